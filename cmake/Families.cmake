@@ -1,0 +1,56 @@
+# The families of ops: every folder of csrc/ that has a choose.cpp, less those that THUNDERKITTENS_OPS
+# leaves out. Sets
+#
+#   TK_FAMILIES         their names
+#   TK_OP_SOURCES       csrc/<family>/*.cpp without choose.cpp: host code with torch's headers
+#   TK_CHOOSE_SOURCES   csrc/<family>/choose.cpp: host code without
+#   TK_KERNEL_SOURCES   csrc/<family>/inst/*.cu
+set(TK_FAMILIES)
+set(TK_OP_SOURCES)
+set(TK_CHOOSE_SOURCES)
+set(TK_KERNEL_SOURCES)
+file(GLOB choose_sources CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR} csrc/*/choose.cpp)
+foreach(source IN LISTS choose_sources)
+  string(REGEX REPLACE "^csrc/([^/]+)/.*" "\\1" family ${source})
+  if(THUNDERKITTENS_OPS AND NOT family IN_LIST THUNDERKITTENS_OPS)
+    continue()
+  endif()
+  file(GLOB op_sources CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR} csrc/${family}/*.cpp)
+  list(REMOVE_ITEM op_sources ${source})
+  file(GLOB kernel_sources CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR}
+       csrc/${family}/inst/*.cu)
+  list(APPEND TK_FAMILIES ${family})
+  list(APPEND TK_OP_SOURCES ${op_sources})
+  list(APPEND TK_CHOOSE_SOURCES ${source})
+  list(APPEND TK_KERNEL_SOURCES ${kernel_sources})
+endforeach()
+foreach(family IN LISTS THUNDERKITTENS_OPS)
+  if(NOT family IN_LIST TK_FAMILIES)
+    message(FATAL_ERROR "THUNDERKITTENS_OPS names '${family}'; the families are: ${TK_FAMILIES}")
+  endif()
+endforeach()
+message(STATUS "families: ${TK_FAMILIES}")
+
+# An object library with the kernels of one architecture. An instantiation whose file name holds
+# _sm<number> is of that architecture, one without is of sm90.
+function(tk_add_kernels target arch)
+  string(REGEX MATCH "^[0-9]+" number ${arch})
+  set(sources ${TK_KERNEL_SOURCES})
+  if(number EQUAL 90)
+    list(FILTER sources EXCLUDE REGEX "_sm(8|1)[0-9]+[^/]*\\.cu$")
+  else()
+    list(FILTER sources INCLUDE REGEX "_sm${number}[^/]*\\.cu$")
+  endif()
+  if(NOT sources)
+    return()
+  endif()
+  add_library(${target} OBJECT ${sources})
+  set_target_properties(
+    ${target} PROPERTIES CUDA_ARCHITECTURES ${arch}-real CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON
+                         CUDA_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON
+                         POSITION_INDEPENDENT_CODE ON CUDA_COMPILER_LAUNCHER "${TK_CUDA_LAUNCHER}")
+  target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR})
+  target_compile_definitions(${target} PRIVATE THUNDERKITTENS_ARCHS="${TK_ARCHS_TEXT}")
+  target_compile_options(${target} PRIVATE ${TK_CUDA_FLAGS})
+  set_property(GLOBAL APPEND PROPERTY TK_KERNEL_TARGETS ${target})
+endfunction()

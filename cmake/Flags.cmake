@@ -1,0 +1,95 @@
+# Compiler flags, and how the libraries are made: C++20, hidden symbols, no RUNPATH, no path of the
+# building machine in what ships (messages, line information), line information for profilers.
+set(CMAKE_SKIP_RPATH ON)
+
+set(TK_ARCHS_TEXT "")
+if(THUNDERKITTENS_CUDA)
+  string(REPLACE ";" "\\;" TK_ARCHS_TEXT "${THUNDERKITTENS_CUDA_ARCHS}")
+endif()
+
+# What to cut from paths: <folder>=<what stands for it>. The longest first, because one may lie
+# within another.
+cmake_path(GET TORCH_DIR PARENT_PATH site_packages)
+set(TK_PATHS "${PROJECT_BINARY_DIR}=build" "${PROJECT_SOURCE_DIR}=." "${TORCH_DIR}=torch"
+             "${site_packages}=python")
+if(TK_CUDA_HOME)
+  list(INSERT TK_PATHS 2 "${TK_CUDA_HOME}=cuda" "${TK_CUDA_LINK}=cuda")
+endif()
+set(TK_PREFIX_MAPS)
+foreach(path IN LISTS TK_PATHS)
+  # The last that matches wins.
+  list(PREPEND TK_PREFIX_MAPS "-ffile-prefix-map=${path}")
+endforeach()
+
+set(TK_WARNINGS -Wall -Wextra -Wno-missing-field-initializers)
+if(THUNDERKITTENS_WERROR)
+  list(APPEND TK_WARNINGS -Werror)
+endif()
+
+find_program(CCACHE ccache)
+if(CCACHE)
+  set(CMAKE_CXX_COMPILER_LAUNCHER ${CCACHE})
+endif()
+
+# tools/compile_kernel.py runs nvcc, records what ptxas reports of each kernel, and cuts paths from
+# the line information (nvcc writes absolute ones there and has no option against it); the latter
+# needs an uncompressed image.
+set(TK_CUDA_LAUNCHER ${Python_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tools/compile_kernel.py)
+foreach(path IN LISTS TK_PATHS)
+  string(REGEX REPLACE "=[^=]*$" "" folder ${path})
+  list(APPEND TK_CUDA_LAUNCHER --cut ${folder})
+endforeach()
+list(APPEND TK_CUDA_LAUNCHER --)
+if(CCACHE)
+  list(APPEND TK_CUDA_LAUNCHER ${CCACHE})
+endif()
+list(TRANSFORM TK_PREFIX_MAPS PREPEND "-Xcompiler=" OUTPUT_VARIABLE TK_CUDA_FLAGS)
+list(APPEND TK_CUDA_FLAGS -lineinfo -Xptxas=-v --compress-mode=none)
+if(THUNDERKITTENS_WERROR)
+  list(APPEND TK_CUDA_FLAGS -Werror=all-warnings)
+endif()
+
+# Flags of a library of host code.
+function(tk_target_flags target)
+  set_target_properties(
+    ${target}
+    PROPERTIES CXX_STANDARD 20
+               CXX_STANDARD_REQUIRED ON
+               CXX_EXTENSIONS OFF
+               CXX_VISIBILITY_PRESET hidden
+               VISIBILITY_INLINES_HIDDEN ON
+               POSITION_INDEPENDENT_CODE ON
+               LINKER_LANGUAGE CXX
+               CUDA_RUNTIME_LIBRARY None)
+  target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR})
+  target_compile_definitions(${target} PRIVATE THUNDERKITTENS_ARCHS="${TK_ARCHS_TEXT}")
+  target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:${TK_WARNINGS}>
+                                           $<$<COMPILE_LANGUAGE:CXX>:${TK_PREFIX_MAPS}>)
+endfunction()
+
+# A library of ops, on torch's stable ABI of 2.11 whatever torch it is built with. It must name
+# torch's libraries as needed, because torch loads them without making their symbols global.
+function(tk_add_op_library target)
+  add_library(${target} MODULE ${ARGN})
+  tk_target_flags(${target})
+  set_target_properties(${target} PROPERTIES PREFIX "")
+  target_include_directories(${target} SYSTEM PRIVATE ${TORCH_DIR}/include)
+  target_compile_definitions(${target} PRIVATE TORCH_TARGET_VERSION=0x020b000000000000)
+  target_link_options(${target} PRIVATE -Wl,--no-as-needed -Wl,--no-undefined
+                      -Wl,--allow-shlib-undefined)
+endfunction()
+
+# The path to link libtorch_cuda by. A CPU-only torch has none: an empty library of that name stands
+# in, since the real one is only looked up when _cuda.so is loaded.
+function(tk_libtorch_cuda result)
+  set(library ${TORCH_DIR}/lib/libtorch_cuda.so)
+  if(NOT EXISTS ${library})
+    set(source ${PROJECT_BINARY_DIR}/libtorch_cuda_stub.c)
+    file(WRITE ${source} "void aoti_torch_get_current_cuda_stream(void) {}\n")
+    set(library ${PROJECT_BINARY_DIR}/libtorch_cuda.so)
+    execute_process(
+      COMMAND ${CMAKE_CXX_COMPILER} -x c -shared -fPIC -Wl,-soname,libtorch_cuda.so ${source} -o
+              ${library} COMMAND_ERROR_IS_FATAL ANY)
+  endif()
+  set(${result} ${library} PARENT_SCOPE)
+endfunction()

@@ -1,0 +1,5 @@
+#include "csrc/attention/forward_sm90.cuh"
+
+namespace thunderkittens::attention {
+template void launch_forward<Config{128, 2, 160, 2, DType::bf16}>(const ForwardParams&, Stream);
+}  // namespace thunderkittens::attention

@@ -1,0 +1,170 @@
+// The registry of kernels: each family's choose.cpp enters what it has, and the module _C shows it
+// to Python. A family gives, in its header,
+//
+//   struct Problem; struct Config;             plain fields
+//   void visit_fields(Problem&, visitor);      calls visitor("name", field) for each field
+//   void visit_fields(Config&, visitor);
+//   std::string unsupported(const Problem&, const DeviceProperties&);    empty, or the reason
+//   Config choose(const Problem&, const DeviceProperties&);
+//   std::string kernel_name(const Config&);    of the kernel that runs it, as in kernels()
+//   std::vector<KernelInfo> kernels();
+//
+// and ends its choose.cpp with
+//
+//   static const bool registered = register_op("gemm", "gemm", &kernels, &unsupported, &choose);
+//
+// Host C++ only. Problems and configs travel as maps of names to values, so that _C needs no code
+// per family.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "csrc/common/check.h"
+#include "csrc/common/device.h"
+#include "csrc/common/dtype.h"
+
+namespace thunderkittens {
+
+struct KernelInfo {
+    std::string name;    // unique within the op, readable: "bf16_128x256x64_2cta"
+    std::string config;  // one line for people: tile shape, stages, roles
+    std::string source;  // stem of the file in csrc/<family>/inst/ that instantiates it
+    std::string symbol;  // part of the mangled name, where a source holds several kernels
+    int arch = 90;
+    int threads = 0;       // per block
+    int shared_bytes = 0;  // dynamic, per block
+};
+
+using Value = std::variant<bool, std::int64_t, double, std::string>;
+using Fields = std::map<std::string, Value>;
+
+struct OpEntry {
+    std::string op;
+    std::string family;
+    std::vector<std::string> problem_fields;
+    std::function<std::vector<KernelInfo>()> kernels;
+    std::function<std::string(const Fields&, const DeviceProperties&)> unsupported;
+    std::function<Fields(const Fields&, const DeviceProperties&)>
+        choose;  // Config's fields and "kernel"
+};
+
+inline std::vector<OpEntry>& registry() {
+    static std::vector<OpEntry> entries;
+    return entries;
+}
+
+inline const OpEntry& find_op(const std::string& op) {
+    std::string known;
+    for (const OpEntry& entry : registry()) {
+        if (entry.op == op) return entry;
+        known += (known.empty() ? "" : ", ") + entry.op;
+    }
+    throw std::runtime_error(
+        concat("no op '", op, "' in this build; it has: ", known.empty() ? "none" : known));
+}
+
+namespace detail {
+
+template <typename T>
+Value to_value(const T& field) {
+    if constexpr (std::is_same_v<T, DType>) {
+        return std::string(name_of(field));
+    } else if constexpr (std::is_same_v<T, bool>) {
+        return field;
+    } else if constexpr (std::is_integral_v<T> || std::is_enum_v<T>) {
+        return static_cast<std::int64_t>(field);
+    } else if constexpr (std::is_floating_point_v<T>) {
+        return static_cast<double>(field);
+    } else {
+        return std::string(field);
+    }
+}
+
+template <typename T>
+void from_value(const std::string& where, const Value& value, T& field) {
+    const auto number = [&]() -> double {
+        if (const auto* b = std::get_if<bool>(&value)) return *b;
+        if (const auto* i = std::get_if<std::int64_t>(&value)) return static_cast<double>(*i);
+        if (const auto* d = std::get_if<double>(&value)) return *d;
+        throw std::runtime_error(
+            concat(where, " must be a number, got '", std::get<std::string>(value), "'"));
+    };
+    if constexpr (std::is_same_v<T, DType>) {
+        const auto* text = std::get_if<std::string>(&value);
+        const auto dtype = text ? dtype_from_name(*text) : std::nullopt;
+        TK_CHECK(dtype, where, " must be one of 'bf16', 'fp16', 'fp32'");
+        field = *dtype;
+    } else if constexpr (std::is_same_v<T, std::string>) {
+        const auto* text = std::get_if<std::string>(&value);
+        TK_CHECK(text, where, " must be a string");
+        field = *text;
+    } else if (const auto* i = std::get_if<std::int64_t>(&value);
+               i && !std::is_floating_point_v<T>) {
+        field = static_cast<T>(*i);
+    } else {
+        field = static_cast<T>(number());
+    }
+}
+
+template <typename Struct>
+Fields fields_of(const Struct& values) {
+    Fields fields;
+    // Both directions share one visitor function; this one only reads.
+    visit_fields(const_cast<Struct&>(values), [&](const char* name, auto& field) {
+        fields.emplace(name, to_value(std::as_const(field)));
+    });
+    return fields;
+}
+
+template <typename Struct>
+Struct struct_from(const std::string& op, const Fields& fields) {
+    Struct values{};
+    std::size_t used = 0;
+    std::string known;
+    visit_fields(values, [&](const char* name, auto& field) {
+        known += concat(known.empty() ? "" : ", ", name);
+        if (const auto found = fields.find(name); found != fields.end()) {
+            from_value(concat(op, ": ", name), found->second, field);
+            ++used;
+        }
+    });
+    if (used != fields.size()) {
+        for (const auto& [name, value] : fields) {
+            const bool is_known = (", " + known + ",").find(", " + name + ",") != std::string::npos;
+            TK_CHECK(is_known, op, ": a problem has no field '", name, "'; its fields are ", known);
+        }
+    }
+    return values;
+}
+
+}  // namespace detail
+
+template <typename Problem, typename Config>
+bool register_op(const std::string& op, const std::string& family,
+                 std::vector<KernelInfo> (*kernels)(),
+                 std::string (*unsupported)(const Problem&, const DeviceProperties&),
+                 Config (*choose)(const Problem&, const DeviceProperties&)) {
+    OpEntry entry{.op = op, .family = family, .kernels = kernels};
+    for (const auto& [name, value] : detail::fields_of(Problem{}))
+        entry.problem_fields.push_back(name);
+    entry.unsupported = [=](const Fields& fields, const DeviceProperties& device) {
+        return unsupported(detail::struct_from<Problem>(op, fields), device);
+    };
+    entry.choose = [=](const Fields& fields, const DeviceProperties& device) {
+        const Config config = choose(detail::struct_from<Problem>(op, fields), device);
+        Fields chosen = detail::fields_of(config);
+        chosen.emplace("kernel", kernel_name(config));
+        return chosen;
+    };
+    registry().push_back(std::move(entry));
+    return true;
+}
+
+}  // namespace thunderkittens

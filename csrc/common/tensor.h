@@ -1,0 +1,227 @@
+// Torch for the op files: the one shared header with torch's (stable) headers. It checks tensors
+// with messages that name op, argument, expected and actual; turns them into plain 4-D views that a
+// family's parameter structs and tensor maps are made from; allocates outputs; finds the caller's
+// stream. It uses only what LibTorch's stable ABI 2.11 has. A kernel never includes it.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <array>
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "csrc/common/check.h"
+#include "csrc/common/device.h"
+#include "csrc/common/dtype.h"
+
+namespace thunderkittens {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using torch::stable::accelerator::DeviceGuard;
+
+// ---- dtypes ----
+
+inline std::optional<DType> dtype_of(ScalarType type) {
+    switch (type) {
+        case ScalarType::BFloat16: return DType::bf16;
+        case ScalarType::Half: return DType::fp16;
+        case ScalarType::Float: return DType::fp32;
+        default: return std::nullopt;
+    }
+}
+
+inline ScalarType scalar_type_of(DType dtype) {
+    switch (dtype) {
+        case DType::bf16: return ScalarType::BFloat16;
+        case DType::fp16: return ScalarType::Half;
+        case DType::fp32: return ScalarType::Float;
+    }
+    throw std::runtime_error("thunderkittens: unknown dtype");
+}
+
+// "torch.bfloat16", as Python prints it.
+inline std::string dtype_text(ScalarType type) {
+    switch (type) {
+        case ScalarType::BFloat16: return "torch.bfloat16";
+        case ScalarType::Half: return "torch.float16";
+        case ScalarType::Float: return "torch.float32";
+        case ScalarType::Double: return "torch.float64";
+        default: return concat("torch.", torch::headeronly::toString(type));
+    }
+}
+
+// ---- checks ----
+
+inline std::string shape_text(const Tensor& tensor) { return tuple_text(tensor.sizes()); }
+
+inline void check_cuda(const char* op, const char* argument, const Tensor& tensor) {
+    TK_CHECK(tensor.is_cuda(), op, ": ", argument, " must be a CUDA tensor");
+}
+
+inline void check_same_device(const char* op, const char* argument, const Tensor& tensor,
+                              const char* first_argument, const Tensor& first) {
+    check_cuda(op, argument, tensor);
+    TK_CHECK(tensor.get_device_index() == first.get_device_index(), op, ": ", argument,
+             " is on cuda:", tensor.get_device_index(), ", ", first_argument,
+             " on cuda:", first.get_device_index());
+}
+
+inline void check_dims(const char* op, const char* argument, const Tensor& tensor,
+                       std::initializer_list<int64_t> allowed) {
+    std::string expected;
+    for (const int64_t dims : allowed) {
+        if (tensor.dim() == dims) return;
+        expected += concat(expected.empty() ? "" : " or ", dims);
+    }
+    throw std::runtime_error(concat(op, ": ", argument, " must have ", expected,
+                                    " dimensions, got shape ", shape_text(tensor)));
+}
+
+// The tensor's dtype, which must be one of `allowed`.
+inline DType check_dtype(const char* op, const char* argument, const Tensor& tensor,
+                         std::initializer_list<DType> allowed) {
+    const auto dtype = dtype_of(tensor.scalar_type());
+    std::string expected;
+    for (const DType choice : allowed) {
+        if (dtype == choice) return choice;
+        expected += (expected.empty() ? "" : " or ") + dtype_text(scalar_type_of(choice));
+    }
+    throw std::runtime_error(concat(op, ": ", argument, " must be ", expected, ", got ",
+                                    dtype_text(tensor.scalar_type())));
+}
+
+inline void check_same_dtype(const char* op, const char* argument, const Tensor& tensor,
+                             const char* first_argument, const Tensor& first) {
+    TK_CHECK(tensor.scalar_type() == first.scalar_type(), op, ": ", argument, " is ",
+             dtype_text(tensor.scalar_type()), ", ", first_argument, " is ",
+             dtype_text(first.scalar_type()));
+}
+
+// ---- views ----
+
+// A tensor of at most 4 dimensions, aligned to the right: missing leading dimensions have size 1.
+// Strides are in elements. The stride of a dimension of size 1 means nothing to torch and may be
+// any number, so it is replaced by that of a packed layout, which a tensor map accepts.
+struct View {
+    const void* data = nullptr;
+    std::array<int64_t, 4> size{1, 1, 1, 1};
+    std::array<int64_t, 4> stride{0, 0, 0, 0};
+};
+
+inline View as_4d(const Tensor& tensor) {
+    const auto sizes = tensor.sizes();
+    const auto strides = tensor.strides();
+    const int64_t dims = tensor.dim();
+    TK_CHECK(dims <= 4, "thunderkittens: at most 4 dimensions, got shape ", tuple_text(sizes));
+    View view{.data = tensor.data_ptr()};
+    int64_t packed = 1;
+    for (int64_t i = 3; i >= 0; --i) {
+        const int64_t source = i - (4 - dims);
+        view.size[i] = source >= 0 ? sizes[source] : 1;
+        view.stride[i] = view.size[i] > 1 ? strides[source] : packed;
+        packed = view.stride[i] * (view.size[i] > 1 ? view.size[i] : 1);
+    }
+    return view;
+}
+
+// Swaps the last two dimensions: the same memory, read in the other major order.
+inline View transposed(View view) {
+    std::swap(view.size[2], view.size[3]);
+    std::swap(view.stride[2], view.stride[3]);
+    return view;
+}
+
+// Whether a tensor map can describe the view: elements adjacent in the last dimension, base and the
+// other strides multiples of 16 bytes (CUDA driver API, cuTensorMapEncodeTiled), no negative
+// stride. Expanded dimensions (stride 0) are fine.
+inline bool fits_tensor_map(const View& view, int element_bytes) {
+    if (reinterpret_cast<uintptr_t>(view.data) % 16 != 0) return false;
+    if (view.size[3] > 1 && view.stride[3] != 1) return false;
+    for (int i = 0; i < 3; ++i) {
+        const int64_t bytes = view.stride[i] * element_bytes;
+        if (view.size[i] > 1 && (bytes < 0 || bytes % 16 != 0 || bytes >= (int64_t{1} << 40)))
+            return false;
+    }
+    return true;
+}
+
+// ---- allocation ----
+
+inline Tensor empty_strided(std::span<const int64_t> sizes, std::span<const int64_t> strides,
+                            ScalarType dtype, const Tensor& like) {
+    int32_t device_type = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+    const auto type = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+    AtenTensorHandle handle = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()),
+                                                    sizes.data(), strides.data(), type, device_type,
+                                                    like.get_device_index(), &handle));
+    return Tensor(handle);
+}
+
+// An uninitialised contiguous tensor on the device of `like`; cheaper for the host than
+// torch::stable::empty.
+inline Tensor empty(std::span<const int64_t> sizes, ScalarType dtype, const Tensor& like) {
+    std::array<int64_t, 8> strides{};
+    TK_CHECK(sizes.size() <= strides.size(), "thunderkittens: too many dimensions: ", sizes.size());
+    int64_t packed = 1;
+    for (std::size_t i = sizes.size(); i-- > 0;) {
+        strides[i] = packed;
+        packed *= std::max<int64_t>(sizes[i], 1);
+    }
+    return empty_strided(sizes, std::span(strides).first(sizes.size()), dtype, like);
+}
+
+inline Tensor empty(std::initializer_list<int64_t> sizes, ScalarType dtype, const Tensor& like) {
+    return empty(std::span(sizes.begin(), sizes.size()), dtype, like);
+}
+
+// A copy that a tensor map can describe: row major, each row padded to a multiple of 16 bytes. The
+// padding is not initialised and is outside the returned tensor's shape.
+inline Tensor copy_for_tensor_map(const Tensor& tensor) {
+    const int64_t dims = tensor.dim();
+    TK_CHECK(dims >= 1 && dims <= 4, "thunderkittens: 1 to 4 dimensions, got ", dims);
+    std::array<int64_t, 4> sizes{}, strides{};
+    for (int64_t i = 0; i < dims; ++i) sizes[i] = tensor.size(i);
+    const int64_t per_16_bytes = 16 / static_cast<int64_t>(tensor.element_size());
+    int64_t pitch = 1;
+    for (int64_t i = dims - 1; i >= 0; --i) {
+        strides[i] = pitch;
+        pitch *= std::max<int64_t>(sizes[i], 1);
+        if (i == dims - 1) pitch = (pitch + per_16_bytes - 1) / per_16_bytes * per_16_bytes;
+    }
+    const auto count = static_cast<std::size_t>(dims);
+    Tensor copy = empty_strided(std::span(sizes).first(count), std::span(strides).first(count),
+                                tensor.scalar_type(), tensor);
+    torch::stable::copy_(copy, tensor);
+    return copy;
+}
+
+// The tensor itself where a tensor map can describe it, else a copy. With `either_order`, a matrix
+// whose columns are adjacent instead of its rows counts too (its view is then to be transposed()).
+inline Tensor for_tensor_map(const Tensor& tensor, bool either_order = false) {
+    const int bytes = static_cast<int>(tensor.element_size());
+    const View view = as_4d(tensor);
+    if (fits_tensor_map(view, bytes)) return tensor;
+    if (either_order && fits_tensor_map(transposed(view), bytes)) return tensor;
+    return copy_for_tensor_map(tensor);
+}
+
+// ---- stream ----
+
+inline Stream current_stream(const Tensor& tensor) {
+    void* stream = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+    return static_cast<Stream>(stream);
+}
+
+}  // namespace thunderkittens

@@ -1,0 +1,82 @@
+// The module _C, without torch: the registry of kernels and the functions that choose among them,
+// and the tile library's layouts as NumPy arrays.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "csrc/common/device.h"
+#include "csrc/common/registry.h"
+#include "csrc/python/layouts.h"
+
+namespace py = pybind11;
+namespace tk = thunderkittens;
+
+namespace {
+
+py::dict kernel_record(const tk::OpEntry& entry, const tk::KernelInfo& kernel) {
+    py::dict record;
+    record["op"] = entry.op;
+    record["family"] = entry.family;
+    record["name"] = kernel.name;
+    record["config"] = kernel.config;
+    record["source"] = kernel.source;
+    record["symbol"] = kernel.symbol;
+    record["arch"] = kernel.arch;
+    record["threads"] = kernel.threads;
+    record["shared_bytes"] = kernel.shared_bytes;
+    return record;
+}
+
+py::list kernels() {
+    py::list records;
+    for (const auto& entry : tk::registry()) {
+        for (const auto& kernel : entry.kernels()) records.append(kernel_record(entry, kernel));
+    }
+    return records;
+}
+
+std::vector<std::string> ops() {
+    std::vector<std::string> names;
+    for (const auto& entry : tk::registry()) names.push_back(entry.op);
+    return names;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+    m.doc() = "Registry of thunderkittens' kernels, their choice, and the tile library's layouts.";
+
+    py::class_<tk::DeviceProperties>(m, "DeviceProperties")
+        .def(py::init(
+                 [](int sm_count, int shared_bytes_per_block, int l2_bytes, int major, int minor) {
+                     return tk::DeviceProperties{sm_count, shared_bytes_per_block, l2_bytes, major,
+                                                 minor};
+                 }),
+             py::kw_only(), py::arg("sm_count"), py::arg("shared_bytes_per_block"),
+             py::arg("l2_bytes"), py::arg("major"), py::arg("minor"))
+        .def_readonly("sm_count", &tk::DeviceProperties::sm_count)
+        .def_readonly("shared_bytes_per_block", &tk::DeviceProperties::shared_bytes_per_block)
+        .def_readonly("l2_bytes", &tk::DeviceProperties::l2_bytes)
+        .def_readonly("major", &tk::DeviceProperties::major)
+        .def_readonly("minor", &tk::DeviceProperties::minor);
+
+    m.def("ops", &ops, "Names of the ops that have kernels in this build.");
+    m.def("kernels", &kernels, "One dictionary per kernel of this build.");
+    m.def("architectures", [] { return std::string(tk::built_architectures()); });
+    m.def("no_code_for", &tk::no_code_for, py::arg("device"));
+    m.def(
+        "problem_fields", [](const std::string& op) { return tk::find_op(op).problem_fields; },
+        py::arg("op"));
+    m.def(
+        "unsupported",
+        [](const std::string& op, const tk::Fields& problem, const tk::DeviceProperties& device) {
+            return tk::find_op(op).unsupported(problem, device);
+        },
+        py::arg("op"), py::arg("problem"), py::arg("device"));
+    m.def(
+        "choose",
+        [](const std::string& op, const tk::Fields& problem, const tk::DeviceProperties& device) {
+            return tk::find_op(op).choose(problem, device);
+        },
+        py::arg("op"), py::arg("problem"), py::arg("device"));
+    bind_layouts(m);
+}

@@ -1,0 +1,50 @@
+// Approximate and packed arithmetic: one instruction each.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "memory.cuh"
+
+namespace kittens::inline on_gpu {
+namespace arch {
+
+// 2^x on the MUFU pipe; relative error about 2^-22, exact at -inf (gives 0).
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float log2_approx(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float tanh_approx(float x) {
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float reciprocal_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+// 1 / sqrt(x) within 2 ulp.
+__device__ __forceinline__ float reciprocal_sqrt(float x) { return ::rsqrtf(x); }
+// Two floats to one packed register, first argument in the low half, round to nearest even.
+__device__ __forceinline__ __nv_bfloat162 pack_bf16(float low, float high) {
+    uint32_t packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return bit_cast<__nv_bfloat162>(packed);
+}
+__device__ __forceinline__ __half2 pack_half(float low, float high) {
+    uint32_t packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return bit_cast<__half2>(packed);
+}
+
+}  // namespace arch
+}  // namespace kittens::inline on_gpu

@@ -1,0 +1,17 @@
+// Programmatic dependent launch (PTX ISA, "griddepcontrol").
+#pragma once
+
+namespace kittens::inline on_gpu {
+namespace arch {
+
+// Blocks until the grids that this one depends on have finished and their writes are visible.
+__device__ __forceinline__ void wait_for_dependencies() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+// Lets the next grid of the stream start its prologue.
+__device__ __forceinline__ void launch_dependents() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+}  // namespace arch
+}  // namespace kittens::inline on_gpu

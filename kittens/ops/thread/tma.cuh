@@ -1,0 +1,178 @@
+// TMA transfers of whole tiles and vectors, called by one thread. A tile goes stripe by stripe, so
+// that a ragged last column is filled with zeros (or not written) instead of running into the next
+// row.
+#pragma once
+
+#include "../../types/global/gl.cuh"
+#include "semaphore.cuh"
+
+namespace kittens::inline KITTENS_BACKEND {
+namespace tma {
+
+using arch::CachePolicy;
+
+// Announces the exact bytes of the objects that will arrive, and arrives.
+template <class... Objects>
+__device__ __forceinline__ void expect(semaphore& s, const Objects&...) {
+    arch::mbarrier_arrive_expect(s.address(), static_cast<uint32_t>((sizeof(Objects) + ...)));
+}
+__device__ __forceinline__ void expect_bytes(semaphore& s, uint32_t bytes) {
+    arch::mbarrier_arrive_expect(s.address(), bytes);
+}
+
+// Calls transfer(offset in the shared object in bytes, global coordinates) for every box of the
+// object.
+template <int axis, class Object, class Transfer>
+__device__ __forceinline__ void for_each_box(const coord<Object>& at, Transfer transfer) {
+    const element_coord e = at.template position<axis>();
+    if constexpr (any_shared_tile<Object>) {
+        constexpr int box = detail::box_rows<Object>;
+#pragma unroll
+        for (int stripe = 0; stripe < Object::stripes; ++stripe) {
+#pragma unroll
+            for (int row = 0; row < Object::rows; row += box) {
+                constexpr int row_bytes = Object::stripe_cols * int(sizeof(typename Object::T));
+                transfer(uint32_t(stripe * Object::stripe_bytes + row * row_bytes),
+                         arch::TmaCoordinates{
+                             e.c + stripe * Object::stripe_cols, e.r + (axis == 2 ? row : 0),
+                             e.d + (axis == 1 ? row : 0), e.b + (axis == 0 ? row : 0)});
+            }
+        }
+    } else {
+        constexpr int box = detail::box_length<Object>;
+#pragma unroll
+        for (int i = 0; i < Object::length; i += box) {
+            transfer(uint32_t(i * int(sizeof(typename Object::T))),
+                     arch::TmaCoordinates{e.c + i, e.r, e.d, e.b});
+        }
+    }
+}
+
+template <class Object, int axis = 2, global_layout_type GL>
+__device__ __forceinline__ void prefetch_map(const GL& source) {
+    arch::tma_prefetch_map(source.template tensor_map<Object, axis>());
+}
+
+template <int axis = 2, CachePolicy policy = CachePolicy::normal, class Object,
+          global_layout_type GL>
+__device__ __forceinline__ void load_async(Object& destination, const GL& source,
+                                           const coord_of<Object>& at, semaphore& arrived) {
+    const CUtensorMap* map = source.template tensor_map<Object, axis>();
+    const uint32_t to = destination.address(), barrier = arrived.address();
+    for_each_box<axis>(at, [&](uint32_t offset, arch::TmaCoordinates from) {
+        arch::tma_load<policy>(to + offset, map, from, barrier);
+    });
+}
+// Brings the object into L2; `Object` is named, nothing in shared memory is touched.
+template <class Object, int axis = 2, global_layout_type GL>
+__device__ __forceinline__ void prefetch(const GL& source, const coord_of<Object>& at) {
+    const CUtensorMap* map = source.template tensor_map<Object, axis>();
+    for_each_box<axis>(at,
+                       [&](uint32_t, arch::TmaCoordinates from) { arch::tma_prefetch(map, from); });
+}
+
+__device__ __forceinline__ void store_commit_group() { arch::tma_store_commit(); }
+// At most `pending` groups of this thread are not yet written; 0 waits for all.
+template <int pending = 0>
+__device__ __forceinline__ void store_async_wait() {
+    arch::tma_store_wait<pending>();
+}
+// ... not yet read out of shared memory, which may then be written again.
+template <int pending = 0>
+__device__ __forceinline__ void store_async_read_wait() {
+    arch::tma_store_read_wait<pending>();
+}
+
+// Stores commit a group of their own. Only a barrier is needed between writing the object and
+// storing it: the store makes what this thread has seen of shared memory visible to the copy engine
+// itself.
+template <int axis = 2, CachePolicy policy = CachePolicy::normal, class Object,
+          global_layout_type GL>
+__device__ __forceinline__ void store_async(const GL& destination, const Object& source,
+                                            const coord_of<Object>& at) {
+    const CUtensorMap* map = destination.template tensor_map<Object, axis>();
+    const uint32_t from = source.address();
+    arch::fence_async_shared();
+    for_each_box<axis>(at, [&](uint32_t offset, arch::TmaCoordinates to) {
+        arch::tma_store<policy>(map, from + offset, to);
+    });
+    store_commit_group();
+}
+namespace detail {
+template <arch::Reduction reduction, int axis, class Object, global_layout_type GL>
+__device__ __forceinline__ void store_reduce_async(const GL& destination, const Object& source,
+                                                   const coord_of<Object>& at) {
+    using T = typename Object::T;
+    static_assert(!float_8bit<T>, "TMA reduces no 8-bit floats");
+    static_assert(reduction == arch::Reduction::add || !std::same_as<T, float>,
+                  "TMA has min and max for 16-bit floats only");
+    const CUtensorMap* map = destination.template tensor_map<Object, axis>();
+    const uint32_t from = source.address();
+    arch::fence_async_shared();
+    for_each_box<axis>(at, [&](uint32_t offset, arch::TmaCoordinates to) {
+        arch::tma_store_reduce<reduction>(map, from + offset, to);
+    });
+    store_commit_group();
+}
+}  // namespace detail
+template <int axis = 2, class Object, global_layout_type GL>
+__device__ __forceinline__ void store_add_async(const GL& destination, const Object& source,
+                                                const coord_of<Object>& at) {
+    detail::store_reduce_async<arch::Reduction::add, axis>(destination, source, at);
+}
+template <int axis = 2, class Object, global_layout_type GL>
+__device__ __forceinline__ void store_min_async(const GL& destination, const Object& source,
+                                                const coord_of<Object>& at) {
+    detail::store_reduce_async<arch::Reduction::min, axis>(destination, source, at);
+}
+template <int axis = 2, class Object, global_layout_type GL>
+__device__ __forceinline__ void store_max_async(const GL& destination, const Object& source,
+                                                const coord_of<Object>& at) {
+    detail::store_reduce_async<arch::Reduction::max, axis>(destination, source, at);
+}
+
+namespace cluster {
+
+// Bytes that will arrive at this semaphore in another block of the cluster are announced there by
+// that block itself; here only the transfer is started. The object and the semaphore are written at
+// the same offsets in every block whose bit of `blocks` is set.
+template <int axis = 2, CachePolicy policy = CachePolicy::normal, class Object,
+          global_layout_type GL>
+__device__ __forceinline__ void load_async(Object& destination, const GL& source,
+                                           const coord_of<Object>& at, semaphore& arrived,
+                                           uint16_t blocks) {
+    const CUtensorMap* map = source.template tensor_map<Object, axis>();
+    const uint32_t to = destination.address(), barrier = arrived.address();
+    for_each_box<axis>(at, [&](uint32_t offset, arch::TmaCoordinates from) {
+        arch::tma_load_multicast<policy>(to + offset, map, from, barrier, blocks);
+    });
+}
+
+// Copies an object of this block to block `rank`, where it takes the place that `destination` has
+// here; its bytes complete on that block's `arrived`. The swizzle is part of the address: both
+// objects must begin at the same offset from a multiple of 1024 bytes.
+template <class Object>
+__device__ __forceinline__ void store_async(Object& destination, const Object& source, int rank,
+                                            semaphore& arrived) {
+    static_assert(sizeof(Object) % 16 == 0, "a copy to another block moves a multiple of 16 bytes");
+    const auto block = static_cast<uint32_t>(rank);
+    arch::bulk_copy_to_cluster(arch::map_shared_rank(destination.address(), block),
+                               source.address(), static_cast<uint32_t>(sizeof(Object)),
+                               arch::map_shared_rank(arrived.address(), block));
+}
+
+}  // namespace cluster
+}  // namespace tma
+
+// Cluster-wide barrier, all threads of all blocks.
+namespace cluster {
+__device__ __forceinline__ void arrive() { arch::cluster_arrive(); }
+__device__ __forceinline__ void wait() { arch::cluster_wait(); }
+__device__ __forceinline__ void sync() {
+    arch::cluster_arrive();
+    arch::cluster_wait();
+}
+__device__ __forceinline__ int rank() { return static_cast<int>(arch::cluster_rank()); }
+}  // namespace cluster
+
+}  // namespace kittens::inline KITTENS_BACKEND

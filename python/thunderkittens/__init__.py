@@ -1,0 +1,45 @@
+"""Fast GPU kernels for PyTorch, and the tile library that they are written on.
+
+`attention` and `gemm` are differentiable, work under torch.compile, and take CPU tensors too, where
+they run the reference formula. `reference` holds every op in plain PyTorch. `get_include()` is the
+folder of the tile library's headers, for kernels of one's own. On the command line: `python -m
+thunderkittens` with `info`, `demo` or `bench`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path as _Path
+
+from . import _build, _load
+
+__version__: str = _build.record()["version"]
+
+try:
+    _load.load()
+    from . import reference
+    from .ops.attention import attention
+    from .ops.gemm import gemm
+
+    _load.explain_missing_kernels()
+except ImportError as _error:
+    if not _load.running_as_command():
+        raise
+    _load.import_problem = str(_error)
+
+__all__ = ["__version__", "attention", "gemm", "get_include", "reference"]
+
+
+def get_include() -> str:
+    """The folder to give a compiler as include path: it holds `kittens/kittens.cuh`.
+
+    Raises:
+        FileNotFoundError: the installation has no headers.
+    """
+    for name in ("include", "../../kittens/kittens.cuh"):
+        path = _build.find(name)
+        if path is not None:
+            return str(path if name == "include" else _Path(path).parents[1].resolve())
+    raise FileNotFoundError(
+        f"this installation of thunderkittens {__version__} is damaged: the folder include is "
+        f"missing; run {_load.REINSTALL}"
+    )

@@ -1,0 +1,43 @@
+"""Benchmarks: an op beside the best peers, in one process, interleaved round by round.
+
+    python -m thunderkittens bench attention            a table with ratios
+    python -m thunderkittens bench gemm --json FILE     the figures with the machine's record
+
+It is a library too: `compare(cases, implementations)` takes any callables, so that two variants of
+a kernel are held against each other and the peers by the protocol of the published figures.
+"""
+
+from __future__ import annotations
+
+from .cases import Case, Expected, Implementation, Prepared, random_normal
+from .cli import add_arguments, main
+from .host import measure_host
+from .report import host_table, plot, table
+from .results import document, write_json
+from .runner import Measurement, compare, geometric_means
+from .timing import CpuTimer, CudaTimer, Rounds, Timer, Timing, make_timer
+
+__all__ = [
+    "Case",
+    "CpuTimer",
+    "CudaTimer",
+    "Expected",
+    "Implementation",
+    "Measurement",
+    "Prepared",
+    "Rounds",
+    "Timer",
+    "Timing",
+    "add_arguments",
+    "compare",
+    "document",
+    "geometric_means",
+    "host_table",
+    "main",
+    "make_timer",
+    "measure_host",
+    "plot",
+    "random_normal",
+    "table",
+    "write_json",
+]

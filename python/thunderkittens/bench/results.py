@@ -1,0 +1,104 @@
+"""Results as JSON: what `--json` and `--save` write, and what plots and READMEs are made from.
+
+Schema 1: `op`, `machine` (the record), `settings`, and either `cases` with `geometric_means`, or
+`host_time_us`. Times are in microseconds; a figure that does not exist is null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .host import HostTimes
+from .runner import Measurement, geometric_means
+
+SCHEMA = 1
+
+
+def finite(value: float) -> float | None:
+    """Six significant digits; None for NaN and infinity, which JSON does not have."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def plain(record: Any) -> dict[str, Any] | None:
+    """A dataclass of figures as a dictionary; None stays None."""
+    if record is None:
+        return None
+    entries = asdict(record).items()
+    return {key: finite(value) if isinstance(value, float) else value for key, value in entries}
+
+
+def result(measurement: Measurement, name: str) -> dict[str, Any]:
+    """The figures of one implementation in one case."""
+    return {
+        "time_us": plain(measurement.timings.get(name)),
+        "tflops": finite(measurement.tflops(name)),
+        "gigabytes_per_second": finite(measurement.gigabytes_per_second(name)),
+        "accuracy": plain(measurement.accuracies.get(name)),
+        "note": measurement.notes.get(name),
+    }
+
+
+def entry(measurement: Measurement) -> dict[str, Any]:
+    """One case with the results of all implementations."""
+    case = measurement.case
+    names = list(dict.fromkeys([*measurement.timings, *measurement.notes]))
+    return {
+        "name": case.name,
+        "groups": list(case.groups),
+        "parameters": dict(case.parameters),
+        "flops": case.flops,
+        "bytes": case.bytes,
+        "failed": measurement.failed,
+        "clocks": {key: finite(value) for key, value in measurement.clocks.items()},
+        "results": {name: result(measurement, name) for name in names},
+        "ratios": {
+            name: finite(measurement.ratio(name)) for name in names if name != measurement.subject
+        },
+    }
+
+
+def document(
+    op: str,
+    measurements: Sequence[Measurement],
+    *,
+    machine: Mapping[str, Any],
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The content of a result file of GPU times."""
+    means = geometric_means(measurements)
+    return {
+        "schema": SCHEMA,
+        "op": op,
+        "subject": measurements[0].subject if measurements else None,
+        "machine": dict(machine),
+        "settings": dict(settings),
+        "cases": [entry(measurement) for measurement in measurements],
+        "geometric_means": {
+            group: {peer: finite(value) for peer, value in peers.items()}
+            for group, peers in means.items()
+        },
+    }
+
+
+def host_document(
+    op: str, times: HostTimes, *, machine: Mapping[str, Any], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The content of a result file of host times."""
+    return {
+        "schema": SCHEMA,
+        "op": op,
+        "machine": dict(machine),
+        "settings": dict(settings),
+        "host_time_us": {name: plain(timing) for name, timing in times.items()},
+    }
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write `content`, making the folder where needed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")

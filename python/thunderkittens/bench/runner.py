@@ -1,0 +1,185 @@
+"""`compare`: check and time several implementations, interleaved round by round in one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from .accuracy import Accuracy, as_tensors, check
+from .cases import Case, Implementation, bind
+from .timing import Timer, Timing, make_timer
+
+WARMUP = 3
+
+
+@dataclass
+class Measurement:
+    """The figures of one case; `notes` say why one is missing or to be doubted."""
+
+    case: Case
+    subject: str
+    timings: dict[str, Timing] = field(default_factory=dict)
+    accuracies: dict[str, Accuracy] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    clocks: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the subject could not run or was not accurate."""
+        return self.subject not in self.timings
+
+    def tflops(self, name: str) -> float:
+        """TFLOP/s of an implementation; NaN when it has no timing."""
+        timing = self.timings.get(name)
+        return self.case.flops / timing.median * 1e-6 if timing else math.nan
+
+    def gigabytes_per_second(self, name: str) -> float:
+        """GB/s of the least traffic the case needs; NaN when there is no timing."""
+        timing = self.timings.get(name)
+        return self.case.bytes / timing.median * 1e-3 if timing else math.nan
+
+    def ratio(self, peer: str) -> float:
+        """The peer's time over the subject's: above 1 the subject is faster; NaN without both."""
+        if self.subject not in self.timings or peer not in self.timings:
+            return math.nan
+        return self.timings[peer].median / self.timings[self.subject].median
+
+
+def first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def measure(
+    case: Case,
+    implementations: Mapping[str, Implementation],
+    *,
+    subject: str,
+    timer: Timer,
+    repetitions: int,
+    seconds: float,
+    seed: int,
+    checked: bool,
+) -> Measurement:
+    """Check and time one case. An implementation that raises gets a note instead of figures."""
+    measurement = Measurement(case, subject)
+    generator = torch.Generator(device=timer.device).manual_seed(seed)
+    inputs = case.make_inputs(timer.device, generator)
+    calls, results = {}, {}
+    for name, implementation in implementations.items():
+        try:
+            call = bind(implementation, inputs)
+            result = as_tensors(call())
+            timer.synchronize()
+        except torch.AcceleratorError:
+            raise
+        except (RuntimeError, ValueError, TypeError, ImportError) as error:
+            measurement.notes[name] = first_line(error)
+            continue
+        calls[name] = call
+        results[name] = result
+    if checked:
+        measurement.accuracies = check(case, inputs, results)
+    results.clear()
+    for name, accuracy in measurement.accuracies.items():
+        if not accuracy.passed:
+            figures = (
+                f"relative error {accuracy.relative:.2e}, plain PyTorch {accuracy.yardstick:.2e}"
+            )
+            measurement.notes[name] = f"not accurate: {figures}, largest {accuracy.largest:.2e}"
+            if name == subject:
+                del calls[name]
+    for call in calls.values():
+        for _ in range(WARMUP):
+            call()
+    timer.synchronize()
+    if calls:
+        rounds = timer.measure(calls, repetitions=repetitions, seconds=seconds)
+        measurement.timings, measurement.clocks = rounds.timings, rounds.clocks
+    for name, timing in measurement.timings.items():
+        if timing.late:
+            measurement.notes[name] = (
+                "the host was slower than the GPU: launch gaps are in the time"
+            )
+    return measurement
+
+
+def compare(
+    cases: Iterable[Case],
+    implementations: Mapping[str, Implementation],
+    *,
+    subject: str | None = None,
+    timer: Timer | None = None,
+    device: torch.device | str = "cuda",
+    repetitions: int = 100,
+    seconds: float = 0.5,
+    seed: int = 0,
+    checked: bool = True,
+    progress: Callable[[Measurement], None] | None = None,
+) -> list[Measurement]:
+    """Measure every implementation on every case.
+
+    `implementations` maps names to callables that take a case's inputs as keywords (or `Prepared`);
+    `subject`, by default the first, is the one whose ratios to the others are reported. All get the
+    same N(0, 1) inputs, drawn from `seed`. Each is repeated until it has `repetitions` samples or
+    the case has taken `seconds` per implementation. With `checked`, results are first held against
+    the case's oracle, and a subject that is not accurate is not timed. `progress` is called after
+    each case. A GPU that an error has made unusable ends the run with what there is by then.
+
+        from thunderkittens.bench import compare, table
+        from thunderkittens.bench.suites import gemm
+
+        variants = {"new": lambda a, b: new(a, b), "cuBLAS": lambda a, b: a @ b}
+        print(table(compare(gemm.cases("rated"), variants)))
+    """
+    if not implementations:
+        raise ValueError(
+            "bench.compare: no implementations; expected a mapping of names to callables"
+        )
+    subject = next(iter(implementations)) if subject is None else subject
+    if subject not in implementations:
+        raise ValueError(
+            f"bench.compare: subject is {subject!r}; expected one of {list(implementations)}"
+        )
+    timer = make_timer(torch.device(device)) if timer is None else timer
+    measurements = []
+    for case in cases:
+        broken = False
+        try:
+            measurement = measure(
+                case,
+                implementations,
+                subject=subject,
+                timer=timer,
+                repetitions=repetitions,
+                seconds=seconds,
+                seed=seed,
+                checked=checked,
+            )
+        except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+            measurement = Measurement(case, subject, notes={subject: first_line(error)})
+            broken = isinstance(error, torch.AcceleratorError)
+        measurements.append(measurement)
+        if progress is not None:
+            progress(measurement)
+        if broken:
+            break
+    return measurements
+
+
+def geometric_means(measurements: Iterable[Measurement]) -> dict[str, dict[str, float]]:
+    """Per group and peer, the geometric mean of the ratios of the group's cases."""
+    logarithms: dict[str, dict[str, list[float]]] = {}
+    for measurement in measurements:
+        for group in measurement.case.groups:
+            for peer in measurement.timings:
+                ratio = measurement.ratio(peer)
+                if peer != measurement.subject and not math.isnan(ratio):
+                    logarithms.setdefault(group, {}).setdefault(peer, []).append(math.log(ratio))
+    return {
+        group: {peer: math.exp(sum(values) / len(values)) for peer, values in peers.items()}
+        for group, peers in logarithms.items()
+    }

@@ -1,0 +1,6 @@
+"""One module per op: its cases, its peers, and the tiny calls whose host time is taken.
+
+A suite has `SHAPES` (the names `cases` knows), `add_arguments(parser)` and `options(args)` for what
+only this op has, `cases(shapes, *, dtype, **options)`, `implementations(device)` and
+`host_calls(device)`.
+"""

@@ -1,0 +1,283 @@
+"""`python -m thunderkittens info`: versions, GPU, and which kernel each op would use, or why none.
+
+Made to be pasted into a bug report. It never fails: what cannot be found out is shown with the
+reason, also where torch is missing or the installation is damaged. Only the standard library is
+needed."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import platform
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from . import _build, _load
+
+#: A problem of each op to ask the choosing function about. Fields that are not named keep their
+#: defaults.
+EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
+    "gemm": {
+        "bf16 4096 x 4096 x 4096": {"m": 4096, "n": 4096, "k": 4096},
+        "bf16 128 x 4096 x 4096": {"m": 128, "n": 4096, "k": 4096},
+    },
+    "attention": {
+        f"bf16 (4, 16, 4096, {dim}), {text}": {
+            "batch": 4,
+            "q_heads": 16,
+            "kv_heads": 16,
+            "q_length": 4096,
+            "k_length": 4096,
+            "head_dim": dim,
+            "causal": causal,
+        }
+        for dim in (64, 128, 256)
+        for causal, text in ((0, "full"), (1, "causal"))
+    },
+}
+
+#: What the examples are answered for where there is no GPU: an H200.
+EXAMPLE_GPU = {
+    "sm_count": 132,
+    "shared_bytes_per_block": 232448,
+    "l2_bytes": 60 * 2**20,
+    "major": 9,
+    "minor": 0,
+}
+
+
+def _attempt(function: Callable[[], Any]) -> Any:
+    """The function's result, or a text with the reason where it fails."""
+    try:
+        return function()
+    except Exception as error:
+        return f"unavailable ({type(error).__name__}: {error})"
+
+
+def _package() -> dict[str, Any]:
+    record = _build.record()
+    return {
+        "version": record["version"],
+        "commit": record["commit"],
+        "built for torch": f">= {record['torch_minimum']} (headers of {record['torch_headers']})",
+        "built with": f"nvcc {record['nvcc']}" if record["nvcc"] else "no CUDA kernels",
+        "architectures": ", ".join(f"sm_{arch}" for arch in record["cuda_archs"]) or "none",
+        "families": ", ".join(record["families"]) or "none",
+        "kernels": len(_build.kernel_table()),
+        "folder": str(Path(__file__).parent),
+    }
+
+
+def _driver() -> str:
+    text = Path("/proc/driver/nvidia/version").read_text().split("\n")[0]
+    return text.removeprefix("NVRM version: ")
+
+
+def _system() -> dict[str, Any]:
+    def package_version(name: str) -> str:
+        return str(importlib.import_module(name).__version__)
+
+    def torch_cuda() -> str:
+        import torch
+
+        return torch.version.cuda or "none (CPU only)"
+
+    result = {
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
+        "torch": _attempt(lambda: package_version("torch")),
+        "torch's CUDA": _attempt(torch_cuda),
+        "numpy": _attempt(lambda: package_version("numpy")),
+    }
+    if Path("/proc/driver/nvidia/version").exists():
+        result["driver"] = _attempt(_driver)
+    return result
+
+
+def _gpus() -> list[dict[str, Any]]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(index)
+        gpus.append(
+            {
+                "name": p.name,
+                "memory_gib": round(p.total_memory / 2**30, 1),
+                "sm_count": p.multi_processor_count,
+                "shared_bytes_per_block": getattr(p, "shared_memory_per_block_optin", 0),
+                "l2_bytes": getattr(p, "L2_cache_size", 0),
+                "major": p.major,
+                "minor": p.minor,
+            }
+        )
+    return gpus
+
+
+def kernel_for(op: str, problem: dict[str, Any], gpu: dict[str, Any]) -> str:
+    """The name of the kernel that `op` would use for a problem on a GPU, or why it has none."""
+    _C = _load.compiled_module()
+    device = _C.DeviceProperties(**{key: int(gpu[key]) for key in EXAMPLE_GPU})
+    reason = _C.unsupported(op, problem, device)
+    return f"none: {reason}" if reason else str(_C.choose(op, problem, device)["kernel"])
+
+
+def _ops(gpu: dict[str, Any]) -> dict[str, dict[str, str]]:
+    built = _load.compiled_module().ops()
+    result: dict[str, dict[str, str]] = {}
+    for op, examples in EXAMPLES.items():
+        if op in built:
+            result[op] = {
+                text: _attempt(partial(kernel_for, op, problem, gpu))
+                for text, problem in examples.items()
+            }
+        else:
+            result[op] = {"any": "none: this build leaves it out; CPU tensors run the reference"}
+    return result
+
+
+def _state() -> dict[str, str]:
+    """Whether ops work here on CPU tensors and on CUDA tensors."""
+    if _load.import_problem:
+        return {"CPU tensors": _load.import_problem, "CUDA tensors": _load.import_problem}
+    return {
+        "CPU tensors": "ready (reference formulas)",
+        "CUDA tensors": _load.cuda_problem or _attempt(_cuda_state),
+    }
+
+
+def _cuda_state() -> str:
+    _C = _load.compiled_module()
+    gpus = _gpus()
+    if not gpus:
+        return "the kernels are loaded, but torch sees no GPU"
+    gpu = _C.DeviceProperties(**{key: int(gpus[0][key]) for key in EXAMPLE_GPU})
+    return _C.no_code_for(gpu) or "ready"
+
+
+def collect() -> dict[str, Any]:
+    """Everything that the command shows, as one dictionary."""
+    gpus = _attempt(_gpus)
+    have_gpu = isinstance(gpus, list) and bool(gpus)
+    gpu = gpus[0] if have_gpu else EXAMPLE_GPU
+    return {
+        "thunderkittens": _attempt(_package),
+        "system": _attempt(_system),
+        "gpus": gpus,
+        "state": _attempt(_state),
+        "kernels on": gpu["name"] if have_gpu else "an H200 (torch sees no GPU here)",
+        "ops": _attempt(lambda: _ops(gpu)),
+    }
+
+
+def _print_section(title: str, values: Any) -> None:
+    print(title)
+    if not isinstance(values, dict):
+        print(f"  {values}")
+        return
+    width = max((len(key) for key in values), default=0)
+    for key, value in values.items():
+        print(f"  {key:{width}}  {value}")
+
+
+def _print_gpus(gpus: Any) -> None:
+    if isinstance(gpus, list):
+        texts = {
+            f"cuda:{index}": f"{gpu['name']}, sm_{gpu['major']}{gpu['minor']}, "
+            f"{gpu['sm_count']} SMs, {gpu['memory_gib']} GiB"
+            for index, gpu in enumerate(gpus)
+        }
+        _print_section("GPUs", texts or "none that torch sees")
+    else:
+        _print_section("GPUs", gpus)
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """Prints what collect() found."""
+    _print_section("thunderkittens", report["thunderkittens"])
+    _print_section("system", report["system"])
+    _print_gpus(report["gpus"])
+    _print_section("ops on", report["state"])
+    ops = report["ops"]
+    if isinstance(ops, dict):
+        for op, examples in ops.items():
+            _print_section(f"kernel of {op} on {report['kernels on']}", examples)
+    else:
+        _print_section("kernels", ops)
+
+
+def kernels() -> list[dict[str, Any]]:
+    """Every kernel: the compiler's report of its resources, joined with the registry's entry.
+
+    The registry adds `op`, `name`, `config`, `threads` and `shared_bytes` (dynamic, per block).
+    """
+    rows = _build.kernel_table()
+    registry = _attempt(lambda: _load.compiled_module().kernels())
+    if not isinstance(registry, list):
+        return rows
+    joined = []
+    for row in rows:
+        entries = [
+            {key: entry[key] for key in ("op", "name", "config", "threads", "shared_bytes")}
+            for entry in registry
+            if (entry["family"], entry["source"]) == (row["family"], row["source"])
+            and entry["symbol"] in row["symbol"]
+        ]
+        joined.append({**(entries[0] if entries else {}), **row})
+    return joined
+
+
+def print_kernels() -> None:
+    """Prints the resource use of every kernel, as the compiler reported it."""
+    columns = {
+        "family": "family",
+        "name": "kernel",
+        "arch": "arch",
+        "threads": "threads",
+        "shared_bytes": "shared",
+        "registers": "registers",
+        "spill_store_bytes": "spill stores",
+        "spill_load_bytes": "spill loads",
+        "stack_bytes": "stack",
+        "code_bytes": "code bytes",
+    }
+    rows = kernels()
+    if not rows:
+        print("this build holds no kernels")
+        return
+    cells = [list(columns.values()), *([str(row.get(key, "?")) for key in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    for line in cells:
+        print("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip())
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's options to its parser."""
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--kernels",
+        action="store_true",
+        help="print every kernel's registers, spills and code size",
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Prints the report; always returns 0."""
+    try:
+        if args.kernels and args.json:
+            print(json.dumps(kernels(), indent=2))
+        elif args.kernels:
+            print_kernels()
+        elif args.json:
+            print(json.dumps(collect(), indent=2))
+        else:
+            print_report(collect())
+    except Exception as error:
+        print(f"info: {type(error).__name__}: {error}", file=sys.stderr)
+    return 0

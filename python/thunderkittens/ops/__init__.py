@@ -1,0 +1,12 @@
+"""The package's ops: one module per op, with its public function and all that PyTorch has to know.
+
+A module holds the public function (checks, then the cheapest op that does the job), the shape
+function that words the errors and serves the eager checks, the fake and the CPU implementation
+alike, and the op's fake, autograd, autocast, vmap and flop registrations. The schemas and the CUDA
+implementations come from the compiled libraries, which the package loads before this folder.
+"""
+
+from .attention import attention
+from .gemm import gemm
+
+__all__ = ["attention", "gemm"]

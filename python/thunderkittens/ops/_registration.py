@@ -1,0 +1,151 @@
+"""What every op tells PyTorch about itself, and the helpers that the public functions share.
+
+The schemas are registered in C++ (csrc/library.cpp); this module adds the Python side to them: fake
+and CPU implementation, autocast, vmap and flop formula. Autograd is registered by each op's module,
+because only some ops have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
+
+_NAMESPACE = "thunderkittens"
+_library = torch.library.Library(_NAMESPACE, "FRAGMENT")
+
+# Whether autocast is on for any device: then the public functions convert before they check.
+autocast_active = torch._C._is_any_autocast_enabled
+
+# Whether a transform of `torch.func` is active. Those that differentiate need an
+# `autograd.Function`: what `torch.library.register_autograd` sets up fails under them.
+transform_active = torch._C._are_functorch_transforms_active
+
+
+def register(
+    name: str,
+    *,
+    fake: Callable[..., Any],
+    cpu: Callable[..., Any],
+    flops: Callable[..., int],
+    cuda: Callable[..., Any] | None = None,
+    vmap: Callable[..., Any] | None = None,
+    autocast: int = 0,
+) -> None:
+    """Adds the Python side to the op `thunderkittens::name`.
+
+    Args:
+        name: the op's name in the schemas.
+        fake: the op on tensors without data; it raises what the op would raise.
+        cpu: the op on CPU tensors.
+        flops: number of floating-point operations, from the shapes of the arguments.
+        cuda: the op on CUDA tensors, where it is not compiled.
+        vmap: rule for `torch.func.vmap`, as `torch.library.register_vmap` takes it.
+        autocast: the number of leading arguments that autocast converts.
+    """
+    qualified = f"{_NAMESPACE}::{name}"
+    op = getattr(getattr(torch.ops, _NAMESPACE), name)
+    torch.library.register_fake(qualified, fake, lib=_library)
+    _library.impl(name, cpu, "CPU")
+    if cuda is not None:
+        _library.impl(name, cuda, "CUDA")
+    register_flop_formula(op)(flops)
+    if vmap is not None:
+        torch.library.register_vmap(qualified, vmap, lib=_library)
+    for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+        _library.impl(name, _autocast_kernel(op.default, device_type, autocast), key)
+
+
+def _autocast_kernel(op: Any, device_type: str, count: int) -> Callable[..., Any]:
+    """Converts the first `count` arguments, and keeps autocast out of the op's implementation."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device_type)
+        operands = (autocast_operand(x, device_type, dtype) for x in args[:count])
+        with torch.autocast(device_type, enabled=False):
+            return op(*operands, *args[count:], **kwargs)
+
+    return kernel
+
+
+def autocast_operand(operand: Any, device_type: str, dtype: torch.dtype) -> Any:
+    """`operand` in `dtype` where autocast converts it: a floating-point tensor of the device type
+    that is not float64."""
+    if (
+        isinstance(operand, Tensor)
+        and operand.device.type == device_type
+        and operand.is_floating_point()
+        and operand.dtype not in (dtype, torch.float64)
+    ):
+        return operand.to(dtype)
+    return operand
+
+
+def autocast_operands(*operands: Any) -> tuple[Any, ...]:
+    """The operands as the active autocast regions want them."""
+    for device_type in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
+            operands = tuple(autocast_operand(x, device_type, dtype) for x in operands)
+    return operands
+
+
+def forward_mode_active() -> bool:
+    """Whether forward-mode differentiation is active."""
+    return forward_ad._current_level >= 0
+
+
+def refuse_forward_mode(op: str, *operands: Tensor | None) -> None:
+    """Raises RuntimeError when an operand carries a tangent, which the op would drop silently."""
+    for x in operands:
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise RuntimeError(
+                f"tk.{op}: forward-mode differentiation (jvp) is not supported; tk.reference.{op} "
+                "supports it"
+            )
+
+
+def require_operands(op: str, names: Sequence[str], *operands: Any) -> None:
+    """Raises TypeError unless the operands are dense tensors of one dtype, that the tensor cores
+    multiply here, on one device."""
+    first = operands[0]
+    if isinstance(first, Tensor):
+        dtype, device = first.dtype, first.device
+        if dtype is torch.bfloat16 or dtype is torch.float16:
+            for x in operands:
+                if (
+                    not isinstance(x, Tensor)
+                    or x.dtype is not dtype
+                    or x.device != device
+                    or x.layout is not torch.strided
+                ):
+                    break
+            else:
+                return
+    raise TypeError(f"tk.{op}: {_operand_fault(names, operands)}")
+
+
+def _operand_fault(names: Sequence[str], operands: Sequence[Any]) -> str:
+    for name, x in zip(names, operands, strict=True):
+        if not isinstance(x, Tensor):
+            return f"{name} must be a torch.Tensor, got {type(x).__name__}"
+        if x.layout is not torch.strided:
+            return f"{name} must be a dense tensor (torch.strided), got {x.layout}"
+    name, first = names[0], operands[0]
+    if first.dtype not in (torch.bfloat16, torch.float16):
+        return (
+            f"{name} is {first.dtype}; supported are torch.bfloat16 and torch.float16 (convert "
+            "with .to(), or use torch.autocast)"
+        )
+    for other, x in zip(names[1:], operands[1:], strict=True):
+        if x.dtype != first.dtype:
+            return f"{other} is {x.dtype}, {name} is {first.dtype}; they must have the same dtype"
+        if x.device != first.device:
+            return (
+                f"{other} is on {x.device}, {name} is on {first.device}; they must be on one device"
+            )
+    raise AssertionError("require_operands and _operand_fault disagree")

@@ -1,0 +1,10 @@
+"""Every op in plain PyTorch: what the kernels compute, and their implementation on CPU tensors.
+
+The functions take any floating-point dtype, float64 for expected values, any device, and are
+differentiable by PyTorch's own autograd.
+"""
+
+from .attention import attention, attention_backward
+from .gemm import gemm
+
+__all__ = ["attention", "attention_backward", "gemm"]

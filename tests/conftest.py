@@ -1,0 +1,151 @@
+"""What every test shares: intensity, back ends, and a hostile environment.
+
+A test that takes `device` runs once per back end: "cpu" is the reference implementation, called
+through the op; "cuda" the kernels. With `helpers.cover.over` it also takes `case`. Tests of a back
+end that is not there are deselected, and the summary says so.
+
+Such tests find fresh memory filled with NaN. Random numbers are seeded by the test's name.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections import Counter
+
+import pytest
+
+# Before CUDA starts: the kernels are deterministic, and so must be those that they are compared to.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import hypothesis
+import torch
+
+BACK_ENDS = ("cpu", "cuda")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--intensity",
+        type=int,
+        choices=(1, 2, 3, 4),
+        default=2,
+        help="1: every feature and shape once; 2 (default): every pair of them; 3: every three; "
+        "4: all combinations",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for line in (
+        "cases(function): the cases of a test, from the device and the intensity",
+        "gpu: needs a CUDA device that the kernels are built for",
+        "large: needs some 40 GB of GPU memory",
+    ):
+        config.addinivalue_line("markers", line)
+    examples = {1: 25, 2: 75, 3: 300, 4: 2000}[config.getoption("intensity")]
+    hypothesis.settings.register_profile(
+        "tests",
+        deadline=None,
+        derandomize=True,
+        database=None,
+        max_examples=examples,
+        suppress_health_check=[
+            hypothesis.HealthCheck.function_scoped_fixture,
+            hypothesis.HealthCheck.too_slow,
+        ],
+    )
+    hypothesis.settings.load_profile("tests")
+
+
+def missing_back_ends() -> dict[str, str]:
+    """The back ends that cannot run here, with the reason."""
+    from thunderkittens import _load
+
+    if not torch.cuda.is_available():
+        return {"cuda": "torch sees no CUDA device"}
+    if _load.cuda_problem is not None:
+        return {"cuda": _load.cuda_problem}
+    return {}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "device" not in metafunc.fixturenames:
+        return
+    only_cuda = metafunc.definition.get_closest_marker("gpu") is not None
+    devices = ("cuda",) if only_cuda else BACK_ENDS
+    marker = metafunc.definition.get_closest_marker("cases")
+    if marker is None:
+        metafunc.parametrize("device", devices)
+        return
+    intensity = metafunc.config.getoption("intensity")
+    pairs = [(device, case) for device in devices for case in marker.args[0](device, intensity)]
+    ids = [f"{device}-{case_id(case)}" for device, case in pairs]
+    metafunc.parametrize(("device", "case"), pairs, ids=ids)
+
+
+def case_id(case: object) -> str:
+    if isinstance(case, dict):
+        return "-".join(case_id(value) for value in case.values())
+    if isinstance(case, tuple):
+        return "x".join(case_id(value) for value in case)
+    return str(case).removeprefix("torch.")
+
+
+_ran: Counter[str] = Counter()
+_deselected: Counter[str] = Counter()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    missing = missing_back_ends()
+    memory = 0 if missing else torch.cuda.mem_get_info()[1]
+    kept, dropped = [], []
+    for item in items:
+        device = item.callspec.params.get("device") if hasattr(item, "callspec") else None
+        if item.get_closest_marker("gpu"):
+            device = "cuda"
+        if device in missing:
+            _deselected[f"{device}: {missing[device]}"] += 1
+            dropped.append(item)
+        elif item.get_closest_marker("large") and memory < 60e9:
+            _deselected["tests of large tensors: less than 60 GB of GPU memory"] += 1
+            dropped.append(item)
+        else:
+            kept.append(item)
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = kept
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call":
+        parameters = report.nodeid.partition("[")[2].partition("]")[0].split("-")
+        _ran[next((name for name in BACK_ENDS if name in parameters), "no back end needed")] += 1
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.section("back ends")
+    intensity = terminalreporter.config.getoption("intensity")
+    terminalreporter.write_line(f"intensity {intensity}, torch {torch.__version__}")
+    for device, count in sorted(_ran.items()):
+        name = f" ({torch.cuda.get_device_name()})" if device == "cuda" else ""
+        terminalreporter.write_line(f"{device}{name}: ran {count} tests")
+    for reason, count in sorted(_deselected.items()):
+        terminalreporter.write_line(f"deselected {count} tests of {reason}")
+
+
+@pytest.fixture
+def intensity(request: pytest.FixtureRequest) -> int:
+    return request.config.getoption("intensity")
+
+
+@pytest.fixture(autouse=True)
+def hostile_environment(request: pytest.FixtureRequest):
+    """Random numbers are reproducible, and fresh memory is NaN."""
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+    if "device" not in request.fixturenames:
+        yield
+        return
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

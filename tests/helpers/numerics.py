@@ -1,0 +1,57 @@
+"""The rules by which a result is right."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def assert_accurate(
+    actual: Tensor, expected: Tensor, plain: Tensor, *, slack: Tensor | float = 0.0, rows: int = 0
+) -> None:
+    """The floating-point rule.
+
+    The error of `actual` against `expected` (float64) is at most twice that of `plain`, the same
+    formula in plain PyTorch at the op's precision, plus one rounding of the output: element by
+    element against the largest error of `plain`, and in the root mean square. With `rows`, the
+    second also holds for every group of that many rows of the second to last dimension, so that a
+    fault where the values are small does not hide behind errors where they are large.
+
+    `slack` is added where `plain` may be exact by luck: what float32 accumulation costs.
+    """
+    assert actual.shape == expected.shape
+    actual64, plain64 = actual.double(), plain.double()
+    finite = torch.isfinite(expected)
+    same = (actual64 == expected) | (torch.isnan(actual64) & torch.isnan(expected))
+    assert bool(torch.where(finite, torch.isfinite(actual64), same).all()), (
+        "infinities or NaN differ"
+    )
+    error = torch.where(finite, actual64 - expected, 0.0).abs()
+    plain_error = torch.where(finite, plain64 - expected, 0.0).abs()
+    if error.numel() == 0:
+        return
+    info = torch.finfo(actual.dtype)
+    magnitude = torch.where(finite, expected, 0.0).abs()
+    rounding = info.eps / 2 * magnitude + info.tiny * info.eps + slack
+    excess = error - (2 * plain_error.max() + rounding)
+    assert float(excess.max()) <= 0, (
+        f"error {float(error.max()):.3e}, of plain PyTorch {float(plain_error.max()):.3e}, "
+        f"{int((excess > 0).sum())} of {excess.numel()} elements beyond the bound"
+    )
+    for e, p, r in zip(*(_groups(x, rows) for x in (error, plain_error, rounding)), strict=True):
+        bound = 2 * p.square().mean(-1).sqrt() + r.square().mean(-1).sqrt()
+        over = e.square().mean(-1).sqrt() / bound
+        assert float(over.max()) <= 1, f"root mean square error {float(over.max()):.2f} times bound"
+
+
+def _groups(x: Tensor, rows: int) -> list[Tensor]:
+    whole = [x.reshape(1, -1)]
+    if rows == 0 or x.dim() < 2 or x.shape[-2] < 2 * rows:
+        return whole
+    count = x.shape[-2] // rows
+    return [*whole, x[..., : count * rows, :].reshape(-1, rows * x.shape[-1])]
+
+
+def integers(*shape: int, low: int, high: int, dtype: torch.dtype, device: str) -> Tensor:
+    """Random integers from low to high inclusive."""
+    return torch.randint(low, high + 1, shape, device=device).to(dtype)

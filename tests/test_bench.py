@@ -1,0 +1,533 @@
+"""The benchmark's own logic: statistics, timers, accuracy, reports, shapes, command line.
+
+Nothing is asserted about speed. The CUDA timer runs on a simulated GPU with a clock of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from thunderkittens import bench
+from thunderkittens.bench import cli, machine
+from thunderkittens.bench.accuracy import check
+from thunderkittens.bench.suites import attention, gemm
+from thunderkittens.bench.timing import MAX_FLUSHES, rotated
+
+CPU = torch.device("cpu")
+
+
+def run(*options: str) -> int:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return bench.main(parser.parse_args(options))
+
+
+# Statistics and timers
+
+
+def test_timing_of_samples():
+    timing = bench.Timing.of([4.0, 1.0, 2.0, 3.0, 100.0])
+    assert (timing.median, timing.quartile_1, timing.quartile_3) == (3.0, 2.0, 4.0)
+    assert (timing.minimum, timing.repetitions) == (1.0, 5)
+    assert timing.spread == pytest.approx(2 / 3)
+    assert bench.Timing.of([7.0]).quartile_3 == 7.0
+    with pytest.raises(ValueError, match="no samples"):
+        bench.Timing.of([])
+
+
+def test_every_call_leads_in_its_turn():
+    assert [rotated(["a", "b", "c"], turn)[0] for turn in range(4)] == ["a", "b", "c", "a"]
+    assert rotated(["a", "b", "c"], 5) == ["c", "a", "b"]
+
+
+class Clock:
+    """A clock that only moves when told to, in seconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def work(self, seconds: float):
+        def call() -> None:
+            self.now += seconds
+
+        return call
+
+
+def test_cpu_timer():
+    clock = Clock()
+    calls = {"fast": clock.work(1e-6), "slow": clock.work(5e-6)}
+    rounds = bench.CpuTimer(clock).measure(calls, repetitions=9, seconds=1)
+    assert rounds.timings["fast"].median == pytest.approx(1)
+    assert rounds.timings["slow"].median == pytest.approx(5)
+    assert rounds.timings["slow"].repetitions == 9
+
+
+def test_cpu_timer_keeps_the_time_limit():
+    clock = Clock()
+    rounds = bench.CpuTimer(clock).measure({"slow": clock.work(2)}, repetitions=9, seconds=3)
+    assert rounds.timings["slow"].repetitions == 2
+
+
+class Gpu:
+    """A host and a queue, in microseconds: what is submitted runs in order, when it can."""
+
+    def __init__(self) -> None:
+        self.host = self.queue = 0.0
+
+    def submit(self, host: float, gpu: float) -> None:
+        self.host += host
+        self.queue = max(self.queue, self.host) + gpu
+
+    def call(self, host: float, gpu: float):
+        return lambda: self.submit(host, gpu)
+
+
+class Event:
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu, self.time = gpu, math.nan
+
+    def record(self) -> None:
+        self.gpu.submit(1, 0)
+        self.time = self.gpu.queue
+
+    def query(self) -> bool:
+        return self.time <= self.gpu.host
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end.time - self.time) / 1e3
+
+
+class SimulatedTimer(bench.CudaTimer):
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu, self.device, self.flush_bytes, self.flushes = gpu, CPU, 1, 1
+
+    def clock(self) -> float:
+        return self.gpu.host * 1e-6
+
+    def event(self) -> Event:
+        return Event(self.gpu)
+
+    def flush(self) -> None:
+        for _ in range(self.flushes):
+            self.gpu.submit(5, 80)
+
+    def synchronize(self) -> None:
+        self.gpu.host = max(self.gpu.host, self.gpu.queue)
+
+
+def test_cuda_timer_times_the_gpu_alone():
+    gpu = Gpu()
+    timer = SimulatedTimer(gpu)
+    calls = {"a": gpu.call(host=20, gpu=30), "b": gpu.call(host=40, gpu=7)}
+    timings = timer.measure(calls, repetitions=50, seconds=1).timings
+    assert timings["a"].median == pytest.approx(30)
+    assert timings["b"].median == pytest.approx(7)
+    assert timings["b"].repetitions >= 50
+    assert not timings["b"].late
+    assert timer.flushes == 1
+
+
+def test_cuda_timer_stays_ahead_of_a_slow_host():
+    gpu = Gpu()
+    timer = SimulatedTimer(gpu)
+    calls = {"slow host": gpu.call(host=300, gpu=10), "fast host": gpu.call(host=5, gpu=10)}
+    timings = timer.measure(calls, repetitions=20, seconds=10).timings
+    for timing in timings.values():
+        assert timing.median == timing.quartile_3 == pytest.approx(10)
+        assert not timing.late
+    assert timer.flushes >= 4
+
+
+def test_cuda_timer_tells_when_the_host_is_too_slow():
+    gpu = Gpu()
+    timer = SimulatedTimer(gpu)
+    calls = {"hopeless": gpu.call(host=5000, gpu=10), "fine": gpu.call(host=5, gpu=10)}
+    timings = timer.measure(calls, repetitions=20, seconds=10).timings
+    assert timings["hopeless"].late
+    assert timings["hopeless"].median > 10
+    assert not timings["fine"].late
+    assert timer.flushes <= MAX_FLUSHES
+
+
+def test_cuda_timer_keeps_the_time_limit():
+    gpu = Gpu()
+    calls = {"long": gpu.call(host=20, gpu=50_000)}
+    timings = SimulatedTimer(gpu).measure(calls, repetitions=1000, seconds=0.5).timings
+    assert 5 <= timings["long"].repetitions <= 15
+    assert gpu.host * 1e-6 < 1
+
+
+def test_timer_of_the_device(device):
+    timer = bench.make_timer(torch.device(device))
+    x = torch.randn(64, 64, device=device)
+    timings = timer.measure({"copy": x.clone, "sum": x.sum}, repetitions=5, seconds=5).timings
+    assert all(timing.repetitions >= 5 for timing in timings.values())
+    assert all(timing.median > 0 for timing in timings.values())
+    if isinstance(timer, bench.CudaTimer):
+        l2_bytes = torch.cuda.get_device_properties(timer.device).L2_cache_size
+        assert timer.flush_bytes > 2 * l2_bytes
+
+
+def test_host_times():
+    ticks = iter(range(0, 10**9, 1500))
+    synchronized = []
+    times = bench.measure_host(
+        {"a": lambda: None, "b": lambda: None},
+        lambda: synchronized.append(1),
+        repetitions=100,
+        block=10,
+        clock=lambda: next(ticks),
+    )
+    assert times["a"].median == times["b"].median == 1.5
+    assert times["a"].repetitions == 100
+    assert len(synchronized) == 2 * 10 + 1
+    assert "1.50" in bench.host_table(times)
+
+
+# Accuracy
+
+
+def gemm_case(m: int = 16, n: int = 24, k: int = 32, layout: str = "NN") -> bench.Case:
+    return gemm.make_case(m, n, k, layout, torch.bfloat16)
+
+
+def make_inputs(case: bench.Case) -> dict:
+    return case.make_inputs(CPU, torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "passed"),
+    [
+        (lambda out: out, True),
+        (lambda out: out * 1.02, False),
+        (lambda out: out.index_fill(0, torch.tensor([3]), 0), False),
+        (lambda out: out.index_fill(0, torch.tensor([3]), torch.nan), False),
+        (lambda out: out.index_fill(0, torch.tensor([3]), torch.inf), False),
+    ],
+)
+def test_accuracy_rule(spoil, passed):
+    case = gemm_case()
+    inputs = make_inputs(case)
+    out = (inputs["a"].double() @ inputs["b"].double()).bfloat16()
+    accuracy = check(case, inputs, {"op": (spoil(out),)})["op"]
+    assert accuracy.passed is passed
+
+
+def test_wrong_shape_is_named():
+    case = gemm_case()
+    with pytest.raises(ValueError, match=r"op has \(2, 2\)"):
+        check(case, make_inputs(case), {"op": (torch.zeros(2, 2, dtype=torch.bfloat16),)})
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_oracle_in_blocks(causal, monkeypatch):
+    monkeypatch.setattr(attention, "SCORES", 3 * 20 * 20)
+    case = attention.make_case(2, 5, 20, 8, causal, torch.bfloat16)
+    inputs = make_inputs(case)
+    whole = torch.full((2, 5, 20, 8), torch.nan)
+    for piece in case.oracle(**inputs):
+        whole[piece.index] = piece.exact
+    q, k, v = (inputs[name].float() for name in "qkv")
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    torch.testing.assert_close(whole, expected)
+
+
+# Comparison
+
+
+def product(a, b):
+    return a @ b
+
+
+def test_compare_reports_ratios_and_notes():
+    def refuse(a, b):
+        raise NotImplementedError("no kernel\nfor this")
+
+    implementations = {
+        "ours": product,
+        "peer": product,
+        "prepared": bench.Prepared(lambda a, b: lambda: a @ b),
+        "refuses": refuse,
+        "wrong": lambda a, b: (a @ b) * 2,
+    }
+    seen = []
+    measurements = bench.compare(
+        [gemm_case(), gemm_case(layout="TN")],
+        implementations,
+        device="cpu",
+        repetitions=3,
+        progress=seen.append,
+    )
+    assert seen == measurements
+    first = measurements[0]
+    assert not first.failed
+    assert set(first.timings) == {"ours", "peer", "prepared", "wrong"}
+    assert first.notes["refuses"] == "no kernel"
+    assert first.notes["wrong"].startswith("not accurate")
+    expected = first.timings["peer"].median / first.timings["ours"].median
+    assert first.ratio("peer") == expected
+    assert math.isnan(first.ratio("refuses"))
+    assert first.tflops("ours") == 2 * 16 * 24 * 32 / first.timings["ours"].median * 1e-6
+    text = bench.table(measurements, peak=100.0)
+    for words in ("ours", "peer", "TN 16 x 24 x 32", "refuses: no kernel", "geometric mean"):
+        assert words in text
+
+
+def test_a_wrong_subject_is_not_timed():
+    wrong = {"ours": lambda a, b: a @ b + 1, "peer": product}
+    (measurement,) = bench.compare([gemm_case()], wrong, device="cpu", repetitions=2)
+    assert measurement.failed
+    assert "not accurate" in measurement.notes["ours"]
+    assert "failed" in bench.table([measurement])
+    (unchecked,) = bench.compare(
+        [gemm_case()], wrong, device="cpu", repetitions=2, checked=False, subject="peer"
+    )
+    assert not unchecked.failed
+    assert unchecked.subject == "peer"
+
+
+def test_running_out_of_memory_skips_the_case():
+    def fail(a, b):
+        raise torch.OutOfMemoryError("out of memory, tried 1 TiB")
+
+    (measurement,) = bench.compare([gemm_case()], {"ours": fail}, device="cpu")
+    assert measurement.failed
+    assert "1 TiB" in measurement.notes["ours"]
+    assert "failed" in bench.table([measurement])
+
+
+def test_a_broken_gpu_ends_the_run():
+    def fail(a, b):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    measurements = bench.compare([gemm_case(), gemm_case()], {"ours": fail}, device="cpu")
+    assert len(measurements) == 1
+    assert "illegal memory access" in measurements[0].notes["ours"]
+
+
+def test_compare_refuses_nonsense():
+    with pytest.raises(ValueError, match="no implementations"):
+        bench.compare([], {})
+    with pytest.raises(ValueError, match="subject is 'b'"):
+        bench.compare([], {"a": product}, subject="b")
+
+
+def measured(ours: float, **peers: float) -> bench.Measurement:
+    times = {"ours": ours, **peers}
+    timings = {name: bench.Timing.of([time]) for name, time in times.items()}
+    return bench.Measurement(gemm_case(), "ours", timings)
+
+
+def test_geometric_means():
+    measurements = [measured(1.0, peer=2.0), measured(2.0, peer=1.0), measured(1.0, peer=8.0)]
+    assert bench.geometric_means(measurements)["NN"]["peer"] == pytest.approx(2.0)
+    assert bench.geometric_means([measured(1.0)]) == {}
+
+
+# Reports
+
+
+def test_json_document(tmp_path):
+    measurements = [measured(10.0, peer=5.0), bench.Measurement(gemm_case(), "ours")]
+    measurements[1].notes["ours"] = "no kernel"
+    content = bench.document("gemm", measurements, machine=machine.record(CPU), settings={"s": 1})
+    bench.write_json(tmp_path / "new" / "gemm.json", content)
+    content = json.loads((tmp_path / "new" / "gemm.json").read_text())
+    assert content["schema"] == 1
+    assert content["op"] == "gemm"
+    assert content["machine"]["torch"] == torch.__version__
+    good, bad = content["cases"]
+    assert good["results"]["ours"]["time_us"]["median"] == 10.0
+    assert good["ratios"] == {"peer": 0.5}
+    assert good["parameters"]["layout"] == "NN"
+    assert not good["failed"]
+    assert bad["failed"]
+    assert bad["results"]["ours"]["tflops"] is None
+    assert bad["results"]["ours"]["note"] == "no kernel"
+    assert content["geometric_means"]["NN"]["peer"] == pytest.approx(0.5)
+
+
+def test_record_names_no_host():
+    import platform
+
+    text = json.dumps(machine.record(CPU))
+    assert platform.node() not in text.split('"')
+    assert str(Path.home()) not in text or str(Path.home()) == "/"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "folder", "peak"),
+    [
+        ("NVIDIA H200", "h200", 989.4),
+        ("NVIDIA H100 80GB HBM3", "h100_80gb_hbm3", 989.4),
+        ("NVIDIA H100 PCIe", "h100_pcie", 756.5),
+        ("NVIDIA H20", "h20", 148.0),
+        ("NVIDIA B200", "b200", 2250.0),
+        ("NVIDIA GeForce GTX 1080", "geforce_gtx_1080", None),
+    ],
+)
+def test_gpu_names(gpu, folder, peak):
+    assert machine.slug(gpu) == folder
+    assert machine.peak_tflops(gpu) == peak
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    failed = bench.Measurement(gemm_case(), "ours")
+    bench.plot([measured(1.0, peer=2.0), failed], tmp_path / "p.png", title="t", peak=1.0)
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+# Shapes
+
+
+def test_attention_points():
+    cases = attention.cases()
+    assert len(cases) == len({case.name for case in cases}) == 36
+    for case in cases:
+        p = case.parameters
+        assert p["batch"] * p["length"] == 16384
+        assert p["heads"] * p["head_dim"] == 2048
+        flops = 4 * p["batch"] * p["heads"] * p["length"] ** 2 * p["head_dim"]
+        assert case.flops == flops / (2 if p["causal"] else 1)
+    rated = [case for case in cases if "D=128, N >= 2048" in case.groups]
+    assert len(rated) == 8
+
+
+def test_gemm_shapes():
+    names = [case.name for case in gemm.cases()]
+    assert len(names) == len(set(names)) == 14
+    assert "NT 4096 x 11008 x 4096" in names
+    assert "NN 4097 x 1003 x 777" in names
+    large = gemm.cases("rated", layouts=("TT",), large=True)
+    assert [case.parameters["m"] for case in large] == [2048, 4096, 8192, 16384]
+
+
+@pytest.mark.parametrize("layout", gemm.LAYOUTS)
+def test_gemm_layouts(layout):
+    inputs = make_inputs(gemm_case(layout=layout))
+    for operand, kind, shape in zip("ab", layout, [(16, 32), (32, 24)], strict=True):
+        assert inputs[operand].shape == shape
+        assert inputs[operand].t().is_contiguous() is (kind == "T")
+
+
+def test_every_benchmark_has_a_suite():
+    folder = Path(__file__).resolve().parents[1] / "benchmarks"
+    files = sorted(path.stem.removeprefix("bench_") for path in folder.glob("bench_*.py"))
+    assert files == cli.suite_names()
+
+
+@pytest.mark.parametrize("op", cli.suite_names())
+def test_every_suite_is_complete(op):
+    suite = cli.load_suite(op)
+    assert "default" in suite.SHAPES
+    assert all(suite.cases(shapes) for shapes in suite.SHAPES)
+    assert next(iter(suite.implementations(CPU))) == "thunderkittens"
+    for call in suite.host_calls(CPU).values():
+        call()
+
+
+# Command line
+
+
+@pytest.mark.parametrize("op", cli.suite_names())
+def test_command(op, device, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    json_file, picture = tmp_path / "r.json", tmp_path / "r.png"
+    options = ["--device", device, "--shapes", "tiny", "--repetitions", "3"]
+    assert run(op, *options, "--json", str(json_file), "--plot", str(picture)) == 0
+    printed = capsys.readouterr().out
+    assert "geometric mean" in printed
+    content = json.loads(json_file.read_text())
+    assert content["subject"] == "thunderkittens"
+    assert content["settings"]["repetitions"] == 3
+    for case in content["cases"]:
+        assert case["results"]["thunderkittens"]["accuracy"]["passed"], case["name"]
+    assert picture.stat().st_size > 0
+
+
+@pytest.mark.parametrize("op", cli.suite_names())
+def test_host_command(op, device, tmp_path, capsys):
+    json_file = tmp_path / "r.json"
+    assert run(op, "--device", device, "--host", "--quick", "--json", str(json_file)) == 0
+    assert f"thunderkittens.{op}" in capsys.readouterr().out
+    times = json.loads(json_file.read_text())["host_time_us"]
+    assert times[f"thunderkittens.{op}"]["median"] > 0
+
+
+def test_a_failing_op_gives_exit_status_1(monkeypatch, capsys):
+    monkeypatch.setattr(gemm, "implementations", lambda device: {"ours": lambda a, b: a @ b * 2})
+    assert run("gemm", "--device", "cpu", "--quick") == 1
+    assert "not accurate" in capsys.readouterr().out
+
+
+def test_save(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    options = ["gemm", "--device", "cpu", "--repetitions", "2", "--save"]
+    assert run(*options) == 2
+    assert "root of a source tree" in capsys.readouterr().err
+    (tmp_path / "benchmarks").mkdir()
+    assert run(*options, "--shapes", "tiny") == 2
+    assert "--save needs a full run" in capsys.readouterr().err
+    assert run(*options) == 0
+    assert (tmp_path / "benchmarks" / "results" / "cpu" / "gemm.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["gemm"], "sees no CUDA GPU"),
+        (["attention", "--host"], "sees no CUDA GPU"),
+        (["gemm", "--device", "tpu"], "--device is 'tpu'; expected cuda"),
+        (["gemm", "--shapes", "round"], "shapes 'round' is unknown; expected one of default"),
+        (["attention", "--shapes", "round"], "shapes 'round' is unknown; expected one of default"),
+        (["gemm", "--layouts", "NN,XY"], "layout 'XY' is unknown; expected a part of NN,NT,TN,TT"),
+        (["gemm", "--device", "cpu", "--peers", "x"], "--peers has 'x'; expected one of PyTorch"),
+        (["gemm", "--repetitions", "0"], "must be positive"),
+    ],
+)
+def test_wrong_options(options, words, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run(*options) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("thunderkittens bench: ")
+    assert words in message
+    assert len(message.splitlines()) == 1
+
+
+def hide(package: str, monkeypatch) -> None:
+    find_spec = cli.importlib.util.find_spec
+    absent = lambda name: None if name == package else find_spec(name)  # noqa: E731
+    monkeypatch.setattr("importlib.util.find_spec", absent)
+
+
+def test_plot_without_matplotlib(monkeypatch, capsys):
+    hide("matplotlib", monkeypatch)
+    assert run("gemm", "--device", "cpu", "--plot", "p.png") == 2
+    assert "--plot needs matplotlib: pip install" in capsys.readouterr().err
+
+
+def test_table_without_rich(monkeypatch):
+    measurements = [measured(10.0, peer=5.0), measured(1.0)]
+    with_rich = bench.table(measurements, peak=100.0)
+    hide("rich", monkeypatch)
+    plain = bench.table(measurements, peak=100.0)
+    assert plain != with_rich
+    for text in (plain, with_rich):
+        assert row_of(text).split()[-2:] == ["0.0", "0.500"]
+    headings = plain.splitlines()[2]
+    assert headings.split() == ["case", "us", "spread", "TFLOP/s", "of", "peak", "TFLOP/s", "ratio"]
+    assert len(headings) == len(row_of(plain))
+
+
+def row_of(text: str) -> str:
+    return next(line for line in text.splitlines() if "16 x 24 x 32" in line)

@@ -1,0 +1,137 @@
+"""The compiled module `_C`: the tile library's layouts as arrays, the registry and the choice.
+
+The layouts are checked against what the hardware's documentation says of them (PTX ISA: fragments
+of mma.m16n8k16, and the 32, 64 and 128-byte swizzles of tensor maps), in formulas written anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from thunderkittens import _C, info
+
+H200 = _C.DeviceProperties(**info.EXAMPLE_GPU)
+TILES = [(16, 16), (16, 64), (64, 32), (32, 128)]
+
+
+@pytest.mark.parametrize("element_bytes", [1, 2, 4])
+@pytest.mark.parametrize("layout", ["row", "col"])
+@pytest.mark.parametrize(("rows", "cols"), TILES[1:])
+def test_register_tile_holds_every_element_once(rows, cols, layout, element_bytes):
+    if layout == "col":
+        rows, cols = cols, rows
+    positions = _C.register_tile_positions(rows, cols, layout, element_bytes)
+    assert positions.shape == (32, rows * cols // 32, 2)
+    flat = np.sort(positions[..., 0].ravel() * cols + positions[..., 1].ravel())
+    assert np.array_equal(flat, np.arange(rows * cols))
+
+
+def test_register_tile_is_the_fragment_of_mma():
+    positions = _C.register_tile_positions(16, 16)
+    for lane, slot in itertools.product(range(32), range(8)):
+        row = lane // 4 + (8 if slot // 2 % 2 else 0)
+        col = lane % 4 * 2 + slot % 2 + (8 if slot >= 4 else 0)
+        assert positions[lane, slot].tolist() == [row, col]
+
+
+def test_column_layout_is_the_transpose():
+    row = _C.register_tile_positions(16, 16, "row")
+    col = _C.register_tile_positions(16, 16, "col")
+    assert np.array_equal(row[..., ::-1], col)
+
+
+@pytest.mark.parametrize("swizzle", [0, 32, 64, 128, None])
+@pytest.mark.parametrize("element_bytes", [1, 2, 4])
+@pytest.mark.parametrize(("rows", "cols"), [(16, 128), (64, 128), (64, 256)])
+def test_shared_tile_uses_every_byte_once(rows, cols, element_bytes, swizzle):
+    offsets = _C.shared_tile_offsets(rows, cols, element_bytes, swizzle)
+    expected = np.arange(rows * cols) * element_bytes
+    assert np.array_equal(np.sort(offsets.ravel()), expected)
+
+
+@pytest.mark.parametrize("swizzle", [32, 64, 128])
+def test_swizzle_is_that_of_tensor_maps(swizzle):
+    """16-byte chunk c of row r lies at chunk c ^ (r * width / 128) within its stripe."""
+    rows, cols = 64, 256
+    offsets = _C.shared_tile_offsets(rows, cols, 2, swizzle)
+    chunks = swizzle // 16
+    for row, chunk in itertools.product(range(rows), range(cols // 8)):
+        stripe, within = divmod(chunk, chunks)
+        moved = within ^ (row * swizzle // 128 % chunks)
+        expected = stripe * rows * swizzle + row * swizzle + moved * 16
+        assert offsets[row, chunk * 8] == expected
+
+
+@pytest.mark.parametrize("swizzle", [64, 128])
+def test_swizzle_spreads_a_column_over_the_banks(swizzle):
+    """Eight rows at one column, as ldmatrix reads them, fall into different 16-byte banks."""
+    offsets = _C.shared_tile_offsets(64, 64, 2, swizzle)
+    for first in range(0, 64, 8):
+        banks = offsets[first : first + 8, 0] // 16 % 8
+        assert len(set(banks.tolist())) == 8
+
+
+@pytest.mark.parametrize("order", ["row_major", "grouped_raster", "grouped_raster_columns"])
+@pytest.mark.parametrize(("rows", "cols", "batch"), [(1, 1, 1), (7, 5, 2), (16, 3, 1), (3, 40, 3)])
+def test_schedule_visits_every_tile_once(rows, cols, batch, order):
+    tiles = _C.tile_schedule(rows, cols, batch, order, group=4)
+    flat = np.ravel_multi_index(tiles.T, (batch, rows, cols))
+    assert np.array_equal(np.sort(flat), np.arange(rows * cols * batch))
+    assert np.all(np.diff(tiles[:, 0]) >= 0), "one matrix after the other"
+
+
+def test_grouped_raster_keeps_to_its_bands():
+    tiles = _C.tile_schedule(8, 10, order="grouped_raster", group=4)
+    assert set(tiles[:40, 1].tolist()) == {0, 1, 2, 3}
+    assert tiles[:5].tolist() == [[0, 0, 0], [0, 1, 0], [0, 2, 0], [0, 3, 0], [0, 0, 1]]
+    columns = _C.tile_schedule(10, 8, order="grouped_raster_columns", group=4)
+    assert np.array_equal(columns[:, ::-1][:, :2], tiles[:, 1:])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: _C.register_tile_positions(8, 16), "rows must be a multiple of 16, got 8"),
+        (lambda: _C.register_tile_positions(16, 16, "diagonal"), "layout must be 'row' or 'col'"),
+        (lambda: _C.register_tile_positions(16, 16, "row", 3), "element_bytes must be 1, 2 or 4"),
+        (lambda: _C.shared_tile_offsets(16, 16, 2, 48), "swizzle_bytes must be 0, 32, 64 or 128"),
+        (lambda: _C.shared_tile_offsets(16, 24, 2, 128), "no multiple of the swizzle's width"),
+        (lambda: _C.tile_schedule(2, 2, order="spiral"), "order must be 'row_major'"),
+        (lambda: _C.tile_schedule(0, 2), "rows, cols and batch must be positive"),
+        (lambda: _C.choose("nothing", {}, H200), "no op 'nothing' in this build"),
+        (lambda: _C.problem_fields("nothing"), "no op 'nothing' in this build"),
+    ],
+)
+def test_wrong_calls_say_what_is_wrong(call, message):
+    with pytest.raises(RuntimeError) as error:
+        call()
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("op", _C.ops())
+def test_unknown_fields_of_a_problem_are_named(op):
+    with pytest.raises(RuntimeError, match=f"{op}: a problem has no field 'colour'"):
+        _C.choose(op, {"colour": 1}, H200)
+
+
+@pytest.mark.parametrize("op", _C.ops())
+def test_the_chosen_kernel_is_in_the_registry(op):
+    names = {kernel["name"] for kernel in _C.kernels() if kernel["op"] == op}
+    for problem in info.EXAMPLES[op].values():
+        assert _C.unsupported(op, problem, H200) == ""
+        assert _C.choose(op, problem, H200)["kernel"] in names
+
+
+@pytest.mark.skipif("gemm" not in _C.ops(), reason="this build leaves gemm out")
+@pytest.mark.parametrize("m", [1, 129, 4096])
+@pytest.mark.parametrize("n", [8, 1000, 5000])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_gemm_tiles_are_dealt_once_each(m, n, batch):
+    order = _C.gemm_tile_order({"m": m, "n": n, "k": 512, "batch": batch}, H200)
+    assert len(np.unique(order, axis=0)) == len(order)
+    sizes = order.max(axis=0) + 1
+    assert sizes[0] == batch
+    assert int(np.prod(sizes)) == len(order)

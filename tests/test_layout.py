@@ -1,0 +1,285 @@
+"""The source keeps the project's layout and rules.
+
+An op's name is the key to all of its files; includes point one way; torch's headers, pybind11 and
+inline assembly stay where they belong; kernels reach the hardware through the tile library alone;
+and files stay readable. Needs the source tree only, nothing built.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CPP = ("*.h", "*.cuh", "*.cu", "*.cpp")
+
+MAX_LINES = 600
+MAX_COLUMNS = 100
+
+
+def files(folders: tuple[str, ...], patterns: tuple[str, ...]) -> list[Path]:
+    return sorted(
+        path
+        for folder in folders
+        for pattern in patterns
+        for path in (ROOT / folder).rglob(pattern)
+        if "__pycache__" not in path.parts
+    )
+
+
+CPP_FILES = files(("kittens", "csrc", "tests"), CPP)
+PYTHON_FILES = files(("python", "tests", "benchmarks", "tools", "examples"), ("*.py", "*.pyi"))
+LIBRARY_FILES = [p for p in CPP_FILES if "tests" not in p.relative_to(ROOT).parts[:1]]
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def code_of(path: Path) -> str:
+    """A C++ file without comments and string literals, the lines kept."""
+    text = path.read_text()
+    pattern = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
+
+    def blank(match: re.Match[str]) -> str:
+        return "\n" * match[0].count("\n") if match[0].startswith("/") else '""'
+
+    return pattern.sub(blank, text)
+
+
+def includes(path: Path) -> list[tuple[str, bool]]:
+    """(what, whether in quotes) for every #include of a file."""
+    found = re.findall(r'^\s*#\s*include\s*(["<])([^">]+)[">]', path.read_text(), re.MULTILINE)
+    return [(what, quote == '"') for quote, what in found]
+
+
+def hits(pattern: str, paths: list[Path]) -> list[str]:
+    """file:line of every match in the code, comments and strings aside."""
+    regex = re.compile(pattern)
+    return [
+        f"{name(path)}:{number}: {line.strip()}"
+        for path in paths
+        for number, line in enumerate(code_of(path).split("\n"), 1)
+        if regex.search(line)
+    ]
+
+
+# ---- an op is one file of each kind ----
+
+
+def schema_names() -> set[str]:
+    text = (ROOT / "csrc/library.cpp").read_text()
+    return set(re.findall(r'"(\w+)\(', text))
+
+
+def ops() -> set[str]:
+    """The ops: schema names without the twins `<op>_forward` and `<op>_backward`."""
+    return {re.sub(r"_(forward|backward)$", "", schema) for schema in schema_names()}
+
+
+def stems(folder: str, prefix: str = "") -> set[str]:
+    """Names of the ops that have a file in a folder."""
+    return {
+        path.stem.removeprefix(prefix)
+        for path in (ROOT / folder).glob(f"{prefix}*.py")
+        if not path.stem.startswith("_")
+    }
+
+
+def family_sources() -> list[Path]:
+    return [
+        p
+        for p in (ROOT / "csrc").glob("*/*.cpp")
+        if p.parent.name not in ("common", "python") and p.name != "choose.cpp"
+    ]
+
+
+def test_every_op_has_a_schema():
+    assert {"attention", "gemm"} <= ops() <= schema_names()
+
+
+@pytest.mark.parametrize("folder", ["python/thunderkittens/ops", "python/thunderkittens/reference"])
+def test_python_files_are_the_ops(folder):
+    assert stems(folder) == ops()
+
+
+def test_cpp_files_are_the_ops():
+    assert {path.stem for path in family_sources()} == ops()
+
+
+def test_benchmarks_are_the_ops():
+    assert stems("benchmarks", "bench_") == ops()
+
+
+def test_every_op_has_a_test():
+    assert ops() <= stems("tests", "test_")
+
+
+def test_families_have_the_same_kinds_of_files():
+    families = {path.parent for path in family_sources()}
+    for family in families:
+        present = {path.name for path in family.iterdir()}
+        assert {f"{family.name}.h", "choose.cpp", "inst"} <= present, family.name
+        for source in (family / "inst").iterdir():
+            assert source.suffix == ".cu", name(source)
+            lines = [line for line in code_of(source).split("\n") if line.strip()]
+            assert len(lines) <= 12, f"{name(source)} is more than an instantiation"
+
+
+# ---- includes point one way ----
+
+
+def layer(path: str) -> int:
+    """Rank of a file of the source tree; a file includes its own layer and lower ones."""
+    ranks = {
+        "kittens/arch/": 0,
+        "kittens/host/": 0,
+        "kittens/types/": 1,
+        "kittens/ops/": 2,
+        "kittens/kittens.cuh": 3,
+        "kittens/pipeline/": 4,
+        "kittens/prototype.cuh": 5,
+        "csrc/": 6,
+    }
+    return next(rank for start, rank in ranks.items() if path.startswith(start))
+
+
+def test_includes_point_one_way():
+    wrong = []
+    for path in LIBRARY_FILES:
+        for what, quoted in includes(path):
+            if not quoted:
+                continue
+            beside = (path.parent / what).resolve()
+            target = beside if beside.exists() else ROOT / what
+            assert target.exists(), f"{name(path)} includes {what}, which does not exist"
+            if layer(name(target)) > layer(name(path)):
+                wrong.append(f"{name(path)} includes {name(target)}")
+    assert not wrong
+
+
+def test_family_headers_are_plain_host_code():
+    wrong = [
+        f"{name(path)} includes {what}"
+        for path in (ROOT / "csrc").glob("*/*")
+        if path.parent.name != "python" and (path.suffix == ".h" or path.name == "choose.cpp")
+        for what, _ in includes(path)
+        if path.name != "tensor.h" and re.match(r"torch/|cuda|kittens/.*\.cuh|pybind11/", what)
+    ]
+    assert not wrong
+
+
+def test_torch_headers_are_only_in_op_files():
+    allowed = {ROOT / "csrc/library.cpp", ROOT / "csrc/common/tensor.h", *family_sources()}
+    wrong = [
+        f"{name(path)} includes {what}"
+        for path in LIBRARY_FILES
+        if path not in allowed
+        for what, _ in includes(path)
+        if re.match(r"(torch|ATen|c10|caffe2)/|csrc/common/tensor\.h", what)
+    ]
+    assert not wrong
+
+
+def test_only_the_stable_part_of_torch_is_used():
+    wrong = [
+        f"{name(path)} includes {what}"
+        for path in LIBRARY_FILES
+        for what, _ in includes(path)
+        if re.match(r"(torch|ATen|c10|caffe2)/", what)
+        and not re.match(r"torch/(csrc/stable|headeronly|csrc/inductor/aoti_torch/c)/", what)
+    ]
+    assert not wrong
+
+
+def test_pybind11_is_only_in_the_module():
+    wrong = [
+        name(path)
+        for path in LIBRARY_FILES
+        if not name(path).startswith("csrc/python/")
+        and any(what.startswith("pybind11/") for what, _ in includes(path))
+    ]
+    assert not wrong
+
+
+def test_tile_library_includes_cuda_and_std_only():
+    wrong = [
+        f"{name(path)} includes {what}"
+        for path in LIBRARY_FILES
+        if name(path).startswith("kittens/")
+        for what, quoted in includes(path)
+        if not quoted and not re.fullmatch(r"[a-z_]+|cuda[a-z0-9_]*\.h(pp)?", what)
+    ]
+    assert not wrong
+
+
+# ---- the hardware is behind kittens/arch ----
+
+OUTSIDE_ARCH = [p for p in LIBRARY_FILES if not name(p).startswith("kittens/arch/")]
+DEVICE_CODE = [p for p in OUTSIDE_ARCH if p.suffix in (".cuh", ".cu")]
+
+
+def test_inline_assembly_is_only_in_arch():
+    assert not hits(r"\basm\b", OUTSIDE_ARCH)
+
+
+def test_back_ends_are_told_apart_only_in_arch():
+    assert not hits(r"#\s*(if|ifdef|ifndef|elif)\b.*(__CUDA_ARCH__|EMULAT)", OUTSIDE_ARCH)
+
+
+def test_kernels_reach_memory_and_threads_through_the_library():
+    builtins = (
+        r"__shared__|__shfl|__sync(threads|warp)|__cvta|\batomic[A-Z]\w*\(|__nanosleep|__ld[cg]"
+    )
+    assert not hits(builtins, DEVICE_CODE)
+
+
+def test_launches_go_through_the_library():
+    assert not hits(r"<<<|cudaLaunchKernel(?!Ex)", OUTSIDE_ARCH)
+    assert not hits(r"cudaLaunch|cuLaunch", [p for p in OUTSIDE_ARCH if "host" not in p.parts])
+
+
+def test_library_code_neither_waits_nor_exits_nor_prints():
+    assert not hits(r"cuda(Device|Stream|Event)Synchronize", LIBRARY_FILES)
+    assert not hits(r"\b(std::)?(exit|abort|_exit|quick_exit)\s*\(", LIBRARY_FILES)
+    assert not hits(r"std::(cout|cerr|clog)|\bf?printf\s*\(", LIBRARY_FILES)
+
+
+def test_no_kernel_is_instantiated_itself():
+    """nvcc 13 makes explicit instantiations of kernels static: launchers are instantiated."""
+    sources = [p for p in LIBRARY_FILES if p.suffix == ".cu"]
+    assert not hits(r"__global__", sources)
+
+
+# ---- files stay readable ----
+
+
+@pytest.mark.parametrize("path", [*CPP_FILES, *PYTHON_FILES], ids=name)
+def test_file_is_readable(path):
+    text = path.read_text()
+    lines = text.split("\n")
+    assert text.isascii(), "ASCII only"
+    assert len(lines) <= MAX_LINES, f"{len(lines)} lines"
+    long = [number for number, line in enumerate(lines, 1) if len(line) > MAX_COLUMNS]
+    assert not long, f"lines over {MAX_COLUMNS} columns: {long}"
+    assert "\t" not in text, "tabs"
+    assert text == "" or text.endswith("\n"), "no newline at the end"
+    markers = "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK"))
+    unfinished = re.search(rf"\b({markers})\b", text)
+    assert not unfinished, f"unfinished: {unfinished}"
+
+
+@pytest.mark.parametrize("path", [p for p in CPP_FILES if p.suffix != ".cu"], ids=name)
+def test_cpp_file_says_what_it_is(path):
+    assert path.read_text().startswith("//"), "a file starts with a short paragraph"
+
+
+@pytest.mark.parametrize("path", [p for p in PYTHON_FILES if p.suffix == ".py"], ids=name)
+def test_python_file_says_what_it_is(path):
+    text = path.read_text()
+    assert not text.strip() or ast.get_docstring(ast.parse(text)), (
+        "a module starts with a docstring"
+    )

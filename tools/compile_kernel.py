@@ -1,0 +1,130 @@
+"""Compiler launcher for kernels: runs nvcc and keeps what ptxas says of each kernel.
+
+    compile_kernel.py --cut FOLDER ... -- [ccache] nvcc -Xptxas=-v ... -c x.cu -o x.cu.o
+
+ptxas's report (registers, stack, spills, barriers) and the size of each kernel's code, read from
+the object file, are written beside the object as `x.cu.o.json` for kernel_table.py; warnings and
+errors are passed on. Each FOLDER that occurs in the object (line information holds absolute paths)
+is replaced by an equally long `./////`, which leaves every offset in the file as it is and the path
+valid relative to the source tree."""
+
+import json
+import re
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PTXAS_ENTRY = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'")
+PTXAS_PROPERTIES = re.compile(r"Function properties for (\S+)")
+PTXAS_SPILLS = re.compile(
+    r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+)
+PTXAS_USED = re.compile(r"Used (\d+) registers")
+PTXAS_BARRIERS = re.compile(r"used (\d+) barriers")
+PTXAS_SHARED = re.compile(r"(\d+) bytes smem")
+PTXAS_NOISE = re.compile(r"^ptxas info\s*:|bytes stack frame,|^\s*$")
+# ptxas reports as "info" that it could not keep wgmma asynchronous: it then runs several times
+# slower.
+SERIALISED = re.compile(r"wgmma.*serializ|\(C75\d\d\)|[Pp]otential [Pp]erformance [Ll]oss")
+
+
+def parse_ptxas(text: str) -> dict:
+    """Kernels by mangled name, and the warnings, of the output of `ptxas -v`."""
+    kernels: dict[str, dict] = {}
+    warnings = []
+    entry = function = None
+    for line in text.splitlines():
+        if SERIALISED.search(line):
+            warnings.append(line.strip())
+        if match := PTXAS_ENTRY.search(line):
+            entry = match[1]
+            kernels[entry] = {"symbol": entry, "arch": match[2]}
+        elif match := PTXAS_PROPERTIES.search(line):
+            function = match[1]
+        elif (match := PTXAS_SPILLS.search(line)) and entry:
+            # A function that was not inlined is reported too: its stack and spills count for the
+            # kernel.
+            kernel = kernels[function] if function in kernels else kernels[entry]
+            for key, value in zip(
+                ("stack_bytes", "spill_store_bytes", "spill_load_bytes"),
+                match.groups(),
+                strict=True,
+            ):
+                kernel[key] = kernel.get(key, 0) + int(value)
+        elif (match := PTXAS_USED.search(line)) and entry:
+            kernel = kernels[entry]
+            kernel["registers"] = int(match[1])
+            for key, pattern in (
+                ("barriers", PTXAS_BARRIERS),
+                ("static_shared_bytes", PTXAS_SHARED),
+            ):
+                found = pattern.search(line)
+                kernel[key] = int(found[1]) if found else 0
+    return {"kernels": list(kernels.values()), "warnings": warnings}
+
+
+def code_sizes(image: bytes) -> dict[str, int]:
+    """Bytes of machine code by mangled kernel name, of all GPU images within an object file."""
+    sizes: dict[str, int] = {}
+    start = image.find(b"\x7fELF\x02\x01", 1)
+    while start >= 0:
+        header = image[start : start + 64]
+        machine = struct.unpack_from("<H", header, 18)[0]
+        if machine == 190:  # EM_CUDA
+            table_at = struct.unpack_from("<Q", header, 40)[0]
+            entry_bytes, entries, names_index = struct.unpack_from("<HHH", header, 58)
+            sections = [
+                struct.unpack_from("<IIQQQQ", image, start + table_at + i * entry_bytes)
+                for i in range(entries)
+            ]
+            names_at = start + sections[names_index][4]
+            for section in sections:
+                name_at = names_at + section[0]
+                name = image[name_at : image.index(b"\0", name_at)].decode()
+                if name.startswith(".text."):
+                    sizes[name.removeprefix(".text.")] = section[5]
+        start = image.find(b"\x7fELF\x02\x01", start + 1)
+    return sizes
+
+
+def cut_paths(image: bytes, folders: list[str]) -> bytes:
+    """The image with each folder's path replaced by one of the same length that names no place."""
+    variants = {f for folder in folders for f in (folder, str(Path(folder).resolve()))}
+    for folder in sorted(variants, key=len, reverse=True):
+        path = folder.encode()
+        if len(path) > 1:
+            pattern = re.compile(re.escape(path) + rb"(?=[/\0])")
+            image = pattern.sub(b"." + b"/" * (len(path) - 1), image)
+    return image
+
+
+def main(arguments: list[str]) -> int:
+    split = arguments.index("--")
+    folders = arguments[1:split:2]
+    command = arguments[split + 1 :]
+    start = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True)
+    sys.stdout.write(done.stdout)
+    output = done.stdout + done.stderr
+    noise = PTXAS_NOISE if done.returncode == 0 else re.compile(r"(?!)")
+    for line in done.stderr.splitlines():
+        if SERIALISED.search(line) or not noise.search(line):
+            print(line, file=sys.stderr)
+    if done.returncode == 0 and "-o" in command:
+        target = Path(command[command.index("-o") + 1])
+        image = target.read_bytes()
+        report = {**parse_ptxas(output), "seconds": round(time.monotonic() - start, 1)}
+        sizes = code_sizes(image)
+        for kernel in report["kernels"]:
+            kernel["code_bytes"] = sizes.get(kernel["symbol"], 0)
+        cut = cut_paths(image, folders)
+        if cut != image:
+            target.write_bytes(cut)
+        target.with_name(target.name + ".json").write_text(json.dumps(report, indent=1))
+    return done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
