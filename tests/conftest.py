@@ -21,6 +21,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import hypothesis
 import torch
 
+pytest.register_assert_rewrite("helpers")
+
 BACK_ENDS = ("cpu", "cuda")
 
 

@@ -15,7 +15,7 @@ import thunderkittens as tk
 from helpers.cover import cover, over
 from helpers.guard import assert_guards_intact
 from helpers.layouts import MATRIX_LAYOUTS, matrix
-from helpers.numerics import assert_accurate, integers
+from helpers.numerics import accumulation_slack, assert_accurate, integers
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -94,7 +94,7 @@ def test_accuracy(device, case):
         out,
         tk.reference.gemm(a.double(), b.double(), bias=None if bias is None else bias.double()),
         plain_gemm(a, b, bias, case["out"]),
-        slack=4 * torch.finfo(FP32).eps * (a.double().abs() @ b.double().abs()),
+        slack=accumulation_slack(a, b),
     )
 
 

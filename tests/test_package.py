@@ -99,8 +99,8 @@ def run_python(code: str, path: Path | None = None, *, check: bool = True) -> st
 
 def run(command: list[str], path: Path | None = None, *, check: bool = True) -> str:
     environment = dict(os.environ)
-    if path is not None:
-        environment["PYTHONPATH"] = str(path)
+    paths = [str(path)] if path else environment.get("PYTHONPATH", "").split(os.pathsep)
+    environment["PYTHONPATH"] = os.pathsep.join(str(Path(p).resolve()) for p in paths if p)
     done = subprocess.run(
         command,
         env=environment,

@@ -1,5 +1,5 @@
-// Attention: the plain structs between the torch op, the choice of a kernel and the kernels. Host C++
-// only.
+// Attention: the plain structs between the torch op, the choice of a kernel and the kernels. Host
+// C++ only.
 #pragma once
 
 #include <cstdint>
@@ -17,24 +17,24 @@ namespace thunderkittens::attention {
 enum class Causal : int { none = 0, lower_right = 1, upper_left = 2 };
 
 struct Problem {
-  DType dtype = DType::bf16;
-  int64_t batch = 0;
-  int64_t q_heads = 0, kv_heads = 0;
-  int64_t q_length = 0, k_length = 0;
-  int64_t head_dim = 0;
-  int causal = 0;
+    DType dtype = DType::bf16;
+    int64_t batch = 0;
+    int64_t q_heads = 0, kv_heads = 0;
+    int64_t q_length = 0, k_length = 0;
+    int64_t head_dim = 0;
+    int causal = 0;
 };
 
-// What one kernel is compiled for. A block works on `warpgroups` x 64 query rows by block_n keys; K and V
-// each have a ring of `stages`.
+// What one kernel is compiled for. A block works on `warpgroups` x 64 query rows by block_n keys; K
+// and V each have a ring of `stages`.
 struct Config {
-  int head_dim = 0;  // of the kernel; smaller ones are filled with zeros on load
-  int warpgroups = 0;
-  int block_n = 0;
-  int stages = 0;
-  DType dtype = DType::bf16;
+    int head_dim = 0;  // of the kernel; smaller ones are filled with zeros on load
+    int warpgroups = 0;
+    int block_n = 0;
+    int stages = 0;
+    DType dtype = DType::bf16;
 
-  bool operator==(const Config&) const = default;
+    bool operator==(const Config&) const = default;
 };
 
 // The kernels that are compiled, each for bf16 and fp16, one per file in inst/.
@@ -42,51 +42,59 @@ constexpr Config CONFIGS[] = {
     {64, 2, 128, 2}, {64, 3, 128, 2}, {128, 2, 128, 2}, {128, 2, 160, 2}, {256, 2, 80, 2},
 };
 constexpr Config with_dtype(Config config, DType dtype) {
-  config.dtype = dtype;
-  return config;
+    config.dtype = dtype;
+    return config;
 }
 
 struct Choice {
-  Config config;
-  // The blocks work on this many heads (of all batches) at a time, longest query blocks first.
-  int section_heads = 1;
+    Config config;
+    // The blocks work on this many heads (of all batches) at a time, longest query blocks first.
+    int section_heads = 1;
 };
 
 // Sizes and strides in elements; the last dimension has stride 1.
 struct Operand {
-  const void* data = nullptr;
-  int64_t batch_stride = 0, head_stride = 0, row_stride = 0;
+    const void* data = nullptr;
+    int64_t batch_stride = 0, head_stride = 0, row_stride = 0;
 };
 
 struct ForwardParams {
-  Problem problem;
-  Operand q, k, v, out;
-  float* lse = nullptr;  // (batch, q_heads, q_length), contiguous; may be null
-  float scale = 1.0f;    // of the logits; positive
-  int section_heads = 1;
-  int sm_count = 0;
+    Problem problem;
+    Operand q, k, v, out;
+    float* lse = nullptr;  // (batch, q_heads, q_length), contiguous; may be null
+    float scale = 1.0f;    // of the logits; positive
+    int section_heads = 1;
+    int sm_count = 0;
 };
+
+// Query i sees keys up to i + offset.
+constexpr int causal_offset(const Problem& p) {
+    return static_cast<int>(p.causal == static_cast<int>(Causal::lower_right)
+                                ? p.k_length - p.q_length
+                            : p.causal == static_cast<int>(Causal::upper_left) ? 0
+                                                                               : p.k_length);
+}
 
 template <typename Visitor>
 void visit_fields(Problem& p, Visitor visit) {
-  visit("dtype", p.dtype);
-  visit("batch", p.batch);
-  visit("q_heads", p.q_heads);
-  visit("kv_heads", p.kv_heads);
-  visit("q_length", p.q_length);
-  visit("k_length", p.k_length);
-  visit("head_dim", p.head_dim);
-  visit("causal", p.causal);
+    visit("dtype", p.dtype);
+    visit("batch", p.batch);
+    visit("q_heads", p.q_heads);
+    visit("kv_heads", p.kv_heads);
+    visit("q_length", p.q_length);
+    visit("k_length", p.k_length);
+    visit("head_dim", p.head_dim);
+    visit("causal", p.causal);
 }
 
 template <typename Visitor>
 void visit_fields(Choice& c, Visitor visit) {
-  visit("head_dim", c.config.head_dim);
-  visit("warpgroups", c.config.warpgroups);
-  visit("block_n", c.config.block_n);
-  visit("stages", c.config.stages);
-  visit("dtype", c.config.dtype);
-  visit("section_heads", c.section_heads);
+    visit("head_dim", c.config.head_dim);
+    visit("warpgroups", c.config.warpgroups);
+    visit("block_n", c.config.block_n);
+    visit("stages", c.config.stages);
+    visit("dtype", c.config.dtype);
+    visit("section_heads", c.section_heads);
 }
 
 std::string unsupported(const Problem& problem, const DeviceProperties& device);

@@ -13,106 +13,106 @@ using namespace kittens;
 template <any_register_tile Tile, class F>
 __device__ __forceinline__ void for_each_element(Tile& tile, F f) {
 #pragma unroll
-  for (int j = 0; j < Tile::width; ++j) {
+    for (int j = 0; j < Tile::width; ++j) {
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      f(tile.tiles[0][j].data[k].x, 16 * j + 8 * (k / 2), k % 2 == 1);
-      f(tile.tiles[0][j].data[k].y, 16 * j + 8 * (k / 2) + 1, k % 2 == 1);
+        for (int k = 0; k < 4; ++k) {
+            f(tile.tiles[0][j].data[k].x, 16 * j + 8 * (k / 2), k % 2 == 1);
+            f(tile.tiles[0][j].data[k].y, 16 * j + 8 * (k / 2) + 1, k % 2 == 1);
+        }
     }
-  }
 }
 
 template <any_register_tile Tile>
 __device__ __forceinline__ void zero_tile(Tile& tile) {
-  for_each_element(tile, [](float& x, int, bool) { x = 0.0f; });
+    for_each_element(tile, [](float& x, int, bool) { x = 0.0f; });
 }
 
 template <any_register_tile Tile>
 __device__ __forceinline__ void scale_rows(Tile& tile, float2 factor) {
-  for_each_element(tile, [&](float& x, int, bool low) { x *= low ? factor.y : factor.x; });
+    for_each_element(tile, [&](float& x, int, bool low) { x *= low ? factor.y : factor.x; });
 }
 
 // Keeps the compiler from moving uses of the tile above this point.
 template <any_register_tile Tile>
 __device__ __forceinline__ void pin(Tile& tile) {
-  for_each_element(tile, [](float& x, int, bool) { arch::pin_register(x); });
+    for_each_element(tile, [](float& x, int, bool) { arch::pin_register(x); });
 }
 
 template <any_register_tile To, any_register_tile From>
 __device__ __forceinline__ void convert_scores(To& to, const From& from) {
 #pragma unroll
-  for (int j = 0; j < From::width; ++j) {
+    for (int j = 0; j < From::width; ++j) {
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const float2 pair = from.tiles[0][j].data[k];
-      to.tiles[0][j].data[k] = pack_pair<typename To::T>(pair.x, pair.y);
+        for (int k = 0; k < 4; ++k) {
+            const float2 pair = from.tiles[0][j].data[k];
+            to.tiles[0][j].data[k] = pack_pair<typename To::T>(pair.x, pair.y);
+        }
     }
-  }
 }
 
 // Scores of keys that a query does not see become -inf: those beyond query + offset or the end.
 template <any_register_tile Tile>
 __device__ __forceinline__ void mask_scores(Tile& s, int first_row, int first_key, int offset,
                                             int k_length) {
-  const int lane = laneid();
-  const int row = first_row + warpgroup::warpid() * 16 + lane / 4;
-  const int column = first_key + 2 * (lane % 4);
-  const int last_high = min(row + offset, k_length - 1) - column;
-  const int last_low = min(row + 8 + offset, k_length - 1) - column;
-  for_each_element(s, [&](float& x, int at, bool low) {
-    if (at > (low ? last_low : last_high)) x = -INFINITY;
-  });
+    const int lane = laneid();
+    const int row = first_row + warpgroup::warpid() * 16 + lane / 4;
+    const int column = first_key + 2 * (lane % 4);
+    const int last_high = min(row + offset, k_length - 1) - column;
+    const int last_low = min(row + 8 + offset, k_length - 1) - column;
+    for_each_element(s, [&](float& x, int at, bool low) {
+        if (at > (low ? last_low : last_high)) x = -INFINITY;
+    });
 }
 
 struct OnlineSoftmax {
-  float2 max = {-INFINITY, -INFINITY};
-  float2 sum = {0.0f, 0.0f};
+    float2 max = {-INFINITY, -INFINITY};
+    float2 sum = {0.0f, 0.0f};
 
-  // Turns the logits s of a new block of keys into weights relative to the new maximum, and returns the
-  // factor by which everything accumulated so far must be multiplied. `scale_log2` is the softmax
-  // scale times log2(e), positive. MASKED: rows may have seen no key yet.
-  template <bool MASKED, any_register_tile Tile>
-  __device__ __forceinline__ float2 update(Tile& s, float scale_log2) {
-    float2 top = max;
-    for_each_element(s, [&](float& x, int, bool low) {
-      float& t = low ? top.y : top.x;
-      t = fmaxf(t, x);
-    });
-    top.x = over_quad(top.x, [](float a, float b) { return fmaxf(a, b); });
-    top.y = over_quad(top.y, [](float a, float b) { return fmaxf(a, b); });
-    // -inf minus -inf would be NaN.
-    const float2 base = {MASKED && top.x == -INFINITY ? 0.0f : top.x * scale_log2,
-                         MASKED && top.y == -INFINITY ? 0.0f : top.y * scale_log2};
-    const float2 rescale = {arch::exp2_approx(fmaf(max.x, scale_log2, -base.x)),
-                            arch::exp2_approx(fmaf(max.y, scale_log2, -base.y))};
-    max = top;
-    sum = {sum.x * rescale.x, sum.y * rescale.y};
-    for_each_element(s, [&](float& x, int, bool low) {
-      x = arch::exp2_approx(fmaf(x, scale_log2, low ? -base.y : -base.x));
-      (low ? sum.y : sum.x) += x;
-    });
-    return rescale;
-  }
-  // Each thread has summed its own columns; call once before the results below.
-  __device__ __forceinline__ void reduce_sum() {
-    sum.x = over_quad(sum.x, [](float a, float b) { return a + b; });
-    sum.y = over_quad(sum.y, [](float a, float b) { return a + b; });
-  }
-  // A row that has seen no key gets weight 0 and LSE -inf.
-  __device__ __forceinline__ float2 reciprocal_sum() const {
-    return {sum.x == 0.0f ? 0.0f : 1.0f / sum.x, sum.y == 0.0f ? 0.0f : 1.0f / sum.y};
-  }
-  __device__ __forceinline__ float2 lse(float scale) const {
-    return {sum.x == 0.0f ? -INFINITY : fmaf(max.x, scale, logf(sum.x)),
-            sum.y == 0.0f ? -INFINITY : fmaf(max.y, scale, logf(sum.y))};
-  }
+    // Turns the logits s of a new block of keys into weights relative to the new maximum, and
+    // returns the factor by which everything accumulated so far must be multiplied. `scale_log2` is
+    // the softmax scale times log2(e), positive. MASKED: rows may have seen no key yet.
+    template <bool MASKED, any_register_tile Tile>
+    __device__ __forceinline__ float2 update(Tile& s, float scale_log2) {
+        float2 top = max;
+        for_each_element(s, [&](float& x, int, bool low) {
+            float& t = low ? top.y : top.x;
+            t = fmaxf(t, x);
+        });
+        top.x = over_quad(top.x, [](float a, float b) { return fmaxf(a, b); });
+        top.y = over_quad(top.y, [](float a, float b) { return fmaxf(a, b); });
+        // -inf minus -inf would be NaN.
+        const float2 base = {MASKED && top.x == -INFINITY ? 0.0f : top.x * scale_log2,
+                             MASKED && top.y == -INFINITY ? 0.0f : top.y * scale_log2};
+        const float2 rescale = {arch::exp2_approx(fmaf(max.x, scale_log2, -base.x)),
+                                arch::exp2_approx(fmaf(max.y, scale_log2, -base.y))};
+        max = top;
+        sum = {sum.x * rescale.x, sum.y * rescale.y};
+        for_each_element(s, [&](float& x, int, bool low) {
+            x = arch::exp2_approx(fmaf(x, scale_log2, low ? -base.y : -base.x));
+            (low ? sum.y : sum.x) += x;
+        });
+        return rescale;
+    }
+    // Each thread has summed its own columns; call once before the results below.
+    __device__ __forceinline__ void reduce_sum() {
+        sum.x = over_quad(sum.x, [](float a, float b) { return a + b; });
+        sum.y = over_quad(sum.y, [](float a, float b) { return a + b; });
+    }
+    // A row that has seen no key gets weight 0 and LSE -inf.
+    __device__ __forceinline__ float2 reciprocal_sum() const {
+        return {sum.x == 0.0f ? 0.0f : 1.0f / sum.x, sum.y == 0.0f ? 0.0f : 1.0f / sum.y};
+    }
+    __device__ __forceinline__ float2 lse(float scale) const {
+        return {sum.x == 0.0f ? -INFINITY : fmaf(max.x, scale, logf(sum.x)),
+                sum.y == 0.0f ? -INFINITY : fmaf(max.y, scale, logf(sum.y))};
+    }
 
- private:
-  template <class F>
-  static __device__ __forceinline__ float over_quad(float x, F combine) {
-    x = combine(x, arch::shuffle_xor(x, 2));
-    return combine(x, arch::shuffle_xor(x, 1));
-  }
+  private:
+    template <class F>
+    static __device__ __forceinline__ float over_quad(float x, F combine) {
+        x = combine(x, arch::shuffle_xor(x, 2));
+        return combine(x, arch::shuffle_xor(x, 1));
+    }
 };
 
 }  // namespace thunderkittens::attention

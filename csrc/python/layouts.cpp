@@ -1,5 +1,5 @@
-// The tile library's layouts as NumPy arrays, computed by the very functions that the kernels use: for
-// tests, and to draw pictures of them.
+// The tile library's layouts as NumPy arrays, computed by the very functions that the kernels use:
+// for tests, and to draw pictures of them.
 #include "csrc/python/layouts.h"
 
 #include <pybind11/numpy.h>
@@ -67,7 +67,8 @@ py::array_t<int> register_tile_positions(int rows, int cols, const std::string& 
     return positions;
 }
 
-// (rows, cols): byte offset of every element from the start of a tile that is aligned to 1024 bytes.
+// (rows, cols): byte offset of every element from the start of a tile that is aligned to 1024
+// bytes.
 py::array_t<unsigned> shared_tile_offsets(int rows, int cols, int element_bytes,
                                           std::optional<int> swizzle_bytes) {
     check_element_bytes(element_bytes);
@@ -117,7 +118,8 @@ py::array_t<int> tile_schedule(int rows, int cols, int batch, const std::string&
     return tiles;
 }
 
-// (cluster tiles, 3): batch, row and column of the cluster tiles in the order in which they are dealt.
+// (cluster tiles, 3): batch, row and column of the cluster tiles in the order in which they are
+// dealt.
 py::array_t<std::uint32_t> gemm_tile_order(const tk::Fields& fields,
                                            const tk::DeviceProperties& device) {
     tk::find_op("gemm");  // throws where the build leaves it out

@@ -1,7 +1,8 @@
 // The hardware layer: every instruction that C++ has no word for, behind a plain function.
 // This is the only folder with inline assembly and the only place that knows which back end is compiled:
-// `cuda/` for nvcc; other back ends implement the same function names in a namespace of their own, so that
-// object files of two back ends never share a symbol.
+// `cuda/` for nvcc, `emulated/` for a host compiler (kernels then run on the CPU). Both have the same
+// function names, each in a namespace of its own, so that object files of two back ends never share a
+// symbol.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -10,6 +11,7 @@
 #include "cuda/cp_async.cuh"
 #include "cuda/fast_math.cuh"
 #include "cuda/fences.cuh"
+#include "cuda/launch.cuh"
 #include "cuda/launch_control.cuh"
 #include "cuda/ldmatrix.cuh"
 #include "cuda/mbarrier.cuh"
@@ -18,9 +20,27 @@
 #include "cuda/named_barrier.cuh"
 #include "cuda/registers.cuh"
 #include "cuda/shuffle.cuh"
+#include "cuda/tensor_map.cuh"
 #include "cuda/threads.cuh"
 #include "cuda/tma.cuh"
 #include "cuda/wgmma.cuh"
 #else
-#error "kittens: compile with nvcc; this version of the library has a CUDA back end only"
+#define KITTENS_BACKEND on_cpu
+#include "emulated/cluster.cuh"
+#include "emulated/cp_async.cuh"
+#include "emulated/fast_math.cuh"
+#include "emulated/fences.cuh"
+#include "emulated/launch.cuh"
+#include "emulated/launch_control.cuh"
+#include "emulated/ldmatrix.cuh"
+#include "emulated/mbarrier.cuh"
+#include "emulated/memory.cuh"
+#include "emulated/mma_sync.cuh"
+#include "emulated/named_barrier.cuh"
+#include "emulated/registers.cuh"
+#include "emulated/shuffle.cuh"
+#include "emulated/tensor_map.cuh"
+#include "emulated/threads.cuh"
+#include "emulated/tma.cuh"
+#include "emulated/wgmma.cuh"
 #endif

@@ -1,46 +1,24 @@
-// Encodes tensor maps of four dimensions. The driver's entry point is resolved at run time, so that nothing
-// links to libcuda.
+// Encodes tensor maps of four dimensions.
 #pragma once
-
-#include <cuda.h>
-#include <cuda_runtime_api.h>
 
 #include <cstdint>
 #include <stdexcept>
 #include <string>
 
-namespace kittens::host {
+#include "../arch/arch.cuh"
+
+namespace kittens::inline KITTENS_BACKEND {
+namespace host {
 
 struct TensorMapSpec {
     const void* data;
     CUtensorMapDataType type;
     int element_bytes;
-    uint64_t dims[4];     // elements, innermost first
-    int64_t strides[3];   // elements, of dimensions 1 to 3
-    uint32_t box[4];      // elements, innermost first
-    int swizzle_bytes;    // 0, 32, 64 or 128
+    uint64_t dims[4];    // elements, innermost first
+    int64_t strides[3];  // elements, of dimensions 1 to 3
+    uint32_t box[4];     // elements, innermost first
+    int swizzle_bytes;   // 0, 32, 64 or 128
 };
-
-using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
-                                 const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
-                                 const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-inline EncodeTiled encode_tiled() {
-    static const EncodeTiled function = [] {
-        void* entry = nullptr;
-        cudaDriverEntryPointQueryResult found{};
-        const cudaError_t error = cudaGetDriverEntryPointByVersion(
-            "cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
-        if (error != cudaSuccess || found != cudaDriverEntryPointSuccess || entry == nullptr) {
-            throw std::runtime_error(
-                "kittens: the CUDA driver has no cuTensorMapEncodeTiled; a driver for CUDA 12.0 or "
-                "newer is needed");
-        }
-        return reinterpret_cast<EncodeTiled>(entry);
-    }();
-    return function;
-}
 
 inline std::string describe(const TensorMapSpec& s) {
     std::string text = "data " + std::to_string(reinterpret_cast<uintptr_t>(s.data));
@@ -70,10 +48,10 @@ inline CUtensorMap encode_tensor_map(const TensorMapSpec& s) {
                                                                : CU_TENSOR_MAP_SWIZZLE_NONE;
     const cuuint32_t element_strides[4] = {1, 1, 1, 1};
     CUtensorMap map;
-    const CUresult result = encode_tiled()(
-        &map, s.type, 4, const_cast<void*>(s.data), dims, stride_bytes, s.box, element_strides,
-        CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult result =
+        arch::encode_tiled()(&map, s.type, 4, const_cast<void*>(s.data), dims, stride_bytes, s.box,
+                             element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS) {
         throw std::runtime_error("kittens: cuTensorMapEncodeTiled refused (error " +
                                  std::to_string(static_cast<int>(result)) + ") " + describe(s));
@@ -91,4 +69,5 @@ inline bool tma_addressable(const void* data, const int64_t (&strides)[3], const
     return true;
 }
 
-}  // namespace kittens::host
+}  // namespace host
+}  // namespace kittens::inline KITTENS_BACKEND

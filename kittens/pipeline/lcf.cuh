@@ -1,6 +1,6 @@
-// Load-compute-finish: a persistent kernel from a user's struct T. Producer warps load input blocks into a
-// ring of stages, consumer warps compute on them, and finish the task when all its iterations are done. While
-// they finish, producers load the next task ahead.
+// Load-compute-finish: a persistent kernel from a user's struct T. Producer warps load input blocks
+// into a ring of stages, consumer warps compute on them, and finish the task when all its
+// iterations are done. While they finish, producers load the next task ahead.
 //
 //   producers                              consumers (the first warps of the block)
 //   for each task:                         for each task:
@@ -48,18 +48,24 @@ using plan = shared_plan<T, semaphores<T>, false>;
 template <class T>
 __host__ __device__ constexpr void check_functions() {
     using L = layout_of<T>;
-    static_assert(requires(common_setup_args<L> a) { T::common_setup(a); },
-                  "a template struct needs common_setup(common_setup_args<layout>)");
-    static_assert(requires(producer_setup_args<L> a) { T::producer::setup(a); },
-                  "the producer needs setup(producer_setup_args<layout>)");
-    static_assert(requires(producer_load_args<L> a) { T::producer::load(a); },
-                  "the producer needs load(producer_load_args<layout>)");
-    static_assert(requires(consumer_setup_args<L> a) { T::consumer::setup(a); },
-                  "the consumer needs setup(consumer_setup_args<layout>)");
-    static_assert(requires(consumer_compute_args<L> a) { T::consumer::compute(a); },
-                  "the consumer needs compute(consumer_compute_args<layout>)");
-    static_assert(requires(consumer_finish_args<L> a) { T::consumer::finish(a); },
-                  "the consumer needs finish(consumer_finish_args<layout>)");
+    static_assert(
+        requires(common_setup_args<L> a) { T::common_setup(a); },
+        "a template struct needs common_setup(common_setup_args<layout>)");
+    static_assert(
+        requires(producer_setup_args<L> a) { T::producer::setup(a); },
+        "the producer needs setup(producer_setup_args<layout>)");
+    static_assert(
+        requires(producer_load_args<L> a) { T::producer::load(a); },
+        "the producer needs load(producer_load_args<layout>)");
+    static_assert(
+        requires(consumer_setup_args<L> a) { T::consumer::setup(a); },
+        "the consumer needs setup(consumer_setup_args<layout>)");
+    static_assert(
+        requires(consumer_compute_args<L> a) { T::consumer::compute(a); },
+        "the consumer needs compute(consumer_compute_args<layout>)");
+    static_assert(
+        requires(consumer_finish_args<L> a) { T::consumer::finish(a); },
+        "the consumer needs finish(consumer_finish_args<layout>)");
 }
 
 template <class T>
@@ -76,16 +82,16 @@ __device__ __forceinline__ void produce(const globals_of<layout_of<T>>& globals,
         if (num_iters < 0) break;
         const task_args<L> task{globals, shared.scratch(), common, task_iter, num_iters};
         T::producer::setup({task, state});
-        // A task without iterations sends one empty stage through the ring, so that consumers cannot
-        // finish two tasks between two looks at finish_finished.
-        const int slots = plan<T>::has_finish_block && num_iters == 0 ? 1 : num_iters;
-        bool finish_awaited =
-            task_iter == 0 || shared.first_shared_stage == INPUT_PIPE_STAGES_v<T>;
+        // A task without iterations sends one empty stage through the ring, so that consumers
+        // cannot finish two tasks between two looks at finish_finished.
+        const int slots = num_iters == 0 && shared.shares_stages() ? 1 : num_iters;
+        bool finish_awaited = task_iter == 0 || !shared.shares_stages();
         for (int iter = 0; iter < slots; ++iter) {
             wait_phase<T>(sems.inputs.finished[at.stage], at.phase ^ 1);
             if constexpr (plan<T>::has_finish_block) {
-                if (!finish_awaited && (at.stage >= shared.first_shared_stage || iter == slots - 1)) {
-                    wait(sems.finish_finished, (task_iter - 1) & 1);
+                if (!finish_awaited &&
+                    (at.stage >= shared.first_shared_stage || iter == slots - 1)) {
+                    wait_phase<T>(sems.finish_finished, (task_iter - 1) & 1);
                     finish_awaited = true;
                 }
             }
@@ -122,11 +128,13 @@ __device__ __forceinline__ void consume(const globals_of<layout_of<T>>& globals,
             at.advance();
         }
         if constexpr (plan<T>::has_finish_block) {
-            if (num_iters == 0) wait_phase<T>(sems.inputs.arrived[at.stage], at.phase);
-            // The finish block may lie over stages that other warps are still reading, and holds the
-            // previous task's until every warp has left its finish.
+            const bool is_empty_stage = num_iters == 0 && shared.shares_stages();
+            if (is_empty_stage) wait_phase<T>(sems.inputs.arrived[at.stage], at.phase);
+            // The finish block holds the previous task's until all have arrived, and may lie over
+            // stages that other warps are still reading.
+            if (task_iter > 0) wait_phase<T>(sems.finish_finished, (task_iter - 1) & 1);
             sync_consumers<T>();
-            if (num_iters == 0) {
+            if (is_empty_stage) {
                 if (kittens::warpid() == 0 && kittens::laneid() == 0) {
                     arrive(sems.inputs.finished[at.stage], CONSUMER_BARRIER_ARRIVALS_v<T>);
                 }
@@ -169,7 +177,8 @@ constexpr int shared_bytes =
 
 // Launches kernel<T> with its own block, cluster and shared memory. Throws when the launch fails.
 template <class T>
-void launch(dim3 grid, cudaStream_t stream, const typename T::layout::globals& globals) {
+void launch(dim3 grid, cudaStream_t stream,
+            const detail::globals_of<detail::layout_of<T>>& globals) {
     kittens::launch(kernel<T>, grid, dim3(detail::NUM_THREADS_v<T>), dim3(1), shared_bytes<T>,
                     stream, globals);
 }

@@ -1,5 +1,6 @@
-// Load-compute-store-finish: as load-compute-finish, with a second ring for what each iteration gives out.
-// Consumers turn a stage of inputs into a stage of outputs, producers load the one and store the other.
+// Load-compute-store-finish: as load-compute-finish, with a second ring for what each iteration
+// gives out. Consumers turn a stage of inputs into a stage of outputs, producers load the one and
+// store the other.
 //
 //   producers                              consumers (the first warps of the block)
 //   for each iteration of each task:       for each iteration of each task:
@@ -9,8 +10,8 @@
 //       iteration INPUT_PIPE_STAGES before
 //     producer::store
 //
-// Stores follow loads at that fixed distance, also from one task into the next, so that every producer warp
-// does the same things in the same order.
+// Stores follow loads at that fixed distance, also from one task into the next, so that every
+// producer warp does the same things in the same order.
 #pragma once
 
 #include "../host/launch.h"
@@ -34,7 +35,8 @@ struct producer_store_args : task_args<L> {
     semaphore& outputs_finished;
     const int iter;
 };
-// consumer::compute makes `output` of `input`; it arrives at inputs_finished and at outputs_arrived.
+// consumer::compute makes `output` of `input`; it arrives at inputs_finished and at
+// outputs_arrived.
 template <class L>
 struct consumer_compute_args : task_args<L> {
     detail::consumer_state_of<L>& state;
@@ -61,22 +63,30 @@ using plan = shared_plan<T, semaphores<T>, true>;
 template <class T>
 __host__ __device__ constexpr void check_functions() {
     using L = layout_of<T>;
-    static_assert(requires { typename L::output_block; },
-                  "the layout needs a struct `output_block`: what a producer stores for one iteration");
-    static_assert(requires(common_setup_args<L> a) { T::common_setup(a); },
-                  "a template struct needs common_setup(common_setup_args<layout>)");
-    static_assert(requires(producer_setup_args<L> a) { T::producer::setup(a); },
-                  "the producer needs setup(producer_setup_args<layout>)");
-    static_assert(requires(producer_load_args<L> a) { T::producer::load(a); },
-                  "the producer needs load(producer_load_args<layout>)");
-    static_assert(requires(producer_store_args<L> a) { T::producer::store(a); },
-                  "the producer needs store(producer_store_args<layout>)");
-    static_assert(requires(consumer_setup_args<L> a) { T::consumer::setup(a); },
-                  "the consumer needs setup(consumer_setup_args<layout>)");
-    static_assert(requires(consumer_compute_args<L> a) { T::consumer::compute(a); },
-                  "the consumer needs compute(consumer_compute_args<layout>)");
-    static_assert(requires(consumer_finish_args<L> a) { T::consumer::finish(a); },
-                  "the consumer needs finish(consumer_finish_args<layout>)");
+    static_assert(
+        requires { typename L::output_block; },
+        "the layout needs a struct output_block: what a producer stores for one iteration");
+    static_assert(
+        requires(common_setup_args<L> a) { T::common_setup(a); },
+        "a template struct needs common_setup(common_setup_args<layout>)");
+    static_assert(
+        requires(producer_setup_args<L> a) { T::producer::setup(a); },
+        "the producer needs setup(producer_setup_args<layout>)");
+    static_assert(
+        requires(producer_load_args<L> a) { T::producer::load(a); },
+        "the producer needs load(producer_load_args<layout>)");
+    static_assert(
+        requires(producer_store_args<L> a) { T::producer::store(a); },
+        "the producer needs store(producer_store_args<layout>)");
+    static_assert(
+        requires(consumer_setup_args<L> a) { T::consumer::setup(a); },
+        "the consumer needs setup(consumer_setup_args<layout>)");
+    static_assert(
+        requires(consumer_compute_args<L> a) { T::consumer::compute(a); },
+        "the consumer needs compute(consumer_compute_args<layout>)");
+    static_assert(
+        requires(consumer_finish_args<L> a) { T::consumer::finish(a); },
+        "the consumer needs finish(consumer_finish_args<layout>)");
 }
 
 // Walks the iterations of all tasks of this block.
@@ -119,11 +129,11 @@ __device__ __forceinline__ void produce(const globals_of<layout_of<T>>& globals,
             loading = load.next_task(globals, scratch);
             if (loading) T::producer::setup({load.task(globals, scratch), state});
             entering = false;
-            finish_awaited =
-                load.task_iter == 0 || shared.first_shared_stage == INPUT_PIPE_STAGES_v<T>;
+            finish_awaited = load.task_iter == 0 || !shared.shares_stages();
         }
-        // As in load-compute-finish: one empty stage for a task without iterations.
-        const int slots = plan<T>::has_finish_block && load.num_iters == 0 ? 1 : load.num_iters;
+        // As in load-compute-finish: one empty stage for a task without iterations. It does not
+        // count as ahead, since it waits until all stores before it are done.
+        const int slots = load.num_iters == 0 && shared.shares_stages() ? 1 : load.num_iters;
         if (loading && load.iter == slots) {
             entering = true;
             continue;
@@ -146,7 +156,7 @@ __device__ __forceinline__ void produce(const globals_of<layout_of<T>>& globals,
         }
         if (!loading) break;
         if (must_await_finish) {
-            wait(sems.finish_finished, (load.task_iter - 1) & 1);
+            wait_phase<T>(sems.finish_finished, (load.task_iter - 1) & 1);
             finish_awaited = true;
         }
         wait_phase<T>(sems.inputs.finished[in.stage], in.phase ^ 1);
@@ -189,9 +199,11 @@ __device__ __forceinline__ void consume(const globals_of<layout_of<T>>& globals,
             out.advance();
         }
         if constexpr (plan<T>::has_finish_block) {
-            if (num_iters == 0) wait_phase<T>(sems.inputs.arrived[in.stage], in.phase);
+            const bool is_empty_stage = num_iters == 0 && shared.shares_stages();
+            if (is_empty_stage) wait_phase<T>(sems.inputs.arrived[in.stage], in.phase);
+            if (task_iter > 0) wait_phase<T>(sems.finish_finished, (task_iter - 1) & 1);
             sync_consumers<T>();
-            if (num_iters == 0) {
+            if (is_empty_stage) {
                 if (kittens::warpid() == 0 && kittens::laneid() == 0) {
                     arrive(sems.inputs.finished[in.stage], CONSUMER_BARRIER_ARRIVALS_v<T>);
                 }
@@ -236,7 +248,8 @@ constexpr int shared_bytes =
 
 // Launches kernel<T> with its own block, cluster and shared memory. Throws when the launch fails.
 template <class T>
-void launch(dim3 grid, cudaStream_t stream, const typename T::layout::globals& globals) {
+void launch(dim3 grid, cudaStream_t stream,
+            const detail::globals_of<detail::layout_of<T>>& globals) {
     kittens::launch(kernel<T>, grid, dim3(detail::NUM_THREADS_v<T>), dim3(1), shared_bytes<T>,
                     stream, globals);
 }

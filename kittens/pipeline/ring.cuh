@@ -1,6 +1,6 @@
-// A ring of stages between those who fill slots of shared memory and those who use them. Each slot has two
-// semaphores: `arrived` (filled) and `finished` (free again). Both sides walk the ring with a position of
-// their own, and never count phases by hand.
+// A ring of stages between those who fill slots of shared memory and those who use them. Each slot
+// has two semaphores: `arrived` (filled) and `finished` (free again). Both sides walk the ring with
+// a position of their own, and never count phases by hand.
 //
 //   filling side                                   using side
 //   ring.wait_finished(at);                        ring.wait_arrived(at);
@@ -13,7 +13,8 @@
 
 namespace kittens::inline KITTENS_BACKEND {
 
-// A position in a ring: the stage, and the parity of the number of times that the ring was gone round.
+// A position in a ring: the stage, and the parity of the number of times that the ring was gone
+// round.
 template <int stages>
 struct pipeline_state {
     static_assert(stages >= 1, "a ring has at least one stage");
@@ -49,17 +50,15 @@ struct ring {
             init_semaphore(finished[i], arrivals_to_finish);
         }
     }
-    __device__ __forceinline__ void wait_arrived(position at) {
-        wait(arrived[at.stage], at.phase);
-    }
+    __device__ __forceinline__ void wait_arrived(position at) { wait(arrived[at.stage], at.phase); }
     // Returns at once in the first round: every slot starts free.
     __device__ __forceinline__ void wait_finished(position at) {
         wait(finished[at.stage], at.phase ^ 1);
     }
 };
 
-// By every thread of the block, or of the cluster, after one thread has initialised the semaphores: from
-// here on all threads, the other blocks and the copy engine may use them.
+// By every thread of the block, or of the cluster, after one thread has initialised the semaphores:
+// from here on all threads, the other blocks and the copy engine may use them.
 template <int cluster_blocks = 1>
 __device__ __forceinline__ void publish_semaphores() {
     arch::mbarrier_init_fence();

@@ -1,5 +1,5 @@
-// Which tile a block works on, and when: pure arithmetic on plain integers, the same on the host and on the
-// device, so that an order can be listed, drawn and tested without a GPU.
+// Which tile a block works on, and when: pure arithmetic on plain integers, the same on the host
+// and on the device, so that an order can be listed, drawn and tested without a GPU.
 #pragma once
 
 #include "../types/register/fragment.h"
@@ -10,9 +10,7 @@ namespace kittens::schedule {
 struct TileGrid {
     int rows, cols, batch = 1;
 
-    KITTENS_HOST_DEVICE constexpr int size() const {
-        return rows * cols * batch;
-    }
+    KITTENS_HOST_DEVICE constexpr int size() const { return rows * cols * batch; }
 };
 
 struct Tile {
@@ -37,9 +35,9 @@ KITTENS_HOST_DEVICE constexpr Tile row_major(int task, TileGrid grid) {
     return {index / grid.cols, index % grid.cols, task / per_matrix};
 }
 
-// Bands of `group` rows of tiles, each walked down its columns. The tiles that run at one time then form a
-// block that is about square, and what they read of both operands stays in L2. The last band is as high
-// as what is left.
+// Bands of `group` rows of tiles, each walked down its columns. The tiles that run at one time then
+// form a block that is about square, and what they read of both operands stays in L2. The last band
+// is as high as what is left.
 KITTENS_HOST_DEVICE constexpr Tile grouped_raster(int task, TileGrid grid, int group) {
     const int per_matrix = grid.rows * grid.cols;
     const int batch = task / per_matrix;

@@ -1,6 +1,6 @@
-// What the load-compute-finish and load-compute-store-finish templates have in common: the constants and
-// types that they read from the user's struct by name, the arguments of the user's functions, and the plan
-// of the block's shared memory.
+// What the load-compute-finish and load-compute-store-finish templates have in common: the
+// constants and types that they read from the user's struct by name, the arguments of the user's
+// functions, and the plan of the block's shared memory.
 #pragma once
 
 #include <type_traits>
@@ -14,13 +14,15 @@ namespace prototype {
 namespace detail {
 
 // A constant of the user's struct, or its default: detail::NAME_v<T>.
-#define KITTENS_TEMPLATE_CONSTANT(NAME, DEFAULT)                \
-    template <class T>                                          \
-    __host__ __device__ constexpr int read_##NAME() {           \
-        if constexpr (requires { T::NAME; }) return T::NAME;    \
-        else return DEFAULT;                                    \
-    }                                                           \
-    template <class T>                                          \
+#define KITTENS_TEMPLATE_CONSTANT(NAME, DEFAULT)      \
+    template <class T>                                \
+    __host__ __device__ constexpr int read_##NAME() { \
+        if constexpr (requires { T::NAME; })          \
+            return T::NAME;                           \
+        else                                          \
+            return DEFAULT;                           \
+    }                                                 \
+    template <class T>                                \
     constexpr int NAME##_v = read_##NAME<T>();
 
 KITTENS_TEMPLATE_CONSTANT(NUM_CONSUMER_WARPS, 8)
@@ -32,10 +34,12 @@ KITTENS_TEMPLATE_CONSTANT(PRODUCER_BARRIER_ARRIVALS, NUM_PRODUCER_WARPS_v<T>)
 KITTENS_TEMPLATE_CONSTANT(CONSUMER_BARRIER_ARRIVALS, NUM_CONSUMER_WARPS_v<T>)
 KITTENS_TEMPLATE_CONSTANT(NUM_BLOCKS, 1)  // that share a multiprocessor
 KITTENS_TEMPLATE_CONSTANT(CLUSTER_BLOCKS, 1)
-KITTENS_TEMPLATE_CONSTANT(FORCE_ALIGN, 1024)  // of every block in shared memory
+// Alignment of every block in shared memory; tiles with a swizzle of 128 bytes need 1024.
+KITTENS_TEMPLATE_CONSTANT(FORCE_ALIGN, 1024)
 // A multiprocessor has 1 KiB more than one block can have, and every block costs 1 KiB.
 KITTENS_TEMPLATE_CONSTANT(MAX_SHARED_MEMORY,
-                          (kittens::MAX_SHARED_MEMORY + 1024) / NUM_BLOCKS_v<T> / 1024 * 1024 - 1024)
+                          (kittens::MAX_SHARED_MEMORY + 1024) / NUM_BLOCKS_v<T> / 1024 * 1024 -
+                              1024)
 #undef KITTENS_TEMPLATE_CONSTANT
 
 template <class T>
@@ -46,17 +50,17 @@ constexpr int NUM_THREADS_v = NUM_WARPS_v<T> * WARP_THREADS;
 struct empty {};
 
 // A type of the user's layout that may be absent: detail::NAME_of<L>.
-#define KITTENS_TEMPLATE_OPTIONAL(NAME)            \
-    template <class L>                             \
-    struct find_##NAME {                           \
-        using type = empty;                        \
-    };                                             \
-    template <class L>                             \
-        requires requires { typename L::NAME; }    \
-    struct find_##NAME<L> {                        \
-        using type = typename L::NAME;             \
-    };                                             \
-    template <class L>                             \
+#define KITTENS_TEMPLATE_OPTIONAL(NAME)         \
+    template <class L>                          \
+    struct find_##NAME {                        \
+        using type = empty;                     \
+    };                                          \
+    template <class L>                          \
+        requires requires { typename L::NAME; } \
+    struct find_##NAME<L> {                     \
+        using type = typename L::NAME;          \
+    };                                          \
+    template <class L>                          \
     using NAME##_of = typename find_##NAME<L>::type;
 
 KITTENS_TEMPLATE_OPTIONAL(globals)
@@ -72,17 +76,21 @@ KITTENS_TEMPLATE_OPTIONAL(consumer_state)
 // The layout of a user's struct, with a sentence for what is missing.
 template <class T>
 struct checked_layout {
-    static_assert(requires { typename T::layout; },
-                  "a template struct needs a type `layout`, which holds globals and the blocks of shared memory");
-    static_assert(requires { typename T::layout::globals; },
-                  "the layout needs a struct `globals`: the kernel's only argument");
-    static_assert(requires { typename T::layout::input_block; },
-                  "the layout needs a struct `input_block`: what a producer loads for one iteration");
-    static_assert(requires { typename T::producer; }, "a template struct needs a struct `producer`");
-    static_assert(requires { typename T::consumer; }, "a template struct needs a struct `consumer`");
-    static_assert(NUM_CONSUMER_WARPS_v<T> >= 1 && NUM_PRODUCER_WARPS_v<T> >= 1 &&
-                      NUM_WARPS_v<T> <= 32,
-                  "a template's block has at least one consumer and one producer warp, and at most 32 warps");
+    static_assert(
+        requires { typename T::layout; },
+        "a template struct needs a type layout, which holds globals and the blocks of shared "
+        "memory");
+    static_assert(
+        requires { typename T::layout::globals; },
+        "the layout needs a struct globals: the kernel's only argument");
+    static_assert(
+        requires { typename T::layout::input_block; },
+        "the layout needs a struct input_block: what a producer loads for one iteration");
+    static_assert(requires { typename T::producer; }, "a template struct needs a struct producer");
+    static_assert(requires { typename T::consumer; }, "a template struct needs a struct consumer");
+    static_assert(
+        NUM_CONSUMER_WARPS_v<T> >= 1 && NUM_PRODUCER_WARPS_v<T> >= 1 && NUM_WARPS_v<T> <= 32,
+        "a template's block has at least one consumer and one producer warp, and at most 32 warps");
     static_assert(INPUT_PIPE_STAGES_v<T> >= 1 && OUTPUT_PIPE_STAGES_v<T> >= 1,
                   "INPUT_PIPE_STAGES and OUTPUT_PIPE_STAGES are at least 1");
     static_assert(FORCE_ALIGN_v<T> >= 128 && (FORCE_ALIGN_v<T> & (FORCE_ALIGN_v<T> - 1)) == 0,
@@ -101,14 +109,14 @@ constexpr int producer_barrier = 14, consumer_barrier = 15;
 template <class L>
 struct task_args {
     const detail::globals_of<L>& globals;
-    detail::scratch_block_of<L>& scratch;       // shared by the block, the same in all tasks
-    const detail::common_state_of<L>& common;   // as common_setup left it
-    const int task_iter;                        // tasks that this block has done
-    const int num_iters;                        // of this task
+    detail::scratch_block_of<L>& scratch;      // shared by the block, the same in all tasks
+    const detail::common_state_of<L>& common;  // as common_setup left it
+    const int task_iter;                       // tasks that this block has done
+    const int num_iters;                       // of this task
 };
 
-// common_setup: sets common and num_iters from task_iter, the same in every thread of the block. A negative
-// num_iters ends the block's work.
+// common_setup: sets common and num_iters from task_iter, the same in every thread of the block. A
+// negative num_iters ends the block's work.
 template <class L>
 struct common_setup_args {
     detail::common_state_of<L>& common;
@@ -133,7 +141,8 @@ template <class L>
 struct consumer_setup_args : task_args<L> {
     detail::consumer_state_of<L>& state;
 };
-// consumer::finish ends a task; with a finish_block it arrives at finish_finished when it is done with it.
+// consumer::finish ends a task; with a finish_block it arrives at finish_finished when it is done
+// with it.
 template <class L>
 struct consumer_finish_args : task_args<L> {
     detail::consumer_state_of<L>& state;
@@ -152,7 +161,8 @@ constexpr int block_bytes = std::is_empty_v<Block> ? 0 : round_up(int(sizeof(Blo
 // The block's shared memory, from its aligned start:
 //   semaphores | scratch | output stages | input stages | free
 // The finish block lies at the very end, over the free space and as few of the last input stages as
-// possible: what is loaded into the stages before it need not wait until the previous task has finished.
+// possible: what is loaded into the stages before it need not wait until the previous task has
+// finished.
 template <class T, class Semaphores, bool has_outputs>
 struct shared_plan {
     using L = layout_of<T>;
@@ -176,9 +186,10 @@ struct shared_plan {
     static constexpr int needed =
         inputs_end > inputs_at + finish_bytes ? inputs_end : inputs_at + finish_bytes;
     static constexpr int useful = inputs_end + finish_bytes;
-    static_assert(needed <= MAX_SHARED_MEMORY_v<T>,
-                  "the blocks of the layout do not fit into shared memory: fewer stages or smaller tiles are "
-                  "needed (MAX_SHARED_MEMORY is the limit, shared by NUM_BLOCKS blocks)");
+    static_assert(
+        needed <= MAX_SHARED_MEMORY_v<T>,
+        "the blocks of the layout do not fit into shared memory: fewer stages or smaller tiles are "
+        "needed (MAX_SHARED_MEMORY is the limit, shared by NUM_BLOCKS blocks)");
 
     char* start;
     int finish_at;
@@ -191,12 +202,15 @@ struct shared_plan {
         if (bytes < needed) arch::trap();
         start = memory + skipped;
         finish_at = (bytes - finish_bytes) & -alignment;
-        first_shared_stage =
-            finish_at >= inputs_end || !has_finish_block ? stages : (finish_at - inputs_at) / input_bytes;
+        first_shared_stage = finish_at >= inputs_end || !has_finish_block
+                                 ? stages
+                                 : (finish_at - inputs_at) / input_bytes;
     }
-    __device__ __forceinline__ Semaphores& semaphores() const {
-        return at<Semaphores>(0);
+    // Whether producers must wait for the previous task's finish.
+    __device__ __forceinline__ bool shares_stages() const {
+        return has_finish_block && first_shared_stage < stages;
     }
+    __device__ __forceinline__ Semaphores& semaphores() const { return at<Semaphores>(0); }
     __device__ __forceinline__ scratch_block& scratch() const {
         return at<scratch_block>(scratch_at);
     }
@@ -206,9 +220,7 @@ struct shared_plan {
     __device__ __forceinline__ output_block& output(int stage) const {
         return at<output_block>(outputs_at + stage * output_bytes);
     }
-    __device__ __forceinline__ finish_block& finish() const {
-        return at<finish_block>(finish_at);
-    }
+    __device__ __forceinline__ finish_block& finish() const { return at<finish_block>(finish_at); }
 
   private:
     template <class Block>
@@ -222,24 +234,29 @@ using producers = group<NUM_PRODUCER_WARPS_v<T>>;
 template <class T>
 using consumers = group<NUM_CONSUMER_WARPS_v<T>>;
 
-// The warps of a side may share the work so that only some of them arrive at a semaphore. A warp that does
-// not must not fall a whole phase behind, or it would take the next phase for the one before.
+// The warps of a side may share the work so that only some of them arrive at a semaphore. A warp
+// that does not must not fall a whole phase behind, or it would take the next phase for the one
+// before.
 template <class T>
 __device__ __forceinline__ void sync_producers() {
+    arch::sync_warp();
     producers<T>::sync(producer_barrier);
 }
 template <class T>
 __device__ __forceinline__ void sync_consumers() {
+    arch::sync_warp();
     consumers<T>::sync(consumer_barrier);
 }
 template <class T>
 __device__ __forceinline__ void wait_phase(semaphore& s, int phase) {
-    if constexpr (CLUSTER_BLOCKS_v<T> > 1) wait_cluster(s, phase);
-    else wait(s, phase);
+    if constexpr (CLUSTER_BLOCKS_v<T> > 1)
+        wait_cluster(s, phase);
+    else
+        wait(s, phase);
 }
 
-// Before a block ends: shared memory stays until stores have read it, and until no other block of the
-// cluster will arrive here.
+// Before a block ends: shared memory stays until stores have read it, and until no other block of
+// the cluster will arrive here.
 template <class T>
 __device__ __forceinline__ void leave() {
     arch::tma_store_read_wait<0>();

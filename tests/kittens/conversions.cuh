@@ -17,9 +17,12 @@ __global__ void conversion_kernel(const __grid_constant__ global<typename S::T> 
     holder<D> d(al);
     read_band(s.object, s_data);
     arch::sync_block();
-    if constexpr (how == Convert::copy) G::copy(d.object, s.object);
-    else if constexpr (how == Convert::swap_layout) G::swap_layout(d.object, s.object);
-    else G::transpose_sep(d.object, s.object);
+    if constexpr (how == Convert::copy)
+        G::copy(d.object, s.object);
+    else if constexpr (how == Convert::swap_layout)
+        G::swap_layout(d.object, s.object);
+    else
+        G::transpose_sep(d.object, s.object);
     arch::sync_block();
     write_band(d_data, d.object);
 }

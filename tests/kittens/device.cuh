@@ -1,5 +1,6 @@
-// What the unit tests' kernels share: element-wise transfers between global memory and tiles that rely on
-// nothing but the documented layouts, so that every operation is tested against an independent path.
+// What the unit tests' kernels share: element-wise transfers between global memory and tiles that
+// rely on nothing but the documented layouts, so that every operation is tested against an
+// independent path.
 #pragma once
 
 #include <kittens.cuh>
@@ -138,26 +139,25 @@ __device__ __forceinline__ void write(const global<typename RV::T>& to, RV& vec,
 // f(row, column) or f(index), shared by all threads of the block.
 template <any_shared_tile ST, class F>
 __device__ __forceinline__ void for_each_place(F f) {
-    for (int i = threadIdx.x; i < ST::rows * ST::cols; i += blockDim.x) f(i / ST::cols, i % ST::cols);
+    for (int i = threadIdx.x; i < ST::rows * ST::cols; i += blockDim.x)
+        f(i / ST::cols, i % ST::cols);
 }
 template <any_shared_vector SV, class F>
 __device__ __forceinline__ void for_each_place(F f) {
     for (int i = threadIdx.x; i < SV::length; i += blockDim.x) f(i);
 }
-__device__ __forceinline__ element_coord place(int row, int col) {
-    return elements(row, col);
-}
-__device__ __forceinline__ element_coord place(int index) {
-    return elements(0, index);
-}
+__device__ __forceinline__ element_coord place(int row, int col) { return elements(row, col); }
+__device__ __forceinline__ element_coord place(int index) { return elements(0, index); }
 // Shared objects, by all threads of the block; the caller synchronises.
 template <any_shared O>
 __device__ __forceinline__ void read(O& object, const global<typename O::T>& from) {
-    for_each_place<O>([&](auto... at) { object.set(at..., arch::load_global(from.at(place(at...)))); });
+    for_each_place<O>(
+        [&](auto... at) { object.set(at..., arch::load_global(from.at(place(at...)))); });
 }
 template <any_shared O>
 __device__ __forceinline__ void write(const global<typename O::T>& to, const O& object) {
-    for_each_place<O>([&](auto... at) { arch::store_global(to.at(place(at...)), object.get(at...)); });
+    for_each_place<O>(
+        [&](auto... at) { arch::store_global(to.at(place(at...)), object.get(at...)); });
 }
 // NaN everywhere, ordered before later asynchronous writes.
 template <any_shared O>
@@ -171,42 +171,55 @@ __device__ __forceinline__ void poison_shared(O& object) {
 // Rows and columns of an object, a vector being one row.
 template <any_object O>
 constexpr int rows_of() {
-    if constexpr (any_tile<O>) return O::rows;
-    else return 1;
+    if constexpr (any_tile<O>)
+        return O::rows;
+    else
+        return 1;
 }
 template <any_object O>
 constexpr int cols_of() {
-    if constexpr (any_tile<O>) return O::cols;
-    else return O::length;
+    if constexpr (any_tile<O>)
+        return O::cols;
+    else
+        return O::length;
 }
 template <any_object O>
 constexpr int count_of = rows_of<O>() * cols_of<O>();
 
-// A group's objects are consecutive bands of one object of the host's: `bands` register objects, or one
-// shared object.
+// A group's objects are consecutive bands of one object of the host's: `bands` register objects, or
+// one shared object.
 template <any_object O, int WARPS>
 constexpr int bands = any_register<O> ? WARPS : 1;
 template <any_object O, int WARPS>
 global<typename O::T> bands_of(void* data) {
     auto* typed = static_cast<typename O::T*>(data);
-    if constexpr (any_tile<O>) return matrix(typed, O::rows * bands<O, WARPS>, O::cols);
-    else return matrix(typed, 1, O::length * bands<O, WARPS>);
+    if constexpr (any_tile<O>)
+        return matrix(typed, O::rows * bands<O, WARPS>, O::cols);
+    else
+        return matrix(typed, 1, O::length * bands<O, WARPS>);
 }
 template <any_object O>
 __device__ __forceinline__ int band_start() {
-    if constexpr (any_register_tile<O>) return kittens::warpid() * O::rows;
-    else if constexpr (any_register_vector<O>) return kittens::warpid() * O::length;
-    else return 0;
+    if constexpr (any_register_tile<O>)
+        return kittens::warpid() * O::rows;
+    else if constexpr (any_register_vector<O>)
+        return kittens::warpid() * O::length;
+    else
+        return 0;
 }
 template <any_object O>
 __device__ __forceinline__ void read_band(O& object, const global<typename O::T>& from) {
-    if constexpr (any_register<O>) read(object, from, band_start<O>());
-    else read(object, from);
+    if constexpr (any_register<O>)
+        read(object, from, band_start<O>());
+    else
+        read(object, from);
 }
 template <any_object O>
 __device__ __forceinline__ void write_band(const global<typename O::T>& to, O& object) {
-    if constexpr (any_register<O>) write(to, object, band_start<O>());
-    else write(to, object);
+    if constexpr (any_register<O>)
+        write(to, object, band_start<O>());
+    else
+        write(to, object);
 }
 
 // A place for a test's object: in registers, or in the block's shared memory.

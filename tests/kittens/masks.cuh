@@ -6,16 +6,16 @@
 namespace unit {
 
 // X(name, call, kept): bounds m and n, fill value v, position (row, col).
-#define UNIT_MASKS(X)                                                                  \
-    X("make_causal", make_causal(d, a, v), col <= row)                                 \
-    X("make_causal_t", make_causal_t(d, a, v), col >= row)                             \
-    X("tril", tril(d, a, m, v), col - row <= m)                                        \
-    X("triu", triu(d, a, m, v), col - row >= m)                                        \
-    X("left_fill", left_fill(d, a, m, v), col >= m)                                    \
-    X("right_fill", right_fill(d, a, m, v), col < m)                                   \
-    X("upper_fill", upper_fill(d, a, m, v), row >= m)                                  \
-    X("lower_fill", lower_fill(d, a, m, v), row < m)                                   \
-    X("upper_right_fill", upper_right_fill(d, a, m, n, v), !(row < m && col >= n))     \
+#define UNIT_MASKS(X)                                                              \
+    X("make_causal", make_causal(d, a, v), col <= row)                             \
+    X("make_causal_t", make_causal_t(d, a, v), col >= row)                         \
+    X("tril", tril(d, a, m, v), col - row <= m)                                    \
+    X("triu", triu(d, a, m, v), col - row >= m)                                    \
+    X("left_fill", left_fill(d, a, m, v), col >= m)                                \
+    X("right_fill", right_fill(d, a, m, v), col < m)                               \
+    X("upper_fill", upper_fill(d, a, m, v), row >= m)                              \
+    X("lower_fill", lower_fill(d, a, m, v), row < m)                               \
+    X("upper_right_fill", upper_right_fill(d, a, m, n, v), !(row < m && col >= n)) \
     X("apply", apply(d, a, position_value()), false)
 
 // A value that depends on the position, exact in every type for tiles of up to 256 x 256.
@@ -24,19 +24,17 @@ struct position_value {
     __device__ __forceinline__ float operator()(int row, int col, const T&) const {
         return float(row % 16 - col % 13);
     }
-    static double host(int row, int col) {
-        return row % 16 - col % 13;
-    }
+    static double host(int row, int col) { return row % 16 - col % 13; }
 };
 
 struct Mask {
     const char* name;
     bool (*keeps)(int row, int col, int m, int n);
 };
-#define UNIT_ROW(label, call, kept)                                  \
-    {label, [](int row, int col, int m, int n) -> bool {             \
-         (void)row, (void)col, (void)m, (void)n;                     \
-         return kept;                                                \
+#define UNIT_ROW(label, call, kept)                      \
+    {label, [](int row, int col, int m, int n) -> bool { \
+         (void)row, (void)col, (void)m, (void)n;         \
+         return kept;                                    \
      }},
 inline const std::vector<Mask> masks = {UNIT_MASKS(UNIT_ROW)};
 #undef UNIT_ROW
@@ -84,15 +82,17 @@ void mask_cases() {
                     Values expected(rows * cols);
                     for (int i = 0; i < rows * cols; ++i) {
                         const int row = i / cols, col = i % cols;
-                        expected[i] = applies                               ? position_value::host(row, col)
-                                      : masks[op].keeps(row, col, m, n) ? a[i]
-                                                                            : rounded(type_of<T>, value);
+                        expected[i] = applies ? position_value::host(row, col)
+                                      : masks[op].keeps(row, col, m, n)
+                                          ? a[i]
+                                          : rounded(type_of<T>, value);
                     }
                     c.expect(expected, bit_exact, cols);
                     c.launch([&] {
                         kittens::launch(mask_kernel<WARPS, O>, 1, 32 * WARPS, 1,
-                                        shared_bytes_of<O, O>(), nullptr, matrix(a_data, rows, cols),
-                                        matrix(d_data, rows, cols), op, m, n, float(value));
+                                        shared_bytes_of<O, O>(), nullptr,
+                                        matrix(a_data, rows, cols), matrix(d_data, rows, cols), op,
+                                        m, n, float(value));
                     });
                 });
         }

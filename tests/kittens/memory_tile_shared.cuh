@@ -1,5 +1,5 @@
-// Register tiles from and to shared tiles, for every scope: ldmatrix, stmatrix and plain accesses. The other
-// side of each transfer is read or written element by element.
+// Register tiles from and to shared tiles, for every scope: ldmatrix, stmatrix and plain accesses.
+// The other side of each transfer is read or written element by element.
 #pragma once
 
 #include "device.cuh"

@@ -1,5 +1,6 @@
-// TMA transfers of tiles: the kernels and the cases for one tile type along one axis. A load is read back
-// element by element, a store is written element by element, so that each direction is tested alone.
+// TMA transfers of tiles: the kernels and the cases for one tile type along one axis. A load is
+// read back element by element, a store is written element by element, so that each direction is
+// tested alone.
 #pragma once
 
 #include "device.cuh"
@@ -116,7 +117,10 @@ void tma_store_case(const std::string& name, const View& view, coord<ST> at, Sto
         T* tile = c.input<T>("tile", values);
         T* destination = c.output<T>("destination", initial);
         Values expected = initial;
-        for_each_in_tile(ST::rows, ST::cols, axis, view, at.template position<axis>(),
+        View written = view;  // up to the next multiple of 16 bytes
+        constexpr int chunk = 16 / int(sizeof(T));
+        written.c = (view.c + chunk - 1) / chunk * chunk;
+        for_each_in_tile(ST::rows, ST::cols, axis, written, at.template position<axis>(),
                          [&](size_t i, bool inside, size_t k) {
                              if (!inside) return;
                              const double old = initial[k], x = values[i];
@@ -134,16 +138,17 @@ void tma_store_case(const std::string& name, const View& view, coord<ST> at, Sto
     });
 }
 
-// All cases of one tile type. The tensor's last tile is ragged in both directions. The hardware wants column
-// coordinates that are multiples of 16 bytes, clips stores (not loads) in chunks of that size, and takes
-// negative coordinates in loads only.
+// All cases of one tile type. The tensor's last tile is ragged in both directions. The hardware
+// wants column coordinates that are multiples of 16 bytes, clips stores (not loads) in chunks of
+// that size, and takes negative coordinates in loads only.
 template <class ST, int axis>
 void tma_tile_cases() {
     using T = typename ST::T;
     constexpr int chunk = 16 / int(sizeof(T));
     constexpr int rows = ST::rows, cols = ST::cols;
     const int tail_rows = rows > 3 ? rows / 2 - 1 : 1;
-    const int tail_cols = (cols / chunk + 1) / 2 * chunk;  // of stores; loads end 3 elements earlier
+    const int tail_cols =
+        (cols / chunk + 1) / 2 * chunk;  // of stores; loads end 3 elements earlier
     // The dimension along `axis` holds one and a part tiles.
     const int along = rows + tail_rows, across = cols + tail_cols;
     const auto view_of = [&](int columns) {
@@ -170,6 +175,9 @@ void tma_tile_cases() {
     tma_load_case<ST, axis>("corner evict_first", loaded, corner, Hint::evict_first);
     tma_load_case<ST, axis>("corner evict_last", loaded, corner, Hint::evict_last);
     tma_load_case<ST, axis>("corner prefetch", loaded, corner, Hint::prefetch);
+    if constexpr (axis == 2) {
+        tma_store_case<ST, 2>("clipped in chunks", loaded, coord<ST>(0, 1, 1, 1), Store::plain);
+    }
     tma_store_case<ST, axis>("corner evict_first", stored, corner, Store::evict_first);
     if constexpr (!float_8bit<T>) tma_store_case<ST, axis>("add", stored, corner, Store::add);
     if constexpr (float_16bit<T>) {

@@ -1,8 +1,8 @@
-// Warpgroup products: one kernel per operand types, N, K, transposes and source of A; the cases vary the
-// values and whether D is overwritten.
+// Warpgroup products: one kernel per operand types, N, K, transposes and source of A; the cases
+// vary the values and whether D is overwritten.
 #pragma once
 
-#include "device.cuh"
+#include "mma_reference.cuh"
 
 namespace unit {
 
@@ -50,55 +50,16 @@ __global__ void __launch_bounds__(128)
     write(d, product, 16 * warpid());
 }
 
-struct ProductShape {
-    int m, n, k;
-    bool transpose_a, transpose_b;
-};
-
-// d + op(a) op(b) in double; `magnitude` receives the largest sum of absolute products.
-inline Values reference_product(const ProductShape& s, const Values& a, const Values& b, Values d,
-                                double* magnitude = nullptr) {
-    double largest = 0;
-    for (int i = 0; i < s.m; ++i) {
-        for (int j = 0; j < s.n; ++j) {
-            double sum = 0, absolute = 0;
-            for (int k = 0; k < s.k; ++k) {
-                const double x = a[s.transpose_a ? size_t(k) * s.m + i : size_t(i) * s.k + k];
-                const double y = b[s.transpose_b ? size_t(j) * s.k + k : size_t(k) * s.n + j];
-                sum += x * y;
-                absolute += std::abs(x * y);
-            }
-            d[size_t(i) * s.n + j] += sum;
-            largest = std::max(largest, absolute + std::abs(d[size_t(i) * s.n + j]));
-        }
-    }
-    if (magnitude) *magnitude = largest;
-    return d;
-}
-
-// Error of one accumulated sum, relative to the sum of magnitudes. The tensor cores add with truncation:
-// 16-bit operands keep the accumulator's precision per step of 16, 8-bit operands on Hopper 13 bits of the
-// fraction per step of 32.
-template <class TA, class TD>
-double product_error(int k) {
-    if (float_8bit<TA>) return (k / 32 + 1) * 0x1p-12;
-    return (k / 16 + 1) * (std::same_as<TD, half> ? 0x1p-10 : 0x1p-21);
-}
-
-inline std::string form_name(bool transpose_a, bool transpose_b) {
-    return std::string(transpose_a ? "At" : "A") + (transpose_b ? "Bt" : "B");
-}
-
 template <class P>
 void warpgroup_product_case(bool integers, bool accumulate) {
     using TD = typename P::TD;
     using TA = typename P::TA;
     using TB = typename P::TB;
     const std::string name =
-        text("%s<-%s,%s %s%s 64x%dx%d swizzle%d,%d%s%s", name_of<TD>(), name_of<TA>(), name_of<TB>(),
-             form_name(P::transpose_a, P::transpose_b).c_str(), P::from_registers ? " registers" : "",
-             P::N, P::K, P::SA::swizzle_bytes, P::SB::swizzle_bytes, integers ? " integers" : "",
-             accumulate ? " accumulate" : "");
+        text("%s<-%s,%s %s%s 64x%dx%d swizzle%d,%d%s%s", name_of<TD>(), name_of<TA>(),
+             name_of<TB>(), form_name(P::transpose_a, P::transpose_b).c_str(),
+             P::from_registers ? " registers" : "", P::N, P::K, P::SA::swizzle_bytes,
+             P::SB::swizzle_bytes, integers ? " integers" : "", accumulate ? " accumulate" : "");
     run(name, [&](Case& c) {
         const ProductShape shape{64, P::N, P::K, P::transpose_a, P::transpose_b};
         const size_t na = size_t(64) * P::K, nb = size_t(P::N) * P::K, nd = size_t(64) * P::N;
@@ -113,10 +74,10 @@ void warpgroup_product_case(bool integers, bool accumulate) {
         double magnitude = 0;
         const Values expected =
             reference_product(shape, a, b, accumulate ? d : Values(nd, 0.0), &magnitude);
-        c.expect(expected,
-                 integers ? bit_exact
-                          : within(type_of<TD>, 1, magnitude * product_error<TA, TD>(P::K)),
-                 P::N);
+        c.expect(
+            expected,
+            integers ? bit_exact : within(type_of<TD>, 1, magnitude * product_error<TA, TD>(P::K)),
+            P::N);
         c.launch([&] {
             kittens::launch(warpgroup_product_kernel<P>, 1, 128, 1,
                             sizeof(typename P::SA) + sizeof(typename P::SB) + 2048, nullptr,

@@ -1,5 +1,6 @@
-// The load-compute-store-finish template: a map with rings of inputs and outputs of every length, and a
-// rotation of column pairs with a checksum per task in a finish block. Exact, on small integers.
+// The load-compute-store-finish template: a map with rings of inputs and outputs of every length,
+// and a rotation of column pairs with a checksum per task in a finish block. Exact, on small
+// integers.
 #include "device.cuh"
 #include "prototype.cuh"
 
@@ -14,8 +15,7 @@ struct Bands {
 
     // False when there is no band left.
     __device__ bool next(int task_iter, int& num_iters) const {
-        const int band =
-            schedule::persistent_task(task_iter, blockIdx.x, gridDim.x, widths.cols());
+        const int band = schedule::persistent_task(task_iter, blockIdx.x, gridDim.x, widths.cols());
         if (band < 0) return false;
         num_iters = int(arch::load_global(widths.at(elements(0, band))));
         return true;
@@ -29,7 +29,7 @@ struct Bands {
 
 template <int input_stages, int output_stages, int producer_warps>
 struct Scale {
-    using tile = st_bf<64, 64>;
+    using tile = st_bf<64, 32>;
     struct layout {
         struct globals {
             global<bf16, tile> x;
@@ -44,7 +44,7 @@ struct Scale {
             tile y;
         };
         struct consumer_state {
-            rt_bf<16, 64>::col_vec scale;
+            rt_bf<16, 32>::col_vec scale;
         };
     };
     static constexpr int NUM_CONSUMER_WARPS = 4;
@@ -64,8 +64,8 @@ struct Scale {
         static __device__ void load(lcsf::producer_load_args<layout> args) {
             if (!is_leader()) return;
             tma::expect(args.inputs_arrived, args.input);
-            tma::load_async(args.input.x, args.globals.x,
-                            {Bands::band(args.task_iter), args.iter}, args.inputs_arrived);
+            tma::load_async(args.input.x, args.globals.x, {Bands::band(args.task_iter), args.iter},
+                            args.inputs_arrived);
         }
         static __device__ void store(lcsf::producer_store_args<layout> args) {
             if (!is_leader()) return;
@@ -81,7 +81,7 @@ struct Scale {
                             {0, 0, 0, Bands::band(args.task_iter)});
         }
         static __device__ void compute(lcsf::consumer_compute_args<layout> args) {
-            rt_bf<16, 64> x;
+            rt_bf<16, 32> x;
             warpgroup::load(x, args.input.x);
             warp::sync();
             if (warp::laneid() == 0) arrive(args.inputs_finished);
@@ -101,17 +101,18 @@ struct Problem {
 };
 std::vector<Problem> problems() {
     std::vector<int> many;
-    for (int i = 0; i < 31; ++i) many.push_back((i * i + i / 5) % 6);
+    for (int i = 0; i < 19; ++i) many.push_back((i * i + i / 5) % 6);
     return {{"one tile", {1}, 1},
             {"one band", {9}, 1},
             {"one tile each", std::vector<int>(23, 1), 2},
-            {"with empty bands", {0, 3, 0, 0, 1, 12, 1, 0, 0, 2, 0}, 1},
-            {"with empty bands", {0, 3, 0, 0, 1, 12, 1, 0, 0, 2, 0}, 3},
+            {"with empty bands", {0, 3, 0, 0, 1, 7, 1, 0, 0, 2, 0}, 1},
+            {"with empty bands", {0, 3, 0, 0, 1, 7, 1, 0, 0, 2, 0}, 3},
             {"all empty", {0, 0, 0}, 2},
             {"fewer than blocks", {4, 2}, 6},
             {"many", many, 4}};
 }
-// A matrix that is `cut` rows and columns smaller than its bands and tiles.
+// A matrix that is `cut` rows and columns smaller than its bands and tiles; its rows stay multiples
+// of 16 bytes, since TMA writes the last 16 bytes of a row whole.
 View matrix_of(const Problem& problem, int tile_cols, int cut) {
     int width = 1;
     for (int w : problem.widths) width = w > width ? w : width;
@@ -128,12 +129,12 @@ void scale_case(const Problem& problem, int cut) {
     run(text("scale %d + %d stages %d producer warps, %s, cut %d, %d blocks", T::INPUT_PIPE_STAGES,
              T::OUTPUT_PIPE_STAGES, T::NUM_PRODUCER_WARPS, problem.name, cut, problem.blocks),
         [&](Case& c) {
-            const View view = matrix_of(problem, 64, cut);
+            const View view = matrix_of(problem, 32, cut);
             const Values x = c.integers(view.extent(), -12, 12), scale = c.integers(view.r, -9, 9);
             const Values initial(view.extent(), poison);
             Values expected = initial;
             for (int i = 0; i < view.r; ++i) {
-                for (int j = 0; j < view.c && j < problem.widths[i / 64] * 64; ++j) {
+                for (int j = 0; j < view.c && j < problem.widths[i / 64] * 32; ++j) {
                     const size_t k = view.index(0, 0, i, j);
                     expected[k] = x[k] * scale[i];
                 }
@@ -147,7 +148,8 @@ void scale_case(const Problem& problem, int cut) {
             using G = global<bf16, typename T::tile>;
             c.launch([&] {
                 lcsf::launch<T>(problem.blocks, nullptr,
-                                globals{make_global<G>(px, view), matrix(ps, 1, view.r),
+                                globals{make_global<G>(px, view),
+                                        matrix(ps, 1, view.r),
                                         make_global<G>(py, view),
                                         {matrix(pw, 1, int(problem.widths.size()))}});
             });
@@ -155,17 +157,18 @@ void scale_case(const Problem& problem, int cut) {
 }
 template <class T>
 void scale_cases() {
-    for (const Problem& problem : problems()) {
-        scale_case<T>(problem, 0);
-        scale_case<T>(problem, 27);
-    }
+    for (const Problem& problem : problems()) scale_case<T>(problem, 0);
+    scale_case<T>(problems().front(), 8);
+    scale_case<T>(problems().back(), 24);
 }
 void scales() {
     scale_cases<Scale<1, 1, 1>>();
-    scale_cases<Scale<2, 1, 4>>();
-    scale_cases<Scale<3, 2, 2>>();
-    scale_cases<Scale<4, 4, 4>>();
-    scale_cases<Scale<1, 3, 4>>();
+    scale_cases<Scale<4, 1, 4>>();
+    if constexpr (intensity >= 2) {
+        scale_cases<Scale<3, 2, 2>>();
+        scale_cases<Scale<4, 4, 4>>();
+        scale_cases<Scale<1, 3, 4>>();
+    }
 }
 const Section scale_section("pipeline/lcsf", scales);
 
@@ -173,7 +176,7 @@ const Section scale_section("pipeline/lcsf", scales);
 
 template <int input_stages, int output_stages, int shared_stages>
 struct Rotate {
-    using tile = st_fl<64, 32>;
+    using tile = st_fl<64, 16>;
     struct layout {
         struct globals {
             global<float, tile> x1, x2, u, v;
@@ -191,8 +194,8 @@ struct Rotate {
             tile sums;
         };
         struct consumer_state {
-            rt_fl<16, 32> sums;
-            rt_fl<16, 32>::col_vec cosine, sine;
+            rt_fl<16, 16> sums;
+            rt_fl<16, 16>::col_vec cosine, sine;
         };
     };
     static constexpr int NUM_CONSUMER_WARPS = 4;
@@ -236,7 +239,7 @@ struct Rotate {
             warp::zero(args.state.sums);
         }
         static __device__ void compute(lcsf::consumer_compute_args<layout> args) {
-            rt_fl<16, 32> x1, x2, a, b;
+            rt_fl<16, 16> x1, x2, a, b;
             auto& state = args.state;
             warpgroup::load(x1, args.input.x1);
             warpgroup::load(x2, args.input.x2);
@@ -270,23 +273,22 @@ struct Rotate {
 template <class T>
 void rotate_case(const Problem& problem, int cut) {
     run(text("rotate %d + %d stages %d KiB, %s, cut %d, %d blocks", T::INPUT_PIPE_STAGES,
-             T::OUTPUT_PIPE_STAGES, T::MAX_SHARED_MEMORY / 1024, problem.name, cut,
-             problem.blocks),
+             T::OUTPUT_PIPE_STAGES, T::MAX_SHARED_MEMORY / 1024, problem.name, cut, problem.blocks),
         [&](Case& c) {
             const int bands = int(problem.widths.size());
-            const View view = matrix_of(problem, 32, cut);
-            const View sums_view = View::contiguous(1, 1, bands * 64, 32);
+            const View view = matrix_of(problem, 16, cut);
+            const View sums_view = View::contiguous(1, 1, bands * 64, 16);
             const Values x1 = c.integers(view.extent(), -50, 50);
             const Values x2 = c.integers(view.extent(), -50, 50);
             const Values cosine = c.integers(64, -9, 9), sine = c.integers(64, -9, 9);
             const Values initial(view.extent(), poison);
             Values u = initial, v = initial, sums(sums_view.extent(), 0.0);
             for (int i = 0; i < view.r; ++i) {
-                for (int j = 0; j < view.c && j < problem.widths[i / 64] * 32; ++j) {
+                for (int j = 0; j < view.c && j < problem.widths[i / 64] * 16; ++j) {
                     const size_t k = view.index(0, 0, i, j);
                     u[k] = cosine[i % 64] * x1[k] - sine[i % 64] * x2[k];
                     v[k] = sine[i % 64] * x1[k] + cosine[i % 64] * x2[k];
-                    sums[size_t(i) * 32 + j % 32] += u[k];
+                    sums[size_t(i) * 16 + j % 16] += u[k];
                 }
             }
             using G = global<float, typename T::tile>;
@@ -301,29 +303,33 @@ void rotate_case(const Problem& problem, int cut) {
             float* pv = c.output<float>("v", initial);
             c.expect(v, bit_exact, static_cast<int>(view.row_stride));
             float* to = c.output<float>("sums", sums_view.extent());
-            c.expect(sums, bit_exact, 32);
+            c.expect(sums, bit_exact, 16);
             c.launch([&] {
-                lcsf::launch<T>(
-                    problem.blocks, nullptr,
-                    globals{make_global<G>(p1, view), make_global<G>(p2, view),
-                            make_global<G>(pu, view), make_global<G>(pv, view),
-                            matrix(pc, 1, 64), matrix(ps, 1, 64), make_global<G>(to, sums_view),
-                            {matrix(pw, 1, bands)}});
+                lcsf::launch<T>(problem.blocks, nullptr,
+                                globals{make_global<G>(p1, view),
+                                        make_global<G>(p2, view),
+                                        make_global<G>(pu, view),
+                                        make_global<G>(pv, view),
+                                        matrix(pc, 1, 64),
+                                        matrix(ps, 1, 64),
+                                        make_global<G>(to, sums_view),
+                                        {matrix(pw, 1, bands)}});
             });
         });
 }
 template <class T>
 void rotate_cases() {
     for (const Problem& problem : problems()) rotate_case<T>(problem, 0);
-    rotate_case<T>(problems().back(), 11);
+    rotate_case<T>(problems().back(), 12);
 }
 void rotations() {
-    rotate_cases<Rotate<1, 1, 0>>();
     rotate_cases<Rotate<1, 1, 1>>();
-    rotate_cases<Rotate<2, 1, 1>>();
     rotate_cases<Rotate<4, 1, 1>>();
-    rotate_cases<Rotate<2, 3, 1>>();
-    rotate_cases<Rotate<3, 2, 0>>();
+    if constexpr (intensity >= 2) {
+        rotate_cases<Rotate<2, 1, 1>>();
+        rotate_cases<Rotate<2, 3, 1>>();
+        rotate_cases<Rotate<3, 2, 0>>();
+    }
 }
 const Section rotate_section("pipeline/lcsf", rotations);
 

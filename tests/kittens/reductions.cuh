@@ -1,5 +1,5 @@
-// Reductions of tiles to vectors and of vectors to numbers, at any scope, with and without a source to
-// accumulate onto.
+// Reductions of tiles to vectors and of vectors to numbers, at any scope, with and without a source
+// to accumulate onto.
 #pragma once
 
 #include <cmath>
@@ -11,7 +11,10 @@ namespace unit {
 enum class Reduce { max, min, sum, prod };
 inline const char* reduce_names[] = {"max", "min", "sum", "prod"};
 inline double reduce_start(Reduce how) {
-    return how == Reduce::max ? -HUGE_VAL : how == Reduce::min ? HUGE_VAL : how == Reduce::prod ? 1 : 0;
+    return how == Reduce::max    ? -HUGE_VAL
+           : how == Reduce::min  ? HUGE_VAL
+           : how == Reduce::prod ? 1
+                                 : 0;
 }
 inline double reduce_step(Reduce how, double x, double y) {
     return how == Reduce::max   ? std::fmax(x, y)
@@ -19,12 +22,15 @@ inline double reduce_step(Reduce how, double x, double y) {
            : how == Reduce::sum ? x + y
                                 : x * y;
 }
-// Rounding in float of `count` steps over values of at most 8 in magnitude, or (products) in 0.5 .. 1.5.
+// Rounding in float of `count` steps over values of at most 8 in magnitude, or (products) in 0.5 ..
+// 1.5.
 inline Tolerance reduce_tolerance(Reduce how, Type type, int count) {
     if (how == Reduce::max || how == Reduce::min) return bit_exact;
     Tolerance t = within(type);
-    if (how == Reduce::sum) t.absolute += count * count * 8 * 0x1p-24;
-    else t.relative += count * 0x1p-23;
+    if (how == Reduce::sum)
+        t.absolute += count * count * 8 * 0x1p-24;
+    else
+        t.relative += count * 0x1p-23;
     return t;
 }
 
@@ -56,8 +62,10 @@ __global__ void tile_reduction_kernel(const __grid_constant__ global<typename O:
             if (how == Reduce::prod) G::col_prod(d, a, from...);
         }
     };
-    if (accumulate) reduce(source);
-    else reduce();
+    if (accumulate)
+        reduce(source);
+    else
+        reduce();
     arch::sync_block();
     write_band(d_data, d);
 }
@@ -76,7 +84,8 @@ void tile_reduction_cases() {
                  object_name<O>().c_str(), name_of<TV>()),
             [&](Case& c) {
                 const bool product = how == Reduce::prod;
-                const Values a = c.uniform(type_of<T>, rows * cols, product ? 0.5 : -8, product ? 1.5 : 8);
+                const Values a =
+                    c.uniform(type_of<T>, rows * cols, product ? 0.5 : -8, product ? 1.5 : 8);
                 const Values source =
                     c.uniform(type_of<TV>, results, product ? 0.5 : -8, product ? 1.5 : 8);
                 T* a_data = c.input<T>("a", a);
@@ -94,8 +103,8 @@ void tile_reduction_cases() {
                 c.launch([&] {
                     kittens::launch(tile_reduction_kernel<WARPS, over_rows, O, V>, 1, 32 * WARPS, 1,
                                     shared_bytes_of<O, V, V>(), nullptr, matrix(a_data, rows, cols),
-                                    matrix(source_data, 1, results), matrix(d_data, 1, results), how,
-                                    accumulate);
+                                    matrix(source_data, 1, results), matrix(d_data, 1, results),
+                                    how, accumulate);
                 });
             });
     }
@@ -121,8 +130,10 @@ __global__ void vector_reduction_kernel(const __grid_constant__ global<typename 
         if (how == Reduce::sum) G::sum(d, v, from...);
         if (how == Reduce::prod) G::prod(d, v, from...);
     };
-    if (accumulate) reduce(source);
-    else reduce();
+    if (accumulate)
+        reduce(source);
+    else
+        reduce();
     arch::store_global(d_data.at(elements(0, int(threadIdx.x))), d);
 }
 
@@ -138,7 +149,8 @@ void vector_reduction_cases() {
                 const bool product = how == Reduce::prod;
                 const Values v =
                     c.uniform(type_of<TV>, V::length, product ? 0.5 : -8, product ? 1.5 : 8);
-                const Values source = c.uniform(type_of<T>, 1, product ? 0.5 : -8, product ? 1.5 : 8);
+                const Values source =
+                    c.uniform(type_of<T>, 1, product ? 0.5 : -8, product ? 1.5 : 8);
                 TV* v_data = c.input<TV>("v", v);
                 T* source_data = c.input<T>("source", source);
                 T* d_data = c.output<T>("d", size_t(32 * WARPS));

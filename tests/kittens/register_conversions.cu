@@ -40,7 +40,8 @@ __global__ void in_place_kernel(const __grid_constant__ global<typename RT::T> s
         write(d_data, tile);
     } else {
         auto& band = subtile_inplace<16>(tile, 1);
-        for_each_element(band, [](int, int, typename RT::T& x) { x = convert<typename RT::T>(1.0f); });
+        for_each_element(band,
+                         [](int, int, typename RT::T& x) { x = convert<typename RT::T>(1.0f); });
         write(d_data, tile);
     }
 }

@@ -24,7 +24,8 @@ void layouts() {
         for_values<16, 32, 48, 64>([](auto rows) {
             for_values<16, 32, 64, 96>([](auto cols) {
                 for_types<float, bf16, half>([]<class T>(std::type_identity<T>) {
-                    map_cases<2, Family::unary, rt<T, decltype(rows)::value, decltype(cols)::value, L>>();
+                    map_cases<2, Family::unary,
+                              rt<T, decltype(rows)::value, decltype(cols)::value, L>>();
                 });
             });
         });

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdarg>
 #include <cstdio>
@@ -23,6 +24,21 @@ void check(cudaError_t error, const char* what) {
     if (error != cudaSuccess) {
         throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
     }
+}
+
+// A kernel that waits for ever must not take the other cases with it.
+struct Hang : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+void wait_for_device() {
+    const auto start = std::chrono::steady_clock::now();
+    cudaError_t state;
+    while ((state = cudaStreamQuery(nullptr)) == cudaErrorNotReady) {
+        if (std::chrono::steady_clock::now() - start > std::chrono::seconds(10)) {
+            throw Hang("the kernel did not end within 10 seconds");
+        }
+    }
+    check(state, "kernel");
 }
 
 uint8_t* arena() {
@@ -103,7 +119,8 @@ double decode(Type type, uint32_t bits) {
     const Format& f = format(type);
     const int bias = (1 << (f.exponent_bits - 1)) - 1;
     const double sign = (bits >> (8 * f.bytes - 1)) & 1 ? -1 : 1;
-    const auto exponent = static_cast<int>((bits >> f.mantissa_bits) & ((1u << f.exponent_bits) - 1));
+    const auto exponent =
+        static_cast<int>((bits >> f.mantissa_bits) & ((1u << f.exponent_bits) - 1));
     const uint32_t mantissa = bits & ((1u << f.mantissa_bits) - 1);
     if (type == Type::e4m3) {
         if ((bits & 0x7F) == 0x7F) return poison;
@@ -111,29 +128,23 @@ double decode(Type type, uint32_t bits) {
         return mantissa ? poison : sign * std::numeric_limits<double>::infinity();
     }
     if (exponent == 0) return sign * std::scalbn(mantissa, 1 - bias - f.mantissa_bits);
-    return sign * std::scalbn(mantissa + double(1u << f.mantissa_bits),
-                              exponent - bias - f.mantissa_bits);
+    return sign *
+           std::scalbn(mantissa + double(1u << f.mantissa_bits), exponent - bias - f.mantissa_bits);
 }
 
-double rounded(Type type, double value) {
-    return decode(type, encode(type, value));
-}
+double rounded(Type type, double value) { return decode(type, encode(type, value)); }
 Values rounded(Type type, Values values) {
     for (double& v : values) v = rounded(type, v);
     return values;
 }
-double unit_roundoff(Type type) {
-    return std::scalbn(1.0, -format(type).mantissa_bits - 1);
-}
+double unit_roundoff(Type type) { return std::scalbn(1.0, -format(type).mantissa_bits - 1); }
 Tolerance within(Type type, double roundings, double absolute) {
     const Format& f = format(type);
     const double smallest = std::scalbn(1.0, 2 - (1 << (f.exponent_bits - 1)) - f.mantissa_bits);
     return {false, roundings * unit_roundoff(type) * 1.0001, absolute + roundings * smallest};
 }
 
-View View::contiguous(int b, int d, int r, int c) {
-    return padded(b, d, r, c, 0, 0);
-}
+View View::contiguous(int b, int d, int r, int c) { return padded(b, d, r, c, 0, 0); }
 View View::padded(int b, int d, int r, int c, int row_pad, int pad) {
     View v{b, d, r, c};
     v.row_stride = c + row_pad;
@@ -141,9 +152,7 @@ View View::padded(int b, int d, int r, int c, int row_pad, int pad) {
     v.batch_stride = d * v.depth_stride + pad * v.row_stride;
     return v;
 }
-size_t View::extent() const {
-    return index(b - 1, d - 1, r - 1, c - 1) + 1;
-}
+size_t View::extent() const { return index(b - 1, d - 1, r - 1, c - 1) + 1; }
 size_t View::index(int ib, int id, int ir, int ic) const {
     return static_cast<size_t>(ib * batch_stride + id * depth_stride + ir * row_stride + ic);
 }
@@ -193,7 +202,8 @@ void* Case::add(const char* name, Type type, const Values& values, bool is_outpu
     buffer.is_output = is_output;
     const size_t padded = (values.size() * bytes + guard_bytes - 1) / guard_bytes * guard_bytes;
     before_.resize(buffer.offset + padded + guard_bytes, 0xFF);
-    if (before_.size() > arena_bytes) throw std::runtime_error("the case's buffers exceed the arena");
+    if (before_.size() > arena_bytes)
+        throw std::runtime_error("the case's buffers exceed the arena");
     for (size_t i = 0; i < values.size(); ++i) {
         const uint32_t bits = encode(type, values[i]);
         std::memcpy(&before_[buffer.offset + i * bytes], &bits, bytes);
@@ -213,7 +223,8 @@ void* Case::output(const char* name, Type type, const Values& initial) {
 
 void Case::expect(const Values& expected, Tolerance tolerance, int columns) {
     for (size_t i = buffers_.size(); i-- > 0;) {
-        if (buffers_[i].is_output) return expect(buffers_[i].name.c_str(), expected, tolerance, columns);
+        if (buffers_[i].is_output)
+            return expect(buffers_[i].name.c_str(), expected, tolerance, columns);
     }
     throw std::logic_error("expect: the case has no output");
 }
@@ -237,7 +248,7 @@ void Case::launch(const std::function<void()>& launch) {
     check(cudaMemcpy(arena(), before_.data(), before_.size(), cudaMemcpyHostToDevice), "upload");
     launch();
     check(cudaGetLastError(), "launch");
-    check(cudaDeviceSynchronize(), "kernel");
+    wait_for_device();
     after_.resize(before_.size());
     check(cudaMemcpy(after_.data(), arena(), after_.size(), cudaMemcpyDeviceToHost), "download");
     launched_ = true;
@@ -256,12 +267,15 @@ std::string Case::compare(const Buffer& buffer) const {
     for (size_t i = 0; i < buffer.count; ++i) {
         const double actual = element(buffer, i), expected = buffer.expected[i];
         bool ok;
-        if (std::isnan(expected)) ok = std::isnan(actual);
-        else if (buffer.tolerance.exact) ok = actual == rounded(buffer.type, expected) &&
-                                              std::signbit(actual) == std::signbit(expected);
-        else ok = actual == expected ||
-                  std::fabs(actual - expected) <=
-                      buffer.tolerance.absolute + buffer.tolerance.relative * std::fabs(expected);
+        if (std::isnan(expected))
+            ok = std::isnan(actual);
+        else if (buffer.tolerance.exact)
+            ok = actual == rounded(buffer.type, expected) &&
+                 std::signbit(actual) == std::signbit(expected);
+        else
+            ok = actual == expected ||
+                 std::fabs(actual - expected) <=
+                     buffer.tolerance.absolute + buffer.tolerance.relative * std::fabs(expected);
         if (!ok && wrong++ == 0) first = i;
     }
     if (wrong == 0) return {};
@@ -291,7 +305,8 @@ std::string Case::verify() {
         if (may_change[i] || before_[i] == after_[i]) continue;
         std::string nearest = "the first guard";
         for (const Buffer& buffer : buffers_) {
-            if (buffer.offset <= i) nearest = text("%s + %zu bytes", buffer.name.c_str(), i - buffer.offset);
+            if (buffer.offset <= i)
+                nearest = text("%s + %zu bytes", buffer.name.c_str(), i - buffer.offset);
         }
         return "memory outside the outputs was written: " + nearest;
     }
@@ -310,7 +325,8 @@ void Case::dump(const std::string& folder, const std::string& reason) const {
         out << "\n" << what << " " << buffer.name << " (" << format(buffer.type).name << ")\n";
         const size_t columns = buffer.columns ? buffer.columns : 16;
         for (size_t i = 0; i < buffer.count; ++i) {
-            out << text("%.9g", value(i)) << ((i + 1) % columns && i + 1 < buffer.count ? ' ' : '\n');
+            out << text("%.9g", value(i))
+                << ((i + 1) % columns && i + 1 < buffer.count ? ' ' : '\n');
         }
     };
     for (const Buffer& buffer : buffers_) {
@@ -339,9 +355,13 @@ class Runner {
     static void run(const std::string& full_name, const std::function<void(Case&)>& body) {
         Case test(full_name);
         std::string reason;
+        bool hangs = false;
         try {
             body(test);
             reason = test.verify();
+        } catch (const Hang& error) {
+            reason = error.what();
+            hangs = true;
         } catch (const std::exception& error) {
             reason = error.what();
         }
@@ -355,11 +375,12 @@ class Runner {
             std::printf("FAILED %s: %s\n", full_name.c_str(), reason.c_str());
         }
         if (!options.dump.empty()) test.dump(options.dump, reason);
-        if (cudaPeekAtLastError() != cudaSuccess || cudaDeviceSynchronize() != cudaSuccess) {
+        if (hangs || cudaPeekAtLastError() != cudaSuccess ||
+            cudaDeviceSynchronize() != cudaSuccess) {
             // An error that the context keeps: no later case could run.
             std::printf("ABORTED %s\n", full_name.c_str());
             print_totals();
-            std::exit(3);
+            std::_Exit(3);
         }
     }
 };
@@ -380,9 +401,7 @@ void run(const std::string& name, const std::function<void(Case&)>& body) {
     Runner::run(full_name, body);
 }
 
-Section::Section(const char* name, void (*body)()) {
-    sections().push_back({name, body});
-}
+Section::Section(const char* name, void (*body)()) { sections().push_back({name, body}); }
 
 std::string text(const char* pattern, ...) {
     char buffer[1024];
@@ -409,17 +428,24 @@ static int usage() {
 
 int main(int argc, char** argv) {
     using namespace unit;
+    std::setvbuf(stdout, nullptr, _IOLBF, 1 << 16);
     std::stable_sort(sections().begin(), sections().end(),
                      [](const auto& a, const auto& b) { return a.name < b.name; });
     for (int i = 1; i < argc; ++i) {
         const std::string argument = argv[i];
         const bool has_value = i + 1 < argc;
-        if (argument == "--list") options.list = true;
-        else if (argument == "--verbose") options.verbose = true;
-        else if (argument == "--filter" && has_value) options.filters.push_back(argv[++i]);
-        else if (argument == "--after" && has_value) options.after = argv[++i];
-        else if (argument == "--dump" && has_value) options.dump = argv[++i];
-        else if (argument == "--max-reports" && has_value) options.max_reports = std::atoi(argv[++i]);
+        if (argument == "--list")
+            options.list = true;
+        else if (argument == "--verbose")
+            options.verbose = true;
+        else if (argument == "--filter" && has_value)
+            options.filters.push_back(argv[++i]);
+        else if (argument == "--after" && has_value)
+            options.after = argv[++i];
+        else if (argument == "--dump" && has_value)
+            options.dump = argv[++i];
+        else if (argument == "--max-reports" && has_value)
+            options.max_reports = std::atoi(argv[++i]);
         else if (argument == "--sections") {
             for (size_t s = 0; s < sections().size(); ++s) {
                 if (s == 0 || sections()[s].name != sections()[s - 1].name) {

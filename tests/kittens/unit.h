@@ -1,10 +1,11 @@
-// A small framework for unit tests of the tile library. A section is a function that runs cases; a case
-// declares inputs and outputs, launches a kernel and states what every output must hold. Host values are
-// doubles; the framework encodes them in the case's number formats with code of its own, poisons everything
-// that a case does not declare with NaN, and checks after the launch that inputs, padding and the regions
-// around the outputs are untouched.
+// A small framework for unit tests of the tile library. A section is a function that runs cases; a
+// case declares inputs and outputs, launches a kernel and states what every output must hold. Host
+// values are doubles; the framework encodes them in the case's number formats with code of its own,
+// poisons everything that a case does not declare with NaN, and checks after the launch that
+// inputs, padding and the regions around the outputs are untouched.
 //
-// Nothing here depends on what a kernel is made of: device memory is reached through `unit.cu` alone.
+// Nothing here depends on what a kernel is made of: device memory is reached through `unit.cu`
+// alone.
 #pragma once
 
 #include <cstddef>
@@ -49,7 +50,8 @@ struct Tolerance {
     double relative = 0, absolute = 0;
 };
 inline constexpr Tolerance bit_exact{};
-// The expected value goes through `roundings` roundings to the type; `absolute` bounds what came before.
+// The expected value goes through `roundings` roundings to the type; `absolute` bounds what came
+// before.
 Tolerance within(Type type, double roundings = 1, double absolute = 0);
 
 // A strided tensor of four dimensions in a buffer.
@@ -69,9 +71,7 @@ class Case {
   public:
     explicit Case(std::string name);
 
-    const std::string& name() const {
-        return name_;
-    }
+    const std::string& name() const { return name_; }
     // Pseudo-random values, the same in every run of this case, representable in `type`.
     Values uniform(Type type, size_t count, double low = -1, double high = 1);
     Values integers(size_t count, int low, int high);
@@ -110,7 +110,7 @@ class Case {
     };
     void* add(const char* name, Type type, const Values& values, bool is_output);
     double next();
-    std::string verify();          // empty when all is well, else the first difference
+    std::string verify();  // empty when all is well, else the first difference
     std::string compare(const Buffer& buffer) const;
     void dump(const std::string& folder, const std::string& reason) const;
     double element(const Buffer& buffer, size_t i) const;

@@ -10,15 +10,11 @@ __device__ __forceinline__ void fence_async_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 // The same for all state spaces (global memory written here and read by TMA later).
-__device__ __forceinline__ void fence_async() {
-    asm volatile("fence.proxy.async;" ::: "memory");
-}
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 __device__ __forceinline__ void fence_cluster() {
     asm volatile("fence.acq_rel.cluster;" ::: "memory");
 }
-__device__ __forceinline__ void fence_gpu() {
-    __threadfence();
-}
+__device__ __forceinline__ void fence_gpu() { __threadfence(); }
 
 }  // namespace arch
 }  // namespace kittens::inline on_gpu

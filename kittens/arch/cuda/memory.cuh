@@ -93,8 +93,8 @@ __device__ __forceinline__ void store_shared(uint32_t address, const T& value) {
     } else {
         static_assert(sizeof(T) == 16, "shared memory is accessed in 1, 2, 4, 8 or 16 bytes");
         const uint4 v = bit_cast<uint4>(value);
-        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x),
-                     "r"(v.y), "r"(v.z), "r"(v.w)
+        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y),
+                     "r"(v.z), "r"(v.w)
                      : "memory");
     }
 }
@@ -148,6 +148,12 @@ __device__ __forceinline__ T load_global(const T* pointer) {
 template <class T>
 __device__ __forceinline__ void store_global(T* pointer, const T& value) {
     *reinterpret_cast<word_of<T>*>(pointer) = bit_cast<word_of<T>>(value);
+}
+// Adds four floats in memory, each atomically, without returning them; 16-byte aligned.
+__device__ __forceinline__ void reduce_add_global(float* pointer, const float4& value) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(pointer),
+                 "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
+                 : "memory");
 }
 // Read-only data that this kernel never writes (ld.global.nc).
 template <class T>

@@ -14,19 +14,18 @@ namespace arch {
 template <class A, class B>
 struct mma_sync;
 
-#define KITTENS_MMA_SYNC_F32(A_TYPE, B_TYPE, K, A_NAME, B_NAME)                               \
-    template <>                                                                               \
-    struct mma_sync<A_TYPE, B_TYPE> {                                                         \
-        static __device__ __forceinline__ void fma(float (&d)[4], const uint32_t (&a)[4],     \
-                                                   const uint32_t (&b)[2],                    \
-                                                   const float (&c)[4]) {                     \
-            asm volatile("mma.sync.aligned.m16n8k" #K ".row.col.f32." A_NAME "." B_NAME       \
-                         ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "                \
-                         "{%10, %11, %12, %13};"                                              \
-                         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])                     \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]),  \
-                           "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));                       \
-        }                                                                                     \
+#define KITTENS_MMA_SYNC_F32(A_TYPE, B_TYPE, K, A_NAME, B_NAME)                                   \
+    template <>                                                                                   \
+    struct mma_sync<A_TYPE, B_TYPE> {                                                             \
+        static __device__ __forceinline__ void fma(float (&d)[4], const uint32_t (&a)[4],         \
+                                                   const uint32_t (&b)[2], const float (&c)[4]) { \
+            asm volatile("mma.sync.aligned.m16n8k" #K ".row.col.f32." A_NAME "." B_NAME           \
+                         ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "                    \
+                         "{%10, %11, %12, %13};"                                                  \
+                         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])                         \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]),      \
+                           "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));                           \
+        }                                                                                         \
     }
 
 KITTENS_MMA_SYNC_F32(__nv_bfloat16, __nv_bfloat16, 16, "bf16", "bf16");

@@ -30,8 +30,7 @@ __device__ __forceinline__ T shuffle_words(const T& value, Exchange exchange) {
 }
 template <class T>
 __device__ __forceinline__ T shuffle(const T& value, int source_lane) {
-    return shuffle_words(value,
-                         [=](uint32_t w) { return __shfl_sync(FULL_WARP, w, source_lane); });
+    return shuffle_words(value, [=](uint32_t w) { return __shfl_sync(FULL_WARP, w, source_lane); });
 }
 template <class T>
 __device__ __forceinline__ T shuffle_xor(const T& value, int mask) {

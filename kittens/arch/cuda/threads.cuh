@@ -22,12 +22,8 @@ __device__ __forceinline__ int* shared_memory() {
     return reinterpret_cast<int*>(&kittens_dynamic_shared_memory[0]);
 }
 
-__device__ __forceinline__ int laneid() {
-    return static_cast<int>(threadIdx.x % WARP_THREADS);
-}
-__device__ __forceinline__ int warpid() {
-    return static_cast<int>(threadIdx.x / WARP_THREADS);
-}
+__device__ __forceinline__ int laneid() { return static_cast<int>(threadIdx.x % WARP_THREADS); }
+__device__ __forceinline__ int warpid() { return static_cast<int>(threadIdx.x / WARP_THREADS); }
 
 namespace arch {
 
@@ -59,15 +55,9 @@ __device__ __forceinline__ uint32_t dynamic_shared_bytes() {
     return bytes;
 }
 
-__device__ __forceinline__ void sync_warp() {
-    __syncwarp();
-}
-__device__ __forceinline__ void sync_block() {
-    __syncthreads();
-}
-__device__ __forceinline__ void sleep(unsigned nanoseconds) {
-    __nanosleep(nanoseconds);
-}
+__device__ __forceinline__ void sync_warp() { __syncwarp(); }
+__device__ __forceinline__ void sync_block() { __syncthreads(); }
+__device__ __forceinline__ void sleep(unsigned nanoseconds) { __nanosleep(nanoseconds); }
 [[noreturn]] __device__ __forceinline__ void trap() {
     __trap();
     __builtin_unreachable();

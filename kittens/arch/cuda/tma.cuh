@@ -88,18 +88,17 @@ __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t sourc
         asm volatile(
             "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group.L2::cache_hint "
             "[%0, {%2, %3, %4, %5}], [%1], %6;" ::"l"(map),
-            "r"(source), "r"(at.c), "r"(at.r), "r"(at.d), "r"(at.b),
-            "l"(cache_policy_bits(POLICY))
+            "r"(source), "r"(at.c), "r"(at.r), "r"(at.d), "r"(at.b), "l"(cache_policy_bits(POLICY))
             : "memory");
     }
 }
 
 enum class Reduction { add, min, max };
 
-#define KITTENS_TMA_REDUCE(NAME)                                                             \
-    asm volatile("cp.reduce.async.bulk.tensor.4d.global.shared::cta." NAME                   \
-                 ".tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),                \
-                 "r"(source), "r"(at.c), "r"(at.r), "r"(at.d), "r"(at.b)                     \
+#define KITTENS_TMA_REDUCE(NAME)                                              \
+    asm volatile("cp.reduce.async.bulk.tensor.4d.global.shared::cta." NAME    \
+                 ".tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map), \
+                 "r"(source), "r"(at.c), "r"(at.r), "r"(at.d), "r"(at.b)      \
                  : "memory")
 template <Reduction REDUCTION>
 __device__ __forceinline__ void tma_store_reduce(const CUtensorMap* map, uint32_t source,
@@ -140,11 +139,10 @@ __device__ __forceinline__ void bulk_store(void* destination, uint32_t source, u
 }
 __device__ __forceinline__ void bulk_store_add(float* destination, uint32_t source,
                                                uint32_t bytes) {
-    asm volatile(
-        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-            destination),
-        "r"(source), "r"(bytes)
-        : "memory");
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                     destination),
+                 "r"(source), "r"(bytes)
+                 : "memory");
 }
 // To the shared memory of another block of the cluster; destination and barrier are mapped
 // addresses.

@@ -21,8 +21,10 @@ namespace arch {
 // K.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared_address, int leading_bytes,
                                                      int stride_bytes, int swizzle_bytes) {
-    const uint64_t mode = swizzle_bytes == 128 ? 1 : swizzle_bytes == 64 ? 2
-                          : swizzle_bytes == 32 ? 3 : 0;
+    const uint64_t mode = swizzle_bytes == 128  ? 1
+                          : swizzle_bytes == 64 ? 2
+                          : swizzle_bytes == 32 ? 3
+                                                : 0;
     return static_cast<uint64_t>((shared_address & 0x3FFFF) >> 4) |
            (static_cast<uint64_t>(leading_bytes >> 4) << 16) |
            (static_cast<uint64_t>(stride_bytes >> 4) << 32) | (mode << 62);
@@ -85,8 +87,9 @@ struct wgmma;
 #define KITTENS_DS14 KITTENS_DS13 ", " KITTENS_D13
 #define KITTENS_DS15 KITTENS_DS14 ", " KITTENS_D14
 #define KITTENS_DS16 KITTENS_DS15 ", " KITTENS_D15
-#define KITTENS_BIND_f(i) "+f"(d[i + 0]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
-    "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define KITTENS_BIND_f(i)                                                           \
+    "+f"(d[i + 0]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), \
+        "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define KITTENS_Bf1 KITTENS_BIND_f(0)
 #define KITTENS_Bf2 KITTENS_Bf1, KITTENS_BIND_f(8)
 #define KITTENS_Bf3 KITTENS_Bf2, KITTENS_BIND_f(16)
@@ -103,8 +106,9 @@ struct wgmma;
 #define KITTENS_Bf14 KITTENS_Bf13, KITTENS_BIND_f(104)
 #define KITTENS_Bf15 KITTENS_Bf14, KITTENS_BIND_f(112)
 #define KITTENS_Bf16 KITTENS_Bf15, KITTENS_BIND_f(120)
-#define KITTENS_BIND_r(i) "+r"(d[i + 0]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]), \
-    "+r"(d[i + 4]), "+r"(d[i + 5]), "+r"(d[i + 6]), "+r"(d[i + 7])
+#define KITTENS_BIND_r(i)                                                           \
+    "+r"(d[i + 0]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]), "+r"(d[i + 4]), \
+        "+r"(d[i + 5]), "+r"(d[i + 6]), "+r"(d[i + 7])
 #define KITTENS_Br1 KITTENS_BIND_r(0)
 #define KITTENS_Br2 KITTENS_Br1, KITTENS_BIND_r(8)
 #define KITTENS_Br3 KITTENS_Br2, KITTENS_BIND_r(16)
@@ -122,80 +126,83 @@ struct wgmma;
 #define KITTENS_Br15 KITTENS_Br14, KITTENS_BIND_r(112)
 #define KITTENS_Br16 KITTENS_Br15, KITTENS_BIND_r(120)
 
-
 // I0 to I6 are the numbers of the operands that follow the accumulators.
 #define KITTENS_WGMMA_16BIT(N, TYPE, D_TYPE, NAMES, DS, BIND, REGISTER, REGISTERS, I0, I1, I2, I3, \
-                            I4, I5, I6) \
+                            I4, I5, I6)                                                            \
     template <>                                                                                    \
     struct wgmma<N, D_TYPE, TYPE, TYPE> {                                                          \
         template <int TRANSPOSE_A, int TRANSPOSE_B>                                                \
         static __device__ __forceinline__ void from_shared(REGISTER (&d)[REGISTERS], uint64_t a,   \
                                                            uint64_t b, int accumulate) {           \
-            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2 ", 0;\n"                         \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2                                  \
+                         ", 0;\n"                                                                  \
                          "wgmma.mma_async.sync.aligned.m64n" #N "k16." NAMES " {" DS "}, %" #I0    \
                          ", %" #I1 ", p, 1, 1, %" #I3 ", %" #I4 ";\n}\n"                           \
-                         : KITTENS_B##BIND                                                                    \
+                         : KITTENS_B##BIND                                                         \
                          : "l"(a), "l"(b), "r"(accumulate), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));   \
         }                                                                                          \
         template <int TRANSPOSE_B>                                                                 \
         static __device__ __forceinline__ void from_registers(REGISTER (&d)[REGISTERS],            \
                                                               const uint32_t (&a)[4], uint64_t b,  \
                                                               int accumulate) {                    \
-            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I5 ", 0;\n"                         \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I5                                  \
+                         ", 0;\n"                                                                  \
                          "wgmma.mma_async.sync.aligned.m64n" #N "k16." NAMES " {" DS "}, {%" #I0   \
                          ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4 ", p, 1, 1, %" #I6 ";\n}\n"      \
-                         : KITTENS_B##BIND                                                                    \
+                         : KITTENS_B##BIND                                                         \
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate),    \
                            "n"(TRANSPOSE_B));                                                      \
         }                                                                                          \
     }
 // 8-bit operands are K-major: the instruction has no transpose.
-#define KITTENS_WGMMA_8BIT(N, A_TYPE, B_TYPE, D_TYPE, NAMES, DS, BIND, REGISTER, REGISTERS, I0, \
-                           I1, I2, I3, I4, I5) \
-    template <>                                                                                    \
-    struct wgmma<N, D_TYPE, A_TYPE, B_TYPE> {                                                      \
-        template <int TRANSPOSE_A, int TRANSPOSE_B>                                                \
-        static __device__ __forceinline__ void from_shared(REGISTER (&d)[REGISTERS], uint64_t a,   \
-                                                           uint64_t b, int accumulate) {           \
-            static_assert(!TRANSPOSE_A && !TRANSPOSE_B, "8-bit wgmma operands must be K-major");   \
-            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2 ", 0;\n"                         \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k32." NAMES " {" DS "}, %" #I0    \
-                         ", %" #I1 ", p, 1, 1;\n}\n"                                               \
-                         : KITTENS_B##BIND                                                                    \
-                         : "l"(a), "l"(b), "r"(accumulate));                                       \
-        }                                                                                          \
-        template <int TRANSPOSE_B>                                                                 \
-        static __device__ __forceinline__ void from_registers(REGISTER (&d)[REGISTERS],            \
-                                                              const uint32_t (&a)[4], uint64_t b,  \
-                                                              int accumulate) {                    \
-            static_assert(!TRANSPOSE_B, "8-bit wgmma operands must be K-major");                   \
-            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I5 ", 0;\n"                         \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k32." NAMES " {" DS "}, {%" #I0   \
-                         ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4 ", p, 1, 1;\n}\n"                \
-                         : KITTENS_B##BIND                                                                    \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));   \
-        }                                                                                          \
+#define KITTENS_WGMMA_8BIT(N, A_TYPE, B_TYPE, D_TYPE, NAMES, DS, BIND, REGISTER, REGISTERS, I0,   \
+                           I1, I2, I3, I4, I5)                                                    \
+    template <>                                                                                   \
+    struct wgmma<N, D_TYPE, A_TYPE, B_TYPE> {                                                     \
+        template <int TRANSPOSE_A, int TRANSPOSE_B>                                               \
+        static __device__ __forceinline__ void from_shared(REGISTER (&d)[REGISTERS], uint64_t a,  \
+                                                           uint64_t b, int accumulate) {          \
+            static_assert(!TRANSPOSE_A && !TRANSPOSE_B, "8-bit wgmma operands must be K-major");  \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2                                 \
+                         ", 0;\n"                                                                 \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k32." NAMES " {" DS "}, %" #I0   \
+                         ", %" #I1 ", p, 1, 1;\n}\n"                                              \
+                         : KITTENS_B##BIND                                                        \
+                         : "l"(a), "l"(b), "r"(accumulate));                                      \
+        }                                                                                         \
+        template <int TRANSPOSE_B>                                                                \
+        static __device__ __forceinline__ void from_registers(REGISTER (&d)[REGISTERS],           \
+                                                              const uint32_t (&a)[4], uint64_t b, \
+                                                              int accumulate) {                   \
+            static_assert(!TRANSPOSE_B, "8-bit wgmma operands must be K-major");                  \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I5                                 \
+                         ", 0;\n"                                                                 \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k32." NAMES " {" DS "}, {%" #I0  \
+                         ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4 ", p, 1, 1;\n}\n"               \
+                         : KITTENS_B##BIND                                                        \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));  \
+        }                                                                                         \
     }
 
 // F: 8 floats per piece and 2 pieces per 16 columns of N. H: 4 registers of packed halves per 8
 // columns.
-#define KITTENS_WGMMA_F32(N, P, REGISTERS, I0, I1, I2, I3, I4, I5, I6)                             \
-    KITTENS_WGMMA_16BIT(N, __nv_bfloat16, float, "f32.bf16.bf16", KITTENS_DS##P, f##P, float, \
-                        REGISTERS, I0, I1, I2, I3, I4, I5, I6);                                    \
-    KITTENS_WGMMA_16BIT(N, __half, float, "f32.f16.f16", KITTENS_DS##P, f##P, float,      \
-                        REGISTERS, I0, I1, I2, I3, I4, I5, I6);                                    \
-    KITTENS_WGMMA_8BIT(N, __nv_fp8_e4m3, __nv_fp8_e4m3, float, "f32.e4m3.e4m3", KITTENS_DS##P,     \
-                       f##P, float, REGISTERS, I0, I1, I2, I3, I4, I5);                   \
-    KITTENS_WGMMA_8BIT(N, __nv_fp8_e4m3, __nv_fp8_e5m2, float, "f32.e4m3.e5m2", KITTENS_DS##P,     \
-                       f##P, float, REGISTERS, I0, I1, I2, I3, I4, I5);                   \
-    KITTENS_WGMMA_8BIT(N, __nv_fp8_e5m2, __nv_fp8_e4m3, float, "f32.e5m2.e4m3", KITTENS_DS##P,     \
-                       f##P, float, REGISTERS, I0, I1, I2, I3, I4, I5);                   \
-    KITTENS_WGMMA_8BIT(N, __nv_fp8_e5m2, __nv_fp8_e5m2, float, "f32.e5m2.e5m2", KITTENS_DS##P,     \
+#define KITTENS_WGMMA_F32(N, P, REGISTERS, I0, I1, I2, I3, I4, I5, I6)                          \
+    KITTENS_WGMMA_16BIT(N, __nv_bfloat16, float, "f32.bf16.bf16", KITTENS_DS##P, f##P, float,   \
+                        REGISTERS, I0, I1, I2, I3, I4, I5, I6);                                 \
+    KITTENS_WGMMA_16BIT(N, __half, float, "f32.f16.f16", KITTENS_DS##P, f##P, float, REGISTERS, \
+                        I0, I1, I2, I3, I4, I5, I6);                                            \
+    KITTENS_WGMMA_8BIT(N, __nv_fp8_e4m3, __nv_fp8_e4m3, float, "f32.e4m3.e4m3", KITTENS_DS##P,  \
+                       f##P, float, REGISTERS, I0, I1, I2, I3, I4, I5);                         \
+    KITTENS_WGMMA_8BIT(N, __nv_fp8_e4m3, __nv_fp8_e5m2, float, "f32.e4m3.e5m2", KITTENS_DS##P,  \
+                       f##P, float, REGISTERS, I0, I1, I2, I3, I4, I5);                         \
+    KITTENS_WGMMA_8BIT(N, __nv_fp8_e5m2, __nv_fp8_e4m3, float, "f32.e5m2.e4m3", KITTENS_DS##P,  \
+                       f##P, float, REGISTERS, I0, I1, I2, I3, I4, I5);                         \
+    KITTENS_WGMMA_8BIT(N, __nv_fp8_e5m2, __nv_fp8_e5m2, float, "f32.e5m2.e5m2", KITTENS_DS##P,  \
                        f##P, float, REGISTERS, I0, I1, I2, I3, I4, I5)
-#define KITTENS_WGMMA_F16(N, STRING, BIND, REGISTERS, I0, I1, I2, I3, I4, I5, I6)                  \
-    KITTENS_WGMMA_16BIT(N, __half, __half, "f16.f16.f16", STRING, BIND, uint32_t, REGISTERS, I0, I1, \
-                        I2, I3, I4, I5, I6);                                                       \
-    KITTENS_WGMMA_8BIT(N, __nv_fp8_e4m3, __nv_fp8_e4m3, __half, "f16.e4m3.e4m3", STRING, BIND,     \
+#define KITTENS_WGMMA_F16(N, STRING, BIND, REGISTERS, I0, I1, I2, I3, I4, I5, I6)                \
+    KITTENS_WGMMA_16BIT(N, __half, __half, "f16.f16.f16", STRING, BIND, uint32_t, REGISTERS, I0, \
+                        I1, I2, I3, I4, I5, I6);                                                 \
+    KITTENS_WGMMA_8BIT(N, __nv_fp8_e4m3, __nv_fp8_e4m3, __half, "f16.e4m3.e4m3", STRING, BIND,   \
                        uint32_t, REGISTERS, I0, I1, I2, I3, I4, I5)
 
 KITTENS_WGMMA_F32(16, 1, 8, 8, 9, 10, 11, 12, 13, 14);
@@ -226,29 +233,21 @@ KITTENS_WGMMA_F16(224, KITTENS_DS7, r7, 56, 56, 57, 58, 59, 60, 61, 62);
 KITTENS_WGMMA_F16(256, KITTENS_DS8, r8, 64, 64, 65, 66, 67, 68, 69, 70);
 #define KITTENS_HALF_BIND(i) "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3])
 #define KITTENS_Bh16 KITTENS_HALF_BIND(0)
-KITTENS_WGMMA_F16(16, "%0, %1, %2, %3", h16, 4,
-                  4, 5, 6, 7, 8, 9, 10);
+KITTENS_WGMMA_F16(16, "%0, %1, %2, %3", h16, 4, 4, 5, 6, 7, 8, 9, 10);
 #define KITTENS_Bh48 KITTENS_Br1, KITTENS_HALF_BIND(8)
-KITTENS_WGMMA_F16(48, KITTENS_DS1 ", %8, %9, %10, %11", h48, 12,
-                  12, 13, 14, 15, 16, 17, 18);
+KITTENS_WGMMA_F16(48, KITTENS_DS1 ", %8, %9, %10, %11", h48, 12, 12, 13, 14, 15, 16, 17, 18);
 #define KITTENS_Bh80 KITTENS_Br2, KITTENS_HALF_BIND(16)
-KITTENS_WGMMA_F16(80, KITTENS_DS2 ", %16, %17, %18, %19", h80, 20,
-                  20, 21, 22, 23, 24, 25, 26);
+KITTENS_WGMMA_F16(80, KITTENS_DS2 ", %16, %17, %18, %19", h80, 20, 20, 21, 22, 23, 24, 25, 26);
 #define KITTENS_Bh112 KITTENS_Br3, KITTENS_HALF_BIND(24)
-KITTENS_WGMMA_F16(112, KITTENS_DS3 ", %24, %25, %26, %27", h112, 28,
-                  28, 29, 30, 31, 32, 33, 34);
+KITTENS_WGMMA_F16(112, KITTENS_DS3 ", %24, %25, %26, %27", h112, 28, 28, 29, 30, 31, 32, 33, 34);
 #define KITTENS_Bh144 KITTENS_Br4, KITTENS_HALF_BIND(32)
-KITTENS_WGMMA_F16(144, KITTENS_DS4 ", %32, %33, %34, %35", h144, 36,
-                  36, 37, 38, 39, 40, 41, 42);
+KITTENS_WGMMA_F16(144, KITTENS_DS4 ", %32, %33, %34, %35", h144, 36, 36, 37, 38, 39, 40, 41, 42);
 #define KITTENS_Bh176 KITTENS_Br5, KITTENS_HALF_BIND(40)
-KITTENS_WGMMA_F16(176, KITTENS_DS5 ", %40, %41, %42, %43", h176, 44,
-                  44, 45, 46, 47, 48, 49, 50);
+KITTENS_WGMMA_F16(176, KITTENS_DS5 ", %40, %41, %42, %43", h176, 44, 44, 45, 46, 47, 48, 49, 50);
 #define KITTENS_Bh208 KITTENS_Br6, KITTENS_HALF_BIND(48)
-KITTENS_WGMMA_F16(208, KITTENS_DS6 ", %48, %49, %50, %51", h208, 52,
-                  52, 53, 54, 55, 56, 57, 58);
+KITTENS_WGMMA_F16(208, KITTENS_DS6 ", %48, %49, %50, %51", h208, 52, 52, 53, 54, 55, 56, 57, 58);
 #define KITTENS_Bh240 KITTENS_Br7, KITTENS_HALF_BIND(56)
-KITTENS_WGMMA_F16(240, KITTENS_DS7 ", %56, %57, %58, %59", h240, 60,
-                  60, 61, 62, 63, 64, 65, 66);
+KITTENS_WGMMA_F16(240, KITTENS_DS7 ", %56, %57, %58, %59", h240, 60, 60, 61, 62, 63, 64, 65, 66);
 
 #undef KITTENS_WGMMA_F32
 #undef KITTENS_WGMMA_F16

@@ -11,10 +11,23 @@ namespace tma {
 
 using arch::CachePolicy;
 
+// Bytes that a transfer of an object moves: its elements, without the padding that alignment adds behind a
+// small one. Arrays and structs of objects count whole.
+template <class Object>
+__host__ __device__ constexpr uint32_t transfer_bytes() {
+    if constexpr (std::is_array_v<Object>) {
+        return uint32_t(std::extent_v<Object>) * transfer_bytes<std::remove_extent_t<Object>>();
+    } else if constexpr (any_shared_tile<Object> || any_shared_vector<Object>) {
+        return uint32_t(Object::num_elements) * uint32_t(sizeof(typename Object::T));
+    } else {
+        return uint32_t(sizeof(Object));
+    }
+}
+
 // Announces the exact bytes of the objects that will arrive, and arrives.
 template <class... Objects>
 __device__ __forceinline__ void expect(semaphore& s, const Objects&...) {
-    arch::mbarrier_arrive_expect(s.address(), static_cast<uint32_t>((sizeof(Objects) + ...)));
+    arch::mbarrier_arrive_expect(s.address(), (transfer_bytes<Objects>() + ...));
 }
 __device__ __forceinline__ void expect_bytes(semaphore& s, uint32_t bytes) {
     arch::mbarrier_arrive_expect(s.address(), bytes);
@@ -154,10 +167,11 @@ __device__ __forceinline__ void load_async(Object& destination, const GL& source
 template <class Object>
 __device__ __forceinline__ void store_async(Object& destination, const Object& source, int rank,
                                             semaphore& arrived) {
-    static_assert(sizeof(Object) % 16 == 0, "a copy to another block moves a multiple of 16 bytes");
+    constexpr uint32_t bytes = transfer_bytes<Object>();
+    static_assert(bytes % 16 == 0, "a copy to another block moves a multiple of 16 bytes");
     const auto block = static_cast<uint32_t>(rank);
     arch::bulk_copy_to_cluster(arch::map_shared_rank(destination.address(), block),
-                               source.address(), static_cast<uint32_t>(sizeof(Object)),
+                               source.address(), bytes,
                                arch::map_shared_rank(arrived.address(), block));
 }
 

@@ -16,9 +16,10 @@ KITTENS_HOST_DEVICE constexpr int widest(int row_bytes) {
 // XORs address bits 4 up to the swizzle's width with the bits from 7 on. `offset` counts from an
 // address aligned to 8 times the swizzle's width.
 KITTENS_HOST_DEVICE constexpr unsigned permute(unsigned offset, int swizzle_bytes) {
-    const unsigned mask = swizzle_bytes == 128 ? 0x70u : swizzle_bytes == 64 ? 0x30u
-                          : swizzle_bytes == 32                               ? 0x10u
-                                                                              : 0u;
+    const unsigned mask = swizzle_bytes == 128  ? 0x70u
+                          : swizzle_bytes == 64 ? 0x30u
+                          : swizzle_bytes == 32 ? 0x10u
+                                                : 0u;
     return offset ^ ((offset >> 3) & mask);
 }
 

@@ -39,10 +39,10 @@ def gemm(
     Every stride is accepted: row-major, column-major, sliced, transposed and expanded operands are
     read where they are as long as one of the last two strides is 1 and the base and the other
     strides are multiples of 16 bytes, and are copied otherwise. Differentiable any number of times
-    with respect to a, b and bias; the gradients have the dtype of a, and that of a (K, N) operand
-    sums over the batch in float32. Under autocast, a, b and bias are converted to the autocast
-    dtype. Works under `torch.compile`, `torch.export`, `torch.func.vmap` and `torch.func.grad`; on
-    CPU tensors it runs `tk.reference.gemm`.
+    with respect to a, b and bias; the gradients have the dtype of a (to which that of the result is
+    rounded first), and that of a (K, N) operand sums over the batch in float32. Under autocast, a,
+    b and bias are converted to the autocast dtype. Works under `torch.compile`, `torch.export`,
+    `torch.func.vmap` and `torch.func.grad`; on CPU tensors it runs `tk.reference.gemm`.
 
     Args:
         a: (..., M, K), bfloat16 or float16.

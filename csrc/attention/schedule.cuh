@@ -1,0 +1,55 @@
+// The order in which the blocks of a persistent grid go through the work, and the rings that a
+// producer and its consumers share.
+#pragma once
+
+#include "kittens/kittens.cuh"
+
+namespace thunderkittens::attention {
+
+using namespace kittens;
+
+// An item is one block of queries (of keys, in the backward) of one head of one batch. Items come
+// in sections of heads, inside a section longest first (level 0), and are dealt to the blocks of
+// the grid back and forth, so that who got the longest item of a round gets the shortest of the
+// next.
+struct Schedule {
+    int blocks, heads, batch;
+    int section_heads;  // of all batches; see Choice
+
+    struct Item {
+        int level, head, batch;
+    };
+    __host__ __device__ int items() const { return blocks * heads * batch; }
+
+    template <class Work>
+    __device__ __forceinline__ void for_each_item(Work work) const {
+        const int grid = static_cast<int>(gridDim.x), id = static_cast<int>(blockIdx.x);
+        for (int round = 0; round * grid < items(); ++round) {
+            const int index = round * grid + (round % 2 == 0 ? id : grid - 1 - id);
+            if (index < items()) work(item(index));
+        }
+    }
+
+    __device__ __forceinline__ Item item(int index) const {
+        const int section = index / (blocks * section_heads);
+        const int rest = index - section * blocks * section_heads;
+        const int first_head = section * section_heads;
+        const int here = ::min(section_heads, heads * batch - first_head);
+        const int head = first_head + rest % here;  // of all heads of all batches
+        return {rest / here, head % heads, head / heads};
+    }
+};
+
+// A position in a ring of stages, with the parity of its current pass.
+template <int STAGES>
+struct RingPosition {
+    int stage = 0, phase = 0;
+    __device__ __forceinline__ void advance() {
+        if (++stage == STAGES) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+}  // namespace thunderkittens::attention

@@ -1,0 +1,203 @@
+// What happens to a finished tile on Hopper: the bias, rounding to the output's type, and the way to
+// memory.
+//
+// Values of a 16-bit type are rounded at once and kept in registers, half the size of the accumulators;
+// they leave in pieces of 128 bytes a row while the tensor cores already work on the next tile. On the
+// way they pass through a warp's own staging buffer, so that no warp waits for another. fp32 values do
+// not fit beside the next accumulators and leave before it starts. Rows that TMA cannot store (no
+// multiple of 16 bytes) are copied by the warp.
+#pragma once
+
+#include "csrc/gemm/tiles_sm90.cuh"
+
+namespace thunderkittens::gemm {
+namespace sm90 {
+
+// Copies a warp's staged rows to an output whose rows TMA cannot store: neighbouring lanes write
+// neighbouring words.
+template <class Word, class Staging>
+__device__ __forceinline__ void copy_rows(const Staging& staging, Word* out, int64_t row_words,
+                                          uint32_t rows, uint32_t words) {
+    constexpr int per_word = int(sizeof(Word) / sizeof(typename Staging::T));
+    constexpr int width = Staging::cols / per_word;
+#pragma unroll 1
+    for (int row = 0; row < Staging::rows && row < rows; ++row) {
+#pragma unroll
+        for (int i = 0; i < width; i += WARP_THREADS) {
+            const int word = i + laneid();
+            if (word < words) {
+                arch::store_global(
+                    out + row * row_words + word,
+                    arch::load_shared<Word>(staging.address_of(row, word * per_word)));
+            }
+        }
+    }
+}
+
+// A warp's staging buffer holds 16 rows of 128 bytes of the output; these send it there, by TMA, and by
+// the warp itself where TMA cannot store.
+template <Config C, class Staging>
+__device__ __forceinline__ void send_by_tma(const typename Types<C>::Globals& g,
+                                            const Staging& staging, uint32_t batch, uint32_t row,
+                                            uint32_t col) {
+    arch::fence_async_shared();
+    arch::sync_warp();
+    if (laneid() == 0) {
+        const auto& words = reinterpret_cast<const typename Types<C>::out_tile&>(staging);
+        constexpr int words_each = int(sizeof(typename Staging::T)) / 2;
+        tma::store_async(g.out, words, elements(batch, 0, row, static_cast<int>(col * words_each)));
+    }
+}
+template <Config C, class Staging>
+__device__ __forceinline__ void send_by_warp(const typename Types<C>::Globals& g,
+                                             const Staging& staging, uint32_t batch, uint32_t row,
+                                             uint32_t col) {
+    using O = typename Staging::T;
+    arch::sync_warp();
+    if (row >= g.m || col >= g.n) return;
+    const uint32_t rows = g.m - row, cols = g.n - col;
+    O* to = reinterpret_cast<O*>(g.out.raw_ptr) + ((int64_t(batch) * g.m + row) * g.n + col);
+    if constexpr (sizeof(O) == 4) {
+        copy_rows(staging, to, g.n, rows, cols);
+    } else if (g.n % 2 == 0) {
+        copy_rows(staging, reinterpret_cast<uint32_t*>(to), g.n / 2, rows, cols / 2);
+    } else {
+        copy_rows(staging, reinterpret_cast<uint16_t*>(to), g.n, rows, cols);
+    }
+}
+
+// A warp's finished values of 16-bit type (bf16 stands for both), kept in registers while the next
+// tile's products run, and sent piece by piece in their shadow.
+template <Config C>
+struct Finished {
+    using K = Types<C>;
+    using staging = typename K::out_tile;
+    static constexpr int pieces = C.block_n / staging::cols;
+
+    rt_bf<16, C.block_n> values;
+    uint32_t batch = 0, row = 0, col = 0;
+    bool any = false;
+
+    template <class O>
+    __device__ __forceinline__ void pack(const rt_fl<16, C.block_n>& d) {
+#pragma unroll
+        for (int j = 0; j < d.width; ++j) {
+#pragma unroll
+            for (int r = 0; r < d.packed_per_base; ++r) {
+                const float2 pair = d.tiles[0][j].data[r];
+                values.tiles[0][j].data[r] = arch::bit_cast<bf16_2>(pack_pair<O>(pair.x, pair.y));
+            }
+        }
+    }
+    __device__ __forceinline__ void stage(int piece, staging& buffer) const {
+        rt_bf<16, staging::cols> part;
+#pragma unroll
+        for (int t = 0; t < part.width; ++t) {
+            part.tiles[0][t] = values.tiles[0][piece * part.width + t];
+        }
+        kittens::warp::store(buffer, part);
+    }
+    // Through the warp's two staging buffers in turn.
+    __device__ __forceinline__ void send(const typename K::Globals& g, typename K::Shared& shared,
+                                         int piece) const {
+        auto& buffer = shared.out[kittens::warpid()][piece % 2];
+        // The last store from this buffer is the one before last, or the last if there is one piece.
+        if (laneid() == 0) tma::store_async_read_wait<pieces % 2 == 0 ? 1 : 0>();
+        arch::sync_warp();
+        stage(piece, buffer);
+        send_by_tma<C>(g, buffer, batch, row, col + piece * staging::cols);
+    }
+    // All at once, for an output that TMA cannot store.
+    __device__ __forceinline__ void send_by_warp(const typename K::Globals& g,
+                                                 typename K::Shared& shared) const {
+#pragma unroll
+        for (int piece = 0; piece < pieces; ++piece) {
+            auto& buffer = shared.out[kittens::warpid()][piece % 2];
+            arch::sync_warp();
+            stage(piece, buffer);
+            sm90::send_by_warp<C>(g, buffer, batch, row, col + piece * staging::cols);
+        }
+    }
+    // All at once, after the last tile, when the stages are free: a buffer for each piece. Of a stage a
+    // consumer writes only where its own rows of a were: others may still be reading the rest.
+    __device__ __forceinline__ void send_last(const typename K::Globals& g,
+                                              typename K::Shared& shared) const {
+        static_assert(pieces <= C.stages);
+#pragma unroll
+        for (int piece = 0; piece < pieces; ++piece) {
+            auto& buffers =
+                reinterpret_cast<staging(&)[C.consumers * WARPGROUP_WARPS]>(shared.stages[piece].a);
+            auto& buffer = buffers[kittens::warpid()];
+            stage(piece, buffer);
+            send_by_tma<C>(g, buffer, batch, row, col + piece * staging::cols);
+        }
+    }
+};
+
+// Stores a warp's fp32 values at once, through its two staging buffers in turn.
+template <Config C>
+__device__ __forceinline__ void store_wide(const typename Types<C>::Globals& g,
+                                           typename Types<C>::Shared& shared,
+                                           const rt_fl<16, C.block_n>& d, uint32_t batch,
+                                           uint32_t row, uint32_t col) {
+    using staging = st_fl<16, 32>;
+#pragma unroll
+    for (int piece = 0; piece < C.block_n / staging::cols; ++piece) {
+        rt_fl<16, staging::cols> part;
+#pragma unroll
+        for (int t = 0; t < part.width; ++t) {
+            part.tiles[0][t] = d.tiles[0][piece * part.width + t];
+        }
+        auto& buffer = reinterpret_cast<staging&>(shared.out[kittens::warpid()][piece % 2]);
+        if (laneid() == 0) tma::store_async_read_wait<1>();
+        arch::sync_warp();
+        kittens::warp::store(buffer, part);
+        const uint32_t to = col + piece * staging::cols;
+        if (g.tma_store)
+            send_by_tma<C>(g, buffer, batch, row, to);
+        else
+            send_by_warp<C>(g, buffer, batch, row, to);
+    }
+}
+
+// The bias of a tile's columns: each thread of a consumer fetches a few values before the products,
+// and adds all that it needs after them, through shared memory.
+template <Config C>
+struct Bias {
+    static constexpr int per_thread = (C.block_n + WARPGROUP_THREADS - 1) / WARPGROUP_THREADS;
+    float values[per_thread];
+
+    __device__ __forceinline__ void fetch(const typename Types<C>::Globals& g, uint32_t first) {
+#pragma unroll
+        for (int i = 0; i < per_thread; ++i) {
+            const uint32_t col = first + i * WARPGROUP_THREADS + warpgroup::laneid();
+            values[i] = col < g.n ? convert<float>(arch::load_global(g.bias + col)) : 0.f;
+        }
+    }
+    __device__ __forceinline__ void add(sv_fl<C.block_n>& shared, rt_fl<16, C.block_n>& d) const {
+        const int barrier = READY + 1 + warpgroup::groupid();
+        warpgroup::sync(barrier);  // the last tile's readers are done
+#pragma unroll
+        for (int i = 0; i < per_thread; ++i) {
+            const int col = i * WARPGROUP_THREADS + warpgroup::laneid();
+            if (col < C.block_n) shared.set(col, values[i]);
+        }
+        warpgroup::sync(barrier);
+#pragma unroll
+        for (int j = 0; j < C.block_n / 16; ++j) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int col = j * 16 + half * 8 + 2 * (laneid() % 4);
+                const float2 pair = arch::load_shared<float2>(shared.address_of(col));
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    d.tiles[0][j].data[2 * half + r].x += pair.x;
+                    d.tiles[0][j].data[2 * half + r].y += pair.y;
+                }
+            }
+        }
+    }
+};
+
+}  // namespace sm90
+}  // namespace thunderkittens::gemm

@@ -1,0 +1,79 @@
+// What a GEMM kernel on Hopper works on: types of its tiles, its shared memory, its parameters.
+#pragma once
+
+#include "csrc/gemm/gemm.h"
+#include "csrc/gemm/tile_order.h"
+#include "kittens/kittens.cuh"
+
+namespace thunderkittens::gemm {
+namespace sm90 {
+
+using namespace kittens;
+
+// Named barrier: the semaphores are initialised. Those of the consumers come after it.
+constexpr int READY = 1;
+
+template <Config C>
+struct Types {
+    static constexpr Config config = C;
+    using T = std::conditional_t<C.dtype == DType::bf16, bf16, half>;
+    static constexpr int consumer_rows = 64;
+    static_assert(
+        C.block_m == C.consumers * consumer_rows,
+        "a consumer warpgroup computes 64 rows: a second product that shares b's tile would "
+        "leave no registers for the finished tile");
+
+    using a_tile =
+        std::conditional_t<C.a_m_major, st<T, BLOCK_K, C.block_m>, st<T, C.block_m, BLOCK_K>>;
+    using b_tile =
+        std::conditional_t<C.b_n_major, st<T, BLOCK_K, C.block_n>, st<T, C.block_n, BLOCK_K>>;
+    // What one block of a cluster loads of a shared tile: half of it, where that is a tile too.
+    static constexpr int a_parts = C.block_m >= 128 ? 2 : 1;
+    static constexpr int b_parts = C.block_n >= 128 ? 2 : 1;
+    static constexpr int a_part_rows = C.block_m / a_parts;
+    static constexpr int b_part_cols = C.block_n / b_parts;
+    using a_part =
+        std::conditional_t<C.a_m_major, st<T, BLOCK_K, a_part_rows>, st<T, a_part_rows, BLOCK_K>>;
+    using b_part =
+        std::conditional_t<C.b_n_major, st<T, BLOCK_K, b_part_cols>, st<T, b_part_cols, BLOCK_K>>;
+    // Staging of a warp's output: rows of 128 bytes, whatever the type of the output. To TMA, which
+    // only copies, every output is a matrix of 16-bit words.
+    using out_tile = st<bf16, 16, 64>;
+
+    struct Stage {
+        a_tile a;
+        b_tile b;
+    };
+    struct Shared {
+        Stage stages[C.stages];
+        out_tile out[C.consumers * WARPGROUP_WARPS][2];
+        sv_fl<C.block_n> bias[C.consumers];
+        semaphore full[C.stages], empty[C.stages];
+    };
+    static_assert(sizeof(Stage) == sizeof(a_tile) + sizeof(b_tile) && sizeof(Stage) % 1024 == 0);
+    static_assert(sizeof(Shared) <= MAX_SHARED_MEMORY, "too many stages");
+    static_assert(sizeof(Shared) == shared_bytes(C), "gemm.h knows another size");
+
+    struct Globals {
+        gl<T, -1, 1, -1, -1, a_part> a;
+        gl<T, -1, 1, -1, -1, b_part> b;
+        gl<bf16, -1, 1, -1, -1, out_tile> out;
+        const T* bias;
+        uint32_t m, n;
+        int k_blocks;
+        DType out_dtype;
+        bool tma_store;  // rows of the output are multiples of 16 bytes
+        bool a_batched, b_batched;
+        int cluster_m, cluster_n;
+        uint32_t clusters;  // of the grid
+        TileOrder order;
+    };
+
+    static constexpr int threads = gemm::threads(C);
+    // With two consumers, 65536 registers are 168 per thread at launch; the producer needs few.
+    static constexpr int producer_registers = 24;
+    static constexpr int consumer_registers = 240;
+};
+
+}  // namespace sm90
+}  // namespace thunderkittens::gemm

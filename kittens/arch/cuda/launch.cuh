@@ -1,0 +1,70 @@
+// Launches on the GPU, through the CUDA runtime.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <mutex>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace kittens::inline on_gpu {
+namespace arch {
+
+inline void check(cudaError_t error, const char* what) {
+    if (error != cudaSuccess) {
+        throw std::runtime_error(std::string("kittens: ") + what + ": " +
+                                 cudaGetErrorString(error));
+    }
+}
+
+// Raises the limit of dynamic shared memory once per kernel and device.
+inline void allow_shared_bytes(const void* kernel, size_t bytes) {
+    if (bytes <= 48 * 1024) return;
+    static std::mutex mutex;
+    static std::set<std::pair<const void*, int>> done;
+    int device = 0;
+    check(cudaGetDevice(&device), "cudaGetDevice");
+    const std::lock_guard lock(mutex);
+    if (done.contains({kernel, device})) return;
+    int limit = 0;
+    check(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+          "cudaDeviceGetAttribute");
+    cudaFuncAttributes attributes{};
+    check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               limit - static_cast<int>(attributes.sharedSizeBytes)),
+          "cudaFuncSetAttribute");
+    done.insert({kernel, device});
+}
+
+template <class... Parameters, class... Arguments>
+void launch(bool dependent, void (*kernel)(Parameters...), dim3 grid, dim3 block, dim3 cluster,
+            size_t shared_bytes, cudaStream_t stream, Arguments&&... arguments) {
+    allow_shared_bytes(reinterpret_cast<const void*>(kernel), shared_bytes);
+    cudaLaunchAttribute attributes[2];
+    unsigned count = 0;
+    if (cluster.x * cluster.y * cluster.z > 1) {
+        attributes[count].id = cudaLaunchAttributeClusterDimension;
+        attributes[count].val.clusterDim = {cluster.x, cluster.y, cluster.z};
+        ++count;
+    }
+    if (dependent) {
+        attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[count].val.programmaticStreamSerializationAllowed = 1;
+        ++count;
+    }
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = count;
+    check(cudaLaunchKernelEx(&config, kernel, Parameters(std::forward<Arguments>(arguments))...),
+          "kernel launch");
+}
+
+}  // namespace arch
+}  // namespace kittens::inline on_gpu

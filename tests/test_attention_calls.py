@@ -1,0 +1,182 @@
+"""Wrong calls of `tk.attention`, and the agreement of its eager checks, its fake and its C++ op."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import thunderkittens as tk
+from helpers.attention import BF16, FP16, FP32, INF
+from helpers.layouts import HEAD_LAYOUTS, heads
+
+
+def zeros(*shape, dtype=BF16, device="cpu"):
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+Q, K = zeros(2, 8, 5, 64), zeros(2, 2, 7, 64)
+WIDE = zeros(2, 2, 7, 264)
+
+WRONG = {
+    "q is a list": (TypeError, "tk.attention: q must be a torch.Tensor, got list", [Q], K, K, {}),
+    "k is None": (TypeError, "k must be a torch.Tensor, got NoneType", Q, None, K, {}),
+    "v is an array": (TypeError, "v must be a torch.Tensor, got nd", Q, K, K.float().numpy(), {}),
+    "q is sparse": (TypeError, "q must be a dense tensor", Q.float().to_sparse(), K, K, {}),
+    "float32": (TypeError, "q is torch.float32; supp", Q.float(), K.float(), K.float(), {}),
+    "float64": (TypeError, "q is torch.float64", Q.double(), K.double(), K.double(), {}),
+    "float8": (TypeError, "q is torch.float8_e4m3fn", Q.to(torch.float8_e4m3fn), K, K, {}),
+    "k float16": (TypeError, "k is torch.float16, q is torch.bfloat16", Q, K.half(), K, {}),
+    "v float32": (TypeError, "v is torch.float32, q is torch.bfloat16", Q, K, K.float(), {}),
+    "device of k": (TypeError, "k is on meta, q is on cpu", Q, K.to("meta"), K, {}),
+    "device of v": (TypeError, "v is on meta, q is on cpu", Q, K, K.to("meta"), {}),
+    "causal int": (TypeError, "causal must be False, True, 'lower_right'", Q, K, K, {"causal": 1}),
+    "causal None": (TypeError, "or 'upper_left', got NoneType", Q, K, K, {"causal": None}),
+    "causal tensor": (TypeError, "got Tensor", Q, K, K, {"causal": torch.tensor(True)}),
+    "scale tensor": (TypeError, "scale must be a number or None, got", Q, K, K, {"scale": Q}),
+    "scale str": (TypeError, "scale must be a number or None, got str", Q, K, K, {"scale": "1"}),
+    "by position": (TypeError, "positional", Q, K, K, None),
+    "unknown option": (TypeError, "is_causal", Q, K, K, {"is_causal": True}),
+    "alignment": (ValueError, "causal is 'left'; it must be", Q, K, K, {"causal": "left"}),
+    "scale inf": (ValueError, "scale is inf; it must be finite", Q, K, K, {"scale": INF}),
+    "scale nan": (ValueError, "scale is nan; it must be finite", Q, K, K, {"scale": math.nan}),
+    "3 dimensions": (ValueError, "q has shape (8, 5, 64), k has", Q[0], K[0], K[0], {}),
+    "5 dimensions": (ValueError, "must have 4 dimensions, (B, H, S, D)", Q, K[None], K, {}),
+    "v 3 dimensions": (ValueError, "v has (2, 7, 64); they must have 4", Q, K, K[0], {}),
+    "batch of k": (ValueError, "q has batch size 2, k has 1, v has 2", Q, K[:1], K, {}),
+    "batch of v": (ValueError, "k has 2, v has 1; they must be equal", Q, K, K[:1], {}),
+    "head dim 60": (ValueError, "q has head dim 60; it must be a multiple of 8 from 8 to 256",
+                    Q[..., :60], K[..., :60], K[..., :60], {}),
+    "head dim 264": (ValueError, "q has head dim 264", WIDE, WIDE, WIDE, {}),
+    "head dim 0": (ValueError, "q has head dim 0", Q[..., :0], K[..., :0], K[..., :0], {}),
+    "head dim of k": (ValueError, "q has head dim 64, k has 32", Q, K[..., :32], K, {}),
+    "head dim of v": (ValueError, "k has 64, v has 128; they", Q, K, zeros(2, 2, 7, 128), {}),
+    "lengths": (ValueError, "heads of length 7, v has 2 of length 6", Q, K, K[:, :, :6], {}),
+    "heads of v": (ValueError, "k has 2 heads of length 7, v has 1 of", Q, K, K[:, :1], {}),
+    "heads": (ValueError,
+              "tk.attention: k has 3 heads, q has 8; q's heads must be a multiple of k's",
+              Q, zeros(2, 3, 7, 64), zeros(2, 3, 7, 64), {}),
+    "more heads of k": (ValueError, "k has 8 heads, q has 4", Q[:, :4], Q, Q, {}),
+    "no heads of k": (ValueError, "k has 0 heads, q has 8", Q, K[:, :0], K[:, :0], {}),
+    "BSHD": (ValueError, "k has 7 heads, q has 5", *(x.transpose(1, 2) for x in (Q, K, K)), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_calls(device, name):
+    error, words, *tensors, options = WRONG[name]
+    words = words.replace("on cpu", f"on {torch.empty(0, device=device).device}")
+    tensors = [
+        x.to(device) if isinstance(x, torch.Tensor) and x.device.type == "cpu" else x
+        for x in tensors
+    ]
+    with pytest.raises(error) as caught:
+        if options is None:
+            tk.attention(*tensors, True)
+        else:
+            tk.attention(*tensors, **options)
+    assert words in str(caught.value)
+
+
+def test_wrong_calls_of_the_ops(device):
+    ops = torch.ops.thunderkittens
+    q, k = Q.to(device), K.to(device)
+    for op in (ops.attention_forward, ops.attention):
+        for causal in (-1, 3):
+            with pytest.raises((ValueError, RuntimeError), match="causal"):
+                op(q, k, k, causal)
+    lse = torch.zeros(2, 8, 5, device=device)
+    with pytest.raises(ValueError, match="lse has shape"):
+        ops.attention_backward(q, None, q, k, k, q, lse[:, :7], 0, None, [True] * 3)
+    with pytest.raises(ValueError, match="grad_out has shape"):
+        ops.attention_backward(k, None, q, k, k, q, lse, 0, None, [True] * 3)
+
+
+# Properties
+
+
+@st.composite
+def any_call(draw):
+    """Operands of random shapes, strides and dtypes, mostly ones that fit together."""
+    batch, group, heads_k = (
+        draw(st.integers(0, 2)),
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 2)),
+    )
+    length_q, length_k = draw(st.integers(0, 20)), draw(st.integers(0, 20))
+    dim = 8 * draw(st.integers(1, 5))
+    shapes = [
+        [batch, group * heads_k, length_q, dim],
+        [batch, heads_k, length_k, dim],
+        [batch, heads_k, length_k, dim],
+    ]
+    if draw(st.integers(0, 2)) == 0:
+        target = shapes[draw(st.integers(0, 2))]
+        target[draw(st.integers(0, 3))] += draw(st.sampled_from([1, -1, 8, 2]))
+        shapes = [[max(n, 0) for n in shape] for shape in shapes]
+        if draw(st.integers(0, 3)) == 0:
+            target.pop()
+    dtype = draw(st.sampled_from([BF16, BF16, BF16, FP16, FP32]))
+    dtypes = [draw(st.sampled_from([dtype] * 15 + [FP16])) for _ in range(3)]
+    layouts = [draw(st.sampled_from([*HEAD_LAYOUTS, "expanded"])) for _ in range(3)]
+    causal = draw(st.sampled_from([0, 0, 1, 1, 2, 2, 3, -1]))
+    scale = draw(st.sampled_from([None, None, 0.5, 2, INF]))
+    return shapes, dtypes, layouts, causal, scale
+
+
+def build(call, device):
+    shapes, dtypes, layouts, causal, scale = call
+    tensors = []
+    for shape, dtype, layout in zip(shapes, dtypes, layouts, strict=True):
+        x = torch.randn(shape, device=device).to(dtype)
+        if layout == "expanded":
+            x = x.narrow(1, 0, min(1, x.shape[1])).expand(shape) if x.shape[1] else x
+        elif len(shape) == 4:
+            x = heads(x, layout)
+        tensors.append(x)
+    return (*tensors, causal, scale)
+
+
+def outcome(function, *arguments, **options):
+    """What a call does: shape, dtype and strides of the results, or the error."""
+    try:
+        results = function(*arguments, **options)
+    except (TypeError, ValueError) as error:
+        return type(error), str(error)
+    results = results if isinstance(results, tuple) else (results,)
+    return [(x.shape, x.dtype, x.stride() if x.numel() else None, x.device) for x in results]
+
+
+@given(call=any_call())
+def test_fake_agrees(device, call):
+    *tensors, causal, scale = build(call, device)
+    alignment = {0: False, 1: "lower_right", 2: "upper_left"}.get(causal, "neither")
+    for return_lse in (False, True):
+        options = {"causal": alignment, "scale": scale, "return_lse": return_lse}
+        real = outcome(tk.attention, *tensors, **options)
+        with FakeTensorMode() as mode:
+            fakes = [mode.from_tensor(x) for x in tensors]
+            fake = outcome(tk.attention, *fakes, **options)
+        assert real == fake
+        if isinstance(real, list):
+            assert real[0] == outcome(torch.empty_like, tensors[0])[0]
+
+
+@pytest.mark.gpu
+@given(call=any_call())
+def test_op_guards_itself(device, call):
+    """The C++ op refuses what the shape function refuses, and nothing else."""
+    *tensors, causal, scale = build(call, device)
+    for op in (torch.ops.thunderkittens.attention_forward, torch.ops.thunderkittens.attention):
+        with FakeTensorMode() as mode:
+            fakes = [mode.from_tensor(x) for x in tensors]
+            expected = outcome(op, *fakes, causal, scale)
+        if isinstance(expected, list):
+            assert outcome(op, *tensors, causal, scale) == expected
+        else:
+            with pytest.raises(RuntimeError):
+                op(*tensors, causal, scale)
