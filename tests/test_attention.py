@@ -144,6 +144,18 @@ def test_selection_is_exact(device, case):
 
 
 @pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("level", [-3000.0, 3000.0])
+def test_scores_far_from_zero(device, dim, causal, level):
+    """The first blocks of keys are hidden from some rows, and the others' scores are far off."""
+    q, k, v = (normal((1, 2, 300, dim), BF16, device) for _ in range(3))
+    q[..., 0], k[..., 0] = 64.0, level / 8
+    result = tk.attention(q, k, v, causal=causal, scale=0.125, return_lse=True)
+    assert bool(torch.isfinite(result[0]).all())
+    assert_attention(result, q, k, v, causal=causal, scale=0.125)
+
+
+@pytest.mark.parametrize("causal", CAUSAL)
 @pytest.mark.parametrize("dim", [64, 128, 192])
 @pytest.mark.parametrize("form", ["qkv_bshd", "qkv_bhsd", "kv", "heads_last"])
 def test_packed_projections(device, form, dim, causal):

@@ -148,7 +148,12 @@ def outcome(function, *arguments, **options):
     except (TypeError, ValueError) as error:
         return type(error), str(error)
     results = results if isinstance(results, tuple) else (results,)
-    return [(x.shape, x.dtype, x.stride() if x.numel() else None, x.device) for x in results]
+    return [(x.shape, x.dtype, strides(x), x.device) for x in results]
+
+
+def strides(x):
+    """Those that mean something: PyTorch's own `empty_like` and its fake differ in the others."""
+    return [s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1] if x.numel() else None
 
 
 @given(call=any_call())

@@ -61,7 +61,7 @@ struct ForwardGlobals {
     Schedule schedule;
     int q_length, k_length, group;  // group: query heads per key head
     int causal_offset;              // query i sees keys up to i + causal_offset
-    float scale, scale_log2;
+    float scale_log2;               // softmax scale * log2(e)
 };
 
 // The key blocks of a query block: [0, visible), of which those from `unmasked` on need a mask.
@@ -286,7 +286,7 @@ struct Consumer {
         } else {
             store_zeros(item.batch, item.head, first_row);
         }
-        store_lse(softmax.lse(g.scale), item.batch, item.head, first_row);
+        store_lse(softmax.lse(), item.batch, item.head, first_row);
     }
 
     __device__ __forceinline__ void run() {
@@ -353,7 +353,6 @@ void launch_forward(const ForwardParams& params, Stream stream) {
         .k_length = int(p.k_length),
         .group = group,
         .causal_offset = causal_offset(p),
-        .scale = params.scale,
         .scale_log2 = params.scale * 1.4426950408889634f
     };
     const auto blocks = unsigned(std::min(globals.schedule.items(), params.sm_count));

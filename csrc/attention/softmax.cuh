@@ -65,7 +65,9 @@ __device__ __forceinline__ void mask_scores(Tile& s, int first_row, int first_ke
 }
 
 struct OnlineSoftmax {
-    float2 max = {-INFINITY, -INFINITY};
+    float2 max = {-INFINITY, -INFINITY};  // of the scores
+    // Weights are relative to 2^base: max * scale_log2, rounded.
+    float2 base = {-INFINITY, -INFINITY};
     float2 sum = {0.0f, 0.0f};
 
     // Turns the logits s of a new block of keys into weights relative to the new maximum, and
@@ -80,15 +82,20 @@ struct OnlineSoftmax {
         });
         top.x = over_quad(top.x, [](float a, float b) { return fmaxf(a, b); });
         top.y = over_quad(top.y, [](float a, float b) { return fmaxf(a, b); });
+        const float2 last = base;
+        base = {arch::multiply_rounded(top.x, scale_log2),
+                arch::multiply_rounded(top.y, scale_log2)};
         // -inf minus -inf would be NaN.
-        const float2 base = {MASKED && top.x == -INFINITY ? 0.0f : top.x * scale_log2,
-                             MASKED && top.y == -INFINITY ? 0.0f : top.y * scale_log2};
-        const float2 rescale = {arch::exp2_approx(fmaf(max.x, scale_log2, -base.x)),
-                                arch::exp2_approx(fmaf(max.y, scale_log2, -base.y))};
+        const float2 next = {MASKED && top.x == -INFINITY ? 0.0f : base.x,
+                             MASKED && top.y == -INFINITY ? 0.0f : base.y};
+        // Exactly 1 where the maximum stays: the rest that a fused product leaves would add up over
+        // the blocks.
+        const float2 rescale = {arch::exp2_approx(last.x - next.x),
+                                arch::exp2_approx(last.y - next.y)};
         max = top;
         sum = {sum.x * rescale.x, sum.y * rescale.y};
         for_each_element(s, [&](float& x, int, bool low) {
-            x = arch::exp2_approx(fmaf(x, scale_log2, low ? -base.y : -base.x));
+            x = arch::exp2_approx(fmaf(x, scale_log2, low ? -next.y : -next.x));
             (low ? sum.y : sum.x) += x;
         });
         return rescale;
@@ -102,12 +109,15 @@ struct OnlineSoftmax {
     __device__ __forceinline__ float2 reciprocal_sum() const {
         return {sum.x == 0.0f ? 0.0f : 1.0f / sum.x, sum.y == 0.0f ? 0.0f : 1.0f / sum.y};
     }
-    __device__ __forceinline__ float2 lse(float scale) const {
-        return {sum.x == 0.0f ? -INFINITY : fmaf(max.x, scale, logf(sum.x)),
-                sum.y == 0.0f ? -INFINITY : fmaf(max.y, scale, logf(sum.y))};
+    __device__ __forceinline__ float2 lse() const {
+        return {lse_of(base.x, sum.x), lse_of(base.y, sum.y)};
     }
 
   private:
+    static __device__ __forceinline__ float lse_of(float base, float sum) {
+        constexpr float ln2 = 0.6931471805599453f;
+        return sum == 0.0f ? -INFINITY : fmaf(base, ln2, logf(sum));
+    }
     template <class F>
     static __device__ __forceinline__ float over_quad(float x, F combine) {
         x = combine(x, arch::shuffle_xor(x, 2));

@@ -64,7 +64,7 @@ def find_nvcc() -> str | None:
     candidates += [shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"]
     if spec := importlib.util.find_spec("nvidia"):
         for folder in spec.submodule_search_locations or []:
-            candidates.append(f"{folder}/cu13/bin/nvcc")
+            candidates += sorted(str(p) for p in Path(folder).glob("cu13*/bin/nvcc"))
     return next((c for c in candidates if c and Path(c).is_file()), None)
 
 

@@ -11,8 +11,8 @@ namespace tma {
 
 using arch::CachePolicy;
 
-// Bytes that a transfer of an object moves: its elements, without the padding that alignment adds behind a
-// small one. Arrays and structs of objects count whole.
+// Bytes that a transfer of an object moves: its elements, without the padding that alignment adds
+// behind a small one. Arrays of objects likewise; other structs count whole.
 template <class Object>
 __host__ __device__ constexpr uint32_t transfer_bytes() {
     if constexpr (std::is_array_v<Object>) {
