@@ -35,9 +35,7 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
 // 1 / sqrt(x) within 2 ulp.
 __device__ __forceinline__ float reciprocal_sqrt(float x) { return ::rsqrtf(x); }
 // A product that the compiler must not fuse with a sum.
-__device__ __forceinline__ float multiply_rounded(float a, float b) {
-    return __fmul_rn(a, b);
-}
+__device__ __forceinline__ float multiply_rounded(float a, float b) { return __fmul_rn(a, b); }
 // Two floats to one packed register, first argument in the low half, round to nearest even.
 __device__ __forceinline__ __nv_bfloat162 pack_bf16(float low, float high) {
     uint32_t packed;

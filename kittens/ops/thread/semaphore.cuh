@@ -8,9 +8,7 @@ namespace kittens::inline KITTENS_BACKEND {
 struct alignas(8) semaphore {
     uint64_t value;
 
-    __device__ __forceinline__ uint32_t address() const {
-        return arch::shared_address(this);
-    }
+    __device__ __forceinline__ uint32_t address() const { return arch::shared_address(this); }
 };
 
 // A phase ends when `threads + transactions` arrivals and all expected bytes have come in.
