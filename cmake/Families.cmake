@@ -2,13 +2,15 @@
 # leaves out. Sets
 #
 #   TK_FAMILIES         their names
-#   TK_OP_SOURCES       csrc/<family>/*.cpp without choose.cpp: host code with torch's headers
+#   TK_OP_SOURCES       the other csrc/<family>/*.cpp: host code with torch's headers
 #   TK_CHOOSE_SOURCES   csrc/<family>/choose.cpp: host code without
+#   TK_EMULATED_SOURCES csrc/<family>/emulated.cpp, and what compiles inst/*.cu for the emulator
 #   TK_KERNEL_SOURCES   csrc/<family>/inst/*.cu
 set(TK_FAMILIES)
 set(TK_OP_SOURCES)
 set(TK_CHOOSE_SOURCES)
 set(TK_KERNEL_SOURCES)
+set(TK_EMULATED_SOURCES)
 file(GLOB choose_sources CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR} csrc/*/choose.cpp)
 foreach(source IN LISTS choose_sources)
   string(REGEX REPLACE "^csrc/([^/]+)/.*" "\\1" family ${source})
@@ -16,9 +18,18 @@ foreach(source IN LISTS choose_sources)
     continue()
   endif()
   file(GLOB op_sources CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR} csrc/${family}/*.cpp)
-  list(REMOVE_ITEM op_sources ${source})
+  list(REMOVE_ITEM op_sources ${source} csrc/${family}/emulated.cpp)
   file(GLOB kernel_sources CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR}
        csrc/${family}/inst/*.cu)
+  if(EXISTS ${PROJECT_SOURCE_DIR}/csrc/${family}/emulated.cpp)
+    list(APPEND TK_EMULATED_SOURCES csrc/${family}/emulated.cpp)
+    foreach(kernel IN LISTS kernel_sources)
+      # The same source as C++: a file that includes it.
+      string(REGEX REPLACE "\\.cu$" ".cpp" copy "${PROJECT_BINARY_DIR}/emulated/${kernel}")
+      file(CONFIGURE OUTPUT ${copy} CONTENT "#include \"${kernel}\"\n")
+      list(APPEND TK_EMULATED_SOURCES ${copy})
+    endforeach()
+  endif()
   list(APPEND TK_FAMILIES ${family})
   list(APPEND TK_OP_SOURCES ${op_sources})
   list(APPEND TK_CHOOSE_SOURCES ${source})

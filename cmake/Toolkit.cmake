@@ -93,3 +93,28 @@ macro(tk_enable_cuda)
   endif()
   message(STATUS "nvcc ${CMAKE_CUDA_COMPILER_VERSION}: ${CMAKE_CUDA_COMPILER}; ${TK_CUDART}")
 endmacro()
+
+# The folder of CUDA's headers, which the emulator needs without a CUDA compiler: of the toolkit that
+# is used or named, else pip's, else the system's. Empty when there is none.
+function(tk_cuda_headers result)
+  execute_process(
+    COMMAND
+      ${Python_EXECUTABLE} -c
+      "import importlib.util as u, pathlib
+spec = u.find_spec('nvidia')
+roots = [pathlib.Path(r) for r in spec.submodule_search_locations] if spec else []
+print(next((str(p.parents[1]) for r in roots for p in sorted(r.glob('cu13*/include/crt/host_config.h'))), ''))"
+    OUTPUT_VARIABLE pip_headers
+    OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+  foreach(folder ${TK_CUDA_INCLUDE} "${THUNDERKITTENS_CUDA_HOME}/include" ${pip_headers}
+                 "$ENV{CUDA_HOME}/include" /usr/local/cuda/include)
+    if(EXISTS ${folder}/cuda_fp8.h AND EXISTS ${folder}/crt/host_config.h)
+      message(STATUS "the emulator's CUDA headers: ${folder}")
+      set(${result} ${folder} PARENT_SCOPE)
+      return()
+    endif()
+  endforeach()
+  message(WARNING "no CUDA headers were found: the package will have no emulator. Run "
+                  "pip install 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-crt==13.0.*'")
+  set(${result} "" PARENT_SCOPE)
+endfunction()

@@ -1,8 +1,10 @@
 """What every test shares: intensity, back ends, and a hostile environment.
 
 A test that takes `device` runs once per back end: "cpu" is the reference implementation, called
-through the op; "cuda" the kernels. With `helpers.cover.over` it also takes `case`. Tests of a back
-end that is not there are deselected, and the summary says so.
+through the op; "cuda" the kernels. In the suites of the ops with kernels there is "emulator"
+besides: the kernels on CPU tensors (`tk.emulate`), under one of the two policies that together find
+the most. With `helpers.cover.over` a test also takes `case`. Tests of a back end that is not there
+are deselected, and the summary says so.
 
 Such tests find fresh memory filled with NaN. Random numbers are seeded by the test's name.
 """
@@ -23,7 +25,14 @@ import torch
 
 pytest.register_assert_rewrite("helpers")
 
-BACK_ENDS = ("cpu", "cuda")
+
+class Emulated(str):
+    """The device of tests on the emulator: it is the CPU, but a back end of its own."""
+
+
+BACK_ENDS = {"cpu": "cpu", "emulator": Emulated("cpu"), "cuda": "cuda"}
+EMULATED_SUITES = ("test_attention", "test_gemm")
+EMULATION_POLICIES = ("on_wait", "late_mma")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,27 +70,36 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def missing_back_ends() -> dict[str, str]:
     """The back ends that cannot run here, with the reason."""
-    from thunderkittens import _load
+    from thunderkittens import _load, emulation
 
+    missing = {}
+    if emulation.problem is not None:
+        missing["emulator"] = emulation.problem
     if not torch.cuda.is_available():
-        return {"cuda": "torch sees no CUDA device"}
-    if _load.cuda_problem is not None:
-        return {"cuda": _load.cuda_problem}
-    return {}
+        missing["cuda"] = "torch sees no CUDA device"
+    elif _load.cuda_problem is not None:
+        missing["cuda"] = _load.cuda_problem
+    return missing
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" not in metafunc.fixturenames:
         return
-    only_cuda = metafunc.definition.get_closest_marker("gpu") is not None
-    devices = ("cuda",) if only_cuda else BACK_ENDS
+    names = list(BACK_ENDS)
+    if metafunc.definition.get_closest_marker("gpu") is not None:
+        names = ["cuda"]
+    elif metafunc.module.__name__ not in EMULATED_SUITES:
+        names.remove("emulator")
     marker = metafunc.definition.get_closest_marker("cases")
     if marker is None:
-        metafunc.parametrize("device", devices)
+        metafunc.parametrize("device", [BACK_ENDS[name] for name in names], ids=names)
         return
     intensity = metafunc.config.getoption("intensity")
-    pairs = [(device, case) for device in devices for case in marker.args[0](device, intensity)]
-    ids = [f"{device}-{case_id(case)}" for device, case in pairs]
+    pairs, ids = [], []
+    for name in names:
+        for case in marker.args[0](BACK_ENDS[name], intensity):
+            pairs.append((BACK_ENDS[name], case))
+            ids.append(f"{name}-{case_id(case)}")
     metafunc.parametrize(("device", "case"), pairs, ids=ids)
 
 
@@ -99,12 +117,14 @@ _deselected: Counter[str] = Counter()
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     missing = missing_back_ends()
-    memory = 0 if missing else torch.cuda.mem_get_info()[1]
+    memory = 0 if "cuda" in missing else torch.cuda.mem_get_info()[1]
     kept, dropped = [], []
     for item in items:
         device = item.callspec.params.get("device") if hasattr(item, "callspec") else None
         if item.get_closest_marker("gpu"):
             device = "cuda"
+        if isinstance(device, Emulated):
+            device = "emulator"
         if device in missing:
             _deselected[f"{device}: {missing[device]}"] += 1
             dropped.append(item)
@@ -149,5 +169,12 @@ def hostile_environment(request: pytest.FixtureRequest):
         return
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
+    if isinstance(request.getfixturevalue("device"), Emulated):
+        import thunderkittens as tk
+
+        number = zlib.crc32(request.node.nodeid.encode())
+        with tk.emulate(EMULATION_POLICIES[number % len(EMULATION_POLICIES)], seed=number):
+            yield
+    else:
+        yield
     torch.use_deterministic_algorithms(False)

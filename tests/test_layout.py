@@ -89,11 +89,15 @@ def stems(folder: str, prefix: str = "") -> set[str]:
     }
 
 
+# Of a family, beside the op files: the choice of kernels, and the op on the emulator.
+HOST_FILES = ("choose.cpp", "emulated.cpp")
+
+
 def family_sources() -> list[Path]:
     return [
         p
         for p in (ROOT / "csrc").glob("*/*.cpp")
-        if p.parent.name not in ("common", "python") and p.name != "choose.cpp"
+        if p.parent.name not in ("common", "python") and p.name not in HOST_FILES
     ]
 
 
@@ -208,7 +212,7 @@ def test_pybind11_is_only_in_the_module():
 def test_tile_library_includes_cuda_and_std_only():
     """The emulated back end, which is a program of the host, may use the host's system too."""
     cuda_and_std = r"[a-z_]+|cuda[a-z0-9_]*\.h(pp)?"
-    system = r"ucontext\.h|(sys|sanitizer)/\w+\.h"
+    system = r"(ucontext|dlfcn|cxxabi)\.h|(sys|sanitizer)/\w+\.h"
     wrong = [
         f"{name(path)} includes {what}"
         for path in LIBRARY_FILES
@@ -228,6 +232,25 @@ DEVICE_CODE = [p for p in OUTSIDE_ARCH if p.suffix in (".cuh", ".cu")]
 
 def test_inline_assembly_is_only_in_arch():
     assert not hits(r"\basm\b", OUTSIDE_ARCH)
+
+
+def test_back_ends_have_the_same_functions():
+    """A function that one back end alone has would compile on it alone."""
+    pattern = (
+        r"^(?:\[\[noreturn\]\] )?(?:__device__ __forceinline__|inline|constexpr)\b[^(=;]*?(\w+)\("
+    )
+    inside = {"allow_shared_bytes", "cache_policy_bits", "shuffle_words"}
+    functions = [
+        {
+            function
+            for path in (ROOT / "kittens/arch" / folder).glob("*.cuh")
+            for part in code_of(path).split("namespace arch {")[1:]
+            for function in re.findall(pattern, part, re.M)
+        }
+        for folder in ("cuda", "emulated")
+    ]
+    assert len(functions[0]) > 80
+    assert functions[0] - functions[1] <= inside
 
 
 def test_back_ends_are_told_apart_only_in_arch():

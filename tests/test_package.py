@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import thunderkittens as tk
-from thunderkittens import _build, _load, info
+from thunderkittens import _build, _load, emulation, info
 
 ROOT = Path(__file__).resolve().parents[1]
 MEGABYTE = 2**20
@@ -44,7 +44,13 @@ def compiled(name: str) -> Path:
 
 C_MODULE = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
 HAS_CUDA_LIBRARY = bool(_build.record()["cuda_archs"] and _build.record()["families"])
-LIBRARIES = ["_schemas.so", *(["_cuda.so"] if HAS_CUDA_LIBRARY else []), C_MODULE]
+EMULATOR = f"_emulator{sysconfig.get_config_var('EXT_SUFFIX')}"
+LIBRARIES = [
+    "_schemas.so",
+    *(["_cuda.so"] if HAS_CUDA_LIBRARY else []),
+    *([EMULATOR] if emulation.problem is None else []),
+    C_MODULE,
+]
 
 
 class Elf:
@@ -123,7 +129,9 @@ def test_version_is_the_project_s():
     assert tk.__version__ == declared[1]
 
 
-@pytest.mark.parametrize("name", [*LIBRARIES, "_build.json", "kernels.json", "py.typed", "_C.pyi"])
+@pytest.mark.parametrize(
+    "name", [*LIBRARIES, "_build.json", "kernels.json", "py.typed", "_C.pyi", "_emulator.pyi"]
+)
 def test_package_holds(name):
     assert compiled(name).is_file()
 
@@ -168,6 +176,7 @@ def test_library_needs_only_what_is_expected(library):
         "_schemas.so": {"libtorch_cpu.so"},
         "_cuda.so": {"libtorch_cpu.so", "libtorch_cuda.so", "libcudart.so.13"},
         C_MODULE: set(),
+        EMULATOR: set(),
     }[library]
     elf = Elf(compiled(library))
     system = re.compile(r"lib(stdc\+\+|m|gcc_s|c|dl|rt|pthread)\.so\.\d+|ld-linux.*")

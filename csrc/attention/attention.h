@@ -46,6 +46,20 @@ constexpr Config with_dtype(Config config, DType dtype) {
     return config;
 }
 
+// Dynamic shared memory of a block: Q, the rings of K and V, semaphores and alignment; and a copy
+// of Q's size for the output where the limit of the architecture leaves room.
+struct ForwardMemory {
+    bool separate_out = false;
+    int bytes = 0;
+};
+constexpr ForwardMemory forward_memory(const Config& c) {
+    constexpr int limit = 227 * 1024, overhead = 2048;
+    const int q = c.warpgroups * 64 * c.head_dim * 2;
+    const int keys = 2 * c.stages * c.block_n * c.head_dim * 2;
+    const bool separate_out = 2 * q + keys + overhead <= limit;
+    return {separate_out, (separate_out ? 2 : 1) * q + keys + overhead};
+}
+
 struct Choice {
     Config config;
     // The blocks work on this many heads (of all batches) at a time, longest query blocks first.

@@ -107,6 +107,7 @@ std::vector<KernelInfo> kernels() {
                        " consumer warpgroups + 1 producer");
             info.source = name;
             info.threads = 128 * (config.warpgroups + 1);
+            info.shared_bytes = forward_memory(config).bytes;
             list.push_back(info);
         }
     }

@@ -48,9 +48,8 @@ struct ForwardKernel {
 
     // Whether the output has shared memory of its own, or reuses that of Q (and delays its next
     // load).
-    static constexpr int tile_bytes =
-        2 * warpgroups * int(sizeof(q_tile)) + 2 * stages * int(sizeof(kv_tile));
-    static constexpr bool separate_out = tile_bytes + 2048 <= MAX_SHARED_MEMORY;
+    static constexpr bool separate_out = forward_memory(config).separate_out;
+    static constexpr int shared_bytes = forward_memory(config).bytes;
 };
 
 template <class Kernel>
@@ -330,6 +329,8 @@ __global__ __launch_bounds__(Kernel::threads, 1) void forward_kernel(
 template <Config config>
 void launch_forward(const ForwardParams& params, Stream stream) {
     using Kernel = ForwardKernel<config>;
+    static_assert(sizeof(ForwardShared<Kernel>) + 1024 <= Kernel::shared_bytes,
+                  "forward_memory() must count all of the block's shared memory");
     using T = typename Kernel::T;
     const Problem& p = params.problem;
     const auto layout = [&]<class Layout>(const Operand& x, int64_t heads, int64_t length) {
@@ -357,7 +358,7 @@ void launch_forward(const ForwardParams& params, Stream stream) {
     };
     const auto blocks = unsigned(std::min(globals.schedule.items(), params.sm_count));
     kittens::launch(forward_kernel<Kernel>, dim3(blocks), dim3(Kernel::threads), dim3(1),
-                    sizeof(ForwardShared<Kernel>) + 1024, stream, globals);
+                    Kernel::shared_bytes, stream, globals);
 }
 
 }  // namespace thunderkittens::attention

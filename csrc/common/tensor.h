@@ -21,6 +21,7 @@
 #include "csrc/common/check.h"
 #include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
+#include "csrc/common/view.h"
 
 namespace thunderkittens {
 
@@ -108,50 +109,14 @@ inline void check_same_dtype(const char* op, const char* argument, const Tensor&
 
 // ---- views ----
 
-// A tensor of at most 4 dimensions, aligned to the right: missing leading dimensions have size 1.
-// Strides are in elements. The stride of a dimension of size 1 means nothing to torch and may be
-// any number, so it is replaced by that of a packed layout, which a tensor map accepts.
-struct View {
-    const void* data = nullptr;
-    std::array<int64_t, 4> size{1, 1, 1, 1};
-    std::array<int64_t, 4> stride{0, 0, 0, 0};
-};
-
 inline View as_4d(const Tensor& tensor) {
     const auto sizes = tensor.sizes();
     const auto strides = tensor.strides();
-    const int64_t dims = tensor.dim();
-    TK_CHECK(dims <= 4, "thunderkittens: at most 4 dimensions, got shape ", tuple_text(sizes));
-    View view{.data = tensor.data_ptr()};
-    int64_t packed = 1;
-    for (int64_t i = 3; i >= 0; --i) {
-        const int64_t source = i - (4 - dims);
-        view.size[i] = source >= 0 ? sizes[source] : 1;
-        view.stride[i] = view.size[i] > 1 ? strides[source] : packed;
-        packed = view.stride[i] * (view.size[i] > 1 ? view.size[i] : 1);
-    }
-    return view;
-}
-
-// Swaps the last two dimensions: the same memory, read in the other major order.
-inline View transposed(View view) {
-    std::swap(view.size[2], view.size[3]);
-    std::swap(view.stride[2], view.stride[3]);
-    return view;
-}
-
-// Whether a tensor map can describe the view: elements adjacent in the last dimension, base and the
-// other strides multiples of 16 bytes (CUDA driver API, cuTensorMapEncodeTiled), no negative
-// stride. Expanded dimensions (stride 0) are fine.
-inline bool fits_tensor_map(const View& view, int element_bytes) {
-    if (reinterpret_cast<uintptr_t>(view.data) % 16 != 0) return false;
-    if (view.size[3] > 1 && view.stride[3] != 1) return false;
-    for (int i = 0; i < 3; ++i) {
-        const int64_t bytes = view.stride[i] * element_bytes;
-        if (view.size[i] > 1 && (bytes < 0 || bytes % 16 != 0 || bytes >= (int64_t{1} << 40)))
-            return false;
-    }
-    return true;
+    TK_CHECK(tensor.dim() <= 4, "thunderkittens: at most 4 dimensions, got shape ",
+             tuple_text(sizes));
+    const auto dims = static_cast<std::size_t>(tensor.dim());
+    return make_view(tensor.data_ptr(), std::span(sizes.data(), dims),
+                     std::span(strides.data(), dims));
 }
 
 // ---- allocation ----

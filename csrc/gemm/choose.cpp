@@ -12,9 +12,9 @@ namespace {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// What a tile costs in clock cycles of an SM: block_m * block_n / 32 for its products of 64 steps of
-// k at the tensor cores' full rate, times `per_product`, plus `fixed`. Fitted to an H200: one consumer
-// keeps the tensor cores less busy than two, and small tiles load more bytes per product.
+// What a tile costs in clock cycles of an SM: block_m * block_n / 32 for its products of 64 steps
+// of k at the tensor cores' full rate, times `per_product`, plus `fixed`. Fitted to an H200: one
+// consumer keeps the tensor cores less busy than two, and small tiles load more bytes per product.
 struct TileCost {
     double per_product, fixed;
 };

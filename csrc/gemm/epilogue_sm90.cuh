@@ -1,11 +1,11 @@
-// What happens to a finished tile on Hopper: the bias, rounding to the output's type, and the way to
-// memory.
+// What happens to a finished tile on Hopper: the bias, rounding to the output's type, and the way
+// to memory.
 //
-// Values of a 16-bit type are rounded at once and kept in registers, half the size of the accumulators;
-// they leave in pieces of 128 bytes a row while the tensor cores already work on the next tile. On the
-// way they pass through a warp's own staging buffer, so that no warp waits for another. fp32 values do
-// not fit beside the next accumulators and leave before it starts. Rows that TMA cannot store (no
-// multiple of 16 bytes) are copied by the warp.
+// Values of a 16-bit type are rounded at once and kept in registers, half the size of the
+// accumulators; they leave in pieces of 128 bytes a row while the tensor cores already work on the
+// next tile. On the way they pass through a warp's own staging buffer, so that no warp waits for
+// another. fp32 values do not fit beside the next accumulators and leave before it starts. Rows
+// that TMA cannot store (no multiple of 16 bytes) are copied by the warp.
 #pragma once
 
 #include "csrc/gemm/tiles_sm90.cuh"
@@ -34,8 +34,8 @@ __device__ __forceinline__ void copy_rows(const Staging& staging, Word* out, int
     }
 }
 
-// A warp's staging buffer holds 16 rows of 128 bytes of the output; these send it there, by TMA, and by
-// the warp itself where TMA cannot store.
+// A warp's staging buffer holds 16 rows of 128 bytes of the output; these send it there, by TMA,
+// and by the warp itself where TMA cannot store.
 template <Config C, class Staging>
 __device__ __forceinline__ void send_by_tma(const typename Types<C>::Globals& g,
                                             const Staging& staging, uint32_t batch, uint32_t row,
@@ -101,7 +101,8 @@ struct Finished {
     __device__ __forceinline__ void send(const typename K::Globals& g, typename K::Shared& shared,
                                          int piece) const {
         auto& buffer = shared.out[kittens::warpid()][piece % 2];
-        // The last store from this buffer is the one before last, or the last if there is one piece.
+        // The last store from this buffer is the one before last, or the last if there is one
+        // piece.
         if (laneid() == 0) tma::store_async_read_wait<pieces % 2 == 0 ? 1 : 0>();
         arch::sync_warp();
         stage(piece, buffer);
@@ -118,8 +119,9 @@ struct Finished {
             sm90::send_by_warp<C>(g, buffer, batch, row, col + piece * staging::cols);
         }
     }
-    // All at once, after the last tile, when the stages are free: a buffer for each piece. Of a stage a
-    // consumer writes only where its own rows of a were: others may still be reading the rest.
+    // All at once, after the last tile, when the stages are free: a buffer for each piece. Of a
+    // stage a consumer writes only where its own rows of a were: others may still be reading the
+    // rest.
     __device__ __forceinline__ void send_last(const typename K::Globals& g,
                                               typename K::Shared& shared) const {
         static_assert(pieces <= C.stages);

@@ -28,8 +28,8 @@ struct Problem {
     bool bias = false;
 };
 
-// What one kernel is compiled for. A block computes block_m x block_n tiles, 64 of k at a time, with
-// one warpgroup that loads and `consumers` warpgroups that share the tile's rows.
+// What one kernel is compiled for. A block computes block_m x block_n tiles, 64 of k at a time,
+// with one warpgroup that loads and `consumers` warpgroups that share the tile's rows.
 struct Config {
     int block_m = 128;
     int block_n = 256;
@@ -43,8 +43,8 @@ struct Config {
 };
 constexpr int BLOCK_K = 64;
 
-// How tiles are dealt out. A cluster of cluster_m x cluster_n blocks works on neighbouring tiles and
-// loads what they share once. Clusters walk the tiles in bands of `band` cluster tiles, so that
+// How tiles are dealt out. A cluster of cluster_m x cluster_n blocks works on neighbouring tiles
+// and loads what they share once. Clusters walk the tiles in bands of `band` cluster tiles, so that
 // those at work at a time form a compact rectangle, whose operands fit the L2 cache. A band lies
 // along n (its tiles are next to each other in m), or along m when `bands_along_m`.
 struct Schedule {

@@ -1,15 +1,15 @@
 // Matrix product on Hopper: out = a @ b + bias, 16-bit operands, fp32 accumulation.
 //
 // A block is persistent and warp-specialised. One thread of the producer warpgroup keeps a ring of
-// stages (a block_m x 64 tile of a and a 64 x block_n tile of b) filled by TMA, running ahead across
-// tiles, so that the loads of the next tile overlap the epilogue of this one. The consumer warpgroups
-// divide the tile's rows; each multiplies with wgmma, one product in flight while it hands back the
-// stage of the one before. A finished tile of a 16-bit type is only rounded and kept in registers; it
-// leaves, piece by piece through a small staging buffer and TMA, while the products of the next tile
-// run, so that the tensor cores do not wait for it.
+// stages (a block_m x 64 tile of a and a 64 x block_n tile of b) filled by TMA, running ahead
+// across tiles, so that the loads of the next tile overlap the epilogue of this one. The consumer
+// warpgroups divide the tile's rows; each multiplies with wgmma, one product in flight while it
+// hands back the stage of the one before. A finished tile of a 16-bit type is only rounded and kept
+// in registers; it leaves, piece by piece through a small staging buffer and TMA, while the
+// products of the next tile run, so that the tensor cores do not wait for it.
 //
-// The blocks of a cluster work on neighbouring tiles. What two of them share, a's tile along a row of
-// the cluster, b's along a column, each loads half of and multicasts: fewer bytes from L2, which
+// The blocks of a cluster work on neighbouring tiles. What two of them share, a's tile along a row
+// of the cluster, b's along a column, each loads half of and multicasts: fewer bytes from L2, which
 // in large products is power, and power is what limits those.
 //
 // Operands may lie in memory in either major order: TMA brings them into shared memory as they are,
@@ -110,8 +110,8 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
     using K = Types<C>;
     const Place place(g);
     const int consumer = warpgroup::groupid();
-    // Warp i of a consumer hands stages back to block i of the cluster, if that block fills them. One
-    // arrival stands for the warpgroup, which wgmma reads shared memory as.
+    // Warp i of a consumer hands stages back to block i of the cluster, if that block fills them.
+    // One arrival stands for the warpgroup, which wgmma reads shared memory as.
     const uint32_t peer = warpgroup::warpid();
     const uint32_t peer_m = g.cluster_n == 2 ? peer / 2 : peer,
                    peer_n = g.cluster_n == 2 ? peer % 2 : 0;
@@ -184,8 +184,8 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
     if (laneid() == 0) tma::store_async_read_wait();
 }
 
-// A template over a type: nvcc 13.0 writes host code that does not compile for a __global__ template
-// over a struct's value.
+// A template over a type: nvcc 13.0 writes host code that does not compile for a __global__
+// template over a struct's value.
 template <class K>
 __global__ __launch_bounds__(K::threads,
                              1) void gemm_kernel(const __grid_constant__ typename K::Globals g) {
@@ -208,8 +208,8 @@ __global__ __launch_bounds__(K::threads,
             }
             arch::sync_warp();
         }
-        // The other blocks of the cluster arrive at these semaphores too; of a single block only the
-        // consumers must wait until they are there.
+        // The other blocks of the cluster arrive at these semaphores too; of a single block only
+        // the consumers must wait until they are there.
         if (alone)
             arch::named_barrier_arrive(READY, K::threads);
         else

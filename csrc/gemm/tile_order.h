@@ -3,8 +3,8 @@
 //
 // Tiles are walked in bands of `band` tiles. Within a band the short side runs fastest, so that any
 // run of consecutive indices, which is what the GPU works on at a time, covers a compact rectangle
-// and needs few different rows of a and columns of b. Every other band runs backwards: it starts with
-// what the last one has left in the L2 cache.
+// and needs few different rows of a and columns of b. Every other band runs backwards: it starts
+// with what the last one has left in the L2 cache.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,9 @@
 
 namespace thunderkittens::gemm {
 
-// Division of numbers below 2^31 by a divisor that is known before the launch: one multiplication, and
-// a shift (Granlund and Montgomery, 1994). Several dependent divisions would otherwise delay the first load.
+// Division of numbers below 2^31 by a divisor that is known before the launch: one multiplication,
+// and a shift (Granlund and Montgomery, 1994). Several dependent divisions would otherwise delay
+// the first load.
 struct Divisor {
     uint32_t value = 1, multiplier = 0, shift = 0;
 

@@ -1,8 +1,8 @@
-// The hardware layer: every instruction that C++ has no word for, behind a plain function.
-// This is the only folder with inline assembly and the only place that knows which back end is compiled:
-// `cuda/` for nvcc, `emulated/` for a host compiler (kernels then run on the CPU). Both have the same
-// function names, each in a namespace of its own, so that object files of two back ends never share a
-// symbol.
+// The hardware layer: every instruction that C++ has no word for, behind a plain function. This is
+// the only folder with inline assembly and the only place that knows which back end is compiled:
+// `cuda/` for nvcc, `emulated/` for a host compiler (kernels then run on the CPU). Both have the
+// same function names, each in a namespace of its own, so that object files of two back ends never
+// share a symbol.
 #pragma once
 
 #if defined(__CUDACC__)

@@ -179,7 +179,8 @@ constexpr int shared_bytes =
 template <class T>
 void launch(dim3 grid, cudaStream_t stream,
             const detail::globals_of<detail::layout_of<T>>& globals) {
-    kittens::launch(kernel<T>, grid, dim3(detail::NUM_THREADS_v<T>), dim3(1), shared_bytes<T>,
+    kittens::launch(kernel<T>, grid, dim3(detail::NUM_THREADS_v<T>),
+                    dim3(arch::cluster_of_launch(detail::CLUSTER_BLOCKS_v<T>)), shared_bytes<T>,
                     stream, globals);
 }
 

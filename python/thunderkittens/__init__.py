@@ -1,8 +1,9 @@
 """Fast GPU kernels for PyTorch, and the tile library that they are written on.
 
 `attention` and `gemm` are differentiable, work under torch.compile, and take CPU tensors too, where
-they run the reference formula. `reference` holds every op in plain PyTorch. `get_include()` is the
-folder of the tile library's headers, for kernels of one's own. On the command line: `python -m
+they run the reference formula, or, inside `with emulate():`, the GPU's kernels on an emulator.
+`reference` holds every op in plain PyTorch. `get_include()` is the folder of the tile library's
+headers, for kernels of one's own. On the command line: `python -m
 thunderkittens` with `info`, `demo` or `bench`.
 """
 
@@ -17,6 +18,7 @@ __version__: str = _build.record()["version"]
 try:
     _load.load()
     from . import reference
+    from .emulation import DeadlockError, EmulatorError, emulate
     from .ops.attention import attention
     from .ops.gemm import gemm
 
@@ -26,7 +28,16 @@ except ImportError as _error:
         raise
     _load.import_problem = str(_error)
 
-__all__ = ["__version__", "attention", "gemm", "get_include", "reference"]
+__all__ = [
+    "DeadlockError",
+    "EmulatorError",
+    "__version__",
+    "attention",
+    "emulate",
+    "gemm",
+    "get_include",
+    "reference",
+]
 
 
 def get_include() -> str:

@@ -12,7 +12,7 @@ __global__ void multicast_kernel(const __grid_constant__ tma_global<ST, 2> sourc
                                  const __grid_constant__ global<typename ST::T> seen,
                                  const unsigned mask) {
     using T = typename ST::T;
-    shared_allocator al(shared_memory());
+    shared_allocator<> al(shared_memory());
     ST(&tiles)[BLOCKS] = al.allocate<ST, BLOCKS>();
     semaphore& arrived = al.allocate<semaphore>();
     const int rank = kittens::cluster::rank();
@@ -79,7 +79,7 @@ __global__ void remote_kernel(const __grid_constant__ global<typename O::T> sour
                               const __grid_constant__ global<typename O::T> seen,
                               const Remote how) {
     using G = group<WARPS>;
-    shared_allocator al(shared_memory());
+    shared_allocator<> al(shared_memory());
     O& own = al.allocate<O>();
     O& received = al.allocate<O>();
     semaphore& arrived = al.allocate<semaphore>();

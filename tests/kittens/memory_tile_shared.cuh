@@ -9,7 +9,7 @@ namespace unit {
 template <int WARPS, class RT, class ST>
 __global__ void shared_to_register_kernel(const __grid_constant__ global<typename ST::T> from,
                                           const __grid_constant__ global<typename RT::T> to) {
-    shared_allocator al(shared_memory());
+    shared_allocator<> al(shared_memory());
     ST& tile = al.allocate<ST>();
     read(tile, from);
     arch::sync_block();
@@ -20,7 +20,7 @@ __global__ void shared_to_register_kernel(const __grid_constant__ global<typenam
 template <int WARPS, class RT, class ST>
 __global__ void register_to_shared_kernel(const __grid_constant__ global<typename RT::T> from,
                                           const __grid_constant__ global<typename ST::T> to) {
-    shared_allocator al(shared_memory());
+    shared_allocator<> al(shared_memory());
     ST& tile = al.allocate<ST>();
     RT registers;
     read(registers, from, group<WARPS>::warpid() * RT::rows);

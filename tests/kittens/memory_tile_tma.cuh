@@ -17,7 +17,7 @@ template <class ST, int axis>
 __global__ void tma_load_kernel(const __grid_constant__ tma_global<ST, axis> source,
                                 const __grid_constant__ global<typename ST::T> seen,
                                 const coord<ST> at, const Hint hint) {
-    shared_allocator al(shared_memory());
+    shared_allocator<> al(shared_memory());
     ST& tile = al.allocate<ST>();
     semaphore& arrived = al.allocate<semaphore>();
     poison_shared(tile);
@@ -47,7 +47,7 @@ __global__ void tma_store_kernel(const __grid_constant__ tma_global<ST, axis> de
                                  const __grid_constant__ global<typename ST::T> values,
                                  const coord<ST> at, const Store how) {
     using T = typename ST::T;
-    shared_allocator al(shared_memory());
+    shared_allocator<> al(shared_memory());
     ST& tile = al.allocate<ST>();
     read(tile, values);
     arch::sync_block();

@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(128)
                              const __grid_constant__ global<typename P::TB> b,
                              const __grid_constant__ global<typename P::TD> d,
                              const bool accumulate) {
-    shared_allocator al(shared_memory());
+    shared_allocator<> al(shared_memory());
     typename P::SB& sb = al.allocate<typename P::SB>();
     read(sb, b);
     rt<typename P::TD, 16, P::N> product;

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(128)
                         const __grid_constant__ global<float> d, const int i, const int j) {
     constexpr int a_rows = transpose_a ? K : 64, a_cols = transpose_a ? 64 : K;
     constexpr int b_rows = transpose_b ? N : K, b_cols = transpose_b ? K : N;
-    shared_allocator al(shared_memory());
+    shared_allocator<> al(shared_memory());
     auto& sa = al.allocate<st<T, 2 * a_rows, 2 * a_cols>>();
     auto& sb = al.allocate<st<T, 2 * b_rows, 2 * b_cols>>();
     read(sa, a);

@@ -28,7 +28,7 @@ __device__ void report(const Output& seen, int i, float value) {
 // A phase completes with the last arrival, not before.
 __global__ void phases(const __grid_constant__ Output seen, const int arrivals,
                        const int transactions, const int rounds) {
-    shared_allocator al(shared_memory());
+    shared_allocator<> al(shared_memory());
     semaphore& s = al.allocate<semaphore>();
     if (threadIdx.x != 0) return;
     init_semaphore(s, arrivals, transactions);
@@ -37,7 +37,9 @@ __global__ void phases(const __grid_constant__ Output seen, const int arrivals,
         const int phase = round % 2;
         // The phase before the first counts as completed.
         report(seen, i++, test_wait(s, phase ^ 1));
-        arrive(s, static_cast<uint32_t>(arrivals + transactions - 1));
+        if (arrivals + transactions > 1) {
+            arrive(s, static_cast<uint32_t>(arrivals + transactions - 1));
+        }
         report(seen, i++, test_wait(s, phase));
         arrive(s);
         wait(s, phase);
@@ -49,7 +51,7 @@ __global__ void phases(const __grid_constant__ Output seen, const int arrivals,
 
 // Bytes count as well as arrivals: the first block of two sends to the second.
 __global__ void transactions(const __grid_constant__ Output seen, const int bytes) {
-    shared_allocator al(shared_memory());
+    shared_allocator<> al(shared_memory());
     semaphore& s = al.allocate<semaphore>();
     sv_fl<1024>& from = al.allocate<sv_fl<1024>>();
     sv_fl<1024>& to = al.allocate<sv_fl<1024>>();
@@ -82,7 +84,7 @@ __global__ void transactions(const __grid_constant__ Output seen, const int byte
 
 // One producer warp, one consumer warp, a ring of stages whose parities are bits of one word.
 __global__ void ring(const __grid_constant__ Output seen, const int stages, const int rounds) {
-    shared_allocator al(shared_memory());
+    shared_allocator<> al(shared_memory());
     semaphore(&full)[16] = al.allocate<semaphore, 16>();
     semaphore(&empty)[16] = al.allocate<semaphore, 16>();
     sv_fl<32>(&slots)[16] = al.allocate<sv_fl<32>, 16>();
@@ -120,7 +122,7 @@ __global__ void ring(const __grid_constant__ Output seen, const int stages, cons
 template <int WARPS>
 __global__ void group_barriers(const __grid_constant__ Output seen) {
     using G = group<WARPS>;
-    shared_allocator al(shared_memory());
+    shared_allocator<> al(shared_memory());
     sv_fl<1024>& values = al.allocate<sv_fl<1024>>();
     const int first = G::groupid() * G::GROUP_THREADS, me = G::laneid();
     for (int round = 0; round < 4; ++round) {
@@ -133,7 +135,7 @@ __global__ void group_barriers(const __grid_constant__ Output seen) {
 }
 // One group announces, another waits.
 __global__ void arrive_then_sync(const __grid_constant__ Output seen) {
-    shared_allocator al(shared_memory());
+    shared_allocator<> al(shared_memory());
     sv_fl<32>& values = al.allocate<sv_fl<32>>();
     if (kittens::warpid() == 0) {
         values.set(laneid(), float(laneid()));
@@ -144,7 +146,7 @@ __global__ void arrive_then_sync(const __grid_constant__ Output seen) {
     }
 }
 __global__ void block_barrier(const __grid_constant__ Output seen, const int id) {
-    shared_allocator al(shared_memory());
+    shared_allocator<> al(shared_memory());
     sv_fl<256>& values = al.allocate<sv_fl<256>>();
     values.set(int(threadIdx.x), float(threadIdx.x));
     everyone::sync(id);
@@ -155,7 +157,7 @@ __global__ void block_barrier(const __grid_constant__ Output seen, const int id)
 template <int WARPS>
 __global__ void elected(const __grid_constant__ Output seen) {
     using G = group<WARPS>;
-    shared_allocator al(shared_memory());
+    shared_allocator<> al(shared_memory());
     sv_fl<1024>& counts = al.allocate<sv_fl<1024>>();
     const int me = int(threadIdx.x);
     const bool first = G::elect_leader(), second = G::elect_leader();
@@ -169,7 +171,7 @@ __global__ void elected(const __grid_constant__ Output seen) {
 
 // Every block writes to its own shared memory what the others read after the barrier.
 __global__ void cluster_barrier(const __grid_constant__ Output seen, const bool split) {
-    shared_allocator al(shared_memory());
+    shared_allocator<> al(shared_memory());
     sv_fl<32>& own = al.allocate<sv_fl<32>>();
     sv_fl<32>& other = al.allocate<sv_fl<32>>();
     const int rank = kittens::cluster::rank(), blocks = static_cast<int>(arch::cluster_size());
@@ -187,7 +189,7 @@ __global__ void cluster_barrier(const __grid_constant__ Output seen, const bool 
 }
 // Every block waits for one arrival of each block of the cluster, itself included.
 __global__ void remote_arrivals(const __grid_constant__ Output seen, const int rounds) {
-    shared_allocator al(shared_memory());
+    shared_allocator<> al(shared_memory());
     semaphore& s = al.allocate<semaphore>();
     sv_fl<32>& values = al.allocate<sv_fl<32>>();
     sv_fl<32>& mine = al.allocate<sv_fl<32>>();
@@ -216,7 +218,7 @@ __global__ void remote_arrivals(const __grid_constant__ Output seen, const int r
 template <int WARPS>
 __global__ void group_forms(const __grid_constant__ Output seen) {
     using G = group<WARPS>;
-    shared_allocator al(shared_memory());
+    shared_allocator<> al(shared_memory());
     semaphore& s = al.allocate<semaphore>();
     G::init_semaphore(s, 0, 3);
     arch::sync_block();

@@ -1,9 +1,11 @@
-"""The tile library's own tests, in three parts.
+"""The tile library's own tests, in four parts.
 
 - Layouts: the fragment and swizzle functions against formulas written here, compiled by g++ alone.
 - Errors: every file of `compile_fail/` must be refused with the sentence in its first line.
 - Kernels: the sections of the unit tests' program, on a GPU. It is built here unless the
   environment variable THUNDERKITTENS_UNIT_TESTS names a built one.
+- The same program on the emulator, everywhere, under each of its policies
+  (THUNDERKITTENS_EMULATED_UNIT_TESTS names a built one).
 """
 
 from __future__ import annotations
@@ -247,3 +249,46 @@ def test_section(program, section):
 def test_sections_are_complete(program):
     listed = subprocess.run([program, "--sections"], capture_output=True, text=True, check=True)
     assert listed.stdout.split() == SECTIONS
+
+
+# ---- kernels on the emulator ----
+
+
+@pytest.fixture(scope="session")
+def emulated_program(tmp_path_factory: pytest.TempPathFactory) -> str:
+    if built := os.environ.get("THUNDERKITTENS_EMULATED_UNIT_TESTS"):
+        return built
+    from thunderkittens import emulation
+
+    headers, cmake = emulation.cuda_headers(), shutil.which("cmake")
+    if headers is None:
+        pytest.skip(emulation.NO_HEADERS)
+    if cmake is None:
+        pytest.skip("no cmake to build the unit tests with")
+    folder = tmp_path_factory.mktemp("emulated_unit")
+    options = ["-DEMULATED=ON", f"-DCUDA_HEADERS={headers}", "-DINTENSITY=1"]
+    for command in (
+        [cmake, "-S", str(HERE), "-B", str(folder), "-DCMAKE_BUILD_TYPE=None", *options],
+        [cmake, "--build", str(folder), "-j", str(os.cpu_count() or 2)],
+    ):
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    return str(folder / "unit_tests")
+
+
+@pytest.mark.timeout(1800)  # the first one waits for the build
+@pytest.mark.parametrize("policy", ["on_wait", "late_mma", "eager", "random"])
+def test_emulated_sections(emulated_program, policy):
+    environment = os.environ | {"KITTENS_POLICY": policy, "KITTENS_SEED": "1"}
+    result = subprocess.run(
+        [emulated_program],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env=environment,
+    )
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
+    sections = [line.split() for line in result.stdout.splitlines() if line.startswith("SECTION")]
+    assert [section[1] for section in sections] == SECTIONS
+    assert all(int(passed) > 0 and failed == "0" for *_, passed, _, failed in sections)

@@ -1,10 +1,7 @@
 // The framework's back: device memory, comparison, dumps, the command line.
 #include "unit.h"
 
-#include <cuda_runtime.h>
-
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdarg>
 #include <cstdio>
@@ -14,41 +11,12 @@
 #include <map>
 #include <stdexcept>
 
+#include "device_memory.h"
+
 namespace unit {
 namespace {
 
-constexpr size_t arena_bytes = size_t(128) << 20;
 constexpr size_t guard_bytes = 1024;
-
-void check(cudaError_t error, const char* what) {
-    if (error != cudaSuccess) {
-        throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
-    }
-}
-
-// A kernel that waits for ever must not take the other cases with it.
-struct Hang : std::runtime_error {
-    using std::runtime_error::runtime_error;
-};
-void wait_for_device() {
-    const auto start = std::chrono::steady_clock::now();
-    cudaError_t state;
-    while ((state = cudaStreamQuery(nullptr)) == cudaErrorNotReady) {
-        if (std::chrono::steady_clock::now() - start > std::chrono::seconds(10)) {
-            throw Hang("the kernel did not end within 10 seconds");
-        }
-    }
-    check(state, "kernel");
-}
-
-uint8_t* arena() {
-    static uint8_t* memory = [] {
-        void* p = nullptr;
-        check(cudaMalloc(&p, arena_bytes), "cudaMalloc");
-        return static_cast<uint8_t*>(p);
-    }();
-    return memory;
-}
 
 struct Options {
     std::vector<std::string> filters;
@@ -202,14 +170,14 @@ void* Case::add(const char* name, Type type, const Values& values, bool is_outpu
     buffer.is_output = is_output;
     const size_t padded = (values.size() * bytes + guard_bytes - 1) / guard_bytes * guard_bytes;
     before_.resize(buffer.offset + padded + guard_bytes, 0xFF);
-    if (before_.size() > arena_bytes)
+    if (before_.size() > device::arena_bytes)
         throw std::runtime_error("the case's buffers exceed the arena");
     for (size_t i = 0; i < values.size(); ++i) {
         const uint32_t bits = encode(type, values[i]);
         std::memcpy(&before_[buffer.offset + i * bytes], &bits, bytes);
     }
     buffers_.push_back(std::move(buffer));
-    return arena() + buffers_.back().offset;
+    return device::arena() + buffers_.back().offset;
 }
 void* Case::input(const char* name, Type type, const Values& values) {
     return add(name, type, values, false);
@@ -245,12 +213,11 @@ void Case::expect(const char* name, const Values& expected, Tolerance tolerance,
 }
 
 void Case::launch(const std::function<void()>& launch) {
-    check(cudaMemcpy(arena(), before_.data(), before_.size(), cudaMemcpyHostToDevice), "upload");
+    device::upload(before_);
     launch();
-    check(cudaGetLastError(), "launch");
-    wait_for_device();
+    device::wait();
     after_.resize(before_.size());
-    check(cudaMemcpy(after_.data(), arena(), after_.size(), cudaMemcpyDeviceToHost), "download");
+    device::download(after_);
     launched_ = true;
 }
 
@@ -359,7 +326,7 @@ class Runner {
         try {
             body(test);
             reason = test.verify();
-        } catch (const Hang& error) {
+        } catch (const device::Hang& error) {
             reason = error.what();
             hangs = true;
         } catch (const std::exception& error) {
@@ -375,8 +342,7 @@ class Runner {
             std::printf("FAILED %s: %s\n", full_name.c_str(), reason.c_str());
         }
         if (!options.dump.empty()) test.dump(options.dump, reason);
-        if (hangs || cudaPeekAtLastError() != cudaSuccess ||
-            cudaDeviceSynchronize() != cudaSuccess) {
+        if (hangs || device::is_lost()) {
             // An error that the context keeps: no later case could run.
             std::printf("ABORTED %s\n", full_name.c_str());
             print_totals();

@@ -39,6 +39,9 @@ inline void allow_shared_bytes(const void* kernel, size_t bytes) {
     done.insert({kernel, device});
 }
 
+// What a launch must say of the cluster of a kernel that has __cluster_dims__: nothing.
+constexpr unsigned cluster_of_launch(int) { return 1; }
+
 template <class... Parameters, class... Arguments>
 void launch(bool dependent, void (*kernel)(Parameters...), dim3 grid, dim3 block, dim3 cluster,
             size_t shared_bytes, cudaStream_t stream, Arguments&&... arguments) {

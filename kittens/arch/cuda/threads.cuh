@@ -48,6 +48,14 @@ __device__ __forceinline__ bool elect_one() {
     return predicate != 0;
 }
 
+// An object in shared memory beside the dynamic one, the same for all threads of the block and for
+// all calls with this type and number. It is not initialised.
+template <class T, int NUMBER = 0>
+__device__ __forceinline__ T& static_shared() {
+    __shared__ alignas(alignof(T) < 16 ? 16 : alignof(T)) unsigned char bytes[sizeof(T)];
+    return *reinterpret_cast<T*>(bytes);
+}
+
 // Size of what shared_memory() points to, as given at the launch.
 __device__ __forceinline__ uint32_t dynamic_shared_bytes() {
     uint32_t bytes;

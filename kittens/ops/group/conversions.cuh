@@ -189,8 +189,9 @@ struct conversion_ops {
                     if constexpr (D::is_naive) {
                         d.data[o][i] = convert<To>(detail::fetch_element<D>(s, o, i, 0));
                     } else {
-                        d.data[o][i] = {convert<To>(detail::fetch_element<D>(s, o, i, 0)),
-                                        convert<To>(detail::fetch_element<D>(s, o, i, 1))};
+                        d.data[o][i] =
+                            packed_type<To>{convert<To>(detail::fetch_element<D>(s, o, i, 0)),
+                                            convert<To>(detail::fetch_element<D>(s, o, i, 1))};
                     }
                 }
             }

@@ -14,6 +14,7 @@ from typing import Any, Literal, NoReturn, overload
 import torch
 from torch import Tensor
 
+from .. import emulation
 from ..reference.attention import attention as reference_attention
 from ..reference.attention import attention_backward as reference_attention_backward
 from ._registration import (
@@ -217,6 +218,9 @@ def _cpu(
     q: Tensor, k: Tensor, v: Tensor, causal: int, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
     attention_shape(q, k, v, causal, scale)
+    if emulation.active():
+        result = emulation.run("attention", {"q": q, "k": k, "v": v}, causal=causal, scale=scale)
+        return torch.empty_like(q).copy_(result["out"]), result["lse"]
     out, lse = reference_attention(
         q, k, v, causal=_ALIGNMENTS[causal], scale=scale, return_lse=True
     )

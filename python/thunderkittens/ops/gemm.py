@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import emulation
 from ..reference.gemm import gemm as reference_gemm
 from ._registration import (
     autocast_active,
@@ -204,6 +205,9 @@ def _cpu(
     a: Tensor, b: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     _op_shape(a, b, bias, out_dtype)
+    if emulation.active():
+        out = emulation.NAMES[out_dtype or a.dtype]
+        return emulation.run("gemm", {"a": a, "b": b, "bias": bias}, out_dtype=out)["out"]
     return reference_gemm(a, b, bias=bias, out_dtype=out_dtype)
 
 

@@ -1,0 +1,155 @@
+// What a family gives to the emulator's library, _emulator.so: in csrc/<family>/emulated.cpp, for
+// each op, a function that does on arrays in CPU memory what the op's torch code does on tensors:
+// checks, copies of what TMA cannot read, allocation, choice, launch. The kernels are those of the
+// family's inst/ folder, compiled by the host compiler. Host C++ without torch, NumPy or Python.
+#pragma once
+
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "csrc/common/registry.h"
+#include "csrc/common/view.h"
+
+namespace thunderkittens::emulated {
+
+// A strided array of up to four dimensions; strides count elements.
+struct Array {
+    DType dtype = DType::bf16;
+    std::vector<int64_t> size, stride;
+    uint8_t* data = nullptr;
+    std::shared_ptr<void> owner;  // of the memory, where it is ours
+
+    int64_t dims() const { return static_cast<int64_t>(size.size()); }
+    int64_t elements() const {
+        return std::accumulate(size.begin(), size.end(), int64_t{1}, std::multiplies<>());
+    }
+    // From the first byte to the last.
+    int64_t extent() const {
+        if (elements() == 0) return 0;
+        int64_t last = 0;
+        for (std::size_t i = 0; i < size.size(); ++i) last += (size[i] - 1) * stride[i];
+        return (last + 1) * size_in_bytes(dtype);
+    }
+    View view() const { return make_view(data, size, stride); }
+};
+
+// Fresh memory is NaN in every format. Strides are packed, rows padded to a multiple of `pad`
+// elements.
+inline Array allocate(std::vector<int64_t> size, DType dtype, int64_t pad = 1) {
+    Array a{.dtype = dtype, .size = std::move(size)};
+    a.stride.resize(a.size.size());
+    int64_t pitch = 1;
+    for (std::size_t i = a.size.size(); i-- > 0;) {
+        a.stride[i] = pitch;
+        pitch *= std::max<int64_t>(a.size[i], 1);
+        if (i + 1 == a.size.size()) pitch = (pitch + pad - 1) / pad * pad;
+    }
+    const auto bytes = static_cast<std::size_t>((pitch * size_in_bytes(dtype) + 127) / 128 * 128);
+    a.owner = std::shared_ptr<void>(std::aligned_alloc(128, bytes), std::free);
+    if (!a.owner) throw std::bad_alloc();
+    a.data = static_cast<uint8_t*>(a.owner.get());
+    std::memset(a.data, 0xff, bytes);
+    return a;
+}
+
+template <class F>
+void for_each_row(const Array& a, F f) {
+    const View v = a.view();
+    for (int64_t b = 0; b < v.size[0]; ++b)
+        for (int64_t d = 0; d < v.size[1]; ++d)
+            for (int64_t r = 0; r < v.size[2]; ++r)
+                f(b * v.stride[0] + d * v.stride[1] + r * v.stride[2], b, d, r);
+}
+inline void copy_elements(const Array& to, const Array& from) {
+    const auto bytes = static_cast<std::size_t>(size_in_bytes(from.dtype));
+    const View t = to.view(), f = from.view();
+    for_each_row(to, [&](int64_t at, int64_t b, int64_t d, int64_t r) {
+        const int64_t source = b * f.stride[0] + d * f.stride[1] + r * f.stride[2];
+        for (int64_t c = 0; c < t.size[3]; ++c) {
+            std::memcpy(to.data + std::size_t(at + c * t.stride[3]) * bytes,
+                        from.data + std::size_t(source + c * f.stride[3]) * bytes, bytes);
+        }
+    });
+}
+// A copy that a tensor map can describe.
+inline Array copy_for_tensor_map(const Array& a) {
+    Array copy = allocate(a.size, a.dtype, 16 / size_in_bytes(a.dtype));
+    copy_elements(copy, a);
+    return copy;
+}
+inline Array for_tensor_map(const Array& a) {
+    return fits_tensor_map(a.view(), size_in_bytes(a.dtype)) ? a : copy_for_tensor_map(a);
+}
+
+// One call of an op.
+struct Call {
+    std::map<std::string, Array> arrays;
+    Fields scalars;
+    Fields config;  // fields of the choice to be forced
+    DeviceProperties device;
+
+    const Array& array(const std::string& name) const {
+        const auto found = arrays.find(name);
+        TK_CHECK(found != arrays.end(), "the emulator needs the array '", name, "'");
+        return found->second;
+    }
+    const Array* optional(const std::string& name) const {
+        const auto found = arrays.find(name);
+        return found == arrays.end() ? nullptr : &found->second;
+    }
+    template <class T>
+    T scalar(const std::string& name, T otherwise) const {
+        const auto found = scalars.find(name);
+        if (found == scalars.end()) return otherwise;
+        T value{};
+        detail::from_value(name, found->second, value);
+        return value;
+    }
+};
+struct Result {
+    std::map<std::string, Array> arrays;
+    Fields choice;
+};
+
+// Overwrites fields of a choice by those that are forced.
+template <class Choice>
+void force(Choice& choice, const Call& call) {
+    std::size_t used = 0;
+    visit_fields(choice, [&](const char* name, auto& field) {
+        const auto found = call.config.find(name);
+        if (found == call.config.end()) return;
+        detail::from_value(name, found->second, field);
+        ++used;
+    });
+    TK_CHECK(used == call.config.size(), "the emulator: a forced field is none of the choice's");
+}
+
+// Gives the kernels that are launched in this scope their name, and the memory that they may
+// access. Defined where the tile library is known, in csrc/python/emulator/.
+class Launch {
+  public:
+    explicit Launch(const std::string& kernel);
+    ~Launch();
+    void may_read(const char* name, const Array& a);
+    void may_write(const char* name, const Array& a);
+
+  private:
+    struct Scope;
+    std::unique_ptr<Scope> scope_;
+};
+
+using Run = Result (*)(const Call&);
+inline std::map<std::string, Run>& runs() {
+    static std::map<std::string, Run> all;
+    return all;
+}
+inline bool register_run(const std::string& op, Run run) { return runs().emplace(op, run).second; }
+
+}  // namespace thunderkittens::emulated

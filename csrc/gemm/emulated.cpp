@@ -1,0 +1,123 @@
+// gemm on the emulator: out = a @ b + bias, as gemm.cpp does it on CUDA tensors.
+#include "csrc/common/emulated.h"
+#include "csrc/gemm/gemm.h"
+
+namespace thunderkittens::gemm {
+namespace {
+
+using emulated::Array;
+
+// An operand as TMA reads it, see gemm.cpp.
+struct Operand {
+    Array array;
+    View view;
+    bool swapped = false;
+
+    int64_t stride() const { return view.stride[2]; }
+    int64_t batch_stride() const { return view.size[1] > 1 ? view.stride[1] : 0; }
+};
+Operand operand(const Array& array) {
+    Operand result{.array = array, .view = array.view()};
+    if (fits_tensor_map(result.view, 2)) return result;
+    if (const View columns = transposed(result.view); fits_tensor_map(columns, 2)) {
+        result.view = columns;
+        result.swapped = true;
+        return result;
+    }
+    result.array = emulated::copy_for_tensor_map(array);
+    result.view = result.array.view();
+    return result;
+}
+Operand zeros(DType dtype, bool swapped) {
+    Operand result{.array = emulated::allocate({8}, dtype), .swapped = swapped};
+    std::memset(result.array.data, 0, 16);
+    result.view = result.array.view();
+    return result;
+}
+
+constexpr std::size_t SHAPES = std::size(TILE_SHAPES);
+constexpr Config config_at(std::size_t i) {
+    return make_config(TILE_SHAPES[i / 8], i / 4 % 2 == 0 ? DType::bf16 : DType::fp16,
+                       i / 2 % 2 != 0, i % 2 != 0);
+}
+template <std::size_t... indices>
+void launch_any(const Config& config, const Params& params, std::index_sequence<indices...>) {
+    const bool found =
+        ((config == config_at(indices) ? (launch<config_at(indices)>(params, nullptr), true)
+                                       : false) ||
+         ...);
+    TK_CHECK(found, "tk.gemm: no kernel ", kernel_name(config));
+}
+
+emulated::Result run(const emulated::Call& call) {
+    const Array &a = call.array("a"), &b = call.array("b");
+    const Array* bias = call.optional("bias");
+    TK_CHECK((a.dims() == 2 || a.dims() == 3) && (b.dims() == 2 || b.dims() == a.dims()),
+             "tk.gemm: a and b must have 2 or 3 dimensions");
+    TK_CHECK(a.size.back() == b.size[b.size.size() - 2] &&
+                 (b.dims() == 2 || b.size[0] == a.size[0]) && a.dtype == b.dtype,
+             "tk.gemm: a ", tuple_text(a.size), " and b ", tuple_text(b.size), " do not match");
+    TK_CHECK(a.dtype != DType::fp32, "tk.gemm: operands must be bf16 or fp16");
+    TK_CHECK(
+        !bias || (bias->dims() == 1 && bias->size[0] == b.size.back() && bias->dtype == a.dtype),
+        "tk.gemm: bias must have one value per column of b");
+    const DType out_dtype = call.scalar("out_dtype", a.dtype);
+    const int64_t batch = a.dims() == 3 ? a.size[0] : 1;
+    const int64_t m = a.size[a.size.size() - 2], n = b.size.back();
+    Array out = a.dims() == 3 ? emulated::allocate({batch, m, n}, out_dtype)
+                              : emulated::allocate({m, n}, out_dtype);
+    emulated::Result result;
+    result.arrays["out"] = out;
+    if (out.elements() == 0) return result;
+
+    const bool nothing = a.size.back() == 0;
+    const int64_t k = nothing ? 8 : a.size.back();
+    const Operand left = nothing ? zeros(a.dtype, false) : operand(a);
+    const Operand right = nothing ? zeros(a.dtype, true) : operand(b);
+    std::optional<Array> row;
+    if (bias) row = n > 1 && bias->stride[0] != 1 ? emulated::copy_for_tensor_map(*bias) : *bias;
+    const Problem problem{.m = m,
+                          .n = n,
+                          .k = k,
+                          .batch = batch,
+                          .dtype = a.dtype,
+                          .out_dtype = out_dtype,
+                          .a_m_major = left.swapped,
+                          .b_n_major = !right.swapped,
+                          .bias = bias != nullptr};
+    if (const std::string reason = unsupported(problem, call.device); !reason.empty()) {
+        throw std::runtime_error(concat("tk.gemm: ", reason));
+    }
+    Choice choice = choose(problem, call.device);
+    emulated::force(choice, call);
+    const int cluster = choice.schedule.cluster_m * choice.schedule.cluster_n;
+    choice.schedule.blocks = (choice.schedule.blocks + cluster - 1) / cluster * cluster;
+    const Params params{.a = left.view.data,
+                        .b = right.view.data,
+                        .bias = row ? row->data : nullptr,
+                        .out = out.data,
+                        .m = m,
+                        .n = n,
+                        .k = k,
+                        .batch = batch,
+                        .a_stride = nothing ? 0 : left.stride(),
+                        .a_batch_stride = nothing ? 0 : left.batch_stride(),
+                        .b_stride = nothing ? 0 : right.stride(),
+                        .b_batch_stride = nothing ? 0 : right.batch_stride(),
+                        .out_dtype = out_dtype,
+                        .schedule = choice.schedule};
+    emulated::Launch scope("gemm " + kernel_name(choice));
+    scope.may_read("a", left.array);
+    scope.may_read("b", right.array);
+    if (row) scope.may_read("bias", *row);
+    scope.may_write("out", out);
+    launch_any(choice.config, params, std::make_index_sequence<8 * SHAPES>());
+    result.choice = detail::fields_of(choice);
+    result.choice.emplace("kernel", kernel_name(choice));
+    return result;
+}
+
+const bool registered = emulated::register_run("gemm", &run);
+
+}  // namespace
+}  // namespace thunderkittens::gemm

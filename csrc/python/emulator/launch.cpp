@@ -1,0 +1,29 @@
+// The scope of a family's launches: options of the tile library's emulator.
+#include "csrc/common/emulated.h"
+#include "kittens/kittens.cuh"
+
+namespace thunderkittens::emulated {
+namespace {
+
+kittens::emulated::Options named(const std::string& kernel) {
+    kittens::emulated::Options options = kittens::emulated::options;
+    options.kernel = kernel;
+    return options;
+}
+void add(const char* name, const Array& a, bool writable) {
+    kittens::emulated::options.regions.push_back(
+        {a.data, static_cast<std::size_t>(a.extent()), name, writable});
+}
+
+}  // namespace
+
+struct Launch::Scope {
+    kittens::emulated::OptionsScope options;
+};
+Launch::Launch(const std::string& kernel)
+    : scope_(new Scope{kittens::emulated::OptionsScope(named(kernel))}) {}
+Launch::~Launch() = default;
+void Launch::may_read(const char* name, const Array& a) { add(name, a, false); }
+void Launch::may_write(const char* name, const Array& a) { add(name, a, true); }
+
+}  // namespace thunderkittens::emulated

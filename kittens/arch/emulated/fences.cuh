@@ -1,0 +1,18 @@
+// Memory fences, above all between the generic proxy and the async proxy.
+#pragma once
+
+#include "barriers.h"
+
+namespace kittens::inline on_cpu {
+namespace arch {
+
+inline void fence_async_shared() {
+    emulated::fence_proxy(emulated::self());
+    emulated::fence_initialized_barriers();
+}
+inline void fence_async() { fence_async_shared(); }
+inline void fence_cluster() { emulated::fence_initialized_barriers(); }
+inline void fence_gpu() { fence_cluster(); }
+
+}  // namespace arch
+}  // namespace kittens::inline on_cpu

@@ -1,0 +1,110 @@
+// The arithmetic of the tensor cores: elements to floats, and C += A B on small matrices, compiled
+// for several instruction sets of which the processor's best is taken. Products of 8 and 16-bit
+// floats are exact in float, so that every variant gives the same bits.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <cstring>
+
+#include "platform.h"
+
+namespace kittens::inline on_cpu {
+namespace emulated {
+
+enum class Element : uint8_t { bf16, half, e4m3, e5m2 };
+
+template <class T>
+constexpr Element element_of() {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>)
+        return Element::bf16;
+    else if constexpr (std::is_same_v<T, __half>)
+        return Element::half;
+    else if constexpr (std::is_same_v<T, __nv_fp8_e4m3>)
+        return Element::e4m3;
+    else
+        return Element::e5m2;
+}
+constexpr int bytes_of(Element e) { return e == Element::bf16 || e == Element::half ? 2 : 1; }
+
+template <class T>
+inline const std::array<float, 256>& fp8_table() {
+    static const std::array<float, 256> table = [] {
+        std::array<float, 256> t;
+        for (unsigned i = 0; i < 256; ++i) {
+            T x;
+            x.__x = static_cast<__nv_fp8_storage_t>(i);
+            t[i] = static_cast<float>(x);
+        }
+        return t;
+    }();
+    return table;
+}
+inline float half_to_float(uint16_t bits) {
+    const uint32_t sign = uint32_t(bits & 0x8000u) << 16;
+    const uint32_t magnitude = bits & 0x7fffu;
+    if (magnitude < 0x0400u) {  // subnormal
+        const float value = static_cast<float>(magnitude) * 0x1p-24f;
+        return std::bit_cast<float>(std::bit_cast<uint32_t>(value) | sign);
+    }
+    if (magnitude >= 0x7c00u) return std::bit_cast<float>(sign | 0x7f800000u | magnitude << 13);
+    return std::bit_cast<float>(sign | ((magnitude << 13) + 0x38000000u));
+}
+
+// `bytes` of elements, at most 16, to floats with a stride between them.
+inline void to_floats(Element type, const void* from, int bytes, float* to, int stride) {
+    const auto* p = static_cast<const uint8_t*>(from);
+    if (type == Element::bf16 || type == Element::half) {
+        for (int i = 0; i < bytes / 2; ++i) {
+            uint16_t bits;
+            std::memcpy(&bits, p + 2 * i, 2);
+            to[i * stride] = type == Element::half ? half_to_float(bits)
+                                                   : std::bit_cast<float>(uint32_t(bits) << 16);
+        }
+    } else {
+        const auto& table =
+            type == Element::e4m3 ? fp8_table<__nv_fp8_e4m3>() : fp8_table<__nv_fp8_e5m2>();
+        for (int i = 0; i < bytes; ++i) to[i * stride] = table[p[i]];
+    }
+}
+
+// c (rows x n) += a (rows x k) b (k x n); rows a multiple of 4, n of 8.
+__attribute__((always_inline)) inline void multiply_body(float* c, const float* a, const float* b,
+                                                         int rows, int n, int k) {
+    typedef float Vector __attribute__((vector_size(32), aligned(4), may_alias));
+    for (int row = 0; row < rows; row += 4) {
+        for (int col = 0; col < n; col += 8) {
+            Vector sum[4];
+            for (int i = 0; i < 4; ++i) {
+                sum[i] = *reinterpret_cast<const Vector*>(c + (row + i) * n + col);
+            }
+            for (int x = 0; x < k; ++x) {
+                const Vector v = *reinterpret_cast<const Vector*>(b + x * n + col);
+                for (int i = 0; i < 4; ++i) sum[i] += a[(row + i) * k + x] * v;
+            }
+            for (int i = 0; i < 4; ++i) {
+                *reinterpret_cast<Vector*>(c + (row + i) * n + col) = sum[i];
+            }
+        }
+    }
+}
+#if defined(__x86_64__)
+__attribute__((target("avx2,fma"))) inline void multiply_avx2(float* c, const float* a,
+                                                              const float* b, int rows, int n,
+                                                              int k) {
+    multiply_body(c, a, b, rows, n, k);
+}
+#endif
+inline void multiply_any(float* c, const float* a, const float* b, int rows, int n, int k) {
+    multiply_body(c, a, b, rows, n, k);
+}
+inline void multiply(float* c, const float* a, const float* b, int rows, int n, int k) {
+#if defined(__x86_64__)
+    static const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (has_avx2) return multiply_avx2(c, a, b, rows, n, k);
+#endif
+    multiply_any(c, a, b, rows, n, k);
+}
+
+}  // namespace emulated
+}  // namespace kittens::inline on_cpu

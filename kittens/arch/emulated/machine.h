@@ -1,0 +1,285 @@
+// The state of a cluster of blocks under emulation: threads, warps, warpgroups, barriers,
+// operations in flight. Only data; what happens to it is in scheduler.h, shadow.h, barriers.h,
+// copies.h and products.h.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "fiber.h"
+#include "options.h"
+#include "platform.h"
+
+namespace kittens::inline on_cpu {
+namespace emulated {
+
+// As the hardware has it: 1 KiB of every block's shared memory is the system's, the kernel's own
+// begins after it.
+constexpr uint32_t SHARED_BASE = 1024;
+constexpr uint32_t SHARED_WINDOW = 1u << 24;  // between the windows of the blocks of a cluster
+constexpr uint32_t MAX_BLOCK_SHARED = 232448;
+constexpr uint32_t MAX_STATIC_SHARED = 48 << 10;
+constexpr int BLOCK_REGISTERS = 65536;
+
+// What each thread, or each barrier's completed phases, is known to have done. `seen[i]` is the
+// time of i up to which its writes are visible; `fenced[i]` the same for the async proxy. One entry
+// per thread of the cluster, one per barrier, and one for the grids that this one depends on.
+struct Clock {
+    std::vector<uint32_t> seen, fenced;
+
+    void resize(size_t n) {
+        seen.assign(n, 0);
+        fenced.assign(n, 0);
+    }
+    void join(const Clock& other) {
+        raise(seen, other.seen);
+        raise(fenced, other.fenced);
+    }
+    // Of other's entries only those of barriers.
+    void join_from(const Clock& other, size_t first) {
+        if (seen.size() < other.seen.size()) resize(other.seen.size());
+        for (size_t i = first; i < other.seen.size(); ++i) {
+            seen[i] = seen[i] < other.seen[i] ? other.seen[i] : seen[i];
+            fenced[i] = fenced[i] < other.fenced[i] ? other.fenced[i] : fenced[i];
+        }
+    }
+    static void raise(std::vector<uint32_t>& to, const std::vector<uint32_t>& from) {
+        if (to.size() < from.size()) to.resize(from.size(), 0);
+        uint32_t* a = to.data();
+        const uint32_t* b = from.data();
+        for (size_t i = 0, n = from.size(); i < n; ++i) a[i] = a[i] < b[i] ? b[i] : a[i];
+    }
+};
+
+struct Block;
+struct Cluster;
+struct Thread;
+
+struct Barrier {
+    Block* block;
+    uint32_t address;
+    bool valid = false, fenced = false;
+    uint32_t expected = 0, pending = 0;
+    int64_t bytes = 0;       // announced and not yet arrived
+    uint32_t completed = 0;  // phases, ever
+    uint32_t first = 0;      // of them before the latest initialisation
+    uint32_t index = 0;      // of the barrier's entry in the clocks
+    int in_flight = 0;       // copies that will signal this phase
+    int initializer = 0;     // thread, and its time then
+    uint32_t initialized_at = 0;
+    Clock arriving, published;  // of the current phase, of the completed ones
+    std::vector<Thread*> waiting;
+
+    uint32_t phase() const { return completed - first; }
+};
+
+struct NamedBarrier {
+    int expected = 0;  // 0: nobody has arrived
+    bool whole_block = false;
+    std::vector<Thread*> arrived, waiting;
+    uint64_t generation = 0;
+    Clock arriving, published;
+};
+
+enum class Wait {
+    nothing,
+    warp,
+    named_barrier,
+    mbarrier,
+    cluster_barrier,
+    products,
+    registers,
+    turn,  // only for the others to go on
+};
+
+// What a thread that cannot run waits for.
+struct Waiting {
+    Wait kind = Wait::nothing;
+    const void* object = nullptr;
+    uint64_t value = 0;
+    bool poll = false;  // gives up when nothing else can run
+};
+
+// One 16-byte-per-row operation of copying by one thread in groups: a TMA store.
+struct Store {
+    std::function<void()> read, write;
+    std::vector<std::pair<uint32_t, uint32_t>> source;  // address, bytes
+    bool has_read = false, has_written = false, released = false;
+};
+struct SmallCopy {  // cp.async
+    uint32_t destination, bytes, read_bytes;
+    const void* source;
+    bool done = false;
+};
+struct Accumulator;
+
+struct Thread {
+    Fiber fiber;
+    Block* block = nullptr;
+    int id = 0;     // in the block
+    int index = 0;  // in the cluster
+    int lane = 0, warp = 0;
+    uint3 at{0, 0, 0};
+    bool finished = false, is_ready = false;
+    Waiting waiting;
+    Clock clock;
+    int registers = 0;
+    int reallocations = 0;
+
+    std::vector<std::vector<Store>> stores;  // groups; the last is open
+    size_t stores_waited = 0;
+    std::vector<std::vector<SmallCopy>> small_copies;
+
+    // Products.
+    uint64_t products = 0, commits = 0;
+    bool products_fenced = false;
+    struct InFlight {
+        std::shared_ptr<Accumulator> accumulator;
+        uint64_t last = 0;  // product that uses it
+    };
+    std::vector<InFlight> in_flight;
+    struct HeldOperand {
+        const uint32_t* registers;
+        std::array<uint32_t, 4> value;
+        uint64_t product;
+    };
+    std::vector<HeldOperand> held_operands;
+
+    uint32_t now() const { return clock.seen[static_cast<size_t>(index)]; }
+};
+
+// An operation of all lanes of a warp: each leaves its words, the last to come does the work.
+struct Lane {
+    uint32_t words[16];
+};
+struct Warp {
+    std::array<Thread*, 32> threads{};
+    std::array<Lane, 32> lanes;
+    const char* operation = nullptr;
+    uint32_t arrived = 0, alive = 0;
+    bool only_alive = false;  // lanes that have ended do not count
+    uint64_t generation = 0;
+    Clock arriving, published;
+};
+
+struct Product;
+struct Warpgroup {
+    std::vector<Thread*> threads;
+    std::deque<std::shared_ptr<Product>> products;  // the oldest first
+    uint64_t first = 0;                             // number of the oldest
+    uint64_t executed = 0;                          // products
+    uint64_t acknowledged = 0;
+    std::vector<uint64_t> commits;  // products before each
+    std::vector<int> reallocations;
+};
+
+// Four bytes of shared memory: who wrote which of them last, and when.
+struct Granule {
+    uint32_t time = 0;
+    uint16_t writer = 0;  // entry of the clocks
+    uint8_t bytes = 0;    // mask
+    uint8_t kind = 0;
+};
+enum GranuleKind : uint8_t { unwritten = 0, by_thread = 1, by_copy = 2, by_small_copy = 3 };
+
+struct Block {
+    Cluster* cluster = nullptr;
+    uint3 at{0, 0, 0};
+    int rank = 0;
+    uint8_t* shared = nullptr;  // from address 0
+    uint32_t shared_end = 0;
+    std::map<const void*, uint32_t> statics;  // addresses of variables behind the dynamic memory
+    std::vector<Granule> granules;
+    std::vector<uint8_t> readers;  // asynchronous, of each 16 bytes, in flight
+    std::vector<Thread> threads;
+    std::vector<Warp> warps;
+    std::vector<Warpgroup> warpgroups;
+    std::map<uint32_t, Barrier> barriers;
+    std::array<NamedBarrier, 16> named;
+    int free_registers = 0;
+    int alive = 0;
+};
+
+// A copy into shared memory that will signal a barrier.
+struct Copy {
+    Barrier* barrier;
+    uint32_t bytes;
+    std::function<void()> move;
+};
+
+struct Grid {
+    dim3 grid, block, cluster;
+    uint32_t shared_bytes = 0;
+    bool dependent = false;
+    std::string name;
+    const std::function<void()>* body = nullptr;
+    const Options* options = nullptr;
+};
+
+struct Cluster {
+    const Grid* grid = nullptr;
+    const Options* options = nullptr;
+    std::vector<Block> blocks;
+    std::deque<Thread*> ready;
+    Fiber host;
+    Thread* current = nullptr;
+    std::mt19937_64 random;
+    std::deque<Copy> copies;
+    int finished = 0, thread_count = 0;
+    uint64_t progress = 0;
+    size_t clock_entries = 0;
+    std::vector<Barrier*> barrier_of_entry;
+    std::vector<Thread*> registers_wanted;
+    // Barrier of the cluster.
+    int cluster_arrived = 0;
+    uint64_t cluster_phase = 0;
+    std::vector<uint64_t> cluster_arrivals;  // of each thread
+    Clock cluster_arriving, cluster_published;
+    std::exception_ptr error;
+    bool check_order = true;
+
+    size_t dependency_entry() const { return static_cast<size_t>(thread_count); }
+};
+
+inline constinit thread_local Cluster* machine = nullptr;
+
+inline Thread& self() { return *machine->current; }
+inline Warp& warp_of(Thread& t) { return t.block->warps[static_cast<size_t>(t.warp)]; }
+inline Warpgroup& warpgroup_of(Thread& t) {
+    return t.block->warpgroups[static_cast<size_t>(t.warp / 4)];
+}
+
+inline std::string hex(uint64_t value) {
+    char text[24];
+    std::snprintf(text, sizeof(text), "0x%llx", static_cast<unsigned long long>(value));
+    return text;
+}
+inline std::string describe(uint3 at) {
+    return "(" + std::to_string(at.x) + ", " + std::to_string(at.y) + ", " + std::to_string(at.z) +
+           ")";
+}
+inline std::string describe(const Thread& t) {
+    return "block " + describe(t.block->at) + ", warp " + std::to_string(t.warp) + ", lane " +
+           std::to_string(t.lane);
+}
+inline std::string describe(const Barrier& b) {
+    return "mbarrier " + hex(b.address) + " of block " + describe(b.block->at) + " (phase " +
+           std::to_string(b.phase()) + ": " + std::to_string(b.pending) + " of " +
+           std::to_string(b.expected) + " arrivals and " + std::to_string(b.bytes) +
+           " bytes pending)";
+}
+// Ends the launch.
+[[noreturn]] inline void fail(const std::string& what) {
+    throw Error("kittens emulator: kernel " + machine->grid->name + ", " + describe(self()) + ": " +
+                what);
+}
+
+}  // namespace emulated
+}  // namespace kittens::inline on_cpu

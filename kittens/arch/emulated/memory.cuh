@@ -1,0 +1,76 @@
+// Typed loads and stores of shared memory (32-bit addresses), of another block's shared memory, and
+// of global memory.
+#pragma once
+
+#include <atomic>
+
+#include "shadow.h"
+
+namespace kittens::inline on_cpu {
+namespace arch {
+
+template <class To, class From>
+inline To bit_cast(const From& from) {
+    static_assert(sizeof(To) == sizeof(From), "bit_cast needs types of equal size");
+    To to;
+    std::memcpy(static_cast<void*>(&to), &from, sizeof(To));
+    return to;
+}
+
+namespace detail {
+template <class T>
+inline void check_global_alignment(const T* pointer, const char* what) {
+    if (reinterpret_cast<uintptr_t>(pointer) % sizeof(T) != 0) {
+        emulated::fail(std::string(what) + " of global address " +
+                       emulated::hex(reinterpret_cast<uintptr_t>(pointer)) +
+                       ", which is not a multiple of " + std::to_string(sizeof(T)) + " bytes");
+    }
+}
+}  // namespace detail
+
+template <class T>
+inline T load_shared(uint32_t address) {
+    return emulated::read_shared<T>(address, "load_shared");
+}
+template <class T>
+inline void store_shared(uint32_t address, const T& value) {
+    emulated::write_shared(address, value, "store_shared");
+}
+template <class T>
+inline T load_cluster_shared(uint32_t address) {
+    return emulated::read_shared<T>(address, "load_cluster_shared");
+}
+template <class T>
+inline void store_cluster_shared(uint32_t address, const T& value) {
+    emulated::write_shared(address, value, "store_cluster_shared");
+}
+
+template <class T>
+inline T load_global(const T* pointer) {
+    detail::check_global_alignment(pointer, "load_global");
+    emulated::check_global(pointer, sizeof(T), false, "load_global");
+    T value;
+    std::memcpy(static_cast<void*>(&value), pointer, sizeof(T));
+    return value;
+}
+template <class T>
+inline void store_global(T* pointer, const T& value) {
+    detail::check_global_alignment(pointer, "store_global");
+    emulated::check_global(pointer, sizeof(T), true, "store_global");
+    std::memcpy(static_cast<void*>(pointer), &value, sizeof(T));
+}
+inline void reduce_add_global(float* pointer, const float4& value) {
+    detail::check_global_alignment(reinterpret_cast<const float4*>(pointer), "reduce_add_global");
+    emulated::check_global(pointer, sizeof(float4), true, "reduce_add_global");
+    const float values[4] = {value.x, value.y, value.z, value.w};
+    for (int i = 0; i < 4; ++i) {
+        std::atomic_ref<float>(pointer[i]).fetch_add(values[i], std::memory_order_relaxed);
+    }
+}
+template <class T>
+inline T load_global_readonly(const T* pointer) {
+    return load_global(pointer);
+}
+
+}  // namespace arch
+}  // namespace kittens::inline on_cpu

@@ -1,0 +1,247 @@
+// Addresses, bounds, and the order of accesses to shared memory. Of every four bytes it is known
+// who wrote them last, and when; an access is legal when its thread knows of that write: through a
+// barrier, a fence, the phase that a copy completed. The async proxy (TMA, wgmma) sees writes of
+// threads only through a proxy fence. So a missing wait, fence or release is found in every order
+// of execution, not only in those that give a wrong value.
+#pragma once
+
+#include "scheduler.h"
+
+namespace kittens::inline on_cpu {
+namespace emulated {
+
+struct Place {
+    Block* block;
+    uint32_t address;
+};
+
+// The block and address behind a shared address, which may lie in the cluster's window.
+inline Place place_of(uint32_t address) {
+    const uint32_t window = address / SHARED_WINDOW;
+    if (window == 0) return {self().block, address};
+    if (window > machine->blocks.size()) {
+        fail("address " + hex(address) + " lies in the shared memory of block " +
+             std::to_string(window - 1) + " of a cluster of " +
+             std::to_string(machine->blocks.size()));
+    }
+    Block& block = machine->blocks[window - 1];
+    if (block.alive == 0) {
+        fail("access to shared address " + hex(address % SHARED_WINDOW) + " of block " +
+             describe(block.at) + ", which has ended: no cluster barrier before its end");
+    }
+    return {&block, address % SHARED_WINDOW};
+}
+inline void check_shared(const Place& p, uint32_t bytes, uint32_t alignment, const char* what) {
+    if (p.address % alignment != 0) {
+        fail(std::string(what) + ": shared address " + hex(p.address) + " is not a multiple of " +
+             std::to_string(alignment) + " bytes");
+    }
+    if (p.address < SHARED_BASE || p.address + bytes > p.block->shared_end) {
+        fail(std::string(what) + ": " + std::to_string(bytes) + " bytes at shared address " +
+             hex(p.address) + " are out of bounds; the block has " + hex(SHARED_BASE) + " to " +
+             hex(p.block->shared_end));
+    }
+}
+inline void check_global(const void* pointer, uint64_t bytes, bool writes, const char* what) {
+    const Thread& t = self();
+    if (machine->grid->dependent && machine->check_order &&
+        t.clock.seen[machine->dependency_entry()] == 0) {
+        fail(std::string(what) +
+             " of global memory before wait_for_dependencies, in a kernel that "
+             "starts before the previous one has finished");
+    }
+    const auto& regions = machine->options->regions;
+    if (regions.empty()) return;
+    const auto begin = reinterpret_cast<uintptr_t>(pointer);
+    const Region* near = nullptr;
+    uint64_t distance = ~uint64_t(0);
+    for (const Region& r : regions) {
+        const auto first = reinterpret_cast<uintptr_t>(r.begin);
+        if (begin >= first && begin + bytes <= first + r.bytes) {
+            if (writes && !r.writable) {
+                fail(std::string(what) + " writes to '" + r.name + "', which is an input");
+            }
+            return;
+        }
+        const uint64_t d = begin < first ? first - begin : begin - first;
+        if (d < distance) distance = d, near = &r;
+    }
+    const auto offset = static_cast<int64_t>(begin - reinterpret_cast<uintptr_t>(near->begin));
+    fail(std::string(what) + " of " + std::to_string(bytes) +
+         " bytes of global memory out of "
+         "bounds: byte " +
+         std::to_string(offset) + " of '" + near->name + "', which has " +
+         std::to_string(near->bytes));
+}
+
+// ---- order ----
+
+inline std::string describe_writer(const Granule& g) {
+    const Cluster& m = *machine;
+    if (g.writer >= static_cast<size_t>(m.thread_count)) {
+        const Barrier* b = m.barrier_of_entry[g.writer];
+        return "a copy that signals " + describe(*b);
+    }
+    const size_t per_block = m.blocks[0].threads.size();
+    return describe(m.blocks[g.writer / per_block].threads[g.writer % per_block]);
+}
+inline uint8_t mask_of(uint32_t address, uint32_t bytes) {
+    return static_cast<uint8_t>(((1u << (bytes < 4 ? bytes : 4)) - 1) << (address % 4));
+}
+
+// Whether `t` knows of the last write to these bytes; through the async proxy if `async`.
+inline void check_visible(const Thread& t, const Granule& g, uint32_t address, uint8_t bytes,
+                          bool async, const char* what) {
+    if (g.kind == unwritten || (g.bytes & bytes) == 0) return;
+    const auto& known = async && g.kind == by_thread ? t.clock.fenced : t.clock.seen;
+    if (g.time <= known[g.writer]) return;
+    const std::string where = std::string(what) + " of shared address " + hex(address);
+    if (g.kind == by_copy) {
+        fail(where + ", which " + describe_writer(g) +
+             " writes: no wait for the phase that it completes");
+    }
+    if (g.kind == by_small_copy) {
+        fail(where + ", which a cp.async of " + describe_writer(g) +
+             " writes: no cp_async_wait and barrier in between");
+    }
+    if (g.time <= t.clock.seen[g.writer]) {
+        fail(where + " by the async proxy, last written by " + describe_writer(g) +
+             ": no fence.proxy.async (fence_async_shared) in between");
+    }
+    fail(where + ", last written by " + describe_writer(g) +
+         ": no barrier (release and acquire) in between");
+}
+
+template <class F>
+inline void for_each_granule(uint32_t address, uint32_t bytes, F f) {
+    for (uint32_t a = address & ~3u; a < address + bytes; a += 4) {
+        const uint32_t first = a < address ? address : a;
+        const uint32_t end = a + 4 < address + bytes ? a + 4 : address + bytes;
+        f(a, mask_of(first, end - first));
+    }
+}
+
+inline void check_not_being_read(const Place& p, uint32_t bytes, const char* what) {
+    for (uint32_t a = p.address & ~15u; a < p.address + bytes; a += 16) {
+        if (p.block->readers[a / 16] != 0) {
+            fail(std::string(what) + " to shared address " + hex(a) + " of block " +
+                 describe(p.block->at) +
+                 ", which an operation in flight (TMA store or wgmma) still reads: no wait for it");
+        }
+    }
+}
+inline void hold_readers(Block& block, uint32_t address, uint32_t bytes, int change) {
+    for (uint32_t a = address & ~15u; a < address + bytes; a += 16) {
+        block.readers[a / 16] = static_cast<uint8_t>(block.readers[a / 16] + change);
+    }
+}
+
+inline void note_read(const Place& p, uint32_t bytes, const char* what) {
+    if (!machine->check_order) return;
+    const Thread& t = self();
+    for_each_granule(p.address, bytes, [&](uint32_t a, uint8_t mask) {
+        check_visible(t, p.block->granules[a / 4], a, mask, false, what);
+    });
+}
+inline void note_write(const Place& p, uint32_t bytes, const char* what) {
+    check_not_being_read(p, bytes, what);
+    if (!machine->check_order) return;
+    const Thread& t = self();
+    for_each_granule(p.address, bytes, [&](uint32_t a, uint8_t mask) {
+        Granule& g = p.block->granules[a / 4];
+        if (g.kind == by_copy) check_visible(t, g, a, mask, false, what);
+        g = {t.now(), static_cast<uint16_t>(t.index), mask, by_thread};
+    });
+}
+// By TMA: `barrier` will tell that it is complete.
+inline void note_copy_write(const Place& p, uint32_t bytes, const Barrier& barrier,
+                            const char* what) {
+    check_not_being_read(p, bytes, what);
+    if (!machine->check_order) return;
+    const Thread& t = self();
+    for_each_granule(p.address, bytes, [&](uint32_t a, uint8_t mask) {
+        Granule& g = p.block->granules[a / 4];
+        // Another copy to the same barrier and phase may touch the same bytes' neighbours.
+        const bool same =
+            g.kind == by_copy && g.writer == barrier.index && g.time == barrier.completed + 1;
+        if (!same && g.kind == by_copy) check_visible(t, g, a, mask, true, what);
+        g = {barrier.completed + 1, static_cast<uint16_t>(barrier.index), mask, by_copy};
+    });
+}
+inline void note_async_read(const Place& p, uint32_t bytes, const char* what) {
+    if (!machine->check_order) return;
+    const Thread& t = self();
+    for_each_granule(p.address, bytes, [&](uint32_t a, uint8_t mask) {
+        check_visible(t, p.block->granules[a / 4], a, mask, true, what);
+    });
+}
+
+// ---- clocks ----
+
+inline void tick(Thread& t) { ++t.clock.seen[static_cast<size_t>(t.index)]; }
+inline void release_to(Clock& to, Thread& t) {
+    if (!machine->check_order) return;
+    to.join(t.clock);
+    tick(t);
+}
+inline void acquire_from(Thread& t, const Clock& from) {
+    if (!machine->check_order || from.seen.empty()) return;
+    t.clock.join(from);
+}
+// What the thread knows becomes visible to async operations that it, or whoever it tells, issues.
+inline void fence_proxy(Thread& t) {
+    if (!machine->check_order) return;
+    Clock::raise(t.clock.fenced, t.clock.seen);
+    tick(t);
+}
+
+// ---- accesses of threads ----
+
+template <class T>
+inline T read_shared(uint32_t address, const char* what) {
+    const Place p = place_of(address);
+    check_shared(p, sizeof(T), sizeof(T), what);
+    note_read(p, sizeof(T), what);
+    T value;
+    std::memcpy(&value, p.block->shared + p.address, sizeof(T));
+    return value;
+}
+template <class T>
+inline void write_shared(uint32_t address, const T& value, const char* what) {
+    const Place p = place_of(address);
+    check_shared(p, sizeof(T), sizeof(T), what);
+    note_write(p, sizeof(T), what);
+    std::memcpy(p.block->shared + p.address, &value, sizeof(T));
+}
+
+// ---- operations of a whole warp ----
+
+// `compute` runs once, in the last lane, when all lanes have left their words.
+template <class Compute>
+inline void warp_operation(const char* name, Compute compute, bool only_alive = false) {
+    Thread& t = self();
+    Warp& w = warp_of(t);
+    if (w.arrived != 0 && std::strcmp(w.operation, name) != 0) {
+        fail(std::string("the warp diverges: this lane calls ") + name + " while others are in " +
+             w.operation);
+    }
+    w.operation = name;
+    w.only_alive = only_alive;
+    w.arrived |= 1u << t.lane;
+    const uint32_t expected = only_alive ? w.alive : 0xffffffffu;
+    if ((w.arrived & expected) != expected) {
+        const uint64_t generation = w.generation;
+        while (w.generation == generation) wait_for({.kind = Wait::warp, .object = &w});
+        return;
+    }
+    compute(w);
+    w.arrived = 0;
+    ++w.generation;
+    for (Thread* other : w.threads) {
+        if (other != nullptr && other->waiting.kind == Wait::warp) make_ready(other);
+    }
+}
+inline Lane& own_lane() { return warp_of(self()).lanes[static_cast<size_t>(self().lane)]; }
+
+}  // namespace emulated
+}  // namespace kittens::inline on_cpu

@@ -1,0 +1,217 @@
+"""The GPU kernels on the CPU: `with tk.emulate(): tk.gemm(a, b)` runs, on CPU tensors, the very
+kernel that a Hopper GPU would run.
+
+The emulator executes the kernel's source, compiled for the CPU, with the hardware's asynchrony made
+adversarial, and checks every access: a missing wait, a wrong phase, memory that is reused too
+early, a missing fence, an access out of bounds raise `EmulatorError` with a message that names the
+kernel, block, warp and barrier or address; a deadlock raises `DeadlockError` with what each warp
+waits for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import shlex
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _build
+
+POLICIES = ("on_wait", "late_mma", "eager", "random")
+
+#: Why there is no emulator, or None when there is one.
+problem: str | None = None
+
+
+def _load_module() -> ModuleType | None:
+    global problem
+    if _build.find(f"_emulator{sysconfig.get_config_var('EXT_SUFFIX')}") is None:
+        problem = (
+            "this build of thunderkittens has no emulator: it was built without CUDA's headers"
+        )
+        return None
+    return importlib.import_module("thunderkittens._emulator")
+
+
+_module = _load_module()
+
+
+class _NoEmulatorError(RuntimeError):
+    """Stands for the emulator's exceptions in a build without it."""
+
+
+EmulatorError: type[RuntimeError] = _module.EmulatorError if _module else _NoEmulatorError
+DeadlockError: type[RuntimeError] = _module.DeadlockError if _module else _NoEmulatorError
+
+
+@dataclass
+class Emulation:
+    """How kernels are emulated, and which have run: `kernels` grows by a dictionary per launch, the
+    chosen configuration and the kernel's name."""
+
+    policy: str
+    seed: int
+    config: Mapping[str, Any]
+    sm_count: int
+    host_threads: int
+    check_order: bool
+    kernels: list[dict[str, Any]] = field(default_factory=list)
+
+
+_active: ContextVar[Emulation | None] = ContextVar("thunderkittens_emulation", default=None)
+
+
+def active() -> bool:
+    """Whether CPU tensors go to the emulated kernels here."""
+    return _active.get() is not None
+
+
+@contextlib.contextmanager
+def emulate(
+    policy: str = "on_wait",
+    seed: int = 0,
+    *,
+    config: Mapping[str, Any] | None = None,
+    sm_count: int = 132,
+    host_threads: int = 1,
+    check_order: bool = True,
+) -> Iterator[Emulation]:
+    """Ops on CPU tensors run their GPU kernels, on the emulator, until the end of the `with` block.
+
+    Args:
+        policy: when asynchronous operations complete. "on_wait": as late as possible, which shows
+            missing waits; "late_mma": copies at issue and products as late as possible, which
+            shows memory that is reused too early; "eager": all at issue; "random": in an order
+            drawn from the seed, in which threads run too.
+        seed: of the random choices.
+        config: fields of the kernel's configuration to be forced, as `kernels` shows them, e.g.
+            {"block_m": 64, "block_n": 128, "stages": 8, "consumers": 1}.
+        sm_count: multiprocessors of the emulated device (an H200 has 132). Fewer make persistent
+            kernels process several tiles per block.
+        host_threads: CPU threads that clusters of blocks are spread over.
+        check_order: whether accesses to shared memory are checked for barriers and fences in
+            between; without, emulation takes about half the time.
+
+    Returns:
+        The `Emulation`; its `kernels` lists what has run.
+
+    Raises:
+        ValueError: the policy is none of the above.
+        RuntimeError: this build has no emulator.
+
+    Example:
+        >>> with tk.emulate("random", seed=7) as run:
+        ...     y = tk.gemm(a, b)  # bf16 or fp16 CPU tensors
+        >>> run.kernels[0]["kernel"]
+        'bf16_nn_64x64'
+    """
+    if _module is None:
+        raise RuntimeError(f"tk.emulate: {problem}")
+    if policy not in POLICIES:
+        raise ValueError(f"tk.emulate: policy is {policy!r}; it must be one of {POLICIES}")
+    emulation = Emulation(policy, seed, dict(config or {}), sm_count, host_threads, check_order)
+    token = _active.set(emulation)
+    try:
+        yield emulation
+    finally:
+        _active.reset(token)
+
+
+def run(op: str, arrays: Mapping[str, Tensor | None], **scalars: Any) -> dict[str, Tensor]:
+    """Runs an op's kernel under the active emulation; results by their names."""
+    emulation = _active.get()
+    assert emulation is not None
+    assert _module is not None
+    values = {name: value for name, value in scalars.items() if value is not None}
+    results, choice = _module.run(
+        op,
+        {name: _to_numpy(x) for name, x in arrays.items() if x is not None},
+        values,
+        config=emulation.config,
+        device={"sm_count": emulation.sm_count},
+        policy=emulation.policy,
+        seed=emulation.seed,
+        host_threads=emulation.host_threads,
+        check_order=emulation.check_order,
+    )
+    if choice:
+        emulation.kernels.append(choice)
+    return {name: _to_torch(x) for name, x in results.items()}
+
+
+def _to_numpy(x: Tensor) -> Any:
+    x = x.detach().resolve_neg()
+    # NumPy has no bfloat16; its bits travel as integers.
+    return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
+
+
+def _to_torch(x: Any) -> Tensor:
+    if x.dtype == "uint16":
+        return torch.from_numpy(x.view("int16")).view(torch.bfloat16)
+    return torch.from_numpy(x)
+
+
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+NO_HEADERS = (
+    "kernels for the emulator are compiled with CUDA 13's headers (no CUDA compiler is needed), "
+    "which are not here: pip install 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-crt==13.0.*', or "
+    "set CUDA_HOME"
+)
+
+
+def cuda_headers() -> Path | None:
+    """The folder of CUDA 13's headers, which sources for the emulator include: of the toolkit that
+    the environment names (THUNDERKITTENS_CUDA_HOME, CUDA_HOME), of pip, or of the system."""
+    folders = [
+        Path(os.environ[name]) / "include"
+        for name in ("THUNDERKITTENS_CUDA_HOME", "CUDA_HOME")
+        if name in os.environ
+    ]
+    if spec := importlib.util.find_spec("nvidia"):
+        for root in spec.submodule_search_locations or []:
+            folders += sorted(Path(root).glob("cu13*/include"))
+    folders.append(Path("/usr/local", "cuda", "include"))
+    needed = ("cuda_fp8.h", "crt/host_config.h")
+    return next((f for f in folders if all((f / name).is_file() for name in needed)), None)
+
+
+def compile_command(
+    *sources: str | Path, output: str | Path, shared: bool = False, flags: Sequence[str] = ()
+) -> list[str]:
+    """The command that compiles kernels of one's own for the emulator, by the C++ compiler.
+
+    Args:
+        sources: C++ files that include `kittens.cuh`; `.cu` files are taken as C++ too.
+        output: the program, or with `shared` the library, to be made.
+        flags: further flags for the compiler.
+
+    Raises:
+        FileNotFoundError: there are no CUDA headers; the message says how to get them.
+    """
+    from . import get_include
+
+    headers = cuda_headers()
+    if headers is None:
+        raise FileNotFoundError(NO_HEADERS)
+    return [
+        *shlex.split(os.environ.get("CXX", "c++")),
+        *("-std=c++20", "-O2", "-g1", "-fno-strict-aliasing", "-Wno-psabi"),
+        *(f"-I{get_include()}/kittens", f"-I{get_include()}", "-isystem", str(headers)),
+        *(("-shared", "-fPIC") if shared else ("-rdynamic",)),
+        *flags,
+        *("-x", "c++", *map(str, sources), "-x", "none"),
+        *("-o", str(output), "-ldl", "-pthread"),
+    ]

@@ -1,0 +1,394 @@
+"""The emulator: every kernel's every configuration on it, and the defects that it must find.
+
+The kernels of `kittens/emulator/defects.cuh` hold planted mistakes, one at a time. A mistake counts
+as found when it raises an error, ends in a deadlock report or gives wrong values under on_wait or
+late_mma, the two policies that every test should run. Without one, all policies must be silent.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import thunderkittens as tk
+from thunderkittens import _C, emulation
+
+if emulation.problem is not None:
+    pytest.skip(emulation.problem, allow_module_level=True)
+
+POLICIES = emulation.POLICIES
+DTYPES = (torch.bfloat16, torch.float16)
+HERE = Path(__file__).resolve().parent
+
+
+def integers(*shape: int, dtype: torch.dtype, limit: int = 4) -> torch.Tensor:
+    return torch.randint(-limit, limit + 1, shape).to(dtype)
+
+
+# ---- gemm ----
+
+TILES = sorted(
+    {
+        tuple(int(n) for n in re.findall(r"\d+", k["config"].partition("consumer")[0]))
+        for k in _C.kernels()
+        if k["op"] == "gemm"
+    }
+)
+
+
+def tile_config(tile: tuple[int, ...]) -> dict[str, int]:
+    """From the numbers of "tile MxNxK, S stages, 1 producer and C consumer warpgroups"."""
+    block_m, block_n, _, stages, _, consumers = tile
+    return {"block_m": block_m, "block_n": block_n, "stages": stages, "consumers": consumers}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=lambda t: f"{t[0]}x{t[1]}")
+def test_gemm_is_exact_on_integers(tile, dtype, policy):
+    """Every layout of the operands, ragged sizes, several tiles per block."""
+    for m, n, k in ((200, 264, 136), (65, 40, 24)):
+        for a_m_major in (False, True):
+            for b_n_major in (False, True):
+                a = integers(m, k, dtype=dtype)
+                b = integers(k, n, dtype=dtype)
+                if a_m_major:
+                    a = a.t().contiguous().t()
+                if not b_n_major:
+                    b = b.t().contiguous().t()
+                expected = a.float() @ b.float()
+                with tk.emulate(policy, seed=m, config=tile_config(tile), sm_count=4) as run:
+                    out = tk.gemm(a, b, out_dtype=torch.float32)
+                assert torch.equal(out, expected), (m, n, k, a_m_major, b_n_major)
+                chosen = run.kernels[0]
+                assert (chosen["block_m"], chosen["block_n"]) == tile[:2]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("cluster", [(2, 1), (1, 2), (2, 2)], ids=str)
+def test_gemm_in_clusters(cluster, policy):
+    config = {"block_m": 128, "block_n": 128, "stages": 6, "consumers": 2}
+    config |= {"cluster_m": cluster[0], "cluster_n": cluster[1], "blocks": 4}
+    a = integers(300, 200, dtype=torch.bfloat16)
+    b = integers(200, 512, dtype=torch.bfloat16)
+    with tk.emulate(policy, seed=1, config=config):
+        out = tk.gemm(a, b)
+    assert torch.equal(out, (a.float() @ b.float()).bfloat16())
+
+
+@pytest.mark.parametrize("n", [136, 37, 38])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_gemm_with_bias_and_batch(n, out_dtype):
+    """Columns that TMA can store and those that it cannot."""
+    a = integers(3, 70, 72, dtype=torch.float16)
+    b = integers(3, 72, n, dtype=torch.float16)
+    bias = integers(n, dtype=torch.float16)
+    with tk.emulate("late_mma"):
+        out = tk.gemm(a, b, bias=bias, out_dtype=out_dtype)
+    assert torch.equal(out, (a.float() @ b.float() + bias.float()).to(out_dtype))
+
+
+def test_gemm_on_random_inputs_is_as_exact_as_the_hardware():
+    """Within the rounding of fp32 accumulation, eps * sum |a| |b|, and one of the output."""
+    a, b = torch.randn(130, 300, dtype=torch.bfloat16), torch.randn(300, 130, dtype=torch.bfloat16)
+    with tk.emulate():
+        out = tk.gemm(a, b, out_dtype=torch.float32)
+    error = (out.double() - a.double() @ b.double()).abs()
+    assert (error <= 2**-22 * (a.double().abs() @ b.double().abs())).all()
+
+
+def test_gradients_run_emulated_kernels():
+    a = torch.randn(40, 64, dtype=torch.bfloat16, requires_grad=True)
+    b = torch.randn(64, 48, dtype=torch.bfloat16, requires_grad=True)
+    with tk.emulate() as run:
+        tk.gemm(a, b).sum().backward()
+    assert len(run.kernels) == 3
+    torch.testing.assert_close(a.grad, b.sum(1).expand(40, 64), atol=0.25, rtol=0.02)
+
+
+# ---- attention ----
+
+ATTENTION = sorted(
+    {
+        tuple(int(n) for n in re.findall(r"\d+", k["name"].partition("_d")[2]))
+        for k in _C.kernels()
+        if k["op"] == "attention" and k["name"].startswith("forward")
+    }
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", ATTENTION, ids=lambda s: "x".join(map(str, s)))
+def test_attention(shape, dtype, policy):
+    """Every kernel: ragged lengths, grouped heads, both alignments of the mask, none."""
+    head_dim, block_m, block_n = shape
+    config = {"head_dim": head_dim, "warpgroups": block_m // 64, "block_n": block_n}
+    for causal, (length_q, length_k), dim in (
+        (False, (200, 77), head_dim),
+        (True, (130, 300), head_dim - 8),
+        ("upper_left", (257, 190), head_dim),
+        (True, (190, 70), head_dim),  # rows that attend to nothing
+    ):
+        q = torch.randn(1, 4, length_q, dim, dtype=dtype)
+        k, v = (torch.randn(1, 2, length_k, dim, dtype=dtype) for _ in range(2))
+        with tk.emulate(policy, seed=length_q, config=config, sm_count=3):
+            out, lse = tk.attention(q, k, v, causal=causal, return_lse=True)
+        exact, exact_lse = tk.reference.attention(
+            q.double(), k.double(), v.double(), causal=causal, return_lse=True
+        )
+        plain = tk.reference.attention(q, k, v, causal=causal)
+        eps = torch.finfo(dtype).eps
+        bound = 2 * (plain.double() - exact).abs().max() + eps * exact.abs().max()
+        assert (out.double() - exact).abs().max() <= bound
+        torch.testing.assert_close(lse.double(), exact_lse.double(), atol=2e-3, rtol=1e-4)
+
+
+def test_attention_scales():
+    q, k, v = (torch.randn(1, 1, 64, 64, dtype=torch.bfloat16) for _ in range(3))
+    for scale in (-0.1, 0.0, 0.5):
+        with tk.emulate():
+            out = tk.attention(q, k, v, scale=scale)
+        torch.testing.assert_close(
+            out, tk.reference.attention(q, k, v, scale=scale), atol=0.02, rtol=0.02
+        )
+
+
+# ---- the emulator itself ----
+
+
+def test_kernels_are_chosen_as_on_the_gpu():
+    a = torch.randn(512, 512, dtype=torch.bfloat16)
+    device = _C.DeviceProperties(
+        sm_count=132, shared_bytes_per_block=232448, l2_bytes=50 << 20, major=9, minor=0
+    )
+    problem = {"m": 512, "n": 512, "k": 512, "batch": 1, "dtype": "bf16", "out_dtype": "bf16"}
+    problem |= {"a_m_major": False, "b_n_major": True, "bias": False}
+    with tk.emulate() as run:
+        tk.gemm(a, a)
+    chosen = _C.choose("gemm", problem, device)
+    assert run.kernels == [chosen]
+
+
+def test_random_order_is_drawn_from_the_seed():
+    a = torch.randn(70, 300, dtype=torch.bfloat16)
+    results = []
+    for seed in (1, 1, 2):
+        with tk.emulate("random", seed):
+            results.append(tk.gemm(a, a.t()))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_clusters_on_several_host_threads(threads):
+    a = integers(600, 64, dtype=torch.bfloat16)
+    with tk.emulate(host_threads=threads):
+        out = tk.gemm(a, a.t(), out_dtype=torch.float32)
+    assert torch.equal(out, a.float() @ a.t().float())
+
+
+def test_reference_outside_and_wrong_policies():
+    a = torch.randn(16, 16, dtype=torch.bfloat16)
+    with tk.emulate() as run:
+        pass
+    tk.gemm(a, a)
+    assert run.kernels == []
+    with pytest.raises(ValueError, match=r"tk\.emulate: policy is 'lazy'"), tk.emulate("lazy"):
+        pass
+    with pytest.raises(RuntimeError, match="forced"), tk.emulate(config={"nothing": 1}):
+        tk.gemm(a, a)
+
+
+def test_speed():
+    """A bar for one core; the emulator takes about a thirtieth of it."""
+    a = torch.randn(512, 512, dtype=torch.bfloat16)
+    q = torch.randn(1, 2, 512, 64, dtype=torch.bfloat16)
+    for call in (lambda: tk.gemm(a, a), lambda: tk.attention(q, q, q)):
+        with tk.emulate():
+            start = time.perf_counter()
+            call()
+            assert time.perf_counter() - start < 5
+
+
+def test_numpy_without_torch():
+    """The module runs kernels on NumPy arrays in a process that has no torch."""
+    module = emulation._module
+    assert module is not None
+    program = f"""
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("_emulator", {module.__file__!r})
+emulator = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(emulator)
+import numpy as np
+a = np.arange(64 * 32, dtype=np.float16).reshape(64, 32) % 5
+out, chosen = emulator.run("gemm", {{"a": a, "b": a.T}}, {{"out_dtype": "fp32"}}, policy="eager")
+assert np.array_equal(out["out"], a.astype(np.float32) @ a.T.astype(np.float32))
+assert chosen["kernel"].startswith("fp16_")
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.timeout(300)
+def test_the_example_runs():
+    """Its kernel is compiled by the C++ compiler and runs under every policy."""
+    if emulation.cuda_headers() is None:
+        pytest.skip(emulation.NO_HEADERS)
+    example = HERE.parent / "examples/write_a_kernel/run.py"
+    result = subprocess.run(
+        [sys.executable, str(example)], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    for policy in POLICIES:
+        assert f"emulator, {policy}: right" in result.stdout
+
+
+# ---- fidelity: the same kernels on the GPU ----
+
+FIDELITY = [(64, 64, 64), (200, 264, 136), (257, 512, 1000), (1024, 1024, 512), (1500, 2048, 256)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", FIDELITY, ids=str)
+def test_gemm_is_that_of_the_gpu(shape, dtype, layout):
+    """Integers bit for bit; random numbers within the rounding of fp32 accumulation."""
+    m, n, k = shape
+
+    def laid_out(x: torch.Tensor, order: str) -> torch.Tensor:
+        return x if order == "n" else x.t().contiguous().t()
+
+    for fill in (integers, lambda *size, dtype: torch.randn(size).to(dtype)):
+        a = laid_out(fill(m, k, dtype=dtype), layout[0])
+        b = laid_out(fill(k, n, dtype=dtype), layout[1])
+        on_gpu = tk.gemm(a.cuda(), b.cuda(), out_dtype=torch.float32).cpu()
+        with tk.emulate(host_threads=4, check_order=False):
+            emulated = tk.gemm(a, b, out_dtype=torch.float32)
+        if fill is integers:
+            assert torch.equal(on_gpu, emulated)
+        else:
+            bound = 2**-22 * (a.abs().float() @ b.abs().float())
+            assert ((on_gpu - emulated).abs() <= bound).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True, "upper_left"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+def test_attention_is_that_of_the_gpu(dim, dtype, causal):
+    for length_q, length_k in ((300, 300), (129, 700), (513, 190)):
+        q = torch.randn(2, 4, length_q, dim, dtype=dtype)
+        k, v = (torch.randn(2, 2, length_k, dim, dtype=dtype) for _ in range(2))
+        options = {"causal": causal, "return_lse": True}
+        on_gpu = tk.attention(q.cuda(), k.cuda(), v.cuda(), **options)
+        with tk.emulate(host_threads=4, check_order=False):
+            emulated = tk.attention(q, k, v, **options)
+        # exp2 differs in its last bits, P and the output are rounded to 16 bits.
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(on_gpu[0].cpu(), emulated[0], atol=2 * eps, rtol=2 * eps)
+        torch.testing.assert_close(on_gpu[1].cpu(), emulated[1], atol=1e-5, rtol=1e-5)
+
+
+# ---- planted defects ----
+
+
+@pytest.fixture(scope="module")
+def defects(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
+    """Runs a defect under a policy for some seeds; one line each."""
+    if emulation.cuda_headers() is None:
+        pytest.skip(emulation.NO_HEADERS)
+    program = tmp_path_factory.mktemp("defects") / "defects"
+    source = HERE / "kittens/emulator/defects.cpp"
+    command = emulation.compile_command(
+        source, output=program, flags=["-O1", "-Wno-unknown-pragmas"]
+    )
+    subprocess.run(command, check=True)
+
+    def run(*arguments: object) -> list[str]:
+        line = [str(program), *map(str, arguments)]
+        return subprocess.run(
+            line, check=True, capture_output=True, text=True, timeout=300
+        ).stdout.splitlines()
+
+    return run
+
+
+# What the message must say; None where a defect shows in the values alone.
+FOUND = {
+    "missing_full_wait": "no wait for the phase",
+    "wrong_phase": "no wait for",
+    "early_release": "which an operation in flight .* still reads",
+    "missing_empty_wait": "room for 0|still reads|no wait",
+    "expect_too_few_bytes": "-16 bytes pending",
+    "expect_too_many_bytes": " 16 bytes pending",
+    "missing_mma_wait": None,
+    "missing_accumulator_fence": "without wgmma_fence",
+    "missing_commit": None,
+    "wrong_swizzle": None,
+    "swapped_transpose": None,
+    "wrong_tile_coordinate": None,
+    "misaligned_coordinate": "must be a multiple of 16 bytes",
+    "lost_arrive": "deadlock.*mbarrier 0x[0-9a-f]+ .*1 of 2 arrivals",
+    "too_many_arrivals": "room for|still reads",
+    "missing_init_fence": "no mbarrier_init_fence",
+    "missing_init_barrier": "no barrier .* between the initialisation|not an initialised mbarrier",
+    "missing_store_fence": "no fence.proxy.async",
+    "store_without_read_wait": "no tma_store_read_wait",
+    "too_many_registers": "wants 256 per thread",
+    "wrong_barrier_count": "named barrier 1: this thread counts",
+    "early_access_to_global_memory": "before wait_for_dependencies",
+    "diverging_warpgroup": "the warpgroup diverges",
+    "missing_operand_fence": "no fence.proxy.async",
+    "missing_operand_barrier": r"no barrier \(release and acquire\)",
+    "operand_written_in_flight": "operand A of a wgmma in flight",
+    "tile_written_in_flight": "wgmma|still reads",
+    "missing_block_barrier": r"no barrier \(release and acquire\)",
+    "missing_warp_barrier": r"no barrier \(release and acquire\)",
+    "diverging_shuffle": "other lanes of its warp in shuffle_xor",
+    "missing_cp_async_wait": "no cp_async_wait",
+    "global_store_out_of_bounds": "out of bounds: byte 1024 of 'out', which has 1024",
+    "shared_store_out_of_bounds": "out of bounds; the block has",
+    "misaligned_load": "is not a multiple of 16 bytes",
+    "store_into_input": "writes to 'in', which is an input",
+    "missing_cluster_barrier": "between the initialisation|not an initialised mbarrier",
+    "missing_exit_barrier": "which has ended",
+    "relaxed_release": r"no barrier \(release and acquire\)",
+    "wrong_multicast_mask": "of a cluster of 2",
+}
+
+
+@pytest.mark.parametrize("defect", FOUND)
+def test_a_planted_defect_is_found(defects, defect):
+    lines = defects(defect, "on_wait", 1) + defects(defect, "late_mma", 1)
+    assert any(line != "right" for line in lines)
+    if FOUND[defect] is None:
+        return
+    assert any(re.search(FOUND[defect], line) for line in lines), lines
+    # The message says where.
+    assert any(re.search(r"kernel void defects::\w+<.*block \(\d", line) for line in lines)
+
+
+def test_the_table_of_defects_is_complete(defects):
+    assert {line.split()[0] for line in defects()} == {"none", *FOUND}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_correct_kernels_raise_no_alarm(defects, policy):
+    assert defects("none", policy, 20) == ["right"] * 20
+
+
+def test_a_deadlock_names_what_each_warp_waits_for(defects):
+    (line,) = defects("lost_arrive", "on_wait", 1)
+    first, *warps = line.split("|")
+    assert "deadlock in kernel" in first
+    assert all(re.search(r"block \(0, 0, 0\), warp \d+.*: waits for", w) for w in warps)
+    assert any("warp 8, lanes 0x1: waits for" in w for w in warps)  # the producer's one thread
