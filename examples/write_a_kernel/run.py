@@ -32,7 +32,13 @@ def build_for_emulator(folder: Path) -> ctypes.CDLL:
 
 def build_for_gpu(folder: Path, nvcc: str) -> ctypes.CDLL:
     library = folder / "gelu_linear.so"
-    command = [nvcc, "-std=c++20", "-O3", "--expt-relaxed-constexpr", "-arch=sm_90a"]
+    command = [
+        nvcc,
+        "-std=c++20",
+        "-O3",
+        "--expt-relaxed-constexpr",
+        "-gencode=arch=compute_90a,code=sm_90a",
+    ]
     command += ["-shared", "-Xcompiler=-fPIC", f"-I{tk.get_include()}/kittens", str(SOURCE)]
     subprocess.run([*command, "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))

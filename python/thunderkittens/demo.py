@@ -45,7 +45,7 @@ class Config:
 
 
 CPU = Config(128, 2, 4, 96, 8, 500, 4e-3, seconds=80, sample_bytes=160)
-GPU = Config(512, 6, 8, 512, 32, 400, 1.5e-3, seconds=45, sample_bytes=400)
+GPU = Config(512, 6, 8, 512, 32, 200, 1.5e-3, seconds=45, sample_bytes=400)
 
 
 @dataclass(frozen=True)
