@@ -1,4 +1,4 @@
-// Encodes tensor maps of four dimensions.
+// Encodes tensor maps of four dimensions: of tensors, and of segments of a tensor's rows.
 #pragma once
 
 #include <cstdint>
@@ -57,6 +57,43 @@ inline CUtensorMap encode_tensor_map(const TensorMapSpec& s) {
                                  std::to_string(static_cast<int>(result)) + ") " + describe(s));
     }
     return map;
+}
+
+// Segments of consecutive rows of a tensor (heads, rows, columns), as tma::load_async and
+// store_async of a ragged layout reach them. A tensor map clips at its own bounds, and at one end
+// of a window that moves: this one has the rows twice, as a dimension of rows + 1 places that end
+// where the segment ends, and as one for the place of that end. Their sum counts from rows + 1 rows
+// before the data. So rows beyond the segment's end are outside, with one map for segments of all
+// lengths.
+struct RaggedTensorMapSpec {
+    const void* data;
+    CUtensorMapDataType type;
+    int element_bytes;
+    int cols, rows, heads;
+    int64_t row_stride, head_stride;  // elements
+    int box_cols, box_rows;
+    int swizzle_bytes;
+};
+
+inline CUtensorMap encode_ragged_tensor_map(const RaggedTensorMapSpec& s) {
+    if (s.rows > 1 << 30) {
+        throw std::invalid_argument("kittens: a ragged layout of " + std::to_string(s.rows) +
+                                    " rows; it holds at most 2^30");
+    }
+    const int window = s.rows + 1;
+    TensorMapSpec spec{};
+    spec.data = reinterpret_cast<const void*>(
+        reinterpret_cast<uintptr_t>(s.data) -
+        static_cast<uintptr_t>(window * s.row_stride * s.element_bytes));
+    spec.type = s.type;
+    spec.element_bytes = s.element_bytes;
+    const int dims[4] = {s.cols, window, window + 1, s.heads};
+    const int box[4] = {s.box_cols, s.box_rows, 1, 1};
+    for (int i = 0; i < 4; ++i) spec.dims[i] = uint64_t(dims[i]), spec.box[i] = uint32_t(box[i]);
+    spec.strides[0] = spec.strides[1] = s.row_stride;
+    spec.strides[2] = s.head_stride;
+    spec.swizzle_bytes = s.swizzle_bytes;
+    return encode_tensor_map(spec);
 }
 
 // True when TMA can address this: base and strides multiples of 16 bytes.

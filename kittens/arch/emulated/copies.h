@@ -41,7 +41,8 @@ inline Barrier& barrier_of_copy(uint32_t address, const char* what) {
 }
 
 // A box of a tensor: calls visit(byte in the box, pointer into the tensor or nullptr outside,
-// bytes) for pieces of 16 bytes of each row.
+// bytes) for pieces of 16 bytes of each row. Addresses are sums modulo 2^64, as the hardware's:
+// only those of places inside need to be in the tensor, its first one need not.
 template <class Visit>
 inline void for_each_piece(const TensorMap& m, const int (&at)[4], Visit visit) {
     const uint32_t row_bytes = uint32_t(m.box[0]) * m.element_bytes;
@@ -53,10 +54,10 @@ inline void for_each_piece(const TensorMap& m, const int (&at)[4], Visit visit) 
                 const int64_t x[3] = {int64_t(at[1]) + i1, int64_t(at[2]) + i2,
                                       int64_t(at[3]) + i3};
                 bool inside = true;
-                int64_t place = 0;
+                uint64_t place = m.data;
                 for (int d = 0; d < 3; ++d) {
                     inside = inside && x[d] >= 0 && x[d] < static_cast<int64_t>(m.dims[d + 1]);
-                    place += x[d] * static_cast<int64_t>(m.stride_bytes[d]);
+                    place += static_cast<uint64_t>(x[d]) * m.stride_bytes[d];
                 }
                 const int64_t first = int64_t(at[0]) * m.element_bytes;
                 for (uint32_t b = 0; b < row_bytes; b += 16) {
@@ -65,7 +66,8 @@ inline void for_each_piece(const TensorMap& m, const int (&at)[4], Visit visit) 
                     const int64_t rest = width - from;
                     const bool has = inside && from >= 0 && rest > 0;
                     visit(offset + b,
-                          has ? reinterpret_cast<uint8_t*>(m.data) + place + from : nullptr,
+                          has ? reinterpret_cast<uint8_t*>(place + static_cast<uint64_t>(from))
+                              : nullptr,
                           static_cast<uint32_t>(!has        ? 0
                                                 : rest < 16 ? rest
                                                             : 16));
