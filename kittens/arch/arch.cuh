@@ -24,6 +24,7 @@
 #include "cuda/tensor_map.cuh"
 #include "cuda/threads.cuh"
 #include "cuda/tma.cuh"
+#include "cuda/tma_5d.cuh"
 #include "cuda/wgmma.cuh"
 #else
 #define KITTENS_BACKEND on_cpu
@@ -44,5 +45,6 @@
 #include "emulated/tensor_map.cuh"
 #include "emulated/threads.cuh"
 #include "emulated/tma.cuh"
+#include "emulated/tma_5d.cuh"
 #include "emulated/wgmma.cuh"
 #endif

@@ -120,7 +120,7 @@ __device__ __forceinline__ void for_each_box(const ragged_coord& at, int rows, T
     arch::require(at.row >= 0, "a tile begins before its segment: ragged_coord's row is negative");
     arch::require(at.begin >= 0 && at.length >= 0 && at.length <= rows - at.begin,
                   "ragged_coord's segment is not within the layout's rows");
-    const int first = rows + 1 - at.length + at.row;
+    const int first = host::RAGGED_WINDOW - at.length + at.row;
     constexpr int box = kittens::detail::box_rows<Tile>;
 #pragma unroll
     for (int stripe = 0; stripe < Tile::stripes; ++stripe) {
@@ -128,8 +128,8 @@ __device__ __forceinline__ void for_each_box(const ragged_coord& at, int rows, T
         for (int row = 0; row < Tile::rows; row += box) {
             constexpr int row_bytes = Tile::stripe_cols * int(sizeof(typename Tile::T));
             transfer(uint32_t(stripe * Tile::stripe_bytes + row * row_bytes),
-                     arch::TmaCoordinates{at.col + stripe * Tile::stripe_cols, first + row,
-                                          at.begin + at.length, at.head});
+                     arch::TmaCoordinates5{at.col + stripe * Tile::stripe_cols, first + row,
+                                           at.begin + at.length, host::RAGGED_WINDOW, at.head});
         }
     }
 }
@@ -138,7 +138,7 @@ __device__ __forceinline__ void load_async(Tile& destination, const G& source,
                                            const ragged_coord& at, semaphore& arrived) {
     const CUtensorMap* map = source.template tensor_map<Tile>();
     const uint32_t to = destination.address(), barrier = arrived.address();
-    for_each_box<Tile>(at, source.rows, [&](uint32_t offset, arch::TmaCoordinates from) {
+    for_each_box<Tile>(at, source.rows, [&](uint32_t offset, arch::TmaCoordinates5 from) {
         arch::tma_load<policy>(to + offset, map, from, barrier);
     });
 }
@@ -148,7 +148,7 @@ __device__ __forceinline__ void store_async(const G& destination, const Tile& so
     const CUtensorMap* map = destination.template tensor_map<Tile>();
     const uint32_t from = source.address();
     arch::fence_async_shared();
-    for_each_box<Tile>(at, destination.rows, [&](uint32_t offset, arch::TmaCoordinates to) {
+    for_each_box<Tile>(at, destination.rows, [&](uint32_t offset, arch::TmaCoordinates5 to) {
         arch::tma_store<policy>(map, from + offset, to);
     });
     store_commit_group();
@@ -161,7 +161,7 @@ __device__ __forceinline__ void store_add_async(const G& destination, const Tile
     const CUtensorMap* map = destination.template tensor_map<Tile>();
     const uint32_t from = source.address();
     arch::fence_async_shared();
-    for_each_box<Tile>(at, destination.rows, [&](uint32_t offset, arch::TmaCoordinates to) {
+    for_each_box<Tile>(at, destination.rows, [&](uint32_t offset, arch::TmaCoordinates5 to) {
         arch::tma_store_reduce<arch::Reduction::add>(map, from + offset, to);
     });
     store_commit_group();
@@ -212,7 +212,7 @@ __device__ __forceinline__ void load_async(Tile& destination, const G& source,
                                            uint16_t blocks) {
     const CUtensorMap* map = source.template tensor_map<Tile>();
     const uint32_t to = destination.address(), barrier = arrived.address();
-    for_each_box<Tile>(at, source.rows, [&](uint32_t offset, arch::TmaCoordinates from) {
+    for_each_box<Tile>(at, source.rows, [&](uint32_t offset, arch::TmaCoordinates5 from) {
         arch::tma_load_multicast<policy>(to + offset, map, from, barrier, blocks);
     });
 }
