@@ -12,14 +12,13 @@ infinities and NaN; C is near the products' sum, cancels it, or lies far away.
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from helpers.toolkit import find_tool
 from thunderkittens import emulation
 
 HERE = Path(__file__).resolve().parent
@@ -48,8 +47,8 @@ def compile_program(back_end: str, output: Path) -> None:
         sources.append(HERE / "kittens/emulator/device_memory.cpp")
         command = emulation.compile_command(*sources, output=output, flags=["-O1"])
     else:
-        nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-        if not Path(nvcc).is_file():
+        nvcc = find_tool("nvcc")
+        if nvcc is None:
             pytest.skip("no nvcc: set CUDACXX")
         sources.append(HERE / "kittens/device_memory.cu")
         flags = ["-std=c++20", "-gencode", "arch=compute_90a,code=sm_90a"]
