@@ -11,23 +11,24 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 import shutil
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 
 import pytest
+
+from helpers.toolkit import find_tool
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 
 SECTIONS = [
     "memory/cluster",
+    "memory/ragged",
     "memory/tile/async",
     "memory/tile/global",
     "memory/tile/shared",
@@ -56,20 +57,6 @@ SECTIONS = [
 ]
 
 
-@cache
-def find_nvcc() -> str | None:
-    """The nvcc that the environment names, the one on the path, or the one that pip installed."""
-    candidates = [os.environ.get("CUDACXX")]
-    for variable in ("THUNDERKITTENS_CUDA_HOME", "CUDA_HOME"):
-        if home := os.environ.get(variable):
-            candidates.append(f"{home}/bin/nvcc")
-    candidates += [shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"]
-    if spec := importlib.util.find_spec("nvidia"):
-        for folder in spec.submodule_search_locations or []:
-            candidates += sorted(str(p) for p in Path(folder).glob("cu13*/bin/nvcc"))
-    return next((c for c in candidates if c and Path(c).is_file()), None)
-
-
 def has_gpu() -> bool:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -82,7 +69,7 @@ def has_gpu() -> bool:
 
 
 def needs_nvcc() -> str:
-    nvcc = find_nvcc()
+    nvcc = find_tool("nvcc")
     if nvcc is None:
         pytest.skip("no nvcc: set CUDACXX or install nvidia-cuda-nvcc")
     return nvcc
@@ -174,7 +161,7 @@ SNIPPETS = sorted(path.stem for path in (HERE / "compile_fail").glob("*.cu"))
 
 
 def compile_snippet(stem: str) -> tuple[int, str]:
-    command = [str(find_nvcc()), "-std=c++20", "-arch=sm_90a", f"-I{ROOT}/kittens", "-ptx"]
+    command = [str(find_tool("nvcc")), "-std=c++20", "-arch=sm_90a", f"-I{ROOT}/kittens", "-ptx"]
     source = HERE / "compile_fail" / f"{stem}.cu"
     result = subprocess.run(
         [*command, str(source), "-o", os.devnull], capture_output=True, text=True, check=False

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "copies.h"
-#include "inner_product.h"
+#include "tensor_core.h"
 
 namespace kittens::inline on_cpu {
 namespace emulated {
@@ -132,10 +132,8 @@ inline void execute(Product& p, Warpgroup& group) {
     }
     std::vector<float>& c = p.accumulator->values;
     if (!p.accumulate) std::fill(c.begin(), c.end(), 0.0f);
-    multiply(c.data(), a, b, 64, n, k);
-    if (p.shape.half_accumulator) {
-        for (float& x : c) x = __half2float(__float2half_rn(x));
-    }
+    multiply(c.data(), a, b, 64, n, k,
+             wgmma_arithmetic(p.shape.a, p.shape.b, p.shape.half_accumulator));
 }
 
 // Fragment of the accumulator: calls visit(register, row, column) for the first of each pair.

@@ -1,6 +1,4 @@
-// The arithmetic of the tensor cores: elements to floats, and C += A B on small matrices, compiled
-// for several instruction sets of which the processor's best is taken. Products of 8 and 16-bit
-// floats are exact in float, so that every variant gives the same bits.
+// The elements of the tensor cores' operands, 8 and 16-bit floats, as floats.
 #pragma once
 
 #include <array>
@@ -26,6 +24,10 @@ constexpr Element element_of() {
         return Element::e5m2;
 }
 constexpr int bytes_of(Element e) { return e == Element::bf16 || e == Element::half ? 2 : 1; }
+// 2 to the smallest exponent of a format.
+constexpr float smallest_power(Element e) {
+    return e == Element::bf16 ? 0x1p-126f : e == Element::e4m3 ? 0x1p-6f : 0x1p-14f;
+}
 
 template <class T>
 inline const std::array<float, 256>& fp8_table() {
@@ -66,44 +68,6 @@ inline void to_floats(Element type, const void* from, int bytes, float* to, int 
             type == Element::e4m3 ? fp8_table<__nv_fp8_e4m3>() : fp8_table<__nv_fp8_e5m2>();
         for (int i = 0; i < bytes; ++i) to[i * stride] = table[p[i]];
     }
-}
-
-// c (rows x n) += a (rows x k) b (k x n); rows a multiple of 4, n of 8.
-__attribute__((always_inline)) inline void multiply_body(float* c, const float* a, const float* b,
-                                                         int rows, int n, int k) {
-    typedef float Vector __attribute__((vector_size(32), aligned(4), may_alias));
-    for (int row = 0; row < rows; row += 4) {
-        for (int col = 0; col < n; col += 8) {
-            Vector sum[4];
-            for (int i = 0; i < 4; ++i) {
-                sum[i] = *reinterpret_cast<const Vector*>(c + (row + i) * n + col);
-            }
-            for (int x = 0; x < k; ++x) {
-                const Vector v = *reinterpret_cast<const Vector*>(b + x * n + col);
-                for (int i = 0; i < 4; ++i) sum[i] += a[(row + i) * k + x] * v;
-            }
-            for (int i = 0; i < 4; ++i) {
-                *reinterpret_cast<Vector*>(c + (row + i) * n + col) = sum[i];
-            }
-        }
-    }
-}
-#if defined(__x86_64__)
-__attribute__((target("avx2,fma"))) inline void multiply_avx2(float* c, const float* a,
-                                                              const float* b, int rows, int n,
-                                                              int k) {
-    multiply_body(c, a, b, rows, n, k);
-}
-#endif
-inline void multiply_any(float* c, const float* a, const float* b, int rows, int n, int k) {
-    multiply_body(c, a, b, rows, n, k);
-}
-inline void multiply(float* c, const float* a, const float* b, int rows, int n, int k) {
-#if defined(__x86_64__)
-    static const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    if (has_avx2) return multiply_avx2(c, a, b, rows, n, k);
-#endif
-    multiply_any(c, a, b, rows, n, k);
 }
 
 }  // namespace emulated
