@@ -78,7 +78,7 @@ def is_nan(bits: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("kind", "how"), INSTRUCTIONS, ids="-".join)
+@pytest.mark.parametrize(("kind", "how"), INSTRUCTIONS, ids=str)
 def test_results_are_those_of_an_h200(program, tmp_path, kind, how):
     a, b, c = (FROZEN[f"{kind}.{name}"] for name in "abc")
     expected = FROZEN[f"{kind}.{how}"] if f"{kind}.{how}" in FROZEN else FROZEN[f"{kind}.wgmma"]

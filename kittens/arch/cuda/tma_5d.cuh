@@ -15,8 +15,8 @@ struct TmaCoordinates5 {
 #define KITTENS_TMA_AT "r"(at.c), "r"(at.r), "r"(at.end), "r"(at.wrap), "r"(at.b)
 
 template <CachePolicy POLICY = CachePolicy::normal>
-__device__ __forceinline__ void tma_load(uint32_t destination, const CUtensorMap* map,
-                                         TmaCoordinates5 at, uint32_t barrier) {
+__device__ __forceinline__ void tma_load_5d(uint32_t destination, const CUtensorMap* map,
+                                            TmaCoordinates5 at, uint32_t barrier) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
         ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(destination),
@@ -24,9 +24,9 @@ __device__ __forceinline__ void tma_load(uint32_t destination, const CUtensorMap
         : "memory");
 }
 template <CachePolicy POLICY = CachePolicy::normal>
-__device__ __forceinline__ void tma_load_multicast(uint32_t destination, const CUtensorMap* map,
-                                                   TmaCoordinates5 at, uint32_t barrier,
-                                                   uint16_t block_mask) {
+__device__ __forceinline__ void tma_load_multicast_5d(uint32_t destination, const CUtensorMap* map,
+                                                      TmaCoordinates5 at, uint32_t barrier,
+                                                      uint16_t block_mask) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
         ".multicast::cluster.L2::cache_hint [%0], [%1, {%5, %6, %7, %8, %9}], [%2], %3, %4;" ::"r"(
@@ -35,8 +35,8 @@ __device__ __forceinline__ void tma_load_multicast(uint32_t destination, const C
         : "memory");
 }
 template <CachePolicy POLICY = CachePolicy::normal>
-__device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t source,
-                                          TmaCoordinates5 at) {
+__device__ __forceinline__ void tma_store_5d(const CUtensorMap* map, uint32_t source,
+                                             TmaCoordinates5 at) {
     asm volatile(
         "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group.L2::cache_hint "
         "[%0, {%3, %4, %5, %6, %7}], [%1], %2;" ::"l"(map),
@@ -44,8 +44,8 @@ __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t sourc
         : "memory");
 }
 template <Reduction REDUCTION>
-__device__ __forceinline__ void tma_store_reduce(const CUtensorMap* map, uint32_t source,
-                                                 TmaCoordinates5 at) {
+__device__ __forceinline__ void tma_store_reduce_5d(const CUtensorMap* map, uint32_t source,
+                                                    TmaCoordinates5 at) {
     static_assert(REDUCTION == Reduction::add, "segments of rows are added to only");
     asm volatile(
         "cp.reduce.async.bulk.tensor.5d.global.shared::cta.add.tile.bulk_group "

@@ -13,21 +13,21 @@ struct TmaCoordinates5 {
 };
 
 template <CachePolicy POLICY = CachePolicy::normal>
-inline void tma_load(uint32_t destination, const CUtensorMap* map, TmaCoordinates5 at,
-                     uint32_t barrier) {
+inline void tma_load_5d(uint32_t destination, const CUtensorMap* map, TmaCoordinates5 at,
+                        uint32_t barrier) {
     emulated::load_box(destination, map, at, barrier, -1);
 }
 template <CachePolicy POLICY = CachePolicy::normal>
-inline void tma_load_multicast(uint32_t destination, const CUtensorMap* map, TmaCoordinates5 at,
-                               uint32_t barrier, uint16_t block_mask) {
+inline void tma_load_multicast_5d(uint32_t destination, const CUtensorMap* map, TmaCoordinates5 at,
+                                  uint32_t barrier, uint16_t block_mask) {
     emulated::load_box(destination, map, at, barrier, block_mask);
 }
 template <CachePolicy POLICY = CachePolicy::normal>
-inline void tma_store(const CUtensorMap* map, uint32_t source, TmaCoordinates5 at) {
+inline void tma_store_5d(const CUtensorMap* map, uint32_t source, TmaCoordinates5 at) {
     emulated::store_box(map, source, at, emulated::Combine::copy);
 }
 template <Reduction REDUCTION>
-inline void tma_store_reduce(const CUtensorMap* map, uint32_t source, TmaCoordinates5 at) {
+inline void tma_store_reduce_5d(const CUtensorMap* map, uint32_t source, TmaCoordinates5 at) {
     static_assert(REDUCTION == Reduction::add, "segments of rows are added to only");
     emulated::store_box(map, source, at, emulated::Combine::add);
 }

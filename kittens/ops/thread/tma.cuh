@@ -139,7 +139,7 @@ __device__ __forceinline__ void load_async(Tile& destination, const G& source,
     const CUtensorMap* map = source.template tensor_map<Tile>();
     const uint32_t to = destination.address(), barrier = arrived.address();
     for_each_box<Tile>(at, source.rows, [&](uint32_t offset, arch::TmaCoordinates5 from) {
-        arch::tma_load<policy>(to + offset, map, from, barrier);
+        arch::tma_load_5d<policy>(to + offset, map, from, barrier);
     });
 }
 template <CachePolicy policy = CachePolicy::normal, any_shared_tile Tile, ragged_layout_type G>
@@ -149,7 +149,7 @@ __device__ __forceinline__ void store_async(const G& destination, const Tile& so
     const uint32_t from = source.address();
     arch::fence_async_shared();
     for_each_box<Tile>(at, destination.rows, [&](uint32_t offset, arch::TmaCoordinates5 to) {
-        arch::tma_store<policy>(map, from + offset, to);
+        arch::tma_store_5d<policy>(map, from + offset, to);
     });
     store_commit_group();
 }
@@ -162,7 +162,7 @@ __device__ __forceinline__ void store_add_async(const G& destination, const Tile
     const uint32_t from = source.address();
     arch::fence_async_shared();
     for_each_box<Tile>(at, destination.rows, [&](uint32_t offset, arch::TmaCoordinates5 to) {
-        arch::tma_store_reduce<arch::Reduction::add>(map, from + offset, to);
+        arch::tma_store_reduce_5d<arch::Reduction::add>(map, from + offset, to);
     });
     store_commit_group();
 }
@@ -213,7 +213,7 @@ __device__ __forceinline__ void load_async(Tile& destination, const G& source,
     const CUtensorMap* map = source.template tensor_map<Tile>();
     const uint32_t to = destination.address(), barrier = arrived.address();
     for_each_box<Tile>(at, source.rows, [&](uint32_t offset, arch::TmaCoordinates5 from) {
-        arch::tma_load_multicast<policy>(to + offset, map, from, barrier, blocks);
+        arch::tma_load_multicast_5d<policy>(to + offset, map, from, barrier, blocks);
     });
 }
 
