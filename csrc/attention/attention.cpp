@@ -1,5 +1,5 @@
 // The attention ops for CUDA: checks what memory safety needs, allocates, chooses and launches.
-#include "csrc/attention/attention.h"
+#include "csrc/attention/forward.h"
 
 #include <cmath>
 #include <tuple>

@@ -1,6 +1,6 @@
 // Which attention kernel runs a problem, and in which order the blocks go through it. Pure
 // functions; the thresholds were measured on an H200 (docs/performance.md).
-#include "csrc/attention/attention.h"
+#include "csrc/attention/forward.h"
 
 #include <algorithm>
 #include <cstdlib>

@@ -1,7 +1,7 @@
 // Attention on the emulator, as attention.cpp does it on CUDA tensors.
 #include <cmath>
 
-#include "csrc/attention/attention.h"
+#include "csrc/attention/forward.h"
 #include "csrc/common/emulated.h"
 
 namespace thunderkittens::attention {

@@ -20,7 +20,7 @@
 
 #include <algorithm>
 
-#include "csrc/attention/attention.h"
+#include "csrc/attention/forward.h"
 #include "csrc/attention/schedule.cuh"
 #include "csrc/attention/softmax.cuh"
 #include "kittens/kittens.cuh"
