@@ -19,19 +19,21 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // those of one head after the other keep its keys in L2. With one, blocks of a section go longest
 // first, dealt back and forth to the SMs: that evens out best when a section fills a whole even
 // number of rounds. A section of about a quarter of the SMs leaves four blocks at work on a head,
-// enough for its keys to come from L2.
-int choose_section(const Problem& p, int block_m, int sm_count) {
+// enough for its keys to come from L2; it may be larger if the keys of all its heads fit there.
+int choose_section(const Problem& p, int block_m, const DeviceProperties& device) {
     const int64_t group = p.q_heads / std::max<int64_t>(p.kv_heads, 1);
     const int64_t heads = p.q_heads * p.batch;
     if (p.causal == static_cast<int>(Causal::none)) return static_cast<int>(group);
     const int64_t blocks = ceil_div(p.q_length, block_m);
-    const int64_t target = std::max<int64_t>(sm_count / 4, 1);
+    const int64_t target = std::max<int64_t>(device.sm_count / 4, 1);
     if (heads <= target + target / 2) return static_cast<int>(heads);
+    const int64_t head_bytes = p.k_length * (p.head_dim + p.value_dim) * 2 / group;
+    const int64_t in_cache = device.l2_bytes / 2 / std::max<int64_t>(head_bytes, 1);
+    const int64_t most = std::min({heads, std::max(target + target / 2, in_cache), 4 * target});
     int64_t best = target;
     double best_cost = 1e30;
-    for (int64_t s = target / 2; s <= target + target / 2; ++s) {
-        if (s < 1) continue;
-        const int64_t items = s * blocks, round = 2 * sm_count;
+    for (int64_t s = std::max<int64_t>(target / 2, 1); s <= most; ++s) {
+        const int64_t items = s * blocks, round = 2 * device.sm_count;
         const int64_t off = std::min(items % round, round - items % round);
         // The share of a section that is out of step, then the distance from the target.
         const double cost = static_cast<double>(off) / static_cast<double>(items) +
@@ -139,7 +141,7 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
         choice.splits = choose_splits(p, choice.config.block_n, device.sm_count, splits_at_most);
     } else {
         choice.config = choose_config(p);
-        choice.section_heads = choose_section(p, 64 * choice.config.warpgroups, device.sm_count);
+        choice.section_heads = choose_section(p, 64 * choice.config.warpgroups, device);
     }
     choice.config.dtype = p.dtype;
     return choice;

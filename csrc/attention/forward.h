@@ -38,18 +38,21 @@ constexpr Config with_dtype(Config config, DType dtype) {
     return config;
 }
 
-// Dynamic shared memory of a block: Q, the rings of K and V, semaphores and alignment; and room
-// for the output where the limit of the architecture leaves it.
+// Dynamic shared memory of a block: Q, the rings of K and V, semaphores and alignment; and, where
+// the limit of the architecture leaves it, room for the output or for half its columns.
 struct ForwardMemory {
-    bool separate_out = false;
+    int out_parts = 0;  // the output passes in so many parts; 0: through Q's memory, whole
     int bytes = 0;
 };
 constexpr ForwardMemory forward_memory(const Config& c) {
-    constexpr int limit = 227 * 1024, overhead = 2048;
+    // Two blocks of one consumer share a multiprocessor.
+    const int limit = c.warpgroups == 1 && !c.modified ? 113 * 1024 : 227 * 1024;
+    constexpr int overhead = 2048;
     const int q = c.warpgroups * 64 * c.head_dim * 2, out = c.warpgroups * 64 * c.value_dim * 2;
-    const int keys = c.stages * c.block_n * (c.head_dim + c.value_dim) * 2;
-    const bool separate_out = q + out + keys + overhead <= limit;
-    return {separate_out, (separate_out ? q + out : q > out ? q : out) + keys + overhead};
+    const int fixed = c.stages * c.block_n * (c.head_dim + c.value_dim) * 2 + overhead;
+    if (q + out + fixed <= limit) return {1, q + out + fixed};
+    if (c.value_dim % 128 == 0 && q + out / 2 + fixed <= limit) return {2, q + out / 2 + fixed};
+    return {0, (q > out ? q : out) + fixed};
 }
 
 struct Choice {

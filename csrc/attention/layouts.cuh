@@ -65,11 +65,11 @@ struct Layout {
             tma::load_async(tile, dense, elements(b, head, row, 0), arrived);
     }
     __device__ __forceinline__ void store(const Tile& tile, int b, int head, int begin, int length,
-                                          int row) const {
+                                          int row, int column) const {
         if (packed)
-            tma::store_async(ragged, tile, ragged_coord{head, begin, length, row, 0});
+            tma::store_async(ragged, tile, ragged_coord{head, begin, length, row, column});
         else
-            tma::store_async(dense, tile, elements(b, head, row, 0));
+            tma::store_async(dense, tile, elements(b, head, row, column));
     }
     __device__ __forceinline__ T* at(int b, int head, int begin, int row, int column) const {
         return packed ? ragged.at(head, begin + row, column)
