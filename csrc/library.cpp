@@ -5,6 +5,12 @@
 // because it costs the host less.
 #include <torch/csrc/stable/library.h>
 
+#define ATTENTION_OPTIONS                                                        \
+    "int causal=0, float? scale=None, int window_left=-1, int window_right=-1, " \
+    "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sink=None, bool? deterministic=None"
+#define ATTENTION_SEQUENCES \
+    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
+
 STABLE_TORCH_LIBRARY(thunderkittens, m) {
     // (M, K) @ (K, N) or batched, fp32 accumulation; bias (N,); out_dtype None is the dtype of the
     // inputs.
@@ -13,16 +19,25 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
         "gemm_forward(Tensor a, Tensor b, Tensor? bias=None, ScalarType? out_dtype=None) -> "
         "Tensor");
 
-    // q (B, Hq, Sq, D), k and v (B, Hkv, Sk, D); causal: 0 none, 1 aligned lower right, 2 aligned
-    // upper left; lse fp32 (B, Hq, Sq), natural logarithm.
-    m.def(
-        "attention(Tensor q, Tensor k, Tensor v, int causal, float? scale=None) -> (Tensor out, "
-        "Tensor lse)");
-    m.def(
-        "attention_forward(Tensor q, Tensor k, Tensor v, int causal, float? scale=None) -> Tensor");
+    // q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv); causal: 0 none, 1 aligned lower
+    // right, 2 aligned upper left; windows: -1 is unbounded; softcap: 0 is none; alibi_slopes fp32
+    // (Hq,) or (B, Hq); sink fp32 (Hq,); lse fp32 (B, Hq, Sq), natural logarithm.
+    m.def("attention(Tensor q, Tensor k, Tensor v, " ATTENTION_OPTIONS
+          ") -> (Tensor out, Tensor lse)");
+    m.def("attention_forward(Tensor q, Tensor k, Tensor v, " ATTENTION_OPTIONS ") -> Tensor");
     m.def(
         "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, "
-        "Tensor "
-        "out, Tensor lse, "
-        "int causal, float? scale, bool[3] needs) -> (Tensor, Tensor, Tensor)");
+        "Tensor out, Tensor lse, " ATTENTION_OPTIONS
+        ", bool[4] needs=[True, True, True, True]) -> (Tensor, Tensor, Tensor, Tensor)");
+
+    // Packed sequences: q (Tq, Hq, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv), cumulative lengths int32
+    // (B + 1,), lse fp32 (Hq, Tq).
+    m.def("attention_varlen(Tensor q, Tensor k, Tensor v, " ATTENTION_SEQUENCES
+          ", " ATTENTION_OPTIONS ") -> (Tensor out, Tensor lse)");
+    m.def("attention_varlen_forward(Tensor q, Tensor k, Tensor v, " ATTENTION_SEQUENCES
+          ", " ATTENTION_OPTIONS ") -> Tensor");
+    m.def(
+        "attention_varlen_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor "
+        "v, Tensor out, Tensor lse, " ATTENTION_SEQUENCES ", " ATTENTION_OPTIONS
+        ", bool[4] needs=[True, True, True, True]) -> (Tensor, Tensor, Tensor, Tensor)");
 }

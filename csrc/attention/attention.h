@@ -1,5 +1,5 @@
-// Attention: the plain structs between the torch op, the choice of a kernel and the kernels. Host
-// C++ only.
+// Attention: the plain structs that the ops, the choice of a kernel and the kernels of both
+// directions share. Host C++ only. What is of one direction is in forward.h and backward.h.
 #pragma once
 
 #include <cstdint>
@@ -12,82 +12,66 @@
 
 namespace thunderkittens::attention {
 
-// Alignment of the causal mask when the lengths differ: query i sees key j iff
-//   lower_right: j <= i + (k_length - q_length)      upper_left: j <= i
+// Alignment of masks and ALiBi when the lengths differ: the diagonal of query i is key
+//   i + (k_length - q_length) for none and lower_right,      i for upper_left.
 enum class Causal : int { none = 0, lower_right = 1, upper_left = 2 };
 
+// Packed sequences (varlen) have batch sequences of at most q_length queries and k_length keys.
 struct Problem {
     DType dtype = DType::bf16;
     int64_t batch = 0;
     int64_t q_heads = 0, kv_heads = 0;
     int64_t q_length = 0, k_length = 0;
     int64_t head_dim = 0;
+    int64_t value_dim = 0;
     int causal = 0;
+    int64_t window_left = -1, window_right = -1;  // keys seen beside the diagonal; -1: all
+    bool softcap = false, alibi = false, sink = false, varlen = false;
 };
 
-// What one kernel is compiled for. A block works on `warpgroups` x 64 query rows by block_n keys; K
-// and V each have a ring of `stages`.
-struct Config {
-    int head_dim = 0;  // of the kernel; smaller ones are filled with zeros on load
-    int warpgroups = 0;
-    int block_n = 0;
-    int stages = 0;
-    DType dtype = DType::bf16;
-
-    bool operator==(const Config&) const = default;
+// Query i sees key j iff i + low <= j <= i + high (and j < k_length).
+struct Band {
+    int low, high;
+    int diagonal;  // of query i: key i + diagonal
 };
-
-// The kernels that are compiled, each for bf16 and fp16, one per file in inst/.
-constexpr Config CONFIGS[] = {
-    {64, 2, 128, 2}, {64, 3, 128, 2}, {128, 2, 128, 2}, {128, 2, 160, 2}, {256, 2, 80, 2},
-};
-constexpr Config with_dtype(Config config, DType dtype) {
-    config.dtype = dtype;
-    return config;
+constexpr int UNBOUNDED = 1 << 29;
+constexpr Band band(int causal, int64_t window_left, int64_t window_right, int64_t q_length,
+                    int64_t k_length) {
+    const int64_t diagonal =
+        causal == static_cast<int>(Causal::upper_left) ? 0 : k_length - q_length;
+    const int64_t right = causal != static_cast<int>(Causal::none) ? 0 : window_right;
+    const auto bounded = [](int64_t x) {
+        return static_cast<int>(x < -UNBOUNDED ? -UNBOUNDED : x > UNBOUNDED ? UNBOUNDED : x);
+    };
+    return {window_left < 0 ? -UNBOUNDED : bounded(diagonal - window_left),
+            right < 0 ? UNBOUNDED : bounded(diagonal + right), bounded(diagonal)};
 }
 
-// Dynamic shared memory of a block: Q, the rings of K and V, semaphores and alignment; and a copy
-// of Q's size for the output where the limit of the architecture leaves room.
-struct ForwardMemory {
-    bool separate_out = false;
-    int bytes = 0;
-};
-constexpr ForwardMemory forward_memory(const Config& c) {
-    constexpr int limit = 227 * 1024, overhead = 2048;
-    const int q = c.warpgroups * 64 * c.head_dim * 2;
-    const int keys = 2 * c.stages * c.block_n * c.head_dim * 2;
-    const bool separate_out = 2 * q + keys + overhead <= limit;
-    return {separate_out, (separate_out ? 2 : 1) * q + keys + overhead};
-}
-
-struct Choice {
-    Config config;
-    // The blocks work on this many heads (of all batches) at a time, longest query blocks first.
-    int section_heads = 1;
-};
-
-// Sizes and strides in elements; the last dimension has stride 1.
+// Sizes and strides in elements; the last dimension has stride 1. Packed sequences have no batch
+// stride: row_stride lies between tokens.
 struct Operand {
     const void* data = nullptr;
     int64_t batch_stride = 0, head_stride = 0, row_stride = 0;
 };
 
-struct ForwardParams {
-    Problem problem;
-    Operand q, k, v, out;
-    float* lse = nullptr;  // (batch, q_heads, q_length), contiguous; may be null
-    float scale = 1.0f;    // of the logits; positive
-    int section_heads = 1;
-    int sm_count = 0;
+// What becomes of a score x = q . k before the softmax: softcap * tanh(scale * x / softcap) if
+// softcap > 0, else scale * x; minus slope * |i + diagonal - j| with ALiBi. A sink is the logit of
+// one more key per query head, whose value is zero.
+struct Scores {
+    float scale = 1.0f;                   // positive
+    float softcap = 0.0f;                 // 0: none
+    const float* alibi_slopes = nullptr;  // (q_heads,) or (batch, q_heads); null: none
+    int64_t alibi_batch_stride = 0;
+    const float* sink = nullptr;  // (q_heads,); null: none
 };
 
-// Query i sees keys up to i + offset.
-constexpr int causal_offset(const Problem& p) {
-    return static_cast<int>(p.causal == static_cast<int>(Causal::lower_right)
-                                ? p.k_length - p.q_length
-                            : p.causal == static_cast<int>(Causal::upper_left) ? 0
-                                                                               : p.k_length);
-}
+// Packed sequences: sequence b has the tokens cu_q[b] to cu_q[b + 1] - 1 and the keys of cu_k
+// likewise. Null for dense batches.
+struct Sequences {
+    const int* cu_q = nullptr;
+    const int* cu_k = nullptr;
+    int64_t total_q = 0, total_k = 0;
+};
 
 template <typename Visitor>
 void visit_fields(Problem& p, Visitor visit) {
@@ -98,25 +82,17 @@ void visit_fields(Problem& p, Visitor visit) {
     visit("q_length", p.q_length);
     visit("k_length", p.k_length);
     visit("head_dim", p.head_dim);
+    visit("value_dim", p.value_dim);
     visit("causal", p.causal);
+    visit("window_left", p.window_left);
+    visit("window_right", p.window_right);
+    visit("softcap", p.softcap);
+    visit("alibi", p.alibi);
+    visit("sink", p.sink);
+    visit("varlen", p.varlen);
 }
 
-template <typename Visitor>
-void visit_fields(Choice& c, Visitor visit) {
-    visit("head_dim", c.config.head_dim);
-    visit("warpgroups", c.config.warpgroups);
-    visit("block_n", c.config.block_n);
-    visit("stages", c.config.stages);
-    visit("dtype", c.config.dtype);
-    visit("section_heads", c.section_heads);
-}
-
-std::string unsupported(const Problem& problem, const DeviceProperties& device);
-Choice choose(const Problem& problem, const DeviceProperties& device);
-std::string kernel_name(const Choice& choice);
-std::vector<KernelInfo> kernels();
-
-template <Config config>
-void launch_forward(const ForwardParams& params, Stream stream);
+// What both directions refuse; empty, or the reason.
+std::string unsupported_problem(const Problem& problem, const DeviceProperties& device);
 
 }  // namespace thunderkittens::attention
