@@ -11,28 +11,33 @@
 //   consumers  two warpgroups of 64 keys each. They compute the transposed scores S^T = K Q^T and
 //              dP^T = V dO^T, so that P^T and dS^T leave the softmax as register operands of dV and
 //              dK. dS^T goes through shared memory once, for dQ, whose tile the two share.
-// dQ is summed over the key blocks in fp32 in global memory, by vector reductions in the order of
-// the accumulator's registers (16 bytes a thread, 512 a warp, no shared memory);
-// backward_rows_sm90.cuh puts the elements in order afterwards. The sum's order varies between
-// runs.
+//   senders    one thread per consumer: adds the consumer's part of dQ to memory, by a bulk
+//              reduction; reductions from registers hold the consumers up (they made the whole
+//              kernel 4 to 6 % slower)
+// The products of a step are issued so that the tensor cores have work while a consumer waits: dK,
+// which needs nothing of the other consumer, before the barrier, and dQ after it; S of the next
+// step before dQ of the last is handed on.
+// dQ is summed over the key blocks in fp32 in global memory, in the order of the accumulator's
+// registers; backward_rows_sm90.cuh puts the elements in order afterwards. The order of the sum
+// varies between runs, unless the senders take turns.
 #pragma once
 
-#include <algorithm>
-
-#include "csrc/attention/attention.h"
-#include "csrc/attention/schedule.cuh"
+#include "csrc/attention/backward_items.cuh"
+#include "csrc/attention/layouts.cuh"
 #include "csrc/attention/softmax.cuh"
-#include "kittens/kittens.cuh"
 
 namespace thunderkittens::attention {
 
 using namespace kittens;
 
-template <BackwardConfig config, bool NEED_DQ, bool ORDERED>
+enum class QueryGradient { none, any_order, in_order };
+
+template <BackwardConfig config, QueryGradient QUERY_GRADIENT>
 struct BackwardKernel {
-    static constexpr bool need_dq = NEED_DQ;
-    static constexpr bool ordered = ORDERED && NEED_DQ;
     using T = std::conditional_t<config.dtype == DType::bf16, bf16, half>;
+    static constexpr bool need_dq = QUERY_GRADIENT != QueryGradient::none;
+    static constexpr bool in_order = QUERY_GRADIENT == QueryGradient::in_order;
+    static constexpr bool modified = config.modified;
     static constexpr int head_dim = config.head_dim;
     static constexpr int block_m = config.block_m;  // queries of a step
     static constexpr int block_n = 128;             // keys of a block
@@ -40,137 +45,107 @@ struct BackwardKernel {
     static constexpr int warpgroups = 2;
     static constexpr int threads = (warpgroups + 1) * WARPGROUP_THREADS;
 
-    using kv_tile = st<T, 64, head_dim>;      // of one consumer
-    using q_tile = st<T, block_m, head_dim>;  // Q and dO
-    using ds_tile = st<T, 64, block_m>;       // dS^T of one consumer
-    using statistics = sv<float, block_m>;
-    using kv_layout = gl<T, -1, -1, -1, -1, kv_tile>;
-    using q_layout = gl<T, -1, -1, -1, -1, q_tile>;
+    // The dQ tile of a step is block_m x head_dim; each consumer computes 64 rows of it, or half of
+    // the columns.
+    static constexpr bool split_rows = block_m == 128;
+    static constexpr int dq_parts = 2;
+    static constexpr int part_cols = split_rows ? head_dim : head_dim / 2;
+    static constexpr int part_floats = 64 * part_cols;
+    static constexpr int dq_tile_floats = dq_parts * part_floats;
+    static __host__ __device__ constexpr int2 part_at(int id) {
+        return split_rows ? int2{64 * id, 0} : int2{0, part_cols * id};
+    }
+    static_assert(block_m == 64 || block_m == 128);
 
-    // The dQ tile of a step is block_m x head_dim; each consumer computes a 64 x 64 part of it.
-    static_assert(block_m * head_dim == 64 * 128, "dQ of a step must be two parts of 64 x 64");
-    static constexpr bool split_rows = block_m == 128;  // parts are rows, else columns, of the tile
-    static constexpr int dq_tile_floats = block_m * head_dim;
+    // Tiles of a consumer. A part of K's columns must begin with a stripe of the swizzle.
+    using k_tile = st<T, 64, head_dim, true, head_dim == 96 ? 32 : 0>;
+    using v_tile = st<T, 64, head_dim>;
+    using ds_tile = st<T, 64, block_m>;      // dS^T
+    using q_tile = st<T, block_m, head_dim>;  // Q and dO
+    using part_tile = st<T, 64, part_cols>;
+    using statistics = sv<float, block_m>;
+    using Work = BackwardWork<block_m, block_n>;
+
     // dV can start before dS is computed where the registers of both fit.
     static constexpr bool early_dv = block_m == 64;
 };
 
 template <class Kernel>
 struct BackwardGlobals {
-    typename Kernel::q_layout q, grad_out;
-    typename Kernel::kv_layout k, v, dk, dv;
-    const float*
-        lse_log2;  // (batch, q_heads, padded rows): LSE * log2(e), +inf for rows that see nothing
-    const float* delta;  // likewise: rowsum(out * grad_out) - grad_lse
-    float* dq;           // (batch, q_heads, padded rows * head_dim), in the accumulator's order
-    Schedule schedule;   // over key blocks and key heads
-    int* next_item;      // counter, 0 at first
-    int* turns;          // per tile of dQ: key blocks that have been added; 0 at first
-    int q_length, k_length, group, q_heads;
-    int q_blocks, padded_rows;
-    int causal_offset;
+    Layout<typename Kernel::q_tile> q, grad_out;
+    Layout<typename Kernel::k_tile> k;
+    Layout<typename Kernel::v_tile> v, dk, dv;
+    typename Kernel::Work work;
+    const float* lse_log2;  // per row of the workspace: LSE * log2(e), +inf for rows that see nothing
+    const float* delta;     // likewise: rowsum(out * grad_out) - grad_lse
+    float* dq;              // likewise, head_dim each, in the accumulator's order
+    int* turns;             // per tile of dQ and consumer: key blocks that have been added
+    Modification modification;
     float scale, scale_log2;
     bool need_dk, need_dv;
-
-    // First query block that sees a key from `first_key` on.
-    __device__ __forceinline__ int first_block(int first_key) const {
-        const int row = first_key - causal_offset;
-        return row <= 0 ? 0 : ::min(row / Kernel::block_m, q_blocks);
-    }
-    // Query blocks below this one need a mask.
-    __device__ __forceinline__ int masked_end(int first_key) const {
-        if (first_key + Kernel::block_n > k_length) return q_blocks;
-        const int row =
-            first_key + Kernel::block_n - 1 - causal_offset;  // sees all keys of the block
-        return row <= 0 ? 0 : ::min((row + Kernel::block_m - 1) / Kernel::block_m, q_blocks);
-    }
 };
 
-template <class Kernel, bool ORDERED>
-struct DqStaging {};
+// What a consumer hands on; dK and dV leave through it when it is no longer needed.
 template <class Kernel>
-struct DqStaging<Kernel, true> {
-    sv<float, Kernel::dq_tile_floats> dq;
+union BackwardExchange {
+    struct {
+        typename Kernel::ds_tile ds[2];  // of a step, in turns
+        sv<float, Kernel::part_floats> dq;
+    };
+    typename Kernel::v_tile gradients[2];
+
+    static_assert(sizeof(typename Kernel::v_tile) <= sizeof(ds) &&
+                      2 * sizeof(typename Kernel::v_tile) <= sizeof(ds) + sizeof(dq),
+                  "dV must fit beside dQ, which is on its way when dV is stored");
 };
 
 template <class Kernel>
-struct BackwardShared : DqStaging<Kernel, Kernel::ordered> {
-    typename Kernel::kv_tile k[2], v[2];
+struct BackwardShared {
+    typename Kernel::k_tile k[2];
+    typename Kernel::v_tile v[2];
     typename Kernel::q_tile q[Kernel::stages], grad_out[Kernel::stages];
-    typename Kernel::ds_tile ds[2][2];  // [step % 2][consumer]
+    BackwardExchange<Kernel> exchange[2];
     typename Kernel::statistics lse[Kernel::stages], delta[Kernel::stages];
 
-    int items[2];
-    semaphore item_full[2], item_empty[2];
+    ItemRing ring;
     semaphore k_full, v_full, kv_empty;
-    semaphore dq_full, dq_empty;
+    semaphore dq_full[2], dq_empty[2];
     semaphore q_full[Kernel::stages], grad_out_full[Kernel::stages], empty[Kernel::stages];
 };
-
-// The producer claims items, in their order, and hands them on.
-template <class Kernel, class Work>
-__device__ __forceinline__ void claim_items(const BackwardGlobals<Kernel>& g,
-                                            BackwardShared<Kernel>& shared, Work work) {
-    RingPosition<2> at;
-    while (true) {
-        const int index = arch::fetch_add_global(g.next_item, 1);
-        wait(shared.item_empty[at.stage], at.phase ^ 1);
-        arch::store_shared(arch::shared_address(&shared.items[at.stage]), index);
-        arrive(shared.item_full[at.stage]);
-        at.advance();
-        if (index >= g.schedule.items()) return;
-        work(g.schedule.item(index));
-    }
-}
-template <class Kernel, class Work>
-__device__ __forceinline__ void receive_items(const BackwardGlobals<Kernel>& g,
-                                              BackwardShared<Kernel>& shared, Work work) {
-    RingPosition<2> at;
-    while (true) {
-        wait(shared.item_full[at.stage], at.phase);
-        // The slot stays filled while the item is worked on, so that it can be read again instead of
-        // being kept in registers.
-        const uint32_t slot = arch::shared_address(&shared.items[at.stage]);
-        if (arch::load_shared<int>(slot) >= g.schedule.items()) return;
-        work([&] { return g.schedule.item(arch::load_shared<int>(slot)); });
-        arrive(shared.item_empty[at.stage]);
-        at.advance();
-    }
-}
 
 template <class Kernel>
 __device__ __forceinline__ void produce(const BackwardGlobals<Kernel>& g,
                                         BackwardShared<Kernel>& shared) {
     RingPosition<Kernel::stages> at;
     int kv_phase = 0;
-    claim_items(g, shared, [&](Schedule::Item item) {
-        const auto [block, kv_head, b] = item;
+    shared.ring.claim(g.work, [&](const BackwardItem& item) {
         wait(shared.kv_empty, kv_phase ^ 1);
         kv_phase ^= 1;
         tma::expect(shared.k_full, shared.k);
-        for (int w = 0; w < 2; ++w) {
-            tma::load_async(shared.k[w], g.k, {b, kv_head, 2 * block + w, 0}, shared.k_full);
-        }
         tma::expect(shared.v_full, shared.v);
         for (int w = 0; w < 2; ++w) {
-            tma::load_async(shared.v[w], g.v, {b, kv_head, 2 * block + w, 0}, shared.v_full);
+            const int row = read(item.block) * Kernel::block_n + 64 * w;
+            g.k.load(shared.k[w], read(item.b), read(item.head), read(item.k_begin),
+                     read(item.k_length), row, shared.k_full);
+            g.v.load(shared.v[w], read(item.b), read(item.head), read(item.k_begin),
+                     read(item.k_length), row, shared.v_full);
         }
-        const int first = g.first_block(block * Kernel::block_n);
-        for (int head = kv_head * g.group; head < (kv_head + 1) * g.group; ++head) {
-            const int64_t rows = (int64_t(b) * g.q_heads + head) * g.padded_rows;
-            for (int m = first; m < g.q_blocks; ++m) {
-                const int s = at.stage;
-                const int64_t row = rows + int64_t(m) * Kernel::block_m;
+        for (int i = 0; i < g.work.group; ++i) {
+            const int head = read(item.head) * g.work.group + i;
+            const int64_t rows = g.work.rows.first(read(item.b), read(item.q_begin), head);
+            for (int m = read(item.begin); m < read(item.end); ++m) {
+                const int s = at.stage, row = m * Kernel::block_m;
                 constexpr int bytes = sizeof(typename Kernel::statistics);
                 wait(shared.empty[s], at.phase ^ 1);
                 tma::expect(shared.q_full[s], shared.q[s], shared.lse[s]);
-                tma::load_async(shared.q[s], g.q, {b, head, m, 0}, shared.q_full[s]);
-                arch::bulk_load(shared.lse[s].address(), g.lse_log2 + row, bytes,
+                g.q.load(shared.q[s], read(item.b), head, read(item.q_begin), read(item.q_length),
+                         row, shared.q_full[s]);
+                arch::bulk_load(shared.lse[s].address(), g.lse_log2 + rows + row, bytes,
                                 shared.q_full[s].address());
                 tma::expect(shared.grad_out_full[s], shared.grad_out[s], shared.delta[s]);
-                tma::load_async(shared.grad_out[s], g.grad_out, {b, head, m, 0},
-                                shared.grad_out_full[s]);
-                arch::bulk_load(shared.delta[s].address(), g.delta + row, bytes,
+                g.grad_out.load(shared.grad_out[s], read(item.b), head, read(item.q_begin),
+                                read(item.q_length), row, shared.grad_out_full[s]);
+                arch::bulk_load(shared.delta[s].address(), g.delta + rows + row, bytes,
                                 shared.grad_out_full[s].address());
                 at.advance();
             }
@@ -178,33 +153,45 @@ __device__ __forceinline__ void produce(const BackwardGlobals<Kernel>& g,
     });
 }
 
-// Adds the tiles of dQ to memory, the key blocks of a tile in ascending order.
+// Adds a consumer's parts of dQ to memory; in order: the key blocks of a tile in ascending order.
 template <class Kernel>
-__device__ __forceinline__ void send_in_order(const BackwardGlobals<Kernel>& g,
-                                              BackwardShared<Kernel>& shared) {
+__device__ __forceinline__ void send(const BackwardGlobals<Kernel>& g,
+                                     BackwardShared<Kernel>& shared, int id) {
     int phase = 0;
-    receive_items(g, shared, [&](auto item) {
-        const auto [block, kv_head, b] = item();
-        const int first = g.first_block(block * Kernel::block_n);
-        for (int head = kv_head * g.group; head < (kv_head + 1) * g.group; ++head) {
-            for (int m = first; m < g.q_blocks; ++m) {
-                const int64_t tile = (int64_t(b) * g.q_heads + head) * g.q_blocks + m;
-                wait(shared.dq_full, phase);
+    auto& part = shared.exchange[id].dq;
+    shared.ring.receive([&](const BackwardItem& item) {
+        const int begin = read(item.begin), end = read(item.end);
+        for (int i = 0; i < g.work.group; ++i) {
+            const int tiles = read(item.tile) + i * g.work.tiles_of_head();
+            for (int m = begin; m < end; ++m) {
+                const int64_t tile = tiles + m;
+                float* to = g.dq + tile * Kernel::dq_tile_floats + id * Kernel::part_floats;
+                constexpr int bytes = Kernel::part_floats * int(sizeof(float));
+                wait(shared.dq_full[id], phase);
                 phase ^= 1;
-                while (arch::load_acquire_global(g.turns + tile) != block) {
+                if constexpr (Kernel::in_order) {
+                    int* turn = g.turns + 2 * tile + id;
+                    const int block = read(item.block) - Kernel::Work::first_block(m, read(item.low));
+                    while (arch::load_acquire_global(turn) != block) {
+                    }
+                    arch::fence_async();
+                    arch::bulk_store_add(to, part.address(), bytes);
+                    tma::store_commit_group();
+                    tma::store_async_read_wait();
+                    arrive(shared.dq_empty[id]);
+                    tma::store_async_wait();
+                    arch::fence_async();
+                    arch::store_release_global(turn, block + 1);
+                } else {
+                    arch::bulk_store_add(to, part.address(), bytes);
+                    tma::store_commit_group();
+                    tma::store_async_read_wait();
+                    arrive(shared.dq_empty[id]);
                 }
-                arch::fence_async();
-                arch::bulk_store_add(g.dq + tile * Kernel::dq_tile_floats, shared.dq.address(),
-                                     Kernel::dq_tile_floats * int(sizeof(float)));
-                tma::store_commit_group();
-                tma::store_async_read_wait();
-                arrive(shared.dq_empty);
-                tma::store_async_wait();
-                arch::fence_async();
-                arch::store_release_global(g.turns + tile, block + 1);
             }
         }
     });
+    tma::store_async_wait();
 }
 
 template <class Kernel>
@@ -213,22 +200,31 @@ struct BackwardConsumer {
     using scores = rt_fl<16, Kernel::block_m>;  // transposed: rows are keys
     using weights = rt<T, 16, Kernel::block_m>;
     using gradient = rt_fl<16, Kernel::head_dim>;
-    using dq_part = rt_fl<16, 64>;
+    using dq_part = rt_fl<16, Kernel::part_cols>;
+    // Far below every score, and its square is finite.
+    static constexpr float HIDDEN = Kernel::modified ? -1e18f : -INFINITY;
 
     const BackwardGlobals<Kernel>& g;
     BackwardShared<Kernel>& shared;
     const int id;
     RingPosition<Kernel::stages> at;
-    int kv_phase = 0;
-    int dq_phase = 0;
-    int ds_buffer = 0;
+    int kv_phase = 0, dq_phase = 0;
+    int step_parity = 0;
+    int last_stage = -1;  // of the step whose dK and dQ are not waited for yet; -1: none
+    float slope = 0;
+    dq_part dq;
 
+    // Named barriers: 1, 2 a consumer's own; 3, 4 its dS is written; 5 both.
+    __device__ __forceinline__ void sync_own() { warpgroup::sync(1 + id); }
     __device__ __forceinline__ void sync_both() {
-        arch::named_barrier_sync(1, 2 * WARPGROUP_THREADS);
+        arch::named_barrier_sync(5, 2 * WARPGROUP_THREADS);
     }
-    __device__ __forceinline__ void sync_own() { warpgroup::sync(2 + id); }
+    __device__ __forceinline__ void release(semaphore& s) {
+        if (warpgroup::laneid() == 0) arrive(s);
+    }
+    __device__ __forceinline__ auto& exchange() { return shared.exchange[id]; }
 
-    // Calls f(x, value of the statistic of x's query) on every element of a transposed tile.
+    // Calls f(x, its query's statistic) on every element of a transposed tile.
     template <class F>
     static __device__ __forceinline__ void with_statistic(scores& tile,
                                                           const typename Kernel::statistics& rows,
@@ -247,111 +243,63 @@ struct BackwardConsumer {
         }
     }
 
-    // Scores of queries that do not see the key become -inf.
-    __device__ __forceinline__ void mask(scores& s, int first_key, int m) const {
-        const int key = first_key + 64 * id + 16 * warpgroup::warpid() + laneid() / 4;
-        const int column = m * Kernel::block_m + 2 * (laneid() % 4);
+    // This thread's upper key; the lower one is 8 further on. Its first query in block m.
+    __device__ __forceinline__ int key(const BackwardItem& item) const {
+        return read(item.block) * Kernel::block_n + 64 * id + 16 * warpgroup::warpid() +
+               laneid() / 4;
+    }
+    static __device__ __forceinline__ int query(int m) {
+        return m * Kernel::block_m + 2 * (laneid() % 4);
+    }
+    __device__ __forceinline__ void mask(scores& s, const BackwardItem& item, int m) const {
         constexpr int nowhere = 1 << 30;
-        const int first_high = key < g.k_length ? key - g.causal_offset - column : nowhere;
-        const int first_low = key + 8 < g.k_length ? key + 8 - g.causal_offset - column : nowhere;
+        const int k = key(item), k_length = read(item.k_length);
+        const int from = k - read(item.high) - query(m), to = k - read(item.low) - query(m);
+        const Int2 first = {k < k_length ? from : nowhere, k + 8 < k_length ? from + 8 : nowhere};
         for_each_element(s, [&](float& x, int at, bool low) {
-            if (at < (low ? first_low : first_high)) x = -INFINITY;
+            if (at < (low ? first.y : first.x) || at > (low ? to + 8 : to)) x = HIDDEN;
         });
     }
 
-    __device__ __forceinline__ void send_dq(const dq_part& dq, int tile) {
-        const int first = id * (64 * 64) + 4 * warpgroup::laneid();
-        if constexpr (Kernel::ordered) {
-            wait(shared.dq_empty, dq_phase ^ 1);
-            dq_phase ^= 1;
-        }
+    // Scores become weights: s keeps them, times the derivative of softcap. p, rounded ones, are
+    // made here where they are needed early.
+    __device__ __forceinline__ void weigh(scores& s, weights& p, const BackwardItem& item, int m,
+                                          bool masked, const typename Kernel::statistics& lse) {
+        if constexpr (Kernel::modified) {
+            const Modification& modification = g.modification;
+            const float cap = modification.scale_by_cap;
+            if (cap > 0.0f) {
+                for_each_element(s, [&](float& x, int, bool) { x = softcap_tanh<T>(x * cap); });
+            }
+            if (masked) mask(s, item, m);
+            const float away = static_cast<float>(key(item) - read(item.diagonal) - query(m));
+            const float square = cap > 0.0f ? 1.0f : 0.0f;
+            const uint32_t shifts = lse.address_of(2 * (laneid() % 4));
 #pragma unroll
-        for (int j = 0; j < dq_part::width; ++j) {
+            for (int j = 0; j < 2 * scores::width; ++j) {
+                const float2 shift =
+                    arch::load_shared<float2>(shifts + uint32_t(8 * j * sizeof(float)));
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float2 high = dq.tiles[0][j].data[2 * half],
-                             low = dq.tiles[0][j].data[2 * half + 1];
-                const float4 four = make_float4(high.x, high.y, low.x, low.y);
-                const int at = first + (2 * j + half) * 4 * WARPGROUP_THREADS;
-                if constexpr (Kernel::ordered) {
-                    arch::store_shared(shared.dq.address_of(at), four);
-                } else {
-                    arch::reduce_add_global(g.dq + int64_t(tile) * Kernel::dq_tile_floats + at, four);
+                for (int k = 0; k < 2; ++k) {
+                    float2& x = s.tiles[0][j / 2].data[2 * (j % 2) + k];
+                    const float near = away + static_cast<float>(8 * k - 8 * j);
+                    const float2 w = {weight(x.x, fabsf(near), shift.x),
+                                      weight(x.y, fabsf(near - 1.0f), shift.y)};
+                    p.tiles[0][j / 2].data[2 * (j % 2) + k] = pack_pair<T>(w.x, w.y);
+                    x = {w.x * fmaf(-square * x.x, x.x, 1.0f), w.y * fmaf(-square * x.y, x.y, 1.0f)};
                 }
             }
-        }
-        if constexpr (Kernel::ordered) {
-            arch::fence_async_shared();
-            sync_own();
-            if (warpgroup::laneid() == 0) arrive(shared.dq_full);
-        }
-    }
-
-    __device__ __forceinline__ void issue_dq(dq_part& dq) {
-        auto& ds = shared.ds[ds_buffer];
-        warpgroup::mma_fence(dq);
-#pragma unroll
-        for (int w = 0; w < 2; ++w) {
-            if constexpr (Kernel::split_rows) {
-                product(dq, ds[w].template subtile<64, 64>({0, id}), shared.k[w], w > 0);
-            } else {
-                product(dq, ds[w], shared.k[w].template subtile<64, 64>({0, id}), w > 0);
-            }
-        }
-        warpgroup::mma_commit_group();
-    }
-    template <class A, class B>
-    static __device__ __forceinline__ void product(dq_part& dq, const A& a, const B& b,
-                                                   bool accumulate) {
-        kittens::detail::wgmma_product<true, false>(dq, a, b, accumulate);
-    }
-
-    // One query block.
-    __device__ __forceinline__ void step(gradient& dk, gradient& dv, int first_key, int m,
-                                         bool masked, int dq_tile) {
-        const int stage = at.stage;
-        scores s, dp;
-        wait(shared.q_full[stage], at.phase);
-        warpgroup::mm_ABt(s, shared.k[id], shared.q[stage]);
-        wait(shared.grad_out_full[stage], at.phase);
-        warpgroup::mm_ABt(dp, shared.v[id], shared.grad_out[stage]);
-        warpgroup::mma_async_wait<1>(s);
-        if (masked) mask(s, first_key, m);
-        with_statistic(s, shared.lse[stage], [&](float& x, float lse) {
-            x = arch::exp2_approx(fmaf(x, g.scale_log2, -lse));
-        });
-        weights p, ds;
-        if constexpr (Kernel::early_dv) {
-            convert_scores(p, s);
-            warpgroup::mma_AB(dv, p, shared.grad_out[stage]);
-            warpgroup::mma_async_wait<1>(dp);
         } else {
-            warpgroup::mma_async_wait<0>(dp);
+            if (masked) mask(s, item, m);
+            with_statistic(s, lse, [&](float& x, float shift) {
+                x = arch::exp2_approx(fmaf(x, g.scale_log2, -shift));
+            });
+            if constexpr (Kernel::early_dv) convert_scores(p, s);
         }
-        with_statistic(dp, shared.delta[stage], [](float& x, float delta) { x -= delta; });
-        multiply(ds, s, dp);
-        if constexpr (!Kernel::early_dv) {
-            convert_scores(p, s);
-            warpgroup::mma_AB(dv, p, shared.grad_out[stage]);
-        }
-        if constexpr (Kernel::need_dq) {
-            // The other consumer's dQ of two steps ago, which read this buffer, came before the
-            // last barrier.
-            warpgroup::store(shared.ds[ds_buffer][id], ds);
-            arch::fence_async_shared();
-            sync_both();
-            dq_part dq;
-            issue_dq(dq);
-            warpgroup::mma_AB(dk, ds, shared.q[stage]);
-            warpgroup::mma_async_wait<1>(dq);
-            send_dq(dq, dq_tile);
-        } else {
-            warpgroup::mma_AB(dk, ds, shared.q[stage]);
-        }
-        warpgroup::mma_async_wait<0>();
-        if (warpgroup::laneid() == 0) arrive(shared.empty[stage]);
-        at.advance();
-        ds_buffer ^= 1;
+    }
+    __device__ __forceinline__ float weight(float x, float distance, float shift) const {
+        return arch::exp2_approx(
+            fmaf(x, g.modification.unit_log2, -fmaf(slope, distance, shift)));
     }
     static __device__ __forceinline__ void multiply(weights& product, const scores& a,
                                                     const scores& b) {
@@ -365,46 +313,149 @@ struct BackwardConsumer {
         }
     }
 
-    template <class Item>
-    __device__ __forceinline__ void work(Item item) {
+    // Hands this consumer's part of dQ to its sender.
+    __device__ __forceinline__ void hand_on_dq() {
+        wait(shared.dq_empty[id], dq_phase ^ 1);
+        dq_phase ^= 1;
+        const uint32_t to = exchange().dq.address_of(4 * warpgroup::laneid());
+#pragma unroll
+        for (int j = 0; j < dq_part::width; ++j) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float2 high = dq.tiles[0][j].data[2 * half],
+                             low = dq.tiles[0][j].data[2 * half + 1];
+                arch::store_shared(to + uint32_t((2 * j + half) * 16 * WARPGROUP_THREADS),
+                                   make_float4(high.x, high.y, low.x, low.y));
+            }
+        }
+        arch::fence_async_shared();
+        arch::sync_warp();
+        if (laneid() == 0) arrive(shared.dq_full[id]);
+    }
+    __device__ __forceinline__ void issue_dq(int buffer) {
+        warpgroup::mma_fence(dq);
+#pragma unroll
+        for (int w = 0; w < 2; ++w) {
+            auto& ds = shared.exchange[w].ds[buffer];
+            if constexpr (Kernel::split_rows) {
+                product(ds.template subtile<64, 64>({0, id}), shared.k[w], w > 0);
+            } else {
+                product(ds, shared.k[w].template subtile<64, Kernel::part_cols>({0, id}), w > 0);
+            }
+        }
+        warpgroup::mma_commit_group();
+    }
+    template <class A, class B>
+    __device__ __forceinline__ void product(const A& a, const B& b, bool accumulate) {
+        kittens::detail::wgmma_product<true, false>(dq, a, b, accumulate);
+    }
+    // dK and dQ of the last step are complete.
+    __device__ __forceinline__ void await_last() {
+        if constexpr (Kernel::need_dq)
+            warpgroup::mma_async_wait<0>(dq);
+        else
+            warpgroup::mma_async_wait<0>();
+    }
+    __device__ __forceinline__ void finish_last() {
+        if (last_stage < 0) return;
+        release(shared.empty[last_stage]);
+        if constexpr (Kernel::need_dq) hand_on_dq();
+    }
+
+    // One query block.
+    __device__ __forceinline__ void step(gradient& dk, gradient& dv, const BackwardItem& item,
+                                         int m, bool masked) {
+        const int stage = at.stage;
+        scores s, dp;
+        wait(shared.q_full[stage], at.phase);
+        await_last();
+        warpgroup::mm_ABt(s, shared.k[id], shared.q[stage]);
+        finish_last();
+        last_stage = stage;
+        wait(shared.grad_out_full[stage], at.phase);
+        warpgroup::mm_ABt(dp, shared.v[id], shared.grad_out[stage]);
+        warpgroup::mma_async_wait<1>(s);
+        weights p, ds;
+        weigh(s, p, item, m, masked, shared.lse[stage]);
+        if constexpr (Kernel::early_dv) {
+            warpgroup::mma_AB(dv, p, shared.grad_out[stage]);
+            warpgroup::mma_async_wait<1>(dp);
+        } else {
+            warpgroup::mma_async_wait<0>(dp);
+        }
+        with_statistic(dp, shared.delta[stage], [](float& x, float delta) { x -= delta; });
+        multiply(ds, s, dp);
+        if constexpr (!Kernel::early_dv) {
+            convert_scores(p, s);
+            warpgroup::mma_AB(dv, p, shared.grad_out[stage]);
+        }
+        if constexpr (Kernel::need_dq) {
+            // The other consumer's dQ of two steps ago, which read this buffer, was complete before
+            // its dS of the last step was announced.
+            warpgroup::store(exchange().ds[step_parity], ds);
+            arch::fence_async_shared();
+            arch::named_barrier_arrive(3 + id, 2 * WARPGROUP_THREADS);
+        }
+        warpgroup::mma_AB(dk, ds, shared.q[stage]);
+        if constexpr (Kernel::need_dq) {
+            arch::named_barrier_sync(4 - id, 2 * WARPGROUP_THREADS);
+            issue_dq(step_parity);
+        }
+        at.advance();
+        step_parity ^= 1;
+    }
+
+    __device__ __forceinline__ void work(const BackwardItem& item) {
         gradient dk, dv;
         zero_tile(dk);
         zero_tile(dv);
         wait(shared.k_full, kv_phase);
         wait(shared.v_full, kv_phase);
         kv_phase ^= 1;
-        accumulate(dk, dv, item());
+        // The last item's dK and dV have left the memory that dS and dQ go through.
+        if (warpgroup::laneid() == 0) tma::store_async_read_wait();
+        sync_own();
+        const int begin = read(item.begin), end = read(item.end);
+        const int whole = read(item.whole), cut = read(item.cut);
+        for (int i = 0; i < g.work.group; ++i) {
+            if constexpr (Kernel::modified) {
+                if (g.modification.slopes != nullptr) {
+                    slope = LOG2_E * arch::load_global_readonly(
+                                         g.modification.slopes +
+                                         read(item.b) * g.modification.slopes_batch_stride +
+                                         read(item.head) * g.work.group + i);
+                }
+            }
+            for (int m = begin; m < end; ++m) step(dk, dv, item, m, m < whole || m >= cut);
+        }
+        await_last();
         pin(dk);
         pin(dv);
-        const auto [block, kv_head, b] = item();
-        store(dk, dv, b, kv_head, 2 * block + id);
-    }
-    __device__ __forceinline__ void accumulate(gradient& dk, gradient& dv, Schedule::Item item) {
-        const int first_key = item.level * Kernel::block_n;
-        const int first = g.first_block(first_key), masked_end = g.masked_end(first_key);
-        int tile = (item.batch * g.q_heads + item.head * g.group) * g.q_blocks;
-        for (int head = 0; head < g.group; ++head) {
-            for (int m = first; m < g.q_blocks; ++m) {
-                step(dk, dv, first_key, m, m < masked_end, tile + m);
-            }
-            tile += g.q_blocks;
-        }
+        release(shared.kv_empty);
+        finish_last();
+        last_stage = -1;
+        store(dk, dv, item);
     }
 
-    // dK and dV leave through the memory of K and V.
-    __device__ __forceinline__ void store(gradient& dk, gradient& dv, int b, int kv_head,
-                                          int tile) {
+    // dV and dK leave through the memory of dS and dQ, so that K and V of the next item come in
+    // meanwhile.
+    __device__ __forceinline__ void store(gradient& dk, gradient& dv, const BackwardItem& item) {
         scale_rows(dk, make_float2(g.scale, g.scale));
-        sync_both();  // the other consumer's last dQ has read K
-        warpgroup::store(shared.k[id], dk);
-        warpgroup::store(shared.v[id], dv);
+        if constexpr (Kernel::need_dq) sync_both();  // the other consumer's last dQ has read dS
+        store(g.dv, g.need_dv, exchange().gradients[0], dv, item);
+        if constexpr (Kernel::need_dq) wait(shared.dq_empty[id], dq_phase ^ 1);
+        store(g.dk, g.need_dk, exchange().gradients[1], dk, item);
+    }
+    template <class Target, class Tile>
+    __device__ __forceinline__ void store(const Target& target, bool needed, Tile& tile,
+                                          const gradient& values, const BackwardItem& item) {
+        if (!needed) return;
+        warpgroup::store(tile, values);
         arch::fence_async_shared();
         sync_own();
         if (warpgroup::laneid() == 0) {
-            if (g.need_dk) tma::store_async(g.dk, shared.k[id], {b, kv_head, tile, 0});
-            if (g.need_dv) tma::store_async(g.dv, shared.v[id], {b, kv_head, tile, 0});
-            tma::store_async_read_wait();
-            arrive(shared.kv_empty);
+            target.store(tile, read(item.b), read(item.head), read(item.k_begin),
+                         read(item.k_length), read(item.block) * Kernel::block_n + 64 * id);
         }
     }
 };
@@ -418,12 +469,11 @@ __global__ __launch_bounds__(Kernel::threads, 1) void backward_kernel(
         init_semaphore(shared.k_full, 1);
         init_semaphore(shared.v_full, 1);
         init_semaphore(shared.kv_empty, 2);
-        init_semaphore(shared.dq_full, 2);
-        init_semaphore(shared.dq_empty, 1);
-        for (int i = 0; i < 2; ++i) {
-            init_semaphore(shared.item_full[i], 1);
-            init_semaphore(shared.item_empty[i], 2 * WARPGROUP_THREADS + Kernel::ordered);
+        for (int w = 0; w < 2; ++w) {
+            init_semaphore(shared.dq_full[w], WARPGROUP_WARPS);
+            init_semaphore(shared.dq_empty[w], 1);
         }
+        shared.ring.init(2 * WARPGROUP_THREADS + (Kernel::need_dq ? 2 : 0));
         for (int s = 0; s < Kernel::stages; ++s) {
             init_semaphore(shared.q_full[s], 1);
             init_semaphore(shared.grad_out_full[s], 1);
@@ -432,18 +482,19 @@ __global__ __launch_bounds__(Kernel::threads, 1) void backward_kernel(
         arch::mbarrier_init_fence();
     }
     arch::sync_block();
+    arch::wait_for_dependencies();
     const int role = arch::warp_uniform(warpgroup::groupid());
     if (role == 0) {
-        warpgroup::decrease_registers<Kernel::ordered ? 40 : 24>();
+        warpgroup::decrease_registers<24>();
         const int warp = arch::warp_uniform(warpgroup::warpid());
         if (warp == 0 && arch::elect_one()) produce(g, shared);
-        if constexpr (Kernel::ordered) {
-            if (warp == 1 && arch::elect_one()) send_in_order(g, shared);
+        if constexpr (Kernel::need_dq) {
+            if ((warp == 1 || warp == 2) && arch::elect_one()) send(g, shared, warp - 1);
         }
     } else {
-        warpgroup::increase_registers<Kernel::ordered ? 232 : 240>();
+        warpgroup::increase_registers<240>();
         BackwardConsumer<Kernel> consumer{g, shared, role - 1};
-        receive_items(g, shared, [&](auto item) { consumer.work(item); });
+        shared.ring.receive([&](const BackwardItem& item) { consumer.work(item); });
         if (warpgroup::laneid() == 0) tma::store_async_wait();
     }
 }
