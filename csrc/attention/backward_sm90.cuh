@@ -110,6 +110,7 @@ struct BackwardShared {
     ItemRing ring;
     semaphore k_full, v_full, kv_empty;
     semaphore dq_full[2], dq_empty[2];
+    semaphore step_done;  // dS of the step is written, and dQ of the step before has read its own
     semaphore q_full[Kernel::stages], grad_out_full[Kernel::stages], empty[Kernel::stages];
 };
 
@@ -169,6 +170,8 @@ __device__ __forceinline__ void send(const BackwardGlobals<Kernel>& g,
                 constexpr int bytes = Kernel::part_floats * int(sizeof(float));
                 wait(shared.dq_full[id], phase);
                 phase ^= 1;
+                // Here rather than in the consumers, whom it would hold up.
+                arch::fence_async_shared();
                 if constexpr (Kernel::in_order) {
                     int* turn = g.turns + 2 * tile + id;
                     const int block = read(item.block) - Kernel::Work::first_block(m, read(item.low));
@@ -210,9 +213,8 @@ struct BackwardConsumer {
     RingPosition<Kernel::stages> at;
     int kv_phase = 0, dq_phase = 0;
     int step_parity = 0;
-    int last_stage = -1;  // of the step whose dK and dQ are not waited for yet; -1: none
+    int step_phase = 0;
     float slope = 0;
-    dq_part dq;
 
     // Named barriers: 1, 2 a consumer's own; 3, 4 its dS is written; 5 both.
     __device__ __forceinline__ void sync_own() { warpgroup::sync(1 + id); }
@@ -243,6 +245,10 @@ struct BackwardConsumer {
         }
     }
 
+    // In a register that the warp shares.
+    static __device__ __forceinline__ int uniform(const int& field) {
+        return arch::warp_uniform(read(field));
+    }
     // This thread's upper key; the lower one is 8 further on. Its first query in block m.
     __device__ __forceinline__ int key(const BackwardItem& item) const {
         return read(item.block) * Kernel::block_n + 64 * id + 16 * warpgroup::warpid() +
@@ -314,7 +320,7 @@ struct BackwardConsumer {
     }
 
     // Hands this consumer's part of dQ to its sender.
-    __device__ __forceinline__ void hand_on_dq() {
+    __device__ __forceinline__ void hand_on(const dq_part& dq) {
         wait(shared.dq_empty[id], dq_phase ^ 1);
         dq_phase ^= 1;
         const uint32_t to = exchange().dq.address_of(4 * warpgroup::laneid());
@@ -328,54 +334,46 @@ struct BackwardConsumer {
                                    make_float4(high.x, high.y, low.x, low.y));
             }
         }
-        arch::fence_async_shared();
         arch::sync_warp();
         if (laneid() == 0) arrive(shared.dq_full[id]);
     }
-    __device__ __forceinline__ void issue_dq(int buffer) {
+    __device__ __forceinline__ void issue_dq(dq_part& dq, int self, int buffer) {
         warpgroup::mma_fence(dq);
 #pragma unroll
         for (int w = 0; w < 2; ++w) {
             auto& ds = shared.exchange[w].ds[buffer];
             if constexpr (Kernel::split_rows) {
-                product(ds.template subtile<64, 64>({0, id}), shared.k[w], w > 0);
+                product(dq, ds.template subtile<64, 64>({0, self}), shared.k[w], w > 0);
             } else {
-                product(ds, shared.k[w].template subtile<64, Kernel::part_cols>({0, id}), w > 0);
+                product(dq, ds, shared.k[w].template subtile<64, Kernel::part_cols>({0, self}), w > 0);
             }
         }
         warpgroup::mma_commit_group();
     }
     template <class A, class B>
-    __device__ __forceinline__ void product(const A& a, const B& b, bool accumulate) {
+    __device__ __forceinline__ void product(dq_part& dq, const A& a, const B& b, bool accumulate) {
         kittens::detail::wgmma_product<true, false>(dq, a, b, accumulate);
     }
-    // dK and dQ of the last step are complete.
-    __device__ __forceinline__ void await_last() {
-        if constexpr (Kernel::need_dq)
-            warpgroup::mma_async_wait<0>(dq);
-        else
-            warpgroup::mma_async_wait<0>();
-    }
-    __device__ __forceinline__ void finish_last() {
-        if (last_stage < 0) return;
-        release(shared.empty[last_stage]);
-        if constexpr (Kernel::need_dq) hand_on_dq();
+    __device__ __forceinline__ void await_step() {
+        wait(shared.step_done, step_phase);
+        step_phase ^= 1;
     }
 
-    // One query block.
+    // One query block. dQ is one step behind, so that no consumer waits for the other's dS.
+    template <bool FIRST>
     __device__ __forceinline__ void step(gradient& dk, gradient& dv, const BackwardItem& item,
                                          int m, bool masked) {
         const int stage = at.stage;
+        // Anew in each step: the products' descriptors, all known before the loop, would take
+        // registers throughout.
+        const int self = arch::warp_uniform(id);
         scores s, dp;
-        wait(shared.q_full[stage], at.phase);
-        await_last();
-        warpgroup::mm_ABt(s, shared.k[id], shared.q[stage]);
-        finish_last();
-        last_stage = stage;
-        wait(shared.grad_out_full[stage], at.phase);
-        warpgroup::mm_ABt(dp, shared.v[id], shared.grad_out[stage]);
-        warpgroup::mma_async_wait<1>(s);
         weights p, ds;
+        wait(shared.q_full[stage], at.phase);
+        warpgroup::mm_ABt(s, shared.k[self], shared.q[stage]);
+        wait(shared.grad_out_full[stage], at.phase);
+        warpgroup::mm_ABt(dp, shared.v[self], shared.grad_out[stage]);
+        warpgroup::mma_async_wait<1>(s);
         weigh(s, p, item, m, masked, shared.lse[stage]);
         if constexpr (Kernel::early_dv) {
             warpgroup::mma_AB(dv, p, shared.grad_out[stage]);
@@ -390,19 +388,39 @@ struct BackwardConsumer {
             warpgroup::mma_AB(dv, p, shared.grad_out[stage]);
         }
         if constexpr (Kernel::need_dq) {
-            // The other consumer's dQ of two steps ago, which read this buffer, was complete before
-            // its dS of the last step was announced.
+            dq_part dq;
+            if constexpr (!FIRST) await_step();
             warpgroup::store(exchange().ds[step_parity], ds);
-            arch::fence_async_shared();
-            arch::named_barrier_arrive(3 + id, 2 * WARPGROUP_THREADS);
+            if constexpr (!FIRST) {
+                arch::fence_async_shared();
+                issue_dq(dq, self, step_parity ^ 1);
+            }
+            warpgroup::mma_AB(dk, ds, shared.q[stage]);
+            if constexpr (!FIRST) {
+                warpgroup::mma_async_wait<1>(dq);
+                hand_on(dq);
+            }
+            arch::sync_warp();
+            if (laneid() == 0) arrive(shared.step_done);
+        } else {
+            warpgroup::mma_AB(dk, ds, shared.q[stage]);
         }
-        warpgroup::mma_AB(dk, ds, shared.q[stage]);
-        if constexpr (Kernel::need_dq) {
-            arch::named_barrier_sync(4 - id, 2 * WARPGROUP_THREADS);
-            issue_dq(step_parity);
-        }
+        warpgroup::mma_async_wait<0>();
+        release(shared.empty[stage]);
         at.advance();
         step_parity ^= 1;
+    }
+
+    __device__ __forceinline__ void finish_steps() {
+        if constexpr (Kernel::need_dq) {
+            const int self = arch::warp_uniform(id);
+            dq_part dq;
+            await_step();
+            arch::fence_async_shared();
+            issue_dq(dq, self, step_parity ^ 1);
+            warpgroup::mma_async_wait<0>(dq);
+            hand_on(dq);
+        }
     }
 
     __device__ __forceinline__ void work(const BackwardItem& item) {
@@ -415,8 +433,8 @@ struct BackwardConsumer {
         // The last item's dK and dV have left the memory that dS and dQ go through.
         if (warpgroup::laneid() == 0) tma::store_async_read_wait();
         sync_own();
-        const int begin = read(item.begin), end = read(item.end);
-        const int whole = read(item.whole), cut = read(item.cut);
+        const int begin = uniform(item.begin), end = uniform(item.end);
+        const int whole = uniform(item.whole), cut = uniform(item.cut);
         for (int i = 0; i < g.work.group; ++i) {
             if constexpr (Kernel::modified) {
                 if (g.modification.slopes != nullptr) {
@@ -426,14 +444,18 @@ struct BackwardConsumer {
                                          read(item.head) * g.work.group + i);
                 }
             }
-            for (int m = begin; m < end; ++m) step(dk, dv, item, m, m < whole || m >= cut);
+            int m = begin;
+            if (i == 0 && m < end) {
+                step<true>(dk, dv, item, m, m < whole || m >= cut);
+                ++m;
+            }
+            for (; m < end; ++m) step<false>(dk, dv, item, m, m < whole || m >= cut);
         }
-        await_last();
+        if (begin < end) finish_steps();
+        warpgroup::mma_async_wait<0>();
         pin(dk);
         pin(dv);
         release(shared.kv_empty);
-        finish_last();
-        last_stage = -1;
         store(dk, dv, item);
     }
 
@@ -473,6 +495,7 @@ __global__ __launch_bounds__(Kernel::threads, 1) void backward_kernel(
             init_semaphore(shared.dq_full[w], WARPGROUP_WARPS);
             init_semaphore(shared.dq_empty[w], 1);
         }
+        init_semaphore(shared.step_done, 2 * WARPGROUP_WARPS);
         shared.ring.init(2 * WARPGROUP_THREADS + (Kernel::need_dq ? 2 : 0));
         for (int s = 0; s < Kernel::stages; ++s) {
             init_semaphore(shared.q_full[s], 1);
