@@ -282,7 +282,7 @@ def require_shapes(op: str, shapes: Sequence[tuple[str, Tensor, Sequence[int]]])
 
 @functools.cache
 def _device_properties(index: int) -> Any:
-    properties = torch.cuda.get_device_properties(index)
+    properties: Any = torch.cuda.get_device_properties(index)
     return _load.compiled_module().DeviceProperties(
         sm_count=properties.multi_processor_count,
         shared_bytes_per_block=properties.shared_memory_per_block_optin,
@@ -323,15 +323,15 @@ def has_kernel(q: Tensor, v: Tensor, options: Options, varlen: bool) -> bool:
 
 
 def empty_gradients(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, needs: Sequence[bool]
+    operands: Sequence[Tensor], sink: Tensor | None, needs: Sequence[bool]
 ) -> tuple[Tensor, ...]:
-    """Memory for the gradients; none for those that are not needed."""
+    """Memory for the gradients of q, k, v and the sink; none for those that are not needed."""
     grads = (
         torch.empty_like(x) if needed else x.new_empty(0)
-        for x, needed in zip((q, k, v), needs, strict=False)
+        for x, needed in zip(operands, needs, strict=False)
     )
     rows = 0 if sink is None or not needs[3] else sink.shape[0]
-    return (*grads, q.new_empty(rows, dtype=torch.float32))
+    return (*grads, operands[0].new_empty(rows, dtype=torch.float32))
 
 
 def filled_gradients(grads: Sequence[Tensor | None], q: Tensor) -> tuple[Tensor, ...]:
@@ -356,11 +356,12 @@ def emulated_backward(
         **scalars,
         **wanted,
     )
-    grads = list(empty_gradients(arrays["q"], arrays["k"], arrays["v"], options.sink, needs))
+    operands = [x for x in map(arrays.get, names[:3]) if x is not None]
+    grads = empty_gradients(operands, options.sink, needs)
     for grad, name in zip(grads, names, strict=True):
         if grad.numel():
             grad.copy_(result[f"d{name}"])
-    return tuple(grads)
+    return grads
 
 
 def flops_backward(dim: int, dim_v: int, needs: Sequence[bool]) -> int:

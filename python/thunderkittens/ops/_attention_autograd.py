@@ -126,9 +126,7 @@ def _unfold(x: Tensor, size: int, at: int) -> Tensor:
     return x.unflatten(at, (size, x.shape[at] // size))
 
 
-def _fold_options(
-    options: Options, dims: Options, size: int, batch: int, at: int
-) -> tuple[Any, ...]:
+def _fold_options(options: Options, dims: Any, size: int, batch: int, at: int) -> tuple[Any, ...]:
     slopes = options.alibi_slopes
     if slopes is not None and (slopes.dim() > 1 or at == 1):
         dim = dims.alibi_slopes

@@ -283,7 +283,7 @@ def _checked_backward(args: tuple[Any, ...]) -> tuple[list[Any], Options, Any]:
 
 def _fake_backward(*args: Any) -> tuple[Tensor, ...]:
     operands, options, needs = _checked_backward(args)
-    return shared.empty_gradients(*operands[2:5], options.sink, needs)
+    return shared.empty_gradients(operands[2:5], options.sink, needs)
 
 
 def _blocked_backward(*args: Any) -> tuple[Tensor, ...]:
@@ -335,7 +335,7 @@ for _name, _op, _fake_op, _cpu_op in (
         vmap=autograd.vmap_rule("attention", _op, False),
         autocast=3,
     )
-for _name, _op, _cpu_op, _cuda_op in (
+for _name, _op, _cpu_gradient, _cuda_gradient in (
     (
         "attention_backward",
         _gradient,
@@ -347,8 +347,8 @@ for _name, _op, _cpu_op, _cuda_op in (
     register(
         _name,
         fake=_fake_backward,
-        cpu=_cpu_op,
-        cuda=_cuda_op,
+        cpu=_cpu_gradient,
+        cuda=_cuda_gradient,
         flops=_flops_backward,
         vmap=autograd.vmap_rule_backward("attention", _op, False),
     )

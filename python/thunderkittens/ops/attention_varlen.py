@@ -8,6 +8,7 @@ overload `blocked`, the PyTorch code of `reference/attention_varlen.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Literal, overload
 
@@ -148,7 +149,7 @@ def attention_varlen(
     if autocast_active():
         q, k, v = autocast_operands(q, k, v)
     packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    attention_varlen_shape(q, k, v, *packing, mode, scale)
+    attention_varlen_shape(q, k, v, packing, mode, scale)
     options: tuple[Any, ...] = ()
     if not (
         window_size == UNBOUNDED
@@ -189,14 +190,13 @@ def attention_varlen_shape(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    packing: Sequence[Any],
     causal: int = 0,
     scale: float | None = None,
 ) -> tuple[int, int]:
-    """Shape of the LSE, (Hq, Tq); raises what `attention_varlen` documents."""
+    """Shape of the LSE, (Hq, Tq); raises what `attention_varlen` documents. `packing` holds
+    cumulative lengths and maxima."""
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packing
     require_operands(_NAME, ("q", "k", "v"), q, k, v)
     shape_q, shape_k, shape_v = q.shape, k.shape, v.shape
     if not len(shape_q) == len(shape_k) == len(shape_v) == 3:
@@ -265,8 +265,9 @@ def _require_lengths(name: str, edges: list[int], tokens: int, longest: int) -> 
 
 def _checked(args: tuple[Any, ...]) -> tuple[list[Any], list[Any], Options, tuple[int, int]]:
     operands, packing, options = shared.split(args, 3, True)
-    shape = attention_varlen_shape(*operands, *packing, options.causal, options.scale)
-    shared.require_op_options(_NAME, operands[0], packing[0].shape[0] - 1, options)
+    q, k, v = operands
+    shape = attention_varlen_shape(q, k, v, packing, options.causal, options.scale)
+    shared.require_op_options(_NAME, q, packing[0].shape[0] - 1, options)
     return operands, packing, options, shape
 
 
@@ -318,7 +319,7 @@ def _cpu_forward(*args: Any) -> Tensor:
 def _checked_backward(args: tuple[Any, ...]) -> tuple[list[Any], list[Any], Options, Any]:
     operands, packing, options, needs = shared.split_backward(args, True)
     grad_out, grad_lse, q, k, v, out, lse = operands
-    shape = attention_varlen_shape(q, k, v, *packing, options.causal, options.scale)
+    shape = attention_varlen_shape(q, k, v, packing, options.causal, options.scale)
     shared.require_op_options(_NAME, q, packing[0].shape[0] - 1, options)
     out_shape = (q.shape[0], q.shape[1], v.shape[2])
     shared.require_shapes(
@@ -335,7 +336,7 @@ def _checked_backward(args: tuple[Any, ...]) -> tuple[list[Any], list[Any], Opti
 
 def _fake_backward(*args: Any) -> tuple[Tensor, ...]:
     operands, _, options, needs = _checked_backward(args)
-    return shared.empty_gradients(*operands[2:5], options.sink, needs)
+    return shared.empty_gradients(operands[2:5], options.sink, needs)
 
 
 def _blocked_backward(*args: Any) -> tuple[Tensor, ...]:
@@ -389,7 +390,7 @@ for _name, _op, _fake_op, _cpu_op in (
         vmap=autograd.vmap_rule(_NAME, _op, True),
         autocast=3,
     )
-for _name, _op, _cpu_op, _cuda_op in (
+for _name, _op, _cpu_gradient, _cuda_gradient in (
     (
         f"{_NAME}_backward",
         _gradient,
@@ -401,8 +402,8 @@ for _name, _op, _cpu_op, _cuda_op in (
     register(
         _name,
         fake=_fake_backward,
-        cpu=_cpu_op,
-        cuda=_cuda_op,
+        cpu=_cpu_gradient,
+        cuda=_cuda_gradient,
         flops=_flops_backward,
         vmap=autograd.vmap_rule_backward(_NAME, _op, True),
     )

@@ -230,9 +230,12 @@ def _offsets(rows: int, columns: int, device: torch.device) -> Tensor:
 
 def _hidden(offset: Tensor, low: int | None, high: int | None) -> Tensor:
     """True where a column lies outside a row's band."""
-    if low is None:
-        return offset > high
-    return offset < low if high is None else (offset < low) | (offset > high)
+    hidden = torch.zeros_like(offset, dtype=torch.bool)
+    if low is not None:
+        hidden |= offset < low
+    if high is not None:
+        hidden |= offset > high
+    return hidden
 
 
 def _block_length(matrices: int) -> int:
