@@ -3,8 +3,8 @@
 #
 #   TK_FAMILIES         their names
 #   TK_OP_SOURCES       the other csrc/<family>/*.cpp: host code with torch's headers
-#   TK_CHOOSE_SOURCES   csrc/<family>/choose.cpp: host code without
-#   TK_EMULATED_SOURCES csrc/<family>/emulated.cpp, and what compiles inst/*.cu for the emulator
+#   TK_CHOOSE_SOURCES   csrc/<family>/choose*.cpp: host code without
+#   TK_EMULATED_SOURCES csrc/<family>/emulated*.cpp, and what compiles inst/*.cu for the emulator
 #   TK_KERNEL_SOURCES   csrc/<family>/inst/*.cu
 set(TK_FAMILIES)
 set(TK_OP_SOURCES)
@@ -18,11 +18,15 @@ foreach(source IN LISTS choose_sources)
     continue()
   endif()
   file(GLOB op_sources CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR} csrc/${family}/*.cpp)
-  list(REMOVE_ITEM op_sources ${source} csrc/${family}/emulated.cpp)
+  set(family_choose_sources ${op_sources})
+  list(FILTER family_choose_sources INCLUDE REGEX "/choose[^/]*$")
+  set(emulated_sources ${op_sources})
+  list(FILTER emulated_sources INCLUDE REGEX "/emulated[^/]*$")
+  list(FILTER op_sources EXCLUDE REGEX "/(choose|emulated)[^/]*$")
   file(GLOB kernel_sources CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR}
        csrc/${family}/inst/*.cu)
-  if(EXISTS ${PROJECT_SOURCE_DIR}/csrc/${family}/emulated.cpp)
-    list(APPEND TK_EMULATED_SOURCES csrc/${family}/emulated.cpp)
+  if(emulated_sources)
+    list(APPEND TK_EMULATED_SOURCES ${emulated_sources})
     foreach(kernel IN LISTS kernel_sources)
       # The same source as C++: a file that includes it.
       string(REGEX REPLACE "\\.cu$" ".cpp" copy "${PROJECT_BINARY_DIR}/emulated/${kernel}")
@@ -32,7 +36,7 @@ foreach(source IN LISTS choose_sources)
   endif()
   list(APPEND TK_FAMILIES ${family})
   list(APPEND TK_OP_SOURCES ${op_sources})
-  list(APPEND TK_CHOOSE_SOURCES ${source})
+  list(APPEND TK_CHOOSE_SOURCES ${family_choose_sources})
   list(APPEND TK_KERNEL_SOURCES ${kernel_sources})
 endforeach()
 foreach(family IN LISTS THUNDERKITTENS_OPS)

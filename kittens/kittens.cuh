@@ -8,6 +8,7 @@
 #include "ops/thread/tma.cuh"
 #include "ops/warp.cuh"
 #include "types/global/gl.cuh"
+#include "types/global/ragged.cuh"
 #include "types/register/rt.cuh"
 #include "types/register/rv.cuh"
 #include "types/shared/st.cuh"

@@ -365,6 +365,9 @@ FOUND = {
     "missing_exit_barrier": "which has ended",
     "relaxed_release": r"no barrier \(release and acquire\)",
     "wrong_multicast_mask": "of a cluster of 2",
+    "tile_before_segment": "begins before its segment",
+    "segment_beyond_rows": "segment is not within the layout's rows",
+    "wrong_segment": None,
 }
 
 

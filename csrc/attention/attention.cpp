@@ -1,11 +1,9 @@
 // The attention ops for CUDA: checks what memory safety needs, allocates, chooses and launches.
-#include "csrc/attention/forward.h"
-
-#include <cmath>
 #include <tuple>
 #include <utility>
 
-#include "csrc/common/tensor.h"
+#include "csrc/attention/forward.h"
+#include "csrc/attention/operands.h"
 
 namespace thunderkittens::attention {
 
@@ -27,81 +25,51 @@ void launch_any(const Config& config, const ForwardParams& params, Stream stream
     TK_CHECK(found, OP, ": no kernel ", kernel_name({config}), " in this build");
 }
 
-Problem checked_problem(const Tensor& q, const Tensor& k, const Tensor& v, int64_t causal) {
-    check_cuda(OP, "q", q);
-    check_same_device(OP, "k", k, "q", q);
-    check_same_device(OP, "v", v, "q", q);
-    Problem p;
-    p.dtype = check_dtype(OP, "q", q, {DType::bf16, DType::fp16});
-    check_same_dtype(OP, "k", k, "q", q);
-    check_same_dtype(OP, "v", v, "q", q);
-    check_dims(OP, "q", q, {4});
-    check_dims(OP, "k", k, {4});
-    check_dims(OP, "v", v, {4});
-    p.batch = q.size(0);
-    p.q_heads = q.size(1);
-    p.q_length = q.size(2);
-    p.head_dim = q.size(3);
-    p.kv_heads = k.size(1);
-    p.k_length = k.size(2);
-    p.causal = static_cast<int>(causal);
-    TK_CHECK(k.size(0) == p.batch && k.size(3) == p.head_dim, OP, ": k must be (", p.batch,
-             ", heads, length, ", p.head_dim, ") as q, got ", shape_text(k));
-    for (int i = 0; i < 4; ++i) {
-        TK_CHECK(v.size(i) == k.size(i), OP, ": v must have k's shape ", shape_text(k), ", got ",
-                 shape_text(v));
-    }
-    return p;
+// Of q's shape with v's last dimension. With the same dimension, q's strides; otherwise packed, heads
+// inside the rows where q has them there.
+Tensor allocate_output(const Tensor& q, const Problem& p) {
+    if (p.value_dim == p.head_dim) return torch::stable::empty_like(q);
+    if (p.varlen) return empty({q.size(0), p.q_heads, p.value_dim}, q.scalar_type(), q);
+    if (q.stride(1) >= q.stride(2))
+        return empty({p.batch, p.q_heads, p.q_length, p.value_dim}, q.scalar_type(), q);
+    const int64_t sizes[] = {p.batch, p.q_heads, p.q_length, p.value_dim};
+    const int64_t row = std::max<int64_t>(p.q_heads * p.value_dim, 1);
+    const int64_t strides[] = {std::max<int64_t>(p.q_length, 1) * row, p.value_dim, row, 1};
+    return empty_strided(sizes, strides, q.scalar_type(), q);
 }
 
-Operand operand(const Tensor& x) {
-    const View view = as_4d(x);
-    return {view.data, view.stride[0], view.stride[1], view.stride[2]};
-}
-
-Tensor negative(const Tensor& x) {
-    std::array<StableIValue, 1> stack{torch::stable::detail::from(x)};
-    TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::neg", "", stack.data(), TORCH_ABI_VERSION));
-    return torch::stable::detail::to<Tensor>(stack[0]);
-}
-
-Tensor forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, int64_t causal,
-               std::optional<double> scale, Tensor* lse) {
+Tensor forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Packing* packing,
+               const Options& options, Tensor* lse) {
     ForwardParams params;
     Problem& p = params.problem;
-    p = checked_problem(q_in, k_in, v_in, causal);
+    p = packing ? checked_problem(OP, q_in, k_in, v_in, *packing, options)
+                : checked_problem(OP, q_in, k_in, v_in, options);
     const DeviceGuard guard(q_in.get_device_index());
-    Tensor out = torch::stable::empty_like(q_in);
-    if (lse) *lse = empty({p.batch, p.q_heads, p.q_length}, ScalarType::Float, q_in);
+    Tensor out = allocate_output(q_in, p);
+    if (lse) {
+        *lse = packing ? empty({p.q_heads, q_in.size(0)}, ScalarType::Float, q_in)
+                       : empty({p.batch, p.q_heads, p.q_length}, ScalarType::Float, q_in);
+    }
     if (p.batch == 0 || p.q_heads == 0 || p.q_length == 0) return out;
 
     const DeviceProperties& device = device_properties(q_in.get_device_index());
     const std::string reason = unsupported(p, device);
     TK_CHECK(reason.empty(), OP, ": ", reason);
-    params.scale =
-        static_cast<float>(scale ? *scale : 1.0 / std::sqrt(static_cast<double>(p.head_dim)));
-    Tensor q = for_tensor_map(q_in);
-    // The kernel's running maximum wants a positive scale: the sign goes into q, and zero into
-    // both.
-    if (params.scale < 0) {
-        q = for_tensor_map(negative(q_in));
-        params.scale = -params.scale;
-    } else if (params.scale == 0) {
-        q = torch::stable::new_zeros(q_in, {p.batch, p.q_heads, p.q_length, p.head_dim});
-        params.scale = 1;
-    }
+    params.scores = scores_of(OP, p, options, q_in);
+    if (packing) params.sequences = sequences_of(*packing, q_in, k_in);
+    const Tensor q = signed_query(q_in, params.scores);
     // Without keys no key is read, but tensor maps need an address.
-    const Tensor k = p.k_length ? for_tensor_map(k_in) : q;
-    const Tensor v = p.k_length ? for_tensor_map(v_in) : q;
+    const bool keys = p.kv_heads * k_in.size(packing ? 0 : 2) > 0;
+    const Tensor k = keys ? for_tensor_map(k_in) : q;
+    const Tensor v = keys ? for_tensor_map(v_in) : q;
     // A view of q's layout may be one that TMA cannot write.
     const bool direct = fits_tensor_map(as_4d(out), 2);
-    const Tensor out_buffer =
-        direct ? out
-               : empty({p.batch, p.q_heads, p.q_length, p.head_dim}, q_in.scalar_type(), q_in);
-    params.q = operand(q);
-    params.k = operand(k);
-    params.v = operand(v);
-    params.out = operand(out_buffer);
+    const Tensor out_buffer = direct ? out : empty(out.sizes(), q_in.scalar_type(), q_in);
+    const auto describe = packing ? packed_operand : operand;
+    params.q = describe(q);
+    params.k = describe(k);
+    params.v = describe(v);
+    params.out = describe(out_buffer);
     params.lse = lse ? static_cast<float*>(lse->data_ptr()) : nullptr;
     params.sm_count = device.sm_count;
     const Choice choice = choose(p, device);
@@ -113,21 +81,39 @@ Tensor forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, int64
 
 }  // namespace
 
-Tensor attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, int64_t causal,
-                         std::optional<double> scale) {
-    return forward(q, k, v, causal, scale, nullptr);
+Tensor attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, ATTENTION_OPTIONS) {
+    return forward(q, k, v, nullptr, ATTENTION_OPTION_VALUES, nullptr);
 }
 
 std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v,
-                                     int64_t causal, std::optional<double> scale) {
+                                     ATTENTION_OPTIONS) {
     Tensor lse;
-    Tensor out = forward(q, k, v, causal, scale, &lse);
+    Tensor out = forward(q, k, v, nullptr, ATTENTION_OPTION_VALUES, &lse);
+    return {out, lse};
+}
+
+Tensor attention_varlen_forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                                const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
+                                int64_t max_seqlen_q, int64_t max_seqlen_k, ATTENTION_OPTIONS) {
+    const Packing packing{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k};
+    return forward(q, k, v, &packing, ATTENTION_OPTION_VALUES, nullptr);
+}
+
+std::tuple<Tensor, Tensor> attention_varlen(const Tensor& q, const Tensor& k, const Tensor& v,
+                                            const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
+                                            int64_t max_seqlen_q, int64_t max_seqlen_k,
+                                            ATTENTION_OPTIONS) {
+    const Packing packing{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k};
+    Tensor lse;
+    Tensor out = forward(q, k, v, &packing, ATTENTION_OPTION_VALUES, &lse);
     return {out, lse};
 }
 
 STABLE_TORCH_LIBRARY_IMPL(thunderkittens, CUDA, m) {
     m.impl("attention_forward", TORCH_BOX(&attention_forward));
     m.impl("attention", TORCH_BOX(&attention));
+    m.impl("attention_varlen_forward", TORCH_BOX(&attention_varlen_forward));
+    m.impl("attention_varlen", TORCH_BOX(&attention_varlen));
 }
 
 }  // namespace thunderkittens::attention

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <utility>
 
 namespace thunderkittens::attention {
 namespace {
@@ -57,13 +58,16 @@ Config choose_config(const Problem& p) {
 
 }  // namespace
 
-std::string unsupported(const Problem& p, const DeviceProperties& device) {
+std::string unsupported_problem(const Problem& p, const DeviceProperties& device) {
     if (std::string reason = no_code_for(device); !reason.empty()) return reason;
     if (p.dtype != DType::bf16 && p.dtype != DType::fp16) {
         return concat("q must be bf16 or fp16, got ", name_of(p.dtype));
     }
-    if (p.head_dim < 8 || p.head_dim > 256 || p.head_dim % 8 != 0) {
-        return concat("the head dimension must be a multiple of 8 from 8 to 256, got ", p.head_dim);
+    for (const auto& [name, dim] : {std::pair{"head", p.head_dim}, {"value", p.value_dim}}) {
+        if (dim < 8 || dim > 256 || dim % 8 != 0) {
+            return concat("the ", name, " dimension must be a multiple of 8 from 8 to 256, got ",
+                          dim);
+        }
     }
     if (p.kv_heads < 1 || p.q_heads % p.kv_heads != 0) {
         return concat("k has ", p.kv_heads, " heads, q has ", p.q_heads,
@@ -79,6 +83,16 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
         return concat("batch * heads * length is too large: ", p.batch, " * ", p.q_heads, " * ",
                       p.q_length);
     }
+    return "";
+}
+
+std::string unsupported(const Problem& p, const DeviceProperties& device) {
+    if (std::string reason = unsupported_problem(p, device); !reason.empty()) return reason;
+    // What the kernels do not have yet.
+    if (p.value_dim != p.head_dim) return "value dimensions other than the head dimension";
+    if (p.window_left >= 0 || p.window_right >= 0) return "windows";
+    if (p.softcap || p.alibi || p.sink) return "softcap, ALiBi and sinks";
+    if (p.varlen) return "packed sequences";
     return "";
 }
 

@@ -340,7 +340,7 @@ void launch_forward(const ForwardParams& params, Stream stream) {
     using QLayout = typename Kernel::q_layout;
     using KVLayout = typename Kernel::kv_layout;
     const int group = static_cast<int>(p.q_heads / p.kv_heads);
-    const ForwardGlobals<Kernel> globals {
+    const ForwardGlobals<Kernel> globals{
         .q = layout.template operator()<QLayout>(params.q, p.q_heads, p.q_length),
         .out = layout.template operator()<QLayout>(params.out, p.q_heads, p.q_length),
         .k = layout.template operator()<KVLayout>(params.k, p.kv_heads, p.k_length),
@@ -353,9 +353,9 @@ void launch_forward(const ForwardParams& params, Stream stream) {
         .q_length = int(p.q_length),
         .k_length = int(p.k_length),
         .group = group,
-        .causal_offset = causal_offset(p),
-        .scale_log2 = params.scale * 1.4426950408889634f
-    };
+        .causal_offset =
+            std::min(band(p.causal, -1, -1, p.q_length, p.k_length).high, int(p.k_length)),
+        .scale_log2 = params.scores.scale * 1.4426950408889634f};
     const auto blocks = unsigned(std::min(globals.schedule.items(), params.sm_count));
     kittens::launch(forward_kernel<Kernel>, dim3(blocks), dim3(Kernel::threads), dim3(1),
                     Kernel::shared_bytes, stream, globals);

@@ -7,21 +7,24 @@
 
 namespace thunderkittens {
 
-enum class DType { bf16, fp16, fp32 };
+enum class DType { bf16, fp16, fp32, int32 };
 
-constexpr int size_in_bytes(DType dtype) { return dtype == DType::fp32 ? 4 : 2; }
+constexpr int size_in_bytes(DType dtype) {
+    return dtype == DType::fp32 || dtype == DType::int32 ? 4 : 2;
+}
 
 constexpr const char* name_of(DType dtype) {
     switch (dtype) {
         case DType::bf16: return "bf16";
         case DType::fp16: return "fp16";
         case DType::fp32: return "fp32";
+        case DType::int32: return "int32";
     }
     return "?";
 }
 
 constexpr std::optional<DType> dtype_from_name(std::string_view name) {
-    for (DType dtype : {DType::bf16, DType::fp16, DType::fp32}) {
+    for (DType dtype : {DType::bf16, DType::fp16, DType::fp32, DType::int32}) {
         if (name == name_of(dtype)) return dtype;
     }
     return std::nullopt;

@@ -36,6 +36,7 @@ inline std::optional<DType> dtype_of(ScalarType type) {
         case ScalarType::BFloat16: return DType::bf16;
         case ScalarType::Half: return DType::fp16;
         case ScalarType::Float: return DType::fp32;
+        case ScalarType::Int: return DType::int32;
         default: return std::nullopt;
     }
 }
@@ -45,6 +46,7 @@ inline ScalarType scalar_type_of(DType dtype) {
         case DType::bf16: return ScalarType::BFloat16;
         case DType::fp16: return ScalarType::Half;
         case DType::fp32: return ScalarType::Float;
+        case DType::int32: return ScalarType::Int;
     }
     throw std::runtime_error("thunderkittens: unknown dtype");
 }
@@ -56,6 +58,7 @@ inline std::string dtype_text(ScalarType type) {
         case ScalarType::Half: return "torch.float16";
         case ScalarType::Float: return "torch.float32";
         case ScalarType::Double: return "torch.float64";
+        case ScalarType::Int: return "torch.int32";
         default: return concat("torch.", torch::headeronly::toString(type));
     }
 }

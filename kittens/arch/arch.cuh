@@ -19,10 +19,12 @@
 #include "cuda/mma_sync.cuh"
 #include "cuda/named_barrier.cuh"
 #include "cuda/registers.cuh"
+#include "cuda/require.cuh"
 #include "cuda/shuffle.cuh"
 #include "cuda/tensor_map.cuh"
 #include "cuda/threads.cuh"
 #include "cuda/tma.cuh"
+#include "cuda/tma_5d.cuh"
 #include "cuda/wgmma.cuh"
 #else
 #define KITTENS_BACKEND on_cpu
@@ -38,9 +40,11 @@
 #include "emulated/mma_sync.cuh"
 #include "emulated/named_barrier.cuh"
 #include "emulated/registers.cuh"
+#include "emulated/require.cuh"
 #include "emulated/shuffle.cuh"
 #include "emulated/tensor_map.cuh"
 #include "emulated/threads.cuh"
 #include "emulated/tma.cuh"
+#include "emulated/tma_5d.cuh"
 #include "emulated/wgmma.cuh"
 #endif

@@ -109,6 +109,7 @@ struct register_vector {};
 struct shared_tile {};
 struct shared_vector {};
 struct global_layout {};
+struct ragged_layout {};
 }  // namespace identity
 
 template <class T, class Identity>
@@ -123,5 +124,7 @@ template <class T>
 concept any_shared_vector = identified_as<T, identity::shared_vector>;
 template <class T>
 concept global_layout_type = identified_as<T, identity::global_layout>;
+template <class T>
+concept ragged_layout_type = identified_as<T, identity::ragged_layout>;
 
 }  // namespace kittens::inline KITTENS_BACKEND

@@ -28,6 +28,7 @@ ROOT = HERE.parents[1]
 
 SECTIONS = [
     "memory/cluster",
+    "memory/ragged",
     "memory/tile/async",
     "memory/tile/global",
     "memory/tile/shared",

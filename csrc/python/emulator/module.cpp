@@ -22,9 +22,11 @@ tk::emulated::Array array_from(const std::string& name, const py::array& array) 
         result.dtype = tk::DType::fp16;
     else if (kind == "float32")
         result.dtype = tk::DType::fp32;
+    else if (kind == "int32")
+        result.dtype = tk::DType::int32;
     else
         throw py::type_error(name + " is " + kind +
-                             "; the emulator takes float16, float32 and, "
+                             "; the emulator takes float16, float32, int32 and, "
                              "as the bits of bfloat16, uint16");
     const int64_t bytes = tk::size_in_bytes(result.dtype);
     if (array.ndim() > 4) throw py::value_error(name + " has more than 4 dimensions");
@@ -41,9 +43,10 @@ tk::emulated::Array array_from(const std::string& name, const py::array& array) 
     return result;
 }
 py::array array_to(const tk::emulated::Array& a) {
-    const char* kind = a.dtype == tk::DType::bf16   ? "uint16"
-                       : a.dtype == tk::DType::fp16 ? "float16"
-                                                    : "float32";
+    const char* kind = a.dtype == tk::DType::bf16    ? "uint16"
+                       : a.dtype == tk::DType::fp16  ? "float16"
+                       : a.dtype == tk::DType::int32 ? "int32"
+                                                     : "float32";
     std::vector<py::ssize_t> strides;
     for (const int64_t s : a.stride) strides.push_back(s * tk::size_in_bytes(a.dtype));
     auto* owner = new std::shared_ptr<void>(a.owner);

@@ -40,57 +40,60 @@ inline Barrier& barrier_of_copy(uint32_t address, const char* what) {
     return b;
 }
 
+struct BoxOrigin {
+    int rank;
+    int at[5];  // elements, innermost first; 0 beyond the rank
+};
 // A box of a tensor: calls visit(byte in the box, pointer into the tensor or nullptr outside,
-// bytes) for pieces of 16 bytes of each row.
+// bytes) for pieces of 16 bytes of each row. Addresses are sums modulo 2^64, as the hardware's.
 template <class Visit>
-inline void for_each_piece(const TensorMap& m, const int (&at)[4], Visit visit) {
+inline void for_each_piece(const TensorMap& m, const BoxOrigin& origin, Visit visit) {
     const uint32_t row_bytes = uint32_t(m.box[0]) * m.element_bytes;
-    uint32_t offset = 0;
     const int64_t width = static_cast<int64_t>(m.dims[0]) * m.element_bytes;
-    for (int i3 = 0; i3 < m.box[3]; ++i3) {
-        for (int i2 = 0; i2 < m.box[2]; ++i2) {
-            for (int i1 = 0; i1 < m.box[1]; ++i1, offset += row_bytes) {
-                const int64_t x[3] = {int64_t(at[1]) + i1, int64_t(at[2]) + i2,
-                                      int64_t(at[3]) + i3};
-                bool inside = true;
-                int64_t place = 0;
-                for (int d = 0; d < 3; ++d) {
-                    inside = inside && x[d] >= 0 && x[d] < static_cast<int64_t>(m.dims[d + 1]);
-                    place += x[d] * static_cast<int64_t>(m.stride_bytes[d]);
-                }
-                const int64_t first = int64_t(at[0]) * m.element_bytes;
-                for (uint32_t b = 0; b < row_bytes; b += 16) {
-                    // Columns begin at multiples of 16 bytes: a piece is outside or begins inside.
-                    const int64_t from = first + b;
-                    const int64_t rest = width - from;
-                    const bool has = inside && from >= 0 && rest > 0;
-                    visit(offset + b,
-                          has ? reinterpret_cast<uint8_t*>(m.data) + place + from : nullptr,
-                          static_cast<uint32_t>(!has        ? 0
-                                                : rest < 16 ? rest
-                                                            : 16));
-                }
-            }
+    const int64_t first = int64_t(origin.at[0]) * m.element_bytes;
+    const uint32_t rows = uint32_t(m.box[1]) * m.box[2] * m.box[3] * m.box[4];
+    for (uint32_t row = 0, offset = 0; row < rows; ++row, offset += row_bytes) {
+        bool inside = true;
+        uint64_t place = m.data;
+        for (uint32_t d = 1, rest = row; d < 5; rest /= m.box[d], ++d) {
+            const int64_t x = int64_t(origin.at[d]) + rest % m.box[d];
+            inside = inside && x >= 0 && x < static_cast<int64_t>(m.dims[d]);
+            place += static_cast<uint64_t>(x) * m.stride_bytes[d - 1];
+        }
+        for (uint32_t b = 0; b < row_bytes; b += 16) {
+            // Columns begin at multiples of 16 bytes: a piece is outside or begins inside.
+            const int64_t from = first + b;
+            const int64_t rest = width - from;
+            const bool has = inside && from >= 0 && rest > 0;
+            visit(offset + b,
+                  has ? reinterpret_cast<uint8_t*>(place + static_cast<uint64_t>(from)) : nullptr,
+                  static_cast<uint32_t>(!has        ? 0
+                                        : rest < 16 ? rest
+                                                    : 16));
         }
     }
 }
-inline TensorMap decode_map(const CUtensorMap* map, const int (&at)[4], const char* what) {
+inline TensorMap decode_map(const CUtensorMap* map, const BoxOrigin& at, const char* what) {
     TensorMap m;
     std::memcpy(&m, map, sizeof(m));
     if (m.mark != TensorMap::MARK) fail(std::string(what) + ": not a tensor map of the emulator");
-    if ((int64_t(at[0]) * m.element_bytes) % 16 != 0) {
-        fail(std::string(what) + " at column " + std::to_string(at[0]) + " of " +
+    if (m.rank != at.rank) {
+        fail(std::string(what) + " with " + std::to_string(at.rank) +
+             " coordinates on a tensor map of " + std::to_string(m.rank) + " dimensions");
+    }
+    if ((int64_t(at.at[0]) * m.element_bytes) % 16 != 0) {
+        fail(std::string(what) + " at column " + std::to_string(at.at[0]) + " of " +
              std::to_string(m.element_bytes) +
              "-byte elements: the innermost coordinate must be a multiple of 16 bytes");
     }
     return m;
 }
 inline uint32_t box_bytes(const TensorMap& m) {
-    return uint32_t(m.box[0]) * m.box[1] * m.box[2] * m.box[3] * m.element_bytes;
+    return uint32_t(m.box[0]) * m.box[1] * m.box[2] * m.box[3] * m.box[4] * m.element_bytes;
 }
 
 inline void load_box_into(Block& block, uint32_t destination, const TensorMap& m,
-                          const int (&at)[4], Barrier& barrier, const char* what) {
+                          const BoxOrigin& at, Barrier& barrier, const char* what) {
     const Place place{&block, destination};
     const uint32_t bytes = box_bytes(m);
     check_shared(place, bytes, 128, what);
@@ -100,18 +103,15 @@ inline void load_box_into(Block& block, uint32_t destination, const TensorMap& m
             if (from) check_global(from, n, false, what);
         });
     }
-    struct At {
-        int v[4];
-    };
-    issue_copy(barrier, bytes, [&block, destination, m, a = At{{at[0], at[1], at[2], at[3]}}] {
-        for_each_piece(m, a.v, [&](uint32_t offset, uint8_t* from, uint32_t n) {
+    issue_copy(barrier, bytes, [&block, destination, m, at] {
+        for_each_piece(m, at, [&](uint32_t offset, uint8_t* from, uint32_t n) {
             uint8_t* to = block.shared + swizzled(destination + offset, m.swizzle_bytes);
             std::memset(to, 0, 16);
             if (from) std::memcpy(to, from, n);
         });
     });
 }
-inline void load_box(uint32_t destination, const CUtensorMap* map, const int (&at)[4],
+inline void load_box(uint32_t destination, const CUtensorMap* map, const BoxOrigin& at,
                      uint32_t barrier, int block_mask) {
     const char* what = block_mask < 0 ? "tma_load" : "tma_load_multicast";
     const TensorMap m = decode_map(map, at, what);
@@ -209,15 +209,15 @@ inline void issue_store(Store store) {
     t.stores.back().push_back(std::move(store));
     if (copies_at_issue()) carry_out(t.stores.back().back(), true);
 }
-inline void store_box(const CUtensorMap* map, uint32_t source, const int (&at)[4], Combine how) {
+inline void store_box(const CUtensorMap* map, uint32_t source, const BoxOrigin& at, Combine how) {
     const char* what = how == Combine::copy ? "tma_store" : "tma_store_reduce";
     const TensorMap m = decode_map(map, at, what);
     const Place from = place_of(source);
     const uint32_t bytes = box_bytes(m);
     check_shared(from, bytes, 128, what);
-    for (int i = 0; i < 4; ++i) {
-        if (at[i] < 0) {
-            fail(std::string(what) + " with a negative coordinate (" + std::to_string(at[i]) +
+    for (int i = 0; i < at.rank; ++i) {
+        if (at.at[i] < 0) {
+            fail(std::string(what) + " with a negative coordinate (" + std::to_string(at.at[i]) +
                  " in dimension " + std::to_string(i) + "), which the hardware refuses");
         }
     }
@@ -227,10 +227,6 @@ inline void store_box(const CUtensorMap* map, uint32_t source, const int (&at)[4
         if (to) check_global(to, 16, true, what);
     });
     auto data = std::make_shared<std::vector<uint8_t>>();
-    struct At {
-        int v[4];
-    };
-    const At a{{at[0], at[1], at[2], at[3]}};
     Store s;
     s.source = {{from.address, bytes}};
     s.read = [=] {
@@ -242,7 +238,7 @@ inline void store_box(const CUtensorMap* map, uint32_t source, const int (&at)[4
     };
     s.write = [=] {
         const std::lock_guard lock(reduction_mutex());
-        for_each_piece(m, a.v, [&](uint32_t offset, uint8_t* to, uint32_t) {
+        for_each_piece(m, at, [&](uint32_t offset, uint8_t* to, uint32_t) {
             if (!to) return;
             if (how == Combine::copy)
                 std::memcpy(to, data->data() + offset, 16);

@@ -16,9 +16,9 @@ struct TensorMap {
     uint32_t mark;
     uint8_t type, element_bytes, swizzle_bytes, rank;
     uint64_t data;
-    uint64_t dims[4];          // elements, innermost first
-    uint64_t stride_bytes[3];  // of dimensions 1 to 3
-    uint16_t box[4];           // elements
+    uint64_t dims[5];          // elements, innermost first; 1 beyond the rank
+    uint64_t stride_bytes[4];  // of dimensions 1 to 4
+    uint16_t box[5];           // elements
 };
 static_assert(sizeof(TensorMap) <= sizeof(CUtensorMap));
 
@@ -48,15 +48,15 @@ inline CUresult encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, cu
                       : swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 64
                                                              : 128;
     const auto address = reinterpret_cast<uintptr_t>(data);
-    bool legal = map != nullptr && bytes > 0 && rank == 4 && address != 0 && address % 16 == 0 &&
-                 interleave == CU_TENSOR_MAP_INTERLEAVE_NONE &&
+    bool legal = map != nullptr && bytes > 0 && (rank == 4 || rank == 5) && address != 0 &&
+                 address % 16 == 0 && interleave == CU_TENSOR_MAP_INTERLEAVE_NONE &&
                  fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE &&
                  (swizzle == CU_TENSOR_MAP_SWIZZLE_NONE || swizzle == CU_TENSOR_MAP_SWIZZLE_32B ||
                   swizzle == CU_TENSOR_MAP_SWIZZLE_64B || swizzle == CU_TENSOR_MAP_SWIZZLE_128B);
-    for (int i = 0; legal && i < 4; ++i) {
+    for (cuuint32_t i = 0; legal && i < rank; ++i) {
         legal = dims[i] > 0 && dims[i] <= (uint64_t(1) << 32) && box[i] > 0 && box[i] <= 256 &&
                 element_strides[i] == 1;
-        if (i < 3)
+        if (i + 1 < rank)
             legal = legal && stride_bytes[i] % 16 == 0 && stride_bytes[i] < uint64_t(1) << 40;
     }
     legal = legal && (box[0] * static_cast<unsigned>(bytes)) % 16 == 0 &&
@@ -66,10 +66,13 @@ inline CUresult encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, cu
     m.type = static_cast<uint8_t>(type);
     m.element_bytes = static_cast<uint8_t>(bytes);
     m.swizzle_bytes = static_cast<uint8_t>(width);
-    m.rank = 4;
+    m.rank = static_cast<uint8_t>(rank);
     m.data = address;
-    for (int i = 0; i < 4; ++i) m.dims[i] = dims[i], m.box[i] = static_cast<uint16_t>(box[i]);
-    for (int i = 0; i < 3; ++i) m.stride_bytes[i] = stride_bytes[i];
+    for (cuuint32_t i = 0; i < 5; ++i) {
+        m.dims[i] = i < rank ? dims[i] : 1;
+        m.box[i] = i < rank ? static_cast<uint16_t>(box[i]) : uint16_t(1);
+        if (i > 0 && i < rank) m.stride_bytes[i - 1] = stride_bytes[i - 1];
+    }
     std::memset(map, 0, sizeof(*map));
     std::memcpy(map, &m, sizeof(m));
     return CUDA_SUCCESS;

@@ -13,34 +13,39 @@ enum class Reduction { add, min, max };
 // Element coordinates, innermost dimension first.
 struct TmaCoordinates {
     int c, r, d, b;
+    operator emulated::BoxOrigin() const { return {4, {c, r, d, b, 0}}; }
 };
 
 inline void tma_prefetch_map(const CUtensorMap* map) {
-    emulated::decode_map(map, {0, 0, 0, 0}, "tma_prefetch_map");
+    emulated::TensorMap m;
+    std::memcpy(&m, map, sizeof(m));
+    if (m.mark != emulated::TensorMap::MARK) {
+        emulated::fail("tma_prefetch_map: not a tensor map of the emulator");
+    }
 }
 template <CachePolicy POLICY = CachePolicy::normal>
 inline void tma_load(uint32_t destination, const CUtensorMap* map, TmaCoordinates at,
                      uint32_t barrier) {
-    emulated::load_box(destination, map, {at.c, at.r, at.d, at.b}, barrier, -1);
+    emulated::load_box(destination, map, at, barrier, -1);
 }
 template <CachePolicy POLICY = CachePolicy::normal>
 inline void tma_load_multicast(uint32_t destination, const CUtensorMap* map, TmaCoordinates at,
                                uint32_t barrier, uint16_t block_mask) {
-    emulated::load_box(destination, map, {at.c, at.r, at.d, at.b}, barrier, block_mask);
+    emulated::load_box(destination, map, at, barrier, block_mask);
 }
 inline void tma_prefetch(const CUtensorMap* map, TmaCoordinates at) {
-    emulated::decode_map(map, {at.c, at.r, at.d, at.b}, "tma_prefetch");
+    emulated::decode_map(map, at, "tma_prefetch");
 }
 template <CachePolicy POLICY = CachePolicy::normal>
 inline void tma_store(const CUtensorMap* map, uint32_t source, TmaCoordinates at) {
-    emulated::store_box(map, source, {at.c, at.r, at.d, at.b}, emulated::Combine::copy);
+    emulated::store_box(map, source, at, emulated::Combine::copy);
 }
 template <Reduction REDUCTION>
 inline void tma_store_reduce(const CUtensorMap* map, uint32_t source, TmaCoordinates at) {
     constexpr auto how = REDUCTION == Reduction::add   ? emulated::Combine::add
                          : REDUCTION == Reduction::min ? emulated::Combine::min
                                                        : emulated::Combine::max;
-    emulated::store_box(map, source, {at.c, at.r, at.d, at.b}, how);
+    emulated::store_box(map, source, at, how);
 }
 inline void tma_store_commit() { emulated::commit_stores(); }
 template <int PENDING = 0>

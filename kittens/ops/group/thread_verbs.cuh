@@ -45,6 +45,19 @@ struct thread_verbs {
                                                           semaphore& arrived) {
             if (elected()) kittens::tma::load_async<axis, policy>(destination, source, at, arrived);
         }
+        template <CachePolicy policy = CachePolicy::normal, any_shared_tile Tile,
+                  ragged_layout_type G>
+        static __device__ __forceinline__ void load_async(Tile& destination, const G& source,
+                                                          const ragged_coord& at,
+                                                          semaphore& arrived) {
+            if (elected()) kittens::tma::load_async<policy>(destination, source, at, arrived);
+        }
+        template <CachePolicy policy = CachePolicy::normal, any_shared_tile Tile,
+                  ragged_layout_type G>
+        static __device__ __forceinline__ void store_async(const G& destination, const Tile& source,
+                                                           const ragged_coord& at) {
+            if (elected()) kittens::tma::store_async<policy>(destination, source, at);
+        }
         template <any_shared Object, int axis = 2, global_layout_type GL>
         static __device__ __forceinline__ void prefetch(const GL& source,
                                                         const coord_of<Object>& at) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../../types/global/gl.cuh"
+#include "../../types/global/ragged.cuh"
 #include "semaphore.cuh"
 
 namespace kittens::inline KITTENS_BACKEND {
@@ -111,6 +112,65 @@ __device__ __forceinline__ void store_async(const GL& destination, const Object&
     });
     store_commit_group();
 }
+
+// Segments of rows. Rows of the tile beyond the segment's end load as zeros and are not stored; the
+// tile must not begin before the segment. Columns are clipped as in other layouts.
+template <any_shared_tile Tile, class Transfer>
+__device__ __forceinline__ void for_each_box(const ragged_coord& at, int rows, Transfer transfer) {
+    arch::require(at.row >= 0, "a tile begins before its segment: ragged_coord's row is negative");
+    arch::require(at.begin >= 0 && at.length >= 0 && at.length <= rows - at.begin,
+                  "ragged_coord's segment is not within the layout's rows");
+    const int first = host::RAGGED_WINDOW - at.length + at.row;
+    constexpr int box = kittens::detail::box_rows<Tile>;
+#pragma unroll
+    for (int stripe = 0; stripe < Tile::stripes; ++stripe) {
+#pragma unroll
+        for (int row = 0; row < Tile::rows; row += box) {
+            constexpr int row_bytes = Tile::stripe_cols * int(sizeof(typename Tile::T));
+            transfer(uint32_t(stripe * Tile::stripe_bytes + row * row_bytes),
+                     arch::TmaCoordinates5{at.col + stripe * Tile::stripe_cols, first + row,
+                                           at.begin + at.length, host::RAGGED_WINDOW, at.head});
+        }
+    }
+}
+template <CachePolicy policy = CachePolicy::normal, any_shared_tile Tile, ragged_layout_type G>
+__device__ __forceinline__ void load_async(Tile& destination, const G& source,
+                                           const ragged_coord& at, semaphore& arrived) {
+    const CUtensorMap* map = source.template tensor_map<Tile>();
+    const uint32_t to = destination.address(), barrier = arrived.address();
+    for_each_box<Tile>(at, source.rows, [&](uint32_t offset, arch::TmaCoordinates5 from) {
+        arch::tma_load<policy>(to + offset, map, from, barrier);
+    });
+}
+template <CachePolicy policy = CachePolicy::normal, any_shared_tile Tile, ragged_layout_type G>
+__device__ __forceinline__ void store_async(const G& destination, const Tile& source,
+                                            const ragged_coord& at) {
+    const CUtensorMap* map = destination.template tensor_map<Tile>();
+    const uint32_t from = source.address();
+    arch::fence_async_shared();
+    for_each_box<Tile>(at, destination.rows, [&](uint32_t offset, arch::TmaCoordinates5 to) {
+        arch::tma_store<policy>(map, from + offset, to);
+    });
+    store_commit_group();
+}
+// Adds to the rows of the segment; for float, bf16 and half.
+template <any_shared_tile Tile, ragged_layout_type G>
+__device__ __forceinline__ void store_add_async(const G& destination, const Tile& source,
+                                                const ragged_coord& at) {
+    static_assert(!float_8bit<typename Tile::T>, "TMA reduces no 8-bit floats");
+    const CUtensorMap* map = destination.template tensor_map<Tile>();
+    const uint32_t from = source.address();
+    arch::fence_async_shared();
+    for_each_box<Tile>(at, destination.rows, [&](uint32_t offset, arch::TmaCoordinates5 to) {
+        arch::tma_store_reduce<arch::Reduction::add>(map, from + offset, to);
+    });
+    store_commit_group();
+}
+template <class Tile, ragged_layout_type G>
+__device__ __forceinline__ void prefetch_map(const G& source) {
+    arch::tma_prefetch_map(source.template tensor_map<Tile>());
+}
+
 namespace detail {
 template <arch::Reduction reduction, int axis, class Object, global_layout_type GL>
 __device__ __forceinline__ void store_reduce_async(const GL& destination, const Object& source,
@@ -145,6 +205,17 @@ __device__ __forceinline__ void store_max_async(const GL& destination, const Obj
 }
 
 namespace cluster {
+
+template <CachePolicy policy = CachePolicy::normal, any_shared_tile Tile, ragged_layout_type G>
+__device__ __forceinline__ void load_async(Tile& destination, const G& source,
+                                           const ragged_coord& at, semaphore& arrived,
+                                           uint16_t blocks) {
+    const CUtensorMap* map = source.template tensor_map<Tile>();
+    const uint32_t to = destination.address(), barrier = arrived.address();
+    for_each_box<Tile>(at, source.rows, [&](uint32_t offset, arch::TmaCoordinates5 from) {
+        arch::tma_load_multicast<policy>(to + offset, map, from, barrier, blocks);
+    });
+}
 
 // Bytes that will arrive at this semaphore in another block of the cluster are announced there by
 // that block itself; here only the transfer is started. The object and the semaphore are written at

@@ -91,6 +91,20 @@ struct tensor_maps<First, Rest...> {
     tensor_maps<Rest...> rest;
 };
 
+template <class Object, int axis, class First, class... Rest>
+__host__ __device__ __forceinline__ const CUtensorMap* find_map(
+    const tensor_maps<First, Rest...>& list) {
+    using Entry = tma_entry<First>;
+    if constexpr (std::same_as<typename Entry::Object, Object> && Entry::axis == axis) {
+        return &list.map;
+    } else {
+        static_assert(sizeof...(Rest) > 0,
+                      "this tile type is not among the global layout's TMA types: list it, or "
+                      "tma::descriptor<tile, axis>, in gl<...>");
+        return find_map<Object, axis>(list.rest);
+    }
+}
+
 }  // namespace detail
 
 // Strides in elements; the column stride is 1.
@@ -167,24 +181,10 @@ struct gl {
     // The tensor map made for `Object` with its rows along `axis`.
     template <class Object, int axis = 2>
     __host__ __device__ __forceinline__ const CUtensorMap* tensor_map() const {
-        return find<Object, axis>(maps);
+        return detail::find_map<Object, axis>(maps);
     }
 
   private:
-    template <class Object, int axis, class First, class... Rest>
-    static __host__ __device__ __forceinline__ const CUtensorMap* find(
-        const detail::tensor_maps<First, Rest...>& list) {
-        using Entry = detail::tma_entry<First>;
-        if constexpr (std::same_as<typename Entry::Object, Object> && Entry::axis == axis) {
-            return &list.map;
-        } else {
-            static_assert(sizeof...(Rest) > 0,
-                          "this tile type is not among the global layout's TMA types: list it, or "
-                          "tma::descriptor<tile, axis>, in gl<...>");
-            return find<Object, axis>(list.rest);
-        }
-    }
-
     __host__ inline void encode(detail::tensor_maps<>&) {}
     template <class First, class... Rest>
     __host__ inline void encode(detail::tensor_maps<First, Rest...>& list) {

@@ -59,6 +59,9 @@ constexpr Name NAMES[] = {
     {"missing_exit_barrier", "cluster"},
     {"relaxed_release", "cluster"},
     {"wrong_multicast_mask", "cluster"},
+    {"tile_before_segment", "segments"},
+    {"segment_beyond_rows", "segments"},
+    {"wrong_segment", "segments"},
 };
 static_assert(std::size(NAMES) == std::size_t(Defect::count));
 
@@ -148,6 +151,17 @@ bool run_cluster() {
     }
     return true;
 }
+template <Defect D>
+bool run_segments() {
+    constexpr int rows = SEGMENTS[3];
+    auto in = integers(rows * 64, 5), out = nan<bf16>((rows + 16) * 64);
+    region("in", in, false);
+    region("out", out, true);
+    const SegmentGlobals g{{in.data(), 1, rows, 64, {rows * 64, 64}},
+                           {out.data(), 1, rows, 64, {rows * 64, 64}}};
+    launch(segments_kernel<D>, 1, 32, 1, sizeof(segment_tile) + 2048, nullptr, g);
+    return std::memcmp(in.data(), out.data(), in.size() * sizeof(bf16)) == 0;
+}
 
 template <Defect D>
 bool run() {
@@ -165,7 +179,11 @@ bool run() {
         if (!run_exchange<D>()) return false;
     }
     emu::options.regions.clear();
-    if (all || kernel == "cluster") return run_cluster<D>();
+    if (all || kernel == "cluster") {
+        if (!run_cluster<D>()) return false;
+    }
+    emu::options.regions.clear();
+    if (all || kernel == "segments") return run_segments<D>();
     return true;
 }
 

@@ -53,6 +53,10 @@ enum class Defect {
     missing_exit_barrier,
     relaxed_release,
     wrong_multicast_mask,
+    // segments_kernel
+    tile_before_segment,
+    segment_beyond_rows,
+    wrong_segment,
     count
 };
 
@@ -289,6 +293,40 @@ __global__ void cluster_kernel(const __grid_constant__ ClusterGlobals g) {
     const float y = arch::load_cluster_shared<float>(arch::map_shared_rank(theirs, uint32_t(peer)));
     arch::store_global(g.out + rank * 256 + int(threadIdx.x), x + shared.inbox.get(0) + y);
     if constexpr (D != Defect::missing_exit_barrier) cluster::sync();
+}
+
+// ---- segments of a ragged layout: each is copied by tiles that reach beyond its end ----
+
+using segment_tile = st_bf<16, 64>;
+struct SegmentGlobals {
+    ragged_gl<bf16, segment_tile> in, out;
+};
+constexpr int SEGMENTS[] = {0, 21, 24, 40};  // where they begin, and the last ends
+template <Defect D>
+__global__ void segments_kernel(const __grid_constant__ SegmentGlobals g) {
+    shared_allocator<> al(shared_memory());
+    auto& tile = al.allocate<segment_tile>();
+    auto& arrived = al.allocate<semaphore>();
+    if (threadIdx.x != 0) return;
+    init_semaphore(arrived, 1);
+    arch::mbarrier_init_fence();
+    int phase = 0;
+    for (int i = 2; i >= 0; --i) {
+        const int begin = SEGMENTS[i], length = SEGMENTS[i + 1] - begin;
+        for (int row = 0; row < length; row += segment_tile::rows, phase ^= 1) {
+            tma::expect(arrived, tile);
+            tma::load_async(tile, g.in,
+                            {.begin = begin,
+                             .length = length + (D == Defect::segment_beyond_rows ? 1 : 0),
+                             .row = row - (D == Defect::tile_before_segment ? 8 : 0)},
+                            arrived);
+            wait(arrived, phase);
+            const int last = D == Defect::wrong_segment ? SEGMENTS[3] - begin : length;
+            tma::store_async(g.out, tile, {.begin = begin, .length = last, .row = row});
+            tma::store_async_read_wait();
+        }
+        tma::store_async_wait();
+    }
 }
 
 }  // namespace defects
