@@ -143,7 +143,7 @@ def require_dims(op: str, dim: int, dim_k: int, dim_v: int) -> None:
 
 def require_heads(op: str, heads: int, heads_k: int) -> None:
     """Raises ValueError unless q's heads divide into groups."""
-    if heads != heads_k and (heads_k == 0 or heads % heads_k != 0):
+    if heads_k == 0 or heads % heads_k != 0:
         raise ValueError(
             f"tk.{op}: k has {heads_k} heads, q has {heads}; q's heads must be a multiple of k's"
         )

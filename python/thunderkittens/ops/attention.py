@@ -156,11 +156,11 @@ def attention(
     attention_shape(q, k, v, mode, scale)
     options: tuple[Any, ...] = ()
     if not (
-        window_size == UNBOUNDED
-        and softcap == 0.0
-        and alibi_slopes is None
+        alibi_slopes is None
         and sink is None
         and deterministic is None
+        and softcap == 0.0
+        and window_size == UNBOUNDED
     ):
         options = shared.call_options(
             "attention", q, q.shape[0], window_size, softcap, alibi_slopes, sink, deterministic
@@ -208,14 +208,17 @@ def attention_shape(
             f"tk.attention: q has batch size {batch}, k has {batch_k}, v has {batch_v}; they must "
             "be equal"
         )
-    shared.require_dims("attention", dim, dim_k, dim_v)
+    if dim_k != dim or dim_v != dim or dim % 8 != 0 or dim < 8 or dim > shared.MAX_DIM:
+        shared.require_dims("attention", dim, dim_k, dim_v)
     if heads_v != heads_k or length_v != length_k:
         raise ValueError(
             f"tk.attention: k has {heads_k} heads of length {length_k}, v has {heads_v} of length "
             f"{length_v}; they must be equal"
         )
-    shared.require_heads("attention", heads, heads_k)
-    shared.require_mask("attention", causal, scale)
+    if heads != heads_k:
+        shared.require_heads("attention", heads, heads_k)
+    if scale is not None or causal not in (0, 1, 2):
+        shared.require_mask("attention", causal, scale)
     return (batch, heads, length)
 
 

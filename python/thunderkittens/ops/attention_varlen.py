@@ -152,11 +152,11 @@ def attention_varlen(
     attention_varlen_shape(q, k, v, packing, mode, scale)
     options: tuple[Any, ...] = ()
     if not (
-        window_size == UNBOUNDED
-        and softcap == 0.0
-        and alibi_slopes is None
+        alibi_slopes is None
         and sink is None
         and deterministic is None
+        and softcap == 0.0
+        and window_size == UNBOUNDED
     ):
         batch = cu_seqlens_q.shape[0] - 1
         options = shared.call_options(
@@ -207,13 +207,15 @@ def attention_varlen_shape(
     tokens, heads, dim = shape_q
     tokens_k, heads_k, dim_k = shape_k
     tokens_v, heads_v, dim_v = shape_v
-    shared.require_dims(_NAME, dim, dim_k, dim_v)
+    if dim_k != dim or dim_v != dim or dim % 8 != 0 or dim < 8 or dim > shared.MAX_DIM:
+        shared.require_dims(_NAME, dim, dim_k, dim_v)
     if heads_v != heads_k or tokens_v != tokens_k:
         raise ValueError(
             f"tk.{_NAME}: k has {tokens_k} tokens of {heads_k} heads, v has {tokens_v} of "
             f"{heads_v}; they must be equal"
         )
-    shared.require_heads(_NAME, heads, heads_k)
+    if heads != heads_k:
+        shared.require_heads(_NAME, heads, heads_k)
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         _require_edges(name, x, q)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
@@ -226,7 +228,8 @@ def attention_varlen_shape(
             raise TypeError(f"tk.{_NAME}: {name} must be an integer, got {type(n).__name__}")
         if n < 0:
             raise ValueError(f"tk.{_NAME}: {name} is {n}; it must not be negative")
-    shared.require_mask(_NAME, causal, scale)
+    if scale is not None or causal not in (0, 1, 2):
+        shared.require_mask(_NAME, causal, scale)
     return (heads, tokens)
 
 
