@@ -50,7 +50,7 @@ Tensor forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const
         *lse = packing ? empty({p.q_heads, q_in.size(0)}, ScalarType::Float, q_in)
                        : empty({p.batch, p.q_heads, p.q_length}, ScalarType::Float, q_in);
     }
-    if (p.batch == 0 || p.q_heads == 0 || p.q_length == 0) return out;
+    if (out.numel() == 0) return out;
 
     const DeviceProperties& device = device_properties(q_in.get_device_index());
     const std::string reason = unsupported(p, device);

@@ -42,18 +42,28 @@ int choose_section(const Problem& p, int block_m, int sm_count) {
     return static_cast<int>(best);
 }
 
+bool modified(const Problem& p) { return p.softcap || p.alibi; }
+
+// Among the kernels of the smallest dimensions that hold the problem's.
 Config choose_config(const Problem& p) {
     const bool causal = p.causal != static_cast<int>(Causal::none);
+    std::vector<Config> fitting;
+    for (const Config& c : CONFIGS) {
+        if (c.head_dim < p.head_dim || c.value_dim < p.value_dim || c.modified != modified(p))
+            continue;
+        if (!fitting.empty() &&
+            (c.head_dim != fitting[0].head_dim || c.value_dim != fitting[0].value_dim))
+            break;
+        fitting.push_back(c);
+    }
+    if (fitting.size() == 1) return fitting[0];
     if (p.head_dim <= 64) {
         // 192 query rows keep the tensor cores busier; 128 waste less where blocks are few or cut
         // short.
         const bool short_rows = p.q_length <= 128 || (causal && p.q_length <= 1024);
-        return short_rows ? CONFIGS[0] : CONFIGS[1];
+        return fitting[short_rows ? 0 : 1];
     }
-    if (p.head_dim <= 128) {
-        return p.k_length >= (causal ? 8192 : 4096) ? CONFIGS[3] : CONFIGS[2];
-    }
-    return CONFIGS[4];
+    return fitting[p.k_length >= (causal ? 8192 : 4096) ? 1 : 0];
 }
 
 }  // namespace
@@ -87,13 +97,7 @@ std::string unsupported_problem(const Problem& p, const DeviceProperties& device
 }
 
 std::string unsupported(const Problem& p, const DeviceProperties& device) {
-    if (std::string reason = unsupported_problem(p, device); !reason.empty()) return reason;
-    // What the kernels do not have yet.
-    if (p.value_dim != p.head_dim) return "value dimensions other than the head dimension";
-    if (p.window_left >= 0 || p.window_right >= 0) return "windows";
-    if (p.softcap || p.alibi || p.sink) return "softcap, ALiBi and sinks";
-    if (p.varlen) return "packed sequences";
-    return "";
+    return unsupported_problem(p, device);
 }
 
 Choice choose(const Problem& problem, const DeviceProperties& device) {
@@ -103,8 +107,9 @@ Choice choose(const Problem& problem, const DeviceProperties& device) {
 
 std::string kernel_name(const Choice& choice) {
     const Config& c = choice.config;
-    return concat("forward_", name_of(c.dtype), "_d", c.head_dim, "_", 64 * c.warpgroups, "x",
-                  c.block_n);
+    const std::string value = c.value_dim == c.head_dim ? "" : concat("v", c.value_dim);
+    return concat("forward_", name_of(c.dtype), "_d", c.head_dim, value, "_", 64 * c.warpgroups,
+                  "x", c.block_n, c.modified ? "_modified" : "");
 }
 
 std::vector<KernelInfo> kernels() {
@@ -115,10 +120,11 @@ std::vector<KernelInfo> kernels() {
             const std::string name = kernel_name({config});
             KernelInfo info;
             info.name = name;
-            info.config =
-                concat("head_dim ", config.head_dim, ", ", 64 * config.warpgroups, " query rows x ",
-                       config.block_n, " keys, ", config.stages, " stages, ", config.warpgroups,
-                       " consumer warpgroups + 1 producer");
+            info.config = concat("head_dim ", config.head_dim, ", value_dim ", config.value_dim,
+                                 ", ", 64 * config.warpgroups, " query rows x ", config.block_n,
+                                 " keys, ", config.stages, " stages, ", config.warpgroups,
+                                 " consumer warpgroups + 1 producer",
+                                 config.modified ? ", softcap and ALiBi" : "");
             info.source = name;
             info.threads = 128 * (config.warpgroups + 1);
             info.shared_bytes = forward_memory(config).bytes;

@@ -5,24 +5,24 @@
 // A block works on 64 query rows per consumer warpgroup and walks the keys from the last visible
 // block to the first. Roles:
 //   producer   one thread of the first warpgroup: TMA loads of Q (a slot per consumer), and of K
-//   and V
-//              into two rings
-//   consumers  2 or 3 warpgroups: S = Q K^T (operands in shared memory), softmax in registers, O +=
-//   P V
-//              with P in registers. The product S of the next key block is issued before O += P V
-//              of the current one, so that the softmax of S runs while the tensor cores work on P
-//              V; the consumers take turns in issuing ("ping-pong"), so that the softmax of one
-//              runs under the products of the others.
-// Only blocks that the mask cuts are masked, and blocks it hides are never visited. The grid is
-// persistent; causal work is dealt longest first, back and forth over the blocks, which evens out
-// their totals without a counter in memory.
+//              and V into two rings
+//   consumers  2 or 3 warpgroups: S = Q K^T (operands in shared memory), softmax in registers,
+//              O += P V with P in registers. The product S of the next key block is issued before
+//              O += P V of the current one, so that the softmax of S runs while the tensor cores
+//              work on P V; the consumers take turns in issuing ("ping-pong"), so that the softmax
+//              of one runs under the products of the others.
+// A query sees a band of keys. Blocks that the band's edges cut are masked, from the last key down
+// those of the upper edge, then whole ones, then those of the lower edge; blocks outside are never
+// visited. The grid is persistent; causal work is dealt longest first, back and forth over the
+// blocks, which evens out their totals without a counter in memory.
 #pragma once
 
 #include <algorithm>
 
 #include "csrc/attention/forward.h"
+#include "csrc/attention/layouts.cuh"
 #include "csrc/attention/schedule.cuh"
-#include "csrc/attention/softmax.cuh"
+#include "csrc/attention/scores.cuh"
 #include "kittens/kittens.cuh"
 
 namespace thunderkittens::attention {
@@ -33,18 +33,20 @@ template <Config config>
 struct ForwardKernel {
     using T = std::conditional_t<config.dtype == DType::bf16, bf16, half>;
     static constexpr int head_dim = config.head_dim;
+    static constexpr int value_dim = config.value_dim;
     static constexpr int warpgroups = config.warpgroups;  // consumers
     static constexpr int block_m = 64 * warpgroups;
     static constexpr int block_n = config.block_n;
     static constexpr int stages = config.stages;
+    static constexpr bool modified = config.modified;
     static constexpr int threads = (warpgroups + 1) * WARPGROUP_THREADS;
     static constexpr int producer_registers = warpgroups == 2 ? 24 : 32;
     static constexpr int consumer_registers = warpgroups == 2 ? 240 : 160;
 
     using q_tile = st<T, 64, head_dim>;
-    using kv_tile = st<T, block_n, head_dim>;
-    using q_layout = gl<T, -1, -1, -1, -1, q_tile>;
-    using kv_layout = gl<T, -1, -1, -1, -1, kv_tile>;
+    using k_tile = st<T, block_n, head_dim>;
+    using v_tile = st<T, block_n, value_dim>;
+    using out_tile = st<T, 64, value_dim>;
 
     // Whether the output has shared memory of its own, or reuses that of Q (and delays its next
     // load).
@@ -54,40 +56,60 @@ struct ForwardKernel {
 
 template <class Kernel>
 struct ForwardGlobals {
-    typename Kernel::q_layout q, out;
-    typename Kernel::kv_layout k, v;
+    Layout<typename Kernel::q_tile> q;
+    Layout<typename Kernel::k_tile> k;
+    Layout<typename Kernel::v_tile> v;
+    Layout<typename Kernel::out_tile> out;
     float* lse;
+    const float* sink;
     Schedule schedule;
-    int q_length, k_length, group;  // group: query heads per key head
-    int causal_offset;              // query i sees keys up to i + causal_offset
-    float scale_log2;               // softmax scale * log2(e)
+    SequenceTable sequences;
+    Modification modification;
+    int group;  // query heads per key head
 };
 
-// The key blocks of a query block: [0, visible), of which those from `unmasked` on need a mask.
-struct KeyRange {
-    int visible, unmasked;
-};
+// An item of the schedule: a block of queries of one head, with the keys they see. Blocks are
+// counted from a sequence's last: where it is shorter than others, the longest come first all the
+// same, and the surplus is below 0.
 template <class Kernel>
-__device__ __forceinline__ KeyRange key_range(const ForwardGlobals<Kernel>& g, int first_row) {
-    constexpr int n = Kernel::block_n;
-    // One past the last key that the last and the first row of the block see.
-    const int last = min(g.k_length, first_row + Kernel::block_m + g.causal_offset);
-    const int first = min(g.k_length, first_row + 1 + g.causal_offset);
-    return {last > 0 ? (last + n - 1) / n : 0, first > 0 ? first / n : 0};
-}
+struct Work {
+    int b, head, level, row;
+    Lengths s;
+    KeyBlocks keys;
+
+    __device__ __forceinline__ Work(const ForwardGlobals<Kernel>& g, Schedule::Item item)
+        : b(item.batch), head(item.head), level(item.level), s(g.sequences.lengths(b)) {
+        constexpr int m = Kernel::block_m;
+        row = ((s.q_length + m - 1) / m - 1 - level) * m;
+        keys = row < 0 ? KeyBlocks{0, 0, 0, 0}
+                       : key_blocks<Kernel::block_n>(s, row, ::min(row + m, s.q_length) - 1);
+    }
+    __device__ __forceinline__ bool sees_keys() const { return keys.end > keys.begin; }
+};
 
 template <class Kernel, bool SEPARATE>
-struct OutTiles {};
+struct QueryTiles {
+    typename Kernel::q_tile q[Kernel::warpgroups];
+    typename Kernel::out_tile out[Kernel::warpgroups];
+
+    __device__ __forceinline__ auto& query(int w) { return q[w]; }
+    __device__ __forceinline__ auto& output(int w) { return out[w]; }
+};
 template <class Kernel>
-struct OutTiles<Kernel, true> {
-    typename Kernel::q_tile out[Kernel::warpgroups];
+struct QueryTiles<Kernel, false> {
+    union Slot {
+        typename Kernel::q_tile q;
+        typename Kernel::out_tile out;
+    } slots[Kernel::warpgroups];
+
+    __device__ __forceinline__ auto& query(int w) { return slots[w].q; }
+    __device__ __forceinline__ auto& output(int w) { return slots[w].out; }
 };
 
 template <class Kernel>
-struct ForwardShared : OutTiles<Kernel, Kernel::separate_out> {
-    typename Kernel::q_tile q[Kernel::warpgroups];
-    typename Kernel::kv_tile k[Kernel::stages];
-    typename Kernel::kv_tile v[Kernel::stages];
+struct ForwardShared : QueryTiles<Kernel, Kernel::separate_out> {
+    typename Kernel::k_tile k[Kernel::stages];
+    typename Kernel::v_tile v[Kernel::stages];
 
     semaphore q_full[Kernel::warpgroups], q_empty[Kernel::warpgroups];
     semaphore k_full[Kernel::stages], k_empty[Kernel::stages];
@@ -95,50 +117,45 @@ struct ForwardShared : OutTiles<Kernel, Kernel::separate_out> {
 };
 
 template <class Kernel>
-__device__ __forceinline__ auto& out_tile(ForwardShared<Kernel>& shared, int consumer) {
-    if constexpr (Kernel::separate_out)
-        return shared.out[consumer];
-    else
-        return shared.q[consumer];
-}
-
-template <class Kernel>
 __device__ __forceinline__ void produce(const ForwardGlobals<Kernel>& g,
                                         ForwardShared<Kernel>& shared) {
     RingPosition<Kernel::stages> k_at, v_at;
     int q_phase = 0;
-    const auto load_k = [&](int b, int head, int block) {
-        wait(shared.k_empty[k_at.stage], k_at.phase ^ 1);
-        tma::expect(shared.k_full[k_at.stage], shared.k[k_at.stage]);
-        tma::load_async(shared.k[k_at.stage], g.k, {b, head, block, 0}, shared.k_full[k_at.stage]);
-        k_at.advance();
-    };
-    const auto load_v = [&](int b, int head, int block) {
-        wait(shared.v_empty[v_at.stage], v_at.phase ^ 1);
-        tma::expect(shared.v_full[v_at.stage], shared.v[v_at.stage]);
-        tma::load_async(shared.v[v_at.stage], g.v, {b, head, block, 0}, shared.v_full[v_at.stage]);
-        v_at.advance();
-    };
     g.schedule.for_each_item([&](Schedule::Item item) {
-        const auto [level, head, b] = item;
-        const int query_block = g.schedule.blocks - 1 - level;
+        const Work<Kernel> work(g, item);
+        if (!work.sees_keys()) return;
+        const auto [b, head, level, row, s, keys] = work;
         const int kv_head = head / g.group;
-        const int blocks = key_range(g, query_block * Kernel::block_m).visible;
-        if (blocks == 0) return;
+        const auto load_k = [&](int block) {
+            wait(shared.k_empty[k_at.stage], k_at.phase ^ 1);
+            auto& tile = shared.k[k_at.stage];
+            tma::expect(shared.k_full[k_at.stage], tile);
+            g.k.load(tile, b, kv_head, s.k_begin, s.k_length, block * Kernel::block_n,
+                     shared.k_full[k_at.stage]);
+            k_at.advance();
+        };
+        const auto load_v = [&](int block) {
+            wait(shared.v_empty[v_at.stage], v_at.phase ^ 1);
+            auto& tile = shared.v[v_at.stage];
+            tma::expect(shared.v_full[v_at.stage], tile);
+            g.v.load(tile, b, kv_head, s.k_begin, s.k_length, block * Kernel::block_n,
+                     shared.v_full[v_at.stage]);
+            v_at.advance();
+        };
 #pragma unroll
         for (int w = 0; w < Kernel::warpgroups; ++w) {
             wait(shared.q_empty[w], q_phase ^ 1);
-            tma::expect(shared.q_full[w], shared.q[w]);
-            tma::load_async(shared.q[w], g.q, {b, head, query_block * Kernel::warpgroups + w, 0},
-                            shared.q_full[w]);
-            if (w == 0) load_k(b, kv_head, blocks - 1);
+            tma::expect(shared.q_full[w], shared.query(w));
+            g.q.load(shared.query(w), b, head, s.q_begin, s.q_length, row + 64 * w,
+                     shared.q_full[w]);
+            if (w == 0) load_k(keys.end - 1);
         }
         q_phase ^= 1;
-        for (int block = blocks - 2; block >= 0; --block) {
-            load_k(b, kv_head, block);
-            load_v(b, kv_head, block + 1);
+        for (int block = keys.end - 2; block >= keys.begin; --block) {
+            load_k(block);
+            load_v(block + 1);
         }
-        load_v(b, kv_head, 0);
+        load_v(keys.begin);
     });
 }
 
@@ -148,13 +165,26 @@ struct Consumer {
     static constexpr int warpgroups = Kernel::warpgroups;
     using scores = rt_fl<16, Kernel::block_n>;
     using weights = rt<T, 16, Kernel::block_n>;
-    using output = rt_fl<16, Kernel::head_dim>;
+    using output = rt_fl<16, Kernel::value_dim>;
 
     const ForwardGlobals<Kernel>& g;
     ForwardShared<Kernel>& shared;
     const int id;  // of this consumer
     RingPosition<Kernel::stages> k_at, v_at;
     int q_phase = 0;
+
+    // What a step needs to know of the item it belongs to.
+    struct Rows {
+        const Lengths& s;
+        int whole;    // blocks before it need the lower edge's mask
+        int row;      // of this thread: its upper one
+        float slope;  // of ALiBi
+
+        __device__ __forceinline__ Int2 columns(int offset, int block) const {
+            const int column = block * Kernel::block_n + 2 * (laneid() % 4);
+            return {row + offset - column, row + 8 + offset - column};
+        }
+    };
 
     // Named barriers: 1.. one per consumer for its turn to issue products, then one for its own
     // threads.
@@ -171,7 +201,7 @@ struct Consumer {
 
     __device__ __forceinline__ void issue_scores(scores& s) {
         wait(shared.k_full[k_at.stage], k_at.phase);
-        warpgroup::mm_ABt(s, shared.q[id], shared.k[k_at.stage]);
+        warpgroup::mm_ABt(s, shared.query(id), shared.k[k_at.stage]);
     }
     __device__ __forceinline__ void release_k() {
         release(shared.k_empty[k_at.stage]);
@@ -186,25 +216,35 @@ struct Consumer {
         v_at.advance();
     }
 
-    __device__ __forceinline__ void mask(scores& s, int first_row, int block) const {
-        mask_scores(s, first_row, block * Kernel::block_n, g.causal_offset, g.k_length);
+    template <bool MASKED>
+    __device__ __forceinline__ void finish_scores(scores& s, const Rows& rows, int block) const {
+        if constexpr (Kernel::modified) {
+            g.modification.template apply<T>(s, rows.columns(rows.s.diagonal, block),
+                                             {rows.slope, rows.slope});
+        }
+        if constexpr (MASKED) {
+            const Int2 edge = rows.columns(rows.s.high, block);
+            const int end = rows.s.k_length - 1 - block * Kernel::block_n - 2 * (laneid() % 4);
+            mask_after(s, {::min(edge.x, end), ::min(edge.y, end)});
+            if (block < rows.whole) mask_before(s, rows.columns(rows.s.low, block));
+        }
     }
 
-    __device__ __forceinline__ void first_step(weights& p, OnlineSoftmax& softmax, int first_row,
+    __device__ __forceinline__ void first_step(weights& p, OnlineSoftmax& softmax, const Rows& rows,
                                                int block) {
         scores s;
         issue_scores(s);
         warpgroup::mma_async_wait<0>(s);
         release_k();
-        mask(s, first_row, block);
-        softmax.update<true>(s, g.scale_log2);
+        finish_scores<true>(s, rows, block);
+        softmax.update<true>(s, g.modification.unit_log2);
         convert_scores(p, s);
     }
 
     // One key block: its scores, and the output of the block before it.
     template <bool MASKED>
     __device__ __forceinline__ void step(output& o, weights& p, OnlineSoftmax& softmax,
-                                         int first_row, int block) {
+                                         const Rows& rows, int block) {
         scores s;
         await_turn();
         issue_scores(s);
@@ -212,8 +252,8 @@ struct Consumer {
         pass_turn();
         warpgroup::mma_async_wait<1>(s);
         release_k();
-        if constexpr (MASKED) mask(s, first_row, block);
-        const float2 rescale = softmax.update<MASKED>(s, g.scale_log2);
+        finish_scores<MASKED>(s, rows, block);
+        const float2 rescale = softmax.update<MASKED>(s, g.modification.unit_log2);
         warpgroup::mma_async_wait<0>(o);
         pin(s);  // p is an operand of the product until here
         release_v();
@@ -221,8 +261,8 @@ struct Consumer {
         scale_rows(o, rescale);
     }
 
-    __device__ __forceinline__ void store(output& o, int b, int head, int first_row) {
-        auto& tile = out_tile(shared, id);
+    __device__ __forceinline__ void store(output& o, const Work<Kernel>& work, int first_row) {
+        auto& tile = shared.output(id);
         if constexpr (Kernel::separate_out) {
             // The previous store from this memory must have read it.
             if (warpgroup::laneid() == 0) tma::store_async_read_wait();
@@ -232,7 +272,7 @@ struct Consumer {
         arch::fence_async_shared();
         sync_own();
         if (warpgroup::laneid() == 0) {
-            tma::store_async(g.out, tile, elements(b, head, first_row, 0));
+            g.out.store(tile, work.b, work.head, work.s.q_begin, work.s.q_length, first_row);
             if constexpr (!Kernel::separate_out) {
                 tma::store_async_read_wait();
                 arrive(shared.q_empty[id]);
@@ -241,56 +281,88 @@ struct Consumer {
     }
     // Rows that see no key. Q's slot may already be filling for the next item, so the zeros do not
     // pass through shared memory.
-    __device__ __forceinline__ void store_zeros(int b, int head, int first_row) {
+    __device__ __forceinline__ void store_zeros(const Work<Kernel>& work, int first_row) {
         constexpr int per_store = 16 / int(sizeof(T));
-        const int row_stores = g.out.cols() / per_store;
-        const int rows = min(64, g.q_length - first_row);
+        const int row_stores = g.out.columns() / per_store;
+        const int rows = ::min(64, work.s.q_length - first_row);
         for (int i = warpgroup::laneid(); i < rows * row_stores; i += WARPGROUP_THREADS) {
-            const auto at =
-                elements(b, head, first_row + i / row_stores, i % row_stores * per_store);
-            arch::store_global(reinterpret_cast<uint4*>(g.out.at(at)), make_uint4(0, 0, 0, 0));
+            T* at = g.out.at(work.b, work.head, work.s.q_begin, first_row + i / row_stores,
+                             i % row_stores * per_store);
+            arch::store_global(reinterpret_cast<uint4*>(at), make_uint4(0, 0, 0, 0));
         }
     }
-    __device__ __forceinline__ void store_lse(float2 lse, int b, int head, int first_row) {
+    __device__ __forceinline__ void store_lse(float2 lse, const Work<Kernel>& work, int row) {
         if (g.lse == nullptr || laneid() % 4 != 0) return;
-        const int row = first_row + warpgroup::warpid() * 16 + laneid() / 4;
-        float* rows = g.lse + (int64_t(b) * g.schedule.heads + head) * g.q_length;
-        if (row < g.q_length) arch::store_global(rows + row, lse.x);
-        if (row + 8 < g.q_length) arch::store_global(rows + row + 8, lse.y);
+        const bool packed = g.out.packed;
+        const int64_t line = packed ? work.head : int64_t(work.b) * g.schedule.heads + work.head;
+        float* rows = g.lse + line * g.sequences.q_length + work.s.q_begin;
+        if (row < work.s.q_length) arch::store_global(rows + row, lse.x);
+        if (row + 8 < work.s.q_length) arch::store_global(rows + row + 8, lse.y);
+    }
+    __device__ __forceinline__ float2 sink(int head) const {
+        const float logit = arch::load_global_readonly(g.sink + head) * LOG2_E;
+        return {logit, logit};
     }
 
-    __device__ __forceinline__ void work(Schedule::Item item) {
-        const int block_row = (g.schedule.blocks - 1 - item.level) * Kernel::block_m;
-        const int first_row = block_row + 64 * id;
-        const KeyRange keys = key_range(g, block_row);
+    __device__ __forceinline__ void attend(const Work<Kernel>& work) {
+        const int first_row = work.row + 64 * id;
+        const int row = first_row + warpgroup::warpid() * 16 + laneid() / 4;
+        const KeyBlocks& keys = work.keys;
+        Rows rows{work.s, keys.whole, row, 0.0f};
+        if constexpr (Kernel::modified) rows.slope = g.modification.slope(work.b, work.head);
         OnlineSoftmax softmax;
-        if (keys.visible > 0) {
-            output o;
-            weights p;
-            zero_tile(o);
-            int block = keys.visible - 1;
-            wait(shared.q_full[id], q_phase);
-            q_phase ^= 1;
-            first_step(p, softmax, first_row, block);
-            for (--block; block >= keys.unmasked; --block)
-                step<true>(o, p, softmax, first_row, block);
-            for (; block >= 0; --block) step<false>(o, p, softmax, first_row, block);
-            if constexpr (Kernel::separate_out) release(shared.q_empty[id]);
-            issue_output(o, p);
-            softmax.reduce_sum();
-            warpgroup::mma_async_wait<0>(o);
-            release_v();
-            scale_rows(o, softmax.reciprocal_sum());
-            store(o, item.batch, item.head, first_row);
-        } else {
-            store_zeros(item.batch, item.head, first_row);
+        output o;
+        weights p;
+        zero_tile(o);
+        int block = keys.end - 1;
+        wait(shared.q_full[id], q_phase);
+        q_phase ^= 1;
+        first_step(p, softmax, rows, block);
+        // Twice the same code: those of the upper edge and the whole ones, then those of the lower
+        // edge.
+        int masked_from = keys.cut;
+#pragma unroll 1
+        for (--block; block >= keys.begin; masked_from = keys.begin) {
+            for (; block >= masked_from; --block) step<true>(o, p, softmax, rows, block);
+            for (; block >= keys.whole; --block) step<false>(o, p, softmax, rows, block);
         }
-        store_lse(softmax.lse(), item.batch, item.head, first_row);
+        if constexpr (Kernel::separate_out) release(shared.q_empty[id]);
+        issue_output(o, p);
+        softmax.reduce_sum();
+        float2 factor = {1.0f, 1.0f};
+        if (g.sink != nullptr) factor = softmax.add_sink(sink(work.head));
+        const float2 reciprocal = softmax.reciprocal_sum();
+        factor = {factor.x * reciprocal.x, factor.y * reciprocal.y};
+        warpgroup::mma_async_wait<0>(o);
+        release_v();
+        scale_rows(o, factor);
+        store(o, work, first_row);
+        store_lse(softmax.lse(), work, row);
+    }
+    // Items without keys, and those that exist only because other sequences are longer. Rows behind
+    // the last packed sequence may be more than a sequence has.
+    __device__ __forceinline__ void attend_nothing(const Work<Kernel>& work) {
+        const bool behind = work.b == g.sequences.batch;
+        const int stride = behind ? g.schedule.blocks * Kernel::block_m : work.s.q_length;
+        OnlineSoftmax softmax;
+        if (g.sink != nullptr && !behind) softmax.add_sink(sink(work.head));
+        for (int row = behind ? work.level * Kernel::block_m : work.row;
+             row >= 0 && row < work.s.q_length; row += stride) {
+            const int first_row = row + 64 * id;
+            store_zeros(work, first_row);
+            store_lse(softmax.lse(), work, first_row + warpgroup::warpid() * 16 + laneid() / 4);
+        }
     }
 
     __device__ __forceinline__ void run() {
         if (id == warpgroups - 1) pass_turn();
-        g.schedule.for_each_item([&](Schedule::Item item) { work(item); });
+        g.schedule.for_each_item([&](Schedule::Item item) {
+            const Work<Kernel> work(g, item);
+            if (work.sees_keys())
+                attend(work);
+            else
+                attend_nothing(work);
+        });
         // The turn that the last consumer passed on is still open; close it.
         if (id == 0) await_turn();
         if (warpgroup::laneid() == 0) tma::store_async_wait();
@@ -331,31 +403,25 @@ void launch_forward(const ForwardParams& params, Stream stream) {
     using Kernel = ForwardKernel<config>;
     static_assert(sizeof(ForwardShared<Kernel>) + 1024 <= Kernel::shared_bytes,
                   "forward_memory() must count all of the block's shared memory");
-    using T = typename Kernel::T;
     const Problem& p = params.problem;
-    const auto layout = [&]<class Layout>(const Operand& x, int64_t heads, int64_t length) {
-        return Layout(static_cast<T*>(const_cast<void*>(x.data)), p.batch, heads, length,
-                      p.head_dim, {x.batch_stride, x.head_stride, x.row_stride});
-    };
-    using QLayout = typename Kernel::q_layout;
-    using KVLayout = typename Kernel::kv_layout;
-    const int group = static_cast<int>(p.q_heads / p.kv_heads);
+    const Sequences& s = params.sequences;
+    const int64_t q_rows = p.varlen ? s.total_q : p.q_length;
+    const int64_t k_rows = p.varlen ? s.total_k : p.k_length;
     const ForwardGlobals<Kernel> globals{
-        .q = layout.template operator()<QLayout>(params.q, p.q_heads, p.q_length),
-        .out = layout.template operator()<QLayout>(params.out, p.q_heads, p.q_length),
-        .k = layout.template operator()<KVLayout>(params.k, p.kv_heads, p.k_length),
-        .v = layout.template operator()<KVLayout>(params.v, p.kv_heads, p.k_length),
+        .q = {params.q, p.varlen, p.batch, p.q_heads, q_rows, p.head_dim},
+        .k = {params.k, p.varlen, p.batch, p.kv_heads, k_rows, p.head_dim},
+        .v = {params.v, p.varlen, p.batch, p.kv_heads, k_rows, p.value_dim},
+        .out = {params.out, p.varlen, p.batch, p.q_heads, q_rows, p.value_dim},
         .lse = params.lse,
-        .schedule = {.blocks = int((p.q_length + Kernel::block_m - 1) / Kernel::block_m),
+        .sink = params.scores.sink,
+        .schedule = {.blocks =
+                         std::max(1, int((p.q_length + Kernel::block_m - 1) / Kernel::block_m)),
                      .heads = int(p.q_heads),
-                     .batch = int(p.batch),
+                     .batch = int(p.batch) + p.varlen,
                      .section_heads = params.section_heads},
-        .q_length = int(p.q_length),
-        .k_length = int(p.k_length),
-        .group = group,
-        .causal_offset =
-            std::min(band(p.causal, -1, -1, p.q_length, p.k_length).high, int(p.k_length)),
-        .scale_log2 = params.scores.scale * 1.4426950408889634f};
+        .sequences = {p, s},
+        .modification = Modification(params.scores),
+        .group = int(p.q_heads / p.kv_heads)};
     const auto blocks = unsigned(std::min(globals.schedule.items(), params.sm_count));
     kittens::launch(forward_kernel<Kernel>, dim3(blocks), dim3(Kernel::threads), dim3(1),
                     Kernel::shared_bytes, stream, globals);

@@ -50,20 +50,6 @@ __device__ __forceinline__ void convert_scores(To& to, const From& from) {
     }
 }
 
-// Scores of keys that a query does not see become -inf: those beyond query + offset or the end.
-template <any_register_tile Tile>
-__device__ __forceinline__ void mask_scores(Tile& s, int first_row, int first_key, int offset,
-                                            int k_length) {
-    const int lane = laneid();
-    const int row = first_row + warpgroup::warpid() * 16 + lane / 4;
-    const int column = first_key + 2 * (lane % 4);
-    const int last_high = min(row + offset, k_length - 1) - column;
-    const int last_low = min(row + 8 + offset, k_length - 1) - column;
-    for_each_element(s, [&](float& x, int at, bool low) {
-        if (at > (low ? last_low : last_high)) x = -INFINITY;
-    });
-}
-
 struct OnlineSoftmax {
     float2 max = {-INFINITY, -INFINITY};  // of the scores
     // Weights are relative to 2^base: max * scale_log2, rounded.
@@ -105,6 +91,11 @@ struct OnlineSoftmax {
         sum.x = over_quad(sum.x, [](float a, float b) { return a + b; });
         sum.y = over_quad(sum.y, [](float a, float b) { return a + b; });
     }
+    // One more key per row, of this logit times log2(e), whose value is zero: after reduce_sum.
+    // Returns the factor for what has been accumulated.
+    __device__ __forceinline__ float2 add_sink(float2 logit) {
+        return {add_sink(base.x, sum.x, logit.x), add_sink(base.y, sum.y, logit.y)};
+    }
     // A row that has seen no key gets weight 0 and LSE -inf.
     __device__ __forceinline__ float2 reciprocal_sum() const {
         return {sum.x == 0.0f ? 0.0f : 1.0f / sum.x, sum.y == 0.0f ? 0.0f : 1.0f / sum.y};
@@ -114,6 +105,14 @@ struct OnlineSoftmax {
     }
 
   private:
+    static __device__ __forceinline__ float add_sink(float& base, float& sum, float logit) {
+        const float top = fmaxf(base, logit);
+        if (top == -INFINITY) return 0.0f;
+        const float factor = arch::exp2_approx(base - top);
+        sum = fmaf(sum, factor, arch::exp2_approx(logit - top));
+        base = top;
+        return factor;
+    }
     static __device__ __forceinline__ float lse_of(float base, float sum) {
         constexpr float ln2 = 0.6931471805599453f;
         return sum == 0.0f ? -INFINITY : fmaf(base, ln2, logf(sum));

@@ -1,0 +1,63 @@
+// How kernels reach q, k, v and the output in memory: dense batches through tensor maps of four
+// dimensions, packed sequences through ragged ones, in which a tile ends with its sequence. One
+// kernel serves both, and branches where it issues a transfer.
+#pragma once
+
+#include "csrc/attention/attention.h"
+#include "kittens/kittens.cuh"
+
+namespace thunderkittens::attention {
+
+using namespace kittens;
+
+template <class Tile>
+struct Layout {
+    using T = typename Tile::T;
+    using Dense = gl<T, -1, -1, -1, -1, Tile>;
+    using Ragged = ragged_gl<T, Tile>;
+
+    bool packed;
+    union {
+        Dense dense;
+        Ragged ragged;
+    };
+
+    // `length` counts the rows of a dense batch's sequence, or the tokens of all packed ones.
+    Layout(const Operand& x, bool _packed, int64_t batch, int64_t heads, int64_t length,
+           int64_t columns)
+        : packed(_packed) {
+        T* data = static_cast<T*>(const_cast<void*>(x.data));
+        if (packed) {
+            const auto rows = static_cast<int>(length > 0 ? length : 1);
+            new (&ragged)
+                Ragged(data, int(heads), rows, int(columns), {x.head_stride, x.row_stride});
+        } else {
+            new (&dense) Dense(data, batch, heads, length, columns,
+                               {x.batch_stride, x.head_stride, x.row_stride});
+        }
+    }
+
+    // The tile's rows are those of one sequence from `row` on; a packed one is the tokens
+    // [begin, begin + length).
+    __device__ __forceinline__ void load(Tile& tile, int b, int head, int begin, int length,
+                                         int row, semaphore& arrived) const {
+        if (packed)
+            tma::load_async(tile, ragged, ragged_coord{head, begin, length, row, 0}, arrived);
+        else
+            tma::load_async(tile, dense, elements(b, head, row, 0), arrived);
+    }
+    __device__ __forceinline__ void store(const Tile& tile, int b, int head, int begin, int length,
+                                          int row) const {
+        if (packed)
+            tma::store_async(ragged, tile, ragged_coord{head, begin, length, row, 0});
+        else
+            tma::store_async(dense, tile, elements(b, head, row, 0));
+    }
+    __device__ __forceinline__ T* at(int b, int head, int begin, int row, int column) const {
+        return packed ? ragged.at(head, begin + row, column)
+                      : dense.at(elements(b, head, row, column));
+    }
+    __device__ __forceinline__ int columns() const { return packed ? ragged.cols : dense.cols(); }
+};
+
+}  // namespace thunderkittens::attention

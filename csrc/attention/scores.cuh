@@ -1,0 +1,148 @@
+// What the forward kernels share about scores: which keys a block of queries sees, the masks of
+// key blocks that the band cuts, and softcap and ALiBi.
+#pragma once
+
+#include "csrc/attention/attention.h"
+#include "csrc/attention/softmax.cuh"
+#include "kittens/kittens.cuh"
+
+namespace thunderkittens::attention {
+
+using namespace kittens;
+
+constexpr float LOG2_E = 1.4426950408889634f;
+
+// The rows of one sequence and its keys: all of a batch's are equal, or they are packed.
+struct Lengths {
+    int q_begin, q_length, k_begin, k_length;
+    int low, high, diagonal;  // the band
+};
+struct SequenceTable {
+    const int *cu_q, *cu_k;  // null for dense batches
+    int batch;
+    int q_length, k_length;  // of a dense batch; of packed sequences the tokens of all
+    int left, right;         // of the diagonal; UNBOUNDED or more: all
+    bool upper_left;
+
+    SequenceTable(const Problem& p, const Sequences& s)
+        : cu_q(s.cu_q),
+          cu_k(s.cu_k),
+          batch(static_cast<int>(p.batch)),
+          q_length(static_cast<int>(p.varlen ? s.total_q : p.q_length)),
+          k_length(static_cast<int>(p.varlen ? s.total_k : p.k_length)),
+          upper_left(p.causal == static_cast<int>(Causal::upper_left)) {
+        // A band of equal lengths has its diagonal at 0.
+        const Band band = attention::band(p.causal, p.window_left, p.window_right, 0, 0);
+        left = -band.low;
+        right = band.high;
+    }
+
+    // Packed sequences have one more, whose rows are those behind the last: they see nothing.
+    __device__ __forceinline__ Lengths lengths(int b) const {
+        Lengths s{0, q_length, 0, k_length, 0, 0, 0};
+        if (cu_q != nullptr) {
+            s.q_begin = begin_of(cu_q, b, q_length);
+            s.q_length = (b < batch ? begin_of(cu_q, b + 1, q_length) : q_length) - s.q_begin;
+            s.k_begin = begin_of(cu_k, b, k_length);
+            s.k_length = (b < batch ? begin_of(cu_k, b + 1, k_length) : s.k_begin) - s.k_begin;
+            s.q_length = ::max(s.q_length, 0);
+            s.k_length = ::max(s.k_length, 0);
+        }
+        s.diagonal = upper_left ? 0 : s.k_length - s.q_length;
+        s.low = s.diagonal - left;
+        s.high = s.diagonal + right;
+        return s;
+    }
+
+  private:
+    // Wrong numbers must not become wrong addresses.
+    static __device__ __forceinline__ int begin_of(const int* cu, int b, int total) {
+        return ::min(::max(arch::load_global_readonly(cu + b), 0), total);
+    }
+};
+
+// The key blocks that the queries first to last see: [begin, end). Those in [whole, cut) every one
+// of the queries sees whole; those from `cut` on, and those before `whole`, need a mask.
+struct KeyBlocks {
+    int begin, end, whole, cut;
+};
+template <int BLOCK_N>
+__device__ __forceinline__ KeyBlocks key_blocks(const Lengths& s, int first, int last) {
+    const int end_key = ::min(s.k_length, last + s.high + 1);
+    const int begin_key = ::max(0, first + s.low);
+    if (end_key <= begin_key) return {0, 0, 0, 0};
+    const int begin = begin_key / BLOCK_N;
+    return {begin, (end_key + BLOCK_N - 1) / BLOCK_N,
+            (::max(0, last + s.low) + BLOCK_N - 1) / BLOCK_N,
+            ::max(begin, ::min(s.k_length, first + s.high + 1) / BLOCK_N)};
+}
+
+struct Int2 {
+    int x, y;  // of a thread's upper and lower row
+};
+
+// Scores of the columns after `last` become -inf; those before `first` likewise. Both count from
+// this thread's first column.
+template <any_register_tile Tile>
+__device__ __forceinline__ void mask_after(Tile& s, Int2 last) {
+    for_each_element(s, [&](float& x, int at, bool low) {
+        if (at > (low ? last.y : last.x)) x = -INFINITY;
+    });
+}
+template <any_register_tile Tile>
+__device__ __forceinline__ void mask_before(Tile& s, Int2 first) {
+    for_each_element(s, [&](float& x, int at, bool low) {
+        if (at < (low ? first.y : first.x)) x = -INFINITY;
+    });
+}
+
+// tanh for softcap. Weights are rounded to T: for bf16 the instruction's 2^-11 is enough; for half
+// it takes two instructions, with an absolute error of 2^-22.
+template <class T>
+__device__ __forceinline__ float softcap_tanh(float x) {
+    if constexpr (std::is_same_v<T, bf16>) {
+        return arch::tanh_approx(x);
+    } else {
+        const float e = arch::exp2_approx(x * (2.0f * LOG2_E));
+        return fmaf(-2.0f, arch::reciprocal_approx(e + 1.0f), 1.0f);
+    }
+}
+
+// Softcap and ALiBi, as numbers that are uniform over a kernel.
+struct Modification {
+    // What the scores are multiples of after `apply`, times log2(e): the softmax scale, or softcap.
+    float unit_log2;
+    float scale_by_cap;  // scale / softcap; 0: no softcap
+    const float* slopes;
+    int64_t slopes_batch_stride;
+
+    explicit Modification(const Scores& s)
+        : unit_log2((s.softcap > 0 ? s.softcap : s.scale) * LOG2_E),
+          scale_by_cap(s.softcap > 0 ? s.scale / s.softcap : 0.0f),
+          slopes(s.alibi_slopes),
+          slopes_batch_stride(s.alibi_batch_stride) {}
+
+    // In units of the scores.
+    __device__ __forceinline__ float slope(int b, int head) const {
+        if (slopes == nullptr) return 0.0f;
+        return arch::load_global_readonly(slopes + b * slopes_batch_stride + head) *
+               (LOG2_E / unit_log2);
+    }
+    // `diagonal`: the diagonal's column in each of the thread's rows, from this thread's first.
+    template <class T, any_register_tile Tile>
+    __device__ __forceinline__ void apply(Tile& s, Int2 diagonal, float2 slope) const {
+        if (scale_by_cap > 0.0f) {
+            for_each_element(s,
+                             [&](float& x, int, bool) { x = softcap_tanh<T>(x * scale_by_cap); });
+        }
+        if (slopes != nullptr) {
+            const float2 d = {static_cast<float>(diagonal.x), static_cast<float>(diagonal.y)};
+            for_each_element(s, [&](float& x, int at, bool low) {
+                const float distance = fabsf((low ? d.y : d.x) - static_cast<float>(at));
+                x = fmaf(low ? -slope.y : -slope.x, distance, x);
+            });
+        }
+    }
+};
+
+}  // namespace thunderkittens::attention
