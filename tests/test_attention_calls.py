@@ -40,7 +40,51 @@ WRONG = {
     "scale tensor": (TypeError, "scale must be a number or None, got", Q, K, K, {"scale": Q}),
     "scale str": (TypeError, "scale must be a number or None, got str", Q, K, K, {"scale": "1"}),
     "by position": (TypeError, "positional", Q, K, K, None),
-    "unknown option": (TypeError, "is_causal", Q, K, K, {"is_causal": True}),
+    "unknown option": (TypeError, "unexpected keyword argument 'mask'", Q, K, K, {"mask": None}),
+    "is_causal": (TypeError, "causal='upper_left' is what", Q, K, K, {"is_causal": True}),
+    "attn_mask": (TypeError, "'attn_mask'; arbitrary masks are not supported: torch.nn.functional."
+                  "scaled_dot_product_attention", Q, K, K, {"attn_mask": None}),
+    "dropout_p": (TypeError, "dropout is not supported; torch.nn", Q, K, K, {"dropout_p": 0.1}),
+    "score_mod": (TypeError, "flex_attention takes masks", Q, K, K, {"score_mod": len}),
+    "enable_gqa": (TypeError, "k and v may have fewer heads", Q, K, K, {"enable_gqa": True}),
+    "softmax_scale": (TypeError, "it is called scale here", Q, K, K, {"softmax_scale": 1.0}),
+    "window int": (TypeError, "window_size must be a pair of integers (left, right), got 7",
+                   Q, K, K, {"window_size": 7}),
+    "window of three": (TypeError, "got (1, 2, 3)", Q, K, K, {"window_size": (1, 2, 3)}),
+    "window float": (TypeError, "got (1.0, 2)", Q, K, K, {"window_size": (1.0, 2)}),
+    "window None": (TypeError, "got (None, 0)", Q, K, K, {"window_size": (None, 0)}),
+    "window -2": (ValueError, "window_size is (-2, 0); left and right must be at least 0, or -1",
+                  Q, K, K, {"window_size": (-2, 0)}),
+    "softcap None": (TypeError, "softcap must be a number, got NoneType", Q, K, K,
+                     {"softcap": None}),
+    "softcap < 0": (ValueError, "softcap is -1.0; it must be finite and", Q, K, K,
+                    {"softcap": -1.0}),
+    "softcap inf": (ValueError, "softcap is inf", Q, K, K, {"softcap": INF}),
+    "softcap nan": (ValueError, "softcap is nan", Q, K, K, {"softcap": math.nan}),
+    "slopes list": (TypeError, "alibi_slopes must be a torch.Tensor or None, got list", Q, K, K,
+                    {"alibi_slopes": [0.5] * 8}),
+    "slopes dtype": (TypeError, "alibi_slopes is torch.bfloat16; it must be torch.float32",
+                     Q, K, K, {"alibi_slopes": zeros(8)}),
+    "slopes device": (TypeError, "alibi_slopes is on meta, q is on cpu", Q, K, K,
+                      {"alibi_slopes": zeros(8, dtype=FP32, device="meta")}),
+    "slopes per head of k": (ValueError, "alibi_slopes has shape (2,); it must be (8,) or (2, 8)",
+                             Q, K, K, {"alibi_slopes": zeros(2, dtype=FP32)}),
+    "slopes of a batch": (ValueError, "alibi_slopes has shape (3, 8)", Q, K, K,
+                          {"alibi_slopes": zeros(3, 8, dtype=FP32)}),
+    "slopes scalar": (ValueError, "alibi_slopes has shape ()", Q, K, K,
+                      {"alibi_slopes": zeros(dtype=FP32)}),
+    "slopes 3 dimensions": (ValueError, "alibi_slopes has shape (1, 2, 8)", Q, K, K,
+                            {"alibi_slopes": zeros(1, 2, 8, dtype=FP32)}),
+    "sink number": (TypeError, "sink must be a torch.Tensor or None, got float", Q, K, K,
+                    {"sink": 0.5}),
+    "sink dtype": (TypeError, "sink is torch.float16; it must be torch.float32 or torch.bfloat16",
+                   Q, K, K, {"sink": zeros(8, dtype=FP16)}),
+    "sink device": (TypeError, "sink is on meta", Q, K, K,
+                    {"sink": zeros(8, dtype=FP32, device="meta")}),
+    "sink shape": (ValueError, "sink has shape (2, 8); it must be (8,), a logit per head of q",
+                   Q, K, K, {"sink": zeros(2, 8, dtype=FP32)}),
+    "deterministic": (TypeError, "deterministic must be True, False or None, got int", Q, K, K,
+                      {"deterministic": 1}),
     "alignment": (ValueError, "causal is 'left'; it must be", Q, K, K, {"causal": "left"}),
     "scale inf": (ValueError, "scale is inf; it must be finite", Q, K, K, {"scale": INF}),
     "scale nan": (ValueError, "scale is nan; it must be finite", Q, K, K, {"scale": math.nan}),
@@ -53,8 +97,12 @@ WRONG = {
                     Q[..., :60], K[..., :60], K[..., :60], {}),
     "head dim 264": (ValueError, "q has head dim 264", WIDE, WIDE, WIDE, {}),
     "head dim 0": (ValueError, "q has head dim 0", Q[..., :0], K[..., :0], K[..., :0], {}),
-    "head dim of k": (ValueError, "q has head dim 64, k has 32", Q, K[..., :32], K, {}),
-    "head dim of v": (ValueError, "k has 64, v has 128; they", Q, K, zeros(2, 2, 7, 128), {}),
+    "head dim of k": (ValueError, "q has head dim 64, k has 32; they must be equal",
+                      Q, K[..., :32], K, {}),
+    "head dim of v": (ValueError, "v has head dim 60; it must be a multiple of 8 from 8 to 256",
+                      Q, K, K[..., :60], {}),
+    "head dim of v 264": (ValueError, "v has head dim 264", Q, K, WIDE, {}),
+    "head dim of v 0": (ValueError, "v has head dim 0", Q, K, K[..., :0], {}),
     "lengths": (ValueError, "heads of length 7, v has 2 of length 6", Q, K, K[:, :, :6], {}),
     "heads of v": (ValueError, "k has 2 heads of length 7, v has 1 of", Q, K, K[:, :1], {}),
     "heads": (ValueError,
@@ -78,22 +126,42 @@ def test_wrong_calls(device, name):
         if options is None:
             tk.attention(*tensors, True)
         else:
+            options = {
+                name: x.to(device) if isinstance(x, torch.Tensor) and x.device.type == "cpu" else x
+                for name, x in options.items()
+            }
             tk.attention(*tensors, **options)
     assert words in str(caught.value)
+
+
+def test_slopes_have_no_gradient(device):
+    q, k = Q.to(device), K.to(device)
+    slopes = torch.ones(8, device=device, requires_grad=True)
+    with pytest.raises(ValueError, match=r"alibi_slopes requires a gradient.*detach"):
+        tk.attention(q, k, k, alibi_slopes=slopes)
+    with torch.no_grad():
+        tk.attention(q, k, k, alibi_slopes=slopes)
+    out, _ = torch.ops.thunderkittens.attention(q, k, k, alibi_slopes=slopes)
+    with pytest.raises(RuntimeError, match="gradient of alibi_slopes is not computed"):
+        out.sum().backward()
 
 
 def test_wrong_calls_of_the_ops(device):
     ops = torch.ops.thunderkittens
     q, k = Q.to(device), K.to(device)
     for op in (ops.attention_forward, ops.attention):
+        for name in ("alibi_slopes", "sink"):
+            with pytest.raises((ValueError, RuntimeError), match="adjacent"):
+                op(q, k, k, **{name: torch.zeros(16, device=device)[::2]})
+    for op in (ops.attention_forward, ops.attention):
         for causal in (-1, 3):
             with pytest.raises((ValueError, RuntimeError), match="causal"):
                 op(q, k, k, causal)
     lse = torch.zeros(2, 8, 5, device=device)
-    with pytest.raises(ValueError, match="lse has shape"):
-        ops.attention_backward(q, None, q, k, k, q, lse[:, :7], 0, None, [True] * 3)
-    with pytest.raises(ValueError, match="grad_out has shape"):
-        ops.attention_backward(k, None, q, k, k, q, lse, 0, None, [True] * 3)
+    with pytest.raises((ValueError, RuntimeError), match="lse"):
+        ops.attention_backward(q, None, q, k, k, q, lse[:, :7])
+    with pytest.raises((ValueError, RuntimeError), match="grad_out"):
+        ops.attention_backward(k, None, q, k, k, q, lse)
 
 
 # Properties
@@ -109,10 +177,11 @@ def any_call(draw):
     )
     length_q, length_k = draw(st.integers(0, 20)), draw(st.integers(0, 20))
     dim = 8 * draw(st.integers(1, 5))
+    value_dim = draw(st.sampled_from([dim, dim, 8, 24, 64]))
     shapes = [
         [batch, group * heads_k, length_q, dim],
         [batch, heads_k, length_k, dim],
-        [batch, heads_k, length_k, dim],
+        [batch, heads_k, length_k, value_dim],
     ]
     if draw(st.integers(0, 2)) == 0:
         target = shapes[draw(st.integers(0, 2))]
@@ -123,13 +192,22 @@ def any_call(draw):
     dtype = draw(st.sampled_from([BF16, BF16, BF16, FP16, FP32]))
     dtypes = [draw(st.sampled_from([dtype] * 15 + [FP16])) for _ in range(3)]
     layouts = [draw(st.sampled_from([*HEAD_LAYOUTS, "expanded"])) for _ in range(3)]
-    causal = draw(st.sampled_from([0, 0, 1, 1, 2, 2, 3, -1]))
-    scale = draw(st.sampled_from([None, None, 0.5, 2, INF]))
-    return shapes, dtypes, layouts, causal, scale
+    heads_q = group * heads_k
+    options = {
+        "causal": draw(st.sampled_from([0, 0, 1, 1, 2, 2, 3, -1])),
+        "scale": draw(st.sampled_from([None, None, 0.5, 2, INF])),
+        "window": (draw(st.sampled_from([-1, -1, 0, 7])), draw(st.sampled_from([-1, -1, 0, 3]))),
+        "softcap": draw(st.sampled_from([0.0, 0.0, 5.0, -1.0])),
+        "slopes": draw(
+            st.sampled_from([None, None, (heads_q,), (batch, heads_q), (heads_q + 1,), (3, 2, 1)])
+        ),
+        "sink": draw(st.sampled_from([None, None, (heads_q,), (heads_q, 1), (heads_q + 2,)])),
+    }
+    return shapes, dtypes, layouts, options
 
 
 def build(call, device):
-    shapes, dtypes, layouts, causal, scale = call
+    shapes, dtypes, layouts, options = call
     tensors = []
     for shape, dtype, layout in zip(shapes, dtypes, layouts, strict=True):
         x = torch.randn(shape, device=device).to(dtype)
@@ -138,7 +216,11 @@ def build(call, device):
         elif len(shape) == 4:
             x = heads(x, layout)
         tensors.append(x)
-    return (*tensors, causal, scale)
+    slopes, sink = (
+        None if options[name] is None else torch.randn(options[name], device=device)
+        for name in ("slopes", "sink")
+    )
+    return tensors, slopes, sink
 
 
 def outcome(function, *arguments, **options):
@@ -156,18 +238,31 @@ def strides(x):
     return [s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1] if x.numel() else None
 
 
+def faked(tensors):
+    """A mode and the tensors as its fakes; None stays."""
+    mode = FakeTensorMode()
+    return mode, [None if x is None else mode.from_tensor(x) for x in tensors]
+
+
 @given(call=any_call())
 def test_fake_agrees(device, call):
-    *tensors, causal, scale = build(call, device)
-    alignment = {0: False, 1: "lower_right", 2: "upper_left"}.get(causal, "neither")
+    tensors, slopes, sink = build(call, device)
+    options = call[3]
+    alignment = {0: False, 1: "lower_right", 2: "upper_left"}.get(options["causal"], "neither")
     for return_lse in (False, True):
-        options = {"causal": alignment, "scale": scale, "return_lse": return_lse}
-        real = outcome(tk.attention, *tensors, **options)
-        with FakeTensorMode() as mode:
-            fakes = [mode.from_tensor(x) for x in tensors]
-            fake = outcome(tk.attention, *fakes, **options)
+        named = {
+            "causal": alignment,
+            "scale": options["scale"],
+            "window_size": options["window"],
+            "softcap": options["softcap"],
+            "return_lse": return_lse,
+        }
+        real = outcome(tk.attention, *tensors, **named, alibi_slopes=slopes, sink=sink)
+        mode, fakes = faked([*tensors, slopes, sink])
+        with mode:
+            fake = outcome(tk.attention, *fakes[:3], **named, alibi_slopes=fakes[3], sink=fakes[4])
         assert real == fake
-        if isinstance(real, list):
+        if isinstance(real, list) and tensors[0].shape[3] == tensors[2].shape[3]:
             assert real[0] == outcome(torch.empty_like, tensors[0])[0]
 
 
@@ -175,13 +270,15 @@ def test_fake_agrees(device, call):
 @given(call=any_call())
 def test_op_guards_itself(device, call):
     """The C++ op refuses what the shape function refuses, and nothing else."""
-    *tensors, causal, scale = build(call, device)
+    tensors, slopes, sink = build(call, device)
+    options = call[3]
+    middle = (options["causal"], options["scale"], *options["window"], options["softcap"])
     for op in (torch.ops.thunderkittens.attention_forward, torch.ops.thunderkittens.attention):
-        with FakeTensorMode() as mode:
-            fakes = [mode.from_tensor(x) for x in tensors]
-            expected = outcome(op, *fakes, causal, scale)
+        mode, fakes = faked([*tensors, slopes, sink])
+        with mode:
+            expected = outcome(op, *fakes[:3], *middle, *fakes[3:])
         if isinstance(expected, list):
-            assert outcome(op, *tensors, causal, scale) == expected
+            assert outcome(op, *tensors, *middle, slopes, sink) == expected
         else:
             with pytest.raises(RuntimeError):
-                op(*tensors, causal, scale)
+                op(*tensors, *middle, slopes, sink)

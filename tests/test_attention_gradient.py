@@ -12,50 +12,48 @@ import thunderkittens as tk
 from helpers.attention import (
     BF16,
     CAUSAL,
+    DIMS,
     FP16,
+    HEADS,
     INF,
+    LONG,
+    MASKS,
+    SCORES,
+    assert_gradients,
+    call_options,
+    gradients,
     normal,
     operands,
     plain_attention,
     plain_low_lse,
     plain_lse,
+    sink_noise,
 )
 from helpers.cover import cover, over
 from helpers.layouts import HEAD_LAYOUTS, heads
-from helpers.numerics import assert_accurate
+
+NEEDS = [n for n in itertools.product((True, False), repeat=4) if any(n)]
 
 
 def gradient_cases(device, intensity):
     return cover(
         {
             "lengths": [(7, 7), (130, 130), (113, 200), (200, 113), (64, 1), (1, 64)]
-            + [(1024, 1024), (1031, 777)] * (device == "cuda"),
-            "dim": [8, 64, 72, 128, 256],
-            "heads": [(2, 2), (4, 2), (3, 1)],
-            "causal": CAUSAL,
+            + [*LONG, (1031, 777)] * (device == "cuda"),
+            "dim": DIMS,
+            "heads": HEADS,
+            "mask": MASKS,
+            "scores": SCORES,
             "layout": HEAD_LAYOUTS,
             "dtype": [BF16, FP16],
-            "scale": [None, 0.3],
+            "scale": [None, 0.3, -0.1],
             "lse": ["out", "lse", "both"],
-            "needs": [n for n in itertools.product((True, False), repeat=3) if any(n)],
+            "needs": NEEDS,
             "block": [64, None],
+            "deterministic": [None, False, True],
         },
         intensity,
     )
-
-
-def gradients(function, leaves, loss, grad_out, grad_lse):
-    out, lse = function(*leaves)
-    outputs, grads = [], []
-    if loss in ("out", "both"):
-        outputs, grads = [out], [grad_out.to(out.dtype)]
-    if loss in ("lse", "both"):
-        outputs, grads = [*outputs, lse], [*grads, grad_lse.to(lse.dtype)]
-    wanted = [x for x in leaves if x.requires_grad]
-    outputs, grads = zip(
-        *((x, g) for x, g in zip(outputs, grads, strict=True) if x.requires_grad), strict=True
-    )
-    return torch.autograd.grad(outputs, wanted, grads, allow_unused=True)
 
 
 @over(gradient_cases)
@@ -65,41 +63,45 @@ def test_gradients(device, case, monkeypatch):
         module = sys.modules["thunderkittens.reference.attention"]
         monkeypatch.setattr(module, "_BLOCK_SCORES", 1)
     q, k, v = operands(case, device)
-    options = {"causal": case["causal"], "scale": case["scale"]}
-    grad_out = normal(q.shape, q.dtype, device)
+    options = call_options(case, device)
+    sink = options.pop("sink", None)
+    grad_out = normal((*q.shape[:3], v.shape[3]), q.dtype, device)
     grad_lse = torch.randn(q.shape[:3], device=device)
-    grad_lse[plain_lse(q, k, **options) == -INF] = 0
+    grad_lse[plain_lse(q, k, sink=sink, **options) == -INF] = 0
+    wanted = case["needs"][:3] if sink is None else case["needs"]
 
-    def leaves(dtype=None):
-        return [
-            (heads(x, case["layout"]) if dtype is None else x.to(dtype))
-            .detach()
-            .requires_grad_(need)
-            for x, need in zip((q, k, v), case["needs"], strict=True)
-        ]
+    def leaves(place):
+        tensors = [place(x) for x in (q, k, v)] + ([] if sink is None else [sink])
+        return [x.detach().requires_grad_(need) for x, need in zip(tensors, wanted, strict=True)]
 
     def run(function, xs):
-        return gradients(function, xs, case["lse"], grad_out, grad_lse)
+        def call(q, k, v, sink=None):
+            return function(q, k, v, sink=sink, **options)
 
-    if case["lse"] == "lse" and case["needs"] == (False, False, True):
+        return gradients(call, xs, case["lse"], grad_out, grad_lse)
+
+    if case["lse"] == "lse" and not (wanted[0] or wanted[1] or wanted[3:] == (True,)):
         return  # the LSE does not depend on v
-    actual = run(lambda *x: tk.attention(*x, **options, return_lse=True), leaves())
+    if not any(wanted):
+        return
+    actual = run(
+        lambda *x, **o: tk.attention(*x, **o, deterministic=case["deterministic"], return_lse=True),
+        leaves(lambda x: heads(x, case["layout"])),
+    )
     expected = run(
-        lambda *x: tk.reference.attention(*x, **options, return_lse=True), leaves(torch.float64)
+        lambda *x, **o: tk.reference.attention(*x, **o, return_lse=True),
+        leaves(torch.Tensor.double),
     )
     plain = run(
-        lambda q, k, v: (plain_attention(q, k, v, **options), plain_low_lse(q, k, **options)),
-        leaves(case["dtype"]),
+        lambda q, k, v, **o: (plain_attention(q, k, v, **o), plain_low_lse(q, k, **o)),
+        leaves(lambda x: x),
     )
-    for x, e, p in zip(actual, expected, plain, strict=True):
-        if e is None:
-            assert x is None or bool((x == 0).all())
-            continue
-        assert x.dtype == case["dtype"]
-        # What rounding the weights and their gradients to the op's precision costs, and what is
-        # left of dP - delta where they cancel: there the plain formula may be exact by luck.
-        slack = torch.finfo(x.dtype).eps * e.abs().max() + 1e-4
-        assert_accurate(x, e, p, slack=slack)
+    noise = 0.0 if sink is None else sink_noise(q, k, v, grad_out, sink=sink, **options)
+    assert_gradients(actual, expected, plain, noise=noise)
+    for x, leaf in zip(
+        actual, (x for x, need in zip((q, k, v, sink), wanted, strict=False) if need), strict=True
+    ):
+        assert x is None or x.dtype == leaf.dtype
 
 
 def test_gradient_keeps_the_order_of_strides(device):
@@ -151,8 +153,9 @@ def test_gradient_in_blocks_is_the_gradient(device):
         grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
         expected = torch.autograd.grad((out, lse), (q, k, v), (grad_out, grad_lse))
         with torch.no_grad():
-            actual = tk.reference.attention_backward(
+            *actual, grad_sink = tk.reference.attention_backward(
                 grad_out, grad_lse, q, k, v, out, lse, causal=causal
             )
+        assert grad_sink is None
         for x, e in zip(actual, expected, strict=True):
             torch.testing.assert_close(x, e)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from thunderkittens import bench
-from thunderkittens.bench import cli, machine
+from thunderkittens.bench import attention_work, cli, machine
 from thunderkittens.bench.accuracy import check
 from thunderkittens.bench.suites import attention, gemm
 from thunderkittens.bench.timing import MAX_FLUSHES, rotated
@@ -230,7 +230,7 @@ def test_wrong_shape_is_named():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_oracle_in_blocks(causal, monkeypatch):
-    monkeypatch.setattr(attention, "SCORES", 3 * 20 * 20)
+    monkeypatch.setattr(attention_work, "SCORES", 3 * 20 * 20)
     case = attention.make_case(2, 5, 20, 8, causal, torch.bfloat16)
     inputs = make_inputs(case)
     whole = torch.full((2, 5, 20, 8), torch.nan)
@@ -401,6 +401,46 @@ def test_attention_points():
         assert case.flops == flops / (2 if p["causal"] else 1)
     rated = [case for case in cases if "D=128, N >= 2048" in case.groups]
     assert len(rated) == 8
+
+
+def test_attention_work():
+    """Operations and least traffic of the sets beside the grid."""
+    cases = {case.name: case for shapes in attention.SAVED for case in attention.cases(shapes)}
+    full = 4 * 16384 * 2048 * 512
+    assert cases["D=64 full N=512"].flops == full
+    assert cases["backward D=64 full N=512"].flops == 2.5 * full
+    assert cases["deterministic backward D=64 causal N=2048"].flops == 2.5 * 4 * full / 2
+    causal = cases["forward softcap"].flops
+    assert causal == 4 * 4 * 16 * 4096**2 * 128 / 2
+    # Of the scores, dP, dQ, dK and dV: three, four, two.
+    for needs, products in (("q", 3), ("kv", 4), ("v", 2)):
+        assert cases[f"backward of {needs} alone"].flops == causal / 2 * products
+    window = cases["forward window 1024, N=16384"].flops / (4 * 16 * 128)
+    assert window == sum(min(i, 1024) + 1 for i in range(16384))
+    assert cases["forward 192/128 N=4096"].flops == 2 * 128 * 4096**2 / 2 * (192 + 128)
+    one = cases["decode B=4, 1 row"]
+    assert one.flops == 4 * 4 * 32 * 32768 * 128
+    assert one.bytes == 2 * 4 * (8 * 32768 + 32) * 256
+
+
+@pytest.mark.parametrize("shapes", [s for s in attention.SHAPES if s != "tiny"])
+def test_attention_inputs_fit_the_op(shapes):
+    """Every call that would be measured is one that the op takes, forward and backward."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def fake_normal(*shape, dtype, generator):
+        return torch.empty(shape, dtype=dtype)
+
+    prepared = attention.implementations(CPU)["thunderkittens"]
+    with FakeTensorMode(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_work, "random_normal", fake_normal)
+        for point in attention.SHAPES[shapes]:
+            inputs = point.inputs(torch.bfloat16, torch.Generator())
+            result = prepared.prepare(**inputs)()
+            if point.backward:
+                assert [x.shape for x in result] == [inputs[n].shape for n in point.needs]
+            else:
+                assert result.shape == (*inputs["q"].shape[:3], inputs["v"].shape[3])
 
 
 def test_gemm_shapes():

@@ -1,5 +1,5 @@
 """What every op must do: be registered with all that PyTorch asks for, be documented, and work
-under streams, graphs, threads, compilation, export, autocast and the transforms of `torch.func`."""
+under streams, graphs, threads, compilation, export and autocast."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ import threading
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import flop_registry
 
 import thunderkittens as tk
-from helpers.samples import SAMPLES
+from helpers.samples import (
+    SAMPLES,
+    assert_equal,
+    every_sample,
+    forward_and_backward,
+    leaves,
+    one_per_op,
+)
 
 NAMESPACE = "thunderkittens"
 OPS = sorted(
@@ -21,32 +28,6 @@ OPS = sorted(
     if name.startswith(NAMESPACE + "::")
 )
 PUBLIC = sorted({sample.op for sample in SAMPLES.values()})
-
-every_sample = pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES)
-one_per_op = pytest.mark.parametrize(
-    "sample", [SAMPLES["gemm_bias"], SAMPLES["attention_lse"]], ids=["gemm", "attention"]
-)
-
-
-def leaves(sample, device, **options):
-    return [x.detach().requires_grad_() for x in sample.tensors(device, **options)]
-
-
-def forward_and_backward(function, tensors):
-    """Outputs and gradients of a call, with a fixed gradient of the outputs."""
-    outputs = function(*tensors)
-    loss = sum((y.float() * torch.cos(torch.arange(y.numel(), device=y.device)).view(y.shape)).sum()
-               for y in outputs)  # fmt: skip
-    return [*outputs, *torch.autograd.grad(loss, tensors)]
-
-
-def assert_equal(actual, expected):
-    """Bit by bit, strides included."""
-    assert len(actual) == len(expected)
-    for x, y in zip(actual, expected, strict=True):
-        assert x.stride() == y.stride()
-        assert torch.equal(x, y)
-
 
 # Registration and documentation
 
@@ -62,9 +43,10 @@ def test_registration(name):
     assert has("CUDA")
     assert has("Meta")
     assert has("FuncTorchBatched")
-    packet = getattr(torch.ops.thunderkittens, name)
+    packet, _, overload = name.partition(".")
+    packet = getattr(torch.ops.thunderkittens, packet)
     assert packet in flop_registry
-    assert packet.default._schema.is_mutable is False
+    assert getattr(packet, overload or "default")._schema.is_mutable is False
     # The raw op for calls without gradients has no autograd, and a differentiable twin.
     assert has("Autograd") == (not name.endswith("_forward"))
     if name.endswith("_forward"):
@@ -74,7 +56,8 @@ def test_registration(name):
 
 
 def test_every_op_has_a_public_function():
-    assert {name.removesuffix("_forward").removesuffix("_backward") for name in OPS} == set(PUBLIC)
+    names = {name.partition(".")[0] for name in OPS}
+    assert {x.removesuffix("_forward").removesuffix("_backward") for x in names} == set(PUBLIC)
     assert set(PUBLIC) <= set(tk.__all__)
     assert all(hasattr(tk, name) for name in tk.__all__)
 
@@ -86,6 +69,7 @@ def test_documentation(name):
     assert all(f"\n{section}:\n" in text for section in ("Args", "Returns", "Raises"))
     signature = inspect.signature(function)
     assert all(f"{parameter}:" in text for parameter in signature.parameters)
+    assert all(p.kind is not p.VAR_KEYWORD for p in signature.parameters.values())
     assert all(p.annotation is not p.empty for p in signature.parameters.values())
     assert signature.return_annotation is not signature.empty
     reference = getattr(tk.reference, name)
@@ -117,7 +101,10 @@ def test_paths_agree(device, sample):
     results = sample.function(*plain)
     assert_equal(results, expected)
     assert not any(x.requires_grad for x in results)
-    parameters = [torch.nn.Parameter(x) for x in plain]
+    parameters = [
+        torch.nn.Parameter(x) if leaf.requires_grad else x
+        for x, leaf in zip(plain, tensors, strict=True)
+    ]
     assert_equal([x.detach() for x in sample.function(*parameters)], expected)
 
 
@@ -150,7 +137,7 @@ def test_threads(device, sample):
     def work():
         try:
             start.wait()
-            mine = [x.detach().requires_grad_() for x in tensors]
+            mine = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
             for _ in range(10):
                 assert_equal(forward_and_backward(sample.function, mine), expected)
         except BaseException as error:
@@ -225,7 +212,7 @@ def test_every_device(device, sample):
 
 def copy_to(x, device):
     y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-    return y.copy_(x.detach()).requires_grad_()
+    return y.copy_(x.detach()).requires_grad_(x.requires_grad)
 
 
 @every_sample
@@ -252,20 +239,41 @@ def direct_calls(sample, device):
             (*(x.requires_grad_() for x in leaves(sample, device)), *arguments[len(tensors) :]),
         )
         return
-    mode = {True: 1, "upper_left": 2}[sample.options["causal"]]
-    scale = sample.options.get("scale")
-    yield ops.attention_forward, (*tensors, mode, scale)
-    yield ops.attention, (*leaves(sample, device), mode, scale)
-    out, lse = ops.attention(*tensors, mode, scale)
-    for needs, grad_lse in (([True] * 3, lse), ([False, True, False], None)):
-        yield ops.attention_backward, (out, grad_lse, *tensors, out, lse, mode, scale, needs)
+    options = sample.options
+    window_left, window_right = options.get("window_size", (-1, -1))
+
+    def arguments(tensors):
+        count = len(tensors) - len(sample.keywords)
+        named = dict(zip(sample.keywords, tensors[count:], strict=True))
+        maxima = [options[name] for name in ("max_seqlen_q", "max_seqlen_k") if name in options]
+        return (
+            *tensors[:count],
+            *maxima,
+            {False: 0, True: 1, "upper_left": 2}[options.get("causal", False)],
+            options.get("scale"),
+            window_left,
+            window_right,
+            options.get("softcap", 0.0),
+            named.get("alibi_slopes"),
+            named.get("sink"),
+        )
+
+    forward, op, backward = (getattr(ops, sample.op + end) for end in ("_forward", "", "_backward"))
+    yield forward, arguments(tensors)
+    yield op, arguments(leaves(sample, device))
+    plain = arguments(tensors)
+    out, lse = op(*plain)
+    for needs, grad_lse in (([True] * 4, lse), ([False, True, False, False], None)):
+        head = (torch.randn_like(out), grad_lse, *plain[:3], out, lse)
+        yield backward, (*head, *plain[3:], None, needs)
 
 
 @every_sample
 def test_opcheck(device, sample):
     for op, arguments in direct_calls(sample, device):
-        result = torch.library.opcheck(op.default, arguments)
-        assert set(result.values()) == {"SUCCESS"}
+        for overload in op.overloads():
+            result = torch.library.opcheck(getattr(op, overload), arguments)
+            assert set(result.values()) == {"SUCCESS"}
 
 
 @pytest.fixture
@@ -278,7 +286,7 @@ def fresh_compiler():
 def compilers(device, intensity):
     # Inductor takes from 10 to 30 s per graph, most of it in a C++ compiler on a CPU.
     names = list(SAMPLES)
-    few = ["attention"] if device == "cpu" else ["attention_lse", "gemm_bias"]
+    few = ["attention"] if device == "cpu" else ["attention_varlen_sink", "gemm_bias"]
     inductor = names if intensity > 2 else few
     return [("aot_eager", name) for name in names] + [("inductor", name) for name in inductor]
 
@@ -291,7 +299,7 @@ def test_compile(device, case):
     sample = SAMPLES[name]
 
     def model(*tensors):
-        outputs = sample.function(*(x * 1.0 for x in tensors))
+        outputs = sample.function(*(x * 1.0 if x.is_floating_point() else x for x in tensors))
         return tuple(y * 2.0 for y in outputs)
 
     tensors = leaves(sample, device)
@@ -365,8 +373,12 @@ def test_export(device, sample, strict):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @every_sample
 def test_autocast(device, sample, dtype):
-    tensors = [x.requires_grad_() for x in sample.tensors(device, dtype=torch.float32)]
-    cast = [x.detach().to(dtype).requires_grad_() for x in tensors]
+    """The operands are converted, and nothing else."""
+    tensors = leaves(sample, device, dtype=torch.float32)
+    cast = [
+        x.detach().to(dtype).requires_grad_() if sample.kind(i) == "operand" else x
+        for i, x in enumerate(tensors)
+    ]
     expected = forward_and_backward(sample.function, cast)
     with torch.autocast(device, dtype):
         outputs = sample.function(*tensors)
@@ -385,7 +397,10 @@ def test_autocast_of_the_ops(device, sample):
         for op, arguments in direct_calls(sample, device):
             if op.__name__.endswith("backward"):
                 continue
-            wide = [x.detach().float() if isinstance(x, torch.Tensor) else x for x in arguments]
+            wide = [
+                x.detach().float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+                for x in arguments
+            ]
             result = op(*wide)
             result = result if isinstance(result, torch.Tensor) else result[0]
             assert result.dtype == torch.bfloat16
@@ -403,145 +418,3 @@ def test_autocast_refuses_what_it_does_not_convert(device, sample):
         pytest.raises(TypeError, match=r"torch\.float32"),
     ):
         sample.function(*tensors)
-
-
-# torch.func
-
-
-def mapped(sample, device, dims, size=3):
-    """Operands with a mapped dimension at the places in `dims` (None: not mapped)."""
-    stacks = [sample.tensors(device) for _ in range(size)]
-    single = sample.tensors(device)
-    return [
-        single[i] if dim is None else torch.stack([s[i] for s in stacks], dim)
-        for i, dim in enumerate(dims)
-    ]
-
-
-def looped(function, tensors, dims, size=3):
-    results = [
-        function(
-            *(x if dim is None else x.select(dim, i) for x, dim in zip(tensors, dims, strict=True))
-        )
-        for i in range(size)
-    ]
-    return [torch.stack(parts) for parts in zip(*results, strict=True)]
-
-
-MAPPED = [
-    (0, 0, 0),
-    (1, 0, 1),
-    (0, None, 0),
-    (None, 1, 0),
-    (None, 0, None),
-    (0, None, None),
-    (-1, -1, -1),
-]
-
-
-@pytest.mark.parametrize("pattern", MAPPED)
-@every_sample
-def test_vmap(device, sample, pattern):
-    dims = pattern[: len(sample.shapes)]
-    tensors = mapped(sample, device, dims)
-    results = torch.func.vmap(sample.function, in_dims=dims)(*tensors)
-    for x, y in zip(results, looped(sample.function, tensors, dims), strict=True):
-        torch.testing.assert_close(x, y)
-
-
-def test_vmap_over_the_bias_alone(device):
-    sample = SAMPLES["gemm_bias"]
-    tensors = mapped(sample, device, (None, None, 0))
-    results = torch.func.vmap(sample.function, in_dims=(None, None, 0))(*tensors)
-    for x, y in zip(results, looped(sample.function, tensors, (None, None, 0)), strict=True):
-        torch.testing.assert_close(x, y)
-
-
-@every_sample
-def test_vmap_twice(device, sample):
-    outer = [torch.stack([x, x + 1, x - 1, x]).unflatten(0, (2, 2)) for x in sample.tensors(device)]
-    twice = torch.func.vmap(torch.func.vmap(sample.function))(*outer)
-    once = torch.func.vmap(sample.function)(*(x.flatten(0, 1) for x in outer))
-    for x, y in zip(twice, once, strict=True):
-        torch.testing.assert_close(x.flatten(0, 1), y)
-
-
-@every_sample
-def test_vmap_of_ops_and_gradients_outside(device, sample):
-    """vmap inside, ordinary autograd outside."""
-    tensors = [x.requires_grad_() for x in mapped(sample, device, (0,) * len(sample.shapes))]
-    dims = (0,) * len(tensors)
-    actual = forward_and_backward(torch.func.vmap(sample.function), tensors)
-    expected = forward_and_backward(lambda *x: looped(sample.function, x, dims), tensors)
-    for x, y in zip(actual, expected, strict=True):
-        torch.testing.assert_close(x, y)
-
-
-@every_sample
-def test_func_grad(device, sample):
-    """torch.func.grad, and per-sample gradients by mapping it."""
-    tensors = leaves(sample, device)
-    arguments = tuple(range(len(tensors)))
-
-    def loss(*xs):
-        return sum(y.float().square().sum() for y in sample.function(*xs))
-
-    expected = torch.autograd.grad(loss(*tensors), tensors)
-    plain = [x.detach() for x in tensors]
-    assert_equal(torch.func.grad(loss, arguments)(*plain), expected)
-    stacked = [torch.stack([x, x]) for x in plain]
-    mapped_grads = torch.func.vmap(torch.func.grad(loss, arguments))(*stacked)
-    for x, y in zip(mapped_grads, expected, strict=True):
-        torch.testing.assert_close(x[1], y)
-
-
-@one_per_op
-def test_forward_mode_is_refused(device, sample):
-    """Dropping the tangents silently would give wrong derivatives."""
-    tensors = tuple(sample.tensors(device))
-    with pytest.raises(RuntimeError, match="forward-mode differentiation"):
-        torch.func.jvp(sample.function, tensors, tensors)
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(tensors[0], tensors[0])
-        with pytest.raises(RuntimeError, match="forward-mode differentiation"):
-            sample.function(dual, *tensors[1:])
-        sample.function(*tensors)
-
-
-# Flops
-
-
-def counted(function):
-    with FlopCounterMode(display=False) as counter:
-        function()
-    return counter.get_total_flops()
-
-
-@pytest.mark.parametrize(
-    "shapes", [((33, 72), (72, 40)), ((2, 33, 72), (72, 40)), ((3, 5, 7), (3, 7, 2))]
-)
-def test_flops_of_gemm(device, shapes):
-    """As many as PyTorch counts for its own product, forward and backward."""
-    a, b = (torch.randn(s, device=device).bfloat16().requires_grad_() for s in shapes)
-    assert counted(lambda: tk.gemm(a.detach(), b.detach())) == counted(
-        lambda: a.detach() @ b.detach()
-    )
-    assert counted(lambda: tk.gemm(a, b).sum().backward()) == counted(
-        lambda: torch.matmul(a, b).sum().backward()
-    )
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_flops_of_attention(device, causal):
-    """As many as PyTorch counts for its own attention, which does not subtract masked scores."""
-    q = torch.randn(2, 4, 33, 64, device=device).bfloat16().requires_grad_()
-    k, v = (torch.randn(2, 2, 45, 64, device=device).bfloat16().requires_grad_() for _ in range(2))
-    product = 2 * 2 * 4 * 33 * 45 * 64
-    assert (
-        counted(lambda: tk.attention(q.detach(), k.detach(), v.detach(), causal=causal))
-        == 2 * product
-    )
-    assert counted(lambda: tk.attention(q, k, v, causal=causal, return_lse=True)) == 2 * product
-    assert counted(lambda: tk.attention(q, k, v, causal=causal).sum().backward()) == 7 * product
-    half = counted(lambda: tk.attention(q.detach(), k, v.detach(), causal=causal).sum().backward())
-    assert half == 5 * product

@@ -1,10 +1,10 @@
 """Fast GPU kernels for PyTorch, and the tile library that they are written on.
 
-`attention` and `gemm` are differentiable, work under torch.compile, and take CPU tensors too, where
-they run the reference formula, or, inside `with emulate():`, the GPU's kernels on an emulator.
-`reference` holds every op in plain PyTorch. `get_include()` is the folder of the tile library's
-headers, for kernels of one's own. On the command line: `python -m
-thunderkittens` with `info`, `demo` or `bench`.
+`attention`, `attention_varlen` (of packed sequences) and `gemm` are differentiable, work under
+torch.compile, and take CPU tensors too, where they run the reference formula, or, inside `with
+emulate():`, the GPU's kernels on an emulator. `reference` holds every op in plain PyTorch.
+`get_include()` is the folder of the tile library's headers, for kernels of one's own. On the
+command line: `python -m thunderkittens` with `info`, `demo` or `bench`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ try:
     from . import reference
     from .emulation import DeadlockError, EmulatorError, emulate
     from .ops.attention import attention
+    from .ops.attention_varlen import attention_varlen
     from .ops.gemm import gemm
 
     _load.explain_missing_kernels()
@@ -33,6 +34,7 @@ __all__ = [
     "EmulatorError",
     "__version__",
     "attention",
+    "attention_varlen",
     "emulate",
     "gemm",
     "get_include",

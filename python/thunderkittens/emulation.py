@@ -128,6 +128,11 @@ def emulate(
         _active.reset(token)
 
 
+def has(op: str) -> bool:
+    """Whether the emulator has kernels of an op."""
+    return _module is not None and op in _module.ops()
+
+
 def run(op: str, arrays: Mapping[str, Tensor | None], **scalars: Any) -> dict[str, Tensor]:
     """Runs an op's kernel under the active emulation; results by their names."""
     emulation = _active.get()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -13,13 +14,17 @@ import thunderkittens as tk
 
 from .layouts import heads, matrix
 
+DIFFERENTIABLE = ("operand", "sink")
+
 
 @dataclass(frozen=True)
 class Sample:
     """A call of a public function.
 
     `shapes` and `layouts` describe the tensors; dimensions named in `dynamic`, as (tensor,
-    dimension), may change together. `ops` are the overload packets behind the function.
+    dimension), may change together. `kinds` are "operand" (the default), and of other tensors
+    "sink", "slopes" (float32; the latter have no gradient) and "edges" (cumulative lengths whose
+    last sequence grows).
     """
 
     op: str
@@ -29,6 +34,15 @@ class Sample:
     keywords: tuple[str, ...] = ()
     dynamic: tuple[tuple[int, int], ...] = ()
     dtype: torch.dtype = torch.bfloat16
+    kinds: tuple[str, ...] = ()
+
+    def kind(self, index: int) -> str:
+        return self.kinds[index] if self.kinds else "operand"
+
+    @property
+    def mappable(self) -> list[bool]:
+        """Which tensors `torch.func.vmap` may map."""
+        return [self.kind(i) != "edges" for i in range(len(self.shapes))]
 
     def tensors(
         self, device: str, longer: int = 0, dtype: torch.dtype | None = None
@@ -38,8 +52,20 @@ class Sample:
         result = []
         for index, (shape, layout) in enumerate(zip(self.shapes, self.layouts, strict=True)):
             sizes = [n + longer * ((index, i) in self.dynamic) for i, n in enumerate(shape)]
-            values = torch.randn(sizes, device=device).to(dtype or self.dtype)
-            result.append(place(values, layout) if len(shape) > 1 else values)
+            kind = self.kind(index)
+            if kind == "edges":
+                tokens = self.shapes[layout == "k"][0]
+                edges = [0, tokens // 3, tokens // 3, tokens + longer]
+                result.append(torch.tensor(edges, dtype=torch.int32, device=device))
+                continue
+            values = torch.randn(sizes, device=device)
+            if kind == "slopes":
+                result.append(values.abs() / 8)
+            elif kind == "sink":
+                result.append(values)
+            else:
+                values = values.to(dtype or self.dtype)
+                result.append(place(values, layout) if len(shape) > 1 else values)
         return result
 
     @property
@@ -94,4 +120,65 @@ SAMPLES = {
         dynamic=((0, 2), (1, 2), (2, 2)),
         dtype=torch.float16,
     ),
+    "attention_options": Sample(
+        "attention",
+        ((2, 4, 37, 40), (2, 2, 45, 40), (2, 2, 45, 72), (2, 4), (4,)),
+        ("bshd", "packed", "packed", "packed", "packed"),
+        {"causal": True, "window_size": (20, 5), "softcap": 5.0, "return_lse": True},
+        keywords=("alibi_slopes", "sink"),
+        dynamic=((0, 2), (1, 2), (2, 2)),
+        kinds=("operand", "operand", "operand", "slopes", "sink"),
+    ),
+    "attention_varlen": Sample(
+        "attention_varlen",
+        ((70, 4, 64), (81, 2, 64), (81, 2, 64), (4,), (4,)),
+        ("packed", "sliced", "packed", "q", "k"),
+        {"max_seqlen_q": 300, "max_seqlen_k": 311, "causal": True, "return_lse": True},
+        dynamic=((0, 0), (1, 0), (2, 0)),
+        kinds=("operand", "operand", "operand", "edges", "edges"),
+    ),
+    "attention_varlen_sink": Sample(
+        "attention_varlen",
+        ((50, 6, 64), (50, 2, 64), (50, 2, 64), (4,), (4,), (6,), (6,)),
+        ("packed", "packed", "packed", "q", "k", "packed", "packed"),
+        {"max_seqlen_q": 256, "max_seqlen_k": 256, "window_size": (9, 3)},
+        keywords=("alibi_slopes", "sink"),
+        dynamic=((0, 0), (1, 0), (2, 0)),
+        dtype=torch.float16,
+        kinds=("operand", "operand", "operand", "edges", "edges", "slopes", "sink"),
+    ),
 }
+
+
+def leaves(sample: Sample, device: str, **options: Any) -> list[Tensor]:
+    """Operands that require gradients where they have any."""
+    return [
+        x.detach().requires_grad_(sample.kind(i) in DIFFERENTIABLE)
+        for i, x in enumerate(sample.tensors(device, **options))
+    ]
+
+
+def forward_and_backward(
+    function: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor]
+) -> list[Tensor]:
+    """Outputs and gradients of a call, with a fixed gradient of the outputs."""
+    outputs = function(*tensors)
+    loss = sum((y.float() * torch.cos(torch.arange(y.numel(), device=y.device)).view(y.shape)).sum()
+               for y in outputs)  # fmt: skip
+    return [*outputs, *torch.autograd.grad(loss, [x for x in tensors if x.requires_grad])]
+
+
+def assert_equal(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Bit by bit, strides included."""
+    assert len(actual) == len(expected)
+    for x, y in zip(actual, expected, strict=True):
+        assert x.stride() == y.stride()
+        assert torch.equal(x, y)
+
+
+every_sample = pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES)
+one_per_op = pytest.mark.parametrize(
+    "sample",
+    [SAMPLES["gemm_bias"], SAMPLES["attention_lse"], SAMPLES["attention_varlen_sink"]],
+    ids=["gemm", "attention", "attention_varlen"],
+)

@@ -12,6 +12,10 @@ from torch import Tensor
 Inputs = dict[str, Any]
 
 
+class NotApplicableError(ValueError):
+    """An implementation raises it for a case that it is no measure of: no figure, and no note."""
+
+
 @dataclass(frozen=True)
 class Expected:
     """A part of the right answer: output number `output` should be `exact` at `index`.
@@ -49,10 +53,12 @@ class Case:
 class Prepared:
     """An implementation with an untimed part: `prepare(**inputs)` returns the call to time.
 
-    A backward pass is one: its preparation runs the forward pass.
+    A backward pass is one: its preparation runs the forward pass. One that runs `another_problem`
+    than the case's is timed, and neither checked nor rated.
     """
 
     prepare: Callable[..., Callable[[], Any]]
+    another_problem: bool = False
 
 
 Implementation = Callable[..., Any] | Prepared

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import machine, report, results, suites
+from . import bars, machine, report, results, suites
 from .host import measure_host
 from .runner import Measurement, compare
 from .timing import make_timer
@@ -92,9 +92,14 @@ def save_path(args: argparse.Namespace, gpu: str) -> Path:
     """Where `--save` writes; refused for a partial run, which would replace a full one."""
     if not RESULTS.parent.is_dir():
         raise ValueError(f"--save writes to {RESULTS}; run it in the root of a source tree")
-    if args.quick or args.shapes or args.dtype != "bf16" or args.peers:
-        raise ValueError("--save needs a full run: no --quick, --shapes, --dtype or --peers")
-    return RESULTS / machine.slug(gpu) / f"{args.op}{'_host' if args.host else ''}.json"
+    shapes = args.shapes or "default"
+    whole = shapes in getattr(load_suite(args.op), "SAVED", ("default",))
+    if args.quick or not whole or args.dtype != "bf16" or args.peers:
+        raise ValueError(
+            "--save needs a full run: no --quick, part of --shapes, --dtype or --peers"
+        )
+    part = "_host" if args.host else "" if shapes == "default" else f"_{shapes}"
+    return RESULTS / machine.slug(gpu) / f"{args.op}{part}.json"
 
 
 def status_line(total: int) -> Callable[[Measurement], None] | None:
@@ -136,10 +141,12 @@ def run_device(args: argparse.Namespace, device: torch.device, record: dict[str,
     }
     progress = status_line(len(cases))
     measurements = compare(cases, implementations, timer=timer, progress=progress, **settings)
-    peak = record["peak_tflops"]
+    gpu, peak = record["device"], record["peak_tflops"]
     print(report.table(measurements, peak=peak))
+    if args.op.startswith("attention") and (text := bars.table(measurements, machine.slug(gpu))):
+        print(text)
     if args.plot:
-        title = f"{args.op}, {args.dtype}, {record['device']}"
+        title = f"{args.op}, {args.dtype}, {gpu}"
         report.plot(measurements, args.plot, title=title, peak=peak)
         print(f"wrote {args.plot}")
     settings.update(shapes=shapes, dtype=args.dtype, **timer.protocol())

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .accuracy import Accuracy, as_tensors, check
-from .cases import Case, Implementation, bind
+from .cases import Case, Implementation, NotApplicableError, Prepared, bind
 from .timing import Timer, Timing, make_timer
 
 WARMUP = 3
@@ -25,6 +25,7 @@ class Measurement:
     accuracies: dict[str, Accuracy] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     clocks: dict[str, float] = field(default_factory=dict)
+    unrated: set[str] = field(default_factory=set)
 
     @property
     def failed(self) -> bool:
@@ -32,14 +33,18 @@ class Measurement:
         return self.subject not in self.timings
 
     def tflops(self, name: str) -> float:
-        """TFLOP/s of an implementation; NaN when it has no timing."""
+        """TFLOP/s of an implementation; NaN when it has no timing or ran another problem."""
         timing = self.timings.get(name)
-        return self.case.flops / timing.median * 1e-6 if timing else math.nan
+        if timing is None or name in self.unrated:
+            return math.nan
+        return self.case.flops / timing.median * 1e-6
 
     def gigabytes_per_second(self, name: str) -> float:
         """GB/s of the least traffic the case needs; NaN when there is no timing."""
         timing = self.timings.get(name)
-        return self.case.bytes / timing.median * 1e-3 if timing else math.nan
+        if timing is None or name in self.unrated:
+            return math.nan
+        return self.case.bytes / timing.median * 1e-3
 
     def ratio(self, peer: str) -> float:
         """The peer's time over the subject's: above 1 the subject is faster; NaN without both."""
@@ -76,11 +81,16 @@ def measure(
             timer.synchronize()
         except torch.AcceleratorError:
             raise
+        except NotApplicableError:
+            continue
         except (RuntimeError, ValueError, TypeError, ImportError) as error:
             measurement.notes[name] = first_line(error)
             continue
         calls[name] = call
-        results[name] = result
+        if isinstance(implementation, Prepared) and implementation.another_problem:
+            measurement.unrated.add(name)
+        else:
+            results[name] = result
     if checked:
         measurement.accuracies = check(case, inputs, results)
     results.clear()

@@ -7,6 +7,7 @@ implementations come from the compiled libraries, which the package loads before
 """
 
 from .attention import attention
+from .attention_varlen import attention_varlen
 from .gemm import gemm
 
-__all__ = ["attention", "gemm"]
+__all__ = ["attention", "attention_varlen", "gemm"]

@@ -39,7 +39,7 @@ def register(
     """Adds the Python side to the op `thunderkittens::name`.
 
     Args:
-        name: the op's name in the schemas.
+        name: the op's name in the schemas, or an overload that `overload` has defined.
         fake: the op on tensors without data; it raises what the op would raise.
         cpu: the op on CPU tensors.
         flops: number of floating-point operations, from the shapes of the arguments.
@@ -48,16 +48,31 @@ def register(
         autocast: the number of leading arguments that autocast converts.
     """
     qualified = f"{_NAMESPACE}::{name}"
-    op = getattr(getattr(torch.ops, _NAMESPACE), name)
+    packet_name, _, overload_name = name.partition(".")
+    packet = getattr(getattr(torch.ops, _NAMESPACE), packet_name)
+    op = getattr(packet, overload_name or "default")
     torch.library.register_fake(qualified, fake, lib=_library)
     _library.impl(name, cpu, "CPU")
     if cuda is not None:
         _library.impl(name, cuda, "CUDA")
-    register_flop_formula(op)(flops)
+    if not overload_name:
+        register_flop_formula(packet)(flops)
     if vmap is not None:
         torch.library.register_vmap(qualified, vmap, lib=_library)
     for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-        _library.impl(name, _autocast_kernel(op.default, device_type, autocast), key)
+        _library.impl(name, _autocast_kernel(op, device_type, autocast), key)
+
+
+def overload(name: str, overload_name: str) -> Any:
+    """Defines `thunderkittens::name.overload_name`, another implementation of an op."""
+    schema = str(getattr(getattr(torch.ops, _NAMESPACE), name).default._schema)
+    _library.define(f"{name}.{overload_name}{schema.removeprefix(f'{_NAMESPACE}::{name}')}")
+    return getattr(getattr(getattr(torch.ops, _NAMESPACE), name), overload_name)
+
+
+def compiled(name: str) -> bool:
+    """Whether an op has a compiled implementation for CUDA."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"{_NAMESPACE}::{name}", "CUDA")
 
 
 def _autocast_kernel(op: Any, device_type: str, count: int) -> Callable[..., Any]:

@@ -5,6 +5,13 @@ differentiable by PyTorch's own autograd.
 """
 
 from .attention import attention, attention_backward
+from .attention_varlen import attention_varlen, attention_varlen_backward
 from .gemm import gemm
 
-__all__ = ["attention", "attention_backward", "gemm"]
+__all__ = [
+    "attention",
+    "attention_backward",
+    "attention_varlen",
+    "attention_varlen_backward",
+    "gemm",
+]

@@ -1,0 +1,211 @@
+"""Attention of packed sequences beside PyTorch's varlen_attn, and the cost of packing.
+
+Cases are 16k tokens of width 2048. "equal" packs sequences of one length; its baseline is
+`tk.attention` on the same as a batch. "mixed" lengths are uniform from 1 to the longest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention_work import formula
+from ..cases import Case, Expected, Implementation, Inputs, NotApplicableError, Prepared
+from ..cases import random_normal as draw
+
+TOKENS, WIDTH = 16384, 2048
+Point = tuple[tuple[int, ...], int, bool, bool]  # lengths, D, causal, backward
+
+
+def mixed(longest: int, tokens: int = TOKENS) -> tuple[int, ...]:
+    """Lengths from 1 to `longest`, evenly spread and shuffled, that fill the tokens."""
+    generator = torch.Generator().manual_seed(longest)
+    lengths: list[int] = []
+    while sum(lengths) < tokens:
+        length = int(torch.randint(1, longest + 1, (), generator=generator))
+        lengths.append(min(length, tokens - sum(lengths)))
+    return tuple(lengths)
+
+
+def points(dims: tuple[int, ...]) -> list[Point]:
+    return [
+        (lengths, dim, causal, backward)
+        for backward in (False, True)
+        for dim in dims
+        for causal in (False, True)
+        for lengths in ((2048,) * 8, (4096,) * 4, mixed(4096))
+    ]
+
+
+SHAPES: dict[str, list[Point]] = {
+    "default": points((64, 128)),
+    "tiny": [((5, 5), 64, True, False), ((9, 1, 20), 64, False, False), ((7, 7), 64, True, True)],
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Packed attention has no options of its own."""
+
+
+def options(args: argparse.Namespace) -> dict[str, Any]:
+    return {}
+
+
+def parts(inputs: Inputs) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Each sequence's tokens, and its q, k and v as (1, H, S, D)."""
+    start = 0
+    for length in inputs["lengths"]:
+        tokens = slice(start, start + length)
+        yield tokens, [inputs[x][tokens].transpose(0, 1).unsqueeze(0) for x in "qkv"]
+        start += length
+
+
+def oracle(**inputs: Any) -> Iterator[Expected]:
+    """Sequence by sequence, in fp32 and at the inputs' precision."""
+    causal, grad_out = inputs["causal"], inputs["grad_out"]
+    for tokens, operands in parts(inputs):
+        results = []
+        for dtype in (torch.float32, operands[0].dtype):
+            with torch.enable_grad():
+                leaves = [x.to(dtype).detach().requires_grad_() for x in operands]
+                out = formula(leaves, causal, {})
+            if grad_out is None:
+                results.append([out.detach()])
+            else:
+                grad = grad_out[tokens].transpose(0, 1).unsqueeze(0).to(dtype)
+                results.append(list(torch.autograd.grad(out, leaves, grad)))
+        for place, (exact, plain) in enumerate(zip(*results, strict=True)):
+            yield Expected(place, tokens, exact[0].transpose(0, 1), plain[0].transpose(0, 1))
+
+
+def make_case(point: Point, dtype: torch.dtype) -> Case:
+    """Self-attention of sequences of the given lengths."""
+    lengths, dim, causal, backward = point
+    heads = WIDTH // dim if sum(lengths) == TOKENS else 2
+    kind, mask = "backward" if backward else "forward", "causal" if causal else "full"
+    equal = len(set(lengths)) == 1
+    text = f"{len(lengths)} x {lengths[0]}" if equal else f"{len(lengths)} mixed"
+
+    def make_inputs(device: torch.device, generator: torch.Generator) -> Inputs:
+        shape = (sum(lengths), heads, dim)
+        q, k, v, grad = (draw(*shape, dtype=dtype, generator=generator) for _ in range(4))
+        edges = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+        return {
+            "q": q,
+            "k": k,
+            "v": v,
+            "edges": edges.to(device),
+            "lengths": lengths,
+            "causal": causal,
+            "grad_out": grad if backward else None,
+        }
+
+    pairs = float(sum(n * n for n in lengths)) / (2 if causal else 1)
+    return Case(
+        name=f"{kind} D={dim} {mask} {text}",
+        make_inputs=make_inputs,
+        flops=(10.0 if backward else 4.0) * heads * dim * pairs,
+        bytes=(8.0 if backward else 4.0) * dtype.itemsize * sum(lengths) * heads * dim,
+        groups=(f"{kind} D={dim}", f"{kind}, {'equal' if equal else 'mixed'} lengths"),
+        parameters={
+            "label": text,
+            "direction": kind,
+            "lengths": list(lengths),
+            "heads": heads,
+            "head_dim": dim,
+            "causal": causal,
+            "dtype": str(dtype).removeprefix("torch."),
+        },
+        oracle=oracle,
+    )
+
+
+def cases(shapes: str = "default", *, dtype: torch.dtype = torch.bfloat16) -> list[Case]:
+    """The cases of a set of shapes. ValueError for a name there is not."""
+    if shapes not in SHAPES:
+        raise ValueError(f"shapes {shapes!r} is unknown; expected one of {', '.join(SHAPES)}")
+    return [make_case(point, dtype) for point in SHAPES[shapes]]
+
+
+def work(attend: Callable[..., Tensor], another_problem: bool = False) -> Prepared:
+    """`attend(q, k, v, edges, lengths, causal)` as an implementation of both directions."""
+
+    def prepare(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        edges: Tensor,
+        lengths: tuple[int, ...],
+        causal: bool,
+        grad_out: Tensor | None,
+    ) -> Callable[[], Any]:
+        if grad_out is None:
+            return lambda: attend(q, k, v, edges, lengths, causal)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = attend(*leaves, edges, lengths, causal)
+        grad = grad_out.view(out.shape) if another_problem else grad_out
+        return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+    return Prepared(prepare, another_problem)
+
+
+def torch_varlen() -> Prepared | None:
+    """PyTorch's own attention of packed sequences, where there is one."""
+    try:
+        function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    except (ImportError, AttributeError):
+        return None
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, edges: Tensor, lengths: tuple[int, ...], causal: bool
+    ) -> Tensor:
+        window = (-1, 0) if causal else (-1, -1)
+        longest = max(lengths)
+        out: Tensor = function(q, k, v, edges, edges, longest, longest, window_size=window)
+        return out
+
+    return work(attend)
+
+
+def implementations(device: torch.device) -> dict[str, Implementation]:
+    """This package's op first, then `tk.attention` on a batch of equal lengths, then the peers."""
+    import thunderkittens as tk
+
+    def ours(
+        q: Tensor, k: Tensor, v: Tensor, edges: Tensor, lengths: tuple[int, ...], causal: bool
+    ) -> Tensor:
+        longest = max(lengths)
+        return tk.attention_varlen(q, k, v, edges, edges, longest, longest, causal=causal)
+
+    def dense(
+        q: Tensor, k: Tensor, v: Tensor, edges: Tensor, lengths: tuple[int, ...], causal: bool
+    ) -> Tensor:
+        if len(set(lengths)) != 1:
+            raise NotApplicableError("lengths differ")
+        batch = [x.unflatten(0, (len(lengths), lengths[0])).transpose(1, 2) for x in (q, k, v)]
+        return tk.attention(batch[0], batch[1], batch[2], causal=causal).transpose(1, 2)
+
+    peers = {"torch varlen": torch_varlen()} if device.type == "cuda" else {}
+    return {
+        "thunderkittens": work(ours),
+        "baseline": work(dense, another_problem=True),
+        **{name: peer for name, peer in peers.items() if peer is not None},
+    }
+
+
+def host_calls(device: torch.device) -> dict[str, Callable[[], Any]]:
+    """Calls on one head, 128 tokens, D = 128, bf16."""
+    import thunderkittens as tk
+
+    q, k, v = (torch.randn(128, 1, 128, dtype=torch.bfloat16, device=device) for _ in range(3))
+    edges = torch.tensor([0, 100, 128], dtype=torch.int32, device=device)
+    return {
+        "thunderkittens.attention_varlen": lambda: tk.attention_varlen(
+            q, k, v, edges, edges, 100, 100
+        ),
+    }

@@ -1,0 +1,208 @@
+"""What every op must do under the transforms of `torch.func`, and the count of its operations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import thunderkittens as tk
+from helpers.samples import (
+    DIFFERENTIABLE,
+    SAMPLES,
+    assert_equal,
+    every_sample,
+    forward_and_backward,
+    leaves,
+    one_per_op,
+)
+
+# torch.func
+
+
+def mapped(sample, device, dims, size=3):
+    """Operands with a mapped dimension at the places in `dims` (None: not mapped)."""
+    stacks = [sample.tensors(device) for _ in range(size)]
+    single = sample.tensors(device)
+    return [
+        single[i] if dim is None else torch.stack([s[i] for s in stacks], dim)
+        for i, dim in enumerate(dims)
+    ]
+
+
+def looped(function, tensors, dims, size=3):
+    results = [
+        function(
+            *(x if dim is None else x.select(dim, i) for x, dim in zip(tensors, dims, strict=True))
+        )
+        for i in range(size)
+    ]
+    return [torch.stack(parts) for parts in zip(*results, strict=True)]
+
+
+MAPPED = [
+    (0, 0, 0),
+    (1, 0, 1),
+    (0, None, 0),
+    (None, 1, 0),
+    (None, 0, None),
+    (0, None, None),
+    (-1, -1, -1),
+]
+
+
+def dims_of(sample, pattern):
+    """The mapped dimension of each tensor; the pattern repeats for those after the third."""
+    return tuple(pattern[i % 3] if mappable else None for i, mappable in enumerate(sample.mappable))
+
+
+def assert_all_close(actual, expected):
+    for x, y in zip(actual, expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("pattern", MAPPED)
+@every_sample
+def test_vmap(device, sample, pattern):
+    dims = dims_of(sample, pattern)
+    tensors = mapped(sample, device, dims)
+    results = torch.func.vmap(sample.function, in_dims=dims)(*tensors)
+    assert_all_close(results, looped(sample.function, tensors, dims))
+
+
+@pytest.mark.parametrize(
+    ("name", "dims"),
+    [
+        ("gemm_bias", (None, None, 0)),
+        ("attention_options", (None, None, None, None, 0)),
+        ("attention_options", (0, None, 0, None, None)),
+        ("attention_options", (None, None, None, 2, None)),
+        ("attention_varlen_sink", (None, None, None, None, None, None, 1)),
+        ("attention_varlen_sink", (0, None, None, None, None, 1, None)),
+    ],
+)
+def test_vmap_over_some(device, name, dims):
+    """Over the bias, sink or slopes alone, and not over them."""
+    sample = SAMPLES[name]
+    tensors = mapped(sample, device, dims)
+    results = torch.func.vmap(sample.function, in_dims=dims)(*tensors)
+    assert_all_close(results, looped(sample.function, tensors, dims))
+
+
+@every_sample
+def test_vmap_twice(device, sample):
+    dims = dims_of(sample, (0, 0, 0))
+    outer = [
+        x if dim is None else torch.stack([x, x + 1, x - 1, x]).unflatten(0, (2, 2))
+        for x, dim in zip(sample.tensors(device), dims, strict=True)
+    ]
+    twice = torch.func.vmap(torch.func.vmap(sample.function, in_dims=dims), in_dims=dims)(*outer)
+    once = torch.func.vmap(sample.function, in_dims=dims)(
+        *(x if dim is None else x.flatten(0, 1) for x, dim in zip(outer, dims, strict=True))
+    )
+    assert_all_close([x.flatten(0, 1) for x in twice], once)
+
+
+@every_sample
+def test_vmap_of_ops_and_gradients_outside(device, sample):
+    """vmap inside, ordinary autograd outside."""
+    dims = dims_of(sample, (0, 0, 0))
+    tensors = [
+        x.requires_grad_(sample.kind(i) in DIFFERENTIABLE)
+        for i, x in enumerate(mapped(sample, device, dims))
+    ]
+    actual = forward_and_backward(torch.func.vmap(sample.function, in_dims=dims), tensors)
+    expected = forward_and_backward(lambda *x: looped(sample.function, x, dims), tensors)
+    assert_all_close(actual, expected)
+
+
+@every_sample
+def test_func_grad(device, sample):
+    """torch.func.grad, and per-sample gradients by mapping it."""
+    tensors = leaves(sample, device)
+    arguments = tuple(i for i, x in enumerate(tensors) if x.requires_grad)
+    dims = dims_of(sample, (0, 0, 0))
+
+    def loss(*xs):
+        return sum(y.float().square().sum() for y in sample.function(*xs))
+
+    expected = torch.autograd.grad(loss(*tensors), [tensors[i] for i in arguments])
+    plain = [x.detach() for x in tensors]
+    assert_equal(torch.func.grad(loss, arguments)(*plain), expected)
+    stacked = [
+        x if dim is None else torch.stack([x, x]) for x, dim in zip(plain, dims, strict=True)
+    ]
+    mapped_grads = torch.func.vmap(torch.func.grad(loss, arguments), in_dims=dims)(*stacked)
+    assert_all_close([x[1] for x in mapped_grads], expected)
+
+
+def test_vmap_cannot_map_lengths(device):
+    sample = SAMPLES["attention_varlen"]
+    tensors = [torch.stack([x, x]) for x in sample.tensors(device)]
+    with pytest.raises(ValueError, match="cannot map cu_seqlens"):
+        torch.func.vmap(sample.function)(*tensors)
+
+
+@one_per_op
+def test_forward_mode_is_refused(device, sample):
+    """Dropping the tangents silently would give wrong derivatives."""
+    tensors = tuple(sample.tensors(device))
+    fixed = tensors[1:]
+    with pytest.raises(RuntimeError, match="forward-mode differentiation"):
+        torch.func.jvp(lambda x: sample.function(x, *fixed), tensors[:1], tensors[:1])
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(tensors[0], tensors[0])
+        with pytest.raises(RuntimeError, match="forward-mode differentiation"):
+            sample.function(dual, *fixed)
+        sample.function(*tensors)
+
+
+# Flops
+
+
+def counted(function):
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    "shapes", [((33, 72), (72, 40)), ((2, 33, 72), (72, 40)), ((3, 5, 7), (3, 7, 2))]
+)
+def test_flops_of_gemm(device, shapes):
+    """As many as PyTorch counts for its own product, forward and backward."""
+    a, b = (torch.randn(s, device=device).bfloat16().requires_grad_() for s in shapes)
+    assert counted(lambda: tk.gemm(a.detach(), b.detach())) == counted(
+        lambda: a.detach() @ b.detach()
+    )
+    assert counted(lambda: tk.gemm(a, b).sum().backward()) == counted(
+        lambda: torch.matmul(a, b).sum().backward()
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_flops_of_attention(device, causal):
+    """As many as PyTorch counts for its own attention, which does not subtract masked scores."""
+    q = torch.randn(2, 4, 33, 64, device=device).bfloat16().requires_grad_()
+    k, v = (torch.randn(2, 2, 45, 64, device=device).bfloat16().requires_grad_() for _ in range(2))
+    product = 2 * 2 * 4 * 33 * 45 * 64
+    assert (
+        counted(lambda: tk.attention(q.detach(), k.detach(), v.detach(), causal=causal))
+        == 2 * product
+    )
+    assert counted(lambda: tk.attention(q, k, v, causal=causal, return_lse=True)) == 2 * product
+    assert counted(lambda: tk.attention(q, k, v, causal=causal).sum().backward()) == 7 * product
+    half = counted(lambda: tk.attention(q.detach(), k, v.detach(), causal=causal).sum().backward())
+    assert half == 5 * product
+
+
+def test_flops_of_packed_sequences(device):
+    """As those of a batch of sequences that all have the maximal length."""
+    q = torch.randn(2 * 33, 4, 64, device=device).bfloat16().requires_grad_()
+    k, v = (torch.randn(2 * 45, 2, n, device=device).bfloat16() for n in (64, 32))
+    edges = [torch.arange(3, dtype=torch.int32, device=device) * n for n in (33, 45)]
+    product = 2 * 2 * 4 * 33 * 45
+    call = lambda q: tk.attention_varlen(q, k, v, *edges, 33, 45)  # noqa: E731
+    assert counted(lambda: call(q.detach())) == (64 + 32) * product
+    # Of the backward pass: the scores, dP and dQ.
+    assert counted(lambda: call(q).sum().backward()) == (64 + 32 + 64 + 32 + 64) * product
