@@ -27,6 +27,13 @@ constexpr BackwardConfig with_dtype(BackwardConfig config, DType dtype) {
     config.dtype = dtype;
     return config;
 }
+// Dynamic shared memory of a block: K and V, the ring of Q and dO, what the consumers hand on, the
+// rows' statistics, semaphores and alignment.
+constexpr int backward_memory(const BackwardConfig& c) {
+    const int keys = 2 * 128 * c.head_dim * 2, queries = 2 * c.stages * c.block_m * c.head_dim * 2;
+    const int exchange = 2 * (2 * 64 * c.block_m * 2) + c.block_m * c.head_dim * 4;
+    return keys + queries + exchange + 2 * c.stages * c.block_m * 4 + 1536;
+}
 struct BackwardChoice {
     BackwardConfig config;
     // The blocks work on this many key heads (of all batches) at a time.
@@ -42,6 +49,7 @@ struct BackwardParams {
     float* dsink = nullptr;           // (q_heads,); null: not wanted
     float* workspace = nullptr;       // workspace_floats(problem, sequences, config)
     Scores scores;
+    float query_scale = 1.0f;  // dQ is this times dS K; differs from the scale of signed_query()
     Sequences sequences;
     int section_heads = 1;
     int sm_count = 0;
@@ -60,6 +68,40 @@ constexpr int64_t workspace_floats(const Problem& p, const Sequences& s,
     const int64_t rows = (p.varlen ? 1 : p.batch) * p.q_heads * rows_of_head(p, s);
     return rows * (2 + config.head_dim) + rows / 32 + 1;
 }
+
+// What the workspace holds.
+struct Workspace {
+    float *lse_log2, *delta;  // per row
+    float* dq;                // dq_columns per row
+    int *next_item, *turns;   // a counter; two flags per tile of dQ
+
+    Workspace(const BackwardParams& params, int dq_columns) {
+        const Problem& p = params.problem;
+        const int64_t rows =
+            (p.varlen ? 1 : p.batch) * p.q_heads * rows_of_head(p, params.sequences);
+        lse_log2 = params.workspace;
+        delta = lse_log2 + rows;
+        dq = params.dq.data ? delta + rows : nullptr;
+        next_item = reinterpret_cast<int*>(delta + rows + rows * dq_columns);
+        turns = next_item + 1;
+    }
+};
+
+// How dQ is summed: in tiles of block_m rows, each in parts of 64 x part_cols, those of 64 rows
+// first, in the order of the accumulators' registers.
+struct DqTiles {
+    int block_m, parts, part_cols;
+
+    int columns() const { return parts * 64 * part_cols / block_m; }
+    bool operator==(const DqTiles&) const = default;
+};
+
+// Before the main kernel: statistics of the rows, a cleared dQ, and counters.
+void launch_prepare(const BackwardParams& params, const Workspace& workspace, const DqTiles& tiles,
+                    Stream stream);
+// After it: dQ, and the gradient of the sinks.
+void launch_finish(const BackwardParams& params, const Workspace& workspace, const DqTiles& tiles,
+                   Stream stream);
 
 template <typename Visitor>
 void visit_fields(BackwardChoice& c, Visitor visit) {

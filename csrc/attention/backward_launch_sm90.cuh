@@ -3,17 +3,18 @@
 
 #include <algorithm>
 
-#include "csrc/attention/backward_rows_sm90.cuh"
 #include "csrc/attention/backward_sm90.cuh"
 
 namespace thunderkittens::attention {
 
 template <class Kernel>
 void launch_backward_kernels(const BackwardParams& params, Stream stream) {
+    static_assert(sizeof(BackwardShared<Kernel>) + 1024 <= Kernel::shared_bytes,
+                  "backward_memory() must count all of the block's shared memory");
     const Problem& p = params.problem;
     const Workspace workspace(params, Kernel::head_dim);
-    launch_prepare<typename Kernel::T>(params, workspace, Kernel::head_dim, Kernel::block_m,
-                                       stream);
+    constexpr DqTiles tiles{Kernel::block_m, Kernel::dq_parts, Kernel::part_cols};
+    launch_prepare(params, workspace, tiles, stream);
 
     const int64_t q_rows = p.varlen ? params.sequences.total_q : p.q_length;
     const int64_t k_rows = p.varlen ? params.sequences.total_k : p.k_length;
@@ -52,10 +53,9 @@ void launch_backward_kernels(const BackwardParams& params, Stream stream) {
     const auto blocks = unsigned(std::min(globals.work.schedule.items(), params.sm_count));
     if (blocks > 0) {
         kittens::launch({.dependent = true}, backward_kernel<Kernel>, dim3(blocks),
-                        dim3(Kernel::threads), dim3(1), sizeof(BackwardShared<Kernel>) + 1024,
-                        stream, globals);
+                        dim3(Kernel::threads), dim3(1), Kernel::shared_bytes, stream, globals);
     }
-    launch_finish<Kernel>(params, workspace, stream);
+    launch_finish(params, workspace, tiles, stream);
 }
 
 template <BackwardConfig config>

@@ -3,32 +3,17 @@
 // from the accumulator's order into rows; the gradient of the sinks.
 #pragma once
 
+#include <algorithm>
+
 #include "csrc/attention/backward_items.cuh"
 #include "csrc/attention/layouts.cuh"
-#include "csrc/attention/softmax.cuh"
+#include "csrc/common/check.h"
 
 namespace thunderkittens::attention {
 
-// A tensor's rows, without a tensor map.
-template <class T>
-struct Rows {
-    T* data;
-    int64_t batch_stride, head_stride, row_stride;
-
-    explicit Rows(const Operand& x)
-        : data(static_cast<T*>(const_cast<void*>(x.data))),
-          batch_stride(x.batch_stride),
-          head_stride(x.head_stride),
-          row_stride(x.row_stride) {}
-    // `row` counts tokens of a packed tensor, whose batch stride is 0.
-    __device__ __forceinline__ T* at(int b, int head, int row, int column) const {
-        return data + (b * batch_stride + head * head_stride + row * row_stride + column);
-    }
-};
-
 template <class T>
 struct PrepareGlobals {
-    Rows<T> out, grad_out;
+    PlainLayout<T> out, grad_out;
     int value_dim;
     const float* lse;       // (batch, heads, q_length), packed: (heads, tokens)
     const float* grad_lse;  // likewise, or null
@@ -43,7 +28,7 @@ struct PrepareGlobals {
     int* turns;  // two per block_m rows
     int block_m;
     // Rows behind the last packed sequence get zero gradients.
-    Rows<T> tail_dq, tail_dk, tail_dv;
+    PlainLayout<T> tail_dq, tail_dk, tail_dv;
     int head_dim, kv_heads;
 };
 
@@ -51,7 +36,7 @@ constexpr int PREPARE_ROWS = 64;  // of a block
 constexpr int PREPARE_THREADS = 256;
 
 template <class T>
-__device__ __forceinline__ void clear_rows(const Rows<T>& rows, int head, int first, int end,
+__device__ __forceinline__ void clear_rows(const PlainLayout<T>& rows, int head, int first, int end,
                                            int columns) {
     if (rows.data == nullptr) return;
     const int words = columns / 8;
@@ -89,9 +74,8 @@ __global__ __launch_bounds__(PREPARE_THREADS) void prepare_kernel(
     const int first = int(blockIdx.x) * PREPARE_ROWS;
     if (first >= (q_length + 127) / 128 * 128) return;
     const int64_t rows = g.rows.first(b, s.q_begin, head) + first;
-    const int64_t statistics =
-        g.rows.packed ? int64_t(head) * g.sequences.q_length + s.q_begin
-                      : (int64_t(b) * g.heads + head) * g.sequences.q_length;
+    const int64_t statistics = g.rows.packed ? int64_t(head) * g.sequences.q_length + s.q_begin
+                                             : (int64_t(b) * g.heads + head) * g.sequences.q_length;
     const int lane = threadIdx.x % lanes;
 #pragma unroll 2
     for (int r = threadIdx.x / lanes; r < PREPARE_ROWS; r += PREPARE_THREADS / lanes) {
@@ -121,7 +105,8 @@ __global__ __launch_bounds__(PREPARE_THREADS) void prepare_kernel(
                 const float value = arch::load_global(g.lse + statistics + row);
                 // A row that sees nothing has weights exp(s - inf) = 0.
                 if (value != -INFINITY) lse = value * LOG2_E;
-                delta = sum - (g.grad_lse ? arch::load_global(g.grad_lse + statistics + row) : 0.0f);
+                delta =
+                    sum - (g.grad_lse ? arch::load_global(g.grad_lse + statistics + row) : 0.0f);
             }
             arch::store_global(g.lse_log2 + rows + r, lse);
             arch::store_global(g.delta + rows + r, delta);
@@ -137,10 +122,9 @@ __global__ __launch_bounds__(PREPARE_THREADS) void prepare_kernel(
     }
 }
 
-// Kernel: T, block_m, dq_parts of 64 x part_cols, part_at(part), dq_tile_floats.
-template <class Kernel>
+template <class T, int part_cols>
 struct FinishGlobals {
-    using tile = st<typename Kernel::T, 64, Kernel::part_cols>;
+    using tile = st<T, 64, part_cols>;
     Layout<tile> dq;
     SequenceTable sequences;
     PaddedRows rows;
@@ -149,23 +133,21 @@ struct FinishGlobals {
 };
 
 // A block brings one tile of dQ in order; its warpgroups hold what the consumers had.
-template <class Kernel>
-__global__ __launch_bounds__(Kernel::dq_parts* WARPGROUP_THREADS) void finish_kernel(
-    const __grid_constant__ FinishGlobals<Kernel> g) {
+template <class T, int block_m, int parts, int part_cols>
+__global__ __launch_bounds__(parts* WARPGROUP_THREADS) void finish_kernel(
+    const __grid_constant__ FinishGlobals<T, part_cols> g) {
     shared_allocator allocator(shared_memory());
-    auto& tiles =
-        allocator.template allocate<typename FinishGlobals<Kernel>::tile, Kernel::dq_parts>();
+    auto& tiles = allocator.template allocate<typename FinishGlobals<T, part_cols>::tile, parts>();
     arch::wait_for_dependencies();
     const int id = arch::warp_uniform(warpgroup::groupid());
     const int head = blockIdx.y, b = blockIdx.z;
     const Lengths s = g.sequences.lengths(b);
-    const int2 at = Kernel::part_at(id);
-    const int row = int(blockIdx.x) * Kernel::block_m + at.x;
+    constexpr int row_parts = block_m / 64, part_floats = 64 * part_cols;
+    const int row = int(blockIdx.x) * block_m + 64 * (id % row_parts);
     if (row >= s.q_length) return;
-    const int64_t tile = g.rows.first(b, s.q_begin, head) / Kernel::block_m + blockIdx.x;
-    const float* from = g.sums + tile * Kernel::dq_tile_floats + id * (64 * Kernel::part_cols) +
-                        4 * warpgroup::laneid();
-    rt_fl<16, Kernel::part_cols> part;
+    const int64_t tile = g.rows.first(b, s.q_begin, head) / block_m + blockIdx.x;
+    const float* from = g.sums + (tile * parts + id) * part_floats + 4 * warpgroup::laneid();
+    rt_fl<16, part_cols> part;
 #pragma unroll
     for (int j = 0; j < part.width; ++j) {
 #pragma unroll
@@ -180,7 +162,7 @@ __global__ __launch_bounds__(Kernel::dq_parts* WARPGROUP_THREADS) void finish_ke
     arch::fence_async_shared();
     warpgroup::sync(1 + id);
     if (warpgroup::laneid() == 0) {
-        g.dq.store(tiles[id], b, head, s.q_begin, s.q_length, row, at.y);
+        g.dq.store(tiles[id], b, head, s.q_begin, s.q_length, row, part_cols * (id / row_parts));
         tma::store_async_read_wait();
     }
 }
@@ -226,50 +208,32 @@ static __global__ __launch_bounds__(SINK_THREADS) void sink_kernel(
     }
 }
 
-// Where the workspace has what.
-struct Workspace {
-    float *lse_log2, *delta, *dq;
-    int *next_item, *turns;
-
-    Workspace(const BackwardParams& params, int dq_columns) {
-        const Problem& p = params.problem;
-        const int64_t rows =
-            (p.varlen ? 1 : p.batch) * p.q_heads * rows_of_head(p, params.sequences);
-        lse_log2 = params.workspace;
-        delta = lse_log2 + rows;
-        dq = params.dq.data ? delta + rows : nullptr;
-        next_item = reinterpret_cast<int*>(delta + rows + rows * dq_columns);
-        turns = next_item + 1;
-    }
-};
-
 template <class T>
-void launch_prepare(const BackwardParams& params, const Workspace& workspace, int dq_columns,
-                    int block_m, Stream stream) {
+void launch_prepare_kernel(const BackwardParams& params, const Workspace& workspace,
+                           const DqTiles& tiles, Stream stream) {
     const Problem& p = params.problem;
-    const PrepareGlobals<T> globals{
-        .out = Rows<T>(params.out),
-        .grad_out = Rows<T>(params.grad_out),
-        .value_dim = int(p.value_dim),
-        .lse = params.lse,
-        .grad_lse = params.grad_lse,
-        .sequences = SequenceTable(p, params.sequences),
-        .rows = PaddedRows(p, params.sequences),
-        .batch = int(p.batch),
-        .heads = int(p.q_heads),
-        .q_limit = int(p.q_length),
-        .lse_log2 = workspace.lse_log2,
-        .delta = workspace.delta,
-        .dq = workspace.dq,
-        .dq_columns = dq_columns,
-        .next_item = workspace.next_item,
-        .turns = workspace.turns,
-        .block_m = block_m,
-        .tail_dq = Rows<T>(params.dq),
-        .tail_dk = Rows<T>(params.dk),
-        .tail_dv = Rows<T>(params.dv),
-        .head_dim = int(p.head_dim),
-        .kv_heads = int(p.kv_heads)};
+    const PrepareGlobals<T> globals{.out = PlainLayout<T>(params.out, p.varlen),
+                                    .grad_out = PlainLayout<T>(params.grad_out, p.varlen),
+                                    .value_dim = int(p.value_dim),
+                                    .lse = params.lse,
+                                    .grad_lse = params.grad_lse,
+                                    .sequences = SequenceTable(p, params.sequences),
+                                    .rows = PaddedRows(p, params.sequences),
+                                    .batch = int(p.batch),
+                                    .heads = int(p.q_heads),
+                                    .q_limit = int(p.q_length),
+                                    .lse_log2 = workspace.lse_log2,
+                                    .delta = workspace.delta,
+                                    .dq = workspace.dq,
+                                    .dq_columns = tiles.columns(),
+                                    .next_item = workspace.next_item,
+                                    .turns = workspace.turns,
+                                    .block_m = tiles.block_m,
+                                    .tail_dq = PlainLayout<T>(params.dq, p.varlen),
+                                    .tail_dk = PlainLayout<T>(params.dk, p.varlen),
+                                    .tail_dv = PlainLayout<T>(params.dv, p.varlen),
+                                    .head_dim = int(p.head_dim),
+                                    .kv_heads = int(p.kv_heads)};
     const dim3 grid(unsigned(std::max<int64_t>(padded_rows(p.q_length), 128) / PREPARE_ROWS),
                     unsigned(p.q_heads), unsigned(p.batch + (p.varlen ? 1 : 0)));
     const auto kernel = p.value_dim > 128  ? prepare_kernel<T, 32>
@@ -278,39 +242,50 @@ void launch_prepare(const BackwardParams& params, const Workspace& workspace, in
     kittens::launch(kernel, grid, dim3(PREPARE_THREADS), dim3(1), 0, stream, globals);
 }
 
-// After the main kernel: dQ in order, and the gradient of the sinks.
-template <class Kernel>
-void launch_finish(const BackwardParams& params, const Workspace& workspace, Stream stream) {
-    using T = typename Kernel::T;
+inline void launch_sink_kernel(const BackwardParams& params, const Workspace& workspace,
+                               Stream stream) {
     const Problem& p = params.problem;
-    const SequenceTable sequences(p, params.sequences);
-    const PaddedRows rows(p, params.sequences);
-    if (params.dsink != nullptr) {
-        const SinkGlobals globals{.lse_log2 = workspace.lse_log2,
-                                  .delta = workspace.delta,
-                                  .sink = params.scores.sink,
-                                  .dsink = params.dsink,
-                                  .sequences = sequences,
-                                  .rows = rows,
-                                  .batch = int(p.batch),
-                                  .q_limit = int(p.q_length)};
-        kittens::launch(sink_kernel, dim3(unsigned(p.q_heads)), dim3(SINK_THREADS), dim3(1), 1024,
-                        stream, globals);
-    }
-    if (params.dq.data == nullptr) return;
-    using Tile = typename FinishGlobals<Kernel>::tile;
-    const FinishGlobals<Kernel> globals{
+    const SinkGlobals globals{.lse_log2 = workspace.lse_log2,
+                              .delta = workspace.delta,
+                              .sink = params.scores.sink,
+                              .dsink = params.dsink,
+                              .sequences = SequenceTable(p, params.sequences),
+                              .rows = PaddedRows(p, params.sequences),
+                              .batch = int(p.batch),
+                              .q_limit = int(p.q_length)};
+    kittens::launch(sink_kernel, dim3(unsigned(p.q_heads)), dim3(SINK_THREADS), dim3(1), 1024,
+                    stream, globals);
+}
+
+template <class T, int block_m, int parts, int part_cols>
+bool launch_finish_kernel(const BackwardParams& params, const Workspace& workspace,
+                          const DqTiles& tiles, Stream stream) {
+    if (tiles != DqTiles{block_m, parts, part_cols}) return false;
+    const Problem& p = params.problem;
+    using Globals = FinishGlobals<T, part_cols>;
+    using Tile = typename Globals::tile;
+    const Globals globals{
         .dq = Layout<Tile>(params.dq, p.varlen, p.batch, p.q_heads,
                            p.varlen ? params.sequences.total_q : p.q_length, p.head_dim),
-        .sequences = sequences,
-        .rows = rows,
+        .sequences = SequenceTable(p, params.sequences),
+        .rows = PaddedRows(p, params.sequences),
         .sums = workspace.dq,
-        .scale = params.scores.scale};
-    const auto tiles = unsigned((p.q_length + Kernel::block_m - 1) / Kernel::block_m);
-    kittens::launch({.dependent = params.dsink == nullptr}, finish_kernel<Kernel>,
-                    dim3(tiles, unsigned(p.q_heads), unsigned(p.batch)),
-                    dim3(Kernel::dq_parts * WARPGROUP_THREADS), dim3(1),
-                    Kernel::dq_parts * sizeof(Tile) + 1024, stream, globals);
+        .scale = params.query_scale};
+    const dim3 grid(unsigned((p.q_length + block_m - 1) / block_m), unsigned(p.q_heads),
+                    unsigned(p.batch));
+    kittens::launch(
+        {.dependent = params.dsink == nullptr}, finish_kernel<T, block_m, parts, part_cols>, grid,
+        dim3(parts * WARPGROUP_THREADS), dim3(1), parts * sizeof(Tile) + 1024, stream, globals);
+    return true;
+}
+template <class T>
+void launch_finish_of(const BackwardParams& params, const Workspace& workspace,
+                      const DqTiles& tiles, Stream stream) {
+    const bool found = launch_finish_kernel<T, 128, 2, 64>(params, workspace, tiles, stream) ||
+                       launch_finish_kernel<T, 64, 2, 32>(params, workspace, tiles, stream) ||
+                       launch_finish_kernel<T, 64, 2, 48>(params, workspace, tiles, stream) ||
+                       launch_finish_kernel<T, 64, 2, 64>(params, workspace, tiles, stream);
+    TK_CHECK(found, "tk.attention: no kernel for dQ in parts of ", tiles.part_cols, " columns");
 }
 
 }  // namespace thunderkittens::attention

@@ -42,6 +42,7 @@ struct BackwardKernel {
     static constexpr int block_m = config.block_m;  // queries of a step
     static constexpr int block_n = 128;             // keys of a block
     static constexpr int stages = config.stages;
+    static constexpr int shared_bytes = backward_memory(config);
     static constexpr int warpgroups = 2;
     static constexpr int threads = (warpgroups + 1) * WARPGROUP_THREADS;
 
@@ -52,15 +53,12 @@ struct BackwardKernel {
     static constexpr int part_cols = split_rows ? head_dim : head_dim / 2;
     static constexpr int part_floats = 64 * part_cols;
     static constexpr int dq_tile_floats = dq_parts * part_floats;
-    static __host__ __device__ constexpr int2 part_at(int id) {
-        return split_rows ? int2{64 * id, 0} : int2{0, part_cols * id};
-    }
     static_assert(block_m == 64 || block_m == 128);
 
     // Tiles of a consumer. A part of K's columns must begin with a stripe of the swizzle.
     using k_tile = st<T, 64, head_dim, true, head_dim == 96 ? 32 : 0>;
     using v_tile = st<T, 64, head_dim>;
-    using ds_tile = st<T, 64, block_m>;      // dS^T
+    using ds_tile = st<T, 64, block_m>;       // dS^T
     using q_tile = st<T, block_m, head_dim>;  // Q and dO
     using part_tile = st<T, 64, part_cols>;
     using statistics = sv<float, block_m>;
@@ -76,10 +74,11 @@ struct BackwardGlobals {
     Layout<typename Kernel::k_tile> k;
     Layout<typename Kernel::v_tile> v, dk, dv;
     typename Kernel::Work work;
-    const float* lse_log2;  // per row of the workspace: LSE * log2(e), +inf for rows that see nothing
-    const float* delta;     // likewise: rowsum(out * grad_out) - grad_lse
-    float* dq;              // likewise, head_dim each, in the accumulator's order
-    int* turns;             // per tile of dQ and consumer: key blocks that have been added
+    const float*
+        lse_log2;        // per row of the workspace: LSE * log2(e), +inf for rows that see nothing
+    const float* delta;  // likewise: rowsum(out * grad_out) - grad_lse
+    float* dq;           // likewise, head_dim each, in the accumulator's order
+    int* turns;          // per tile of dQ and consumer: key blocks that have been added
     Modification modification;
     float scale, scale_log2;
     bool need_dk, need_dv;
@@ -154,6 +153,27 @@ __device__ __forceinline__ void produce(const BackwardGlobals<Kernel>& g,
     });
 }
 
+// The key blocks of a tile of dQ add to it one after the other.
+template <class Kernel>
+__device__ __forceinline__ int place(const BackwardItem& item, int m) {
+    return read(item.block) - Kernel::Work::first_block(m, read(item.low));
+}
+template <class Kernel>
+__device__ __forceinline__ void await_turn(const BackwardGlobals<Kernel>& g,
+                                           const BackwardItem& item, int tile, int m, int id) {
+    const int before = place<Kernel>(item, m);
+    while (arch::load_acquire_global(g.turns + 2 * tile + id) != before) {
+    }
+    arch::fence_async();
+}
+template <class Kernel>
+__device__ __forceinline__ void pass_turn(const BackwardGlobals<Kernel>& g,
+                                          const BackwardItem& item, int tile, int m, int id) {
+    tma::store_async_wait();
+    arch::fence_async();
+    arch::store_release_global(g.turns + 2 * tile + id, place<Kernel>(item, m) + 1);
+}
+
 // Adds a consumer's parts of dQ to memory; in order: the key blocks of a tile in ascending order.
 template <class Kernel>
 __device__ __forceinline__ void send(const BackwardGlobals<Kernel>& g,
@@ -161,36 +181,21 @@ __device__ __forceinline__ void send(const BackwardGlobals<Kernel>& g,
     int phase = 0;
     auto& part = shared.exchange[id].dq;
     shared.ring.receive([&](const BackwardItem& item) {
-        const int begin = read(item.begin), end = read(item.end);
         for (int i = 0; i < g.work.group; ++i) {
-            const int tiles = read(item.tile) + i * g.work.tiles_of_head();
-            for (int m = begin; m < end; ++m) {
-                const int64_t tile = tiles + m;
-                float* to = g.dq + tile * Kernel::dq_tile_floats + id * Kernel::part_floats;
-                constexpr int bytes = Kernel::part_floats * int(sizeof(float));
+            for (int m = read(item.begin); m < read(item.end); ++m) {
+                const int tile = read(item.tile) + i * g.work.tiles_of_head() + m;
                 wait(shared.dq_full[id], phase);
                 phase ^= 1;
                 // Here rather than in the consumers, whom it would hold up.
                 arch::fence_async_shared();
-                if constexpr (Kernel::in_order) {
-                    int* turn = g.turns + 2 * tile + id;
-                    const int block = read(item.block) - Kernel::Work::first_block(m, read(item.low));
-                    while (arch::load_acquire_global(turn) != block) {
-                    }
-                    arch::fence_async();
-                    arch::bulk_store_add(to, part.address(), bytes);
-                    tma::store_commit_group();
-                    tma::store_async_read_wait();
-                    arrive(shared.dq_empty[id]);
-                    tma::store_async_wait();
-                    arch::fence_async();
-                    arch::store_release_global(turn, block + 1);
-                } else {
-                    arch::bulk_store_add(to, part.address(), bytes);
-                    tma::store_commit_group();
-                    tma::store_async_read_wait();
-                    arrive(shared.dq_empty[id]);
-                }
+                if constexpr (Kernel::in_order) await_turn(g, item, tile, m, id);
+                arch::bulk_store_add(
+                    g.dq + int64_t(tile) * Kernel::dq_tile_floats + id * Kernel::part_floats,
+                    part.address(), Kernel::part_floats * int(sizeof(float)));
+                tma::store_commit_group();
+                tma::store_async_read_wait();
+                arrive(shared.dq_empty[id]);
+                if constexpr (Kernel::in_order) pass_turn(g, item, tile, m, id);
             }
         }
     });
@@ -292,7 +297,8 @@ struct BackwardConsumer {
                     const float2 w = {weight(x.x, fabsf(near), shift.x),
                                       weight(x.y, fabsf(near - 1.0f), shift.y)};
                     p.tiles[0][j / 2].data[2 * (j % 2) + k] = pack_pair<T>(w.x, w.y);
-                    x = {w.x * fmaf(-square * x.x, x.x, 1.0f), w.y * fmaf(-square * x.y, x.y, 1.0f)};
+                    x = {w.x * fmaf(-square * x.x, x.x, 1.0f),
+                         w.y * fmaf(-square * x.y, x.y, 1.0f)};
                 }
             }
         } else {
@@ -304,8 +310,7 @@ struct BackwardConsumer {
         }
     }
     __device__ __forceinline__ float weight(float x, float distance, float shift) const {
-        return arch::exp2_approx(
-            fmaf(x, g.modification.unit_log2, -fmaf(slope, distance, shift)));
+        return arch::exp2_approx(fmaf(x, g.modification.unit_log2, -fmaf(slope, distance, shift)));
     }
     static __device__ __forceinline__ void multiply(weights& product, const scores& a,
                                                     const scores& b) {
@@ -345,7 +350,8 @@ struct BackwardConsumer {
             if constexpr (Kernel::split_rows) {
                 product(dq, ds.template subtile<64, 64>({0, self}), shared.k[w], w > 0);
             } else {
-                product(dq, ds, shared.k[w].template subtile<64, Kernel::part_cols>({0, self}), w > 0);
+                product(dq, ds, shared.k[w].template subtile<64, Kernel::part_cols>({0, self}),
+                        w > 0);
             }
         }
         warpgroup::mma_commit_group();
@@ -477,7 +483,7 @@ struct BackwardConsumer {
         sync_own();
         if (warpgroup::laneid() == 0) {
             target.store(tile, read(item.b), read(item.head), read(item.k_begin),
-                         read(item.k_length), read(item.block) * Kernel::block_n + 64 * id);
+                         read(item.k_length), read(item.block) * Kernel::block_n + 64 * id, 0);
         }
     }
 };
