@@ -1,8 +1,7 @@
 // The attention ops for CUDA: checks what memory safety needs, allocates, chooses and launches.
 #include <tuple>
-#include <utility>
 
-#include "csrc/attention/forward.h"
+#include "csrc/attention/dispatch.h"
 #include "csrc/attention/operands.h"
 
 namespace thunderkittens::attention {
@@ -10,20 +9,6 @@ namespace thunderkittens::attention {
 namespace {
 
 constexpr const char* OP = "tk.attention";
-
-constexpr std::size_t KERNELS = 2 * std::size(CONFIGS);
-constexpr Config config_at(std::size_t i) {
-    return with_dtype(CONFIGS[i / 2], i % 2 == 0 ? DType::bf16 : DType::fp16);
-}
-template <std::size_t... indices>
-void launch_any(const Config& config, const ForwardParams& params, Stream stream,
-                std::index_sequence<indices...>) {
-    const bool found =
-        ((config == config_at(indices) ? (launch_forward<config_at(indices)>(params, stream), true)
-                                       : false) ||
-         ...);
-    TK_CHECK(found, OP, ": no kernel ", kernel_name({config}), " in this build");
-}
 
 // Of q's shape with v's last dimension. With the same dimension, q's strides; otherwise packed, heads
 // inside the rows where q has them there.
@@ -74,7 +59,15 @@ Tensor forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const
     params.sm_count = device.sm_count;
     const Choice choice = choose(p, device);
     params.section_heads = choice.section_heads;
-    launch_any(choice.config, params, current_stream(q_in), std::make_index_sequence<KERNELS>());
+    params.splits = choice.splits;
+    Tensor workspace;
+    if (combines(p, choice.splits)) {
+        const int64_t rows = choice.splits * partial_rows(p, params.sequences);
+        workspace = empty({rows * (p.value_dim + 1)}, ScalarType::Float, q_in);
+        params.partial_out = static_cast<float*>(workspace.data_ptr());
+        params.partial_lse = params.partial_out + rows * p.value_dim;
+    }
+    launch_choice(OP, choice, params, current_stream(q_in));
     if (!direct) torch::stable::copy_(out, out_buffer);
     return out;
 }

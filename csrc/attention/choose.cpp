@@ -5,11 +5,13 @@
 #include <algorithm>
 #include <cstdlib>
 #include <utility>
+#include <vector>
 
 namespace thunderkittens::attention {
 namespace {
 
 constexpr int64_t MAX_LENGTH = int64_t{1} << 28;
+constexpr int64_t SHORT_QUERY = 64;  // rows that a tile of the kernels that split keys holds
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -17,19 +19,21 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // those of one head after the other keep its keys in L2. With one, blocks of a section go longest
 // first, dealt back and forth to the SMs: that evens out best when a section fills a whole even
 // number of rounds. A section of about a quarter of the SMs leaves four blocks at work on a head,
-// enough for its keys to come from L2.
-int choose_section(const Problem& p, int block_m, int sm_count) {
+// enough for its keys to come from L2; it may be larger if the keys of all its heads fit there.
+int choose_section(const Problem& p, int block_m, const DeviceProperties& device) {
     const int64_t group = p.q_heads / std::max<int64_t>(p.kv_heads, 1);
     const int64_t heads = p.q_heads * p.batch;
     if (p.causal == static_cast<int>(Causal::none)) return static_cast<int>(group);
     const int64_t blocks = ceil_div(p.q_length, block_m);
-    const int64_t target = std::max<int64_t>(sm_count / 4, 1);
+    const int64_t target = std::max<int64_t>(device.sm_count / 4, 1);
     if (heads <= target + target / 2) return static_cast<int>(heads);
+    const int64_t head_bytes = p.k_length * (p.head_dim + p.value_dim) * 2 / group;
+    const int64_t in_cache = device.l2_bytes / 2 / std::max<int64_t>(head_bytes, 1);
+    const int64_t most = std::min({heads, std::max(target + target / 2, in_cache), 4 * target});
     int64_t best = target;
     double best_cost = 1e30;
-    for (int64_t s = target / 2; s <= target + target / 2; ++s) {
-        if (s < 1) continue;
-        const int64_t items = s * blocks, round = 2 * sm_count;
+    for (int64_t s = std::max<int64_t>(target / 2, 1); s <= most; ++s) {
+        const int64_t items = s * blocks, round = 2 * device.sm_count;
         const int64_t off = std::min(items % round, round - items % round);
         // The share of a section that is out of step, then the distance from the target.
         const double cost = static_cast<double>(off) / static_cast<double>(items) +
@@ -66,6 +70,35 @@ Config choose_config(const Problem& p) {
     return fitting[p.k_length >= (causal ? 8192 : 4096) ? 1 : 0];
 }
 
+Config choose_split_config(const Problem& p) {
+    for (const Config& c : SPLIT_CONFIGS) {
+        if (c.head_dim >= p.head_dim && c.value_dim >= p.value_dim) return c;
+    }
+    return {};
+}
+
+// Into how many ranges the keys of short queries are cut: the least time, in units of a key block,
+// of the rounds that the blocks take, each with its start and end, and of the combination.
+int choose_splits(const Problem& p, int block_n, int sm_count, int at_most) {
+    const int64_t group = p.q_heads / std::max<int64_t>(p.kv_heads, 1);
+    const int64_t tiles = ceil_div(p.q_length * group, 64) * p.kv_heads * p.batch;
+    const int64_t keys =
+        p.window_left < 0 ? p.k_length : std::min(p.k_length, p.window_left + p.q_length + block_n);
+    const int64_t blocks = std::max<int64_t>(ceil_div(keys, block_n), 1);
+    int best = 1;
+    double best_cost = 1e30;
+    for (int64_t s = 1; s <= std::min<int64_t>(blocks, at_most); ++s) {
+        const double rounds = static_cast<double>(ceil_div(tiles * s, sm_count));
+        const double start = 3, combine = s > 1 ? 3 + 0.03 * static_cast<double>(s) : 0;
+        const double cost = rounds * (static_cast<double>(ceil_div(blocks, s)) + start) + combine;
+        if (cost < best_cost) {
+            best_cost = cost;
+            best = static_cast<int>(s);
+        }
+    }
+    return best;
+}
+
 }  // namespace
 
 std::string unsupported_problem(const Problem& p, const DeviceProperties& device) {
@@ -100,36 +133,55 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
     return unsupported_problem(p, device);
 }
 
-Choice choose(const Problem& problem, const DeviceProperties& device) {
-    const Config config = with_dtype(choose_config(problem), problem.dtype);
-    return {config, choose_section(problem, 64 * config.warpgroups, device.sm_count)};
+Choice choose(const Problem& p, const DeviceProperties& device) {
+    Choice choice;
+    if (p.q_length <= SHORT_QUERY) {
+        const int splits_at_most = 128;
+        choice.config = choose_split_config(p);
+        choice.splits = choose_splits(p, choice.config.block_n, device.sm_count, splits_at_most);
+    } else {
+        choice.config = choose_config(p);
+        choice.section_heads = choose_section(p, 64 * choice.config.warpgroups, device);
+    }
+    choice.config.dtype = p.dtype;
+    return choice;
 }
 
 std::string kernel_name(const Choice& choice) {
     const Config& c = choice.config;
     const std::string value = c.value_dim == c.head_dim ? "" : concat("v", c.value_dim);
-    return concat("forward_", name_of(c.dtype), "_d", c.head_dim, value, "_", 64 * c.warpgroups,
-                  "x", c.block_n, c.modified ? "_modified" : "");
+    const std::string tile =
+        concat(name_of(c.dtype), "_d", c.head_dim, value, "_", 64 * c.warpgroups, "x", c.block_n);
+    return choice.splits > 0 ? concat("split_", tile)
+                             : concat("forward_", tile, c.modified ? "_modified" : "");
 }
+
+namespace {
+
+KernelInfo kernel_info(const Config& config, bool split) {
+    KernelInfo info;
+    info.name = kernel_name({config, 1, split});
+    info.config =
+        concat("head_dim ", config.head_dim, ", value_dim ", config.value_dim, ", ",
+               64 * config.warpgroups, " query rows x ", config.block_n, " keys, ", config.stages,
+               " stages, ", config.warpgroups, " consumer warpgroups + 1 producer",
+               config.modified ? ", softcap and ALiBi" : "");
+    info.source = info.name;
+    // A source of kernels that split keys also holds the one that combines them.
+    if (split) info.symbol = "split_kernel";
+    info.threads = split ? 160 : 128 * (config.warpgroups + 1);
+    info.shared_bytes = forward_memory(config).bytes;
+    return info;
+}
+
+}  // namespace
 
 std::vector<KernelInfo> kernels() {
     std::vector<KernelInfo> list;
     for (const DType dtype : {DType::bf16, DType::fp16}) {
-        for (const Config& tile : CONFIGS) {
-            const Config config = with_dtype(tile, dtype);
-            const std::string name = kernel_name({config});
-            KernelInfo info;
-            info.name = name;
-            info.config = concat("head_dim ", config.head_dim, ", value_dim ", config.value_dim,
-                                 ", ", 64 * config.warpgroups, " query rows x ", config.block_n,
-                                 " keys, ", config.stages, " stages, ", config.warpgroups,
-                                 " consumer warpgroups + 1 producer",
-                                 config.modified ? ", softcap and ALiBi" : "");
-            info.source = name;
-            info.threads = 128 * (config.warpgroups + 1);
-            info.shared_bytes = forward_memory(config).bytes;
-            list.push_back(info);
-        }
+        for (const Config& c : CONFIGS) list.push_back(kernel_info(with_dtype(c, dtype), false));
+        for (const Config& c : SPLIT_CONFIGS)
+            list.push_back(kernel_info(with_dtype(c, dtype), true));
     }
     return list;
 }

@@ -1,23 +1,9 @@
 // Attention on the emulator, as attention.cpp does it on CUDA tensors.
+#include "csrc/attention/dispatch.h"
 #include "csrc/attention/emulated_operands.h"
-#include "csrc/attention/forward.h"
 
 namespace thunderkittens::attention {
 namespace {
-
-constexpr std::size_t KERNELS = 2 * std::size(CONFIGS);
-constexpr Config config_at(std::size_t i) {
-    return with_dtype(CONFIGS[i / 2], i % 2 == 0 ? DType::bf16 : DType::fp16);
-}
-template <std::size_t... indices>
-void launch_any(const Config& config, const ForwardParams& params,
-                std::index_sequence<indices...>) {
-    const bool found =
-        ((config == config_at(indices) ? (launch_forward<config_at(indices)>(params, nullptr), true)
-                                       : false) ||
-         ...);
-    TK_CHECK(found, "tk.attention: no kernel ", kernel_name({config}));
-}
 
 emulated::Result run(const emulated::Call& call) {
     const Array &q_in = call.array("q"), &k_in = call.array("k"), &v_in = call.array("v");
@@ -59,7 +45,18 @@ emulated::Result run(const emulated::Call& call) {
     may_read_options(scope, call);
     scope.may_write("out", out);
     scope.may_write("lse", lse);
-    launch_any(choice.config, params, std::make_index_sequence<KERNELS>());
+    params.splits = choice.splits;
+    Array partial_out, partial_lse;
+    if (combines(p, choice.splits)) {
+        const int64_t rows = choice.splits * partial_rows(p, params.sequences);
+        partial_out = emulated::allocate({rows, p.value_dim}, DType::fp32);
+        partial_lse = emulated::allocate({rows}, DType::fp32);
+        params.partial_out = reinterpret_cast<float*>(partial_out.data);
+        params.partial_lse = reinterpret_cast<float*>(partial_lse.data);
+        scope.may_write("partial_out", partial_out);
+        scope.may_write("partial_lse", partial_lse);
+    }
+    launch_choice("tk.attention", choice, params, nullptr);
     result.choice = detail::fields_of(choice);
     result.choice.emplace("kernel", kernel_name(choice));
     return result;

@@ -27,29 +27,39 @@ constexpr Config CONFIGS[] = {
     {192, 128, 2, 128, 2, true},  {192, 192, 2, 112, 2, false}, {192, 192, 2, 112, 2, true},
     {256, 256, 2, 80, 2, false},  {256, 256, 2, 80, 2, true},
 };
+// For short queries: 64 rows, the keys split among blocks.
+constexpr Config SPLIT_CONFIGS[] = {
+    {64, 64, 1, 128, 6, true},
+    {128, 128, 1, 128, 3, true},
+    {256, 256, 1, 64, 3, true},
+};
 constexpr Config with_dtype(Config config, DType dtype) {
     config.dtype = dtype;
     return config;
 }
 
-// Dynamic shared memory of a block: Q, the rings of K and V, semaphores and alignment; and room
-// for the output where the limit of the architecture leaves it.
+// Dynamic shared memory of a block: Q, the rings of K and V, semaphores and alignment; and, where
+// the limit of the architecture leaves it, room for the output or for half its columns.
 struct ForwardMemory {
-    bool separate_out = false;
+    int out_parts = 0;  // the output passes in so many parts; 0: through Q's memory, whole
     int bytes = 0;
 };
 constexpr ForwardMemory forward_memory(const Config& c) {
-    constexpr int limit = 227 * 1024, overhead = 2048;
+    // Two blocks of one consumer share a multiprocessor.
+    const int limit = c.warpgroups == 1 && !c.modified ? 113 * 1024 : 227 * 1024;
+    constexpr int overhead = 2048;
     const int q = c.warpgroups * 64 * c.head_dim * 2, out = c.warpgroups * 64 * c.value_dim * 2;
-    const int keys = c.stages * c.block_n * (c.head_dim + c.value_dim) * 2;
-    const bool separate_out = q + out + keys + overhead <= limit;
-    return {separate_out, (separate_out ? q + out : q > out ? q : out) + keys + overhead};
+    const int fixed = c.stages * c.block_n * (c.head_dim + c.value_dim) * 2 + overhead;
+    if (q + out + fixed <= limit) return {1, q + out + fixed};
+    if (c.value_dim % 128 == 0 && q + out / 2 + fixed <= limit) return {2, q + out / 2 + fixed};
+    return {0, (q > out ? q : out) + fixed};
 }
 
 struct Choice {
     Config config;
     // The blocks work on this many heads (of all batches) at a time, longest query blocks first.
     int section_heads = 1;
+    int splits = 0;  // of the keys, for the kernels of short queries; 0: the others
 };
 
 struct ForwardParams {
@@ -60,7 +70,19 @@ struct ForwardParams {
     Sequences sequences;
     int section_heads = 1;
     int sm_count = 0;
+    // Of kernels that split keys, where combines(): (splits, partial_rows(), value_dim) and
+    // (splits, partial_rows()).
+    int splits = 0;
+    float *partial_out = nullptr, *partial_lse = nullptr;
 };
+// Whether results pass through memory. With packed sequences even those of a single split do: the
+// combination also knows the rows behind the last sequence.
+constexpr bool combines(const Problem& p, int splits) {
+    return splits > 1 || (splits > 0 && p.varlen);
+}
+constexpr int64_t partial_rows(const Problem& p, const Sequences& s) {
+    return p.q_heads * (p.varlen ? s.total_q : p.batch * p.q_length);
+}
 
 template <typename Visitor>
 void visit_fields(Choice& c, Visitor visit) {
@@ -72,6 +94,7 @@ void visit_fields(Choice& c, Visitor visit) {
     visit("modified", c.config.modified);
     visit("dtype", c.config.dtype);
     visit("section_heads", c.section_heads);
+    visit("splits", c.splits);
 }
 
 std::string unsupported(const Problem& problem, const DeviceProperties& device);
@@ -81,5 +104,7 @@ std::vector<KernelInfo> kernels();
 
 template <Config config>
 void launch_forward(const ForwardParams& params, Stream stream);
+template <Config config>
+void launch_split(const ForwardParams& params, Stream stream);
 
 }  // namespace thunderkittens::attention

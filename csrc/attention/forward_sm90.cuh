@@ -4,7 +4,7 @@
 //
 // A block works on 64 query rows per consumer warpgroup and walks the keys from the last visible
 // block to the first. Roles:
-//   producer   one thread of the first warpgroup: TMA loads of Q (a slot per consumer), and of K
+//   producer   one thread of the last warpgroup: TMA loads of Q (a slot per consumer), and of K
 //              and V into two rings
 //   consumers  2 or 3 warpgroups: S = Q K^T (operands in shared memory), softmax in registers,
 //              O += P V with P in registers. The product S of the next key block is issued before
@@ -39,18 +39,22 @@ struct ForwardKernel {
     static constexpr int block_n = config.block_n;
     static constexpr int stages = config.stages;
     static constexpr bool modified = config.modified;
-    static constexpr int threads = (warpgroups + 1) * WARPGROUP_THREADS;
+    // A single consumer warpgroup leaves no registers to be moved, and needs only a warp beside it.
+    static constexpr bool moves_registers = warpgroups > 1;
+    static constexpr int threads =
+        warpgroups * WARPGROUP_THREADS + (moves_registers ? WARPGROUP_THREADS : WARP_THREADS);
+    static constexpr int blocks_per_sm = warpgroups == 1 ? 2 : 1;
     static constexpr int producer_registers = warpgroups == 2 ? 24 : 32;
     static constexpr int consumer_registers = warpgroups == 2 ? 240 : 160;
 
     using q_tile = st<T, 64, head_dim>;
     using k_tile = st<T, block_n, head_dim>;
     using v_tile = st<T, block_n, value_dim>;
-    using out_tile = st<T, 64, value_dim>;
-
-    // Whether the output has shared memory of its own, or reuses that of Q (and delays its next
-    // load).
-    static constexpr bool separate_out = forward_memory(config).separate_out;
+    // The output has shared memory of its own, for all columns at once or for a part of them; or it
+    // reuses that of Q, and delays its next load.
+    static constexpr bool separate_out = forward_memory(config).out_parts > 0;
+    static constexpr int out_parts = separate_out ? forward_memory(config).out_parts : 1;
+    using out_tile = st<T, 64, value_dim / out_parts>;
     static constexpr int shared_bytes = forward_memory(config).bytes;
 };
 
@@ -176,6 +180,7 @@ struct Consumer {
     // What a step needs to know of the item it belongs to.
     struct Rows {
         const Lengths& s;
+        int begin;    // the last block
         int whole;    // blocks before it need the lower edge's mask
         int row;      // of this thread: its upper one
         float slope;  // of ALiBi
@@ -189,14 +194,20 @@ struct Consumer {
     // Named barriers: 1.. one per consumer for its turn to issue products, then one for its own
     // threads.
     __device__ __forceinline__ void await_turn() {
-        arch::named_barrier_sync(1 + id, 2 * WARPGROUP_THREADS);
+        if constexpr (warpgroups > 1) arch::named_barrier_sync(1 + id, 2 * WARPGROUP_THREADS);
     }
     __device__ __forceinline__ void pass_turn() {
-        arch::named_barrier_arrive(1 + (id + 1) % warpgroups, 2 * WARPGROUP_THREADS);
+        if constexpr (warpgroups > 1)
+            arch::named_barrier_arrive(1 + (id + 1) % warpgroups, 2 * WARPGROUP_THREADS);
     }
     __device__ __forceinline__ void sync_own() { warpgroup::sync(1 + warpgroups + id); }
     __device__ __forceinline__ void release(semaphore& s) {
         if (warpgroup::laneid() == 0) arrive(s);
+    }
+
+    // After the item's last scores, so that the next Q arrives under the softmax.
+    __device__ __forceinline__ void release_query() {
+        if constexpr (Kernel::separate_out) release(shared.q_empty[id]);
     }
 
     __device__ __forceinline__ void issue_scores(scores& s) {
@@ -230,12 +241,24 @@ struct Consumer {
         }
     }
 
+    // A block of keys that only later rows see, those of the next consumers.
+    __device__ __forceinline__ void skip_block() {
+        wait(shared.k_full[k_at.stage], k_at.phase);
+        release_k();
+        wait(shared.v_full[v_at.stage], v_at.phase);
+        release_v();
+    }
+
+    // The item's first block of keys; it takes a turn if it is not that of the other consumers.
     __device__ __forceinline__ void first_step(weights& p, OnlineSoftmax& softmax, const Rows& rows,
-                                               int block) {
+                                               int block, bool takes_turn) {
         scores s;
+        if (takes_turn) await_turn();
         issue_scores(s);
+        if (takes_turn) pass_turn();
         warpgroup::mma_async_wait<0>(s);
         release_k();
+        if (block == rows.begin) release_query();
         finish_scores<true>(s, rows, block);
         softmax.update<true>(s, g.modification.unit_log2);
         convert_scores(p, s);
@@ -252,6 +275,7 @@ struct Consumer {
         pass_turn();
         warpgroup::mma_async_wait<1>(s);
         release_k();
+        if (block == rows.begin) release_query();
         finish_scores<MASKED>(s, rows, block);
         const float2 rescale = softmax.update<MASKED>(s, g.modification.unit_log2);
         warpgroup::mma_async_wait<0>(o);
@@ -262,18 +286,26 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void store(output& o, const Work<Kernel>& work, int first_row) {
+        using part_tile = rt_fl<16, Kernel::out_tile::cols>;
         auto& tile = shared.output(id);
-        if constexpr (Kernel::separate_out) {
-            // The previous store from this memory must have read it.
-            if (warpgroup::laneid() == 0) tma::store_async_read_wait();
+#pragma unroll
+        for (int part = 0; part < Kernel::out_parts; ++part) {
+            if constexpr (Kernel::separate_out) {
+                // The previous store from this memory must have read it.
+                if (warpgroup::laneid() == 0) tma::store_async_read_wait();
+                sync_own();
+            }
+            warpgroup::store(tile,
+                             reinterpret_cast<part_tile&>(o.tiles[0][part * part_tile::width]));
+            arch::fence_async_shared();
             sync_own();
+            if (warpgroup::laneid() == 0) {
+                g.out.store(tile, work.b, work.head, work.s.q_begin, work.s.q_length, first_row,
+                            part * part_tile::cols);
+            }
         }
-        warpgroup::store(tile, o);
-        arch::fence_async_shared();
-        sync_own();
-        if (warpgroup::laneid() == 0) {
-            g.out.store(tile, work.b, work.head, work.s.q_begin, work.s.q_length, first_row);
-            if constexpr (!Kernel::separate_out) {
+        if constexpr (!Kernel::separate_out) {
+            if (warpgroup::laneid() == 0) {
                 tma::store_async_read_wait();
                 arrive(shared.q_empty[id]);
             }
@@ -308,7 +340,7 @@ struct Consumer {
         const int first_row = work.row + 64 * id;
         const int row = first_row + warpgroup::warpid() * 16 + laneid() / 4;
         const KeyBlocks& keys = work.keys;
-        Rows rows{work.s, keys.whole, row, 0.0f};
+        Rows rows{work.s, keys.begin, keys.whole, row, 0.0f};
         if constexpr (Kernel::modified) rows.slope = g.modification.slope(work.b, work.head);
         OnlineSoftmax softmax;
         output o;
@@ -317,7 +349,13 @@ struct Consumer {
         int block = keys.end - 1;
         wait(shared.q_full[id], q_phase);
         q_phase ^= 1;
-        first_step(p, softmax, rows, block);
+        bool skips = false;
+        if constexpr (warpgroups == 2 && Kernel::block_n <= 64) {
+            const int own_end = ::min(work.s.k_length, first_row + 64 + work.s.high);
+            skips = block > keys.begin && block * Kernel::block_n >= own_end;
+            if (skips) skip_block(), --block;
+        }
+        first_step(p, softmax, rows, block, skips);
         // Twice the same code: those of the upper edge and the whole ones, then those of the lower
         // edge.
         int masked_from = keys.cut;
@@ -326,7 +364,6 @@ struct Consumer {
             for (; block >= masked_from; --block) step<true>(o, p, softmax, rows, block);
             for (; block >= keys.whole; --block) step<false>(o, p, softmax, rows, block);
         }
-        if constexpr (Kernel::separate_out) release(shared.q_empty[id]);
         issue_output(o, p);
         softmax.reduce_sum();
         float2 factor = {1.0f, 1.0f};
@@ -370,7 +407,7 @@ struct Consumer {
 };
 
 template <class Kernel>
-__global__ __launch_bounds__(Kernel::threads, 1) void forward_kernel(
+__global__ __launch_bounds__(Kernel::threads, Kernel::blocks_per_sm) void forward_kernel(
     const __grid_constant__ ForwardGlobals<Kernel> g) {
     shared_allocator allocator(shared_memory());
     auto& shared = allocator.template allocate<ForwardShared<Kernel>>();
@@ -389,12 +426,14 @@ __global__ __launch_bounds__(Kernel::threads, 1) void forward_kernel(
     }
     arch::sync_block();
     const int role = arch::warp_uniform(warpgroup::groupid());
-    if (role == 0) {
-        warpgroup::decrease_registers<Kernel::producer_registers>();
+    if (role == Kernel::warpgroups) {
+        if constexpr (Kernel::moves_registers)
+            warpgroup::decrease_registers<Kernel::producer_registers>();
         if (warpgroup::elect_leader()) produce(g, shared);
     } else {
-        warpgroup::increase_registers<Kernel::consumer_registers>();
-        Consumer<Kernel>{g, shared, role - 1}.run();
+        if constexpr (Kernel::moves_registers)
+            warpgroup::increase_registers<Kernel::consumer_registers>();
+        Consumer<Kernel>{g, shared, role}.run();
     }
 }
 
@@ -422,7 +461,8 @@ void launch_forward(const ForwardParams& params, Stream stream) {
         .sequences = {p, s},
         .modification = Modification(params.scores),
         .group = int(p.q_heads / p.kv_heads)};
-    const auto blocks = unsigned(std::min(globals.schedule.items(), params.sm_count));
+    const auto blocks =
+        unsigned(std::min(globals.schedule.items(), Kernel::blocks_per_sm * params.sm_count));
     kittens::launch(forward_kernel<Kernel>, dim3(blocks), dim3(Kernel::threads), dim3(1),
                     Kernel::shared_bytes, stream, globals);
 }

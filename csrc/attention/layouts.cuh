@@ -10,6 +10,24 @@ namespace thunderkittens::attention {
 
 using namespace kittens;
 
+// Rows that threads read and write themselves; those of packed sequences count over all tokens.
+template <class T>
+struct PlainLayout {
+    T* data;
+    int64_t batch_stride, head_stride, row_stride;
+    bool packed;
+
+    PlainLayout(const Operand& x, bool _packed)
+        : data(static_cast<T*>(const_cast<void*>(x.data))),
+          batch_stride(_packed ? 0 : x.batch_stride),
+          head_stride(x.head_stride),
+          row_stride(x.row_stride),
+          packed(_packed) {}
+    __device__ __forceinline__ T* at(int b, int head, int row, int column) const {
+        return data + (b * batch_stride + head * head_stride + row * row_stride + column);
+    }
+};
+
 template <class Tile>
 struct Layout {
     using T = typename Tile::T;
@@ -47,11 +65,11 @@ struct Layout {
             tma::load_async(tile, dense, elements(b, head, row, 0), arrived);
     }
     __device__ __forceinline__ void store(const Tile& tile, int b, int head, int begin, int length,
-                                          int row) const {
+                                          int row, int column) const {
         if (packed)
-            tma::store_async(ragged, tile, ragged_coord{head, begin, length, row, 0});
+            tma::store_async(ragged, tile, ragged_coord{head, begin, length, row, column});
         else
-            tma::store_async(dense, tile, elements(b, head, row, 0));
+            tma::store_async(dense, tile, elements(b, head, row, column));
     }
     __device__ __forceinline__ T* at(int b, int head, int begin, int row, int column) const {
         return packed ? ragged.at(head, begin + row, column)

@@ -155,6 +155,19 @@ __device__ __forceinline__ void reduce_add_global(float* pointer, const float4& 
                  "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
                  : "memory");
 }
+// Adds to an integer in memory and returns what was there.
+__device__ __forceinline__ int fetch_add_global(int* pointer, int value) {
+    return atomicAdd(pointer, value);
+}
+// A flag between blocks: what was written before the release is seen after the acquire.
+__device__ __forceinline__ int load_acquire_global(const int* pointer) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
+    return value;
+}
+__device__ __forceinline__ void store_release_global(int* pointer, int value) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
+}
 // Read-only data that this kernel never writes (ld.global.nc).
 template <class T>
 __device__ __forceinline__ T load_global_readonly(const T* pointer) {

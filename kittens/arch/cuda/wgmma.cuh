@@ -29,6 +29,12 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared_address, in
            (static_cast<uint64_t>(leading_bytes >> 4) << 16) |
            (static_cast<uint64_t>(stride_bytes >> 4) << 32) | (mode << 62);
 }
+// The same matrix, `bytes` further on. The address field cannot overflow: shared memory ends before
+// it does.
+__device__ __forceinline__ uint64_t wgmma_advance(uint64_t descriptor, int bytes) {
+    const uint32_t low = static_cast<uint32_t>(descriptor) + static_cast<uint32_t>(bytes >> 4);
+    return (descriptor & 0xFFFFFFFF00000000) | low;
+}
 
 // Orders register accesses of this warpgroup with the wgmma that follow.
 __device__ __forceinline__ void wgmma_fence() {

@@ -67,6 +67,12 @@ inline void reduce_add_global(float* pointer, const float4& value) {
         std::atomic_ref<float>(pointer[i]).fetch_add(values[i], std::memory_order_relaxed);
     }
 }
+inline int fetch_add_global(int* pointer, int value) {
+    emulated::check_global(pointer, sizeof(int), true, "fetch_add_global");
+    return std::atomic_ref<int>(*pointer).fetch_add(value);
+}
+inline int load_acquire_global(const int* pointer) { return load_global(pointer); }
+inline void store_release_global(int* pointer, int value) { store_global(pointer, value); }
 template <class T>
 inline T load_global_readonly(const T* pointer) {
     return load_global(pointer);

@@ -24,6 +24,9 @@ inline uint64_t wgmma_descriptor(uint32_t shared_address, int leading_bytes, int
            (static_cast<uint64_t>(leading_bytes >> 4) << 16) |
            (static_cast<uint64_t>(stride_bytes >> 4) << 32) | (mode << 62);
 }
+inline uint64_t wgmma_advance(uint64_t descriptor, int bytes) {
+    return descriptor + static_cast<uint64_t>(bytes >> 4);
+}
 inline void wgmma_fence() { emulated::self().products_fenced = true; }
 inline void wgmma_commit() { emulated::commit_products(); }
 template <int PENDING = 0>

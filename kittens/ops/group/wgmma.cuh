@@ -30,27 +30,34 @@ __device__ __forceinline__ uint32_t operand_origin(const Tile& tile) {
     }
 }
 
-// Descriptor of the k-th step of 32 bytes (16 or 32 elements) along K.
+// Descriptor of the first step of 32 bytes (16 or 32 elements) along K, and the distance in bytes
+// of the k-th. A descriptor per product and an addition per step, rather than a descriptor per
+// step: the products of a warpgroup are issued by few instructions.
 // K contiguous: rows of the tile are M or N.
 template <class Tile>
-__device__ __forceinline__ uint64_t k_major_descriptor(uint32_t origin, int k) {
+__device__ __forceinline__ uint64_t k_major_descriptor(uint32_t origin) {
     constexpr int width = Tile::swizzle_bytes;
     static_assert(width > 0, "a shared operand of wgmma must be a swizzled tile");
-    const int byte = 32 * k;
-    const uint32_t at =
-        origin + uint32_t((byte / width) * Tile::underlying_rows * width + byte % width);
-    return arch::wgmma_descriptor(at, 16, 8 * width, width);
+    return arch::wgmma_descriptor(origin, 16, 8 * width, width);
+}
+template <class Tile>
+constexpr int k_major_distance(int k) {
+    constexpr int width = Tile::swizzle_bytes;
+    return (32 * k / width) * Tile::underlying_rows * width + 32 * k % width;
 }
 // M or N contiguous: rows of the tile are K.
 template <class Tile>
-__device__ __forceinline__ uint64_t mn_major_descriptor(uint32_t origin, int k) {
+__device__ __forceinline__ uint64_t mn_major_descriptor(uint32_t origin) {
     constexpr int width = Tile::swizzle_bytes;
     static_assert(width > 0, "a shared operand of wgmma must be a swizzled tile");
     static_assert(
         sizeof(typename Tile::T) == 2,
         "8-bit wgmma operands must have K contiguous: use mma_ABt with A of 64 x K and B of N x K");
-    return arch::wgmma_descriptor(origin + uint32_t(16 * k * width), Tile::underlying_rows * width,
-                                  8 * width, width);
+    return arch::wgmma_descriptor(origin, Tile::underlying_rows * width, 8 * width, width);
+}
+template <class Tile>
+constexpr int mn_major_distance(int k) {
+    return 16 * k * Tile::swizzle_bytes;
 }
 
 template <any_register_tile D>
@@ -87,13 +94,16 @@ __device__ __forceinline__ void wgmma_product(D& d, const A& a, const B& b, bool
     constexpr int words = D::elements_per_thread * int(sizeof(typename D::T)) / 4;
     auto& registers = reinterpret_cast<Word(&)[words]>(d);
 
-    const uint32_t b_origin = operand_origin(b);
-    const auto b_descriptor = [&](int k) {
-        // wgmma's untransposed B is K-major, which is B given as N x K.
+    // wgmma's untransposed B is K-major, which is B given as N x K.
+    const uint64_t b_first = [&] {
         if constexpr (transpose_b)
-            return k_major_descriptor<B>(b_origin, k);
+            return k_major_descriptor<B>(operand_origin(b));
         else
-            return mn_major_descriptor<B>(b_origin, k);
+            return mn_major_descriptor<B>(operand_origin(b));
+    }();
+    const auto b_descriptor = [&](int k) {
+        return arch::wgmma_advance(b_first,
+                                   transpose_b ? k_major_distance<B>(k) : mn_major_distance<B>(k));
     };
     if constexpr (any_register_tile<A>) {
         static_assert(!transpose_a, "a register operand of wgmma cannot be transposed");
@@ -109,12 +119,15 @@ __device__ __forceinline__ void wgmma_product(D& d, const A& a, const B& b, bool
         static_assert((transpose_a ? A::cols : A::rows) == 64,
                       "a shared A of a warpgroup product has 64 rows (columns when transposed)");
         static_assert((transpose_a ? A::rows : A::cols) == K, "A and B must agree in K");
-        const uint32_t a_origin = operand_origin(a);
-        const auto a_descriptor = [&](int k) {
+        const uint64_t a_first = [&] {
             if constexpr (transpose_a)
-                return mn_major_descriptor<A>(a_origin, k);
+                return mn_major_descriptor<A>(operand_origin(a));
             else
-                return k_major_descriptor<A>(a_origin, k);
+                return k_major_descriptor<A>(operand_origin(a));
+        }();
+        const auto a_descriptor = [&](int k) {
+            return arch::wgmma_advance(
+                a_first, transpose_a ? mn_major_distance<A>(k) : k_major_distance<A>(k));
         };
 #pragma unroll
         for (int k = 0; k < K / k_step; ++k) {

@@ -1,0 +1,124 @@
+// Attention backward: what is compiled, what is chosen, and one call. Host C++ only.
+#pragma once
+
+#include "csrc/attention/attention.h"
+
+namespace thunderkittens::attention {
+
+// What one backward kernel is compiled for: block_m queries a step against the keys of a block.
+struct BackwardConfig {
+    int head_dim = 0;  // of the kernel; smaller ones are filled with zeros on load
+    int block_m = 0;
+    int stages = 0;  // of Q and dO
+    DType dtype = DType::bf16;
+    bool modified = false;  // softcap or ALiBi
+
+    bool operator==(const BackwardConfig&) const = default;
+};
+constexpr BackwardConfig BACKWARD_CONFIGS[] = {
+    {64, 128, 2},
+    {96, 64, 2},
+    {128, 64, 2},
+    {64, 64, 2, DType::bf16, true},
+    {96, 64, 2, DType::bf16, true},
+    {128, 64, 2, DType::bf16, true},
+};
+constexpr BackwardConfig with_dtype(BackwardConfig config, DType dtype) {
+    config.dtype = dtype;
+    return config;
+}
+// Dynamic shared memory of a block: K and V, the ring of Q and dO, what the consumers hand on, the
+// rows' statistics, semaphores and alignment.
+constexpr int backward_memory(const BackwardConfig& c) {
+    const int keys = 2 * 128 * c.head_dim * 2, queries = 2 * c.stages * c.block_m * c.head_dim * 2;
+    const int exchange = 2 * (2 * 64 * c.block_m * 2) + c.block_m * c.head_dim * 4;
+    return keys + queries + exchange + 2 * c.stages * c.block_m * 4 + 1536;
+}
+struct BackwardChoice {
+    BackwardConfig config;
+    // The blocks work on this many key heads (of all batches) at a time.
+    int section_heads = 1;
+};
+
+struct BackwardParams {
+    Problem problem;
+    Operand q, k, v, out, grad_out;
+    const float* lse = nullptr;       // (batch, q_heads, q_length), packed: (q_heads, total_q)
+    const float* grad_lse = nullptr;  // likewise, or null
+    Operand dq, dk, dv;               // data null: not wanted
+    float* dsink = nullptr;           // (q_heads,); null: not wanted
+    float* workspace = nullptr;       // workspace_floats(problem, sequences, config)
+    Scores scores;
+    float query_scale = 1.0f;  // dQ is this times dS K; differs from the scale of signed_query()
+    Sequences sequences;
+    int section_heads = 1;
+    int sm_count = 0;
+    bool deterministic = false;
+};
+
+// Rows of the workspace per head: whole query blocks of any kernel, those of packed sequences with
+// room to round the beginning of each.
+constexpr int64_t padded_rows(int64_t q_length) { return (q_length + 127) / 128 * 128; }
+constexpr int64_t rows_of_head(const Problem& p, const Sequences& s) {
+    return p.varlen ? padded_rows(s.total_q) + 128 * (p.batch + 1) : padded_rows(p.q_length);
+}
+// Two statistics per row, dQ in fp32, two flags per tile of at least 64 rows, and a counter.
+constexpr int64_t workspace_floats(const Problem& p, const Sequences& s,
+                                   const BackwardConfig& config) {
+    const int64_t rows = (p.varlen ? 1 : p.batch) * p.q_heads * rows_of_head(p, s);
+    return rows * (2 + config.head_dim) + rows / 32 + 1;
+}
+
+// What the workspace holds.
+struct Workspace {
+    float *lse_log2, *delta;  // per row
+    float* dq;                // dq_columns per row
+    int *next_item, *turns;   // a counter; two flags per tile of dQ
+
+    Workspace(const BackwardParams& params, int dq_columns) {
+        const Problem& p = params.problem;
+        const int64_t rows =
+            (p.varlen ? 1 : p.batch) * p.q_heads * rows_of_head(p, params.sequences);
+        lse_log2 = params.workspace;
+        delta = lse_log2 + rows;
+        dq = params.dq.data ? delta + rows : nullptr;
+        next_item = reinterpret_cast<int*>(delta + rows + rows * dq_columns);
+        turns = next_item + 1;
+    }
+};
+
+// How dQ is summed: in tiles of block_m rows, each in parts of 64 x part_cols, those of 64 rows
+// first, in the order of the accumulators' registers.
+struct DqTiles {
+    int block_m, parts, part_cols;
+
+    int columns() const { return parts * 64 * part_cols / block_m; }
+    bool operator==(const DqTiles&) const = default;
+};
+
+// Before the main kernel: statistics of the rows, a cleared dQ, and counters.
+void launch_prepare(const BackwardParams& params, const Workspace& workspace, const DqTiles& tiles,
+                    Stream stream);
+// After it: dQ, and the gradient of the sinks.
+void launch_finish(const BackwardParams& params, const Workspace& workspace, const DqTiles& tiles,
+                   Stream stream);
+
+template <typename Visitor>
+void visit_fields(BackwardChoice& c, Visitor visit) {
+    visit("head_dim", c.config.head_dim);
+    visit("block_m", c.config.block_m);
+    visit("stages", c.config.stages);
+    visit("dtype", c.config.dtype);
+    visit("modified", c.config.modified);
+    visit("section_heads", c.section_heads);
+}
+
+std::string unsupported_backward(const Problem& problem, const DeviceProperties& device);
+BackwardChoice choose_backward(const Problem& problem, const DeviceProperties& device);
+std::string kernel_name(const BackwardChoice& choice);
+std::vector<KernelInfo> backward_kernels();
+
+template <BackwardConfig config>
+void launch_backward(const BackwardParams& params, Stream stream);
+
+}  // namespace thunderkittens::attention

@@ -1,0 +1,140 @@
+// What the backward kernels share about work: the rows of the workspace, the items that a
+// persistent grid claims, and which query blocks a block of keys is seen by.
+#pragma once
+
+#include "csrc/attention/backward.h"
+#include "csrc/attention/schedule.cuh"
+#include "csrc/attention/scores.cuh"
+#include "kittens/kittens.cuh"
+
+namespace thunderkittens::attention {
+
+using namespace kittens;
+
+// The workspace has whole tiles of rows for every head of every sequence: a dense one's after the
+// other, those of packed sequences from their first token on, with room to round in between.
+struct PaddedRows {
+    int64_t batch, head;  // rows from one to the next
+    bool packed;
+
+    explicit PaddedRows(const Problem& p, const Sequences& s)
+        : batch(p.varlen ? 0 : p.q_heads * padded_rows(p.q_length)),
+          head(rows_of_head(p, s)),
+          packed(p.varlen) {}
+    __device__ __forceinline__ int64_t first(int b, int q_begin, int h) const {
+        const int64_t sequence = packed ? (q_begin + 128 * b) / 128 * 128 : b * batch;
+        return sequence + h * head;
+    }
+};
+
+// A block of keys of one key head, and the query blocks that see it: [begin, end). Those in [whole,
+// cut) see all of its keys, the others need a mask.
+struct BackwardItem {
+    int block, head, b;  // of keys; block < 0: there is no more work
+    int begin, end, whole, cut;
+    int tile;  // the first of dQ of the group's first query head
+    int q_begin, q_length, k_begin, k_length, low, high, diagonal;
+};
+
+// Fields of an item in shared memory.
+__device__ __forceinline__ int read(const int& field) {
+    return arch::load_shared<int>(arch::shared_address(&field));
+}
+__device__ __forceinline__ void write(int& field, int value) {
+    arch::store_shared(arch::shared_address(&field), value);
+}
+
+template <int BLOCK_M, int BLOCK_N>
+struct BackwardWork {
+    SequenceTable sequences;
+    Schedule schedule;  // over key blocks and key heads
+    PaddedRows rows;
+    int* next_item;  // 0 at first
+    int group;       // query heads per key head
+    int q_limit;     // that sequences are cut to
+
+    // Puts an item into shared memory; false: there is no more work.
+    __device__ __forceinline__ bool describe(BackwardItem& item, int index) const {
+        if (index >= schedule.items()) {
+            write(item.block, -1);
+            return false;
+        }
+        const auto [block, head, b] = schedule.item(index);
+        write(item.block, block);
+        write(item.head, head);
+        write(item.b, b);
+        const Lengths s = sequences.lengths(b);
+        write(item.q_begin, s.q_begin);
+        write(item.k_begin, s.k_begin);
+        write(item.diagonal, s.diagonal);
+        write(item.tile, static_cast<int>(rows.first(b, s.q_begin, head * group) / BLOCK_M));
+        const int q_length = ::min(s.q_length, q_limit), k_length = s.k_length;
+        const int low = s.low, high = s.high;
+        write(item.q_length, q_length);
+        write(item.k_length, k_length);
+        write(item.low, low);
+        write(item.high, high);
+        const int first_key = block * BLOCK_N, last_key = first_key + BLOCK_N - 1;
+        const int first_row = ::max(0, first_key - high);
+        const int last_row = ::min(q_length, ::min(last_key, k_length - 1) - low + 1) - 1;
+        const bool seen = first_key < k_length && first_row <= last_row;
+        const int end = seen ? last_row / BLOCK_M + 1 : 0;
+        write(item.begin, seen ? first_row / BLOCK_M : 0);
+        write(item.end, end);
+        write(item.whole,
+              last_key < k_length ? (::max(0, last_key - high) + BLOCK_M - 1) / BLOCK_M : end);
+        write(item.cut, ::max(0, first_key - low + 1) / BLOCK_M);
+        return true;
+    }
+    // The first key block that query block m sees.
+    static __device__ __forceinline__ int first_block(int m, int low) {
+        return ::max(0, m * BLOCK_M + low) / BLOCK_N;
+    }
+    __device__ __forceinline__ int tiles_of_head() const {
+        return static_cast<int>(rows.head / BLOCK_M);
+    }
+};
+
+// The producer claims items in their order, and hands them on to the other roles. An item's slot
+// stays filled while it is worked on, so that fields can be read again rather than kept in
+// registers.
+struct ItemRing {
+    BackwardItem items[2];
+    semaphore full[2], empty[2];
+
+    __device__ __forceinline__ void init(int receivers) {
+        for (int i = 0; i < 2; ++i) {
+            init_semaphore(full[i], 1);
+            init_semaphore(empty[i], receivers);
+        }
+    }
+    // work(item) for all items of this block.
+    template <class Globals, class Work>
+    __device__ __forceinline__ void claim(const Globals& work_list, Work work) {
+        RingPosition<2> at;
+        while (true) {
+            const int index = arch::fetch_add_global(work_list.next_item, 1);
+            wait(empty[at.stage], at.phase ^ 1);
+            BackwardItem& item = items[at.stage];
+            const bool more = work_list.describe(item, index);
+            arrive(full[at.stage]);
+            at.advance();
+            if (!more) return;
+            work(item);
+        }
+    }
+    template <class Work>
+    __device__ __forceinline__ void receive(Work work) {
+        RingPosition<2> at;
+        while (true) {
+            wait(full[at.stage], at.phase);
+            const BackwardItem& item = items[at.stage];
+            if (read(item.block) < 0) return;
+            work(item);
+            arrive(empty[at.stage]);
+            at.advance();
+        }
+    }
+};
+
+}  // namespace thunderkittens::attention

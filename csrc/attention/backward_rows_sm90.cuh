@@ -1,0 +1,291 @@
+// What the attention backward does per query row, before and after its main kernel, for any head
+// dimension: the statistics that the main kernel reads and a cleared dQ accumulator; dQ brought
+// from the accumulator's order into rows; the gradient of the sinks.
+#pragma once
+
+#include <algorithm>
+
+#include "csrc/attention/backward_items.cuh"
+#include "csrc/attention/layouts.cuh"
+#include "csrc/common/check.h"
+
+namespace thunderkittens::attention {
+
+template <class T>
+struct PrepareGlobals {
+    PlainLayout<T> out, grad_out;
+    int value_dim;
+    const float* lse;       // (batch, heads, q_length), packed: (heads, tokens)
+    const float* grad_lse;  // likewise, or null
+    SequenceTable sequences;
+    PaddedRows rows;
+    int batch, heads, q_limit;
+    float* lse_log2;  // per row of the workspace
+    float* delta;     // likewise
+    float* dq;        // likewise, dq_columns each; null: not wanted
+    int dq_columns;
+    int* next_item;
+    int* turns;  // two per block_m rows
+    int block_m;
+    // Rows behind the last packed sequence get zero gradients.
+    PlainLayout<T> tail_dq, tail_dk, tail_dv;
+    int head_dim, kv_heads;
+};
+
+constexpr int PREPARE_ROWS = 64;  // of a block
+constexpr int PREPARE_THREADS = 256;
+
+template <class T>
+__device__ __forceinline__ void clear_rows(const PlainLayout<T>& rows, int head, int first, int end,
+                                           int columns) {
+    if (rows.data == nullptr) return;
+    const int words = columns / 8;
+    const int count = (end - first) * words, step = int(gridDim.x) * PREPARE_THREADS;
+    for (int i = int(blockIdx.x) * PREPARE_THREADS + int(threadIdx.x); i < count; i += step) {
+        arch::store_global(
+            reinterpret_cast<uint4*>(rows.at(0, head, first + i / words, i % words * 8)),
+            make_uint4(0, 0, 0, 0));
+    }
+}
+template <class T>
+__device__ __forceinline__ void clear_tail(const PrepareGlobals<T>& g, int head) {
+    const SequenceTable& s = g.sequences;
+    const int first_q = s.lengths(g.batch).q_begin, first_k = s.lengths(g.batch).k_begin;
+    clear_rows(g.tail_dq, head, first_q, s.q_length, g.head_dim);
+    if (head >= g.kv_heads) return;
+    clear_rows(g.tail_dk, head, first_k, s.k_length, g.head_dim);
+    clear_rows(g.tail_dv, head, first_k, s.k_length, g.value_dim);
+}
+
+// `lanes` neighbours share a row, 8 elements each.
+template <class T, int lanes>
+__global__ __launch_bounds__(PREPARE_THREADS) void prepare_kernel(
+    const __grid_constant__ PrepareGlobals<T> g) {
+    const int head = blockIdx.y, b = blockIdx.z;
+    if (threadIdx.x == 0 && blockIdx.x == 0 && head == 0 && b == 0) {
+        arch::store_global(g.next_item, 0);
+    }
+    if (b == g.batch) {
+        clear_tail(g, head);
+        return;
+    }
+    const Lengths s = g.sequences.lengths(b);
+    const int q_length = ::min(s.q_length, g.q_limit);
+    const int first = int(blockIdx.x) * PREPARE_ROWS;
+    if (first >= (q_length + 127) / 128 * 128) return;
+    const int64_t rows = g.rows.first(b, s.q_begin, head) + first;
+    const int64_t statistics = g.rows.packed ? int64_t(head) * g.sequences.q_length + s.q_begin
+                                             : (int64_t(b) * g.heads + head) * g.sequences.q_length;
+    const int lane = threadIdx.x % lanes;
+#pragma unroll 2
+    for (int r = threadIdx.x / lanes; r < PREPARE_ROWS; r += PREPARE_THREADS / lanes) {
+        const int row = first + r;
+        float sum = 0.0f;
+        if (row < q_length && 8 * lane < g.value_dim) {
+            const int token = s.q_begin + row;
+            const uint4 x = arch::load_global(
+                reinterpret_cast<const uint4*>(g.out.at(b, head, token, 8 * lane)));
+            const uint4 y = arch::load_global(
+                reinterpret_cast<const uint4*>(g.grad_out.at(b, head, token, 8 * lane)));
+            const auto* xs = reinterpret_cast<const packed_type<T>*>(&x);
+            const auto* ys = reinterpret_cast<const packed_type<T>*>(&y);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float2 p = unpack_pair<T>(xs[i]), q = unpack_pair<T>(ys[i]);
+                sum = fmaf(p.x, q.x, fmaf(p.y, q.y, sum));
+            }
+        }
+#pragma unroll
+        for (int distance = lanes / 2; distance > 0; distance /= 2) {
+            sum += arch::shuffle_xor(sum, distance);
+        }
+        if (lane == 0) {
+            float lse = INFINITY, delta = 0.0f;
+            if (row < q_length) {
+                const float value = arch::load_global(g.lse + statistics + row);
+                // A row that sees nothing has weights exp(s - inf) = 0.
+                if (value != -INFINITY) lse = value * LOG2_E;
+                delta =
+                    sum - (g.grad_lse ? arch::load_global(g.grad_lse + statistics + row) : 0.0f);
+            }
+            arch::store_global(g.lse_log2 + rows + r, lse);
+            arch::store_global(g.delta + rows + r, delta);
+        }
+    }
+    if (g.dq == nullptr) return;
+    if (threadIdx.x < 2) {
+        arch::store_global(g.turns + 2 * (rows / g.block_m) + threadIdx.x, 0);
+    }
+    float* dq = g.dq + rows * g.dq_columns;
+    for (int i = threadIdx.x; i < PREPARE_ROWS * g.dq_columns / 4; i += PREPARE_THREADS) {
+        arch::store_global(reinterpret_cast<float4*>(dq) + i, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
+    }
+}
+
+template <class T, int part_cols>
+struct FinishGlobals {
+    using tile = st<T, 64, part_cols>;
+    Layout<tile> dq;
+    SequenceTable sequences;
+    PaddedRows rows;
+    const float* sums;
+    float scale;
+};
+
+// A block brings one tile of dQ in order; its warpgroups hold what the consumers had.
+template <class T, int block_m, int parts, int part_cols>
+__global__ __launch_bounds__(parts* WARPGROUP_THREADS) void finish_kernel(
+    const __grid_constant__ FinishGlobals<T, part_cols> g) {
+    shared_allocator allocator(shared_memory());
+    auto& tiles = allocator.template allocate<typename FinishGlobals<T, part_cols>::tile, parts>();
+    arch::wait_for_dependencies();
+    const int id = arch::warp_uniform(warpgroup::groupid());
+    const int head = blockIdx.y, b = blockIdx.z;
+    const Lengths s = g.sequences.lengths(b);
+    constexpr int row_parts = block_m / 64, part_floats = 64 * part_cols;
+    const int row = int(blockIdx.x) * block_m + 64 * (id % row_parts);
+    if (row >= s.q_length) return;
+    const int64_t tile = g.rows.first(b, s.q_begin, head) / block_m + blockIdx.x;
+    const float* from = g.sums + (tile * parts + id) * part_floats + 4 * warpgroup::laneid();
+    rt_fl<16, part_cols> part;
+#pragma unroll
+    for (int j = 0; j < part.width; ++j) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float4 x = arch::load_global(
+                reinterpret_cast<const float4*>(from + (2 * j + half) * 4 * WARPGROUP_THREADS));
+            part.tiles[0][j].data[2 * half] = make_float2(x.x * g.scale, x.y * g.scale);
+            part.tiles[0][j].data[2 * half + 1] = make_float2(x.z * g.scale, x.w * g.scale);
+        }
+    }
+    warpgroup::store(tiles[id], part);
+    arch::fence_async_shared();
+    warpgroup::sync(1 + id);
+    if (warpgroup::laneid() == 0) {
+        g.dq.store(tiles[id], b, head, s.q_begin, s.q_length, row, part_cols * (id / row_parts));
+        tma::store_async_read_wait();
+    }
+}
+
+struct SinkGlobals {
+    const float *lse_log2, *delta;  // per row of the workspace
+    const float* sink;              // (heads,)
+    float* dsink;                   // (heads,)
+    SequenceTable sequences;
+    PaddedRows rows;
+    int batch, q_limit;
+};
+constexpr int SINK_THREADS = 512;
+
+// The weight of a row's sink times -delta, summed over all rows of a head, in a fixed order.
+static __global__ __launch_bounds__(SINK_THREADS) void sink_kernel(
+    const __grid_constant__ SinkGlobals g) {
+    shared_allocator allocator(shared_memory());
+    auto& partial = allocator.template allocate<sv<float, 16>>();
+    const int head = blockIdx.x;
+    const float sink = arch::load_global(g.sink + head) * LOG2_E;
+    float sum = 0.0f;
+    for (int b = 0; b < g.batch; ++b) {
+        const Lengths s = g.sequences.lengths(b);
+        const int64_t rows = g.rows.first(b, s.q_begin, head);
+        const int q_length = ::min(s.q_length, g.q_limit);
+        for (int row = threadIdx.x; row < q_length; row += SINK_THREADS) {
+            const float weight =
+                arch::exp2_approx(sink - arch::load_global(g.lse_log2 + rows + row));
+            sum = fmaf(-weight, arch::load_global(g.delta + rows + row), sum);
+        }
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) sum += arch::shuffle_xor(sum, distance);
+    if (laneid() == 0) arch::store_shared(partial.address_of(threadIdx.x / 32), sum);
+    arch::sync_block();
+    if (threadIdx.x == 0) {
+        float total = 0.0f;
+        for (int w = 0; w < SINK_THREADS / 32; ++w) {
+            total += arch::load_shared<float>(partial.address_of(w));
+        }
+        arch::store_global(g.dsink + head, total);
+    }
+}
+
+template <class T>
+void launch_prepare_kernel(const BackwardParams& params, const Workspace& workspace,
+                           const DqTiles& tiles, Stream stream) {
+    const Problem& p = params.problem;
+    const PrepareGlobals<T> globals{.out = PlainLayout<T>(params.out, p.varlen),
+                                    .grad_out = PlainLayout<T>(params.grad_out, p.varlen),
+                                    .value_dim = int(p.value_dim),
+                                    .lse = params.lse,
+                                    .grad_lse = params.grad_lse,
+                                    .sequences = SequenceTable(p, params.sequences),
+                                    .rows = PaddedRows(p, params.sequences),
+                                    .batch = int(p.batch),
+                                    .heads = int(p.q_heads),
+                                    .q_limit = int(p.q_length),
+                                    .lse_log2 = workspace.lse_log2,
+                                    .delta = workspace.delta,
+                                    .dq = workspace.dq,
+                                    .dq_columns = tiles.columns(),
+                                    .next_item = workspace.next_item,
+                                    .turns = workspace.turns,
+                                    .block_m = tiles.block_m,
+                                    .tail_dq = PlainLayout<T>(params.dq, p.varlen),
+                                    .tail_dk = PlainLayout<T>(params.dk, p.varlen),
+                                    .tail_dv = PlainLayout<T>(params.dv, p.varlen),
+                                    .head_dim = int(p.head_dim),
+                                    .kv_heads = int(p.kv_heads)};
+    const dim3 grid(unsigned(std::max<int64_t>(padded_rows(p.q_length), 128) / PREPARE_ROWS),
+                    unsigned(p.q_heads), unsigned(p.batch + (p.varlen ? 1 : 0)));
+    const auto kernel = p.value_dim > 128  ? prepare_kernel<T, 32>
+                        : p.value_dim > 64 ? prepare_kernel<T, 16>
+                                           : prepare_kernel<T, 8>;
+    kittens::launch(kernel, grid, dim3(PREPARE_THREADS), dim3(1), 0, stream, globals);
+}
+
+inline void launch_sink_kernel(const BackwardParams& params, const Workspace& workspace,
+                               Stream stream) {
+    const Problem& p = params.problem;
+    const SinkGlobals globals{.lse_log2 = workspace.lse_log2,
+                              .delta = workspace.delta,
+                              .sink = params.scores.sink,
+                              .dsink = params.dsink,
+                              .sequences = SequenceTable(p, params.sequences),
+                              .rows = PaddedRows(p, params.sequences),
+                              .batch = int(p.batch),
+                              .q_limit = int(p.q_length)};
+    kittens::launch(sink_kernel, dim3(unsigned(p.q_heads)), dim3(SINK_THREADS), dim3(1), 1024,
+                    stream, globals);
+}
+
+template <class T, int block_m, int parts, int part_cols>
+bool launch_finish_kernel(const BackwardParams& params, const Workspace& workspace,
+                          const DqTiles& tiles, Stream stream) {
+    if (tiles != DqTiles{block_m, parts, part_cols}) return false;
+    const Problem& p = params.problem;
+    using Globals = FinishGlobals<T, part_cols>;
+    using Tile = typename Globals::tile;
+    const Globals globals{
+        .dq = Layout<Tile>(params.dq, p.varlen, p.batch, p.q_heads,
+                           p.varlen ? params.sequences.total_q : p.q_length, p.head_dim),
+        .sequences = SequenceTable(p, params.sequences),
+        .rows = PaddedRows(p, params.sequences),
+        .sums = workspace.dq,
+        .scale = params.query_scale};
+    const dim3 grid(unsigned((p.q_length + block_m - 1) / block_m), unsigned(p.q_heads),
+                    unsigned(p.batch));
+    kittens::launch(
+        {.dependent = params.dsink == nullptr}, finish_kernel<T, block_m, parts, part_cols>, grid,
+        dim3(parts * WARPGROUP_THREADS), dim3(1), parts * sizeof(Tile) + 1024, stream, globals);
+    return true;
+}
+template <class T>
+void launch_finish_of(const BackwardParams& params, const Workspace& workspace,
+                      const DqTiles& tiles, Stream stream) {
+    const bool found = launch_finish_kernel<T, 128, 2, 64>(params, workspace, tiles, stream) ||
+                       launch_finish_kernel<T, 64, 2, 32>(params, workspace, tiles, stream) ||
+                       launch_finish_kernel<T, 64, 2, 48>(params, workspace, tiles, stream) ||
+                       launch_finish_kernel<T, 64, 2, 64>(params, workspace, tiles, stream);
+    TK_CHECK(found, "tk.attention: no kernel for dQ in parts of ", tiles.part_cols, " columns");
+}
+
+}  // namespace thunderkittens::attention

@@ -1,0 +1,531 @@
+// Attention backward for Hopper, head dimensions up to 128 (Dao, "FlashAttention-2", 2023, section
+// 3.1.2):
+//
+//   P = exp(scale * Q K^T - LSE)     dV = P^T dO     dP = dO V^T
+//   dS = P * (dP - delta)            dQ = scale * dS K     dK = scale * dS^T Q
+//
+// A block owns 128 keys of one key head, holds their K and V in shared memory and dK and dV in
+// registers, and walks the query blocks that see them, over all query heads of the group, so that
+// dK and dV of a group are summed in registers. Roles:
+//   producer   one thread: K and V once per item; Q, dO and their rows' statistics into a ring
+//   consumers  two warpgroups of 64 keys each. They compute the transposed scores S^T = K Q^T and
+//              dP^T = V dO^T, so that P^T and dS^T leave the softmax as register operands of dV and
+//              dK. dS^T goes through shared memory once, for dQ, whose tile the two share.
+//   senders    one thread per consumer: adds the consumer's part of dQ to memory, by a bulk
+//              reduction; reductions from registers hold the consumers up (they made the whole
+//              kernel 4 to 6 % slower)
+// The products of a step are issued so that the tensor cores have work while a consumer waits: dK,
+// which needs nothing of the other consumer, before the barrier, and dQ after it; S of the next
+// step before dQ of the last is handed on.
+// dQ is summed over the key blocks in fp32 in global memory, in the order of the accumulator's
+// registers; backward_rows_sm90.cuh puts the elements in order afterwards. The order of the sum
+// varies between runs, unless the senders take turns.
+#pragma once
+
+#include "csrc/attention/backward_items.cuh"
+#include "csrc/attention/layouts.cuh"
+#include "csrc/attention/softmax.cuh"
+
+namespace thunderkittens::attention {
+
+using namespace kittens;
+
+enum class QueryGradient { none, any_order, in_order };
+
+template <BackwardConfig config, QueryGradient QUERY_GRADIENT>
+struct BackwardKernel {
+    using T = std::conditional_t<config.dtype == DType::bf16, bf16, half>;
+    static constexpr bool need_dq = QUERY_GRADIENT != QueryGradient::none;
+    static constexpr bool in_order = QUERY_GRADIENT == QueryGradient::in_order;
+    static constexpr bool modified = config.modified;
+    static constexpr int head_dim = config.head_dim;
+    static constexpr int block_m = config.block_m;  // queries of a step
+    static constexpr int block_n = 128;             // keys of a block
+    static constexpr int stages = config.stages;
+    static constexpr int shared_bytes = backward_memory(config);
+    static constexpr int warpgroups = 2;
+    static constexpr int threads = (warpgroups + 1) * WARPGROUP_THREADS;
+
+    // The dQ tile of a step is block_m x head_dim; each consumer computes 64 rows of it, or half of
+    // the columns.
+    static constexpr bool split_rows = block_m == 128;
+    static constexpr int dq_parts = 2;
+    static constexpr int part_cols = split_rows ? head_dim : head_dim / 2;
+    static constexpr int part_floats = 64 * part_cols;
+    static constexpr int dq_tile_floats = dq_parts * part_floats;
+    static_assert(block_m == 64 || block_m == 128);
+
+    // Tiles of a consumer. A part of K's columns must begin with a stripe of the swizzle.
+    using k_tile = st<T, 64, head_dim, true, head_dim == 96 ? 32 : 0>;
+    using v_tile = st<T, 64, head_dim>;
+    using ds_tile = st<T, 64, block_m>;       // dS^T
+    using q_tile = st<T, block_m, head_dim>;  // Q and dO
+    using part_tile = st<T, 64, part_cols>;
+    using statistics = sv<float, block_m>;
+    using Work = BackwardWork<block_m, block_n>;
+
+    // dV can start before dS is computed where the registers of both fit.
+    static constexpr bool early_dv = block_m == 64;
+};
+
+template <class Kernel>
+struct BackwardGlobals {
+    Layout<typename Kernel::q_tile> q, grad_out;
+    Layout<typename Kernel::k_tile> k;
+    Layout<typename Kernel::v_tile> v, dk, dv;
+    typename Kernel::Work work;
+    const float*
+        lse_log2;        // per row of the workspace: LSE * log2(e), +inf for rows that see nothing
+    const float* delta;  // likewise: rowsum(out * grad_out) - grad_lse
+    float* dq;           // likewise, head_dim each, in the accumulator's order
+    int* turns;          // per tile of dQ and consumer: key blocks that have been added
+    Modification modification;
+    float scale, scale_log2;
+    bool need_dk, need_dv;
+};
+
+// What a consumer hands on; dK and dV leave through it when it is no longer needed.
+template <class Kernel>
+union BackwardExchange {
+    struct {
+        typename Kernel::ds_tile ds[2];  // of a step, in turns
+        sv<float, Kernel::part_floats> dq;
+    };
+    typename Kernel::v_tile gradients[2];
+
+    static_assert(sizeof(typename Kernel::v_tile) <= sizeof(ds) &&
+                      2 * sizeof(typename Kernel::v_tile) <= sizeof(ds) + sizeof(dq),
+                  "dV must fit beside dQ, which is on its way when dV is stored");
+};
+
+template <class Kernel>
+struct BackwardShared {
+    typename Kernel::k_tile k[2];
+    typename Kernel::v_tile v[2];
+    typename Kernel::q_tile q[Kernel::stages], grad_out[Kernel::stages];
+    BackwardExchange<Kernel> exchange[2];
+    typename Kernel::statistics lse[Kernel::stages], delta[Kernel::stages];
+
+    ItemRing ring;
+    semaphore k_full, v_full, kv_empty;
+    semaphore dq_full[2], dq_empty[2];
+    semaphore step_done;  // dS of the step is written, and dQ of the step before has read its own
+    semaphore q_full[Kernel::stages], grad_out_full[Kernel::stages], empty[Kernel::stages];
+};
+
+template <class Kernel>
+__device__ __forceinline__ void produce(const BackwardGlobals<Kernel>& g,
+                                        BackwardShared<Kernel>& shared) {
+    RingPosition<Kernel::stages> at;
+    int kv_phase = 0;
+    shared.ring.claim(g.work, [&](const BackwardItem& item) {
+        wait(shared.kv_empty, kv_phase ^ 1);
+        kv_phase ^= 1;
+        tma::expect(shared.k_full, shared.k);
+        tma::expect(shared.v_full, shared.v);
+        for (int w = 0; w < 2; ++w) {
+            const int row = read(item.block) * Kernel::block_n + 64 * w;
+            g.k.load(shared.k[w], read(item.b), read(item.head), read(item.k_begin),
+                     read(item.k_length), row, shared.k_full);
+            g.v.load(shared.v[w], read(item.b), read(item.head), read(item.k_begin),
+                     read(item.k_length), row, shared.v_full);
+        }
+        for (int i = 0; i < g.work.group; ++i) {
+            const int head = read(item.head) * g.work.group + i;
+            const int64_t rows = g.work.rows.first(read(item.b), read(item.q_begin), head);
+            for (int m = read(item.begin); m < read(item.end); ++m) {
+                const int s = at.stage, row = m * Kernel::block_m;
+                constexpr int bytes = sizeof(typename Kernel::statistics);
+                wait(shared.empty[s], at.phase ^ 1);
+                tma::expect(shared.q_full[s], shared.q[s], shared.lse[s]);
+                g.q.load(shared.q[s], read(item.b), head, read(item.q_begin), read(item.q_length),
+                         row, shared.q_full[s]);
+                arch::bulk_load(shared.lse[s].address(), g.lse_log2 + rows + row, bytes,
+                                shared.q_full[s].address());
+                tma::expect(shared.grad_out_full[s], shared.grad_out[s], shared.delta[s]);
+                g.grad_out.load(shared.grad_out[s], read(item.b), head, read(item.q_begin),
+                                read(item.q_length), row, shared.grad_out_full[s]);
+                arch::bulk_load(shared.delta[s].address(), g.delta + rows + row, bytes,
+                                shared.grad_out_full[s].address());
+                at.advance();
+            }
+        }
+    });
+}
+
+// The key blocks of a tile of dQ add to it one after the other.
+template <class Kernel>
+__device__ __forceinline__ int place(const BackwardItem& item, int m) {
+    return read(item.block) - Kernel::Work::first_block(m, read(item.low));
+}
+template <class Kernel>
+__device__ __forceinline__ void await_turn(const BackwardGlobals<Kernel>& g,
+                                           const BackwardItem& item, int tile, int m, int id) {
+    const int before = place<Kernel>(item, m);
+    while (arch::load_acquire_global(g.turns + 2 * tile + id) != before) {
+    }
+    arch::fence_async();
+}
+template <class Kernel>
+__device__ __forceinline__ void pass_turn(const BackwardGlobals<Kernel>& g,
+                                          const BackwardItem& item, int tile, int m, int id) {
+    tma::store_async_wait();
+    arch::fence_async();
+    arch::store_release_global(g.turns + 2 * tile + id, place<Kernel>(item, m) + 1);
+}
+
+// Adds a consumer's parts of dQ to memory; in order: the key blocks of a tile in ascending order.
+template <class Kernel>
+__device__ __forceinline__ void send(const BackwardGlobals<Kernel>& g,
+                                     BackwardShared<Kernel>& shared, int id) {
+    int phase = 0;
+    auto& part = shared.exchange[id].dq;
+    shared.ring.receive([&](const BackwardItem& item) {
+        for (int i = 0; i < g.work.group; ++i) {
+            for (int m = read(item.begin); m < read(item.end); ++m) {
+                const int tile = read(item.tile) + i * g.work.tiles_of_head() + m;
+                wait(shared.dq_full[id], phase);
+                phase ^= 1;
+                // Here rather than in the consumers, whom it would hold up.
+                arch::fence_async_shared();
+                if constexpr (Kernel::in_order) await_turn(g, item, tile, m, id);
+                arch::bulk_store_add(
+                    g.dq + int64_t(tile) * Kernel::dq_tile_floats + id * Kernel::part_floats,
+                    part.address(), Kernel::part_floats * int(sizeof(float)));
+                tma::store_commit_group();
+                tma::store_async_read_wait();
+                arrive(shared.dq_empty[id]);
+                if constexpr (Kernel::in_order) pass_turn(g, item, tile, m, id);
+            }
+        }
+    });
+    tma::store_async_wait();
+}
+
+template <class Kernel>
+struct BackwardConsumer {
+    using T = typename Kernel::T;
+    using scores = rt_fl<16, Kernel::block_m>;  // transposed: rows are keys
+    using weights = rt<T, 16, Kernel::block_m>;
+    using gradient = rt_fl<16, Kernel::head_dim>;
+    using dq_part = rt_fl<16, Kernel::part_cols>;
+    // Far below every score, and its square is finite.
+    static constexpr float HIDDEN = Kernel::modified ? -1e18f : -INFINITY;
+
+    const BackwardGlobals<Kernel>& g;
+    BackwardShared<Kernel>& shared;
+    const int id;
+    RingPosition<Kernel::stages> at;
+    int kv_phase = 0, dq_phase = 0;
+    int step_parity = 0;
+    int step_phase = 0;
+    float slope = 0;
+
+    // Named barriers: 1, 2 a consumer's own; 3, 4 its dS is written; 5 both.
+    __device__ __forceinline__ void sync_own() { warpgroup::sync(1 + id); }
+    __device__ __forceinline__ void sync_both() {
+        arch::named_barrier_sync(5, 2 * WARPGROUP_THREADS);
+    }
+    __device__ __forceinline__ void release(semaphore& s) {
+        if (warpgroup::laneid() == 0) arrive(s);
+    }
+    __device__ __forceinline__ auto& exchange() { return shared.exchange[id]; }
+
+    // Calls f(x, its query's statistic) on every element of a transposed tile.
+    template <class F>
+    static __device__ __forceinline__ void with_statistic(scores& tile,
+                                                          const typename Kernel::statistics& rows,
+                                                          F f) {
+        const uint32_t address = rows.address_of(2 * (laneid() % 4));
+#pragma unroll
+        for (int j = 0; j < 2 * scores::width; ++j) {
+            const float2 pair =
+                arch::load_shared<float2>(address + uint32_t(8 * j * sizeof(float)));
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                float2& x = tile.tiles[0][j / 2].data[2 * (j % 2) + k];
+                f(x.x, pair.x);
+                f(x.y, pair.y);
+            }
+        }
+    }
+
+    // In a register that the warp shares.
+    static __device__ __forceinline__ int uniform(const int& field) {
+        return arch::warp_uniform(read(field));
+    }
+    // This thread's upper key; the lower one is 8 further on. Its first query in block m.
+    __device__ __forceinline__ int key(const BackwardItem& item) const {
+        return read(item.block) * Kernel::block_n + 64 * id + 16 * warpgroup::warpid() +
+               laneid() / 4;
+    }
+    static __device__ __forceinline__ int query(int m) {
+        return m * Kernel::block_m + 2 * (laneid() % 4);
+    }
+    __device__ __forceinline__ void mask(scores& s, const BackwardItem& item, int m) const {
+        constexpr int nowhere = 1 << 30;
+        const int k = key(item), k_length = read(item.k_length);
+        const int from = k - read(item.high) - query(m), to = k - read(item.low) - query(m);
+        const Int2 first = {k < k_length ? from : nowhere, k + 8 < k_length ? from + 8 : nowhere};
+        for_each_element(s, [&](float& x, int at, bool low) {
+            if (at < (low ? first.y : first.x) || at > (low ? to + 8 : to)) x = HIDDEN;
+        });
+    }
+
+    // Scores become weights: s keeps them, times the derivative of softcap. p, rounded ones, are
+    // made here where they are needed early.
+    __device__ __forceinline__ void weigh(scores& s, weights& p, const BackwardItem& item, int m,
+                                          bool masked, const typename Kernel::statistics& lse) {
+        if constexpr (Kernel::modified) {
+            const Modification& modification = g.modification;
+            const float cap = modification.scale_by_cap;
+            if (cap > 0.0f) {
+                for_each_element(s, [&](float& x, int, bool) { x = softcap_tanh<T>(x * cap); });
+            }
+            if (masked) mask(s, item, m);
+            const float away = static_cast<float>(key(item) - read(item.diagonal) - query(m));
+            const float square = cap > 0.0f ? 1.0f : 0.0f;
+            const uint32_t shifts = lse.address_of(2 * (laneid() % 4));
+#pragma unroll
+            for (int j = 0; j < 2 * scores::width; ++j) {
+                const float2 shift =
+                    arch::load_shared<float2>(shifts + uint32_t(8 * j * sizeof(float)));
+#pragma unroll
+                for (int k = 0; k < 2; ++k) {
+                    float2& x = s.tiles[0][j / 2].data[2 * (j % 2) + k];
+                    const float near = away + static_cast<float>(8 * k - 8 * j);
+                    const float2 w = {weight(x.x, fabsf(near), shift.x),
+                                      weight(x.y, fabsf(near - 1.0f), shift.y)};
+                    p.tiles[0][j / 2].data[2 * (j % 2) + k] = pack_pair<T>(w.x, w.y);
+                    x = {w.x * fmaf(-square * x.x, x.x, 1.0f),
+                         w.y * fmaf(-square * x.y, x.y, 1.0f)};
+                }
+            }
+        } else {
+            if (masked) mask(s, item, m);
+            with_statistic(s, lse, [&](float& x, float shift) {
+                x = arch::exp2_approx(fmaf(x, g.scale_log2, -shift));
+            });
+            if constexpr (Kernel::early_dv) convert_scores(p, s);
+        }
+    }
+    __device__ __forceinline__ float weight(float x, float distance, float shift) const {
+        return arch::exp2_approx(fmaf(x, g.modification.unit_log2, -fmaf(slope, distance, shift)));
+    }
+    static __device__ __forceinline__ void multiply(weights& product, const scores& a,
+                                                    const scores& b) {
+#pragma unroll
+        for (int j = 0; j < scores::width; ++j) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const float2 x = a.tiles[0][j].data[k], y = b.tiles[0][j].data[k];
+                product.tiles[0][j].data[k] = pack_pair<T>(x.x * y.x, x.y * y.y);
+            }
+        }
+    }
+
+    // Hands this consumer's part of dQ to its sender.
+    __device__ __forceinline__ void hand_on(const dq_part& dq) {
+        wait(shared.dq_empty[id], dq_phase ^ 1);
+        dq_phase ^= 1;
+        const uint32_t to = exchange().dq.address_of(4 * warpgroup::laneid());
+#pragma unroll
+        for (int j = 0; j < dq_part::width; ++j) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float2 high = dq.tiles[0][j].data[2 * half],
+                             low = dq.tiles[0][j].data[2 * half + 1];
+                arch::store_shared(to + uint32_t((2 * j + half) * 16 * WARPGROUP_THREADS),
+                                   make_float4(high.x, high.y, low.x, low.y));
+            }
+        }
+        arch::sync_warp();
+        if (laneid() == 0) arrive(shared.dq_full[id]);
+    }
+    __device__ __forceinline__ void issue_dq(dq_part& dq, int self, int buffer) {
+        warpgroup::mma_fence(dq);
+#pragma unroll
+        for (int w = 0; w < 2; ++w) {
+            auto& ds = shared.exchange[w].ds[buffer];
+            if constexpr (Kernel::split_rows) {
+                product(dq, ds.template subtile<64, 64>({0, self}), shared.k[w], w > 0);
+            } else {
+                product(dq, ds, shared.k[w].template subtile<64, Kernel::part_cols>({0, self}),
+                        w > 0);
+            }
+        }
+        warpgroup::mma_commit_group();
+    }
+    template <class A, class B>
+    __device__ __forceinline__ void product(dq_part& dq, const A& a, const B& b, bool accumulate) {
+        kittens::detail::wgmma_product<true, false>(dq, a, b, accumulate);
+    }
+    __device__ __forceinline__ void await_step() {
+        wait(shared.step_done, step_phase);
+        step_phase ^= 1;
+    }
+
+    // One query block. dQ is one step behind, so that no consumer waits for the other's dS.
+    template <bool FIRST>
+    __device__ __forceinline__ void step(gradient& dk, gradient& dv, const BackwardItem& item,
+                                         int m, bool masked) {
+        const int stage = at.stage;
+        // Anew in each step: the products' descriptors, all known before the loop, would take
+        // registers throughout.
+        const int self = arch::warp_uniform(id);
+        scores s, dp;
+        weights p, ds;
+        wait(shared.q_full[stage], at.phase);
+        warpgroup::mm_ABt(s, shared.k[self], shared.q[stage]);
+        wait(shared.grad_out_full[stage], at.phase);
+        warpgroup::mm_ABt(dp, shared.v[self], shared.grad_out[stage]);
+        warpgroup::mma_async_wait<1>(s);
+        weigh(s, p, item, m, masked, shared.lse[stage]);
+        if constexpr (Kernel::early_dv) {
+            warpgroup::mma_AB(dv, p, shared.grad_out[stage]);
+            warpgroup::mma_async_wait<1>(dp);
+        } else {
+            warpgroup::mma_async_wait<0>(dp);
+        }
+        with_statistic(dp, shared.delta[stage], [](float& x, float delta) { x -= delta; });
+        multiply(ds, s, dp);
+        if constexpr (!Kernel::early_dv) {
+            convert_scores(p, s);
+            warpgroup::mma_AB(dv, p, shared.grad_out[stage]);
+        }
+        if constexpr (Kernel::need_dq) {
+            dq_part dq;
+            if constexpr (!FIRST) await_step();
+            warpgroup::store(exchange().ds[step_parity], ds);
+            if constexpr (!FIRST) {
+                arch::fence_async_shared();
+                issue_dq(dq, self, step_parity ^ 1);
+            }
+            warpgroup::mma_AB(dk, ds, shared.q[stage]);
+            if constexpr (!FIRST) {
+                warpgroup::mma_async_wait<1>(dq);
+                hand_on(dq);
+            }
+            arch::sync_warp();
+            if (laneid() == 0) arrive(shared.step_done);
+        } else {
+            warpgroup::mma_AB(dk, ds, shared.q[stage]);
+        }
+        warpgroup::mma_async_wait<0>();
+        release(shared.empty[stage]);
+        at.advance();
+        step_parity ^= 1;
+    }
+
+    __device__ __forceinline__ void finish_steps() {
+        if constexpr (Kernel::need_dq) {
+            const int self = arch::warp_uniform(id);
+            dq_part dq;
+            await_step();
+            arch::fence_async_shared();
+            issue_dq(dq, self, step_parity ^ 1);
+            warpgroup::mma_async_wait<0>(dq);
+            hand_on(dq);
+        }
+    }
+
+    __device__ __forceinline__ void work(const BackwardItem& item) {
+        gradient dk, dv;
+        zero_tile(dk);
+        zero_tile(dv);
+        wait(shared.k_full, kv_phase);
+        wait(shared.v_full, kv_phase);
+        kv_phase ^= 1;
+        // The last item's dK and dV have left the memory that dS and dQ go through.
+        if (warpgroup::laneid() == 0) tma::store_async_read_wait();
+        sync_own();
+        const int begin = uniform(item.begin), end = uniform(item.end);
+        const int whole = uniform(item.whole), cut = uniform(item.cut);
+        for (int i = 0; i < g.work.group; ++i) {
+            if constexpr (Kernel::modified) {
+                if (g.modification.slopes != nullptr) {
+                    slope = LOG2_E * arch::load_global_readonly(
+                                         g.modification.slopes +
+                                         read(item.b) * g.modification.slopes_batch_stride +
+                                         read(item.head) * g.work.group + i);
+                }
+            }
+            int m = begin;
+            if (i == 0 && m < end) {
+                step<true>(dk, dv, item, m, m < whole || m >= cut);
+                ++m;
+            }
+            for (; m < end; ++m) step<false>(dk, dv, item, m, m < whole || m >= cut);
+        }
+        if (begin < end) finish_steps();
+        warpgroup::mma_async_wait<0>();
+        pin(dk);
+        pin(dv);
+        release(shared.kv_empty);
+        store(dk, dv, item);
+    }
+
+    // dV and dK leave through the memory of dS and dQ, so that K and V of the next item come in
+    // meanwhile.
+    __device__ __forceinline__ void store(gradient& dk, gradient& dv, const BackwardItem& item) {
+        scale_rows(dk, make_float2(g.scale, g.scale));
+        if constexpr (Kernel::need_dq) sync_both();  // the other consumer's last dQ has read dS
+        store(g.dv, g.need_dv, exchange().gradients[0], dv, item);
+        if constexpr (Kernel::need_dq) wait(shared.dq_empty[id], dq_phase ^ 1);
+        store(g.dk, g.need_dk, exchange().gradients[1], dk, item);
+    }
+    template <class Target, class Tile>
+    __device__ __forceinline__ void store(const Target& target, bool needed, Tile& tile,
+                                          const gradient& values, const BackwardItem& item) {
+        if (!needed) return;
+        warpgroup::store(tile, values);
+        arch::fence_async_shared();
+        sync_own();
+        if (warpgroup::laneid() == 0) {
+            target.store(tile, read(item.b), read(item.head), read(item.k_begin),
+                         read(item.k_length), read(item.block) * Kernel::block_n + 64 * id, 0);
+        }
+    }
+};
+
+template <class Kernel>
+__global__ __launch_bounds__(Kernel::threads, 1) void backward_kernel(
+    const __grid_constant__ BackwardGlobals<Kernel> g) {
+    shared_allocator allocator(shared_memory());
+    auto& shared = allocator.template allocate<BackwardShared<Kernel>>();
+    if (threadIdx.x == 0) {
+        init_semaphore(shared.k_full, 1);
+        init_semaphore(shared.v_full, 1);
+        init_semaphore(shared.kv_empty, 2);
+        for (int w = 0; w < 2; ++w) {
+            init_semaphore(shared.dq_full[w], WARPGROUP_WARPS);
+            init_semaphore(shared.dq_empty[w], 1);
+        }
+        init_semaphore(shared.step_done, 2 * WARPGROUP_WARPS);
+        shared.ring.init(2 * WARPGROUP_THREADS + (Kernel::need_dq ? 2 : 0));
+        for (int s = 0; s < Kernel::stages; ++s) {
+            init_semaphore(shared.q_full[s], 1);
+            init_semaphore(shared.grad_out_full[s], 1);
+            init_semaphore(shared.empty[s], 2);
+        }
+        arch::mbarrier_init_fence();
+    }
+    arch::sync_block();
+    arch::wait_for_dependencies();
+    const int role = arch::warp_uniform(warpgroup::groupid());
+    if (role == 0) {
+        warpgroup::decrease_registers<24>();
+        const int warp = arch::warp_uniform(warpgroup::warpid());
+        if (warp == 0 && arch::elect_one()) produce(g, shared);
+        if constexpr (Kernel::need_dq) {
+            if ((warp == 1 || warp == 2) && arch::elect_one()) send(g, shared, warp - 1);
+        }
+    } else {
+        warpgroup::increase_registers<240>();
+        BackwardConsumer<Kernel> consumer{g, shared, role - 1};
+        shared.ring.receive([&](const BackwardItem& item) { consumer.work(item); });
+        if (warpgroup::laneid() == 0) tma::store_async_wait();
+    }
+}
+
+}  // namespace thunderkittens::attention
