@@ -31,7 +31,13 @@ class Emulated(str):
 
 
 BACK_ENDS = {"cpu": "cpu", "emulator": Emulated("cpu"), "cuda": "cuda"}
-EMULATED_SUITES = ("test_attention", "test_gemm")
+EMULATED_SUITES = (
+    "test_attention",
+    "test_attention_gradient",
+    "test_attention_options",
+    "test_attention_varlen",
+    "test_gemm",
+)
 EMULATION_POLICIES = ("on_wait", "late_mma")
 
 

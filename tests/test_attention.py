@@ -14,6 +14,8 @@ from helpers.attention import (
     BF16,
     CAUSAL,
     DIMS,
+    EMULATED,
+    EMULATED_DIMS,
     FP16,
     HEADS,
     INF,
@@ -23,6 +25,7 @@ from helpers.attention import (
     SHORT,
     assert_attention,
     call_options,
+    emulated,
     normal,
     operands,
     visible,
@@ -36,8 +39,8 @@ from helpers.numerics import integers
 def cases(device, intensity):
     return cover(
         {
-            "lengths": SHORT + [*LONG, (1031, 777), (1, 8192)] * (device == "cuda"),
-            "dim": DIMS,
+            "lengths": EMULATED if emulated(device) else SHORT + LONG * (device == "cuda"),
+            "dim": EMULATED_DIMS if emulated(device) else DIMS,
             "heads": HEADS,
             "mask": MASKS,
             "scores": SCORES,
@@ -88,10 +91,14 @@ def selecting(length_q, length_k, dim, causal, heads_q, heads_k, dtype, device):
 
 
 def selection_cases(device, intensity):
+    lengths = [(1, 200), (127, 129), (200, 113), (70, 200)]
+    if not emulated(device):
+        lengths += [(1, 1), (129, 127), (128, 256)]
+    if device == "cuda":
+        lengths += [(1024, 1031), (2048, 2048), (1500, 700)]
     return cover(
         {
-            "lengths": [(1, 1), (1, 200), (127, 129), (129, 127), (200, 113), (128, 256), (70, 200)]
-            + [(1024, 1031), (2048, 2048), (1500, 700)] * (device == "cuda"),
+            "lengths": lengths,
             "dim": [8, 40, 64, 72, 96, 128, 160, 192, 256],
             "heads": [(2, 2), (4, 2), (3, 1)],
             "causal": CAUSAL,

@@ -14,6 +14,7 @@ import thunderkittens as tk
 from helpers.attention import (
     BF16,
     DIMS,
+    EMULATED_DIMS,
     FP16,
     FP32,
     HEADS,
@@ -23,6 +24,8 @@ from helpers.attention import (
     assert_attention,
     assert_gradients,
     call_options,
+    emulated,
+    gradient_devices,
     gradients,
     normal,
     plain_attention,
@@ -110,7 +113,7 @@ def cases(device, intensity):
     return cover(
         {
             "lengths": [*LENGTHS, *(LONG if device == "cuda" else {})],
-            "dim": DIMS,
+            "dim": EMULATED_DIMS if emulated(device) else DIMS,
             "heads": HEADS,
             "mask": MASKS,
             "scores": SCORES,
@@ -147,10 +150,12 @@ def test_accuracy(device, case):
 
 
 def gradient_cases(device, intensity):
+    if not gradient_devices(device):
+        return []
     return cover(
         {
             "lengths": [*LENGTHS, *(LONG if device == "cuda" else {})],
-            "dim": DIMS,
+            "dim": EMULATED_DIMS if emulated(device) else DIMS,
             "heads": HEADS,
             "mask": MASKS,
             "scores": SCORES,

@@ -133,6 +133,11 @@ def has(op: str) -> bool:
     return _module is not None and op in _module.ops()
 
 
+def supports(op: str, problem: Mapping[str, Any]) -> bool:
+    """Whether the emulator has a kernel of an op for a problem."""
+    return _module is not None and op in _module.ops() and not _module.unsupported(op, problem)
+
+
 def run(op: str, arrays: Mapping[str, Tensor | None], **scalars: Any) -> dict[str, Tensor]:
     """Runs an op's kernel under the active emulation; results by their names."""
     emulation = _active.get()

@@ -7,6 +7,7 @@ import math
 import torch
 
 import thunderkittens as tk
+from thunderkittens import emulation
 
 from .numerics import assert_accurate
 
@@ -69,7 +70,25 @@ LONG = [
     (1024, 1023),
     (2048, 2048),
     (4224, 4224),
+    (1031, 777),
+    (1, 8192),
 ]
+
+
+# On the emulator, which takes seconds for what a GPU does in microseconds.
+EMULATED = [(5, 0), (1, 129), (64, 64), (70, 129), (129, 70), (113, 200)]
+EMULATED_DIMS = [(40, 40), (64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128)]
+EMULATED_DIMS += [(72, 40), (40, 136)]
+
+
+def emulated(device):
+    """Whether a test's device is the emulator."""
+    return type(device) is not str
+
+
+def gradient_devices(device):
+    """Whether there is something to be tested of gradients: the emulator may have no kernel."""
+    return not emulated(device) or emulation.has("attention_backward")
 
 
 def normal(shape, dtype, device):

@@ -12,6 +12,8 @@ namespace emu = kittens::emulated;
 
 namespace {
 
+constexpr tk::DeviceProperties EMULATED_DEVICE = {132, 232448, 50 << 20, 9, 0};
+
 // NumPy has no bf16: such arrays hold their bits as uint16.
 tk::emulated::Array array_from(const std::string& name, const py::array& array) {
     tk::emulated::Array result;
@@ -72,7 +74,7 @@ py::tuple run(const std::string& op, const std::map<std::string, py::array>& arr
     }
     tk::emulated::Call call{.scalars = scalars, .config = config};
     for (const auto& [name, array] : arrays) call.arrays[name] = array_from(name, array);
-    call.device = {132, 232448, 50 << 20, 9, 0};
+    call.device = EMULATED_DEVICE;
     if (const auto n = device.find("sm_count"); n != device.end()) {
         tk::detail::from_value("sm_count", n->second, call.device.sm_count);
     }
@@ -105,6 +107,13 @@ PYBIND11_MODULE(_emulator, m) {
     const auto& error = py::register_exception<emu::Error>(m, "EmulatorError", PyExc_RuntimeError);
     py::register_exception<emu::Deadlock>(m, "DeadlockError", error.ptr());
     m.def("ops", &ops, "Names of the ops that the emulator has.");
+    m.def(
+        "unsupported",
+        [](const std::string& op, const tk::Fields& problem) {
+            return tk::find_op(op).unsupported(problem, EMULATED_DEVICE);
+        },
+        py::arg("op"), py::arg("problem"),
+        "Why an op has no kernel for a problem; empty if it has.");
     m.def("run", &run, py::arg("op"), py::arg("arrays"), py::arg("scalars") = tk::Fields{},
           py::kw_only(), py::arg("config") = tk::Fields{}, py::arg("device") = tk::Fields{},
           py::arg("policy") = "on_wait", py::arg("seed") = 0, py::arg("host_threads") = 1,

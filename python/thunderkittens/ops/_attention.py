@@ -293,22 +293,23 @@ def _device_properties(index: int) -> Any:
 
 
 @functools.cache
-def _refused(index: int, **problem: Any) -> bool:
-    """Whether the gradient has no kernel for a problem, whatever its lengths."""
+def _supported(index: int | None, **problem: Any) -> bool:
+    """Whether the gradient has a kernel for a problem, whatever its lengths: on a GPU, or with
+    index None on the emulator."""
+    problem |= dict.fromkeys(("batch", "q_heads", "kv_heads", "q_length", "k_length"), 1)
+    if index is None:
+        return emulation.supports("attention_backward", problem)
     module = _load.compiled_module()
-    if "attention_backward" not in module.ops():
-        return False
-    if not torch.cuda.is_available():  # fake tensors
-        return False
-    one = dict.fromkeys(("batch", "q_heads", "kv_heads", "q_length", "k_length"), 1)
-    return bool(module.unsupported("attention_backward", one | problem, _device_properties(index)))
+    if "attention_backward" not in module.ops() or not torch.cuda.is_available():
+        return True  # what is registered for CUDA takes everything; or the tensors are fake
+    return not module.unsupported("attention_backward", problem, _device_properties(index))
 
 
 def has_kernel(q: Tensor, v: Tensor, options: Options, varlen: bool) -> bool:
-    """Whether the gradient of a call on CUDA tensors has a kernel."""
+    """Whether the gradient of a call has a kernel, on CUDA tensors or emulated on a CPU's."""
     # int(): head dimensions are fixed in compiled code, lengths are not.
-    return not _refused(
-        q.device.index,
+    return _supported(
+        q.device.index if q.is_cuda else None,
         dtype=emulation.NAMES[q.dtype],
         head_dim=int(q.shape[-1]),
         value_dim=int(v.shape[-1]),

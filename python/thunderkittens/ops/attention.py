@@ -296,9 +296,9 @@ def _blocked_backward(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _cpu_backward(*args: Any) -> tuple[Tensor, ...]:
-    if not emulation.active() or not emulation.has("attention_backward"):
-        return _blocked_backward(*args)
     operands, options, needs = _checked_backward(args)
+    if not (emulation.active() and shared.has_kernel(operands[2], operands[4], options, False)):
+        return _blocked_backward(*args)
     arrays = dict(zip(("grad_out", "grad_lse", "q", "k", "v", "out", "lse"), operands, strict=True))
     return shared.emulated_backward(arrays, options, needs)
 

@@ -351,9 +351,9 @@ def _blocked_backward(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _cpu_backward(*args: Any) -> tuple[Tensor, ...]:
-    if not emulation.active() or not emulation.has("attention_backward"):
-        return _blocked_backward(*args)
     operands, packing, options, needs = _checked_backward(args)
+    if not (emulation.active() and shared.has_kernel(operands[2], operands[4], options, True)):
+        return _blocked_backward(*args)
     names = ("grad_out", "grad_lse", "q", "k", "v", "out", "lse")
     arrays = {**dict(zip(names, operands, strict=True)), **_edges(packing)}
     return shared.emulated_backward(arrays, options, needs, **_maxima(packing))
