@@ -62,18 +62,18 @@ constexpr int64_t padded_rows(int64_t q_length) { return (q_length + 127) / 128 
 constexpr int64_t rows_of_head(const Problem& p, const Sequences& s) {
     return p.varlen ? padded_rows(s.total_q) + 128 * (p.batch + 1) : padded_rows(p.q_length);
 }
-// Two statistics per row, dQ in fp32, two flags per tile of at least 64 rows, and a counter.
+// Two statistics per row, dQ in fp32, up to four counters per tile of at least 64 rows, and one.
 constexpr int64_t workspace_floats(const Problem& p, const Sequences& s,
                                    const BackwardConfig& config) {
     const int64_t rows = (p.varlen ? 1 : p.batch) * p.q_heads * rows_of_head(p, s);
-    return rows * (2 + config.head_dim) + rows / 32 + 1;
+    return rows * (2 + config.head_dim) + rows / 16 + 1;
 }
 
 // What the workspace holds.
 struct Workspace {
     float *lse_log2, *delta;  // per row
     float* dq;                // dq_columns per row
-    int *next_item, *turns;   // a counter; two flags per tile of dQ
+    int *next_item, *turns;   // a counter; one per part of dQ: 0 until something is in it
 
     Workspace(const BackwardParams& params, int dq_columns) {
         const Problem& p = params.problem;
@@ -96,7 +96,7 @@ struct DqTiles {
     bool operator==(const DqTiles&) const = default;
 };
 
-// Before the main kernel: statistics of the rows, a cleared dQ, and counters.
+// Before the main kernel: statistics of the rows, and cleared counters.
 void launch_prepare(const BackwardParams& params, const Workspace& workspace, const DqTiles& tiles,
                     Stream stream);
 // After it: dQ, and the gradient of the sinks.

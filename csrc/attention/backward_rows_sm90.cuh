@@ -1,5 +1,5 @@
 // What the attention backward does per query row, before and after its main kernel, for any head
-// dimension: the statistics that the main kernel reads and a cleared dQ accumulator; dQ brought
+// dimension: the statistics that the main kernel reads, and cleared counters; dQ brought
 // from the accumulator's order into rows; the gradient of the sinks.
 #pragma once
 
@@ -22,11 +22,9 @@ struct PrepareGlobals {
     int batch, heads, q_limit;
     float* lse_log2;  // per row of the workspace
     float* delta;     // likewise
-    float* dq;        // likewise, dq_columns each; null: not wanted
-    int dq_columns;
     int* next_item;
-    int* turns;  // two per block_m rows
-    int block_m;
+    int* turns;  // as many as `parts` per block_m rows
+    int block_m, parts;
     // Rows behind the last packed sequence get zero gradients.
     PlainLayout<T> tail_dq, tail_dk, tail_dv;
     int head_dim, kv_heads;
@@ -62,6 +60,7 @@ template <class T, int lanes>
 __global__ __launch_bounds__(PREPARE_THREADS) void prepare_kernel(
     const __grid_constant__ PrepareGlobals<T> g) {
     const int head = blockIdx.y, b = blockIdx.z;
+    arch::launch_dependents();
     if (threadIdx.x == 0 && blockIdx.x == 0 && head == 0 && b == 0) {
         arch::store_global(g.next_item, 0);
     }
@@ -112,13 +111,8 @@ __global__ __launch_bounds__(PREPARE_THREADS) void prepare_kernel(
             arch::store_global(g.delta + rows + r, delta);
         }
     }
-    if (g.dq == nullptr) return;
-    if (threadIdx.x < 2) {
-        arch::store_global(g.turns + 2 * (rows / g.block_m) + threadIdx.x, 0);
-    }
-    float* dq = g.dq + rows * g.dq_columns;
-    for (int i = threadIdx.x; i < PREPARE_ROWS * g.dq_columns / 4; i += PREPARE_THREADS) {
-        arch::store_global(reinterpret_cast<float4*>(dq) + i, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
+    if (threadIdx.x < g.parts) {
+        arch::store_global(g.turns + g.parts * (rows / g.block_m) + threadIdx.x, 0);
     }
 }
 
@@ -129,6 +123,7 @@ struct FinishGlobals {
     SequenceTable sequences;
     PaddedRows rows;
     const float* sums;
+    const int* turns;  // per part: 0 where no key is seen and nothing was summed
     float scale;
 };
 
@@ -147,13 +142,17 @@ __global__ __launch_bounds__(parts* WARPGROUP_THREADS) void finish_kernel(
     if (row >= s.q_length) return;
     const int64_t tile = g.rows.first(b, s.q_begin, head) / block_m + blockIdx.x;
     const float* from = g.sums + (tile * parts + id) * part_floats + 4 * warpgroup::laneid();
+    const bool summed = arch::load_global(g.turns + tile * parts + id) != 0;
     rt_fl<16, part_cols> part;
 #pragma unroll
     for (int j = 0; j < part.width; ++j) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float4 x = arch::load_global(
-                reinterpret_cast<const float4*>(from + (2 * j + half) * 4 * WARPGROUP_THREADS));
+            float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (summed) {
+                x = arch::load_global(reinterpret_cast<const float4*>(
+                    from + (2 * j + half) * 4 * WARPGROUP_THREADS));
+            }
             part.tiles[0][j].data[2 * half] = make_float2(x.x * g.scale, x.y * g.scale);
             part.tiles[0][j].data[2 * half + 1] = make_float2(x.z * g.scale, x.w * g.scale);
         }
@@ -224,11 +223,10 @@ void launch_prepare_kernel(const BackwardParams& params, const Workspace& worksp
                                     .q_limit = int(p.q_length),
                                     .lse_log2 = workspace.lse_log2,
                                     .delta = workspace.delta,
-                                    .dq = workspace.dq,
-                                    .dq_columns = tiles.columns(),
                                     .next_item = workspace.next_item,
                                     .turns = workspace.turns,
                                     .block_m = tiles.block_m,
+                                    .parts = tiles.parts,
                                     .tail_dq = PlainLayout<T>(params.dq, p.varlen),
                                     .tail_dk = PlainLayout<T>(params.dk, p.varlen),
                                     .tail_dv = PlainLayout<T>(params.dv, p.varlen),
@@ -270,6 +268,7 @@ bool launch_finish_kernel(const BackwardParams& params, const Workspace& workspa
         .sequences = SequenceTable(p, params.sequences),
         .rows = PaddedRows(p, params.sequences),
         .sums = workspace.dq,
+        .turns = workspace.turns,
         .scale = params.query_scale};
     const dim3 grid(unsigned((p.q_length + block_m - 1) / block_m), unsigned(p.q_heads),
                     unsigned(p.batch));

@@ -113,6 +113,13 @@ struct BackwardShared {
     semaphore q_full[Kernel::stages], grad_out_full[Kernel::stages], empty[Kernel::stages];
 };
 
+// The j-th query block of an item. Where key blocks take turns, the last comes first: blocks further
+// on in the keys, which begin later and wait for this one, then have the tiles that it has left.
+template <class Kernel>
+__device__ __forceinline__ int query_block(const BackwardItem& item, int j) {
+    return Kernel::in_order ? read(item.begin) + read(item.end) - 1 - j : j;
+}
+
 template <class Kernel>
 __device__ __forceinline__ void produce(const BackwardGlobals<Kernel>& g,
                                         BackwardShared<Kernel>& shared) {
@@ -133,7 +140,8 @@ __device__ __forceinline__ void produce(const BackwardGlobals<Kernel>& g,
         for (int i = 0; i < g.work.group; ++i) {
             const int head = read(item.head) * g.work.group + i;
             const int64_t rows = g.work.rows.first(read(item.b), read(item.q_begin), head);
-            for (int m = read(item.begin); m < read(item.end); ++m) {
+            for (int j = read(item.begin); j < read(item.end); ++j) {
+                const int m = query_block<Kernel>(item, j);
                 const int s = at.stage, row = m * Kernel::block_m;
                 constexpr int bytes = sizeof(typename Kernel::statistics);
                 wait(shared.empty[s], at.phase ^ 1);
@@ -153,54 +161,75 @@ __device__ __forceinline__ void produce(const BackwardGlobals<Kernel>& g,
     });
 }
 
-// The key blocks of a tile of dQ add to it one after the other.
+// Sends a consumer's parts of dQ to memory. The first one of a tile is stored, the others are added;
+// in order: the key blocks of a tile in ascending order.
 template <class Kernel>
-__device__ __forceinline__ int place(const BackwardItem& item, int m) {
-    return read(item.block) - Kernel::Work::first_block(m, read(item.low));
-}
-template <class Kernel>
-__device__ __forceinline__ void await_turn(const BackwardGlobals<Kernel>& g,
-                                           const BackwardItem& item, int tile, int m, int id) {
-    const int before = place<Kernel>(item, m);
-    while (arch::load_acquire_global(g.turns + 2 * tile + id) != before) {
-    }
-    arch::fence_async();
-}
-template <class Kernel>
-__device__ __forceinline__ void pass_turn(const BackwardGlobals<Kernel>& g,
-                                          const BackwardItem& item, int tile, int m, int id) {
-    tma::store_async_wait();
-    arch::fence_async();
-    arch::store_release_global(g.turns + 2 * tile + id, place<Kernel>(item, m) + 1);
-}
+struct Sender {
+    const BackwardGlobals<Kernel>& g;
+    BackwardShared<Kernel>& shared;
+    const int id;
+    static constexpr int STORED = 1 << 20;  // beyond every count
 
-// Adds a consumer's parts of dQ to memory; in order: the key blocks of a tile in ascending order.
-template <class Kernel>
-__device__ __forceinline__ void send(const BackwardGlobals<Kernel>& g,
-                                     BackwardShared<Kernel>& shared, int id) {
-    int phase = 0;
-    auto& part = shared.exchange[id].dq;
-    shared.ring.receive([&](const BackwardItem& item) {
-        for (int i = 0; i < g.work.group; ++i) {
-            for (int m = read(item.begin); m < read(item.end); ++m) {
-                const int tile = read(item.tile) + i * g.work.tiles_of_head() + m;
-                wait(shared.dq_full[id], phase);
-                phase ^= 1;
-                // Here rather than in the consumers, whom it would hold up.
-                arch::fence_async_shared();
-                if constexpr (Kernel::in_order) await_turn(g, item, tile, m, id);
-                arch::bulk_store_add(
-                    g.dq + int64_t(tile) * Kernel::dq_tile_floats + id * Kernel::part_floats,
-                    part.address(), Kernel::part_floats * int(sizeof(float)));
-                tma::store_commit_group();
-                tma::store_async_read_wait();
-                arrive(shared.dq_empty[id]);
-                if constexpr (Kernel::in_order) pass_turn(g, item, tile, m, id);
-            }
+    __device__ __forceinline__ int* turn(int tile) const { return g.turns + 2 * tile + id; }
+    __device__ __forceinline__ void await(int tile, int count) const {
+        while (arch::load_acquire_global(turn(tile)) < count) {
         }
-    });
-    tma::store_async_wait();
-}
+    }
+    __device__ __forceinline__ void transfer(int tile, bool first) const {
+        float* to = g.dq + int64_t(tile) * Kernel::dq_tile_floats + id * Kernel::part_floats;
+        const uint32_t from = shared.exchange[id].dq.address();
+        constexpr int bytes = Kernel::part_floats * int(sizeof(float));
+        if (first)
+            arch::bulk_store(to, from, bytes);
+        else
+            arch::bulk_store_add(to, from, bytes);
+        tma::store_commit_group();
+        tma::store_async_read_wait();
+        arrive(shared.dq_empty[id]);
+    }
+    // Others may add to the tile.
+    __device__ __forceinline__ void announce(int tile, int count) const {
+        tma::store_async_wait();
+        arch::fence_async();
+        arch::store_release_global(turn(tile), count);
+    }
+
+    __device__ __forceinline__ void run() const {
+        int phase = 0;
+        shared.ring.receive([&](const BackwardItem& item) {
+            for (int i = 0; i < g.work.group; ++i) {
+                for (int j = read(item.begin); j < read(item.end); ++j) {
+                    const int m = query_block<Kernel>(item, j);
+                    const int tile = read(item.tile) + i * g.work.tiles_of_head() + m;
+                    if constexpr (Kernel::in_order) {
+                        const int place =
+                            read(item.block) - Kernel::Work::first_block(m, read(item.low));
+                        await_part(phase);
+                        await(tile, place);
+                        arch::fence_async();
+                        transfer(tile, place == 0);
+                        announce(tile, place + 1);
+                    } else {
+                        bool stored = arch::load_acquire_global(turn(tile)) >= STORED;
+                        await_part(phase);
+                        const bool first = !stored && arch::fetch_add_global(turn(tile), 1) == 0;
+                        if (!stored && !first) await(tile, STORED);
+                        arch::fence_async();
+                        transfer(tile, first);
+                        if (first) announce(tile, STORED);
+                    }
+                }
+            }
+        });
+        tma::store_async_wait();
+    }
+    __device__ __forceinline__ void await_part(int& phase) const {
+        wait(shared.dq_full[id], phase);
+        phase ^= 1;
+        // Here rather than in the consumer, whom it would hold up.
+        arch::fence_async_shared();
+    }
+};
 
 template <class Kernel>
 struct BackwardConsumer {
@@ -360,9 +389,11 @@ struct BackwardConsumer {
     __device__ __forceinline__ void product(dq_part& dq, const A& a, const B& b, bool accumulate) {
         kittens::detail::wgmma_product<true, false>(dq, a, b, accumulate);
     }
+    // Both consumers' dS of the step before can be read, and their older ones overwritten.
     __device__ __forceinline__ void await_step() {
         wait(shared.step_done, step_phase);
         step_phase ^= 1;
+        arch::fence_async_shared();
     }
 
     // One query block. dQ is one step behind, so that no consumer waits for the other's dS.
@@ -381,12 +412,9 @@ struct BackwardConsumer {
         warpgroup::mm_ABt(dp, shared.v[self], shared.grad_out[stage]);
         warpgroup::mma_async_wait<1>(s);
         weigh(s, p, item, m, masked, shared.lse[stage]);
-        if constexpr (Kernel::early_dv) {
-            warpgroup::mma_AB(dv, p, shared.grad_out[stage]);
-            warpgroup::mma_async_wait<1>(dp);
-        } else {
-            warpgroup::mma_async_wait<0>(dp);
-        }
+        if constexpr (Kernel::early_dv) warpgroup::mma_AB(dv, p, shared.grad_out[stage]);
+        if constexpr (Kernel::need_dq && !FIRST) await_step();
+        warpgroup::mma_async_wait<Kernel::early_dv ? 1 : 0>(dp);
         with_statistic(dp, shared.delta[stage], [](float& x, float delta) { x -= delta; });
         multiply(ds, s, dp);
         if constexpr (!Kernel::early_dv) {
@@ -395,12 +423,8 @@ struct BackwardConsumer {
         }
         if constexpr (Kernel::need_dq) {
             dq_part dq;
-            if constexpr (!FIRST) await_step();
             warpgroup::store(exchange().ds[step_parity], ds);
-            if constexpr (!FIRST) {
-                arch::fence_async_shared();
-                issue_dq(dq, self, step_parity ^ 1);
-            }
+            if constexpr (!FIRST) issue_dq(dq, self, step_parity ^ 1);
             warpgroup::mma_AB(dk, ds, shared.q[stage]);
             if constexpr (!FIRST) {
                 warpgroup::mma_async_wait<1>(dq);
@@ -422,7 +446,6 @@ struct BackwardConsumer {
             const int self = arch::warp_uniform(id);
             dq_part dq;
             await_step();
-            arch::fence_async_shared();
             issue_dq(dq, self, step_parity ^ 1);
             warpgroup::mma_async_wait<0>(dq);
             hand_on(dq);
@@ -450,12 +473,16 @@ struct BackwardConsumer {
                                          read(item.head) * g.work.group + i);
                 }
             }
-            int m = begin;
-            if (i == 0 && m < end) {
+            int j = begin;
+            if (i == 0 && j < end) {
+                const int m = Kernel::in_order ? end - 1 : j;
                 step<true>(dk, dv, item, m, m < whole || m >= cut);
-                ++m;
+                ++j;
             }
-            for (; m < end; ++m) step<false>(dk, dv, item, m, m < whole || m >= cut);
+            for (; j < end; ++j) {
+                const int m = Kernel::in_order ? begin + end - 1 - j : j;
+                step<false>(dk, dv, item, m, m < whole || m >= cut);
+            }
         }
         if (begin < end) finish_steps();
         warpgroup::mma_async_wait<0>();
@@ -511,6 +538,7 @@ __global__ __launch_bounds__(Kernel::threads, 1) void backward_kernel(
         arch::mbarrier_init_fence();
     }
     arch::sync_block();
+    arch::launch_dependents();
     arch::wait_for_dependencies();
     const int role = arch::warp_uniform(warpgroup::groupid());
     if (role == 0) {
@@ -518,7 +546,9 @@ __global__ __launch_bounds__(Kernel::threads, 1) void backward_kernel(
         const int warp = arch::warp_uniform(warpgroup::warpid());
         if (warp == 0 && arch::elect_one()) produce(g, shared);
         if constexpr (Kernel::need_dq) {
-            if ((warp == 1 || warp == 2) && arch::elect_one()) send(g, shared, warp - 1);
+            if ((warp == 1 || warp == 2) && arch::elect_one()) {
+                Sender<Kernel>{g, shared, warp - 1}.run();
+            }
         }
     } else {
         warpgroup::increase_registers<240>();

@@ -41,7 +41,7 @@ __device__ __forceinline__ uint64_t k_major_descriptor(uint32_t origin) {
     return arch::wgmma_descriptor(origin, 16, 8 * width, width);
 }
 template <class Tile>
-constexpr int k_major_distance(int k) {
+__host__ __device__ constexpr int k_major_distance(int k) {
     constexpr int width = Tile::swizzle_bytes;
     return (32 * k / width) * Tile::underlying_rows * width + 32 * k % width;
 }
@@ -56,7 +56,7 @@ __device__ __forceinline__ uint64_t mn_major_descriptor(uint32_t origin) {
     return arch::wgmma_descriptor(origin, Tile::underlying_rows * width, 8 * width, width);
 }
 template <class Tile>
-constexpr int mn_major_distance(int k) {
+__host__ __device__ constexpr int mn_major_distance(int k) {
     return 16 * k * Tile::swizzle_bytes;
 }
 
