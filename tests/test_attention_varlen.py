@@ -8,6 +8,8 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import thunderkittens as tk
@@ -72,7 +74,8 @@ class Batch:
     """Operands of a case, with `tail` tokens of NaN after the last sequence."""
 
     def __init__(self, case, device, tail=3):
-        self.lengths = {**LENGTHS, **LONG}[case["lengths"]]
+        lengths = case["lengths"]
+        self.lengths = {**LENGTHS, **LONG}[lengths] if isinstance(lengths, str) else lengths
         self.edges = [[0, *accumulate(pair[i] for pair in self.lengths)] for i in (0, 1)]
         (heads_q, heads_k), (dim, value_dim) = case["heads"], case["dim"]
         self.tensors = []
@@ -264,6 +267,29 @@ def test_gradients(device, case):
 def example(device, dtype=BF16, dim=64, lengths="mixed", heads=(4, 2), **case):
     values = {"lengths": lengths, "dim": (dim, dim), "heads": heads, "dtype": dtype, "slack": 0}
     return Batch({**values, **case}, device, tail=0)
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 90)), max_size=6),
+    heads=st.sampled_from(HEADS),
+    dim=st.sampled_from([(64, 64), (40, 72)]),
+    mask=st.sampled_from(MASKS),
+    scores=st.sampled_from(SCORES),
+    tail=st.integers(0, 70),
+)
+def test_any_lengths(device, lengths, heads, dim, mask, scores, tail):
+    case = {"lengths": lengths, "heads": heads, "dim": dim, "dtype": BF16, "slack": 0}
+    batch = Batch({**case, "mask": mask, "scores": scores}, device, tail=tail)
+    out, lse = tk.attention_varlen(*batch.tensors, *batch.packing, **batch.options, return_lse=True)
+    assert bool((out[batch.edges[0][-1] :] == 0).all())
+    for (part,), log, operands, options in zip(
+        batch.parts(out, side=0),
+        batch.logs(lse),
+        batch.parts(*batch.tensors),
+        batch.part_options(),
+        strict=True,
+    ):
+        assert_attention((part, log), *operands, **options)
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])

@@ -113,42 +113,7 @@ def test_gradients_run_emulated_kernels():
     torch.testing.assert_close(a.grad, b.sum(1).expand(40, 64), atol=0.25, rtol=0.02)
 
 
-# ---- attention ----
-
-ATTENTION = sorted(
-    {
-        tuple(int(n) for n in re.findall(r"\d+", k["name"].partition("_d")[2]))
-        for k in _C.kernels()
-        if k["op"] == "attention" and k["name"].startswith("forward")
-    }
-)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", ATTENTION, ids=lambda s: "x".join(map(str, s)))
-def test_attention(shape, dtype, policy):
-    """Every kernel: ragged lengths, grouped heads, both alignments of the mask, none."""
-    head_dim, block_m, block_n = shape
-    config = {"head_dim": head_dim, "warpgroups": block_m // 64, "block_n": block_n}
-    for causal, (length_q, length_k), dim in (
-        (False, (200, 77), head_dim),
-        (True, (130, 300), head_dim - 8),
-        ("upper_left", (257, 190), head_dim),
-        (True, (190, 70), head_dim),  # rows that attend to nothing
-    ):
-        q = torch.randn(1, 4, length_q, dim, dtype=dtype)
-        k, v = (torch.randn(1, 2, length_k, dim, dtype=dtype) for _ in range(2))
-        with tk.emulate(policy, seed=length_q, config=config, sm_count=3):
-            out, lse = tk.attention(q, k, v, causal=causal, return_lse=True)
-        exact, exact_lse = tk.reference.attention(
-            q.double(), k.double(), v.double(), causal=causal, return_lse=True
-        )
-        plain = tk.reference.attention(q, k, v, causal=causal)
-        eps = torch.finfo(dtype).eps
-        bound = 2 * (plain.double() - exact).abs().max() + eps * exact.abs().max()
-        assert (out.double() - exact).abs().max() <= bound
-        torch.testing.assert_close(lse.double(), exact_lse.double(), atol=2e-3, rtol=1e-4)
+# ---- attention; its kernels are in test_attention_kernels.py ----
 
 
 def test_attention_scales():

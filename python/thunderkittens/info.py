@@ -25,18 +25,22 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
         "bf16 4096 x 4096 x 4096": {"m": 4096, "n": 4096, "k": 4096},
         "bf16 128 x 4096 x 4096": {"m": 128, "n": 4096, "k": 4096},
     },
-    "attention": {
-        f"bf16 (4, 16, 4096, {dim}), {text}": {
-            "batch": 4,
-            "q_heads": 16,
-            "kv_heads": 16,
-            "q_length": 4096,
-            "k_length": 4096,
-            "head_dim": dim,
-            "causal": causal,
+    **{
+        op: {
+            f"bf16 (4, 16, 4096, {dim}), {text}": {
+                "batch": 4,
+                "q_heads": 16,
+                "kv_heads": 16,
+                "q_length": 4096,
+                "k_length": 4096,
+                "head_dim": dim,
+                "value_dim": dim,
+                "causal": causal,
+            }
+            for dim in (64, 128, 256)
+            for causal, text in ((0, "full"), (1, "causal"))
         }
-        for dim in (64, 128, 256)
-        for causal, text in ((0, "full"), (1, "causal"))
+        for op in ("attention", "attention_backward")
     },
 }
 
