@@ -48,7 +48,9 @@ def fields(match, stages):
     if match[1] == "backward":
         return config | {"block_m": int(rows)}
     config |= {"value_dim": int(value_dim or dim), "block_n": int(keys)}
-    return config | {"warpgroups": int(rows) // 64, "splits": 3 if match[1] == "split" else 0}
+    config |= {"warpgroups": int(rows) // 64}
+    # Those that split the keys have the score options all in one kernel.
+    return config | ({"splits": 3, "modified": True} if match[1] == "split" else {"splits": 0})
 
 
 def problems(match):

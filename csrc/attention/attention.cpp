@@ -10,8 +10,8 @@ namespace {
 
 constexpr const char* OP = "tk.attention";
 
-// Of q's shape with v's last dimension. With the same dimension, q's strides; otherwise packed, heads
-// inside the rows where q has them there.
+// Of q's shape with v's last dimension. With the same dimension, q's strides; otherwise packed,
+// heads inside the rows where q has them there.
 Tensor allocate_output(const Tensor& q, const Problem& p) {
     if (p.value_dim == p.head_dim) return torch::stable::empty_like(q);
     if (p.varlen) return empty({q.size(0), p.q_heads, p.value_dim}, q.scalar_type(), q);

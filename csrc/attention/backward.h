@@ -97,9 +97,11 @@ struct DqTiles {
 };
 
 // Before the main kernel: statistics of the rows, and cleared counters.
+template <DType dtype>
 void launch_prepare(const BackwardParams& params, const Workspace& workspace, const DqTiles& tiles,
                     Stream stream);
 // After it: dQ, and the gradient of the sinks.
+template <DType dtype>
 void launch_finish(const BackwardParams& params, const Workspace& workspace, const DqTiles& tiles,
                    Stream stream);
 

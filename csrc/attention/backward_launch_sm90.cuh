@@ -14,7 +14,7 @@ void launch_backward_kernels(const BackwardParams& params, Stream stream) {
     const Problem& p = params.problem;
     const Workspace workspace(params, Kernel::head_dim);
     constexpr DqTiles tiles{Kernel::block_m, Kernel::dq_parts, Kernel::part_cols};
-    launch_prepare(params, workspace, tiles, stream);
+    launch_prepare<Kernel::dtype>(params, workspace, tiles, stream);
 
     const int64_t q_rows = p.varlen ? params.sequences.total_q : p.q_length;
     const int64_t k_rows = p.varlen ? params.sequences.total_k : p.k_length;
@@ -55,7 +55,7 @@ void launch_backward_kernels(const BackwardParams& params, Stream stream) {
         kittens::launch({.dependent = true}, backward_kernel<Kernel>, dim3(blocks),
                         dim3(Kernel::threads), dim3(1), Kernel::shared_bytes, stream, globals);
     }
-    launch_finish(params, workspace, tiles, stream);
+    launch_finish<Kernel::dtype>(params, workspace, tiles, stream);
 }
 
 template <BackwardConfig config>

@@ -260,6 +260,7 @@ bool launch_finish_kernel(const BackwardParams& params, const Workspace& workspa
                           const DqTiles& tiles, Stream stream) {
     if (tiles != DqTiles{block_m, parts, part_cols}) return false;
     const Problem& p = params.problem;
+    if (p.q_length == 0) return true;
     using Globals = FinishGlobals<T, part_cols>;
     using Tile = typename Globals::tile;
     const Globals globals{
@@ -277,9 +278,19 @@ bool launch_finish_kernel(const BackwardParams& params, const Workspace& workspa
         dim3(parts * WARPGROUP_THREADS), dim3(1), parts * sizeof(Tile) + 1024, stream, globals);
     return true;
 }
-template <class T>
-void launch_finish_of(const BackwardParams& params, const Workspace& workspace,
-                      const DqTiles& tiles, Stream stream) {
+template <DType dtype>
+void launch_prepare(const BackwardParams& params, const Workspace& workspace, const DqTiles& tiles,
+                    Stream stream) {
+    using T = std::conditional_t<dtype == DType::bf16, bf16, half>;
+    launch_prepare_kernel<T>(params, workspace, tiles, stream);
+}
+
+template <DType dtype>
+void launch_finish(const BackwardParams& params, const Workspace& workspace, const DqTiles& tiles,
+                   Stream stream) {
+    using T = std::conditional_t<dtype == DType::bf16, bf16, half>;
+    if (params.dsink != nullptr) launch_sink_kernel(params, workspace, stream);
+    if (params.dq.data == nullptr) return;
     const bool found = launch_finish_kernel<T, 128, 2, 64>(params, workspace, tiles, stream) ||
                        launch_finish_kernel<T, 64, 2, 32>(params, workspace, tiles, stream) ||
                        launch_finish_kernel<T, 64, 2, 48>(params, workspace, tiles, stream) ||

@@ -34,7 +34,8 @@ enum class QueryGradient { none, any_order, in_order };
 
 template <BackwardConfig config, QueryGradient QUERY_GRADIENT>
 struct BackwardKernel {
-    using T = std::conditional_t<config.dtype == DType::bf16, bf16, half>;
+    static constexpr DType dtype = config.dtype;
+    using T = std::conditional_t<dtype == DType::bf16, bf16, half>;
     static constexpr bool need_dq = QUERY_GRADIENT != QueryGradient::none;
     static constexpr bool in_order = QUERY_GRADIENT == QueryGradient::in_order;
     static constexpr bool modified = config.modified;
@@ -113,8 +114,9 @@ struct BackwardShared {
     semaphore q_full[Kernel::stages], grad_out_full[Kernel::stages], empty[Kernel::stages];
 };
 
-// The j-th query block of an item. Where key blocks take turns, the last comes first: blocks further
-// on in the keys, which begin later and wait for this one, then have the tiles that it has left.
+// The j-th query block of an item. Where key blocks take turns, the last comes first: blocks
+// further on in the keys, which begin later and wait for this one, then have the tiles that it has
+// left.
 template <class Kernel>
 __device__ __forceinline__ int query_block(const BackwardItem& item, int j) {
     return Kernel::in_order ? read(item.begin) + read(item.end) - 1 - j : j;
@@ -161,8 +163,8 @@ __device__ __forceinline__ void produce(const BackwardGlobals<Kernel>& g,
     });
 }
 
-// Sends a consumer's parts of dQ to memory. The first one of a tile is stored, the others are added;
-// in order: the key blocks of a tile in ascending order.
+// Sends a consumer's parts of dQ to memory. The first one of a tile is stored, the others are
+// added; in order: the key blocks of a tile in ascending order.
 template <class Kernel>
 struct Sender {
     const BackwardGlobals<Kernel>& g;

@@ -26,7 +26,7 @@ int choose_section(const Problem& p, int block_m, const DeviceProperties& device
     if (p.causal == static_cast<int>(Causal::none)) return static_cast<int>(group);
     const int64_t blocks = ceil_div(p.q_length, block_m);
     const int64_t target = std::max<int64_t>(device.sm_count / 4, 1);
-    if (heads <= target + target / 2) return static_cast<int>(heads);
+    if (heads <= target + target / 2) return static_cast<int>(std::max<int64_t>(heads, 1));
     const int64_t head_bytes = p.k_length * (p.head_dim + p.value_dim) * 2 / group;
     const int64_t in_cache = device.l2_bytes / 2 / std::max<int64_t>(head_bytes, 1);
     const int64_t most = std::min({heads, std::max(target + target / 2, in_cache), 4 * target});

@@ -58,11 +58,11 @@ struct Layout {
     // The tile's rows are those of one sequence from `row` on; a packed one is the tokens
     // [begin, begin + length).
     __device__ __forceinline__ void load(Tile& tile, int b, int head, int begin, int length,
-                                         int row, semaphore& arrived) const {
+                                         int row, semaphore& arrived, int column = 0) const {
         if (packed)
-            tma::load_async(tile, ragged, ragged_coord{head, begin, length, row, 0}, arrived);
+            tma::load_async(tile, ragged, ragged_coord{head, begin, length, row, column}, arrived);
         else
-            tma::load_async(tile, dense, elements(b, head, row, 0), arrived);
+            tma::load_async(tile, dense, elements(b, head, row, column), arrived);
     }
     __device__ __forceinline__ void store(const Tile& tile, int b, int head, int begin, int length,
                                           int row, int column) const {

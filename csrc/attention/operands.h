@@ -10,8 +10,8 @@
 
 namespace thunderkittens::attention {
 
-// The arguments that all ops share after their tensors, in the order of the schema: parameters of an
-// op, and an Options made of them.
+// The arguments that all ops share after their tensors, in the order of the schema: parameters of
+// an op, and an Options made of them.
 #define ATTENTION_OPTIONS                                                                   \
     int64_t causal, std::optional<double> scale, int64_t window_left, int64_t window_right, \
         double softcap, std::optional<Tensor> alibi_slopes, std::optional<Tensor> sink,     \
@@ -119,6 +119,7 @@ inline Scores scores_of(const char* op, const Problem& p, const Options& options
     Scores s;
     s.scale = static_cast<float>(options.scale ? *options.scale
                                                : 1.0 / std::sqrt(static_cast<double>(p.head_dim)));
+    TK_CHECK(std::isfinite(s.scale), op, ": scale must be finite, got ", s.scale);
     TK_CHECK(options.softcap >= 0 && std::isfinite(options.softcap), op,
              ": softcap must be finite and at least 0, got ", options.softcap);
     s.softcap = static_cast<float>(options.softcap);

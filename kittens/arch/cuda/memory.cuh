@@ -143,7 +143,9 @@ __device__ __forceinline__ void store_cluster_shared(uint32_t address, const T& 
 // kernel never forms a reference to global memory itself.
 template <class T>
 __device__ __forceinline__ T load_global(const T* pointer) {
-    return bit_cast<T>(*reinterpret_cast<const word_of<T>*>(pointer));
+    // By value: bit_cast of a reference to memory would copy byte by byte.
+    const word_of<T> value = *reinterpret_cast<const word_of<T>*>(pointer);
+    return bit_cast<T>(value);
 }
 template <class T>
 __device__ __forceinline__ void store_global(T* pointer, const T& value) {

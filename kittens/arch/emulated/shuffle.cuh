@@ -24,7 +24,7 @@ inline T exchange_lanes(const char* name, const T& value, int argument, Source s
         }
     });
     T result;
-    std::memcpy(&result, lane.words + 4, sizeof(T));
+    std::memcpy(static_cast<void*>(&result), lane.words + 4, sizeof(T));
     return result;
 }
 }  // namespace detail
