@@ -150,8 +150,8 @@ __global__ __launch_bounds__(parts* WARPGROUP_THREADS) void finish_kernel(
         for (int half = 0; half < 2; ++half) {
             float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             if (summed) {
-                x = arch::load_global(reinterpret_cast<const float4*>(
-                    from + (2 * j + half) * 4 * WARPGROUP_THREADS));
+                x = arch::load_global(
+                    reinterpret_cast<const float4*>(from + (2 * j + half) * 4 * WARPGROUP_THREADS));
             }
             part.tiles[0][j].data[2 * half] = make_float2(x.x * g.scale, x.y * g.scale);
             part.tiles[0][j].data[2 * half + 1] = make_float2(x.z * g.scale, x.w * g.scale);

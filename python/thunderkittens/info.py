@@ -37,10 +37,10 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
                 "value_dim": dim,
                 "causal": causal,
             }
-            for dim in (64, 128, 256)
+            for dim in dims
             for causal, text in ((0, "full"), (1, "causal"))
         }
-        for op in ("attention", "attention_backward")
+        for op, dims in (("attention", (64, 128, 256)), ("attention_backward", (64, 128)))
     },
 }
 
