@@ -167,10 +167,20 @@ KernelInfo kernel_info(const Config& config, bool split) {
                " stages, ", config.warpgroups, " consumer warpgroups + 1 producer",
                config.modified ? ", softcap and ALiBi" : "");
     info.source = info.name;
-    // A source of kernels that split keys also holds the one that combines them.
     if (split) info.symbol = "split_kernel";
     info.threads = split ? 160 : 128 * (config.warpgroups + 1);
     info.shared_bytes = forward_memory(config).bytes;
+    return info;
+}
+
+// The source of a kernel that splits the keys also holds the one that combines its results.
+KernelInfo combining_info(const Config& config) {
+    KernelInfo info = kernel_info(config, true);
+    info.name.replace(0, std::string("split").size(), "combine");
+    info.config = "weighs and adds up the results of the ranges of keys";
+    info.symbol = "combine_kernel";
+    info.threads = 64;
+    info.shared_bytes = 0;
     return info;
 }
 
@@ -180,8 +190,10 @@ std::vector<KernelInfo> kernels() {
     std::vector<KernelInfo> list;
     for (const DType dtype : {DType::bf16, DType::fp16}) {
         for (const Config& c : CONFIGS) list.push_back(kernel_info(with_dtype(c, dtype), false));
-        for (const Config& c : SPLIT_CONFIGS)
+        for (const Config& c : SPLIT_CONFIGS) {
             list.push_back(kernel_info(with_dtype(c, dtype), true));
+            list.push_back(combining_info(with_dtype(c, dtype)));
+        }
     }
     return list;
 }
