@@ -163,14 +163,13 @@ __device__ __forceinline__ void produce(const BackwardGlobals<Kernel>& g,
     });
 }
 
-// Sends a consumer's parts of dQ to memory. The first one of a tile is stored, the others are
-// added; in order: the key blocks of a tile in ascending order.
+// Adds a consumer's parts of dQ to memory. In order: the key blocks of a tile in ascending order,
+// of which the first is stored.
 template <class Kernel>
 struct Sender {
     const BackwardGlobals<Kernel>& g;
     BackwardShared<Kernel>& shared;
     const int id;
-    static constexpr int STORED = 1 << 20;  // beyond every count
 
     __device__ __forceinline__ int* turn(int tile) const { return g.turns + 2 * tile + id; }
     __device__ __forceinline__ void await(int tile, int count) const {
@@ -189,7 +188,7 @@ struct Sender {
         tma::store_async_read_wait();
         arrive(shared.dq_empty[id]);
     }
-    // Others may add to the tile.
+    // The next key block may add to the tile.
     __device__ __forceinline__ void announce(int tile, int count) const {
         tma::store_async_wait();
         arch::fence_async();
@@ -212,13 +211,8 @@ struct Sender {
                         transfer(tile, place == 0);
                         announce(tile, place + 1);
                     } else {
-                        bool stored = arch::load_acquire_global(turn(tile)) >= STORED;
                         await_part(phase);
-                        const bool first = !stored && arch::fetch_add_global(turn(tile), 1) == 0;
-                        if (!stored && !first) await(tile, STORED);
-                        arch::fence_async();
-                        transfer(tile, first);
-                        if (first) announce(tile, STORED);
+                        transfer(tile, false);
                     }
                 }
             }
