@@ -11,6 +11,7 @@ Such tests find fresh memory filled with NaN. Random numbers are seeded by the t
 
 from __future__ import annotations
 
+import fcntl
 import os
 import zlib
 from collections import Counter
@@ -164,6 +165,23 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture
 def intensity(request: pytest.FixtureRequest) -> int:
     return request.config.getoption("intensity")
+
+
+@pytest.fixture(autouse=True)
+def shared_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """Processes that test side by side leave each other memory: none keeps much that it does not
+    use, and only one at a time runs a test of large tensors."""
+    if request.node.get_closest_marker("large") is None:
+        yield
+    else:
+        folder = tmp_path_factory.getbasetemp()
+        folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+        with (folder / "large").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+            torch.cuda.empty_cache()
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 1 << 30:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)

@@ -35,12 +35,12 @@ Tensor forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const
         *lse = packing ? empty({p.q_heads, q_in.size(0)}, ScalarType::Float, q_in)
                        : empty({p.batch, p.q_heads, p.q_length}, ScalarType::Float, q_in);
     }
+    params.scores = scores_of(OP, p, options, q_in);
     if (out.numel() == 0) return out;
 
     const DeviceProperties& device = device_properties(q_in.get_device_index());
     const std::string reason = unsupported(p, device);
     TK_CHECK(reason.empty(), OP, ": ", reason);
-    params.scores = scores_of(OP, p, options, q_in);
     if (packing) params.sequences = sequences_of(*packing, q_in, k_in);
     const Tensor q = signed_query(q_in, params.scores);
     // Without keys no key is read, but tensor maps need an address.

@@ -21,7 +21,7 @@ template <std::size_t... indices>
 void launch_any(const BackwardChoice& choice, const BackwardParams& params, Stream stream,
                 std::index_sequence<indices...>) {
     const bool found = ((choice.config == config_at(indices)
-                             ? (launch_backward<config_at(indices)>(params, stream), true)
+                             ? (launch_any_backward<config_at(indices)>(params, stream), true)
                              : false) ||
                         ...);
     TK_CHECK(found, OP, ": no kernel ", kernel_name(choice), " in this build");

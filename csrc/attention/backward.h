@@ -12,7 +12,9 @@ struct BackwardConfig {
     int stages = 0;  // of Q and dO
     DType dtype = DType::bf16;
     bool modified = false;  // softcap or ALiBi
+    int value_dim = 0;      // 0: as head_dim; given for those of backward_wide_sm90.cuh
 
+    constexpr bool wide() const { return value_dim != 0; }
     bool operator==(const BackwardConfig&) const = default;
 };
 constexpr BackwardConfig BACKWARD_CONFIGS[] = {
@@ -22,14 +24,32 @@ constexpr BackwardConfig BACKWARD_CONFIGS[] = {
     {64, 64, 2, DType::bf16, true},
     {96, 64, 2, DType::bf16, true},
     {128, 64, 2, DType::bf16, true},
+    {192, 64, 2, DType::bf16, false, 128},
+    {192, 64, 2, DType::bf16, false, 192},
+    {256, 64, 2, DType::bf16, false, 256},
+    {192, 64, 2, DType::bf16, true, 128},
+    {192, 64, 2, DType::bf16, true, 192},
+    {256, 64, 2, DType::bf16, true, 256},
 };
 constexpr BackwardConfig with_dtype(BackwardConfig config, DType dtype) {
     config.dtype = dtype;
     return config;
 }
+// dO of the wide kernels: parts of a tile's columns, and how many are in memory.
+constexpr int wide_value_parts(const BackwardConfig& c) { return c.value_dim > 192 ? 2 : 1; }
+constexpr int wide_value_slots(const BackwardConfig& c) { return c.value_dim > 192 ? 3 : 2; }
+// K, V and half of the other block's K, the rings of Q and dO, dS twice of two blocks, the rows'
+// statistics, semaphores and alignment.
+constexpr int wide_backward_memory(const BackwardConfig& c) {
+    const int keys = 64 * (c.head_dim + c.value_dim + c.head_dim / 2) * 2;
+    const int queries = c.stages * 64 * c.head_dim * 2 +
+                        wide_value_slots(c) * 64 * (c.value_dim / wide_value_parts(c)) * 2;
+    return keys + queries + 4 * 64 * 64 * 2 + 2 * c.stages * 64 * 4 + 1024 + 768;
+}
 // Dynamic shared memory of a block: K and V, the ring of Q and dO, what the consumers hand on, the
 // rows' statistics, semaphores and alignment.
 constexpr int backward_memory(const BackwardConfig& c) {
+    if (c.wide()) return wide_backward_memory(c);
     const int keys = 2 * 128 * c.head_dim * 2, queries = 2 * c.stages * c.block_m * c.head_dim * 2;
     const int exchange = 2 * (2 * 64 * c.block_m * 2) + c.block_m * c.head_dim * 4;
     return keys + queries + exchange + 2 * c.stages * c.block_m * 4 + 1536;
@@ -109,6 +129,7 @@ void launch_finish(const BackwardParams& params, const Workspace& workspace, con
 template <typename Visitor>
 void visit_fields(BackwardChoice& c, Visitor visit) {
     visit("head_dim", c.config.head_dim);
+    visit("value_dim", c.config.value_dim);
     visit("block_m", c.config.block_m);
     visit("stages", c.config.stages);
     visit("dtype", c.config.dtype);
@@ -124,5 +145,15 @@ std::vector<KernelInfo> backward_kernels();
 
 template <BackwardConfig config>
 void launch_backward(const BackwardParams& params, Stream stream);
+template <BackwardConfig config>
+void launch_wide_backward(const BackwardParams& params, Stream stream);
+// The one of the two that has the configuration.
+template <BackwardConfig config>
+void launch_any_backward(const BackwardParams& params, Stream stream) {
+    if constexpr (config.wide())
+        launch_wide_backward<config>(params, stream);
+    else
+        launch_backward<config>(params, stream);
+}
 
 }  // namespace thunderkittens::attention

@@ -111,9 +111,14 @@ struct ItemRing {
     // work(item) for all items of this block.
     template <class Globals, class Work>
     __device__ __forceinline__ void claim(const Globals& work_list, Work work) {
+        claim_by([&] { return arch::fetch_add_global(work_list.next_item, 1); }, work_list, work);
+    }
+    // For all items whose indices next() gives.
+    template <class Next, class Globals, class Work>
+    __device__ __forceinline__ void claim_by(Next next, const Globals& work_list, Work work) {
         RingPosition<2> at;
         while (true) {
-            const int index = arch::fetch_add_global(work_list.next_item, 1);
+            const int index = next();
             wait(empty[at.stage], at.phase ^ 1);
             BackwardItem& item = items[at.stage];
             const bool more = work_list.describe(item, index);

@@ -303,7 +303,9 @@ void launch_finish(const BackwardParams& params, const Workspace& workspace, con
     const bool found = launch_finish_kernel<T, 128, 2, 64>(params, workspace, tiles, stream) ||
                        launch_finish_kernel<T, 64, 2, 32>(params, workspace, tiles, stream) ||
                        launch_finish_kernel<T, 64, 2, 48>(params, workspace, tiles, stream) ||
-                       launch_finish_kernel<T, 64, 2, 64>(params, workspace, tiles, stream);
+                       launch_finish_kernel<T, 64, 2, 64>(params, workspace, tiles, stream) ||
+                       launch_finish_kernel<T, 64, 2, 96>(params, workspace, tiles, stream) ||
+                       launch_finish_kernel<T, 64, 2, 128>(params, workspace, tiles, stream);
     TK_CHECK(found, "tk.attention: no kernel for dQ in parts of ", tiles.part_cols, " columns");
 }
 

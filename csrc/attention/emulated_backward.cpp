@@ -13,7 +13,7 @@ template <std::size_t... indices>
 void launch_any(const BackwardChoice& choice, const BackwardParams& params,
                 std::index_sequence<indices...>) {
     const bool found = ((choice.config == config_at(indices)
-                             ? (launch_backward<config_at(indices)>(params, nullptr), true)
+                             ? (launch_any_backward<config_at(indices)>(params, nullptr), true)
                              : false) ||
                         ...);
     TK_CHECK(found, "tk.attention: no kernel ", kernel_name(choice));

@@ -66,6 +66,8 @@ inline void check_operands(const char* op, const Tensor& q, const Tensor& k, con
         TK_CHECK(v.size(i) == k.size(i), op, ": v must match k's shape ", shape_text(k), ", got ",
                  shape_text(v));
     }
+    TK_CHECK(options.causal >= 0 && options.causal <= 2, op,
+             ": causal must be 0 (none), 1 (lower_right) or 2 (upper_left), got ", options.causal);
     p.causal = static_cast<int>(options.causal);
     p.window_left = options.window_left;
     p.window_right = options.window_right;

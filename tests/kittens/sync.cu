@@ -338,6 +338,28 @@ void clusters() {
         }
     }
 }
+// An error of a launch is thrown, and then no longer in the way of those that follow.
+void launches() {
+    run("a launch after one that is refused", [](Case& c) {
+        float* seen = c.output<float>("seen", 256);
+        c.expect(from(256, [](int i) { return 255.0 - i; }));
+        c.launch([&] {
+            const auto blocks = [&](int count) {
+                kittens::launch(block_barrier, count, 256, 1, 32 * 1024, nullptr,
+                                matrix(seen, 1, 256), 0);
+            };
+            bool refused = false;
+            try {
+                blocks(0);
+            } catch (const std::exception&) {
+                refused = true;
+            }
+            if (!refused) throw std::runtime_error("a grid without blocks was launched");
+            blocks(1);
+        });
+    });
+}
+const Section launch_section("sync/launches", launches);
 const Section semaphore_section("sync/semaphores", semaphores);
 const Section barrier_section("sync/barriers", barriers);
 const Section cluster_section("sync/clusters", clusters);

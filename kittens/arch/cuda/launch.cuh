@@ -14,6 +14,7 @@ namespace arch {
 
 inline void check(cudaError_t error, const char* what) {
     if (error != cudaSuccess) {
+        cudaGetLastError();  // else the next caller that asks the runtime takes it for its own
         throw std::runtime_error(std::string("kittens: ") + what + ": " +
                                  cudaGetErrorString(error));
     }
