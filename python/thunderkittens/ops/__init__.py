@@ -6,8 +6,19 @@ alike, and the op's fake, autograd, autocast, vmap and flop registrations. The s
 implementations come from the compiled libraries, which the package loads before this folder.
 """
 
+from ._fp8_linear import Fp8Linear, fp8_linear
 from .attention import attention
 from .attention_varlen import attention_varlen
+from .fp8_gemm import fp8_gemm
+from .fp8_quantize import fp8_quantize
 from .gemm import gemm
 
-__all__ = ["attention", "attention_varlen", "gemm"]
+__all__ = [
+    "Fp8Linear",
+    "attention",
+    "attention_varlen",
+    "fp8_gemm",
+    "fp8_linear",
+    "fp8_quantize",
+    "gemm",
+]

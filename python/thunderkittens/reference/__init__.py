@@ -6,6 +6,8 @@ differentiable by PyTorch's own autograd.
 
 from .attention import attention, attention_backward
 from .attention_varlen import attention_varlen, attention_varlen_backward
+from .fp8_gemm import fp8_gemm
+from .fp8_quantize import fp8_quantize
 from .gemm import gemm
 
 __all__ = [
@@ -13,5 +15,7 @@ __all__ = [
     "attention_backward",
     "attention_varlen",
     "attention_varlen_backward",
+    "fp8_gemm",
+    "fp8_quantize",
     "gemm",
 ]
