@@ -29,11 +29,9 @@ struct WideRole {
             arrive_remote_relaxed(s, rank ^ 1);
         }
     }
-    __device__ __forceinline__ void release_values() {
-        for (int part = 0; part < Kernel::value_parts; ++part) {
-            release(shared.value_empty[value_at.stage]);
-            value_at.advance();
-        }
+    __device__ __forceinline__ void release_value() {
+        release(shared.value_empty[value_at.stage]);
+        value_at.advance();
     }
     // Of the semaphores of K and V: items alternate between the ring's two slots.
     __device__ __forceinline__ int phase(const BackwardItem& item) const {
@@ -98,6 +96,17 @@ struct ValueRole : WideRole<Kernel> {
     __device__ __forceinline__ void start_scores(scores& s) {
         wait(shared.q_full[q_at.stage], q_at.phase);
         warpgroup::mm_ABt(s, shared.k, shared.q[q_at.stage]);
+    }
+
+    // Each part of dO as soon as dV has read it; `pending` products were started since.
+    template <int pending>
+    __device__ __forceinline__ void release_values() {
+        if constexpr (Kernel::value_parts == 2) {
+            warpgroup::mma_async_wait<pending + 1>();
+            this->release_value();
+        }
+        warpgroup::mma_async_wait<pending>();
+        this->release_value();
     }
 
     // This thread's upper key; the lower one is 8 further on. Its first query in block m.
@@ -196,14 +205,14 @@ struct ValueRole : WideRole<Kernel> {
                 value.advance();
             }
             q_at.advance();
-            if (at.advance()) find_slope(item, at.head);
+            const bool next_head = at.advance();
             if (at.more()) {
+                if (next_head) find_slope(item, at.head);
                 start_scores(s);
-                warpgroup::mma_async_wait<1>();
+                release_values<1>();
             } else {
-                warpgroup::mma_async_wait<0>();
+                release_values<0>();
             }
-            this->release_values();
             this->release(shared.q_empty[stage]);
         }
         this->signal(shared.k_done);
@@ -280,7 +289,8 @@ struct KeyRole : WideRole<Kernel> {
             const int stage = q_at.stage;
             wait(shared.q_full[stage], q_at.phase);
             warpgroup::mma_async_wait<0>(dp);
-            this->release_values();
+#pragma unroll
+            for (int part = 0; part < Kernel::value_parts; ++part) this->release_value();
             with_row_statistic(dp, shared.delta[stage],
                                [](float& x, float delta) { x -= delta; });
             wait(shared.weights_full[ds_at.stage], ds_at.phase);
@@ -347,7 +357,6 @@ struct QueryRole : WideRole<Kernel> {
             dq, shared.peer[slot], shared.k_peer.template subtile<keys, part_cols>({0, part}),
             true);
         warpgroup::mma_commit_group();
-        warpgroup::mma_async_wait<0>(dq);
     }
     // In the order of the accumulator's registers, which is that of memory.
     __device__ __forceinline__ void add(const gradient& dq, int tile, int part, bool first) const {
@@ -386,6 +395,7 @@ struct QueryRole : WideRole<Kernel> {
 
     __device__ __forceinline__ void work(const BackwardItem& item) {
         wait(shared.k_full, this->phase(item));
+        int owed = -1, owed_place = 0;  // the tile whose turn is to be ended
         for (Steps at(g, item); at.more(); at.advance()) {
             const int m = at.block(), slot = ds_at.stage;
             const int tile = read(item.tile) + at.head * g.work.tiles_of_head() + m;
@@ -395,13 +405,20 @@ struct QueryRole : WideRole<Kernel> {
             for (int part = 0; part < parts; ++part) {
                 gradient dq;
                 product(dq, slot, part);
+                // During a product, because it waits for the additions.
+                if (part == 0 && owed >= 0) end_turn(owed, owed_place);
+                warpgroup::mma_async_wait<0>(dq);
                 if (part == parts - 1) this->release(shared.ds_empty[slot]);
                 if (g.in_order && part == 0) await_turn(tile, place);
                 add(dq, tile, part, g.in_order && place == 0);
             }
-            if (g.in_order) end_turn(tile, place);
+            if (g.in_order) {
+                owed = tile;
+                owed_place = place;
+            }
             ds_at.advance();
         }
+        if (owed >= 0) end_turn(owed, owed_place);
         this->signal(shared.k_done);
     }
 };
