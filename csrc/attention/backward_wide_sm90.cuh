@@ -19,6 +19,7 @@
 #pragma once
 
 #include "csrc/attention/backward_items.cuh"
+#include "csrc/attention/backward_wide.h"
 #include "csrc/attention/layouts.cuh"
 #include "csrc/attention/softmax.cuh"
 
@@ -37,7 +38,7 @@ struct WideKernel {
     static constexpr int blocks = 2;                // of a cluster
     static constexpr int block_keys = 64;
     static constexpr int stages = config.stages;  // of Q
-    static constexpr int shared_bytes = backward_memory(config);
+    static constexpr int shared_bytes = wide_backward_memory(config);
     static constexpr int threads = 4 * WARPGROUP_THREADS;
     static constexpr int dq_cols = head_dim / blocks;  // of a block
     static_assert(block_m == 64);

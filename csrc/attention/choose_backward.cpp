@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 
-#include "csrc/attention/backward.h"
+#include "csrc/attention/backward_wide.h"
 
 namespace thunderkittens::attention {
 namespace {
@@ -80,7 +80,7 @@ KernelInfo wide_backward_kernel(const BackwardConfig& c) {
                          " stages, 3 consumer warpgroups + 1 producer, dQ in any or a fixed order",
                          c.modified ? ", softcap and ALiBi" : "");
     info.threads = 512;
-    info.shared_bytes = backward_memory(c);
+    info.shared_bytes = wide_backward_memory(c);
     return info;
 }
 
