@@ -5,7 +5,8 @@
 // blocks which see any of its 128 keys, 64 queries a step, over all query heads of the group. Roles
 // (a warpgroup each):
 //   producer  one thread: K and V once per item; Q and dO, of which each block loads half of the
-//             rows for both; their rows' statistics
+//             rows for both; their rows' statistics. Another one waits for this block's turns at
+//             the tiles of dQ, where they are added in a fixed order
 //   values    S^T = K Q^T, P, dV += P^T dO; writes the weights to shared memory
 //   keys      dP^T = V dO^T, dS = P * (dP - delta), dK += dS^T Q; writes dS where the weights were,
 //             and copies it to the other block
@@ -42,6 +43,11 @@ struct WideKernel {
     static constexpr int threads = 4 * WARPGROUP_THREADS;
     static constexpr int dq_cols = head_dim / blocks;  // of a block
     static_assert(block_m == 64);
+
+    // What a block computes of dQ at a time.
+    static constexpr int dq_parts = dq_cols > 96 ? 2 : 1;
+    static constexpr int dq_part_cols = dq_cols / dq_parts;
+    static constexpr bool dq_shared = wide_dq_shared(config);
 
     // dO comes in parts of its columns where there is no room for two tiles of it.
     static constexpr int value_parts = wide_value_parts(config);
@@ -91,6 +97,7 @@ struct WideShared {
     typename Kernel::value_tile grad_out[Kernel::value_slots];
     typename Kernel::ds_tile own[2];   // weights, then dS, of this block's keys
     typename Kernel::ds_tile peer[2];  // dS of the other's
+    sv<float, Kernel::dq_shared ? 32 * Kernel::dq_part_cols : 4> dq[2];
     typename Kernel::statistics lse[Kernel::stages], delta[Kernel::stages];
 
     ItemRing ring;
@@ -102,16 +109,19 @@ struct WideShared {
     semaphore value_full[Kernel::value_slots], value_empty[Kernel::value_slots];
     semaphore weights_full[2];
     semaphore ds_full[2], ds_empty[2];
+    semaphore turn_full[2], turn_empty[2];  // it is this block's turn at the step's tile of dQ
 
-    __device__ __forceinline__ void init(bool need_dq) {
+    __device__ __forceinline__ void init(bool need_dq, bool turns) {
         for (semaphore* s : {&k_full, &v_full, &k_empty, &v_empty, &v_done}) init_semaphore(*s, 1);
         init_semaphore(k_done, need_dq ? 2 : 1);
-        ring.init((need_dq ? 3 : 2) * WARPGROUP_THREADS);
+        ring.init((need_dq ? 3 : 2) * WARPGROUP_THREADS + (turns ? 1 : 0));
         for (int i = 0; i < 2; ++i) {
             init_semaphore(claim_full[i], 1);
             init_semaphore(claim_empty[i], 1);
             init_semaphore(weights_full[i], WARPGROUP_WARPS);
             init_semaphore(ds_full[i], WARPGROUP_WARPS);
+            init_semaphore(turn_full[i], 1);
+            init_semaphore(turn_empty[i], 1);
             // By the readers of both blocks, or of the weights alone.
             init_semaphore(ds_empty[i], need_dq ? Kernel::blocks : WARPGROUP_WARPS);
         }
