@@ -134,9 +134,10 @@ Gradients backward(const BackwardTensors& in, const Packing* packing, const Opti
     params.dv = dv.target(packing);
     params.dsink = need_sink ? static_cast<float*>(dsink.data_ptr()) : nullptr;
     params.workspace = static_cast<float*>(workspace.data_ptr());
-    params.section_heads = choice.section_heads;
     params.sm_count = device.sm_count;
     params.deterministic = options.deterministic.value_or(false);
+    params.section_heads =
+        params.deterministic ? choice.ordered_section_heads : choice.section_heads;
     launch_any(choice, params, current_stream(in.q), std::make_index_sequence<KERNELS>());
     for (Gradient* g : {&dq, &dk, &dv}) g->finish();
     return {dq.result, dk.result, dv.result, dsink};

@@ -46,6 +46,7 @@ struct BackwardChoice {
     BackwardConfig config;
     // The blocks work on this many key heads (of all batches) at a time.
     int section_heads = 1;
+    int ordered_section_heads = 1;  // where dQ is summed in a fixed order
 };
 
 struct BackwardParams {
@@ -81,7 +82,7 @@ constexpr int64_t workspace_floats(const Problem& p, const Sequences& s,
 struct Workspace {
     float *lse_log2, *delta;  // per row
     float* dq;                // dq_columns per row
-    int *next_item, *turns;   // a counter; one per part of dQ: 0 until something is in it
+    int *next_item, *turns;  // a counter; some per tile of dQ, the first 0 until something is in it
 
     Workspace(const BackwardParams& params, int dq_columns) {
         const Problem& p = params.problem;
@@ -122,6 +123,7 @@ void visit_fields(BackwardChoice& c, Visitor visit) {
     visit("dtype", c.config.dtype);
     visit("modified", c.config.modified);
     visit("section_heads", c.section_heads);
+    visit("ordered_section_heads", c.ordered_section_heads);
 }
 
 std::string unsupported_backward(const Problem& problem, const DeviceProperties& device);

@@ -130,7 +130,7 @@ struct FinishGlobals {
     SequenceTable sequences;
     PaddedRows rows;
     const float* sums;
-    const int* turns;  // per part: 0 where nothing was summed; null: dQ was cleared
+    const int* turns;  // per part, the first: 0 where nothing was summed; null: dQ was cleared
     float scale;
 };
 
@@ -149,7 +149,7 @@ __global__ __launch_bounds__(parts* WARPGROUP_THREADS) void finish_kernel(
     if (row >= s.q_length) return;
     const int64_t tile = g.rows.first(b, s.q_begin, head) / block_m + blockIdx.x;
     const float* from = g.sums + (tile * parts + id) * part_floats + 4 * warpgroup::laneid();
-    const bool summed = !g.turns || arch::load_global(g.turns + tile * parts + id) != 0;
+    const bool summed = !g.turns || arch::load_global(g.turns + tile * parts) != 0;
     rt_fl<16, part_cols> part;
 #pragma unroll
     for (int j = 0; j < part.width; ++j) {

@@ -190,7 +190,7 @@ struct ValueRole : WideRole<Kernel> {
         find_slope(item, 0);
         if (at.more()) start_scores(s);
         while (at.more()) {
-            const int m = at.block(), stage = q_at.stage;
+            const int m = at.j, stage = q_at.stage;
             warpgroup::mma_async_wait<0>(s);
             wait(shared.ds_empty[ds_at.stage], ds_at.phase ^ 1);
             const bool masked = arch::warp_uniform(m < read(item.whole) || m >= read(item.cut));
@@ -345,8 +345,8 @@ struct DqPlace {
     __device__ __forceinline__ DqPlace(const WideGlobals<Kernel>& _g, const BackwardItem& item,
                                        const Steps<Kernel>& at)
         : g(_g),
-          tile(read(item.tile) + at.head * g.work.tiles_of_head() + at.block()),
-          order(read(item.block) - Kernel::Work::first_block(at.block(), read(item.low))) {}
+          tile(read(item.tile) + at.head * g.work.tiles_of_head() + at.j),
+          order(Kernel::Work::last_block(at.j, item) - read(item.block)) {}
     __device__ __forceinline__ float* data(int rank, int part) const {
         return g.dq + ((int64_t(tile) * Kernel::blocks + rank) * Kernel::dq_parts + part) *
                           (64 * Kernel::dq_part_cols);

@@ -84,7 +84,9 @@ struct WideGlobals {
     Modification modification;
     float scale, scale_log2;
     bool need_dq, need_dk, need_dv;
-    // Key blocks take turns at a tile of dQ, in ascending order; the first one stores its part.
+    // Key blocks take turns at a tile of dQ, the last one first; that stores its part. They are
+    // begun in the same order: under a causal mask blocks that begin together then come to a tile
+    // one after the other.
     bool in_order;
 };
 
@@ -134,21 +136,16 @@ struct WideShared {
     }
 };
 
-// The query blocks of an item over the heads of a group. Where key blocks take turns, the last
-// comes first: blocks further on in the keys, which begin later and wait for this one, then have
-// the tiles that it has left.
+// The query blocks of an item over the heads of a group.
 template <class Kernel>
 struct Steps {
     const WideGlobals<Kernel>& g;
     const BackwardItem& item;
-    int j, head;
+    int j, head;  // a query block, and a head of the group
 
     __device__ __forceinline__ Steps(const WideGlobals<Kernel>& _g, const BackwardItem& _item)
         : g(_g), item(_item), j(read(item.begin)), head(j < read(item.end) ? 0 : g.work.group) {}
     __device__ __forceinline__ bool more() const { return head < g.work.group; }
-    __device__ __forceinline__ int block() const {
-        return g.in_order ? read(item.begin) + read(item.end) - 1 - j : j;
-    }
     // True when the next step is of another head.
     __device__ __forceinline__ bool advance() {
         if (++j < read(item.end)) return false;
@@ -164,10 +161,21 @@ struct WideProducer {
     WideShared<Kernel>& shared;
     const int rank;
 
+    // The number of the item with the key blocks of a section in descending order.
+    __device__ __forceinline__ int turned(int index) const {
+        const Schedule& schedule = g.work.schedule;
+        if (!g.in_order || index >= schedule.items()) return index;
+        const int section = index / (schedule.blocks * schedule.section_heads);
+        const int first_head = section * schedule.section_heads;
+        const int heads = ::min(schedule.section_heads, schedule.heads * schedule.batch - first_head);
+        const int rest = index - first_head * schedule.blocks;
+        const int level = schedule.blocks - 1 - rest / heads;
+        return first_head * schedule.blocks + level * heads + rest % heads;
+    }
     // The first block claims items for both.
     __device__ __forceinline__ int next(int slot, int phase) const {
         if (rank == 0) {
-            const int index = arch::fetch_add_global(g.work.next_item, 1);
+            const int index = turned(arch::fetch_add_global(g.work.next_item, 1));
             wait_cluster(shared.claim_empty[slot], phase ^ 1);
             arch::store_cluster_shared(
                 arch::map_shared_rank(arch::shared_address(&shared.claimed[slot]), 1), index);
@@ -226,7 +234,7 @@ struct WideProducer {
             load_keys(item, &item == &shared.ring.items[1]);
             for (Steps at(g, item); at.more(); at.advance()) {
                 const int head = read(item.head) * g.work.group + at.head;
-                const int row = at.block() * Kernel::block_m;
+                const int row = at.j * Kernel::block_m;
                 const int64_t rows =
                     g.work.rows.first(read(item.b), read(item.q_begin), head) + row;
                 const int s = q_at.stage;

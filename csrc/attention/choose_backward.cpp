@@ -42,6 +42,15 @@ int choose_section(const Problem& p, bool wide, int sm_count) {
     return static_cast<int>(best);
 }
 
+// In a fixed order, key blocks of a head that begin together wait for each other: some more heads
+// than fill the GPU, as far as L2 holds them. Under a mask, where blocks are unequal, more still.
+int choose_ordered_section(const Problem& p, int sm_count) {
+    const int64_t blocks = std::max<int64_t>((p.k_length + BLOCK_N - 1) / BLOCK_N, 1);
+    const int64_t heads = std::max<int64_t>(p.kv_heads * p.batch, 1);
+    const int64_t rounds = banded(p) ? std::clamp<int64_t>(blocks / 2, 2, 8) : 2;
+    return static_cast<int>(std::clamp<int64_t>(rounds * sm_count / blocks, 1, heads));
+}
+
 }  // namespace
 
 std::string unsupported_backward(const Problem& p, const DeviceProperties& device) {
@@ -58,7 +67,10 @@ BackwardChoice choose_backward(const Problem& p, const DeviceProperties& device)
         choice.config = with_dtype(config, p.dtype);
         break;
     }
-    choice.section_heads = choose_section(p, choice.config.wide(), device.sm_count);
+    const bool wide = choice.config.wide();
+    choice.section_heads = choose_section(p, wide, device.sm_count);
+    choice.ordered_section_heads =
+        wide ? choice.section_heads : choose_ordered_section(p, device.sm_count);
     return choice;
 }
 

@@ -82,9 +82,10 @@ emulated::Result run(const emulated::Call& call) {
     params.dv = describe(dv);
     params.dsink = floats(dsink);
     params.workspace = floats(workspace);
-    params.section_heads = choice.section_heads;
     params.sm_count = call.device.sm_count;
     params.deterministic = call.scalar("deterministic", false);
+    params.section_heads =
+        params.deterministic ? choice.ordered_section_heads : choice.section_heads;
 
     emulated::Launch scope("attention " + kernel_name(choice));
     scope.may_read("q", q);
