@@ -9,7 +9,7 @@ namespace thunderkittens::attention {
 struct BackwardConfig {
     int head_dim = 0;  // of the kernel; smaller ones are filled with zeros on load
     int block_m = 0;
-    int stages = 0;  // of Q and dO
+    int stages = 0;  // of Q and dO; of Q in the wide kernels
     DType dtype = DType::bf16;
     bool modified = false;  // softcap or ALiBi
     int value_dim = 0;      // 0: as head_dim; given for those of backward_wide_sm90.cuh
@@ -24,10 +24,10 @@ constexpr BackwardConfig BACKWARD_CONFIGS[] = {
     {64, 64, 2, DType::bf16, true},
     {96, 64, 2, DType::bf16, true},
     {128, 64, 2, DType::bf16, true},
-    {192, 64, 2, DType::bf16, false, 128},
+    {192, 64, 3, DType::bf16, false, 128},
     {192, 64, 2, DType::bf16, false, 192},
     {256, 64, 2, DType::bf16, false, 256},
-    {192, 64, 2, DType::bf16, true, 128},
+    {192, 64, 3, DType::bf16, true, 128},
     {192, 64, 2, DType::bf16, true, 192},
     {256, 64, 2, DType::bf16, true, 256},
 };
@@ -35,21 +35,9 @@ constexpr BackwardConfig with_dtype(BackwardConfig config, DType dtype) {
     config.dtype = dtype;
     return config;
 }
-// dO of the wide kernels: parts of a tile's columns, and how many are in memory.
-constexpr int wide_value_parts(const BackwardConfig& c) { return c.value_dim > 192 ? 2 : 1; }
-constexpr int wide_value_slots(const BackwardConfig& c) { return c.value_dim > 192 ? 3 : 2; }
-// K, V and half of the other block's K, the rings of Q and dO, dS twice of two blocks, the rows'
-// statistics, semaphores and alignment.
-constexpr int wide_backward_memory(const BackwardConfig& c) {
-    const int keys = 64 * (c.head_dim + c.value_dim + c.head_dim / 2) * 2;
-    const int queries = c.stages * 64 * c.head_dim * 2 +
-                        wide_value_slots(c) * 64 * (c.value_dim / wide_value_parts(c)) * 2;
-    return keys + queries + 4 * 64 * 64 * 2 + 2 * c.stages * 64 * 4 + 1024 + 768;
-}
 // Dynamic shared memory of a block: K and V, the ring of Q and dO, what the consumers hand on, the
 // rows' statistics, semaphores and alignment.
 constexpr int backward_memory(const BackwardConfig& c) {
-    if (c.wide()) return wide_backward_memory(c);
     const int keys = 2 * 128 * c.head_dim * 2, queries = 2 * c.stages * c.block_m * c.head_dim * 2;
     const int exchange = 2 * (2 * 64 * c.block_m * 2) + c.block_m * c.head_dim * 4;
     return keys + queries + exchange + 2 * c.stages * c.block_m * 4 + 1536;

@@ -90,6 +90,11 @@ struct BackwardWork {
     static __device__ __forceinline__ int first_block(int m, int low) {
         return ::max(0, m * BLOCK_M + low) / BLOCK_N;
     }
+    // The last one.
+    static __device__ __forceinline__ int last_block(int m, const BackwardItem& item) {
+        const int last_row = ::min(m * BLOCK_M + BLOCK_M, read(item.q_length)) - 1;
+        return ::min(last_row + read(item.high), read(item.k_length) - 1) / BLOCK_N;
+    }
     __device__ __forceinline__ int tiles_of_head() const {
         return static_cast<int>(rows.head / BLOCK_M);
     }

@@ -11,7 +11,7 @@ template <BackwardConfig config>
 void launch_wide_backward(const BackwardParams& params, Stream stream) {
     using Kernel = WideKernel<config>;
     static_assert(sizeof(WideShared<Kernel>) + 1024 <= Kernel::shared_bytes,
-                  "backward_memory() must count all of the block's shared memory");
+                  "wide_backward_memory() must count all of the block's shared memory");
     const Problem& p = params.problem;
     const Workspace workspace(params, Kernel::head_dim);
     constexpr DqTiles tiles{Kernel::block_m, Kernel::blocks, Kernel::dq_cols};

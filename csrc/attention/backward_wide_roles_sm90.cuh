@@ -29,11 +29,9 @@ struct WideRole {
             arrive_remote_relaxed(s, rank ^ 1);
         }
     }
-    __device__ __forceinline__ void release_values() {
-        for (int part = 0; part < Kernel::value_parts; ++part) {
-            release(shared.value_empty[value_at.stage]);
-            value_at.advance();
-        }
+    __device__ __forceinline__ void release_value() {
+        release(shared.value_empty[value_at.stage]);
+        value_at.advance();
     }
     // Of the semaphores of K and V: items alternate between the ring's two slots.
     __device__ __forceinline__ int phase(const BackwardItem& item) const {
@@ -98,6 +96,17 @@ struct ValueRole : WideRole<Kernel> {
     __device__ __forceinline__ void start_scores(scores& s) {
         wait(shared.q_full[q_at.stage], q_at.phase);
         warpgroup::mm_ABt(s, shared.k, shared.q[q_at.stage]);
+    }
+
+    // Each part of dO as soon as dV has read it; `pending` products were started since.
+    template <int pending>
+    __device__ __forceinline__ void release_values() {
+        if constexpr (Kernel::value_parts == 2) {
+            warpgroup::mma_async_wait<pending + 1>();
+            this->release_value();
+        }
+        warpgroup::mma_async_wait<pending>();
+        this->release_value();
     }
 
     // This thread's upper key; the lower one is 8 further on. Its first query in block m.
@@ -181,7 +190,7 @@ struct ValueRole : WideRole<Kernel> {
         find_slope(item, 0);
         if (at.more()) start_scores(s);
         while (at.more()) {
-            const int m = at.block(), stage = q_at.stage;
+            const int m = at.j, stage = q_at.stage;
             warpgroup::mma_async_wait<0>(s);
             wait(shared.ds_empty[ds_at.stage], ds_at.phase ^ 1);
             const bool masked = arch::warp_uniform(m < read(item.whole) || m >= read(item.cut));
@@ -196,14 +205,14 @@ struct ValueRole : WideRole<Kernel> {
                 value.advance();
             }
             q_at.advance();
-            if (at.advance()) find_slope(item, at.head);
+            const bool next_head = at.advance();
             if (at.more()) {
+                if (next_head) find_slope(item, at.head);
                 start_scores(s);
-                warpgroup::mma_async_wait<1>();
+                release_values<1>();
             } else {
-                warpgroup::mma_async_wait<0>();
+                release_values<0>();
             }
-            this->release_values();
             this->release(shared.q_empty[stage]);
         }
         this->signal(shared.k_done);
@@ -280,7 +289,8 @@ struct KeyRole : WideRole<Kernel> {
             const int stage = q_at.stage;
             wait(shared.q_full[stage], q_at.phase);
             warpgroup::mma_async_wait<0>(dp);
-            this->release_values();
+#pragma unroll
+            for (int part = 0; part < Kernel::value_parts; ++part) this->release_value();
             with_row_statistic(dp, shared.delta[stage],
                                [](float& x, float delta) { x -= delta; });
             wait(shared.weights_full[ds_at.stage], ds_at.phase);
@@ -326,16 +336,54 @@ struct KeyRole : WideRole<Kernel> {
     }
 };
 
+// Where a step's part of dQ goes.
+template <class Kernel>
+struct DqPlace {
+    const WideGlobals<Kernel>& g;
+    int tile, order;  // key blocks that come first
+
+    __device__ __forceinline__ DqPlace(const WideGlobals<Kernel>& _g, const BackwardItem& item,
+                                       const Steps<Kernel>& at)
+        : g(_g),
+          tile(read(item.tile) + at.head * g.work.tiles_of_head() + at.j),
+          order(Kernel::Work::last_block(at.j, item) - read(item.block)) {}
+    __device__ __forceinline__ float* data(int rank, int part) const {
+        return g.dq + ((int64_t(tile) * Kernel::blocks + rank) * Kernel::dq_parts + part) *
+                          (64 * Kernel::dq_part_cols);
+    }
+    __device__ __forceinline__ int* turn(int rank) const {
+        return g.turns + Kernel::blocks * tile + rank;
+    }
+};
+
+// One thread, which knows of this block's turns before the products are done.
+template <class Kernel>
+__device__ __forceinline__ void await_turns(const WideGlobals<Kernel>& g,
+                                            WideShared<Kernel>& shared, int rank) {
+    RingPosition<2> slot;
+    shared.ring.receive([&](const BackwardItem& item) {
+        for (Steps at(g, item); at.more(); at.advance()) {
+            const DqPlace place(g, item, at);
+            wait(shared.turn_empty[slot.stage], slot.phase ^ 1);
+            while (arch::load_acquire_global(place.turn(rank)) < place.order) {
+            }
+            arrive(shared.turn_full[slot.stage]);
+            slot.advance();
+        }
+    });
+}
+
 template <class Kernel>
 struct QueryRole : WideRole<Kernel> {
-    // In parts, for want of registers.
-    static constexpr int parts = Kernel::dq_cols > 96 ? 2 : 1;
-    static constexpr int part_cols = Kernel::dq_cols / parts;
+    static constexpr int parts = Kernel::dq_parts, part_cols = Kernel::dq_part_cols;
     using gradient = rt_fl<16, part_cols>;
     using Base = WideRole<Kernel>;
     using Base::g, Base::shared, Base::rank, Base::ds_at;
+    // The turn that is to be ended, in the step after: then the additions have long been done.
+    int* owed = nullptr;
+    int owed_order = 0;
 
-    __device__ __forceinline__ void product(gradient& dq, int slot, int part) const {
+    __device__ __forceinline__ void start_product(gradient& dq, int slot, int part) const {
         constexpr int keys = Kernel::block_keys;
         warpgroup::mma_fence(dq);
         kittens::detail::wgmma_product<true, false>(
@@ -347,61 +395,100 @@ struct QueryRole : WideRole<Kernel> {
             dq, shared.peer[slot], shared.k_peer.template subtile<keys, part_cols>({0, part}),
             true);
         warpgroup::mma_commit_group();
-        warpgroup::mma_async_wait<0>(dq);
     }
+
     // In the order of the accumulator's registers, which is that of memory.
-    __device__ __forceinline__ void add(const gradient& dq, int tile, int part, bool first) const {
-        float* to = g.dq + (int64_t(tile) * Kernel::blocks + rank) * (64 * Kernel::dq_cols) +
-                    64 * part_cols * part + 4 * warpgroup::laneid();
+    template <class F>
+    static __device__ __forceinline__ void for_each_quad(const gradient& dq, int first, int count,
+                                                         F f) {
 #pragma unroll
-        for (int j = 0; j < gradient::width; ++j) {
+        for (int j = 0; j < count; ++j) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float2 high = dq.tiles[0][j].data[2 * half],
-                             low = dq.tiles[0][j].data[2 * half + 1];
-                const float4 values = make_float4(high.x, high.y, low.x, low.y);
-                float* at = to + (2 * j + half) * 4 * WARPGROUP_THREADS;
-                if (first)
-                    arch::store_global(reinterpret_cast<float4*>(at), values);
-                else
-                    arch::reduce_add_global(at, values);
+                const auto& data = dq.tiles[0][first + j].data;
+                const float2 high = data[2 * half], low = data[2 * half + 1];
+                f((2 * j + half) * 4 * WARPGROUP_THREADS + 4 * warpgroup::laneid(),
+                  make_float4(high.x, high.y, low.x, low.y));
             }
         }
     }
-    __device__ __forceinline__ int* turn(int tile) const {
-        return g.turns + Kernel::blocks * tile + rank;
+    __device__ __forceinline__ void add(const gradient& dq, float* to, bool first) const {
+        for_each_quad(dq, 0, gradient::width, [&](int at, const float4& values) {
+            if (first)
+                arch::store_global(reinterpret_cast<float4*>(to + at), values);
+            else
+                arch::reduce_add_global(to + at, values);
+        });
     }
-    __device__ __forceinline__ void await_turn(int tile, int place) const {
+    // Halves of the tile in turns through shared memory.
+    __device__ __forceinline__ void add_by_copy(const gradient& dq, float* to, bool first) const {
+        constexpr int floats = 32 * part_cols;
+        const bool sender = warpgroup::laneid() == 0;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (sender) tma::store_async_read_wait<1>();
+            warpgroup::sync(3);
+            const uint32_t buffer = shared.dq[half].address();
+            for_each_quad(dq, half * gradient::width / 2, gradient::width / 2,
+                          [&](int at, const float4& values) {
+                              arch::store_shared(buffer + uint32_t(4 * at), values);
+                          });
+            arch::fence_async_shared();
+            warpgroup::sync(3);
+            if (!sender) continue;
+            if (first)
+                arch::bulk_store(to + half * floats, buffer, floats * int(sizeof(float)));
+            else
+                arch::bulk_store_add(to + half * floats, buffer, floats * int(sizeof(float)));
+            tma::store_commit_group();
+        }
+    }
+    __device__ __forceinline__ void end_turn() {
+        if (owed == nullptr) return;
+        if constexpr (Kernel::dq_shared) {
+            if (warpgroup::laneid() == 0) {
+                tma::store_async_wait();
+                arch::fence_async();
+            }
+        } else {
+            arch::fence_gpu();
+        }
+        warpgroup::sync(3);
         if (warpgroup::laneid() == 0) {
-            while (arch::load_acquire_global(turn(tile)) < place) {
-            }
+            arch::store_release_global(owed, owed_order + 1);
+            arrive(shared.turn_empty[ds_at.stage ^ 1]);
         }
-        warpgroup::sync(3);
-    }
-    __device__ __forceinline__ void end_turn(int tile, int place) const {
-        arch::fence_gpu();
-        warpgroup::sync(3);
-        if (warpgroup::laneid() == 0) arch::store_release_global(turn(tile), place + 1);
+        owed = nullptr;
     }
 
     __device__ __forceinline__ void work(const BackwardItem& item) {
         wait(shared.k_full, this->phase(item));
         for (Steps at(g, item); at.more(); at.advance()) {
-            const int m = at.block(), slot = ds_at.stage;
-            const int tile = read(item.tile) + at.head * g.work.tiles_of_head() + m;
-            const int place = read(item.block) - Kernel::Work::first_block(m, read(item.low));
+            const int slot = ds_at.stage;
             wait(shared.ds_full[slot], ds_at.phase);
 #pragma unroll
             for (int part = 0; part < parts; ++part) {
                 gradient dq;
-                product(dq, slot, part);
+                start_product(dq, slot, part);
+                if (part == 0) end_turn();
+                warpgroup::mma_async_wait<0>(dq);
                 if (part == parts - 1) this->release(shared.ds_empty[slot]);
-                if (g.in_order && part == 0) await_turn(tile, place);
-                add(dq, tile, part, g.in_order && place == 0);
+                const DqPlace place(g, item, at);
+                if (g.in_order && part == 0) {
+                    wait(shared.turn_full[slot], ds_at.phase);
+                    if constexpr (Kernel::dq_shared) arch::fence_async();
+                    owed = place.turn(rank);
+                    owed_order = place.order;
+                }
+                const bool first = g.in_order && place.order == 0;
+                if constexpr (Kernel::dq_shared)
+                    add_by_copy(dq, place.data(rank, part), first);
+                else
+                    add(dq, place.data(rank, part), first);
             }
-            if (g.in_order) end_turn(tile, place);
             ds_at.advance();
         }
+        end_turn();
         this->signal(shared.k_done);
     }
 };
@@ -412,7 +499,8 @@ __global__ __launch_bounds__(Kernel::threads, 1) void wide_backward_kernel(
     shared_allocator allocator(shared_memory());
     auto& shared = allocator.template allocate<WideShared<Kernel>>();
     const int rank = cluster::rank();
-    if (threadIdx.x == 0) shared.init(g.need_dq);
+    const bool turns = g.need_dq && g.in_order;
+    if (threadIdx.x == 0) shared.init(g.need_dq, turns);
     cluster::sync();
     arch::launch_dependents();
     arch::wait_for_dependencies();
@@ -423,9 +511,9 @@ __global__ __launch_bounds__(Kernel::threads, 1) void wide_backward_kernel(
     };
     if (role == 0) {
         warpgroup::decrease_registers<Kernel::producer_registers>();
-        if (arch::warp_uniform(warpgroup::warpid()) == 0 && arch::elect_one()) {
-            WideProducer<Kernel>{g, shared, rank}.run();
-        }
+        const int warp = arch::warp_uniform(warpgroup::warpid());
+        if (warp == 0 && arch::elect_one()) WideProducer<Kernel>{g, shared, rank}.run();
+        if (warp == 1 && turns && arch::elect_one()) await_turns(g, shared, rank);
     } else if (role == 1) {
         warpgroup::decrease_registers<Kernel::query_registers>();
         if (g.need_dq) work_on(QueryRole<Kernel>{{g, shared, rank}});

@@ -5,7 +5,8 @@
 // blocks which see any of its 128 keys, 64 queries a step, over all query heads of the group. Roles
 // (a warpgroup each):
 //   producer  one thread: K and V once per item; Q and dO, of which each block loads half of the
-//             rows for both; their rows' statistics
+//             rows for both; their rows' statistics. Another one waits for this block's turns at
+//             the tiles of dQ, where they are added in a fixed order
 //   values    S^T = K Q^T, P, dV += P^T dO; writes the weights to shared memory
 //   keys      dP^T = V dO^T, dS = P * (dP - delta), dK += dS^T Q; writes dS where the weights were,
 //             and copies it to the other block
@@ -19,6 +20,7 @@
 #pragma once
 
 #include "csrc/attention/backward_items.cuh"
+#include "csrc/attention/backward_wide.h"
 #include "csrc/attention/layouts.cuh"
 #include "csrc/attention/softmax.cuh"
 
@@ -37,10 +39,15 @@ struct WideKernel {
     static constexpr int blocks = 2;                // of a cluster
     static constexpr int block_keys = 64;
     static constexpr int stages = config.stages;  // of Q
-    static constexpr int shared_bytes = backward_memory(config);
+    static constexpr int shared_bytes = wide_backward_memory(config);
     static constexpr int threads = 4 * WARPGROUP_THREADS;
     static constexpr int dq_cols = head_dim / blocks;  // of a block
     static_assert(block_m == 64);
+
+    // What a block computes of dQ at a time.
+    static constexpr int dq_parts = dq_cols > 96 ? 2 : 1;
+    static constexpr int dq_part_cols = dq_cols / dq_parts;
+    static constexpr bool dq_shared = wide_dq_shared(config);
 
     // dO comes in parts of its columns where there is no room for two tiles of it.
     static constexpr int value_parts = wide_value_parts(config);
@@ -77,7 +84,9 @@ struct WideGlobals {
     Modification modification;
     float scale, scale_log2;
     bool need_dq, need_dk, need_dv;
-    // Key blocks take turns at a tile of dQ, in ascending order; the first one stores its part.
+    // Key blocks take turns at a tile of dQ, the last one first; that stores its part. They are
+    // begun in the same order: under a causal mask blocks that begin together then come to a tile
+    // one after the other.
     bool in_order;
 };
 
@@ -90,6 +99,7 @@ struct WideShared {
     typename Kernel::value_tile grad_out[Kernel::value_slots];
     typename Kernel::ds_tile own[2];   // weights, then dS, of this block's keys
     typename Kernel::ds_tile peer[2];  // dS of the other's
+    sv<float, Kernel::dq_shared ? 32 * Kernel::dq_part_cols : 4> dq[2];
     typename Kernel::statistics lse[Kernel::stages], delta[Kernel::stages];
 
     ItemRing ring;
@@ -101,16 +111,19 @@ struct WideShared {
     semaphore value_full[Kernel::value_slots], value_empty[Kernel::value_slots];
     semaphore weights_full[2];
     semaphore ds_full[2], ds_empty[2];
+    semaphore turn_full[2], turn_empty[2];  // it is this block's turn at the step's tile of dQ
 
-    __device__ __forceinline__ void init(bool need_dq) {
+    __device__ __forceinline__ void init(bool need_dq, bool turns) {
         for (semaphore* s : {&k_full, &v_full, &k_empty, &v_empty, &v_done}) init_semaphore(*s, 1);
         init_semaphore(k_done, need_dq ? 2 : 1);
-        ring.init((need_dq ? 3 : 2) * WARPGROUP_THREADS);
+        ring.init((need_dq ? 3 : 2) * WARPGROUP_THREADS + (turns ? 1 : 0));
         for (int i = 0; i < 2; ++i) {
             init_semaphore(claim_full[i], 1);
             init_semaphore(claim_empty[i], 1);
             init_semaphore(weights_full[i], WARPGROUP_WARPS);
             init_semaphore(ds_full[i], WARPGROUP_WARPS);
+            init_semaphore(turn_full[i], 1);
+            init_semaphore(turn_empty[i], 1);
             // By the readers of both blocks, or of the weights alone.
             init_semaphore(ds_empty[i], need_dq ? Kernel::blocks : WARPGROUP_WARPS);
         }
@@ -123,21 +136,16 @@ struct WideShared {
     }
 };
 
-// The query blocks of an item over the heads of a group. Where key blocks take turns, the last
-// comes first: blocks further on in the keys, which begin later and wait for this one, then have
-// the tiles that it has left.
+// The query blocks of an item over the heads of a group.
 template <class Kernel>
 struct Steps {
     const WideGlobals<Kernel>& g;
     const BackwardItem& item;
-    int j, head;
+    int j, head;  // a query block, and a head of the group
 
     __device__ __forceinline__ Steps(const WideGlobals<Kernel>& _g, const BackwardItem& _item)
         : g(_g), item(_item), j(read(item.begin)), head(j < read(item.end) ? 0 : g.work.group) {}
     __device__ __forceinline__ bool more() const { return head < g.work.group; }
-    __device__ __forceinline__ int block() const {
-        return g.in_order ? read(item.begin) + read(item.end) - 1 - j : j;
-    }
     // True when the next step is of another head.
     __device__ __forceinline__ bool advance() {
         if (++j < read(item.end)) return false;
@@ -153,10 +161,21 @@ struct WideProducer {
     WideShared<Kernel>& shared;
     const int rank;
 
+    // The number of the item with the key blocks of a section in descending order.
+    __device__ __forceinline__ int turned(int index) const {
+        const Schedule& schedule = g.work.schedule;
+        if (!g.in_order || index >= schedule.items()) return index;
+        const int section = index / (schedule.blocks * schedule.section_heads);
+        const int first_head = section * schedule.section_heads;
+        const int heads = ::min(schedule.section_heads, schedule.heads * schedule.batch - first_head);
+        const int rest = index - first_head * schedule.blocks;
+        const int level = schedule.blocks - 1 - rest / heads;
+        return first_head * schedule.blocks + level * heads + rest % heads;
+    }
     // The first block claims items for both.
     __device__ __forceinline__ int next(int slot, int phase) const {
         if (rank == 0) {
-            const int index = arch::fetch_add_global(g.work.next_item, 1);
+            const int index = turned(arch::fetch_add_global(g.work.next_item, 1));
             wait_cluster(shared.claim_empty[slot], phase ^ 1);
             arch::store_cluster_shared(
                 arch::map_shared_rank(arch::shared_address(&shared.claimed[slot]), 1), index);
@@ -215,7 +234,7 @@ struct WideProducer {
             load_keys(item, &item == &shared.ring.items[1]);
             for (Steps at(g, item); at.more(); at.advance()) {
                 const int head = read(item.head) * g.work.group + at.head;
-                const int row = at.block() * Kernel::block_m;
+                const int row = at.j * Kernel::block_m;
                 const int64_t rows =
                     g.work.rows.first(read(item.b), read(item.q_begin), head) + row;
                 const int s = q_at.stage;

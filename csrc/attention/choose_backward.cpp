@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 
-#include "csrc/attention/backward.h"
+#include "csrc/attention/backward_wide.h"
 
 namespace thunderkittens::attention {
 namespace {
@@ -18,10 +18,12 @@ bool banded(const Problem& p) {
 // Which key heads are worked on at a time. Without a mask one after the other, so that its queries
 // come from L2. With one, blocks of a section go longest first; that evens out best when a section
 // fills whole pairs of rounds.
-int choose_section(const Problem& p, int sm_count) {
+// Clusters that claim their items need no even rounds: what they work on at a time stays in L2.
+int choose_section(const Problem& p, bool wide, int sm_count) {
     if (!banded(p)) return 1;
     const int64_t heads = p.kv_heads * p.batch;
-    const int64_t blocks = (p.k_length + BLOCK_N - 1) / BLOCK_N;
+    const int64_t blocks = std::max<int64_t>((p.k_length + BLOCK_N - 1) / BLOCK_N, 1);
+    if (wide) return static_cast<int>(std::max<int64_t>(sm_count / 2 / blocks, 1));
     const int64_t target = std::max<int64_t>(sm_count / 4, 1);
     if (heads <= target + target / 2) return static_cast<int>(std::max<int64_t>(heads, 1));
     int64_t best = target;
@@ -65,8 +67,10 @@ BackwardChoice choose_backward(const Problem& p, const DeviceProperties& device)
         choice.config = with_dtype(config, p.dtype);
         break;
     }
-    choice.section_heads = choose_section(p, device.sm_count);
-    choice.ordered_section_heads = choose_ordered_section(p, device.sm_count);
+    const bool wide = choice.config.wide();
+    choice.section_heads = choose_section(p, wide, device.sm_count);
+    choice.ordered_section_heads =
+        wide ? choice.section_heads : choose_ordered_section(p, device.sm_count);
     return choice;
 }
 
@@ -88,7 +92,7 @@ KernelInfo wide_backward_kernel(const BackwardConfig& c) {
                          " stages, 3 consumer warpgroups + 1 producer, dQ in any or a fixed order",
                          c.modified ? ", softcap and ALiBi" : "");
     info.threads = 512;
-    info.shared_bytes = backward_memory(c);
+    info.shared_bytes = wide_backward_memory(c);
     return info;
 }
 
