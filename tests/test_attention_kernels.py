@@ -155,3 +155,55 @@ def test_backward(name, match, stages, policy, deterministic):
         )
         noise = 0.0 if sink is None else sink_noise(q, k, v, grad_out, sink=sink, **options)
         assert_gradients(actual[: len(tensors)], expected, plain, noise=noise)
+
+
+@pytest.mark.parametrize(
+    ("name", "match", "stages", "policy"), cases("attention_backward", "backward")
+)
+def test_backward_of_packed_sequences(name, match, stages, policy):
+    """Some of which have no tokens, in a fixed order."""
+    torch.manual_seed(zlib.crc32(name.encode()))
+    (rows, keys), mask, scores = list(problems(match))[-1]
+    lengths = [(1, 140), (0, 9), (rows, keys), (3, 0)]
+    q, k, v = operands(match, tuple(map(sum, zip(*lengths, strict=True))))
+    options = {**mask, **score_options(scores, 4, 1, "cpu")}
+    sink = options.pop("sink", None)
+    packed = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]
+    edges = [[0, *torch.tensor(side).cumsum(0).tolist()] for side in zip(*lengths, strict=True)]
+    packing = [*(torch.tensor(e, dtype=torch.int32) for e in edges), 150, 200]
+    out, lse = tk.attention_varlen(*packed, *packing, **options, sink=sink, return_lse=True)
+    grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
+    grad_lse[lse == -torch.inf] = 0
+    with tk.emulate(policy, seed=rows, config=fields(match, stages), sm_count=3) as run:
+        actual = torch.ops.thunderkittens.attention_varlen_backward(
+            grad_out, grad_lse, *packed, out, lse, *packing,
+            int(options.get("causal", False)), None, *options.get("window_size", (-1, -1)),
+            options.get("softcap", 0.0), options.get("alibi_slopes"), sink, True, [True] * 4,
+        )  # fmt: skip
+    assert [kernel["kernel"] for kernel in run.kernels] == [name]
+    for (a, b), (c, d) in zip(*map(pairwise, edges), strict=True):
+        parts = [q[:, :, a:b], k[:, :, c:d], v[:, :, c:d]]
+        grads = grad_out[a:b].transpose(0, 1)[None], grad_lse[:, a:b][None]
+
+        def gradients(function, convert, parts=parts, grads=grads):
+            leaves = [convert(x).detach().requires_grad_() for x in parts]
+            outputs = function(*leaves, sink=None if sink is None else convert(sink), **options)
+            pairs = [g.to(x.dtype) for g, x in zip(grads, outputs, strict=True)]
+            return torch.autograd.grad(outputs, leaves, pairs)
+
+        if b == a or d == c:
+            assert all(bool((x == 0).all()) for x in (actual[0][a:b], actual[1][c:d]))
+            continue
+        expected = gradients(
+            lambda *x, **o: tk.reference.attention(*x, **o, return_lse=True), torch.Tensor.double
+        )
+        plain = gradients(
+            lambda q, k, v, **o: (plain_attention(q, k, v, **o), plain_low_lse(q, k, **o)),
+            lambda x: x,
+        )
+        ends = ((a, b), (c, d), (c, d))
+        mine = [
+            x[first:last].transpose(0, 1)[None]
+            for x, (first, last) in zip(actual, ends, strict=False)
+        ]
+        assert_gradients(mine, expected, plain)

@@ -57,8 +57,8 @@ void launch_wide_backward(const BackwardParams& params, Stream stream) {
         .need_dk = params.dk.data != nullptr,
         .need_dv = params.dv.data != nullptr,
         .in_order = params.deterministic};
-    const int clusters = std::min(globals.work.schedule.items(),
-                                  std::max(params.sm_count / Kernel::blocks, 1));
+    const int clusters =
+        std::min(globals.work.schedule.items(), std::max(params.sm_count / Kernel::blocks, 1));
     if (clusters > 0) {
         kittens::launch({.dependent = true}, wide_backward_kernel<Kernel>,
                         dim3(unsigned(clusters * Kernel::blocks)), dim3(Kernel::threads),

@@ -167,7 +167,8 @@ struct WideProducer {
         if (!g.in_order || index >= schedule.items()) return index;
         const int section = index / (schedule.blocks * schedule.section_heads);
         const int first_head = section * schedule.section_heads;
-        const int heads = ::min(schedule.section_heads, schedule.heads * schedule.batch - first_head);
+        const int heads =
+            ::min(schedule.section_heads, schedule.heads * schedule.batch - first_head);
         const int rest = index - first_head * schedule.blocks;
         const int level = schedule.blocks - 1 - rest / heads;
         return first_head * schedule.blocks + level * heads + rest % heads;
@@ -210,7 +211,8 @@ struct WideProducer {
         const int b = read(item.b), head = read(item.head);
         const int begin = read(item.k_begin), length = read(item.k_length);
         wait(shared.k_empty, phase ^ 1);
-        tma::expect_bytes(shared.k_full, sizeof(shared.k) + (g.need_dq ? sizeof(shared.k_peer) : 0));
+        tma::expect_bytes(shared.k_full,
+                          sizeof(shared.k) + (g.need_dq ? sizeof(shared.k_peer) : 0));
         g.k.load(shared.k, b, head, begin, length, own, shared.k_full);
         if (g.need_dq) {
             g.k_peer.load(shared.k_peer, b, head, begin, length, other, shared.k_full,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -85,15 +86,22 @@ def features() -> list[Point]:
 
 
 def wide() -> list[Point]:
-    """Head dimension 192 with values of 128, 128 heads, causal."""
-    return [
+    """Head dimension 192 with values of 128, 128 heads, causal; and with values of 192."""
+    kinds = (("forward", False), ("backward", True))
+    narrow_values = [
         Point(
             1, 128, n, 192, True, backward, value_dim=128,
             name=f"{kind} 192/128 N={n}", groups=(f"{kind} 192/128",),
         )
-        for kind, backward in (("forward", False), ("backward", True))
+        for kind, backward in kinds
         for n in (2048, 4096, 8192)
     ]  # fmt: skip
+    lengths = (1024, 4096, 16384)
+    return narrow_values + [
+        replace(p, groups=(f"{kind} D=192",))
+        for kind, backward in kinds
+        for p in grid((192,), lengths, backward)
+    ]
 
 
 def small() -> list[Point]:
