@@ -79,7 +79,7 @@ Config choose_split_config(const Problem& p) {
 
 // Into how many ranges the keys of short queries are cut: the least time, in units of a key block,
 // of the rounds that the blocks take, each with its start and end, and of the combination.
-int choose_splits(const Problem& p, int block_n, int sm_count, int at_most) {
+int choose_splits(const Problem& p, int block_n, int sm_count) {
     const int64_t group = p.q_heads / std::max<int64_t>(p.kv_heads, 1);
     const int64_t tiles = ceil_div(p.q_length * group, 64) * p.kv_heads * p.batch;
     const int64_t keys =
@@ -87,7 +87,7 @@ int choose_splits(const Problem& p, int block_n, int sm_count, int at_most) {
     const int64_t blocks = std::max<int64_t>(ceil_div(keys, block_n), 1);
     int best = 1;
     double best_cost = 1e30;
-    for (int64_t s = 1; s <= std::min<int64_t>(blocks, at_most); ++s) {
+    for (int64_t s = 1; s <= std::min<int64_t>(blocks, MAX_SPLITS); ++s) {
         const double rounds = static_cast<double>(ceil_div(tiles * s, sm_count));
         const double start = 3, combine = s > 1 ? 3 + 0.03 * static_cast<double>(s) : 0;
         const double cost = rounds * (static_cast<double>(ceil_div(blocks, s)) + start) + combine;
@@ -136,9 +136,8 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
 Choice choose(const Problem& p, const DeviceProperties& device) {
     Choice choice;
     if (p.q_length <= SHORT_QUERY) {
-        const int splits_at_most = 128;
         choice.config = choose_split_config(p);
-        choice.splits = choose_splits(p, choice.config.block_n, device.sm_count, splits_at_most);
+        choice.splits = choose_splits(p, choice.config.block_n, device.sm_count);
     } else {
         choice.config = choose_config(p);
         choice.section_heads = choose_section(p, 64 * choice.config.warpgroups, device);
@@ -179,7 +178,7 @@ KernelInfo combining_info(const Config& config) {
     info.name.replace(0, std::string("split").size(), "combine");
     info.config = "weighs and adds up the results of the ranges of keys";
     info.symbol = "combine_kernel";
-    info.threads = 64;
+    info.threads = 128;
     info.shared_bytes = 0;
     return info;
 }

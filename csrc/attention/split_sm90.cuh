@@ -173,6 +173,7 @@ struct SplitConsumer {
                               g.modification.slope(work.b, lower.exists ? lower.head : 0)};
         RingPosition<Kernel::stages> at;
         OnlineSoftmax softmax;
+        if (std::is_same_v<T, bf16> && g.modification.bounded) softmax.base = {0.0f, 0.0f};
         output o;
         zero_tile(o);
         for (int block = work.end - 1; block >= work.begin; --block) {
@@ -185,14 +186,15 @@ struct SplitConsumer {
             warpgroup::mm_ABt(s, shared.q, shared.k[at.stage]);
             warpgroup::mma_async_wait<0>(s);
             release(shared.k_empty[at.stage]);
-            g.modification.template apply<T>(s, columns(work.s.diagonal), slope);
-            if (block >= work.keys.cut) {
-                const Int2 edge = columns(work.s.high);
+            const Shift shift =
+                g.modification.template apply<T>(s, columns(work.s.diagonal), slope);
+            if (block >= work.keys.cut || block < work.keys.whole) {
+                const Int2 last = columns(work.s.high);
                 const int end = work.s.k_length - 1 - block * block_n - 2 * (laneid() % 4);
-                mask_after(s, {::min(edge.x, end), ::min(edge.y, end)});
+                mask_outside(s, columns(work.s.low), {::min(last.x, end), ::min(last.y, end)});
             }
-            if (block < work.keys.whole) mask_before(s, columns(work.s.low));
-            scale_rows(o, softmax.update<true>(s, g.modification.unit_log2));
+            float2 rescale = {1.0f, 1.0f};
+            if (softmax.update(s, g.modification.unit_log2, shift, rescale)) scale_rows(o, rescale);
             weights p;
             convert_scores(p, s);
             wait(shared.v_full[at.stage], at.phase);
@@ -201,7 +203,6 @@ struct SplitConsumer {
             release(shared.v_empty[at.stage]);
             at.advance();
         }
-        arch::launch_dependents();
         softmax.reduce_sum();
         if (g.results.splits == 0)
             store_final(o, softmax, upper, lower);
@@ -287,6 +288,8 @@ __global__ __launch_bounds__(Kernel::threads,
         }
         arch::mbarrier_init_fence();
     }
+    // The combination waits for the results by itself, and is ready by then.
+    arch::launch_dependents();
     arch::sync_block();
     const SplitWork<Kernel> work(g);
     if (!work.has_rows(g)) return;
@@ -296,56 +299,89 @@ __global__ __launch_bounds__(Kernel::threads,
         split_produce(g, shared, work);
 }
 
-// Combines the splits of one row per block, two columns per thread.
+// Combines the splits of one row per block: each warp weighs those of every fourth split, then the
+// sums of the warps are added.
 template <class T>
 struct CombineGlobals {
     SplitResults<T> results;
     SequenceTable sequences;
 };
-constexpr int COMBINE_THREADS = 64;
+constexpr int COMBINE_WARPS = 4, COMBINE_THREADS = COMBINE_WARPS * WARP_THREADS;
+struct CombineShared {
+    float2 sums[COMBINE_WARPS][128];  // pairs of columns
+};
 
 template <class T>
 __global__ __launch_bounds__(COMBINE_THREADS) void combine_kernel(
     const __grid_constant__ CombineGlobals<T> g) {
+    constexpr int per_lane = MAX_SPLITS / WARP_THREADS;
+    auto& shared = arch::static_shared<CombineShared>();
     const auto& r = g.results;
     const int64_t row = blockIdx.x;
     const int line = static_cast<int>(row / r.positions);
     const int position = static_cast<int>(row - int64_t(line) * r.positions);
     const int head = line % r.heads, b = line / r.heads;
-    const int thread = static_cast<int>(threadIdx.x);
+    const int warp = warpid(), lane = laneid();
     arch::wait_for_dependencies();
     // Behind the last packed sequence.
     const bool nobody =
         g.sequences.cu_q != nullptr &&
         position >= arch::load_global_readonly(g.sequences.cu_q + g.sequences.batch);
-    const auto lse_of = [&](int split) {
-        return nobody ? -INFINITY : arch::load_global(r.partial_lse + split * r.rows + row);
-    };
     const float sink =
         r.sink == nullptr || nobody ? -INFINITY : arch::load_global_readonly(r.sink + head);
-    float top = sink;
-#pragma unroll 4
-    for (int i = 0; i < r.splits; ++i) top = fmaxf(top, lse_of(i));
-    const float base = top == -INFINITY ? 0.0f : top;
-    float sum = arch::exp2_approx((sink - base) * LOG2_E);
-#pragma unroll 4
-    for (int i = 0; i < r.splits; ++i) sum += arch::exp2_approx((lse_of(i) - base) * LOG2_E);
-    const float reciprocal = sum == 0.0f ? 0.0f : 1.0f / sum;
-    for (int column = 2 * thread; column < r.value_dim; column += 2 * COMBINE_THREADS) {
-        float2 o = {0.0f, 0.0f};
-#pragma unroll 8
-        for (int i = 0; i < r.splits; ++i) {
-            const float lse = lse_of(i);
-            if (lse == -INFINITY) continue;  // nothing was written
-            const float weight = arch::exp2_approx((lse - base) * LOG2_E) * reciprocal;
-            const float2 part = arch::load_global(reinterpret_cast<const float2*>(
-                r.partial_out + (i * r.rows + row) * r.value_dim + column));
-            o = {fmaf(weight, part.x, o.x), fmaf(weight, part.y, o.y)};
-        }
-        T* to = r.out.at(b, head, position, column);
-        arch::store_global(reinterpret_cast<packed_type<T>*>(to), pack_pair<T>(o.x, o.y));
+    // A lane knows the weights of the splits lane, lane + 32, ...
+    float weights[per_lane], top = sink;
+#pragma unroll
+    for (int j = 0; j < per_lane; ++j) {
+        const int split = WARP_THREADS * j + lane;
+        const bool exists = split < r.splits && !nobody;
+        weights[j] = exists ? arch::load_global(r.partial_lse + split * r.rows + row) : -INFINITY;
+        top = fmaxf(top, weights[j]);
     }
-    if (r.lse != nullptr && thread == 0) {
+    for (int d = WARP_THREADS / 2; d > 0; d /= 2) top = fmaxf(top, arch::shuffle_xor(top, d));
+    const float base = top == -INFINITY ? 0.0f : top;
+    float sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < per_lane; ++j) {
+        weights[j] = arch::exp2_approx((weights[j] - base) * LOG2_E);
+        sum += weights[j];
+    }
+    for (int d = WARP_THREADS / 2; d > 0; d /= 2) sum += arch::shuffle_xor(sum, d);
+    sum += arch::exp2_approx((sink - base) * LOG2_E);
+    const float reciprocal = sum == 0.0f ? 0.0f : 1.0f / sum;
+
+    const int pairs = r.value_dim / 2;
+    float2 o[4] = {};
+#pragma unroll
+    for (int j = 0; j < per_lane; ++j) {
+        const int end = ::min(WARP_THREADS, r.splits - WARP_THREADS * j);
+#pragma unroll 4
+        for (int i = warp; i < end; i += COMBINE_WARPS) {
+            const float weight = arch::shuffle(weights[j], i) * reciprocal;
+            if (weight == 0.0f) continue;  // nothing was written, or it does not count
+            const auto* part = reinterpret_cast<const float2*>(
+                r.partial_out + ((WARP_THREADS * j + i) * r.rows + row) * r.value_dim);
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                const int pair = WARP_THREADS * c + lane;
+                if (pair >= pairs) continue;
+                const float2 x = arch::load_global(part + pair);
+                o[c] = {fmaf(weight, x.x, o[c].x), fmaf(weight, x.y, o[c].y)};
+            }
+        }
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) shared.sums[warp][WARP_THREADS * c + lane] = o[c];
+    arch::sync_block();
+    const int pair = static_cast<int>(threadIdx.x);
+    if (pair < pairs) {
+        float2 total = {0.0f, 0.0f};
+        for (const auto& sums : shared.sums)
+            total = {total.x + sums[pair].x, total.y + sums[pair].y};
+        T* to = r.out.at(b, head, position, 2 * pair);
+        arch::store_global(reinterpret_cast<packed_type<T>*>(to), pack_pair<T>(total.x, total.y));
+    }
+    if (r.lse != nullptr && pair == 0) {
         arch::store_global(r.lse + row, sum == 0.0f ? -INFINITY : base + logf(sum));
     }
 }
