@@ -17,8 +17,8 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Which heads are worked on at a time. Without a causal mask all query blocks cost the same, and
 // those of one head after the other keep its keys in L2. With one, blocks of a section go longest
-// first, dealt back and forth to the SMs: that evens out best when a section fills a whole even
-// number of rounds. A section of about a quarter of the SMs leaves four blocks at work on a head,
+// first, dealt back and forth to the SMs: that evens out best when a section fills one round
+// or a whole even number. A section of about a quarter of the SMs leaves four blocks at work on a head,
 // enough for its keys to come from L2; it may be larger if the keys of all its heads fit there.
 int choose_section(const Problem& p, int block_m, const DeviceProperties& device) {
     const int64_t group = p.q_heads / std::max<int64_t>(p.kv_heads, 1);
@@ -34,7 +34,9 @@ int choose_section(const Problem& p, int block_m, const DeviceProperties& device
     double best_cost = 1e30;
     for (int64_t s = std::max<int64_t>(target / 2, 1); s <= most; ++s) {
         const int64_t items = s * blocks, round = 2 * device.sm_count;
-        const int64_t off = std::min(items % round, round - items % round);
+        const int64_t off = items <= device.sm_count
+                                ? device.sm_count - items
+                                : std::min(items % round, round - items % round);
         // The share of a section that is out of step, then the distance from the target.
         const double cost = static_cast<double>(off) / static_cast<double>(items) +
                             1e-3 * static_cast<double>(std::llabs(s - target));
@@ -61,13 +63,9 @@ Config choose_config(const Problem& p) {
         fitting.push_back(c);
     }
     if (fitting.size() == 1) return fitting[0];
-    if (p.head_dim <= 64) {
-        // 192 query rows keep the tensor cores busier; 128 waste less where blocks are few or cut
-        // short.
-        const bool short_rows = p.q_length <= 128 || (causal && p.q_length <= 1024);
-        return fitting[short_rows ? 0 : 1];
-    }
-    return fitting[p.k_length >= (causal ? 8192 : 4096) ? 1 : 0];
+    // 192 query rows keep the tensor cores busier; 128 waste less where blocks are few or cut short.
+    const bool short_rows = p.q_length <= 128 || (causal && p.q_length <= 1024);
+    return fitting[short_rows ? 0 : 1];
 }
 
 Config choose_split_config(const Problem& p) {

@@ -40,7 +40,7 @@ struct ForwardKernel {
     static constexpr int stages = config.stages;
     static constexpr bool modified = config.modified;
     // Whole blocks of keys have a loop of their own. Where it does not pay, the smaller code does.
-    static constexpr bool split_loop = head_dim > 64;
+    static constexpr bool split_loop = !modified;
     // A single consumer warpgroup leaves no registers to be moved, and needs only a warp beside it.
     static constexpr bool moves_registers = warpgroups > 1;
     static constexpr int threads =
@@ -357,7 +357,7 @@ struct Consumer {
         wait(shared.q_full[id], q_phase);
         q_phase ^= 1;
         bool skips = false;
-        if constexpr (warpgroups == 2 && Kernel::block_n <= 64) {
+        if constexpr (warpgroups == 3 || Kernel::block_n <= 64) {
             const int own_end = ::min(work.s.k_length, first_row + 64 + work.s.high);
             skips = block > keys.begin && block * Kernel::block_n >= own_end;
             if (skips) skip_block(), --block;

@@ -125,24 +125,13 @@ struct Modification {
     int64_t slopes_batch_stride;
     // Logits are in [-softcap, softcap], and 2^them far from overflow even as sums of many.
     bool bounded;
-    // tanh(scale_by_cap * x) = x * (terms in x^2) for |x| up to the limit.
-    float tanh_terms[4], tanh_limit;
 
     explicit Modification(const Scores& s)
         : unit_log2((s.softcap > 0 ? s.softcap : s.scale) * LOG2_E),
           scale_by_cap(s.softcap > 0 ? s.scale / s.softcap : 0.0f),
           slopes(s.alibi_slopes),
           slopes_batch_stride(s.alibi_batch_stride),
-          bounded(s.softcap > 0 && s.softcap <= 50.0f && s.alibi_slopes == nullptr) {
-        constexpr float terms[] = {0.99991852f, -0.33065420f, 0.11889734f, -0.02662954f};
-        float power = scale_by_cap;
-        for (int i = 0; i < 4; ++i) {
-            tanh_terms[i] = terms[i] * power;
-            power *= scale_by_cap * scale_by_cap;
-        }
-        // Outside of these bounds powers would leave the range of fp32.
-        tanh_limit = scale_by_cap > 1e-4f && scale_by_cap < 1e4f ? 1.0f / scale_by_cap : -1.0f;
-    }
+          bounded(s.softcap > 0 && s.softcap <= 50.0f && s.alibi_slopes == nullptr) {}
 
     // In units of the scores.
     __device__ __forceinline__ float slope(int b, int head) const {
@@ -154,7 +143,10 @@ struct Modification {
     template <class T, any_register_tile Tile>
     __device__ __forceinline__ Shift apply(Tile& s, Int2 diagonal, float2 slope) const {
         Shift shift;
-        if (scale_by_cap > 0.0f) cap<T>(s);
+        if (scale_by_cap > 0.0f) {
+            for_each_element(s,
+                             [&](float& x, int, bool) { x = softcap_tanh<T>(x * scale_by_cap); });
+        }
         if (slopes != nullptr) {
             constexpr int columns = 16 * Tile::width;
             const float2 d = {static_cast<float>(diagonal.x), static_cast<float>(diagonal.y)};
@@ -174,26 +166,6 @@ struct Modification {
         shift.shifted = true;
         shift.bounded = std::is_same_v<T, bf16> && bounded;
         return shift;
-    }
-
-  private:
-    // Near 0 by a polynomial, which leaves the unit for exponentials to the softmax: odd, and within
-    // 2^-13 of tanh up to 1.
-    template <class T, any_register_tile Tile>
-    __device__ __forceinline__ void cap(Tile& s) const {
-        if constexpr (std::is_same_v<T, bf16>) {
-            float top = 0.0f;
-            for_each_element(s, [&](float& x, int, bool) { top = fmaxf(top, fabsf(x)); });
-            if (arch::all_lanes(top <= tanh_limit)) {
-                for_each_element(s, [&](float& x, int, bool) {
-                    const float y = x * x;
-                    x *= fmaf(y, fmaf(y, fmaf(y, tanh_terms[3], tanh_terms[2]), tanh_terms[1]),
-                              tanh_terms[0]);
-                });
-                return;
-            }
-        }
-        for_each_element(s, [&](float& x, int, bool) { x = softcap_tanh<T>(x * scale_by_cap); });
     }
 };
 

@@ -299,29 +299,31 @@ __global__ __launch_bounds__(Kernel::threads,
         split_produce(g, shared, work);
 }
 
-// Combines the splits of one row per block: each warp weighs those of every fourth split, then the
-// sums of the warps are added.
+// Combines the splits of one row per block: each warp adds up every fourth split, then the sums of
+// the warps are added.
 template <class T>
 struct CombineGlobals {
     SplitResults<T> results;
     SequenceTable sequences;
 };
 constexpr int COMBINE_WARPS = 4, COMBINE_THREADS = COMBINE_WARPS * WARP_THREADS;
+static_assert(MAX_SPLITS <= COMBINE_THREADS);
 struct CombineShared {
-    float2 sums[COMBINE_WARPS][128];  // pairs of columns
+    float weights[COMBINE_THREADS];
+    float warp_top[COMBINE_WARPS], warp_sum[COMBINE_WARPS];
+    float2 sums[COMBINE_WARPS][COMBINE_THREADS];  // pairs of columns
 };
 
 template <class T>
 __global__ __launch_bounds__(COMBINE_THREADS) void combine_kernel(
     const __grid_constant__ CombineGlobals<T> g) {
-    constexpr int per_lane = MAX_SPLITS / WARP_THREADS;
     auto& shared = arch::static_shared<CombineShared>();
     const auto& r = g.results;
     const int64_t row = blockIdx.x;
     const int line = static_cast<int>(row / r.positions);
     const int position = static_cast<int>(row - int64_t(line) * r.positions);
     const int head = line % r.heads, b = line / r.heads;
-    const int warp = warpid(), lane = laneid();
+    const int thread = static_cast<int>(threadIdx.x), warp = warpid(), lane = laneid();
     arch::wait_for_dependencies();
     // Behind the last packed sequence.
     const bool nobody =
@@ -329,59 +331,49 @@ __global__ __launch_bounds__(COMBINE_THREADS) void combine_kernel(
         position >= arch::load_global_readonly(g.sequences.cu_q + g.sequences.batch);
     const float sink =
         r.sink == nullptr || nobody ? -INFINITY : arch::load_global_readonly(r.sink + head);
-    // A lane knows the weights of the splits lane, lane + 32, ...
-    float weights[per_lane], top = sink;
+    // A thread per split.
+    const bool exists = thread < r.splits && !nobody;
+    const float lse = exists ? arch::load_global(r.partial_lse + thread * r.rows + row) : -INFINITY;
+    float top = lse;
 #pragma unroll
-    for (int j = 0; j < per_lane; ++j) {
-        const int split = WARP_THREADS * j + lane;
-        const bool exists = split < r.splits && !nobody;
-        weights[j] = exists ? arch::load_global(r.partial_lse + split * r.rows + row) : -INFINITY;
-        top = fmaxf(top, weights[j]);
-    }
     for (int d = WARP_THREADS / 2; d > 0; d /= 2) top = fmaxf(top, arch::shuffle_xor(top, d));
+    if (lane == 0) shared.warp_top[warp] = top;
+    arch::sync_block();
+    top = sink;
+    for (const float x : shared.warp_top) top = fmaxf(top, x);
     const float base = top == -INFINITY ? 0.0f : top;
-    float sum = 0.0f;
+    float sum = arch::exp2_approx((lse - base) * LOG2_E);
+    shared.weights[thread] = sum;
 #pragma unroll
-    for (int j = 0; j < per_lane; ++j) {
-        weights[j] = arch::exp2_approx((weights[j] - base) * LOG2_E);
-        sum += weights[j];
-    }
     for (int d = WARP_THREADS / 2; d > 0; d /= 2) sum += arch::shuffle_xor(sum, d);
-    sum += arch::exp2_approx((sink - base) * LOG2_E);
-    const float reciprocal = sum == 0.0f ? 0.0f : 1.0f / sum;
+    if (lane == 0) shared.warp_sum[warp] = sum;
+    arch::sync_block();
+    sum = arch::exp2_approx((sink - base) * LOG2_E);
+    for (const float x : shared.warp_sum) sum += x;
 
     const int pairs = r.value_dim / 2;
-    float2 o[4] = {};
-#pragma unroll
-    for (int j = 0; j < per_lane; ++j) {
-        const int end = ::min(WARP_THREADS, r.splits - WARP_THREADS * j);
-#pragma unroll 4
-        for (int i = warp; i < end; i += COMBINE_WARPS) {
-            const float weight = arch::shuffle(weights[j], i) * reciprocal;
+    for (int pair = lane; pair < pairs; pair += WARP_THREADS) {
+        float2 o = {0.0f, 0.0f};
+#pragma unroll 8
+        for (int i = warp; i < r.splits; i += COMBINE_WARPS) {
+            const float weight = shared.weights[i];
             if (weight == 0.0f) continue;  // nothing was written, or it does not count
-            const auto* part = reinterpret_cast<const float2*>(
-                r.partial_out + ((WARP_THREADS * j + i) * r.rows + row) * r.value_dim);
-#pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                const int pair = WARP_THREADS * c + lane;
-                if (pair >= pairs) continue;
-                const float2 x = arch::load_global(part + pair);
-                o[c] = {fmaf(weight, x.x, o[c].x), fmaf(weight, x.y, o[c].y)};
-            }
+            const float2 part = arch::load_global(reinterpret_cast<const float2*>(
+                r.partial_out + (i * r.rows + row) * r.value_dim + 2 * pair));
+            o = {fmaf(weight, part.x, o.x), fmaf(weight, part.y, o.y)};
         }
+        shared.sums[warp][pair] = o;
     }
-#pragma unroll
-    for (int c = 0; c < 4; ++c) shared.sums[warp][WARP_THREADS * c + lane] = o[c];
     arch::sync_block();
-    const int pair = static_cast<int>(threadIdx.x);
-    if (pair < pairs) {
-        float2 total = {0.0f, 0.0f};
-        for (const auto& sums : shared.sums)
-            total = {total.x + sums[pair].x, total.y + sums[pair].y};
-        T* to = r.out.at(b, head, position, 2 * pair);
-        arch::store_global(reinterpret_cast<packed_type<T>*>(to), pack_pair<T>(total.x, total.y));
+    if (thread < pairs) {
+        float2 o = {0.0f, 0.0f};
+        for (const auto& sums : shared.sums) o = {o.x + sums[thread].x, o.y + sums[thread].y};
+        const float reciprocal = sum == 0.0f ? 0.0f : 1.0f / sum;
+        T* to = r.out.at(b, head, position, 2 * thread);
+        arch::store_global(reinterpret_cast<packed_type<T>*>(to),
+                           pack_pair<T>(o.x * reciprocal, o.y * reciprocal));
     }
-    if (r.lse != nullptr && pair == 0) {
+    if (r.lse != nullptr && thread == 0) {
         arch::store_global(r.lse + row, sum == 0.0f ? -INFINITY : base + logf(sum));
     }
 }
