@@ -17,8 +17,8 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Which heads are worked on at a time. Without a causal mask all query blocks cost the same, and
 // those of one head after the other keep its keys in L2. With one, blocks of a section go longest
-// first, dealt back and forth to the SMs: that evens out best when a section fills one round
-// or a whole even number. A section of about a quarter of the SMs leaves four blocks at work on a head,
+// first, dealt back and forth to the SMs: that evens out best when a section fills one round or a
+// whole even number. A section of about a quarter of the SMs leaves four blocks at work on a head,
 // enough for its keys to come from L2; it may be larger if the keys of all its heads fit there.
 int choose_section(const Problem& p, int block_m, const DeviceProperties& device) {
     const int64_t group = p.q_heads / std::max<int64_t>(p.kv_heads, 1);
