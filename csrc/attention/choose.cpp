@@ -17,8 +17,8 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Which heads are worked on at a time. Without a causal mask all query blocks cost the same, and
 // those of one head after the other keep its keys in L2. With one, blocks of a section go longest
-// first, dealt back and forth to the SMs: that evens out best when a section fills a whole even
-// number of rounds. A section of about a quarter of the SMs leaves four blocks at work on a head,
+// first, dealt back and forth to the SMs: that evens out best when a section fills one round or a
+// whole even number. A section of about a quarter of the SMs leaves four blocks at work on a head,
 // enough for its keys to come from L2; it may be larger if the keys of all its heads fit there.
 int choose_section(const Problem& p, int block_m, const DeviceProperties& device) {
     const int64_t group = p.q_heads / std::max<int64_t>(p.kv_heads, 1);
@@ -34,7 +34,9 @@ int choose_section(const Problem& p, int block_m, const DeviceProperties& device
     double best_cost = 1e30;
     for (int64_t s = std::max<int64_t>(target / 2, 1); s <= most; ++s) {
         const int64_t items = s * blocks, round = 2 * device.sm_count;
-        const int64_t off = std::min(items % round, round - items % round);
+        const int64_t off = items <= device.sm_count
+                                ? device.sm_count - items
+                                : std::min(items % round, round - items % round);
         // The share of a section that is out of step, then the distance from the target.
         const double cost = static_cast<double>(off) / static_cast<double>(items) +
                             1e-3 * static_cast<double>(std::llabs(s - target));
@@ -61,13 +63,9 @@ Config choose_config(const Problem& p) {
         fitting.push_back(c);
     }
     if (fitting.size() == 1) return fitting[0];
-    if (p.head_dim <= 64) {
-        // 192 query rows keep the tensor cores busier; 128 waste less where blocks are few or cut
-        // short.
-        const bool short_rows = p.q_length <= 128 || (causal && p.q_length <= 1024);
-        return fitting[short_rows ? 0 : 1];
-    }
-    return fitting[p.k_length >= (causal ? 8192 : 4096) ? 1 : 0];
+    // 192 query rows keep the tensor cores busier; 128 waste less where blocks are few or cut short.
+    const bool short_rows = p.q_length <= 128 || (causal && p.q_length <= 1024);
+    return fitting[short_rows ? 0 : 1];
 }
 
 Config choose_split_config(const Problem& p) {
@@ -79,7 +77,7 @@ Config choose_split_config(const Problem& p) {
 
 // Into how many ranges the keys of short queries are cut: the least time, in units of a key block,
 // of the rounds that the blocks take, each with its start and end, and of the combination.
-int choose_splits(const Problem& p, int block_n, int sm_count, int at_most) {
+int choose_splits(const Problem& p, int block_n, int sm_count) {
     const int64_t group = p.q_heads / std::max<int64_t>(p.kv_heads, 1);
     const int64_t tiles = ceil_div(p.q_length * group, 64) * p.kv_heads * p.batch;
     const int64_t keys =
@@ -87,7 +85,7 @@ int choose_splits(const Problem& p, int block_n, int sm_count, int at_most) {
     const int64_t blocks = std::max<int64_t>(ceil_div(keys, block_n), 1);
     int best = 1;
     double best_cost = 1e30;
-    for (int64_t s = 1; s <= std::min<int64_t>(blocks, at_most); ++s) {
+    for (int64_t s = 1; s <= std::min<int64_t>(blocks, MAX_SPLITS); ++s) {
         const double rounds = static_cast<double>(ceil_div(tiles * s, sm_count));
         const double start = 3, combine = s > 1 ? 3 + 0.03 * static_cast<double>(s) : 0;
         const double cost = rounds * (static_cast<double>(ceil_div(blocks, s)) + start) + combine;
@@ -136,9 +134,8 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
 Choice choose(const Problem& p, const DeviceProperties& device) {
     Choice choice;
     if (p.q_length <= SHORT_QUERY) {
-        const int splits_at_most = 128;
         choice.config = choose_split_config(p);
-        choice.splits = choose_splits(p, choice.config.block_n, device.sm_count, splits_at_most);
+        choice.splits = choose_splits(p, choice.config.block_n, device.sm_count);
     } else {
         choice.config = choose_config(p);
         choice.section_heads = choose_section(p, 64 * choice.config.warpgroups, device);
@@ -179,7 +176,7 @@ KernelInfo combining_info(const Config& config) {
     info.name.replace(0, std::string("split").size(), "combine");
     info.config = "weighs and adds up the results of the ranges of keys";
     info.symbol = "combine_kernel";
-    info.threads = 64;
+    info.threads = 128;
     info.shared_bytes = 0;
     return info;
 }

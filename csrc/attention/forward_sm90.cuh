@@ -39,6 +39,8 @@ struct ForwardKernel {
     static constexpr int block_n = config.block_n;
     static constexpr int stages = config.stages;
     static constexpr bool modified = config.modified;
+    // Whole blocks of keys have a loop of their own. Where it does not pay, the smaller code does.
+    static constexpr bool split_loop = !modified;
     // A single consumer warpgroup leaves no registers to be moved, and needs only a warp beside it.
     static constexpr bool moves_registers = warpgroups > 1;
     static constexpr int threads =
@@ -77,14 +79,14 @@ struct ForwardGlobals {
 // same, and the surplus is below 0.
 template <class Kernel>
 struct Work {
-    int b, head, level, row;
+    int b, head, row;
     Lengths s;
     KeyBlocks keys;
 
     __device__ __forceinline__ Work(const ForwardGlobals<Kernel>& g, Schedule::Item item)
-        : b(item.batch), head(item.head), level(item.level), s(g.sequences.lengths(b)) {
+        : b(item.batch), head(item.head), s(g.sequences.lengths(b)) {
         constexpr int m = Kernel::block_m;
-        row = ((s.q_length + m - 1) / m - 1 - level) * m;
+        row = ((s.q_length + m - 1) / m - 1 - item.level) * m;
         keys = row < 0 ? KeyBlocks{0, 0, 0, 0}
                        : key_blocks<Kernel::block_n>(s, row, ::min(row + m, s.q_length) - 1);
     }
@@ -128,7 +130,7 @@ __device__ __forceinline__ void produce(const ForwardGlobals<Kernel>& g,
     g.schedule.for_each_item([&](Schedule::Item item) {
         const Work<Kernel> work(g, item);
         if (!work.sees_keys()) return;
-        const auto [b, head, level, row, s, keys] = work;
+        const auto [b, head, row, s, keys] = work;
         const int kv_head = head / g.group;
         const auto load_k = [&](int block) {
             wait(shared.k_empty[k_at.stage], k_at.phase ^ 1);
@@ -180,8 +182,9 @@ struct Consumer {
     // What a step needs to know of the item it belongs to.
     struct Rows {
         const Lengths& s;
-        int begin;    // the last block
-        int whole;    // blocks before it need the lower edge's mask
+        int begin;  // the last block
+        int whole;  // blocks before it, and those from `cut` on, need a mask
+        int cut;
         int row;      // of this thread: its upper one
         float slope;  // of ALiBi
 
@@ -227,18 +230,21 @@ struct Consumer {
         v_at.advance();
     }
 
+    // MASKED: this block of keys may need a mask.
     template <bool MASKED>
-    __device__ __forceinline__ void finish_scores(scores& s, const Rows& rows, int block) const {
+    __device__ __forceinline__ Shift finish_scores(scores& s, const Rows& rows, int block) const {
+        Shift shift;
         if constexpr (Kernel::modified) {
-            g.modification.template apply<T>(s, rows.columns(rows.s.diagonal, block),
-                                             {rows.slope, rows.slope});
+            shift = g.modification.template apply<T>(s, rows.columns(rows.s.diagonal, block),
+                                                     {rows.slope, rows.slope});
         }
-        if constexpr (MASKED) {
-            const Int2 edge = rows.columns(rows.s.high, block);
+        if (MASKED && (block >= rows.cut || block < rows.whole)) {
+            const Int2 last = rows.columns(rows.s.high, block);
             const int end = rows.s.k_length - 1 - block * Kernel::block_n - 2 * (laneid() % 4);
-            mask_after(s, {::min(edge.x, end), ::min(edge.y, end)});
-            if (block < rows.whole) mask_before(s, rows.columns(rows.s.low, block));
+            mask_outside(s, rows.columns(rows.s.low, block),
+                         {::min(last.x, end), ::min(last.y, end)});
         }
+        return shift;
     }
 
     // A block of keys that only later rows see, those of the next consumers.
@@ -259,8 +265,8 @@ struct Consumer {
         warpgroup::mma_async_wait<0>(s);
         release_k();
         if (block == rows.begin) release_query();
-        finish_scores<true>(s, rows, block);
-        softmax.update<true>(s, g.modification.unit_log2);
+        const Shift shift = finish_scores<true>(s, rows, block);
+        softmax.start(s, g.modification.unit_log2, shift);
         convert_scores(p, s);
     }
 
@@ -276,13 +282,14 @@ struct Consumer {
         warpgroup::mma_async_wait<1>(s);
         release_k();
         if (block == rows.begin) release_query();
-        finish_scores<MASKED>(s, rows, block);
-        const float2 rescale = softmax.update<MASKED>(s, g.modification.unit_log2);
+        const Shift shift = finish_scores<MASKED>(s, rows, block);
+        float2 rescale = {1.0f, 1.0f};
+        const bool grown = softmax.update(s, g.modification.unit_log2, shift, rescale);
         warpgroup::mma_async_wait<0>(o);
         pin(s);  // p is an operand of the product until here
         release_v();
         convert_scores(p, s);
-        scale_rows(o, rescale);
+        if (grown) scale_rows(o, rescale);
     }
 
     __device__ __forceinline__ void store(output& o, const Work<Kernel>& work, int first_row) {
@@ -313,7 +320,7 @@ struct Consumer {
     }
     // Rows that see no key. Q's slot may already be filling for the next item, so the zeros do not
     // pass through shared memory.
-    __device__ __forceinline__ void store_zeros(const Work<Kernel>& work, int first_row) {
+    __device__ __forceinline__ void store_zeros(const Work<Kernel>& work, int first_row) const {
         constexpr int per_store = 16 / int(sizeof(T));
         const int row_stores = g.out.columns() / per_store;
         const int rows = ::min(64, work.s.q_length - first_row);
@@ -323,7 +330,7 @@ struct Consumer {
             arch::store_global(reinterpret_cast<uint4*>(at), make_uint4(0, 0, 0, 0));
         }
     }
-    __device__ __forceinline__ void store_lse(float2 lse, const Work<Kernel>& work, int row) {
+    __device__ __forceinline__ void store_lse(float2 lse, const Work<Kernel>& work, int row) const {
         if (g.lse == nullptr || laneid() % 4 != 0) return;
         const bool packed = g.out.packed;
         const int64_t line = packed ? work.head : int64_t(work.b) * g.schedule.heads + work.head;
@@ -340,7 +347,7 @@ struct Consumer {
         const int first_row = work.row + 64 * id;
         const int row = first_row + warpgroup::warpid() * 16 + laneid() / 4;
         const KeyBlocks& keys = work.keys;
-        Rows rows{work.s, keys.begin, keys.whole, row, 0.0f};
+        Rows rows{work.s, keys.begin, keys.whole, keys.cut, row, 0.0f};
         if constexpr (Kernel::modified) rows.slope = g.modification.slope(work.b, work.head);
         OnlineSoftmax softmax;
         output o;
@@ -350,19 +357,20 @@ struct Consumer {
         wait(shared.q_full[id], q_phase);
         q_phase ^= 1;
         bool skips = false;
-        if constexpr (warpgroups == 2 && Kernel::block_n <= 64) {
+        if constexpr (warpgroups == 3 || Kernel::block_n <= 64) {
             const int own_end = ::min(work.s.k_length, first_row + 64 + work.s.high);
             skips = block > keys.begin && block * Kernel::block_n >= own_end;
             if (skips) skip_block(), --block;
         }
         first_step(p, softmax, rows, block, skips);
-        // Twice the same code: those of the upper edge and the whole ones, then those of the lower
-        // edge.
-        int masked_from = keys.cut;
 #pragma unroll 1
-        for (--block; block >= keys.begin; masked_from = keys.begin) {
-            for (; block >= masked_from; --block) step<true>(o, p, softmax, rows, block);
-            for (; block >= keys.whole; --block) step<false>(o, p, softmax, rows, block);
+        for (--block; block >= keys.begin; --block) {
+            if constexpr (Kernel::split_loop) {
+                for (; block >= keys.whole && block < keys.cut; --block)
+                    step<false>(o, p, softmax, rows, block);
+                if (block < keys.begin) break;
+            }
+            step<true>(o, p, softmax, rows, block);
         }
         issue_output(o, p);
         softmax.reduce_sum();
@@ -376,18 +384,26 @@ struct Consumer {
         store(o, work, first_row);
         store_lse(softmax.lse(), work, row);
     }
-    // Items without keys, and those that exist only because other sequences are longer. Rows behind
-    // the last packed sequence may be more than a sequence has.
+    // Items without keys, and those that exist only because other sequences are longer.
     __device__ __forceinline__ void attend_nothing(const Work<Kernel>& work) {
-        const bool behind = work.b == g.sequences.batch;
-        const int stride = behind ? g.schedule.blocks * Kernel::block_m : work.s.q_length;
+        if (work.row < 0) return;
         OnlineSoftmax softmax;
-        if (g.sink != nullptr && !behind) softmax.add_sink(sink(work.head));
-        for (int row = behind ? work.level * Kernel::block_m : work.row;
-             row >= 0 && row < work.s.q_length; row += stride) {
-            const int first_row = row + 64 * id;
+        if (g.sink != nullptr) softmax.add_sink(sink(work.head));
+        const int first_row = work.row + 64 * id;
+        store_zeros(work, first_row);
+        store_lse(softmax.lse(), work, first_row + warpgroup::warpid() * 16 + laneid() / 4);
+    }
+    // Rows behind the last packed sequence.
+    __device__ __forceinline__ void attend_rest() const {
+        const int heads = g.schedule.heads, step = static_cast<int>(gridDim.x) * warpgroups;
+        Work<Kernel> work(g, {0, 0, g.sequences.batch});
+        const int64_t items = int64_t(heads) * ((work.s.q_length + 63) / 64);
+        for (int64_t i = int64_t(blockIdx.x) * warpgroups + id; i < items; i += step) {
+            work.head = static_cast<int>(i % heads);
+            const int first_row = 64 * static_cast<int>(i / heads);
             store_zeros(work, first_row);
-            store_lse(softmax.lse(), work, first_row + warpgroup::warpid() * 16 + laneid() / 4);
+            store_lse({-INFINITY, -INFINITY}, work,
+                      first_row + warpgroup::warpid() * 16 + laneid() / 4);
         }
     }
 
@@ -400,6 +416,7 @@ struct Consumer {
             else
                 attend_nothing(work);
         });
+        if (g.out.packed) attend_rest();
         // The turn that the last consumer passed on is still open; close it.
         if (id == 0) await_turn();
         if (warpgroup::laneid() == 0) tma::store_async_wait();
@@ -456,13 +473,13 @@ void launch_forward(const ForwardParams& params, Stream stream) {
         .schedule = {.blocks =
                          std::max(1, int((p.q_length + Kernel::block_m - 1) / Kernel::block_m)),
                      .heads = int(p.q_heads),
-                     .batch = int(p.batch) + p.varlen,
+                     .batch = int(p.batch),
                      .section_heads = params.section_heads},
         .sequences = {p, s},
         .modification = Modification(params.scores),
         .group = int(p.q_heads / p.kv_heads)};
     const auto blocks =
-        unsigned(std::min(globals.schedule.items(), Kernel::blocks_per_sm * params.sm_count));
+        unsigned(std::clamp(globals.schedule.items(), 1, Kernel::blocks_per_sm * params.sm_count));
     kittens::launch(forward_kernel<Kernel>, dim3(blocks), dim3(Kernel::threads), dim3(1),
                     Kernel::shared_bytes, stream, globals);
 }

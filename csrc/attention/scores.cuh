@@ -70,7 +70,7 @@ template <int BLOCK_N>
 __device__ __forceinline__ KeyBlocks key_blocks(const Lengths& s, int first, int last) {
     const int end_key = ::min(s.k_length, last + s.high + 1);
     const int begin_key = ::max(0, first + s.low);
-    if (end_key <= begin_key) return {0, 0, 0, 0};
+    if (end_key <= begin_key || last < first) return {0, 0, 0, 0};
     const int begin = begin_key / BLOCK_N;
     return {begin, (end_key + BLOCK_N - 1) / BLOCK_N,
             (::max(0, last + s.low) + BLOCK_N - 1) / BLOCK_N,
@@ -81,18 +81,26 @@ struct Int2 {
     int x, y;  // of a thread's upper and lower row
 };
 
-// Scores of the columns after `last` become -inf; those before `first` likewise. Both count from
-// this thread's first column.
+// Scores of the columns outside of [first, last] become -inf. Both count from this thread's first
+// column.
 template <any_register_tile Tile>
-__device__ __forceinline__ void mask_after(Tile& s, Int2 last) {
+__device__ __forceinline__ void mask_outside(Tile& s, Int2 first, Int2 last) {
+    // A bit per column of this thread: two of every eight columns are its own.
+    constexpr int words = (4 * Tile::width + 31) / 32;
+    const auto bits_before = [](int column, int word) -> uint32_t {
+        const int count = column < 0 ? 0 : column / 8 * 2 + ::min(column % 8, 2);
+        const int here = count - 32 * word;
+        return here <= 0 ? 0u : here >= 32 ? ~0u : (1u << here) - 1;
+    };
+    uint32_t visible[words][2];
+#pragma unroll
+    for (int w = 0; w < words; ++w) {
+        visible[w][0] = bits_before(last.x + 1, w) & ~bits_before(first.x, w);
+        visible[w][1] = bits_before(last.y + 1, w) & ~bits_before(first.y, w);
+    }
     for_each_element(s, [&](float& x, int at, bool low) {
-        if (at > (low ? last.y : last.x)) x = -INFINITY;
-    });
-}
-template <any_register_tile Tile>
-__device__ __forceinline__ void mask_before(Tile& s, Int2 first) {
-    for_each_element(s, [&](float& x, int at, bool low) {
-        if (at < (low ? first.y : first.x)) x = -INFINITY;
+        const int bit = at / 8 * 2 + at % 2;
+        if ((visible[bit / 32][low] >> (bit % 32) & 1) == 0) x = -INFINITY;
     });
 }
 
@@ -115,12 +123,15 @@ struct Modification {
     float scale_by_cap;  // scale / softcap; 0: no softcap
     const float* slopes;
     int64_t slopes_batch_stride;
+    // Logits are in [-softcap, softcap], and 2^them far from overflow even as sums of many.
+    bool bounded;
 
     explicit Modification(const Scores& s)
         : unit_log2((s.softcap > 0 ? s.softcap : s.scale) * LOG2_E),
           scale_by_cap(s.softcap > 0 ? s.scale / s.softcap : 0.0f),
           slopes(s.alibi_slopes),
-          slopes_batch_stride(s.alibi_batch_stride) {}
+          slopes_batch_stride(s.alibi_batch_stride),
+          bounded(s.softcap > 0 && s.softcap <= 50.0f && s.alibi_slopes == nullptr) {}
 
     // In units of the scores.
     __device__ __forceinline__ float slope(int b, int head) const {
@@ -130,18 +141,31 @@ struct Modification {
     }
     // `diagonal`: the diagonal's column in each of the thread's rows, from this thread's first.
     template <class T, any_register_tile Tile>
-    __device__ __forceinline__ void apply(Tile& s, Int2 diagonal, float2 slope) const {
+    __device__ __forceinline__ Shift apply(Tile& s, Int2 diagonal, float2 slope) const {
+        Shift shift;
         if (scale_by_cap > 0.0f) {
             for_each_element(s,
                              [&](float& x, int, bool) { x = softcap_tanh<T>(x * scale_by_cap); });
         }
         if (slopes != nullptr) {
+            constexpr int columns = 16 * Tile::width;
             const float2 d = {static_cast<float>(diagonal.x), static_cast<float>(diagonal.y)};
-            for_each_element(s, [&](float& x, int at, bool low) {
-                const float distance = fabsf((low ? d.y : d.x) - static_cast<float>(at));
-                x = fmaf(low ? -slope.y : -slope.x, distance, x);
-            });
+            if (arch::all_lanes(::min(diagonal.x, diagonal.y) >= columns)) {
+                // Before the diagonal the distance is a term of the row and one of the column.
+                shift.rows = {-slope.x * d.x, -slope.y * d.y};
+                for_each_element(s, [&](float& x, int at, bool low) {
+                    x = fmaf(low ? slope.y : slope.x, static_cast<float>(at), x);
+                });
+            } else {
+                for_each_element(s, [&](float& x, int at, bool low) {
+                    const float distance = fabsf((low ? d.y : d.x) - static_cast<float>(at));
+                    x = fmaf(low ? -slope.y : -slope.x, distance, x);
+                });
+            }
         }
+        shift.shifted = true;
+        shift.bounded = std::is_same_v<T, bf16> && bounded;
+        return shift;
     }
 };
 

@@ -50,41 +50,54 @@ __device__ __forceinline__ void convert_scores(To& to, const From& from) {
     }
 }
 
+// What of a block's logits is not in the scores: a term per row, and whether they are known to be
+// small, so that weights relative to 1 cannot overflow.
+struct Shift {
+    bool shifted = false, bounded = false;
+    float2 rows = {0.0f, 0.0f};
+};
+
+// Weights are relative to 2^base, where base is a maximum of the row's logits: of the first block of
+// keys, and a later one only once the logits have grown by more than a factor of 2^SLACK beyond it.
+// So what has been accumulated is rarely rescaled, and most blocks need no exchange between threads.
+// The quotient of the two sums does not depend on base.
 struct OnlineSoftmax {
-    float2 max = {-INFINITY, -INFINITY};  // of the scores
-    // Weights are relative to 2^base: max * scale_log2, rounded.
-    float2 base = {-INFINITY, -INFINITY};
+    static constexpr float SLACK = 8.0f;
+    static constexpr float NO_KEY = -3e38f;  // finite: -inf minus it is no NaN
+
+    float2 base = {NO_KEY, NO_KEY};
     float2 sum = {0.0f, 0.0f};
 
-    // Turns the logits s of a new block of keys into weights relative to the new maximum, and
-    // returns the factor by which everything accumulated so far must be multiplied. `scale_log2` is
-    // the softmax scale times log2(e), positive. MASKED: rows may have seen no key yet.
-    template <bool MASKED, any_register_tile Tile>
-    __device__ __forceinline__ float2 update(Tile& s, float scale_log2) {
-        float2 top = max;
-        for_each_element(s, [&](float& x, int, bool low) {
-            float& t = low ? top.y : top.x;
-            t = fmaxf(t, x);
-        });
-        top.x = over_quad(top.x, [](float a, float b) { return fmaxf(a, b); });
-        top.y = over_quad(top.y, [](float a, float b) { return fmaxf(a, b); });
-        const float2 last = base;
-        base = {arch::multiply_rounded(top.x, scale_log2),
-                arch::multiply_rounded(top.y, scale_log2)};
-        // -inf minus -inf would be NaN.
-        const float2 next = {MASKED && top.x == -INFINITY ? 0.0f : base.x,
-                             MASKED && top.y == -INFINITY ? 0.0f : base.y};
-        // Exactly 1 where the maximum stays: the rest that a fused product leaves would add up over
-        // the blocks.
-        const float2 rescale = {arch::exp2_approx(last.x - next.x),
-                                arch::exp2_approx(last.y - next.y)};
-        max = top;
-        sum = {sum.x * rescale.x, sum.y * rescale.y};
-        for_each_element(s, [&](float& x, int, bool low) {
-            x = arch::exp2_approx(fmaf(x, scale_log2, low ? -next.y : -next.x));
-            (low ? sum.y : sum.x) += x;
-        });
-        return rescale;
+    // Turns the logits s + shift of a new block of keys into weights. `scale_log2` is the softmax
+    // scale times log2(e), positive. Returns whether everything accumulated so far must be
+    // multiplied by `rescale`, for all threads of the warp.
+    template <any_register_tile Tile>
+    __device__ __forceinline__ bool update(Tile& s, float scale_log2, const Shift& shift,
+                                           float2& rescale) {
+        bool grown = false;
+        if (!shift.bounded) {
+            const float2 top = thread_maximum(s, shift);
+            grown = arch::any_lane(top.x * scale_log2 > base.x + SLACK ||
+                                   top.y * scale_log2 > base.y + SLACK);
+            if (grown) {
+                const float2 last = base;
+                raise_base(top, scale_log2);
+                rescale = {arch::exp2_approx(last.x - base.x), arch::exp2_approx(last.y - base.y)};
+                sum = {sum.x * rescale.x, sum.y * rescale.y};
+            }
+        }
+        add_weights(s, scale_log2, shift);
+        return grown;
+    }
+    // The first block of keys.
+    template <any_register_tile Tile>
+    __device__ __forceinline__ void start(Tile& s, float scale_log2, const Shift& shift) {
+        base = {0.0f, 0.0f};
+        if (!shift.bounded) {
+            base = {NO_KEY, NO_KEY};
+            raise_base(thread_maximum(s, shift), scale_log2);
+        }
+        add_weights(s, scale_log2, shift);
     }
     // Each thread has summed its own columns; call once before the results below.
     __device__ __forceinline__ void reduce_sum() {
@@ -105,9 +118,42 @@ struct OnlineSoftmax {
     }
 
   private:
+    // Two partial maxima per row shorten the chain of dependent instructions.
+    template <any_register_tile Tile>
+    static __device__ __forceinline__ float2 thread_maximum(const Tile& s, const Shift& shift) {
+        float2 top[2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};
+#pragma unroll
+        for (int j = 0; j < Tile::width; ++j) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const float2 pair = s.tiles[0][j].data[k];
+                float& t = k % 2 == 1 ? top[k / 2].y : top[k / 2].x;
+                t = fmaxf(fmaxf(t, pair.x), pair.y);
+            }
+        }
+        float2 result = {fmaxf(top[0].x, top[1].x), fmaxf(top[0].y, top[1].y)};
+        if (shift.shifted) result = {result.x + shift.rows.x, result.y + shift.rows.y};
+        return result;
+    }
+    __device__ __forceinline__ void raise_base(float2 top, float scale_log2) {
+        top.x = over_quad(top.x, [](float a, float b) { return fmaxf(a, b); });
+        top.y = over_quad(top.y, [](float a, float b) { return fmaxf(a, b); });
+        base = {fmaxf(base.x, arch::multiply_rounded(top.x, scale_log2)),
+                fmaxf(base.y, arch::multiply_rounded(top.y, scale_log2))};
+    }
+    template <any_register_tile Tile>
+    __device__ __forceinline__ void add_weights(Tile& s, float scale_log2, const Shift& shift) {
+        float2 from = {-base.x, -base.y};
+        if (shift.shifted) {
+            from = {fmaf(shift.rows.x, scale_log2, from.x), fmaf(shift.rows.y, scale_log2, from.y)};
+        }
+        for_each_element(s, [&](float& x, int, bool low) {
+            x = arch::exp2_approx(fmaf(x, scale_log2, low ? from.y : from.x));
+            (low ? sum.y : sum.x) += x;
+        });
+    }
     static __device__ __forceinline__ float add_sink(float& base, float& sum, float logit) {
         const float top = fmaxf(base, logit);
-        if (top == -INFINITY) return 0.0f;
         const float factor = arch::exp2_approx(base - top);
         sum = fmaf(sum, factor, arch::exp2_approx(logit - top));
         base = top;

@@ -173,6 +173,7 @@ struct SplitConsumer {
                               g.modification.slope(work.b, lower.exists ? lower.head : 0)};
         RingPosition<Kernel::stages> at;
         OnlineSoftmax softmax;
+        if (std::is_same_v<T, bf16> && g.modification.bounded) softmax.base = {0.0f, 0.0f};
         output o;
         zero_tile(o);
         for (int block = work.end - 1; block >= work.begin; --block) {
@@ -185,14 +186,15 @@ struct SplitConsumer {
             warpgroup::mm_ABt(s, shared.q, shared.k[at.stage]);
             warpgroup::mma_async_wait<0>(s);
             release(shared.k_empty[at.stage]);
-            g.modification.template apply<T>(s, columns(work.s.diagonal), slope);
-            if (block >= work.keys.cut) {
-                const Int2 edge = columns(work.s.high);
+            const Shift shift =
+                g.modification.template apply<T>(s, columns(work.s.diagonal), slope);
+            if (block >= work.keys.cut || block < work.keys.whole) {
+                const Int2 last = columns(work.s.high);
                 const int end = work.s.k_length - 1 - block * block_n - 2 * (laneid() % 4);
-                mask_after(s, {::min(edge.x, end), ::min(edge.y, end)});
+                mask_outside(s, columns(work.s.low), {::min(last.x, end), ::min(last.y, end)});
             }
-            if (block < work.keys.whole) mask_before(s, columns(work.s.low));
-            scale_rows(o, softmax.update<true>(s, g.modification.unit_log2));
+            float2 rescale = {1.0f, 1.0f};
+            if (softmax.update(s, g.modification.unit_log2, shift, rescale)) scale_rows(o, rescale);
             weights p;
             convert_scores(p, s);
             wait(shared.v_full[at.stage], at.phase);
@@ -201,7 +203,6 @@ struct SplitConsumer {
             release(shared.v_empty[at.stage]);
             at.advance();
         }
-        arch::launch_dependents();
         softmax.reduce_sum();
         if (g.results.splits == 0)
             store_final(o, softmax, upper, lower);
@@ -287,6 +288,8 @@ __global__ __launch_bounds__(Kernel::threads,
         }
         arch::mbarrier_init_fence();
     }
+    // The combination waits for the results by itself, and is ready by then.
+    arch::launch_dependents();
     arch::sync_block();
     const SplitWork<Kernel> work(g);
     if (!work.has_rows(g)) return;
@@ -296,54 +299,79 @@ __global__ __launch_bounds__(Kernel::threads,
         split_produce(g, shared, work);
 }
 
-// Combines the splits of one row per block, two columns per thread.
+// Combines the splits of one row per block: each warp adds up every fourth split, then the sums of
+// the warps are added.
 template <class T>
 struct CombineGlobals {
     SplitResults<T> results;
     SequenceTable sequences;
 };
-constexpr int COMBINE_THREADS = 64;
+constexpr int COMBINE_WARPS = 4, COMBINE_THREADS = COMBINE_WARPS * WARP_THREADS;
+static_assert(MAX_SPLITS <= COMBINE_THREADS);
+struct CombineShared {
+    float weights[COMBINE_THREADS];
+    float warp_top[COMBINE_WARPS], warp_sum[COMBINE_WARPS];
+    float2 sums[COMBINE_WARPS][COMBINE_THREADS];  // pairs of columns
+};
 
 template <class T>
 __global__ __launch_bounds__(COMBINE_THREADS) void combine_kernel(
     const __grid_constant__ CombineGlobals<T> g) {
+    auto& shared = arch::static_shared<CombineShared>();
     const auto& r = g.results;
     const int64_t row = blockIdx.x;
     const int line = static_cast<int>(row / r.positions);
     const int position = static_cast<int>(row - int64_t(line) * r.positions);
     const int head = line % r.heads, b = line / r.heads;
-    const int thread = static_cast<int>(threadIdx.x);
+    const int thread = static_cast<int>(threadIdx.x), warp = warpid(), lane = laneid();
     arch::wait_for_dependencies();
     // Behind the last packed sequence.
     const bool nobody =
         g.sequences.cu_q != nullptr &&
         position >= arch::load_global_readonly(g.sequences.cu_q + g.sequences.batch);
-    const auto lse_of = [&](int split) {
-        return nobody ? -INFINITY : arch::load_global(r.partial_lse + split * r.rows + row);
-    };
     const float sink =
         r.sink == nullptr || nobody ? -INFINITY : arch::load_global_readonly(r.sink + head);
-    float top = sink;
-#pragma unroll 4
-    for (int i = 0; i < r.splits; ++i) top = fmaxf(top, lse_of(i));
+    // A thread per split.
+    const bool exists = thread < r.splits && !nobody;
+    const float lse = exists ? arch::load_global(r.partial_lse + thread * r.rows + row) : -INFINITY;
+    float top = lse;
+#pragma unroll
+    for (int d = WARP_THREADS / 2; d > 0; d /= 2) top = fmaxf(top, arch::shuffle_xor(top, d));
+    if (lane == 0) shared.warp_top[warp] = top;
+    arch::sync_block();
+    top = sink;
+    for (const float x : shared.warp_top) top = fmaxf(top, x);
     const float base = top == -INFINITY ? 0.0f : top;
-    float sum = arch::exp2_approx((sink - base) * LOG2_E);
-#pragma unroll 4
-    for (int i = 0; i < r.splits; ++i) sum += arch::exp2_approx((lse_of(i) - base) * LOG2_E);
-    const float reciprocal = sum == 0.0f ? 0.0f : 1.0f / sum;
-    for (int column = 2 * thread; column < r.value_dim; column += 2 * COMBINE_THREADS) {
+    float sum = arch::exp2_approx((lse - base) * LOG2_E);
+    shared.weights[thread] = sum;
+#pragma unroll
+    for (int d = WARP_THREADS / 2; d > 0; d /= 2) sum += arch::shuffle_xor(sum, d);
+    if (lane == 0) shared.warp_sum[warp] = sum;
+    arch::sync_block();
+    sum = arch::exp2_approx((sink - base) * LOG2_E);
+    for (const float x : shared.warp_sum) sum += x;
+
+    const int pairs = r.value_dim / 2;
+    for (int pair = lane; pair < pairs; pair += WARP_THREADS) {
         float2 o = {0.0f, 0.0f};
 #pragma unroll 8
-        for (int i = 0; i < r.splits; ++i) {
-            const float lse = lse_of(i);
-            if (lse == -INFINITY) continue;  // nothing was written
-            const float weight = arch::exp2_approx((lse - base) * LOG2_E) * reciprocal;
+        for (int i = warp; i < r.splits; i += COMBINE_WARPS) {
+            const float weight = shared.weights[i];
+            if (weight == 0.0f) continue;  // nothing was written, or it does not count
             const float2 part = arch::load_global(reinterpret_cast<const float2*>(
-                r.partial_out + (i * r.rows + row) * r.value_dim + column));
+                r.partial_out + (i * r.rows + row) * r.value_dim + 2 * pair));
             o = {fmaf(weight, part.x, o.x), fmaf(weight, part.y, o.y)};
         }
-        T* to = r.out.at(b, head, position, column);
-        arch::store_global(reinterpret_cast<packed_type<T>*>(to), pack_pair<T>(o.x, o.y));
+        shared.sums[warp][pair] = o;
+    }
+    arch::sync_block();
+    if (thread < pairs) {
+        float2 o = {0.0f, 0.0f};
+        for (const auto& sums : shared.sums) o = {o.x + sums[thread].x, o.y + sums[thread].y};
+        const float reciprocal = sum == 0.0f ? 0.0f : 1.0f / sum;
+        T* to = r.out.at(b, head, position, 2 * thread);
+        arch::store_global(reinterpret_cast<packed_type<T>*>(to),
+                           pack_pair<T>(o.x * reciprocal, o.y * reciprocal));
     }
     if (r.lse != nullptr && thread == 0) {
         arch::store_global(r.lse + row, sum == 0.0f ? -INFINITY : base + logf(sum));

@@ -1,6 +1,6 @@
 #include "csrc/attention/forward_sm90.cuh"
 
 namespace thunderkittens::attention {
-template void launch_forward<Config{256, 256, 2, 80, 2, false, DType::fp16}>(const ForwardParams&,
+template void launch_forward<Config{256, 256, 2, 64, 2, false, DType::fp16}>(const ForwardParams&,
                                                                              Stream);
 }  // namespace thunderkittens::attention
