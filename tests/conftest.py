@@ -37,6 +37,7 @@ EMULATED_SUITES = (
     "test_attention_options",
     "test_attention_varlen",
     "test_gemm",
+    "test_gemm_fused",
 )
 EMULATION_POLICIES = ("on_wait", "late_mma")
 

@@ -231,6 +231,13 @@ def direct_calls(sample, device):
     """Calls of the ops behind a sample; tensors require gradients where that is allowed."""
     ops = torch.ops.thunderkittens
     tensors = sample.tensors(device)
+    if sample.op == "gemm" and "residual" in sample.keywords:
+        a, b, bias, residual = tensors
+        options = (None, residual, 4, 1, sample.options["alpha"], sample.options["beta"])
+        yield ops.gemm_forward.fused, (a, b, bias, *options)
+        a, b, bias, residual = (x.requires_grad_() for x in leaves(sample, device))
+        yield ops.gemm.fused, (a, b, bias, None, residual, *options[2:])
+        return
     if sample.op == "gemm":
         arguments = (*tensors, *(None,) * (3 - len(tensors)), sample.options.get("out_dtype"))
         yield ops.gemm_forward, arguments
