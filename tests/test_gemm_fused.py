@@ -244,23 +244,23 @@ def test_gradients(device, case):
 
 
 def test_double_backward(device):
-    a = normal((9, 24), FP16, device).requires_grad_()
-    b = normal((24, 16), FP16, device).requires_grad_()
+    a = normal((9, 24), BF16, device).requires_grad_()
+    b = normal((24, 16), BF16, device).requires_grad_()
 
     def second_order(function, kind):
         xs = [x.detach().to(kind).requires_grad_() for x in (a, b)]
-        y = function(*xs).to(torch.float64)
-        first = torch.autograd.grad((y**3).sum(), xs, create_graph=True)
+        y = function(*xs).double()
+        first = torch.autograd.grad((y**2).sum(), xs, create_graph=True)
         return torch.autograd.grad(sum((g.double() ** 2).sum() for g in first), xs)
 
     for activation in ("silu", "gelu_tanh", "swiglu"):
-        actual = second_order(lambda p, q: tk.gemm(p / 4, q / 4, activation=activation), FP16)  # noqa: B023
+        actual = second_order(lambda p, q: tk.gemm(p, q, activation=activation), BF16)  # noqa: B023
         expected = second_order(
-            lambda p, q: tk.reference.gemm(p / 4, q / 4, activation=activation),  # noqa: B023
+            lambda p, q: tk.reference.gemm(p, q, activation=activation),  # noqa: B023
             torch.float64,
         )
         for x, e in zip(actual, expected, strict=True):
-            assert (x.double() - e).abs().max() <= 0.02 * e.abs().max()
+            assert (x.double() - e).abs().max() <= 0.05 * e.abs().max()
 
 
 def test_transforms(device):
@@ -298,7 +298,11 @@ WRONG = {
     "out shape": (ValueError, "out has shape (3, 4)", {"out": A}),
     "out dtype": (TypeError, "out is torch.float64", {"out": R.double()}),
     "out and out_dtype": (TypeError, "out is torch.bfloat16", {"out": R, "out_dtype": FP32}),
-    "out strides": (ValueError, "the elements of its last dimension", {"out": R.t().clone().t()}),
+    "out strides": (
+        ValueError,
+        "the elements of its last dimension",
+        {"out": R.t().contiguous().t()},
+    ),
     "bias": (ValueError, "bias has shape (3,)", {"bias": C[:3], "activation": "relu"}),
 }
 

@@ -29,6 +29,14 @@ Operand operand(const Array& array) {
     result.view = result.array.view();
     return result;
 }
+Operand along_k(Array b) {
+    const std::size_t dims = b.size.size();
+    std::swap(b.size[dims - 2], b.size[dims - 1]);
+    std::swap(b.stride[dims - 2], b.stride[dims - 1]);
+    Operand result{.array = emulated::copy_for_tensor_map(b), .swapped = true};
+    result.view = result.array.view();
+    return result;
+}
 Operand zeros(DType dtype, bool swapped) {
     Operand result{.array = emulated::allocate({8}, dtype), .swapped = swapped};
     std::memset(result.array.data, 0, 16);
@@ -77,7 +85,8 @@ emulated::Result run(const emulated::Call& call) {
     const bool nothing = a.size.back() == 0;
     const int64_t k = nothing ? 8 : a.size.back();
     const Operand left = nothing ? zeros(a.dtype, false) : operand(a);
-    const Operand right = nothing ? zeros(a.dtype, true) : operand(b);
+    Operand right = nothing ? zeros(a.dtype, true) : operand(b);
+    if (gate == Gate::blocked && !right.swapped && out_n % 8 != 0) right = along_k(b);
     std::optional<Array> row;
     if (bias) row = n > 1 && bias->stride[0] != 1 ? emulated::copy_for_tensor_map(*bias) : *bias;
     const Problem problem{

@@ -277,7 +277,11 @@ def activation_gradient(grad: Tensor, z: Tensor, activation: int, gate: int) -> 
     if NAMES[activation] == "relu":
         return aten.threshold_backward(grad, z, 0)
     if NAMES[activation] == "silu":
-        return aten.silu_backward(grad, z)
+        if not torch.is_grad_enabled():
+            return aten.silu_backward(grad, z)
+        wide = z.float()  # PyTorch's kernel has no derivative
+        sigmoid = torch.sigmoid(wide)
+        return (grad.float() * sigmoid * (1 + wide * (1 - sigmoid))).to(grad.dtype)
     if activation == 0:
         return grad
     approximate = "tanh" if NAMES[activation] == "gelu_tanh" else "none"
