@@ -1,5 +1,5 @@
-// gemm on the emulator, as gemm.cpp does it on CUDA tensors. `residual` may be given; a z that is to
-// be kept comes back as `preactivation`.
+// gemm on the emulator, as gemm.cpp does it on CUDA tensors. `residual` may be given; a z that is
+// to be kept comes back as `preactivation`.
 #include "csrc/common/emulated.h"
 #include "csrc/gemm/gemm.h"
 

@@ -187,8 +187,8 @@ constexpr Config config_at(std::size_t i) {
 
 // Dynamic shared memory of a block: the ring of stages, two staging buffers of 16 rows of 128 bytes
 // per consumer warp, a row of bias per consumer, two semaphores per stage.
-// Streamed: the ring, the sums as rows of fp32 that are 4 longer than the tile's, and two semaphores
-// more.
+// Streamed: the ring, the sums as rows of fp32 that are 4 longer than the tile's, and two
+// semaphores more.
 constexpr int shared_bytes(const Config& c) {
     if (c.streamed) {
         const int ring = c.stages * (c.block_m + c.block_n) * c.block_k * 2;

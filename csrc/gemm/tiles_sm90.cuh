@@ -36,8 +36,8 @@ struct Types {
         std::conditional_t<C.a_m_major, st<T, BLOCK_K, a_part_rows>, st<T, a_part_rows, BLOCK_K>>;
     using b_part =
         std::conditional_t<C.b_n_major, st<T, BLOCK_K, b_part_cols>, st<T, b_part_cols, BLOCK_K>>;
-    // The column of z that is `offset` columns into a tile which begins at `col`. With a gate of whole halves, the
-    // tile's second half is as far away as z's.
+    // The column of z that is `offset` columns into a tile which begins at `col`. With a gate of
+    // whole halves, the tile's second half is as far away as z's.
     template <class Globals>
     static __device__ __forceinline__ uint32_t column(const Globals& g, uint32_t col, int offset) {
         const bool apart = C.fused && g.epilogue.gate == Gate::blocked && offset >= C.block_n / 2;

@@ -19,6 +19,7 @@ from ._registration import (
     forward_mode_active,
     refuse_forward_mode,
     register,
+    transform_active,
 )
 
 _forward = torch.ops.thunderkittens.gemm_forward.fused
@@ -96,6 +97,8 @@ def product(
         refuse_forward_mode("gemm", *tensors)
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if out is not None:
+        if transform_active():
+            raise RuntimeError("tk.gemm: out cannot be given under the transforms of torch.func")
         if wanted or (torch.is_grad_enabled() and out.requires_grad):
             raise RuntimeError(
                 "tk.gemm: out is given and a gradient is wanted; leave out away, or call it under "
@@ -288,9 +291,50 @@ def activation_gradient(grad: Tensor, z: Tensor, activation: int, gate: int) -> 
     return aten.gelu_backward(grad, z, approximate=approximate)
 
 
-register("gemm_forward.fused", fake=_fake_forward, cpu=_cpu_forward, flops=_flops, autocast=0)
-register("gemm.fused", fake=_fake, cpu=_cpu, flops=_flops, autocast=0)
-register("gemm_forward.out", fake=_fake_out, cpu=_cpu_out, flops=_flops, autocast=0)
+def _vmap(info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Tensor, Tensor, str]:
+    """Result and z of the ops under `torch.func.vmap`, by operations of PyTorch after the
+    product."""
+    from .gemm import vmap_product
+
+    a, b = args[:2]
+    bias, out_dtype, residual, activation, gate, alpha, beta = _complete(args[2:])
+    dims = (*in_dims, *(None,) * 9)[:5]
+    dtype = out_dtype or a.dtype
+    if dims[0] is None and dims[1] is None:
+        a, dims = a.unsqueeze(0).expand(info.batch_size, *a.shape), (0, *dims[1:])
+    z = vmap_product(info, dims[:2], a, b, None, torch.float32)[0] * alpha
+    if bias is not None:
+        if dims[2] is not None:
+            bias = bias.movedim(dims[2], 0)
+            bias = bias.reshape(bias.shape[0], *(1,) * (z.dim() - 2), bias.shape[1])
+        z = z + bias
+    if residual is not None and dims[4] is not None:
+        residual = residual.movedim(dims[4], 0)
+    name, layout = name_of(activation, gate)
+    return composed(z, dtype, residual, name, layout, beta), z.to(dtype), name or ""
+
+
+def _vmap_forward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
+    return _vmap(info, in_dims, args)[0], 0
+
+
+def _vmap_fused(
+    info: Any, in_dims: tuple[Any, ...], *args: Any
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int | None]]:
+    out, z, name = _vmap(info, in_dims, args)
+    return (out, z if name else z.new_empty((0,))), (0, 0 if name else None)
+
+
+register(
+    "gemm_forward.fused",
+    fake=_fake_forward,
+    cpu=_cpu_forward,
+    flops=_flops,
+    vmap=_vmap_forward,
+    autocast=3,
+)
+register("gemm.fused", fake=_fake, cpu=_cpu, flops=_flops, vmap=_vmap_fused, autocast=3)
+register("gemm_forward.out", fake=_fake_out, cpu=_cpu_out, flops=_flops)
 torch.library.register_autograd(
     "thunderkittens::gemm.fused", _backward, setup_context=_setup_context
 )

@@ -387,6 +387,8 @@ class _Function(torch.autograd.Function):
     vmap = staticmethod(_vmap_rule(_product))
 
 
+vmap_product = _vmap_rule(_product)
+
 from . import _gemm_fused  # noqa: E402  (it calls back)
 
 for _name, _op in (("gemm_forward", _forward), ("gemm", _differentiable)):
