@@ -11,6 +11,10 @@
 #define ATTENTION_SEQUENCES \
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
 
+#define GEMM_EPILOGUE                                                                          \
+    "Tensor? bias=None, ScalarType? out_dtype=None, Tensor? residual=None, int activation=0, " \
+    "int gate=0, float alpha=1.0, float beta=1.0"
+
 STABLE_TORCH_LIBRARY(thunderkittens, m) {
     // (M, K) @ (K, N) or batched, fp32 accumulation; bias (N,); out_dtype None is the dtype of the
     // inputs.
@@ -18,6 +22,13 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
     m.def(
         "gemm_forward(Tensor a, Tensor b, Tensor? bias=None, ScalarType? out_dtype=None) -> "
         "Tensor");
+    // activation(alpha * a @ b + bias) + beta * residual; activation: 0 none, 1 relu, 2 gelu, 3
+    // gelu_tanh, 4 silu; gate: 0 none, 1 the first half of the columns, 2 the even ones.
+    // `preactivation`, what the activation is applied to, is empty where there is none.
+    m.def("gemm.fused(Tensor a, Tensor b, " GEMM_EPILOGUE
+          ") -> (Tensor out, Tensor preactivation)");
+    m.def("gemm_forward.fused(Tensor a, Tensor b, " GEMM_EPILOGUE ") -> Tensor");
+    m.def("gemm_forward.out(Tensor a, Tensor b, " GEMM_EPILOGUE ", *, Tensor(a!) out) -> ()");
 
     // x (M, K); granularity: 0 tensor, 1 row, 2 1x128, 3 128x128; dtype None is float8_e4m3fn; the
     // results are the codes, their scales (x is codes * scale), and, if transposed, those of x^T.

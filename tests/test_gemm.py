@@ -384,7 +384,7 @@ WRONG = {
         {"out_dtype": "bfloat16"},
     ),
     "bias by position": (TypeError, "positional", A, B, None),
-    "unknown option": (TypeError, "alpha", A, B, {"alpha": 2}),
+    "unknown option": (TypeError, "gamma", A, B, {"gamma": 2}),
     "a is a vector": (ValueError, "a has shape (4,); it must have at least 2", zeros(4), B, {}),
     "b is a vector": (ValueError, "b has shape (4,); it must have at least 2", A, zeros(4), {}),
     "a is a scalar": (ValueError, "a has shape (); it must have at least 2", zeros(), B, {}),

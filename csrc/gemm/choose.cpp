@@ -50,6 +50,33 @@ Schedule schedule_for(const Config& config, const Problem& p, int sm_count) {
     return schedule;
 }
 
+// Few rows: what counts is how fast b is read. Its rows are then a's, or columns, and a block reads
+// its part of them once.
+bool streams(const Problem& p) { return p.m <= 64 && p.batch == 1 && !p.a_m_major; }
+
+Choice choose_streamed(const Problem& p, int sm_count) {
+    const StreamShape* shape = nullptr;
+    for (const StreamShape& candidate : STREAM_SHAPES) {
+        if (candidate.fused != p.fused) continue;
+        shape = &candidate;
+        if (candidate.block_m >= p.m) break;
+    }
+    Choice choice{.config = make_config(*shape, p.dtype, p.b_n_major)};
+    const int64_t tiles = ceil_div(p.m, shape->block_m) * ceil_div(p.n, shape->block_n);
+    const int64_t k_blocks = ceil_div(p.k, shape->block_k);
+    // Half of the SMs read as fast as all do. Below that, blocks of a cluster divide k, as long as
+    // each still has some steps.
+    int splits = 1;
+    while (splits < 8 && tiles * splits * 5 < sm_count * 2 && k_blocks >= splits * 2 * 2) {
+        splits *= 2;
+    }
+    const int64_t clusters = sm_count / splits;
+    const int64_t rounds = ceil_div(tiles, clusters);
+    choice.schedule.splits = splits;
+    choice.schedule.blocks = static_cast<int>(ceil_div(tiles, rounds) * splits);
+    return choice;
+}
+
 }  // namespace
 
 std::string unsupported(const Problem& p, const DeviceProperties& device) {
@@ -78,46 +105,50 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
 
 Choice choose(const Problem& p, const DeviceProperties& device) {
     const int sm_count = std::max(1, device.sm_count);
+    if (streams(p)) return choose_streamed(p, sm_count);
     const TileShape* best = nullptr;
     double least = 0;
     for (const TileShape& shape : TILE_SHAPES) {
+        if (p.fused && shape.block_n < 128) continue;
         const double needed = cycles(shape, p, sm_count);
         if (best == nullptr || needed < least) best = &shape, least = needed;
     }
-    Choice choice{.config = make_config(*best, p.dtype, p.a_m_major, p.b_n_major)};
+    Choice choice{.config = make_config(*best, p.dtype, p.a_m_major, p.b_n_major, p.fused)};
     choice.schedule = schedule_for(choice.config, p, sm_count);
     return choice;
 }
 
 std::string kernel_name(const Config& c) {
+    if (c.streamed) {
+        return concat(name_of(c.dtype), "_n", c.b_n_major ? 'n' : 't', "_stream_", c.block_m, 'x',
+                      c.block_n, c.fused ? "_fused" : "");
+    }
     return concat(name_of(c.dtype), '_', c.a_m_major ? 't' : 'n', c.b_n_major ? 'n' : 't', '_',
-                  c.block_m, 'x', c.block_n);
+                  c.block_m, 'x', c.block_n, c.fused ? "_fused" : "");
 }
 
 std::string kernel_name(const Choice& choice) { return kernel_name(choice.config); }
 
 std::vector<KernelInfo> kernels() {
     std::vector<KernelInfo> list;
-    for (const TileShape& shape : TILE_SHAPES) {
-        for (const DType dtype : {DType::bf16, DType::fp16}) {
-            for (const bool a_m_major : {false, true}) {
-                for (const bool b_n_major : {true, false}) {
-                    const Config c = make_config(shape, dtype, a_m_major, b_n_major);
-                    list.push_back({
-                        .name = kernel_name(c),
-                        .config =
-                            concat("tile ", c.block_m, 'x', c.block_n, 'x', BLOCK_K, ", ", c.stages,
-                                   " stages, 1 producer and ", c.consumers, " consumer warpgroups"),
-                        .source = concat(name_of(dtype), '_', c.block_m, 'x', c.block_n),
-                        .symbol = concat("ELi", c.block_m, "ELi", c.block_n, "ELi", c.stages, "ELi",
-                                         c.consumers, "ELNS_5DTypeE", int(dtype), "ELb",
-                                         int(a_m_major), "ELb", int(b_n_major), 'E'),
-                        .threads = threads(c),
-                        .shared_bytes = shared_bytes(c),
-                    });
-                }
-            }
-        }
+    for (std::size_t i = 0; i < CONFIGS; ++i) {
+        const Config c = config_at(i);
+        const std::string tile = concat(c.block_m, 'x', c.block_n);
+        const std::string roles =
+            c.streamed ? "1 producer warp and 1 consumer warpgroup"
+                       : concat("1 producer and ", c.consumers, " consumer warpgroups");
+        list.push_back({
+            .name = kernel_name(c),
+            .config = concat("tile ", tile, 'x', c.block_k, ", ", c.stages, " stages, ", roles),
+            .source = concat(name_of(c.dtype), c.streamed ? "_stream_" : "_", tile,
+                             c.fused ? "_fused" : ""),
+            .symbol = concat("ELi", c.block_m, "ELi", c.block_n, "ELi", c.stages, "ELi",
+                             c.consumers, "ELb", int(c.streamed), "ELi", c.block_k, "ELb",
+                             int(c.fused), "ELNS_5DTypeE", int(c.dtype), "ELb", int(c.a_m_major),
+                             "ELb", int(c.b_n_major), 'E'),
+            .threads = threads(c),
+            .shared_bytes = shared_bytes(c),
+        });
     }
     return list;
 }

@@ -1,4 +1,5 @@
-// gemm on the emulator: out = a @ b + bias, as gemm.cpp does it on CUDA tensors.
+// gemm on the emulator, as gemm.cpp does it on CUDA tensors. `residual` may be given; a z that is
+// to be kept comes back as `preactivation`.
 #include "csrc/common/emulated.h"
 #include "csrc/gemm/gemm.h"
 
@@ -28,25 +29,19 @@ Operand operand(const Array& array) {
     result.view = result.array.view();
     return result;
 }
+Operand along_k(Array b) {
+    const std::size_t dims = b.size.size();
+    std::swap(b.size[dims - 2], b.size[dims - 1]);
+    std::swap(b.stride[dims - 2], b.stride[dims - 1]);
+    Operand result{.array = emulated::copy_for_tensor_map(b), .swapped = true};
+    result.view = result.array.view();
+    return result;
+}
 Operand zeros(DType dtype, bool swapped) {
     Operand result{.array = emulated::allocate({8}, dtype), .swapped = swapped};
     std::memset(result.array.data, 0, 16);
     result.view = result.array.view();
     return result;
-}
-
-constexpr std::size_t SHAPES = std::size(TILE_SHAPES);
-constexpr Config config_at(std::size_t i) {
-    return make_config(TILE_SHAPES[i / 8], i / 4 % 2 == 0 ? DType::bf16 : DType::fp16,
-                       i / 2 % 2 != 0, i % 2 != 0);
-}
-template <std::size_t... indices>
-void launch_any(const Config& config, const Params& params, std::index_sequence<indices...>) {
-    const bool found =
-        ((config == config_at(indices) ? (launch<config_at(indices)>(params, nullptr), true)
-                                       : false) ||
-         ...);
-    TK_CHECK(found, "tk.gemm: no kernel ", kernel_name(config));
 }
 
 emulated::Result run(const emulated::Call& call) {
@@ -64,37 +59,68 @@ emulated::Result run(const emulated::Call& call) {
     const DType out_dtype = call.scalar("out_dtype", a.dtype);
     const int64_t batch = a.dims() == 3 ? a.size[0] : 1;
     const int64_t m = a.size[a.size.size() - 2], n = b.size.back();
-    Array out = a.dims() == 3 ? emulated::allocate({batch, m, n}, out_dtype)
-                              : emulated::allocate({m, n}, out_dtype);
+    const auto activation = static_cast<Activation>(call.scalar("activation", int64_t{0}));
+    const auto gate = static_cast<Gate>(call.scalar("gate", int64_t{0}));
+    TK_CHECK(gate == Gate::none || n % 2 == 0, "tk.gemm: a gate needs an even number of columns");
+    const int64_t out_n = gate == Gate::none ? n : n / 2;
+    const auto allocate = [&](int64_t columns) {
+        return a.dims() == 3 ? emulated::allocate({batch, m, columns}, out_dtype)
+                             : emulated::allocate({m, columns}, out_dtype);
+    };
+    Array out = allocate(out_n), preactivation;
+    const bool keep = call.scalar("keep", false);
+    if (keep) preactivation = allocate(n);
+    std::optional<Array> residual;
+    if (const Array* given = call.optional("residual")) {
+        TK_CHECK(given->size == out.size && given->dtype == out_dtype,
+                 "tk.gemm: residual must have the shape and dtype of the result");
+        residual =
+            out_n > 1 && given->stride.back() != 1 ? emulated::copy_for_tensor_map(*given) : *given;
+    }
     emulated::Result result;
     result.arrays["out"] = out;
+    if (keep) result.arrays["preactivation"] = preactivation;
     if (out.elements() == 0) return result;
 
     const bool nothing = a.size.back() == 0;
     const int64_t k = nothing ? 8 : a.size.back();
     const Operand left = nothing ? zeros(a.dtype, false) : operand(a);
-    const Operand right = nothing ? zeros(a.dtype, true) : operand(b);
+    Operand right = nothing ? zeros(a.dtype, true) : operand(b);
+    if (gate == Gate::blocked && !right.swapped && out_n % 8 != 0) right = along_k(b);
     std::optional<Array> row;
     if (bias) row = n > 1 && bias->stride[0] != 1 ? emulated::copy_for_tensor_map(*bias) : *bias;
-    const Problem problem{.m = m,
-                          .n = n,
-                          .k = k,
-                          .batch = batch,
-                          .dtype = a.dtype,
-                          .out_dtype = out_dtype,
-                          .a_m_major = left.swapped,
-                          .b_n_major = !right.swapped,
-                          .bias = bias != nullptr};
+    const Problem problem{
+        .m = m,
+        .n = n,
+        .k = k,
+        .batch = batch,
+        .dtype = a.dtype,
+        .out_dtype = out_dtype,
+        .a_m_major = left.swapped,
+        .b_n_major = !right.swapped,
+        .bias = bias != nullptr,
+        .gate = gate,
+        .fused = residual || activation != Activation::none || gate != Gate::none || keep};
     if (const std::string reason = unsupported(problem, call.device); !reason.empty()) {
         throw std::runtime_error(concat("tk.gemm: ", reason));
     }
     Choice choice = choose(problem, call.device);
     emulated::force(choice, call);
-    const int cluster = choice.schedule.cluster_m * choice.schedule.cluster_n;
+    const int cluster =
+        choice.schedule.cluster_m * choice.schedule.cluster_n * choice.schedule.splits;
     choice.schedule.blocks = (choice.schedule.blocks + cluster - 1) / cluster * cluster;
+    const View out_view = out.view(), residual_view = residual ? residual->view() : View{};
+    const Epilogue epilogue{.bias = row ? row->data : nullptr,
+                            .residual = residual ? residual->data : nullptr,
+                            .preactivation = keep ? preactivation.data : nullptr,
+                            .residual_stride = residual_view.stride[2],
+                            .residual_batch_stride = residual_view.stride[1],
+                            .alpha = static_cast<float>(call.scalar("alpha", 1.0)),
+                            .beta = static_cast<float>(call.scalar("beta", 1.0)),
+                            .activation = activation,
+                            .gate = gate};
     const Params params{.a = left.view.data,
                         .b = right.view.data,
-                        .bias = row ? row->data : nullptr,
                         .out = out.data,
                         .m = m,
                         .n = n,
@@ -104,14 +130,20 @@ emulated::Result run(const emulated::Call& call) {
                         .a_batch_stride = nothing ? 0 : left.batch_stride(),
                         .b_stride = nothing ? 0 : right.stride(),
                         .b_batch_stride = nothing ? 0 : right.batch_stride(),
+                        .out_stride = out_view.stride[2],
+                        .out_batch_stride = out_view.stride[1],
                         .out_dtype = out_dtype,
+                        .epilogue = epilogue,
                         .schedule = choice.schedule};
     emulated::Launch scope("gemm " + kernel_name(choice));
     scope.may_read("a", left.array);
     scope.may_read("b", right.array);
     if (row) scope.may_read("bias", *row);
+    if (residual) scope.may_read("residual", *residual);
     scope.may_write("out", out);
-    launch_any(choice.config, params, std::make_index_sequence<8 * SHAPES>());
+    if (keep) scope.may_write("preactivation", preactivation);
+    TK_CHECK(launch_any(choice.config, params, nullptr), "tk.gemm: no kernel ",
+             kernel_name(choice));
     result.choice = detail::fields_of(choice);
     result.choice.emplace("kernel", kernel_name(choice));
     return result;

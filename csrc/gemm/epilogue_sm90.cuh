@@ -1,5 +1,5 @@
-// What happens to a finished tile on Hopper: the bias, rounding to the output's type, and the way
-// to memory.
+// What happens to a finished tile on Hopper: scale and bias, rounding to the output's type, and the
+// way to memory. What a fused epilogue does before is in fused_sm90.cuh.
 //
 // Values of a 16-bit type are rounded at once and kept in registers, half the size of the
 // accumulators; they leave in pieces of 128 bytes a row while the tensor cores already work on the
@@ -45,7 +45,8 @@ __device__ __forceinline__ void send_by_tma(const typename Types<C>::Globals& g,
     if (laneid() == 0) {
         const auto& words = reinterpret_cast<const typename Types<C>::out_tile&>(staging);
         constexpr int words_each = int(sizeof(typename Staging::T)) / 2;
-        tma::store_async(g.out, words, elements(batch, 0, row, static_cast<int>(col * words_each)));
+        tma::store_async(g.out_map, words,
+                         elements(batch, 0, row, static_cast<int>(col * words_each)));
     }
 }
 template <Config C, class Staging>
@@ -54,15 +55,42 @@ __device__ __forceinline__ void send_by_warp(const typename Types<C>::Globals& g
                                              uint32_t col) {
     using O = typename Staging::T;
     arch::sync_warp();
-    if (row >= g.m || col >= g.n) return;
-    const uint32_t rows = g.m - row, cols = g.n - col;
-    O* to = reinterpret_cast<O*>(g.out.raw_ptr) + ((int64_t(batch) * g.m + row) * g.n + col);
+    if (row >= g.m || col >= g.out_n) return;
+    const uint32_t rows = g.m - row, cols = g.out_n - col;
+    O* to = static_cast<O*>(g.out) + (batch * g.out_batch_stride + row * g.out_stride + col);
     if constexpr (sizeof(O) == 4) {
-        copy_rows(staging, to, g.n, rows, cols);
-    } else if (g.n % 2 == 0) {
-        copy_rows(staging, reinterpret_cast<uint32_t*>(to), g.n / 2, rows, cols / 2);
+        copy_rows(staging, to, g.out_stride, rows, cols);
+    } else if (g.pairs) {
+        copy_rows(staging, reinterpret_cast<uint32_t*>(to), g.out_stride / 2, rows, cols / 2);
     } else {
-        copy_rows(staging, reinterpret_cast<uint16_t*>(to), g.n, rows, cols);
+        copy_rows(staging, reinterpret_cast<uint16_t*>(to), g.out_stride, rows, cols);
+    }
+}
+
+// Where a warp's 16 rows of a tile are in z.
+struct Place16 {
+    uint32_t batch = 0, row = 0, col = 0;
+};
+
+// Part `piece` of a register tile into a staging buffer.
+template <class Part, class Tile, class Staging>
+__device__ __forceinline__ void stage_piece(const Tile& tile, int piece, Staging& buffer) {
+    Part part;
+#pragma unroll
+    for (int t = 0; t < part.width; ++t) part.tiles[0][t] = tile.tiles[0][piece * part.width + t];
+    kittens::warp::store(buffer, part);
+}
+
+// Accumulators rounded to a 16-bit type (bf16 stands for both).
+template <class O, class Values, class Sums>
+__device__ __forceinline__ void round_to(Values& values, const Sums& d) {
+#pragma unroll
+    for (int j = 0; j < d.width; ++j) {
+#pragma unroll
+        for (int r = 0; r < d.packed_per_base; ++r) {
+            const float2 pair = d.tiles[0][j].data[r];
+            values.tiles[0][j].data[r] = arch::bit_cast<bf16_2>(pack_pair<O>(pair.x, pair.y));
+        }
     }
 }
 
@@ -75,27 +103,20 @@ struct Finished {
     static constexpr int pieces = C.block_n / staging::cols;
 
     rt_bf<16, C.block_n> values;
-    uint32_t batch = 0, row = 0, col = 0;
+    Place16 at;
     bool any = false;
+
+    // With a gate half of the columns are left.
+    static __device__ __forceinline__ int sent(const typename K::Globals& g) {
+        return C.fused && g.epilogue.gate != Gate::none ? pieces / 2 : pieces;
+    }
 
     template <class O>
     __device__ __forceinline__ void pack(const rt_fl<16, C.block_n>& d) {
-#pragma unroll
-        for (int j = 0; j < d.width; ++j) {
-#pragma unroll
-            for (int r = 0; r < d.packed_per_base; ++r) {
-                const float2 pair = d.tiles[0][j].data[r];
-                values.tiles[0][j].data[r] = arch::bit_cast<bf16_2>(pack_pair<O>(pair.x, pair.y));
-            }
-        }
+        round_to<O>(values, d);
     }
     __device__ __forceinline__ void stage(int piece, staging& buffer) const {
-        rt_bf<16, staging::cols> part;
-#pragma unroll
-        for (int t = 0; t < part.width; ++t) {
-            part.tiles[0][t] = values.tiles[0][piece * part.width + t];
-        }
-        kittens::warp::store(buffer, part);
+        stage_piece<rt_bf<16, staging::cols>>(values, piece, buffer);
     }
     // Through the warp's two staging buffers in turn.
     __device__ __forceinline__ void send(const typename K::Globals& g, typename K::Shared& shared,
@@ -106,17 +127,18 @@ struct Finished {
         if (laneid() == 0) tma::store_async_read_wait<pieces % 2 == 0 ? 1 : 0>();
         arch::sync_warp();
         stage(piece, buffer);
-        send_by_tma<C>(g, buffer, batch, row, col + piece * staging::cols);
+        send_by_tma<C>(g, buffer, at.batch, at.row, at.col + piece * staging::cols);
     }
     // All at once, for an output that TMA cannot store.
     __device__ __forceinline__ void send_by_warp(const typename K::Globals& g,
                                                  typename K::Shared& shared) const {
 #pragma unroll
         for (int piece = 0; piece < pieces; ++piece) {
+            if (piece >= sent(g)) break;
             auto& buffer = shared.out[kittens::warpid()][piece % 2];
             arch::sync_warp();
             stage(piece, buffer);
-            sm90::send_by_warp<C>(g, buffer, batch, row, col + piece * staging::cols);
+            sm90::send_by_warp<C>(g, buffer, at.batch, at.row, at.col + piece * staging::cols);
         }
     }
     // All at once, after the last tile, when the stages are free: a buffer for each piece. Of a
@@ -127,11 +149,12 @@ struct Finished {
         static_assert(pieces <= C.stages);
 #pragma unroll
         for (int piece = 0; piece < pieces; ++piece) {
+            if (piece >= sent(g)) break;
             auto& buffers =
                 reinterpret_cast<staging(&)[C.consumers * WARPGROUP_WARPS]>(shared.stages[piece].a);
             auto& buffer = buffers[kittens::warpid()];
             stage(piece, buffer);
-            send_by_tma<C>(g, buffer, batch, row, col + piece * staging::cols);
+            send_by_tma<C>(g, buffer, at.batch, at.row, at.col + piece * staging::cols);
         }
     }
 };
@@ -145,20 +168,27 @@ __device__ __forceinline__ void store_wide(const typename Types<C>::Globals& g,
     using staging = st_fl<16, 32>;
 #pragma unroll
     for (int piece = 0; piece < C.block_n / staging::cols; ++piece) {
-        rt_fl<16, staging::cols> part;
-#pragma unroll
-        for (int t = 0; t < part.width; ++t) {
-            part.tiles[0][t] = d.tiles[0][piece * part.width + t];
-        }
+        if (C.fused && g.epilogue.gate != Gate::none && piece >= C.block_n / 64) break;
         auto& buffer = reinterpret_cast<staging&>(shared.out[kittens::warpid()][piece % 2]);
         if (laneid() == 0) tma::store_async_read_wait<1>();
         arch::sync_warp();
-        kittens::warp::store(buffer, part);
+        stage_piece<rt_fl<16, staging::cols>>(d, piece, buffer);
         const uint32_t to = col + piece * staging::cols;
         if (g.tma_store)
             send_by_tma<C>(g, buffer, batch, row, to);
         else
             send_by_warp<C>(g, buffer, batch, row, to);
+    }
+}
+
+template <class Tile>
+__device__ __forceinline__ void scale(Tile& d, float factor) {
+#pragma unroll
+    for (int j = 0; j < d.width; ++j) {
+#pragma unroll
+        for (int r = 0; r < d.packed_per_base; ++r) {
+            d.tiles[0][j].data[r].x *= factor, d.tiles[0][j].data[r].y *= factor;
+        }
     }
 }
 
@@ -172,8 +202,10 @@ struct Bias {
     __device__ __forceinline__ void fetch(const typename Types<C>::Globals& g, uint32_t first) {
 #pragma unroll
         for (int i = 0; i < per_thread; ++i) {
-            const uint32_t col = first + i * WARPGROUP_THREADS + warpgroup::laneid();
-            values[i] = col < g.n ? convert<float>(arch::load_global(g.bias + col)) : 0.f;
+            const int offset = i * WARPGROUP_THREADS + warpgroup::laneid();
+            const uint32_t col = Types<C>::column(g, first, offset);
+            const auto* bias = static_cast<const typename Types<C>::T*>(g.epilogue.bias);
+            values[i] = col < g.n ? convert<float>(arch::load_global(bias + col)) : 0.f;
         }
     }
     __device__ __forceinline__ void add(sv_fl<C.block_n>& shared, rt_fl<16, C.block_n>& d) const {

@@ -2,16 +2,20 @@
 // (Schedule), and the functions that choose. Host C++ only; the op in gemm.cpp, the kernels of an
 // architecture in gemm_sm90.cuh and the registry in choose.cpp meet here.
 //
-// A product is out = a @ b + bias with a (batch, m, k), b (batch, k, n), out (batch, m, n). Either
-// operand may have either of its two dimensions contiguous in memory.
+// A product is z = alpha * a @ b + bias with a (batch, m, k), b (batch, k, n), and
+// out = activation(z) + beta * residual with out (batch, m, n), or (batch, m, n / 2) when one half
+// of z's columns gates the other. Either operand may have either of its two dimensions contiguous
+// in memory.
 #pragma once
 
 #include <cstdint>
+#include <iterator>
 #include <string>
 #include <vector>
 
 #include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
+#include "csrc/gemm/activation.h"
 
 namespace thunderkittens {
 struct KernelInfo;  // registry.h
@@ -26,15 +30,21 @@ struct Problem {
     bool a_m_major = false;  // a's rows (m) are adjacent in memory, instead of its columns (k)
     bool b_n_major = true;   // b's columns (n) are adjacent in memory, instead of its rows (k)
     bool bias = false;
+    Gate gate = Gate::none;
+    bool fused = false;  // the epilogue does more than to scale and to add a bias
 };
 
 // What one kernel is compiled for. A block computes block_m x block_n tiles, 64 of k at a time,
-// with one warpgroup that loads and `consumers` warpgroups that share the tile's rows.
+// with one warpgroup that loads and `consumers` warpgroups that share the tile's rows. `streamed`:
+// for few rows, the kernel of stream_sm90.cuh, which takes block_k of k at a time.
 struct Config {
     int block_m = 128;
     int block_n = 256;
     int stages = 4;
     int consumers = 2;
+    bool streamed = false;
+    int block_k = 64;
+    bool fused = false;
     DType dtype = DType::bf16;
     bool a_m_major = false;
     bool b_n_major = true;
@@ -53,6 +63,7 @@ struct Schedule {
     int band = 8;
     bool bands_along_m = false;
     int blocks = 0;  // of the grid, a multiple of the cluster's
+    int splits = 1;  // streamed: blocks of a cluster that divide k between them
 };
 
 struct Choice {
@@ -61,17 +72,19 @@ struct Choice {
 };
 
 // One call. Strides count elements: a_stride and b_stride lie between neighbours in the dimension
-// that is not contiguous. An operand that is the same for the whole batch has batch stride 0. All
-// but bias must satisfy TMA: base and strides multiples of 16 bytes. out is contiguous.
+// that is not contiguous. An operand that is the same for the whole batch has batch stride 0. The
+// operands must satisfy TMA: base and strides multiples of 16 bytes. Rows of out and residual are
+// contiguous.
 struct Params {
     const void* a = nullptr;
     const void* b = nullptr;
-    const void* bias = nullptr;  // (n,) of the operands' dtype, or nullptr
     void* out = nullptr;
     int64_t m = 0, n = 0, k = 0, batch = 1;
     int64_t a_stride = 0, a_batch_stride = 0;
     int64_t b_stride = 0, b_batch_stride = 0;
+    int64_t out_stride = 0, out_batch_stride = 0;
     DType out_dtype = DType::bf16;
+    Epilogue epilogue;
     Schedule schedule;
 };
 
@@ -86,6 +99,8 @@ void visit_fields(Problem& p, Visitor&& visit) {
     visit("a_m_major", p.a_m_major);
     visit("b_n_major", p.b_n_major);
     visit("bias", p.bias);
+    visit("gate", p.gate);
+    visit("fused", p.fused);
 }
 
 template <typename Visitor>
@@ -94,6 +109,9 @@ void visit_fields(Choice& c, Visitor&& visit) {
     visit("block_n", c.config.block_n);
     visit("stages", c.config.stages);
     visit("consumers", c.config.consumers);
+    visit("streamed", c.config.streamed);
+    visit("block_k", c.config.block_k);
+    visit("fused", c.config.fused);
     visit("dtype", c.config.dtype);
     visit("a_m_major", c.config.a_m_major);
     visit("b_n_major", c.config.b_n_major);
@@ -102,31 +120,88 @@ void visit_fields(Choice& c, Visitor&& visit) {
     visit("band", c.schedule.band);
     visit("bands_along_m", c.schedule.bands_along_m);
     visit("blocks", c.schedule.blocks);
+    visit("splits", c.schedule.splits);
 }
 
 // Tile shapes that are compiled, each for both dtypes and the four layouts of the operands.
 struct TileShape {
     int block_m, block_n, stages, consumers;
 };
+// The first FUSED_SHAPES of them also with a fused epilogue.
 constexpr TileShape TILE_SHAPES[] = {
     {128, 256, 4, 2},
     {128, 128, 6, 2},
     {64, 128, 8, 1},
     {64, 64, 10, 1},
 };
-constexpr Config make_config(const TileShape& shape, DType dtype, bool a_m_major, bool b_n_major) {
-    return {shape.block_m, shape.block_n, shape.stages, shape.consumers,
-            dtype,         a_m_major,     b_n_major};
+constexpr std::size_t FUSED_SHAPES = 3;
+constexpr Config make_config(const TileShape& shape, DType dtype, bool a_m_major, bool b_n_major,
+                             bool fused = false) {
+    return {.block_m = shape.block_m,
+            .block_n = shape.block_n,
+            .stages = shape.stages,
+            .consumers = shape.consumers,
+            .fused = fused,
+            .dtype = dtype,
+            .a_m_major = a_m_major,
+            .b_n_major = b_n_major};
+}
+
+// Kernels for few rows, each for both dtypes and both orders of b; a's rows are contiguous.
+struct StreamShape {
+    int block_m, block_n, block_k, stages;
+    bool fused;
+};
+constexpr StreamShape STREAM_SHAPES[] = {
+    {16, 64, 256, 5, false},
+    {32, 64, 256, 4, false},
+    {64, 64, 128, 6, false},
+    {64, 128, 128, 4, true},
+};
+constexpr Config make_config(const StreamShape& shape, DType dtype, bool b_n_major) {
+    return {.block_m = shape.block_m,
+            .block_n = shape.block_n,
+            .stages = shape.stages,
+            .consumers = 1,
+            .streamed = true,
+            .block_k = shape.block_k,
+            .fused = shape.fused,
+            .dtype = dtype,
+            .b_n_major = b_n_major};
+}
+
+// Every kernel that is compiled, by number: what the launchers are enumerated by.
+constexpr std::size_t TILED = (std::size(TILE_SHAPES) + FUSED_SHAPES) * 8;
+constexpr std::size_t STREAMED = std::size(STREAM_SHAPES) * 4;
+constexpr std::size_t CONFIGS = TILED + STREAMED;
+constexpr Config config_at(std::size_t i) {
+    const auto dtype = [](std::size_t j) { return j % 2 == 0 ? DType::bf16 : DType::fp16; };
+    if (i < TILED) {
+        const bool fused = i / 8 >= std::size(TILE_SHAPES);
+        return make_config(TILE_SHAPES[i / 8 % std::size(TILE_SHAPES)], dtype(i / 4),
+                           i / 2 % 2 != 0, i % 2 != 0, fused);
+    }
+    i -= TILED;
+    return make_config(STREAM_SHAPES[i / 4], dtype(i / 2), i % 2 != 0);
 }
 
 // Dynamic shared memory of a block: the ring of stages, two staging buffers of 16 rows of 128 bytes
 // per consumer warp, a row of bias per consumer, two semaphores per stage.
+// Streamed: the ring, the sums as rows of fp32 that are 4 longer than the tile's, and two
+// semaphores more.
 constexpr int shared_bytes(const Config& c) {
+    if (c.streamed) {
+        const int ring = c.stages * (c.block_m + c.block_n) * c.block_k * 2;
+        const int sums = (c.block_m * (c.block_n + 4) * 4 + 127) / 128 * 128;
+        return (ring + sums + (2 * c.stages + 2) * 8 + 127) / 128 * 128;
+    }
     const int bytes = c.stages * (c.block_m + c.block_n) * BLOCK_K * 2 +
                       c.consumers * (4 * 2 * 16 * 128 + c.block_n * 4) + c.stages * 16;
     return (bytes + 127) / 128 * 128;
 }
-constexpr int threads(const Config& c) { return (c.consumers + 1) * 128; }
+constexpr int threads(const Config& c) {
+    return c.streamed ? 4 * 32 + 32 : (c.consumers + 1) * 128;
+}
 
 // Empty when choose() has a kernel for the problem, else the reason in a sentence.
 std::string unsupported(const Problem& problem, const DeviceProperties& device);
@@ -138,5 +213,22 @@ std::vector<KernelInfo> kernels();
 // Runs the kernel of `config` on the stream.
 template <Config config>
 void launch(const Params& params, Stream stream);
+template <Config config>
+void launch_streamed(const Params& params, Stream stream);
+
+// The same for a configuration that is known at run time; false when there is no such kernel.
+template <std::size_t i = 0>
+bool launch_any(const Config& config, const Params& params, Stream stream) {
+    if constexpr (i < CONFIGS) {
+        if (config != config_at(i)) return launch_any<i + 1>(config, params, stream);
+        if constexpr (config_at(i).streamed)
+            launch_streamed<config_at(i)>(params, stream);
+        else
+            launch<config_at(i)>(params, stream);
+        return true;
+    } else {
+        return false;
+    }
+}
 
 }  // namespace thunderkittens::gemm

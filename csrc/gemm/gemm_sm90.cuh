@@ -1,4 +1,4 @@
-// Matrix product on Hopper: out = a @ b + bias, 16-bit operands, fp32 accumulation.
+// Matrix product on Hopper: 16-bit operands, fp32 accumulation.
 //
 // A block is persistent and warp-specialised. One thread of the producer warpgroup keeps a ring of
 // stages (a block_m x 64 tile of a and a 64 x block_n tile of b) filled by TMA, running ahead
@@ -17,7 +17,7 @@
 // nothing there.
 #pragma once
 
-#include "csrc/gemm/epilogue_sm90.cuh"
+#include "csrc/gemm/fused_sm90.cuh"
 
 namespace thunderkittens::gemm {
 namespace sm90 {
@@ -68,7 +68,8 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
         static_cast<uint16_t>((g.cluster_m == 2 ? 1u | 1u << g.cluster_n : 1u) << place.in_n);
     Ring<C.stages> ring;
     for_each_tile(g, place, [&](const TilePosition at) {
-        const int m = static_cast<int>(at.m) * C.block_m, n = static_cast<int>(at.n) * C.block_n;
+        const int m = static_cast<int>(at.m) * C.block_m;
+        const uint32_t n = K::first_column(g, at.n);
         const int a_batch = g.a_batched ? static_cast<int>(at.batch) : 0;
         const int b_batch = g.b_batched ? static_cast<int>(at.batch) : 0;
         for (int k = 0; k < g.k_blocks; ++k, ring.advance()) {
@@ -91,7 +92,8 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
             }
 #pragma unroll
             for (int i = 0; i < K::b_parts; ++i) {
-                const int row = k * BLOCK_K, col = n + i * K::b_part_cols;
+                const int row = k * BLOCK_K;
+                const int col = static_cast<int>(K::column(g, n, i * K::b_part_cols));
                 const element_coord from =
                     C.b_n_major ? elements(b_batch, 0, row, col) : elements(b_batch, 0, col, row);
                 if (g.cluster_m == 1) {
@@ -132,10 +134,10 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
     Finished<C> finished;
     Bias<C> bias;
     for_each_tile(g, place, [&](const TilePosition at) {
-        const uint32_t col = at.n * C.block_n;
+        const uint32_t col = K::first_column(g, at.n);
         const uint32_t row =
             at.m * C.block_m + consumer * K::consumer_rows + warpgroup::warpid() * 16;
-        if (g.bias != nullptr) bias.fetch(g, col);
+        if (g.epilogue.bias != nullptr) bias.fetch(g, col);
 
         int previous = 0;
         for (int k = 0; k < g.k_blocks; ++k, ring.advance()) {
@@ -148,7 +150,7 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
                 auto rows = stage.a.template subtile<K::consumer_rows, BLOCK_K>({consumer, 0});
                 warpgroup::product<false, !C.b_n_major>(d, rows, stage.b, k > 0);
             }
-            if (finished.any && k < finished.pieces) {
+            if (finished.any && k < finished.sent(g)) {
 #pragma unroll
                 for (int piece = 0; piece < finished.pieces; ++piece) {
                     if (k == piece) finished.send(g, shared, piece);
@@ -161,21 +163,29 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
         warpgroup::mma_async_wait(d);
         release(previous);
 
-        if (finished.any && g.k_blocks < finished.pieces) {
+        if (finished.any && g.k_blocks < finished.sent(g)) {
 #pragma unroll
             for (int piece = 1; piece < finished.pieces; ++piece) {
-                if (g.k_blocks <= piece) finished.send(g, shared, piece);
+                if (g.k_blocks <= piece && piece < finished.sent(g)) {
+                    finished.send(g, shared, piece);
+                }
             }
         }
-        if (g.bias != nullptr) bias.add(shared.bias[consumer], d);
+        if (g.epilogue.alpha != 1.f) scale(d, g.epilogue.alpha);
+        if (g.epilogue.bias != nullptr) bias.add(shared.bias[consumer], d);
+        Place16 to{at.batch, row, col};
+        if constexpr (C.fused) {
+            FusedEpilogue<C>::apply(g, d, to);
+            if (g.epilogue.gate == Gate::interleaved) to.col /= 2;
+        }
         if (g.out_dtype == DType::fp32) {
-            store_wide<C>(g, shared, d, at.batch, row, col);
+            store_wide<C>(g, shared, d, to.batch, to.row, to.col);
         } else {
             if (g.out_dtype == DType::bf16)
                 finished.template pack<bf16>(d);
             else
                 finished.template pack<half>(d);
-            finished.batch = at.batch, finished.row = row, finished.col = col;
+            finished.at = to;
             finished.any = g.tma_store;
             if (!g.tma_store) finished.send_by_warp(g, shared);
         }
@@ -199,7 +209,7 @@ __global__ __launch_bounds__(K::threads,
             if (arch::elect_one()) {
                 tma::prefetch_map<typename K::a_part>(g.a);
                 tma::prefetch_map<typename K::b_part>(g.b);
-                tma::prefetch_map<typename K::out_tile>(g.out);
+                tma::prefetch_map<typename K::out_tile>(g.out_map);
                 for (int i = 0; i < C.stages; ++i) {
                     init_semaphore(shared.full[i], 1);
                     init_semaphore(shared.empty[i], C.consumers * (g.cluster_m + g.cluster_n - 1));
@@ -236,7 +246,6 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 template <Config C>
 typename Types<C>::Globals make_globals(const Params& p) {
     using K = Types<C>;
-    using T = typename K::T;
     const auto matrix = [&]<class GL>(const void* data, bool transposed, int64_t rows, int64_t cols,
                                       int64_t stride, int64_t batch_stride) {
         if (transposed) std::swap(rows, cols);
@@ -244,23 +253,51 @@ typename Types<C>::Globals make_globals(const Params& p) {
                   batch_stride != 0 ? p.batch : 1, nullptr, rows, cols,
                   gl_strides{batch_stride, 0, stride});
     };
-    const int64_t words = p.n * size_in_bytes(p.out_dtype) / 2;
-    const bool tma_store = words % 8 == 0 && words <= INT32_MAX;
-    // Where TMA cannot store, the map is a stand-in that nobody uses.
-    const int64_t map_words = tma_store ? words : 64;
+    const Epilogue& e = p.epilogue;
+    const int64_t out_n = e.gate == Gate::none ? p.n : p.n / 2;
+    const int64_t size = size_in_bytes(p.out_dtype);
+    const auto rows_of_16_bytes = [&](const void* data, int64_t stride, int64_t batch_stride) {
+        return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride * size % 16 == 0 &&
+               batch_stride * size % 16 == 0;
+    };
+    const bool tma_store =
+        rows_of_16_bytes(p.out, p.out_stride, p.out_batch_stride) && out_n * size / 2 <= INT32_MAX;
+    const auto in_pairs = [](const void* data, int64_t bytes, int64_t stride,
+                             int64_t batch_stride) {
+        return reinterpret_cast<uintptr_t>(data) % bytes == 0 && stride % 2 == 0 &&
+               batch_stride % 2 == 0;
+    };
+    const bool pairs = in_pairs(p.out, 4, p.out_stride, p.out_batch_stride) && out_n % 2 == 0;
+    const bool aligned_pairs =
+        (!e.residual ||
+         in_pairs(e.residual, 2 * size, e.residual_stride, e.residual_batch_stride)) &&
+        (!e.preactivation || in_pairs(e.preactivation, 2 * size, p.n, 0)) && out_n % 2 == 0;
+    // To TMA the output is a matrix of 16-bit words. Where TMA does not store, the map is a
+    // stand-in that nobody uses.
+    const int64_t words = size / 2;
+    const auto out = tma_store ? matrix.template operator()<decltype(K::Globals::out_map)>(
+                                     p.out, false, p.m, out_n * words, p.out_stride * words,
+                                     p.out_batch_stride * words)
+                               : matrix.template operator()<decltype(K::Globals::out_map)>(
+                                     p.a, false, 1, 64, 64, 0);
     return {
         .a = matrix.template operator()<decltype(K::Globals::a)>(p.a, C.a_m_major, p.m, p.k,
                                                                  p.a_stride, p.a_batch_stride),
         .b = matrix.template operator()<decltype(K::Globals::b)>(p.b, !C.b_n_major, p.k, p.n,
                                                                  p.b_stride, p.b_batch_stride),
-        .out = matrix.template operator()<decltype(K::Globals::out)>(p.out, false, p.m, map_words,
-                                                                     map_words, p.m * map_words),
-        .bias = static_cast<const T*>(p.bias),
+        .out_map = out,
+        .out = p.out,
         .m = static_cast<uint32_t>(p.m),
         .n = static_cast<uint32_t>(p.n),
+        .out_n = static_cast<uint32_t>(out_n),
         .k_blocks = static_cast<int>(ceil_div(p.k, BLOCK_K)),
         .out_dtype = p.out_dtype,
+        .out_stride = p.out_stride,
+        .out_batch_stride = p.out_batch_stride,
         .tma_store = tma_store,
+        .pairs = pairs,
+        .aligned_pairs = aligned_pairs,
+        .epilogue = e,
         .a_batched = p.a_batch_stride != 0,
         .b_batched = p.b_batch_stride != 0,
         .cluster_m = p.schedule.cluster_m,

@@ -36,6 +36,18 @@ struct Types {
         std::conditional_t<C.a_m_major, st<T, BLOCK_K, a_part_rows>, st<T, a_part_rows, BLOCK_K>>;
     using b_part =
         std::conditional_t<C.b_n_major, st<T, BLOCK_K, b_part_cols>, st<T, b_part_cols, BLOCK_K>>;
+    // The column of z that is `offset` columns into a tile which begins at `col`. With a gate of
+    // whole halves, the tile's second half is as far away as z's.
+    template <class Globals>
+    static __device__ __forceinline__ uint32_t column(const Globals& g, uint32_t col, int offset) {
+        const bool apart = C.fused && g.epilogue.gate == Gate::blocked && offset >= C.block_n / 2;
+        return apart ? col + g.out_n + (offset - C.block_n / 2) : col + offset;
+    }
+    template <class Globals>
+    static __device__ __forceinline__ uint32_t first_column(const Globals& g, uint32_t tile) {
+        return tile * (C.fused && g.epilogue.gate == Gate::blocked ? C.block_n / 2 : C.block_n);
+    }
+
     // Staging of a warp's output: rows of 128 bytes, whatever the type of the output. To TMA, which
     // only copies, every output is a matrix of 16-bit words.
     using out_tile = st<bf16, 16, 64>;
@@ -57,12 +69,16 @@ struct Types {
     struct Globals {
         gl<T, -1, 1, -1, -1, a_part> a;
         gl<T, -1, 1, -1, -1, b_part> b;
-        gl<bf16, -1, 1, -1, -1, out_tile> out;
-        const T* bias;
-        uint32_t m, n;
+        gl<bf16, -1, 1, -1, -1, out_tile> out_map;
+        void* out;
+        uint32_t m, n, out_n;
         int k_blocks;
         DType out_dtype;
-        bool tma_store;  // rows of the output are multiples of 16 bytes
+        int64_t out_stride, out_batch_stride;
+        bool tma_store;      // rows of the output are multiples of 16 bytes
+        bool pairs;          // rows of a 16-bit output are multiples of 4 bytes
+        bool aligned_pairs;  // two neighbours of residual and z can be read and written as one
+        Epilogue epilogue;
         bool a_batched, b_batched;
         int cluster_m, cluster_n;
         uint32_t clusters;  // of the grid

@@ -105,6 +105,14 @@ SAMPLES = {
         {"out_dtype": torch.float32},
         dynamic=((0, 1),),
     ),
+    "gemm_fused": Sample(
+        "gemm",
+        ((33, 72), (72, 40), (40,), (33, 20)),
+        ("packed", "packed_t", "packed", "sliced"),
+        {"activation": "swiglu", "alpha": 0.5, "beta": 2.0},
+        keywords=("bias", "residual"),
+        dynamic=((0, 0), (3, 0)),
+    ),
     "attention": Sample(
         "attention",
         ((2, 4, 33, 64), (2, 2, 45, 64), (2, 2, 45, 64)),

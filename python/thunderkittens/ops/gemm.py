@@ -33,39 +33,75 @@ _differentiable = torch.ops.thunderkittens.gemm.default
 
 
 def gemm(
-    a: Tensor, b: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    a: Tensor,
+    b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    gate_layout: str = "blocked",
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Matrix product `a @ b + bias`, accumulated in float32 and rounded once.
+    """`activation(alpha * a @ b + bias) + beta * residual` in one kernel.
+
+    The product is accumulated in float32, to which the rest is applied; the result is rounded once.
+    Reruns give the same bits.
 
     Every stride is accepted: row-major, column-major, sliced, transposed and expanded operands are
     read where they are as long as one of the last two strides is 1 and the base and the other
     strides are multiples of 16 bytes, and are copied otherwise. Differentiable any number of times
-    with respect to a, b and bias; the gradients have the dtype of a (to which that of the result is
-    rounded first), and that of a (K, N) operand sums over the batch in float32. Under autocast, a,
-    b and bias are converted to the autocast dtype. Works under `torch.compile`, `torch.export`,
-    `torch.func.vmap` and `torch.func.grad`; on CPU tensors it runs `tk.reference.gemm`.
+    with respect to a, b, bias and residual; the gradients have the dtype of a (to which that of the
+    result is rounded first), and that of a (K, N) operand sums over the batch in float32. When a
+    gradient is wanted, the kernel stores what the activation was applied to beside the result.
+    Under autocast, a, b, bias and residual are converted to the autocast dtype. Works under
+    `torch.compile`, `torch.export`, `torch.func.vmap` and `torch.func.grad`; on CPU tensors it runs
+    `tk.reference.gemm`.
 
     Args:
         a: (..., M, K), bfloat16 or float16.
         b: (K, N) or (..., K, N), dtype and device of a. Batch dimensions broadcast as in
             `torch.matmul`. Any of M, N and K may be 0; K = 0 gives the bias, or zeros.
-        bias: (N,), dtype and device of a; added to every row before the rounding.
+        bias: (N,), dtype and device of a; added to every row.
+        activation: "relu", "gelu", "gelu_tanh", "silu", or one with a gate: "swiglu" and "geglu"
+            are silu and gelu of N / 2 columns times the other N / 2.
+        residual: the shape, dtype and device of the result.
+        alpha: factor of the product.
+        beta: factor of the residual.
+        gate_layout: where the gates of a gated activation are: "blocked", in the first N / 2
+            columns, or "interleaved", in the even ones.
         out_dtype: torch.bfloat16, torch.float16 or torch.float32; None is the dtype of a.
+        out: a tensor to write the result to, in place of a new one: the result's shape and dtype,
+            adjacent elements in its last dimension; not with operands that require a gradient. It
+            may be the residual.
 
     Returns:
-        (..., M, N) of out_dtype, contiguous.
+        (..., M, N), or (..., M, N / 2) with a gate, of out_dtype, contiguous; or out.
 
     Raises:
         TypeError: an operand is no dense tensor, has an unsupported dtype (float32 included) or one
-            that differs from a's, or is on another device; out_dtype is none of the above.
+            that differs from a's, or is on another device; out_dtype is none of the above;
+            activation or gate_layout is no string, alpha or beta no number.
         ValueError: an operand has less than 2 dimensions, the inner dimensions differ, the batch
-            dimensions do not broadcast, or bias is not (N,).
+            dimensions do not broadcast, bias is not (N,), residual or out has not the result's
+            shape; activation or gate_layout has no such value; N is odd and there is a gate.
+        RuntimeError: out is given and a gradient is wanted.
 
     The formula is `tk.reference.gemm`.
     """
     if autocast_active():
-        a, b, bias = autocast_operands(a, b, bias)
-    return _broadcast_product(_product, a, b, bias, out_dtype)
+        a, b, bias, residual = autocast_operands(a, b, bias, residual)
+    if (
+        activation is None
+        and residual is None
+        and out is None
+        and alpha == 1
+        and gate_layout == "blocked"
+    ):
+        return _broadcast_product(_product, a, b, bias, out_dtype)
+    return fused(a, b, bias, activation, residual, alpha, beta, gate_layout, out_dtype, out)
 
 
 def gemm_shape(
@@ -129,9 +165,13 @@ def _broadcast_product(
     b: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype | None,
+    columns: int | None = None,
 ) -> Tensor:
-    """Checks the operands, brings them to the forms that the ops take and calls `product`."""
+    """Checks the operands, brings them to the forms that the ops take and calls `product`, whose
+    result has `columns` columns, or those of b."""
     shape = gemm_shape(a, b, bias, out_dtype)
+    if columns is not None:
+        shape = (*shape[:-1], columns)
     if len(shape) == 2:
         return product(a, b, bias, out_dtype)
     batch, inner = shape[:-2], a.shape[-1]
@@ -181,7 +221,7 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype |
 # implementation.
 
 
-def _op_shape(
+def op_shape(
     a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
 ) -> tuple[int, ...]:
     """`gemm_shape` for the forms that the ops take."""
@@ -198,13 +238,13 @@ def _op_shape(
 def _fake(
     a: Tensor, b: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    return a.new_empty(_op_shape(a, b, bias, out_dtype), dtype=out_dtype or a.dtype)
+    return a.new_empty(op_shape(a, b, bias, out_dtype), dtype=out_dtype or a.dtype)
 
 
 def _cpu(
     a: Tensor, b: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    _op_shape(a, b, bias, out_dtype)
+    op_shape(a, b, bias, out_dtype)
     if emulation.active():
         out = emulation.NAMES[out_dtype or a.dtype]
         return emulation.run("gemm", {"a": a, "b": b, "bias": bias}, out_dtype=out)["out"]
@@ -223,19 +263,91 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     a, b = ctx.saved_tensors
     # The dispatcher drops trailing arguments that have their default value.
-    needs_a, needs_b, needs_bias = (*ctx.needs_input_grad, False)[:3]
+    needs = (*ctx.needs_input_grad, False)[:3]
+    return (*product_gradients(a, b, grad, 1.0, *needs), None)
+
+
+def product_gradients(
+    a: Tensor,
+    b: Tensor,
+    grad: Tensor,
+    alpha: float,
+    needs_a: bool,
+    needs_b: bool,
+    needs_bias: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of `alpha * a @ b + bias`, those that are needed."""
     grad_a = grad_b = grad_bias = None
     if needs_bias:
         grad_bias = grad.sum(tuple(range(grad.dim() - 1))).to(a.dtype)
     grad = grad.to(a.dtype)
     if needs_a:
-        grad_a = _product(grad, b.mT, None, None)
+        grad_a = _scaled_product(grad, b.mT, alpha)
     if needs_b:
         if a.dim() > b.dim():  # one product over all rows of the batch
             a = a.reshape(a.shape[0] * a.shape[1], a.shape[2])
             grad = grad.reshape(grad.shape[0] * grad.shape[1], grad.shape[2])
-        grad_b = _product(a.mT, grad, None, None)
-    return grad_a, grad_b, grad_bias, None
+        grad_b = _scaled_product(a.mT, grad, alpha)
+    return grad_a, grad_b, grad_bias
+
+
+def _scaled_product(a: Tensor, b: Tensor, alpha: float) -> Tensor:
+    if alpha == 1:
+        return _product(a, b, None, None)
+    return gemm(a, b, alpha=alpha)
+
+
+def fused(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    residual: Tensor | None,
+    alpha: float,
+    beta: float,
+    gate_layout: str,
+    out_dtype: torch.dtype | None,
+    out: Tensor | None,
+) -> Tensor:
+    """`gemm` with an epilogue: checks, the forms that the ops take, the call."""
+    number, gate = _gemm_fused.codes(activation, gate_layout)
+    alpha, beta = (
+        _gemm_fused.check_factor("alpha", alpha),
+        _gemm_fused.check_factor("beta", beta),
+    )
+    shape = _gemm_fused.result_shape(gemm_shape(a, b, bias, out_dtype), gate)
+    dtype = out_dtype or (a.dtype if out is None or not isinstance(out, Tensor) else out.dtype)
+    if residual is not None:
+        _gemm_fused.check_like_result("residual", residual, shape, dtype, a.device)
+    if out is not None:
+        _gemm_fused.check_like_result("out", out, shape, dtype, a.device)
+        if dtype not in _OUT_DTYPES:
+            raise TypeError(f"tk.gemm: out is {dtype}; supported are the dtypes of out_dtype")
+        if shape[-1] > 1 and out.stride(-1) != 1:
+            raise ValueError(
+                f"tk.gemm: out has strides {out.stride()}; the elements of its last dimension must "
+                "be adjacent"
+            )
+    if transform_active() and out is None:
+        z = _broadcast_product(_product, a, b, None, torch.float32) * alpha
+        z = z if bias is None else z + bias
+        return _gemm_fused.composed(z, dtype, residual, activation, gate_layout, beta)
+
+    def product(x: Tensor, y: Tensor, row: Tensor | None, _: torch.dtype | None) -> Tensor:
+        # The rows of the result as the operands of the op have them.
+        form = (*x.shape[:-1], shape[-1])
+        addend = None if residual is None else residual.reshape(form)
+        options = (row, dtype, addend, number, gate, alpha, beta)
+        if out is None:
+            return _gemm_fused.product(x, y, *options)
+        if out.is_contiguous() or tuple(out.shape) == form:
+            _gemm_fused.product(x, y, *options, out=out.view(form))
+            return out
+        result = out.new_empty(form)
+        _gemm_fused.product(x, y, *options, out=result)
+        return out.copy_(result.view(shape))
+
+    return _broadcast_product(product, a, b, bias, out_dtype, columns=shape[-1])
 
 
 def _vmap_rule(product: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, int]]:
@@ -274,6 +386,10 @@ class _Function(torch.autograd.Function):
     backward = staticmethod(_backward)
     vmap = staticmethod(_vmap_rule(_product))
 
+
+vmap_product = _vmap_rule(_product)
+
+from . import _gemm_fused  # noqa: E402  (it calls back)
 
 for _name, _op in (("gemm_forward", _forward), ("gemm", _differentiable)):
     register(_name, fake=_fake, cpu=_cpu, flops=_flops, vmap=_vmap_rule(_op), autocast=3)

@@ -1,0 +1,13 @@
+// bf16 operands, 128 x 128 tiles, a fused epilogue, the four layouts of the operands.
+#include "csrc/gemm/gemm_sm90.cuh"
+
+namespace thunderkittens::gemm {
+template void launch<make_config(TILE_SHAPES[1], DType::bf16, false, true, true)>(const Params&,
+                                                                                  Stream);
+template void launch<make_config(TILE_SHAPES[1], DType::bf16, false, false, true)>(const Params&,
+                                                                                   Stream);
+template void launch<make_config(TILE_SHAPES[1], DType::bf16, true, true, true)>(const Params&,
+                                                                                 Stream);
+template void launch<make_config(TILE_SHAPES[1], DType::bf16, true, false, true)>(const Params&,
+                                                                                  Stream);
+}  // namespace thunderkittens::gemm

@@ -1,0 +1,340 @@
+"""`tk.gemm` with an epilogue: activation, gate, residual, factors, a result given by the caller.
+
+The ops are overloads of those of the plain product: `gemm_forward.fused`, the differentiable
+`gemm.fused`, which keeps what the activation was applied to, and `gemm_forward.out`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import emulation
+from ..reference.gemm import GATED, activate
+from ..reference.gemm import gemm as reference_gemm
+from ._registration import (
+    forward_mode_active,
+    refuse_forward_mode,
+    register,
+    transform_active,
+)
+
+_forward = torch.ops.thunderkittens.gemm_forward.fused
+_differentiable = torch.ops.thunderkittens.gemm.fused
+_out = torch.ops.thunderkittens.gemm_forward.out
+
+NAMES = (None, "relu", "gelu", "gelu_tanh", "silu")
+LAYOUTS = ("blocked", "interleaved")
+
+
+def codes(activation: str | None, gate_layout: str) -> tuple[int, int]:
+    """The numbers that the ops take for an activation and its gate."""
+    for name, value, known in (
+        ("activation", activation, (*NAMES[1:], *GATED)),
+        ("gate_layout", gate_layout, LAYOUTS),
+    ):
+        if not isinstance(value, str) and not (value is None and name == "activation"):
+            raise TypeError(f"tk.gemm: {name} must be a string, got {type(value).__name__}")
+        if value is not None and value not in known:
+            raise ValueError(f"tk.gemm: {name} is {value!r}; it must be one of {known}")
+    if activation in GATED:
+        return NAMES.index(GATED[activation]), 1 + LAYOUTS.index(gate_layout)
+    return NAMES.index(activation), 0
+
+
+def name_of(activation: int, gate: int) -> tuple[str | None, str]:
+    """The names that the reference takes."""
+    if gate == 0:
+        return NAMES[activation], "blocked"
+    plain = {plain: gated for gated, plain in GATED.items()}
+    return plain[str(NAMES[activation])], LAYOUTS[gate - 1]
+
+
+def check_like_result(
+    name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raises unless x has the shape, the dtype and the device of the result."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"tk.gemm: {name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.layout is not torch.strided:
+        raise TypeError(f"tk.gemm: {name} must be a dense tensor (torch.strided), got {x.layout}")
+    if x.dtype != dtype:
+        raise TypeError(f"tk.gemm: {name} is {x.dtype}, the result is {dtype}; they must be equal")
+    if x.device != device:
+        raise TypeError(f"tk.gemm: {name} is on {x.device}, a is on {device}")
+    if tuple(x.shape) != shape:
+        raise ValueError(
+            f"tk.gemm: {name} has shape {tuple(x.shape)}; it must be that of the result, {shape}"
+        )
+
+
+def check_factor(name: str, value: Any) -> float:
+    """alpha or beta as a float."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"tk.gemm: {name} must be a number, got {type(value).__name__}")
+    return float(value)
+
+
+def product(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+    residual: Tensor | None,
+    activation: int,
+    gate: int,
+    alpha: float,
+    beta: float,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The call in the forms that the ops take, by the op that will do."""
+    options = (bias, out_dtype, residual, activation, gate, alpha, beta)
+    tensors = [x for x in (a, b, bias, residual) if x is not None]
+    if forward_mode_active():
+        refuse_forward_mode("gemm", *tensors)
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if out is not None:
+        if transform_active():
+            raise RuntimeError("tk.gemm: out cannot be given under the transforms of torch.func")
+        if wanted or (torch.is_grad_enabled() and out.requires_grad):
+            raise RuntimeError(
+                "tk.gemm: out is given and a gradient is wanted; leave out away, or call it under "
+                "torch.no_grad()"
+            )
+        _out(a, b, *options, out=out)
+        return out
+    if wanted:
+        result: Tensor = _differentiable(a, b, *options)[0]
+        return result
+    return _forward(a, b, *options)
+
+
+def composed(
+    z: Tensor,
+    out_dtype: torch.dtype,
+    residual: Tensor | None,
+    activation: str | None,
+    gate_layout: str,
+    beta: float,
+) -> Tensor:
+    """The epilogue as operations of PyTorch, for the transforms of `torch.func`."""
+    result = activate(z, activation, gate_layout)
+    if residual is not None:
+        result = result + beta * residual.to(result.dtype)
+    return result.to(out_dtype)
+
+
+# What the ops do beside the CUDA implementation.
+
+
+def _shapes(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+    residual: Tensor | None,
+    activation: int,
+    gate: int,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the result and of what the activation is applied to."""
+    from .gemm import op_shape
+
+    z = op_shape(a, b, bias, out_dtype)
+    if not 0 <= activation < len(NAMES) or not 0 <= gate <= len(LAYOUTS):
+        raise ValueError(
+            f"thunderkittens::gemm: activation is {activation} and gate {gate}; expected 0 to "
+            f"{len(NAMES) - 1} and 0 to {len(LAYOUTS)}"
+        )
+    shape = result_shape(z, gate)
+    if residual is not None:
+        check_like_result("residual", residual, shape, out_dtype or a.dtype, a.device)
+    return shape, z
+
+
+def result_shape(z: tuple[int, ...], gate: int) -> tuple[int, ...]:
+    """Shape of the result, from that of the product."""
+    if gate == 0:
+        return z
+    if z[-1] % 2 != 0:
+        raise ValueError(f"tk.gemm: b has {z[-1]} columns; a gated activation needs an even number")
+    return (*z[:-1], z[-1] // 2)
+
+
+def _fake_forward(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    residual: Tensor | None = None,
+    activation: int = 0,
+    gate: int = 0,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+) -> Tensor:
+    shape, _ = _shapes(a, b, bias, out_dtype, residual, activation, gate)
+    return a.new_empty(shape, dtype=out_dtype or a.dtype)
+
+
+def _fake(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    residual: Tensor | None = None,
+    activation: int = 0,
+    gate: int = 0,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    shape, z = _shapes(a, b, bias, out_dtype, residual, activation, gate)
+    keeps = activation != 0 or gate != 0
+    dtype = out_dtype or a.dtype
+    return a.new_empty(shape, dtype=dtype), a.new_empty(z if keeps else (0,), dtype=dtype)
+
+
+def _complete(options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The dispatcher drops trailing arguments that have their default value."""
+    defaults = (None, None, None, 0, 0, 1.0, 1.0)
+    return options + defaults[len(options) :]
+
+
+def _compute(a: Tensor, b: Tensor, options: tuple[Any, ...], keep: bool) -> tuple[Tensor, Tensor]:
+    """The result, and what the activation is applied to if it is to be kept, else nothing."""
+    bias, out_dtype, residual, activation, gate, alpha, beta = _complete(options)
+    _shapes(a, b, bias, out_dtype, residual, activation, gate)
+    dtype = out_dtype or a.dtype
+    keep = keep and (activation != 0 or gate != 0)
+    if emulation.active():
+        arrays = emulation.run(
+            "gemm",
+            {"a": a, "b": b, "bias": bias, "residual": residual},
+            out_dtype=emulation.NAMES[dtype],
+            activation=activation,
+            gate=gate,
+            alpha=alpha,
+            beta=beta,
+            keep=keep,
+        )
+        return arrays["out"], arrays.get("preactivation", a.new_empty((0,), dtype=dtype))
+    name, layout = name_of(activation, gate)
+    z = reference_gemm(a, b, bias=bias, alpha=alpha, out_dtype=torch.float32)
+    out = composed(z, dtype, residual, name, layout, beta)
+    return out, z.to(dtype) if keep else a.new_empty((0,), dtype=dtype)
+
+
+def _cpu(a: Tensor, b: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    return _compute(a, b, options, True)
+
+
+def _cpu_forward(a: Tensor, b: Tensor, *options: Any) -> Tensor:
+    return _compute(a, b, options, False)[0]
+
+
+def _cpu_out(a: Tensor, b: Tensor, *options: Any, out: Tensor) -> None:
+    out.copy_(_compute(a, b, options, False)[0])
+
+
+def _fake_out(a: Tensor, b: Tensor, *options: Any, out: Tensor, **named: Any) -> None:
+    result = _fake_forward(a, b, *options, **named)
+    check_like_result("out", out, tuple(result.shape), result.dtype, result.device)
+
+
+def _flops(a_shape: Any, b_shape: Any, *args: Any, **kwargs: Any) -> int:
+    return 2 * math.prod(a_shape) * b_shape[-1]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    a, b = inputs[:2]
+    bias, _, residual, activation, gate, alpha, beta = _complete(inputs[2:])
+    ctx.options = (activation, gate, alpha, beta)
+    ctx.has = (bias is not None, residual is not None)
+    ctx.save_for_backward(a, b, output[1])
+
+
+def _backward(ctx: Any, grad: Tensor, grad_z: Tensor | None) -> tuple[Tensor | None, ...]:
+    from .gemm import product_gradients
+
+    a, b, z = ctx.saved_tensors
+    activation, gate, alpha, beta = ctx.options
+    needs = (*ctx.needs_input_grad, *(False,) * 9)[:9]
+    has_bias, has_residual = ctx.has
+    grad_residual = beta * grad if has_residual and needs[4] else None
+    if activation or gate:
+        inner = activation_gradient(grad, z, activation, gate)
+        grad = inner if grad_z is None else inner + grad_z
+    grads = product_gradients(a, b, grad, alpha, needs[0], needs[1], has_bias and needs[2])
+    return (*grads, None, grad_residual, None, None, None, None)
+
+
+def activation_gradient(grad: Tensor, z: Tensor, activation: int, gate: int) -> Tensor:
+    """The gradient with respect to z, in one kernel of PyTorch where there is no gate."""
+    aten = torch.ops.aten
+    if gate:
+        gates, values = z.chunk(2, dim=-1) if gate == 1 else (z[..., ::2], z[..., 1::2])
+        activated = activate(gates, NAMES[activation])
+        pair = (activation_gradient(grad * values, gates, activation, 0), grad * activated)
+        return torch.cat(pair, -1) if gate == 1 else torch.stack(pair, -1).flatten(-2)
+    if NAMES[activation] == "relu":
+        return aten.threshold_backward(grad, z, 0)
+    if NAMES[activation] == "silu":
+        if not torch.is_grad_enabled():
+            return aten.silu_backward(grad, z)
+        wide = z.float()  # PyTorch's kernel has no derivative
+        sigmoid = torch.sigmoid(wide)
+        return (grad.float() * sigmoid * (1 + wide * (1 - sigmoid))).to(grad.dtype)
+    if activation == 0:
+        return grad
+    approximate = "tanh" if NAMES[activation] == "gelu_tanh" else "none"
+    return aten.gelu_backward(grad, z, approximate=approximate)
+
+
+def _vmap(info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Tensor, Tensor, str]:
+    """Result and z of the ops under `torch.func.vmap`, by operations of PyTorch after the
+    product."""
+    from .gemm import vmap_product
+
+    a, b = args[:2]
+    bias, out_dtype, residual, activation, gate, alpha, beta = _complete(args[2:])
+    dims = (*in_dims, *(None,) * 9)[:5]
+    dtype = out_dtype or a.dtype
+    if dims[0] is None and dims[1] is None:
+        a, dims = a.unsqueeze(0).expand(info.batch_size, *a.shape), (0, *dims[1:])
+    z = vmap_product(info, dims[:2], a, b, None, torch.float32)[0] * alpha
+    if bias is not None:
+        if dims[2] is not None:
+            bias = bias.movedim(dims[2], 0)
+            bias = bias.reshape(bias.shape[0], *(1,) * (z.dim() - 2), bias.shape[1])
+        z = z + bias
+    if residual is not None and dims[4] is not None:
+        residual = residual.movedim(dims[4], 0)
+    name, layout = name_of(activation, gate)
+    return composed(z, dtype, residual, name, layout, beta), z.to(dtype), name or ""
+
+
+def _vmap_forward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
+    return _vmap(info, in_dims, args)[0], 0
+
+
+def _vmap_fused(
+    info: Any, in_dims: tuple[Any, ...], *args: Any
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int | None]]:
+    out, z, name = _vmap(info, in_dims, args)
+    return (out, z if name else z.new_empty((0,))), (0, 0 if name else None)
+
+
+register(
+    "gemm_forward.fused",
+    fake=_fake_forward,
+    cpu=_cpu_forward,
+    flops=_flops,
+    vmap=_vmap_forward,
+    autocast=3,
+)
+register("gemm.fused", fake=_fake, cpu=_cpu, flops=_flops, vmap=_vmap_fused, autocast=3)
+register("gemm_forward.out", fake=_fake_out, cpu=_cpu_out, flops=_flops)
+torch.library.register_autograd(
+    "thunderkittens::gemm.fused", _backward, setup_context=_setup_context
+)
