@@ -36,6 +36,12 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
 __device__ __forceinline__ float reciprocal_sqrt(float x) { return ::rsqrtf(x); }
 // A product that the compiler must not fuse with a sum.
 __device__ __forceinline__ float multiply_rounded(float a, float b) { return __fmul_rn(a, b); }
+// The larger of each of two unsigned 16-bit halves.
+__device__ __forceinline__ uint32_t max_u16x2(uint32_t a, uint32_t b) {
+    uint32_t larger;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+}
 // Two floats to one packed register, first argument in the low half, round to nearest even.
 __device__ __forceinline__ __nv_bfloat162 pack_bf16(float low, float high) {
     uint32_t packed;
