@@ -140,9 +140,7 @@ constexpr Config make_config(const TileShape& shape, const DTypes& dtypes) {
 }
 
 // Wider tiles leave no registers for the walk over groups.
-constexpr bool takes_groups(const Config& c) {
-    return c.sums != Sums::fast && c.block_n <= 128;
-}
+constexpr bool takes_groups(const Config& c) { return c.sums != Sums::fast && c.block_n <= 128; }
 constexpr int consumers(const Config& c) { return c.block_m / 64; }
 constexpr int threads(const Config& c) { return (consumers(c) + 1) * 128; }
 constexpr int shared_bytes(const Config& c) {

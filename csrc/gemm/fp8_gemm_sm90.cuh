@@ -100,7 +100,6 @@ struct Release {
 template <Config C>
 __device__ __forceinline__ void consume_fast(const typename Types<C>::Globals& g,
                                              typename Types<C>::Shared& shared) {
-    using K = Types<C>;
     const Place place(g);
     const Release<C> release(g, shared, place);
     const int consumer = warpgroup::groupid();
@@ -190,9 +189,6 @@ struct BlockScales {
     }
 };
 
-#ifndef ORDERED
-#define ORDERED 0
-#endif
 template <Config C>
 __device__ __forceinline__ void consume_promoted(const typename Types<C>::Globals& g,
                                                  typename Types<C>::Shared& shared) {
@@ -206,8 +202,6 @@ __device__ __forceinline__ void consume_promoted(const typename Types<C>::Global
     const auto first_rows = shared.stages[0].a.template subtile<64, BLOCK_K>({consumer, 0});
     uint32_t stages = first_rows.base;
     arch::pin_register(stages);
-    constexpr int turn = READY + 1 + K::consumers;
-    if (ORDERED && consumer == 1) arch::named_barrier_arrive(turn, K::consumers * 128);
 
     for_each_tile<C>(g, place, [&](const Tile& tile) {
         const uint32_t row = tile.row + consumer * 64 + warpgroup::warpid() * 16;
@@ -231,9 +225,7 @@ __device__ __forceinline__ void consume_promoted(const typename Types<C>::Global
                 a.base = stages + stage * int(sizeof(typename K::Stage));
                 auto b = shared.stages[0].b.template subtile<128, BLOCK_K>({i, 0});
                 b.base = a.base + uint32_t(sizeof(typename K::a_tile));
-                if (ORDERED) arch::named_barrier_sync(turn + consumer, K::consumers * 128);
                 warpgroup::product<false, true>(part, a, b, false);
-                if (ORDERED) arch::named_barrier_arrive(turn + 1 - consumer, K::consumers * 128);
                 // While the product runs: what comes before and after it.
                 if (i == 0) {
                     if (k > 0) release(previous);
@@ -281,7 +273,6 @@ __device__ __forceinline__ void consume_promoted(const typename Types<C>::Global
             store_now<C>(g, shared, sums[i], row, tile.col + i * 128, tile.end);
         }
     });
-    if (ORDERED && consumer == 0) arch::named_barrier_sync(turn, K::consumers * 128);
     if (laneid() == 0) tma::store_async_read_wait();
 }
 

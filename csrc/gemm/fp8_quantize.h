@@ -146,9 +146,9 @@ void run_passes(const Problem& p, Params params, int sm_count, Launch launch) {
     const auto granularity = static_cast<Granularity>(p.granularity);
     if (p.m == 0 || p.k == 0) {
         // Groups without elements have a scale too.
+        params.k = 0;
         if (granularity == Granularity::tensor) run(Pass::given);
         if (granularity != Granularity::row) return;
-        params.k = 0;
         if (params.m > 0) run(Pass::row);
         params.m = p.k, params.scales = params.scales_t;
         if (p.transposed && params.m > 0) run(Pass::row);

@@ -12,150 +12,29 @@
 // and finds its way to the scale.
 #pragma once
 
-#include "csrc/gemm/fp8_quantize.h"
-#include "kittens/kittens.cuh"
+#include "csrc/gemm/fp8_quantize_units_sm90.cuh"
 
 namespace thunderkittens::fp8_quantize {
 namespace sm90 {
 
-using namespace kittens;
-
-constexpr int UNIT = 8, UNITS = 8, WARPS = THREADS / WARP_THREADS;
-constexpr int LANES = GROUP / UNIT;  // that share a row of a tile
-
-template <DType dtype>
-using element = std::conditional_t<dtype == DType::fp32, float,
-                                   std::conditional_t<dtype == DType::bf16, bf16, half>>;
-
-template <class T>
-struct alignas(16) Unit {
-    T v[UNIT];
-};
-
-template <class T>
-__device__ __forceinline__ Unit<T> load_unit(const Params& p, int64_t row, int64_t col) {
-    Unit<T> unit{};
-    const T* from = static_cast<const T*>(p.x) + (row * p.stride + col);
-    if (row >= p.m) return unit;
-    if (p.aligned) {
-        if (col >= p.k) return unit;
-        constexpr int words = int(sizeof(unit)) / 16;
-        auto& to = reinterpret_cast<uint4(&)[words]>(unit);
-#pragma unroll
-        for (int i = 0; i < words; ++i) {
-            to[i] = arch::load_global(reinterpret_cast<const uint4*>(from) + i);
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < UNIT; ++i) {
-            if (col + i < p.k) unit.v[i] = arch::load_global(from + i);
-        }
-    }
-    return unit;
-}
-
-__device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
-template <class T>
-__device__ __forceinline__ uint32_t magnitude(T x) {
-    return arch::bit_cast<uint32_t>(convert<float>(x)) & 0x7fffffffu;
-}
-template <class T>
-__device__ __forceinline__ uint32_t magnitude(const Unit<T>& unit) {
-    uint32_t most = 0;
-#pragma unroll
-    for (int i = 0; i < UNIT; ++i) most = larger(most, magnitude(unit.v[i]));
-    return most;
-}
-template <int lanes>
-__device__ __forceinline__ uint32_t largest_of_lanes(uint32_t x) {
-#pragma unroll
-    for (int i = 1; i < lanes; i *= 2) x = larger(x, arch::shuffle_xor(x, i));
-    return x;
-}
-
-// The scale of a group and the factor that its elements are multiplied with. Smaller magnitudes
-// than 2^-110 count as that: the factor is finite.
-struct Scale {
-    float scale, factor;
-    __device__ __forceinline__ Scale(DType format, uint32_t amax_bits) {
-        const float limit = format == DType::e4m3 ? 448.f : 57344.f;
-        const float x = arch::bit_cast<float>(amax_bits);
-        const float amax = x < 0x1p-110f ? 0x1p-110f : x;
-        scale = amax / limit;
-        factor = limit / amax;
-    }
-    __device__ __forceinline__ explicit Scale(float given) : scale(given), factor(1.f / given) {}
-};
-
-template <class F, class T, class Factor>
-__device__ __forceinline__ uint2 encode_as(const Unit<T>& unit, Factor factor) {
-    uint32_t words[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        float f[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) f[j] = convert<float>(unit.v[4 * i + j]) * factor(4 * i + j);
-        words[i] = arch::bit_cast<uint32_t>(packed_type<F>(make_float4(f[0], f[1], f[2], f[3])));
-    }
-    return make_uint2(words[0], words[1]);
-}
-// factor(i) multiplies element i.
-template <class T, class Factor>
-__device__ __forceinline__ uint2 encode(DType format, const Unit<T>& unit, Factor factor) {
-    if (format == DType::e4m3) return encode_as<fp8e4m3>(unit, factor);
-    return encode_as<fp8e5m2>(unit, factor);
-}
-
-__device__ __forceinline__ void store_codes(const Params& p, int64_t row, int64_t col,
-                                            uint2 codes) {
-    uint8_t* to = static_cast<uint8_t*>(p.out) + (row * p.k + col);
-    if (row >= p.m) return;
-    if (p.aligned) {
-        if (col < p.k) arch::store_global(reinterpret_cast<uint2*>(to), codes);
-    } else {
-#pragma unroll
-        for (int i = 0; i < UNIT; ++i) {
-            const uint32_t word = i < 4 ? codes.x : codes.y;
-            if (col + i < p.k) arch::store_global(to + i, uint8_t(word >> (8 * (i % 4))));
-        }
-    }
-}
-
-struct BlockShared {
-    uint32_t warps[WARPS];
-};
-
-// The largest of a team's values; teams are `warps` warps of the block.
-__device__ __forceinline__ uint32_t largest_of_team(BlockShared& shared, uint32_t x, int warps) {
-    x = largest_of_lanes<WARP_THREADS>(x);
-    if (warps == 1) return x;
-    const uint32_t first = arch::shared_address(&shared.warps[0]);
-    arch::sync_block();
-    if (laneid() == 0) arch::store_shared(first + 4 * warpid(), x);
-    arch::sync_block();
-    const int begin = warpid() / warps * warps;
-    for (int i = 0; i < warps; ++i) {
-        x = larger(x, arch::load_shared<uint32_t>(first + 4 * (begin + i)));
-    }
-    return x;
-}
-
-// Along rows.
-template <class T, Pass pass>
-__device__ __forceinline__ void quantize_rows(const Params& p) {
-    auto& shared = arch::static_shared<BlockShared>();
-    const int64_t units = (p.k + UNIT - 1) / UNIT;
-    int team = 1;
-    while (team < WARPS && units > int64_t{team} * WARP_THREADS * UNITS) team *= 2;
-    const int lanes = team * WARP_THREADS;
-    const int64_t row = int64_t{blockIdx.x} * (WARPS / team) + warpid() / team;
-    const int64_t chunk = int64_t{lanes} * UNITS;
+// Along rows, by a team of TEAM warps for each.
+template <class T, Pass pass, class F, int TEAM>
+__device__ __forceinline__ void quantize_aligned_rows(const Params& p, BlockShared& shared) {
+    constexpr int lanes = TEAM * WARP_THREADS, chunk = lanes * UNITS;
+    const int units = static_cast<int>(p.k / UNIT);
+    const int64_t row = int64_t{blockIdx.x} * (WARPS / TEAM) + warpid() / TEAM;
     const int first = static_cast<int>(threadIdx.x) % lanes;
+    const bool there = row < p.m;
+    const T* from = static_cast<const T*>(p.x) + ((there ? row : 0) * p.stride + first * UNIT);
+    uint8_t* to = static_cast<uint8_t*>(p.out) + (row * p.k + first * UNIT);
     Unit<T> x[UNITS];
-    const auto load = [&](int64_t begin) {
+    const auto load = [&](int begin) {
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {
-            x[u] = load_unit<T>(p, row, (begin + first + u * lanes) * UNIT);
+            x[u] = Unit<T>{};
+            if (begin + first + u * lanes < units) {
+                x[u] = load_aligned(from + (int64_t{begin} + u * lanes) * UNIT);
+            }
         }
     };
     float factor = 1.f;
@@ -168,34 +47,104 @@ __device__ __forceinline__ void quantize_rows(const Params& p) {
             if (p.scales_t != nullptr) arch::store_global(p.scales_t, scale.scale);
         }
     } else if constexpr (pass == Pass::row) {
-        uint32_t most = 0;
-        for (int64_t begin = 0; begin < units; begin += chunk) {
+        Largest<T> largest;
+        for (int begin = 0; begin < units; begin += chunk) {
             load(begin);
 #pragma unroll
-            for (int u = 0; u < UNITS; ++u) most = larger(most, magnitude(x[u]));
+            for (int u = 0; u < UNITS; ++u) largest.add(x[u]);
         }
-        const Scale scale(p.out_dtype, largest_of_team(shared, most, team));
+        const Scale scale(p.out_dtype, largest_of_team(shared, largest.magnitude(), TEAM));
+        factor = scale.factor;
+        if (first == 0 && there) arch::store_global(p.scales + row, scale.scale);
+    }
+    for (int begin = 0; begin < units; begin += chunk) {
+        if (pass != Pass::row || units > chunk) load(begin);
+        float factors[UNITS];
+        if constexpr (pass == Pass::row_block) {
+            uint32_t most[UNITS];
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) most[u] = magnitude(x[u]);
+            const GroupScales groups(p.out_dtype, most);
+            const int unit = begin + (first & ~(LANES - 1)) + groups.own * lanes;
+            if (laneid() % 2 == 0 && unit < units && there) {
+                arch::store_global(p.scales + (unit / LANES * p.scale_stride + row), groups.scale);
+            }
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) factors[u] = groups.factors[u];
+        }
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+            if (begin + first + u * lanes < units && there) {
+                const float f = pass == Pass::row_block ? factors[u] : factor;
+                arch::store_global(
+                    reinterpret_cast<uint2*>(to + (int64_t{begin} + u * lanes) * UNIT),
+                    encode_as<F>(x[u], [&](int) { return f; }));
+            }
+        }
+    }
+}
+
+// The same for any alignment, element by element.
+template <class T, Pass pass>
+__device__ __forceinline__ void quantize_any_rows(const Params& p, BlockShared& shared, int team) {
+    const int lanes = team * WARP_THREADS;
+    const int64_t units = (p.k + UNIT - 1) / UNIT, whole = (units + lanes - 1) / lanes * lanes;
+    const int64_t row = int64_t{blockIdx.x} * (WARPS / team) + warpid() / team;
+    const int first = static_cast<int>(threadIdx.x) % lanes;
+    float factor = 1.f;
+    if constexpr (pass == Pass::given) {
+        const Scale scale = p.given != nullptr ? Scale(arch::load_global(p.given))
+                                               : Scale(p.out_dtype, arch::load_global(p.amax));
+        factor = scale.factor;
+        if (blockIdx.x == 0 && threadIdx.x == 0) {
+            arch::store_global(p.scales, scale.scale);
+            if (p.scales_t != nullptr) arch::store_global(p.scales_t, scale.scale);
+        }
+    } else if constexpr (pass == Pass::row) {
+        Largest<T> largest;
+        for (int64_t i = first; i < units; i += lanes) {
+            largest.add(load_unit<T>(p, row, i * UNIT));
+        }
+        const Scale scale(p.out_dtype, largest_of_team(shared, largest.magnitude(), team));
         factor = scale.factor;
         if (first == 0 && row < p.m) arch::store_global(p.scales + row, scale.scale);
     }
-    for (int64_t begin = 0; begin < units; begin += chunk) {
-        if (pass != Pass::row || units > chunk) load(begin);
-#pragma unroll
-        for (int u = 0; u < UNITS; ++u) {
-            const int64_t col = (begin + first + u * lanes) * UNIT;
-            if constexpr (pass == Pass::row_block) {
-                const Scale scale(p.out_dtype, largest_of_lanes<LANES>(magnitude(x[u])));
-                factor = scale.factor;
-                if (col % GROUP == 0 && col < p.k && row < p.m) {
-                    arch::store_global(p.scales + (col / GROUP * p.scale_stride + row),
-                                       scale.scale);
-                }
-            }
-            if (col < p.k) {
-                store_codes(p, row, col, encode(p.out_dtype, x[u], [&](int) { return factor; }));
+    for (int64_t i = first; i < whole; i += lanes) {
+        const Unit<T> x = load_unit<T>(p, row, i * UNIT);
+        if constexpr (pass == Pass::row_block) {
+            const Scale scale(p.out_dtype, largest_of_lanes<LANES>(magnitude(x)));
+            factor = scale.factor;
+            if (i % LANES == 0 && i < units && row < p.m) {
+                arch::store_global(p.scales + (i / LANES * p.scale_stride + row), scale.scale);
             }
         }
+        if (i < units) {
+            store_codes(p, row, i * UNIT, encode(p.out_dtype, x, [&](int) { return factor; }));
+        }
     }
+}
+
+template <class T, Pass pass, class F>
+__device__ __forceinline__ void quantize_rows_as(const Params& p, BlockShared& shared, int team) {
+    switch (team) {
+        case 1: return quantize_aligned_rows<T, pass, F, 1>(p, shared);
+        case 2: return quantize_aligned_rows<T, pass, F, 2>(p, shared);
+        case 4: return quantize_aligned_rows<T, pass, F, 4>(p, shared);
+        default: return quantize_aligned_rows<T, pass, F, 8>(p, shared);
+    }
+}
+template <class T, Pass pass>
+__device__ __forceinline__ void quantize_rows(const Params& p) {
+    auto& shared = arch::static_shared<BlockShared>();
+    const int64_t units = (p.k + UNIT - 1) / UNIT;
+    int team = 1;
+    while (team < WARPS && units > int64_t{team} * WARP_THREADS * UNITS) team *= 2;
+    if (!p.aligned)
+        quantize_any_rows<T, pass>(p, shared, team);
+    else if (p.out_dtype == DType::e4m3)
+        quantize_rows_as<T, pass, fp8e4m3>(p, shared, team);
+    else
+        quantize_rows_as<T, pass, fp8e5m2>(p, shared, team);
 }
 
 // The transpose of 4 x 4 bytes.
@@ -286,15 +235,24 @@ __device__ __forceinline__ void quantize_tile(const Params& p) {
     // Largest magnitudes of this thread's columns, and of the tile's.
     constexpr bool by_columns = pass == Pass::tile_row_block || pass == Pass::amax_lines;
     if constexpr (by_columns) {
-        uint32_t most[UNIT];
+        // A lane's eight columns, 16-bit ones in pairs.
+        Largest<T> most[Unit<T>::words];
 #pragma unroll
-        for (int i = 0; i < UNIT; ++i) {
-            most[i] = 0;
+        for (int i = 0; i < Unit<T>::words; ++i) {
 #pragma unroll
-            for (int u = 0; u < UNITS; ++u) most[i] = larger(most[i], magnitude(x[u].v[i]));
-            most[i] = larger(most[i], arch::shuffle_xor(most[i], LANES));
+            for (int u = 0; u < UNITS; ++u) most[i].add(x[u].w[i]);
+            most[i].add(arch::shuffle_xor(most[i].bits, LANES));
             if (laneid() < LANES) {
-                arch::store_shared(cols_base + 4 * (warpid() * GROUP + lane * UNIT + i), most[i]);
+                constexpr int each = UNIT / Unit<T>::words;
+#pragma unroll
+                for (int e = 0; e < each; ++e) {
+                    const uint32_t element = each == 1 ? most[i].bits
+                                             : e == 0  ? most[i].bits & 0xffffu
+                                                       : most[i].bits >> 16;
+                    arch::store_shared(
+                        cols_base + 4 * (warpid() * GROUP + lane * UNIT + i * each + e),
+                        Largest<T>::as_float(element));
+                }
             }
         }
         arch::sync_block();
@@ -334,24 +292,26 @@ __device__ __forceinline__ void quantize_tile(const Params& p) {
     bool same = true;
     if constexpr (pass == Pass::tile_row_block) {
         same = false;
+        uint32_t most[UNITS];
 #pragma unroll
-        for (int u = 0; u < UNITS; ++u) {
-            const Scale scale(p.out_dtype, largest_of_lanes<LANES>(magnitude(x[u])));
-            of_row[u] = scale.factor;
-            if (lane == 0 && row + u < p.m) {
-                arch::store_global(p.scales + (tile_col * p.scale_stride + row + u), scale.scale);
-            }
+        for (int u = 0; u < UNITS; ++u) most[u] = magnitude(x[u]);
+        const GroupScales groups(p.out_dtype, most);
+        if (laneid() % 2 == 0 && row + groups.own < p.m) {
+            arch::store_global(p.scales + (tile_col * p.scale_stride + row + groups.own),
+                               groups.scale);
         }
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) of_row[u] = groups.factors[u];
 #pragma unroll
         for (int i = 0; i < UNIT; ++i) {
             of_col[i] = arch::load_shared<float>(cols_base + 4 * (lane * UNIT + i));
         }
     } else if constexpr (pass == Pass::tile_block) {
-        uint32_t most = 0;
+        Largest<T> most;
 #pragma unroll
-        for (int u = 0; u < UNITS; ++u) most = larger(most, magnitude(x[u]));
+        for (int u = 0; u < UNITS; ++u) most.add(x[u]);
         auto& block = reinterpret_cast<BlockShared&>(shared.cols);
-        const Scale scale(p.out_dtype, largest_of_team(block, most, WARPS));
+        const Scale scale(p.out_dtype, largest_of_team(block, most.magnitude(), WARPS));
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) of_row[u] = scale.factor;
         if (threadIdx.x == 0) {
@@ -413,23 +373,22 @@ __device__ __forceinline__ void quantize_tile(const Params& p) {
 template <class T>
 __device__ __forceinline__ void find_amax(const Params& p) {
     auto& shared = arch::static_shared<BlockShared>();
-    const int64_t across = (p.k + UNIT - 1) / UNIT, units = p.m * across;
-    const int64_t step = int64_t{gridDim.x} * THREADS;
-    uint32_t most = 0;
-    for (int64_t begin = int64_t{blockIdx.x} * THREADS + threadIdx.x; begin < units;
-         begin += step * UNITS) {
+    const int64_t across = (p.k + UNIT - 1) / UNIT;
+    Largest<T> most;
+    // A block takes whole rows, or where there are few, parts of them.
+    const int64_t parts = (across + THREADS * UNITS - 1) / (THREADS * UNITS);
+    for (int64_t i = blockIdx.x; i < p.m * parts; i += gridDim.x) {
+        const int64_t row = p.m - 1 - i / parts, first = i % parts * THREADS * UNITS;
         Unit<T> x[UNITS];
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {
-            const int64_t unit = units - 1 - (begin + u * step);
-            const int64_t row = unit < 0 ? p.m : unit / across;
-            x[u] = load_unit<T>(p, row, (unit - row * across) * UNIT);
+            x[u] = load_unit<T>(p, row, (first + u * THREADS + threadIdx.x) * UNIT);
         }
 #pragma unroll
-        for (int u = 0; u < UNITS; ++u) most = larger(most, magnitude(x[u]));
+        for (int u = 0; u < UNITS; ++u) most.add(x[u]);
     }
-    most = largest_of_team(shared, most, WARPS);
-    if (threadIdx.x == 0) arch::reduce_max_global(p.amax, most);
+    const uint32_t total = largest_of_team(shared, most.magnitude(), WARPS);
+    if (threadIdx.x == 0) arch::reduce_max_global(p.amax, total);
 }
 
 // x^T of bytes.
@@ -463,8 +422,15 @@ __device__ __forceinline__ void transpose_tile(const Params& p) {
                      tile_col);
 }
 
+// Blocks of an SM that the registers must suffice for, so that enough loads are in flight.
 template <class T, Pass pass>
-__global__ __launch_bounds__(THREADS) void fp8_quantize_kernel(const __grid_constant__ Params p) {
+constexpr int MIN_BLOCKS = sizeof(T) == 4                                             ? 1
+                           : pass == Pass::tile_row_block || pass == Pass::tile_given ? 2
+                                                                                      : 4;
+
+template <class T, Pass pass>
+__global__ __launch_bounds__(THREADS, MIN_BLOCKS<T, pass>) void fp8_quantize_kernel(
+    const __grid_constant__ Params p) {
     if constexpr (pass == Pass::amax)
         find_amax<T>(p);
     else if constexpr (pass == Pass::given || pass == Pass::row || pass == Pass::row_block)
