@@ -1,6 +1,6 @@
 """Fast GPU kernels for PyTorch, and the tile library that they are written on.
 
-`attention`, `attention_varlen` (of packed sequences) and `gemm` are differentiable, work under
+`attention`, `attention_varlen` (of packed sequences), `based` (linear attention) and `gemm` are differentiable, work under
 torch.compile, and take CPU tensors too, where they run the reference formula, or, inside `with
 emulate():`, the GPU's kernels on an emulator. `reference` holds every op in plain PyTorch.
 `get_include()` is the folder of the tile library's headers, for kernels of one's own. On the
@@ -21,7 +21,9 @@ try:
     from .emulation import DeadlockError, EmulatorError, emulate
     from .ops.attention import attention
     from .ops.attention_varlen import attention_varlen
+    from .ops.based import based
     from .ops.gemm import gemm
+    from .reference.based import BasedState
 
     _load.explain_missing_kernels()
 except ImportError as _error:
@@ -30,11 +32,13 @@ except ImportError as _error:
     _load.import_problem = str(_error)
 
 __all__ = [
+    "BasedState",
     "DeadlockError",
     "EmulatorError",
     "__version__",
     "attention",
     "attention_varlen",
+    "based",
     "emulate",
     "gemm",
     "get_include",

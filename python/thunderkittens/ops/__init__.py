@@ -8,6 +8,7 @@ implementations come from the compiled libraries, which the package loads before
 
 from .attention import attention
 from .attention_varlen import attention_varlen
+from .based import based
 from .gemm import gemm
 
-__all__ = ["attention", "attention_varlen", "gemm"]
+__all__ = ["attention", "attention_varlen", "based", "gemm"]

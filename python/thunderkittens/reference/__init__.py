@@ -6,12 +6,16 @@ differentiable by PyTorch's own autograd.
 
 from .attention import attention, attention_backward
 from .attention_varlen import attention_varlen, attention_varlen_backward
+from .based import BasedState, based, based_features
 from .gemm import gemm
 
 __all__ = [
+    "BasedState",
     "attention",
     "attention_backward",
     "attention_varlen",
     "attention_varlen_backward",
+    "based",
+    "based_features",
     "gemm",
 ]
