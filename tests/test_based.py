@@ -137,6 +137,8 @@ def test_a_sequence_in_parts(device, split, normalize):
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_gradients(device, dtype, states, columns, normalize):
     for length in (1, 64, 129, 1000):
+        if length == 1 and normalize and not states:
+            continue  # the gradients of q and k are 0
         inputs = operands((1, 2, length), columns, dtype, device)
         initial = some_state((1, 2), columns, device) if states else None
         tensors = [*inputs, *(initial or ())]
@@ -165,7 +167,7 @@ def test_some_gradients(device, wanted):
     out, state = tk.based(
         *leaves[:3], normalize=True, initial_state=tuple(leaves[3:]), return_state=True
     )
-    outputs = [x for x in (out, *state)]
+    outputs = [out, *state]
     weights = [torch.cos(torch.arange(y.numel(), device=y.device)).view(y.shape) for y in outputs]
     loss = sum((y * w.to(y.dtype)).sum() for y, w in zip(outputs, weights, strict=True))
     for i, x in zip(wanted, torch.autograd.grad(loss, [leaves[i] for i in wanted]), strict=True):

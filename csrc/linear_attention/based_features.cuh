@@ -1,6 +1,6 @@
 // The features of Based: 1, x / 2 and the products x_a x_b of a token's 16 elements, with weights
-// such that phi(q) . phi(k) = 1 + s + s^2 / 2 for s = q . k / 4. Of x_a x_b and x_b x_a one is kept:
-// 153 features instead of 273.
+// such that phi(q) . phi(k) = 1 + s + s^2 / 2 for s = q . k / 4. Of x_a x_b and x_b x_a one is
+// kept: 153 features instead of 273.
 //
 // Memory holds states in the public order (based.h). The kernels have an order of their own, in
 // blocks of 16, so that both forms of an operand are made without a table:

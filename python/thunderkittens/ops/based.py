@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import emulation
 from ..reference.based import FEATURES, BasedState
 from ..reference.based import based as reference_based
+from ..reference.based import based_backward as reference_based_backward
 from ._registration import (
     autocast_active,
     autocast_operands,
@@ -117,7 +118,7 @@ def based(
         refuse_forward_mode("based", *tensors)
     if transform_active():
         out, *state, _ = _Function.apply(*args)
-    elif torch.is_grad_enabled() and any(x.requires_grad for x in tensors):  # type: ignore[union-attr]
+    elif torch.is_grad_enabled() and any(x.requires_grad for x in tensors if x is not None):
         out, *state, _ = _differentiable(*args)
     else:
         out, *state = _forward(*args)
@@ -183,7 +184,7 @@ def require_value_dim(op: str, columns: int) -> None:
 
 def require_eps(op: str, eps: float) -> None:
     """Raises ValueError unless eps may be added to a sum of weights."""
-    if not (isinstance(eps, torch.SymFloat) or (math.isfinite(eps) and eps >= 0)):
+    if not 0 <= eps < math.inf:
         raise ValueError(f"tk.{op}: eps is {eps}; it must be finite and at least 0")
 
 
@@ -325,30 +326,26 @@ def _cpu_backward(*args: Any) -> tuple[Tensor, ...]:
     return results
 
 
-def _reference_gradients(args: tuple[Any, ...]) -> list[Tensor | None]:
-    """The gradients of the reference, by PyTorch's own autograd."""
+def _reference_gradients(args: tuple[Any, ...]) -> list[Tensor]:
     grad_out, grad_numerator, grad_denominator, q, k, v, out, denominators = args[:8]
     normalize, numerator, denominator, _ = args[8:]
-    with torch.enable_grad():
-        leaves = [x.detach().float().requires_grad_() for x in (q, k, v)]
-        state = None
-        if numerator is not None:
-            leaves += [x.detach().requires_grad_() for x in (numerator, denominator)]
-            state = BasedState(leaves[3], leaves[4])
-        result, final = reference_based(*leaves[:3], initial_state=state, return_state=True)
-        if normalize:
-            ones = torch.ones_like(leaves[2][..., :1])
-            state = None if state is None else BasedState(state[1].unsqueeze(3), state[1])
-            total = reference_based(*leaves[:2], ones, initial_state=state)[..., 0]
-            # The forward's eps is in its denominators.
-            result = result / (total + (denominators - total.detach())).unsqueeze(3)
-        outputs, grads = [result], [grad_out.float()]
-        for x, g in ((final.numerator, grad_numerator), (final.denominator, grad_denominator)):
-            if g is not None:
-                outputs.append(x)
-                grads.append(g)
-        found = torch.autograd.grad(outputs, leaves, grads, allow_unused=True)
-    return [*found, *(None,) * (5 - len(found))]
+    grad_state = None
+    if grad_numerator is not None:
+        if grad_denominator is None:
+            grad_denominator = torch.zeros_like(grad_numerator[..., 0])
+        grad_state = BasedState(grad_numerator, grad_denominator)
+    dq, dk, dv, grad_initial = reference_based_backward(
+        grad_out,
+        grad_state,
+        q,
+        k,
+        v,
+        out,
+        denominators,
+        normalize=normalize,
+        initial_state=None if numerator is None else BasedState(numerator, denominator),
+    )
+    return [dq, dk, dv, *grad_initial]
 
 
 def _flops(q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any) -> int:

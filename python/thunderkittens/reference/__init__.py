@@ -6,7 +6,7 @@ differentiable by PyTorch's own autograd.
 
 from .attention import attention, attention_backward
 from .attention_varlen import attention_varlen, attention_varlen_backward
-from .based import BasedState, based, based_features
+from .based import BasedState, based, based_backward, based_features
 from .gemm import gemm
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_backward",
     "based",
+    "based_backward",
     "based_features",
     "gemm",
 ]

@@ -85,3 +85,58 @@ def based(
     if initial_state is not None:
         state = BasedState(*(x + y for x, y in zip(state, before, strict=True)))
     return out, state
+
+
+def _gradient_of_elements(x: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of x (..., 16) from that of its features (..., 153)."""
+    count = x.shape[-1]
+    first, second = torch.triu_indices(count, count, 1, device=x.device)
+    pairs = grad[..., 1 + 2 * count :] / 4
+    result = grad[..., 1 : 1 + count] / 2
+    result = result + x * grad[..., 1 + count : 1 + 2 * count] / (2 * math.sqrt(2.0))
+    result = result.index_add(-1, first, pairs * x[..., second])
+    return result.index_add(-1, second, pairs * x[..., first])
+
+
+def based_backward(
+    grad_out: Tensor,
+    grad_state: BasedState | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    denominators: Tensor,
+    *,
+    normalize: bool = False,
+    initial_state: BasedState | None = None,
+) -> tuple[Tensor, Tensor, Tensor, BasedState]:
+    """Gradients of `based` with respect to q, k, v and the initial state.
+
+    `denominators` are those of the rows, with eps; unused without `normalize`. With w = 1 /
+    denominator, the denominator's gradient is -w dO . O, and that of a weight w dO_i . v_j plus it.
+    """
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    queries, keys, values, grad = (x.to(wide) for x in (q, k, v, grad_out))
+    scores = torch.matmul(queries, keys.mT) / 4
+    weights = (1 + scores + scores * scores / 2).tril()
+    grad_total = torch.zeros_like(grad[..., :1])
+    if normalize:
+        reciprocal = 1 / denominators.to(wide).unsqueeze(-1)
+        grad_total = -reciprocal * (grad * out.to(wide)).sum(-1, keepdim=True)
+        grad = grad * reciprocal
+    grad_scores = ((torch.matmul(grad, values.mT) + grad_total) * (1 + scores)).tril() / 4
+    dq, dk = torch.matmul(grad_scores, keys), torch.matmul(grad_scores.mT, queries)
+    dv = torch.matmul(weights.mT, grad)
+    features = based_features(queries)
+    before = BasedState(torch.matmul(features.mT, grad), (features * grad_total).sum(-2))
+    if initial_state is not None:
+        state = BasedState(*(x.to(wide) for x in initial_state))
+        inner = torch.matmul(grad, state.numerator.mT) + grad_total * state.denominator.unsqueeze(2)
+        dq = dq + _gradient_of_elements(queries, inner)
+    if grad_state is not None:
+        after = BasedState(*(x.to(wide) for x in grad_state))
+        inner = torch.matmul(values, after.numerator.mT) + after.denominator.unsqueeze(2)
+        dk = dk + _gradient_of_elements(keys, inner)
+        dv = dv + torch.matmul(based_features(keys), after.numerator)
+        before = BasedState(*(x + y for x, y in zip(before, after, strict=True)))
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), before
