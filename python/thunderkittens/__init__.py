@@ -1,10 +1,10 @@
 """Fast GPU kernels for PyTorch, and the tile library that they are written on.
 
-`attention`, `attention_varlen` (of packed sequences), `based` (linear attention) and `gemm` are differentiable, work under
-torch.compile, and take CPU tensors too, where they run the reference formula, or, inside `with
-emulate():`, the GPU's kernels on an emulator. `reference` holds every op in plain PyTorch.
-`get_include()` is the folder of the tile library's headers, for kernels of one's own. On the
-command line: `python -m thunderkittens` with `info`, `demo` or `bench`.
+`attention`, `attention_varlen` (of packed sequences), `based` (linear attention) and `gemm` are
+differentiable, work under torch.compile, and take CPU tensors too, where they run the reference
+formula, or, inside `with emulate():`, the GPU's kernels on an emulator. `reference` holds every op
+in plain PyTorch. `get_include()` is the folder of the tile library's headers, for kernels of one's
+own. On the command line: `python -m thunderkittens` with `info`, `demo` or `bench`.
 """
 
 from __future__ import annotations

@@ -74,13 +74,13 @@ def based(
     exponential: `o_i = sum over j <= i of (1 + s_ij + s_ij^2 / 2) v_j` with `s_ij = q_i . k_j / 4`.
 
     Time and memory are linear in N. Sums are kept in float32; operands of products, among them a
-    copy of the state per 64 tokens, are rounded to q's dtype. Every stride is accepted: operands are
-    read where they are as long as the last stride is 1 and the base and the other strides are
+    copy of the state per 64 tokens, are rounded to q's dtype. Every stride is accepted: operands
+    are read where they are as long as the last stride is 1 and the base and the other strides are
     multiples of 16 bytes, and are copied otherwise. Differentiable with respect to q, k, v and the
     initial state, also through the final state; reruns have the same bits. It cannot be
-    differentiated again. Under autocast, q, k and v are converted to the autocast dtype. Works under
-    `torch.compile`, `torch.export`, `torch.func.vmap` and `torch.func.grad`; on CPU tensors it runs
-    `tk.reference.based`.
+    differentiated again. Under autocast, q, k and v are converted to the autocast dtype. Works
+    under `torch.compile`, `torch.export`, `torch.func.vmap` and `torch.func.grad`; on CPU tensors
+    it runs `tk.reference.based`.
 
     Args:
         q: (B, H, N, 16), bfloat16 or float16. N may be 0. In float16, weights (|q . k| up to 1400)
@@ -184,7 +184,7 @@ def require_value_dim(op: str, columns: int) -> None:
 
 def require_eps(op: str, eps: float) -> None:
     """Raises ValueError unless eps may be added to a sum of weights."""
-    if not 0 <= eps < math.inf:
+    if not (eps >= 0 and eps < math.inf):
         raise ValueError(f"tk.{op}: eps is {eps}; it must be finite and at least 0")
 
 
@@ -279,7 +279,7 @@ _BACKWARD_DEFAULTS = (False, None, None, (True, True, True, True))
 
 def _empty_gradients(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
     args = (*args, *_BACKWARD_DEFAULTS[len(args) - 8 :])
-    grad_out, grad_numerator, grad_denominator, q, k, v, out, denominators = args[:8]
+    grad_out, _, _, q, k, v, out, denominators = args[:8]
     normalize, numerator, denominator, needs = args[8:]
     shape = based_shape(q, k, v, numerator, denominator)
     for name, x in (("grad_out", grad_out), ("out", out)):
@@ -310,12 +310,21 @@ def _cpu_backward(*args: Any) -> tuple[Tensor, ...]:
     results = _empty_gradients(args)
     args = (*args, *_BACKWARD_DEFAULTS[len(args) - 8 :])
     grad_out, grad_numerator, grad_denominator, q, k, v, out, denominators = args[:8]
-    normalize, numerator, denominator, needs = args[8:]
+    normalize, numerator, denominator, _ = args[8:]
     if emulation.active() and out.numel() > 0:
-        arrays = {"grad_out": grad_out, "grad_numerator": grad_numerator, "q": q, "k": k, "v": v,
-                  "grad_denominator": grad_denominator, "out": out, "numerator": numerator,
-                  "denominator": denominator,
-                  "denominators": denominators if normalize else q.new_zeros(1).float()}  # fmt: skip
+        rows = denominators if normalize else q.new_zeros(1).float()
+        arrays = {
+            "grad_out": grad_out,
+            "grad_numerator": grad_numerator,
+            "grad_denominator": grad_denominator,
+            "q": q,
+            "k": k,
+            "v": v,
+            "out": out,
+            "denominators": rows,
+            "numerator": numerator,
+            "denominator": denominator,
+        }
         found = emulation.run("based_backward", arrays, normalize=normalize)
         values = [found.get(n) for n in ("dq", "dk", "dv", "numerator", "denominator")]
     else:

@@ -24,7 +24,7 @@ class BasedState(NamedTuple):
 
 
 def based_features(x: Tensor) -> Tensor:
-    """phi(x), (..., 153), of x (..., 16): 1, x_a / 2, x_a^2 / (4 sqrt 2), and x_a x_b / 4 for a < b.
+    """phi(x), (..., 153), of x (..., 16): 1, x_a / 2, x_a^2 / (4 sqrt 2), x_a x_b / 4 for a < b.
 
     phi(q) . phi(k) = 1 + s + s^2 / 2 for s = q . k / 4.
     """
@@ -50,8 +50,8 @@ def based(
     initial_state: BasedState | tuple[Tensor, Tensor] | None = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, BasedState]:
-    """`o_i = sum over j <= i of (1 + s_ij + s_ij^2 / 2) v_j` with `s_ij = q_i . k_j / 4`, in float32
-    (in float64 when q is float64), rounded once to q's dtype.
+    """`o_i = sum over j <= i of (1 + s_ij + s_ij^2 / 2) v_j` with `s_ij = q_i . k_j / 4`, in
+    float32 (in float64 when q is float64), rounded once to q's dtype.
 
     Args:
         q: (B, H, N, 16), any floating-point dtype.
