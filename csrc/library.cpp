@@ -10,6 +10,9 @@
     "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sink=None, bool? deterministic=None"
 #define ATTENTION_SEQUENCES \
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
+#define BASED_OPTIONS                                                                           \
+    "bool normalize=False, float eps=1e-12, Tensor? numerator=None, Tensor? denominator=None, " \
+    "bool return_state=False"
 
 #define GEMM_EPILOGUE                                                                          \
     "Tensor? bias=None, ScalarType? out_dtype=None, Tensor? residual=None, int activation=0, " \
@@ -64,4 +67,18 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
         "attention_varlen_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor "
         "v, Tensor out, Tensor lse, " ATTENTION_SEQUENCES ", " ATTENTION_OPTIONS
         ", bool[4] needs=[True, True, True, True]) -> (Tensor, Tensor, Tensor, Tensor)");
+
+    // q and k (B, H, N, 16), v (B, H, N, Dv); a state is numerator (B, H, 153, Dv) and denominator
+    // (B, H, 153), fp32, both or none, see csrc/linear_attention/linear_attention.h. A final state
+    // that is not asked for has batch size 0. denominators (B, H, N), fp32, of the rows, with eps;
+    // likewise where nothing is normalised.
+    m.def("based(Tensor q, Tensor k, Tensor v, " BASED_OPTIONS
+          ") -> (Tensor out, Tensor numerator, Tensor denominator, Tensor denominators)");
+    m.def("based_forward(Tensor q, Tensor k, Tensor v, " BASED_OPTIONS
+          ") -> (Tensor out, Tensor numerator, Tensor denominator)");
+    m.def(
+        "based_backward(Tensor grad_out, Tensor? grad_numerator, Tensor? grad_denominator, Tensor "
+        "q, Tensor k, Tensor v, Tensor out, Tensor denominators, bool normalize=False, Tensor? "
+        "numerator=None, Tensor? denominator=None, bool[4] needs=[True, True, True, True]) -> "
+        "(Tensor, Tensor, Tensor, Tensor, Tensor)");
 }

@@ -250,6 +250,15 @@ def direct_calls(sample, device):
         )
         return
     options = sample.options
+    if sample.op == "based":
+        flags = (options.get("normalize", False), 1e-12, None, None, True)
+        yield ops.based_forward, (*tensors, *flags)
+        yield ops.based, (*leaves(sample, device), *flags)
+        out, numerator, denominator, rows = ops.based(*tensors, *flags)
+        head = (torch.randn_like(out), numerator, denominator, *tensors, out, rows, flags[0])
+        yield ops.based_backward, (*head, numerator, denominator, [True] * 4)
+        yield ops.based_backward, (*head, None, None, [False, True, False, False])
+        return
     window_left, window_right = options.get("window_size", (-1, -1))
 
     def arguments(tensors):

@@ -1,10 +1,10 @@
 """Fast GPU kernels for PyTorch, and the tile library that they are written on.
 
-`attention`, `attention_varlen` (of packed sequences) and `gemm` are differentiable, work under
-torch.compile, and take CPU tensors too, where they run the reference formula, or, inside `with
-emulate():`, the GPU's kernels on an emulator. `reference` holds every op in plain PyTorch.
-`get_include()` is the folder of the tile library's headers, for kernels of one's own. On the
-command line: `python -m thunderkittens` with `info`, `demo` or `bench`.
+`attention`, `attention_varlen` (of packed sequences), `based` (linear attention) and `gemm` are
+differentiable, work under torch.compile, and take CPU tensors too, where they run the reference
+formula, or, inside `with emulate():`, the GPU's kernels on an emulator. `reference` holds every op
+in plain PyTorch. `get_include()` is the folder of the tile library's headers, for kernels of one's
+own. On the command line: `python -m thunderkittens` with `info`, `demo` or `bench`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ try:
     from .ops._fp8_linear import Fp8Linear, fp8_linear
     from .ops.attention import attention
     from .ops.attention_varlen import attention_varlen
+    from .ops.based import based
     from .ops.fp8_gemm import fp8_gemm
     from .ops.fp8_quantize import fp8_quantize
     from .ops.gemm import gemm
+    from .reference.based import BasedState
 
     _load.explain_missing_kernels()
 except ImportError as _error:
@@ -33,12 +35,14 @@ except ImportError as _error:
     _load.import_problem = str(_error)
 
 __all__ = [
+    "BasedState",
     "DeadlockError",
     "EmulatorError",
     "Fp8Linear",
     "__version__",
     "attention",
     "attention_varlen",
+    "based",
     "emulate",
     "fp8_gemm",
     "fp8_linear",

@@ -47,6 +47,18 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
     },
     **{
         op: {
+            f"bf16 ({batch}, {heads}, {length}, 64)": {
+                "batch": batch,
+                "heads": heads,
+                "length": length,
+                "value_dim": 64,
+            }
+            for batch, heads, length in ((16, 16, 4096), (1, 32, 8192))
+        }
+        for op in ("based", "based_backward")
+    },
+    **{
+        op: {
             f"bf16 (4, 16, 4096, {dim}), {text}": {
                 "batch": 4,
                 "q_heads": 16,

@@ -48,7 +48,7 @@ class Sample:
         self, device: str, longer: int = 0, dtype: torch.dtype | None = None
     ) -> list[Tensor]:
         """Random normal operands; the dynamic dimensions are `longer` than in `shapes`."""
-        place = heads if self.op == "attention" else matrix
+        place = heads if self.op in ("attention", "based") else matrix
         result = []
         for index, (shape, layout) in enumerate(zip(self.shapes, self.layouts, strict=True)):
             sizes = [n + longer * ((index, i) in self.dynamic) for i, n in enumerate(shape)]
@@ -83,7 +83,9 @@ class Sample:
         def call(*tensors: Tensor) -> tuple[Tensor, ...]:
             named = dict(zip(self.keywords, tensors[positional:], strict=True))
             result = function(*tensors[:positional], **named, **self.options)
-            return result if isinstance(result, tuple) else (result,)
+            if not isinstance(result, tuple):
+                return (result,)
+            return tuple(y for x in result for y in (x if isinstance(x, tuple) else (x,)))
 
         return call
 
@@ -155,6 +157,21 @@ SAMPLES = {
         dtype=torch.float16,
         kinds=("operand", "operand", "operand", "edges", "edges", "slopes", "sink"),
     ),
+    "based": Sample(
+        "based",
+        ((2, 2, 70, 16), (2, 2, 70, 16), (2, 2, 70, 64)),
+        ("bshd", "packed", "sliced"),
+        {"normalize": True},
+        dynamic=((0, 2), (1, 2), (2, 2)),
+    ),
+    "based_states": Sample(
+        "based",
+        ((1, 2, 37, 16), (1, 2, 37, 16), (1, 2, 37, 72)),
+        ("packed", "bshd", "packed"),
+        {"return_state": True},
+        dynamic=((0, 2), (1, 2), (2, 2)),
+        dtype=torch.float16,
+    ),
 }
 
 
@@ -187,6 +204,11 @@ def assert_equal(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 every_sample = pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES)
 one_per_op = pytest.mark.parametrize(
     "sample",
-    [SAMPLES["gemm_bias"], SAMPLES["attention_lse"], SAMPLES["attention_varlen_sink"]],
-    ids=["gemm", "attention", "attention_varlen"],
+    [
+        SAMPLES["gemm_bias"],
+        SAMPLES["attention_lse"],
+        SAMPLES["attention_varlen_sink"],
+        SAMPLES["based"],
+    ],
+    ids=["gemm", "attention", "attention_varlen", "based"],
 )

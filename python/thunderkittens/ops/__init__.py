@@ -9,6 +9,7 @@ implementations come from the compiled libraries, which the package loads before
 from ._fp8_linear import Fp8Linear, fp8_linear
 from .attention import attention
 from .attention_varlen import attention_varlen
+from .based import based
 from .fp8_gemm import fp8_gemm
 from .fp8_quantize import fp8_quantize
 from .gemm import gemm
@@ -17,6 +18,7 @@ __all__ = [
     "Fp8Linear",
     "attention",
     "attention_varlen",
+    "based",
     "fp8_gemm",
     "fp8_linear",
     "fp8_quantize",

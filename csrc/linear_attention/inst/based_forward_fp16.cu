@@ -1,0 +1,5 @@
+#include "csrc/linear_attention/based_forward_sm90.cuh"
+
+namespace thunderkittens::linear_attention {
+template void launch_based_forward<DType::fp16>(const BasedParams&, Stream);
+}  // namespace thunderkittens::linear_attention

@@ -1,0 +1,6 @@
+#include "csrc/linear_attention/based_backward_sm90.cuh"
+
+namespace thunderkittens::linear_attention {
+template void launch_based_query_gradient<DType::fp16>(const BasedBackwardParams&,
+                                                       const BackwardKernelParams&, Stream);
+}  // namespace thunderkittens::linear_attention

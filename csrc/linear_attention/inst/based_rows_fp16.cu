@@ -1,0 +1,7 @@
+#include "csrc/linear_attention/based_rows_sm90.cuh"
+
+namespace thunderkittens::linear_attention {
+template void launch_based_weights<DType::fp16>(const BasedBackwardParams&, float*, Stream);
+template void launch_based_combine<DType::fp16>(const BasedBackwardParams&,
+                                                const BackwardKernelParams&, Stream);
+}  // namespace thunderkittens::linear_attention
