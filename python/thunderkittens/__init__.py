@@ -1,8 +1,9 @@
 """Fast GPU kernels for PyTorch, and the tile library that they are written on.
 
-`attention`, `attention_varlen` (of packed sequences) and `gemm` are differentiable, work under
-torch.compile, and take CPU tensors too, where they run the reference formula, or, inside `with
-emulate():`, the GPU's kernels on an emulator. `reference` holds every op in plain PyTorch.
+`attention`, `attention_varlen` (of packed sequences) and `gemm` are differentiable;
+`mxfp8_quantize`, `nvfp4_quantize` and their inverses convert to block-scaled formats and back. All
+work under torch.compile, and take CPU tensors too, where they run the reference formula, or, inside
+`with emulate():`, the GPU's kernels on an emulator. `reference` holds every op in plain PyTorch.
 `get_include()` is the folder of the tile library's headers, for kernels of one's own. On the
 command line: `python -m thunderkittens` with `info`, `demo` or `bench`.
 """
@@ -22,6 +23,10 @@ try:
     from .ops.attention import attention
     from .ops.attention_varlen import attention_varlen
     from .ops.gemm import gemm
+    from .ops.mxfp8_dequantize import mxfp8_dequantize
+    from .ops.mxfp8_quantize import mxfp8_quantize
+    from .ops.nvfp4_dequantize import nvfp4_dequantize
+    from .ops.nvfp4_quantize import nvfp4_quantize
 
     _load.explain_missing_kernels()
 except ImportError as _error:
@@ -38,6 +43,10 @@ __all__ = [
     "emulate",
     "gemm",
     "get_include",
+    "mxfp8_dequantize",
+    "mxfp8_quantize",
+    "nvfp4_dequantize",
+    "nvfp4_quantize",
     "reference",
 ]
 

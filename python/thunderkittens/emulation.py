@@ -172,7 +172,13 @@ def _to_torch(x: Any) -> Tensor:
     return torch.from_numpy(x)
 
 
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+}
 
 
 NO_HEADERS = (

@@ -26,6 +26,10 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
         "bf16 128 x 4096 x 4096": {"m": 128, "n": 4096, "k": 4096},
     },
     **{
+        op: {"bf16 8192 x 8192": {"rows": 8192, "columns": 8192}}
+        for op in ("mxfp8_quantize", "mxfp8_dequantize", "nvfp4_quantize", "nvfp4_dequantize")
+    },
+    **{
         op: {
             f"bf16 (4, 16, 4096, {dim}), {text}": {
                 "batch": 4,

@@ -26,9 +26,11 @@ tk::emulated::Array array_from(const std::string& name, const py::array& array) 
         result.dtype = tk::DType::fp32;
     else if (kind == "int32")
         result.dtype = tk::DType::int32;
+    else if (kind == "uint8")
+        result.dtype = tk::DType::uint8;
     else
         throw py::type_error(name + " is " + kind +
-                             "; the emulator takes float16, float32, int32 and, "
+                             "; the emulator takes float16, float32, int32, uint8 and, "
                              "as the bits of bfloat16, uint16");
     const int64_t bytes = tk::size_in_bytes(result.dtype);
     if (array.ndim() > 4) throw py::value_error(name + " has more than 4 dimensions");
@@ -48,6 +50,7 @@ py::array array_to(const tk::emulated::Array& a) {
     const char* kind = a.dtype == tk::DType::bf16    ? "uint16"
                        : a.dtype == tk::DType::fp16  ? "float16"
                        : a.dtype == tk::DType::int32 ? "int32"
+                       : a.dtype == tk::DType::uint8 ? "uint8"
                                                      : "float32";
     std::vector<py::ssize_t> strides;
     for (const int64_t s : a.stride) strides.push_back(s * tk::size_in_bytes(a.dtype));

@@ -36,6 +36,15 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
 __device__ __forceinline__ float reciprocal_sqrt(float x) { return ::rsqrtf(x); }
 // A product that the compiler must not fuse with a sum.
 __device__ __forceinline__ float multiply_rounded(float a, float b) { return __fmul_rn(a, b); }
+// The larger of each pair of unsigned 16-bit numbers in two words.
+__device__ __forceinline__ uint32_t max_unsigned_pairs(uint32_t a, uint32_t b) {
+    return __vmaxu2(a, b);
+}
+// Four of the eight bytes of b and a, b's the upper ones: byte i is the one that digit i of the
+// selector names.
+__device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+    return __byte_perm(a, b, selector);
+}
 // Two floats to one packed register, first argument in the low half, round to nearest even.
 __device__ __forceinline__ __nv_bfloat162 pack_bf16(float low, float high) {
     uint32_t packed;

@@ -15,6 +15,18 @@ inline float tanh_approx(float x) { return ::tanhf(x); }
 inline float multiply_rounded(float a, float b) { return a * b; }
 inline float reciprocal_approx(float x) { return detail::flushed(1.0f / detail::flushed(x)); }
 inline float reciprocal_sqrt(float x) { return 1.0f / ::sqrtf(x); }
+inline uint32_t max_unsigned_pairs(uint32_t a, uint32_t b) {
+    const uint32_t high = max(a >> 16, b >> 16), low = max(a & 0xffffu, b & 0xffffu);
+    return high << 16 | low;
+}
+inline uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+    const uint64_t bytes = uint64_t{b} << 32 | a;
+    uint32_t result = 0;
+    for (int i = 0; i < 4; ++i) {
+        result |= static_cast<uint32_t>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    }
+    return result;
+}
 inline __nv_bfloat162 pack_bf16(float low, float high) { return __floats2bfloat162_rn(low, high); }
 inline __half2 pack_half(float low, float high) { return __floats2half2_rn(low, high); }
 

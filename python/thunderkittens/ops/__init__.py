@@ -9,5 +9,17 @@ implementations come from the compiled libraries, which the package loads before
 from .attention import attention
 from .attention_varlen import attention_varlen
 from .gemm import gemm
+from .mxfp8_dequantize import mxfp8_dequantize
+from .mxfp8_quantize import mxfp8_quantize
+from .nvfp4_dequantize import nvfp4_dequantize
+from .nvfp4_quantize import nvfp4_quantize
 
-__all__ = ["attention", "attention_varlen", "gemm"]
+__all__ = [
+    "attention",
+    "attention_varlen",
+    "gemm",
+    "mxfp8_dequantize",
+    "mxfp8_quantize",
+    "nvfp4_dequantize",
+    "nvfp4_quantize",
+]

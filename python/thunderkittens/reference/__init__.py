@@ -7,6 +7,10 @@ differentiable by PyTorch's own autograd.
 from .attention import attention, attention_backward
 from .attention_varlen import attention_varlen, attention_varlen_backward
 from .gemm import gemm
+from .mxfp8_dequantize import mxfp8_dequantize
+from .mxfp8_quantize import mxfp8_quantize
+from .nvfp4_dequantize import nvfp4_dequantize
+from .nvfp4_quantize import nvfp4_quantize
 
 __all__ = [
     "attention",
@@ -14,4 +18,8 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_backward",
     "gemm",
+    "mxfp8_dequantize",
+    "mxfp8_quantize",
+    "nvfp4_dequantize",
+    "nvfp4_quantize",
 ]
