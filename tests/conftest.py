@@ -38,6 +38,10 @@ EMULATED_SUITES = (
     "test_attention_options",
     "test_attention_varlen",
     "test_gemm",
+    "test_mxfp8_dequantize",
+    "test_mxfp8_quantize",
+    "test_nvfp4_dequantize",
+    "test_nvfp4_quantize",
 )
 EMULATION_POLICIES = ("on_wait", "late_mma")
 

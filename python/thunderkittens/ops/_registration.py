@@ -54,6 +54,8 @@ def register(
     packet_name, _, overload_name = name.partition(".")
     packet = getattr(getattr(torch.ops, _NAMESPACE), packet_name)
     op = getattr(packet, overload_name or "default")
+    if not differentiable:
+        cpu = torch.no_grad()(cpu)
     torch.library.register_fake(qualified, fake, lib=_library)
     _library.impl(name, cpu, "CPU")
     if cuda is not None:

@@ -52,6 +52,10 @@ def nvfp4_quantize(
     scale = to_fp8(wanted, torch.float8_e4m3fn)
     factor = (1 / (scale.to(torch.float32) * (1 / encode))).clamp(max=LARGEST)
     scaled = blocks * factor.unsqueeze(-1)
+    # An infinity times 0, where the scales overflow, is an infinity too.
+    scaled = torch.where(
+        scaled.isnan(), torch.copysign(torch.full_like(scaled, 6.0), blocks), scaled
+    )
     codes = nearest_code(scaled) if seed is None else random_code(scaled, columns, seed)
     codes = torch.where(largest.isnan().unsqueeze(-1), 7, codes)
     codes = codes.flatten(-2)[..., :columns].to(torch.uint8)
