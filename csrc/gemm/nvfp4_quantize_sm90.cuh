@@ -3,7 +3,8 @@
 //
 // Where the matrix's scale is to be found, one kernel writes the largest magnitude of what each of
 // its blocks has read, and the quantiser, which follows it on the stream, begins with the largest of
-// those. It takes the tiles in the opposite order, so that the last of what was read comes from L2.
+// those. It takes the tiles in the opposite order, so that the last of what was read comes from L2,
+// and it starts, as a dependent launch, before the first has ended.
 #pragma once
 
 #include "csrc/gemm/block_scaled_sm90.cuh"
@@ -184,6 +185,8 @@ template <int INPUT>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<INPUT>)
     nvfp4_maxima_kernel(Nvfp4Params p) {
     using T = element_of<INPUT>;
+    // The quantiser may come and load its tiles; it waits before it uses what this kernel finds.
+    arch::launch_dependents();
     const auto matrix = static_cast<int64_t>(blockIdx.y);
     const int count = tiles_of_matrix(p.x.rows, p.x.columns);
     const Place<16> place;
@@ -218,10 +221,11 @@ __device__ __forceinline__ Encode matrix_encode(const Nvfp4Params& p, int64_t ma
         if (writes_scale && threadIdx.x == 0) arch::store_global(result, given);
         return encode_of_scale(given);
     }
+    arch::wait_for_dependencies();
     const auto* maxima = static_cast<const uint32_t*>(p.maxima) + matrix * p.maxima_count;
     uint32_t word = 0;
     for (int i = static_cast<int>(threadIdx.x); i < p.maxima_count; i += THREADS) {
-        word = max(word, arch::load_global_readonly(maxima + i));
+        word = max(word, arch::load_global(maxima + i));
     }
     const float largest = bit_cast<float>(largest_of_block(word));
     if (writes_scale && threadIdx.x == 0) {
@@ -331,7 +335,8 @@ __global__ void __launch_bounds__(THREADS) nvfp4_dequantize_kernel(DequantizePar
 
 template <Nvfp4Quantize C>
 void quantize(const Nvfp4Params& params, Stream stream) {
-    kittens::launch(sm90::nvfp4_quantize_kernel<int(C.dtype), C.square, C.stochastic>,
+    const kittens::LaunchOptions options{.dependent = params.given_scale == nullptr};
+    kittens::launch(options, sm90::nvfp4_quantize_kernel<int(C.dtype), C.square, C.stochastic>,
                     dim3(sm90::tile_blocks(params.x)), dim3(THREADS), dim3(1), 0, stream, params);
 }
 template <DType dtype>

@@ -153,7 +153,7 @@ def _cpu(
 
 
 def _vmap_rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-    defaults = (None, None, False, True, None)
+    defaults: tuple[Any, ...] = (None, None, False, True, None)
     x, global_scale, square, swizzle, seed = (*args, *defaults[len(args) :])
     dims = (*in_dims, None, None, None, None)[:5]
     if dims[4] is not None:
