@@ -19,10 +19,23 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
         "gemm_forward(Tensor a, Tensor b, Tensor? bias=None, ScalarType? out_dtype=None) -> "
         "Tensor");
 
-    // Block-scaled formats of x (M, K) or (B, M, K): the elements, and the scales in the 128x4 layout
-    // (swizzle) or plain. MXFP8: 32 neighbours share an e8m0 scale; with transpose the same of the
-    // transpose of x besides, else two empty tensors. NVFP4: 16 neighbours, or 16 x 16, share an
-    // e4m3 scale and a matrix one in fp32.
+    // x (M, K); granularity: 0 tensor, 1 row, 2 1x128, 3 128x128; dtype None is float8_e4m3fn; the
+    // results are the codes, their scales (x is codes * scale), and, if transposed, those of x^T.
+    m.def(
+        "fp8_quantize(Tensor x, int granularity=1, ScalarType? dtype=None, Tensor? scale=None, "
+        "bool transposed=False) -> (Tensor, Tensor, Tensor, Tensor)");
+    // (M, K) @ (K, N), or (E, K, N) with the rows of a grouped by offs (E,); scale_a (1 or M, 1)
+    // and scale_b (1, 1 or N), or (M, K / 128) and (K / 128, N / 128 or N); activation: 0 none, 1
+    // relu, 2 gelu, 3 gelu_tanh, 4 silu; out_dtype None is bfloat16.
+    m.def(
+        "fp8_gemm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias=None, "
+        "int activation=0, ScalarType? out_dtype=None, bool accurate=True, Tensor? offs=None) -> "
+        "Tensor");
+
+    // Block-scaled formats of x (M, K) or (B, M, K): the elements, and the scales in the 128x4
+    // layout (swizzle) or plain. MXFP8: 32 neighbours share an e8m0 scale; with transpose the same
+    // of the transpose of x besides, else two empty tensors. NVFP4: 16 neighbours, or 16 x 16,
+    // share an e4m3 scale and a matrix one in fp32.
     m.def(
         "mxfp8_quantize(Tensor x, ScalarType dtype, bool floor=False, bool swizzle=True, "
         "bool transpose=False) -> (Tensor data, Tensor scale, Tensor data_t, Tensor scale_t)");

@@ -37,6 +37,8 @@ EMULATED_SUITES = (
     "test_attention_gradient",
     "test_attention_options",
     "test_attention_varlen",
+    "test_fp8_gemm",
+    "test_fp8_quantize",
     "test_gemm",
     "test_mxfp8_dequantize",
     "test_mxfp8_quantize",

@@ -46,7 +46,8 @@ def fields(match, stages):
     _, _, dim, value_dim, rows, keys, modified = match.groups()
     config = {"head_dim": int(dim), "stages": stages, "modified": modified is not None}
     if match[1] == "backward":
-        return config | {"block_m": int(rows)}
+        wide = {"value_dim": int(value_dim or dim)} if int(dim) > 128 else {}
+        return config | {"block_m": int(rows)} | wide
     config |= {"value_dim": int(value_dim or dim), "block_n": int(keys)}
     config |= {"warpgroups": int(rows) // 64}
     # Those that split the keys have the score options all in one kernel.

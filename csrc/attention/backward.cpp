@@ -21,7 +21,7 @@ template <std::size_t... indices>
 void launch_any(const BackwardChoice& choice, const BackwardParams& params, Stream stream,
                 std::index_sequence<indices...>) {
     const bool found = ((choice.config == config_at(indices)
-                             ? (launch_backward<config_at(indices)>(params, stream), true)
+                             ? (launch_any_backward<config_at(indices)>(params, stream), true)
                              : false) ||
                         ...);
     TK_CHECK(found, OP, ": no kernel ", kernel_name(choice), " in this build");
@@ -134,9 +134,10 @@ Gradients backward(const BackwardTensors& in, const Packing* packing, const Opti
     params.dv = dv.target(packing);
     params.dsink = need_sink ? static_cast<float*>(dsink.data_ptr()) : nullptr;
     params.workspace = static_cast<float*>(workspace.data_ptr());
-    params.section_heads = choice.section_heads;
     params.sm_count = device.sm_count;
     params.deterministic = options.deterministic.value_or(false);
+    params.section_heads =
+        params.deterministic ? choice.ordered_section_heads : choice.section_heads;
     launch_any(choice, params, current_stream(in.q), std::make_index_sequence<KERNELS>());
     for (Gradient* g : {&dq, &dk, &dv}) g->finish();
     return {dq.result, dk.result, dv.result, dsink};

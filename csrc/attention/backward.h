@@ -9,10 +9,12 @@ namespace thunderkittens::attention {
 struct BackwardConfig {
     int head_dim = 0;  // of the kernel; smaller ones are filled with zeros on load
     int block_m = 0;
-    int stages = 0;  // of Q and dO
+    int stages = 0;  // of Q and dO; of Q in the wide kernels
     DType dtype = DType::bf16;
     bool modified = false;  // softcap or ALiBi
+    int value_dim = 0;      // 0: as head_dim; given for those of backward_wide_sm90.cuh
 
+    constexpr bool wide() const { return value_dim != 0; }
     bool operator==(const BackwardConfig&) const = default;
 };
 constexpr BackwardConfig BACKWARD_CONFIGS[] = {
@@ -22,6 +24,12 @@ constexpr BackwardConfig BACKWARD_CONFIGS[] = {
     {64, 64, 2, DType::bf16, true},
     {96, 64, 2, DType::bf16, true},
     {128, 64, 2, DType::bf16, true},
+    {192, 64, 3, DType::bf16, false, 128},
+    {192, 64, 2, DType::bf16, false, 192},
+    {256, 64, 2, DType::bf16, false, 256},
+    {192, 64, 3, DType::bf16, true, 128},
+    {192, 64, 2, DType::bf16, true, 192},
+    {256, 64, 2, DType::bf16, true, 256},
 };
 constexpr BackwardConfig with_dtype(BackwardConfig config, DType dtype) {
     config.dtype = dtype;
@@ -38,6 +46,7 @@ struct BackwardChoice {
     BackwardConfig config;
     // The blocks work on this many key heads (of all batches) at a time.
     int section_heads = 1;
+    int ordered_section_heads = 1;  // where dQ is summed in a fixed order
 };
 
 struct BackwardParams {
@@ -73,7 +82,7 @@ constexpr int64_t workspace_floats(const Problem& p, const Sequences& s,
 struct Workspace {
     float *lse_log2, *delta;  // per row
     float* dq;                // dq_columns per row
-    int *next_item, *turns;   // a counter; one per part of dQ: 0 until something is in it
+    int *next_item, *turns;  // a counter; some per tile of dQ, the first 0 until something is in it
 
     Workspace(const BackwardParams& params, int dq_columns) {
         const Problem& p = params.problem;
@@ -108,11 +117,13 @@ void launch_finish(const BackwardParams& params, const Workspace& workspace, con
 template <typename Visitor>
 void visit_fields(BackwardChoice& c, Visitor visit) {
     visit("head_dim", c.config.head_dim);
+    visit("value_dim", c.config.value_dim);
     visit("block_m", c.config.block_m);
     visit("stages", c.config.stages);
     visit("dtype", c.config.dtype);
     visit("modified", c.config.modified);
     visit("section_heads", c.section_heads);
+    visit("ordered_section_heads", c.ordered_section_heads);
 }
 
 std::string unsupported_backward(const Problem& problem, const DeviceProperties& device);
@@ -122,5 +133,15 @@ std::vector<KernelInfo> backward_kernels();
 
 template <BackwardConfig config>
 void launch_backward(const BackwardParams& params, Stream stream);
+template <BackwardConfig config>
+void launch_wide_backward(const BackwardParams& params, Stream stream);
+// The one of the two that has the configuration.
+template <BackwardConfig config>
+void launch_any_backward(const BackwardParams& params, Stream stream) {
+    if constexpr (config.wide())
+        launch_wide_backward<config>(params, stream);
+    else
+        launch_backward<config>(params, stream);
+}
 
 }  // namespace thunderkittens::attention

@@ -90,6 +90,11 @@ struct BackwardWork {
     static __device__ __forceinline__ int first_block(int m, int low) {
         return ::max(0, m * BLOCK_M + low) / BLOCK_N;
     }
+    // The last one.
+    static __device__ __forceinline__ int last_block(int m, const BackwardItem& item) {
+        const int last_row = ::min(m * BLOCK_M + BLOCK_M, read(item.q_length)) - 1;
+        return ::min(last_row + read(item.high), read(item.k_length) - 1) / BLOCK_N;
+    }
     __device__ __forceinline__ int tiles_of_head() const {
         return static_cast<int>(rows.head / BLOCK_M);
     }
@@ -111,9 +116,14 @@ struct ItemRing {
     // work(item) for all items of this block.
     template <class Globals, class Work>
     __device__ __forceinline__ void claim(const Globals& work_list, Work work) {
+        claim_by([&] { return arch::fetch_add_global(work_list.next_item, 1); }, work_list, work);
+    }
+    // For all items whose indices next() gives.
+    template <class Next, class Globals, class Work>
+    __device__ __forceinline__ void claim_by(Next next, const Globals& work_list, Work work) {
         RingPosition<2> at;
         while (true) {
-            const int index = arch::fetch_add_global(work_list.next_item, 1);
+            const int index = next();
             wait(empty[at.stage], at.phase ^ 1);
             BackwardItem& item = items[at.stage];
             const bool more = work_list.describe(item, index);

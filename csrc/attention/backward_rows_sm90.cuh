@@ -1,6 +1,7 @@
 // What the attention backward does per query row, before and after its main kernel, for any head
-// dimension: the statistics that the main kernel reads, and cleared counters; dQ brought
-// from the accumulator's order into rows; the gradient of the sinks.
+// dimension: the statistics that the main kernel reads, cleared counters, and a cleared dQ where its
+// parts are added in any order; dQ brought from the accumulator's order into rows; the gradient of
+// the sinks.
 #pragma once
 
 #include <algorithm>
@@ -23,8 +24,9 @@ struct PrepareGlobals {
     float* lse_log2;  // per row of the workspace
     float* delta;     // likewise
     int* next_item;
+    float* dq;   // null: not to be cleared
     int* turns;  // as many as `parts` per block_m rows
-    int block_m, parts;
+    int block_m, parts, dq_columns;
     // Rows behind the last packed sequence get zero gradients.
     PlainLayout<T> tail_dq, tail_dk, tail_dv;
     int head_dim, kv_heads;
@@ -111,7 +113,12 @@ __global__ __launch_bounds__(PREPARE_THREADS) void prepare_kernel(
             arch::store_global(g.delta + rows + r, delta);
         }
     }
-    if (threadIdx.x < g.parts) {
+    if (g.dq != nullptr) {
+        auto* sums = reinterpret_cast<float4*>(g.dq + rows * g.dq_columns);
+        for (int i = threadIdx.x; i < PREPARE_ROWS / 4 * g.dq_columns; i += PREPARE_THREADS) {
+            arch::store_global(sums + i, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
+        }
+    } else if (threadIdx.x < g.parts) {
         arch::store_global(g.turns + g.parts * (rows / g.block_m) + threadIdx.x, 0);
     }
 }
@@ -123,7 +130,7 @@ struct FinishGlobals {
     SequenceTable sequences;
     PaddedRows rows;
     const float* sums;
-    const int* turns;  // per part: 0 where no key is seen and nothing was summed
+    const int* turns;  // per part, the first: 0 where nothing was summed; null: dQ was cleared
     float scale;
 };
 
@@ -142,7 +149,7 @@ __global__ __launch_bounds__(parts* WARPGROUP_THREADS) void finish_kernel(
     if (row >= s.q_length) return;
     const int64_t tile = g.rows.first(b, s.q_begin, head) / block_m + blockIdx.x;
     const float* from = g.sums + (tile * parts + id) * part_floats + 4 * warpgroup::laneid();
-    const bool summed = arch::load_global(g.turns + tile * parts + id) != 0;
+    const bool summed = !g.turns || arch::load_global(g.turns + tile * parts) != 0;
     rt_fl<16, part_cols> part;
 #pragma unroll
     for (int j = 0; j < part.width; ++j) {
@@ -224,9 +231,11 @@ void launch_prepare_kernel(const BackwardParams& params, const Workspace& worksp
                                     .lse_log2 = workspace.lse_log2,
                                     .delta = workspace.delta,
                                     .next_item = workspace.next_item,
+                                    .dq = params.deterministic ? nullptr : workspace.dq,
                                     .turns = workspace.turns,
                                     .block_m = tiles.block_m,
                                     .parts = tiles.parts,
+                                    .dq_columns = tiles.columns(),
                                     .tail_dq = PlainLayout<T>(params.dq, p.varlen),
                                     .tail_dk = PlainLayout<T>(params.dk, p.varlen),
                                     .tail_dv = PlainLayout<T>(params.dv, p.varlen),
@@ -269,7 +278,7 @@ bool launch_finish_kernel(const BackwardParams& params, const Workspace& workspa
         .sequences = SequenceTable(p, params.sequences),
         .rows = PaddedRows(p, params.sequences),
         .sums = workspace.dq,
-        .turns = workspace.turns,
+        .turns = params.deterministic ? workspace.turns : nullptr,
         .scale = params.query_scale};
     const dim3 grid(unsigned((p.q_length + block_m - 1) / block_m), unsigned(p.q_heads),
                     unsigned(p.batch));
@@ -294,7 +303,9 @@ void launch_finish(const BackwardParams& params, const Workspace& workspace, con
     const bool found = launch_finish_kernel<T, 128, 2, 64>(params, workspace, tiles, stream) ||
                        launch_finish_kernel<T, 64, 2, 32>(params, workspace, tiles, stream) ||
                        launch_finish_kernel<T, 64, 2, 48>(params, workspace, tiles, stream) ||
-                       launch_finish_kernel<T, 64, 2, 64>(params, workspace, tiles, stream);
+                       launch_finish_kernel<T, 64, 2, 64>(params, workspace, tiles, stream) ||
+                       launch_finish_kernel<T, 64, 2, 96>(params, workspace, tiles, stream) ||
+                       launch_finish_kernel<T, 64, 2, 128>(params, workspace, tiles, stream);
     TK_CHECK(found, "tk.attention: no kernel for dQ in parts of ", tiles.part_cols, " columns");
 }
 

@@ -11,12 +11,12 @@
 //   consumers  two warpgroups of 64 keys each. They compute the transposed scores S^T = K Q^T and
 //              dP^T = V dO^T, so that P^T and dS^T leave the softmax as register operands of dV and
 //              dK. dS^T goes through shared memory once, for dQ, whose tile the two share.
-//   senders    one thread per consumer: adds the consumer's part of dQ to memory, by a bulk
-//              reduction; reductions from registers hold the consumers up (they made the whole
-//              kernel 4 to 6 % slower)
-// The products of a step are issued so that the tensor cores have work while a consumer waits: dK,
-// which needs nothing of the other consumer, before the barrier, and dQ after it; S of the next
-// step before dQ of the last is handed on.
+//   senders    threads that add the consumers' parts of dQ to memory, by bulk reductions;
+//              reductions from registers hold the consumers up (they made the whole kernel 4 to 6 %
+//              slower)
+// The products of a step are issued so that the tensor cores have work while a consumer waits, and
+// the consumers take turns with them, half a step apart. dQ is one step behind: it is the only
+// product that needs the other consumer's dS.
 // dQ is summed over the key blocks in fp32 in global memory, in the order of the accumulator's
 // registers; backward_rows_sm90.cuh puts the elements in order afterwards. The order of the sum
 // varies between runs, unless the senders take turns.
@@ -51,6 +51,9 @@ struct BackwardKernel {
     // the columns.
     static constexpr bool split_rows = block_m == 128;
     static constexpr int dq_parts = 2;
+    // Any order: one per part. In order: whole tiles, in turns, as one takes about two steps until
+    // the next key block may add its own.
+    static constexpr int senders = in_order ? 3 : dq_parts;
     static constexpr int part_cols = split_rows ? head_dim : head_dim / 2;
     static constexpr int part_floats = 64 * part_cols;
     static constexpr int dq_tile_floats = dq_parts * part_floats;
@@ -109,7 +112,7 @@ struct BackwardShared {
 
     ItemRing ring;
     semaphore k_full, v_full, kv_empty;
-    semaphore dq_full[2], dq_empty[2];
+    semaphore dq_full[Kernel::senders], dq_empty[2];
     semaphore step_done;  // dS of the step is written, and dQ of the step before has read its own
     semaphore q_full[Kernel::stages], grad_out_full[Kernel::stages], empty[Kernel::stages];
 };
@@ -163,73 +166,72 @@ __device__ __forceinline__ void produce(const BackwardGlobals<Kernel>& g,
     });
 }
 
-// Sends a consumer's parts of dQ to memory. The first one of a tile is stored, the others are
-// added; in order: the key blocks of a tile in ascending order.
+// Adds dQ to memory. In order: the key blocks of a tile in ascending order, of which the first is
+// stored.
 template <class Kernel>
 struct Sender {
     const BackwardGlobals<Kernel>& g;
     BackwardShared<Kernel>& shared;
-    const int id;
-    static constexpr int STORED = 1 << 20;  // beyond every count
+    const int index;
 
-    __device__ __forceinline__ int* turn(int tile) const { return g.turns + 2 * tile + id; }
+    __device__ __forceinline__ int* turn(int tile) const { return g.turns + 2 * tile; }
     __device__ __forceinline__ void await(int tile, int count) const {
         while (arch::load_acquire_global(turn(tile)) < count) {
         }
     }
-    __device__ __forceinline__ void transfer(int tile, bool first) const {
-        float* to = g.dq + int64_t(tile) * Kernel::dq_tile_floats + id * Kernel::part_floats;
-        const uint32_t from = shared.exchange[id].dq.address();
+    __device__ __forceinline__ void transfer(int tile, int part, bool first) const {
+        float* to = g.dq + int64_t(tile) * Kernel::dq_tile_floats + part * Kernel::part_floats;
+        const uint32_t from = shared.exchange[part].dq.address();
         constexpr int bytes = Kernel::part_floats * int(sizeof(float));
         if (first)
             arch::bulk_store(to, from, bytes);
         else
             arch::bulk_store_add(to, from, bytes);
-        tma::store_commit_group();
-        tma::store_async_read_wait();
-        arrive(shared.dq_empty[id]);
     }
-    // Others may add to the tile.
+    // The next key block may add to the tile.
     __device__ __forceinline__ void announce(int tile, int count) const {
         tma::store_async_wait();
         arch::fence_async();
         arch::store_release_global(turn(tile), count);
     }
+    __device__ __forceinline__ void await_parts(int& phase) const {
+        wait(shared.dq_full[index], phase);
+        phase ^= 1;
+        // Here rather than in the consumers, whom it would hold up.
+        arch::fence_async_shared();
+    }
 
     __device__ __forceinline__ void run() const {
-        int phase = 0;
+        int phase = 0, others = index;  // steps of other senders that come first
         shared.ring.receive([&](const BackwardItem& item) {
             for (int i = 0; i < g.work.group; ++i) {
                 for (int j = read(item.begin); j < read(item.end); ++j) {
+                    if (Kernel::in_order && others-- > 0) continue;
+                    others = Kernel::senders - 1;
                     const int m = query_block<Kernel>(item, j);
                     const int tile = read(item.tile) + i * g.work.tiles_of_head() + m;
                     if constexpr (Kernel::in_order) {
                         const int place =
                             read(item.block) - Kernel::Work::first_block(m, read(item.low));
-                        await_part(phase);
                         await(tile, place);
+                        await_parts(phase);
                         arch::fence_async();
-                        transfer(tile, place == 0);
+                        for (int part = 0; part < 2; ++part) transfer(tile, part, place == 0);
+                        tma::store_commit_group();
+                        tma::store_async_read_wait();
+                        for (int part = 0; part < 2; ++part) arrive(shared.dq_empty[part]);
                         announce(tile, place + 1);
                     } else {
-                        bool stored = arch::load_acquire_global(turn(tile)) >= STORED;
-                        await_part(phase);
-                        const bool first = !stored && arch::fetch_add_global(turn(tile), 1) == 0;
-                        if (!stored && !first) await(tile, STORED);
-                        arch::fence_async();
-                        transfer(tile, first);
-                        if (first) announce(tile, STORED);
+                        await_parts(phase);
+                        transfer(tile, index, false);
+                        tma::store_commit_group();
+                        tma::store_async_read_wait();
+                        arrive(shared.dq_empty[index]);
                     }
                 }
             }
         });
         tma::store_async_wait();
-    }
-    __device__ __forceinline__ void await_part(int& phase) const {
-        wait(shared.dq_full[id], phase);
-        phase ^= 1;
-        // Here rather than in the consumer, whom it would hold up.
-        arch::fence_async_shared();
     }
 };
 
@@ -248,14 +250,30 @@ struct BackwardConsumer {
     const int id;
     RingPosition<Kernel::stages> at;
     int kv_phase = 0, dq_phase = 0;
+    int sender = 0;  // of this step's dQ, in order
     int step_parity = 0;
     int step_phase = 0;
     float slope = 0;
 
-    // Named barriers: 1, 2 a consumer's own; 3, 4 its dS is written; 5 both.
+    // Named barriers: 1, 2 a consumer's own; 3, 4 its turn; 5 both.
     __device__ __forceinline__ void sync_own() { warpgroup::sync(1 + id); }
     __device__ __forceinline__ void sync_both() {
         arch::named_barrier_sync(5, 2 * WARPGROUP_THREADS);
+    }
+    // A consumer's turn is from its dQ and dK to the next step's S and dP; meanwhile the other is at
+    // the elements of its own. Left alone they fall into step, and the tensor cores idle.
+    __device__ __forceinline__ void await_turn() {
+        arch::named_barrier_sync(3 + id, 2 * WARPGROUP_THREADS);
+    }
+    __device__ __forceinline__ void pass_turn() {
+        arch::named_barrier_arrive(4 - id, 2 * WARPGROUP_THREADS);
+    }
+    __device__ __forceinline__ void begin() {
+        if (id == 1) pass_turn();
+    }
+    // Leaves no arrival behind.
+    __device__ __forceinline__ void end() {
+        if (id == 0) await_turn();
     }
     __device__ __forceinline__ void release(semaphore& s) {
         if (warpgroup::laneid() == 0) arrive(s);
@@ -371,7 +389,8 @@ struct BackwardConsumer {
             }
         }
         arch::sync_warp();
-        if (laneid() == 0) arrive(shared.dq_full[id]);
+        if (laneid() == 0) arrive(shared.dq_full[Kernel::in_order ? sender : id]);
+        if constexpr (Kernel::in_order) sender = sender == Kernel::senders - 1 ? 0 : sender + 1;
     }
     __device__ __forceinline__ void issue_dq(dq_part& dq, int self, int buffer) {
         warpgroup::mma_fence(dq);
@@ -412,10 +431,10 @@ struct BackwardConsumer {
         warpgroup::mm_ABt(s, shared.k[self], shared.q[stage]);
         wait(shared.grad_out_full[stage], at.phase);
         warpgroup::mm_ABt(dp, shared.v[self], shared.grad_out[stage]);
+        pass_turn();
         warpgroup::mma_async_wait<1>(s);
         weigh(s, p, item, m, masked, shared.lse[stage]);
         if constexpr (Kernel::early_dv) warpgroup::mma_AB(dv, p, shared.grad_out[stage]);
-        if constexpr (Kernel::need_dq && !FIRST) await_step();
         warpgroup::mma_async_wait<Kernel::early_dv ? 1 : 0>(dp);
         with_statistic(dp, shared.delta[stage], [](float& x, float delta) { x -= delta; });
         multiply(ds, s, dp);
@@ -425,16 +444,17 @@ struct BackwardConsumer {
         }
         if constexpr (Kernel::need_dq) {
             dq_part dq;
+            if constexpr (!FIRST) await_step();
             warpgroup::store(exchange().ds[step_parity], ds);
+            await_turn();
             if constexpr (!FIRST) issue_dq(dq, self, step_parity ^ 1);
             warpgroup::mma_AB(dk, ds, shared.q[stage]);
-            if constexpr (!FIRST) {
-                warpgroup::mma_async_wait<1>(dq);
-                hand_on(dq);
-            }
+            if constexpr (!FIRST) warpgroup::mma_async_wait<1>(dq);
             arch::sync_warp();
             if (laneid() == 0) arrive(shared.step_done);
+            if constexpr (!FIRST) hand_on(dq);
         } else {
+            await_turn();
             warpgroup::mma_AB(dk, ds, shared.q[stage]);
         }
         warpgroup::mma_async_wait<0>();
@@ -465,6 +485,7 @@ struct BackwardConsumer {
         if (warpgroup::laneid() == 0) tma::store_async_read_wait();
         sync_own();
         const int begin = uniform(item.begin), end = uniform(item.end);
+        if (begin < end) await_turn();
         const int whole = uniform(item.whole), cut = uniform(item.cut);
         for (int i = 0; i < g.work.group; ++i) {
             if constexpr (Kernel::modified) {
@@ -486,7 +507,10 @@ struct BackwardConsumer {
                 step<false>(dk, dv, item, m, m < whole || m >= cut);
             }
         }
-        if (begin < end) finish_steps();
+        if (begin < end) {
+            pass_turn();
+            finish_steps();
+        }
         warpgroup::mma_async_wait<0>();
         pin(dk);
         pin(dv);
@@ -527,11 +551,13 @@ __global__ __launch_bounds__(Kernel::threads, 1) void backward_kernel(
         init_semaphore(shared.v_full, 1);
         init_semaphore(shared.kv_empty, 2);
         for (int w = 0; w < 2; ++w) {
-            init_semaphore(shared.dq_full[w], WARPGROUP_WARPS);
             init_semaphore(shared.dq_empty[w], 1);
         }
+        for (int w = 0; w < Kernel::senders; ++w) {
+            init_semaphore(shared.dq_full[w], (Kernel::in_order ? 2 : 1) * WARPGROUP_WARPS);
+        }
         init_semaphore(shared.step_done, 2 * WARPGROUP_WARPS);
-        shared.ring.init(2 * WARPGROUP_THREADS + (Kernel::need_dq ? 2 : 0));
+        shared.ring.init(2 * WARPGROUP_THREADS + (Kernel::need_dq ? Kernel::senders : 0));
         for (int s = 0; s < Kernel::stages; ++s) {
             init_semaphore(shared.q_full[s], 1);
             init_semaphore(shared.grad_out_full[s], 1);
@@ -548,14 +574,16 @@ __global__ __launch_bounds__(Kernel::threads, 1) void backward_kernel(
         const int warp = arch::warp_uniform(warpgroup::warpid());
         if (warp == 0 && arch::elect_one()) produce(g, shared);
         if constexpr (Kernel::need_dq) {
-            if ((warp == 1 || warp == 2) && arch::elect_one()) {
+            if (warp >= 1 && warp <= Kernel::senders && arch::elect_one()) {
                 Sender<Kernel>{g, shared, warp - 1}.run();
             }
         }
     } else {
         warpgroup::increase_registers<240>();
         BackwardConsumer<Kernel> consumer{g, shared, role - 1};
+        consumer.begin();
         shared.ring.receive([&](const BackwardItem& item) { consumer.work(item); });
+        consumer.end();
         if (warpgroup::laneid() == 0) tma::store_async_wait();
     }
 }

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 
-#include "csrc/attention/backward.h"
+#include "csrc/attention/backward_wide.h"
 
 namespace thunderkittens::attention {
 namespace {
@@ -18,10 +18,12 @@ bool banded(const Problem& p) {
 // Which key heads are worked on at a time. Without a mask one after the other, so that its queries
 // come from L2. With one, blocks of a section go longest first; that evens out best when a section
 // fills whole pairs of rounds.
-int choose_section(const Problem& p, int sm_count) {
+// Clusters that claim their items need no even rounds: what they work on at a time stays in L2.
+int choose_section(const Problem& p, bool wide, int sm_count) {
     if (!banded(p)) return 1;
     const int64_t heads = p.kv_heads * p.batch;
-    const int64_t blocks = (p.k_length + BLOCK_N - 1) / BLOCK_N;
+    const int64_t blocks = std::max<int64_t>((p.k_length + BLOCK_N - 1) / BLOCK_N, 1);
+    if (wide) return static_cast<int>(std::max<int64_t>(sm_count / 2 / blocks, 1));
     const int64_t target = std::max<int64_t>(sm_count / 4, 1);
     if (heads <= target + target / 2) return static_cast<int>(std::max<int64_t>(heads, 1));
     int64_t best = target;
@@ -40,36 +42,62 @@ int choose_section(const Problem& p, int sm_count) {
     return static_cast<int>(best);
 }
 
+// In a fixed order, key blocks of a head that begin together wait for each other: some more heads
+// than fill the GPU, as far as L2 holds them. Under a mask, where blocks are unequal, more still.
+int choose_ordered_section(const Problem& p, int sm_count) {
+    const int64_t blocks = std::max<int64_t>((p.k_length + BLOCK_N - 1) / BLOCK_N, 1);
+    const int64_t heads = std::max<int64_t>(p.kv_heads * p.batch, 1);
+    const int64_t rounds = banded(p) ? std::clamp<int64_t>(blocks / 2, 2, 8) : 2;
+    return static_cast<int>(std::clamp<int64_t>(rounds * sm_count / blocks, 1, heads));
+}
+
 }  // namespace
 
 std::string unsupported_backward(const Problem& p, const DeviceProperties& device) {
     if (std::string reason = unsupported_problem(p, device); !reason.empty()) return reason;
-    if (std::max(p.head_dim, p.value_dim) > 128) {
-        return concat("the backward kernel takes head dimensions up to 128, got ", p.head_dim,
-                      " and ", p.value_dim);
-    }
     return "";
 }
 
 BackwardChoice choose_backward(const Problem& p, const DeviceProperties& device) {
     BackwardChoice choice;
-    const int64_t dim = std::max(p.head_dim, p.value_dim);
     for (const BackwardConfig& config : BACKWARD_CONFIGS) {
-        if (config.head_dim < dim || config.modified != modified(p)) continue;
+        const int64_t value_dim = config.wide() ? config.value_dim : config.head_dim;
+        if (config.head_dim < p.head_dim || value_dim < p.value_dim) continue;
+        if (config.modified != modified(p)) continue;
         choice.config = with_dtype(config, p.dtype);
         break;
     }
-    choice.section_heads = choose_section(p, device.sm_count);
+    const bool wide = choice.config.wide();
+    choice.section_heads = choose_section(p, wide, device.sm_count);
+    choice.ordered_section_heads =
+        wide ? choice.section_heads : choose_ordered_section(p, device.sm_count);
     return choice;
 }
 
 std::string kernel_name(const BackwardChoice& choice) {
     const BackwardConfig& c = choice.config;
-    return concat("backward_", name_of(c.dtype), "_d", c.head_dim, "_", c.block_m, "x", BLOCK_N,
+    const std::string dim = c.wide() && c.value_dim != c.head_dim
+                                ? concat(c.head_dim, "v", c.value_dim)
+                                : concat(c.head_dim);
+    return concat("backward_", name_of(c.dtype), "_d", dim, "_", c.block_m, "x", BLOCK_N,
                   c.modified ? "_modified" : "");
 }
 
-// A source holds three kernels: dQ summed in any order, in a fixed order, and not at all.
+KernelInfo wide_backward_kernel(const BackwardConfig& c) {
+    KernelInfo info;
+    info.source = info.name = kernel_name(BackwardChoice{c});
+    info.symbol = "wide_backward_kernel";
+    info.config = concat("head_dim ", c.head_dim, ", value_dim ", c.value_dim, ", ", c.block_m,
+                         " query rows x ", BLOCK_N, " keys of 2 blocks, ", c.stages,
+                         " stages, 3 consumer warpgroups + 1 producer, dQ in any or a fixed order",
+                         c.modified ? ", softcap and ALiBi" : "");
+    info.threads = 512;
+    info.shared_bytes = wide_backward_memory(c);
+    return info;
+}
+
+// A source holds three kernels: dQ summed in any order, in a fixed order, and not at all. Those of
+// the wide kernels hold one for all three.
 std::vector<KernelInfo> backward_kernels() {
     struct Variant {
         const char *name, *text, *symbol;
@@ -83,6 +111,10 @@ std::vector<KernelInfo> backward_kernels() {
     for (const DType dtype : {DType::bf16, DType::fp16}) {
         for (const BackwardConfig& tile : BACKWARD_CONFIGS) {
             const BackwardConfig c = with_dtype(tile, dtype);
+            if (c.wide()) {
+                list.push_back(wide_backward_kernel(c));
+                continue;
+            }
             for (const Variant& variant : variants) {
                 KernelInfo info;
                 info.source = kernel_name(BackwardChoice{c});
@@ -117,7 +149,8 @@ std::vector<KernelInfo> backward_kernels() {
                 256, 0);
         }
         for (const auto& [block_m, parts, columns] :
-             {DqTiles{128, 2, 64}, DqTiles{64, 2, 32}, DqTiles{64, 2, 48}, DqTiles{64, 2, 64}}) {
+             {DqTiles{128, 2, 64}, DqTiles{64, 2, 32}, DqTiles{64, 2, 48}, DqTiles{64, 2, 64},
+              DqTiles{64, 2, 96}, DqTiles{64, 2, 128}}) {
             add(concat("dq_", block_m, "x", parts, "x", columns),
                 concat("finish_kernelI", dtype == DType::bf16 ? "13__nv_" : "", type, "Li", block_m,
                        "ELi", parts, "ELi", columns, "E"),

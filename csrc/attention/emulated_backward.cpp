@@ -13,7 +13,7 @@ template <std::size_t... indices>
 void launch_any(const BackwardChoice& choice, const BackwardParams& params,
                 std::index_sequence<indices...>) {
     const bool found = ((choice.config == config_at(indices)
-                             ? (launch_backward<config_at(indices)>(params, nullptr), true)
+                             ? (launch_any_backward<config_at(indices)>(params, nullptr), true)
                              : false) ||
                         ...);
     TK_CHECK(found, "tk.attention: no kernel ", kernel_name(choice));
@@ -82,9 +82,10 @@ emulated::Result run(const emulated::Call& call) {
     params.dv = describe(dv);
     params.dsink = floats(dsink);
     params.workspace = floats(workspace);
-    params.section_heads = choice.section_heads;
     params.sm_count = call.device.sm_count;
     params.deterministic = call.scalar("deterministic", false);
+    params.section_heads =
+        params.deterministic ? choice.ordered_section_heads : choice.section_heads;
 
     emulated::Launch scope("attention " + kernel_name(choice));
     scope.may_read("q", q);

@@ -64,6 +64,17 @@ struct Layout {
         else
             tma::load_async(tile, dense, elements(b, head, row, column), arrived);
     }
+    // The same tile into all blocks of the cluster whose bit is set, at the same place.
+    __device__ __forceinline__ void load_to_blocks(Tile& tile, int b, int head, int begin,
+                                                   int length, int row, semaphore& arrived,
+                                                   int column, uint16_t blocks) const {
+        if (packed) {
+            tma::cluster::load_async(tile, ragged, ragged_coord{head, begin, length, row, column},
+                                     arrived, blocks);
+        } else {
+            tma::cluster::load_async(tile, dense, elements(b, head, row, column), arrived, blocks);
+        }
+    }
     __device__ __forceinline__ void store(const Tile& tile, int b, int head, int begin, int length,
                                           int row, int column) const {
         if (packed)

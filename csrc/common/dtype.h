@@ -7,14 +7,12 @@
 
 namespace thunderkittens {
 
-enum class DType { bf16, fp16, fp32, int32, e4m3, e5m2, uint8 };
+enum class DType { bf16, fp16, fp32, int32, e4m3, e5m2 };
 
 constexpr bool is_fp8(DType dtype) { return dtype == DType::e4m3 || dtype == DType::e5m2; }
 
 constexpr int size_in_bytes(DType dtype) {
-    return is_fp8(dtype) || dtype == DType::uint8          ? 1
-           : dtype == DType::fp32 || dtype == DType::int32 ? 4
-                                                           : 2;
+    return is_fp8(dtype) ? 1 : dtype == DType::fp32 || dtype == DType::int32 ? 4 : 2;
 }
 
 constexpr const char* name_of(DType dtype) {
@@ -25,14 +23,13 @@ constexpr const char* name_of(DType dtype) {
         case DType::int32: return "int32";
         case DType::e4m3: return "e4m3";
         case DType::e5m2: return "e5m2";
-        case DType::uint8: return "uint8";
     }
     return "?";
 }
 
 constexpr std::optional<DType> dtype_from_name(std::string_view name) {
-    for (DType dtype : {DType::bf16, DType::fp16, DType::fp32, DType::int32, DType::e4m3,
-                        DType::e5m2, DType::uint8}) {
+    for (DType dtype :
+         {DType::bf16, DType::fp16, DType::fp32, DType::int32, DType::e4m3, DType::e5m2}) {
         if (name == name_of(dtype)) return dtype;
     }
     return std::nullopt;

@@ -99,8 +99,7 @@ void from_value(const std::string& where, const Value& value, T& field) {
     if constexpr (std::is_same_v<T, DType>) {
         const auto* text = std::get_if<std::string>(&value);
         const auto dtype = text ? dtype_from_name(*text) : std::nullopt;
-        TK_CHECK(dtype, where,
-                 " must be one of 'bf16', 'fp16', 'fp32', 'int32', 'e4m3', 'e5m2', 'uint8'");
+        TK_CHECK(dtype, where, " must be one of 'bf16', 'fp16', 'fp32', 'int32', 'e4m3', 'e5m2'");
         field = *dtype;
     } else if constexpr (std::is_same_v<T, std::string>) {
         const auto* text = std::get_if<std::string>(&value);

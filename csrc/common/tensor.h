@@ -39,7 +39,6 @@ inline std::optional<DType> dtype_of(ScalarType type) {
         case ScalarType::Int: return DType::int32;
         case ScalarType::Float8_e4m3fn: return DType::e4m3;
         case ScalarType::Float8_e5m2: return DType::e5m2;
-        case ScalarType::Byte: return DType::uint8;
         default: return std::nullopt;
     }
 }
@@ -52,7 +51,6 @@ inline ScalarType scalar_type_of(DType dtype) {
         case DType::int32: return ScalarType::Int;
         case DType::e4m3: return ScalarType::Float8_e4m3fn;
         case DType::e5m2: return ScalarType::Float8_e5m2;
-        case DType::uint8: return ScalarType::Byte;
     }
     throw std::runtime_error("thunderkittens: unknown dtype");
 }
@@ -67,7 +65,6 @@ inline std::string dtype_text(ScalarType type) {
         case ScalarType::Int: return "torch.int32";
         case ScalarType::Float8_e4m3fn: return "torch.float8_e4m3fn";
         case ScalarType::Float8_e5m2: return "torch.float8_e5m2";
-        case ScalarType::Byte: return "torch.uint8";
         default: return concat("torch.", torch::headeronly::toString(type));
     }
 }

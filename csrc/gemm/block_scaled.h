@@ -1,5 +1,5 @@
-// Quantising to the block-scaled formats MXFP8 and NVFP4, and back: what a call is (Problem), what a
-// kernel is compiled for (Config), its arguments (Params), and the functions that choose. Host C++
+// Quantising to the block-scaled formats MXFP8 and NVFP4, and back: what a call is (Problem), what
+// a kernel is compiled for (Config), its arguments (Params), and the functions that choose. Host C++
 // only; the ops, the kernels in mxfp8_quantize_sm90.cuh and nvfp4_quantize_sm90.cuh, and the
 // registry in choose_block_scaled.cpp meet here.
 //

@@ -1,9 +1,9 @@
 // What the kernels of the block-scaled formats share: the tile of a block, chunks of eight
 // neighbours, their largest magnitude, scales on their way to memory.
 //
-// A block of 256 threads has a tile of 128 x 128 elements; a thread holds chunks of eight neighbours
-// of eight consecutive rows, LANES lanes side by side in a row. All eight are loaded before the
-// first is used: on an H200 that many bytes have to be on their way.
+// A block of 256 threads has a tile of 128 x 128 elements; a thread holds chunks of eight
+// neighbours of eight consecutive rows, LANES lanes side by side in a row. All eight are loaded
+// before the first is used: on an H200 that many bytes have to be on their way.
 #pragma once
 
 #include "csrc/gemm/block_scaled.h"

@@ -8,6 +8,8 @@ namespace {
 
 using emulated::Array;
 
+constexpr DType BYTE = DType::e4m3;  // as what bytes travel
+
 struct Sizes {
     int64_t batch, rows, columns;
 };
@@ -62,8 +64,7 @@ emulated::Result mxfp8_quantize(const emulated::Call& call) {
     check_supported(OP, problem, call.device);
     const auto outputs = [&](int64_t rows, int64_t columns) {
         const ScaleShape s = scale_shape(rows, columns, 32, swizzle);
-        return std::pair{like(x, rows, columns, DType::uint8),
-                         like(x, s.rows, s.columns, DType::uint8)};
+        return std::pair{like(x, rows, columns, BYTE), like(x, s.rows, s.columns, BYTE)};
     };
     auto [data, scale] = outputs(sizes.rows, sizes.columns);
     emulated::Result result;
@@ -151,8 +152,8 @@ emulated::Result nvfp4_quantize(const emulated::Call& call) {
     TK_CHECK(!seed || (seed->dtype == DType::int32 && seed->elements() == 2), OP,
              ": a seed is two words");
     const ScaleShape shape = scale_shape(sizes.rows, sizes.columns, 16, swizzle);
-    Array data = like(x, sizes.rows, sizes.columns / 2, DType::uint8);
-    Array scale = like(x, shape.rows, shape.columns, DType::uint8);
+    Array data = like(x, sizes.rows, sizes.columns / 2, BYTE);
+    Array scale = like(x, shape.rows, shape.columns, BYTE);
     Array global = emulated::allocate({sizes.batch}, DType::fp32);
     emulated::Result result;
     result.arrays = {{"data", data}, {"block_scale", scale}, {"global_scale", global}};

@@ -2,9 +2,9 @@
 // one. The arithmetic is, operation by operation in fp32, that of NVIDIA's Transformer Engine.
 //
 // Where the matrix's scale is to be found, one kernel writes the largest magnitude of what each of
-// its blocks has read, and the quantiser, which follows it on the stream, begins with the largest of
-// those. It takes the tiles in the opposite order, so that the last of what was read comes from L2,
-// and it starts, as a dependent launch, before the first has ended.
+// its blocks has read, and the quantiser, which follows it on the stream, begins with the largest
+// of those. It takes the tiles in the opposite order, so that the last of what was read comes from
+// L2, and it starts, as a dependent launch, before the first has ended.
 #pragma once
 
 #include "csrc/gemm/block_scaled_sm90.cuh"

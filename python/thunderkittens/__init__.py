@@ -20,8 +20,11 @@ try:
     _load.load()
     from . import reference
     from .emulation import DeadlockError, EmulatorError, emulate
+    from .ops._fp8_linear import Fp8Linear, fp8_linear
     from .ops.attention import attention
     from .ops.attention_varlen import attention_varlen
+    from .ops.fp8_gemm import fp8_gemm
+    from .ops.fp8_quantize import fp8_quantize
     from .ops.gemm import gemm
     from .ops.mxfp8_dequantize import mxfp8_dequantize
     from .ops.mxfp8_quantize import mxfp8_quantize
@@ -37,10 +40,14 @@ except ImportError as _error:
 __all__ = [
     "DeadlockError",
     "EmulatorError",
+    "Fp8Linear",
     "__version__",
     "attention",
     "attention_varlen",
     "emulate",
+    "fp8_gemm",
+    "fp8_linear",
+    "fp8_quantize",
     "gemm",
     "get_include",
     "mxfp8_dequantize",

@@ -162,13 +162,17 @@ def run(op: str, arrays: Mapping[str, Tensor | None], **scalars: Any) -> dict[st
 
 def _to_numpy(x: Tensor) -> Any:
     x = x.detach().resolve_neg()
-    # NumPy has no bfloat16; its bits travel as integers.
-    return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
+    # NumPy has no bfloat16 and no fp8; their bits travel as integers.
+    return (x.view(_BITS[x.dtype]) if x.dtype in _BITS else x).numpy()
 
 
 def _to_torch(x: Any) -> Tensor:
     if x.dtype == "uint16":
         return torch.from_numpy(x.view("int16")).view(torch.bfloat16)
+    if x.dtype == "uint8":
+        return torch.from_numpy(x).view(torch.float8_e4m3fn)
+    if x.dtype == "int8":
+        return torch.from_numpy(x).view(torch.float8_e5m2)
     return torch.from_numpy(x)
 
 
@@ -178,6 +182,11 @@ NAMES = {
     torch.float32: "fp32",
     torch.float8_e4m3fn: "e4m3",
     torch.float8_e5m2: "e5m2",
+}
+_BITS = {
+    torch.bfloat16: torch.int16,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.int8,
 }
 
 

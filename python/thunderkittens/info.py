@@ -25,6 +25,25 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
         "bf16 4096 x 4096 x 4096": {"m": 4096, "n": 4096, "k": 4096},
         "bf16 128 x 4096 x 4096": {"m": 128, "n": 4096, "k": 4096},
     },
+    "fp8_gemm": {
+        "4096 x 4096 x 4096, accurate": {"m": 4096, "n": 4096, "k": 4096},
+        "4096 x 4096 x 4096, fast": {"m": 4096, "n": 4096, "k": 4096, "accurate": False},
+        "4096 x 4096 x 4096, 1 x 128 by 128 x 128": {
+            "m": 4096,
+            "n": 4096,
+            "k": 4096,
+            "blocks": True,
+        },
+    },
+    "fp8_quantize": {
+        "bf16 4096 x 4096, rows": {"m": 4096, "k": 4096},
+        "bf16 4096 x 4096, 1 x 128, transposed too": {
+            "m": 4096,
+            "k": 4096,
+            "granularity": 2,
+            "transposed": True,
+        },
+    },
     **{
         op: {"bf16 8192 x 8192": {"rows": 8192, "columns": 8192}}
         for op in ("mxfp8_quantize", "mxfp8_dequantize", "nvfp4_quantize", "nvfp4_dequantize")

@@ -14,7 +14,7 @@ namespace {
 
 constexpr tk::DeviceProperties EMULATED_DEVICE = {132, 232448, 50 << 20, 9, 0};
 
-// NumPy has no bf16: such arrays hold their bits as uint16.
+// NumPy has no bf16 and no fp8: such arrays hold their bits as uint16; e4m3 as uint8, e5m2 as int8.
 tk::emulated::Array array_from(const std::string& name, const py::array& array) {
     tk::emulated::Array result;
     const std::string kind = py::str(array.dtype().attr("name"));
@@ -27,11 +27,13 @@ tk::emulated::Array array_from(const std::string& name, const py::array& array) 
     else if (kind == "int32")
         result.dtype = tk::DType::int32;
     else if (kind == "uint8")
-        result.dtype = tk::DType::uint8;
+        result.dtype = tk::DType::e4m3;
+    else if (kind == "int8")
+        result.dtype = tk::DType::e5m2;
     else
         throw py::type_error(name + " is " + kind +
-                             "; the emulator takes float16, float32, int32, uint8 and, "
-                             "as the bits of bfloat16, uint16");
+                             "; the emulator takes float16, float32, int32 and, "
+                             "as the bits of bfloat16, e4m3 and e5m2, uint16, uint8 and int8");
     const int64_t bytes = tk::size_in_bytes(result.dtype);
     if (array.ndim() > 4) throw py::value_error(name + " has more than 4 dimensions");
     for (py::ssize_t i = 0; i < array.ndim(); ++i) {
@@ -50,7 +52,8 @@ py::array array_to(const tk::emulated::Array& a) {
     const char* kind = a.dtype == tk::DType::bf16    ? "uint16"
                        : a.dtype == tk::DType::fp16  ? "float16"
                        : a.dtype == tk::DType::int32 ? "int32"
-                       : a.dtype == tk::DType::uint8 ? "uint8"
+                       : a.dtype == tk::DType::e4m3  ? "uint8"
+                       : a.dtype == tk::DType::e5m2  ? "int8"
                                                      : "float32";
     std::vector<py::ssize_t> strides;
     for (const int64_t s : a.stride) strides.push_back(s * tk::size_in_bytes(a.dtype));

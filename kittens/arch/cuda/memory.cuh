@@ -161,6 +161,10 @@ __device__ __forceinline__ void reduce_add_global(float* pointer, const float4& 
 __device__ __forceinline__ int fetch_add_global(int* pointer, int value) {
     return atomicAdd(pointer, value);
 }
+// The larger of a number in memory and `value` takes its place.
+__device__ __forceinline__ void reduce_max_global(uint32_t* pointer, uint32_t value) {
+    atomicMax(pointer, value);
+}
 // A flag between blocks: what was written before the release is seen after the acquire.
 __device__ __forceinline__ int load_acquire_global(const int* pointer) {
     int value;

@@ -71,6 +71,13 @@ inline int fetch_add_global(int* pointer, int value) {
     emulated::check_global(pointer, sizeof(int), true, "fetch_add_global");
     return std::atomic_ref<int>(*pointer).fetch_add(value);
 }
+inline void reduce_max_global(uint32_t* pointer, uint32_t value) {
+    emulated::check_global(pointer, sizeof(uint32_t), true, "reduce_max_global");
+    const std::atomic_ref<uint32_t> there(*pointer);
+    uint32_t seen = there.load();
+    while (seen < value && !there.compare_exchange_weak(seen, value)) {
+    }
+}
 inline int load_acquire_global(const int* pointer) { return load_global(pointer); }
 inline void store_release_global(int* pointer, int value) { store_global(pointer, value); }
 template <class T>

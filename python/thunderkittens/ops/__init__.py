@@ -6,8 +6,11 @@ alike, and the op's fake, autograd, autocast, vmap and flop registrations. The s
 implementations come from the compiled libraries, which the package loads before this folder.
 """
 
+from ._fp8_linear import Fp8Linear, fp8_linear
 from .attention import attention
 from .attention_varlen import attention_varlen
+from .fp8_gemm import fp8_gemm
+from .fp8_quantize import fp8_quantize
 from .gemm import gemm
 from .mxfp8_dequantize import mxfp8_dequantize
 from .mxfp8_quantize import mxfp8_quantize
@@ -15,8 +18,12 @@ from .nvfp4_dequantize import nvfp4_dequantize
 from .nvfp4_quantize import nvfp4_quantize
 
 __all__ = [
+    "Fp8Linear",
     "attention",
     "attention_varlen",
+    "fp8_gemm",
+    "fp8_linear",
+    "fp8_quantize",
     "gemm",
     "mxfp8_dequantize",
     "mxfp8_quantize",

@@ -6,6 +6,8 @@ differentiable by PyTorch's own autograd.
 
 from .attention import attention, attention_backward
 from .attention_varlen import attention_varlen, attention_varlen_backward
+from .fp8_gemm import fp8_gemm
+from .fp8_quantize import fp8_quantize
 from .gemm import gemm
 from .mxfp8_dequantize import mxfp8_dequantize
 from .mxfp8_quantize import mxfp8_quantize
@@ -17,6 +19,8 @@ __all__ = [
     "attention_backward",
     "attention_varlen",
     "attention_varlen_backward",
+    "fp8_gemm",
+    "fp8_quantize",
     "gemm",
     "mxfp8_dequantize",
     "mxfp8_quantize",

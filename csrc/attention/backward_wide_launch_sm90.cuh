@@ -1,0 +1,70 @@
+// Launches the attention backward for head dimensions above 128: statistics, main kernel, dQ.
+#pragma once
+
+#include <algorithm>
+
+#include "csrc/attention/backward_wide_roles_sm90.cuh"
+
+namespace thunderkittens::attention {
+
+template <BackwardConfig config>
+void launch_wide_backward(const BackwardParams& params, Stream stream) {
+    using Kernel = WideKernel<config>;
+    static_assert(sizeof(WideShared<Kernel>) + 1024 <= Kernel::shared_bytes,
+                  "wide_backward_memory() must count all of the block's shared memory");
+    const Problem& p = params.problem;
+    const Workspace workspace(params, Kernel::head_dim);
+    constexpr DqTiles tiles{Kernel::block_m, Kernel::blocks, Kernel::dq_cols};
+    launch_prepare<Kernel::dtype>(params, workspace, tiles, stream);
+
+    const int64_t q_rows = p.varlen ? params.sequences.total_q : p.q_length;
+    const int64_t k_rows = p.varlen ? params.sequences.total_k : p.k_length;
+    const auto of_queries = [&](const Operand& x, int64_t columns) {
+        return Layout<typename Kernel::share>(x, p.varlen, p.batch, p.q_heads, q_rows, columns);
+    };
+    const auto of_keys = [&]<class Tile>(const Operand& x, int64_t columns, Tile*) {
+        return Layout<Tile>(x, p.varlen, p.batch, p.kv_heads, k_rows, columns);
+    };
+    constexpr typename Kernel::k_tile* k_tile = nullptr;
+    constexpr typename Kernel::k_half* k_half = nullptr;
+    constexpr typename Kernel::v_tile* v_tile = nullptr;
+    constexpr int keys = Kernel::blocks * Kernel::block_keys;
+    const WideGlobals<Kernel> globals{
+        .q = of_queries(params.q, p.head_dim),
+        .grad_out = of_queries(params.grad_out, p.value_dim),
+        .k = of_keys(params.k, p.head_dim, k_tile),
+        .dk = of_keys(params.dk.data ? params.dk : params.k, p.head_dim, k_tile),
+        .k_peer = of_keys(params.k, p.head_dim, k_half),
+        .v = of_keys(params.v, p.value_dim, v_tile),
+        .dv = of_keys(params.dv.data ? params.dv : params.v, p.value_dim, v_tile),
+        .work = {.sequences = SequenceTable(p, params.sequences),
+                 .schedule = {.blocks = int((p.k_length + keys - 1) / keys),
+                              .heads = int(p.kv_heads),
+                              .batch = int(p.batch),
+                              .section_heads = params.section_heads},
+                 .rows = PaddedRows(p, params.sequences),
+                 .next_item = workspace.next_item,
+                 .group = int(p.q_heads / p.kv_heads),
+                 .q_limit = int(p.q_length)},
+        .lse_log2 = workspace.lse_log2,
+        .delta = workspace.delta,
+        .dq = workspace.dq,
+        .turns = workspace.turns,
+        .modification = Modification(params.scores),
+        .scale = params.scores.scale,
+        .scale_log2 = params.scores.scale * LOG2_E,
+        .need_dq = params.dq.data != nullptr,
+        .need_dk = params.dk.data != nullptr,
+        .need_dv = params.dv.data != nullptr,
+        .in_order = params.deterministic};
+    const int clusters = std::min(globals.work.schedule.items(),
+                                  std::max(params.sm_count / Kernel::blocks, 1));
+    if (clusters > 0) {
+        kittens::launch({.dependent = true}, wide_backward_kernel<Kernel>,
+                        dim3(unsigned(clusters * Kernel::blocks)), dim3(Kernel::threads),
+                        dim3(Kernel::blocks), Kernel::shared_bytes, stream, globals);
+    }
+    launch_finish<Kernel::dtype>(params, workspace, tiles, stream);
+}
+
+}  // namespace thunderkittens::attention

@@ -1,0 +1,532 @@
+// The warpgroups of backward_wide_sm90.cuh that compute: values, keys and queries.
+#pragma once
+
+#include "csrc/attention/backward_wide_sm90.cuh"
+
+namespace thunderkittens::attention {
+
+// What the roles share: rings, and how they are handed back.
+template <class Kernel>
+struct WideRole {
+    const WideGlobals<Kernel>& g;
+    WideShared<Kernel>& shared;
+    const int rank;
+    RingPosition<Kernel::stages> q_at;
+    RingPosition<Kernel::value_slots> value_at;
+    RingPosition<2> ds_at;
+
+    static __device__ __forceinline__ void signal(semaphore& s) {
+        if (warpgroup::laneid() == 0) arrive(s);
+    }
+    static __device__ __forceinline__ void signal_by_warp(semaphore& s) {
+        arch::sync_warp();
+        if (laneid() == 0) arrive(s);
+    }
+    // Both blocks fill the slot that this warpgroup has read.
+    __device__ __forceinline__ void release(semaphore& s) const {
+        if (warpgroup::laneid() == 0) {
+            arrive(s);
+            arrive_remote_relaxed(s, rank ^ 1);
+        }
+    }
+    __device__ __forceinline__ void release_value() {
+        release(shared.value_empty[value_at.stage]);
+        value_at.advance();
+    }
+    // Of the semaphores of K and V: items alternate between the ring's two slots.
+    __device__ __forceinline__ int phase(const BackwardItem& item) const {
+        return &item == &shared.ring.items[1];
+    }
+    __device__ __forceinline__ int first_key(const BackwardItem& item) const {
+        return (read(item.block) * Kernel::blocks + rank) * Kernel::block_keys;
+    }
+    // A gradient of this block's keys, in parts of its columns, leaves through the memory of the
+    // tile itself.
+    template <class Target, class Tile, class Part, int parts>
+    __device__ __forceinline__ void send(const Target& target, bool needed, Tile& tile,
+                                         const Part (&gradient)[parts], semaphore& empty,
+                                         const BackwardItem& item, int barrier) const {
+#pragma unroll
+        for (int part = 0; part < parts; ++part) {
+            auto to = tile.template subtile<Kernel::block_keys, Part::cols>({0, part});
+            // Anew for each item: the addresses, known before the loop, would take registers.
+            arch::pin_register(to.base);
+            warpgroup::store(to, gradient[part]);
+        }
+        arch::fence_async_shared();
+        warpgroup::sync(barrier);
+        if (warpgroup::laneid() != 0) return;
+        if (needed) {
+            target.store(tile, read(item.b), read(item.head), read(item.k_begin),
+                         read(item.k_length), first_key(item), 0);
+            tma::store_async_read_wait();
+        }
+        arrive(empty);
+    }
+};
+
+// Calls f(x, its query's statistic) on every element of a transposed tile.
+template <any_register_tile Tile, class Rows, class F>
+__device__ __forceinline__ void with_row_statistic(Tile& tile, const Rows& rows, F f) {
+    const uint32_t address = rows.address_of(2 * (laneid() % 4));
+#pragma unroll
+    for (int j = 0; j < 2 * Tile::width; ++j) {
+        const float2 pair = arch::load_shared<float2>(address + uint32_t(8 * j * sizeof(float)));
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            float2& x = tile.tiles[0][j / 2].data[2 * (j % 2) + k];
+            f(x.x, pair.x);
+            f(x.y, pair.y);
+        }
+    }
+}
+
+template <class Kernel>
+struct ValueRole : WideRole<Kernel> {
+    using T = typename Kernel::T;
+    using scores = rt_fl<16, Kernel::block_m>;  // transposed: rows are keys
+    using weights = rt<T, 16, Kernel::block_m>;
+    using gradient = rt_fl<16, Kernel::part_cols>;
+    using Base = WideRole<Kernel>;
+    using Base::g, Base::shared, Base::q_at, Base::value_at, Base::ds_at;
+    // Far below every score, and its square is finite.
+    static constexpr float HIDDEN = Kernel::modified ? -1e18f : -INFINITY;
+    float slope = 0;
+
+    __device__ __forceinline__ void start_scores(scores& s) {
+        wait(shared.q_full[q_at.stage], q_at.phase);
+        warpgroup::mm_ABt(s, shared.k, shared.q[q_at.stage]);
+    }
+
+    // Each part of dO as soon as dV has read it; `pending` products were started since.
+    template <int pending>
+    __device__ __forceinline__ void release_values() {
+        if constexpr (Kernel::value_parts == 2) {
+            warpgroup::mma_async_wait<pending + 1>();
+            this->release_value();
+        }
+        warpgroup::mma_async_wait<pending>();
+        this->release_value();
+    }
+
+    // This thread's upper key; the lower one is 8 further on. Its first query in block m.
+    __device__ __forceinline__ int key(const BackwardItem& item) const {
+        return this->first_key(item) + 16 * warpgroup::warpid() + laneid() / 4;
+    }
+    static __device__ __forceinline__ int query(int m) {
+        return m * Kernel::block_m + 2 * (laneid() % 4);
+    }
+    __device__ __forceinline__ void mask(scores& s, const BackwardItem& item, int m) const {
+        constexpr int nowhere = 1 << 30;
+        const int k = key(item), k_length = read(item.k_length);
+        const int from = k - read(item.high) - query(m), to = k - read(item.low) - query(m);
+        const Int2 first = {k < k_length ? from : nowhere, k + 8 < k_length ? from + 8 : nowhere};
+        for_each_element(s, [&](float& x, int at, bool low) {
+            if (at < (low ? first.y : first.x) || at > (low ? to + 8 : to)) x = HIDDEN;
+        });
+    }
+    __device__ __forceinline__ void find_slope(const BackwardItem& item, int head) {
+        if constexpr (Kernel::modified) {
+            if (g.modification.slopes == nullptr) return;
+            slope = LOG2_E *
+                    arch::load_global_readonly(
+                        g.modification.slopes + read(item.b) * g.modification.slopes_batch_stride +
+                        read(item.head) * g.work.group + head);
+        }
+    }
+
+    // Scores become weights: p, the rounded ones, and in `to` what dP is multiplied with: the same,
+    // times the derivative of softcap.
+    template <class Tile, class Rows>
+    __device__ __forceinline__ void weigh(scores& s, weights& p, Tile& to, const BackwardItem& item,
+                                          int m, bool masked, const Rows& lse) {
+        if constexpr (Kernel::modified) {
+            const Modification& modification = g.modification;
+            const float cap = modification.scale_by_cap;
+            if (cap > 0.0f) {
+                for_each_element(s, [&](float& x, int, bool) { x = softcap_tanh<T>(x * cap); });
+            }
+            if (masked) mask(s, item, m);
+            const float away = static_cast<float>(key(item) - read(item.diagonal) - query(m));
+            const float square = cap > 0.0f ? 1.0f : 0.0f;
+            const uint32_t shifts = lse.address_of(2 * (laneid() % 4));
+#pragma unroll
+            for (int j = 0; j < 2 * scores::width; ++j) {
+                const float2 shift =
+                    arch::load_shared<float2>(shifts + uint32_t(8 * j * sizeof(float)));
+#pragma unroll
+                for (int k = 0; k < 2; ++k) {
+                    float2& x = s.tiles[0][j / 2].data[2 * (j % 2) + k];
+                    const float near = away + static_cast<float>(8 * k - 8 * j);
+                    const float2 w = {weight(x.x, fabsf(near), shift.x),
+                                      weight(x.y, fabsf(near - 1.0f), shift.y)};
+                    p.tiles[0][j / 2].data[2 * (j % 2) + k] = pack_pair<T>(w.x, w.y);
+                    x = {w.x * fmaf(-square * x.x, x.x, 1.0f),
+                         w.y * fmaf(-square * x.y, x.y, 1.0f)};
+                }
+            }
+            warpgroup::store(to, s);
+        } else {
+            if (masked) mask(s, item, m);
+            with_row_statistic(s, lse, [&](float& x, float shift) {
+                x = arch::exp2_approx(fmaf(x, g.scale_log2, -shift));
+            });
+            convert_scores(p, s);
+            warpgroup::store(to, p);
+        }
+    }
+    __device__ __forceinline__ float weight(float x, float distance, float shift) const {
+        return arch::exp2_approx(fmaf(x, g.modification.unit_log2, -fmaf(slope, distance, shift)));
+    }
+
+    __device__ __forceinline__ void work(const BackwardItem& item) {
+        gradient dv[Kernel::value_parts];
+#pragma unroll
+        for (auto& part : dv) zero_tile(part);
+        wait(shared.k_full, this->phase(item));
+        scores s;
+        weights p;
+        Steps at(g, item);
+        find_slope(item, 0);
+        if (at.more()) start_scores(s);
+        while (at.more()) {
+            const int m = at.j, stage = q_at.stage;
+            warpgroup::mma_async_wait<0>(s);
+            wait(shared.ds_empty[ds_at.stage], ds_at.phase ^ 1);
+            const bool masked = arch::warp_uniform(m < read(item.whole) || m >= read(item.cut));
+            weigh(s, p, shared.own[ds_at.stage], item, m, masked, shared.lse[stage]);
+            this->signal_by_warp(shared.weights_full[ds_at.stage]);
+            ds_at.advance();
+            RingPosition<Kernel::value_slots> value = value_at;
+#pragma unroll
+            for (int part = 0; part < Kernel::value_parts; ++part) {
+                wait(shared.value_full[value.stage], value.phase);
+                warpgroup::mma_AB(dv[part], p, shared.grad_out[value.stage]);
+                value.advance();
+            }
+            q_at.advance();
+            const bool next_head = at.advance();
+            if (at.more()) {
+                if (next_head) find_slope(item, at.head);
+                start_scores(s);
+                release_values<1>();
+            } else {
+                release_values<0>();
+            }
+            this->release(shared.q_empty[stage]);
+        }
+        this->signal(shared.k_done);
+        warpgroup::mma_async_wait<0>();
+#pragma unroll
+        for (auto& part : dv) pin(part);
+        // All of dP has read V.
+        wait(shared.v_done, this->phase(item));
+        this->send(g.dv, g.need_dv, shared.v, dv, shared.v_empty, item, 1);
+    }
+};
+
+template <class Kernel>
+struct KeyRole : WideRole<Kernel> {
+    using T = typename Kernel::T;
+    using scores = rt_fl<16, Kernel::block_m>;  // transposed: rows are keys
+    using weights = rt<T, 16, Kernel::block_m>;
+    // In parts, because ptxas holds one instruction to the registers of an even share.
+    static constexpr int parts = Kernel::head_dim > 192 ? 2 : 1;
+    static constexpr int part_cols = Kernel::head_dim / parts;
+    using gradient = rt_fl<16, part_cols>;
+    using Base = WideRole<Kernel>;
+    using Base::g, Base::shared, Base::q_at, Base::value_at, Base::ds_at;
+    RingPosition<Kernel::value_slots> value_next;
+
+    __device__ __forceinline__ void start_products(scores& dp) {
+#pragma unroll
+        for (int part = 0; part < Kernel::value_parts; ++part) {
+            wait(shared.value_full[value_next.stage], value_next.phase);
+            warpgroup::mma_fence(dp);
+            kittens::detail::wgmma_product<false, true>(
+                dp,
+                shared.v.template subtile<Kernel::block_keys, Kernel::part_cols>({0, part}),
+                shared.grad_out[value_next.stage], part > 0);
+            value_next.advance();
+        }
+        warpgroup::mma_commit_group();
+    }
+
+    // dS of this warp's keys in place of the weights, and to the other block.
+    __device__ __forceinline__ void exchange(const weights& ds) {
+        const int slot = ds_at.stage;
+        if (!g.need_dq) {
+            this->signal_by_warp(shared.ds_empty[slot]);
+            return;
+        }
+        constexpr uint32_t bytes = 16 * Kernel::block_m * sizeof(T);
+        static_assert(Kernel::ds_tile::stripes == 1, "a warp's keys must lie side by side");
+        warpgroup::store(shared.own[slot], ds);
+        arch::fence_async_shared();
+        arch::sync_warp();
+        if (laneid() == 0) {
+            const uint32_t offset = bytes * uint32_t(warpgroup::warpid());
+            const auto other = uint32_t(this->rank ^ 1);
+            // What comes from the other block is as much.
+            tma::expect_bytes(shared.ds_full[slot], bytes);
+            arch::bulk_copy_to_cluster(
+                arch::map_shared_rank(shared.peer[slot].address() + offset, other),
+                shared.own[slot].address() + offset, bytes,
+                arch::map_shared_rank(shared.ds_full[slot].address(), other));
+        }
+    }
+
+    __device__ __forceinline__ void work(const BackwardItem& item) {
+        gradient dk[parts];
+#pragma unroll
+        for (auto& part : dk) zero_tile(part);
+        wait(shared.v_full, this->phase(item));
+        scores dp;
+        weights ds;
+        Steps at(g, item);
+        if (at.more()) start_products(dp);
+        while (at.more()) {
+            const int stage = q_at.stage;
+            wait(shared.q_full[stage], q_at.phase);
+            warpgroup::mma_async_wait<0>(dp);
+#pragma unroll
+            for (int part = 0; part < Kernel::value_parts; ++part) this->release_value();
+            with_row_statistic(dp, shared.delta[stage],
+                               [](float& x, float delta) { x -= delta; });
+            wait(shared.weights_full[ds_at.stage], ds_at.phase);
+            warpgroup::load(ds, shared.own[ds_at.stage]);
+#pragma unroll
+            for (int j = 0; j < scores::width; ++j) {
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    auto& word = ds.tiles[0][j].data[k];
+                    const float2 p = unpack_pair<T>(word), x = dp.tiles[0][j].data[k];
+                    word = pack_pair<T>(p.x * x.x, p.y * x.y);
+                }
+            }
+            exchange(ds);
+            ds_at.advance();
+#pragma unroll
+            for (int part = 0; part < parts; ++part) {
+                warpgroup::mma_AB(
+                    dk[part], ds,
+                    shared.q[stage].template subtile<Kernel::block_m, part_cols>({0, part}));
+            }
+            at.advance();
+            if (at.more()) {
+                start_products(dp);
+                warpgroup::mma_async_wait<1>();
+            } else {
+                warpgroup::mma_async_wait<0>();
+            }
+            this->release(shared.q_empty[stage]);
+            q_at.advance();
+        }
+        this->signal(shared.v_done);
+        warpgroup::mma_async_wait<0>();
+#pragma unroll
+        for (auto& part : dk) {
+            pin(part);
+            scale_rows(part, make_float2(g.scale, g.scale));
+        }
+        // All of S and dQ has read K.
+        wait(shared.k_full, this->phase(item));
+        wait(shared.k_done, this->phase(item));
+        this->send(g.dk, g.need_dk, shared.k, dk, shared.k_empty, item, 2);
+    }
+};
+
+// Where a step's part of dQ goes.
+template <class Kernel>
+struct DqPlace {
+    const WideGlobals<Kernel>& g;
+    int tile, order;  // key blocks that come first
+
+    __device__ __forceinline__ DqPlace(const WideGlobals<Kernel>& _g, const BackwardItem& item,
+                                       const Steps<Kernel>& at)
+        : g(_g),
+          tile(read(item.tile) + at.head * g.work.tiles_of_head() + at.j),
+          order(Kernel::Work::last_block(at.j, item) - read(item.block)) {}
+    __device__ __forceinline__ float* data(int rank, int part) const {
+        return g.dq + ((int64_t(tile) * Kernel::blocks + rank) * Kernel::dq_parts + part) *
+                          (64 * Kernel::dq_part_cols);
+    }
+    __device__ __forceinline__ int* turn(int rank) const {
+        return g.turns + Kernel::blocks * tile + rank;
+    }
+};
+
+// One thread, which knows of this block's turns before the products are done.
+template <class Kernel>
+__device__ __forceinline__ void await_turns(const WideGlobals<Kernel>& g,
+                                            WideShared<Kernel>& shared, int rank) {
+    RingPosition<2> slot;
+    shared.ring.receive([&](const BackwardItem& item) {
+        for (Steps at(g, item); at.more(); at.advance()) {
+            const DqPlace place(g, item, at);
+            wait(shared.turn_empty[slot.stage], slot.phase ^ 1);
+            while (arch::load_acquire_global(place.turn(rank)) < place.order) {
+            }
+            arrive(shared.turn_full[slot.stage]);
+            slot.advance();
+        }
+    });
+}
+
+template <class Kernel>
+struct QueryRole : WideRole<Kernel> {
+    static constexpr int parts = Kernel::dq_parts, part_cols = Kernel::dq_part_cols;
+    using gradient = rt_fl<16, part_cols>;
+    using Base = WideRole<Kernel>;
+    using Base::g, Base::shared, Base::rank, Base::ds_at;
+    // The turn that is to be ended, in the step after: then the additions have long been done.
+    int* owed = nullptr;
+    int owed_order = 0;
+
+    __device__ __forceinline__ void start_product(gradient& dq, int slot, int part) const {
+        constexpr int keys = Kernel::block_keys;
+        warpgroup::mma_fence(dq);
+        kittens::detail::wgmma_product<true, false>(
+            dq, shared.own[slot],
+            shared.k.template subtile<keys, part_cols>(
+                {0, arch::warp_uniform(rank) * parts + part}),
+            false);
+        kittens::detail::wgmma_product<true, false>(
+            dq, shared.peer[slot], shared.k_peer.template subtile<keys, part_cols>({0, part}),
+            true);
+        warpgroup::mma_commit_group();
+    }
+
+    // In the order of the accumulator's registers, which is that of memory.
+    template <class F>
+    static __device__ __forceinline__ void for_each_quad(const gradient& dq, int first, int count,
+                                                         F f) {
+#pragma unroll
+        for (int j = 0; j < count; ++j) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const auto& data = dq.tiles[0][first + j].data;
+                const float2 high = data[2 * half], low = data[2 * half + 1];
+                f((2 * j + half) * 4 * WARPGROUP_THREADS + 4 * warpgroup::laneid(),
+                  make_float4(high.x, high.y, low.x, low.y));
+            }
+        }
+    }
+    __device__ __forceinline__ void add(const gradient& dq, float* to, bool first) const {
+        for_each_quad(dq, 0, gradient::width, [&](int at, const float4& values) {
+            if (first)
+                arch::store_global(reinterpret_cast<float4*>(to + at), values);
+            else
+                arch::reduce_add_global(to + at, values);
+        });
+    }
+    // Halves of the tile in turns through shared memory.
+    __device__ __forceinline__ void add_by_copy(const gradient& dq, float* to, bool first) const {
+        constexpr int floats = 32 * part_cols;
+        const bool sender = warpgroup::laneid() == 0;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (sender) tma::store_async_read_wait<1>();
+            warpgroup::sync(3);
+            const uint32_t buffer = shared.dq[half].address();
+            for_each_quad(dq, half * gradient::width / 2, gradient::width / 2,
+                          [&](int at, const float4& values) {
+                              arch::store_shared(buffer + uint32_t(4 * at), values);
+                          });
+            arch::fence_async_shared();
+            warpgroup::sync(3);
+            if (!sender) continue;
+            if (first)
+                arch::bulk_store(to + half * floats, buffer, floats * int(sizeof(float)));
+            else
+                arch::bulk_store_add(to + half * floats, buffer, floats * int(sizeof(float)));
+            tma::store_commit_group();
+        }
+    }
+    __device__ __forceinline__ void end_turn() {
+        if (owed == nullptr) return;
+        if constexpr (Kernel::dq_shared) {
+            if (warpgroup::laneid() == 0) {
+                tma::store_async_wait();
+                arch::fence_async();
+            }
+        } else {
+            arch::fence_gpu();
+        }
+        warpgroup::sync(3);
+        if (warpgroup::laneid() == 0) {
+            arch::store_release_global(owed, owed_order + 1);
+            arrive(shared.turn_empty[ds_at.stage ^ 1]);
+        }
+        owed = nullptr;
+    }
+
+    __device__ __forceinline__ void work(const BackwardItem& item) {
+        wait(shared.k_full, this->phase(item));
+        for (Steps at(g, item); at.more(); at.advance()) {
+            const int slot = ds_at.stage;
+            wait(shared.ds_full[slot], ds_at.phase);
+#pragma unroll
+            for (int part = 0; part < parts; ++part) {
+                gradient dq;
+                start_product(dq, slot, part);
+                if (part == 0) end_turn();
+                warpgroup::mma_async_wait<0>(dq);
+                if (part == parts - 1) this->release(shared.ds_empty[slot]);
+                const DqPlace place(g, item, at);
+                if (g.in_order && part == 0) {
+                    wait(shared.turn_full[slot], ds_at.phase);
+                    if constexpr (Kernel::dq_shared) arch::fence_async();
+                    owed = place.turn(rank);
+                    owed_order = place.order;
+                }
+                const bool first = g.in_order && place.order == 0;
+                if constexpr (Kernel::dq_shared)
+                    add_by_copy(dq, place.data(rank, part), first);
+                else
+                    add(dq, place.data(rank, part), first);
+            }
+            ds_at.advance();
+        }
+        end_turn();
+        this->signal(shared.k_done);
+    }
+};
+
+template <class Kernel>
+__global__ __launch_bounds__(Kernel::threads, 1) void wide_backward_kernel(
+    const __grid_constant__ WideGlobals<Kernel> g) {
+    shared_allocator allocator(shared_memory());
+    auto& shared = allocator.template allocate<WideShared<Kernel>>();
+    const int rank = cluster::rank();
+    const bool turns = g.need_dq && g.in_order;
+    if (threadIdx.x == 0) shared.init(g.need_dq, turns);
+    cluster::sync();
+    arch::launch_dependents();
+    arch::wait_for_dependencies();
+    const int role = arch::warp_uniform(warpgroup::groupid());
+    const auto work_on = [&](auto&& worker) {
+        shared.ring.receive([&](const BackwardItem& item) { worker.work(item); });
+        if (warpgroup::laneid() == 0) tma::store_async_wait();
+    };
+    if (role == 0) {
+        warpgroup::decrease_registers<Kernel::producer_registers>();
+        const int warp = arch::warp_uniform(warpgroup::warpid());
+        if (warp == 0 && arch::elect_one()) WideProducer<Kernel>{g, shared, rank}.run();
+        if (warp == 1 && turns && arch::elect_one()) await_turns(g, shared, rank);
+    } else if (role == 1) {
+        warpgroup::decrease_registers<Kernel::query_registers>();
+        if (g.need_dq) work_on(QueryRole<Kernel>{{g, shared, rank}});
+    } else if (role == 2) {
+        warpgroup::increase_registers<Kernel::key_registers>();
+        work_on(ValueRole<Kernel>{{g, shared, rank}});
+    } else {
+        warpgroup::increase_registers<Kernel::key_registers>();
+        work_on(KeyRole<Kernel>{{g, shared, rank}});
+    }
+    // The other block may still signal this one's semaphores.
+    arch::sync_warp();
+    cluster::sync();
+}
+
+}  // namespace thunderkittens::attention

@@ -1,0 +1,124 @@
+// Which kernel multiplies which fp8 problem: pure functions of the problem and the device.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "csrc/common/check.h"
+#include "csrc/common/registry.h"
+#include "csrc/gemm/fp8_gemm.h"
+
+namespace thunderkittens::fp8_gemm {
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+Sums sums_of(const Problem& p) {
+    if (p.fine_blocks) return Sums::fine;
+    return p.accurate || p.blocks || p.grouped ? Sums::promoted : Sums::fast;
+}
+
+// Cycles that the GPU needs with tiles of this shape: rounds of one tile per SM, each of block_m *
+// block_n / 32 cycles for 128 of k at the tensor cores' full rate. Fitted to an H200: narrow tiles
+// load more bytes per product.
+double cycles(const TileShape& shape, const Problem& p, int sm_count) {
+    const int64_t tiles = ceil_div(p.m, shape.block_m) * ceil_div(p.n, shape.block_n);
+    const double steps = static_cast<double>(std::max<int64_t>(1, ceil_div(p.k, BLOCK_K)));
+    const double per_product = shape.block_n >= 256 ? 1.0 : shape.block_n >= 192 ? 1.02 : 1.05;
+    return ceil_div(tiles, sm_count) *
+           (steps * shape.block_m * shape.block_n / 32 * per_product + 1500);
+}
+
+Schedule schedule_for(const Config& config, const Problem& p, int sm_count) {
+    Schedule schedule;
+    const int64_t all_rows = ceil_div(p.m, config.block_m);
+    // Where power limits, two blocks that load b's tile together save more than the cluster costs.
+    const bool large = double(p.m) * double(p.n) * double(p.k) >= 0x1p39;
+    if (config.sums == Sums::fast && large && all_rows % 2 == 0) schedule.cluster_m = 2;
+    const int64_t rows = all_rows / schedule.cluster_m, columns = ceil_div(p.n, config.block_n);
+    // The tiles at work at a time form a square of elements, in bands of equal height.
+    const double height = std::sqrt(double(sm_count) * config.block_n / config.block_m);
+    const double bands = std::round(double(all_rows) / height);
+    schedule.band = static_cast<int>(ceil_div(rows, std::max<int64_t>(1, int64_t(bands))));
+    const int64_t at_a_time = sm_count / schedule.cluster_m;
+    // Of groups only the device knows the rows.
+    const int64_t tiles = p.grouped ? at_a_time : rows * columns;
+    schedule.blocks = static_cast<int>(std::min(tiles, at_a_time) * schedule.cluster_m);
+    return schedule;
+}
+
+}  // namespace
+
+std::string unsupported(const Problem& p, const DeviceProperties& device) {
+    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
+    const bool pair = is_fp8(p.a_dtype) && is_fp8(p.b_dtype) &&
+                      (p.a_dtype == DType::e4m3 || p.b_dtype == DType::e4m3);
+    if (!pair) {
+        return concat("operands must be e4m3 x e4m3, e4m3 x e5m2 or e5m2 x e4m3, got ",
+                      name_of(p.a_dtype), " x ", name_of(p.b_dtype));
+    }
+    constexpr int64_t limit = std::numeric_limits<int32_t>::max();
+    if (std::min({p.m, p.n, p.k, p.groups}) < 0 || std::max({p.m, p.n, p.k, p.groups}) > limit) {
+        return concat("sizes must be in [0, ", limit, "], got m ", p.m, ", n ", p.n, ", k ", p.k,
+                      ", groups ", p.groups);
+    }
+    // Tiles are counted in 31 bits, up to one round of blocks past the last.
+    const Choice choice = choose(p, device);
+    const double tiles = double(ceil_div(p.m, choice.config.block_m) + p.groups) *
+                         double(ceil_div(p.n, choice.config.block_n));
+    if (tiles > 2e9) return concat("the output has ", tiles, " tiles; at most 2e9 are supported");
+    const int bytes = shared_bytes(choice.config);
+    if (bytes > device.shared_bytes_per_block) {
+        return concat("the kernel needs ", bytes,
+                      " bytes of shared memory per block, this GPU has ",
+                      device.shared_bytes_per_block);
+    }
+    return "";
+}
+
+Choice choose(const Problem& p, const DeviceProperties& device) {
+    const int sm_count = std::max(1, device.sm_count);
+    const TileShape* best = nullptr;
+    double least = 0;
+    for (const TileShape& shape : TILE_SHAPES) {
+        if (shape.sums != sums_of(p)) continue;
+        if (p.grouped && !takes_groups(make_config(shape, DTYPES[0]))) continue;
+        const double needed = cycles(shape, p, sm_count);
+        if (best == nullptr || needed < least) best = &shape, least = needed;
+    }
+    Choice choice{.config = make_config(*best, {p.a_dtype, p.b_dtype})};
+    choice.schedule = schedule_for(choice.config, p, sm_count);
+    return choice;
+}
+
+std::string kernel_name(const Config& c) {
+    return concat(name_of(c.a), '_', name_of(c.b), '_', name_of(c.sums), '_', c.block_m, 'x',
+                  c.block_n);
+}
+
+std::string kernel_name(const Choice& choice) { return kernel_name(choice.config); }
+
+std::vector<KernelInfo> kernels() {
+    std::vector<KernelInfo> list;
+    for (const TileShape& shape : TILE_SHAPES) {
+        for (const DTypes& dtypes : DTYPES) {
+            const Config c = make_config(shape, dtypes);
+            list.push_back({
+                .name = kernel_name(c),
+                .config = concat("tile ", c.block_m, 'x', c.block_n, 'x', BLOCK_K, ", ", c.stages,
+                                 " stages, 1 producer and ", consumers(c),
+                                 " consumer warpgroups, sums ", name_of(c.sums)),
+                .source = concat("fp8_gemm_", name_of(c.sums), '_', c.block_m, 'x', c.block_n),
+                .symbol =
+                    concat("ELi", c.block_m, "ELi", c.block_n, "ELi", c.stages, "ELNS0_4SumsE",
+                           int(c.sums), "ELNS_5DTypeE", int(c.a), "ELS6_", int(c.b), 'E'),
+                .threads = threads(c),
+                .shared_bytes = shared_bytes(c),
+            });
+        }
+    }
+    return list;
+}
+
+static const bool registered = register_op("fp8_gemm", "gemm", &kernels, &unsupported, &choose);
+
+}  // namespace thunderkittens::fp8_gemm

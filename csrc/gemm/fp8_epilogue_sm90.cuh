@@ -1,0 +1,286 @@
+// What happens to a finished fp8 tile on Hopper: the scales of its rows and columns, the bias, the
+// activation, rounding to the output's type, and the way to memory.
+//
+// Sums that the tensor cores keep alone leave registers for the finished tile: of a 16-bit type it
+// is rounded at once, kept, and sent in pieces of 128 bytes a row while the products of the next
+// tile run. Promoted sums do not, and leave at once. On the way all pass through a warp's own
+// staging buffer, so that no warp waits for another. Rows that TMA cannot store are copied by the
+// warp.
+#pragma once
+
+#include "csrc/gemm/activation.cuh"
+#include "csrc/gemm/fp8_tiles_sm90.cuh"
+
+namespace thunderkittens::fp8_gemm {
+namespace sm90 {
+
+// An element of the bias, of any of the types that an output may have.
+__device__ __forceinline__ float load_any(const void* data, DType dtype, uint32_t i) {
+    if (dtype == DType::fp32) return arch::load_global(static_cast<const float*>(data) + i);
+    if (dtype == DType::bf16)
+        return convert<float>(arch::load_global(static_cast<const bf16*>(data) + i));
+    return convert<float>(arch::load_global(static_cast<const half*>(data) + i));
+}
+
+// Copies a warp's staged rows to where TMA cannot store: neighbouring lanes write neighbouring
+// words.
+template <class Word, class Staging>
+__device__ __forceinline__ void copy_rows(const Staging& staging, Word* out, int64_t row_words,
+                                          uint32_t rows, uint32_t words) {
+    constexpr int per_word = int(sizeof(Word) / sizeof(typename Staging::T));
+    constexpr int width = Staging::cols / per_word;
+#pragma unroll 1
+    for (int row = 0; row < Staging::rows && row < int(rows); ++row) {
+#pragma unroll
+        for (int i = 0; i < width; i += WARP_THREADS) {
+            const int word = i + laneid();
+            if (word < int(words)) {
+                arch::store_global(
+                    out + row * row_words + word,
+                    arch::load_shared<Word>(staging.address_of(row, word * per_word)));
+            }
+        }
+    }
+}
+
+// A warp's staging buffer holds 16 rows of 128 bytes of the output; these send it to (row, col), no
+// further than row `end`.
+template <Config C, class Staging>
+__device__ __forceinline__ void send_by_tma(const typename Types<C>::Globals& g,
+                                            const Staging& staging, uint32_t row, uint32_t col) {
+    arch::fence_async_shared();
+    arch::sync_warp();
+    if (laneid() == 0) {
+        const auto& words = reinterpret_cast<const typename Types<C>::out_tile&>(staging);
+        constexpr int words_each = int(sizeof(typename Staging::T)) / 2;
+        tma::store_async(g.out, words, elements(0, 0, row, static_cast<int>(col * words_each)));
+    }
+}
+template <Config C, class Staging>
+__device__ __forceinline__ void send(const typename Types<C>::Globals& g, const Staging& staging,
+                                     uint32_t row, uint32_t col, uint32_t end) {
+    using O = typename Staging::T;
+    if (g.tma_store && (end == g.m || row + Staging::rows <= end)) {
+        send_by_tma<C>(g, staging, row, col);
+        return;
+    }
+    arch::sync_warp();
+    if (row >= end || col >= g.n) return;
+    const uint32_t rows = end - row, cols = g.n - col;
+    O* to = reinterpret_cast<O*>(g.out.raw_ptr) + (int64_t(row) * g.n + col);
+    if constexpr (sizeof(O) == 4) {
+        copy_rows(staging, to, g.n, rows, cols);
+    } else if (g.n % 2 == 0) {
+        copy_rows(staging, reinterpret_cast<uint32_t*>(to), g.n / 2, rows, cols / 2);
+    } else {
+        copy_rows(staging, reinterpret_cast<uint16_t*>(to), g.n, rows, cols);
+    }
+}
+
+// Rounds a warp's values to O and sends them at once, through its two staging buffers in turn.
+template <Config C, class O, int cols>
+__device__ __forceinline__ void store_now(const typename Types<C>::Globals& g,
+                                          typename Types<C>::Shared& shared,
+                                          const rt_fl<16, cols>& d, uint32_t row, uint32_t col,
+                                          uint32_t end) {
+    using staging = st<O, 16, 128 / int(sizeof(O))>;
+#pragma unroll
+    for (int piece = 0; piece < cols / staging::cols; ++piece) {
+        rt_fl<16, staging::cols> part;
+#pragma unroll
+        for (int t = 0; t < part.width; ++t) {
+            part.tiles[0][t] = d.tiles[0][piece * part.width + t];
+        }
+        auto& buffer = reinterpret_cast<staging&>(shared.out[kittens::warpid()][piece % 2]);
+        if (laneid() == 0) tma::store_async_read_wait<1>();
+        arch::sync_warp();
+        kittens::warp::store(buffer, part);
+        send<C>(g, buffer, row, col + piece * staging::cols, end);
+    }
+}
+template <Config C, int cols>
+__device__ __forceinline__ void store_now(const typename Types<C>::Globals& g,
+                                          typename Types<C>::Shared& shared,
+                                          const rt_fl<16, cols>& d, uint32_t row, uint32_t col,
+                                          uint32_t end) {
+    if (g.out_dtype == DType::fp32)
+        store_now<C, float>(g, shared, d, row, col, end);
+    else if (g.out_dtype == DType::bf16)
+        store_now<C, bf16>(g, shared, d, row, col, end);
+    else
+        store_now<C, half>(g, shared, d, row, col, end);
+}
+
+// A warp's finished values of 16-bit type (bf16 stands for both), kept in registers while the next
+// tile's products run, and sent piece by piece in their shadow.
+template <Config C>
+struct Finished {
+    using K = Types<C>;
+    using staging = typename K::out_tile;
+    static constexpr int pieces = C.block_n / staging::cols;
+
+    rt_bf<16, C.block_n> values;
+    uint32_t row = 0, col = 0;
+    bool any = false;
+
+    template <class O>
+    __device__ __forceinline__ void pack(const rt_fl<16, C.block_n>& d) {
+#pragma unroll
+        for (int j = 0; j < d.width; ++j) {
+#pragma unroll
+            for (int r = 0; r < d.packed_per_base; ++r) {
+                const float2 pair = d.tiles[0][j].data[r];
+                values.tiles[0][j].data[r] = arch::bit_cast<bf16_2>(pack_pair<O>(pair.x, pair.y));
+            }
+        }
+    }
+    // Through the warp's two staging buffers in turn.
+    __device__ __forceinline__ void send(const typename K::Globals& g, typename K::Shared& shared,
+                                         int piece) const {
+        auto& buffer = shared.out[kittens::warpid()][piece % 2];
+        // The last store from this buffer is the one before last, or the last if the pieces are
+        // odd.
+        if (laneid() == 0) tma::store_async_read_wait<pieces % 2 == 0 ? 1 : 0>();
+        arch::sync_warp();
+        rt_bf<16, staging::cols> part;
+#pragma unroll
+        for (int t = 0; t < part.width; ++t) {
+            part.tiles[0][t] = values.tiles[0][piece * part.width + t];
+        }
+        kittens::warp::store(buffer, part);
+        send_by_tma<C>(g, buffer, row, col + piece * staging::cols);
+    }
+};
+
+// A value for each of a tile's columns: each thread of a consumer fetches a few before the
+// products, and uses all that it needs after them, through shared memory.
+template <Config C>
+struct Columns {
+    static constexpr int per_thread = (C.block_n + WARPGROUP_THREADS - 1) / WARPGROUP_THREADS;
+    float values[per_thread];
+
+    template <class Load>
+    __device__ __forceinline__ void fetch(uint32_t first, uint32_t n, Load load) {
+#pragma unroll
+        for (int i = 0; i < per_thread; ++i) {
+            const uint32_t col = first + i * WARPGROUP_THREADS + warpgroup::laneid();
+            values[i] = col < n ? load(col) : 0.f;
+        }
+    }
+    __device__ __forceinline__ void publish(sv_fl<C.block_n>& shared) const {
+        const int barrier = READY + 1 + warpgroup::groupid();
+        warpgroup::sync(barrier);  // the last readers are done
+#pragma unroll
+        for (int i = 0; i < per_thread; ++i) {
+            const int col = i * WARPGROUP_THREADS + warpgroup::laneid();
+            if (col < C.block_n) shared.set(col, values[i]);
+        }
+        warpgroup::sync(barrier);
+    }
+};
+
+// Calls combine(register, values of its two columns) for all of a warp's values.
+template <class Vector, int cols, class Combine>
+__device__ __forceinline__ void with_columns(rt_fl<16, cols>& d, const Vector& vector, int first,
+                                             Combine combine) {
+#pragma unroll
+    for (int j = 0; j < cols / 16; ++j) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int col = first + j * 16 + half * 8 + 2 * (laneid() % 4);
+            const float2 pair = arch::load_shared<float2>(vector.address_of(col));
+#pragma unroll
+            for (int r = 0; r < 2; ++r) combine(d.tiles[0][j].data[2 * half + r], pair, r);
+        }
+    }
+}
+
+// The epilogue's operands of one tile: fetched before its products, applied after them to `count`
+// register tiles that lie side by side.
+template <Config C>
+struct Epilogue {
+    using K = Types<C>;
+    float rows[2];  // scales of this thread's two rows
+    Columns<C> scales, bias;
+
+    __device__ __forceinline__ void fetch(const typename K::Globals& g, const Tile& tile,
+                                          uint32_t row) {
+        rows[0] = rows[1] = 1.f;
+        if (!g.blocks) {
+            const bool per_column = g.scale_b.outer != 0;
+            const float* scale_b = g.scale_b.data + int64_t(tile.group) * g.scale_b.group;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const uint32_t at = row + 8 * r;
+                if (at < tile.end) {
+                    rows[r] = arch::load_global(g.scale_a.data + int64_t(at) * g.scale_a.outer);
+                }
+                if (!per_column) rows[r] *= arch::load_global(scale_b);
+            }
+            if (per_column) {
+                scales.fetch(tile.col, g.n, [&](uint32_t col) {
+                    return arch::load_global(scale_b + int64_t(col) * g.scale_b.outer);
+                });
+            }
+        }
+        if (g.bias != nullptr) {
+            bias.fetch(tile.col, g.n,
+                       [&](uint32_t col) { return load_any(g.bias, g.bias_dtype, col); });
+        }
+    }
+
+    template <int count, int cols>
+    __device__ __forceinline__ void apply(const typename K::Globals& g, typename K::Shared& shared,
+                                          rt_fl<16, cols> (&d)[count]) const {
+        auto& columns = shared.columns[warpgroup::groupid()];
+        if (!g.blocks) {
+#pragma unroll
+            for (int i = 0; i < count; ++i) {
+#pragma unroll
+                for (int j = 0; j < d[i].width; ++j) {
+#pragma unroll
+                    for (int r = 0; r < 4; ++r) {
+                        d[i].tiles[0][j].data[r].x *= rows[r % 2];
+                        d[i].tiles[0][j].data[r].y *= rows[r % 2];
+                    }
+                }
+            }
+            if (g.scale_b.outer != 0) {
+                scales.publish(columns);
+#pragma unroll
+                for (int i = 0; i < count; ++i) {
+                    with_columns(d[i], columns, i * cols, [](float2& x, float2 s, int) {
+                        x.x *= s.x;
+                        x.y *= s.y;
+                    });
+                }
+            }
+        }
+        if (g.bias != nullptr) {
+            bias.publish(columns);
+#pragma unroll
+            for (int i = 0; i < count; ++i) {
+                with_columns(d[i], columns, i * cols, [](float2& x, float2 b, int) {
+                    x.x += b.x;
+                    x.y += b.y;
+                });
+            }
+        }
+        activation::dispatch(g.activation, [&](auto function) {
+#pragma unroll
+            for (int i = 0; i < count; ++i) {
+#pragma unroll
+                for (int j = 0; j < d[i].width; ++j) {
+#pragma unroll
+                    for (int r = 0; r < 4; ++r) {
+                        float2& x = d[i].tiles[0][j].data[r];
+                        x = make_float2(function(x.x), function(x.y));
+                    }
+                }
+            }
+        });
+    }
+};
+
+}  // namespace sm90
+}  // namespace thunderkittens::fp8_gemm

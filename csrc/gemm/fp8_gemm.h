@@ -1,0 +1,191 @@
+// Products of fp8 operands: what a call is (Problem), what is compiled (Config), how it is
+// scheduled (Schedule), and the functions that choose. Host C++ only.
+//
+// out = activation(scale * (a @ b^T) + bias) with a (m, k), b (n, k) and out (m, n): both operands
+// K-major, which is the only order that wgmma takes of 8-bit operands. Grouped, b is (groups, n, k)
+// and the rows of a belong to the groups one after the other.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "csrc/common/device.h"
+#include "csrc/common/dtype.h"
+
+namespace thunderkittens {
+struct KernelInfo;  // registry.h
+}
+
+namespace thunderkittens::fp8_gemm {
+
+// How the partial sums of 128 of k come together. The tensor cores keep fewer bits of a sum of fp8
+// products than fp32 has: `fast` leaves all sums to them, with scales for whole rows and columns.
+// `promoted` adds the sums of 128 of k in fp32, each with the scale of its 128 elements of a row of
+// a and its 128 x 128 block of b where there are such. `fine` is the same with scales of 128
+// elements of a row of b.
+enum class Sums : int { fast, promoted, fine };
+
+constexpr const char* name_of(Sums sums) {
+    return sums == Sums::fast ? "fast" : sums == Sums::promoted ? "promoted" : "fine";
+}
+
+struct Problem {
+    int64_t m = 0, n = 0, k = 0, groups = 1;
+    DType a_dtype = DType::e4m3, b_dtype = DType::e4m3;
+    DType out_dtype = DType::bf16;
+    bool accurate = true;
+    bool blocks = false;       // scales of 1 x 128 elements of a, with those of b as follows
+    bool fine_blocks = false;  // 1 x 128 elements of b, instead of 128 x 128
+    bool grouped = false;
+};
+
+// A block computes block_m x block_n tiles, 128 of k at a time, with a warpgroup that loads and
+// block_m / 64 warpgroups that multiply. With `few` rows the operands change places: the rows of
+// the tile are those of b.
+struct Config {
+    int block_m = 128;
+    int block_n = 256;
+    int stages = 4;
+    Sums sums = Sums::fast;
+    DType a = DType::e4m3, b = DType::e4m3;
+    bool few = false;
+
+    bool operator==(const Config&) const = default;
+};
+constexpr int BLOCK_K = 128;
+
+// As in gemm.h. With few rows, `blocks` of a cluster divide k.
+struct Schedule {
+    int cluster_m = 1;
+    int cluster_n = 1;
+    int band = 8;
+    int blocks = 0;
+    int splits = 1;
+};
+
+struct Choice {
+    Config config;
+    Schedule schedule;
+};
+
+// A vector of scales, or none: the scale of (row or column i, block of k j, group g).
+struct Scales {
+    const float* data = nullptr;
+    int64_t outer = 0, inner = 0, group = 0;  // strides; 0 where one scale is for all
+};
+
+struct Params {
+    const void* a = nullptr;
+    const void* b = nullptr;
+    const void* bias = nullptr;     // (n,)
+    const int32_t* offs = nullptr;  // (groups,) ends of the groups' rows
+    void* out = nullptr;            // (m, n), contiguous
+    int64_t m = 0, n = 0, k = 0, groups = 1;
+    int64_t a_stride = 0, b_stride = 0, b_group_stride = 0;
+    Scales scale_a, scale_b;
+    bool blocks = false;  // scales are of 128 of k
+    DType out_dtype = DType::bf16, bias_dtype = DType::bf16;
+    int activation = 0;  // activation.cuh
+    Schedule schedule;
+};
+
+template <typename Visitor>
+void visit_fields(Problem& p, Visitor&& visit) {
+    visit("m", p.m);
+    visit("n", p.n);
+    visit("k", p.k);
+    visit("groups", p.groups);
+    visit("a_dtype", p.a_dtype);
+    visit("b_dtype", p.b_dtype);
+    visit("out_dtype", p.out_dtype);
+    visit("accurate", p.accurate);
+    visit("blocks", p.blocks);
+    visit("fine_blocks", p.fine_blocks);
+    visit("grouped", p.grouped);
+}
+
+template <typename Visitor>
+void visit_fields(Choice& c, Visitor&& visit) {
+    visit("block_m", c.config.block_m);
+    visit("block_n", c.config.block_n);
+    visit("stages", c.config.stages);
+    visit("a_dtype", c.config.a);
+    visit("b_dtype", c.config.b);
+    visit("few", c.config.few);
+    visit("cluster_m", c.schedule.cluster_m);
+    visit("cluster_n", c.schedule.cluster_n);
+    visit("band", c.schedule.band);
+    visit("blocks", c.schedule.blocks);
+    visit("splits", c.schedule.splits);
+}
+
+// Tile shapes that are compiled, each for the three pairs of dtypes.
+struct TileShape {
+    int block_m, block_n, stages;
+    Sums sums;
+    bool few = false;
+};
+constexpr TileShape TILE_SHAPES[] = {
+    {128, 256, 4, Sums::fast},     {128, 192, 4, Sums::fast},     {128, 128, 6, Sums::fast},
+    {128, 256, 4, Sums::promoted}, {128, 128, 6, Sums::promoted}, {128, 128, 5, Sums::fine},
+};
+struct DTypes {
+    DType a, b;
+};
+constexpr DTypes DTYPES[] = {
+    {DType::e4m3, DType::e4m3}, {DType::e4m3, DType::e5m2}, {DType::e5m2, DType::e4m3}};
+constexpr Config make_config(const TileShape& shape, const DTypes& dtypes) {
+    return {shape.block_m, shape.block_n, shape.stages, shape.sums, dtypes.a, dtypes.b, shape.few};
+}
+
+// Wider tiles leave no registers for the walk over groups.
+constexpr bool takes_groups(const Config& c) {
+    return c.sums != Sums::fast && c.block_n <= 128;
+}
+constexpr int consumers(const Config& c) { return c.block_m / 64; }
+constexpr int threads(const Config& c) { return (consumers(c) + 1) * 128; }
+constexpr int shared_bytes(const Config& c) {
+    const int stage = (c.block_m + c.block_n) * BLOCK_K;
+    const int scales = c.sums == Sums::fine ? c.block_n * 4 : 0;
+    const int bytes = c.stages * (stage + scales) +
+                      consumers(c) * (4 * 2 * 16 * 128 + c.block_n * 4) + c.stages * 16;
+    return (bytes + 127) / 128 * 128;
+}
+
+// The shapes of scales: (rows, columns) of scale_a, of one matrix of scale_b.
+struct ScaleShapes {
+    int64_t a_rows, a_cols, b_rows, b_cols;
+};
+struct ScaleKind {
+    bool valid, blocks, fine;
+};
+// Scales per tensor or row, (1 or m, 1) and (1, 1 or n); or of 128 of k, (m, blocks of k) and
+// (blocks of k, blocks of n) or, fine, (blocks of k, n).
+constexpr ScaleKind scale_kind(const ScaleShapes& s, int64_t m, int64_t n, int64_t k) {
+    const int64_t k_blocks = (k + 127) / 128, n_blocks = (n + 127) / 128;
+    if ((s.a_rows == 1 || s.a_rows == m) && s.a_cols == 1 && s.b_rows == 1 &&
+        (s.b_cols == 1 || s.b_cols == n) && (k_blocks <= 1 || k == 0)) {
+        return {true, k == 0, false};
+    }
+    if (s.a_rows == m && s.a_cols == k_blocks && s.b_rows == k_blocks &&
+        (s.b_cols == n_blocks || s.b_cols == n)) {
+        return {true, true, s.b_cols != n_blocks};
+    }
+    const bool valid = (s.a_rows == 1 || s.a_rows == m) && s.a_cols == 1 && s.b_rows == 1 &&
+                       (s.b_cols == 1 || s.b_cols == n);
+    return {valid, k == 0, false};
+}
+
+// Empty when choose() has a kernel for the problem, else the reason in a sentence.
+std::string unsupported(const Problem& problem, const DeviceProperties& device);
+Choice choose(const Problem& problem, const DeviceProperties& device);
+std::string kernel_name(const Config& config);
+std::string kernel_name(const Choice& choice);
+std::vector<KernelInfo> kernels();
+
+// Runs the kernel of `config` on the stream.
+template <Config config>
+void launch(const Params& params, Stream stream);
+
+}  // namespace thunderkittens::fp8_gemm

@@ -1,0 +1,189 @@
+// Quantisation to fp8: what a call is (Problem), what is compiled (Config), and the functions that
+// choose. Host C++ only.
+//
+// x is (m, k). Elements that share a scale are a group: all of x, a row, 128 neighbours of a row,
+// or 128 x 128 elements. With `transposed`, x^T is quantised at the same time.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "csrc/common/device.h"
+#include "csrc/common/dtype.h"
+
+namespace thunderkittens {
+struct KernelInfo;  // registry.h
+}
+
+namespace thunderkittens::fp8_quantize {
+
+// As the op's code of a granularity: its place in ("tensor", "row", "1x128", "128x128").
+enum class Granularity : int { tensor, row, row_block, block };
+
+// One pass over x. The first two find the largest magnitudes: of all of x, and of its rows and
+// columns. The next three quantise along rows, with one scale that is given, of a row, of 128
+// neighbours. The last three quantise tiles of 128 x 128, and can write the transpose too: with
+// given scales of rows and columns, of 128 neighbours either way, of the tile. `transpose` writes
+// the transpose of a matrix of bytes, an operand of fp8_gemm in the order that wgmma does not take.
+enum class Pass : int {
+    amax,
+    amax_lines,
+    given,
+    row,
+    row_block,
+    tile_given,
+    tile_row_block,
+    tile_block,
+    transpose
+};
+constexpr Pass PASSES[] = {
+    Pass::amax,      Pass::amax_lines, Pass::given,          Pass::row,
+    Pass::row_block, Pass::tile_given, Pass::tile_row_block, Pass::tile_block};
+constexpr const char* name_of(Pass pass) {
+    constexpr const char* names[] = {"amax",      "amax_lines", "given",          "row",
+                                     "row_block", "tile_given", "tile_row_block", "tile_block",
+                                     "transpose"};
+    return names[static_cast<int>(pass)];
+}
+
+struct Problem {
+    int64_t m = 0, k = 0;
+    DType dtype = DType::bf16;
+    DType out_dtype = DType::e4m3;
+    int granularity = 1;
+    bool given_scale = false;
+    bool transposed = false;
+};
+
+struct Config {
+    DType dtype = DType::bf16;
+    Pass pass = Pass::row;
+    bool operator==(const Config&) const = default;
+};
+
+constexpr int THREADS = 256;
+constexpr int GROUP = 128;
+
+struct Params {
+    const void* x = nullptr;  // (m, k), rows `stride` elements apart
+    int64_t m = 0, k = 0, stride = 0;
+    void* out = nullptr;            // (m, k), contiguous
+    void* out_t = nullptr;          // (k, m), contiguous, or nullptr
+    float* scales = nullptr;        // see scale_stride
+    float* scales_t = nullptr;      // of x^T
+    int64_t scale_stride = 0;       // between blocks of k: of 1 x 128, of 128 x 128 between rows
+    int64_t scale_stride_t = 0;     // the same of x^T
+    uint32_t* amax = nullptr;       // bits of the largest magnitudes: of x, or of its m rows
+    uint32_t* amax_cols = nullptr;  // of its k columns
+    const float* given = nullptr;   // the scale that is given, if it is
+    DType out_dtype = DType::e4m3;
+    bool aligned = false;      // 16-byte loads of x, 8-byte stores of out
+    int64_t pitch_t = 0;       // between rows of out_t
+    int64_t batch_stride = 0;  // of x, for the transpose alone
+    int batches = 1;
+    int blocks = 0;  // of the grid, per matrix
+};
+
+template <typename Visitor>
+void visit_fields(Problem& p, Visitor&& visit) {
+    visit("m", p.m);
+    visit("k", p.k);
+    visit("dtype", p.dtype);
+    visit("out_dtype", p.out_dtype);
+    visit("granularity", p.granularity);
+    visit("given_scale", p.given_scale);
+    visit("transposed", p.transposed);
+}
+template <typename Visitor>
+void visit_fields(Config& c, Visitor&& visit) {
+    visit("dtype", c.dtype);
+}
+
+constexpr Config TRANSPOSE{DType::e4m3, Pass::transpose};
+
+// Blocks of the grid of a pass.
+constexpr int64_t blocks_of(Pass pass, int64_t m, int64_t k, int sm_count) {
+    if (pass == Pass::amax) return 4 * int64_t{sm_count};
+    if (pass == Pass::given || pass == Pass::row || pass == Pass::row_block) {
+        int64_t team = 1;  // warps that share a row
+        while (team < THREADS / 32 && k > team * 32 * 64) team *= 2;
+        const int64_t rows = THREADS / 32 / team;
+        return m > rows ? (m + rows - 1) / rows : 1;
+    }
+    return ((m + GROUP - 1) / GROUP) * ((k + GROUP - 1) / GROUP);
+}
+
+// The pass that writes the result; what comes before it, if anything, finds the scales.
+constexpr Pass last_pass(const Problem& p) {
+    const auto granularity = static_cast<Granularity>(p.granularity);
+    if (granularity == Granularity::block) return Pass::tile_block;
+    if (granularity == Granularity::row_block)
+        return p.transposed ? Pass::tile_row_block : Pass::row_block;
+    if (p.transposed) return Pass::tile_given;
+    return granularity == Granularity::row ? Pass::row : Pass::given;
+}
+
+std::string unsupported(const Problem& problem, const DeviceProperties& device);
+Config choose(const Problem& problem, const DeviceProperties& device);
+std::string kernel_name(const Config& config);
+std::vector<KernelInfo> kernels();
+
+// Words of memory, set to zero, that the passes find the largest magnitudes in.
+constexpr int64_t amax_words(const Problem& p) {
+    const auto granularity = static_cast<Granularity>(p.granularity);
+    if (granularity == Granularity::tensor && !p.given_scale) return 1;
+    return granularity == Granularity::row && p.transposed ? p.m + p.k : 0;
+}
+
+// Calls launch(config, params) for the passes of a problem; `params.amax` holds amax_words().
+template <class Launch>
+void run_passes(const Problem& p, Params params, int sm_count, Launch launch) {
+    const auto run = [&](Pass pass) {
+        params.blocks = static_cast<int>(blocks_of(pass, params.m, params.k, sm_count));
+        launch(Config{p.dtype, pass}, params);
+    };
+    const auto granularity = static_cast<Granularity>(p.granularity);
+    if (p.m == 0 || p.k == 0) {
+        // Groups without elements have a scale too.
+        if (granularity == Granularity::tensor) run(Pass::given);
+        if (granularity != Granularity::row) return;
+        params.k = 0;
+        if (params.m > 0) run(Pass::row);
+        params.m = p.k, params.scales = params.scales_t;
+        if (p.transposed && params.m > 0) run(Pass::row);
+        return;
+    }
+    if (granularity == Granularity::tensor && !p.given_scale) run(Pass::amax);
+    if (granularity == Granularity::row && p.transposed) {
+        params.amax_cols = params.amax + p.m;
+        run(Pass::amax_lines);
+    }
+    run(last_pass(p));
+}
+
+// The shape of the scales of x (m, k), and whether neighbouring rows are adjacent in memory, each
+// block of k padded to a multiple of four rows: so a product can load them by TMA.
+struct ScaleShape {
+    int64_t rows, cols;
+    bool rows_adjacent = false;
+};
+constexpr ScaleShape scale_shape(int granularity, int64_t m, int64_t k) {
+    const int64_t row_blocks = (m + GROUP - 1) / GROUP, blocks = (k + GROUP - 1) / GROUP;
+    switch (static_cast<Granularity>(granularity)) {
+        case Granularity::tensor: return {1, 1};
+        case Granularity::row: return {m, 1};
+        case Granularity::row_block: return {m, blocks, true};
+        case Granularity::block: return {row_blocks, blocks};
+    }
+    return {1, 1};
+}
+constexpr int64_t scale_pitch(const ScaleShape& shape) {
+    return shape.rows_adjacent ? (shape.rows + 3) / 4 * 4 : shape.cols;
+}
+
+// Runs the kernel of `config` on the stream.
+template <Config config>
+void launch(const Params& params, Stream stream);
+
+}  // namespace thunderkittens::fp8_quantize

@@ -1,0 +1,174 @@
+// What an fp8 GEMM kernel on Hopper works on: types of its tiles, its shared memory, its
+// parameters, and the walk over its tiles.
+#pragma once
+
+#include "csrc/gemm/fp8_gemm.h"
+#include "csrc/gemm/tile_order.h"
+#include "kittens/kittens.cuh"
+
+namespace thunderkittens::fp8_gemm {
+namespace sm90 {
+
+using namespace kittens;
+
+// Named barrier: the semaphores are initialised. Those of the consumers come after it.
+constexpr int READY = 1;
+
+template <DType dtype>
+using element = std::conditional_t<dtype == DType::e4m3, fp8e4m3, fp8e5m2>;
+
+// Scales of a stage, where they are of 128 elements of a row of b.
+template <Config C>
+struct FineScales {};
+template <Config C>
+    requires(C.sums == Sums::fine)
+struct FineScales<C> {
+    sv_fl<C.block_n> scales[C.stages];
+};
+
+template <Config C>
+struct Types {
+    static constexpr Config config = C;
+    using TA = element<C.a>;
+    using TB = element<C.b>;
+    static constexpr int consumers = fp8_gemm::consumers(C);
+    static constexpr bool fast = C.sums == Sums::fast, fine = C.sums == Sums::fine;
+    static constexpr bool groups = takes_groups(C);
+    // Columns of a product: what is promoted takes a second set of registers.
+    static constexpr int product_cols = fast ? C.block_n : 128;
+    static constexpr int products = C.block_n / product_cols;
+
+    using a_tile = st<TA, C.block_m, BLOCK_K>;
+    using b_tile = st<TB, C.block_n, BLOCK_K>;
+    // What one block of a cluster loads of a shared tile: half of it.
+    using a_part = st<TA, C.block_m / 2, BLOCK_K>;
+    using b_part = st<TB, C.block_n / 2, BLOCK_K>;
+    // Staging of a warp's output: rows of 128 bytes, whatever the type of the output. To TMA, which
+    // only copies, every output is a matrix of 16-bit words.
+    using out_tile = st<bf16, 16, 64>;
+    using scale_vec = sv_fl<C.block_n>;
+
+    struct Stage {
+        a_tile a;
+        b_tile b;
+    };
+    struct Shared : FineScales<C> {
+        Stage stages[C.stages];
+        out_tile out[consumers * WARPGROUP_WARPS][2];
+        sv_fl<C.block_n> columns[consumers];
+        semaphore full[C.stages], empty[C.stages];
+    };
+    static_assert(sizeof(Stage) == sizeof(a_tile) + sizeof(b_tile) && sizeof(Stage) % 1024 == 0);
+    static_assert(sizeof(Shared) <= MAX_SHARED_MEMORY, "too many stages");
+    static_assert(sizeof(Shared) == shared_bytes(C), "fp8_gemm.h knows another size");
+
+    struct Globals {
+        gl<TA, -1, 1, -1, -1, a_part> a;
+        gl<TB, -1, 1, -1, -1, b_part> b;
+        gl<bf16, -1, 1, -1, -1, out_tile> out;
+        gl<float, -1, 1, -1, -1, scale_vec> fine_scales;  // of b, (groups, blocks of k, n)
+        Scales scale_a, scale_b;
+        const void* bias;
+        const int32_t* offs;
+        uint32_t m, n, groups;
+        int k_blocks;
+        bool blocks;  // scales are of 128 of k
+        DType out_dtype, bias_dtype;
+        int activation;
+        bool tma_store;  // rows of the output are multiples of 16 bytes
+        int cluster_m, cluster_n;
+        uint32_t clusters;  // of the grid
+        uint32_t columns;   // of tiles
+        gemm::TileOrder order;
+    };
+
+    static constexpr int threads = fp8_gemm::threads(C);
+    static constexpr int producer_registers = groups ? 40 : 24;
+    static constexpr int consumer_registers = groups ? 232 : 240;
+};
+
+// A position in the ring of stages, and the parity of the round.
+template <int stages>
+struct Ring {
+    int stage = 0;
+    int phase = 0;
+    __device__ __forceinline__ void advance() {
+        if (++stage == stages) stage = 0, phase ^= 1;
+    }
+};
+
+// Where this block stands in its cluster of one or two by one or two.
+struct Place {
+    uint32_t in_m, in_n;
+
+    template <class Globals>
+    __device__ __forceinline__ explicit Place(const Globals& g) {
+        const uint32_t rank = g.cluster_m * g.cluster_n > 1 ? arch::cluster_rank() : 0;
+        in_m = g.cluster_n == 2 ? rank / 2 : rank;
+        in_n = g.cluster_n == 2 ? rank % 2 : 0;
+    }
+};
+
+struct Tile {
+    uint32_t group, row, col;
+    uint32_t end;  // of the rows that are the tile's to write
+    bool nothing;  // rows that belong to no group, which are zero
+};
+
+// The group whose tiles are being worked on; `number` counts from 1.
+struct Group {
+    uint32_t number, begin, end, rows, last_tile;
+
+    template <class Globals>
+    __device__ __forceinline__ void next(const Globals& g, int block_m) {
+        begin = end;
+        end = g.m;
+        if (number < g.groups) {
+            const int offset = arch::load_global(g.offs + number);
+            end = offset < int(begin) ? begin : offset < int(g.m) ? uint32_t(offset) : g.m;
+        }
+        ++number;
+        rows = (end - begin + block_m - 1) / block_m;
+        last_tile += rows * g.columns;
+    }
+};
+
+// Calls work(tile) for each of this block's tiles. Where the rows are grouped, tiles are counted
+// group by group, as the offsets say; rows behind the last group count as one more.
+template <Config C, class Globals, class Work>
+__device__ __forceinline__ void for_each_tile(const Globals& g, const Place place, Work work) {
+    uint32_t index = blockIdx.x >> ((g.cluster_m == 2) + (g.cluster_n == 2));
+    if constexpr (!Types<C>::groups) {
+        for (; index < g.order.total; index += g.clusters) {
+            const gemm::TilePosition at = g.order.at(index);
+            work(Tile{0, (at.m * g.cluster_m + place.in_m) * C.block_m,
+                      (at.n * g.cluster_n + place.in_n) * C.block_n, g.m, false});
+        }
+    } else {
+        Group group{};
+        if (g.offs != nullptr) group.next(g, C.block_m);
+        for (;; index += g.clusters) {
+            Tile tile;
+            if (g.offs == nullptr) {
+                if (index >= g.order.total) return;
+                const gemm::TilePosition at = g.order.at(index);
+                tile = {0, (at.m * g.cluster_m + place.in_m) * C.block_m,
+                        (at.n * g.cluster_n + place.in_n) * C.block_n, g.m, false};
+            } else {
+                while (index >= group.last_tile) {
+                    if (group.number > g.groups) return;
+                    group.next(g, C.block_m);
+                }
+                const uint32_t in_group = index + group.rows * g.columns - group.last_tile;
+                const uint32_t column = in_group / group.rows;
+                tile = {group.number - 1,
+                        group.begin + (in_group - column * group.rows) * C.block_m,
+                        column * C.block_n, group.end, group.number > g.groups};
+            }
+            work(tile);
+        }
+    }
+}
+
+}  // namespace sm90
+}  // namespace thunderkittens::fp8_gemm

@@ -1,0 +1,187 @@
+"""fp8 GEMM beside cuBLAS (`torch._scaled_mm`, `torch.nn.functional.scaled_mm`).
+
+A weight (N, K) is multiplied with M rows; both are quantised from random normal values. Kinds:
+`tensor` and `row` scales with the sums left to the tensor cores ("fast") or promoted ("accurate"),
+and `block`, 1 x 128 of the rows with 128 x 128 of the weight.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cases import (
+    Case,
+    Expected,
+    Implementation,
+    Inputs,
+    NotApplicableError,
+    Prepared,
+    random_normal,
+)
+
+KINDS = ("fast", "accurate", "fast_row", "accurate_row", "block")
+WEIGHTS = (
+    (2112, 7168),
+    (24576, 1536),
+    (7168, 16384),
+    (4096, 7168),
+    (7168, 2048),
+    (8192, 8192),
+    (28672, 8192),
+    (8192, 28672),
+)
+SHAPES: dict[str, list[tuple[int, int, int]]] = {
+    "default": [(4096, n, k) for n, k in WEIGHTS],
+    "rated": [(4096, n, k) for n, k in WEIGHTS],
+    "skinny": [(m, n, k) for n, k in WEIGHTS for m in (1, 16, 64)],
+    "tiny": [(64, 64, 64), (80, 48, 272)],
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--kinds",
+        default=",".join(KINDS),
+        help=f"a comma-separated part of {','.join(KINDS)} (default: all)",
+    )
+
+
+def options(args: argparse.Namespace) -> dict[str, Any]:
+    return {"kinds": tuple(args.kinds.split(","))}
+
+
+def _quantised(kind: str, x: Tensor, is_weight: bool) -> tuple[Tensor, Tensor]:
+    import thunderkittens as tk
+
+    granularity = "row" if kind.endswith("_row") else "tensor"
+    if kind == "block":
+        granularity = "128x128" if is_weight else "1x128"
+    codes, scale = tk.fp8_quantize(x, granularity)
+    return codes, scale.reshape(1, 1) if granularity == "tensor" else scale
+
+
+def make_case(m: int, n: int, k: int, kind: str, dtype: torch.dtype) -> Case:
+    """The product of (m, k) and the transpose of (n, k)."""
+
+    def make_inputs(device: torch.device, generator: torch.Generator) -> Inputs:
+        x = random_normal(m, k, dtype=dtype, generator=generator)
+        w = random_normal(n, k, dtype=dtype, generator=generator)
+        a, scale_a = _quantised(kind, x, False)
+        b, scale_b = _quantised(kind, w, True)
+        return {
+            "a": a,
+            "b": b.t(),
+            "scale_a": scale_a,
+            "scale_b": scale_b.t(),
+            "accurate": not kind.startswith("fast"),
+        }
+
+    def oracle(
+        a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, accurate: bool
+    ) -> Iterator[Expected]:
+        import thunderkittens as tk
+
+        exact = tk.reference.fp8_gemm(a, b, scale_a, scale_b, out_dtype=torch.float32)
+        # What the formula of plain PyTorch would give for operands rounded to bfloat16.
+        plain = exact.to(dtype)
+        yield Expected(0, slice(None), exact, plain)
+
+    return Case(
+        name=f"{kind} {m} x {n} x {k}",
+        make_inputs=make_inputs,
+        flops=2.0 * m * n * k,
+        bytes=float(m * k + k * n + 2 * m * n),
+        groups=(kind,),
+        parameters={
+            "label": f"{m}x{n}\nx{k}",
+            "m": m,
+            "n": n,
+            "k": k,
+            "kind": kind,
+            "dtype": str(dtype).removeprefix("torch."),
+        },
+        oracle=oracle,
+    )
+
+
+def cases(
+    shapes: str = "default",
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    kinds: Sequence[str] = KINDS,
+) -> list[Case]:
+    """The cases of a set of shapes of each kind. ValueError for a name there is not."""
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown:
+        raise ValueError(f"kind {unknown[0]!r} is unknown; expected a part of {','.join(KINDS)}")
+    if shapes not in SHAPES:
+        raise ValueError(f"shapes {shapes!r} is unknown; expected one of {', '.join(SHAPES)}")
+    return [make_case(*size, kind, dtype) for kind in kinds for size in SHAPES[shapes]]
+
+
+def _cublas(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, accurate: bool) -> Tensor:
+    if scale_a.shape[1] == 1:
+        return torch._scaled_mm(
+            a, b, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=not accurate
+        )
+    raise NotApplicableError("scales of blocks: see cuBLAS blocks")
+
+
+def _cublas_blocks(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, accurate: bool) -> Any:
+    if scale_a.shape[1] == 1:
+        raise NotApplicableError("scales of tensors and rows: see cuBLAS")
+    from torch.nn import functional
+    from torch.nn.functional import ScalingType
+
+    # Blocks of k adjacent in memory, and padded to a multiple of four.
+    padded = torch.nn.functional.pad(scale_b.t(), (0, -scale_b.shape[0] % 4)).contiguous().t()
+    return lambda: functional.scaled_mm(
+        a,
+        b,
+        scale_a,
+        ScalingType.BlockWise1x128,
+        padded,
+        ScalingType.BlockWise128x128,
+        output_dtype=torch.bfloat16,
+    )
+
+
+def implementations(device: torch.device) -> dict[str, Implementation]:
+    """This package's op first, then the peers."""
+    import thunderkittens as tk
+
+    def ours(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, accurate: bool) -> Tensor:
+        return tk.fp8_gemm(a, b, scale_a, scale_b, accurate=accurate)
+
+    if device.type != "cuda":
+        return {
+            "thunderkittens": ours,
+            "PyTorch": lambda a, b, scale_a, scale_b, accurate: tk.reference.fp8_gemm(
+                a, b, scale_a, scale_b
+            ),
+        }
+    return {
+        "thunderkittens": ours,
+        "cuBLAS": _cublas,
+        "cuBLAS blocks": Prepared(_cublas_blocks),
+    }
+
+
+def host_calls(device: torch.device) -> dict[str, Callable[[], Any]]:
+    """Calls on a problem of 128 x 128 x 128."""
+    import thunderkittens as tk
+
+    a, scale = tk.fp8_quantize(torch.randn(128, 128, device=device), "tensor")
+    calls: dict[str, Callable[[], Any]] = {
+        "thunderkittens.fp8_gemm": lambda: tk.fp8_gemm(a, a.t(), scale, scale)
+    }
+    if device.type == "cuda":
+        calls["torch._scaled_mm"] = lambda: torch._scaled_mm(
+            a, a.t(), scale, scale, out_dtype=torch.bfloat16
+        )
+    return calls
