@@ -1,6 +1,6 @@
 // Quantising to the block-scaled formats MXFP8 and NVFP4, and back: what a call is (Problem), what
-// a kernel is compiled for (Config), its arguments (Params), and the functions that choose. Host C++
-// only; the ops, the kernels in mxfp8_quantize_sm90.cuh and nvfp4_quantize_sm90.cuh, and the
+// a kernel is compiled for (Config), its arguments (Params), and the functions that choose. Host
+// C++ only; the ops, the kernels in mxfp8_quantize_sm90.cuh and nvfp4_quantize_sm90.cuh, and the
 // registry in choose_block_scaled.cpp meet here.
 //
 // MXFP8: 32 neighbours share a scale 2^(byte - 127). NVFP4: 16 neighbours share an e4m3 scale, a

@@ -249,8 +249,8 @@ __device__ __forceinline__ void store_scales(uint8_t* scale, uint32_t shared, bo
     }
 }
 
-// What a thread of a dequantiser has: codes of eight neighbours of eight consecutive rows, in a Word
-// per row, and the scales of the blocks that they are in.
+// What a thread of a dequantiser has: codes of eight neighbours of eight consecutive rows, in a
+// Word per row, and the scales of the blocks that they are in.
 template <class Word>
 struct Codes {
     Word word[CHUNK_ROWS];

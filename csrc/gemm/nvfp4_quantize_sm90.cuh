@@ -239,7 +239,8 @@ struct Nvfp4Shared {
 };
 
 template <int INPUT, bool SQUARE, bool STOCHASTIC>
-__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<INPUT>)
+__global__ void __launch_bounds__(THREADS,
+                                  STOCHASTIC ? BLOCKS_PER_SM<INPUT> - 1 : BLOCKS_PER_SM<INPUT>)
     nvfp4_quantize_kernel(Nvfp4Params p) {
     using T = element_of<INPUT>;
     constexpr int LANES = 16;
