@@ -46,6 +46,23 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
         "int activation=0, ScalarType? out_dtype=None, bool accurate=True, Tensor? offs=None) -> "
         "Tensor");
 
+    // Block-scaled formats of x (M, K) or (B, M, K): the elements, and the scales in the 128x4
+    // layout (swizzle) or plain. MXFP8: 32 neighbours share an e8m0 scale; with transpose the same
+    // of the transpose of x besides, else two empty tensors. NVFP4: 16 neighbours, or 16 x 16,
+    // share an e4m3 scale and a matrix one in fp32.
+    m.def(
+        "mxfp8_quantize(Tensor x, ScalarType dtype, bool floor=False, bool swizzle=True, "
+        "bool transpose=False) -> (Tensor data, Tensor scale, Tensor data_t, Tensor scale_t)");
+    m.def(
+        "mxfp8_dequantize(Tensor data, Tensor scale, ScalarType dtype, bool swizzle=True) -> "
+        "Tensor");
+    m.def(
+        "nvfp4_quantize(Tensor x, Tensor? global_scale=None, bool square=False, bool swizzle=True, "
+        "Tensor? seed=None) -> (Tensor data, Tensor block_scale, Tensor scale)");
+    m.def(
+        "nvfp4_dequantize(Tensor data, Tensor block_scale, Tensor global_scale, ScalarType dtype, "
+        "bool swizzle=True) -> Tensor");
+
     // q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv); causal: 0 none, 1 aligned lower
     // right, 2 aligned upper left; windows: -1 is unbounded; softcap: 0 is none; alibi_slopes fp32
     // (Hq,) or (B, Hq); sink fp32 (Hq,); lse fp32 (B, Hq, Sq), natural logarithm.

@@ -41,6 +41,10 @@ EMULATED_SUITES = (
     "test_fp8_quantize",
     "test_gemm",
     "test_gemm_fused",
+    "test_mxfp8_dequantize",
+    "test_mxfp8_quantize",
+    "test_nvfp4_dequantize",
+    "test_nvfp4_quantize",
 )
 EMULATION_POLICIES = ("on_wait", "late_mma")
 

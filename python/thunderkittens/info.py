@@ -46,6 +46,10 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     **{
+        op: {"bf16 8192 x 8192": {"rows": 8192, "columns": 8192}}
+        for op in ("mxfp8_quantize", "mxfp8_dequantize", "nvfp4_quantize", "nvfp4_dequantize")
+    },
+    **{
         op: {
             f"bf16 ({batch}, {heads}, {length}, 64)": {
                 "batch": batch,

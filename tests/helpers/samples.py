@@ -23,8 +23,9 @@ class Sample:
 
     `shapes` and `layouts` describe the tensors; dimensions named in `dynamic`, as (tensor,
     dimension), may change together. `kinds` are "operand" (the default), and of other tensors
-    "sink", "slopes" (float32; the latter have no gradient) and "edges" (cumulative lengths whose
-    last sequence grows).
+    "sink", "slopes" (float32; the latter have no gradient), "edges" (cumulative lengths whose last
+    sequence grows), "source" (of a quantiser: no gradient, no autocast), "codes" (bytes), and the
+    dtype of what a quantiser has made.
     """
 
     op: str
@@ -59,6 +60,15 @@ class Sample:
                 result.append(torch.tensor(edges, dtype=torch.int32, device=device))
                 continue
             values = torch.randn(sizes, device=device)
+            if kind == "codes":
+                result.append(torch.randint(100, 150, sizes, device=device).to(torch.uint8))
+                continue
+            if kind.startswith("float"):
+                result.append(values.abs().to(getattr(torch, kind)))
+                continue
+            if kind == "source":
+                result.append(place(values.to(self.dtype), layout))
+                continue
             if kind == "slopes":
                 result.append(values.abs() / 8)
             elif kind == "sink":
@@ -172,6 +182,56 @@ SAMPLES = {
         dynamic=((0, 2), (1, 2), (2, 2)),
         dtype=torch.float16,
     ),
+    "mxfp8_quantize": Sample(
+        "mxfp8_quantize",
+        ((33, 72),),
+        ("packed",),
+        {"transpose": True, "rule": "floor"},
+        dynamic=((0, 0),),
+        kinds=("source",),
+    ),
+    "mxfp8_quantize_columns": Sample(
+        "mxfp8_quantize",
+        ((2, 33, 72),),
+        ("sliced",),
+        {"axis": -2, "dtype": torch.float8_e5m2, "swizzle": False},
+        dynamic=((0, 1),),
+        dtype=torch.float16,
+        kinds=("source",),
+    ),
+    "mxfp8_dequantize": Sample(
+        "mxfp8_dequantize",
+        ((33, 72), (33, 3)),
+        ("packed", "packed"),
+        {"swizzle": False},
+        dynamic=((0, 0), (1, 0)),
+        kinds=("float8_e4m3fn", "codes"),
+    ),
+    "nvfp4_quantize": Sample(
+        "nvfp4_quantize",
+        ((33, 72),),
+        ("packed",),
+        dynamic=((0, 0),),
+        kinds=("source",),
+    ),
+    "nvfp4_quantize_scaled": Sample(
+        "nvfp4_quantize",
+        ((2, 33, 72), (2,)),
+        ("sliced", "packed"),
+        {"block": "16x16", "swizzle": False},
+        keywords=("global_scale",),
+        dynamic=((0, 1),),
+        dtype=torch.float32,
+        kinds=("source", "float32"),
+    ),
+    "nvfp4_dequantize": Sample(
+        "nvfp4_dequantize",
+        ((2, 33, 36), (2, 33, 5), (2,)),
+        ("packed", "packed", "packed"),
+        {"swizzle": False, "dtype": torch.float32},
+        dynamic=((0, 1), (1, 1)),
+        kinds=("codes", "float8_e4m3fn", "float32"),
+    ),
 }
 
 
@@ -188,6 +248,8 @@ def forward_and_backward(
 ) -> list[Tensor]:
     """Outputs and gradients of a call, with a fixed gradient of the outputs."""
     outputs = function(*tensors)
+    if not any(x.requires_grad for x in tensors):
+        return list(outputs)
     loss = sum((y.float() * torch.cos(torch.arange(y.numel(), device=y.device)).view(y.shape)).sum()
                for y in outputs)  # fmt: skip
     return [*outputs, *torch.autograd.grad(loss, [x for x in tensors if x.requires_grad])]
@@ -198,10 +260,32 @@ def assert_equal(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     assert len(actual) == len(expected)
     for x, y in zip(actual, expected, strict=True):
         assert x.stride() == y.stride()
-        assert torch.equal(x, y)
+        assert equal(x, y)
+
+
+def equal(x: Tensor, y: Tensor) -> bool:
+    """`torch.equal`, also of floats of one byte, by their bits."""
+    if x.dtype.itemsize > 1 or x.dtype != y.dtype:
+        return torch.equal(x, y)
+    return torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    """`torch.testing.assert_close`, for floats of one byte by their bits."""
+    if expected.dtype.itemsize > 1:
+        torch.testing.assert_close(actual, expected)
+    else:
+        assert actual.dtype == expected.dtype
+        assert equal(actual, expected)
 
 
 every_sample = pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES)
+every_differentiable_sample = pytest.mark.parametrize(
+    "sample",
+    [s for s in SAMPLES.values() if any(s.kind(i) in DIFFERENTIABLE for i in range(len(s.shapes)))],
+    ids=lambda sample: next(name for name, s in SAMPLES.items() if s is sample),
+)
+# Of the ops that have gradients.
 one_per_op = pytest.mark.parametrize(
     "sample",
     [

@@ -13,6 +13,10 @@ from .based import based
 from .fp8_gemm import fp8_gemm
 from .fp8_quantize import fp8_quantize
 from .gemm import gemm
+from .mxfp8_dequantize import mxfp8_dequantize
+from .mxfp8_quantize import mxfp8_quantize
+from .nvfp4_dequantize import nvfp4_dequantize
+from .nvfp4_quantize import nvfp4_quantize
 
 __all__ = [
     "Fp8Linear",
@@ -23,4 +27,8 @@ __all__ = [
     "fp8_linear",
     "fp8_quantize",
     "gemm",
+    "mxfp8_dequantize",
+    "mxfp8_quantize",
+    "nvfp4_dequantize",
+    "nvfp4_quantize",
 ]

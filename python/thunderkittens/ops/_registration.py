@@ -35,6 +35,7 @@ def register(
     cuda: Callable[..., Any] | None = None,
     vmap: Callable[..., Any] | None = None,
     autocast: int = 0,
+    differentiable: bool = True,
 ) -> None:
     """Adds the Python side to the op `thunderkittens::name`.
 
@@ -46,11 +47,15 @@ def register(
         cuda: the op on CUDA tensors, where it is not compiled.
         vmap: rule for `torch.func.vmap`, as `torch.library.register_vmap` takes it.
         autocast: the number of leading arguments that autocast converts.
+        differentiable: whether autograd is registered elsewhere, or not wanted for a twin without;
+            else results never require gradients.
     """
     qualified = f"{_NAMESPACE}::{name}"
     packet_name, _, overload_name = name.partition(".")
     packet = getattr(getattr(torch.ops, _NAMESPACE), packet_name)
     op = getattr(packet, overload_name or "default")
+    if not differentiable:
+        cpu = torch.no_grad()(cpu)
     torch.library.register_fake(qualified, fake, lib=_library)
     _library.impl(name, cpu, "CPU")
     if cuda is not None:
@@ -59,6 +64,8 @@ def register(
         register_flop_formula(packet)(flops)
     if vmap is not None:
         torch.library.register_vmap(qualified, vmap, lib=_library)
+    if not differentiable:
+        _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
         _library.impl(name, _autocast_kernel(op, device_type, autocast), key)
 

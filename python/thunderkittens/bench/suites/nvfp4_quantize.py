@@ -1,0 +1,89 @@
+"""Quantising to NVFP4, with a given global scale and one that is found, beside a copy and plain
+PyTorch. What is found takes a second reading of the matrix, and its bytes are counted."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..block_scaled_work import SHAPES, copy_of, exactly, make_case, sizes_of
+from ..cases import Case, Expected, Implementation, Inputs
+
+__all__ = ["SHAPES", "add_arguments", "cases", "host_calls", "implementations", "options"]
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "given": {},
+    "given 16x16": {"block": "16x16"},
+    "given stochastic": {"seed": 1},
+    "found": {},
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """No options of its own."""
+
+
+def options(args: argparse.Namespace) -> dict[str, Any]:
+    return {}
+
+
+def oracle(x: Tensor, **call: Any) -> Iterator[Expected]:
+    """The scales; PyTorch has no arithmetic for the elements, which the tests check."""
+    import thunderkittens as tk
+
+    return exactly(tk.reference.nvfp4_quantize(x, **call), (1, 2))
+
+
+def inputs_of(variant: str) -> Callable[[Tensor], Inputs]:
+    def inputs(x: Tensor) -> Inputs:
+        call = dict(VARIANTS[variant])
+        if variant != "found":
+            call["global_scale"] = torch.full((), 6.0 / 2688, device=x.device)
+        if "seed" in call:
+            call["seed"] = torch.tensor(call["seed"], device=x.device)
+        return {"x": x, **call}
+
+    return inputs
+
+
+def cases(shapes: str = "default", *, dtype: torch.dtype = torch.bfloat16) -> list[Case]:
+    """The cases of a set of shapes. ValueError for a name there is not."""
+    return [
+        make_case(
+            *size,
+            variant,
+            dtype.itemsize * (2 if variant == "found" else 1) + 1 / 2 + 1 / 16,
+            dtype,
+            inputs_of(variant),
+            oracle,
+        )
+        for variant in VARIANTS
+        for size in sizes_of(shapes)
+    ]
+
+
+def implementations(device: torch.device) -> dict[str, Implementation]:
+    """This package's op first, then the peers."""
+    import thunderkittens as tk
+
+    return {
+        "thunderkittens": lambda x, **call: tk.nvfp4_quantize(x, **call),
+        "PyTorch": lambda x, **call: tk.reference.nvfp4_quantize(x, **call),
+        "copy": copy_of("x"),
+    }
+
+
+def host_calls(device: torch.device) -> dict[str, Callable[[], Any]]:
+    """Calls on 128 x 128 elements."""
+    import thunderkittens as tk
+
+    x = torch.randn(128, 128, dtype=torch.bfloat16, device=device)
+    scale = torch.ones((), device=device)
+    return {
+        "thunderkittens.nvfp4_quantize": lambda: tk.nvfp4_quantize(x),
+        "thunderkittens.nvfp4_quantize, given": lambda: tk.nvfp4_quantize(x, global_scale=scale),
+    }
