@@ -17,9 +17,6 @@
 namespace thunderkittens::linear_attention {
 
 constexpr int FORWARD_STAGES = 3, BLOCKS_PER_SM = 2;
-#ifndef OVERLAP
-#define OVERLAP false
-#endif
 
 template <class T>
 struct ForwardGlobals {
@@ -171,14 +168,13 @@ __global__ __launch_bounds__(WARPGROUP_THREADS, BLOCKS_PER_SM) void based_forwar
             }
         };
         warpgroup::mma_async_wait<0>(scores);
-        if constexpr (!OVERLAP) weigh();
+        weigh();
         {
             RotatedRows<T> rows;
             rows.load(stage.q);
             rows.make(features);
         }
         warpgroup::mm_AB(out, features, shared.state);
-        if constexpr (OVERLAP) weigh();
         warpgroup::mma_async_wait<0>(out);  // also frees the features' registers
         if constexpr (std::is_same_v<T, half>) scale_rows(out, {before_scale, before_scale});
         warpgroup::mma_AB(out, weights, stage.v);

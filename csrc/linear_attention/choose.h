@@ -8,8 +8,8 @@ namespace thunderkittens::linear_attention {
 constexpr int64_t MAX_VALUE_DIM = 256, MAX_SEGMENTS = 256;
 
 // What kernels take, in any unit: per chunk of 64 tokens with two blocks on a multiprocessor, and
-// of one block alone in relation to that; per chunk of the pass that sums segments; for its launches
-// and those of the scan, and for each segment in the scan.
+// of one block alone in relation to that; per chunk of the pass that sums segments; for its
+// launches and those of the scan, and for each segment in the scan.
 struct Costs {
     double chunk, sum, alone, launches, segment;
 };

@@ -396,10 +396,9 @@ def _backward(
         grad_numerator = grad_denominator = None
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    if (grad_numerator is None) != (grad_denominator is None):
-        if grad_numerator is None:
-            shape = (*q.shape[:2], FEATURES, v.shape[3])
-            grad_numerator = q.new_zeros(shape, dtype=torch.float32)
+    if grad_numerator is None and grad_denominator is not None:
+        shape = (*q.shape[:2], FEATURES, v.shape[3])
+        grad_numerator = q.new_zeros(shape, dtype=torch.float32)
     call = _GradientFunction.apply if transform_active() else _gradient
     dq, dk, dv, d_numerator, d_denominator = call(
         grad_out.to(q.dtype), grad_numerator, grad_denominator, q, k, v, out, rows, ctx.normalize,
