@@ -1,7 +1,7 @@
 // What the attention backward does per query row, before and after its main kernel, for any head
-// dimension: the statistics that the main kernel reads, cleared counters, and a cleared dQ where its
-// parts are added in any order; dQ brought from the accumulator's order into rows; the gradient of
-// the sinks.
+// dimension: the statistics that the main kernel reads, cleared counters, and a cleared dQ where
+// its parts are added in any order; dQ brought from the accumulator's order into rows; the gradient
+// of the sinks.
 #pragma once
 
 #include <algorithm>

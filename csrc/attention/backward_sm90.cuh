@@ -260,8 +260,8 @@ struct BackwardConsumer {
     __device__ __forceinline__ void sync_both() {
         arch::named_barrier_sync(5, 2 * WARPGROUP_THREADS);
     }
-    // A consumer's turn is from its dQ and dK to the next step's S and dP; meanwhile the other is at
-    // the elements of its own. Left alone they fall into step, and the tensor cores idle.
+    // A consumer's turn is from its dQ and dK to the next step's S and dP; meanwhile the other is
+    // at the elements of its own. Left alone they fall into step, and the tensor cores idle.
     __device__ __forceinline__ void await_turn() {
         arch::named_barrier_sync(3 + id, 2 * WARPGROUP_THREADS);
     }

@@ -63,7 +63,8 @@ Config choose_config(const Problem& p) {
         fitting.push_back(c);
     }
     if (fitting.size() == 1) return fitting[0];
-    // 192 query rows keep the tensor cores busier; 128 waste less where blocks are few or cut short.
+    // 192 query rows keep the tensor cores busier; 128 waste less where blocks are few or cut
+    // short.
     const bool short_rows = p.q_length <= 128 || (causal && p.q_length <= 1024);
     return fitting[short_rows ? 0 : 1];
 }

@@ -57,10 +57,10 @@ struct Shift {
     float2 rows = {0.0f, 0.0f};
 };
 
-// Weights are relative to 2^base, where base is a maximum of the row's logits: of the first block of
-// keys, and a later one only once the logits have grown by more than a factor of 2^SLACK beyond it.
-// So what has been accumulated is rarely rescaled, and most blocks need no exchange between threads.
-// The quotient of the two sums does not depend on base.
+// Weights are relative to 2^base, where base is a maximum of the row's logits: of the first block
+// of keys, and a later one only once the logits have grown by more than a factor of 2^SLACK beyond
+// it. So what has been accumulated is rarely rescaled, and most blocks need no exchange between
+// threads. The quotient of the two sums does not depend on base.
 struct OnlineSoftmax {
     static constexpr float SLACK = 8.0f;
     static constexpr float NO_KEY = -3e38f;  // finite: -inf minus it is no NaN
