@@ -41,27 +41,24 @@ struct Problem {
 };
 
 // A block computes block_m x block_n tiles, 128 of k at a time, with a warpgroup that loads and
-// block_m / 64 warpgroups that multiply. With `few` rows the operands change places: the rows of
-// the tile are those of b.
+// block_m / 64 warpgroups that multiply.
 struct Config {
     int block_m = 128;
     int block_n = 256;
     int stages = 4;
     Sums sums = Sums::fast;
     DType a = DType::e4m3, b = DType::e4m3;
-    bool few = false;
 
     bool operator==(const Config&) const = default;
 };
 constexpr int BLOCK_K = 128;
 
-// As in gemm.h. With few rows, `blocks` of a cluster divide k.
+// As in gemm.h.
 struct Schedule {
     int cluster_m = 1;
     int cluster_n = 1;
     int band = 8;
     int blocks = 0;
-    int splits = 1;
 };
 
 struct Choice {
@@ -112,19 +109,16 @@ void visit_fields(Choice& c, Visitor&& visit) {
     visit("stages", c.config.stages);
     visit("a_dtype", c.config.a);
     visit("b_dtype", c.config.b);
-    visit("few", c.config.few);
     visit("cluster_m", c.schedule.cluster_m);
     visit("cluster_n", c.schedule.cluster_n);
     visit("band", c.schedule.band);
     visit("blocks", c.schedule.blocks);
-    visit("splits", c.schedule.splits);
 }
 
 // Tile shapes that are compiled, each for the three pairs of dtypes.
 struct TileShape {
     int block_m, block_n, stages;
     Sums sums;
-    bool few = false;
 };
 constexpr TileShape TILE_SHAPES[] = {
     {128, 256, 4, Sums::fast},     {128, 192, 4, Sums::fast},     {128, 128, 6, Sums::fast},
@@ -136,7 +130,7 @@ struct DTypes {
 constexpr DTypes DTYPES[] = {
     {DType::e4m3, DType::e4m3}, {DType::e4m3, DType::e5m2}, {DType::e5m2, DType::e4m3}};
 constexpr Config make_config(const TileShape& shape, const DTypes& dtypes) {
-    return {shape.block_m, shape.block_n, shape.stages, shape.sums, dtypes.a, dtypes.b, shape.few};
+    return {shape.block_m, shape.block_n, shape.stages, shape.sums, dtypes.a, dtypes.b};
 }
 
 // Wider tiles leave no registers for the walk over groups.
