@@ -213,14 +213,14 @@ def require_state(op: str, q: Tensor, numerator: Any, denominator: Any, shape: A
 
 # What the ops do beside the CUDA implementation.
 
+# The dispatcher drops trailing arguments that have their default value.
+_DEFAULTS: tuple[Any, ...] = (False, 1e-12, None, None, False)
+
 
 def _empty(
     q: Tensor, k: Tensor, v: Tensor, args: tuple[Any, ...], keep_rows: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    normalize, eps, numerator, denominator, return_state = (
-        *args,
-        *(False, 1e-12, None, None, False)[len(args) :],
-    )
+    normalize, eps, numerator, denominator, return_state = (*args, *_DEFAULTS[len(args) :])
     shape = based_shape(q, k, v, numerator, denominator, eps)
     batch, heads, length, columns = shape
     states = batch if return_state else 0
@@ -243,10 +243,8 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, 
 
 def _cpu(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, ...]:
     results = _empty(q, k, v, args, True)
-    normalize, eps, numerator, denominator, return_state = (
-        *args,
-        *(False, 1e-12, None, None, False)[len(args) :],
-    )
+    values: list[Any]
+    normalize, eps, numerator, denominator, return_state = (*args, *_DEFAULTS[len(args) :])
     if emulation.active() and results[0].numel() > 0:
         arrays = {"q": q, "k": k, "v": v, "numerator": numerator, "denominator": denominator}
         found = emulation.run(
@@ -261,7 +259,8 @@ def _cpu(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, ...]:
         rows = None
         if normalize:
             ones = torch.ones_like(v[..., :1], dtype=torch.float32)
-            initial = None if initial is None else BasedState(denominator.unsqueeze(3), denominator)
+            if initial is not None:
+                initial = BasedState(denominator.unsqueeze(3), denominator)
             rows = reference_based(q.float(), k.float(), ones, initial_state=initial)[..., 0] + eps
         values = [out, *state, rows]
     for result, value in zip(results, values, strict=True):
@@ -274,7 +273,7 @@ def _cpu_forward(*args: Any) -> tuple[Tensor, ...]:
     return _cpu(*args)[:3]
 
 
-_BACKWARD_DEFAULTS = (False, None, None, (True, True, True, True))
+_BACKWARD_DEFAULTS: tuple[Any, ...] = (False, None, None, (True, True, True, True))
 
 
 def _empty_gradients(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
@@ -311,6 +310,7 @@ def _cpu_backward(*args: Any) -> tuple[Tensor, ...]:
     args = (*args, *_BACKWARD_DEFAULTS[len(args) - 8 :])
     grad_out, grad_numerator, grad_denominator, q, k, v, out, denominators = args[:8]
     normalize, numerator, denominator, _ = args[8:]
+    values: list[Tensor | None]
     if emulation.active() and out.numel() > 0:
         rows = denominators if normalize else q.new_zeros(1).float()
         arrays = {
@@ -335,7 +335,7 @@ def _cpu_backward(*args: Any) -> tuple[Tensor, ...]:
     return results
 
 
-def _reference_gradients(args: tuple[Any, ...]) -> list[Tensor]:
+def _reference_gradients(args: tuple[Any, ...]) -> list[Tensor | None]:
     grad_out, grad_numerator, grad_denominator, q, k, v, out, denominators = args[:8]
     normalize, numerator, denominator, _ = args[8:]
     grad_state = None
@@ -372,10 +372,8 @@ def _flops_backward(*args: Any, **kwargs: Any) -> int:
 
 
 def _save_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, normalize, _, numerator, denominator, return_state = (
-        *inputs,
-        *(False, 1e-12, None, None, False)[len(inputs) - 3 :],
-    )
+    arguments = (*inputs, *_DEFAULTS[len(inputs) - 3 :])
+    q, k, v, normalize, _, numerator, denominator, return_state = arguments
     ctx.normalize, ctx.return_state = normalize, return_state
     ctx.save_for_backward(q, k, v, output[0], output[3], numerator, denominator)
     ctx.set_materialize_grads(False)
@@ -389,7 +387,6 @@ def _backward(
     grad_rows: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     q, k, v, out, rows, numerator, denominator = ctx.saved_tensors
-    # The dispatcher drops trailing arguments that have their default value.
     wanted = (*ctx.needs_input_grad, *(False,) * 8)[:8]
     needs = [*wanted[:3], bool(wanted[5] or wanted[6])]
     if not ctx.return_state:

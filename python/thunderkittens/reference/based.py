@@ -4,7 +4,7 @@ exponential, by its definition, with the whole matrix of weights in memory."""
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -38,6 +38,32 @@ def based_features(x: Tensor) -> Tensor:
         ],
         -1,
     )
+
+
+@overload
+def based(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    normalize: bool = ...,
+    eps: float = ...,
+    initial_state: BasedState | tuple[Tensor, Tensor] | None = ...,
+    return_state: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def based(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    normalize: bool = ...,
+    eps: float = ...,
+    initial_state: BasedState | tuple[Tensor, Tensor] | None = ...,
+    return_state: Literal[True],
+) -> tuple[Tensor, BasedState]: ...
 
 
 def based(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -68,5 +70,9 @@ def activate(z: Tensor, activation: str | None, gate_layout: str = "blocked") ->
         return activate(gate, GATED[activation]) * value
     if activation == "gelu_tanh":
         return F.gelu(z, approximate="tanh")
-    functions = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "relu": F.relu,
+        "gelu": F.gelu,
+        "silu": F.silu,
+    }
     return functions[activation](z)

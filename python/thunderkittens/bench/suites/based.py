@@ -1,4 +1,8 @@
-"""Based beside causal attention (of the same values) and the compiled formula of its definition."""
+"""Based beside causal attention and a compiled formula in linear time.
+
+The attention has the same values, and queries and keys of 64 elements: what a layer would use in
+place of Based. It is another problem, whose time grows with the square of the length.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..cases import Case, Expected, Implementation, Inputs, random_normal
+from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
+
+CHUNK, ATTENTION_DIM = 64, 64
 
 SHAPES: dict[str, list[tuple[int, int, int, int]]] = {
     "default": [
@@ -40,18 +47,33 @@ def formula(q: Tensor, k: Tensor, v: Tensor, normalize: bool) -> Tensor:
     return (out / weights.sum(-1, keepdim=True) if normalize else out).to(q.dtype)
 
 
-def oracle_of(normalize: bool) -> Callable[..., Iterator[Expected]]:
+def chunked(q: Tensor, k: Tensor, v: Tensor, normalize: bool) -> Tensor:
+    """The same in linear time: the formula within chunks, features and a state before them."""
+    from ...reference import based_features
+
+    length = q.shape[2]
+    q, k, v = (F.pad(x, (0, 0, 0, -length % CHUNK)).unflatten(2, (-1, CHUNK)) for x in (q, k, v))
+    features_q, features_k = based_features(q.float()), based_features(k.float())
+    added = (features_k.to(q.dtype).mT @ v).float()
+    before = (added.cumsum(2) - added).to(q.dtype)
+    scores = (q @ k.mT).float() / 4
+    weights = (1 + scores + scores * scores / 2).tril()
+    out = (weights.to(q.dtype) @ v).float() + (features_q.to(q.dtype) @ before).float()
+    if normalize:
+        added = features_k.sum(3)
+        before = (added.cumsum(2) - added).unsqueeze(3)
+        out = out / (weights.sum(-1) + (features_q * before).sum(-1)).unsqueeze(-1)
+    return out.to(q.dtype).flatten(2, 3)[:, :, :length]
+
+
+def oracle(q: Tensor, k: Tensor, v: Tensor, normalize: bool) -> Iterator[Expected]:
     """The first and the last heads: the whole matrix of weights fits no memory."""
+    from ...reference import based
 
-    def oracle(q: Tensor, k: Tensor, v: Tensor) -> Iterator[Expected]:
-        from ...reference import based
-
-        for at in ((0, 0), (q.shape[0] - 1, q.shape[1] - 1)):
-            one = [x[at[0], at[1]][None, None] for x in (q, k, v)]
-            wide = based(*(x.float() for x in one), normalize=normalize)
-            yield Expected(0, at, wide[0, 0], formula(*one, normalize)[0, 0])
-
-    return oracle
+    for at in ((0, 0), (q.shape[0] - 1, q.shape[1] - 1)):
+        one_q, one_k, one_v = (x[at[0], at[1]][None, None] for x in (q, k, v))
+        exact = based(one_q.float(), one_k.float(), one_v.float(), normalize=normalize)
+        yield Expected(0, at, exact[0, 0], formula(one_q, one_k, one_v, normalize)[0, 0])
 
 
 def make_case(
@@ -60,10 +82,11 @@ def make_case(
     """Based on (batch, heads, length) tokens with values of so many columns."""
 
     def make_inputs(device: torch.device, generator: torch.Generator) -> Inputs:
-        return {
+        operands = {
             name: random_normal(batch, heads, length, dim, dtype=dtype, generator=generator)
             for name, dim in (("q", 16), ("k", 16), ("v", columns))
         }
+        return {**operands, "normalize": normalize}
 
     tokens = batch * heads * length
     return Case(
@@ -81,7 +104,7 @@ def make_case(
             "normalize": normalize,
             "dtype": str(dtype).removeprefix("torch."),
         },
-        oracle=oracle_of(normalize),
+        oracle=oracle,
     )
 
 
@@ -94,11 +117,25 @@ def cases(
     return [make_case(*shape, normalize, dtype) for shape in SHAPES[shapes]]
 
 
-def implementations(device: torch.device) -> dict[str, Implementation]:
-    """This package's op first, then its own attention, which has other weights."""
+def prepare_attention(q: Tensor, k: Tensor, v: Tensor, normalize: bool) -> Callable[[], Tensor]:
+    """Causal attention over v, with queries and keys of its own."""
     import thunderkittens as tk
 
-    return {"thunderkittens": lambda q, k, v: tk.based(q, k, v)}
+    query, key = torch.randn(2, *q.shape[:3], ATTENTION_DIM, dtype=q.dtype, device=q.device)
+    return lambda: tk.attention(query, key, v, causal=True)
+
+
+def implementations(device: torch.device) -> dict[str, Implementation]:
+    """This package's op first, then its own attention, and on a GPU the compiled formula."""
+    import thunderkittens as tk
+
+    found: dict[str, Implementation] = {
+        "thunderkittens": lambda q, k, v, normalize: tk.based(q, k, v, normalize=normalize),
+        "attention": Prepared(prepare_attention, another_problem=True),
+    }
+    if device.type == "cuda":  # compiled at the first call
+        found["torch.compile"] = torch.compile(chunked, dynamic=False)
+    return found
 
 
 def host_calls(device: torch.device) -> dict[str, Callable[[], Any]]:
