@@ -1,5 +1,6 @@
 # Compiler flags, and how the libraries are made: C++20, hidden symbols, no RUNPATH, no path of the
-# building machine in what ships (messages, line information), line information for profilers.
+# building machine in what ships (messages, line information), line information for profilers
+# where THUNDERKITTENS_LINEINFO asks for it: it is three quarters of the size.
 set(CMAKE_SKIP_RPATH ON)
 
 set(TK_ARCHS_TEXT "")
@@ -44,7 +45,12 @@ if(CCACHE)
   list(APPEND TK_CUDA_LAUNCHER ${CCACHE})
 endif()
 list(TRANSFORM TK_PREFIX_MAPS PREPEND "-Xcompiler=" OUTPUT_VARIABLE TK_CUDA_FLAGS)
-list(APPEND TK_CUDA_FLAGS -lineinfo -Xptxas=-v --compress-mode=none)
+list(APPEND TK_CUDA_FLAGS -Xptxas=-v)
+if(THUNDERKITTENS_LINEINFO)
+  list(APPEND TK_CUDA_FLAGS -lineinfo --compress-mode=none)
+else()
+  list(APPEND TK_CUDA_FLAGS --compress-mode=size)
+endif()
 if(THUNDERKITTENS_WERROR)
   list(APPEND TK_CUDA_FLAGS -Werror=all-warnings)
 endif()

@@ -123,15 +123,12 @@ struct Modification {
     float scale_by_cap;  // scale / softcap; 0: no softcap
     const float* slopes;
     int64_t slopes_batch_stride;
-    // Logits are in [-softcap, softcap], and 2^them far from overflow even as sums of many.
-    bool bounded;
 
     explicit Modification(const Scores& s)
         : unit_log2((s.softcap > 0 ? s.softcap : s.scale) * LOG2_E),
           scale_by_cap(s.softcap > 0 ? s.scale / s.softcap : 0.0f),
           slopes(s.alibi_slopes),
-          slopes_batch_stride(s.alibi_batch_stride),
-          bounded(s.softcap > 0 && s.softcap <= 50.0f && s.alibi_slopes == nullptr) {}
+          slopes_batch_stride(s.alibi_batch_stride) {}
 
     // In units of the scores.
     __device__ __forceinline__ float slope(int b, int head) const {
@@ -164,7 +161,6 @@ struct Modification {
             }
         }
         shift.shifted = true;
-        shift.bounded = std::is_same_v<T, bf16> && bounded;
         return shift;
     }
 };

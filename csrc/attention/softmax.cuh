@@ -50,10 +50,9 @@ __device__ __forceinline__ void convert_scores(To& to, const From& from) {
     }
 }
 
-// What of a block's logits is not in the scores: a term per row, and whether they are known to be
-// small, so that weights relative to 1 cannot overflow.
+// What of a block's logits is not in the scores: a term per row.
 struct Shift {
-    bool shifted = false, bounded = false;
+    bool shifted = false;
     float2 rows = {0.0f, 0.0f};
 };
 
@@ -74,17 +73,14 @@ struct OnlineSoftmax {
     template <any_register_tile Tile>
     __device__ __forceinline__ bool update(Tile& s, float scale_log2, const Shift& shift,
                                            float2& rescale) {
-        bool grown = false;
-        if (!shift.bounded) {
-            const float2 top = thread_maximum(s, shift);
-            grown = arch::any_lane(top.x * scale_log2 > base.x + SLACK ||
-                                   top.y * scale_log2 > base.y + SLACK);
-            if (grown) {
-                const float2 last = base;
-                raise_base(top, scale_log2);
-                rescale = {arch::exp2_approx(last.x - base.x), arch::exp2_approx(last.y - base.y)};
-                sum = {sum.x * rescale.x, sum.y * rescale.y};
-            }
+        const float2 top = thread_maximum(s, shift);
+        const bool grown = arch::any_lane(top.x * scale_log2 > base.x + SLACK ||
+                                          top.y * scale_log2 > base.y + SLACK);
+        if (grown) {
+            const float2 last = base;
+            raise_base(top, scale_log2);
+            rescale = {arch::exp2_approx(last.x - base.x), arch::exp2_approx(last.y - base.y)};
+            sum = {sum.x * rescale.x, sum.y * rescale.y};
         }
         add_weights(s, scale_log2, shift);
         return grown;
@@ -92,11 +88,8 @@ struct OnlineSoftmax {
     // The first block of keys.
     template <any_register_tile Tile>
     __device__ __forceinline__ void start(Tile& s, float scale_log2, const Shift& shift) {
-        base = {0.0f, 0.0f};
-        if (!shift.bounded) {
-            base = {NO_KEY, NO_KEY};
-            raise_base(thread_maximum(s, shift), scale_log2);
-        }
+        base = {NO_KEY, NO_KEY};
+        raise_base(thread_maximum(s, shift), scale_log2);
         add_weights(s, scale_log2, shift);
     }
     // Each thread has summed its own columns; call once before the results below.

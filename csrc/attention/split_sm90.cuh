@@ -173,7 +173,6 @@ struct SplitConsumer {
                               g.modification.slope(work.b, lower.exists ? lower.head : 0)};
         RingPosition<Kernel::stages> at;
         OnlineSoftmax softmax;
-        if (std::is_same_v<T, bf16> && g.modification.bounded) softmax.base = {0.0f, 0.0f};
         output o;
         zero_tile(o);
         for (int block = work.end - 1; block >= work.begin; --block) {

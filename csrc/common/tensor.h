@@ -159,6 +159,15 @@ inline Tensor empty(std::initializer_list<int64_t> sizes, ScalarType dtype, cons
     return empty(std::span(sizes.begin(), sizes.size()), dtype, like);
 }
 
+// The same bytes as elements of another type of the same size.
+inline Tensor view_as(ScalarType dtype, const Tensor& tensor) {
+    std::array<StableIValue, 2> stack{torch::stable::detail::from(tensor),
+                                      torch::stable::detail::from(dtype)};
+    TORCH_ERROR_CODE_CHECK(
+        torch_call_dispatcher("aten::view", "dtype", stack.data(), TORCH_ABI_VERSION));
+    return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
 // A copy that a tensor map can describe: row major, each row padded to a multiple of 16 bytes. The
 // padding is not initialised and is outside the returned tensor's shape.
 inline Tensor copy_for_tensor_map(const Tensor& tensor) {

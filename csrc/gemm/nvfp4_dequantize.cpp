@@ -43,7 +43,9 @@ Tensor nvfp4_dequantize(const Tensor& data, const Tensor& block_scale, const Ten
                                        : empty({rows, columns}, type, data);
     if (out.numel() == 0) return out;
     const bool rows_adjacent = data.size(-1) == 1 || data.stride(-1) == 1;
-    const Tensor codes = rows_adjacent ? data : torch::stable::contiguous(data);
+    // As bytes, because torch has no copy of float4_e2m1fn_x2.
+    const Tensor codes =
+        rows_adjacent ? data : torch::stable::contiguous(view_as(ScalarType::Byte, data));
     const Tensor scales = torch::stable::contiguous(block_scale);
     const Tensor globals = torch::stable::contiguous(global_scale);
     DequantizeParams params{.data = matrix_of(as_4d(codes)),

@@ -9,16 +9,6 @@ namespace {
 constexpr const char* OP = "thunderkittens::nvfp4_quantize";
 constexpr int BLOCK = 16;
 
-// The elements' bytes: allocated as such, because torch cannot fill new float4_e2m1fn_x2, as it
-// does where algorithms must be deterministic.
-Tensor as_fp4(const Tensor& bytes) {
-    std::array<StableIValue, 2> stack{torch::stable::detail::from(bytes),
-                                      torch::stable::detail::from(ScalarType::Float4_e2m1fn_x2)};
-    TORCH_ERROR_CODE_CHECK(
-        torch_call_dispatcher("aten::view", "dtype", stack.data(), TORCH_ABI_VERSION));
-    return torch::stable::detail::to<Tensor>(stack[0]);
-}
-
 std::tuple<Tensor, Tensor, Tensor> nvfp4_quantize(const Tensor& x,
                                                   const std::optional<Tensor>& global_scale,
                                                   bool square, bool swizzle,
@@ -54,8 +44,11 @@ std::tuple<Tensor, Tensor, Tensor> nvfp4_quantize(const Tensor& x,
     const ScaleShape shape = scale_shape(rows, columns, BLOCK, swizzle);
     constexpr ScalarType BYTE = ScalarType::Byte, E4M3 = ScalarType::Float8_e4m3fn;
     const bool one = x.dim() == 2;
-    const Tensor data = as_fp4(one ? empty({rows, columns / 2}, BYTE, x)
-                                   : empty({batch, rows, columns / 2}, BYTE, x));
+    // As bytes, because torch cannot fill new float4_e2m1fn_x2, as it does where algorithms must be
+    // deterministic.
+    const Tensor bytes =
+        one ? empty({rows, columns / 2}, BYTE, x) : empty({batch, rows, columns / 2}, BYTE, x);
+    const Tensor data = view_as(ScalarType::Float4_e2m1fn_x2, bytes);
     const Tensor scale = one ? empty({shape.rows, shape.columns}, E4M3, x)
                              : empty({batch, shape.rows, shape.columns}, E4M3, x);
     Tensor global = one ? empty(std::initializer_list<int64_t>{}, ScalarType::Float, x)
