@@ -162,7 +162,7 @@ def test_gradients_stop(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(2048, 1024), (2051, 1027)])
+@pytest.mark.parametrize("shape", [(2048, 1024), (2051, 1032)])
 def test_writes_nothing_outside(device, shape):
     x = torch.randn(shape, device=device).to(BF16)
     assert_guards_intact(lambda: tk.mxfp8_quantize(x, transpose=True))

@@ -65,16 +65,18 @@ def accumulation_slack(a: Tensor, b: Tensor) -> Tensor:
     """What the sum over k in float32 may cost each element of a @ b.
 
     On the GPU the tensor cores add 16 products at a time to a running sum and truncate it, so every
-    step costs up to one unit in the last place of the sum so far. In plain PyTorch products are
-    summed in many short chains.
+    step costs up to one unit in the last place of the sum so far. Where K is divided such a sum
+    begins anywhere in it, and is the difference of two sums from the start. In plain PyTorch
+    products are summed in many short chains.
     """
     eps = torch.finfo(torch.float32).eps
     a, b = a.double(), b.double()
     if not a.is_cuda:
         return 4 * eps * (a.abs() @ b.abs())
     total = a.new_zeros(a.shape[0], b.shape[1])
-    bound = total.clone()
+    lowest, highest, bound = (total.clone() for _ in range(3))
     for k in range(0, a.shape[1], 16):
         total += a[:, k : k + 16] @ b[k : k + 16]
-        bound += total.abs()
+        lowest, highest = torch.minimum(lowest, total), torch.maximum(highest, total)
+        bound += torch.maximum(highest - total, total - lowest)
     return eps * bound
