@@ -33,8 +33,8 @@ if(CCACHE)
 endif()
 
 # tools/compile_kernel.py runs nvcc, records what ptxas reports of each kernel, and cuts paths from
-# the line information (nvcc writes absolute ones there and has no option against it); the latter
-# needs an uncompressed image.
+# the line information (nvcc writes absolute ones there and has no option against it); it reads the
+# size of each kernel's code too, both in an uncompressed image.
 set(TK_CUDA_LAUNCHER ${Python_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tools/compile_kernel.py)
 foreach(path IN LISTS TK_PATHS)
   string(REGEX REPLACE "=[^=]*$" "" folder ${path})
@@ -45,11 +45,9 @@ if(CCACHE)
   list(APPEND TK_CUDA_LAUNCHER ${CCACHE})
 endif()
 list(TRANSFORM TK_PREFIX_MAPS PREPEND "-Xcompiler=" OUTPUT_VARIABLE TK_CUDA_FLAGS)
-list(APPEND TK_CUDA_FLAGS -Xptxas=-v)
+list(APPEND TK_CUDA_FLAGS -Xptxas=-v --compress-mode=none)
 if(THUNDERKITTENS_LINEINFO)
-  list(APPEND TK_CUDA_FLAGS -lineinfo --compress-mode=none)
-else()
-  list(APPEND TK_CUDA_FLAGS --compress-mode=size)
+  list(APPEND TK_CUDA_FLAGS -lineinfo)
 endif()
 if(THUNDERKITTENS_WERROR)
   list(APPEND TK_CUDA_FLAGS -Werror=all-warnings)

@@ -11,7 +11,7 @@ BasedBackwardChoice choose_backward(const BasedProblem& p, const DevicePropertie
 }
 
 std::string kernel_name(const BasedBackwardChoice& c) {
-    return concat("backward_", name_of(c.dtype), c.denominator ? "_denominator" : "");
+    return concat("key_gradient_", c.denominator ? "denominator_" : "", name_of(c.dtype));
 }
 
 std::vector<KernelInfo> based_backward_kernels() {

@@ -53,6 +53,7 @@ SECTIONS = [
     "shared/vec",
     "sync/barriers",
     "sync/clusters",
+    "sync/launches",
     "sync/semaphores",
 ]
 
