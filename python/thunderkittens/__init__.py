@@ -1,12 +1,12 @@
 """Fast GPU kernels for PyTorch, and the tile library that they are written on.
 
-`attention`, `attention_varlen` (of packed sequences), `based` (linear attention), `gemm` and
-`fp8_linear` are differentiable; `fp8_gemm` multiplies 8-bit operands; `fp8_quantize`,
-`mxfp8_quantize`, `nvfp4_quantize` and the inverses of the latter two convert to scaled formats and
-back. All work under torch.compile, and take CPU tensors too, where they run the reference formula,
-or, inside `with emulate():`, the GPU's kernels on an emulator. `reference` holds every op in plain
-PyTorch. `get_include()` is the folder of the tile library's headers, for kernels of one's own. On
-the command line: `python -m thunderkittens` with `info`, `demo` or `bench`.
+`attention`, `attention_varlen` (of packed sequences), `based` (linear attention), `gemm`,
+`grouped_gemm` and `fp8_linear` are differentiable; `fp8_gemm` multiplies 8-bit operands;
+`fp8_quantize`, `mxfp8_quantize`, `nvfp4_quantize` and the inverses of the latter two convert to
+scaled formats and back. All work under torch.compile, and take CPU tensors too, where they run the
+reference formula, or, inside `with emulate():`, the GPU's kernels on an emulator. `reference` holds
+every op in plain PyTorch. `get_include()` is the folder of the tile library's headers, for kernels
+of one's own. On the command line: `python -m thunderkittens` with `info`, `demo` or `bench`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ try:
     from .ops.fp8_gemm import fp8_gemm
     from .ops.fp8_quantize import fp8_quantize
     from .ops.gemm import gemm
+    from .ops.grouped_gemm import grouped_gemm
     from .ops.mxfp8_dequantize import mxfp8_dequantize
     from .ops.mxfp8_quantize import mxfp8_quantize
     from .ops.nvfp4_dequantize import nvfp4_dequantize
@@ -55,6 +56,7 @@ __all__ = [
     "fp8_quantize",
     "gemm",
     "get_include",
+    "grouped_gemm",
     "mxfp8_dequantize",
     "mxfp8_quantize",
     "nvfp4_dequantize",
