@@ -42,6 +42,8 @@ EMULATED_SUITES = (
     "test_gemm",
     "test_gemm_fused",
     "test_mxfp8_dequantize",
+    "test_mxfp8_gemm",
+    "test_mxfp8_prepare",
     "test_mxfp8_quantize",
     "test_nvfp4_dequantize",
     "test_nvfp4_quantize",

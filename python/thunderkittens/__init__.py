@@ -1,7 +1,8 @@
 """Fast GPU kernels for PyTorch, and the tile library that they are written on.
 
 `attention`, `attention_varlen` (of packed sequences), `based` (linear attention), `gemm` and
-`fp8_linear` are differentiable; `fp8_gemm` multiplies 8-bit operands; `fp8_quantize`,
+`fp8_linear` are differentiable; `fp8_gemm` and `mxfp8_gemm` multiply 8-bit operands, the latter
+as they are or as `mxfp8_prepare` has prepared them; `fp8_quantize`,
 `mxfp8_quantize`, `nvfp4_quantize` and the inverses of the latter two convert to scaled formats and
 back. All work under torch.compile, and take CPU tensors too, where they run the reference formula,
 or, inside `with emulate():`, the GPU's kernels on an emulator. `reference` holds every op in plain
@@ -29,10 +30,13 @@ try:
     from .ops.fp8_quantize import fp8_quantize
     from .ops.gemm import gemm
     from .ops.mxfp8_dequantize import mxfp8_dequantize
+    from .ops.mxfp8_gemm import mxfp8_gemm
+    from .ops.mxfp8_prepare import mxfp8_prepare
     from .ops.mxfp8_quantize import mxfp8_quantize
     from .ops.nvfp4_dequantize import nvfp4_dequantize
     from .ops.nvfp4_quantize import nvfp4_quantize
     from .reference.based import BasedState
+    from .reference.mxfp8_prepare import Mxfp8Operand
 
     _load.explain_missing_kernels()
 except ImportError as _error:
@@ -45,6 +49,7 @@ __all__ = [
     "DeadlockError",
     "EmulatorError",
     "Fp8Linear",
+    "Mxfp8Operand",
     "__version__",
     "attention",
     "attention_varlen",
@@ -56,6 +61,8 @@ __all__ = [
     "gemm",
     "get_include",
     "mxfp8_dequantize",
+    "mxfp8_gemm",
+    "mxfp8_prepare",
     "mxfp8_quantize",
     "nvfp4_dequantize",
     "nvfp4_quantize",
