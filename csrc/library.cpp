@@ -61,6 +61,19 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
     m.def(
         "mxfp8_dequantize(Tensor data, Tensor scale, ScalarType dtype, bool swizzle=True) -> "
         "Tensor");
+    // (M, K) @ (K, N) of MXFP8 operands; scale_b is that of b's transpose (N, K), as mxfp8_quantize
+    // makes it; activation as in fp8_gemm. With `rebased`, what mxfp8_prepare has made of a and of
+    // b's transpose may be given.
+    m.def(
+        "mxfp8_gemm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias=None, "
+        "int activation=0, ScalarType? out_dtype=None, bool rebased=False, bool swizzle_a=True, "
+        "bool swizzle_b=True, Tensor? codes_a=None, Tensor? factor_a=None, Tensor? marks_a=None, "
+        "Tensor? codes_b=None, Tensor? factor_b=None, Tensor? marks_b=None) -> Tensor");
+    // data (rows, K) or (E, rows, K): e4m3 codes whose rows are padded to 16, their scales, a byte
+    // for 16 rows.
+    m.def(
+        "mxfp8_prepare(Tensor data, Tensor scale, bool swizzle=True) -> (Tensor codes, Tensor "
+        "factor, Tensor marks)");
     m.def(
         "nvfp4_quantize(Tensor x, Tensor? global_scale=None, bool square=False, bool swizzle=True, "
         "Tensor? seed=None) -> (Tensor data, Tensor block_scale, Tensor scale)");

@@ -43,6 +43,8 @@ EMULATED_SUITES = (
     "test_gemm_fused",
     "test_grouped_gemm",
     "test_mxfp8_dequantize",
+    "test_mxfp8_gemm",
+    "test_mxfp8_prepare",
     "test_mxfp8_quantize",
     "test_nvfp4_dequantize",
     "test_nvfp4_quantize",

@@ -242,6 +242,8 @@ QUANTISERS = {
         options.get("transpose", False),
     ),
     "mxfp8_dequantize": lambda options, data, scale: (data, scale, torch.bfloat16, False),
+    "mxfp8_prepare": lambda options, data, scale: (data, scale, False),
+    "mxfp8_gemm": lambda options, *tensors: (*tensors, None, 0, None, True, False, False),
     "nvfp4_quantize": lambda options, x, scale=None: (x, scale, "block" in options, scale is None),
     "nvfp4_dequantize": lambda options, *tensors: (*tensors, options["dtype"], False),
 }

@@ -1,12 +1,13 @@
 """Fast GPU kernels for PyTorch, and the tile library that they are written on.
 
 `attention`, `attention_varlen` (of packed sequences), `based` (linear attention), `gemm`,
-`grouped_gemm` and `fp8_linear` are differentiable; `fp8_gemm` multiplies 8-bit operands;
-`fp8_quantize`, `mxfp8_quantize`, `nvfp4_quantize` and the inverses of the latter two convert to
-scaled formats and back. All work under torch.compile, and take CPU tensors too, where they run the
-reference formula, or, inside `with emulate():`, the GPU's kernels on an emulator. `reference` holds
-every op in plain PyTorch. `get_include()` is the folder of the tile library's headers, for kernels
-of one's own. On the command line: `python -m thunderkittens` with `info`, `demo` or `bench`.
+`grouped_gemm` and `fp8_linear` are differentiable; `fp8_gemm` and `mxfp8_gemm` multiply 8-bit
+operands, the latter as they are or as `mxfp8_prepare` has prepared them; `fp8_quantize`,
+`mxfp8_quantize`, `nvfp4_quantize` and the inverses of the latter two convert to scaled formats and
+back. All work under torch.compile, and take CPU tensors too, where they run the reference formula,
+or, inside `with emulate():`, the GPU's kernels on an emulator. `reference` holds every op in plain
+PyTorch. `get_include()` is the folder of the tile library's headers, for kernels of one's own. On
+the command line: `python -m thunderkittens` with `info`, `demo` or `bench`.
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ try:
     from .ops.gemm import gemm
     from .ops.grouped_gemm import grouped_gemm
     from .ops.mxfp8_dequantize import mxfp8_dequantize
+    from .ops.mxfp8_gemm import mxfp8_gemm
+    from .ops.mxfp8_prepare import mxfp8_prepare
     from .ops.mxfp8_quantize import mxfp8_quantize
     from .ops.nvfp4_dequantize import nvfp4_dequantize
     from .ops.nvfp4_quantize import nvfp4_quantize
     from .reference.based import BasedState
+    from .reference.mxfp8_prepare import Mxfp8Operand
 
     _load.explain_missing_kernels()
 except ImportError as _error:
@@ -46,6 +50,7 @@ __all__ = [
     "DeadlockError",
     "EmulatorError",
     "Fp8Linear",
+    "Mxfp8Operand",
     "__version__",
     "attention",
     "attention_varlen",
@@ -58,6 +63,8 @@ __all__ = [
     "get_include",
     "grouped_gemm",
     "mxfp8_dequantize",
+    "mxfp8_gemm",
+    "mxfp8_prepare",
     "mxfp8_quantize",
     "nvfp4_dequantize",
     "nvfp4_quantize",

@@ -49,6 +49,11 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
             "transposed": True,
         },
     },
+    "mxfp8_gemm": {
+        f"4096 x 4096 x 4096, {path}": {"m": 4096, "n": 4096, "k": 4096, "rebased": rebased}
+        for path, rebased in (("exact", False), ("rebased", True))
+    },
+    "mxfp8_prepare": {"e4m3 8192 x 8192": {"rows": 8192, "columns": 8192}},
     **{
         op: {"bf16 8192 x 8192": {"rows": 8192, "columns": 8192}}
         for op in ("mxfp8_quantize", "mxfp8_dequantize", "nvfp4_quantize", "nvfp4_dequantize")

@@ -15,6 +15,8 @@ from .fp8_quantize import fp8_quantize
 from .gemm import gemm
 from .grouped_gemm import grouped_gemm
 from .mxfp8_dequantize import mxfp8_dequantize
+from .mxfp8_gemm import mxfp8_gemm
+from .mxfp8_prepare import mxfp8_prepare
 from .mxfp8_quantize import mxfp8_quantize
 from .nvfp4_dequantize import nvfp4_dequantize
 from .nvfp4_quantize import nvfp4_quantize
@@ -30,6 +32,8 @@ __all__ = [
     "gemm",
     "grouped_gemm",
     "mxfp8_dequantize",
+    "mxfp8_gemm",
+    "mxfp8_prepare",
     "mxfp8_quantize",
     "nvfp4_dequantize",
     "nvfp4_quantize",

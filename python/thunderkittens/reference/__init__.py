@@ -12,12 +12,15 @@ from .fp8_quantize import fp8_quantize
 from .gemm import gemm
 from .grouped_gemm import grouped_gemm
 from .mxfp8_dequantize import mxfp8_dequantize
+from .mxfp8_gemm import mxfp8_gemm
+from .mxfp8_prepare import Mxfp8Operand, mxfp8_prepare
 from .mxfp8_quantize import mxfp8_quantize
 from .nvfp4_dequantize import nvfp4_dequantize
 from .nvfp4_quantize import nvfp4_quantize
 
 __all__ = [
     "BasedState",
+    "Mxfp8Operand",
     "attention",
     "attention_backward",
     "attention_varlen",
@@ -30,6 +33,8 @@ __all__ = [
     "gemm",
     "grouped_gemm",
     "mxfp8_dequantize",
+    "mxfp8_gemm",
+    "mxfp8_prepare",
     "mxfp8_quantize",
     "nvfp4_dequantize",
     "nvfp4_quantize",

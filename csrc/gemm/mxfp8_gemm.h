@@ -1,0 +1,138 @@
+// Products of MXFP8 matrices: what a call is (Problem), which kernels serve it (Choice), and the
+// passes over operands that come before them. Host C++ only; the ops in mxfp8_gemm.cpp, the
+// kernels in mxfp8_passes_sm90.cuh and the registry in choose_mxfp8_gemm.cpp meet here.
+//
+// Hopper's tensor cores have no scales of blocks. Exact: a pass expands the operands to bf16, which
+// holds them exactly but for extreme scales, and the kernels of gemm multiply. Re-based: a pass
+// multiplies each block's codes by a power of two, so that all of a row are relative to one scale,
+// and those of fp8_gemm multiply; the scales of rows and columns are applied to the sums. Codes
+// that become small lose bits. Where an element would move by more than 2^-9 of the largest
+// magnitude of its block, the pass marks the rows, and a kernel computes the tiles with such rows
+// anew, from operands that are expanded then.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "csrc/gemm/block_scaled.h"
+#include "csrc/gemm/fp8_gemm.h"
+#include "csrc/gemm/gemm.h"
+
+namespace thunderkittens::mxfp8_gemm {
+
+constexpr int BLOCK = 32;  // elements that share a scale
+// A byte of marks stands for 16 rows, those of one block of the pass: four neighbours and the same
+// at a distance of 32, 64 and 96, whose scales are neighbours in the 128x4 layout. A word stands
+// for 128 rows.
+constexpr int ROWS = 16;
+constexpr int MARKS = gemm::MARKED_ROWS / ROWS;  // of a word
+constexpr int THREADS = 256;
+// Exponents of the scales of rows within this range, so that their products with sums stay in the
+// range of fp32; rows beyond it are marked.
+constexpr int MAX_EXPONENT = 96;
+
+struct Problem {
+    int64_t m = 0, n = 0, k = 0;
+    DType a_dtype = DType::e4m3, b_dtype = DType::e4m3;
+    DType out_dtype = DType::bf16;
+    bool fused = false;  // with an activation
+    bool rebased = false;
+};
+
+// The kernels that multiply: of expanded operands, and of re-based ones.
+struct Choice {
+    bool rebased = false;
+    gemm::Choice exact;
+    fp8_gemm::Choice product;
+};
+
+struct PrepareProblem {
+    int64_t rows = 0, columns = 0, batch = 1;
+    DType data_dtype = DType::e4m3;
+};
+struct PrepareChoice {
+    int rows = ROWS;
+    int threads = THREADS;
+};
+
+// An operand to be re-based. `marks`: a byte per ROWS rows.
+struct Rebase {
+    block_scaled::Matrix data;
+    const void* scale = nullptr;
+    bool swizzle = true;
+    bool e5m2 = false;
+    void* codes = nullptr;  // e4m3 (batch, rows, pitch), zero behind the columns
+    int64_t pitch = 0;      // a multiple of 16
+    float* factor = nullptr;
+    uint8_t* marks = nullptr;
+    int blocks = 0;  // of the grid
+};
+// An operand to be expanded to bf16 rows of `pitch` elements, a multiple of 8.
+struct Expand {
+    block_scaled::DequantizeParams source;
+    bool e5m2 = false;
+    int64_t pitch = 0;
+    int blocks = 0;
+};
+
+// Passes over one operand or two; of the second, blocks may be 0.
+struct RebaseParams {
+    Rebase operands[2];
+};
+struct ExpandParams {
+    Expand operands[2];
+    gemm::Marks marks;  // nothing is done where nothing is marked; none: always
+    int64_t m = 0, n = 0;
+};
+
+template <typename Visitor>
+void visit_fields(Problem& p, Visitor&& visit) {
+    visit("m", p.m);
+    visit("n", p.n);
+    visit("k", p.k);
+    visit("a_dtype", p.a_dtype);
+    visit("b_dtype", p.b_dtype);
+    visit("out_dtype", p.out_dtype);
+    visit("fused", p.fused);
+    visit("rebased", p.rebased);
+}
+template <typename Visitor>
+void visit_fields(PrepareProblem& p, Visitor&& visit) {
+    visit("rows", p.rows);
+    visit("columns", p.columns);
+    visit("batch", p.batch);
+    visit("data_dtype", p.data_dtype);
+}
+template <typename Visitor>
+void visit_fields(Choice& c, Visitor&& visit) {
+    visit("rebased", c.rebased);
+    visit("block_m", c.rebased ? c.product.config.block_m : c.exact.config.block_m);
+    visit("block_n", c.rebased ? c.product.config.block_n : c.exact.config.block_n);
+}
+template <typename Visitor>
+void visit_fields(PrepareChoice& c, Visitor&& visit) {
+    visit("rows", c.rows);
+    visit("threads", c.threads);
+}
+
+constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+constexpr int64_t words_of_marks(int64_t rows) {
+    return (rows + gemm::MARKED_ROWS - 1) / gemm::MARKED_ROWS;
+}
+inline int rebase_blocks(const block_scaled::Matrix& m) {
+    return static_cast<int>(words_of_marks(m.rows) * MARKS * m.batch);
+}
+
+// Empty when there are kernels for the problem, else the reason in a sentence.
+std::string unsupported(const Problem& problem, const DeviceProperties& device);
+std::string unsupported_operand(const PrepareProblem& problem, const DeviceProperties& device);
+Choice choose(const Problem& problem, const DeviceProperties& device);
+std::string kernel_name(const Choice& choice);
+std::string kernel_name(const PrepareChoice& choice);
+
+// Run a pass on the stream; templates, so that they are instantiated in one place.
+template <class Params>
+void run_pass(const Params& params, Stream stream);
+
+}  // namespace thunderkittens::mxfp8_gemm
