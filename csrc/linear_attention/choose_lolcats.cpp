@@ -116,6 +116,30 @@ std::vector<KernelInfo> lolcats_kernels() {
     return list;
 }
 
+std::vector<KernelInfo> lolcats_decode_kernels() {
+    std::vector<KernelInfo> list;
+    for_each_kernel([&](DType dtype, int head_dim, int features) {
+        KernelInfo info = kernel_info("decode", "one token of one head", dtype, head_dim, features);
+        info.source = concat("lolcats_decode_", name_of(dtype));
+        info.symbol = concat("lolcats_decode_kernelINS0_13", info.symbol);
+        info.threads = 256;
+        list.push_back(info);
+    });
+    for (const DType dtype : {DType::bf16, DType::fp16}) {
+        KernelInfo info;
+        info.name = concat("lengths_", name_of(dtype));
+        info.config = "counts the tokens";
+        info.source = concat("lolcats_decode_", name_of(dtype));
+        info.symbol = concat("lolcats_lengths_kernelI", symbol_of(dtype));
+        info.threads = 128;
+        list.push_back(info);
+    }
+    return list;
+}
+
+static const bool registered_decode = register_op<LolcatsDecodeProblem, LolcatsDecodeChoice>(
+    "lolcats_decode", "linear_attention", &lolcats_decode_kernels, &unsupported, &choose_decode);
+
 static const bool registered = register_op<LolcatsProblem, LolcatsChoice>(
     "lolcats", "linear_attention", &lolcats_kernels, &unsupported, &choose);
 

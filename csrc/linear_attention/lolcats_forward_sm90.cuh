@@ -1,11 +1,12 @@
 // LoLCATS forward for Hopper (Zhang et al., "LoLCATs: On low-rank linearizing of large language
 // models", 2024). A block walks over the chunks of 64 tokens of one head. Three warpgroups:
-//   linear    Phi(Q) and Phi(K) of a chunk, by x W on the tensor cores and both softmaxes in
-//             registers; the sums of Phi(K)^T V over the chunks before the window, fp32 in registers.
-//             For each chunk it leaves Phi(Q), a copy of alpha times the sums in 16 bits, and the
-//             linear part of the denominator in shared memory
-//   window    scores of the chunk with itself and the chunk before, their maximum and weights; the
-//             output, Phi(Q) times the sums plus weights times V, over the denominator
+//   linear    Phi(K) of a chunk, by K W on the tensor cores and both softmaxes in registers; the
+//             sums of Phi(K)^T V and Phi(K) over the chunks before the window, fp32 in registers. For
+//             each chunk it leaves a copy of alpha times the sums, the former in 16 bits, in shared
+//             memory
+//   window    Phi(Q), likewise; scores of the chunk with itself and the chunk before, their maximum
+//             and weights; the output, Phi(Q) times the sums plus weights times V, over the
+//             denominator
 //   producer  one thread, which brings Q, K and V by TMA
 // Where there are too few heads to fill the GPU, the chunks are split into segments: a first kernel
 // sums each segment's state (lolcats_sums_sm90.cuh), a second makes prefix sums of these.
@@ -37,16 +38,15 @@ struct LolcatsGlobals {
 
 template <class K>
 struct LolcatsShared {
-    static constexpr int stages = K::head_dim == 128 ? 3 : 4, query_stages = 2;
+    static constexpr int stages = K::head_dim == 128 ? 3 : 4, query_stages = 3;
     typename K::map_tile q_map, k_map;
     typename K::token_tile q[query_stages];  // later the chunk's output
     struct Stage {
         typename K::token_tile k, v;
     } stage[stages];
-    typename K::feature_tile q_features[K::groups], k_features[K::groups];
+    typename K::feature_tile features[K::groups];  // of keys
     typename K::state_tile state[K::groups];
     sv<float, 2 * K::features> denominator;  // of the state
-    sv<float, CHUNK> linear;                 // the linear part of the rows' denominators
     sv<float, 16> scratch;
     semaphore maps, q_full[query_stages], q_empty[query_stages];
     semaphore full[stages], empty[stages];
@@ -56,7 +56,7 @@ struct LolcatsShared {
         init_semaphore(maps, 1);
         for (int s = 0; s < query_stages; ++s) {
             init_semaphore(q_full[s], 1);
-            init_semaphore(q_empty[s], 2);
+            init_semaphore(q_empty[s], 1);
         }
         for (int s = 0; s < stages; ++s) {
             init_semaphore(full[s], 1);
@@ -111,35 +111,6 @@ struct LinearRole {
     LolcatsSums<K> sums;
 
     __device__ __forceinline__ void sync() const { warpgroup::sync(LINEAR_BARRIER); }
-    __device__ __forceinline__ void project(typename K::projection& z,
-                                            const typename K::token_tile& x,
-                                            const typename K::map_tile& map) const {
-        warpgroup::mm_AB(z, x, map);
-        warpgroup::mma_async_wait<0>(z);
-    }
-    __device__ __forceinline__ void store_denominator() {
-        if (laneid() < LolcatsSums<K>::warp_pairs) {
-            arch::store_shared(shared.denominator.address_of(LolcatsSums<K>::own_feature()),
-                               sums.denominator);
-        }
-    }
-    // phi(q) . denominator of the lane's two rows.
-    __device__ __forceinline__ float2 dot(const typename K::Features& features) const {
-        float2 sum = {0.0f, 0.0f};
-#pragma unroll
-        for (int block = 0; block < 2 * K::features / 16; ++block) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float2 x =
-                    unpack_pair<T>(features.groups[block / 4].tiles[0][block % 4].data[i]);
-                const float2 y = arch::load_shared<float2>(
-                    shared.denominator.address_of(16 * block + 8 * (i / 2) + 2 * (laneid() % 4)));
-                float& s = i % 2 ? sum.y : sum.x;
-                s = fmaf(x.x, y.x, fmaf(x.y, y.y, s));
-            }
-        }
-        return {quad_sum(sum.x), quad_sum(sum.y)};
-    }
     // A power of two, that numerator and denominator of the chunk are multiplied by: sums in half
     // must not overflow.
     __device__ __forceinline__ float unit(float alpha) {
@@ -173,31 +144,19 @@ struct LinearRole {
                                                (floats + 2 * K::features);
             sums.add(before, before + floats);
         }
-        store_denominator();
         wait(shared.maps, 0);
         const int count = item.end - item.begin;
         const bool ends = item.last() && g.final.numerator != nullptr;
         pipeline_state<Shared::stages> at;
-        pipeline_state<Shared::query_stages> q_at;
 #pragma unroll 1
         for (int n = 0; n < count; ++n) {
-            typename K::projection z;
-            typename K::Features features;
-            wait(shared.q_full[q_at.stage], q_at.phase);
-            project(z, shared.q[q_at.stage], shared.q_map);
-            release(shared.q_empty[q_at.stage]);
-            q_at.advance();
-            make_features<K>(features, z);
-            sync();  // the state's denominator is there
-            const float scale = unit(alpha), factor = alpha * scale;
-            const float2 linear = dot(features);
+            const float scale = unit(alpha);
             if (n > 0) wait(shared.linear_empty, (n - 1) % 2);
-            store_features<K>(shared.q_features, features);
-            sums.publish(shared.state, factor);
-            if (laneid() % 4 == 0) {
-                const int row = 16 * warpgroup::warpid() + laneid() / 4;
-                shared.linear.set(row, factor * linear.x);
-                shared.linear.set(row + 8, factor * linear.y);
+            sums.publish(shared.state, alpha * scale);
+            if (laneid() < LolcatsSums<K>::warp_pairs) {
+                const float2 x = sums.denominator;
+                arch::store_shared(shared.denominator.address_of(LolcatsSums<K>::own_feature()),
+                                   float2{alpha * scale * x.x, alpha * scale * x.y});
             }
             if constexpr (!std::is_same_v<T, bf16>) {
                 if (warpgroup::laneid() == 0) shared.scratch.set(8, scale);
@@ -208,16 +167,18 @@ struct LinearRole {
             // The chunk before this one is before the window of the next.
             const int before = item.begin + n - 1;
             if (before >= 0 && (n + 1 < count || (ends && before < item.terrace.folded()))) {
+                typename K::projection z;
+                typename K::Features features;
                 wait(shared.full[at.stage], at.phase);
-                project(z, shared.stage[at.stage].k, shared.k_map);
+                warpgroup::mm_AB(z, shared.stage[at.stage].k, shared.k_map);
+                warpgroup::mma_async_wait<0>(z);
                 make_features<K>(features, z);
-                store_features<K>(shared.k_features, features);
+                store_features<K>(shared.features, features);
                 arch::fence_async_shared();
                 sync();
-                sums.issue(shared.k_features, shared.stage[at.stage].v);
-                sums.add_denominator(shared.k_features);
+                sums.issue(shared.features, shared.stage[at.stage].v);
+                sums.add_denominator(shared.features);
                 sums.wait();
-                store_denominator();
             }
             release(shared.empty[at.stage]);
             at.advance();
@@ -276,6 +237,24 @@ struct WindowRole {
             }
         }
     }
+    // alpha phi(q) . denominator of the lane's two rows; each lane of the quad has a part of it.
+    static __device__ __forceinline__ float2 dot(const Shared& shared,
+                                                 const typename K::Features& features) {
+        float2 sum = {0.0f, 0.0f};
+#pragma unroll
+        for (int block = 0; block < 2 * K::features / 16; ++block) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float2 x =
+                    unpack_pair<T>(features.groups[block / 4].tiles[0][block % 4].data[i]);
+                const float2 y = arch::load_shared<float2>(
+                    shared.denominator.address_of(16 * block + 8 * (i / 2) + 2 * (laneid() % 4)));
+                float& s = i % 2 ? sum.y : sum.x;
+                s = fmaf(x.x, y.x, fmaf(x.y, y.y, s));
+            }
+        }
+        return sum;
+    }
     __device__ __forceinline__ void store_row(float* rows, int row, float x) const {
         if (rows == nullptr || row < 0 || row >= g.length) return;
         arch::store_global(rows + int64_t(item.line) * g.length + row, x);
@@ -303,61 +282,80 @@ struct WindowRole {
         constexpr float scale = K::head_dim == 128 ? 0.08838834764831845f : 0.125f;
         constexpr float unit = scale * LOG2_E;
         const float beta = arch::load_global_readonly(g.beta + item.head);
-        const int count = item.end - item.begin;
+        const int count = item.end - item.begin, row = own_row();
+        wait(shared.maps, 0);
+        wait(shared.full[0], 0);
         pipeline_state<Shared::stages> before, own;
         pipeline_state<Shared::query_stages> q_at;
         own.advance();
-        if (count > 0) wait(shared.full[0], 0);
+        typename K::projection z;
+        // Behind the last step, too, where nobody reads the result: a condition would serialise the
+        // products.
+        const auto project = [&](Shared& shared, bool exists) {
+            if (exists) wait(shared.q_full[q_at.stage], q_at.phase);
+            const auto& x = exists ? shared.q[q_at.stage] : shared.stage[before.stage].k;
+            warpgroup::mm_AB(z, x, shared.q_map);
+        };
+        project(shared, true);
+        warpgroup::mma_async_wait<0>(z);
+        int last_query = 0;
 #pragma unroll 1
         for (int n = 0; n < count; ++n) {
+            auto& shared = fresh_addresses(this->shared);
             auto& q = shared.q[q_at.stage];
             scores prior, diagonal;
-            wait(shared.q_full[q_at.stage], q_at.phase);
             warpgroup::mm_ABt(prior, q, shared.stage[before.stage].k);
             wait(shared.full[own.stage], own.phase);
             warpgroup::mm_ABt(diagonal, q, shared.stage[own.stage].k);
             if (n > 0 && warpgroup::laneid() == 0) {
-                // The output of the step before has left the other query's slot.
+                // The output of the step before has left its query's slot.
                 tma::store_async_read_wait();
-                arrive(shared.q_empty[q_at.stage ^ 1]);
+                arrive(shared.q_empty[last_query]);
             }
+            typename K::Features features;
+            make_features<K>(features, z);
             rt_fl<16, K::head_dim> out;
             wait(shared.linear_full, n % 2);
-#pragma unroll
-            for (int t = 0; t < K::groups; ++t) {
-                if (t == 0)
-                    warpgroup::mm_AB(out, shared.q_features[t], shared.state[t]);
-                else
-                    warpgroup::mma_AB(out, shared.q_features[t], shared.state[t]);
-            }
-            warpgroup::mma_async_wait<K::groups>(prior);
-            pin_tile(diagonal);
-            const int row = own_row();
-            if (item.begin + n == 0) for_each(prior, [](float& x, int, bool) { x = -INFINITY; });
-            for_each(diagonal, [&](float& x, int column, bool low) {
-                if (column > row + (low ? 8 : 0)) x = -INFINITY;
-            });
-            float2 top = {-INFINITY, -INFINITY}, sum = {0.0f, 0.0f};
-            find_maximum(prior, top);
-            find_maximum(diagonal, top);
-            top = {quad_maximum(top.x), quad_maximum(top.y)};
+            float2 sum = dot(shared, features);
             float factor = beta, inverse_unit = 1.0f;
             if constexpr (!std::is_same_v<T, bf16>) {
                 const float common = shared.scratch.get(8);
                 factor *= common;
                 inverse_unit = 1.0f / common;
             }
+#pragma unroll
+            for (int t = 0; t < K::groups; ++t) {
+                if (t == 0)
+                    warpgroup::mm_AB(out, features.groups[t], shared.state[t]);
+                else
+                    warpgroup::mma_AB(out, features.groups[t], shared.state[t]);
+            }
+            warpgroup::mma_async_wait<K::groups>(prior);
+            pin_tile(diagonal);
+            if (item.begin + n == 0) for_each(prior, [](float& x, int, bool) { x = -INFINITY; });
+            for_each(diagonal, [&](float& x, int column, bool low) {
+                if (column > row + (low ? 8 : 0)) x = -INFINITY;
+            });
+            float2 top = {-INFINITY, -INFINITY};
+            find_maximum(prior, top);
+            find_maximum(diagonal, top);
+            top = {quad_maximum(top.x), quad_maximum(top.y)};
             const float2 shift = {top.x * unit, top.y * unit};
             rt<T, 16, CHUNK> prior_weights, diagonal_weights;
             weigh(prior_weights, prior, unit, shift, factor, sum);
             weigh(diagonal_weights, diagonal, unit, shift, factor, sum);
-            sum = {quad_sum(sum.x) + shared.linear.get(row),
-                   quad_sum(sum.y) + shared.linear.get(row + 8)};
-            warpgroup::mma_async_wait<0>(out);
-            warpgroup::sync(WINDOW_BARRIER);  // all have read the rows' denominators
-            release(shared.linear_empty);
+            sum = {quad_sum(sum.x), quad_sum(sum.y)};
+            const int prior_stage = before.stage;
+            last_query = q_at.stage;
             warpgroup::mma_AB(out, prior_weights, shared.stage[before.stage].v);
             warpgroup::mma_AB(out, diagonal_weights, shared.stage[own.stage].v);
+            before.advance();
+            own.advance();
+            q_at.advance();
+            project(shared, n + 1 < count);
+            warpgroup::mma_async_wait<3>();
+            warpgroup::sync(WINDOW_BARRIER);  // all have read the state's copy
+            release(shared.linear_empty);
             if (laneid() % 4 == 0) {
                 const int first = item.terrace.row(item.begin + n) + row;
                 store_row(g.maxima, first, scale * top.x);
@@ -365,23 +363,21 @@ struct WindowRole {
                 store_row(g.denominators, first, inverse_unit * sum.x);
                 store_row(g.denominators, first + 8, inverse_unit * sum.y);
             }
-            const float2 reciprocal = {1.0f / sum.x, 1.0f / sum.y};
-            warpgroup::mma_async_wait<0>(out);
-            release(shared.empty[before.stage]);
+            const float2 reciprocal = {arch::reciprocal_approx(sum.x),
+                                       arch::reciprocal_approx(sum.y)};
+            warpgroup::mma_async_wait<1>(out);
+            release(shared.empty[prior_stage]);
             for_each(out, [&](float& x, int, bool low) { x *= low ? reciprocal.y : reciprocal.x; });
             const int first_row = item.terrace.row(item.begin + n);
             if (first_row >= 0) {
                 warpgroup::store(q, out);
-                arch::fence_async_shared();
                 warpgroup::sync(WINDOW_BARRIER);
                 if (warpgroup::laneid() == 0)
                     tma::store_async(g.out, q, elements(item.b, item.head, first_row, 0));
             } else {
                 store_new_rows(out, first_row + row);
             }
-            before.advance();
-            own.advance();
-            q_at.advance();
+            warpgroup::mma_async_wait<0>(z);
         }
         if (warpgroup::laneid() == 0) tma::store_async_wait();
     }

@@ -2,6 +2,7 @@
 // the state that is carried from chunk to chunk in fp32 registers of a warpgroup.
 #pragma once
 
+#include "csrc/linear_attention/based_segments.cuh"
 #include "csrc/linear_attention/lolcats.h"
 #include "kittens/kittens.cuh"
 #include "kittens/pipeline/ring.cuh"
@@ -170,7 +171,8 @@ __device__ __forceinline__ void softmax_features(typename K::Features& features,
             (i % 2 ? sum.y : sum.x) += x.x + x.y;
         }
     }
-    const float2 r = {1.0f / quad_sum(sum.x), 1.0f / quad_sum(sum.y)};
+    const float2 r = {arch::reciprocal_approx(quad_sum(sum.x)),
+                      arch::reciprocal_approx(quad_sum(sum.y))};
 #pragma unroll
     for (int j = 0; j < K::features / 16; ++j) {
         const int block = first + j;
