@@ -30,6 +30,8 @@ try:
     from .ops.fp8_quantize import fp8_quantize
     from .ops.gemm import gemm
     from .ops.grouped_gemm import grouped_gemm
+    from .ops.lolcats import hedgehog, lolcats
+    from .ops.lolcats_decode import lolcats_decode
     from .ops.mxfp8_dequantize import mxfp8_dequantize
     from .ops.mxfp8_gemm import mxfp8_gemm
     from .ops.mxfp8_prepare import mxfp8_prepare
@@ -37,6 +39,7 @@ try:
     from .ops.nvfp4_dequantize import nvfp4_dequantize
     from .ops.nvfp4_quantize import nvfp4_quantize
     from .reference.based import BasedState
+    from .reference.lolcats import LolcatsState
     from .reference.mxfp8_prepare import Mxfp8Operand
 
     _load.explain_missing_kernels()
@@ -50,6 +53,7 @@ __all__ = [
     "DeadlockError",
     "EmulatorError",
     "Fp8Linear",
+    "LolcatsState",
     "Mxfp8Operand",
     "__version__",
     "attention",
@@ -62,6 +66,9 @@ __all__ = [
     "gemm",
     "get_include",
     "grouped_gemm",
+    "hedgehog",
+    "lolcats",
+    "lolcats_decode",
     "mxfp8_dequantize",
     "mxfp8_gemm",
     "mxfp8_prepare",

@@ -14,6 +14,8 @@ from .fp8_gemm import fp8_gemm
 from .fp8_quantize import fp8_quantize
 from .gemm import gemm
 from .grouped_gemm import grouped_gemm
+from .lolcats import hedgehog, lolcats
+from .lolcats_decode import lolcats_decode
 from .mxfp8_dequantize import mxfp8_dequantize
 from .mxfp8_gemm import mxfp8_gemm
 from .mxfp8_prepare import mxfp8_prepare
@@ -31,6 +33,9 @@ __all__ = [
     "fp8_quantize",
     "gemm",
     "grouped_gemm",
+    "hedgehog",
+    "lolcats",
+    "lolcats_decode",
     "mxfp8_dequantize",
     "mxfp8_gemm",
     "mxfp8_prepare",

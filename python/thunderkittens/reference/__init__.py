@@ -11,6 +11,16 @@ from .fp8_gemm import fp8_gemm
 from .fp8_quantize import fp8_quantize
 from .gemm import gemm
 from .grouped_gemm import grouped_gemm
+from .lolcats import (
+    LolcatsState,
+    cached_positions,
+    empty_state,
+    folded_tokens,
+    lolcats,
+    lolcats_features,
+    lolcats_rows,
+)
+from .lolcats_decode import lolcats_decode
 from .mxfp8_dequantize import mxfp8_dequantize
 from .mxfp8_gemm import mxfp8_gemm
 from .mxfp8_prepare import Mxfp8Operand, mxfp8_prepare
@@ -20,6 +30,7 @@ from .nvfp4_quantize import nvfp4_quantize
 
 __all__ = [
     "BasedState",
+    "LolcatsState",
     "Mxfp8Operand",
     "attention",
     "attention_backward",
@@ -28,10 +39,17 @@ __all__ = [
     "based",
     "based_backward",
     "based_features",
+    "cached_positions",
+    "empty_state",
+    "folded_tokens",
     "fp8_gemm",
     "fp8_quantize",
     "gemm",
     "grouped_gemm",
+    "lolcats",
+    "lolcats_decode",
+    "lolcats_features",
+    "lolcats_rows",
     "mxfp8_dequantize",
     "mxfp8_gemm",
     "mxfp8_prepare",
