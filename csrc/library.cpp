@@ -98,4 +98,8 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
         "q, Tensor k, Tensor v, Tensor out, Tensor denominators, bool normalize=False, Tensor? "
         "numerator=None, Tensor? denominator=None, bool[4] needs=[True, True, True, True]) -> "
         "(Tensor, Tensor, Tensor, Tensor, Tensor)");
+    // One token: q and k (B, H, 1, 16), v (B, H, 1, Dv); the state is brought up to date in place.
+    m.def(
+        "based_decode(Tensor q, Tensor k, Tensor v, Tensor(a!) numerator, Tensor(b!) denominator, "
+        "bool normalize=False, float eps=1e-12) -> Tensor");
 }
