@@ -13,6 +13,13 @@
 #define BASED_OPTIONS                                                                           \
     "bool normalize=False, float eps=1e-12, Tensor? numerator=None, Tensor? denominator=None, " \
     "bool return_state=False"
+#define LOLCATS_OPERANDS \
+    "Tensor q, Tensor k, Tensor v, Tensor q_map, Tensor k_map, Tensor alpha, Tensor beta"
+#define LOLCATS_STATE                                                                            \
+    "Tensor? numerator=None, Tensor? denominator=None, Tensor? keys=None, Tensor? values=None, " \
+    "Tensor? lengths=None"
+#define LOLCATS_RESULTS \
+    "Tensor out, Tensor numerator, Tensor denominator, Tensor keys, Tensor values, Tensor lengths"
 
 #define GEMM_EPILOGUE                                                                          \
     "Tensor? bias=None, ScalarType? out_dtype=None, Tensor? residual=None, int activation=0, " \
@@ -102,4 +109,21 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
     m.def(
         "based_decode(Tensor q, Tensor k, Tensor v, Tensor(a!) numerator, Tensor(b!) denominator, "
         "bool normalize=False, float eps=1e-12) -> Tensor");
+
+    // q (B, H, N, D), k and v (B, Hkv, N, D), maps (H, D, F), alpha and beta fp32 (H,); a state is
+    // numerator (B, H, 2F, D) and denominator (B, H, 2F), fp32, keys and values (B, Hkv, 128, D),
+    // lengths int32 (B,), all or none. A final state that is not asked for has batch size 0.
+    // maxima, of the scores q . k / sqrt(D) in the window, and denominators: fp32 (B, H, N).
+    m.def("lolcats(" LOLCATS_OPERANDS ", " LOLCATS_STATE
+          ", bool return_state=False) -> "
+          "(" LOLCATS_RESULTS ", Tensor maxima, Tensor denominators)");
+    m.def("lolcats_forward(" LOLCATS_OPERANDS ", " LOLCATS_STATE
+          ", bool return_state=False) -> (" LOLCATS_RESULTS ")");
+    m.def("lolcats_backward(Tensor grad_out, " LOLCATS_OPERANDS
+          ", Tensor out, Tensor maxima, Tensor denominators, " LOLCATS_STATE
+          ", bool[7] needs=[True, True, True, True, True, True, True]) -> "
+          "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+    m.def("lolcats_decode(" LOLCATS_OPERANDS
+          ", Tensor(a!) numerator, Tensor(b!) denominator, Tensor(c!) keys, Tensor(d!) values, "
+          "Tensor(e!) lengths) -> Tensor");
 }

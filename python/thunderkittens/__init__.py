@@ -30,11 +30,14 @@ try:
     from .ops.fp8_gemm import fp8_gemm
     from .ops.fp8_quantize import fp8_quantize
     from .ops.gemm import gemm
+    from .ops.lolcats import hedgehog, lolcats
+    from .ops.lolcats_decode import lolcats_decode
     from .ops.mxfp8_dequantize import mxfp8_dequantize
     from .ops.mxfp8_quantize import mxfp8_quantize
     from .ops.nvfp4_dequantize import nvfp4_dequantize
     from .ops.nvfp4_quantize import nvfp4_quantize
     from .reference.based import BasedState
+    from .reference.lolcats import LolcatsState
 
     _load.explain_missing_kernels()
 except ImportError as _error:
@@ -47,6 +50,7 @@ __all__ = [
     "DeadlockError",
     "EmulatorError",
     "Fp8Linear",
+    "LolcatsState",
     "__version__",
     "attention",
     "attention_varlen",
@@ -59,6 +63,9 @@ __all__ = [
     "fp8_quantize",
     "gemm",
     "get_include",
+    "hedgehog",
+    "lolcats",
+    "lolcats_decode",
     "mxfp8_dequantize",
     "mxfp8_quantize",
     "nvfp4_dequantize",

@@ -14,6 +14,8 @@ from .based_decode import based_decode
 from .fp8_gemm import fp8_gemm
 from .fp8_quantize import fp8_quantize
 from .gemm import gemm
+from .lolcats import hedgehog, lolcats
+from .lolcats_decode import lolcats_decode
 from .mxfp8_dequantize import mxfp8_dequantize
 from .mxfp8_quantize import mxfp8_quantize
 from .nvfp4_dequantize import nvfp4_dequantize
@@ -30,6 +32,9 @@ __all__ = [
     "fp8_linear",
     "fp8_quantize",
     "gemm",
+    "hedgehog",
+    "lolcats",
+    "lolcats_decode",
     "mxfp8_dequantize",
     "mxfp8_quantize",
     "nvfp4_dequantize",

@@ -11,6 +11,16 @@ from .based_decode import based_decode
 from .fp8_gemm import fp8_gemm
 from .fp8_quantize import fp8_quantize
 from .gemm import gemm
+from .lolcats import (
+    LolcatsState,
+    cached_positions,
+    empty_state,
+    folded_tokens,
+    lolcats,
+    lolcats_features,
+    lolcats_rows,
+)
+from .lolcats_decode import lolcats_decode
 from .mxfp8_dequantize import mxfp8_dequantize
 from .mxfp8_quantize import mxfp8_quantize
 from .nvfp4_dequantize import nvfp4_dequantize
@@ -18,6 +28,7 @@ from .nvfp4_quantize import nvfp4_quantize
 
 __all__ = [
     "BasedState",
+    "LolcatsState",
     "attention",
     "attention_backward",
     "attention_varlen",
@@ -26,9 +37,16 @@ __all__ = [
     "based_backward",
     "based_decode",
     "based_features",
+    "cached_positions",
+    "empty_state",
+    "folded_tokens",
     "fp8_gemm",
     "fp8_quantize",
     "gemm",
+    "lolcats",
+    "lolcats_decode",
+    "lolcats_features",
+    "lolcats_rows",
     "mxfp8_dequantize",
     "mxfp8_quantize",
     "nvfp4_dequantize",
