@@ -123,6 +123,10 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
         "q, Tensor k, Tensor v, Tensor out, Tensor denominators, bool normalize=False, Tensor? "
         "numerator=None, Tensor? denominator=None, bool[4] needs=[True, True, True, True]) -> "
         "(Tensor, Tensor, Tensor, Tensor, Tensor)");
+    // One token: q and k (B, H, 1, 16), v (B, H, 1, Dv); the state is brought up to date in place.
+    m.def(
+        "based_decode(Tensor q, Tensor k, Tensor v, Tensor(a!) numerator, Tensor(b!) denominator, "
+        "bool normalize=False, float eps=1e-12) -> Tensor");
 
     // q (B, H, N, D), k and v (B, Hkv, N, D), maps (H, D, F), alpha and beta fp32 (H,); a state is
     // numerator (B, H, 2F, D) and denominator (B, H, 2F), fp32, keys and values (B, Hkv, 128, D),

@@ -31,7 +31,9 @@ OPS = sorted(
 )
 # Ops without a gradient; test_fp8_*.py do with their operands what is done here with SAMPLES.
 WITHOUT_GRADIENT = {"fp8_gemm", "fp8_quantize"}
-PUBLIC = sorted({sample.op for sample in SAMPLES.values()} | WITHOUT_GRADIENT)
+# Ops that change a state; their own tests do with it what is done here with SAMPLES.
+MUTATING = {"based_decode"}
+PUBLIC = sorted({sample.op for sample in SAMPLES.values()} | WITHOUT_GRADIENT | MUTATING)
 
 # Registration and documentation
 
@@ -47,10 +49,11 @@ def test_registration(name):
     assert has("CUDA")
     assert has("Meta")
     packet, _, overload = name.partition(".")
-    assert has("FuncTorchBatched") or overload == "out"
+    changes = overload == "out" or name in MUTATING
+    assert has("FuncTorchBatched") or changes
     packet = getattr(torch.ops.thunderkittens, packet)
     assert packet in flop_registry
-    assert getattr(packet, overload or "default")._schema.is_mutable is (overload == "out")
+    assert getattr(packet, overload or "default")._schema.is_mutable is changes
     # The raw op for calls without gradients has no autograd, and a differentiable twin.
     base = name.partition(".")[0]
     assert has("Autograd") == (not base.endswith("_forward") and name not in WITHOUT_GRADIENT)

@@ -70,6 +70,10 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
         }
         for op in ("based", "based_backward")
     },
+    "based_decode": {
+        f"bf16 ({batch}, 32, 1, 64)": {"batch": batch, "heads": 32, "value_dim": 64}
+        for batch in (1, 64)
+    },
     **{
         op: {
             f"bf16 (4, 16, 4096, {dim}), {text}": {

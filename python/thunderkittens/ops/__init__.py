@@ -9,7 +9,8 @@ implementations come from the compiled libraries, which the package loads before
 from ._fp8_linear import Fp8Linear, fp8_linear
 from .attention import attention
 from .attention_varlen import attention_varlen
-from .based import based
+from .based import based, based_linear_prefill
+from .based_decode import based_decode
 from .fp8_gemm import fp8_gemm
 from .fp8_quantize import fp8_quantize
 from .gemm import gemm
@@ -28,6 +29,8 @@ __all__ = [
     "attention",
     "attention_varlen",
     "based",
+    "based_decode",
+    "based_linear_prefill",
     "fp8_gemm",
     "fp8_linear",
     "fp8_quantize",

@@ -7,6 +7,7 @@ differentiable by PyTorch's own autograd.
 from .attention import attention, attention_backward
 from .attention_varlen import attention_varlen, attention_varlen_backward
 from .based import BasedState, based, based_backward, based_features
+from .based_decode import based_decode
 from .fp8_gemm import fp8_gemm
 from .fp8_quantize import fp8_quantize
 from .gemm import gemm
@@ -38,6 +39,7 @@ __all__ = [
     "attention_varlen_backward",
     "based",
     "based_backward",
+    "based_decode",
     "based_features",
     "cached_positions",
     "empty_state",
