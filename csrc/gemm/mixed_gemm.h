@@ -11,6 +11,7 @@
 #pragma once
 
 #include <cstdint>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -25,6 +26,8 @@ namespace thunderkittens::mixed_gemm {
 
 // The formats of weights. A kernel knows one by a trait, see nvfp4_weights_sm90.cuh.
 enum class Format : int { nvfp4 };
+
+constexpr const char* name_of(Format) { return "nvfp4"; }
 
 constexpr int PIECE = 64;  // rows and columns
 constexpr int piece_bytes(Format) { return PIECE * PIECE / 2 + PIECE * PIECE / 16; }
@@ -119,8 +122,90 @@ constexpr int shared_bytes(const Config& c) {
 
 constexpr int64_t pieces(int64_t size) { return (size + PIECE - 1) / PIECE; }
 
+// Tile shapes that are compiled, each for both dtypes of activations.
+struct TileShape {
+    int tokens, row_groups, k_groups, pieces, stages;
+};
+constexpr TileShape TILE_SHAPES[] = {
+    {16, 2, 2, 4, 6}, {32, 2, 2, 4, 5}, {64, 4, 1, 2, 4}, {128, 2, 1, 1, 8}, {256, 2, 1, 1, 5},
+};
+constexpr Config make_config(Format format, const TileShape& shape, DType dtype) {
+    return {.format = format,
+            .tokens = shape.tokens,
+            .row_groups = shape.row_groups,
+            .k_groups = shape.k_groups,
+            .pieces = shape.pieces,
+            .stages = shape.stages,
+            .dtype = dtype};
+}
+// Every kernel of a format that is compiled, by number.
+constexpr std::size_t CONFIGS = 2 * std::size(TILE_SHAPES);
+constexpr Config config_at(Format format, std::size_t i) {
+    return make_config(format, TILE_SHAPES[i / 2], i % 2 == 0 ? DType::bf16 : DType::fp16);
+}
+
+// Empty when choose() has a kernel for the problem, else the reason in a sentence.
+std::string unsupported(const Problem& problem, const DeviceProperties& device);
+Choice choose(const Problem& problem, const DeviceProperties& device);
+std::string kernel_name(const Config& config);
+std::string kernel_name(const Choice& choice);
+
 // Runs the kernel of `config` on the stream.
 template <Config config>
 void launch(const Params& params, Stream stream);
+
+// The same for a configuration that is known at run time; false when there is no such kernel.
+template <Format format, std::size_t i = 0>
+bool launch_any(const Config& config, const Params& params, Stream stream) {
+    if constexpr (i < CONFIGS) {
+        if (config != config_at(format, i)) {
+            return launch_any<format, i + 1>(config, params, stream);
+        }
+        launch<config_at(format, i)>(params, stream);
+        return true;
+    } else {
+        return false;
+    }
+}
+
+// NVFP4 weights (groups, n, k) into pieces, and back as values times the global scale.
+struct PrepareParams {
+    const void* codes = nullptr;   // (groups, n, k / 2) bytes, rows contiguous
+    const void* scales = nullptr;  // e4m3, contiguous; in the 128x4 layout or plain
+    void* prepared = nullptr;
+    void* values = nullptr;  // (groups, n, k), contiguous
+    const float* global_scale = nullptr;
+    int64_t n = 0, k = 0, groups = 1;
+    int64_t codes_stride = 0, codes_group_stride = 0;  // bytes
+    DType values_dtype = DType::bf16;
+    bool swizzle = true;
+};
+// The first makes `prepared`; the second reads it and makes `values`.
+enum class Nvfp4Pass : int { prepare, restore };
+template <Nvfp4Pass pass>
+void run(const PrepareParams& params, Stream stream);
+
+// A preparation as the registry knows it.
+struct Nvfp4Weight {
+    int64_t n = 0, k = 0, groups = 1;
+    bool restore = false;
+};
+struct Nvfp4Preparation {
+    Nvfp4Pass pass = Nvfp4Pass::prepare;
+};
+template <typename Visitor>
+void visit_fields(Nvfp4Weight& p, Visitor&& visit) {
+    visit("n", p.n);
+    visit("k", p.k);
+    visit("groups", p.groups);
+    visit("restore", p.restore);
+}
+template <typename Visitor>
+void visit_fields(Nvfp4Preparation& c, Visitor&& visit) {
+    visit("pass", c.pass);
+}
+std::string unsupported(const Nvfp4Weight& weight, const DeviceProperties& device);
+Nvfp4Preparation choose(const Nvfp4Weight& weight, const DeviceProperties& device);
+std::string kernel_name(const Nvfp4Preparation& config);
 
 }  // namespace thunderkittens::mixed_gemm

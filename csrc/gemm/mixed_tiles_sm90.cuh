@@ -33,8 +33,10 @@ struct Types {
     static constexpr int threads = mixed_gemm::threads(C);
     static constexpr int consumers = mixed_gemm::consumers(C);  // warpgroups
     static constexpr bool moves_registers = mixed_gemm::moves_registers(C);
-    static constexpr int producer_registers = 40;
+    // Of the registers that a block has at launch: 168 per thread with two consumers, 96 with four.
+    static constexpr int producer_registers = consumers == 2 ? 40 : 32;
     static constexpr int consumer_registers = consumers == 2 ? 232 : 112;
+    static_assert(!moves_registers || consumers == 2 || consumers == 4);
 
     struct alignas(128) Codes {
         uint8_t bytes[C.pieces * piece];

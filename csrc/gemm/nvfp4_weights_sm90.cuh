@@ -20,6 +20,7 @@
 #pragma once
 
 #include "csrc/gemm/mixed_gemm.h"
+#include "kittens/arch/packed_math.cuh"
 #include "kittens/kittens.cuh"
 
 namespace thunderkittens::mixed_gemm {

@@ -1,7 +1,8 @@
 """Fast GPU kernels for PyTorch, and the tile library that they are written on.
 
 `attention`, `attention_varlen` (of packed sequences), `based` (linear attention), `gemm` and
-`fp8_linear` are differentiable; `fp8_gemm` multiplies 8-bit operands; `fp8_quantize`,
+`fp8_linear` are differentiable; `fp8_gemm` multiplies 8-bit operands, `nvfp4_gemm` activations and
+4-bit weights, laid out by `nvfp4_prepare`; `fp8_quantize`,
 `mxfp8_quantize`, `nvfp4_quantize` and the inverses of the latter two convert to scaled formats and
 back. All work under torch.compile, and take CPU tensors too, where they run the reference formula,
 or, inside `with emulate():`, the GPU's kernels on an emulator. `reference` holds every op in plain
@@ -31,8 +32,11 @@ try:
     from .ops.mxfp8_dequantize import mxfp8_dequantize
     from .ops.mxfp8_quantize import mxfp8_quantize
     from .ops.nvfp4_dequantize import nvfp4_dequantize
+    from .ops.nvfp4_gemm import nvfp4_gemm
+    from .ops.nvfp4_prepare import nvfp4_prepare
     from .ops.nvfp4_quantize import nvfp4_quantize
     from .reference.based import BasedState
+    from .reference.nvfp4_prepare import Nvfp4Weight
 
     _load.explain_missing_kernels()
 except ImportError as _error:
@@ -45,6 +49,7 @@ __all__ = [
     "DeadlockError",
     "EmulatorError",
     "Fp8Linear",
+    "Nvfp4Weight",
     "__version__",
     "attention",
     "attention_varlen",
@@ -58,6 +63,8 @@ __all__ = [
     "mxfp8_dequantize",
     "mxfp8_quantize",
     "nvfp4_dequantize",
+    "nvfp4_gemm",
+    "nvfp4_prepare",
     "nvfp4_quantize",
     "reference",
 ]

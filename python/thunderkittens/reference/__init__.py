@@ -13,10 +13,13 @@ from .gemm import gemm
 from .mxfp8_dequantize import mxfp8_dequantize
 from .mxfp8_quantize import mxfp8_quantize
 from .nvfp4_dequantize import nvfp4_dequantize
+from .nvfp4_gemm import nvfp4_gemm
+from .nvfp4_prepare import Nvfp4Weight, nvfp4_prepare
 from .nvfp4_quantize import nvfp4_quantize
 
 __all__ = [
     "BasedState",
+    "Nvfp4Weight",
     "attention",
     "attention_backward",
     "attention_varlen",
@@ -30,5 +33,7 @@ __all__ = [
     "mxfp8_dequantize",
     "mxfp8_quantize",
     "nvfp4_dequantize",
+    "nvfp4_gemm",
+    "nvfp4_prepare",
     "nvfp4_quantize",
 ]
