@@ -25,8 +25,7 @@ struct PiecePlace {
         column = int64_t(blockIdx.x % columns) * PIECE + thread % 4 * 2;
     }
     __device__ __forceinline__ uint8_t* piece(const PrepareParams& p) const {
-        constexpr int bytes = piece_bytes(Format::nvfp4);
-        return static_cast<uint8_t*>(p.prepared) + int64_t(blockIdx.x) * bytes;
+        return static_cast<uint8_t*>(p.prepared) + int64_t(blockIdx.x) * Nvfp4Weights::BYTES;
     }
 };
 
@@ -73,7 +72,7 @@ __device__ __forceinline__ void prepare(const PrepareParams& p) {
                                                   row * p.codes_stride + column / 2);
                 if (scale & 128) pair ^= 0x88;
             }
-            const Nvfp4Bits bits = NVFP4_BITS[i];
+            const Nvfp4Bits bits = nvfp4_bits(i);
 #pragma unroll
             for (int odd = 0; odd < 2; ++odd) {
                 const uint32_t code = pair >> 4 * odd;

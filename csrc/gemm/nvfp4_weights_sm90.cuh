@@ -33,11 +33,16 @@ using namespace kittens;
 struct Nvfp4Bits {
     int sign, high, low, mantissa;
 };
-constexpr Nvfp4Bits NVFP4_BITS[4] = {
-    {9, 2, 1, 0}, {13, 6, 5, 4}, {16 + 3, 12, 11, 10}, {15, 8, 7, 14}};
+__device__ __forceinline__ constexpr Nvfp4Bits nvfp4_bits(int element) {
+    return element == 0   ? Nvfp4Bits{9, 2, 1, 0}
+           : element == 1 ? Nvfp4Bits{13, 6, 5, 4}
+           : element == 2 ? Nvfp4Bits{16 + 3, 12, 11, 10}
+                          : Nvfp4Bits{15, 8, 7, 14};
+}
 
 struct Nvfp4Weights {
     static constexpr Format format = Format::nvfp4;
+    static constexpr int BYTES = piece_bytes(format);
     static constexpr int CODES = PIECE * PIECE / 2;
     static constexpr float FACTOR = 128.f;  // that the sums have to be multiplied by
 
