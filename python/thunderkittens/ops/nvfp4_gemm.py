@@ -19,7 +19,6 @@ from ._block_scaled import require_flag
 from ._gemm_fused import activation_gradient
 from ._registration import autocast_active, autocast_operands, register
 from .fp8_gemm import ACTIVATIONS
-from .gemm import gemm
 from .nvfp4_dequantize import nvfp4_dequantize
 from .nvfp4_prepare import nvfp4_prepare, prepared_shape
 
@@ -28,6 +27,7 @@ _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _CODES = (torch.uint8, torch.float4_e2m1fn_x2)
 _op = torch.ops.thunderkittens.nvfp4_gemm.default
 _restore = torch.ops.thunderkittens.nvfp4_dequantize.prepared
+_dense_product = torch.ops.thunderkittens.gemm_forward.default
 
 
 def nvfp4_gemm(
@@ -93,26 +93,28 @@ def nvfp4_gemm(
     _check_scales("a", coded, scale_a, global_scale_a)
     _check_scales("b", not isinstance(b, Nvfp4Weight), scale_b, global_scale_b)
     if not isinstance(b, Nvfp4Weight):
-        b = nvfp4_prepare(b, scale_b, global_scale_b, swizzle=swizzle)  # type: ignore[arg-type]
+        assert scale_b is not None
+        assert global_scale_b is not None
+        b = nvfp4_prepare(b, scale_b, global_scale_b, swizzle=swizzle)
     scale = b.global_scale
     if coded:
+        assert scale_a is not None
+        assert global_scale_a is not None
         _require_tensor("global_scale_a", global_scale_a)
-        if a.dim() != 2 or global_scale_a.shape != ():  # type: ignore[union-attr]
+        if a.dim() != 2 or global_scale_a.shape != ():
             raise ValueError(
                 f"{_NAME}: a has shape {tuple(a.shape)} and global_scale_a has shape "
-                f"{tuple(global_scale_a.shape)}; of NVFP4 they must be (M, K / 2) and ()"  # type: ignore[union-attr]
+                f"{tuple(global_scale_a.shape)}; of NVFP4 they must be (M, K / 2) and ()"
             )
-        one = torch.ones_like(global_scale_a)  # type: ignore[arg-type]
-        a = nvfp4_dequantize(a, scale_a, one, swizzle=swizzle)  # type: ignore[arg-type]
+        one = torch.ones_like(global_scale_a)
+        a = nvfp4_dequantize(a, scale_a, one, swizzle=swizzle)
         scale = scale * global_scale_a
     elif autocast_active():
         a, bias = autocast_operands(a, bias)
     _check(a, b.data, scale, b.rows, b.columns, bias, out_dtype, offs)
     rows = a if a.dim() == 2 else a.reshape(-1, a.shape[-1])
     code = ACTIVATIONS.index(activation)
-    if torch.is_grad_enabled() and (
-        a.requires_grad or (bias is not None and bias.requires_grad)
-    ):
+    if torch.is_grad_enabled() and (a.requires_grad or (bias is not None and bias.requires_grad)):
         if offs is not None:
             raise RuntimeError(
                 f"{_NAME}: a product of groups (offs) has no gradient; detach a and bias, or call "
@@ -230,7 +232,7 @@ class _Product(torch.autograd.Function):
         grad_a = grad_bias = None
         if ctx.needs_input_grad[0]:
             weight = _restore(data, torch.ones_like(scale), ctx.n, a.shape[-1], a.dtype)
-            grad_a = gemm(grad.to(a.dtype), weight, out_dtype=torch.float32)
+            grad_a = _dense_product(grad.to(a.dtype), weight, None, torch.float32)
             grad_a = (grad_a * scale).to(a.dtype)
         if ctx.needs_input_grad[4]:
             grad_bias = grad.sum(0, dtype=torch.float32).to(bias.dtype)

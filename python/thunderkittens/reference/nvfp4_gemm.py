@@ -47,7 +47,8 @@ def nvfp4_gemm(
     if isinstance(b, Nvfp4Weight):
         factors, scale = values(b.data, b.rows, b.columns), b.global_scale
     else:
-        assert scale_b is not None and global_scale_b is not None
+        assert scale_b is not None
+        assert global_scale_b is not None
         one = torch.ones_like(global_scale_b)
         factors = nvfp4_dequantize(b, scale_b, one, swizzle=swizzle, dtype=torch.float32)
         scale = global_scale_b

@@ -33,9 +33,7 @@ class Nvfp4Weight(NamedTuple):
 
     def to(self, device: torch.device | str) -> Nvfp4Weight:
         """The same on another device."""
-        return self._replace(
-            data=self.data.to(device), global_scale=self.global_scale.to(device)
-        )
+        return self._replace(data=self.data.to(device), global_scale=self.global_scale.to(device))
 
 
 def nvfp4_prepare(
