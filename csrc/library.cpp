@@ -87,6 +87,18 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
     m.def(
         "nvfp4_dequantize(Tensor data, Tensor block_scale, Tensor global_scale, ScalarType dtype, "
         "bool swizzle=True) -> Tensor");
+    // Of NVFP4 data (N, K / 2) or (E, N, K / 2) what the kernel of nvfp4_gemm reads, uint8
+    // ((E,) N / 64, K / 64, 2304), and from there back to values.
+    m.def("nvfp4_prepare(Tensor data, Tensor block_scale, bool swizzle=True) -> Tensor");
+    m.def(
+        "nvfp4_dequantize.prepared(Tensor data, Tensor global_scale, SymInt rows, SymInt columns, "
+        "ScalarType dtype) -> Tensor");
+    // a (M, K), a prepared b of (N, K) or (E, N, K) with the rows of a grouped by offs (E,);
+    // global_scale fp32 () or (E,); activation: 0 none, 1 relu, 2 gelu, 3 gelu_tanh, 4 silu;
+    // out_dtype None is that of a.
+    m.def(
+        "nvfp4_gemm(Tensor a, Tensor b, Tensor global_scale, SymInt n, Tensor? bias=None, "
+        "int activation=0, ScalarType? out_dtype=None, Tensor? offs=None) -> Tensor");
 
     // q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv); causal: 0 none, 1 aligned lower
     // right, 2 aligned upper left; windows: -1 is unbounded; softcap: 0 is none; alibi_slopes fp32

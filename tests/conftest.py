@@ -47,6 +47,8 @@ EMULATED_SUITES = (
     "test_mxfp8_prepare",
     "test_mxfp8_quantize",
     "test_nvfp4_dequantize",
+    "test_nvfp4_gemm",
+    "test_nvfp4_prepare",
     "test_nvfp4_quantize",
 )
 EMULATION_POLICIES = ("on_wait", "late_mma")

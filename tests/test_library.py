@@ -29,8 +29,9 @@ OPS = sorted(
     for name in torch._C._dispatch_get_all_op_names()
     if name.startswith(NAMESPACE + "::")
 )
-# Ops without a gradient; test_fp8_*.py do with their operands what is done here with SAMPLES.
-WITHOUT_GRADIENT = {"fp8_gemm", "fp8_quantize"}
+# Ops without a gradient of their own; their tests do with their operands what is done here with
+# SAMPLES.
+WITHOUT_GRADIENT = {"fp8_gemm", "fp8_quantize", "nvfp4_gemm", "nvfp4_prepare"}
 # Ops that change a state; their own tests do with it what is done here with SAMPLES.
 MUTATING = {"based_decode"}
 PUBLIC = sorted({sample.op for sample in SAMPLES.values()} | WITHOUT_GRADIENT | MUTATING)

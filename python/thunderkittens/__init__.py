@@ -40,10 +40,13 @@ try:
     from .ops.mxfp8_prepare import mxfp8_prepare
     from .ops.mxfp8_quantize import mxfp8_quantize
     from .ops.nvfp4_dequantize import nvfp4_dequantize
+    from .ops.nvfp4_gemm import nvfp4_gemm
+    from .ops.nvfp4_prepare import nvfp4_prepare
     from .ops.nvfp4_quantize import nvfp4_quantize
     from .reference.based import BasedState
     from .reference.lolcats import LolcatsState
     from .reference.mxfp8_prepare import Mxfp8Operand
+    from .reference.nvfp4_prepare import Nvfp4Weight
 
     _load.explain_missing_kernels()
 except ImportError as _error:
@@ -58,6 +61,7 @@ __all__ = [
     "Fp8Linear",
     "LolcatsState",
     "Mxfp8Operand",
+    "Nvfp4Weight",
     "__version__",
     "attention",
     "attention_varlen",
@@ -79,6 +83,8 @@ __all__ = [
     "mxfp8_prepare",
     "mxfp8_quantize",
     "nvfp4_dequantize",
+    "nvfp4_gemm",
+    "nvfp4_prepare",
     "nvfp4_quantize",
     "reference",
 ]

@@ -58,6 +58,10 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
         op: {"bf16 8192 x 8192": {"rows": 8192, "columns": 8192}}
         for op in ("mxfp8_quantize", "mxfp8_dequantize", "nvfp4_quantize", "nvfp4_dequantize")
     },
+    "nvfp4_gemm": {
+        f"bf16 {m} x 8192 x 8192": {"m": m, "n": 8192, "k": 8192} for m in (1, 64, 256, 4096)
+    },
+    "nvfp4_prepare": {"8192 x 8192": {"n": 8192, "k": 8192}},
     **{
         op: {
             f"bf16 ({batch}, {heads}, {length}, 64)": {

@@ -22,6 +22,8 @@ from .mxfp8_gemm import mxfp8_gemm
 from .mxfp8_prepare import mxfp8_prepare
 from .mxfp8_quantize import mxfp8_quantize
 from .nvfp4_dequantize import nvfp4_dequantize
+from .nvfp4_gemm import nvfp4_gemm
+from .nvfp4_prepare import nvfp4_prepare
 from .nvfp4_quantize import nvfp4_quantize
 
 __all__ = [
@@ -44,5 +46,7 @@ __all__ = [
     "mxfp8_prepare",
     "mxfp8_quantize",
     "nvfp4_dequantize",
+    "nvfp4_gemm",
+    "nvfp4_prepare",
     "nvfp4_quantize",
 ]
