@@ -45,6 +45,20 @@ __device__ __forceinline__ uint32_t max_unsigned_pairs(uint32_t a, uint32_t b) {
 __device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
     return __byte_perm(a, b, selector);
 }
+// Products of packed pairs, each rounded once; subnormals are kept. `half` says which element of b
+// multiplies both of a's: the instruction selects it.
+template <int half>
+__device__ __forceinline__ uint32_t multiply_by_half_bf16(uint32_t a, uint32_t b) {
+    const auto pair = bit_cast<__nv_bfloat162>(b);
+    const auto factor = half == 0 ? __low2bfloat162(pair) : __high2bfloat162(pair);
+    return bit_cast<uint32_t>(__hmul2(bit_cast<__nv_bfloat162>(a), factor));
+}
+template <int half>
+__device__ __forceinline__ uint32_t multiply_by_half_fp16(uint32_t a, uint32_t b) {
+    const auto pair = bit_cast<__half2>(b);
+    const auto factor = half == 0 ? __low2half2(pair) : __high2half2(pair);
+    return bit_cast<uint32_t>(__hmul2(bit_cast<__half2>(a), factor));
+}
 // Two floats to one packed register, first argument in the low half, round to nearest even.
 __device__ __forceinline__ __nv_bfloat162 pack_bf16(float low, float high) {
     uint32_t packed;

@@ -27,6 +27,21 @@ inline uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
     }
     return result;
 }
+// A product of two 16-bit floats is exact in float.
+template <int half>
+inline uint32_t multiply_by_half_bf16(uint32_t a, uint32_t b) {
+    const float2 x = __bfloat1622float2(bit_cast<__nv_bfloat162>(a));
+    const float2 y = __bfloat1622float2(bit_cast<__nv_bfloat162>(b));
+    const float factor = half == 0 ? y.x : y.y;
+    return bit_cast<uint32_t>(__floats2bfloat162_rn(x.x * factor, x.y * factor));
+}
+template <int half>
+inline uint32_t multiply_by_half_fp16(uint32_t a, uint32_t b) {
+    const float2 x = __half22float2(bit_cast<__half2>(a));
+    const float2 y = __half22float2(bit_cast<__half2>(b));
+    const float factor = half == 0 ? y.x : y.y;
+    return bit_cast<uint32_t>(__floats2half2_rn(x.x * factor, x.y * factor));
+}
 inline __nv_bfloat162 pack_bf16(float low, float high) { return __floats2bfloat162_rn(low, high); }
 inline __half2 pack_half(float low, float high) { return __floats2half2_rn(low, high); }
 
