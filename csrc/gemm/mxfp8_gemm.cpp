@@ -115,24 +115,26 @@ struct Product {
     const void* bias;
     int activation;
     Tensor out;
+    const DeviceProperties& device;
     Stream stream;
 
     int64_t pitch() const { return round_up(std::max<int64_t>(problem.k, 1), 8); }
 
+    Expand pass(const Quantised& o, const Tensor& to) const {
+        return {.source = {.data = o.matrix,
+                           .scale = o.scale.data_ptr(),
+                           .out = to.data_ptr(),
+                           .swizzle = o.swizzle},
+                .e5m2 = o.dtype == DType::e5m2,
+                .for_few = choice.few,
+                .pitch = to.size(-1),
+                .tiles = static_cast<int>(
+                    block_scaled::tiles(o.matrix.rows, o.matrix.columns, o.matrix.batch))};
+    }
     // Operands in bf16; with marks only where there is one.
     std::pair<Tensor, Tensor> expand(const gemm::Marks& marks) const {
         const auto make = [&](const Quantised& o) {
             return empty({o.matrix.rows, pitch()}, ScalarType::BFloat16, out);
-        };
-        const auto pass = [&](const Quantised& o, const Tensor& to) {
-            return Expand{.source = {.data = o.matrix,
-                                     .scale = o.scale.data_ptr(),
-                                     .out = to.data_ptr(),
-                                     .swizzle = o.swizzle},
-                          .e5m2 = o.dtype == DType::e5m2,
-                          .pitch = pitch(),
-                          .blocks = static_cast<int>(block_scaled::tiles(
-                              o.matrix.rows, o.matrix.columns, o.matrix.batch))};
         };
         std::pair<Tensor, Tensor> wide{make(a), make(b)};
         if (problem.k == 0) {
@@ -140,12 +142,38 @@ struct Product {
             torch::stable::zero_(wide.second);
             return wide;
         }
-        run_pass(ExpandParams{.operands = {pass(a, wide.first), pass(b, wide.second)},
-                              .marks = marks,
-                              .m = problem.m,
-                              .n = problem.n},
-                 stream);
+        ExpandParams params{.operands = {pass(a, wide.first), pass(b, wide.second)},
+                            .marks = marks,
+                            .m = problem.m,
+                            .n = problem.n};
+        params.blocks = expand_blocks(params, device);
+        run_pass(params, stream);
         return wide;
+    }
+    void multiply_few() const {
+        const Tensor wide =
+            empty({problem.m, round_up(problem.k, FEW_K)}, ScalarType::BFloat16, out);
+        const Tensor ones = empty({b.matrix.batch}, ScalarType::Float, out);
+        ExpandParams expand{.operands = {pass(a, wide)},
+                            .ones = static_cast<float*>(ones.data_ptr()),
+                            .ones_count = b.matrix.batch};
+        expand.blocks = expand_blocks(expand, device);
+        run_pass(expand, stream);
+        const FewParams params{.a = wide.data_ptr(),
+                               .weight = b.matrix.data,
+                               .scales = b.scale.data_ptr(),
+                               .scale = expand.ones,
+                               .bias = bias,
+                               .out = out.data_ptr(),
+                               .m = problem.m,
+                               .n = problem.n,
+                               .k = problem.k,
+                               .weight_stride = b.matrix.row_stride,
+                               .out_dtype = problem.out_dtype,
+                               .activation = activation,
+                               .schedule = choice.few_schedule};
+        TK_CHECK(launch_any_few(choice.few_config, params, stream), OP, ": no kernel ",
+                 kernel_name(choice));
     }
     void multiply_exactly(const gemm::Marks& marks) const {
         const auto [left, right] = expand(marks);
@@ -256,7 +284,8 @@ Tensor mxfp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const
                           .b_dtype = right.dtype,
                           .out_dtype = *out_dtype,
                           .fused = activation != 0,
-                          .rebased = rebased && k > 0};
+                          .rebased = rebased && k > 0,
+                          .readable = swizzle_b && fits_tensor_map(as_4d(right.data), 1)};
     const DeviceProperties& device = device_properties(a.get_device_index());
     if (const std::string reason = unsupported(problem, device); !reason.empty()) {
         throw std::runtime_error(concat(OP, ": ", reason));
@@ -268,9 +297,13 @@ Tensor mxfp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const
                           .bias = row ? row->data_ptr() : nullptr,
                           .activation = static_cast<int>(activation),
                           .out = out,
+                          .device = device,
                           .stream = current_stream(a)};
     if (!problem.rebased) {
-        product.multiply_exactly({});
+        if (product.choice.few)
+            product.multiply_few();
+        else
+            product.multiply_exactly({});
         return out;
     }
     auto prepared_a = given("a", left, codes_a, factor_a, marks_a);

@@ -220,6 +220,24 @@ __global__ void __launch_bounds__(mxfp8_gemm::THREADS, 2) mxfp8_rebase_kernel(Pa
     }
 }
 
+// Where an element of FEW_K of k lies in the order that the kernel for few rows takes.
+__device__ __forceinline__ constexpr int position_of(int k) {
+    return k % 32 / 4 * 16 + k % 4 / 2 * 8 + k / 32 * 2 + k % 2;
+}
+
+// The values of row i of a thread's codes.
+template <int DATA>
+__device__ __forceinline__ void expand_row(const Codes<uint2>& codes, int i,
+                                           float (&values)[CHUNK]) {
+    const float scale = scale_of_byte(codes.scale[i]);
+#pragma unroll
+    for (int j = 0; j < CHUNK; j += 2) {
+        const uint32_t word = j < 4 ? codes.word[i].x : codes.word[i].y;
+        const float2 pair = Fp8<DATA>::values(word >> 8 * (j % 4) & 0xffffu);
+        values[j] = pair.x * scale;
+        values[j + 1] = pair.y * scale;
+    }
+}
 template <int DATA>
 __device__ __forceinline__ void expand_tile(const Expand& o, int index) {
     const Matrix& m = o.source.data;
@@ -227,20 +245,28 @@ __device__ __forceinline__ void expand_tile(const Expand& o, int index) {
     const Place<16> place;
     const int64_t row = tile.row + place.row, column = tile.column + place.column;
     const auto codes = load_codes<uint2, MX_BLOCK>(o.source, tile, row, column);
+    auto* out = static_cast<kittens::bf16*>(o.source.out) + (tile.batch * m.rows + row) * o.pitch;
+    if (o.for_few) {
+        // Pairs of neighbours stay together.
+        out += tile.column + position_of(place.column);
+#pragma unroll
+        for (int i = 0; i < CHUNK_ROWS; ++i) {
+            if (row + i >= m.rows) break;
+            float values[CHUNK];
+            expand_row<DATA>(codes, i, values);
+#pragma unroll
+            for (int j = 0; j < CHUNK; j += 2) {
+                const auto pair = kittens::pack_pair<kittens::bf16>(values[j], values[j + 1]);
+                arch::store_global(reinterpret_cast<uint32_t*>(out + i * o.pitch + position_of(j)),
+                                   bit_cast<uint32_t>(pair));
+            }
+        }
+        return;
+    }
     Matrix to = m;
     to.columns = o.pitch;
-    auto* out =
-        static_cast<kittens::bf16*>(o.source.out) + (tile.batch * m.rows + row) * o.pitch + column;
-    store_rows(out, to, tile, row, column, [&](int i, float(&values)[CHUNK]) {
-        const float scale = scale_of_byte(codes.scale[i]);
-#pragma unroll
-        for (int j = 0; j < CHUNK; j += 2) {
-            const uint32_t word = j < 4 ? codes.word[i].x : codes.word[i].y;
-            const float2 pair = Fp8<DATA>::values(word >> 8 * (j % 4) & 0xffffu);
-            values[j] = pair.x * scale;
-            values[j + 1] = pair.y * scale;
-        }
-    });
+    store_rows(out + column, to, tile, row, column,
+               [&](int i, float(&values)[CHUNK]) { expand_row<DATA>(codes, i, values); });
 }
 
 template <class Params>
@@ -249,27 +275,34 @@ __global__ void __launch_bounds__(mxfp8_gemm::THREADS, 3) mxfp8_expand_kernel(Pa
         !gemm::sm90::any_mark(p.marks, static_cast<uint32_t>(p.m), static_cast<uint32_t>(p.n))) {
         return;
     }
-    const bool second = static_cast<int>(blockIdx.x) >= p.operands[0].blocks;
-    const Expand& o = p.operands[second ? 1 : 0];
-    const int index = static_cast<int>(blockIdx.x) - (second ? p.operands[0].blocks : 0);
-    if (o.e5m2)
-        expand_tile<int(DType::e5m2)>(o, index);
-    else
-        expand_tile<int(DType::e4m3)>(o, index);
+    for (int64_t i = int64_t{blockIdx.x} * THREADS + threadIdx.x; i < p.ones_count;
+         i += int64_t{gridDim.x} * THREADS) {
+        arch::store_global(p.ones + i, 1.f);
+    }
+    const int tiles = p.operands[0].tiles + p.operands[1].tiles;
+    for (int i = static_cast<int>(blockIdx.x); i < tiles; i += static_cast<int>(gridDim.x)) {
+        const bool second = i >= p.operands[0].tiles;
+        const Expand& o = p.operands[second ? 1 : 0];
+        const int index = i - (second ? p.operands[0].tiles : 0);
+        if (o.e5m2)
+            expand_tile<int(DType::e5m2)>(o, index);
+        else
+            expand_tile<int(DType::e4m3)>(o, index);
+    }
 }
 
 }  // namespace sm90
 
 template <class Params>
 void run_pass(const Params& params, Stream stream) {
-    const int blocks = params.operands[0].blocks + params.operands[1].blocks;
-    if (blocks == 0) return;
     if constexpr (std::is_same_v<Params, RebaseParams>) {
+        const int blocks = params.operands[0].blocks + params.operands[1].blocks;
+        if (blocks == 0) return;
         kittens::launch(sm90::mxfp8_rebase_kernel<Params>, dim3(blocks), dim3(THREADS), dim3(1), 0,
                         stream, params);
     } else {
-        kittens::launch(sm90::mxfp8_expand_kernel<Params>, dim3(blocks), dim3(THREADS), dim3(1), 0,
-                        stream, params);
+        kittens::launch(sm90::mxfp8_expand_kernel<Params>, dim3(params.blocks), dim3(THREADS),
+                        dim3(1), 0, stream, params);
     }
 }
 
