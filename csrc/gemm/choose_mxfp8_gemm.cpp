@@ -55,18 +55,24 @@ std::vector<KernelInfo> gemm_kernels() {
 // Few rows: all SMs have to read and to convert. Blocks of a cluster divide k where that fills more
 // of them in all rounds, and each has some steps.
 void choose_few(const Problem& p, const DeviceProperties& device, Choice& choice) {
+    const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+    // Of groups only the device knows the rows.
+    const int64_t rows = ceil_div(p.m, std::max<int64_t>(p.groups, 1));
     const FewShape* shape = nullptr;
     for (const FewShape& candidate : FEW_SHAPES) {
         shape = &candidate;
-        if (candidate.tokens >= p.m) break;
+        if (candidate.tokens >= rows) break;
     }
     choice.few = true;
     choice.few_config = make_few(*shape, p.b_dtype);
     const mixed_gemm::Config& c = choice.few_config.tile;
-    const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
     const int64_t sm_count = std::max(1, device.sm_count);
     const int64_t tiles = ceil_div(p.m, c.tokens) * ceil_div(p.n, mixed_gemm::block_rows(c));
     const int64_t stages = ceil_div(p.k, FEW_K * c.k_groups);
+    if (p.grouped) {
+        choice.few_schedule = {.blocks = static_cast<int>(sm_count), .splits = 1};
+        return;
+    }
     double least = 0;
     for (int splits = 1; splits <= 8 && splits <= sm_count && splits <= stages; splits *= 2) {
         const int64_t rounds = ceil_div(tiles, sm_count / splits);
@@ -109,6 +115,11 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
             return reason;
         }
     }
+    if (p.grouped && !p.few()) {
+        return "groups need k > 0, rows of b that are multiples of 16 bytes, and its scales in the "
+               "128x4 layout";
+    }
+    if (p.grouped && p.rebased) return "groups are not multiplied by the re-based path";
     if (std::string reason = gemm::unsupported(expanded(p), device); !reason.empty()) return reason;
     return p.rebased ? fp8_gemm::unsupported(rebased(p), device) : "";
 }

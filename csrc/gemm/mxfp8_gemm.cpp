@@ -113,6 +113,7 @@ struct Product {
     Problem problem;
     Choice choice;
     const void* bias;
+    const int32_t* offs;
     int activation;
     Tensor out;
     const DeviceProperties& device;
@@ -164,11 +165,14 @@ struct Product {
                                .scales = b.scale.data_ptr(),
                                .scale = expand.ones,
                                .bias = bias,
+                               .offs = offs,
                                .out = out.data_ptr(),
                                .m = problem.m,
                                .n = problem.n,
                                .k = problem.k,
+                               .groups = problem.groups,
                                .weight_stride = b.matrix.row_stride,
+                               .group_stride = b.matrix.batch_stride,
                                .out_dtype = problem.out_dtype,
                                .activation = activation,
                                .schedule = choice.few_schedule};
@@ -246,15 +250,16 @@ Tensor mxfp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const
                   std::optional<ScalarType> out_type, bool rebased, bool swizzle_a, bool swizzle_b,
                   const std::optional<Tensor>& codes_a, const std::optional<Tensor>& factor_a,
                   const std::optional<Tensor>& marks_a, const std::optional<Tensor>& codes_b,
-                  const std::optional<Tensor>& factor_b, const std::optional<Tensor>& marks_b) {
+                  const std::optional<Tensor>& factor_b, const std::optional<Tensor>& marks_b,
+                  const std::optional<Tensor>& offs) {
     check_cuda(OP, "a", a);
     check_same_device(OP, "b", b, "a", a);
     check_same_device(OP, "scale_a", scale_a, "a", a);
     check_same_device(OP, "scale_b", scale_b, "a", a);
     check_dims(OP, "a", a, {2});
-    check_dims(OP, "b", b, {2});
-    const int64_t m = a.size(0), k = a.size(1), n = b.size(1);
-    TK_CHECK(b.size(0) == k, OP, ": a has shape ", shape_text(a), " and b has shape ",
+    check_dims(OP, "b", b, {offs ? 3 : 2});
+    const int64_t m = a.size(0), k = a.size(1), n = b.size(-1), groups = offs ? b.size(0) : 1;
+    TK_CHECK(b.size(-2) == k, OP, ": a has shape ", shape_text(a), " and b has shape ",
              shape_text(b), "; a's columns must be b's rows");
     TK_CHECK(activation >= 0 && activation <= 4, OP, ": activation is ", activation,
              "; it must be from 0 to 4");
@@ -272,11 +277,23 @@ Tensor mxfp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const
                  "; expected (", n, ",)");
         row = torch::stable::contiguous(*bias);
     }
+    std::optional<Tensor> ends;
+    if (offs) {
+        check_same_device(OP, "offs", *offs, "a", a);
+        check_dtype(OP, "offs", *offs, {DType::int32});
+        TK_CHECK(offs->dim() == 1 && offs->size(0) == groups, OP, ": offs has shape ",
+                 shape_text(*offs), "; expected (", groups, ",), the end of each group's rows");
+        ends = torch::stable::contiguous(*offs);
+    }
     const DeviceGuard guard(a.get_device_index());
     const Quantised left(OP, "a", a, scale_a, swizzle_a);
-    const Quantised right(OP, "b", torch::stable::transpose(b, 0, 1), scale_b, swizzle_b);
+    const Quantised right(OP, "b", torch::stable::transpose(b, -2, -1), scale_b, swizzle_b);
     Tensor out = empty({m, n}, type, a);
     if (m == 0 || n == 0) return out;
+    if (groups == 0) {
+        torch::stable::zero_(out);
+        return out;
+    }
     const Problem problem{.m = m,
                           .n = n,
                           .k = k,
@@ -285,7 +302,9 @@ Tensor mxfp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const
                           .out_dtype = *out_dtype,
                           .fused = activation != 0,
                           .rebased = rebased && k > 0,
-                          .readable = swizzle_b && fits_tensor_map(as_4d(right.data), 1)};
+                          .readable = swizzle_b && fits_tensor_map(as_4d(right.data), 1),
+                          .groups = groups,
+                          .grouped = offs.has_value()};
     const DeviceProperties& device = device_properties(a.get_device_index());
     if (const std::string reason = unsupported(problem, device); !reason.empty()) {
         throw std::runtime_error(concat(OP, ": ", reason));
@@ -295,6 +314,7 @@ Tensor mxfp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const
                           .problem = problem,
                           .choice = choose(problem, device),
                           .bias = row ? row->data_ptr() : nullptr,
+                          .offs = ends ? static_cast<const int32_t*>(ends->data_ptr()) : nullptr,
                           .activation = static_cast<int>(activation),
                           .out = out,
                           .device = device,

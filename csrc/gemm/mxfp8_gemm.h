@@ -45,8 +45,10 @@ struct Problem {
     bool fused = false;  // with an activation
     bool rebased = false;
     bool readable = true;  // b: TMA can read it, and its scales are in the 128x4 layout
+    int64_t groups = 1;
+    bool grouped = false;
 
-    bool few() const { return m <= FEW_ROWS && k > 0 && readable; }
+    bool few() const { return (m <= FEW_ROWS || grouped) && k > 0 && readable; }
 };
 
 // The kernel for few rows, see mxfp8_few_sm90.cuh.
@@ -162,6 +164,8 @@ void visit_fields(Problem& p, Visitor&& visit) {
     visit("fused", p.fused);
     visit("rebased", p.rebased);
     visit("readable", p.readable);
+    visit("groups", p.groups);
+    visit("grouped", p.grouped);
 }
 template <typename Visitor>
 void visit_fields(PrepareProblem& p, Visitor&& visit) {
