@@ -70,12 +70,14 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
         "Tensor");
     // (M, K) @ (K, N) of MXFP8 operands; scale_b is that of b's transpose (N, K), as mxfp8_quantize
     // makes it; activation as in fp8_gemm. With `rebased`, what mxfp8_prepare has made of a and of
-    // b's transpose may be given.
+    // b's transpose may be given. With offs b is (E, K, N), the scales of its transposes are in the
+    // 128x4 layout, and the rows of a are grouped; not with `rebased`.
     m.def(
         "mxfp8_gemm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias=None, "
         "int activation=0, ScalarType? out_dtype=None, bool rebased=False, bool swizzle_a=True, "
         "bool swizzle_b=True, Tensor? codes_a=None, Tensor? factor_a=None, Tensor? marks_a=None, "
-        "Tensor? codes_b=None, Tensor? factor_b=None, Tensor? marks_b=None) -> Tensor");
+        "Tensor? codes_b=None, Tensor? factor_b=None, Tensor? marks_b=None, Tensor? offs=None) -> "
+        "Tensor");
     // data (rows, K) or (E, rows, K): e4m3 codes whose rows are padded to 16, their scales, a byte
     // for 16 rows.
     m.def(

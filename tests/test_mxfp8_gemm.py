@@ -23,11 +23,15 @@ SHAPES = [
     (129, 112, 272),
     (70, 264, 128),
     (130, 7, 145),
+    (16, 200, 1056),
+    (33, 70, 400),
+    (64, 264, 1296),
     (0, 5, 7),
     (5, 0, 7),
     (5, 7, 0),
 ]
 SHAPES_CUDA = [(1000, 1003, 777), (4096, 2112, 7168), (257, 8, 4096), (3, 4099, 4096)]
+SHAPES_CUDA += [(64, 2112, 7168), (1, 4096, 7168), (16, 7168, 2048), (33, 28672, 1024)]
 
 
 def swizzled(plain, swizzle):
@@ -326,6 +330,35 @@ def test_layouts_of_checkpoints(device):
     assert hasattr(functional, "scaled_mm") == hasattr(functional, "SwizzleType")
 
 
+GROUPS = [[5, 0, 130, 1], [0, 0], [70], [64, 0, 64], [0, 7, 0, 0, 140]]
+
+
+@pytest.mark.parametrize("sizes", GROUPS)
+@pytest.mark.parametrize("behind", [0, 9])
+@pytest.mark.parametrize("k", [144, 72, 0])
+@pytest.mark.parametrize("swizzle", [True, False])
+def test_groups(device, sizes, behind, k, swizzle):
+    """Each group with a weight of its own; rows behind the last give 0, NaN or not."""
+    m, n, count = sum(sizes) + behind, 136, len(sizes)
+    kind = E5M2 if behind else E4M3
+    a, scale_a = operand(m, k, E4M3, False, device)
+    if behind and k:
+        a.view(torch.uint8)[-behind:] = 0x7F
+    data = torch.randint(-2, 3, (count, n, k), device=device).to(kind)
+    scale_b = torch.randint(126, 129, (count, n, -(-k // 32)), device=device).to(torch.uint8)
+    bias = torch.randint(-3, 4, (n,), device=device).to(BF16)
+    if swizzle:
+        scale_a = swizzled(scale_a.view(torch.uint8), True)
+        scale_b = tk.reference._block_scaled.swizzle_scales(scale_b)
+    given = (a, data.mT, scale_a, scale_b)
+    options = {"bias": bias, "swizzle": swizzle}
+    options["offs"] = torch.tensor(sizes, device=device).cumsum(0).int()
+    out = tk.mxfp8_gemm(*given, **options)
+    expected = tk.reference.mxfp8_gemm(*given, out_dtype=torch.float64, **options)
+    assert torch.equal(out, expected.to(BF16))
+    assert not out[m - behind :].any()
+
+
 def zeros(*shape, dtype=E4M3):
     return torch.zeros(shape).to(dtype)
 
@@ -366,6 +399,30 @@ WRONG = {
         "factor of the Mxfp8Operand b has shape (159,)",
         (A, KEPT._replace(factor=KEPT.factor[1:]), SA),
         {},
+    ),
+    "offs": (
+        TypeError,
+        "offs is torch.int64",
+        (A, B[None], SA, SB[None]),
+        {"offs": torch.tensor([3])},
+    ),
+    "offs shape": (
+        ValueError,
+        "offs has shape (2,)",
+        (A, B[None], SA, SB[None]),
+        {"offs": torch.tensor([3, 3]).int()},
+    ),
+    "offs dims": (
+        ValueError,
+        "expected (M, K) @ (E, K, N), with offs",
+        (A, B, SA, SB),
+        {"offs": torch.tensor([3]).int()},
+    ),
+    "offs rebased": (
+        ValueError,
+        "multiplied by the exact path alone",
+        (A, B[None], SA, SB[None]),
+        {"offs": torch.tensor([3]).int(), "path": "rebased"},
     ),
     "kept inner": (ValueError, "expected (M, K)", (A[:, :32], KEPT, SA[:, :1]), {}),
 }

@@ -100,10 +100,64 @@ struct Product {
     const Quantised &a, &b;
     Problem problem;
     Choice choice;
-    std::optional<Array> bias;
+    std::optional<Array> bias, offs;
     int activation;
     Array out;
+    const DeviceProperties& device;
 
+    Expand pass(const Quantised& o, const Array& to) const {
+        return {.source = {.data = o.matrix,
+                           .scale = o.scale.data,
+                           .out = to.data,
+                           .swizzle = o.swizzle},
+                .e5m2 = o.data.dtype == DType::e5m2,
+                .for_few = choice.few,
+                .pitch = to.size.back(),
+                .tiles = static_cast<int>(block_scaled::tiles(o.matrix.rows, o.matrix.columns, 1))};
+    }
+    void multiply_few() const {
+        const Array wide = emulated::allocate({problem.m, round_up(problem.k, FEW_K)}, DType::bf16);
+        const Array ones = emulated::allocate({problem.groups}, DType::fp32);
+        ExpandParams expand{.operands = {pass(a, wide)},
+                            .ones = reinterpret_cast<float*>(ones.data),
+                            .ones_count = problem.groups};
+        expand.blocks = expand_blocks(expand, device);
+        {
+            emulated::Launch scope("mxfp8_gemm expand");
+            scope.may_read("data", a.data);
+            scope.may_read("scale", a.scale);
+            scope.may_write("a", wide);
+            scope.may_write("ones", ones);
+            run_pass(expand, nullptr);
+        }
+        const FewParams params{
+            .a = wide.data,
+            .weight = b.matrix.data,
+            .scales = b.scale.data,
+            .scale = expand.ones,
+            .bias = bias ? bias->data : nullptr,
+            .offs = offs ? reinterpret_cast<const int32_t*>(offs->data) : nullptr,
+            .out = out.data,
+            .m = problem.m,
+            .n = problem.n,
+            .k = problem.k,
+            .groups = problem.groups,
+            .weight_stride = b.matrix.row_stride,
+            .group_stride = b.matrix.batch_stride,
+            .out_dtype = problem.out_dtype,
+            .activation = activation,
+            .schedule = choice.few_schedule};
+        emulated::Launch scope("mxfp8_gemm " + kernel_name(choice));
+        scope.may_read("a", wide);
+        scope.may_read("b", b.data);
+        scope.may_read("scale_b", b.scale);
+        scope.may_read("ones", ones);
+        if (bias) scope.may_read("bias", *bias);
+        if (offs) scope.may_read("offs", *offs);
+        scope.may_write("out", out);
+        TK_CHECK(launch_any_few(choice.few_config, params, nullptr), "tk.mxfp8_gemm: no kernel ",
+                 kernel_name(choice));
+    }
     void multiply_exactly(const Prepared* left, const Prepared* right) const {
         const int64_t pitch = round_up(std::max<int64_t>(problem.k, 1), 8);
         gemm::Marks marks;
@@ -115,16 +169,6 @@ struct Product {
             if (left == nullptr) return;
             scope.may_read("marks_a", left->marks);
             scope.may_read("marks_b", right->marks);
-        };
-        const auto expand = [&](const Quantised& o, const Array& to) {
-            return Expand{.source = {.data = o.matrix,
-                                     .scale = o.scale.data,
-                                     .out = to.data,
-                                     .swizzle = o.swizzle},
-                          .e5m2 = o.data.dtype == DType::e5m2,
-                          .pitch = pitch,
-                          .blocks = static_cast<int>(
-                              block_scaled::tiles(o.matrix.rows, o.matrix.columns, 1))};
         };
         const Array wide_a = emulated::allocate({problem.m, pitch}, DType::bf16);
         const Array wide_b = emulated::allocate({problem.n, pitch}, DType::bf16);
@@ -141,11 +185,12 @@ struct Product {
             scope.may_write("a", wide_a);
             scope.may_write("b", wide_b);
             allow_marks(scope);
-            run_pass(ExpandParams{.operands = {expand(a, wide_a), expand(b, wide_b)},
-                                  .marks = marks,
-                                  .m = problem.m,
-                                  .n = problem.n},
-                     nullptr);
+            ExpandParams params{.operands = {pass(a, wide_a), pass(b, wide_b)},
+                                .marks = marks,
+                                .m = problem.m,
+                                .n = problem.n};
+            params.blocks = expand_blocks(params, device);
+            run_pass(params, nullptr);
         }
         const gemm::Params params{
             .a = wide_a.data,
@@ -209,8 +254,10 @@ std::optional<Prepared> given(const emulated::Call& call, const std::string& nam
 
 emulated::Result run_gemm(const emulated::Call& call) {
     Array b = call.array("b");
-    std::swap(b.size[0], b.size[1]);
-    std::swap(b.stride[0], b.stride[1]);
+    const std::size_t dims = b.size.size();
+    std::swap(b.size[dims - 2], b.size[dims - 1]);
+    std::swap(b.stride[dims - 2], b.stride[dims - 1]);
+    const Array* ends = call.optional("offs");
     const Quantised left(call.array("a"), call.array("scale_a"), call.scalar("swizzle_a", true));
     const Quantised right(b, call.array("scale_b"), call.scalar("swizzle_b", true));
     const int64_t m = left.matrix.rows, n = right.matrix.rows, k = left.matrix.columns;
@@ -222,22 +269,35 @@ emulated::Result run_gemm(const emulated::Call& call) {
                           .b_dtype = right.data.dtype,
                           .out_dtype = call.scalar("out_dtype", DType::bf16),
                           .fused = activation != 0,
-                          .rebased = call.scalar("rebased", false) && k > 0};
+                          .rebased = call.scalar("rebased", false) && k > 0,
+                          .readable = right.swizzle && fits_tensor_map(right.data.view(), 1),
+                          .groups = ends ? b.size[0] : 1,
+                          .grouped = ends != nullptr};
     const Array out = emulated::allocate({m, n}, problem.out_dtype);
     emulated::Result result;
     result.arrays["out"] = out;
     if (out.elements() == 0) return result;
+    if (problem.groups == 0) {
+        std::memset(out.data, 0, static_cast<std::size_t>(out.extent()));
+        return result;
+    }
     if (const std::string reason = unsupported(problem, call.device); !reason.empty()) {
         throw std::runtime_error(concat("tk.mxfp8_gemm: ", reason));
     }
     std::optional<Array> bias;
     if (const Array* row = call.optional("bias")) bias = packed(*row);
-    const Product product{left, right,      problem, choose(problem, call.device),
-                          bias, activation, out};
+    std::optional<Array> offs;
+    if (ends) offs = packed(*ends);
+    Choice choice = choose(problem, call.device);
+    emulated::force(choice, call);
+    const Product product{left, right, problem, choice, bias, offs, activation, out, call.device};
     result.choice = detail::fields_of(product.choice);
     result.choice.emplace("kernel", kernel_name(product.choice));
     if (!problem.rebased) {
-        product.multiply_exactly(nullptr, nullptr);
+        if (choice.few)
+            product.multiply_few();
+        else
+            product.multiply_exactly(nullptr, nullptr);
         return result;
     }
     auto prepared_a = given(call, "a"), prepared_b = given(call, "b");

@@ -113,26 +113,29 @@ struct Product {
     Problem problem;
     Choice choice;
     const void* bias;
+    const int32_t* offs;
     int activation;
     Tensor out;
+    const DeviceProperties& device;
     Stream stream;
 
     int64_t pitch() const { return round_up(std::max<int64_t>(problem.k, 1), 8); }
 
+    Expand pass(const Quantised& o, const Tensor& to) const {
+        return {.source = {.data = o.matrix,
+                           .scale = o.scale.data_ptr(),
+                           .out = to.data_ptr(),
+                           .swizzle = o.swizzle},
+                .e5m2 = o.dtype == DType::e5m2,
+                .for_few = choice.few,
+                .pitch = to.size(-1),
+                .tiles = static_cast<int>(
+                    block_scaled::tiles(o.matrix.rows, o.matrix.columns, o.matrix.batch))};
+    }
     // Operands in bf16; with marks only where there is one.
     std::pair<Tensor, Tensor> expand(const gemm::Marks& marks) const {
         const auto make = [&](const Quantised& o) {
             return empty({o.matrix.rows, pitch()}, ScalarType::BFloat16, out);
-        };
-        const auto pass = [&](const Quantised& o, const Tensor& to) {
-            return Expand{.source = {.data = o.matrix,
-                                     .scale = o.scale.data_ptr(),
-                                     .out = to.data_ptr(),
-                                     .swizzle = o.swizzle},
-                          .e5m2 = o.dtype == DType::e5m2,
-                          .pitch = pitch(),
-                          .blocks = static_cast<int>(block_scaled::tiles(
-                              o.matrix.rows, o.matrix.columns, o.matrix.batch))};
         };
         std::pair<Tensor, Tensor> wide{make(a), make(b)};
         if (problem.k == 0) {
@@ -140,12 +143,41 @@ struct Product {
             torch::stable::zero_(wide.second);
             return wide;
         }
-        run_pass(ExpandParams{.operands = {pass(a, wide.first), pass(b, wide.second)},
-                              .marks = marks,
-                              .m = problem.m,
-                              .n = problem.n},
-                 stream);
+        ExpandParams params{.operands = {pass(a, wide.first), pass(b, wide.second)},
+                            .marks = marks,
+                            .m = problem.m,
+                            .n = problem.n};
+        params.blocks = expand_blocks(params, device);
+        run_pass(params, stream);
         return wide;
+    }
+    void multiply_few() const {
+        const Tensor wide =
+            empty({problem.m, round_up(problem.k, FEW_K)}, ScalarType::BFloat16, out);
+        const Tensor ones = empty({b.matrix.batch}, ScalarType::Float, out);
+        ExpandParams expand{.operands = {pass(a, wide)},
+                            .ones = static_cast<float*>(ones.data_ptr()),
+                            .ones_count = b.matrix.batch};
+        expand.blocks = expand_blocks(expand, device);
+        run_pass(expand, stream);
+        const FewParams params{.a = wide.data_ptr(),
+                               .weight = b.matrix.data,
+                               .scales = b.scale.data_ptr(),
+                               .scale = expand.ones,
+                               .bias = bias,
+                               .offs = offs,
+                               .out = out.data_ptr(),
+                               .m = problem.m,
+                               .n = problem.n,
+                               .k = problem.k,
+                               .groups = problem.groups,
+                               .weight_stride = b.matrix.row_stride,
+                               .group_stride = b.matrix.batch_stride,
+                               .out_dtype = problem.out_dtype,
+                               .activation = activation,
+                               .schedule = choice.few_schedule};
+        TK_CHECK(launch_any_few(choice.few_config, params, stream), OP, ": no kernel ",
+                 kernel_name(choice));
     }
     void multiply_exactly(const gemm::Marks& marks) const {
         const auto [left, right] = expand(marks);
@@ -218,15 +250,16 @@ Tensor mxfp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const
                   std::optional<ScalarType> out_type, bool rebased, bool swizzle_a, bool swizzle_b,
                   const std::optional<Tensor>& codes_a, const std::optional<Tensor>& factor_a,
                   const std::optional<Tensor>& marks_a, const std::optional<Tensor>& codes_b,
-                  const std::optional<Tensor>& factor_b, const std::optional<Tensor>& marks_b) {
+                  const std::optional<Tensor>& factor_b, const std::optional<Tensor>& marks_b,
+                  const std::optional<Tensor>& offs) {
     check_cuda(OP, "a", a);
     check_same_device(OP, "b", b, "a", a);
     check_same_device(OP, "scale_a", scale_a, "a", a);
     check_same_device(OP, "scale_b", scale_b, "a", a);
     check_dims(OP, "a", a, {2});
-    check_dims(OP, "b", b, {2});
-    const int64_t m = a.size(0), k = a.size(1), n = b.size(1);
-    TK_CHECK(b.size(0) == k, OP, ": a has shape ", shape_text(a), " and b has shape ",
+    check_dims(OP, "b", b, {offs ? 3 : 2});
+    const int64_t m = a.size(0), k = a.size(1), n = b.size(-1), groups = offs ? b.size(0) : 1;
+    TK_CHECK(b.size(-2) == k, OP, ": a has shape ", shape_text(a), " and b has shape ",
              shape_text(b), "; a's columns must be b's rows");
     TK_CHECK(activation >= 0 && activation <= 4, OP, ": activation is ", activation,
              "; it must be from 0 to 4");
@@ -244,11 +277,23 @@ Tensor mxfp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const
                  "; expected (", n, ",)");
         row = torch::stable::contiguous(*bias);
     }
+    std::optional<Tensor> ends;
+    if (offs) {
+        check_same_device(OP, "offs", *offs, "a", a);
+        check_dtype(OP, "offs", *offs, {DType::int32});
+        TK_CHECK(offs->dim() == 1 && offs->size(0) == groups, OP, ": offs has shape ",
+                 shape_text(*offs), "; expected (", groups, ",), the end of each group's rows");
+        ends = torch::stable::contiguous(*offs);
+    }
     const DeviceGuard guard(a.get_device_index());
     const Quantised left(OP, "a", a, scale_a, swizzle_a);
-    const Quantised right(OP, "b", torch::stable::transpose(b, 0, 1), scale_b, swizzle_b);
+    const Quantised right(OP, "b", torch::stable::transpose(b, -2, -1), scale_b, swizzle_b);
     Tensor out = empty({m, n}, type, a);
     if (m == 0 || n == 0) return out;
+    if (groups == 0) {
+        torch::stable::zero_(out);
+        return out;
+    }
     const Problem problem{.m = m,
                           .n = n,
                           .k = k,
@@ -256,7 +301,10 @@ Tensor mxfp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const
                           .b_dtype = right.dtype,
                           .out_dtype = *out_dtype,
                           .fused = activation != 0,
-                          .rebased = rebased && k > 0};
+                          .rebased = rebased && k > 0,
+                          .readable = swizzle_b && fits_tensor_map(as_4d(right.data), 1),
+                          .groups = groups,
+                          .grouped = offs.has_value()};
     const DeviceProperties& device = device_properties(a.get_device_index());
     if (const std::string reason = unsupported(problem, device); !reason.empty()) {
         throw std::runtime_error(concat(OP, ": ", reason));
@@ -266,11 +314,16 @@ Tensor mxfp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const
                           .problem = problem,
                           .choice = choose(problem, device),
                           .bias = row ? row->data_ptr() : nullptr,
+                          .offs = ends ? static_cast<const int32_t*>(ends->data_ptr()) : nullptr,
                           .activation = static_cast<int>(activation),
                           .out = out,
+                          .device = device,
                           .stream = current_stream(a)};
     if (!problem.rebased) {
-        product.multiply_exactly({});
+        if (product.choice.few)
+            product.multiply_few();
+        else
+            product.multiply_exactly({});
         return out;
     }
     auto prepared_a = given("a", left, codes_a, factor_a, marks_a);

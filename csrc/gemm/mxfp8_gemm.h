@@ -11,13 +11,16 @@
 // anew, from operands that are expanded then.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <string>
 #include <vector>
 
 #include "csrc/gemm/block_scaled.h"
 #include "csrc/gemm/fp8_gemm.h"
 #include "csrc/gemm/gemm.h"
+#include "csrc/gemm/mixed_gemm.h"
 
 namespace thunderkittens::mxfp8_gemm {
 
@@ -31,6 +34,9 @@ constexpr int THREADS = 256;
 // Exponents of the scales of rows within this range, so that their products with sums stay in the
 // range of fp32; rows beyond it are marked.
 constexpr int MAX_EXPONENT = 96;
+// The kernel for few rows, and how much of k it takes at a time.
+constexpr int64_t FEW_ROWS = 64;
+constexpr int FEW_K = 128;
 
 struct Problem {
     int64_t m = 0, n = 0, k = 0;
@@ -38,11 +44,52 @@ struct Problem {
     DType out_dtype = DType::bf16;
     bool fused = false;  // with an activation
     bool rebased = false;
+    bool readable = true;  // b: TMA can read it, and its scales are in the 128x4 layout
+    int64_t groups = 1;
+    bool grouped = false;
+
+    bool few() const { return (m <= FEW_ROWS || grouped) && k > 0 && readable; }
 };
 
-// The kernels that multiply: of expanded operands, and of re-based ones.
+// The kernel for few rows, see mxfp8_few_sm90.cuh.
+struct FewConfig {
+    mixed_gemm::Config tile;
+    DType data = DType::e4m3;
+
+    bool operator==(const FewConfig&) const = default;
+};
+struct FewShape {
+    int tokens, row_groups, k_groups, stages;
+};
+constexpr FewShape FEW_SHAPES[] = {{16, 2, 2, 4}, {32, 2, 2, 3}, {64, 2, 1, 5}};
+constexpr FewConfig make_few(const FewShape& s, DType data) {
+    return {{.tokens = s.tokens,
+             .row_groups = s.row_groups,
+             .k_groups = s.k_groups,
+             .pieces = s.k_groups * FEW_K / mixed_gemm::PIECE,
+             .stages = s.stages},
+            data};
+}
+// Every such kernel, by number.
+constexpr std::size_t FEW_CONFIGS = 2 * std::size(FEW_SHAPES);
+constexpr FewConfig few_at(std::size_t i) {
+    return make_few(FEW_SHAPES[i / 2], i % 2 == 0 ? DType::e4m3 : DType::e5m2);
+}
+// The ring and its scales, the sums as rows of fp32 that are 4 longer than the tile's, semaphores.
+constexpr int few_shared_bytes(const FewConfig& f) {
+    const mixed_gemm::Config& c = f.tile;
+    const int rows = mixed_gemm::block_rows(c);
+    const int chunk = FEW_K * (rows + c.tokens * 2) + 512;
+    const int sums =
+        c.k_groups * ((mixed_gemm::tokens_at_a_time(c) * (rows + 4) * 4 + 127) / 128 * 128);
+    const int bytes = c.stages * c.k_groups * chunk + sums + (2 * c.stages + 2) * 8;
+    return (bytes + 127) / 128 * 128;
+}
+// The kernels that multiply: of few rows, of expanded operands, and of re-based ones.
 struct Choice {
-    bool rebased = false;
+    bool rebased = false, few = false;
+    FewConfig few_config;
+    mixed_gemm::Schedule few_schedule;
     gemm::Choice exact;
     fp8_gemm::Choice product;
 };
@@ -54,6 +101,21 @@ struct PrepareProblem {
 struct PrepareChoice {
     int rows = ROWS;
     int threads = THREADS;
+};
+
+struct FewParams {
+    const void* a = nullptr;       // bf16 (m, k rounded up to FEW_K), in the order of position_of
+    const void* weight = nullptr;  // (groups, n, k); strides are multiples of 16
+    const void* scales = nullptr;  // in the 128x4 layout
+    const float* scale = nullptr;  // (groups,) ones
+    const void* bias = nullptr;
+    const int32_t* offs = nullptr;  // (groups,) ends of the groups' rows
+    void* out = nullptr;
+    int64_t m = 0, n = 0, k = 0, groups = 1;
+    int64_t weight_stride = 0, group_stride = 0;
+    DType out_dtype = DType::bf16;
+    int activation = 0;
+    mixed_gemm::Schedule schedule;
 };
 
 // An operand to be re-based. `marks`: a byte per ROWS rows.
@@ -68,15 +130,17 @@ struct Rebase {
     uint8_t* marks = nullptr;
     int blocks = 0;  // of the grid
 };
-// An operand to be expanded to bf16 rows of `pitch` elements, a multiple of 8.
+// An operand to be expanded to bf16 rows of `pitch` elements, a multiple of 8; for the kernel for
+// few rows of FEW_K, in its order.
 struct Expand {
     block_scaled::DequantizeParams source;
     bool e5m2 = false;
+    bool for_few = false;
     int64_t pitch = 0;
-    int blocks = 0;
+    int tiles = 0;
 };
 
-// Passes over one operand or two; of the second, blocks may be 0.
+// Passes over one operand or two; the second may have no blocks or tiles.
 struct RebaseParams {
     Rebase operands[2];
 };
@@ -84,6 +148,9 @@ struct ExpandParams {
     Expand operands[2];
     gemm::Marks marks;  // nothing is done where nothing is marked; none: always
     int64_t m = 0, n = 0;
+    float* ones = nullptr;  // where these are to be written
+    int64_t ones_count = 0;
+    int blocks = 0;  // of the grid
 };
 
 template <typename Visitor>
@@ -96,6 +163,9 @@ void visit_fields(Problem& p, Visitor&& visit) {
     visit("out_dtype", p.out_dtype);
     visit("fused", p.fused);
     visit("rebased", p.rebased);
+    visit("readable", p.readable);
+    visit("groups", p.groups);
+    visit("grouped", p.grouped);
 }
 template <typename Visitor>
 void visit_fields(PrepareProblem& p, Visitor&& visit) {
@@ -107,6 +177,10 @@ void visit_fields(PrepareProblem& p, Visitor&& visit) {
 template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
     visit("rebased", c.rebased);
+    visit("few", c.few);
+    visit("tokens", c.few_config.tile.tokens);
+    visit("splits", c.few_schedule.splits);
+    visit("few_blocks", c.few_schedule.blocks);
     visit("block_m", c.rebased ? c.product.config.block_m : c.exact.config.block_m);
     visit("block_n", c.rebased ? c.product.config.block_n : c.exact.config.block_n);
 }
@@ -130,6 +204,26 @@ std::string unsupported_operand(const PrepareProblem& problem, const DevicePrope
 Choice choose(const Problem& problem, const DeviceProperties& device);
 std::string kernel_name(const Choice& choice);
 std::string kernel_name(const PrepareChoice& choice);
+
+template <FewConfig config>
+void launch_few(const FewParams& params, Stream stream);
+// The same for a configuration that is known at run time; false when there is no such kernel.
+template <std::size_t i = 0>
+bool launch_any_few(const FewConfig& config, const FewParams& params, Stream stream) {
+    if constexpr (i < FEW_CONFIGS) {
+        if (!(config == few_at(i))) return launch_any_few<i + 1>(config, params, stream);
+        launch_few<few_at(i)>(params, stream);
+        return true;
+    } else {
+        return false;
+    }
+}
+
+// Blocks of the pass that expands: where it may have nothing to do, as many as are there at a time.
+inline int expand_blocks(const ExpandParams& p, const DeviceProperties& device) {
+    const int tiles = p.operands[0].tiles + p.operands[1].tiles;
+    return p.marks.rows == nullptr ? tiles : std::min(tiles, 3 * std::max(1, device.sm_count));
+}
 
 // Run a pass on the stream; templates, so that they are instantiated in one place.
 template <class Params>

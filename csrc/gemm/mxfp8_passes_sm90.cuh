@@ -20,7 +20,8 @@ using namespace block_scaled::sm90;
 
 constexpr int LANE_CODES = 16;
 constexpr int WARP_ROWS = 2;
-constexpr int STEPS = 4;       // of a warp's row, loaded before the first is used
+constexpr int STEPS = 4;  // of a warp's row, loaded before the first is used
+constexpr uint32_t NO_SCALE = 256;
 constexpr int E5M2_SHIFT = 7;  // between the largest exponents of e5m2 and e4m3
 
 struct Words {
@@ -134,7 +135,7 @@ __device__ __forceinline__ bool rebase_rows(const Rebase& o, int64_t batch, int6
     uint8_t* to[WARP_ROWS];
     bool there[WARP_ROWS];
     RowScales scales[WARP_ROWS];
-    Base base[WARP_ROWS];
+    float* factor[WARP_ROWS];
 #pragma unroll
     for (int i = 0; i < WARP_ROWS; ++i) {
         const int number = kittens::warpid() * WARP_ROWS + i;
@@ -149,19 +150,15 @@ __device__ __forceinline__ bool rebase_rows(const Rebase& o, int64_t batch, int6
             scale += (batch * m.rows + row) * blocks;
         }
         scales[i] = {scale, o.swizzle ? ATOM : 4, there[i] ? blocks : 0, o.swizzle};
-        base[i] = base_of<DATA>(scales[i].largest());
         data[i] = static_cast<const uint8_t*>(m.data) + batch * m.batch_stride + row * m.row_stride;
+        factor[i] = o.factor + batch * m.rows + row;
         to[i] = static_cast<uint8_t*>(o.codes) + (batch * m.rows + row) * o.pitch;
-        if (there[i] && kittens::laneid() == 0) {
-            arch::store_global(o.factor + batch * m.rows + row, base[i].factor);
-        }
     }
     const bool aligned =
         (reinterpret_cast<uintptr_t>(m.data) | m.batch_stride | m.row_stride) % LANE_CODES == 0;
-    bool marked = false;
-    for (int64_t begin = 0; begin < o.pitch; begin += STEPS * 32 * LANE_CODES) {
-        Words codes[STEPS][WARP_ROWS];
-        uint32_t byte[STEPS][WARP_ROWS];
+    Words codes[STEPS][WARP_ROWS];
+    uint32_t byte[STEPS][WARP_ROWS];
+    const auto load = [&](int64_t begin) {
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             const int64_t column = begin + (step * 32 + kittens::laneid()) * LANE_CODES;
@@ -170,16 +167,30 @@ __device__ __forceinline__ bool rebase_rows(const Rebase& o, int64_t batch, int6
                 const int64_t count = there[i] ? m.columns - column : 0;
                 codes[step][i] = bit_cast<Words>(
                     load_bytes<uint4>(data[i] + column, aligned, max(count, int64_t{0})));
-                // What is behind the row's end is zero, whatever its scale.
-                byte[step][i] = count > 0 ? scales[i].byte(column / BLOCK) : base[i].byte;
+                byte[step][i] = count > 0 ? scales[i].byte(column / BLOCK) : NO_SCALE;
             }
         }
+    };
+    // Codes are on their way before the largest scale is known.
+    load(0);
+    Base base[WARP_ROWS];
+#pragma unroll
+    for (int i = 0; i < WARP_ROWS; ++i) {
+        base[i] = base_of<DATA>(scales[i].largest());
+        if (there[i] && kittens::laneid() == 0) arch::store_global(factor[i], base[i].factor);
+    }
+    bool marked = false;
+    for (int64_t begin = 0; begin < o.pitch; begin += STEPS * 32 * LANE_CODES) {
+        if (begin > 0) load(begin);
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             const int64_t column = begin + (step * 32 + kittens::laneid()) * LANE_CODES;
 #pragma unroll
             for (int i = 0; i < WARP_ROWS; ++i) {
-                marked |= rebase_codes<DATA>(codes[step][i], byte[step][i], base[i]);
+                // What is behind the row's end is zero, whatever its scale.
+                const bool none = byte[step][i] == NO_SCALE;
+                marked |= rebase_codes<DATA>(codes[step][i], none ? base[i].byte : byte[step][i],
+                                             base[i]);
                 if (there[i] && column < o.pitch) {
                     arch::store_global(reinterpret_cast<uint4*>(to[i] + column),
                                        bit_cast<uint4>(codes[step][i]));
@@ -197,6 +208,7 @@ struct MarkedWarps {
 // A template, so that the kernel is where it is instantiated.
 template <class Params>
 __global__ void __launch_bounds__(mxfp8_gemm::THREADS, 2) mxfp8_rebase_kernel(Params p) {
+    arch::launch_dependents();
     const bool second = static_cast<int>(blockIdx.x) >= p.operands[0].blocks;
     const Rebase& o = p.operands[second ? 1 : 0];
     const int index = static_cast<int>(blockIdx.x) - (second ? p.operands[0].blocks : 0);
@@ -220,6 +232,24 @@ __global__ void __launch_bounds__(mxfp8_gemm::THREADS, 2) mxfp8_rebase_kernel(Pa
     }
 }
 
+// Where an element of FEW_K of k lies in the order that the kernel for few rows takes.
+__device__ __forceinline__ constexpr int position_of(int k) {
+    return k % 32 / 4 * 16 + k % 4 / 2 * 8 + k / 32 * 2 + k % 2;
+}
+
+// The values of row i of a thread's codes.
+template <int DATA>
+__device__ __forceinline__ void expand_row(const Codes<uint2>& codes, int i,
+                                           float (&values)[CHUNK]) {
+    const float scale = scale_of_byte(codes.scale[i]);
+#pragma unroll
+    for (int j = 0; j < CHUNK; j += 2) {
+        const uint32_t word = j < 4 ? codes.word[i].x : codes.word[i].y;
+        const float2 pair = Fp8<DATA>::values(word >> 8 * (j % 4) & 0xffffu);
+        values[j] = pair.x * scale;
+        values[j + 1] = pair.y * scale;
+    }
+}
 template <int DATA>
 __device__ __forceinline__ void expand_tile(const Expand& o, int index) {
     const Matrix& m = o.source.data;
@@ -227,49 +257,65 @@ __device__ __forceinline__ void expand_tile(const Expand& o, int index) {
     const Place<16> place;
     const int64_t row = tile.row + place.row, column = tile.column + place.column;
     const auto codes = load_codes<uint2, MX_BLOCK>(o.source, tile, row, column);
+    auto* out = static_cast<kittens::bf16*>(o.source.out) + (tile.batch * m.rows + row) * o.pitch;
+    if (o.for_few) {
+        // Pairs of neighbours stay together.
+        out += tile.column + position_of(place.column);
+#pragma unroll
+        for (int i = 0; i < CHUNK_ROWS; ++i) {
+            if (row + i >= m.rows) break;
+            float values[CHUNK];
+            expand_row<DATA>(codes, i, values);
+#pragma unroll
+            for (int j = 0; j < CHUNK; j += 2) {
+                const auto pair = kittens::pack_pair<kittens::bf16>(values[j], values[j + 1]);
+                arch::store_global(reinterpret_cast<uint32_t*>(out + i * o.pitch + position_of(j)),
+                                   bit_cast<uint32_t>(pair));
+            }
+        }
+        return;
+    }
     Matrix to = m;
     to.columns = o.pitch;
-    auto* out =
-        static_cast<kittens::bf16*>(o.source.out) + (tile.batch * m.rows + row) * o.pitch + column;
-    store_rows(out, to, tile, row, column, [&](int i, float(&values)[CHUNK]) {
-        const float scale = scale_of_byte(codes.scale[i]);
-#pragma unroll
-        for (int j = 0; j < CHUNK; j += 2) {
-            const uint32_t word = j < 4 ? codes.word[i].x : codes.word[i].y;
-            const float2 pair = Fp8<DATA>::values(word >> 8 * (j % 4) & 0xffffu);
-            values[j] = pair.x * scale;
-            values[j + 1] = pair.y * scale;
-        }
-    });
+    store_rows(out + column, to, tile, row, column,
+               [&](int i, float(&values)[CHUNK]) { expand_row<DATA>(codes, i, values); });
 }
 
 template <class Params>
 __global__ void __launch_bounds__(mxfp8_gemm::THREADS, 3) mxfp8_expand_kernel(Params p) {
+    arch::launch_dependents();
     if (p.marks.rows != nullptr &&
         !gemm::sm90::any_mark(p.marks, static_cast<uint32_t>(p.m), static_cast<uint32_t>(p.n))) {
         return;
     }
-    const bool second = static_cast<int>(blockIdx.x) >= p.operands[0].blocks;
-    const Expand& o = p.operands[second ? 1 : 0];
-    const int index = static_cast<int>(blockIdx.x) - (second ? p.operands[0].blocks : 0);
-    if (o.e5m2)
-        expand_tile<int(DType::e5m2)>(o, index);
-    else
-        expand_tile<int(DType::e4m3)>(o, index);
+    for (int64_t i = int64_t{blockIdx.x} * THREADS + threadIdx.x; i < p.ones_count;
+         i += int64_t{gridDim.x} * THREADS) {
+        arch::store_global(p.ones + i, 1.f);
+    }
+    const int tiles = p.operands[0].tiles + p.operands[1].tiles;
+    for (int i = static_cast<int>(blockIdx.x); i < tiles; i += static_cast<int>(gridDim.x)) {
+        const bool second = i >= p.operands[0].tiles;
+        const Expand& o = p.operands[second ? 1 : 0];
+        const int index = i - (second ? p.operands[0].tiles : 0);
+        if (o.e5m2)
+            expand_tile<int(DType::e5m2)>(o, index);
+        else
+            expand_tile<int(DType::e4m3)>(o, index);
+    }
 }
 
 }  // namespace sm90
 
 template <class Params>
 void run_pass(const Params& params, Stream stream) {
-    const int blocks = params.operands[0].blocks + params.operands[1].blocks;
-    if (blocks == 0) return;
     if constexpr (std::is_same_v<Params, RebaseParams>) {
+        const int blocks = params.operands[0].blocks + params.operands[1].blocks;
+        if (blocks == 0) return;
         kittens::launch(sm90::mxfp8_rebase_kernel<Params>, dim3(blocks), dim3(THREADS), dim3(1), 0,
                         stream, params);
     } else {
-        kittens::launch(sm90::mxfp8_expand_kernel<Params>, dim3(blocks), dim3(THREADS), dim3(1), 0,
-                        stream, params);
+        kittens::launch(sm90::mxfp8_expand_kernel<Params>, dim3(params.blocks), dim3(THREADS),
+                        dim3(1), 0, stream, params);
     }
 }
 

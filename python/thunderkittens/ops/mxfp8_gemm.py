@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .. import emulation
+from ..reference._block_scaled import swizzle_scales
 from ..reference.mxfp8_gemm import finished, mxfp8_values
 from ..reference.mxfp8_prepare import Mxfp8Operand
 from ._block_scaled import (
@@ -45,6 +47,7 @@ def mxfp8_gemm(
     out_dtype: torch.dtype = torch.bfloat16,
     path: str | None = None,
     swizzle: bool = True,
+    offs: Tensor | None = None,
 ) -> Tensor:
     """`activation(a @ b + bias)` of MXFP8 operands, summed in float32 and rounded once.
 
@@ -69,7 +72,7 @@ def mxfp8_gemm(
     Args:
         a: (M, K), float8_e4m3fn or float8_e5m2, any strides; or an `Mxfp8Operand`.
         b: (K, N), the same; or an `Mxfp8Operand` of its transpose (N, K). Read where it is if its
-            columns are adjacent along K.
+            columns are adjacent along K. (E, K, N) with offs.
         scale_a: of a, float8_e8m0fnu or the same bytes as uint8, of the shape that
             `tk.mxfp8_quantize` gives it, or flat. None with an `Mxfp8Operand`.
         scale_b: the same of b's transpose.
@@ -79,6 +82,9 @@ def mxfp8_gemm(
         path: "exact" or "rebased"; None is "rebased" if an operand is an `Mxfp8Operand`, else
             "exact".
         swizzle: whether scale_a and scale_b lie in the 128x4 layout, or plain.
+        offs: int32 (E,), the ends of the groups of a's rows, ascending, as in `tk.fp8_gemm`: group
+            e, which may be empty, is multiplied with b[e]. Rows behind the last group give 0. Read
+            on the device. For the exact path; the kernel is that for few rows, of each group.
 
     Returns:
         (M, N) of out_dtype, contiguous.
@@ -99,6 +105,10 @@ def mxfp8_gemm(
         raise ValueError(
             f"tk.mxfp8_gemm: activation is {activation!r}; it must be one of {ACTIVATIONS}"
         )
+    if offs is not None and rebased:
+        raise ValueError(
+            "tk.mxfp8_gemm: groups (offs) are multiplied by the exact path alone; path is 'rebased'"
+        )
     prepared_a, left, of_left, swizzle_a = _operand("a", a, scale_a, swizzle)
     prepared_b, right, of_right, swizzle_b = _operand("b", b, scale_b, swizzle)
     if prepared_b[0] is not None:
@@ -107,12 +117,40 @@ def mxfp8_gemm(
         prepared_a = prepared_b = (None, None, None)
     of_left = _shaped(left, of_left, swizzle_a)
     of_right = _shaped(right, of_right, swizzle_b, True)
-    _check(left, right, of_left, of_right, bias, out_dtype, swizzle_a, swizzle_b)
+    _check(left, right, of_left, of_right, bias, out_dtype, swizzle_a, swizzle_b, offs)
+    if offs is not None:
+        left, right, of_left, of_right = _of_groups(left, right, of_left, of_right, swizzle)
+        swizzle_a = swizzle_b = True
     code = ACTIVATIONS.index(activation)
     return _op(
         *(left, right, of_left, of_right, bias, code, out_dtype, rebased, swizzle_a, swizzle_b),
-        *(*prepared_a, *prepared_b),
+        *(*prepared_a, *prepared_b, offs),
     )
+
+
+def _of_groups(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, swizzle: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Operands as the kernel of groups takes them: K a multiple of 16 and not 0, columns of b
+    adjacent along K, scales in the 128x4 layout."""
+    if not swizzle:
+        scale_a, scale_b = (
+            swizzle_scales(x.view(torch.uint8)).view(torch.float8_e8m0fnu)
+            for x in (scale_a, scale_b)
+        )
+    k = a.shape[1]
+    missing = 16 if k == 0 else -k % 16
+    if missing:
+        # PyTorch cannot pad fp8; zeros are zero bytes.
+        a = functional.pad(a.view(torch.uint8), (0, missing)).view(a.dtype)
+        turned = functional.pad(b.mT.contiguous().view(torch.uint8), (0, missing)).view(b.dtype)
+        b = turned.mT
+    elif b.stride(-2) != 1 or b.stride(-1) % 16 != 0 or b.data_ptr() % 16 != 0:
+        b = b.mT.contiguous().mT
+    if k == 0:
+        scale_a = scale_a.new_zeros(scale_shape(a.shape, BLOCK, True), dtype=torch.uint8)
+        scale_b = scale_b.new_zeros(scale_shape(b.mT.shape, BLOCK, True), dtype=torch.uint8)
+    return a, b, scale_a, scale_b
 
 
 def _operand(name: str, x: Any, scale: Any, swizzle: bool) -> tuple[Any, Any, Any, bool]:
@@ -170,6 +208,7 @@ def _check(
     out_dtype: Any,
     swizzle_a: bool,
     swizzle_b: bool,
+    offs: Any,
 ) -> None:
     for key, x, dtypes in (
         ("a", a, FP8),
@@ -177,25 +216,32 @@ def _check(
         ("scale_a", scale_a, SCALES),
         ("scale_b", scale_b, SCALES),
         ("bias", bias, (torch.bfloat16,)),
+        ("offs", offs, (torch.int32,)),
     ):
-        if key != "bias" or x is not None:
+        if key not in ("bias", "offs") or x is not None:
             require_tensor(_NAME, key, x, dtypes)
             require_same_device(_NAME, key, x, "a", a)
     if out_dtype not in _OUT_DTYPES:
         raise TypeError(
             f"tk.mxfp8_gemm: out_dtype is {out_dtype}; supported are {listed(_OUT_DTYPES)}"
         )
-    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
+    dims = 2 if offs is None else 3
+    if a.dim() != 2 or b.dim() != dims or a.shape[1] != b.shape[-2]:
         raise ValueError(
             f"tk.mxfp8_gemm: a has shape {tuple(a.shape)} and b has shape {tuple(b.shape)}; "
-            "expected (M, K) @ (K, N)"
+            f"expected (M, K) @ {'(K, N)' if offs is None else '(E, K, N), with offs'}"
         )
     require_scale(_NAME, "scale_a", scale_a, a.shape, BLOCK, swizzle_a)
-    require_scale(_NAME, "scale_b", scale_b, b.shape[::-1], BLOCK, swizzle_b)
-    if bias is not None and tuple(bias.shape) != (b.shape[1],):
+    require_scale(_NAME, "scale_b", scale_b, b.mT.shape, BLOCK, swizzle_b)
+    if bias is not None and tuple(bias.shape) != (b.shape[-1],):
         raise ValueError(
-            f"tk.mxfp8_gemm: bias has shape {tuple(bias.shape)}; it must be ({b.shape[1]},), one "
+            f"tk.mxfp8_gemm: bias has shape {tuple(bias.shape)}; it must be ({b.shape[-1]},), one "
             "value per column of b"
+        )
+    if offs is not None and tuple(offs.shape) != (b.shape[0],):
+        raise ValueError(
+            f"tk.mxfp8_gemm: offs has shape {tuple(offs.shape)}; it must be ({b.shape[0]},), the "
+            "end of the rows of each matrix of b"
         )
 
 
@@ -205,16 +251,17 @@ def _check(
 def _check_op(args: tuple[Any, ...]) -> torch.dtype:
     a, b, scale_a, scale_b, bias, activation, out_dtype, _, swizzle_a, swizzle_b = args[:10]
     out_dtype = out_dtype or torch.bfloat16
-    _check(a, b, scale_a, scale_b, bias, out_dtype, swizzle_a, swizzle_b)
+    _check(a, b, scale_a, scale_b, bias, out_dtype, swizzle_a, swizzle_b, args[-1])
     if not 0 <= activation < len(ACTIVATIONS):
         raise ValueError(f"thunderkittens::mxfp8_gemm: activation is {activation}; it is 0 to 4")
     return out_dtype
 
 
-_DEFAULTS = (None, 0, None, False, True, True, None, None, None, None, None, None)
+_DEFAULTS = (None, 0, None, False, True, True, None, None, None, None, None, None, None)
 _ARGUMENTS = (
     *("bias", "activation", "out_dtype", "rebased", "swizzle_a", "swizzle_b"),
     *("codes_a", "factor_a", "marks_a", "codes_b", "factor_b", "marks_b"),
+    "offs",
 )
 
 
@@ -227,7 +274,7 @@ def _complete(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
 
 def _fake(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *args: Any, **kw: Any) -> Tensor:
     dtype = _check_op(_complete((a, b, scale_a, scale_b, *args), kw))
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+    return a.new_empty((a.shape[0], b.shape[-1]), dtype=dtype)
 
 
 def _cpu(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *args: Any, **kw: Any) -> Tensor:
@@ -249,12 +296,12 @@ def _cpu(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *args: Any, **k
         )["out"]
     left = mxfp8_values(a, scale_a, swizzle_a, torch.float32)
     right = mxfp8_values(b.mT, scale_b, swizzle_b, torch.float32)
-    return finished(left @ right.mT, bias, ACTIVATIONS[activation], dtype)
+    return finished(left, right, bias, ACTIVATIONS[activation], dtype, every[-1])
 
 
 def _flops(a_shape: Any, b_shape: Any, *args: Any, **kwargs: Any) -> int:
     """2 M N K."""
-    return 2 * a_shape[0] * a_shape[1] * b_shape[1]
+    return 2 * a_shape[0] * a_shape[1] * b_shape[-1]
 
 
 def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:

@@ -24,13 +24,15 @@ def mxfp8_gemm(
     out_dtype: torch.dtype = torch.bfloat16,
     path: str | None = None,
     swizzle: bool = True,
+    offs: Tensor | None = None,
 ) -> Tensor:
     """`activation(a @ b + bias)` of what the operands stand for, in float32 (in float64 for an
     out_dtype of float64), rounded once.
 
     Args:
         a: (M, K), float8_e4m3fn or float8_e5m2; or what `tk.mxfp8_prepare` gives.
-        b: (K, N), the same; or what `tk.mxfp8_prepare` gives for its transpose.
+        b: (K, N), the same; or what `tk.mxfp8_prepare` gives for its transpose. (E, K, N) with
+            offs.
         scale_a: of a, as `tk.mxfp8_quantize` makes it.
         scale_b: of b's transpose.
         bias: (N,).
@@ -38,6 +40,8 @@ def mxfp8_gemm(
         out_dtype: dtype of the result.
         path: no meaning here: the product is that of the operands as they were quantised.
         swizzle: whether the scales lie in the 128x4 layout.
+        offs: (E,), ends of the groups of rows of a; group e is multiplied with b[e], rows behind
+            the last group give 0.
 
     Returns:
         (M, N).
@@ -53,16 +57,33 @@ def mxfp8_gemm(
     else:
         assert scale_b is not None
         right = mxfp8_values(b.mT, scale_b, swizzle, wide)
-    return finished(left @ right.mT, bias, activation, out_dtype)
+    return finished(left, right, bias, activation, out_dtype, offs)
 
 
 def finished(
-    product: Tensor, bias: Tensor | None, activation: str | None, out_dtype: torch.dtype
+    left: Tensor,
+    right: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    out_dtype: torch.dtype,
+    offs: Tensor | None,
 ) -> Tensor:
-    """What follows the sums."""
+    """The product of (M, K) and the transpose of (N, K), or of groups with (E, N, K), and what
+    follows it."""
+    end = left.shape[0]
+    if offs is None:
+        product = left @ right.mT
+    else:
+        product, end = left.new_zeros(left.shape[0], right.shape[-2]), 0
+        for group, given in enumerate(offs.tolist()):
+            begin, end = end, min(max(given, end), left.shape[0])
+            product[begin:end] = left[begin:end] @ right[group].mT
     if bias is not None:
         product = product + bias.to(product.dtype)
-    return ACTIVATIONS[activation](product).to(out_dtype)
+    product = ACTIVATIONS[activation](product)
+    if end < left.shape[0]:
+        product = torch.cat([product[:end], torch.zeros_like(product[end:])])
+    return product.to(out_dtype)
 
 
 def mxfp8_values(data: Tensor, scale: Tensor, swizzle: bool, dtype: torch.dtype) -> Tensor:
