@@ -20,8 +20,8 @@
 namespace thunderkittens::mixed_gemm {
 namespace sm90 {
 
-// The pieces of a stage. Past the end of k, where a is zero, the last piece takes their place: where
-// it has a NaN, so has the result.
+// The pieces of a stage. Past the end of k, where a is zero, the last piece takes their place:
+// where it has a NaN, so has the result.
 template <class K>
 __device__ __forceinline__ void load_pieces(const typename K::Globals& g, uint32_t to,
                                             const uint8_t* from, int first, semaphore& full) {

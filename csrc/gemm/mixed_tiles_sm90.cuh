@@ -71,8 +71,8 @@ struct Types {
     };
 };
 
-// A tile of `tokens` rows of a, of which those below `end` belong to it, and rows of the weight of a
-// group. Group number `groups` stands for the rows behind the last group, which are zero.
+// A tile of `tokens` rows of a, of which those below `end` belong to it, and rows of a group's
+// weight. Group number `groups` stands for the rows behind the last group, which are zero.
 struct Tile {
     uint32_t group, row_tile, token, end;
 };
