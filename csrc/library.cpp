@@ -33,6 +33,11 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
     m.def("gemm_forward.fused(Tensor a, Tensor b, " GEMM_EPILOGUE ") -> Tensor");
     m.def("gemm_forward.out(Tensor a, Tensor b, " GEMM_EPILOGUE ", *, Tensor(a!) out) -> ()");
 
+    // One product per group: (M, K) @ (E, K, N) with rows of a, (E, M, K) @ (K, N) with columns of
+    // b, or (M, K) @ (K, N) -> (E, M, N) with parts of K grouped by their ends offs (E,).
+    m.def("grouped_gemm(Tensor a, Tensor b, Tensor offs) -> Tensor");
+    m.def("grouped_gemm_forward(Tensor a, Tensor b, Tensor offs) -> Tensor");
+
     // x (M, K); granularity: 0 tensor, 1 row, 2 1x128, 3 128x128; dtype None is float8_e4m3fn; the
     // results are the codes, their scales (x is codes * scale), and, if transposed, those of x^T.
     m.def(

@@ -41,6 +41,7 @@ EMULATED_SUITES = (
     "test_fp8_quantize",
     "test_gemm",
     "test_gemm_fused",
+    "test_grouped_gemm",
     "test_mxfp8_dequantize",
     "test_mxfp8_gemm",
     "test_mxfp8_prepare",

@@ -268,6 +268,10 @@ def direct_calls(sample, device):
             (*(x.requires_grad_() for x in leaves(sample, device)), *arguments[len(tensors) :]),
         )
         return
+    if sample.op == "grouped_gemm":
+        yield ops.grouped_gemm_forward, tensors
+        yield ops.grouped_gemm, leaves(sample, device)
+        return
     options = sample.options
     if sample.op == "based":
         flags = (options.get("normalize", False), 1e-12, None, None, True)

@@ -1,8 +1,8 @@
 """Fast GPU kernels for PyTorch, and the tile library that they are written on.
 
-`attention`, `attention_varlen` (of packed sequences), `based` (linear attention), `gemm` and
-`fp8_linear` are differentiable; `fp8_gemm` and `mxfp8_gemm` multiply 8-bit operands, the latter
-as they are or as `mxfp8_prepare` has prepared them; `fp8_quantize`,
+`attention`, `attention_varlen` (of packed sequences), `based` (linear attention), `gemm`,
+`grouped_gemm` and `fp8_linear` are differentiable; `fp8_gemm` and `mxfp8_gemm` multiply 8-bit
+operands, the latter as they are or as `mxfp8_prepare` has prepared them; `fp8_quantize`,
 `mxfp8_quantize`, `nvfp4_quantize` and the inverses of the latter two convert to scaled formats and
 back. All work under torch.compile, and take CPU tensors too, where they run the reference formula,
 or, inside `with emulate():`, the GPU's kernels on an emulator. `reference` holds every op in plain
@@ -29,6 +29,7 @@ try:
     from .ops.fp8_gemm import fp8_gemm
     from .ops.fp8_quantize import fp8_quantize
     from .ops.gemm import gemm
+    from .ops.grouped_gemm import grouped_gemm
     from .ops.mxfp8_dequantize import mxfp8_dequantize
     from .ops.mxfp8_gemm import mxfp8_gemm
     from .ops.mxfp8_prepare import mxfp8_prepare
@@ -60,6 +61,7 @@ __all__ = [
     "fp8_quantize",
     "gemm",
     "get_include",
+    "grouped_gemm",
     "mxfp8_dequantize",
     "mxfp8_gemm",
     "mxfp8_prepare",

@@ -13,6 +13,7 @@ from .based import based
 from .fp8_gemm import fp8_gemm
 from .fp8_quantize import fp8_quantize
 from .gemm import gemm
+from .grouped_gemm import grouped_gemm
 from .mxfp8_dequantize import mxfp8_dequantize
 from .mxfp8_gemm import mxfp8_gemm
 from .mxfp8_prepare import mxfp8_prepare
@@ -29,6 +30,7 @@ __all__ = [
     "fp8_linear",
     "fp8_quantize",
     "gemm",
+    "grouped_gemm",
     "mxfp8_dequantize",
     "mxfp8_gemm",
     "mxfp8_prepare",

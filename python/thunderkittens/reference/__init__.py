@@ -10,6 +10,7 @@ from .based import BasedState, based, based_backward, based_features
 from .fp8_gemm import fp8_gemm
 from .fp8_quantize import fp8_quantize
 from .gemm import gemm
+from .grouped_gemm import grouped_gemm
 from .mxfp8_dequantize import mxfp8_dequantize
 from .mxfp8_gemm import mxfp8_gemm
 from .mxfp8_prepare import Mxfp8Operand, mxfp8_prepare
@@ -30,6 +31,7 @@ __all__ = [
     "fp8_gemm",
     "fp8_quantize",
     "gemm",
+    "grouped_gemm",
     "mxfp8_dequantize",
     "mxfp8_gemm",
     "mxfp8_prepare",
