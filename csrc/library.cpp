@@ -156,6 +156,6 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
           ", bool[7] needs=[True, True, True, True, True, True, True]) -> "
           "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
     m.def("lolcats_decode(" LOLCATS_OPERANDS
-          ", Tensor(a!) numerator, Tensor(b!) denominator, Tensor(c!) keys, Tensor(d!) values, "
-          "Tensor(e!) lengths) -> Tensor");
+          ", Tensor(a!) numerator, Tensor(b!) denominator, Tensor(c!) keys"
+          ", Tensor(d!) values, Tensor(e!) lengths) -> Tensor");
 }

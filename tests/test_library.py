@@ -31,10 +31,12 @@ OPS = sorted(
 )
 # Ops without a gradient of their own; their tests do with their operands what is done here with
 # SAMPLES.
-WITHOUT_GRADIENT = {"fp8_gemm", "fp8_quantize", "nvfp4_gemm", "nvfp4_prepare"}
+WITHOUT_GRADIENT = {"fp8_gemm", "fp8_quantize", "nvfp4_gemm", "nvfp4_prepare", "lolcats_decode"}
 # Ops that change a state; their own tests do with it what is done here with SAMPLES.
-MUTATING = {"based_decode"}
-PUBLIC = sorted({sample.op for sample in SAMPLES.values()} | WITHOUT_GRADIENT | MUTATING)
+MUTATING = {"based_decode", "lolcats_decode"}
+PUBLIC = sorted(
+    {sample.op for sample in SAMPLES.values()} | WITHOUT_GRADIENT | MUTATING | {"lolcats"}
+)
 
 # Registration and documentation
 

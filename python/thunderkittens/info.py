@@ -74,6 +74,16 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
         }
         for op in ("based", "based_backward")
     },
+    "lolcats": {
+        f"bf16 ({batch}, {heads}, {length}, 128)": {
+            "batch": batch,
+            "heads": heads,
+            "kv_heads": heads,
+            "length": length,
+        }
+        for batch, heads, length in ((16, 16, 4096), (1, 32, 8192))
+    },
+    "lolcats_decode": {"bf16 (64, 32, 1, 128)": {"batch": 64, "heads": 32, "kv_heads": 8}},
     "based_decode": {
         f"bf16 ({batch}, 32, 1, 64)": {"batch": batch, "heads": 32, "value_dim": 64}
         for batch in (1, 64)
