@@ -20,7 +20,7 @@ __version__: str = _build.record()["version"]
 
 try:
     _load.load()
-    from . import reference
+    from . import nn, reference
     from .emulation import DeadlockError, EmulatorError, emulate
     from .ops._fp8_linear import Fp8Linear, fp8_linear
     from .ops.attention import attention
@@ -68,6 +68,7 @@ __all__ = [
     "lolcats_decode",
     "mxfp8_dequantize",
     "mxfp8_quantize",
+    "nn",
     "nvfp4_dequantize",
     "nvfp4_quantize",
     "reference",
