@@ -29,11 +29,14 @@ OPS = sorted(
     for name in torch._C._dispatch_get_all_op_names()
     if name.startswith(NAMESPACE + "::")
 )
-# Ops without a gradient; test_fp8_*.py do with their operands what is done here with SAMPLES.
-WITHOUT_GRADIENT = {"fp8_gemm", "fp8_quantize"}
+# Ops without a gradient of their own; their tests do with their operands what is done here with
+# SAMPLES.
+WITHOUT_GRADIENT = {"fp8_gemm", "fp8_quantize", "nvfp4_gemm", "nvfp4_prepare", "lolcats_decode"}
 # Ops that change a state; their own tests do with it what is done here with SAMPLES.
-MUTATING = {"based_decode"}
-PUBLIC = sorted({sample.op for sample in SAMPLES.values()} | WITHOUT_GRADIENT | MUTATING)
+MUTATING = {"based_decode", "lolcats_decode"}
+PUBLIC = sorted(
+    {sample.op for sample in SAMPLES.values()} | WITHOUT_GRADIENT | MUTATING | {"lolcats"}
+)
 
 # Registration and documentation
 
@@ -245,6 +248,8 @@ QUANTISERS = {
         options.get("transpose", False),
     ),
     "mxfp8_dequantize": lambda options, data, scale: (data, scale, torch.bfloat16, False),
+    "mxfp8_prepare": lambda options, data, scale: (data, scale, False),
+    "mxfp8_gemm": lambda options, *tensors: (*tensors, None, 0, None, True, False, False),
     "nvfp4_quantize": lambda options, x, scale=None: (x, scale, "block" in options, scale is None),
     "nvfp4_dequantize": lambda options, *tensors: (*tensors, options["dtype"], False),
 }
@@ -268,6 +273,10 @@ def direct_calls(sample, device):
             ops.gemm,
             (*(x.requires_grad_() for x in leaves(sample, device)), *arguments[len(tensors) :]),
         )
+        return
+    if sample.op == "grouped_gemm":
+        yield ops.grouped_gemm_forward, tensors
+        yield ops.grouped_gemm, leaves(sample, device)
         return
     options = sample.options
     if sample.op == "based":

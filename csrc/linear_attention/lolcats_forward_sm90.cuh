@@ -1,9 +1,9 @@
 // LoLCATS forward for Hopper (Zhang et al., "LoLCATs: On low-rank linearizing of large language
 // models", 2024). A block walks over the chunks of 64 tokens of one head. Three warpgroups:
 //   linear    Phi(K) of a chunk, by K W on the tensor cores and both softmaxes in registers; the
-//             sums of Phi(K)^T V and Phi(K) over the chunks before the window, fp32 in registers. For
-//             each chunk it leaves a copy of alpha times the sums, the former in 16 bits, in shared
-//             memory
+//             sums of Phi(K)^T V and Phi(K) over the chunks before the window, fp32 in registers.
+//             For each chunk it leaves a copy of alpha times the sums, the former in 16 bits, in
+//             shared memory
 //   window    Phi(Q), likewise; scores of the chunk with itself and the chunk before, their maximum
 //             and weights; the output, Phi(Q) times the sums plus weights times V, over the
 //             denominator
@@ -221,11 +221,11 @@ struct WindowRole {
             t = fmaxf(t, x);
         });
     }
-    // beta exp(s - top), rounded to an operand; their sums are added up.
+    // exp2(s unit - shift), rounded to an operand; their sums are added up.
     static __device__ __forceinline__ void weigh(rt<T, 16, CHUNK>& weights, scores& s, float unit,
-                                                 float2 shift, float beta, float2& sum) {
+                                                 float2 shift, float2& sum) {
         for_each(s, [&](float& x, int, bool low) {
-            x = beta * arch::exp2_approx(fmaf(x, unit, low ? -shift.y : -shift.x));
+            x = arch::exp2_approx(fmaf(x, unit, low ? -shift.y : -shift.x));
             (low ? sum.y : sum.x) += x;
         });
 #pragma unroll
@@ -340,10 +340,11 @@ struct WindowRole {
             find_maximum(prior, top);
             find_maximum(diagonal, top);
             top = {quad_maximum(top.x), quad_maximum(top.y)};
-            const float2 shift = {top.x * unit, top.y * unit};
+            const float log_factor = arch::log2_approx(factor);
+            const float2 shift = {fmaf(top.x, unit, -log_factor), fmaf(top.y, unit, -log_factor)};
             rt<T, 16, CHUNK> prior_weights, diagonal_weights;
-            weigh(prior_weights, prior, unit, shift, factor, sum);
-            weigh(diagonal_weights, diagonal, unit, shift, factor, sum);
+            weigh(prior_weights, prior, unit, shift, sum);
+            weigh(diagonal_weights, diagonal, unit, shift, sum);
             sum = {quad_sum(sum.x), quad_sum(sum.y)};
             const int prior_stage = before.stage;
             last_query = q_at.stage;

@@ -1,0 +1,79 @@
+"""Operands of LoLCATS for tests, and the formula at the op's precision."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+import thunderkittens as tk
+
+
+def operands(
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    length: int,
+    dim: int,
+    features: int,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
+) -> list[Tensor]:
+    """q, k, v, q_map, k_map, alpha, beta."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device)
+
+    tokens = [normal(batch, n, length, dim).to(dtype) for n in (heads, kv_heads, kv_heads)]
+    maps = [(normal(heads, dim, features) / math.sqrt(dim)).to(dtype) for _ in "qk"]
+    factors = [torch.rand(heads, device=device) / 2 + x for x in (0.5, 0.1)]
+    return [*tokens, *maps, *factors]
+
+
+def part(inputs: list[Tensor], begin: int, end: int | None = None) -> list[Tensor]:
+    """Tokens [begin, end) of operands."""
+    return [x[:, :, begin:end] for x in inputs[:3]] + inputs[3:]
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """Root mean square, relative; of what is 0 nothing may be left."""
+    scale = expected.double().square().mean().sqrt()
+    difference = (found.double() - expected.double()).square().mean().sqrt()
+    return float(difference / scale) if scale > 0 else float(difference)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
+    """The formula with operands of products rounded to the op's precision."""
+    q_map, k_map, alpha, beta = rest
+    dtype, length = q.dtype, q.shape[2]
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    block = torch.arange(length, device=q.device) // 64
+    distance = block[:, None] - block
+    seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+
+    def features(x: Tensor, weight: Tensor) -> Tensor:
+        return tk.reference.lolcats_features(x.float(), weight.float()).to(dtype)
+
+    scores = (q @ k.mT).float() / math.sqrt(q.shape[-1])
+    scores = scores.masked_fill(~seen | (distance > 1), -math.inf)
+    a, b = alpha[:, None, None], beta[:, None, None]
+    weights = b * (scores - scores.amax(-1, keepdim=True)).exp()
+    linear = a * (features(q, q_map) @ features(k, k_map).mT).float() * (distance > 1)
+    out = (weights.to(dtype) @ v).float() + (linear.to(dtype) @ v).float()
+    return (out / (weights + linear).sum(-1, keepdim=True)).to(dtype)
+
+
+def exact(inputs: list[Tensor]) -> tuple[Tensor, tk.LolcatsState]:
+    """The reference in float64."""
+    return tk.reference.lolcats(*(x.double() for x in inputs), return_state=True)
+
+
+def assert_states_match(found: tk.LolcatsState, expected: tk.LolcatsState) -> None:
+    assert torch.equal(found.lengths, expected.lengths)
+    there = (tk.reference.cached_positions(expected.lengths) >= 0)[:, None, :, None]
+    for cache, other in ((found.keys, expected.keys), (found.values, expected.values)):
+        assert torch.equal((cache * there).double(), other.double() * there)
+    limit = 4e-3 if found.keys.dtype == torch.bfloat16 else 1e-3
+    assert error(found.numerator, expected.numerator) < limit
+    assert error(found.denominator, expected.denominator) < limit
