@@ -106,22 +106,28 @@ def test_one_hot_rows_select(device, m, dtype):
     assert torch.equal(out, (dense * weight.global_scale)[:, column].t())
 
 
+# Rows of a, of the weight in 64, warpgroups that divide k, k of a stage in 64, stages.
+TILES = [
+    (16, 2, 2, 4, 6),
+    (16, 4, 1, 4, 4),
+    (32, 2, 2, 4, 5),
+    (64, 2, 1, 2, 6),
+    (64, 4, 1, 2, 4),
+    (128, 2, 1, 1, 8),
+    (256, 2, 1, 1, 5),
+]
+
+
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("tokens", [16, 32, 64, 128, 256])
-def test_every_kernel_on_the_emulator(tokens, dtype, splits):
+@pytest.mark.parametrize("tile", TILES)
+def test_every_kernel_on_the_emulator(tile, dtype, splits):
     """A few blocks, more tiles than blocks, ragged in every dimension, adversarial order."""
-    m = min(tokens + 3, 130)
+    names = ("tokens", "row_groups", "k_groups", "pieces", "stages")
+    config = dict(zip(names, tile, strict=True)) | {"blocks": 2 * splits, "splits": splits}
+    m = min(tile[0] + 3, 130)
     weight = prepared(290, 592)
     a = (torch.randn(m, 592) / 24).to(dtype)
-    chosen = {16: 8, 32: 30, 64: 60, 128: 100, 256: 200}[tokens]
-    with tk.emulate("random", seed=tokens, sm_count=4) as run:
-        tk.nvfp4_gemm(a[:1].expand(chosen, 592), weight)
-    config = {
-        x: run.kernels[0][x] for x in ("tokens", "row_groups", "k_groups", "pieces", "stages")
-    }
-    assert config["tokens"] == tokens
-    config |= {"blocks": 2 * splits, "splits": splits}
     results = []
     for policy in ("on_wait", "late_mma", "random"):
         with tk.emulate(policy, seed=3, config=config):
