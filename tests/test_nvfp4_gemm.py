@@ -8,7 +8,7 @@ import torch
 import thunderkittens as tk
 from helpers.cover import cover, over
 from helpers.layouts import matrix
-from helpers.numerics import assert_accurate
+from helpers.numerics import accumulation_slack, assert_accurate
 from thunderkittens.reference.nvfp4_prepare import values
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -56,8 +56,14 @@ def exact(a, weight, **options):
 def check(actual, a, weight, **options):
     plain = tk.reference.nvfp4_gemm(a, weight, out_dtype=actual.dtype, **options)
     expected = exact(a, weight, **options)
-    # Sums in another order.
-    slack = 4e-7 * float(expected.abs().max()) if expected.numel() else 0.0
+    if expected.numel() == 0:
+        assert actual.shape == expected.shape
+        return
+    dense = values(weight.data, weight.rows, weight.columns) * weight.global_scale
+    slack = accumulation_slack(a, dense.t()).amax()
+    if options.get("activation") is not None:
+        # The slopes of the functions, and their approximations in float32.
+        slack = 2 * slack + 4e-6 * (1 + expected.abs().amax())
     assert_accurate(actual, expected, plain, slack=slack)
 
 
@@ -156,7 +162,7 @@ def test_both_operands(device, m):
         out = tk.nvfp4_gemm(a, b, **scales, out_dtype=out_dtype)
         assert out.dtype == (out_dtype or BF16)
         plain = tk.reference.nvfp4_gemm(a, b, **scales, out_dtype=out_dtype)
-        assert_accurate(out, expected, plain, slack=4e-7 * float(expected.abs().max()))
+        assert_accurate(out, expected, plain, slack=accumulation_slack(wide[0], wide[1].t()))
     weight = tk.nvfp4_prepare(b, scale_b, factor_b)
     again = tk.nvfp4_gemm(a, weight, scale_a=scale_a, global_scale_a=factor_a, out_dtype=FP32)
     assert torch.equal(again, out)
@@ -191,7 +197,8 @@ def test_many_groups(device):
     out = tk.nvfp4_gemm(a, weight, offs=offs, out_dtype=FP32)
     plain = tk.reference.nvfp4_gemm(a, weight, offs=offs, out_dtype=FP32)
     expected = exact(a, weight, offs=offs)
-    assert_accurate(out, expected, plain, slack=4e-7 * float(expected.abs().max()))
+    # 32 products per sum.
+    assert_accurate(out, expected, plain, slack=1e-6 * float(expected.abs().max()))
 
 
 def test_extreme_values(device):
@@ -207,7 +214,9 @@ def test_extreme_values(device):
     assert not out[:, 5].any()
     rest = [i for i in range(70) if i != 3]
     assert torch.equal(out[:, rest].isnan().sum(), torch.zeros((), device=device, dtype=int))
-    torch.testing.assert_close(out[:, rest].double(), exact(a, weight)[:, rest])
+    torch.testing.assert_close(
+        out[:, rest].double(), exact(a, weight)[:, rest], atol=0.1, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
