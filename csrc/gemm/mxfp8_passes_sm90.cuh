@@ -271,6 +271,8 @@ __device__ __forceinline__ void expand_tile(const Expand& o, int index) {
 
 template <class Params>
 __global__ void __launch_bounds__(mxfp8_gemm::THREADS, 3) mxfp8_expand_kernel(Params p) {
+    // The kernel for few rows may begin; that of many would only be in the way.
+    if (p.ones != nullptr) arch::launch_dependents();
     if (p.marks.rows != nullptr &&
         !gemm::sm90::any_mark(p.marks, static_cast<uint32_t>(p.m), static_cast<uint32_t>(p.n))) {
         return;
