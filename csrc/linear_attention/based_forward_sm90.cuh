@@ -132,9 +132,10 @@ __global__ __launch_bounds__(WARPGROUP_THREADS, BLOCKS_PER_SM) void based_forwar
         auto& stage = shared.stages[i % FORWARD_STAGES];
         wait(shared.full[i % FORWARD_STAGES], i / FORWARD_STAGES % 2);
         rt_fl<16, CHUNK> scores;
-        if constexpr (!denominator) warpgroup::mm_ABt(scores, stage.q, stage.k);
         transpose_chunk(shared.transposed, stage.k);
         const float before_scale = state.publish(shared.state, shared.scratch);
+        // Not before, when registers of the state are read: ptxas would wait for the product.
+        if constexpr (!denominator) warpgroup::mm_ABt(scores, stage.q, stage.k);
         arch::fence_async_shared();
         if (first_thread()) tma::store_async_read_wait();
         warpgroup::sync(1);

@@ -49,10 +49,19 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
             "transposed": True,
         },
     },
+    "mxfp8_gemm": {
+        f"4096 x 4096 x 4096, {path}": {"m": 4096, "n": 4096, "k": 4096, "rebased": rebased}
+        for path, rebased in (("exact", False), ("rebased", True))
+    },
+    "mxfp8_prepare": {"e4m3 8192 x 8192": {"rows": 8192, "columns": 8192}},
     **{
         op: {"bf16 8192 x 8192": {"rows": 8192, "columns": 8192}}
         for op in ("mxfp8_quantize", "mxfp8_dequantize", "nvfp4_quantize", "nvfp4_dequantize")
     },
+    "nvfp4_gemm": {
+        f"bf16 {m} x 8192 x 8192": {"m": m, "n": 8192, "k": 8192} for m in (1, 64, 256, 4096)
+    },
+    "nvfp4_prepare": {"8192 x 8192": {"n": 8192, "k": 8192}},
     **{
         op: {
             f"bf16 ({batch}, {heads}, {length}, 64)": {
@@ -64,6 +73,10 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
             for batch, heads, length in ((16, 16, 4096), (1, 32, 8192))
         }
         for op in ("based", "based_backward")
+    },
+    "based_decode": {
+        f"bf16 ({batch}, 32, 1, 64)": {"batch": batch, "heads": 32, "value_dim": 64}
+        for batch in (1, 64)
     },
     **{
         op: {

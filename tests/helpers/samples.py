@@ -235,6 +235,22 @@ SAMPLES = {
         dynamic=((0, 0), (1, 0)),
         kinds=("float8_e4m3fn", "codes"),
     ),
+    "mxfp8_prepare": Sample(
+        "mxfp8_prepare",
+        ((33, 72), (33, 3)),
+        ("packed", "packed"),
+        {"swizzle": False},
+        dynamic=((0, 0), (1, 0)),
+        kinds=("float8_e4m3fn", "codes"),
+    ),
+    "mxfp8_gemm": Sample(
+        "mxfp8_gemm",
+        ((33, 72), (72, 40), (33, 3), (40, 3)),
+        ("packed", "packed", "packed", "packed"),
+        {"swizzle": False, "path": "rebased"},
+        dynamic=((0, 0), (2, 0)),
+        kinds=("float8_e4m3fn", "float8_e4m3fn", "codes", "codes"),
+    ),
     "nvfp4_quantize": Sample(
         "nvfp4_quantize",
         ((33, 72),),

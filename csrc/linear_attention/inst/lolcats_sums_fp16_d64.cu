@@ -1,0 +1,8 @@
+#include "csrc/linear_attention/lolcats_sums_sm90.cuh"
+
+namespace thunderkittens::linear_attention {
+template void launch_lolcats_sums<DType::fp16, 64, 32>(const LolcatsParams&,
+                                                       const LolcatsWorkspace&, Stream);
+template void launch_lolcats_sums<DType::fp16, 64, 64>(const LolcatsParams&,
+                                                       const LolcatsWorkspace&, Stream);
+}  // namespace thunderkittens::linear_attention

@@ -1,0 +1,103 @@
+"""One step of LoLCATS for a batch of sequences of different lengths, whose state it updates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import emulation
+from ..reference.lolcats import LolcatsState
+from ..reference.lolcats_decode import lolcats_decode as reference_decode
+from ._registration import autocast_active, autocast_operands, register
+from .lolcats import NAMES, State, lolcats_flops, lolcats_shape, state_parts
+
+_op = torch.ops.thunderkittens.lolcats_decode.default
+
+
+def lolcats_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_map: Tensor,
+    k_map: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    state: State,
+) -> Tensor:
+    """`tk.lolcats` of one token behind those of a state, which is updated in place.
+
+    The same weights as in `lolcats`: the window is the token's block of 64 and the one before, so
+    that decoding token by token gives what one call on all tokens gives. The state's sums are read
+    in every step, and written when a block is complete. Not differentiable.
+
+    Args:
+        q: (B, H, 1, D), bfloat16 or float16, D 64 or 128.
+        k: (B, Hkv, 1, D), dtype and device of q.
+        v: (B, Hkv, 1, D), dtype and device of q.
+        q_map, k_map, alpha, beta: as `lolcats` takes them.
+        state: a `LolcatsState`, of `lolcats(..., return_state=True)` or of
+            `tk.reference.empty_state`; contiguous. The sequences may have different lengths.
+
+    Returns:
+        out (B, H, 1, D) of q's dtype.
+
+    Raises:
+        TypeError: as `lolcats`.
+        ValueError: a shape that does not fit the above, or a state that is not contiguous.
+        RuntimeError: a gradient is wanted.
+    """
+    if autocast_active():
+        q, k, v, q_map, k_map = autocast_operands(q, k, v, q_map, k_map)
+    parts = state_parts("lolcats_decode", state)
+    args = (q, k, v, q_map, k_map, alpha, beta, *parts)
+    decode_shape(*args)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args):
+        raise RuntimeError(
+            "tk.lolcats_decode: there is no gradient; use torch.no_grad(), or tk.lolcats to train"
+        )
+    result: Tensor = _op(*args)
+    return result
+
+
+def decode_shape(*args: Any) -> Any:
+    """The sizes of a call; raises what `lolcats_decode` documents."""
+    sizes = lolcats_shape(*args, op="lolcats_decode")
+    if sizes.length != 1:
+        raise ValueError(f"tk.lolcats_decode: q has {sizes.length} tokens; it must have one")
+    for name, x in zip(LolcatsState._fields, args[7:], strict=True):
+        if not x.is_contiguous():
+            raise ValueError(
+                f"tk.lolcats_decode: the state's {name} has strides {x.stride()}; it is written in "
+                "place and must be contiguous"
+            )
+    return sizes
+
+
+def _fake(*args: Any) -> Tensor:
+    decode_shape(*args)
+    q: Tensor = args[0]
+    return q.new_empty(q.shape)
+
+
+def _cpu(*args: Any) -> Tensor:
+    result = _fake(*args)
+    q, k, v, q_map, k_map, alpha, beta, *parts = args
+    state = LolcatsState(*parts)
+    if emulation.active() and result.numel() > 0:
+        names = (*NAMES, "alpha", "beta", *LolcatsState._fields)
+        found = emulation.run("lolcats_decode", dict(zip(names, args, strict=True)))
+        for name, x in zip(LolcatsState._fields, state, strict=True):
+            x.copy_(torch.as_tensor(found[name]))
+        result.copy_(found["out"])
+    else:
+        result.copy_(reference_decode(q, k, v, q_map, k_map, alpha, beta, state))
+    return result
+
+
+def _flops(*args: Any, **kwargs: Any) -> int:
+    return lolcats_flops(*args)
+
+
+register("lolcats_decode", fake=_fake, cpu=_cpu, flops=_flops, autocast=5, differentiable=False)

@@ -1,0 +1,35 @@
+"""`tk.lolcats_decode` in plain PyTorch: one token more of each sequence."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .lolcats import LolcatsState, lolcats
+
+
+def lolcats_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_map: Tensor,
+    k_map: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    state: LolcatsState,
+) -> Tensor:
+    """`lolcats` of one token behind those of `state`, which is replaced by the state after it.
+
+    Args:
+        q: (B, H, 1, D).
+        k: (B, Hkv, 1, D).
+        v: (B, Hkv, 1, D).
+        q_map, k_map, alpha, beta: as `lolcats` takes them.
+        state: its tensors are written.
+
+    Returns:
+        out (B, H, 1, D).
+    """
+    out, after = lolcats(q, k, v, q_map, k_map, alpha, beta, initial_state=state, return_state=True)
+    for old, new in zip(state, after, strict=True):
+        old.copy_(new)
+    return out
