@@ -145,8 +145,8 @@ def test_every_kernel_on_the_emulator(tile, dtype, splits):
 @pytest.mark.parametrize("m", [1, 20, 70])
 def test_both_operands(device, m):
     x, w = torch.randn(m, 144), torch.randn(100, 144)
-    a, scale_a, factor_a = (t.to(device) for t in tk.reference.nvfp4_quantize(x.to(BF16)))
-    b, scale_b, factor_b = (t.to(device) for t in tk.reference.nvfp4_quantize(w.to(BF16)))
+    a, scale_a, factor_a = tk.reference.nvfp4_quantize(x.to(device, BF16))
+    b, scale_b, factor_b = tk.reference.nvfp4_quantize(w.to(device, BF16))
     scales = {
         "scale_a": scale_a,
         "global_scale_a": factor_a,

@@ -82,20 +82,6 @@ emulated::Result run_prepare(const emulated::Call& call) {
     return result;
 }
 
-constexpr std::size_t SHAPES = std::size(fp8_gemm::TILE_SHAPES);
-constexpr fp8_gemm::Config config_at(std::size_t i) {
-    return fp8_gemm::make_config(fp8_gemm::TILE_SHAPES[i], fp8_gemm::DTYPES[0]);
-}
-template <std::size_t... indices>
-void launch_product(const fp8_gemm::Config& config, const fp8_gemm::Params& params,
-                    std::index_sequence<indices...>) {
-    const bool found = ((config == config_at(indices)
-                             ? (fp8_gemm::launch<config_at(indices)>(params, nullptr), true)
-                             : false) ||
-                        ...);
-    TK_CHECK(found, "tk.mxfp8_gemm: no kernel ", fp8_gemm::kernel_name(config));
-}
-
 struct Product {
     const Quantised &a, &b;
     Problem problem;
@@ -240,7 +226,8 @@ struct Product {
             }
             if (bias) scope.may_read("bias", *bias);
             scope.may_write("out", out);
-            launch_product(choice.product.config, params, std::make_index_sequence<SHAPES>());
+            TK_CHECK(fp8_gemm::launch_any(choice.product.config, params, nullptr),
+                     "tk.mxfp8_gemm: no kernel ", fp8_gemm::kernel_name(choice.product));
         }
         multiply_exactly(&left, &right);
     }

@@ -91,10 +91,11 @@ struct Mainloop {
         constexpr int rounds = C.pieces / C.k_groups;
         static_assert(C.pieces % C.k_groups == 0 && (rounds == 1 || rounds % 2 == 0));
         int previous = 0;
-        // Every warp has read its codes.
-        const auto release = [&](int stage) {
+        // Every warp has read its codes. Without a branch around the barrier of the warp, for which
+        // ptxas would serialise products.
+        const auto release = [&](int stage, bool filled = true) {
             arch::sync_warp();
-            if (laneid() == 0) arrive(shared.empty[stage]);
+            if (filled && laneid() == 0) arrive(shared.empty[stage]);
         };
         // One product is in flight while the fragments of the next are made.
         const auto take = [&](int piece, rt<T, 16, PIECE>& fragment, bool accumulate) {
@@ -116,7 +117,7 @@ struct Mainloop {
 #pragma unroll
                 for (int i = 0; i < rounds; ++i) {
                     take(i * C.k_groups + k_group, fragments[i % 2], step > range.x || i > 0);
-                    if (i == 0 && step > range.x) release(previous);
+                    if (i == 0) release(previous, step > range.x);
                 }
                 advance();
             }
@@ -124,7 +125,7 @@ struct Mainloop {
             const auto one = [&](rt<T, 16, PIECE>& fragment, bool accumulate) {
                 wait(shared.full[slot], phase);
                 take(k_group, fragment, accumulate);
-                if (accumulate) release(previous);
+                release(previous, accumulate);
                 advance();
             };
             int step = range.x;

@@ -92,21 +92,6 @@ std::tuple<Tensor, Tensor, Tensor> mxfp8_prepare(const Tensor& data, const Tenso
     return {prepared.codes, prepared.factor, prepared.marks};
 }
 
-// Launchers of the fp8 kernels that multiply re-based operands.
-constexpr std::size_t SHAPES = std::size(fp8_gemm::TILE_SHAPES);
-constexpr fp8_gemm::Config config_at(std::size_t i) {
-    return fp8_gemm::make_config(fp8_gemm::TILE_SHAPES[i], fp8_gemm::DTYPES[0]);
-}
-template <std::size_t... indices>
-void launch_product(const fp8_gemm::Config& config, const fp8_gemm::Params& params, Stream stream,
-                    std::index_sequence<indices...>) {
-    const bool found = ((config == config_at(indices)
-                             ? (fp8_gemm::launch<config_at(indices)>(params, stream), true)
-                             : false) ||
-                        ...);
-    TK_CHECK(found, OP, ": no kernel ", fp8_gemm::kernel_name(config));
-}
-
 // One call, and what it is put together from.
 struct Product {
     const Quantised &a, &b;  // b's transpose
@@ -215,7 +200,8 @@ struct Product {
             .bias_dtype = DType::bf16,
             .activation = activation,
             .schedule = choice.product.schedule};
-        launch_product(choice.product.config, params, stream, std::make_index_sequence<SHAPES>());
+        TK_CHECK(fp8_gemm::launch_any(choice.product.config, params, stream), OP, ": no kernel ",
+                 fp8_gemm::kernel_name(choice.product));
         multiply_exactly({.rows = static_cast<const uint64_t*>(left.marks.data_ptr()),
                           .columns = static_cast<const uint64_t*>(right.marks.data_ptr())});
     }

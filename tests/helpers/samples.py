@@ -44,7 +44,9 @@ class Sample:
     @property
     def mappable(self) -> list[bool]:
         """Which tensors `torch.func.vmap` may map."""
-        return [self.kind(i) not in ("edges", "ends") for i in range(len(self.shapes))]
+        plain_scale = 1 if self.op == "mxfp8_prepare" else -1
+        places = range(len(self.shapes))
+        return [self.kind(i) not in ("edges", "ends") and i != plain_scale for i in places]
 
     def tensors(
         self, device: str, longer: int = 0, dtype: torch.dtype | None = None

@@ -28,6 +28,11 @@ class Accuracy:
     passed: bool
 
 
+def rounding_of(dtype: torch.dtype) -> float:
+    """The relative error of rounding to dtype; none for codes, which are integers."""
+    return torch.finfo(dtype).eps / 2 if dtype.is_floating_point else 0.0
+
+
 @dataclass
 class Sums:
     """Running figures of one output tensor against its expected pieces."""
@@ -41,7 +46,7 @@ class Sums:
     allowance: float = 0.0
 
     def add(self, output: Tensor, exact: Tensor, plain: Tensor, allowance: float) -> None:
-        rounding = torch.finfo(output.dtype).eps / 2
+        rounding = rounding_of(output.dtype)
         error = (output.to(exact.dtype) - exact).abs()
         error = torch.where(error.isfinite(), error, torch.inf)
         plain_error = (plain.to(exact.dtype) - exact).abs()
@@ -57,7 +62,7 @@ class Sums:
     def verdict(self, dtype: torch.dtype) -> Accuracy:
         norm = self.squares**0.5 or 1.0
         relative, yardstick = self.error_squares**0.5 / norm, self.plain_squares**0.5 / norm
-        rounding = torch.finfo(dtype).eps / 2
+        rounding = rounding_of(dtype)
         limit = 2 * yardstick + rounding + self.allowance
         passed = self.excess <= 2 * self.plain_largest and relative <= limit
         return Accuracy(relative, self.largest, yardstick, passed)

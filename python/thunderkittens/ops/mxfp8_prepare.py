@@ -55,9 +55,14 @@ def mxfp8_prepare(data: Tensor, scale: Tensor, *, swizzle: bool = True) -> Mxfp8
         TypeError: data or scale is no dense tensor of these dtypes, or they are on different
             devices; swizzle is no bool.
         ValueError: data has another number of dimensions, or scale another shape.
+        NotImplementedError: `torch.func.vmap` maps a plain scale.
     """
     require_flag("mxfp8_prepare", "swizzle", swizzle)
     _check(data, scale, swizzle)
+    if not swizzle and torch._C._functorch.is_batchedtensor(scale):
+        raise NotImplementedError(
+            "tk.mxfp8_prepare: vmap over scale needs it in the 128x4 layout (swizzle=True)"
+        )
     codes, factor, marks = _op(data, scale, swizzle)
     if not swizzle:
         scale = swizzle_scales(scale.view(torch.uint8)).view(torch.float8_e8m0fnu)
