@@ -181,7 +181,8 @@ class ClusterRun {
             block.warpgroups[i / 128].threads.push_back(&t);
             t.fiber.start(stack_pool.take(), &enter_thread);
         }
-        block.free_registers = BLOCK_REGISTERS - registers * threads;
+        // A block redistributes what it has at launch; what rounding leaves of the file is not its.
+        block.free_registers = 0;
     }
 
     Cluster cluster_;

@@ -40,6 +40,7 @@ constexpr Name NAMES[] = {
     {"missing_store_fence", "product"},
     {"store_without_read_wait", "product"},
     {"too_many_registers", "product"},
+    {"registers_past_launch", "product"},
     {"wrong_barrier_count", "product"},
     {"early_access_to_global_memory", "product"},
     {"diverging_warpgroup", "product"},

@@ -31,6 +31,7 @@ enum class Defect {
     missing_store_fence,
     store_without_read_wait,
     too_many_registers,
+    registers_past_launch,
     wrong_barrier_count,
     early_access_to_global_memory,
     diverging_warpgroup,
@@ -176,7 +177,7 @@ __global__ __launch_bounds__(384) void product_kernel(const __grid_constant__ Pr
     if constexpr (D != Defect::missing_init_barrier) arch::sync_block();
     if (D != Defect::early_access_to_global_memory) arch::wait_for_dependencies();
     if (warpgroup::groupid() == 2) {
-        warpgroup::decrease_registers<24>();
+        warpgroup::decrease_registers<D == Defect::registers_past_launch ? 32 : 24>();
         if (warpgroup::elect_leader()) load_stages<D>(g, shared);
     } else {
         warpgroup::increase_registers<D == Defect::too_many_registers ? 256 : 240>();
