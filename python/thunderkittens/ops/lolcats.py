@@ -345,3 +345,6 @@ for _name, _fake_op, _cpu_op in (
     ("lolcats", _fake, _cpu),
 ):
     register(_name, fake=_fake_op, cpu=_cpu_op, flops=_flops, autocast=5)
+
+# The gradient registers itself.
+from . import _lolcats_autograd as _lolcats_autograd  # noqa: E402
