@@ -241,6 +241,35 @@ __device__ __forceinline__ void store_sums_vector(sv<float, 2 * K::features>& to
         arch::store_shared(to.address_of(LolcatsSums<K>::own_feature()), sums.denominator);
 }
 
+// make_features and store_features; one half after the other, for where z is still needed.
+template <class K>
+__device__ __forceinline__ void store_features_of(typename K::feature_tile (&to)[K::groups],
+                                                  const typename K::projection& z) {
+    typename K::Features features;
+    if constexpr (K::groups == 1) {
+        make_features<K>(features, z);
+        store_features<K>(to, features);
+    } else {
+#pragma unroll
+        for (int t = 0; t < K::groups; ++t) {
+            const float sign = t == 0 ? 1.0f : -1.0f;
+            float2 top = {-INFINITY, -INFINITY};
+#pragma unroll
+            for (int j = 0; j < K::features / 16; ++j) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float2 pair = z.tiles[0][j].data[i];
+                    float& most = i % 2 ? top.y : top.x;
+                    most = fmaxf(most, fmaxf(sign * pair.x, sign * pair.y));
+                }
+            }
+            top = {quad_maximum(top.x), quad_maximum(top.y)};
+            softmax_features<K>(features, z, sign, top, t * K::features / 16);
+            warpgroup::store(to[t], features.groups[t]);
+        }
+    }
+}
+
 // Features of queries, times their weights, and the sums of these times delta.
 template <class K>
 __device__ __forceinline__ void make_weighted_features(typename K::Features& features,

@@ -144,11 +144,7 @@ struct KeyLinearRole {
             sums.issue(shared.q_features, behind.grad_out);
             add_delta<K>(sums, shared.q_features, behind.weights);
             warpgroup::mma_async_wait<K::groups>(z);
-            {
-                typename K::Features features;
-                make_features<K>(features, z);
-                store_features<K>(shared.k_features, features);
-            }
+            store_features_of<K>(shared.k_features, z);
             sums.wait();
             arch::fence_async_shared();
             warpgroup::sync(barrier);
@@ -248,32 +244,32 @@ struct KeyWindowRole {
             auto& shared = this->shared;
             const int stage = n % 2;
             auto &behind = shared.queries[stage], &own = shared.queries[stage ^ 1];
-            typename G::scores scores, products;
-            typename G::weights weights, gradient;
-            typename G::output dv, dk;
-            discard(scores, products, dv, dk);
+            typename G::scores scores, products, own_scores, own_products;
+            typename G::weights weights, gradient, own_weights, own_gradient;
+            discard(scores, products, own_scores, own_products);
             wait(shared.keys_full, n % 2);
             warpgroup::mm_ABt(scores, shared.k, behind.q);
             warpgroup::mm_ABt(products, shared.v, behind.grad_out);
-            warpgroup::mma_async_wait<0>(scores);
+            wait(shared.queries_full[stage ^ 1], (n + 1) / 2 % 2);
+            warpgroup::mm_ABt(own_scores, shared.k, own.q);
+            warpgroup::mm_ABt(own_products, shared.v, own.grad_out);
+            warpgroup::mma_async_wait<2>(scores);
             pin_tile(products);
             differentiate<false>(weights, gradient, scores, products, behind.rows, beta);
+            warpgroup::mma_async_wait<0>(own_scores);
+            pin_tile(own_products);
+            signal(shared.keys_empty);
+            differentiate<true>(own_weights, own_gradient, own_scores, own_products, own.rows,
+                                beta);
+            typename G::output dv, dk;
+            discard(dv, dk);
             warpgroup::mm_AB(dv, weights, behind.grad_out);
             warpgroup::mm_AB(dk, gradient, behind.q);
-            wait(shared.queries_full[stage ^ 1], (n + 1) / 2 % 2);
-            warpgroup::mma_async_wait<0>(dv);
-            pin_tile(dk);
+            warpgroup::mma_AB(dv, own_weights, own.grad_out);
+            warpgroup::mma_AB(dk, own_gradient, own.q);
             warpgroup::sync(barrier);  // all have read the rows' numbers
+            warpgroup::mma_async_wait<2>();
             signal(shared.queries_empty[stage]);
-            discard(scores, products);
-            warpgroup::mm_ABt(scores, shared.k, own.q);
-            warpgroup::mm_ABt(products, shared.v, own.grad_out);
-            warpgroup::mma_async_wait<0>(scores);
-            pin_tile(products);
-            signal(shared.keys_empty);
-            differentiate<true>(weights, gradient, scores, products, own.rows, beta);
-            warpgroup::mma_AB(dv, weights, own.grad_out);
-            warpgroup::mma_AB(dk, gradient, own.q);
             wait(shared.features_full, n % 2);
             float unit = 1.0f;
             if constexpr (G::is_half) {
@@ -317,10 +313,10 @@ __global__ __launch_bounds__(LOLCATS_GRADIENT_THREADS, 1) void lolcats_key_gradi
         warpgroup::decrease_registers<24>();
         if (warpgroup::elect_leader() && item.begin < item.end) produce_for_keys(g, shared, item);
     } else if (role == LINEAR_ROLE) {
-        warpgroup::increase_registers<240>();
+        warpgroup::increase_registers<LINEAR_REGISTERS>();
         if (item.begin < item.end) KeyLinearRole<K>{g, shared, item}.run();
     } else {
-        warpgroup::increase_registers<240>();
+        warpgroup::increase_registers<WINDOW_REGISTERS>();
         if (item.begin < item.end) KeyWindowRole<K>{g, shared, item}.run();
     }
 }

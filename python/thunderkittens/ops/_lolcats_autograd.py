@@ -65,9 +65,7 @@ def _cpu(*args: Any) -> tuple[Tensor, ...]:
             leaves = [x.detach().float().requires_grad_() for x in operands]
             # In float32 throughout, as the kernels keep their sums.
             if initial is not None:
-                initial = initial._replace(
-                    keys=initial.keys.float(), values=initial.values.float()
-                )
+                initial = initial._replace(keys=initial.keys.float(), values=initial.values.float())
             again = reference_lolcats(*leaves, initial_state=initial)
         values = torch.autograd.grad(again, leaves, grad_out.float(), allow_unused=True)
     for result, value in zip(results, values, strict=True):
@@ -93,9 +91,7 @@ def _save_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 def _backward(ctx: Any, grad_out: Tensor | None, *others: Tensor | None) -> tuple[Any, ...]:
     if any(x is not None for x in others[:4]):
-        raise RuntimeError(
-            "tk.lolcats: there is no gradient through a returned state; detach it"
-        )
+        raise RuntimeError("tk.lolcats: there is no gradient through a returned state; detach it")
     needs = (*ctx.needs_input_grad, *(False,) * 7)[:7]
     nothing = (None,) * len(ctx.needs_input_grad)
     if grad_out is None or not any(needs):
