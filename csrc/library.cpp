@@ -40,6 +40,11 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
     m.def("gemm_forward.fused(Tensor a, Tensor b, " GEMM_EPILOGUE ") -> Tensor");
     m.def("gemm_forward.out(Tensor a, Tensor b, " GEMM_EPILOGUE ", *, Tensor(a!) out) -> ()");
 
+    // One product per group: (M, K) @ (E, K, N) with rows of a, (E, M, K) @ (K, N) with columns of
+    // b, or (M, K) @ (K, N) -> (E, M, N) with parts of K grouped by their ends offs (E,).
+    m.def("grouped_gemm(Tensor a, Tensor b, Tensor offs) -> Tensor");
+    m.def("grouped_gemm_forward(Tensor a, Tensor b, Tensor offs) -> Tensor");
+
     // x (M, K); granularity: 0 tensor, 1 row, 2 1x128, 3 128x128; dtype None is float8_e4m3fn; the
     // results are the codes, their scales (x is codes * scale), and, if transposed, those of x^T.
     m.def(
@@ -63,12 +68,39 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
     m.def(
         "mxfp8_dequantize(Tensor data, Tensor scale, ScalarType dtype, bool swizzle=True) -> "
         "Tensor");
+    // (M, K) @ (K, N) of MXFP8 operands; scale_b is that of b's transpose (N, K), as mxfp8_quantize
+    // makes it; activation as in fp8_gemm. With `rebased`, what mxfp8_prepare has made of a and of
+    // b's transpose may be given. With offs b is (E, K, N), the scales of its transposes are in the
+    // 128x4 layout, and the rows of a are grouped; not with `rebased`.
+    m.def(
+        "mxfp8_gemm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias=None, "
+        "int activation=0, ScalarType? out_dtype=None, bool rebased=False, bool swizzle_a=True, "
+        "bool swizzle_b=True, Tensor? codes_a=None, Tensor? factor_a=None, Tensor? marks_a=None, "
+        "Tensor? codes_b=None, Tensor? factor_b=None, Tensor? marks_b=None, Tensor? offs=None) -> "
+        "Tensor");
+    // data (rows, K) or (E, rows, K): e4m3 codes whose rows are padded to 16, their scales, a byte
+    // for 16 rows.
+    m.def(
+        "mxfp8_prepare(Tensor data, Tensor scale, bool swizzle=True) -> (Tensor codes, Tensor "
+        "factor, Tensor marks)");
     m.def(
         "nvfp4_quantize(Tensor x, Tensor? global_scale=None, bool square=False, bool swizzle=True, "
         "Tensor? seed=None) -> (Tensor data, Tensor block_scale, Tensor scale)");
     m.def(
         "nvfp4_dequantize(Tensor data, Tensor block_scale, Tensor global_scale, ScalarType dtype, "
         "bool swizzle=True) -> Tensor");
+    // Of NVFP4 data (N, K / 2) or (E, N, K / 2) what the kernel of nvfp4_gemm reads, uint8
+    // ((E,) N / 64, K / 64, 2304), and from there back to values.
+    m.def("nvfp4_prepare(Tensor data, Tensor block_scale, bool swizzle=True) -> Tensor");
+    m.def(
+        "nvfp4_dequantize.prepared(Tensor data, Tensor global_scale, SymInt rows, SymInt columns, "
+        "ScalarType dtype) -> Tensor");
+    // a (M, K), a prepared b of (N, K) or (E, N, K) with the rows of a grouped by offs (E,);
+    // global_scale fp32 () or (E,); activation: 0 none, 1 relu, 2 gelu, 3 gelu_tanh, 4 silu;
+    // out_dtype None is that of a.
+    m.def(
+        "nvfp4_gemm(Tensor a, Tensor b, Tensor global_scale, SymInt n, Tensor? bias=None, "
+        "int activation=0, ScalarType? out_dtype=None, Tensor? offs=None) -> Tensor");
 
     // q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv); causal: 0 none, 1 aligned lower
     // right, 2 aligned upper left; windows: -1 is unbounded; softcap: 0 is none; alibi_slopes fp32
@@ -105,6 +137,10 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
         "q, Tensor k, Tensor v, Tensor out, Tensor denominators, bool normalize=False, Tensor? "
         "numerator=None, Tensor? denominator=None, bool[4] needs=[True, True, True, True]) -> "
         "(Tensor, Tensor, Tensor, Tensor, Tensor)");
+    // One token: q and k (B, H, 1, 16), v (B, H, 1, Dv); the state is brought up to date in place.
+    m.def(
+        "based_decode(Tensor q, Tensor k, Tensor v, Tensor(a!) numerator, Tensor(b!) denominator, "
+        "bool normalize=False, float eps=1e-12) -> Tensor");
 
     // q (B, H, N, D), k and v (B, Hkv, N, D), maps (H, D, F), alpha and beta fp32 (H,); a state is
     // numerator (B, H, 2F, D) and denominator (B, H, 2F), fp32, keys and values (B, Hkv, 128, D),
@@ -120,6 +156,6 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
           ", bool[7] needs=[True, True, True, True, True, True, True]) -> "
           "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
     m.def("lolcats_decode(" LOLCATS_OPERANDS
-          ", Tensor(a!) numerator, Tensor(b!) denominator, Tensor(c!) keys, Tensor(d!) values, "
-          "Tensor(e!) lengths) -> Tensor");
+          ", Tensor(a!) numerator, Tensor(b!) denominator, Tensor(c!) keys"
+          ", Tensor(d!) values, Tensor(e!) lengths) -> Tensor");
 }

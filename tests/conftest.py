@@ -41,9 +41,14 @@ EMULATED_SUITES = (
     "test_fp8_quantize",
     "test_gemm",
     "test_gemm_fused",
+    "test_grouped_gemm",
     "test_mxfp8_dequantize",
+    "test_mxfp8_gemm",
+    "test_mxfp8_prepare",
     "test_mxfp8_quantize",
     "test_nvfp4_dequantize",
+    "test_nvfp4_gemm",
+    "test_nvfp4_prepare",
     "test_nvfp4_quantize",
 )
 EMULATION_POLICIES = ("on_wait", "late_mma")

@@ -212,6 +212,25 @@ def test_features():
     assert phi(q).shape == (50, 153)
 
 
+def test_linear_prefill(device):
+    """The state in the order of the 273 features that ThunderKittens' kernel has."""
+    q, k, v = operands((2, 3, 100), 64, BF16, device)
+    out, state = tk.based_linear_prefill(q, k, v)
+    assert torch.equal(out, tk.based(q, k, v, return_state=True)[0])
+    x = k.double()
+    features = torch.cat(
+        [
+            torch.ones_like(x[..., :1]),
+            x / 2,
+            (x.unsqueeze(4) * x.unsqueeze(3)).flatten(3) / (4 * math.sqrt(2)),
+        ],
+        3,
+    )
+    expected = features.mT @ v.double()
+    assert state.shape == expected.shape == (2, 3, 273, 64)
+    assert float((state - expected).norm() / expected.norm()) < 3e-3
+
+
 Q, K, V = (torch.zeros(2, 3, 5, d, dtype=BF16) for d in (16, 16, 64))
 STATE = (torch.zeros(2, 3, 153, 64), torch.zeros(2, 3, 153))
 WRONG = {
@@ -257,6 +276,7 @@ EMULATED = [
     (130, 72, True, True, 1, "late_mma"),
     (200, 64, True, True, 3, "random"),
     (150, 128, False, False, 2, "on_wait"),
+    (230, 72, True, True, 9, "random"),
     (1, 8, True, False, 1, "eager"),
 ]
 

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import thunderkittens as tk
 from thunderkittens import bench
 from thunderkittens.bench import attention_work, cli, machine
 from thunderkittens.bench.accuracy import check
-from thunderkittens.bench.suites import attention, gemm
+from thunderkittens.bench.suites import attention, fp8_gemm, gemm
 from thunderkittens.bench.timing import MAX_FLUSHES, rotated
 
 CPU = torch.device("cpu")
@@ -220,6 +221,19 @@ def test_accuracy_rule(spoil, passed):
     out = (inputs["a"].double() @ inputs["b"].double()).bfloat16()
     accuracy = check(case, inputs, {"op": (spoil(out),)})["op"]
     assert accuracy.passed is passed
+
+
+@pytest.mark.parametrize(
+    ("kind", "k", "passed"),
+    [("fast", 4096, True), ("fast", 512, False), ("accurate", 4096, False)],
+)
+def test_fast_sums_may_lose_what_is_documented(kind, k, passed):
+    """K * 2^-18 with fast sums, and no more than a rounding with promoted ones."""
+    case = fp8_gemm.make_case(16, 24, k, kind, torch.bfloat16)
+    inputs = make_inputs(case)
+    operands = (inputs[name] for name in ("a", "b", "scale_a", "scale_b"))
+    out = tk.reference.fp8_gemm(*operands, out_dtype=torch.float64) * (1 - 4096 * 2.0**-18)
+    assert check(case, inputs, {"op": (out.bfloat16(),)})["op"].passed is passed
 
 
 def test_wrong_shape_is_named():

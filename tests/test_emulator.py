@@ -126,6 +126,102 @@ def test_attention_scales():
         )
 
 
+# ---- fp8 ----
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FP8_TILES = sorted(
+    {
+        (*(int(n) for n in re.findall(r"\d+", k["config"])), k["name"].split("_")[2])
+        for k in _C.kernels()
+        if k["op"] == "fp8_gemm" and "stream" not in k["name"]
+    }
+)
+
+
+def fp8_operands(m, n, k, kind):
+    """Integers, scales that round nothing away, and the product."""
+    a, b = torch.randint(-2, 3, (m, k)).float(), torch.randint(-2, 3, (k, n)).float()
+    k_blocks, n_blocks = -(-k // 128), -(-n // 128)
+    shape_a = {"tensor": (1, 1), "row": (m, 1)}.get(kind, (k_blocks, m))
+    shape_b = {
+        "tensor": (1, 1),
+        "row": (1, n),
+        "block": (k_blocks, n_blocks),
+        "fine": (k_blocks, n),
+    }
+    scale_a, scale_b = (
+        2.0 ** torch.randint(-1, 2, shape).float() for shape in (shape_a, shape_b[kind])
+    )
+    if kind in ("block", "fine"):
+        scale_a = scale_a.t()
+    expected = tk.reference.fp8_gemm(a, b, scale_a, scale_b, out_dtype=torch.float32)
+    return a, b, scale_a, scale_b, expected
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("tile", FP8_TILES, ids=lambda t: f"{t[-1]}{t[0]}x{t[1]}")
+def test_fp8_gemm_is_exact_on_integers(tile, policy):
+    """Every tile with every kind of scales that it takes, ragged sizes, several tiles per block."""
+    block_m, block_n, block_k, stages, buffers, _, consumers, sums = tile
+    config = {"block_m": block_m, "block_n": block_n, "block_k": block_k, "stages": stages}
+    config |= {"buffers": buffers, "consumers": consumers, "streamed": False, "splits": 1}
+    kinds = {"fast": ["row"], "promoted": ["tensor", "row", "block"], "fine": ["fine"]}[sums]
+    for number, kind in enumerate(kinds):
+        if kind == "block" and block_n % 64:
+            continue
+        for m, n, k in ((200, 400, 272), (65, 40, 144)):
+            a, b, scale_a, scale_b, expected = fp8_operands(m, n, k, kind)
+            dtypes = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)][number]
+            with tk.emulate(policy, seed=m, config=config | {"blocks": 2}) as run:
+                out = tk.fp8_gemm(
+                    a.to(dtypes[0]),
+                    b.t().contiguous().t().to(dtypes[1]),
+                    scale_a,
+                    scale_b,
+                    out_dtype=torch.float32 if number == 1 else torch.bfloat16,
+                    accurate=sums != "fast",
+                )
+            assert torch.equal(out, expected.to(out.dtype)), (kind, m, n, k)
+            assert run.kernels[0]["block_n"] == block_n
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("cluster", [(2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("kind", ["row", "block"])
+def test_fp8_gemm_in_clusters(cluster, kind, policy):
+    config = {"cluster_m": cluster[0], "cluster_n": cluster[1], "blocks": 2}
+    a, b, scale_a, scale_b, expected = fp8_operands(300, 520, 400, kind)
+    with tk.emulate(policy, seed=1, config=config):
+        out = tk.fp8_gemm(a.to(E4M3), b.t().contiguous().t().to(E4M3), scale_a, scale_b)
+    assert torch.equal(out, expected.bfloat16())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("splits", [1, 2, 4])
+@pytest.mark.parametrize("m", [1, 17, 64])
+def test_fp8_gemm_of_few_rows(m, splits, policy):
+    """All kinds of scales, with and without a division of k, both ways out."""
+    n, k = 200, 2200
+    for number, kind in enumerate(("tensor", "row", "block", "fine")):
+        a, b, scale_a, scale_b, expected = fp8_operands(m, n, k, kind)
+        bias = torch.randint(-3, 4, (n,)).bfloat16() if number % 2 else None
+        with tk.emulate(policy, seed=m, config={"splits": splits, "blocks": 2 * splits}) as run:
+            out = tk.fp8_gemm(
+                a.to(E5M2 if number == 1 else E4M3),
+                b.t().contiguous().t().to(E4M3),
+                scale_a,
+                scale_b,
+                bias=bias,
+                activation="relu" if number == 3 else None,
+            )
+        if bias is not None:
+            expected = expected + bias
+        if number == 3:
+            expected = expected.relu()
+        assert torch.equal(out, expected.bfloat16()), kind
+        assert run.kernels[0]["streamed"]
+
+
 # ---- the emulator itself ----
 
 

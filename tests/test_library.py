@@ -29,9 +29,14 @@ OPS = sorted(
     for name in torch._C._dispatch_get_all_op_names()
     if name.startswith(NAMESPACE + "::")
 )
-# Ops without a gradient; test_fp8_*.py do with their operands what is done here with SAMPLES.
-WITHOUT_GRADIENT = {"fp8_gemm", "fp8_quantize"}
-PUBLIC = sorted({sample.op for sample in SAMPLES.values()} | WITHOUT_GRADIENT)
+# Ops without a gradient of their own; their tests do with their operands what is done here with
+# SAMPLES.
+WITHOUT_GRADIENT = {"fp8_gemm", "fp8_quantize", "nvfp4_gemm", "nvfp4_prepare", "lolcats_decode"}
+# Ops that change a state; their own tests do with it what is done here with SAMPLES.
+MUTATING = {"based_decode", "lolcats_decode"}
+PUBLIC = sorted(
+    {sample.op for sample in SAMPLES.values()} | WITHOUT_GRADIENT | MUTATING | {"lolcats"}
+)
 
 # Registration and documentation
 
@@ -47,10 +52,11 @@ def test_registration(name):
     assert has("CUDA")
     assert has("Meta")
     packet, _, overload = name.partition(".")
-    assert has("FuncTorchBatched") or overload == "out"
+    changes = overload == "out" or name in MUTATING
+    assert has("FuncTorchBatched") or changes
     packet = getattr(torch.ops.thunderkittens, packet)
     assert packet in flop_registry
-    assert getattr(packet, overload or "default")._schema.is_mutable is (overload == "out")
+    assert getattr(packet, overload or "default")._schema.is_mutable is changes
     # The raw op for calls without gradients has no autograd, and a differentiable twin.
     base = name.partition(".")[0]
     assert has("Autograd") == (not base.endswith("_forward") and name not in WITHOUT_GRADIENT)
@@ -242,6 +248,8 @@ QUANTISERS = {
         options.get("transpose", False),
     ),
     "mxfp8_dequantize": lambda options, data, scale: (data, scale, torch.bfloat16, False),
+    "mxfp8_prepare": lambda options, data, scale: (data, scale, False),
+    "mxfp8_gemm": lambda options, *tensors: (*tensors, None, 0, None, True, False, False),
     "nvfp4_quantize": lambda options, x, scale=None: (x, scale, "block" in options, scale is None),
     "nvfp4_dequantize": lambda options, *tensors: (*tensors, options["dtype"], False),
 }
@@ -265,6 +273,10 @@ def direct_calls(sample, device):
             ops.gemm,
             (*(x.requires_grad_() for x in leaves(sample, device)), *arguments[len(tensors) :]),
         )
+        return
+    if sample.op == "grouped_gemm":
+        yield ops.grouped_gemm_forward, tensors
+        yield ops.grouped_gemm, leaves(sample, device)
         return
     options = sample.options
     if sample.op == "based":

@@ -6,7 +6,8 @@
 //
 // A block owns 128 keys of one key head, holds their K and V in shared memory and dK and dV in
 // registers, and walks the query blocks that see them, over all query heads of the group, so that
-// dK and dV of a group are summed in registers. Roles:
+// dK and dV of a group are summed in registers. Where that leaves SMs idle, several blocks share
+// the heads of a group, and backward_rows_sm90.cuh adds what each has, in a fixed order. Roles:
 //   producer   one thread: K and V once per item; Q, dO and their rows' statistics into a ring
 //   consumers  two warpgroups of 64 keys each. They compute the transposed scores S^T = K Q^T and
 //              dP^T = V dO^T, so that P^T and dS^T leave the softmax as register operands of dV and
@@ -32,8 +33,9 @@ using namespace kittens;
 
 enum class QueryGradient { none, any_order, in_order };
 
-template <BackwardConfig config, QueryGradient QUERY_GRADIENT>
+template <BackwardConfig CONFIG, QueryGradient QUERY_GRADIENT>
 struct BackwardKernel {
+    static constexpr BackwardConfig config = CONFIG;
     static constexpr DType dtype = config.dtype;
     using T = std::conditional_t<dtype == DType::bf16, bf16, half>;
     static constexpr bool need_dq = QUERY_GRADIENT != QueryGradient::none;
@@ -82,7 +84,9 @@ struct BackwardGlobals {
         lse_log2;        // per row of the workspace: LSE * log2(e), +inf for rows that see nothing
     const float* delta;  // likewise: rowsum(out * grad_out) - grad_lse
     float* dq;           // likewise, head_dim each, in the accumulator's order
-    int* turns;          // per tile of dQ and consumer: key blocks that have been added
+    // Where groups are split, likewise, per key and part; else null.
+    float *part_dk, *part_dv;
+    int* turns;  // per tile of dQ and consumer: key blocks that have been added
     Modification modification;
     float scale, scale_log2;
     bool need_dk, need_dv;
@@ -137,9 +141,9 @@ __device__ __forceinline__ void produce(const BackwardGlobals<Kernel>& g,
         tma::expect(shared.v_full, shared.v);
         for (int w = 0; w < 2; ++w) {
             const int row = read(item.block) * Kernel::block_n + 64 * w;
-            g.k.load(shared.k[w], read(item.b), read(item.head), read(item.k_begin),
+            g.k.load(shared.k[w], read(item.b), read(item.key_head), read(item.k_begin),
                      read(item.k_length), row, shared.k_full);
-            g.v.load(shared.v[w], read(item.b), read(item.head), read(item.k_begin),
+            g.v.load(shared.v[w], read(item.b), read(item.key_head), read(item.k_begin),
                      read(item.k_length), row, shared.v_full);
         }
         for (int i = 0; i < g.work.group; ++i) {
@@ -458,7 +462,7 @@ struct BackwardConsumer {
             warpgroup::mma_AB(dk, ds, shared.q[stage]);
         }
         warpgroup::mma_async_wait<0>();
-        release(shared.empty[stage]);
+        arrive(shared.empty[stage]);  // every thread, as each has read statistics
         at.advance();
         step_parity ^= 1;
     }
@@ -519,9 +523,15 @@ struct BackwardConsumer {
     }
 
     // dV and dK leave through the memory of dS and dQ, so that K and V of the next item come in
-    // meanwhile.
+    // meanwhile; a part's as they are.
     __device__ __forceinline__ void store(gradient& dk, gradient& dv, const BackwardItem& item) {
         scale_rows(dk, make_float2(g.scale, g.scale));
+        if (g.work.parts > 1) {
+            if (read(item.block) * Kernel::block_n + 64 * id >= read(item.k_length)) return;
+            if (g.need_dv) store_part(g.part_dv, Kernel::head_dim, dv, item, id);
+            if (g.need_dk) store_part(g.part_dk, Kernel::head_dim, dk, item, id);
+            return;
+        }
         if constexpr (Kernel::need_dq) sync_both();  // the other consumer's last dQ has read dS
         store(g.dv, g.need_dv, exchange().gradients[0], dv, item);
         if constexpr (Kernel::need_dq) wait(shared.dq_empty[id], dq_phase ^ 1);
@@ -535,7 +545,7 @@ struct BackwardConsumer {
         arch::fence_async_shared();
         sync_own();
         if (warpgroup::laneid() == 0) {
-            target.store(tile, read(item.b), read(item.head), read(item.k_begin),
+            target.store(tile, read(item.b), read(item.key_head), read(item.k_begin),
                          read(item.k_length), read(item.block) * Kernel::block_n + 64 * id, 0);
         }
     }
@@ -561,7 +571,7 @@ __global__ __launch_bounds__(Kernel::threads, 1) void backward_kernel(
         for (int s = 0; s < Kernel::stages; ++s) {
             init_semaphore(shared.q_full[s], 1);
             init_semaphore(shared.grad_out_full[s], 1);
-            init_semaphore(shared.empty[s], 2);
+            init_semaphore(shared.empty[s], 2 * WARPGROUP_THREADS);
         }
         arch::mbarrier_init_fence();
     }

@@ -136,6 +136,7 @@ struct ValueRole : WideRole<Kernel> {
             const bool masked = arch::warp_uniform(m < read(item.whole) || m >= read(item.cut));
             weigh(s, p, shared.own[ds_at.stage], item, m, masked, shared.lse[stage]);
             this->signal_by_warp(shared.weights_full[ds_at.stage]);
+            arrive(shared.q_empty[stage]);  // LSE has been read
             ds_at.advance();
             RingPosition<Kernel::value_slots> value = value_at;
 #pragma unroll
@@ -161,7 +162,7 @@ struct ValueRole : WideRole<Kernel> {
         for (auto& part : dv) pin(part);
         // All of dP has read V.
         wait(shared.v_done, this->phase(item));
-        this->send(g.dv, g.need_dv, shared.v, dv, shared.v_empty, item, 1);
+        this->send(g.dv, g.part_dv, g.need_dv, shared.v, dv, shared.v_empty, item, 1);
     }
 };
 
@@ -243,6 +244,7 @@ struct KeyRole : WideRole<Kernel> {
                 }
             }
             exchange(ds);
+            arrive(shared.q_empty[stage]);  // delta has been read
             ds_at.advance();
 #pragma unroll
             for (int part = 0; part < parts; ++part) {
@@ -270,7 +272,7 @@ struct KeyRole : WideRole<Kernel> {
         // All of S and dQ has read K.
         wait(shared.k_full, this->phase(item));
         wait(shared.k_done, this->phase(item));
-        this->send(g.dk, g.need_dk, shared.k, dk, shared.k_empty, item, 2);
+        this->send(g.dk, g.part_dk, g.need_dk, shared.k, dk, shared.k_empty, item, 2);
     }
 };
 
@@ -294,7 +296,12 @@ __global__ __launch_bounds__(Kernel::threads, 1) void wide_backward_kernel(
         warpgroup::decrease_registers<Kernel::producer_registers>();
         const int warp = arch::warp_uniform(warpgroup::warpid());
         if (warp == 0 && arch::elect_one()) WideProducer<Kernel>{g, shared, rank}.run();
-        if (warp == 1 && turns && arch::elect_one()) await_turns(g, shared, rank);
+        if (turns && warp >= 1 && warp <= Kernel::senders && arch::elect_one()) {
+            if constexpr (Kernel::dq_shared)
+                send_in_turns(g, shared, rank, warp - 1);
+            else
+                await_turns(g, shared, rank);
+        }
     } else if (role == 1) {
         warpgroup::decrease_registers<Kernel::query_registers>();
         if (g.need_dq) work_on(QueryRole<Kernel>{{g, shared, rank}});

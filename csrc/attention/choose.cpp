@@ -50,8 +50,25 @@ int choose_section(const Problem& p, int block_m, const DeviceProperties& device
 
 bool modified(const Problem& p) { return p.softcap || p.alibi; }
 
+// Three consumers of 64 rows keep the tensor cores busier than two; two waste less where blocks are
+// few or cut short.
+bool prefers_short_blocks(const Problem& p, const Config& two, const Config& three, int sm_count) {
+    const bool banded = p.causal != static_cast<int>(Causal::none) || p.window_left >= 0;
+    if (two.head_dim == 64) return p.q_length <= 128 || (banded && p.q_length <= 1024);
+    const auto items = [&](const Config& c) {
+        return ceil_div(p.q_length, 64 * c.warpgroups) * p.batch * p.q_heads;
+    };
+    if (banded) return p.q_length < 3072 || items(three) < 2 * sm_count;
+    // All blocks cost the same: what counts are rounds of all multiprocessors, and the time of a
+    // round, per row that of three is 0.94 of that of two.
+    const auto cost = [&](const Config& c, double per_row) {
+        return static_cast<double>(ceil_div(items(c), sm_count) * c.warpgroups) * per_row;
+    };
+    return cost(two, 1.0) <= cost(three, 0.94);
+}
+
 // Among the kernels of the smallest dimensions that hold the problem's.
-Config choose_config(const Problem& p) {
+Config choose_config(const Problem& p, int sm_count) {
     const bool causal = p.causal != static_cast<int>(Causal::none);
     std::vector<Config> fitting;
     for (const Config& c : CONFIGS) {
@@ -63,10 +80,7 @@ Config choose_config(const Problem& p) {
         fitting.push_back(c);
     }
     if (fitting.size() == 1) return fitting[0];
-    // 192 query rows keep the tensor cores busier; 128 waste less where blocks are few or cut
-    // short.
-    const bool short_rows = p.q_length <= 128 || (causal && p.q_length <= 1024);
-    return fitting[short_rows ? 0 : 1];
+    return fitting[prefers_short_blocks(p, fitting[0], fitting[1], sm_count) ? 0 : 1];
 }
 
 Config choose_split_config(const Problem& p) {
@@ -138,7 +152,7 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
         choice.config = choose_split_config(p);
         choice.splits = choose_splits(p, choice.config.block_n, device.sm_count);
     } else {
-        choice.config = choose_config(p);
+        choice.config = choose_config(p, device.sm_count);
         choice.section_heads = choose_section(p, 64 * choice.config.warpgroups, device);
     }
     choice.config.dtype = p.dtype;

@@ -21,11 +21,11 @@ struct Config {
 
 // The kernels that are compiled, each for bf16 and fp16, one per file in inst/.
 constexpr Config CONFIGS[] = {
-    {64, 64, 2, 128, 2, false},   {64, 64, 3, 128, 2, false},   {64, 64, 3, 128, 2, true},
-    {96, 96, 2, 192, 2, false},   {96, 96, 2, 160, 2, true},    {128, 128, 2, 128, 2, false},
-    {128, 128, 2, 128, 2, true},  {192, 128, 2, 128, 2, false}, {192, 128, 2, 128, 2, true},
-    {192, 192, 2, 112, 2, false}, {192, 192, 2, 112, 2, true},  {256, 256, 2, 64, 2, false},
-    {256, 256, 2, 64, 2, true},
+    {64, 64, 2, 128, 2, false},   {64, 64, 3, 128, 2, false},  {64, 64, 3, 128, 2, true},
+    {96, 96, 3, 96, 3, false},    {96, 96, 3, 80, 3, true},    {128, 128, 2, 128, 2, false},
+    {128, 128, 3, 64, 3, false},  {128, 128, 2, 128, 2, true}, {128, 128, 3, 64, 3, true},
+    {192, 128, 2, 128, 2, false}, {192, 128, 2, 128, 2, true}, {192, 192, 2, 112, 2, false},
+    {192, 192, 2, 112, 2, true},  {256, 256, 2, 64, 2, false}, {256, 256, 2, 64, 2, true},
 };
 // For short queries: 64 rows, the keys split among blocks.
 constexpr Config SPLIT_CONFIGS[] = {

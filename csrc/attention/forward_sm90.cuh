@@ -40,7 +40,7 @@ struct ForwardKernel {
     static constexpr int stages = config.stages;
     static constexpr bool modified = config.modified;
     // Whole blocks of keys have a loop of their own. Where it does not pay, the smaller code does.
-    static constexpr bool split_loop = !modified;
+    static constexpr bool split_loop = !modified || (warpgroups == 3 && head_dim > 64);
     // A single consumer warpgroup leaves no registers to be moved, and needs only a warp beside it.
     static constexpr bool moves_registers = warpgroups > 1;
     static constexpr int threads =

@@ -118,13 +118,19 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     return choice;
 }
 
+Choice choose_marked(const Problem& p, const DeviceProperties& device) {
+    Choice choice{.config = marked_config()};
+    choice.schedule = schedule_for(choice.config, p, std::max(1, device.sm_count));
+    return choice;
+}
+
 std::string kernel_name(const Config& c) {
     if (c.streamed) {
         return concat(name_of(c.dtype), "_n", c.b_n_major ? 'n' : 't', "_stream_", c.block_m, 'x',
                       c.block_n, c.fused ? "_fused" : "");
     }
     return concat(name_of(c.dtype), '_', c.a_m_major ? 't' : 'n', c.b_n_major ? 'n' : 't', '_',
-                  c.block_m, 'x', c.block_n, c.fused ? "_fused" : "");
+                  c.block_m, 'x', c.block_n, c.fused ? "_fused" : "", c.marked ? "_marked" : "");
 }
 
 std::string kernel_name(const Choice& choice) { return kernel_name(choice.config); }
@@ -141,11 +147,11 @@ std::vector<KernelInfo> kernels() {
             .name = kernel_name(c),
             .config = concat("tile ", tile, 'x', c.block_k, ", ", c.stages, " stages, ", roles),
             .source = concat(name_of(c.dtype), c.streamed ? "_stream_" : "_", tile,
-                             c.fused ? "_fused" : ""),
+                             c.fused ? "_fused" : "", c.marked ? "_marked" : ""),
             .symbol = concat("ELi", c.block_m, "ELi", c.block_n, "ELi", c.stages, "ELi",
                              c.consumers, "ELb", int(c.streamed), "ELi", c.block_k, "ELb",
                              int(c.fused), "ELNS_5DTypeE", int(c.dtype), "ELb", int(c.a_m_major),
-                             "ELb", int(c.b_n_major), 'E'),
+                             "ELb", int(c.b_n_major), "ELb", int(c.marked), 'E'),
             .threads = threads(c),
             .shared_bytes = shared_bytes(c),
         });

@@ -23,7 +23,11 @@ Sums sums_of(const Problem& p) {
 double cycles(const TileShape& shape, const Problem& p, int sm_count) {
     const int64_t tiles = ceil_div(p.m, shape.block_m) * ceil_div(p.n, shape.block_n);
     const double steps = static_cast<double>(std::max<int64_t>(1, ceil_div(p.k, BLOCK_K)));
-    const double per_product = shape.block_n >= 256 ? 1.0 : shape.block_n >= 192 ? 1.02 : 1.05;
+    const bool fast = shape.sums == Sums::fast;
+    const double per_product = shape.block_n >= 256   ? 1.0
+                               : shape.block_n >= 192 ? (fast ? 1.02 : 1.05)
+                               : shape.block_n >= 176 ? (fast ? 1.03 : 1.04)
+                                                      : (fast ? 1.05 : 1.22);
     return ceil_div(tiles, sm_count) *
            (steps * shape.block_m * shape.block_n / 32 * per_product + 1500);
 }
@@ -44,6 +48,34 @@ Schedule schedule_for(const Config& config, const Problem& p, int sm_count) {
     const int64_t tiles = p.grouped ? at_a_time : rows * columns;
     schedule.blocks = static_cast<int>(std::min(tiles, at_a_time) * schedule.cluster_m);
     return schedule;
+}
+
+// Few rows: what counts is how fast b is read.
+bool streams(const Problem& p) { return p.m <= 64 && p.k > 0 && !p.grouped; }
+
+Choice choose_streamed(const Problem& p, int sm_count) {
+    const StreamShape* shape = nullptr;
+    for (const StreamShape& candidate : STREAM_SHAPES) {
+        shape = &candidate;
+        if (candidate.block_m >= p.m) break;
+        // Half of the rows in each of twice the blocks, where a quarter of the SMs would do it.
+        if (candidate.block_m * 2 >= p.m && ceil_div(p.n, candidate.block_n) * 4 <= sm_count &&
+            candidate.block_m >= 32) {
+            break;
+        }
+    }
+    Choice choice{.config = make_config(*shape, {p.a_dtype, p.b_dtype})};
+    const int64_t tiles = ceil_div(p.m, shape->block_m) * ceil_div(p.n, shape->block_n);
+    const int64_t k_steps = ceil_div(p.k, shape->block_k);
+    // Where there are fewer tiles than SMs, blocks of a cluster divide k, as long as each still has
+    // some steps.
+    int splits = 1;
+    while (splits < 8 && tiles * splits * 8 <= sm_count && k_steps >= splits * 2 * 2) splits *= 2;
+    const int64_t clusters = std::max(1, sm_count / splits);
+    const int64_t rounds = ceil_div(tiles, clusters);
+    choice.schedule.splits = splits;
+    choice.schedule.blocks = static_cast<int>(ceil_div(tiles, rounds) * splits);
+    return choice;
 }
 
 }  // namespace
@@ -77,10 +109,13 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
 
 Choice choose(const Problem& p, const DeviceProperties& device) {
     const int sm_count = std::max(1, device.sm_count);
+    if (streams(p)) return choose_streamed(p, sm_count);
     const TileShape* best = nullptr;
     double least = 0;
     for (const TileShape& shape : TILE_SHAPES) {
         if (shape.sums != sums_of(p)) continue;
+        // A tile has the scales of two blocks of b, which meet in its middle or at 128 columns.
+        if (p.blocks && shape.sums == Sums::promoted && shape.block_n % 64 != 0) continue;
         if (p.grouped && !takes_groups(make_config(shape, DTYPES[0]))) continue;
         const double needed = cycles(shape, p, sm_count);
         if (best == nullptr || needed < least) best = &shape, least = needed;
@@ -91,30 +126,33 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
 }
 
 std::string kernel_name(const Config& c) {
-    return concat(name_of(c.a), '_', name_of(c.b), '_', name_of(c.sums), '_', c.block_m, 'x',
-                  c.block_n);
+    return concat(name_of(c.a), '_', name_of(c.b), '_', c.streamed ? "stream" : name_of(c.sums),
+                  '_', c.block_m, 'x', c.block_n);
 }
 
 std::string kernel_name(const Choice& choice) { return kernel_name(choice.config); }
 
 std::vector<KernelInfo> kernels() {
     std::vector<KernelInfo> list;
-    for (const TileShape& shape : TILE_SHAPES) {
-        for (const DTypes& dtypes : DTYPES) {
-            const Config c = make_config(shape, dtypes);
-            list.push_back({
-                .name = kernel_name(c),
-                .config = concat("tile ", c.block_m, 'x', c.block_n, 'x', BLOCK_K, ", ", c.stages,
-                                 " stages, 1 producer and ", consumers(c),
-                                 " consumer warpgroups, sums ", name_of(c.sums)),
-                .source = concat("fp8_gemm_", name_of(c.sums), '_', c.block_m, 'x', c.block_n),
-                .symbol =
-                    concat("ELi", c.block_m, "ELi", c.block_n, "ELi", c.stages, "ELNS0_4SumsE",
-                           int(c.sums), "ELNS_5DTypeE", int(c.a), "ELS6_", int(c.b), 'E'),
-                .threads = threads(c),
-                .shared_bytes = shared_bytes(c),
-            });
-        }
+    for (std::size_t i = 0; i < CONFIGS; ++i) {
+        const Config c = config_at(i);
+        const std::string kind = c.streamed ? "stream" : name_of(c.sums);
+        const std::string roles =
+            c.streamed
+                ? "2 producer warps and 1 consumer warpgroup, sums promoted"
+                : concat("1 producer and ", c.consumers, " consumer warpgroups, sums ", kind);
+        list.push_back({
+            .name = kernel_name(c),
+            .config = concat("tile ", c.block_m, 'x', c.block_n, 'x', c.block_k, ", ", c.stages,
+                             " stages, ", c.streamed ? "" : concat(c.buffers, " buffers, "), roles),
+            .source = concat("fp8_gemm_", kind, '_', c.block_m, 'x', c.block_n),
+            .symbol =
+                concat("ELi", c.block_m, "ELi", c.block_n, "ELi", c.stages, "ELi", c.consumers,
+                       "ELi", c.buffers, "ELb", int(c.streamed), "ELi", c.block_k, "ELNS0_4SumsE",
+                       int(c.sums), "ELNS_5DTypeE", int(c.a), "ELS6_", int(c.b), 'E'),
+            .threads = threads(c),
+            .shared_bytes = shared_bytes(c),
+        });
     }
     return list;
 }

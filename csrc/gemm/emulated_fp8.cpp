@@ -141,27 +141,14 @@ Operand operand(const Array& array, bool swap) {
     return {copy, pitch, rows * pitch};
 }
 
-constexpr std::size_t SHAPES = std::size(g::TILE_SHAPES);
-constexpr g::Config config_at(std::size_t i) {
-    return g::make_config(g::TILE_SHAPES[i / 3], g::DTYPES[i % 3]);
-}
-template <std::size_t... indices>
-void launch_any(const g::Config& config, const g::Params& params, std::index_sequence<indices...>) {
-    const bool found =
-        ((config == config_at(indices) ? (g::launch<config_at(indices)>(params, nullptr), true)
-                                       : false) ||
-         ...);
-    TK_CHECK(found, "tk.fp8_gemm: no kernel ", kernel_name(config));
-}
-
 emulated::Result run_gemm(const emulated::Call& call) {
     const Array &a = call.array("a"), &b = call.array("b");
-    const Array &scale_a = call.array("scale_a"), &given_b = call.array("scale_b");
+    const Array &scale_a = call.array("scale_a"), &scale_b = call.array("scale_b");
     const Array *bias = call.optional("bias"), *offs = call.optional("offs");
     const int64_t m = a.size[0], k = a.size[1], n = b.size.back(), groups = offs ? b.size[0] : 1;
     const auto last = [](const auto& list, std::size_t back) { return list[list.size() - back]; };
     const g::ScaleKind kind = g::scale_kind(
-        {scale_a.size[0], scale_a.size[1], last(given_b.size, 2), last(given_b.size, 1)}, m, n, k);
+        {scale_a.size[0], scale_a.size[1], last(scale_b.size, 2), last(scale_b.size, 1)}, m, n, k);
     TK_CHECK(kind.valid, "tk.fp8_gemm: the shapes of the scales do not fit");
     const DType out_dtype = call.scalar("out_dtype", DType::bf16);
     Array out = emulated::allocate({m, n}, out_dtype);
@@ -188,10 +175,6 @@ emulated::Result run_gemm(const emulated::Call& call) {
     }
     Operand left{.array = out, .stride = 16}, right = left;
     if (k > 0) left = operand(a, false), right = operand(b, true);
-    Array scale_b = given_b;
-    if (kind.fine && !fits_tensor_map(scale_b.view(), 4)) {
-        scale_b = emulated::copy_for_tensor_map(scale_b);
-    }
     std::optional<Array> row;
     if (bias) row = n > 1 && bias->stride[0] != 1 ? emulated::copy_for_tensor_map(*bias) : *bias;
     g::Choice choice = choose(problem, call.device);
@@ -217,6 +200,7 @@ emulated::Result run_gemm(const emulated::Call& call) {
                     column_scales ? last(scale_b.stride, 1) : 0, last(scale_b.stride, 2),
                     scale_b.dims() == 3 && scale_b.size[0] > 1 ? scale_b.stride[0] : 0},
         .blocks = kind.blocks,
+        .fine = kind.fine,
         .out_dtype = out_dtype,
         .bias_dtype = bias ? bias->dtype : DType::bf16,
         .activation = call.scalar("activation", 0),
@@ -228,7 +212,8 @@ emulated::Result run_gemm(const emulated::Call& call) {
     if (row) scope.may_read("bias", *row);
     if (offs) scope.may_read("offs", *offs);
     scope.may_write("out", out);
-    launch_any(choice.config, params, std::make_index_sequence<3 * SHAPES>());
+    TK_CHECK(g::launch_any(choice.config, params, nullptr), "tk.fp8_gemm: no kernel ",
+             kernel_name(choice));
     result.choice = detail::fields_of(choice);
     result.choice.emplace("kernel", kernel_name(choice));
     return result;

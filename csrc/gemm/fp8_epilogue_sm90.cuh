@@ -14,14 +14,6 @@
 namespace thunderkittens::fp8_gemm {
 namespace sm90 {
 
-// An element of the bias, of any of the types that an output may have.
-__device__ __forceinline__ float load_any(const void* data, DType dtype, uint32_t i) {
-    if (dtype == DType::fp32) return arch::load_global(static_cast<const float*>(data) + i);
-    if (dtype == DType::bf16)
-        return convert<float>(arch::load_global(static_cast<const bf16*>(data) + i));
-    return convert<float>(arch::load_global(static_cast<const half*>(data) + i));
-}
-
 // Copies a warp's staged rows to where TMA cannot store: neighbouring lanes write neighbouring
 // words.
 template <class Word, class Staging>
@@ -77,38 +69,49 @@ __device__ __forceinline__ void send(const typename Types<C>::Globals& g, const 
     }
 }
 
-// Rounds a warp's values to O and sends them at once, through its two staging buffers in turn.
+// Columns leave in pieces of one width; the last one begins earlier where they do not fit, and
+// writes some values a second time.
+__host__ __device__ constexpr int pieces_of(int cols, int width) {
+    return (cols + width - 1) / width;
+}
+__host__ __device__ constexpr int first_of_piece(int piece, int cols, int width) {
+    return (piece + 1) * width <= cols ? piece * width : cols - width;
+}
+
+// Rounds a warp's values to O and sends them at once, through its staging buffers in turn;
+// `first_piece` have gone before.
 template <Config C, class O, int cols>
 __device__ __forceinline__ void store_now(const typename Types<C>::Globals& g,
                                           typename Types<C>::Shared& shared,
                                           const rt_fl<16, cols>& d, uint32_t row, uint32_t col,
-                                          uint32_t end) {
+                                          uint32_t end, int first_piece) {
     using staging = st<O, 16, 128 / int(sizeof(O))>;
 #pragma unroll
-    for (int piece = 0; piece < cols / staging::cols; ++piece) {
+    for (int piece = 0; piece < pieces_of(cols, staging::cols); ++piece) {
         rt_fl<16, staging::cols> part;
+        const int first = first_of_piece(piece, cols, staging::cols);
 #pragma unroll
-        for (int t = 0; t < part.width; ++t) {
-            part.tiles[0][t] = d.tiles[0][piece * part.width + t];
-        }
-        auto& buffer = reinterpret_cast<staging&>(shared.out[kittens::warpid()][piece % 2]);
-        if (laneid() == 0) tma::store_async_read_wait<1>();
+        for (int t = 0; t < part.width; ++t) part.tiles[0][t] = d.tiles[0][first / 16 + t];
+        auto& buffer = reinterpret_cast<staging&>(
+            shared.out[kittens::warpid()][(first_piece + piece) % C.buffers]);
+        if (laneid() == 0) tma::store_async_read_wait<C.buffers - 1>();
         arch::sync_warp();
         kittens::warp::store(buffer, part);
-        send<C>(g, buffer, row, col + piece * staging::cols, end);
+        send<C>(g, buffer, row, col + first, end);
     }
 }
 template <Config C, int cols>
 __device__ __forceinline__ void store_now(const typename Types<C>::Globals& g,
                                           typename Types<C>::Shared& shared,
                                           const rt_fl<16, cols>& d, uint32_t row, uint32_t col,
-                                          uint32_t end) {
+                                          uint32_t end, int product) {
+    const int before = product * pieces_of(cols, 64);
     if (g.out_dtype == DType::fp32)
-        store_now<C, float>(g, shared, d, row, col, end);
+        store_now<C, float>(g, shared, d, row, col, end, before * 2);
     else if (g.out_dtype == DType::bf16)
-        store_now<C, bf16>(g, shared, d, row, col, end);
+        store_now<C, bf16>(g, shared, d, row, col, end, before);
     else
-        store_now<C, half>(g, shared, d, row, col, end);
+        store_now<C, half>(g, shared, d, row, col, end, before);
 }
 
 // A warp's finished values of 16-bit type (bf16 stands for both), kept in registers while the next
@@ -117,20 +120,25 @@ template <Config C>
 struct Finished {
     using K = Types<C>;
     using staging = typename K::out_tile;
-    static constexpr int pieces = C.block_n / staging::cols;
+    static constexpr int across = pieces_of(C.block_n, staging::cols);
+    static constexpr int pieces = across * K::products_m;
 
-    rt_bf<16, C.block_n> values;
+    rt_bf<16, C.block_n> values[K::products_m];
     uint32_t row = 0, col = 0;
     bool any = false;
 
     template <class O>
-    __device__ __forceinline__ void pack(const rt_fl<16, C.block_n>& d) {
+    __device__ __forceinline__ void pack(const rt_fl<16, C.block_n> (&d)[K::products_m]) {
 #pragma unroll
-        for (int j = 0; j < d.width; ++j) {
+        for (int i = 0; i < K::products_m; ++i) {
 #pragma unroll
-            for (int r = 0; r < d.packed_per_base; ++r) {
-                const float2 pair = d.tiles[0][j].data[r];
-                values.tiles[0][j].data[r] = arch::bit_cast<bf16_2>(pack_pair<O>(pair.x, pair.y));
+            for (int j = 0; j < d[i].width; ++j) {
+#pragma unroll
+                for (int r = 0; r < d[i].packed_per_base; ++r) {
+                    const float2 pair = d[i].tiles[0][j].data[r];
+                    values[i].tiles[0][j].data[r] =
+                        arch::bit_cast<bf16_2>(pack_pair<O>(pair.x, pair.y));
+                }
             }
         }
     }
@@ -143,12 +151,13 @@ struct Finished {
         if (laneid() == 0) tma::store_async_read_wait<pieces % 2 == 0 ? 1 : 0>();
         arch::sync_warp();
         rt_bf<16, staging::cols> part;
+        const int first = first_of_piece(piece % across, C.block_n, staging::cols);
 #pragma unroll
         for (int t = 0; t < part.width; ++t) {
-            part.tiles[0][t] = values.tiles[0][piece * part.width + t];
+            part.tiles[0][t] = values[piece / across].tiles[0][first / 16 + t];
         }
         kittens::warp::store(buffer, part);
-        send_by_tma<C>(g, buffer, row, col + piece * staging::cols);
+        send_by_tma<C>(g, buffer, row + piece / across * 64, col + first);
     }
 };
 
@@ -195,27 +204,29 @@ __device__ __forceinline__ void with_columns(rt_fl<16, cols>& d, const Vector& v
     }
 }
 
-// The epilogue's operands of one tile: fetched before its products, applied after them to `count`
-// register tiles that lie side by side.
+// The epilogue's operands of one tile: fetched before its products, applied after them to all
+// its register tiles, those side by side first.
 template <Config C>
 struct Epilogue {
     using K = Types<C>;
-    float rows[2];  // scales of this thread's two rows
+    float rows[K::products_m][2];  // scales of this thread's rows, two of each product
     Columns<C> scales, bias;
 
     __device__ __forceinline__ void fetch(const typename K::Globals& g, const Tile& tile,
                                           uint32_t row) {
-        rows[0] = rows[1] = 1.f;
+#pragma unroll
+        for (int i = 0; i < K::products_m; ++i) rows[i][0] = rows[i][1] = 1.f;
         if (!g.blocks) {
             const bool per_column = g.scale_b.outer != 0;
             const float* scale_b = g.scale_b.data + int64_t(tile.group) * g.scale_b.group;
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const uint32_t at = row + 8 * r;
+            for (int i = 0; i < 2 * K::products_m; ++i) {
+                float& scale = rows[i / 2][i % 2];
+                const uint32_t at = row + i / 2 * 64 + i % 2 * 8;
                 if (at < tile.end) {
-                    rows[r] = arch::load_global(g.scale_a.data + int64_t(at) * g.scale_a.outer);
+                    scale = arch::load_global(g.scale_a.data + int64_t(at) * g.scale_a.outer);
                 }
-                if (!per_column) rows[r] *= arch::load_global(scale_b);
+                if (!per_column) scale *= arch::load_global(scale_b);
             }
             if (per_column) {
                 scales.fetch(tile.col, g.n, [&](uint32_t col) {
@@ -232,6 +243,8 @@ struct Epilogue {
     template <int count, int cols>
     __device__ __forceinline__ void apply(const typename K::Globals& g, typename K::Shared& shared,
                                           rt_fl<16, cols> (&d)[count]) const {
+        static_assert(count == K::products);
+        constexpr int across = K::products_n;
         auto& columns = shared.columns[warpgroup::groupid()];
         if (!g.blocks) {
 #pragma unroll
@@ -240,8 +253,8 @@ struct Epilogue {
                 for (int j = 0; j < d[i].width; ++j) {
 #pragma unroll
                     for (int r = 0; r < 4; ++r) {
-                        d[i].tiles[0][j].data[r].x *= rows[r % 2];
-                        d[i].tiles[0][j].data[r].y *= rows[r % 2];
+                        d[i].tiles[0][j].data[r].x *= rows[i / across][r % 2];
+                        d[i].tiles[0][j].data[r].y *= rows[i / across][r % 2];
                     }
                 }
             }
@@ -249,7 +262,7 @@ struct Epilogue {
                 scales.publish(columns);
 #pragma unroll
                 for (int i = 0; i < count; ++i) {
-                    with_columns(d[i], columns, i * cols, [](float2& x, float2 s, int) {
+                    with_columns(d[i], columns, i % across * cols, [](float2& x, float2 s, int) {
                         x.x *= s.x;
                         x.y *= s.y;
                     });
@@ -260,7 +273,7 @@ struct Epilogue {
             bias.publish(columns);
 #pragma unroll
             for (int i = 0; i < count; ++i) {
-                with_columns(d[i], columns, i * cols, [](float2& x, float2 b, int) {
+                with_columns(d[i], columns, i % across * cols, [](float2& x, float2 b, int) {
                     x.x += b.x;
                     x.y += b.y;
                 });

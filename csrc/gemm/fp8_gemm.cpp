@@ -57,28 +57,6 @@ Operand operand(const Tensor& tensor, const View& view, const Tensor& rows_first
     return {copy, copy.data_ptr(), pitch, rows * pitch};
 }
 
-// Launchers of every kernel, in the order of config_at.
-constexpr std::size_t SHAPES = std::size(TILE_SHAPES);
-constexpr Config config_at(std::size_t i) { return make_config(TILE_SHAPES[i / 3], DTYPES[i % 3]); }
-template <std::size_t... indices>
-void launch_any(const Config& config, const Params& params, Stream stream,
-                std::index_sequence<indices...>) {
-    const bool found =
-        ((config == config_at(indices) ? (launch<config_at(indices)>(params, stream), true)
-                                       : false) ||
-         ...);
-    TK_CHECK(found, OP, ": no kernel ", kernel_name(config));
-}
-
-// Offsets into scales are counted in 32 bits.
-Tensor small_strides(const Tensor& scales) {
-    double last = 0;
-    for (int64_t i = 0; i < scales.dim(); ++i) {
-        if (scales.size(i) > 1) last += double(scales.size(i) - 1) * double(scales.stride(i));
-    }
-    return last < 0x1p31 ? scales : torch::stable::contiguous(scales);
-}
-
 Tensor fp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const Tensor& scale_b,
                 const std::optional<Tensor>& bias, int64_t activation,
                 std::optional<ScalarType> out_type, bool accurate,
@@ -158,9 +136,6 @@ Tensor fp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const T
         left = operand(a, as_4d(a), a, stream);
         right = operand(b, transposed(as_4d(b)), torch::stable::transpose(b, -2, -1), stream);
     }
-    const Tensor of_a = small_strides(scale_a);
-    Tensor of_b = small_strides(scale_b);
-    if (kind.fine && !fits_tensor_map(as_4d(of_b), 4)) of_b = copy_for_tensor_map(of_b);
     const Choice choice = choose(problem, device);
     const bool row_scales = !kind.blocks && scale_a.size(0) > 1;
     const bool column_scales = !kind.blocks && scale_b.size(-1) > 1;
@@ -177,17 +152,18 @@ Tensor fp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const T
         .a_stride = left.stride,
         .b_stride = right.stride,
         .b_group_stride = right.group_stride,
-        .scale_a = {static_cast<const float*>(of_a.data_ptr()),
-                    row_scales || kind.blocks ? of_a.stride(0) : 0, of_a.stride(1)},
-        .scale_b = {static_cast<const float*>(of_b.data_ptr()),
-                    column_scales || kind.blocks ? of_b.stride(-1) : 0, of_b.stride(-2),
-                    of_b.dim() == 3 && of_b.size(0) > 1 ? of_b.stride(0) : 0},
+        .scale_a = {static_cast<const float*>(scale_a.data_ptr()),
+                    row_scales || kind.blocks ? scale_a.stride(0) : 0, scale_a.stride(1)},
+        .scale_b = {static_cast<const float*>(scale_b.data_ptr()),
+                    column_scales || kind.blocks ? scale_b.stride(-1) : 0, scale_b.stride(-2),
+                    scale_b.dim() == 3 && scale_b.size(0) > 1 ? scale_b.stride(0) : 0},
         .blocks = kind.blocks,
+        .fine = kind.fine,
         .out_dtype = *out_dtype,
         .bias_dtype = bias_dtype,
         .activation = static_cast<int>(activation),
         .schedule = choice.schedule};
-    launch_any(choice.config, params, stream, std::make_index_sequence<3 * SHAPES>());
+    TK_CHECK(launch_any(choice.config, params, stream), OP, ": no kernel ", kernel_name(choice));
     return out;
 }
 

@@ -40,12 +40,16 @@ struct Problem {
     bool grouped = false;
 };
 
-// A block computes block_m x block_n tiles, 128 of k at a time, with a warpgroup that loads and
-// block_m / 64 warpgroups that multiply.
+// A block computes block_m x block_n tiles, block_k of k at a time, with a warpgroup that loads and
+// `consumers` that multiply; streamed, with two warps and one warpgroup.
 struct Config {
     int block_m = 128;
     int block_n = 256;
     int stages = 4;
+    int consumers = 2;
+    int buffers = 2;  // for a warp's output, of 16 rows of 128 bytes
+    bool streamed = false;
+    int block_k = 128;
     Sums sums = Sums::fast;
     DType a = DType::e4m3, b = DType::e4m3;
 
@@ -53,12 +57,14 @@ struct Config {
 };
 constexpr int BLOCK_K = 128;
 
-// As in gemm.h.
+// As in gemm.h: clusters, the height of bands of tiles, blocks, and for few rows the blocks of a
+// cluster that divide k.
 struct Schedule {
     int cluster_m = 1;
     int cluster_n = 1;
     int band = 8;
     int blocks = 0;
+    int splits = 1;
 };
 
 struct Choice {
@@ -82,6 +88,7 @@ struct Params {
     int64_t a_stride = 0, b_stride = 0, b_group_stride = 0;
     Scales scale_a, scale_b;
     bool blocks = false;  // scales are of 128 of k
+    bool fine = false;    // those of b are of single columns then
     DType out_dtype = DType::bf16, bias_dtype = DType::bf16;
     int activation = 0;  // activation.cuh
     Schedule schedule;
@@ -107,41 +114,81 @@ void visit_fields(Choice& c, Visitor&& visit) {
     visit("block_m", c.config.block_m);
     visit("block_n", c.config.block_n);
     visit("stages", c.config.stages);
+    visit("consumers", c.config.consumers);
+    visit("buffers", c.config.buffers);
+    visit("streamed", c.config.streamed);
+    visit("block_k", c.config.block_k);
     visit("a_dtype", c.config.a);
     visit("b_dtype", c.config.b);
     visit("cluster_m", c.schedule.cluster_m);
     visit("cluster_n", c.schedule.cluster_n);
     visit("band", c.schedule.band);
     visit("blocks", c.schedule.blocks);
+    visit("splits", c.schedule.splits);
 }
 
 // Tile shapes that are compiled, each for the three pairs of dtypes.
 struct TileShape {
-    int block_m, block_n, stages;
+    int block_m, block_n, stages, consumers, buffers;
     Sums sums;
 };
 constexpr TileShape TILE_SHAPES[] = {
-    {128, 256, 4, Sums::fast},     {128, 192, 4, Sums::fast},     {128, 128, 6, Sums::fast},
-    {128, 256, 4, Sums::promoted}, {128, 128, 6, Sums::promoted}, {128, 128, 5, Sums::fine},
+    {128, 256, 4, 2, 2, Sums::fast},     {128, 192, 4, 2, 2, Sums::fast},
+    {128, 176, 5, 2, 2, Sums::fast},     {128, 128, 6, 2, 2, Sums::fast},
+    {128, 256, 3, 2, 4, Sums::promoted}, {128, 192, 4, 2, 3, Sums::promoted},
+    {128, 176, 4, 2, 3, Sums::promoted}, {128, 128, 5, 2, 2, Sums::promoted},
+    {128, 128, 5, 2, 2, Sums::fine},
 };
 struct DTypes {
     DType a, b;
 };
 constexpr DTypes DTYPES[] = {
     {DType::e4m3, DType::e4m3}, {DType::e4m3, DType::e5m2}, {DType::e5m2, DType::e4m3}};
+// Kernels for few rows, each for the three pairs of dtypes, and all kinds of sums and scales.
+struct StreamShape {
+    int block_m, block_n, block_k, stages;
+};
+constexpr StreamShape STREAM_SHAPES[] = {{16, 64, 512, 5}, {32, 64, 512, 4}, {64, 64, 256, 6}};
+constexpr Config make_config(const StreamShape& shape, const DTypes& dtypes) {
+    return {.block_m = shape.block_m,
+            .block_n = shape.block_n,
+            .stages = shape.stages,
+            .consumers = 1,
+            .streamed = true,
+            .block_k = shape.block_k,
+            .sums = Sums::promoted,
+            .a = dtypes.a,
+            .b = dtypes.b};
+}
 constexpr Config make_config(const TileShape& shape, const DTypes& dtypes) {
-    return {shape.block_m, shape.block_n, shape.stages, shape.sums, dtypes.a, dtypes.b};
+    return {shape.block_m, shape.block_n, shape.stages, shape.consumers, shape.buffers,
+            false,         BLOCK_K,       shape.sums,   dtypes.a,        dtypes.b};
 }
 
 // Wider tiles leave no registers for the walk over groups.
 constexpr bool takes_groups(const Config& c) { return c.sums != Sums::fast && c.block_n <= 128; }
-constexpr int consumers(const Config& c) { return c.block_m / 64; }
-constexpr int threads(const Config& c) { return (consumers(c) + 1) * 128; }
+// The blocks of a cluster load b's tile together: each half of it, in whole groups of 16 rows.
+constexpr bool shares_b(const Config& c) { return c.block_n % 32 == 0; }
+constexpr int threads(const Config& c) {
+    return c.streamed ? 4 * 32 + 2 * 32 : (c.consumers + 1) * 128;
+}
+// Scales that a stage holds: those of its rows of a, and of its blocks or columns of b.
+constexpr int scales_of_stage(const Config& c) {
+    if (c.sums == Sums::fast) return 0;
+    return c.block_m + (c.sums == Sums::fine ? (c.block_n + 31) / 32 * 32 : 32);
+}
 constexpr int shared_bytes(const Config& c) {
-    const int stage = (c.block_m + c.block_n) * BLOCK_K;
-    const int scales = c.sums == Sums::fine ? c.block_n * 4 : 0;
-    const int bytes = c.stages * (stage + scales) +
-                      consumers(c) * (4 * 2 * 16 * 128 + c.block_n * 4) + c.stages * 16;
+    if (c.streamed) {
+        const int parts = c.block_k / BLOCK_K;
+        const int ring = c.stages * (c.block_m + c.block_n) * c.block_k;
+        const int sums = (c.block_m * (c.block_n + 4) * 4 + 127) / 128 * 128;
+        const int scales = c.stages * parts * (c.block_m + c.block_n) * 4;
+        return (ring + sums + scales + (2 * c.stages + 2) * 8 + 127) / 128 * 128;
+    }
+    const int stage = (c.block_m + c.block_n) * BLOCK_K + scales_of_stage(c) * 4;
+    const int columns = (c.block_n + 31) / 32 * 32;
+    const int bytes =
+        c.stages * stage + c.consumers * (4 * c.buffers * 16 * 128 + columns * 4) + c.stages * 24;
     return (bytes + 127) / 128 * 128;
 }
 
@@ -169,6 +216,14 @@ constexpr ScaleKind scale_kind(const ScaleShapes& s, int64_t m, int64_t n, int64
     return {valid, k == 0, false};
 }
 
+// Every kernel that is compiled, by number: what the launchers are enumerated by.
+constexpr std::size_t TILED = std::size(TILE_SHAPES) * std::size(DTYPES);
+constexpr std::size_t CONFIGS = TILED + std::size(STREAM_SHAPES) * std::size(DTYPES);
+constexpr Config config_at(std::size_t i) {
+    if (i < TILED) return make_config(TILE_SHAPES[i / 3], DTYPES[i % 3]);
+    return make_config(STREAM_SHAPES[(i - TILED) / 3], DTYPES[i % 3]);
+}
+
 // Empty when choose() has a kernel for the problem, else the reason in a sentence.
 std::string unsupported(const Problem& problem, const DeviceProperties& device);
 Choice choose(const Problem& problem, const DeviceProperties& device);
@@ -179,5 +234,22 @@ std::vector<KernelInfo> kernels();
 // Runs the kernel of `config` on the stream.
 template <Config config>
 void launch(const Params& params, Stream stream);
+template <Config config>
+void launch_streamed(const Params& params, Stream stream);
+
+// The same for a configuration that is known at run time; false when there is no such kernel.
+template <std::size_t i = 0>
+bool launch_any(const Config& config, const Params& params, Stream stream) {
+    if constexpr (i < CONFIGS) {
+        if (config != config_at(i)) return launch_any<i + 1>(config, params, stream);
+        if constexpr (config_at(i).streamed)
+            launch_streamed<config_at(i)>(params, stream);
+        else
+            launch<config_at(i)>(params, stream);
+        return true;
+    } else {
+        return false;
+    }
+}
 
 }  // namespace thunderkittens::fp8_gemm

@@ -36,12 +36,10 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
             auto& stage = shared.stages[ring.stage];
             semaphore& full = shared.full[ring.stage];
             wait(shared.empty[ring.stage], ring.phase ^ 1);
-            if constexpr (K::fine)
-                tma::expect(full, stage.a, stage.b, shared.scales[ring.stage]);
-            else
-                tma::expect(full, stage);
+            tma::expect(full, stage);
             auto& a_parts = reinterpret_cast<typename K::a_part(&)[2]>(stage.a);
-            auto& b_parts = reinterpret_cast<typename K::b_part(&)[2]>(stage.b);
+            constexpr int b_count = C.block_n / K::b_part::rows;
+            auto& b_parts = reinterpret_cast<typename K::b_part(&)[b_count]>(stage.b);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const element_coord from =
@@ -53,7 +51,7 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
                 }
             }
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
+            for (int i = 0; i < b_count; ++i) {
                 const element_coord from =
                     elements(tile.group, 0, tile.col + i * K::b_part::rows, k * BLOCK_K);
                 if (g.cluster_m == 1) {
@@ -62,16 +60,44 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
                     tma::cluster::load_async(b_parts[i], g.b, from, full, b_blocks);
                 }
             }
-            if constexpr (K::fine) {
-                tma::load_async(shared.scales[ring.stage], g.fine_scales,
-                                elements(tile.group, 0, k, tile.col), full);
+        }
+    });
+}
+
+// The scales of blocks: one warp copies those of a stage from wherever they lie, far ahead as the
+// tiles. Rows that are not there take the scale of the last one.
+template <Config C>
+__device__ __forceinline__ void produce_scales(const typename Types<C>::Globals& g,
+                                               typename Types<C>::Shared& shared) {
+    using K = Types<C>;
+    Ring<C.stages> ring;
+    for_each_tile<C>(g, Place(g), [&](const Tile& tile) {
+        if (tile.nothing) return;
+        const float* of_a = g.scale_a.data;
+        const float* of_b = g.scale_b.data + int64_t(tile.group) * g.scale_b.group;
+        for (int k = 0; k < g.k_blocks; ++k, ring.advance()) {
+            const uint32_t to = shared.scales[ring.stage].address();
+            wait(shared.scales_read[ring.stage], ring.phase ^ 1);
+#pragma unroll
+            for (int i = laneid(); i < C.block_m; i += WARP_THREADS) {
+                const uint32_t row = tile.row + i < tile.end ? tile.row + i : tile.end - 1;
+                arch::cp_async<4>(to + i * 4, of_a + int64_t(row) * g.scale_a.outer);
             }
+            const uint32_t first = K::fine ? tile.col : tile.col / 128;
+            const uint32_t count = K::fine ? g.n : (g.n + 127) / 128;
+#pragma unroll
+            for (int i = laneid(); i < K::stage_scales - C.block_m; i += WARP_THREADS) {
+                const uint32_t col = first + i < count ? first + i : count - 1;
+                arch::cp_async<4>(to + (C.block_m + i) * 4, of_b + int64_t(col) * g.scale_b.outer);
+            }
+            arch::cp_async_mbarrier_arrive(shared.full[ring.stage].address());
+            of_a += g.scale_a.inner, of_b += g.scale_b.inner;
         }
     });
 }
 
 // Hands stages back to the blocks of the cluster that fill them: warp i to block i. One arrival
-// stands for the warpgroup, which wgmma reads shared memory as; scales are read by every warp.
+// stands for the warpgroup, which wgmma reads shared memory as.
 template <Config C>
 struct Release {
     typename Types<C>::Shared& shared;
@@ -83,12 +109,10 @@ struct Release {
         : shared(s), alone(g.cluster_m * g.cluster_n == 1), peer(warpgroup::warpid()) {
         const uint32_t peer_m = g.cluster_n == 2 ? peer / 2 : peer,
                        peer_n = g.cluster_n == 2 ? peer % 2 : 0;
-        hands_back =
-            laneid() == 0 && (Types<C>::fine || (peer < g.cluster_m * g.cluster_n &&
-                                                 (peer_m == place.in_m || peer_n == place.in_n)));
+        hands_back = laneid() == 0 && peer < g.cluster_m * g.cluster_n &&
+                     (peer_m == place.in_m || peer_n == place.in_n);
     }
     __device__ __forceinline__ void operator()(int stage) const {
-        if constexpr (Types<C>::fine) arch::sync_warp();
         if (!hands_back) return;
         if (alone)
             arrive(shared.empty[stage]);
@@ -100,21 +124,28 @@ struct Release {
 template <Config C>
 __device__ __forceinline__ void consume_fast(const typename Types<C>::Globals& g,
                                              typename Types<C>::Shared& shared) {
+    using K = Types<C>;
     const Place place(g);
     const Release<C> release(g, shared, place);
     const int consumer = warpgroup::groupid();
     Ring<C.stages> ring;
-    rt_fl<16, C.block_n> sums[1];
-    auto& d = sums[0];
+    rt_fl<16, C.block_n> sums[K::products];
     Finished<C> finished;
     for_each_tile<C>(g, place, [&](const Tile& tile) {
-        const uint32_t row = tile.row + consumer * 64 + warpgroup::warpid() * 16;
+        const uint32_t row = tile.row + consumer * (K::products_m * 64) + warpgroup::warpid() * 16;
         int previous = 0;
         for (int k = 0; k < g.k_blocks; ++k, ring.advance()) {
             auto& stage = shared.stages[ring.stage];
             wait(shared.full[ring.stage], ring.phase);
-            auto rows = stage.a.template subtile<64, BLOCK_K>({consumer, 0});
-            warpgroup::product<false, true>(d, rows, stage.b, k > 0);
+#pragma unroll
+            for (int i = 0; i < K::products_m; ++i) warpgroup::mma_fence(sums[i]);
+#pragma unroll
+            for (int i = 0; i < K::products_m; ++i) {
+                auto rows =
+                    stage.a.template subtile<64, BLOCK_K>({consumer * K::products_m + i, 0});
+                kittens::detail::wgmma_product<false, true>(sums[i], rows, stage.b, k > 0);
+            }
+            warpgroup::mma_commit_group();
             if (finished.any && k < finished.pieces) {
 #pragma unroll
                 for (int piece = 0; piece < finished.pieces; ++piece) {
@@ -128,7 +159,8 @@ __device__ __forceinline__ void consume_fast(const typename Types<C>::Globals& g
         // Here the registers are free, and the last product hides the latency.
         Epilogue<C> epilogue;
         epilogue.fetch(g, tile, row + laneid() / 4);
-        warpgroup::mma_async_wait(d);
+#pragma unroll
+        for (int i = 0; i < K::products_m; ++i) warpgroup::mma_async_wait(sums[i]);
         release(previous);
 
         if (finished.any && g.k_blocks < finished.pieces) {
@@ -139,13 +171,16 @@ __device__ __forceinline__ void consume_fast(const typename Types<C>::Globals& g
         }
         epilogue.apply(g, shared, sums);
         if (g.out_dtype == DType::fp32 || !g.tma_store) {
-            store_now<C>(g, shared, d, row, tile.col, tile.end);
+#pragma unroll
+            for (int i = 0; i < K::products_m; ++i) {
+                store_now<C>(g, shared, sums[i], row + i * 64, tile.col, tile.end, i);
+            }
             return;
         }
         if (g.out_dtype == DType::bf16)
-            finished.template pack<bf16>(d);
+            finished.template pack<bf16>(sums);
         else
-            finished.template pack<half>(d);
+            finished.template pack<half>(sums);
         finished.row = row, finished.col = tile.col;
         finished.any = true;
     });
@@ -156,38 +191,20 @@ __device__ __forceinline__ void consume_fast(const typename Types<C>::Globals& g
     if (laneid() == 0) tma::store_async_read_wait();
 }
 
-// Scales of 128 of k that one thread needs: of its two rows of a, and of the blocks of b. Fetched
-// before the products that they are for, which hide the latency. Rows and columns that are not
-// there take the scales of the last ones.
-template <Config C>
-struct BlockScales {
-    static constexpr int count = Types<C>::fine ? 0 : C.block_n / 128;
-    uint32_t row[2], col, next_col;  // offsets for the block of k that comes next
-
-    __device__ __forceinline__ BlockScales(const typename Types<C>::Globals& g, const Tile& tile,
-                                           uint32_t first_row) {
+// sum += part * the factors of a thread's two rows.
+template <int cols>
+__device__ __forceinline__ void promote(rt_fl<16, cols>& sum, const rt_fl<16, cols>& part,
+                                        int first, int last, float (&factor)[2]) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const uint32_t at = first_row + 8 * i < tile.end ? first_row + 8 * i : tile.end - 1;
-            row[i] = at * uint32_t(g.scale_a.outer);
+    for (int j = first / 16; j < last / 16; ++j) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            const float2 x = part.tiles[0][j].data[r];
+            float2& s = sum.tiles[0][j].data[r];
+            s = make_float2(fmaf(x.x, factor[r % 2], s.x), fmaf(x.y, factor[r % 2], s.y));
         }
-        col = tile.group * uint32_t(g.scale_b.group) + tile.col / 128 * uint32_t(g.scale_b.outer);
-        next_col = tile.col + 128 < g.n ? uint32_t(g.scale_b.outer) : 0;
     }
-    __device__ __forceinline__ void fetch(const typename Types<C>::Globals& g, float (&rows)[2],
-                                          float (&cols)[2]) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) rows[i] = cols[i] = 1.f;
-        if (!g.blocks) return;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            rows[i] = arch::load_global(g.scale_a.data + row[i]);
-            row[i] += uint32_t(g.scale_a.inner);
-            if (i < count) cols[i] = arch::load_global(g.scale_b.data + (col + i * next_col));
-        }
-        col += uint32_t(g.scale_b.inner);
-    }
-};
+}
 
 template <Config C>
 __device__ __forceinline__ void consume_promoted(const typename Types<C>::Globals& g,
@@ -197,80 +214,112 @@ __device__ __forceinline__ void consume_promoted(const typename Types<C>::Global
     const Release<C> release(g, shared, place);
     const int consumer = warpgroup::groupid();
     Ring<C.stages> ring;
-    rt_fl<16, 128> sums[K::products], part;
+    constexpr int cols = K::product_cols;
+    rt_fl<16, cols> sums[K::products], part;
     // The first stage's address, as a register that is not computed again in every step.
-    const auto first_rows = shared.stages[0].a.template subtile<64, BLOCK_K>({consumer, 0});
+    const auto first_rows =
+        shared.stages[0].a.template subtile<64, BLOCK_K>({consumer * K::products_m, 0});
     uint32_t stages = first_rows.base;
     arch::pin_register(stages);
 
     for_each_tile<C>(g, place, [&](const Tile& tile) {
-        const uint32_t row = tile.row + consumer * 64 + warpgroup::warpid() * 16;
+        const uint32_t row = tile.row + consumer * (K::products_m * 64) + warpgroup::warpid() * 16;
         const uint32_t own_row = row + laneid() / 4;
+        const int in_tile = int(own_row - tile.row);
 #pragma unroll
         for (int i = 0; i < K::products; ++i) kittens::warp::zero(sums[i]);
-        BlockScales<C> scales(g, tile, own_row);
         const int k_blocks = tile.nothing ? 0 : g.k_blocks;
-        float rows[2], cols[2], next_rows[2], next_cols[2];
-        if (k_blocks > 0) {
-            scales.fetch(g, next_rows, next_cols);
-            wait(shared.full[ring.stage], ring.phase);
-        }
         int stage = ring.stage;
-        for (int k = 0; k < k_blocks; ++k) {
-            const int previous = stage;
-            stage = ring.stage;
+        Epilogue<C> epilogue;
+        const auto multiply = [&]<bool blocks>() {
+            if (k_blocks > 0) wait(shared.full[ring.stage], ring.phase);
+            for (int k = 0; k < k_blocks; ++k) {
+                const int previous = stage;
+                stage = ring.stage;
+                float rows[2 * K::products_m], columns[K::column_scales];
 #pragma unroll
-            for (int i = 0; i < K::products; ++i) {
-                auto a = first_rows;
-                a.base = stages + stage * int(sizeof(typename K::Stage));
-                auto b = shared.stages[0].b.template subtile<128, BLOCK_K>({i, 0});
-                b.base = a.base + uint32_t(sizeof(typename K::a_tile));
-                warpgroup::product<false, true>(part, a, b, false);
-                // While the product runs: what comes before and after it.
-                if (i == 0) {
-                    if (k > 0) release(previous);
+                for (int i = 0; i < K::products; ++i) {
+                    const int in_m = i / K::products_n, in_n = i % K::products_n;
+                    auto a = first_rows;
+                    a.base = stages + stage * int(sizeof(typename K::Stage));
+                    a.offset.x += in_m * 64;
+                    auto b = shared.stages[0].b.template subtile<cols, BLOCK_K>({in_n, 0});
+                    b.base = a.base + uint32_t(sizeof(typename K::a_tile));
+                    warpgroup::product<false, true>(part, a, b, false);
+                    // While the product runs: what comes before and after it.
+                    if (i == 0) {
+                        if (k > 0) release(previous);
+                        if constexpr (blocks) {
+                            const uint32_t scales = shared.scales[stage].address();
 #pragma unroll
-                    for (int r = 0; r < 2; ++r) rows[r] = next_rows[r], cols[r] = next_cols[r];
-                }
-                if (i == K::products - 1) {
-                    ring.advance();
-                    if (k + 1 < k_blocks) {
-                        scales.fetch(g, next_rows, next_cols);
-                        wait(shared.full[ring.stage], ring.phase);
+                            for (int r = 0; r < 2 * K::products_m; ++r) {
+                                rows[r] = arch::load_shared<float>(
+                                    scales + (in_tile + r / 2 * 64 + r % 2 * 8) * 4);
+                            }
+#pragma unroll
+                            for (int r = 0; r < (K::fine ? 0 : K::column_scales); ++r) {
+                                columns[r] = arch::load_shared<float>(scales + (C.block_m + r) * 4);
+                            }
+                        }
                     }
-                }
-                warpgroup::mma_async_wait(part);
-                float factor[2];
-#pragma unroll
-                for (int r = 0; r < 2; ++r) factor[r] = K::fine ? rows[r] : rows[r] * cols[i];
-                if constexpr (K::fine) {
-                    with_columns(part, shared.scales[stage], i * 128,
-                                 [&](float2& x, float2 s, int r) {
-                                     x.x *= s.x * factor[r];
-                                     x.y *= s.y * factor[r];
-                                 });
-                }
-#pragma unroll
-                for (int j = 0; j < part.width; ++j) {
-#pragma unroll
-                    for (int r = 0; r < 4; ++r) {
-                        const float2 x = part.tiles[0][j].data[r];
-                        float2& sum = sums[i].tiles[0][j].data[r];
-                        const float f = K::fine ? 1.f : factor[r % 2];
-                        sum = make_float2(fmaf(x.x, f, sum.x), fmaf(x.y, f, sum.y));
+                    if (i == K::products - 1) {
+                        ring.advance();
+                        if (k + 1 < k_blocks)
+                            wait(shared.full[ring.stage], ring.phase);
+                        else
+                            epilogue.fetch(g, tile, own_row);
+                    }
+                    warpgroup::mma_async_wait(part);
+                    float factor[2] = {1.f, 1.f};
+                    if constexpr (blocks) {
+                        factor[0] = rows[2 * in_m], factor[1] = rows[2 * in_m + 1];
+                    }
+                    if constexpr (K::fine) {
+                        with_columns(part, shared.scales[stage], C.block_m + in_n * cols,
+                                     [&](float2& x, float2 s, int r) {
+                                         x.x *= s.x * factor[r];
+                                         x.y *= s.y * factor[r];
+                                     });
+                        factor[0] = factor[1] = 1.f;
+                    }
+                    if constexpr (blocks) {
+                        if (i == K::products - 1) {
+                            arch::sync_warp();
+                            if (laneid() == 0) arrive(shared.scales_read[stage]);
+                        }
+                    }
+                    if constexpr (!blocks || K::fine) {
+                        promote(sums[i], part, 0, cols, factor);
+                    } else if constexpr (cols <= 128) {
+                        factor[0] *= columns[in_n], factor[1] *= columns[in_n];
+                        promote(sums[i], part, 0, cols, factor);
+                    } else {
+                        float second[2] = {factor[0] * columns[1], factor[1] * columns[1]};
+                        factor[0] *= columns[0], factor[1] *= columns[0];
+                        if (tile.col % 128 == 0) {
+                            promote(sums[i], part, 0, 128, factor);
+                            promote(sums[i], part, 128, cols, second);
+                        } else {
+                            promote(sums[i], part, 0, 64, factor);
+                            promote(sums[i], part, 64, cols, second);
+                        }
                     }
                 }
             }
-        }
+        };
+        if (g.blocks)
+            multiply.template operator()<true>();
+        else if constexpr (!K::fine)
+            multiply.template operator()<false>();
         if (k_blocks > 0) release(stage);
         if (!tile.nothing) {
-            Epilogue<C> epilogue;
-            epilogue.fetch(g, tile, own_row);
+            if (k_blocks == 0) epilogue.fetch(g, tile, own_row);
             epilogue.apply(g, shared, sums);
         }
 #pragma unroll
         for (int i = 0; i < K::products; ++i) {
-            store_now<C>(g, shared, sums[i], row, tile.col + i * 128, tile.end);
+            store_now<C>(g, shared, sums[i], row + i / K::products_n * 64,
+                         tile.col + i % K::products_n * cols, tile.end, i);
         }
     });
     if (laneid() == 0) tma::store_async_read_wait();
@@ -285,6 +334,7 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
     shared_allocator allocator(shared_memory());
     auto& shared = allocator.template allocate<typename K::Shared>();
     const bool alone = g.cluster_m * g.cluster_n == 1;
+    const bool copies_scales = !K::fast && g.blocks;
 
     if (warpgroup::groupid() == K::consumers) {
         if (warpgroup::warpid() == 0) {
@@ -293,23 +343,27 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
                 tma::prefetch_map<typename K::b_part>(g.b);
                 tma::prefetch_map<typename K::out_tile>(g.out);
                 for (int i = 0; i < C.stages; ++i) {
-                    init_semaphore(shared.full[i], 1);
-                    init_semaphore(
-                        shared.empty[i],
-                        K::consumers * (K::fine ? WARPGROUP_WARPS : g.cluster_m + g.cluster_n - 1));
+                    init_semaphore(shared.full[i], 1 + (copies_scales ? WARP_THREADS : 0));
+                    init_semaphore(shared.empty[i], K::consumers * (g.cluster_m + g.cluster_n - 1));
+                    init_semaphore(shared.scales_read[i], K::consumers * WARPGROUP_WARPS);
                 }
                 arch::mbarrier_init_fence();
             }
             arch::sync_warp();
         }
-        if (alone)
-            arch::named_barrier_arrive(READY, K::threads);
-        else
+        if (!alone)
             cluster::sync();
+        else if (!K::fast && warpgroup::warpid() == 1)  // which waits for semaphores too
+            arch::named_barrier_sync(READY, K::threads);
+        else
+            arch::named_barrier_arrive(READY, K::threads);
         warpgroup::decrease_registers<K::producer_registers>();
         arch::wait_for_dependencies();
         arch::launch_dependents();
         if (warpgroup::elect_leader()) produce<C>(g, shared);
+        if constexpr (!K::fast) {
+            if (copies_scales && warpgroup::warpid() == 1) produce_scales<C>(g, shared);
+        }
     } else {
         if (alone)
             arch::named_barrier_sync(READY, K::threads);
@@ -354,10 +408,6 @@ typename Types<C>::Globals make_globals(const Params& p) {
         .b = make_matrix<decltype(Globals::b)>(p.b, p.groups, p.n, p.k, p.b_stride,
                                                p.b_group_stride),
         .out = make_matrix<decltype(Globals::out)>(p.out, 1, p.m, map_words, map_words, 0),
-        .fine_scales =
-            K::fine ? make_matrix<decltype(Globals::fine_scales)>(
-                          p.scale_b.data, p.groups, k_blocks, p.n, p.scale_b.inner, p.scale_b.group)
-                    : make_matrix<decltype(Globals::fine_scales)>(p.out, 1, 1, 64, 64, 0),
         .scale_a = p.scale_a,
         .scale_b = p.scale_b,
         .bias = p.bias,

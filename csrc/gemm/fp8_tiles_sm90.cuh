@@ -17,13 +17,14 @@ constexpr int READY = 1;
 template <DType dtype>
 using element = std::conditional_t<dtype == DType::e4m3, fp8e4m3, fp8e5m2>;
 
-// Scales of a stage, where they are of 128 elements of a row of b.
+// Where sums are promoted, a stage has the scales of its rows of a and then those of its blocks or
+// columns of b.
 template <Config C>
-struct FineScales {};
+struct StageScales {};
 template <Config C>
-    requires(C.sums == Sums::fine)
-struct FineScales<C> {
-    sv_fl<C.block_n> scales[C.stages];
+    requires(C.sums != Sums::fast)
+struct StageScales<C> {
+    kittens::sv_fl<scales_of_stage(C)> scales[C.stages];
 };
 
 template <Config C>
@@ -31,32 +32,36 @@ struct Types {
     static constexpr Config config = C;
     using TA = element<C.a>;
     using TB = element<C.b>;
-    static constexpr int consumers = fp8_gemm::consumers(C);
+    static constexpr int consumers = C.consumers;
     static constexpr bool fast = C.sums == Sums::fast, fine = C.sums == Sums::fine;
     static constexpr bool groups = takes_groups(C);
-    // Columns of a product: what is promoted takes a second set of registers.
-    static constexpr int product_cols = fast ? C.block_n : 128;
-    static constexpr int products = C.block_n / product_cols;
+    // A consumer has so many products of 64 rows above each other, and side by side. What is
+    // promoted takes a second set of registers, for one product.
+    static constexpr int products_m = C.block_m / consumers / 64;
+    static constexpr int product_cols = fast || C.block_n <= 192 ? C.block_n : 128;
+    static constexpr int products_n = C.block_n / product_cols;
+    static constexpr int stage_scales = scales_of_stage(C);
+    static constexpr int column_scales = (C.block_n + 127) / 128;
+    static constexpr int products = products_m * products_n;
 
     using a_tile = st<TA, C.block_m, BLOCK_K>;
     using b_tile = st<TB, C.block_n, BLOCK_K>;
     // What one block of a cluster loads of a shared tile: half of it.
     using a_part = st<TA, C.block_m / 2, BLOCK_K>;
-    using b_part = st<TB, C.block_n / 2, BLOCK_K>;
+    using b_part = st<TB, shares_b(C) ? C.block_n / 2 : C.block_n, BLOCK_K>;
     // Staging of a warp's output: rows of 128 bytes, whatever the type of the output. To TMA, which
     // only copies, every output is a matrix of 16-bit words.
     using out_tile = st<bf16, 16, 64>;
-    using scale_vec = sv_fl<C.block_n>;
 
     struct Stage {
         a_tile a;
         b_tile b;
     };
-    struct Shared : FineScales<C> {
+    struct Shared : StageScales<C> {
         Stage stages[C.stages];
-        out_tile out[consumers * WARPGROUP_WARPS][2];
+        out_tile out[consumers * WARPGROUP_WARPS][C.buffers];
         sv_fl<C.block_n> columns[consumers];
-        semaphore full[C.stages], empty[C.stages];
+        semaphore full[C.stages], empty[C.stages], scales_read[C.stages];
     };
     static_assert(sizeof(Stage) == sizeof(a_tile) + sizeof(b_tile) && sizeof(Stage) % 1024 == 0);
     static_assert(sizeof(Shared) <= MAX_SHARED_MEMORY, "too many stages");
@@ -66,7 +71,6 @@ struct Types {
         gl<TA, -1, 1, -1, -1, a_part> a;
         gl<TB, -1, 1, -1, -1, b_part> b;
         gl<bf16, -1, 1, -1, -1, out_tile> out;
-        gl<float, -1, 1, -1, -1, scale_vec> fine_scales;  // of b, (groups, blocks of k, n)
         Scales scale_a, scale_b;
         const void* bias;
         const int32_t* offs;
@@ -83,8 +87,12 @@ struct Types {
     };
 
     static constexpr int threads = fp8_gemm::threads(C);
-    static constexpr int producer_registers = groups ? 40 : 24;
-    static constexpr int consumer_registers = groups ? 232 : 240;
+    static constexpr int producer_registers = fast ? 24 : 40;
+    static constexpr int consumer_registers = fast ? 240 : 232;
+    // What a block is given at its launch; asking for more than that would never return.
+    static constexpr int launch_registers = 65536 / threads / 8 * 8;
+    static_assert(producer_registers + consumers * consumer_registers <=
+                  (consumers + 1) * launch_registers);
 };
 
 // A position in the ring of stages, and the parity of the round.
@@ -132,6 +140,14 @@ struct Group {
         last_tile += rows * g.columns;
     }
 };
+
+// An element of the bias, of any of the types that an output may have.
+__device__ __forceinline__ float load_any(const void* data, DType dtype, uint32_t i) {
+    if (dtype == DType::fp32) return arch::load_global(static_cast<const float*>(data) + i);
+    if (dtype == DType::bf16)
+        return convert<float>(arch::load_global(static_cast<const bf16*>(data) + i));
+    return convert<float>(arch::load_global(static_cast<const half*>(data) + i));
+}
 
 // Calls work(tile) for each of this block's tiles. Where the rows are grouped, tiles are counted
 // group by group, as the offsets say; rows behind the last group count as one more.

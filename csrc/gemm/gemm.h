@@ -48,6 +48,7 @@ struct Config {
     DType dtype = DType::bf16;
     bool a_m_major = false;
     bool b_n_major = true;
+    bool marked = false;  // only the tiles that are marked, see Marks
 
     bool operator==(const Config&) const = default;
 };
@@ -71,6 +72,15 @@ struct Choice {
     Schedule schedule;
 };
 
+// Where only some tiles are to be computed, which the device decides (mxfp8_gemm.h): a word per 128
+// rows and per 128 columns of the output. Tiles with a row or column of a word that is not zero are
+// computed; of others the kernel writes nothing.
+constexpr int MARKED_ROWS = 128;
+struct Marks {
+    const uint64_t* rows = nullptr;
+    const uint64_t* columns = nullptr;
+};
+
 // One call. Strides count elements: a_stride and b_stride lie between neighbours in the dimension
 // that is not contiguous. An operand that is the same for the whole batch has batch stride 0. The
 // operands must satisfy TMA: base and strides multiples of 16 bytes. Rows of out and residual are
@@ -85,6 +95,7 @@ struct Params {
     int64_t out_stride = 0, out_batch_stride = 0;
     DType out_dtype = DType::bf16;
     Epilogue epilogue;
+    Marks marks;
     Schedule schedule;
 };
 
@@ -170,10 +181,17 @@ constexpr Config make_config(const StreamShape& shape, DType dtype, bool b_n_maj
             .b_n_major = b_n_major};
 }
 
+// The kernel of marked tiles: the operands of MXFP8 products, as they come out of a pass over them.
+constexpr Config marked_config() {
+    Config c = make_config(TILE_SHAPES[1], DType::bf16, false, false, true);
+    c.marked = true;
+    return c;
+}
+
 // Every kernel that is compiled, by number: what the launchers are enumerated by.
 constexpr std::size_t TILED = (std::size(TILE_SHAPES) + FUSED_SHAPES) * 8;
 constexpr std::size_t STREAMED = std::size(STREAM_SHAPES) * 4;
-constexpr std::size_t CONFIGS = TILED + STREAMED;
+constexpr std::size_t CONFIGS = TILED + STREAMED + 1;
 constexpr Config config_at(std::size_t i) {
     const auto dtype = [](std::size_t j) { return j % 2 == 0 ? DType::bf16 : DType::fp16; };
     if (i < TILED) {
@@ -182,6 +200,7 @@ constexpr Config config_at(std::size_t i) {
                            i / 2 % 2 != 0, i % 2 != 0, fused);
     }
     i -= TILED;
+    if (i == STREAMED) return marked_config();
     return make_config(STREAM_SHAPES[i / 4], dtype(i / 2), i % 2 != 0);
 }
 
@@ -206,6 +225,8 @@ constexpr int threads(const Config& c) {
 // Empty when choose() has a kernel for the problem, else the reason in a sentence.
 std::string unsupported(const Problem& problem, const DeviceProperties& device);
 Choice choose(const Problem& problem, const DeviceProperties& device);
+// The kernel of marked tiles, for a problem of its dtype and layout.
+Choice choose_marked(const Problem& problem, const DeviceProperties& device);
 std::string kernel_name(const Config& config);
 std::string kernel_name(const Choice& choice);
 std::vector<KernelInfo> kernels();

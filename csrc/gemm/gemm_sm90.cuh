@@ -18,6 +18,7 @@
 #pragma once
 
 #include "csrc/gemm/fused_sm90.cuh"
+#include "csrc/gemm/marks_sm90.cuh"
 
 namespace thunderkittens::gemm {
 namespace sm90 {
@@ -45,13 +46,16 @@ struct Place {
 };
 
 // Calls work(tile) for each of this block's tiles.
-template <class Globals, class Work>
+template <Config C, class Globals, class Work>
 __device__ __forceinline__ void for_each_tile(const Globals& g, const Place place, Work work) {
     const uint32_t first = blockIdx.x >> ((g.cluster_m == 2) + (g.cluster_n == 2));
     for (uint32_t index = first; index < g.order.total; index += g.clusters) {
         TilePosition at = g.order.at(index);
         at.m = at.m * g.cluster_m + place.in_m;
         at.n = at.n * g.cluster_n + place.in_n;
+        if constexpr (C.marked) {
+            if (!is_marked<C>(g, at)) continue;
+        }
         work(at);
     }
 }
@@ -67,7 +71,7 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
     const uint16_t b_blocks =
         static_cast<uint16_t>((g.cluster_m == 2 ? 1u | 1u << g.cluster_n : 1u) << place.in_n);
     Ring<C.stages> ring;
-    for_each_tile(g, place, [&](const TilePosition at) {
+    for_each_tile<C>(g, place, [&](const TilePosition at) {
         const int m = static_cast<int>(at.m) * C.block_m;
         const uint32_t n = K::first_column(g, at.n);
         const int a_batch = g.a_batched ? static_cast<int>(at.batch) : 0;
@@ -133,7 +137,7 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
     rt_fl<16, C.block_n> d;
     Finished<C> finished;
     Bias<C> bias;
-    for_each_tile(g, place, [&](const TilePosition at) {
+    for_each_tile<C>(g, place, [&](const TilePosition at) {
         const uint32_t col = K::first_column(g, at.n);
         const uint32_t row =
             at.m * C.block_m + consumer * K::consumer_rows + warpgroup::warpid() * 16;
@@ -227,7 +231,8 @@ __global__ __launch_bounds__(K::threads,
         if constexpr (C.consumers > 1) warpgroup::decrease_registers<K::producer_registers>();
         arch::wait_for_dependencies();
         arch::launch_dependents();
-        if (warpgroup::elect_leader()) produce<C>(g, shared);
+        const bool work = !C.marked || any_mark(g.marks, g.m, g.n);
+        if (work && warpgroup::elect_leader()) produce<C>(g, shared);
     } else {
         if (alone)
             arch::named_barrier_sync(READY, K::threads);
@@ -235,7 +240,7 @@ __global__ __launch_bounds__(K::threads,
             cluster::sync();
         if constexpr (C.consumers > 1) warpgroup::increase_registers<K::consumer_registers>();
         arch::wait_for_dependencies();
-        consume<C>(g, shared);
+        if (!C.marked || any_mark(g.marks, g.m, g.n)) consume<C>(g, shared);
     }
     // A block's shared memory is written, and its semaphores are arrived at, by its cluster.
     if (!alone) cluster::sync();
@@ -305,6 +310,7 @@ typename Types<C>::Globals make_globals(const Params& p) {
         .clusters = static_cast<uint32_t>(p.schedule.blocks /
                                           (p.schedule.cluster_m * p.schedule.cluster_n)),
         .order = make_order(C, p.schedule, p.m, p.n, p.batch),
+        .marks = p.marks,
     };
 }
 

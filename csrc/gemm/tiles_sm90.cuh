@@ -83,12 +83,13 @@ struct Types {
         int cluster_m, cluster_n;
         uint32_t clusters;  // of the grid
         TileOrder order;
+        Marks marks;
     };
 
     static constexpr int threads = gemm::threads(C);
     // With two consumers, 65536 registers are 168 per thread at launch; the producer needs few.
-    static constexpr int producer_registers = 24;
-    static constexpr int consumer_registers = 240;
+    static constexpr int producer_registers = C.marked ? 40 : 24;
+    static constexpr int consumer_registers = C.marked ? 232 : 240;
 };
 
 }  // namespace sm90

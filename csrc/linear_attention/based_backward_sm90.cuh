@@ -85,12 +85,12 @@ __device__ __forceinline__ void store_elements(const BackwardGlobals<T>& g,
     for (int r = 0; r < 2; ++r) {
         const int row = first + 8 * r;
         if (row >= g.segments.length) continue;
-        const int64_t lines = int64_t(gridDim.x) / g.segments.slices / g.segments.segments;
         const int64_t at =
             (int64_t(item.line) * g.segments.length + row) * ELEMENTS + 4 * (laneid() % 4);
         const float4& x = rows[r];
         if (g.partial != nullptr) {
-            float* to = g.partial + item.slice * lines * g.segments.length * ELEMENTS + at;
+            const int64_t rows = int64_t(g.segments.lines) * g.segments.length;
+            float* to = g.partial + item.slice * rows * ELEMENTS + at;
             arch::store_global(reinterpret_cast<float4*>(to), x);
         } else {
             const uint2 word = {arch::bit_cast<uint32_t>(pack_pair<T>(x.x, x.y)),
@@ -162,11 +162,12 @@ __global__ __launch_bounds__(WARPGROUP_THREADS, BLOCKS_PER_SM) void based_query_
         auto& shared = fresh_addresses(block);
         auto& stage = shared.stages[i % BACKWARD_STAGES];
         wait(shared.full[i % BACKWARD_STAGES], i / BACKWARD_STAGES % 2);
+        transpose_chunk(shared.transposed, stage.k);
+        const float scale = state.publish(shared.state, shared.scratch);
+        // Not before, when registers of the state are read: ptxas would wait for the products.
         rt_fl<16, CHUNK> scores, products;
         warpgroup::mm_ABt(scores, stage.q, stage.k);
         warpgroup::mm_ABt(products, stage.grad_out, stage.v);
-        transpose_chunk(shared.transposed, stage.k);
-        const float scale = state.publish(shared.state, shared.scratch);
         arch::fence_async_shared();
         warpgroup::sync(1);
         if (first_thread() && i + BACKWARD_STAGES - 1 < item.chunks())

@@ -114,10 +114,11 @@ __global__ __launch_bounds__(WARPGROUP_THREADS, BLOCKS_PER_SM) void based_forwar
         arch::mbarrier_init_fence();
     }
     block.transposed.fill_constants();
-    arch::wait_for_dependencies();
+    // The kernels that this one depends on write states, and nothing of what is loaded here.
     if (first_thread()) {
         for (int i = 0; i < FORWARD_STAGES - 1 && i < item.chunks(); ++i) load_chunk(i);
     }
+    arch::wait_for_dependencies();
     RunningState<T, false> state;
     RunningDenominator<T> sums;
     const StateView initial = g.initial.at(g.segments.state(item));
@@ -132,9 +133,10 @@ __global__ __launch_bounds__(WARPGROUP_THREADS, BLOCKS_PER_SM) void based_forwar
         auto& stage = shared.stages[i % FORWARD_STAGES];
         wait(shared.full[i % FORWARD_STAGES], i / FORWARD_STAGES % 2);
         rt_fl<16, CHUNK> scores;
-        if constexpr (!denominator) warpgroup::mm_ABt(scores, stage.q, stage.k);
         transpose_chunk(shared.transposed, stage.k);
         const float before_scale = state.publish(shared.state, shared.scratch);
+        // Not before, when registers of the state are read: ptxas would wait for the product.
+        if constexpr (!denominator) warpgroup::mm_ABt(scores, stage.q, stage.k);
         arch::fence_async_shared();
         if (first_thread()) tma::store_async_read_wait();
         warpgroup::sync(1);

@@ -8,11 +8,12 @@
 namespace thunderkittens::linear_attention {
 
 struct Segments {
-    int heads, length, value_dim;
+    int heads, lines, length, value_dim;  // lines: heads of all batches
     int slices, segments, segment_chunks;
 
     Segments(const BasedProblem& p, int _segments)
         : heads(int(p.heads)),
+          lines(int(p.batch * p.heads)),
           length(int(p.length)),
           value_dim(int(p.value_dim)),
           slices(int((p.value_dim + VALUES - 1) / VALUES)),

@@ -72,14 +72,18 @@ struct RunningState {
             }
         }
     }
+    // Without branches, so that all loads are in flight together.
     __device__ __forceinline__ void load(const StateView& from, int first_column) {
+        for_each_pair([](float2& pair, const PublicFeature&, int) { pair = {0.0f, 0.0f}; });
+        if (from.numerator == nullptr) return;
+        const int last = from.value_dim - 2;
         for_each_pair([&](float2& pair, const PublicFeature& feature, int column) {
             const int at = first_column + column;
-            pair = {0.0f, 0.0f};
-            if (from.numerator == nullptr || feature.row < 0 || at >= from.value_dim) return;
-            const float factor = unit / feature.weight;
+            const bool exists = feature.row >= 0 && at <= last;
+            const float factor = exists ? unit / feature.weight : 0.0f;
             pair = arch::load_global(reinterpret_cast<const float2*>(
-                from.numerator + int64_t(feature.row) * from.value_dim + at));
+                from.numerator + int64_t(::max(feature.row, 0)) * from.value_dim +
+                ::min(at, last)));
             pair = {factor * pair.x, factor * pair.y};
         });
     }

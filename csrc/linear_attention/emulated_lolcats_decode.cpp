@@ -1,5 +1,5 @@
-// lolcats_decode on the emulator, as lolcats_decode.cpp does it on CUDA tensors. The state is copied,
-// and returned.
+// lolcats_decode on the emulator, as lolcats_decode.cpp does it on CUDA tensors. The state is
+// copied, and returned.
 #include "csrc/linear_attention/emulated_lolcats_operands.h"
 #include "csrc/linear_attention/lolcats_dispatch.h"
 

@@ -40,16 +40,6 @@ struct BasedChoice {
 };
 struct BasedBackwardChoice : BasedChoice {};
 
-struct DecodeProblem {
-    DType dtype = DType::bf16;
-    int64_t batch = 0, heads = 0;
-    int64_t value_dim = 64;
-    bool normalize = false;
-};
-struct DecodeChoice {
-    DType dtype = DType::bf16;
-};
-
 template <typename Visitor>
 void visit_fields(BasedProblem& p, Visitor visit) {
     visit("dtype", p.dtype);
@@ -66,19 +56,6 @@ void visit_fields(BasedChoice& c, Visitor visit) {
     visit("denominator", c.denominator);
     visit("segments", c.segments);
 }
-template <typename Visitor>
-void visit_fields(DecodeProblem& p, Visitor visit) {
-    visit("dtype", p.dtype);
-    visit("batch", p.batch);
-    visit("heads", p.heads);
-    visit("value_dim", p.value_dim);
-    visit("normalize", p.normalize);
-}
-template <typename Visitor>
-void visit_fields(DecodeChoice& c, Visitor visit) {
-    visit("dtype", c.dtype);
-}
-
 constexpr int64_t chunks_of(const BasedProblem& p) { return (p.length + CHUNK - 1) / CHUNK; }
 constexpr int64_t slices_of(const BasedProblem& p) { return (p.value_dim + VALUES - 1) / VALUES; }
 constexpr int64_t padded_length(const BasedProblem& p) { return chunks_of(p) * CHUNK; }

@@ -1,9 +1,9 @@
 // LoLCATS forward for Hopper (Zhang et al., "LoLCATs: On low-rank linearizing of large language
 // models", 2024). A block walks over the chunks of 64 tokens of one head. Three warpgroups:
 //   linear    Phi(K) of a chunk, by K W on the tensor cores and both softmaxes in registers; the
-//             sums of Phi(K)^T V and Phi(K) over the chunks before the window, fp32 in registers. For
-//             each chunk it leaves a copy of alpha times the sums, the former in 16 bits, in shared
-//             memory
+//             sums of Phi(K)^T V and Phi(K) over the chunks before the window, fp32 in registers.
+//             For each chunk it leaves a copy of alpha times the sums, the former in 16 bits, in
+//             shared memory
 //   window    Phi(Q), likewise; scores of the chunk with itself and the chunk before, their maximum
 //             and weights; the output, Phi(Q) times the sums plus weights times V, over the
 //             denominator

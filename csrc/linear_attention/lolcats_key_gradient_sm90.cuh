@@ -189,6 +189,7 @@ struct KeyWindowRole {
         const int first = lane_row();
 #pragma unroll
         for (int j = 0; j < CHUNK / 16; ++j) {
+            arch::sync_warp();  // else the rows' numbers are all loaded before, into registers
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int column = 16 * j + 8 * half + 2 * (laneid() % 4);

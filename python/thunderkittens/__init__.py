@@ -1,12 +1,15 @@
 """Fast GPU kernels for PyTorch, and the tile library that they are written on.
 
-`attention`, `attention_varlen` (of packed sequences), `based` (linear attention), `gemm` and
-`fp8_linear` are differentiable; `fp8_gemm` multiplies 8-bit operands; `fp8_quantize`,
-`mxfp8_quantize`, `nvfp4_quantize` and the inverses of the latter two convert to scaled formats and
-back. All work under torch.compile, and take CPU tensors too, where they run the reference formula,
-or, inside `with emulate():`, the GPU's kernels on an emulator. `reference` holds every op in plain
-PyTorch. `get_include()` is the folder of the tile library's headers, for kernels of one's own. On
-the command line: `python -m thunderkittens` with `info`, `demo` or `bench`.
+`attention`, `attention_varlen` (of packed sequences), `based` and `lolcats` (linear attention),
+`gemm`, `grouped_gemm` and `fp8_linear` are differentiable; `based_decode` and `lolcats_decode` are
+linear attention for one more token. `fp8_gemm`, `mxfp8_gemm` and `nvfp4_gemm` multiply operands of
+8 and 4 bits, the latter two as they are or as `mxfp8_prepare` and `nvfp4_prepare` have prepared
+them; `fp8_quantize`, `mxfp8_quantize`, `nvfp4_quantize` and the inverses of the latter two convert
+to scaled formats and back. `nn` holds modules for models. All work under torch.compile, and take
+CPU tensors too, where they run the reference formula, or, inside `with emulate():`, the GPU's
+kernels on an emulator. `reference` holds every op in plain PyTorch. `get_include()` is the folder
+of the tile library's headers, for kernels of one's own. On the command line: `python -m
+thunderkittens` with `info`, `demo` or `bench`.
 """
 
 from __future__ import annotations
@@ -24,18 +27,26 @@ try:
     from .ops._fp8_linear import Fp8Linear, fp8_linear
     from .ops.attention import attention
     from .ops.attention_varlen import attention_varlen
-    from .ops.based import based
+    from .ops.based import based, based_linear_prefill
+    from .ops.based_decode import based_decode
     from .ops.fp8_gemm import fp8_gemm
     from .ops.fp8_quantize import fp8_quantize
     from .ops.gemm import gemm
+    from .ops.grouped_gemm import grouped_gemm
     from .ops.lolcats import hedgehog, lolcats
     from .ops.lolcats_decode import lolcats_decode
     from .ops.mxfp8_dequantize import mxfp8_dequantize
+    from .ops.mxfp8_gemm import mxfp8_gemm
+    from .ops.mxfp8_prepare import mxfp8_prepare
     from .ops.mxfp8_quantize import mxfp8_quantize
     from .ops.nvfp4_dequantize import nvfp4_dequantize
+    from .ops.nvfp4_gemm import nvfp4_gemm
+    from .ops.nvfp4_prepare import nvfp4_prepare
     from .ops.nvfp4_quantize import nvfp4_quantize
     from .reference.based import BasedState
     from .reference.lolcats import LolcatsState
+    from .reference.mxfp8_prepare import Mxfp8Operand
+    from .reference.nvfp4_prepare import Nvfp4Weight
 
     _load.explain_missing_kernels()
 except ImportError as _error:
@@ -49,22 +60,31 @@ __all__ = [
     "EmulatorError",
     "Fp8Linear",
     "LolcatsState",
+    "Mxfp8Operand",
+    "Nvfp4Weight",
     "__version__",
     "attention",
     "attention_varlen",
     "based",
+    "based_decode",
+    "based_linear_prefill",
     "emulate",
     "fp8_gemm",
     "fp8_linear",
     "fp8_quantize",
     "gemm",
     "get_include",
+    "grouped_gemm",
     "hedgehog",
     "lolcats",
     "lolcats_decode",
     "mxfp8_dequantize",
+    "mxfp8_gemm",
+    "mxfp8_prepare",
     "mxfp8_quantize",
     "nvfp4_dequantize",
+    "nvfp4_gemm",
+    "nvfp4_prepare",
     "nvfp4_quantize",
     "reference",
 ]

@@ -26,6 +26,10 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
         "bf16 128 x 4096 x 4096": {"m": 128, "n": 4096, "k": 4096},
         "bf16 16 x 4096 x 4096": {"m": 16, "n": 4096, "k": 4096, "b_n_major": False},
     },
+    "grouped_gemm": {
+        "bf16, 8 groups of 4096 x 7168 x 4096": {"m": 32768, "n": 4096, "k": 7168, "groups": 8},
+        "bf16, 64 groups, 512 x 7168 x 4096 in all": {"m": 512, "n": 4096, "k": 7168, "groups": 64},
+    },
     "fp8_gemm": {
         "4096 x 4096 x 4096, accurate": {"m": 4096, "n": 4096, "k": 4096},
         "4096 x 4096 x 4096, fast": {"m": 4096, "n": 4096, "k": 4096, "accurate": False},
@@ -45,10 +49,19 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
             "transposed": True,
         },
     },
+    "mxfp8_gemm": {
+        f"4096 x 4096 x 4096, {path}": {"m": 4096, "n": 4096, "k": 4096, "rebased": rebased}
+        for path, rebased in (("exact", False), ("rebased", True))
+    },
+    "mxfp8_prepare": {"e4m3 8192 x 8192": {"rows": 8192, "columns": 8192}},
     **{
         op: {"bf16 8192 x 8192": {"rows": 8192, "columns": 8192}}
         for op in ("mxfp8_quantize", "mxfp8_dequantize", "nvfp4_quantize", "nvfp4_dequantize")
     },
+    "nvfp4_gemm": {
+        f"bf16 {m} x 8192 x 8192": {"m": m, "n": 8192, "k": 8192} for m in (1, 64, 256, 4096)
+    },
+    "nvfp4_prepare": {"8192 x 8192": {"n": 8192, "k": 8192}},
     **{
         op: {
             f"bf16 ({batch}, {heads}, {length}, 64)": {
@@ -60,6 +73,20 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
             for batch, heads, length in ((16, 16, 4096), (1, 32, 8192))
         }
         for op in ("based", "based_backward")
+    },
+    "lolcats": {
+        f"bf16 ({batch}, {heads}, {length}, 128)": {
+            "batch": batch,
+            "heads": heads,
+            "kv_heads": heads,
+            "length": length,
+        }
+        for batch, heads, length in ((16, 16, 4096), (1, 32, 8192))
+    },
+    "lolcats_decode": {"bf16 (64, 32, 1, 128)": {"batch": 64, "heads": 32, "kv_heads": 8}},
+    "based_decode": {
+        f"bf16 ({batch}, 32, 1, 64)": {"batch": batch, "heads": 32, "value_dim": 64}
+        for batch in (1, 64)
     },
     **{
         op: {

@@ -24,8 +24,9 @@ class Sample:
     `shapes` and `layouts` describe the tensors; dimensions named in `dynamic`, as (tensor,
     dimension), may change together. `kinds` are "operand" (the default), and of other tensors
     "sink", "slopes" (float32; the latter have no gradient), "edges" (cumulative lengths whose last
-    sequence grows), "source" (of a quantiser: no gradient, no autocast), "codes" (bytes), and the
-    dtype of what a quantiser has made.
+    sequence grows), "ends" (of groups, the last of which grows; their layout is the sum), "source"
+    (of a quantiser: no gradient, no autocast), "codes" (bytes), and the dtype of what a quantiser
+    has made.
     """
 
     op: str
@@ -43,7 +44,7 @@ class Sample:
     @property
     def mappable(self) -> list[bool]:
         """Which tensors `torch.func.vmap` may map."""
-        return [self.kind(i) != "edges" for i in range(len(self.shapes))]
+        return [self.kind(i) not in ("edges", "ends") for i in range(len(self.shapes))]
 
     def tensors(
         self, device: str, longer: int = 0, dtype: torch.dtype | None = None
@@ -58,6 +59,11 @@ class Sample:
                 tokens = self.shapes[layout == "k"][0]
                 edges = [0, tokens // 3, tokens // 3, tokens + longer]
                 result.append(torch.tensor(edges, dtype=torch.int32, device=device))
+                continue
+            if kind == "ends":
+                total = int(layout)
+                ends = [total // 3, total // 3, total + longer]
+                result.append(torch.tensor(ends, dtype=torch.int32, device=device))
                 continue
             values = torch.randn(sizes, device=device)
             if kind == "codes":
@@ -124,6 +130,28 @@ SAMPLES = {
         {"activation": "swiglu", "alpha": 0.5, "beta": 2.0},
         keywords=("bias", "residual"),
         dynamic=((0, 0), (3, 0)),
+    ),
+    "grouped_gemm": Sample(
+        "grouped_gemm",
+        ((33, 72), (3, 72, 40), (3,)),
+        ("packed", "packed_t", "33"),
+        dynamic=((0, 0),),
+        kinds=("operand", "operand", "ends"),
+    ),
+    "grouped_gemm_columns": Sample(
+        "grouped_gemm",
+        ((3, 24, 72), (72, 45), (3,)),
+        ("packed", "sliced", "45"),
+        dtype=torch.float16,
+        dynamic=((1, 1),),
+        kinds=("operand", "operand", "ends"),
+    ),
+    "grouped_gemm_parts": Sample(
+        "grouped_gemm",
+        ((24, 81), (81, 40), (3,)),
+        ("packed_t", "packed", "81"),
+        dynamic=((0, 1), (1, 0)),
+        kinds=("operand", "operand", "ends"),
     ),
     "attention": Sample(
         "attention",
@@ -206,6 +234,22 @@ SAMPLES = {
         {"swizzle": False},
         dynamic=((0, 0), (1, 0)),
         kinds=("float8_e4m3fn", "codes"),
+    ),
+    "mxfp8_prepare": Sample(
+        "mxfp8_prepare",
+        ((33, 72), (33, 3)),
+        ("packed", "packed"),
+        {"swizzle": False},
+        dynamic=((0, 0), (1, 0)),
+        kinds=("float8_e4m3fn", "codes"),
+    ),
+    "mxfp8_gemm": Sample(
+        "mxfp8_gemm",
+        ((33, 72), (72, 40), (33, 3), (40, 3)),
+        ("packed", "packed", "packed", "packed"),
+        {"swizzle": False, "path": "rebased"},
+        dynamic=((0, 0), (2, 0)),
+        kinds=("float8_e4m3fn", "float8_e4m3fn", "codes", "codes"),
     ),
     "nvfp4_quantize": Sample(
         "nvfp4_quantize",

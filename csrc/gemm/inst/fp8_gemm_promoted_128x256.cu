@@ -2,7 +2,7 @@
 #include "csrc/gemm/fp8_gemm_sm90.cuh"
 
 namespace thunderkittens::fp8_gemm {
-template void launch<make_config(TILE_SHAPES[3], DTYPES[0])>(const Params&, Stream);
-template void launch<make_config(TILE_SHAPES[3], DTYPES[1])>(const Params&, Stream);
-template void launch<make_config(TILE_SHAPES[3], DTYPES[2])>(const Params&, Stream);
+template void launch<make_config(TILE_SHAPES[4], DTYPES[0])>(const Params&, Stream);
+template void launch<make_config(TILE_SHAPES[4], DTYPES[1])>(const Params&, Stream);
+template void launch<make_config(TILE_SHAPES[4], DTYPES[2])>(const Params&, Stream);
 }  // namespace thunderkittens::fp8_gemm

@@ -28,6 +28,7 @@ class Expected:
     index: Any
     exact: Tensor
     plain: Tensor
+    allowance: float = 0.0
 
 
 @dataclass(frozen=True)

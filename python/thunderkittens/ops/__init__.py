@@ -9,15 +9,21 @@ implementations come from the compiled libraries, which the package loads before
 from ._fp8_linear import Fp8Linear, fp8_linear
 from .attention import attention
 from .attention_varlen import attention_varlen
-from .based import based
+from .based import based, based_linear_prefill
+from .based_decode import based_decode
 from .fp8_gemm import fp8_gemm
 from .fp8_quantize import fp8_quantize
 from .gemm import gemm
+from .grouped_gemm import grouped_gemm
 from .lolcats import hedgehog, lolcats
 from .lolcats_decode import lolcats_decode
 from .mxfp8_dequantize import mxfp8_dequantize
+from .mxfp8_gemm import mxfp8_gemm
+from .mxfp8_prepare import mxfp8_prepare
 from .mxfp8_quantize import mxfp8_quantize
 from .nvfp4_dequantize import nvfp4_dequantize
+from .nvfp4_gemm import nvfp4_gemm
+from .nvfp4_prepare import nvfp4_prepare
 from .nvfp4_quantize import nvfp4_quantize
 
 __all__ = [
@@ -25,15 +31,22 @@ __all__ = [
     "attention",
     "attention_varlen",
     "based",
+    "based_decode",
+    "based_linear_prefill",
     "fp8_gemm",
     "fp8_linear",
     "fp8_quantize",
     "gemm",
+    "grouped_gemm",
     "hedgehog",
     "lolcats",
     "lolcats_decode",
     "mxfp8_dequantize",
+    "mxfp8_gemm",
+    "mxfp8_prepare",
     "mxfp8_quantize",
     "nvfp4_dequantize",
+    "nvfp4_gemm",
+    "nvfp4_prepare",
     "nvfp4_quantize",
 ]

@@ -125,6 +125,38 @@ def based(
     return (out, BasedState(*state)) if return_state else out
 
 
+def based_linear_prefill(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """`based` under ThunderKittens' name and with its results: no denominator, and the state with
+    all 273 features.
+
+    Args:
+        q: (B, H, N, 16), bfloat16 or float16.
+        k: (B, H, N, 16).
+        v: (B, H, N, Dv).
+
+    Returns:
+        (o, kv_concat): o (B, H, N, Dv); kv_concat (B, H, 273, Dv), float32: row 0 the sum of v,
+        row 1 + a of k_a v / 2, row 17 + 16 a + b of k_a k_b v / (4 sqrt 2). ThunderKittens' kernel
+        rounds it to bfloat16.
+
+    Raises:
+        TypeError, ValueError: as `based`.
+    """
+    out, state = based(q, k, v, return_state=True)
+    return out, expanded_numerator(state.numerator)
+
+
+def expanded_numerator(numerator: Tensor) -> Tensor:
+    """(B, H, 273, Dv) of (B, H, 153, Dv): every product of two elements twice."""
+    low, high = torch.triu_indices(ELEMENTS, ELEMENTS, 1, device=numerator.device)
+    linear, squares, products = numerator.split([1 + ELEMENTS, ELEMENTS, low.numel()], 2)
+    pairs = numerator.new_empty(*numerator.shape[:2], ELEMENTS, ELEMENTS, numerator.shape[3])
+    diagonal = torch.arange(ELEMENTS, device=numerator.device)
+    pairs[:, :, diagonal, diagonal] = squares
+    pairs[:, :, low, high] = pairs[:, :, high, low] = products / math.sqrt(2.0)
+    return torch.cat([linear, pairs.flatten(2, 3)], 2)
+
+
 def _parts(state: State | None) -> tuple[Tensor | None, Tensor | None]:
     if state is None:
         return None, None

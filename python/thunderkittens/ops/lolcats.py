@@ -95,7 +95,7 @@ def lolcats(
         q_map: (H, D, F), the features' weights for q, F 32 or 64; dtype and device of q.
         k_map: (H, D, F), those for k, one for each head of q.
         alpha: (H,), float32, factor of the weights before the window.
-        beta: (H,), float32, factor of the weights in it.
+        beta: (H,), float32, at least 0, factor of the weights in it.
         initial_state: the state of the tokens before, as `return_state` gives it. Its sequences may
             have different lengths.
         return_state: also return the state after the last token: what the next call, or
@@ -147,9 +147,13 @@ def hedgehog(
     """`lolcats` under ThunderKittens' name and with its results.
 
     Args:
-        q, k, v: (B, H, N, D); k and v may have fewer heads.
-        qmap, kmap: (H, D, F).
-        alphas, betas: (H,), float32.
+        q: (B, H, N, D).
+        k: (B, H, N, D), or with fewer heads.
+        v: (B, H, N, D), likewise.
+        qmap: (H, D, F).
+        kmap: (H, D, F).
+        alphas: (H,), float32.
+        betas: (H,), float32.
 
     Returns:
         (o, kv_state, k_state): o (B, H, N, D); the sums over all but the last 64 tokens of
@@ -340,11 +344,41 @@ def _flops(*args: Any, **kwargs: Any) -> int:
     return lolcats_flops(*args)
 
 
-for _name, _fake_op, _cpu_op in (
-    ("lolcats_forward", _fake_forward, _cpu_forward),
-    ("lolcats", _fake, _cpu),
+def fold_rule(call: Any, shared: range) -> Any:
+    """The rule for `torch.func.vmap`, by merging the mapped dimension into the batch. The arguments
+    in `shared` have no batch and must not be mapped."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        size, folded = info.batch_size, []
+        for i, (x, dim) in enumerate(zip(args, in_dims, strict=True)):
+            if not isinstance(x, Tensor) or i in shared:
+                if isinstance(x, Tensor) and dim is not None:
+                    raise RuntimeError(
+                        "tk.lolcats: torch.func.vmap over maps, alpha or beta is not supported"
+                    )
+                folded.append(x)
+                continue
+            x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+            folded.append(x.flatten(0, 1))
+        results = call(*folded)
+        unfolded = tuple(x.unflatten(0, (size, x.shape[0] // size)) for x in results)
+        return unfolded, (0,) * len(unfolded)
+
+    return rule
+
+
+for _name, _op, _fake_op, _cpu_op in (
+    ("lolcats_forward", _forward, _fake_forward, _cpu_forward),
+    ("lolcats", _differentiable, _fake, _cpu),
 ):
-    register(_name, fake=_fake_op, cpu=_cpu_op, flops=_flops, autocast=5)
+    register(
+        _name,
+        fake=_fake_op,
+        cpu=_cpu_op,
+        flops=_flops,
+        vmap=fold_rule(_op, range(3, 7)),
+        autocast=5,
+    )
 
 # The gradient registers itself.
 from . import _lolcats_autograd as _lolcats_autograd  # noqa: E402

@@ -36,7 +36,10 @@ def lolcats_decode(
         q: (B, H, 1, D), bfloat16 or float16, D 64 or 128.
         k: (B, Hkv, 1, D), dtype and device of q.
         v: (B, Hkv, 1, D), dtype and device of q.
-        q_map, k_map, alpha, beta: as `lolcats` takes them.
+        q_map: (H, D, F), the features' weights for q, as `lolcats` takes them.
+        k_map: (H, D, F), those for k.
+        alpha: (H,), float32, factor of the weights before the window.
+        beta: (H,), float32, factor of the weights in it.
         state: a `LolcatsState`, of `lolcats(..., return_state=True)` or of
             `tk.reference.empty_state`; contiguous. The sequences may have different lengths.
 
@@ -63,6 +66,8 @@ def lolcats_decode(
 
 def decode_shape(*args: Any) -> Any:
     """The sizes of a call; raises what `lolcats_decode` documents."""
+    if args[7] is None:
+        raise TypeError("tk.lolcats_decode: state must be a LolcatsState, got None")
     sizes = lolcats_shape(*args, op="lolcats_decode")
     if sizes.length != 1:
         raise ValueError(f"tk.lolcats_decode: q has {sizes.length} tokens; it must have one")
@@ -96,8 +101,23 @@ def _cpu(*args: Any) -> Tensor:
     return result
 
 
+def _refuse_vmap(*args: Any) -> Any:
+    raise RuntimeError(
+        "tk.lolcats_decode: torch.func.vmap is not supported, because the state is updated in "
+        "place; it takes batches"
+    )
+
+
 def _flops(*args: Any, **kwargs: Any) -> int:
     return lolcats_flops(*args)
 
 
-register("lolcats_decode", fake=_fake, cpu=_cpu, flops=_flops, autocast=5, differentiable=False)
+register(
+    "lolcats_decode",
+    fake=_fake,
+    cpu=_cpu,
+    flops=_flops,
+    vmap=_refuse_vmap,
+    autocast=5,
+    differentiable=False,
+)

@@ -7,9 +7,11 @@ differentiable by PyTorch's own autograd.
 from .attention import attention, attention_backward
 from .attention_varlen import attention_varlen, attention_varlen_backward
 from .based import BasedState, based, based_backward, based_features
+from .based_decode import based_decode
 from .fp8_gemm import fp8_gemm
 from .fp8_quantize import fp8_quantize
 from .gemm import gemm
+from .grouped_gemm import grouped_gemm
 from .lolcats import (
     LolcatsState,
     cached_positions,
@@ -21,19 +23,26 @@ from .lolcats import (
 )
 from .lolcats_decode import lolcats_decode
 from .mxfp8_dequantize import mxfp8_dequantize
+from .mxfp8_gemm import mxfp8_gemm
+from .mxfp8_prepare import Mxfp8Operand, mxfp8_prepare
 from .mxfp8_quantize import mxfp8_quantize
 from .nvfp4_dequantize import nvfp4_dequantize
+from .nvfp4_gemm import nvfp4_gemm
+from .nvfp4_prepare import Nvfp4Weight, nvfp4_prepare
 from .nvfp4_quantize import nvfp4_quantize
 
 __all__ = [
     "BasedState",
     "LolcatsState",
+    "Mxfp8Operand",
+    "Nvfp4Weight",
     "attention",
     "attention_backward",
     "attention_varlen",
     "attention_varlen_backward",
     "based",
     "based_backward",
+    "based_decode",
     "based_features",
     "cached_positions",
     "empty_state",
@@ -41,12 +50,17 @@ __all__ = [
     "fp8_gemm",
     "fp8_quantize",
     "gemm",
+    "grouped_gemm",
     "lolcats",
     "lolcats_decode",
     "lolcats_features",
     "lolcats_rows",
     "mxfp8_dequantize",
+    "mxfp8_gemm",
+    "mxfp8_prepare",
     "mxfp8_quantize",
     "nvfp4_dequantize",
+    "nvfp4_gemm",
+    "nvfp4_prepare",
     "nvfp4_quantize",
 ]

@@ -2,7 +2,8 @@
 
 A weight (N, K) is multiplied with M rows; both are quantised from random normal values. Kinds:
 `tensor` and `row` scales with the sums left to the tensor cores ("fast") or promoted ("accurate"),
-and `block`, 1 x 128 of the rows with 128 x 128 of the weight.
+and `block`, 1 x 128 of the rows with 128 x 128 of the weight. `grouped_block` and `grouped_row` are
+products of groups of M rows with a weight each, sums promoted.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ..cases import (
     random_normal,
 )
 
-KINDS = ("fast", "accurate", "fast_row", "accurate_row", "block")
+KINDS = ("fast", "accurate", "fast_row", "accurate_row", "block", "grouped_block", "grouped_row")
 WEIGHTS = (
     (2112, 7168),
     (24576, 1536),
@@ -40,6 +41,14 @@ SHAPES: dict[str, list[tuple[int, int, int]]] = {
     "rated": [(4096, n, k) for n, k in WEIGHTS],
     "skinny": [(m, n, k) for n, k in WEIGHTS for m in (1, 16, 64)],
     "tiny": [(64, 64, 64), (80, 48, 272)],
+}
+
+# Of the grouped kinds: groups, rows of each, N, K.
+GROUPED: dict[str, list[tuple[int, int, int, int]]] = {
+    "default": [(8, 4096, 4096, 7168)],
+    "rated": [(8, 4096, 4096, 7168)],
+    "skinny": [(8, 64, 4096, 7168)],
+    "tiny": [(3, 40, 48, 272)],
 }
 
 
@@ -59,7 +68,7 @@ def _quantised(kind: str, x: Tensor, is_weight: bool) -> tuple[Tensor, Tensor]:
     import thunderkittens as tk
 
     granularity = "row" if kind.endswith("_row") else "tensor"
-    if kind == "block":
+    if kind.endswith("block"):
         granularity = "128x128" if is_weight else "1x128"
     codes, scale = tk.fp8_quantize(x, granularity)
     return codes, scale.reshape(1, 1) if granularity == "tensor" else scale
@@ -89,7 +98,10 @@ def make_case(m: int, n: int, k: int, kind: str, dtype: torch.dtype) -> Case:
         exact = tk.reference.fp8_gemm(a, b, scale_a, scale_b, out_dtype=torch.float32)
         # What the formula of plain PyTorch would give for operands rounded to bfloat16.
         plain = exact.to(dtype)
-        yield Expected(0, slice(None), exact, plain)
+        # A step of 32 of k cuts the sum that the tensor cores keep to 13 bits (docs/numerics.md).
+        # Cuts go towards zero and add up over all steps; promoted, over four steps.
+        steps = min(k, 128) / 32 if accurate else k / 32
+        yield Expected(0, slice(None), exact, plain, allowance=steps * 2.0**-13)
 
     return Case(
         name=f"{kind} {m} x {n} x {k}",
@@ -99,6 +111,59 @@ def make_case(m: int, n: int, k: int, kind: str, dtype: torch.dtype) -> Case:
         groups=(kind,),
         parameters={
             "label": f"{m}x{n}\nx{k}",
+            "m": m,
+            "n": n,
+            "k": k,
+            "kind": kind,
+            "dtype": str(dtype).removeprefix("torch."),
+        },
+        oracle=oracle,
+    )
+
+
+def make_grouped_case(groups: int, m: int, n: int, k: int, kind: str, dtype: torch.dtype) -> Case:
+    """`groups` times the product of (m, k) and the transpose of (n, k)."""
+
+    def make_inputs(device: torch.device, generator: torch.Generator) -> Inputs:
+        x = random_normal(groups * m, k, dtype=dtype, generator=generator)
+        a, scale_a = _quantised(kind, x, False)
+        del x
+        codes, scales = [], []
+        for _ in range(groups):
+            w = random_normal(n, k, dtype=dtype, generator=generator)
+            b, scale_b = _quantised(kind, w, True)
+            codes.append(b.view(torch.uint8))
+            scales.append(scale_b)
+        return {
+            "a": a,
+            "b": torch.stack(codes).view(a.dtype).mT,
+            "scale_a": scale_a,
+            "scale_b": torch.stack(scales).mT,
+            "offs": torch.arange(1, groups + 1, device=device, dtype=torch.int32) * m,
+        }
+
+    def oracle(
+        a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor
+    ) -> Iterator[Expected]:
+        import thunderkittens as tk
+
+        for group in range(groups):
+            rows = slice(group * m, (group + 1) * m)
+            exact = tk.reference.fp8_gemm(
+                a[rows], b[group], scale_a[rows], scale_b[group], out_dtype=torch.float32
+            )
+            allowance = min(k, 128) / 32 * 2.0**-13
+            yield Expected(0, rows, exact, exact.to(dtype), allowance=allowance)
+
+    return Case(
+        name=f"{kind} {groups} x {m} x {n} x {k}",
+        make_inputs=make_inputs,
+        flops=2.0 * groups * m * n * k,
+        bytes=float(groups * (m * k + k * n + 2 * m * n)),
+        groups=(kind,),
+        parameters={
+            "label": f"{groups}x{m}x{n}\nx{k}",
+            "groups": groups,
             "m": m,
             "n": n,
             "k": k,
@@ -121,10 +186,25 @@ def cases(
         raise ValueError(f"kind {unknown[0]!r} is unknown; expected a part of {','.join(KINDS)}")
     if shapes not in SHAPES:
         raise ValueError(f"shapes {shapes!r} is unknown; expected one of {', '.join(SHAPES)}")
-    return [make_case(*size, kind, dtype) for kind in kinds for size in SHAPES[shapes]]
+    selected = []
+    for kind in kinds:
+        if kind.startswith("grouped"):
+            selected += [make_grouped_case(*size, kind, dtype) for size in GROUPED[shapes]]
+        else:
+            selected += [make_case(*size, kind, dtype) for size in SHAPES[shapes]]
+    return selected
 
 
-def _cublas(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, accurate: bool) -> Tensor:
+def _cublas(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    accurate: bool = True,
+    offs: Tensor | None = None,
+) -> Tensor:
+    if offs is not None:
+        raise NotApplicableError("groups: see PyTorch grouped")
     if scale_a.shape[1] == 1:
         return torch._scaled_mm(
             a, b, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=not accurate
@@ -132,7 +212,16 @@ def _cublas(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, accurate: bo
     raise NotApplicableError("scales of blocks: see cuBLAS blocks")
 
 
-def _cublas_blocks(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, accurate: bool) -> Any:
+def _cublas_blocks(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    accurate: bool = True,
+    offs: Tensor | None = None,
+) -> Any:
+    if offs is not None:
+        raise NotApplicableError("groups: see PyTorch grouped")
     if scale_a.shape[1] == 1:
         raise NotApplicableError("scales of tensors and rows: see cuBLAS")
     from torch.nn import functional
@@ -151,24 +240,49 @@ def _cublas_blocks(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, accur
     )
 
 
+def _grouped(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    accurate: bool = True,
+    offs: Tensor | None = None,
+) -> Tensor:
+    if offs is None:
+        raise NotApplicableError("no groups: see cuBLAS")
+    if scale_a.shape[1] != 1:
+        raise NotApplicableError("PyTorch has no grouped product with scales of blocks")
+    return torch._scaled_grouped_mm(
+        a, b, scale_a.flatten(), scale_b.flatten(1), offs=offs, out_dtype=torch.bfloat16
+    )
+
+
 def implementations(device: torch.device) -> dict[str, Implementation]:
     """This package's op first, then the peers."""
     import thunderkittens as tk
 
-    def ours(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, accurate: bool) -> Tensor:
-        return tk.fp8_gemm(a, b, scale_a, scale_b, accurate=accurate)
+    def ours(
+        a: Tensor,
+        b: Tensor,
+        scale_a: Tensor,
+        scale_b: Tensor,
+        accurate: bool = True,
+        offs: Tensor | None = None,
+    ) -> Tensor:
+        return tk.fp8_gemm(a, b, scale_a, scale_b, accurate=accurate, offs=offs)
 
     if device.type != "cuda":
         return {
             "thunderkittens": ours,
-            "PyTorch": lambda a, b, scale_a, scale_b, accurate: tk.reference.fp8_gemm(
-                a, b, scale_a, scale_b
+            "PyTorch": lambda a, b, scale_a, scale_b, accurate=True, offs=None: (
+                tk.reference.fp8_gemm(a, b, scale_a, scale_b, offs=offs)
             ),
         }
     return {
         "thunderkittens": ours,
         "cuBLAS": _cublas,
         "cuBLAS blocks": Prepared(_cublas_blocks),
+        "PyTorch grouped": _grouped,
     }
 
 

@@ -1,6 +1,6 @@
 #include "csrc/attention/forward_sm90.cuh"
 
 namespace thunderkittens::attention {
-template void launch_forward<Config{96, 96, 2, 192, 2, false, DType::bf16}>(const ForwardParams&,
+template void launch_forward<Config{128, 128, 3, 64, 3, true, DType::fp16}>(const ForwardParams&,
                                                                             Stream);
 }  // namespace thunderkittens::attention

@@ -1,0 +1,150 @@
+// Which kernels multiply MXFP8 matrices: pure functions of the problem and the device.
+#include <algorithm>
+
+#include "csrc/common/check.h"
+#include "csrc/common/registry.h"
+#include "csrc/gemm/mxfp8_gemm.h"
+
+namespace thunderkittens::mxfp8_gemm {
+namespace {
+
+gemm::Problem expanded(const Problem& p) {
+    return {.m = p.m,
+            .n = p.n,
+            .k = p.k,
+            .dtype = DType::bf16,
+            .out_dtype = p.out_dtype,
+            .b_n_major = false,
+            .fused = p.fused};
+}
+fp8_gemm::Problem rebased(const Problem& p) {
+    return {.m = p.m, .n = p.n, .k = p.k, .out_dtype = p.out_dtype};
+}
+
+std::string unsupported_dtype(const char* name, DType dtype) {
+    return is_fp8(dtype) ? "" : concat(name, " must be e4m3 or e5m2, got ", name_of(dtype));
+}
+
+KernelInfo pass(const std::string& name, const std::string& what) {
+    return {.name = name,
+            .config = what,
+            .source = "mxfp8_passes",
+            .symbol = concat("mxfp8_", name, "_kernel"),
+            .threads = THREADS};
+}
+std::string few_name(const FewConfig& f) { return concat(name_of(f.data), "_few_", f.tile.tokens); }
+std::vector<KernelInfo> gemm_kernels() {
+    std::vector<KernelInfo> list{pass("expand", "tile 128x128, 256 threads, two operands")};
+    for (std::size_t i = 0; i < FEW_CONFIGS; ++i) {
+        const FewConfig f = few_at(i);
+        const mixed_gemm::Config& c = f.tile;
+        list.push_back({
+            .name = few_name(f),
+            .config = concat("tile ", c.tokens, 'x', mixed_gemm::block_rows(c), 'x',
+                             FEW_K * c.k_groups, ", ", c.stages, " stages, 1 producer warp and ",
+                             mixed_gemm::consumers(c), " consumer warpgroups"),
+            .source = concat("mxfp8_few_", c.tokens),
+            .symbol = concat("ELS8_", int(f.data), "EEEEEEEvNT_"),
+            .threads = mixed_gemm::threads(c),
+            .shared_bytes = few_shared_bytes(f),
+        });
+    }
+    return list;
+}
+
+// Few rows: all SMs have to read and to convert. Blocks of a cluster divide k where that fills more
+// of them in all rounds, and each has some steps.
+void choose_few(const Problem& p, const DeviceProperties& device, Choice& choice) {
+    const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+    // Of groups only the device knows the rows.
+    const int64_t rows = ceil_div(p.m, std::max<int64_t>(p.groups, 1));
+    const FewShape* shape = nullptr;
+    for (const FewShape& candidate : FEW_SHAPES) {
+        shape = &candidate;
+        if (candidate.tokens >= rows) break;
+    }
+    choice.few = true;
+    choice.few_config = make_few(*shape, p.b_dtype);
+    const mixed_gemm::Config& c = choice.few_config.tile;
+    const int64_t sm_count = std::max(1, device.sm_count);
+    const int64_t tiles = ceil_div(p.m, c.tokens) * ceil_div(p.n, mixed_gemm::block_rows(c));
+    const int64_t stages = ceil_div(p.k, FEW_K * c.k_groups);
+    if (p.grouped) {
+        choice.few_schedule = {.blocks = static_cast<int>(sm_count), .splits = 1};
+        return;
+    }
+    double least = 0;
+    for (int splits = 1; splits <= 8 && splits <= sm_count && splits <= stages; splits *= 2) {
+        const int64_t rounds = ceil_div(tiles, sm_count / splits);
+        // A tile's steps, and what it costs to begin and to end one.
+        const double cost =
+            double(rounds) * (double(ceil_div(stages, splits)) + (splits > 1 ? 3 : 2));
+        if (splits > 1 && cost >= least) continue;
+        least = cost;
+        choice.few_schedule = {.blocks = static_cast<int>(ceil_div(tiles, rounds) * splits),
+                               .splits = splits};
+    }
+}
+std::vector<KernelInfo> prepare_kernels() {
+    return {pass("rebase", "16 rows, 256 threads, two operands")};
+}
+PrepareChoice choose_prepare(const PrepareProblem&, const DeviceProperties&) { return {}; }
+
+}  // namespace
+
+std::string unsupported_operand(const PrepareProblem& p, const DeviceProperties& device) {
+    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
+    if (std::string reason = unsupported_dtype("data", p.data_dtype); !reason.empty()) {
+        return reason;
+    }
+    const double blocks =
+        double(words_of_marks(p.rows)) * double(p.batch) * std::max<double>(MARKS, p.columns / 128);
+    if (blocks > 2e9)
+        return concat("data needs some ", blocks, " blocks; at most 2e9 are supported");
+    return "";
+}
+
+std::string unsupported(const Problem& p, const DeviceProperties& device) {
+    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
+    for (const auto& [name, dtype] : {std::pair{"a", p.a_dtype}, std::pair{"b", p.b_dtype}}) {
+        if (std::string reason = unsupported_dtype(name, dtype); !reason.empty()) return reason;
+    }
+    for (const int64_t rows : {p.m, p.n}) {
+        const PrepareProblem operand{.rows = rows, .columns = p.k};
+        if (std::string reason = unsupported_operand(operand, device); !reason.empty()) {
+            return reason;
+        }
+    }
+    if (p.grouped && !p.few()) {
+        return "groups need k > 0, rows of b that are multiples of 16 bytes, and its scales in the "
+               "128x4 layout";
+    }
+    if (p.grouped && p.rebased) return "groups are not multiplied by the re-based path";
+    if (std::string reason = gemm::unsupported(expanded(p), device); !reason.empty()) return reason;
+    return p.rebased ? fp8_gemm::unsupported(rebased(p), device) : "";
+}
+
+Choice choose(const Problem& p, const DeviceProperties& device) {
+    Choice choice{.rebased = p.rebased};
+    if (!p.rebased && p.few()) {
+        choose_few(p, device, choice);
+        return choice;
+    }
+    if (!p.rebased) {
+        choice.exact = gemm::choose(expanded(p), device);
+        return choice;
+    }
+    choice.product = fp8_gemm::choose(rebased(p), device);
+    // Of the tiles that are marked, which are few where re-basing is worth asking for.
+    choice.exact = gemm::choose_marked(expanded(p), device);
+    return choice;
+}
+
+std::string kernel_name(const Choice& c) { return c.few ? few_name(c.few_config) : "expand"; }
+std::string kernel_name(const PrepareChoice&) { return "rebase"; }
+
+static const bool registered =
+    register_op("mxfp8_gemm", "gemm", &gemm_kernels, &unsupported, &choose) &&
+    register_op("mxfp8_prepare", "gemm", &prepare_kernels, &unsupported_operand, &choose_prepare);
+
+}  // namespace thunderkittens::mxfp8_gemm

@@ -1,0 +1,133 @@
+// Which kernel multiplies activations with prepared weights: pure functions of the problem and the
+// device.
+#include <algorithm>
+#include <limits>
+
+#include "csrc/common/check.h"
+#include "csrc/common/registry.h"
+#include "csrc/gemm/mixed_gemm.h"
+
+namespace thunderkittens::mixed_gemm {
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+const TileShape& shape_for(const Problem& p) {
+    // Of groups only the device knows the rows: as many as if all were equal.
+    const int64_t rows = p.grouped ? ceil_div(p.m, std::max<int64_t>(1, p.groups)) : p.m;
+    for (const TileShape& shape : TILE_SHAPES) {
+        if (shape.tokens >= rows) return shape;
+    }
+    return TILE_SHAPES[std::size(TILE_SHAPES) - 1];
+}
+
+Schedule schedule_for(const Config& config, const Problem& p, int sm_count) {
+    const int64_t row_tiles = ceil_div(p.n, block_rows(config));
+    const int64_t token_tiles =
+        p.grouped ? ceil_div(p.m, config.tokens) + p.groups : ceil_div(p.m, config.tokens);
+    const int64_t tiles = std::max<int64_t>(1, row_tiles * token_tiles);
+    const int64_t k_stages = ceil_div(pieces(p.k), config.pieces);
+    // Where tiles are fewer than SMs, the blocks of a cluster divide k, as long as each still has
+    // some steps.
+    int splits = 1;
+    while (splits < 8 && tiles * splits * 4 < sm_count * 3 && k_stages >= splits * 2 * 2) {
+        splits *= 2;
+    }
+    const int64_t clusters = std::max(1, sm_count / splits);
+    const int64_t rounds = ceil_div(tiles, clusters);
+    return {.blocks = static_cast<int>(
+                (p.grouped ? std::min(tiles, clusters) : ceil_div(tiles, rounds)) * splits),
+            .splits = splits};
+}
+
+}  // namespace
+
+std::string unsupported(const Problem& p, const DeviceProperties& device) {
+    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
+    if (p.dtype != DType::bf16 && p.dtype != DType::fp16) {
+        return concat("activations must be bf16 or fp16, got ", name_of(p.dtype));
+    }
+    constexpr int64_t limit = std::numeric_limits<int32_t>::max();
+    if (std::min({p.m, p.n, p.k, p.groups}) < 0 || std::max({p.m, p.n, p.k, p.groups}) > limit) {
+        return concat("sizes must be in [0, ", limit, "], got m ", p.m, ", n ", p.n, ", k ", p.k,
+                      ", groups ", p.groups);
+    }
+    if (p.k % 16 != 0) return concat("k must be a multiple of 16, got ", p.k);
+    // Tiles are counted in 31 bits, up to one round of blocks past the last.
+    const Choice choice = choose(p, device);
+    const double tiles = double(ceil_div(p.m, choice.config.tokens) + p.groups) *
+                         double(ceil_div(p.n, block_rows(choice.config)));
+    if (tiles > 2e9) return concat("the output has ", tiles, " tiles; at most 2e9 are supported");
+    const int bytes = shared_bytes(choice.config);
+    if (bytes > device.shared_bytes_per_block) {
+        return concat("the kernel needs ", bytes,
+                      " bytes of shared memory per block, this GPU has ",
+                      device.shared_bytes_per_block);
+    }
+    return "";
+}
+
+Choice choose(const Problem& p, const DeviceProperties& device) {
+    Choice choice{.config = make_config(Format::nvfp4, shape_for(p), p.dtype)};
+    choice.schedule = schedule_for(choice.config, p, std::max(1, device.sm_count));
+    return choice;
+}
+
+std::string kernel_name(const Config& c) {
+    return concat(name_of(c.format), '_', name_of(c.dtype), '_', block_rows(c), 'x', c.tokens);
+}
+
+std::string kernel_name(const Choice& choice) { return kernel_name(choice.config); }
+
+std::string unsupported(const Nvfp4Weight& p, const DeviceProperties& device) {
+    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
+    if (p.k % 16 != 0) return concat("k must be a multiple of 16, got ", p.k);
+    const double count = double(pieces(p.n)) * double(pieces(p.k)) * double(p.groups);
+    if (count > 2e9) return concat("the weight has ", count, " pieces; at most 2e9 are supported");
+    return "";
+}
+Nvfp4Preparation choose(const Nvfp4Weight& p, const DeviceProperties&) {
+    return {p.restore ? Nvfp4Pass::restore : Nvfp4Pass::prepare};
+}
+std::string kernel_name(const Nvfp4Preparation& c) {
+    return c.pass == Nvfp4Pass::restore ? "restore" : "prepare";
+}
+
+namespace {
+
+std::vector<KernelInfo> nvfp4_gemm_kernels() {
+    std::vector<KernelInfo> list;
+    for (std::size_t i = 0; i < CONFIGS; ++i) {
+        const Config c = config_at(Format::nvfp4, i);
+        list.push_back({
+            .name = kernel_name(c),
+            .config =
+                concat("tile ", block_rows(c), 'x', c.tokens, 'x', c.pieces * PIECE, ", ", c.stages,
+                       " stages, 1 producer warp and ", consumers(c), " consumer warpgroups"),
+            .source = concat("nvfp4_gemm_", name_of(c.dtype), '_', c.tokens),
+            .symbol = "mixed_gemm_kernel",
+            .threads = threads(c),
+            .shared_bytes = shared_bytes(c),
+        });
+    }
+    return list;
+}
+std::vector<KernelInfo> nvfp4_prepare_kernels() {
+    std::vector<KernelInfo> list;
+    for (const Nvfp4Pass pass : {Nvfp4Pass::prepare, Nvfp4Pass::restore}) {
+        list.push_back({.name = kernel_name(Nvfp4Preparation{pass}),
+                        .config = "a piece of 64x64, 128 threads",
+                        .source = "nvfp4_prepare",
+                        .symbol = concat("nvfp4_prepare_kernelILi", int(pass), 'E'),
+                        .threads = 128});
+    }
+    return list;
+}
+
+const bool registered = register_op<Problem, Choice>("nvfp4_gemm", "gemm", &nvfp4_gemm_kernels,
+                                                     &unsupported, &choose) &&
+                        register_op<Nvfp4Weight, Nvfp4Preparation>(
+                            "nvfp4_prepare", "gemm", &nvfp4_prepare_kernels, &unsupported, &choose);
+
+}  // namespace
+}  // namespace thunderkittens::mixed_gemm

@@ -1,0 +1,508 @@
+// Product of fp8 matrices on Hopper for few rows of a: what it costs is to read b, a weight, once.
+//
+// As stream_sm90.cuh: 64 columns of the output are the rows of a tensor core's tile, up to 64 rows
+// of a its columns. A block has a warp that loads, one that copies scales, and a warpgroup that
+// multiplies; nearly all of the shared memory is bytes on their way. Where there are far fewer
+// tiles than SMs, the blocks of a cluster divide k, and each sums the partial results of a share of
+// the tile's elements, in a fixed order, over the cluster's shared memory: reruns give the same
+// bits.
+//
+// Sums are always promoted: a product of 128 of k goes to registers of its own and is added in
+// fp32, times the scales of its blocks where there are such. It costs nothing here.
+#pragma once
+
+#include "csrc/gemm/activation.cuh"
+#include "csrc/gemm/fp8_tiles_sm90.cuh"
+
+namespace thunderkittens::fp8_gemm {
+namespace sm90 {
+
+template <Config C>
+struct StreamTypes {
+    static constexpr Config config = C;
+    using TA = element<C.a>;
+    using TB = element<C.b>;
+    static constexpr int parts = C.block_k / BLOCK_K;  // products of a stage
+    static constexpr int pitch = C.block_n + 4;        // of the sums, in floats: no bank conflicts
+    static_assert(C.block_n == 64);
+    using weights = st<TB, C.block_n, C.block_k>;
+    using rows = st<TA, C.block_m, C.block_k>;
+    using out_tile = st<bf16, C.block_m, C.block_n>;  // 16-bit results on their way out
+
+    struct Stage {
+        weights b;
+        rows a;
+    };
+    struct Shared {
+        Stage stages[C.stages];
+        sv_fl<C.block_m * pitch> sums;
+        // For each part, scales of rows of a; then of b's block, or of its columns.
+        sv_fl<parts*(C.block_m + C.block_n)> scales[C.stages];
+        semaphore full[C.stages], empty[C.stages];
+        semaphore summed, read;  // the cluster's sums: all are there, all have been read
+    };
+    static_assert(sizeof(Stage) % 1024 == 0);
+    static_assert(sizeof(Shared) <= MAX_SHARED_MEMORY, "too many stages");
+    static_assert(sizeof(Shared) == shared_bytes(C), "fp8_gemm.h knows another size");
+
+    struct Globals {
+        gl<TA, 1, 1, -1, -1, rows> a;
+        gl<TB, 1, 1, -1, -1, weights> b;
+        gl<bf16, 1, 1, -1, -1, out_tile> out_map;
+        void* out;
+        Scales scale_a, scale_b;
+        const void* bias;
+        uint32_t m, n;
+        DType out_dtype, bias_dtype;
+        int activation;
+        bool blocks, fine;  // scales are of 128 of k; those of b of one column
+        bool direct;        // 16-bit results that TMA stores from the sums in registers
+        bool quads;         // four neighbouring elements of out are aligned
+        uint32_t tiles, clusters;
+        gemm::Divisor m_tiles;
+        int k_blocks, k_steps, splits;  // blocks of 128, and stages
+    };
+
+    static constexpr int threads = fp8_gemm::threads(C);
+};
+
+template <Config C>
+struct StreamTile {
+    uint32_t row, col;
+    int first, begin, end;  // the steps of k: the first of them, their range
+
+    template <class Globals>
+    __device__ __forceinline__ StreamTile(const Globals& g, uint32_t index, int rank) {
+        const uint32_t n_tile = g.m_tiles.divide(index);
+        row = (index - n_tile * g.m_tiles.value) * C.block_m;
+        col = n_tile * C.block_n;
+        begin = g.k_steps * rank / g.splits, end = g.k_steps * (rank + 1) / g.splits;
+        // Tiles begin at different k: not all blocks read the same lines of a at the same time.
+        first = begin + static_cast<int>(index * 37 % uint32_t(end - begin));
+    }
+    __device__ __forceinline__ int after(int k) const { return k + 1 == end ? begin : k + 1; }
+};
+
+template <Config C, class Globals, class Work>
+__device__ __forceinline__ void for_each_stream_tile(const Globals& g, int rank, Work work) {
+    for (uint32_t i = blockIdx.x / g.splits; i < g.tiles; i += g.clusters) {
+        work(StreamTile<C>(g, i, rank));
+    }
+}
+
+template <Config C>
+__device__ __forceinline__ void stream_produce(const typename StreamTypes<C>::Globals& g,
+                                               typename StreamTypes<C>::Shared& shared, int rank) {
+    Ring<C.stages> ring;
+    for_each_stream_tile<C>(g, rank, [&](const StreamTile<C> tile) {
+        int k = tile.first;
+        for (int step = tile.begin; step < tile.end; ++step, ring.advance(), k = tile.after(k)) {
+            auto& stage = shared.stages[ring.stage];
+            semaphore& full = shared.full[ring.stage];
+            wait(shared.empty[ring.stage], ring.phase ^ 1);
+            tma::expect(full, stage);
+            tma::load_async<2, tma::CachePolicy::evict_first>(
+                stage.b, g.b, elements(0, 0, static_cast<int>(tile.col), k * C.block_k), full);
+            tma::load_async<2, tma::CachePolicy::evict_last>(
+                stage.a, g.a, elements(0, 0, static_cast<int>(tile.row), k * C.block_k), full);
+        }
+    });
+}
+
+// The scales of blocks: a second warp copies those of a stage from wherever they lie, as far ahead
+// as the tiles. Rows and columns that are not there take the scales of the last ones; blocks of k
+// that are not there have none, which is zero.
+template <Config C>
+__device__ __forceinline__ void stream_scales(const typename StreamTypes<C>::Globals& g,
+                                              typename StreamTypes<C>::Shared& shared, int rank) {
+    using K = StreamTypes<C>;
+    Ring<C.stages> ring;
+    for_each_stream_tile<C>(g, rank, [&](const StreamTile<C> tile) {
+        int k = tile.first;
+        for (int step = tile.begin; step < tile.end; ++step, ring.advance(), k = tile.after(k)) {
+            const uint32_t to = shared.scales[ring.stage].address();
+            wait(shared.empty[ring.stage], ring.phase ^ 1);
+            const auto copy = [&](const Scales& from, uint32_t at, int part, uint32_t first,
+                                  uint32_t count) {
+                const int block = k * K::parts + part;
+                const uint32_t i = first < count ? first : count - 1;
+                const float* source = from.data + int64_t(i) * from.outer;
+                arch::cp_async<4>(at, source + int64_t(block) * from.inner, block < g.k_blocks);
+            };
+#pragma unroll
+            for (int i = laneid(); i < K::parts * C.block_m; i += WARP_THREADS) {
+                copy(g.scale_a, to + i * 4, i / C.block_m, tile.row + i % C.block_m, g.m);
+            }
+            const uint32_t columns = to + K::parts * C.block_m * 4;
+            if (g.fine) {
+#pragma unroll
+                for (int i = laneid(); i < K::parts * C.block_n; i += WARP_THREADS) {
+                    copy(g.scale_b, columns + i * 4, i / C.block_n, tile.col + i % C.block_n, g.n);
+                }
+            } else if (laneid() < K::parts) {
+                copy(g.scale_b, columns + laneid() * 4, laneid(), tile.col / 128,
+                     (g.n + 127) / 128);
+            }
+            arch::cp_async_mbarrier_arrive(shared.full[ring.stage].address());
+        }
+    });
+}
+
+// sums += part, times the scales of its block.
+template <Config C>
+__device__ __forceinline__ void promote(const typename StreamTypes<C>::Globals& g, uint32_t scales,
+                                        rt_fl<16, C.block_m>& sums,
+                                        const rt_fl<16, C.block_m>& part, int which) {
+    using K = StreamTypes<C>;
+    float column[2] = {1.f, 1.f};
+    if (g.blocks) {
+        const uint32_t columns = scales + K::parts * C.block_m * 4;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int n = warpgroup::warpid() * 16 + laneid() / 4 + i * 8;
+            column[i] =
+                arch::load_shared<float>(columns + (g.fine ? which * C.block_n + n : which) * 4);
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < C.block_m / 16; ++j) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float2 row = make_float2(1.f, 1.f);
+            if (g.blocks) {
+                const int m = j * 16 + half * 8 + laneid() % 4 * 2;
+                row = arch::load_shared<float2>(scales + (which * C.block_m + m) * 4);
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float2 x = part.tiles[0][j].data[2 * half + i];
+                float2& sum = sums.tiles[0][j].data[2 * half + i];
+                sum.x = fmaf(x.x, row.x * column[i], sum.x);
+                sum.y = fmaf(x.y, row.y * column[i], sum.y);
+            }
+        }
+    }
+}
+
+// The epilogue of a tile whose sums lie in the shared memory of the cluster's blocks.
+template <Config C, class O>
+__device__ __forceinline__ void stream_finish(const typename StreamTypes<C>::Globals& g,
+                                              typename StreamTypes<C>::Shared& shared,
+                                              const StreamTile<C> tile, int rank) {
+    using K = StreamTypes<C>;
+    using run = kittens::detail::elements<O, 4>;
+    const uint32_t sums = shared.sums.address();
+    constexpr int fours = C.block_n / 4;
+#pragma unroll 1
+    for (int i = rank * WARPGROUP_THREADS + warpgroup::laneid(); i < C.block_m * fours;
+         i += g.splits * WARPGROUP_THREADS) {
+        const int row = i / fours, col = i % fours * 4;
+        const uint32_t m = tile.row + row, n = tile.col + col;
+        if (m >= g.m || n >= g.n) continue;
+        const uint32_t at = sums + (row * K::pitch + col) * 4;
+        float4 total{};
+        if (g.splits == 1) {
+            total = arch::load_shared<float4>(at);
+        } else {
+            for (int j = 0; j < g.splits; ++j) {
+                const auto part = arch::load_cluster_shared<float4>(arch::map_shared_rank(at, j));
+                total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
+            }
+        }
+        float x[4] = {total.x, total.y, total.z, total.w};
+        const int count = g.n - n < 4 ? int(g.n - n) : 4;
+        if (!g.blocks) {
+            const float of_a = arch::load_global(g.scale_a.data + int64_t(m) * g.scale_a.outer);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const uint32_t column = j < count ? n + j : n;
+                x[j] *=
+                    of_a * arch::load_global(g.scale_b.data + int64_t(column) * g.scale_b.outer);
+            }
+        }
+        if (g.bias != nullptr) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                x[j] += load_any(g.bias, g.bias_dtype, j < count ? n + j : n);
+            }
+        }
+        activation::dispatch(g.activation, [&](auto function) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) x[j] = function(x[j]);
+        });
+        O* to = static_cast<O*>(g.out) + (int64_t(m) * g.n + n);
+        if (g.quads && count == 4) {
+            run values;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) values.v[j] = convert<O>(x[j]);
+            arch::store_global(reinterpret_cast<run*>(to), values);
+        } else {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                if (j < count) arch::store_global(to + j, convert<O>(x[j]));
+            }
+        }
+    }
+}
+
+// The short way out: scales and bias in registers, from there by transposing stores through shared
+// memory to TMA.
+template <Config C>
+struct DirectStore {
+    using K = StreamTypes<C>;
+    static constexpr int rows = C.block_m / 4;
+    float row[rows], column[2], bias[2];
+
+    // Before the products, which hide the latency: a thread has so many rows, and two columns.
+    __device__ __forceinline__ void fetch(const typename K::Globals& g, const StreamTile<C> tile) {
+#pragma unroll
+        for (int i = 0; i < rows; ++i) {
+            const uint32_t m = tile.row + i / 2 * 8 + laneid() % 4 * 2 + i % 2;
+            row[i] = !g.blocks && m < g.m
+                         ? arch::load_global(g.scale_a.data + int64_t(m) * g.scale_a.outer)
+                         : 1.f;
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const uint32_t n = tile.col + warpgroup::warpid() * 16 + laneid() / 4 + i * 8;
+            column[i] = !g.blocks && n < g.n
+                            ? arch::load_global(g.scale_b.data + int64_t(n) * g.scale_b.outer)
+                            : 1.f;
+            bias[i] = g.bias != nullptr && n < g.n ? load_any(g.bias, g.bias_dtype, n) : 0.f;
+        }
+    }
+    __device__ __forceinline__ void store(const typename K::Globals& g, typename K::Shared& shared,
+                                          const rt_fl<16, C.block_m>& d, const StreamTile<C> tile,
+                                          int barrier) const {
+        auto& buffer = reinterpret_cast<typename K::out_tile&>(shared.sums);
+        if (warpgroup::laneid() == 0) tma::store_async_read_wait();
+        warpgroup::sync(barrier);
+        rt_bf<C.block_m, 16, col_l> out;
+#pragma unroll
+        for (int j = 0; j < C.block_m / 16; ++j) {
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                const float2 pair = d.tiles[0][j].data[r];
+                const int i = 4 * j + r / 2 * 2;
+                const float low = pair.x * (row[i] * column[r % 2]) + bias[r % 2];
+                const float high = pair.y * (row[i + 1] * column[r % 2]) + bias[r % 2];
+                out.tiles[j][0].data[r] = g.out_dtype == DType::bf16
+                                              ? arch::pack_bf16(low, high)
+                                              : arch::bit_cast<bf16_2>(arch::pack_half(low, high));
+            }
+        }
+        auto columns = buffer.template subtile<C.block_m, 16>({0, warpgroup::warpid()});
+        kittens::warp::store(columns, out);
+        arch::fence_async_shared();
+        warpgroup::sync(barrier);
+        if (warpgroup::laneid() == 0) {
+            tma::store_async(
+                g.out_map, buffer,
+                elements(0, 0, static_cast<int>(tile.row), static_cast<int>(tile.col)));
+        }
+    }
+};
+
+template <Config C>
+__device__ __forceinline__ void stream_consume(const typename StreamTypes<C>::Globals& g,
+                                               typename StreamTypes<C>::Shared& shared, int rank) {
+    using K = StreamTypes<C>;
+    constexpr int SUMS = 2;     // named barrier of the consumer
+    Ring<C.stages> ring, done;  // stages whose products are issued, and added
+    int round = 0;
+    rt_fl<16, C.block_m> sums, even[K::parts], odd[K::parts];
+    DirectStore<C> direct;
+    for_each_stream_tile<C>(g, rank, [&](const StreamTile<C> tile) {
+        kittens::warp::zero(sums);
+        if (g.direct) direct.fetch(g, tile);
+        // The products of a stage run while those of the one before are added.
+        const auto issue = [&](rt_fl<16, C.block_m>(&d)[K::parts]) {
+            auto& stage = shared.stages[ring.stage];
+            wait(shared.full[ring.stage], ring.phase);
+#pragma unroll
+            for (int i = 0; i < K::parts; ++i) warpgroup::mma_fence(d[i]);
+#pragma unroll
+            for (int i = 0; i < K::parts; ++i) {
+                auto weights = stage.b.template subtile<C.block_n, BLOCK_K>({0, i});
+                auto rows = stage.a.template subtile<C.block_m, BLOCK_K>({0, i});
+                kittens::detail::wgmma_product<false, true>(d[i], weights, rows, false);
+            }
+            warpgroup::mma_commit_group();
+            ring.advance();
+        };
+        const auto add = [&](rt_fl<16, C.block_m>(&d)[K::parts]) {
+            if (!g.blocks && laneid() == 0) arrive(shared.empty[done.stage]);
+#pragma unroll
+            for (int i = 0; i < K::parts; ++i) {
+                promote<C>(g, shared.scales[done.stage].address(), sums, d[i], i);
+            }
+            if (g.blocks) {  // each warp has read the scales itself
+                arch::sync_warp();
+                if (laneid() == 0) arrive(shared.empty[done.stage]);
+            }
+            done.advance();
+        };
+        const auto wait_for = [&](rt_fl<16, C.block_m>(&d)[K::parts], auto pending) {
+            warpgroup::mma_async_wait<pending>();
+#pragma unroll
+            for (int i = 0; i < K::parts; ++i) kittens::detail::pin_accumulator(d[i]);
+        };
+        using one = std::integral_constant<int, 1>;
+        using none = std::integral_constant<int, 0>;
+        int left = tile.end - tile.begin;
+        issue(even);
+        while (left > 2) {
+            issue(odd);
+            wait_for(even, one());
+            add(even);
+            issue(even);
+            wait_for(odd, one());
+            add(odd);
+            left -= 2;
+        }
+        if (left == 2) {
+            issue(odd);
+            wait_for(even, one());
+            add(even);
+            wait_for(odd, none());
+            add(odd);
+        } else {
+            wait_for(even, none());
+            add(even);
+        }
+
+        if (g.direct) return direct.store(g, shared, sums, tile, SUMS);
+        // The last tile's sums have been read.
+        if (g.splits == 1)
+            warpgroup::sync(SUMS);
+        else if (round > 0)
+            wait_cluster(shared.read, (round - 1) % 2);
+        const uint32_t to = shared.sums.address();
+#pragma unroll
+        for (int j = 0; j < C.block_m / 16; ++j) {
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                const int col = warpgroup::warpid() * 16 + laneid() / 4 + r % 2 * 8;
+                const int row = j * 16 + r / 2 * 8 + laneid() % 4 * 2;
+                const float2 pair = sums.tiles[0][j].data[r];
+                arch::store_shared(to + (row * K::pitch + col) * 4, pair.x);
+                arch::store_shared(to + ((row + 1) * K::pitch + col) * 4, pair.y);
+            }
+        }
+        if (g.splits == 1) {
+            warpgroup::sync(SUMS);
+        } else {
+            if (round == 0) cluster::wait();  // the others' semaphores are there
+            arch::sync_warp();
+            if (laneid() < g.splits) arrive_remote(shared.summed, laneid());
+            wait_cluster(shared.summed, round % 2);
+        }
+        if (g.out_dtype == DType::bf16)
+            stream_finish<C, bf16>(g, shared, tile, rank);
+        else if (g.out_dtype == DType::fp16)
+            stream_finish<C, half>(g, shared, tile, rank);
+        else
+            stream_finish<C, float>(g, shared, tile, rank);
+        if (g.splits > 1) {
+            arch::sync_warp();
+            if (laneid() < g.splits) arrive_remote(shared.read, laneid());
+        }
+        ++round;
+    });
+    if (g.direct && warpgroup::laneid() == 0) tma::store_async_read_wait();
+}
+
+template <class K>
+__global__ __launch_bounds__(K::threads, 1) void fp8_stream_kernel(const __grid_constant__
+                                                                   typename K::Globals g) {
+    constexpr Config C = K::config;
+    shared_allocator allocator(shared_memory());
+    auto& shared = allocator.template allocate<typename K::Shared>();
+    const bool produces = warpgroup::groupid() == 1;
+    const int rank = g.splits > 1 ? static_cast<int>(arch::cluster_rank()) : 0;
+    if (produces) {
+        if (warpgroup::warpid() == 0 && arch::elect_one()) {
+            tma::prefetch_map<typename K::weights>(g.b);
+            tma::prefetch_map<typename K::rows>(g.a);
+            for (int i = 0; i < C.stages; ++i) {
+                init_semaphore(shared.full[i], 1 + (g.blocks ? WARP_THREADS : 0));
+                init_semaphore(shared.empty[i], WARPGROUP_WARPS);
+            }
+            init_semaphore(shared.summed, WARPGROUP_WARPS * g.splits);
+            init_semaphore(shared.read, WARPGROUP_WARPS * g.splits);
+            arch::mbarrier_init_fence();
+        }
+        arch::sync_warp();
+        if (warpgroup::warpid() == 1)
+            arch::named_barrier_sync(READY, K::threads);
+        else
+            arch::named_barrier_arrive(READY, K::threads);
+    } else {
+        arch::named_barrier_sync(READY, K::threads);
+    }
+    // Other blocks of the cluster arrive at the semaphores when they have their sums.
+    if (g.splits > 1) cluster::arrive();
+    arch::wait_for_dependencies();
+    arch::launch_dependents();
+    if (produces) {
+        if (warpgroup::warpid() == 1) {
+            if (g.blocks) stream_scales<C>(g, shared, rank);
+        } else if (arch::elect_one()) {
+            stream_produce<C>(g, shared, rank);
+        }
+        arch::sync_warp();
+        if (g.splits > 1) cluster::wait();
+    } else {
+        stream_consume<C>(g, shared, rank);
+    }
+    // A block's shared memory is read, and its semaphores are arrived at, by its cluster.
+    if (g.splits > 1) cluster::sync();
+}
+
+}  // namespace sm90
+
+template <Config C>
+void launch_streamed(const Params& p, Stream stream) {
+    using K = sm90::StreamTypes<C>;
+    using namespace kittens;
+    const auto matrix = [&]<class GL>(const void* data, int64_t rows, int64_t cols,
+                                      int64_t stride) {
+        return GL(static_cast<typename GL::T*>(const_cast<void*>(data)), nullptr, nullptr, rows,
+                  cols, gl_strides{0, 0, stride});
+    };
+    const auto tiles = [](int64_t size, int64_t tile) { return (size + tile - 1) / tile; };
+    const int64_t bytes = size_in_bytes(p.out_dtype);
+    const bool direct = bytes == 2 && p.schedule.splits == 1 && p.activation == 0 && p.n % 8 == 0;
+    const auto m_tiles = static_cast<uint32_t>(tiles(p.m, C.block_m));
+    const typename K::Globals globals {
+        .a = matrix.template operator()<decltype(K::Globals::a)>(p.a, p.m, p.k, p.a_stride),
+        .b = matrix.template operator()<decltype(K::Globals::b)>(p.b, p.n, p.k, p.b_stride),
+        // Where TMA does not store, the map is a stand-in that nobody uses.
+        .out_map = matrix.template operator()<decltype(K::Globals::out_map)>(
+            p.out, direct ? p.m : 1, direct ? p.n : 64, direct ? p.n : 64),
+        .out = p.out,
+        .scale_a = p.scale_a,
+        .scale_b = p.scale_b,
+        .bias = p.bias,
+        .m = static_cast<uint32_t>(p.m),
+        .n = static_cast<uint32_t>(p.n),
+        .out_dtype = p.out_dtype,
+        .bias_dtype = p.bias_dtype,
+        .activation = p.activation,
+        .blocks = p.blocks,
+        .fine = p.fine,
+        .direct = direct,
+        .quads = p.n % 4 == 0,
+        .tiles = m_tiles * static_cast<uint32_t>(tiles(p.n, C.block_n)),
+        .clusters = static_cast<uint32_t>(p.schedule.blocks / p.schedule.splits),
+        .m_tiles = gemm::Divisor(m_tiles),
+        .k_blocks = static_cast<int>(tiles(p.k, BLOCK_K)),
+        .k_steps = static_cast<int>(tiles(p.k, C.block_k)),
+        .splits = p.schedule.splits,
+    };
+    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::fp8_stream_kernel<K>,
+                    dim3(p.schedule.blocks), dim3(K::threads), dim3(p.schedule.splits),
+                    sizeof(typename K::Shared), stream, globals);
+}
+
+}  // namespace thunderkittens::fp8_gemm

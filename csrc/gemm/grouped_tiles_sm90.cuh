@@ -1,0 +1,228 @@
+// The walk over the tiles of a grouped product on Hopper. The ends of the groups are known on the
+// GPU alone, so a warp of each block finds the block's tiles there, 32 groups at a time, and hands
+// their descriptions to the loading thread and the consumers through a small ring in shared memory.
+// It runs ahead of them: what the search costs is hidden, and they need no registers for it.
+#pragma once
+
+#include "csrc/gemm/grouped_gemm.h"
+#include "csrc/gemm/tiles_sm90.cuh"
+
+namespace thunderkittens::grouped_gemm {
+namespace sm90 {
+
+using namespace kittens;
+
+// Elements of a tile that are the group's: before `first` and from `end` on they are another's.
+struct Part {
+    uint16_t first, end;
+};
+// The steps of k that a tile sums over, from `begin` on; the first step's elements before
+// part.first and the last step's from part.end on are not of the sum.
+struct Steps {
+    int group;  // `none` behind the last tile
+    int begin, blocks;
+    Part part;
+    static constexpr int none = -1;
+};
+struct Area {
+    int row, col;
+    Part rows, cols;
+};
+struct GroupTile {
+    Steps steps;
+    Area area;
+};
+static_assert(sizeof(GroupTile) == 32 && sizeof(Steps) == 16);
+
+template <gemm::Config C>
+struct Types : gemm::sm90::Types<C> {
+    using Base = gemm::sm90::Types<C>;
+    struct Shared : Base::Shared {
+        alignas(16) GroupTile tiles[TILES_AHEAD];
+        semaphore described[TILES_AHEAD], read[TILES_AHEAD];
+    };
+    static_assert(sizeof(Shared) <= MAX_SHARED_MEMORY, "too many stages");
+    static_assert(sizeof(Shared) <= grouped_gemm::shared_bytes(C),
+                  "grouped_gemm.h knows another size");
+    struct Globals : Base::Globals {
+        const int32_t* offs;
+        Grouped grouped;
+        uint32_t groups, k, band;
+    };
+    // Of the ring of descriptions: the loading thread and the warps of the consumers.
+    static constexpr int readers = 1 + C.consumers * WARPGROUP_WARPS;
+    static constexpr int producer_registers = 40;
+    static constexpr int consumer_registers = 232;
+};
+
+// A position in the ring of descriptions, and the parity of the round.
+struct Slot {
+    int index = 0;
+    int phase = 0;
+    __device__ __forceinline__ void advance() {
+        if (++index == TILES_AHEAD) index = 0, phase ^= 1;
+    }
+};
+
+// What the scheduling warp has written about the tile in a slot, which it waits for.
+template <class Shared>
+__device__ __forceinline__ Steps steps_of(Shared& shared, const Slot slot) {
+    wait(shared.described[slot.index], slot.phase);
+    const uint32_t from = arch::shared_address(&shared.tiles[slot.index].steps);
+    return arch::bit_cast<Steps>(arch::load_shared<uint4>(from));
+}
+template <class Shared>
+__device__ __forceinline__ Area area_of(Shared& shared, const Slot slot) {
+    const uint32_t from = arch::shared_address(&shared.tiles[slot.index].area);
+    return arch::bit_cast<Area>(arch::load_shared<uint4>(from));
+}
+
+// Where the tiles of a group begin that begins at `begin`. TMA reads and writes from multiples of
+// 16 bytes on only, so that where elements along the divided dimension are adjacent in memory the
+// first tile may begin in the group before.
+template <gemm::Config C>
+__device__ __forceinline__ uint32_t start_of(Grouped grouped, uint32_t begin) {
+    const bool aligned = grouped == Grouped::rows      ? C.a_m_major
+                         : grouped == Grouped::columns ? true
+                                                       : !C.a_m_major || !C.b_n_major;
+    return aligned ? begin / 8 * 8 : begin;
+}
+
+// 32 groups, one per lane: where each begins and ends in the dimension that is divided, its tiles,
+// and the number of all tiles up to its last one.
+struct Groups {
+    uint32_t begin, end, tiles, last_tile;
+
+    // Those from `first` on, which follow on `before`. What is behind the last group counts as one
+    // more.
+    template <class K, class Globals>
+    static __device__ __forceinline__ Groups load(const Globals& g, uint32_t first,
+                                                  uint32_t end_before, uint32_t tiles_before) {
+        constexpr gemm::Config C = K::config;
+        const int total = g.grouped == Grouped::rows      ? int(g.m)
+                          : g.grouped == Grouped::columns ? int(g.n)
+                                                          : int(g.k);
+        const uint32_t number = first + laneid();
+        int offset = total;
+        if (number < g.groups) offset = min(max(arch::load_global(g.offs + number), 0), total);
+        Groups of;
+        of.end = max(uint32_t(offset), end_before);
+        // An end before that of an earlier group is moved there.
+#pragma unroll
+        for (int distance = 1; distance < WARP_THREADS; distance *= 2) {
+            const uint32_t earlier = arch::shuffle(of.end, max(laneid() - distance, 0));
+            of.end = max(of.end, earlier);
+        }
+        const uint32_t previous = arch::shuffle(of.end, max(laneid() - 1, 0));
+        of.begin = laneid() == 0 ? end_before : previous;
+        of.tiles = of.template rows<K>(g) * of.template columns<K>(g);
+        const bool any = g.grouped == Grouped::k ? number < g.groups : of.begin < of.end;
+        if (!any) of.tiles = 0;
+        of.last_tile = of.tiles;
+#pragma unroll
+        for (int distance = 1; distance < WARP_THREADS; distance *= 2) {
+            const uint32_t earlier = arch::shuffle(of.last_tile, max(laneid() - distance, 0));
+            if (laneid() >= distance) of.last_tile += earlier;
+        }
+        of.last_tile += tiles_before;
+        return of;
+    }
+    __device__ __forceinline__ Groups of_lane(int lane) const {
+        return {arch::shuffle(begin, lane), arch::shuffle(end, lane), arch::shuffle(tiles, lane),
+                arch::shuffle(last_tile, lane)};
+    }
+
+    // Of tiles.
+    template <class K, class Globals>
+    __device__ __forceinline__ uint32_t rows(const Globals& g) const {
+        constexpr gemm::Config C = K::config;
+        const uint32_t size =
+            g.grouped == Grouped::rows ? end - start_of<C>(g.grouped, begin) : g.m;
+        return (size + C.block_m - 1) / C.block_m;
+    }
+    template <class K, class Globals>
+    __device__ __forceinline__ uint32_t columns(const Globals& g) const {
+        constexpr gemm::Config C = K::config;
+        const uint32_t size =
+            g.grouped == Grouped::columns ? end - start_of<C>(g.grouped, begin) : g.n;
+        return (size + C.block_n - 1) / C.block_n;
+    }
+};
+
+// The part [first, end) of a tile of `size` elements that begins at `start`.
+__device__ __forceinline__ Part part_of(uint32_t start, uint32_t first, uint32_t end,
+                                        uint32_t size) {
+    return {static_cast<uint16_t>(first > start ? first - start : 0),
+            static_cast<uint16_t>(min(end - start, size))};
+}
+
+// Tile `index` of a group, whose tiles are walked in bands, see tile_order.h.
+template <class K, class Globals>
+__device__ __forceinline__ GroupTile describe(const Globals& g, uint32_t number, const Groups& of,
+                                              uint32_t index) {
+    constexpr gemm::Config C = K::config;
+    const uint32_t rows = of.template rows<K>(g), columns = of.template columns<K>(g);
+    const uint32_t bands = (rows + g.band - 1) / g.band, height = (rows + bands - 1) / bands;
+    const uint32_t band = index / (height * columns), in_band = index - band * height * columns;
+    const uint32_t tall = min(height, rows - band * height);
+    const uint32_t step = in_band / tall;
+    const uint32_t across = band * height + in_band - step * tall;
+    const uint32_t along = band % 2 == 0 ? step : columns - 1 - step;
+    const uint32_t start = start_of<C>(g.grouped, of.begin);
+    const uint32_t row = (g.grouped == Grouped::rows ? start : 0) + across * C.block_m;
+    const uint32_t col = (g.grouped == Grouped::columns ? start : 0) + along * C.block_n;
+
+    GroupTile tile;
+    tile.area.row = int(row), tile.area.col = int(col);
+    tile.area.rows = g.grouped == Grouped::rows ? part_of(row, of.begin, of.end, C.block_m)
+                                                : part_of(row, 0, g.m, C.block_m);
+    tile.area.cols = g.grouped == Grouped::columns ? part_of(col, of.begin, of.end, C.block_n)
+                                                   : part_of(col, 0, g.n, C.block_n);
+    tile.steps = {int(min(number, g.groups - 1)), 0, g.k_blocks, {0, gemm::BLOCK_K}};
+    if (g.grouped == Grouped::k) {
+        const uint32_t length = of.end - start;
+        const uint32_t blocks = max(1u, (length + gemm::BLOCK_K - 1) / gemm::BLOCK_K);
+        tile.steps.begin = int(start), tile.steps.blocks = int(blocks);
+        tile.steps.part = {static_cast<uint16_t>(of.begin - start),
+                           static_cast<uint16_t>(length - (blocks - 1) * gemm::BLOCK_K)};
+    }
+    // What belongs to no group is a sum of nothing.
+    if (number >= g.groups) tile.steps.blocks = 1, tile.steps.part = {0, 0};
+    return tile;
+}
+
+// The scheduling warp: describes this block's tiles one after the other.
+template <class K>
+__device__ __forceinline__ void schedule(const typename K::Globals& g, typename K::Shared& shared) {
+    Slot slot;
+    const auto hand_over = [&](const GroupTile& tile) {
+        wait(shared.read[slot.index], slot.phase ^ 1);
+        if (laneid() == 0) {
+            const auto& to = shared.tiles[slot.index];
+            arch::store_shared(arch::shared_address(&to.steps), arch::bit_cast<uint4>(tile.steps));
+            arch::store_shared(arch::shared_address(&to.area), arch::bit_cast<uint4>(tile.area));
+            arrive(shared.described[slot.index]);
+        }
+        arch::sync_warp();
+        slot.advance();
+    };
+    uint32_t first = 0;
+    Groups groups = Groups::load<K>(g, first, 0, 0);
+    for (uint32_t index = blockIdx.x;; index += gridDim.x) {
+        uint32_t with_tile = arch::ballot(index < groups.last_tile);
+        while (with_tile == 0) {
+            first += WARP_THREADS;
+            if (first > g.groups) return hand_over({.steps = {.group = Steps::none}});
+            const Groups last = groups.of_lane(WARP_THREADS - 1);
+            groups = Groups::load<K>(g, first, last.end, last.last_tile);
+            with_tile = arch::ballot(index < groups.last_tile);
+        }
+        int lane = 0;
+        while ((with_tile >> lane & 1) == 0) ++lane;
+        const Groups of = groups.of_lane(lane);
+        hand_over(describe<K>(g, first + lane, of, index + of.tiles - of.last_tile));
+    }
+}
+
+}  // namespace sm90
+}  // namespace thunderkittens::grouped_gemm

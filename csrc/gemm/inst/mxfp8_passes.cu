@@ -1,0 +1,7 @@
+// Passes over MXFP8 operands before a product.
+#include "csrc/gemm/mxfp8_passes_sm90.cuh"
+
+namespace thunderkittens::mxfp8_gemm {
+template void run_pass(const RebaseParams&, Stream);
+template void run_pass(const ExpandParams&, Stream);
+}  // namespace thunderkittens::mxfp8_gemm

@@ -1,0 +1,211 @@
+// Products of 16-bit activations and weights of fewer bits, which are prepared once for the kernel:
+// what a call is (Problem), what is compiled (Config), how it is scheduled (Schedule), and the
+// functions that choose. Host C++ only.
+//
+// out = activation(scale * (a @ w^T) + bias) with a (m, k), w (n, k) and out (m, n). Grouped, w is
+// (groups, n, k) and the rows of a belong to the groups one after the other.
+//
+// Prepared, a weight is a sequence of pieces of 64 rows by 64 columns, those of 64 rows side by
+// side; a piece holds the codes of its elements and then their scales, in the order in which the
+// threads of a warpgroup need them. What lies past the end of a weight is zero.
+#pragma once
+
+#include <cstdint>
+#include <iterator>
+#include <string>
+#include <vector>
+
+#include "csrc/common/device.h"
+#include "csrc/common/dtype.h"
+
+namespace thunderkittens {
+struct KernelInfo;  // registry.h
+}
+
+namespace thunderkittens::mixed_gemm {
+
+// The formats of weights. A kernel knows one by a trait, see nvfp4_weights_sm90.cuh.
+enum class Format : int { nvfp4 };
+
+constexpr const char* name_of(Format) { return "nvfp4"; }
+
+constexpr int PIECE = 64;  // rows and columns
+constexpr int piece_bytes(Format) { return PIECE * PIECE / 2 + PIECE * PIECE / 16; }
+
+struct Problem {
+    int64_t m = 0, n = 0, k = 0, groups = 1;
+    DType dtype = DType::bf16;
+    DType out_dtype = DType::bf16;
+    bool grouped = false;
+};
+
+// A block computes `row_groups` * 64 rows of w times `tokens` rows of a. It takes k in stages of
+// `pieces` * 64. One warp loads; row_groups * k_groups warpgroups multiply: those of a row group
+// take turns at the pieces of a stage, and their sums are added at the end.
+struct Config {
+    Format format = Format::nvfp4;
+    int tokens = 16;
+    int row_groups = 2;
+    int k_groups = 2;
+    int pieces = 4;
+    int stages = 6;
+    DType dtype = DType::bf16;
+
+    bool operator==(const Config&) const = default;
+};
+
+struct Schedule {
+    int blocks = 0;  // of the grid, a multiple of `splits`
+    int splits = 1;  // blocks of a cluster that divide k between them
+};
+
+struct Choice {
+    Config config;
+    Schedule schedule;
+};
+
+// One call. a: base and stride, in elements, satisfy TMA. Rows of out are contiguous.
+struct Params {
+    const void* a = nullptr;
+    const void* weight = nullptr;   // (groups, row pieces, column pieces, piece_bytes)
+    const float* scale = nullptr;   // (groups,) on the device
+    const void* bias = nullptr;     // (n,) of the activations' dtype
+    const int32_t* offs = nullptr;  // (groups,) ends of the groups' rows
+    void* out = nullptr;
+    int64_t m = 0, n = 0, k = 0, groups = 1;
+    int64_t a_stride = 0;
+    DType out_dtype = DType::bf16;
+    int activation = 0;  // activation.h
+    Schedule schedule;
+};
+
+template <typename Visitor>
+void visit_fields(Problem& p, Visitor&& visit) {
+    visit("m", p.m);
+    visit("n", p.n);
+    visit("k", p.k);
+    visit("groups", p.groups);
+    visit("dtype", p.dtype);
+    visit("out_dtype", p.out_dtype);
+    visit("grouped", p.grouped);
+}
+template <typename Visitor>
+void visit_fields(Choice& c, Visitor&& visit) {
+    visit("tokens", c.config.tokens);
+    visit("row_groups", c.config.row_groups);
+    visit("k_groups", c.config.k_groups);
+    visit("pieces", c.config.pieces);
+    visit("stages", c.config.stages);
+    visit("dtype", c.config.dtype);
+    visit("blocks", c.schedule.blocks);
+    visit("splits", c.schedule.splits);
+}
+
+constexpr int consumers(const Config& c) { return c.row_groups * c.k_groups; }
+// Where the sums take many registers, the warp that loads is one of four that give theirs away.
+constexpr bool moves_registers(const Config& c) { return c.tokens >= 64; }
+constexpr int threads(const Config& c) {
+    return consumers(c) * 128 + (moves_registers(c) ? 128 : 32);
+}
+constexpr int block_rows(const Config& c) { return c.row_groups * PIECE; }
+// Rows of a whose sums pass through shared memory at a time.
+constexpr int tokens_at_a_time(const Config& c) { return c.tokens < 64 ? c.tokens : 64; }
+constexpr int stage_bytes(const Config& c) {
+    return c.pieces * (c.tokens * PIECE * 2 + c.row_groups * piece_bytes(c.format));
+}
+// The ring, the sums as rows of fp32 that are 4 longer than the tile's, and semaphores.
+constexpr int shared_bytes(const Config& c) {
+    const int sums = c.k_groups * tokens_at_a_time(c) * (block_rows(c) + 4) * 4;
+    const int ring = (c.stages * stage_bytes(c) + 127) / 128 * 128;
+    return (ring + (sums + 127) / 128 * 128 + (2 * c.stages + 2) * 8 + 127) / 128 * 128;
+}
+
+constexpr int64_t pieces(int64_t size) { return (size + PIECE - 1) / PIECE; }
+
+// Tile shapes that are compiled, each for both dtypes of activations.
+struct TileShape {
+    int tokens, row_groups, k_groups, pieces, stages;
+};
+constexpr TileShape TILE_SHAPES[] = {
+    {16, 2, 2, 4, 6}, {32, 2, 2, 4, 5}, {64, 4, 1, 2, 4}, {128, 2, 1, 1, 8}, {256, 2, 1, 1, 5},
+};
+constexpr Config make_config(Format format, const TileShape& shape, DType dtype) {
+    return {.format = format,
+            .tokens = shape.tokens,
+            .row_groups = shape.row_groups,
+            .k_groups = shape.k_groups,
+            .pieces = shape.pieces,
+            .stages = shape.stages,
+            .dtype = dtype};
+}
+// Every kernel of a format that is compiled, by number.
+constexpr std::size_t CONFIGS = 2 * std::size(TILE_SHAPES);
+constexpr Config config_at(Format format, std::size_t i) {
+    return make_config(format, TILE_SHAPES[i / 2], i % 2 == 0 ? DType::bf16 : DType::fp16);
+}
+
+// Empty when choose() has a kernel for the problem, else the reason in a sentence.
+std::string unsupported(const Problem& problem, const DeviceProperties& device);
+Choice choose(const Problem& problem, const DeviceProperties& device);
+std::string kernel_name(const Config& config);
+std::string kernel_name(const Choice& choice);
+
+// Runs the kernel of `config` on the stream.
+template <Config config>
+void launch(const Params& params, Stream stream);
+
+// The same for a configuration that is known at run time; false when there is no such kernel.
+template <Format format, std::size_t i = 0>
+bool launch_any(const Config& config, const Params& params, Stream stream) {
+    if constexpr (i < CONFIGS) {
+        if (config != config_at(format, i)) {
+            return launch_any<format, i + 1>(config, params, stream);
+        }
+        launch<config_at(format, i)>(params, stream);
+        return true;
+    } else {
+        return false;
+    }
+}
+
+// NVFP4 weights (groups, n, k) into pieces, and back as values times the global scale.
+struct PrepareParams {
+    const void* codes = nullptr;   // (groups, n, k / 2) bytes, rows contiguous
+    const void* scales = nullptr;  // e4m3, contiguous; in the 128x4 layout or plain
+    void* prepared = nullptr;
+    void* values = nullptr;  // (groups, n, k), contiguous
+    const float* global_scale = nullptr;
+    int64_t n = 0, k = 0, groups = 1;
+    int64_t codes_stride = 0, codes_group_stride = 0;  // bytes
+    DType values_dtype = DType::bf16;
+    bool swizzle = true;
+};
+// The first makes `prepared`; the second reads it and makes `values`.
+enum class Nvfp4Pass : int { prepare, restore };
+template <Nvfp4Pass pass>
+void run(const PrepareParams& params, Stream stream);
+
+// A preparation as the registry knows it.
+struct Nvfp4Weight {
+    int64_t n = 0, k = 0, groups = 1;
+    bool restore = false;
+};
+struct Nvfp4Preparation {
+    Nvfp4Pass pass = Nvfp4Pass::prepare;
+};
+template <typename Visitor>
+void visit_fields(Nvfp4Weight& p, Visitor&& visit) {
+    visit("n", p.n);
+    visit("k", p.k);
+    visit("groups", p.groups);
+    visit("restore", p.restore);
+}
+template <typename Visitor>
+void visit_fields(Nvfp4Preparation& c, Visitor&& visit) {
+    visit("pass", c.pass);
+}
+std::string unsupported(const Nvfp4Weight& weight, const DeviceProperties& device);
+Nvfp4Preparation choose(const Nvfp4Weight& weight, const DeviceProperties& device);
+std::string kernel_name(const Nvfp4Preparation& config);
+
+}  // namespace thunderkittens::mixed_gemm

@@ -1,0 +1,244 @@
+// What mixed_sm90.cuh works on: types, the walk over tiles, and what becomes of a tile's sums.
+#pragma once
+
+#include "csrc/gemm/activation.cuh"
+#include "csrc/gemm/gemm.h"
+#include "csrc/gemm/nvfp4_weights_sm90.cuh"
+#include "csrc/gemm/values_sm90.cuh"
+
+namespace thunderkittens::mixed_gemm {
+namespace sm90 {
+
+// Named barriers.
+constexpr int READY = 1, SUMS = 2;
+
+template <Format format>
+struct weights_of;
+template <>
+struct weights_of<Format::nvfp4> {
+    using type = Nvfp4Weights;
+};
+
+template <Config C>
+struct Types {
+    static constexpr Config config = C;
+    using T = std::conditional_t<C.dtype == DType::bf16, bf16, half>;
+    using W = typename weights_of<C.format>::type;
+    using rows = st<T, C.tokens, PIECE>;
+    static constexpr int piece = piece_bytes(C.format);
+    static constexpr int stage_bytes = mixed_gemm::stage_bytes(C);
+    static constexpr int block_rows = mixed_gemm::block_rows(C);
+    static constexpr int pass = tokens_at_a_time(C);
+    static constexpr int pitch = block_rows + 4;  // of the sums, in floats: no bank conflicts
+    static constexpr int threads = mixed_gemm::threads(C);
+    static constexpr int consumers = mixed_gemm::consumers(C);  // warpgroups
+    static constexpr bool moves_registers = mixed_gemm::moves_registers(C);
+    // Of the registers that a block has at launch: 168 per thread with two consumers, 96 with four.
+    static constexpr int producer_registers = consumers == 2 ? 40 : 32;
+    static constexpr int consumer_registers = consumers == 2 ? 232 : 112;
+    static_assert(!moves_registers || consumers == 2 || consumers == 4);
+
+    struct alignas(128) Codes {
+        uint8_t bytes[C.pieces * piece];
+        __device__ __forceinline__ uint32_t address() const { return arch::shared_address(this); }
+    };
+    struct Stage {
+        rows a[C.pieces];
+        Codes weight[C.row_groups];
+    };
+    struct Shared {
+        Stage stages[C.stages];
+        sv_fl<pass * pitch> sums[C.k_groups];
+        semaphore full[C.stages], empty[C.stages];
+        semaphore summed, read;  // the cluster's sums: all are there, all have been read
+    };
+    static_assert(sizeof(Stage) % 128 == 0);
+    static_assert(sizeof(Shared) <= MAX_SHARED_MEMORY, "too many stages");
+
+    struct Globals {
+        gl<T, 1, 1, -1, -1, rows> a;
+        const uint8_t* weight;
+        const float* scale;
+        const void* bias;
+        const int32_t* offs;
+        void* out;
+        DType out_dtype;
+        gemm::Activation activation;
+        bool quads;  // four neighbouring elements of out are aligned
+        uint32_t m, n, groups;
+        uint32_t row_pieces, row_tiles, clusters;
+        int k_pieces, k_stages, splits;
+    };
+};
+
+// A tile of `tokens` rows of a, of which those below `end` belong to it, and rows of a group's
+// weight. Group number `groups` stands for the rows behind the last group, which are zero.
+struct Tile {
+    uint32_t group, row_tile, token, end;
+};
+
+// Calls work(tile) for each of this block's tiles: of each group in turn, tiles of the same rows of
+// the weight one after the other.
+template <class K, class Work>
+__device__ __forceinline__ void for_each_tile(const typename K::Globals& g, Work work) {
+    constexpr uint32_t tokens = K::config.tokens;
+    uint32_t index = blockIdx.x / g.splits;
+    const auto walk = [&](uint32_t group, uint32_t begin, uint32_t end) {
+        const uint32_t token_tiles = (end - begin + tokens - 1) / tokens;
+        const uint32_t tiles = token_tiles * g.row_tiles;
+        for (; index < tiles; index += g.clusters) {
+            const uint32_t row_tile = index / token_tiles;
+            const uint32_t token = begin + (index - row_tile * token_tiles) * tokens;
+            work(Tile{group, row_tile, token, end});
+        }
+        index -= tiles;
+    };
+    if (g.offs == nullptr) return walk(0, 0, g.m);
+    uint32_t begin = 0;
+    for (uint32_t group = 0; group < g.groups; ++group) {
+        const int end = arch::load_global(g.offs + group);
+        const uint32_t last = min(max(uint32_t(max(end, 0)), begin), g.m);
+        walk(group, begin, last);
+        begin = last;
+    }
+    walk(g.groups, begin, g.m);
+}
+
+// The stages of k that fall to a block of the cluster.
+template <class Globals>
+__device__ __forceinline__ int2 range_of_k(const Globals& g) {
+    const int rank = g.splits > 1 ? static_cast<int>(arch::cluster_rank()) : 0;
+    return {g.k_stages * rank / g.splits, g.k_stages * (rank + 1) / g.splits};
+}
+
+// The epilogue of tiles.
+template <class K>
+struct Finish {
+    static constexpr Config C = K::config;
+    static constexpr int THREADS = K::consumers * WARPGROUP_THREADS;
+    int round = 0;
+
+    // `d`: the sums of this warpgroup's rows and its share of k.
+    __device__ __forceinline__ void tile(const typename K::Globals& g, typename K::Shared& shared,
+                                         const rt_fl<16, C.tokens>& d, const Tile& tile,
+                                         int row_group, int k_group) {
+        const int column = row_group * PIECE + warpgroup::warpid() * 16 + laneid() / 4;
+#pragma unroll
+        for (int pass = 0; pass < C.tokens / K::pass; ++pass) {
+            // Rows that the tile does not have are the last ones.
+            if (tile.token + pass * K::pass >= tile.end) break;
+            wait_until_read(g, shared);
+            const bool empty = tile.group >= g.groups;
+            const uint32_t sums = shared.sums[k_group].address();
+#pragma unroll
+            for (int j = 0; j < K::pass / 16; ++j) {
+#pragma unroll
+                for (int r = 0; r < 4; ++r) {
+                    const int row = j * 16 + r / 2 * 8 + laneid() % 4 * 2;
+                    float2 pair = d.tiles[0][pass * (K::pass / 16) + j].data[r];
+                    if (empty) pair = {0.f, 0.f};
+                    const uint32_t at = sums + (row * K::pitch + column + r % 2 * 8) * 4;
+                    arch::store_shared(at, pair.x);
+                    arch::store_shared(at + K::pitch * 4, pair.y);
+                }
+            }
+            wait_until_summed(g, shared);
+            if (g.out_dtype == DType::bf16)
+                rows<bf16>(g, shared, tile, pass * K::pass);
+            else if (g.out_dtype == DType::fp16)
+                rows<half>(g, shared, tile, pass * K::pass);
+            else
+                rows<float>(g, shared, tile, pass * K::pass);
+            if (g.splits > 1) {
+                arch::sync_warp();
+                if (laneid() < g.splits) arrive_remote(shared.read, laneid());
+            }
+            ++round;
+        }
+    }
+
+  private:
+    __device__ __forceinline__ void wait_until_read(const typename K::Globals& g,
+                                                    typename K::Shared& shared) {
+        if (g.splits == 1)
+            arch::named_barrier_sync(SUMS, THREADS);
+        else if (round > 0)
+            wait_cluster(shared.read, (round - 1) % 2);
+    }
+    __device__ __forceinline__ void wait_until_summed(const typename K::Globals& g,
+                                                      typename K::Shared& shared) {
+        if (g.splits == 1) {
+            arch::named_barrier_sync(SUMS, THREADS);
+        } else {
+            if (round == 0) cluster::wait();  // the others' semaphores are there
+            arch::sync_warp();
+            if (laneid() < g.splits) arrive_remote(shared.summed, laneid());
+            wait_cluster(shared.summed, round % 2);
+        }
+    }
+
+    // Rows of out from the sums: those of the warpgroups and of the cluster, in the order of its
+    // blocks.
+    template <class O>
+    __device__ __forceinline__ void rows(const typename K::Globals& g, typename K::Shared& shared,
+                                         const Tile& tile, int first) {
+        constexpr int fours = K::block_rows / 4;
+        const int rank = g.splits > 1 ? static_cast<int>(arch::cluster_rank()) : 0;
+        const bool empty = tile.group >= g.groups;
+        const float scale = empty ? 0.f : arch::load_global(g.scale + tile.group);
+        using T = typename K::T;
+        const auto* bias = static_cast<const T*>(empty ? nullptr : g.bias);
+#pragma unroll 2
+        for (int i = rank * THREADS + int(threadIdx.x); i < K::pass * fours;
+             i += g.splits * THREADS) {
+            const int row = i / fours, column = i % fours * 4;
+            const uint32_t m = tile.token + first + row, n = tile.row_tile * K::block_rows + column;
+            if (m >= tile.end || n >= g.n) continue;
+            float4 sum{};
+            for (int rank_of = 0; rank_of < g.splits; ++rank_of) {
+#pragma unroll
+                for (int part = 0; part < C.k_groups; ++part) {
+                    const uint32_t at = shared.sums[part].address() + (row * K::pitch + column) * 4;
+                    const auto more =
+                        g.splits == 1
+                            ? arch::load_shared<float4>(at)
+                            : arch::load_cluster_shared<float4>(arch::map_shared_rank(at, rank_of));
+                    sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+                }
+            }
+            float x[4] = {sum.x, sum.y, sum.z, sum.w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) x[j] = x[j] * K::W::FACTOR * scale;
+            const int count = int(g.n) - int(n);
+            if (bias != nullptr) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    if (j < count) x[j] += convert<float>(arch::load_global(bias + n + j));
+                }
+            }
+            gemm::sm90::activate(g.activation, x);
+            store_four(static_cast<O*>(g.out) + (int64_t(m) * g.n + n), x, g.quads, count);
+        }
+    }
+
+    template <class O>
+    static __device__ __forceinline__ void store_four(O* to, const float (&from)[4], bool aligned,
+                                                      int count) {
+        if (aligned && count >= 4) {
+            struct alignas(4 * sizeof(O)) Four {
+                O v[4];
+            } four;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) four.v[i] = convert<O>(from[i]);
+            arch::store_global(reinterpret_cast<Four*>(to), four);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (i < count) arch::store_global(to + i, convert<O>(from[i]));
+            }
+        }
+    }
+};
+
+}  // namespace sm90
+}  // namespace thunderkittens::mixed_gemm

@@ -1,0 +1,24 @@
+// Products of packed pairs of 16-bit floats, each rounded once; subnormals are kept. `half` says
+// which element of b multiplies both of a's: the instruction selects it.
+#pragma once
+
+#include "fast_math.cuh"
+
+namespace kittens::inline on_gpu {
+namespace arch {
+
+template <int half>
+__device__ __forceinline__ uint32_t multiply_by_half_bf16(uint32_t a, uint32_t b) {
+    const auto pair = bit_cast<__nv_bfloat162>(b);
+    const auto factor = half == 0 ? __low2bfloat162(pair) : __high2bfloat162(pair);
+    return bit_cast<uint32_t>(__hmul2(bit_cast<__nv_bfloat162>(a), factor));
+}
+template <int half>
+__device__ __forceinline__ uint32_t multiply_by_half_fp16(uint32_t a, uint32_t b) {
+    const auto pair = bit_cast<__half2>(b);
+    const auto factor = half == 0 ? __low2half2(pair) : __high2half2(pair);
+    return bit_cast<uint32_t>(__hmul2(bit_cast<__half2>(a), factor));
+}
+
+}  // namespace arch
+}  // namespace kittens::inline on_gpu

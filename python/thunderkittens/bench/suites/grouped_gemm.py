@@ -1,0 +1,145 @@
+"""Grouped products beside PyTorch's (`torch.nn.functional.grouped_mm`).
+
+As a mixture of experts has them: tokens, sorted by expert, times each expert's weight (N, K), and
+in training the gradients of both. `forward` is 2D x 3D with the weights stored transposed, `input`
+the gradient of the tokens (2D x 3D), `weight` that of the weights (2D x 2D, K grouped), `columns`
+the forward with tokens as columns (3D x 2D).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cases import Case, Expected, Implementation, Inputs, random_normal
+
+FORMS = ("forward", "input", "weight", "columns")
+#: Experts, tokens of all of them, N, K, and whether the tokens are spread evenly.
+SHAPES: dict[str, list[tuple[int, int, int, int, bool]]] = {
+    "default": [
+        (8, 32768, 4096, 7168, True),
+        (64, 32768, 4096, 2048, False),
+        (64, 8192, 4096, 2048, False),
+    ],
+    "rated": [
+        (8, 32768, 4096, 7168, True),
+        (64, 32768, 4096, 2048, False),
+    ],
+    "few": [(64, tokens, 4096, 2048, False) for tokens in (64, 512, 2048)],
+    "tiny": [(3, 96, 64, 48, True), (5, 100, 40, 64, False)],
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--forms",
+        default=",".join(FORMS),
+        help=f"a comma-separated part of {','.join(FORMS)} (default: all)",
+    )
+
+
+def options(args: argparse.Namespace) -> dict[str, Any]:
+    return {"forms": tuple(args.forms.split(","))}
+
+
+def group_ends(experts: int, tokens: int, even: bool) -> list[int]:
+    """Ends of the groups of tokens. Uneven ones are multiples of 8, which the peer needs, and their
+    sizes fall from the first expert to the last like 1 / (1 + i / 4)."""
+    weights = [1.0 if even else 1 / (1 + i / 4) for i in range(experts)]
+    ends, total = [], 0.0
+    for weight in weights:
+        total += weight
+        ends.append(int(tokens * total / sum(weights)) // 8 * 8)
+    return [*ends[:-1], tokens]
+
+
+def oracle(a: Tensor, b: Tensor, offs: Tensor) -> Iterator[Expected]:
+    import thunderkittens as tk
+
+    exact = tk.reference.grouped_gemm(a.float(), b.float(), offs)
+    # What the formula of plain PyTorch gives, which rounds a sum in float32.
+    yield Expected(0, slice(None), exact, exact.to(a.dtype))
+
+
+def make_case(
+    experts: int, tokens: int, n: int, k: int, even: bool, form: str, dtype: torch.dtype
+) -> Case:
+    """tokens x k times an n x k weight for each expert."""
+
+    def make_inputs(device: torch.device, generator: torch.Generator) -> Inputs:
+        def normal(*shape: int) -> Tensor:
+            return random_normal(*shape, dtype=dtype, generator=generator)
+
+        ends = group_ends(experts, tokens, even)
+        offs = torch.tensor(ends, dtype=torch.int32, device=device)
+        if form == "forward":
+            a, b = normal(tokens, k), normal(experts, n, k).mT
+        elif form == "input":
+            a, b = normal(tokens, n), normal(experts, n, k)
+        elif form == "weight":
+            a, b = normal(tokens, n).t(), normal(tokens, k)
+        else:
+            a, b = normal(experts, n, k), normal(tokens, k).t()
+        return {"a": a, "b": b, "offs": offs}
+
+    spread = "even" if even else "uneven"
+    return Case(
+        name=f"{form} {experts} experts, {tokens} tokens ({spread}), {n} x {k}",
+        make_inputs=make_inputs,
+        flops=2.0 * tokens * n * k,
+        bytes=dtype.itemsize * float(tokens * k + experts * n * k + tokens * n),
+        groups=(form, f"{experts} experts"),
+        parameters={
+            "label": f"{experts}x{tokens}\n{n}x{k}",
+            "experts": experts,
+            "tokens": tokens,
+            "n": n,
+            "k": k,
+            "even": even,
+            "form": form,
+            "dtype": str(dtype).removeprefix("torch."),
+        },
+        oracle=oracle,
+    )
+
+
+def cases(
+    shapes: str = "default",
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    forms: Sequence[str] = FORMS,
+) -> list[Case]:
+    """The cases of a set of shapes in each form. ValueError for a name there is not."""
+    unknown = [form for form in forms if form not in FORMS]
+    if unknown:
+        raise ValueError(f"form {unknown[0]!r} is unknown; expected a part of {','.join(FORMS)}")
+    if shapes not in SHAPES:
+        raise ValueError(f"shapes {shapes!r} is unknown; expected one of {', '.join(SHAPES)}")
+    return [make_case(*size, form, dtype) for form in forms for size in SHAPES[shapes]]
+
+
+def implementations(device: torch.device) -> dict[str, Implementation]:
+    """This package's op first, then the peer."""
+    import thunderkittens as tk
+
+    return {
+        "thunderkittens": lambda a, b, offs: tk.grouped_gemm(a, b, offs),
+        "PyTorch": lambda a, b, offs: torch.nn.functional.grouped_mm(a, b, offs=offs),
+    }
+
+
+def host_calls(device: torch.device) -> dict[str, Callable[[], Any]]:
+    """Calls on four groups of 32 rows, 128 x 128, bf16."""
+    import thunderkittens as tk
+
+    a = torch.randn(128, 128, dtype=torch.bfloat16, device=device)
+    b = torch.randn(4, 128, 128, dtype=torch.bfloat16, device=device)
+    offs = torch.tensor([32, 64, 96, 128], dtype=torch.int32, device=device)
+    return {
+        "thunderkittens.grouped_gemm": lambda: tk.grouped_gemm(a, b, offs),
+        "torch.nn.functional.grouped_mm": lambda: torch.nn.functional.grouped_mm(a, b, offs=offs),
+    }

@@ -1,0 +1,128 @@
+"""MXFP8 GEMM beside bf16 cuBLAS (`torch.matmul`) on the same values.
+
+A weight (N, K) is multiplied with M rows; both are quantised from random normal values. Kinds: the
+path `exact`, the path `rebased` from operands as they were quantised, and `prepared`, the same with
+both operands prepared (`kept`: the weight alone).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
+from .fp8_gemm import WEIGHTS
+
+KINDS = ("exact", "rebased", "kept", "prepared")
+SHAPES: dict[str, list[tuple[int, int, int]]] = {
+    "default": [(4096, n, k) for n, k in WEIGHTS],
+    "rated": [(4096, n, k) for n, k in WEIGHTS],
+    "skinny": [(m, n, k) for n, k in WEIGHTS for m in (1, 16, 64)],
+    "tiny": [(64, 64, 64), (80, 48, 272)],
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--kinds",
+        default=",".join(KINDS),
+        help=f"a comma-separated part of {','.join(KINDS)} (default: all)",
+    )
+
+
+def options(args: argparse.Namespace) -> dict[str, Any]:
+    return {"kinds": tuple(args.kinds.split(","))}
+
+
+def make_case(m: int, n: int, k: int, kind: str, dtype: torch.dtype) -> Case:
+    """The product of (m, k) and the transpose of (n, k)."""
+
+    def make_inputs(device: torch.device, generator: torch.Generator) -> Inputs:
+        import thunderkittens as tk
+
+        x = random_normal(m, k, dtype=dtype, generator=generator)
+        w = random_normal(n, k, dtype=dtype, generator=generator)
+        a, scale_a = tk.mxfp8_quantize(x)
+        b, scale_b = tk.mxfp8_quantize(w)
+        return {"a": a, "b": b.t(), "scale_a": scale_a, "scale_b": scale_b, "kind": kind}
+
+    def oracle(
+        a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, kind: str
+    ) -> Iterator[Expected]:
+        import thunderkittens as tk
+
+        exact = tk.reference.mxfp8_gemm(a, b, scale_a, scale_b, out_dtype=torch.float32)
+        yield Expected(0, slice(None), exact, exact.to(dtype))
+
+    return Case(
+        name=f"{kind} {m} x {n} x {k}",
+        make_inputs=make_inputs,
+        flops=2.0 * m * n * k,
+        bytes=float((m * k + k * n) * 33 / 32 + 2 * m * n),
+        groups=(kind,),
+        parameters={
+            "label": f"{m}x{n}\nx{k}",
+            "m": m,
+            "n": n,
+            "k": k,
+            "kind": kind,
+            "dtype": str(dtype).removeprefix("torch."),
+        },
+        oracle=oracle,
+    )
+
+
+def cases(
+    shapes: str = "default",
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    kinds: Sequence[str] = KINDS,
+) -> list[Case]:
+    """The cases of a set of shapes of each kind. ValueError for a name there is not."""
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown:
+        raise ValueError(f"kind {unknown[0]!r} is unknown; expected a part of {','.join(KINDS)}")
+    if shapes not in SHAPES:
+        raise ValueError(f"shapes {shapes!r} is unknown; expected one of {', '.join(SHAPES)}")
+    return [make_case(*size, kind, dtype) for kind in kinds for size in SHAPES[shapes]]
+
+
+def _ours(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, kind: str) -> Any:
+    import thunderkittens as tk
+
+    if kind in ("exact", "rebased"):
+        return lambda: tk.mxfp8_gemm(a, b, scale_a, scale_b, path=kind)
+    right = tk.mxfp8_prepare(b.t(), scale_b)
+    if kind == "kept":
+        return lambda: tk.mxfp8_gemm(a, right, scale_a)
+    left = tk.mxfp8_prepare(a, scale_a)
+    return lambda: tk.mxfp8_gemm(left, right)
+
+
+def _bf16(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, kind: str) -> Any:
+    import thunderkittens as tk
+
+    left = tk.mxfp8_dequantize(a, scale_a)
+    right = tk.mxfp8_dequantize(b.t(), scale_b)
+    return lambda: left @ right.t()
+
+
+def implementations(device: torch.device) -> dict[str, Implementation]:
+    """This package's op first, then the peer: operands that are bf16 already."""
+    return {"thunderkittens": Prepared(_ours), "torch.matmul bf16": Prepared(_bf16)}
+
+
+def host_calls(device: torch.device) -> dict[str, Callable[[], Any]]:
+    """Calls on a problem of 128 x 128 x 128."""
+    import thunderkittens as tk
+
+    a, scale = tk.mxfp8_quantize(torch.randn(128, 128, dtype=torch.bfloat16, device=device))
+    kept = tk.mxfp8_prepare(a, scale)
+    return {
+        "thunderkittens.mxfp8_gemm": lambda: tk.mxfp8_gemm(a, a.t(), scale, scale),
+        "thunderkittens.mxfp8_gemm, prepared": lambda: tk.mxfp8_gemm(kept, kept),
+    }

@@ -1,0 +1,65 @@
+"""NVFP4 weights into the layout of their product, beside a copy of the weight in two bytes per
+element and plain PyTorch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..block_scaled_work import SHAPES, copy_of, exactly, make_case, sizes_of
+from ..cases import Case, Expected, Implementation, Inputs
+
+__all__ = ["SHAPES", "add_arguments", "cases", "host_calls", "implementations", "options"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """No options of its own."""
+
+
+def options(args: argparse.Namespace) -> dict[str, Any]:
+    return {}
+
+
+def oracle(x: Tensor, **operands: Any) -> Iterator[Expected]:
+    import thunderkittens as tk
+
+    return exactly((tk.reference.nvfp4_prepare(**operands).data,), (0,))
+
+
+def inputs(x: Tensor) -> Inputs:
+    import thunderkittens as tk
+
+    x = x[:, : x.shape[1] // 16 * 16]
+    weight, block_scale, global_scale = tk.nvfp4_quantize(x)
+    return {"x": x, "weight": weight, "block_scale": block_scale, "global_scale": global_scale}
+
+
+def cases(shapes: str = "default", *, dtype: torch.dtype = torch.bfloat16) -> list[Case]:
+    """The cases of a set of shapes. ValueError for a name there is not."""
+    return [
+        make_case(*size, "rows", 2 * (1 / 2 + 1 / 16), dtype, inputs, oracle)
+        for size in sizes_of(shapes)
+    ]
+
+
+def implementations(device: torch.device) -> dict[str, Implementation]:
+    """This package's op first, then the peers."""
+    import thunderkittens as tk
+
+    return {
+        "thunderkittens": lambda x, **parts: tk.nvfp4_prepare(**parts).data,
+        "PyTorch": lambda x, **parts: tk.reference.nvfp4_prepare(**parts).data,
+        "copy": copy_of("x"),
+    }
+
+
+def host_calls(device: torch.device) -> dict[str, Callable[[], Any]]:
+    """Calls on 128 x 128 elements."""
+    import thunderkittens as tk
+
+    parts = tk.nvfp4_quantize(torch.randn(128, 128, dtype=torch.bfloat16, device=device))
+    return {"thunderkittens.nvfp4_prepare": lambda: tk.nvfp4_prepare(*parts)}
