@@ -146,6 +146,7 @@ __device__ __forceinline__ float2 softmax_gradient(typename K::projection& g,
     float2 sum = {0.0f, 0.0f}, dot = {0.0f, 0.0f};
 #pragma unroll
     for (int j = 0; j < K::features / 16; ++j) {
+        arch::sync_warp();  // else all of the sums are loaded before, into registers
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int column = 16 * j + 8 * (i / 2) + 2 * (laneid() % 4);

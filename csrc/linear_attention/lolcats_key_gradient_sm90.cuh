@@ -314,10 +314,10 @@ __global__ __launch_bounds__(LOLCATS_GRADIENT_THREADS, 1) void lolcats_key_gradi
         warpgroup::decrease_registers<24>();
         if (warpgroup::elect_leader() && item.begin < item.end) produce_for_keys(g, shared, item);
     } else if (role == LINEAR_ROLE) {
-        warpgroup::increase_registers<LINEAR_REGISTERS>();
+        warpgroup::increase_registers<248>();
         if (item.begin < item.end) KeyLinearRole<K>{g, shared, item}.run();
     } else {
-        warpgroup::increase_registers<WINDOW_REGISTERS>();
+        warpgroup::increase_registers<232>();
         if (item.begin < item.end) KeyWindowRole<K>{g, shared, item}.run();
     }
 }
