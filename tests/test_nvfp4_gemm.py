@@ -8,7 +8,7 @@ import torch
 import thunderkittens as tk
 from helpers.cover import cover, over
 from helpers.layouts import matrix
-from helpers.numerics import assert_accurate
+from helpers.numerics import accumulation_slack, assert_accurate
 from thunderkittens.reference.nvfp4_prepare import values
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -56,8 +56,14 @@ def exact(a, weight, **options):
 def check(actual, a, weight, **options):
     plain = tk.reference.nvfp4_gemm(a, weight, out_dtype=actual.dtype, **options)
     expected = exact(a, weight, **options)
-    # Sums in another order.
-    slack = 4e-7 * float(expected.abs().max()) if expected.numel() else 0.0
+    if expected.numel() == 0:
+        assert actual.shape == expected.shape
+        return
+    dense = values(weight.data, weight.rows, weight.columns) * weight.global_scale
+    slack = accumulation_slack(a, dense.t()).amax()
+    if options.get("activation") is not None:
+        # The slopes of the functions, and their approximations in float32.
+        slack = 2 * slack + 4e-6 * (1 + expected.abs().amax())
     assert_accurate(actual, expected, plain, slack=slack)
 
 
@@ -106,22 +112,28 @@ def test_one_hot_rows_select(device, m, dtype):
     assert torch.equal(out, (dense * weight.global_scale)[:, column].t())
 
 
+# Rows of a, of the weight in 64, warpgroups that divide k, k of a stage in 64, stages.
+TILES = [
+    (16, 2, 2, 4, 6),
+    (16, 4, 1, 4, 4),
+    (32, 2, 2, 4, 5),
+    (64, 2, 1, 2, 6),
+    (64, 4, 1, 2, 4),
+    (128, 2, 1, 1, 8),
+    (256, 2, 1, 1, 5),
+]
+
+
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("tokens", [16, 32, 64, 128, 256])
-def test_every_kernel_on_the_emulator(tokens, dtype, splits):
+@pytest.mark.parametrize("tile", TILES)
+def test_every_kernel_on_the_emulator(tile, dtype, splits):
     """A few blocks, more tiles than blocks, ragged in every dimension, adversarial order."""
-    m = min(tokens + 3, 130)
+    names = ("tokens", "row_groups", "k_groups", "pieces", "stages")
+    config = dict(zip(names, tile, strict=True)) | {"blocks": 2 * splits, "splits": splits}
+    m = min(tile[0] + 3, 130)
     weight = prepared(290, 592)
     a = (torch.randn(m, 592) / 24).to(dtype)
-    chosen = {16: 8, 32: 30, 64: 60, 128: 100, 256: 200}[tokens]
-    with tk.emulate("random", seed=tokens, sm_count=4) as run:
-        tk.nvfp4_gemm(a[:1].expand(chosen, 592), weight)
-    config = {
-        x: run.kernels[0][x] for x in ("tokens", "row_groups", "k_groups", "pieces", "stages")
-    }
-    assert config["tokens"] == tokens
-    config |= {"blocks": 2 * splits, "splits": splits}
     results = []
     for policy in ("on_wait", "late_mma", "random"):
         with tk.emulate(policy, seed=3, config=config):
@@ -150,7 +162,7 @@ def test_both_operands(device, m):
         out = tk.nvfp4_gemm(a, b, **scales, out_dtype=out_dtype)
         assert out.dtype == (out_dtype or BF16)
         plain = tk.reference.nvfp4_gemm(a, b, **scales, out_dtype=out_dtype)
-        assert_accurate(out, expected, plain, slack=4e-7 * float(expected.abs().max()))
+        assert_accurate(out, expected, plain, slack=accumulation_slack(wide[0], wide[1].t()))
     weight = tk.nvfp4_prepare(b, scale_b, factor_b)
     again = tk.nvfp4_gemm(a, weight, scale_a=scale_a, global_scale_a=factor_a, out_dtype=FP32)
     assert torch.equal(again, out)
@@ -185,7 +197,8 @@ def test_many_groups(device):
     out = tk.nvfp4_gemm(a, weight, offs=offs, out_dtype=FP32)
     plain = tk.reference.nvfp4_gemm(a, weight, offs=offs, out_dtype=FP32)
     expected = exact(a, weight, offs=offs)
-    assert_accurate(out, expected, plain, slack=4e-7 * float(expected.abs().max()))
+    # 32 products per sum.
+    assert_accurate(out, expected, plain, slack=1e-6 * float(expected.abs().max()))
 
 
 def test_extreme_values(device):
@@ -201,7 +214,9 @@ def test_extreme_values(device):
     assert not out[:, 5].any()
     rest = [i for i in range(70) if i != 3]
     assert torch.equal(out[:, rest].isnan().sum(), torch.zeros((), device=device, dtype=int))
-    torch.testing.assert_close(out[:, rest].double(), exact(a, weight)[:, rest])
+    torch.testing.assert_close(
+        out[:, rest].double(), exact(a, weight)[:, rest], atol=0.1, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

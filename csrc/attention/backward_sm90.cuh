@@ -23,9 +23,8 @@
 // varies between runs, unless the senders take turns.
 #pragma once
 
-#include "csrc/attention/backward_items.cuh"
+#include "csrc/attention/backward_scores.cuh"
 #include "csrc/attention/layouts.cuh"
-#include "csrc/attention/softmax.cuh"
 
 namespace thunderkittens::attention {
 
@@ -246,8 +245,6 @@ struct BackwardConsumer {
     using weights = rt<T, 16, Kernel::block_m>;
     using gradient = rt_fl<16, Kernel::head_dim>;
     using dq_part = rt_fl<16, Kernel::part_cols>;
-    // Far below every score, and its square is finite.
-    static constexpr float HIDDEN = Kernel::modified ? -1e18f : -INFINITY;
 
     const BackwardGlobals<Kernel>& g;
     BackwardShared<Kernel>& shared;
@@ -257,7 +254,7 @@ struct BackwardConsumer {
     int sender = 0;  // of this step's dQ, in order
     int step_parity = 0;
     int step_phase = 0;
-    float slope = 0;
+    Weights<Kernel, BackwardGlobals<Kernel>> weighing{g};
 
     // Named barriers: 1, 2 a consumer's own; 3, 4 its turn; 5 both.
     __device__ __forceinline__ void sync_own() { warpgroup::sync(1 + id); }
@@ -284,86 +281,9 @@ struct BackwardConsumer {
     }
     __device__ __forceinline__ auto& exchange() { return shared.exchange[id]; }
 
-    // Calls f(x, its query's statistic) on every element of a transposed tile.
-    template <class F>
-    static __device__ __forceinline__ void with_statistic(scores& tile,
-                                                          const typename Kernel::statistics& rows,
-                                                          F f) {
-        const uint32_t address = rows.address_of(2 * (laneid() % 4));
-#pragma unroll
-        for (int j = 0; j < 2 * scores::width; ++j) {
-            const float2 pair =
-                arch::load_shared<float2>(address + uint32_t(8 * j * sizeof(float)));
-#pragma unroll
-            for (int k = 0; k < 2; ++k) {
-                float2& x = tile.tiles[0][j / 2].data[2 * (j % 2) + k];
-                f(x.x, pair.x);
-                f(x.y, pair.y);
-            }
-        }
-    }
-
     // In a register that the warp shares.
     static __device__ __forceinline__ int uniform(const int& field) {
         return arch::warp_uniform(read(field));
-    }
-    // This thread's upper key; the lower one is 8 further on. Its first query in block m.
-    __device__ __forceinline__ int key(const BackwardItem& item) const {
-        return read(item.block) * Kernel::block_n + 64 * id + 16 * warpgroup::warpid() +
-               laneid() / 4;
-    }
-    static __device__ __forceinline__ int query(int m) {
-        return m * Kernel::block_m + 2 * (laneid() % 4);
-    }
-    __device__ __forceinline__ void mask(scores& s, const BackwardItem& item, int m) const {
-        constexpr int nowhere = 1 << 30;
-        const int k = key(item), k_length = read(item.k_length);
-        const int from = k - read(item.high) - query(m), to = k - read(item.low) - query(m);
-        const Int2 first = {k < k_length ? from : nowhere, k + 8 < k_length ? from + 8 : nowhere};
-        for_each_element(s, [&](float& x, int at, bool low) {
-            if (at < (low ? first.y : first.x) || at > (low ? to + 8 : to)) x = HIDDEN;
-        });
-    }
-
-    // Scores become weights: s keeps them, times the derivative of softcap. p, rounded ones, are
-    // made here where they are needed early.
-    __device__ __forceinline__ void weigh(scores& s, weights& p, const BackwardItem& item, int m,
-                                          bool masked, const typename Kernel::statistics& lse) {
-        if constexpr (Kernel::modified) {
-            const Modification& modification = g.modification;
-            const float cap = modification.scale_by_cap;
-            if (cap > 0.0f) {
-                for_each_element(s, [&](float& x, int, bool) { x = softcap_tanh<T>(x * cap); });
-            }
-            if (masked) mask(s, item, m);
-            const float away = static_cast<float>(key(item) - read(item.diagonal) - query(m));
-            const float square = cap > 0.0f ? 1.0f : 0.0f;
-            const uint32_t shifts = lse.address_of(2 * (laneid() % 4));
-#pragma unroll
-            for (int j = 0; j < 2 * scores::width; ++j) {
-                const float2 shift =
-                    arch::load_shared<float2>(shifts + uint32_t(8 * j * sizeof(float)));
-#pragma unroll
-                for (int k = 0; k < 2; ++k) {
-                    float2& x = s.tiles[0][j / 2].data[2 * (j % 2) + k];
-                    const float near = away + static_cast<float>(8 * k - 8 * j);
-                    const float2 w = {weight(x.x, fabsf(near), shift.x),
-                                      weight(x.y, fabsf(near - 1.0f), shift.y)};
-                    p.tiles[0][j / 2].data[2 * (j % 2) + k] = pack_pair<T>(w.x, w.y);
-                    x = {w.x * fmaf(-square * x.x, x.x, 1.0f),
-                         w.y * fmaf(-square * x.y, x.y, 1.0f)};
-                }
-            }
-        } else {
-            if (masked) mask(s, item, m);
-            with_statistic(s, lse, [&](float& x, float shift) {
-                x = arch::exp2_approx(fmaf(x, g.scale_log2, -shift));
-            });
-            if constexpr (Kernel::early_dv) convert_scores(p, s);
-        }
-    }
-    __device__ __forceinline__ float weight(float x, float distance, float shift) const {
-        return arch::exp2_approx(fmaf(x, g.modification.unit_log2, -fmaf(slope, distance, shift)));
     }
     static __device__ __forceinline__ void multiply(weights& product, const scores& a,
                                                     const scores& b) {
@@ -437,10 +357,13 @@ struct BackwardConsumer {
         warpgroup::mm_ABt(dp, shared.v[self], shared.grad_out[stage]);
         pass_turn();
         warpgroup::mma_async_wait<1>(s);
-        weigh(s, p, item, m, masked, shared.lse[stage]);
+        weighing.weigh(s, p, item, m, masked, shared.lse[stage], [this](const BackwardItem& of) {
+            return read(of.block) * Kernel::block_n + 64 * id;
+        });
+        if constexpr (Kernel::early_dv && !Kernel::modified) convert_scores(p, s);
         if constexpr (Kernel::early_dv) warpgroup::mma_AB(dv, p, shared.grad_out[stage]);
         warpgroup::mma_async_wait<Kernel::early_dv ? 1 : 0>(dp);
-        with_statistic(dp, shared.delta[stage], [](float& x, float delta) { x -= delta; });
+        with_row_statistic(dp, shared.delta[stage], [](float& x, float delta) { x -= delta; });
         multiply(ds, s, dp);
         if constexpr (!Kernel::early_dv) {
             convert_scores(p, s);
@@ -492,14 +415,7 @@ struct BackwardConsumer {
         if (begin < end) await_turn();
         const int whole = uniform(item.whole), cut = uniform(item.cut);
         for (int i = 0; i < g.work.group; ++i) {
-            if constexpr (Kernel::modified) {
-                if (g.modification.slopes != nullptr) {
-                    slope = LOG2_E * arch::load_global_readonly(
-                                         g.modification.slopes +
-                                         read(item.b) * g.modification.slopes_batch_stride +
-                                         read(item.head) * g.work.group + i);
-                }
-            }
+            weighing.find_slope(item, i);
             int j = begin;
             if (i == 0 && j < end) {
                 const int m = Kernel::in_order ? end - 1 : j;

@@ -19,10 +19,9 @@
 // part is what one block computes.
 #pragma once
 
-#include "csrc/attention/backward_items.cuh"
+#include "csrc/attention/backward_scores.cuh"
 #include "csrc/attention/backward_wide.h"
 #include "csrc/attention/layouts.cuh"
-#include "csrc/attention/softmax.cuh"
 
 namespace thunderkittens::attention {
 

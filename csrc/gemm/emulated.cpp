@@ -74,8 +74,7 @@ emulated::Result run(const emulated::Call& call) {
     if (const Array* given = call.optional("residual")) {
         TK_CHECK(given->size == out.size && given->dtype == out_dtype,
                  "tk.gemm: residual must have the shape and dtype of the result");
-        residual =
-            out_n > 1 && given->stride.back() != 1 ? emulated::copy_for_tensor_map(*given) : *given;
+        residual = *given;
     }
     emulated::Result result;
     result.arrays["out"] = out;
@@ -106,6 +105,13 @@ emulated::Result run(const emulated::Call& call) {
     }
     Choice choice = choose(problem, call.device);
     emulated::force(choice, call);
+    if (residual) {
+        const bool adjacent = out_n <= 1 || residual->stride.back() == 1;
+        const bool readable = choice.config.streamed
+                                  ? adjacent
+                                  : fits_tensor_map(residual->view(), size_in_bytes(out_dtype));
+        if (!readable) residual = emulated::copy_for_tensor_map(*residual);
+    }
     const int cluster =
         choice.schedule.cluster_m * choice.schedule.cluster_n * choice.schedule.splits;
     choice.schedule.blocks = (choice.schedule.blocks + cluster - 1) / cluster * cluster;

@@ -148,7 +148,7 @@ constexpr DTypes DTYPES[] = {
 struct StreamShape {
     int block_m, block_n, block_k, stages;
 };
-constexpr StreamShape STREAM_SHAPES[] = {{16, 64, 512, 5}, {32, 64, 512, 4}, {64, 64, 256, 6}};
+constexpr StreamShape STREAM_SHAPES[] = {{16, 64, 512, 5}, {32, 64, 512, 4}, {64, 64, 512, 3}};
 constexpr Config make_config(const StreamShape& shape, const DTypes& dtypes) {
     return {.block_m = shape.block_m,
             .block_n = shape.block_n,

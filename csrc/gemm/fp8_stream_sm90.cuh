@@ -307,68 +307,34 @@ template <Config C>
 __device__ __forceinline__ void stream_consume(const typename StreamTypes<C>::Globals& g,
                                                typename StreamTypes<C>::Shared& shared, int rank) {
     using K = StreamTypes<C>;
-    constexpr int SUMS = 2;     // named barrier of the consumer
-    Ring<C.stages> ring, done;  // stages whose products are issued, and added
+    constexpr int SUMS = 2;  // named barrier of the consumer
+    Ring<C.stages> ring;
     int round = 0;
-    rt_fl<16, C.block_m> sums, even[K::parts], odd[K::parts];
+    rt_fl<16, C.block_m> sums, parts[K::parts];
     DirectStore<C> direct;
     for_each_stream_tile<C>(g, rank, [&](const StreamTile<C> tile) {
         kittens::warp::zero(sums);
         if (g.direct) direct.fetch(g, tile);
-        // The products of a stage run while those of the one before are added.
-        const auto issue = [&](rt_fl<16, C.block_m>(&d)[K::parts]) {
+        for (int step = tile.begin; step < tile.end; ++step, ring.advance()) {
             auto& stage = shared.stages[ring.stage];
             wait(shared.full[ring.stage], ring.phase);
-#pragma unroll
-            for (int i = 0; i < K::parts; ++i) warpgroup::mma_fence(d[i]);
 #pragma unroll
             for (int i = 0; i < K::parts; ++i) {
                 auto weights = stage.b.template subtile<C.block_n, BLOCK_K>({0, i});
                 auto rows = stage.a.template subtile<C.block_m, BLOCK_K>({0, i});
-                kittens::detail::wgmma_product<false, true>(d[i], weights, rows, false);
+                warpgroup::product<false, true>(parts[i], weights, rows, false);
             }
-            warpgroup::mma_commit_group();
-            ring.advance();
-        };
-        const auto add = [&](rt_fl<16, C.block_m>(&d)[K::parts]) {
-            if (!g.blocks && laneid() == 0) arrive(shared.empty[done.stage]);
+            warpgroup::mma_async_wait();
+            if (!g.blocks && laneid() == 0) arrive(shared.empty[ring.stage]);
 #pragma unroll
             for (int i = 0; i < K::parts; ++i) {
-                promote<C>(g, shared.scales[done.stage].address(), sums, d[i], i);
+                warpgroup::mma_async_wait(parts[i]);
+                promote<C>(g, shared.scales[ring.stage].address(), sums, parts[i], i);
             }
             if (g.blocks) {  // each warp has read the scales itself
                 arch::sync_warp();
-                if (laneid() == 0) arrive(shared.empty[done.stage]);
+                if (laneid() == 0) arrive(shared.empty[ring.stage]);
             }
-            done.advance();
-        };
-        const auto wait_for = [&](rt_fl<16, C.block_m>(&d)[K::parts], auto pending) {
-            warpgroup::mma_async_wait<pending>();
-#pragma unroll
-            for (int i = 0; i < K::parts; ++i) kittens::detail::pin_accumulator(d[i]);
-        };
-        using one = std::integral_constant<int, 1>;
-        using none = std::integral_constant<int, 0>;
-        int left = tile.end - tile.begin;
-        issue(even);
-        while (left > 2) {
-            issue(odd);
-            wait_for(even, one());
-            add(even);
-            issue(even);
-            wait_for(odd, one());
-            add(odd);
-            left -= 2;
-        }
-        if (left == 2) {
-            issue(odd);
-            wait_for(even, one());
-            add(even);
-            wait_for(odd, none());
-            add(odd);
-        } else {
-            wait_for(even, none());
-            add(even);
         }
 
         if (g.direct) return direct.store(g, shared, sums, tile, SUMS);
@@ -433,7 +399,7 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_stream_kernel(const __grid_
             arch::mbarrier_init_fence();
         }
         arch::sync_warp();
-        if (warpgroup::warpid() == 1)
+        if (warpgroup::warpid() == 1)  // which waits for semaphores too
             arch::named_barrier_sync(READY, K::threads);
         else
             arch::named_barrier_arrive(READY, K::threads);

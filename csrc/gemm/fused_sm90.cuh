@@ -10,29 +10,14 @@
 namespace thunderkittens::gemm {
 namespace sm90 {
 
-// Two neighbouring elements of a tensor of the output's type, or the first alone. `aligned`: pairs
-// can be read and written as one.
-__device__ __forceinline__ float2 load_pair(const void* data, int64_t index, DType dtype,
-                                            bool aligned, bool both) {
-    float2 pair{};
-    if (dtype == DType::fp32) {
-        const float* from = static_cast<const float*>(data) + index;
-        if (aligned && both) return arch::load_global(reinterpret_cast<const float2*>(from));
-        pair.x = arch::load_global(from);
-        if (both) pair.y = arch::load_global(from + 1);
-        return pair;
-    }
-    const uint16_t* from = static_cast<const uint16_t*>(data) + index;
-    uint32_t word;
-    if (aligned && both) {
-        word = arch::load_global(reinterpret_cast<const uint32_t*>(from));
-    } else {
-        word = arch::load_global(from);
-        if (both) word |= static_cast<uint32_t>(arch::load_global(from + 1)) << 16;
-    }
-    return dtype == DType::bf16 ? unpack_pair<bf16>(arch::bit_cast<bf16_2>(word))
-                                : unpack_pair<half>(arch::bit_cast<half_2>(word));
+// A pair of a 16-bit type, which bf16 stands for.
+__device__ __forceinline__ float2 unpack(bf16_2 pair, DType dtype) {
+    return dtype == DType::bf16 ? unpack_pair<bf16>(pair)
+                                : unpack_pair<half>(arch::bit_cast<half_2>(pair));
 }
+
+// Stores two neighbouring elements of a tensor of the output's type, or the first alone. `aligned`:
+// pairs can be written as one.
 __device__ __forceinline__ void store_pair(void* data, int64_t index, DType dtype, bool aligned,
                                            bool both, float2 pair) {
     if (dtype == DType::fp32) {
@@ -76,7 +61,22 @@ struct FusedEpilogue {
                 for (int i = 0; i < half; ++i) x[i] *= y[i];
             }
         }
-        if (e.residual != nullptr) add(g, d, at);
+    }
+
+    // Parts of 128 bytes a row that the residual of a tile has.
+    static __device__ __forceinline__ int residual_parts(const typename K::Globals& g) {
+        const int cols = g.epilogue.gate == Gate::none ? C.block_n : C.block_n / 2;
+        return g.out_dtype == DType::fp32 ? cols / 32 : cols / 64;
+    }
+    // Adds the residual of a tile, which is in the stages after its last step.
+    template <class Ring, class Release>
+    static __device__ __forceinline__ void add_residual(const typename K::Globals& g,
+                                                        typename K::Shared& shared, Tile& d,
+                                                        Ring& ring, Release release) {
+        if (g.out_dtype == DType::fp32)
+            add_parts<32>(g, shared, d, ring, release);
+        else
+            add_parts<64>(g, shared, d, ring, release);
     }
 
   private:
@@ -129,23 +129,46 @@ struct FusedEpilogue {
             }
         }
     }
-    static __device__ __forceinline__ void add(const typename K::Globals& g, Tile& d,
-                                               const Place16 at) {
-        const Epilogue& e = g.epilogue;
-        const uint32_t first = e.gate == Gate::interleaved ? at.col / 2 : at.col;
+    // With parts of `cols` columns.
+    template <int cols, class Ring, class Release>
+    static __device__ __forceinline__ void add_parts(const typename K::Globals& g,
+                                                     typename K::Shared& shared, Tile& d,
+                                                     Ring& ring, Release release) {
+        using part = typename Residual<C>::part;
+        constexpr int each = Residual<C>::parts_per_stage;
+        const int parts = residual_parts(g);
 #pragma unroll
-        for (int t = 0; t < Tile::width; ++t) {
-            if (e.gate != Gate::none && t >= Tile::width / 2) break;
+        for (int first = 0; first < C.block_n / cols; first += each) {
+            if (first >= parts) break;
+            wait(shared.full[ring.stage], ring.phase);
+            auto& tiles = reinterpret_cast<part(&)[each]>(shared.stages[ring.stage]);
 #pragma unroll
-            for (int r = 0; r < 4; ++r) {
-                const uint32_t row = at.row + row_of(r), col = first + column_of(t, r);
-                if (row >= g.m || col >= g.out_n) continue;
-                const float2 more = load_pair(
-                    e.residual, at.batch * e.residual_batch_stride + row * e.residual_stride + col,
-                    g.out_dtype, g.aligned_pairs, col + 1 < g.out_n);
-                d.tiles[0][t].data[r].x += e.beta * more.x;
-                d.tiles[0][t].data[r].y += e.beta * more.y;
+            for (int i = 0; i < each; ++i) {
+                if (first + i >= parts) break;
+                auto rows = tiles[i].template subtile<16, 64>({kittens::warpid(), 0});
+#pragma unroll
+                for (int t = 0; t < cols / 16; ++t) {
+#pragma unroll
+                    for (int r = 0; r < 4; ++r) {
+                        const int row = row_of(r), col = column_of(t, r);
+                        float2 more;
+                        if constexpr (cols == 32) {
+                            more = arch::load_shared<float2>(rows.address_of(row, 2 * col));
+                        } else {
+                            const auto word =
+                                arch::load_shared<uint32_t>(rows.address_of(row, col));
+                            more = unpack(arch::bit_cast<bf16_2>(word), g.out_dtype);
+                        }
+                        float2& sum = d.tiles[0][(first + i) * (cols / 16) + t].data[r];
+                        sum.x += g.epilogue.beta * more.x;
+                        sum.y += g.epilogue.beta * more.y;
+                    }
+                }
             }
+            // One arrival stands for the warpgroup.
+            warpgroup::sync(READY + 1 + warpgroup::groupid());
+            release(ring.stage);
+            ring.advance();
         }
     }
 };

@@ -87,7 +87,7 @@ struct Rows {
 Rows rows_of(const Tensor& tensor, bool copy) {
     View view = as_4d(tensor);
     Rows rows{.tensor = tensor};
-    if (copy && view.size[3] > 1 && view.stride[3] != 1) {
+    if (copy) {
         rows.tensor = copy_for_tensor_map(tensor);
         view = as_4d(rows.tensor);
     }
@@ -152,9 +152,6 @@ Outputs product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& b
     const Rows out = rows_of(result.out, false);
     TK_CHECK(out_n == 1 || result.out.stride(-1) == 1, OP,
              ": out must have adjacent elements in its last dimension");
-    Rows residual;
-    if (options.residual) residual = rows_of(*options.residual, true);
-
     const Problem problem{.m = m,
                           .n = n,
                           .k = k,
@@ -172,6 +169,17 @@ Outputs product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& b
         throw std::runtime_error(concat(OP, ": ", reason));
     }
     const Choice choice = choose(problem, device);
+    Rows residual;
+    if (options.residual) {
+        // TMA reads it, or, streamed, rows of adjacent elements are enough.
+        const View view = as_4d(*options.residual);
+        const bool adjacent = view.size[3] <= 1 || view.stride[3] == 1;
+        const bool readable =
+            choice.config.streamed
+                ? adjacent
+                : fits_tensor_map(view, static_cast<int>(options.residual->element_size()));
+        residual = rows_of(*options.residual, !readable);
+    }
     const Params params{
         .a = left.view.data,
         .b = right.view.data,

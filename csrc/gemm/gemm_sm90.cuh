@@ -60,6 +60,36 @@ __device__ __forceinline__ void for_each_tile(const Globals& g, const Place plac
     }
 }
 
+// Loads a tile's residual into the stages that follow.
+template <Config C>
+__device__ __forceinline__ void produce_residual(const typename Types<C>::Globals& g,
+                                                 typename Types<C>::Shared& shared,
+                                                 Ring<C.stages>& ring, const TilePosition at) {
+    using K = Types<C>;
+    using part = typename Residual<C>::part;
+    constexpr int each = Residual<C>::parts_per_stage;
+    const bool interleaved = g.epilogue.gate == Gate::interleaved;
+    // In words of 16 bits.
+    const int words = g.out_dtype == DType::fp32 ? 2 : 1;
+    const int col = static_cast<int>(K::first_column(g, at.n) >> interleaved) * words;
+    const int parts = FusedEpilogue<C>::residual_parts(g);
+    for (int first = 0; first < parts; first += each, ring.advance()) {
+        auto& stage = shared.stages[ring.stage];
+        static_assert(sizeof(stage) >= each * sizeof(part));
+        semaphore& full = shared.full[ring.stage];
+        wait(shared.empty[ring.stage], ring.phase ^ 1);
+        const int count = min(each, parts - first);
+        tma::expect_bytes(full, count * sizeof(part));
+        auto& tiles = reinterpret_cast<part(&)[each]>(stage);
+        for (int i = 0; i < count; ++i) {
+            tma::load_async(tiles[i], g.residual.map,
+                            elements(static_cast<int>(at.batch), 0,
+                                     static_cast<int>(at.m) * C.block_m, col + (first + i) * 64),
+                            full);
+        }
+    }
+}
+
 template <Config C>
 __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
                                         typename Types<C>::Shared& shared) {
@@ -106,6 +136,9 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
                     tma::cluster::load_async(b_parts[i], g.b, from, full, b_blocks);
                 }
             }
+        }
+        if constexpr (C.fused) {
+            if (g.epilogue.residual != nullptr) produce_residual<C>(g, shared, ring, at);
         }
     });
 }
@@ -181,6 +214,9 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
         if constexpr (C.fused) {
             FusedEpilogue<C>::apply(g, d, to);
             if (g.epilogue.gate == Gate::interleaved) to.col /= 2;
+            if (g.epilogue.residual != nullptr) {
+                FusedEpilogue<C>::add_residual(g, shared, d, ring, release);
+            }
         }
         if (g.out_dtype == DType::fp32) {
             store_wide<C>(g, shared, d, to.batch, to.row, to.col);
@@ -248,6 +284,26 @@ __global__ __launch_bounds__(K::threads,
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// The map of the residual, as a matrix of words of 16 bits; without one, a stand-in.
+template <Config C>
+Residual<C> residual_of(const Params& p, int64_t out_n) {
+    if constexpr (C.fused) {
+        using GL = decltype(Residual<C>::map);
+        const Epilogue& e = p.epilogue;
+        const int64_t words = size_in_bytes(p.out_dtype) / 2;
+        const auto at = [](const void* data) {
+            return static_cast<bf16*>(const_cast<void*>(data));
+        };
+        if (e.residual == nullptr) {
+            return {GL(at(p.a), 1, nullptr, 1, 64, gl_strides{0, 0, 64})};
+        }
+        return {GL(at(e.residual), p.batch, nullptr, p.m, out_n * words,
+                   gl_strides{e.residual_batch_stride * words, 0, e.residual_stride * words})};
+    } else {
+        return {};
+    }
+}
+
 template <Config C>
 typename Types<C>::Globals make_globals(const Params& p) {
     using K = Types<C>;
@@ -274,8 +330,6 @@ typename Types<C>::Globals make_globals(const Params& p) {
     };
     const bool pairs = in_pairs(p.out, 4, p.out_stride, p.out_batch_stride) && out_n % 2 == 0;
     const bool aligned_pairs =
-        (!e.residual ||
-         in_pairs(e.residual, 2 * size, e.residual_stride, e.residual_batch_stride)) &&
         (!e.preactivation || in_pairs(e.preactivation, 2 * size, p.n, 0)) && out_n % 2 == 0;
     // To TMA the output is a matrix of 16-bit words. Where TMA does not store, the map is a
     // stand-in that nobody uses.
@@ -311,6 +365,7 @@ typename Types<C>::Globals make_globals(const Params& p) {
                                           (p.schedule.cluster_m * p.schedule.cluster_n)),
         .order = make_order(C, p.schedule, p.m, p.n, p.batch),
         .marks = p.marks,
+        .residual = residual_of<C>(p, out_n),
     };
 }
 

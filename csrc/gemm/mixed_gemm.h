@@ -127,7 +127,8 @@ struct TileShape {
     int tokens, row_groups, k_groups, pieces, stages;
 };
 constexpr TileShape TILE_SHAPES[] = {
-    {16, 2, 2, 4, 6}, {32, 2, 2, 4, 5}, {64, 4, 1, 2, 4}, {128, 2, 1, 1, 8}, {256, 2, 1, 1, 5},
+    {16, 2, 2, 4, 6}, {16, 4, 1, 4, 4},  {32, 2, 2, 4, 5},  {64, 2, 1, 2, 6},
+    {64, 4, 1, 2, 4}, {128, 2, 1, 1, 8}, {256, 2, 1, 1, 5},
 };
 constexpr Config make_config(Format format, const TileShape& shape, DType dtype) {
     return {.format = format,

@@ -44,8 +44,11 @@ __device__ __forceinline__ void produce(const typename K::Globals& g, typename K
     int slot = 0, phase = 1;
     for_each_tile<K>(g, [&](const Tile& tile) {
         if (tile.group >= g.groups) return;
-        // Blocks begin at different k: not all of them read the same lines of a at the same time.
-        int k = range.x + static_cast<int>(tile.row_tile * 37u % uint32_t(range.y - range.x));
+        // Of few rows of a, blocks begin at different k, not to read the same lines of it all at
+        // once; of many, at the same, to find in the L2 cache what others have just read.
+        int k = range.x;
+        if (C.tokens <= 64)
+            k += static_cast<int>(tile.row_tile * 37u % uint32_t(range.y - range.x));
         for (int step = range.x; step < range.y; ++step) {
             auto& stage = shared.stages[slot];
             semaphore& full = shared.full[slot];

@@ -26,6 +26,9 @@ struct Types {
     using W = typename weights_of<C.format>::type;
     using rows = st<T, C.tokens, PIECE>;
     static constexpr int piece = piece_bytes(C.format);
+    // Tiles of rows of a that are taken together: their rows, many more bytes than those of the
+    // weight, stay in the L2 cache.
+    static constexpr uint32_t band = 4;
     static constexpr int stage_bytes = mixed_gemm::stage_bytes(C);
     static constexpr int block_rows = mixed_gemm::block_rows(C);
     static constexpr int pass = tokens_at_a_time(C);
@@ -77,8 +80,8 @@ struct Tile {
     uint32_t group, row_tile, token, end;
 };
 
-// Calls work(tile) for each of this block's tiles: of each group in turn, tiles of the same rows of
-// the weight one after the other.
+// Calls work(tile) for each of this block's tiles: of each group in turn, in bands of a few tiles
+// of rows of a, tiles of the same rows of the weight one after the other.
 template <class K, class Work>
 __device__ __forceinline__ void for_each_tile(const typename K::Globals& g, Work work) {
     constexpr uint32_t tokens = K::config.tokens;
@@ -87,9 +90,12 @@ __device__ __forceinline__ void for_each_tile(const typename K::Globals& g, Work
         const uint32_t token_tiles = (end - begin + tokens - 1) / tokens;
         const uint32_t tiles = token_tiles * g.row_tiles;
         for (; index < tiles; index += g.clusters) {
-            const uint32_t row_tile = index / token_tiles;
-            const uint32_t token = begin + (index - row_tile * token_tiles) * tokens;
-            work(Tile{group, row_tile, token, end});
+            const uint32_t per_band = g.row_tiles * K::band;
+            const uint32_t band = index / per_band, in_band = index - band * per_band;
+            const uint32_t wide = min(token_tiles - band * K::band, K::band);
+            const uint32_t row_tile = in_band / wide;
+            const uint32_t token_tile = band * K::band + (in_band - row_tile * wide);
+            work(Tile{group, row_tile, begin + token_tile * tokens, end});
         }
         index -= tiles;
     };
@@ -151,7 +157,7 @@ struct Finish {
                 rows<float>(g, shared, tile, pass * K::pass);
             if (g.splits > 1) {
                 arch::sync_warp();
-                if (laneid() < g.splits) arrive_remote(shared.read, laneid());
+                if (laneid() < g.splits) arrive_remote_relaxed(shared.read, laneid());
             }
             ++round;
         }

@@ -20,8 +20,7 @@ using namespace block_scaled::sm90;
 
 constexpr int LANE_CODES = 16;
 constexpr int WARP_ROWS = 2;
-constexpr int STEPS = 4;  // of a warp's row, loaded before the first is used
-constexpr uint32_t NO_SCALE = 256;
+constexpr int STEPS = 4;       // of a warp's row, loaded before the first is used
 constexpr int E5M2_SHIFT = 7;  // between the largest exponents of e5m2 and e4m3
 
 struct Words {
@@ -135,7 +134,7 @@ __device__ __forceinline__ bool rebase_rows(const Rebase& o, int64_t batch, int6
     uint8_t* to[WARP_ROWS];
     bool there[WARP_ROWS];
     RowScales scales[WARP_ROWS];
-    float* factor[WARP_ROWS];
+    Base base[WARP_ROWS];
 #pragma unroll
     for (int i = 0; i < WARP_ROWS; ++i) {
         const int number = kittens::warpid() * WARP_ROWS + i;
@@ -150,15 +149,19 @@ __device__ __forceinline__ bool rebase_rows(const Rebase& o, int64_t batch, int6
             scale += (batch * m.rows + row) * blocks;
         }
         scales[i] = {scale, o.swizzle ? ATOM : 4, there[i] ? blocks : 0, o.swizzle};
+        base[i] = base_of<DATA>(scales[i].largest());
         data[i] = static_cast<const uint8_t*>(m.data) + batch * m.batch_stride + row * m.row_stride;
-        factor[i] = o.factor + batch * m.rows + row;
         to[i] = static_cast<uint8_t*>(o.codes) + (batch * m.rows + row) * o.pitch;
+        if (there[i] && kittens::laneid() == 0) {
+            arch::store_global(o.factor + batch * m.rows + row, base[i].factor);
+        }
     }
     const bool aligned =
         (reinterpret_cast<uintptr_t>(m.data) | m.batch_stride | m.row_stride) % LANE_CODES == 0;
-    Words codes[STEPS][WARP_ROWS];
-    uint32_t byte[STEPS][WARP_ROWS];
-    const auto load = [&](int64_t begin) {
+    bool marked = false;
+    for (int64_t begin = 0; begin < o.pitch; begin += STEPS * 32 * LANE_CODES) {
+        Words codes[STEPS][WARP_ROWS];
+        uint32_t byte[STEPS][WARP_ROWS];
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             const int64_t column = begin + (step * 32 + kittens::laneid()) * LANE_CODES;
@@ -167,30 +170,16 @@ __device__ __forceinline__ bool rebase_rows(const Rebase& o, int64_t batch, int6
                 const int64_t count = there[i] ? m.columns - column : 0;
                 codes[step][i] = bit_cast<Words>(
                     load_bytes<uint4>(data[i] + column, aligned, max(count, int64_t{0})));
-                byte[step][i] = count > 0 ? scales[i].byte(column / BLOCK) : NO_SCALE;
+                // What is behind the row's end is zero, whatever its scale.
+                byte[step][i] = count > 0 ? scales[i].byte(column / BLOCK) : base[i].byte;
             }
         }
-    };
-    // Codes are on their way before the largest scale is known.
-    load(0);
-    Base base[WARP_ROWS];
-#pragma unroll
-    for (int i = 0; i < WARP_ROWS; ++i) {
-        base[i] = base_of<DATA>(scales[i].largest());
-        if (there[i] && kittens::laneid() == 0) arch::store_global(factor[i], base[i].factor);
-    }
-    bool marked = false;
-    for (int64_t begin = 0; begin < o.pitch; begin += STEPS * 32 * LANE_CODES) {
-        if (begin > 0) load(begin);
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             const int64_t column = begin + (step * 32 + kittens::laneid()) * LANE_CODES;
 #pragma unroll
             for (int i = 0; i < WARP_ROWS; ++i) {
-                // What is behind the row's end is zero, whatever its scale.
-                const bool none = byte[step][i] == NO_SCALE;
-                marked |= rebase_codes<DATA>(codes[step][i], none ? base[i].byte : byte[step][i],
-                                             base[i]);
+                marked |= rebase_codes<DATA>(codes[step][i], byte[step][i], base[i]);
                 if (there[i] && column < o.pitch) {
                     arch::store_global(reinterpret_cast<uint4*>(to[i] + column),
                                        bit_cast<uint4>(codes[step][i]));
@@ -208,7 +197,6 @@ struct MarkedWarps {
 // A template, so that the kernel is where it is instantiated.
 template <class Params>
 __global__ void __launch_bounds__(mxfp8_gemm::THREADS, 2) mxfp8_rebase_kernel(Params p) {
-    arch::launch_dependents();
     const bool second = static_cast<int>(blockIdx.x) >= p.operands[0].blocks;
     const Rebase& o = p.operands[second ? 1 : 0];
     const int index = static_cast<int>(blockIdx.x) - (second ? p.operands[0].blocks : 0);
@@ -283,7 +271,8 @@ __device__ __forceinline__ void expand_tile(const Expand& o, int index) {
 
 template <class Params>
 __global__ void __launch_bounds__(mxfp8_gemm::THREADS, 3) mxfp8_expand_kernel(Params p) {
-    arch::launch_dependents();
+    // The kernel for few rows may begin; that of many would only be in the way.
+    if (p.ones != nullptr) arch::launch_dependents();
     if (p.marks.rows != nullptr &&
         !gemm::sm90::any_mark(p.marks, static_cast<uint32_t>(p.m), static_cast<uint32_t>(p.n))) {
         return;

@@ -112,8 +112,10 @@ __device__ __forceinline__ void restore(const PrepareParams& p) {
             if (row >= p.n || column >= p.k) continue;
             const float2 pair = unpack_pair<bf16>(fragments.tiles[0][k].data[i]);
             O* to = static_cast<O*>(p.values) + (place.group * p.n + row) * p.k + column;
-            arch::store_global(to, convert<O>(pair.x * Nvfp4Weights::FACTOR * scale));
-            arch::store_global(to + 1, convert<O>(pair.y * Nvfp4Weights::FACTOR * scale));
+            // k is a multiple of 16: pairs are aligned.
+            arch::store_global(reinterpret_cast<packed_type<O>*>(to),
+                               pack_pair<O>(pair.x * Nvfp4Weights::FACTOR * scale,
+                                            pair.y * Nvfp4Weights::FACTOR * scale));
         }
     }
 }

@@ -13,6 +13,18 @@ using namespace kittens;
 // Named barrier: the semaphores are initialised. Those of the consumers come after it.
 constexpr int READY = 1;
 
+// The residual of a fused epilogue comes through the ring of stages, behind the last step of a
+// tile, in parts of 128 bytes a row, two in a stage. To TMA it is a matrix of 16-bit words.
+template <Config C>
+struct Residual {};
+template <Config C>
+    requires(C.fused)
+struct Residual<C> {
+    using part = st<bf16, C.block_m, 64>;
+    static constexpr int parts_per_stage = 2;
+    gl<bf16, -1, 1, -1, -1, part> map;
+};
+
 template <Config C>
 struct Types {
     static constexpr Config config = C;
@@ -77,13 +89,14 @@ struct Types {
         int64_t out_stride, out_batch_stride;
         bool tma_store;      // rows of the output are multiples of 16 bytes
         bool pairs;          // rows of a 16-bit output are multiples of 4 bytes
-        bool aligned_pairs;  // two neighbours of residual and z can be read and written as one
+        bool aligned_pairs;  // two neighbours of z can be written as one
         Epilogue epilogue;
         bool a_batched, b_batched;
         int cluster_m, cluster_n;
         uint32_t clusters;  // of the grid
         TileOrder order;
         Marks marks;
+        Residual<C> residual;
     };
 
     static constexpr int threads = gemm::threads(C);

@@ -114,11 +114,10 @@ __global__ __launch_bounds__(WARPGROUP_THREADS, BLOCKS_PER_SM) void based_forwar
         arch::mbarrier_init_fence();
     }
     block.transposed.fill_constants();
-    // The kernels that this one depends on write states, and nothing of what is loaded here.
+    arch::wait_for_dependencies();
     if (first_thread()) {
         for (int i = 0; i < FORWARD_STAGES - 1 && i < item.chunks(); ++i) load_chunk(i);
     }
-    arch::wait_for_dependencies();
     RunningState<T, false> state;
     RunningDenominator<T> sums;
     const StateView initial = g.initial.at(g.segments.state(item));

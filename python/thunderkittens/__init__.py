@@ -22,7 +22,7 @@ __version__: str = _build.record()["version"]
 
 try:
     _load.load()
-    from . import reference
+    from . import nn, reference
     from .emulation import DeadlockError, EmulatorError, emulate
     from .ops._fp8_linear import Fp8Linear, fp8_linear
     from .ops.attention import attention
@@ -82,6 +82,7 @@ __all__ = [
     "mxfp8_gemm",
     "mxfp8_prepare",
     "mxfp8_quantize",
+    "nn",
     "nvfp4_dequantize",
     "nvfp4_gemm",
     "nvfp4_prepare",

@@ -37,7 +37,7 @@ def based_decode(
     numerator += keys.mT @ v.to(wide)
     denominator += keys.squeeze(2)
     queries = based_features(q.to(wide))
-    out = queries @ numerator
+    out = queries @ numerator.to(wide)
     if normalize:
-        out = out / (queries @ denominator.unsqueeze(3) + eps)
+        out = out / (queries @ denominator.to(wide).unsqueeze(3) + eps)
     return out.to(q.dtype)

@@ -1,5 +1,9 @@
 """GEMM beside cuBLAS (`torch.matmul`), in the four layouts of its operands.
 
+The shapes `weights` and `few` are those of weights of models, with many and with few rows, and
+`batched` is a batch of small products. `fused` has one product with each epilogue, beside the same
+in PyTorch's own ops; its first case is the product alone, which says what an epilogue costs.
+
 A layout is two letters, one per operand: N is stored as it is multiplied, row by row; T is stored
 transposed and passed as a view. NT is what a linear layer does: activations times the transpose of
 a weight.
@@ -19,11 +23,28 @@ from ..cases import Case, Expected, Implementation, Inputs, random_normal
 LAYOUTS = ("NN", "NT", "TN", "TT")
 SQUARES = (512, 1024, 2048, 4096, 8192)
 RATED = (2048, 4096, 8192)  # sizes whose mean ratio is the op's headline
+WEIGHTS = (
+    (2112, 7168),
+    (24576, 1536),
+    (7168, 16384),
+    (4096, 7168),
+    (7168, 2048),
+    (8192, 8192),
+    (28672, 8192),
+    (8192, 28672),
+)
+EPILOGUES = ("none", "relu", "gelu", "gelu_tanh", "silu", "swiglu", "residual")
+BATCH = 64  # of the batched products
 SHAPES: dict[str, list[tuple[int, int, int]]] = {
     "default": [*((size,) * 3 for size in SQUARES), (4096, 11008, 4096), (4097, 1003, 777)],
     "square": [(size,) * 3 for size in SQUARES],
     "rated": [(size,) * 3 for size in RATED],
     "skinny": [(m, n, k) for n, k in ((4096, 7168), (7168, 2048)) for m in (1, 16, 64, 128, 256)],
+    "small": [(size,) * 3 for size in (512, 1024, 2048)],
+    "few": [(m, n, k) for n, k in WEIGHTS for m in (1, 8, 16, 32, 64)],
+    "weights": [(m, n, k) for n, k in WEIGHTS for m in (128, 256, 4096)],
+    "batched": [(512,) * 3],
+    "fused": [(4096, 14336, 4096)],
     "tiny": [(64, 64, 64), (65, 33, 17)],
 }
 LARGE = (16384, 16384, 16384)
@@ -42,32 +63,76 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
     return {"layouts": tuple(args.layouts.upper().split(",")), "large": args.large}
 
 
-def oracle(a: Tensor, b: Tensor) -> Iterator[Expected]:
-    yield Expected(0, slice(None), a.float() @ b.float(), a @ b)
+def plain(
+    a: Tensor, b: Tensor, activation: str | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """The product and its epilogue by PyTorch's own ops, at the operands' precision."""
+    z = torch.matmul(a, b)
+    if activation == "swiglu":
+        gate, value = z.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * value
+    if activation is not None:
+        function = {
+            "relu": torch.relu,
+            "gelu": torch.nn.functional.gelu,
+            "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+            "silu": torch.nn.functional.silu,
+        }[activation]
+        z = function(z)
+    return z if residual is None else z + residual
 
 
-def make_case(m: int, n: int, k: int, layout: str, dtype: torch.dtype) -> Case:
-    """The product of (m, k) and (k, n)."""
+def oracle(a: Tensor, b: Tensor, **epilogue: Any) -> Iterator[Expected]:
+    exact: dict[str, Any] = {
+        name: x.float() if isinstance(x, Tensor) else x for name, x in epilogue.items()
+    }
+    yield Expected(0, slice(None), plain(a.float(), b.float(), **exact), plain(a, b, **epilogue))
+
+
+def make_case(
+    m: int,
+    n: int,
+    k: int,
+    layout: str,
+    dtype: torch.dtype,
+    *,
+    batch: int = 0,
+    epilogue: str = "",
+) -> Case:
+    """The product of (m, k) and (k, n), or `batch` of them; `epilogue` is one of EPILOGUES."""
+    lead = (batch,) if batch else ()
 
     def operand(rows: int, columns: int, kind: str, generator: torch.Generator) -> Tensor:
         if kind == "T":
-            return random_normal(columns, rows, dtype=dtype, generator=generator).t()
-        return random_normal(rows, columns, dtype=dtype, generator=generator)
+            return random_normal(*lead, columns, rows, dtype=dtype, generator=generator).mT
+        return random_normal(*lead, rows, columns, dtype=dtype, generator=generator)
 
     def make_inputs(device: torch.device, generator: torch.Generator) -> Inputs:
         a, b = operand(m, k, layout[0], generator), operand(k, n, layout[1], generator)
-        return {"a": a, "b": b}
+        inputs: Inputs = {"a": a, "b": b}
+        if epilogue == "residual":
+            inputs["residual"] = operand(m, n, "N", generator)
+        elif epilogue not in ("", "none"):
+            inputs["activation"] = epilogue
+        return inputs
 
     square = m == n == k
-    groups = [layout, f"{layout}, M=N=K in 2048, 4096, 8192"] if square and m in RATED else [layout]
+    groups = [layout]
+    if square and m in RATED and not batch:
+        groups.append(f"{layout}, M=N=K in 2048, 4096, 8192")
+    name = f"{layout} {m} x {n} x {k}"
+    if batch:
+        name = f"{layout} {batch} x ({m} x {n} x {k})"
+    if epilogue:
+        name += f", {epilogue}"
     return Case(
-        name=f"{layout} {m} x {n} x {k}",
+        name=name,
         make_inputs=make_inputs,
-        flops=2.0 * m * n * k,
-        bytes=dtype.itemsize * float(m * k + k * n + m * n),
+        flops=2.0 * m * n * k * max(batch, 1),
+        bytes=dtype.itemsize * float(m * k + k * n + m * n) * max(batch, 1),
         groups=tuple(groups),
         parameters={
-            "label": str(m) if square else f"{m}x{n}\nx{k}",
+            "label": epilogue or (str(m) if square else f"{m}x{n}\nx{k}"),
             "m": m,
             "n": n,
             "k": k,
@@ -94,7 +159,14 @@ def cases(
     if shapes not in SHAPES:
         raise ValueError(f"shapes {shapes!r} is unknown; expected one of {', '.join(SHAPES)}")
     sizes = SHAPES[shapes] + ([LARGE] if large else [])
-    return [make_case(*size, layout, dtype) for layout in layouts for size in sizes]
+    batch = BATCH if shapes == "batched" else 0
+    epilogues = EPILOGUES if shapes == "fused" else ("",)
+    return [
+        make_case(*size, layout, dtype, batch=batch, epilogue=epilogue)
+        for layout in layouts
+        for size in sizes
+        for epilogue in epilogues
+    ]
 
 
 def implementations(device: torch.device) -> dict[str, Implementation]:
@@ -102,8 +174,8 @@ def implementations(device: torch.device) -> dict[str, Implementation]:
     import thunderkittens as tk
 
     return {
-        "thunderkittens": lambda a, b: tk.gemm(a, b),
-        "cuBLAS" if device.type == "cuda" else "PyTorch": lambda a, b: torch.matmul(a, b),
+        "thunderkittens": tk.gemm,
+        "cuBLAS" if device.type == "cuda" else "PyTorch": plain,
     }
 
 
