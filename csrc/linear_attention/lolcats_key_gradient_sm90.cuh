@@ -115,11 +115,11 @@ struct KeyLinearRole {
         const int count = item.end - item.begin;
 #pragma unroll 1
         for (int n = 0; n < count; ++n) {
-            auto& shared = this->shared;
+            auto& shared = recomputed(this->shared);
             const int stage = n % 2;
             auto& behind = shared.queries[stage];
             typename K::projection z, gradient;
-            discard(z, gradient);
+            discard(z);
             const float range = range_factor<K>(sums, shared.scratch, barrier);
             wait(shared.queries_full[stage], n / 2 % 2);
             {
@@ -150,9 +150,11 @@ struct KeyLinearRole {
             warpgroup::sync(barrier);
             signal(shared.features_full);
             signal(shared.queries_empty[stage]);
+            discard(gradient);
             issue_feature_gradient<K>(gradient, shared.v, shared.state, 0);
             warpgroup::mma_async_wait<0>(gradient);
-            const float a = 1.0f / (range * G::weight_unit), b = 1.0f / G::weight_unit;
+            constexpr float b = 1.0f / G::weight_unit;
+            const float a = G::is_half ? 1.0f / shared.scratch.get(8) : 1.0f;
             projection_gradient<K>(shared.projected, gradient, z, shared.denominator, {a, a},
                                    {b, b}, 1.0f, [&](typename K::projection& to) {
                                        issue_feature_gradient<K>(to, shared.v, shared.state, 1);
@@ -242,35 +244,36 @@ struct KeyWindowRole {
         wait(shared.queries_full[0], 0);
 #pragma unroll 1
         for (int n = 0; n < count; ++n) {
-            auto& shared = this->shared;
+            auto& shared = recomputed(this->shared);
             const int stage = n % 2;
             auto &behind = shared.queries[stage], &own = shared.queries[stage ^ 1];
-            typename G::scores scores, products, own_scores, own_products;
-            typename G::weights weights, gradient, own_weights, own_gradient;
-            discard(scores, products, own_scores, own_products);
+            typename G::scores scores, products;
+            typename G::weights weights, gradient;
+            typename G::output dv, dk;
+            discard(scores, products);
             wait(shared.keys_full, n % 2);
             warpgroup::mm_ABt(scores, shared.k, behind.q);
             warpgroup::mm_ABt(products, shared.v, behind.grad_out);
-            wait(shared.queries_full[stage ^ 1], (n + 1) / 2 % 2);
-            warpgroup::mm_ABt(own_scores, shared.k, own.q);
-            warpgroup::mm_ABt(own_products, shared.v, own.grad_out);
-            warpgroup::mma_async_wait<2>(scores);
+            warpgroup::mma_async_wait<0>(scores);
             pin_tile(products);
             differentiate<false>(weights, gradient, scores, products, behind.rows, beta);
-            warpgroup::mma_async_wait<0>(own_scores);
-            pin_tile(own_products);
-            signal(shared.keys_empty);
-            differentiate<true>(own_weights, own_gradient, own_scores, own_products, own.rows,
-                                beta);
-            typename G::output dv, dk;
             discard(dv, dk);
             warpgroup::mm_AB(dv, weights, behind.grad_out);
             warpgroup::mm_AB(dk, gradient, behind.q);
-            warpgroup::mma_AB(dv, own_weights, own.grad_out);
-            warpgroup::mma_AB(dk, own_gradient, own.q);
+            wait(shared.queries_full[stage ^ 1], (n + 1) / 2 % 2);
+            warpgroup::mma_async_wait<0>(dv);
+            pin_tile(dk);
             warpgroup::sync(barrier);  // all have read the rows' numbers
-            warpgroup::mma_async_wait<2>();
             signal(shared.queries_empty[stage]);
+            discard(scores, products);
+            warpgroup::mm_ABt(scores, shared.k, own.q);
+            warpgroup::mm_ABt(products, shared.v, own.grad_out);
+            warpgroup::mma_async_wait<0>(scores);
+            pin_tile(products);
+            signal(shared.keys_empty);
+            differentiate<true>(weights, gradient, scores, products, own.rows, beta);
+            warpgroup::mma_AB(dv, weights, own.grad_out);
+            warpgroup::mma_AB(dk, gradient, own.q);
             wait(shared.features_full, n % 2);
             float unit = 1.0f;
             if constexpr (G::is_half) {
@@ -309,15 +312,16 @@ __global__ __launch_bounds__(LOLCATS_GRADIENT_THREADS, 1) void lolcats_key_gradi
     arch::wait_for_dependencies();
     arch::sync_block();
     const LolcatsItem item(int(blockIdx.x), g.heads, g.segments, g.lengths, g.length);
+    constexpr bool wide = K::head_dim == 128 && K::features == 64;  // most sums per thread
     const int role = arch::warp_uniform(warpgroup::groupid());
     if (role == PRODUCER_ROLE) {
-        warpgroup::decrease_registers<24>();
+        warpgroup::decrease_registers<wide ? 24 : 32>();
         if (warpgroup::elect_leader() && item.begin < item.end) produce_for_keys(g, shared, item);
     } else if (role == LINEAR_ROLE) {
-        warpgroup::increase_registers<248>();
+        warpgroup::increase_registers<wide ? 256 : 240>();
         if (item.begin < item.end) KeyLinearRole<K>{g, shared, item}.run();
     } else {
-        warpgroup::increase_registers<232>();
+        warpgroup::increase_registers<wide ? 232 : 240>();
         if (item.begin < item.end) KeyWindowRole<K>{g, shared, item}.run();
     }
 }
