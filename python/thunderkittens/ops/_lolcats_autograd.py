@@ -11,7 +11,7 @@ from .. import emulation
 from ..reference.lolcats import LolcatsState
 from ..reference.lolcats import lolcats as reference_lolcats
 from ._registration import register
-from .lolcats import NAMES, lolcats_shape, with_defaults
+from .lolcats import NAMES, fold_rule, lolcats_shape, with_defaults
 
 OPERANDS = (*NAMES, "alpha", "beta")
 RESULTS = ("dq", "dk", "dv", "dq_map", "dk_map", "grad_alpha", "grad_beta")
@@ -83,6 +83,25 @@ def _flops(*args: Any, **kwargs: Any) -> int:
     return 2 * tokens * dim * (7 * 128 + 10 * features + 8 * features)
 
 
+_fold_tokens = fold_rule(_gradient, range(4, 8))
+
+
+def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+    """Merges the mapped dimension into the batch, over which the gradients of the maps and factors
+    are sums: where these are wanted, one call after the other."""
+    if not any(_arguments(args)[-1][3:]):
+        return _fold_tokens(info, in_dims, *args)
+
+    def select(x: Any, dim: Any, i: int) -> Any:
+        return x.select(dim, i) if isinstance(x, Tensor) and dim is not None else x
+
+    calls = [
+        _gradient(*(select(x, dim, i) for x, dim in zip(args, in_dims, strict=True)))
+        for i in range(info.batch_size)
+    ]
+    return tuple(torch.stack(x) for x in zip(*calls, strict=True)), (0,) * len(RESULTS)
+
+
 def _save_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *operands, _ = with_defaults(inputs)
     ctx.save_for_backward(*operands, output[0], output[6], output[7])
@@ -110,6 +129,6 @@ def _refuse_double_backward(ctx: Any, *grads: Any) -> NoReturn:
     )
 
 
-register("lolcats_backward", fake=_fake, cpu=_cpu, flops=_flops)
+register("lolcats_backward", fake=_fake, cpu=_cpu, flops=_flops, vmap=_vmap)
 torch.library.register_autograd("thunderkittens::lolcats_backward", _refuse_double_backward)
 torch.library.register_autograd("thunderkittens::lolcats", _backward, setup_context=_save_context)
