@@ -101,7 +101,8 @@ std::vector<KernelInfo> kernels() {
                              " stages, 1 loading thread, 1 scheduling warp and ", c.consumers,
                              " consumer warpgroups"),
             .source = concat(name_of(c.dtype), "_grouped_", tile),
-            .symbol = concat("ELb", int(c.a_m_major), "ELb", int(c.b_n_major), 'E'),
+            .symbol = concat("5DTypeE", int(c.dtype), "ELb", int(c.a_m_major), "ELb",
+                             int(c.b_n_major), 'E'),
             .threads = gemm::threads(c),
             .shared_bytes = grouped_gemm::shared_bytes(c),
         });

@@ -91,8 +91,10 @@ struct Mainloop {
         constexpr int rounds = C.pieces / C.k_groups;
         static_assert(C.pieces % C.k_groups == 0 && (rounds == 1 || rounds % 2 == 0));
         int previous = 0;
+        // Every warp has read its codes.
         const auto release = [&](int stage) {
-            if (warpgroup::laneid() == 0) arrive(shared.empty[stage]);
+            arch::sync_warp();
+            if (laneid() == 0) arrive(shared.empty[stage]);
         };
         // One product is in flight while the fragments of the next are made.
         const auto take = [&](int piece, rt<T, 16, PIECE>& fragment, bool accumulate) {
@@ -164,7 +166,7 @@ __global__ __launch_bounds__(K::threads, 1) void mixed_gemm_kernel(const __grid_
             tma::prefetch_map<typename K::rows>(g.a);
             for (int i = 0; i < C.stages; ++i) {
                 init_semaphore(shared.full[i], 1);
-                init_semaphore(shared.empty[i], K::consumers);
+                init_semaphore(shared.empty[i], K::consumers * WARPGROUP_WARPS);
             }
             init_semaphore(shared.summed, K::consumers * WARPGROUP_WARPS * g.splits);
             init_semaphore(shared.read, K::consumers * WARPGROUP_WARPS * g.splits);

@@ -29,6 +29,7 @@ struct FewTypes {
     struct W {
         static constexpr float FACTOR = 1.f;
     };
+    static constexpr uint32_t band = 4;  // of tiles of rows of a, as with prepared weights
     static constexpr int k_groups = config.k_groups;
     static constexpr int block_rows = mixed_gemm::block_rows(config);
     static constexpr int pass = mixed_gemm::tokens_at_a_time(config);

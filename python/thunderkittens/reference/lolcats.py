@@ -162,7 +162,7 @@ def lolcats_rows(
     """`lolcats`, and what its gradient needs of the rows."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     batch, heads, length, dim = q.shape
-    group = heads // k.shape[1]
+    group = heads // max(k.shape[1], 1)
     before = torch.zeros(batch, dtype=torch.long, device=q.device)
     keys, values = k, v
     if initial_state is not None:
