@@ -47,6 +47,14 @@ def _fake(*args: Any) -> tuple[Tensor, ...]:
     return _empty_gradients(_arguments(args))
 
 
+def _autograd_allowed() -> Any:
+    """In an op's implementation, which runs below autograd: autograd works again."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "ADInplaceOrView"):
+        excluded = excluded.remove(torch._C._parse_dispatch_key(key))
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
 def _cpu(*args: Any) -> tuple[Tensor, ...]:
     args = _arguments(args)
     results = _empty_gradients(args)
@@ -61,13 +69,13 @@ def _cpu(*args: Any) -> tuple[Tensor, ...]:
         values = [found[n] for n in RESULTS]
     else:
         initial = None if state[0] is None else LolcatsState(*state)
-        with torch.enable_grad():
+        with torch.enable_grad(), _autograd_allowed():
             leaves = [x.detach().float().requires_grad_() for x in operands]
             # In float32 throughout, as the kernels keep their sums.
             if initial is not None:
                 initial = initial._replace(keys=initial.keys.float(), values=initial.values.float())
             again = reference_lolcats(*leaves, initial_state=initial)
-        values = torch.autograd.grad(again, leaves, grad_out.float(), allow_unused=True)
+            values = torch.autograd.grad(again, leaves, grad_out.float(), allow_unused=True)
     for result, value in zip(results, values, strict=True):
         if result.numel() > 0:
             result.copy_(value) if value is not None else result.zero_()
