@@ -12,7 +12,7 @@ constexpr int LOLCATS_GRADIENT_THREADS = 3 * WARPGROUP_THREADS;
 constexpr int LINEAR_ROLE = 0, WINDOW_ROLE = 1, PRODUCER_ROLE = 2;
 constexpr int LINEAR_REGISTERS = 256, WINDOW_REGISTERS = 224;
 
-// Per chunk: float4 of each token, as LolcatsBackwardWorkspace::rows has them; float2, as ::weights.
+// Per chunk: float4 of each token, as LolcatsBackwardWorkspace::rows has them; float2, as weights.
 using RowVector = sv<float, 4 * CHUNK>;
 using WeightVector = sv<float, 2 * CHUNK>;
 using RowsLayout = gl<float, 1, 1, -1, -1, RowVector>;
@@ -319,8 +319,8 @@ __device__ __forceinline__ void add_delta(LolcatsSums<K>& sums,
     sums.denominator = {sums.denominator.x + sum.x, sums.denominator.y + sum.y};
 }
 
-// Stores the rows that exist of a chunk that begins at row `first`, which may be negative: TMA cannot
-// store there.
+// Stores the rows that exist of a chunk that begins at row `first`, which may be negative: TMA
+// cannot store there.
 template <int dim, class Out>
 __device__ __forceinline__ void store_rows(Out* to, int length, int first,
                                            const rt_fl<16, dim>& tile) {

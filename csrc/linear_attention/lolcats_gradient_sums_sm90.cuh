@@ -1,6 +1,6 @@
 // What the queries of each segment add to the sums of LoLCATS's gradient for the keys before: those
-// of alpha phi(q) / denominator times dO^T and delta. One warpgroup per segment of a head; and their
-// sums over all segments behind each.
+// of alpha phi(q) / denominator times dO^T and delta. One warpgroup per segment of a head; then
+// their sums over all segments behind each.
 #pragma once
 
 #include "csrc/linear_attention/based_scan_sm90.cuh"

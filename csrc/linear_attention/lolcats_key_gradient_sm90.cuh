@@ -188,7 +188,7 @@ struct KeyWindowRole {
                                                          const typename G::scores& s,
                                                          const typename G::scores& products,
                                                          const RowVector& rows, float beta) {
-        const int first = lane_row();
+        const int ahead = lane_row() - 2 * (laneid() % 4);  // of the lane's columns
 #pragma unroll
         for (int j = 0; j < CHUNK / 16; ++j) {
             arch::sync_warp();  // else the rows' numbers are all loaded before, into registers
@@ -199,7 +199,7 @@ struct KeyWindowRole {
                 const auto r1 = arch::load_shared<float4>(rows.address_of(4 * column + 4));
 #pragma unroll
                 for (int low = 0; low < 2; ++low) {
-                    const int n = 2 * half + low, row = first + 8 * low;
+                    const int n = 2 * half + low, row = ahead + 8 * low;
                     const float2 x = s.tiles[0][j].data[n], p = products.tiles[0][j].data[n];
                     const auto weigh = [&](float score, float product, const float4& r, int query,
                                            float& w, float& y) {
@@ -208,8 +208,8 @@ struct KeyWindowRole {
                         if (diagonal && row > query) w = 0.0f, y = 0.0f;
                     };
                     float2 w, y;
-                    weigh(x.x, p.x, r0, column, w.x, y.x);
-                    weigh(x.y, p.y, r1, column + 1, w.y, y.y);
+                    weigh(x.x, p.x, r0, 16 * j + 8 * half, w.x, y.x);
+                    weigh(x.y, p.y, r1, 16 * j + 8 * half + 1, w.y, y.y);
                     weights.tiles[0][j].data[n] = pack_pair<T>(w.x, w.y);
                     gradient.tiles[0][j].data[n] = pack_pair<T>(y.x, y.y);
                 }
@@ -312,16 +312,17 @@ __global__ __launch_bounds__(LOLCATS_GRADIENT_THREADS, 1) void lolcats_key_gradi
     arch::wait_for_dependencies();
     arch::sync_block();
     const LolcatsItem item(int(blockIdx.x), g.heads, g.segments, g.lengths, g.length);
-    constexpr bool wide = K::head_dim == 128 && K::features == 64;  // most sums per thread
+    // Most sums per thread. The launch gives the three roles 504 registers together.
+    constexpr bool wide = K::head_dim == 128 && K::features == 64;
     const int role = arch::warp_uniform(warpgroup::groupid());
     if (role == PRODUCER_ROLE) {
         warpgroup::decrease_registers<wide ? 24 : 32>();
         if (warpgroup::elect_leader() && item.begin < item.end) produce_for_keys(g, shared, item);
     } else if (role == LINEAR_ROLE) {
-        warpgroup::increase_registers<wide ? 256 : 240>();
+        warpgroup::increase_registers<wide ? 256 : 232>();
         if (item.begin < item.end) KeyLinearRole<K>{g, shared, item}.run();
     } else {
-        warpgroup::increase_registers<wide ? 232 : 240>();
+        warpgroup::increase_registers<wide ? 224 : 240>();
         if (item.begin < item.end) KeyWindowRole<K>{g, shared, item}.run();
     }
 }

@@ -1,5 +1,5 @@
-// The gradients of LoLCATS's maps, dW = x^T dz over all tokens of a head: parts, each the sum over a
-// share of the tokens of one head of one sequence, in fp32.
+// The gradients of LoLCATS's maps, dW = x^T dz over all tokens of a head: parts, each the sum over
+// a share of the tokens of one head of one sequence, in fp32.
 #pragma once
 
 #include "csrc/linear_attention/lolcats_gradient.cuh"

@@ -2,12 +2,12 @@
 // delta_i = dO_i . O_i, S and s the sums of phi(k) v^T and phi(k) before the window:
 //   window   dA_ij = w_ij (dO_i . v_j - delta_i); of the score that is the row's maximum, which the
 //            forward subtracts, also minus the row's sum of dA; dQ = dA K / sqrt(D)
-//   linear   dphi_i = alpha / denominator_i (S dO_i - delta_i s); back through both softmaxes to dz;
+//   linear   dphi_i = alpha / denominator_i (S dO_i - delta_i s); through both softmaxes to dz;
 //            dQ += dz W^T
 // A block walks forwards over the chunks of one head, like the forward (lolcats_forward_sm90.cuh),
 // and has its three warpgroups: linear (sums in fp32 registers; leaves dz in shared memory and in
 // global memory, for W's gradient), window (dQ), and one thread that brings Q, dO, K and V. It also
-// leaves what the kernel for the keys needs of each row, and a part of alpha's and beta's gradients.
+// leaves what the kernel for the keys needs of each row, and parts of alpha's and beta's gradient.
 #pragma once
 
 #include "csrc/linear_attention/lolcats_gradient.cuh"

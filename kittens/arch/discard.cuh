@@ -1,6 +1,6 @@
 // Registers whose value is not wanted any more. A tile that a loop's body declares, and a product
-// overwrites, would otherwise be kept from one round to the next: the product is an instruction that
-// reads it, as far as the compiler knows.
+// overwrites, would otherwise be kept from one round to the next: as far as the compiler knows, the
+// product reads it.
 #pragma once
 
 #include "arch.cuh"
