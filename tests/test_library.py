@@ -32,7 +32,7 @@ OPS = sorted(
 )
 # Ops without a gradient of their own; their tests do with their operands what is done here with
 # SAMPLES.
-WITHOUT_GRADIENT = {"fp8_gemm", "fp8_quantize", "nvfp4_gemm", "nvfp4_prepare", "lolcats_decode"}
+WITHOUT_GRADIENT = {"fp8_gemm", "fp8_quantize", "nvfp4_gemm", "nvfp4_prepare"}
 # Ops that change a state; their own tests do with it what is done here with SAMPLES.
 MUTATING = {"based_decode", "lolcats_decode"}
 PUBLIC = sorted(

@@ -74,14 +74,17 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
         }
         for op in ("based", "based_backward")
     },
-    "lolcats": {
-        f"bf16 ({batch}, {heads}, {length}, 128)": {
-            "batch": batch,
-            "heads": heads,
-            "kv_heads": heads,
-            "length": length,
+    **{
+        op: {
+            f"bf16 ({batch}, {heads}, {length}, 128)": {
+                "batch": batch,
+                "heads": heads,
+                "kv_heads": heads,
+                "length": length,
+            }
+            for batch, heads, length in ((16, 16, 4096), (1, 32, 8192))
         }
-        for batch, heads, length in ((16, 16, 4096), (1, 32, 8192))
+        for op in ("lolcats", "lolcats_backward")
     },
     "lolcats_decode": {"bf16 (64, 32, 1, 128)": {"batch": 64, "heads": 32, "kv_heads": 8}},
     "based_decode": {

@@ -43,25 +43,41 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float(difference / scale) if scale > 0 else float(difference)
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
-    """The formula with operands of products rounded to the op's precision."""
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, *rest: Tensor, initial_state: tk.LolcatsState | None = None
+) -> Tensor:
+    """The formula with operands of products rounded to the op's precision. The sequences of a state
+    have one length."""
     q_map, k_map, alpha, beta = rest
-    dtype, length = q.dtype, q.shape[2]
+    dtype = q.dtype
+    queries = torch.arange(q.shape[2], device=q.device)
+    tokens = queries
+    if initial_state is not None:
+        cached = tk.reference.cached_positions(initial_state.lengths)[0]
+        there = cached >= 0
+        queries = queries + initial_state.lengths[0]
+        tokens = torch.cat([cached[there], queries])
+        k = torch.cat([initial_state.keys[:, :, there], k], 2)
+        v = torch.cat([initial_state.values[:, :, there], v], 2)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    block = torch.arange(length, device=q.device) // 64
-    distance = block[:, None] - block
-    seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    distance = queries[:, None] // 64 - tokens // 64
+    seen = tokens <= queries[:, None]
 
     def features(x: Tensor, weight: Tensor) -> Tensor:
         return tk.reference.lolcats_features(x.float(), weight.float()).to(dtype)
 
+    features_q = features(q, q_map)
     scores = (q @ k.mT).float() / math.sqrt(q.shape[-1])
     scores = scores.masked_fill(~seen | (distance > 1), -math.inf)
     a, b = alpha[:, None, None], beta[:, None, None]
     weights = b * (scores - scores.amax(-1, keepdim=True)).exp()
-    linear = a * (features(q, q_map) @ features(k, k_map).mT).float() * (distance > 1)
+    linear = a * (features_q @ features(k, k_map).mT).float() * (distance > 1)
     out = (weights.to(dtype) @ v).float() + (linear.to(dtype) @ v).float()
-    return (out / (weights + linear).sum(-1, keepdim=True)).to(dtype)
+    total = (weights + linear).sum(-1, keepdim=True)
+    if initial_state is not None:
+        out = out + a * (features_q @ initial_state.numerator.to(dtype)).float()
+        total = total + a * (features_q.float() @ initial_state.denominator[..., None])
+    return (out / total).to(dtype)
 
 
 def exact(inputs: list[Tensor]) -> tuple[Tensor, tk.LolcatsState]:

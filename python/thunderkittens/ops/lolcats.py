@@ -379,3 +379,6 @@ for _name, _op, _fake_op, _cpu_op in (
         vmap=fold_rule(_op, range(3, 7)),
         autocast=5,
     )
+
+# The gradient registers itself.
+from . import _lolcats_autograd as _lolcats_autograd  # noqa: E402

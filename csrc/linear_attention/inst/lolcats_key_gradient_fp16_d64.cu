@@ -1,0 +1,10 @@
+#include "csrc/linear_attention/lolcats_key_gradient_sm90.cuh"
+
+namespace thunderkittens::linear_attention {
+template void launch_lolcats_key_gradient<DType::fp16, 64, 32>(const LolcatsBackwardParams&,
+                                                               const LolcatsBackwardWorkspace&,
+                                                               Stream);
+template void launch_lolcats_key_gradient<DType::fp16, 64, 64>(const LolcatsBackwardParams&,
+                                                               const LolcatsBackwardWorkspace&,
+                                                               Stream);
+}  // namespace thunderkittens::linear_attention

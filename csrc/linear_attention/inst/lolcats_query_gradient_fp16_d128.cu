@@ -1,0 +1,10 @@
+#include "csrc/linear_attention/lolcats_query_gradient_sm90.cuh"
+
+namespace thunderkittens::linear_attention {
+template void launch_lolcats_query_gradient<DType::fp16, 128, 32>(const LolcatsBackwardParams&,
+                                                                  const LolcatsBackwardWorkspace&,
+                                                                  Stream);
+template void launch_lolcats_query_gradient<DType::fp16, 128, 64>(const LolcatsBackwardParams&,
+                                                                  const LolcatsBackwardWorkspace&,
+                                                                  Stream);
+}  // namespace thunderkittens::linear_attention

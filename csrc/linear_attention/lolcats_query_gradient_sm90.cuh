@@ -1,0 +1,438 @@
+// LoLCATS's gradient for the queries, on Hopper. With w_ij the forward's weights over their sum,
+// delta_i = dO_i . O_i, S and s the sums of phi(k) v^T and phi(k) before the window:
+//   window   dA_ij = w_ij (dO_i . v_j - delta_i); of the score that is the row's maximum, which the
+//            forward subtracts, also minus the row's sum of dA; dQ = dA K / sqrt(D)
+//   linear   dphi_i = alpha / denominator_i (S dO_i - delta_i s); through both softmaxes to dz;
+//            dQ += dz W^T
+// A block walks forwards over the chunks of one head, like the forward (lolcats_forward_sm90.cuh),
+// and has its three warpgroups: linear (sums in fp32 registers; leaves dz in shared memory and in
+// global memory, for W's gradient), window (dQ), and one thread that brings Q, dO, K and V. It also
+// leaves what the kernel for the keys needs of each row, and parts of alpha's and beta's gradient.
+#pragma once
+
+#include "csrc/linear_attention/lolcats_gradient.cuh"
+
+namespace thunderkittens::linear_attention {
+
+template <class K>
+struct QueryGradientGlobals {
+    using G = LolcatsGradient<K>;
+    typename K::token_layout q, grad_out, dq;
+    KeysAndValues<K> kv;
+    typename K::map_layout q_map, k_map;
+    typename G::projected_layout projected;
+    const float *alpha, *beta;
+    LolcatsStatePointers initial;
+    const float* sums;  // before each segment; null: there is one
+    const float *delta, *denominators;
+    float *rows, *weights, *factor_parts;
+    int heads, length, segments, chunks;
+    int64_t lines;
+    bool want_dq, want_projected;
+};
+
+template <class K>
+struct QueryGradientShared {
+    static constexpr int stages = 2;
+    typename K::map_tile q_map, k_map;
+    struct Queries {
+        typename K::token_tile q, grad_out;  // q: later the chunk's dq
+    } queries[stages];
+    struct Keys {
+        typename K::token_tile k, v;
+    } keys[stages];
+    typename K::feature_tile features[K::groups];
+    typename K::state_tile state[K::groups];
+    typename LolcatsGradient<K>::projected_tile projected;
+    sv<float, 2 * K::features> denominator;  // of the state
+    sv<float, 16> scratch;
+    sv<float, 4> alpha_parts, beta_parts;
+    semaphore maps, queries_full[stages], queries_empty[stages], keys_full[stages],
+        keys_empty[stages], projected_full, projected_empty;
+
+    __device__ __forceinline__ void init() {
+        init_semaphore(maps, 1);
+        for (int s = 0; s < stages; ++s) {
+            init_semaphore(queries_full[s], 1);
+            init_semaphore(queries_empty[s], 2);
+            init_semaphore(keys_full[s], 1);
+            init_semaphore(keys_empty[s], 2);
+        }
+        init_semaphore(projected_full, 1);
+        init_semaphore(projected_empty, 1);
+        arch::mbarrier_init_fence();
+    }
+};
+
+// Step n is chunk begin + n. The n-th keys are those of the chunk before it.
+template <class K>
+__device__ __forceinline__ void produce_for_queries(const QueryGradientGlobals<K>& g,
+                                                    QueryGradientShared<K>& shared,
+                                                    const LolcatsItem& item) {
+    tma::expect(shared.maps, shared.q_map, shared.k_map);
+    tma::load_async(shared.q_map, g.q_map, elements(0, item.head, 0, 0), shared.maps);
+    tma::load_async(shared.k_map, g.k_map, elements(0, item.head, 0, 0), shared.maps);
+    for (int n = 0; n <= item.end - item.begin; ++n) {
+        if (n > 0) {
+            const int stage = (n - 1) % 2, row = item.terrace.row(item.begin + n - 1);
+            wait(shared.queries_empty[stage], (n - 1) / 2 % 2 ^ 1);
+            auto& to = shared.queries[stage];
+            semaphore& full = shared.queries_full[stage];
+            tma::expect(full, to.q, to.grad_out);
+            tma::load_async(to.q, g.q, elements(item.b, item.head, row, 0), full);
+            tma::load_async(to.grad_out, g.grad_out, elements(item.b, item.head, row, 0), full);
+        }
+        // Before the first chunk there is none; any will do, with a weight of zero.
+        const int stage = n % 2;
+        wait(shared.keys_empty[stage], n / 2 % 2 ^ 1);
+        auto& to = shared.keys[stage];
+        g.kv.load(to.k, to.v, item, ::max(item.begin + n - 1, 0), g.initial.keys != nullptr,
+                  shared.keys_full[stage]);
+    }
+}
+
+// 1 / denominator and delta of the lane's two rows; 1 and 0 where there is no such query.
+struct QueryRows {
+    float2 reciprocal, delta;
+
+    template <class Globals>
+    __device__ __forceinline__ QueryRows(const Globals& g, const LolcatsItem& item, int chunk) {
+        const int row = item.terrace.row(chunk) + lane_row();
+        const auto load = [&](int at, float& r, float& d) {
+            r = 1.0f, d = 0.0f;
+            if (at < 0 || at >= g.length) return;
+            const int64_t i = int64_t(item.line) * g.length + at;
+            r = arch::load_global_readonly(g.denominators + i);
+            d = arch::load_global_readonly(g.delta + i);
+        };
+        load(row, reciprocal.x, delta.x);
+        load(row + 8, reciprocal.y, delta.y);
+        reciprocal = {1.0f / reciprocal.x, 1.0f / reciprocal.y};
+    }
+};
+
+// The sum over the warpgroup's rows, which all lanes of a quad have.
+template <int barrier>
+__device__ __forceinline__ void store_factor_part(sv<float, 4>& parts, float sum, float* to) {
+#pragma unroll
+    for (int distance = 4; distance < WARP_THREADS; distance *= 2)
+        sum += arch::shuffle_xor(sum, distance);
+    if (laneid() == 0) parts.set(warpgroup::warpid(), sum);
+    warpgroup::sync(barrier);
+    if (warpgroup::laneid() != 0) return;
+    float total = 0.0f;
+#pragma unroll
+    for (int w = 0; w < WARPGROUP_WARPS; ++w) total += parts.get(w);
+    arch::store_global(to, total);
+}
+
+template <class K>
+struct QueryLinearRole {
+    using G = LolcatsGradient<K>;
+    static constexpr int barrier = 1;
+    const QueryGradientGlobals<K>& g;
+    QueryGradientShared<K>& shared;
+    const LolcatsItem& item;
+
+    __device__ __forceinline__ void run() {
+        const float alpha = arch::load_global_readonly(g.alpha + item.head);
+        constexpr int64_t floats = int64_t(2 * K::features) * K::head_dim;
+        LolcatsSums<K> sums;
+        sums.clear();
+        if (g.initial.numerator != nullptr) {
+            sums.add(g.initial.numerator + item.line * floats,
+                     g.initial.denominator + int64_t(item.line) * 2 * K::features);
+        }
+        if (g.sums != nullptr) {
+            const float* before = g.sums + (int64_t(item.line) * g.segments + item.segment) *
+                                               (floats + 2 * K::features);
+            sums.add(before, before + floats);
+        }
+        float alpha_sum = 0.0f;
+        const int count = item.end - item.begin;
+        if (count > 0) wait(shared.maps, 0);
+#pragma unroll 1
+        for (int n = 0; n < count; ++n) {
+            auto& shared = this->shared;
+            const int stage = n % 2;
+            auto& queries = shared.queries[stage];
+            auto& before = shared.keys[stage];  // the n-th
+            // The sums before this chunk's window, as operands.
+            const float range = range_factor<K>(sums, shared.scratch, barrier);
+            sums.publish(shared.state, range);
+            store_sums_vector<K>(shared.denominator, sums);
+            typename K::projection z, gradient;
+            discard(z, gradient);
+            // The chunk before is before the window of the next.
+            const bool add = item.begin + n > 0 && n + 1 < count;
+            wait(shared.keys_full[stage], n / 2 % 2);
+            if (add) {
+                typename K::Features features;
+                warpgroup::mm_AB(z, before.k, shared.k_map);
+                warpgroup::mma_async_wait<0>(z);
+                make_features<K>(features, z);
+                store_features<K>(shared.features, features);
+            }
+            if (warpgroup::laneid() == 0) tma::store_async_read_wait();  // of the last dz
+            arch::fence_async_shared();
+            warpgroup::sync(barrier);
+            if (add) {
+                sums.issue(shared.features, before.v);
+                sums.add_denominator(shared.features);
+                sums.wait();
+            }
+            signal(shared.keys_empty[stage]);
+            wait(shared.queries_full[stage], n / 2 % 2);
+            warpgroup::mm_AB(z, queries.q, shared.q_map);
+            issue_feature_gradient<K>(gradient, queries.grad_out, shared.state, 0);
+            const QueryRows rows(g, item, item.begin + n);
+            warpgroup::mma_async_wait<0>(z);
+            pin_tile(gradient);
+            const float inverse = 1.0f / range;
+            if (n > 0) wait(shared.projected_empty, (n - 1) % 2);
+            const float2 dots = projection_gradient<K>(
+                shared.projected, gradient, z, shared.denominator,
+                {inverse * rows.reciprocal.x, inverse * rows.reciprocal.y},
+                {rows.delta.x * rows.reciprocal.x, rows.delta.y * rows.reciprocal.y}, alpha,
+                [&](typename K::projection& to) {
+                    issue_feature_gradient<K>(to, queries.grad_out, shared.state, 1);
+                });
+            signal(shared.queries_empty[stage]);
+            alpha_sum += dots.x + dots.y;
+            arch::fence_async_shared();
+            warpgroup::sync(barrier);
+            signal(shared.projected_full);
+            if (g.want_projected && warpgroup::laneid() == 0) {
+                tma::store_async(g.projected, shared.projected,
+                                 elements(0, item.line, (item.begin + n) * CHUNK, 0));
+            }
+        }
+        store_factor_part<barrier>(shared.alpha_parts, alpha_sum,
+                                   g.factor_parts + int64_t(item.line) * g.segments + item.segment);
+        if (warpgroup::laneid() == 0) tma::store_async_wait();
+    }
+};
+
+template <class K>
+struct QueryWindowRole {
+    using G = LolcatsGradient<K>;
+    using T = typename K::T;
+    static constexpr int barrier = 2;
+    const QueryGradientGlobals<K>& g;
+    QueryGradientShared<K>& shared;
+    const LolcatsItem& item;
+
+    // exp(s - maximum) / denominator (dO . v - delta) / sqrt(D), in place of s; their sums, and how
+    // many scores are the maximum. The tile of products becomes 1 where the score is it.
+    static __device__ __forceinline__ void differentiate(typename G::scores& s,
+                                                         typename G::scores& products, float2 top,
+                                                         float2 shift, float2 delta, float2& sum,
+                                                         float2& ties) {
+#pragma unroll
+        for (int j = 0; j < G::scores::width; ++j) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float t = i % 2 ? top.y : top.x, h = i % 2 ? shift.y : shift.x,
+                            d = i % 2 ? delta.y : delta.x;
+                float2 &x = s.tiles[0][j].data[i], &p = products.tiles[0][j].data[i];
+                const float2 e = {arch::exp2_approx(fmaf(x.x, G::unit, -h)),
+                                  arch::exp2_approx(fmaf(x.y, G::unit, -h))};
+                const float2 y = {e.x * fmaf(p.x, G::scale, -d), e.y * fmaf(p.y, G::scale, -d)};
+                p = {x.x == t ? 1.0f : 0.0f, x.y == t ? 1.0f : 0.0f};
+                x = y;
+                (i % 2 ? sum.y : sum.x) += y.x + y.y;
+                (i % 2 ? ties.y : ties.x) += p.x + p.y;
+            }
+        }
+    }
+    static __device__ __forceinline__ void finish(typename G::weights& to,
+                                                  const typename G::scores& s,
+                                                  const typename G::scores& is_top, float beta,
+                                                  float2 of_top) {
+#pragma unroll
+        for (int j = 0; j < G::scores::width; ++j) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float t = i % 2 ? of_top.y : of_top.x;
+                const float2 x = s.tiles[0][j].data[i], y = is_top.tiles[0][j].data[i];
+                to.tiles[0][j].data[i] =
+                    pack_pair<T>(fmaf(beta, x.x, -t * y.x), fmaf(beta, x.y, -t * y.y));
+            }
+        }
+    }
+
+    __device__ __forceinline__ void store_row(int chunk, int row, const float4& x,
+                                              const float2& w) const {
+        const int64_t at = (int64_t(item.line) * g.chunks + chunk) * CHUNK + row;
+        arch::store_global(reinterpret_cast<float4*>(g.rows) + at, x);
+        arch::store_global(reinterpret_cast<float2*>(g.weights) + at, w);
+    }
+
+    __device__ __forceinline__ void run() {
+        const float alpha = arch::load_global_readonly(g.alpha + item.head);
+        const float beta = arch::load_global_readonly(g.beta + item.head);
+        const int count = item.end - item.begin;
+        float beta_sum = 0.0f;
+        if (count > 0) {
+            wait(shared.maps, 0);
+            wait(shared.keys_full[0], 0);
+        }
+#pragma unroll 1
+        for (int n = 0; n < count; ++n) {
+            auto& shared = this->shared;
+            const int stage = n % 2, chunk = item.begin + n;
+            auto& queries = shared.queries[stage];
+            auto &before = shared.keys[stage], &own = shared.keys[stage ^ 1];
+            typename G::scores prior, diagonal, prior_products, products;
+            discard(prior, diagonal, prior_products, products);
+            wait(shared.queries_full[stage], n / 2 % 2);
+            warpgroup::mm_ABt(prior, queries.q, before.k);
+            wait(shared.keys_full[stage ^ 1], (n + 1) / 2 % 2);
+            warpgroup::mm_ABt(diagonal, queries.q, own.k);
+            warpgroup::mm_ABt(prior_products, queries.grad_out, before.v);
+            warpgroup::mm_ABt(products, queries.grad_out, own.v);
+            if (n > 0 && warpgroup::laneid() == 0) {
+                // The results of the step before have left the other query's slot.
+                tma::store_async_read_wait();
+                arrive(shared.queries_empty[stage ^ 1]);
+            }
+            const QueryRows rows(g, item, chunk);
+            const int row = lane_row();
+            warpgroup::mma_async_wait<2>(prior);
+            pin_tile(diagonal);
+            float2 top = {-INFINITY, -INFINITY};
+            const bool first = chunk == 0;
+            for_each_element(prior, [&](float& x, int, bool low) {
+                x = first ? -INFINITY : x;
+                float& t = low ? top.y : top.x;
+                t = fmaxf(t, x);
+            });
+            for_each_element(diagonal, [&](float& x, int column, bool low) {
+                if (column > row + (low ? 8 : 0)) x = -INFINITY;
+                float& t = low ? top.y : top.x;
+                t = fmaxf(t, x);
+            });
+            top = {quad_maximum(top.x), quad_maximum(top.y)};
+            const float2 shift = {fmaf(top.x, G::unit, -arch::log2_approx(rows.reciprocal.x)),
+                                  fmaf(top.y, G::unit, -arch::log2_approx(rows.reciprocal.y))};
+            const float2 delta = {G::scale * rows.delta.x, G::scale * rows.delta.y};
+            float2 sum = {0.0f, 0.0f}, ties = {0.0f, 0.0f};
+            warpgroup::mma_async_wait<0>(prior_products);
+            pin_tile(products);
+            differentiate(prior, prior_products, top, shift, delta, sum, ties);
+            differentiate(diagonal, products, top, shift, delta, sum, ties);
+            sum = {quad_sum(sum.x), quad_sum(sum.y)};
+            ties = {quad_sum(ties.x), quad_sum(ties.y)};
+            beta_sum += sum.x + sum.y;
+            const float2 of_top = {beta * sum.x / ties.x, beta * sum.y / ties.y};
+            typename G::weights prior_gradient, gradient;
+            finish(prior_gradient, prior, prior_products, beta, of_top);
+            finish(gradient, diagonal, products, beta, of_top);
+            typename G::output dq;
+            discard(dq);
+            warpgroup::mm_AB(dq, prior_gradient, before.k);
+            warpgroup::mma_AB(dq, gradient, own.k);
+            if (laneid() % 4 == 0) {
+                const int at = item.terrace.row(chunk) + row;
+                const auto exists = [&](int i) { return i >= 0 && i < g.length; };
+                const float2 w = {exists(at) ? alpha * rows.reciprocal.x : 0.0f,
+                                  exists(at + 8) ? alpha * rows.reciprocal.y : 0.0f};
+                store_row(chunk, row, {top.x, shift.x, delta.x, of_top.x}, {w.x, rows.delta.x});
+                store_row(chunk, row + 8, {top.y, shift.y, delta.y, of_top.y}, {w.y, rows.delta.y});
+            }
+            warpgroup::mma_async_wait<1>();
+            signal(shared.keys_empty[stage]);
+            wait(shared.projected_full, n % 2);
+            warpgroup::mma_ABt(dq, shared.projected, shared.q_map);
+            warpgroup::mma_async_wait<0>(dq);
+            signal(shared.projected_empty);
+            const int first_row = item.terrace.row(chunk);
+            if (!g.want_dq) continue;
+            if (first_row >= 0) {
+                warpgroup::store(queries.q, dq);
+                arch::fence_async_shared();
+                warpgroup::sync(barrier);
+                if (warpgroup::laneid() == 0)
+                    tma::store_async(g.dq, queries.q, elements(item.b, item.head, first_row, 0));
+            } else {
+                store_rows(g.dq.raw_ptr + int64_t(item.line) * g.length * K::head_dim, g.length,
+                           first_row, dq);
+            }
+        }
+        if (item.last() && item.end < g.chunks && warpgroup::laneid() < CHUNK) {
+            // The kernel for the keys reads one chunk more, as if it had no queries.
+            store_row(item.end, warpgroup::laneid(), {0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f});
+        }
+        store_factor_part<barrier>(
+            shared.beta_parts, beta_sum / G::scale,
+            g.factor_parts + (g.lines + item.line) * g.segments + item.segment);
+        if (warpgroup::laneid() == 0) tma::store_async_wait();
+    }
+};
+
+template <class K>
+__global__ __launch_bounds__(LOLCATS_GRADIENT_THREADS, 1) void lolcats_query_gradient_kernel(
+    const __grid_constant__ QueryGradientGlobals<K> g) {
+    shared_allocator<> allocator(shared_memory());
+    auto& shared = allocator.template allocate<QueryGradientShared<K>>();
+    if (threadIdx.x == 0) shared.init();
+    arch::wait_for_dependencies();
+    arch::sync_block();
+    const LolcatsItem item(int(blockIdx.x), g.heads, g.segments, g.initial.lengths, g.length);
+    const int role = arch::warp_uniform(warpgroup::groupid());
+    if (role == PRODUCER_ROLE) {
+        warpgroup::decrease_registers<24>();
+        if (warpgroup::elect_leader() && item.begin < item.end)
+            produce_for_queries(g, shared, item);
+    } else {
+        if (role == LINEAR_ROLE) {
+            warpgroup::increase_registers<LINEAR_REGISTERS>();
+            QueryLinearRole<K>{g, shared, item}.run();
+        } else {
+            warpgroup::increase_registers<WINDOW_REGISTERS>();
+            QueryWindowRole<K>{g, shared, item}.run();
+        }
+    }
+}
+
+template <DType dtype, int head_dim, int features>
+void launch_lolcats_query_gradient(const LolcatsBackwardParams& params,
+                                   const LolcatsBackwardWorkspace& w, Stream stream) {
+    using K = LolcatsKernel<dtype, head_dim, features>;
+    static_assert(sizeof(QueryGradientShared<K>) + 1024 <= LOLCATS_QUERY_BYTES);
+    const LolcatsParams& call = params.forward;
+    const LolcatsProblem& p = call.problem;
+    const auto tokens = [&](const Operand& x) {
+        return token_layout_of<typename K::token_layout>(x, p, p.heads, p.length);
+    };
+    const QueryGradientGlobals<K> globals{
+        .q = tokens(call.q),
+        .grad_out = tokens(params.grad_out),
+        // A tensor map needs an address, also where nothing goes through it.
+        .dq = tokens(params.dq.data ? params.dq : call.q),
+        .kv = KeysAndValues<K>(call, w.forward),
+        .q_map = map_layout_of<typename K::map_layout>(call.q_map, p.heads),
+        .k_map = map_layout_of<typename K::map_layout>(call.k_map, p.heads),
+        .projected = projected_layout_of<K>(w.dq_projected, p),
+        .alpha = call.alpha,
+        .beta = call.beta,
+        .initial = call.initial,
+        .sums = w.forward.sums,
+        .delta = w.delta,
+        .denominators = params.denominators,
+        .rows = w.rows,
+        .weights = w.weights,
+        .factor_parts = w.factor_parts,
+        .heads = int(p.heads),
+        .length = int(p.length),
+        .segments = call.segments,
+        .chunks = int(chunks_of(p)),
+        .lines = p.batch * p.heads,
+        .want_dq = params.dq.data != nullptr,
+        .want_projected = params.dq_map != nullptr};
+    kittens::launch({.dependent = true}, lolcats_query_gradient_kernel<K>,
+                    dim3(unsigned(globals.lines * call.segments)), dim3(LOLCATS_GRADIENT_THREADS),
+                    dim3(1), LOLCATS_QUERY_BYTES, stream, globals);
+}
+
+}  // namespace thunderkittens::linear_attention
