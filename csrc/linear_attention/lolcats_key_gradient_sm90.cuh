@@ -266,8 +266,10 @@ struct KeyWindowRole {
             warpgroup::sync(barrier);  // all have read the rows' numbers
             signal(shared.queries_empty[stage]);
             discard(scores, products);
-            warpgroup::mm_ABt(scores, shared.k, own.q);
-            warpgroup::mm_ABt(products, shared.v, own.grad_out);
+            // Descriptors of k and v again, which would be kept beside dv and dk.
+            auto& again = recomputed(this->shared);
+            warpgroup::mm_ABt(scores, again.k, own.q);
+            warpgroup::mm_ABt(products, again.v, own.grad_out);
             warpgroup::mma_async_wait<0>(scores);
             pin_tile(products);
             signal(shared.keys_empty);

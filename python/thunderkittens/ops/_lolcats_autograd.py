@@ -50,8 +50,9 @@ def _fake(*args: Any) -> tuple[Tensor, ...]:
 def _autograd_allowed() -> Any:
     """In an op's implementation, which runs below autograd: autograd works again."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in ("AutogradFunctionality", "ADInplaceOrView"):
-        excluded = excluded.remove(torch._C._parse_dispatch_key(key))
+    for name in ("AutogradFunctionality", "ADInplaceOrView"):
+        key: Any = torch._C._parse_dispatch_key(name)
+        excluded = excluded.remove(key)
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
