@@ -69,7 +69,6 @@ bool prefers_short_blocks(const Problem& p, const Config& two, const Config& thr
 
 // Among the kernels of the smallest dimensions that hold the problem's.
 Config choose_config(const Problem& p, int sm_count) {
-    const bool causal = p.causal != static_cast<int>(Causal::none);
     std::vector<Config> fitting;
     for (const Config& c : CONFIGS) {
         if (c.head_dim < p.head_dim || c.value_dim < p.value_dim || c.modified != modified(p))
