@@ -20,7 +20,7 @@ from helpers.attention import (
     score_options,
     sink_noise,
 )
-from thunderkittens import _C, emulation, info
+from thunderkittens import _C, emulation
 
 if emulation.problem is not None:
     pytest.skip(emulation.problem, allow_module_level=True)
@@ -42,12 +42,12 @@ def kernels(op, *kinds):
     return found
 
 
-def fields(match, stages, **more):
+def fields(match, stages):
     _, _, dim, value_dim, rows, keys, modified = match.groups()
     config = {"head_dim": int(dim), "stages": stages, "modified": modified is not None}
     if match[1] == "backward":
         wide = {"value_dim": int(value_dim or dim)} if int(dim) > 128 else {}
-        return config | {"block_m": int(rows)} | wide | more
+        return config | {"block_m": int(rows)} | wide
     config |= {"value_dim": int(value_dim or dim), "block_n": int(keys)}
     config |= {"warpgroups": int(rows) // 64}
     # Those that split the keys have the score options all in one kernel.
@@ -120,7 +120,7 @@ def test_forward(name, match, stages, policy):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_backward(name, match, stages, policy, deterministic):
     torch.manual_seed(zlib.crc32(name.encode()))
-    for parts, (lengths, mask, scores) in enumerate(problems(match), 1):
+    for lengths, mask, scores in problems(match):
         q, k, v = operands(match, lengths)
         options = {**mask, **score_options(scores, 4, 1, "cpu")}
         sink = options.pop("sink", None)
@@ -129,8 +129,7 @@ def test_backward(name, match, stages, policy, deterministic):
         grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
         grad_lse[lse == -torch.inf] = 0
         mode = {False: 0, True: 1, "upper_left": 2}[options.get("causal", False)]
-        config = fields(match, stages, parts=min(parts, 2))  # of each group of two heads
-        with tk.emulate(policy, seed=lengths[0], config=config, sm_count=3) as run:
+        with tk.emulate(policy, seed=lengths[0], config=fields(match, stages), sm_count=3) as run:
             actual = torch.ops.thunderkittens.attention_backward(
                 grad_out, grad_lse, q, k, v, out, lse, mode, None,
                 *options.get("window_size", (-1, -1)), options.get("softcap", 0.0),
@@ -175,8 +174,7 @@ def test_backward_of_packed_sequences(name, match, stages, policy):
     out, lse = tk.attention_varlen(*packed, *packing, **options, sink=sink, return_lse=True)
     grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
     grad_lse[lse == -torch.inf] = 0
-    config = fields(match, stages, parts=1 + emulation.POLICIES.index(policy) % 2)
-    with tk.emulate(policy, seed=rows, config=config, sm_count=3) as run:
+    with tk.emulate(policy, seed=rows, config=fields(match, stages), sm_count=3) as run:
         actual = torch.ops.thunderkittens.attention_varlen_backward(
             grad_out, grad_lse, *packed, out, lse, *packing,
             int(options.get("causal", False)), None, *options.get("window_size", (-1, -1)),
@@ -209,20 +207,3 @@ def test_backward_of_packed_sequences(name, match, stages, policy):
             for x, (first, last) in zip(actual, ends, strict=False)
         ]
         assert_gradients(mine, expected, plain)
-
-
-@pytest.mark.parametrize("dim", [64, 128, 192, 256])
-def test_groups_are_split_where_their_key_heads_do_not_fill_the_gpu(dim):
-    device = _C.DeviceProperties(**info.EXAMPLE_GPU)
-
-    def parts(q_heads, kv_heads, batch=1, length=4096, **mask):
-        problem = {"dtype": "bf16", "batch": batch, "q_heads": q_heads, "kv_heads": kv_heads}
-        problem |= {"q_length": length, "k_length": length, "head_dim": dim, "value_dim": dim}
-        return _C.choose("attention_backward", problem | mask, device)["parts"]
-
-    for mask in ({}, {"causal": 1}, {"window_left": 700}):
-        assert parts(32, 32, **mask) == 1  # nothing to split
-        assert parts(32, 8, batch=8, **mask) == 1  # full already
-        assert parts(32, 1, **mask) > 1
-        assert 7 % parts(7, 1, **mask) == 0  # parts are equal
-    assert parts(8, 2, length=40) == 1  # not worth two more kernels
