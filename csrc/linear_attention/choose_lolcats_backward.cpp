@@ -70,15 +70,23 @@ std::vector<KernelInfo> lolcats_backward_kernels() {
                 }
             }
         }
-        for (const bool sum : {false, true}) {
+        const auto add = [&](const std::string& name, const char* text, const std::string& source,
+                             const std::string& symbol) {
             KernelInfo info;
-            info.name = concat(sum ? "parts_" : "delta_", name_of(dtype));
-            info.config = sum ? "sums of parts" : "dO . O of each row";
-            info.source = concat("lolcats_rows_", name_of(dtype));
-            info.symbol =
-                concat(sum ? "lolcats_parts_kernelI" : "lolcats_delta_kernelI", symbol_of(dtype));
+            info.name = concat(name, "_", name_of(dtype));
+            info.config = text;
+            info.source = concat("lolcats_", source);
+            info.symbol = symbol;
             info.threads = 256;
             list.push_back(info);
+        };
+        const std::string rows = concat("rows_", name_of(dtype));
+        add("delta", "dO . O of each row", rows, concat("lolcats_delta_kernelI", symbol_of(dtype)));
+        add("parts", "sums of parts", rows, concat("lolcats_parts_kernelI", symbol_of(dtype)));
+        add("parts_fp32", "sums of parts, in fp32", rows, "lolcats_parts_kernelIfE");
+        for (const int dim : {64, 128}) {
+            add(concat("scan_d", dim), "sums of the segments behind each",
+                concat("gradient_sums_", name_of(dtype), "_d", dim), "based_scan_kernelI6float4E");
         }
     }
     return list;
