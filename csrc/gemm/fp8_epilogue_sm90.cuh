@@ -8,32 +8,11 @@
 // warp.
 #pragma once
 
-#include "csrc/gemm/activation.cuh"
 #include "csrc/gemm/fp8_tiles_sm90.cuh"
+#include "csrc/gemm/values_sm90.cuh"
 
 namespace thunderkittens::fp8_gemm {
 namespace sm90 {
-
-// Copies a warp's staged rows to where TMA cannot store: neighbouring lanes write neighbouring
-// words.
-template <class Word, class Staging>
-__device__ __forceinline__ void copy_rows(const Staging& staging, Word* out, int64_t row_words,
-                                          uint32_t rows, uint32_t words) {
-    constexpr int per_word = int(sizeof(Word) / sizeof(typename Staging::T));
-    constexpr int width = Staging::cols / per_word;
-#pragma unroll 1
-    for (int row = 0; row < Staging::rows && row < int(rows); ++row) {
-#pragma unroll
-        for (int i = 0; i < width; i += WARP_THREADS) {
-            const int word = i + laneid();
-            if (word < int(words)) {
-                arch::store_global(
-                    out + row * row_words + word,
-                    arch::load_shared<Word>(staging.address_of(row, word * per_word)));
-            }
-        }
-    }
-}
 
 // A warp's staging buffer holds 16 rows of 128 bytes of the output; these send it to (row, col), no
 // further than row `end`.
@@ -61,11 +40,11 @@ __device__ __forceinline__ void send(const typename Types<C>::Globals& g, const 
     const uint32_t rows = end - row, cols = g.n - col;
     O* to = reinterpret_cast<O*>(g.out.raw_ptr) + (int64_t(row) * g.n + col);
     if constexpr (sizeof(O) == 4) {
-        copy_rows(staging, to, g.n, rows, cols);
+        gemm::sm90::copy_rows(staging, to, g.n, rows, cols);
     } else if (g.n % 2 == 0) {
-        copy_rows(staging, reinterpret_cast<uint32_t*>(to), g.n / 2, rows, cols / 2);
+        gemm::sm90::copy_rows(staging, reinterpret_cast<uint32_t*>(to), g.n / 2, rows, cols / 2);
     } else {
-        copy_rows(staging, reinterpret_cast<uint16_t*>(to), g.n, rows, cols);
+        gemm::sm90::copy_rows(staging, reinterpret_cast<uint16_t*>(to), g.n, rows, cols);
     }
 }
 
@@ -279,18 +258,10 @@ struct Epilogue {
                 });
             }
         }
-        activation::dispatch(g.activation, [&](auto function) {
-#pragma unroll
-            for (int i = 0; i < count; ++i) {
-#pragma unroll
-                for (int j = 0; j < d[i].width; ++j) {
-#pragma unroll
-                    for (int r = 0; r < 4; ++r) {
-                        float2& x = d[i].tiles[0][j].data[r];
-                        x = make_float2(function(x.x), function(x.y));
-                    }
-                }
-            }
+        constexpr int each = rt_fl<16, cols>::elements_per_thread;
+        gemm::sm90::activate<count * each>(g.activation, [&](int i) -> float& {
+            float2& x = d[i / each].tiles[0][i % each / 8].data[i % 8 / 2];
+            return i % 2 == 0 ? x.x : x.y;
         });
     }
 };

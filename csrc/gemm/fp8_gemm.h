@@ -90,7 +90,7 @@ struct Params {
     bool blocks = false;  // scales are of 128 of k
     bool fine = false;    // those of b are of single columns then
     DType out_dtype = DType::bf16, bias_dtype = DType::bf16;
-    int activation = 0;  // activation.cuh
+    int activation = 0;  // activation.h
     Schedule schedule;
 };
 
@@ -135,7 +135,7 @@ struct TileShape {
 constexpr TileShape TILE_SHAPES[] = {
     {128, 256, 4, 2, 2, Sums::fast},     {128, 192, 4, 2, 2, Sums::fast},
     {128, 176, 5, 2, 2, Sums::fast},     {128, 128, 6, 2, 2, Sums::fast},
-    {128, 256, 3, 2, 4, Sums::promoted}, {128, 192, 4, 2, 3, Sums::promoted},
+    {128, 256, 4, 2, 1, Sums::promoted}, {128, 192, 4, 2, 3, Sums::promoted},
     {128, 176, 4, 2, 3, Sums::promoted}, {128, 128, 5, 2, 2, Sums::promoted},
     {128, 128, 5, 2, 2, Sums::fine},
 };

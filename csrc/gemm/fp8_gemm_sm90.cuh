@@ -24,11 +24,7 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
                                         typename Types<C>::Shared& shared) {
     using K = Types<C>;
     const Place place(g);
-    // Blocks in the same row of the cluster share a's tile, those in the same column b's.
-    const uint16_t a_blocks =
-        static_cast<uint16_t>(((1u << g.cluster_n) - 1) << (place.in_m * g.cluster_n));
-    const uint16_t b_blocks =
-        static_cast<uint16_t>((g.cluster_m == 2 ? 1u | 1u << g.cluster_n : 1u) << place.in_n);
+    const uint16_t a_blocks = place.a_blocks(g), b_blocks = place.b_blocks(g);
     Ring<C.stages> ring;
     for_each_tile<C>(g, place, [&](const Tile& tile) {
         if (tile.nothing) return;
@@ -78,15 +74,28 @@ __device__ __forceinline__ void produce_scales(const typename Types<C>::Globals&
         for (int k = 0; k < g.k_blocks; ++k, ring.advance()) {
             const uint32_t to = shared.scales[ring.stage].address();
             wait(shared.scales_read[ring.stage], ring.phase ^ 1);
+            // Four rows per lane, at once where they are adjacent in memory.
 #pragma unroll
-            for (int i = laneid(); i < C.block_m; i += WARP_THREADS) {
-                const uint32_t row = tile.row + i < tile.end ? tile.row + i : tile.end - 1;
-                arch::cp_async<4>(to + i * 4, of_a + int64_t(row) * g.scale_a.outer);
+            for (int i = 4 * laneid(); i < C.block_m; i += 4 * WARP_THREADS) {
+                const uint32_t row = tile.row + i;
+                const float* four = of_a + int64_t(row) * g.scale_a.outer;
+                if (g.scale_a.outer == 1 && row + 4 <= tile.end &&
+                    reinterpret_cast<uintptr_t>(four) % 16 == 0) {
+                    arch::cp_async<16>(to + i * 4, four);
+                } else {
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        const uint32_t there = row + j < tile.end ? row + j : tile.end - 1;
+                        arch::cp_async<4>(to + (i + j) * 4,
+                                          of_a + int64_t(there) * g.scale_a.outer);
+                    }
+                }
             }
             const uint32_t first = K::fine ? tile.col : tile.col / 128;
             const uint32_t count = K::fine ? g.n : (g.n + 127) / 128;
+            constexpr int copied = K::fine ? C.block_n : K::column_scales;
 #pragma unroll
-            for (int i = laneid(); i < K::stage_scales - C.block_m; i += WARP_THREADS) {
+            for (int i = laneid(); i < copied; i += WARP_THREADS) {
                 const uint32_t col = first + i < count ? first + i : count - 1;
                 arch::cp_async<4>(to + (C.block_m + i) * 4, of_b + int64_t(col) * g.scale_b.outer);
             }
@@ -96,37 +105,13 @@ __device__ __forceinline__ void produce_scales(const typename Types<C>::Globals&
     });
 }
 
-// Hands stages back to the blocks of the cluster that fill them: warp i to block i. One arrival
-// stands for the warpgroup, which wgmma reads shared memory as.
-template <Config C>
-struct Release {
-    typename Types<C>::Shared& shared;
-    bool hands_back, alone;
-    uint32_t peer;
-
-    __device__ __forceinline__ Release(const typename Types<C>::Globals& g,
-                                       typename Types<C>::Shared& s, const Place place)
-        : shared(s), alone(g.cluster_m * g.cluster_n == 1), peer(warpgroup::warpid()) {
-        const uint32_t peer_m = g.cluster_n == 2 ? peer / 2 : peer,
-                       peer_n = g.cluster_n == 2 ? peer % 2 : 0;
-        hands_back = laneid() == 0 && peer < g.cluster_m * g.cluster_n &&
-                     (peer_m == place.in_m || peer_n == place.in_n);
-    }
-    __device__ __forceinline__ void operator()(int stage) const {
-        if (!hands_back) return;
-        if (alone)
-            arrive(shared.empty[stage]);
-        else
-            arrive_remote_relaxed(shared.empty[stage], peer);
-    }
-};
-
 template <Config C>
 __device__ __forceinline__ void consume_fast(const typename Types<C>::Globals& g,
                                              typename Types<C>::Shared& shared) {
     using K = Types<C>;
     const Place place(g);
-    const Release<C> release(g, shared, place);
+    const gemm::sm90::HandBack hand_back(g, place);
+    const auto release = [&](int stage) { hand_back(shared.empty[stage]); };
     const int consumer = warpgroup::groupid();
     Ring<C.stages> ring;
     rt_fl<16, C.block_n> sums[K::products];
@@ -206,21 +191,62 @@ __device__ __forceinline__ void promote(rt_fl<16, cols>& sum, const rt_fl<16, co
     }
 }
 
+// Where the operands of a product lie, as the low words of descriptors: kept in registers, and
+// found for the next stage while a product runs, so that nothing but the promotion is between the
+// end of a product and the start of the next.
+template <Config C>
+struct Operands {
+    using K = Types<C>;
+    static constexpr int step = int(sizeof(typename K::Stage)) >> 4;
+    uint32_t first_a, first_b, a, b;
+
+    __device__ __forceinline__ Operands(typename K::Shared& shared, int consumer) {
+        auto& stage = shared.stages[0];
+        const auto rows = stage.a.template subtile<64, BLOCK_K>({consumer * K::products_m, 0});
+        first_a = static_cast<uint32_t>(descriptor(kittens::detail::operand_origin(rows)));
+        first_b = static_cast<uint32_t>(descriptor(stage.b.address()));
+        arch::pin_register(first_a);
+    }
+    static __device__ __forceinline__ uint64_t descriptor(uint32_t origin) {
+        return kittens::detail::k_major_descriptor<typename K::a_tile>(origin);
+    }
+    __device__ __forceinline__ void find(int stage) {
+        a = first_a + stage * step, b = first_b + stage * step;
+        arch::pin_register(a);
+        arch::pin_register(b);
+    }
+    // Starts product i of the stage: in_m of 64 rows, in_n of product_cols columns.
+    __device__ __forceinline__ void multiply(rt_fl<16, K::product_cols>& d, int in_m,
+                                             int in_n) const {
+        using instruction = arch::wgmma<K::product_cols, float, typename K::TA, typename K::TB>;
+        constexpr int words = rt_fl<16, K::product_cols>::elements_per_thread;
+        constexpr uint64_t row_bytes = BLOCK_K;
+        const uint64_t high = descriptor(0) & 0xFFFFFFFF00000000;
+        const uint64_t rows = high | (a + uint32_t(in_m * 64 * row_bytes >> 4));
+        const uint64_t columns = high | (b + uint32_t(in_n * K::product_cols * row_bytes >> 4));
+        warpgroup::mma_fence(d);
+#pragma unroll
+        for (int k = 0; k < BLOCK_K / 32; ++k) {
+            instruction::template from_shared<false, false>(
+                reinterpret_cast<float(&)[words]>(d), arch::wgmma_advance(rows, 32 * k),
+                arch::wgmma_advance(columns, 32 * k), k > 0);
+        }
+        warpgroup::mma_commit_group();
+    }
+};
+
 template <Config C>
 __device__ __forceinline__ void consume_promoted(const typename Types<C>::Globals& g,
                                                  typename Types<C>::Shared& shared) {
     using K = Types<C>;
     const Place place(g);
-    const Release<C> release(g, shared, place);
+    const gemm::sm90::HandBack hand_back(g, place);
+    const auto release = [&](int stage) { hand_back(shared.empty[stage]); };
     const int consumer = warpgroup::groupid();
     Ring<C.stages> ring;
     constexpr int cols = K::product_cols;
     rt_fl<16, cols> sums[K::products], part;
-    // The first stage's address, as a register that is not computed again in every step.
-    const auto first_rows =
-        shared.stages[0].a.template subtile<64, BLOCK_K>({consumer * K::products_m, 0});
-    uint32_t stages = first_rows.base;
-    arch::pin_register(stages);
+    Operands<C> operands(shared, consumer);
 
     for_each_tile<C>(g, place, [&](const Tile& tile) {
         const uint32_t row = tile.row + consumer * (K::products_m * 64) + warpgroup::warpid() * 16;
@@ -231,87 +257,95 @@ __device__ __forceinline__ void consume_promoted(const typename Types<C>::Global
         const int k_blocks = tile.nothing ? 0 : g.k_blocks;
         int stage = ring.stage;
         Epilogue<C> epilogue;
+        const auto release_with_scales = [&]<bool blocks>(int which) {
+            release(which);
+            if constexpr (blocks) {  // each warp has read them itself
+                arch::sync_warp();
+                if (laneid() == 0) arrive(shared.scales_read[which]);
+            }
+        };
+        // Those of a stage, read a product before they are needed.
+        float rows[2 * K::products_m], columns[K::column_scales];
+        const auto read_scales = [&](int which) {
+            const uint32_t scales = shared.scales[which].address();
+#pragma unroll
+            for (int r = 0; r < 2 * K::products_m; ++r) {
+                const int at = in_tile + r / 2 * 64 + r % 2 * 8;
+                rows[r] = arch::load_shared<float>(scales + at * 4);
+            }
+#pragma unroll
+            for (int r = 0; r < (K::fine ? 0 : K::column_scales); ++r) {
+                columns[r] = arch::load_shared<float>(scales + (C.block_m + r) * 4);
+            }
+        };
         const auto multiply = [&]<bool blocks>() {
-            if (k_blocks > 0) wait(shared.full[ring.stage], ring.phase);
+            if (k_blocks > 0) {
+                wait(shared.full[ring.stage], ring.phase);
+                if constexpr (blocks) read_scales(ring.stage);
+            }
+            operands.find(ring.stage);
             for (int k = 0; k < k_blocks; ++k) {
                 const int previous = stage;
                 stage = ring.stage;
-                float rows[2 * K::products_m], columns[K::column_scales];
 #pragma unroll
                 for (int i = 0; i < K::products; ++i) {
                     const int in_m = i / K::products_n, in_n = i % K::products_n;
-                    auto a = first_rows;
-                    a.base = stages + stage * int(sizeof(typename K::Stage));
-                    a.offset.x += in_m * 64;
-                    auto b = shared.stages[0].b.template subtile<cols, BLOCK_K>({in_n, 0});
-                    b.base = a.base + uint32_t(sizeof(typename K::a_tile));
-                    warpgroup::product<false, true>(part, a, b, false);
+                    operands.multiply(part, in_m, in_n);
                     // While the product runs: what comes before and after it.
                     if (i == 0) {
-                        if (k > 0) release(previous);
-                        if constexpr (blocks) {
-                            const uint32_t scales = shared.scales[stage].address();
+                        if (k > 0) release_with_scales.template operator()<blocks>(previous);
+                    }
+                    // Of its first and of its second block of columns.
+                    float first[2] = {1.f, 1.f}, second[2];
+                    if constexpr (blocks && K::fine) {
+                        first[0] = rows[2 * in_m], first[1] = rows[2 * in_m + 1];
+                    } else if constexpr (blocks) {
+                        const int in_second = cols > 128 ? 1 : in_n;
 #pragma unroll
-                            for (int r = 0; r < 2 * K::products_m; ++r) {
-                                rows[r] = arch::load_shared<float>(
-                                    scales + (in_tile + r / 2 * 64 + r % 2 * 8) * 4);
-                            }
-#pragma unroll
-                            for (int r = 0; r < (K::fine ? 0 : K::column_scales); ++r) {
-                                columns[r] = arch::load_shared<float>(scales + (C.block_m + r) * 4);
-                            }
+                        for (int r = 0; r < 2; ++r) {
+                            const float row_scale = rows[2 * in_m + r];
+                            first[r] = row_scale * columns[cols > 128 ? 0 : in_n];
+                            second[r] = row_scale * columns[in_second];
+                            arch::pin_register(first[r]);
+                            if (cols > 128) arch::pin_register(second[r]);
                         }
                     }
                     if (i == K::products - 1) {
                         ring.advance();
-                        if (k + 1 < k_blocks)
+                        operands.find(ring.stage);
+                        if (k + 1 < k_blocks) {
                             wait(shared.full[ring.stage], ring.phase);
-                        else
+                            if constexpr (blocks) read_scales(ring.stage);
+                        } else {
                             epilogue.fetch(g, tile, own_row);
+                        }
                     }
                     warpgroup::mma_async_wait(part);
-                    float factor[2] = {1.f, 1.f};
-                    if constexpr (blocks) {
-                        factor[0] = rows[2 * in_m], factor[1] = rows[2 * in_m + 1];
-                    }
                     if constexpr (K::fine) {
                         with_columns(part, shared.scales[stage], C.block_m + in_n * cols,
                                      [&](float2& x, float2 s, int r) {
-                                         x.x *= s.x * factor[r];
-                                         x.y *= s.y * factor[r];
+                                         x.x *= s.x * first[r];
+                                         x.y *= s.y * first[r];
                                      });
-                        factor[0] = factor[1] = 1.f;
+                        first[0] = first[1] = 1.f;
                     }
-                    if constexpr (blocks) {
-                        if (i == K::products - 1) {
-                            arch::sync_warp();
-                            if (laneid() == 0) arrive(shared.scales_read[stage]);
-                        }
-                    }
-                    if constexpr (!blocks || K::fine) {
-                        promote(sums[i], part, 0, cols, factor);
-                    } else if constexpr (cols <= 128) {
-                        factor[0] *= columns[in_n], factor[1] *= columns[in_n];
-                        promote(sums[i], part, 0, cols, factor);
+                    if constexpr (!blocks || K::fine || cols <= 128) {
+                        promote(sums[i], part, 0, cols, first);
+                    } else if (tile.col % 128 == 0) {
+                        promote(sums[i], part, 0, 128, first);
+                        promote(sums[i], part, 128, cols, second);
                     } else {
-                        float second[2] = {factor[0] * columns[1], factor[1] * columns[1]};
-                        factor[0] *= columns[0], factor[1] *= columns[0];
-                        if (tile.col % 128 == 0) {
-                            promote(sums[i], part, 0, 128, factor);
-                            promote(sums[i], part, 128, cols, second);
-                        } else {
-                            promote(sums[i], part, 0, 64, factor);
-                            promote(sums[i], part, 64, cols, second);
-                        }
+                        promote(sums[i], part, 0, 64, first);
+                        promote(sums[i], part, 64, cols, second);
                     }
                 }
             }
+            if (k_blocks > 0) release_with_scales.template operator()<blocks>(stage);
         };
         if (g.blocks)
             multiply.template operator()<true>();
         else if constexpr (!K::fine)
             multiply.template operator()<false>();
-        if (k_blocks > 0) release(stage);
         if (!tile.nothing) {
             if (k_blocks == 0) epilogue.fetch(g, tile, own_row);
             epilogue.apply(g, shared, sums);
@@ -419,7 +453,7 @@ typename Types<C>::Globals make_globals(const Params& p) {
         .blocks = p.blocks,
         .out_dtype = p.out_dtype,
         .bias_dtype = p.bias_dtype,
-        .activation = p.activation,
+        .activation = static_cast<gemm::Activation>(p.activation),
         .tma_store = tma_store,
         .cluster_m = s.cluster_m,
         .cluster_n = s.cluster_n,

@@ -11,8 +11,9 @@
 // fp32, times the scales of its blocks where there are such. It costs nothing here.
 #pragma once
 
-#include "csrc/gemm/activation.cuh"
 #include "csrc/gemm/fp8_tiles_sm90.cuh"
+#include "csrc/gemm/stream_sums_sm90.cuh"
+#include "csrc/gemm/values_sm90.cuh"
 
 namespace thunderkittens::fp8_gemm {
 namespace sm90 {
@@ -54,7 +55,7 @@ struct StreamTypes {
         const void* bias;
         uint32_t m, n;
         DType out_dtype, bias_dtype;
-        int activation;
+        gemm::Activation activation;
         bool blocks, fine;  // scales are of 128 of k; those of b of one column
         bool direct;        // 16-bit results that TMA stores from the sums in registers
         bool quads;         // four neighbouring elements of out are aligned
@@ -186,12 +187,9 @@ __device__ __forceinline__ void promote(const typename StreamTypes<C>::Globals& 
 
 // The epilogue of a tile whose sums lie in the shared memory of the cluster's blocks.
 template <Config C, class O>
-__device__ __forceinline__ void stream_finish(const typename StreamTypes<C>::Globals& g,
-                                              typename StreamTypes<C>::Shared& shared,
-                                              const StreamTile<C> tile, int rank) {
-    using K = StreamTypes<C>;
-    using run = kittens::detail::elements<O, 4>;
-    const uint32_t sums = shared.sums.address();
+__device__ __forceinline__ void stream_finish(
+    const typename StreamTypes<C>::Globals& g,
+    const gemm::sm90::SharedSums<StreamTypes<C>::pitch>& sums, const StreamTile<C> tile, int rank) {
     constexpr int fours = C.block_n / 4;
 #pragma unroll 1
     for (int i = rank * WARPGROUP_THREADS + warpgroup::laneid(); i < C.block_m * fours;
@@ -199,17 +197,8 @@ __device__ __forceinline__ void stream_finish(const typename StreamTypes<C>::Glo
         const int row = i / fours, col = i % fours * 4;
         const uint32_t m = tile.row + row, n = tile.col + col;
         if (m >= g.m || n >= g.n) continue;
-        const uint32_t at = sums + (row * K::pitch + col) * 4;
-        float4 total{};
-        if (g.splits == 1) {
-            total = arch::load_shared<float4>(at);
-        } else {
-            for (int j = 0; j < g.splits; ++j) {
-                const auto part = arch::load_cluster_shared<float4>(arch::map_shared_rank(at, j));
-                total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
-            }
-        }
-        float x[4] = {total.x, total.y, total.z, total.w};
+        float x[4];
+        sums.total(x, row, col);
         const int count = g.n - n < 4 ? int(g.n - n) : 4;
         if (!g.blocks) {
             const float of_a = arch::load_global(g.scale_a.data + int64_t(m) * g.scale_a.outer);
@@ -226,22 +215,8 @@ __device__ __forceinline__ void stream_finish(const typename StreamTypes<C>::Glo
                 x[j] += load_any(g.bias, g.bias_dtype, j < count ? n + j : n);
             }
         }
-        activation::dispatch(g.activation, [&](auto function) {
-#pragma unroll
-            for (int j = 0; j < 4; ++j) x[j] = function(x[j]);
-        });
-        O* to = static_cast<O*>(g.out) + (int64_t(m) * g.n + n);
-        if (g.quads && count == 4) {
-            run values;
-#pragma unroll
-            for (int j = 0; j < 4; ++j) values.v[j] = convert<O>(x[j]);
-            arch::store_global(reinterpret_cast<run*>(to), values);
-        } else {
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                if (j < count) arch::store_global(to + j, convert<O>(x[j]));
-            }
-        }
+        gemm::sm90::activate(g.activation, x);
+        gemm::sm90::store_four(static_cast<O*>(g.out) + (int64_t(m) * g.n + n), x, g.quads, count);
     }
 }
 
@@ -309,7 +284,8 @@ __device__ __forceinline__ void stream_consume(const typename StreamTypes<C>::Gl
     using K = StreamTypes<C>;
     constexpr int SUMS = 2;  // named barrier of the consumer
     Ring<C.stages> ring;
-    int round = 0;
+    gemm::sm90::SharedSums<K::pitch> turned{shared.sums.address(), g.splits, SUMS, shared.summed,
+                                            shared.read};
     rt_fl<16, C.block_m> sums, parts[K::parts];
     DirectStore<C> direct;
     for_each_stream_tile<C>(g, rank, [&](const StreamTile<C> tile) {
@@ -338,42 +314,16 @@ __device__ __forceinline__ void stream_consume(const typename StreamTypes<C>::Gl
         }
 
         if (g.direct) return direct.store(g, shared, sums, tile, SUMS);
-        // The last tile's sums have been read.
-        if (g.splits == 1)
-            warpgroup::sync(SUMS);
-        else if (round > 0)
-            wait_cluster(shared.read, (round - 1) % 2);
-        const uint32_t to = shared.sums.address();
-#pragma unroll
-        for (int j = 0; j < C.block_m / 16; ++j) {
-#pragma unroll
-            for (int r = 0; r < 4; ++r) {
-                const int col = warpgroup::warpid() * 16 + laneid() / 4 + r % 2 * 8;
-                const int row = j * 16 + r / 2 * 8 + laneid() % 4 * 2;
-                const float2 pair = sums.tiles[0][j].data[r];
-                arch::store_shared(to + (row * K::pitch + col) * 4, pair.x);
-                arch::store_shared(to + ((row + 1) * K::pitch + col) * 4, pair.y);
-            }
-        }
-        if (g.splits == 1) {
-            warpgroup::sync(SUMS);
-        } else {
-            if (round == 0) cluster::wait();  // the others' semaphores are there
-            arch::sync_warp();
-            if (laneid() < g.splits) arrive_remote(shared.summed, laneid());
-            wait_cluster(shared.summed, round % 2);
-        }
+        turned.begin();
+        turned.store(sums, 0);
+        turned.exchange();
         if (g.out_dtype == DType::bf16)
-            stream_finish<C, bf16>(g, shared, tile, rank);
+            stream_finish<C, bf16>(g, turned, tile, rank);
         else if (g.out_dtype == DType::fp16)
-            stream_finish<C, half>(g, shared, tile, rank);
+            stream_finish<C, half>(g, turned, tile, rank);
         else
-            stream_finish<C, float>(g, shared, tile, rank);
-        if (g.splits > 1) {
-            arch::sync_warp();
-            if (laneid() < g.splits) arrive_remote(shared.read, laneid());
-        }
-        ++round;
+            stream_finish<C, float>(g, turned, tile, rank);
+        turned.finish();
     });
     if (g.direct && warpgroup::laneid() == 0) tma::store_async_read_wait();
 }
@@ -454,7 +404,7 @@ void launch_streamed(const Params& p, Stream stream) {
         .n = static_cast<uint32_t>(p.n),
         .out_dtype = p.out_dtype,
         .bias_dtype = p.bias_dtype,
-        .activation = p.activation,
+        .activation = static_cast<gemm::Activation>(p.activation),
         .blocks = p.blocks,
         .fine = p.fine,
         .direct = direct,

@@ -3,13 +3,14 @@
 #pragma once
 
 #include "csrc/gemm/fp8_gemm.h"
+#include "csrc/gemm/pipeline_sm90.cuh"
 #include "csrc/gemm/tile_order.h"
-#include "kittens/kittens.cuh"
 
 namespace thunderkittens::fp8_gemm {
 namespace sm90 {
 
 using namespace kittens;
+using gemm::sm90::Place, gemm::sm90::Ring;
 
 // Named barrier: the semaphores are initialised. Those of the consumers come after it.
 constexpr int READY = 1;
@@ -78,7 +79,7 @@ struct Types {
         int k_blocks;
         bool blocks;  // scales are of 128 of k
         DType out_dtype, bias_dtype;
-        int activation;
+        gemm::Activation activation;
         bool tma_store;  // rows of the output are multiples of 16 bytes
         int cluster_m, cluster_n;
         uint32_t clusters;  // of the grid
@@ -93,28 +94,6 @@ struct Types {
     static constexpr int launch_registers = 65536 / threads / 8 * 8;
     static_assert(producer_registers + consumers * consumer_registers <=
                   (consumers + 1) * launch_registers);
-};
-
-// A position in the ring of stages, and the parity of the round.
-template <int stages>
-struct Ring {
-    int stage = 0;
-    int phase = 0;
-    __device__ __forceinline__ void advance() {
-        if (++stage == stages) stage = 0, phase ^= 1;
-    }
-};
-
-// Where this block stands in its cluster of one or two by one or two.
-struct Place {
-    uint32_t in_m, in_n;
-
-    template <class Globals>
-    __device__ __forceinline__ explicit Place(const Globals& g) {
-        const uint32_t rank = g.cluster_m * g.cluster_n > 1 ? arch::cluster_rank() : 0;
-        in_m = g.cluster_n == 2 ? rank / 2 : rank;
-        in_n = g.cluster_n == 2 ? rank % 2 : 0;
-    }
 };
 
 struct Tile {

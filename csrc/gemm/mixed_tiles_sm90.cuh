@@ -1,7 +1,6 @@
 // What mixed_sm90.cuh works on: types, the walk over tiles, and what becomes of a tile's sums.
 #pragma once
 
-#include "csrc/gemm/activation.cuh"
 #include "csrc/gemm/gemm.h"
 #include "csrc/gemm/nvfp4_weights_sm90.cuh"
 #include "csrc/gemm/values_sm90.cuh"

@@ -1,0 +1,88 @@
+// What the tiled products on Hopper share: the ring of stages, a block's place in its cluster, who
+// loads and hands back what is shared there, and the way out of a staging buffer without TMA.
+#pragma once
+
+#include "kittens/kittens.cuh"
+
+namespace thunderkittens::gemm {
+namespace sm90 {
+
+using namespace kittens;
+
+// A position in the ring of stages, and the parity of the round.
+template <int stages>
+struct Ring {
+    int stage = 0;
+    int phase = 0;
+    __device__ __forceinline__ void advance() {
+        if (++stage == stages) stage = 0, phase ^= 1;
+    }
+};
+
+// Where this block stands in its cluster of one or two by one or two.
+struct Place {
+    uint32_t in_m, in_n;
+
+    template <class Globals>
+    __device__ __forceinline__ explicit Place(const Globals& g) {
+        const uint32_t rank = g.cluster_m * g.cluster_n > 1 ? arch::cluster_rank() : 0;
+        in_m = g.cluster_n == 2 ? rank / 2 : rank;
+        in_n = g.cluster_n == 2 ? rank % 2 : 0;
+    }
+    // Blocks in the same row of the cluster share a's tile, those in the same column b's.
+    template <class Globals>
+    __device__ __forceinline__ uint16_t a_blocks(const Globals& g) const {
+        return static_cast<uint16_t>(((1u << g.cluster_n) - 1) << (in_m * g.cluster_n));
+    }
+    template <class Globals>
+    __device__ __forceinline__ uint16_t b_blocks(const Globals& g) const {
+        return static_cast<uint16_t>((g.cluster_m == 2 ? 1u | 1u << g.cluster_n : 1u) << in_n);
+    }
+};
+
+// Hands a stage back to the blocks of the cluster that fill it: warp i of a consumer to block i.
+// One arrival stands for the warpgroup, which wgmma reads shared memory as.
+struct HandBack {
+    bool own, alone;
+    uint32_t peer;
+
+    template <class Globals>
+    __device__ __forceinline__ HandBack(const Globals& g, const Place place)
+        : alone(g.cluster_m * g.cluster_n == 1), peer(warpgroup::warpid()) {
+        const uint32_t peer_m = g.cluster_n == 2 ? peer / 2 : peer,
+                       peer_n = g.cluster_n == 2 ? peer % 2 : 0;
+        own = laneid() == 0 && peer < g.cluster_m * g.cluster_n &&
+              (peer_m == place.in_m || peer_n == place.in_n);
+    }
+    __device__ __forceinline__ void operator()(semaphore& empty) const {
+        if (!own) return;
+        if (alone)
+            arrive(empty);
+        else
+            arrive_remote_relaxed(empty, peer);
+    }
+};
+
+// Copies a warp's staged rows to where TMA cannot store: neighbouring lanes write neighbouring
+// words.
+template <class Word, class Staging>
+__device__ __forceinline__ void copy_rows(const Staging& staging, Word* out, int64_t row_words,
+                                          uint32_t rows, uint32_t words) {
+    constexpr int per_word = int(sizeof(Word) / sizeof(typename Staging::T));
+    constexpr int width = Staging::cols / per_word;
+#pragma unroll 1
+    for (int row = 0; row < Staging::rows && row < int(rows); ++row) {
+#pragma unroll
+        for (int i = 0; i < width; i += WARP_THREADS) {
+            const int word = i + laneid();
+            if (word < int(words)) {
+                arch::store_global(
+                    out + row * row_words + word,
+                    arch::load_shared<Word>(staging.address_of(row, word * per_word)));
+            }
+        }
+    }
+}
+
+}  // namespace sm90
+}  // namespace thunderkittens::gemm

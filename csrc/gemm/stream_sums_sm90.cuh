@@ -1,0 +1,108 @@
+// Sums of the products for few rows on their way through shared memory, which turns them round;
+// where the blocks of a cluster have divided k, each adds up a share of them, in the order of the
+// blocks.
+#pragma once
+
+#include "kittens/kittens.cuh"
+
+namespace thunderkittens::gemm {
+namespace sm90 {
+
+using namespace kittens;
+
+// Four values that are neighbours in memory, or those of them that exist.
+template <class T>
+__device__ __forceinline__ void load_four(float (&to)[4], const T* from, bool aligned, int count) {
+    if (aligned && count >= 4) {
+        const auto run = arch::load_global(reinterpret_cast<const detail::elements<T, 4>*>(from));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) to[i] = convert<float>(run.v[i]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            to[i] = i < count ? convert<float>(arch::load_global(from + i)) : 0.f;
+        }
+    }
+}
+template <class T>
+__device__ __forceinline__ void store_four(T* to, const float (&from)[4], bool aligned, int count) {
+    if (aligned && count >= 4) {
+        detail::elements<T, 4> run;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) run.v[i] = convert<T>(from[i]);
+        arch::store_global(reinterpret_cast<detail::elements<T, 4>*>(to), run);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i < count) arch::store_global(to + i, convert<T>(from[i]));
+        }
+    }
+}
+
+// The sums of a tile in the shared memory of `splits` blocks, rows `pitch` floats apart. Called by
+// the warpgroup that multiplies: begin, store, exchange, total, finish.
+template <int pitch>
+struct SharedSums {
+    uint32_t base;
+    int splits, barrier;  // the named barrier of the warpgroup
+    semaphore &summed, &read;
+    int round = 0;
+
+    // Waits until the last tile's sums have been read.
+    __device__ __forceinline__ void begin() {
+        if (splits == 1)
+            warpgroup::sync(barrier);
+        else if (round > 0)
+            wait_cluster(read, (round - 1) % 2);
+    }
+    // Columns of d are rows of the tile, from column `first` on.
+    template <int rows>
+    __device__ __forceinline__ void store(const rt_fl<16, rows>& d, int first) const {
+#pragma unroll
+        for (int j = 0; j < rows / 16; ++j) {
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                const int col = first + warpgroup::warpid() * 16 + laneid() / 4 + r % 2 * 8;
+                const int row = j * 16 + r / 2 * 8 + laneid() % 4 * 2;
+                const float2 pair = d.tiles[0][j].data[r];
+                arch::store_shared(base + (row * pitch + col) * 4, pair.x);
+                arch::store_shared(base + ((row + 1) * pitch + col) * 4, pair.y);
+            }
+        }
+    }
+    // Until all blocks have stored theirs.
+    __device__ __forceinline__ void exchange() {
+        if (splits == 1) {
+            warpgroup::sync(barrier);
+            return;
+        }
+        if (round == 0) cluster::wait();  // the others' semaphores are there
+        arch::sync_warp();
+        if (laneid() < splits) arrive_remote(summed, laneid());
+        wait_cluster(summed, round % 2);
+    }
+    // Four neighbouring columns of a row.
+    __device__ __forceinline__ void total(float (&sum)[4], int row, int col) const {
+        const uint32_t at = base + (row * pitch + col) * 4;
+        float4 total{};
+        if (splits == 1) {
+            total = arch::load_shared<float4>(at);
+        } else {
+            for (int i = 0; i < splits; ++i) {
+                const auto part = arch::load_cluster_shared<float4>(arch::map_shared_rank(at, i));
+                total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
+            }
+        }
+        sum[0] = total.x, sum[1] = total.y, sum[2] = total.z, sum[3] = total.w;
+    }
+    __device__ __forceinline__ void finish() {
+        if (splits > 1) {
+            arch::sync_warp();
+            if (laneid() < splits) arrive_remote(read, laneid());
+        }
+        ++round;
+    }
+};
+
+}  // namespace sm90
+}  // namespace thunderkittens::gemm
