@@ -8,31 +8,11 @@
 // that TMA cannot store (no multiple of 16 bytes) are copied by the warp.
 #pragma once
 
+#include "csrc/gemm/pipeline_sm90.cuh"
 #include "csrc/gemm/tiles_sm90.cuh"
 
 namespace thunderkittens::gemm {
 namespace sm90 {
-
-// Copies a warp's staged rows to an output whose rows TMA cannot store: neighbouring lanes write
-// neighbouring words.
-template <class Word, class Staging>
-__device__ __forceinline__ void copy_rows(const Staging& staging, Word* out, int64_t row_words,
-                                          uint32_t rows, uint32_t words) {
-    constexpr int per_word = int(sizeof(Word) / sizeof(typename Staging::T));
-    constexpr int width = Staging::cols / per_word;
-#pragma unroll 1
-    for (int row = 0; row < Staging::rows && row < rows; ++row) {
-#pragma unroll
-        for (int i = 0; i < width; i += WARP_THREADS) {
-            const int word = i + laneid();
-            if (word < words) {
-                arch::store_global(
-                    out + row * row_words + word,
-                    arch::load_shared<Word>(staging.address_of(row, word * per_word)));
-            }
-        }
-    }
-}
 
 // A warp's staging buffer holds 16 rows of 128 bytes of the output; these send it there, by TMA,
 // and by the warp itself where TMA cannot store.

@@ -19,31 +19,10 @@
 
 #include "csrc/gemm/fused_sm90.cuh"
 #include "csrc/gemm/marks_sm90.cuh"
+#include "csrc/gemm/pipeline_sm90.cuh"
 
 namespace thunderkittens::gemm {
 namespace sm90 {
-
-// A position in the ring of stages, and the parity of the round.
-template <int stages>
-struct Ring {
-    int stage = 0;
-    int phase = 0;
-    __device__ __forceinline__ void advance() {
-        if (++stage == stages) stage = 0, phase ^= 1;
-    }
-};
-
-// Where this block stands in its cluster of one or two by one or two.
-struct Place {
-    uint32_t in_m, in_n;
-
-    template <class Globals>
-    __device__ __forceinline__ explicit Place(const Globals& g) {
-        const uint32_t rank = g.cluster_m * g.cluster_n > 1 ? arch::cluster_rank() : 0;
-        in_m = g.cluster_n == 2 ? rank / 2 : rank;
-        in_n = g.cluster_n == 2 ? rank % 2 : 0;
-    }
-};
 
 // Calls work(tile) for each of this block's tiles.
 template <Config C, class Globals, class Work>
@@ -95,11 +74,7 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
                                         typename Types<C>::Shared& shared) {
     using K = Types<C>;
     const Place place(g);
-    // Blocks in the same row of the cluster share a's tile, those in the same column b's.
-    const uint16_t a_blocks =
-        static_cast<uint16_t>(((1u << g.cluster_n) - 1) << (place.in_m * g.cluster_n));
-    const uint16_t b_blocks =
-        static_cast<uint16_t>((g.cluster_m == 2 ? 1u | 1u << g.cluster_n : 1u) << place.in_n);
+    const uint16_t a_blocks = place.a_blocks(g), b_blocks = place.b_blocks(g);
     Ring<C.stages> ring;
     for_each_tile<C>(g, place, [&](const TilePosition at) {
         const int m = static_cast<int>(at.m) * C.block_m;
@@ -149,22 +124,8 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
     using K = Types<C>;
     const Place place(g);
     const int consumer = warpgroup::groupid();
-    // Warp i of a consumer hands stages back to block i of the cluster, if that block fills them.
-    // One arrival stands for the warpgroup, which wgmma reads shared memory as.
-    const uint32_t peer = warpgroup::warpid();
-    const uint32_t peer_m = g.cluster_n == 2 ? peer / 2 : peer,
-                   peer_n = g.cluster_n == 2 ? peer % 2 : 0;
-    const bool hands_back = laneid() == 0 && peer < g.cluster_m * g.cluster_n &&
-                            (peer_m == place.in_m || peer_n == place.in_n);
-    const bool alone = g.cluster_m * g.cluster_n == 1;
-    const auto release = [&](int stage) {
-        if (hands_back) {
-            if (alone)
-                arrive(shared.empty[stage]);
-            else
-                arrive_remote_relaxed(shared.empty[stage], peer);
-        }
-    };
+    const HandBack hand_back(g, place);
+    const auto release = [&](int stage) { hand_back(shared.empty[stage]); };
 
     Ring<C.stages> ring;
     rt_fl<16, C.block_n> d;

@@ -14,6 +14,7 @@
 #pragma once
 
 #include "csrc/gemm/gemm.h"
+#include "csrc/gemm/stream_sums_sm90.cuh"
 #include "csrc/gemm/tile_order.h"
 #include "csrc/gemm/values_sm90.cuh"
 
@@ -65,35 +66,6 @@ struct StreamTypes {
 
     static constexpr int threads = gemm::threads(C);
 };
-
-// Four values that are neighbours in memory, or those of them that exist.
-template <class T>
-__device__ __forceinline__ void load_four(float (&to)[4], const T* from, bool aligned, int count) {
-    if (aligned && count >= 4) {
-        const auto run = arch::load_global(reinterpret_cast<const detail::elements<T, 4>*>(from));
-#pragma unroll
-        for (int i = 0; i < 4; ++i) to[i] = convert<float>(run.v[i]);
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            to[i] = i < count ? convert<float>(arch::load_global(from + i)) : 0.f;
-        }
-    }
-}
-template <class T>
-__device__ __forceinline__ void store_four(T* to, const float (&from)[4], bool aligned, int count) {
-    if (aligned && count >= 4) {
-        detail::elements<T, 4> run;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) run.v[i] = convert<T>(from[i]);
-        arch::store_global(reinterpret_cast<detail::elements<T, 4>*>(to), run);
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (i < count) arch::store_global(to + i, convert<T>(from[i]));
-        }
-    }
-}
 
 // Where a block's tile begins. With a gate of whole halves the tile's second part is that much
 // further on.
@@ -163,26 +135,15 @@ __device__ __forceinline__ void stream_produce(const typename StreamTypes<C>::Gl
 // The epilogue of a tile whose sums lie in the shared memory of the cluster's blocks.
 template <Config C, class O>
 __device__ __forceinline__ void stream_finish(const typename StreamTypes<C>::Globals& g,
-                                              typename StreamTypes<C>::Shared& shared,
+                                              const SharedSums<StreamTypes<C>::pitch>& sums,
                                               const StreamTile<C> tile, int rank) {
     using K = StreamTypes<C>;
     using T = typename K::T;
     const Epilogue& e = g.epilogue;
     const Gate gate = C.fused ? e.gate : Gate::none;
-    const uint32_t sums = shared.sums.address();
     // Four neighbouring columns of z: the sums of the cluster, in the order of its blocks.
     const auto four = [&](int row, int col, float(&z)[4]) {
-        const uint32_t at = sums + (row * K::pitch + col) * 4;
-        float4 total{};
-        if (g.splits == 1) {
-            total = arch::load_shared<float4>(at);
-        } else {
-            for (int i = 0; i < g.splits; ++i) {
-                const auto part = arch::load_cluster_shared<float4>(arch::map_shared_rank(at, i));
-                total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
-            }
-        }
-        z[0] = total.x, z[1] = total.y, z[2] = total.z, z[3] = total.w;
+        sums.total(z, row, col);
         const uint32_t n = tile.part(g, col / 64) + col % 64;
         float bias[4] = {};
         if (e.bias != nullptr) {
@@ -323,7 +284,8 @@ __device__ __forceinline__ void stream_consume(const typename StreamTypes<C>::Gl
     const auto release = [&](int stage) {
         if (warpgroup::laneid() == 0) arrive(shared.empty[stage]);
     };
-    int slot = 0, phase = 0, round = 0;
+    SharedSums<K::pitch> sums{shared.sums.address(), g.splits, SUMS, shared.summed, shared.read};
+    int slot = 0, phase = 0;
     rt_fl<16, C.block_m> d[K::parts];
     DirectStore<C> direct;
     for_each_stream_tile(g, [&](uint32_t index) {
@@ -347,45 +309,17 @@ __device__ __forceinline__ void stream_consume(const typename StreamTypes<C>::Gl
         release(previous);
 
         if (g.direct) return direct.store(g, shared, d, tile, SUMS);
-        // The last tile's sums have been read.
-        if (g.splits == 1)
-            warpgroup::sync(SUMS);
-        else if (round > 0)
-            wait_cluster(shared.read, (round - 1) % 2);
-        const uint32_t sums = shared.sums.address();
+        sums.begin();
 #pragma unroll
-        for (int i = 0; i < K::parts; ++i) {
-#pragma unroll
-            for (int j = 0; j < C.block_m / 16; ++j) {
-#pragma unroll
-                for (int r = 0; r < 4; ++r) {
-                    const int col = i * 64 + warpgroup::warpid() * 16 + laneid() / 4 + r % 2 * 8;
-                    const int row = j * 16 + r / 2 * 8 + laneid() % 4 * 2;
-                    const float2 pair = d[i].tiles[0][j].data[r];
-                    arch::store_shared(sums + (row * K::pitch + col) * 4, pair.x);
-                    arch::store_shared(sums + ((row + 1) * K::pitch + col) * 4, pair.y);
-                }
-            }
-        }
-        if (g.splits == 1) {
-            warpgroup::sync(SUMS);
-        } else {
-            if (round == 0) cluster::wait();  // the others' semaphores are there
-            arch::sync_warp();
-            if (laneid() < g.splits) arrive_remote(shared.summed, laneid());
-            wait_cluster(shared.summed, round % 2);
-        }
+        for (int i = 0; i < K::parts; ++i) sums.store(d[i], i * 64);
+        sums.exchange();
         if (g.out_dtype == DType::bf16)
-            stream_finish<C, bf16>(g, shared, tile, rank);
+            stream_finish<C, bf16>(g, sums, tile, rank);
         else if (g.out_dtype == DType::fp16)
-            stream_finish<C, half>(g, shared, tile, rank);
+            stream_finish<C, half>(g, sums, tile, rank);
         else
-            stream_finish<C, float>(g, shared, tile, rank);
-        if (g.splits > 1) {
-            arch::sync_warp();
-            if (laneid() < g.splits) arrive_remote(shared.read, laneid());
-        }
-        ++round;
+            stream_finish<C, float>(g, sums, tile, rank);
+        sums.finish();
     });
     if (g.direct && warpgroup::laneid() == 0) tma::store_async_read_wait();
 }
