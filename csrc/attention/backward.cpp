@@ -120,7 +120,8 @@ Gradients backward(const BackwardTensors& in, const Packing* packing, const Opti
 
     const BackwardChoice choice = choose_backward(p, device);
     const Tensor workspace =
-        empty({workspace_floats(p, params.sequences, choice.config)}, ScalarType::Float, in.q);
+        empty({workspace_floats(p, params.sequences, choice.config, choice.parts)},
+              ScalarType::Float, in.q);
     const auto describe = packing ? packed_operand : operand;
     params.q = describe(q);
     params.k = describe(k);
@@ -136,6 +137,7 @@ Gradients backward(const BackwardTensors& in, const Packing* packing, const Opti
     params.workspace = static_cast<float*>(workspace.data_ptr());
     params.sm_count = device.sm_count;
     params.deterministic = options.deterministic.value_or(false);
+    params.parts = choice.parts;
     params.section_heads =
         params.deterministic ? choice.ordered_section_heads : choice.section_heads;
     launch_any(choice, params, current_stream(in.q), std::make_index_sequence<KERNELS>());

@@ -64,8 +64,8 @@ emulated::Result run(const emulated::Call& call) {
 
     BackwardChoice choice = choose_backward(p, call.device);
     emulated::force(choice, call);
-    const Array workspace =
-        emulated::allocate({workspace_floats(p, params.sequences, choice.config)}, DType::fp32);
+    const Array workspace = emulated::allocate(
+        {workspace_floats(p, params.sequences, choice.config, choice.parts)}, DType::fp32);
     const auto describe = [&](const Array& x) {
         if (x.data == nullptr || x.elements() == 0) return Operand{};
         return p.varlen ? packed_operand(x) : operand(x);
@@ -84,6 +84,7 @@ emulated::Result run(const emulated::Call& call) {
     params.workspace = floats(workspace);
     params.sm_count = call.device.sm_count;
     params.deterministic = call.scalar("deterministic", false);
+    params.parts = choice.parts;
     params.section_heads =
         params.deterministic ? choice.ordered_section_heads : choice.section_heads;
 
