@@ -276,3 +276,32 @@ def test_groups_are_split_where_their_key_heads_do_not_fill_the_gpu(dim):
         assert parts(32, 1, **mask) > 1
         assert 7 % parts(7, 1, **mask) == 0  # parts are equal
     assert parts(8, 2, length=40) == 1  # not worth two more kernels
+
+
+@pytest.mark.parametrize("dim", [64, 192])
+def test_groups_are_split_further_for_a_fixed_order(dim):
+    """Under a causal mask over many key blocks, where a large GPU has room."""
+    q, k, v = (
+        normal((1, h, n, dim), torch.bfloat16, "cpu") for h, n in ((4, 70), (1, 1200), (1, 1200))
+    )
+    out, lse = tk.attention(q, k, v, causal=True, return_lse=True)
+    grad_out = torch.randn_like(out)
+    needs = [True, True, True, False]
+    results = []
+    for sm_count in (5, 132):
+        with tk.emulate("late_mma", sm_count=sm_count, check_order=False):
+            grads = torch.ops.thunderkittens.attention_backward(
+                grad_out, None, q, k, v, out, lse, 1, None, -1, -1, 0.0, None, None, True, needs
+            )
+        results.append(grads[:3])
+
+    def gradients(function, convert):
+        leaves = [convert(x).detach().requires_grad_() for x in (q, k, v)]
+        out = function(*leaves, causal=True)
+        return torch.autograd.grad(out, leaves, grad_out.to(out.dtype))
+
+    expected = gradients(tk.reference.attention, torch.Tensor.double)
+    plain = gradients(plain_attention, lambda x: x)
+    for grads in results:
+        assert_gradients(grads, expected, plain)
+    assert torch.equal(results[0][0], results[1][0])

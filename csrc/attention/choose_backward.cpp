@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "csrc/attention/backward_order.h"
 #include "csrc/attention/backward_wide.h"
 
 namespace thunderkittens::attention {
@@ -15,6 +16,7 @@ bool banded(const Problem& p) {
     return p.causal != static_cast<int>(Causal::none) || p.window_left >= 0 || p.window_right >= 0;
 }
 
+int64_t group_heads(const Problem& p) { return p.kv_heads > 0 ? p.q_heads / p.kv_heads : 1; }
 int64_t key_blocks(const Problem& p) {
     return std::max<int64_t>((p.k_length + BLOCK_N - 1) / BLOCK_N, 1);
 }
@@ -26,7 +28,7 @@ int64_t key_blocks(const Problem& p) {
 int choose_parts(const Problem& p, int block_m, int64_t units) {
     constexpr int64_t ITEM_STEPS = 3, PART_STEPS = 5, FINISH_STEPS = 4;
     const int64_t heads = p.kv_heads * p.batch, blocks = key_blocks(p);
-    const int64_t group = p.kv_heads > 0 ? p.q_heads / p.kv_heads : 1;
+    const int64_t group = group_heads(p);
     if (group <= 1 || heads == 0 || heads * blocks >= 8 * units) return 1;
     const Band seen = band(p.causal, p.window_left, p.window_right, p.q_length, p.k_length);
     int64_t longest = 0, all = 0;  // steps of a key block, over those of a head
@@ -80,15 +82,19 @@ int choose_section(const Problem& p, int64_t heads, bool wide, int sm_count) {
     return static_cast<int>(best);
 }
 
+// Whether key blocks further on have less to do, as under a causal mask.
+bool unequal(const Problem& p) { return banded(p) && p.window_left < 0; }
+
 // In a fixed order, key blocks of a head that begin together wait for each other: some more heads
 // than fill the GPU, as far as L2 holds them. Under a mask, where blocks are unequal, more still.
 // Wide kernels: as many heads as begin a key block each in the time of a turn.
-int choose_ordered_section(const Problem& p, int64_t heads, const BackwardConfig& config,
+int choose_ordered_section(const Problem& p, int parts, const BackwardConfig& config,
                            int sm_count) {
-    const int64_t blocks = key_blocks(p);
+    const int64_t blocks = key_blocks(p), heads = p.kv_heads * p.batch * parts;
     int64_t together = 0;
     if (config.wide()) {
-        together = (config.values() > 192 ? 1 : 2) * (sm_count / 2) / blocks;
+        const int64_t walked = unequal(p) ? std::max<int64_t>(group_heads(p) / parts, 1) : 1;
+        together = (config.values() > 192 ? 1 : 2) * (sm_count / 2) / (blocks * walked);
     } else {
         const int64_t share = config.head_dim > 64 && blocks > 8 ? 4 : 2;
         const int64_t rounds = banded(p) ? std::clamp<int64_t>(blocks / share, 2, 8) : 2;
@@ -104,6 +110,22 @@ std::string unsupported_backward(const Problem& p, const DeviceProperties& devic
     return "";
 }
 
+// In a fixed order, unequal key blocks that walk several query heads, one after the other, come to
+// all but the first at times that do not fit their turns: one head each as far as that makes enough
+// work to be done together, then no more than two in the wide kernels.
+int ordered_parts(const Problem& p, const BackwardConfig& config, int parts,
+                  const DeviceProperties& device) {
+    const int64_t group = group_heads(p), heads = p.kv_heads * p.batch;
+    if (!unequal(p) || key_blocks(p) <= 8 || heads == 0) return parts;
+    const auto enough = [&](int64_t n) {
+        return group % n == 0 && heads * n >= device.sm_count / 5 &&
+               (!config.wide() || group <= 2 * n);
+    };
+    int64_t best = parts;
+    while (best < group && !enough(best)) ++best;
+    return static_cast<int>(best);
+}
+
 BackwardChoice choose_backward(const Problem& p, const DeviceProperties& device) {
     BackwardChoice choice;
     for (const BackwardConfig& config : BACKWARD_CONFIGS) {
@@ -116,9 +138,10 @@ BackwardChoice choose_backward(const Problem& p, const DeviceProperties& device)
     const bool wide = choice.config.wide();
     choice.parts =
         choose_parts(p, choice.config.block_m, wide ? device.sm_count / 2 : device.sm_count);
-    const int64_t heads = p.kv_heads * p.batch * choice.parts;
-    choice.section_heads = choose_section(p, heads, wide, device.sm_count);
-    choice.ordered_section_heads = choose_ordered_section(p, heads, choice.config, device.sm_count);
+    choice.section_heads =
+        choose_section(p, p.kv_heads * p.batch * choice.parts, wide, device.sm_count);
+    choice.ordered_section_heads = choose_ordered_section(
+        p, ordered_parts(p, choice.config, choice.parts, device), choice.config, device.sm_count);
     return choice;
 }
 
