@@ -123,6 +123,8 @@ struct Finish {
     static constexpr Config C = K::config;
     static constexpr int THREADS = K::consumers * WARPGROUP_THREADS;
     static constexpr int PASSES = C.tokens / K::pass;
+    // Many passes: registers are chosen by branches, so that what follows is there once.
+    static constexpr int UNROLLED = K::pass < 64 ? 1 : PASSES;
     int round = 0;
 
     // `d`: the sums of this warpgroup's rows and its share of k.
@@ -130,8 +132,7 @@ struct Finish {
                                          const rt_fl<16, C.tokens>& d, const Tile& tile,
                                          int row_group, int k_group) {
         const int column = row_group * PIECE + warpgroup::warpid() * 16 + laneid() / 4;
-        // The registers are chosen by branches, so that what follows is there once.
-#pragma unroll 1
+#pragma unroll UNROLLED
         for (int pass = 0; pass < PASSES; ++pass) {
             // Rows that the tile does not have are the last ones.
             if (tile.token + pass * K::pass >= tile.end) break;
