@@ -121,6 +121,9 @@ template <class K>
 struct Finish {
     static constexpr Config C = K::config;
     static constexpr int THREADS = K::consumers * WARPGROUP_THREADS;
+    static constexpr int PASSES = C.tokens / K::pass;
+    // Many passes: registers are chosen by branches, so that what follows is there once.
+    static constexpr int UNROLLED = K::pass < 64 ? 1 : PASSES;
     int round = 0;
 
     // `d`: the sums of this warpgroup's rows and its share of k.
@@ -128,23 +131,27 @@ struct Finish {
                                          const rt_fl<16, C.tokens>& d, const Tile& tile,
                                          int row_group, int k_group) {
         const int column = row_group * PIECE + warpgroup::warpid() * 16 + laneid() / 4;
-#pragma unroll
-        for (int pass = 0; pass < C.tokens / K::pass; ++pass) {
+#pragma unroll UNROLLED
+        for (int pass = 0; pass < PASSES; ++pass) {
             // Rows that the tile does not have are the last ones.
             if (tile.token + pass * K::pass >= tile.end) break;
             wait_until_read(g, shared);
             const bool empty = tile.group >= g.groups;
             const uint32_t sums = shared.sums[k_group].address();
 #pragma unroll
-            for (int j = 0; j < K::pass / 16; ++j) {
+            for (int which = 0; which < PASSES; ++which) {
+                if (which != pass) continue;
 #pragma unroll
-                for (int r = 0; r < 4; ++r) {
-                    const int row = j * 16 + r / 2 * 8 + laneid() % 4 * 2;
-                    float2 pair = d.tiles[0][pass * (K::pass / 16) + j].data[r];
-                    if (empty) pair = {0.f, 0.f};
-                    const uint32_t at = sums + (row * K::pitch + column + r % 2 * 8) * 4;
-                    arch::store_shared(at, pair.x);
-                    arch::store_shared(at + K::pitch * 4, pair.y);
+                for (int j = 0; j < K::pass / 16; ++j) {
+#pragma unroll
+                    for (int r = 0; r < 4; ++r) {
+                        const int row = j * 16 + r / 2 * 8 + laneid() % 4 * 2;
+                        float2 pair = d.tiles[0][which * (K::pass / 16) + j].data[r];
+                        if (empty) pair = {0.f, 0.f};
+                        const uint32_t at = sums + (row * K::pitch + column + r % 2 * 8) * 4;
+                        arch::store_shared(at, pair.x);
+                        arch::store_shared(at + K::pitch * 4, pair.y);
+                    }
                 }
             }
             wait_until_summed(g, shared);
@@ -190,7 +197,9 @@ struct Finish {
         constexpr int fours = K::block_rows / 4;
         const int rank = g.splits > 1 ? static_cast<int>(arch::cluster_rank()) : 0;
         const bool empty = tile.group >= g.groups;
-        const float scale = empty ? 0.f : arch::load_global(g.scale + tile.group);
+        const float scale = empty                ? 0.f
+                            : g.scale != nullptr ? arch::load_global(g.scale + tile.group)
+                                                 : 1.f;
         using T = typename K::T;
         const auto* bias = static_cast<const T*>(empty ? nullptr : g.bias);
 #pragma unroll 2
