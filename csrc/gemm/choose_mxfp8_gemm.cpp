@@ -64,8 +64,8 @@ std::vector<KernelInfo> gemm_kernels() {
     return list;
 }
 
-// Blocks of a cluster divide k where that fills more of the SMs, each has some steps, and every tile
-// has a cluster at once.
+// Blocks of a cluster divide k where that fills more of the SMs, each has some steps, and every
+// tile has a cluster at once.
 void schedule_few(int64_t tiles, int64_t stages, int64_t sm_count, Choice& choice) {
     const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
     double least = 0;

@@ -122,16 +122,17 @@ struct Finish {
     static constexpr Config C = K::config;
     static constexpr int THREADS = K::consumers * WARPGROUP_THREADS;
     static constexpr int PASSES = C.tokens / K::pass;
-    // Many passes: registers are chosen by branches, so that what follows is there once.
-    static constexpr int UNROLLED = K::pass < 64 ? 1 : PASSES;
     int round = 0;
 
     // `d`: the sums of this warpgroup's rows and its share of k.
     __device__ __forceinline__ void tile(const typename K::Globals& g, typename K::Shared& shared,
                                          const rt_fl<16, C.tokens>& d, const Tile& tile,
                                          int row_group, int k_group) {
-        const int column = row_group * PIECE + warpgroup::warpid() * 16 + laneid() / 4;
-#pragma unroll UNROLLED
+        int row_of_lane = laneid() / 4;
+        if constexpr (requires { K::row_of(0); }) row_of_lane = K::row_of(row_of_lane);
+        const int column = row_group * PIECE + warpgroup::warpid() * 16 + row_of_lane;
+        // The registers are chosen by branches, so that what follows is there once.
+#pragma unroll 1
         for (int pass = 0; pass < PASSES; ++pass) {
             // Rows that the tile does not have are the last ones.
             if (tile.token + pass * K::pass >= tile.end) break;
