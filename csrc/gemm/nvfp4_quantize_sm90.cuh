@@ -107,8 +107,8 @@ __device__ __forceinline__ uint32_t make_keys(uint2 key) {
     }
     return shared;
 }
-__device__ __forceinline__ uint4 random_words(uint64_t counter, uint32_t keys) {
-    uint32_t x[4] = {static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32), 0, 0};
+__device__ __forceinline__ uint4 random_words(const uint3& counter, uint32_t keys) {
+    uint32_t x[4] = {counter.x, counter.y, counter.z, 0};
 #pragma unroll
     for (int i = 0; i < PHILOX_ROUNDS; ++i) {
         const auto key = arch::load_shared<uint2>(keys + 8 * i);
@@ -351,11 +351,10 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<INPUT>)
         return arch::load_shared<float>(factors + 4 * block_of(i));
     };
     if constexpr (STOCHASTIC) {
-        const auto across = static_cast<uint32_t>((p.x.columns + CHUNK - 1) / CHUNK);
-        uint64_t counter =
-            uint64_t(tile.batch * ((p.x.rows + 1) / 2) + row / 2) * across + column / CHUNK;
+        uint3 counter{static_cast<uint32_t>(column / CHUNK), static_cast<uint32_t>(row / 2),
+                      static_cast<uint32_t>(tile.batch)};
 #pragma unroll
-        for (int i = 0; i < CHUNK_ROWS; i += 2, counter += across) {
+        for (int i = 0; i < CHUNK_ROWS; i += 2, ++counter.y) {
             // The random numbers of one pair of rows at a time, for the sake of registers.
             arch::sync_warp();
             const uint4 random = random_words(counter, keys);

@@ -111,8 +111,9 @@ def random_code(x: Tensor, columns: int, seed: Tensor) -> Tensor:
     steps = (place * 512).round().long()
     batch, rows = x.shape[:-3].numel(), x.shape[-3]
     pairs, chunks = (rows + 1) // 2, -(-columns // 8)
-    counter = torch.arange(batch * pairs * chunks, device=x.device)
-    words = torch.stack(philox(counter, seed), -1)
+    matrix, pair, chunk = (torch.arange(n, device=x.device) for n in (batch, pairs, chunks))
+    counter = (pair[:, None] << 32 | chunk).expand(batch, pairs, chunks)
+    words = torch.stack(philox(counter, seed, matrix[:, None, None].expand_as(counter)), -1)
     # Two words for each row of a pair. Of the nine bits in a word, those that begin at 0 and 7 are
     # for neighbours, those at 16 and 23 for the elements four further on.
     dice = torch.stack([words >> first & 0x1FF for first in (0, 7, 16, 23)], -1)
@@ -122,12 +123,13 @@ def random_code(x: Tensor, columns: int, seed: Tensor) -> Tensor:
     return (steps + dice >> 9) + 8 * torch.signbit(x).long()
 
 
-def philox(counter: Tensor, seed: Tensor) -> list[Tensor]:
-    """Philox4x32 with 10 rounds (Salmon et al., 2011): four words of 32 bits, as int64."""
+def philox(counter: Tensor, seed: Tensor, upper: Tensor) -> list[Tensor]:
+    """Philox4x32 with 10 rounds (Salmon et al., 2011) of a counter of 128 bits: four words of 32
+    bits, as int64."""
     low = 0xFFFFFFFF
     seed = seed.reshape(())
     key = [seed & low, seed >> 32 & low]
-    x = [counter & low, counter >> 32 & low, torch.zeros_like(counter), torch.zeros_like(counter)]
+    x = [counter & low, counter >> 32 & low, upper & low, upper >> 32 & low]
     for _ in range(10):
         # The products wrap, which leaves all of their 64 bits as they should be.
         a, b = x[0] * 0xD2511F53, x[2] * 0xCD9E8D57
