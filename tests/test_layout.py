@@ -285,6 +285,65 @@ def test_no_kernel_is_instantiated_itself():
     assert not hits(r"__global__", sources)
 
 
+# ---- a name means one thing ----
+
+
+def definitions(path: Path) -> set[str]:
+    """Types, functions (with the types of their parameters) and constants that a file defines for
+    others: at the level of a namespace that has a name."""
+    code = re.sub(r"^\s*#.*(?:\\\n.*)*", "", code_of(path), flags=re.MULTILINE)
+    found, scopes, start = set(), [""], 0
+    for mark in re.finditer(r"[{};]", code):
+        header = " ".join(code[start : mark.start()].split())
+        inside = scopes[-1]
+        if mark[0] == "{":
+            space = re.search(r"\bnamespace( [\w:]+|)$", header)
+            scopes.append(f"{inside}{space[1].strip()}::" if space and inside is not None else None)
+        elif mark[0] == "}" and len(scopes) > 1:
+            scopes.pop()
+        if inside is not None and "::::" not in f"::{inside}" and mark[0] != "}":
+            found |= {inside + x for x in defined(header, mark[0] == "{")}
+        start = mark.end()
+    return found
+
+
+def defined(header: str, opens: bool) -> set[str]:
+    """What the text before an opening brace or a semicolon defines."""
+    template = ""
+    if header.startswith("template <"):
+        end = len("template <")
+        while header[:end].count("<") > header[:end].count(">"):
+            end += 1
+        template, header = header[:end], header[end:].strip()
+    if re.match(r"(static|extern|using|friend|typedef|namespace)\b", header):
+        return set()
+    kind = re.match(r"(?:struct|class|union|enum(?: class| struct)?)\b((?:[^:]|::)*)", header)
+    if kind:
+        names = re.findall(r"[\w:]+(?:<.*>)?$", kind[1].removesuffix(" final").strip())
+        return set(names) if opens else set()
+    if re.search(r"\bconstexpr\b[^(]*=", header):
+        return set(re.findall(r"(\w+)(?:\[\w*\])? = ", header))
+    # A launch bound, an attribute and a requirement have parentheses, too.
+    header = re.sub(r"__\w+__\((?:[^()]|\([^()]*\))*\)", "", header)
+    function = re.search(r"([~\w]+(?: ?[^\w\s(]+)?) ?\((.*)\)", header)
+    if not (opens and function) or function[1].isupper():  # a macro
+        return set()
+    parameters = re.sub(r" ?\b\w+(?= ?(,|$|=))", "", function[2])
+    return {f"{template}{function[1]}({parameters})"}
+
+
+def test_a_name_means_one_thing():
+    """Of two definitions of one name that files compiled on their own see, the linker keeps one
+    for both where they are templates or inline, without a word."""
+    places: dict[str, list[str]] = {}
+    for path in LIBRARY_FILES:
+        if not name(path).startswith("kittens/arch/"):  # twice, in back ends' own namespaces
+            for what in definitions(path):
+                places.setdefault(what, []).append(name(path))
+    assert len(places) > 500
+    assert not {what: where for what, where in places.items() if len(where) > 1}
+
+
 # ---- files stay readable ----
 
 

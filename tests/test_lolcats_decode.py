@@ -132,9 +132,6 @@ def test_wrong_calls():
 # The kernel on the emulator.
 
 
-@pytest.mark.xfail(
-    reason="the emulator finds a load at no address in lolcats_decode; open", strict=False
-)
 @pytest.mark.parametrize(("dim", "features"), [(128, 64), (64, 64), (128, 32), (64, 32)])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_emulated(dtype, dim, features):
@@ -150,9 +147,6 @@ def test_emulated(dtype, dim, features):
     assert_states_match(state, end)
 
 
-@pytest.mark.xfail(
-    reason="the emulator finds a load at no address in lolcats_decode; open", strict=False
-)
 def test_emulated_lengths():
     inputs, state = mixed("cpu", [0, 1, 63, 127])
     expected_state = tk.LolcatsState(*(x.clone() for x in state))

@@ -534,3 +534,65 @@ def test_cuda_graph_and_stream(device, path):
     captured.zero_()
     graph.replay()
     assert torch.equal(captured, expected)
+
+
+def few_rows(m, n, k, device, scales=(110, 145)):
+    """Random codes of e4m3 but NaN, with scales far apart."""
+    operands = []
+    for rows in (m, n):
+        data = torch.randint(0, 256, (rows, k), device=device, dtype=torch.uint8)
+        data = torch.where(data & 127 == 127, 1, data).to(torch.uint8)
+        scale = torch.randint(*scales, (rows, k // 32), device=device, dtype=torch.uint8)
+        operands += [data.view(E4M3), swizzled(scale, True)]
+    a, scale_a, b, scale_b = operands
+    return a, b.t(), scale_a, scale_b
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("m", [1, 16, 17, 32])
+def test_few_rows_with_scales_far_apart(device, m, path):
+    """Products of blocks are scaled in fp32: nothing is re-based, and nothing guarded."""
+    n, k = 200, 1056
+    given = few_rows(m, n, k, device)
+    a, scale_a, b, scale_b = given[0], given[2], given[1].t(), given[3]
+    wide, other = (
+        tk.reference.mxfp8_dequantize(*x, dtype=FP32).double() for x in ((a, scale_a), (b, scale_b))
+    )
+    slack = 2.0**-22 * k**0.5 * (wide.abs() @ other.abs().t())
+    if path == "rebased":
+        # Each of 32 products is cut to 13 bits below the exponent of the largest.
+        terms = wide.abs().unflatten(1, (-1, 32))[:, None] * other.abs().unflatten(1, (-1, 32))
+        slack = slack + 32 * 2.0**-13 * terms.amax(-1).sum(-1)
+    out = tk.mxfp8_gemm(*given, out_dtype=FP32, path=path)
+    assert bool(((out.double() - wide @ other.t()).abs() <= slack).all())
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", [E4M3, E5M2])
+@pytest.mark.parametrize("swizzle", [True, False])
+def test_nan_among_the_codes(device, path, kind, swizzle):
+    """A NaN that its block's scale does not show makes its row or column NaN, no other."""
+    a, scale_a = operand(40, 192, E4M3, swizzle, device)
+    b, scale_b = operand(136, 192, kind, swizzle, device)
+    expected = tk.mxfp8_gemm(a, b.t(), scale_a, scale_b, path=path, swizzle=swizzle)
+    a.view(torch.uint8)[7, 100] = 0x7F
+    b.view(torch.uint8)[70, 3] = 0xFF
+    out = tk.mxfp8_gemm(a, b.t(), scale_a, scale_b, path=path, swizzle=swizzle)
+    assert bool(out[7].isnan().all())
+    assert bool(out[:, 70].isnan().all())
+    rows, columns = torch.arange(40) != 7, torch.arange(136) != 70
+    assert torch.equal(out[rows][:, columns], expected[rows][:, columns])
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_scales_of_any_alignment(device, path):
+    given = few_rows(5, 136, 160, device, (120, 130))
+    expected = tk.mxfp8_gemm(*given, path=path)
+    shifted = []
+    for scale in given[2:]:
+        room = torch.empty(scale.numel() + 4, dtype=torch.uint8, device=device)
+        room[4:] = scale.view(torch.uint8).flatten()
+        shifted.append(room[4:].view(scale.shape).view(E8M0))
+    out = tk.mxfp8_gemm(*given[:2], *shifted, path=path)
+    assert_close = torch.testing.assert_close
+    assert_close(out, expected, rtol=2.0**-6, atol=float(expected.abs().max()) * 2.0**-7)

@@ -138,6 +138,8 @@ class Launch {
     explicit Launch(const std::string& kernel);
     ~Launch();
     void may_read(const char* name, const Array& a);
+    // Before wait_for_dependencies, too: the previous kernel began after this was there.
+    void may_read_early(const char* name, const Array& a);
     void may_write(const char* name, const Array& a);
 
   private:

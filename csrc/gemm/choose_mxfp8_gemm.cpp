@@ -33,6 +33,7 @@ KernelInfo pass(const std::string& name, const std::string& what) {
             .threads = THREADS};
 }
 std::string few_name(const FewConfig& f) { return concat(name_of(f.data), "_few_", f.tile.tokens); }
+std::string codes_name(const CodesShape& s) { return concat("codes_", s.tokens); }
 std::vector<KernelInfo> gemm_kernels() {
     std::vector<KernelInfo> list{pass("expand", "tile 128x128, 256 threads, two operands")};
     for (std::size_t i = 0; i < FEW_CONFIGS; ++i) {
@@ -49,11 +50,41 @@ std::vector<KernelInfo> gemm_kernels() {
             .shared_bytes = few_shared_bytes(f),
         });
     }
+    for (const CodesShape& s : CODES_SHAPES) {
+        list.push_back({
+            .name = codes_name(s),
+            .config = concat("tile ", s.tokens, "x64x", FEW_K * s.k_groups, ", ", s.stages,
+                             " stages, 1 producer warp and ", s.k_groups, " consumer warpgroups"),
+            .source = concat("mxfp8_codes_", s.tokens),
+            .symbol = concat("CodesShapeELi", s.tokens, "ELi"),
+            .threads = codes_threads(s),
+            .shared_bytes = codes_shared_bytes(s),
+        });
+    }
     return list;
 }
 
-// Few rows: all SMs have to read and to convert. Blocks of a cluster divide k where that fills more
-// of them in all rounds, and each has some steps.
+// Blocks of a cluster divide k where that fills more of the SMs, each has some steps, and every tile
+// has a cluster at once.
+void schedule_few(int64_t tiles, int64_t stages, int64_t sm_count, Choice& choice) {
+    const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+    double least = 0;
+    for (int splits = 1; splits <= 8 && splits <= sm_count && splits <= stages; splits *= 2) {
+        // Clusters of more than two blocks do not come out even with the SMs that they can share.
+        const int64_t clusters =
+            std::max<int64_t>(sm_count / splits * (splits > 2 ? 10 : 11) / 11, 1);
+        const int64_t rounds = ceil_div(tiles, clusters);
+        // A tile's steps, and what it costs to begin and to end one.
+        const double cost =
+            double(rounds) * (double(ceil_div(stages, splits)) + (splits > 1 ? 3 : 2));
+        if (splits > 1 && (rounds > 1 || cost >= least)) continue;
+        least = cost;
+        choice.few_schedule = {.blocks = static_cast<int>(ceil_div(tiles, rounds) * splits),
+                               .splits = splits};
+    }
+}
+
+// Few rows: all SMs have to read and to convert.
 void choose_few(const Problem& p, const DeviceProperties& device, Choice& choice) {
     const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
     // Of groups only the device knows the rows.
@@ -73,17 +104,19 @@ void choose_few(const Problem& p, const DeviceProperties& device, Choice& choice
         choice.few_schedule = {.blocks = static_cast<int>(sm_count), .splits = 1};
         return;
     }
-    double least = 0;
-    for (int splits = 1; splits <= 8 && splits <= sm_count && splits <= stages; splits *= 2) {
-        const int64_t rounds = ceil_div(tiles, sm_count / splits);
-        // A tile's steps, and what it costs to begin and to end one.
-        const double cost =
-            double(rounds) * (double(ceil_div(stages, splits)) + (splits > 1 ? 3 : 2));
-        if (splits > 1 && cost >= least) continue;
-        least = cost;
-        choice.few_schedule = {.blocks = static_cast<int>(ceil_div(tiles, rounds) * splits),
-                               .splits = splits};
+    schedule_few(tiles, stages, sm_count, choice);
+}
+// The same from codes, in tiles of 64 rows of the weight.
+void choose_codes(const Problem& p, const DeviceProperties& device, Choice& choice) {
+    const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+    for (const CodesShape& candidate : CODES_SHAPES) {
+        choice.codes = candidate;
+        if (candidate.tokens >= p.m) break;
     }
+    choice.direct = true;
+    schedule_few(ceil_div(p.m, choice.codes.tokens) * ceil_div(p.n, mixed_gemm::PIECE),
+                 ceil_div(p.k, FEW_K * choice.codes.k_groups), std::max(1, device.sm_count),
+                 choice);
 }
 std::vector<KernelInfo> prepare_kernels() {
     return {pass("rebase", "16 rows, 256 threads, two operands")};
@@ -126,6 +159,10 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
 
 Choice choose(const Problem& p, const DeviceProperties& device) {
     Choice choice{.rebased = p.rebased};
+    if (p.direct()) {
+        choose_codes(p, device, choice);
+        return choice;
+    }
     if (!p.rebased && p.few()) {
         choose_few(p, device, choice);
         return choice;
@@ -140,7 +177,10 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     return choice;
 }
 
-std::string kernel_name(const Choice& c) { return c.few ? few_name(c.few_config) : "expand"; }
+std::string kernel_name(const Choice& c) {
+    if (c.direct) return codes_name(c.codes);
+    return c.few ? few_name(c.few_config) : "expand";
+}
 std::string kernel_name(const PrepareChoice&) { return "rebase"; }
 
 static const bool registered =

@@ -30,6 +30,9 @@ struct Quantised {
         TK_CHECK(scale.elements() == matrix.batch * shape.rows * shape.columns,
                  "tk.mxfp8_gemm: scale and data do not match");
     }
+    bool readable() const {
+        return swizzle && aligned_scales(scale.data) && fits_tensor_map(data.view(), 1);
+    }
 };
 struct Prepared {
     Array codes, factor, marks;
@@ -135,13 +138,38 @@ struct Product {
             .schedule = choice.few_schedule};
         emulated::Launch scope("mxfp8_gemm " + kernel_name(choice));
         scope.may_read("a", wide);
-        scope.may_read("b", b.data);
-        scope.may_read("scale_b", b.scale);
+        scope.may_read_early("b", b.data);
+        scope.may_read_early("scale_b", b.scale);
         scope.may_read("ones", ones);
         if (bias) scope.may_read("bias", *bias);
-        if (offs) scope.may_read("offs", *offs);
+        if (offs) scope.may_read_early("offs", *offs);
         scope.may_write("out", out);
         TK_CHECK(launch_any_few(choice.few_config, params, nullptr), "tk.mxfp8_gemm: no kernel ",
+                 kernel_name(choice));
+    }
+    void multiply_codes() const {
+        const CodesParams params{.a = a.matrix.data,
+                                 .weight = b.matrix.data,
+                                 .scales_a = a.scale.data,
+                                 .scales_weight = b.scale.data,
+                                 .bias = bias ? bias->data : nullptr,
+                                 .out = out.data,
+                                 .m = problem.m,
+                                 .n = problem.n,
+                                 .k = problem.k,
+                                 .a_stride = a.matrix.row_stride,
+                                 .weight_stride = b.matrix.row_stride,
+                                 .out_dtype = problem.out_dtype,
+                                 .activation = activation,
+                                 .schedule = choice.few_schedule};
+        emulated::Launch scope("mxfp8_gemm " + kernel_name(choice));
+        for (const Quantised* operand : {&a, &b}) {
+            scope.may_read("data", operand->data);
+            scope.may_read("scale", operand->scale);
+        }
+        if (bias) scope.may_read("bias", *bias);
+        scope.may_write("out", out);
+        TK_CHECK(launch_any_codes(choice.codes, params, nullptr), "tk.mxfp8_gemm: no kernel ",
                  kernel_name(choice));
     }
     void multiply_exactly(const Prepared* left, const Prepared* right) const {
@@ -257,7 +285,8 @@ emulated::Result run_gemm(const emulated::Call& call) {
                           .out_dtype = call.scalar("out_dtype", DType::bf16),
                           .fused = activation != 0,
                           .rebased = call.scalar("rebased", false) && k > 0,
-                          .readable = right.swizzle && fits_tensor_map(right.data.view(), 1),
+                          .readable_a = left.readable(),
+                          .readable = right.readable(),
                           .groups = ends ? b.size[0] : 1,
                           .grouped = ends != nullptr};
     const Array out = emulated::allocate({m, n}, problem.out_dtype);
@@ -280,6 +309,10 @@ emulated::Result run_gemm(const emulated::Call& call) {
     const Product product{left, right, problem, choice, bias, offs, activation, out, call.device};
     result.choice = detail::fields_of(product.choice);
     result.choice.emplace("kernel", kernel_name(product.choice));
+    if (choice.direct) {
+        product.multiply_codes();
+        return result;
+    }
     if (!problem.rebased) {
         if (choice.few)
             product.multiply_few();

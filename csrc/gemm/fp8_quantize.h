@@ -111,7 +111,11 @@ constexpr int64_t blocks_of(Pass pass, int64_t m, int64_t k, int sm_count) {
         const int64_t rows = THREADS / 32 / team;
         return m > rows ? (m + rows - 1) / rows : 1;
     }
-    return ((m + GROUP - 1) / GROUP) * ((k + GROUP - 1) / GROUP);
+    const int64_t down = (m + GROUP - 1) / GROUP, across = (k + GROUP - 1) / GROUP;
+    if (pass != Pass::amax_lines) return down * across;
+    // Strips of columns, each in as many parts as make one round of blocks.
+    const int64_t parts = 4 * int64_t{sm_count} / across;
+    return across * (parts < 1 ? 1 : parts < down ? parts : down);
 }
 
 // The pass that writes the result; what comes before it, if anything, finds the scales.

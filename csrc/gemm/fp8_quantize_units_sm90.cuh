@@ -124,30 +124,25 @@ struct Scale {
     __device__ __forceinline__ explicit Scale(float given) : scale(given), factor(1.f / given) {}
 };
 
-// The scales of eight groups that 16 lanes hold together, a unit of each per lane: lanes 2 u and
-// 2 u + 1 find the scale of group u, in bit-reversed order, and all get its factor.
-struct GroupScales {
-    int own;  // the group whose scale this lane has
-    float scale;
-    float factors[UNITS];
+// The largest magnitudes of eight groups that 16 lanes hold together, a unit of each per lane:
+// lanes 2 u and 2 u + 1 find that of group u, in bit-reversed order.
+struct GroupMaximum {
+    int own;  // the group whose maximum this lane has
+    uint32_t bits;
 
-    __device__ __forceinline__ GroupScales(DType format, const uint32_t (&most)[UNITS]) {
+    __device__ __forceinline__ explicit GroupMaximum(const uint32_t (&most)[UNITS]) {
         const int lane = laneid();
         uint32_t four[4], two[2];
 #pragma unroll
         for (int i = 0; i < 4; ++i) four[i] = halve(most[i], most[i + 4], 8);
 #pragma unroll
         for (int i = 0; i < 2; ++i) two[i] = halve(four[i], four[i + 2], 4);
-        uint32_t one = halve(two[0], two[1], 2);
-        one = larger(one, arch::shuffle_xor(one, 1));
-        const Scale found(format, one);
-        scale = found.scale;
+        const uint32_t one = halve(two[0], two[1], 2);
+        bits = larger(one, arch::shuffle_xor(one, 1));
         own = (lane >> 3 & 1) * 4 + (lane >> 2 & 1) * 2 + (lane >> 1 & 1);
-#pragma unroll
-        for (int u = 0; u < UNITS; ++u) {
-            const int source = (u >> 2 & 1) << 3 | (u >> 1 & 1) << 2 | (u & 1) << 1;
-            factors[u] = arch::shuffle(found.factor, (lane & 16) | source);
-        }
+    }
+    static __device__ __forceinline__ int lane_of(int group) {
+        return (group >> 2 & 1) << 3 | (group >> 1 & 1) << 2 | (group & 1) << 1;
     }
 
   private:
@@ -155,6 +150,23 @@ struct GroupScales {
     static __device__ __forceinline__ uint32_t halve(uint32_t first, uint32_t second, int bit) {
         const bool set = (laneid() & bit) != 0;
         return larger(set ? second : first, arch::shuffle_xor(set ? first : second, bit));
+    }
+};
+
+// The scales of such groups, and their factors, which all lanes get.
+struct GroupScales {
+    int own;  // the group whose scale this lane has
+    float scale;
+    float factors[UNITS];
+
+    __device__ __forceinline__ GroupScales(DType format, const uint32_t (&most)[UNITS]) {
+        const GroupMaximum largest(most);
+        const Scale found(format, largest.bits);
+        own = largest.own, scale = found.scale;
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+            factors[u] = arch::shuffle(found.factor, (laneid() & 16) | GroupMaximum::lane_of(u));
+        }
     }
 };
 

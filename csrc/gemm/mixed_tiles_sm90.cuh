@@ -137,9 +137,7 @@ struct Finish {
     __device__ __forceinline__ void tile(const typename K::Globals& g, typename K::Shared& shared,
                                          const rt_fl<16, C.tokens>& d, const Tile& tile,
                                          int row_group, int k_group) {
-        int row_of_lane = laneid() / 4;
-        if constexpr (requires { K::row_of(0); }) row_of_lane = K::row_of(row_of_lane);
-        const int column = row_group * PIECE + warpgroup::warpid() * 16 + row_of_lane;
+        const int column = row_group * PIECE + warpgroup::warpid() * 16 + laneid() / 4;
         // The registers are chosen by branches, so that what follows is there once.
 #pragma unroll 1
         for (int pass = 0; pass < PASSES; ++pass) {

@@ -32,7 +32,7 @@ struct FewTypes {
     static constexpr uint32_t band = 4;  // of tiles of rows of a, as with prepared weights
     static constexpr int k_groups = config.k_groups;
     static constexpr int block_rows = mixed_gemm::block_rows(config);
-    static constexpr int pass = mixed_gemm::tokens_at_a_time(config);
+    static constexpr int pass = few_pass(config);
     static constexpr int pitch = block_rows + 4;  // of the sums, in floats: no bank conflicts
     static constexpr int threads = mixed_gemm::threads(config);
     static constexpr int consumers = mixed_gemm::consumers(config);
@@ -40,27 +40,27 @@ struct FewTypes {
     static constexpr int producer_registers = consumers == 2 ? 40 : 32;
     static constexpr int consumer_registers = consumers == 2 ? 232 : 112;
 
-    using rows = st<bf16, config.tokens, 64>;
-    using codes = st<fp8e4m3, block_rows, FEW_K>;  // e5m2 are bytes as well
+    // A stage has FEW_K of k for each group of warpgroups, side by side: one copy brings it, and
+    // the warp that loads spends some hundred cycles on each.
+    static constexpr int stage_k = FEW_K * k_groups;
+    using rows = st<bf16, config.tokens, stage_k>;
+    using codes = st<fp8e4m3, block_rows, stage_k>;  // e5m2 are bytes as well
 
-    struct Chunk {
-        codes weight;
-        rows a[FEW_K / 64];
-    };
     struct Stage {
-        Chunk chunks[k_groups];
+        codes weight;
+        rows a;
     };
     struct alignas(128) Scales {
-        uint8_t bytes[block_scaled::sm90::ATOM];
+        uint8_t bytes[k_groups * block_scaled::sm90::ATOM];
     };
     struct Shared {
         Stage stages[config.stages];
-        Scales scales[config.stages][k_groups];
+        Scales scales[config.stages];
         sv_fl<pass * pitch> sums[k_groups];
         semaphore full[config.stages], empty[config.stages];
         semaphore summed, read;  // the cluster's sums: all are there, all have been read
     };
-    static_assert(sizeof(Chunk) % 1024 == 0);
+    static_assert(sizeof(Stage) % 1024 == 0);
     static_assert(sizeof(Shared) <= MAX_SHARED_MEMORY, "too many stages");
     static_assert(sizeof(Shared) == few_shared_bytes(F), "mxfp8_gemm.h knows another size");
     static_assert(mixed_gemm::PIECE * config.pieces == FEW_K * k_groups);
@@ -82,49 +82,7 @@ struct FewTypes {
     };
 };
 
-template <class K>
-__device__ __forceinline__ void produce_few(const typename K::Globals& g,
-                                            typename K::Shared& shared) {
-    constexpr auto C = K::config;
-    constexpr int ATOM = block_scaled::sm90::ATOM;
-    const int2 range = range_of_k(g);
-    const int64_t atoms_down = (g.n + 127) / 128;
-    int slot = 0, phase = 1;
-    mixed_gemm::sm90::for_each_tile<K>(g, [&](const mixed_gemm::sm90::Tile& tile) {
-        if (tile.group >= g.groups) return;
-        const int row = static_cast<int>(tile.row_tile) * K::block_rows;
-        const int64_t line = tile.group * atoms_down + row / 128;
-        // Blocks begin at different k: not all of them read the same lines of a at the same time.
-        int k = range.x + static_cast<int>(tile.row_tile * 37u % uint32_t(range.y - range.x));
-        for (int step = range.x; step < range.y; ++step) {
-            auto& stage = shared.stages[slot];
-            semaphore& full = shared.full[slot];
-            wait(shared.empty[slot], phase);
-            tma::expect_bytes(full, sizeof(typename K::Stage) + K::k_groups * ATOM);
-#pragma unroll
-            for (int i = 0; i < K::k_groups; ++i) {
-                const int chunk = k * K::k_groups + i;
-                tma::load_async<2, tma::CachePolicy::evict_first>(
-                    stage.chunks[i].weight, g.weight,
-                    elements(static_cast<int>(tile.group), 0, row, chunk * FEW_K), full);
-                // Past the end of k codes are zero, and any scales will do.
-                const int atom = min(chunk, g.k_chunks - 1);
-                arch::bulk_load(arch::shared_address(shared.scales[slot][i].bytes),
-                                g.scales + (line * g.k_chunks + atom) * ATOM, ATOM, full.address());
-#pragma unroll
-                for (int j = 0; j < FEW_K / 64; ++j) {
-                    tma::load_async<2, tma::CachePolicy::evict_last>(
-                        stage.chunks[i].a[j], g.a,
-                        elements(0, 0, static_cast<int>(tile.token), chunk * FEW_K + j * 64), full);
-                }
-            }
-            if (++slot == C.stages) slot = 0, phase ^= 1;
-            if (++k == range.y) k = range.x;
-        }
-    });
-}
-
-// The k of the chunk that a step of produce_few loads, for the consumers, which walk the same way.
+// The k of the stages, one after the other: the warp that loads and the consumers walk alike.
 struct Walk {
     int k, begin, end;
     __device__ __forceinline__ Walk(const int2 range, uint32_t row_tile)
@@ -135,6 +93,63 @@ struct Walk {
         if (++k == end) k = begin;
     }
 };
+
+// The weight's part of a stage, for which `full` waits; a's is still to come.
+template <class K>
+__device__ __forceinline__ void load_weight(const typename K::Globals& g,
+                                            typename K::Shared& shared, int slot, int k,
+                                            const mixed_gemm::sm90::Tile& tile) {
+    constexpr int ATOM = block_scaled::sm90::ATOM;
+    auto& stage = shared.stages[slot];
+    semaphore& full = shared.full[slot];
+    const int row = static_cast<int>(tile.row_tile) * K::block_rows;
+    const int64_t line = int64_t{tile.group} * ((g.n + 127) / 128) + row / 128;
+    // Past the end of k codes are zero, and have no scales.
+    const int first = k * K::k_groups;
+    const int bytes = min(K::k_groups, g.k_chunks - first) * ATOM;
+    tma::expect_bytes(full, sizeof(typename K::Stage) + bytes);
+    tma::load_async<2, tma::CachePolicy::evict_first>(
+        stage.weight, g.weight, elements(static_cast<int>(tile.group), 0, row, k * K::stage_k),
+        full);
+    arch::bulk_load(arch::shared_address(shared.scales[slot].bytes),
+                    g.scales + (line * g.k_chunks + first) * ATOM, bytes, full.address());
+}
+
+template <class K>
+__device__ __forceinline__ void produce_few(const typename K::Globals& g,
+                                            typename K::Shared& shared) {
+    constexpr auto C = K::config;
+    const int2 range = range_of_k(g);
+    int slot = 0, phase = 1;
+    int early = -1;  // stages whose weights are on their way; not known before the first tile
+    mixed_gemm::sm90::for_each_tile<K>(g, [&](const mixed_gemm::sm90::Tile& tile) {
+        if (tile.group >= g.groups) return;
+        // Blocks begin at different k: not all of them read the same lines of a at the same time.
+        Walk walk(range, tile.row_tile);
+        if (early < 0) {
+            // Weights need not wait for the pass over a: they were there before it began.
+            early = min(C.stages, range.y - range.x);
+            Walk ahead = walk;
+            for (int i = 0; i < early; ++i, ahead.advance())
+                load_weight<K>(g, shared, i, ahead.k, tile);
+            arch::wait_for_dependencies();
+        }
+        for (int step = range.x; step < range.y; ++step, walk.advance()) {
+            auto& stage = shared.stages[slot];
+            semaphore& full = shared.full[slot];
+            if (early > 0) {
+                --early;
+            } else {
+                wait(shared.empty[slot], phase);
+                load_weight<K>(g, shared, slot, walk.k, tile);
+            }
+            tma::load_async<2, tma::CachePolicy::evict_last>(
+                stage.a, g.a, elements(0, 0, static_cast<int>(tile.token), walk.k * K::stage_k),
+                full);
+            if (++slot == C.stages) slot = 0, phase ^= 1;
+        }
+    });
+}
 
 // The sums of a tile, from all k that fall to this block.
 template <class K>
@@ -182,8 +197,9 @@ struct FewMainloop {
 #pragma unroll 1
         for (int step = range.x; step < range.y; ++step, walk.advance()) {
             wait(shared.full[slot], phase);
-            auto& chunk = shared.stages[slot].chunks[k_group];
-            const uint32_t scales = arch::shared_address(shared.scales[slot][k_group].bytes);
+            auto& stage = shared.stages[slot];
+            const uint32_t scales = arch::shared_address(shared.scales[slot].bytes) +
+                                    k_group * block_scaled::sm90::ATOM;
             // What is past the end of k has no scale.
             const bool there = (walk.k * K::k_groups + k_group) * 4 + quad < g.k_blocks;
             float scale[2];
@@ -194,13 +210,14 @@ struct FewMainloop {
             }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int column = quad * 32 + half * 16;
-                const auto low = arch::load_shared<uint4>(chunk.weight.address_of(row, column));
+                const int column = k_group * FEW_K + quad * 32 + half * 16;
+                const auto low = arch::load_shared<uint4>(stage.weight.address_of(row, column));
                 const auto high =
-                    arch::load_shared<uint4>(chunk.weight.address_of(row + 8, column));
+                    arch::load_shared<uint4>(stage.weight.address_of(row + 8, column));
                 // One product is in flight while the fragments of the next are made.
                 make(fragments[half], low, high, scale);
-                warpgroup::product<false, true>(d, fragments[half], chunk.a[half],
+                auto rows = stage.a.template subtile<C.tokens, 64>({0, k_group * 2 + half});
+                warpgroup::product<false, true>(d, fragments[half], rows,
                                                 step > range.x || half > 0);
                 warpgroup::mma_async_wait<1>();
                 if (half == 0 && step > range.x) release(previous);
@@ -254,7 +271,7 @@ __global__ __launch_bounds__(K::threads, 1) void mxfp8_few_kernel(const __grid_c
     }
     // Other blocks of the cluster arrive at the semaphores when they have their sums.
     if (g.splits > 1) cluster::arrive();
-    arch::wait_for_dependencies();
+    if (!produces) arch::wait_for_dependencies();  // produce_few does by itself
     arch::launch_dependents();
     if (produces) {
         if constexpr (K::moves_registers) warpgroup::decrease_registers<K::producer_registers>();

@@ -39,6 +39,10 @@ struct Quantised {
         scale = torch::stable::contiguous(scales);
         matrix = block_scaled::matrix_of(as_4d(data));
     }
+    // By TMA, and the scales by bulk copies of the 128x4 layout.
+    bool readable() const {
+        return swizzle && aligned_scales(scale.data_ptr()) && fits_tensor_map(as_4d(data), 1);
+    }
 };
 
 // What mxfp8_prepare makes of an operand.
@@ -162,6 +166,24 @@ struct Product {
                                .activation = activation,
                                .schedule = choice.few_schedule};
         TK_CHECK(launch_any_few(choice.few_config, params, stream), OP, ": no kernel ",
+                 kernel_name(choice));
+    }
+    void multiply_codes() const {
+        const CodesParams params{.a = a.matrix.data,
+                                 .weight = b.matrix.data,
+                                 .scales_a = a.scale.data_ptr(),
+                                 .scales_weight = b.scale.data_ptr(),
+                                 .bias = bias,
+                                 .out = out.data_ptr(),
+                                 .m = problem.m,
+                                 .n = problem.n,
+                                 .k = problem.k,
+                                 .a_stride = a.matrix.row_stride,
+                                 .weight_stride = b.matrix.row_stride,
+                                 .out_dtype = problem.out_dtype,
+                                 .activation = activation,
+                                 .schedule = choice.few_schedule};
+        TK_CHECK(launch_any_codes(choice.codes, params, stream), OP, ": no kernel ",
                  kernel_name(choice));
     }
     void multiply_exactly(const gemm::Marks& marks) const {
@@ -288,7 +310,8 @@ Tensor mxfp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const
                           .out_dtype = *out_dtype,
                           .fused = activation != 0,
                           .rebased = rebased && k > 0,
-                          .readable = swizzle_b && fits_tensor_map(as_4d(right.data), 1),
+                          .readable_a = left.readable(),
+                          .readable = right.readable(),
                           .groups = groups,
                           .grouped = offs.has_value()};
     const DeviceProperties& device = device_properties(a.get_device_index());
@@ -305,6 +328,10 @@ Tensor mxfp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const
                           .out = out,
                           .device = device,
                           .stream = current_stream(a)};
+    if (product.choice.direct) {
+        product.multiply_codes();
+        return out;
+    }
     if (!problem.rebased) {
         if (product.choice.few)
             product.multiply_few();

@@ -37,6 +37,8 @@ constexpr int MAX_EXPONENT = 96;
 // The kernel for few rows, and how much of k it takes at a time.
 constexpr int64_t FEW_ROWS = 64;
 constexpr int FEW_K = 128;
+// The kernel from codes: up to so many rows.
+constexpr int64_t CODES_ROWS = 32;
 
 struct Problem {
     int64_t m = 0, n = 0, k = 0;
@@ -44,11 +46,17 @@ struct Problem {
     DType out_dtype = DType::bf16;
     bool fused = false;  // with an activation
     bool rebased = false;
-    bool readable = true;  // b: TMA can read it, and its scales are in the 128x4 layout
+    // TMA can read the operand, and its scales are in the 128x4 layout.
+    bool readable_a = true, readable = true;
     int64_t groups = 1;
     bool grouped = false;
 
     bool few() const { return (m <= FEW_ROWS || grouped) && k > 0 && readable; }
+    // Re-based, where nothing has to be: from the codes as they are.
+    bool direct() const {
+        return rebased && m <= CODES_ROWS && k > 0 && !grouped && readable_a && readable &&
+               a_dtype == DType::e4m3 && b_dtype == DType::e4m3;
+    }
 };
 
 // The kernel for few rows, see mxfp8_few_sm90.cuh.
@@ -61,7 +69,7 @@ struct FewConfig {
 struct FewShape {
     int tokens, row_groups, k_groups, stages;
 };
-constexpr FewShape FEW_SHAPES[] = {{16, 2, 2, 4}, {32, 2, 2, 3}, {64, 2, 1, 5}};
+constexpr FewShape FEW_SHAPES[] = {{16, 1, 4, 4}, {32, 1, 4, 3}, {64, 2, 1, 6}};
 constexpr FewConfig make_few(const FewShape& s, DType data) {
     return {{.tokens = s.tokens,
              .row_groups = s.row_groups,
@@ -75,20 +83,41 @@ constexpr std::size_t FEW_CONFIGS = 2 * std::size(FEW_SHAPES);
 constexpr FewConfig few_at(std::size_t i) {
     return make_few(FEW_SHAPES[i / 2], i % 2 == 0 ? DType::e4m3 : DType::e5m2);
 }
+// Rows of a whose sums pass through shared memory at a time: few, which leaves more for the ring.
+constexpr int few_pass(const mixed_gemm::Config&) { return 16; }
 // The ring and its scales, the sums as rows of fp32 that are 4 longer than the tile's, semaphores.
 constexpr int few_shared_bytes(const FewConfig& f) {
     const mixed_gemm::Config& c = f.tile;
     const int rows = mixed_gemm::block_rows(c);
     const int chunk = FEW_K * (rows + c.tokens * 2) + 512;
-    const int sums =
-        c.k_groups * ((mixed_gemm::tokens_at_a_time(c) * (rows + 4) * 4 + 127) / 128 * 128);
+    const int sums = c.k_groups * ((few_pass(c) * (rows + 4) * 4 + 127) / 128 * 128);
     const int bytes = c.stages * c.k_groups * chunk + sums + (2 * c.stages + 2) * 8;
+    return (bytes + 127) / 128 * 128;
+}
+// The kernels for few rows from their codes, for e4m3, see mxfp8_codes_sm90.cuh.
+struct CodesShape {
+    int tokens, k_groups, stages;
+
+    bool operator==(const CodesShape&) const = default;
+};
+constexpr CodesShape CODES_SHAPES[] = {{16, 4, 4}, {32, 4, 3}};
+constexpr mixed_gemm::Config tile_of(const CodesShape& s) {
+    return make_few({s.tokens, 1, s.k_groups, s.stages}, DType::e4m3).tile;
+}
+constexpr int codes_threads(const CodesShape& s) { return s.k_groups * 128 + 32; }
+constexpr int codes_shared_bytes(const CodesShape& s) {
+    constexpr int rows = mixed_gemm::PIECE;
+    const int stage = s.k_groups * (FEW_K * (rows + s.tokens) + 2 * 512);
+    const int factors = 2 * (rows + s.tokens) * FEW_K / BLOCK * 4;
+    const int sums = (few_pass(tile_of(s)) * (rows + 4) * 4 + 127) / 128 * 128;
+    const int bytes = s.stages * stage + s.k_groups * (factors + sums) + (2 * s.stages + 2) * 8;
     return (bytes + 127) / 128 * 128;
 }
 // The kernels that multiply: of few rows, of expanded operands, and of re-based ones.
 struct Choice {
-    bool rebased = false, few = false;
+    bool rebased = false, few = false, direct = false;
     FewConfig few_config;
+    CodesShape codes;  // where `direct`
     mixed_gemm::Schedule few_schedule;
     gemm::Choice exact;
     fp8_gemm::Choice product;
@@ -113,6 +142,20 @@ struct FewParams {
     void* out = nullptr;
     int64_t m = 0, n = 0, k = 0, groups = 1;
     int64_t weight_stride = 0, group_stride = 0;
+    DType out_dtype = DType::bf16;
+    int activation = 0;
+    mixed_gemm::Schedule schedule;
+};
+
+struct CodesParams {
+    const void* a = nullptr;  // (m, k) and (n, k); strides are multiples of 16
+    const void* weight = nullptr;
+    const void* scales_a = nullptr;  // in the 128x4 layout
+    const void* scales_weight = nullptr;
+    const void* bias = nullptr;
+    void* out = nullptr;
+    int64_t m = 0, n = 0, k = 0;
+    int64_t a_stride = 0, weight_stride = 0;
     DType out_dtype = DType::bf16;
     int activation = 0;
     mixed_gemm::Schedule schedule;
@@ -163,6 +206,7 @@ void visit_fields(Problem& p, Visitor&& visit) {
     visit("out_dtype", p.out_dtype);
     visit("fused", p.fused);
     visit("rebased", p.rebased);
+    visit("readable_a", p.readable_a);
     visit("readable", p.readable);
     visit("groups", p.groups);
     visit("grouped", p.grouped);
@@ -178,7 +222,8 @@ template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
     visit("rebased", c.rebased);
     visit("few", c.few);
-    visit("tokens", c.few_config.tile.tokens);
+    visit("direct", c.direct);
+    visit("tokens", c.direct ? c.codes.tokens : c.few_config.tile.tokens);
     visit("splits", c.few_schedule.splits);
     visit("few_blocks", c.few_schedule.blocks);
     visit("block_m", c.rebased ? c.product.config.block_m : c.exact.config.block_m);
@@ -198,6 +243,10 @@ inline int rebase_blocks(const block_scaled::Matrix& m) {
     return static_cast<int>(words_of_marks(m.rows) * MARKS * m.batch);
 }
 
+// Copies of scales in bulk are of 16 bytes.
+inline bool aligned_scales(const void* scale) {
+    return reinterpret_cast<uintptr_t>(scale) % 16 == 0;
+}
 // Empty when there are kernels for the problem, else the reason in a sentence.
 std::string unsupported(const Problem& problem, const DeviceProperties& device);
 std::string unsupported_operand(const PrepareProblem& problem, const DeviceProperties& device);
@@ -205,6 +254,8 @@ Choice choose(const Problem& problem, const DeviceProperties& device);
 std::string kernel_name(const Choice& choice);
 std::string kernel_name(const PrepareChoice& choice);
 
+template <CodesShape shape>
+void launch_codes(const CodesParams& params, Stream stream);
 template <FewConfig config>
 void launch_few(const FewParams& params, Stream stream);
 // The same for a configuration that is known at run time; false when there is no such kernel.
@@ -213,6 +264,17 @@ bool launch_any_few(const FewConfig& config, const FewParams& params, Stream str
     if constexpr (i < FEW_CONFIGS) {
         if (!(config == few_at(i))) return launch_any_few<i + 1>(config, params, stream);
         launch_few<few_at(i)>(params, stream);
+        return true;
+    } else {
+        return false;
+    }
+}
+
+template <std::size_t i = 0>
+bool launch_any_codes(const CodesShape& shape, const CodesParams& params, Stream stream) {
+    if constexpr (i < std::size(CODES_SHAPES)) {
+        if (!(shape == CODES_SHAPES[i])) return launch_any_codes<i + 1>(shape, params, stream);
+        launch_codes<CODES_SHAPES[i]>(params, stream);
         return true;
     } else {
         return false;

@@ -56,7 +56,7 @@ struct BasedDecodeParams {
 };
 
 // Dynamic shared memory of a block.
-constexpr int DECODE_BYTES = 11 * 1024;
+constexpr int BASED_DECODE_BYTES = 11 * 1024;
 
 // Whether the kernel can change a state where it is.
 inline bool decodes_in_place(const View& numerator, const View& denominator) {

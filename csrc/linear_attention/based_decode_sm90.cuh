@@ -11,7 +11,7 @@
 
 namespace thunderkittens::linear_attention {
 
-constexpr int MAX_DECODE_THREADS = 512, DECODE_AHEAD = 4;
+constexpr int MAX_BASED_DECODE_THREADS = 512, BASED_DECODE_AHEAD = 4;
 
 // A token's elements of a head.
 template <class T>
@@ -31,7 +31,7 @@ struct TokenView {
 };
 
 template <class T>
-struct DecodeGlobals {
+struct BasedDecodeGlobals {
     TokenView<T> q, k, v;
     StateOperand numerator, denominator;
     T* out;
@@ -40,10 +40,10 @@ struct DecodeGlobals {
     float eps;
 };
 
-struct DecodeShared {
+struct BasedDecodeShared {
     sv<float, 160> query, key;  // features
-    sv<float, MAX_DECODE_THREADS / 32> totals;
-    sv<float, 4 * MAX_DECODE_THREADS> parts;  // of the output
+    sv<float, MAX_BASED_DECODE_THREADS / 32> totals;
+    sv<float, 4 * MAX_BASED_DECODE_THREADS> parts;  // of the output
 };
 
 // The two elements whose product is the feature in a row of a state in memory.
@@ -62,10 +62,10 @@ __device__ __forceinline__ void add_product(float4& sum, float factor, const flo
 }
 
 template <class T>
-__global__ __launch_bounds__(MAX_DECODE_THREADS) void based_decode_kernel(
-    const __grid_constant__ DecodeGlobals<T> g) {
+__global__ __launch_bounds__(MAX_BASED_DECODE_THREADS) void based_decode_kernel(
+    const __grid_constant__ BasedDecodeGlobals<T> g) {
     shared_allocator<> allocator(shared_memory());
-    auto& shared = allocator.template allocate<DecodeShared>();
+    auto& shared = allocator.template allocate<BasedDecodeShared>();
     const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
     const int line = static_cast<int>(blockIdx.x), head = line % g.heads, b = line / g.heads;
     const int words = g.value_dim / 4, stride = threads / words;
@@ -76,9 +76,9 @@ __global__ __launch_bounds__(MAX_DECODE_THREADS) void based_decode_kernel(
     const auto place = [&](int row) {
         return reinterpret_cast<float4*>(state + row * g.value_dim);
     };
-    float4 ahead[DECODE_AHEAD];
+    float4 ahead[BASED_DECODE_AHEAD];
 #pragma unroll
-    for (int i = 0; i < DECODE_AHEAD; ++i) {
+    for (int i = 0; i < BASED_DECODE_AHEAD; ++i) {
         const int row = first + i * stride;
         if (row < FEATURES) ahead[i] = arch::load_global(place(row));
     }
@@ -112,10 +112,10 @@ __global__ __launch_bounds__(MAX_DECODE_THREADS) void based_decode_kernel(
     arch::sync_block();
 
     float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
-    for (int start = first; start < FEATURES; start += DECODE_AHEAD * stride) {
+    for (int start = first; start < FEATURES; start += BASED_DECODE_AHEAD * stride) {
 #pragma unroll
-        for (int i = 0; i < DECODE_AHEAD; ++i) {
-            const int row = start + i * stride, later = row + DECODE_AHEAD * stride;
+        for (int i = 0; i < BASED_DECODE_AHEAD; ++i) {
+            const int row = start + i * stride, later = row + BASED_DECODE_AHEAD * stride;
             if (row >= FEATURES) break;
             float4 x = ahead[i];
             if (later < FEATURES) ahead[i] = arch::load_global(place(later));
@@ -147,19 +147,19 @@ template <DType dtype>
 void launch_based_decode(const BasedDecodeParams& params, Stream stream) {
     using T = type_of<dtype>;
     const BasedDecodeProblem& p = params.problem;
-    const DecodeGlobals<T> globals{.q = params.q,
-                                   .k = params.k,
-                                   .v = params.v,
-                                   .numerator = params.numerator,
-                                   .denominator = params.denominator,
-                                   .out = static_cast<T*>(params.out),
-                                   .heads = int(p.heads),
-                                   .value_dim = int(p.value_dim),
-                                   .normalize = p.normalize,
-                                   .eps = params.eps};
-    static_assert(sizeof(DecodeShared) + 1024 <= DECODE_BYTES);
+    const BasedDecodeGlobals<T> globals{.q = params.q,
+                                        .k = params.k,
+                                        .v = params.v,
+                                        .numerator = params.numerator,
+                                        .denominator = params.denominator,
+                                        .out = static_cast<T*>(params.out),
+                                        .heads = int(p.heads),
+                                        .value_dim = int(p.value_dim),
+                                        .normalize = p.normalize,
+                                        .eps = params.eps};
+    static_assert(sizeof(BasedDecodeShared) + 1024 <= BASED_DECODE_BYTES);
     kittens::launch(based_decode_kernel<T>, dim3(unsigned(p.batch * p.heads)),
-                    dim3(unsigned(params.threads)), dim3(1), DECODE_BYTES, stream, globals);
+                    dim3(unsigned(params.threads)), dim3(1), BASED_DECODE_BYTES, stream, globals);
 }
 
 }  // namespace thunderkittens::linear_attention

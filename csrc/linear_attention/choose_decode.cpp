@@ -25,7 +25,7 @@ std::vector<KernelInfo> based_decode_kernels() {
         info.source = "based_decode";
         info.symbol = concat("based_decode_kernelI", symbol_of(dtype));
         info.threads = 512;
-        info.shared_bytes = DECODE_BYTES;
+        info.shared_bytes = BASED_DECODE_BYTES;
         list.push_back(info);
     }
     return list;

@@ -10,10 +10,11 @@
 
 namespace thunderkittens::linear_attention {
 
-constexpr int DECODE_THREADS = 256, DECODE_WARPS = DECODE_THREADS / WARP_THREADS;
+constexpr int LOLCATS_DECODE_THREADS = 256,
+              LOLCATS_DECODE_WARPS = LOLCATS_DECODE_THREADS / WARP_THREADS;
 
 template <class T>
-struct DecodeGlobals {
+struct LolcatsDecodeGlobals {
     Operand q, k, v, out, q_map, k_map;
     const float *alpha, *beta;
     LolcatsStatePointers state;
@@ -48,36 +49,36 @@ __device__ __forceinline__ float warp_maximum(float x) {
 }
 
 template <class K>
-struct DecodeShared {
+struct LolcatsDecodeShared {
     static constexpr int pitch = 2 * K::features + 1;
     float q[K::head_dim], key[K::head_dim], value[K::head_dim];
     float features[2 * K::features];
     float weights[CACHE + 1];  // scores; the last is the new token's
     float linear, window;      // parts of the denominator
     union {
-        float map_sums[DECODE_THREADS * 8];  // of the projection, per row of the map
+        float map_sums[LOLCATS_DECODE_THREADS * 8];  // of the projection, per row of the map
         struct {
-            float values[DECODE_THREADS * 8];  // of weights times values
-            float state[DECODE_THREADS * 4];   // of features times sums
+            float values[LOLCATS_DECODE_THREADS * 8];  // of weights times values
+            float state[LOLCATS_DECODE_THREADS * 4];   // of features times sums
         } sums;
         float block[CHUNK * pitch];  // features of the block that is added
     };
 };
 
 template <class K>
-struct Decode {
+struct LolcatsDecode {
     using T = typename K::T;
-    using Globals = DecodeGlobals<T>;
+    using Globals = LolcatsDecodeGlobals<T>;
     static constexpr int D = K::head_dim, F = K::features;
     // Rows of sums, of keys and of maps that all threads read at a time, with the threads of one.
-    static constexpr int state_lanes = D / 4, state_rows = DECODE_THREADS / state_lanes;
+    static constexpr int state_lanes = D / 4, state_rows = LOLCATS_DECODE_THREADS / state_lanes;
     static constexpr int state_passes = 2 * F / state_rows;
-    static constexpr int token_lanes = D / 8, token_rows = DECODE_THREADS / token_lanes;
+    static constexpr int token_lanes = D / 8, token_rows = LOLCATS_DECODE_THREADS / token_lanes;
     static constexpr int token_passes = CACHE / token_rows;
-    static constexpr int map_lanes = F / 8, map_rows = DECODE_THREADS / map_lanes;
+    static constexpr int map_lanes = F / 8, map_rows = LOLCATS_DECODE_THREADS / map_lanes;
 
     const Globals& g;
-    DecodeShared<K>& shared;
+    LolcatsDecodeShared<K>& shared;
     int b, head, kv_head, thread, before, first;
 
     __device__ __forceinline__ int token_of(int row) const {
@@ -226,7 +227,7 @@ struct Decode {
             const auto* at = reinterpret_cast<const float4*>(sums()) + thread;
 #pragma unroll
             for (int pass = 0; pass < half; ++pass)
-                state[pass] = arch::load_global(at + (from + pass) * DECODE_THREADS);
+                state[pass] = arch::load_global(at + (from + pass) * LOLCATS_DECODE_THREADS);
         };
         load_state(0);
         uint4 values[token_passes];
@@ -283,7 +284,8 @@ struct Decode {
 
     // Adds a block of 64 tokens, which lies in the caches from `row` on, to the sums.
     __device__ __forceinline__ void fold(int row) {
-        constexpr int pitch = DecodeShared<K>::pitch, each = F / (DECODE_THREADS / CHUNK);
+        constexpr int pitch = LolcatsDecodeShared<K>::pitch,
+                      each = F / (LOLCATS_DECODE_THREADS / CHUNK);
         {
             const int token = thread % CHUNK, column = thread / CHUNK * each;
             float z[each] = {};
@@ -326,7 +328,7 @@ struct Decode {
         float4 state[state_passes];
 #pragma unroll
         for (int pass = 0; pass < state_passes; ++pass)
-            state[pass] = arch::load_global(at + pass * DECODE_THREADS);
+            state[pass] = arch::load_global(at + pass * LOLCATS_DECODE_THREADS);
         for (int token = 0; token < CHUNK; ++token) {
             const auto raw = arch::load_global(
                 reinterpret_cast<const uint2*>(cache(g.state.values, row + token)) + state_lane);
@@ -342,7 +344,7 @@ struct Decode {
         }
 #pragma unroll
         for (int pass = 0; pass < state_passes; ++pass)
-            arch::store_global(at + pass * DECODE_THREADS, state[pass]);
+            arch::store_global(at + pass * LOLCATS_DECODE_THREADS, state[pass]);
         if (thread < 2 * F) {
             float sum = arch::load_global(denominators() + thread);
             for (int token = 0; token < CHUNK; ++token) sum += shared.block[token * pitch + thread];
@@ -352,20 +354,20 @@ struct Decode {
 };
 
 template <class K>
-__global__ __launch_bounds__(DECODE_THREADS, 2) void lolcats_decode_kernel(
-    const __grid_constant__ DecodeGlobals<typename K::T> g) {
-    auto& shared = arch::static_shared<DecodeShared<K>>();
+__global__ __launch_bounds__(LOLCATS_DECODE_THREADS, 2) void lolcats_decode_kernel(
+    const __grid_constant__ LolcatsDecodeGlobals<typename K::T> g) {
+    auto& shared = arch::static_shared<LolcatsDecodeShared<K>>();
     arch::launch_dependents();
     const int index = int(blockIdx.x), b = index / g.heads, head = index % g.heads;
     const Terrace terrace(g.state.lengths, b, 1);
-    Decode<K>{g,
-              shared,
-              b,
-              head,
-              head / (g.heads / g.kv_heads),
-              int(threadIdx.x),
-              terrace.before,
-              terrace.before - terrace.cached}
+    LolcatsDecode<K>{g,
+                     shared,
+                     b,
+                     head,
+                     head / (g.heads / g.kv_heads),
+                     int(threadIdx.x),
+                     terrace.before,
+                     terrace.before - terrace.cached}
         .run();
 }
 
@@ -385,19 +387,19 @@ template <DType dtype, int head_dim, int features>
 void launch_lolcats_decode(const LolcatsDecodeParams& params, Stream stream) {
     using K = LolcatsKernel<dtype, head_dim, features>;
     const LolcatsDecodeProblem& p = params.problem;
-    const DecodeGlobals<typename K::T> globals{.q = params.q,
-                                               .k = params.k,
-                                               .v = params.v,
-                                               .out = params.out,
-                                               .q_map = params.q_map,
-                                               .k_map = params.k_map,
-                                               .alpha = params.alpha,
-                                               .beta = params.beta,
-                                               .state = params.state,
-                                               .heads = int(p.heads),
-                                               .kv_heads = int(p.kv_heads)};
+    const LolcatsDecodeGlobals<typename K::T> globals{.q = params.q,
+                                                      .k = params.k,
+                                                      .v = params.v,
+                                                      .out = params.out,
+                                                      .q_map = params.q_map,
+                                                      .k_map = params.k_map,
+                                                      .alpha = params.alpha,
+                                                      .beta = params.beta,
+                                                      .state = params.state,
+                                                      .heads = int(p.heads),
+                                                      .kv_heads = int(p.kv_heads)};
     kittens::launch(lolcats_decode_kernel<K>, dim3(unsigned(p.batch * p.heads)),
-                    dim3(DECODE_THREADS), dim3(1), 0, stream, globals);
+                    dim3(LOLCATS_DECODE_THREADS), dim3(1), 0, stream, globals);
     kittens::launch({.dependent = true}, lolcats_lengths_kernel<typename K::T>,
                     dim3(unsigned((p.batch + 127) / 128)), dim3(128), dim3(1), 0, stream,
                     LengthsGlobals{params.state.lengths, int(p.batch)});

@@ -10,9 +10,9 @@ kittens::emulated::Options named(const std::string& kernel) {
     options.kernel = kernel;
     return options;
 }
-void add(const char* name, const Array& a, bool writable) {
+void add(const char* name, const Array& a, bool writable, bool settled = false) {
     kittens::emulated::options.regions.push_back(
-        {a.data, static_cast<std::size_t>(a.extent()), name, writable});
+        {a.data, static_cast<std::size_t>(a.extent()), name, writable, settled});
 }
 
 }  // namespace
@@ -24,6 +24,7 @@ Launch::Launch(const std::string& kernel)
     : scope_(new Scope{kittens::emulated::OptionsScope(named(kernel))}) {}
 Launch::~Launch() = default;
 void Launch::may_read(const char* name, const Array& a) { add(name, a, false); }
+void Launch::may_read_early(const char* name, const Array& a) { add(name, a, false, true); }
 void Launch::may_write(const char* name, const Array& a) { add(name, a, true); }
 
 }  // namespace thunderkittens::emulated

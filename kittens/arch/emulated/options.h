@@ -31,6 +31,8 @@ struct Region {
     size_t bytes;
     std::string name;
     bool writable = true;
+    // There before the previous kernel began: may be read before wait_for_dependencies.
+    bool settled = false;
 };
 
 struct Options {

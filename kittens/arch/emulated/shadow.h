@@ -44,13 +44,20 @@ inline void check_shared(const Place& p, uint32_t bytes, uint32_t alignment, con
 }
 inline void check_global(const void* pointer, uint64_t bytes, bool writes, const char* what) {
     const Thread& t = self();
+    const auto& regions = machine->options->regions;
     if (machine->grid->dependent && machine->check_order &&
         t.clock.seen[machine->dependency_entry()] == 0) {
-        fail(std::string(what) +
-             " of global memory before wait_for_dependencies, in a kernel that "
-             "starts before the previous one has finished");
+        const auto begin = reinterpret_cast<uintptr_t>(pointer);
+        const bool settled = std::ranges::any_of(regions, [&](const Region& r) {
+            const auto first = reinterpret_cast<uintptr_t>(r.begin);
+            return r.settled && begin >= first && begin + bytes <= first + r.bytes;
+        });
+        if (writes || !settled) {
+            fail(std::string(what) +
+                 " of global memory before wait_for_dependencies, in a kernel that "
+                 "starts before the previous one has finished");
+        }
     }
-    const auto& regions = machine->options->regions;
     if (regions.empty()) return;
     const auto begin = reinterpret_cast<uintptr_t>(pointer);
     const Region* near = nullptr;
