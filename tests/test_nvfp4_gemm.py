@@ -114,6 +114,7 @@ def test_one_hot_rows_select(device, m, dtype):
 
 # Rows of a, of the weight in 64, warpgroups that divide k, k of a stage in 64, stages.
 TILES = [
+    (16, 1, 4, 8, 5),
     (16, 2, 2, 4, 6),
     (16, 4, 1, 4, 4),
     (32, 2, 2, 4, 5),
@@ -124,13 +125,17 @@ TILES = [
 ]
 
 
-@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("cluster", ["alone", "split", "shared"])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("tile", TILES)
-def test_every_kernel_on_the_emulator(tile, dtype, splits):
+def test_every_kernel_on_the_emulator(tile, dtype, cluster):
     """A few blocks, more tiles than blocks, ragged in every dimension, adversarial order."""
+    if cluster == "shared" and tile[0] < 256:
+        return
     names = ("tokens", "row_groups", "k_groups", "pieces", "stages")
-    config = dict(zip(names, tile, strict=True)) | {"blocks": 2 * splits, "splits": splits}
+    splits, sharers = 1 + (cluster == "split"), 1 + (cluster == "shared")
+    config = dict(zip(names, tile, strict=True)) | {"splits": splits, "sharers": sharers}
+    config["blocks"] = 2 * splits * sharers
     m = min(tile[0] + 3, 130)
     weight = prepared(290, 592)
     a = (torch.randn(m, 592) / 24).to(dtype)

@@ -177,7 +177,7 @@ def test_empty(device, shape, given):
 def test_philox():
     """The words of the generator's authors for counters and keys of zeros and of ones."""
     zero = torch.zeros(1, dtype=torch.int64)
-    words = [int(w) for w in philox(zero, zero)]
+    words = [int(w) for w in philox(zero, zero, zero)]
     assert words == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 

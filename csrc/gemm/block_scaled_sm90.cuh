@@ -86,14 +86,19 @@ template <class T>
 __device__ __forceinline__ uint32_t largest_of(uint32_t word) {
     return Chunk<T>::PAIRS ? max(word >> 16, word & 0xffffu) : word;
 }
+// The same of a chunk: of its words, and in the low half of one.
 template <class T>
-__device__ __forceinline__ uint32_t largest_of(const Chunk<T>& chunk) {
+__device__ __forceinline__ uint32_t largest_word(const Chunk<T>& chunk) {
     uint32_t word = magnitudes<T>(chunk.words[0]);
 #pragma unroll
     for (int i = 1; i < Chunk<T>::WORDS; ++i) {
         word = larger<T>(word, magnitudes<T>(chunk.words[i]));
     }
-    return largest_of<T>(word);
+    return word;
+}
+template <class T>
+__device__ __forceinline__ uint32_t largest_of(const Chunk<T>& chunk) {
+    return largest_of<T>(largest_word(chunk));
 }
 
 // Elements from `column` on of a row, zeros past its end. The row is aligned to 16 bytes.

@@ -31,11 +31,17 @@ Schedule schedule_for(const Config& config, const Problem& p, int sm_count) {
            sm_count >= splits * 4) {
         splits *= 2;
     }
-    const int64_t clusters = clusters_of(splits, sm_count);
-    const int64_t rounds = ceil_div(tiles, clusters);
+    // Where there are enough, two neighbours share rows of a, as long as few tiles are left alone.
+    const bool share = splits == 1 && most_sharers(config) == 2 && sm_count >= 2 &&
+                       (row_tiles % 2 == 0 || row_tiles >= 16);
+    const int sharers = share ? 2 : 1, in_cluster = splits * sharers;
+    const int64_t work = std::max<int64_t>(1, ceil_div(row_tiles, sharers) * token_tiles);
+    const int64_t clusters = clusters_of(in_cluster, sm_count);
+    const int64_t rounds = ceil_div(work, clusters);
     return {.blocks = static_cast<int>(
-                (p.grouped ? std::min(tiles, clusters) : ceil_div(tiles, rounds)) * splits),
-            .splits = splits};
+                (p.grouped ? std::min(work, clusters) : ceil_div(work, rounds)) * in_cluster),
+            .splits = splits,
+            .sharers = sharers};
 }
 
 // The smallest tile that takes all rows at once, of those the largest that still gives most SMs
@@ -47,8 +53,8 @@ Choice best(const Problem& p, int sm_count) {
     for (const TileShape& shape : TILE_SHAPES) {
         if (shape.tokens >= rows) tokens = std::min(tokens, shape.tokens);
     }
-    // Two tiles of 128 rows where those of 256 would leave SMs without work.
-    if (tokens == 256 && 2 * ceil_div(p.n, 128) * ceil_div(rows, 256) <= sm_count) tokens = 128;
+    // Tiles of 128 rows where those of 256 are too few even for two blocks that divide k.
+    if (tokens == 256 && 4 * ceil_div(p.n, 128) * ceil_div(rows, 256) <= sm_count) tokens = 128;
     Choice choice;
     for (const TileShape& shape : TILE_SHAPES) {
         if (shape.tokens != tokens) continue;

@@ -134,8 +134,8 @@ emulated::Result nvfp4_gemm(const emulated::Call& call) {
     check_supported(OP, problem, call.device);
     Choice choice = choose(problem, call.device);
     emulated::force(choice, call);
-    const int splits = choice.schedule.splits;
-    choice.schedule.blocks = (choice.schedule.blocks + splits - 1) / splits * splits;
+    const int in_cluster = choice.schedule.splits * choice.schedule.sharers;
+    choice.schedule.blocks = (choice.schedule.blocks + in_cluster - 1) / in_cluster * in_cluster;
     emulated::Launch scope("nvfp4_gemm " + kernel_name(choice));
     scope.may_read("a", rows);
     scope.may_read("b", weight);

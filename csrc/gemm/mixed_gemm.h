@@ -57,6 +57,8 @@ struct Config {
 struct Schedule {
     int blocks = 0;  // of the grid, a multiple of `splits`
     int splits = 1;  // blocks of a cluster that divide k between them
+    // Or blocks of a cluster with the same rows of a, of which each loads a part for all.
+    int sharers = 1;
 };
 
 struct Choice {
@@ -99,6 +101,7 @@ void visit_fields(Choice& c, Visitor&& visit) {
     visit("dtype", c.config.dtype);
     visit("blocks", c.schedule.blocks);
     visit("splits", c.schedule.splits);
+    visit("sharers", c.schedule.sharers);
 }
 
 constexpr int consumers(const Config& c) { return c.row_groups * c.k_groups; }
@@ -108,6 +111,9 @@ constexpr int threads(const Config& c) {
     return consumers(c) * 128 + (moves_registers(c) ? 128 : 32);
 }
 constexpr int block_rows(const Config& c) { return c.row_groups * PIECE; }
+// How many blocks of a cluster may share rows of a: those of large tiles, which come from the L2
+// cache faster than it gives them.
+constexpr int most_sharers(const Config& c) { return c.tokens >= 256 ? 2 : 1; }
 // Rows of a whose sums pass through shared memory at a time.
 constexpr int tokens_at_a_time(const Config& c) { return c.tokens < 64 ? c.tokens : 64; }
 constexpr int stage_bytes(const Config& c) {
@@ -127,8 +133,8 @@ struct TileShape {
     int tokens, row_groups, k_groups, pieces, stages;
 };
 constexpr TileShape TILE_SHAPES[] = {
-    {16, 2, 2, 4, 6}, {16, 4, 1, 4, 4},  {32, 2, 2, 4, 5},  {64, 2, 1, 2, 6},
-    {64, 4, 1, 2, 4}, {128, 2, 1, 1, 8}, {256, 2, 1, 1, 5},
+    {16, 1, 4, 8, 5}, {16, 2, 2, 4, 6}, {16, 4, 1, 4, 4},  {32, 2, 2, 4, 5},
+    {64, 2, 1, 2, 6}, {64, 4, 1, 2, 4}, {128, 2, 1, 1, 8}, {256, 2, 1, 1, 5},
 };
 constexpr Config make_config(Format format, const TileShape& shape, DType dtype) {
     return {.format = format,

@@ -41,6 +41,7 @@ template <class K>
 __device__ __forceinline__ void produce(const typename K::Globals& g, typename K::Shared& shared) {
     constexpr Config C = K::config;
     const int2 range = range_of_k(g);
+    const int rank = g.sharers > 1 ? static_cast<int>(arch::cluster_rank()) : 0;
     int slot = 0, phase = 1;
     for_each_tile<K>(g, [&](const Tile& tile) {
         if (tile.group >= g.groups) return;
@@ -48,7 +49,7 @@ __device__ __forceinline__ void produce(const typename K::Globals& g, typename K
         // once; of many, at the same, to find in the L2 cache what others have just read.
         int k = range.x;
         if (C.tokens <= 64)
-            k += static_cast<int>(tile.row_tile * 37u % uint32_t(range.y - range.x));
+            k += static_cast<int>(tile.row_tile / g.sharers * 37u % uint32_t(range.y - range.x));
         for (int step = range.x; step < range.y; ++step) {
             auto& stage = shared.stages[slot];
             semaphore& full = shared.full[slot];
@@ -66,9 +67,18 @@ __device__ __forceinline__ void produce(const typename K::Globals& g, typename K
             }
 #pragma unroll
             for (int i = 0; i < C.pieces; ++i) {
-                tma::load_async<2, tma::CachePolicy::evict_last>(
-                    stage.a[i], g.a,
-                    elements(0, 0, static_cast<int>(tile.token), (first + i) * PIECE), full);
+                auto& parts = reinterpret_cast<typename K::part(&)[K::parts]>(stage.a[i]);
+#pragma unroll
+                for (int j = 0; j < K::parts; ++j) {
+                    const auto from = elements(
+                        0, 0, static_cast<int>(tile.token) + j * K::part_rows, (first + i) * PIECE);
+                    if (g.sharers == 1) {
+                        tma::load_async<2, tma::CachePolicy::evict_last>(parts[j], g.a, from, full);
+                    } else if (rank == j) {
+                        tma::cluster::load_async<2, tma::CachePolicy::evict_last>(
+                            parts[j], g.a, from, full, uint16_t{(1 << K::parts) - 1});
+                    }
+                }
             }
             if (++slot == C.stages) slot = 0, phase ^= 1;
             if (++k == range.y) k = range.x;
@@ -92,10 +102,15 @@ struct Mainloop {
         static_assert(C.pieces % C.k_groups == 0 && (rounds == 1 || rounds % 2 == 0));
         int previous = 0;
         // Every warp has read its codes. Without a branch around the barrier of the warp, for which
-        // ptxas would serialise products.
+        // ptxas would serialise products. Who shares rows of a writes them for all.
         const auto release = [&](int stage, bool filled = true) {
             arch::sync_warp();
             if (filled && laneid() == 0) arrive(shared.empty[stage]);
+            if constexpr (K::parts > 1) {
+                if (filled && g.sharers > 1 && laneid() == 1) {
+                    arrive_remote_relaxed(shared.empty[stage], arch::cluster_rank() ^ 1);
+                }
+            }
         };
         // One product is in flight while the fragments of the next are made.
         const auto take = [&](int piece, rt<T, 16, PIECE>& fragment, bool accumulate) {
@@ -164,10 +179,10 @@ __global__ __launch_bounds__(K::threads, 1) void mixed_gemm_kernel(const __grid_
     const bool produces = warpgroup::groupid() == K::consumers;
     if (produces) {
         if (warpgroup::warpid() == 0 && arch::elect_one()) {
-            tma::prefetch_map<typename K::rows>(g.a);
+            tma::prefetch_map<typename K::part>(g.a);
             for (int i = 0; i < C.stages; ++i) {
                 init_semaphore(shared.full[i], 1);
-                init_semaphore(shared.empty[i], K::consumers * WARPGROUP_WARPS);
+                init_semaphore(shared.empty[i], K::consumers * WARPGROUP_WARPS * g.sharers);
             }
             init_semaphore(shared.summed, K::consumers * WARPGROUP_WARPS * g.splits);
             init_semaphore(shared.read, K::consumers * WARPGROUP_WARPS * g.splits);
@@ -178,8 +193,10 @@ __global__ __launch_bounds__(K::threads, 1) void mixed_gemm_kernel(const __grid_
     } else {
         arch::named_barrier_sync(READY, K::threads);
     }
-    // Other blocks of the cluster arrive at the semaphores when they have their sums.
+    // Other blocks of the cluster arrive at the semaphores when they have their sums, or with rows
+    // of a.
     if (g.splits > 1) cluster::arrive();
+    if (K::parts > 1 && g.sharers > 1) cluster::sync();
     arch::wait_for_dependencies();
     arch::launch_dependents();
     if (produces) {
@@ -192,7 +209,7 @@ __global__ __launch_bounds__(K::threads, 1) void mixed_gemm_kernel(const __grid_
         consume<K>(g, shared);
     }
     // A block's shared memory is read, and its semaphores are arrived at, by its cluster.
-    if (g.splits > 1) cluster::sync();
+    if (g.splits * g.sharers > 1) cluster::sync();
 }
 
 }  // namespace sm90
@@ -205,6 +222,7 @@ void launch(const Params& p, Stream stream) {
         return static_cast<uint32_t>((x + y - 1) / y);
     };
     const int64_t quad = 4 * size_in_bytes(p.out_dtype);
+    const int in_cluster = p.schedule.splits * p.schedule.sharers;
     const bool quads = reinterpret_cast<uintptr_t>(p.out) % quad == 0 && p.n % 4 == 0;
     const typename K::Globals globals{
         .a = A(static_cast<typename A::T*>(const_cast<void*>(p.a)), nullptr, nullptr, p.m, p.k,
@@ -221,14 +239,15 @@ void launch(const Params& p, Stream stream) {
         .n = static_cast<uint32_t>(p.n),
         .groups = static_cast<uint32_t>(p.groups),
         .row_pieces = static_cast<uint32_t>(pieces(p.n)),
-        .row_tiles = ceil_div(p.n, block_rows(C)),
-        .clusters = static_cast<uint32_t>(p.schedule.blocks / p.schedule.splits),
+        .row_tiles = ceil_div(p.n, block_rows(C) * p.schedule.sharers),
+        .clusters = static_cast<uint32_t>(p.schedule.blocks / in_cluster),
         .k_pieces = static_cast<int>(pieces(p.k)),
         .k_stages = static_cast<int>(ceil_div(pieces(p.k), C.pieces)),
         .splits = p.schedule.splits,
+        .sharers = p.schedule.sharers,
     };
     kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::mixed_gemm_kernel<K>,
-                    dim3(p.schedule.blocks), dim3(K::threads), dim3(p.schedule.splits),
+                    dim3(p.schedule.blocks), dim3(K::threads), dim3(in_cluster),
                     sizeof(typename K::Shared), stream, globals);
 }
 

@@ -24,6 +24,10 @@ struct Types {
     using T = std::conditional_t<C.dtype == DType::bf16, bf16, half>;
     using W = typename weights_of<C.format>::type;
     using rows = st<T, C.tokens, PIECE>;
+    // What a block loads of a stage's rows of a for the blocks that share them.
+    static constexpr int parts = most_sharers(C);
+    static constexpr int part_rows = C.tokens / parts;
+    using part = st<T, part_rows, PIECE>;
     static constexpr int piece = piece_bytes(C.format);
     // Tiles of rows of a that are taken together: their rows, many more bytes than those of the
     // weight, stay in the L2 cache.
@@ -36,8 +40,8 @@ struct Types {
     static constexpr int consumers = mixed_gemm::consumers(C);  // warpgroups
     static constexpr bool moves_registers = mixed_gemm::moves_registers(C);
     // Of the registers that a block has at launch: 168 per thread with two consumers, 96 with four.
-    static constexpr int producer_registers = consumers == 2 ? 40 : 32;
-    static constexpr int consumer_registers = consumers == 2 ? 232 : 112;
+    static constexpr int producer_registers = consumers == 2 ? 40 : 56;
+    static constexpr int consumer_registers = consumers == 2 ? 232 : 104;
     static_assert(!moves_registers || consumers == 2 || consumers == 4);
 
     struct alignas(128) Codes {
@@ -58,7 +62,7 @@ struct Types {
     static_assert(sizeof(Shared) <= MAX_SHARED_MEMORY, "too many stages");
 
     struct Globals {
-        gl<T, 1, 1, -1, -1, rows> a;
+        gl<T, 1, 1, -1, -1, part> a;
         const uint8_t* weight;
         const float* scale;
         const void* bias;
@@ -68,8 +72,8 @@ struct Types {
         gemm::Activation activation;
         bool quads;  // four neighbouring elements of out are aligned
         uint32_t m, n, groups;
-        uint32_t row_pieces, row_tiles, clusters;
-        int k_pieces, k_stages, splits;
+        uint32_t row_pieces, row_tiles, clusters;  // row_tiles: of a cluster's rows of the weight
+        int k_pieces, k_stages, splits, sharers;
     };
 };
 
@@ -84,8 +88,20 @@ struct Tile {
 template <class K, class Work>
 __device__ __forceinline__ void for_each_tile(const typename K::Globals& g, Work work) {
     constexpr uint32_t tokens = K::config.tokens;
-    uint32_t index = blockIdx.x / g.splits;
-    const auto walk = [&](uint32_t group, uint32_t begin, uint32_t end) {
+    uint32_t sharers = 1;
+    if constexpr (requires { g.sharers; }) sharers = g.sharers;
+    const uint32_t in_cluster = g.splits * sharers;
+    const uint32_t sharer = sharers > 1 ? blockIdx.x % in_cluster : 0;
+    uint32_t index = blockIdx.x / in_cluster;
+    uint32_t begin = 0;
+    // One loop for all, so that `work` is in the code once: behind the last group are rows that
+    // have none.
+    for (uint32_t group = 0; group <= g.groups; ++group) {
+        uint32_t end = g.m;
+        if (g.offs != nullptr && group < g.groups) {
+            const int last = arch::load_global(g.offs + group);
+            end = min(max(uint32_t(max(last, 0)), begin), g.m);
+        }
         const uint32_t token_tiles = (end - begin + tokens - 1) / tokens;
         const uint32_t tiles = token_tiles * g.row_tiles;
         for (; index < tiles; index += g.clusters) {
@@ -94,19 +110,11 @@ __device__ __forceinline__ void for_each_tile(const typename K::Globals& g, Work
             const uint32_t wide = min(token_tiles - band * K::band, K::band);
             const uint32_t row_tile = in_band / wide;
             const uint32_t token_tile = band * K::band + (in_band - row_tile * wide);
-            work(Tile{group, row_tile, begin + token_tile * tokens, end});
+            work(Tile{group, row_tile * sharers + sharer, begin + token_tile * tokens, end});
         }
         index -= tiles;
-    };
-    if (g.offs == nullptr) return walk(0, 0, g.m);
-    uint32_t begin = 0;
-    for (uint32_t group = 0; group < g.groups; ++group) {
-        const int end = arch::load_global(g.offs + group);
-        const uint32_t last = min(max(uint32_t(max(end, 0)), begin), g.m);
-        walk(group, begin, last);
-        begin = last;
+        begin = end;
     }
-    walk(g.groups, begin, g.m);
 }
 
 // The stages of k that fall to a block of the cluster.
@@ -156,12 +164,7 @@ struct Finish {
                 }
             }
             wait_until_summed(g, shared);
-            if (g.out_dtype == DType::bf16)
-                rows<bf16>(g, shared, tile, pass * K::pass);
-            else if (g.out_dtype == DType::fp16)
-                rows<half>(g, shared, tile, pass * K::pass);
-            else
-                rows<float>(g, shared, tile, pass * K::pass);
+            rows(g, shared, tile, pass * K::pass);
             if (g.splits > 1) {
                 arch::sync_warp();
                 if (laneid() < g.splits) arrive_remote_relaxed(shared.read, laneid());
@@ -192,7 +195,6 @@ struct Finish {
 
     // Rows of out from the sums: those of the warpgroups and of the cluster, in the order of its
     // blocks.
-    template <class O>
     __device__ __forceinline__ void rows(const typename K::Globals& g, typename K::Shared& shared,
                                          const Tile& tile, int first) {
         constexpr int fours = K::block_rows / 4;
@@ -203,7 +205,7 @@ struct Finish {
                                                  : 1.f;
         using T = typename K::T;
         const auto* bias = static_cast<const T*>(empty ? nullptr : g.bias);
-#pragma unroll 2
+#pragma unroll 1
         for (int i = rank * THREADS + int(threadIdx.x); i < K::pass * fours;
              i += g.splits * THREADS) {
             const int row = i / fours, column = i % fours * 4;
@@ -232,7 +234,13 @@ struct Finish {
                 }
             }
             gemm::sm90::activate(g.activation, x);
-            store_four(static_cast<O*>(g.out) + (int64_t(m) * g.n + n), x, g.quads, count);
+            const int64_t at = int64_t(m) * g.n + n;
+            if (g.out_dtype == DType::bf16)
+                store_four(static_cast<bf16*>(g.out) + at, x, g.quads, count);
+            else if (g.out_dtype == DType::fp16)
+                store_four(static_cast<half*>(g.out) + at, x, g.quads, count);
+            else
+                store_four(static_cast<float*>(g.out) + at, x, g.quads, count);
         }
     }
 

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "csrc/gemm/block_scaled_sm90.cuh"
+#include "kittens/arch/packed_math.cuh"
 
 namespace thunderkittens::block_scaled {
 namespace sm90 {
@@ -41,11 +42,10 @@ __device__ __forceinline__ Encode encode_of_scale(float scale) {
     return encode_by(is_positive(scale) ? min(1 / scale, LARGEST_FLOAT) : 1);
 }
 
-// The scale of a block with this largest magnitude. NaN makes it NaN.
-__device__ __forceinline__ uint32_t block_scale(float largest, const Encode& encode) {
-    constexpr float SIXTH = 1.0f / 6.0f;
-    const float scale = min(largest * (encode.factor * SIXTH), LARGEST_FLOAT);
-    return largest >= 0 ? e4m3_code(scale) : 0x7f;
+// The scale of a block with this largest magnitude; `sixth` is a sixth of the matrix's factor.
+// Infinity and what is too large make it the largest scale, NaN makes it NaN.
+__device__ __forceinline__ uint32_t block_scale(float largest, float sixth) {
+    return e4m3_code(largest * sixth);
 }
 
 // By what the elements of a block are multiplied, for each of the 128 scales that it may have: a
@@ -64,22 +64,17 @@ __device__ __forceinline__ uint32_t make_factors(const Encode& encode) {
     return shared;
 }
 
-// The code of a magnitude x in the low byte, rounded to nearest even. The codes are the integers of
-// min(2 x, x + 2, x / 2 + 4), a line for each distance between neighbours, which begin at even
-// codes. Added to 2^23, whose successor is 2^23 + 1, each line is rounded once.
-__device__ __forceinline__ uint32_t e2m1_code(float x) {
-    constexpr float ONE = 0x1p23f;
-    const uint32_t near = bit_cast<uint32_t>(__fmaf_rn(x, 2, ONE));
-    const uint32_t middle = bit_cast<uint32_t>(x + (ONE + 2));
-    const uint32_t far = bit_cast<uint32_t>(__fmaf_rn(x, 0.5f, ONE + 4));
-    return min(min(min(near, middle), far), bit_cast<uint32_t>(ONE + 7));
-}
-// The same, rounded up with a probability that is the place between the two codes; `dither` is
-// uniform in (-1/2, 1/2).
-__device__ __forceinline__ uint32_t e2m1_code(float x, float dither) {
-    x = min(x, 6.0f);
-    const float place = min(min(2 * x, x + 2), __fmaf_rn(x, 0.5f, 4));
-    return bit_cast<uint32_t>(place + dither + 0x1.8p23f);
+// The code of a magnitude x, which is less than 7, plus the bits of place_zero(), rounded to nearest
+// even. The codes are the integers of min(2 x, x + 2, x / 2 + 4), a line for each distance between
+// neighbours, which begin at even codes. Added to 2^23, whose successor is 2^23 + 1, each line is
+// rounded once.
+__device__ __forceinline__ constexpr float place_zero() { return 0x1p23f; }
+__device__ __forceinline__ uint32_t e2m1_place(float x) {
+    constexpr float ZERO = place_zero();
+    const uint32_t near = bit_cast<uint32_t>(__fmaf_rn(x, 2, ZERO));
+    const uint32_t middle = bit_cast<uint32_t>(x + (ZERO + 2));
+    const uint32_t far = bit_cast<uint32_t>(__fmaf_rn(x, 0.5f, ZERO + 4));
+    return min(min(near, middle), far);
 }
 // The values of a word of eight codes, times 2^-14, as pairs of fp16: in the order 0 4, 1 5, 2 6,
 // 3 7. The three bits of a magnitude are an fp16 number of that value.
@@ -98,20 +93,30 @@ __device__ __forceinline__ E2m1Values e2m1_values(uint32_t codes) {
 }
 
 // Philox4x32 with 10 rounds: four random words of a counter and a key (Salmon et al., "Parallel
-// random numbers: as easy as 1, 2, 3").
-__device__ __forceinline__ uint4 random_words(uint64_t counter, uint64_t key) {
-    uint32_t x[4] = {static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32), 0, 0};
-    uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
+// random numbers: as easy as 1, 2, 3"). The keys of the rounds are the same everywhere, and are in
+// shared memory.
+constexpr int PHILOX_ROUNDS = 10;
+struct KeysShared {
+    uint2 rounds[PHILOX_ROUNDS];
+};
+__device__ __forceinline__ uint32_t make_keys(uint2 key) {
+    const uint32_t shared = arch::shared_address(&arch::static_shared<KeysShared>());
+    const auto i = static_cast<uint32_t>(threadIdx.x);
+    if (i < PHILOX_ROUNDS) {
+        arch::store_shared(shared + 8 * i, uint2{key.x + i * 0x9e3779b9u, key.y + i * 0xbb67ae85u});
+    }
+    return shared;
+}
+__device__ __forceinline__ uint4 random_words(const uint3& counter, uint32_t keys) {
+    uint32_t x[4] = {counter.x, counter.y, counter.z, 0};
 #pragma unroll
-    for (int round = 0; round < 10; ++round) {
+    for (int i = 0; i < PHILOX_ROUNDS; ++i) {
+        const auto key = arch::load_shared<uint2>(keys + 8 * i);
         const uint64_t a = uint64_t{0xd2511f53u} * x[0], b = uint64_t{0xcd9e8d57u} * x[2];
-        const uint32_t low = static_cast<uint32_t>(a), high = static_cast<uint32_t>(b);
-        x[0] = static_cast<uint32_t>(b >> 32) ^ x[1] ^ k0;
-        x[2] = static_cast<uint32_t>(a >> 32) ^ x[3] ^ k1;
-        x[1] = high;
-        x[3] = low;
-        k0 += 0x9e3779b9u;
-        k1 += 0xbb67ae85u;
+        x[0] = static_cast<uint32_t>(b >> 32) ^ x[1] ^ key.x;
+        x[2] = static_cast<uint32_t>(a >> 32) ^ x[3] ^ key.y;
+        x[1] = static_cast<uint32_t>(b);
+        x[3] = static_cast<uint32_t>(a);
     }
     return {x[0], x[1], x[2], x[3]};
 }
@@ -139,28 +144,71 @@ __device__ __forceinline__ uint32_t low_bytes(uint32_t a, uint32_t b, uint32_t c
                                0x5410);
 }
 
-// The codes of a chunk in a word, the first in the lowest four bits.
-template <class T, bool STOCHASTIC>
-__device__ __forceinline__ uint32_t chunk_codes(const Chunk<T>& chunk, float factor,
-                                                uint64_t counter, uint64_t key) {
-    const uint4 random = STOCHASTIC ? random_words(counter, key) : uint4{};
-    const uint32_t dice[4] = {random.x, random.y, random.z, random.w};
-    uint32_t code[CHUNK];
+template <class T>
+__device__ __forceinline__ uint32_t sign_word(const Chunk<T>& chunk) {
+    const uint2 sign = signs(chunk);
+    return (sign.x & 0x80808080u) >> 4 | (sign.y & 0x80808080u);
+}
+
+// The codes of a chunk in a word, the first in the lowest four bits, rounded to nearest even. Unless
+// elements are known to be less than 7, they are CUT off; so is a product of 0 and infinity.
+template <bool CUT, class T>
+__device__ __forceinline__ uint32_t nearest_codes(const Chunk<T>& chunk, float factor) {
+    uint32_t sum = 0, zeros = 0;
 #pragma unroll
-    for (int j = 0; j < CHUNK; ++j) {
-        const float x = fabsf(chunk.value(j)) * factor;
-        if constexpr (STOCHASTIC) {
-            // 16 bits as the fraction of a number in [1, 2).
-            const uint32_t bits = j % 2 == 0 ? dice[j / 2] & 0xffffu : dice[j / 2] >> 16;
-            code[j] = e2m1_code(x, bit_cast<float>(0x3f800000u | bits << 7) - (1.5f - 0x1p-17f));
+    for (int i = CHUNK - 1; i >= 0; --i) {
+        float x = fabsf(chunk.value(i)) * factor;
+        if (CUT) x = fminf(x, 6.0f);
+        sum = sum * 16 + e2m1_place(x);
+        zeros = zeros * 16 + bit_cast<uint32_t>(place_zero());
+    }
+    return sum + (sign_word(chunk) - zeros);
+}
+
+// The same, rounded up with a probability that is the place between two codes, in steps of 2^-9.
+// The bits of an fp16 number are a piecewise linear function of it: those of x * 2^-14 are 2^9 times
+// the place of x among the codes, rounded to nearest even. Nine random bits are added, and what is
+// behind the point is dropped. `low` has those of elements 0, 1, 4 and 5, `high` of 2, 3, 6 and 7,
+// which begin at bits 0, 7, 16 and 23: two elements share two bits, one's highest and the other's
+// lowest.
+constexpr float PLACE_SCALE = 0x1p-14f;
+template <class T>
+__device__ __forceinline__ uint32_t random_codes(const Chunk<T>& chunk, float factor, uint32_t low,
+                                                 uint32_t high) {
+    constexpr uint32_t LAST = 7 << 9, PAIR = 0x10001;
+    const uint32_t dice[4] = {low & 0x1ff * PAIR, low >> 7 & 0x1ff * PAIR, high & 0x1ff * PAIR,
+                              high >> 7 & 0x1ff * PAIR};
+    uint32_t sum[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const uint32_t places = bit_cast<uint32_t>(
+            arch::pack_half(fabsf(chunk.value(i)) * factor, fabsf(chunk.value(i + 4)) * factor));
+        // Past 6, at infinity and NaN, there is nothing to round up to.
+        sum[i] = arch::min_unsigned_pairs(places, LAST * PAIR) + dice[i];
+    }
+    return (sum[0] >> 9 & 7 * PAIR) | (sum[1] >> 5 & 0x70 * PAIR) | (sum[2] >> 1 & 0x700 * PAIR) |
+           (sum[3] << 3 & 0x7000 * PAIR) | sign_word(chunk);
+}
+
+// The largest magnitudes of blocks, of which each of two neighbouring lanes has a half, of two rows
+// at a time.
+template <class T>
+__device__ __forceinline__ void largest_of_blocks(const Chunk<T> (&chunks)[CHUNK_ROWS],
+                                                  float (&largest)[CHUNK_ROWS]) {
+#pragma unroll
+    for (int i = 0; i < CHUNK_ROWS; i += 2) {
+        const uint32_t a = largest_word(chunks[i]), b = largest_word(chunks[i + 1]);
+        if constexpr (Chunk<T>::PAIRS) {
+            uint32_t both =
+                larger<T>(arch::permute_bytes(a, b, 0x5410), arch::permute_bytes(a, b, 0x7632));
+            both = larger<T>(both, arch::shuffle_xor(both, 1));
+            largest[i] = magnitude_value<T>(both, 0);
+            largest[i + 1] = magnitude_value<T>(both, 1);
         } else {
-            code[j] = e2m1_code(x);
+            largest[i] = bit_cast<float>(max(a, arch::shuffle_xor(a, 1)));
+            largest[i + 1] = bit_cast<float>(max(b, arch::shuffle_xor(b, 1)));
         }
     }
-    const uint32_t even = low_bytes(code[0], code[2], code[4], code[6]);
-    const uint32_t odd = low_bytes(code[1], code[3], code[5], code[7]);
-    const uint2 sign = signs(chunk);
-    return even | (sign.x & 0x80808080u) >> 4 | odd << 4 | (sign.y & 0x80808080u);
 }
 
 // The largest of what all threads of the block have.
@@ -236,8 +284,7 @@ struct Nvfp4Shared {
 };
 
 template <int INPUT, bool SQUARE, bool STOCHASTIC>
-__global__ void __launch_bounds__(THREADS,
-                                  STOCHASTIC ? BLOCKS_PER_SM<INPUT> - 1 : BLOCKS_PER_SM<INPUT>)
+__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<INPUT>)
     nvfp4_quantize_kernel(Nvfp4Params p) {
     using T = element_of<INPUT>;
     constexpr int LANES = 16;
@@ -246,45 +293,92 @@ __global__ void __launch_bounds__(THREADS,
     const Place<LANES> place;
     Chunk<T> chunks[CHUNK_ROWS];
     load_chunks(chunks, p.x, tile, place);
-    uint64_t key = 0;
+    uint32_t keys = 0;
     if constexpr (STOCHASTIC) {
-        key = bit_cast<uint64_t>(arch::load_global_readonly(static_cast<const uint2*>(p.seed)));
+        keys = make_keys(arch::load_global_readonly(static_cast<const uint2*>(p.seed)));
     }
     const Encode encode = matrix_encode(p, tile.batch, tile.row == 0 && tile.column == 0);
     const uint32_t factors = make_factors(encode);
+    const float sixth = encode.factor * (1.0f / 6.0f);
+    const int64_t row = tile.row + place.row, column = tile.column + place.column;
+    const int rows = static_cast<int>(min(p.x.rows - row, int64_t{CHUNK_ROWS}));
+    const bool whole = tile.whole(p.x);
 
-    uint32_t largest[CHUNK_ROWS], square = 0;
-#pragma unroll
-    for (int i = 0; i < CHUNK_ROWS; ++i) {
-        largest[i] = largest_of(chunks[i]);
-        square = max(square, largest[i]);
-        if constexpr (!SQUARE) largest[i] = max(largest[i], arch::shuffle_xor(largest[i], 1));
-    }
-    uint32_t block = 0;
+    uint32_t block[CHUNK_ROWS];
     if constexpr (SQUARE) {
-        square = max(square, arch::shuffle_xor(square, 1));
-        square = max(square, arch::shuffle_xor(square, LANES));
-        block = block_scale(magnitude_value<T>(square, 0), encode);
+        uint32_t word = largest_word(chunks[0]);
+#pragma unroll
+        for (int i = 1; i < CHUNK_ROWS; ++i) word = larger<T>(word, largest_word(chunks[i]));
+        word = largest_of<T>(word);
+        word = max(word, arch::shuffle_xor(word, 1));
+        word = max(word, arch::shuffle_xor(word, LANES));
+        const uint32_t square = block_scale(magnitude_value<T>(word, 0), sixth);
+#pragma unroll
+        for (int i = 0; i < CHUNK_ROWS; ++i) block[i] = square;
+    } else {
+        float largest[CHUNK_ROWS];
+        largest_of_blocks(chunks, largest);
+#pragma unroll
+        for (int i = 0; i < CHUNK_ROWS; ++i) block[i] = block_scale(largest[i], sixth);
     }
     const uint32_t scales = arch::shared_address(&arch::static_shared<Nvfp4Shared>());
     // Consecutive rows of a thread lie 16 bytes apart in an atom.
     const uint32_t scale_at =
         scales + place.column / 64 * ATOM + place_in_atom(place.row, place.column % 64 / NV_BLOCK);
-    const int64_t row = tile.row + place.row, column = tile.column + place.column;
-    const int64_t line = tile.batch * p.x.rows + row;
-    const int64_t chunks_across = (p.x.columns + CHUNK - 1) / CHUNK;
-    const bool whole = tile.whole(p.x), writes_scale = kittens::laneid() % 2 == 0;
-    uint32_t codes[CHUNK_ROWS];
+    if (kittens::laneid() % 2 == 0) {
 #pragma unroll
-    for (int i = 0; i < CHUNK_ROWS; ++i) {
-        if constexpr (!SQUARE) block = block_scale(magnitude_value<T>(largest[i], 0), encode);
-        codes[i] =
-            chunk_codes<T, STOCHASTIC>(chunks[i], arch::load_shared<float>(factors + 4 * block),
-                                       (line + i) * chunks_across + column / CHUNK, key);
-        if (block == 0x7f) codes[i] = 0x77777777u;
-        const bool inside = whole || row + i < p.x.rows;
-        if (writes_scale) {
-            arch::store_shared(scale_at + 16 * i, static_cast<uint8_t>(inside ? block : 0));
+        for (int i = 0; i < CHUNK_ROWS; ++i) {
+            const bool inside = !SQUARE || i < rows;
+            arch::store_shared(scale_at + 16 * i, static_cast<uint8_t>(inside ? block[i] : 0));
+        }
+    }
+    const int64_t line = tile.batch * p.x.rows + row;
+    uint32_t codes[CHUNK_ROWS];
+    uint32_t least = block[0], most = block[0];
+#pragma unroll
+    for (int i = 1; i < (SQUARE ? 1 : CHUNK_ROWS); ++i) {
+        least = min(least, block[i]);
+        most = max(most, block[i]);
+    }
+    // As bytes, for the sake of registers.
+    uint32_t packed[CHUNK_ROWS / 4];
+#pragma unroll
+    for (int i = 0; i < CHUNK_ROWS; i += 4) {
+        packed[i / 4] = low_bytes(block[i], block[i + 1], block[i + 2], block[i + 3]);
+    }
+    const auto block_of = [&](int i) { return packed[i / 4] >> 8 * (i % 4) & 0xffu; };
+    const auto factor_of = [&](int i) {
+        return arch::load_shared<float>(factors + 4 * block_of(i));
+    };
+    if constexpr (STOCHASTIC) {
+        uint3 counter{static_cast<uint32_t>(column / CHUNK), static_cast<uint32_t>(row / 2),
+                      static_cast<uint32_t>(tile.batch)};
+#pragma unroll
+        for (int i = 0; i < CHUNK_ROWS; i += 2, ++counter.y) {
+            // The random numbers of one pair of rows at a time, for the sake of registers.
+            arch::sync_warp();
+            const uint4 random = random_words(counter, keys);
+            codes[i] = random_codes(chunks[i], factor_of(i) * PLACE_SCALE, random.x, random.y);
+            codes[i + 1] =
+                random_codes(chunks[i + 1], factor_of(i + 1) * PLACE_SCALE, random.z, random.w);
+        }
+    } else if (least >= 8 && most < 0x7e) {
+        // A normal scale that is not the largest is rounded by a 16th at most: no element becomes
+        // as large as 7.
+#pragma unroll
+        for (int i = 0; i < CHUNK_ROWS; ++i) {
+            codes[i] = nearest_codes<false>(chunks[i], factor_of(i));
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < CHUNK_ROWS; ++i) {
+            codes[i] = nearest_codes<true>(chunks[i], factor_of(i));
+        }
+    }
+    if (most == 0x7f) {
+#pragma unroll
+        for (int i = 0; i < CHUNK_ROWS; ++i) {
+            if (block_of(i) == 0x7f) codes[i] = 0x77777777u;
         }
     }
     const int64_t pitch = p.x.columns / 2;
@@ -297,7 +391,7 @@ __global__ void __launch_bounds__(THREADS,
     } else if (column < p.x.columns) {
 #pragma unroll
         for (int i = 0; i < CHUNK_ROWS; ++i) {
-            if (row + i < p.x.rows) {
+            if (i < rows) {
                 store_bytes(at + i * pitch, codes[i], p.x.columns % 8 == 0, pitch - column / 2);
             }
         }

@@ -20,5 +20,10 @@ __device__ __forceinline__ uint32_t multiply_by_half_fp16(uint32_t a, uint32_t b
     return bit_cast<uint32_t>(__hmul2(bit_cast<__half2>(a), factor));
 }
 
+// The smaller of each pair of unsigned 16-bit numbers in two words.
+__device__ __forceinline__ uint32_t min_unsigned_pairs(uint32_t a, uint32_t b) {
+    return __vminu2(a, b);
+}
+
 }  // namespace arch
 }  // namespace kittens::inline on_gpu

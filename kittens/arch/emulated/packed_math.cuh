@@ -21,5 +21,10 @@ inline uint32_t multiply_by_half_fp16(uint32_t a, uint32_t b) {
     return bit_cast<uint32_t>(__floats2half2_rn(x.x * factor, x.y * factor));
 }
 
+inline uint32_t min_unsigned_pairs(uint32_t a, uint32_t b) {
+    const uint32_t high = std::min(a >> 16, b >> 16), low = std::min(a & 0xffffu, b & 0xffffu);
+    return high << 16 | low;
+}
+
 }  // namespace arch
 }  // namespace kittens::inline on_cpu

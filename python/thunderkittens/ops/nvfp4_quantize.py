@@ -59,7 +59,7 @@ def nvfp4_quantize(
             of PyTorch), or plain.
         seed: int64, one number, on the device of x: rounds elements stochastically. A magnitude
             between two values is rounded up with a probability that is its place between them, in
-            steps of 2^-16, from Philox4x32-10 with the seed as key and the place in x as counter;
+            steps of 2^-9, from Philox4x32-10 with the seed as key and the place in x as counter;
             equal seeds give equal results.
 
     Returns:

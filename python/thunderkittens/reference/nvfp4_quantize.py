@@ -51,12 +51,13 @@ def nvfp4_quantize(
     wanted = (largest * (encode * sixth)).clamp(max=LARGEST)
     scale = to_fp8(wanted, torch.float8_e4m3fn)
     factor = (1 / (scale.to(torch.float32) * (1 / encode))).clamp(max=LARGEST)
-    scaled = blocks * factor.unsqueeze(-1)
-    # An infinity times 0, where the scales overflow, is an infinity too.
-    scaled = torch.where(
-        scaled.isnan(), torch.copysign(torch.full_like(scaled, 6.0), blocks), scaled
-    )
-    codes = nearest_code(scaled) if seed is None else random_code(scaled, columns, seed)
+    scaled = scaled_by(blocks, factor)
+    if seed is None:
+        codes = nearest_code(scaled)
+    else:
+        # In the range of half precision.
+        scaled = scaled_by(blocks, factor * 2.0**-14).double() * 2.0**14
+        codes = random_code(scaled, columns, seed)
     codes = torch.where(largest.isnan().unsqueeze(-1), 7, codes)
     codes = codes.flatten(-2)[..., :columns].to(torch.uint8)
     data = (codes[..., ::2] | codes[..., 1::2] << 4).view(torch.float4_e2m1fn_x2)
@@ -85,6 +86,13 @@ def encode_factor(x: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tenso
     return torch.where(usable & (factor > 0), factor, 1.0), global_scale
 
 
+def scaled_by(blocks: Tensor, factor: Tensor) -> Tensor:
+    """Elements times their block's factor. An infinity times 0, where the scales overflow, is an
+    infinity too."""
+    scaled = blocks * factor.unsqueeze(-1)
+    return torch.where(scaled.isnan(), torch.copysign(torch.full_like(scaled, 6.0), blocks), scaled)
+
+
 def nearest_code(x: Tensor) -> Tensor:
     """The e2m1 code of x, rounded to nearest even, saturated; the sign is bit 3."""
     magnitude = x.abs()
@@ -98,26 +106,30 @@ def nearest_code(x: Tensor) -> Tensor:
 def random_code(x: Tensor, columns: int, seed: Tensor) -> Tensor:
     """The e2m1 code of x, rounded up with a probability that is its place between two codes."""
     magnitude = x.abs().clamp(max=6.0)
-    # Its integers are the codes.
+    # Its integers are the codes. In steps of 2^-9, in float64 so that it is rounded once.
     place = torch.minimum(torch.minimum(2 * magnitude, magnitude + 2), magnitude * 0.5 + 4)
-    rows = x.shape[:-2].numel()
-    chunks = -(-columns // 8)
-    counter = torch.arange(rows * chunks, device=x.device)
-    words = torch.stack(philox(counter, seed), -1)
-    halves = torch.stack((words & 0xFFFF, words >> 16), -1).view(rows, chunks * 8)
-    halves = F.pad(halves, (0, x.shape[-2] * BLOCK - chunks * 8)).view(x.shape)
-    # 16 random bits as a number in (-1/2, 1/2).
-    dither = halves.to(torch.float32) * 2.0**-16 - (0.5 - 2.0**-17)
-    code = (place + dither).round().long()
-    return code + 8 * torch.signbit(x).long()
+    steps = (place * 512).round().long()
+    batch, rows = x.shape[:-3].numel(), x.shape[-3]
+    pairs, chunks = (rows + 1) // 2, -(-columns // 8)
+    matrix, pair, chunk = (torch.arange(n, device=x.device) for n in (batch, pairs, chunks))
+    counter = (pair[:, None] << 32 | chunk).expand(batch, pairs, chunks)
+    words = torch.stack(philox(counter, seed, matrix[:, None, None].expand_as(counter)), -1)
+    # Two words for each row of a pair. Of the nine bits in a word, those that begin at 0 and 7 are
+    # for neighbours, those at 16 and 23 for the elements four further on.
+    dice = torch.stack([words >> first & 0x1FF for first in (0, 7, 16, 23)], -1)
+    dice = dice.view(batch, pairs, chunks, 2, 2, 2, 2).permute(0, 1, 3, 2, 5, 4, 6)
+    dice = dice.reshape(batch, 2 * pairs, chunks * 8)[:, :rows]
+    dice = F.pad(dice, (0, x.shape[-2] * BLOCK - chunks * 8)).reshape(x.shape)
+    return (steps + dice >> 9) + 8 * torch.signbit(x).long()
 
 
-def philox(counter: Tensor, seed: Tensor) -> list[Tensor]:
-    """Philox4x32 with 10 rounds (Salmon et al., 2011): four words of 32 bits, as int64."""
+def philox(counter: Tensor, seed: Tensor, upper: Tensor) -> list[Tensor]:
+    """Philox4x32 with 10 rounds (Salmon et al., 2011) of a counter of 128 bits: four words of 32
+    bits, as int64."""
     low = 0xFFFFFFFF
     seed = seed.reshape(())
     key = [seed & low, seed >> 32 & low]
-    x = [counter & low, counter >> 32 & low, torch.zeros_like(counter), torch.zeros_like(counter)]
+    x = [counter & low, counter >> 32 & low, upper & low, upper >> 32 & low]
     for _ in range(10):
         # The products wrap, which leaves all of their 64 bits as they should be.
         a, b = x[0] * 0xD2511F53, x[2] * 0xCD9E8D57
