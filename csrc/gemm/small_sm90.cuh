@@ -55,7 +55,6 @@ __device__ __forceinline__ void produce_small(const typename Types<C>::Globals& 
 template <Config C>
 __device__ __forceinline__ void consume_small(const typename Types<C>::Globals& g,
                                               typename Types<C>::Shared& shared) {
-    using K = Types<C>;
     // One arrival stands for the warpgroup, which wgmma reads shared memory as.
     const auto release = [&](int stage) {
         if (warpgroup::laneid() == 0) arrive(shared.empty[stage]);
