@@ -1,9 +1,9 @@
 // bf16 operands, 64 x 64 tiles, the four layouts of the operands.
-#include "csrc/gemm/gemm_sm90.cuh"
+#include "csrc/gemm/small_sm90.cuh"
 
 namespace thunderkittens::gemm {
-template void launch<make_config(TILE_SHAPES[3], DType::bf16, false, true)>(const Params&, Stream);
-template void launch<make_config(TILE_SHAPES[3], DType::bf16, false, false)>(const Params&, Stream);
-template void launch<make_config(TILE_SHAPES[3], DType::bf16, true, true)>(const Params&, Stream);
-template void launch<make_config(TILE_SHAPES[3], DType::bf16, true, false)>(const Params&, Stream);
+TK_LAUNCH_SMALL(make_config(TILE_SHAPES[3], DType::bf16, false, true))
+TK_LAUNCH_SMALL(make_config(TILE_SHAPES[3], DType::bf16, false, false))
+TK_LAUNCH_SMALL(make_config(TILE_SHAPES[3], DType::bf16, true, true))
+TK_LAUNCH_SMALL(make_config(TILE_SHAPES[3], DType::bf16, true, false))
 }  // namespace thunderkittens::gemm
