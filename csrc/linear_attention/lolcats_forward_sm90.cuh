@@ -1,12 +1,12 @@
 // LoLCATS forward for Hopper (Zhang et al., "LoLCATs: On low-rank linearizing of large language
-// models", 2024). A block walks over the chunks of 64 tokens of one head. Three warpgroups:
-//   linear    Phi(K) of a chunk, by K W on the tensor cores and both softmaxes in registers; the
-//             sums of Phi(K)^T V and Phi(K) over the chunks before the window, fp32 in registers.
-//             For each chunk it leaves a copy of alpha times the sums, the former in 16 bits, in
-//             shared memory
-//   window    Phi(Q), likewise; scores of the chunk with itself and the chunk before, their maximum
-//             and weights; the output, Phi(Q) times the sums plus weights times V, over the
-//             denominator
+// models", 2024). A block walks over the chunks of 64 tokens of one head. Four warpgroups:
+//   features  Phi(Q) of a chunk and Phi(K) of the one before, by products with the maps and both
+//             softmaxes in registers, into shared memory
+//   linear    the sums of Phi(K)^T V and Phi(K) over the chunks before the window, fp32 in
+//             registers. For each chunk it leaves a copy of alpha times the sums, the former in 16
+//             bits, in shared memory
+//   window    scores of the chunk with itself and the chunk before, their maximum and weights; the
+//             output, Phi(Q) times the sums plus weights times V, over the denominator
 //   producer  one thread, which brings Q, K and V by TMA
 // Where there are too few heads to fill the GPU, the chunks are split into segments: a first kernel
 // sums each segment's state (lolcats_sums_sm90.cuh), a second makes prefix sums of these.
@@ -16,8 +16,9 @@
 
 namespace thunderkittens::linear_attention {
 
-constexpr int LOLCATS_THREADS = 3 * WARPGROUP_THREADS;
-constexpr int LOLCATS_REGISTERS = 240, LOLCATS_PRODUCER_REGISTERS = 24;
+constexpr int LOLCATS_THREADS = 4 * WARPGROUP_THREADS;
+constexpr int LOLCATS_LINEAR_REGISTERS = 168, LOLCATS_WINDOW_REGISTERS = 192,
+              LOLCATS_FEATURE_REGISTERS = 128, LOLCATS_PRODUCER_REGISTERS = 24;
 constexpr int LINEAR_BARRIER = 1, WINDOW_BARRIER = 2;
 
 template <class K>
@@ -38,18 +39,19 @@ struct LolcatsGlobals {
 
 template <class K>
 struct LolcatsShared {
-    static constexpr int stages = K::head_dim == 128 ? 3 : 4, query_stages = 3;
+    static constexpr int stages = K::head_dim == 128 ? 3 : 4, query_stages = 2;
     typename K::map_tile q_map, k_map;
     typename K::token_tile q[query_stages];  // later the chunk's output
     struct Stage {
         typename K::token_tile k, v;
     } stage[stages];
-    typename K::feature_tile features[K::groups];  // of keys
+    typename K::feature_tile q_features[K::groups], k_features[K::groups];
     typename K::state_tile state[K::groups];
     sv<float, 2 * K::features> denominator;  // of the state
     sv<float, 16> scratch;
     semaphore maps, q_full[query_stages], q_empty[query_stages];
     semaphore full[stages], empty[stages];
+    semaphore q_features_full, q_features_empty, k_features_full, k_features_empty;
     semaphore linear_full, linear_empty;
 
     __device__ __forceinline__ void init() {
@@ -62,14 +64,20 @@ struct LolcatsShared {
             init_semaphore(full[s], 1);
             init_semaphore(empty[s], 2);
         }
-        init_semaphore(linear_full, 1);
-        init_semaphore(linear_empty, 1);
+        for (semaphore* s : {&q_features_full, &q_features_empty, &k_features_full,
+                             &k_features_empty, &linear_full, &linear_empty})
+            init_semaphore(*s, WARPGROUP_WARPS);
         arch::mbarrier_init_fence();
     }
 };
 
 __device__ __forceinline__ void release(semaphore& s) {
     if (warpgroup::laneid() == 0) arrive(s);
+}
+// By each warp of a warpgroup, for what the warps have read or written on their own.
+__device__ __forceinline__ void release_by_warp(semaphore& s) {
+    arch::sync_warp();
+    if (laneid() == 0) arrive(s);
 }
 
 // Step n is chunk begin + n. The n-th slot of the ring holds the chunk before it.
@@ -100,6 +108,61 @@ __device__ __forceinline__ void lolcats_produce(const LolcatsGlobals<K>& g,
         at.advance();
     }
 }
+
+// Whether the sums of the chunk before that of step n are needed: by the next step, since it is
+// before that one's window, or by the state after the last token.
+template <class K>
+__device__ __forceinline__ bool adds_chunk(const LolcatsGlobals<K>& g, const LolcatsItem& item,
+                                           int n) {
+    const int before = item.begin + n - 1;
+    if (before < 0) return false;
+    return before + 2 < item.end ||
+           (item.last() && g.final.numerator != nullptr && before < item.terrace.folded());
+}
+
+template <class K>
+struct FeatureRole {
+    using Shared = LolcatsShared<K>;
+    const LolcatsGlobals<K>& g;
+    Shared& shared;
+    const LolcatsItem& item;
+
+    // The n-th tile of its kind.
+    __device__ __forceinline__ void make(typename K::feature_tile (&to)[K::groups],
+                                         const typename K::token_tile& tokens,
+                                         const typename K::map_tile& map, semaphore& full,
+                                         semaphore& empty, int n) const {
+        typename K::projection z;
+        typename K::Features features;
+        warpgroup::mm_AB(z, tokens, map);
+        warpgroup::mma_async_wait<0>(z);
+        make_features<K>(features, z);
+        if (n > 0) wait(empty, (n - 1) % 2);
+        store_features<K>(to, features);
+        arch::fence_async_shared();
+        release_by_warp(full);
+    }
+    __device__ __forceinline__ void run() {
+        wait(shared.maps, 0);
+        pipeline_state<Shared::stages> at;
+        pipeline_state<Shared::query_stages> q_at;
+        int made = 0;
+#pragma unroll 1
+        for (int n = 0; n < item.end - item.begin; ++n) {
+            auto& shared = fresh_addresses(this->shared);
+            wait(shared.q_full[q_at.stage], q_at.phase);
+            make(shared.q_features, shared.q[q_at.stage], shared.q_map, shared.q_features_full,
+                 shared.q_features_empty, n);
+            if (adds_chunk(g, item, n)) {
+                wait(shared.full[at.stage], at.phase);
+                make(shared.k_features, shared.stage[at.stage].k, shared.k_map,
+                     shared.k_features_full, shared.k_features_empty, made++);
+            }
+            at.advance();
+            q_at.advance();
+        }
+    }
+};
 
 template <class K>
 struct LinearRole {
@@ -144,12 +207,10 @@ struct LinearRole {
                                                (floats + 2 * K::features);
             sums.add(before, before + floats);
         }
-        wait(shared.maps, 0);
-        const int count = item.end - item.begin;
-        const bool ends = item.last() && g.final.numerator != nullptr;
+        int added = 0;
         pipeline_state<Shared::stages> at;
 #pragma unroll 1
-        for (int n = 0; n < count; ++n) {
+        for (int n = 0; n < item.end - item.begin; ++n) {
             const float scale = unit(alpha);
             if (n > 0) wait(shared.linear_empty, (n - 1) % 2);
             sums.publish(shared.state, alpha * scale);
@@ -162,28 +223,19 @@ struct LinearRole {
                 if (warpgroup::laneid() == 0) shared.scratch.set(8, scale);
             }
             arch::fence_async_shared();
-            sync();
-            release(shared.linear_full);
-            // The chunk before this one is before the window of the next.
-            const int before = item.begin + n - 1;
-            if (before >= 0 && (n + 1 < count || (ends && before < item.terrace.folded()))) {
-                typename K::projection z;
-                typename K::Features features;
+            release_by_warp(shared.linear_full);
+            if (adds_chunk(g, item, n)) {
                 wait(shared.full[at.stage], at.phase);
-                warpgroup::mm_AB(z, shared.stage[at.stage].k, shared.k_map);
-                warpgroup::mma_async_wait<0>(z);
-                make_features<K>(features, z);
-                store_features<K>(shared.features, features);
-                arch::fence_async_shared();
-                sync();
-                sums.issue(shared.features, shared.stage[at.stage].v);
-                sums.add_denominator(shared.features);
+                wait(shared.k_features_full, added++ % 2);
+                sums.issue(shared.k_features, shared.stage[at.stage].v);
+                sums.add_denominator(shared.k_features);
                 sums.wait();
+                release_by_warp(shared.k_features_empty);
             }
             release(shared.empty[at.stage]);
             at.advance();
         }
-        if (ends) {
+        if (item.last() && g.final.numerator != nullptr) {
             sums.store(g.final.numerator + item.line * floats,
                        g.final.denominator + int64_t(item.line) * 2 * K::features);
         }
@@ -238,17 +290,22 @@ struct WindowRole {
         }
     }
     // alpha phi(q) . denominator of the lane's two rows; each lane of the quad has a part of it.
-    static __device__ __forceinline__ float2 dot(const Shared& shared,
-                                                 const typename K::Features& features) {
+    static __device__ __forceinline__ float2 dot(const Shared& shared) {
         float2 sum = {0.0f, 0.0f};
+        const TileParts<typename K::feature_tile> parts(shared.q_features[0],
+                                                        16 * warpgroup::warpid());
+        const uint32_t place = shared.denominator.address_of(2 * (laneid() % 4));
 #pragma unroll
         for (int block = 0; block < 2 * K::features / 16; ++block) {
+            uint32_t words[4];
+            arch::load_matrix_x4(
+                words[0], words[1], words[2], words[3],
+                parts.at(block % 4, block / 4 * int(sizeof(shared.q_features[0]))));
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const float2 x =
-                    unpack_pair<T>(features.groups[block / 4].tiles[0][block % 4].data[i]);
-                const float2 y = arch::load_shared<float2>(
-                    shared.denominator.address_of(16 * block + 8 * (i / 2) + 2 * (laneid() % 4)));
+                const float2 x = unpack_pair<T>(arch::bit_cast<packed_type<T>>(words[i]));
+                const float2 y =
+                    arch::load_shared<float2>(place + uint32_t(64 * block + 32 * (i / 2)));
                 float& s = i % 2 ? sum.y : sum.x;
                 s = fmaf(x.x, y.x, fmaf(x.y, y.y, s));
             }
@@ -283,27 +340,17 @@ struct WindowRole {
         constexpr float unit = scale * LOG2_E;
         const float beta = arch::load_global_readonly(g.beta + item.head);
         const int count = item.end - item.begin, row = own_row();
-        wait(shared.maps, 0);
         wait(shared.full[0], 0);
         pipeline_state<Shared::stages> before, own;
         pipeline_state<Shared::query_stages> q_at;
         own.advance();
-        typename K::projection z;
-        // Behind the last step, too, where nobody reads the result: a condition would serialise the
-        // products.
-        const auto project = [&](Shared& shared, bool exists) {
-            if (exists) wait(shared.q_full[q_at.stage], q_at.phase);
-            const auto& x = exists ? shared.q[q_at.stage] : shared.stage[before.stage].k;
-            warpgroup::mm_AB(z, x, shared.q_map);
-        };
-        project(shared, true);
-        warpgroup::mma_async_wait<0>(z);
         int last_query = 0;
 #pragma unroll 1
         for (int n = 0; n < count; ++n) {
             auto& shared = fresh_addresses(this->shared);
             auto& q = shared.q[q_at.stage];
             scores prior, diagonal;
+            wait(shared.q_full[q_at.stage], q_at.phase);
             warpgroup::mm_ABt(prior, q, shared.stage[before.stage].k);
             wait(shared.full[own.stage], own.phase);
             warpgroup::mm_ABt(diagonal, q, shared.stage[own.stage].k);
@@ -312,11 +359,9 @@ struct WindowRole {
                 tma::store_async_read_wait();
                 arrive(shared.q_empty[last_query]);
             }
-            typename K::Features features;
-            make_features<K>(features, z);
             rt_fl<16, K::head_dim> out;
+            wait(shared.q_features_full, n % 2);
             wait(shared.linear_full, n % 2);
-            float2 sum = dot(shared, features);
             float factor = beta, inverse_unit = 1.0f;
             if constexpr (!std::is_same_v<T, bf16>) {
                 const float common = shared.scratch.get(8);
@@ -326,10 +371,11 @@ struct WindowRole {
 #pragma unroll
             for (int t = 0; t < K::groups; ++t) {
                 if (t == 0)
-                    warpgroup::mm_AB(out, features.groups[t], shared.state[t]);
+                    warpgroup::mm_AB(out, shared.q_features[t], shared.state[t]);
                 else
-                    warpgroup::mma_AB(out, features.groups[t], shared.state[t]);
+                    warpgroup::mma_AB(out, shared.q_features[t], shared.state[t]);
             }
+            float2 sum = dot(shared);
             warpgroup::mma_async_wait<K::groups>(prior);
             pin_tile(diagonal);
             if (item.begin + n == 0) for_each(prior, [](float& x, int, bool) { x = -INFINITY; });
@@ -353,10 +399,9 @@ struct WindowRole {
             before.advance();
             own.advance();
             q_at.advance();
-            project(shared, n + 1 < count);
-            warpgroup::mma_async_wait<3>();
-            warpgroup::sync(WINDOW_BARRIER);  // all have read the state's copy
-            release(shared.linear_empty);
+            warpgroup::mma_async_wait<2>();
+            release_by_warp(shared.q_features_empty);
+            release_by_warp(shared.linear_empty);
             if (laneid() % 4 == 0) {
                 const int first = item.terrace.row(item.begin + n) + row;
                 store_row(g.maxima, first, scale * top.x);
@@ -366,19 +411,28 @@ struct WindowRole {
             }
             const float2 reciprocal = {arch::reciprocal_approx(sum.x),
                                        arch::reciprocal_approx(sum.y)};
-            warpgroup::mma_async_wait<1>(out);
+            warpgroup::mma_async_wait<0>(out);
             release(shared.empty[prior_stage]);
             for_each(out, [&](float& x, int, bool low) { x *= low ? reciprocal.y : reciprocal.x; });
             const int first_row = item.terrace.row(item.begin + n);
             if (first_row >= 0) {
-                warpgroup::store(q, out);
+                const TileParts<typename K::token_tile> parts(q, 16 * warpgroup::warpid());
+#pragma unroll
+                for (int j = 0; j < K::head_dim / 16; ++j) {
+                    packed_type<T> part[4];
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const float2 pair = out.tiles[0][j].data[i];
+                        part[i] = pack_pair<T>(pair.x, pair.y);
+                    }
+                    parts.store(j, part);
+                }
                 warpgroup::sync(WINDOW_BARRIER);
                 if (warpgroup::laneid() == 0)
                     tma::store_async(g.out, q, elements(item.b, item.head, first_row, 0));
             } else {
                 store_new_rows(out, first_row + row);
             }
-            warpgroup::mma_async_wait<0>(z);
         }
         if (warpgroup::laneid() == 0) tma::store_async_wait();
     }
@@ -394,16 +448,18 @@ __global__ __launch_bounds__(LOLCATS_THREADS, 1) void lolcats_forward_kernel(
     arch::sync_block();
     const LolcatsItem item = g.item();
     const int role = arch::warp_uniform(warpgroup::groupid());
-    if (role == 2) {
+    if (role == 3) {
         warpgroup::decrease_registers<LOLCATS_PRODUCER_REGISTERS>();
         if (warpgroup::elect_leader() && item.begin < item.end) lolcats_produce(g, shared, item);
+    } else if (role == 2) {
+        warpgroup::decrease_registers<LOLCATS_FEATURE_REGISTERS>();
+        if (item.begin < item.end) FeatureRole<K>{g, shared, item}.run();
+    } else if (role == 1) {
+        warpgroup::increase_registers<LOLCATS_WINDOW_REGISTERS>();
+        if (item.begin < item.end) WindowRole<K>{g, shared, item}.run();
     } else {
-        warpgroup::increase_registers<LOLCATS_REGISTERS>();
-        if (item.begin >= item.end) return;
-        if (role == 0)
-            LinearRole<K>{g, shared, item, {}}.run();
-        else
-            WindowRole<K>{g, shared, item}.run();
+        warpgroup::increase_registers<LOLCATS_LINEAR_REGISTERS>();
+        if (item.begin < item.end) LinearRole<K>{g, shared, item, {}}.run();
     }
 }
 
