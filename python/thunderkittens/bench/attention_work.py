@@ -23,6 +23,7 @@ from .cases import (
     Prepared,
     random_normal,
 )
+from .choices import dtype_name
 
 SCORES = 1 << 28  # elements of a block of scores in the oracle: 1 GiB in fp32
 Attend = Callable[..., Tensor]
@@ -116,7 +117,7 @@ class Point:
             "length": self.length,
             "head_dim": self.dim,
             "causal": self.causal,
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": dtype_name(dtype),
         }
         for name in ("rows", "kv_heads", "value_dim"):
             if getattr(self, name):

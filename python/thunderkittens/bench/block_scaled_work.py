@@ -14,19 +14,13 @@ import torch
 from torch import Tensor
 
 from .cases import Case, Expected, Inputs, Prepared, random_normal
+from .choices import dtype_name
 
 SHAPES: dict[str, list[tuple[int, int]]] = {
     "default": [(8192, 8192), (4096, 4096), (16384, 8192), (4096, 28672), (8191, 8200)],
     "rated": [(8192, 8192)],
     "tiny": [(64, 64), (130, 72)],
 }
-
-
-def sizes_of(shapes: str) -> list[tuple[int, int]]:
-    """The sizes of a set of shapes. ValueError for a name there is not."""
-    if shapes not in SHAPES:
-        raise ValueError(f"shapes {shapes!r} is unknown; expected one of {', '.join(SHAPES)}")
-    return SHAPES[shapes]
 
 
 def make_case(
@@ -54,7 +48,7 @@ def make_case(
             "rows": rows,
             "columns": columns,
             "variant": variant,
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": dtype_name(dtype),
         },
         oracle=oracle,
     )

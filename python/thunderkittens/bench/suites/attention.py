@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from ..attention_work import Point, implementations, oracle, sdpa, work
 from ..cases import Case
+from ..choices import sizes_of
 
 __all__ = ["SHAPES", "cases", "host_calls", "implementations", "oracle", "sdpa", "work"]
 
@@ -176,9 +177,7 @@ def make_case(
 
 def cases(shapes: str = "default", *, dtype: torch.dtype = torch.bfloat16) -> list[Case]:
     """The cases of a set of shapes. ValueError for a name there is not."""
-    if shapes not in SHAPES:
-        raise ValueError(f"shapes {shapes!r} is unknown; expected one of {', '.join(SHAPES)}")
-    return [p.case(dtype) for p in SHAPES[shapes]]
+    return [p.case(dtype) for p in sizes_of(SHAPES, shapes)]
 
 
 def host_calls(device: torch.device) -> dict[str, Callable[[], Any]]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..attention_work import formula
 from ..cases import Case, Expected, Implementation, Inputs, NotApplicableError, Prepared
 from ..cases import random_normal as draw
+from ..choices import dtype_name, sizes_of
 
 TOKENS, WIDTH = 16384, 2048
 Point = tuple[tuple[int, ...], int, bool, bool]  # lengths, D, causal, backward
@@ -119,7 +120,7 @@ def make_case(point: Point, dtype: torch.dtype) -> Case:
             "heads": heads,
             "head_dim": dim,
             "causal": causal,
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": dtype_name(dtype),
         },
         oracle=oracle,
     )
@@ -127,9 +128,7 @@ def make_case(point: Point, dtype: torch.dtype) -> Case:
 
 def cases(shapes: str = "default", *, dtype: torch.dtype = torch.bfloat16) -> list[Case]:
     """The cases of a set of shapes. ValueError for a name there is not."""
-    if shapes not in SHAPES:
-        raise ValueError(f"shapes {shapes!r} is unknown; expected one of {', '.join(SHAPES)}")
-    return [make_case(point, dtype) for point in SHAPES[shapes]]
+    return [make_case(point, dtype) for point in sizes_of(SHAPES, shapes)]
 
 
 def work(attend: Callable[..., Tensor], another_problem: bool = False) -> Prepared:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
+from ..choices import dtype_name, sizes_of
 
 CHUNK, ATTENTION_DIM = 64, 64
 
@@ -102,7 +103,7 @@ def make_case(
             "length": length,
             "value_dim": columns,
             "normalize": normalize,
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": dtype_name(dtype),
         },
         oracle=oracle,
     )
@@ -112,9 +113,7 @@ def cases(
     shapes: str = "default", *, dtype: torch.dtype = torch.bfloat16, normalize: bool = False
 ) -> list[Case]:
     """The cases of a set of shapes. ValueError for a name there is not."""
-    if shapes not in SHAPES:
-        raise ValueError(f"shapes {shapes!r} is unknown; expected one of {', '.join(SHAPES)}")
-    return [make_case(*shape, normalize, dtype) for shape in SHAPES[shapes]]
+    return [make_case(*shape, normalize, dtype) for shape in sizes_of(SHAPES, shapes)]
 
 
 def prepare_attention(q: Tensor, k: Tensor, v: Tensor, normalize: bool) -> Callable[[], Tensor]:

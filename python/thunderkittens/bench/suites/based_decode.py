@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
+from ..choices import dtype_name, sizes_of
 
 FEATURES = 153
 
@@ -90,7 +91,7 @@ def make_case(batch: int, heads: int, columns: int, normalize: bool, dtype: torc
             "heads": heads,
             "value_dim": columns,
             "normalize": normalize,
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": dtype_name(dtype),
         },
         oracle=oracle,
     )
@@ -100,9 +101,7 @@ def cases(
     shapes: str = "default", *, dtype: torch.dtype = torch.bfloat16, normalize: bool = False
 ) -> list[Case]:
     """The cases of a set of shapes. ValueError for a name there is not."""
-    if shapes not in SHAPES:
-        raise ValueError(f"shapes {shapes!r} is unknown; expected one of {', '.join(SHAPES)}")
-    return [make_case(*shape, normalize, dtype) for shape in SHAPES[shapes]]
+    return [make_case(*shape, normalize, dtype) for shape in sizes_of(SHAPES, shapes)]
 
 
 def prepare_step(

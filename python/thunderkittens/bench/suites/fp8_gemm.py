@@ -24,24 +24,10 @@ from ..cases import (
     Prepared,
     random_normal,
 )
+from ..choices import PRODUCTS, add_kinds, check_part, kinds_option, product_case, sizes_of
 
 KINDS = ("fast", "accurate", "fast_row", "accurate_row", "block", "grouped_block", "grouped_row")
-WEIGHTS = (
-    (2112, 7168),
-    (24576, 1536),
-    (7168, 16384),
-    (4096, 7168),
-    (7168, 2048),
-    (8192, 8192),
-    (28672, 8192),
-    (8192, 28672),
-)
-SHAPES: dict[str, list[tuple[int, int, int]]] = {
-    "default": [(4096, n, k) for n, k in WEIGHTS],
-    "rated": [(4096, n, k) for n, k in WEIGHTS],
-    "skinny": [(m, n, k) for n, k in WEIGHTS for m in (1, 16, 64)],
-    "tiny": [(64, 64, 64), (80, 48, 272)],
-}
+SHAPES = PRODUCTS
 
 # Of the grouped kinds: groups, rows of each, N, K.
 GROUPED: dict[str, list[tuple[int, int, int, int]]] = {
@@ -53,15 +39,11 @@ GROUPED: dict[str, list[tuple[int, int, int, int]]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--kinds",
-        default=",".join(KINDS),
-        help=f"a comma-separated part of {','.join(KINDS)} (default: all)",
-    )
+    add_kinds(parser, KINDS)
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
-    return {"kinds": tuple(args.kinds.split(","))}
+    return kinds_option(args)
 
 
 def _quantised(kind: str, x: Tensor, is_weight: bool) -> tuple[Tensor, Tensor]:
@@ -103,20 +85,14 @@ def make_case(m: int, n: int, k: int, kind: str, dtype: torch.dtype) -> Case:
         steps = min(k, 128) / 32 if accurate else k / 32
         yield Expected(0, slice(None), exact, plain, allowance=steps * 2.0**-13)
 
-    return Case(
-        name=f"{kind} {m} x {n} x {k}",
+    return product_case(
+        m,
+        n,
+        k,
+        kind,
+        dtype,
+        bytes_moved=float(m * k + k * n + 2 * m * n),
         make_inputs=make_inputs,
-        flops=2.0 * m * n * k,
-        bytes=float(m * k + k * n + 2 * m * n),
-        groups=(kind,),
-        parameters={
-            "label": f"{m}x{n}\nx{k}",
-            "m": m,
-            "n": n,
-            "k": k,
-            "kind": kind,
-            "dtype": str(dtype).removeprefix("torch."),
-        },
         oracle=oracle,
     )
 
@@ -155,21 +131,15 @@ def make_grouped_case(groups: int, m: int, n: int, k: int, kind: str, dtype: tor
             allowance = min(k, 128) / 32 * 2.0**-13
             yield Expected(0, rows, exact, exact.to(dtype), allowance=allowance)
 
-    return Case(
-        name=f"{kind} {groups} x {m} x {n} x {k}",
+    return product_case(
+        m,
+        n,
+        k,
+        kind,
+        dtype,
+        groups=groups,
+        bytes_moved=float(groups * (m * k + k * n + 2 * m * n)),
         make_inputs=make_inputs,
-        flops=2.0 * groups * m * n * k,
-        bytes=float(groups * (m * k + k * n + 2 * m * n)),
-        groups=(kind,),
-        parameters={
-            "label": f"{groups}x{m}x{n}\nx{k}",
-            "groups": groups,
-            "m": m,
-            "n": n,
-            "k": k,
-            "kind": kind,
-            "dtype": str(dtype).removeprefix("torch."),
-        },
         oracle=oracle,
     )
 
@@ -181,17 +151,14 @@ def cases(
     kinds: Sequence[str] = KINDS,
 ) -> list[Case]:
     """The cases of a set of shapes of each kind. ValueError for a name there is not."""
-    unknown = [kind for kind in kinds if kind not in KINDS]
-    if unknown:
-        raise ValueError(f"kind {unknown[0]!r} is unknown; expected a part of {','.join(KINDS)}")
-    if shapes not in SHAPES:
-        raise ValueError(f"shapes {shapes!r} is unknown; expected one of {', '.join(SHAPES)}")
+    check_part("kind", kinds, KINDS)
+    sizes = sizes_of(SHAPES, shapes)
     selected = []
     for kind in kinds:
         if kind.startswith("grouped"):
             selected += [make_grouped_case(*size, kind, dtype) for size in GROUPED[shapes]]
         else:
-            selected += [make_case(*size, kind, dtype) for size in SHAPES[shapes]]
+            selected += [make_case(*size, kind, dtype) for size in sizes]
     return selected
 
 

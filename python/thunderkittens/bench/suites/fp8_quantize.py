@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
+from ..choices import add_kinds, check_part, dtype_name, kinds_option, sizes_of
 
 KINDS = ("tensor", "row", "1x128", "128x128")
 SHAPES: dict[str, list[tuple[int, int]]] = {
@@ -20,15 +21,11 @@ SHAPES: dict[str, list[tuple[int, int]]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--kinds",
-        default=",".join(KINDS),
-        help=f"granularities, a comma-separated part of {','.join(KINDS)} (default: all)",
-    )
+    add_kinds(parser, KINDS)
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
-    return {"kinds": tuple(args.kinds.split(","))}
+    return kinds_option(args)
 
 
 def make_case(m: int, k: int, kind: str, transposed: bool, dtype: torch.dtype) -> Case:
@@ -57,7 +54,7 @@ def make_case(m: int, k: int, kind: str, transposed: bool, dtype: torch.dtype) -
             "k": k,
             "kind": kind,
             "transposed": transposed,
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": dtype_name(dtype),
         },
         oracle=oracle,
     )
@@ -70,16 +67,12 @@ def cases(
     kinds: Sequence[str] = KINDS,
 ) -> list[Case]:
     """The cases of a set of shapes of each kind. ValueError for a name there is not."""
-    unknown = [kind for kind in kinds if kind not in KINDS]
-    if unknown:
-        raise ValueError(f"kind {unknown[0]!r} is unknown; expected a part of {','.join(KINDS)}")
-    if shapes not in SHAPES:
-        raise ValueError(f"shapes {shapes!r} is unknown; expected one of {', '.join(SHAPES)}")
+    check_part("kind", kinds, KINDS)
     return [
         make_case(*size, kind, transposed, dtype)
         for kind in kinds
         for transposed in (False, True)
-        for size in SHAPES[shapes]
+        for size in sizes_of(SHAPES, shapes)
     ]
 
 

@@ -19,20 +19,11 @@ import torch
 from torch import Tensor
 
 from ..cases import Case, Expected, Implementation, Inputs, random_normal
+from ..choices import WEIGHTS, add_kinds, check_part, dtype_name, sizes_of
 
 LAYOUTS = ("NN", "NT", "TN", "TT")
 SQUARES = (512, 1024, 2048, 4096, 8192)
 RATED = (2048, 4096, 8192)  # sizes whose mean ratio is the op's headline
-WEIGHTS = (
-    (2112, 7168),
-    (24576, 1536),
-    (7168, 16384),
-    (4096, 7168),
-    (7168, 2048),
-    (8192, 8192),
-    (28672, 8192),
-    (8192, 28672),
-)
 EPILOGUES = ("none", "relu", "gelu", "gelu_tanh", "silu", "swiglu", "residual")
 BATCH = 64  # of the batched products
 SHAPES: dict[str, list[tuple[int, int, int]]] = {
@@ -51,11 +42,7 @@ LARGE = (16384, 16384, 16384)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--layouts",
-        default="NN,NT",
-        help="operand layouts, a comma-separated part of NN,NT,TN,TT (default: NN,NT)",
-    )
+    add_kinds(parser, LAYOUTS, ("NN", "NT"), "layouts")
     parser.add_argument("--large", action="store_true", help="add M = N = K = 16384")
 
 
@@ -137,7 +124,7 @@ def make_case(
             "n": n,
             "k": k,
             "layout": layout,
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": dtype_name(dtype),
         },
         oracle=oracle,
     )
@@ -151,14 +138,8 @@ def cases(
     large: bool = False,
 ) -> list[Case]:
     """The cases of a set of shapes in each layout. ValueError for a name there is not."""
-    unknown = [layout for layout in layouts if layout not in LAYOUTS]
-    if unknown:
-        raise ValueError(
-            f"layout {unknown[0]!r} is unknown; expected a part of {','.join(LAYOUTS)}"
-        )
-    if shapes not in SHAPES:
-        raise ValueError(f"shapes {shapes!r} is unknown; expected one of {', '.join(SHAPES)}")
-    sizes = SHAPES[shapes] + ([LARGE] if large else [])
+    check_part("layout", layouts, LAYOUTS)
+    sizes = sizes_of(SHAPES, shapes) + ([LARGE] if large else [])
     batch = BATCH if shapes == "batched" else 0
     epilogues = EPILOGUES if shapes == "fused" else ("",)
     return [

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..cases import Case, Expected, Implementation, Inputs, random_normal
+from ..choices import add_kinds, check_part, dtype_name, kinds_option, sizes_of
 
 FORMS = ("forward", "input", "weight", "columns")
 #: Experts, tokens of all of them, N, K, and whether the tokens are spread evenly.
@@ -35,15 +36,11 @@ SHAPES: dict[str, list[tuple[int, int, int, int, bool]]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--forms",
-        default=",".join(FORMS),
-        help=f"a comma-separated part of {','.join(FORMS)} (default: all)",
-    )
+    add_kinds(parser, FORMS, what="forms")
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
-    return {"forms": tuple(args.forms.split(","))}
+    return kinds_option(args, "forms")
 
 
 def group_ends(experts: int, tokens: int, even: bool) -> list[int]:
@@ -101,7 +98,7 @@ def make_case(
             "k": k,
             "even": even,
             "form": form,
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": dtype_name(dtype),
         },
         oracle=oracle,
     )
@@ -114,12 +111,8 @@ def cases(
     forms: Sequence[str] = FORMS,
 ) -> list[Case]:
     """The cases of a set of shapes in each form. ValueError for a name there is not."""
-    unknown = [form for form in forms if form not in FORMS]
-    if unknown:
-        raise ValueError(f"form {unknown[0]!r} is unknown; expected a part of {','.join(FORMS)}")
-    if shapes not in SHAPES:
-        raise ValueError(f"shapes {shapes!r} is unknown; expected one of {', '.join(SHAPES)}")
-    return [make_case(*size, form, dtype) for form in forms for size in SHAPES[shapes]]
+    check_part("form", forms, FORMS)
+    return [make_case(*size, form, dtype) for form in forms for size in sizes_of(SHAPES, shapes)]
 
 
 def implementations(device: torch.device) -> dict[str, Implementation]:

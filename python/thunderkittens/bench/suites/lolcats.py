@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
+from ..choices import dtype_name, sizes_of
 
 WINDOW = 64
 
@@ -129,7 +130,7 @@ def make_case(
             "length": length,
             "head_dim": dim,
             "features": features,
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": dtype_name(dtype),
         },
         oracle=oracle,
     )
@@ -137,9 +138,7 @@ def make_case(
 
 def cases(shapes: str = "default", *, dtype: torch.dtype = torch.bfloat16) -> list[Case]:
     """The cases of a set of shapes. ValueError for a name there is not."""
-    if shapes not in SHAPES:
-        raise ValueError(f"shapes {shapes!r} is unknown; expected one of {', '.join(SHAPES)}")
-    return [make_case(*shape, dtype) for shape in SHAPES[shapes]]
+    return [make_case(*shape, dtype) for shape in sizes_of(SHAPES, shapes)]
 
 
 def prepare_attention(q: Tensor, k: Tensor, v: Tensor, **rest: Tensor) -> Callable[[], Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
+from ..choices import dtype_name, sizes_of
 from .lolcats import small_operands
 
 # Batch, heads, heads of keys, head dimension, features of one sign.
@@ -91,7 +92,7 @@ def make_case(
             "kv_heads": kv_heads,
             "head_dim": dim,
             "features": features,
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": dtype_name(dtype),
         },
         oracle=oracle,
     )
@@ -99,9 +100,7 @@ def make_case(
 
 def cases(shapes: str = "default", *, dtype: torch.dtype = torch.bfloat16) -> list[Case]:
     """The cases of a set of shapes. ValueError for a name there is not."""
-    if shapes not in SHAPES:
-        raise ValueError(f"shapes {shapes!r} is unknown; expected one of {', '.join(SHAPES)}")
-    return [make_case(*shape, dtype) for shape in SHAPES[shapes]]
+    return [make_case(*shape, dtype) for shape in sizes_of(SHAPES, shapes)]
 
 
 def prepare(**operands: Tensor) -> Callable[[], Tensor]:

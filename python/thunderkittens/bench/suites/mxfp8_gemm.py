@@ -15,27 +15,18 @@ import torch
 from torch import Tensor
 
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
-from .fp8_gemm import WEIGHTS
+from ..choices import PRODUCTS, add_kinds, check_part, kinds_option, product_case, sizes_of
 
 KINDS = ("exact", "rebased", "kept", "prepared")
-SHAPES: dict[str, list[tuple[int, int, int]]] = {
-    "default": [(4096, n, k) for n, k in WEIGHTS],
-    "rated": [(4096, n, k) for n, k in WEIGHTS],
-    "skinny": [(m, n, k) for n, k in WEIGHTS for m in (1, 16, 64)],
-    "tiny": [(64, 64, 64), (80, 48, 272)],
-}
+SHAPES = PRODUCTS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--kinds",
-        default=",".join(KINDS),
-        help=f"a comma-separated part of {','.join(KINDS)} (default: all)",
-    )
+    add_kinds(parser, KINDS)
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
-    return {"kinds": tuple(args.kinds.split(","))}
+    return kinds_option(args)
 
 
 def make_case(m: int, n: int, k: int, kind: str, dtype: torch.dtype) -> Case:
@@ -58,20 +49,14 @@ def make_case(m: int, n: int, k: int, kind: str, dtype: torch.dtype) -> Case:
         exact = tk.reference.mxfp8_gemm(a, b, scale_a, scale_b, out_dtype=torch.float32)
         yield Expected(0, slice(None), exact, exact.to(dtype))
 
-    return Case(
-        name=f"{kind} {m} x {n} x {k}",
+    return product_case(
+        m,
+        n,
+        k,
+        kind,
+        dtype,
+        bytes_moved=float((m * k + k * n) * 33 / 32 + 2 * m * n),
         make_inputs=make_inputs,
-        flops=2.0 * m * n * k,
-        bytes=float((m * k + k * n) * 33 / 32 + 2 * m * n),
-        groups=(kind,),
-        parameters={
-            "label": f"{m}x{n}\nx{k}",
-            "m": m,
-            "n": n,
-            "k": k,
-            "kind": kind,
-            "dtype": str(dtype).removeprefix("torch."),
-        },
         oracle=oracle,
     )
 
@@ -83,12 +68,8 @@ def cases(
     kinds: Sequence[str] = KINDS,
 ) -> list[Case]:
     """The cases of a set of shapes of each kind. ValueError for a name there is not."""
-    unknown = [kind for kind in kinds if kind not in KINDS]
-    if unknown:
-        raise ValueError(f"kind {unknown[0]!r} is unknown; expected a part of {','.join(KINDS)}")
-    if shapes not in SHAPES:
-        raise ValueError(f"shapes {shapes!r} is unknown; expected one of {', '.join(SHAPES)}")
-    return [make_case(*size, kind, dtype) for kind in kinds for size in SHAPES[shapes]]
+    check_part("kind", kinds, KINDS)
+    return [make_case(*size, kind, dtype) for kind in kinds for size in sizes_of(SHAPES, shapes)]
 
 
 def _ours(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, kind: str) -> Any:

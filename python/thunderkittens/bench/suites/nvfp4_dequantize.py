@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..block_scaled_work import SHAPES, copy_of, exactly, make_case, sizes_of
+from ..block_scaled_work import SHAPES, copy_of, exactly, make_case
 from ..cases import Case, Expected, Implementation, Inputs
+from ..choices import sizes_of
 
 __all__ = ["SHAPES", "add_arguments", "cases", "host_calls", "implementations", "options"]
 
@@ -40,7 +41,7 @@ def cases(shapes: str = "default", *, dtype: torch.dtype = torch.bfloat16) -> li
     """The cases of a set of shapes. ValueError for a name there is not."""
     return [
         make_case(*size, "rows", dtype.itemsize + 1 / 2 + 1 / 16, dtype, inputs, oracle)
-        for size in sizes_of(shapes)
+        for size in sizes_of(SHAPES, shapes)
     ]
 
 

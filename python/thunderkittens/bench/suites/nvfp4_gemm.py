@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..cases import Case, Expected, Implementation, Inputs, random_normal
+from ..choices import add_kinds, check_part, kinds_option, product_case, sizes_of
 
 KINDS = ("weight", "both")
 WEIGHTS = ((8192, 8192), (28672, 8192))
@@ -28,15 +29,11 @@ SHAPES: dict[str, list[tuple[int, int, int]]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--kinds",
-        default="weight",
-        help=f"a comma-separated part of {','.join(KINDS)} (default: weight)",
-    )
+    add_kinds(parser, KINDS, ("weight",))
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
-    return {"kinds": tuple(args.kinds.split(","))}
+    return kinds_option(args)
 
 
 def make_case(m: int, n: int, k: int, kind: str, dtype: torch.dtype) -> Case:
@@ -73,20 +70,14 @@ def make_case(m: int, n: int, k: int, kind: str, dtype: torch.dtype) -> Case:
         exact = tk.reference.nvfp4_gemm(a, b, **scales, out_dtype=torch.float32)
         yield Expected(0, slice(None), exact, exact.to(dtype))
 
-    return Case(
-        name=f"{kind} {m} x {n} x {k}",
+    return product_case(
+        m,
+        n,
+        k,
+        kind,
+        dtype,
+        bytes_moved=(2.0 if kind == "weight" else 9 / 16) * m * k + n * k * 9 / 16 + 2.0 * m * n,
         make_inputs=make_inputs,
-        flops=2.0 * m * n * k,
-        bytes=(2.0 if kind == "weight" else 9 / 16) * m * k + n * k * 9 / 16 + 2.0 * m * n,
-        groups=(kind,),
-        parameters={
-            "label": f"{m}x{n}\nx{k}",
-            "m": m,
-            "n": n,
-            "k": k,
-            "kind": kind,
-            "dtype": str(dtype).removeprefix("torch."),
-        },
         oracle=oracle,
     )
 
@@ -98,12 +89,8 @@ def cases(
     kinds: Sequence[str] = ("weight",),
 ) -> list[Case]:
     """The cases of a set of shapes of each kind. ValueError for a name there is not."""
-    unknown = [kind for kind in kinds if kind not in KINDS]
-    if unknown:
-        raise ValueError(f"kind {unknown[0]!r} is unknown; expected a part of {','.join(KINDS)}")
-    if shapes not in SHAPES:
-        raise ValueError(f"shapes {shapes!r} is unknown; expected one of {', '.join(SHAPES)}")
-    return [make_case(*size, kind, dtype) for kind in kinds for size in SHAPES[shapes]]
+    check_part("kind", kinds, KINDS)
+    return [make_case(*size, kind, dtype) for kind in kinds for size in sizes_of(SHAPES, shapes)]
 
 
 def _ours(a: Tensor, b: Any, dense: Tensor, **rest: Any) -> Tensor:
