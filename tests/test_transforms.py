@@ -13,7 +13,7 @@ from helpers.samples import (
     assert_close,
     assert_equal,
     every_differentiable_sample,
-    every_sample,
+    every_mappable_sample,
     forward_and_backward,
     leaves,
     one_per_op,
@@ -76,7 +76,7 @@ def assert_gradients(sample, actual, expected, otherwise):
 
 
 @pytest.mark.parametrize("pattern", MAPPED)
-@every_sample
+@every_mappable_sample
 def test_vmap(device, sample, pattern):
     dims = dims_of(sample, pattern)
     tensors = mapped(sample, device, dims)
@@ -111,7 +111,7 @@ def variants(x):
     return [x, y.flip(0).view(x.dtype), y.flip(-1).view(x.dtype), x]
 
 
-@every_sample
+@every_mappable_sample
 def test_vmap_twice(device, sample):
     dims = dims_of(sample, (0, 0, 0))
     outer = [
