@@ -1,24 +1,28 @@
 // LoLCATS forward for Hopper (Zhang et al., "LoLCATs: On low-rank linearizing of large language
 // models", 2024). A block walks over the chunks of 64 tokens of one head. Four warpgroups:
-//   features  Phi(Q) of a chunk and Phi(K) of the one before, by products with the maps and both
-//             softmaxes in registers, into shared memory
+//   features  alpha Phi(Q) of a chunk and Phi(K) of the one before, by products with the maps and
+//             both softmaxes in registers, into shared memory
 //   linear    the sums of Phi(K)^T V and Phi(K) over the chunks before the window, fp32 in
-//             registers. For each chunk it leaves a copy of alpha times the sums, the former in 16
-//             bits, in shared memory
+//             registers. For each chunk it leaves a copy of the sums in shared memory, in 16 bits, of
+//             Phi(K) in twice 16
 //   window    scores of the chunk with itself and the chunk before, their maximum and weights; the
-//             output, Phi(Q) times the sums plus weights times V, over the denominator
+//             output, alpha Phi(Q) times the sums plus weights times V, over the denominator
 //   producer  one thread, which brings Q, K and V by TMA
 // Where there are too few heads to fill the GPU, the chunks are split into segments: a first kernel
 // sums each segment's state (lolcats_sums_sm90.cuh), a second makes prefix sums of these.
 #pragma once
 
-#include "csrc/linear_attention/lolcats_state.cuh"
+#include "csrc/linear_attention/lolcats_features.cuh"
 
 namespace thunderkittens::linear_attention {
 
 constexpr int LOLCATS_THREADS = 4 * WARPGROUP_THREADS;
-constexpr int LOLCATS_LINEAR_REGISTERS = 168, LOLCATS_WINDOW_REGISTERS = 192,
-              LOLCATS_FEATURE_REGISTERS = 128, LOLCATS_PRODUCER_REGISTERS = 24;
+constexpr int LOLCATS_FEATURE_REGISTERS = 128, LOLCATS_PRODUCER_REGISTERS = 24;
+// Of 512 together.
+template <class K>
+constexpr int LOLCATS_LINEAR_REGISTERS = K::features == 64 ? 168 : 144;
+template <class K>
+constexpr int LOLCATS_WINDOW_REGISTERS = K::features == 64 ? 192 : 216;
 constexpr int LINEAR_BARRIER = 1, WINDOW_BARRIER = 2;
 
 template <class K>
@@ -47,7 +51,10 @@ struct LolcatsShared {
     } stage[stages];
     typename K::feature_tile q_features[K::groups], k_features[K::groups];
     typename K::state_tile state[K::groups];
-    sv<float, 2 * K::features> denominator;  // of the state
+    // Of the state, as the high and the low part of 16-bit operands; then zeros. The pitch has rows
+    // in different banks.
+    static constexpr int pitch = 2 * K::features + 8;
+    sv<typename K::T, 3 * pitch> denominator;
     sv<float, 16> scratch;
     semaphore maps, q_full[query_stages], q_empty[query_stages];
     semaphore full[stages], empty[stages];
@@ -130,19 +137,20 @@ struct FeatureRole {
     // The n-th tile of its kind.
     __device__ __forceinline__ void make(typename K::feature_tile (&to)[K::groups],
                                          const typename K::token_tile& tokens,
-                                         const typename K::map_tile& map, semaphore& full,
-                                         semaphore& empty, int n) const {
+                                         const typename K::map_tile& map, float scale,
+                                         semaphore& full, semaphore& empty, int n) const {
         typename K::projection z;
         typename K::Features features;
         warpgroup::mm_AB(z, tokens, map);
         warpgroup::mma_async_wait<0>(z);
-        make_features<K>(features, z);
+        make_scaled_features<K>(features, z, scale);
         if (n > 0) wait(empty, (n - 1) % 2);
         store_features<K>(to, features);
         arch::fence_async_shared();
         release_by_warp(full);
     }
     __device__ __forceinline__ void run() {
+        const float alpha = arch::load_global_readonly(g.alpha + item.head);
         wait(shared.maps, 0);
         pipeline_state<Shared::stages> at;
         pipeline_state<Shared::query_stages> q_at;
@@ -151,11 +159,11 @@ struct FeatureRole {
         for (int n = 0; n < item.end - item.begin; ++n) {
             auto& shared = fresh_addresses(this->shared);
             wait(shared.q_full[q_at.stage], q_at.phase);
-            make(shared.q_features, shared.q[q_at.stage], shared.q_map, shared.q_features_full,
-                 shared.q_features_empty, n);
+            make(shared.q_features, shared.q[q_at.stage], shared.q_map, alpha,
+                 shared.q_features_full, shared.q_features_empty, n);
             if (adds_chunk(g, item, n)) {
                 wait(shared.full[at.stage], at.phase);
-                make(shared.k_features, shared.stage[at.stage].k, shared.k_map,
+                make(shared.k_features, shared.stage[at.stage].k, shared.k_map, 1.0f,
                      shared.k_features_full, shared.k_features_empty, made++);
             }
             at.advance();
@@ -176,11 +184,11 @@ struct LinearRole {
     __device__ __forceinline__ void sync() const { warpgroup::sync(LINEAR_BARRIER); }
     // A power of two, that numerator and denominator of the chunk are multiplied by: sums in half
     // must not overflow.
-    __device__ __forceinline__ float unit(float alpha) {
+    __device__ __forceinline__ float unit() {
         if constexpr (std::is_same_v<T, bf16>) {
             return 1.0f;
         } else {
-            float most = sums.largest() * fabsf(alpha);
+            float most = fmaxf(sums.largest(), fmaxf(sums.denominator.x, sums.denominator.y));
 #pragma unroll
             for (int distance = 16; distance > 0; distance /= 2)
                 most = fmaxf(most, arch::shuffle_xor(most, distance));
@@ -195,9 +203,11 @@ struct LinearRole {
     }
 
     __device__ __forceinline__ void run() {
-        const float alpha = arch::load_global_readonly(g.alpha + item.head);
         const int64_t floats = int64_t(2 * K::features) * K::head_dim;
         sums.clear();
+        for (int i = 2 * Shared::pitch + warpgroup::laneid(); i < 3 * Shared::pitch;
+             i += WARPGROUP_THREADS)
+            shared.denominator.set(i, T(0.0f));
         if (g.initial.numerator != nullptr) {
             sums.add(g.initial.numerator + item.line * floats,
                      g.initial.denominator + int64_t(item.line) * 2 * K::features);
@@ -211,13 +221,17 @@ struct LinearRole {
         pipeline_state<Shared::stages> at;
 #pragma unroll 1
         for (int n = 0; n < item.end - item.begin; ++n) {
-            const float scale = unit(alpha);
+            const float scale = unit();
             if (n > 0) wait(shared.linear_empty, (n - 1) % 2);
-            sums.publish(shared.state, alpha * scale);
+            sums.publish(shared.state, scale);
             if (laneid() < LolcatsSums<K>::warp_pairs) {
-                const float2 x = sums.denominator;
-                arch::store_shared(shared.denominator.address_of(LolcatsSums<K>::own_feature()),
-                                   float2{alpha * scale * x.x, alpha * scale * x.y});
+                const float2 x = {scale * sums.denominator.x, scale * sums.denominator.y};
+                const packed_type<T> high = pack_pair<T>(x.x, x.y);
+                const float2 whole = unpack_pair<T>(high);
+                const int feature = LolcatsSums<K>::own_feature();
+                arch::store_shared(shared.denominator.address_of(feature), high);
+                arch::store_shared(shared.denominator.address_of(Shared::pitch + feature),
+                                   pack_pair<T>(x.x - whole.x, x.y - whole.y));
             }
             if constexpr (!std::is_same_v<T, bf16>) {
                 if (warpgroup::laneid() == 0) shared.scratch.set(8, scale);
@@ -228,7 +242,7 @@ struct LinearRole {
                 wait(shared.full[at.stage], at.phase);
                 wait(shared.k_features_full, added++ % 2);
                 sums.issue(shared.k_features, shared.stage[at.stage].v);
-                sums.add_denominator(shared.k_features);
+                count_features(sums, shared.k_features);
                 sums.wait();
                 release_by_warp(shared.k_features_empty);
             }
@@ -267,6 +281,25 @@ struct WindowRole {
             }
         }
     }
+    // -inf for the tokens after a query, in its own chunk.
+    static __device__ __forceinline__ void mask(scores& s) {
+        const int band = arch::warp_uniform(warpgroup::warpid());
+        const bool even = 2 * (laneid() % 4) > laneid() / 4;
+        const bool odd = 2 * (laneid() % 4) + 1 > laneid() / 4;
+        constexpr float2 nothing = {-INFINITY, -INFINITY};
+#pragma unroll
+        for (int j = 0; j < scores::width; ++j) {
+            auto& block = s.tiles[0][j].data;
+            if (j > band) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) block[i] = nothing;
+            } else if (j == band) {
+                block[0] = {even ? -INFINITY : block[0].x, odd ? -INFINITY : block[0].y};
+                block[2] = nothing;
+                block[3] = {even ? -INFINITY : block[3].x, odd ? -INFINITY : block[3].y};
+            }
+        }
+    }
     static __device__ __forceinline__ void find_maximum(scores& s, float2& top) {
         for_each(s, [&](float& x, int, bool low) {
             float& t = low ? top.y : top.x;
@@ -289,28 +322,32 @@ struct WindowRole {
             }
         }
     }
-    // alpha phi(q) . denominator of the lane's two rows; each lane of the quad has a part of it.
+    // alpha phi(q) . denominator of the lane's two rows; each lane of the quad has a part of it. On
+    // the tensor cores: one column for the high parts, one for the low ones.
     static __device__ __forceinline__ float2 dot(const Shared& shared) {
-        float2 sum = {0.0f, 0.0f};
+        constexpr int tile_bytes = int(sizeof(shared.q_features[0]));
         const TileParts<typename K::feature_tile> parts(shared.q_features[0],
                                                         16 * warpgroup::warpid());
-        const uint32_t place = shared.denominator.address_of(2 * (laneid() % 4));
+        // ldmatrix: 8 columns, of which two differ from 0, of 8 features.
+        const uint32_t place = shared.denominator.address_of(
+            ::min(laneid() % 8, 2) * Shared::pitch + 8 * (laneid() / 8));
+        float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-        for (int block = 0; block < 2 * K::features / 16; ++block) {
-            uint32_t words[4];
-            arch::load_matrix_x4(
-                words[0], words[1], words[2], words[3],
-                parts.at(block % 4, block / 4 * int(sizeof(shared.q_features[0]))));
+        for (int block = 0; block < 2 * K::features / 16; block += 2) {
+            uint32_t columns[4];
+            arch::load_matrix_x4(columns[0], columns[1], columns[2], columns[3],
+                                 place + uint32_t(32 * block));
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float2 x = unpack_pair<T>(arch::bit_cast<packed_type<T>>(words[i]));
-                const float2 y =
-                    arch::load_shared<float2>(place + uint32_t(64 * block + 32 * (i / 2)));
-                float& s = i % 2 ? sum.y : sum.x;
-                s = fmaf(x.x, y.x, fmaf(x.y, y.y, s));
+            for (int i = 0; i < 2; ++i) {
+                uint32_t words[4];
+                arch::load_matrix_x4(words[0], words[1], words[2], words[3],
+                                     parts.at((block + i) % 4, block / 4 * tile_bytes));
+                const uint32_t pair[2] = {columns[2 * i], columns[2 * i + 1]};
+                const float before[4] = {sum[0], sum[1], sum[2], sum[3]};
+                arch::mma_sync<T, T>::fma(sum, words, pair, before);
             }
         }
-        return sum;
+        return {sum[0] + sum[1], sum[2] + sum[3]};
     }
     __device__ __forceinline__ void store_row(float* rows, int row, float x) const {
         if (rows == nullptr || row < 0 || row >= g.length) return;
@@ -360,28 +397,17 @@ struct WindowRole {
                 arrive(shared.q_empty[last_query]);
             }
             rt_fl<16, K::head_dim> out;
-            wait(shared.q_features_full, n % 2);
-            wait(shared.linear_full, n % 2);
             float factor = beta, inverse_unit = 1.0f;
             if constexpr (!std::is_same_v<T, bf16>) {
+                wait(shared.linear_full, n % 2);
                 const float common = shared.scratch.get(8);
                 factor *= common;
                 inverse_unit = 1.0f / common;
             }
-#pragma unroll
-            for (int t = 0; t < K::groups; ++t) {
-                if (t == 0)
-                    warpgroup::mm_AB(out, shared.q_features[t], shared.state[t]);
-                else
-                    warpgroup::mma_AB(out, shared.q_features[t], shared.state[t]);
-            }
-            float2 sum = dot(shared);
-            warpgroup::mma_async_wait<K::groups>(prior);
+            warpgroup::mma_async_wait<0>(prior);
             pin_tile(diagonal);
             if (item.begin + n == 0) for_each(prior, [](float& x, int, bool) { x = -INFINITY; });
-            for_each(diagonal, [&](float& x, int column, bool low) {
-                if (column > row + (low ? 8 : 0)) x = -INFINITY;
-            });
+            mask(diagonal);
             float2 top = {-INFINITY, -INFINITY};
             find_maximum(prior, top);
             find_maximum(diagonal, top);
@@ -389,9 +415,18 @@ struct WindowRole {
             const float log_factor = arch::log2_approx(factor);
             const float2 shift = {fmaf(top.x, unit, -log_factor), fmaf(top.y, unit, -log_factor)};
             rt<T, 16, CHUNK> prior_weights, diagonal_weights;
+            float2 sum = {0.0f, 0.0f};
             weigh(prior_weights, prior, unit, shift, sum);
             weigh(diagonal_weights, diagonal, unit, shift, sum);
-            sum = {quad_sum(sum.x), quad_sum(sum.y)};
+            wait(shared.q_features_full, n % 2);
+            if constexpr (std::is_same_v<T, bf16>) wait(shared.linear_full, n % 2);
+#pragma unroll
+            for (int t = 0; t < K::groups; ++t) {
+                if (t == 0)
+                    warpgroup::mm_AB(out, shared.q_features[t], shared.state[t]);
+                else
+                    warpgroup::mma_AB(out, shared.q_features[t], shared.state[t]);
+            }
             const int prior_stage = before.stage;
             last_query = q_at.stage;
             warpgroup::mma_AB(out, prior_weights, shared.stage[before.stage].v);
@@ -399,6 +434,8 @@ struct WindowRole {
             before.advance();
             own.advance();
             q_at.advance();
+            const float2 linear = dot(shared);
+            sum = {quad_sum(sum.x + linear.x), quad_sum(sum.y + linear.y)};
             warpgroup::mma_async_wait<2>();
             release_by_warp(shared.q_features_empty);
             release_by_warp(shared.linear_empty);
@@ -455,10 +492,10 @@ __global__ __launch_bounds__(LOLCATS_THREADS, 1) void lolcats_forward_kernel(
         warpgroup::decrease_registers<LOLCATS_FEATURE_REGISTERS>();
         if (item.begin < item.end) FeatureRole<K>{g, shared, item}.run();
     } else if (role == 1) {
-        warpgroup::increase_registers<LOLCATS_WINDOW_REGISTERS>();
+        warpgroup::increase_registers<LOLCATS_WINDOW_REGISTERS<K>>();
         if (item.begin < item.end) WindowRole<K>{g, shared, item}.run();
     } else {
-        warpgroup::increase_registers<LOLCATS_LINEAR_REGISTERS>();
+        warpgroup::increase_registers<LOLCATS_LINEAR_REGISTERS<K>>();
         if (item.begin < item.end) LinearRole<K>{g, shared, item, {}}.run();
     }
 }
