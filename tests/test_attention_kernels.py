@@ -20,10 +20,13 @@ from helpers.attention import (
     score_options,
     sink_noise,
 )
-from thunderkittens import _C, emulation
+from thunderkittens import _C, emulation, info
 
 if emulation.problem is not None:
     pytest.skip(emulation.problem, allow_module_level=True)
+
+# A kernel that never ends runs outside of Python, where only another thread can stop it.
+pytestmark = pytest.mark.timeout(300, method="thread")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PATTERN = re.compile(
@@ -42,12 +45,12 @@ def kernels(op, *kinds):
     return found
 
 
-def fields(match, stages):
+def fields(match, stages, **more):
     _, _, dim, value_dim, rows, keys, modified = match.groups()
     config = {"head_dim": int(dim), "stages": stages, "modified": modified is not None}
     if match[1] == "backward":
         wide = {"value_dim": int(value_dim or dim)} if int(dim) > 128 else {}
-        return config | {"block_m": int(rows)} | wide
+        return config | {"block_m": int(rows)} | wide | more
     config |= {"value_dim": int(value_dim or dim), "block_n": int(keys)}
     config |= {"warpgroups": int(rows) // 64}
     # Those that split the keys have the score options all in one kernel.
@@ -120,7 +123,7 @@ def test_forward(name, match, stages, policy):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_backward(name, match, stages, policy, deterministic):
     torch.manual_seed(zlib.crc32(name.encode()))
-    for lengths, mask, scores in problems(match):
+    for parts, (lengths, mask, scores) in enumerate(problems(match), 1):
         q, k, v = operands(match, lengths)
         options = {**mask, **score_options(scores, 4, 1, "cpu")}
         sink = options.pop("sink", None)
@@ -129,7 +132,8 @@ def test_backward(name, match, stages, policy, deterministic):
         grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
         grad_lse[lse == -torch.inf] = 0
         mode = {False: 0, True: 1, "upper_left": 2}[options.get("causal", False)]
-        with tk.emulate(policy, seed=lengths[0], config=fields(match, stages), sm_count=3) as run:
+        config = fields(match, stages, parts=min(parts, 2))  # of each group of two heads
+        with tk.emulate(policy, seed=lengths[0], config=config, sm_count=3) as run:
             actual = torch.ops.thunderkittens.attention_backward(
                 grad_out, grad_lse, q, k, v, out, lse, mode, None,
                 *options.get("window_size", (-1, -1)), options.get("softcap", 0.0),
@@ -174,7 +178,8 @@ def test_backward_of_packed_sequences(name, match, stages, policy):
     out, lse = tk.attention_varlen(*packed, *packing, **options, sink=sink, return_lse=True)
     grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
     grad_lse[lse == -torch.inf] = 0
-    with tk.emulate(policy, seed=rows, config=fields(match, stages), sm_count=3) as run:
+    config = fields(match, stages, parts=1 + emulation.POLICIES.index(policy) % 2)
+    with tk.emulate(policy, seed=rows, config=config, sm_count=3) as run:
         actual = torch.ops.thunderkittens.attention_varlen_backward(
             grad_out, grad_lse, *packed, out, lse, *packing,
             int(options.get("causal", False)), None, *options.get("window_size", (-1, -1)),
@@ -207,3 +212,96 @@ def test_backward_of_packed_sequences(name, match, stages, policy):
             for x, (first, last) in zip(actual, ends, strict=False)
         ]
         assert_gradients(mine, expected, plain)
+
+
+# Multiprocessors, threads of the host, heads worked on together, parts of a group, policy.
+WAYS = [
+    (1, 1, 1, 1, "on_wait"),
+    (2, 1, 3, 1, "random"),
+    (6, 3, 8, 1, "random"),
+    (1, 1, 3, 2, "random"),
+    (3, 2, 2, 2, "late_mma"),
+]
+PLAIN_KERNELS = [k for k in kernels("attention_backward", "backward") if "_bf16_" in k[0]]
+PLAIN_KERNELS = [k for k in PLAIN_KERNELS if not k[0].endswith("_modified")]
+
+
+@pytest.mark.parametrize("lengths", [[(70, 290)], [(1, 140), (0, 9), (70, 200), (3, 0), (66, 129)]])
+@pytest.mark.parametrize(
+    ("name", "match", "stages"), PLAIN_KERNELS, ids=[k[0] for k in PLAIN_KERNELS]
+)
+def test_a_fixed_order_ends_with_the_same_bits(name, match, stages, lengths):
+    """However many blocks are at work, one after the other or at once, and in whatever order they
+    begin: one alone only ends if no key block waits for another that is begun later."""
+    torch.manual_seed(zlib.crc32(name.encode()))
+    q, k, v = operands(match, tuple(map(sum, zip(*lengths, strict=True))))
+    packed = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]
+    edges = [[0, *torch.tensor(side).cumsum(0).tolist()] for side in zip(*lengths, strict=True)]
+    packing = [*(torch.tensor(e, dtype=torch.int32) for e in edges), 70, 290]
+    out, lse = tk.attention_varlen(*packed, *packing, causal=True, return_lse=True)
+    grad_out = torch.randn_like(out)
+    if len(lengths) == 1:
+        grad_out, out = (x.transpose(0, 1)[None].contiguous() for x in (grad_out, out))
+        op, inputs = torch.ops.thunderkittens.attention_backward, (q, k, v, out, lse[None])
+    else:
+        op = torch.ops.thunderkittens.attention_varlen_backward
+        inputs = (*packed, out, lse, *packing)
+    results = {1: [], 2: []}
+    for seed, (sm_count, threads, heads, parts, policy) in enumerate(WAYS):
+        config = fields(match, stages, parts=parts, ordered_section_heads=heads)
+        with tk.emulate(
+            policy, seed, config=config, sm_count=sm_count, host_threads=threads, check_order=False
+        ) as run:
+            grads = op(grad_out, None, *inputs, 1, None, -1, -1, 0.0, None, None, True, [True] * 4)
+        assert [kernel["kernel"] for kernel in run.kernels] == [name]
+        results[parts].append(grads[:3])
+    for first, *others in results.values():
+        assert torch.equal(first[0], results[1][0][0])
+        for grads in others:
+            assert all(map(torch.equal, grads, first))
+
+
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+def test_groups_are_split_where_their_key_heads_do_not_fill_the_gpu(dim):
+    device = _C.DeviceProperties(**info.EXAMPLE_GPU)
+
+    def parts(q_heads, kv_heads, batch=1, length=4096, **mask):
+        problem = {"dtype": "bf16", "batch": batch, "q_heads": q_heads, "kv_heads": kv_heads}
+        problem |= {"q_length": length, "k_length": length, "head_dim": dim, "value_dim": dim}
+        return _C.choose("attention_backward", problem | mask, device)["parts"]
+
+    for mask in ({}, {"causal": 1}, {"window_left": 700}):
+        assert parts(32, 32, **mask) == 1  # nothing to split
+        assert parts(32, 8, batch=8, **mask) == 1  # full already
+        assert parts(32, 1, **mask) > 1
+        assert 7 % parts(7, 1, **mask) == 0  # parts are equal
+    assert parts(8, 2, length=40) == 1  # not worth two more kernels
+
+
+@pytest.mark.parametrize("dim", [64, 192])
+def test_groups_are_split_further_for_a_fixed_order(dim):
+    """Under a causal mask over many key blocks, where a large GPU has room."""
+    q, k, v = (
+        normal((1, h, n, dim), torch.bfloat16, "cpu") for h, n in ((4, 70), (1, 1200), (1, 1200))
+    )
+    out, lse = tk.attention(q, k, v, causal=True, return_lse=True)
+    grad_out = torch.randn_like(out)
+    needs = [True, True, True, False]
+    results = []
+    for sm_count in (5, 132):
+        with tk.emulate("late_mma", sm_count=sm_count, check_order=False):
+            grads = torch.ops.thunderkittens.attention_backward(
+                grad_out, None, q, k, v, out, lse, 1, None, -1, -1, 0.0, None, None, True, needs
+            )
+        results.append(grads[:3])
+
+    def gradients(function, convert):
+        leaves = [convert(x).detach().requires_grad_() for x in (q, k, v)]
+        out = function(*leaves, causal=True)
+        return torch.autograd.grad(out, leaves, grad_out.to(out.dtype))
+
+    expected = gradients(tk.reference.attention, torch.Tensor.double)
+    plain = gradients(plain_attention, lambda x: x)
+    for grads in results:
+        assert_gradients(grads, expected, plain)
+    assert torch.equal(results[0][0], results[1][0])

@@ -421,6 +421,7 @@ FOUND = {
     "missing_exit_barrier": "which has ended",
     "relaxed_release": r"no barrier \(release and acquire\)",
     "wrong_multicast_mask": "of a cluster of 2",
+    "lost_turn": "deadlock.*warp 0, lanes 0x1: waits for what it polls",
     "tile_before_segment": "begins before its segment",
     "segment_beyond_rows": "segment is not within the layout's rows",
     "wrong_segment": None,

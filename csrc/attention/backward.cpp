@@ -1,6 +1,6 @@
 // The gradient ops of attention for CUDA: checks what memory safety needs, allocates, chooses and
 // launches.
-#include "csrc/attention/backward.h"
+#include "csrc/attention/backward_order.h"
 
 #include <tuple>
 #include <utility>
@@ -119,8 +119,14 @@ Gradients backward(const BackwardTensors& in, const Packing* packing, const Opti
     if (in.grad_lse) grad_lse = torch::stable::contiguous(*in.grad_lse);
 
     const BackwardChoice choice = choose_backward(p, device);
+    params.deterministic = options.deterministic.value_or(false);
+    params.parts =
+        params.deterministic ? ordered_parts(p, choice.config, choice.parts, device) : choice.parts;
+    params.section_heads =
+        params.deterministic ? choice.ordered_section_heads : choice.section_heads;
     const Tensor workspace =
-        empty({workspace_floats(p, params.sequences, choice.config)}, ScalarType::Float, in.q);
+        empty({workspace_floats(p, params.sequences, choice.config, params.parts)},
+              ScalarType::Float, in.q);
     const auto describe = packing ? packed_operand : operand;
     params.q = describe(q);
     params.k = describe(k);
@@ -135,9 +141,6 @@ Gradients backward(const BackwardTensors& in, const Packing* packing, const Opti
     params.dsink = need_sink ? static_cast<float*>(dsink.data_ptr()) : nullptr;
     params.workspace = static_cast<float*>(workspace.data_ptr());
     params.sm_count = device.sm_count;
-    params.deterministic = options.deterministic.value_or(false);
-    params.section_heads =
-        params.deterministic ? choice.ordered_section_heads : choice.section_heads;
     launch_any(choice, params, current_stream(in.q), std::make_index_sequence<KERNELS>());
     for (Gradient* g : {&dq, &dk, &dv}) g->finish();
     return {dq.result, dk.result, dv.result, dsink};

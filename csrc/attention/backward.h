@@ -15,6 +15,7 @@ struct BackwardConfig {
     int value_dim = 0;      // 0: as head_dim; given for those of backward_wide_sm90.cuh
 
     constexpr bool wide() const { return value_dim != 0; }
+    constexpr int values() const { return wide() ? value_dim : head_dim; }
     bool operator==(const BackwardConfig&) const = default;
 };
 constexpr BackwardConfig BACKWARD_CONFIGS[] = {
@@ -44,7 +45,10 @@ constexpr int backward_memory(const BackwardConfig& c) {
 }
 struct BackwardChoice {
     BackwardConfig config;
-    // The blocks work on this many key heads (of all batches) at a time.
+    // The query heads of a group are split among this many blocks, where the key heads alone do not
+    // fill the GPU. Each leaves its dK and dV in fp32, and the last kernel adds them.
+    int parts = 1;
+    // The blocks work on this many key heads (of all batches, each in `parts`) at a time.
     int section_heads = 1;
     int ordered_section_heads = 1;  // where dQ is summed in a fixed order
 };
@@ -56,10 +60,11 @@ struct BackwardParams {
     const float* grad_lse = nullptr;  // likewise, or null
     Operand dq, dk, dv;               // data null: not wanted
     float* dsink = nullptr;           // (q_heads,); null: not wanted
-    float* workspace = nullptr;       // workspace_floats(problem, sequences, config)
+    float* workspace = nullptr;       // workspace_floats(problem, sequences, config, parts)
     Scores scores;
     float query_scale = 1.0f;  // dQ is this times dS K; differs from the scale of signed_query()
     Sequences sequences;
+    int parts = 1;
     int section_heads = 1;
     int sm_count = 0;
     bool deterministic = false;
@@ -71,27 +76,53 @@ constexpr int64_t padded_rows(int64_t q_length) { return (q_length + 127) / 128 
 constexpr int64_t rows_of_head(const Problem& p, const Sequences& s) {
     return p.varlen ? padded_rows(s.total_q) + 128 * (p.batch + 1) : padded_rows(p.q_length);
 }
-// Two statistics per row, dQ in fp32, up to four counters per tile of at least 64 rows, and one.
+constexpr int64_t workspace_rows(const Problem& p, const Sequences& s) {
+    return (p.varlen ? 1 : p.batch) * p.q_heads * rows_of_head(p, s);
+}
+// The parts of the key heads as if they were query heads: what is stored per key has rows like what
+// is stored per query.
+constexpr Problem keys_as_queries(Problem p, int parts) {
+    p.q_heads = p.kv_heads * parts;
+    p.q_length = p.k_length;
+    return p;
+}
+constexpr Sequences keys_as_queries(Sequences s) {
+    s.cu_q = s.cu_k;
+    s.total_q = s.total_k;
+    return s;
+}
+constexpr int64_t part_rows(const Problem& p, const Sequences& s, int parts) {
+    return parts > 1 ? workspace_rows(keys_as_queries(p, parts), keys_as_queries(s)) : 0;
+}
+// Two statistics per row, dQ in fp32, dK and dV likewise where groups are split, up to four
+// counters per tile of at least 64 rows, and one.
 constexpr int64_t workspace_floats(const Problem& p, const Sequences& s,
-                                   const BackwardConfig& config) {
-    const int64_t rows = (p.varlen ? 1 : p.batch) * p.q_heads * rows_of_head(p, s);
-    return rows * (2 + config.head_dim) + rows / 16 + 1;
+                                   const BackwardConfig& config, int parts) {
+    const int64_t rows = workspace_rows(p, s);
+    return rows * (2 + config.head_dim) +
+           part_rows(p, s, parts) * (config.head_dim + config.values()) + rows / 16 + 1;
 }
 
 // What the workspace holds.
 struct Workspace {
     float *lse_log2, *delta;  // per row
     float* dq;                // dq_columns per row
+    float *dk, *dv;  // of each part of a group, per key, as dQ; null: not wanted, or not split
     int *next_item, *turns;  // a counter; some per tile of dQ, the first 0 until something is in it
 
-    Workspace(const BackwardParams& params, int dq_columns) {
-        const Problem& p = params.problem;
-        const int64_t rows =
-            (p.varlen ? 1 : p.batch) * p.q_heads * rows_of_head(p, params.sequences);
+    Workspace(const BackwardParams& params, const BackwardConfig& config) {
+        const int64_t rows = workspace_rows(params.problem, params.sequences);
+        const int64_t keys = part_rows(params.problem, params.sequences, params.parts);
         lse_log2 = params.workspace;
         delta = lse_log2 + rows;
-        dq = params.dq.data ? delta + rows : nullptr;
-        next_item = reinterpret_cast<int*>(delta + rows + rows * dq_columns);
+        float* next = delta + rows;
+        dq = params.dq.data ? next : nullptr;
+        next += rows * config.head_dim;
+        dk = keys > 0 && params.dk.data ? next : nullptr;
+        next += keys * config.head_dim;
+        dv = keys > 0 && params.dv.data ? next : nullptr;
+        next += keys * config.values();
+        next_item = reinterpret_cast<int*>(next);
         turns = next_item + 1;
     }
 };
@@ -109,10 +140,10 @@ struct DqTiles {
 template <DType dtype>
 void launch_prepare(const BackwardParams& params, const Workspace& workspace, const DqTiles& tiles,
                     Stream stream);
-// After it: dQ, and the gradient of the sinks.
+// After it: dQ, dK and dV where groups are split, and the gradient of the sinks.
 template <DType dtype>
 void launch_finish(const BackwardParams& params, const Workspace& workspace, const DqTiles& tiles,
-                   Stream stream);
+                   const BackwardConfig& config, Stream stream);
 
 template <typename Visitor>
 void visit_fields(BackwardChoice& c, Visitor visit) {
@@ -122,6 +153,7 @@ void visit_fields(BackwardChoice& c, Visitor visit) {
     visit("stages", c.config.stages);
     visit("dtype", c.config.dtype);
     visit("modified", c.config.modified);
+    visit("parts", c.parts);
     visit("section_heads", c.section_heads);
     visit("ordered_section_heads", c.ordered_section_heads);
 }

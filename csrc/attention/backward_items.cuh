@@ -27,12 +27,14 @@ struct PaddedRows {
     }
 };
 
-// A block of keys of one key head, and the query blocks that see it: [begin, end). Those in [whole,
-// cut) see all of its keys, the others need a mask.
+// A block of keys of one key head, with a part of its query heads, and the query blocks that see
+// it: [begin, end). Those in [whole, cut) see all of its keys, the others need a mask.
 struct BackwardItem {
-    int block, head, b;  // of keys; block < 0: there is no more work
+    int block, b;        // of keys; block < 0: there is no more work
+    int head, key_head;  // `head` counts the parts of all key heads
     int begin, end, whole, cut;
-    int tile;  // the first of dQ of the group's first query head
+    int tile;       // the first of dQ of the first query head
+    int keys_tile;  // of 64 keys, the first of this part's dK and dV
     int q_begin, q_length, k_begin, k_length, low, high, diagonal;
 };
 
@@ -47,11 +49,26 @@ __device__ __forceinline__ void write(int& field, int value) {
 template <int BLOCK_M, int BLOCK_N>
 struct BackwardWork {
     SequenceTable sequences;
-    Schedule schedule;  // over key blocks and key heads
-    PaddedRows rows;
+    Schedule schedule;  // over key blocks and parts of key heads
+    PaddedRows rows, key_rows;
     int* next_item;  // 0 at first
-    int group;       // query heads per key head
+    int parts;       // of a key head's group
+    int group;       // query heads of a part
     int q_limit;     // that sequences are cut to
+
+    BackwardWork(const BackwardParams& params, int* _next_item)
+        : sequences(params.problem, params.sequences),
+          schedule{.blocks = int((params.problem.k_length + BLOCK_N - 1) / BLOCK_N),
+                   .heads = int(params.problem.kv_heads * params.parts),
+                   .batch = int(params.problem.batch),
+                   .section_heads = params.section_heads},
+          rows(params.problem, params.sequences),
+          key_rows(keys_as_queries(params.problem, params.parts),
+                   keys_as_queries(params.sequences)),
+          next_item(_next_item),
+          parts(params.parts),
+          group(int(params.problem.q_heads / (params.problem.kv_heads * params.parts))),
+          q_limit(int(params.problem.q_length)) {}
 
     // Puts an item into shared memory; false: there is no more work.
     __device__ __forceinline__ bool describe(BackwardItem& item, int index) const {
@@ -62,12 +79,15 @@ struct BackwardWork {
         const auto [block, head, b] = schedule.item(index);
         write(item.block, block);
         write(item.head, head);
+        write(item.key_head, head / parts);
         write(item.b, b);
         const Lengths s = sequences.lengths(b);
         write(item.q_begin, s.q_begin);
         write(item.k_begin, s.k_begin);
         write(item.diagonal, s.diagonal);
         write(item.tile, static_cast<int>(rows.first(b, s.q_begin, head * group) / BLOCK_M));
+        write(item.keys_tile,
+              static_cast<int>(key_rows.first(b, s.k_begin, head) / 64) + block * (BLOCK_N / 64));
         const int q_length = ::min(s.q_length, q_limit), k_length = s.k_length;
         const int low = s.low, high = s.high;
         write(item.q_length, q_length);
@@ -100,9 +120,29 @@ struct BackwardWork {
     }
 };
 
-// The producer claims items in their order, and hands them on to the other roles. An item's slot
-// stays filled while it is worked on, so that fields can be read again rather than kept in
-// registers.
+// A part's dK or dV of 64 keys, in the order of the accumulator's registers, `before` columns of
+// which are in other tiles.
+template <any_register_tile Tile>
+__device__ __forceinline__ void store_part(float* sums, int columns, const Tile& tile,
+                                           const BackwardItem& item, int index, int before = 0) {
+    float* to = sums + int64_t(read(item.keys_tile) + index) * (64 * columns) + 64 * before +
+                4 * warpgroup::laneid();
+#pragma unroll
+    for (int j = 0; j < Tile::width; ++j) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float2 high = tile.tiles[0][j].data[2 * half],
+                         low = tile.tiles[0][j].data[2 * half + 1];
+            arch::store_global(
+                reinterpret_cast<float4*>(to + (2 * j + half) * 4 * WARPGROUP_THREADS),
+                make_float4(high.x, high.y, low.x, low.y));
+        }
+    }
+}
+
+// The producer claims items in their order, and hands them on. A slot stays filled while its item
+// is worked on: fields are read again, not kept in registers. In a fixed order an item waits only
+// for items claimed before it: the first that has not ended goes on, however few blocks run.
 struct ItemRing {
     BackwardItem items[2];
     semaphore full[2], empty[2];

@@ -12,7 +12,7 @@ void launch_backward_kernels(const BackwardParams& params, Stream stream) {
     static_assert(sizeof(BackwardShared<Kernel>) + 1024 <= Kernel::shared_bytes,
                   "backward_memory() must count all of the block's shared memory");
     const Problem& p = params.problem;
-    const Workspace workspace(params, Kernel::head_dim);
+    const Workspace workspace(params, Kernel::config);
     constexpr DqTiles tiles{Kernel::block_m, Kernel::dq_parts, Kernel::part_cols};
     launch_prepare<Kernel::dtype>(params, workspace, tiles, stream);
 
@@ -32,18 +32,12 @@ void launch_backward_kernels(const BackwardParams& params, Stream stream) {
         .v = of_keys(params.v, p.value_dim),
         .dk = of_keys(params.dk.data ? params.dk : params.k, p.head_dim),
         .dv = of_keys(params.dv.data ? params.dv : params.v, p.value_dim),
-        .work = {.sequences = SequenceTable(p, params.sequences),
-                 .schedule = {.blocks = int((p.k_length + Kernel::block_n - 1) / Kernel::block_n),
-                              .heads = int(p.kv_heads),
-                              .batch = int(p.batch),
-                              .section_heads = params.section_heads},
-                 .rows = PaddedRows(p, params.sequences),
-                 .next_item = workspace.next_item,
-                 .group = int(p.q_heads / p.kv_heads),
-                 .q_limit = int(p.q_length)},
+        .work = typename Kernel::Work(params, workspace.next_item),
         .lse_log2 = workspace.lse_log2,
         .delta = workspace.delta,
         .dq = workspace.dq,
+        .part_dk = workspace.dk,
+        .part_dv = workspace.dv,
         .turns = workspace.turns,
         .modification = Modification(params.scores),
         .scale = params.scores.scale,
@@ -55,7 +49,7 @@ void launch_backward_kernels(const BackwardParams& params, Stream stream) {
         kittens::launch({.dependent = true}, backward_kernel<Kernel>, dim3(blocks),
                         dim3(Kernel::threads), dim3(1), Kernel::shared_bytes, stream, globals);
     }
-    launch_finish<Kernel::dtype>(params, workspace, tiles, stream);
+    launch_finish<Kernel::dtype>(params, workspace, tiles, Kernel::config, stream);
 }
 
 template <BackwardConfig config>

@@ -8,6 +8,7 @@
 
 #include "csrc/attention/backward_items.cuh"
 #include "csrc/attention/layouts.cuh"
+#include "csrc/attention/softmax.cuh"
 #include "csrc/common/check.h"
 
 namespace thunderkittens::attention {
@@ -130,11 +131,13 @@ struct FinishGlobals {
     SequenceTable sequences;
     PaddedRows rows;
     const float* sums;
-    const int* turns;  // per part, the first: 0 where nothing was summed; null: dQ was cleared
+    const int* turns;  // per part, the first: 0 where nothing was summed; null: all was
+    int copies;        // of each head, to be added
     float scale;
 };
 
-// A block brings one tile of dQ in order; its warpgroups hold what the consumers had.
+// A block brings one tile of dQ (of dK or dV, in parts of a group) in order; its warpgroups hold
+// what the consumers had.
 template <class T, int block_m, int parts, int part_cols>
 __global__ __launch_bounds__(parts* WARPGROUP_THREADS) void finish_kernel(
     const __grid_constant__ FinishGlobals<T, part_cols> g) {
@@ -147,23 +150,27 @@ __global__ __launch_bounds__(parts* WARPGROUP_THREADS) void finish_kernel(
     constexpr int row_parts = block_m / 64, part_floats = 64 * part_cols;
     const int row = int(blockIdx.x) * block_m + 64 * (id % row_parts);
     if (row >= s.q_length) return;
-    const int64_t tile = g.rows.first(b, s.q_begin, head) / block_m + blockIdx.x;
+    const int64_t tile = g.rows.first(b, s.q_begin, head * g.copies) / block_m + blockIdx.x;
     const float* from = g.sums + (tile * parts + id) * part_floats + 4 * warpgroup::laneid();
     const bool summed = !g.turns || arch::load_global(g.turns + tile * parts) != 0;
     rt_fl<16, part_cols> part;
+    zero_tile(part);
+    for (int copy = 0; summed && copy < g.copies; ++copy) {
 #pragma unroll
-    for (int j = 0; j < part.width; ++j) {
+        for (int j = 0; j < part.width; ++j) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (summed) {
-                x = arch::load_global(
+            for (int half = 0; half < 2; ++half) {
+                const float4 x = arch::load_global(
                     reinterpret_cast<const float4*>(from + (2 * j + half) * 4 * WARPGROUP_THREADS));
+                float2 &high = part.tiles[0][j].data[2 * half],
+                       &low = part.tiles[0][j].data[2 * half + 1];
+                high = make_float2(high.x + x.x, high.y + x.y);
+                low = make_float2(low.x + x.z, low.y + x.w);
             }
-            part.tiles[0][j].data[2 * half] = make_float2(x.x * g.scale, x.y * g.scale);
-            part.tiles[0][j].data[2 * half + 1] = make_float2(x.z * g.scale, x.w * g.scale);
         }
+        from += g.rows.head / block_m * (parts * part_floats);
     }
+    scale_rows(part, make_float2(g.scale, g.scale));
     warpgroup::store(tiles[id], part);
     arch::fence_async_shared();
     warpgroup::sync(1 + id);
@@ -264,28 +271,51 @@ inline void launch_sink_kernel(const BackwardParams& params, const Workspace& wo
                     stream, globals);
 }
 
+// What is brought in order: sums per query, or per key with the problem's keys as queries.
+struct Finish {
+    Operand to;
+    int64_t columns;
+    const float* sums;
+    const int* turns;
+    int copies;
+    float scale;
+    bool dependent;
+};
+
 template <class T, int block_m, int parts, int part_cols>
-bool launch_finish_kernel(const BackwardParams& params, const Workspace& workspace,
+bool launch_finish_kernel(const Problem& p, const Sequences& sequences, const Finish& finish,
                           const DqTiles& tiles, Stream stream) {
     if (tiles != DqTiles{block_m, parts, part_cols}) return false;
-    const Problem& p = params.problem;
     if (p.q_length == 0) return true;
     using Globals = FinishGlobals<T, part_cols>;
     using Tile = typename Globals::tile;
+    const int64_t heads = p.q_heads / finish.copies;
     const Globals globals{
-        .dq = Layout<Tile>(params.dq, p.varlen, p.batch, p.q_heads,
-                           p.varlen ? params.sequences.total_q : p.q_length, p.head_dim),
-        .sequences = SequenceTable(p, params.sequences),
-        .rows = PaddedRows(p, params.sequences),
-        .sums = workspace.dq,
-        .turns = params.deterministic ? workspace.turns : nullptr,
-        .scale = params.query_scale};
-    const dim3 grid(unsigned((p.q_length + block_m - 1) / block_m), unsigned(p.q_heads),
+        .dq = Layout<Tile>(finish.to, p.varlen, p.batch, heads,
+                           p.varlen ? sequences.total_q : p.q_length, finish.columns),
+        .sequences = SequenceTable(p, sequences),
+        .rows = PaddedRows(p, sequences),
+        .sums = finish.sums,
+        .turns = finish.turns,
+        .copies = finish.copies,
+        .scale = finish.scale};
+    const dim3 grid(unsigned((p.q_length + block_m - 1) / block_m), unsigned(heads),
                     unsigned(p.batch));
-    kittens::launch(
-        {.dependent = params.dsink == nullptr}, finish_kernel<T, block_m, parts, part_cols>, grid,
-        dim3(parts * WARPGROUP_THREADS), dim3(1), parts * sizeof(Tile) + 1024, stream, globals);
+    kittens::launch({.dependent = finish.dependent}, finish_kernel<T, block_m, parts, part_cols>,
+                    grid, dim3(parts * WARPGROUP_THREADS), dim3(1), parts * sizeof(Tile) + 1024,
+                    stream, globals);
     return true;
+}
+template <class T>
+void launch_finish_kernel(const Problem& p, const Sequences& sequences, const Finish& finish,
+                          const DqTiles& tiles, Stream stream) {
+    const bool found = launch_finish_kernel<T, 128, 2, 64>(p, sequences, finish, tiles, stream) ||
+                       launch_finish_kernel<T, 64, 2, 32>(p, sequences, finish, tiles, stream) ||
+                       launch_finish_kernel<T, 64, 2, 48>(p, sequences, finish, tiles, stream) ||
+                       launch_finish_kernel<T, 64, 2, 64>(p, sequences, finish, tiles, stream) ||
+                       launch_finish_kernel<T, 64, 2, 96>(p, sequences, finish, tiles, stream) ||
+                       launch_finish_kernel<T, 64, 2, 128>(p, sequences, finish, tiles, stream);
+    TK_CHECK(found, "tk.attention: no kernel for sums in parts of ", tiles.part_cols, " columns");
 }
 template <DType dtype>
 void launch_prepare(const BackwardParams& params, const Workspace& workspace, const DqTiles& tiles,
@@ -296,17 +326,35 @@ void launch_prepare(const BackwardParams& params, const Workspace& workspace, co
 
 template <DType dtype>
 void launch_finish(const BackwardParams& params, const Workspace& workspace, const DqTiles& tiles,
-                   Stream stream) {
+                   const BackwardConfig& config, Stream stream) {
     using T = std::conditional_t<dtype == DType::bf16, bf16, half>;
+    const Problem& p = params.problem;
     if (params.dsink != nullptr) launch_sink_kernel(params, workspace, stream);
-    if (params.dq.data == nullptr) return;
-    const bool found = launch_finish_kernel<T, 128, 2, 64>(params, workspace, tiles, stream) ||
-                       launch_finish_kernel<T, 64, 2, 32>(params, workspace, tiles, stream) ||
-                       launch_finish_kernel<T, 64, 2, 48>(params, workspace, tiles, stream) ||
-                       launch_finish_kernel<T, 64, 2, 64>(params, workspace, tiles, stream) ||
-                       launch_finish_kernel<T, 64, 2, 96>(params, workspace, tiles, stream) ||
-                       launch_finish_kernel<T, 64, 2, 128>(params, workspace, tiles, stream);
-    TK_CHECK(found, "tk.attention: no kernel for dQ in parts of ", tiles.part_cols, " columns");
+    if (params.dq.data != nullptr) {
+        launch_finish_kernel<T>(p, params.sequences,
+                                {.to = params.dq,
+                                 .columns = p.head_dim,
+                                 .sums = workspace.dq,
+                                 .turns = params.deterministic ? workspace.turns : nullptr,
+                                 .copies = 1,
+                                 .scale = params.query_scale,
+                                 .dependent = params.dsink == nullptr},
+                                tiles, stream);
+    }
+    const auto add_parts = [&](const Operand& to, const float* sums, int64_t columns, int width) {
+        if (sums == nullptr) return;
+        launch_finish_kernel<T>(keys_as_queries(p, params.parts), keys_as_queries(params.sequences),
+                                {.to = to,
+                                 .columns = columns,
+                                 .sums = sums,
+                                 .turns = nullptr,
+                                 .copies = params.parts,
+                                 .scale = 1.0f,
+                                 .dependent = true},
+                                DqTiles{64, 2, width / 2}, stream);
+    };
+    add_parts(params.dk, workspace.dk, p.head_dim, config.head_dim);
+    add_parts(params.dv, workspace.dv, p.value_dim, config.values());
 }
 
 }  // namespace thunderkittens::attention

@@ -6,7 +6,8 @@
 //
 // A block owns 128 keys of one key head, holds their K and V in shared memory and dK and dV in
 // registers, and walks the query blocks that see them, over all query heads of the group, so that
-// dK and dV of a group are summed in registers. Roles:
+// dK and dV of a group are summed in registers. Where that leaves SMs idle, several blocks share
+// the heads of a group, and backward_rows_sm90.cuh adds what each has, in a fixed order. Roles:
 //   producer   one thread: K and V once per item; Q, dO and their rows' statistics into a ring
 //   consumers  two warpgroups of 64 keys each. They compute the transposed scores S^T = K Q^T and
 //              dP^T = V dO^T, so that P^T and dS^T leave the softmax as register operands of dV and
@@ -22,9 +23,8 @@
 // varies between runs, unless the senders take turns.
 #pragma once
 
-#include "csrc/attention/backward_items.cuh"
+#include "csrc/attention/backward_scores.cuh"
 #include "csrc/attention/layouts.cuh"
-#include "csrc/attention/softmax.cuh"
 
 namespace thunderkittens::attention {
 
@@ -32,8 +32,9 @@ using namespace kittens;
 
 enum class QueryGradient { none, any_order, in_order };
 
-template <BackwardConfig config, QueryGradient QUERY_GRADIENT>
+template <BackwardConfig CONFIG, QueryGradient QUERY_GRADIENT>
 struct BackwardKernel {
+    static constexpr BackwardConfig config = CONFIG;
     static constexpr DType dtype = config.dtype;
     using T = std::conditional_t<dtype == DType::bf16, bf16, half>;
     static constexpr bool need_dq = QUERY_GRADIENT != QueryGradient::none;
@@ -82,7 +83,9 @@ struct BackwardGlobals {
         lse_log2;        // per row of the workspace: LSE * log2(e), +inf for rows that see nothing
     const float* delta;  // likewise: rowsum(out * grad_out) - grad_lse
     float* dq;           // likewise, head_dim each, in the accumulator's order
-    int* turns;          // per tile of dQ and consumer: key blocks that have been added
+    // Where groups are split, likewise, per key and part; else null.
+    float *part_dk, *part_dv;
+    int* turns;  // per tile of dQ and consumer: key blocks that have been added
     Modification modification;
     float scale, scale_log2;
     bool need_dk, need_dv;
@@ -137,9 +140,9 @@ __device__ __forceinline__ void produce(const BackwardGlobals<Kernel>& g,
         tma::expect(shared.v_full, shared.v);
         for (int w = 0; w < 2; ++w) {
             const int row = read(item.block) * Kernel::block_n + 64 * w;
-            g.k.load(shared.k[w], read(item.b), read(item.head), read(item.k_begin),
+            g.k.load(shared.k[w], read(item.b), read(item.key_head), read(item.k_begin),
                      read(item.k_length), row, shared.k_full);
-            g.v.load(shared.v[w], read(item.b), read(item.head), read(item.k_begin),
+            g.v.load(shared.v[w], read(item.b), read(item.key_head), read(item.k_begin),
                      read(item.k_length), row, shared.v_full);
         }
         for (int i = 0; i < g.work.group; ++i) {
@@ -242,8 +245,6 @@ struct BackwardConsumer {
     using weights = rt<T, 16, Kernel::block_m>;
     using gradient = rt_fl<16, Kernel::head_dim>;
     using dq_part = rt_fl<16, Kernel::part_cols>;
-    // Far below every score, and its square is finite.
-    static constexpr float HIDDEN = Kernel::modified ? -1e18f : -INFINITY;
 
     const BackwardGlobals<Kernel>& g;
     BackwardShared<Kernel>& shared;
@@ -253,7 +254,7 @@ struct BackwardConsumer {
     int sender = 0;  // of this step's dQ, in order
     int step_parity = 0;
     int step_phase = 0;
-    float slope = 0;
+    Weights<Kernel, BackwardGlobals<Kernel>> weighing{g};
 
     // Named barriers: 1, 2 a consumer's own; 3, 4 its turn; 5 both.
     __device__ __forceinline__ void sync_own() { warpgroup::sync(1 + id); }
@@ -280,86 +281,9 @@ struct BackwardConsumer {
     }
     __device__ __forceinline__ auto& exchange() { return shared.exchange[id]; }
 
-    // Calls f(x, its query's statistic) on every element of a transposed tile.
-    template <class F>
-    static __device__ __forceinline__ void with_statistic(scores& tile,
-                                                          const typename Kernel::statistics& rows,
-                                                          F f) {
-        const uint32_t address = rows.address_of(2 * (laneid() % 4));
-#pragma unroll
-        for (int j = 0; j < 2 * scores::width; ++j) {
-            const float2 pair =
-                arch::load_shared<float2>(address + uint32_t(8 * j * sizeof(float)));
-#pragma unroll
-            for (int k = 0; k < 2; ++k) {
-                float2& x = tile.tiles[0][j / 2].data[2 * (j % 2) + k];
-                f(x.x, pair.x);
-                f(x.y, pair.y);
-            }
-        }
-    }
-
     // In a register that the warp shares.
     static __device__ __forceinline__ int uniform(const int& field) {
         return arch::warp_uniform(read(field));
-    }
-    // This thread's upper key; the lower one is 8 further on. Its first query in block m.
-    __device__ __forceinline__ int key(const BackwardItem& item) const {
-        return read(item.block) * Kernel::block_n + 64 * id + 16 * warpgroup::warpid() +
-               laneid() / 4;
-    }
-    static __device__ __forceinline__ int query(int m) {
-        return m * Kernel::block_m + 2 * (laneid() % 4);
-    }
-    __device__ __forceinline__ void mask(scores& s, const BackwardItem& item, int m) const {
-        constexpr int nowhere = 1 << 30;
-        const int k = key(item), k_length = read(item.k_length);
-        const int from = k - read(item.high) - query(m), to = k - read(item.low) - query(m);
-        const Int2 first = {k < k_length ? from : nowhere, k + 8 < k_length ? from + 8 : nowhere};
-        for_each_element(s, [&](float& x, int at, bool low) {
-            if (at < (low ? first.y : first.x) || at > (low ? to + 8 : to)) x = HIDDEN;
-        });
-    }
-
-    // Scores become weights: s keeps them, times the derivative of softcap. p, rounded ones, are
-    // made here where they are needed early.
-    __device__ __forceinline__ void weigh(scores& s, weights& p, const BackwardItem& item, int m,
-                                          bool masked, const typename Kernel::statistics& lse) {
-        if constexpr (Kernel::modified) {
-            const Modification& modification = g.modification;
-            const float cap = modification.scale_by_cap;
-            if (cap > 0.0f) {
-                for_each_element(s, [&](float& x, int, bool) { x = softcap_tanh<T>(x * cap); });
-            }
-            if (masked) mask(s, item, m);
-            const float away = static_cast<float>(key(item) - read(item.diagonal) - query(m));
-            const float square = cap > 0.0f ? 1.0f : 0.0f;
-            const uint32_t shifts = lse.address_of(2 * (laneid() % 4));
-#pragma unroll
-            for (int j = 0; j < 2 * scores::width; ++j) {
-                const float2 shift =
-                    arch::load_shared<float2>(shifts + uint32_t(8 * j * sizeof(float)));
-#pragma unroll
-                for (int k = 0; k < 2; ++k) {
-                    float2& x = s.tiles[0][j / 2].data[2 * (j % 2) + k];
-                    const float near = away + static_cast<float>(8 * k - 8 * j);
-                    const float2 w = {weight(x.x, fabsf(near), shift.x),
-                                      weight(x.y, fabsf(near - 1.0f), shift.y)};
-                    p.tiles[0][j / 2].data[2 * (j % 2) + k] = pack_pair<T>(w.x, w.y);
-                    x = {w.x * fmaf(-square * x.x, x.x, 1.0f),
-                         w.y * fmaf(-square * x.y, x.y, 1.0f)};
-                }
-            }
-        } else {
-            if (masked) mask(s, item, m);
-            with_statistic(s, lse, [&](float& x, float shift) {
-                x = arch::exp2_approx(fmaf(x, g.scale_log2, -shift));
-            });
-            if constexpr (Kernel::early_dv) convert_scores(p, s);
-        }
-    }
-    __device__ __forceinline__ float weight(float x, float distance, float shift) const {
-        return arch::exp2_approx(fmaf(x, g.modification.unit_log2, -fmaf(slope, distance, shift)));
     }
     static __device__ __forceinline__ void multiply(weights& product, const scores& a,
                                                     const scores& b) {
@@ -433,10 +357,13 @@ struct BackwardConsumer {
         warpgroup::mm_ABt(dp, shared.v[self], shared.grad_out[stage]);
         pass_turn();
         warpgroup::mma_async_wait<1>(s);
-        weigh(s, p, item, m, masked, shared.lse[stage]);
+        weighing.weigh(s, p, item, m, masked, shared.lse[stage], [this](const BackwardItem& of) {
+            return read(of.block) * Kernel::block_n + 64 * id;
+        });
+        if constexpr (Kernel::early_dv && !Kernel::modified) convert_scores(p, s);
         if constexpr (Kernel::early_dv) warpgroup::mma_AB(dv, p, shared.grad_out[stage]);
         warpgroup::mma_async_wait<Kernel::early_dv ? 1 : 0>(dp);
-        with_statistic(dp, shared.delta[stage], [](float& x, float delta) { x -= delta; });
+        with_row_statistic(dp, shared.delta[stage], [](float& x, float delta) { x -= delta; });
         multiply(ds, s, dp);
         if constexpr (!Kernel::early_dv) {
             convert_scores(p, s);
@@ -458,7 +385,7 @@ struct BackwardConsumer {
             warpgroup::mma_AB(dk, ds, shared.q[stage]);
         }
         warpgroup::mma_async_wait<0>();
-        release(shared.empty[stage]);
+        arrive(shared.empty[stage]);  // every thread, as each has read statistics
         at.advance();
         step_parity ^= 1;
     }
@@ -488,14 +415,7 @@ struct BackwardConsumer {
         if (begin < end) await_turn();
         const int whole = uniform(item.whole), cut = uniform(item.cut);
         for (int i = 0; i < g.work.group; ++i) {
-            if constexpr (Kernel::modified) {
-                if (g.modification.slopes != nullptr) {
-                    slope = LOG2_E * arch::load_global_readonly(
-                                         g.modification.slopes +
-                                         read(item.b) * g.modification.slopes_batch_stride +
-                                         read(item.head) * g.work.group + i);
-                }
-            }
+            weighing.find_slope(item, i);
             int j = begin;
             if (i == 0 && j < end) {
                 const int m = Kernel::in_order ? end - 1 : j;
@@ -519,9 +439,15 @@ struct BackwardConsumer {
     }
 
     // dV and dK leave through the memory of dS and dQ, so that K and V of the next item come in
-    // meanwhile.
+    // meanwhile; a part's as they are.
     __device__ __forceinline__ void store(gradient& dk, gradient& dv, const BackwardItem& item) {
         scale_rows(dk, make_float2(g.scale, g.scale));
+        if (g.work.parts > 1) {
+            if (read(item.block) * Kernel::block_n + 64 * id >= read(item.k_length)) return;
+            if (g.need_dv) store_part(g.part_dv, Kernel::head_dim, dv, item, id);
+            if (g.need_dk) store_part(g.part_dk, Kernel::head_dim, dk, item, id);
+            return;
+        }
         if constexpr (Kernel::need_dq) sync_both();  // the other consumer's last dQ has read dS
         store(g.dv, g.need_dv, exchange().gradients[0], dv, item);
         if constexpr (Kernel::need_dq) wait(shared.dq_empty[id], dq_phase ^ 1);
@@ -535,7 +461,7 @@ struct BackwardConsumer {
         arch::fence_async_shared();
         sync_own();
         if (warpgroup::laneid() == 0) {
-            target.store(tile, read(item.b), read(item.head), read(item.k_begin),
+            target.store(tile, read(item.b), read(item.key_head), read(item.k_begin),
                          read(item.k_length), read(item.block) * Kernel::block_n + 64 * id, 0);
         }
     }
@@ -561,7 +487,7 @@ __global__ __launch_bounds__(Kernel::threads, 1) void backward_kernel(
         for (int s = 0; s < Kernel::stages; ++s) {
             init_semaphore(shared.q_full[s], 1);
             init_semaphore(shared.grad_out_full[s], 1);
-            init_semaphore(shared.empty[s], 2);
+            init_semaphore(shared.empty[s], 2 * WARPGROUP_THREADS);
         }
         arch::mbarrier_init_fence();
     }

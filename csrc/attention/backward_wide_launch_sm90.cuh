@@ -13,7 +13,7 @@ void launch_wide_backward(const BackwardParams& params, Stream stream) {
     static_assert(sizeof(WideShared<Kernel>) + 1024 <= Kernel::shared_bytes,
                   "wide_backward_memory() must count all of the block's shared memory");
     const Problem& p = params.problem;
-    const Workspace workspace(params, Kernel::head_dim);
+    const Workspace workspace(params, config);
     constexpr DqTiles tiles{Kernel::block_m, Kernel::blocks, Kernel::dq_cols};
     launch_prepare<Kernel::dtype>(params, workspace, tiles, stream);
 
@@ -28,7 +28,6 @@ void launch_wide_backward(const BackwardParams& params, Stream stream) {
     constexpr typename Kernel::k_tile* k_tile = nullptr;
     constexpr typename Kernel::k_half* k_half = nullptr;
     constexpr typename Kernel::v_tile* v_tile = nullptr;
-    constexpr int keys = Kernel::blocks * Kernel::block_keys;
     const WideGlobals<Kernel> globals{
         .q = of_queries(params.q, p.head_dim),
         .grad_out = of_queries(params.grad_out, p.value_dim),
@@ -37,18 +36,12 @@ void launch_wide_backward(const BackwardParams& params, Stream stream) {
         .k_peer = of_keys(params.k, p.head_dim, k_half),
         .v = of_keys(params.v, p.value_dim, v_tile),
         .dv = of_keys(params.dv.data ? params.dv : params.v, p.value_dim, v_tile),
-        .work = {.sequences = SequenceTable(p, params.sequences),
-                 .schedule = {.blocks = int((p.k_length + keys - 1) / keys),
-                              .heads = int(p.kv_heads),
-                              .batch = int(p.batch),
-                              .section_heads = params.section_heads},
-                 .rows = PaddedRows(p, params.sequences),
-                 .next_item = workspace.next_item,
-                 .group = int(p.q_heads / p.kv_heads),
-                 .q_limit = int(p.q_length)},
+        .work = typename Kernel::Work(params, workspace.next_item),
         .lse_log2 = workspace.lse_log2,
         .delta = workspace.delta,
         .dq = workspace.dq,
+        .part_dk = workspace.dk,
+        .part_dv = workspace.dv,
         .turns = workspace.turns,
         .modification = Modification(params.scores),
         .scale = params.scores.scale,
@@ -64,7 +57,7 @@ void launch_wide_backward(const BackwardParams& params, Stream stream) {
                         dim3(unsigned(clusters * Kernel::blocks)), dim3(Kernel::threads),
                         dim3(Kernel::blocks), Kernel::shared_bytes, stream, globals);
     }
-    launch_finish<Kernel::dtype>(params, workspace, tiles, stream);
+    launch_finish<Kernel::dtype>(params, workspace, tiles, config, stream);
 }
 
 }  // namespace thunderkittens::attention

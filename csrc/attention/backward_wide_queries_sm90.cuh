@@ -43,9 +43,19 @@ struct WideRole {
     // A gradient of this block's keys, in parts of its columns, leaves through the memory of the
     // tile itself.
     template <class Target, class Tile, class Part, int parts>
-    __device__ __forceinline__ void send(const Target& target, bool needed, Tile& tile,
+    __device__ __forceinline__ void send(const Target& target, float* sums, bool needed, Tile& tile,
                                          const Part (&gradient)[parts], semaphore& empty,
                                          const BackwardItem& item, int barrier) const {
+        if (g.work.parts > 1) {
+            warpgroup::sync(barrier);  // all threads have seen that the tile is no longer read
+            signal(empty);
+            if (!needed || first_key(item) >= read(item.k_length)) return;
+#pragma unroll
+            for (int part = 0; part < parts; ++part) {
+                store_part(sums, parts * Part::cols, gradient[part], item, rank, part * Part::cols);
+            }
+            return;
+        }
 #pragma unroll
         for (int part = 0; part < parts; ++part) {
             auto to = tile.template subtile<Kernel::block_keys, Part::cols>({0, part});
@@ -57,7 +67,7 @@ struct WideRole {
         warpgroup::sync(barrier);
         if (warpgroup::laneid() != 0) return;
         if (needed) {
-            target.store(tile, read(item.b), read(item.head), read(item.k_begin),
+            target.store(tile, read(item.b), read(item.key_head), read(item.k_begin),
                          read(item.k_length), first_key(item), 0);
             tma::store_async_read_wait();
         }
@@ -103,6 +113,51 @@ __device__ __forceinline__ void await_turns(const WideGlobals<Kernel>& g,
 }
 
 template <class Kernel>
+__device__ __forceinline__ void transfer_half(float* tile, const WideShared<Kernel>& shared,
+                                              int half, bool first) {
+    constexpr int floats = 32 * Kernel::dq_part_cols, bytes = floats * int(sizeof(float));
+    const uint32_t from = shared.dq[half].address();
+    if (first)
+        arch::bulk_store(tile + half * floats, from, bytes);
+    else
+        arch::bulk_store_add(tile + half * floats, from, bytes);
+    tma::store_commit_group();
+}
+
+// Where dQ goes through shared memory: threads that share the steps in turns, each waiting for its
+// tile's turn. So a turn is ended as soon as the tile has been added, and the next is awaited
+// meanwhile.
+template <class Kernel>
+__device__ __forceinline__ void send_in_turns(const WideGlobals<Kernel>& g,
+                                              WideShared<Kernel>& shared, int rank, int index) {
+    static_assert(!Kernel::dq_shared || Kernel::dq_parts == 1, "a tile is handed on at once");
+    int phase = 0, others = index;  // steps of other senders that come first
+    shared.ring.receive([&](const BackwardItem& item) {
+        for (Steps at(g, item); at.more(); at.advance()) {
+            if (others-- > 0) continue;
+            others = Kernel::senders - 1;
+            const DqPlace place(g, item, at);
+            while (arch::load_acquire_global(place.turn(rank)) < place.order) {
+            }
+            arch::fence_async();
+            for (int half = 0; half < 2; ++half) {
+                wait(shared.dq_full[index][half], phase);
+                arch::fence_async_shared();
+                transfer_half<Kernel>(place.data(rank, 0), shared, half, place.order == 0);
+            }
+            phase ^= 1;
+            tma::store_async_read_wait<1>();
+            arrive(shared.dq_empty[0]);
+            tma::store_async_read_wait();
+            arrive(shared.dq_empty[1]);
+            tma::store_async_wait();
+            arch::fence_async();
+            arch::store_release_global(place.turn(rank), place.order + 1);
+        }
+    });
+}
+
+template <class Kernel>
 struct QueryRole : WideRole<Kernel> {
     static constexpr int parts = Kernel::dq_parts, part_cols = Kernel::dq_part_cols;
     using gradient = rt_fl<16, part_cols>;
@@ -111,6 +166,8 @@ struct QueryRole : WideRole<Kernel> {
     // The turn that is to be ended, in the step after: then the additions have long been done.
     int* owed = nullptr;
     int owed_order = 0;
+    // Of the threads that send tiles in order.
+    int sender = 0, dq_phase = 0;
 
     __device__ __forceinline__ void start_product(gradient& dq, int slot, int part) const {
         constexpr int keys = Kernel::block_keys;
@@ -149,39 +206,40 @@ struct QueryRole : WideRole<Kernel> {
                 arch::reduce_add_global(to + at, values);
         });
     }
-    // Halves of the tile in turns through shared memory.
-    __device__ __forceinline__ void add_by_copy(const gradient& dq, float* to, bool first) const {
-        constexpr int floats = 32 * part_cols;
+    // Half of a tile to shared memory.
+    __device__ __forceinline__ void stage(const gradient& dq, int half) const {
+        for_each_quad(dq, half * gradient::width / 2, gradient::width / 2,
+                      [&](int at, const float4& values) {
+                          arch::store_shared(shared.dq[half].address() + uint32_t(4 * at), values);
+                      });
+    }
+    __device__ __forceinline__ void add_by_copy(const gradient& dq, float* to) const {
         const bool sender = warpgroup::laneid() == 0;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             if (sender) tma::store_async_read_wait<1>();
             warpgroup::sync(3);
-            const uint32_t buffer = shared.dq[half].address();
-            for_each_quad(dq, half * gradient::width / 2, gradient::width / 2,
-                          [&](int at, const float4& values) {
-                              arch::store_shared(buffer + uint32_t(4 * at), values);
-                          });
+            stage(dq, half);
             arch::fence_async_shared();
             warpgroup::sync(3);
             if (!sender) continue;
-            if (first)
-                arch::bulk_store(to + half * floats, buffer, floats * int(sizeof(float)));
-            else
-                arch::bulk_store_add(to + half * floats, buffer, floats * int(sizeof(float)));
-            tma::store_commit_group();
+            transfer_half<Kernel>(to, shared, half, false);
         }
+    }
+    // To the thread that waits for the tile's turn.
+    __device__ __forceinline__ void hand_on(const gradient& dq) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            wait(shared.dq_empty[half], dq_phase ^ 1);
+            stage(dq, half);
+            this->signal_by_warp(shared.dq_full[sender][half]);
+        }
+        dq_phase ^= 1;
+        sender = sender == Kernel::senders - 1 ? 0 : sender + 1;
     }
     __device__ __forceinline__ void end_turn() {
         if (owed == nullptr) return;
-        if constexpr (Kernel::dq_shared) {
-            if (warpgroup::laneid() == 0) {
-                tma::store_async_wait();
-                arch::fence_async();
-            }
-        } else {
-            arch::fence_gpu();
-        }
+        arch::fence_gpu();
         warpgroup::sync(3);
         if (warpgroup::laneid() == 0) {
             arch::store_release_global(owed, owed_order + 1);
@@ -199,26 +257,28 @@ struct QueryRole : WideRole<Kernel> {
             for (int part = 0; part < parts; ++part) {
                 gradient dq;
                 start_product(dq, slot, part);
-                if (part == 0) end_turn();
+                if (!Kernel::dq_shared && part == 0) end_turn();
                 warpgroup::mma_async_wait<0>(dq);
                 if (part == parts - 1) this->release(shared.ds_empty[slot]);
                 const DqPlace place(g, item, at);
+                if constexpr (Kernel::dq_shared) {
+                    if (g.in_order)
+                        hand_on(dq);
+                    else
+                        add_by_copy(dq, place.data(rank, part));
+                    continue;
+                }
                 if (g.in_order && part == 0) {
                     wait(shared.turn_full[slot], ds_at.phase);
-                    if constexpr (Kernel::dq_shared) arch::fence_async();
                     owed = place.turn(rank);
                     owed_order = place.order;
                 }
-                const bool first = g.in_order && place.order == 0;
-                if constexpr (Kernel::dq_shared)
-                    add_by_copy(dq, place.data(rank, part), first);
-                else
-                    add(dq, place.data(rank, part), first);
+                add(dq, place.data(rank, part), g.in_order && place.order == 0);
             }
             ds_at.advance();
         }
         end_turn();
-        this->signal(shared.k_done);
+        this->signal_by_warp(shared.k_done);
     }
 };
 

@@ -5,22 +5,6 @@
 
 namespace thunderkittens::attention {
 
-// Calls f(x, its query's statistic) on every element of a transposed tile.
-template <any_register_tile Tile, class Rows, class F>
-__device__ __forceinline__ void with_row_statistic(Tile& tile, const Rows& rows, F f) {
-    const uint32_t address = rows.address_of(2 * (laneid() % 4));
-#pragma unroll
-    for (int j = 0; j < 2 * Tile::width; ++j) {
-        const float2 pair = arch::load_shared<float2>(address + uint32_t(8 * j * sizeof(float)));
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            float2& x = tile.tiles[0][j / 2].data[2 * (j % 2) + k];
-            f(x.x, pair.x);
-            f(x.y, pair.y);
-        }
-    }
-}
-
 template <class Kernel>
 struct ValueRole : WideRole<Kernel> {
     using T = typename Kernel::T;
@@ -29,9 +13,7 @@ struct ValueRole : WideRole<Kernel> {
     using gradient = rt_fl<16, Kernel::part_cols>;
     using Base = WideRole<Kernel>;
     using Base::g, Base::shared, Base::q_at, Base::value_at, Base::ds_at;
-    // Far below every score, and its square is finite.
-    static constexpr float HIDDEN = Kernel::modified ? -1e18f : -INFINITY;
-    float slope = 0;
+    Weights<Kernel, WideGlobals<Kernel>> weighing{g};
 
     __device__ __forceinline__ void start_scores(scores& s) {
         wait(shared.q_full[q_at.stage], q_at.phase);
@@ -49,76 +31,6 @@ struct ValueRole : WideRole<Kernel> {
         this->release_value();
     }
 
-    // This thread's upper key; the lower one is 8 further on. Its first query in block m.
-    __device__ __forceinline__ int key(const BackwardItem& item) const {
-        return this->first_key(item) + 16 * warpgroup::warpid() + laneid() / 4;
-    }
-    static __device__ __forceinline__ int query(int m) {
-        return m * Kernel::block_m + 2 * (laneid() % 4);
-    }
-    __device__ __forceinline__ void mask(scores& s, const BackwardItem& item, int m) const {
-        constexpr int nowhere = 1 << 30;
-        const int k = key(item), k_length = read(item.k_length);
-        const int from = k - read(item.high) - query(m), to = k - read(item.low) - query(m);
-        const Int2 first = {k < k_length ? from : nowhere, k + 8 < k_length ? from + 8 : nowhere};
-        for_each_element(s, [&](float& x, int at, bool low) {
-            if (at < (low ? first.y : first.x) || at > (low ? to + 8 : to)) x = HIDDEN;
-        });
-    }
-    __device__ __forceinline__ void find_slope(const BackwardItem& item, int head) {
-        if constexpr (Kernel::modified) {
-            if (g.modification.slopes == nullptr) return;
-            slope = LOG2_E *
-                    arch::load_global_readonly(g.modification.slopes +
-                                               read(item.b) * g.modification.slopes_batch_stride +
-                                               read(item.head) * g.work.group + head);
-        }
-    }
-
-    // Scores become weights: p, the rounded ones, and in `to` what dP is multiplied with: the same,
-    // times the derivative of softcap.
-    template <class Tile, class Rows>
-    __device__ __forceinline__ void weigh(scores& s, weights& p, Tile& to, const BackwardItem& item,
-                                          int m, bool masked, const Rows& lse) {
-        if constexpr (Kernel::modified) {
-            const Modification& modification = g.modification;
-            const float cap = modification.scale_by_cap;
-            if (cap > 0.0f) {
-                for_each_element(s, [&](float& x, int, bool) { x = softcap_tanh<T>(x * cap); });
-            }
-            if (masked) mask(s, item, m);
-            const float away = static_cast<float>(key(item) - read(item.diagonal) - query(m));
-            const float square = cap > 0.0f ? 1.0f : 0.0f;
-            const uint32_t shifts = lse.address_of(2 * (laneid() % 4));
-#pragma unroll
-            for (int j = 0; j < 2 * scores::width; ++j) {
-                const float2 shift =
-                    arch::load_shared<float2>(shifts + uint32_t(8 * j * sizeof(float)));
-#pragma unroll
-                for (int k = 0; k < 2; ++k) {
-                    float2& x = s.tiles[0][j / 2].data[2 * (j % 2) + k];
-                    const float near = away + static_cast<float>(8 * k - 8 * j);
-                    const float2 w = {weight(x.x, fabsf(near), shift.x),
-                                      weight(x.y, fabsf(near - 1.0f), shift.y)};
-                    p.tiles[0][j / 2].data[2 * (j % 2) + k] = pack_pair<T>(w.x, w.y);
-                    x = {w.x * fmaf(-square * x.x, x.x, 1.0f),
-                         w.y * fmaf(-square * x.y, x.y, 1.0f)};
-                }
-            }
-            warpgroup::store(to, s);
-        } else {
-            if (masked) mask(s, item, m);
-            with_row_statistic(s, lse, [&](float& x, float shift) {
-                x = arch::exp2_approx(fmaf(x, g.scale_log2, -shift));
-            });
-            convert_scores(p, s);
-            warpgroup::store(to, p);
-        }
-    }
-    __device__ __forceinline__ float weight(float x, float distance, float shift) const {
-        return arch::exp2_approx(fmaf(x, g.modification.unit_log2, -fmaf(slope, distance, shift)));
-    }
-
     __device__ __forceinline__ void work(const BackwardItem& item) {
         gradient dv[Kernel::value_parts];
 #pragma unroll
@@ -127,15 +39,25 @@ struct ValueRole : WideRole<Kernel> {
         scores s;
         weights p;
         Steps at(g, item);
-        find_slope(item, 0);
+        weighing.find_slope(item, 0);
         if (at.more()) start_scores(s);
         while (at.more()) {
             const int m = at.j, stage = q_at.stage;
             warpgroup::mma_async_wait<0>(s);
             wait(shared.ds_empty[ds_at.stage], ds_at.phase ^ 1);
             const bool masked = arch::warp_uniform(m < read(item.whole) || m >= read(item.cut));
-            weigh(s, p, shared.own[ds_at.stage], item, m, masked, shared.lse[stage]);
+            auto& own = shared.own[ds_at.stage];
+            weighing.weigh(s, p, item, m, masked, shared.lse[stage],
+                           [this](const BackwardItem& of) { return this->first_key(of); });
+            // What dP is multiplied with.
+            if constexpr (Kernel::modified) {
+                warpgroup::store(own, s);
+            } else {
+                convert_scores(p, s);
+                warpgroup::store(own, p);
+            }
             this->signal_by_warp(shared.weights_full[ds_at.stage]);
+            arrive(shared.q_empty[stage]);  // LSE has been read
             ds_at.advance();
             RingPosition<Kernel::value_slots> value = value_at;
 #pragma unroll
@@ -147,7 +69,7 @@ struct ValueRole : WideRole<Kernel> {
             q_at.advance();
             const bool next_head = at.advance();
             if (at.more()) {
-                if (next_head) find_slope(item, at.head);
+                if (next_head) weighing.find_slope(item, at.head);
                 start_scores(s);
                 release_values<1>();
             } else {
@@ -155,13 +77,13 @@ struct ValueRole : WideRole<Kernel> {
             }
             this->release(shared.q_empty[stage]);
         }
-        this->signal(shared.k_done);
+        this->signal_by_warp(shared.k_done);
         warpgroup::mma_async_wait<0>();
 #pragma unroll
         for (auto& part : dv) pin(part);
         // All of dP has read V.
         wait(shared.v_done, this->phase(item));
-        this->send(g.dv, g.need_dv, shared.v, dv, shared.v_empty, item, 1);
+        this->send(g.dv, g.part_dv, g.need_dv, shared.v, dv, shared.v_empty, item, 1);
     }
 };
 
@@ -243,6 +165,7 @@ struct KeyRole : WideRole<Kernel> {
                 }
             }
             exchange(ds);
+            arrive(shared.q_empty[stage]);  // delta has been read
             ds_at.advance();
 #pragma unroll
             for (int part = 0; part < parts; ++part) {
@@ -260,7 +183,7 @@ struct KeyRole : WideRole<Kernel> {
             this->release(shared.q_empty[stage]);
             q_at.advance();
         }
-        this->signal(shared.v_done);
+        this->signal_by_warp(shared.v_done);
         warpgroup::mma_async_wait<0>();
 #pragma unroll
         for (auto& part : dk) {
@@ -270,7 +193,7 @@ struct KeyRole : WideRole<Kernel> {
         // All of S and dQ has read K.
         wait(shared.k_full, this->phase(item));
         wait(shared.k_done, this->phase(item));
-        this->send(g.dk, g.need_dk, shared.k, dk, shared.k_empty, item, 2);
+        this->send(g.dk, g.part_dk, g.need_dk, shared.k, dk, shared.k_empty, item, 2);
     }
 };
 
@@ -294,7 +217,12 @@ __global__ __launch_bounds__(Kernel::threads, 1) void wide_backward_kernel(
         warpgroup::decrease_registers<Kernel::producer_registers>();
         const int warp = arch::warp_uniform(warpgroup::warpid());
         if (warp == 0 && arch::elect_one()) WideProducer<Kernel>{g, shared, rank}.run();
-        if (warp == 1 && turns && arch::elect_one()) await_turns(g, shared, rank);
+        if (turns && warp >= 1 && warp <= Kernel::senders && arch::elect_one()) {
+            if constexpr (Kernel::dq_shared)
+                send_in_turns(g, shared, rank, warp - 1);
+            else
+                await_turns(g, shared, rank);
+        }
     } else if (role == 1) {
         warpgroup::decrease_registers<Kernel::query_registers>();
         if (g.need_dq) work_on(QueryRole<Kernel>{{g, shared, rank}});

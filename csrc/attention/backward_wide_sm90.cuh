@@ -19,10 +19,9 @@
 // part is what one block computes.
 #pragma once
 
-#include "csrc/attention/backward_items.cuh"
+#include "csrc/attention/backward_scores.cuh"
 #include "csrc/attention/backward_wide.h"
 #include "csrc/attention/layouts.cuh"
-#include "csrc/attention/softmax.cuh"
 
 namespace thunderkittens::attention {
 
@@ -48,6 +47,7 @@ struct WideKernel {
     static constexpr int dq_parts = dq_cols > 96 ? 2 : 1;
     static constexpr int dq_part_cols = dq_cols / dq_parts;
     static constexpr bool dq_shared = wide_dq_shared(config);
+    static constexpr int senders = dq_shared ? 3 : 1;  // of dQ in order; wait for turns alone if 1
 
     // dO comes in parts of its columns where there is no room for two tiles of it.
     static constexpr int value_parts = wide_value_parts(config);
@@ -80,6 +80,7 @@ struct WideGlobals {
     typename Kernel::Work work;
     const float *lse_log2, *delta;  // as in BackwardGlobals
     float* dq;                      // cleared, unless in order
+    float *part_dk, *part_dv;       // as in BackwardGlobals
     int* turns;  // per tile of dQ and part of it: key blocks that have been added
     Modification modification;
     float scale, scale_log2;
@@ -106,17 +107,21 @@ struct WideShared {
     int claimed[2];
     semaphore claim_full[2], claim_empty[2];
     semaphore k_full, v_full, k_empty, v_empty;
-    semaphore k_done, v_done;  // no product reads K (V) of the item any more
+    // No product reads K (V) of the item any more, and every warp has seen it arrive: where an item
+    // has no steps, no product keeps a late warp from missing a phase.
+    semaphore k_done, v_done;
     semaphore q_full[Kernel::stages], q_empty[Kernel::stages];
     semaphore value_full[Kernel::value_slots], value_empty[Kernel::value_slots];
     semaphore weights_full[2];
     semaphore ds_full[2], ds_empty[2];
     semaphore turn_full[2], turn_empty[2];  // it is this block's turn at the step's tile of dQ
+    semaphore dq_full[Kernel::senders][2], dq_empty[2];  // halves of a tile
 
     __device__ __forceinline__ void init(bool need_dq, bool turns) {
-        for (semaphore* s : {&k_full, &v_full, &k_empty, &v_empty, &v_done}) init_semaphore(*s, 1);
-        init_semaphore(k_done, need_dq ? 2 : 1);
-        ring.init((need_dq ? 3 : 2) * WARPGROUP_THREADS + (turns ? 1 : 0));
+        for (semaphore* s : {&k_full, &v_full, &k_empty, &v_empty}) init_semaphore(*s, 1);
+        init_semaphore(k_done, (need_dq ? 2 : 1) * WARPGROUP_WARPS);
+        init_semaphore(v_done, WARPGROUP_WARPS);
+        ring.init((need_dq ? 3 : 2) * WARPGROUP_THREADS + (turns ? Kernel::senders : 0));
         for (int i = 0; i < 2; ++i) {
             init_semaphore(claim_full[i], 1);
             init_semaphore(claim_empty[i], 1);
@@ -124,12 +129,15 @@ struct WideShared {
             init_semaphore(ds_full[i], WARPGROUP_WARPS);
             init_semaphore(turn_full[i], 1);
             init_semaphore(turn_empty[i], 1);
+            init_semaphore(dq_empty[i], 1);
+            for (auto& halves : dq_full) init_semaphore(halves[i], WARPGROUP_WARPS);
             // By the readers of both blocks, or of the weights alone.
             init_semaphore(ds_empty[i], need_dq ? Kernel::blocks : WARPGROUP_WARPS);
         }
-        // Two warpgroups of each block read a slot that both blocks fill.
+        // Two warpgroups of each block read a slot that both blocks fill, and each of their threads
+        // reads statistics, which this block fills alone.
         for (auto& s : q_full) init_semaphore(s, 1);
-        for (auto& s : q_empty) init_semaphore(s, 2 * Kernel::blocks);
+        for (auto& s : q_empty) init_semaphore(s, 2 * Kernel::blocks + 2 * WARPGROUP_THREADS);
         for (auto& s : value_full) init_semaphore(s, 1);
         for (auto& s : value_empty) init_semaphore(s, 2 * Kernel::blocks);
         arch::mbarrier_init_fence();
@@ -208,7 +216,7 @@ struct WideProducer {
         const int first = read(item.block) * Kernel::blocks * Kernel::block_keys;
         const int own = first + rank * Kernel::block_keys;
         const int other = first + (rank ^ 1) * Kernel::block_keys;
-        const int b = read(item.b), head = read(item.head);
+        const int b = read(item.b), head = read(item.key_head);
         const int begin = read(item.k_begin), length = read(item.k_length);
         wait(shared.k_empty, phase ^ 1);
         tma::expect_bytes(shared.k_full,

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "csrc/attention/backward_order.h"
 #include "csrc/attention/backward_wide.h"
 
 namespace thunderkittens::attention {
@@ -15,14 +16,53 @@ bool banded(const Problem& p) {
     return p.causal != static_cast<int>(Causal::none) || p.window_left >= 0 || p.window_right >= 0;
 }
 
+int64_t group_heads(const Problem& p) { return p.kv_heads > 0 ? p.q_heads / p.kv_heads : 1; }
+int64_t key_blocks(const Problem& p) {
+    return std::max<int64_t>((p.k_length + BLOCK_N - 1) / BLOCK_N, 1);
+}
+
+// The parts of a group for which the GPU is busy for the shortest time, counted in steps (a query
+// block of a head). An item costs some steps to begin and to end, and more where its dK and dV have
+// to be added to others'. Without a mask items come in rounds; with one, longest first, the last to
+// end are about half an item apart.
+int choose_parts(const Problem& p, int block_m, int64_t units) {
+    constexpr int64_t ITEM_STEPS = 3, PART_STEPS = 5, FINISH_STEPS = 4;
+    const int64_t heads = p.kv_heads * p.batch, blocks = key_blocks(p);
+    const int64_t group = group_heads(p);
+    if (group <= 1 || heads == 0 || heads * blocks >= 8 * units) return 1;
+    const Band seen = band(p.causal, p.window_left, p.window_right, p.q_length, p.k_length);
+    int64_t longest = 0, all = 0;  // steps of a key block, over those of a head
+    for (int64_t block = 0; block < blocks; ++block) {
+        const int64_t first = std::max<int64_t>(0, block * BLOCK_N - seen.high);
+        const int64_t last = std::min(p.q_length, (block + 1) * BLOCK_N - seen.low) - 1;
+        const int64_t steps = first <= last ? last / block_m - first / block_m + 1 : 0;
+        longest = std::max(longest, steps);
+        all += steps;
+    }
+    const auto time = [&](int64_t parts) {
+        const int64_t each = group / parts, items = heads * blocks * parts;
+        const int64_t fixed = ITEM_STEPS + (parts > 1 ? PART_STEPS : 0);
+        const int64_t most = each * longest + fixed;
+        const int64_t end = parts > 1 ? FINISH_STEPS : 0;
+        if (!banded(p)) return (items + units - 1) / units * most + end;
+        const int64_t work = heads * (group * all + blocks * parts * fixed);
+        return std::max(most, work / units + work / items / 2) + end;
+    };
+    int64_t best = 1;
+    for (int64_t parts = 2; parts <= group; ++parts) {
+        if (group % parts == 0 && time(parts) < time(best)) best = parts;
+    }
+    // Too little to be sure of.
+    return static_cast<int>(20 * time(best) < 19 * time(1) ? best : 1);
+}
+
 // Which key heads are worked on at a time. Without a mask one after the other, so that its queries
 // come from L2. With one, blocks of a section go longest first; that evens out best when a section
 // fills whole pairs of rounds.
 // Clusters that claim their items need no even rounds: what they work on at a time stays in L2.
-int choose_section(const Problem& p, bool wide, int sm_count) {
+int choose_section(const Problem& p, int64_t heads, bool wide, int sm_count) {
     if (!banded(p)) return 1;
-    const int64_t heads = p.kv_heads * p.batch;
-    const int64_t blocks = std::max<int64_t>((p.k_length + BLOCK_N - 1) / BLOCK_N, 1);
+    const int64_t blocks = key_blocks(p);
     if (wide) return static_cast<int>(std::max<int64_t>(sm_count / 2 / blocks, 1));
     const int64_t target = std::max<int64_t>(sm_count / 4, 1);
     if (heads <= target + target / 2) return static_cast<int>(std::max<int64_t>(heads, 1));
@@ -42,13 +82,25 @@ int choose_section(const Problem& p, bool wide, int sm_count) {
     return static_cast<int>(best);
 }
 
+// Whether key blocks further on have less to do, as under a causal mask.
+bool unequal(const Problem& p) { return banded(p) && p.window_left < 0; }
+
 // In a fixed order, key blocks of a head that begin together wait for each other: some more heads
 // than fill the GPU, as far as L2 holds them. Under a mask, where blocks are unequal, more still.
-int choose_ordered_section(const Problem& p, int sm_count) {
-    const int64_t blocks = std::max<int64_t>((p.k_length + BLOCK_N - 1) / BLOCK_N, 1);
-    const int64_t heads = std::max<int64_t>(p.kv_heads * p.batch, 1);
-    const int64_t rounds = banded(p) ? std::clamp<int64_t>(blocks / 2, 2, 8) : 2;
-    return static_cast<int>(std::clamp<int64_t>(rounds * sm_count / blocks, 1, heads));
+// Wide kernels: as many heads as begin a key block each in the time of a turn.
+int choose_ordered_section(const Problem& p, int parts, const BackwardConfig& config,
+                           int sm_count) {
+    const int64_t blocks = key_blocks(p), heads = p.kv_heads * p.batch * parts;
+    int64_t together = 0;
+    if (config.wide()) {
+        const int64_t walked = unequal(p) ? std::max<int64_t>(group_heads(p) / parts, 1) : 1;
+        together = (config.values() > 192 ? 1 : 2) * (sm_count / 2) / (blocks * walked);
+    } else {
+        const int64_t share = config.head_dim > 64 && blocks > 8 ? 4 : 2;
+        const int64_t rounds = banded(p) ? std::clamp<int64_t>(blocks / share, 2, 8) : 2;
+        together = rounds * sm_count / blocks;
+    }
+    return static_cast<int>(std::clamp<int64_t>(together, 1, std::max<int64_t>(heads, 1)));
 }
 
 }  // namespace
@@ -56,6 +108,22 @@ int choose_ordered_section(const Problem& p, int sm_count) {
 std::string unsupported_backward(const Problem& p, const DeviceProperties& device) {
     if (std::string reason = unsupported_problem(p, device); !reason.empty()) return reason;
     return "";
+}
+
+// In a fixed order, unequal key blocks that walk several query heads, one after the other, come to
+// all but the first at times that do not fit their turns: one head each as far as that makes enough
+// work to be done together, then no more than two in the wide kernels.
+int ordered_parts(const Problem& p, const BackwardConfig& config, int parts,
+                  const DeviceProperties& device) {
+    const int64_t group = group_heads(p), heads = p.kv_heads * p.batch;
+    if (!unequal(p) || key_blocks(p) <= 8 || heads == 0) return parts;
+    const auto enough = [&](int64_t n) {
+        return group % n == 0 && heads * n >= device.sm_count / 5 &&
+               (!config.wide() || group <= 2 * n);
+    };
+    int64_t best = parts;
+    while (best < group && !enough(best)) ++best;
+    return static_cast<int>(best);
 }
 
 BackwardChoice choose_backward(const Problem& p, const DeviceProperties& device) {
@@ -68,9 +136,12 @@ BackwardChoice choose_backward(const Problem& p, const DeviceProperties& device)
         break;
     }
     const bool wide = choice.config.wide();
-    choice.section_heads = choose_section(p, wide, device.sm_count);
-    choice.ordered_section_heads =
-        wide ? choice.section_heads : choose_ordered_section(p, device.sm_count);
+    choice.parts =
+        choose_parts(p, choice.config.block_m, wide ? device.sm_count / 2 : device.sm_count);
+    choice.section_heads =
+        choose_section(p, p.kv_heads * p.batch * choice.parts, wide, device.sm_count);
+    choice.ordered_section_heads = choose_ordered_section(
+        p, ordered_parts(p, choice.config, choice.parts, device), choice.config, device.sm_count);
     return choice;
 }
 

@@ -1,5 +1,5 @@
 // The gradient of attention on the emulator, as backward.cpp does it on CUDA tensors.
-#include "csrc/attention/backward.h"
+#include "csrc/attention/backward_order.h"
 #include "csrc/attention/emulated_operands.h"
 
 namespace thunderkittens::attention {
@@ -64,8 +64,13 @@ emulated::Result run(const emulated::Call& call) {
 
     BackwardChoice choice = choose_backward(p, call.device);
     emulated::force(choice, call);
-    const Array workspace =
-        emulated::allocate({workspace_floats(p, params.sequences, choice.config)}, DType::fp32);
+    params.deterministic = call.scalar("deterministic", false);
+    params.parts = params.deterministic ? ordered_parts(p, choice.config, choice.parts, call.device)
+                                        : choice.parts;
+    params.section_heads =
+        params.deterministic ? choice.ordered_section_heads : choice.section_heads;
+    const Array workspace = emulated::allocate(
+        {workspace_floats(p, params.sequences, choice.config, params.parts)}, DType::fp32);
     const auto describe = [&](const Array& x) {
         if (x.data == nullptr || x.elements() == 0) return Operand{};
         return p.varlen ? packed_operand(x) : operand(x);
@@ -83,9 +88,6 @@ emulated::Result run(const emulated::Call& call) {
     params.dsink = floats(dsink);
     params.workspace = floats(workspace);
     params.sm_count = call.device.sm_count;
-    params.deterministic = call.scalar("deterministic", false);
-    params.section_heads =
-        params.deterministic ? choice.ordered_section_heads : choice.section_heads;
 
     emulated::Launch scope("attention " + kernel_name(choice));
     scope.may_read("q", q);

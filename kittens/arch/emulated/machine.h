@@ -9,6 +9,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <random>
 #include <string>
 #include <vector>
@@ -214,6 +215,44 @@ struct Copy {
     std::function<void()> move;
 };
 
+// The clusters that run at the same time, on threads of the host, where they may wait for each
+// other through global memory: whether any of them gets on.
+class RunningClusters {
+  public:
+    // How often a cluster's threads have polled in vain since something last happened in any.
+    struct Polls {
+        uint64_t epoch = 0;
+        int count = 0;
+    };
+    void join() { change(1); }
+    void leave() { change(-1); }
+    // `progress`: something has happened in the cluster since it last polled. False: in none for
+    // long, however often each has polled.
+    bool poll(Polls& polls, bool progress) {
+        const std::lock_guard lock(mutex_);
+        if (progress) begin_epoch();
+        if (polls.epoch != epoch_) polls = {epoch_, 0};
+        if (++polls.count == LIMIT) ++stuck_;
+        return stuck_ < running_;
+    }
+
+  private:
+    static constexpr int LIMIT = 10000;
+
+    void change(int clusters) {
+        const std::lock_guard lock(mutex_);
+        running_ += clusters;
+        begin_epoch();
+    }
+    void begin_epoch() {
+        ++epoch_;
+        stuck_ = 0;
+    }
+    std::mutex mutex_;
+    uint64_t epoch_ = 1;
+    int running_ = 0, stuck_ = 0;  // stuck: have polled to the limit in this epoch
+};
+
 struct Grid {
     dim3 grid, block, cluster;
     uint32_t shared_bytes = 0;
@@ -221,6 +260,7 @@ struct Grid {
     std::string name;
     const std::function<void()>* body = nullptr;
     const Options* options = nullptr;
+    RunningClusters* running = nullptr;
 };
 
 struct Cluster {

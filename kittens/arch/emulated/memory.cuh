@@ -78,8 +78,18 @@ inline void reduce_max_global(uint32_t* pointer, uint32_t value) {
     while (seen < value && !there.compare_exchange_weak(seen, value)) {
     }
 }
-inline int load_acquire_global(const int* pointer) { return load_global(pointer); }
-inline void store_release_global(int* pointer, int value) { store_global(pointer, value); }
+// What polls such a flag lets the others go on, however often it asks.
+inline int load_acquire_global(const int* pointer) {
+    detail::check_global_alignment(pointer, "load_acquire_global");
+    emulated::check_global(pointer, sizeof(int), false, "load_acquire_global");
+    emulated::yield_turn();
+    return __atomic_load_n(pointer, __ATOMIC_ACQUIRE);
+}
+inline void store_release_global(int* pointer, int value) {
+    detail::check_global_alignment(pointer, "store_release_global");
+    emulated::check_global(pointer, sizeof(int), true, "store_release_global");
+    __atomic_store_n(pointer, value, __ATOMIC_RELEASE);
+}
 template <class T>
 inline T load_global_readonly(const T* pointer) {
     return load_global(pointer);

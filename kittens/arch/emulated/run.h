@@ -1,5 +1,5 @@
 // Launches on the CPU: builds each cluster of blocks, runs it to its end, checks what it leaves
-// behind. Clusters do not depend on each other and may be spread over host threads.
+// behind. Clusters run one after the other, or spread over host threads.
 #pragma once
 
 #include <cxxabi.h>
@@ -126,19 +126,25 @@ class ClusterRun {
         }
     }
     void run() {
+        RunningClusters& running = *cluster_.grid->running;
         machine = &cluster_;
         blockDim = cluster_.grid->block;
         gridDim = cluster_.grid->grid;
         for (Block& block : cluster_.blocks) {
             for (Thread& t : block.threads) make_ready(&t);
         }
+        running.join();
+        const auto end = [&] {
+            machine = nullptr;
+            running.leave();
+        };
         try {
             run_threads();
         } catch (...) {
-            machine = nullptr;
+            end();
             throw;
         }
-        machine = nullptr;
+        end();
     }
 
   private:
@@ -220,8 +226,10 @@ inline void check_launch(const Grid& g) {
     }
 }
 
-inline void run_grid(const Grid& grid) {
+inline void run_grid(Grid grid) {
     check_launch(grid);
+    RunningClusters running;
+    grid.running = &running;
     const dim3 clusters(grid.grid.x / grid.cluster.x, grid.grid.y / grid.cluster.y,
                         grid.grid.z / grid.cluster.z);
     const uint64_t count = uint64_t(clusters.x) * clusters.y * clusters.z;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <thread>
 
 #include "machine.h"
 
@@ -147,6 +148,7 @@ inline std::string describe_waiting(const Thread& t) {
         case Wait::registers:
             return "registers: wants " + std::to_string(w.value) + " per thread, " +
                    std::to_string(t.block->free_registers) + " are free in the block";
+        case Wait::turn: return "what it polls";
         default: return "others";
     }
 }
@@ -188,7 +190,7 @@ inline void run_threads() {
     Cluster& m = *machine;
     const bool random = m.options->policy == Policy::random;
     uint64_t progress_at_poll = 0;
-    int polls = 0;
+    RunningClusters::Polls polls;
     while (m.finished < m.thread_count) {
         if (!m.ready.empty()) {
             if (random && m.ready.size() > 1) {
@@ -202,15 +204,18 @@ inline void run_threads() {
             continue;
         }
         if (complete_something_needed()) continue;
-        // Those that poll get another turn, as long as this leads anywhere.
+        // Those that poll get another turn, as long as this leads anywhere, here or in a cluster
+        // that runs at the same time.
         std::vector<Thread*> polling;
         for (Block& block : m.blocks) {
             for (Thread& t : block.threads) {
                 if (!t.finished && t.waiting.poll) polling.push_back(&t);
             }
         }
-        if (m.progress != progress_at_poll) polls = 0;
-        if (polling.empty() || ++polls > 10000) report_deadlock();
+        if (polling.empty() || !m.grid->running->poll(polls, m.progress != progress_at_poll)) {
+            report_deadlock();
+        }
+        if (m.options->host_threads > 1) std::this_thread::yield();
         make_ready(polling);
         progress_at_poll = m.progress;
     }

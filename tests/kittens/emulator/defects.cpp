@@ -60,6 +60,7 @@ constexpr Name NAMES[] = {
     {"missing_exit_barrier", "cluster"},
     {"relaxed_release", "cluster"},
     {"wrong_multicast_mask", "cluster"},
+    {"lost_turn", "turns"},
     {"tile_before_segment", "segments"},
     {"segment_beyond_rows", "segments"},
     {"wrong_segment", "segments"},
@@ -153,6 +154,18 @@ bool run_cluster() {
     return true;
 }
 template <Defect D>
+bool run_turns() {
+    std::vector<int> numbers(3);
+    region("numbers", numbers, true);
+    emu::options.host_threads = 2;
+    launch(turns_kernel<D>, TURN_BLOCKS, 32 * TURN_WARPS, 1, 0, nullptr,
+           TurnGlobals{&numbers[0], &numbers[1], &numbers[2]});
+    emu::options.host_threads = 1;
+    int expected = 0;
+    for (int i = 0; i < TURN_BLOCKS * TURN_WARPS; ++i) expected = 3 * expected + i;
+    return numbers[2] == expected;
+}
+template <Defect D>
 bool run_segments() {
     constexpr int rows = SEGMENTS[3];
     auto in = integers(rows * 64, 5), out = nan<bf16>((rows + 16) * 64);
@@ -182,6 +195,10 @@ bool run() {
     emu::options.regions.clear();
     if (all || kernel == "cluster") {
         if (!run_cluster<D>()) return false;
+    }
+    emu::options.regions.clear();
+    if (all || kernel == "turns") {
+        if (!run_turns<D>()) return false;
     }
     emu::options.regions.clear();
     if (all || kernel == "segments") return run_segments<D>();

@@ -54,6 +54,8 @@ enum class Defect {
     missing_exit_barrier,
     relaxed_release,
     wrong_multicast_mask,
+    // turns_kernel
+    lost_turn,
     // segments_kernel
     tile_before_segment,
     segment_beyond_rows,
@@ -294,6 +296,26 @@ __global__ void cluster_kernel(const __grid_constant__ ClusterGlobals g) {
     const float y = arch::load_cluster_shared<float>(arch::map_shared_rank(theirs, uint32_t(peer)));
     arch::store_global(g.out + rank * 256 + int(threadIdx.x), x + shared.inbox.get(0) + y);
     if constexpr (D != Defect::missing_exit_barrier) cluster::sync();
+}
+
+// ---- blocks that take turns at global memory, in the order in which they begin ----
+
+struct TurnGlobals {
+    int *begun, *turn, *value;
+};
+constexpr int TURN_BLOCKS = 4, TURN_WARPS = 3;
+template <Defect D>
+__global__ void turns_kernel(const TurnGlobals g) {
+    auto& first = arch::static_shared<sv_fl<32>>();
+    if (threadIdx.x == 0) first.set(0, float(TURN_WARPS * arch::fetch_add_global(g.begun, 1)));
+    arch::sync_block();
+    if (laneid() != 0) return;
+    // The last warp's turn comes first.
+    const int turn = int(first.get(0)) + TURN_WARPS - 1 - warpid();
+    while (arch::load_acquire_global(g.turn) < turn) {
+    }
+    arch::store_global(g.value, 3 * arch::load_global(g.value) + turn);
+    if (D != Defect::lost_turn || turn != 4) arch::store_release_global(g.turn, turn + 1);
 }
 
 // ---- segments of a ragged layout: each is copied by tiles that reach beyond its end ----
