@@ -1,5 +1,5 @@
 // Features of LoLCATS and their sums with fewer instructions than in lolcats_state.cuh, for the
-// forward, whose time these are.
+// forward, whose time these are. The gradient's kernels have no registers to spare for them.
 #pragma once
 
 #include "csrc/linear_attention/lolcats_state.cuh"
@@ -75,6 +75,61 @@ __device__ __forceinline__ void make_scaled_features(typename K::Features& featu
     }
     softmax_scaled<K>(features, z, 1.0f, most, 0, scale);
     softmax_scaled<K>(features, z, -1.0f, least, K::features / 16, scale);
+}
+
+// Where a lane names the rows of 16 x 16 elements to ldmatrix and stmatrix, in a tile of rows of 128
+// bytes: one address for all columns, because columns change bits that nothing else does.
+template <any_shared_tile Tile>
+struct TileParts {
+    static_assert(Tile::swizzle_bytes == 128 && sizeof(typename Tile::T) == 2);
+    using T = typename Tile::T;
+    uint32_t first;
+
+    __device__ __forceinline__ TileParts(const Tile& tile, int row)
+        : first(kittens::detail::matrix_row_address<typename rt<T, 16, 16>::base>(tile, row, 0)) {}
+    // Of columns from 16 j on, `ahead` bytes behind the tile.
+    __device__ __forceinline__ uint32_t at(int j, int ahead) const {
+        return (first ^ uint32_t(32 * (j % 4))) + uint32_t(j / 4 * Tile::stripe_bytes + ahead);
+    }
+    __device__ __forceinline__ void store(int j, const packed_type<T> (&data)[4],
+                                          int ahead = 0) const {
+        arch::store_matrix_x4(at(j, ahead), arch::bit_cast<uint32_t>(data[0]),
+                              arch::bit_cast<uint32_t>(data[1]), arch::bit_cast<uint32_t>(data[2]),
+                              arch::bit_cast<uint32_t>(data[3]));
+    }
+};
+
+template <class K>
+__device__ __forceinline__ void store_feature_parts(typename K::feature_tile (&to)[K::groups],
+                                                    const typename K::Features& features) {
+    const TileParts<typename K::feature_tile> parts(to[0], 16 * warpgroup::warpid());
+#pragma unroll
+    for (int t = 0; t < K::groups; ++t) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            parts.store(j, features.groups[t].tiles[0][j].data, t * int(sizeof(to[0])));
+    }
+}
+
+// `LolcatsSums::publish`.
+template <class K>
+__device__ __forceinline__ void publish_parts(const LolcatsSums<K>& sums,
+                                              typename K::state_tile (&to)[K::groups],
+                                              float factor) {
+    const TileParts<typename K::state_tile> parts(to[0], 16 * warpgroup::warpid());
+#pragma unroll
+    for (int t = 0; t < K::groups; ++t) {
+#pragma unroll
+        for (int j = 0; j < K::head_dim / 16; ++j) {
+            packed_type<typename K::T> part[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float2 pair = sums.numerator[t].tiles[0][j].data[i];
+                part[i] = pack_pair<typename K::T>(factor * pair.x, factor * pair.y);
+            }
+            parts.store(j, part, t * int(sizeof(to[0])));
+        }
+    }
 }
 
 // `LolcatsSums::add_denominator` on the tensor cores, by a product with ones: fewer instructions.

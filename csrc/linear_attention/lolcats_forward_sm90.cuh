@@ -145,7 +145,7 @@ struct FeatureRole {
         warpgroup::mma_async_wait<0>(z);
         make_scaled_features<K>(features, z, scale);
         if (n > 0) wait(empty, (n - 1) % 2);
-        store_features<K>(to, features);
+        store_feature_parts<K>(to, features);
         arch::fence_async_shared();
         release_by_warp(full);
     }
@@ -223,7 +223,7 @@ struct LinearRole {
         for (int n = 0; n < item.end - item.begin; ++n) {
             const float scale = unit();
             if (n > 0) wait(shared.linear_empty, (n - 1) % 2);
-            sums.publish(shared.state, scale);
+            publish_parts(sums, shared.state, scale);
             if (laneid() < LolcatsSums<K>::warp_pairs) {
                 const float2 x = {scale * sums.denominator.x, scale * sums.denominator.y};
                 const packed_type<T> high = pack_pair<T>(x.x, x.y);

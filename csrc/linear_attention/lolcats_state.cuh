@@ -205,38 +205,11 @@ __device__ __forceinline__ void make_features(typename K::Features& features,
     softmax_features<K>(features, z, -1.0f, least, K::features / 16);
 }
 
-// Where a lane names the rows of 16 x 16 elements to ldmatrix and stmatrix, in a tile of rows of 128
-// bytes: one address for all columns, because columns change bits that nothing else does.
-template <any_shared_tile Tile>
-struct TileParts {
-    static_assert(Tile::swizzle_bytes == 128 && sizeof(typename Tile::T) == 2);
-    using T = typename Tile::T;
-    uint32_t first;
-
-    __device__ __forceinline__ TileParts(const Tile& tile, int row)
-        : first(kittens::detail::matrix_row_address<typename rt<T, 16, 16>::base>(tile, row, 0)) {}
-    // Of columns from 16 j on, `ahead` bytes behind the tile.
-    __device__ __forceinline__ uint32_t at(int j, int ahead) const {
-        return (first ^ uint32_t(32 * (j % 4))) + uint32_t(j / 4 * Tile::stripe_bytes + ahead);
-    }
-    __device__ __forceinline__ void store(int j, const packed_type<T> (&data)[4],
-                                          int ahead = 0) const {
-        arch::store_matrix_x4(at(j, ahead), arch::bit_cast<uint32_t>(data[0]),
-                              arch::bit_cast<uint32_t>(data[1]), arch::bit_cast<uint32_t>(data[2]),
-                              arch::bit_cast<uint32_t>(data[3]));
-    }
-};
-
 template <class K>
 __device__ __forceinline__ void store_features(typename K::feature_tile (&to)[K::groups],
                                                const typename K::Features& features) {
-    const TileParts<typename K::feature_tile> parts(to[0], 16 * warpgroup::warpid());
 #pragma unroll
-    for (int t = 0; t < K::groups; ++t) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-            parts.store(j, features.groups[t].tiles[0][j].data, t * int(sizeof(to[0])));
-    }
+    for (int t = 0; t < K::groups; ++t) warpgroup::store(to[t], features.groups[t]);
 }
 
 // The sums of phi(k) v^T and of phi(k). A warp has 16 rows of each group of 64 features of the
@@ -305,14 +278,11 @@ struct LolcatsSums {
         constexpr int run = 8 / parts;  // tokens; so that the parts of a warp use different banks
         const int feature = own_feature(), part = laneid() / warp_pairs;
         const auto& tile = features[K::groups > 1 ? feature / 64 : 0];
-        uint32_t places[run];  // in each 8 rows of the tile
-#pragma unroll
-        for (int i = 0; i < run; ++i) places[i] = tile.address_of(part * run + i, feature % 64);
         float2 sum = {0.0f, 0.0f};
 #pragma unroll
         for (int t = 0; t < CHUNK / parts; ++t) {
-            const auto word =
-                arch::load_shared<uint32_t>(places[t % run] + uint32_t(t / run * 1024));
+            const int token = t / run * 8 + part * run + t % run;
+            const auto word = arch::load_shared<uint32_t>(tile.address_of(token, feature % 64));
             const float2 x =
                 unpack_pair<typename K::T>(arch::bit_cast<packed_type<typename K::T>>(word));
             sum = {sum.x + x.x, sum.y + x.y};
@@ -344,18 +314,17 @@ struct LolcatsSums {
     // Writes factor * numerator as an operand, in 16 bits.
     __device__ __forceinline__ void publish(typename K::state_tile (&to)[K::groups],
                                             float factor) const {
-        const TileParts<typename K::state_tile> parts(to[0], 16 * warpgroup::warpid());
 #pragma unroll
         for (int t = 0; t < K::groups; ++t) {
 #pragma unroll
             for (int j = 0; j < K::head_dim / 16; ++j) {
-                packed_type<typename K::T> part[4];
+                rt_fl<16, 16> part;
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const float2 pair = numerator[t].tiles[0][j].data[i];
-                    part[i] = pack_pair<typename K::T>(factor * pair.x, factor * pair.y);
+                    part.tiles[0][0].data[i] = {factor * pair.x, factor * pair.y};
                 }
-                parts.store(j, part, t * int(sizeof(to[0])));
+                warp::store(to[t].template subtile<16, 16>({warpgroup::warpid(), j}), part);
             }
         }
     }

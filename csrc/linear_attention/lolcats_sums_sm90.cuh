@@ -84,7 +84,7 @@ __global__ __launch_bounds__(LOLCATS_SUMS_THREADS, 1) void lolcats_sums_kernel(
         warpgroup::mma_async_wait<0>(z);
         make_scaled_features<K>(features, z, 1.0f);
         warpgroup::sync(1 + role);  // the features' tile is free
-        store_features<K>(feature_tiles, features);
+        store_feature_parts<K>(feature_tiles, features);
         arch::fence_async_shared();
         warpgroup::sync(1 + role);
         sums.issue(feature_tiles, stage.v);
