@@ -42,8 +42,8 @@ __device__ __forceinline__ void softmax_scaled(typename K::Features& features,
         }
     }
 }
-// `make_features` times `scale`. The maxima, which keep exponentials finite and sums of them from 0, are
-// looked for only where a warp needs them: maxima of magnitudes are half the work.
+// `make_features` times `scale`. The maxima, which keep exponentials finite and sums of them from
+// 0, are looked for only where a warp needs them: maxima of magnitudes are half the work.
 template <class K>
 __device__ __forceinline__ void make_scaled_features(typename K::Features& features,
                                                      const typename K::projection& z, float scale) {
@@ -77,8 +77,8 @@ __device__ __forceinline__ void make_scaled_features(typename K::Features& featu
     softmax_scaled<K>(features, z, -1.0f, least, K::features / 16, scale);
 }
 
-// Where a lane names the rows of 16 x 16 elements to ldmatrix and stmatrix, in a tile of rows of 128
-// bytes: one address for all columns, because columns change bits that nothing else does.
+// Where a lane names the rows of 16 x 16 elements to ldmatrix and stmatrix, in a tile of rows of
+// 128 bytes: one address for all columns, because columns change bits that nothing else does.
 template <any_shared_tile Tile>
 struct TileParts {
     static_assert(Tile::swizzle_bytes == 128 && sizeof(typename Tile::T) == 2);

@@ -3,8 +3,8 @@
 //   features  alpha Phi(Q) of a chunk and Phi(K) of the one before, by products with the maps and
 //             both softmaxes in registers, into shared memory
 //   linear    the sums of Phi(K)^T V and Phi(K) over the chunks before the window, fp32 in
-//             registers. For each chunk it leaves a copy of the sums in shared memory, in 16 bits, of
-//             Phi(K) in twice 16
+//             registers. For each chunk it leaves a copy of the sums in shared memory, in 16 bits,
+//             of those of Phi(K) in twice 16
 //   window    scores of the chunk with itself and the chunk before, their maximum and weights; the
 //             output, alpha Phi(Q) times the sums plus weights times V, over the denominator
 //   producer  one thread, which brings Q, K and V by TMA

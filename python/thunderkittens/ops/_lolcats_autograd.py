@@ -102,23 +102,25 @@ def any_call(*args: Any) -> Any:
     return (_Function.apply if transform_active() else _differentiable)(*args)
 
 
-_fold_tokens = fold_rule(_any_gradient, range(4, 8))
-
-
-def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-    """Merges the mapped dimension into the batch, over which the gradients of the maps and factors
-    are sums: where these are wanted, one call after the other."""
-    if not any(_arguments(args)[-1][3:]):
-        return _fold_tokens(info, in_dims, *args)
+def _vmap_rule(call: Any) -> Any:
+    """The rule for `torch.func.vmap`: merges the mapped dimension into the batch, over which the
+    gradients of the maps and factors are sums: where these are wanted, one call after the other."""
+    fold_tokens = fold_rule(call, range(4, 8))
 
     def select(x: Any, dim: Any, i: int) -> Any:
         return x.select(dim, i) if isinstance(x, Tensor) and dim is not None else x
 
-    calls = [
-        _any_gradient(*(select(x, dim, i) for x, dim in zip(args, in_dims, strict=True)))
-        for i in range(info.batch_size)
-    ]
-    return tuple(torch.stack(x) for x in zip(*calls, strict=True)), (0,) * len(RESULTS)
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        if not any(_arguments(args)[-1][3:]):
+            found: tuple[Any, Any] = fold_tokens(info, in_dims, *args)
+            return found
+        calls = [
+            call(*(select(x, dim, i) for x, dim in zip(args, in_dims, strict=True)))
+            for i in range(info.batch_size)
+        ]
+        return tuple(torch.stack(x) for x in zip(*calls, strict=True)), (0,) * len(RESULTS)
+
+    return rule
 
 
 def _save_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -174,9 +176,9 @@ class _GradientFunction(torch.autograd.Function):
         pass
 
     backward = staticmethod(_refuse_double_backward)
-    vmap = staticmethod(_vmap)
+    vmap = staticmethod(_vmap_rule(_any_gradient))
 
 
-register("lolcats_backward", fake=_fake, cpu=_cpu, flops=_flops, vmap=_vmap)
+register("lolcats_backward", fake=_fake, cpu=_cpu, flops=_flops, vmap=_vmap_rule(_gradient))
 torch.library.register_autograd("thunderkittens::lolcats_backward", _refuse_double_backward)
 torch.library.register_autograd("thunderkittens::lolcats", _backward, setup_context=_save_context)
