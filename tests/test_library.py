@@ -14,6 +14,8 @@ from torch.utils.flop_counter import flop_registry
 
 import thunderkittens as tk
 from helpers.samples import (
+    CAST,
+    MUTATING,
     SAMPLES,
     assert_close,
     assert_equal,
@@ -33,11 +35,7 @@ OPS = sorted(
 # Ops without a gradient of their own; their tests do with their operands what is done here with
 # SAMPLES.
 WITHOUT_GRADIENT = {"fp8_gemm", "fp8_quantize", "nvfp4_gemm", "nvfp4_prepare"}
-# Ops that change a state; their own tests do with it what is done here with SAMPLES.
-MUTATING = {"based_decode", "lolcats_decode"}
-PUBLIC = sorted(
-    {sample.op for sample in SAMPLES.values()} | WITHOUT_GRADIENT | MUTATING | {"lolcats"}
-)
+PUBLIC = sorted({sample.op for sample in SAMPLES.values()} | WITHOUT_GRADIENT)
 
 # Registration and documentation
 
@@ -289,6 +287,20 @@ def direct_calls(sample, device):
         yield ops.based_backward, (*head, numerator, denominator, [True] * 4)
         yield ops.based_backward, (*head, None, None, [False, True, False, False])
         return
+    if sample.op == "lolcats":
+        flags = (*(None,) * 5, "return_state" in options or sample.public == "hedgehog")
+        yield ops.lolcats_forward, (*tensors, *flags)
+        # There is no gradient through a state.
+        yield ops.lolcats, (*leaves(sample, device), *flags[:5], False)
+        out, *_, maxima, denominators = ops.lolcats(*tensors, *flags)
+        head = (torch.randn_like(out), *tensors, out, maxima, denominators)
+        yield ops.lolcats_backward, (*head, *(None,) * 5, [True] * 7)
+        yield ops.lolcats_backward, (*head, *(None,) * 5, [False, True, *[False] * 4, True])
+        return
+    if sample.op in MUTATING:
+        flags = (options["normalize"], 1e-12) if options else ()
+        yield getattr(ops, sample.op), (*tensors, *flags)
+        return
     if sample.op in QUANTISERS:
         yield getattr(ops, sample.op), QUANTISERS[sample.op](options, *tensors)
         return
@@ -441,9 +453,12 @@ def test_export(device, sample, strict):
 @every_sample
 def test_autocast(device, sample, dtype):
     """The operands are converted, and nothing else."""
-    tensors = leaves(sample, device, dtype=torch.float32)
+    tensors = [
+        x.to(dtype) if sample.kind(i) == "cache" else x
+        for i, x in enumerate(leaves(sample, device, dtype=torch.float32))
+    ]
     cast = [
-        x.detach().to(dtype).requires_grad_() if sample.kind(i) == "operand" else x
+        x.detach().to(dtype).requires_grad_(x.requires_grad) if sample.kind(i) in CAST else x
         for i, x in enumerate(tensors)
     ]
     expected = forward_and_backward(sample.function, cast)

@@ -98,7 +98,7 @@ std::vector<KernelInfo> lolcats_kernels() {
                 concat("lolcats_", sums ? "sums" : "forward", "_", name_of(dtype), "_d", head_dim);
             info.symbol =
                 concat("lolcats_", sums ? "sums" : "forward", "_kernelINS0_13", info.symbol);
-            info.threads = 384;
+            info.threads = sums ? 384 : 512;
             info.shared_bytes = sums ? LOLCATS_SUMS_BYTES : LOLCATS_FORWARD_BYTES;
             list.push_back(info);
         }

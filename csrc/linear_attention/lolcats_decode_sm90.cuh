@@ -50,7 +50,6 @@ __device__ __forceinline__ float warp_maximum(float x) {
 
 template <class K>
 struct LolcatsDecodeShared {
-    static constexpr int pitch = 2 * K::features + 1;
     float q[K::head_dim], key[K::head_dim], value[K::head_dim];
     float features[2 * K::features];
     float weights[CACHE + 1];  // scores; the last is the new token's
@@ -61,7 +60,13 @@ struct LolcatsDecodeShared {
             float values[LOLCATS_DECODE_THREADS * 8];  // of weights times values
             float state[LOLCATS_DECODE_THREADS * 4];   // of features times sums
         } sums;
-        float block[CHUNK * pitch];  // features of the block that is added
+        struct {  // the block that is added
+            union {
+                typename K::map_tile map;
+                typename K::token_tile values;
+            };
+            typename K::feature_tile features[K::groups];
+        } fold;
     };
 };
 
@@ -282,73 +287,100 @@ struct LolcatsDecode {
         fold((after / WINDOW - 2) * WINDOW % CACHE);
     }
 
-    // Adds a block of 64 tokens, which lies in the caches from `row` on, to the sums.
+    // d += a b of 16 x 16 elements.
+    template <bool transposed, class A, class B, class Base>
+    static __device__ __forceinline__ void add_product(Base& d, const A& a, const B& b) {
+        rt_fl<16, 16> sum;
+        sum.tiles[0][0] = d;
+        if constexpr (transposed)
+            warp::mma_AtB(sum, a, b, sum);
+        else
+            warp::mma_AB(sum, a, b, sum);
+        d = sum.tiles[0][0];
+    }
+
+    // Adds a block of 64 tokens, which lies in the caches from `row` on, to the sums, on the tensor
+    // cores, as the forward does.
     __device__ __forceinline__ void fold(int row) {
-        constexpr int pitch = LolcatsDecodeShared<K>::pitch,
-                      each = F / (LOLCATS_DECODE_THREADS / CHUNK);
-        {
-            const int token = thread % CHUNK, column = thread / CHUNK * each;
-            float z[each] = {};
-            for (int d = 0; d < D; d += 8) {
-                float key[8];
-                unpack_eight<T>(key, arch::load_global(cache(g.state.keys, row + token) + d / 8));
+        constexpr int lanes = D / 8, words = CHUNK * lanes / LOLCATS_DECODE_THREADS;
+        auto& fold = shared.fold;
+        const int warp_index = thread / WARP_THREADS;
+        uint4 values[words];
 #pragma unroll
-                for (int i = 0; i < 8; ++i) {
-                    const auto* map = Globals::template row<const uint4>(g.k_map, 0, head, d + i);
+        for (int i = 0; i < words; ++i) {
+            const int word = i * LOLCATS_DECODE_THREADS + thread;
+            values[i] = arch::load_global(cache(g.state.values, row + word / lanes) + word % lanes);
+        }
+        for (int word = thread; word < D * map_lanes; word += LOLCATS_DECODE_THREADS) {
+            const int at = word / map_lanes, column = word % map_lanes;
+            const auto* from = Globals::template row<const uint4>(g.k_map, 0, head, at) + column;
+            arch::store_shared(fold.map.address_of(at, 8 * column), arch::load_global(from));
+        }
+        arch::sync_block();
+        if (warp_index < CHUNK / 16) {
+            typename K::projection z;
+            typename K::Features features;
+            warp::zero(z);
+            const int token = row + 16 * warp_index + laneid() / 4;
 #pragma unroll
-                    for (int j = 0; j < each / 8; ++j) {
-                        float w[8];
-                        unpack_eight<T>(w, arch::load_global(map + column / 8 + j));
+            for (int k = 0; k < D / 16; ++k) {
+                rt<T, 16, 16> keys;
 #pragma unroll
-                        for (int e = 0; e < 8; ++e) z[8 * j + e] = fmaf(key[i], w[e], z[8 * j + e]);
-                    }
+                for (int i = 0; i < 4; ++i) {
+                    const auto* from = reinterpret_cast<const packed_type<T>*>(
+                        cache(g.state.keys, token + 8 * (i % 2)));
+                    keys.tiles[0][0].data[i] =
+                        arch::load_global(from + 8 * k + 4 * (i / 2) + laneid() % 4);
+                }
+#pragma unroll
+                for (int j = 0; j < F / 16; ++j) {
+                    rt<T, 16, 16, col_l> map;
+                    warp::load(map, fold.map.template subtile<16, 16>({k, j}));
+                    add_product<false>(z.tiles[0][j], keys, map);
                 }
             }
-#pragma unroll
-            for (int i = 0; i < each; ++i) shared.block[token * pitch + column + i] = z[i];
+            make_features<K>(features, z);
+            store_features<K>(fold.features, features);
         }
         arch::sync_block();
-        if (thread < CHUNK) {
-            float* z = shared.block + thread * pitch;
-            float top = -INFINITY, low = -INFINITY, sum = 0.0f, low_sum = 0.0f;
-            for (int f = 0; f < F; ++f) top = fmaxf(top, z[f]), low = fmaxf(low, -z[f]);
-            for (int f = 0; f < F; ++f) {
-                const float x = z[f];
-                z[f] = arch::exp2_approx((x - top) * LOG2_E);
-                z[F + f] = arch::exp2_approx((-x - low) * LOG2_E);
-                sum += z[f];
-                low_sum += z[F + f];
-            }
-            sum = 1.0f / sum, low_sum = 1.0f / low_sum;
-            for (int f = 0; f < F; ++f) z[f] *= sum, z[F + f] *= low_sum;
+#pragma unroll
+        for (int i = 0; i < words; ++i) {
+            const int word = i * LOLCATS_DECODE_THREADS + thread;
+            arch::store_shared(fold.values.address_of(word / lanes, 8 * (word % lanes)), values[i]);
         }
         arch::sync_block();
-        const int state_lane = thread % state_lanes, state_row = thread / state_lanes;
-        float4* at = reinterpret_cast<float4*>(sums()) + thread;
-        float4 state[state_passes];
+        // A warp has 16 features, and all columns or half of them.
+        constexpr int bands = 2 * F / 16, columns = D * bands / LOLCATS_DECODE_WARPS;
+        const int band = warp_index % bands, first_column = warp_index / bands * columns;
+        float2* at = reinterpret_cast<float2*>(sums() + (16 * band + laneid() / 4) * D +
+                                               first_column + 2 * (laneid() % 4));
+        rt_fl<16, columns> sum;
+        const auto for_each_pair = [&](auto f) {
 #pragma unroll
-        for (int pass = 0; pass < state_passes; ++pass)
-            state[pass] = arch::load_global(at + pass * LOLCATS_DECODE_THREADS);
-        for (int token = 0; token < CHUNK; ++token) {
-            const auto raw = arch::load_global(
-                reinterpret_cast<const uint2*>(cache(g.state.values, row + token)) + state_lane);
-            const float2 low = unpack_pair<T>(arch::bit_cast<packed_type<T>>(raw.x));
-            const float2 high = unpack_pair<T>(arch::bit_cast<packed_type<T>>(raw.y));
+            for (int j = 0; j < columns / 16; ++j) {
 #pragma unroll
-            for (int pass = 0; pass < state_passes; ++pass) {
-                const float f = shared.block[token * pitch + pass * state_rows + state_row];
-                float4& s = state[pass];
-                s = {fmaf(f, low.x, s.x), fmaf(f, low.y, s.y), fmaf(f, high.x, s.z),
-                     fmaf(f, high.y, s.w)};
+                for (int i = 0; i < 4; ++i)
+                    f(sum.tiles[0][j].data[i], at + (8 * (i % 2) * D + 16 * j + 8 * (i / 2)) / 2);
+            }
+        };
+        for_each_pair([](float2& x, const float2* from) { x = arch::load_global(from); });
+#pragma unroll
+        for (int k = 0; k < CHUNK / 16; ++k) {
+            rt<T, 16, 16, col_l> features;
+            warp::load(features, fold.features[band / 4].template subtile<16, 16>({k, band % 4}));
+#pragma unroll
+            for (int j = 0; j < columns / 16; ++j) {
+                rt<T, 16, 16, col_l> part;
+                warp::load(part, fold.values.template subtile<16, 16>({k, first_column / 16 + j}));
+                add_product<true>(sum.tiles[0][j], features, part);
             }
         }
-#pragma unroll
-        for (int pass = 0; pass < state_passes; ++pass)
-            arch::store_global(at + pass * LOLCATS_DECODE_THREADS, state[pass]);
+        for_each_pair([](const float2& x, float2* to) { arch::store_global(to, x); });
         if (thread < 2 * F) {
-            float sum = arch::load_global(denominators() + thread);
-            for (int token = 0; token < CHUNK; ++token) sum += shared.block[token * pitch + thread];
-            arch::store_global(denominators() + thread, sum);
+            float total = arch::load_global(denominators() + thread);
+            for (int token = 0; token < CHUNK; ++token)
+                total += convert<float>(fold.features[thread / 64].get(token, thread % 64));
+            arch::store_global(denominators() + thread, total);
         }
     }
 };

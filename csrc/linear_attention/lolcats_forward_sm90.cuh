@@ -1,23 +1,28 @@
 // LoLCATS forward for Hopper (Zhang et al., "LoLCATs: On low-rank linearizing of large language
-// models", 2024). A block walks over the chunks of 64 tokens of one head. Three warpgroups:
-//   linear    Phi(K) of a chunk, by K W on the tensor cores and both softmaxes in registers; the
-//             sums of Phi(K)^T V and Phi(K) over the chunks before the window, fp32 in registers.
-//             For each chunk it leaves a copy of alpha times the sums, the former in 16 bits, in
-//             shared memory
-//   window    Phi(Q), likewise; scores of the chunk with itself and the chunk before, their maximum
-//             and weights; the output, Phi(Q) times the sums plus weights times V, over the
-//             denominator
+// models", 2024). A block walks over the chunks of 64 tokens of one head. Four warpgroups:
+//   features  alpha Phi(Q) of a chunk and Phi(K) of the one before, by products with the maps and
+//             both softmaxes in registers, into shared memory
+//   linear    the sums of Phi(K)^T V and Phi(K) over the chunks before the window, fp32 in
+//             registers. For each chunk it leaves a copy of the sums in shared memory, in 16 bits,
+//             of those of Phi(K) in twice 16
+//   window    scores of the chunk with itself and the chunk before, their maximum and weights; the
+//             output, alpha Phi(Q) times the sums plus weights times V, over the denominator
 //   producer  one thread, which brings Q, K and V by TMA
 // Where there are too few heads to fill the GPU, the chunks are split into segments: a first kernel
 // sums each segment's state (lolcats_sums_sm90.cuh), a second makes prefix sums of these.
 #pragma once
 
-#include "csrc/linear_attention/lolcats_state.cuh"
+#include "csrc/linear_attention/lolcats_features.cuh"
 
 namespace thunderkittens::linear_attention {
 
-constexpr int LOLCATS_THREADS = 3 * WARPGROUP_THREADS;
-constexpr int LOLCATS_REGISTERS = 240, LOLCATS_PRODUCER_REGISTERS = 24;
+constexpr int LOLCATS_THREADS = 4 * WARPGROUP_THREADS;
+constexpr int LOLCATS_FEATURE_REGISTERS = 128, LOLCATS_PRODUCER_REGISTERS = 24;
+// Of 512 together.
+template <class K>
+constexpr int LOLCATS_LINEAR_REGISTERS = K::features == 64 ? 168 : 144;
+template <class K>
+constexpr int LOLCATS_WINDOW_REGISTERS = K::features == 64 ? 192 : 216;
 constexpr int LINEAR_BARRIER = 1, WINDOW_BARRIER = 2;
 
 template <class K>
@@ -38,18 +43,22 @@ struct LolcatsGlobals {
 
 template <class K>
 struct LolcatsShared {
-    static constexpr int stages = K::head_dim == 128 ? 3 : 4, query_stages = 3;
+    static constexpr int stages = K::head_dim == 128 ? 3 : 4, query_stages = 2;
     typename K::map_tile q_map, k_map;
     typename K::token_tile q[query_stages];  // later the chunk's output
     struct Stage {
         typename K::token_tile k, v;
     } stage[stages];
-    typename K::feature_tile features[K::groups];  // of keys
+    typename K::feature_tile q_features[K::groups], k_features[K::groups];
     typename K::state_tile state[K::groups];
-    sv<float, 2 * K::features> denominator;  // of the state
+    // Of the state, as the high and the low part of 16-bit operands; then zeros. The pitch has rows
+    // in different banks.
+    static constexpr int pitch = 2 * K::features + 8;
+    sv<typename K::T, 3 * pitch> denominator;
     sv<float, 16> scratch;
     semaphore maps, q_full[query_stages], q_empty[query_stages];
     semaphore full[stages], empty[stages];
+    semaphore q_features_full, q_features_empty, k_features_full, k_features_empty;
     semaphore linear_full, linear_empty;
 
     __device__ __forceinline__ void init() {
@@ -62,14 +71,20 @@ struct LolcatsShared {
             init_semaphore(full[s], 1);
             init_semaphore(empty[s], 2);
         }
-        init_semaphore(linear_full, 1);
-        init_semaphore(linear_empty, 1);
+        for (semaphore* s : {&q_features_full, &q_features_empty, &k_features_full,
+                             &k_features_empty, &linear_full, &linear_empty})
+            init_semaphore(*s, WARPGROUP_WARPS);
         arch::mbarrier_init_fence();
     }
 };
 
 __device__ __forceinline__ void release(semaphore& s) {
     if (warpgroup::laneid() == 0) arrive(s);
+}
+// By each warp of a warpgroup, for what the warps have read or written on their own.
+__device__ __forceinline__ void release_by_warp(semaphore& s) {
+    arch::sync_warp();
+    if (laneid() == 0) arrive(s);
 }
 
 // Step n is chunk begin + n. The n-th slot of the ring holds the chunk before it.
@@ -101,6 +116,62 @@ __device__ __forceinline__ void lolcats_produce(const LolcatsGlobals<K>& g,
     }
 }
 
+// Whether the sums of the chunk before that of step n are needed: by the next step, since it is
+// before that one's window, or by the state after the last token.
+template <class K>
+__device__ __forceinline__ bool adds_chunk(const LolcatsGlobals<K>& g, const LolcatsItem& item,
+                                           int n) {
+    const int before = item.begin + n - 1;
+    if (before < 0) return false;
+    return before + 2 < item.end ||
+           (item.last() && g.final.numerator != nullptr && before < item.terrace.folded());
+}
+
+template <class K>
+struct FeatureRole {
+    using Shared = LolcatsShared<K>;
+    const LolcatsGlobals<K>& g;
+    Shared& shared;
+    const LolcatsItem& item;
+
+    // The n-th tile of its kind.
+    __device__ __forceinline__ void make(typename K::feature_tile (&to)[K::groups],
+                                         const typename K::token_tile& tokens,
+                                         const typename K::map_tile& map, float scale,
+                                         semaphore& full, semaphore& empty, int n) const {
+        typename K::projection z;
+        typename K::Features features;
+        warpgroup::mm_AB(z, tokens, map);
+        warpgroup::mma_async_wait<0>(z);
+        make_scaled_features<K>(features, z, scale);
+        if (n > 0) wait(empty, (n - 1) % 2);
+        store_feature_parts<K>(to, features);
+        arch::fence_async_shared();
+        release_by_warp(full);
+    }
+    __device__ __forceinline__ void run() {
+        const float alpha = arch::load_global_readonly(g.alpha + item.head);
+        wait(shared.maps, 0);
+        pipeline_state<Shared::stages> at;
+        pipeline_state<Shared::query_stages> q_at;
+        int made = 0;
+#pragma unroll 1
+        for (int n = 0; n < item.end - item.begin; ++n) {
+            auto& shared = fresh_addresses(this->shared);
+            wait(shared.q_full[q_at.stage], q_at.phase);
+            make(shared.q_features, shared.q[q_at.stage], shared.q_map, alpha,
+                 shared.q_features_full, shared.q_features_empty, n);
+            if (adds_chunk(g, item, n)) {
+                wait(shared.full[at.stage], at.phase);
+                make(shared.k_features, shared.stage[at.stage].k, shared.k_map, 1.0f,
+                     shared.k_features_full, shared.k_features_empty, made++);
+            }
+            at.advance();
+            q_at.advance();
+        }
+    }
+};
+
 template <class K>
 struct LinearRole {
     using T = typename K::T;
@@ -113,11 +184,11 @@ struct LinearRole {
     __device__ __forceinline__ void sync() const { warpgroup::sync(LINEAR_BARRIER); }
     // A power of two, that numerator and denominator of the chunk are multiplied by: sums in half
     // must not overflow.
-    __device__ __forceinline__ float unit(float alpha) {
+    __device__ __forceinline__ float unit() {
         if constexpr (std::is_same_v<T, bf16>) {
             return 1.0f;
         } else {
-            float most = sums.largest() * fabsf(alpha);
+            float most = fmaxf(sums.largest(), fmaxf(sums.denominator.x, sums.denominator.y));
 #pragma unroll
             for (int distance = 16; distance > 0; distance /= 2)
                 most = fmaxf(most, arch::shuffle_xor(most, distance));
@@ -132,9 +203,11 @@ struct LinearRole {
     }
 
     __device__ __forceinline__ void run() {
-        const float alpha = arch::load_global_readonly(g.alpha + item.head);
         const int64_t floats = int64_t(2 * K::features) * K::head_dim;
         sums.clear();
+        for (int i = 2 * Shared::pitch + warpgroup::laneid(); i < 3 * Shared::pitch;
+             i += WARPGROUP_THREADS)
+            shared.denominator.set(i, T(0.0f));
         if (g.initial.numerator != nullptr) {
             sums.add(g.initial.numerator + item.line * floats,
                      g.initial.denominator + int64_t(item.line) * 2 * K::features);
@@ -144,46 +217,39 @@ struct LinearRole {
                                                (floats + 2 * K::features);
             sums.add(before, before + floats);
         }
-        wait(shared.maps, 0);
-        const int count = item.end - item.begin;
-        const bool ends = item.last() && g.final.numerator != nullptr;
+        int added = 0;
         pipeline_state<Shared::stages> at;
 #pragma unroll 1
-        for (int n = 0; n < count; ++n) {
-            const float scale = unit(alpha);
+        for (int n = 0; n < item.end - item.begin; ++n) {
+            const float scale = unit();
             if (n > 0) wait(shared.linear_empty, (n - 1) % 2);
-            sums.publish(shared.state, alpha * scale);
+            publish_parts(sums, shared.state, scale);
             if (laneid() < LolcatsSums<K>::warp_pairs) {
-                const float2 x = sums.denominator;
-                arch::store_shared(shared.denominator.address_of(LolcatsSums<K>::own_feature()),
-                                   float2{alpha * scale * x.x, alpha * scale * x.y});
+                const float2 x = {scale * sums.denominator.x, scale * sums.denominator.y};
+                const packed_type<T> high = pack_pair<T>(x.x, x.y);
+                const float2 whole = unpack_pair<T>(high);
+                const int feature = LolcatsSums<K>::own_feature();
+                arch::store_shared(shared.denominator.address_of(feature), high);
+                arch::store_shared(shared.denominator.address_of(Shared::pitch + feature),
+                                   pack_pair<T>(x.x - whole.x, x.y - whole.y));
             }
             if constexpr (!std::is_same_v<T, bf16>) {
                 if (warpgroup::laneid() == 0) shared.scratch.set(8, scale);
             }
             arch::fence_async_shared();
-            sync();
-            release(shared.linear_full);
-            // The chunk before this one is before the window of the next.
-            const int before = item.begin + n - 1;
-            if (before >= 0 && (n + 1 < count || (ends && before < item.terrace.folded()))) {
-                typename K::projection z;
-                typename K::Features features;
+            release_by_warp(shared.linear_full);
+            if (adds_chunk(g, item, n)) {
                 wait(shared.full[at.stage], at.phase);
-                warpgroup::mm_AB(z, shared.stage[at.stage].k, shared.k_map);
-                warpgroup::mma_async_wait<0>(z);
-                make_features<K>(features, z);
-                store_features<K>(shared.features, features);
-                arch::fence_async_shared();
-                sync();
-                sums.issue(shared.features, shared.stage[at.stage].v);
-                sums.add_denominator(shared.features);
+                wait(shared.k_features_full, added++ % 2);
+                sums.issue(shared.k_features, shared.stage[at.stage].v);
+                count_features(sums, shared.k_features);
                 sums.wait();
+                release_by_warp(shared.k_features_empty);
             }
             release(shared.empty[at.stage]);
             at.advance();
         }
-        if (ends) {
+        if (item.last() && g.final.numerator != nullptr) {
             sums.store(g.final.numerator + item.line * floats,
                        g.final.denominator + int64_t(item.line) * 2 * K::features);
         }
@@ -215,6 +281,25 @@ struct WindowRole {
             }
         }
     }
+    // -inf for the tokens after a query, in its own chunk.
+    static __device__ __forceinline__ void mask(scores& s) {
+        const int band = arch::warp_uniform(warpgroup::warpid());
+        const bool even = 2 * (laneid() % 4) > laneid() / 4;
+        const bool odd = 2 * (laneid() % 4) + 1 > laneid() / 4;
+        constexpr float2 nothing = {-INFINITY, -INFINITY};
+#pragma unroll
+        for (int j = 0; j < scores::width; ++j) {
+            auto& block = s.tiles[0][j].data;
+            if (j > band) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) block[i] = nothing;
+            } else if (j == band) {
+                block[0] = {even ? -INFINITY : block[0].x, odd ? -INFINITY : block[0].y};
+                block[2] = nothing;
+                block[3] = {even ? -INFINITY : block[3].x, odd ? -INFINITY : block[3].y};
+            }
+        }
+    }
     static __device__ __forceinline__ void find_maximum(scores& s, float2& top) {
         for_each(s, [&](float& x, int, bool low) {
             float& t = low ? top.y : top.x;
@@ -237,23 +322,32 @@ struct WindowRole {
             }
         }
     }
-    // alpha phi(q) . denominator of the lane's two rows; each lane of the quad has a part of it.
-    static __device__ __forceinline__ float2 dot(const Shared& shared,
-                                                 const typename K::Features& features) {
-        float2 sum = {0.0f, 0.0f};
+    // alpha phi(q) . denominator of the lane's two rows; each lane of the quad has a part of it. On
+    // the tensor cores: one column for the high parts, one for the low ones.
+    static __device__ __forceinline__ float2 dot(const Shared& shared) {
+        constexpr int tile_bytes = int(sizeof(shared.q_features[0]));
+        const TileParts<typename K::feature_tile> parts(shared.q_features[0],
+                                                        16 * warpgroup::warpid());
+        // ldmatrix: 8 columns, of which two differ from 0, of 8 features.
+        const uint32_t place = shared.denominator.address_of(
+            ::min(laneid() % 8, 2) * Shared::pitch + 8 * (laneid() / 8));
+        float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-        for (int block = 0; block < 2 * K::features / 16; ++block) {
+        for (int block = 0; block < 2 * K::features / 16; block += 2) {
+            uint32_t columns[4];
+            arch::load_matrix_x4(columns[0], columns[1], columns[2], columns[3],
+                                 place + uint32_t(32 * block));
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float2 x =
-                    unpack_pair<T>(features.groups[block / 4].tiles[0][block % 4].data[i]);
-                const float2 y = arch::load_shared<float2>(
-                    shared.denominator.address_of(16 * block + 8 * (i / 2) + 2 * (laneid() % 4)));
-                float& s = i % 2 ? sum.y : sum.x;
-                s = fmaf(x.x, y.x, fmaf(x.y, y.y, s));
+            for (int i = 0; i < 2; ++i) {
+                uint32_t words[4];
+                arch::load_matrix_x4(words[0], words[1], words[2], words[3],
+                                     parts.at((block + i) % 4, block / 4 * tile_bytes));
+                const uint32_t pair[2] = {columns[2 * i], columns[2 * i + 1]};
+                const float before[4] = {sum[0], sum[1], sum[2], sum[3]};
+                arch::mma_sync<T, T>::fma(sum, words, pair, before);
             }
         }
-        return sum;
+        return {sum[0] + sum[1], sum[2] + sum[3]};
     }
     __device__ __forceinline__ void store_row(float* rows, int row, float x) const {
         if (rows == nullptr || row < 0 || row >= g.length) return;
@@ -283,27 +377,17 @@ struct WindowRole {
         constexpr float unit = scale * LOG2_E;
         const float beta = arch::load_global_readonly(g.beta + item.head);
         const int count = item.end - item.begin, row = own_row();
-        wait(shared.maps, 0);
         wait(shared.full[0], 0);
         pipeline_state<Shared::stages> before, own;
         pipeline_state<Shared::query_stages> q_at;
         own.advance();
-        typename K::projection z;
-        // Behind the last step, too, where nobody reads the result: a condition would serialise the
-        // products.
-        const auto project = [&](Shared& shared, bool exists) {
-            if (exists) wait(shared.q_full[q_at.stage], q_at.phase);
-            const auto& x = exists ? shared.q[q_at.stage] : shared.stage[before.stage].k;
-            warpgroup::mm_AB(z, x, shared.q_map);
-        };
-        project(shared, true);
-        warpgroup::mma_async_wait<0>(z);
         int last_query = 0;
 #pragma unroll 1
         for (int n = 0; n < count; ++n) {
             auto& shared = fresh_addresses(this->shared);
             auto& q = shared.q[q_at.stage];
             scores prior, diagonal;
+            wait(shared.q_full[q_at.stage], q_at.phase);
             warpgroup::mm_ABt(prior, q, shared.stage[before.stage].k);
             wait(shared.full[own.stage], own.phase);
             warpgroup::mm_ABt(diagonal, q, shared.stage[own.stage].k);
@@ -312,30 +396,18 @@ struct WindowRole {
                 tma::store_async_read_wait();
                 arrive(shared.q_empty[last_query]);
             }
-            typename K::Features features;
-            make_features<K>(features, z);
             rt_fl<16, K::head_dim> out;
-            wait(shared.linear_full, n % 2);
-            float2 sum = dot(shared, features);
             float factor = beta, inverse_unit = 1.0f;
             if constexpr (!std::is_same_v<T, bf16>) {
+                wait(shared.linear_full, n % 2);
                 const float common = shared.scratch.get(8);
                 factor *= common;
                 inverse_unit = 1.0f / common;
             }
-#pragma unroll
-            for (int t = 0; t < K::groups; ++t) {
-                if (t == 0)
-                    warpgroup::mm_AB(out, features.groups[t], shared.state[t]);
-                else
-                    warpgroup::mma_AB(out, features.groups[t], shared.state[t]);
-            }
-            warpgroup::mma_async_wait<K::groups>(prior);
+            warpgroup::mma_async_wait<0>(prior);
             pin_tile(diagonal);
             if (item.begin + n == 0) for_each(prior, [](float& x, int, bool) { x = -INFINITY; });
-            for_each(diagonal, [&](float& x, int column, bool low) {
-                if (column > row + (low ? 8 : 0)) x = -INFINITY;
-            });
+            mask(diagonal);
             float2 top = {-INFINITY, -INFINITY};
             find_maximum(prior, top);
             find_maximum(diagonal, top);
@@ -343,9 +415,18 @@ struct WindowRole {
             const float log_factor = arch::log2_approx(factor);
             const float2 shift = {fmaf(top.x, unit, -log_factor), fmaf(top.y, unit, -log_factor)};
             rt<T, 16, CHUNK> prior_weights, diagonal_weights;
+            float2 sum = {0.0f, 0.0f};
             weigh(prior_weights, prior, unit, shift, sum);
             weigh(diagonal_weights, diagonal, unit, shift, sum);
-            sum = {quad_sum(sum.x), quad_sum(sum.y)};
+            wait(shared.q_features_full, n % 2);
+            if constexpr (std::is_same_v<T, bf16>) wait(shared.linear_full, n % 2);
+#pragma unroll
+            for (int t = 0; t < K::groups; ++t) {
+                if (t == 0)
+                    warpgroup::mm_AB(out, shared.q_features[t], shared.state[t]);
+                else
+                    warpgroup::mma_AB(out, shared.q_features[t], shared.state[t]);
+            }
             const int prior_stage = before.stage;
             last_query = q_at.stage;
             warpgroup::mma_AB(out, prior_weights, shared.stage[before.stage].v);
@@ -353,10 +434,11 @@ struct WindowRole {
             before.advance();
             own.advance();
             q_at.advance();
-            project(shared, n + 1 < count);
-            warpgroup::mma_async_wait<3>();
-            warpgroup::sync(WINDOW_BARRIER);  // all have read the state's copy
-            release(shared.linear_empty);
+            const float2 linear = dot(shared);
+            sum = {quad_sum(sum.x + linear.x), quad_sum(sum.y + linear.y)};
+            warpgroup::mma_async_wait<2>();
+            release_by_warp(shared.q_features_empty);
+            release_by_warp(shared.linear_empty);
             if (laneid() % 4 == 0) {
                 const int first = item.terrace.row(item.begin + n) + row;
                 store_row(g.maxima, first, scale * top.x);
@@ -366,19 +448,28 @@ struct WindowRole {
             }
             const float2 reciprocal = {arch::reciprocal_approx(sum.x),
                                        arch::reciprocal_approx(sum.y)};
-            warpgroup::mma_async_wait<1>(out);
+            warpgroup::mma_async_wait<0>(out);
             release(shared.empty[prior_stage]);
             for_each(out, [&](float& x, int, bool low) { x *= low ? reciprocal.y : reciprocal.x; });
             const int first_row = item.terrace.row(item.begin + n);
             if (first_row >= 0) {
-                warpgroup::store(q, out);
+                const TileParts<typename K::token_tile> parts(q, 16 * warpgroup::warpid());
+#pragma unroll
+                for (int j = 0; j < K::head_dim / 16; ++j) {
+                    packed_type<T> part[4];
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const float2 pair = out.tiles[0][j].data[i];
+                        part[i] = pack_pair<T>(pair.x, pair.y);
+                    }
+                    parts.store(j, part);
+                }
                 warpgroup::sync(WINDOW_BARRIER);
                 if (warpgroup::laneid() == 0)
                     tma::store_async(g.out, q, elements(item.b, item.head, first_row, 0));
             } else {
                 store_new_rows(out, first_row + row);
             }
-            warpgroup::mma_async_wait<0>(z);
         }
         if (warpgroup::laneid() == 0) tma::store_async_wait();
     }
@@ -394,16 +485,18 @@ __global__ __launch_bounds__(LOLCATS_THREADS, 1) void lolcats_forward_kernel(
     arch::sync_block();
     const LolcatsItem item = g.item();
     const int role = arch::warp_uniform(warpgroup::groupid());
-    if (role == 2) {
+    if (role == 3) {
         warpgroup::decrease_registers<LOLCATS_PRODUCER_REGISTERS>();
         if (warpgroup::elect_leader() && item.begin < item.end) lolcats_produce(g, shared, item);
+    } else if (role == 2) {
+        warpgroup::decrease_registers<LOLCATS_FEATURE_REGISTERS>();
+        if (item.begin < item.end) FeatureRole<K>{g, shared, item}.run();
+    } else if (role == 1) {
+        warpgroup::increase_registers<LOLCATS_WINDOW_REGISTERS<K>>();
+        if (item.begin < item.end) WindowRole<K>{g, shared, item}.run();
     } else {
-        warpgroup::increase_registers<LOLCATS_REGISTERS>();
-        if (item.begin >= item.end) return;
-        if (role == 0)
-            LinearRole<K>{g, shared, item, {}}.run();
-        else
-            WindowRole<K>{g, shared, item}.run();
+        warpgroup::increase_registers<LOLCATS_LINEAR_REGISTERS<K>>();
+        if (item.begin < item.end) LinearRole<K>{g, shared, item, {}}.run();
     }
 }
 

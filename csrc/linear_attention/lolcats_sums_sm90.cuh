@@ -3,7 +3,7 @@
 // chunks, and the second's sums are added to the first's at last; one warp brings K and V.
 #pragma once
 
-#include "csrc/linear_attention/lolcats_state.cuh"
+#include "csrc/linear_attention/lolcats_features.cuh"
 
 namespace thunderkittens::linear_attention {
 
@@ -82,13 +82,13 @@ __global__ __launch_bounds__(LOLCATS_SUMS_THREADS, 1) void lolcats_sums_kernel(
         wait(shared.full[at.stage], at.phase);
         warpgroup::mm_AB(z, stage.k, shared.k_map);
         warpgroup::mma_async_wait<0>(z);
-        make_features<K>(features, z);
+        make_scaled_features<K>(features, z, 1.0f);
         warpgroup::sync(1 + role);  // the features' tile is free
-        store_features<K>(feature_tiles, features);
+        store_feature_parts<K>(feature_tiles, features);
         arch::fence_async_shared();
         warpgroup::sync(1 + role);
         sums.issue(feature_tiles, stage.v);
-        sums.add_denominator(feature_tiles);
+        count_features(sums, feature_tiles);
         sums.wait();
         if (warpgroup::laneid() == 0) arrive(shared.empty[at.stage]);
         at.advance(2);

@@ -14,7 +14,11 @@ import thunderkittens as tk
 
 from .layouts import heads, matrix
 
-DIFFERENTIABLE = ("operand", "sink")
+DIFFERENTIABLE = ("operand", "sink", "weight", "factor")
+# What autocast converts.
+CAST = ("operand", "weight", "token")
+# Ops that change a state, which calls of their samples copy first and return after the output.
+MUTATING = ("based_decode", "lolcats_decode")
 
 
 @dataclass(frozen=True)
@@ -23,10 +27,12 @@ class Sample:
 
     `shapes` and `layouts` describe the tensors; dimensions named in `dynamic`, as (tensor,
     dimension), may change together. `kinds` are "operand" (the default), and of other tensors
-    "sink", "slopes" (float32; the latter have no gradient), "edges" (cumulative lengths whose last
-    sequence grows), "ends" (of groups, the last of which grows; their layout is the sum), "source"
-    (of a quantiser: no gradient, no autocast), "codes" (bytes), and the dtype of what a quantiser
-    has made.
+    "sink", "slopes" (float32; the latter have no gradient), "weight" and "factor" (operands, and
+    positive float32, without a batch), "token" (an operand without a gradient), "cache" and
+    "lengths" (of a state), "edges" (cumulative lengths whose last sequence grows), "ends" (of
+    groups, the last of which grows; their layout is the sum), "source" (of a quantiser: no
+    gradient, no autocast), "codes" (bytes), and the dtype of what a quantiser has made or of a
+    state. `public` is the function where it has not the op's name.
     """
 
     op: str
@@ -37,6 +43,7 @@ class Sample:
     dynamic: tuple[tuple[int, int], ...] = ()
     dtype: torch.dtype = torch.bfloat16
     kinds: tuple[str, ...] = ()
+    public: str = ""
 
     def kind(self, index: int) -> str:
         return self.kinds[index] if self.kinds else "operand"
@@ -46,13 +53,14 @@ class Sample:
         """Which tensors `torch.func.vmap` may map."""
         plain_scale = 1 if self.op == "mxfp8_prepare" else -1
         places = range(len(self.shapes))
-        return [self.kind(i) not in ("edges", "ends") and i != plain_scale for i in places]
+        fixed = ("edges", "ends", "weight", "factor")
+        return [self.kind(i) not in fixed and i != plain_scale for i in places]
 
     def tensors(
         self, device: str, longer: int = 0, dtype: torch.dtype | None = None
     ) -> list[Tensor]:
         """Random normal operands; the dynamic dimensions are `longer` than in `shapes`."""
-        place = heads if self.op in ("attention", "based") else matrix
+        place = heads if self.op in ("attention", "based", "lolcats") else matrix
         result = []
         for index, (shape, layout) in enumerate(zip(self.shapes, self.layouts, strict=True)):
             sizes = [n + longer * ((index, i) in self.dynamic) for i, n in enumerate(shape)]
@@ -67,6 +75,10 @@ class Sample:
                 ends = [total // 3, total // 3, total + longer]
                 result.append(torch.tensor(ends, dtype=torch.int32, device=device))
                 continue
+            if kind == "lengths":
+                lengths = 127 + 33 * torch.arange(shape[0], device=device, dtype=torch.int32)
+                result.append(lengths)
+                continue
             values = torch.randn(sizes, device=device)
             if kind == "codes":
                 result.append(torch.randint(100, 150, sizes, device=device).to(torch.uint8))
@@ -77,8 +89,8 @@ class Sample:
             if kind == "source":
                 result.append(place(values.to(self.dtype), layout))
                 continue
-            if kind == "slopes":
-                result.append(values.abs() / 8)
+            if kind in ("slopes", "factor"):
+                result.append(values.abs() / 8 + (kind == "factor"))
             elif kind == "sink":
                 result.append(values)
             else:
@@ -89,7 +101,7 @@ class Sample:
     @property
     def function(self) -> Callable[..., tuple[Tensor, ...]]:
         """The call as a function of the tensors alone; it always returns a tuple."""
-        return self._bind(getattr(tk, self.op))
+        return self._bind(getattr(tk, self.public or self.op))
 
     @property
     def reference(self) -> Callable[..., tuple[Tensor, ...]]:
@@ -100,7 +112,15 @@ class Sample:
 
         def call(*tensors: Tensor) -> tuple[Tensor, ...]:
             named = dict(zip(self.keywords, tensors[positional:], strict=True))
+            if self.op in MUTATING:
+                first = 3 if self.op == "based_decode" else 7
+                state = tuple(x.clone() for x in tensors[first:])
+                return function(*tensors[:first], state, **self.options), *state
             result = function(*tensors[:positional], **named, **self.options)
+            if self.op == "lolcats" and isinstance(result, tuple):
+                # There is no gradient through a state.
+                rest = (x if isinstance(x, tuple) else (x,) for x in result[1:])
+                return result[0], *(y.detach() for x in rest for y in x)
             if not isinstance(result, tuple):
                 return (result,)
             return tuple(y for x in result for y in (x if isinstance(x, tuple) else (x,)))
@@ -211,6 +231,57 @@ SAMPLES = {
         {"return_state": True},
         dynamic=((0, 2), (1, 2), (2, 2)),
         dtype=torch.float16,
+    ),
+    "based_decode": Sample(
+        "based_decode",
+        ((2, 2, 1, 16), (2, 2, 1, 16), (2, 2, 1, 72), (2, 2, 153, 72), (2, 2, 153)),
+        ("packed",) * 5,
+        {"normalize": True},
+        dtype=torch.float16,
+        kinds=("token",) * 3 + ("float32",) * 2,
+    ),
+    "lolcats": Sample(
+        "lolcats",
+        ((2, 2, 130, 64), (2, 1, 130, 64), (2, 1, 130, 64), (2, 64, 32), (2, 64, 32), (2,), (2,)),
+        ("bshd", "packed", "sliced", "packed", "packed", "packed", "packed"),
+        dynamic=((0, 2), (1, 2), (2, 2)),
+        kinds=("operand",) * 3 + ("weight",) * 2 + ("factor",) * 2,
+    ),
+    "lolcats_state": Sample(
+        "lolcats",
+        ((1, 2, 140, 64), (1, 2, 140, 64), (1, 2, 140, 64), (2, 64, 64), (2, 64, 64), (2,), (2,)),
+        ("packed", "bshd", "packed", "packed", "packed", "packed", "packed"),
+        {"return_state": True},
+        dynamic=((0, 2), (1, 2), (2, 2)),
+        dtype=torch.float16,
+        kinds=("operand",) * 3 + ("weight",) * 2 + ("factor",) * 2,
+    ),
+    "hedgehog": Sample(
+        "lolcats",
+        (
+            (1, 2, 128, 128),
+            (1, 2, 128, 128),
+            (1, 2, 128, 128),
+            (2, 128, 64),
+            (2, 128, 64),
+            (2,),
+            (2,),
+        ),
+        ("packed",) * 7,
+        dynamic=((0, 2), (1, 2), (2, 2)),
+        kinds=("operand",) * 3 + ("weight",) * 2 + ("factor",) * 2,
+        public="hedgehog",
+    ),
+    "lolcats_decode": Sample(
+        "lolcats_decode",
+        (
+            *((2, 2, 1, 64), (2, 1, 1, 64), (2, 1, 1, 64), (2, 64, 32), (2, 64, 32), (2,), (2,)),
+            *((2, 2, 64, 64), (2, 2, 64), (2, 1, 128, 64), (2, 1, 128, 64), (2,)),
+        ),
+        ("packed",) * 12,
+        kinds=("token",) * 5
+        + ("slopes",) * 2
+        + ("float32", "float32", "cache", "cache", "lengths"),
     ),
     "mxfp8_quantize": Sample(
         "mxfp8_quantize",
@@ -326,6 +397,11 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 every_sample = pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES)
+every_mappable_sample = pytest.mark.parametrize(
+    "sample",
+    [s for s in SAMPLES.values() if s.op not in MUTATING],
+    ids=[name for name, s in SAMPLES.items() if s.op not in MUTATING],
+)
 every_differentiable_sample = pytest.mark.parametrize(
     "sample",
     [s for s in SAMPLES.values() if any(s.kind(i) in DIFFERENTIABLE for i in range(len(s.shapes)))],
@@ -339,6 +415,7 @@ one_per_op = pytest.mark.parametrize(
         SAMPLES["attention_lse"],
         SAMPLES["attention_varlen_sink"],
         SAMPLES["based"],
+        SAMPLES["lolcats"],
     ],
-    ids=["gemm", "attention", "attention_varlen", "based"],
+    ids=["gemm", "attention", "attention_varlen", "based", "lolcats"],
 )

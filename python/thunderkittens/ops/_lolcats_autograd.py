@@ -10,12 +10,13 @@ from torch import Tensor
 from .. import emulation
 from ..reference.lolcats import LolcatsState
 from ..reference.lolcats import lolcats as reference_lolcats
-from ._registration import register
+from ._registration import register, transform_active
 from .lolcats import NAMES, fold_rule, lolcats_shape, with_defaults
 
 OPERANDS = (*NAMES, "alpha", "beta")
 RESULTS = ("dq", "dk", "dv", "dq_map", "dk_map", "grad_alpha", "grad_beta")
 _gradient = torch.ops.thunderkittens.lolcats_backward.default
+_differentiable = torch.ops.thunderkittens.lolcats.default
 _DEFAULTS: tuple[Any, ...] = (None, None, None, None, None, (True,) * 7)
 
 
@@ -92,40 +93,51 @@ def _flops(*args: Any, **kwargs: Any) -> int:
     return 2 * tokens * dim * (7 * 128 + 10 * features + 8 * features)
 
 
-_fold_tokens = fold_rule(_gradient, range(4, 8))
+def _any_gradient(*args: Any) -> Any:
+    return (_GradientFunction.apply if transform_active() else _gradient)(*args)
 
 
-def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-    """Merges the mapped dimension into the batch, over which the gradients of the maps and factors
-    are sums: where these are wanted, one call after the other."""
-    if not any(_arguments(args)[-1][3:]):
-        return _fold_tokens(info, in_dims, *args)
+def any_call(*args: Any) -> Any:
+    """The differentiable op, also under the transforms of `torch.func`."""
+    return (_Function.apply if transform_active() else _differentiable)(*args)
+
+
+def _vmap_rule(call: Any) -> Any:
+    """The rule for `torch.func.vmap`: merges the mapped dimension into the batch, over which the
+    gradients of the maps and factors are sums: where these are wanted, one call after the other."""
+    fold_tokens = fold_rule(call, range(4, 8))
 
     def select(x: Any, dim: Any, i: int) -> Any:
         return x.select(dim, i) if isinstance(x, Tensor) and dim is not None else x
 
-    calls = [
-        _gradient(*(select(x, dim, i) for x, dim in zip(args, in_dims, strict=True)))
-        for i in range(info.batch_size)
-    ]
-    return tuple(torch.stack(x) for x in zip(*calls, strict=True)), (0,) * len(RESULTS)
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        if not any(_arguments(args)[-1][3:]):
+            found: tuple[Any, Any] = fold_tokens(info, in_dims, *args)
+            return found
+        calls = [
+            call(*(select(x, dim, i) for x, dim in zip(args, in_dims, strict=True)))
+            for i in range(info.batch_size)
+        ]
+        return tuple(torch.stack(x) for x in zip(*calls, strict=True)), (0,) * len(RESULTS)
+
+    return rule
 
 
 def _save_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *operands, _ = with_defaults(inputs)
+    *operands, ctx.return_state = with_defaults(inputs)
     ctx.save_for_backward(*operands, output[0], output[6], output[7])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, *others: Tensor | None) -> tuple[Any, ...]:
-    if any(x is not None for x in others[:4]):
+    if ctx.return_state and any(x is not None for x in others[:4]):
         raise RuntimeError("tk.lolcats: there is no gradient through a returned state; detach it")
     needs = (*ctx.needs_input_grad, *(False,) * 7)[:7]
     nothing = (None,) * len(ctx.needs_input_grad)
     if grad_out is None or not any(needs):
         return nothing
     *operands, out, maxima, denominators = ctx.saved_tensors
-    grads = _gradient(
+    grads = _any_gradient(
         grad_out.to(out.dtype), *operands[:7], out, maxima, denominators, *operands[7:], needs
     )
     return (*(g if n else None for g, n in zip(grads, needs, strict=True)), *nothing[7:])
@@ -138,6 +150,35 @@ def _refuse_double_backward(ctx: Any, *grads: Any) -> NoReturn:
     )
 
 
-register("lolcats_backward", fake=_fake, cpu=_cpu, flops=_flops, vmap=_vmap)
+class _Function(torch.autograd.Function):
+    """The differentiable op under the transforms of `torch.func`."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        return _differentiable(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.mark_non_differentiable(output[5])
+        _save_context(ctx, inputs, output)
+
+    backward = staticmethod(_backward)
+    vmap = staticmethod(fold_rule(any_call, range(3, 7)))
+
+
+class _GradientFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        return _gradient(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    backward = staticmethod(_refuse_double_backward)
+    vmap = staticmethod(_vmap_rule(_any_gradient))
+
+
+register("lolcats_backward", fake=_fake, cpu=_cpu, flops=_flops, vmap=_vmap_rule(_gradient))
 torch.library.register_autograd("thunderkittens::lolcats_backward", _refuse_double_backward)
 torch.library.register_autograd("thunderkittens::lolcats", _backward, setup_context=_save_context)

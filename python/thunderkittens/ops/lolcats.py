@@ -129,7 +129,7 @@ def lolcats(
             raise RuntimeError(
                 "tk.lolcats: there is no gradient with respect to a state; detach initial_state"
             )
-        out, *after = _differentiable(*args)[:6]
+        out, *after = _lolcats_autograd.any_call(*args)[:6]
     else:
         out, *after = _forward(*args)
     return (out, LolcatsState(*after)) if return_state else out

@@ -10,7 +10,14 @@ from torch import Tensor
 from .. import emulation
 from ..reference.lolcats import LolcatsState
 from ..reference.lolcats_decode import lolcats_decode as reference_decode
-from ._registration import autocast_active, autocast_operands, register
+from ._registration import (
+    autocast_active,
+    autocast_operands,
+    forward_mode_active,
+    refuse_forward_mode,
+    register,
+    transform_active,
+)
 from .lolcats import NAMES, State, lolcats_flops, lolcats_shape, state_parts
 
 _op = torch.ops.thunderkittens.lolcats_decode.default
@@ -49,13 +56,20 @@ def lolcats_decode(
     Raises:
         TypeError: as `lolcats`.
         ValueError: a shape that does not fit the above, or a state that is not contiguous.
-        RuntimeError: a gradient is wanted.
+        RuntimeError: a gradient is wanted, or a transform of `torch.func` is active.
     """
     if autocast_active():
         q, k, v, q_map, k_map = autocast_operands(q, k, v, q_map, k_map)
     parts = state_parts("lolcats_decode", state)
     args = (q, k, v, q_map, k_map, alpha, beta, *parts)
     decode_shape(*args)
+    if forward_mode_active():
+        refuse_forward_mode("lolcats_decode", *args)
+    if transform_active():
+        raise RuntimeError(
+            "tk.lolcats_decode changes the state in place and cannot be called under the "
+            "transforms of torch.func; tk.lolcats can, on one token"
+        )
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args):
         raise RuntimeError(
             "tk.lolcats_decode: there is no gradient; use torch.no_grad(), or tk.lolcats to train"
