@@ -46,7 +46,7 @@ std::vector<KernelInfo> lolcats_backward_kernels() {
         int threads, bytes;
     };
     constexpr Kind kinds[] = {
-        {"query_gradient", "query_gradient", "dQ", 512, LOLCATS_QUERY_BYTES},
+        {"query_gradient", "query_gradient", "dQ", 384, LOLCATS_QUERY_BYTES},
         {"key_gradient", "key_gradient", "dK and dV", 512, LOLCATS_KEY_BYTES},
         {"gradient_sums", "gradient_sums", "sums over the queries of a segment", 128,
          LOLCATS_GRADIENT_SUMS_BYTES},

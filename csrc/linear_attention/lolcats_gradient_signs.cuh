@@ -1,12 +1,17 @@
-// The linear roles of LoLCATS's gradient for queries and for keys: one warpgroup for each sign of the
-// feature map, with the sums of its features in fp32 registers. Both project the tokens, because a
-// projection costs less than handing it over; the gradients of their projections are added in
-// shared memory.
+// The linear roles of LoLCATS's gradient for keys: one warpgroup for each sign of the feature map, with
+// the sums of its features in fp32 registers. Both project the tokens, because a projection costs
+// less than handing it over; the gradients of their projections are added in shared memory.
 #pragma once
 
 #include "csrc/linear_attention/lolcats_gradient.cuh"
 
 namespace thunderkittens::linear_attention {
+
+// Warpgroups: 0 and 1 are the linear roles.
+constexpr int LOLCATS_KEY_THREADS = 4 * WARPGROUP_THREADS;
+constexpr int KEY_WINDOW_ROLE = 2, KEY_PRODUCER_ROLE = 3;
+// Named barriers: each linear role's is 1 + its sign.
+constexpr int WINDOW_BARRIER = 3, LINEAR_BARRIER = 4;
 
 // Becomes the features of one sign, softmax(z) or softmax(-z).
 template <class K, int sign>
@@ -27,19 +32,13 @@ __device__ __forceinline__ void make_features_of(typename K::projection& z) {
     for_each_element(z, [&](float& x, int, bool low) { x *= low ? r.y : r.x; });
 }
 
-template <any_register_tile Tile>
-__device__ __forceinline__ float2 pair_of(const Tile& tile, int j, int i) {
-    if constexpr (std::is_same_v<typename Tile::T, float>)
-        return tile.tiles[0][j].data[i];
-    else
-        return unpack_pair<typename Tile::T>(tile.tiles[0][j].data[i]);
-}
 // phi . gradient of the two rows, for the features' gradient a g - b sums; g becomes the gradient of
-// z, times `factor`. phi is in fp32, or, where registers are few, as it was rounded for a product.
-template <class K, int sign, any_register_tile Phi>
-__device__ __forceinline__ float2 softmax_gradient(typename K::projection& g, const Phi& phi,
-                                                   const sv<float, 2 * K::features>& sums, float2 a,
-                                                   float2 b, float factor) {
+// z. phi is as it was rounded for a product, because registers are few.
+template <class K, int sign>
+__device__ __forceinline__ float2 sign_gradient(typename K::projection& g,
+                                                const rt<typename K::T, 16, K::features>& phi,
+                                                const sv<float, 2 * K::features>& sums, float2 a,
+                                                float2 b) {
     float2 dot = {0.0f, 0.0f};
 #pragma unroll
     for (int j = 0; j < K::features / 16; ++j) {
@@ -52,7 +51,7 @@ __device__ __forceinline__ float2 softmax_gradient(typename K::projection& g, co
 #pragma unroll
             for (int low = 0; low < 2; ++low) {
                 const float ar = low ? a.y : a.x, br = low ? b.y : b.x;
-                const float2 p = pair_of(phi, j, 2 * half + low);
+                const float2 p = unpack_pair<typename K::T>(phi.tiles[0][j].data[2 * half + low]);
                 float2& x = g.tiles[0][j].data[2 * half + low];
                 x = {fmaf(ar, x.x, -br * s.x), fmaf(ar, x.y, -br * s.y)};
                 float& d = low ? dot.y : dot.x;
@@ -61,13 +60,13 @@ __device__ __forceinline__ float2 softmax_gradient(typename K::projection& g, co
         }
     }
     dot = {quad_sum(dot.x), quad_sum(dot.y)};
-    if constexpr (sign == 1) factor = -factor;
+    constexpr float factor = sign == 0 ? 1.0f : -1.0f;
 #pragma unroll
     for (int j = 0; j < K::features / 16; ++j) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float d = i % 2 ? dot.y : dot.x;
-            const float2 p = pair_of(phi, j, i);
+            const float2 p = unpack_pair<typename K::T>(phi.tiles[0][j].data[i]);
             float2& x = g.tiles[0][j].data[i];
             x = {factor * p.x * (x.x - d), factor * p.y * (x.y - d)};
         }
@@ -156,7 +155,7 @@ struct SignSums {
     }
 };
 
-// What both kernels' linear roles do.
+// What both roles do.
 template <class K, int _sign>
 struct SignRole {
     using G = LolcatsGradient<K>;

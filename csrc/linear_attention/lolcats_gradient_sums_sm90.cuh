@@ -30,54 +30,6 @@ struct GradientSumsShared {
     semaphore maps, full[stages];
 };
 
-// Features of queries, times their weights, and the sums of these times delta.
-template <class K>
-__device__ __forceinline__ void make_weighted_features(typename K::Features& features,
-                                                       const typename K::projection& z,
-                                                       const WeightVector& weights) {
-    make_features<K>(features, z);
-    const int row = lane_row();
-    constexpr float unit = LolcatsGradient<K>::weight_unit;
-    const float2 w = {unit * weights.get(2 * row), unit * weights.get(2 * row + 16)};
-#pragma unroll
-    for (int t = 0; t < K::groups; ++t) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                auto& word = features.groups[t].tiles[0][j].data[i];
-                const float2 pair = unpack_pair<typename K::T>(word);
-                const float f = i % 2 ? w.y : w.x;
-                word = pack_pair<typename K::T>(f * pair.x, f * pair.y);
-            }
-        }
-    }
-}
-template <class K>
-__device__ __forceinline__ void add_delta(LolcatsSums<K>& sums,
-                                          const typename K::feature_tile (&features)[K::groups],
-                                          const WeightVector& weights) {
-    using Sums = LolcatsSums<K>;
-    constexpr int run = 8 / Sums::parts;  // as LolcatsSums::add_denominator
-    const int feature = Sums::own_feature(), part = laneid() / Sums::warp_pairs;
-    const auto& tile = features[K::groups > 1 ? feature / 64 : 0];
-    float2 sum = {0.0f, 0.0f};
-#pragma unroll
-    for (int t = 0; t < CHUNK / Sums::parts; ++t) {
-        const int token = t / run * 8 + part * run + t % run;
-        const float2 x = unpack_pair<typename K::T>(
-            arch::load_shared<packed_type<typename K::T>>(tile.address_of(token, feature % 64)));
-        const float delta = weights.get(2 * token + 1);
-        sum = {fmaf(delta, x.x, sum.x), fmaf(delta, x.y, sum.y)};
-    }
-#pragma unroll
-    for (int distance = Sums::warp_pairs; distance < WARP_THREADS; distance *= 2) {
-        sum.x += arch::shuffle_xor(sum.x, distance);
-        sum.y += arch::shuffle_xor(sum.y, distance);
-    }
-    sums.denominator = {sums.denominator.x + sum.x, sums.denominator.y + sum.y};
-}
-
 template <class K>
 __global__ __launch_bounds__(WARPGROUP_THREADS) void lolcats_gradient_sums_kernel(
     const __grid_constant__ GradientSumsGlobals<K> g) {

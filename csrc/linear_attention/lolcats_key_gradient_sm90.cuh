@@ -165,7 +165,7 @@ struct KeyLinearRole : SignRole<K, sign> {
             signal(shared.keys_empty);
             constexpr float b = 1.0f / G::weight_unit;
             const float a = b / range;
-            softmax_gradient<K, sign>(gradient, features, shared.denominator, {a, a}, {b, b}, 1.0f);
+            sign_gradient<K, sign>(gradient, features, shared.denominator, {a, a}, {b, b});
             if (sign == 0 && n > 0) wait(shared.projected_empty, (n - 1) % 2);
             Base::add_projected(shared.projected, shared.projected_half, n % 2, gradient);
             arch::fence_async_shared();
@@ -321,7 +321,7 @@ struct KeyWindowRole {
 };
 
 template <class K>
-__global__ __launch_bounds__(LOLCATS_GRADIENT_THREADS, 1) void lolcats_key_gradient_kernel(
+__global__ __launch_bounds__(LOLCATS_KEY_THREADS, 1) void lolcats_key_gradient_kernel(
     const __grid_constant__ KeyGradientGlobals<K> g) {
     shared_allocator<> allocator(shared_memory());
     auto& shared = allocator.template allocate<KeyGradientShared<K>>();
@@ -330,10 +330,10 @@ __global__ __launch_bounds__(LOLCATS_GRADIENT_THREADS, 1) void lolcats_key_gradi
     arch::sync_block();
     const LolcatsItem item(int(blockIdx.x), g.heads, g.segments, g.lengths, g.length);
     const int role = arch::warp_uniform(warpgroup::groupid());
-    if (role == PRODUCER_ROLE) {
+    if (role == KEY_PRODUCER_ROLE) {
         warpgroup::decrease_registers<KEY_PRODUCER_REGISTERS>();
         if (warpgroup::elect_leader() && item.begin < item.end) produce_for_keys(g, shared, item);
-    } else if (role == WINDOW_ROLE) {
+    } else if (role == KEY_WINDOW_ROLE) {
         warpgroup::increase_registers<KEY_WINDOW_REGISTERS>();
         if (item.begin < item.end) KeyWindowRole<K>{g, shared, item}.run();
     } else {
@@ -382,7 +382,7 @@ void launch_lolcats_key_gradient(const LolcatsBackwardParams& params,
         .want_keys = want,
         .want_projected = params.dk_map != nullptr};
     kittens::launch({.dependent = true}, lolcats_key_gradient_kernel<K>,
-                    dim3(unsigned(lines * call.segments)), dim3(LOLCATS_GRADIENT_THREADS), dim3(1),
+                    dim3(unsigned(lines * call.segments)), dim3(LOLCATS_KEY_THREADS), dim3(1),
                     LOLCATS_KEY_BYTES, stream, globals);
 }
 

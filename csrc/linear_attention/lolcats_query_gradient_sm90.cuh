@@ -5,19 +5,18 @@
 //   linear   dphi_i = alpha / denominator_i (S dO_i - delta_i s); through both softmaxes to dz;
 //            dQ += dz W^T
 // A block walks forwards over the chunks of one head, like the forward (lolcats_forward_sm90.cuh),
-// and has four warpgroups: linear, one for each sign of the feature map (lolcats_gradient_signs.cuh;
-// leave dz in shared memory and in global memory, for W's gradient), window (dQ), and one thread that
-// brings Q, dO, K and V. It also leaves what the kernel for the keys needs of each row, and parts of
-// alpha's and beta's gradient.
+// and has its three warpgroups: linear (sums in fp32 registers; leaves dz in shared memory and in
+// global memory, for W's gradient), window (dQ), and one thread that brings Q, dO, K and V. It also
+// leaves what the kernel for the keys needs of each row, and parts of alpha's and beta's gradient.
 #pragma once
 
-#include "csrc/linear_attention/lolcats_gradient_signs.cuh"
+#include "csrc/linear_attention/lolcats_gradient.cuh"
 
 namespace thunderkittens::linear_attention {
 
-// The roles have 512 together.
-constexpr int QUERY_LINEAR_REGISTERS = 144, QUERY_WINDOW_REGISTERS = 192,
-              QUERY_PRODUCER_REGISTERS = 32;
+constexpr int LOLCATS_QUERY_THREADS = 3 * WARPGROUP_THREADS;
+constexpr int QUERY_LINEAR_ROLE = 0, QUERY_PRODUCER_ROLE = 2;  // 1: window
+constexpr int QUERY_LINEAR_REGISTERS = 256, QUERY_WINDOW_REGISTERS = 224;
 
 template <class K>
 struct QueryGradientGlobals {
@@ -36,84 +35,63 @@ struct QueryGradientGlobals {
     bool want_dq, want_projected;
 };
 
-// As many of each as are needed before the first of them is free again, which is at different times:
-// of keys after dQ, of values and dO before the exponentials.
 template <class K>
 struct QueryGradientShared {
-    using token_tile = typename K::token_tile;
-    static constexpr int key_stages = 3, value_stages = 2, query_stages = 2;
+    static constexpr int stages = 2;
     typename K::map_tile q_map, k_map;
-    token_tile q[query_stages];  // later the chunk's dq
-    token_tile grad_out, k[key_stages], v[value_stages];
-    typename K::feature_tile features[2];  // of each sign
-    typename K::state_tile state[2];
+    struct Queries {
+        typename K::token_tile q, grad_out;  // q: later the chunk's dq
+    } queries[stages];
+    struct Keys {
+        typename K::token_tile k, v;
+    } keys[stages];
+    typename K::feature_tile features[K::groups];
+    typename K::state_tile state[K::groups];
     typename LolcatsGradient<K>::projected_tile projected;
     sv<float, 2 * K::features> denominator;  // of the state
-    sv<float, 32> scratch;
-    sv<float, 8> alpha_parts, beta_parts;
-    semaphore maps, q_full[query_stages], q_empty[query_stages], grad_out_full, grad_out_empty,
-        k_full[key_stages], k_empty[key_stages], v_full[value_stages], v_empty[value_stages],
-        projected_half, projected_full, projected_empty;
+    sv<float, 16> scratch;
+    sv<float, 4> alpha_parts, beta_parts;
+    semaphore maps, queries_full[stages], queries_empty[stages], keys_full[stages],
+        keys_empty[stages], projected_full, projected_empty;
 
     __device__ __forceinline__ void init() {
         init_semaphore(maps, 1);
-        const auto init_pair = [](semaphore& full, semaphore& empty) {
-            init_semaphore(full, 1);
-            init_semaphore(empty, 3);
-        };
-        for (int s = 0; s < query_stages; ++s) init_pair(q_full[s], q_empty[s]);
-        for (int s = 0; s < key_stages; ++s) init_pair(k_full[s], k_empty[s]);
-        for (int s = 0; s < value_stages; ++s) init_pair(v_full[s], v_empty[s]);
-        init_pair(grad_out_full, grad_out_empty);
-        init_semaphore(projected_half, WARPGROUP_WARPS);
+        for (int s = 0; s < stages; ++s) {
+            init_semaphore(queries_full[s], 1);
+            init_semaphore(queries_empty[s], 2);
+            init_semaphore(keys_full[s], 1);
+            init_semaphore(keys_empty[s], 2);
+        }
         init_semaphore(projected_full, 1);
-        init_semaphore(projected_empty, 2);
+        init_semaphore(projected_empty, 1);
         arch::mbarrier_init_fence();
     }
 };
 
-// Step n is chunk begin + n. The n-th keys and values are those of the chunk before it.
+// Step n is chunk begin + n. The n-th keys are those of the chunk before it.
 template <class K>
 __device__ __forceinline__ void produce_for_queries(const QueryGradientGlobals<K>& g,
                                                     QueryGradientShared<K>& shared,
                                                     const LolcatsItem& item) {
-    const auto load = [&](auto& to, const auto& from, const auto& at, semaphore& full) {
-        tma::expect(full, to);
-        tma::load_async(to, from, at, full);
-    };
-    // Before the first chunk there is none; any will do, with a weight of zero.
-    const auto load_keys = [&](auto& to, const auto& from, const auto& first, int n,
-                               semaphore& full) {
-        const int chunk = ::max(item.begin + n - 1, 0), head = item.head / g.kv.group;
-        if (g.initial.keys != nullptr && chunk < CACHE / CHUNK)
-            load(to, first, elements(item.b, head, chunk * CHUNK, 0), full);
-        else
-            load(to, from, elements(item.b, head, item.terrace.row(chunk), 0), full);
-    };
-    const auto load_k = [&](int n) {
-        wait(shared.k_empty[n % 3], n / 3 % 2 ^ 1);
-        load_keys(shared.k[n % 3], g.kv.k, g.kv.first_k, n, shared.k_full[n % 3]);
-    };
-    const auto load_v = [&](int n) {
-        const int stage = n % 2;
-        wait(shared.v_empty[stage], n / 2 % 2 ^ 1);
-        load_keys(shared.v[stage], g.kv.v, g.kv.first_v, n, shared.v_full[stage]);
-    };
     tma::expect(shared.maps, shared.q_map, shared.k_map);
     tma::load_async(shared.q_map, g.q_map, elements(0, item.head, 0, 0), shared.maps);
     tma::load_async(shared.k_map, g.k_map, elements(0, item.head, 0, 0), shared.maps);
-    load_k(0);
-    load_v(0);
-    // In the order in which their places become free.
-    for (int n = 0; n < item.end - item.begin; ++n) {
+    for (int n = 0; n <= item.end - item.begin; ++n) {
+        if (n > 0) {
+            const int stage = (n - 1) % 2, row = item.terrace.row(item.begin + n - 1);
+            wait(shared.queries_empty[stage], (n - 1) / 2 % 2 ^ 1);
+            auto& to = shared.queries[stage];
+            semaphore& full = shared.queries_full[stage];
+            tma::expect(full, to.q, to.grad_out);
+            tma::load_async(to.q, g.q, elements(item.b, item.head, row, 0), full);
+            tma::load_async(to.grad_out, g.grad_out, elements(item.b, item.head, row, 0), full);
+        }
+        // Before the first chunk there is none; any will do, with a weight of zero.
         const int stage = n % 2;
-        const auto at = elements(item.b, item.head, item.terrace.row(item.begin + n), 0);
-        load_k(n + 1);
-        wait(shared.q_empty[stage], n / 2 % 2 ^ 1);
-        load(shared.q[stage], g.q, at, shared.q_full[stage]);
-        load_v(n + 1);
-        wait(shared.grad_out_empty, n % 2 ^ 1);
-        load(shared.grad_out, g.grad_out, at, shared.grad_out_full);
+        wait(shared.keys_empty[stage], n / 2 % 2 ^ 1);
+        auto& to = shared.keys[stage];
+        g.kv.load(to.k, to.v, item, ::max(item.begin + n - 1, 0), g.initial.keys != nullptr,
+                  shared.keys_full[stage]);
     }
 }
 
@@ -137,33 +115,33 @@ struct QueryRows {
     }
 };
 
-// The sum over the rows of `warpgroups`, which all lanes of a quad have; by one of them, whose thread
-// `first` stores it.
-template <int warpgroups, int barrier>
-__device__ __forceinline__ void store_factor_part(sv<float, 8>& parts, float sum, int own,
-                                                  float* to) {
+// The sum over the warpgroup's rows, which all lanes of a quad have.
+template <int barrier>
+__device__ __forceinline__ void store_factor_part(sv<float, 4>& parts, float sum, float* to) {
 #pragma unroll
     for (int distance = 4; distance < WARP_THREADS; distance *= 2)
         sum += arch::shuffle_xor(sum, distance);
-    if (laneid() == 0) parts.set(WARPGROUP_WARPS * own + warpgroup::warpid(), sum);
-    group<warpgroups * WARPGROUP_WARPS>::sync(barrier);
-    if (own > 0 || warpgroup::laneid() != 0) return;
+    if (laneid() == 0) parts.set(warpgroup::warpid(), sum);
+    warpgroup::sync(barrier);
+    if (warpgroup::laneid() != 0) return;
     float total = 0.0f;
 #pragma unroll
-    for (int w = 0; w < warpgroups * WARPGROUP_WARPS; ++w) total += parts.get(w);
+    for (int w = 0; w < WARPGROUP_WARPS; ++w) total += parts.get(w);
     arch::store_global(to, total);
 }
 
-template <class K, int sign>
-struct QueryLinearRole : SignRole<K, sign> {
+template <class K>
+struct QueryLinearRole {
     using G = LolcatsGradient<K>;
-    using Base = SignRole<K, sign>;
-    using Base::sums;
+    static constexpr int barrier = 1;
+    const QueryGradientGlobals<K>& g;
+    QueryGradientShared<K>& shared;
+    const LolcatsItem& item;
 
-    __device__ __forceinline__ void run(const QueryGradientGlobals<K>& g,
-                                        QueryGradientShared<K>& all, const LolcatsItem& item) {
+    __device__ __forceinline__ void run() {
         const float alpha = arch::load_global_readonly(g.alpha + item.head);
         constexpr int64_t floats = int64_t(2 * K::features) * K::head_dim;
+        LolcatsSums<K> sums;
         sums.clear();
         if (g.initial.numerator != nullptr) {
             sums.add(g.initial.numerator + item.line * floats,
@@ -176,76 +154,66 @@ struct QueryLinearRole : SignRole<K, sign> {
         }
         float alpha_sum = 0.0f;
         const int count = item.end - item.begin;
-        Base::clear_padding(all.features[sign]);
-        if (count > 0) wait(all.maps, 0);
+        if (count > 0) wait(shared.maps, 0);
 #pragma unroll 1
         for (int n = 0; n < count; ++n) {
+            auto& shared = this->shared;
             const int stage = n % 2;
-            auto& shared = recomputed(all);
-            auto &k = shared.k[n % 3], &v = shared.v[stage];  // of the chunk before
-            typename K::projection z, gradient;
-            typename Base::Features features;
+            auto& queries = shared.queries[stage];
+            auto& before = shared.keys[stage];  // the n-th
             // The sums before this chunk's window, as operands.
-            const float range = Base::range_factor(shared.scratch, n);
-            sums.publish(shared.state[sign], shared.denominator, range);
+            const float range = range_factor<K>(sums, shared.scratch, barrier);
+            sums.publish(shared.state, range);
+            store_sums_vector<K>(shared.denominator, sums);
+            typename K::projection z, gradient;
+            discard(z, gradient);
             // The chunk before is before the window of the next.
             const bool add = item.begin + n > 0 && n + 1 < count;
+            wait(shared.keys_full[stage], n / 2 % 2);
             if (add) {
-                discard(z);
-                wait(shared.k_full[n % 3], n / 3 % 2);
-                warpgroup::mm_AB(z, k, shared.k_map);
+                typename K::Features features;
+                warpgroup::mm_AB(z, before.k, shared.k_map);
                 warpgroup::mma_async_wait<0>(z);
-                make_features_of<K, sign>(z);
-                Base::store_features(shared.features[sign], features, z, {1.0f, 1.0f});
+                make_features<K>(features, z);
+                store_features<K>(shared.features, features);
             }
-            if (sign == 1 && n > 0 && warpgroup::laneid() == 0) {
-                tma::store_async_read_wait();  // of the last dz
-                arrive(shared.projected_empty);
-            }
+            if (warpgroup::laneid() == 0) tma::store_async_read_wait();  // of the last dz
             arch::fence_async_shared();
-            Base::sync();
-            signal(shared.k_empty[n % 3]);
+            warpgroup::sync(barrier);
             if (add) {
-                wait(shared.v_full[stage], n / 2 % 2);
-                warpgroup::mma_AtB(sums.numerator, shared.features[sign], v);
-                sums.add_denominator(shared.features[sign], [](int) { return 1.0f; });
-                warpgroup::mma_async_wait<0>(sums.numerator);
+                sums.issue(shared.features, before.v);
+                sums.add_denominator(shared.features);
+                sums.wait();
             }
-            signal(shared.v_empty[stage]);
-            wait(shared.q_full[stage], n / 2 % 2);
-            discard(z);
-            warpgroup::mm_AB(z, shared.q[stage], shared.q_map);
+            signal(shared.keys_empty[stage]);
+            wait(shared.queries_full[stage], n / 2 % 2);
+            warpgroup::mm_AB(z, queries.q, shared.q_map);
+            issue_feature_gradient<K>(gradient, queries.grad_out, shared.state, 0);
             const QueryRows rows(g, item, item.begin + n);
             warpgroup::mma_async_wait<0>(z);
-            signal(shared.q_empty[stage]);
-            make_features_of<K, sign>(z);
-            round_tile(features, z);
-            wait(shared.grad_out_full, n % 2);
-            discard(gradient);
-            Base::issue_gradient(gradient, shared.grad_out, shared.state[sign]);
-            warpgroup::mma_async_wait<0>(gradient);
-            signal(shared.grad_out_empty);
+            pin_tile(gradient);
             const float inverse = 1.0f / range;
-            const float2 dots = softmax_gradient<K, sign>(
-                gradient, features, shared.denominator,
+            if (n > 0) wait(shared.projected_empty, (n - 1) % 2);
+            const float2 dots = projection_gradient<K>(
+                shared.projected, gradient, z, shared.denominator,
                 {inverse * rows.reciprocal.x, inverse * rows.reciprocal.y},
-                {rows.delta.x * rows.reciprocal.x, rows.delta.y * rows.reciprocal.y}, alpha);
+                {rows.delta.x * rows.reciprocal.x, rows.delta.y * rows.reciprocal.y}, alpha,
+                [&](typename K::projection& to) {
+                    issue_feature_gradient<K>(to, queries.grad_out, shared.state, 1);
+                });
+            signal(shared.queries_empty[stage]);
             alpha_sum += dots.x + dots.y;
-            if (sign == 0 && n > 0) wait(shared.projected_empty, (n - 1) % 2);
-            Base::add_projected(shared.projected, shared.projected_half, n % 2, gradient);
             arch::fence_async_shared();
-            Base::sync();
-            if constexpr (sign == 1) {
-                signal(shared.projected_full);
-                if (g.want_projected && warpgroup::laneid() == 0) {
-                    tma::store_async(g.projected, shared.projected,
-                                     elements(0, item.line, (item.begin + n) * CHUNK, 0));
-                }
+            warpgroup::sync(barrier);
+            signal(shared.projected_full);
+            if (g.want_projected && warpgroup::laneid() == 0) {
+                tma::store_async(g.projected, shared.projected,
+                                 elements(0, item.line, (item.begin + n) * CHUNK, 0));
             }
         }
-        store_factor_part<2, LINEAR_BARRIER>(all.alpha_parts, alpha_sum, sign,
-                                             g.factor_parts + blockIdx.x);
-        if (sign == 1 && warpgroup::laneid() == 0) tma::store_async_wait();
+        store_factor_part<barrier>(shared.alpha_parts, alpha_sum,
+                                   g.factor_parts + int64_t(item.line) * g.segments + item.segment);
+        if (warpgroup::laneid() == 0) tma::store_async_wait();
     }
 };
 
@@ -253,61 +221,46 @@ template <class K>
 struct QueryWindowRole {
     using G = LolcatsGradient<K>;
     using T = typename K::T;
-    static constexpr int barrier = WINDOW_BARRIER;
+    static constexpr int barrier = 2;
     const QueryGradientGlobals<K>& g;
     QueryGradientShared<K>& shared;
     const LolcatsItem& item;
 
-    // Of a lane's scores, for a word that says which are their row's maximum.
-    static __device__ __forceinline__ uint32_t bit_of(int j, int i, int half) {
-        return 1u << (8 * j + 2 * i + half);
-    }
-    // exp(s - maximum) / denominator, in place of s; counts those that are the maximum.
-    static __device__ __forceinline__ void weigh(typename G::scores& s, uint32_t& is_top,
-                                                 float2 top, float2 shift, float2& ties) {
-        is_top = 0;
-#pragma unroll
-        for (int j = 0; j < G::scores::width; ++j) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float t = i % 2 ? top.y : top.x, h = i % 2 ? shift.y : shift.x;
-                float2& x = s.tiles[0][j].data[i];
-                const bool first = x.x == t, second = x.y == t;
-                is_top |= (first ? bit_of(j, i, 0) : 0u) | (second ? bit_of(j, i, 1) : 0u);
-                (i % 2 ? ties.y : ties.x) += (first ? 1.0f : 0.0f) + (second ? 1.0f : 0.0f);
-                x = {arch::exp2_approx(fmaf(x.x, G::unit, -h)),
-                     arch::exp2_approx(fmaf(x.y, G::unit, -h))};
-            }
-        }
-    }
-    // Times (dO . v - delta) / sqrt(D); and their sums.
+    // exp(s - maximum) / denominator (dO . v - delta) / sqrt(D), in place of s; their sums, and how
+    // many scores are the maximum. The tile of products becomes 1 where the score is it.
     static __device__ __forceinline__ void differentiate(typename G::scores& s,
-                                                         const typename G::scores& products,
-                                                         float2 delta, float2& sum) {
+                                                         typename G::scores& products, float2 top,
+                                                         float2 shift, float2 delta, float2& sum,
+                                                         float2& ties) {
 #pragma unroll
         for (int j = 0; j < G::scores::width; ++j) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const float d = i % 2 ? delta.y : delta.x;
-                const float2 p = products.tiles[0][j].data[i];
-                float2& x = s.tiles[0][j].data[i];
-                x = {x.x * fmaf(p.x, G::scale, -d), x.y * fmaf(p.y, G::scale, -d)};
-                (i % 2 ? sum.y : sum.x) += x.x + x.y;
+                const float t = i % 2 ? top.y : top.x, h = i % 2 ? shift.y : shift.x,
+                            d = i % 2 ? delta.y : delta.x;
+                float2 &x = s.tiles[0][j].data[i], &p = products.tiles[0][j].data[i];
+                const float2 e = {arch::exp2_approx(fmaf(x.x, G::unit, -h)),
+                                  arch::exp2_approx(fmaf(x.y, G::unit, -h))};
+                const float2 y = {e.x * fmaf(p.x, G::scale, -d), e.y * fmaf(p.y, G::scale, -d)};
+                p = {x.x == t ? 1.0f : 0.0f, x.y == t ? 1.0f : 0.0f};
+                x = y;
+                (i % 2 ? sum.y : sum.x) += y.x + y.y;
+                (i % 2 ? ties.y : ties.x) += p.x + p.y;
             }
         }
     }
     static __device__ __forceinline__ void finish(typename G::weights& to,
-                                                  const typename G::scores& s, uint32_t is_top,
-                                                  float beta, float2 of_top) {
+                                                  const typename G::scores& s,
+                                                  const typename G::scores& is_top, float beta,
+                                                  float2 of_top) {
 #pragma unroll
         for (int j = 0; j < G::scores::width; ++j) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float t = i % 2 ? of_top.y : of_top.x;
-                const float2 x = s.tiles[0][j].data[i];
-                const float2 y = {is_top & bit_of(j, i, 0) ? t : 0.0f,
-                                  is_top & bit_of(j, i, 1) ? t : 0.0f};
-                to.tiles[0][j].data[i] = pack_pair<T>(fmaf(beta, x.x, -y.x), fmaf(beta, x.y, -y.y));
+                const float2 x = s.tiles[0][j].data[i], y = is_top.tiles[0][j].data[i];
+                to.tiles[0][j].data[i] =
+                    pack_pair<T>(fmaf(beta, x.x, -t * y.x), fmaf(beta, x.y, -t * y.y));
             }
         }
     }
@@ -322,39 +275,34 @@ struct QueryWindowRole {
     __device__ __forceinline__ void run() {
         const float alpha = arch::load_global_readonly(g.alpha + item.head);
         const float beta = arch::load_global_readonly(g.beta + item.head);
-        const float beta_exponent = arch::log2_approx(beta);  // of a weight's factor
         const int count = item.end - item.begin;
-        if (item.last() && item.end < g.chunks && warpgroup::laneid() < CHUNK) {
-            // The kernel for the keys reads one chunk more, as if it had no queries.
-            store_row(item.end, warpgroup::laneid(), {0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f});
-        }
         float beta_sum = 0.0f;
         if (count > 0) {
             wait(shared.maps, 0);
-            wait(shared.k_full[0], 0);
-            wait(shared.v_full[0], 0);
+            wait(shared.keys_full[0], 0);
         }
 #pragma unroll 1
         for (int n = 0; n < count; ++n) {
-            auto& shared = recomputed(this->shared);
+            auto& shared = this->shared;
             const int stage = n % 2, chunk = item.begin + n;
-            auto &q = shared.q[stage], &before = shared.k[n % 3], &own = shared.k[(n + 1) % 3];
-            typename G::scores prior, diagonal, products;
-            discard(prior, diagonal, products);
-            wait(shared.q_full[stage], n / 2 % 2);
-            warpgroup::mm_ABt(prior, q, before);
-            wait(shared.k_full[(n + 1) % 3], (n + 1) / 3 % 2);
-            warpgroup::mm_ABt(diagonal, q, own);
-            wait(shared.grad_out_full, n % 2);
-            warpgroup::mm_ABt(products, shared.grad_out, shared.v[stage]);
+            auto& queries = shared.queries[stage];
+            auto &before = shared.keys[stage], &own = shared.keys[stage ^ 1];
+            typename G::scores prior, diagonal, prior_products, products;
+            discard(prior, diagonal, prior_products, products);
+            wait(shared.queries_full[stage], n / 2 % 2);
+            warpgroup::mm_ABt(prior, queries.q, before.k);
+            wait(shared.keys_full[stage ^ 1], (n + 1) / 2 % 2);
+            warpgroup::mm_ABt(diagonal, queries.q, own.k);
+            warpgroup::mm_ABt(prior_products, queries.grad_out, before.v);
+            warpgroup::mm_ABt(products, queries.grad_out, own.v);
             if (n > 0 && warpgroup::laneid() == 0) {
                 // The results of the step before have left the other query's slot.
                 tma::store_async_read_wait();
-                arrive(shared.q_empty[stage ^ 1]);
+                arrive(shared.queries_empty[stage ^ 1]);
             }
             const QueryRows rows(g, item, chunk);
             const int row = lane_row();
-            warpgroup::mma_async_wait<1>(prior);
+            warpgroup::mma_async_wait<2>(prior);
             pin_tile(diagonal);
             float2 top = {-INFINITY, -INFINITY};
             const bool first = chunk == 0;
@@ -373,30 +321,23 @@ struct QueryWindowRole {
                                   fmaf(top.y, G::unit, -arch::log2_approx(rows.reciprocal.y))};
             const float2 delta = {G::scale * rows.delta.x, G::scale * rows.delta.y};
             float2 sum = {0.0f, 0.0f}, ties = {0.0f, 0.0f};
-            uint32_t prior_is_top, is_top;
-            weigh(prior, prior_is_top, top, shift, ties);
-            warpgroup::mma_async_wait<0>(products);
-            differentiate(prior, products, delta, sum);
-            wait(shared.v_full[stage ^ 1], (n + 1) / 2 % 2);
-            discard(products);
-            warpgroup::mm_ABt(products, shared.grad_out, shared.v[stage ^ 1]);
-            weigh(diagonal, is_top, top, shift, ties);
-            warpgroup::mma_async_wait<0>(products);
-            signal(shared.v_empty[stage]);
-            signal(shared.grad_out_empty);
-            differentiate(diagonal, products, delta, sum);
+            warpgroup::mma_async_wait<0>(prior_products);
+            pin_tile(products);
+            differentiate(prior, prior_products, top, shift, delta, sum, ties);
+            differentiate(diagonal, products, top, shift, delta, sum, ties);
             sum = {quad_sum(sum.x), quad_sum(sum.y)};
             ties = {quad_sum(ties.x), quad_sum(ties.y)};
             beta_sum += sum.x + sum.y;
             const float2 of_top = {beta * sum.x / ties.x, beta * sum.y / ties.y};
             typename G::weights prior_gradient, gradient;
-            finish(prior_gradient, prior, prior_is_top, beta, of_top);
-            finish(gradient, diagonal, is_top, beta, of_top);
+            finish(prior_gradient, prior, prior_products, beta, of_top);
+            finish(gradient, diagonal, products, beta, of_top);
             typename G::output dq;
             discard(dq);
-            warpgroup::mm_AB(dq, prior_gradient, before);
-            warpgroup::mma_AB(dq, gradient, own);
+            warpgroup::mm_AB(dq, prior_gradient, before.k);
+            warpgroup::mma_AB(dq, gradient, own.k);
             if (laneid() % 4 == 0) {
+                const float beta_exponent = arch::log2_approx(beta);  // beta is a weight's factor
                 const int at = item.terrace.row(chunk) + row;
                 const auto exists = [&](int i) { return i >= 0 && i < g.length; };
                 const float2 w = {exists(at) ? alpha * rows.reciprocal.x : 0.0f,
@@ -407,7 +348,7 @@ struct QueryWindowRole {
                           {w.y, rows.delta.y});
             }
             warpgroup::mma_async_wait<1>();
-            signal(shared.k_empty[n % 3]);
+            signal(shared.keys_empty[stage]);
             wait(shared.projected_full, n % 2);
             warpgroup::mma_ABt(dq, shared.projected, shared.q_map);
             warpgroup::mma_async_wait<0>(dq);
@@ -415,24 +356,29 @@ struct QueryWindowRole {
             const int first_row = item.terrace.row(chunk);
             if (!g.want_dq) continue;
             if (first_row >= 0) {
-                warpgroup::store(q, dq);
+                warpgroup::store(queries.q, dq);
                 arch::fence_async_shared();
                 warpgroup::sync(barrier);
                 if (warpgroup::laneid() == 0)
-                    tma::store_async(g.dq, q, elements(item.b, item.head, first_row, 0));
+                    tma::store_async(g.dq, queries.q, elements(item.b, item.head, first_row, 0));
             } else {
                 store_rows(g.dq.raw_ptr + int64_t(item.line) * g.length * K::head_dim, g.length,
                            first_row, dq);
             }
         }
-        store_factor_part<1, barrier>(shared.beta_parts, beta_sum / G::scale, 0,
-                                      g.factor_parts + g.lines * g.segments + blockIdx.x);
+        if (item.last() && item.end < g.chunks && warpgroup::laneid() < CHUNK) {
+            // The kernel for the keys reads one chunk more, as if it had no queries.
+            store_row(item.end, warpgroup::laneid(), {0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f});
+        }
+        store_factor_part<barrier>(
+            shared.beta_parts, beta_sum / G::scale,
+            g.factor_parts + (g.lines + item.line) * g.segments + item.segment);
         if (warpgroup::laneid() == 0) tma::store_async_wait();
     }
 };
 
 template <class K>
-__global__ __launch_bounds__(LOLCATS_GRADIENT_THREADS, 1) void lolcats_query_gradient_kernel(
+__global__ __launch_bounds__(LOLCATS_QUERY_THREADS, 1) void lolcats_query_gradient_kernel(
     const __grid_constant__ QueryGradientGlobals<K> g) {
     shared_allocator<> allocator(shared_memory());
     auto& shared = allocator.template allocate<QueryGradientShared<K>>();
@@ -441,19 +387,18 @@ __global__ __launch_bounds__(LOLCATS_GRADIENT_THREADS, 1) void lolcats_query_gra
     arch::sync_block();
     const LolcatsItem item(int(blockIdx.x), g.heads, g.segments, g.initial.lengths, g.length);
     const int role = arch::warp_uniform(warpgroup::groupid());
-    if (role == PRODUCER_ROLE) {
-        warpgroup::decrease_registers<QUERY_PRODUCER_REGISTERS>();
+    if (role == QUERY_PRODUCER_ROLE) {
+        warpgroup::decrease_registers<24>();
         if (warpgroup::elect_leader() && item.begin < item.end)
             produce_for_queries(g, shared, item);
-    } else if (role == WINDOW_ROLE) {
-        warpgroup::increase_registers<QUERY_WINDOW_REGISTERS>();
-        QueryWindowRole<K>{g, shared, item}.run();
     } else {
-        warpgroup::increase_registers<QUERY_LINEAR_REGISTERS>();
-        if (role == 0)
-            QueryLinearRole<K, 0>().run(g, shared, item);
-        else
-            QueryLinearRole<K, 1>().run(g, shared, item);
+        if (role == QUERY_LINEAR_ROLE) {
+            warpgroup::increase_registers<QUERY_LINEAR_REGISTERS>();
+            QueryLinearRole<K>{g, shared, item}.run();
+        } else {
+            warpgroup::increase_registers<QUERY_WINDOW_REGISTERS>();
+            QueryWindowRole<K>{g, shared, item}.run();
+        }
     }
 }
 
@@ -493,7 +438,7 @@ void launch_lolcats_query_gradient(const LolcatsBackwardParams& params,
         .want_dq = params.dq.data != nullptr,
         .want_projected = params.dq_map != nullptr};
     kittens::launch({.dependent = true}, lolcats_query_gradient_kernel<K>,
-                    dim3(unsigned(globals.lines * call.segments)), dim3(LOLCATS_GRADIENT_THREADS),
+                    dim3(unsigned(globals.lines * call.segments)), dim3(LOLCATS_QUERY_THREADS),
                     dim3(1), LOLCATS_QUERY_BYTES, stream, globals);
 }
 
