@@ -1,6 +1,6 @@
-// The linear roles of LoLCATS's gradient for keys: one warpgroup for each sign of the feature map, with
-// the sums of its features in fp32 registers. Both project the tokens, because a projection costs
-// less than handing it over; the gradients of their projections are added in shared memory.
+// The linear roles of LoLCATS's gradient for keys: one warpgroup for each sign of the feature map,
+// with the sums of its features in fp32 registers. Both project the tokens, because a projection
+// costs less than handing it over; the gradients of their projections are added in shared memory.
 #pragma once
 
 #include "csrc/linear_attention/lolcats_gradient.cuh"
@@ -11,7 +11,7 @@ namespace thunderkittens::linear_attention {
 constexpr int LOLCATS_KEY_THREADS = 4 * WARPGROUP_THREADS;
 constexpr int KEY_WINDOW_ROLE = 2, KEY_PRODUCER_ROLE = 3;
 // Named barriers: each linear role's is 1 + its sign.
-constexpr int WINDOW_BARRIER = 3, LINEAR_BARRIER = 4;
+constexpr int KEY_WINDOW_BARRIER = 3, BOTH_SIGNS_BARRIER = 4;
 
 // Becomes the features of one sign, softmax(z) or softmax(-z).
 template <class K, int sign>
@@ -32,8 +32,8 @@ __device__ __forceinline__ void make_features_of(typename K::projection& z) {
     for_each_element(z, [&](float& x, int, bool low) { x *= low ? r.y : r.x; });
 }
 
-// phi . gradient of the two rows, for the features' gradient a g - b sums; g becomes the gradient of
-// z. phi is as it was rounded for a product, because registers are few.
+// phi . gradient of the two rows, for the features' gradient a g - b sums; g becomes the gradient
+// of z. phi is as it was rounded for a product, because registers are few.
 template <class K, int sign>
 __device__ __forceinline__ float2 sign_gradient(typename K::projection& g,
                                                 const rt<typename K::T, 16, K::features>& phi,
@@ -213,7 +213,7 @@ struct SignRole {
                 most = fmaxf(most, arch::shuffle_xor(most, distance));
             if (laneid() == 0)
                 scratch.set(first + WARPGROUP_WARPS * sign + warpgroup::warpid(), most);
-            group<2 * WARPGROUP_WARPS>::sync(LINEAR_BARRIER);
+            group<2 * WARPGROUP_WARPS>::sync(BOTH_SIGNS_BARRIER);
 #pragma unroll
             for (int w = 0; w < 2 * WARPGROUP_WARPS; ++w)
                 most = fmaxf(most, scratch.get(first + w));

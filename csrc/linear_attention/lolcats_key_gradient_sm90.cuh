@@ -3,9 +3,9 @@
 // and delta_i over the queries whose window is behind the key:
 //   window   dV = w^T dO, dK = dA^T Q / sqrt(D)
 //   linear   dV += phi(K) R; dphi_j = R v_j - r; back through both softmaxes to dz; dK += dz W^T
-// A block walks backwards over the chunks of one head, with four warpgroups: linear, one for each sign
-// of the feature map (lolcats_gradient_signs.cuh; leave phi(K), R and dz in shared memory), window
-// (dV, then dK, keys as rows), and one thread that brings the operands. Scores are the other
+// A block walks backwards over the chunks of one head, with four warpgroups: linear, one for each
+// sign of the feature map (lolcats_gradient_signs.cuh; leave phi(K), R and dz in shared memory),
+// window (dV, then dK, keys as rows), and one thread that brings the operands. Scores are the other
 // kernel's transposed, with the same bits: what is a row's maximum is found by comparison.
 #pragma once
 
@@ -186,7 +186,7 @@ template <class K>
 struct KeyWindowRole {
     using G = LolcatsGradient<K>;
     using T = typename K::T;
-    static constexpr int barrier = WINDOW_BARRIER;
+    static constexpr int barrier = KEY_WINDOW_BARRIER;
     const KeyGradientGlobals<K>& g;
     KeyGradientShared<K>& shared;
     const LolcatsItem& item;
@@ -254,8 +254,9 @@ struct KeyWindowRole {
 #pragma unroll 1
         for (int n = 0; n < count; ++n) {
             const int stage = n % 2, chunk = item.end - 1 - n;
-            // Of the queries of the chunk behind, then of the keys' own. A loop, because unrolled the
-            // exponentials of the first sink below the scores of the second: too many registers.
+            // Of the queries of the chunk behind, then of the keys' own. A loop: unrolled, the
+            // exponentials of the first sink below the scores of the second, for which there are
+            // too few registers.
             typename G::weights weights, gradient, behind_weights, behind_gradient;
 #pragma unroll 1
             for (int block = 0; block < 2; ++block) {
