@@ -47,7 +47,7 @@ std::vector<KernelInfo> lolcats_backward_kernels() {
     };
     constexpr Kind kinds[] = {
         {"query_gradient", "query_gradient", "dQ", 384, LOLCATS_QUERY_BYTES},
-        {"key_gradient", "key_gradient", "dK and dV", 384, LOLCATS_KEY_BYTES},
+        {"key_gradient", "key_gradient", "dK and dV", 512, LOLCATS_KEY_BYTES},
         {"gradient_sums", "gradient_sums", "sums over the queries of a segment", 128,
          LOLCATS_GRADIENT_SUMS_BYTES},
         {"maps", "maps", "parts of the maps' gradients", 128, LOLCATS_MAPS_BYTES},

@@ -32,8 +32,9 @@ struct LolcatsBackwardParams {
 struct LolcatsBackwardWorkspace {
     LolcatsWorkspace forward;
     float* delta = nullptr;    // (lines, length): dO . O
-    float* rows = nullptr;     // (lines, chunks, 64, 4): maximum of q . k; log2 of the window's
-                               // factor; scaled delta; the maximum's gradient
+    float* rows = nullptr;     // (lines, chunks, 64, 4): maximum of q . k; what to subtract from a
+                               // scaled score for log2 of its weight; scaled delta; the maximum's
+                               // gradient
     float* weights = nullptr;  // (lines, chunks, 64, 2): alpha / denominator, delta
     float* sums = nullptr;     // of the queries behind each segment; null: there is one
     void *dq_projected = nullptr, *dk_projected = nullptr;  // (lines, chunks * 64, features)

@@ -8,10 +8,6 @@
 
 namespace thunderkittens::linear_attention {
 
-constexpr int LOLCATS_GRADIENT_THREADS = 3 * WARPGROUP_THREADS;
-constexpr int LINEAR_ROLE = 0, WINDOW_ROLE = 1, PRODUCER_ROLE = 2;
-constexpr int LINEAR_REGISTERS = 256, WINDOW_REGISTERS = 224;
-
 // Per chunk: float4 of each token, as LolcatsBackwardWorkspace::rows has them; float2, as weights.
 using RowVector = sv<float, 4 * CHUNK>;
 using WeightVector = sv<float, 2 * CHUNK>;
@@ -240,35 +236,6 @@ __device__ __forceinline__ void store_sums_vector(sv<float, 2 * K::features>& to
                                                   const LolcatsSums<K>& sums) {
     if (laneid() < LolcatsSums<K>::warp_pairs)
         arch::store_shared(to.address_of(LolcatsSums<K>::own_feature()), sums.denominator);
-}
-
-// make_features and store_features; one half after the other, for where z is still needed.
-template <class K>
-__device__ __forceinline__ void store_features_of(typename K::feature_tile (&to)[K::groups],
-                                                  const typename K::projection& z) {
-    typename K::Features features;
-    if constexpr (K::groups == 1) {
-        make_features<K>(features, z);
-        store_features<K>(to, features);
-    } else {
-#pragma unroll
-        for (int t = 0; t < K::groups; ++t) {
-            const float sign = t == 0 ? 1.0f : -1.0f;
-            float2 top = {-INFINITY, -INFINITY};
-#pragma unroll
-            for (int j = 0; j < K::features / 16; ++j) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float2 pair = z.tiles[0][j].data[i];
-                    float& most = i % 2 ? top.y : top.x;
-                    most = fmaxf(most, fmaxf(sign * pair.x, sign * pair.y));
-                }
-            }
-            top = {quad_maximum(top.x), quad_maximum(top.y)};
-            softmax_features<K>(features, z, sign, top, t * K::features / 16);
-            warpgroup::store(to[t], features.groups[t]);
-        }
-    }
 }
 
 // Features of queries, times their weights, and the sums of these times delta.

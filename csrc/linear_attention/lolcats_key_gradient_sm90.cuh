@@ -3,15 +3,18 @@
 // and delta_i over the queries whose window is behind the key:
 //   window   dV = w^T dO, dK = dA^T Q / sqrt(D)
 //   linear   dV += phi(K) R; dphi_j = R v_j - r; back through both softmaxes to dz; dK += dz W^T
-// A block walks backwards over the chunks of one head, with three warpgroups: linear (sums in fp32
-// registers; leaves phi(K), R and dz in shared memory), window (dV and dK, keys as rows), and one
-// thread that brings the operands. Scores are the other kernel's transposed, with the same bits:
-// what is a row's maximum is found by comparison.
+// A block walks backwards over the chunks of one head, with four warpgroups: linear, one for each
+// sign of the feature map (lolcats_gradient_signs.cuh; leave phi(K), R and dz in shared memory),
+// window (dV, then dK, keys as rows), and one thread that brings the operands. Scores are the other
+// kernel's transposed, with the same bits: what is a row's maximum is found by comparison.
 #pragma once
 
-#include "csrc/linear_attention/lolcats_gradient.cuh"
+#include "csrc/linear_attention/lolcats_gradient_signs.cuh"
 
 namespace thunderkittens::linear_attention {
+
+// The roles have 512 together.
+constexpr int KEY_LINEAR_REGISTERS = 160, KEY_WINDOW_REGISTERS = 168, KEY_PRODUCER_REGISTERS = 24;
 
 template <class K>
 struct KeyGradientGlobals {
@@ -22,7 +25,6 @@ struct KeyGradientGlobals {
     typename G::projected_layout projected;
     RowsLayout rows;
     WeightsLayout weights;
-    const float* beta;
     const int* lengths;
     const float* sums;  // behind each segment; null: there is one
     float *dk_parts, *dv_parts;
@@ -41,26 +43,29 @@ struct KeyGradientShared {
         WeightVector weights;
     } queries[stages];
     typename K::token_tile k, v;
-    typename K::feature_tile q_features[K::groups], k_features[K::groups];
-    typename K::state_tile state[K::groups];
+    typename K::feature_tile q_features[2], k_features[2];  // of each sign
+    typename K::state_tile state[2];
     typename G::projected_tile projected;
     typename K::token_tile result;
     sv<float, 2 * K::features> denominator;  // r
-    sv<float, 16> scratch;
+    sv<float, 32> scratch;
+    sv<float, 4> unit;  // of R, by step, in half
     semaphore maps, queries_full[stages], queries_empty[stages], keys_full, keys_empty,
-        features_full, projected_full, taken;
+        features_full, features_empty, projected_half, projected_full, projected_empty;
 
     __device__ __forceinline__ void init() {
         init_semaphore(maps, 1);
         for (int s = 0; s < stages; ++s) {
             init_semaphore(queries_full[s], 1);
-            init_semaphore(queries_empty[s], 2);
+            init_semaphore(queries_empty[s], 3);
         }
         init_semaphore(keys_full, 1);
-        init_semaphore(keys_empty, 2);
-        init_semaphore(features_full, 1);
+        init_semaphore(keys_empty, 3);
+        init_semaphore(features_full, 2);
+        init_semaphore(features_empty, 1);
+        init_semaphore(projected_half, WARPGROUP_WARPS);
         init_semaphore(projected_full, 1);
-        init_semaphore(taken, 1);
+        init_semaphore(projected_empty, 2);
         arch::mbarrier_init_fence();
     }
 };
@@ -86,89 +91,94 @@ __device__ __forceinline__ void produce_for_keys(const KeyGradientGlobals<K>& g,
     };
     load_queries(0);
     for (int n = 0; n < item.end - item.begin; ++n) {
-        // Queries become free before keys do.
-        if (n > 0) load_queries(n + 1);
+        // Keys become free before queries do.
         wait(shared.keys_empty, n % 2 ^ 1);
         g.kv.load(shared.k, shared.v, item, item.end - 1 - n, g.continued, shared.keys_full);
-        if (n == 0) load_queries(1);
+        load_queries(n + 1);
     }
 }
 
-template <class K>
-struct KeyLinearRole {
+template <class K, int sign>
+struct KeyLinearRole : SignRole<K, sign> {
     using G = LolcatsGradient<K>;
-    static constexpr int barrier = 1;
-    const KeyGradientGlobals<K>& g;
-    KeyGradientShared<K>& shared;
-    const LolcatsItem& item;
+    using Base = SignRole<K, sign>;
+    using Base::sums;
 
-    __device__ __forceinline__ void run() {
+    __device__ __forceinline__ void run(const KeyGradientGlobals<K>& g, KeyGradientShared<K>& all,
+                                        const LolcatsItem& item) {
         constexpr int64_t floats = int64_t(2 * K::features) * K::head_dim;
-        LolcatsSums<K> sums;
         sums.clear();
         if (g.sums != nullptr) {
             const float* behind = g.sums + (int64_t(item.line) * g.segments + item.segment) *
                                                (floats + 2 * K::features);
             sums.add(behind, behind + floats);
         }
-        wait(shared.maps, 0);
+        Base::clear_padding(all.q_features[sign]);
+        Base::clear_padding(all.k_features[sign]);
+        wait(all.maps, 0);
         const int count = item.end - item.begin;
 #pragma unroll 1
         for (int n = 0; n < count; ++n) {
-            auto& shared = recomputed(this->shared);
+            auto& shared = recomputed(all);
             const int stage = n % 2;
             auto& behind = shared.queries[stage];
             typename K::projection z, gradient;
-            discard(z);
-            const float range = range_factor<K>(sums, shared.scratch, barrier);
+            const float range = Base::range_factor(shared.scratch, n);
+            if (n > 0) wait(shared.features_empty, (n - 1) % 2);
+            sums.publish(shared.state[sign], shared.denominator, range);
+            if constexpr (G::is_half && sign == 0) {
+                if (warpgroup::laneid() == 0) shared.unit.set(n % 2, range * G::weight_unit);
+            }
             wait(shared.queries_full[stage], n / 2 % 2);
-            {
-                typename K::Features features;
-                warpgroup::mm_AB(z, behind.q, shared.q_map);
-                warpgroup::mma_async_wait<0>(z);
-                make_weighted_features<K>(features, z, behind.weights);
-                store_features<K>(shared.q_features, features);
+            discard(z);
+            warpgroup::mm_AB(z, behind.q, shared.q_map);
+            warpgroup::mma_async_wait<0>(z);
+            make_features_of<K, sign>(z);
+            const int row = lane_row();
+            typename Base::Features features;
+            Base::store_features(shared.q_features[sign], features, z,
+                                 {G::weight_unit * behind.weights.get(2 * row),
+                                  G::weight_unit * behind.weights.get(2 * row + 16)});
+            if (sign == 1 && n > 0 && warpgroup::laneid() == 0) {
+                tma::store_async_read_wait();  // of the last dz
+                arrive(shared.projected_empty);
             }
-            if (n > 0) wait(shared.taken, (n - 1) % 2);
-            sums.publish(shared.state, range);
-            store_sums_vector<K>(shared.denominator, sums);
-            if constexpr (G::is_half) {
-                if (warpgroup::laneid() == 0) shared.scratch.set(8, range * G::weight_unit);
-            }
-            if (warpgroup::laneid() == 0) tma::store_async_read_wait();  // of the last dz
             arch::fence_async_shared();
-            warpgroup::sync(barrier);
+            Base::sync();
             wait(shared.keys_full, n % 2);
             discard(z);
             warpgroup::mm_AB(z, shared.k, shared.k_map);
-            sums.issue(shared.q_features, behind.grad_out);
-            add_delta<K>(sums, shared.q_features, behind.weights);
-            warpgroup::mma_async_wait<K::groups>(z);
-            store_features_of<K>(shared.k_features, z);
-            sums.wait();
-            arch::fence_async_shared();
-            warpgroup::sync(barrier);
-            signal(shared.features_full);
-            signal(shared.queries_empty[stage]);
+            warpgroup::mma_AtB(sums.numerator, shared.q_features[sign], behind.grad_out);
+            sums.add_denominator(shared.q_features[sign],
+                                 [&](int token) { return behind.weights.get(2 * token + 1); });
+            warpgroup::mma_async_wait<1>(z);
+            make_features_of<K, sign>(z);
+            Base::store_features(shared.k_features[sign], features, z, {1.0f, 1.0f});
             discard(gradient);
-            issue_feature_gradient<K>(gradient, shared.v, shared.state, 0);
-            warpgroup::mma_async_wait<0>(gradient);
-            constexpr float b = 1.0f / G::weight_unit;
-            const float a = G::is_half ? 1.0f / shared.scratch.get(8) : 1.0f;
-            projection_gradient<K>(shared.projected, gradient, z, shared.denominator, {a, a},
-                                   {b, b}, 1.0f, [&](typename K::projection& to) {
-                                       issue_feature_gradient<K>(to, shared.v, shared.state, 1);
-                                   });
-            signal(shared.keys_empty);
+            Base::issue_gradient(gradient, shared.v, shared.state[sign]);
             arch::fence_async_shared();
-            warpgroup::sync(barrier);
-            signal(shared.projected_full);
-            if (g.want_projected && warpgroup::laneid() == 0) {
-                tma::store_async(g.projected, shared.projected,
-                                 elements(0, item.line, (item.end - 1 - n) * CHUNK, 0));
+            Base::sync();
+            signal(shared.features_full);
+            warpgroup::mma_async_wait<0>(gradient);
+            pin_tile(sums.numerator);
+            signal(shared.queries_empty[stage]);
+            signal(shared.keys_empty);
+            constexpr float b = 1.0f / G::weight_unit;
+            const float a = b / range;
+            sign_gradient<K, sign>(gradient, features, shared.denominator, {a, a}, {b, b});
+            if (sign == 0 && n > 0) wait(shared.projected_empty, (n - 1) % 2);
+            Base::add_projected(shared.projected, shared.projected_half, n % 2, gradient);
+            arch::fence_async_shared();
+            Base::sync();
+            if constexpr (sign == 1) {
+                signal(shared.projected_full);
+                if (g.want_projected && warpgroup::laneid() == 0) {
+                    tma::store_async(g.projected, shared.projected,
+                                     elements(0, item.line, (item.end - 1 - n) * CHUNK, 0));
+                }
             }
         }
-        if (warpgroup::laneid() == 0) tma::store_async_wait();
+        if (sign == 1 && warpgroup::laneid() == 0) tma::store_async_wait();
     }
 };
 
@@ -176,7 +186,7 @@ template <class K>
 struct KeyWindowRole {
     using G = LolcatsGradient<K>;
     using T = typename K::T;
-    static constexpr int barrier = 2;
+    static constexpr int barrier = KEY_WINDOW_BARRIER;
     const KeyGradientGlobals<K>& g;
     KeyGradientShared<K>& shared;
     const LolcatsItem& item;
@@ -187,13 +197,13 @@ struct KeyWindowRole {
                                                          typename G::weights& gradient,
                                                          const typename G::scores& s,
                                                          const typename G::scores& products,
-                                                         const RowVector& rows, float beta) {
+                                                         const RowVector& rows) {
         const int ahead = lane_row() - 2 * (laneid() % 4);  // of the lane's columns
 #pragma unroll
         for (int j = 0; j < CHUNK / 16; ++j) {
-            arch::sync_warp();  // else the rows' numbers are all loaded before, into registers
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
+                arch::sync_warp();  // else the rows' numbers are all loaded before
                 const int column = 16 * j + 8 * half + 2 * (laneid() % 4);
                 const auto r0 = arch::load_shared<float4>(rows.address_of(4 * column));
                 const auto r1 = arch::load_shared<float4>(rows.address_of(4 * column + 4));
@@ -203,7 +213,7 @@ struct KeyWindowRole {
                     const float2 x = s.tiles[0][j].data[n], p = products.tiles[0][j].data[n];
                     const auto weigh = [&](float score, float product, const float4& r, int query,
                                            float& w, float& y) {
-                        w = beta * arch::exp2_approx(fmaf(score, G::unit, -r.y));
+                        w = arch::exp2_approx(fmaf(score, G::unit, -r.y));
                         y = w * fmaf(product, G::scale, -r.z) - (score == r.x ? r.w : 0.0f);
                         if (diagonal && row > query) w = 0.0f, y = 0.0f;
                     };
@@ -238,75 +248,81 @@ struct KeyWindowRole {
     }
 
     __device__ __forceinline__ void run() {
-        const float beta = arch::load_global_readonly(g.beta + item.head);
         const int count = item.end - item.begin;
         wait(shared.maps, 0);
         wait(shared.queries_full[0], 0);
 #pragma unroll 1
         for (int n = 0; n < count; ++n) {
+            const int stage = n % 2, chunk = item.end - 1 - n;
+            // Of the queries of the chunk behind, then of the keys' own. A loop: unrolled, the
+            // exponentials of the first sink below the scores of the second, for which there are
+            // too few registers.
+            typename G::weights weights, gradient, behind_weights, behind_gradient;
+#pragma unroll 1
+            for (int block = 0; block < 2; ++block) {
+                auto& shared = recomputed(this->shared);
+                auto& queries = shared.queries[stage ^ block];
+                typename G::scores scores, products;
+                behind_weights = weights;
+                behind_gradient = gradient;
+                discard(scores, products);
+                if (block == 0)
+                    wait(shared.keys_full, n % 2);
+                else
+                    wait(shared.queries_full[stage ^ 1], (n + 1) / 2 % 2);
+                warpgroup::mm_ABt(scores, shared.k, queries.q);
+                warpgroup::mm_ABt(products, shared.v, queries.grad_out);
+                warpgroup::mma_async_wait<0>(scores);
+                pin_tile(products);
+                if (block == 0) {
+                    differentiate<false>(weights, gradient, scores, products, queries.rows);
+                } else {
+                    signal(shared.keys_empty);
+                    differentiate<true>(weights, gradient, scores, products, queries.rows);
+                }
+            }
+            typename G::output result;
+            discard(result);
+            {
+                auto& shared = recomputed(this->shared);
+                warpgroup::mm_AB(result, behind_weights, shared.queries[stage].grad_out);
+                warpgroup::mma_AB(result, weights, shared.queries[stage ^ 1].grad_out);
+            }
             auto& shared = recomputed(this->shared);
-            const int stage = n % 2;
-            auto &behind = shared.queries[stage], &own = shared.queries[stage ^ 1];
-            typename G::scores scores, products;
-            typename G::weights weights, gradient;
-            typename G::output dv, dk;
-            discard(scores, products);
-            wait(shared.keys_full, n % 2);
-            warpgroup::mm_ABt(scores, shared.k, behind.q);
-            warpgroup::mm_ABt(products, shared.v, behind.grad_out);
-            warpgroup::mma_async_wait<0>(scores);
-            pin_tile(products);
-            differentiate<false>(weights, gradient, scores, products, behind.rows, beta);
-            discard(dv, dk);
-            warpgroup::mm_AB(dv, weights, behind.grad_out);
-            warpgroup::mm_AB(dk, gradient, behind.q);
-            wait(shared.queries_full[stage ^ 1], (n + 1) / 2 % 2);
-            warpgroup::mma_async_wait<0>(dv);
-            pin_tile(dk);
-            warpgroup::sync(barrier);  // all have read the rows' numbers
-            signal(shared.queries_empty[stage]);
-            discard(scores, products);
-            // Descriptors of k and v again, which would be kept beside dv and dk.
-            auto& again = recomputed(this->shared);
-            warpgroup::mm_ABt(scores, again.k, own.q);
-            warpgroup::mm_ABt(products, again.v, own.grad_out);
-            warpgroup::mma_async_wait<0>(scores);
-            pin_tile(products);
-            signal(shared.keys_empty);
-            differentiate<true>(weights, gradient, scores, products, own.rows, beta);
-            warpgroup::mma_AB(dv, weights, own.grad_out);
-            warpgroup::mma_AB(dk, gradient, own.q);
             wait(shared.features_full, n % 2);
             float unit = 1.0f;
             if constexpr (G::is_half) {
-                warpgroup::mma_async_wait<0>(dv);
-                pin_tile(dk);
-                unit = shared.scratch.get(8);
-                scale_tile(dv, unit);
+                unit = shared.unit.get(n % 2);
+                warpgroup::mma_async_wait<0>(result);
+                scale_tile(result, unit);
             }
 #pragma unroll
-            for (int t = 0; t < K::groups; ++t)
-                warpgroup::mma_AB(dv, shared.k_features[t], shared.state[t]);
+            for (int sign = 0; sign < 2; ++sign)
+                warpgroup::mma_AB(result, shared.k_features[sign], shared.state[sign]);
+            warpgroup::mma_async_wait<0>(result);
+            if constexpr (G::is_half) scale_tile(result, 1.0f / unit);
+            signal(shared.features_empty);
+            if (g.want_keys) store(g.dv, g.dv_parts, result, chunk);
+            discard(result);
+            auto& last = recomputed(this->shared);
+            auto &behind = last.queries[stage], &own = last.queries[stage ^ 1];
+            warpgroup::mm_AB(result, behind_gradient, behind.q);
+            warpgroup::mma_AB(result, gradient, own.q);
+            warpgroup::mma_async_wait<1>();
+            warpgroup::sync(barrier);  // all have read the rows' numbers
+            signal(shared.queries_empty[stage]);
             wait(shared.projected_full, n % 2);
-            warpgroup::mma_ABt(dk, shared.projected, shared.k_map);
-            warpgroup::mma_async_wait<0>(dv);
-            pin_tile(dk);
-            if constexpr (G::is_half) {
-                scale_tile(dv, 1.0f / unit);
-                warpgroup::sync(barrier);  // all have read the unit
-            }
-            signal(shared.taken);
-            if (!g.want_keys) continue;
-            const int chunk = item.end - 1 - n;
-            store(g.dv, g.dv_parts, dv, chunk);
-            store(g.dk, g.dk_parts, dk, chunk);
+            warpgroup::mma_ABt(result, shared.projected, shared.k_map);
+            warpgroup::mma_async_wait<0>(result);
+            signal(shared.projected_empty);
+            if (g.want_keys) store(g.dk, g.dk_parts, result, chunk);
         }
         if (warpgroup::laneid() == 0) tma::store_async_wait();
     }
 };
 
 template <class K>
-__global__ __launch_bounds__(LOLCATS_GRADIENT_THREADS, 1) void lolcats_key_gradient_kernel(
+__global__ __launch_bounds__(LOLCATS_KEY_THREADS, 1) void lolcats_key_gradient_kernel(
     const __grid_constant__ KeyGradientGlobals<K> g) {
     shared_allocator<> allocator(shared_memory());
     auto& shared = allocator.template allocate<KeyGradientShared<K>>();
@@ -314,18 +330,20 @@ __global__ __launch_bounds__(LOLCATS_GRADIENT_THREADS, 1) void lolcats_key_gradi
     arch::wait_for_dependencies();
     arch::sync_block();
     const LolcatsItem item(int(blockIdx.x), g.heads, g.segments, g.lengths, g.length);
-    // Most sums per thread. The launch gives the three roles 504 registers together.
-    constexpr bool wide = K::head_dim == 128 && K::features == 64;
     const int role = arch::warp_uniform(warpgroup::groupid());
-    if (role == PRODUCER_ROLE) {
-        warpgroup::decrease_registers<wide ? 24 : 32>();
+    if (role == KEY_PRODUCER_ROLE) {
+        warpgroup::decrease_registers<KEY_PRODUCER_REGISTERS>();
         if (warpgroup::elect_leader() && item.begin < item.end) produce_for_keys(g, shared, item);
-    } else if (role == LINEAR_ROLE) {
-        warpgroup::increase_registers<wide ? 256 : 232>();
-        if (item.begin < item.end) KeyLinearRole<K>{g, shared, item}.run();
-    } else {
-        warpgroup::increase_registers<wide ? 224 : 240>();
+    } else if (role == KEY_WINDOW_ROLE) {
+        warpgroup::increase_registers<KEY_WINDOW_REGISTERS>();
         if (item.begin < item.end) KeyWindowRole<K>{g, shared, item}.run();
+    } else {
+        warpgroup::increase_registers<KEY_LINEAR_REGISTERS>();
+        if (item.begin >= item.end) return;
+        if (role == 0)
+            KeyLinearRole<K, 0>().run(g, shared, item);
+        else
+            KeyLinearRole<K, 1>().run(g, shared, item);
     }
 }
 
@@ -354,7 +372,6 @@ void launch_lolcats_key_gradient(const LolcatsBackwardParams& params,
         .projected = projected_layout_of<K>(w.dk_projected, p),
         .rows = RowsLayout(w.rows, nullptr, nullptr, lines, chunks * CHUNK * 4),
         .weights = WeightsLayout(w.weights, nullptr, nullptr, lines, chunks * CHUNK * 2),
-        .beta = call.beta,
         .lengths = call.initial.lengths,
         .sums = w.sums,
         .dk_parts = w.dk_parts,
@@ -366,7 +383,7 @@ void launch_lolcats_key_gradient(const LolcatsBackwardParams& params,
         .want_keys = want,
         .want_projected = params.dk_map != nullptr};
     kittens::launch({.dependent = true}, lolcats_key_gradient_kernel<K>,
-                    dim3(unsigned(lines * call.segments)), dim3(LOLCATS_GRADIENT_THREADS), dim3(1),
+                    dim3(unsigned(lines * call.segments)), dim3(LOLCATS_KEY_THREADS), dim3(1),
                     LOLCATS_KEY_BYTES, stream, globals);
 }
 

@@ -14,6 +14,10 @@
 
 namespace thunderkittens::linear_attention {
 
+constexpr int LOLCATS_QUERY_THREADS = 3 * WARPGROUP_THREADS;
+constexpr int QUERY_LINEAR_ROLE = 0, QUERY_PRODUCER_ROLE = 2;  // 1: window
+constexpr int QUERY_LINEAR_REGISTERS = 256, QUERY_WINDOW_REGISTERS = 224;
+
 template <class K>
 struct QueryGradientGlobals {
     using G = LolcatsGradient<K>;
@@ -333,12 +337,15 @@ struct QueryWindowRole {
             warpgroup::mm_AB(dq, prior_gradient, before.k);
             warpgroup::mma_AB(dq, gradient, own.k);
             if (laneid() % 4 == 0) {
+                const float beta_exponent = arch::log2_approx(beta);  // beta is a weight's factor
                 const int at = item.terrace.row(chunk) + row;
                 const auto exists = [&](int i) { return i >= 0 && i < g.length; };
                 const float2 w = {exists(at) ? alpha * rows.reciprocal.x : 0.0f,
                                   exists(at + 8) ? alpha * rows.reciprocal.y : 0.0f};
-                store_row(chunk, row, {top.x, shift.x, delta.x, of_top.x}, {w.x, rows.delta.x});
-                store_row(chunk, row + 8, {top.y, shift.y, delta.y, of_top.y}, {w.y, rows.delta.y});
+                store_row(chunk, row, {top.x, shift.x - beta_exponent, delta.x, of_top.x},
+                          {w.x, rows.delta.x});
+                store_row(chunk, row + 8, {top.y, shift.y - beta_exponent, delta.y, of_top.y},
+                          {w.y, rows.delta.y});
             }
             warpgroup::mma_async_wait<1>();
             signal(shared.keys_empty[stage]);
@@ -371,7 +378,7 @@ struct QueryWindowRole {
 };
 
 template <class K>
-__global__ __launch_bounds__(LOLCATS_GRADIENT_THREADS, 1) void lolcats_query_gradient_kernel(
+__global__ __launch_bounds__(LOLCATS_QUERY_THREADS, 1) void lolcats_query_gradient_kernel(
     const __grid_constant__ QueryGradientGlobals<K> g) {
     shared_allocator<> allocator(shared_memory());
     auto& shared = allocator.template allocate<QueryGradientShared<K>>();
@@ -380,16 +387,16 @@ __global__ __launch_bounds__(LOLCATS_GRADIENT_THREADS, 1) void lolcats_query_gra
     arch::sync_block();
     const LolcatsItem item(int(blockIdx.x), g.heads, g.segments, g.initial.lengths, g.length);
     const int role = arch::warp_uniform(warpgroup::groupid());
-    if (role == PRODUCER_ROLE) {
+    if (role == QUERY_PRODUCER_ROLE) {
         warpgroup::decrease_registers<24>();
         if (warpgroup::elect_leader() && item.begin < item.end)
             produce_for_queries(g, shared, item);
     } else {
-        if (role == LINEAR_ROLE) {
-            warpgroup::increase_registers<LINEAR_REGISTERS>();
+        if (role == QUERY_LINEAR_ROLE) {
+            warpgroup::increase_registers<QUERY_LINEAR_REGISTERS>();
             QueryLinearRole<K>{g, shared, item}.run();
         } else {
-            warpgroup::increase_registers<WINDOW_REGISTERS>();
+            warpgroup::increase_registers<QUERY_WINDOW_REGISTERS>();
             QueryWindowRole<K>{g, shared, item}.run();
         }
     }
@@ -431,7 +438,7 @@ void launch_lolcats_query_gradient(const LolcatsBackwardParams& params,
         .want_dq = params.dq.data != nullptr,
         .want_projected = params.dq_map != nullptr};
     kittens::launch({.dependent = true}, lolcats_query_gradient_kernel<K>,
-                    dim3(unsigned(globals.lines * call.segments)), dim3(LOLCATS_GRADIENT_THREADS),
+                    dim3(unsigned(globals.lines * call.segments)), dim3(LOLCATS_QUERY_THREADS),
                     dim3(1), LOLCATS_QUERY_BYTES, stream, globals);
 }
 

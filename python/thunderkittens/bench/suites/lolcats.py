@@ -1,4 +1,4 @@
-"""LoLCATS beside causal attention and a compiled formula in linear time.
+"""LoLCATS and its gradient beside causal attention and a compiled formula in linear time.
 
 The attention is on the same queries, keys and values: what LoLCATS is put in place of. It is
 another problem, whose time grows with the square of the length.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -32,8 +33,13 @@ SHAPES: dict[str, list[tuple[int, int, int, int, int, int]]] = {
     ],
     "rated": [(16, 16, 16, length, 128, 64) for length in (1024, 4096, 16384)]
     + [(1, 32, 32, 8192, 128, 64)],
+    "backward": [(16, 16, 16, length, 128, 64) for length in (1024, 4096, 16384)]
+    + [(1, 32, 32, 8192, 128, 64), (16, 16, 16, 4096, 64, 32)],
     "tiny": [(1, 2, 1, 130, 64, 32)],
+    "tiny_backward": [(1, 2, 2, 130, 64, 32)],
 }
+# The sets that `--save` keeps a file of.
+SAVED = ("default", "backward")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,8 +90,9 @@ def chunked(
     return (out / denominator.unsqueeze(-1)).to(dtype).flatten(2, 3)[:, :, :length]
 
 
-def oracle(**operands: Tensor) -> Iterator[Expected]:
-    """The first and the last heads: the whole matrix of weights fits no memory."""
+def oracle(grad_out: Tensor | None = None, **operands: Tensor) -> Iterator[Expected]:
+    """The first and the last heads: the whole matrix of weights fits no memory. Of gradients, those
+    of q, k and v; the others are sums over the batch."""
     from ...reference import lolcats
 
     q, k = operands["q"], operands["k"]
@@ -94,15 +101,57 @@ def oracle(**operands: Tensor) -> Iterator[Expected]:
         kv = h * k.shape[1] // q.shape[1]
         one |= {name: operands[name][b, kv][None, None] for name in ("k", "v")}
         one |= {n: operands[n][h][None] for n in ("q_map", "k_map", "alpha", "beta")}
-        operands_of_one: dict[str, Any] = {name: x.float() for name, x in one.items()}
-        exact = lolcats(**operands_of_one)
-        yield Expected(0, (b, h), exact[0, 0], chunked(**one)[0, 0])
+        wide: dict[str, Any] = {name: x.float() for name, x in one.items()}
+        if grad_out is None:
+            yield Expected(0, (b, h), lolcats(**wide)[0, 0], chunked(**one)[0, 0])
+            continue
+        weights = grad_out[b, h][None, None]
+        exact, plain = gradients(lolcats, weights, wide)(), gradients(chunked, weights, one)()
+        for i in range(3):
+            yield Expected(i, (b, h), exact[i][0, 0], plain[i][0, 0])
+
+
+def gradients(
+    function: Callable[..., Tensor], grad_out: Tensor, operands: Mapping[str, Tensor]
+) -> Callable[[], tuple[Tensor, ...]]:
+    """The backward pass, of a forward pass that this runs; whose graph, also where it is compiled,
+    is kept from one call to the next."""
+    with torch.enable_grad(), functorch_config.patch(donated_buffer=False):
+        leaves = {name: x.detach().requires_grad_() for name, x in operands.items()}
+        out = function(**leaves)
+    weights = grad_out.to(out.dtype)
+
+    def run() -> tuple[Tensor, ...]:
+        wanted = list(leaves.values())
+        grads = torch.autograd.grad(out, wanted, weights, retain_graph=True, allow_unused=True)
+        return tuple(x for x in grads if x is not None)
+
+    return run
+
+
+def forward_or_gradient(function: Callable[..., Tensor], another_problem: bool = False) -> Prepared:
+    """Times a function, or where there is a gradient of its output its backward pass."""
+
+    def prepare(grad_out: Tensor | None = None, **operands: Tensor) -> Callable[[], Any]:
+        if grad_out is None:
+            return lambda: function(**operands)
+        return gradients(function, grad_out, operands)
+
+    return Prepared(prepare, another_problem)
 
 
 def make_case(
-    batch: int, heads: int, kv_heads: int, length: int, dim: int, features: int, dtype: torch.dtype
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    length: int,
+    dim: int,
+    features: int,
+    dtype: torch.dtype,
+    backward: bool = False,
 ) -> Case:
-    """LoLCATS on (batch, heads, length) tokens."""
+    """LoLCATS on (batch, heads, length) tokens, or its gradient: of each product two, and again the
+    scores, projections and sums."""
 
     def make_inputs(device: torch.device, generator: torch.Generator) -> Inputs:
         def normal(*shape: int) -> Tensor:
@@ -112,16 +161,21 @@ def make_case(
         inputs |= {name: normal(batch, kv_heads, length, dim) for name in ("k", "v")}
         inputs |= {n: normal(heads, dim, features) / math.sqrt(dim) for n in ("q_map", "k_map")}
         ones = torch.ones(heads, device=inputs["q"].device)
-        return {**inputs, "alpha": 0.9 * ones, "beta": 0.1 * ones}
+        inputs |= {"alpha": 0.9 * ones, "beta": 0.1 * ones}
+        return inputs | ({"grad_out": normal(batch, heads, length, dim)} if backward else {})
 
-    tokens = batch * heads * length
+    tokens, times = batch * heads * length, (2.5 if backward else 1.0)
     return Case(
-        name=f"{batch} x {heads} x {length} x {dim}"
+        name=("backward " if backward else "")
+        + f"{batch} x {heads} x {length} x {dim}"
         + (f", {kv_heads} heads of keys" if kv_heads < heads else ""),
         make_inputs=make_inputs,
-        flops=2.0 * tokens * dim * (2 * features + 4 * WINDOW + 4 * features),
-        bytes=dtype.itemsize * batch * length * dim * (2.0 * heads + 2 * kv_heads),
-        groups=("forward",),
+        flops=2.0
+        * tokens
+        * dim
+        * ((6 if backward else 2) * features + times * 4 * (WINDOW + features)),
+        bytes=dtype.itemsize * batch * length * dim * (2.0 * heads + 2 * kv_heads) * (1 + backward),
+        groups=("backward" if backward else "forward",),
         parameters={
             "label": f"{batch}x{heads}\nx{length}",
             "batch": batch,
@@ -138,14 +192,15 @@ def make_case(
 
 def cases(shapes: str = "default", *, dtype: torch.dtype = torch.bfloat16) -> list[Case]:
     """The cases of a set of shapes. ValueError for a name there is not."""
-    return [make_case(*shape, dtype) for shape in sizes_of(SHAPES, shapes)]
+    backward = "backward" in shapes
+    return [make_case(*shape, dtype, backward) for shape in sizes_of(SHAPES, shapes)]
 
 
-def prepare_attention(q: Tensor, k: Tensor, v: Tensor, **rest: Tensor) -> Callable[[], Tensor]:
+def attention_on(q: Tensor, k: Tensor, v: Tensor, **rest: Tensor) -> Tensor:
     """Causal attention on the same operands."""
     import thunderkittens as tk
 
-    return lambda: tk.attention(q, k, v, causal=True)
+    return tk.attention(q, k, v, causal=True)
 
 
 def implementations(device: torch.device) -> dict[str, Implementation]:
@@ -153,11 +208,11 @@ def implementations(device: torch.device) -> dict[str, Implementation]:
     import thunderkittens as tk
 
     found: dict[str, Implementation] = {
-        "thunderkittens": tk.lolcats,
-        "attention": Prepared(prepare_attention, another_problem=True),
+        "thunderkittens": forward_or_gradient(tk.lolcats),
+        "attention": forward_or_gradient(attention_on, another_problem=True),
     }
     if device.type == "cuda":  # compiled at the first call
-        found["torch.compile"] = torch.compile(chunked, dynamic=False)
+        found["torch.compile"] = forward_or_gradient(torch.compile(chunked, dynamic=False))
     return found
 
 
