@@ -59,7 +59,8 @@ bool prefers_short_blocks(const Problem& p, const Config& few, const Config& thr
     };
     if (few.head_dim == 64)
         return p.q_length <= (banded ? 1024 : 256) || items(three) < 2 * sm_count;
-    if (banded) return p.q_length < 3072 || items(three) < 2 * sm_count;
+    const bool capped = p.softcap && !p.alibi;
+    if (banded) return capped || p.q_length < 3072 || items(three) < 2 * sm_count;
     // All blocks cost the same: what counts are rounds of all multiprocessors, and the time of a
     // round, per row that of three is 0.94 of that of two.
     const auto cost = [&](const Config& c, double per_row) {
