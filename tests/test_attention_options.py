@@ -185,6 +185,25 @@ def test_softcap_at_its_extremes(device):
     assert bool(torch.isfinite(result[0]).all())
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_softcap_of_scores_of_any_size(device, dtype, dim):
+    """tanh has another form where the scores of a block of keys are small against the cap."""
+    torch.manual_seed(dim)
+    q, k, v = (torch.randn(1, 2, n, dim, device=device).to(dtype) for n in (130, 520, 520))
+    for cap, scale in ((40.0, 1.0), (8.0, 1.0), (40.0, 6.0), (5.0, 20.0)):
+        options = {"softcap": cap, "scale": scale / dim**0.5}
+        assert_attention(tk.attention(q, k, v, **options, return_lse=True), q, k, v, **options)
+    # The sizes of one call: rows that grow, behind small ones, and keys that all rows avoid.
+    factor = torch.linspace(-3, 3, 520, device=device).exp()[:, None]
+    aligned = (q[:, :, :1] * factor.where(factor < 9, -factor)).to(dtype)
+    for keys in ((k * factor).to(dtype), (k * factor.flip(0)).to(dtype), aligned):
+        options = {"softcap": 20.0, "causal": True}
+        assert_attention(
+            tk.attention(q, keys, v, **options, return_lse=True), q, keys, v, **options
+        )
+
+
 # ALiBi
 
 

@@ -16,7 +16,7 @@ import pytest
 from helpers.toolkit import find_tool
 
 ROOT = Path(__file__).resolve().parents[1]
-KERNELS = ["csrc/gemm/inst/bf16_64x64.cu", "csrc/attention/inst/forward_bf16_d64_128x128.cu"]
+KERNELS = ["csrc/gemm/inst/bf16_64x64.cu", "csrc/attention/inst/forward_bf16_d64_64x64.cu"]
 EMULATOR = ("emulated", "emulated.cpp", "emulated.h", "emulator")  # names of files and folders
 
 

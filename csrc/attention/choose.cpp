@@ -50,21 +50,23 @@ int choose_section(const Problem& p, int block_m, const DeviceProperties& device
 
 bool modified(const Problem& p) { return p.softcap || p.alibi; }
 
-// Three consumers of 64 rows keep the tensor cores busier than two; two waste less where blocks are
-// few or cut short.
-bool prefers_short_blocks(const Problem& p, const Config& two, const Config& three, int sm_count) {
+// Three consumers of 64 rows keep the tensor cores busier than fewer; those waste less where blocks
+// are few or cut short.
+bool prefers_short_blocks(const Problem& p, const Config& few, const Config& three, int sm_count) {
     const bool banded = p.causal != static_cast<int>(Causal::none) || p.window_left >= 0;
-    if (two.head_dim == 64) return p.q_length <= 128 || (banded && p.q_length <= 1024);
     const auto items = [&](const Config& c) {
         return ceil_div(p.q_length, 64 * c.warpgroups) * p.batch * p.q_heads;
     };
-    if (banded) return p.q_length < 3072 || items(three) < 2 * sm_count;
+    if (few.head_dim == 64)
+        return p.q_length <= (banded ? 1024 : 256) || items(three) < 2 * sm_count;
+    const bool capped = p.softcap && !p.alibi;
+    if (banded) return capped || p.q_length < 3072 || items(three) < 2 * sm_count;
     // All blocks cost the same: what counts are rounds of all multiprocessors, and the time of a
     // round, per row that of three is 0.94 of that of two.
     const auto cost = [&](const Config& c, double per_row) {
         return static_cast<double>(ceil_div(items(c), sm_count) * c.warpgroups) * per_row;
     };
-    return cost(two, 1.0) <= cost(three, 0.94);
+    return cost(few, 1.0) <= cost(three, 0.94);
 }
 
 // Among the kernels of the smallest dimensions that hold the problem's.
@@ -172,14 +174,15 @@ namespace {
 KernelInfo kernel_info(const Config& config, bool split) {
     KernelInfo info;
     info.name = kernel_name({config, 1, split});
-    info.config =
-        concat("head_dim ", config.head_dim, ", value_dim ", config.value_dim, ", ",
-               64 * config.warpgroups, " query rows x ", config.block_n, " keys, ", config.stages,
-               " stages, ", config.warpgroups, " consumer warpgroups + 1 producer",
-               config.modified ? ", softcap and ALiBi" : "");
+    info.config = concat("head_dim ", config.head_dim, ", value_dim ", config.value_dim, ", ",
+                         64 * config.warpgroups, " query rows x ", config.block_n, " keys, ",
+                         config.stages, " stages, ", config.warpgroups,
+                         config.warpgroups > 1 ? " consumer warpgroups + 1 producer"
+                                               : " consumer warpgroup + 1 producer warp",
+                         config.modified ? ", softcap and ALiBi" : "");
     info.source = info.name;
     if (split) info.symbol = "split_kernel";
-    info.threads = split ? 160 : 128 * (config.warpgroups + 1);
+    info.threads = forward_threads(config);
     info.shared_bytes = forward_memory(config).bytes;
     return info;
 }

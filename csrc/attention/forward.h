@@ -21,7 +21,7 @@ struct Config {
 
 // The kernels that are compiled, each for bf16 and fp16, one per file in inst/.
 constexpr Config CONFIGS[] = {
-    {64, 64, 2, 128, 2, false},   {64, 64, 3, 128, 2, false},  {64, 64, 3, 128, 2, true},
+    {64, 64, 1, 64, 3, false},    {64, 64, 3, 128, 2, false},  {64, 64, 3, 128, 2, true},
     {96, 96, 3, 96, 3, false},    {96, 96, 3, 80, 3, true},    {128, 128, 2, 128, 2, false},
     {128, 128, 3, 64, 3, false},  {128, 128, 2, 128, 2, true}, {128, 128, 3, 64, 3, true},
     {192, 128, 2, 128, 2, false}, {192, 128, 2, 128, 2, true}, {192, 192, 2, 112, 2, false},
@@ -39,21 +39,34 @@ constexpr Config with_dtype(Config config, DType dtype) {
     return config;
 }
 
+// How many blocks share a multiprocessor. One with a single consumer neither fills it nor moves
+// registers, and needs only a warp beside the consumer.
+constexpr int blocks_per_sm(const Config& c) {
+    if (c.warpgroups > 1 || c.modified) return 1;
+    return c.block_n <= 64 ? 3 : 2;
+}
+constexpr int forward_threads(const Config& c) {
+    return 128 * c.warpgroups + (c.warpgroups > 1 ? 128 : 32);
+}
+
 // Dynamic shared memory of a block: Q, the rings of K and V, semaphores and alignment; and, where
 // the limit of the architecture leaves it, room for the output or for half its columns.
 struct ForwardMemory {
+    int q_slots = 1;    // of each consumer: with two the next Q arrives while one is in use
     int out_parts = 0;  // the output passes in so many parts; 0: through Q's memory, whole
     int bytes = 0;
 };
 constexpr ForwardMemory forward_memory(const Config& c) {
-    // Two blocks of one consumer share a multiprocessor.
-    const int limit = c.warpgroups == 1 && !c.modified ? 113 * 1024 : 227 * 1024;
+    // A multiprocessor has 228 KB, of which every block takes one more.
+    const int limit = 228 * 1024 / blocks_per_sm(c) - 1024;
+    const bool split = c.warpgroups == 1 && c.modified;  // has one Q for all its keys
     constexpr int overhead = 2048;
     const int q = c.warpgroups * 64 * c.head_dim * 2, out = c.warpgroups * 64 * c.value_dim * 2;
     const int fixed = c.stages * c.block_n * (c.head_dim + c.value_dim) * 2 + overhead;
-    if (q + out + fixed <= limit) return {1, q + out + fixed};
-    if (c.value_dim % 128 == 0 && q + out / 2 + fixed <= limit) return {2, q + out / 2 + fixed};
-    return {0, (q > out ? q : out) + fixed};
+    if (!split && 2 * q + out + fixed <= limit) return {2, 1, 2 * q + out + fixed};
+    if (q + out + fixed <= limit) return {1, 1, q + out + fixed};
+    if (c.value_dim % 128 == 0 && q + out / 2 + fixed <= limit) return {1, 2, q + out / 2 + fixed};
+    return {1, 0, (q > out ? q : out) + fixed};
 }
 
 struct Choice {

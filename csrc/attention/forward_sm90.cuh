@@ -4,9 +4,9 @@
 //
 // A block works on 64 query rows per consumer warpgroup and walks the keys from the last visible
 // block to the first. Roles:
-//   producer   one thread of the last warpgroup: TMA loads of Q (a slot per consumer), and of K
-//              and V into two rings
-//   consumers  2 or 3 warpgroups: S = Q K^T (operands in shared memory), softmax in registers,
+//   producer   one thread of the last warpgroup: TMA loads of Q (a slot or two per consumer), and
+//              of K and V into two rings
+//   consumers  1 to 3 warpgroups: S = Q K^T (operands in shared memory), softmax in registers,
 //              O += P V with P in registers. The product S of the next key block is issued before
 //              O += P V of the current one, so that the softmax of S runs while the tensor cores
 //              work on P V; the consumers take turns in issuing ("ping-pong"), so that the softmax
@@ -20,9 +20,10 @@
 #include <algorithm>
 
 #include "csrc/attention/forward.h"
+#include "csrc/attention/forward_items.cuh"
 #include "csrc/attention/layouts.cuh"
-#include "csrc/attention/schedule.cuh"
 #include "csrc/attention/scores.cuh"
+#include "csrc/attention/small_cap.cuh"
 #include "kittens/kittens.cuh"
 
 namespace thunderkittens::attention {
@@ -39,13 +40,9 @@ struct ForwardKernel {
     static constexpr int block_n = config.block_n;
     static constexpr int stages = config.stages;
     static constexpr bool modified = config.modified;
-    // Whole blocks of keys have a loop of their own. Where it does not pay, the smaller code does.
-    static constexpr bool split_loop = !modified || (warpgroups == 3 && head_dim > 64);
-    // A single consumer warpgroup leaves no registers to be moved, and needs only a warp beside it.
+    static constexpr int blocks_per_sm = attention::blocks_per_sm(config);
     static constexpr bool moves_registers = warpgroups > 1;
-    static constexpr int threads =
-        warpgroups * WARPGROUP_THREADS + (moves_registers ? WARPGROUP_THREADS : WARP_THREADS);
-    static constexpr int blocks_per_sm = warpgroups == 1 ? 2 : 1;
+    static constexpr int threads = forward_threads(config);
     static constexpr int producer_registers = warpgroups == 2 ? 24 : 32;
     static constexpr int consumer_registers = warpgroups == 2 ? 240 : 160;
 
@@ -55,6 +52,7 @@ struct ForwardKernel {
     // The output has shared memory of its own, for all columns at once or for a part of them; or it
     // reuses that of Q, and delays its next load.
     static constexpr bool separate_out = forward_memory(config).out_parts > 0;
+    static constexpr int q_slots = forward_memory(config).q_slots;
     static constexpr int out_parts = separate_out ? forward_memory(config).out_parts : 1;
     using out_tile = st<T, 64, value_dim / out_parts>;
     static constexpr int shared_bytes = forward_memory(config).bytes;
@@ -68,9 +66,10 @@ struct ForwardGlobals {
     Layout<typename Kernel::out_tile> out;
     float* lse;
     const float* sink;
-    Schedule schedule;
+    QuickSchedule schedule;
     SequenceTable sequences;
     Modification modification;
+    SmallCap<typename Kernel::T> small_cap;
     int group;  // query heads per key head
 };
 
@@ -95,10 +94,10 @@ struct Work {
 
 template <class Kernel, bool SEPARATE>
 struct QueryTiles {
-    typename Kernel::q_tile q[Kernel::warpgroups];
+    typename Kernel::q_tile q[Kernel::q_slots][Kernel::warpgroups];
     typename Kernel::out_tile out[Kernel::warpgroups];
 
-    __device__ __forceinline__ auto& query(int w) { return q[w]; }
+    __device__ __forceinline__ auto& query(int slot, int w) { return q[slot][w]; }
     __device__ __forceinline__ auto& output(int w) { return out[w]; }
 };
 template <class Kernel>
@@ -108,7 +107,7 @@ struct QueryTiles<Kernel, false> {
         typename Kernel::out_tile out;
     } slots[Kernel::warpgroups];
 
-    __device__ __forceinline__ auto& query(int w) { return slots[w].q; }
+    __device__ __forceinline__ auto& query(int, int w) { return slots[w].q; }
     __device__ __forceinline__ auto& output(int w) { return slots[w].out; }
 };
 
@@ -117,7 +116,8 @@ struct ForwardShared : QueryTiles<Kernel, Kernel::separate_out> {
     typename Kernel::k_tile k[Kernel::stages];
     typename Kernel::v_tile v[Kernel::stages];
 
-    semaphore q_full[Kernel::warpgroups], q_empty[Kernel::warpgroups];
+    semaphore q_full[Kernel::q_slots][Kernel::warpgroups];
+    semaphore q_empty[Kernel::q_slots][Kernel::warpgroups];
     semaphore k_full[Kernel::stages], k_empty[Kernel::stages];
     semaphore v_full[Kernel::stages], v_empty[Kernel::stages];
 };
@@ -126,7 +126,7 @@ template <class Kernel>
 __device__ __forceinline__ void produce(const ForwardGlobals<Kernel>& g,
                                         ForwardShared<Kernel>& shared) {
     RingPosition<Kernel::stages> k_at, v_at;
-    int q_phase = 0;
+    RingPosition<Kernel::q_slots> q_at;
     g.schedule.for_each_item([&](Schedule::Item item) {
         const Work<Kernel> work(g, item);
         if (!work.sees_keys()) return;
@@ -150,13 +150,14 @@ __device__ __forceinline__ void produce(const ForwardGlobals<Kernel>& g,
         };
 #pragma unroll
         for (int w = 0; w < Kernel::warpgroups; ++w) {
-            wait(shared.q_empty[w], q_phase ^ 1);
-            tma::expect(shared.q_full[w], shared.query(w));
-            g.q.load(shared.query(w), b, head, s.q_begin, s.q_length, row + 64 * w,
-                     shared.q_full[w]);
+            auto& tile = shared.query(q_at.stage, w);
+            auto& full = shared.q_full[q_at.stage][w];
+            wait(shared.q_empty[q_at.stage][w], q_at.phase ^ 1);
+            tma::expect(full, tile);
+            g.q.load(tile, b, head, s.q_begin, s.q_length, row + 64 * w, full);
             if (w == 0) load_k(keys.end - 1);
         }
-        q_phase ^= 1;
+        q_at.advance();
         for (int block = keys.end - 2; block >= keys.begin; --block) {
             load_k(block);
             load_v(block + 1);
@@ -177,7 +178,7 @@ struct Consumer {
     ForwardShared<Kernel>& shared;
     const int id;  // of this consumer
     RingPosition<Kernel::stages> k_at, v_at;
-    int q_phase = 0;
+    RingPosition<Kernel::q_slots> q_at;
 
     // What a step needs to know of the item it belongs to.
     struct Rows {
@@ -208,14 +209,14 @@ struct Consumer {
         if (warpgroup::laneid() == 0) arrive(s);
     }
 
-    // After the item's last scores, so that the next Q arrives under the softmax.
+    // After the item's last scores, so that another Q arrives under the softmax.
     __device__ __forceinline__ void release_query() {
-        if constexpr (Kernel::separate_out) release(shared.q_empty[id]);
+        if constexpr (Kernel::separate_out) release(shared.q_empty[q_at.stage][id]);
     }
 
     __device__ __forceinline__ void issue_scores(scores& s) {
         wait(shared.k_full[k_at.stage], k_at.phase);
-        warpgroup::mm_ABt(s, shared.query(id), shared.k[k_at.stage]);
+        warpgroup::mm_ABt(s, shared.query(q_at.stage, id), shared.k[k_at.stage]);
     }
     __device__ __forceinline__ void release_k() {
         release(shared.k_empty[k_at.stage]);
@@ -245,6 +246,17 @@ struct Consumer {
                          {::min(last.x, end), ::min(last.y, end)});
         }
         return shift;
+    }
+
+    // Scores to weights; returns whether what has been accumulated must be multiplied by `rescale`.
+    template <bool MASKED>
+    __device__ __forceinline__ bool weigh(scores& s, OnlineSoftmax& softmax, const Rows& rows,
+                                          int block, float2& rescale) const {
+        if constexpr (Kernel::modified && !MASKED) {
+            if (g.small_cap.update(s, softmax)) return false;
+        }
+        const Shift shift = finish_scores<MASKED>(s, rows, block);
+        return softmax.update(s, g.modification.unit_log2, shift, rescale);
     }
 
     // A block of keys that only later rows see, those of the next consumers.
@@ -282,9 +294,8 @@ struct Consumer {
         warpgroup::mma_async_wait<1>(s);
         release_k();
         if (block == rows.begin) release_query();
-        const Shift shift = finish_scores<MASKED>(s, rows, block);
         float2 rescale = {1.0f, 1.0f};
-        const bool grown = softmax.update(s, g.modification.unit_log2, shift, rescale);
+        const bool grown = weigh<MASKED>(s, softmax, rows, block, rescale);
         warpgroup::mma_async_wait<0>(o);
         pin(s);  // p is an operand of the product until here
         release_v();
@@ -314,7 +325,7 @@ struct Consumer {
         if constexpr (!Kernel::separate_out) {
             if (warpgroup::laneid() == 0) {
                 tma::store_async_read_wait();
-                arrive(shared.q_empty[id]);
+                arrive(shared.q_empty[q_at.stage][id]);
             }
         }
     }
@@ -354,8 +365,7 @@ struct Consumer {
         weights p;
         zero_tile(o);
         int block = keys.end - 1;
-        wait(shared.q_full[id], q_phase);
-        q_phase ^= 1;
+        wait(shared.q_full[q_at.stage][id], q_at.phase);
         bool skips = false;
         if constexpr (warpgroups == 3 || Kernel::block_n <= 64) {
             const int own_end = ::min(work.s.k_length, first_row + 64 + work.s.high);
@@ -365,11 +375,9 @@ struct Consumer {
         first_step(p, softmax, rows, block, skips);
 #pragma unroll 1
         for (--block; block >= keys.begin; --block) {
-            if constexpr (Kernel::split_loop) {
-                for (; block >= keys.whole && block < keys.cut; --block)
-                    step<false>(o, p, softmax, rows, block);
-                if (block < keys.begin) break;
-            }
+            for (; block >= keys.whole && block < keys.cut; --block)
+                step<false>(o, p, softmax, rows, block);
+            if (block < keys.begin) break;
             step<true>(o, p, softmax, rows, block);
         }
         issue_output(o, p);
@@ -382,6 +390,7 @@ struct Consumer {
         release_v();
         scale_rows(o, factor);
         store(o, work, first_row);
+        q_at.advance();
         store_lse(softmax.lse(), work, row);
     }
     // Items without keys, and those that exist only because other sequences are longer.
@@ -423,15 +432,30 @@ struct Consumer {
     }
 };
 
+// Early, so that the first transfers need not wait for the map.
+template <class Tile>
+__device__ __forceinline__ void prefetch_map(const Layout<Tile>& layout) {
+    if (layout.packed)
+        tma::prefetch_map<Tile>(layout.ragged);
+    else
+        tma::prefetch_map<Tile>(layout.dense);
+}
+
 template <class Kernel>
 __global__ __launch_bounds__(Kernel::threads, Kernel::blocks_per_sm) void forward_kernel(
     const __grid_constant__ ForwardGlobals<Kernel> g) {
     shared_allocator allocator(shared_memory());
     auto& shared = allocator.template allocate<ForwardShared<Kernel>>();
     if (threadIdx.x == 0) {
+        prefetch_map(g.q);
+        prefetch_map(g.k);
+        prefetch_map(g.v);
+        prefetch_map(g.out);
         for (int w = 0; w < Kernel::warpgroups; ++w) {
-            init_semaphore(shared.q_full[w], 1);
-            init_semaphore(shared.q_empty[w], 1);
+            for (int slot = 0; slot < Kernel::q_slots; ++slot) {
+                init_semaphore(shared.q_full[slot][w], 1);
+                init_semaphore(shared.q_empty[slot][w], 1);
+            }
         }
         for (int s = 0; s < Kernel::stages; ++s) {
             init_semaphore(shared.k_full[s], 1);
@@ -470,13 +494,14 @@ void launch_forward(const ForwardParams& params, Stream stream) {
         .out = {params.out, p.varlen, p.batch, p.q_heads, q_rows, p.value_dim},
         .lse = params.lse,
         .sink = params.scores.sink,
-        .schedule = {.blocks =
-                         std::max(1, int((p.q_length + Kernel::block_m - 1) / Kernel::block_m)),
-                     .heads = int(p.q_heads),
-                     .batch = int(p.batch),
-                     .section_heads = params.section_heads},
+        .schedule = QuickSchedule(
+            {.blocks = std::max(1, int((p.q_length + Kernel::block_m - 1) / Kernel::block_m)),
+             .heads = int(p.q_heads),
+             .batch = int(p.batch),
+             .section_heads = params.section_heads}),
         .sequences = {p, s},
         .modification = Modification(params.scores),
+        .small_cap = SmallCap<typename Kernel::T>(params.scores),
         .group = int(p.q_heads / p.kv_heads)};
     const auto blocks =
         unsigned(std::clamp(globals.schedule.items(), 1, Kernel::blocks_per_sm * params.sm_count));

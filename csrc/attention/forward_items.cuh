@@ -1,0 +1,58 @@
+// The items of the forward's schedule without divisions by run-time numbers. Items are short where
+// sequences are, and between two of them every consumer waits for the index of the next.
+#pragma once
+
+#include "csrc/attention/schedule.cuh"
+
+namespace thunderkittens::attention {
+
+// Division of numbers below 2^31 by one that the host knows, as a product. The multiplier is
+// rounded up by less than `by` units, too little to reach the next quotient (Granlund and
+// Montgomery, "Division by invariant integers using multiplication", 1994).
+struct Divisor {
+    uint32_t multiplier;
+    int shift = 0;
+
+    explicit Divisor(int by) {
+        by = by < 1 ? 1 : by;
+        while ((int64_t{1} << shift) < by) ++shift;
+        multiplier = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + by - 1) / by);
+    }
+    __device__ __forceinline__ int quotient(int n) const {
+        const uint64_t product = uint64_t{2 * static_cast<uint32_t>(n)} * multiplier;
+        return static_cast<int>(static_cast<uint32_t>(product >> 32) >> shift);
+    }
+};
+
+// The order of Schedule.
+struct QuickSchedule : Schedule {
+    Divisor by_section, by_level, by_last_level, by_heads;
+
+    explicit QuickSchedule(const Schedule& s)
+        : Schedule(s),
+          by_section(blocks * section_heads),
+          by_level(section_heads),
+          by_last_level((heads * batch - 1) % section_heads + 1),
+          by_heads(heads) {}
+
+    template <class Work>
+    __device__ __forceinline__ void for_each_item(Work work) const {
+        const int grid = static_cast<int>(gridDim.x), id = static_cast<int>(blockIdx.x);
+        for (int round = 0; round * grid < items(); ++round) {
+            const int index = round * grid + (round % 2 == 0 ? id : grid - 1 - id);
+            if (index < items()) work(item(index));
+        }
+    }
+    __device__ __forceinline__ Item item(int index) const {
+        const int section = by_section.quotient(index);
+        const int rest = index - section * blocks * section_heads;
+        const int first_head = section * section_heads, here = heads * batch - first_head;
+        const bool last = here <= section_heads;
+        const int level = last ? by_last_level.quotient(rest) : by_level.quotient(rest);
+        const int head = first_head + rest - level * (last ? here : section_heads);
+        const int b = by_heads.quotient(head);
+        return {level, head - b * heads, b};
+    }
+};
+
+}  // namespace thunderkittens::attention

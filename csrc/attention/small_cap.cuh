@@ -1,0 +1,115 @@
+// Softcap by FMAs. tanh costs as much of the unit for exponentials as the exponential, so that
+// where all scores of a warp are small against the cap, an odd polynomial takes its place.
+#pragma once
+
+#include "csrc/attention/attention.h"
+#include "csrc/attention/scores.cuh"
+#include "csrc/attention/softmax.cuh"
+#include "kittens/kittens.cuh"
+
+namespace thunderkittens::attention {
+
+using namespace kittens;
+
+// softcap * tanh(scale * score / softcap) * log2(e) of a score.
+template <int TERMS>
+struct CapPolynomial {
+    float limit = -1.0f;  // of |score|; negative: not applicable
+    float factors[TERMS] = {};
+
+    // tanh(x) is the sum of terms[i] * x^(2 i + 1) up to `largest`.
+    CapPolynomial(const Scores& s, double largest, const double (&terms)[TERMS]) {
+        if (!(s.softcap > 0.0f) || s.alibi_slopes != nullptr) return;
+        const double by_cap = double(s.scale) / s.softcap;
+        double power = double(s.scale) * LOG2_E;
+        for (int i = 0; i < TERMS; ++i, power *= by_cap * by_cap) {
+            factors[i] = static_cast<float>(terms[i] * power);
+            if (!std::isfinite(factors[i])) return;
+        }
+        limit = static_cast<float>(largest / by_cap);
+    }
+    __device__ __forceinline__ float operator()(float x, float plus) const {
+        const float square = x * x;
+        float sum = factors[TERMS - 1];
+#pragma unroll
+        for (int i = TERMS - 2; i >= 0; --i) sum = fmaf(sum, square, factors[i]);
+        return fmaf(sum, x, plus);
+    }
+};
+
+// Polynomials in two sizes, with the least largest relative error: 2^-16.7 for bf16, where the
+// tanh of softcap_tanh has 2^-11; for half less than 2^-23 absolutely.
+template <class T>
+struct SmallCap {
+    static constexpr bool coarse = std::is_same_v<T, bf16>;
+    // How many powers of two a weight may be above 1.
+    static constexpr float SLACK = coarse ? 24.0f : 14.0f;
+
+    CapPolynomial<coarse ? 2 : 3> few;
+    CapPolynomial<coarse ? 3 : 4> many;
+    float slope;  // no logit times log2(e) is larger than this times its score
+
+    explicit SmallCap(const Scores& s)
+        : few(make_few(s)), many(make_many(s)), slope(s.scale * LOG2_E) {}
+
+    // OnlineSoftmax::update of unmasked scores, if all of the warp are small enough for a
+    // polynomial and none can exceed the base by too much; otherwise it does nothing and returns
+    // false. What has been accumulated is not rescaled.
+    template <any_register_tile Tile>
+    __device__ __forceinline__ bool update(Tile& s, OnlineSoftmax& softmax) const {
+        if (!(many.limit > 0.0f)) return false;
+        const float2 top = largest_of(s);
+        const float largest = fmaxf(top.x, top.y);
+        const float above =
+            fmaxf(fmaf(top.x, slope, -softmax.base.x), fmaf(top.y, slope, -softmax.base.y));
+        const int bounded = above <= SLACK;
+        if (arch::all_lanes(bounded & static_cast<int>(largest <= few.limit))) {
+            add_weights(s, softmax, few);
+            return true;
+        }
+        if (!arch::all_lanes(bounded & static_cast<int>(largest <= many.limit))) return false;
+        add_weights(s, softmax, many);
+        return true;
+    }
+
+  private:
+    static auto make_few(const Scores& s) {
+        if constexpr (coarse)
+            return CapPolynomial<2>(s, 0.155, {0.999990481, -0.330157707});
+        else
+            return CapPolynomial<3>(s, 0.25, {0.999999604, -0.333219082, 0.128416134});
+    }
+    static auto make_many(const Scores& s) {
+        if constexpr (coarse)
+            return CapPolynomial<3>(s, 0.43, {0.999990505, -0.332401753, 0.119551381});
+        else
+            return CapPolynomial<4>(s, 0.45,
+                                    {0.999999757, -0.333294672, 0.132363691, -0.046028194});
+    }
+    // The largest magnitude in each row, of this thread's columns.
+    template <any_register_tile Tile>
+    static __device__ __forceinline__ float2 largest_of(const Tile& s) {
+        float2 top[2] = {};
+#pragma unroll
+        for (int j = 0; j < Tile::width; ++j) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const float2 pair = s.tiles[0][j].data[k];
+                float& t = k % 2 == 1 ? top[k / 2].y : top[k / 2].x;
+                t = fmaxf(fmaxf(t, fabsf(pair.x)), fabsf(pair.y));
+            }
+        }
+        return {fmaxf(top[0].x, top[1].x), fmaxf(top[0].y, top[1].y)};
+    }
+    template <any_register_tile Tile, class Polynomial>
+    static __device__ __forceinline__ void add_weights(Tile& s, OnlineSoftmax& softmax,
+                                                       const Polynomial& polynomial) {
+        const float2 from = {-softmax.base.x, -softmax.base.y};
+        for_each_element(s, [&](float& x, int, bool low) {
+            x = arch::exp2_approx(polynomial(x, low ? from.y : from.x));
+            (low ? softmax.sum.y : softmax.sum.x) += x;
+        });
+    }
+};
+
+}  // namespace thunderkittens::attention
