@@ -283,8 +283,9 @@ struct Nvfp4Shared {
     uint4 scales[2 * ATOM / 16];
 };
 
+// With squares and random numbers the registers of one block more would not do.
 template <int INPUT, bool SQUARE, bool STOCHASTIC>
-__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<INPUT>)
+__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<INPUT> - int(SQUARE && STOCHASTIC))
     nvfp4_quantize_kernel(Nvfp4Params p) {
     using T = element_of<INPUT>;
     constexpr int LANES = 16;
