@@ -64,10 +64,10 @@ __device__ __forceinline__ uint32_t make_factors(const Encode& encode) {
     return shared;
 }
 
-// The code of a magnitude x, which is less than 7, plus the bits of place_zero(), rounded to nearest
-// even. The codes are the integers of min(2 x, x + 2, x / 2 + 4), a line for each distance between
-// neighbours, which begin at even codes. Added to 2^23, whose successor is 2^23 + 1, each line is
-// rounded once.
+// The code of a magnitude x, which is less than 7, plus the bits of place_zero(), rounded to
+// nearest even. The codes are the integers of min(2 x, x + 2, x / 2 + 4), a line for each distance
+// between neighbours, which begin at even codes. Added to 2^23, whose successor is 2^23 + 1, each
+// line is rounded once.
 __device__ __forceinline__ constexpr float place_zero() { return 0x1p23f; }
 __device__ __forceinline__ uint32_t e2m1_place(float x) {
     constexpr float ZERO = place_zero();
@@ -150,8 +150,8 @@ __device__ __forceinline__ uint32_t sign_word(const Chunk<T>& chunk) {
     return (sign.x & 0x80808080u) >> 4 | (sign.y & 0x80808080u);
 }
 
-// The codes of a chunk in a word, the first in the lowest four bits, rounded to nearest even. Unless
-// elements are known to be less than 7, they are CUT off; so is a product of 0 and infinity.
+// The codes of a chunk in a word, the first in the lowest four bits, rounded to nearest even.
+// Unless elements are known to be less than 7, they are CUT off; so is a product of 0 and infinity.
 template <bool CUT, class T>
 __device__ __forceinline__ uint32_t nearest_codes(const Chunk<T>& chunk, float factor) {
     uint32_t sum = 0, zeros = 0;
@@ -166,9 +166,9 @@ __device__ __forceinline__ uint32_t nearest_codes(const Chunk<T>& chunk, float f
 }
 
 // The same, rounded up with a probability that is the place between two codes, in steps of 2^-9.
-// The bits of an fp16 number are a piecewise linear function of it: those of x * 2^-14 are 2^9 times
-// the place of x among the codes, rounded to nearest even. Nine random bits are added, and what is
-// behind the point is dropped. `low` has those of elements 0, 1, 4 and 5, `high` of 2, 3, 6 and 7,
+// The bits of an fp16 number are a piecewise linear function of it: those of x * 2^-14 are 2^9
+// times the place of x among the codes, rounded to nearest even. Nine random bits are added, and what
+// is behind the point is dropped. `low` has those of elements 0, 1, 4 and 5, `high` of 2, 3, 6 and 7,
 // which begin at bits 0, 7, 16 and 23: two elements share two bits, one's highest and the other's
 // lowest.
 constexpr float PLACE_SCALE = 0x1p-14f;
