@@ -167,10 +167,10 @@ __device__ __forceinline__ uint32_t nearest_codes(const Chunk<T>& chunk, float f
 
 // The same, rounded up with a probability that is the place between two codes, in steps of 2^-9.
 // The bits of an fp16 number are a piecewise linear function of it: those of x * 2^-14 are 2^9
-// times the place of x among the codes, rounded to nearest even. Nine random bits are added, and what
-// is behind the point is dropped. `low` has those of elements 0, 1, 4 and 5, `high` of 2, 3, 6 and 7,
-// which begin at bits 0, 7, 16 and 23: two elements share two bits, one's highest and the other's
-// lowest.
+// times the place of x among the codes, rounded to nearest even. Nine random bits are added, and
+// what is behind the point is dropped. `low` has those of elements 0, 1, 4 and 5, `high` of 2, 3, 6
+// and 7, which begin at bits 0, 7, 16 and 23: two elements share two bits, one's highest and the
+// other's lowest.
 constexpr float PLACE_SCALE = 0x1p-14f;
 template <class T>
 __device__ __forceinline__ uint32_t random_codes(const Chunk<T>& chunk, float factor, uint32_t low,
