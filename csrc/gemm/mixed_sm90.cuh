@@ -177,22 +177,8 @@ __global__ __launch_bounds__(K::threads, 1) void mixed_gemm_kernel(const __grid_
     shared_allocator allocator(shared_memory());
     auto& shared = allocator.template allocate<typename K::Shared>();
     const bool produces = warpgroup::groupid() == K::consumers;
-    if (produces) {
-        if (warpgroup::warpid() == 0 && arch::elect_one()) {
-            tma::prefetch_map<typename K::part>(g.a);
-            for (int i = 0; i < C.stages; ++i) {
-                init_semaphore(shared.full[i], 1);
-                init_semaphore(shared.empty[i], K::consumers * WARPGROUP_WARPS * g.sharers);
-            }
-            init_semaphore(shared.summed, K::consumers * WARPGROUP_WARPS * g.splits);
-            init_semaphore(shared.read, K::consumers * WARPGROUP_WARPS * g.splits);
-            arch::mbarrier_init_fence();
-        }
-        arch::sync_warp();
-        arch::named_barrier_arrive(READY, K::threads);
-    } else {
-        arch::named_barrier_sync(READY, K::threads);
-    }
+    make_semaphores<K>(shared, produces, g.splits, g.sharers,
+                       [&] { tma::prefetch_map<typename K::part>(g.a); });
     // Other blocks of the cluster arrive at the semaphores when they have their sums, or with rows
     // of a.
     if (g.splits > 1) cluster::arrive();

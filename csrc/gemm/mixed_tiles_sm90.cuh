@@ -117,6 +117,29 @@ __device__ __forceinline__ void for_each_tile(const typename K::Globals& g, Work
     }
 }
 
+// What every thread does first: one of the producer's makes the semaphores, a stage being handed
+// back by the consumers of `readers` blocks, while the tensor maps come in.
+template <class K, class Prefetch>
+__device__ __forceinline__ void make_semaphores(typename K::Shared& shared, bool produces,
+                                                int splits, int readers, Prefetch&& prefetch) {
+    if (produces) {
+        if (warpgroup::warpid() == 0 && arch::elect_one()) {
+            prefetch();
+            for (int i = 0; i < K::config.stages; ++i) {
+                init_semaphore(shared.full[i], 1);
+                init_semaphore(shared.empty[i], K::consumers * WARPGROUP_WARPS * readers);
+            }
+            init_semaphore(shared.summed, K::consumers * WARPGROUP_WARPS * splits);
+            init_semaphore(shared.read, K::consumers * WARPGROUP_WARPS * splits);
+            arch::mbarrier_init_fence();
+        }
+        arch::sync_warp();
+        arch::named_barrier_arrive(READY, K::threads);
+    } else {
+        arch::named_barrier_sync(READY, K::threads);
+    }
+}
+
 // The stages of k that fall to a block of the cluster.
 template <class Globals>
 __device__ __forceinline__ int2 range_of_k(const Globals& g) {
