@@ -6,42 +6,6 @@
 
 namespace thunderkittens::linear_attention {
 
-// One softmax of the feature map, of factor * z, times `scale`, into blocks of 16 columns from
-// `first` on. `top` has the maxima of the lane's two rows.
-template <class K>
-__device__ __forceinline__ void softmax_scaled(typename K::Features& features,
-                                               const typename K::projection& z, float factor,
-                                               float2 top, int first, float scale) {
-    typename K::projection e;
-    float2 sum = {0.0f, 0.0f};
-    const float unit = factor * LOG2_E;
-    top = {top.x * LOG2_E, top.y * LOG2_E};
-#pragma unroll
-    for (int j = 0; j < K::features / 16; ++j) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float shift = i % 2 ? top.y : top.x;
-            const float2 pair = z.tiles[0][j].data[i];
-            const float2 x = {arch::exp2_approx(fmaf(pair.x, unit, -shift)),
-                              arch::exp2_approx(fmaf(pair.y, unit, -shift))};
-            e.tiles[0][j].data[i] = x;
-            (i % 2 ? sum.y : sum.x) += x.x + x.y;
-        }
-    }
-    const float2 r = {scale * arch::reciprocal_approx(quad_sum(sum.x)),
-                      scale * arch::reciprocal_approx(quad_sum(sum.y))};
-#pragma unroll
-    for (int j = 0; j < K::features / 16; ++j) {
-        const int block = first + j;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 x = e.tiles[0][j].data[i];
-            const float f = i % 2 ? r.y : r.x;
-            features.groups[block / 4].tiles[0][block % 4].data[i] =
-                pack_pair<typename K::T>(x.x * f, x.y * f);
-        }
-    }
-}
 // `make_features` times `scale`. The maxima, which keep exponentials finite and sums of them from
 // 0, are looked for only where a warp needs them: maxima of magnitudes are half the work.
 template <class K>
@@ -59,22 +23,10 @@ __device__ __forceinline__ void make_scaled_features(typename K::Features& featu
     }
     float2 most = {0.0f, 0.0f}, least = {0.0f, 0.0f};
     if (arch::any_lane(!(top < harmless))) {
-        most = least = {-INFINITY, -INFINITY};
-#pragma unroll
-        for (int j = 0; j < K::features / 16; ++j) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float2 pair = z.tiles[0][j].data[i];
-                float &high = i % 2 ? most.y : most.x, &low = i % 2 ? least.y : least.x;
-                high = fmaxf(high, fmaxf(pair.x, pair.y));
-                low = fmaxf(low, fmaxf(-pair.x, -pair.y));
-            }
-        }
-        most = {quad_maximum(most.x), quad_maximum(most.y)};
-        least = {quad_maximum(least.x), quad_maximum(least.y)};
+        projection_maxima<K>(z, most, least);
     }
-    softmax_scaled<K>(features, z, 1.0f, most, 0, scale);
-    softmax_scaled<K>(features, z, -1.0f, least, K::features / 16, scale);
+    softmax_features<K>(features, z, 1.0f, most, 0, scale);
+    softmax_features<K>(features, z, -1.0f, least, K::features / 16, scale);
 }
 
 // Where a lane names the rows of 16 x 16 elements to ldmatrix and stmatrix, in a tile of rows of

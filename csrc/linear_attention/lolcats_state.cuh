@@ -149,12 +149,12 @@ __device__ __forceinline__ void pin_tile(Tile& tile) {
     }
 }
 
-// One softmax of the feature map, of factor * z, into blocks of 16 columns from `first` on. `top`
-// has the maxima of the lane's two rows.
+// One softmax of the feature map, of factor * z, times `scale`, into blocks of 16 columns from
+// `first` on. `top` has the maxima of the lane's two rows.
 template <class K>
 __device__ __forceinline__ void softmax_features(typename K::Features& features,
                                                  const typename K::projection& z, float factor,
-                                                 float2 top, int first) {
+                                                 float2 top, int first, float scale = 1.0f) {
     typename K::projection e;
     float2 sum = {0.0f, 0.0f};
     const float unit = factor * LOG2_E;
@@ -171,8 +171,8 @@ __device__ __forceinline__ void softmax_features(typename K::Features& features,
             (i % 2 ? sum.y : sum.x) += x.x + x.y;
         }
     }
-    const float2 r = {arch::reciprocal_approx(quad_sum(sum.x)),
-                      arch::reciprocal_approx(quad_sum(sum.y))};
+    const float2 r = {scale * arch::reciprocal_approx(quad_sum(sum.x)),
+                      scale * arch::reciprocal_approx(quad_sum(sum.y))};
 #pragma unroll
     for (int j = 0; j < K::features / 16; ++j) {
         const int block = first + j;
@@ -185,10 +185,11 @@ __device__ __forceinline__ void softmax_features(typename K::Features& features,
         }
     }
 }
+// The largest elements of z and of -z in the lane's two rows.
 template <class K>
-__device__ __forceinline__ void make_features(typename K::Features& features,
-                                              const typename K::projection& z) {
-    float2 most = {-INFINITY, -INFINITY}, least = {-INFINITY, -INFINITY};
+__device__ __forceinline__ void projection_maxima(const typename K::projection& z, float2& most,
+                                                  float2& least) {
+    most = least = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int j = 0; j < K::features / 16; ++j) {
 #pragma unroll
@@ -201,6 +202,13 @@ __device__ __forceinline__ void make_features(typename K::Features& features,
     }
     most = {quad_maximum(most.x), quad_maximum(most.y)};
     least = {quad_maximum(least.x), quad_maximum(least.y)};
+}
+
+template <class K>
+__device__ __forceinline__ void make_features(typename K::Features& features,
+                                              const typename K::projection& z) {
+    float2 most, least;
+    projection_maxima<K>(z, most, least);
     softmax_features<K>(features, z, 1.0f, most, 0);
     softmax_features<K>(features, z, -1.0f, least, K::features / 16);
 }
