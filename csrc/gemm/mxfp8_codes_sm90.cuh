@@ -21,6 +21,7 @@ namespace sm90 {
 
 using namespace kittens;
 using mixed_gemm::sm90::range_of_k;
+using mixed_gemm::sm90::READY;
 
 template <CodesShape S>
 struct CodesTypes {
@@ -226,10 +227,23 @@ __global__ __launch_bounds__(K::threads, 1) void mxfp8_codes_kernel(const __grid
     shared_allocator allocator(shared_memory());
     auto& shared = allocator.template allocate<typename K::Shared>();
     const bool produces = warpgroup::groupid() == K::consumers;
-    mixed_gemm::sm90::make_semaphores<K>(shared, produces, g.splits, 1, [&] {
-        tma::prefetch_map<typename K::rows>(g.a);
-        tma::prefetch_map<typename K::codes>(g.weight);
-    });
+    if (produces) {
+        if (arch::elect_one()) {
+            tma::prefetch_map<typename K::rows>(g.a);
+            tma::prefetch_map<typename K::codes>(g.weight);
+            for (int i = 0; i < C.stages; ++i) {
+                init_semaphore(shared.full[i], 1);
+                init_semaphore(shared.empty[i], K::consumers * WARPGROUP_WARPS);
+            }
+            init_semaphore(shared.summed, K::consumers * WARPGROUP_WARPS * g.splits);
+            init_semaphore(shared.read, K::consumers * WARPGROUP_WARPS * g.splits);
+            arch::mbarrier_init_fence();
+        }
+        arch::sync_warp();
+        arch::named_barrier_arrive(READY, K::threads);
+    } else {
+        arch::named_barrier_sync(READY, K::threads);
+    }
     // Other blocks of the cluster arrive at the semaphores when they have their sums.
     if (g.splits > 1) cluster::arrive();
     arch::wait_for_dependencies();
