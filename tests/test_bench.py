@@ -290,6 +290,7 @@ def test_compare_reports_ratios_and_notes():
     expected = first.timings["peer"].median / first.timings["ours"].median
     assert first.ratio("peer") == expected
     assert math.isnan(first.ratio("refuses"))
+    assert math.isnan(first.ratio("wrong"))
     assert first.tflops("ours") == 2 * 16 * 24 * 32 / first.timings["ours"].median * 1e-6
     text = bench.table(measurements, peak=100.0)
     for words in ("ours", "peer", "TN 16 x 24 x 32", "refuses: no kernel", "geometric mean"):

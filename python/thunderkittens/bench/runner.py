@@ -47,8 +47,11 @@ class Measurement:
         return self.case.bytes / timing.median * 1e-3
 
     def ratio(self, peer: str) -> float:
-        """The peer's time over the subject's: above 1 the subject is faster; NaN without both."""
+        """The peer's time over the subject's: above 1 the subject is faster; NaN without both, and
+        for a peer that was not accurate."""
         if self.subject not in self.timings or peer not in self.timings:
+            return math.nan
+        if peer in self.accuracies and not self.accuracies[peer].passed:
             return math.nan
         return self.timings[peer].median / self.timings[self.subject].median
 
