@@ -169,9 +169,11 @@ __device__ __forceinline__ void find_amax(const Params& p) {
     if (threadIdx.x == 0) arch::reduce_max_global(p.amax, total);
 }
 
-// Blocks of an SM that the registers must suffice for, so that enough loads are in flight.
+// Blocks of an SM that the registers must suffice for, so that enough loads are in flight. fp16
+// with factors of rows and of columns would spill a register with three.
 template <class T, Pass pass>
 constexpr int MIN_BLOCKS = sizeof(T) == 4                                             ? 1
+                           : pass == Pass::tile_row_block && std::is_same_v<T, half>  ? 2
                            : pass == Pass::tile_row_block || pass == Pass::tile_given ? 3
                                                                                       : 4;
 
