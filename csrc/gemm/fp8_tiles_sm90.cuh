@@ -41,7 +41,6 @@ struct Types {
     static constexpr int products_m = C.block_m / consumers / 64;
     static constexpr int product_cols = fast || C.block_n <= 192 ? C.block_n : 128;
     static constexpr int products_n = C.block_n / product_cols;
-    static constexpr int stage_scales = scales_of_stage(C);
     static constexpr int column_scales = (C.block_n + 127) / 128;
     static constexpr int products = products_m * products_n;
 

@@ -71,17 +71,6 @@ __device__ __forceinline__ void discard(Tiles&... tiles) {
     (discard_one(tiles), ...);
 }
 
-template <class T, any_register_tile From>
-__device__ __forceinline__ void round_tile(rt<T, 16, From::cols>& to, const From& from) {
-#pragma unroll
-    for (int j = 0; j < From::width; ++j) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 pair = from.tiles[0][j].data[i];
-            to.tiles[0][j].data[i] = pack_pair<T>(pair.x, pair.y);
-        }
-    }
-}
 template <any_register_tile Tile>
 __device__ __forceinline__ void scale_tile(Tile& tile, float factor) {
 #pragma unroll
