@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._attention import Options, split, split_backward
+from ._gradient_call import gradient_call
 from ._registration import transform_active
 
 Gradient = Callable[..., tuple[Tensor, ...]]
@@ -57,34 +58,15 @@ def backward_rule(op: str, gradient: Gradient) -> Callable[..., tuple[Tensor | N
     return backward
 
 
-def save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    pass
-
-
-def refuse_double_backward(op: str) -> Callable[..., NoReturn]:
-    def backward(ctx: Any, *grads: Any) -> NoReturn:
-        raise RuntimeError(
-            f"tk.{op}: the gradient cannot be differentiated again (double backward); "
-            f"tk.reference.{op} can"
-        )
-
-    return backward
-
-
 def functions(
     op: str, differentiable: Callable[..., Any], gradient: Gradient, varlen: bool
 ) -> tuple[Callable[..., Any], Gradient]:
-    """The differentiable op and its gradient, as what also works under `torch.func`.
-
-    Its transforms that differentiate need an `autograd.Function`: what
-    `torch.library.register_autograd` sets up fails under them.
-    """
+    """The differentiable op and its gradient, as what also works under `torch.func`."""
 
     def any_call(*args: Any) -> Any:
         return (Function.apply if transform_active() else differentiable)(*args)
 
-    def any_gradient(*args: Any) -> tuple[Tensor, ...]:
-        return (GradientFunction.apply if transform_active() else gradient)(*args)
+    any_gradient = gradient_call(op, gradient, lambda call: vmap_rule_backward(op, call, varlen))
 
     class Function(torch.autograd.Function):
         @staticmethod
@@ -94,15 +76,6 @@ def functions(
         setup_context = staticmethod(save_context)
         backward = staticmethod(backward_rule(op, any_gradient))
         vmap = staticmethod(vmap_rule(op, any_call, varlen))
-
-    class GradientFunction(torch.autograd.Function):
-        @staticmethod
-        def forward(*args: Any) -> tuple[Tensor, ...]:
-            return gradient(*args)
-
-        setup_context = staticmethod(save_nothing)
-        backward = staticmethod(refuse_double_backward(op))
-        vmap = staticmethod(vmap_rule_backward(op, any_gradient, varlen))
 
     return any_call, any_gradient
 

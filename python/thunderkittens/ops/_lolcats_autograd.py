@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import emulation
 from ..reference.lolcats import LolcatsState
 from ..reference.lolcats import lolcats as reference_lolcats
+from ._gradient_call import gradient_call, refuse_double_backward
 from ._registration import register, transform_active
 from .lolcats import NAMES, fold_rule, lolcats_shape, with_defaults
 
@@ -93,10 +94,6 @@ def _flops(*args: Any, **kwargs: Any) -> int:
     return 2 * tokens * dim * (7 * 128 + 10 * features + 8 * features)
 
 
-def _any_gradient(*args: Any) -> Any:
-    return (_GradientFunction.apply if transform_active() else _gradient)(*args)
-
-
 def any_call(*args: Any) -> Any:
     """The differentiable op, also under the transforms of `torch.func`."""
     return (_Function.apply if transform_active() else _differentiable)(*args)
@@ -123,6 +120,9 @@ def _vmap_rule(call: Any) -> Any:
     return rule
 
 
+_any_gradient = gradient_call("lolcats", _gradient, _vmap_rule)
+
+
 def _save_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *operands, ctx.return_state = with_defaults(inputs)
     ctx.save_for_backward(*operands, output[0], output[6], output[7])
@@ -143,13 +143,6 @@ def _backward(ctx: Any, grad_out: Tensor | None, *others: Tensor | None) -> tupl
     return (*(g if n else None for g, n in zip(grads, needs, strict=True)), *nothing[7:])
 
 
-def _refuse_double_backward(ctx: Any, *grads: Any) -> NoReturn:
-    raise RuntimeError(
-        "tk.lolcats: the gradient cannot be differentiated again (double backward); "
-        "tk.reference.lolcats can"
-    )
-
-
 class _Function(torch.autograd.Function):
     """The differentiable op under the transforms of `torch.func`."""
 
@@ -166,19 +159,8 @@ class _Function(torch.autograd.Function):
     vmap = staticmethod(fold_rule(any_call, range(3, 7)))
 
 
-class _GradientFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(*args: Any) -> Any:
-        return _gradient(*args)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass
-
-    backward = staticmethod(_refuse_double_backward)
-    vmap = staticmethod(_vmap_rule(_any_gradient))
-
-
 register("lolcats_backward", fake=_fake, cpu=_cpu, flops=_flops, vmap=_vmap_rule(_gradient))
-torch.library.register_autograd("thunderkittens::lolcats_backward", _refuse_double_backward)
+torch.library.register_autograd(
+    "thunderkittens::lolcats_backward", refuse_double_backward("lolcats")
+)
 torch.library.register_autograd("thunderkittens::lolcats", _backward, setup_context=_save_context)

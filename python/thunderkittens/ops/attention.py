@@ -21,6 +21,7 @@ from . import _attention as shared
 from . import _attention_autograd as autograd
 from . import _registration as registration
 from ._attention import UNBOUNDED, Causal, Options
+from ._gradient_call import refuse_double_backward
 from ._registration import (
     autocast_active,
     autocast_operands,
@@ -355,9 +356,7 @@ for _name, _op, _cpu_gradient, _cuda_gradient in (
         flops=_flops_backward,
         vmap=autograd.vmap_rule_backward("attention", _op, False),
     )
-    torch.library.register_autograd(
-        f"thunderkittens::{_name}", autograd.refuse_double_backward("attention")
-    )
+    torch.library.register_autograd(f"thunderkittens::{_name}", refuse_double_backward("attention"))
 torch.library.register_autograd(
     "thunderkittens::attention",
     autograd.backward_rule("attention", _any_gradient),

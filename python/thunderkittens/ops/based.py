@@ -7,7 +7,7 @@ gradient is wanted, whose gradient is the op `based_backward`.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from .. import emulation
 from ..reference.based import FEATURES, BasedState
 from ..reference.based import based as reference_based
 from ..reference.based import based_backward as reference_based_backward
+from ._gradient_call import gradient_call, refuse_double_backward
 from ._registration import (
     autocast_active,
     autocast_operands,
@@ -428,8 +429,7 @@ def _backward(
     if grad_numerator is None and grad_denominator is not None:
         shape = (*q.shape[:2], FEATURES, v.shape[3])
         grad_numerator = q.new_zeros(shape, dtype=torch.float32)
-    call = _GradientFunction.apply if transform_active() else _gradient
-    dq, dk, dv, d_numerator, d_denominator = call(
+    dq, dk, dv, d_numerator, d_denominator = _any_gradient(
         grad_out.to(q.dtype), grad_numerator, grad_denominator, q, k, v, out, rows, ctx.normalize,
         numerator, denominator, needs,
     )  # fmt: skip
@@ -442,13 +442,6 @@ def _backward(
         d_numerator if wanted[5] else None,
         d_denominator if wanted[6] else None,
         None,
-    )
-
-
-def _refuse_double_backward(ctx: Any, *grads: Any) -> NoReturn:
-    raise RuntimeError(
-        "tk.based: the gradient cannot be differentiated again (double backward); "
-        "tk.reference.based can"
     )
 
 
@@ -481,8 +474,7 @@ def _any_call(*args: Any) -> Any:
     return (_Function.apply if transform_active() else _differentiable)(*args)
 
 
-def _any_gradient(*args: Any) -> Any:
-    return (_GradientFunction.apply if transform_active() else _gradient)(*args)
+_any_gradient = gradient_call("based", _gradient, _vmap_rule)
 
 
 class _Function(torch.autograd.Function):
@@ -497,19 +489,6 @@ class _Function(torch.autograd.Function):
     vmap = staticmethod(_vmap_rule(_any_call))
 
 
-class _GradientFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(*args: Any) -> Any:
-        return _gradient(*args)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass
-
-    backward = staticmethod(_refuse_double_backward)
-    vmap = staticmethod(_vmap_rule(_any_gradient))
-
-
 for _name, _op, _fake_op, _cpu_op in (
     ("based_forward", _forward, _fake_forward, _cpu_forward),
     ("based", _differentiable, _fake, _cpu),
@@ -522,5 +501,5 @@ register(
     flops=_flops_backward,
     vmap=_vmap_rule(_gradient),
 )
-torch.library.register_autograd("thunderkittens::based_backward", _refuse_double_backward)
+torch.library.register_autograd("thunderkittens::based_backward", refuse_double_backward("based"))
 torch.library.register_autograd("thunderkittens::based", _backward, setup_context=_save_context)

@@ -1,0 +1,49 @@
+"""What gradients that are ops of their own have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ._registration import transform_active
+
+Call = Callable[..., Any]
+
+
+def refuse_double_backward(op: str) -> Callable[..., NoReturn]:
+    def backward(ctx: Any, *grads: Any) -> NoReturn:
+        raise RuntimeError(
+            f"tk.{op}: the gradient cannot be differentiated again (double backward); "
+            f"tk.reference.{op} can"
+        )
+
+    return backward
+
+
+def gradient_call(op: str, gradient: Call, vmap_rule: Callable[[Call], Any]) -> Call:
+    """The op that computes the gradient of `op`, as what also works under `torch.func`.
+
+    Its transforms that differentiate need an `autograd.Function`: what
+    `torch.library.register_autograd` sets up fails under them. `vmap_rule` makes the rule for
+    `torch.func.vmap` of what is returned.
+    """
+
+    def call(*args: Any) -> Any:
+        return (Function.apply if transform_active() else gradient)(*args)
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(*args: Any) -> Any:
+            return gradient(*args)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+            pass
+
+        backward = staticmethod(refuse_double_backward(op))
+        vmap = staticmethod(vmap_rule(call))
+
+    return call
