@@ -5,7 +5,6 @@
 
 #include "csrc/common/check.h"
 #include "csrc/common/registry.h"
-#include "csrc/gemm/expanding_gemm.h"
 #include "csrc/gemm/gemm.h"
 
 namespace thunderkittens::gemm {
@@ -119,11 +118,10 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     return choice;
 }
 
-Choice choose_schedule(const Config& config, const Problem& p, const DeviceProperties& device) {
-    return {config, schedule_for(config, p, std::max(1, device.sm_count))};
-}
 Choice choose_marked(const Problem& p, const DeviceProperties& device) {
-    return choose_schedule(marked_config(), p, device);
+    Choice choice{.config = marked_config()};
+    choice.schedule = schedule_for(choice.config, p, std::max(1, device.sm_count));
+    return choice;
 }
 
 std::string kernel_name(const Config& c) {

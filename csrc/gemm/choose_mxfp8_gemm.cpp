@@ -189,10 +189,6 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     return choice;
 }
 
-gemm::Choice expanding_choice(const Problem& p, const DeviceProperties& device) {
-    return gemm::choose_schedule(gemm::expanding_config(DType::bf16), expanded(p), device);
-}
-
 std::string kernel_name(const Choice& c) {
     if (c.direct) return codes_name(c.codes);
     return c.few ? few_name(c.few_config) : c.expanding ? "expanding" : "expand";

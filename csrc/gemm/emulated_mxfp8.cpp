@@ -341,7 +341,12 @@ emulated::Result run_gemm(const emulated::Call& call) {
     emulated::force(choice, call);
     if (choice.expanding) {
         TK_CHECK(problem.expandable(), "tk.mxfp8_gemm: the kernel that expands is not for this");
-        choice.exact = expanding_choice(problem, call.device);
+        constexpr gemm::Config config = gemm::expanding_config(DType::bf16);
+        const int64_t tiles = gemm::regions(m, config.block_m) * gemm::regions(n, config.block_n);
+        choice.exact = {config,
+                        {.band = 2,
+                         .blocks = static_cast<int>(
+                             std::min<int64_t>(tiles, std::max(1, call.device.sm_count)))}};
     }
     const Product product{left, right, problem, choice, bias, offs, activation, out, call.device};
     result.choice = detail::fields_of(product.choice);

@@ -63,10 +63,6 @@ constexpr int early_items(const ExpandOrder& order) {
     return static_cast<int>((order.first_a + order.first_b) * order.columns) * REGION_ITEMS * 2 / 5;
 }
 
-// The schedule of a kernel that is not chosen by the problem.
-Choice choose_schedule(const Config& config, const Problem& problem,
-                       const DeviceProperties& device);
-
 // The kernels' tiles: rows of both operands along k.
 constexpr Config expanding_config(DType dtype) {
     return make_config(TILE_SHAPES[0], dtype, false, false);

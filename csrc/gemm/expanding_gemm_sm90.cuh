@@ -154,10 +154,10 @@ __device__ __forceinline__ void produce_expanded(const typename Types<C>::Global
                                                  const Plan& plan,
                                                  typename Types<C>::Shared& shared) {
     using K = Types<C>;
-    const Place place(g);
     Ring<C.stages> ring;
     bool all = false;  // has been expanded
-    for_each_tile<C>(g, place, [&](const TilePosition at) {
+    for (uint32_t index = blockIdx.x; index < g.order.total; index += gridDim.x) {
+        const TilePosition at = g.order.at(index);
         const uint32_t m = at.m * C.block_m, n = at.n * C.block_n;
         const uint32_t end = min(n + C.block_n, g.n);
         // A region per lane: one after the other would take longer than a stage.
@@ -200,7 +200,7 @@ __device__ __forceinline__ void produce_expanded(const typename Types<C>::Global
                                 full);
             }
         }
-    });
+    }
 }
 
 template <class K, class Sources>

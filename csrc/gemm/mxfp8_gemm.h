@@ -261,8 +261,6 @@ inline bool aligned_scales(const void* scale) {
 std::string unsupported(const Problem& problem, const DeviceProperties& device);
 std::string unsupported_operand(const PrepareProblem& problem, const DeviceProperties& device);
 Choice choose(const Problem& problem, const DeviceProperties& device);
-// The schedule of the kernel that expands, also where it is not chosen.
-gemm::Choice expanding_choice(const Problem& problem, const DeviceProperties& device);
 std::string kernel_name(const Choice& choice);
 std::string kernel_name(const PrepareChoice& choice);
 
