@@ -297,6 +297,32 @@ def test_compare_reports_ratios_and_notes():
         assert words in text
 
 
+def test_what_runs_apart_is_timed_after_the_others():
+    order = []
+
+    def called(name):
+        def call(a, b):
+            order.append(name)
+            return a @ b
+
+        return call
+
+    def prepare(a, b):
+        return lambda: called("hot")(a, b)
+
+    implementations = {
+        "ours": called("ours"),
+        "hot": bench.Prepared(prepare, another_problem=True, apart=True),
+        "peer": called("peer"),
+    }
+    options = {"device": "cpu", "repetitions": 3, "checked": False}
+    (measurement,) = bench.compare([gemm_case()], implementations, **options)
+    assert set(measurement.timings) == set(implementations)
+    rounds = order[3:]  # the first three try each once
+    assert set(rounds[: rounds.index("hot")]) == {"ours", "peer"}
+    assert set(rounds[rounds.index("hot") :]) == {"hot"}
+
+
 def test_a_wrong_subject_is_not_timed():
     wrong = {"ours": lambda a, b: a @ b + 1, "peer": product}
     (measurement,) = bench.compare([gemm_case()], wrong, device="cpu", repetitions=2)

@@ -9,9 +9,7 @@ namespace thunderkittens::attention {
 using namespace kittens;
 
 // An item is one block of queries (of keys, in the backward) of one head of one batch. Items come
-// in sections of heads, inside a section longest first (level 0), and are dealt to the blocks of
-// the grid back and forth, so that who got the longest item of a round gets the shortest of the
-// next.
+// in sections of heads, inside a section longest first (level 0).
 struct Schedule {
     int blocks, heads, batch;
     int section_heads;  // of all batches; see Choice
@@ -20,15 +18,6 @@ struct Schedule {
         int level, head, batch;
     };
     __host__ __device__ int items() const { return blocks * heads * batch; }
-
-    template <class Work>
-    __device__ __forceinline__ void for_each_item(Work work) const {
-        const int grid = static_cast<int>(gridDim.x), id = static_cast<int>(blockIdx.x);
-        for (int round = 0; round * grid < items(); ++round) {
-            const int index = round * grid + (round % 2 == 0 ? id : grid - 1 - id);
-            if (index < items()) work(item(index));
-        }
-    }
 
     __device__ __forceinline__ Item item(int index) const {
         const int section = index / (blocks * section_heads);

@@ -55,11 +55,13 @@ class Prepared:
     """An implementation with an untimed part: `prepare(**inputs)` returns the call to time.
 
     A backward pass is one: its preparation runs the forward pass. One that runs `another_problem`
-    than the case's is timed, and neither checked nor rated.
+    than the case's is timed, and neither checked nor rated. One that is to be timed `apart` has
+    rounds of its own after those of the others, whose clock its power would lower.
     """
 
     prepare: Callable[..., Callable[[], Any]]
     another_problem: bool = False
+    apart: bool = False
 
 
 Implementation = Callable[..., Any] | Prepared

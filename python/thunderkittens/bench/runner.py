@@ -10,7 +10,7 @@ import torch
 
 from .accuracy import Accuracy, as_tensors, check
 from .cases import Case, Implementation, NotApplicableError, Prepared, bind
-from .timing import Timer, Timing, make_timer
+from .timing import Calls, Timer, Timing, make_timer
 
 WARMUP = 3
 
@@ -76,7 +76,9 @@ def measure(
     measurement = Measurement(case, subject)
     generator = torch.Generator(device=timer.device).manual_seed(seed)
     inputs = case.make_inputs(timer.device, generator)
-    calls, results = {}, {}
+    calls: Calls = {}
+    apart: Calls = {}
+    results = {}
     for name, implementation in implementations.items():
         try:
             call = bind(implementation, inputs)
@@ -89,8 +91,9 @@ def measure(
         except (RuntimeError, ValueError, TypeError, ImportError) as error:
             measurement.notes[name] = first_line(error)
             continue
-        calls[name] = call
-        if isinstance(implementation, Prepared) and implementation.another_problem:
+        prepared = implementation if isinstance(implementation, Prepared) else None
+        (apart if prepared and prepared.apart else calls)[name] = call
+        if prepared and prepared.another_problem:
             measurement.unrated.add(name)
         else:
             results[name] = result
@@ -105,13 +108,14 @@ def measure(
             measurement.notes[name] = f"not accurate: {figures}, largest {accuracy.largest:.2e}"
             if name == subject:
                 del calls[name]
-    for call in calls.values():
-        for _ in range(WARMUP):
-            call()
-    timer.synchronize()
-    if calls:
-        rounds = timer.measure(calls, repetitions=repetitions, seconds=seconds)
-        measurement.timings, measurement.clocks = rounds.timings, rounds.clocks
+    for group in filter(None, (calls, apart)):
+        for call in group.values():
+            for _ in range(WARMUP):
+                call()
+        timer.synchronize()
+        rounds = timer.measure(group, repetitions=repetitions, seconds=seconds)
+        measurement.timings |= rounds.timings
+        measurement.clocks = measurement.clocks or rounds.clocks
     for name, timing in measurement.timings.items():
         if timing.late:
             measurement.notes[name] = (

@@ -130,7 +130,7 @@ def implementations(device: torch.device) -> dict[str, Implementation]:
 
     found: dict[str, Implementation] = {
         "thunderkittens": lambda q, k, v, normalize: tk.based(q, k, v, normalize=normalize),
-        "attention": Prepared(prepare_attention, another_problem=True),
+        "attention": Prepared(prepare_attention, another_problem=True, apart=True),
     }
     if device.type == "cuda":  # compiled at the first call
         found["torch.compile"] = torch.compile(chunked, dynamic=False)

@@ -130,14 +130,15 @@ def gradients(
 
 
 def forward_or_gradient(function: Callable[..., Tensor], another_problem: bool = False) -> Prepared:
-    """Times a function, or where there is a gradient of its output its backward pass."""
+    """Times a function, or where there is a gradient of its output its backward pass; that of
+    another problem apart."""
 
     def prepare(grad_out: Tensor | None = None, **operands: Tensor) -> Callable[[], Any]:
         if grad_out is None:
             return lambda: function(**operands)
         return gradients(function, grad_out, operands)
 
-    return Prepared(prepare, another_problem)
+    return Prepared(prepare, another_problem, apart=another_problem)
 
 
 def make_case(
