@@ -182,10 +182,15 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
         if (g.out_dtype == DType::fp32) {
             store_wide<C>(g, shared, d, to.batch, to.row, to.col);
         } else {
-            if (g.out_dtype == DType::bf16)
+            if (C.fused && g.packed) {
+                if constexpr (C.fused) {
+                    FusedEpilogue<C>::pack(g.epilogue.activation, finished.values, d);
+                }
+            } else if (g.out_dtype == DType::bf16) {
                 finished.template pack<bf16>(d);
-            else
+            } else {
                 finished.template pack<half>(d);
+            }
             finished.at = to;
             finished.any = g.tma_store;
             if (!g.tma_store) finished.send_by_warp(g, shared);
@@ -327,6 +332,8 @@ typename Types<C>::Globals make_globals(const Params& p) {
         .order = make_order(C, p.schedule, p.m, p.n, p.batch),
         .marks = p.marks,
         .residual = residual_of<C>(p, out_n),
+        .packed =
+            C.fused && p.out_dtype == DType::bf16 && e.gate == Gate::none && e.residual == nullptr,
     };
 }
 
