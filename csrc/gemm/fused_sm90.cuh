@@ -78,12 +78,12 @@ struct FusedEpilogue {
         auto& x = reinterpret_cast<float(&)[half]>(values[0]);
         auto& y = reinterpret_cast<float(&)[half]>(values[half]);
         if (e.gate == Gate::interleaved) {
-            activate<half>(e.activation, [&](int i) -> float& { return values[2 * i]; });
+            activate_for<half>(g, [&](int i) -> float& { return values[2 * i]; });
             join(values);
         } else {
-            activate(e.activation, x);
+            activate_for<half>(g, [&](int i) -> float& { return x[i]; });
             if (e.gate == Gate::none) {
-                activate(e.activation, y);
+                activate_for<half>(g, [&](int i) -> float& { return y[i]; });
             } else {
 #pragma unroll
                 for (int i = 0; i < half; ++i) x[i] *= y[i];
@@ -131,6 +131,19 @@ struct FusedEpilogue {
     }
 
   private:
+    // Replaces each of n values, value(i), by its activation.
+    template <int n, class Value>
+    static __device__ __forceinline__ void activate_for(const typename K::Globals& g, Value value) {
+        const Activation activation = g.epilogue.activation;
+        if (C.marked || g.out_dtype != DType::bf16 || activation <= Activation::relu) {
+            return activate<n>(activation, value);
+        }
+        with_short_formula(activation, [&](auto function) {
+#pragma unroll
+            for (int i = 0; i < n; ++i) value(i) = function(value(i));
+        });
+    }
+
     // Register r of base tile t: this row and column of the tile, from the warp's first row on.
     static __device__ __forceinline__ int row_of(int r) { return laneid() / 4 + r % 2 * 8; }
     static __device__ __forceinline__ int column_of(int t, int r) {

@@ -332,8 +332,8 @@ typename Types<C>::Globals make_globals(const Params& p) {
         .order = make_order(C, p.schedule, p.m, p.n, p.batch),
         .marks = p.marks,
         .residual = residual_of<C>(p, out_n),
-        .packed =
-            C.fused && p.out_dtype == DType::bf16 && e.gate == Gate::none && e.residual == nullptr,
+        .packed = C.fused && !C.marked && p.out_dtype == DType::bf16 && e.gate == Gate::none &&
+                  e.residual == nullptr,
     };
 }
 
