@@ -226,7 +226,7 @@ __device__ __forceinline__ void scale(Tile& d, float factor) {
 template <Config C>
 struct Bias {
     static constexpr int per_thread = (C.block_n + WARPGROUP_THREADS - 1) / WARPGROUP_THREADS;
-    float values[per_thread];
+    typename Types<C>::T values[per_thread];  // a conversion here would wait for the load
 
     __device__ __forceinline__ void fetch(const typename Types<C>::Globals& g, uint32_t first) {
 #pragma unroll
@@ -234,7 +234,8 @@ struct Bias {
             const int offset = i * WARPGROUP_THREADS + warpgroup::laneid();
             const uint32_t col = Types<C>::column(g, first, offset);
             const auto* bias = static_cast<const typename Types<C>::T*>(g.epilogue.bias);
-            values[i] = col < g.n ? convert<float>(arch::load_global(bias + col)) : 0.f;
+            values[i] = typename Types<C>::T{};
+            if (col < g.n) values[i] = arch::load_global(bias + col);
         }
     }
     __device__ __forceinline__ void add(sv_fl<C.block_n>& shared, rt_fl<16, C.block_n>& d) const {
@@ -243,7 +244,7 @@ struct Bias {
 #pragma unroll
         for (int i = 0; i < per_thread; ++i) {
             const int col = i * WARPGROUP_THREADS + warpgroup::laneid();
-            if (col < C.block_n) shared.set(col, values[i]);
+            if (col < C.block_n) shared.set(col, convert<float>(values[i]));
         }
         warpgroup::sync(barrier);
 #pragma unroll

@@ -156,10 +156,15 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
         if (g.out_dtype == DType::fp32) {
             store_wide<C>(g, shared, d, to.batch, to.row, to.col);
         } else {
-            if (g.out_dtype == DType::bf16)
+            if (C.fused && g.packed) {
+                if constexpr (C.fused) {
+                    FusedEpilogue<C>::pack(g.epilogue.activation, finished.values, d);
+                }
+            } else if (g.out_dtype == DType::bf16) {
                 finished.template pack<bf16>(d);
-            else
+            } else {
                 finished.template pack<half>(d);
+            }
             finished.at = to;
             finished.any = g.tma_store && g.k_blocks >= finished.sent(g);
             if (!finished.any) finished.send_now(g, shared);
@@ -279,6 +284,8 @@ typename Types<C>::Globals make_globals(const Params& p) {
         .order = make_order(C, p.schedule, p.m, p.n, p.batch),
         .marks = p.marks,
         .residual = residual_of<C>(p, out_n),
+        .packed = C.fused && !C.marked && p.out_dtype == DType::bf16 && e.gate == Gate::none &&
+                  e.residual == nullptr,
     };
 }
 

@@ -99,6 +99,7 @@ struct Types {
         TileOrder order;
         Marks marks;
         Residual<C> residual;
+        bool packed;  // values are activated as they are rounded, to bf16
     };
 
     static constexpr int threads = gemm::threads(C);
