@@ -192,15 +192,17 @@ def test_fp8_gemm_in_clusters(cluster, kind, policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("splits", [1, 2, 4])
+@pytest.mark.parametrize(("splits", "clusters"), [(1, 2), (2, 2), (4, 2), (2, 4), (3, 4)])
 @pytest.mark.parametrize("m", [1, 17, 64])
-def test_fp8_gemm_of_few_rows(m, splits, policy):
-    """All kinds of scales, with and without a division of k, both ways out."""
+def test_fp8_gemm_of_few_rows(m, splits, clusters, policy):
+    """All kinds of scales, with and without a division of k, all ways out."""
     n, k = 200, 2200
     for number, kind in enumerate(("tensor", "row", "block", "fine")):
         a, b, scale_a, scale_b, expected = fp8_operands(m, n, k, kind)
         bias = torch.randint(-3, 4, (n,)).bfloat16() if number % 2 else None
-        with tk.emulate(policy, seed=m, config={"splits": splits, "blocks": 2 * splits}) as run:
+        with tk.emulate(
+            policy, seed=m, config={"splits": splits, "blocks": clusters * splits}
+        ) as run:
             out = tk.fp8_gemm(
                 a.to(E5M2 if number == 1 else E4M3),
                 b.t().contiguous().t().to(E4M3),

@@ -549,7 +549,7 @@ def few_rows(m, n, k, device, scales=(110, 145)):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("m", [1, 16, 17, 32])
+@pytest.mark.parametrize("m", [1, 16, 17, 32, 33, 64])
 def test_few_rows_with_scales_far_apart(device, m, path):
     """Products of blocks are scaled in fp32: nothing is re-based, and nothing guarded."""
     n, k = 200, 1056

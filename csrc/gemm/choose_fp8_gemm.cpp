@@ -58,19 +58,26 @@ Choice choose_streamed(const Problem& p, int sm_count) {
     for (const StreamShape& candidate : STREAM_SHAPES) {
         shape = &candidate;
         if (candidate.block_m >= p.m) break;
-        // Half of the rows in each of twice the blocks, where a quarter of the SMs would do it.
-        if (candidate.block_m * 2 >= p.m && ceil_div(p.n, candidate.block_n) * 4 <= sm_count &&
-            candidate.block_m >= 32) {
-            break;
-        }
     }
     Choice choice{.config = make_config(*shape, {p.a_dtype, p.b_dtype})};
     const int64_t tiles = ceil_div(p.m, shape->block_m) * ceil_div(p.n, shape->block_n);
     const int64_t k_steps = ceil_div(p.k, shape->block_k);
-    // Where there are fewer tiles than SMs, blocks of a cluster divide k, as long as each still has
-    // some steps.
+    // Blocks of a cluster divide k as long as each still has some steps: where that gives SMs to
+    // each tile that would be idle, and more where tiles are very few. With half of the SMs or more
+    // at work it pays only for what is loaded of 64 rows of a.
     int splits = 1;
-    while (splits < 8 && tiles * splits * 8 <= sm_count && k_steps >= splits * 2 * 2) splits *= 2;
+    for (const int more : {2, 3}) {
+        // Clusters of three do not come out even with the SMs that they can share.
+        const int64_t clusters = more == 2 ? sm_count / 2 : sm_count / 3 * 8 / 9;
+        const bool pays = tiles * 3 <= sm_count || shape->block_m > 32;
+        if (pays && tiles <= clusters && more <= senders(choice.config) + 1 &&
+            k_steps >= more * 2 * 2) {
+            splits = more;
+        }
+    }
+    for (int more = 4; more <= 8; more *= 2) {
+        if (tiles * more * 4 <= sm_count && k_steps >= more * 2) splits = more;
+    }
     const int64_t clusters = std::max(1, sm_count / splits);
     const int64_t rounds = ceil_div(tiles, clusters);
     choice.schedule.splits = splits;

@@ -1,5 +1,6 @@
 // Which kernels multiply MXFP8 matrices: pure functions of the problem and the device.
 #include <algorithm>
+#include <initializer_list>
 
 #include "csrc/common/check.h"
 #include "csrc/common/registry.h"
@@ -61,7 +62,7 @@ std::vector<KernelInfo> gemm_kernels() {
     for (const CodesShape& s : CODES_SHAPES) {
         list.push_back({
             .name = codes_name(s),
-            .config = concat("tile ", s.tokens, "x64x", FEW_K * s.k_groups, ", ", s.stages,
+            .config = concat("tile ", s.tokens, 'x', CODES_TILE, 'x', s.stage_k, ", ", s.stages,
                              " stages, 1 producer warp and ", s.k_groups, " consumer warpgroups"),
             .source = concat("mxfp8_codes_", s.tokens),
             .symbol = concat("CodesShapeELi", s.tokens, "ELi"),
@@ -74,10 +75,12 @@ std::vector<KernelInfo> gemm_kernels() {
 
 // Blocks of a cluster divide k where that fills more of the SMs, each has some steps, and every
 // tile has a cluster at once.
-void schedule_few(int64_t tiles, int64_t stages, int64_t sm_count, Choice& choice) {
+void schedule_few(int64_t tiles, int64_t stages, int64_t sm_count, Choice& choice,
+                  std::initializer_list<int> divisions = {1, 2, 4, 8}, int most = 8) {
     const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
     double least = 0;
-    for (int splits = 1; splits <= 8 && splits <= sm_count && splits <= stages; splits *= 2) {
+    for (const int splits : divisions) {
+        if (splits > most || splits > sm_count || splits > stages) break;
         // Clusters of more than two blocks do not come out even with the SMs that they can share.
         const int64_t clusters =
             std::max<int64_t>(sm_count / splits * (splits > 2 ? 10 : 11) / 11, 1);
@@ -114,17 +117,20 @@ void choose_few(const Problem& p, const DeviceProperties& device, Choice& choice
     }
     schedule_few(tiles, stages, sm_count, choice);
 }
-// The same from codes, in tiles of 64 rows of the weight.
+// The same from codes.
 void choose_codes(const Problem& p, const DeviceProperties& device, Choice& choice) {
     const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+    const int64_t sm_count = std::max(1, device.sm_count), columns = ceil_div(p.n, CODES_TILE);
+    const auto tiles = [&] { return ceil_div(p.m, choice.codes.tokens) * columns; };
     for (const CodesShape& candidate : CODES_SHAPES) {
         choice.codes = candidate;
         if (candidate.tokens >= p.m) break;
+        // What limits with 64 rows is the scaling of products, which then has twice the SMs.
+        if (candidate.tokens * 2 >= p.m && candidate.tokens >= 32 && tiles() <= sm_count) break;
     }
     choice.direct = true;
-    schedule_few(ceil_div(p.m, choice.codes.tokens) * ceil_div(p.n, mixed_gemm::PIECE),
-                 ceil_div(p.k, FEW_K * choice.codes.k_groups), std::max(1, device.sm_count),
-                 choice);
+    schedule_few(tiles(), ceil_div(p.k, choice.codes.stage_k), sm_count, choice,
+                 {1, 2, 3, 4, 5, 6, 7, 8}, codes_senders(choice.codes) + 1);
 }
 std::vector<KernelInfo> prepare_kernels() {
     return {pass("rebase", "16 rows, 256 threads, two operands")};

@@ -6,6 +6,7 @@
 // and the rows of a belong to the groups one after the other.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -172,6 +173,8 @@ constexpr bool shares_b(const Config& c) { return c.block_n % 32 == 0; }
 constexpr int threads(const Config& c) {
     return c.streamed ? 4 * 32 + 2 * 32 : (c.consumers + 1) * 128;
 }
+// Blocks of a cluster that may send a streamed tile's sums to the first one.
+constexpr int senders(const Config& c) { return c.block_m > 32 ? 1 : 2; }
 // Scales that a stage holds: those of its rows of a, and of its blocks or columns of b.
 constexpr int scales_of_stage(const Config& c) {
     if (c.sums == Sums::fast) return 0;
@@ -181,7 +184,8 @@ constexpr int shared_bytes(const Config& c) {
     if (c.streamed) {
         const int parts = c.block_k / BLOCK_K;
         const int ring = c.stages * (c.block_m + c.block_n) * c.block_k;
-        const int sums = (c.block_m * (c.block_n + 4) * 4 + 127) / 128 * 128;
+        const int columns = std::max(c.block_n + 4, senders(c) * c.block_n);
+        const int sums = (c.block_m * columns * 4 + 127) / 128 * 128;
         const int scales = c.stages * parts * (c.block_m + c.block_n) * 4;
         return (ring + sums + scales + (2 * c.stages + 2) * 8 + 127) / 128 * 128;
     }

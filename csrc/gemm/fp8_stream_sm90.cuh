@@ -3,9 +3,9 @@
 // As stream_sm90.cuh: 64 columns of the output are the rows of a tensor core's tile, up to 64 rows
 // of a its columns. A block has a warp that loads, one that copies scales, and a warpgroup that
 // multiplies; nearly all of the shared memory is bytes on their way. Where there are far fewer
-// tiles than SMs, the blocks of a cluster divide k, and each sums the partial results of a share of
-// the tile's elements, in a fixed order, over the cluster's shared memory: reruns give the same
-// bits.
+// tiles than SMs, the blocks of a cluster divide k. 16-bit results are sent to the first block as
+// sums in registers, and it adds them; of others, each block sums a share of the tile's elements over
+// the cluster's shared memory. The order is fixed: reruns give the same bits.
 //
 // Sums are always promoted: a product of 128 of k goes to registers of its own and is added in
 // fp32, times the scales of its blocks where there are such. It costs nothing here.
@@ -36,7 +36,7 @@ struct StreamTypes {
     };
     struct Shared {
         Stage stages[C.stages];
-        sv_fl<C.block_m * pitch> sums;
+        sv_fl<C.block_m * std::max(pitch, senders(C) * C.block_n)> sums;
         // For each part, scales of rows of a; then of b's block, or of its columns.
         sv_fl<parts*(C.block_m + C.block_n)> scales[C.stages];
         semaphore full[C.stages], empty[C.stages];
@@ -102,8 +102,11 @@ __device__ __forceinline__ void stream_produce(const typename StreamTypes<C>::Gl
             semaphore& full = shared.full[ring.stage];
             wait(shared.empty[ring.stage], ring.phase ^ 1);
             tma::expect(full, stage);
-            tma::load_async<2, tma::CachePolicy::evict_first>(
-                stage.b, g.b, elements(0, 0, static_cast<int>(tile.col), k * C.block_k), full);
+            const auto weights = elements(0, 0, static_cast<int>(tile.col), k * C.block_k);
+            if (g.m_tiles.value == 1)
+                tma::load_async<2, tma::CachePolicy::evict_first>(stage.b, g.b, weights, full);
+            else  // the other tiles of the same columns find it in the L2 cache
+                tma::load_async<2>(stage.b, g.b, weights, full);
             tma::load_async<2, tma::CachePolicy::evict_last>(
                 stage.a, g.a, elements(0, 0, static_cast<int>(tile.row), k * C.block_k), full);
         }
@@ -313,7 +316,14 @@ __device__ __forceinline__ void stream_consume(const typename StreamTypes<C>::Gl
             }
         }
 
-        if (g.direct) return direct.store(g, shared, sums, tile, SUMS);
+        if (g.direct) {
+            if (g.splits > 1) {
+                const gemm::sm90::SentSums<C.block_m> sent{shared.sums.address(), shared.summed};
+                if (rank > 0) return sent.send(sums, rank);
+                sent.receive(sums, g.splits);
+            }
+            return direct.store(g, shared, sums, tile, SUMS);
+        }
         turned.begin();
         turned.store(sums, 0);
         turned.exchange();
@@ -344,7 +354,7 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_stream_kernel(const __grid_
                 init_semaphore(shared.full[i], 1 + (g.blocks ? WARP_THREADS : 0));
                 init_semaphore(shared.empty[i], WARPGROUP_WARPS);
             }
-            init_semaphore(shared.summed, WARPGROUP_WARPS * g.splits);
+            init_semaphore(shared.summed, WARPGROUP_WARPS * max(1, g.splits - int(g.direct)));
             init_semaphore(shared.read, WARPGROUP_WARPS * g.splits);
             arch::mbarrier_init_fence();
         }
@@ -371,8 +381,9 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_stream_kernel(const __grid_
     } else {
         stream_consume<C>(g, shared, rank);
     }
-    // A block's shared memory is read, and its semaphores are arrived at, by its cluster.
-    if (g.splits > 1) cluster::sync();
+    // A block's shared memory is read, and its semaphores are arrived at, by its cluster; for what is
+    // sent the first block has waited.
+    if (g.splits > 1 && !g.direct) cluster::sync();
 }
 
 }  // namespace sm90
@@ -388,8 +399,13 @@ void launch_streamed(const Params& p, Stream stream) {
     };
     const auto tiles = [](int64_t size, int64_t tile) { return (size + tile - 1) / tile; };
     const int64_t bytes = size_in_bytes(p.out_dtype);
-    const bool direct = bytes == 2 && p.schedule.splits == 1 && p.activation == 0 && p.n % 8 == 0;
     const auto m_tiles = static_cast<uint32_t>(tiles(p.m, C.block_m));
+    const auto all_tiles = m_tiles * static_cast<uint32_t>(tiles(p.n, C.block_n));
+    const auto clusters = static_cast<uint32_t>(p.schedule.blocks / p.schedule.splits);
+    // Sums are sent once: of one tile per cluster.
+    const bool sent = all_tiles <= clusters && p.schedule.splits <= senders(C) + 1;
+    const bool direct =
+        bytes == 2 && (p.schedule.splits == 1 || sent) && p.activation == 0 && p.n % 8 == 0;
     const typename K::Globals globals {
         .a = matrix.template operator()<decltype(K::Globals::a)>(p.a, p.m, p.k, p.a_stride),
         .b = matrix.template operator()<decltype(K::Globals::b)>(p.b, p.n, p.k, p.b_stride),
@@ -409,8 +425,8 @@ void launch_streamed(const Params& p, Stream stream) {
         .fine = p.fine,
         .direct = direct,
         .quads = p.n % 4 == 0,
-        .tiles = m_tiles * static_cast<uint32_t>(tiles(p.n, C.block_n)),
-        .clusters = static_cast<uint32_t>(p.schedule.blocks / p.schedule.splits),
+        .tiles = all_tiles,
+        .clusters = clusters,
         .m_tiles = gemm::Divisor(m_tiles),
         .k_blocks = static_cast<int>(tiles(p.k, BLOCK_K)),
         .k_steps = static_cast<int>(tiles(p.k, C.block_k)),

@@ -40,7 +40,7 @@ constexpr int MAX_EXPONENT = 96;
 constexpr int64_t FEW_ROWS = 64;
 constexpr int FEW_K = 128;
 // The kernel from codes: up to so many rows.
-constexpr int64_t CODES_ROWS = 32;
+constexpr int64_t CODES_ROWS = 64;
 
 struct Problem {
     int64_t m = 0, n = 0, k = 0;
@@ -102,24 +102,30 @@ constexpr int few_shared_bytes(const FewConfig& f) {
     const int bytes = c.stages * c.k_groups * chunk + sums + (2 * c.stages + 2) * 8;
     return (bytes + 127) / 128 * 128;
 }
-// The kernels for few rows from their codes, for e4m3, see mxfp8_codes_sm90.cuh.
+// The kernels for few rows from their codes, for e4m3, see mxfp8_codes_sm90.cuh: rows of a, the
+// warpgroups that divide a stage's k, how much that is, and stages.
 struct CodesShape {
-    int tokens, k_groups, stages;
+    int tokens, k_groups, stage_k, stages;
 
     bool operator==(const CodesShape&) const = default;
 };
-constexpr CodesShape CODES_SHAPES[] = {{16, 4, 4}, {32, 4, 3}};
-constexpr mixed_gemm::Config tile_of(const CodesShape& s) {
-    return make_few({s.tokens, 1, s.k_groups, s.stages}, DType::e4m3).tile;
+constexpr CodesShape CODES_SHAPES[] = {{16, 1, 512, 4}, {32, 4, 512, 3}, {64, 2, 512, 3}};
+constexpr int CODES_TILE = 64;  // rows of the weight
+// Blocks of a cluster that may send a tile's sums to the first one.
+constexpr int codes_senders(const CodesShape& s) { return s.tokens > 32 ? 0 : 7; }
+// Of 32 of k, in a stage, of a warpgroup.
+constexpr int codes_products(const CodesShape& s) { return s.stage_k / BLOCK / s.k_groups; }
+constexpr int codes_factors(const CodesShape& s) { return CODES_TILE + s.tokens + 16; }
+// Where registers are moved between them, all warpgroups are whole.
+constexpr int codes_threads(const CodesShape& s) {
+    return s.k_groups * 128 + (s.k_groups > 1 ? 128 : 32);
 }
-constexpr int codes_threads(const CodesShape& s) { return s.k_groups * 128 + 32; }
 constexpr int codes_shared_bytes(const CodesShape& s) {
-    constexpr int rows = mixed_gemm::PIECE;
-    const int stage = s.k_groups * (FEW_K * (rows + s.tokens) + 2 * 512);
-    const int factors = 2 * (rows + s.tokens) * FEW_K / BLOCK * 4;
-    const int sums = (few_pass(tile_of(s)) * (rows + 4) * 4 + 127) / 128 * 128;
-    const int bytes = s.stages * stage + s.k_groups * (factors + sums) + (2 * s.stages + 2) * 8;
-    return (bytes + 127) / 128 * 128;
+    const int rows = CODES_TILE + s.tokens;
+    const int stage = s.stage_k * rows + 2 * (s.stage_k / FEW_K * 512);
+    const int factors = s.k_groups * 2 * codes_products(s) * codes_factors(s) * 4;
+    const int sent = std::max(codes_senders(s) * CODES_TILE * s.tokens * 4, 128);
+    return (s.stages * stage + factors + sent + (2 * s.stages + 1) * 8 + 127) / 128 * 128;
 }
 // The kernels that multiply: of few rows, of expanded operands, and of re-based ones.
 struct Choice {

@@ -104,5 +104,45 @@ struct SharedSums {
     }
 };
 
+// The short way, for one tile per cluster and warpgroup: the others send their sums to the first
+// block, as they lie in registers, and it adds them in the order of the blocks.
+template <int rows>
+struct SentSums {
+    static constexpr int pieces = rows / 8;  // of 16 bytes, of a thread
+    static constexpr int bytes = pieces * WARPGROUP_THREADS * 16;
+    uint32_t base;  // of what this warpgroup is sent: block, piece, thread
+    semaphore& summed;
+
+    __device__ __forceinline__ void send(const rt_fl<16, rows>& d, int rank) const {
+        cluster::wait();  // the first block's semaphores are there
+        const uint32_t to =
+            arch::map_shared_rank(base + (rank - 1) * bytes + warpgroup::laneid() * 16, 0);
+#pragma unroll
+        for (int i = 0; i < pieces; ++i) {
+            const auto& data = d.tiles[0][i / 2].data;
+            const float2 low = data[i % 2 * 2], high = data[i % 2 * 2 + 1];
+            arch::store_cluster_shared(to + i * WARPGROUP_THREADS * 16,
+                                       make_float4(low.x, low.y, high.x, high.y));
+        }
+        arch::sync_warp();
+        if (laneid() == 0) arrive_remote(summed, 0);
+    }
+    __device__ __forceinline__ void receive(rt_fl<16, rows>& d, int splits) const {
+        cluster::wait();
+        wait_cluster(summed, 0);
+        uint32_t from = base + warpgroup::laneid() * 16;
+#pragma unroll 1
+        for (int rank = 1; rank < splits; ++rank, from += bytes) {
+#pragma unroll
+            for (int i = 0; i < pieces; ++i) {
+                const auto more = arch::load_shared<float4>(from + i * WARPGROUP_THREADS * 16);
+                auto& data = d.tiles[0][i / 2].data;
+                float2 &low = data[i % 2 * 2], &high = data[i % 2 * 2 + 1];
+                low.x += more.x, low.y += more.y, high.x += more.z, high.y += more.w;
+            }
+        }
+    }
+};
+
 }  // namespace sm90
 }  // namespace thunderkittens::gemm

@@ -67,7 +67,7 @@ def mxfp8_gemm(
       element moves by more than 2^-9 of the largest magnitude of its block; products with 128 rows
       of a or of b's transpose in which one would are computed by the exact path. The device
       decides, the host does not wait. `tk.mxfp8_prepare` does this once for an operand that is
-      kept. For up to 32 rows of a, float8_e4m3fn with scales in the 128x4 layout, nothing is
+      kept. For up to 64 rows of a, float8_e4m3fn with scales in the 128x4 layout, nothing is
       re-based: the fp8 tensor cores multiply blocks of 32, whose sums are scaled in float32.
 
     Args:
