@@ -5,30 +5,37 @@
 //   linear   dphi_i = alpha / denominator_i (S dO_i - delta_i s); through both softmaxes to dz;
 //            dQ += dz W^T
 // A block walks forwards over the chunks of one head, like the forward (lolcats_forward_sm90.cuh),
-// and has its three warpgroups: linear (sums in fp32 registers; leaves dz in shared memory and in
-// global memory, for W's gradient), window (dQ), and one thread that brings Q, dO, K and V. It also
-// leaves what the kernel for the keys needs of each row, and parts of alpha's and beta's gradient.
+// and has three warpgroups: linear (sums in fp32 registers; leaves dz in shared memory and in global
+// memory, for W's gradient), window (dQ), and one of which a thread brings Q, dO, K and V and a
+// warp makes delta. It also leaves what the kernel for the keys needs of each row, and parts of
+// alpha's and beta's gradient.
 #pragma once
 
+#include "csrc/linear_attention/lolcats_features.cuh"
 #include "csrc/linear_attention/lolcats_gradient.cuh"
 
 namespace thunderkittens::linear_attention {
 
 constexpr int LOLCATS_QUERY_THREADS = 3 * WARPGROUP_THREADS;
 constexpr int QUERY_LINEAR_ROLE = 0, QUERY_PRODUCER_ROLE = 2;  // 1: window
-constexpr int QUERY_LINEAR_REGISTERS = 256, QUERY_WINDOW_REGISTERS = 224;
+// Of 504 together.
+constexpr int QUERY_LINEAR_REGISTERS = 256, QUERY_WINDOW_REGISTERS = 208,
+              QUERY_PRODUCER_REGISTERS = 40;
 
 template <class K>
 struct QueryGradientGlobals {
     using G = LolcatsGradient<K>;
+    using out_tile = st<typename K::T, CHUNK / 2, K::head_dim>;
+    using out_layout = gl<typename K::T, -1, -1, -1, K::head_dim, out_tile>;
     typename K::token_layout q, grad_out, dq;
+    out_layout out;
     KeysAndValues<K> kv;
     typename K::map_layout q_map, k_map;
     typename G::projected_layout projected;
     const float *alpha, *beta;
     LolcatsStatePointers initial;
     const float* sums;  // before each segment; null: there is one
-    const float *delta, *denominators;
+    const float* denominators;
     float *rows, *weights, *factor_parts;
     int heads, length, segments, chunks;
     int64_t lines;
@@ -48,11 +55,13 @@ struct QueryGradientShared {
     typename K::feature_tile features[K::groups];
     typename K::state_tile state[K::groups];
     typename LolcatsGradient<K>::projected_tile projected;
+    typename QueryGradientGlobals<K>::out_tile out;  // half a chunk's
+    sv<float, 2 * CHUNK> rows[stages];       // 1 / denominator and delta of each query
     sv<float, 2 * K::features> denominator;  // of the state
     sv<float, 16> scratch;
     sv<float, 4> alpha_parts, beta_parts;
     semaphore maps, queries_full[stages], queries_empty[stages], keys_full[stages],
-        keys_empty[stages], projected_full, projected_empty;
+        keys_empty[stages], out_full, rows_full[stages], projected_full, projected_empty;
 
     __device__ __forceinline__ void init() {
         init_semaphore(maps, 1);
@@ -61,7 +70,9 @@ struct QueryGradientShared {
             init_semaphore(queries_empty[s], 2);
             init_semaphore(keys_full[s], 1);
             init_semaphore(keys_empty[s], 2);
+            init_semaphore(rows_full[s], 1);
         }
+        init_semaphore(out_full, 1);
         init_semaphore(projected_full, 1);
         init_semaphore(projected_empty, 1);
         arch::mbarrier_init_fence();
@@ -95,23 +106,79 @@ __device__ __forceinline__ void produce_for_queries(const QueryGradientGlobals<K
     }
 }
 
-// 1 / denominator and delta of the lane's two rows; 1 and 0 where there is no such query.
+// By one warp: delta, which is a diagonal of dO O^T, and 1 / denominator of each query; 0 and 1
+// where there is none. O is brought in halves of a chunk.
+template <class K>
+__device__ __forceinline__ void make_query_rows(const QueryGradientGlobals<K>& g,
+                                                QueryGradientShared<K>& shared,
+                                                const LolcatsItem& item) {
+    using T = typename K::T;
+    const int count = item.end - item.begin;
+    const auto load_half = [&](int n) {
+        if (n >= 2 * count || laneid() != 0) return;
+        const int row = item.terrace.row(item.begin) + CHUNK / 2 * n;
+        tma::expect(shared.out_full, shared.out);
+        tma::load_async(shared.out, g.out, elements(item.b, item.head, row, 0), shared.out_full);
+    };
+    // Of a block of 16 x 16, where this lane has an element of the diagonal: in column 0 or 1 of
+    // its two, or nowhere.
+    const int own = laneid() / 4 - 2 * (laneid() % 4);
+    load_half(0);
+#pragma unroll 1
+    for (int n = 0; n < count; ++n) {
+        const int stage = n % 2;
+        auto& queries = shared.queries[stage];
+        wait(shared.queries_full[stage], n / 2 % 2);
+#pragma unroll 1
+        for (int half = 0; half < 2; ++half) {
+            const int row = CHUNK / 2 * half + laneid();
+            const int at = item.terrace.row(item.begin + n) + row;
+            float denominator = 1.0f;
+            if (at >= 0 && at < g.length)
+                denominator = arch::load_global_readonly(
+                    g.denominators + int64_t(item.line) * g.length + at);
+            wait(shared.out_full, half);
+#pragma unroll 1
+            for (int block = 0; block < CHUNK / 2; block += 16) {
+                const int first = CHUNK / 2 * half + block;
+                const TileParts<typename K::token_tile> grads(queries.grad_out, first);
+                const TileParts<typename QueryGradientGlobals<K>::out_tile> outs(shared.out, block);
+                float upper[4] = {}, lower[4] = {};
+#pragma unroll
+                for (int j = 0; j < K::head_dim / 16; ++j) {
+                    uint32_t x[4], y[4];
+                    arch::load_matrix_x4(x[0], x[1], x[2], x[3], grads.at(j, 0));
+                    arch::load_matrix_x4(y[0], y[1], y[2], y[3], outs.at(j, 0));
+                    const uint32_t above[2] = {y[0], y[2]}, below[2] = {y[1], y[3]};
+                    const float u[4] = {upper[0], upper[1], upper[2], upper[3]};
+                    const float l[4] = {lower[0], lower[1], lower[2], lower[3]};
+                    arch::mma_sync<T, T>::fma(upper, x, above, u);
+                    arch::mma_sync<T, T>::fma(lower, x, below, l);
+                }
+                if (own == 0 || own == 1) {
+                    const int query = first + laneid() / 4;
+                    shared.rows[stage].set(2 * query + 1, own == 0 ? upper[0] : upper[1]);
+                    shared.rows[stage].set(2 * query + 17, own == 0 ? lower[2] : lower[3]);
+                }
+            }
+            shared.rows[stage].set(2 * row, arch::reciprocal_approx(denominator));
+            arch::sync_warp();
+            load_half(2 * n + half + 1);
+        }
+        if (laneid() == 0) arrive(shared.rows_full[stage]);
+    }
+}
+
+// Of the lane's two rows.
 struct QueryRows {
     float2 reciprocal, delta;
 
-    template <class Globals>
-    __device__ __forceinline__ QueryRows(const Globals& g, const LolcatsItem& item, int chunk) {
-        const int row = item.terrace.row(chunk) + lane_row();
-        const auto load = [&](int at, float& r, float& d) {
-            r = 1.0f, d = 0.0f;
-            if (at < 0 || at >= g.length) return;
-            const int64_t i = int64_t(item.line) * g.length + at;
-            r = arch::load_global_readonly(g.denominators + i);
-            d = arch::load_global_readonly(g.delta + i);
-        };
-        load(row, reciprocal.x, delta.x);
-        load(row + 8, reciprocal.y, delta.y);
-        reciprocal = {1.0f / reciprocal.x, 1.0f / reciprocal.y};
+    __device__ __forceinline__ explicit QueryRows(const sv<float, 2 * CHUNK>& rows) {
+        const int row = lane_row();
+        const auto upper = arch::load_shared<float2>(rows.address_of(2 * row));
+        const auto lower = arch::load_shared<float2>(rows.address_of(2 * row + 16));
+        reciprocal = {upper.x, lower.x};
+        delta = {upper.y, lower.y};
     }
 };
 
@@ -189,7 +256,8 @@ struct QueryLinearRole {
             wait(shared.queries_full[stage], n / 2 % 2);
             warpgroup::mm_AB(z, queries.q, shared.q_map);
             issue_feature_gradient<K>(gradient, queries.grad_out, shared.state, 0);
-            const QueryRows rows(g, item, item.begin + n);
+            wait(shared.rows_full[stage], n / 2 % 2);
+            const QueryRows rows(shared.rows[stage]);
             warpgroup::mma_async_wait<0>(z);
             pin_tile(gradient);
             const float inverse = 1.0f / range;
@@ -300,7 +368,8 @@ struct QueryWindowRole {
                 tma::store_async_read_wait();
                 arrive(shared.queries_empty[stage ^ 1]);
             }
-            const QueryRows rows(g, item, chunk);
+            wait(shared.rows_full[stage], n / 2 % 2);
+            const QueryRows rows(shared.rows[stage]);
             const int row = lane_row();
             warpgroup::mma_async_wait<2>(prior);
             pin_tile(diagonal);
@@ -388,9 +457,14 @@ __global__ __launch_bounds__(LOLCATS_QUERY_THREADS, 1) void lolcats_query_gradie
     const LolcatsItem item(int(blockIdx.x), g.heads, g.segments, g.initial.lengths, g.length);
     const int role = arch::warp_uniform(warpgroup::groupid());
     if (role == QUERY_PRODUCER_ROLE) {
-        warpgroup::decrease_registers<24>();
-        if (warpgroup::elect_leader() && item.begin < item.end)
-            produce_for_queries(g, shared, item);
+        warpgroup::decrease_registers<QUERY_PRODUCER_REGISTERS>();
+        if (item.begin >= item.end) return;
+        const int warp = arch::warp_uniform(warpgroup::warpid());
+        if (warp == 0) {
+            if (warpgroup::elect_leader()) produce_for_queries(g, shared, item);
+        } else if (warp == 1) {
+            make_query_rows(g, shared, item);
+        }
     } else {
         if (role == QUERY_LINEAR_ROLE) {
             warpgroup::increase_registers<QUERY_LINEAR_REGISTERS>();
@@ -417,6 +491,8 @@ void launch_lolcats_query_gradient(const LolcatsBackwardParams& params,
         .grad_out = tokens(params.grad_out),
         // A tensor map needs an address, also where nothing goes through it.
         .dq = tokens(params.dq.data ? params.dq : call.q),
+        .out = token_layout_of<typename QueryGradientGlobals<K>::out_layout>(call.out, p, p.heads,
+                                                                             p.length),
         .kv = KeysAndValues<K>(call, w.forward),
         .q_map = map_layout_of<typename K::map_layout>(call.q_map, p.heads),
         .k_map = map_layout_of<typename K::map_layout>(call.k_map, p.heads),
@@ -425,7 +501,6 @@ void launch_lolcats_query_gradient(const LolcatsBackwardParams& params,
         .beta = call.beta,
         .initial = call.initial,
         .sums = w.forward.sums,
-        .delta = w.delta,
         .denominators = params.denominators,
         .rows = w.rows,
         .weights = w.weights,
@@ -437,7 +512,9 @@ void launch_lolcats_query_gradient(const LolcatsBackwardParams& params,
         .lines = p.batch * p.heads,
         .want_dq = params.dq.data != nullptr,
         .want_projected = params.dq_map != nullptr};
-    kittens::launch({.dependent = true}, lolcats_query_gradient_kernel<K>,
+    // Alone in its call so far, or not.
+    const bool dependent = call.segments > 1 || p.continued;
+    kittens::launch({.dependent = dependent}, lolcats_query_gradient_kernel<K>,
                     dim3(unsigned(globals.lines * call.segments)), dim3(LOLCATS_QUERY_THREADS),
                     dim3(1), LOLCATS_QUERY_BYTES, stream, globals);
 }
