@@ -101,6 +101,7 @@ __device__ __forceinline__ void produce_for_keys(const KeyGradientGlobals<K>& g,
 template <class K, int sign>
 struct KeyLinearRole : SignRole<K, sign> {
     using G = LolcatsGradient<K>;
+    using T = typename K::T;
     using Base = SignRole<K, sign>;
     using Base::sums;
 
@@ -113,6 +114,9 @@ struct KeyLinearRole : SignRole<K, sign> {
                                                (floats + 2 * K::features);
             sums.add(behind, behind + floats);
         }
+        // In bf16 the denominator stays in shared memory. In half its terms are out of range for the
+        // tensor cores.
+        if constexpr (!G::is_half) sums.publish_denominator(all.denominator);
         Base::clear_padding(all.q_features[sign]);
         Base::clear_padding(all.k_features[sign]);
         wait(all.maps, 0);
@@ -125,9 +129,11 @@ struct KeyLinearRole : SignRole<K, sign> {
             typename K::projection z, gradient;
             const float range = Base::range_factor(shared.scratch, n);
             if (n > 0) wait(shared.features_empty, (n - 1) % 2);
-            sums.publish(shared.state[sign], shared.denominator, range);
-            if constexpr (G::is_half && sign == 0) {
-                if (warpgroup::laneid() == 0) shared.unit.set(n % 2, range * G::weight_unit);
+            sums.publish(shared.state[sign], range);
+            if constexpr (G::is_half) {
+                sums.publish_denominator(shared.denominator);
+                if (sign == 0 && warpgroup::laneid() == 0)
+                    shared.unit.set(n % 2, range * G::weight_unit);
             }
             wait(shared.queries_full[stage], n / 2 % 2);
             discard(z);
@@ -149,8 +155,13 @@ struct KeyLinearRole : SignRole<K, sign> {
             discard(z);
             warpgroup::mm_AB(z, shared.k, shared.k_map);
             warpgroup::mma_AtB(sums.numerator, shared.q_features[sign], behind.grad_out);
-            sums.add_denominator(shared.q_features[sign],
-                                 [&](int token) { return behind.weights.get(2 * token + 1); });
+            const int own = 16 * warpgroup::warpid();
+            FeatureSums<typename K::feature_tile, 16> deltas;
+            if constexpr (G::is_half)
+                sums.add_denominator(shared.q_features[sign],
+                                     [&](int token) { return behind.weights.get(2 * token + 1); });
+            else if (own < K::features)
+                deltas.add(shared.q_features[sign], own, DeltaParts<T>{behind.weights});
             warpgroup::mma_async_wait<1>(z);
             make_features_of<K, sign>(z);
             Base::store_features(shared.k_features[sign], features, z, {1.0f, 1.0f});
@@ -170,6 +181,9 @@ struct KeyLinearRole : SignRole<K, sign> {
             Base::add_projected(shared.projected, shared.projected_half, n % 2, gradient);
             arch::fence_async_shared();
             Base::sync();
+            if constexpr (!G::is_half) {
+                if (own < K::features) deltas.add_to(shared.denominator, sign * K::features + own);
+            }
             if constexpr (sign == 1) {
                 signal(shared.projected_full);
                 if (g.want_projected && warpgroup::laneid() == 0) {
@@ -198,9 +212,22 @@ struct KeyWindowRole {
                                                          const typename G::scores& s,
                                                          const typename G::scores& products,
                                                          const RowVector& rows) {
-        const int ahead = lane_row() - 2 * (laneid() % 4);  // of the lane's columns
+        // No key after a query, in its own chunk: in the blocks of 16 x 16 on the diagonal.
+        const int band = arch::warp_uniform(warpgroup::warpid());
+        const int ahead = laneid() / 4 - 2 * (laneid() % 4);
+        const uint32_t kept = (ahead > 0 ? 0u : 0xffffu) | (ahead > 1 ? 0u : 0xffff0000u);
+        const auto keep = [](packed_type<T>& pair, uint32_t bits) {
+            pair = arch::bit_cast<packed_type<T>>(arch::bit_cast<uint32_t>(pair) & bits);
+        };
 #pragma unroll
         for (int j = 0; j < CHUNK / 16; ++j) {
+            auto &weight_pairs = weights.tiles[0][j].data, &pairs = gradient.tiles[0][j].data;
+            if (diagonal && j < band) {
+#pragma unroll
+                for (int n = 0; n < 4; ++n)
+                    weight_pairs[n] = pairs[n] = pack_pair<T>(0.0f, 0.0f);
+                continue;
+            }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 arch::sync_warp();  // else the rows' numbers are all loaded before
@@ -209,38 +236,49 @@ struct KeyWindowRole {
                 const auto r1 = arch::load_shared<float4>(rows.address_of(4 * column + 4));
 #pragma unroll
                 for (int low = 0; low < 2; ++low) {
-                    const int n = 2 * half + low, row = ahead + 8 * low;
+                    const int n = 2 * half + low;
                     const float2 x = s.tiles[0][j].data[n], p = products.tiles[0][j].data[n];
-                    const auto weigh = [&](float score, float product, const float4& r, int query,
-                                           float& w, float& y) {
+                    const auto weigh = [&](float score, float product, const float4& r, float& w,
+                                           float& y) {
                         w = arch::exp2_approx(fmaf(score, G::unit, -r.y));
                         y = w * fmaf(product, G::scale, -r.z) - (score == r.x ? r.w : 0.0f);
-                        if (diagonal && row > query) w = 0.0f, y = 0.0f;
                     };
                     float2 w, y;
-                    weigh(x.x, p.x, r0, 16 * j + 8 * half, w.x, y.x);
-                    weigh(x.y, p.y, r1, 16 * j + 8 * half + 1, w.y, y.y);
-                    weights.tiles[0][j].data[n] = pack_pair<T>(w.x, w.y);
-                    gradient.tiles[0][j].data[n] = pack_pair<T>(y.x, y.y);
+                    weigh(x.x, p.x, r0, w.x, y.x);
+                    weigh(x.y, p.y, r1, w.y, y.y);
+                    weight_pairs[n] = pack_pair<T>(w.x, w.y);
+                    pairs[n] = pack_pair<T>(y.x, y.y);
+                }
+            }
+            if (diagonal && j == band) {
+#pragma unroll
+                for (int n = 0; n < 4; ++n) {
+                    const uint32_t bits = n == 1 ? 0u : n == 2 ? ~0u : kept;
+                    keep(weight_pairs[n], bits);
+                    keep(pairs[n], bits);
                 }
             }
         }
     }
 
-    // The tile is free when the last result has left it.
+    // The tile is free, or `waits` for the last result to leave it.
+    template <bool waits>
     __device__ __forceinline__ void store(const typename K::token_layout& to, float* part,
+                                          typename K::token_tile& tile,
                                           const typename G::output& result, int chunk) {
         const int row = item.terrace.row(chunk);
         if (part != nullptr) {
             store_rows(part + int64_t(item.line) * g.length * K::head_dim, g.length, row, result);
         } else if (row >= 0) {
-            if (warpgroup::laneid() == 0) tma::store_async_read_wait();
-            warpgroup::sync(barrier);
-            warpgroup::store(shared.result, result);
+            if constexpr (waits) {
+                if (warpgroup::laneid() == 0) tma::store_async_read_wait();
+                warpgroup::sync(barrier);
+            }
+            store_tile<K>(tile, result);
             arch::fence_async_shared();
             warpgroup::sync(barrier);
             if (warpgroup::laneid() == 0)
-                tma::store_async(to, shared.result, elements(item.b, item.head, row, 0));
+                tma::store_async(to, tile, elements(item.b, item.head, row, 0));
         } else {
             store_rows(to.raw_ptr + int64_t(item.line) * g.length * K::head_dim, g.length, row,
                        result);
@@ -272,6 +310,11 @@ struct KeyWindowRole {
                     wait(shared.queries_full[stage ^ 1], (n + 1) / 2 % 2);
                 warpgroup::mm_ABt(scores, shared.k, queries.q);
                 warpgroup::mm_ABt(products, shared.v, queries.grad_out);
+                if (block == 0 && n > 0 && warpgroup::laneid() == 0) {
+                    // The results of the step before have left.
+                    tma::store_async_read_wait();
+                    arrive(shared.queries_empty[stage ^ 1]);
+                }
                 warpgroup::mma_async_wait<0>(scores);
                 pin_tile(products);
                 if (block == 0) {
@@ -302,20 +345,19 @@ struct KeyWindowRole {
             warpgroup::mma_async_wait<0>(result);
             if constexpr (G::is_half) scale_tile(result, 1.0f / unit);
             signal(shared.features_empty);
-            if (g.want_keys) store(g.dv, g.dv_parts, result, chunk);
+            if (g.want_keys) store<true>(g.dv, g.dv_parts, shared.result, result, chunk);
             discard(result);
             auto& last = recomputed(this->shared);
             auto &behind = last.queries[stage], &own = last.queries[stage ^ 1];
             warpgroup::mm_AB(result, behind_gradient, behind.q);
             warpgroup::mma_AB(result, gradient, own.q);
-            warpgroup::mma_async_wait<1>();
-            warpgroup::sync(barrier);  // all have read the rows' numbers
-            signal(shared.queries_empty[stage]);
             wait(shared.projected_full, n % 2);
             warpgroup::mma_ABt(result, shared.projected, shared.k_map);
             warpgroup::mma_async_wait<0>(result);
+            // All have read the queries behind: their slot takes dK.
+            warpgroup::sync(barrier);
             signal(shared.projected_empty);
-            if (g.want_keys) store(g.dk, g.dk_parts, result, chunk);
+            if (g.want_keys) store<false>(g.dk, g.dk_parts, behind.q, result, chunk);
         }
         if (warpgroup::laneid() == 0) tma::store_async_wait();
     }

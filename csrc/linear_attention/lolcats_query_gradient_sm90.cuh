@@ -11,7 +11,6 @@
 // alpha's and beta's gradient.
 #pragma once
 
-#include "csrc/linear_attention/lolcats_features.cuh"
 #include "csrc/linear_attention/lolcats_gradient.cuh"
 
 namespace thunderkittens::linear_attention {
@@ -59,7 +58,8 @@ struct QueryGradientShared {
     sv<float, 2 * CHUNK> rows[stages];       // 1 / denominator and delta of each query
     sv<float, 2 * K::features> denominator;  // of the state
     sv<float, 16> scratch;
-    sv<float, 4> alpha_parts, beta_parts;
+    sv<float, WARPGROUP_THREADS / 4> alpha_sums;  // of each quad's rows
+    sv<float, 2 * WARPGROUP_WARPS> factor_parts;  // of alpha, of beta
     semaphore maps, queries_full[stages], queries_empty[stages], keys_full[stages],
         keys_empty[stages], out_full, rows_full[stages], projected_full, projected_empty;
 
@@ -169,44 +169,32 @@ __device__ __forceinline__ void make_query_rows(const QueryGradientGlobals<K>& g
     }
 }
 
-// Of the lane's two rows.
-struct QueryRows {
-    float2 reciprocal, delta;
-
-    __device__ __forceinline__ explicit QueryRows(const sv<float, 2 * CHUNK>& rows) {
-        const int row = lane_row();
-        const auto upper = arch::load_shared<float2>(rows.address_of(2 * row));
-        const auto lower = arch::load_shared<float2>(rows.address_of(2 * row + 16));
-        reciprocal = {upper.x, lower.x};
-        delta = {upper.y, lower.y};
-    }
-};
-
 // The sum over the warpgroup's rows, which all lanes of a quad have.
 template <int barrier>
-__device__ __forceinline__ void store_factor_part(sv<float, 4>& parts, float sum, float* to) {
+__device__ __forceinline__ void store_factor_part(sv<float, 2 * WARPGROUP_WARPS>& parts, int first,
+                                                  float sum, float* to) {
 #pragma unroll
     for (int distance = 4; distance < WARP_THREADS; distance *= 2)
         sum += arch::shuffle_xor(sum, distance);
-    if (laneid() == 0) parts.set(warpgroup::warpid(), sum);
+    if (laneid() == 0) parts.set(first + warpgroup::warpid(), sum);
     warpgroup::sync(barrier);
     if (warpgroup::laneid() != 0) return;
     float total = 0.0f;
 #pragma unroll
-    for (int w = 0; w < WARPGROUP_WARPS; ++w) total += parts.get(w);
+    for (int w = 0; w < WARPGROUP_WARPS; ++w) total += parts.get(first + w);
     arch::store_global(to, total);
 }
 
 template <class K>
 struct QueryLinearRole {
     using G = LolcatsGradient<K>;
+    using T = typename K::T;
     static constexpr int barrier = 1;
     const QueryGradientGlobals<K>& g;
     QueryGradientShared<K>& shared;
     const LolcatsItem& item;
 
     __device__ __forceinline__ void run() {
-        const float alpha = arch::load_global_readonly(g.alpha + item.head);
         constexpr int64_t floats = int64_t(2 * K::features) * K::head_dim;
         LolcatsSums<K> sums;
         sums.clear();
@@ -219,67 +207,98 @@ struct QueryLinearRole {
                                                (floats + 2 * K::features);
             sums.add(before, before + floats);
         }
-        float alpha_sum = 0.0f;
+        // Kept in shared memory, because there are no registers left; a barrier is before the first
+        // use. Also alpha.
+        if (laneid() < LolcatsSums<K>::warp_pairs)
+            arch::store_shared(shared.denominator.address_of(LolcatsSums<K>::own_feature()),
+                               sums.denominator);
+        if (laneid() % 4 == 0) shared.alpha_sums.set(warpgroup::laneid() / 4, 0.0f);
+        constexpr int alpha_place = 15;
+        if (warpgroup::laneid() == 0)
+            shared.scratch.set(alpha_place, arch::load_global_readonly(g.alpha + item.head));
         const int count = item.end - item.begin;
         if (count > 0) wait(shared.maps, 0);
 #pragma unroll 1
         for (int n = 0; n < count; ++n) {
-            auto& shared = this->shared;
+            auto& shared = recomputed(this->shared);
             const int stage = n % 2;
             auto& queries = shared.queries[stage];
             auto& before = shared.keys[stage];  // the n-th
+            typename K::projection z, gradient;
+            discard(z);
+            wait(shared.keys_full[stage], n / 2 % 2);
+            warpgroup::mm_AB(z, before.k, shared.k_map);
             // The sums before this chunk's window, as operands.
             const float range = range_factor<K>(sums, shared.scratch, barrier);
-            sums.publish(shared.state, range);
-            store_sums_vector<K>(shared.denominator, sums);
-            typename K::projection z, gradient;
-            discard(z, gradient);
-            // The chunk before is before the window of the next.
-            const bool add = item.begin + n > 0 && n + 1 < count;
-            wait(shared.keys_full[stage], n / 2 % 2);
-            if (add) {
+            publish_parts(sums, shared.state, range);
+            warpgroup::mma_async_wait<0>(z);
+            {
+                // The chunk before is before the window of the next; before the first is none.
                 typename K::Features features;
-                warpgroup::mm_AB(z, before.k, shared.k_map);
-                warpgroup::mma_async_wait<0>(z);
-                make_features<K>(features, z);
-                store_features<K>(shared.features, features);
+                make_scaled_features<K>(features, z, item.begin + n > 0 ? 1.0f : 0.0f);
+                store_feature_parts<K>(shared.features, features);
             }
             if (warpgroup::laneid() == 0) tma::store_async_read_wait();  // of the last dz
             arch::fence_async_shared();
             warpgroup::sync(barrier);
-            if (add) {
-                sums.issue(shared.features, before.v);
-                sums.add_denominator(shared.features);
-                sums.wait();
-            }
-            signal(shared.keys_empty[stage]);
             wait(shared.queries_full[stage], n / 2 % 2);
+            discard(z, gradient);
             warpgroup::mm_AB(z, queries.q, shared.q_map);
             issue_feature_gradient<K>(gradient, queries.grad_out, shared.state, 0);
+            sums.issue(shared.features, before.v);
             wait(shared.rows_full[stage], n / 2 % 2);
-            const QueryRows rows(shared.rows[stage]);
-            warpgroup::mma_async_wait<0>(z);
+            warpgroup::mma_async_wait<K::groups>(z);
             pin_tile(gradient);
-            const float inverse = 1.0f / range;
-            if (n > 0) wait(shared.projected_empty, (n - 1) % 2);
-            const float2 dots = projection_gradient<K>(
-                shared.projected, gradient, z, shared.denominator,
-                {inverse * rows.reciprocal.x, inverse * rows.reciprocal.y},
-                {rows.delta.x * rows.reciprocal.x, rows.delta.y * rows.reciprocal.y}, alpha,
-                [&](typename K::projection& to) {
-                    issue_feature_gradient<K>(to, queries.grad_out, shared.state, 1);
-                });
+            const auto& rows = shared.rows[stage];
+            const auto factor = [&] { return shared.scratch.get(alpha_place) / range; };
+            const bool harmless = all_harmless<K>(z);
+            // One sign at a time, because there are not registers for both beside the sums.
+            rt<T, 16, K::features> first;
+            float dots = harmless ? softmax_gradient<K, 0, true>(gradient, z, shared.denominator,
+                                                                 rows, range, factor, first)
+                                  : softmax_gradient<K, 0, false>(gradient, z, shared.denominator,
+                                                                  rows, range, factor, first);
+#pragma unroll
+            for (int j = 0; j < K::features / 16; ++j) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float2 pair = gradient.tiles[0][j].data[i];
+                    first.tiles[0][j].data[i] = pack_pair<T>(pair.x, pair.y);
+                }
+            }
+            discard(gradient);
+            issue_feature_gradient<K>(gradient, queries.grad_out, shared.state, 1);
+            constexpr int own_features = K::features / 2;
+            const int own = own_features * warpgroup::warpid();
+            FeatureSums<typename K::feature_tile, own_features> counts;
+            counts.add(shared.features[K::groups > 1 ? own / 64 : 0], own % 64, Ones<T>());
+            warpgroup::mma_async_wait<0>(gradient);
+#pragma unroll
+            for (int t = 0; t < K::groups; ++t) pin_tile(sums.numerator[t]);
             signal(shared.queries_empty[stage]);
-            alpha_sum += dots.x + dots.y;
+            signal(shared.keys_empty[stage]);
+            dots += harmless ? softmax_gradient<K, 1, true>(gradient, z, shared.denominator, rows,
+                                                            range, factor, first)
+                             : softmax_gradient<K, 1, false>(gradient, z, shared.denominator, rows,
+                                                             range, factor, first);
+            if (laneid() % 4 == 0) {
+                const int pair = warpgroup::laneid() / 4;
+                shared.alpha_sums.set(pair, shared.alpha_sums.get(pair) + dots / range);
+            }
+            if (n > 0) wait(shared.projected_empty, (n - 1) % 2);
+            warpgroup::store(shared.projected, gradient);
             arch::fence_async_shared();
             warpgroup::sync(barrier);
+            counts.add_to(shared.denominator, own);
             signal(shared.projected_full);
             if (g.want_projected && warpgroup::laneid() == 0) {
                 tma::store_async(g.projected, shared.projected,
                                  elements(0, item.line, (item.begin + n) * CHUNK, 0));
             }
         }
-        store_factor_part<barrier>(shared.alpha_parts, alpha_sum,
+        arch::sync_warp();
+        store_factor_part<barrier>(shared.factor_parts, 0, 
+                                   shared.alpha_sums.get(warpgroup::laneid() / 4),
                                    g.factor_parts + int64_t(item.line) * g.segments + item.segment);
         if (warpgroup::laneid() == 0) tma::store_async_wait();
     }
@@ -294,8 +313,39 @@ struct QueryWindowRole {
     QueryGradientShared<K>& shared;
     const LolcatsItem& item;
 
-    // exp(s - maximum) / denominator (dO . v - delta) / sqrt(D), in place of s; their sums, and how
-    // many scores are the maximum. The tile of products becomes 1 where the score is it.
+    // -inf for the tokens after a query, in its own chunk.
+    static __device__ __forceinline__ void mask(typename G::scores& s) {
+        const int band = arch::warp_uniform(warpgroup::warpid());
+        const bool even = 2 * (laneid() % 4) > laneid() / 4;
+        const bool odd = 2 * (laneid() % 4) + 1 > laneid() / 4;
+        constexpr float2 nothing = {-INFINITY, -INFINITY};
+#pragma unroll
+        for (int j = 0; j < G::scores::width; ++j) {
+            auto& block = s.tiles[0][j].data;
+            if (j > band) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) block[i] = nothing;
+            } else if (j == band) {
+                block[0] = {even ? -INFINITY : block[0].x, odd ? -INFINITY : block[0].y};
+                block[2] = nothing;
+                block[3] = {even ? -INFINITY : block[3].x, odd ? -INFINITY : block[3].y};
+            }
+        }
+    }
+    static __device__ __forceinline__ void find_maximum(const typename G::scores& s, float2& top) {
+#pragma unroll
+        for (int j = 0; j < G::scores::width; ++j) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float2 pair = s.tiles[0][j].data[i];
+                float& t = i % 2 ? top.y : top.x;
+                t = fmaxf(t, fmaxf(pair.x, pair.y));
+            }
+        }
+    }
+    // The weights, exp(s - maximum) beta / denominator, times (dO . v - delta) / sqrt(D), in place of
+    // s; their sums, and how many scores are the maximum. The tile of products becomes 1 where the
+    // score is it.
     static __device__ __forceinline__ void differentiate(typename G::scores& s,
                                                          typename G::scores& products, float2 top,
                                                          float2 shift, float2 delta, float2& sum,
@@ -319,8 +369,7 @@ struct QueryWindowRole {
     }
     static __device__ __forceinline__ void finish(typename G::weights& to,
                                                   const typename G::scores& s,
-                                                  const typename G::scores& is_top, float beta,
-                                                  float2 of_top) {
+                                                  const typename G::scores& is_top, float2 of_top) {
 #pragma unroll
         for (int j = 0; j < G::scores::width; ++j) {
 #pragma unroll
@@ -328,7 +377,7 @@ struct QueryWindowRole {
                 const float t = i % 2 ? of_top.y : of_top.x;
                 const float2 x = s.tiles[0][j].data[i], y = is_top.tiles[0][j].data[i];
                 to.tiles[0][j].data[i] =
-                    pack_pair<T>(fmaf(beta, x.x, -t * y.x), fmaf(beta, x.y, -t * y.y));
+                    pack_pair<T>(fmaf(-t, y.x, x.x), fmaf(-t, y.y, x.y));
             }
         }
     }
@@ -343,6 +392,7 @@ struct QueryWindowRole {
     __device__ __forceinline__ void run() {
         const float alpha = arch::load_global_readonly(g.alpha + item.head);
         const float beta = arch::load_global_readonly(g.beta + item.head);
+        const float factor = beta == 0.0f ? 1.0f : beta;  // beta's gradient is the sum over it
         const int count = item.end - item.begin;
         float beta_sum = 0.0f;
         if (count > 0) {
@@ -374,20 +424,14 @@ struct QueryWindowRole {
             warpgroup::mma_async_wait<2>(prior);
             pin_tile(diagonal);
             float2 top = {-INFINITY, -INFINITY};
-            const bool first = chunk == 0;
-            for_each_element(prior, [&](float& x, int, bool low) {
-                x = first ? -INFINITY : x;
-                float& t = low ? top.y : top.x;
-                t = fmaxf(t, x);
-            });
-            for_each_element(diagonal, [&](float& x, int column, bool low) {
-                if (column > row + (low ? 8 : 0)) x = -INFINITY;
-                float& t = low ? top.y : top.x;
-                t = fmaxf(t, x);
-            });
+            if (chunk == 0) for_each_element(prior, [](float& x, int, bool) { x = -INFINITY; });
+            mask(diagonal);
+            find_maximum(prior, top);
+            find_maximum(diagonal, top);
             top = {quad_maximum(top.x), quad_maximum(top.y)};
-            const float2 shift = {fmaf(top.x, G::unit, -arch::log2_approx(rows.reciprocal.x)),
-                                  fmaf(top.y, G::unit, -arch::log2_approx(rows.reciprocal.y))};
+            const float2 shift = {
+                fmaf(top.x, G::unit, -arch::log2_approx(factor * rows.reciprocal.x)),
+                fmaf(top.y, G::unit, -arch::log2_approx(factor * rows.reciprocal.y))};
             const float2 delta = {G::scale * rows.delta.x, G::scale * rows.delta.y};
             float2 sum = {0.0f, 0.0f}, ties = {0.0f, 0.0f};
             warpgroup::mma_async_wait<0>(prior_products);
@@ -397,23 +441,29 @@ struct QueryWindowRole {
             sum = {quad_sum(sum.x), quad_sum(sum.y)};
             ties = {quad_sum(ties.x), quad_sum(ties.y)};
             beta_sum += sum.x + sum.y;
-            const float2 of_top = {beta * sum.x / ties.x, beta * sum.y / ties.y};
+            float2 of_top = {sum.x * arch::reciprocal_approx(ties.x),
+                             sum.y * arch::reciprocal_approx(ties.y)};
+            if (beta == 0.0f) {
+                of_top = {0.0f, 0.0f};
+                zero(prior);
+                zero(diagonal);
+            }
             typename G::weights prior_gradient, gradient;
-            finish(prior_gradient, prior, prior_products, beta, of_top);
-            finish(gradient, diagonal, products, beta, of_top);
+            finish(prior_gradient, prior, prior_products, of_top);
+            finish(gradient, diagonal, products, of_top);
             typename G::output dq;
             discard(dq);
             warpgroup::mm_AB(dq, prior_gradient, before.k);
             warpgroup::mma_AB(dq, gradient, own.k);
             if (laneid() % 4 == 0) {
-                const float beta_exponent = arch::log2_approx(beta);  // beta is a weight's factor
+                const float nothing = beta == 0.0f ? INFINITY : 0.0f;  // as a weight's logarithm
                 const int at = item.terrace.row(chunk) + row;
                 const auto exists = [&](int i) { return i >= 0 && i < g.length; };
                 const float2 w = {exists(at) ? alpha * rows.reciprocal.x : 0.0f,
                                   exists(at + 8) ? alpha * rows.reciprocal.y : 0.0f};
-                store_row(chunk, row, {top.x, shift.x - beta_exponent, delta.x, of_top.x},
+                store_row(chunk, row, {top.x, shift.x + nothing, delta.x, of_top.x},
                           {w.x, rows.delta.x});
-                store_row(chunk, row + 8, {top.y, shift.y - beta_exponent, delta.y, of_top.y},
+                store_row(chunk, row + 8, {top.y, shift.y + nothing, delta.y, of_top.y},
                           {w.y, rows.delta.y});
             }
             warpgroup::mma_async_wait<1>();
@@ -425,7 +475,7 @@ struct QueryWindowRole {
             const int first_row = item.terrace.row(chunk);
             if (!g.want_dq) continue;
             if (first_row >= 0) {
-                warpgroup::store(queries.q, dq);
+                store_tile<K>(queries.q, dq);
                 arch::fence_async_shared();
                 warpgroup::sync(barrier);
                 if (warpgroup::laneid() == 0)
@@ -440,7 +490,7 @@ struct QueryWindowRole {
             store_row(item.end, warpgroup::laneid(), {0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f});
         }
         store_factor_part<barrier>(
-            shared.beta_parts, beta_sum / G::scale,
+            shared.factor_parts, WARPGROUP_WARPS, beta_sum / (G::scale * factor),
             g.factor_parts + (g.lines + item.line) * g.segments + item.segment);
         if (warpgroup::laneid() == 0) tma::store_async_wait();
     }
