@@ -141,7 +141,7 @@ __device__ __forceinline__ bool all_harmless(const typename K::projection& z) {
 
 // Of one sign of the feature map, whose features phi have the gradient y / denominator, y = g -
 // range delta sums: the lane's part of phi . gradient; g becomes sign factor phi (y - phi . y) /
-// denominator, plus `first` for the second sign. If harmless, z becomes exp(z), then its reciprocal.
+// denominator, plus `first` for the second sign. If harmless, z becomes exp(z), then 1 / exp(z).
 template <class K, int sign, bool harmless, class Factor>
 __device__ __forceinline__ float softmax_gradient(typename K::projection& g,
                                                   typename K::projection& z,
@@ -206,9 +206,8 @@ __device__ __forceinline__ float softmax_gradient(typename K::projection& g,
                         shift = i % 2 ? top.y : top.x;
             const float2 pair = z.tiles[0][j].data[i];
             float2& y = g.tiles[0][j].data[i];
-            const float2 e = harmless ? pair
-                                      : float2{exponential(pair.x, shift),
-                                               exponential(pair.y, shift)};
+            const float2 e =
+                harmless ? pair : float2{exponential(pair.x, shift), exponential(pair.y, shift)};
             y = {fmaf(fr, y.x, -cr), fmaf(fr, y.y, -cr)};
             if constexpr (sign == 0) {
                 y = {e.x * y.x, e.y * y.y};
@@ -288,8 +287,8 @@ struct FeatureSums {
     }
 };
 
-// FeatureSums' operand of plain sums, and that of sums of weights' second numbers times features: as
-// the high and the low part of 16-bit operands.
+// FeatureSums' operand of plain sums, and that of sums of features times the weights' second
+// numbers: as the high and the low part of 16-bit operands.
 template <class T>
 struct Ones {
     __device__ __forceinline__ uint32_t operator()(int) const {
@@ -357,23 +356,6 @@ __device__ __forceinline__ void add_delta(LolcatsSums<K>& sums,
         sum.y += arch::shuffle_xor(sum.y, distance);
     }
     sums.denominator = {sums.denominator.x + sum.x, sums.denominator.y + sum.y};
-}
-
-// A result, as the operand that TMA stores.
-template <class K>
-__device__ __forceinline__ void store_tile(typename K::token_tile& to,
-                                           const typename LolcatsGradient<K>::output& tile) {
-    const TileParts<typename K::token_tile> parts(to, 16 * warpgroup::warpid());
-#pragma unroll
-    for (int j = 0; j < K::head_dim / 16; ++j) {
-        packed_type<typename K::T> part[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 pair = tile.tiles[0][j].data[i];
-            part[i] = pack_pair<typename K::T>(pair.x, pair.y);
-        }
-        parts.store(j, part);
-    }
 }
 
 // Stores the rows that exist of a chunk that begins at row `first`, which may be negative: TMA

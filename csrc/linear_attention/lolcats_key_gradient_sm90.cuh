@@ -5,8 +5,9 @@
 //   linear   dV += phi(K) R; dphi_j = R v_j - r; back through both softmaxes to dz; dK += dz W^T
 // A block walks backwards over the chunks of one head, with four warpgroups: linear, one for each
 // sign of the feature map (lolcats_gradient_signs.cuh; leave phi(K), R and dz in shared memory),
-// window (dV, then dK, keys as rows), and one thread that brings the operands. Scores are the other
-// kernel's transposed, with the same bits: what is a row's maximum is found by comparison.
+// window (dV, then dK, keys as rows), and one of which a thread brings the operands and another
+// stores dV and dK. Scores are the other kernel's transposed, with the same bits: what is a row's
+// maximum is found by comparison.
 #pragma once
 
 #include "csrc/linear_attention/lolcats_gradient_signs.cuh"
@@ -51,7 +52,8 @@ struct KeyGradientShared {
     sv<float, 32> scratch;
     sv<float, 4> unit;  // of R, by step, in half
     semaphore maps, queries_full[stages], queries_empty[stages], keys_full, keys_empty,
-        features_full, features_empty, projected_half, projected_full, projected_empty;
+        features_full, features_empty, projected_half, projected_full, projected_empty, dv_full,
+        dv_empty, dk_full;
 
     __device__ __forceinline__ void init() {
         init_semaphore(maps, 1);
@@ -66,6 +68,9 @@ struct KeyGradientShared {
         init_semaphore(projected_half, WARPGROUP_WARPS);
         init_semaphore(projected_full, 1);
         init_semaphore(projected_empty, 2);
+        init_semaphore(dv_full, WARPGROUP_WARPS);
+        init_semaphore(dv_empty, 1);
+        init_semaphore(dk_full, WARPGROUP_WARPS);
         arch::mbarrier_init_fence();
     }
 };
@@ -98,6 +103,32 @@ __device__ __forceinline__ void produce_for_keys(const KeyGradientGlobals<K>& g,
     }
 }
 
+// By one thread: dV leaves from its tile, dK from the slot of the queries behind. Waits for that
+// would hold up the window's role.
+template <class K>
+__device__ __forceinline__ void store_key_gradients(const KeyGradientGlobals<K>& g,
+                                                    KeyGradientShared<K>& shared,
+                                                    const LolcatsItem& item) {
+    for (int n = 0; n < item.end - item.begin; ++n) {
+        const int row = item.terrace.row(item.end - 1 - n);
+        const bool stores = g.want_keys && g.dk_parts == nullptr && row >= 0;
+        const auto at = elements(item.b, item.head, row, 0);
+        wait(shared.dv_full, n % 2);
+        if (stores) {
+            tma::store_async(g.dv, shared.result, at);
+            tma::store_async_read_wait();
+        }
+        arrive(shared.dv_empty);
+        wait(shared.dk_full, n % 2);
+        if (stores) {
+            tma::store_async(g.dk, shared.queries[n % 2].q, at);
+            tma::store_async_read_wait();
+        }
+        arrive(shared.queries_empty[n % 2]);
+    }
+    tma::store_async_wait();
+}
+
 template <class K, int sign>
 struct KeyLinearRole : SignRole<K, sign> {
     using G = LolcatsGradient<K>;
@@ -114,8 +145,8 @@ struct KeyLinearRole : SignRole<K, sign> {
                                                (floats + 2 * K::features);
             sums.add(behind, behind + floats);
         }
-        // In bf16 the denominator stays in shared memory. In half its terms are out of range for the
-        // tensor cores.
+        // In bf16 the denominator stays in shared memory. In half its terms are out of range for
+        // the tensor cores.
         if constexpr (!G::is_half) sums.publish_denominator(all.denominator);
         Base::clear_padding(all.q_features[sign]);
         Base::clear_padding(all.k_features[sign]);
@@ -212,22 +243,9 @@ struct KeyWindowRole {
                                                          const typename G::scores& s,
                                                          const typename G::scores& products,
                                                          const RowVector& rows) {
-        // No key after a query, in its own chunk: in the blocks of 16 x 16 on the diagonal.
-        const int band = arch::warp_uniform(warpgroup::warpid());
-        const int ahead = laneid() / 4 - 2 * (laneid() % 4);
-        const uint32_t kept = (ahead > 0 ? 0u : 0xffffu) | (ahead > 1 ? 0u : 0xffff0000u);
-        const auto keep = [](packed_type<T>& pair, uint32_t bits) {
-            pair = arch::bit_cast<packed_type<T>>(arch::bit_cast<uint32_t>(pair) & bits);
-        };
+        const int ahead = lane_row() - 2 * (laneid() % 4);  // of the lane's columns
 #pragma unroll
         for (int j = 0; j < CHUNK / 16; ++j) {
-            auto &weight_pairs = weights.tiles[0][j].data, &pairs = gradient.tiles[0][j].data;
-            if (diagonal && j < band) {
-#pragma unroll
-                for (int n = 0; n < 4; ++n)
-                    weight_pairs[n] = pairs[n] = pack_pair<T>(0.0f, 0.0f);
-                continue;
-            }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 arch::sync_warp();  // else the rows' numbers are all loaded before
@@ -236,53 +254,53 @@ struct KeyWindowRole {
                 const auto r1 = arch::load_shared<float4>(rows.address_of(4 * column + 4));
 #pragma unroll
                 for (int low = 0; low < 2; ++low) {
-                    const int n = 2 * half + low;
+                    const int n = 2 * half + low, row = ahead + 8 * low;
                     const float2 x = s.tiles[0][j].data[n], p = products.tiles[0][j].data[n];
-                    const auto weigh = [&](float score, float product, const float4& r, float& w,
-                                           float& y) {
+                    const auto weigh = [&](float score, float product, const float4& r, int query,
+                                           float& w, float& y) {
                         w = arch::exp2_approx(fmaf(score, G::unit, -r.y));
                         y = w * fmaf(product, G::scale, -r.z) - (score == r.x ? r.w : 0.0f);
+                        if (diagonal && row > query) w = 0.0f, y = 0.0f;
                     };
                     float2 w, y;
-                    weigh(x.x, p.x, r0, w.x, y.x);
-                    weigh(x.y, p.y, r1, w.y, y.y);
-                    weight_pairs[n] = pack_pair<T>(w.x, w.y);
-                    pairs[n] = pack_pair<T>(y.x, y.y);
-                }
-            }
-            if (diagonal && j == band) {
-#pragma unroll
-                for (int n = 0; n < 4; ++n) {
-                    const uint32_t bits = n == 1 ? 0u : n == 2 ? ~0u : kept;
-                    keep(weight_pairs[n], bits);
-                    keep(pairs[n], bits);
+                    weigh(x.x, p.x, r0, 16 * j + 8 * half, w.x, y.x);
+                    weigh(x.y, p.y, r1, 16 * j + 8 * half + 1, w.y, y.y);
+                    weights.tiles[0][j].data[n] = pack_pair<T>(w.x, w.y);
+                    gradient.tiles[0][j].data[n] = pack_pair<T>(y.x, y.y);
                 }
             }
         }
     }
 
-    // The tile is free, or `waits` for the last result to leave it.
-    template <bool waits>
+    // From a tile that is free; the storing thread brings it on.
     __device__ __forceinline__ void store(const typename K::token_layout& to, float* part,
-                                          typename K::token_tile& tile,
+                                          typename K::token_tile& tile, semaphore& full,
                                           const typename G::output& result, int chunk) {
         const int row = item.terrace.row(chunk);
-        if (part != nullptr) {
-            store_rows(part + int64_t(item.line) * g.length * K::head_dim, g.length, row, result);
-        } else if (row >= 0) {
-            if constexpr (waits) {
-                if (warpgroup::laneid() == 0) tma::store_async_read_wait();
-                warpgroup::sync(barrier);
+        if (g.want_keys) {
+            if (part != nullptr) {
+                store_rows(part + int64_t(item.line) * g.length * K::head_dim, g.length, row,
+                           result);
+            } else if (row < 0) {
+                store_rows(to.raw_ptr + int64_t(item.line) * g.length * K::head_dim, g.length, row,
+                           result);
+            } else {
+                const TileParts<typename K::token_tile> parts(tile, 16 * warpgroup::warpid());
+#pragma unroll
+                for (int j = 0; j < K::head_dim / 16; ++j) {
+                    packed_type<T> part_of[4];
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const float2 pair = result.tiles[0][j].data[i];
+                        part_of[i] = pack_pair<T>(pair.x, pair.y);
+                    }
+                    parts.store(j, part_of);
+                }
+                arch::fence_async_shared();
             }
-            store_tile<K>(tile, result);
-            arch::fence_async_shared();
-            warpgroup::sync(barrier);
-            if (warpgroup::laneid() == 0)
-                tma::store_async(to, tile, elements(item.b, item.head, row, 0));
-        } else {
-            store_rows(to.raw_ptr + int64_t(item.line) * g.length * K::head_dim, g.length, row,
-                       result);
         }
+        arch::sync_warp();
+        if (laneid() == 0) arrive(full);
     }
 
     __device__ __forceinline__ void run() {
@@ -310,11 +328,6 @@ struct KeyWindowRole {
                     wait(shared.queries_full[stage ^ 1], (n + 1) / 2 % 2);
                 warpgroup::mm_ABt(scores, shared.k, queries.q);
                 warpgroup::mm_ABt(products, shared.v, queries.grad_out);
-                if (block == 0 && n > 0 && warpgroup::laneid() == 0) {
-                    // The results of the step before have left.
-                    tma::store_async_read_wait();
-                    arrive(shared.queries_empty[stage ^ 1]);
-                }
                 warpgroup::mma_async_wait<0>(scores);
                 pin_tile(products);
                 if (block == 0) {
@@ -345,7 +358,8 @@ struct KeyWindowRole {
             warpgroup::mma_async_wait<0>(result);
             if constexpr (G::is_half) scale_tile(result, 1.0f / unit);
             signal(shared.features_empty);
-            if (g.want_keys) store<true>(g.dv, g.dv_parts, shared.result, result, chunk);
+            if (n > 0) wait(shared.dv_empty, (n - 1) % 2);
+            store(g.dv, g.dv_parts, shared.result, shared.dv_full, result, chunk);
             discard(result);
             auto& last = recomputed(this->shared);
             auto &behind = last.queries[stage], &own = last.queries[stage ^ 1];
@@ -357,9 +371,8 @@ struct KeyWindowRole {
             // All have read the queries behind: their slot takes dK.
             warpgroup::sync(barrier);
             signal(shared.projected_empty);
-            if (g.want_keys) store<false>(g.dk, g.dk_parts, behind.q, result, chunk);
+            store(g.dk, g.dk_parts, behind.q, shared.dk_full, result, chunk);
         }
-        if (warpgroup::laneid() == 0) tma::store_async_wait();
     }
 };
 
@@ -375,7 +388,10 @@ __global__ __launch_bounds__(LOLCATS_KEY_THREADS, 1) void lolcats_key_gradient_k
     const int role = arch::warp_uniform(warpgroup::groupid());
     if (role == KEY_PRODUCER_ROLE) {
         warpgroup::decrease_registers<KEY_PRODUCER_REGISTERS>();
-        if (warpgroup::elect_leader() && item.begin < item.end) produce_for_keys(g, shared, item);
+        if (item.begin >= item.end) return;
+        if (warpgroup::elect_leader()) produce_for_keys(g, shared, item);
+        const int warp = arch::warp_uniform(warpgroup::warpid());
+        if (warp == 1 && laneid() == 0) store_key_gradients(g, shared, item);
     } else if (role == KEY_WINDOW_ROLE) {
         warpgroup::increase_registers<KEY_WINDOW_REGISTERS>();
         if (item.begin < item.end) KeyWindowRole<K>{g, shared, item}.run();

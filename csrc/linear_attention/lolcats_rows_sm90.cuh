@@ -1,5 +1,5 @@
-// The sums of parts that LoLCATS's gradient ends with, in a fixed order: of the maps', of the factors',
-// and of the keys' and values' gradients over the heads that share them. One launch.
+// The sums of parts that LoLCATS's gradient ends with, in a fixed order: of the maps', of the
+// factors', and of the keys' and values' gradients over the heads that share them. One launch.
 #pragma once
 
 #include "csrc/linear_attention/lolcats_backward.h"
@@ -65,8 +65,8 @@ void launch_lolcats_combine(const LolcatsBackwardParams& params, const LolcatsBa
     const auto add = [&](const float* parts, void* result, int64_t outer, int64_t middle,
                          int64_t inner, int64_t size, bool wide) {
         if (result == nullptr) return;
-        globals.sums[globals.count++] = {parts, result, int(outer), int(middle), int(inner),
-                                         size,  wide,   blocks};
+        globals.sums[globals.count++] = {parts,      result, int(outer), int(middle),
+                                         int(inner), size,   wide,       blocks};
         blocks += (middle * size + LOLCATS_ROW_THREADS - 1) / LOLCATS_ROW_THREADS;
     };
     const int64_t groups = p.batch * p.kv_heads, rows = p.length * p.head_dim;
