@@ -257,18 +257,20 @@ void launch_expanding(const ExpandingParams<Sources>& p, Stream stream) {
     const Schedule& s = product.schedule;
     const auto globals = sm90::make_globals<C>(product);
     const ExpandOrder order = expand_order(C, s, product.m, product.n, product.k, E::both);
-    const sm90::ExpandPlan<T, Sources> plan{.order = order,
-                                            .sources = p.sources,
-                                            .a = static_cast<T*>(const_cast<void*>(product.a)),
-                                            .b = static_cast<T*>(const_cast<void*>(product.b)),
-                                            .pitch_a = static_cast<int>(product.a_stride),
-                                            .pitch_b = static_cast<int>(product.b_stride),
-                                            .m = static_cast<int>(product.m),
-                                            .n = static_cast<int>(product.n),
-                                            .k = static_cast<int>(product.k),
-                                            .items = static_cast<int>(order.total()) * REGION_ITEMS,
-                                            .early = early_items(order),
-                                            .counters = p.counters};
+    const sm90::ExpandPlan<T, Sources> plan{
+        .order = order,
+        .sources = p.sources,
+        .a = static_cast<T*>(const_cast<void*>(product.a)),
+        .b = static_cast<T*>(const_cast<void*>(product.b)),
+        .pitch_a = static_cast<int>(product.a_stride),
+        .pitch_b = static_cast<int>(product.b_stride),
+        .m = static_cast<int>(product.m),
+        .n = static_cast<int>(product.n),
+        .k = static_cast<int>(product.k),
+        .items = static_cast<int>(order.total()) * REGION_ITEMS,
+        .early =
+            static_cast<int>(early_items(order, globals.order.total, s.blocks, globals.k_blocks)),
+        .counters = p.counters};
     kittens::launch(kittens::LaunchOptions{.dependent = true},
                     sm90::expanding_gemm_kernel<K, Sources>, dim3(s.blocks), dim3(K::threads),
                     dim3(1), sizeof(typename K::Shared), stream, globals, plan);
