@@ -66,6 +66,7 @@ def test_choice():
     assert _C.choose("mxfp8_gemm", large, H200)["kernel"] == "expanding"
     for other in (
         {"m": 64},
+        {"m": 512},
         {"n": 256},
         {"k": 8200},
         {"fused": True},

@@ -183,8 +183,8 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     }
     if (!p.rebased) {
         choice.exact = gemm::choose(expanded(p), device);
-        // From a full round on the products are long enough to hide it.
-        choice.expanding = p.expandable() &&
+        // From a full round and 1024 rows on the products are long enough to hide it.
+        choice.expanding = p.expandable() && std::min(p.m, p.n) >= 1024 &&
                            choice.exact.config == gemm::expanding_config(DType::bf16) &&
                            choice.exact.schedule.blocks >= device.sm_count;
         return choice;

@@ -58,9 +58,15 @@ struct ExpandOrder {
 };
 
 // Up to which item the warps that multiply take part, before their first tile: a share of what the
-// first round needs that makes the others' head start large enough.
-constexpr int early_items(const ExpandOrder& order) {
-    return static_cast<int>((order.first_a + order.first_b) * order.columns) * REGION_ITEMS * 2 / 5;
+// first round needs, so that the others' head start is large enough; and where those would not keep
+// pace, at some 1.1 elements per cycle and block, what is left over. A step of a tile takes 1024
+// cycles.
+constexpr int64_t early_items(const ExpandOrder& order, int64_t tiles, int64_t blocks,
+                              int64_t steps) {
+    const int64_t rounds = (tiles + blocks - 1) / blocks;
+    const int64_t first = int64_t{order.first_a + order.first_b} * order.columns * REGION_ITEMS;
+    const int64_t late = blocks * rounds * steps * 1024 * 11 / 10 / (ITEM_ROWS * REGION_K);
+    return std::max(first * 2 / 5, int64_t{order.total()} * REGION_ITEMS - late);
 }
 
 // The kernels' tiles: rows of both operands along k.

@@ -4,13 +4,14 @@
 //
 // A region of 128 x 256 elements has a counter of its items, 16 rows each. A warp claims an item,
 // whichever is the next in the order in which the tiles need them, expands it, and counts it; the
-// thread that loads a tile waits until its regions are complete. Warps that expand wait for nobody,
-// so that every item that has been claimed is finished, whatever blocks are on the GPU.
+// warp that loads a tile waits until its regions are complete. Warps that expand wait for nobody,
+// so that every item that has been claimed is finished, whatever blocks are on the GPU. At the
+// start the warps that multiply expand, too.
 //
 // Order of memory: the lanes that have written fence their writes, which TMA of any block will read
 // (generic to async proxy); the warp meets, and one lane releases them to the GPU and counts. The
-// thread that loads acquires the counter, fences again, as its own copies belong to the async
-// proxy, and then issues them.
+// lanes of the warp that loads acquire a counter each and meet, fence again, as their copies belong
+// to the async proxy, and one then issues those.
 #pragma once
 
 #include "csrc/gemm/expanding_gemm.h"
@@ -19,8 +20,6 @@
 
 namespace thunderkittens::gemm {
 namespace sm90 {
-
-constexpr int EXPANDERS = WARPGROUP_WARPS - 1;  // warps
 
 struct ExpandItem {
     int row, column;  // of its first element
@@ -257,18 +256,20 @@ void launch_expanding(const ExpandingParams<Sources>& p, Stream stream) {
     const Schedule& s = product.schedule;
     const auto globals = sm90::make_globals<C>(product);
     const ExpandOrder order = expand_order(C, s, product.m, product.n, product.k, E::both);
-    const sm90::ExpandPlan<T, Sources> plan{.order = order,
-                                            .sources = p.sources,
-                                            .a = static_cast<T*>(const_cast<void*>(product.a)),
-                                            .b = static_cast<T*>(const_cast<void*>(product.b)),
-                                            .pitch_a = static_cast<int>(product.a_stride),
-                                            .pitch_b = static_cast<int>(product.b_stride),
-                                            .m = static_cast<int>(product.m),
-                                            .n = static_cast<int>(product.n),
-                                            .k = static_cast<int>(product.k),
-                                            .items = static_cast<int>(order.total()) * REGION_ITEMS,
-                                            .early = early_items(order),
-                                            .counters = p.counters};
+    const sm90::ExpandPlan<T, Sources> plan{
+        .order = order,
+        .sources = p.sources,
+        .a = static_cast<T*>(const_cast<void*>(product.a)),
+        .b = static_cast<T*>(const_cast<void*>(product.b)),
+        .pitch_a = static_cast<int>(product.a_stride),
+        .pitch_b = static_cast<int>(product.b_stride),
+        .m = static_cast<int>(product.m),
+        .n = static_cast<int>(product.n),
+        .k = static_cast<int>(product.k),
+        .items = static_cast<int>(order.total()) * REGION_ITEMS,
+        .early =
+            static_cast<int>(early_items(order, globals.order.total, s.blocks, globals.k_blocks)),
+        .counters = p.counters};
     kittens::launch(kittens::LaunchOptions{.dependent = true},
                     sm90::expanding_gemm_kernel<K, Sources>, dim3(s.blocks), dim3(K::threads),
                     dim3(1), sizeof(typename K::Shared), stream, globals, plan);
