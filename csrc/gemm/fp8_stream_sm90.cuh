@@ -92,23 +92,49 @@ __device__ __forceinline__ void for_each_stream_tile(const Globals& g, int rank,
 }
 
 template <Config C>
+__device__ __forceinline__ void load_stage(const typename StreamTypes<C>::Globals& g,
+                                           typename StreamTypes<C>::Shared& shared, int which,
+                                           const StreamTile<C>& tile, int k) {
+    auto& stage = shared.stages[which];
+    semaphore& full = shared.full[which];
+    tma::expect(full, stage);
+    const auto weights = elements(0, 0, static_cast<int>(tile.col), k * C.block_k);
+    if (g.m_tiles.value == 1)
+        tma::load_async<2, tma::CachePolicy::evict_first>(stage.b, g.b, weights, full);
+    else  // the other tiles of the same columns find it in the L2 cache
+        tma::load_async<2>(stage.b, g.b, weights, full);
+    tma::load_async<2, tma::CachePolicy::evict_last>(
+        stage.a, g.a, elements(0, 0, static_cast<int>(tile.row), k * C.block_k), full);
+}
+
+// The first stages, by instructions that lie close to the kernel's first: those of stream_produce
+// come from memory when it begins. Blocks of a cluster are slower for it, and do without.
+template <Config C>
+__device__ __forceinline__ void stream_begin(const typename StreamTypes<C>::Globals& g,
+                                             typename StreamTypes<C>::Shared& shared) {
+    if (blockIdx.x >= g.tiles) return;
+    const StreamTile<C> tile(g, blockIdx.x, 0);
+    const int count = min(C.stages, tile.end - tile.begin);
+    int k = tile.first;
+#pragma unroll 1
+    for (int i = 0; i < count; ++i, k = tile.after(k)) load_stage<C>(g, shared, i, tile, k);
+}
+
+template <Config C>
 __device__ __forceinline__ void stream_produce(const typename StreamTypes<C>::Globals& g,
                                                typename StreamTypes<C>::Shared& shared, int rank) {
     Ring<C.stages> ring;
+    int begun = -1;  // stages that stream_begin has filled; not known before the first tile
     for_each_stream_tile<C>(g, rank, [&](const StreamTile<C> tile) {
+        if (begun < 0) begun = g.splits == 1 ? min(C.stages, tile.end - tile.begin) : 0;
         int k = tile.first;
         for (int step = tile.begin; step < tile.end; ++step, ring.advance(), k = tile.after(k)) {
-            auto& stage = shared.stages[ring.stage];
-            semaphore& full = shared.full[ring.stage];
+            if (begun > 0) {
+                --begun;
+                continue;
+            }
             wait(shared.empty[ring.stage], ring.phase ^ 1);
-            tma::expect(full, stage);
-            const auto weights = elements(0, 0, static_cast<int>(tile.col), k * C.block_k);
-            if (g.m_tiles.value == 1)
-                tma::load_async<2, tma::CachePolicy::evict_first>(stage.b, g.b, weights, full);
-            else  // the other tiles of the same columns find it in the L2 cache
-                tma::load_async<2>(stage.b, g.b, weights, full);
-            tma::load_async<2, tma::CachePolicy::evict_last>(
-                stage.a, g.a, elements(0, 0, static_cast<int>(tile.row), k * C.block_k), full);
+            load_stage<C>(g, shared, ring.stage, tile, k);
         }
     });
 }
@@ -357,6 +383,10 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_stream_kernel(const __grid_
             init_semaphore(shared.summed, WARPGROUP_WARPS * max(1, g.splits - int(g.direct)));
             init_semaphore(shared.read, WARPGROUP_WARPS * g.splits);
             arch::mbarrier_init_fence();
+            if (g.splits == 1) {
+                arch::wait_for_dependencies();
+                stream_begin<C>(g, shared);
+            }
         }
         arch::sync_warp();
         if (warpgroup::warpid() == 1)  // which waits for semaphores too
