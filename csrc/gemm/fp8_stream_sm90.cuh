@@ -4,8 +4,8 @@
 // of a its columns. A block has a warp that loads, one that copies scales, and a warpgroup that
 // multiplies; nearly all of the shared memory is bytes on their way. Where there are far fewer
 // tiles than SMs, the blocks of a cluster divide k. 16-bit results are sent to the first block as
-// sums in registers, and it adds them; of others, each block sums a share of the tile's elements over
-// the cluster's shared memory. The order is fixed: reruns give the same bits.
+// sums in registers, and it adds them; of others, each block sums a share of the tile's elements
+// over the cluster's shared memory. The order is fixed: reruns give the same bits.
 //
 // Sums are always promoted: a product of 128 of k goes to registers of its own and is added in
 // fp32, times the scales of its blocks where there are such. It costs nothing here.
@@ -411,8 +411,8 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_stream_kernel(const __grid_
     } else {
         stream_consume<C>(g, shared, rank);
     }
-    // A block's shared memory is read, and its semaphores are arrived at, by its cluster; for what is
-    // sent the first block has waited.
+    // A block's shared memory is read, and its semaphores are arrived at, by its cluster; for what
+    // is sent the first block has waited.
     if (g.splits > 1 && !g.direct) cluster::sync();
 }
 
