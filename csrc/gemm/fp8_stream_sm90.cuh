@@ -4,8 +4,8 @@
 // of a its columns. A block has a warp that loads, one that copies scales, and a warpgroup that
 // multiplies; nearly all of the shared memory is bytes on their way. Where there are far fewer
 // tiles than SMs, the blocks of a cluster divide k. 16-bit results are sent to the first block as
-// sums in registers, and it adds them; of others, each block sums a share of the tile's elements over
-// the cluster's shared memory. The order is fixed: reruns give the same bits.
+// sums in registers, and it adds them; of others, each block sums a share of the tile's elements
+// over the cluster's shared memory. The order is fixed: reruns give the same bits.
 //
 // Sums are always promoted: a product of 128 of k goes to registers of its own and is added in
 // fp32, times the scales of its blocks where there are such. It costs nothing here.
@@ -92,23 +92,49 @@ __device__ __forceinline__ void for_each_stream_tile(const Globals& g, int rank,
 }
 
 template <Config C>
+__device__ __forceinline__ void load_stage(const typename StreamTypes<C>::Globals& g,
+                                           typename StreamTypes<C>::Shared& shared, int which,
+                                           const StreamTile<C>& tile, int k) {
+    auto& stage = shared.stages[which];
+    semaphore& full = shared.full[which];
+    tma::expect(full, stage);
+    const auto weights = elements(0, 0, static_cast<int>(tile.col), k * C.block_k);
+    if (g.m_tiles.value == 1)
+        tma::load_async<2, tma::CachePolicy::evict_first>(stage.b, g.b, weights, full);
+    else  // the other tiles of the same columns find it in the L2 cache
+        tma::load_async<2>(stage.b, g.b, weights, full);
+    tma::load_async<2, tma::CachePolicy::evict_last>(
+        stage.a, g.a, elements(0, 0, static_cast<int>(tile.row), k * C.block_k), full);
+}
+
+// The first stages, by instructions that lie close to the kernel's first: those of stream_produce
+// come from memory when it begins. Blocks of a cluster are slower for it, and do without.
+template <Config C>
+__device__ __forceinline__ void stream_begin(const typename StreamTypes<C>::Globals& g,
+                                             typename StreamTypes<C>::Shared& shared) {
+    if (blockIdx.x >= g.tiles) return;
+    const StreamTile<C> tile(g, blockIdx.x, 0);
+    const int count = min(C.stages, tile.end - tile.begin);
+    int k = tile.first;
+#pragma unroll 1
+    for (int i = 0; i < count; ++i, k = tile.after(k)) load_stage<C>(g, shared, i, tile, k);
+}
+
+template <Config C>
 __device__ __forceinline__ void stream_produce(const typename StreamTypes<C>::Globals& g,
                                                typename StreamTypes<C>::Shared& shared, int rank) {
     Ring<C.stages> ring;
+    int begun = -1;  // stages that stream_begin has filled; not known before the first tile
     for_each_stream_tile<C>(g, rank, [&](const StreamTile<C> tile) {
+        if (begun < 0) begun = g.splits == 1 ? min(C.stages, tile.end - tile.begin) : 0;
         int k = tile.first;
         for (int step = tile.begin; step < tile.end; ++step, ring.advance(), k = tile.after(k)) {
-            auto& stage = shared.stages[ring.stage];
-            semaphore& full = shared.full[ring.stage];
+            if (begun > 0) {
+                --begun;
+                continue;
+            }
             wait(shared.empty[ring.stage], ring.phase ^ 1);
-            tma::expect(full, stage);
-            const auto weights = elements(0, 0, static_cast<int>(tile.col), k * C.block_k);
-            if (g.m_tiles.value == 1)
-                tma::load_async<2, tma::CachePolicy::evict_first>(stage.b, g.b, weights, full);
-            else  // the other tiles of the same columns find it in the L2 cache
-                tma::load_async<2>(stage.b, g.b, weights, full);
-            tma::load_async<2, tma::CachePolicy::evict_last>(
-                stage.a, g.a, elements(0, 0, static_cast<int>(tile.row), k * C.block_k), full);
+            load_stage<C>(g, shared, ring.stage, tile, k);
         }
     });
 }
@@ -357,6 +383,10 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_stream_kernel(const __grid_
             init_semaphore(shared.summed, WARPGROUP_WARPS * max(1, g.splits - int(g.direct)));
             init_semaphore(shared.read, WARPGROUP_WARPS * g.splits);
             arch::mbarrier_init_fence();
+            if (g.splits == 1) {
+                arch::wait_for_dependencies();
+                stream_begin<C>(g, shared);
+            }
         }
         arch::sync_warp();
         if (warpgroup::warpid() == 1)  // which waits for semaphores too
@@ -381,8 +411,8 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_stream_kernel(const __grid_
     } else {
         stream_consume<C>(g, shared, rank);
     }
-    // A block's shared memory is read, and its semaphores are arrived at, by its cluster; for what is
-    // sent the first block has waited.
+    // A block's shared memory is read, and its semaphores are arrived at, by its cluster; for what
+    // is sent the first block has waited.
     if (g.splits > 1 && !g.direct) cluster::sync();
 }
 

@@ -26,35 +26,59 @@ namespace sm90 {
 using namespace kittens;
 
 template <class K>
+__device__ __forceinline__ void load_stage(const typename K::Globals& g, typename K::Shared& shared,
+                                           int which, const CodesTile<K>& tile, int k) {
+    constexpr int ATOM = block_scaled::sm90::ATOM;
+    auto& stage = shared.stages[which];
+    auto& scales = shared.scales[which];
+    semaphore& full = shared.full[which];
+    // Past the end of k codes are zero, and have no scales.
+    const int first = k * K::atoms;
+    const int bytes = min(K::atoms, g.k_chunks - first) * ATOM;
+    tma::expect_bytes(full, sizeof(typename K::Stage) + 2 * bytes);
+    const auto weight = elements(0, 0, tile.row, k * K::shape.stage_k);
+    if (g.m_tiles.value == 1)
+        tma::load_async<2, tma::CachePolicy::evict_first>(stage.weight, g.weight, weight, full);
+    else  // the other tiles of the same rows find it in the L2 cache
+        tma::load_async<2>(stage.weight, g.weight, weight, full);
+    const auto load = [&](const uint8_t* to, const uint8_t* from, int line) {
+        from += (line / 128 * int64_t{g.k_chunks} + first) * ATOM;
+        arch::bulk_load(arch::shared_address(to), from, bytes, full.address());
+    };
+    load(scales.weight, g.scales_weight, tile.row);
+    tma::load_async<2, tma::CachePolicy::evict_last>(
+        stage.a, g.a, elements(0, 0, tile.token, k * K::shape.stage_k), full);
+    load(scales.a, g.scales_a, tile.token);
+}
+
+// The first stages, by instructions that lie close to the kernel's first: those of load_codes come
+// from memory when it begins. Blocks of a cluster are slower for it, and do without.
+template <class K>
+__device__ __forceinline__ void begin_codes(const typename K::Globals& g,
+                                            typename K::Shared& shared) {
+    if (blockIdx.x >= g.tiles) return;
+    const CodesTile<K> tile(g, blockIdx.x, 0);
+    const int count = min(K::shape.stages, tile.end - tile.begin);
+    int k = tile.first;
+#pragma unroll 1
+    for (int i = 0; i < count; ++i, k = tile.after(k)) load_stage<K>(g, shared, i, tile, k);
+}
+
+template <class K>
 __device__ __forceinline__ void load_codes(const typename K::Globals& g, typename K::Shared& shared,
                                            int rank) {
-    constexpr int ATOM = block_scaled::sm90::ATOM;
     gemm::sm90::Ring<K::shape.stages> ring;
+    int begun = -1;  // stages that begin_codes has filled; not known before the first tile
     for_each_codes_tile<K>(g, rank, [&](const CodesTile<K> tile) {
+        if (begun < 0) begun = g.splits == 1 ? min(K::shape.stages, tile.end - tile.begin) : 0;
         int k = tile.first;
         for (int step = tile.begin; step < tile.end; ++step, ring.advance(), k = tile.after(k)) {
-            auto& stage = shared.stages[ring.stage];
-            auto& scales = shared.scales[ring.stage];
-            semaphore& full = shared.full[ring.stage];
-            // Past the end of k codes are zero, and have no scales.
-            const int first = k * K::atoms;
-            const int bytes = min(K::atoms, g.k_chunks - first) * ATOM;
+            if (begun > 0) {
+                --begun;
+                continue;
+            }
             wait(shared.empty[ring.stage], ring.phase ^ 1);
-            tma::expect_bytes(full, sizeof(typename K::Stage) + 2 * bytes);
-            const auto weight = elements(0, 0, tile.row, k * K::shape.stage_k);
-            if (g.m_tiles.value == 1)
-                tma::load_async<2, tma::CachePolicy::evict_first>(stage.weight, g.weight, weight,
-                                                                  full);
-            else  // the other tiles of the same rows find it in the L2 cache
-                tma::load_async<2>(stage.weight, g.weight, weight, full);
-            const auto load = [&](const uint8_t* to, const uint8_t* from, int line) {
-                from += (line / 128 * int64_t{g.k_chunks} + first) * ATOM;
-                arch::bulk_load(arch::shared_address(to), from, bytes, full.address());
-            };
-            load(scales.weight, g.scales_weight, tile.row);
-            tma::load_async<2, tma::CachePolicy::evict_last>(
-                stage.a, g.a, elements(0, 0, tile.token, k * K::shape.stage_k), full);
-            load(scales.a, g.scales_a, tile.token);
+            load_stage<K>(g, shared, ring.stage, tile, k);
         }
     });
 }
@@ -206,6 +230,10 @@ __global__ __launch_bounds__(K::threads, 1) void mxfp8_codes_kernel(const __grid
             }
             init_semaphore(shared.summed, WARPGROUP_WARPS * max(1, g.splits - 1));
             arch::mbarrier_init_fence();
+            if (g.splits == 1) {
+                arch::wait_for_dependencies();
+                begin_codes<K>(g, shared);
+            }
         }
         arch::sync_warp();
         arch::named_barrier_arrive(READY, K::threads);

@@ -1,4 +1,5 @@
-// What mxfp8_codes_sm90.cuh works on: types, the walk over tiles, and what becomes of a tile's sums.
+// What mxfp8_codes_sm90.cuh works on: types, the walk over tiles, and what becomes of a tile's
+// sums.
 #pragma once
 
 #include <bit>
@@ -23,8 +24,8 @@ struct CodesTypes {
     static constexpr int ROWS = CODES_TILE;       // of the weight
     static constexpr int BLOCKS = FEW_K / BLOCK;  // of a row that lie in one atom of scales
     static constexpr int atoms = S.stage_k / FEW_K;
-    // Factors of a block of k, in floats: of the weight's rows, two of a thread side by side; then of
-    // a's rows, those of a thread side by side, and room between, so that banks do not conflict.
+    // Factors of a block of k, in floats: of the weight's rows, two of a thread side by side; then
+    // of a's rows, those of a thread side by side, and room between, so that banks do not conflict.
     static constexpr int of_lane = tokens / 4, lane_pitch = of_lane + 4;
     static constexpr int factors = codes_factors(S);
     static_assert(factors == ROWS + 4 * lane_pitch);
