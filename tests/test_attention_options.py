@@ -191,7 +191,7 @@ def test_softcap_of_scores_of_any_size(device, dtype, dim):
     """tanh has another form where the scores of a block of keys are small against the cap."""
     torch.manual_seed(dim)
     q, k, v = (torch.randn(1, 2, n, dim, device=device).to(dtype) for n in (130, 520, 520))
-    for cap, scale in ((40.0, 1.0), (8.0, 1.0), (40.0, 6.0), (5.0, 20.0)):
+    for cap, scale in ((40.0, 1.0), (20.0, 1.0), (8.0, 1.0), (40.0, 6.0), (5.0, 20.0)):
         options = {"softcap": cap, "scale": scale / dim**0.5}
         assert_attention(tk.attention(q, k, v, **options, return_lse=True), q, k, v, **options)
     # The sizes of one call: rows that grow, behind small ones, and keys that all rows avoid.
@@ -199,6 +199,16 @@ def test_softcap_of_scores_of_any_size(device, dtype, dim):
     aligned = (q[:, :, :1] * factor.where(factor < 9, -factor)).to(dtype)
     for keys in ((k * factor).to(dtype), (k * factor.flip(0)).to(dtype), aligned):
         options = {"softcap": 20.0, "causal": True}
+        assert_attention(
+            tk.attention(q, keys, v, **options, return_lse=True), q, keys, v, **options
+        )
+    # One key outweighs all others, with a logit below and above where another form takes over.
+    q[..., 0] = 4.0
+    for logit in (2.0, 3.0, 4.0, 4.3, 4.4, 4.5, 5.0, 8.0):
+        keys = k / 16
+        keys[..., 0] = 0.0
+        keys[:, :, 300, 0] = logit * dim**0.5 / 4
+        options = {"softcap": 20.0}
         assert_attention(
             tk.attention(q, keys, v, **options, return_lse=True), q, keys, v, **options
         )

@@ -37,15 +37,58 @@ struct CapPolynomial {
     }
 };
 
-// Polynomials in two sizes, with the least largest relative error: 2^-16.7 for bf16, where the
-// tanh of softcap_tanh has 2^-11; for half less than 2^-23 absolutely.
+// The same with two terms, whose factors each thread fits to the largest of its own scores. tanh(x)
+// / x is nearly linear in x^2, and taken as the line that meets its series at the square of the
+// largest x, which may outweigh all others, and at 3/8 of it, which makes the error elsewhere the
+// least: at most (largest x)^5 / 94, of both signs.
+struct FittedPolynomial {
+    float limit = -1.0f;  // of |score|; negative: not applicable
+
+    explicit FittedPolynomial(const Scores& s) {
+        if (!(s.softcap > 0.0f) || s.alibi_slopes != nullptr) return;
+        constexpr double third = 1.0 / 3, fifth = 2.0 / 15, seventh = 17.0 / 315;
+        constexpr double sum = 11.0 / 8, product = 3.0 / 8;  // of the two, over the largest x^2
+        const double scale = double(s.scale) * LOG2_E, cap = double(s.scale) / s.softcap;
+        const double cubic = scale * cap * cap;
+        by_cap = static_cast<float>(cap);
+        constant[0] = static_cast<float>(scale);
+        constant[1] = static_cast<float>(-scale * fifth * product);
+        constant[2] = static_cast<float>(scale * seventh * product * sum);
+        slope[0] = static_cast<float>(-cubic * third);
+        slope[1] = static_cast<float>(cubic * fifth * sum);
+        slope[2] = static_cast<float>(-cubic * seventh * (sum * sum - product));
+        if (!std::isfinite(scale) || !std::isnormal(by_cap) || !std::isnormal(slope[0])) return;
+        const float largest = static_cast<float>(0.22 / cap);
+        if (std::isfinite(largest * largest)) limit = largest;
+    }
+
+    struct Line {
+        float constant, slope;
+        __device__ __forceinline__ float operator()(float x, float plus) const {
+            return fmaf(fmaf(x * x, slope, constant), x, plus);
+        }
+    };
+    __device__ __forceinline__ Line fit(float largest) const {
+        const float x = largest * by_cap, square = x * x;
+        return {fmaf(square * square, fmaf(square, constant[2], constant[1]), constant[0]),
+                fmaf(square, fmaf(square, slope[2], slope[1]), slope[0])};
+    }
+
+  private:
+    float by_cap = 0.0f;                    // scale / softcap
+    float constant[3] = {}, slope[3] = {};  // of the line, in powers of the largest x^2
+};
+
+// Polynomials in two sizes. For bf16, where the tanh of softcap_tanh has a relative error of 2^-11:
+// two terms, fitted, up to where they err by 2^-15.3, and three with 2^-16.7. For half three and
+// four, with less than 2^-23 absolutely.
 template <class T>
 struct SmallCap {
     static constexpr bool coarse = std::is_same_v<T, bf16>;
     // How many powers of two a weight may be above 1.
     static constexpr float SLACK = coarse ? 24.0f : 14.0f;
 
-    CapPolynomial<coarse ? 2 : 3> few;
+    std::conditional_t<coarse, FittedPolynomial, CapPolynomial<3>> few;
     CapPolynomial<coarse ? 3 : 4> many;
     float slope;  // no logit times log2(e) is larger than this times its score
 
@@ -57,14 +100,14 @@ struct SmallCap {
     // false. What has been accumulated is not rescaled.
     template <any_register_tile Tile>
     __device__ __forceinline__ bool update(Tile& s, OnlineSoftmax& softmax) const {
-        if (!(many.limit > 0.0f)) return false;
+        if (!(few.limit > 0.0f)) return false;
         const float2 top = largest_of(s);
         const float largest = fmaxf(top.x, top.y);
         const float above =
             fmaxf(fmaf(top.x, slope, -softmax.base.x), fmaf(top.y, slope, -softmax.base.y));
         const int bounded = above <= SLACK;
         if (arch::all_lanes(bounded & static_cast<int>(largest <= few.limit))) {
-            add_weights(s, softmax, few);
+            add_weights(s, softmax, fit(largest));
             return true;
         }
         if (!arch::all_lanes(bounded & static_cast<int>(largest <= many.limit))) return false;
@@ -75,7 +118,7 @@ struct SmallCap {
   private:
     static auto make_few(const Scores& s) {
         if constexpr (coarse)
-            return CapPolynomial<2>(s, 0.155, {0.999990481, -0.330157707});
+            return FittedPolynomial(s);
         else
             return CapPolynomial<3>(s, 0.25, {0.999999604, -0.333219082, 0.128416134});
     }
@@ -85,6 +128,12 @@ struct SmallCap {
         else
             return CapPolynomial<4>(s, 0.45,
                                     {0.999999757, -0.333294672, 0.132363691, -0.046028194});
+    }
+    __device__ __forceinline__ auto fit(float largest) const {
+        if constexpr (coarse)
+            return few.fit(largest);
+        else
+            return few;
     }
     // The largest magnitude in each row, of this thread's columns.
     template <any_register_tile Tile>
