@@ -1,5 +1,5 @@
-// The arithmetic of NVFP4: scales of matrices and blocks, elements to codes, rounded to nearest even
-// or at random, and back. It is, operation by operation in fp32, that of NVIDIA's Transformer
+// The arithmetic of NVFP4: scales of matrices and blocks, elements to codes, rounded to nearest
+// even or at random, and back. It is, operation by operation in fp32, that of NVIDIA's Transformer
 // Engine.
 #pragma once
 
