@@ -131,6 +131,27 @@ def test_accuracy(device, case):
     assert_accurate(out, expected, plain_fused(x, case), slack=slack)
 
 
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("columns", [8, 256])
+def test_curves(device, activation, dtype, columns):
+    """With one product in a sum z is exact: what the formula of the activation costs."""
+    special = [0.0, -0.0, 1e-3, -1e-3, 300.0, -300.0, 3e4, -3e4, float("inf"), float("nan")]
+    z = torch.cat([torch.linspace(-12, 12, 241), torch.tensor(special)]).to(dtype)
+    b = torch.ones(1, columns, dtype=dtype)
+    out = tk.gemm(z[:, None].to(device), b.to(device), activation=activation).cpu().double()
+    expected = tk.reference.gemm(
+        z[:, None].double(), b.double(), activation=activation, out_dtype=torch.float64
+    )
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.isinf(), expected.isinf())
+    finite = expected.isfinite()
+    size = z.double()[:, None].abs().expand_as(expected)[finite]
+    formula = 0.0 if activation == "relu" else 2**-10.5 if dtype is BF16 else 1e-6
+    bound = torch.finfo(dtype).eps / 2 * expected[finite].abs() + formula * size + 1e-7
+    assert bool(((out - expected)[finite].abs() <= bound).all())
+
+
 @over(cases)
 def test_integers_are_exact(device, case):
     """Without a curved activation small integers stay exact in float32."""

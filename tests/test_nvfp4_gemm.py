@@ -114,9 +114,6 @@ def test_one_hot_rows_select(device, m, dtype):
 
 # Rows of a, of the weight in 64, warpgroups that divide k, k of a stage in 64, stages.
 TILES = [
-    (16, 1, 4, 8, 5),
-    (16, 2, 2, 4, 6),
-    (16, 4, 1, 4, 4),
     (32, 2, 2, 4, 5),
     (64, 2, 1, 2, 6),
     (64, 4, 1, 2, 4),
@@ -141,6 +138,22 @@ def test_every_kernel_on_the_emulator(tile, dtype, cluster):
     a = (torch.randn(m, 592) / 24).to(dtype)
     results = []
     for policy in ("on_wait", "late_mma", "random"):
+        with tk.emulate(policy, seed=3, config=config):
+            results.append(tk.nvfp4_gemm(a, weight, out_dtype=FP32))
+    check(results[0], a, weight)
+    assert all(torch.equal(x, results[0]) for x in results)
+
+
+@pytest.mark.parametrize("strips", [1, 2, 3, 4, 7, 8, 13, 14, 16])
+@pytest.mark.parametrize(("tokens", "m", "dtype"), [(8, 11, BF16), (16, 16, BF16), (16, 21, FP16)])
+def test_few_rows_on_the_emulator(tokens, m, dtype, strips):
+    """The same of the kernel for few rows, whose warps share the work in other ways."""
+    names = ("row_groups", "k_groups", "pieces", "stages")
+    config = dict.fromkeys(names, 0) | {"tokens": tokens, "strips": strips, "blocks": 2}
+    weight = prepared(470, 1040 if strips == 13 else 592)
+    a = (torch.randn(m, weight.columns) / 24).to(dtype)
+    results = []
+    for policy in ("on_wait", "random"):
         with tk.emulate(policy, seed=3, config=config):
             results.append(tk.nvfp4_gemm(a, weight, out_dtype=FP32))
     check(results[0], a, weight)

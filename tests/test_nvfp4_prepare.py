@@ -31,14 +31,14 @@ def element(piece, row, column):
     """An element times its scale, from the 2304 bytes of a piece, as the layout defines it."""
     line, product = row % 16, column // 16
     inner = column % 16
-    thread = row // 16 * 32 + line % 8 * 4 + inner % 8 // 2
-    at = thread * 16 + product * 4
+    strip, thread = row // 16 * 576, line % 8 * 4 + inner % 8 // 2
+    at = strip + thread * 16 + product * 4
     word = int.from_bytes(bytes(piece[at : at + 4]), "little")
     odd = 16 * (inner % 2)
     code = 0
     for bit in BITS[inner // 8 * 2 + line // 8]:
         code = 2 * code + (word >> (bit + odd) % 32 & 1)
-    byte = piece[2048 + thread // 4 * 8 + product // 2 * 4 + line // 8 * 2 + product % 2]
+    byte = piece[strip + 512 + thread // 4 * 8 + product // 2 * 4 + line // 8 * 2 + product % 2]
     return (-1) ** (code >> 3) * VALUES[code & 7] * 2.0 ** ((byte >> 3) - 10) * (1 + byte % 8 / 8)
 
 

@@ -152,6 +152,29 @@ def test_a_batch_is_its_matrices(device):
         assert_same((data[i], scale[i], factor[i]), tk.nvfp4_quantize(x[i]))
 
 
+@pytest.mark.parametrize("policy", ["on_wait", "random"])
+@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize(("given", "dtype"), [(False, BF16), (True, FP16)])
+def test_blocks_that_stay(given, dtype, seed, policy):
+    """More tiles than stages, of several matrices, for the blocks of one SM."""
+    x = (torch.randn(3, 200, 270) * torch.tensor([1, 5, 0.01]).view(3, 1, 1)).to(dtype)
+    scale = torch.tensor([0.001, 0.005, 1e-5]) if given else None
+    word = None if seed is None else torch.tensor(seed)
+    with tk.emulate(policy, seed=1, sm_count=1):
+        results = tk.nvfp4_quantize(x, global_scale=scale, seed=word)
+    assert_same(results, tk.reference.nvfp4_quantize(x, global_scale=scale, seed=word))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", [None, 5])
+def test_many_tiles(seed):
+    """More than all blocks of a GPU have at a time."""
+    x = torch.randn(5, 1500, 2064).to(BF16)
+    word = None if seed is None else torch.tensor(seed)
+    results = tk.nvfp4_quantize(x.cuda(), seed=None if word is None else word.cuda())
+    assert_same(results, tk.reference.nvfp4_quantize(x, seed=word))
+
+
 def test_squares_serve_both_orientations(device):
     """The elements of the transpose are the transposed elements."""
     x = torch.randn(144, 208).to(BF16).to(device)

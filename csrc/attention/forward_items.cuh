@@ -24,8 +24,8 @@ struct Divisor {
     }
 };
 
-// The order of Schedule, dealt to the blocks of the grid back and forth, so that who got the longest
-// item of a round gets the shortest of the next.
+// The order of Schedule, dealt to the blocks of the grid back and forth, so that who got the
+// longest item of a round gets the shortest of the next.
 struct QuickSchedule : Schedule {
     Divisor by_section, by_level, by_last_level, by_heads;
 

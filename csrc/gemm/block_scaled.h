@@ -60,6 +60,10 @@ struct Nvfp4Quantize {
 
     bool operator==(const Nvfp4Quantize&) const = default;
 };
+// 16-bit elements come by TMA, in a ring of tiles of each of the blocks that stay on an SM.
+constexpr bool in_ring(const Nvfp4Quantize& c) { return c.dtype != DType::fp32; }
+constexpr int NVFP4_STAGES = 2, NVFP4_BLOCKS_PER_SM = 2;
+constexpr int NVFP4_RING_BYTES = NVFP4_STAGES * TILE * TILE * 2 + 128;
 struct Nvfp4Dequantize {
     DType dtype = DType::bf16;
 
@@ -93,6 +97,7 @@ struct Nvfp4Params {
     int maxima_count = 0;
     const void* seed = nullptr;  // int64, where rounding is stochastic
     bool swizzle = true;
+    int blocks = 0;  // as many as stay, see in_ring()
 };
 struct DequantizeParams {
     Matrix data;  // rows and columns are those of the result; strides count bytes
@@ -149,6 +154,7 @@ constexpr int64_t tiles(int64_t rows, int64_t columns, int64_t batch) {
 }
 // Blocks per matrix that look for its maximum.
 int maxima_count(const Nvfp4Problem& problem, const DeviceProperties& device);
+int ring_blocks(const DeviceProperties& device);
 
 // Size of the scales of one matrix: rows and columns of the plain layout, or of the 128x4 layout.
 struct ScaleShape {

@@ -13,18 +13,21 @@ namespace {
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // What a tile costs in clock cycles of an SM: block_m * block_n / 32 for its products of 64 steps
-// of k at the tensor cores' full rate, times `per_product`, plus `fixed`. Fitted to an H200: one
-// consumer keeps the tensor cores less busy than two, and small tiles load more bytes per product.
+// of k at the tensor cores' full rate, times `per_product`, plus `fixed`, and `once` before
+// the first product and after the last. Fitted to an H200: one consumer keeps the tensor cores less
+// busy than two, and small tiles load more bytes per product.
 struct TileCost {
-    double per_product, fixed;
+    double per_product, fixed, once;
 };
 TileCost tile_cost(const TileShape& shape) {
     const int size = shape.block_m * shape.block_n;
     return {size >= 128 * 256   ? 1.0
+            : size >= 128 * 224 ? 1.03
             : size >= 128 * 128 ? 1.05
+            : size >= 128 * 112 ? 1.1
             : size >= 64 * 128  ? 1.32
                                 : 2.16,
-            600};
+            600, 2500 + 0.12 * size};
 }
 
 // Cycles that the GPU needs with tiles of this shape: rounds of one tile per SM.
@@ -33,20 +36,24 @@ double cycles(const TileShape& shape, const Problem& p, int sm_count) {
     const int64_t rounds = ceil_div(tiles, sm_count);
     const TileCost cost = tile_cost(shape);
     const double steps = static_cast<double>(std::max<int64_t>(1, ceil_div(p.k, BLOCK_K)));
-    return rounds * (steps * shape.block_m * shape.block_n / 32 * cost.per_product + cost.fixed);
+    const double tile = steps * shape.block_m * shape.block_n / 32 * cost.per_product;
+    return rounds * (tile + cost.fixed) + cost.once;
 }
 
-Schedule schedule_for(const Config& config, const Problem& p, int sm_count) {
+Schedule schedule_for(const Config& config, const Problem& p, const DeviceProperties& device) {
+    const int sm_count = std::max(1, device.sm_count);
     const int64_t rows = ceil_div(p.m, config.block_m), columns = ceil_div(p.n, config.block_n);
     Schedule schedule;
+    // Few rows of tiles use b at about the same time. A much larger b is read at the same speed
+    // either way.
+    const double b_bytes = 2.0 * double(p.n) * double(p.k), l2_bytes = device.l2_bytes;
+    schedule.b_once =
+        p.m <= 512 && p.batch == 1 && b_bytes * 4 >= l2_bytes && b_bytes <= l2_bytes * 4;
     // The tiles at work at a time form a square of elements, in bands of equal height.
-    const int64_t across = rows / schedule.cluster_m;
     const double height = std::sqrt(double(sm_count) * config.block_n / config.block_m);
-    const double bands = std::round(double(across) * schedule.cluster_m / height);
-    schedule.band = static_cast<int>(ceil_div(across, std::max<int64_t>(1, int64_t(bands))));
-    const int cluster = schedule.cluster_m * schedule.cluster_n;
-    schedule.blocks = static_cast<int>(
-        std::min<int64_t>(p.batch * across * columns, sm_count / cluster) * cluster);
+    const double bands = std::round(double(rows) / height);
+    schedule.band = static_cast<int>(ceil_div(rows, std::max<int64_t>(1, int64_t(bands))));
+    schedule.blocks = static_cast<int>(std::min<int64_t>(p.batch * rows * columns, sm_count));
     return schedule;
 }
 
@@ -108,19 +115,25 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     if (streams(p)) return choose_streamed(p, sm_count);
     const TileShape* best = nullptr;
     double least = 0;
-    for (const TileShape& shape : TILE_SHAPES) {
-        if (p.fused && shape.block_n < 128) continue;
+    const auto consider = [&](const TileShape& shape) {
         const double needed = cycles(shape, p, sm_count);
         if (best == nullptr || needed < least) best = &shape, least = needed;
+    };
+    for (const TileShape& shape : TILE_SHAPES) {
+        if (!p.fused || shape.block_n >= 128) consider(shape);
+    }
+    // Where k is short, reading and writing count for more than full rounds.
+    if (!p.fused && !p.a_m_major && !p.b_n_major && p.k >= 2048) {
+        for (const TileShape& shape : BETWEEN_SHAPES) consider(shape);
     }
     Choice choice{.config = make_config(*best, p.dtype, p.a_m_major, p.b_n_major, p.fused)};
-    choice.schedule = schedule_for(choice.config, p, sm_count);
+    choice.schedule = schedule_for(choice.config, p, device);
     return choice;
 }
 
 Choice choose_marked(const Problem& p, const DeviceProperties& device) {
     Choice choice{.config = marked_config()};
-    choice.schedule = schedule_for(choice.config, p, std::max(1, device.sm_count));
+    choice.schedule = schedule_for(choice.config, p, device);
     return choice;
 }
 

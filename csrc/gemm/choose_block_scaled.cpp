@@ -1,5 +1,6 @@
 // Which kernel quantises to MXFP8 or NVFP4, or back: pure functions of the problem and the device.
 #include <algorithm>
+#include <limits>
 
 #include "csrc/common/check.h"
 #include "csrc/common/registry.h"
@@ -30,6 +31,7 @@ KernelInfo kernel(const std::string& name, const std::string& text, const std::s
 std::string flag(bool value) { return concat("ELb", int(value)); }
 
 constexpr const char* TEXT = "tile 128x128, 256 threads";
+constexpr const char* RING_TEXT = "tile 128x128, 2 stages, 256 threads";
 
 std::vector<KernelInfo> mxfp8_quantize_kernels() {
     std::vector<KernelInfo> list;
@@ -62,10 +64,13 @@ std::vector<KernelInfo> nvfp4_quantize_kernels() {
         const std::string source = concat("nvfp4_", name_of(dtype));
         for (const bool square : {false, true}) {
             for (const bool stochastic : {false, true}) {
-                list.push_back(kernel(kernel_name(Nvfp4Quantize{dtype, square, stochastic}), TEXT,
-                                      source,
-                                      concat("nvfp4_quantize_kernelILi", int(dtype), flag(square),
-                                             flag(stochastic), 'E')));
+                const Nvfp4Quantize config{dtype, square, stochastic};
+                const bool ring = in_ring(config);
+                list.push_back(kernel(
+                    kernel_name(config), ring ? RING_TEXT : TEXT, source,
+                    concat(ring ? "nvfp4_quantize_ring_kernelILi" : "nvfp4_quantize_kernelILi",
+                           int(dtype), flag(square), flag(stochastic), 'E')));
+                if (ring) list.back().shared_bytes = NVFP4_RING_BYTES;
             }
         }
         list.push_back(kernel(concat("maxima_", name_of(dtype)), TEXT, source,
@@ -96,6 +101,11 @@ std::string unsupported(const Nvfp4Problem& p, const DeviceProperties& device) {
         return concat("the number of columns must be even, got ", p.columns);
     }
     if (p.batch > 65535) return concat("at most 65535 matrices are supported, got ", p.batch);
+    constexpr int64_t limit = std::numeric_limits<int32_t>::max();
+    if (std::max(p.rows, p.columns) > limit) {
+        return concat("at most ", limit, " rows and columns are supported, got ", p.rows, " and ",
+                      p.columns);
+    }
     return unsupported_sizes(p.rows, p.columns, p.batch, p.dtype, device);
 }
 
@@ -116,6 +126,10 @@ int maxima_count(const Nvfp4Problem& p, const DeviceProperties& device) {
     // Enough blocks for a matrix to fill the SMs, which hold three each.
     const int64_t most = 3 * std::max(1, device.sm_count);
     return static_cast<int>(std::clamp<int64_t>(tiles(p.rows, p.columns, 1), 1, most));
+}
+
+int ring_blocks(const DeviceProperties& device) {
+    return NVFP4_BLOCKS_PER_SM * std::max(1, device.sm_count);
 }
 
 std::string kernel_name(const Mxfp8Quantize& c) {

@@ -37,6 +37,14 @@ std::string few_name(const FewConfig& f) { return concat(name_of(f.data), "_few_
 std::string codes_name(const CodesShape& s) { return concat("codes_", s.tokens); }
 std::vector<KernelInfo> gemm_kernels() {
     std::vector<KernelInfo> list{pass("expand", "tile 128x128, 256 threads, two operands")};
+    const gemm::Config expanding = gemm::expanding_config(DType::bf16);
+    list.push_back({.name = "expanding",
+                    .config = "tile 128x256x64, 4 stages, 1 producer warp, 3 warps that expand and "
+                              "2 consumer warpgroups",
+                    .source = "mxfp8_expanding",
+                    .symbol = "expanding_gemm_kernel",
+                    .threads = gemm::threads(expanding),
+                    .shared_bytes = gemm::shared_bytes(expanding)});
     for (std::size_t i = 0; i < FEW_CONFIGS; ++i) {
         const FewConfig f = few_at(i);
         const mixed_gemm::Config& c = f.tile;
@@ -175,6 +183,10 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     }
     if (!p.rebased) {
         choice.exact = gemm::choose(expanded(p), device);
+        // From a full round and 1024 rows on the products are long enough to hide it.
+        choice.expanding = p.expandable() && std::min(p.m, p.n) >= 1024 &&
+                           choice.exact.config == gemm::expanding_config(DType::bf16) &&
+                           choice.exact.schedule.blocks >= device.sm_count;
         return choice;
     }
     choice.product = fp8_gemm::choose(rebased(p), device);
@@ -185,7 +197,7 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
 
 std::string kernel_name(const Choice& c) {
     if (c.direct) return codes_name(c.codes);
-    return c.few ? few_name(c.few_config) : "expand";
+    return c.few ? few_name(c.few_config) : c.expanding ? "expanding" : "expand";
 }
 std::string kernel_name(const PrepareChoice&) { return "rebase"; }
 

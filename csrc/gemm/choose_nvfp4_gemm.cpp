@@ -44,6 +44,29 @@ Schedule schedule_for(const Config& config, const Problem& p, int sm_count) {
             .sharers = sharers};
 }
 
+// Of few rows: strips per tile so that no SM has much more to do than others. What a tile costs is
+// what it reads, of the strips and of a, which comes from the L2 cache, and its beginning and end.
+Schedule schedule_few(const Config& config, const Problem& p, int sm_count) {
+    const int64_t all = std::max<int64_t>(1, ceil_div(p.n, STRIP_ROWS));
+    // Of groups only the device knows the rows: of each at least one tile.
+    const int64_t token_tiles =
+        std::max({int64_t{1}, ceil_div(p.m, config.tokens), p.grouped ? p.groups : 0});
+    Schedule best;
+    double least = 0;
+    for (int strips = 1; strips <= FEW_STRIPS; ++strips) {
+        const int64_t tiles = ceil_div(all, strips) * token_tiles;
+        const double bytes = strips * strip_bytes(config.format) + config.tokens * PIECE;
+        const double cost = double(ceil_div(tiles, sm_count)) *
+                            (bytes * double(std::max<int64_t>(1, pieces(p.k))) + 50'000);
+        if (strips > 1 && cost >= least) continue;
+        least = cost;
+        best = {.blocks = static_cast<int>(std::min<int64_t>(tiles, sm_count)),
+                .splits = 1,
+                .strips = strips};
+    }
+    return best;
+}
+
 // The smallest tile that takes all rows at once, of those the largest that still gives most SMs
 // work: it reads the rows of a less often.
 Choice best(const Problem& p, int sm_count) {
@@ -59,6 +82,7 @@ Choice best(const Problem& p, int sm_count) {
     for (const TileShape& shape : TILE_SHAPES) {
         if (shape.tokens != tokens) continue;
         const Config config = make_config(Format::nvfp4, shape, p.dtype);
+        if (few(config)) return {config, schedule_few(config, p, sm_count)};
         const int64_t tiles = ceil_div(p.n, block_rows(config)) * ceil_div(rows, config.tokens);
         const bool first = choice.schedule.blocks == 0;
         if (first || tiles * 4 >= sm_count * 3) {
@@ -83,8 +107,10 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
     if (p.k % 16 != 0) return concat("k must be a multiple of 16, got ", p.k);
     // Tiles are counted in 31 bits, up to one round of blocks past the last.
     const Choice choice = choose(p, device);
-    const double tiles = double(ceil_div(p.m, choice.config.tokens) + p.groups) *
-                         double(ceil_div(p.n, block_rows(choice.config)));
+    const int64_t tile_rows =
+        few(choice.config) ? STRIP_ROWS * choice.schedule.strips : block_rows(choice.config);
+    const double tiles =
+        double(ceil_div(p.m, choice.config.tokens) + p.groups) * double(ceil_div(p.n, tile_rows));
     if (tiles > 2e9) return concat("the output has ", tiles, " tiles; at most 2e9 are supported");
     const int bytes = shared_bytes(choice.config);
     if (bytes > device.shared_bytes_per_block) {
@@ -100,6 +126,7 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
 }
 
 std::string kernel_name(const Config& c) {
+    if (few(c)) return concat(name_of(c.format), '_', name_of(c.dtype), "_few", c.tokens);
     return concat(name_of(c.format), '_', name_of(c.dtype), '_', block_rows(c), 'x', c.tokens);
 }
 
@@ -125,13 +152,18 @@ std::vector<KernelInfo> nvfp4_gemm_kernels() {
     std::vector<KernelInfo> list;
     for (std::size_t i = 0; i < CONFIGS; ++i) {
         const Config c = config_at(Format::nvfp4, i);
+        const std::string name = kernel_name(c);
+        const std::string config =
+            few(c) ? concat("up to ", FEW_STRIPS * STRIP_ROWS, 'x', c.tokens,
+                            ", 2 producer warps and ", FEW_WARPS, " consumer warps")
+                   : concat("tile ", block_rows(c), 'x', c.tokens, 'x', c.pieces * PIECE, ", ",
+                            c.stages, " stages, 1 producer warp and ", consumers(c),
+                            " consumer warpgroups");
         list.push_back({
-            .name = kernel_name(c),
-            .config =
-                concat("tile ", block_rows(c), 'x', c.tokens, 'x', c.pieces * PIECE, ", ", c.stages,
-                       " stages, 1 producer warp and ", consumers(c), " consumer warpgroups"),
-            .source = concat("nvfp4_gemm_", name_of(c.dtype), '_', block_rows(c), 'x', c.tokens),
-            .symbol = "mixed_gemm_kernel",
+            .name = name,
+            .config = config,
+            .source = concat("nvfp4_gemm_", name.substr(name.find('_') + 1)),
+            .symbol = few(c) ? "mixed_few_kernel" : "mixed_gemm_kernel",
             .threads = threads(c),
             .shared_bytes = shared_bytes(c),
         });

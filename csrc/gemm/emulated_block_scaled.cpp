@@ -178,7 +178,8 @@ emulated::Result nvfp4_quantize(const emulated::Call& call) {
                              .maxima = maxima.data,
                              .maxima_count = count,
                              .seed = seed ? seed->data : nullptr,
-                             .swizzle = swizzle};
+                             .swizzle = swizzle,
+                             .blocks = ring_blocks(call.device)};
     Nvfp4Quantize config = choose_nvfp4_quantize(problem, call.device);
     emulated::force(config, call);
     emulated::Launch scope("nvfp4_quantize " + kernel_name(config));

@@ -30,6 +30,7 @@ struct Quantised {
         TK_CHECK(scale.elements() == matrix.batch * shape.rows * shape.columns,
                  "tk.mxfp8_gemm: scale and data do not match");
     }
+    bool short_rows() const { return matrix.row_stride <= INT32_MAX; }
     bool readable() const {
         return swizzle && aligned_scales(scale.data) && fits_tensor_map(data.view(), 1);
     }
@@ -206,21 +207,8 @@ struct Product {
             params.blocks = expand_blocks(params, device);
             run_pass(params, nullptr);
         }
-        const gemm::Params params{
-            .a = wide_a.data,
-            .b = wide_b.data,
-            .out = out.data,
-            .m = problem.m,
-            .n = problem.n,
-            .k = std::max<int64_t>(problem.k, 1),
-            .a_stride = pitch,
-            .b_stride = pitch,
-            .out_stride = problem.n,
-            .out_dtype = problem.out_dtype,
-            .epilogue = {.bias = bias ? bias->data : nullptr,
-                         .activation = static_cast<gemm::Activation>(activation)},
-            .marks = marks,
-            .schedule = choice.exact.schedule};
+        gemm::Params params = product_of(wide_a, wide_b);
+        params.marks = marks;
         emulated::Launch scope("mxfp8_gemm " + gemm::kernel_name(choice.exact));
         scope.may_read("a", wide_a);
         scope.may_read("b", wide_b);
@@ -229,6 +217,50 @@ struct Product {
         scope.may_write("out", out);
         TK_CHECK(gemm::launch_any(choice.exact.config, params, nullptr),
                  "tk.mxfp8_gemm: no kernel ", gemm::kernel_name(choice.exact));
+    }
+    gemm::Params product_of(const Array& wide_a, const Array& wide_b) const {
+        const int64_t pitch = wide_a.size.back();
+        return {.a = wide_a.data,
+                .b = wide_b.data,
+                .out = out.data,
+                .m = problem.m,
+                .n = problem.n,
+                .k = std::max<int64_t>(problem.k, 1),
+                .a_stride = pitch,
+                .b_stride = pitch,
+                .out_stride = problem.n,
+                .out_dtype = problem.out_dtype,
+                .epilogue = {.bias = bias ? bias->data : nullptr,
+                             .activation = static_cast<gemm::Activation>(activation)},
+                .schedule = choice.exact.schedule};
+    }
+    void multiply_expanding() const {
+        const auto source = [](const Quantised& o) {
+            return gemm::Mxfp8Source{.codes = o.matrix.data,
+                                     .scales = o.scale.data,
+                                     .stride = static_cast<int>(o.matrix.row_stride),
+                                     .e5m2 = o.data.dtype == DType::e5m2};
+        };
+        const Array wide_a = emulated::allocate({problem.m, problem.k}, DType::bf16);
+        const Array wide_b = emulated::allocate({problem.n, problem.k}, DType::bf16);
+        constexpr gemm::Config config = gemm::expanding_config(DType::bf16);
+        gemm::ExpandingParams<gemm::Mxfp8Sources> params{.product = product_of(wide_a, wide_b),
+                                                         .sources = {source(a), source(b)}};
+        const Array counters =
+            emulated::allocate({gemm::expand_order(config, params).counters()}, DType::int32);
+        std::memset(counters.data, 0, static_cast<std::size_t>(counters.extent()));
+        params.counters = reinterpret_cast<int*>(counters.data);
+        emulated::Launch scope("mxfp8_gemm expanding");
+        for (const Quantised* o : {&a, &b}) {
+            scope.may_read("data", o->data);
+            scope.may_read("scale", o->scale);
+        }
+        scope.may_write("a", wide_a);
+        scope.may_write("b", wide_b);
+        scope.may_write("counters", counters);
+        if (bias) scope.may_read("bias", *bias);
+        scope.may_write("out", out);
+        gemm::launch_expanding<config>(params, nullptr);
     }
     void multiply_rebased(const Prepared& left, const Prepared& right) const {
         const fp8_gemm::Params params{
@@ -287,6 +319,7 @@ emulated::Result run_gemm(const emulated::Call& call) {
                           .rebased = call.scalar("rebased", false) && k > 0,
                           .readable_a = left.readable(),
                           .readable = right.readable(),
+                          .short_rows = left.short_rows() && right.short_rows(),
                           .groups = ends ? b.size[0] : 1,
                           .grouped = ends != nullptr};
     const Array out = emulated::allocate({m, n}, problem.out_dtype);
@@ -306,6 +339,15 @@ emulated::Result run_gemm(const emulated::Call& call) {
     if (ends) offs = packed(*ends);
     Choice choice = choose(problem, call.device);
     emulated::force(choice, call);
+    if (choice.expanding) {
+        TK_CHECK(problem.expandable(), "tk.mxfp8_gemm: the kernel that expands is not for this");
+        constexpr gemm::Config config = gemm::expanding_config(DType::bf16);
+        const int64_t tiles = gemm::regions(m, config.block_m) * gemm::regions(n, config.block_n);
+        choice.exact = {config,
+                        {.band = 2,
+                         .blocks = static_cast<int>(
+                             std::min<int64_t>(tiles, std::max(1, call.device.sm_count)))}};
+    }
     const Product product{left, right, problem, choice, bias, offs, activation, out, call.device};
     result.choice = detail::fields_of(product.choice);
     result.choice.emplace("kernel", kernel_name(product.choice));
@@ -316,6 +358,8 @@ emulated::Result run_gemm(const emulated::Call& call) {
     if (!problem.rebased) {
         if (choice.few)
             product.multiply_few();
+        else if (choice.expanding)
+            product.multiply_expanding();
         else
             product.multiply_exactly(nullptr, nullptr);
         return result;

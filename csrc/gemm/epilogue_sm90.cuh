@@ -52,12 +52,22 @@ struct Place16 {
     uint32_t batch = 0, row = 0, col = 0;
 };
 
-// Part `piece` of a register tile into a staging buffer.
+// Columns leave in pieces of one width; the last one begins earlier where they do not fit, and
+// writes some values a second time.
+template <int cols, int width>
+struct Pieces {
+    static constexpr int count = (cols + width - 1) / width;
+    static __device__ __forceinline__ constexpr int first(int piece) {
+        return (piece + 1) * width <= cols ? piece * width : cols - width;
+    }
+};
+
+// The part of a register tile from column `first` on into a staging buffer.
 template <class Part, class Tile, class Staging>
-__device__ __forceinline__ void stage_piece(const Tile& tile, int piece, Staging& buffer) {
+__device__ __forceinline__ void stage_piece(const Tile& tile, int first, Staging& buffer) {
     Part part;
 #pragma unroll
-    for (int t = 0; t < part.width; ++t) part.tiles[0][t] = tile.tiles[0][piece * part.width + t];
+    for (int t = 0; t < part.width; ++t) part.tiles[0][t] = tile.tiles[0][first / 16 + t];
     kittens::warp::store(buffer, part);
 }
 
@@ -80,7 +90,8 @@ template <Config C>
 struct Finished {
     using K = Types<C>;
     using staging = typename K::out_tile;
-    static constexpr int pieces = C.block_n / staging::cols;
+    using Split = Pieces<C.block_n, staging::cols>;
+    static constexpr int pieces = Split::count;
 
     rt_bf<16, C.block_n> values;
     Place16 at;
@@ -96,46 +107,83 @@ struct Finished {
         round_to<O>(values, d);
     }
     __device__ __forceinline__ void stage(int piece, staging& buffer) const {
-        stage_piece<rt_bf<16, staging::cols>>(values, piece, buffer);
+        stage_piece<rt_bf<16, staging::cols>>(values, Split::first(piece), buffer);
+    }
+    // Before a warp writes the next of its two staging buffers: the last store from there is the
+    // one before last, or the last where a tile has an odd number of pieces.
+    static __device__ __forceinline__ void wait_for_buffer(const typename K::Globals& g) {
+        if (laneid() == 0) {
+            if (sent(g) % 2 == 0)
+                tma::store_async_read_wait<1>();
+            else
+                tma::store_async_read_wait();
+        }
+        arch::sync_warp();
     }
     // Through the warp's two staging buffers in turn.
     __device__ __forceinline__ void send(const typename K::Globals& g, typename K::Shared& shared,
                                          int piece) const {
         auto& buffer = shared.out[kittens::warpid()][piece % 2];
-        // The last store from this buffer is the one before last, or the last if there is one
-        // piece.
-        if (laneid() == 0) tma::store_async_read_wait<pieces % 2 == 0 ? 1 : 0>();
-        arch::sync_warp();
+        wait_for_buffer(g);
         stage(piece, buffer);
-        send_by_tma<C>(g, buffer, at.batch, at.row, at.col + piece * staging::cols);
+        send_by_tma<C>(g, buffer, at.batch, at.row, at.col + Split::first(piece));
     }
-    // All at once, for an output that TMA cannot store.
-    __device__ __forceinline__ void send_by_warp(const typename K::Globals& g,
-                                                 typename K::Shared& shared) const {
+    // At once, through the two staging buffers in turn.
+    __device__ __forceinline__ void send_now(const typename K::Globals& g,
+                                             typename K::Shared& shared) const {
 #pragma unroll
         for (int piece = 0; piece < pieces; ++piece) {
             if (piece >= sent(g)) break;
             auto& buffer = shared.out[kittens::warpid()][piece % 2];
-            arch::sync_warp();
+            wait_for_buffer(g);
             stage(piece, buffer);
-            sm90::send_by_warp<C>(g, buffer, at.batch, at.row, at.col + piece * staging::cols);
+            const uint32_t to = at.col + Split::first(piece);
+            if (g.tma_store)
+                send_by_tma<C>(g, buffer, at.batch, at.row, to);
+            else
+                send_by_warp<C>(g, buffer, at.batch, at.row, to);
         }
     }
-    // All at once, after the last tile, when the stages are free: a buffer for each piece. Of a
-    // stage a consumer writes only where its own rows of a were: others may still be reading the
-    // rest.
+    // All at once, each piece through a buffer of its own, buffer(i): one fence serves them, and
+    // one lane sends them.
+    template <class Buffer>
+    __device__ __forceinline__ void send_all(const typename K::Globals& g, Buffer buffer) const {
+        const int count = sent(g);
+#pragma unroll
+        for (int piece = 0; piece < pieces; ++piece) {
+            if (piece < count) stage(piece, buffer(piece));
+        }
+        arch::fence_async_shared();
+        arch::sync_warp();
+        if (laneid() == 0) {
+#pragma unroll
+            for (int piece = 0; piece < pieces; ++piece) {
+                if (piece >= count) break;
+                tma::store_async(
+                    g.out_map, buffer(piece),
+                    elements(at.batch, 0, at.row, static_cast<int>(at.col + Split::first(piece))));
+            }
+        }
+        arch::sync_warp();
+    }
+    // Through the warp's staging buffers, which are enough for a narrow tile.
+    __device__ __forceinline__ void send_soon(const typename K::Globals& g,
+                                              typename K::Shared& shared) const {
+        static_assert(pieces <= 2);
+        if (laneid() == 0) tma::store_async_read_wait();
+        arch::sync_warp();
+        send_all(g, [&](int piece) -> staging& { return shared.out[kittens::warpid()][piece]; });
+    }
+    // After the last tile, when the stages are free. Of a stage a consumer writes only where its
+    // own rows of a were: others may still be reading the rest.
     __device__ __forceinline__ void send_last(const typename K::Globals& g,
                                               typename K::Shared& shared) const {
         static_assert(pieces <= C.stages);
-#pragma unroll
-        for (int piece = 0; piece < pieces; ++piece) {
-            if (piece >= sent(g)) break;
+        send_all(g, [&](int piece) -> staging& {
             auto& buffers =
                 reinterpret_cast<staging(&)[C.consumers * WARPGROUP_WARPS]>(shared.stages[piece].a);
-            auto& buffer = buffers[kittens::warpid()];
-            stage(piece, buffer);
-            send_by_tma<C>(g, buffer, at.batch, at.row, at.col + piece * staging::cols);
-        }
+            return buffers[kittens::warpid()];
+        });
     }
 };
 
@@ -146,14 +194,15 @@ __device__ __forceinline__ void store_wide(const typename Types<C>::Globals& g,
                                            const rt_fl<16, C.block_n>& d, uint32_t batch,
                                            uint32_t row, uint32_t col) {
     using staging = st_fl<16, 32>;
+    using Split = Pieces<C.block_n, staging::cols>;
 #pragma unroll
-    for (int piece = 0; piece < C.block_n / staging::cols; ++piece) {
+    for (int piece = 0; piece < Split::count; ++piece) {
         if (C.fused && g.epilogue.gate != Gate::none && piece >= C.block_n / 64) break;
         auto& buffer = reinterpret_cast<staging&>(shared.out[kittens::warpid()][piece % 2]);
         if (laneid() == 0) tma::store_async_read_wait<1>();
         arch::sync_warp();
-        stage_piece<rt_fl<16, staging::cols>>(d, piece, buffer);
-        const uint32_t to = col + piece * staging::cols;
+        stage_piece<rt_fl<16, staging::cols>>(d, Split::first(piece), buffer);
+        const uint32_t to = col + Split::first(piece);
         if (g.tma_store)
             send_by_tma<C>(g, buffer, batch, row, to);
         else
@@ -177,7 +226,7 @@ __device__ __forceinline__ void scale(Tile& d, float factor) {
 template <Config C>
 struct Bias {
     static constexpr int per_thread = (C.block_n + WARPGROUP_THREADS - 1) / WARPGROUP_THREADS;
-    float values[per_thread];
+    typename Types<C>::T values[per_thread];  // a conversion here would wait for the load
 
     __device__ __forceinline__ void fetch(const typename Types<C>::Globals& g, uint32_t first) {
 #pragma unroll
@@ -185,7 +234,8 @@ struct Bias {
             const int offset = i * WARPGROUP_THREADS + warpgroup::laneid();
             const uint32_t col = Types<C>::column(g, first, offset);
             const auto* bias = static_cast<const typename Types<C>::T*>(g.epilogue.bias);
-            values[i] = col < g.n ? convert<float>(arch::load_global(bias + col)) : 0.f;
+            values[i] = typename Types<C>::T{};
+            if (col < g.n) values[i] = arch::load_global(bias + col);
         }
     }
     __device__ __forceinline__ void add(sv_fl<C.block_n>& shared, rt_fl<16, C.block_n>& d) const {
@@ -194,7 +244,7 @@ struct Bias {
 #pragma unroll
         for (int i = 0; i < per_thread; ++i) {
             const int col = i * WARPGROUP_THREADS + warpgroup::laneid();
-            if (col < C.block_n) shared.set(col, values[i]);
+            if (col < C.block_n) shared.set(col, convert<float>(values[i]));
         }
         warpgroup::sync(barrier);
 #pragma unroll

@@ -1,11 +1,11 @@
 // What happens to a finished fp8 tile on Hopper: the scales of its rows and columns, the bias, the
 // activation, rounding to the output's type, and the way to memory.
 //
-// Sums that the tensor cores keep alone leave registers for the finished tile: of a 16-bit type it
-// is rounded at once, kept, and sent in pieces of 128 bytes a row while the products of the next
-// tile run. Promoted sums do not, and leave at once. On the way all pass through a warp's own
-// staging buffer, so that no warp waits for another. Rows that TMA cannot store are copied by the
-// warp.
+// A finished tile of a 16-bit type is rounded at once, kept in registers, and sent in pieces of 128
+// bytes a row while the products of the next tile run: where sums are promoted, while the first of
+// them do, before which there are no sums. On the way all pass through a warp's own staging
+// buffers, so that no warp waits for another. Other types, and rows that TMA cannot store, leave at
+// once; the latter are copied by the warp.
 #pragma once
 
 #include "csrc/gemm/fp8_tiles_sm90.cuh"
@@ -107,27 +107,46 @@ struct Finished {
     bool any = false;
 
     template <class O>
-    __device__ __forceinline__ void pack(const rt_fl<16, C.block_n> (&d)[K::products_m]) {
+    __device__ __forceinline__ void pack(const rt_fl<16, K::product_cols> (&d)[K::products]) {
 #pragma unroll
-        for (int i = 0; i < K::products_m; ++i) {
+        for (int i = 0; i < K::products; ++i) {
+            const int first = i % K::products_n * d[i].width;
 #pragma unroll
             for (int j = 0; j < d[i].width; ++j) {
 #pragma unroll
                 for (int r = 0; r < d[i].packed_per_base; ++r) {
                     const float2 pair = d[i].tiles[0][j].data[r];
-                    values[i].tiles[0][j].data[r] =
+                    values[i / K::products_n].tiles[0][first + j].data[r] =
                         arch::bit_cast<bf16_2>(pack_pair<O>(pair.x, pair.y));
                 }
             }
         }
     }
-    // Through the warp's two staging buffers in turn.
+    // Keeps a tile that is sent later.
+    __device__ __forceinline__ void keep(const typename K::Globals& g,
+                                         const rt_fl<16, K::product_cols> (&d)[K::products],
+                                         uint32_t at_row, uint32_t at_col) {
+        if (g.out_dtype == DType::bf16)
+            pack<bf16>(d);
+        else
+            pack<half>(d);
+        row = at_row, col = at_col;
+        any = true;
+    }
+    // Where nothing is kept: so that no registers hold what was kept before.
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < K::products_m; ++i) kittens::warp::zero(values[i]);
+        any = false;
+    }
+    // Through the warp's staging buffers in turn.
     __device__ __forceinline__ void send(const typename K::Globals& g, typename K::Shared& shared,
                                          int piece) const {
-        auto& buffer = shared.out[kittens::warpid()][piece % 2];
-        // The last store from this buffer is the one before last, or the last if the pieces are
-        // odd.
-        if (laneid() == 0) tma::store_async_read_wait<pieces % 2 == 0 ? 1 : 0>();
+        auto& buffer = shared.out[kittens::warpid()][piece % C.buffers];
+        // The last store from this buffer is as many before as there are buffers, or maybe the last
+        // if the pieces are no multiple of them.
+        constexpr int running = pieces % C.buffers == 0 ? C.buffers - 1 : 0;
+        if (laneid() == 0) tma::store_async_read_wait<running>();
         arch::sync_warp();
         rt_bf<16, staging::cols> part;
         const int first = first_of_piece(piece % across, C.block_n, staging::cols);
@@ -138,7 +157,24 @@ struct Finished {
         kittens::warp::store(buffer, part);
         send_by_tma<C>(g, buffer, row + piece / across * 64, col + first);
     }
+    __device__ __forceinline__ void send(const typename K::Globals& g, typename K::Shared& shared,
+                                         int begin, int end) const {
+        if (!any) return;
+#pragma unroll
+        for (int piece = begin; piece < end; ++piece) send(g, shared, piece);
+    }
 };
+
+// Where a consumer's threads exchange the values of columns.
+template <Config C>
+__device__ __forceinline__ auto& columns_of(typename Types<C>::Shared& shared) {
+    const int consumer = warpgroup::groupid();
+    if constexpr (Types<C>::columns_staged) {
+        return reinterpret_cast<sv_fl<C.block_n>&>(shared.out[consumer * WARPGROUP_WARPS]);
+    } else {
+        return shared.apart.columns[consumer];
+    }
+}
 
 // A value for each of a tile's columns: each thread of a consumer fetches a few before the
 // products, and uses all that it needs after them, through shared memory.
@@ -157,6 +193,7 @@ struct Columns {
     }
     __device__ __forceinline__ void publish(sv_fl<C.block_n>& shared) const {
         const int barrier = READY + 1 + warpgroup::groupid();
+        if (Types<C>::columns_staged && warpgroup::elect_leader()) tma::store_async_read_wait();
         warpgroup::sync(barrier);  // the last readers are done
 #pragma unroll
         for (int i = 0; i < per_thread; ++i) {
@@ -224,7 +261,7 @@ struct Epilogue {
                                           rt_fl<16, cols> (&d)[count]) const {
         static_assert(count == K::products);
         constexpr int across = K::products_n;
-        auto& columns = shared.columns[warpgroup::groupid()];
+        auto& columns = columns_of<C>(shared);
         if (!g.blocks) {
 #pragma unroll
             for (int i = 0; i < count; ++i) {
@@ -257,6 +294,10 @@ struct Epilogue {
                     x.y += b.y;
                 });
             }
+        }
+        if (Types<C>::columns_staged &&
+            (g.bias != nullptr || (!g.blocks && g.scale_b.outer != 0))) {
+            warpgroup::sync(READY + 1 + warpgroup::groupid());
         }
         constexpr int each = rt_fl<16, cols>::elements_per_thread;
         gemm::sm90::activate<count * each>(g.activation, [&](int i) -> float& {

@@ -136,7 +136,7 @@ struct TileShape {
 constexpr TileShape TILE_SHAPES[] = {
     {128, 256, 4, 2, 2, Sums::fast},     {128, 192, 4, 2, 2, Sums::fast},
     {128, 176, 5, 2, 2, Sums::fast},     {128, 128, 6, 2, 2, Sums::fast},
-    {128, 256, 4, 2, 1, Sums::promoted}, {128, 192, 4, 2, 3, Sums::promoted},
+    {128, 256, 4, 2, 2, Sums::promoted}, {128, 192, 4, 2, 3, Sums::promoted},
     {128, 176, 4, 2, 3, Sums::promoted}, {128, 128, 5, 2, 2, Sums::promoted},
     {128, 128, 5, 2, 2, Sums::fine},
 };
@@ -180,6 +180,10 @@ constexpr int scales_of_stage(const Config& c) {
     if (c.sums == Sums::fast) return 0;
     return c.block_m + (c.sums == Sums::fine ? (c.block_n + 31) / 32 * 32 : 32);
 }
+// Of the largest tile of promoted sums, values of columns pass through the staging buffers.
+constexpr bool columns_in_staging(const Config& c) {
+    return c.sums != Sums::fast && c.block_n > 192;
+}
 constexpr int shared_bytes(const Config& c) {
     if (c.streamed) {
         const int parts = c.block_k / BLOCK_K;
@@ -190,7 +194,7 @@ constexpr int shared_bytes(const Config& c) {
         return (ring + sums + scales + (2 * c.stages + 2) * 8 + 127) / 128 * 128;
     }
     const int stage = (c.block_m + c.block_n) * BLOCK_K + scales_of_stage(c) * 4;
-    const int columns = (c.block_n + 31) / 32 * 32;
+    const int columns = columns_in_staging(c) ? 0 : (c.block_n + 31) / 32 * 32;
     const int bytes =
         c.stages * stage + c.consumers * (4 * c.buffers * 16 * 128 + columns * 4) + c.stages * 24;
     return (bytes + 127) / 128 * 128;

@@ -11,7 +11,8 @@
 // to the sums in fp32, times the scales of its 128 of k where there are such. A consumer computes
 // its 64 x 256 as two such products with the same a, one after the other: the second set of
 // registers is then half as large as the sums, and while one consumer adds, the other one's
-// products keep the tensor cores busy.
+// products keep the tensor cores busy. The first step of a tile has no sums yet: in their place the
+// registers still hold the tile before, which leaves in the shadow of its products.
 #pragma once
 
 #include "csrc/gemm/fp8_epilogue_sm90.cuh"
@@ -162,22 +163,14 @@ __device__ __forceinline__ void consume_fast(const typename Types<C>::Globals& g
             }
             return;
         }
-        if (g.out_dtype == DType::bf16)
-            finished.template pack<bf16>(sums);
-        else
-            finished.template pack<half>(sums);
-        finished.row = row, finished.col = tile.col;
-        finished.any = true;
+        finished.keep(g, sums, row, tile.col);
     });
-    if (finished.any) {
-#pragma unroll
-        for (int piece = 0; piece < finished.pieces; ++piece) finished.send(g, shared, piece);
-    }
+    finished.send(g, shared, 0, finished.pieces);
     if (laneid() == 0) tma::store_async_read_wait();
 }
 
-// sum += part * the factors of a thread's two rows.
-template <int cols>
+// sum += part * the factors of a thread's two rows; the first part is the sum so far.
+template <bool begins, int cols>
 __device__ __forceinline__ void promote(rt_fl<16, cols>& sum, const rt_fl<16, cols>& part,
                                         int first, int last, float (&factor)[2]) {
 #pragma unroll
@@ -186,7 +179,9 @@ __device__ __forceinline__ void promote(rt_fl<16, cols>& sum, const rt_fl<16, co
         for (int r = 0; r < 4; ++r) {
             const float2 x = part.tiles[0][j].data[r];
             float2& s = sum.tiles[0][j].data[r];
-            s = make_float2(fmaf(x.x, factor[r % 2], s.x), fmaf(x.y, factor[r % 2], s.y));
+            const float f = factor[r % 2];
+            const float2 before = begins ? make_float2(0.f, 0.f) : s;
+            s = make_float2(fmaf(x.x, f, before.x), fmaf(x.y, f, before.y));
         }
     }
 }
@@ -247,13 +242,15 @@ __device__ __forceinline__ void consume_promoted(const typename Types<C>::Global
     constexpr int cols = K::product_cols;
     rt_fl<16, cols> sums[K::products], part;
     Operands<C> operands(shared, consumer);
+    Finished<C> finished;
+    const bool keeps = g.out_dtype != DType::fp32 && g.tma_store && g.offs == nullptr;
 
     for_each_tile<C>(g, place, [&](const Tile& tile) {
+        // The same in all lanes, as the compiler then knows: descriptors stay in uniform registers.
+        ring.stage = arch::shuffle(ring.stage, 0), ring.phase = arch::shuffle(ring.phase, 0);
         const uint32_t row = tile.row + consumer * (K::products_m * 64) + warpgroup::warpid() * 16;
         const uint32_t own_row = row + laneid() / 4;
         const int in_tile = int(own_row - tile.row);
-#pragma unroll
-        for (int i = 0; i < K::products; ++i) kittens::warp::zero(sums[i]);
         const int k_blocks = tile.nothing ? 0 : g.k_blocks;
         int stage = ring.stage;
         Epilogue<C> epilogue;
@@ -278,84 +275,96 @@ __device__ __forceinline__ void consume_promoted(const typename Types<C>::Global
                 columns[r] = arch::load_shared<float>(scales + (C.block_m + r) * 4);
             }
         };
-        const auto multiply = [&]<bool blocks>() {
-            if (k_blocks > 0) {
-                wait(shared.full[ring.stage], ring.phase);
-                if constexpr (blocks) read_scales(ring.stage);
-            }
-            operands.find(ring.stage);
-            for (int k = 0; k < k_blocks; ++k) {
-                const int previous = stage;
-                stage = ring.stage;
+        const auto step = [&]<bool blocks, bool begins>(int k) {
+            const int previous = stage;
+            stage = ring.stage;
 #pragma unroll
-                for (int i = 0; i < K::products; ++i) {
-                    const int in_m = i / K::products_n, in_n = i % K::products_n;
-                    operands.multiply(part, in_m, in_n);
-                    // While the product runs: what comes before and after it.
-                    if (i == 0) {
-                        if (k > 0) release_with_scales.template operator()<blocks>(previous);
-                    }
-                    // Of its first and of its second block of columns.
-                    float first[2] = {1.f, 1.f}, second[2];
-                    if constexpr (blocks && K::fine) {
-                        first[0] = rows[2 * in_m], first[1] = rows[2 * in_m + 1];
-                    } else if constexpr (blocks) {
-                        const int in_second = cols > 128 ? 1 : in_n;
+            for (int i = 0; i < K::products; ++i) {
+                const int in_m = i / K::products_n, in_n = i % K::products_n;
+                operands.multiply(part, in_m, in_n);
+                // While the product runs: what comes before and after it.
+                if (begins) {
+                    finished.send(g, shared, finished.pieces * i / K::products,
+                                  finished.pieces * (i + 1) / K::products);
+                } else if (i == 0) {
+                    release_with_scales.template operator()<blocks>(previous);
+                }
+                // Of its first and of its second block of columns.
+                float first[2] = {1.f, 1.f}, second[2];
+                if constexpr (blocks && K::fine) {
+                    first[0] = rows[2 * in_m], first[1] = rows[2 * in_m + 1];
+                } else if constexpr (blocks) {
+                    const int in_second = cols > 128 ? 1 : in_n;
 #pragma unroll
-                        for (int r = 0; r < 2; ++r) {
-                            const float row_scale = rows[2 * in_m + r];
-                            first[r] = row_scale * columns[cols > 128 ? 0 : in_n];
-                            second[r] = row_scale * columns[in_second];
-                            arch::pin_register(first[r]);
-                            if (cols > 128) arch::pin_register(second[r]);
-                        }
-                    }
-                    if (i == K::products - 1) {
-                        ring.advance();
-                        operands.find(ring.stage);
-                        if (k + 1 < k_blocks) {
-                            wait(shared.full[ring.stage], ring.phase);
-                            if constexpr (blocks) read_scales(ring.stage);
-                        } else {
-                            epilogue.fetch(g, tile, own_row);
-                        }
-                    }
-                    warpgroup::mma_async_wait(part);
-                    if constexpr (K::fine) {
-                        with_columns(part, shared.scales[stage], C.block_m + in_n * cols,
-                                     [&](float2& x, float2 s, int r) {
-                                         x.x *= s.x * first[r];
-                                         x.y *= s.y * first[r];
-                                     });
-                        first[0] = first[1] = 1.f;
-                    }
-                    if constexpr (!blocks || K::fine || cols <= 128) {
-                        promote(sums[i], part, 0, cols, first);
-                    } else if (tile.col % 128 == 0) {
-                        promote(sums[i], part, 0, 128, first);
-                        promote(sums[i], part, 128, cols, second);
-                    } else {
-                        promote(sums[i], part, 0, 64, first);
-                        promote(sums[i], part, 64, cols, second);
+                    for (int r = 0; r < 2; ++r) {
+                        const float row_scale = rows[2 * in_m + r];
+                        first[r] = row_scale * columns[cols > 128 ? 0 : in_n];
+                        second[r] = row_scale * columns[in_second];
+                        arch::pin_register(first[r]);
+                        if (cols > 128) arch::pin_register(second[r]);
                     }
                 }
+                if (i == K::products - 1) {
+                    ring.advance();
+                    operands.find(ring.stage);
+                    if (k + 1 < k_blocks) {
+                        wait(shared.full[ring.stage], ring.phase);
+                        if constexpr (blocks) read_scales(ring.stage);
+                    } else {
+                        epilogue.fetch(g, tile, own_row);
+                    }
+                }
+                warpgroup::mma_async_wait(part);
+                if constexpr (K::fine) {
+                    with_columns(part, shared.scales[stage], C.block_m + in_n * cols,
+                                 [&](float2& x, float2 s, int r) {
+                                     x.x *= s.x * first[r];
+                                     x.y *= s.y * first[r];
+                                 });
+                    first[0] = first[1] = 1.f;
+                }
+                if constexpr (!blocks || K::fine || cols <= 128) {
+                    promote<begins>(sums[i], part, 0, cols, first);
+                } else if (tile.col % 128 == 0) {
+                    promote<begins>(sums[i], part, 0, 128, first);
+                    promote<begins>(sums[i], part, 128, cols, second);
+                } else {
+                    promote<begins>(sums[i], part, 0, 64, first);
+                    promote<begins>(sums[i], part, 64, cols, second);
+                }
             }
-            if (k_blocks > 0) release_with_scales.template operator()<blocks>(stage);
         };
-        if (g.blocks)
+        const auto multiply = [&]<bool blocks>() {
+            wait(shared.full[ring.stage], ring.phase);
+            if constexpr (blocks) read_scales(ring.stage);
+            operands.find(ring.stage);
+            step.template operator()<blocks, true>(0);
+            for (int k = 1; k < k_blocks; ++k) step.template operator()<blocks, false>(k);
+            release_with_scales.template operator()<blocks>(stage);
+        };
+        if (k_blocks == 0) {
+#pragma unroll
+            for (int i = 0; i < K::products; ++i) kittens::warp::zero(sums[i]);
+            finished.send(g, shared, 0, finished.pieces);
+            if (!tile.nothing) epilogue.fetch(g, tile, own_row);
+        } else if (g.blocks) {
             multiply.template operator()<true>();
-        else if constexpr (!K::fine)
+        } else if constexpr (!K::fine) {
             multiply.template operator()<false>();
-        if (!tile.nothing) {
-            if (k_blocks == 0) epilogue.fetch(g, tile, own_row);
-            epilogue.apply(g, shared, sums);
+        }
+        if (!tile.nothing) epilogue.apply(g, shared, sums);
+        if (keeps) {
+            finished.keep(g, sums, row, tile.col);
+            return;
         }
 #pragma unroll
         for (int i = 0; i < K::products; ++i) {
             store_now<C>(g, shared, sums[i], row + i / K::products_n * 64,
                          tile.col + i % K::products_n * cols, tile.end, i);
         }
+        finished.clear();
     });
+    finished.send(g, shared, 0, finished.pieces);
     if (laneid() == 0) tma::store_async_read_wait();
 }
 

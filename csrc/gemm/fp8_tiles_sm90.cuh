@@ -28,6 +28,15 @@ struct StageScales<C> {
     kittens::sv_fl<scales_of_stage(C)> scales[C.stages];
 };
 
+// Values of columns, where there is room for them beside the staging buffers.
+template <Config C>
+struct ColumnValues {};
+template <Config C>
+    requires(!columns_in_staging(C))
+struct ColumnValues<C> {
+    kittens::sv_fl<C.block_n> columns[C.consumers];
+};
+
 template <Config C>
 struct Types {
     static constexpr Config config = C;
@@ -35,7 +44,7 @@ struct Types {
     using TB = element<C.b>;
     static constexpr int consumers = C.consumers;
     static constexpr bool fast = C.sums == Sums::fast, fine = C.sums == Sums::fine;
-    static constexpr bool groups = takes_groups(C);
+    static constexpr bool groups = takes_groups(C), columns_staged = columns_in_staging(C);
     // A consumer has so many products of 64 rows above each other, and side by side. What is
     // promoted takes a second set of registers, for one product.
     static constexpr int products_m = C.block_m / consumers / 64;
@@ -60,7 +69,7 @@ struct Types {
     struct Shared : StageScales<C> {
         Stage stages[C.stages];
         out_tile out[consumers * WARPGROUP_WARPS][C.buffers];
-        sv_fl<C.block_n> columns[consumers];
+        [[no_unique_address]] ColumnValues<C> apart;
         semaphore full[C.stages], empty[C.stages], scales_read[C.stages];
     };
     static_assert(sizeof(Stage) == sizeof(a_tile) + sizeof(b_tile) && sizeof(Stage) % 1024 == 0);

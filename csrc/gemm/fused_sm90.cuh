@@ -6,6 +6,7 @@
 
 #include "csrc/gemm/epilogue_sm90.cuh"
 #include "csrc/gemm/values_sm90.cuh"
+#include "kittens/arch/packed_math.cuh"
 
 namespace thunderkittens::gemm {
 namespace sm90 {
@@ -36,6 +37,32 @@ __device__ __forceinline__ void store_pair(void* data, int64_t index, DType dtyp
     if (both) arch::store_global(to + 1, static_cast<uint16_t>(word >> 16));
 }
 
+// x * (1 + tanh(u)) / 2 with one special function. Its relative error of 2^-11 is one of up to
+// 2^-12 * abs(x) here, an eighth of what rounding x to bf16 costs.
+__device__ __forceinline__ float times_tanh(float x, float u) {
+    const float half = 0.5f * x;
+    return half * arch::tanh_approx(u) + half;
+}
+// u of gelu_tanh, and with other factors of gelu: fitted so that x * (1 + tanh(u)) / 2 is within
+// 4.2e-4 * abs(x).
+__device__ __forceinline__ float cubic(float x, float linear, float third) {
+    return x * (linear + third * (x * x));
+}
+// The activation, as a function of a value whose result is rounded to bf16, to `use`. Comparisons,
+// as the table of a switch would have to come from memory.
+template <class Use>
+__device__ __forceinline__ void with_short_formula(Activation activation, Use use) {
+    if (activation == Activation::silu) {
+        use([](float x) { return times_tanh(x, 0.5f * x); });
+    } else if (activation == Activation::gelu_tanh) {
+        use([](float x) { return times_tanh(x, cubic(x, 0.79788456f, 0.035677408f)); });
+    } else if (activation == Activation::gelu) {
+        use([](float x) { return times_tanh(x, cubic(x, 0.80018837f, 0.03468376f)); });
+    } else {
+        use([](float x) { return x; });
+    }
+}
+
 template <Config C>
 struct FusedEpilogue {
     using K = Types<C>;
@@ -46,21 +73,43 @@ struct FusedEpilogue {
                                                  const Place16 at) {
         const Epilogue& e = g.epilogue;
         if (e.preactivation != nullptr) keep(g, d, at);
+        if (g.packed) return;
         auto& values = reinterpret_cast<float(&)[2 * half]>(d);
         auto& x = reinterpret_cast<float(&)[half]>(values[0]);
         auto& y = reinterpret_cast<float(&)[half]>(values[half]);
         if (e.gate == Gate::interleaved) {
-            activate<half>(e.activation, [&](int i) -> float& { return values[2 * i]; });
+            activate_for<half>(g, [&](int i) -> float& { return values[2 * i]; });
             join(values);
         } else {
-            activate(e.activation, x);
+            activate_for<half>(g, [&](int i) -> float& { return x[i]; });
             if (e.gate == Gate::none) {
-                activate(e.activation, y);
+                activate_for<half>(g, [&](int i) -> float& { return y[i]; });
             } else {
 #pragma unroll
                 for (int i = 0; i < half; ++i) x[i] *= y[i];
             }
         }
+    }
+
+    // Activates and rounds at once, so that the conversions overlap the special functions.
+    template <class Values>
+    static __device__ __forceinline__ void pack(Activation activation, Values& values,
+                                                const Tile& d) {
+        const auto each = [&](auto function) {
+#pragma unroll
+            for (int j = 0; j < d.width; ++j) {
+#pragma unroll
+                for (int r = 0; r < d.packed_per_base; ++r) {
+                    values.tiles[0][j].data[r] = function(d.tiles[0][j].data[r]);
+                }
+            }
+        };
+        if (activation == Activation::relu) {
+            return each([](float2 pair) { return arch::pack_bf16_relu(pair.x, pair.y); });
+        }
+        with_short_formula(activation, [&](auto function) {
+            each([&](float2 pair) { return pack_pair<bf16>(function(pair.x), function(pair.y)); });
+        });
     }
 
     // Parts of 128 bytes a row that the residual of a tile has.
@@ -74,12 +123,27 @@ struct FusedEpilogue {
                                                         typename K::Shared& shared, Tile& d,
                                                         Ring& ring, Release release) {
         if (g.out_dtype == DType::fp32)
-            add_parts<32>(g, shared, d, ring, release);
+            add_parts<float>(g, shared, d, ring, release);
+        else if (g.out_dtype == DType::bf16)
+            add_parts<bf16>(g, shared, d, ring, release);
         else
-            add_parts<64>(g, shared, d, ring, release);
+            add_parts<kittens::half>(g, shared, d, ring, release);
     }
 
   private:
+    // Replaces each of n values, value(i), by its activation.
+    template <int n, class Value>
+    static __device__ __forceinline__ void activate_for(const typename K::Globals& g, Value value) {
+        const Activation activation = g.epilogue.activation;
+        if (C.marked || g.out_dtype != DType::bf16 || activation <= Activation::relu) {
+            return activate<n>(activation, value);
+        }
+        with_short_formula(activation, [&](auto function) {
+#pragma unroll
+            for (int i = 0; i < n; ++i) value(i) = function(value(i));
+        });
+    }
+
     // Register r of base tile t: this row and column of the tile, from the warp's first row on.
     static __device__ __forceinline__ int row_of(int r) { return laneid() / 4 + r % 2 * 8; }
     static __device__ __forceinline__ int column_of(int t, int r) {
@@ -129,13 +193,33 @@ struct FusedEpilogue {
             }
         }
     }
-    // With parts of `cols` columns.
-    template <int cols, class Ring, class Release>
+    // A thread's values in base tile t of a part.
+    template <class T, class Part>
+    static __device__ __forceinline__ void load_residual(float2 (&pairs)[4], const Part& part,
+                                                         int t) {
+        if constexpr (sizeof(T) == 4) {
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                pairs[r] =
+                    arch::load_shared<float2>(part.address_of(row_of(r), 2 * column_of(t, r)));
+            }
+        } else {
+            uint32_t words[4];
+            arch::load_matrix_x4(words[0], words[1], words[2], words[3],
+                                 part.address_of(laneid() % 16, t * 16 + laneid() / 16 * 8));
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                pairs[r] = unpack_pair<T>(arch::bit_cast<packed_type<T>>(words[r]));
+            }
+        }
+    }
+    // With values of type T, 128 bytes a row in a part.
+    template <class T, class Ring, class Release>
     static __device__ __forceinline__ void add_parts(const typename K::Globals& g,
                                                      typename K::Shared& shared, Tile& d,
                                                      Ring& ring, Release release) {
         using part = typename Residual<C>::part;
-        constexpr int each = Residual<C>::parts_per_stage;
+        constexpr int each = Residual<C>::parts_per_stage, cols = 128 / int(sizeof(T));
         const int parts = residual_parts(g);
 #pragma unroll
         for (int first = 0; first < C.block_n / cols; first += each) {
@@ -148,20 +232,13 @@ struct FusedEpilogue {
                 auto rows = tiles[i].template subtile<16, 64>({kittens::warpid(), 0});
 #pragma unroll
                 for (int t = 0; t < cols / 16; ++t) {
+                    float2 more[4];
+                    load_residual<T>(more, rows, t);
 #pragma unroll
                     for (int r = 0; r < 4; ++r) {
-                        const int row = row_of(r), col = column_of(t, r);
-                        float2 more;
-                        if constexpr (cols == 32) {
-                            more = arch::load_shared<float2>(rows.address_of(row, 2 * col));
-                        } else {
-                            const auto word =
-                                arch::load_shared<uint32_t>(rows.address_of(row, col));
-                            more = unpack(arch::bit_cast<bf16_2>(word), g.out_dtype);
-                        }
                         float2& sum = d.tiles[0][(first + i) * (cols / 16) + t].data[r];
-                        sum.x += g.epilogue.beta * more.x;
-                        sum.y += g.epilogue.beta * more.y;
+                        sum.x += g.epilogue.beta * more[r].x;
+                        sum.y += g.epilogue.beta * more[r].y;
                     }
                 }
             }

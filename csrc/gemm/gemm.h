@@ -65,6 +65,9 @@ struct Schedule {
     bool bands_along_m = false;
     int blocks = 0;  // of the grid, a multiple of the cluster's
     int splits = 1;  // streamed: blocks of a cluster that divide k between them
+    // b is read about once: its lines are the first to leave the L2 cache. Else each takes the
+    // place of another one, which goes to memory first where it has been written.
+    bool b_once = false;
 };
 
 struct Choice {
@@ -132,6 +135,7 @@ void visit_fields(Choice& c, Visitor&& visit) {
     visit("bands_along_m", c.schedule.bands_along_m);
     visit("blocks", c.schedule.blocks);
     visit("splits", c.schedule.splits);
+    visit("b_once", c.schedule.b_once);
 }
 
 // Tile shapes that are compiled, each for both dtypes and the four layouts of the operands.
@@ -157,6 +161,15 @@ constexpr Config make_config(const TileShape& shape, DType dtype, bool a_m_major
             .a_m_major = a_m_major,
             .b_n_major = b_n_major};
 }
+
+// Widths between those, which divide the columns of some weights into fewer rounds of the SMs: 7168
+// are 64 tiles of 112, 2112 are 12 of 176, 28672 are 128 of 224. For both dtypes, and the layout of
+// a linear layer alone: both operands have k adjacent.
+constexpr TileShape BETWEEN_SHAPES[] = {
+    {128, 112, 6, 2},
+    {128, 176, 5, 2},
+    {128, 224, 4, 2},
+};
 
 // Kernels for few rows, each for both dtypes and both orders of b; a's rows are contiguous.
 struct StreamShape {
@@ -191,7 +204,8 @@ constexpr Config marked_config() {
 // Every kernel that is compiled, by number: what the launchers are enumerated by.
 constexpr std::size_t TILED = (std::size(TILE_SHAPES) + FUSED_SHAPES) * 8;
 constexpr std::size_t STREAMED = std::size(STREAM_SHAPES) * 4;
-constexpr std::size_t CONFIGS = TILED + STREAMED + 1;
+constexpr std::size_t BETWEEN = std::size(BETWEEN_SHAPES) * 2;
+constexpr std::size_t CONFIGS = TILED + STREAMED + BETWEEN + 1;
 constexpr Config config_at(std::size_t i) {
     const auto dtype = [](std::size_t j) { return j % 2 == 0 ? DType::bf16 : DType::fp16; };
     if (i < TILED) {
@@ -200,8 +214,10 @@ constexpr Config config_at(std::size_t i) {
                            i / 2 % 2 != 0, i % 2 != 0, fused);
     }
     i -= TILED;
-    if (i == STREAMED) return marked_config();
-    return make_config(STREAM_SHAPES[i / 4], dtype(i / 2), i % 2 != 0);
+    if (i < STREAMED) return make_config(STREAM_SHAPES[i / 4], dtype(i / 2), i % 2 != 0);
+    i -= STREAMED;
+    if (i < BETWEEN) return make_config(BETWEEN_SHAPES[i / 2], dtype(i), false, false);
+    return marked_config();
 }
 
 // Dynamic shared memory of a block: the ring of stages, two staging buffers of 16 rows of 128 bytes
@@ -214,8 +230,9 @@ constexpr int shared_bytes(const Config& c) {
         const int sums = (c.block_m * (c.block_n + 4) * 4 + 127) / 128 * 128;
         return (ring + sums + (2 * c.stages + 2) * 8 + 127) / 128 * 128;
     }
+    const int bias = (c.block_n * 4 + 127) / 128 * 128;
     const int bytes = c.stages * (c.block_m + c.block_n) * BLOCK_K * 2 +
-                      c.consumers * (4 * 2 * 16 * 128 + c.block_n * 4) + c.stages * 16;
+                      c.consumers * (4 * 2 * 16 * 128 + bias) + c.stages * 16;
     return (bytes + 127) / 128 * 128;
 }
 constexpr int threads(const Config& c) {

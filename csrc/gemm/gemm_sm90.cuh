@@ -8,36 +8,19 @@
 // in registers; it leaves, piece by piece through a small staging buffer and TMA, while the
 // products of the next tile run, so that the tensor cores do not wait for it.
 //
-// The blocks of a cluster work on neighbouring tiles. What two of them share, a's tile along a row
-// of the cluster, b's along a column, each loads half of and multicasts: fewer bytes from L2, which
-// in large products is power, and power is what limits those.
-//
 // Operands may lie in memory in either major order: TMA brings them into shared memory as they are,
 // and wgmma reads either order. Ragged edges: TMA fills with zeros what lies outside, and writes
 // nothing there.
 #pragma once
 
+#include <stdexcept>
+
 #include "csrc/gemm/fused_sm90.cuh"
 #include "csrc/gemm/marks_sm90.cuh"
-#include "csrc/gemm/pipeline_sm90.cuh"
+#include "csrc/gemm/start_sm90.cuh"
 
 namespace thunderkittens::gemm {
 namespace sm90 {
-
-// Calls work(tile) for each of this block's tiles.
-template <Config C, class Globals, class Work>
-__device__ __forceinline__ void for_each_tile(const Globals& g, const Place place, Work work) {
-    const uint32_t first = blockIdx.x >> ((g.cluster_m == 2) + (g.cluster_n == 2));
-    for (uint32_t index = first; index < g.order.total; index += g.clusters) {
-        TilePosition at = g.order.at(index);
-        at.m = at.m * g.cluster_m + place.in_m;
-        at.n = at.n * g.cluster_n + place.in_n;
-        if constexpr (C.marked) {
-            if (!is_marked<C>(g, at)) continue;
-        }
-        work(at);
-    }
-}
 
 // Loads a tile's residual into the stages that follow.
 template <Config C>
@@ -71,46 +54,21 @@ __device__ __forceinline__ void produce_residual(const typename Types<C>::Global
 
 template <Config C>
 __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
-                                        typename Types<C>::Shared& shared) {
+                                        typename Types<C>::Shared& shared, Walk walk) {
     using K = Types<C>;
-    const Place place(g);
-    const uint16_t a_blocks = place.a_blocks(g), b_blocks = place.b_blocks(g);
     Ring<C.stages> ring;
-    for_each_tile<C>(g, place, [&](const TilePosition at) {
+    walk.for_each(g, [&](const TilePosition at) {
+        if constexpr (C.marked) {
+            if (!is_marked<C>(g, at)) return;
+        }
         const int m = static_cast<int>(at.m) * C.block_m;
         const uint32_t n = K::first_column(g, at.n);
-        const int a_batch = g.a_batched ? static_cast<int>(at.batch) : 0;
-        const int b_batch = g.b_batched ? static_cast<int>(at.batch) : 0;
-        for (int k = 0; k < g.k_blocks; ++k, ring.advance()) {
+        for (int step = 0; step < g.k_blocks; ++step, ring.advance()) {
             auto& stage = shared.stages[ring.stage];
             semaphore& full = shared.full[ring.stage];
             wait(shared.empty[ring.stage], ring.phase ^ 1);
             tma::expect(full, stage);
-            auto& a_parts = reinterpret_cast<typename K::a_part(&)[K::a_parts]>(stage.a);
-            auto& b_parts = reinterpret_cast<typename K::b_part(&)[K::b_parts]>(stage.b);
-#pragma unroll
-            for (int i = 0; i < K::a_parts; ++i) {
-                const int row = m + i * K::a_part_rows, col = k * BLOCK_K;
-                const element_coord from =
-                    C.a_m_major ? elements(a_batch, 0, col, row) : elements(a_batch, 0, row, col);
-                if (g.cluster_n == 1) {
-                    tma::load_async(a_parts[i], g.a, from, full);
-                } else if (place.in_n == i) {
-                    tma::cluster::load_async(a_parts[i], g.a, from, full, a_blocks);
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < K::b_parts; ++i) {
-                const int row = k * BLOCK_K;
-                const int col = static_cast<int>(K::column(g, n, i * K::b_part_cols));
-                const element_coord from =
-                    C.b_n_major ? elements(b_batch, 0, row, col) : elements(b_batch, 0, col, row);
-                if (g.cluster_m == 1) {
-                    tma::load_async(b_parts[i], g.b, from, full);
-                } else if (place.in_m == i) {
-                    tma::cluster::load_async(b_parts[i], g.b, from, full, b_blocks);
-                }
-            }
+            load_step<K>(g, stage, full, at.batch, m, n, step * BLOCK_K);
         }
         if constexpr (C.fused) {
             if (g.epilogue.residual != nullptr) produce_residual<C>(g, shared, ring, at);
@@ -122,23 +80,35 @@ template <Config C>
 __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
                                         typename Types<C>::Shared& shared) {
     using K = Types<C>;
-    const Place place(g);
     const int consumer = warpgroup::groupid();
-    const HandBack hand_back(g, place);
-    const auto release = [&](int stage) { hand_back(shared.empty[stage]); };
+    // One arrival stands for the warpgroup, which wgmma reads shared memory as.
+    const auto release = [&](int stage) {
+        if (warpgroup::laneid() == 0) arrive(shared.empty[stage]);
+    };
 
+    constexpr int FIRST_DONE = READY + 1 + C.consumers;  // named barrier
     Ring<C.stages> ring;
     rt_fl<16, C.block_n> d;
     Finished<C> finished;
     Bias<C> bias;
-    for_each_tile<C>(g, place, [&](const TilePosition at) {
+    for_each_tile(g, [&](const TilePosition at, const bool last) {
+        if constexpr (C.marked) {
+            if (!is_marked<C>(g, at)) return;
+        }
         const uint32_t col = K::first_column(g, at.n);
         const uint32_t row =
             at.m * C.block_m + consumer * K::consumer_rows + warpgroup::warpid() * 16;
         if (g.epilogue.bias != nullptr) bias.fetch(g, col);
 
+        // The last tile's consumers end one after the other: SMs that store whole tiles at once
+        // wait for the L2 cache, and the tensor cores can work for the second consumer meanwhile.
+        // All of the last steps are in the ring by then.
+        const int hold = last && consumer > 0 ? max(0, g.k_blocks - (C.stages - 1)) : -1;
         int previous = 0;
         for (int k = 0; k < g.k_blocks; ++k, ring.advance()) {
+            if (C.consumers > 1 && k == hold) {
+                arch::named_barrier_sync(FIRST_DONE, C.consumers * WARPGROUP_THREADS);
+            }
             auto& stage = shared.stages[ring.stage];
             wait(shared.full[ring.stage], ring.phase);
             if constexpr (C.a_m_major) {
@@ -158,20 +128,24 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
             if (k > 0) release(previous);
             previous = ring.stage;
         }
+        if (C.consumers > 1 && last && consumer == 0) {
+            arch::named_barrier_arrive(FIRST_DONE, C.consumers * WARPGROUP_THREADS);
+        }
         warpgroup::mma_async_wait(d);
         release(previous);
 
-        if (finished.any && g.k_blocks < finished.sent(g)) {
-#pragma unroll
-            for (int piece = 1; piece < finished.pieces; ++piece) {
-                if (g.k_blocks <= piece && piece < finished.sent(g)) {
-                    finished.send(g, shared, piece);
-                }
+        Place16 to{at.batch, row, col};
+        // The usual way first and by itself: a short kernel waits for code that it jumps over.
+        if constexpr (!C.fused) {
+            if (g.plain) {
+                finished.template pack<typename K::T>(d);
+                finished.at = to;
+                finished.any = true;
+                return;
             }
         }
         if (g.epilogue.alpha != 1.f) scale(d, g.epilogue.alpha);
         if (g.epilogue.bias != nullptr) bias.add(shared.bias[consumer], d);
-        Place16 to{at.batch, row, col};
         if constexpr (C.fused) {
             FusedEpilogue<C>::apply(g, d, to);
             if (g.epilogue.gate == Gate::interleaved) to.col /= 2;
@@ -182,13 +156,18 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
         if (g.out_dtype == DType::fp32) {
             store_wide<C>(g, shared, d, to.batch, to.row, to.col);
         } else {
-            if (g.out_dtype == DType::bf16)
+            if (C.fused && g.packed) {
+                if constexpr (C.fused) {
+                    FusedEpilogue<C>::pack(g.epilogue.activation, finished.values, d);
+                }
+            } else if (g.out_dtype == DType::bf16) {
                 finished.template pack<bf16>(d);
-            else
+            } else {
                 finished.template pack<half>(d);
+            }
             finished.at = to;
-            finished.any = g.tma_store;
-            if (!g.tma_store) finished.send_by_warp(g, shared);
+            finished.any = g.tma_store && g.k_blocks >= finished.sent(g);
+            if (!finished.any) finished.send_now(g, shared);
         }
     });
     if (finished.any) finished.send_last(g, shared);
@@ -203,44 +182,19 @@ __global__ __launch_bounds__(K::threads,
     constexpr Config C = K::config;
     shared_allocator allocator(shared_memory());
     auto& shared = allocator.template allocate<typename K::Shared>();
-    const bool alone = g.cluster_m * g.cluster_n == 1;
 
     if (warpgroup::groupid() == C.consumers) {
-        if (warpgroup::warpid() == 0) {
-            if (arch::elect_one()) {
-                tma::prefetch_map<typename K::a_part>(g.a);
-                tma::prefetch_map<typename K::b_part>(g.b);
-                tma::prefetch_map<typename K::out_tile>(g.out_map);
-                for (int i = 0; i < C.stages; ++i) {
-                    init_semaphore(shared.full[i], 1);
-                    init_semaphore(shared.empty[i], C.consumers * (g.cluster_m + g.cluster_n - 1));
-                }
-                arch::mbarrier_init_fence();
-            }
-            arch::sync_warp();
-        }
-        // The other blocks of the cluster arrive at these semaphores too; of a single block only
-        // the consumers must wait until they are there.
-        if (alone)
-            arch::named_barrier_arrive(READY, K::threads);
-        else
-            cluster::sync();
         if constexpr (C.consumers > 1) warpgroup::decrease_registers<K::producer_registers>();
-        arch::wait_for_dependencies();
-        arch::launch_dependents();
-        const bool work = !C.marked || any_mark(g.marks, g.m, g.n);
-        if (work && warpgroup::elect_leader()) produce<C>(g, shared);
+        Walk walk;
+        const bool loads = start_producer<K>(g, shared, walk);
+        const bool work = loads && (!C.marked || any_mark(g.marks, g.m, g.n));
+        if (work && arch::elect_one()) produce<C>(g, shared, walk);
     } else {
-        if (alone)
-            arch::named_barrier_sync(READY, K::threads);
-        else
-            cluster::sync();
+        arch::named_barrier_sync(READY, K::threads);
         if constexpr (C.consumers > 1) warpgroup::increase_registers<K::consumer_registers>();
         arch::wait_for_dependencies();
         if (!C.marked || any_mark(g.marks, g.m, g.n)) consume<C>(g, shared);
     }
-    // A block's shared memory is written, and its semaphores are arrived at, by its cluster.
-    if (!alone) cluster::sync();
 }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -267,6 +221,9 @@ Residual<C> residual_of(const Params& p, int64_t out_n) {
 
 template <Config C>
 typename Types<C>::Globals make_globals(const Params& p) {
+    if (p.schedule.cluster_m * p.schedule.cluster_n > 1) {
+        throw std::invalid_argument("gemm: these kernels do not run in clusters");
+    }
     using K = Types<C>;
     const auto matrix = [&]<class GL>(const void* data, bool transposed, int64_t rows, int64_t cols,
                                       int64_t stride, int64_t batch_stride) {
@@ -320,13 +277,15 @@ typename Types<C>::Globals make_globals(const Params& p) {
         .epilogue = e,
         .a_batched = p.a_batch_stride != 0,
         .b_batched = p.b_batch_stride != 0,
-        .cluster_m = p.schedule.cluster_m,
-        .cluster_n = p.schedule.cluster_n,
-        .clusters = static_cast<uint32_t>(p.schedule.blocks /
-                                          (p.schedule.cluster_m * p.schedule.cluster_n)),
+        .b_once = p.schedule.b_once,
+        .blocks = static_cast<uint32_t>(p.schedule.blocks),
+        .plain = tma_store && p.out_dtype == C.dtype && e.alpha == 1.f && e.bias == nullptr &&
+                 ceil_div(p.k, BLOCK_K) >= Finished<C>::pieces,
         .order = make_order(C, p.schedule, p.m, p.n, p.batch),
         .marks = p.marks,
         .residual = residual_of<C>(p, out_n),
+        .packed = C.fused && !C.marked && p.out_dtype == DType::bf16 && e.gate == Gate::none &&
+                  e.residual == nullptr,
     };
 }
 
@@ -336,10 +295,9 @@ template <Config C>
 void launch(const Params& params, Stream stream) {
     using K = sm90::Types<C>;
     const auto globals = sm90::make_globals<C>(params);
-    const Schedule& s = params.schedule;
-    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::gemm_kernel<K>, dim3(s.blocks),
-                    dim3(K::threads), dim3(s.cluster_m * s.cluster_n), sizeof(typename K::Shared),
-                    stream, globals);
+    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::gemm_kernel<K>,
+                    dim3(params.schedule.blocks), dim3(K::threads), dim3(1),
+                    sizeof(typename K::Shared), stream, globals);
 }
 
 }  // namespace thunderkittens::gemm

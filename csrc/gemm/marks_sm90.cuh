@@ -11,12 +11,11 @@ namespace sm90 {
 
 using namespace kittens;
 
-// Whether a tile is to be computed, where only those that are marked are. Blocks of a cluster share
-// stages, so that all of its tiles are, or none.
+// Whether a tile is to be computed, where only those that are marked are.
 template <Config C, class Globals>
 __device__ __forceinline__ bool is_marked(const Globals& g, const TilePosition at) {
-    const uint32_t height = C.block_m * g.cluster_m, width = C.block_n * g.cluster_n;
-    const uint32_t row = at.m / g.cluster_m * height, col = at.n / g.cluster_n * width;
+    constexpr uint32_t height = C.block_m, width = C.block_n;
+    const uint32_t row = at.m * height, col = at.n * width;
     uint64_t marks = 0;
     for (uint32_t i = row / MARKED_ROWS; i <= (min(row + height, g.m) - 1) / MARKED_ROWS; ++i) {
         marks |= arch::load_global(g.marks.rows + i);

@@ -6,8 +6,8 @@
 // (groups, n, k) and the rows of a belong to the groups one after the other.
 //
 // Prepared, a weight is a sequence of pieces of 64 rows by 64 columns, those of 64 rows side by
-// side; a piece holds the codes of its elements and then their scales, in the order in which the
-// threads of a warpgroup need them. What lies past the end of a weight is zero.
+// side; a piece is four strips of 16 rows, each the codes of its elements and then their scales, in
+// the order in which the threads of a warp need them. What lies past the end of a weight is zero.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,10 @@ enum class Format : int { nvfp4 };
 constexpr const char* name_of(Format) { return "nvfp4"; }
 
 constexpr int PIECE = 64;  // rows and columns
+constexpr int STRIP_ROWS = 16;
+constexpr int STRIPS = PIECE / STRIP_ROWS;  // of a piece
 constexpr int piece_bytes(Format) { return PIECE * PIECE / 2 + PIECE * PIECE / 16; }
+constexpr int strip_bytes(Format format) { return piece_bytes(format) / STRIPS; }
 
 struct Problem {
     int64_t m = 0, n = 0, k = 0, groups = 1;
@@ -41,7 +44,8 @@ struct Problem {
 
 // A block computes `row_groups` * 64 rows of w times `tokens` rows of a. It takes k in stages of
 // `pieces` * 64. One warp loads; row_groups * k_groups warpgroups multiply: those of a row group
-// take turns at the pieces of a stage, and their sums are added at the end.
+// take turns at the pieces of a stage, and their sums are added at the end. Of few rows of a (see
+// few()) warps work on their own, and how they share the work is known at run time.
 struct Config {
     Format format = Format::nvfp4;
     int tokens = 16;
@@ -59,6 +63,8 @@ struct Schedule {
     int splits = 1;  // blocks of a cluster that divide k between them
     // Or blocks of a cluster with the same rows of a, of which each loads a part for all.
     int sharers = 1;
+    // Of few rows of a: the strips of the weight that are a tile.
+    int strips = 0;
 };
 
 struct Choice {
@@ -102,12 +108,45 @@ void visit_fields(Choice& c, Visitor&& visit) {
     visit("blocks", c.schedule.blocks);
     visit("splits", c.schedule.splits);
     visit("sharers", c.schedule.sharers);
+    visit("strips", c.schedule.strips);
+}
+
+// The kernel of mixed_few_sm90.cuh: 16 warps multiply, two load.
+constexpr bool few(const Config& c) { return c.row_groups == 0; }
+constexpr int FEW_WARPS = 16;
+constexpr int FEW_STRIPS = 16;  // of a tile at most, four per warp
+constexpr int FEW_STAGES = 16;  // at most
+constexpr int FEW_SHARED_BYTES = 232448;
+
+// How a tile of so many strips is shared: `row_groups` of warps divide the strips, those of a row
+// group the pieces of k, of which a stage has `pieces`. All are powers of two.
+struct FewPlan {
+    int row_groups, k_groups, pieces;
+    int stage_bytes, pitch, sums_bytes, stages;
+};
+constexpr FewPlan few_plan(const Config& c, int strips) {
+    FewPlan plan{};
+    plan.row_groups = strips <= 4 ? 1 : strips <= 8 ? 2 : 4;
+    plan.k_groups = FEW_WARPS / plan.row_groups;
+    plan.pieces = strips <= 2 ? 8 : 4;
+    const int bytes = plan.pieces * (c.tokens * PIECE * 2 + strips * strip_bytes(c.format));
+    plan.stage_bytes = (bytes + 1023) / 1024 * 1024;
+    plan.pitch = strips * STRIP_ROWS + 4;  // of the sums, in floats: no bank conflicts
+    plan.sums_bytes = plan.k_groups * c.tokens * plan.pitch * 4;
+    const int stages = (FEW_SHARED_BYTES - 1024 - plan.sums_bytes) / plan.stage_bytes;
+    plan.stages = stages < FEW_STAGES ? stages : FEW_STAGES;
+    // A warp has every `sets`-th stage. It comes back to the same places of the ring, so that it
+    // sees each of their phases: a parity alone would not tell it from the one before the last.
+    const int sets = plan.k_groups / plan.pieces;
+    plan.stages -= plan.stages % sets;
+    return plan;
 }
 
 constexpr int consumers(const Config& c) { return c.row_groups * c.k_groups; }
 // Where the sums take many registers, the warp that loads is one of four that give theirs away.
 constexpr bool moves_registers(const Config& c) { return c.tokens >= 64; }
 constexpr int threads(const Config& c) {
+    if (few(c)) return (FEW_WARPS + 2) * 32;
     return consumers(c) * 128 + (moves_registers(c) ? 128 : 32);
 }
 constexpr int block_rows(const Config& c) { return c.row_groups * PIECE; }
@@ -121,6 +160,7 @@ constexpr int stage_bytes(const Config& c) {
 }
 // The ring, the sums as rows of fp32 that are 4 longer than the tile's, and semaphores.
 constexpr int shared_bytes(const Config& c) {
+    if (few(c)) return FEW_SHARED_BYTES;
     const int sums = c.k_groups * tokens_at_a_time(c) * (block_rows(c) + 4) * 4;
     const int ring = (c.stages * stage_bytes(c) + 127) / 128 * 128;
     return (ring + (sums + 127) / 128 * 128 + (2 * c.stages + 2) * 8 + 127) / 128 * 128;
@@ -130,11 +170,16 @@ constexpr int64_t pieces(int64_t size) { return (size + PIECE - 1) / PIECE; }
 
 // Tile shapes that are compiled, each for both dtypes of activations.
 struct TileShape {
-    int tokens, row_groups, k_groups, pieces, stages;
+    int tokens, row_groups = 0, k_groups = 0, pieces = 0, stages = 0;
 };
 constexpr TileShape TILE_SHAPES[] = {
-    {16, 1, 4, 8, 5}, {16, 2, 2, 4, 6}, {16, 4, 1, 4, 4},  {32, 2, 2, 4, 5},
-    {64, 2, 1, 2, 6}, {64, 4, 1, 2, 4}, {128, 2, 1, 1, 8}, {256, 2, 1, 1, 5},
+    {8},
+    {16},
+    {32, 2, 2, 4, 5},
+    {64, 2, 1, 2, 6},
+    {64, 4, 1, 2, 4},
+    {128, 2, 1, 1, 8},
+    {256, 2, 1, 1, 5},
 };
 constexpr Config make_config(Format format, const TileShape& shape, DType dtype) {
     return {.format = format,
@@ -157,9 +202,11 @@ Choice choose(const Problem& problem, const DeviceProperties& device);
 std::string kernel_name(const Config& config);
 std::string kernel_name(const Choice& choice);
 
-// Runs the kernel of `config` on the stream.
+// Runs the kernel of `config` on the stream: the second where few() says so.
 template <Config config>
 void launch(const Params& params, Stream stream);
+template <Config config>
+void launch_few(const Params& params, Stream stream);
 
 // The same for a configuration that is known at run time; false when there is no such kernel.
 template <Format format, std::size_t i = 0>
@@ -168,7 +215,11 @@ bool launch_any(const Config& config, const Params& params, Stream stream) {
         if (config != config_at(format, i)) {
             return launch_any<format, i + 1>(config, params, stream);
         }
-        launch<config_at(format, i)>(params, stream);
+        constexpr Config c = config_at(format, i);
+        if constexpr (few(c))
+            launch_few<c>(params, stream);
+        else
+            launch<c>(params, stream);
         return true;
     } else {
         return false;

@@ -147,6 +147,57 @@ __device__ __forceinline__ int2 range_of_k(const Globals& g) {
     return {g.k_stages * rank / g.splits, g.k_stages * (rank + 1) / g.splits};
 }
 
+template <class O>
+__device__ __forceinline__ void store_four(O* to, const float (&from)[4], bool aligned, int count) {
+    if (aligned && count >= 4) {
+        struct alignas(4 * sizeof(O)) Four {
+            O v[4];
+        } four;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) four.v[i] = convert<O>(from[i]);
+        arch::store_global(reinterpret_cast<Four*>(to), four);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i < count) arch::store_global(to + i, convert<O>(from[i]));
+        }
+    }
+}
+
+// By what the sums of a group are multiplied. Those of rows without a group are zero.
+template <class Globals>
+__device__ __forceinline__ float scale_of(const Globals& g, uint32_t group) {
+    if (group >= g.groups) return 0.f;
+    return g.scale != nullptr ? arch::load_global(g.scale + group) : 1.f;
+}
+
+// Four neighbouring elements of row m of out from their sums.
+template <class K>
+__device__ __forceinline__ void store_results(const typename K::Globals& g, uint32_t group,
+                                              float scale, uint32_t m, uint32_t n,
+                                              const float4& sum) {
+    using T = typename K::T;
+    const auto* bias = static_cast<const T*>(group >= g.groups ? nullptr : g.bias);
+    float x[4] = {sum.x, sum.y, sum.z, sum.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) x[j] = x[j] * K::W::FACTOR * scale;
+    const int count = int(g.n) - int(n);
+    if (bias != nullptr) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            if (j < count) x[j] += convert<float>(arch::load_global(bias + n + j));
+        }
+    }
+    gemm::sm90::activate(g.activation, x);
+    const int64_t at = int64_t(m) * g.n + n;
+    if (g.out_dtype == DType::bf16)
+        store_four(static_cast<bf16*>(g.out) + at, x, g.quads, count);
+    else if (g.out_dtype == DType::fp16)
+        store_four(static_cast<half*>(g.out) + at, x, g.quads, count);
+    else
+        store_four(static_cast<float*>(g.out) + at, x, g.quads, count);
+}
+
 // The epilogue of tiles.
 template <class K>
 struct Finish {
@@ -222,12 +273,7 @@ struct Finish {
                                          const Tile& tile, int first) {
         constexpr int fours = K::block_rows / 4;
         const int rank = g.splits > 1 ? static_cast<int>(arch::cluster_rank()) : 0;
-        const bool empty = tile.group >= g.groups;
-        const float scale = empty                ? 0.f
-                            : g.scale != nullptr ? arch::load_global(g.scale + tile.group)
-                                                 : 1.f;
-        using T = typename K::T;
-        const auto* bias = static_cast<const T*>(empty ? nullptr : g.bias);
+        const float scale = scale_of(g, tile.group);
 #pragma unroll 1
         for (int i = rank * THREADS + int(threadIdx.x); i < K::pass * fours;
              i += g.splits * THREADS) {
@@ -246,42 +292,7 @@ struct Finish {
                     sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
                 }
             }
-            float x[4] = {sum.x, sum.y, sum.z, sum.w};
-#pragma unroll
-            for (int j = 0; j < 4; ++j) x[j] = x[j] * K::W::FACTOR * scale;
-            const int count = int(g.n) - int(n);
-            if (bias != nullptr) {
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    if (j < count) x[j] += convert<float>(arch::load_global(bias + n + j));
-                }
-            }
-            gemm::sm90::activate(g.activation, x);
-            const int64_t at = int64_t(m) * g.n + n;
-            if (g.out_dtype == DType::bf16)
-                store_four(static_cast<bf16*>(g.out) + at, x, g.quads, count);
-            else if (g.out_dtype == DType::fp16)
-                store_four(static_cast<half*>(g.out) + at, x, g.quads, count);
-            else
-                store_four(static_cast<float*>(g.out) + at, x, g.quads, count);
-        }
-    }
-
-    template <class O>
-    static __device__ __forceinline__ void store_four(O* to, const float (&from)[4], bool aligned,
-                                                      int count) {
-        if (aligned && count >= 4) {
-            struct alignas(4 * sizeof(O)) Four {
-                O v[4];
-            } four;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) four.v[i] = convert<O>(from[i]);
-            arch::store_global(reinterpret_cast<Four*>(to), four);
-        } else {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                if (i < count) arch::store_global(to + i, convert<O>(from[i]));
-            }
+            store_results<K>(g, tile.group, scale, m, n, sum);
         }
     }
 };

@@ -39,6 +39,7 @@ struct Quantised {
         scale = torch::stable::contiguous(scales);
         matrix = block_scaled::matrix_of(as_4d(data));
     }
+    bool short_rows() const { return matrix.row_stride <= INT32_MAX; }
     // By TMA, and the scales by bulk copies of the 128x4 layout.
     bool readable() const {
         return swizzle && aligned_scales(scale.data_ptr()) && fits_tensor_map(as_4d(data), 1);
@@ -186,22 +187,44 @@ struct Product {
         TK_CHECK(launch_any_codes(choice.codes, params, stream), OP, ": no kernel ",
                  kernel_name(choice));
     }
+    gemm::Params product(const Tensor& left, const Tensor& right) const {
+        return {.a = left.data_ptr(),
+                .b = right.data_ptr(),
+                .out = out.data_ptr(),
+                .m = problem.m,
+                .n = problem.n,
+                .k = std::max<int64_t>(problem.k, 1),
+                .a_stride = pitch(),
+                .b_stride = pitch(),
+                .out_stride = problem.n,
+                .out_dtype = problem.out_dtype,
+                .epilogue = {.bias = bias, .activation = static_cast<gemm::Activation>(activation)},
+                .schedule = choice.exact.schedule};
+    }
+    void multiply_expanding() const {
+        const auto make = [&](const Quantised& o) {
+            return empty({o.matrix.rows, pitch()}, ScalarType::BFloat16, out);
+        };
+        const auto source = [](const Quantised& o) {
+            return gemm::Mxfp8Source{.codes = o.matrix.data,
+                                     .scales = o.scale.data_ptr(),
+                                     .stride = static_cast<int>(o.matrix.row_stride),
+                                     .e5m2 = o.dtype == DType::e5m2};
+        };
+        const Tensor left = make(a), right = make(b);
+        constexpr gemm::Config config = gemm::expanding_config(DType::bf16);
+        gemm::ExpandingParams<gemm::Mxfp8Sources> params{.product = product(left, right),
+                                                         .sources = {source(a), source(b)}};
+        Tensor counters =
+            empty({gemm::expand_order(config, params).counters()}, ScalarType::Int, out);
+        torch::stable::zero_(counters);
+        params.counters = static_cast<int*>(counters.data_ptr());
+        gemm::launch_expanding<config>(params, stream);
+    }
     void multiply_exactly(const gemm::Marks& marks) const {
         const auto [left, right] = expand(marks);
-        const gemm::Params params{
-            .a = left.data_ptr(),
-            .b = right.data_ptr(),
-            .out = out.data_ptr(),
-            .m = problem.m,
-            .n = problem.n,
-            .k = std::max<int64_t>(problem.k, 1),
-            .a_stride = pitch(),
-            .b_stride = pitch(),
-            .out_stride = problem.n,
-            .out_dtype = problem.out_dtype,
-            .epilogue = {.bias = bias, .activation = static_cast<gemm::Activation>(activation)},
-            .marks = marks,
-            .schedule = choice.exact.schedule};
+        gemm::Params params = product(left, right);
+        params.marks = marks;
         TK_CHECK(gemm::launch_any(choice.exact.config, params, stream), OP, ": no kernel ",
                  gemm::kernel_name(choice.exact));
     }
@@ -312,6 +335,7 @@ Tensor mxfp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const
                           .rebased = rebased && k > 0,
                           .readable_a = left.readable(),
                           .readable = right.readable(),
+                          .short_rows = left.short_rows() && right.short_rows(),
                           .groups = groups,
                           .grouped = offs.has_value()};
     const DeviceProperties& device = device_properties(a.get_device_index());
@@ -335,6 +359,8 @@ Tensor mxfp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const
     if (!problem.rebased) {
         if (product.choice.few)
             product.multiply_few();
+        else if (product.choice.expanding)
+            product.multiply_expanding();
         else
             product.multiply_exactly({});
         return out;

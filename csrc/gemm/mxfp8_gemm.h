@@ -2,8 +2,9 @@
 // passes over operands that come before them. Host C++ only; the ops in mxfp8_gemm.cpp, the
 // kernels in mxfp8_passes_sm90.cuh and the registry in choose_mxfp8_gemm.cpp meet here.
 //
-// Hopper's tensor cores have no scales of blocks. Exact: a pass expands the operands to bf16, which
-// holds them exactly but for extreme scales, and the kernels of gemm multiply. Re-based: a pass
+// Hopper's tensor cores have no scales of blocks. Exact: the operands are expanded to bf16, which
+// holds them exactly but for extreme scales, by a pass before the kernels of gemm, or by the kernel
+// that multiplies (expanding_gemm_sm90.cuh). Re-based: a pass
 // multiplies each block's codes by a power of two, so that all of a row are relative to one scale,
 // and those of fp8_gemm multiply; the scales of rows and columns are applied to the sums. Codes
 // that become small lose bits. Where an element would move by more than 2^-9 of the largest
@@ -18,6 +19,7 @@
 #include <vector>
 
 #include "csrc/gemm/block_scaled.h"
+#include "csrc/gemm/expanding_gemm.h"
 #include "csrc/gemm/fp8_gemm.h"
 #include "csrc/gemm/gemm.h"
 #include "csrc/gemm/mixed_gemm.h"
@@ -48,10 +50,16 @@ struct Problem {
     bool rebased = false;
     // TMA can read the operand, and its scales are in the 128x4 layout.
     bool readable_a = true, readable = true;
+    bool short_rows = true;  // strides of both operands are numbers of 31 bits
     int64_t groups = 1;
     bool grouped = false;
 
     bool few() const { return (m <= FEW_ROWS || grouped) && k > 0 && readable; }
+    // Expanded by the kernel that multiplies.
+    bool expandable() const {
+        return !rebased && !fused && !grouped && readable_a && readable && short_rows &&
+               std::min(m, n) >= gemm::ITEM_ROWS && k > 0 && k % 16 == 0;
+    }
     // Re-based, where nothing has to be: from the codes as they are.
     bool direct() const {
         return rebased && m <= CODES_ROWS && k > 0 && !grouped && readable_a && readable &&
@@ -121,7 +129,7 @@ constexpr int codes_shared_bytes(const CodesShape& s) {
 }
 // The kernels that multiply: of few rows, of expanded operands, and of re-based ones.
 struct Choice {
-    bool rebased = false, few = false, direct = false;
+    bool rebased = false, few = false, direct = false, expanding = false;
     FewConfig few_config;
     CodesShape codes;  // where `direct`
     mixed_gemm::Schedule few_schedule;
@@ -214,6 +222,7 @@ void visit_fields(Problem& p, Visitor&& visit) {
     visit("rebased", p.rebased);
     visit("readable_a", p.readable_a);
     visit("readable", p.readable);
+    visit("short_rows", p.short_rows);
     visit("groups", p.groups);
     visit("grouped", p.grouped);
 }
@@ -229,6 +238,7 @@ void visit_fields(Choice& c, Visitor&& visit) {
     visit("rebased", c.rebased);
     visit("few", c.few);
     visit("direct", c.direct);
+    visit("expanding", c.expanding);
     visit("tokens", c.direct ? c.codes.tokens : c.few_config.tile.tokens);
     visit("splits", c.few_schedule.splits);
     visit("few_blocks", c.few_schedule.blocks);

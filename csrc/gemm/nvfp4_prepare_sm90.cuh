@@ -24,8 +24,10 @@ struct PiecePlace {
         row = int64_t(line % rows) * PIECE + thread / 32 * 16 + thread % 32 / 4;
         column = int64_t(blockIdx.x % columns) * PIECE + thread % 4 * 2;
     }
-    __device__ __forceinline__ uint8_t* piece(const PrepareParams& p) const {
-        return static_cast<uint8_t*>(p.prepared) + int64_t(blockIdx.x) * Nvfp4Weights::BYTES;
+    // The strip of the thread's warp.
+    __device__ __forceinline__ uint8_t* strip(const PrepareParams& p) const {
+        return static_cast<uint8_t*>(p.prepared) + int64_t(blockIdx.x) * Nvfp4Weights::BYTES +
+               kittens::warpid() * Nvfp4Weights::STRIP;
     }
 };
 
@@ -84,11 +86,12 @@ __device__ __forceinline__ void prepare(const PrepareParams& p) {
             if (i < 2) scales[k / 2] |= scale_byte(scale & 127) << 8 * (i * 2 + k % 2);
         }
     }
-    uint8_t* to = place.piece(p);
-    arch::store_global(reinterpret_cast<uint4*>(to) + threadIdx.x,
+    uint8_t* to = place.strip(p);
+    const int lane = kittens::laneid();
+    arch::store_global(reinterpret_cast<uint4*>(to) + lane,
                        uint4{words[0], words[1], words[2], words[3]});
-    if (threadIdx.x % 4 == 0) {
-        arch::store_global(reinterpret_cast<uint2*>(to + Nvfp4Weights::CODES) + threadIdx.x / 4,
+    if (lane % 4 == 0) {
+        arch::store_global(reinterpret_cast<uint2*>(to + Nvfp4Weights::CODES) + lane / 4,
                            uint2{scales[0], scales[1]});
     }
 }
@@ -96,11 +99,11 @@ __device__ __forceinline__ void prepare(const PrepareParams& p) {
 template <class O>
 __device__ __forceinline__ void restore(const PrepareParams& p) {
     const PiecePlace place(p);
-    const uint8_t* from = place.piece(p);
+    const uint8_t* from = place.strip(p);
+    const int lane = kittens::laneid();
     const Nvfp4Weights::Words words{
-        arch::load_global(reinterpret_cast<const uint4*>(from) + threadIdx.x),
-        arch::load_global(reinterpret_cast<const uint2*>(from + Nvfp4Weights::CODES) +
-                          threadIdx.x / 4)};
+        arch::load_global(reinterpret_cast<const uint4*>(from) + lane),
+        arch::load_global(reinterpret_cast<const uint2*>(from + Nvfp4Weights::CODES) + lane / 4)};
     rt_bf<16, PIECE> fragments;
     Nvfp4Weights::fragments(words, fragments);
     const float scale = arch::load_global(p.global_scale + place.group);

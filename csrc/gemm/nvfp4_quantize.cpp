@@ -71,7 +71,8 @@ std::tuple<Tensor, Tensor, Tensor> nvfp4_quantize(const Tensor& x,
                        .global_scale = global.data_ptr(),
                        .maxima_count = maxima_count(problem, device),
                        .seed = seed ? seed->data_ptr() : nullptr,
-                       .swizzle = swizzle};
+                       .swizzle = swizzle,
+                       .blocks = ring_blocks(device)};
     std::optional<Tensor> maxima;
     if (!given) {
         maxima = empty({batch, params.maxima_count}, ScalarType::Int, x);

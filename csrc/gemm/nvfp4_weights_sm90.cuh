@@ -3,9 +3,9 @@
 //
 // A product of 16 of k takes one block of 16 elements of each of 64 rows. A thread has eight
 // elements of it, a 32-bit word: rows r and r + 8, columns 2 q, 2 q + 1 and 8 more, with
-// r = 16 * warp + lane / 4 and q = lane % 4. A piece is a 16-byte word per thread, four products,
-// and then for each r eight bytes of scales: (r, 0), (r, 1), (r + 8, 0), (r + 8, 1), and the same
-// of products 2 and 3.
+// r = 16 * warp + lane / 4 and q = lane % 4. A piece is four strips, one per warp and its 16 rows:
+// a 16-byte word per thread, four products, and then for each r eight bytes of scales: (r, 0),
+// (r, 1), (r + 8, 0), (r + 8, 1), and the same of products 2 and 3.
 //
 // An element is four bits, s e e m. In either half of the word four of them lie so that shifts,
 // which need not be one per bit, bring each to where a 16-bit float has them: the sign in the
@@ -43,16 +43,20 @@ __device__ __forceinline__ constexpr Nvfp4Bits nvfp4_bits(int element) {
 struct Nvfp4Weights {
     static constexpr Format format = Format::nvfp4;
     static constexpr int BYTES = piece_bytes(format);
-    static constexpr int CODES = PIECE * PIECE / 2;
-    static constexpr float FACTOR = 128.f;  // that the sums have to be multiplied by
+    static constexpr int STRIP = strip_bytes(format);
+    static constexpr int CODES = STRIP_ROWS * PIECE / 2;  // of a strip
+    static constexpr float FACTOR = 128.f;                // that the sums have to be multiplied by
 
     struct Words {
         uint4 codes;
         uint2 scales;
     };
+    static __device__ __forceinline__ Words load_strip(uint32_t strip, int lane) {
+        return {arch::load_shared<uint4>(strip + lane * 16),
+                arch::load_shared<uint2>(strip + CODES + lane / 4 * 8)};
+    }
     static __device__ __forceinline__ Words load(uint32_t piece, int thread) {
-        return {arch::load_shared<uint4>(piece + thread * 16),
-                arch::load_shared<uint2>(piece + CODES + thread / 4 * 8)};
+        return load_strip(piece + thread / WARP_THREADS * STRIP, thread % WARP_THREADS);
     }
 
     template <class T>

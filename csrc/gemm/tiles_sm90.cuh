@@ -39,9 +39,10 @@ struct Types {
         std::conditional_t<C.a_m_major, st<T, BLOCK_K, C.block_m>, st<T, C.block_m, BLOCK_K>>;
     using b_tile =
         std::conditional_t<C.b_n_major, st<T, BLOCK_K, C.block_n>, st<T, C.block_n, BLOCK_K>>;
-    // What one block of a cluster loads of a shared tile: half of it, where that is a tile too.
+    // What is loaded at a time: half of a tile, where that is a tile too. With a gate of whole
+    // halves those of b lie apart.
     static constexpr int a_parts = C.block_m >= 128 ? 2 : 1;
-    static constexpr int b_parts = C.block_n >= 128 ? 2 : 1;
+    static constexpr int b_parts = C.block_n % 128 == 0 ? 2 : 1;
     static constexpr int a_part_rows = C.block_m / a_parts;
     static constexpr int b_part_cols = C.block_n / b_parts;
     using a_part =
@@ -92,11 +93,13 @@ struct Types {
         bool aligned_pairs;  // two neighbours of z can be written as one
         Epilogue epilogue;
         bool a_batched, b_batched;
-        int cluster_m, cluster_n;
-        uint32_t clusters;  // of the grid
+        bool b_once;      // see Schedule
+        uint32_t blocks;  // of the grid
+        bool plain;       // sums are rounded to the operands' type, and TMA stores them
         TileOrder order;
         Marks marks;
         Residual<C> residual;
+        bool packed;  // values are activated as they are rounded, to bf16
     };
 
     static constexpr int threads = gemm::threads(C);

@@ -81,9 +81,7 @@ std::vector<KernelInfo> lolcats_backward_kernels() {
             list.push_back(info);
         };
         const std::string rows = concat("rows_", name_of(dtype));
-        add("delta", "dO . O of each row", rows, concat("lolcats_delta_kernelI", symbol_of(dtype)));
         add("parts", "sums of parts", rows, concat("lolcats_parts_kernelI", symbol_of(dtype)));
-        add("parts_fp32", "sums of parts, in fp32", rows, "lolcats_parts_kernelIfE");
         for (const int dim : {64, 128}) {
             add(concat("scan_d", dim), "sums of the segments behind each",
                 concat("gradient_sums_", name_of(dtype), "_d", dim), "based_scan_kernelI6float4E");

@@ -31,7 +31,6 @@ struct LolcatsBackwardParams {
 // initial state, the caches' tokens come first.
 struct LolcatsBackwardWorkspace {
     LolcatsWorkspace forward;
-    float* delta = nullptr;    // (lines, length): dO . O
     float* rows = nullptr;     // (lines, chunks, 64, 4): maximum of q . k; what to subtract from a
                                // scaled score for log2 of its weight; scaled delta; the maximum's
                                // gradient
@@ -55,7 +54,6 @@ LolcatsBackwardWorkspace split_workspace(const LolcatsProblem& p, int64_t segmen
     w.forward.sums = take(segment_floats(p, segments));
     w.forward.first_keys = take(first_rows_floats(p));
     w.forward.first_values = take(first_rows_floats(p));
-    w.delta = take(lines * p.length);
     w.rows = take(lines * chunks * CHUNK * 4);
     w.weights = take(lines * chunks * CHUNK * 2);
     w.sums = take(segment_floats(p, segments));
@@ -96,9 +94,6 @@ LolcatsBackwardChoice choose_lolcats_backward(const LolcatsProblem& problem,
 std::string kernel_name(const LolcatsBackwardChoice& choice);
 std::vector<KernelInfo> lolcats_backward_kernels();
 
-template <DType dtype>
-void launch_lolcats_delta(const LolcatsBackwardParams& params, const LolcatsBackwardWorkspace& w,
-                          Stream stream);
 template <DType dtype, int head_dim, int features>
 void launch_lolcats_query_gradient(const LolcatsBackwardParams& params,
                                    const LolcatsBackwardWorkspace& w, Stream stream);

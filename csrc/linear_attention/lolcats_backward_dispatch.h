@@ -16,7 +16,6 @@ inline void run_lolcats_backward(const LolcatsBackwardParams& params, Stream str
         else
             f.template operator()<DType::fp16>();
     };
-    with_dtype([&]<DType dtype>() { launch_lolcats_delta<dtype>(params, w, stream); });
     if (call.problem.continued) launch_lolcats_first_rows(call, w.forward, stream);
     dispatch_lolcats(call.problem, [&]<DType dtype, int head_dim, int features>() {
         if (call.segments > 1) {

@@ -1,5 +1,5 @@
 // Features of LoLCATS and their sums with fewer instructions than in lolcats_state.cuh, for the
-// forward, whose time these are. The gradient's kernels have no registers to spare for them.
+// forward, whose time these are, and where the gradient's kernels have registers to spare.
 #pragma once
 
 #include "csrc/linear_attention/lolcats_state.cuh"

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "csrc/linear_attention/lolcats_backward.h"
-#include "csrc/linear_attention/lolcats_state.cuh"
+#include "csrc/linear_attention/lolcats_features.cuh"
 #include "kittens/arch/discard.cuh"
 
 namespace thunderkittens::linear_attention {
@@ -109,94 +109,115 @@ __device__ __forceinline__ void issue_feature_gradient(typename K::projection& g
                           state[0].template subtile<K::features, K::head_dim>({sign, 0}));
 }
 
-// Of one sign of the feature map: the sums of exp(sign z) and of that times the features' gradient
-// a g - b s give phi . gradient; then g becomes sign phi (gradient - phi . gradient).
-template <class K, int sign>
-__device__ __forceinline__ float2 softmax_gradient(typename K::projection& g,
-                                                   const typename K::projection& z,
-                                                   const sv<float, 2 * K::features>& sums, float2 a,
-                                                   float2 b) {
-    constexpr float factor = sign == 0 ? LOG2_E : -LOG2_E;
-    float2 top = {-INFINITY, -INFINITY};
+// Of the lane's two rows.
+struct QueryRows {
+    float2 reciprocal, delta;
+
+    __device__ __forceinline__ explicit QueryRows(const sv<float, 2 * CHUNK>& rows) {
+        const int row = lane_row();
+        const auto upper = arch::load_shared<float2>(rows.address_of(2 * row));
+        const auto lower = arch::load_shared<float2>(rows.address_of(2 * row + 16));
+        reciprocal = {upper.x, lower.x};
+        delta = {upper.y, lower.y};
+    }
+};
+
+// Whether no softmax of the warp's rows needs its maximum subtracted, so that exp(z) and 1 / exp(z)
+// will do for both signs.
+template <class K>
+__device__ __forceinline__ bool all_harmless(const typename K::projection& z) {
+    constexpr float harmless = 40.0f;
+    float top = 0.0f;
 #pragma unroll
     for (int j = 0; j < K::features / 16; ++j) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float2 pair = z.tiles[0][j].data[i];
-            float& t = i % 2 ? top.y : top.x;
-            t = fmaxf(t, sign == 0 ? fmaxf(pair.x, pair.y) : fmaxf(-pair.x, -pair.y));
+            top = fmaxf(top, fmaxf(fabsf(pair.x), fabsf(pair.y)));
         }
     }
-    top = {quad_maximum(top.x) * LOG2_E, quad_maximum(top.y) * LOG2_E};
+    return !arch::any_lane(!(top < harmless));
+}
+
+// Of one sign of the feature map, whose features phi have the gradient y / denominator, y = g -
+// range delta sums: the lane's part of phi . gradient; g becomes sign factor phi (y - phi . y) /
+// denominator, plus `first` for the second sign. If harmless, z becomes exp(z), then 1 / exp(z).
+template <class K, int sign, bool harmless, class Factor>
+__device__ __forceinline__ float softmax_gradient(typename K::projection& g,
+                                                  typename K::projection& z,
+                                                  const sv<float, 2 * K::features>& sums,
+                                                  const sv<float, 2 * CHUNK>& rows, float range,
+                                                  Factor factor,
+                                                  const rt<typename K::T, 16, K::features>& first) {
+    constexpr float unit = sign == 0 ? LOG2_E : -LOG2_E;
+    float2 top = {0.0f, 0.0f};
+    if constexpr (!harmless) {
+        top = {-INFINITY, -INFINITY};
+        for_each_element(z, [&](float x, int, bool low) {
+            float& t = low ? top.y : top.x;
+            t = fmaxf(t, sign == 0 ? x : -x);
+        });
+        top = {quad_maximum(top.x) * LOG2_E, quad_maximum(top.y) * LOG2_E};
+    }
+    const auto exponential = [&](float x, float shift) {
+        if constexpr (!harmless)
+            return arch::exp2_approx(fmaf(x, unit, -shift));
+        else
+            return sign == 0 ? arch::exp2_approx(x * unit) : arch::reciprocal_approx(x);
+    };
     float2 sum = {0.0f, 0.0f}, dot = {0.0f, 0.0f};
+    float2 delta = QueryRows(rows).delta;
+    delta = {range * delta.x, range * delta.y};
 #pragma unroll
     for (int j = 0; j < K::features / 16; ++j) {
         arch::sync_warp();  // else all of the sums are loaded before, into registers
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int column = 16 * j + 8 * (i / 2) + 2 * (laneid() % 4);
+        for (int half = 0; half < 2; ++half) {
+            const int column = 16 * j + 8 * half + 2 * (laneid() % 4);
             const float2 s =
                 arch::load_shared<float2>(sums.address_of(sign * K::features + column));
-            const float top_row = i % 2 ? top.y : top.x, ar = i % 2 ? a.y : a.x,
-                        br = i % 2 ? b.y : b.x;
-            const float2 pair = z.tiles[0][j].data[i];
-            float2& x = g.tiles[0][j].data[i];
-            x = {fmaf(ar, x.x, -br * s.x), fmaf(ar, x.y, -br * s.y)};
-            const float2 e = {arch::exp2_approx(fmaf(pair.x, factor, -top_row)),
-                              arch::exp2_approx(fmaf(pair.y, factor, -top_row))};
-            float &t = i % 2 ? sum.y : sum.x, &d = i % 2 ? dot.y : dot.x;
-            t += e.x + e.y;
-            d = fmaf(e.x, x.x, fmaf(e.y, x.y, d));
+#pragma unroll
+            for (int low = 0; low < 2; ++low) {
+                const float d = low ? delta.y : delta.x, shift = low ? top.y : top.x;
+                float2 &pair = z.tiles[0][j].data[2 * half + low],
+                       &y = g.tiles[0][j].data[2 * half + low];
+                const float2 e = {exponential(pair.x, shift), exponential(pair.y, shift)};
+                if constexpr (harmless) pair = e;
+                y = {fmaf(-d, s.x, y.x), fmaf(-d, s.y, y.y)};
+                float &t = low ? sum.y : sum.x, &p = low ? dot.y : dot.x;
+                t += e.x + e.y;
+                p = fmaf(e.x, y.x, fmaf(e.y, y.y, p));
+            }
         }
     }
-    const float2 r = {1.0f / quad_sum(sum.x), 1.0f / quad_sum(sum.y)};
+    const float2 r = {arch::reciprocal_approx(quad_sum(sum.x)),
+                      arch::reciprocal_approx(quad_sum(sum.y))};
     dot = {quad_sum(dot.x) * r.x, quad_sum(dot.y) * r.y};
-    const float2 f = sign == 0 ? r : float2{-r.x, -r.y};
+    const float2 reciprocal = QueryRows(rows).reciprocal;
+    const float signed_factor = sign == 0 ? factor() : -factor();
+    const float2 f = {signed_factor * r.x * reciprocal.x, signed_factor * r.y * reciprocal.y};
+    const float2 c = {f.x * dot.x, f.y * dot.y};
 #pragma unroll
     for (int j = 0; j < K::features / 16; ++j) {
+        arch::sync_warp();
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const float top_row = i % 2 ? top.y : top.x, fr = i % 2 ? f.y : f.x,
-                        dr = i % 2 ? dot.y : dot.x;
+            const float fr = i % 2 ? f.y : f.x, cr = i % 2 ? c.y : c.x,
+                        shift = i % 2 ? top.y : top.x;
             const float2 pair = z.tiles[0][j].data[i];
-            float2& x = g.tiles[0][j].data[i];
-            const float2 e = {arch::exp2_approx(fmaf(pair.x, factor, -top_row)),
-                              arch::exp2_approx(fmaf(pair.y, factor, -top_row))};
-            x = {e.x * fr * (x.x - dr), e.y * fr * (x.y - dr)};
+            float2& y = g.tiles[0][j].data[i];
+            const float2 e =
+                harmless ? pair : float2{exponential(pair.x, shift), exponential(pair.y, shift)};
+            y = {fmaf(fr, y.x, -cr), fmaf(fr, y.y, -cr)};
+            if constexpr (sign == 0) {
+                y = {e.x * y.x, e.y * y.y};
+            } else {
+                const float2 other = unpack_pair<typename K::T>(first.tiles[0][j].data[i]);
+                y = {fmaf(e.x, y.x, other.x), fmaf(e.y, y.y, other.y)};
+            }
         }
     }
-    return dot;
-}
-// The gradient of z from that of the features, whose first half is in g, its product issued and
-// waited for; returns phi . gradient of the two rows. `issue` issues the second half's product. One
-// half at a time, and the first kept in `place` meanwhile, because there are not registers for both
-// beside the sums. At last the result is written there.
-template <class K, class Issue>
-__device__ __forceinline__ float2
-projection_gradient(typename LolcatsGradient<K>::projected_tile& place, typename K::projection& g,
-                    const typename K::projection& z, const sv<float, 2 * K::features>& sums,
-                    float2 a, float2 b, float factor, Issue issue) {
-    using T = typename K::T;
-    const float2 plus = softmax_gradient<K, 0>(g, z, sums, a, b);
-    warpgroup::store(place, g);
-    arch::sync_warp();
-    issue(g);
-    warpgroup::mma_async_wait<0>(g);
-    const float2 minus = softmax_gradient<K, 1>(g, z, sums, a, b);
-    rt<T, 16, K::features> first;
-    warpgroup::load(first, place);
-#pragma unroll
-    for (int j = 0; j < K::features / 16; ++j) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            float2& x = g.tiles[0][j].data[i];
-            const float2 y = unpack_pair<T>(first.tiles[0][j].data[i]);
-            x = {factor * (x.x + y.x), factor * (x.y + y.y)};
-        }
-    }
-    arch::sync_warp();
-    warpgroup::store(place, g);
-    return {plus.x + minus.x, plus.y + minus.y};
+    return reciprocal.x * dot.x + reciprocal.y * dot.y;
 }
 
 // A power of two that brings sums in half into their range; 1 in bf16.
@@ -220,12 +241,74 @@ __device__ __forceinline__ float range_factor(LolcatsSums<K>& sums, sv<float, 16
         return arch::bit_cast<float>(uint32_t(127 + 13 - exponent) << 23);
     }
 }
-template <class K>
-__device__ __forceinline__ void store_sums_vector(sv<float, 2 * K::features>& to,
-                                                  const LolcatsSums<K>& sums) {
-    if (laneid() < LolcatsSums<K>::warp_pairs)
-        arch::store_shared(to.address_of(LolcatsSums<K>::own_feature()), sums.denominator);
-}
+
+// The sums of a warp's own features over a chunk, each times one number of its token, on the tensor
+// cores: features as rows, tokens' numbers as two columns whose sums are wanted together. Of each
+// quad the first lane has them.
+template <any_shared_tile Tile, int features>
+struct FeatureSums {
+    using T = typename Tile::T;
+    static constexpr int blocks = features / 16;
+    float sums[blocks][4] = {};
+
+    // Columns of `tile` from `first` on; weights(token) is the lane's two tokens' operand.
+    template <class Weights>
+    __device__ __forceinline__ void add(const Tile& tile, int first, Weights weights) {
+        uint32_t place[blocks];
+#pragma unroll
+        for (int j = 0; j < blocks; ++j)
+            place[j] = kittens::detail::matrix_row_address<typename rt<T, 16, 16, col_l>::base>(
+                tile, 0, first + 16 * j);
+#pragma unroll
+        for (int k = 0; k < CHUNK / 16; ++k) {
+            const int token = 16 * k + 2 * (laneid() % 4);
+            const uint32_t pair[2] = {weights(token), weights(token + 8)};
+#pragma unroll
+            for (int j = 0; j < blocks; ++j) {
+                uint32_t words[4];
+                arch::load_matrix_x4_transposed(words[0], words[1], words[2], words[3],
+                                                place[j] + uint32_t(2048 * k));
+                auto& sum = sums[j];
+                const float before[4] = {sum[0], sum[1], sum[2], sum[3]};
+                arch::mma_sync<T, T>::fma(sum, words, pair, before);
+            }
+        }
+    }
+    // To a vector, from its element `first` on.
+    template <any_shared_vector Vector>
+    __device__ __forceinline__ void add_to(Vector& to, int first) const {
+        if (laneid() % 4 != 0) return;
+#pragma unroll
+        for (int j = 0; j < blocks; ++j) {
+            const int at = first + 16 * j + laneid() / 4;
+            to.set(at, to.get(at) + (sums[j][0] + sums[j][1]));
+            to.set(at + 8, to.get(at + 8) + (sums[j][2] + sums[j][3]));
+        }
+    }
+};
+
+// FeatureSums' operand of plain sums, and that of sums of features times the weights' second
+// numbers: as the high and the low part of 16-bit operands.
+template <class T>
+struct Ones {
+    __device__ __forceinline__ uint32_t operator()(int) const {
+        return laneid() / 4 == 0 ? arch::bit_cast<uint32_t>(pack_pair<T>(1.0f, 1.0f)) : 0u;
+    }
+};
+template <class T>
+struct DeltaParts {
+    const WeightVector& weights;
+
+    __device__ __forceinline__ uint32_t operator()(int token) const {
+        const int column = laneid() / 4;
+        const auto pairs = arch::load_shared<float4>(weights.address_of(2 * token));
+        auto high = pack_pair<T>(pairs.y, pairs.w);
+        const float2 whole = unpack_pair<T>(high);
+        const auto low = pack_pair<T>(pairs.y - whole.x, pairs.w - whole.y);
+        if (column > 1) return 0u;
+        return arch::bit_cast<uint32_t>(column == 0 ? high : low);
+    }
+};
 
 // Features of queries, times their weights, and the sums of these times delta.
 template <class K>

@@ -135,23 +135,23 @@ struct SignSums {
         }
         denominator = {denominator.x + sum.x, denominator.y + sum.y};
     }
-    // Writes factor * numerator as an operand, in 16 bits, and the denominator.
-    __device__ __forceinline__ void publish(typename K::state_tile& to,
-                                            sv<float, 2 * features>& to_denominator,
-                                            float factor) const {
+    // Writes factor * numerator as an operand, in 16 bits.
+    __device__ __forceinline__ void publish(typename K::state_tile& to, float factor) const {
+        const TileParts<typename K::state_tile> parts(to, 16 * warpgroup::warpid());
 #pragma unroll
         for (int j = 0; j < K::head_dim / 16; ++j) {
-            rt_fl<16, 16> part;
+            packed_type<typename K::T> part[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float2 pair = numerator.tiles[0][j].data[i];
-                part.tiles[0][0].data[i] = {factor * pair.x, factor * pair.y};
+                part[i] = pack_pair<typename K::T>(factor * pair.x, factor * pair.y);
             }
-            warp::store(to.template subtile<16, 16>({warpgroup::warpid(), j}), part);
+            parts.store(j, part);
         }
+    }
+    __device__ __forceinline__ void publish_denominator(sv<float, 2 * features>& to) const {
         if (laneid() < warp_pairs)
-            arch::store_shared(to_denominator.address_of(sign * features + own_feature()),
-                               denominator);
+            arch::store_shared(to.address_of(sign * features + own_feature()), denominator);
     }
 };
 

@@ -5,8 +5,9 @@
 //   linear   dV += phi(K) R; dphi_j = R v_j - r; back through both softmaxes to dz; dK += dz W^T
 // A block walks backwards over the chunks of one head, with four warpgroups: linear, one for each
 // sign of the feature map (lolcats_gradient_signs.cuh; leave phi(K), R and dz in shared memory),
-// window (dV, then dK, keys as rows), and one thread that brings the operands. Scores are the other
-// kernel's transposed, with the same bits: what is a row's maximum is found by comparison.
+// window (dV, then dK, keys as rows), and one of which a thread brings the operands and another
+// stores dV and dK. Scores are the other kernel's transposed, with the same bits: what is a row's
+// maximum is found by comparison.
 #pragma once
 
 #include "csrc/linear_attention/lolcats_gradient_signs.cuh"
@@ -51,7 +52,8 @@ struct KeyGradientShared {
     sv<float, 32> scratch;
     sv<float, 4> unit;  // of R, by step, in half
     semaphore maps, queries_full[stages], queries_empty[stages], keys_full, keys_empty,
-        features_full, features_empty, projected_half, projected_full, projected_empty;
+        features_full, features_empty, projected_half, projected_full, projected_empty, dv_full,
+        dv_empty, dk_full;
 
     __device__ __forceinline__ void init() {
         init_semaphore(maps, 1);
@@ -66,6 +68,9 @@ struct KeyGradientShared {
         init_semaphore(projected_half, WARPGROUP_WARPS);
         init_semaphore(projected_full, 1);
         init_semaphore(projected_empty, 2);
+        init_semaphore(dv_full, WARPGROUP_WARPS);
+        init_semaphore(dv_empty, 1);
+        init_semaphore(dk_full, WARPGROUP_WARPS);
         arch::mbarrier_init_fence();
     }
 };
@@ -98,9 +103,36 @@ __device__ __forceinline__ void produce_for_keys(const KeyGradientGlobals<K>& g,
     }
 }
 
+// By one thread: dV leaves from its tile, dK from the slot of the queries behind. Waits for that
+// would hold up the window's role.
+template <class K>
+__device__ __forceinline__ void store_key_gradients(const KeyGradientGlobals<K>& g,
+                                                    KeyGradientShared<K>& shared,
+                                                    const LolcatsItem& item) {
+    for (int n = 0; n < item.end - item.begin; ++n) {
+        const int row = item.terrace.row(item.end - 1 - n);
+        const bool stores = g.want_keys && g.dk_parts == nullptr && row >= 0;
+        const auto at = elements(item.b, item.head, row, 0);
+        wait(shared.dv_full, n % 2);
+        if (stores) {
+            tma::store_async(g.dv, shared.result, at);
+            tma::store_async_read_wait();
+        }
+        arrive(shared.dv_empty);
+        wait(shared.dk_full, n % 2);
+        if (stores) {
+            tma::store_async(g.dk, shared.queries[n % 2].q, at);
+            tma::store_async_read_wait();
+        }
+        arrive(shared.queries_empty[n % 2]);
+    }
+    tma::store_async_wait();
+}
+
 template <class K, int sign>
 struct KeyLinearRole : SignRole<K, sign> {
     using G = LolcatsGradient<K>;
+    using T = typename K::T;
     using Base = SignRole<K, sign>;
     using Base::sums;
 
@@ -113,6 +145,9 @@ struct KeyLinearRole : SignRole<K, sign> {
                                                (floats + 2 * K::features);
             sums.add(behind, behind + floats);
         }
+        // In bf16 the denominator stays in shared memory. In half its terms are out of range for
+        // the tensor cores.
+        if constexpr (!G::is_half) sums.publish_denominator(all.denominator);
         Base::clear_padding(all.q_features[sign]);
         Base::clear_padding(all.k_features[sign]);
         wait(all.maps, 0);
@@ -125,9 +160,11 @@ struct KeyLinearRole : SignRole<K, sign> {
             typename K::projection z, gradient;
             const float range = Base::range_factor(shared.scratch, n);
             if (n > 0) wait(shared.features_empty, (n - 1) % 2);
-            sums.publish(shared.state[sign], shared.denominator, range);
-            if constexpr (G::is_half && sign == 0) {
-                if (warpgroup::laneid() == 0) shared.unit.set(n % 2, range * G::weight_unit);
+            sums.publish(shared.state[sign], range);
+            if constexpr (G::is_half) {
+                sums.publish_denominator(shared.denominator);
+                if (sign == 0 && warpgroup::laneid() == 0)
+                    shared.unit.set(n % 2, range * G::weight_unit);
             }
             wait(shared.queries_full[stage], n / 2 % 2);
             discard(z);
@@ -149,8 +186,13 @@ struct KeyLinearRole : SignRole<K, sign> {
             discard(z);
             warpgroup::mm_AB(z, shared.k, shared.k_map);
             warpgroup::mma_AtB(sums.numerator, shared.q_features[sign], behind.grad_out);
-            sums.add_denominator(shared.q_features[sign],
-                                 [&](int token) { return behind.weights.get(2 * token + 1); });
+            const int own = 16 * warpgroup::warpid();
+            FeatureSums<typename K::feature_tile, 16> deltas;
+            if constexpr (G::is_half)
+                sums.add_denominator(shared.q_features[sign],
+                                     [&](int token) { return behind.weights.get(2 * token + 1); });
+            else if (own < K::features)
+                deltas.add(shared.q_features[sign], own, DeltaParts<T>{behind.weights});
             warpgroup::mma_async_wait<1>(z);
             make_features_of<K, sign>(z);
             Base::store_features(shared.k_features[sign], features, z, {1.0f, 1.0f});
@@ -170,6 +212,9 @@ struct KeyLinearRole : SignRole<K, sign> {
             Base::add_projected(shared.projected, shared.projected_half, n % 2, gradient);
             arch::fence_async_shared();
             Base::sync();
+            if constexpr (!G::is_half) {
+                if (own < K::features) deltas.add_to(shared.denominator, sign * K::features + own);
+            }
             if constexpr (sign == 1) {
                 signal(shared.projected_full);
                 if (g.want_projected && warpgroup::laneid() == 0) {
@@ -227,24 +272,35 @@ struct KeyWindowRole {
         }
     }
 
-    // The tile is free when the last result has left it.
+    // From a tile that is free; the storing thread brings it on.
     __device__ __forceinline__ void store(const typename K::token_layout& to, float* part,
+                                          typename K::token_tile& tile, semaphore& full,
                                           const typename G::output& result, int chunk) {
         const int row = item.terrace.row(chunk);
-        if (part != nullptr) {
-            store_rows(part + int64_t(item.line) * g.length * K::head_dim, g.length, row, result);
-        } else if (row >= 0) {
-            if (warpgroup::laneid() == 0) tma::store_async_read_wait();
-            warpgroup::sync(barrier);
-            warpgroup::store(shared.result, result);
-            arch::fence_async_shared();
-            warpgroup::sync(barrier);
-            if (warpgroup::laneid() == 0)
-                tma::store_async(to, shared.result, elements(item.b, item.head, row, 0));
-        } else {
-            store_rows(to.raw_ptr + int64_t(item.line) * g.length * K::head_dim, g.length, row,
-                       result);
+        if (g.want_keys) {
+            if (part != nullptr) {
+                store_rows(part + int64_t(item.line) * g.length * K::head_dim, g.length, row,
+                           result);
+            } else if (row < 0) {
+                store_rows(to.raw_ptr + int64_t(item.line) * g.length * K::head_dim, g.length, row,
+                           result);
+            } else {
+                const TileParts<typename K::token_tile> parts(tile, 16 * warpgroup::warpid());
+#pragma unroll
+                for (int j = 0; j < K::head_dim / 16; ++j) {
+                    packed_type<T> part_of[4];
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const float2 pair = result.tiles[0][j].data[i];
+                        part_of[i] = pack_pair<T>(pair.x, pair.y);
+                    }
+                    parts.store(j, part_of);
+                }
+                arch::fence_async_shared();
+            }
         }
+        arch::sync_warp();
+        if (laneid() == 0) arrive(full);
     }
 
     __device__ __forceinline__ void run() {
@@ -302,22 +358,21 @@ struct KeyWindowRole {
             warpgroup::mma_async_wait<0>(result);
             if constexpr (G::is_half) scale_tile(result, 1.0f / unit);
             signal(shared.features_empty);
-            if (g.want_keys) store(g.dv, g.dv_parts, result, chunk);
+            if (n > 0) wait(shared.dv_empty, (n - 1) % 2);
+            store(g.dv, g.dv_parts, shared.result, shared.dv_full, result, chunk);
             discard(result);
             auto& last = recomputed(this->shared);
             auto &behind = last.queries[stage], &own = last.queries[stage ^ 1];
             warpgroup::mm_AB(result, behind_gradient, behind.q);
             warpgroup::mma_AB(result, gradient, own.q);
-            warpgroup::mma_async_wait<1>();
-            warpgroup::sync(barrier);  // all have read the rows' numbers
-            signal(shared.queries_empty[stage]);
             wait(shared.projected_full, n % 2);
             warpgroup::mma_ABt(result, shared.projected, shared.k_map);
             warpgroup::mma_async_wait<0>(result);
+            // All have read the queries behind: their slot takes dK.
+            warpgroup::sync(barrier);
             signal(shared.projected_empty);
-            if (g.want_keys) store(g.dk, g.dk_parts, result, chunk);
+            store(g.dk, g.dk_parts, behind.q, shared.dk_full, result, chunk);
         }
-        if (warpgroup::laneid() == 0) tma::store_async_wait();
     }
 };
 
@@ -333,7 +388,10 @@ __global__ __launch_bounds__(LOLCATS_KEY_THREADS, 1) void lolcats_key_gradient_k
     const int role = arch::warp_uniform(warpgroup::groupid());
     if (role == KEY_PRODUCER_ROLE) {
         warpgroup::decrease_registers<KEY_PRODUCER_REGISTERS>();
-        if (warpgroup::elect_leader() && item.begin < item.end) produce_for_keys(g, shared, item);
+        if (item.begin >= item.end) return;
+        if (warpgroup::elect_leader()) produce_for_keys(g, shared, item);
+        const int warp = arch::warp_uniform(warpgroup::warpid());
+        if (warp == 1 && laneid() == 0) store_key_gradients(g, shared, item);
     } else if (role == KEY_WINDOW_ROLE) {
         warpgroup::increase_registers<KEY_WINDOW_REGISTERS>();
         if (item.begin < item.end) KeyWindowRole<K>{g, shared, item}.run();

@@ -5,141 +5,42 @@
 //   linear   dphi_i = alpha / denominator_i (S dO_i - delta_i s); through both softmaxes to dz;
 //            dQ += dz W^T
 // A block walks forwards over the chunks of one head, like the forward (lolcats_forward_sm90.cuh),
-// and has its three warpgroups: linear (sums in fp32 registers; leaves dz in shared memory and in
-// global memory, for W's gradient), window (dQ), and one thread that brings Q, dO, K and V. It also
-// leaves what the kernel for the keys needs of each row, and parts of alpha's and beta's gradient.
+// and has three warpgroups: linear (sums in fp32 registers; leaves dz in shared memory and in
+// global memory, for W's gradient), window (dQ), and one of which a thread brings Q, dO, K and V,
+// a warp makes delta, and a thread stores dQ. It also leaves what the kernel for the keys needs
+// of each row, and parts of alpha's and beta's gradient.
 #pragma once
 
-#include "csrc/linear_attention/lolcats_gradient.cuh"
+#include "csrc/linear_attention/lolcats_query_tiles.cuh"
 
 namespace thunderkittens::linear_attention {
 
-constexpr int LOLCATS_QUERY_THREADS = 3 * WARPGROUP_THREADS;
-constexpr int QUERY_LINEAR_ROLE = 0, QUERY_PRODUCER_ROLE = 2;  // 1: window
-constexpr int QUERY_LINEAR_REGISTERS = 256, QUERY_WINDOW_REGISTERS = 224;
-
-template <class K>
-struct QueryGradientGlobals {
-    using G = LolcatsGradient<K>;
-    typename K::token_layout q, grad_out, dq;
-    KeysAndValues<K> kv;
-    typename K::map_layout q_map, k_map;
-    typename G::projected_layout projected;
-    const float *alpha, *beta;
-    LolcatsStatePointers initial;
-    const float* sums;  // before each segment; null: there is one
-    const float *delta, *denominators;
-    float *rows, *weights, *factor_parts;
-    int heads, length, segments, chunks;
-    int64_t lines;
-    bool want_dq, want_projected;
-};
-
-template <class K>
-struct QueryGradientShared {
-    static constexpr int stages = 2;
-    typename K::map_tile q_map, k_map;
-    struct Queries {
-        typename K::token_tile q, grad_out;  // q: later the chunk's dq
-    } queries[stages];
-    struct Keys {
-        typename K::token_tile k, v;
-    } keys[stages];
-    typename K::feature_tile features[K::groups];
-    typename K::state_tile state[K::groups];
-    typename LolcatsGradient<K>::projected_tile projected;
-    sv<float, 2 * K::features> denominator;  // of the state
-    sv<float, 16> scratch;
-    sv<float, 4> alpha_parts, beta_parts;
-    semaphore maps, queries_full[stages], queries_empty[stages], keys_full[stages],
-        keys_empty[stages], projected_full, projected_empty;
-
-    __device__ __forceinline__ void init() {
-        init_semaphore(maps, 1);
-        for (int s = 0; s < stages; ++s) {
-            init_semaphore(queries_full[s], 1);
-            init_semaphore(queries_empty[s], 2);
-            init_semaphore(keys_full[s], 1);
-            init_semaphore(keys_empty[s], 2);
-        }
-        init_semaphore(projected_full, 1);
-        init_semaphore(projected_empty, 1);
-        arch::mbarrier_init_fence();
-    }
-};
-
-// Step n is chunk begin + n. The n-th keys are those of the chunk before it.
-template <class K>
-__device__ __forceinline__ void produce_for_queries(const QueryGradientGlobals<K>& g,
-                                                    QueryGradientShared<K>& shared,
-                                                    const LolcatsItem& item) {
-    tma::expect(shared.maps, shared.q_map, shared.k_map);
-    tma::load_async(shared.q_map, g.q_map, elements(0, item.head, 0, 0), shared.maps);
-    tma::load_async(shared.k_map, g.k_map, elements(0, item.head, 0, 0), shared.maps);
-    for (int n = 0; n <= item.end - item.begin; ++n) {
-        if (n > 0) {
-            const int stage = (n - 1) % 2, row = item.terrace.row(item.begin + n - 1);
-            wait(shared.queries_empty[stage], (n - 1) / 2 % 2 ^ 1);
-            auto& to = shared.queries[stage];
-            semaphore& full = shared.queries_full[stage];
-            tma::expect(full, to.q, to.grad_out);
-            tma::load_async(to.q, g.q, elements(item.b, item.head, row, 0), full);
-            tma::load_async(to.grad_out, g.grad_out, elements(item.b, item.head, row, 0), full);
-        }
-        // Before the first chunk there is none; any will do, with a weight of zero.
-        const int stage = n % 2;
-        wait(shared.keys_empty[stage], n / 2 % 2 ^ 1);
-        auto& to = shared.keys[stage];
-        g.kv.load(to.k, to.v, item, ::max(item.begin + n - 1, 0), g.initial.keys != nullptr,
-                  shared.keys_full[stage]);
-    }
-}
-
-// 1 / denominator and delta of the lane's two rows; 1 and 0 where there is no such query.
-struct QueryRows {
-    float2 reciprocal, delta;
-
-    template <class Globals>
-    __device__ __forceinline__ QueryRows(const Globals& g, const LolcatsItem& item, int chunk) {
-        const int row = item.terrace.row(chunk) + lane_row();
-        const auto load = [&](int at, float& r, float& d) {
-            r = 1.0f, d = 0.0f;
-            if (at < 0 || at >= g.length) return;
-            const int64_t i = int64_t(item.line) * g.length + at;
-            r = arch::load_global_readonly(g.denominators + i);
-            d = arch::load_global_readonly(g.delta + i);
-        };
-        load(row, reciprocal.x, delta.x);
-        load(row + 8, reciprocal.y, delta.y);
-        reciprocal = {1.0f / reciprocal.x, 1.0f / reciprocal.y};
-    }
-};
-
 // The sum over the warpgroup's rows, which all lanes of a quad have.
 template <int barrier>
-__device__ __forceinline__ void store_factor_part(sv<float, 4>& parts, float sum, float* to) {
+__device__ __forceinline__ void store_factor_part(sv<float, 2 * WARPGROUP_WARPS>& parts, int first,
+                                                  float sum, float* to) {
 #pragma unroll
     for (int distance = 4; distance < WARP_THREADS; distance *= 2)
         sum += arch::shuffle_xor(sum, distance);
-    if (laneid() == 0) parts.set(warpgroup::warpid(), sum);
+    if (laneid() == 0) parts.set(first + warpgroup::warpid(), sum);
     warpgroup::sync(barrier);
     if (warpgroup::laneid() != 0) return;
     float total = 0.0f;
 #pragma unroll
-    for (int w = 0; w < WARPGROUP_WARPS; ++w) total += parts.get(w);
+    for (int w = 0; w < WARPGROUP_WARPS; ++w) total += parts.get(first + w);
     arch::store_global(to, total);
 }
 
 template <class K>
 struct QueryLinearRole {
     using G = LolcatsGradient<K>;
+    using T = typename K::T;
     static constexpr int barrier = 1;
     const QueryGradientGlobals<K>& g;
     QueryGradientShared<K>& shared;
     const LolcatsItem& item;
 
     __device__ __forceinline__ void run() {
-        const float alpha = arch::load_global_readonly(g.alpha + item.head);
         constexpr int64_t floats = int64_t(2 * K::features) * K::head_dim;
         LolcatsSums<K> sums;
         sums.clear();
@@ -152,66 +53,98 @@ struct QueryLinearRole {
                                                (floats + 2 * K::features);
             sums.add(before, before + floats);
         }
-        float alpha_sum = 0.0f;
+        // Kept in shared memory, because there are no registers left; a barrier is before the first
+        // use. Also alpha.
+        if (laneid() < LolcatsSums<K>::warp_pairs)
+            arch::store_shared(shared.denominator.address_of(LolcatsSums<K>::own_feature()),
+                               sums.denominator);
+        if (laneid() % 4 == 0) shared.alpha_sums.set(warpgroup::laneid() / 4, 0.0f);
+        constexpr int alpha_place = 15;
+        if (warpgroup::laneid() == 0)
+            shared.scratch.set(alpha_place, arch::load_global_readonly(g.alpha + item.head));
         const int count = item.end - item.begin;
         if (count > 0) wait(shared.maps, 0);
 #pragma unroll 1
         for (int n = 0; n < count; ++n) {
-            auto& shared = this->shared;
+            auto& shared = recomputed(this->shared);
             const int stage = n % 2;
             auto& queries = shared.queries[stage];
             auto& before = shared.keys[stage];  // the n-th
+            typename K::projection z, gradient;
+            discard(z);
+            wait(shared.keys_full[stage], n / 2 % 2);
+            warpgroup::mm_AB(z, before.k, shared.k_map);
             // The sums before this chunk's window, as operands.
             const float range = range_factor<K>(sums, shared.scratch, barrier);
-            sums.publish(shared.state, range);
-            store_sums_vector<K>(shared.denominator, sums);
-            typename K::projection z, gradient;
-            discard(z, gradient);
-            // The chunk before is before the window of the next.
-            const bool add = item.begin + n > 0 && n + 1 < count;
-            wait(shared.keys_full[stage], n / 2 % 2);
-            if (add) {
+            publish_parts(sums, shared.state, range);
+            warpgroup::mma_async_wait<0>(z);
+            {
+                // The chunk before is before the window of the next; before the first is none.
                 typename K::Features features;
-                warpgroup::mm_AB(z, before.k, shared.k_map);
-                warpgroup::mma_async_wait<0>(z);
-                make_features<K>(features, z);
-                store_features<K>(shared.features, features);
+                make_scaled_features<K>(features, z, item.begin + n > 0 ? 1.0f : 0.0f);
+                store_feature_parts<K>(shared.features, features);
             }
             if (warpgroup::laneid() == 0) tma::store_async_read_wait();  // of the last dz
             arch::fence_async_shared();
             warpgroup::sync(barrier);
-            if (add) {
-                sums.issue(shared.features, before.v);
-                sums.add_denominator(shared.features);
-                sums.wait();
-            }
-            signal(shared.keys_empty[stage]);
             wait(shared.queries_full[stage], n / 2 % 2);
+            discard(z, gradient);
             warpgroup::mm_AB(z, queries.q, shared.q_map);
             issue_feature_gradient<K>(gradient, queries.grad_out, shared.state, 0);
-            const QueryRows rows(g, item, item.begin + n);
-            warpgroup::mma_async_wait<0>(z);
+            sums.issue(shared.features, before.v);
+            wait(shared.rows_full[stage], n / 2 % 2);
+            warpgroup::mma_async_wait<K::groups>(z);
             pin_tile(gradient);
-            const float inverse = 1.0f / range;
-            if (n > 0) wait(shared.projected_empty, (n - 1) % 2);
-            const float2 dots = projection_gradient<K>(
-                shared.projected, gradient, z, shared.denominator,
-                {inverse * rows.reciprocal.x, inverse * rows.reciprocal.y},
-                {rows.delta.x * rows.reciprocal.x, rows.delta.y * rows.reciprocal.y}, alpha,
-                [&](typename K::projection& to) {
-                    issue_feature_gradient<K>(to, queries.grad_out, shared.state, 1);
-                });
+            const auto& rows = shared.rows[stage];
+            const auto factor = [&] { return shared.scratch.get(alpha_place) / range; };
+            const bool harmless = all_harmless<K>(z);
+            // One sign at a time, because there are not registers for both beside the sums.
+            rt<T, 16, K::features> first;
+            float dots = harmless ? softmax_gradient<K, 0, true>(gradient, z, shared.denominator,
+                                                                 rows, range, factor, first)
+                                  : softmax_gradient<K, 0, false>(gradient, z, shared.denominator,
+                                                                  rows, range, factor, first);
+#pragma unroll
+            for (int j = 0; j < K::features / 16; ++j) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float2 pair = gradient.tiles[0][j].data[i];
+                    first.tiles[0][j].data[i] = pack_pair<T>(pair.x, pair.y);
+                }
+            }
+            discard(gradient);
+            issue_feature_gradient<K>(gradient, queries.grad_out, shared.state, 1);
+            constexpr int own_features = K::features / 2;
+            const int own = own_features * warpgroup::warpid();
+            FeatureSums<typename K::feature_tile, own_features> counts;
+            counts.add(shared.features[K::groups > 1 ? own / 64 : 0], own % 64, Ones<T>());
+            warpgroup::mma_async_wait<0>(gradient);
+#pragma unroll
+            for (int t = 0; t < K::groups; ++t) pin_tile(sums.numerator[t]);
             signal(shared.queries_empty[stage]);
-            alpha_sum += dots.x + dots.y;
+            signal(shared.keys_empty[stage]);
+            dots += harmless ? softmax_gradient<K, 1, true>(gradient, z, shared.denominator, rows,
+                                                            range, factor, first)
+                             : softmax_gradient<K, 1, false>(gradient, z, shared.denominator, rows,
+                                                             range, factor, first);
+            if (laneid() % 4 == 0) {
+                const int pair = warpgroup::laneid() / 4;
+                shared.alpha_sums.set(pair, shared.alpha_sums.get(pair) + dots / range);
+            }
+            if (n > 0) wait(shared.projected_empty, (n - 1) % 2);
+            warpgroup::store(shared.projected, gradient);
             arch::fence_async_shared();
             warpgroup::sync(barrier);
+            counts.add_to(shared.denominator, own);
             signal(shared.projected_full);
             if (g.want_projected && warpgroup::laneid() == 0) {
                 tma::store_async(g.projected, shared.projected,
                                  elements(0, item.line, (item.begin + n) * CHUNK, 0));
             }
         }
-        store_factor_part<barrier>(shared.alpha_parts, alpha_sum,
+        arch::sync_warp();
+        store_factor_part<barrier>(shared.factor_parts, 0,
+                                   shared.alpha_sums.get(warpgroup::laneid() / 4),
                                    g.factor_parts + int64_t(item.line) * g.segments + item.segment);
         if (warpgroup::laneid() == 0) tma::store_async_wait();
     }
@@ -295,12 +228,8 @@ struct QueryWindowRole {
             warpgroup::mm_ABt(diagonal, queries.q, own.k);
             warpgroup::mm_ABt(prior_products, queries.grad_out, before.v);
             warpgroup::mm_ABt(products, queries.grad_out, own.v);
-            if (n > 0 && warpgroup::laneid() == 0) {
-                // The results of the step before have left the other query's slot.
-                tma::store_async_read_wait();
-                arrive(shared.queries_empty[stage ^ 1]);
-            }
-            const QueryRows rows(g, item, chunk);
+            wait(shared.rows_full[stage], n / 2 % 2);
+            const QueryRows rows(shared.rows[stage]);
             const int row = lane_row();
             warpgroup::mma_async_wait<2>(prior);
             pin_tile(diagonal);
@@ -354,26 +283,25 @@ struct QueryWindowRole {
             warpgroup::mma_async_wait<0>(dq);
             signal(shared.projected_empty);
             const int first_row = item.terrace.row(chunk);
-            if (!g.want_dq) continue;
-            if (first_row >= 0) {
-                warpgroup::store(queries.q, dq);
-                arch::fence_async_shared();
-                warpgroup::sync(barrier);
-                if (warpgroup::laneid() == 0)
-                    tma::store_async(g.dq, queries.q, elements(item.b, item.head, first_row, 0));
-            } else {
-                store_rows(g.dq.raw_ptr + int64_t(item.line) * g.length * K::head_dim, g.length,
-                           first_row, dq);
+            if (g.want_dq) {
+                if (first_row >= 0) {
+                    warpgroup::store(queries.q, dq);
+                    arch::fence_async_shared();
+                } else {
+                    store_rows(g.dq.raw_ptr + int64_t(item.line) * g.length * K::head_dim, g.length,
+                               first_row, dq);
+                }
             }
+            arch::sync_warp();
+            if (laneid() == 0) arrive(shared.dq_full);
         }
         if (item.last() && item.end < g.chunks && warpgroup::laneid() < CHUNK) {
             // The kernel for the keys reads one chunk more, as if it had no queries.
             store_row(item.end, warpgroup::laneid(), {0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f});
         }
         store_factor_part<barrier>(
-            shared.beta_parts, beta_sum / G::scale,
+            shared.factor_parts, WARPGROUP_WARPS, beta_sum / G::scale,
             g.factor_parts + (g.lines + item.line) * g.segments + item.segment);
-        if (warpgroup::laneid() == 0) tma::store_async_wait();
     }
 };
 
@@ -388,9 +316,16 @@ __global__ __launch_bounds__(LOLCATS_QUERY_THREADS, 1) void lolcats_query_gradie
     const LolcatsItem item(int(blockIdx.x), g.heads, g.segments, g.initial.lengths, g.length);
     const int role = arch::warp_uniform(warpgroup::groupid());
     if (role == QUERY_PRODUCER_ROLE) {
-        warpgroup::decrease_registers<24>();
-        if (warpgroup::elect_leader() && item.begin < item.end)
-            produce_for_queries(g, shared, item);
+        warpgroup::decrease_registers<QUERY_PRODUCER_REGISTERS>();
+        if (item.begin >= item.end) return;
+        const int warp = arch::warp_uniform(warpgroup::warpid());
+        if (warp == 0) {
+            if (warpgroup::elect_leader()) produce_for_queries(g, shared, item);
+        } else if (warp == 1) {
+            make_query_rows(g, shared, item);
+        } else if (warp == 2 && laneid() == 0) {
+            store_query_gradients(g, shared, item);
+        }
     } else {
         if (role == QUERY_LINEAR_ROLE) {
             warpgroup::increase_registers<QUERY_LINEAR_REGISTERS>();
@@ -417,6 +352,8 @@ void launch_lolcats_query_gradient(const LolcatsBackwardParams& params,
         .grad_out = tokens(params.grad_out),
         // A tensor map needs an address, also where nothing goes through it.
         .dq = tokens(params.dq.data ? params.dq : call.q),
+        .out = token_layout_of<typename QueryGradientGlobals<K>::out_layout>(call.out, p, p.heads,
+                                                                             p.length),
         .kv = KeysAndValues<K>(call, w.forward),
         .q_map = map_layout_of<typename K::map_layout>(call.q_map, p.heads),
         .k_map = map_layout_of<typename K::map_layout>(call.k_map, p.heads),
@@ -425,7 +362,6 @@ void launch_lolcats_query_gradient(const LolcatsBackwardParams& params,
         .beta = call.beta,
         .initial = call.initial,
         .sums = w.forward.sums,
-        .delta = w.delta,
         .denominators = params.denominators,
         .rows = w.rows,
         .weights = w.weights,
@@ -437,7 +373,9 @@ void launch_lolcats_query_gradient(const LolcatsBackwardParams& params,
         .lines = p.batch * p.heads,
         .want_dq = params.dq.data != nullptr,
         .want_projected = params.dq_map != nullptr};
-    kittens::launch({.dependent = true}, lolcats_query_gradient_kernel<K>,
+    // Alone in its call so far, or not.
+    const bool dependent = call.segments > 1 || p.continued;
+    kittens::launch({.dependent = dependent}, lolcats_query_gradient_kernel<K>,
                     dim3(unsigned(globals.lines * call.segments)), dim3(LOLCATS_QUERY_THREADS),
                     dim3(1), LOLCATS_QUERY_BYTES, stream, globals);
 }

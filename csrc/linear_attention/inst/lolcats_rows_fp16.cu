@@ -1,8 +1,6 @@
 #include "csrc/linear_attention/lolcats_rows_sm90.cuh"
 
 namespace thunderkittens::linear_attention {
-template void launch_lolcats_delta<DType::fp16>(const LolcatsBackwardParams&,
-                                                const LolcatsBackwardWorkspace&, Stream);
 template void launch_lolcats_combine<DType::fp16>(const LolcatsBackwardParams&,
                                                   const LolcatsBackwardWorkspace&, Stream);
 }  // namespace thunderkittens::linear_attention

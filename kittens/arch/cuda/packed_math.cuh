@@ -25,5 +25,12 @@ __device__ __forceinline__ uint32_t min_unsigned_pairs(uint32_t a, uint32_t b) {
     return __vminu2(a, b);
 }
 
+// Two floats to one packed register as pack_bf16 does, negative ones as 0; NaN stays.
+__device__ __forceinline__ __nv_bfloat162 pack_bf16_relu(float low, float high) {
+    uint32_t packed;
+    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return bit_cast<__nv_bfloat162>(packed);
+}
+
 }  // namespace arch
 }  // namespace kittens::inline on_gpu

@@ -26,5 +26,11 @@ inline uint32_t min_unsigned_pairs(uint32_t a, uint32_t b) {
     return high << 16 | low;
 }
 
+// Two floats to one packed register as pack_bf16 does, negative ones as 0; NaN stays.
+inline __nv_bfloat162 pack_bf16_relu(float low, float high) {
+    const auto rectified = [](float x) { return x < 0.0f ? 0.0f : x; };
+    return pack_bf16(rectified(low), rectified(high));
+}
+
 }  // namespace arch
 }  // namespace kittens::inline on_cpu

@@ -23,7 +23,7 @@ class Nvfp4Weight(NamedTuple):
     """An NVFP4 matrix, or one per expert, as `tk.nvfp4_prepare` makes it for `tk.nvfp4_gemm`.
 
     Plain tensors and numbers: register the tensors as buffers, or save the tuple. The layout of
-    `data` is that of `tk.reference.nvfp4_prepare`, version 1; `to` moves the tensors.
+    `data` is that of `tk.reference.nvfp4_prepare`, version 2; `to` moves the tensors.
     """
 
     data: Tensor  #: uint8 (ceil(N / 64), ceil(K / 64), 2304), or (E, ...)
@@ -41,10 +41,11 @@ def nvfp4_prepare(
 ) -> Nvfp4Weight:
     """An NVFP4 matrix in the order in which the kernel of `tk.nvfp4_gemm` needs it.
 
-    A piece of 64 x 64 elements is 2048 bytes of elements and 256 of scales. Thread t of 128 has
-    row r = 16 (t // 32) + t % 32 // 4 and row r + 8 of it. Of each 16 columns, columns 2 q,
-    2 q + 1, 2 q + 8 and 2 q + 9 with q = t % 4 are its word of 32 bits, the even ones in the low
-    half; `BITS` is the order in a half, of (r, 2 q), (r + 8, 2 q), (r, 2 q + 8), (r + 8, 2 q + 8).
+    A piece of 64 x 64 elements is four strips of 16 rows, each 512 bytes of elements and 64 of
+    scales. Thread t of 32 has rows r = t // 4 and r + 8 of a strip. Of each 16 columns, columns
+    2 q, 2 q + 1, 2 q + 8 and 2 q + 9 with q = t % 4 are its word of 32 bits, the even ones in the
+    low half; `BITS` is the order in a half, of (r, 2 q), (r + 8, 2 q), (r, 2 q + 8) and
+    (r + 8, 2 q + 8).
     A thread's four words are side by side. The scales are bytes eeeeemmm, 2^(e - 10) * (1 + m / 8);
     NaN is e = 19; the sign of a scale, and a scale of zero, are in the elements.
 
@@ -90,18 +91,19 @@ def prepared(weight: Tensor, block_scale: Tensor, swizzle: bool) -> Tensor:
             word |= (code >> 3) << (sign + 16 * odd) % 32
             for bit, place in zip((2, 1, 0), others, strict=True):
                 word |= (code >> bit & 1) << place + 16 * odd
-    words = torch.stack([word >> 8 * i & 255 for i in range(4)], -1).flatten(-5)
+    words = torch.stack([word >> 8 * i & 255 for i in range(4)], -1).flatten(-4)
     # row: piece, warp, half, line; column: piece, pair of products, product
     scale = scale.unflatten(-1, (columns, 2, 2)).unflatten(-4, (rows, 4, 2, 8))
     scale = scale.movedim((-7, -3, -6, -4, -2, -5, -1), tuple(range(-7, 0)))
-    return torch.cat((words, scale.flatten(-5)), -1).to(torch.uint8)
+    return torch.cat((words, scale.flatten(-4)), -1).flatten(-2).to(torch.uint8)
 
 
 def values(data: Tensor, rows: int, columns: int) -> Tensor:
     """Elements times the scales of their blocks, from the `data` of an `Nvfp4Weight`: float32
     (..., rows, columns)."""
     row_pieces, column_pieces = data.shape[-3:-1]
-    bytes_ = data[..., : PIECE * PIECE // 2].long().unflatten(-1, (4, 8, 4, 4, 4))
+    strips = data.long().unflatten(-1, (4, PIECE_BYTES // 4))
+    bytes_ = strips[..., :512].unflatten(-1, (8, 4, 4, 4))
     word = sum(bytes_[..., i] << 8 * i for i in range(4))
     codes = []
     for sign, *others in BITS:
@@ -115,7 +117,7 @@ def values(data: Tensor, rows: int, columns: int) -> Tensor:
     # row: piece, warp, half, line; column: piece, product, half, q, odd
     code = code.movedim((-9, -7, -2, -6, -8, -4, -3, -5, -1), tuple(range(-9, 0)))
     code = code.flatten(-9, -6).flatten(-5)
-    scale = data[..., PIECE * PIECE // 2 :].long().unflatten(-1, (4, 8, 2, 2, 2))
+    scale = strips[..., 512:].unflatten(-1, (8, 2, 2, 2))
     # piece, piece, warp, line, pair of products, row half, product
     scale = scale.movedim((-7, -5, -2, -4, -6, -3, -1), tuple(range(-7, 0)))
     scale = scale.flatten(-7, -4).flatten(-3)

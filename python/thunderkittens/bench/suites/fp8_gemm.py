@@ -4,6 +4,10 @@ A weight (N, K) is multiplied with M rows; both are quantised from random normal
 `tensor` and `row` scales with the sums left to the tensor cores ("fast") or promoted ("accurate"),
 and `block`, 1 x 128 of the rows with 128 x 128 of the weight. `grouped_block` and `grouped_row` are
 products of groups of M rows with a weight each, sums promoted.
+
+cuBLAS has other kernels for scales of rows than for those of tensors, and either may be the faster.
+"cuBLAS, other scales" times the other kind beside it in the same rounds, since clocks and power
+change from case to case: the same scale for all rows, or one scale in place of those of rows.
 """
 
 from __future__ import annotations
@@ -179,6 +183,24 @@ def _cublas(
     raise NotApplicableError("scales of blocks: see cuBLAS blocks")
 
 
+def _cublas_other(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    accurate: bool = True,
+    offs: Tensor | None = None,
+) -> Any:
+    if offs is not None or scale_a.shape[1] != 1:
+        raise NotApplicableError("neither scales of tensors nor of rows")
+    if scale_a.shape[0] > 1:
+        scale_a, scale_b = scale_a[:1], scale_b[:, :1]
+    else:
+        scale_a = scale_a.repeat(a.shape[0], 1)
+        scale_b = scale_b.repeat(1, b.shape[1])
+    return lambda: _cublas(a, b, scale_a, scale_b, accurate)
+
+
 def _cublas_blocks(
     a: Tensor,
     b: Tensor,
@@ -248,6 +270,7 @@ def implementations(device: torch.device) -> dict[str, Implementation]:
     return {
         "thunderkittens": ours,
         "cuBLAS": _cublas,
+        "cuBLAS, other scales": Prepared(_cublas_other, another_problem=True),
         "cuBLAS blocks": Prepared(_cublas_blocks),
         "PyTorch grouped": _grouped,
     }

@@ -1,0 +1,129 @@
+// Products of operands that are expanded to 16 bits under the product itself: what is expanded in
+// which order (Plan), and the launches. Host C++ only; see expanding_gemm_sm90.cuh.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "csrc/gemm/gemm.h"
+#include "csrc/gemm/tile_order.h"
+
+namespace thunderkittens::gemm {
+
+// An operand (rows, k) lies in regions of 128 rows by 256 of k, each of which has a counter; a warp
+// expands 16 rows of one at a time, an item.
+constexpr int REGION_ROWS = 128, REGION_K = 256;
+constexpr int ITEM_ROWS = 16;
+constexpr int REGION_ITEMS = REGION_ROWS / ITEM_ROWS;
+
+constexpr uint32_t regions(int64_t size, int of) {
+    return static_cast<uint32_t>((size + of - 1) / of);
+}
+
+// The order in which items are expanded: first what the tiles of the first round need of either
+// operand, then the rest of b, then the rest of a, the last two in packs of `pack` regions side by
+// side; in each part all rows of 256 of k, then those of the next.
+struct ExpandOrder {
+    uint32_t columns;           // of regions along k
+    uint32_t rows_a, rows_b;    // regions along the rows; none of what is not expanded
+    uint32_t first_a, first_b;  // of those, in the first part
+    uint32_t pack;
+
+    struct Region {
+        bool of_b;
+        uint32_t row, column;
+    };
+    TK_HOST_DEVICE constexpr uint32_t total() const { return (rows_a + rows_b) * columns; }
+    TK_HOST_DEVICE constexpr Region at(uint32_t index) const {
+        const uint32_t first = first_a + first_b;
+        if (index < first * columns) {
+            const uint32_t column = index / first, row = index - column * first;
+            return row < first_a ? Region{false, row, column} : Region{true, row - first_a, column};
+        }
+        index -= first * columns;
+        const uint32_t rest = rows_a + rows_b - first, rest_b = rows_b - first_b;
+        const uint32_t begin = index / (pack * columns) * pack;
+        const uint32_t wide = rest - begin < pack ? rest - begin : pack;
+        const uint32_t in_pack = index - begin * columns, column = in_pack / wide;
+        const uint32_t row = begin + (in_pack - column * wide);
+        return row < rest_b ? Region{true, first_b + row, column}
+                            : Region{false, first_a + (row - rest_b), column};
+    }
+    // Where the counter of a region is, behind those of all that has been claimed, and completed.
+    TK_HOST_DEVICE constexpr uint32_t counter(bool of_b, uint32_t row, uint32_t column) const {
+        return 2 + ((of_b ? rows_a + row : row) * columns + column);
+    }
+    TK_HOST_DEVICE constexpr uint32_t counters() const { return 2 + total(); }
+};
+
+// Up to which item the warps that multiply take part, before their first tile: a share of what the
+// first round needs, so that the others' head start is large enough; and where those would not keep
+// pace, at some 1.1 elements per cycle and block, what is left over. A step of a tile takes 1024
+// cycles.
+constexpr int64_t early_items(const ExpandOrder& order, int64_t tiles, int64_t blocks,
+                              int64_t steps) {
+    const int64_t rounds = (tiles + blocks - 1) / blocks;
+    const int64_t first = int64_t{order.first_a + order.first_b} * order.columns * REGION_ITEMS;
+    const int64_t late = blocks * rounds * steps * 1024 * 11 / 10 / (ITEM_ROWS * REGION_K);
+    return std::max(first * 2 / 5, int64_t{order.total()} * REGION_ITEMS - late);
+}
+
+// The kernels' tiles: rows of both operands along k.
+constexpr Config expanding_config(DType dtype) {
+    return make_config(TILE_SHAPES[0], dtype, false, false);
+}
+
+// An MXFP8 operand: k a multiple of 16, rows of codes aligned to 16 bytes, scales in the 128x4
+// layout.
+struct Mxfp8Source {
+    const void* codes = nullptr;
+    const void* scales = nullptr;
+    int stride = 0;  // bytes
+    bool e5m2 = false;
+};
+// Both operands.
+struct Mxfp8Sources {
+    Mxfp8Source a, b;
+};
+// b alone, as prepared for mixed_gemm.h, times `factor` in memory.
+struct Nvfp4Source {
+    const void* prepared = nullptr;
+    const float* factor = nullptr;
+};
+
+// `product` is of the expanded operands: what is to be expanded goes where its a and b say.
+template <class Sources>
+struct ExpandingParams {
+    Params product;
+    Sources sources;
+    int* counters = nullptr;  // zeros
+};
+
+constexpr ExpandOrder expand_order(const Config& config, const Schedule& schedule, int64_t m,
+                                   int64_t n, int64_t k, bool expand_a) {
+    const uint32_t rows = regions(m, config.block_m), columns = regions(n, config.block_n);
+    const uint32_t band = std::min<uint32_t>(schedule.band, rows);
+    const auto blocks = static_cast<uint32_t>(schedule.blocks);
+    const uint32_t bands = regions(blocks, static_cast<int>(band * columns));
+    const uint32_t wide = std::min(columns, regions(blocks, static_cast<int>(band)));
+    ExpandOrder order{.columns = regions(k, REGION_K),
+                      .rows_a = expand_a ? regions(m, REGION_ROWS) : 0,
+                      .rows_b = regions(n, REGION_ROWS)};
+    order.first_a = std::min(order.rows_a, bands * band * config.block_m / REGION_ROWS);
+    order.first_b = std::min(order.rows_b, regions(int64_t{wide} * config.block_n, REGION_ROWS));
+    order.pack = std::max(1u, order.first_b);
+    return order;
+}
+
+template <class Sources>
+constexpr ExpandOrder expand_order(const Config& config, const ExpandingParams<Sources>& p) {
+    const Params& product = p.product;
+    return expand_order(config, product.schedule, product.m, product.n, product.k,
+                        std::is_same_v<Sources, Mxfp8Sources>);
+}
+
+template <Config config, class Sources>
+void launch_expanding(const ExpandingParams<Sources>& params, Stream stream);
+
+}  // namespace thunderkittens::gemm

@@ -1,0 +1,278 @@
+// Matrix product on Hopper of operands of few bits, which the kernel itself expands to 16 bits in
+// memory, just ahead of their use: the kernel of gemm_sm90.cuh, in which the three warps beside the
+// one that loads expand.
+//
+// A region of 128 x 256 elements has a counter of its items, 16 rows each. A warp claims an item,
+// whichever is the next in the order in which the tiles need them, expands it, and counts it; the
+// warp that loads a tile waits until its regions are complete. Warps that expand wait for nobody,
+// so that every item that has been claimed is finished, whatever blocks are on the GPU. At the
+// start the warps that multiply expand, too.
+//
+// Order of memory: the lanes that have written fence their writes, which TMA of any block will read
+// (generic to async proxy); the warp meets, and one lane releases them to the GPU and counts. The
+// lanes of the warp that loads acquire a counter each and meet, fence again, as their copies belong
+// to the async proxy, and one then issues those.
+#pragma once
+
+#include "csrc/gemm/expanding_gemm.h"
+#include "csrc/gemm/gemm_sm90.cuh"
+#include "csrc/gemm/mxfp8_quantize_sm90.cuh"
+
+namespace thunderkittens::gemm {
+namespace sm90 {
+
+struct ExpandItem {
+    int row, column;  // of its first element
+    int k;            // of the operand
+};
+
+// 16 x 256 codes; a lane has eight neighbours of each row.
+template <int DATA, int AT_A_TIME>
+__device__ __forceinline__ void expand_mxfp8(const Mxfp8Source& from, bf16* to, int pitch,
+                                             const ExpandItem& item) {
+    using block_scaled::sm90::ATOM;
+    using block_scaled::sm90::scale_of_byte;
+    constexpr int CHUNK = 8;
+    const int lane = laneid();
+    // The scales of a row by four blocks are a word.
+    const int atoms = (item.k + 127) / 128, row = item.row + lane % 16;
+    const int atom = min(item.column / 128 + lane / 16, atoms - 1);
+    const auto* at = static_cast<const uint8_t*>(from.scales) +
+                     (int64_t(row / 128) * atoms + atom) * ATOM + row % 32 * 16 +
+                     row % 128 / 32 * 4;
+    const uint32_t scales = arch::load_global_readonly(reinterpret_cast<const uint32_t*>(at));
+    // Lanes past the end of k repeat what is before it.
+    const int in_item = min(lane * CHUNK, item.k - CHUNK - item.column);
+    const int source = in_item / 128 * 16, shift = in_item % 128 / 32 * 8;
+    const auto* codes = static_cast<const uint8_t*>(from.codes) + int64_t{item.row} * from.stride +
+                        item.column + in_item;
+    to += int64_t{item.row} * pitch + item.column + in_item;
+#pragma unroll 1
+    for (int first = 0; first < ITEM_ROWS; first += AT_A_TIME) {
+        uint2 words[AT_A_TIME];
+#pragma unroll
+        for (int i = 0; i < AT_A_TIME; ++i) {
+            words[i] = arch::load_global_readonly(reinterpret_cast<const uint2*>(codes));
+            codes += static_cast<uint32_t>(from.stride);
+        }
+#pragma unroll
+        for (int i = 0; i < AT_A_TIME; ++i) {
+            const uint32_t four = arch::shuffle(scales, source + first + i);
+            const float scale = scale_of_byte(four >> shift & 255);
+            uint32_t out[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const uint32_t word = j < 2 ? words[i].x : words[i].y;
+                const float2 pair =
+                    block_scaled::sm90::Fp8<DATA>::values(word >> 16 * (j % 2) & 0xffffu);
+                out[j] = arch::bit_cast<uint32_t>(pack_pair<bf16>(pair.x * scale, pair.y * scale));
+            }
+            arch::store_global(reinterpret_cast<uint4*>(to), uint4{out[0], out[1], out[2], out[3]});
+            to += static_cast<uint32_t>(pitch);
+        }
+    }
+}
+
+// What a kernel knows of its sources: whether a is expanded too, how an item is, and how much of it
+// is on its way from memory at a time, with many registers and with few.
+template <class Sources>
+struct Expansion;
+
+template <>
+struct Expansion<Mxfp8Sources> {
+    static constexpr bool both = true;
+    static constexpr int early = 16, late = 8;  // rows
+    template <int AT_A_TIME, class T>
+    static __device__ __forceinline__ void expand(const Mxfp8Sources& sources, bool of_b, T* to,
+                                                  int pitch, const ExpandItem& item) {
+        const auto expand_from = [&](const Mxfp8Source& from) {
+            if (from.e5m2)
+                expand_mxfp8<int(DType::e5m2), AT_A_TIME>(from, to, pitch, item);
+            else
+                expand_mxfp8<int(DType::e4m3), AT_A_TIME>(from, to, pitch, item);
+        };
+        if (of_b)
+            expand_from(sources.b);
+        else
+            expand_from(sources.a);
+    }
+};
+
+template <class T, class Sources>
+struct ExpandPlan {
+    ExpandOrder order;
+    Sources sources;
+    T *a, *b;
+    int pitch_a, pitch_b;
+    int m, n, k;
+    int items, early;  // how many, and up to where consumers take part
+    int* counters;
+};
+
+// Expands items; with EARLY as long as the first p.early are not all claimed.
+template <int AT_A_TIME, bool EARLY, class T, class Sources>
+__device__ __forceinline__ void expand_items(const ExpandPlan<T, Sources>& p) {
+    const auto claim = [&] { return laneid() == 0 ? arch::fetch_add_global(p.counters, 1) : 0; };
+    int index = arch::shuffle(claim(), 0);
+    while (index < p.items) {
+        const auto region = p.order.at(static_cast<uint32_t>(index) / REGION_ITEMS);
+        const int counter =
+            static_cast<int>(p.order.counter(region.of_b, region.row, region.column));
+        const int row =
+            static_cast<int>(region.row) * REGION_ROWS + index % REGION_ITEMS * ITEM_ROWS;
+        const int column = static_cast<int>(region.column) * REGION_K;
+        // Constants of the kernel in each branch, not registers. The last rows are expanded twice,
+        // to the same values, where they are not 16.
+        if (region.of_b) {
+            if (row < p.n) {
+                Expansion<Sources>::template expand<AT_A_TIME>(
+                    p.sources, true, p.b, p.pitch_b, {min(row, p.n - ITEM_ROWS), column, p.k});
+            }
+        } else if (Expansion<Sources>::both) {
+            if (row < p.m) {
+                Expansion<Sources>::template expand<AT_A_TIME>(
+                    p.sources, false, p.a, p.pitch_a, {min(row, p.m - ITEM_ROWS), column, p.k});
+            }
+        }
+        // The answer comes while the writes are waited for.
+        const int next = !EARLY || index < p.early ? claim() : p.items;
+        arch::fence_async();
+        arch::sync_warp();
+        if (laneid() == 0) {
+            arch::fence_gpu();
+            arch::fetch_add_global(p.counters + counter, 1);
+            arch::fetch_add_global(p.counters + 1, 1);
+        }
+        index = arch::shuffle(next, 0);
+    }
+}
+
+// Called by a whole warp, whose lanes wait for a region each; one of them loads.
+template <Config C, class Plan>
+__device__ __forceinline__ void produce_expanded(const typename Types<C>::Globals& g,
+                                                 const Plan& plan,
+                                                 typename Types<C>::Shared& shared) {
+    using K = Types<C>;
+    Ring<C.stages> ring;
+    bool all = false;  // has been expanded
+    for (uint32_t index = blockIdx.x; index < g.order.total; index += gridDim.x) {
+        const TilePosition at = g.order.at(index);
+        const uint32_t m = at.m * C.block_m, n = at.n * C.block_n;
+        const uint32_t end = min(n + C.block_n, g.n);
+        // A region per lane: one after the other would take longer than a stage.
+        const uint32_t row = n / REGION_ROWS + laneid() - 1;
+        const bool of_b = laneid() > 0;
+        const bool mine = of_b ? row * REGION_ROWS < end : plan.order.rows_a != 0;
+        const int* counter =
+            plan.counters + plan.order.counter(of_b, of_b ? row : m / REGION_ROWS, 0);
+        if (!all) {
+            all = arch::warp_uniform(arch::load_acquire_global(plan.counters + 1)) == plan.items;
+            arch::sync_warp();
+            arch::fence_async();
+        }
+        for (int k = 0; k < g.k_blocks; ++k, ring.advance()) {
+            const int col = k * BLOCK_K;
+            if (!all && col % REGION_K == 0) {
+                while (mine && arch::load_acquire_global(counter) < REGION_ITEMS) {
+                }
+                ++counter;
+                arch::sync_warp();
+                arch::fence_async();
+            }
+            auto& stage = shared.stages[ring.stage];
+            semaphore& full = shared.full[ring.stage];
+            wait(shared.empty[ring.stage], ring.phase ^ 1);
+            if (!arch::elect_one()) continue;
+            tma::expect(full, stage);
+            auto& a_parts = reinterpret_cast<typename K::a_part(&)[K::a_parts]>(stage.a);
+            auto& b_parts = reinterpret_cast<typename K::b_part(&)[K::b_parts]>(stage.b);
+#pragma unroll
+            for (int i = 0; i < K::a_parts; ++i) {
+                tma::load_async(a_parts[i], g.a,
+                                elements(0, 0, static_cast<int>(m) + i * K::a_part_rows, col),
+                                full);
+            }
+#pragma unroll
+            for (int i = 0; i < K::b_parts; ++i) {
+                tma::load_async(b_parts[i], g.b,
+                                elements(0, 0, static_cast<int>(n) + i * K::b_part_cols, col),
+                                full);
+            }
+        }
+    }
+}
+
+template <class K, class Sources>
+__global__ __launch_bounds__(K::threads, 1) void expanding_gemm_kernel(
+    const __grid_constant__ typename K::Globals g,
+    const __grid_constant__ ExpandPlan<typename K::T, Sources> plan) {
+    constexpr Config C = K::config;
+    static_assert(C.consumers == 2 && !C.fused && !C.marked && C.block_m == REGION_ROWS);
+    // Three warps that expand need more registers than one that loads.
+    constexpr int consumer_registers = 232, producer_registers = 40;
+    using E = Expansion<Sources>;
+    shared_allocator allocator(shared_memory());
+    auto& shared = allocator.template allocate<typename K::Shared>();
+
+    if (warpgroup::groupid() == C.consumers) {
+        if (warpgroup::warpid() == 0) {
+            if (arch::elect_one()) {
+                tma::prefetch_map<typename K::a_part>(g.a);
+                tma::prefetch_map<typename K::b_part>(g.b);
+                tma::prefetch_map<typename K::out_tile>(g.out_map);
+                for (int i = 0; i < C.stages; ++i) {
+                    init_semaphore(shared.full[i], 1);
+                    init_semaphore(shared.empty[i], C.consumers);
+                }
+                arch::mbarrier_init_fence();
+            }
+            arch::sync_warp();
+        }
+        arch::named_barrier_arrive(READY, K::threads);
+        warpgroup::decrease_registers<producer_registers>();
+        arch::wait_for_dependencies();
+        arch::launch_dependents();
+        if (warpgroup::warpid() != 0)
+            expand_items<E::late, false>(plan);
+        else
+            produce_expanded<C>(g, plan, shared);
+    } else {
+        arch::named_barrier_sync(READY, K::threads);
+        warpgroup::increase_registers<consumer_registers>();
+        arch::wait_for_dependencies();
+        expand_items<E::early, true>(plan);
+        consume<C>(g, shared);
+    }
+}
+
+}  // namespace sm90
+
+template <Config C, class Sources>
+void launch_expanding(const ExpandingParams<Sources>& p, Stream stream) {
+    using K = sm90::Types<C>;
+    using E = sm90::Expansion<Sources>;
+    using T = typename K::T;
+    const Params& product = p.product;
+    const Schedule& s = product.schedule;
+    const auto globals = sm90::make_globals<C>(product);
+    const ExpandOrder order = expand_order(C, s, product.m, product.n, product.k, E::both);
+    const sm90::ExpandPlan<T, Sources> plan{
+        .order = order,
+        .sources = p.sources,
+        .a = static_cast<T*>(const_cast<void*>(product.a)),
+        .b = static_cast<T*>(const_cast<void*>(product.b)),
+        .pitch_a = static_cast<int>(product.a_stride),
+        .pitch_b = static_cast<int>(product.b_stride),
+        .m = static_cast<int>(product.m),
+        .n = static_cast<int>(product.n),
+        .k = static_cast<int>(product.k),
+        .items = static_cast<int>(order.total()) * REGION_ITEMS,
+        .early =
+            static_cast<int>(early_items(order, globals.order.total, s.blocks, globals.k_blocks)),
+        .counters = p.counters};
+    kittens::launch(kittens::LaunchOptions{.dependent = true},
+                    sm90::expanding_gemm_kernel<K, Sources>, dim3(s.blocks), dim3(K::threads),
+                    dim3(1), sizeof(typename K::Shared), stream, globals, plan);
+}
+
+}  // namespace thunderkittens::gemm

@@ -1,0 +1,111 @@
+// How the tiled products on Hopper begin: semaphores, tensor maps, the first tile.
+//
+// A kernel of a few microseconds consists to a good part of the time to its first load, and of
+// waiting for instructions that are not in a cache. So one warp of the producer warpgroup
+// initialises the semaphores while another, which will load, finds its first tile.
+#pragma once
+
+#include "csrc/gemm/pipeline_sm90.cuh"
+#include "csrc/gemm/tiles_sm90.cuh"
+
+namespace thunderkittens::gemm {
+namespace sm90 {
+
+// Calls work(tile, whether it is the last) for each of this block's tiles.
+template <class Globals, class Work>
+__device__ __forceinline__ void for_each_tile(const Globals& g, Work work) {
+    for (uint32_t i = blockIdx.x; i < g.order.total; i += g.blocks) {
+        work(g.order.at(i), i + g.blocks >= g.order.total);
+    }
+}
+
+// Calls work(tile) likewise, with the first tile found out beforehand.
+struct Walk {
+    uint32_t index;
+    TilePosition at;
+
+    Walk() = default;
+    template <class Globals>
+    __device__ __forceinline__ explicit Walk(const Globals& g)
+        : index(blockIdx.x), at(g.order.at(index)) {}
+
+    template <class Globals, class Work>
+    __device__ __forceinline__ void for_each(const Globals& g, Work work) {
+        while (index < g.order.total) {
+            work(at);
+            index += g.blocks;
+            if (index < g.order.total) at = g.order.at(index);
+        }
+    }
+};
+
+// By one thread.
+template <class K, class Globals>
+__device__ __forceinline__ void prefetch_maps(const Globals& g) {
+    tma::prefetch_map<typename K::a_part>(g.a);
+    tma::prefetch_map<typename K::b_part>(g.b);
+    tma::prefetch_map<typename K::out_tile>(g.out_map);
+}
+template <class K, class Shared>
+__device__ __forceinline__ void init_ring(Shared& shared) {
+    for (int i = 0; i < K::config.stages; ++i) {
+        init_semaphore(shared.full[i], 1);
+        init_semaphore(shared.empty[i], K::config.consumers);
+    }
+}
+
+// Loads the tiles of one step, k on, of the output's tile at (m, n).
+template <class K>
+__device__ __forceinline__ void load_step(const typename K::Globals& g, typename K::Stage& stage,
+                                          semaphore& full, uint32_t batch, int m, uint32_t n,
+                                          int k) {
+    constexpr Config C = K::config;
+    const int a_batch = g.a_batched ? static_cast<int>(batch) : 0;
+    const int b_batch = g.b_batched ? static_cast<int>(batch) : 0;
+    auto& a_parts = reinterpret_cast<typename K::a_part(&)[K::a_parts]>(stage.a);
+    auto& b_parts = reinterpret_cast<typename K::b_part(&)[K::b_parts]>(stage.b);
+#pragma unroll
+    for (int i = 0; i < K::a_parts; ++i) {
+        const int row = m + i * K::a_part_rows;
+        tma::load_async(a_parts[i], g.a,
+                        C.a_m_major ? elements(a_batch, 0, k, row) : elements(a_batch, 0, row, k),
+                        full);
+    }
+#pragma unroll
+    for (int i = 0; i < K::b_parts; ++i) {
+        const int col = static_cast<int>(K::column(g, n, i * K::b_part_cols));
+        const element_coord from =
+            C.b_n_major ? elements(b_batch, 0, k, col) : elements(b_batch, 0, col, k);
+        if (g.b_once)
+            tma::load_async<2, tma::CachePolicy::evict_first>(b_parts[i], g.b, from, full);
+        else
+            tma::load_async(b_parts[i], g.b, from, full);
+    }
+}
+
+// The start of the producer warpgroup; true in the warp that loads.
+template <class K, class Shared>
+__device__ __forceinline__ bool start_producer(const typename K::Globals& g, Shared& shared,
+                                               Walk& walk) {
+    if (warpgroup::warpid() == 0) {
+        if (arch::elect_one()) {
+            init_ring<K>(shared);
+            arch::mbarrier_init_fence();
+        }
+        arch::sync_warp();
+    }
+    const bool loads = warpgroup::warpid() == 1;
+    if (loads && arch::elect_one()) prefetch_maps<K>(g);
+    walk = Walk(g);
+    arch::pin_register(walk.at.m), arch::pin_register(walk.at.n);
+    if (loads)
+        arch::named_barrier_sync(READY, K::threads);
+    else
+        arch::named_barrier_arrive(READY, K::threads);
+    arch::wait_for_dependencies();
+    arch::launch_dependents();
+    return loads;
+}
+
+}  // namespace sm90
+}  // namespace thunderkittens::gemm
