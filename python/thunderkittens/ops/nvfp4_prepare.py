@@ -34,7 +34,7 @@ def nvfp4_prepare(
     The result holds the same values in the same number of bytes (both dimensions rounded up to
     multiples of 64), and takes activations of either dtype. It consists of plain tensors and
     numbers; the layout, which `tk.reference.nvfp4_prepare` documents, is the same for every device
-    and does not change with the version of the package. Not differentiable.
+    and stays the same from the first release on. Not differentiable.
 
     Args:
         weight: (N, K / 2), or (E, N, K / 2) for E experts, float4_e2m1fn_x2 or the same bytes as

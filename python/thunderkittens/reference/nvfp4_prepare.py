@@ -23,7 +23,7 @@ class Nvfp4Weight(NamedTuple):
     """An NVFP4 matrix, or one per expert, as `tk.nvfp4_prepare` makes it for `tk.nvfp4_gemm`.
 
     Plain tensors and numbers: register the tensors as buffers, or save the tuple. The layout of
-    `data` is that of `tk.reference.nvfp4_prepare`, version 2; `to` moves the tensors.
+    `data` is that of `tk.reference.nvfp4_prepare`; `to` moves the tensors.
     """
 
     data: Tensor  #: uint8 (ceil(N / 64), ceil(K / 64), 2304), or (E, ...)

@@ -32,6 +32,8 @@ from ..choices import PRODUCTS, add_kinds, check_part, kinds_option, product_cas
 
 KINDS = ("fast", "accurate", "fast_row", "accurate_row", "block", "grouped_block", "grouped_row")
 SHAPES = PRODUCTS
+# The sets that `--save` keeps a file of.
+SAVED = ("default", "skinny")
 
 # Of the grouped kinds: groups, rows of each, N, K.
 GROUPED: dict[str, list[tuple[int, int, int, int]]] = {

@@ -39,6 +39,8 @@ SHAPES: dict[str, list[tuple[int, int, int]]] = {
     "tiny": [(64, 64, 64), (65, 33, 17)],
 }
 LARGE = (16384, 16384, 16384)
+# The sets that `--save` keeps a file of.
+SAVED = ("default", "small", "batched", "few", "weights", "fused")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -19,6 +19,8 @@ from ..choices import PRODUCTS, add_kinds, check_part, kinds_option, product_cas
 
 KINDS = ("exact", "rebased", "kept", "prepared")
 SHAPES = PRODUCTS
+# The sets that `--save` keeps a file of.
+SAVED = ("default", "skinny")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
