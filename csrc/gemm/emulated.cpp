@@ -112,9 +112,8 @@ emulated::Result run(const emulated::Call& call) {
                                   : fits_tensor_map(residual->view(), size_in_bytes(out_dtype));
         if (!readable) residual = emulated::copy_for_tensor_map(*residual);
     }
-    const int cluster =
-        choice.schedule.cluster_m * choice.schedule.cluster_n * choice.schedule.splits;
-    choice.schedule.blocks = (choice.schedule.blocks + cluster - 1) / cluster * cluster;
+    const int splits = choice.schedule.splits;
+    choice.schedule.blocks = (choice.schedule.blocks + splits - 1) / splits * splits;
     const View out_view = out.view(), residual_view = residual ? residual->view() : View{};
     const Epilogue epilogue{.bias = row ? row->data : nullptr,
                             .residual = residual ? residual->data : nullptr,

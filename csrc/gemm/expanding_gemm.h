@@ -86,11 +86,6 @@ struct Mxfp8Source {
 struct Mxfp8Sources {
     Mxfp8Source a, b;
 };
-// b alone, as prepared for mixed_gemm.h, times `factor` in memory.
-struct Nvfp4Source {
-    const void* prepared = nullptr;
-    const float* factor = nullptr;
-};
 
 // `product` is of the expanded operands: what is to be expanded goes where its a and b say.
 template <class Sources>

@@ -54,16 +54,13 @@ struct Config {
 };
 constexpr int BLOCK_K = 64;
 
-// How tiles are dealt out. A cluster of cluster_m x cluster_n blocks works on neighbouring tiles
-// and loads what they share once. Clusters walk the tiles in bands of `band` cluster tiles, so that
-// those at work at a time form a compact rectangle, whose operands fit the L2 cache. A band lies
-// along n (its tiles are next to each other in m), or along m when `bands_along_m`.
+// How tiles are dealt out. Blocks walk them in bands of `band` tiles, so that those at work at a
+// time form a compact rectangle, whose operands fit the L2 cache. A band lies along n (its tiles
+// are next to each other in m), or along m when `bands_along_m`.
 struct Schedule {
-    int cluster_m = 1;
-    int cluster_n = 1;
     int band = 8;
     bool bands_along_m = false;
-    int blocks = 0;  // of the grid, a multiple of the cluster's
+    int blocks = 0;  // of the grid, a multiple of splits
     int splits = 1;  // streamed: blocks of a cluster that divide k between them
     // b is read about once: its lines are the first to leave the L2 cache. Else each takes the
     // place of another one, which goes to memory first where it has been written.
@@ -129,8 +126,6 @@ void visit_fields(Choice& c, Visitor&& visit) {
     visit("dtype", c.config.dtype);
     visit("a_m_major", c.config.a_m_major);
     visit("b_n_major", c.config.b_n_major);
-    visit("cluster_m", c.schedule.cluster_m);
-    visit("cluster_n", c.schedule.cluster_n);
     visit("band", c.schedule.band);
     visit("bands_along_m", c.schedule.bands_along_m);
     visit("blocks", c.schedule.blocks);

@@ -13,8 +13,6 @@
 // nothing there.
 #pragma once
 
-#include <stdexcept>
-
 #include "csrc/gemm/fused_sm90.cuh"
 #include "csrc/gemm/marks_sm90.cuh"
 #include "csrc/gemm/start_sm90.cuh"
@@ -221,9 +219,6 @@ Residual<C> residual_of(const Params& p, int64_t out_n) {
 
 template <Config C>
 typename Types<C>::Globals make_globals(const Params& p) {
-    if (p.schedule.cluster_m * p.schedule.cluster_n > 1) {
-        throw std::invalid_argument("gemm: these kernels do not run in clusters");
-    }
     using K = Types<C>;
     const auto matrix = [&]<class GL>(const void* data, bool transposed, int64_t rows, int64_t cols,
                                       int64_t stride, int64_t batch_stride) {

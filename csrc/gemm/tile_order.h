@@ -80,14 +80,14 @@ constexpr TileOrder make_order(uint32_t across, uint32_t along, uint32_t batch, 
     };
 }
 
-// The order of a problem's cluster tiles.
+// The order of a problem's tiles.
 inline TileOrder make_order(const Config& config, const Schedule& schedule, int64_t m, int64_t n,
                             int64_t batch) {
     const auto tiles = [](int64_t size, int64_t tile) {
         return static_cast<uint32_t>((size + tile - 1) / tile);
     };
-    const uint32_t rows = tiles(m, int64_t{config.block_m} * schedule.cluster_m);
-    const uint32_t columns = tiles(n, int64_t{config.block_n} * schedule.cluster_n);
+    const uint32_t rows = tiles(m, config.block_m);
+    const uint32_t columns = tiles(n, config.block_n);
     const bool along_m = schedule.bands_along_m;
     return make_order(along_m ? columns : rows, along_m ? rows : columns,
                       static_cast<uint32_t>(batch), static_cast<uint32_t>(schedule.band), along_m);

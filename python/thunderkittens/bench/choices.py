@@ -24,11 +24,14 @@ WEIGHTS = (
     (8192, 28672),
 )
 
+# Rows of a step of decoding.
+FEW_ROWS = (1, 8, 16, 32, 64)
+
 # (M, N, K) of the suites of quantised products.
 PRODUCTS: dict[str, list[tuple[int, int, int]]] = {
     "default": [(4096, n, k) for n, k in WEIGHTS],
     "rated": [(4096, n, k) for n, k in WEIGHTS],
-    "skinny": [(m, n, k) for n, k in WEIGHTS for m in (1, 16, 64)],
+    "skinny": [(m, n, k) for n, k in WEIGHTS for m in FEW_ROWS],
     "tiny": [(64, 64, 64), (80, 48, 272)],
 }
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..cases import Case, Expected, Implementation, Inputs, random_normal
-from ..choices import WEIGHTS, add_kinds, check_part, dtype_name, sizes_of
+from ..choices import FEW_ROWS, WEIGHTS, add_kinds, check_part, dtype_name, sizes_of
 
 LAYOUTS = ("NN", "NT", "TN", "TT")
 SQUARES = (512, 1024, 2048, 4096, 8192)
@@ -32,7 +32,7 @@ SHAPES: dict[str, list[tuple[int, int, int]]] = {
     "rated": [(size,) * 3 for size in RATED],
     "skinny": [(m, n, k) for n, k in ((4096, 7168), (7168, 2048)) for m in (1, 16, 64, 128, 256)],
     "small": [(size,) * 3 for size in (512, 1024, 2048)],
-    "few": [(m, n, k) for n, k in WEIGHTS for m in (1, 8, 16, 32, 64)],
+    "few": [(m, n, k) for n, k in WEIGHTS for m in FEW_ROWS],
     "weights": [(m, n, k) for n, k in WEIGHTS for m in (128, 256, 4096)],
     "batched": [(512,) * 3],
     "fused": [(4096, 14336, 4096)],
