@@ -481,10 +481,15 @@ __global__ __launch_bounds__(LOLCATS_THREADS, 1) void lolcats_forward_kernel(
     shared_allocator<> allocator(shared_memory());
     auto& shared = allocator.template allocate<LolcatsShared<K>>();
     if (threadIdx.x == 0) shared.init();
-    arch::wait_for_dependencies();
     arch::sync_block();
-    const LolcatsItem item = g.item();
     const int role = arch::warp_uniform(warpgroup::groupid());
+    // The other roles use nothing that the kernels before this one make, but first rows, for which
+    // the kernel that sums segments has waited.
+    if (role == 0 || g.sums == nullptr)
+        arch::wait_for_dependencies();
+    else
+        arch::skip_dependencies();
+    const LolcatsItem item = g.item();
     if (role == 3) {
         warpgroup::decrease_registers<LOLCATS_PRODUCER_REGISTERS>();
         if (warpgroup::elect_leader() && item.begin < item.end) lolcats_produce(g, shared, item);

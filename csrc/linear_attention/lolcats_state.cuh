@@ -4,6 +4,7 @@
 
 #include "csrc/linear_attention/based_segments.cuh"
 #include "csrc/linear_attention/lolcats.h"
+#include "kittens/arch/dependencies.cuh"
 #include "kittens/kittens.cuh"
 #include "kittens/pipeline/ring.cuh"
 

@@ -45,6 +45,7 @@ __global__ __launch_bounds__(LOLCATS_SUMS_THREADS, 1) void lolcats_sums_kernel(
     }
     arch::wait_for_dependencies();
     arch::sync_block();
+    arch::launch_dependents();
     const LolcatsItem item(int(blockIdx.x), g.heads, g.segments, g.lengths, g.length);
     // Nobody needs the last segment's sums, or those of segments without chunks.
     const int first = ::max(item.begin - 1, 0);
