@@ -19,7 +19,7 @@ inline void run_lolcats_backward(const LolcatsBackwardParams& params, Stream str
     dispatch_lolcats(call.problem, [&]<DType dtype, int head_dim, int features>() {
         if (call.segments > 1) {
             launch_lolcats_sums<dtype, head_dim, features>(call, w.forward, stream);
-            launch_lolcats_scan(call, w.forward, stream);
+            if (scans(call.segments)) launch_lolcats_scan(call, w.forward, stream);
         }
         // The kernel for the keys needs what that for the queries finds of the rows.
         launch_lolcats_query_gradient<dtype, head_dim, features>(params, w, stream);

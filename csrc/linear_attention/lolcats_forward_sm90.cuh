@@ -9,7 +9,7 @@
 //             output, alpha Phi(Q) times the sums plus weights times V, over the denominator
 //   producer  one thread, which brings Q, K and V by TMA
 // Where there are too few heads to fill the GPU, the chunks are split into segments: a first kernel
-// sums each segment's state (lolcats_sums_sm90.cuh), a second makes prefix sums of these.
+// sums each segment's state (lolcats_sums_sm90.cuh), and of many a second makes prefix sums.
 #pragma once
 
 #include "csrc/linear_attention/lolcats_features.cuh"
@@ -37,7 +37,8 @@ struct LolcatsGlobals {
     int heads, length, segments;
 
     __device__ __forceinline__ LolcatsItem item() const {
-        return LolcatsItem(int(blockIdx.x), heads, segments, initial.lengths, length);
+        return LolcatsItem(int(blockIdx.x), int(blockIdx.y), heads, segments, initial.lengths,
+                           length);
     }
 };
 
@@ -213,9 +214,9 @@ struct LinearRole {
                      g.initial.denominator + int64_t(item.line) * 2 * K::features);
         }
         if (g.sums != nullptr) {
-            const float* before = g.sums + (int64_t(item.line) * g.segments + item.segment) *
-                                               (floats + 2 * K::features);
-            sums.add(before, before + floats);
+            add_segments_before(sums, g.sums, item, g.segments,
+                                arch::shared_address(&shared.state[0]));
+            sync();
         }
         int added = 0;
         pipeline_state<Shared::stages> at;
@@ -527,8 +528,8 @@ void launch_lolcats_forward(const LolcatsParams& params, const LolcatsWorkspace&
         .heads = int(p.heads),
         .length = int(p.length),
         .segments = params.segments};
-    const auto blocks = unsigned(p.batch * p.heads * params.segments);
-    kittens::launch({.dependent = params.segments > 1}, lolcats_forward_kernel<K>, dim3(blocks),
+    kittens::launch({.dependent = params.segments > 1}, lolcats_forward_kernel<K>,
+                    dim3(unsigned(p.batch * p.heads), unsigned(params.segments)),
                     dim3(LOLCATS_THREADS), dim3(1), LOLCATS_FORWARD_BYTES, stream, globals);
 }
 

@@ -43,7 +43,6 @@ __global__ __launch_bounds__(WARPGROUP_THREADS) void lolcats_gradient_sums_kerne
     }
     arch::wait_for_dependencies();
     arch::sync_block();
-    arch::launch_dependents();
     const LolcatsItem item(int(blockIdx.x), g.heads, g.segments, g.lengths, g.length);
     // The chunks that the segment before sees and this one does not; nobody needs the first's.
     const int first = item.begin + 1;

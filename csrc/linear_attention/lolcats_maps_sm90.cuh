@@ -42,14 +42,17 @@ __global__ __launch_bounds__(WARPGROUP_THREADS,
         arch::mbarrier_init_fence();
     }
     arch::launch_dependents();
-    // The kernel for the keys, which has waited for that for the queries, lets this one begin when
-    // all of its blocks have, so that the queries' map fills what its last blocks leave idle.
+    // This kernel begins when all blocks of the one before have, and fills what these leave idle.
+    // It waits for flags of heads; where there are none, the queries' map needs no wait behind the
+    // kernel for the keys, which has waited for that for the queries.
+    const bool wanted = keys ? g.want_k : g.want_q;
     const int* done = keys ? g.keys_done : g.queries_done;
-    if (done == nullptr ? keys || !g.after_keys : !(keys ? g.want_k : g.want_q))
+    const bool waits = done == nullptr && (keys || !g.after_keys);
+    if (waits || !wanted)
         arch::wait_for_dependencies();
     else
         arch::skip_dependencies();
-    if (!(keys ? g.want_k : g.want_q)) return;
+    if (!wanted) return;
     arch::sync_block();
     const LolcatsItem item(int(blockIdx.x), g.heads, g.shares, g.lengths, g.length);
     const int count = item.end - item.begin;

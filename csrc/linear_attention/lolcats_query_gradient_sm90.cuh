@@ -49,9 +49,9 @@ struct QueryLinearRole {
                      g.initial.denominator + int64_t(item.line) * 2 * K::features);
         }
         if (g.sums != nullptr) {
-            const float* before = g.sums + (int64_t(item.line) * g.segments + item.segment) *
-                                               (floats + 2 * K::features);
-            sums.add(before, before + floats);
+            add_segments_before(sums, g.sums, item, g.segments,
+                                arch::shared_address(&shared.state[0]));
+            warpgroup::sync(barrier);
         }
         // Kept in shared memory, because there are no registers left; a barrier is before the first
         // use. Also alpha.
@@ -324,7 +324,8 @@ __global__ __launch_bounds__(LOLCATS_QUERY_THREADS, 1) void lolcats_query_gradie
         arch::skip_dependencies();
     }
     arch::sync_block();
-    arch::launch_dependents();
+    // Not for what sums segments: its small blocks would crowd where the first blocks end.
+    if (g.sums == nullptr) arch::launch_dependents();
     if (role == QUERY_PRODUCER_ROLE) {
         warpgroup::decrease_registers<QUERY_PRODUCER_REGISTERS>();
         const LolcatsItem item = g.item();
