@@ -10,8 +10,8 @@ constexpr int LOLCATS_QUERY_THREADS = 3 * WARPGROUP_THREADS;
 constexpr int QUERY_LINEAR_ROLE = 0, QUERY_PRODUCER_ROLE = 2;  // 1: window
 constexpr int QUERY_END_BARRIER = 3;                           // named, of both working roles
 // Of 504 together.
-constexpr int QUERY_LINEAR_REGISTERS = 256, QUERY_WINDOW_REGISTERS = 208,
-              QUERY_PRODUCER_REGISTERS = 40;
+constexpr int QUERY_LINEAR_REGISTERS = 256, QUERY_WINDOW_REGISTERS = 200,
+              QUERY_PRODUCER_REGISTERS = 48;
 
 template <class K>
 struct QueryGradientGlobals {
