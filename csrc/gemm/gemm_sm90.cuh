@@ -74,9 +74,16 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
     });
 }
 
-template <Config C>
+// By what sums are multiplied, and whether they are activated where the epilogue is not fused.
+struct HostFactor {
+    static constexpr bool activates = false;
+    __device__ __forceinline__ float times(float alpha) const { return alpha; }
+};
+
+template <Config C, class Factor = HostFactor>
 __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
-                                        typename Types<C>::Shared& shared) {
+                                        typename Types<C>::Shared& shared,
+                                        const Factor factor = {}) {
     using K = Types<C>;
     const int consumer = warpgroup::groupid();
     // One arrival stands for the warpgroup, which wgmma reads shared memory as.
@@ -134,7 +141,7 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
 
         Place16 to{at.batch, row, col};
         // The usual way first and by itself: a short kernel waits for code that it jumps over.
-        if constexpr (!C.fused) {
+        if constexpr (!C.fused && !Factor::activates) {
             if (g.plain) {
                 finished.template pack<typename K::T>(d);
                 finished.at = to;
@@ -142,8 +149,12 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
                 return;
             }
         }
-        if (g.epilogue.alpha != 1.f) scale(d, g.epilogue.alpha);
+        if (g.epilogue.alpha != 1.f) scale(d, factor.times(g.epilogue.alpha));
         if (g.epilogue.bias != nullptr) bias.add(shared.bias[consumer], d);
+        if constexpr (Factor::activates) {
+            auto& sums = reinterpret_cast<float(&)[C.block_n / 2]>(d);
+            activate(g.epilogue.activation, sums);
+        }
         if constexpr (C.fused) {
             FusedEpilogue<C>::apply(g, d, to);
             if (g.epilogue.gate == Gate::interleaved) to.col /= 2;

@@ -70,6 +70,9 @@ struct Schedule {
 struct Choice {
     Config config;
     Schedule schedule;
+    // Many rows: the kernel of expanding_gemm.h instead, in bands of so many tiles.
+    bool expanding = false;
+    int band = 1;
 };
 
 // One call. a: base and stride, in elements, satisfy TMA. Rows of out are contiguous.
@@ -99,6 +102,8 @@ void visit_fields(Problem& p, Visitor&& visit) {
 }
 template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
+    visit("expanding", c.expanding);
+    visit("band", c.band);
     visit("tokens", c.config.tokens);
     visit("row_groups", c.config.row_groups);
     visit("k_groups", c.config.k_groups);
