@@ -20,8 +20,6 @@
 namespace thunderkittens::mixed_gemm {
 namespace sm90 {
 
-static_assert(FEW_STAGES <= FEW_WARPS, "each warp makes the semaphores of a stage");
-
 template <Config C>
 struct FewTypes {
     static constexpr Config config = C;
@@ -172,8 +170,8 @@ __device__ __forceinline__ void load_few(const typename K::Globals& g,
             const uint32_t rows = stage_of<K>(g, place.slot);
             const uint32_t codes = strips_of<K>(g, place.slot);
             wait(semaphores.empty[place.slot], place.phase);
-            tma::expect_bytes(full, max(there, rows_box) * rows_bytes + boxes +
-                                        strips.middle * there * K::strip);
+            tma::expect_bytes(
+                full, max(there, rows_box) * rows_bytes + boxes + strips.middle * there * K::strip);
 #pragma unroll 1
             for (int i = 0; i < there; i += rows_box) {
                 const int piece = first + i;
@@ -360,25 +358,29 @@ __global__ __launch_bounds__(K::threads, 1) void mixed_few_kernel(const __grid_c
                                                                   typename K::Globals g) {
     auto& semaphores = *reinterpret_cast<typename K::Semaphores*>(shared_memory());
     const int warp = arch::warp_uniform(warpid());
+    // Two branches and not one with an else, so that ptxas lays what comes before the first copy at
+    // the kernel's beginning: elsewhere it would be fetched from memory on its own.
     if (warp == FEW_WARPS) {
-        if (arch::elect_one()) arch::tma_prefetch_map(&g.rows_map);
+        if (arch::elect_one()) {
+            arch::tma_prefetch_map(&g.rows_map);
+#pragma unroll 1
+            for (int i = 0; i < g.plan.stages; ++i) {
+                init_semaphore(semaphores.full[i], 1);
+                init_semaphore(semaphores.empty[i], g.plan.pieces * g.plan.row_groups);
+            }
+            arch::mbarrier_init_fence();
+        }
         arch::sync_warp();
-        arch::named_barrier_sync(READY, K::threads);
+        arch::named_barrier_arrive(READY, K::threads);
         arch::wait_for_dependencies();
         arch::launch_dependents();
         if (arch::elect_one()) load_few<K>(g, semaphores);
         arch::sync_warp();
-    } else {
+    }
+    if (warp < FEW_WARPS) {
         const int row_group = warp >> g.plan.k_groups_bits;
         const int k_group = warp & (g.plan.k_groups - 1);
         const uint32_t sums = stage_of<K>(g, g.plan.stages);
-        // One stage each: one after the other they take as long as a wait for memory.
-        if (warp < g.plan.stages && arch::elect_one()) {
-            init_semaphore(semaphores.full[warp], 1);
-            init_semaphore(semaphores.empty[warp], g.plan.pieces * g.plan.row_groups);
-            arch::mbarrier_init_fence();
-        }
-        arch::sync_warp();
         FewMainloop<K> loop;
         arch::named_barrier_sync(READY, K::threads);
         arch::wait_for_dependencies();
