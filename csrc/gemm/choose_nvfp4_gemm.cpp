@@ -214,7 +214,7 @@ std::vector<KernelInfo> nvfp4_gemm_kernels() {
         const std::string name = kernel_name(c);
         const std::string config =
             few(c) ? concat("up to ", FEW_STRIPS * STRIP_ROWS, 'x', c.tokens,
-                            ", 2 producer warps and ", FEW_WARPS, " consumer warps")
+                            ", 1 producer warp and ", FEW_WARPS, " consumer warps")
                    : concat("tile ", block_rows(c), 'x', c.tokens, 'x', c.pieces * PIECE, ", ",
                             c.stages, " stages, 1 producer warp and ", consumers(c),
                             " consumer warpgroups");
