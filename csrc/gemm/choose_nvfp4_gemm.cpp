@@ -1,6 +1,7 @@
 // Which kernel multiplies activations with prepared weights: pure functions of the problem and the
 // device.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
 
@@ -40,6 +41,17 @@ Schedule schedule_for(const Config& config, const Problem& p, int sm_count) {
     const int64_t work = std::max<int64_t>(1, ceil_div(row_tiles, sharers) * token_tiles);
     const int64_t clusters = clusters_of(in_cluster, sm_count);
     const int64_t rounds = ceil_div(work, clusters);
+    // Equal ranges of k where rounds leave many SMs idle: the exchange costs as much as some 16
+    // pieces of k, and in many rounds they read what others read at other times.
+    const int64_t idle = (rounds * clusters - work) * pieces(p.k);
+    const int64_t steps = work * k_stages;
+    if (!p.grouped && splits == 1 && rounds <= 4 && idle >= 16 * clusters &&
+        steps >= 8 * clusters && steps < std::numeric_limits<int32_t>::max()) {
+        return {.blocks = static_cast<int>(clusters * in_cluster),
+                .splits = splits,
+                .sharers = sharers,
+                .ranges = true};
+    }
     return {.blocks = static_cast<int>(
                 (p.grouped ? std::min(work, clusters) : ceil_div(work, rounds)) * in_cluster),
             .splits = splits,
@@ -169,6 +181,13 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     const bool fits =
         gemm::shared_bytes(gemm::expanding_config(p.dtype)) <= device.shared_bytes_per_block;
     return fits && expanding_pays(p, choice, sm_count) ? expanding(choice, p, sm_count) : choice;
+}
+
+uint64_t new_mark() {
+    // Odd steps come back to a number after 2^64 calls, and unlike small ones are not what memory
+    // has from others.
+    static std::atomic<uint64_t> last{0};
+    return last += 0x9e3779b97f4a7c15u;
 }
 
 std::string kernel_name(const Config& c) {

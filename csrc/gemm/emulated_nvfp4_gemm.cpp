@@ -152,6 +152,7 @@ emulated::Result nvfp4_gemm(const emulated::Call& call) {
     emulated::force(choice, call);
     const int in_cluster = choice.schedule.splits * choice.schedule.sharers;
     choice.schedule.blocks = (choice.schedule.blocks + in_cluster - 1) / in_cluster * in_cluster;
+    Array scratch = emulated::allocate({scratch_of(choice.config, choice.schedule)}, BYTE);
     emulated::Launch scope("nvfp4_gemm " + kernel_name(choice));
     scope.may_read("a", rows);
     scope.may_read("b", weight);
@@ -159,6 +160,7 @@ emulated::Result nvfp4_gemm(const emulated::Call& call) {
     if (row) scope.may_read("bias", *row);
     if (ends) scope.may_read("offs", *ends);
     scope.may_write("out", out);
+    scope.may_write("scratch", scratch);
     const Params params{.a = rows.data,
                         .weight = weight.data,
                         .scale = reinterpret_cast<const float*>(scale.data),
@@ -172,6 +174,8 @@ emulated::Result nvfp4_gemm(const emulated::Call& call) {
                         .a_stride = rows.stride[0],
                         .out_dtype = out_dtype,
                         .activation = static_cast<int>(call.scalar("activation", int64_t{0})),
+                        .scratch = scratch.data,
+                        .mark = new_mark(),
                         .schedule = choice.schedule};
     if (choice.expanding) {
         if (a.dtype == DType::bf16)

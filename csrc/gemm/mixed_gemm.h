@@ -65,6 +65,9 @@ struct Schedule {
     int sharers = 1;
     // Of few rows of a: the strips of the weight that are a tile.
     int strips = 0;
+    // Blocks (or clusters of `sharers`) take equal ranges of all tiles' steps of k: tiles that fall
+    // to several are summed through memory, see mixed_finish_sm90.cuh. Not of groups.
+    bool ranges = false;
 };
 
 struct Choice {
@@ -87,6 +90,9 @@ struct Params {
     int64_t a_stride = 0;
     DType out_dtype = DType::bf16;
     int activation = 0;  // activation.h
+    // Of equal ranges: scratch_of() bytes, 16-byte aligned, with any contents; new_mark().
+    void* scratch = nullptr;
+    uint64_t mark = 0;
     Schedule schedule;
 };
 
@@ -114,6 +120,7 @@ void visit_fields(Choice& c, Visitor&& visit) {
     visit("splits", c.schedule.splits);
     visit("sharers", c.schedule.sharers);
     visit("strips", c.schedule.strips);
+    visit("ranges", c.schedule.ranges);
 }
 
 // The kernel of mixed_few_sm90.cuh: 16 warps multiply, one loads.
@@ -180,6 +187,18 @@ constexpr int shared_bytes(const Config& c) {
     const int ring = (c.stages * stage_bytes(c) + 127) / 128 * 128;
     return (ring + (sums + 127) / 128 * 128 + (2 * c.stages + 2) * 8 + 127) / 128 * 128;
 }
+
+// Of equal ranges: the sums that a block hands on, in bytes, and a mark of each warp.
+constexpr int64_t part_bytes(const Config& c) {
+    return int64_t{4} * block_rows(c) * c.k_groups * c.tokens;
+}
+constexpr int64_t scratch_of(const Config& c, const Schedule& schedule) {
+    if (!schedule.ranges) return 0;
+    return schedule.blocks * (part_bytes(c) + consumers(c) * 4 * int64_t{sizeof(uint64_t)});
+}
+// A number that no call of this process has had: by it a block knows that sums in the scratch are
+// of this call, which nobody has to clear therefore.
+uint64_t new_mark();
 
 constexpr int64_t pieces(int64_t size) { return (size + PIECE - 1) / PIECE; }
 

@@ -91,6 +91,10 @@ Tensor nvfp4_gemm(const Tensor& a, const Tensor& b, const Tensor& global_scale, 
         throw std::runtime_error(concat(OP, ": ", reason));
     }
     const Choice choice = choose(problem, device);
+    std::optional<Tensor> scratch;
+    if (const int64_t bytes = scratch_of(choice.config, choice.schedule); bytes > 0) {
+        scratch = empty({bytes}, ScalarType::Byte, a);
+    }
     const Params params{.a = rows.data_ptr(),
                         .weight = weight.data_ptr(),
                         .scale = static_cast<const float*>(scale.data_ptr()),
@@ -104,6 +108,8 @@ Tensor nvfp4_gemm(const Tensor& a, const Tensor& b, const Tensor& global_scale, 
                         .a_stride = rows.stride(0),
                         .out_dtype = *out_dtype,
                         .activation = static_cast<int>(activation),
+                        .scratch = scratch ? scratch->data_ptr() : nullptr,
+                        .mark = scratch ? new_mark() : 0,
                         .schedule = choice.schedule};
     if (choice.expanding) {
         if (dtype == DType::bf16)
