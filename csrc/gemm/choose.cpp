@@ -57,6 +57,13 @@ Schedule schedule_for(const Config& config, const Problem& p, const DeviceProper
     return schedule;
 }
 
+// Steps between the four parts of a tile that are handed over. Where k is short the consumers would
+// wait for the warps that finish.
+int spacing_for(int64_t k) {
+    const int64_t steps = ceil_div(k, BLOCK_K);
+    return steps < 64 ? 0 : static_cast<int>(std::min<int64_t>(steps / 4, 32));
+}
+
 // Few rows: what counts is how fast b is read. Its rows are then a's, or columns, and a block reads
 // its part of them once.
 bool streams(const Problem& p) { return p.m <= 64 && p.batch == 1 && !p.a_m_major; }
@@ -128,6 +135,9 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     }
     Choice choice{.config = make_config(*best, p.dtype, p.a_m_major, p.b_n_major, p.fused)};
     choice.schedule = schedule_for(choice.config, p, device);
+    if (has_finishers(choice.config) && p.gate == Gate::none && p.out_dtype == p.dtype) {
+        choice.schedule.spacing = spacing_for(p.k);
+    }
     return choice;
 }
 

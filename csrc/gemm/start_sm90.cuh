@@ -52,6 +52,11 @@ __device__ __forceinline__ void init_ring(Shared& shared) {
         init_semaphore(shared.full[i], 1);
         init_semaphore(shared.empty[i], K::config.consumers);
     }
+    if constexpr (K::has_finishers) {
+        for (auto& warp : shared.handover.passes) {
+            for (auto& pass : warp) init_semaphore(pass.full, 1), init_semaphore(pass.empty, 1);
+        }
+    }
 }
 
 // Loads the tiles of one step, k on, of the output's tile at (m, n).
@@ -98,7 +103,7 @@ __device__ __forceinline__ bool start_producer(const typename K::Globals& g, Sha
     if (loads && arch::elect_one()) prefetch_maps<K>(g);
     walk = Walk(g);
     arch::pin_register(walk.at.m), arch::pin_register(walk.at.n);
-    if (loads)
+    if (loads || K::has_finishers)
         arch::named_barrier_sync(READY, K::threads);
     else
         arch::named_barrier_arrive(READY, K::threads);

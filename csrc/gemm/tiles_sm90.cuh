@@ -25,9 +25,31 @@ struct Residual<C> {
     gl<bf16, -1, 1, -1, -1, part> map;
 };
 
+// The map of z, where other warps finish tiles and z is kept.
+template <Config C>
+struct Kept {};
+template <Config C>
+    requires(has_finishers(C))
+struct Kept<C> {
+    gl<bf16, -1, 1, -1, -1, st<bf16, 16, 64>> map;
+};
+
+// Semaphores of the consumers' staging buffers, two a warp, where other warps finish tiles.
+template <Config C>
+struct Handover {};
+template <Config C>
+    requires(has_finishers(C))
+struct Handover<C> {
+    struct Pass {
+        semaphore full, empty;
+    };
+    Pass passes[C.consumers * WARPGROUP_WARPS][2];
+};
+
 template <Config C>
 struct Types {
     static constexpr Config config = C;
+    static constexpr bool has_finishers = gemm::has_finishers(C);
     using T = std::conditional_t<C.dtype == DType::bf16, bf16, half>;
     static constexpr int consumer_rows = 64;
     static_assert(
@@ -74,6 +96,7 @@ struct Types {
         out_tile out[C.consumers * WARPGROUP_WARPS][2];
         sv_fl<C.block_n> bias[C.consumers];
         semaphore full[C.stages], empty[C.stages];
+        [[no_unique_address]] Handover<C> handover;
     };
     static_assert(sizeof(Stage) == sizeof(a_tile) + sizeof(b_tile) && sizeof(Stage) % 1024 == 0);
     static_assert(sizeof(Shared) <= MAX_SHARED_MEMORY, "too many stages");
@@ -99,13 +122,15 @@ struct Types {
         TileOrder order;
         Marks marks;
         Residual<C> residual;
+        Kept<C> kept;
         bool packed;  // values are activated as they are rounded, to bf16
+        int spacing;  // steps between the pieces of a tile that other warps finish, or 0
     };
 
     static constexpr int threads = gemm::threads(C);
     // With two consumers, 65536 registers are 168 per thread at launch; the producer needs few.
-    static constexpr int producer_registers = C.marked ? 40 : 24;
-    static constexpr int consumer_registers = C.marked ? 232 : 240;
+    static constexpr int producer_registers = has_finishers ? 40 : C.marked ? 40 : 24;
+    static constexpr int consumer_registers = has_finishers ? 232 : C.marked ? 232 : 240;
 };
 
 }  // namespace sm90
