@@ -11,8 +11,7 @@
 // to hand over one a consumer waits for one that came before it.
 #pragma once
 
-#include "csrc/gemm/epilogue_sm90.cuh"
-#include "csrc/gemm/values_sm90.cuh"
+#include "csrc/gemm/fused_sm90.cuh"
 
 namespace thunderkittens::gemm {
 namespace sm90 {
@@ -46,23 +45,25 @@ struct Finishing {
     // By a finishing warp: each takes every third piece. A block's last tile is its consumers'.
     static __device__ __forceinline__ void work(const Globals& g, Shared& shared,
                                                 uint32_t finisher) {
+        uint32_t next = finisher;
+        for (uint32_t i = blockIdx.x; i + g.blocks < g.order.total; i += g.blocks) {
+            const TilePosition tile = g.order.at(i);
 #pragma unroll 1
-        for (uint32_t item = finisher;; item += finishers) {
-            const uint32_t index = blockIdx.x + item / (pieces * warps) * g.blocks;
-            if (index + g.blocks >= g.order.total) return;
-            const TilePosition tile = g.order.at(index);
-            const int piece = item / warps % pieces, warp = item % warps;
-            const Place16 at{tile.batch, tile.m * C.block_m + warp * 16,
-                             tile.n * C.block_n + piece * staging::cols};
-            More more(g, at);
-            auto& pass = shared.handover.passes[warp][piece % 2];
-            wait(pass.full, piece / 2 % 2);
-            finish(g, shared.out[warp][piece % 2], at, more);
-            if (laneid() == 0) {
-                tma::store_async_read_wait();
-                arrive(pass.empty);
+            for (; next < pieces * warps; next += finishers) {
+                const int piece = next / warps, warp = next % warps;
+                const Place16 at{tile.batch, tile.m * C.block_m + warp * 16,
+                                 tile.n * C.block_n + piece * staging::cols};
+                More more(g, at);
+                auto& pass = shared.handover.passes[warp][piece % 2];
+                wait(pass.full, piece / 2 % 2);
+                finish(g, shared.out[warp][piece % 2], at, more);
+                if (laneid() == 0) {
+                    tma::store_async_read_wait();
+                    arrive(pass.empty);
+                }
+                arch::sync_warp();
             }
-            arch::sync_warp();
+            next -= pieces * warps;
         }
     }
 
@@ -151,7 +152,14 @@ struct Finishing {
             const float2 pair = unpack_pair<T>(reinterpret_cast<const pairs&>(z)[i]);
             x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
         }
-        activate(g.epilogue.activation, x);
+        if (std::is_same_v<T, bf16> && g.epilogue.activation > Activation::relu) {
+            with_short_formula(g.epilogue.activation, [&](auto function) {
+#pragma unroll
+                for (int i = 0; i < WIDE; ++i) x[i] = function(x[i]);
+            });
+        } else {
+            activate(g.epilogue.activation, x);
+        }
         if (g.epilogue.residual != nullptr) {
 #pragma unroll
             for (int i = 0; i < WIDE / 2; ++i) {

@@ -14,7 +14,6 @@
 #pragma once
 
 #include "csrc/gemm/finish_sm90.cuh"
-#include "csrc/gemm/fused_sm90.cuh"
 #include "csrc/gemm/marks_sm90.cuh"
 #include "csrc/gemm/start_sm90.cuh"
 
