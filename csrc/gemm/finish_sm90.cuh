@@ -34,12 +34,12 @@ struct Finishing {
     static __device__ __forceinline__ void hand_over(const Globals& g, Shared& shared,
                                                      const Finished<C>& finished, int piece) {
         const int warp = kittens::warpid();
-        auto& pass = shared.handover.passes[warp][piece % 2];
-        wait(pass.empty, piece / 2 % 2 ^ 1);
+        const int pass = C.stages + warp * 2 + piece % 2;
+        wait(shared.empty[pass], piece / 2 % 2 ^ 1);
         finished.stage(piece, shared.out[warp][piece % 2]);
         if (g.epilogue.preactivation != nullptr) arch::fence_async_shared();
         arch::sync_warp();
-        if (laneid() == 0) arrive(pass.full);
+        if (laneid() == 0) arrive(shared.full[pass]);
     }
 
     // By a finishing warp: each takes every third piece. A block's last tile is its consumers'.
@@ -54,12 +54,12 @@ struct Finishing {
                 const Place16 at{tile.batch, tile.m * C.block_m + warp * 16,
                                  tile.n * C.block_n + piece * staging::cols};
                 More more(g, at);
-                auto& pass = shared.handover.passes[warp][piece % 2];
-                wait(pass.full, piece / 2 % 2);
+                const int pass = C.stages + warp * 2 + piece % 2;
+                wait(shared.full[pass], piece / 2 % 2);
                 finish(g, shared.out[warp][piece % 2], at, more);
                 if (laneid() == 0) {
                     tma::store_async_read_wait();
-                    arrive(pass.empty);
+                    arrive(shared.empty[pass]);
                 }
                 arch::sync_warp();
             }

@@ -52,10 +52,8 @@ __device__ __forceinline__ void init_ring(Shared& shared) {
         init_semaphore(shared.full[i], 1);
         init_semaphore(shared.empty[i], K::config.consumers);
     }
-    if constexpr (K::has_finishers) {
-        for (auto& warp : shared.handover.passes) {
-            for (auto& pass : warp) init_semaphore(pass.full, 1), init_semaphore(pass.empty, 1);
-        }
+    for (int i = K::config.stages; i < K::config.stages + K::handed; ++i) {
+        init_semaphore(shared.full[i], 1), init_semaphore(shared.empty[i], 1);
     }
 }
 

@@ -34,22 +34,12 @@ struct Kept<C> {
     gl<bf16, -1, 1, -1, -1, st<bf16, 16, 64>> map;
 };
 
-// Semaphores of the consumers' staging buffers, two a warp, where other warps finish tiles.
-template <Config C>
-struct Handover {};
-template <Config C>
-    requires(has_finishers(C))
-struct Handover<C> {
-    struct Pass {
-        semaphore full, empty;
-    };
-    Pass passes[C.consumers * WARPGROUP_WARPS][2];
-};
-
 template <Config C>
 struct Types {
     static constexpr Config config = C;
     static constexpr bool has_finishers = gemm::has_finishers(C);
+    // Staging buffers that are handed over, each with semaphores behind those of the stages.
+    static constexpr int handed = has_finishers ? C.consumers * WARPGROUP_WARPS * 2 : 0;
     using T = std::conditional_t<C.dtype == DType::bf16, bf16, half>;
     static constexpr int consumer_rows = 64;
     static_assert(
@@ -95,8 +85,7 @@ struct Types {
         Stage stages[C.stages];
         out_tile out[C.consumers * WARPGROUP_WARPS][2];
         sv_fl<C.block_n> bias[C.consumers];
-        semaphore full[C.stages], empty[C.stages];
-        [[no_unique_address]] Handover<C> handover;
+        semaphore full[C.stages + handed], empty[C.stages + handed];
     };
     static_assert(sizeof(Stage) == sizeof(a_tile) + sizeof(b_tile) && sizeof(Stage) % 1024 == 0);
     static_assert(sizeof(Shared) <= MAX_SHARED_MEMORY, "too many stages");
