@@ -9,6 +9,7 @@ import thunderkittens as tk
 from helpers.cover import cover, over
 from helpers.layouts import matrix
 from helpers.numerics import accumulation_slack, assert_accurate
+from thunderkittens import _C, info
 from thunderkittens.reference.nvfp4_prepare import values
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -33,6 +34,9 @@ SHAPES_CUDA = [
     (1000, 2112, 7168),
     (257, 8, 4096),
     (33, 300, 10000),
+    (50, 34000, 2304),
+    (100, 17100, 2304),
+    (200, 17100, 2304),
 ]
 
 
@@ -122,17 +126,18 @@ TILES = [
 ]
 
 
-@pytest.mark.parametrize("cluster", ["alone", "split", "shared"])
+@pytest.mark.parametrize("cluster", ["alone", "split", "shared", "ranges", "shared_ranges"])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("tile", TILES)
 def test_every_kernel_on_the_emulator(tile, dtype, cluster):
     """A few blocks, more tiles than blocks, ragged in every dimension, adversarial order."""
-    if cluster == "shared" and tile[0] < 256:
+    if "shared" in cluster and tile[0] < 256:
         return
     names = ("tokens", "row_groups", "k_groups", "pieces", "stages")
-    splits, sharers = 1 + (cluster == "split"), 1 + (cluster == "shared")
+    splits, sharers = 1 + (cluster == "split"), 1 + ("shared" in cluster)
     config = dict(zip(names, tile, strict=True)) | {"splits": splits, "sharers": sharers}
-    config["blocks"] = 2 * splits * sharers
+    config["ranges"] = "ranges" in cluster
+    config["blocks"] = (5 if config["ranges"] else 2) * splits * sharers
     m = min(tile[0] + 3, 130)
     weight = prepared(290, 592)
     a = (torch.randn(m, 592) / 24).to(dtype)
@@ -142,6 +147,38 @@ def test_every_kernel_on_the_emulator(tile, dtype, cluster):
             results.append(tk.nvfp4_gemm(a, weight, out_dtype=FP32))
     check(results[0], a, weight)
     assert all(torch.equal(x, results[0]) for x in results)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 7, 14, 15, 40])
+@pytest.mark.parametrize(
+    ("tile", "m", "dtype"), [(TILES[1], 70, BF16), (TILES[3], 90, FP16), (TILES[4], 30, BF16)]
+)
+def test_equal_ranges_on_the_emulator(tile, m, dtype, blocks):
+    """Tiles of one block and of many, ends of ranges at ends of tiles, ranges without work."""
+    names = ("tokens", "row_groups", "k_groups", "pieces", "stages")
+    config = dict(zip(names, tile, strict=True)) | {"splits": 1, "sharers": 1}
+    config |= {"ranges": True, "blocks": blocks}
+    weight = prepared(290, 592)
+    a = (torch.randn(m, 592) / 24).to(dtype)
+    results = []
+    for policy in ("on_wait", "random"):
+        with tk.emulate(policy, seed=blocks, config=config):
+            results.append(tk.nvfp4_gemm(a, weight, out_dtype=FP32))
+    check(results[0], a, weight)
+    assert torch.equal(*results)
+
+
+def test_where_ranges_are_equal():
+    device = _C.DeviceProperties(**info.EXAMPLE_GPU)
+
+    def ranges(m, n, k=8192, **more):
+        return _C.choose("nvfp4_gemm", {"m": m, "n": n, "k": k} | more, device)["ranges"]
+
+    assert all(ranges(m, 28672) for m in (64, 128, 256, 512))
+    assert not any(ranges(m, 8192) for m in (1, 16, 32, 64, 128, 256, 512, 1024))
+    assert not any(ranges(m, n) for m in (1, 16, 4096) for n in (8192, 28672))
+    assert not ranges(256, 28672, k=512)
+    assert not ranges(256, 28672, grouped=True, groups=1)
 
 
 @pytest.mark.parametrize("strips", [1, 2, 3, 4, 7, 8, 13, 14, 16])
@@ -410,6 +447,31 @@ def test_reruns_are_bit_equal(device):
     a = torch.randn(5, 1040, device=device).to(BF16)
     first = tk.nvfp4_gemm(a, weight)
     assert all(torch.equal(tk.nvfp4_gemm(a, weight), first) for _ in range(3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("m", "n"), [(50, 34000), (100, 17100), (200, 17100)])
+def test_equal_ranges_in_two_streams(device, m, n):
+    """Blocks that wait for others, of kernels that have the GPU's SMs together."""
+    weight = prepared(n, 2304, device=device)
+    a = (torch.randn(m, 2304, device=device) / 48).to(BF16)
+    expected = tk.nvfp4_gemm(a, weight)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    results = []
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(tk.nvfp4_gemm(a, weight))
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, expected) for x in results)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = tk.nvfp4_gemm(a, weight)
+    for _ in range(3):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, expected)
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@
 #pragma once
 
 #include "csrc/gemm/fused_sm90.cuh"
+#include "csrc/gemm/start_sm90.cuh"
 
 namespace thunderkittens::gemm {
 namespace sm90 {
@@ -46,7 +47,7 @@ struct Finishing {
     static __device__ __forceinline__ void work(const Globals& g, Shared& shared,
                                                 uint32_t finisher) {
         uint32_t next = finisher;
-        for (uint32_t i = blockIdx.x; i + g.blocks < g.order.total; i += g.blocks) {
+        for (uint32_t i = first_tile(g); i + g.blocks < g.order.total; i += g.blocks) {
             const TilePosition tile = g.order.at(i);
 #pragma unroll 1
             for (; next < pieces * warps; next += finishers) {
@@ -79,6 +80,8 @@ struct Finishing {
                            finished.at.col + piece * staging::cols};
         };
         More next(g, place(0));
+        // A warp's part of a stage holds rows of others where those are adjacent.
+        if constexpr (C.a_m_major) warpgroup::sync(READY + 1 + warpgroup::groupid());
 #pragma unroll
         for (int piece = 0; piece < pieces; ++piece) finished.stage(piece, buffer(piece));
         if (g.epilogue.preactivation != nullptr) arch::fence_async_shared();

@@ -52,10 +52,10 @@ __device__ __forceinline__ void produce_residual(const typename Types<C>::Global
 
 template <Config C>
 __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
-                                        typename Types<C>::Shared& shared, Walk walk) {
+                                        typename Types<C>::Shared& shared) {
     using K = Types<C>;
     Ring<C.stages> ring;
-    walk.for_each(g, [&](const TilePosition at) {
+    for_each_loaded_tile(g, [&](const TilePosition at) {
         if constexpr (C.marked) {
             if (!is_marked<C>(g, at)) return;
         }
@@ -75,9 +75,16 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
     });
 }
 
-template <Config C>
+// By what sums are multiplied, and whether they are activated where the epilogue is not fused.
+struct HostFactor {
+    static constexpr bool activates = false;
+    __device__ __forceinline__ float times(float alpha) const { return alpha; }
+};
+
+template <Config C, class Factor = HostFactor>
 __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
-                                        typename Types<C>::Shared& shared) {
+                                        typename Types<C>::Shared& shared,
+                                        const Factor factor = {}) {
     using K = Types<C>;
     const int consumer = warpgroup::groupid();
     // One arrival stands for the warpgroup, which wgmma reads shared memory as.
@@ -151,15 +158,21 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
             at.m * C.block_m + consumer * K::consumer_rows + warpgroup::warpid() * 16;
         Place16 to{at.batch, row, col};
         // The usual way first and by itself: a short kernel waits for code that it jumps over.
-        if constexpr (!C.fused) {
+        if constexpr (!C.fused && !Factor::activates) {
             if (g.plain) {
+                if (last) {
+                    finished.any = false;
+                    // A warp's part of a stage holds rows of others where those are adjacent.
+                    if constexpr (C.a_m_major) warpgroup::sync(READY + 1 + consumer);
+                    return Finished<C>::template send_last<typename K::T>(g, shared, d, to);
+                }
                 finished.template pack<typename K::T>(d);
                 finished.at = to;
                 finished.any = true;
                 return;
             }
         }
-        if (g.epilogue.alpha != 1.f) scale(d, g.epilogue.alpha);
+        if (g.epilogue.alpha != 1.f) scale(d, factor.times(g.epilogue.alpha));
         if (g.epilogue.bias != nullptr) bias.add(shared.bias[consumer], d);
         if constexpr (K::has_finishers) {
             if (g.spacing != 0) {
@@ -168,6 +181,10 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
                 finished.any = true;
                 return;
             }
+        }
+        if constexpr (Factor::activates) {
+            auto& sums = reinterpret_cast<float(&)[C.block_n / 2]>(d);
+            activate(g.epilogue.activation, sums);
         }
         if constexpr (C.fused) {
             FusedEpilogue<C>::apply(g, d, to);
@@ -213,16 +230,14 @@ __global__ __launch_bounds__(K::threads,
 
     if (warpgroup::groupid() == C.consumers) {
         if constexpr (C.consumers > 1) warpgroup::decrease_registers<K::producer_registers>();
-        Walk walk;
-        const bool loads = start_producer<K>(g, shared, walk);
+        const bool loads = start_producer<K>(g, shared);
         const bool work = loads && (!C.marked || any_mark(g.marks, g.m, g.n));
-        if (work && arch::elect_one()) produce<C>(g, shared, walk);
+        if (work && arch::elect_one()) produce<C>(g, shared);
         if constexpr (K::has_finishers) {
-            const int warp = warpgroup::warpid();  // 1 loads
-            if (!loads && g.spacing != 0) Finishing<C>::work(g, shared, warp == 0 ? 0 : warp - 1);
+            if (!loads && g.spacing != 0) Finishing<C>::work(g, shared, warpgroup::warpid() - 1);
         }
     } else {
-        arch::named_barrier_sync(READY, K::threads);
+        arch::named_barrier_sync(READY, READY_THREADS<K>);
         if constexpr (C.consumers > 1) warpgroup::increase_registers<K::consumer_registers>();
         arch::wait_for_dependencies();
         if (!C.marked || any_mark(g.marks, g.m, g.n)) consume<C>(g, shared);
@@ -267,6 +282,12 @@ Kept<C> kept_of(const Params& p, bool kept) {
     }
 }
 
+// Whether each block has one tile, in the order of the grid: tiles of a row are a band.
+inline bool in_one_round(const Schedule& schedule, const TileOrder& order) {
+    return uint32_t(schedule.blocks) == order.total && !order.along_m &&
+           order.band_tiles.value == order.matrix_tiles.value;
+}
+
 template <Config C>
 typename Types<C>::Globals make_globals(const Params& p) {
     using K = Types<C>;
@@ -307,38 +328,48 @@ typename Types<C>::Globals make_globals(const Params& p) {
                                      p.out_batch_stride * words)
                                : matrix.template operator()<decltype(K::Globals::out_map)>(
                                      p.a, false, 1, 64, 64, 0);
+    const TileOrder order = make_order(C, p.schedule, p.m, p.n, p.batch);
     return {
+        .k_blocks = static_cast<int>(ceil_div(p.k, BLOCK_K)),
+        .blocks = static_cast<uint32_t>(p.schedule.blocks),
+        .a_batched = p.a_batch_stride != 0,
+        .b_batched = p.b_batch_stride != 0,
+        .b_once = p.schedule.b_once,
+        .one_round = in_one_round(p.schedule, order),
+        .plain = tma_store && p.out_dtype == C.dtype && e.alpha == 1.f && e.bias == nullptr &&
+                 ceil_div(p.k, BLOCK_K) >= Finished<C>::pieces,
+        .tma_store = tma_store,
+        .pairs = pairs,
+        .aligned_pairs = aligned_pairs,
+        .packed = C.fused && !C.marked && p.out_dtype == DType::bf16 && e.gate == Gate::none &&
+                  e.residual == nullptr && !finished_apart,
+        .spacing = finished_apart ? p.schedule.spacing : 0,
+        .order = order,
+        .epilogue = e,
+        .m = static_cast<uint32_t>(p.m),
+        .n = static_cast<uint32_t>(p.n),
+        .out_n = static_cast<uint32_t>(out_n),
+        .out_dtype = p.out_dtype,
+        .out = p.out,
+        .out_stride = p.out_stride,
+        .out_batch_stride = p.out_batch_stride,
+        .marks = p.marks,
         .a = matrix.template operator()<decltype(K::Globals::a)>(p.a, C.a_m_major, p.m, p.k,
                                                                  p.a_stride, p.a_batch_stride),
         .b = matrix.template operator()<decltype(K::Globals::b)>(p.b, !C.b_n_major, p.k, p.n,
                                                                  p.b_stride, p.b_batch_stride),
         .out_map = out,
-        .out = p.out,
-        .m = static_cast<uint32_t>(p.m),
-        .n = static_cast<uint32_t>(p.n),
-        .out_n = static_cast<uint32_t>(out_n),
-        .k_blocks = static_cast<int>(ceil_div(p.k, BLOCK_K)),
-        .out_dtype = p.out_dtype,
-        .out_stride = p.out_stride,
-        .out_batch_stride = p.out_batch_stride,
-        .tma_store = tma_store,
-        .pairs = pairs,
-        .aligned_pairs = aligned_pairs,
-        .epilogue = e,
-        .a_batched = p.a_batch_stride != 0,
-        .b_batched = p.b_batch_stride != 0,
-        .b_once = p.schedule.b_once,
-        .blocks = static_cast<uint32_t>(p.schedule.blocks),
-        .plain = tma_store && p.out_dtype == C.dtype && e.alpha == 1.f && e.bias == nullptr &&
-                 ceil_div(p.k, BLOCK_K) >= Finished<C>::pieces,
-        .order = make_order(C, p.schedule, p.m, p.n, p.batch),
-        .marks = p.marks,
         .residual = residual_of<C>(p, out_n),
         .kept = kept_of<C>(p, finished_apart && e.preactivation != nullptr),
-        .packed = C.fused && !C.marked && p.out_dtype == DType::bf16 && e.gate == Gate::none &&
-                  e.residual == nullptr && !finished_apart,
-        .spacing = finished_apart ? p.schedule.spacing : 0,
     };
+}
+
+// The grid: where every block has one tile, the tiles themselves.
+template <Config C>
+dim3 grid_of(const Params& p, bool one_round) {
+    if (!one_round) return dim3(p.schedule.blocks);
+    return dim3(static_cast<unsigned>(ceil_div(p.m, C.block_m)),
+                static_cast<unsigned>(ceil_div(p.n, C.block_n)), static_cast<unsigned>(p.batch));
 }
 
 }  // namespace sm90
@@ -348,7 +379,7 @@ void launch(const Params& params, Stream stream) {
     using K = sm90::Types<C>;
     const auto globals = sm90::make_globals<C>(params);
     kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::gemm_kernel<K>,
-                    dim3(params.schedule.blocks), dim3(K::threads), dim3(1),
+                    sm90::grid_of<C>(params, globals.one_round), dim3(K::threads), dim3(1),
                     sizeof(typename K::Shared), stream, globals);
 }
 

@@ -65,11 +65,17 @@ struct Schedule {
     int sharers = 1;
     // Of few rows of a: the strips of the weight that are a tile.
     int strips = 0;
+    // Blocks (or clusters of `sharers`) take equal ranges of all tiles' steps of k: tiles that fall
+    // to several are summed through memory, see mixed_finish_sm90.cuh. Not of groups.
+    bool ranges = false;
 };
 
 struct Choice {
     Config config;
     Schedule schedule;
+    // Many rows: the kernel of expanding_gemm.h instead, in bands of so many tiles.
+    bool expanding = false;
+    int band = 1;
 };
 
 // One call. a: base and stride, in elements, satisfy TMA. Rows of out are contiguous.
@@ -84,6 +90,9 @@ struct Params {
     int64_t a_stride = 0;
     DType out_dtype = DType::bf16;
     int activation = 0;  // activation.h
+    // Of equal ranges: scratch_of() bytes, 16-byte aligned, with any contents; new_mark().
+    void* scratch = nullptr;
+    uint64_t mark = 0;
     Schedule schedule;
 };
 
@@ -99,6 +108,8 @@ void visit_fields(Problem& p, Visitor&& visit) {
 }
 template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
+    visit("expanding", c.expanding);
+    visit("band", c.band);
     visit("tokens", c.config.tokens);
     visit("row_groups", c.config.row_groups);
     visit("k_groups", c.config.k_groups);
@@ -109,9 +120,10 @@ void visit_fields(Choice& c, Visitor&& visit) {
     visit("splits", c.schedule.splits);
     visit("sharers", c.schedule.sharers);
     visit("strips", c.schedule.strips);
+    visit("ranges", c.schedule.ranges);
 }
 
-// The kernel of mixed_few_sm90.cuh: 16 warps multiply, two load.
+// The kernel of mixed_few_sm90.cuh: 16 warps multiply, one loads.
 constexpr bool few(const Config& c) { return c.row_groups == 0; }
 constexpr int FEW_WARPS = 16;
 constexpr int FEW_STRIPS = 16;  // of a tile at most, four per warp
@@ -119,16 +131,26 @@ constexpr int FEW_STAGES = 16;  // at most
 constexpr int FEW_SHARED_BYTES = 232448;
 
 // How a tile of so many strips is shared: `row_groups` of warps divide the strips, those of a row
-// group the pieces of k, of which a stage has `pieces`. All are powers of two.
+// group the pieces of k, of which a stage has `pieces`. All are powers of two; the device divides by
+// some of them, and by columns of the sums, as shifts.
 struct FewPlan {
     int row_groups, k_groups, pieces;
+    int k_groups_bits, pieces_bits, fours_bits;
     int stage_bytes, pitch, sums_bytes, stages;
 };
+constexpr int few_bits(int least) {
+    int bits = 0;
+    while (1 << bits < least) ++bits;
+    return bits;
+}
 constexpr FewPlan few_plan(const Config& c, int strips) {
     FewPlan plan{};
     plan.row_groups = strips <= 4 ? 1 : strips <= 8 ? 2 : 4;
     plan.k_groups = FEW_WARPS / plan.row_groups;
     plan.pieces = strips <= 2 ? 8 : 4;
+    plan.k_groups_bits = few_bits(plan.k_groups);
+    plan.pieces_bits = few_bits(plan.pieces);
+    plan.fours_bits = few_bits(strips * STRIP_ROWS / 4);
     const int bytes = plan.pieces * (c.tokens * PIECE * 2 + strips * strip_bytes(c.format));
     plan.stage_bytes = (bytes + 1023) / 1024 * 1024;
     plan.pitch = strips * STRIP_ROWS + 4;  // of the sums, in floats: no bank conflicts
@@ -146,7 +168,7 @@ constexpr int consumers(const Config& c) { return c.row_groups * c.k_groups; }
 // Where the sums take many registers, the warp that loads is one of four that give theirs away.
 constexpr bool moves_registers(const Config& c) { return c.tokens >= 64; }
 constexpr int threads(const Config& c) {
-    if (few(c)) return (FEW_WARPS + 2) * 32;
+    if (few(c)) return (FEW_WARPS + 1) * 32;
     return consumers(c) * 128 + (moves_registers(c) ? 128 : 32);
 }
 constexpr int block_rows(const Config& c) { return c.row_groups * PIECE; }
@@ -165,6 +187,18 @@ constexpr int shared_bytes(const Config& c) {
     const int ring = (c.stages * stage_bytes(c) + 127) / 128 * 128;
     return (ring + (sums + 127) / 128 * 128 + (2 * c.stages + 2) * 8 + 127) / 128 * 128;
 }
+
+// Of equal ranges: the sums that a block hands on, in bytes, and a mark of each warp.
+constexpr int64_t part_bytes(const Config& c) {
+    return int64_t{4} * block_rows(c) * c.k_groups * c.tokens;
+}
+constexpr int64_t scratch_of(const Config& c, const Schedule& schedule) {
+    if (!schedule.ranges) return 0;
+    return schedule.blocks * (part_bytes(c) + consumers(c) * 4 * int64_t{sizeof(uint64_t)});
+}
+// A number that no call of this process has had: by it a block knows that sums in the scratch are
+// of this call, which nobody has to clear therefore.
+uint64_t new_mark();
 
 constexpr int64_t pieces(int64_t size) { return (size + PIECE - 1) / PIECE; }
 

@@ -11,6 +11,17 @@ namespace sm90 {
 // Named barriers.
 constexpr int READY = 1, SUMS = 2;
 
+// The products of all tiles with all stages of k, one after the other, in ranges of the same size,
+// one per cluster.
+struct EqualRanges {
+    int each = 0, longer = 0;  // the first `longer` have one more
+    __device__ __forceinline__ bool on() const { return each > 0 || longer > 0; }
+    __device__ __forceinline__ int2 of(int cluster) const {
+        const int begin = cluster * each + min(cluster, longer);
+        return {begin, begin + each + (cluster < longer)};
+    }
+};
+
 template <Format format>
 struct weights_of;
 template <>
@@ -29,10 +40,13 @@ struct Types {
     static constexpr int part_rows = C.tokens / parts;
     using part = st<T, part_rows, PIECE>;
     static constexpr int piece = piece_bytes(C.format);
+    static constexpr int lines = 3;  // of a piece, in the eyes of its tensor map
     // Tiles of rows of a that are taken together: their rows, many more bytes than those of the
     // weight, stay in the L2 cache.
     static constexpr uint32_t band = 4;
     static constexpr int stage_bytes = mixed_gemm::stage_bytes(C);
+    // Of a step of the main loop, which takes an even number of pieces per warpgroup.
+    static constexpr int step_stages = C.pieces == C.k_groups ? 2 : 1;
     static constexpr int block_rows = mixed_gemm::block_rows(C);
     static constexpr int pass = tokens_at_a_time(C);
     static constexpr int pitch = block_rows + 4;  // of the sums, in floats: no bank conflicts
@@ -63,7 +77,7 @@ struct Types {
 
     struct Globals {
         gl<T, 1, 1, -1, -1, part> a;
-        const uint8_t* weight;
+        CUtensorMap weight;
         const float* scale;
         const void* bias;
         const int32_t* offs;
@@ -73,7 +87,11 @@ struct Types {
         bool quads;  // four neighbouring elements of out are aligned
         uint32_t m, n, groups;
         uint32_t row_pieces, row_tiles, clusters;  // row_tiles: of a cluster's rows of the weight
-        int k_pieces, k_stages, splits, sharers;
+        int k_steps, splits, sharers;
+        EqualRanges ranges;
+        float4* parts;
+        uint64_t* marks;
+        uint64_t mark;
     };
 };
 
@@ -83,8 +101,16 @@ struct Tile {
     uint32_t group, row_tile, token, end;
 };
 
-// Calls work(tile) for each of this block's tiles: of each group in turn, in bands of a few tiles
-// of rows of a, tiles of the same rows of the weight one after the other.
+// The steps of k that fall to a block of the cluster.
+template <class Globals>
+__device__ __forceinline__ int2 range_of_k(const Globals& g) {
+    const int rank = g.splits > 1 ? static_cast<int>(arch::cluster_rank()) : 0;
+    return {g.k_steps * rank / g.splits, g.k_steps * (rank + 1) / g.splits};
+}
+
+// Calls work(tile, k) for each of this block's tiles and the stages of k that fall to it: of each
+// group in turn, in bands of a few tiles of rows of a, tiles of the same rows of the weight one
+// after the other. Of equal ranges the last tile comes first, see mixed_finish_sm90.cuh.
 template <class K, class Work>
 __device__ __forceinline__ void for_each_tile(const typename K::Globals& g, Work work) {
     constexpr uint32_t tokens = K::config.tokens;
@@ -92,7 +118,21 @@ __device__ __forceinline__ void for_each_tile(const typename K::Globals& g, Work
     if constexpr (requires { g.sharers; }) sharers = g.sharers;
     const uint32_t in_cluster = g.splits * sharers;
     const uint32_t sharer = sharers > 1 ? blockIdx.x % in_cluster : 0;
-    uint32_t index = blockIdx.x / in_cluster;
+    uint32_t index = blockIdx.x / in_cluster, first = 0, stride = g.clusters;
+    int2 range = {}, limits = {};
+    bool equal = false;
+    constexpr bool RANGES = requires { g.ranges; };
+    if constexpr (RANGES) {
+        range = range_of_k(g);
+        equal = g.ranges.on();
+        if (equal) {
+            limits = g.ranges.of(index);
+            // Of an empty range no tile.
+            first = limits.x / g.k_steps;
+            index = limits.x < limits.y ? (limits.y - 1) / g.k_steps : first - 1;
+            stride = ~0u;
+        }
+    }
     uint32_t begin = 0;
     // One loop for all, so that `work` is in the code once: behind the last group are rows that
     // have none.
@@ -104,14 +144,23 @@ __device__ __forceinline__ void for_each_tile(const typename K::Globals& g, Work
         }
         const uint32_t token_tiles = (end - begin + tokens - 1) / tokens;
         const uint32_t tiles = token_tiles * g.row_tiles;
-        for (; index < tiles; index += g.clusters) {
+        for (; index < tiles && index >= first; index += stride) {
+            if constexpr (RANGES) {
+                const int zero = index * g.k_steps;
+                if (equal) range = {max(limits.x - zero, 0), min(limits.y - zero, g.k_steps)};
+            }
             const uint32_t per_band = g.row_tiles * K::band;
             const uint32_t band = index / per_band, in_band = index - band * per_band;
             const uint32_t wide = min(token_tiles - band * K::band, K::band);
             const uint32_t row_tile = in_band / wide;
             const uint32_t token_tile = band * K::band + (in_band - row_tile * wide);
-            work(Tile{group, row_tile * sharers + sharer, begin + token_tile * tokens, end});
+            const Tile tile{group, row_tile * sharers + sharer, begin + token_tile * tokens, end};
+            if constexpr (std::invocable<Work, const Tile&, int2>)
+                work(tile, range);
+            else
+                work(tile);
         }
+        if (equal) return;
         index -= tiles;
         begin = end;
     }
@@ -138,13 +187,6 @@ __device__ __forceinline__ void make_semaphores(typename K::Shared& shared, bool
     } else {
         arch::named_barrier_sync(READY, K::threads);
     }
-}
-
-// The stages of k that fall to a block of the cluster.
-template <class Globals>
-__device__ __forceinline__ int2 range_of_k(const Globals& g) {
-    const int rank = g.splits > 1 ? static_cast<int>(arch::cluster_rank()) : 0;
-    return {g.k_stages * rank / g.splits, g.k_stages * (rank + 1) / g.splits};
 }
 
 template <class O>
@@ -197,105 +239,6 @@ __device__ __forceinline__ void store_results(const typename K::Globals& g, uint
     else
         store_four(static_cast<float*>(g.out) + at, x, g.quads, count);
 }
-
-// The epilogue of tiles.
-template <class K>
-struct Finish {
-    static constexpr Config C = K::config;
-    static constexpr int THREADS = K::consumers * WARPGROUP_THREADS;
-    static constexpr int PASSES = C.tokens / K::pass;
-    int round = 0;
-
-    // `d`: the sums of this warpgroup's rows and its share of k.
-    __device__ __forceinline__ void tile(const typename K::Globals& g, typename K::Shared& shared,
-                                         const rt_fl<16, C.tokens>& d, const Tile& tile,
-                                         int row_group, int k_group) {
-        int row_of_lane = laneid() / 4;
-        if constexpr (requires { K::row_of(0); }) row_of_lane = K::row_of(row_of_lane);
-        const int column = row_group * PIECE + warpgroup::warpid() * 16 + row_of_lane;
-        // The registers are chosen by branches, so that what follows is there once.
-#pragma unroll 1
-        for (int pass = 0; pass < PASSES; ++pass) {
-            // Rows that the tile does not have are the last ones.
-            if (tile.token + pass * K::pass >= tile.end) break;
-            wait_until_read(g, shared);
-            const bool empty = tile.group >= g.groups;
-            const uint32_t sums = shared.sums[k_group].address();
-#pragma unroll
-            for (int which = 0; which < PASSES; ++which) {
-                if (which != pass) continue;
-#pragma unroll
-                for (int j = 0; j < K::pass / 16; ++j) {
-#pragma unroll
-                    for (int r = 0; r < 4; ++r) {
-                        const int row = j * 16 + r / 2 * 8 + laneid() % 4 * 2;
-                        float2 pair = d.tiles[0][which * (K::pass / 16) + j].data[r];
-                        if (empty) pair = {0.f, 0.f};
-                        const uint32_t at = sums + (row * K::pitch + column + r % 2 * 8) * 4;
-                        arch::store_shared(at, pair.x);
-                        arch::store_shared(at + K::pitch * 4, pair.y);
-                    }
-                }
-            }
-            wait_until_summed(g, shared);
-            rows(g, shared, tile, pass * K::pass);
-            if (g.splits > 1) {
-                arch::sync_warp();
-                if (laneid() < g.splits) arrive_remote_relaxed(shared.read, laneid());
-            }
-            ++round;
-        }
-    }
-
-  private:
-    __device__ __forceinline__ void wait_until_read(const typename K::Globals& g,
-                                                    typename K::Shared& shared) {
-        if (g.splits == 1)
-            arch::named_barrier_sync(SUMS, THREADS);
-        else if (round > 0)
-            wait_cluster(shared.read, (round - 1) % 2);
-    }
-    __device__ __forceinline__ void wait_until_summed(const typename K::Globals& g,
-                                                      typename K::Shared& shared) {
-        if (g.splits == 1) {
-            arch::named_barrier_sync(SUMS, THREADS);
-        } else {
-            if (round == 0) cluster::wait();  // the others' semaphores are there
-            arch::sync_warp();
-            if (laneid() < g.splits) arrive_remote(shared.summed, laneid());
-            wait_cluster(shared.summed, round % 2);
-        }
-    }
-
-    // Rows of out from the sums: those of the warpgroups and of the cluster, in the order of its
-    // blocks.
-    __device__ __forceinline__ void rows(const typename K::Globals& g, typename K::Shared& shared,
-                                         const Tile& tile, int first) {
-        constexpr int fours = K::block_rows / 4;
-        const int rank = g.splits > 1 ? static_cast<int>(arch::cluster_rank()) : 0;
-        const float scale = scale_of(g, tile.group);
-#pragma unroll 1
-        for (int i = rank * THREADS + int(threadIdx.x); i < K::pass * fours;
-             i += g.splits * THREADS) {
-            const int row = i / fours, column = i % fours * 4;
-            const uint32_t m = tile.token + first + row, n = tile.row_tile * K::block_rows + column;
-            if (m >= tile.end || n >= g.n) continue;
-            float4 sum{};
-            for (int rank_of = 0; rank_of < g.splits; ++rank_of) {
-#pragma unroll
-                for (int part = 0; part < C.k_groups; ++part) {
-                    const uint32_t at = shared.sums[part].address() + (row * K::pitch + column) * 4;
-                    const auto more =
-                        g.splits == 1
-                            ? arch::load_shared<float4>(at)
-                            : arch::load_cluster_shared<float4>(arch::map_shared_rank(at, rank_of));
-                    sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
-                }
-            }
-            store_results<K>(g, tile.group, scale, m, n, sum);
-        }
-    }
-};
 
 }  // namespace sm90
 }  // namespace thunderkittens::mixed_gemm
