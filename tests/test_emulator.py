@@ -8,6 +8,7 @@ late_mma, the two policies that every test should run. Without one, all policies
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import subprocess
 import sys
@@ -77,6 +78,22 @@ def test_gemm_is_exact_on_integers(tile, dtype, policy):
                 assert torch.equal(out, expected), (m, n, k, a_m_major, b_n_major)
                 chosen = run.kernels[0]
                 assert (chosen["block_m"], chosen["block_n"]) == tile[:2]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("tile", TILES, ids=lambda t: f"{t[0]}x{t[1]}")
+def test_gemm_in_one_round(tile, batch):
+    """A block for each tile: the grid has their shape, and they leave as a block's last tile."""
+    a = integers(batch, 140, 264, dtype=torch.bfloat16)
+    b = integers(batch, 264, 272, dtype=torch.bfloat16)
+    layouts = [False] if tile[:2] in BETWEEN else [False, True]
+    rows, columns = math.ceil(140 / tile[0]), math.ceil(272 / tile[1])
+    config = tile_config(tile) | {"band": rows, "blocks": batch * rows * columns}
+    for b_n_major in layouts:
+        right = b if b_n_major else b.mT.contiguous().mT
+        with tk.emulate("random", seed=batch, config=config):
+            out = tk.gemm(a, right)
+        assert torch.equal(out, (a.float() @ b.float()).bfloat16()), b_n_major
 
 
 @pytest.mark.parametrize("n", [136, 37, 38])

@@ -2,10 +2,12 @@
 // device.
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <limits>
 
 #include "csrc/common/check.h"
 #include "csrc/common/registry.h"
+#include "csrc/gemm/expanding_gemm.h"
 #include "csrc/gemm/mixed_gemm.h"
 
 namespace thunderkittens::mixed_gemm {
@@ -104,6 +106,46 @@ Choice best(const Problem& p, int sm_count) {
     return choice;
 }
 
+// An expanded weight of more elements, a gigabyte, is more scratch memory than a product should
+// take.
+constexpr int64_t EXPANDED_ELEMENTS = int64_t{1} << 29;
+
+// Cycles of an SM, fitted to an H200. The weight is expanded while products run, but not where the
+// blocks begin and where they wait for it.
+bool expanding_pays(const Problem& p, const Choice& mixed, int sm_count) {
+    const Config& c = mixed.config;
+    const Schedule& s = mixed.schedule;
+    if (p.grouped || c.tokens < 256) return false;
+    if (pieces(p.n) * pieces(p.k) > EXPANDED_ELEMENTS / (PIECE * PIECE)) return false;
+    const int in_cluster = s.splits * s.sharers;
+    const int64_t work =
+        ceil_div(ceil_div(p.n, block_rows(c)), s.sharers) * ceil_div(p.m, c.tokens);
+    const double tile = 1024 * double(pieces(p.k));
+    const double without =
+        double(ceil_div(work, s.blocks / in_cluster)) * (1.08 * tile / s.splits + 17'800);
+    const int64_t tiles = ceil_div(p.m, 128) * ceil_div(p.n, 256);
+    const double product = double(ceil_div(tiles, sm_count)) * (tile + 600);
+    const double expansion = double(p.n) * double(p.k) / (1.85 * sm_count);
+    return std::max(product, expansion) + 0.15 * std::min(product, expansion) + 15'000 < without;
+}
+
+// The tiles at work at a time form a square of elements, in bands of equal height.
+Choice expanding(Choice choice, const Problem& p, int sm_count) {
+    const gemm::Config config = gemm::expanding_config(p.dtype);
+    const int64_t rows = ceil_div(p.m, config.block_m);
+    const double height = std::sqrt(double(sm_count) * config.block_n / config.block_m);
+    const int64_t bands = std::max<int64_t>(1, std::llround(double(rows) / height));
+    choice.expanding = true;
+    choice.band = static_cast<int>(ceil_div(rows, bands));
+    // Those without a tile expand.
+    choice.schedule = {.blocks = sm_count};
+    return choice;
+}
+
+std::string expanding_name(DType dtype) {
+    return concat(name_of(Format::nvfp4), '_', name_of(dtype), "_expanding");
+}
+
 }  // namespace
 
 std::string unsupported(const Problem& p, const DeviceProperties& device) {
@@ -134,7 +176,11 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
 }
 
 Choice choose(const Problem& p, const DeviceProperties& device) {
-    return best(p, std::max(1, device.sm_count));
+    const int sm_count = std::max(1, device.sm_count);
+    const Choice choice = best(p, sm_count);
+    const bool fits =
+        gemm::shared_bytes(gemm::expanding_config(p.dtype)) <= device.shared_bytes_per_block;
+    return fits && expanding_pays(p, choice, sm_count) ? expanding(choice, p, sm_count) : choice;
 }
 
 uint64_t new_mark() {
@@ -149,7 +195,10 @@ std::string kernel_name(const Config& c) {
     return concat(name_of(c.format), '_', name_of(c.dtype), '_', block_rows(c), 'x', c.tokens);
 }
 
-std::string kernel_name(const Choice& choice) { return kernel_name(choice.config); }
+std::string kernel_name(const Choice& choice) {
+    if (choice.expanding) return expanding_name(choice.config.dtype);
+    return kernel_name(choice.config);
+}
 
 std::string unsupported(const Nvfp4Weight& p, const DeviceProperties& device) {
     if (std::string reason = no_code_for(device); !reason.empty()) return reason;
@@ -169,12 +218,22 @@ namespace {
 
 std::vector<KernelInfo> nvfp4_gemm_kernels() {
     std::vector<KernelInfo> list;
+    for (const DType dtype : {DType::bf16, DType::fp16}) {
+        const gemm::Config c = gemm::expanding_config(dtype);
+        list.push_back({.name = expanding_name(dtype),
+                        .config = "tile 128x256x64, 4 stages, 1 producer warp, 3 warps that expand "
+                                  "and 2 consumer warpgroups",
+                        .source = concat("nvfp4_expanding_", name_of(dtype)),
+                        .symbol = "expanding_gemm_kernel",
+                        .threads = gemm::threads(c),
+                        .shared_bytes = gemm::shared_bytes(c)});
+    }
     for (std::size_t i = 0; i < CONFIGS; ++i) {
         const Config c = config_at(Format::nvfp4, i);
         const std::string name = kernel_name(c);
         const std::string config =
             few(c) ? concat("up to ", FEW_STRIPS * STRIP_ROWS, 'x', c.tokens,
-                            ", 2 producer warps and ", FEW_WARPS, " consumer warps")
+                            ", 1 producer warp and ", FEW_WARPS, " consumer warps")
                    : concat("tile ", block_rows(c), 'x', c.tokens, 'x', c.pieces * PIECE, ", ",
                             c.stages, " stages, 1 producer warp and ", consumers(c),
                             " consumer warpgroups");

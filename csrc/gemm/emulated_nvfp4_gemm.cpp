@@ -2,6 +2,7 @@
 // arrays of e4m3.
 #include "csrc/common/emulated.h"
 #include "csrc/gemm/block_scaled.h"
+#include "csrc/gemm/expanding_gemm.h"
 #include "csrc/gemm/mixed_gemm.h"
 
 namespace thunderkittens::mixed_gemm {
@@ -97,6 +98,21 @@ emulated::Result nvfp4_restore(const emulated::Call& call) {
     return result;
 }
 
+template <DType dtype>
+void multiply_expanding(const Params& params, const Choice& choice, emulated::Launch& scope) {
+    constexpr gemm::Config config = gemm::expanding_config(dtype);
+    const Array scratch =
+        emulated::allocate({pieces(params.n) * PIECE, pieces(params.k) * PIECE}, dtype);
+    auto expanding = gemm::expanding_params(params, choice.band, scratch.data);
+    const Array counters =
+        emulated::allocate({gemm::expand_order(config, expanding).counters()}, DType::int32);
+    std::memset(counters.data, 0, static_cast<std::size_t>(counters.extent()));
+    expanding.counters = reinterpret_cast<int*>(counters.data);
+    scope.may_write("expanded", scratch);
+    scope.may_write("counters", counters);
+    gemm::launch_expanding<config>(expanding, nullptr);
+}
+
 emulated::Result nvfp4_gemm(const emulated::Call& call) {
     constexpr const char* OP = "tk.nvfp4_gemm";
     const Array& a = call.array("a");
@@ -161,8 +177,15 @@ emulated::Result nvfp4_gemm(const emulated::Call& call) {
                         .scratch = scratch.data,
                         .mark = new_mark(),
                         .schedule = choice.schedule};
-    TK_CHECK(launch_any<Format::nvfp4>(choice.config, params, nullptr), OP, ": no kernel ",
-             kernel_name(choice));
+    if (choice.expanding) {
+        if (a.dtype == DType::bf16)
+            multiply_expanding<DType::bf16>(params, choice, scope);
+        else
+            multiply_expanding<DType::fp16>(params, choice, scope);
+    } else {
+        TK_CHECK(launch_any<Format::nvfp4>(choice.config, params, nullptr), OP, ": no kernel ",
+                 kernel_name(choice));
+    }
     result.choice = detail::fields_of(choice);
     result.choice.emplace("kernel", kernel_name(choice));
     return result;

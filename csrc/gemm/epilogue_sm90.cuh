@@ -144,8 +144,16 @@ struct Finished {
                 send_by_warp<C>(g, buffer, at.batch, at.row, to);
         }
     }
+    // By one lane, from a buffer whose contents TMA sees.
+    static __device__ __forceinline__ void store_piece(const typename K::Globals& g,
+                                                       const staging& buffer, const Place16 at,
+                                                       int piece) {
+        arch::tma_store(g.out_map.template tensor_map<staging>(), buffer.address(),
+                        {static_cast<int>(at.col + Split::first(piece)), static_cast<int>(at.row),
+                         0, static_cast<int>(at.batch)});
+    }
     // All at once, each piece through a buffer of its own, buffer(i): one fence serves them, and
-    // one lane sends them.
+    // one lane sends them as one group.
     template <class Buffer>
     __device__ __forceinline__ void send_all(const typename K::Globals& g, Buffer buffer) const {
         const int count = sent(g);
@@ -158,32 +166,80 @@ struct Finished {
         if (laneid() == 0) {
 #pragma unroll
             for (int piece = 0; piece < pieces; ++piece) {
-                if (piece >= count) break;
-                tma::store_async(
-                    g.out_map, buffer(piece),
-                    elements(at.batch, 0, at.row, static_cast<int>(at.col + Split::first(piece))));
+                if (piece < count) store_piece(g, buffer(piece), at, piece);
             }
+            tma::store_commit_group();
         }
         arch::sync_warp();
     }
-    // Through the warp's staging buffers, which are enough for a narrow tile.
+    // Of a narrow tile: all at once, through the warp's staging buffers. Rows of whole pieces leave
+    // by the warp itself, 16 bytes per lane, which is faster than a fence and TMA when nothing else
+    // is to be done meanwhile; the rest by TMA. Nothing is read from the buffers afterwards.
     __device__ __forceinline__ void send_soon(const typename K::Globals& g,
                                               typename K::Shared& shared) const {
         static_assert(pieces <= 2);
-        if (laneid() == 0) tma::store_async_read_wait();
+        auto& buffers = shared.out[kittens::warpid()];
+        const auto buffer = [&](int piece) -> staging& { return buffers[piece]; };
         arch::sync_warp();
-        send_all(g, [&](int piece) -> staging& { return shared.out[kittens::warpid()][piece]; });
+        if (at.row + 16 <= g.m && at.col + C.block_n <= g.n) {
+#pragma unroll
+            for (int piece = 0; piece < pieces; ++piece) stage(piece, buffer(piece));
+            arch::sync_warp();
+            const int row = laneid() / 8, col = laneid() % 8 * 8;
+            auto* to = static_cast<bf16*>(g.out) + (at.batch * g.out_batch_stride +
+                                                    (at.row + row) * g.out_stride + at.col + col);
+#pragma unroll
+            for (int first = 0; first < 16; first += 4) {
+#pragma unroll
+                for (int piece = 0; piece < pieces; ++piece) {
+                    arch::store_global(
+                        reinterpret_cast<uint4*>(to + Split::first(piece)),
+                        arch::load_shared<uint4>(buffer(piece).address_of(first + row, col)));
+                }
+                to += 4 * g.out_stride;
+            }
+            return;
+        }
+        send_all(g, buffer);
+        if (laneid() == 0) tma::store_async_read_wait();
     }
     // After the last tile, when the stages are free. Of a stage a consumer writes only where its
     // own rows of a were: others may still be reading the rest.
     __device__ __forceinline__ void send_last(const typename K::Globals& g,
                                               typename K::Shared& shared) const {
         static_assert(pieces <= C.stages);
-        send_all(g, [&](int piece) -> staging& {
-            auto& buffers =
-                reinterpret_cast<staging(&)[C.consumers * WARPGROUP_WARPS]>(shared.stages[piece].a);
-            return buffers[kittens::warpid()];
-        });
+        send_all(g, [&](int piece) -> staging& { return last_buffer(shared, piece); });
+    }
+    // The same of sums, which are rounded and sent piece by piece: the first leaves as early as can
+    // be, for 132 SMs that store at once wait for the L2 cache.
+    template <class O>
+    static __device__ __forceinline__ void send_last(const typename K::Globals& g,
+                                                     typename K::Shared& shared,
+                                                     const rt_fl<16, C.block_n>& d,
+                                                     const Place16 at) {
+#pragma unroll
+        for (int piece = 0; piece < pieces; ++piece) {
+            auto& buffer = last_buffer(shared, piece);
+            rt_fl<16, staging::cols> sums;
+            rt_bf<16, staging::cols> values;
+#pragma unroll
+            for (int t = 0; t < sums.width; ++t) {
+                sums.tiles[0][t] = d.tiles[0][Split::first(piece) / 16 + t];
+            }
+            round_to<O>(values, sums);
+            kittens::warp::store(buffer, values);
+            arch::fence_async_shared();
+            arch::sync_warp();
+            if (laneid() == 0) {
+                store_piece(g, buffer, at, piece);
+                tma::store_commit_group();
+            }
+        }
+    }
+    static __device__ __forceinline__ staging& last_buffer(typename K::Shared& shared, int piece) {
+        auto& buffers =
+            reinterpret_cast<staging(&)[C.consumers * WARPGROUP_WARPS]>(shared.stages[piece].a);
+        return buffers[kittens::warpid()];
     }
 };
 

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "csrc/gemm/gemm.h"
+#include "csrc/gemm/mixed_gemm.h"
 #include "csrc/gemm/tile_order.h"
 
 namespace thunderkittens::gemm {
@@ -29,6 +30,8 @@ struct ExpandOrder {
     uint32_t rows_a, rows_b;    // regions along the rows; none of what is not expanded
     uint32_t first_a, first_b;  // of those, in the first part
     uint32_t pack;
+    uint32_t first_regions;  // in the first part
+    Divisor first, pack_regions, wide, last_wide;
 
     struct Region {
         bool of_b;
@@ -36,17 +39,17 @@ struct ExpandOrder {
     };
     TK_HOST_DEVICE constexpr uint32_t total() const { return (rows_a + rows_b) * columns; }
     TK_HOST_DEVICE constexpr Region at(uint32_t index) const {
-        const uint32_t first = first_a + first_b;
-        if (index < first * columns) {
-            const uint32_t column = index / first, row = index - column * first;
+        if (index < first_regions) {
+            const uint32_t column = first.divide(index), row = index - column * first.value;
             return row < first_a ? Region{false, row, column} : Region{true, row - first_a, column};
         }
-        index -= first * columns;
-        const uint32_t rest = rows_a + rows_b - first, rest_b = rows_b - first_b;
-        const uint32_t begin = index / (pack * columns) * pack;
-        const uint32_t wide = rest - begin < pack ? rest - begin : pack;
-        const uint32_t in_pack = index - begin * columns, column = in_pack / wide;
-        const uint32_t row = begin + (in_pack - column * wide);
+        index -= first_regions;
+        const uint32_t begin = pack_regions.divide(index) * pack;
+        const bool full = begin + pack <= rows_a + rows_b - first.value;
+        const uint32_t in_pack = index - begin * columns;
+        const uint32_t column = full ? wide.divide(in_pack) : last_wide.divide(in_pack);
+        const uint32_t row = begin + (in_pack - column * (full ? wide.value : last_wide.value));
+        const uint32_t rest_b = rows_b - first_b;
         return row < rest_b ? Region{true, first_b + row, column}
                             : Region{false, first_a + (row - rest_b), column};
     }
@@ -86,6 +89,13 @@ struct Mxfp8Source {
 struct Mxfp8Sources {
     Mxfp8Source a, b;
 };
+// b alone, as prepared for mixed_gemm.h: elements times their scales over 128, in whole pieces of
+// rows and columns, to be multiplied by 128 and `factor`, which is on the device.
+struct Nvfp4Source {
+    const void* prepared = nullptr;
+    const float* factor = nullptr;
+};
+constexpr float NVFP4_ALPHA = 128;
 
 // `product` is of the expanded operands: what is to be expanded goes where its a and b say.
 template <class Sources>
@@ -108,6 +118,13 @@ constexpr ExpandOrder expand_order(const Config& config, const Schedule& schedul
     order.first_a = std::min(order.rows_a, bands * band * config.block_m / REGION_ROWS);
     order.first_b = std::min(order.rows_b, regions(int64_t{wide} * config.block_n, REGION_ROWS));
     order.pack = std::max(1u, order.first_b);
+    const uint32_t first = order.first_a + order.first_b;
+    const uint32_t rest = (order.rows_a + order.rows_b - first) % order.pack;
+    order.first_regions = first * order.columns;
+    order.first = Divisor(first);
+    order.pack_regions = Divisor(order.pack * order.columns);
+    order.wide = Divisor(order.pack);
+    order.last_wide = Divisor(rest == 0 ? order.pack : rest);
     return order;
 }
 
@@ -116,6 +133,27 @@ constexpr ExpandOrder expand_order(const Config& config, const ExpandingParams<S
     const Params& product = p.product;
     return expand_order(config, product.schedule, product.m, product.n, product.k,
                         std::is_same_v<Sources, Mxfp8Sources>);
+}
+
+// The product of 16-bit activations and a prepared weight of NVFP4, whose rows and columns in
+// scratch memory are whole pieces.
+inline ExpandingParams<Nvfp4Source> expanding_params(const mixed_gemm::Params& p, int band,
+                                                     void* scratch) {
+    return {.product = {.a = p.a,
+                        .b = scratch,
+                        .out = p.out,
+                        .m = p.m,
+                        .n = p.n,
+                        .k = p.k,
+                        .a_stride = p.a_stride,
+                        .b_stride = mixed_gemm::pieces(p.k) * mixed_gemm::PIECE,
+                        .out_stride = p.n,
+                        .out_dtype = p.out_dtype,
+                        .epilogue = {.bias = p.bias,
+                                     .alpha = NVFP4_ALPHA,
+                                     .activation = static_cast<Activation>(p.activation)},
+                        .schedule = {.band = band, .blocks = p.schedule.blocks}},
+            .sources = {p.weight, p.scale}};
 }
 
 template <Config config, class Sources>

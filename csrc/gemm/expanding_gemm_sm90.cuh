@@ -6,7 +6,7 @@
 // whichever is the next in the order in which the tiles need them, expands it, and counts it; the
 // warp that loads a tile waits until its regions are complete. Warps that expand wait for nobody,
 // so that every item that has been claimed is finished, whatever blocks are on the GPU. At the
-// start the warps that multiply expand, too.
+// start the warps that multiply may expand, too.
 //
 // Order of memory: the lanes that have written fence their writes, which TMA of any block will read
 // (generic to async proxy); the warp meets, and one lane releases them to the GPU and counts. The
@@ -17,6 +17,7 @@
 #include "csrc/gemm/expanding_gemm.h"
 #include "csrc/gemm/gemm_sm90.cuh"
 #include "csrc/gemm/mxfp8_quantize_sm90.cuh"
+#include "kittens/arch/fences_global.cuh"
 
 namespace thunderkittens::gemm {
 namespace sm90 {
@@ -27,9 +28,9 @@ struct ExpandItem {
 };
 
 // 16 x 256 codes; a lane has eight neighbours of each row.
-template <int DATA, int AT_A_TIME>
+template <int DATA, int AT_A_TIME, class Meanwhile>
 __device__ __forceinline__ void expand_mxfp8(const Mxfp8Source& from, bf16* to, int pitch,
-                                             const ExpandItem& item) {
+                                             const ExpandItem& item, Meanwhile meanwhile) {
     using block_scaled::sm90::ATOM;
     using block_scaled::sm90::scale_of_byte;
     constexpr int CHUNK = 8;
@@ -55,6 +56,7 @@ __device__ __forceinline__ void expand_mxfp8(const Mxfp8Source& from, bf16* to, 
             words[i] = arch::load_global_readonly(reinterpret_cast<const uint2*>(codes));
             codes += static_cast<uint32_t>(from.stride);
         }
+        if (first == 0) meanwhile();
 #pragma unroll
         for (int i = 0; i < AT_A_TIME; ++i) {
             const uint32_t four = arch::shuffle(scales, source + first + i);
@@ -73,23 +75,28 @@ __device__ __forceinline__ void expand_mxfp8(const Mxfp8Source& from, bf16* to, 
     }
 }
 
-// What a kernel knows of its sources: whether a is expanded too, how an item is, and how much of it
-// is on its way from memory at a time, with many registers and with few.
+// What a kernel knows of its sources: whether a is expanded too, the multiple of rows that there is
+// of each, by what the sums are to be multiplied, how an item is expanded, and how much of it is on
+// its way from memory at a time, with many registers (none: not then) and with few.
 template <class Sources>
 struct Expansion;
 
 template <>
 struct Expansion<Mxfp8Sources> {
     static constexpr bool both = true;
+    static constexpr int rows = 1;
+    using Factor = HostFactor;
+    static __device__ __forceinline__ Factor factor(const Mxfp8Sources&) { return {}; }
     static constexpr int early = 16, late = 8;  // rows
-    template <int AT_A_TIME, class T>
+    template <int AT_A_TIME, class T, class Meanwhile>
     static __device__ __forceinline__ void expand(const Mxfp8Sources& sources, bool of_b, T* to,
-                                                  int pitch, const ExpandItem& item) {
+                                                  int pitch, const ExpandItem& item,
+                                                  Meanwhile meanwhile) {
         const auto expand_from = [&](const Mxfp8Source& from) {
             if (from.e5m2)
-                expand_mxfp8<int(DType::e5m2), AT_A_TIME>(from, to, pitch, item);
+                expand_mxfp8<int(DType::e5m2), AT_A_TIME>(from, to, pitch, item, meanwhile);
             else
-                expand_mxfp8<int(DType::e4m3), AT_A_TIME>(from, to, pitch, item);
+                expand_mxfp8<int(DType::e4m3), AT_A_TIME>(from, to, pitch, item, meanwhile);
         };
         if (of_b)
             expand_from(sources.b);
@@ -109,54 +116,60 @@ struct ExpandPlan {
     int* counters;
 };
 
-// Expands items; with EARLY as long as the first p.early are not all claimed.
+// Expands items; with EARLY as long as the first p.early are not all claimed. An item is counted
+// when the first loads of the next one are on their way, while the one after that is claimed, so
+// that a warp waits for all of these at once.
 template <int AT_A_TIME, bool EARLY, class T, class Sources>
 __device__ __forceinline__ void expand_items(const ExpandPlan<T, Sources>& p) {
-    const auto claim = [&] { return laneid() == 0 ? arch::fetch_add_global(p.counters, 1) : 0; };
-    int index = arch::shuffle(claim(), 0);
-    while (index < p.items) {
+    // Of the first lane the item that it has claimed, of the others the counter of the last item,
+    // which the second counts: one register for both.
+    int next = laneid() == 0 ? arch::claim_global(p.counters) : 0;
+    const auto count = [&] {
+        arch::fence_async_global();
+        arch::sync_warp();
+        if (arch::lane_again() == 1 && next != 0) {
+            arch::fence_release_gpu();
+            arch::count_global(p.counters + next);
+            arch::count_global(p.counters + 1);
+        }
+    };
+    for (int index; (index = arch::shuffle(next, 0)) < p.items;) {
         const auto region = p.order.at(static_cast<uint32_t>(index) / REGION_ITEMS);
-        const int counter =
-            static_cast<int>(p.order.counter(region.of_b, region.row, region.column));
         const int row =
-            static_cast<int>(region.row) * REGION_ROWS + index % REGION_ITEMS * ITEM_ROWS;
+            static_cast<int>(region.row * REGION_ROWS + uint32_t(index) % REGION_ITEMS * ITEM_ROWS);
         const int column = static_cast<int>(region.column) * REGION_K;
+        const auto meanwhile = [&] {
+            count();
+            if (laneid() > 0)
+                next = static_cast<int>(p.order.counter(region.of_b, region.row, region.column));
+            else
+                next = !EARLY || index < p.early ? arch::claim_global(p.counters) : p.items;
+        };
         // Constants of the kernel in each branch, not registers. The last rows are expanded twice,
         // to the same values, where they are not 16.
-        if (region.of_b) {
-            if (row < p.n) {
-                Expansion<Sources>::template expand<AT_A_TIME>(
-                    p.sources, true, p.b, p.pitch_b, {min(row, p.n - ITEM_ROWS), column, p.k});
-            }
+        if (row >= (region.of_b ? p.n : p.m)) {
+            meanwhile();
+        } else if (region.of_b) {
+            Expansion<Sources>::template expand<AT_A_TIME>(p.sources, true, p.b, p.pitch_b,
+                                                           {min(row, p.n - ITEM_ROWS), column, p.k},
+                                                           meanwhile);
         } else if (Expansion<Sources>::both) {
-            if (row < p.m) {
-                Expansion<Sources>::template expand<AT_A_TIME>(
-                    p.sources, false, p.a, p.pitch_a, {min(row, p.m - ITEM_ROWS), column, p.k});
-            }
+            Expansion<Sources>::template expand<AT_A_TIME>(p.sources, false, p.a, p.pitch_a,
+                                                           {min(row, p.m - ITEM_ROWS), column, p.k},
+                                                           meanwhile);
         }
-        // The answer comes while the writes are waited for.
-        const int next = !EARLY || index < p.early ? claim() : p.items;
-        arch::fence_async();
-        arch::sync_warp();
-        if (laneid() == 0) {
-            arch::fence_gpu();
-            arch::fetch_add_global(p.counters + counter, 1);
-            arch::fetch_add_global(p.counters + 1, 1);
-        }
-        index = arch::shuffle(next, 0);
     }
+    count();
 }
 
 // Called by a whole warp, whose lanes wait for a region each; one of them loads.
-template <Config C, class Plan>
-__device__ __forceinline__ void produce_expanded(const typename Types<C>::Globals& g,
-                                                 const Plan& plan,
-                                                 typename Types<C>::Shared& shared) {
-    using K = Types<C>;
+template <class K, class Plan>
+__device__ __forceinline__ void produce_expanded(const typename K::Globals& g, const Plan& plan,
+                                                 typename K::Shared& shared, Walk walk) {
+    constexpr Config C = K::config;
     Ring<C.stages> ring;
     bool all = false;  // has been expanded
-    for (uint32_t index = blockIdx.x; index < g.order.total; index += gridDim.x) {
-        const TilePosition at = g.order.at(index);
+    walk.for_each(g, [&](const TilePosition at) {
         const uint32_t m = at.m * C.block_m, n = at.n * C.block_n;
         const uint32_t end = min(n + C.block_n, g.n);
         // A region per lane: one after the other would take longer than a stage.
@@ -168,38 +181,25 @@ __device__ __forceinline__ void produce_expanded(const typename Types<C>::Global
         if (!all) {
             all = arch::warp_uniform(arch::load_acquire_global(plan.counters + 1)) == plan.items;
             arch::sync_warp();
-            arch::fence_async();
+            arch::fence_async_global();
         }
-        for (int k = 0; k < g.k_blocks; ++k, ring.advance()) {
-            const int col = k * BLOCK_K;
-            if (!all && col % REGION_K == 0) {
+        for (int step = 0; step < g.k_blocks; ++step, ring.advance()) {
+            const int k = step * BLOCK_K;
+            if (!all && k % REGION_K == 0) {
                 while (mine && arch::load_acquire_global(counter) < REGION_ITEMS) {
                 }
                 ++counter;
                 arch::sync_warp();
-                arch::fence_async();
+                arch::fence_async_global();
             }
             auto& stage = shared.stages[ring.stage];
             semaphore& full = shared.full[ring.stage];
             wait(shared.empty[ring.stage], ring.phase ^ 1);
             if (!arch::elect_one()) continue;
             tma::expect(full, stage);
-            auto& a_parts = reinterpret_cast<typename K::a_part(&)[K::a_parts]>(stage.a);
-            auto& b_parts = reinterpret_cast<typename K::b_part(&)[K::b_parts]>(stage.b);
-#pragma unroll
-            for (int i = 0; i < K::a_parts; ++i) {
-                tma::load_async(a_parts[i], g.a,
-                                elements(0, 0, static_cast<int>(m) + i * K::a_part_rows, col),
-                                full);
-            }
-#pragma unroll
-            for (int i = 0; i < K::b_parts; ++i) {
-                tma::load_async(b_parts[i], g.b,
-                                elements(0, 0, static_cast<int>(n) + i * K::b_part_cols, col),
-                                full);
-            }
+            load_step<K>(g, stage, full, 0, static_cast<int>(m), n, k);
         }
-    }
+    });
 }
 
 template <class K, class Sources>
@@ -215,33 +215,18 @@ __global__ __launch_bounds__(K::threads, 1) void expanding_gemm_kernel(
     auto& shared = allocator.template allocate<typename K::Shared>();
 
     if (warpgroup::groupid() == C.consumers) {
-        if (warpgroup::warpid() == 0) {
-            if (arch::elect_one()) {
-                tma::prefetch_map<typename K::a_part>(g.a);
-                tma::prefetch_map<typename K::b_part>(g.b);
-                tma::prefetch_map<typename K::out_tile>(g.out_map);
-                for (int i = 0; i < C.stages; ++i) {
-                    init_semaphore(shared.full[i], 1);
-                    init_semaphore(shared.empty[i], C.consumers);
-                }
-                arch::mbarrier_init_fence();
-            }
-            arch::sync_warp();
-        }
-        arch::named_barrier_arrive(READY, K::threads);
         warpgroup::decrease_registers<producer_registers>();
-        arch::wait_for_dependencies();
-        arch::launch_dependents();
-        if (warpgroup::warpid() != 0)
-            expand_items<E::late, false>(plan);
+        Walk walk;
+        if (start_producer<K>(g, shared, walk))
+            produce_expanded<K>(g, plan, shared, walk);
         else
-            produce_expanded<C>(g, plan, shared);
+            expand_items<E::late, false>(plan);
     } else {
         arch::named_barrier_sync(READY, K::threads);
         warpgroup::increase_registers<consumer_registers>();
         arch::wait_for_dependencies();
-        expand_items<E::early, true>(plan);
-        consume<C>(g, shared);
+        if constexpr (E::early > 0) expand_items<E::early, true>(plan);
+        consume<C>(g, shared, E::factor(plan.sources));
     }
 }
 
@@ -264,7 +249,7 @@ void launch_expanding(const ExpandingParams<Sources>& p, Stream stream) {
         .pitch_a = static_cast<int>(product.a_stride),
         .pitch_b = static_cast<int>(product.b_stride),
         .m = static_cast<int>(product.m),
-        .n = static_cast<int>(product.n),
+        .n = static_cast<int>(sm90::ceil_div(product.n, E::rows) * E::rows),
         .k = static_cast<int>(product.k),
         .items = static_cast<int>(order.total()) * REGION_ITEMS,
         .early =

@@ -52,10 +52,10 @@ __device__ __forceinline__ void produce_residual(const typename Types<C>::Global
 
 template <Config C>
 __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
-                                        typename Types<C>::Shared& shared, Walk walk) {
+                                        typename Types<C>::Shared& shared) {
     using K = Types<C>;
     Ring<C.stages> ring;
-    walk.for_each(g, [&](const TilePosition at) {
+    for_each_loaded_tile(g, [&](const TilePosition at) {
         if constexpr (C.marked) {
             if (!is_marked<C>(g, at)) return;
         }
@@ -74,9 +74,16 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
     });
 }
 
-template <Config C>
+// By what sums are multiplied, and whether they are activated where the epilogue is not fused.
+struct HostFactor {
+    static constexpr bool activates = false;
+    __device__ __forceinline__ float times(float alpha) const { return alpha; }
+};
+
+template <Config C, class Factor = HostFactor>
 __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
-                                        typename Types<C>::Shared& shared) {
+                                        typename Types<C>::Shared& shared,
+                                        const Factor factor = {}) {
     using K = Types<C>;
     const int consumer = warpgroup::groupid();
     // One arrival stands for the warpgroup, which wgmma reads shared memory as.
@@ -134,16 +141,26 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
 
         Place16 to{at.batch, row, col};
         // The usual way first and by itself: a short kernel waits for code that it jumps over.
-        if constexpr (!C.fused) {
+        if constexpr (!C.fused && !Factor::activates) {
             if (g.plain) {
+                if (last) {
+                    finished.any = false;
+                    // A warp's part of a stage holds rows of others where those are adjacent.
+                    if constexpr (C.a_m_major) warpgroup::sync(READY + 1 + consumer);
+                    return Finished<C>::template send_last<typename K::T>(g, shared, d, to);
+                }
                 finished.template pack<typename K::T>(d);
                 finished.at = to;
                 finished.any = true;
                 return;
             }
         }
-        if (g.epilogue.alpha != 1.f) scale(d, g.epilogue.alpha);
+        if (g.epilogue.alpha != 1.f) scale(d, factor.times(g.epilogue.alpha));
         if (g.epilogue.bias != nullptr) bias.add(shared.bias[consumer], d);
+        if constexpr (Factor::activates) {
+            auto& sums = reinterpret_cast<float(&)[C.block_n / 2]>(d);
+            activate(g.epilogue.activation, sums);
+        }
         if constexpr (C.fused) {
             FusedEpilogue<C>::apply(g, d, to);
             if (g.epilogue.gate == Gate::interleaved) to.col /= 2;
@@ -183,12 +200,11 @@ __global__ __launch_bounds__(K::threads,
 
     if (warpgroup::groupid() == C.consumers) {
         if constexpr (C.consumers > 1) warpgroup::decrease_registers<K::producer_registers>();
-        Walk walk;
-        const bool loads = start_producer<K>(g, shared, walk);
+        const bool loads = start_producer<K>(g, shared);
         const bool work = loads && (!C.marked || any_mark(g.marks, g.m, g.n));
-        if (work && arch::elect_one()) produce<C>(g, shared, walk);
+        if (work && arch::elect_one()) produce<C>(g, shared);
     } else {
-        arch::named_barrier_sync(READY, K::threads);
+        arch::named_barrier_sync(READY, READY_THREADS<K>);
         if constexpr (C.consumers > 1) warpgroup::increase_registers<K::consumer_registers>();
         arch::wait_for_dependencies();
         if (!C.marked || any_mark(g.marks, g.m, g.n)) consume<C>(g, shared);
@@ -215,6 +231,12 @@ Residual<C> residual_of(const Params& p, int64_t out_n) {
     } else {
         return {};
     }
+}
+
+// Whether each block has one tile, in the order of the grid: tiles of a row are a band.
+inline bool in_one_round(const Schedule& schedule, const TileOrder& order) {
+    return uint32_t(schedule.blocks) == order.total && !order.along_m &&
+           order.band_tiles.value == order.matrix_tiles.value;
 }
 
 template <Config C>
@@ -252,36 +274,46 @@ typename Types<C>::Globals make_globals(const Params& p) {
                                      p.out_batch_stride * words)
                                : matrix.template operator()<decltype(K::Globals::out_map)>(
                                      p.a, false, 1, 64, 64, 0);
+    const TileOrder order = make_order(C, p.schedule, p.m, p.n, p.batch);
     return {
+        .k_blocks = static_cast<int>(ceil_div(p.k, BLOCK_K)),
+        .blocks = static_cast<uint32_t>(p.schedule.blocks),
+        .a_batched = p.a_batch_stride != 0,
+        .b_batched = p.b_batch_stride != 0,
+        .b_once = p.schedule.b_once,
+        .one_round = in_one_round(p.schedule, order),
+        .plain = tma_store && p.out_dtype == C.dtype && e.alpha == 1.f && e.bias == nullptr &&
+                 ceil_div(p.k, BLOCK_K) >= Finished<C>::pieces,
+        .tma_store = tma_store,
+        .pairs = pairs,
+        .aligned_pairs = aligned_pairs,
+        .packed = C.fused && !C.marked && p.out_dtype == DType::bf16 && e.gate == Gate::none &&
+                  e.residual == nullptr,
+        .order = order,
+        .epilogue = e,
+        .m = static_cast<uint32_t>(p.m),
+        .n = static_cast<uint32_t>(p.n),
+        .out_n = static_cast<uint32_t>(out_n),
+        .out_dtype = p.out_dtype,
+        .out = p.out,
+        .out_stride = p.out_stride,
+        .out_batch_stride = p.out_batch_stride,
+        .marks = p.marks,
         .a = matrix.template operator()<decltype(K::Globals::a)>(p.a, C.a_m_major, p.m, p.k,
                                                                  p.a_stride, p.a_batch_stride),
         .b = matrix.template operator()<decltype(K::Globals::b)>(p.b, !C.b_n_major, p.k, p.n,
                                                                  p.b_stride, p.b_batch_stride),
         .out_map = out,
-        .out = p.out,
-        .m = static_cast<uint32_t>(p.m),
-        .n = static_cast<uint32_t>(p.n),
-        .out_n = static_cast<uint32_t>(out_n),
-        .k_blocks = static_cast<int>(ceil_div(p.k, BLOCK_K)),
-        .out_dtype = p.out_dtype,
-        .out_stride = p.out_stride,
-        .out_batch_stride = p.out_batch_stride,
-        .tma_store = tma_store,
-        .pairs = pairs,
-        .aligned_pairs = aligned_pairs,
-        .epilogue = e,
-        .a_batched = p.a_batch_stride != 0,
-        .b_batched = p.b_batch_stride != 0,
-        .b_once = p.schedule.b_once,
-        .blocks = static_cast<uint32_t>(p.schedule.blocks),
-        .plain = tma_store && p.out_dtype == C.dtype && e.alpha == 1.f && e.bias == nullptr &&
-                 ceil_div(p.k, BLOCK_K) >= Finished<C>::pieces,
-        .order = make_order(C, p.schedule, p.m, p.n, p.batch),
-        .marks = p.marks,
         .residual = residual_of<C>(p, out_n),
-        .packed = C.fused && !C.marked && p.out_dtype == DType::bf16 && e.gate == Gate::none &&
-                  e.residual == nullptr,
     };
+}
+
+// The grid: where every block has one tile, the tiles themselves.
+template <Config C>
+dim3 grid_of(const Params& p, bool one_round) {
+    if (!one_round) return dim3(p.schedule.blocks);
+    return dim3(static_cast<unsigned>(ceil_div(p.m, C.block_m)),
+                static_cast<unsigned>(ceil_div(p.n, C.block_n)), static_cast<unsigned>(p.batch));
 }
 
 }  // namespace sm90
@@ -291,7 +323,7 @@ void launch(const Params& params, Stream stream) {
     using K = sm90::Types<C>;
     const auto globals = sm90::make_globals<C>(params);
     kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::gemm_kernel<K>,
-                    dim3(params.schedule.blocks), dim3(K::threads), dim3(1),
+                    sm90::grid_of<C>(params, globals.one_round), dim3(K::threads), dim3(1),
                     sizeof(typename K::Shared), stream, globals);
 }
 

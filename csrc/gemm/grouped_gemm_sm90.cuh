@@ -220,13 +220,8 @@ __global__ __launch_bounds__(K::threads, 1) void grouped_gemm_kernel(const __gri
     if (warpgroup::groupid() == C.consumers) {
         if (warpgroup::warpid() == 0) {
             if (arch::elect_one()) {
-                tma::prefetch_map<typename K::a_part>(g.a);
-                tma::prefetch_map<typename K::b_part>(g.b);
-                tma::prefetch_map<typename K::out_tile>(g.out_map);
-                for (int i = 0; i < C.stages; ++i) {
-                    init_semaphore(shared.full[i], 1);
-                    init_semaphore(shared.empty[i], C.consumers);
-                }
+                gemm::sm90::prefetch_maps<K>(g);
+                gemm::sm90::init_ring<K>(shared);
                 for (int i = 0; i < TILES_AHEAD; ++i) {
                     init_semaphore(shared.described[i], 1);
                     init_semaphore(shared.read[i], K::readers);

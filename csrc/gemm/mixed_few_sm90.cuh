@@ -2,14 +2,16 @@
 // costs is to read the weight, once.
 //
 // A tile is as many strips of 16 rows of the weight as give every SM the same, all of k, and up to
-// 16 rows of a. Of 18 warps one loads the weight, in bulk copies of whole pieces where a tile has
-// all strips of them, one loads a by TMA. The others divide the strips and the pieces of a stage of
-// the ring, and depend on nobody: a warp makes 16-bit fragments of a strip in registers, the first
-// operand of mma.sync, whose second are the rows of a. At the end the sums of those that divide k
-// meet in shared memory, and are added in a fixed order: reruns give the same bits.
+// 16 rows of a. Of 17 warps one loads: the weight in bulk copies of whole pieces where a tile has
+// all strips of them, a by TMA. The others divide the strips and the pieces of a stage of the ring,
+// and depend on nobody: a warp makes 16-bit fragments of a strip in registers, the first operand of
+// mma.sync, whose second are the rows of a. At the end the sums of those that divide k meet in
+// shared memory, and are added in a fixed order: reruns give the same bits.
 //
 // How the work is shared, and with it the size of a stage, is known at run time (FewPlan), so that
-// one kernel serves all widths.
+// one kernel serves all widths. A call lasts as long as some ten waits for memory, so that what
+// comes before the first copy and after the last product counts: code there comes from memory too,
+// line by line, and is short.
 #pragma once
 
 #include "csrc/gemm/mixed_tiles_sm90.cuh"
@@ -24,7 +26,6 @@ struct FewTypes {
     using T = std::conditional_t<C.dtype == DType::bf16, bf16, half>;
     using W = typename weights_of<C.format>::type;
     using rows = st<T, C.tokens, PIECE>;
-    static constexpr uint32_t band = 4;
     static constexpr int piece = piece_bytes(C.format), strip = strip_bytes(C.format);
     static constexpr int threads = mixed_gemm::threads(C);
     static constexpr int eights = C.tokens / 8;  // of rows of a: columns of a product
@@ -47,9 +48,9 @@ struct FewTypes {
         gemm::Activation activation;
         bool quads;  // four neighbouring elements of out are aligned
         uint32_t m, n, groups;
-        uint32_t row_pieces, row_tiles, clusters;
-        uint32_t splits;  // 1
-        int k_pieces, k_stages, strips;
+        uint32_t row_pieces, row_tiles, blocks;
+        int k_pieces, k_stages;
+        int strips, all_strips;    // of a tile, of a weight
         int rows_box, strips_box;  // pieces of k of one copy of a, strips of one of the weight
         FewPlan plan;
     };
@@ -65,29 +66,63 @@ struct RingPlace {
     }
 };
 
-// The strips of a tile, and where they lie in a stage: piece after piece of rows. Of a whole piece
-// they are as in memory, of others, after the strips of a copy, its k.
+// Calls work(tile) for each of this block's tiles: of each group in turn, tiles of the same rows of
+// the weight one after the other.
+template <class K, class Work>
+__device__ __forceinline__ void for_each_few_tile(const typename K::Globals& g, Work work) {
+    constexpr uint32_t tokens = K::config.tokens;
+    uint32_t index = blockIdx.x, begin = 0;
+    // One loop for all, so that `work` is in the code once: behind the last group are rows that
+    // have none.
+#pragma unroll 1
+    for (uint32_t group = 0; group <= g.groups; ++group) {
+        uint32_t end = g.m;
+        if (g.offs != nullptr && group < g.groups) {
+            const int last = arch::load_global(g.offs + group);
+            end = min(max(uint32_t(max(last, 0)), begin), g.m);
+        }
+        const uint32_t token_tiles = (end - begin + tokens - 1) / tokens;
+        const uint32_t tiles = token_tiles * g.row_tiles;
+#pragma unroll 1
+        for (; index < tiles; index += g.blocks) {
+            uint32_t row_tile = index, token = begin;
+            if (token_tiles > 1) {
+                row_tile = index / token_tiles;
+                token += (index - row_tile * token_tiles) * tokens;
+            }
+            work(Tile{group, row_tile, token, end});
+        }
+        index -= tiles;
+        begin = end;
+    }
+}
+
+// The strips of a tile, and where they lie in a stage: piece after piece of rows. Of a piece that
+// the tile has whole they are as in memory, of others, after the strips of a copy, its k.
 template <class K>
 struct Strips {
     int first, count;
+    int head, middle;  // those before the first whole piece, those of whole pieces
 
     __device__ __forceinline__ Strips(const typename K::Globals& g, const Tile& tile)
         : first(static_cast<int>(tile.row_tile) * g.strips),
-          count(min(g.strips, static_cast<int>((g.n + STRIP_ROWS - 1) / STRIP_ROWS) - first)) {}
-    // Of the piece of rows that has strip i of the tile: its first strip in the tile, and how many
-    // there are.
-    __device__ __forceinline__ int2 part(int i) const {
-        const int begin = (first + i) / STRIPS * STRIPS - first;
-        const int from = max(begin, 0);
-        return {from, min(begin + STRIPS, count) - from};
+          count(min(g.strips, g.all_strips - first)),
+          head(min(-first & (STRIPS - 1), count)),
+          middle((count - head) & -STRIPS) {}
+    __device__ __forceinline__ bool whole(int i) const {
+        return static_cast<uint32_t>(i - head) < static_cast<uint32_t>(middle);
+    }
+    // Copies of those that are in no whole piece, of `box` strips each, one or two.
+    __device__ __forceinline__ int boxes(int box) const {
+        const int tail = count - head - middle;
+        return box == 1 ? head + tail : (head + 1) / 2 + (tail + 1) / 2;
     }
     // Where strip i is, of a piece of the stage's k.
     __device__ __forceinline__ uint32_t place(const typename K::Globals& g, int i,
                                               int piece) const {
-        const int2 there = part(i);
-        const int together = there.y == STRIPS ? STRIPS : g.strips_box, within = i - there.x;
-        const int before = there.x + within / together * together;
-        return (before * g.plan.pieces + piece * together + within % together) * K::strip;
+        const int together = whole(i) ? STRIPS : g.strips_box;
+        const int within = (first + i) & (together - 1);
+        return ((i - within) * g.plan.pieces + piece * together + within) * K::strip;
     }
 };
 
@@ -105,89 +140,65 @@ __device__ __forceinline__ uint32_t strips_of(const typename K::Globals& g, int 
 template <class K, class Work>
 __device__ __forceinline__ void for_each_few_stage(const typename K::Globals& g, const Tile& tile,
                                                    int begin, int by, Work work) {
-    int k = (static_cast<int>(tile.row_tile * 37u % uint32_t(g.k_stages)) + begin) % g.k_stages;
+    const uint64_t place = tile.row_tile * 0x9e3779b9u;  // as a fraction of 2^32
+    int k = static_cast<int>(place * static_cast<uint32_t>(g.k_stages) >> 32) + begin;
+#pragma unroll 1
     for (int step = begin; step < g.k_stages; step += by) {
-        work(k);
-        k += by;
 #pragma unroll 1
         while (k >= g.k_stages) k -= g.k_stages;
+        work(k);
+        k += by;
     }
 }
 
-// The warp that loads the weight.
+// The thread that loads.
 template <class K>
-__device__ __forceinline__ void load_strips(const typename K::Globals& g,
-                                            typename K::Semaphores& semaphores) {
-    const int pieces = g.plan.pieces;
+__device__ __forceinline__ void load_few(const typename K::Globals& g,
+                                         typename K::Semaphores& semaphores) {
+    constexpr int rows_bytes = sizeof(typename K::rows);
+    const int pieces = g.plan.pieces, rows_box = g.rows_box, strips_box = g.strips_box;
     RingPlace place{0, 1};
-    for_each_tile<K>(g, [&](const Tile& tile) {
+    for_each_few_tile<K>(g, [&](const Tile& tile) {
         if (tile.group >= g.groups) return;
         const Strips<K> strips(g, tile);
         const int line = static_cast<int>(tile.group * g.row_pieces) + strips.first / STRIPS;
-        int whole = 0, boxes = 0;
-        for (int i = 0; i < strips.count; i += strips.part(i).y) {
-            const int count = strips.part(i).y;
-            if (count == STRIPS)
-                ++whole;
-            else
-                boxes += (count + g.strips_box - 1) / g.strips_box;
-        }
+        // A box has all its bytes, also past the end of k.
+        const int boxes = strips.boxes(strips_box) * strips_box * pieces * K::strip;
         for_each_few_stage<K>(g, tile, 0, 1, [&](int k) {
             semaphore& full = semaphores.full[place.slot];
             const int first = k * pieces, there = min(pieces, g.k_pieces - first);
-            const uint32_t to = strips_of<K>(g, place.slot);
+            const uint32_t rows = stage_of<K>(g, place.slot);
+            const uint32_t codes = strips_of<K>(g, place.slot);
             wait(semaphores.empty[place.slot], place.phase);
-            // A box has all its bytes, also past the end of k.
-            tma::expect_bytes(full,
-                              whole * there * K::piece + boxes * g.strips_box * pieces * K::strip);
-            int row = line;
+            tma::expect_bytes(
+                full, max(there, rows_box) * rows_bytes + boxes + strips.middle * there * K::strip);
 #pragma unroll 1
-            for (int i = 0; i < strips.count; ++row) {
-                const int count = strips.part(i).y;
-                const uint32_t at = to + i * pieces * K::strip;
-                if (count == STRIPS) {
+            for (int i = 0; i < there; i += rows_box) {
+                const int piece = first + i;
+                arch::tma_load<tma::CachePolicy::evict_last>(
+                    rows + i * rows_bytes, &g.rows_map,
+                    rows_box > 1
+                        ? arch::TmaCoordinates{0, static_cast<int>(tile.token), piece, 0}
+                        : arch::TmaCoordinates{piece * PIECE, static_cast<int>(tile.token), 0, 0},
+                    full.address());
+            }
+#pragma unroll 1
+            for (int i = 0; i < strips.count;) {
+                const uint32_t at = codes + i * pieces * K::strip;
+                const int within = (strips.first + i) % STRIPS;
+                const int row = line + (strips.first % STRIPS + i) / STRIPS;
+                if (strips.whole(i)) {
                     arch::bulk_load_once(at,
                                          g.weight + (int64_t(row) * g.k_pieces + first) * K::piece,
                                          there * K::piece, full.address());
+                    i += STRIPS;
                 } else {
-                    const int within = (strips.first + i) % STRIPS;
-#pragma unroll 1
-                    for (int j = 0; j < count; j += g.strips_box) {
-                        arch::tma_load<tma::CachePolicy::evict_first>(
-                            at + j * pieces * K::strip, &g.strips_map,
-                            arch::TmaCoordinates{0, within + j, first, row}, full.address());
-                    }
+                    arch::tma_load<tma::CachePolicy::evict_first>(
+                        at, &g.strips_map, arch::TmaCoordinates{0, within, first, row},
+                        full.address());
+                    // No box reaches into the next piece of rows.
+                    i += strips_box;
                 }
-                i += count;
-            }
-            place.advance(1, g.plan.stages);
-        });
-    });
-}
-
-// The warp that loads rows of a.
-template <class K>
-__device__ __forceinline__ void load_rows(const typename K::Globals& g,
-                                          typename K::Semaphores& semaphores) {
-    constexpr uint32_t bytes = sizeof(typename K::rows);
-    RingPlace place{0, 1};
-    for_each_tile<K>(g, [&](const Tile& tile) {
-        if (tile.group >= g.groups) return;
-        const int token = static_cast<int>(tile.token), box = g.rows_box;
-        for_each_few_stage<K>(g, tile, 0, 1, [&](int k) {
-            semaphore& full = semaphores.full[place.slot];
-            const int first = k * g.plan.pieces, there = min(g.plan.pieces, g.k_pieces - first);
-            const int copies = (there + box - 1) / box;
-            wait(semaphores.empty[place.slot], place.phase);
-            tma::expect_bytes(full, copies * box * bytes);
-#pragma unroll 1
-            for (int i = 0; i < copies; ++i) {
-                const int piece = first + i * box;
-                arch::tma_load<tma::CachePolicy::evict_last>(
-                    stage_of<K>(g, place.slot) + i * box * bytes, &g.rows_map,
-                    box > 1 ? arch::TmaCoordinates{0, token, piece, 0}
-                            : arch::TmaCoordinates{piece * PIECE, token, 0, 0},
-                    full.address());
             }
             place.advance(1, g.plan.stages);
         });
@@ -229,7 +240,7 @@ struct FewMainloop {
                                         int row_group, int k_group) {
         const FewPlan& plan = g.plan;
         const Strips<K> strips(g, tile);
-        const int piece = k_group % plan.pieces;
+        const int piece = k_group & (plan.pieces - 1);
         uint32_t offset[K::most];
         int mine = 0;
 #pragma unroll
@@ -243,47 +254,46 @@ struct FewMainloop {
                 for (int j = 0; j < 4; ++j) d[s][e][j] = 0.f;
             }
         }
-        const int first = k_group / plan.pieces, by = plan.k_groups / plan.pieces;
+        const int first = k_group >> plan.pieces_bits, by = plan.k_groups >> plan.pieces_bits;
         RingPlace at = place;
         at.advance(first, plan.stages);
         for_each_few_stage<K>(g, tile, first, by, [&](int k) {
+            const auto release = [&] {
+                arch::sync_warp();
+                if (laneid() == 0) arrive(semaphores.empty[at.slot]);
+                at.advance(by, plan.stages);
+            };
             wait(semaphores.full[at.slot], at.phase);
-            if (k * plan.pieces + piece < g.k_pieces) {
-                const uint32_t codes = strips_of<K>(g, at.slot);
-                const auto load = [&](int s) {
-                    return K::W::load_strip(codes + offset[s], laneid());
-                };
-                // Of 16 rows, all loads first, where a warp has fewer strips its last again: 1 %
-                // faster. Of eight it is 2 % slower.
-                constexpr bool early = K::eights > 1;
-                typename K::W::Words strip[K::most];
+            if (k * plan.pieces + piece >= g.k_pieces) return release();
+            // All loads first, where a warp has fewer strips its last again: the place is free for
+            // the next copy while the warp multiplies.
+            const uint32_t codes = strips_of<K>(g, at.slot);
+            typename K::W::Words strip[K::most];
 #pragma unroll
-                for (int s = 0; early && s < K::most; ++s) strip[s] = load(s);
-                uint32_t a[4][K::eights][2];
-                load_a(stage_of<K>(g, at.slot) + piece * uint32_t(sizeof(typename K::rows)), a);
+            for (int s = 0; s < K::most; ++s) {
+                strip[s] = K::W::load_strip(codes + offset[s], laneid());
+            }
+            uint32_t a[4][K::eights][2];
+            load_a(stage_of<K>(g, at.slot) + piece * uint32_t(sizeof(typename K::rows)), a);
+            release();
 #pragma unroll
-                for (int s = 0; s < K::most; ++s) {
-                    if (s >= mine) break;
-                    if constexpr (!early) strip[s] = load(s);
-                    rt<T, 16, PIECE> fragments;
-                    K::W::fragments(strip[s], fragments);
+            for (int s = 0; s < K::most; ++s) {
+                if (s >= mine) break;
+                rt<T, 16, PIECE> fragments;
+                K::W::fragments(strip[s], fragments);
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        uint32_t words[4];
+                for (int i = 0; i < 4; ++i) {
+                    uint32_t words[4];
 #pragma unroll
-                        for (int j = 0; j < 4; ++j) {
-                            words[j] = arch::bit_cast<uint32_t>(fragments.tiles[0][i].data[j]);
-                        }
+                    for (int j = 0; j < 4; ++j) {
+                        words[j] = arch::bit_cast<uint32_t>(fragments.tiles[0][i].data[j]);
+                    }
 #pragma unroll
-                        for (int e = 0; e < K::eights; ++e) {
-                            arch::mma_sync<T, T>::fma(d[s][e], words, a[i][e], d[s][e]);
-                        }
+                    for (int e = 0; e < K::eights; ++e) {
+                        arch::mma_sync<T, T>::fma(d[s][e], words, a[i][e], d[s][e]);
                     }
                 }
             }
-            arch::sync_warp();
-            if (laneid() == 0) arrive(semaphores.empty[at.slot]);
-            at.advance(by, plan.stages);
         });
         place.advance(g.k_stages, plan.stages);
     }
@@ -293,7 +303,7 @@ struct FewMainloop {
 template <class K>
 __device__ __forceinline__ void few_finish(const typename K::Globals& g, uint32_t sums,
                                            const FewMainloop<K>& loop, const Tile& tile,
-                                           int row_group, int k_group) {
+                                           float scale, int row_group, int k_group) {
     constexpr Config C = K::config;
     constexpr int THREADS = FEW_WARPS * WARP_THREADS;
     const FewPlan& plan = g.plan;
@@ -301,37 +311,43 @@ __device__ __forceinline__ void few_finish(const typename K::Globals& g, uint32_
     const bool empty = tile.group >= g.groups;
     if (!empty) {
         arch::named_barrier_sync(SUMS, THREADS);  // those of the last tile have been read
-        const int row = laneid() / 4, token = laneid() % 4 * 2;
+        // Two rows of a that are neighbours, rows of the weight and 8 more.
+        const int line = k_group * C.tokens + laneid() % 4 * 2;
+        const uint32_t pitch = plan.pitch * 4;
+        uint32_t to = sums + line * pitch + (row_group * STRIP_ROWS + laneid() / 4) * 4;
 #pragma unroll
-        for (int s = 0; s < K::most; ++s) {
-            const int i = row_group + s * plan.row_groups;
-            if (i >= strips.count) break;
+        for (int s = 0; s < K::most; ++s, to += plan.row_groups * STRIP_ROWS * 4) {
+            if (row_group + s * plan.row_groups >= strips.count) break;
 #pragma unroll
             for (int e = 0; e < K::eights; ++e) {
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    const int line = k_group * C.tokens + e * 8 + token + j % 2;
-                    const int column = i * STRIP_ROWS + row + j / 2 * 8;
-                    arch::store_shared(sums + (line * plan.pitch + column) * 4, loop.d[s][e][j]);
-                }
+                const uint32_t first = to + e * 8 * pitch, second = first + pitch;
+                arch::store_shared(first, loop.d[s][e][0]);
+                arch::store_shared(second, loop.d[s][e][1]);
+                arch::store_shared(first + 32, loop.d[s][e][2]);
+                arch::store_shared(second + 32, loop.d[s][e][3]);
             }
         }
         arch::named_barrier_sync(SUMS, THREADS);
     }
-    const float scale = scale_of(g, tile.group);
-    const int fours = strips.count * (STRIP_ROWS / 4);
     const int there = min(C.tokens, static_cast<int>(tile.end - tile.token));
 #pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < there * fours; i += THREADS) {
-        const int row = i / fours, column = (i - row * fours) * 4;
+    for (int i = static_cast<int>(threadIdx.x); i < there << plan.fours_bits; i += THREADS) {
+        const int row = i >> plan.fours_bits, column = (i & ((1 << plan.fours_bits) - 1)) * 4;
         const uint32_t n = strips.first * STRIP_ROWS + column;
-        if (n >= g.n) continue;
+        if (column >= strips.count * STRIP_ROWS || n >= g.n) continue;
         float4 sum{};
-#pragma unroll 4
-        for (int part = 0; part < (empty ? 0 : plan.k_groups); ++part) {
-            const auto more = arch::load_shared<float4>(
-                sums + ((part * C.tokens + row) * plan.pitch + column) * 4);
-            sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+        uint32_t from = sums + (row * plan.pitch + column) * 4;
+#pragma unroll 1
+        for (int part = 0; part < (empty ? 0 : plan.k_groups); part += 4) {
+            float4 more[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j, from += C.tokens * plan.pitch * 4) {
+                more[j] = arch::load_shared<float4>(from);
+            }
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                sum.x += more[j].x, sum.y += more[j].y, sum.z += more[j].z, sum.w += more[j].w;
+            }
         }
         store_results<K>(g, tile.group, scale, tile.token + row, n, sum);
     }
@@ -342,39 +358,37 @@ __global__ __launch_bounds__(K::threads, 1) void mixed_few_kernel(const __grid_c
                                                                   typename K::Globals g) {
     auto& semaphores = *reinterpret_cast<typename K::Semaphores*>(shared_memory());
     const int warp = arch::warp_uniform(warpid());
+    // Two branches and not one with an else, so that ptxas lays what comes before the first copy at
+    // the kernel's beginning: elsewhere it would be fetched from memory on its own.
     if (warp == FEW_WARPS) {
         if (arch::elect_one()) {
+            arch::tma_prefetch_map(&g.rows_map);
 #pragma unroll 1
             for (int i = 0; i < g.plan.stages; ++i) {
-                init_semaphore(semaphores.full[i], 2);
+                init_semaphore(semaphores.full[i], 1);
                 init_semaphore(semaphores.empty[i], g.plan.pieces * g.plan.row_groups);
             }
             arch::mbarrier_init_fence();
         }
         arch::sync_warp();
-    } else if (warp > FEW_WARPS) {
-        if (arch::elect_one()) {
-            arch::tma_prefetch_map(&g.rows_map);
-            arch::tma_prefetch_map(&g.strips_map);
-        }
+        arch::named_barrier_arrive(READY, K::threads);
+        arch::wait_for_dependencies();
+        arch::launch_dependents();
+        if (arch::elect_one()) load_few<K>(g, semaphores);
         arch::sync_warp();
     }
-    arch::sync_block();
-    arch::wait_for_dependencies();
-    arch::launch_dependents();
-    if (warp == FEW_WARPS) {
-        if (arch::elect_one()) load_strips<K>(g, semaphores);
-        arch::sync_warp();
-    } else if (warp > FEW_WARPS) {
-        if (arch::elect_one()) load_rows<K>(g, semaphores);
-        arch::sync_warp();
-    } else {
-        const int k_group = warp % g.plan.k_groups, row_group = warp / g.plan.k_groups;
+    if (warp < FEW_WARPS) {
+        const int row_group = warp >> g.plan.k_groups_bits;
+        const int k_group = warp & (g.plan.k_groups - 1);
         const uint32_t sums = stage_of<K>(g, g.plan.stages);
         FewMainloop<K> loop;
-        for_each_tile<K>(g, [&](const Tile& tile) {
+        arch::named_barrier_sync(READY, K::threads);
+        arch::wait_for_dependencies();
+        arch::launch_dependents();
+        for_each_few_tile<K>(g, [&](const Tile& tile) {
+            const float scale = scale_of(g, tile.group);  // on its way during the products
             if (tile.group < g.groups) loop.run(g, semaphores, tile, row_group, k_group);
-            few_finish<K>(g, sums, loop, tile, row_group, k_group);
+            few_finish<K>(g, sums, loop, tile, scale, row_group, k_group);
         });
     }
 }
@@ -430,11 +444,11 @@ void launch_few(const Params& p, const FewPlan& plan, Stream stream) {
         .groups = static_cast<uint32_t>(p.groups),
         .row_pieces = static_cast<uint32_t>(pieces(p.n)),
         .row_tiles = ceil_div(p.n, STRIP_ROWS * p.schedule.strips),
-        .clusters = static_cast<uint32_t>(p.schedule.blocks),
-        .splits = 1,
+        .blocks = static_cast<uint32_t>(p.schedule.blocks),
         .k_pieces = static_cast<int>(k_pieces),
         .k_stages = static_cast<int>(ceil_div(k_pieces, plan.pieces)),
         .strips = p.schedule.strips,
+        .all_strips = static_cast<int>(ceil_div(p.n, STRIP_ROWS)),
         .rows_box = whole ? plan.pieces : 1,
         .strips_box = strips_box,
         .plan = plan,

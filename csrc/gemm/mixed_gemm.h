@@ -73,6 +73,9 @@ struct Schedule {
 struct Choice {
     Config config;
     Schedule schedule;
+    // Many rows: the kernel of expanding_gemm.h instead, in bands of so many tiles.
+    bool expanding = false;
+    int band = 1;
 };
 
 // One call. a: base and stride, in elements, satisfy TMA. Rows of out are contiguous.
@@ -105,6 +108,8 @@ void visit_fields(Problem& p, Visitor&& visit) {
 }
 template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
+    visit("expanding", c.expanding);
+    visit("band", c.band);
     visit("tokens", c.config.tokens);
     visit("row_groups", c.config.row_groups);
     visit("k_groups", c.config.k_groups);
@@ -118,7 +123,7 @@ void visit_fields(Choice& c, Visitor&& visit) {
     visit("ranges", c.schedule.ranges);
 }
 
-// The kernel of mixed_few_sm90.cuh: 16 warps multiply, two load.
+// The kernel of mixed_few_sm90.cuh: 16 warps multiply, one loads.
 constexpr bool few(const Config& c) { return c.row_groups == 0; }
 constexpr int FEW_WARPS = 16;
 constexpr int FEW_STRIPS = 16;  // of a tile at most, four per warp
@@ -126,16 +131,26 @@ constexpr int FEW_STAGES = 16;  // at most
 constexpr int FEW_SHARED_BYTES = 232448;
 
 // How a tile of so many strips is shared: `row_groups` of warps divide the strips, those of a row
-// group the pieces of k, of which a stage has `pieces`. All are powers of two.
+// group the pieces of k, of which a stage has `pieces`. All are powers of two; the device divides by
+// some of them, and by columns of the sums, as shifts.
 struct FewPlan {
     int row_groups, k_groups, pieces;
+    int k_groups_bits, pieces_bits, fours_bits;
     int stage_bytes, pitch, sums_bytes, stages;
 };
+constexpr int few_bits(int least) {
+    int bits = 0;
+    while (1 << bits < least) ++bits;
+    return bits;
+}
 constexpr FewPlan few_plan(const Config& c, int strips) {
     FewPlan plan{};
     plan.row_groups = strips <= 4 ? 1 : strips <= 8 ? 2 : 4;
     plan.k_groups = FEW_WARPS / plan.row_groups;
     plan.pieces = strips <= 2 ? 8 : 4;
+    plan.k_groups_bits = few_bits(plan.k_groups);
+    plan.pieces_bits = few_bits(plan.pieces);
+    plan.fours_bits = few_bits(strips * STRIP_ROWS / 4);
     const int bytes = plan.pieces * (c.tokens * PIECE * 2 + strips * strip_bytes(c.format));
     plan.stage_bytes = (bytes + 1023) / 1024 * 1024;
     plan.pitch = strips * STRIP_ROWS + 4;  // of the sums, in floats: no bank conflicts
@@ -153,7 +168,7 @@ constexpr int consumers(const Config& c) { return c.row_groups * c.k_groups; }
 // Where the sums take many registers, the warp that loads is one of four that give theirs away.
 constexpr bool moves_registers(const Config& c) { return c.tokens >= 64; }
 constexpr int threads(const Config& c) {
-    if (few(c)) return (FEW_WARPS + 2) * 32;
+    if (few(c)) return (FEW_WARPS + 1) * 32;
     return consumers(c) * 128 + (moves_registers(c) ? 128 : 32);
 }
 constexpr int block_rows(const Config& c) { return c.row_groups * PIECE; }

@@ -1,5 +1,6 @@
 // thunderkittens::nvfp4_gemm on CUDA: checks, allocation, choice, launch.
 #include "csrc/common/tensor.h"
+#include "csrc/gemm/expanding_gemm.h"
 #include "csrc/gemm/mixed_gemm.h"
 
 namespace thunderkittens::mixed_gemm {
@@ -11,6 +12,19 @@ Tensor zeros(std::initializer_list<int64_t> sizes, ScalarType type, const Tensor
     Tensor result = empty(sizes, type, like);
     torch::stable::zero_(result);
     return result;
+}
+
+// Expands the weight into scratch memory under the product.
+template <DType dtype>
+void multiply_expanding(const Params& params, const Choice& choice, const Tensor& like) {
+    constexpr gemm::Config config = gemm::expanding_config(dtype);
+    const Tensor scratch =
+        empty({pieces(params.n) * PIECE, pieces(params.k) * PIECE}, like.scalar_type(), like);
+    auto expanding = gemm::expanding_params(params, choice.band, scratch.data_ptr());
+    const Tensor counters =
+        zeros({gemm::expand_order(config, expanding).counters()}, ScalarType::Int, like);
+    expanding.counters = static_cast<int*>(counters.data_ptr());
+    gemm::launch_expanding<config>(expanding, current_stream(like));
 }
 
 Tensor nvfp4_gemm(const Tensor& a, const Tensor& b, const Tensor& global_scale, int64_t n,
@@ -97,6 +111,13 @@ Tensor nvfp4_gemm(const Tensor& a, const Tensor& b, const Tensor& global_scale, 
                         .scratch = scratch ? scratch->data_ptr() : nullptr,
                         .mark = scratch ? new_mark() : 0,
                         .schedule = choice.schedule};
+    if (choice.expanding) {
+        if (dtype == DType::bf16)
+            multiply_expanding<DType::bf16>(params, choice, a);
+        else
+            multiply_expanding<DType::fp16>(params, choice, a);
+        return out;
+    }
     TK_CHECK(launch_any<Format::nvfp4>(choice.config, params, current_stream(a)), OP,
              ": no kernel ", kernel_name(choice));
     return out;

@@ -69,11 +69,19 @@ __global__ __launch_bounds__(K::threads, 1) void small_gemm_kernel(const __grid_
     auto& shared = allocator.template allocate<typename K::Shared>();
 
     if (warpgroup::groupid() == C.consumers) {
-        Walk walk;
-        const bool loads = start_producer<K>(g, shared, walk);
-        if (loads && arch::elect_one()) produce<C>(g, shared, walk);
+        if (warpgroup::warpid() > 0) return;
+        const bool loads = arch::elect_one();
+        if (loads) {
+            init_ring<K>(shared);
+            arch::mbarrier_init_fence();
+        }
+        arch::sync_warp();
+        arch::named_barrier_arrive(READY, READY_THREADS<K>);
+        arch::wait_for_dependencies();
+        arch::launch_dependents();
+        if (loads) produce<C>(g, shared);
     } else {
-        arch::named_barrier_sync(READY, K::threads);
+        arch::named_barrier_sync(READY, READY_THREADS<K>);
         arch::wait_for_dependencies();
         consume_small<C>(g, shared);
     }
@@ -86,7 +94,7 @@ void launch_small(const Params& params, Stream stream) {
     using K = sm90::Types<C>;
     const auto globals = sm90::make_globals<C>(params);
     kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::small_gemm_kernel<K>,
-                    dim3(params.schedule.blocks), dim3(K::threads), dim3(1),
+                    sm90::grid_of<C>(params, globals.one_round), dim3(K::threads), dim3(1),
                     sizeof(typename K::Shared), stream, globals);
 }
 

@@ -1,8 +1,9 @@
 // How the tiled products on Hopper begin: semaphores, tensor maps, the first tile.
 //
 // A kernel of a few microseconds consists to a good part of the time to its first load, and of
-// waiting for instructions that are not in a cache. So one warp of the producer warpgroup
-// initialises the semaphores while another, which will load, finds its first tile.
+// waiting for instructions that are not in a cache. So the way to the first load is as short as can
+// be: the warp that loads initialises the semaphores and waits for nobody, and a grid of one round
+// has the shape of the tiles, so that a block's first tile needs no divisions.
 #pragma once
 
 #include "csrc/gemm/pipeline_sm90.cuh"
@@ -11,33 +12,35 @@
 namespace thunderkittens::gemm {
 namespace sm90 {
 
+// The index of this block's first tile. Where every block has one tile, they are the grid.
+template <class Globals>
+__device__ __forceinline__ uint32_t first_tile(const Globals& g) {
+    return g.one_round ? blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z)
+                       : blockIdx.x;
+}
+
 // Calls work(tile, whether it is the last) for each of this block's tiles.
 template <class Globals, class Work>
 __device__ __forceinline__ void for_each_tile(const Globals& g, Work work) {
-    for (uint32_t i = blockIdx.x; i < g.order.total; i += g.blocks) {
+    for (uint32_t i = first_tile(g); i < g.order.total; i += g.blocks) {
         work(g.order.at(i), i + g.blocks >= g.order.total);
     }
 }
 
-// Calls work(tile) likewise, with the first tile found out beforehand.
-struct Walk {
-    uint32_t index;
-    TilePosition at;
-
-    Walk() = default;
-    template <class Globals>
-    __device__ __forceinline__ explicit Walk(const Globals& g)
-        : index(blockIdx.x), at(g.order.at(index)) {}
-
-    template <class Globals, class Work>
-    __device__ __forceinline__ void for_each(const Globals& g, Work work) {
-        while (index < g.order.total) {
-            work(at);
-            index += g.blocks;
-            if (index < g.order.total) at = g.order.at(index);
-        }
+// The same for the thread that loads. What finds a tile by divisions lies behind the loads.
+template <class Globals, class Work>
+__device__ __forceinline__ void for_each_loaded_tile(const Globals& g, Work work) {
+    TilePosition at{blockIdx.z, blockIdx.x, blockIdx.y};
+    bool known = g.one_round;
+    uint32_t next = known ? g.order.total : blockIdx.x;
+    while (true) {
+        if (known) work(at);
+        if (next >= g.order.total) return;
+        at = g.order.at(next);
+        next += g.blocks;
+        known = true;
     }
-};
+}
 
 // By one thread.
 template <class K, class Globals>
@@ -83,28 +86,30 @@ __device__ __forceinline__ void load_step(const typename K::Globals& g, typename
     }
 }
 
-// The start of the producer warpgroup; true in the warp that loads.
+// The threads that meet at READY: the consumers, and the warp that loads.
+template <class K>
+constexpr int READY_THREADS = K::config.consumers * WARPGROUP_THREADS + WARP_THREADS;
+
+// The start of the producer warpgroup; true in the warp that loads. Nothing is waited for there
+// but the kernel before: the loads need semaphores that the warp itself has initialised.
 template <class K, class Shared>
-__device__ __forceinline__ bool start_producer(const typename K::Globals& g, Shared& shared,
-                                               Walk& walk) {
+__device__ __forceinline__ bool start_producer(const typename K::Globals& g, Shared& shared) {
     if (warpgroup::warpid() == 0) {
         if (arch::elect_one()) {
             init_ring<K>(shared);
             arch::mbarrier_init_fence();
         }
         arch::sync_warp();
+        arch::named_barrier_arrive(READY, READY_THREADS<K>);
+        arch::wait_for_dependencies();
+        return true;
     }
-    const bool loads = warpgroup::warpid() == 1;
-    if (loads && arch::elect_one()) prefetch_maps<K>(g);
-    walk = Walk(g);
-    arch::pin_register(walk.at.m), arch::pin_register(walk.at.n);
-    if (loads)
-        arch::named_barrier_sync(READY, K::threads);
-    else
-        arch::named_barrier_arrive(READY, K::threads);
-    arch::wait_for_dependencies();
-    arch::launch_dependents();
-    return loads;
+    if (warpgroup::warpid() == 1) {
+        if (arch::elect_one()) prefetch_maps<K>(g);
+        arch::wait_for_dependencies();
+        arch::launch_dependents();
+    }
+    return false;
 }
 
 }  // namespace sm90

@@ -79,27 +79,29 @@ struct Types {
     static_assert(sizeof(Shared) <= MAX_SHARED_MEMORY, "too many stages");
     static_assert(sizeof(Shared) == shared_bytes(C), "gemm.h knows another size");
 
+    // What the first load needs comes first: parameters come from memory, in lines.
     struct Globals {
-        gl<T, -1, 1, -1, -1, a_part> a;
-        gl<T, -1, 1, -1, -1, b_part> b;
-        gl<bf16, -1, 1, -1, -1, out_tile> out_map;
-        void* out;
-        uint32_t m, n, out_n;
         int k_blocks;
-        DType out_dtype;
-        int64_t out_stride, out_batch_stride;
+        uint32_t blocks;  // of the grid
+        bool a_batched, b_batched;
+        bool b_once;         // see Schedule
+        bool one_round;      // a tile per block, and the grid is that of the tiles
+        bool plain;          // sums are rounded to the operands' type, and TMA stores them
         bool tma_store;      // rows of the output are multiples of 16 bytes
         bool pairs;          // rows of a 16-bit output are multiples of 4 bytes
         bool aligned_pairs;  // two neighbours of z can be written as one
-        Epilogue epilogue;
-        bool a_batched, b_batched;
-        bool b_once;      // see Schedule
-        uint32_t blocks;  // of the grid
-        bool plain;       // sums are rounded to the operands' type, and TMA stores them
+        bool packed;         // values are activated as they are rounded, to bf16
         TileOrder order;
+        Epilogue epilogue;
+        uint32_t m, n, out_n;
+        DType out_dtype;
+        void* out;
+        int64_t out_stride, out_batch_stride;
         Marks marks;
+        gl<T, -1, 1, -1, -1, a_part> a;
+        gl<T, -1, 1, -1, -1, b_part> b;
+        gl<bf16, -1, 1, -1, -1, out_tile> out_map;
         Residual<C> residual;
-        bool packed;  // values are activated as they are rounded, to bf16
     };
 
     static constexpr int threads = gemm::threads(C);

@@ -102,6 +102,10 @@ struct LolcatsParams {
     float* workspace = nullptr;                        // of lolcats_workspace() floats
 };
 
+// So few segments need no scan: each block adds up the states of those before its own.
+constexpr int ADDED_SEGMENTS = 4;
+constexpr bool scans(int64_t segments) { return segments > ADDED_SEGMENTS; }
+
 // Sums of all segments; the caches' tokens and the first new ones, in order.
 constexpr int64_t segment_floats(const LolcatsProblem& p, int64_t segments) {
     return segments > 1 ? p.batch * p.heads * segments * sums_floats(p) : 0;

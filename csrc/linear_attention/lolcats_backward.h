@@ -25,6 +25,10 @@ struct LolcatsBackwardParams {
     void *dq_map = nullptr, *dk_map = nullptr;          // (heads, head_dim, features)
     float *grad_alpha = nullptr, *grad_beta = nullptr;  // (heads,)
     float* workspace = nullptr;                         // of lolcats_backward_workspace()
+
+    bool wants_keys() const {
+        return dk.data != nullptr || dv.data != nullptr || dk_map != nullptr;
+    }
 };
 
 // Where the kernels find what other kernels have made. Chunks are those of the forward: with an
@@ -40,6 +44,8 @@ struct LolcatsBackwardWorkspace {
     float* map_parts = nullptr;                             // (2, lines, parts, head_dim, features)
     float* factor_parts = nullptr;                   // (2, lines, segments): of alpha and beta
     float *dk_parts = nullptr, *dv_parts = nullptr;  // (lines, length, head_dim); null: no groups
+    // (lines,): 1 when a head's block has left what other kernels need; null: more than one segment
+    int *queries_done = nullptr, *keys_done = nullptr;
 };
 
 constexpr int64_t aligned_floats(int64_t floats) { return (floats + 31) / 32 * 32; }
@@ -64,6 +70,9 @@ LolcatsBackwardWorkspace split_workspace(const LolcatsProblem& p, int64_t segmen
     const int64_t tokens = p.heads == p.kv_heads ? 0 : lines * p.length * p.head_dim;
     w.dk_parts = take(tokens);
     w.dv_parts = take(tokens);
+    const int64_t flags = segments > 1 ? 0 : lines;
+    w.queries_done = reinterpret_cast<int*>(take(flags));
+    w.keys_done = reinterpret_cast<int*>(take(flags));
     return w;
 }
 inline int64_t lolcats_backward_workspace(const LolcatsProblem& p, int64_t segments,

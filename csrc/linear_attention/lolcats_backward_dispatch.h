@@ -9,7 +9,6 @@ namespace thunderkittens::linear_attention {
 inline void run_lolcats_backward(const LolcatsBackwardParams& params, Stream stream) {
     const LolcatsParams& call = params.forward;
     const LolcatsBackwardWorkspace w = workspace_of(params);
-    const bool keys = params.dk.data != nullptr || params.dv.data != nullptr || params.dk_map;
     const auto with_dtype = [&](auto f) {
         if (call.problem.dtype == DType::bf16)
             f.template operator()<DType::bf16>();
@@ -20,11 +19,11 @@ inline void run_lolcats_backward(const LolcatsBackwardParams& params, Stream str
     dispatch_lolcats(call.problem, [&]<DType dtype, int head_dim, int features>() {
         if (call.segments > 1) {
             launch_lolcats_sums<dtype, head_dim, features>(call, w.forward, stream);
-            launch_lolcats_scan(call, w.forward, stream);
+            if (scans(call.segments)) launch_lolcats_scan(call, w.forward, stream);
         }
         // The kernel for the keys needs what that for the queries finds of the rows.
         launch_lolcats_query_gradient<dtype, head_dim, features>(params, w, stream);
-        if (keys) {
+        if (params.wants_keys()) {
             if (call.segments > 1)
                 launch_lolcats_gradient_sums<dtype, head_dim, features>(params, w, stream);
             launch_lolcats_key_gradient<dtype, head_dim, features>(params, w, stream);

@@ -41,7 +41,7 @@ inline void run_lolcats(const LolcatsParams& params, Stream stream) {
     dispatch_lolcats(params.problem, [&]<DType dtype, int head_dim, int features>() {
         if (params.segments > 1) {
             launch_lolcats_sums<dtype, head_dim, features>(params, w, stream);
-            launch_lolcats_scan(params, w, stream);
+            if (scans(params.segments)) launch_lolcats_scan(params, w, stream);
         }
         launch_lolcats_forward<dtype, head_dim, features>(params, w, stream);
     });

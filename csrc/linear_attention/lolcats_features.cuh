@@ -6,6 +6,17 @@
 
 namespace thunderkittens::linear_attention {
 
+// The state before a segment: sums of all of its predecessors', or a scan has left them.
+template <class K>
+__device__ __forceinline__ void add_segments_before(LolcatsSums<K>& sums, const float* states,
+                                                    const LolcatsItem& item, int segments,
+                                                    uint32_t buffer) {
+    constexpr int64_t size = int64_t(2 * K::features) * (K::head_dim + 1);
+    const bool scanned = segments > ADDED_SEGMENTS;
+    const int first = item.line * segments + (scanned ? item.segment : 0);
+    sums.add_segments(states + first * size, scanned ? 1 : item.segment, buffer);
+}
+
 // `make_features` times `scale`. The maxima, which keep exponentials finite and sums of them from
 // 0, are looked for only where a warp needs them: maxima of magnitudes are half the work.
 template <class K>

@@ -9,7 +9,7 @@
 //             output, alpha Phi(Q) times the sums plus weights times V, over the denominator
 //   producer  one thread, which brings Q, K and V by TMA
 // Where there are too few heads to fill the GPU, the chunks are split into segments: a first kernel
-// sums each segment's state (lolcats_sums_sm90.cuh), a second makes prefix sums of these.
+// sums each segment's state (lolcats_sums_sm90.cuh), and of many a second makes prefix sums.
 #pragma once
 
 #include "csrc/linear_attention/lolcats_features.cuh"
@@ -37,7 +37,8 @@ struct LolcatsGlobals {
     int heads, length, segments;
 
     __device__ __forceinline__ LolcatsItem item() const {
-        return LolcatsItem(int(blockIdx.x), heads, segments, initial.lengths, length);
+        return LolcatsItem(int(blockIdx.x), int(blockIdx.y), heads, segments, initial.lengths,
+                           length);
     }
 };
 
@@ -213,9 +214,9 @@ struct LinearRole {
                      g.initial.denominator + int64_t(item.line) * 2 * K::features);
         }
         if (g.sums != nullptr) {
-            const float* before = g.sums + (int64_t(item.line) * g.segments + item.segment) *
-                                               (floats + 2 * K::features);
-            sums.add(before, before + floats);
+            add_segments_before(sums, g.sums, item, g.segments,
+                                arch::shared_address(&shared.state[0]));
+            sync();
         }
         int added = 0;
         pipeline_state<Shared::stages> at;
@@ -481,10 +482,15 @@ __global__ __launch_bounds__(LOLCATS_THREADS, 1) void lolcats_forward_kernel(
     shared_allocator<> allocator(shared_memory());
     auto& shared = allocator.template allocate<LolcatsShared<K>>();
     if (threadIdx.x == 0) shared.init();
-    arch::wait_for_dependencies();
     arch::sync_block();
-    const LolcatsItem item = g.item();
     const int role = arch::warp_uniform(warpgroup::groupid());
+    // The other roles use nothing that the kernels before this one make, but first rows, for which
+    // the kernel that sums segments has waited.
+    if (role == 0 || g.sums == nullptr)
+        arch::wait_for_dependencies();
+    else
+        arch::skip_dependencies();
+    const LolcatsItem item = g.item();
     if (role == 3) {
         warpgroup::decrease_registers<LOLCATS_PRODUCER_REGISTERS>();
         if (warpgroup::elect_leader() && item.begin < item.end) lolcats_produce(g, shared, item);
@@ -522,8 +528,8 @@ void launch_lolcats_forward(const LolcatsParams& params, const LolcatsWorkspace&
         .heads = int(p.heads),
         .length = int(p.length),
         .segments = params.segments};
-    const auto blocks = unsigned(p.batch * p.heads * params.segments);
-    kittens::launch({.dependent = params.segments > 1}, lolcats_forward_kernel<K>, dim3(blocks),
+    kittens::launch({.dependent = params.segments > 1}, lolcats_forward_kernel<K>,
+                    dim3(unsigned(p.batch * p.heads), unsigned(params.segments)),
                     dim3(LOLCATS_THREADS), dim3(1), LOLCATS_FORWARD_BYTES, stream, globals);
 }
 

@@ -55,6 +55,24 @@ __device__ __forceinline__ void signal(semaphore& s) {
     if (warpgroup::laneid() == 0) arrive(s);
 }
 
+// Flags of heads, by which blocks of a kernel wait for single blocks of the one before. A block
+// clears its own before it lets the next kernel begin, and sets it when all that others read has
+// been written, by one thread that knows of that.
+__device__ __forceinline__ void clear_done(int* flag) {
+    arch::store_release_global(flag, 0);
+    arch::fence_gpu();
+}
+__device__ __forceinline__ void set_done(int* flag) {
+    arch::fence_async();
+    arch::store_release_global(flag, 1);
+}
+// By the thread that then loads by TMA.
+__device__ __forceinline__ void wait_until_done(const int* flag) {
+    while (arch::load_acquire_global(flag) == 0) {
+    }
+    arch::fence_async();
+}
+
 // Before a product that overwrites the tiles.
 template <any_register_tile... Tiles>
 __device__ __forceinline__ void discard(Tiles&... tiles) {

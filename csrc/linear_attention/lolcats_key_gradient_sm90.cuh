@@ -29,6 +29,8 @@ struct KeyGradientGlobals {
     const int* lengths;
     const float* sums;  // behind each segment; null: there is one
     float *dk_parts, *dv_parts;
+    const int* queries_done;
+    int* done;  // of each head; null, both: the kernels before have to be
     int heads, length, segments;
     bool continued, want_keys, want_projected;
 };
@@ -94,6 +96,7 @@ __device__ __forceinline__ void produce_for_keys(const KeyGradientGlobals<K>& g,
         tma::load_async(to.rows, g.rows, {0, 0, item.line, chunk}, full);
         tma::load_async(to.weights, g.weights, {0, 0, item.line, chunk}, full);
     };
+    if (g.queries_done != nullptr) wait_until_done(g.queries_done + item.line);
     load_queries(0);
     for (int n = 0; n < item.end - item.begin; ++n) {
         // Keys become free before queries do.
@@ -127,6 +130,8 @@ __device__ __forceinline__ void store_key_gradients(const KeyGradientGlobals<K>&
         arrive(shared.queries_empty[n % 2]);
     }
     tma::store_async_wait();
+    // This kernel does not end before the one for the queries.
+    arch::wait_for_dependencies();
 }
 
 template <class K, int sign>
@@ -223,7 +228,10 @@ struct KeyLinearRole : SignRole<K, sign> {
                 }
             }
         }
-        if (sign == 1 && warpgroup::laneid() == 0) tma::store_async_wait();
+        if (sign == 1 && warpgroup::laneid() == 0) {
+            tma::store_async_wait();
+            if (g.done != nullptr) set_done(g.done + item.line);
+        }
     }
 };
 
@@ -382,8 +390,14 @@ __global__ __launch_bounds__(LOLCATS_KEY_THREADS, 1) void lolcats_key_gradient_k
     shared_allocator<> allocator(shared_memory());
     auto& shared = allocator.template allocate<KeyGradientShared<K>>();
     if (threadIdx.x == 0) shared.init();
-    arch::wait_for_dependencies();
+    if (g.queries_done == nullptr) {
+        arch::wait_for_dependencies();
+    } else {
+        arch::skip_dependencies();
+        if (threadIdx.x == 0) clear_done(g.done + blockIdx.x);
+    }
     arch::sync_block();
+    arch::launch_dependents();
     const LolcatsItem item(int(blockIdx.x), g.heads, g.segments, g.lengths, g.length);
     const int role = arch::warp_uniform(warpgroup::groupid());
     if (role == KEY_PRODUCER_ROLE) {
@@ -434,6 +448,8 @@ void launch_lolcats_key_gradient(const LolcatsBackwardParams& params,
         .sums = w.sums,
         .dk_parts = w.dk_parts,
         .dv_parts = w.dv_parts,
+        .queries_done = w.queries_done,
+        .done = w.keys_done,
         .heads = int(p.heads),
         .length = int(p.length),
         .segments = call.segments,

@@ -11,11 +11,12 @@ struct MapsGlobals {
     typename K::token_layout q;
     KeysAndValues<K> kv;
     typename LolcatsGradient<K>::projected_layout dq_projected, dk_projected;
-    const int* lengths;
+    const int *lengths, *queries_done, *keys_done;
     float* parts;  // (2, lines, parts, head_dim, features)
     int heads, length, shares;
     int64_t lines;
     bool continued, want_q, want_k;
+    bool after_keys;  // the kernel for the keys came before this one
 };
 
 template <class K>
@@ -36,12 +37,22 @@ __global__ __launch_bounds__(WARPGROUP_THREADS,
     shared_allocator<> allocator(shared_memory());
     auto& shared = allocator.template allocate<Shared>();
     const bool keys = blockIdx.y == 1;
-    if (!(keys ? g.want_k : g.want_q)) return;
     if (threadIdx.x == 0) {
         for (int s = 0; s < Shared::stages; ++s) init_semaphore(shared.full[s], 1);
         arch::mbarrier_init_fence();
     }
-    arch::wait_for_dependencies();
+    arch::launch_dependents();
+    // This kernel begins when all blocks of the one before have, and fills what these leave idle.
+    // It waits for flags of heads; where there are none, the queries' map needs no wait behind the
+    // kernel for the keys, which has waited for that for the queries.
+    const bool wanted = keys ? g.want_k : g.want_q;
+    const int* done = keys ? g.keys_done : g.queries_done;
+    const bool waits = done == nullptr && (keys || !g.after_keys);
+    if (waits || !wanted)
+        arch::wait_for_dependencies();
+    else
+        arch::skip_dependencies();
+    if (!wanted) return;
     arch::sync_block();
     const LolcatsItem item(int(blockIdx.x), g.heads, g.shares, g.lengths, g.length);
     const int count = item.end - item.begin;
@@ -60,6 +71,7 @@ __global__ __launch_bounds__(WARPGROUP_THREADS,
                         elements(0, item.line, chunk * CHUNK, 0), full);
     };
     if (threadIdx.x == 0) {
+        if (done != nullptr) wait_until_done(done + item.line);
         for (int n = 0; n < Shared::stages && n < count; ++n) load_chunk(n);
     }
     typename K::projection sums[rows];
@@ -83,6 +95,8 @@ __global__ __launch_bounds__(WARPGROUP_THREADS,
                 ((keys ? g.lines : 0) * g.shares + int64_t(blockIdx.x)) * K::head_dim * K::features;
 #pragma unroll
     for (int r = 0; r < rows; ++r) store_rows(to + r * 64 * K::features, 64, 0, sums[r]);
+    // This kernel does not end before the one for the keys.
+    if (keys && blockIdx.x + 1 == gridDim.x) arch::wait_for_dependencies();
 }
 
 template <DType dtype, int head_dim, int features>
@@ -98,6 +112,8 @@ void launch_lolcats_map_gradients(const LolcatsBackwardParams& params,
         .dq_projected = projected_layout_of<K>(w.dq_projected, p),
         .dk_projected = projected_layout_of<K>(w.dk_projected, p),
         .lengths = call.initial.lengths,
+        .queries_done = w.queries_done,
+        .keys_done = w.keys_done,
         .parts = w.map_parts,
         .heads = int(p.heads),
         .length = int(p.length),
@@ -105,7 +121,8 @@ void launch_lolcats_map_gradients(const LolcatsBackwardParams& params,
         .lines = p.batch * p.heads,
         .continued = p.continued,
         .want_q = params.dq_map != nullptr,
-        .want_k = params.dk_map != nullptr};
+        .want_k = params.dk_map != nullptr,
+        .after_keys = params.wants_keys()};
     kittens::launch({.dependent = true}, lolcats_maps_kernel<K>,
                     dim3(unsigned(globals.lines * params.map_parts), 2), dim3(WARPGROUP_THREADS),
                     dim3(1), LOLCATS_MAPS_BYTES, stream, globals);

@@ -49,9 +49,9 @@ struct QueryLinearRole {
                      g.initial.denominator + int64_t(item.line) * 2 * K::features);
         }
         if (g.sums != nullptr) {
-            const float* before = g.sums + (int64_t(item.line) * g.segments + item.segment) *
-                                               (floats + 2 * K::features);
-            sums.add(before, before + floats);
+            add_segments_before(sums, g.sums, item, g.segments,
+                                arch::shared_address(&shared.state[0]));
+            warpgroup::sync(barrier);
         }
         // Kept in shared memory, because there are no registers left; a barrier is before the first
         // use. Also alpha.
@@ -147,6 +147,8 @@ struct QueryLinearRole {
                                    shared.alpha_sums.get(warpgroup::laneid() / 4),
                                    g.factor_parts + int64_t(item.line) * g.segments + item.segment);
         if (warpgroup::laneid() == 0) tma::store_async_wait();
+        group<2 * WARPGROUP_WARPS>::sync(QUERY_END_BARRIER);
+        if (g.done != nullptr && warpgroup::laneid() == 0) set_done(g.done + item.line);
     }
 };
 
@@ -302,6 +304,7 @@ struct QueryWindowRole {
         store_factor_part<barrier>(
             shared.factor_parts, WARPGROUP_WARPS, beta_sum / G::scale,
             g.factor_parts + (g.lines + item.line) * g.segments + item.segment);
+        group<2 * WARPGROUP_WARPS>::sync(QUERY_END_BARRIER);
     }
 };
 
@@ -311,12 +314,21 @@ __global__ __launch_bounds__(LOLCATS_QUERY_THREADS, 1) void lolcats_query_gradie
     shared_allocator<> allocator(shared_memory());
     auto& shared = allocator.template allocate<QueryGradientShared<K>>();
     if (threadIdx.x == 0) shared.init();
-    arch::wait_for_dependencies();
-    arch::sync_block();
-    const LolcatsItem item(int(blockIdx.x), g.heads, g.segments, g.initial.lengths, g.length);
     const int role = arch::warp_uniform(warpgroup::groupid());
+    if (g.sums == nullptr) {
+        arch::wait_for_dependencies();
+        if (threadIdx.x == 0) clear_done(g.done + blockIdx.x);
+    } else if (role != QUERY_LINEAR_ROLE) {
+        // Only that role uses what the kernels before this one make, but for first rows, for which
+        // the kernel that sums segments has waited.
+        arch::skip_dependencies();
+    }
+    arch::sync_block();
+    // Not for what sums segments: its small blocks would crowd where the first blocks end.
+    if (g.sums == nullptr) arch::launch_dependents();
     if (role == QUERY_PRODUCER_ROLE) {
         warpgroup::decrease_registers<QUERY_PRODUCER_REGISTERS>();
+        const LolcatsItem item = g.item();
         if (item.begin >= item.end) return;
         const int warp = arch::warp_uniform(warpgroup::warpid());
         if (warp == 0) {
@@ -329,9 +341,12 @@ __global__ __launch_bounds__(LOLCATS_QUERY_THREADS, 1) void lolcats_query_gradie
     } else {
         if (role == QUERY_LINEAR_ROLE) {
             warpgroup::increase_registers<QUERY_LINEAR_REGISTERS>();
+            if (g.sums != nullptr) arch::wait_for_dependencies();
+            const LolcatsItem item = g.item();
             QueryLinearRole<K>{g, shared, item}.run();
         } else {
             warpgroup::increase_registers<QUERY_WINDOW_REGISTERS>();
+            const LolcatsItem item = g.item();
             QueryWindowRole<K>{g, shared, item}.run();
         }
     }
@@ -366,6 +381,7 @@ void launch_lolcats_query_gradient(const LolcatsBackwardParams& params,
         .rows = w.rows,
         .weights = w.weights,
         .factor_parts = w.factor_parts,
+        .done = w.queries_done,
         .heads = int(p.heads),
         .length = int(p.length),
         .segments = call.segments,

@@ -8,9 +8,10 @@ namespace thunderkittens::linear_attention {
 
 constexpr int LOLCATS_QUERY_THREADS = 3 * WARPGROUP_THREADS;
 constexpr int QUERY_LINEAR_ROLE = 0, QUERY_PRODUCER_ROLE = 2;  // 1: window
+constexpr int QUERY_END_BARRIER = 3;                           // named, of both working roles
 // Of 504 together.
-constexpr int QUERY_LINEAR_REGISTERS = 256, QUERY_WINDOW_REGISTERS = 208,
-              QUERY_PRODUCER_REGISTERS = 40;
+constexpr int QUERY_LINEAR_REGISTERS = 256, QUERY_WINDOW_REGISTERS = 200,
+              QUERY_PRODUCER_REGISTERS = 48;
 
 template <class K>
 struct QueryGradientGlobals {
@@ -27,9 +28,14 @@ struct QueryGradientGlobals {
     const float* sums;  // before each segment; null: there is one
     const float* denominators;
     float *rows, *weights, *factor_parts;
+    int* done;  // of each head; null: there are sums
     int heads, length, segments, chunks;
     int64_t lines;
     bool want_dq, want_projected;
+
+    __device__ __forceinline__ LolcatsItem item() const {
+        return LolcatsItem(int(blockIdx.x), heads, segments, initial.lengths, length);
+    }
 };
 
 template <class K>

@@ -4,6 +4,7 @@
 
 #include "csrc/linear_attention/based_segments.cuh"
 #include "csrc/linear_attention/lolcats.h"
+#include "kittens/arch/dependencies.cuh"
 #include "kittens/kittens.cuh"
 #include "kittens/pipeline/ring.cuh"
 
@@ -71,17 +72,20 @@ struct LolcatsItem {
     Terrace terrace;
     int begin, end;
 
-    __device__ __forceinline__ LolcatsItem(int index, int heads, int segments, const int* lengths,
-                                           int length)
-        : b(index / segments / heads),
-          head(index / segments % heads),
-          line(index / segments),
-          segment(index % segments),
+    __device__ __forceinline__ LolcatsItem(int line, int segment, int heads, int segments,
+                                           const int* lengths, int length)
+        : b(line / heads),
+          head(line % heads),
+          line(line),
+          segment(segment),
           terrace(lengths, b, length) {
         const int chunks = terrace.chunks(), share = (chunks + segments - 1) / segments;
         begin = ::min(segment * share, chunks);
         end = ::min(begin + share, chunks);
     }
+    __device__ __forceinline__ LolcatsItem(int index, int heads, int segments, const int* lengths,
+                                           int length)
+        : LolcatsItem(index / segments, index % segments, heads, segments, lengths, length) {}
     __device__ __forceinline__ bool last() const { return begin < end && end == terrace.chunks(); }
 };
 
@@ -262,6 +266,71 @@ struct LolcatsSums {
         const float2 x =
             arch::load_global(reinterpret_cast<const float2*>(from_denominator + own_feature()));
         denominator = {denominator.x + x.x, denominator.y + x.y};
+    }
+    // A segment's state is in the order of a thread's registers: words of 16 bytes, each next to
+    // those of the other threads; then the denominator.
+    static constexpr int words = 2 * K::groups * K::head_dim / 16;
+    static constexpr int state_floats = 4 * words * WARPGROUP_THREADS + 2 * K::features;
+
+    // Calls f(word, its upper row's pair, its lower row's).
+    template <class F>
+    __device__ __forceinline__ void for_each_word(int first, int count, F f) {
+        constexpr int blocks = K::head_dim / 16;
+#pragma unroll
+        for (int word = first; word < first + count; ++word) {
+            auto& data = numerator[word / (2 * blocks)].tiles[0][word / 2 % blocks].data;
+            f(word, data[word % 2 * 2], data[word % 2 * 2 + 1]);
+        }
+    }
+    __device__ __forceinline__ void store_segment(float* to) {
+        float4* own = reinterpret_cast<float4*>(to) + warpgroup::laneid();
+        for_each_word(0, words, [&](int word, const float2& upper, const float2& lower) {
+            arch::store_global(own + word * WARPGROUP_THREADS,
+                               float4{upper.x, upper.y, lower.x, lower.y});
+        });
+        if (laneid() < warp_pairs) {
+            arch::store_global(
+                reinterpret_cast<float2*>(to + state_floats - 2 * K::features + own_feature()),
+                denominator);
+        }
+    }
+    // Adds `count` segments' states. Half of one is in flight, through `buffer`, which has as much
+    // room: for that there are too few registers.
+    __device__ __forceinline__ void add_segments(const float* from, int count, uint32_t buffer) {
+        constexpr int pieces = 8, piece = words / pieces, ahead = pieces / 2;
+        buffer += uint32_t(16 * warpgroup::laneid());
+        const float* own = from + 4 * warpgroup::laneid();
+        const auto slot = [&](int word) {
+            return buffer + uint32_t(word % (piece * ahead) * 16 * WARPGROUP_THREADS);
+        };
+        const auto issue = [&](int segment, int p) {
+#pragma unroll
+            for (int word = p * piece; word < (p + 1) * piece; ++word) {
+                if (segment < count)
+                    arch::cp_async<16>(slot(word), own + int64_t(segment) * state_floats +
+                                                       word * 4 * WARPGROUP_THREADS);
+            }
+            arch::cp_async_commit();
+        };
+#pragma unroll
+        for (int p = 0; p < ahead; ++p) issue(0, p);
+#pragma unroll 1
+        for (int s = 0; s < count; ++s) {
+            const float2 counts = arch::load_global(reinterpret_cast<const float2*>(
+                from + int64_t(s + 1) * state_floats - 2 * K::features + own_feature()));
+#pragma unroll
+            for (int p = 0; p < pieces; ++p) {
+                arch::cp_async_wait<ahead - 1>();
+                for_each_word(p * piece, piece, [&](int word, float2& upper, float2& lower) {
+                    const auto x = arch::load_shared<float4>(slot(word));
+                    upper = {upper.x + x.x, upper.y + x.y};
+                    lower = {lower.x + x.z, lower.y + x.w};
+                });
+                issue(p < ahead ? s : s + 1, (p + ahead) % pieces);
+            }
+            denominator = {denominator.x + counts.x, denominator.y + counts.y};
+        }
+        arch::cp_async_wait<0>();
     }
     __device__ __forceinline__ void store(float* to, float* to_denominator) {
         for_each_pair([&](const float2& pair, int feature, int column) {

@@ -45,7 +45,10 @@ __global__ __launch_bounds__(LOLCATS_SUMS_THREADS, 1) void lolcats_sums_kernel(
     }
     arch::wait_for_dependencies();
     arch::sync_block();
-    const LolcatsItem item(int(blockIdx.x), g.heads, g.segments, g.lengths, g.length);
+    // Not for a scan: its small blocks would crowd where the first blocks end.
+    if (g.segments <= ADDED_SEGMENTS) arch::launch_dependents();
+    const LolcatsItem item(int(blockIdx.x), int(blockIdx.y), g.heads, g.segments, g.lengths,
+                           g.length);
     // Nobody needs the last segment's sums, or those of segments without chunks.
     const int first = ::max(item.begin - 1, 0);
     const int count = item.begin < item.end && !item.last() ? item.end - 1 - first : 0;
@@ -59,7 +62,8 @@ __global__ __launch_bounds__(LOLCATS_SUMS_THREADS, 1) void lolcats_sums_kernel(
             for (int n = 0; n < count; ++n) {
                 wait(shared.empty[at.stage], at.phase ^ 1);
                 auto& stage = shared.stage[at.stage];
-                g.kv.load(stage.k, stage.v, item, first + n, g.lengths != nullptr,
+                // Backwards: L2 keeps what the next kernel begins with.
+                g.kv.load(stage.k, stage.v, item, first + count - 1 - n, g.lengths != nullptr,
                           shared.full[at.stage]);
                 at.advance();
             }
@@ -114,10 +118,8 @@ __global__ __launch_bounds__(LOLCATS_SUMS_THREADS, 1) void lolcats_sums_kernel(
     };
     sums.for_each_pair([&](float2& pair, int, int) { add(pair); });
     add(sums.denominator);
-    constexpr int64_t floats = int64_t(2 * K::features) * K::head_dim;
-    float* to =
-        g.sums + (int64_t(item.line) * g.segments + item.segment) * (floats + 2 * K::features);
-    sums.store(to, to + floats);
+    constexpr int64_t size = int64_t(2 * K::features) * (K::head_dim + 1);
+    sums.store_segment(g.sums + (int64_t(item.line) * g.segments + item.segment) * size);
 }
 
 template <DType dtype, int head_dim, int features>
@@ -134,9 +136,11 @@ void launch_lolcats_sums(const LolcatsParams& params, const LolcatsWorkspace& wo
         .heads = int(p.heads),
         .length = int(p.length),
         .segments = params.segments};
+    // A scan reads the last segments' states, too.
+    const int64_t segments = scans(params.segments) ? params.segments : params.segments - 1;
     kittens::launch({.dependent = p.continued}, lolcats_sums_kernel<K>,
-                    dim3(unsigned(p.batch * p.heads * params.segments)), dim3(LOLCATS_SUMS_THREADS),
-                    dim3(1), LOLCATS_SUMS_BYTES, stream, globals);
+                    dim3(unsigned(p.batch * p.heads), unsigned(segments)),
+                    dim3(LOLCATS_SUMS_THREADS), dim3(1), LOLCATS_SUMS_BYTES, stream, globals);
 }
 
 }  // namespace thunderkittens::linear_attention
