@@ -34,7 +34,7 @@ __device__ __forceinline__ void expand_mxfp8(const Mxfp8Source& from, bf16* to, 
     using block_scaled::sm90::ATOM;
     using block_scaled::sm90::scale_of_byte;
     constexpr int CHUNK = 8;
-    const int lane = laneid();
+    const int lane = arch::lane_again();
     // The scales of a row by four blocks are a word.
     const int atoms = (item.k + 127) / 128, row = item.row + lane % 16;
     const int atom = min(item.column / 128 + lane / 16, atoms - 1);
@@ -140,7 +140,7 @@ __device__ __forceinline__ void expand_items(const ExpandPlan<T, Sources>& p) {
         const int column = static_cast<int>(region.column) * REGION_K;
         const auto meanwhile = [&] {
             count();
-            if (laneid() > 0)
+            if (arch::lane_again() > 0)
                 next = static_cast<int>(p.order.counter(region.of_b, region.row, region.column));
             else
                 next = !EARLY || index < p.early ? arch::claim_global(p.counters) : p.items;
@@ -165,11 +165,11 @@ __device__ __forceinline__ void expand_items(const ExpandPlan<T, Sources>& p) {
 // Called by a whole warp, whose lanes wait for a region each; one of them loads.
 template <class K, class Plan>
 __device__ __forceinline__ void produce_expanded(const typename K::Globals& g, const Plan& plan,
-                                                 typename K::Shared& shared, Walk walk) {
+                                                 typename K::Shared& shared) {
     constexpr Config C = K::config;
     Ring<C.stages> ring;
     bool all = false;  // has been expanded
-    walk.for_each(g, [&](const TilePosition at) {
+    for_each_tile(g, [&](const TilePosition at, bool) {
         const uint32_t m = at.m * C.block_m, n = at.n * C.block_n;
         const uint32_t end = min(n + C.block_n, g.n);
         // A region per lane: one after the other would take longer than a stage.
@@ -216,13 +216,14 @@ __global__ __launch_bounds__(K::threads, 1) void expanding_gemm_kernel(
 
     if (warpgroup::groupid() == C.consumers) {
         warpgroup::decrease_registers<producer_registers>();
-        Walk walk;
-        if (start_producer<K>(g, shared, walk))
-            produce_expanded<K>(g, plan, shared, walk);
-        else
+        if (start_producer<K>(g, shared)) {
+            produce_expanded<K>(g, plan, shared);
+        } else {
+            arch::wait_for_dependencies();
             expand_items<E::late, false>(plan);
+        }
     } else {
-        arch::named_barrier_sync(READY, K::threads);
+        arch::named_barrier_sync(READY, READY_THREADS<K>);
         warpgroup::increase_registers<consumer_registers>();
         arch::wait_for_dependencies();
         if constexpr (E::early > 0) expand_items<E::early, true>(plan);
