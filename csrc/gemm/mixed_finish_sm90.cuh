@@ -22,8 +22,10 @@ struct Finish {
     static constexpr int AT_A_TIME = K::pass / STEP < MOST ? K::pass / STEP : MOST;
     static_assert(THREADS % FOURS == 0 && K::pass % (STEP * AT_A_TIME) == 0);
     // The ring, of no use behind the only tile of a block, takes the sums of all rows at once.
-    static constexpr bool ALL_FIT = PASSES > 1 && int(sizeof(typename K::Sums)) * PASSES <=
-                                                      int(sizeof(typename K::Stages));
+    static constexpr int SUMS_BYTES = K::pass * K::pitch * 4;
+    static constexpr bool ALL_FIT = requires(typename K::Globals& g) { g.at_once; } &&
+                                    PASSES > 1 &&
+                                    SUMS_BYTES * PASSES <= int(sizeof(K::Shared::stages));
     int round = 0;
 
     // `d`: the sums of this warpgroup's rows and its share of k.
@@ -54,7 +56,7 @@ struct Finish {
 #pragma unroll
             for (int which = 0; which < PASSES; ++which) {
                 if (which < pass || which >= pass + passes) continue;
-                const uint32_t to = sums + k_group * uint32_t(sizeof(typename K::Sums)) +
+                const uint32_t to = sums + k_group * uint32_t(SUMS_BYTES) +
                                     ((which - pass) * K::pass * K::pitch + column) * 4;
 #pragma unroll
                 for (int j = 0; j < K::pass / 16; ++j) {
@@ -136,7 +138,7 @@ struct Finish {
             const auto add = [&](auto load, auto there) {
 #pragma unroll
                 for (int part = 0; part < C.k_groups; ++part) {
-                    const uint32_t at = sums + part * uint32_t(sizeof(typename K::Sums)) + from;
+                    const uint32_t at = sums + part * uint32_t(SUMS_BYTES) + from;
 #pragma unroll
                     for (int i = 0; i < AT_A_TIME; ++i) {
                         if (!there(i)) continue;

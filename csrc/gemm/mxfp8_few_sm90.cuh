@@ -10,7 +10,7 @@
 // takes four codes of each lane, one register.
 #pragma once
 
-#include "csrc/gemm/mixed_tiles_sm90.cuh"
+#include "csrc/gemm/mixed_finish_sm90.cuh"
 #include "csrc/gemm/mxfp8_gemm.h"
 #include "csrc/gemm/mxfp8_quantize_sm90.cuh"
 
@@ -77,7 +77,7 @@ struct FewTypes {
         bool quads;
         uint32_t m, n, groups;
         uint32_t row_tiles, clusters;
-        int k_blocks, k_chunks, k_stages, splits;
+        int k_blocks, k_chunks, k_steps, splits;
     };
 };
 
@@ -302,7 +302,7 @@ void launch_few(const FewParams& p, Stream stream) {
         .clusters = static_cast<uint32_t>(p.schedule.blocks / p.schedule.splits),
         .k_blocks = static_cast<int>(ceil_div(p.k, BLOCK)),
         .k_chunks = static_cast<int>(ceil_div(p.k, FEW_K)),
-        .k_stages = static_cast<int>(ceil_div(p.k, FEW_K * K::k_groups)),
+        .k_steps = static_cast<int>(ceil_div(p.k, FEW_K * K::k_groups)),
         .splits = p.schedule.splits,
     };
     kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::mxfp8_few_kernel<K>,
