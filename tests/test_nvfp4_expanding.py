@@ -70,7 +70,7 @@ def test_choice():
         assert not _C.choose("nvfp4_gemm", large | other, H200)["expanding"]
 
 
-LARGE = [(2048, 8192, 8192), (4096, 7168, 2048), (4100, 5003, 1040)]
+LARGE = [(4096, 8192, 8192), (4096, 7168, 2048), (4100, 5003, 1040)]
 
 
 @pytest.mark.gpu

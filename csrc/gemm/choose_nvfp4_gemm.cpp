@@ -122,7 +122,7 @@ bool expanding_pays(const Problem& p, const Choice& mixed, int sm_count) {
         ceil_div(ceil_div(p.n, block_rows(c)), s.sharers) * ceil_div(p.m, c.tokens);
     const double tile = 1024 * double(pieces(p.k));
     const double without =
-        double(ceil_div(work, s.blocks / in_cluster)) * (1.08 * tile / s.splits + 17'800);
+        double(ceil_div(work, s.blocks / in_cluster)) * (1.01 * tile / s.splits + 7'000);
     const int64_t tiles = ceil_div(p.m, 128) * ceil_div(p.n, 256);
     const double product = double(ceil_div(tiles, sm_count)) * (tile + 600);
     const double expansion = double(p.n) * double(p.k) / (1.85 * sm_count);
