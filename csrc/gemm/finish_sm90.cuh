@@ -29,7 +29,9 @@ struct Finishing {
     static_assert(pieces == 4, "each of a warp's two buffers is used twice per tile");
     // A lane takes 16 bytes at a time, from a few rows each.
     static constexpr int WIDE = 8, LANES = staging::cols / WIDE, ROWS = WARP_THREADS / LANES;
-    static constexpr int COUNT = staging::rows / ROWS, AHEAD = 2;
+    static constexpr int COUNT = staging::rows / ROWS;
+    // Of a residual on its way; the formulas of fp16 leave fewer registers.
+    static constexpr int AHEAD = C.dtype == DType::bf16 ? 2 : 1;
 
     // By a consumer.
     static __device__ __forceinline__ void hand_over(const Globals& g, Shared& shared,
