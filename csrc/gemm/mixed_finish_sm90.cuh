@@ -19,8 +19,11 @@ struct Finish {
     static constexpr int STEP = THREADS / FOURS;
     // As many as registers allow without spills.
     static constexpr int MOST = K::consumers < 4 ? 4 : C.k_groups == 1 ? 2 : 1;
-    static constexpr int AT_A_TIME = K::pass / STEP < MOST ? K::pass / STEP : MOST;
-    static_assert(THREADS % FOURS == 0 && K::pass % (STEP * AT_A_TIME) == 0);
+    static constexpr int AT_A_TIME = K::pass <= STEP         ? 1
+                                     : K::pass / STEP < MOST ? K::pass / STEP
+                                                             : MOST;
+    static_assert(THREADS % FOURS == 0);
+    static_assert(K::pass < STEP || K::pass % (STEP * AT_A_TIME) == 0);
     // The ring, of no use behind the only tile of a block, takes the sums of all rows at once.
     static constexpr int SUMS_BYTES = K::pass * K::pitch * 4;
     static constexpr bool ALL_FIT = requires(typename K::Globals& g) { g.at_once; } &&
