@@ -80,6 +80,37 @@ def test_gemm_is_exact_on_integers(tile, dtype, policy):
                 assert (chosen["block_m"], chosen["block_n"]) == tile[:2]
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gemm_finished_by_other_warps(dtype, policy):
+    """Integers that either dtype holds: every layout, ragged sizes, a batch, one tile and several
+    per block, with and without a residual and a z that is kept."""
+    config = {"block_m": 128, "block_n": 256, "stages": 4, "consumers": 2, "fused": True}
+    shapes = ((1, 200, 264, 250), (1, 130, 776, 320), (3, 70, 40, 264), (1, 65, 520, 700))
+    for number, (batch, m, n, k) in enumerate(shapes):
+        a_m_major, b_n_major = number % 2 == 1, number < 2
+        a = integers(batch, m, k, dtype=dtype, limit=1)
+        b = integers(batch, k, n, dtype=dtype, limit=1)
+        if a_m_major:
+            a = a.mT.contiguous().mT
+        if not b_n_major:
+            b = b.mT.contiguous().mT
+        bias, residual = integers(n, dtype=dtype), integers(batch, m, n, dtype=dtype)
+        options = {"bias": bias, "activation": "relu", "beta": 2.0}
+        if number != 1:
+            options["residual"] = residual
+        if batch == 1:
+            a, b = a[0], b[0]
+            options = {x: y[0] if x == "residual" else y for x, y in options.items()}
+        a.requires_grad_(number > 0)
+        z = a.detach().float() @ b.float() + bias.float()
+        expected = z.relu() + 2 * options["residual"].float() if number != 1 else z.relu()
+        with tk.emulate(policy, seed=m, config=config | {"spacing": 1}, sm_count=2) as run:
+            out = tk.gemm(a, b, **options)
+        assert run.kernels[0]["spacing"] == 1
+        assert torch.equal(out.float(), expected)
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("tile", TILES, ids=lambda t: f"{t[0]}x{t[1]}")
 def test_gemm_in_one_round(tile, batch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -128,6 +130,49 @@ def test_accuracy(device, case):
     size = expected.abs().amax() if expected.numel() else 0.0
     # The approximations of exp and erf in float32.
     slack = 8 * slack * (1 + size) + 4e-6 * (1 + size)
+    assert_accurate(out, expected, plain_fused(x, case), slack=slack)
+
+
+def long_cases(device, intensity):
+    return cover(
+        {
+            "shape": [(2500, 4360, 4096), (4097, 2056, 4200)]
+            if device == "cuda"
+            else [(300, 520, 264)],
+            "activation": [None, "relu", "gelu", "gelu_tanh", "silu"],
+            "layout_a": ["packed", "packed_t"],
+            "layout_b": ["packed", "packed_t"],
+            "dtype": [BF16, FP16],
+            "bias": [True, False],
+            "residual": [None, "packed", "sliced", "unaligned"],
+            "keep": [True, False],
+            "factors": [(1.0, 1.0), (0.5, 2.0)],
+        },
+        intensity,
+    )
+
+
+@over(long_cases)
+def test_finished_beside_the_main_loop(device, case):
+    """With a long K other warps than those that multiply finish a tile (finish_sm90.cuh)."""
+    case = {**case, "out": None, "gate_layout": "blocked"}
+    x = operands(case, device, normal)
+    x["b"] = (x["b"] / case["shape"][2] ** 0.5).to(case["dtype"])
+    positional, named = placed(x, case)
+    positional[0].requires_grad_(case["keep"])
+    run = partial(tk.gemm, *positional, **named, **options_of(case))
+    if type(device) is str:
+        out = run().detach()
+    else:
+        tile = {"block_m": 128, "block_n": 256, "stages": 4, "consumers": 2, "streamed": False}
+        tile |= {"block_k": 64, "fused": True, "spacing": 1}
+        with tk.emulate(seed=1, config=tile, sm_count=2):
+            out = run().detach()
+    if device == "cuda":
+        with torch.no_grad():
+            assert torch.equal(out, run())
+    expected = tk.reference.gemm(**doubles(x), **{**options_of(case), "out_dtype": torch.float64})
+    slack = 8 * accumulation_slack(x["a"], x["b"]).amax() + 4e-6 * (1 + expected.abs().amax())
     assert_accurate(out, expected, plain_fused(x, case), slack=slack)
 
 

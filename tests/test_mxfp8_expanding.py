@@ -13,13 +13,15 @@ from test_mxfp8_gemm import BF16, E4M3, E5M2, FP16, FP32, operand, quantised
 from thunderkittens import _C
 
 # Rows that end in an item, in a region, in both; k that ends in a block of scales, in a region.
+TILES = {256: "expanding", 176: "expanding_176"}  # by their columns
 SHAPES = [(384, 512, 544), (200, 400, 304), (129, 257, 512), (80, 16, 16), (130, 700, 1056)]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("sm_count", [1, 3])
-def test_integers_are_exact(shape, sm_count, policy):
+@pytest.mark.parametrize("block_n", TILES)
+def test_integers_are_exact(block_n, shape, sm_count, policy):
     m, n, k = shape
     odd = sm_count == 1
     a, scale_a = operand(m, k, E5M2 if odd else E4M3, True, "cpu")
@@ -27,9 +29,10 @@ def test_integers_are_exact(shape, sm_count, policy):
     bias = torch.randint(-3, 4, (n,)).to(BF16) if odd else None
     out_dtype = (BF16, FP16, FP32)[(m + sm_count) % 3]
     given = (a, b.t(), scale_a, scale_b)
-    with tk.emulate(policy, seed=m, config={"expanding": True}, sm_count=sm_count) as run:
+    config = {"expanding": True, "block_n": block_n}
+    with tk.emulate(policy, seed=m, config=config, sm_count=sm_count) as run:
         out = tk.mxfp8_gemm(*given, bias=bias, out_dtype=out_dtype)
-    assert [kernel["kernel"] for kernel in run.kernels] == ["expanding"]
+    assert [kernel["kernel"] for kernel in run.kernels] == [TILES[block_n]]
     expected = tk.reference.mxfp8_gemm(*given, bias=bias, out_dtype=torch.float64)
     assert torch.equal(out, expected.to(out_dtype))
 
@@ -76,13 +79,16 @@ def test_choice():
     ):
         assert _C.choose("mxfp8_gemm", large | other, H200)["kernel"] != "expanding"
     assert not _C.choose("mxfp8_gemm", large | {"rebased": True}, H200)["expanding"]
+    narrow = _C.choose("mxfp8_gemm", {"m": 4096, "n": 2112, "k": 7168}, H200)
+    assert narrow["kernel"] == "expanding_176"
 
 
 LARGE = [(4096, 4096, 7168), (4096, 7168, 2048), (1024, 8192, 4096), (2100, 5003, 1040)]
+NARROW = [(4096, 2112, 7168), (4100, 2100, 2064)]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", LARGE, ids=str)
+@pytest.mark.parametrize("shape", LARGE + NARROW, ids=str)
 @pytest.mark.parametrize("kinds", [(E4M3, E4M3), (E4M3, E5M2)])
 def test_the_bits_of_the_pass(device, shape, kinds):
     """Plain scales go the other way: a pass, and a product of bf16."""
@@ -95,9 +101,10 @@ def test_the_bits_of_the_pass(device, shape, kinds):
 
 
 @pytest.mark.gpu
-def test_streams_and_graph(device):
+@pytest.mark.parametrize("n", [4096, 2112])
+def test_streams_and_graph(device, n):
     """Two calls at a time share the GPU's SMs: blocks of either may be there without the others."""
-    m, n, k = 4096, 4096, 2048
+    m, k = 4096, 2048
     pairs = []
     for _ in range(2):
         a = quantised(torch.randn(m, k, device=device).to(BF16))

@@ -126,7 +126,9 @@ TILES = [
 ]
 
 
-@pytest.mark.parametrize("cluster", ["alone", "split", "shared", "ranges", "shared_ranges"])
+@pytest.mark.parametrize(
+    "cluster", ["alone", "split", "split_once", "shared", "ranges", "shared_ranges"]
+)
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("tile", TILES)
 def test_every_kernel_on_the_emulator(tile, dtype, cluster):
@@ -134,11 +136,13 @@ def test_every_kernel_on_the_emulator(tile, dtype, cluster):
     if "shared" in cluster and tile[0] < 256:
         return
     names = ("tokens", "row_groups", "k_groups", "pieces", "stages")
-    splits, sharers = 1 + (cluster == "split"), 1 + ("shared" in cluster)
+    splits, sharers = 1 + ("split" in cluster), 1 + ("shared" in cluster)
     config = dict(zip(names, tile, strict=True)) | {"splits": splits, "sharers": sharers}
     config["ranges"] = "ranges" in cluster
     config["blocks"] = (5 if config["ranges"] else 2) * splits * sharers
     m = min(tile[0] + 3, 130)
+    if cluster == "split_once":  # a tile per cluster
+        config["blocks"] = splits * -(-290 // (64 * tile[1])) * -(-m // tile[0])
     weight = prepared(290, 592)
     a = (torch.randn(m, 592) / 24).to(dtype)
     results = []

@@ -60,6 +60,13 @@ Schedule schedule_for(const Config& config, const Problem& p, const DeviceProper
     return schedule;
 }
 
+// Steps between the four parts of a tile that are handed over. Where k is short the consumers would
+// wait for the warps that finish, for fp16, whose activations are longer, more so.
+int spacing_for(const Problem& p) {
+    const int64_t steps = ceil_div(p.k, BLOCK_K), least = p.dtype == DType::bf16 ? 48 : 64;
+    return steps < least ? 0 : static_cast<int>(std::min<int64_t>(steps / 5, 32));
+}
+
 // Few rows: what counts is how fast b is read. Its rows are then a's, or columns, and a block reads
 // its part of them once.
 bool streams(const Problem& p) { return p.m <= 64 && p.batch == 1 && !p.a_m_major; }
@@ -131,6 +138,9 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     }
     Choice choice{.config = make_config(*best, p.dtype, p.a_m_major, p.b_n_major, p.fused)};
     choice.schedule = schedule_for(choice.config, p, device);
+    if (has_finishers(choice.config) && p.gate == Gate::none && p.out_dtype == p.dtype) {
+        choice.schedule.spacing = spacing_for(p);
+    }
     return choice;
 }
 

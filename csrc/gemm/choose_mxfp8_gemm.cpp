@@ -35,16 +35,23 @@ KernelInfo pass(const std::string& name, const std::string& what) {
 }
 std::string few_name(const FewConfig& f) { return concat(name_of(f.data), "_few_", f.tile.tokens); }
 std::string codes_name(const CodesShape& s) { return concat("codes_", s.tokens); }
+std::string expanding_name(const gemm::Config& c) {
+    return c.block_n == 256 ? "expanding" : concat("expanding_", c.block_n);
+}
 std::vector<KernelInfo> gemm_kernels() {
     std::vector<KernelInfo> list{pass("expand", "tile 128x128, 256 threads, two operands")};
-    const gemm::Config expanding = gemm::expanding_config(DType::bf16);
-    list.push_back({.name = "expanding",
-                    .config = "tile 128x256x64, 4 stages, 1 producer warp, 3 warps that expand and "
-                              "2 consumer warpgroups",
-                    .source = "mxfp8_expanding",
-                    .symbol = "expanding_gemm_kernel",
-                    .threads = gemm::threads(expanding),
-                    .shared_bytes = gemm::shared_bytes(expanding)});
+    for (const gemm::Config& c :
+         {gemm::expanding_config(DType::bf16), gemm::narrow_expanding_config(DType::bf16)}) {
+        list.push_back({.name = expanding_name(c),
+                        .config = concat("tile 128x", c.block_n, "x64, ", c.stages,
+                                         " stages, 1 producer warp, 3 warps that expand and 2 "
+                                         "consumer warpgroups"),
+                        .source = "mxfp8_expanding",
+                        .symbol = concat("expanding_gemm_kernelINS1_5TypesIXtlNS0_6ConfigELi128ELi",
+                                         c.block_n, 'E'),
+                        .threads = gemm::threads(c),
+                        .shared_bytes = gemm::shared_bytes(c)});
+    }
     for (std::size_t i = 0; i < FEW_CONFIGS; ++i) {
         const FewConfig f = few_at(i);
         const mixed_gemm::Config& c = f.tile;
@@ -183,10 +190,17 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     }
     if (!p.rebased) {
         choice.exact = gemm::choose(expanded(p), device);
+        const gemm::Config& config = choice.exact.config;
+        const bool narrow = config == gemm::narrow_expanding_config(DType::bf16);
         // From a full round and 1024 rows on the products are long enough to hide it.
         choice.expanding = p.expandable() && std::min(p.m, p.n) >= 1024 &&
-                           choice.exact.config == gemm::expanding_config(DType::bf16) &&
+                           (config == gemm::expanding_config(DType::bf16) || narrow) &&
                            choice.exact.schedule.blocks >= device.sm_count;
+        // Whole rows of tiles in a round: the next ones then need little that is new.
+        const auto columns = static_cast<int>((p.n + config.block_n - 1) / config.block_n);
+        if (choice.expanding && narrow && columns <= choice.exact.schedule.blocks) {
+            choice.exact.schedule.band = choice.exact.schedule.blocks / columns;
+        }
         return choice;
     }
     choice.product = fp8_gemm::choose(rebased(p), device);
@@ -197,7 +211,7 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
 
 std::string kernel_name(const Choice& c) {
     if (c.direct) return codes_name(c.codes);
-    return c.few ? few_name(c.few_config) : c.expanding ? "expanding" : "expand";
+    return c.few ? few_name(c.few_config) : c.expanding ? expanding_name(c.exact.config) : "expand";
 }
 std::string kernel_name(const PrepareChoice&) { return "rebase"; }
 

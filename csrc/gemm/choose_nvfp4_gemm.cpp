@@ -123,8 +123,9 @@ bool expanding_pays(const Problem& p, const Choice& mixed, int sm_count) {
     const double tile = 1024 * double(pieces(p.k));
     const int64_t clusters = std::max(1, s.blocks / in_cluster);
     // Equal ranges of k have no rounds, but exchange sums.
-    const double without = s.ranges ? double(work) / double(clusters) * tile + 60'000
-                                    : double(ceil_div(work, clusters)) * (tile / s.splits + 10'000);
+    const double rounds =
+        s.ranges ? double(work) / double(clusters) : double(ceil_div(work, clusters));
+    const double without = rounds * (tile / s.splits + 10'000) + (s.ranges ? 26'000 : 0);
     const int64_t tiles = ceil_div(p.m, 128) * ceil_div(p.n, 256);
     const double product = double(ceil_div(tiles, sm_count)) * (tile + 600) * 1.03;
     const double expansion = double(p.n) * double(p.k) / (1.85 * sm_count);

@@ -243,11 +243,10 @@ struct Product {
         };
         const Array wide_a = emulated::allocate({problem.m, problem.k}, DType::bf16);
         const Array wide_b = emulated::allocate({problem.n, problem.k}, DType::bf16);
-        constexpr gemm::Config config = gemm::expanding_config(DType::bf16);
         gemm::ExpandingParams<gemm::Mxfp8Sources> params{.product = product_of(wide_a, wide_b),
                                                          .sources = {source(a), source(b)}};
-        const Array counters =
-            emulated::allocate({gemm::expand_order(config, params).counters()}, DType::int32);
+        const Array counters = emulated::allocate(
+            {gemm::expand_order(choice.exact.config, params).counters()}, DType::int32);
         std::memset(counters.data, 0, static_cast<std::size_t>(counters.extent()));
         params.counters = reinterpret_cast<int*>(counters.data);
         emulated::Launch scope("mxfp8_gemm expanding");
@@ -260,7 +259,8 @@ struct Product {
         scope.may_write("counters", counters);
         if (bias) scope.may_read("bias", *bias);
         scope.may_write("out", out);
-        gemm::launch_expanding<config>(params, nullptr);
+        TK_CHECK(launch_any_expanding(choice.exact.config, params, nullptr),
+                 "tk.mxfp8_gemm: no kernel ", kernel_name(choice));
     }
     void multiply_rebased(const Prepared& left, const Prepared& right) const {
         const fp8_gemm::Params params{
@@ -341,7 +341,9 @@ emulated::Result run_gemm(const emulated::Call& call) {
     emulated::force(choice, call);
     if (choice.expanding) {
         TK_CHECK(problem.expandable(), "tk.mxfp8_gemm: the kernel that expands is not for this");
-        constexpr gemm::Config config = gemm::expanding_config(DType::bf16);
+        const bool narrow = choice.exact.config.block_n == 176;
+        const gemm::Config config = narrow ? gemm::narrow_expanding_config(DType::bf16)
+                                           : gemm::expanding_config(DType::bf16);
         const int64_t tiles = gemm::regions(m, config.block_m) * gemm::regions(n, config.block_n);
         choice.exact = {config,
                         {.band = 2,

@@ -278,7 +278,8 @@ __device__ __forceinline__ void scale(Tile& d, float factor) {
 }
 
 // The bias of a tile's columns: each thread of a consumer fetches a few values before the products,
-// and adds all that it needs after them, through shared memory.
+// and adds all that it needs after them, through shared memory. Where registers are few, the values
+// go there while the first product runs.
 template <Config C>
 struct Bias {
     static constexpr int per_thread = (C.block_n + WARPGROUP_THREADS - 1) / WARPGROUP_THREADS;
@@ -294,15 +295,17 @@ struct Bias {
             if (col < g.n) values[i] = arch::load_global(bias + col);
         }
     }
-    __device__ __forceinline__ void add(sv_fl<C.block_n>& shared, rt_fl<16, C.block_n>& d) const {
-        const int barrier = READY + 1 + warpgroup::groupid();
-        warpgroup::sync(barrier);  // the last tile's readers are done
+    __device__ __forceinline__ void share(sv_fl<C.block_n>& shared) const {
+        warpgroup::sync(READY + 1 + warpgroup::groupid());  // the last tile's readers are done
 #pragma unroll
         for (int i = 0; i < per_thread; ++i) {
             const int col = i * WARPGROUP_THREADS + warpgroup::laneid();
             if (col < C.block_n) shared.set(col, convert<float>(values[i]));
         }
-        warpgroup::sync(barrier);
+    }
+    __device__ __forceinline__ void add(sv_fl<C.block_n>& shared, rt_fl<16, C.block_n>& d) const {
+        if (!Types<C>::has_finishers) share(shared);
+        warpgroup::sync(READY + 1 + warpgroup::groupid());
 #pragma unroll
         for (int j = 0; j < C.block_n / 16; ++j) {
 #pragma unroll

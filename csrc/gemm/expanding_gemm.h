@@ -23,15 +23,14 @@ constexpr uint32_t regions(int64_t size, int of) {
 }
 
 // The order in which items are expanded: first what the tiles of the first round need of either
-// operand, then the rest of b, then the rest of a, the last two in packs of `pack` regions side by
+// operand, then the rest of b, then the rest of a, the last two in packs of `wide` regions side by
 // side; in each part all rows of 256 of k, then those of the next.
 struct ExpandOrder {
     uint32_t columns;           // of regions along k
     uint32_t rows_a, rows_b;    // regions along the rows; none of what is not expanded
     uint32_t first_a, first_b;  // of those, in the first part
-    uint32_t pack;
-    uint32_t first_regions;  // in the first part
-    Divisor first, pack_regions, wide, last_wide;
+    // Regions of 256 of k in the first part, in a pack and in the last pack; of a whole pack.
+    Divisor first, wide, last_wide, pack;
 
     struct Region {
         bool of_b;
@@ -39,17 +38,17 @@ struct ExpandOrder {
     };
     TK_HOST_DEVICE constexpr uint32_t total() const { return (rows_a + rows_b) * columns; }
     TK_HOST_DEVICE constexpr Region at(uint32_t index) const {
-        if (index < first_regions) {
+        if (index < first.value * columns) {
             const uint32_t column = first.divide(index), row = index - column * first.value;
             return row < first_a ? Region{false, row, column} : Region{true, row - first_a, column};
         }
-        index -= first_regions;
-        const uint32_t begin = pack_regions.divide(index) * pack;
-        const bool full = begin + pack <= rows_a + rows_b - first.value;
-        const uint32_t in_pack = index - begin * columns;
-        const uint32_t column = full ? wide.divide(in_pack) : last_wide.divide(in_pack);
-        const uint32_t row = begin + (in_pack - column * (full ? wide.value : last_wide.value));
-        const uint32_t rest_b = rows_b - first_b;
+        index -= first.value * columns;
+        const uint32_t rest = rows_a + rows_b - first.value, rest_b = rows_b - first_b;
+        const uint32_t number = pack.divide(index), begin = number * wide.value;
+        index -= number * pack.value;
+        const bool last = begin + wide.value > rest;
+        const uint32_t column = last ? last_wide.divide(index) : wide.divide(index);
+        const uint32_t row = begin + (index - column * (last ? last_wide.value : wide.value));
         return row < rest_b ? Region{true, first_b + row, column}
                             : Region{false, first_a + (row - rest_b), column};
     }
@@ -60,21 +59,25 @@ struct ExpandOrder {
     TK_HOST_DEVICE constexpr uint32_t counters() const { return 2 + total(); }
 };
 
-// Up to which item the warps that multiply take part, before their first tile: a share of what the
-// first round needs, so that the others' head start is large enough; and where those would not keep
-// pace, at some 1.1 elements per cycle and block, what is left over. A step of a tile takes 1024
-// cycles.
-constexpr int64_t early_items(const ExpandOrder& order, int64_t tiles, int64_t blocks,
-                              int64_t steps) {
+// Up to which item the warps that multiply take part, before their first tile: a small share of
+// what the first round needs, beyond one item each, so that the first tiles need not wait long; and
+// where the others would not keep pace, at some 1.8 elements per cycle and block, what is left over.
+constexpr int64_t early_items(const Config& config, const ExpandOrder& order, int64_t tiles,
+                              int64_t blocks, int64_t steps) {
     const int64_t rounds = (tiles + blocks - 1) / blocks;
+    const int64_t cycles = rounds * steps * config.block_m * config.block_n / 32;
     const int64_t first = int64_t{order.first_a + order.first_b} * order.columns * REGION_ITEMS;
-    const int64_t late = blocks * rounds * steps * 1024 * 11 / 10 / (ITEM_ROWS * REGION_K);
-    return std::max(first * 2 / 5, int64_t{order.total()} * REGION_ITEMS - late);
+    const int64_t late = blocks * cycles * 18 / 10 / (ITEM_ROWS * REGION_K);
+    return std::max(first / 20, int64_t{order.total()} * REGION_ITEMS - late);
 }
 
 // The kernels' tiles: rows of both operands along k.
 constexpr Config expanding_config(DType dtype) {
     return make_config(TILE_SHAPES[0], dtype, false, false);
+}
+// The same where narrower tiles come out even, 128 x 176.
+constexpr Config narrow_expanding_config(DType dtype) {
+    return make_config(BETWEEN_SHAPES[1], dtype, false, false);
 }
 
 // An MXFP8 operand: k a multiple of 16, rows of codes aligned to 16 bytes, scales in the 128x4
@@ -117,14 +120,10 @@ constexpr ExpandOrder expand_order(const Config& config, const Schedule& schedul
                       .rows_b = regions(n, REGION_ROWS)};
     order.first_a = std::min(order.rows_a, bands * band * config.block_m / REGION_ROWS);
     order.first_b = std::min(order.rows_b, regions(int64_t{wide} * config.block_n, REGION_ROWS));
-    order.pack = std::max(1u, order.first_b);
-    const uint32_t first = order.first_a + order.first_b;
-    const uint32_t rest = (order.rows_a + order.rows_b - first) % order.pack;
-    order.first_regions = first * order.columns;
-    order.first = Divisor(first);
-    order.pack_regions = Divisor(order.pack * order.columns);
-    order.wide = Divisor(order.pack);
-    order.last_wide = Divisor(rest == 0 ? order.pack : rest);
+    const uint32_t first = order.first_a + order.first_b, pack = std::max(1u, order.first_b);
+    const uint32_t rest = (order.rows_a + order.rows_b - first) % pack;
+    order.first = Divisor(first), order.wide = Divisor(pack);
+    order.last_wide = Divisor(rest == 0 ? pack : rest), order.pack = Divisor(pack * order.columns);
     return order;
 }
 

@@ -10,14 +10,15 @@
 //
 // Order of memory: the lanes that have written fence their writes, which TMA of any block will read
 // (generic to async proxy); the warp meets, and one lane releases them to the GPU and counts. The
-// lanes of the warp that loads acquire a counter each and meet, fence again, as their copies belong
-// to the async proxy, and one then issues those.
+// lanes of the warp that loads read a counter each, one region ahead, acquire and meet, and one
+// fences again, as its copies belong to the async proxy, and issues those. All fences are of the
+// kinds that do not wait for what the SM has on its way to memory, but for the release.
 #pragma once
 
 #include "csrc/gemm/expanding_gemm.h"
 #include "csrc/gemm/gemm_sm90.cuh"
 #include "csrc/gemm/mxfp8_quantize_sm90.cuh"
-#include "kittens/arch/fences_global.cuh"
+#include "kittens/arch/handover.cuh"
 
 namespace thunderkittens::gemm {
 namespace sm90 {
@@ -27,21 +28,33 @@ struct ExpandItem {
     int k;            // of the operand
 };
 
-// 16 x 256 codes; a lane has eight neighbours of each row.
-template <int DATA, int AT_A_TIME, class Meanwhile>
+// The same as laneid(): what follows from it is found anew, not kept in registers.
+__device__ __forceinline__ int lane_again() {
+    auto lane = static_cast<uint32_t>(laneid());
+    arch::pin_register(lane);
+    return static_cast<int>(lane);
+}
+
+// The scales of a row by four blocks are a word.
+__device__ __forceinline__ const uint32_t* scales_at(const Mxfp8Source& from, int row, int atom,
+                                                     int atoms) {
+    return reinterpret_cast<const uint32_t*>(static_cast<const uint8_t*>(from.scales) +
+                                             (int64_t(row / 128) * atoms + atom) *
+                                                 block_scaled::sm90::ATOM +
+                                             row % 32 * 16 + row % 128 / 32 * 4);
+}
+
+// 16 x 256 codes; a lane has eight neighbours of each row. Calls all_read() when the last are on
+// their way.
+template <int DATA, int AT_A_TIME, class AllRead>
 __device__ __forceinline__ void expand_mxfp8(const Mxfp8Source& from, bf16* to, int pitch,
-                                             const ExpandItem& item, Meanwhile meanwhile) {
-    using block_scaled::sm90::ATOM;
+                                             const ExpandItem& item, AllRead all_read) {
     using block_scaled::sm90::scale_of_byte;
     constexpr int CHUNK = 8;
-    const int lane = arch::lane_again();
-    // The scales of a row by four blocks are a word.
-    const int atoms = (item.k + 127) / 128, row = item.row + lane % 16;
-    const int atom = min(item.column / 128 + lane / 16, atoms - 1);
-    const auto* at = static_cast<const uint8_t*>(from.scales) +
-                     (int64_t(row / 128) * atoms + atom) * ATOM + row % 32 * 16 +
-                     row % 128 / 32 * 4;
-    const uint32_t scales = arch::load_global_readonly(reinterpret_cast<const uint32_t*>(at));
+    const int lane = lane_again();
+    const int atoms = (item.k + 127) / 128;
+    const uint32_t scales = arch::load_global_readonly(scales_at(
+        from, item.row + lane % 16, min(item.column / 128 + lane / 16, atoms - 1), atoms));
     // Lanes past the end of k repeat what is before it.
     const int in_item = min(lane * CHUNK, item.k - CHUNK - item.column);
     const int source = in_item / 128 * 16, shift = in_item % 128 / 32 * 8;
@@ -56,7 +69,7 @@ __device__ __forceinline__ void expand_mxfp8(const Mxfp8Source& from, bf16* to, 
             words[i] = arch::load_global_readonly(reinterpret_cast<const uint2*>(codes));
             codes += static_cast<uint32_t>(from.stride);
         }
-        if (first == 0) meanwhile();
+        if (first + AT_A_TIME == ITEM_ROWS) all_read();
 #pragma unroll
         for (int i = 0; i < AT_A_TIME; ++i) {
             const uint32_t four = arch::shuffle(scales, source + first + i);
@@ -69,7 +82,11 @@ __device__ __forceinline__ void expand_mxfp8(const Mxfp8Source& from, bf16* to, 
                     block_scaled::sm90::Fp8<DATA>::values(word >> 16 * (j % 2) & 0xffffu);
                 out[j] = arch::bit_cast<uint32_t>(pack_pair<bf16>(pair.x * scale, pair.y * scale));
             }
-            arch::store_global(reinterpret_cast<uint4*>(to), uint4{out[0], out[1], out[2], out[3]});
+            const uint4 eight{out[0], out[1], out[2], out[3]};
+            if constexpr (AT_A_TIME > 8)
+                arch::store_global_whole(to, eight);
+            else
+                arch::store_global(reinterpret_cast<uint4*>(to), eight);
             to += static_cast<uint32_t>(pitch);
         }
     }
@@ -88,15 +105,15 @@ struct Expansion<Mxfp8Sources> {
     using Factor = HostFactor;
     static __device__ __forceinline__ Factor factor(const Mxfp8Sources&) { return {}; }
     static constexpr int early = 16, late = 8;  // rows
-    template <int AT_A_TIME, class T, class Meanwhile>
+    template <int AT_A_TIME, class T, class AllRead>
     static __device__ __forceinline__ void expand(const Mxfp8Sources& sources, bool of_b, T* to,
                                                   int pitch, const ExpandItem& item,
-                                                  Meanwhile meanwhile) {
+                                                  AllRead all_read) {
         const auto expand_from = [&](const Mxfp8Source& from) {
             if (from.e5m2)
-                expand_mxfp8<int(DType::e5m2), AT_A_TIME>(from, to, pitch, item, meanwhile);
+                expand_mxfp8<int(DType::e5m2), AT_A_TIME>(from, to, pitch, item, all_read);
             else
-                expand_mxfp8<int(DType::e4m3), AT_A_TIME>(from, to, pitch, item, meanwhile);
+                expand_mxfp8<int(DType::e4m3), AT_A_TIME>(from, to, pitch, item, all_read);
         };
         if (of_b)
             expand_from(sources.b);
@@ -116,50 +133,65 @@ struct ExpandPlan {
     int* counters;
 };
 
-// Expands items; with EARLY as long as the first p.early are not all claimed. An item is counted
-// when the first loads of the next one are on their way, while the one after that is claimed, so
-// that a warp waits for all of these at once.
+// Where an item is.
+struct ItemPlace {
+    bool of_b;
+    int row, column, counter;
+};
+template <class Plan>
+__device__ __forceinline__ ItemPlace place_of(const Plan& p, int index) {
+    const auto region = p.order.at(static_cast<uint32_t>(index) / REGION_ITEMS);
+    return {region.of_b,
+            static_cast<int>(region.row) * REGION_ROWS + index % REGION_ITEMS * ITEM_ROWS,
+            static_cast<int>(region.column) * REGION_K,
+            static_cast<int>(p.order.counter(region.of_b, region.row, region.column))};
+}
+
+// Expands items; with EARLY as long as the first p.early are not all claimed.
 template <int AT_A_TIME, bool EARLY, class T, class Sources>
 __device__ __forceinline__ void expand_items(const ExpandPlan<T, Sources>& p) {
-    // Of the first lane the item that it has claimed, of the others the counter of the last item,
-    // which the second counts: one register for both.
-    int next = laneid() == 0 ? arch::claim_global(p.counters) : 0;
-    const auto count = [&] {
-        arch::fence_async_global();
-        arch::sync_warp();
-        if (arch::lane_again() == 1 && next != 0) {
-            arch::fence_release_gpu();
-            arch::count_global(p.counters + next);
-            arch::count_global(p.counters + 1);
-        }
-    };
-    for (int index; (index = arch::shuffle(next, 0)) < p.items;) {
-        const auto region = p.order.at(static_cast<uint32_t>(index) / REGION_ITEMS);
-        const int row =
-            static_cast<int>(region.row * REGION_ROWS + uint32_t(index) % REGION_ITEMS * ITEM_ROWS);
-        const int column = static_cast<int>(region.column) * REGION_K;
-        const auto meanwhile = [&] {
-            count();
-            if (arch::lane_again() > 0)
-                next = static_cast<int>(p.order.counter(region.of_b, region.row, region.column));
-            else
-                next = !EARLY || index < p.early ? arch::claim_global(p.counters) : p.items;
+    using E = Expansion<Sources>;
+    if (EARLY && p.early == 0) return;
+    int index = p.items;
+    if (laneid() == 0) index = arch::claim_global(p.counters);
+    index = arch::shuffle(index, 0);
+    while (index < p.items) {
+        const ItemPlace at = place_of(p, index);
+        // In one register: the next item in the first lane, this one's counter in the others.
+        int carried = laneid() == 0 ? p.items : at.counter;
+        bool read = false;
+        const auto all_read = [&] {
+            if (laneid() == 0 && (!EARLY || index < p.early)) {
+                carried = arch::claim_global(p.counters);
+            }
+            read = true;
         };
         // Constants of the kernel in each branch, not registers. The last rows are expanded twice,
         // to the same values, where they are not 16.
-        if (row >= (region.of_b ? p.n : p.m)) {
-            meanwhile();
-        } else if (region.of_b) {
-            Expansion<Sources>::template expand<AT_A_TIME>(p.sources, true, p.b, p.pitch_b,
-                                                           {min(row, p.n - ITEM_ROWS), column, p.k},
-                                                           meanwhile);
-        } else if (Expansion<Sources>::both) {
-            Expansion<Sources>::template expand<AT_A_TIME>(p.sources, false, p.a, p.pitch_a,
-                                                           {min(row, p.m - ITEM_ROWS), column, p.k},
-                                                           meanwhile);
+        if (at.of_b) {
+            if (at.row < p.n) {
+                E::template expand<AT_A_TIME>(p.sources, true, p.b, p.pitch_b,
+                                              {min(at.row, p.n - ITEM_ROWS), at.column, p.k},
+                                              all_read);
+            }
+        } else if (E::both) {
+            if (at.row < p.m) {
+                E::template expand<AT_A_TIME>(p.sources, false, p.a, p.pitch_a,
+                                              {min(at.row, p.m - ITEM_ROWS), at.column, p.k},
+                                              all_read);
+            }
+        }
+        if (!read) all_read();
+        index = arch::shuffle(carried, 0);
+        const int counter = arch::shuffle(carried, 1);
+        arch::fence_async_global();
+        arch::sync_warp();
+        if (laneid() == 0) {
+            arch::fence_release_gpu();
+            arch::count_global(p.counters + counter);
+            arch::count_global(p.counters + 1);
         }
     }
-    count();
 }
 
 // Called by a whole warp, whose lanes wait for a region each; one of them loads.
@@ -183,14 +215,20 @@ __device__ __forceinline__ void produce_expanded(const typename K::Globals& g, c
             arch::sync_warp();
             arch::fence_async_global();
         }
+        // Asked for one region ahead: the answer costs nothing where that is complete.
+        int count = REGION_ITEMS;
+        if (!all && mine) count = arch::load_relaxed_global(counter);
         for (int step = 0; step < g.k_blocks; ++step, ring.advance()) {
             const int k = step * BLOCK_K;
             if (!all && k % REGION_K == 0) {
-                while (mine && arch::load_acquire_global(counter) < REGION_ITEMS) {
-                }
-                ++counter;
+                while (count < REGION_ITEMS) count = arch::load_relaxed_global(counter);
+                arch::fence_acquire_gpu();
                 arch::sync_warp();
                 arch::fence_async_global();
+                ++counter;
+                if (mine && step + REGION_K / BLOCK_K < g.k_blocks) {
+                    count = arch::load_relaxed_global(counter);
+                }
             }
             auto& stage = shared.stages[ring.stage];
             semaphore& full = shared.full[ring.stage];
@@ -208,8 +246,10 @@ __global__ __launch_bounds__(K::threads, 1) void expanding_gemm_kernel(
     const __grid_constant__ ExpandPlan<typename K::T, Sources> plan) {
     constexpr Config C = K::config;
     static_assert(C.consumers == 2 && !C.fused && !C.marked && C.block_m == REGION_ROWS);
-    // Three warps that expand need more registers than one that loads.
-    constexpr int consumer_registers = 232, producer_registers = 40;
+    // Three warps that expand need more registers than one that loads; accumulators of a narrower
+    // tile leave them for a whole item on its way.
+    constexpr bool narrow = C.block_n <= 192;
+    constexpr int consumer_registers = narrow ? 208 : 232, producer_registers = narrow ? 88 : 40;
     using E = Expansion<Sources>;
     shared_allocator allocator(shared_memory());
     auto& shared = allocator.template allocate<typename K::Shared>();
@@ -220,7 +260,7 @@ __global__ __launch_bounds__(K::threads, 1) void expanding_gemm_kernel(
             produce_expanded<K>(g, plan, shared);
         } else {
             arch::wait_for_dependencies();
-            expand_items<E::late, false>(plan);
+            expand_items<narrow ? E::early : E::late, false>(plan);
         }
     } else {
         arch::named_barrier_sync(READY, READY_THREADS<K>);
@@ -253,8 +293,8 @@ void launch_expanding(const ExpandingParams<Sources>& p, Stream stream) {
         .n = static_cast<int>(sm90::ceil_div(product.n, E::rows) * E::rows),
         .k = static_cast<int>(product.k),
         .items = static_cast<int>(order.total()) * REGION_ITEMS,
-        .early =
-            static_cast<int>(early_items(order, globals.order.total, s.blocks, globals.k_blocks)),
+        .early = static_cast<int>(
+            early_items(C, order, globals.order.total, s.blocks, globals.k_blocks)),
         .counters = p.counters};
     kittens::launch(kittens::LaunchOptions{.dependent = true},
                     sm90::expanding_gemm_kernel<K, Sources>, dim3(s.blocks), dim3(K::threads),

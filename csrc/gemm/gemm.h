@@ -65,6 +65,9 @@ struct Schedule {
     // b is read about once: its lines are the first to leave the L2 cache. Else each takes the
     // place of another one, which goes to memory first where it has been written.
     bool b_once = false;
+    // Warps beside the one that loads finish tiles where the epilogue is long, see finish_sm90.cuh;
+    // they are handed a part of the last tile every so many steps of k. 0: the consumers finish.
+    int spacing = 0;
 };
 
 struct Choice {
@@ -131,6 +134,7 @@ void visit_fields(Choice& c, Visitor&& visit) {
     visit("blocks", c.schedule.blocks);
     visit("splits", c.schedule.splits);
     visit("b_once", c.schedule.b_once);
+    visit("spacing", c.schedule.spacing);
 }
 
 // Tile shapes that are compiled, each for both dtypes and the four layouts of the operands.
@@ -215,8 +219,14 @@ constexpr Config config_at(std::size_t i) {
     return marked_config();
 }
 
+// Whether warps beside the one that loads can finish tiles.
+constexpr bool has_finishers(const Config& c) {
+    return c.fused && !c.marked && !c.streamed && c.block_n == 256;
+}
+
 // Dynamic shared memory of a block: the ring of stages, two staging buffers of 16 rows of 128 bytes
-// per consumer warp, a row of bias per consumer, two semaphores per stage.
+// per consumer warp, a row of bias per consumer, two semaphores per stage, and two per staging
+// buffer where other warps finish tiles.
 // Streamed: the ring, the sums as rows of fp32 that are 4 longer than the tile's, and two
 // semaphores more.
 constexpr int shared_bytes(const Config& c) {
@@ -227,7 +237,8 @@ constexpr int shared_bytes(const Config& c) {
     }
     const int bias = (c.block_n * 4 + 127) / 128 * 128;
     const int bytes = c.stages * (c.block_m + c.block_n) * BLOCK_K * 2 +
-                      c.consumers * (4 * 2 * 16 * 128 + bias) + c.stages * 16;
+                      c.consumers * (4 * 2 * 16 * 128 + bias) + c.stages * 16 +
+                      (has_finishers(c) ? c.consumers * 4 * 2 * 16 : 0);
     return (bytes + 127) / 128 * 128;
 }
 constexpr int threads(const Config& c) {

@@ -13,7 +13,7 @@
 // nothing there.
 #pragma once
 
-#include "csrc/gemm/fused_sm90.cuh"
+#include "csrc/gemm/finish_sm90.cuh"
 #include "csrc/gemm/marks_sm90.cuh"
 #include "csrc/gemm/start_sm90.cuh"
 
@@ -69,7 +69,8 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
             load_step<K>(g, stage, full, at.batch, m, n, step * BLOCK_K);
         }
         if constexpr (C.fused) {
-            if (g.epilogue.residual != nullptr) produce_residual<C>(g, shared, ring, at);
+            if (g.epilogue.residual != nullptr && g.spacing == 0)
+                produce_residual<C>(g, shared, ring, at);
         }
     });
 }
@@ -95,15 +96,13 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
     Ring<C.stages> ring;
     rt_fl<16, C.block_n> d;
     Finished<C> finished;
-    Bias<C> bias;
     for_each_tile(g, [&](const TilePosition at, const bool last) {
         if constexpr (C.marked) {
             if (!is_marked<C>(g, at)) return;
         }
         const uint32_t col = K::first_column(g, at.n);
-        const uint32_t row =
-            at.m * C.block_m + consumer * K::consumer_rows + warpgroup::warpid() * 16;
-        if (g.epilogue.bias != nullptr) bias.fetch(g, col);
+        Bias<C> bias;
+        if (!K::has_finishers && g.epilogue.bias != nullptr) bias.fetch(g, col);
 
         // The last tile's consumers end one after the other: SMs that store whole tiles at once
         // wait for the L2 cache, and the tensor cores can work for the second consumer meanwhile.
@@ -123,7 +122,23 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
                 auto rows = stage.a.template subtile<K::consumer_rows, BLOCK_K>({consumer, 0});
                 warpgroup::product<false, !C.b_n_major>(d, rows, stage.b, k > 0);
             }
-            if (finished.any && k < finished.sent(g)) {
+            if constexpr (K::has_finishers) {
+                if (k == 0 && g.epilogue.bias != nullptr) {
+                    bias.fetch(g, col);
+                    bias.share(shared.bias[consumer]);
+                }
+                const int spacing = max(1, g.spacing);
+                if (finished.any && k < finished.sent(g) * spacing) {
+#pragma unroll
+                    for (int piece = 0; piece < finished.pieces; ++piece) {
+                        if (k != piece * spacing) continue;
+                        if (g.spacing != 0)
+                            Finishing<C>::hand_over(g, shared, finished, piece);
+                        else
+                            finished.send(g, shared, piece);
+                    }
+                }
+            } else if (finished.any && k < finished.sent(g)) {
 #pragma unroll
                 for (int piece = 0; piece < finished.pieces; ++piece) {
                     if (k == piece) finished.send(g, shared, piece);
@@ -139,6 +154,8 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
         warpgroup::mma_async_wait(d);
         release(previous);
 
+        const uint32_t row =
+            at.m * C.block_m + consumer * K::consumer_rows + warpgroup::warpid() * 16;
         Place16 to{at.batch, row, col};
         // The usual way first and by itself: a short kernel waits for code that it jumps over.
         if constexpr (!C.fused && !Factor::activates) {
@@ -157,6 +174,14 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
         }
         if (g.epilogue.alpha != 1.f) scale(d, factor.times(g.epilogue.alpha));
         if (g.epilogue.bias != nullptr) bias.add(shared.bias[consumer], d);
+        if constexpr (K::has_finishers) {
+            if (g.spacing != 0) {
+                finished.template pack<typename K::T>(d);
+                finished.at = to;
+                finished.any = true;
+                return;
+            }
+        }
         if constexpr (Factor::activates) {
             auto& sums = reinterpret_cast<float(&)[C.block_n / 2]>(d);
             activate(g.epilogue.activation, sums);
@@ -185,7 +210,12 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
             if (!finished.any) finished.send_now(g, shared);
         }
     });
-    if (finished.any) finished.send_last(g, shared);
+    if (!finished.any) {
+    } else if (g.spacing == 0) {
+        finished.send_last(g, shared);
+    } else if constexpr (K::has_finishers) {
+        Finishing<C>::finish_last(g, shared, finished);
+    }
     if (laneid() == 0) tma::store_async_read_wait();
 }
 
@@ -203,6 +233,9 @@ __global__ __launch_bounds__(K::threads,
         const bool loads = start_producer<K>(g, shared);
         const bool work = loads && (!C.marked || any_mark(g.marks, g.m, g.n));
         if (work && arch::elect_one()) produce<C>(g, shared);
+        if constexpr (K::has_finishers) {
+            if (!loads && g.spacing != 0) Finishing<C>::work(g, shared, warpgroup::warpid() - 1);
+        }
     } else {
         arch::named_barrier_sync(READY, READY_THREADS<K>);
         if constexpr (C.consumers > 1) warpgroup::increase_registers<K::consumer_registers>();
@@ -228,6 +261,22 @@ Residual<C> residual_of(const Params& p, int64_t out_n) {
         }
         return {GL(at(e.residual), p.batch, nullptr, p.m, out_n * words,
                    gl_strides{e.residual_batch_stride * words, 0, e.residual_stride * words})};
+    } else {
+        return {};
+    }
+}
+
+// The same of z, which is kept, in rows of 16 bytes.
+template <Config C>
+Kept<C> kept_of(const Params& p, bool kept) {
+    if constexpr (has_finishers(C)) {
+        using GL = decltype(Kept<C>::map);
+        if (!kept) {
+            void* any = const_cast<void*>(p.a);
+            return {GL(static_cast<bf16*>(any), 1, nullptr, 1, 64, gl_strides{0, 0, 64})};
+        }
+        return {GL(static_cast<bf16*>(p.epilogue.preactivation), p.batch, nullptr, p.m, p.n,
+                   gl_strides{p.m * p.n, 0, p.n})};
     } else {
         return {};
     }
@@ -266,6 +315,11 @@ typename Types<C>::Globals make_globals(const Params& p) {
     const bool pairs = in_pairs(p.out, 4, p.out_stride, p.out_batch_stride) && out_n % 2 == 0;
     const bool aligned_pairs =
         (!e.preactivation || in_pairs(e.preactivation, 2 * size, p.n, 0)) && out_n % 2 == 0;
+    // Where the consumers would take long, and rows are whole parts of 16 bytes.
+    const bool finished_apart =
+        has_finishers(C) && p.out_dtype == C.dtype && e.gate == Gate::none && tma_store &&
+        p.n % 8 == 0 && ceil_div(p.k, BLOCK_K) > 3 * p.schedule.spacing &&
+        (e.residual != nullptr || e.preactivation != nullptr || e.activation > Activation::relu);
     // To TMA the output is a matrix of 16-bit words. Where TMA does not store, the map is a
     // stand-in that nobody uses.
     const int64_t words = size / 2;
@@ -288,7 +342,8 @@ typename Types<C>::Globals make_globals(const Params& p) {
         .pairs = pairs,
         .aligned_pairs = aligned_pairs,
         .packed = C.fused && !C.marked && p.out_dtype == DType::bf16 && e.gate == Gate::none &&
-                  e.residual == nullptr,
+                  e.residual == nullptr && !finished_apart,
+        .spacing = finished_apart ? p.schedule.spacing : 0,
         .order = order,
         .epilogue = e,
         .m = static_cast<uint32_t>(p.m),
@@ -305,6 +360,7 @@ typename Types<C>::Globals make_globals(const Params& p) {
                                                                  p.b_stride, p.b_batch_stride),
         .out_map = out,
         .residual = residual_of<C>(p, out_n),
+        .kept = kept_of<C>(p, finished_apart && e.preactivation != nullptr),
     };
 }
 

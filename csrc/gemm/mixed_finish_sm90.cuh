@@ -17,9 +17,13 @@ struct Finish {
     // waits for is the same for all.
     static constexpr int FOURS = K::block_rows / 4;
     static constexpr int STEP = THREADS / FOURS;
+    // As many as registers allow without spills.
     static constexpr int MOST = K::consumers < 4 ? 4 : C.k_groups == 1 ? 2 : 1;
     static constexpr int AT_A_TIME = K::pass / STEP < MOST ? K::pass / STEP : MOST;
-    static_assert(THREADS % FOURS == 0 && K::pass % STEP == 0);
+    static_assert(THREADS % FOURS == 0 && K::pass % (STEP * AT_A_TIME) == 0);
+    // The ring, of no use behind the only tile of a block, takes the sums of all rows at once.
+    static constexpr bool ALL_FIT = PASSES > 1 && int(sizeof(typename K::Sums)) * PASSES <=
+                                                      int(sizeof(typename K::Stages));
     int round = 0;
 
     // `d`: the sums of this warpgroup's rows and its share of k.
@@ -31,17 +35,27 @@ struct Finish {
         const int column = row_group * PIECE + warpgroup::warpid() * 16 + row_of_lane;
         const float scale = scale_of(g, tile.group);
         const float4 bias = bias_of(g, tile);
+        int passes = 1;
+        uint32_t sums = shared.sums[0].address();
+        if constexpr (ALL_FIT) {
+            if (g.at_once) {
+                passes = PASSES;
+                sums = arch::shared_address(&shared.stages);
+                arch::named_barrier_sync(SUMS, THREADS);  // nobody multiplies any more
+            }
+        }
         // The registers are chosen by branches, so that what follows is there once.
 #pragma unroll 1
-        for (int pass = 0; pass < PASSES; ++pass) {
+        for (int pass = 0; pass < PASSES; pass += passes) {
             // Rows that the tile does not have are the last ones.
             if (tile.token + pass * K::pass >= tile.end) break;
             wait_until_read(g, shared);
             const bool empty = tile.group >= g.groups;
-            const uint32_t sums = shared.sums[k_group].address();
 #pragma unroll
             for (int which = 0; which < PASSES; ++which) {
-                if (which != pass) continue;
+                if (which < pass || which >= pass + passes) continue;
+                const uint32_t to = sums + k_group * uint32_t(sizeof(typename K::Sums)) +
+                                    ((which - pass) * K::pass * K::pitch + column) * 4;
 #pragma unroll
                 for (int j = 0; j < K::pass / 16; ++j) {
 #pragma unroll
@@ -49,14 +63,14 @@ struct Finish {
                         const int row = j * 16 + r / 2 * 8 + laneid() % 4 * 2;
                         float2 pair = d.tiles[0][which * (K::pass / 16) + j].data[r];
                         if (empty) pair = {0.f, 0.f};
-                        const uint32_t at = sums + (row * K::pitch + column + r % 2 * 8) * 4;
+                        const uint32_t at = to + (row * K::pitch + r % 2 * 8) * 4;
                         arch::store_shared(at, pair.x);
                         arch::store_shared(at + K::pitch * 4, pair.y);
                     }
                 }
             }
             wait_until_summed(g, shared);
-            rows(g, shared, tile, scale, bias, pass * K::pass);
+            rows(g, tile, scale, bias, pass * K::pass, passes * K::pass, sums);
             if (g.splits > 1) {
                 arch::sync_warp();
                 if (laneid() < g.splits) arrive_remote_relaxed(shared.read, laneid());
@@ -103,15 +117,15 @@ struct Finish {
 
     // Rows of out from the sums: those of the warpgroups and of the cluster, in the order of its
     // blocks.
-    __device__ __forceinline__ void rows(const typename K::Globals& g, typename K::Shared& shared,
-                                         const Tile& tile, float scale, const float4& bias,
-                                         int first) {
+    static __device__ __forceinline__ void rows(const typename K::Globals& g, const Tile& tile,
+                                                float scale, const float4& bias, int first,
+                                                int rows_there, uint32_t sums) {
         const int rank = g.splits > 1 ? static_cast<int>(arch::cluster_rank()) : 0;
         const int step = STEP * g.splits;
         const uint32_t n = column_of(tile);
         const int count = int(g.n) - int(n);
         if (count <= 0) return;
-        const int end = min(K::pass, int(tile.end - tile.token) - first);
+        const int end = min(rows_there, int(tile.end - tile.token) - first);
         int row = rank * STEP + int(threadIdx.x) / FOURS;
         uint32_t from = (row * K::pitch + threadIdx.x % FOURS * 4) * 4;
         int64_t at = int64_t(tile.token + first + row) * g.n + n;
@@ -119,27 +133,31 @@ struct Finish {
 #pragma unroll 1
         for (; row < end; row += AT_A_TIME * step) {
             float x[AT_A_TIME][4] = {};
-            const auto add = [&](auto load) {
+            const auto add = [&](auto load, auto there) {
 #pragma unroll
                 for (int part = 0; part < C.k_groups; ++part) {
-                    const uint32_t sums = shared.sums[part].address() + from;
+                    const uint32_t at = sums + part * uint32_t(sizeof(typename K::Sums)) + from;
 #pragma unroll
                     for (int i = 0; i < AT_A_TIME; ++i) {
-                        if (row + i * step >= end) continue;
-                        const float4 more = load(sums + i * step * K::pitch * 4);
+                        if (!there(i)) continue;
+                        const float4 more = load(at + i * step * K::pitch * 4);
                         x[i][0] += more.x, x[i][1] += more.y, x[i][2] += more.z, x[i][3] += more.w;
                     }
                 }
             };
             if (g.splits == 1) {
-                add([](uint32_t address) { return arch::load_shared<float4>(address); });
+                // Also rows that the tile does not have.
+                add([](uint32_t address) { return arch::load_shared<float4>(address); },
+                    [&](int i) { return K::consumers < 4 || row + i * step < end; });
             } else {
 #pragma unroll 1
                 for (int other = 0; other < g.splits; ++other) {
-                    add([&](uint32_t address) {
-                        return arch::load_cluster_shared<float4>(
-                            arch::map_shared_rank(address, other));
-                    });
+                    add(
+                        [&](uint32_t address) {
+                            return arch::load_cluster_shared<float4>(
+                                arch::map_shared_rank(address, other));
+                        },
+                        [&](int i) { return row + i * step < end; });
                 }
             }
 #pragma unroll
@@ -147,7 +165,9 @@ struct Finish {
                 const float four[4] = {bias.x, bias.y, bias.z, bias.w};
 #pragma unroll
                 for (int j = 0; j < 4; ++j) x[i][j] = x[i][j] * K::W::FACTOR * scale + four[j];
-                gemm::sm90::activate(g.activation, x[i]);
+                if (g.activation != gemm::Activation::none) {
+                    gemm::sm90::activate(g.activation, x[i]);
+                }
             }
             const auto store = [&](auto* out) {
 #pragma unroll

@@ -227,6 +227,9 @@ void launch(const Params& p, Stream stream) {
         .k_steps = static_cast<int>(k_steps),
         .splits = p.schedule.splits,
         .sharers = p.schedule.sharers,
+        .at_once = p.schedule.splits > 1 && p.offs == nullptr &&
+                   ceil_div(p.n, block_rows(C)) * int64_t{ceil_div(p.m, C.tokens)} <=
+                       p.schedule.blocks / in_cluster,
         .ranges = ranges,
         .parts = static_cast<float4*>(p.scratch),
         .marks = reinterpret_cast<uint64_t*>(static_cast<char*>(p.scratch) +

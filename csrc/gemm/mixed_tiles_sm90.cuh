@@ -66,9 +66,11 @@ struct Types {
         rows a[C.pieces];
         Codes weight[C.row_groups];
     };
+    using Stages = Stage[C.stages];
+    using Sums = sv_fl<pass * pitch>;
     struct Shared {
-        Stage stages[C.stages];
-        sv_fl<pass * pitch> sums[C.k_groups];
+        Stages stages;
+        Sums sums[C.k_groups];
         semaphore full[C.stages], empty[C.stages];
         semaphore summed, read;  // the cluster's sums: all are there, all have been read
     };
@@ -88,6 +90,7 @@ struct Types {
         uint32_t m, n, groups;
         uint32_t row_pieces, row_tiles, clusters;  // row_tiles: of a cluster's rows of the weight
         int k_steps, splits, sharers;
+        bool at_once;  // every block has one tile, of which it gets all sums at once
         EqualRanges ranges;
         float4* parts;
         uint64_t* marks;

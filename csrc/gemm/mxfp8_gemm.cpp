@@ -212,14 +212,14 @@ struct Product {
                                      .e5m2 = o.dtype == DType::e5m2};
         };
         const Tensor left = make(a), right = make(b);
-        constexpr gemm::Config config = gemm::expanding_config(DType::bf16);
         gemm::ExpandingParams<gemm::Mxfp8Sources> params{.product = product(left, right),
                                                          .sources = {source(a), source(b)}};
-        Tensor counters =
-            empty({gemm::expand_order(config, params).counters()}, ScalarType::Int, out);
+        Tensor counters = empty({gemm::expand_order(choice.exact.config, params).counters()},
+                                ScalarType::Int, out);
         torch::stable::zero_(counters);
         params.counters = static_cast<int*>(counters.data_ptr());
-        gemm::launch_expanding<config>(params, stream);
+        TK_CHECK(launch_any_expanding(choice.exact.config, params, stream), OP, ": no kernel ",
+                 kernel_name(choice));
     }
     void multiply_exactly(const gemm::Marks& marks) const {
         const auto [left, right] = expand(marks);

@@ -297,6 +297,16 @@ bool launch_any_codes(const CodesShape& shape, const CodesParams& params, Stream
     }
 }
 
+inline bool launch_any_expanding(const gemm::Config& config,
+                                 const gemm::ExpandingParams<gemm::Mxfp8Sources>& params,
+                                 Stream stream) {
+    constexpr gemm::Config wide = gemm::expanding_config(DType::bf16);
+    constexpr gemm::Config narrow = gemm::narrow_expanding_config(DType::bf16);
+    if (config == wide) gemm::launch_expanding<wide>(params, stream);
+    if (config == narrow) gemm::launch_expanding<narrow>(params, stream);
+    return config == wide || config == narrow;
+}
+
 // Blocks of the pass that expands: where it may have nothing to do, as many as are there at a time.
 inline int expand_blocks(const ExpandParams& p, const DeviceProperties& device) {
     const int tiles = p.operands[0].tiles + p.operands[1].tiles;

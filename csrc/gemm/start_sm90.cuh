@@ -55,6 +55,9 @@ __device__ __forceinline__ void init_ring(Shared& shared) {
         init_semaphore(shared.full[i], 1);
         init_semaphore(shared.empty[i], K::config.consumers);
     }
+    for (int i = K::config.stages; i < K::config.stages + K::handed; ++i) {
+        init_semaphore(shared.full[i], 1), init_semaphore(shared.empty[i], 1);
+    }
 }
 
 // Loads the tiles of one step, k on, of the output's tile at (m, n).
@@ -86,9 +89,10 @@ __device__ __forceinline__ void load_step(const typename K::Globals& g, typename
     }
 }
 
-// The threads that meet at READY: the consumers, and the warp that loads.
+// The threads that meet at READY: the consumers, the warp that loads, and those that finish.
 template <class K>
-constexpr int READY_THREADS = K::config.consumers * WARPGROUP_THREADS + WARP_THREADS;
+constexpr int READY_THREADS =
+    K::config.consumers * WARPGROUP_THREADS + (K::has_finishers ? 4 : 1) * WARP_THREADS;
 
 // The start of the producer warpgroup; true in the warp that loads. Nothing is waited for there
 // but the kernel before: the loads need semaphores that the warp itself has initialised.
@@ -108,6 +112,10 @@ __device__ __forceinline__ bool start_producer(const typename K::Globals& g, Sha
         if (arch::elect_one()) prefetch_maps<K>(g);
         arch::wait_for_dependencies();
         arch::launch_dependents();
+    }
+    if constexpr (K::has_finishers) {
+        arch::named_barrier_sync(READY, READY_THREADS<K>);
+        arch::wait_for_dependencies();
     }
     return false;
 }

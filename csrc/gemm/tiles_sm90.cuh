@@ -25,9 +25,21 @@ struct Residual<C> {
     gl<bf16, -1, 1, -1, -1, part> map;
 };
 
+// The map of z, where other warps finish tiles and z is kept.
+template <Config C>
+struct Kept {};
+template <Config C>
+    requires(has_finishers(C))
+struct Kept<C> {
+    gl<bf16, -1, 1, -1, -1, st<bf16, 16, 64>> map;
+};
+
 template <Config C>
 struct Types {
     static constexpr Config config = C;
+    static constexpr bool has_finishers = gemm::has_finishers(C);
+    // Staging buffers that are handed over, each with semaphores behind those of the stages.
+    static constexpr int handed = has_finishers ? C.consumers * WARPGROUP_WARPS * 2 : 0;
     using T = std::conditional_t<C.dtype == DType::bf16, bf16, half>;
     static constexpr int consumer_rows = 64;
     static_assert(
@@ -73,7 +85,7 @@ struct Types {
         Stage stages[C.stages];
         out_tile out[C.consumers * WARPGROUP_WARPS][2];
         sv_fl<C.block_n> bias[C.consumers];
-        semaphore full[C.stages], empty[C.stages];
+        semaphore full[C.stages + handed], empty[C.stages + handed];
     };
     static_assert(sizeof(Stage) == sizeof(a_tile) + sizeof(b_tile) && sizeof(Stage) % 1024 == 0);
     static_assert(sizeof(Shared) <= MAX_SHARED_MEMORY, "too many stages");
@@ -91,6 +103,7 @@ struct Types {
         bool pairs;          // rows of a 16-bit output are multiples of 4 bytes
         bool aligned_pairs;  // two neighbours of z can be written as one
         bool packed;         // values are activated as they are rounded, to bf16
+        int spacing;         // steps between the pieces of a tile that other warps finish, or 0
         TileOrder order;
         Epilogue epilogue;
         uint32_t m, n, out_n;
@@ -102,12 +115,13 @@ struct Types {
         gl<T, -1, 1, -1, -1, b_part> b;
         gl<bf16, -1, 1, -1, -1, out_tile> out_map;
         Residual<C> residual;
+        Kept<C> kept;
     };
 
     static constexpr int threads = gemm::threads(C);
     // With two consumers, 65536 registers are 168 per thread at launch; the producer needs few.
-    static constexpr int producer_registers = C.marked ? 40 : 24;
-    static constexpr int consumer_registers = C.marked ? 232 : 240;
+    static constexpr int producer_registers = has_finishers ? 40 : C.marked ? 40 : 24;
+    static constexpr int consumer_registers = has_finishers ? 232 : C.marked ? 232 : 240;
 };
 
 }  // namespace sm90

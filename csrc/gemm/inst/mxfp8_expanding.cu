@@ -1,7 +1,9 @@
-// MXFP8 operands that the kernel expands, 128 x 256 tiles.
+// MXFP8 operands that the kernel expands, tiles of 128 x 256 and 128 x 176.
 #include "csrc/gemm/expanding_gemm_sm90.cuh"
 
 namespace thunderkittens::gemm {
 template void launch_expanding<expanding_config(DType::bf16)>(const ExpandingParams<Mxfp8Sources>&,
                                                               Stream);
+template void launch_expanding<narrow_expanding_config(DType::bf16)>(
+    const ExpandingParams<Mxfp8Sources>&, Stream);
 }  // namespace thunderkittens::gemm
