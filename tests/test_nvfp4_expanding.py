@@ -61,16 +61,16 @@ def test_one_hot_rows_select(dtype):
 
 
 def test_choice():
-    """Where its tiles fill the GPU, and the expanded weight is no more than a gigabyte."""
-    large = {"m": 4096, "n": 8192, "k": 8192}
+    """Where k is short, and the expanded weight is no more than a gigabyte."""
+    large = {"m": 4096, "n": 24576, "k": 1536}
     for dtype in ("bf16", "fp16"):
         name = _C.choose("nvfp4_gemm", large | {"dtype": dtype}, H200)["kernel"]
         assert name == f"nvfp4_{dtype}_expanding"
-    for other in ({"m": 1024}, {"n": 256}, {"n": 131072}, {"grouped": True, "groups": 2}):
+    for other in ({"m": 256}, {"k": 8192}, {"n": 400000}, {"grouped": True, "groups": 2}):
         assert not _C.choose("nvfp4_gemm", large | other, H200)["expanding"]
 
 
-LARGE = [(4096, 8192, 8192), (4096, 7168, 2048), (4100, 5003, 1040)]
+LARGE = [(2048, 24576, 1536), (4096, 7168, 2048), (4100, 5003, 1040)]
 
 
 @pytest.mark.gpu

@@ -121,10 +121,13 @@ bool expanding_pays(const Problem& p, const Choice& mixed, int sm_count) {
     const int64_t work =
         ceil_div(ceil_div(p.n, block_rows(c)), s.sharers) * ceil_div(p.m, c.tokens);
     const double tile = 1024 * double(pieces(p.k));
-    const double without =
-        double(ceil_div(work, s.blocks / in_cluster)) * (1.01 * tile / s.splits + 7'000);
+    const int64_t clusters = std::max(1, s.blocks / in_cluster);
+    // Equal ranges of k have no rounds, but exchange sums.
+    const double rounds =
+        s.ranges ? double(work) / double(clusters) : double(ceil_div(work, clusters));
+    const double without = rounds * (tile / s.splits + 10'000) + (s.ranges ? 26'000 : 0);
     const int64_t tiles = ceil_div(p.m, 128) * ceil_div(p.n, 256);
-    const double product = double(ceil_div(tiles, sm_count)) * (tile + 600);
+    const double product = double(ceil_div(tiles, sm_count)) * (tile + 600) * 1.03;
     const double expansion = double(p.n) * double(p.k) / (1.85 * sm_count);
     return std::max(product, expansion) + 0.15 * std::min(product, expansion) + 15'000 < without;
 }
