@@ -31,7 +31,7 @@ struct Expansion<Nvfp4Source> {
         constexpr int PIECE = mixed_gemm::PIECE, STRIPS = REGION_K / PIECE;
         const uint32_t columns = uint32_t(item.k + PIECE - 1) / PIECE;
         const uint32_t first = uint32_t(item.column) / PIECE, row = item.row;
-        const int lane = lane_again();
+        const int lane = arch::lane_again();
         // Offsets of 32 bits: registers are few.
         const uint32_t piece = (row / PIECE * columns + first) * Weights::BYTES +
                                row % PIECE / ITEM_ROWS * Weights::STRIP;
@@ -52,7 +52,7 @@ struct Expansion<Nvfp4Source> {
             lane / 4);
         meanwhile();
         // The even one of two lanes writes the first four columns of the eight that they share.
-        const int again = lane_again();
+        const int again = arch::lane_again();
         const bool odd = again % 2 != 0;
         to += (row + again / 4) * pitch + item.column + again % 4 * 2 + (odd ? 6 : 0);
 #pragma unroll

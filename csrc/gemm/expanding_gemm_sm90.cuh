@@ -28,13 +28,6 @@ struct ExpandItem {
     int k;            // of the operand
 };
 
-// The same as laneid(): what follows from it is found anew, not kept in registers.
-__device__ __forceinline__ int lane_again() {
-    auto lane = static_cast<uint32_t>(laneid());
-    arch::pin_register(lane);
-    return static_cast<int>(lane);
-}
-
 // The scales of a row by four blocks are a word.
 __device__ __forceinline__ const uint32_t* scales_at(const Mxfp8Source& from, int row, int atom,
                                                      int atoms) {
@@ -51,7 +44,7 @@ __device__ __forceinline__ void expand_mxfp8(const Mxfp8Source& from, bf16* to, 
                                              const ExpandItem& item, AllRead all_read) {
     using block_scaled::sm90::scale_of_byte;
     constexpr int CHUNK = 8;
-    const int lane = lane_again();
+    const int lane = arch::lane_again();
     const int atoms = (item.k + 127) / 128;
     const uint32_t scales = arch::load_global_readonly(scales_at(
         from, item.row + lane % 16, min(item.column / 128 + lane / 16, atoms - 1), atoms));

@@ -41,6 +41,12 @@ __device__ __forceinline__ void fence_release_gpu() {
 __device__ __forceinline__ void fence_acquire_gpu() {
     asm volatile("fence.acquire.gpu;" ::: "memory");
 }
+// The lane's number, read anew instead of kept in a register.
+__device__ __forceinline__ int lane_again() {
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+}
 // Of 16 bytes at once, which the compiler otherwise divides at times.
 __device__ __forceinline__ void store_global_whole(void* to, const uint4& value) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.x), "r"(value.y),
@@ -54,6 +60,7 @@ inline int load_relaxed_global(const int* pointer) { return load_acquire_global(
 inline void fence_async_global() { fence_async(); }
 inline void fence_release_gpu() { fence_gpu(); }
 inline void fence_acquire_gpu() { fence_gpu(); }
+inline int lane_again() { return kittens::laneid(); }
 inline void store_global_whole(void* to, const uint4& value) {
     store_global(static_cast<uint4*>(to), value);
 }
