@@ -267,9 +267,10 @@ struct Consumer {
         pin(s);
         release_v();
     }
-    // An unmasked block, with softcap. Its first weights are computed while the product before may
-    // still read its operand; then they are packed between the exponentials of the others. The
-    // wait lies on the path of all warps, without which the compiler serialises the products.
+    // An unmasked block. Its first weights under a softcap, or all that are made otherwise, are
+    // computed while the product before may still read its operand; then the former are packed
+    // between the exponentials of the others. The wait lies on the path of all warps, without which
+    // the compiler serialises the products.
     __device__ __forceinline__ void weigh_and_pack(output& o, weights& p, scores& s,
                                                    OnlineSoftmax& softmax, const Rows& rows,
                                                    int block) {
@@ -277,18 +278,19 @@ struct Consumer {
         const auto& cap = g.small_cap;
         const auto bound = cap.bound_of(s, softmax);
         const auto polynomial = cap.fit(bound);
-        if (bound.few) cap.template add_weights<0, first>(s, softmax, polynomial);
+        float2 rescale = {1.0f, 1.0f};
+        bool grown = false;
+        if (bound.few) {
+            cap.template add_weights<0, first>(s, softmax, polynomial);
+        } else if (!cap.update_with_many(s, softmax, bound)) {
+            const Shift shift = finish_scores<false>(s, rows, block);
+            grown = softmax.update(s, g.modification.unit_log2, shift, rescale);
+        }
         finish_output(o, s);
         if (bound.few) {
             cap.template add_weights<first, scores::width>(s, softmax, polynomial);
             convert_scores(p, s);
         } else {
-            float2 rescale = {1.0f, 1.0f};
-            bool grown = false;
-            if (!cap.update_with_many(s, softmax, bound)) {
-                const Shift shift = finish_scores<false>(s, rows, block);
-                grown = softmax.update(s, g.modification.unit_log2, shift, rescale);
-            }
             convert_scores(p, s);
             if (grown) scale_rows(o, rescale);
         }

@@ -61,7 +61,7 @@ struct ExpandOrder {
 
 // Up to which item the warps that multiply take part, before their first tile: a small share of
 // what the first round needs, beyond one item each, so that the first tiles need not wait long; and
-// where the others would not keep pace, at some 1.8 elements per cycle and block, what is left over.
+// where the others would not keep pace, at some 1.8 elements per cycle and block, what is left.
 constexpr int64_t early_items(const Config& config, const ExpandOrder& order, int64_t tiles,
                               int64_t blocks, int64_t steps) {
     const int64_t rounds = (tiles + blocks - 1) / blocks;

@@ -131,8 +131,8 @@ constexpr int FEW_STAGES = 16;  // at most
 constexpr int FEW_SHARED_BYTES = 232448;
 
 // How a tile of so many strips is shared: `row_groups` of warps divide the strips, those of a row
-// group the pieces of k, of which a stage has `pieces`. All are powers of two; the device divides by
-// some of them, and by columns of the sums, as shifts.
+// group the pieces of k, of which a stage has `pieces`. All are powers of two; the device divides
+// by some of them, and by columns of the sums, as shifts.
 struct FewPlan {
     int row_groups, k_groups, pieces;
     int k_groups_bits, pieces_bits, fours_bits;
