@@ -40,8 +40,6 @@ struct ForwardKernel {
     static constexpr int block_n = config.block_n;
     static constexpr int stages = config.stages;
     static constexpr bool modified = config.modified;
-    // Weights under a softcap are packed while others are computed. It needs registers.
-    static constexpr bool packs_early = modified && warpgroups == 2 && block_n == 128;
     static constexpr int blocks_per_sm = attention::blocks_per_sm(config);
     static constexpr bool moves_registers = warpgroups > 1;
     static constexpr int threads = forward_threads(config);
@@ -261,41 +259,6 @@ struct Consumer {
         return softmax.update(s, g.modification.unit_log2, shift, rescale);
     }
 
-    // The product with the weights of the block before, which may be overwritten from here on.
-    __device__ __forceinline__ void finish_output(output& o, scores& s) {
-        warpgroup::mma_async_wait<0>(o);
-        pin(s);
-        release_v();
-    }
-    // An unmasked block. Its first weights under a softcap, or all that are made otherwise, are
-    // computed while the product before may still read its operand; then the former are packed
-    // between the exponentials of the others. The wait lies on the path of all warps, without which
-    // the compiler serialises the products.
-    __device__ __forceinline__ void weigh_and_pack(output& o, weights& p, scores& s,
-                                                   OnlineSoftmax& softmax, const Rows& rows,
-                                                   int block) {
-        constexpr int first = scores::width * 3 / 8;
-        const auto& cap = g.small_cap;
-        const auto bound = cap.bound_of(s, softmax);
-        const auto polynomial = cap.fit(bound);
-        float2 rescale = {1.0f, 1.0f};
-        bool grown = false;
-        if (bound.few) {
-            cap.template add_weights<0, first>(s, softmax, polynomial);
-        } else if (!cap.update_with_many(s, softmax, bound)) {
-            const Shift shift = finish_scores<false>(s, rows, block);
-            grown = softmax.update(s, g.modification.unit_log2, shift, rescale);
-        }
-        finish_output(o, s);
-        if (bound.few) {
-            cap.template add_weights<first, scores::width>(s, softmax, polynomial);
-            convert_scores(p, s);
-        } else {
-            convert_scores(p, s);
-            if (grown) scale_rows(o, rescale);
-        }
-    }
-
     // A block of keys that only later rows see, those of the next consumers.
     __device__ __forceinline__ void skip_block() {
         wait(shared.k_full[k_at.stage], k_at.phase);
@@ -331,15 +294,13 @@ struct Consumer {
         warpgroup::mma_async_wait<1>(s);
         release_k();
         if (block == rows.begin) release_query();
-        if constexpr (Kernel::packs_early && !MASKED) {
-            weigh_and_pack(o, p, s, softmax, rows, block);
-        } else {
-            float2 rescale = {1.0f, 1.0f};
-            const bool grown = weigh<MASKED>(s, softmax, rows, block, rescale);
-            finish_output(o, s);
-            convert_scores(p, s);
-            if (grown) scale_rows(o, rescale);
-        }
+        float2 rescale = {1.0f, 1.0f};
+        const bool grown = weigh<MASKED>(s, softmax, rows, block, rescale);
+        warpgroup::mma_async_wait<0>(o);
+        pin(s);  // p is an operand of the product until here
+        release_v();
+        convert_scores(p, s);
+        if (grown) scale_rows(o, rescale);
     }
 
     __device__ __forceinline__ void store(output& o, const Work<Kernel>& work, int first_row) {

@@ -58,7 +58,7 @@ struct FittedPolynomial {
         slope[1] = static_cast<float>(cubic * fifth * sum);
         slope[2] = static_cast<float>(-cubic * seventh * (sum * sum - product));
         if (!std::isfinite(scale) || !std::isnormal(by_cap) || !std::isnormal(slope[0])) return;
-        const float largest = static_cast<float>(0.24 / cap);
+        const float largest = static_cast<float>(0.22 / cap);
         if (std::isfinite(largest * largest)) limit = largest;
     }
 
@@ -80,7 +80,7 @@ struct FittedPolynomial {
 };
 
 // Polynomials in two sizes. For bf16, where the tanh of softcap_tanh has a relative error of 2^-11:
-// two terms, fitted, up to where they err by 2^-14.8, and three with 2^-16.7. For half three and
+// two terms, fitted, up to where they err by 2^-15.3, and three with 2^-16.7. For half three and
 // four, with less than 2^-23 absolutely.
 template <class T>
 struct SmallCap {
@@ -100,55 +100,19 @@ struct SmallCap {
     // false. What has been accumulated is not rescaled.
     template <any_register_tile Tile>
     __device__ __forceinline__ bool update(Tile& s, OnlineSoftmax& softmax) const {
-        const Bound bound = bound_of(s, softmax);
-        if (!bound.few) return update_with_many(s, softmax, bound);
-        add_weights<0, Tile::width>(s, softmax, fit(bound));
-        return true;
-    }
-
-    // The same in parts, for a caller that has something else to do between them.
-    struct Bound {
-        float largest = 0.0f;  // magnitude of this thread's scores
-        int in_reach = 0;      // of the base
-        bool few = false;      // the short polynomial serves all of the warp
-    };
-    template <any_register_tile Tile>
-    __device__ __forceinline__ Bound bound_of(const Tile& s, const OnlineSoftmax& softmax) const {
-        if (!(few.limit > 0.0f)) return {};
+        if (!(few.limit > 0.0f)) return false;
         const float2 top = largest_of(s);
         const float largest = fmaxf(top.x, top.y);
         const float above =
             fmaxf(fmaf(top.x, slope, -softmax.base.x), fmaf(top.y, slope, -softmax.base.y));
-        const int in_reach = above <= SLACK;
-        return {largest, in_reach,
-                arch::all_lanes(in_reach & static_cast<int>(largest <= few.limit))};
-    }
-    __device__ __forceinline__ auto fit(const Bound& bound) const {
-        if constexpr (coarse)
-            return few.fit(bound.largest);
-        else
-            return few;
-    }
-    // Where `few` does not serve.
-    template <any_register_tile Tile>
-    __device__ __forceinline__ bool update_with_many(Tile& s, OnlineSoftmax& softmax,
-                                                     const Bound& bound) const {
-        if (!(few.limit > 0.0f)) return false;
-        if (!arch::all_lanes(bound.in_reach & static_cast<int>(bound.largest <= many.limit)))
-            return false;
-        add_weights<0, Tile::width>(s, softmax, many);
+        const int bounded = above <= SLACK;
+        if (arch::all_lanes(bounded & static_cast<int>(largest <= few.limit))) {
+            add_weights(s, softmax, fit(largest));
+            return true;
+        }
+        if (!arch::all_lanes(bounded & static_cast<int>(largest <= many.limit))) return false;
+        add_weights(s, softmax, many);
         return true;
-    }
-    // Of the base tiles begin to end.
-    template <int begin, int end, any_register_tile Tile, class Polynomial>
-    static __device__ __forceinline__ void add_weights(Tile& s, OnlineSoftmax& softmax,
-                                                       const Polynomial& polynomial) {
-        using part = rt_fl<16, 16 * (end - begin)>;
-        const float2 from = {-softmax.base.x, -softmax.base.y};
-        for_each_element(reinterpret_cast<part&>(s.tiles[0][begin]), [&](float& x, int, bool low) {
-            x = arch::exp2_approx(polynomial(x, low ? from.y : from.x));
-            (low ? softmax.sum.y : softmax.sum.x) += x;
-        });
     }
 
   private:
@@ -165,6 +129,12 @@ struct SmallCap {
             return CapPolynomial<4>(s, 0.45,
                                     {0.999999757, -0.333294672, 0.132363691, -0.046028194});
     }
+    __device__ __forceinline__ auto fit(float largest) const {
+        if constexpr (coarse)
+            return few.fit(largest);
+        else
+            return few;
+    }
     // The largest magnitude in each row, of this thread's columns.
     template <any_register_tile Tile>
     static __device__ __forceinline__ float2 largest_of(const Tile& s) {
@@ -179,6 +149,15 @@ struct SmallCap {
             }
         }
         return {fmaxf(top[0].x, top[1].x), fmaxf(top[0].y, top[1].y)};
+    }
+    template <any_register_tile Tile, class Polynomial>
+    static __device__ __forceinline__ void add_weights(Tile& s, OnlineSoftmax& softmax,
+                                                       const Polynomial& polynomial) {
+        const float2 from = {-softmax.base.x, -softmax.base.y};
+        for_each_element(s, [&](float& x, int, bool low) {
+            x = arch::exp2_approx(polynomial(x, low ? from.y : from.x));
+            (low ? softmax.sum.y : softmax.sum.x) += x;
+        });
     }
 };
 
