@@ -74,8 +74,7 @@ struct Finishing {
     static __device__ __forceinline__ void finish_last(const Globals& g, Shared& shared,
                                                        const Finished<C>& finished) {
         const auto buffer = [&](int piece) -> staging& {
-            auto& buffers = reinterpret_cast<staging(&)[warps]>(shared.stages[piece].a);
-            return buffers[kittens::warpid()];
+            return Finished<C>::last_buffer(shared, piece);
         };
         const auto place = [&](int piece) {
             return Place16{finished.at.batch, finished.at.row,

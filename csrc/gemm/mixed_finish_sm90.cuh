@@ -25,7 +25,7 @@ struct Finish {
     static_assert(THREADS % FOURS == 0);
     static_assert(K::pass < STEP || K::pass % (STEP * AT_A_TIME) == 0);
     // The ring, of no use behind the only tile of a block, takes the sums of all rows at once.
-    static constexpr int SUMS_BYTES = K::pass * K::pitch * 4;
+    static constexpr int SUMS_BYTES = sizeof(K::Shared::sums) / C.k_groups;
     static constexpr bool ALL_FIT = requires(typename K::Globals& g) { g.at_once; } && PASSES > 1 &&
                                     SUMS_BYTES* PASSES <= int(sizeof(K::Shared::stages));
     int round = 0;

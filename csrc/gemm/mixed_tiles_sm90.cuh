@@ -66,11 +66,9 @@ struct Types {
         rows a[C.pieces];
         Codes weight[C.row_groups];
     };
-    using Stages = Stage[C.stages];
-    using Sums = sv_fl<pass * pitch>;
     struct Shared {
-        Stages stages;
-        Sums sums[C.k_groups];
+        Stage stages[C.stages];
+        sv_fl<pass * pitch> sums[C.k_groups];
         semaphore full[C.stages], empty[C.stages];
         semaphore summed, read;  // the cluster's sums: all are there, all have been read
     };

@@ -120,8 +120,9 @@ struct Types {
 
     static constexpr int threads = gemm::threads(C);
     // With two consumers, 65536 registers are 168 per thread at launch; the producer needs few.
-    static constexpr int producer_registers = has_finishers ? 40 : C.marked ? 40 : 24;
-    static constexpr int consumer_registers = has_finishers ? 232 : C.marked ? 232 : 240;
+    static constexpr bool producer_works = has_finishers || C.marked;
+    static constexpr int producer_registers = producer_works ? 40 : 24;
+    static constexpr int consumer_registers = producer_works ? 232 : 240;
 };
 
 }  // namespace sm90
