@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(300, method="thread")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PATTERN = re.compile(
-    r"(forward|split|backward)_(bf16|fp16)_d(\d+)(?:v(\d+))?_(\d+)x(\d+)(_modified)?$"
+    r"(forward|split|backward)_(bf16|fp16)_d(\d+)(?:v(\d+))?_(\d+)x(\d+)(_modified|_softcap)?$"
 )
 
 
@@ -46,13 +46,13 @@ def kernels(op, *kinds):
 
 
 def fields(match, stages, **more):
-    _, _, dim, value_dim, rows, keys, modified = match.groups()
-    config = {"head_dim": int(dim), "stages": stages, "modified": modified is not None}
+    _, _, dim, value_dim, rows, keys, options = match.groups()
+    config = {"head_dim": int(dim), "stages": stages, "modified": options == "_modified"}
     if match[1] == "backward":
         wide = {"value_dim": int(value_dim or dim)} if int(dim) > 128 else {}
         return config | {"block_m": int(rows)} | wide | more
     config |= {"value_dim": int(value_dim or dim), "block_n": int(keys)}
-    config |= {"warpgroups": int(rows) // 64}
+    config |= {"warpgroups": int(rows) // 64, "capped": options == "_softcap"}
     # Those that split the keys have the score options all in one kernel.
     return config | ({"splits": 3, "modified": True} if match[1] == "split" else {"splits": 0})
 
@@ -62,6 +62,12 @@ def problems(match):
     if match[1] == "split":
         yield (1, 300), {"causal": True}, ("sink",)
         yield (5, 190), {"window_size": (70, 3)}, ("softcap", "alibi")
+    elif match[7] == "_softcap":
+        # tanh has other forms where the scores of a whole block of keys are small.
+        yield (140, 400), {"softcap": 30.0}, ("sink",)
+        yield (140, 400), {"softcap": 9.0}, ()
+        yield (150, 190), {"causal": "upper_left"}, ("softcap", "sink")
+        yield (130, 290), {"window_size": (240, 20)}, ("softcap",)
     elif match[7]:
         yield (150, 190), {"causal": "upper_left"}, ("softcap", "alibi_batch", "sink")
         yield (130, 70), {"window_size": (40, 20)}, ("alibi",)
@@ -259,6 +265,24 @@ def test_a_fixed_order_ends_with_the_same_bits(name, match, stages, lengths):
         assert torch.equal(first[0], results[1][0][0])
         for grads in others:
             assert all(map(torch.equal, grads, first))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [0, 1])
+@pytest.mark.parametrize("length", [65, 1024, 16384])
+def test_softcap_alone_has_a_kernel(dtype, causal, length):
+    device = _C.DeviceProperties(**info.EXAMPLE_GPU)
+    problem = {"dtype": dtype, "batch": 1, "q_heads": 16, "kv_heads": 16, "causal": causal}
+    problem |= {"q_length": length, "k_length": length, "head_dim": 128, "value_dim": 120}
+
+    def chosen(**scores):
+        return _C.choose("attention", problem | scores, device)["kernel"]
+
+    for more in ({}, {"sink": True}, {"window_left": 100}, {"varlen": True}):
+        assert chosen(softcap=True, **more) == f"forward_{dtype}_d128_128x128_softcap"
+    for scores in ({"alibi": True}, {"alibi": True, "softcap": True}):
+        assert chosen(**scores).endswith("_modified")
+    assert chosen(softcap=True, head_dim=64, value_dim=64).endswith("_modified")
 
 
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])

@@ -49,6 +49,7 @@ int choose_section(const Problem& p, int block_m, const DeviceProperties& device
 }
 
 bool modified(const Problem& p) { return p.softcap || p.alibi; }
+bool capped(const Problem& p) { return p.softcap && !p.alibi; }
 
 // Three consumers of 64 rows keep the tensor cores busier than fewer; those waste less where blocks
 // are few or cut short.
@@ -59,8 +60,7 @@ bool prefers_short_blocks(const Problem& p, const Config& few, const Config& thr
     };
     if (few.head_dim == 64)
         return p.q_length <= (banded ? 1024 : 256) || items(three) < 2 * sm_count;
-    const bool capped = p.softcap && !p.alibi;
-    if (banded) return capped || p.q_length < 3072 || items(three) < 2 * sm_count;
+    if (banded) return p.q_length < 3072 || items(three) < 2 * sm_count;
     // All blocks cost the same: what counts are rounds of all multiprocessors, and the time of a
     // round, per row that of three is 0.94 of that of two.
     const auto cost = [&](const Config& c, double per_row) {
@@ -73,12 +73,12 @@ bool prefers_short_blocks(const Problem& p, const Config& few, const Config& thr
 Config choose_config(const Problem& p, int sm_count) {
     std::vector<Config> fitting;
     for (const Config& c : CONFIGS) {
-        if (c.head_dim < p.head_dim || c.value_dim < p.value_dim || c.modified != modified(p))
-            continue;
+        if (c.head_dim < p.head_dim || c.value_dim < p.value_dim) continue;
         if (!fitting.empty() &&
             (c.head_dim != fitting[0].head_dim || c.value_dim != fitting[0].value_dim))
             break;
-        fitting.push_back(c);
+        if (c.capped && capped(p)) return c;
+        if (!c.capped && c.modified == modified(p)) fitting.push_back(c);
     }
     if (fitting.size() == 1) return fitting[0];
     return fitting[prefers_short_blocks(p, fitting[0], fitting[1], sm_count) ? 0 : 1];
@@ -165,8 +165,8 @@ std::string kernel_name(const Choice& choice) {
     const std::string value = c.value_dim == c.head_dim ? "" : concat("v", c.value_dim);
     const std::string tile =
         concat(name_of(c.dtype), "_d", c.head_dim, value, "_", 64 * c.warpgroups, "x", c.block_n);
-    return choice.splits > 0 ? concat("split_", tile)
-                             : concat("forward_", tile, c.modified ? "_modified" : "");
+    if (choice.splits > 0) return concat("split_", tile);
+    return concat("forward_", tile, c.modified ? "_modified" : c.capped ? "_softcap" : "");
 }
 
 namespace {
@@ -179,7 +179,7 @@ KernelInfo kernel_info(const Config& config, bool split) {
                          config.stages, " stages, ", config.warpgroups,
                          config.warpgroups > 1 ? " consumer warpgroups + 1 producer"
                                                : " consumer warpgroup + 1 producer warp",
-                         config.modified ? ", softcap and ALiBi" : "");
+                         config.modified ? ", softcap and ALiBi" : config.capped ? ", softcap" : "");
     info.source = info.name;
     if (split) info.symbol = "split_kernel";
     info.threads = forward_threads(config);

@@ -15,18 +15,30 @@ struct Config {
     int stages = 0;
     bool modified = false;  // has softcap and ALiBi
     DType dtype = DType::bf16;
+    bool capped = false;  // has softcap alone
 
     bool operator==(const Config&) const = default;
 };
 
 // The kernels that are compiled, each for bf16 and fp16, one per file in inst/.
 constexpr Config CONFIGS[] = {
-    {64, 64, 1, 64, 3, false},    {64, 64, 3, 128, 2, false},  {64, 64, 3, 128, 2, true},
-    {96, 96, 3, 96, 3, false},    {96, 96, 3, 80, 3, true},    {128, 128, 2, 128, 2, false},
-    {128, 128, 3, 64, 3, false},  {128, 128, 2, 128, 2, true}, {128, 128, 3, 64, 3, true},
-    {192, 128, 2, 128, 2, false}, {192, 128, 2, 128, 2, true}, {192, 192, 2, 112, 2, false},
-    {192, 192, 2, 112, 2, true},  {256, 256, 2, 64, 2, false}, {256, 256, 2, 64, 2, true},
+    {64, 64, 1, 64, 3, false},    {64, 64, 3, 128, 2, false},
+    {64, 64, 3, 128, 2, true},    {96, 96, 3, 96, 3, false},
+    {96, 96, 3, 80, 3, true},     {128, 128, 2, 128, 2, false},
+    {128, 128, 3, 64, 3, false},  {128, 128, 2, 128, 2, true},
+    {128, 128, 3, 64, 3, true},   {128, 128, 2, 128, 2, false, DType::bf16, true},
+    {192, 128, 2, 128, 2, false}, {192, 128, 2, 128, 2, true},
+    {192, 192, 2, 112, 2, false}, {192, 192, 2, 112, 2, true},
+    {256, 256, 2, 64, 2, false},  {256, 256, 2, 64, 2, true},
 };
+// Whether there is a kernel with softcap alone beside this one, which then never has that to do.
+constexpr bool has_capped(const Config& config) {
+    for (const Config& c : CONFIGS) {
+        if (c.capped && c.head_dim == config.head_dim && c.value_dim == config.value_dim)
+            return true;
+    }
+    return false;
+}
 // For short queries: 64 rows, the keys split among blocks.
 constexpr Config SPLIT_CONFIGS[] = {
     {64, 64, 1, 128, 6, true},
@@ -106,6 +118,7 @@ void visit_fields(Choice& c, Visitor visit) {
     visit("block_n", c.config.block_n);
     visit("stages", c.config.stages);
     visit("modified", c.config.modified);
+    visit("capped", c.config.capped);
     visit("dtype", c.config.dtype);
     visit("section_heads", c.section_heads);
     visit("splits", c.splits);

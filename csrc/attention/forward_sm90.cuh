@@ -40,6 +40,9 @@ struct ForwardKernel {
     static constexpr int block_n = config.block_n;
     static constexpr int stages = config.stages;
     static constexpr bool modified = config.modified;
+    static constexpr bool capped = config.capped;
+    // Tests for softcap alone, where FMAs may do. Without that code ALiBi is faster.
+    static constexpr bool caps_small = modified && !has_capped(config);
     static constexpr int blocks_per_sm = attention::blocks_per_sm(config);
     static constexpr bool moves_registers = warpgroups > 1;
     static constexpr int threads = forward_threads(config);
@@ -238,6 +241,8 @@ struct Consumer {
         if constexpr (Kernel::modified) {
             shift = g.modification.template apply<T>(s, rows.columns(rows.s.diagonal, block),
                                                      {rows.slope, rows.slope});
+        } else if constexpr (Kernel::capped) {
+            g.modification.template cap<T>(s);
         }
         if (MASKED && (block >= rows.cut || block < rows.whole)) {
             const Int2 last = rows.columns(rows.s.high, block);
@@ -252,11 +257,45 @@ struct Consumer {
     template <bool MASKED>
     __device__ __forceinline__ bool weigh(scores& s, OnlineSoftmax& softmax, const Rows& rows,
                                           int block, float2& rescale) const {
-        if constexpr (Kernel::modified && !MASKED) {
+        if constexpr (Kernel::caps_small && !MASKED) {
             if (g.small_cap.update(s, softmax)) return false;
         }
         const Shift shift = finish_scores<MASKED>(s, rows, block);
         return softmax.update(s, g.modification.unit_log2, shift, rescale);
+    }
+
+    // The product with the weights of the block before, which may be overwritten from here on.
+    __device__ __forceinline__ void finish_output(output& o, scores& s) {
+        warpgroup::mma_async_wait<0>(o);
+        pin(s);
+        release_v();
+    }
+
+    // An unmasked block of a kernel with softcap alone. Its first weights are computed while the
+    // product before may still read its operand, and packed between the exponentials of the others.
+    // The wait lies on the path of all warps, without which the compiler serialises the products.
+    __device__ __forceinline__ void weigh_and_pack(output& o, weights& p, scores& s,
+                                                   OnlineSoftmax& softmax, const Rows& rows,
+                                                   int block) {
+        constexpr int first = scores::width * 3 / 8;
+        const auto& cap = g.small_cap;
+        const auto bound = cap.bound_of(s, softmax);
+        const auto polynomial = cap.fit(bound.largest);
+        if (bound.few) cap.template add_weights<0, first>(s, softmax, polynomial);
+        finish_output(o, s);
+        if (bound.few) {
+            cap.template add_weights<first, scores::width>(s, softmax, polynomial);
+            convert_scores(p, s);
+            return;
+        }
+        float2 rescale = {1.0f, 1.0f};
+        bool grown = false;
+        if (!cap.update_with_many(s, softmax, bound)) {
+            const Shift shift = finish_scores<false>(s, rows, block);
+            grown = softmax.update(s, g.modification.unit_log2, shift, rescale);
+        }
+        convert_scores(p, s);
+        if (grown) scale_rows(o, rescale);
     }
 
     // A block of keys that only later rows see, those of the next consumers.
@@ -294,13 +333,15 @@ struct Consumer {
         warpgroup::mma_async_wait<1>(s);
         release_k();
         if (block == rows.begin) release_query();
-        float2 rescale = {1.0f, 1.0f};
-        const bool grown = weigh<MASKED>(s, softmax, rows, block, rescale);
-        warpgroup::mma_async_wait<0>(o);
-        pin(s);  // p is an operand of the product until here
-        release_v();
-        convert_scores(p, s);
-        if (grown) scale_rows(o, rescale);
+        if constexpr (Kernel::capped && !MASKED) {
+            weigh_and_pack(o, p, s, softmax, rows, block);
+        } else {
+            float2 rescale = {1.0f, 1.0f};
+            const bool grown = weigh<MASKED>(s, softmax, rows, block, rescale);
+            finish_output(o, s);
+            convert_scores(p, s);
+            if (grown) scale_rows(o, rescale);
+        }
     }
 
     __device__ __forceinline__ void store(output& o, const Work<Kernel>& work, int first_row) {

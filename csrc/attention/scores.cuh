@@ -136,14 +136,15 @@ struct Modification {
         return arch::load_global_readonly(slopes + b * slopes_batch_stride + head) *
                (LOG2_E / unit_log2);
     }
+    template <class T, any_register_tile Tile>
+    __device__ __forceinline__ void cap(Tile& s) const {
+        for_each_element(s, [&](float& x, int, bool) { x = softcap_tanh<T>(x * scale_by_cap); });
+    }
     // `diagonal`: the diagonal's column in each of the thread's rows, from this thread's first.
     template <class T, any_register_tile Tile>
     __device__ __forceinline__ Shift apply(Tile& s, Int2 diagonal, float2 slope) const {
         Shift shift;
-        if (scale_by_cap > 0.0f) {
-            for_each_element(s,
-                             [&](float& x, int, bool) { x = softcap_tanh<T>(x * scale_by_cap); });
-        }
+        if (scale_by_cap > 0.0f) cap<T>(s);
         if (slopes != nullptr) {
             constexpr int columns = 16 * Tile::width;
             const float2 d = {static_cast<float>(diagonal.x), static_cast<float>(diagonal.y)};

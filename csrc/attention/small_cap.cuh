@@ -58,7 +58,7 @@ struct FittedPolynomial {
         slope[1] = static_cast<float>(cubic * fifth * sum);
         slope[2] = static_cast<float>(-cubic * seventh * (sum * sum - product));
         if (!std::isfinite(scale) || !std::isnormal(by_cap) || !std::isnormal(slope[0])) return;
-        const float largest = static_cast<float>(0.22 / cap);
+        const float largest = static_cast<float>(0.24 / cap);
         if (std::isfinite(largest * largest)) limit = largest;
     }
 
@@ -80,7 +80,7 @@ struct FittedPolynomial {
 };
 
 // Polynomials in two sizes. For bf16, where the tanh of softcap_tanh has a relative error of 2^-11:
-// two terms, fitted, up to where they err by 2^-15.3, and three with 2^-16.7. For half three and
+// two terms, fitted, up to where they err by 2^-14.8, and three with 2^-16.7. For half three and
 // four, with less than 2^-23 absolutely.
 template <class T>
 struct SmallCap {
@@ -115,6 +115,46 @@ struct SmallCap {
         return true;
     }
 
+    // The same in parts, for a kernel that has something else to do between them.
+    struct Bound {
+        float largest = 0.0f;  // magnitude of this thread's scores
+        int in_reach = 0;      // of the base
+        bool few = false;      // the short polynomial serves all of the warp
+    };
+    template <any_register_tile Tile>
+    __device__ __forceinline__ Bound bound_of(const Tile& s, const OnlineSoftmax& softmax) const {
+        const float2 top = largest_of(s);
+        const float largest = fmaxf(top.x, top.y);
+        const float above =
+            fmaxf(fmaf(top.x, slope, -softmax.base.x), fmaf(top.y, slope, -softmax.base.y));
+        const int in_reach = above <= SLACK;
+        return {largest, in_reach,
+                arch::all_lanes(in_reach & static_cast<int>(largest <= few.limit))};
+    }
+    // `few`, as add_weights takes it.
+    __device__ __forceinline__ auto fit(float largest) const {
+        if constexpr (coarse)
+            return few.fit(largest);
+        else
+            return few;
+    }
+    // Of the base tiles begin to end.
+    template <int begin, int end, any_register_tile Tile, class Polynomial>
+    static __device__ __forceinline__ void add_weights(Tile& s, OnlineSoftmax& softmax,
+                                                       const Polynomial& polynomial) {
+        using part = rt_fl<16, 16 * (end - begin)>;
+        add_weights(reinterpret_cast<part&>(s.tiles[0][begin]), softmax, polynomial);
+    }
+    // Where `few` does not serve; false if no polynomial does.
+    template <any_register_tile Tile>
+    __device__ __forceinline__ bool update_with_many(Tile& s, OnlineSoftmax& softmax,
+                                                     const Bound& bound) const {
+        if (!arch::all_lanes(bound.in_reach & static_cast<int>(bound.largest <= many.limit)))
+            return false;
+        add_weights(s, softmax, many);
+        return true;
+    }
+
   private:
     static auto make_few(const Scores& s) {
         if constexpr (coarse)
@@ -128,12 +168,6 @@ struct SmallCap {
         else
             return CapPolynomial<4>(s, 0.45,
                                     {0.999999757, -0.333294672, 0.132363691, -0.046028194});
-    }
-    __device__ __forceinline__ auto fit(float largest) const {
-        if constexpr (coarse)
-            return few.fit(largest);
-        else
-            return few;
     }
     // The largest magnitude in each row, of this thread's columns.
     template <any_register_tile Tile>
