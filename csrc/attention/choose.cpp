@@ -174,12 +174,13 @@ namespace {
 KernelInfo kernel_info(const Config& config, bool split) {
     KernelInfo info;
     info.name = kernel_name({config, 1, split});
-    info.config = concat("head_dim ", config.head_dim, ", value_dim ", config.value_dim, ", ",
-                         64 * config.warpgroups, " query rows x ", config.block_n, " keys, ",
-                         config.stages, " stages, ", config.warpgroups,
-                         config.warpgroups > 1 ? " consumer warpgroups + 1 producer"
-                                               : " consumer warpgroup + 1 producer warp",
-                         config.modified ? ", softcap and ALiBi" : config.capped ? ", softcap" : "");
+    info.config =
+        concat("head_dim ", config.head_dim, ", value_dim ", config.value_dim, ", ",
+               64 * config.warpgroups, " query rows x ", config.block_n, " keys, ", config.stages,
+               " stages, ", config.warpgroups,
+               config.warpgroups > 1 ? " consumer warpgroups + 1 producer"
+                                     : " consumer warpgroup + 1 producer warp",
+               config.modified ? ", softcap and ALiBi" : "", config.capped ? ", softcap" : "");
     info.source = info.name;
     if (split) info.symbol = "split_kernel";
     info.threads = forward_threads(config);
