@@ -24,12 +24,19 @@ double cycles(const TileShape& shape, const Problem& p, int sm_count) {
     const int64_t tiles = ceil_div(p.m, shape.block_m) * ceil_div(p.n, shape.block_n);
     const double steps = static_cast<double>(std::max<int64_t>(1, ceil_div(p.k, BLOCK_K)));
     const bool fast = shape.sums == Sums::fast;
+    const double rounds = static_cast<double>(ceil_div(tiles, sm_count));
+    const double products = steps * shape.block_m * shape.block_n / 32;
+    if (takes_turns(make_config(shape, DTYPES[0]))) {
+        // The end of a tile lies in the shadow of the next one, if that is long enough.
+        const double end = 5000;
+        return rounds * std::max(products * 1.005 + 600, (products + end) / 2) + end / 2;
+    }
     const double per_product = shape.block_n >= 256   ? 1.0
                                : shape.block_n >= 192 ? (fast ? 1.02 : 1.05)
-                               : shape.block_n >= 176 ? (fast ? 1.03 : 1.04)
+                               : shape.block_n >= 176 ? 1.04
                                                       : (fast ? 1.05 : 1.22);
-    return ceil_div(tiles, sm_count) *
-           (steps * shape.block_m * shape.block_n / 32 * per_product + 1500);
+    const double between = fast && shape.block_n >= 256 ? 2000 : 1500;
+    return rounds * (products * per_product + between);
 }
 
 Schedule schedule_for(const Config& config, const Problem& p, int sm_count) {
@@ -37,7 +44,9 @@ Schedule schedule_for(const Config& config, const Problem& p, int sm_count) {
     const int64_t all_rows = ceil_div(p.m, config.block_m);
     // Where power limits, two blocks that load b's tile together save more than the cluster costs.
     const bool large = double(p.m) * double(p.n) * double(p.k) >= 0x1p39;
-    if (config.sums == Sums::fast && large && all_rows % 2 == 0) schedule.cluster_m = 2;
+    if (config.sums == Sums::fast && !takes_turns(config) && large && all_rows % 2 == 0) {
+        schedule.cluster_m = 2;
+    }
     const int64_t rows = all_rows / schedule.cluster_m, columns = ceil_div(p.n, config.block_n);
     // The tiles at work at a time form a square of elements, in bands of equal height.
     const double height = std::sqrt(double(sm_count) * config.block_n / config.block_m);
@@ -145,9 +154,9 @@ std::vector<KernelInfo> kernels() {
         const Config c = config_at(i);
         const std::string kind = c.streamed ? "stream" : name_of(c.sums);
         const std::string roles =
-            c.streamed
-                ? "2 producer warps and 1 consumer warpgroup, sums promoted"
-                : concat("1 producer and ", c.consumers, " consumer warpgroups, sums ", kind);
+            c.streamed ? "2 producer warps and 1 consumer warpgroup, sums promoted"
+                       : concat("1 producer and ", c.consumers, " consumer warpgroups",
+                                takes_turns(c) ? " in turns" : "", ", sums ", kind);
         list.push_back({
             .name = kernel_name(c),
             .config = concat("tile ", c.block_m, 'x', c.block_n, 'x', c.block_k, ", ", c.stages,

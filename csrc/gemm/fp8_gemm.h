@@ -173,6 +173,11 @@ constexpr bool shares_b(const Config& c) { return c.block_n % 32 == 0; }
 constexpr int threads(const Config& c) {
     return c.streamed ? 4 * 32 + 2 * 32 : (c.consumers + 1) * 128;
 }
+// Where a consumer's registers have room for a whole tile, the consumers have tiles of their own.
+// Narrower tiles are for products of few tiles, which both consumers end sooner.
+constexpr bool takes_turns(const Config& c) {
+    return c.sums == Sums::fast && !c.streamed && c.block_n > 128 && c.block_n < 192;
+}
 // Blocks of a cluster that may send a streamed tile's sums to the first one.
 constexpr int senders(const Config& c) { return c.block_m > 32 ? 1 : 2; }
 // Scales that a stage holds: those of its rows of a, and of its blocks or columns of b.

@@ -15,7 +15,7 @@
 // registers still hold the tile before, which leaves in the shadow of its products.
 #pragma once
 
-#include "csrc/gemm/fp8_epilogue_sm90.cuh"
+#include "csrc/gemm/fp8_turns_sm90.cuh"
 
 namespace thunderkittens::fp8_gemm {
 namespace sm90 {
@@ -387,7 +387,8 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
                 tma::prefetch_map<typename K::out_tile>(g.out);
                 for (int i = 0; i < C.stages; ++i) {
                     init_semaphore(shared.full[i], 1 + (copies_scales ? WARP_THREADS : 0));
-                    init_semaphore(shared.empty[i], K::consumers * (g.cluster_m + g.cluster_n - 1));
+                    init_semaphore(shared.empty[i],
+                                   K::consumers_of_tile * (g.cluster_m + g.cluster_n - 1));
                     init_semaphore(shared.scales_read[i], K::consumers * WARPGROUP_WARPS);
                 }
                 arch::mbarrier_init_fence();
@@ -414,7 +415,9 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
             cluster::sync();
         warpgroup::increase_registers<K::consumer_registers>();
         arch::wait_for_dependencies();
-        if constexpr (K::fast)
+        if constexpr (K::turns)
+            consume_in_turns<C>(g, shared);
+        else if constexpr (K::fast)
             consume_fast<C>(g, shared);
         else
             consume_promoted<C>(g, shared);

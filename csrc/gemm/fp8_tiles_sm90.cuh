@@ -44,10 +44,12 @@ struct Types {
     using TB = element<C.b>;
     static constexpr int consumers = C.consumers;
     static constexpr bool fast = C.sums == Sums::fast, fine = C.sums == Sums::fine;
+    static constexpr bool turns = takes_turns(C);
     static constexpr bool groups = takes_groups(C), columns_staged = columns_in_staging(C);
     // A consumer has so many products of 64 rows above each other, and side by side. What is
     // promoted takes a second set of registers, for one product.
-    static constexpr int products_m = C.block_m / consumers / 64;
+    static constexpr int consumers_of_tile = turns ? 1 : consumers;
+    static constexpr int products_m = C.block_m / consumers_of_tile / 64;
     static constexpr int product_cols = fast || C.block_n <= 192 ? C.block_n : 128;
     static constexpr int products_n = C.block_n / product_cols;
     static constexpr int column_scales = (C.block_n + 127) / 128;

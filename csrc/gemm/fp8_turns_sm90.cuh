@@ -1,0 +1,77 @@
+// Products of fp8 matrices whose consumers take turns: each has tiles of its own, and multiplies at
+// the tensor cores' full rate while the other one scales, rounds and stores.
+#pragma once
+
+#include "csrc/gemm/fp8_epilogue_sm90.cuh"
+
+namespace thunderkittens::fp8_gemm {
+namespace sm90 {
+
+// Named barriers, one per consumer: it may multiply.
+constexpr int TURN = READY + 3;
+
+template <Config C>
+__device__ __forceinline__ void consume_in_turns(const typename Types<C>::Globals& g,
+                                                 typename Types<C>::Shared& shared) {
+    using K = Types<C>;
+    const Place place(g);
+    const gemm::sm90::HandBack hand_back(g, place);
+    const int consumer = warpgroup::groupid();
+    Ring<C.stages> ring;
+    rt_fl<16, C.block_n> sums[K::products_m];
+    uint32_t index = blockIdx.x >> ((g.cluster_m == 2) + (g.cluster_n == 2));
+    const auto skip = [&] {  // the other one's tile
+        ring.stage += g.k_blocks;
+        const int rounds = ring.stage / C.stages;
+        ring.stage -= rounds * C.stages;
+        ring.phase ^= rounds & 1;
+    };
+    bool first = consumer == 0;
+    if (consumer == 1) index += g.clusters, skip();
+    for (; index < g.order.total; index += 2 * g.clusters, skip()) {
+        const gemm::TilePosition at = g.order.at(index);
+        const Tile tile{0, (at.m * g.cluster_m + place.in_m) * C.block_m,
+                        (at.n * g.cluster_n + place.in_n) * C.block_n, g.m, false};
+        const uint32_t row = tile.row + warpgroup::warpid() * 16;
+        if (!first) arch::named_barrier_sync(TURN + consumer, 2 * WARPGROUP_THREADS);
+        first = false;
+        const auto start = [&](bool accumulate) {
+            auto& stage = shared.stages[ring.stage];
+            wait(shared.full[ring.stage], ring.phase);
+#pragma unroll
+            for (int i = 0; i < K::products_m; ++i) warpgroup::mma_fence(sums[i]);
+#pragma unroll
+            for (int i = 0; i < K::products_m; ++i) {
+                auto rows = stage.a.template subtile<64, BLOCK_K>({i, 0});
+                kittens::detail::wgmma_product<false, true>(sums[i], rows, stage.b, accumulate);
+            }
+            warpgroup::mma_commit_group();
+        };
+        const bool follows = index + g.clusters < g.order.total;
+        start(false);
+        int previous = ring.stage;
+        ring.advance();
+        for (int k = 1; k < g.k_blocks; ++k, ring.advance()) {
+            start(true);
+            warpgroup::mma_async_wait<1>();
+            hand_back(shared.empty[previous]);
+            previous = ring.stage;
+        }
+        // A product of this consumer is still running when the other one's first is there.
+        if (follows) arch::named_barrier_arrive(TURN + 1 - consumer, 2 * WARPGROUP_THREADS);
+        Epilogue<C> epilogue;
+        epilogue.fetch(g, tile, row + laneid() / 4);
+#pragma unroll
+        for (int i = 0; i < K::products_m; ++i) warpgroup::mma_async_wait(sums[i]);
+        hand_back(shared.empty[previous]);
+        epilogue.apply(g, shared, sums);
+#pragma unroll
+        for (int i = 0; i < K::products_m; ++i) {
+            store_now<C>(g, shared, sums[i], row + i * 64, tile.col, tile.end, i);
+        }
+    }
+    if (laneid() == 0) tma::store_async_read_wait();
+}
+
+}  // namespace sm90
+}  // namespace thunderkittens::fp8_gemm
