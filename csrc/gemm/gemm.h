@@ -68,8 +68,8 @@ struct Schedule {
     // Warps beside the one that loads finish tiles where the epilogue is long, see finish_sm90.cuh;
     // they are handed a part of the last tile every so many steps of k. 0: the consumers finish.
     int spacing = 0;
-    // Tiles of two widths, see tile_order.h: `longer` rows of tiles have one more than `columns`. 0:
-    // all tiles are as wide as the configuration's.
+    // Tiles of two widths, see tile_order.h: `longer` rows of tiles have one more than `columns`.
+    // 0: all tiles are as wide as the configuration's.
     int columns = 0, longer = 0;
 };
 
