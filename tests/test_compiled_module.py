@@ -127,11 +127,19 @@ def test_the_chosen_kernel_is_in_the_registry(op):
 
 @pytest.mark.skipif("gemm" not in _C.ops(), reason="this build leaves gemm out")
 @pytest.mark.parametrize("m", [1, 129, 4096])
-@pytest.mark.parametrize("n", [8, 1000, 5000])
+@pytest.mark.parametrize("n", [8, 1000, 4096, 5000, 8192])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_gemm_tiles_are_dealt_once_each(m, n, batch):
     order = _C.gemm_tile_order({"m": m, "n": n, "k": 512, "batch": batch}, H200)
     assert len(np.unique(order, axis=0)) == len(order)
-    sizes = order.max(axis=0) + 1
-    assert sizes[0] == batch
-    assert int(np.prod(sizes)) == len(order)
+    choice = _C.choose("gemm", {"m": m, "n": n, "k": 512, "batch": batch}, H200)
+    rows = -(-m // choice["block_m"])
+    assert {tuple(x) for x in order[:, :2]} == set(itertools.product(range(batch), range(rows)))
+    for place in itertools.product(range(batch), range(rows)):
+        row = order[(order[:, :2] == place).all(axis=1)]
+        row = row[row[:, 2].argsort()]
+        assert row[:, 2].tolist() == list(range(len(row)))
+        first, end = row[:, 3], row[:, 3] + row[:, 4]
+        assert first[0] == 0
+        assert (first[1:] == end[:-1]).all()
+        assert first[-1] < n <= end[-1]

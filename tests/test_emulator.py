@@ -46,6 +46,12 @@ TILES = sorted(
 
 
 BETWEEN = ((128, 112), (128, 176), (128, 224))  # widths for layout NT
+BETWEEN_NN = ((128, 192),)  # and for layout NN
+
+
+def layouts_of(tile: tuple[int, ...]) -> list[bool]:
+    """What b_n_major can be where a's rows are along k."""
+    return [False] if tile[:2] in BETWEEN else [True] if tile[:2] in BETWEEN_NN else [False, True]
 
 
 def tile_config(tile: tuple[int, ...]) -> dict[str, int]:
@@ -61,9 +67,9 @@ def test_gemm_is_exact_on_integers(tile, dtype, policy):
     """Every layout of the operands, ragged sizes, several tiles per block, either way out."""
     for m, n, k in ((200, 264, 200), (65, 40, 24)):
         for a_m_major in (False, True):
-            for b_n_major in (False, True):
-                if (a_m_major or b_n_major) and tile[:2] in BETWEEN:
-                    continue  # compiled for the layout of a linear layer alone
+            for b_n_major in layouts_of(tile):
+                if a_m_major and tile[:2] in BETWEEN + BETWEEN_NN:
+                    continue  # compiled for one layout alone
                 out_dtype = torch.float32 if a_m_major == (m == 200) else dtype
                 a = integers(m, k, dtype=dtype)
                 b = integers(k, n, dtype=dtype)
@@ -78,6 +84,25 @@ def test_gemm_is_exact_on_integers(tile, dtype, policy):
                 assert torch.equal(out, expected), (m, n, k, a_m_major, b_n_major)
                 chosen = run.kernels[0]
                 assert (chosen["block_m"], chosen["block_n"]) == tile[:2]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tile", [t for t in TILES if t[:2] in ((128, 256), (128, 176))], ids=str)
+def test_gemm_of_tiles_of_two_widths(tile, dtype, policy):
+    """Rows of tiles with and without one more, either way out, sums that leave late and at once."""
+    columns, n = (2, 500) if tile[1] == 256 else (3, 504)
+    choice = {"columns": columns, "longer": 2, "band": 1, "blocks": 2}
+    for number, k in enumerate((328, 72)):
+        a, b = integers(330, k, dtype=dtype), integers(k, n, dtype=dtype)
+        bias = integers(n, dtype=dtype) if number else None
+        expected = a.float() @ b.float() + (bias.float() if number else 0)
+        for b_n_major in layouts_of(tile):
+            right = b if b_n_major else b.t().contiguous().t()
+            with tk.emulate(policy, seed=k, config=tile_config(tile) | choice) as run:
+                out = tk.gemm(a, right, bias=bias)
+            assert torch.equal(out, expected.to(dtype)), (k, b_n_major)
+            assert run.kernels[0]["columns"] == columns
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -117,10 +142,9 @@ def test_gemm_in_one_round(tile, batch):
     """A block for each tile: the grid has their shape, and they leave as a block's last tile."""
     a = integers(batch, 140, 264, dtype=torch.bfloat16)
     b = integers(batch, 264, 272, dtype=torch.bfloat16)
-    layouts = [False] if tile[:2] in BETWEEN else [False, True]
     rows, columns = math.ceil(140 / tile[0]), math.ceil(272 / tile[1])
     config = tile_config(tile) | {"band": rows, "blocks": batch * rows * columns}
-    for b_n_major in layouts:
+    for b_n_major in layouts_of(tile):
         right = b if b_n_major else b.mT.contiguous().mT
         with tk.emulate("random", seed=batch, config=config):
             out = tk.gemm(a, right)

@@ -6,6 +6,7 @@
 #include "csrc/common/check.h"
 #include "csrc/common/registry.h"
 #include "csrc/gemm/gemm.h"
+#include "csrc/gemm/tile_order.h"
 
 namespace thunderkittens::gemm {
 namespace {
@@ -30,14 +31,42 @@ TileCost tile_cost(const TileShape& shape) {
             600, 2500 + 0.12 * size};
 }
 
+// Tiles of two widths: see Schedule. `share` is what an SM computes, of what it would have to with
+// tiles of one width.
+struct Widths {
+    int columns = 0, longer = 0;
+    double share = 1;
+};
+// As many tiles as there are SMs in as many rounds as without: the SMs that would have nothing to
+// do in the last round take columns from the others.
+Widths two_widths(const Config& config, const Problem& p, int sm_count) {
+    const int64_t rows = ceil_div(p.m, config.block_m), least = ceil_div(p.n, config.block_n);
+    const int64_t rounds = ceil_div(rows * least, sm_count);
+    if (!has_two_widths(config) || p.batch > 1 || rounds < 2 || p.out_dtype != p.dtype) return {};
+    const int64_t full = config.block_n / NARROWER, all = ceil_div(p.n, NARROWER);
+    const int64_t most = ceil_div(all, full - 1);
+    int64_t columns = rounds * sm_count / rows, longer = rounds * sm_count % rows;
+    if (columns >= most) columns = most, longer = 0;
+    // Rows of b along n are loaded whole, and a narrow tile begins anywhere in a line: there more
+    // columns than the output has cost more than they bring.
+    if (p.b_n_major && (columns * (full - 1) - all) * 40 > all) return {};
+    const int64_t wide = (rows - longer) * wide_tiles(p.n, columns, config.block_n) +
+                         longer * wide_tiles(p.n, columns + 1, config.block_n);
+    // Wide tiles are dealt out evenly enough.
+    const int64_t units = rounds * (full - 1) + ceil_div(wide, sm_count);
+    if (units >= rounds * full) return {};
+    return {static_cast<int>(columns), static_cast<int>(longer),
+            double(units) / double(rounds * full)};
+}
+
 // Cycles that the GPU needs with tiles of this shape: rounds of one tile per SM.
-double cycles(const TileShape& shape, const Problem& p, int sm_count) {
+double cycles(const TileShape& shape, const Config& config, const Problem& p, int sm_count) {
     const int64_t tiles = p.batch * ceil_div(p.m, shape.block_m) * ceil_div(p.n, shape.block_n);
     const int64_t rounds = ceil_div(tiles, sm_count);
     const TileCost cost = tile_cost(shape);
     const double steps = static_cast<double>(std::max<int64_t>(1, ceil_div(p.k, BLOCK_K)));
     const double tile = steps * shape.block_m * shape.block_n / 32 * cost.per_product;
-    return rounds * (tile + cost.fixed) + cost.once;
+    return rounds * (tile * two_widths(config, p, sm_count).share + cost.fixed) + cost.once;
 }
 
 Schedule schedule_for(const Config& config, const Problem& p, const DeviceProperties& device) {
@@ -57,6 +86,8 @@ Schedule schedule_for(const Config& config, const Problem& p, const DeviceProper
     const double height = std::sqrt(double(sm_count) * config.block_n / config.block_m);
     const double bands = std::round(double(rows) / height);
     schedule.band = static_cast<int>(ceil_div(rows, std::max<int64_t>(1, int64_t(bands))));
+    const Widths widths = two_widths(config, p, sm_count);
+    schedule.columns = widths.columns, schedule.longer = widths.longer;
     return schedule;
 }
 
@@ -126,15 +157,20 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     const TileShape* best = nullptr;
     double least = 0;
     const auto consider = [&](const TileShape& shape) {
-        const double needed = cycles(shape, p, sm_count);
+        const Config config = make_config(shape, p.dtype, p.a_m_major, p.b_n_major, p.fused);
+        const double needed = cycles(shape, config, p, sm_count);
         if (best == nullptr || needed < least) best = &shape, least = needed;
     };
     for (const TileShape& shape : TILE_SHAPES) {
         if (!p.fused || shape.block_n >= 128) consider(shape);
     }
     // Where k is short, reading and writing count for more than full rounds.
-    if (!p.fused && !p.a_m_major && !p.b_n_major && p.k >= 2048) {
-        for (const TileShape& shape : BETWEEN_SHAPES) consider(shape);
+    if (!p.fused && !p.a_m_major && p.k >= 2048) {
+        if (p.b_n_major) {
+            consider(BETWEEN_SHAPE_NN);
+        } else {
+            for (const TileShape& shape : BETWEEN_SHAPES) consider(shape);
+        }
     }
     Choice choice{.config = make_config(*best, p.dtype, p.a_m_major, p.b_n_major, p.fused)};
     choice.schedule = schedule_for(choice.config, p, device);

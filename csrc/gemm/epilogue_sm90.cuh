@@ -96,7 +96,12 @@ struct Finished {
     rt_bf<16, C.block_n> values;
     Place16 at;
     bool any = false;
+    bool narrow = false;  // the tile, see tile_order.h
 
+    // The last piece of a narrow tile begins earlier.
+    static __device__ __forceinline__ int first_of(int piece, bool narrow) {
+        return Split::first(piece) - (narrow && piece == pieces - 1 ? int(NARROWER) : 0);
+    }
     // With a gate half of the columns are left.
     static __device__ __forceinline__ int sent(const typename K::Globals& g) {
         return C.fused && g.epilogue.gate != Gate::none ? pieces / 2 : pieces;
@@ -107,7 +112,11 @@ struct Finished {
         round_to<O>(values, d);
     }
     __device__ __forceinline__ void stage(int piece, staging& buffer) const {
-        stage_piece<rt_bf<16, staging::cols>>(values, Split::first(piece), buffer);
+        using Part = rt_bf<16, staging::cols>;
+        if (narrow && piece == pieces - 1)
+            stage_piece<Part>(values, first_of(piece, true), buffer);
+        else
+            stage_piece<Part>(values, Split::first(piece), buffer);
     }
     // Before a warp writes the next of its two staging buffers: the last store from there is the
     // one before last, or the last where a tile has an odd number of pieces.
@@ -126,7 +135,7 @@ struct Finished {
         auto& buffer = shared.out[kittens::warpid()][piece % 2];
         wait_for_buffer(g);
         stage(piece, buffer);
-        send_by_tma<C>(g, buffer, at.batch, at.row, at.col + Split::first(piece));
+        send_by_tma<C>(g, buffer, at.batch, at.row, at.col + first_of(piece, narrow));
     }
     // At once, through the two staging buffers in turn.
     __device__ __forceinline__ void send_now(const typename K::Globals& g,
@@ -137,7 +146,7 @@ struct Finished {
             auto& buffer = shared.out[kittens::warpid()][piece % 2];
             wait_for_buffer(g);
             stage(piece, buffer);
-            const uint32_t to = at.col + Split::first(piece);
+            const uint32_t to = at.col + first_of(piece, narrow);
             if (g.tma_store)
                 send_by_tma<C>(g, buffer, at.batch, at.row, to);
             else
@@ -147,10 +156,10 @@ struct Finished {
     // By one lane, from a buffer whose contents TMA sees.
     static __device__ __forceinline__ void store_piece(const typename K::Globals& g,
                                                        const staging& buffer, const Place16 at,
-                                                       int piece) {
+                                                       int piece, bool narrow = false) {
         arch::tma_store(g.out_map.template tensor_map<staging>(), buffer.address(),
-                        {static_cast<int>(at.col + Split::first(piece)), static_cast<int>(at.row),
-                         0, static_cast<int>(at.batch)});
+                        {static_cast<int>(at.col + first_of(piece, narrow)),
+                         static_cast<int>(at.row), 0, static_cast<int>(at.batch)});
     }
     // All at once, each piece through a buffer of its own, buffer(i): one fence serves them, and
     // one lane sends them as one group.
@@ -166,7 +175,7 @@ struct Finished {
         if (laneid() == 0) {
 #pragma unroll
             for (int piece = 0; piece < pieces; ++piece) {
-                if (piece < count) store_piece(g, buffer(piece), at, piece);
+                if (piece < count) store_piece(g, buffer(piece), at, piece, narrow);
             }
             tma::store_commit_group();
         }
@@ -216,22 +225,26 @@ struct Finished {
     static __device__ __forceinline__ void send_last(const typename K::Globals& g,
                                                      typename K::Shared& shared,
                                                      const rt_fl<16, C.block_n>& d,
-                                                     const Place16 at) {
-#pragma unroll
-        for (int piece = 0; piece < pieces; ++piece) {
-            auto& buffer = last_buffer(shared, piece);
+                                                     const Place16 at, bool narrow = false) {
+        const auto round = [&](staging& buffer, int first) {
             rt_fl<16, staging::cols> sums;
             rt_bf<16, staging::cols> values;
 #pragma unroll
-            for (int t = 0; t < sums.width; ++t) {
-                sums.tiles[0][t] = d.tiles[0][Split::first(piece) / 16 + t];
-            }
+            for (int t = 0; t < sums.width; ++t) sums.tiles[0][t] = d.tiles[0][first / 16 + t];
             round_to<O>(values, sums);
             kittens::warp::store(buffer, values);
+        };
+#pragma unroll
+        for (int piece = 0; piece < pieces; ++piece) {
+            auto& buffer = last_buffer(shared, piece);
+            if (narrow && piece == pieces - 1)
+                round(buffer, first_of(piece, true));
+            else
+                round(buffer, Split::first(piece));
             arch::fence_async_shared();
             arch::sync_warp();
             if (laneid() == 0) {
-                store_piece(g, buffer, at, piece);
+                store_piece(g, buffer, at, piece, narrow);
                 tma::store_commit_group();
             }
         }

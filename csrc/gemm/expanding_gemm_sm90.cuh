@@ -260,7 +260,7 @@ __global__ __launch_bounds__(K::threads, 1) void expanding_gemm_kernel(
         warpgroup::increase_registers<consumer_registers>();
         arch::wait_for_dependencies();
         if constexpr (E::early > 0) expand_items<E::early, true>(plan);
-        consume<C>(g, shared, E::factor(plan.sources));
+        consume<C, false>(g, shared, E::factor(plan.sources));
     }
 }
 
@@ -271,8 +271,9 @@ void launch_expanding(const ExpandingParams<Sources>& p, Stream stream) {
     using K = sm90::Types<C>;
     using E = sm90::Expansion<Sources>;
     using T = typename K::T;
-    const Params& product = p.product;
-    const Schedule& s = product.schedule;
+    Params product = p.product;
+    Schedule& s = product.schedule;
+    s.columns = 0;  // tiles of one width, which is what ExpandOrder counts in
     const auto globals = sm90::make_globals<C>(product);
     const ExpandOrder order = expand_order(C, s, product.m, product.n, product.k, E::both);
     const sm90::ExpandPlan<T, Sources> plan{

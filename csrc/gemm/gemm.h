@@ -68,6 +68,9 @@ struct Schedule {
     // Warps beside the one that loads finish tiles where the epilogue is long, see finish_sm90.cuh;
     // they are handed a part of the last tile every so many steps of k. 0: the consumers finish.
     int spacing = 0;
+    // Tiles of two widths, see tile_order.h: `longer` rows of tiles have one more than `columns`.
+    // 0: all tiles are as wide as the configuration's.
+    int columns = 0, longer = 0;
 };
 
 struct Choice {
@@ -135,6 +138,8 @@ void visit_fields(Choice& c, Visitor&& visit) {
     visit("splits", c.schedule.splits);
     visit("b_once", c.schedule.b_once);
     visit("spacing", c.schedule.spacing);
+    visit("columns", c.schedule.columns);
+    visit("longer", c.schedule.longer);
 }
 
 // Tile shapes that are compiled, each for both dtypes and the four layouts of the operands.
@@ -170,6 +175,10 @@ constexpr TileShape BETWEEN_SHAPES[] = {
     {128, 224, 4, 2},
 };
 
+// The same for rows of b along n, which come in stripes of 64 columns: 2112 are 11 of 192. Both
+// dtypes, a's rows along k.
+constexpr TileShape BETWEEN_SHAPE_NN = {128, 192, 4, 2};
+
 // Kernels for few rows, each for both dtypes and both orders of b; a's rows are contiguous.
 struct StreamShape {
     int block_m, block_n, block_k, stages;
@@ -204,7 +213,7 @@ constexpr Config marked_config() {
 constexpr std::size_t TILED = (std::size(TILE_SHAPES) + FUSED_SHAPES) * 8;
 constexpr std::size_t STREAMED = std::size(STREAM_SHAPES) * 4;
 constexpr std::size_t BETWEEN = std::size(BETWEEN_SHAPES) * 2;
-constexpr std::size_t CONFIGS = TILED + STREAMED + BETWEEN + 1;
+constexpr std::size_t CONFIGS = TILED + STREAMED + BETWEEN + 2 + 1;
 constexpr Config config_at(std::size_t i) {
     const auto dtype = [](std::size_t j) { return j % 2 == 0 ? DType::bf16 : DType::fp16; };
     if (i < TILED) {
@@ -216,12 +225,19 @@ constexpr Config config_at(std::size_t i) {
     if (i < STREAMED) return make_config(STREAM_SHAPES[i / 4], dtype(i / 2), i % 2 != 0);
     i -= STREAMED;
     if (i < BETWEEN) return make_config(BETWEEN_SHAPES[i / 2], dtype(i), false, false);
+    if (i < BETWEEN + 2) return make_config(BETWEEN_SHAPE_NN, dtype(i), false, true);
     return marked_config();
 }
 
 // Whether warps beside the one that loads can finish tiles.
 constexpr bool has_finishers(const Config& c) {
     return c.fused && !c.marked && !c.streamed && c.block_n == 256;
+}
+
+// Whether the kernel computes tiles of two widths.
+constexpr bool has_two_widths(const Config& c) {
+    return !c.fused && !c.marked && !c.streamed && c.consumers == 2 &&
+           (c.block_n == 256 || c.block_n == 176);
 }
 
 // Dynamic shared memory of a block: the ring of stages, two staging buffers of 16 rows of 128 bytes

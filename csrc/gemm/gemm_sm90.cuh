@@ -31,7 +31,7 @@ __device__ __forceinline__ void produce_residual(const typename Types<C>::Global
     const bool interleaved = g.epilogue.gate == Gate::interleaved;
     // In words of 16 bits.
     const int words = g.out_dtype == DType::fp32 ? 2 : 1;
-    const int col = static_cast<int>(K::first_column(g, at.n) >> interleaved) * words;
+    const int col = static_cast<int>(K::first_column(g, at) >> interleaved) * words;
     const int parts = FusedEpilogue<C>::residual_parts(g);
     for (int first = 0; first < parts; first += each, ring.advance()) {
         auto& stage = shared.stages[ring.stage];
@@ -55,18 +55,19 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
                                         typename Types<C>::Shared& shared) {
     using K = Types<C>;
     Ring<C.stages> ring;
-    for_each_loaded_tile(g, [&](const TilePosition at) {
+    for_each_loaded_tile(g, [&](const auto at) {
         if constexpr (C.marked) {
             if (!is_marked<C>(g, at)) return;
         }
         const int m = static_cast<int>(at.m) * C.block_m;
-        const uint32_t n = K::first_column(g, at.n);
+        const uint32_t n = K::first_column(g, at);
+        const bool narrow = K::is_narrow(at);
         for (int step = 0; step < g.k_blocks; ++step, ring.advance()) {
             auto& stage = shared.stages[ring.stage];
             semaphore& full = shared.full[ring.stage];
             wait(shared.empty[ring.stage], ring.phase ^ 1);
-            tma::expect(full, stage);
-            load_step<K>(g, stage, full, at.batch, m, n, step * BLOCK_K);
+            tma::expect_bytes(full, sizeof(stage) - (narrow ? K::less * BLOCK_K * 2 : 0));
+            load_step<K>(g, stage, full, at.batch, m, n, step * BLOCK_K, narrow);
         }
         if constexpr (C.fused) {
             if (g.epilogue.residual != nullptr && g.spacing == 0)
@@ -75,13 +76,34 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
     });
 }
 
+// The first columns of b's tile in shared memory, which need not be whole stripes of it.
+template <class Tile, bool transposed>
+struct NarrowB : Tile {
+    static constexpr int rows = transposed ? Tile::rows - int(NARROWER) : Tile::rows;
+    static constexpr int cols = transposed ? Tile::cols : Tile::cols - int(NARROWER);
+};
+
+// The product of a step; of a narrow tile the first columns alone.
+template <bool two_widths, bool transpose_a, bool transpose_b, class D, class A, class B>
+__device__ __forceinline__ void multiply(D& d, const A& a, const B& b, bool accumulate,
+                                         bool narrow) {
+    if constexpr (two_widths) {
+        if (narrow) {
+            auto& sums = reinterpret_cast<rt_fl<16, D::cols - int(NARROWER)>&>(d);
+            const auto& columns = reinterpret_cast<const NarrowB<B, transpose_b>&>(b);
+            return warpgroup::product<transpose_a, transpose_b>(sums, a, columns, accumulate);
+        }
+    }
+    warpgroup::product<transpose_a, transpose_b>(d, a, b, accumulate);
+}
+
 // By what sums are multiplied, and whether they are activated where the epilogue is not fused.
 struct HostFactor {
     static constexpr bool activates = false;
     __device__ __forceinline__ float times(float alpha) const { return alpha; }
 };
 
-template <Config C, class Factor = HostFactor>
+template <Config C, bool two_widths = has_two_widths(C), class Factor = HostFactor>
 __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
                                         typename Types<C>::Shared& shared,
                                         const Factor factor = {}) {
@@ -96,11 +118,12 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
     Ring<C.stages> ring;
     rt_fl<16, C.block_n> d;
     Finished<C> finished;
-    for_each_tile(g, [&](const TilePosition at, const bool last) {
+    for_each_tile(g, [&](const auto at, const bool last) {
         if constexpr (C.marked) {
             if (!is_marked<C>(g, at)) return;
         }
-        const uint32_t col = K::first_column(g, at.n);
+        const uint32_t col = K::first_column(g, at);
+        const bool narrow = two_widths && K::is_narrow(at);
         Bias<C> bias;
         if (!K::has_finishers && g.epilogue.bias != nullptr) bias.fetch(g, col);
 
@@ -117,10 +140,10 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
             wait(shared.full[ring.stage], ring.phase);
             if constexpr (C.a_m_major) {
                 auto rows = stage.a.template subtile<BLOCK_K, K::consumer_rows>({0, consumer});
-                warpgroup::product<true, !C.b_n_major>(d, rows, stage.b, k > 0);
+                multiply<two_widths, true, !C.b_n_major>(d, rows, stage.b, k > 0, narrow);
             } else {
                 auto rows = stage.a.template subtile<K::consumer_rows, BLOCK_K>({consumer, 0});
-                warpgroup::product<false, !C.b_n_major>(d, rows, stage.b, k > 0);
+                multiply<two_widths, false, !C.b_n_major>(d, rows, stage.b, k > 0, narrow);
             }
             if constexpr (K::has_finishers) {
                 if (k == 0 && g.epilogue.bias != nullptr) {
@@ -164,10 +187,11 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
                     finished.any = false;
                     // A warp's part of a stage holds rows of others where those are adjacent.
                     if constexpr (C.a_m_major) warpgroup::sync(READY + 1 + consumer);
-                    return Finished<C>::template send_last<typename K::T>(g, shared, d, to);
+                    return Finished<C>::template send_last<typename K::T>(g, shared, d, to, narrow);
                 }
                 finished.template pack<typename K::T>(d);
                 finished.at = to;
+                finished.narrow = narrow;
                 finished.any = true;
                 return;
             }
@@ -206,6 +230,7 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
                 finished.template pack<half>(d);
             }
             finished.at = to;
+            finished.narrow = narrow;
             finished.any = g.tma_store && g.k_blocks >= finished.sent(g);
             if (!finished.any) finished.send_now(g, shared);
         }
@@ -287,6 +312,9 @@ inline bool in_one_round(const Schedule& schedule, const TileOrder& order) {
     return uint32_t(schedule.blocks) == order.total && !order.along_m &&
            order.band_tiles.value == order.matrix_tiles.value;
 }
+inline bool in_one_round(const Schedule& schedule, const UnevenOrder& order) {
+    return order.total == order.fewer.total && in_one_round(schedule, order.fewer);
+}
 
 template <Config C>
 typename Types<C>::Globals make_globals(const Params& p) {
@@ -328,7 +356,14 @@ typename Types<C>::Globals make_globals(const Params& p) {
                                      p.out_batch_stride * words)
                                : matrix.template operator()<decltype(K::Globals::out_map)>(
                                      p.a, false, 1, 64, 64, 0);
-    const TileOrder order = make_order(C, p.schedule, p.m, p.n, p.batch);
+    const auto order = [&] {
+        if constexpr (K::two_widths) {
+            return make_uneven_order(C, p.schedule, p.m, p.n, p.batch,
+                                     tma_store && p.out_dtype == C.dtype);
+        } else {
+            return make_order(C, p.schedule, p.m, p.n, p.batch);
+        }
+    }();
     return {
         .k_blocks = static_cast<int>(ceil_div(p.k, BLOCK_K)),
         .blocks = static_cast<uint32_t>(p.schedule.blocks),

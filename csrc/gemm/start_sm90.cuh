@@ -30,7 +30,7 @@ __device__ __forceinline__ void for_each_tile(const Globals& g, Work work) {
 // The same for the thread that loads. What finds a tile by divisions lies behind the loads.
 template <class Globals, class Work>
 __device__ __forceinline__ void for_each_loaded_tile(const Globals& g, Work work) {
-    TilePosition at{blockIdx.z, blockIdx.x, blockIdx.y};
+    decltype(g.order.at(0)) at{blockIdx.z, blockIdx.x, blockIdx.y};
     bool known = g.one_round;
     uint32_t next = known ? g.order.total : blockIdx.x;
     while (true) {
@@ -63,8 +63,8 @@ __device__ __forceinline__ void init_ring(Shared& shared) {
 // Loads the tiles of one step, k on, of the output's tile at (m, n).
 template <class K>
 __device__ __forceinline__ void load_step(const typename K::Globals& g, typename K::Stage& stage,
-                                          semaphore& full, uint32_t batch, int m, uint32_t n,
-                                          int k) {
+                                          semaphore& full, uint32_t batch, int m, uint32_t n, int k,
+                                          bool narrow = false) {
     constexpr Config C = K::config;
     const int a_batch = g.a_batched ? static_cast<int>(batch) : 0;
     const int b_batch = g.b_batched ? static_cast<int>(batch) : 0;
@@ -82,6 +82,13 @@ __device__ __forceinline__ void load_step(const typename K::Globals& g, typename
         const int col = static_cast<int>(K::column(g, n, i * K::b_part_cols));
         const element_coord from =
             C.b_n_major ? elements(b_batch, 0, k, col) : elements(b_batch, 0, col, k);
+        if constexpr (K::less > 0) {
+            if (narrow && i == K::b_parts - 1) {
+                auto& part = reinterpret_cast<typename K::b_last&>(b_parts[i]);
+                tma::load_async(part, g.b, from, full);
+                continue;
+            }
+        }
         if (g.b_once)
             tma::load_async<2, tma::CachePolicy::evict_first>(b_parts[i], g.b, from, full);
         else

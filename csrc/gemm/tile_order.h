@@ -93,4 +93,70 @@ inline TileOrder make_order(const Config& config, const Schedule& schedule, int6
                       static_cast<uint32_t>(batch), static_cast<uint32_t>(schedule.band), along_m);
 }
 
+// Tiles of two widths, so that all SMs are at work in the last round as well. Of the rows of tiles
+// the first ones have `columns` tiles, the others one more; in either, the first tiles are as wide
+// as they can be, and the others narrower by NARROWER.
+constexpr uint32_t NARROWER = 16;
+
+struct UnevenPosition : TilePosition {
+    uint32_t wide = ~0u;  // how many tiles of this row are wide
+
+    TK_HOST_DEVICE constexpr bool narrow() const { return n >= wide; }
+    TK_HOST_DEVICE constexpr uint32_t column(uint32_t width) const {
+        return n * (width - NARROWER) + (narrow() ? wide : n) * NARROWER;
+    }
+};
+
+struct UnevenOrder {
+    TileOrder fewer, more;
+    uint32_t total;
+    uint32_t rows;  // of tiles, with fewer of them
+    uint32_t wide_of_fewer, wide_of_more;
+
+    TK_HOST_DEVICE constexpr UnevenPosition at(uint32_t index) const {
+        if (index < fewer.total) return {fewer.at(index), wide_of_fewer};
+        UnevenPosition position{more.at(index - fewer.total), wide_of_more};
+        position.m += rows;
+        return position;
+    }
+};
+
+// How many of `tiles` tiles of two widths are wide, when together they cover `columns`.
+constexpr uint32_t wide_tiles(int64_t columns, int64_t tiles, int width) {
+    const int64_t units = (columns + NARROWER - 1) / NARROWER;
+    const int64_t wide = units - tiles * (width / int64_t{NARROWER} - 1);
+    return static_cast<uint32_t>(wide < 0 ? 0 : wide > tiles ? tiles : wide);
+}
+
+// The order of a problem's tiles; of two widths where the schedule says so, and `allowed`.
+inline UnevenOrder make_uneven_order(const Config& config, const Schedule& schedule, int64_t m,
+                                     int64_t n, int64_t batch, bool allowed) {
+    const auto rows = static_cast<uint32_t>((m + config.block_m - 1) / config.block_m);
+    const auto longer = static_cast<uint32_t>(schedule.longer);
+    const auto columns = static_cast<uint32_t>(schedule.columns);
+    const bool covered = int64_t{columns} * config.block_n >= n && longer <= rows;
+    if (!allowed || columns == 0 || !covered || batch > 1 || schedule.bands_along_m) {
+        const TileOrder order = make_order(config, schedule, m, n, batch);
+        return {.fewer = order,
+                .more = order,
+                .total = order.total,
+                .rows = 0,
+                .wide_of_fewer = ~0u,
+                .wide_of_more = ~0u};
+    }
+    const auto part = [&](uint32_t count, uint32_t across) {
+        if (count == 0) return TileOrder{};
+        const auto band = static_cast<uint32_t>(schedule.band);
+        const uint32_t bands = count < band ? 1 : (count + band / 2) / band;
+        return make_order(count, across, 1, (count + bands - 1) / bands, false);
+    };
+    const TileOrder fewer = part(rows - longer, columns), more = part(longer, columns + 1);
+    return {.fewer = fewer,
+            .more = more,
+            .total = fewer.total + more.total,
+            .rows = rows - longer,
+            .wide_of_fewer = wide_tiles(n, columns, config.block_n),
+            .wide_of_more = wide_tiles(n, columns + 1, config.block_n)};
+}
+
 }  // namespace thunderkittens::gemm

@@ -61,6 +61,10 @@ struct Types {
         std::conditional_t<C.a_m_major, st<T, BLOCK_K, a_part_rows>, st<T, a_part_rows, BLOCK_K>>;
     using b_part =
         std::conditional_t<C.b_n_major, st<T, BLOCK_K, b_part_cols>, st<T, b_part_cols, BLOCK_K>>;
+    // The last part of a narrow tile. Rows of b along n are loaded as they are.
+    static constexpr bool two_widths = has_two_widths(C);
+    static constexpr int less = two_widths && !C.b_n_major ? NARROWER : 0;
+    using b_last = std::conditional_t<C.b_n_major, b_part, st<T, b_part_cols - less, BLOCK_K>>;
     // The column of z that is `offset` columns into a tile which begins at `col`. With a gate of
     // whole halves, the tile's second half is as far away as z's.
     template <class Globals>
@@ -69,8 +73,13 @@ struct Types {
         return apart ? col + g.out_n + (offset - C.block_n / 2) : col + offset;
     }
     template <class Globals>
-    static __device__ __forceinline__ uint32_t first_column(const Globals& g, uint32_t tile) {
-        return tile * (C.fused && g.epilogue.gate == Gate::blocked ? C.block_n / 2 : C.block_n);
+    static __device__ __forceinline__ uint32_t first_column(const Globals& g, const auto& tile) {
+        if constexpr (two_widths) return tile.column(C.block_n);
+        return tile.n * (C.fused && g.epilogue.gate == Gate::blocked ? C.block_n / 2 : C.block_n);
+    }
+    static __device__ __forceinline__ bool is_narrow(const auto& tile) {
+        if constexpr (two_widths) return tile.narrow();
+        return false;
     }
 
     // Staging of a warp's output: rows of 128 bytes, whatever the type of the output. To TMA, which
@@ -91,6 +100,9 @@ struct Types {
     static_assert(sizeof(Shared) <= MAX_SHARED_MEMORY, "too many stages");
     static_assert(sizeof(Shared) == shared_bytes(C), "gemm.h knows another size");
 
+    using b_layout = std::conditional_t<less == 0, gl<T, -1, 1, -1, -1, b_part>,
+                                        gl<T, -1, 1, -1, -1, b_part, b_last>>;
+
     // What the first load needs comes first: parameters come from memory, in lines.
     struct Globals {
         int k_blocks;
@@ -104,7 +116,7 @@ struct Types {
         bool aligned_pairs;  // two neighbours of z can be written as one
         bool packed;         // values are activated as they are rounded, to bf16
         int spacing;         // steps between the pieces of a tile that other warps finish, or 0
-        TileOrder order;
+        std::conditional_t<two_widths, UnevenOrder, TileOrder> order;
         Epilogue epilogue;
         uint32_t m, n, out_n;
         DType out_dtype;
@@ -112,7 +124,7 @@ struct Types {
         int64_t out_stride, out_batch_stride;
         Marks marks;
         gl<T, -1, 1, -1, -1, a_part> a;
-        gl<T, -1, 1, -1, -1, b_part> b;
+        b_layout b;
         gl<bf16, -1, 1, -1, -1, out_tile> out_map;
         Residual<C> residual;
         Kept<C> kept;

@@ -118,23 +118,26 @@ py::array_t<int> tile_schedule(int rows, int cols, int batch, const std::string&
     return tiles;
 }
 
-// (cluster tiles, 3): batch, row and column of the cluster tiles in the order in which they are
-// dealt.
+// (tiles, 5): batch, row and column of the tiles in the order in which they are dealt, then each
+// one's first column of the output and how many it has.
 py::array_t<std::uint32_t> gemm_tile_order(const tk::Fields& fields,
                                            const tk::DeviceProperties& device) {
     tk::find_op("gemm");  // throws where the build leaves it out
 #if THUNDERKITTENS_HAS_GEMM
     const auto problem = tk::detail::struct_from<tk::gemm::Problem>("gemm", fields);
     const auto choice = tk::gemm::choose(problem, device);
-    const auto order =
-        tk::gemm::make_order(choice.config, choice.schedule, problem.m, problem.n, problem.batch);
-    py::array_t<std::uint32_t> tiles({static_cast<py::ssize_t>(order.total), py::ssize_t{3}});
+    const auto order = tk::gemm::make_uneven_order(choice.config, choice.schedule, problem.m,
+                                                   problem.n, problem.batch, true);
+    const auto width = static_cast<std::uint32_t>(choice.config.block_n);
+    py::array_t<std::uint32_t> tiles({static_cast<py::ssize_t>(order.total), py::ssize_t{5}});
     auto out = tiles.mutable_unchecked<2>();
     for (std::uint32_t index = 0; index < order.total; ++index) {
         const auto at = order.at(index);
         out(index, 0) = at.batch;
         out(index, 1) = at.m;
         out(index, 2) = at.n;
+        out(index, 3) = at.column(width);
+        out(index, 4) = at.narrow() ? width - tk::gemm::NARROWER : width;
     }
     return tiles;
 #else
@@ -156,5 +159,5 @@ void bind_layouts(py::module_& m) {
           py::arg("order") = "row_major", py::arg("group") = 8,
           "(tiles, 3): batch, row, column of the tiles in the order of kittens::schedule.");
     m.def("gemm_tile_order", &gemm_tile_order, py::arg("problem"), py::arg("device"),
-          "(cluster tiles, 3): batch, row, column of the tiles in the order of the work.");
+          "(tiles, 5): batch, row, column, first column and width, in the order of the work.");
 }
