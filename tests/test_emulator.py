@@ -144,11 +144,13 @@ def test_gemm_in_one_round(tile, batch):
     b = integers(batch, 264, 272, dtype=torch.bfloat16)
     rows, columns = math.ceil(140 / tile[0]), math.ceil(272 / tile[1])
     config = tile_config(tile) | {"band": rows, "blocks": batch * rows * columns}
-    for b_n_major in layouts_of(tile):
-        right = b if b_n_major else b.mT.contiguous().mT
-        with tk.emulate("random", seed=batch, config=config):
-            out = tk.gemm(a, right)
-        assert torch.equal(out, (a.float() @ b.float()).bfloat16()), b_n_major
+    for a_m_major in [False] if tile[:2] in BETWEEN else [False, True]:
+        for b_n_major in layouts_of(tile):
+            left = a.mT.contiguous().mT if a_m_major else a
+            right = b if b_n_major else b.mT.contiguous().mT
+            with tk.emulate("random", seed=batch, config=config):
+                out = tk.gemm(left, right)
+            assert torch.equal(out, (a.float() @ b.float()).bfloat16()), (a_m_major, b_n_major)
 
 
 @pytest.mark.parametrize("n", [136, 37, 38])

@@ -1,9 +1,9 @@
 // fp16 operands, 128 x 256 tiles, the four layouts of the operands.
-#include "csrc/gemm/gemm_sm90.cuh"
+#include "csrc/gemm/once_sm90.cuh"
 
 namespace thunderkittens::gemm {
-template void launch<make_config(TILE_SHAPES[0], DType::fp16, false, true)>(const Params&, Stream);
-template void launch<make_config(TILE_SHAPES[0], DType::fp16, false, false)>(const Params&, Stream);
-template void launch<make_config(TILE_SHAPES[0], DType::fp16, true, true)>(const Params&, Stream);
-template void launch<make_config(TILE_SHAPES[0], DType::fp16, true, false)>(const Params&, Stream);
+TK_LAUNCH_ONCE(make_config(TILE_SHAPES[0], DType::fp16, false, true))
+TK_LAUNCH_ONCE(make_config(TILE_SHAPES[0], DType::fp16, false, false))
+TK_LAUNCH_ONCE(make_config(TILE_SHAPES[0], DType::fp16, true, true))
+TK_LAUNCH_ONCE(make_config(TILE_SHAPES[0], DType::fp16, true, false))
 }  // namespace thunderkittens::gemm
