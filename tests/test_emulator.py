@@ -144,7 +144,7 @@ def test_gemm_in_one_round(tile, batch):
     b = integers(batch, 264, 272, dtype=torch.bfloat16)
     rows, columns = math.ceil(140 / tile[0]), math.ceil(272 / tile[1])
     config = tile_config(tile) | {"band": rows, "blocks": batch * rows * columns}
-    for a_m_major in [False] if tile[:2] in BETWEEN else [False, True]:
+    for a_m_major in [False] if tile[:2] in BETWEEN + BETWEEN_NN else [False, True]:
         for b_n_major in layouts_of(tile):
             left = a.mT.contiguous().mT if a_m_major else a
             right = b if b_n_major else b.mT.contiguous().mT

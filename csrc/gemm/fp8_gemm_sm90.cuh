@@ -41,7 +41,7 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
             for (int i = 0; i < 2; ++i) {
                 const element_coord from =
                     elements(0, 0, tile.row + i * K::a_part::rows, k * BLOCK_K);
-                if (g.cluster_n == 1) {
+                if (!K::fast || g.cluster_n == 1) {
                     tma::load_async(a_parts[i], g.a, from, full);
                 } else if (place.in_n == uint32_t(i)) {
                     tma::cluster::load_async(a_parts[i], g.a, from, full, a_blocks);
@@ -51,7 +51,7 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
             for (int i = 0; i < b_count; ++i) {
                 const element_coord from =
                     elements(tile.group, 0, tile.col + i * K::b_part::rows, k * BLOCK_K);
-                if (g.cluster_m == 1) {
+                if (!K::fast || g.cluster_m == 1) {
                     tma::load_async(b_parts[i], g.b, from, full);
                 } else if (place.in_m == uint32_t(i)) {
                     tma::cluster::load_async(b_parts[i], g.b, from, full, b_blocks);
@@ -62,7 +62,8 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
 }
 
 // The scales of blocks: one warp copies those of a stage from wherever they lie, far ahead as the
-// tiles. Rows that are not there take the scale of the last one.
+// tiles. Rows that are not there take the scale of the last one. Where a consumer reads scales only
+// before it issues the products of their stage, they are handed back with the stage.
 template <Config C>
 __device__ __forceinline__ void produce_scales(const typename Types<C>::Globals& g,
                                                typename Types<C>::Shared& shared) {
@@ -74,7 +75,8 @@ __device__ __forceinline__ void produce_scales(const typename Types<C>::Globals&
         const float* of_b = g.scale_b.data + int64_t(tile.group) * g.scale_b.group;
         for (int k = 0; k < g.k_blocks; ++k, ring.advance()) {
             const uint32_t to = shared.scales[ring.stage].address();
-            wait(shared.scales_read[ring.stage], ring.phase ^ 1);
+            wait(K::fine ? shared.scales_read[ring.stage] : shared.empty[ring.stage],
+                 ring.phase ^ 1);
             // Four rows per lane, at once where they are adjacent in memory.
 #pragma unroll
             for (int i = 4 * laneid(); i < C.block_m; i += 4 * WARP_THREADS) {
@@ -169,26 +171,30 @@ __device__ __forceinline__ void consume_fast(const typename Types<C>::Globals& g
     if (laneid() == 0) tma::store_async_read_wait();
 }
 
-// sum += part * the factors of a thread's two rows; the first part is the sum so far.
+// sum += part * the factors of a thread's two rows; the first part is the sum so far. Row by row:
+// the register file has to serve the tensor cores, too, and a factor that an instruction shares
+// with the one before it is not read again.
 template <bool begins, int cols>
 __device__ __forceinline__ void promote(rt_fl<16, cols>& sum, const rt_fl<16, cols>& part,
                                         int first, int last, float (&factor)[2]) {
 #pragma unroll
-    for (int j = first / 16; j < last / 16; ++j) {
+    for (int row = 0; row < 2; ++row) {
 #pragma unroll
-        for (int r = 0; r < 4; ++r) {
-            const float2 x = part.tiles[0][j].data[r];
-            float2& s = sum.tiles[0][j].data[r];
-            const float f = factor[r % 2];
-            const float2 before = begins ? make_float2(0.f, 0.f) : s;
-            s = make_float2(fmaf(x.x, f, before.x), fmaf(x.y, f, before.y));
+        for (int j = first / 16; j < last / 16; ++j) {
+#pragma unroll
+            for (int r = row; r < 4; r += 2) {
+                const float2 x = part.tiles[0][j].data[r];
+                float2& s = sum.tiles[0][j].data[r];
+                const float2 before = begins ? make_float2(0.f, 0.f) : s;
+                s = make_float2(fmaf(x.x, factor[row], before.x), fmaf(x.y, factor[row], before.y));
+            }
         }
     }
 }
 
-// Where the operands of a product lie, as the low words of descriptors: kept in registers, and
-// found for the next stage while a product runs, so that nothing but the promotion is between the
-// end of a product and the start of the next.
+// Where the operands of a product lie, as the low words of descriptors. The compiler knows that they
+// are the same in all lanes, and keeps them in uniform registers: nothing has to be moved there
+// between the end of a product and the start of the next, or between the parts of a product.
 template <Config C>
 struct Operands {
     using K = Types<C>;
@@ -198,17 +204,15 @@ struct Operands {
     __device__ __forceinline__ Operands(typename K::Shared& shared, int consumer) {
         auto& stage = shared.stages[0];
         const auto rows = stage.a.template subtile<64, BLOCK_K>({consumer * K::products_m, 0});
-        first_a = static_cast<uint32_t>(descriptor(kittens::detail::operand_origin(rows)));
+        first_a = arch::shuffle(
+            static_cast<uint32_t>(descriptor(kittens::detail::operand_origin(rows))), 0);
         first_b = static_cast<uint32_t>(descriptor(stage.b.address()));
-        arch::pin_register(first_a);
     }
     static __device__ __forceinline__ uint64_t descriptor(uint32_t origin) {
         return kittens::detail::k_major_descriptor<typename K::a_tile>(origin);
     }
     __device__ __forceinline__ void find(int stage) {
         a = first_a + stage * step, b = first_b + stage * step;
-        arch::pin_register(a);
-        arch::pin_register(b);
     }
     // Starts product i of the stage: in_m of 64 rows, in_n of product_cols columns.
     __device__ __forceinline__ void multiply(rt_fl<16, K::product_cols>& d, int in_m,
@@ -235,8 +239,11 @@ __device__ __forceinline__ void consume_promoted(const typename Types<C>::Global
                                                  typename Types<C>::Shared& shared) {
     using K = Types<C>;
     const Place place(g);
-    const gemm::sm90::HandBack hand_back(g, place);
-    const auto release = [&](int stage) { hand_back(shared.empty[stage]); };
+    // One arrival stands for the warpgroup, which wgmma reads shared memory as.
+    const bool hands_back = warpgroup::warpid() == 0 && laneid() == 0;
+    const auto release = [&](int stage) {
+        if (hands_back) arrive(shared.empty[stage]);
+    };
     const int consumer = warpgroup::groupid();
     Ring<C.stages> ring;
     constexpr int cols = K::product_cols;
@@ -254,16 +261,19 @@ __device__ __forceinline__ void consume_promoted(const typename Types<C>::Global
         const int k_blocks = tile.nothing ? 0 : g.k_blocks;
         int stage = ring.stage;
         Epilogue<C> epilogue;
-        const auto release_with_scales = [&]<bool blocks>(int which) {
+        const auto release_with_scales = [&](int which) {
             release(which);
-            if constexpr (blocks) {  // each warp has read them itself
+            if constexpr (K::fine) {  // each warp has read them itself
                 arch::sync_warp();
                 if (laneid() == 0) arrive(shared.scales_read[which]);
             }
         };
-        // Those of a stage, read a product before they are needed.
-        float rows[2 * K::products_m], columns[K::column_scales];
+        // The factors of a stage's products, for each of its blocks of columns: found while the last
+        // product of the stage before runs.
+        constexpr int factor_sets = K::fine ? 1 : K::column_scales;
+        float factors[factor_sets][2 * K::products_m];
         const auto read_scales = [&](int which) {
+            float rows[2 * K::products_m], columns[factor_sets];
             const uint32_t scales = shared.scales[which].address();
 #pragma unroll
             for (int r = 0; r < 2 * K::products_m; ++r) {
@@ -271,11 +281,19 @@ __device__ __forceinline__ void consume_promoted(const typename Types<C>::Global
                 rows[r] = arch::load_shared<float>(scales + at * 4);
             }
 #pragma unroll
-            for (int r = 0; r < (K::fine ? 0 : K::column_scales); ++r) {
-                columns[r] = arch::load_shared<float>(scales + (C.block_m + r) * 4);
+            for (int c = 0; c < factor_sets; ++c) {
+                if (!K::fine) columns[c] = arch::load_shared<float>(scales + (C.block_m + c) * 4);
+            }
+#pragma unroll
+            for (int c = 0; c < factor_sets; ++c) {
+#pragma unroll
+                for (int r = 0; r < 2 * K::products_m; ++r) {
+                    factors[c][r] = K::fine ? rows[r] : rows[r] * columns[c];
+                    arch::pin_register(factors[c][r]);
+                }
             }
         };
-        const auto step = [&]<bool blocks, bool begins>(int k) {
+        const auto step = [&]<bool blocks, bool begins>(int left) {
             const int previous = stage;
             stage = ring.stage;
 #pragma unroll
@@ -287,27 +305,22 @@ __device__ __forceinline__ void consume_promoted(const typename Types<C>::Global
                     finished.send(g, shared, finished.pieces * i / K::products,
                                   finished.pieces * (i + 1) / K::products);
                 } else if (i == 0) {
-                    release_with_scales.template operator()<blocks>(previous);
+                    release_with_scales(previous);
                 }
                 // Of its first and of its second block of columns.
                 float first[2] = {1.f, 1.f}, second[2];
-                if constexpr (blocks && K::fine) {
-                    first[0] = rows[2 * in_m], first[1] = rows[2 * in_m + 1];
-                } else if constexpr (blocks) {
-                    const int in_second = cols > 128 ? 1 : in_n;
+                if constexpr (blocks) {
+                    constexpr bool wide = cols > 128;
 #pragma unroll
                     for (int r = 0; r < 2; ++r) {
-                        const float row_scale = rows[2 * in_m + r];
-                        first[r] = row_scale * columns[cols > 128 ? 0 : in_n];
-                        second[r] = row_scale * columns[in_second];
-                        arch::pin_register(first[r]);
-                        if (cols > 128) arch::pin_register(second[r]);
+                        first[r] = factors[K::fine || wide ? 0 : in_n][2 * in_m + r];
+                        second[r] = factors[wide ? 1 : 0][2 * in_m + r];
                     }
                 }
                 if (i == K::products - 1) {
                     ring.advance();
                     operands.find(ring.stage);
-                    if (k + 1 < k_blocks) {
+                    if (left > 0) {
                         wait(shared.full[ring.stage], ring.phase);
                         if constexpr (blocks) read_scales(ring.stage);
                     } else {
@@ -338,9 +351,10 @@ __device__ __forceinline__ void consume_promoted(const typename Types<C>::Global
             wait(shared.full[ring.stage], ring.phase);
             if constexpr (blocks) read_scales(ring.stage);
             operands.find(ring.stage);
-            step.template operator()<blocks, true>(0);
-            for (int k = 1; k < k_blocks; ++k) step.template operator()<blocks, false>(k);
-            release_with_scales.template operator()<blocks>(stage);
+            int left = arch::shuffle(k_blocks, 0) - 1;  // steps after this one
+            step.template operator()<blocks, true>(left);
+            for (--left; left >= 0; --left) step.template operator()<blocks, false>(left);
+            release_with_scales(stage);
         };
         if (k_blocks == 0) {
 #pragma unroll
@@ -387,8 +401,8 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
                 tma::prefetch_map<typename K::out_tile>(g.out);
                 for (int i = 0; i < C.stages; ++i) {
                     init_semaphore(shared.full[i], 1 + (copies_scales ? WARP_THREADS : 0));
-                    init_semaphore(shared.empty[i],
-                                   K::consumers_of_tile * (g.cluster_m + g.cluster_n - 1));
+                    const int blocks = K::fast ? g.cluster_m + g.cluster_n - 1 : 1;
+                    init_semaphore(shared.empty[i], K::consumers_of_tile * blocks);
                     init_semaphore(shared.scales_read[i], K::consumers * WARPGROUP_WARPS);
                 }
                 arch::mbarrier_init_fence();
