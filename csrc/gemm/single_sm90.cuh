@@ -8,6 +8,7 @@
 // initialises the others.
 #pragma once
 
+#include "csrc/gemm/single.h"
 #include "csrc/gemm/small_sm90.cuh"
 
 namespace thunderkittens::gemm {
@@ -19,15 +20,16 @@ constexpr int WIDE = 8;
 template <Config C>
 struct SingleTypes : Types<C> {
     using K = Types<C>;
-    static_assert(C.consumers == 1 && C.block_n == K::out_tile::cols && !C.fused && !C.marked);
-    static constexpr int threads = WARPGROUP_THREADS + WARP_THREADS;
+    static_assert(has_single(C) && C.consumers == 1 && !C.fused && !C.marked);
+    static_assert(C.block_n == K::out_tile::cols);
+    static constexpr int threads = SINGLE_THREADS;
 
     struct Shared {
         typename K::Stage stages[C.stages];
         typename K::out_tile out[WARPGROUP_WARPS];
         semaphore full[C.stages], empty[C.stages];
     };
-    static_assert(sizeof(Shared) <= sizeof(typename K::Shared));
+    static_assert(sizeof(Shared) == single_shared_bytes(C), "gemm.h knows another size");
 
     struct Globals {
         int k_blocks;
