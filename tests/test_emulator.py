@@ -153,6 +153,27 @@ def test_gemm_in_one_round(tile, batch):
             assert torch.equal(out, (a.float() @ b.float()).bfloat16()), (a_m_major, b_n_major)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gemm_of_single_tiles(dtype, policy):
+    """Whole tiles, one per block, have a kernel of their own, unless there is a bias or another
+    type: fewer steps than stages, as many, and more."""
+    for batch, m, n, k in ((1, 128, 128, 24), (2, 128, 64, 640), (1, 128, 64, 1416)):
+        config = {"block_m": 64, "block_n": 64, "stages": 10, "consumers": 1, "band": m // 64}
+        config["blocks"] = batch * (m // 64) * (n // 64)
+        for a_m_major, b_n_major, b_once in itertools.product((False, True), repeat=3):
+            a, b = integers(batch, m, k, dtype=dtype), integers(batch, k, n, dtype=dtype)
+            expected = a.float() @ b.float()
+            a = a.mT.contiguous().mT if a_m_major else a
+            b = b if b_n_major else b.mT.contiguous().mT
+            with tk.emulate(policy, seed=k, config=config | {"b_once": b_once}):
+                out = tk.gemm(a, b)
+            assert torch.equal(out, expected.to(dtype)), (m, n, k, a_m_major, b_n_major)
+    with tk.emulate(policy, config=config):
+        out = tk.gemm(a[0], b[0], bias=torch.ones(n, dtype=dtype), out_dtype=torch.float32)
+    assert torch.equal(out, expected[0] + 1)
+
+
 @pytest.mark.parametrize("n", [136, 37, 38])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_gemm_with_bias_and_batch(n, out_dtype):

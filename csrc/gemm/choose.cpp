@@ -2,10 +2,12 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "csrc/common/check.h"
 #include "csrc/common/registry.h"
 #include "csrc/gemm/gemm.h"
+#include "csrc/gemm/single.h"
 #include "csrc/gemm/tile_order.h"
 
 namespace thunderkittens::gemm {
@@ -210,13 +212,23 @@ std::vector<KernelInfo> kernels() {
             .config = concat("tile ", tile, 'x', c.block_k, ", ", c.stages, " stages, ", roles),
             .source = concat(name_of(c.dtype), c.streamed ? "_stream_" : "_", tile,
                              c.fused ? "_fused" : "", c.marked ? "_marked" : ""),
-            .symbol = concat("ELi", c.block_m, "ELi", c.block_n, "ELi", c.stages, "ELi",
-                             c.consumers, "ELb", int(c.streamed), "ELi", c.block_k, "ELb",
-                             int(c.fused), "ELNS_5DTypeE", int(c.dtype), "ELb", int(c.a_m_major),
-                             "ELb", int(c.b_n_major), "ELb", int(c.marked), 'E'),
+            .symbol =
+                concat(has_single(c) ? "5TypesIXtlNS0_6Config" : "", "ELi", c.block_m, "ELi",
+                       c.block_n, "ELi", c.stages, "ELi", c.consumers, "ELb", int(c.streamed),
+                       "ELi", c.block_k, "ELb", int(c.fused), "ELNS_5DTypeE", int(c.dtype), "ELb",
+                       int(c.a_m_major), "ELb", int(c.b_n_major), "ELb", int(c.marked), 'E'),
             .threads = threads(c),
             .shared_bytes = shared_bytes(c),
         });
+        if (!has_single(c)) continue;
+        KernelInfo single = list.back();
+        single.name += "_single";
+        single.config = concat("tile ", tile, 'x', c.block_k, ", ", c.stages, " stages, ",
+                               "1 producer warp and 1 consumer warpgroup, one tile");
+        single.symbol.replace(0, 6, "11SingleTypes");
+        single.threads = SINGLE_THREADS;
+        single.shared_bytes = single_shared_bytes(c);
+        list.push_back(std::move(single));
     }
     return list;
 }
