@@ -5,7 +5,8 @@
 // across tiles; two consumer warpgroups share the tile's rows.
 //
 // `fast`: the tensor cores keep the sums of all k; one product is in flight while a consumer hands
-// back the stage of the one before, and a finished tile leaves in the shadow of the next.
+// back the stage of the one before, and a finished tile leaves in the shadow of the next. Or the
+// consumers take turns, fp8_turns_sm90.cuh.
 //
 // `promoted` and `fine`: a product of 64 x 128 x 128 (k) goes to registers of its own and is added
 // to the sums in fp32, times the scales of its 128 of k where there are such. A consumer computes
