@@ -193,9 +193,9 @@ __device__ __forceinline__ void promote(rt_fl<16, cols>& sum, const rt_fl<16, co
     }
 }
 
-// Where the operands of a product lie, as the low words of descriptors. The compiler knows that they
-// are the same in all lanes, and keeps them in uniform registers: nothing has to be moved there
-// between the end of a product and the start of the next, or between the parts of a product.
+// Where the operands of a product lie, as the low words of descriptors. The compiler knows that
+// they are the same in all lanes, and keeps them in uniform registers: nothing has to be moved
+// there between the end of a product and the start of the next, or between its parts.
 template <Config C>
 struct Operands {
     using K = Types<C>;
@@ -269,8 +269,8 @@ __device__ __forceinline__ void consume_promoted(const typename Types<C>::Global
                 if (laneid() == 0) arrive(shared.scales_read[which]);
             }
         };
-        // The factors of a stage's products, for each of its blocks of columns: found while the last
-        // product of the stage before runs.
+        // The factors of a stage's products, for each of its blocks of columns: found while the
+        // last product of the stage before runs.
         constexpr int factor_sets = K::fine ? 1 : K::column_scales;
         float factors[factor_sets][2 * K::products_m];
         const auto read_scales = [&](int which) {
