@@ -53,7 +53,7 @@ struct Config {
     int k_groups = 2;
     int pieces = 4;
     int stages = 6;
-    // So many blocks divide the k of the only tile that they have, and exchange sums through memory.
+    // So many blocks divide the k of the only tile that they have and exchange sums through memory.
     int exchange = 1;
     DType dtype = DType::bf16;
 
