@@ -31,6 +31,7 @@ SHAPES_CUDA = [
     (300, 1003, 1776),
     (16, 8192, 8192),
     (64, 4099, 4096),
+    (61, 8190, 4112),
     (1000, 2112, 7168),
     (257, 8, 4096),
     (33, 300, 10000),
@@ -170,6 +171,38 @@ def test_equal_ranges_on_the_emulator(tile, m, dtype, blocks):
             results.append(tk.nvfp4_gemm(a, weight, out_dtype=FP32))
     check(results[0], a, weight)
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("m", "n", "k"), [(64, 600, 1040), (33, 256, 592), (2, 290, 64)])
+def test_exchange_on_the_emulator(m, n, k, dtype):
+    """Blocks that divide k, which may have none of it, and exchange sums through memory."""
+    names = ("tokens", "row_groups", "k_groups", "pieces", "stages", "exchange")
+    config = dict(zip(names, (64, 4, 1, 2, 5, 4), strict=True)) | {"splits": 1, "sharers": 1}
+    config |= {"ranges": False, "blocks": 4 * -(-n // 256)}
+    weight = prepared(n, k)
+    a = (torch.randn(m, k) / k**0.5).to(dtype)
+    bias = torch.randn(n).to(dtype)
+    options = {"bias": bias, "activation": "silu", "out_dtype": FP32}
+    results = []
+    for policy in ("on_wait", "late_mma", "random"):
+        with tk.emulate(policy, seed=m, config=config):
+            results.append(tk.nvfp4_gemm(a, weight, **options))
+    check(results[0], a, weight, bias=bias, activation="silu")
+    assert all(torch.equal(x, results[0]) for x in results)
+
+
+def test_where_sums_are_exchanged():
+    device = _C.DeviceProperties(**info.EXAMPLE_GPU)
+
+    def exchange(m, n, k=8192, **more):
+        return _C.choose("nvfp4_gemm", {"m": m, "n": n, "k": k} | more, device)["exchange"]
+
+    assert all(exchange(m, n) == 4 for m in (33, 64) for n in (7168, 8192))
+    assert all(exchange(m, 8192) == 1 for m in (1, 16, 32, 65, 128, 256))
+    assert all(exchange(64, n) == 1 for n in (4096, 8500, 28672))
+    assert exchange(64, 8192, k=1024) == 1
+    assert exchange(64, 8192, grouped=True, groups=1) == 1
 
 
 def test_where_ranges_are_equal():
@@ -454,8 +487,8 @@ def test_reruns_are_bit_equal(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("m", "n"), [(50, 34000), (100, 17100), (200, 17100)])
-def test_equal_ranges_in_two_streams(device, m, n):
+@pytest.mark.parametrize(("m", "n"), [(50, 34000), (60, 8000), (100, 17100), (200, 17100)])
+def test_waiting_blocks_in_streams(device, m, n):
     """Blocks that wait for others, of kernels that have the GPU's SMs together."""
     weight = prepared(n, 2304, device=device)
     a = (torch.randn(m, 2304, device=device) / 48).to(BF16)

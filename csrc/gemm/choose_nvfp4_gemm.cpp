@@ -81,6 +81,14 @@ Schedule schedule_few(const Config& config, const Problem& p, int sm_count) {
     return best;
 }
 
+// Whether the blocks that divide the k of the tiles and exchange sums through memory fill the GPU:
+// each has one tile, and all are there at a time.
+bool exchange_pays(const Config& config, const Problem& p, int64_t tiles, int sm_count) {
+    const int64_t blocks = tiles * config.exchange;
+    return !p.grouped && p.m <= config.tokens && blocks <= sm_count && blocks * 4 >= sm_count * 3 &&
+           ceil_div(pieces(p.k), config.pieces) >= config.exchange * 4;
+}
+
 // The smallest tile that takes all rows at once, of those the largest that still gives most SMs
 // work: it reads the rows of a less often.
 Choice best(const Problem& p, int sm_count) {
@@ -98,6 +106,12 @@ Choice best(const Problem& p, int sm_count) {
         const Config config = make_config(Format::nvfp4, shape, p.dtype);
         if (few(config)) return {config, schedule_few(config, p, sm_count)};
         const int64_t tiles = ceil_div(p.n, block_rows(config)) * ceil_div(rows, config.tokens);
+        if (config.exchange > 1) {
+            if (exchange_pays(config, p, tiles, sm_count)) {
+                choice = {config, {.blocks = static_cast<int>(tiles * config.exchange)}};
+            }
+            continue;
+        }
         const bool first = choice.schedule.blocks == 0;
         if (first || tiles * 4 >= sm_count * 3) {
             choice = {config, schedule_for(config, p, sm_count)};
@@ -195,7 +209,8 @@ uint64_t new_mark() {
 
 std::string kernel_name(const Config& c) {
     if (few(c)) return concat(name_of(c.format), '_', name_of(c.dtype), "_few", c.tokens);
-    return concat(name_of(c.format), '_', name_of(c.dtype), '_', block_rows(c), 'x', c.tokens);
+    return concat(name_of(c.format), '_', name_of(c.dtype), '_', block_rows(c), 'x', c.tokens,
+                  c.exchange > 1 ? "_exchange" : "");
 }
 
 std::string kernel_name(const Choice& choice) {
@@ -244,7 +259,9 @@ std::vector<KernelInfo> nvfp4_gemm_kernels() {
             .name = name,
             .config = config,
             .source = concat("nvfp4_gemm_", name.substr(name.find('_') + 1)),
-            .symbol = few(c) ? "mixed_few_kernel" : "mixed_gemm_kernel",
+            .symbol = few(c)           ? "mixed_few_kernel"
+                      : c.exchange > 1 ? "mixed_exchange_kernel"
+                                       : "mixed_gemm_kernel",
             .threads = threads(c),
             .shared_bytes = shared_bytes(c),
         });

@@ -64,6 +64,11 @@ struct RingPlace {
 #pragma unroll 1
         while (slot >= stages) slot -= stages, phase ^= 1;
     }
+    // Of at most as many as there are.
+    __device__ __forceinline__ void advance_once(int count, int stages) {
+        slot += count;
+        if (slot >= stages) slot -= stages, phase ^= 1;
+    }
 };
 
 // Calls work(tile) for each of this block's tiles: of each group in turn, tiles of the same rows of
@@ -123,6 +128,26 @@ struct Strips {
         const int together = whole(i) ? STRIPS : g.strips_box;
         const int within = (first + i) & (together - 1);
         return ((i - within) * g.plan.pieces + piece * together + within) * K::strip;
+    }
+};
+
+// How row groups divide the strips of a tile: each has `all` of its own, and where strips are left
+// for half of the groups, two take turns at each. Those of a warp are numbers first, first + row
+// groups, ...; the last may be shared.
+struct Share {
+    int all, left;
+    bool turns;
+
+    __device__ __forceinline__ Share(const FewPlan& plan, int count)
+        : all(count >> plan.row_groups_bits),
+          left(count & (plan.row_groups - 1)),
+          turns(2 * left == plan.row_groups) {}
+    __device__ __forceinline__ int strip(const FewPlan& plan, int row_group, int s) const {
+        return s * plan.row_groups + (turns && s == all ? row_group & (left - 1) : row_group);
+    }
+    // Where sums lie: of the groups that share a strip each has a place.
+    __device__ __forceinline__ int places(const FewPlan& plan, int count) const {
+        return turns ? (all + 1) * plan.row_groups : count;
     }
 };
 
@@ -213,25 +238,38 @@ struct FewMainloop {
     RingPlace place;
     float d[K::most][K::eights][4];
 
-    // Second operands for the four products of a piece, of eight rows of a each.
-    static __device__ __forceinline__ void load_a(uint32_t piece, uint32_t (&to)[4][K::eights][2]) {
-        const int lane = laneid();
-        if constexpr (K::eights == 2) {
-            const int row = lane / 16 * 8 + lane % 8, column = lane / 8 % 2 * 8;
+    // Where a lane finds what it needs in the first stage; from one to the next no swizzle changes.
+    // Of 16 rows pinned, because they would else be computed for every stage.
+    struct Places {
+        static constexpr int loads = 2 * K::eights;
+        static constexpr bool PINNED = K::eights == 2;
+        uint32_t a[loads], codes, scales;
+
+        __device__ __forceinline__ Places(const typename K::Globals& g, int piece)
+            : codes(strips_of<K>(g, 0) + laneid() * K::W::LANE_CODES),
+              scales(strips_of<K>(g, 0) + K::W::scales_of(laneid())) {
+            const int lane = laneid(), of_eights = lane / 8;
+            const int row = lane % 8 + (K::eights == 2 ? of_eights / 2 * 8 : 0);
+            const int column = K::eights == 2 ? of_eights % 2 * 8 : of_eights * 8;
+            const uint32_t tile = stage_of<K>(g, 0) + piece * uint32_t(sizeof(typename K::rows));
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                arch::load_matrix_x4(to[i][0][0], to[i][0][1], to[i][1][0], to[i][1][1],
-                                     K::rows::idx(piece, {row, i * 16 + column}));
+            for (int i = 0; i < loads; ++i) {
+                a[i] = K::rows::idx(tile, {row, i * (PIECE / loads) + column});
+                if constexpr (PINNED) arch::pin_register(a[i]);
             }
-        } else {
-            const int row = lane % 8, column = lane / 8 * 8;
+            if constexpr (PINNED) arch::pin_register(codes), arch::pin_register(scales);
+        }
+        // Second operands for the four products of a piece, of eight rows of a each.
+        __device__ __forceinline__ void load_a(uint32_t stage,
+                                               uint32_t (&to)[4][K::eights][2]) const {
+            auto& words = reinterpret_cast<uint32_t(&)[loads][4]>(to);
 #pragma unroll
-            for (int i = 0; i < 4; i += 2) {
-                arch::load_matrix_x4(to[i][0][0], to[i][0][1], to[i + 1][0][0], to[i + 1][0][1],
-                                     K::rows::idx(piece, {row, i * 16 + column}));
+            for (int i = 0; i < loads; ++i) {
+                arch::load_matrix_x4(words[i][0], words[i][1], words[i][2], words[i][3],
+                                     a[i] + stage);
             }
         }
-    }
+    };
 
     // Strips row_group, row_group + row_groups, ... of the tile, pieces k_group, k_group +
     // k_groups, ... of k, in the order in which stages come.
@@ -241,19 +279,22 @@ struct FewMainloop {
         const FewPlan& plan = g.plan;
         const Strips<K> strips(g, tile);
         const int piece = k_group & (plan.pieces - 1);
+        const Share share(plan, strips.count);
+        const int mine = share.all + (!share.turns && row_group < share.left);
+        // Whether a shared strip is this warp's in the next stage.
+        int turn = share.turns && row_group < share.left;
         uint32_t offset[K::most];
-        int mine = 0;
 #pragma unroll
         for (int s = 0; s < K::most; ++s) {
-            const int i = row_group + s * plan.row_groups;
-            if (i < strips.count) mine = s + 1;
-            offset[s] = strips.place(g, min(i, strips.count - 1), piece);
+            offset[s] =
+                strips.place(g, min(share.strip(plan, row_group, s), strips.count - 1), piece);
 #pragma unroll
             for (int e = 0; e < K::eights; ++e) {
 #pragma unroll
                 for (int j = 0; j < 4; ++j) d[s][e][j] = 0.f;
             }
         }
+        const Places places(g, piece);
         const int first = k_group >> plan.pieces_bits, by = plan.k_groups >> plan.pieces_bits;
         RingPlace at = place;
         at.advance(first, plan.stages);
@@ -261,24 +302,27 @@ struct FewMainloop {
             const auto release = [&] {
                 arch::sync_warp();
                 if (laneid() == 0) arrive(semaphores.empty[at.slot]);
-                at.advance(by, plan.stages);
+                at.advance_once(by, plan.stages);
             };
             wait(semaphores.full[at.slot], at.phase);
             if (k * plan.pieces + piece >= g.k_pieces) return release();
             // All loads first, where a warp has fewer strips its last again: the place is free for
             // the next copy while the warp multiplies.
-            const uint32_t codes = strips_of<K>(g, at.slot);
+            const uint32_t stage = at.slot * plan.stage_bytes;
             typename K::W::Words strip[K::most];
 #pragma unroll
             for (int s = 0; s < K::most; ++s) {
-                strip[s] = K::W::load_strip(codes + offset[s], laneid());
+                const uint32_t from = stage + offset[s];
+                strip[s] = K::W::load_words(places.codes + from, places.scales + from);
             }
             uint32_t a[4][K::eights][2];
-            load_a(stage_of<K>(g, at.slot) + piece * uint32_t(sizeof(typename K::rows)), a);
+            places.load_a(stage, a);
             release();
+            const int now = mine + turn;
+            turn = share.turns && turn == 0;
 #pragma unroll
             for (int s = 0; s < K::most; ++s) {
-                if (s >= mine) break;
+                if (s >= now) break;
                 rt<T, 16, PIECE> fragments;
                 K::W::fragments(strip[s], fragments);
 #pragma unroll
@@ -308,6 +352,7 @@ __device__ __forceinline__ void few_finish(const typename K::Globals& g, uint32_
     constexpr int THREADS = FEW_WARPS * WARP_THREADS;
     const FewPlan& plan = g.plan;
     const Strips<K> strips(g, tile);
+    const Share share(plan, strips.count);
     const bool empty = tile.group >= g.groups;
     if (!empty) {
         arch::named_barrier_sync(SUMS, THREADS);  // those of the last tile have been read
@@ -317,7 +362,7 @@ __device__ __forceinline__ void few_finish(const typename K::Globals& g, uint32_
         uint32_t to = sums + line * pitch + (row_group * STRIP_ROWS + laneid() / 4) * 4;
 #pragma unroll
         for (int s = 0; s < K::most; ++s, to += plan.row_groups * STRIP_ROWS * 4) {
-            if (row_group + s * plan.row_groups >= strips.count) break;
+            if (row_group + s * plan.row_groups >= share.places(plan, strips.count)) break;
 #pragma unroll
             for (int e = 0; e < K::eights; ++e) {
                 const uint32_t first = to + e * 8 * pitch, second = first + pitch;
@@ -336,17 +381,21 @@ __device__ __forceinline__ void few_finish(const typename K::Globals& g, uint32_
         const uint32_t n = strips.first * STRIP_ROWS + column;
         if (column >= strips.count * STRIP_ROWS || n >= g.n) continue;
         float4 sum{};
-        uint32_t from = sums + (row * plan.pitch + column) * 4;
+        const bool two = share.turns && column >= share.all * plan.row_groups * STRIP_ROWS;
 #pragma unroll 1
-        for (int part = 0; part < (empty ? 0 : plan.k_groups); part += 4) {
-            float4 more[4];
+        for (int half = 0; half <= two; ++half) {
+            uint32_t from = sums + (row * plan.pitch + column + half * share.left * STRIP_ROWS) * 4;
+#pragma unroll 1
+            for (int part = 0; part < (empty ? 0 : plan.k_groups); part += 4) {
+                float4 more[4];
 #pragma unroll
-            for (int j = 0; j < 4; ++j, from += C.tokens * plan.pitch * 4) {
-                more[j] = arch::load_shared<float4>(from);
-            }
+                for (int j = 0; j < 4; ++j, from += C.tokens * plan.pitch * 4) {
+                    more[j] = arch::load_shared<float4>(from);
+                }
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                sum.x += more[j].x, sum.y += more[j].y, sum.z += more[j].z, sum.w += more[j].w;
+                for (int j = 0; j < 4; ++j) {
+                    sum.x += more[j].x, sum.y += more[j].y, sum.z += more[j].z, sum.w += more[j].w;
+                }
             }
         }
         store_results<K>(g, tile.group, scale, tile.token + row, n, sum);

@@ -7,6 +7,9 @@
 namespace thunderkittens::mixed_gemm {
 namespace sm90 {
 
+template <class K>
+struct Exchange;  // mixed_exchange_sm90.cuh
+
 // The epilogue of tiles.
 template <class K>
 struct Finish {
@@ -84,6 +87,7 @@ struct Finish {
     }
 
   private:
+    friend Exchange<K>;
     static __device__ __forceinline__ uint32_t column_of(const Tile& tile) {
         return tile.row_tile * K::block_rows + threadIdx.x % FOURS * 4;
     }

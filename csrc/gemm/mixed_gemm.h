@@ -53,6 +53,8 @@ struct Config {
     int k_groups = 2;
     int pieces = 4;
     int stages = 6;
+    // So many blocks divide the k of the only tile that they have and exchange sums through memory.
+    int exchange = 1;
     DType dtype = DType::bf16;
 
     bool operator==(const Config&) const = default;
@@ -115,6 +117,7 @@ void visit_fields(Choice& c, Visitor&& visit) {
     visit("k_groups", c.config.k_groups);
     visit("pieces", c.config.pieces);
     visit("stages", c.config.stages);
+    visit("exchange", c.config.exchange);
     visit("dtype", c.config.dtype);
     visit("blocks", c.schedule.blocks);
     visit("splits", c.schedule.splits);
@@ -130,12 +133,13 @@ constexpr int FEW_STRIPS = 16;  // of a tile at most, four per warp
 constexpr int FEW_STAGES = 16;  // at most
 constexpr int FEW_SHARED_BYTES = 232448;
 
-// How a tile of so many strips is shared: `row_groups` of warps divide the strips, those of a row
-// group the pieces of k, of which a stage has `pieces`. All are powers of two; the device divides
-// by some of them, and by columns of the sums, as shifts.
+// How a tile of so many strips is shared: `row_groups` of warps divide the strips (where half of
+// them would have one more, two take turns at it), those of a row group the pieces of k, of which a
+// stage has `pieces`. All are powers of two; the device divides by some of them, and by columns of
+// the sums, as shifts.
 struct FewPlan {
     int row_groups, k_groups, pieces;
-    int k_groups_bits, pieces_bits, fours_bits;
+    int row_groups_bits, k_groups_bits, pieces_bits, fours_bits;
     int stage_bytes, pitch, sums_bytes, stages;
 };
 constexpr int few_bits(int least) {
@@ -147,13 +151,16 @@ constexpr FewPlan few_plan(const Config& c, int strips) {
     FewPlan plan{};
     plan.row_groups = strips <= 4 ? 1 : strips <= 8 ? 2 : 4;
     plan.k_groups = FEW_WARPS / plan.row_groups;
-    plan.pieces = strips <= 2 ? 8 : 4;
+    plan.pieces = strips <= 2 ? 8 : strips > 8 && c.tokens == 8 ? 2 : 4;
+    plan.row_groups_bits = few_bits(plan.row_groups);
     plan.k_groups_bits = few_bits(plan.k_groups);
     plan.pieces_bits = few_bits(plan.pieces);
     plan.fours_bits = few_bits(strips * STRIP_ROWS / 4);
     const int bytes = plan.pieces * (c.tokens * PIECE * 2 + strips * strip_bytes(c.format));
     plan.stage_bytes = (bytes + 1023) / 1024 * 1024;
-    plan.pitch = strips * STRIP_ROWS + 4;  // of the sums, in floats: no bank conflicts
+    // Of the sums, in floats: no bank conflicts. There is room for two sums of a shared strip.
+    const int places = (strips + plan.row_groups - 1) / plan.row_groups * plan.row_groups;
+    plan.pitch = places * STRIP_ROWS + 4;
     plan.sums_bytes = plan.k_groups * c.tokens * plan.pitch * 4;
     const int stages = (FEW_SHARED_BYTES - 1024 - plan.sums_bytes) / plan.stage_bytes;
     plan.stages = stages < FEW_STAGES ? stages : FEW_STAGES;
@@ -176,7 +183,10 @@ constexpr int block_rows(const Config& c) { return c.row_groups * PIECE; }
 // cache faster than it gives them.
 constexpr int most_sharers(const Config& c) { return c.tokens >= 256 ? 2 : 1; }
 // Rows of a whose sums pass through shared memory at a time.
-constexpr int tokens_at_a_time(const Config& c) { return c.tokens < 64 ? c.tokens : 64; }
+constexpr int tokens_at_a_time(const Config& c) {
+    const int own = c.tokens / c.exchange;
+    return own < 64 ? own : 64;
+}
 constexpr int stage_bytes(const Config& c) {
     return c.pieces * (c.tokens * PIECE * 2 + c.row_groups * piece_bytes(c.format));
 }
@@ -188,13 +198,15 @@ constexpr int shared_bytes(const Config& c) {
     return (ring + (sums + 127) / 128 * 128 + (2 * c.stages + 2) * 8 + 127) / 128 * 128;
 }
 
-// Of equal ranges: the sums that a block hands on, in bytes, and a mark of each warp.
+// Of equal ranges: the sums that a block hands on, in bytes, and a mark of each warp. Of an
+// exchange: a mark for each of the tile's blocks.
 constexpr int64_t part_bytes(const Config& c) {
     return int64_t{4} * block_rows(c) * c.k_groups * c.tokens;
 }
 constexpr int64_t scratch_of(const Config& c, const Schedule& schedule) {
-    if (!schedule.ranges) return 0;
-    return schedule.blocks * (part_bytes(c) + consumers(c) * 4 * int64_t{sizeof(uint64_t)});
+    if (!schedule.ranges && c.exchange == 1) return 0;
+    const int marks = c.exchange > 1 ? c.exchange : consumers(c) * 4;
+    return schedule.blocks * (part_bytes(c) + marks * int64_t{sizeof(uint64_t)});
 }
 // A number that no call of this process has had: by it a block knows that sums in the scratch are
 // of this call, which nobody has to clear therefore.
@@ -204,7 +216,7 @@ constexpr int64_t pieces(int64_t size) { return (size + PIECE - 1) / PIECE; }
 
 // Tile shapes that are compiled, each for both dtypes of activations.
 struct TileShape {
-    int tokens, row_groups = 0, k_groups = 0, pieces = 0, stages = 0;
+    int tokens, row_groups = 0, k_groups = 0, pieces = 0, stages = 0, exchange = 1;
 };
 constexpr TileShape TILE_SHAPES[] = {
     {8},
@@ -212,6 +224,7 @@ constexpr TileShape TILE_SHAPES[] = {
     {32, 2, 2, 4, 5},
     {64, 2, 1, 2, 6},
     {64, 4, 1, 2, 4},
+    {64, 4, 1, 2, 5, 4},
     {128, 2, 1, 1, 8},
     {256, 2, 1, 1, 5},
 };
@@ -222,6 +235,7 @@ constexpr Config make_config(Format format, const TileShape& shape, DType dtype)
             .k_groups = shape.k_groups,
             .pieces = shape.pieces,
             .stages = shape.stages,
+            .exchange = shape.exchange,
             .dtype = dtype};
 }
 // Every kernel of a format that is compiled, by number.

@@ -16,7 +16,7 @@
 // of four neighbouring columns of a row.
 #pragma once
 
-#include "csrc/gemm/mixed_finish_sm90.cuh"
+#include "csrc/gemm/mixed_exchange_sm90.cuh"
 
 namespace thunderkittens::mixed_gemm {
 namespace sm90 {
@@ -236,8 +236,14 @@ void launch(const Params& p, Stream stream) {
                                              p.schedule.blocks * part_bytes(C)),
         .mark = p.mark,
     };
-    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::mixed_gemm_kernel<K>,
-                    dim3(p.schedule.blocks), dim3(K::threads), dim3(in_cluster),
+    const auto kernel = [] {
+        if constexpr (K::exchanges)
+            return sm90::mixed_exchange_kernel<K>;
+        else
+            return sm90::mixed_gemm_kernel<K>;
+    }();
+    kittens::launch(kittens::LaunchOptions{.dependent = true}, kernel, dim3(p.schedule.blocks),
+                    dim3(K::threads), dim3(in_cluster * sm90::exchange_cluster(C)),
                     sizeof(typename K::Shared), stream, globals);
 }
 

@@ -53,6 +53,7 @@ struct Types {
     static constexpr int threads = mixed_gemm::threads(C);
     static constexpr int consumers = mixed_gemm::consumers(C);  // warpgroups
     static constexpr bool moves_registers = mixed_gemm::moves_registers(C);
+    static constexpr bool exchanges = C.exchange > 1;
     // Of the registers that a block has at launch: 168 per thread with two consumers, 96 with four.
     static constexpr int producer_registers = consumers == 2 ? 40 : 56;
     static constexpr int consumer_registers = consumers == 2 ? 232 : 104;

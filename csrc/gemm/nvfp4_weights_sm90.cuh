@@ -51,9 +51,13 @@ struct Nvfp4Weights {
         uint4 codes;
         uint2 scales;
     };
+    static constexpr int LANE_CODES = sizeof(uint4);
+    static __device__ __forceinline__ uint32_t scales_of(int lane) { return CODES + lane / 4 * 8; }
+    static __device__ __forceinline__ Words load_words(uint32_t codes, uint32_t scales) {
+        return {arch::load_shared<uint4>(codes), arch::load_shared<uint2>(scales)};
+    }
     static __device__ __forceinline__ Words load_strip(uint32_t strip, int lane) {
-        return {arch::load_shared<uint4>(strip + lane * 16),
-                arch::load_shared<uint2>(strip + CODES + lane / 4 * 8)};
+        return load_words(strip + lane * LANE_CODES, strip + scales_of(lane));
     }
     static __device__ __forceinline__ Words load(uint32_t piece, int thread) {
         return load_strip(piece + thread / WARP_THREADS * STRIP, thread % WARP_THREADS);

@@ -2,6 +2,6 @@
 #include "csrc/gemm/mixed_sm90.cuh"
 
 namespace thunderkittens::mixed_gemm {
-template void launch<make_config(Format::nvfp4, TILE_SHAPES[6], DType::bf16)>(const Params&,
+template void launch<make_config(Format::nvfp4, TILE_SHAPES[7], DType::bf16)>(const Params&,
                                                                               Stream);
 }  // namespace thunderkittens::mixed_gemm
