@@ -169,7 +169,7 @@ std::vector<KernelInfo> kernels() {
         const std::string roles =
             c.streamed ? "1 producer warp and 1 consumer warpgroup"
                        : concat("1 producer and ", c.consumers, " consumer warpgroups");
-        list.push_back({
+        KernelInfo kernel{
             .name = kernel_name(c),
             .config = concat("tile ", tile, 'x', c.block_k, ", ", c.stages, " stages, ", roles),
             .source = concat(name_of(c.dtype), c.streamed ? "_stream_" : "_", tile,
@@ -180,7 +180,18 @@ std::vector<KernelInfo> kernels() {
                              "ELb", int(c.b_n_major), "ELb", int(c.marked), 'E'),
             .threads = threads(c),
             .shared_bytes = shared_bytes(c),
-        });
+        };
+        // once_sm90.cuh: of the same source, for one tile per block.
+        if (!c.streamed && !c.fused && c.block_m == 128 && c.block_n == 256) {
+            const std::string types = "_kernelINS1_5TypesIXtlNS0_6Config" + kernel.symbol;
+            KernelInfo once = kernel;
+            once.name += "_once";
+            once.symbol = "once" + types;
+            once.threads = c.consumers * 128 + 32;
+            list.push_back(once);
+            kernel.symbol = "gemm" + types;
+        }
+        list.push_back(kernel);
     }
     return list;
 }
