@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <utility>
 
 #include "csrc/common/check.h"
 #include "csrc/common/registry.h"
@@ -207,28 +206,41 @@ std::vector<KernelInfo> kernels() {
         const std::string roles =
             c.streamed ? "1 producer warp and 1 consumer warpgroup"
                        : concat("1 producer and ", c.consumers, " consumer warpgroups");
-        list.push_back({
+        KernelInfo kernel{
             .name = kernel_name(c),
             .config = concat("tile ", tile, 'x', c.block_k, ", ", c.stages, " stages, ", roles),
             .source = concat(name_of(c.dtype), c.streamed ? "_stream_" : "_", tile,
                              c.fused ? "_fused" : "", c.marked ? "_marked" : ""),
-            .symbol =
-                concat(has_single(c) ? "5TypesIXtlNS0_6Config" : "", "ELi", c.block_m, "ELi",
-                       c.block_n, "ELi", c.stages, "ELi", c.consumers, "ELb", int(c.streamed),
-                       "ELi", c.block_k, "ELb", int(c.fused), "ELNS_5DTypeE", int(c.dtype), "ELb",
-                       int(c.a_m_major), "ELb", int(c.b_n_major), "ELb", int(c.marked), 'E'),
+            .symbol = concat("ELi", c.block_m, "ELi", c.block_n, "ELi", c.stages, "ELi",
+                             c.consumers, "ELb", int(c.streamed), "ELi", c.block_k, "ELb",
+                             int(c.fused), "ELNS_5DTypeE", int(c.dtype), "ELb", int(c.a_m_major),
+                             "ELb", int(c.b_n_major), "ELb", int(c.marked), 'E'),
             .threads = threads(c),
             .shared_bytes = shared_bytes(c),
-        });
-        if (!has_single(c)) continue;
-        KernelInfo single = list.back();
-        single.name += "_single";
-        single.config = concat("tile ", tile, 'x', c.block_k, ", ", c.stages, " stages, ",
-                               "1 producer warp and 1 consumer warpgroup, one tile");
-        single.symbol.replace(0, 6, "11SingleTypes");
-        single.threads = SINGLE_THREADS;
-        single.shared_bytes = single_shared_bytes(c);
-        list.push_back(std::move(single));
+        };
+        // Kernels for one tile per block, of the same source: once_sm90.cuh and single_sm90.cuh.
+        if (!c.streamed && !c.fused && c.block_m == 128 && c.block_n == 256) {
+            const std::string types = "_kernelINS1_5TypesIXtlNS0_6Config" + kernel.symbol;
+            KernelInfo once = kernel;
+            once.name += "_once";
+            once.symbol = "once" + types;
+            once.threads = c.consumers * 128 + 32;
+            list.push_back(once);
+            kernel.symbol = "gemm" + types;
+        }
+        if (has_single(c)) {
+            const std::string config = "TypesIXtlNS0_6Config" + kernel.symbol;
+            KernelInfo single = kernel;
+            single.name += "_single";
+            single.config = concat("tile ", tile, 'x', c.block_k, ", ", c.stages, " stages, ",
+                                   "1 producer warp and 1 consumer warpgroup, one tile");
+            single.symbol = "11Single" + config;
+            single.threads = SINGLE_THREADS;
+            single.shared_bytes = single_shared_bytes(c);
+            list.push_back(single);
+            kernel.symbol = "5" + config;
+        }
+        list.push_back(kernel);
     }
     return list;
 }
