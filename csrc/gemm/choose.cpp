@@ -219,10 +219,14 @@ std::vector<KernelInfo> kernels() {
             .shared_bytes = shared_bytes(c),
         };
         // Kernels for one tile per block, of the same source: once_sm90.cuh and single_sm90.cuh.
+        const std::string one_tile =
+            concat("tile ", tile, 'x', c.block_k, ", ", c.stages, " stages, 1 producer warp and ",
+                   c.consumers, " consumer warpgroup", c.consumers > 1 ? "s" : "", ", one tile");
         if (!c.streamed && !c.fused && c.block_m == 128 && c.block_n == 256) {
             const std::string types = "_kernelINS1_5TypesIXtlNS0_6Config" + kernel.symbol;
             KernelInfo once = kernel;
             once.name += "_once";
+            once.config = one_tile;
             once.symbol = "once" + types;
             once.threads = c.consumers * 128 + 32;
             list.push_back(once);
@@ -232,8 +236,7 @@ std::vector<KernelInfo> kernels() {
             const std::string config = "TypesIXtlNS0_6Config" + kernel.symbol;
             KernelInfo single = kernel;
             single.name += "_single";
-            single.config = concat("tile ", tile, 'x', c.block_k, ", ", c.stages, " stages, ",
-                                   "1 producer warp and 1 consumer warpgroup, one tile");
+            single.config = one_tile;
             single.symbol = "11Single" + config;
             single.threads = SINGLE_THREADS;
             single.shared_bytes = single_shared_bytes(c);
