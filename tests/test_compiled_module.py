@@ -126,6 +126,23 @@ def test_the_chosen_kernel_is_in_the_registry(op):
 
 
 @pytest.mark.skipif("gemm" not in _C.ops(), reason="this build leaves gemm out")
+@pytest.mark.parametrize(
+    ("problem", "blocks"),
+    [
+        ((64, 512, 512, 512), 128),  # 8 tiles a product, 16 products at a time
+        ((16, 1024, 1024, 1024), 128),
+        ((33, 512, 512, 512), 132),  # two rounds, of whole products three
+        ((1, 4096, 4096, 512), 132),
+        ((4, 512, 512, 8192), 132),  # a round
+    ],
+)
+def test_gemm_works_on_whole_products(problem, blocks):
+    sizes = dict(zip(("batch", "m", "n", "k"), problem, strict=True))
+    choice = _C.choose("gemm", sizes, H200)
+    assert choice["blocks"] == min(blocks, len(_C.gemm_tile_order(sizes, H200)))
+
+
+@pytest.mark.skipif("gemm" not in _C.ops(), reason="this build leaves gemm out")
 @pytest.mark.parametrize("m", [1, 129, 4096])
 @pytest.mark.parametrize("n", [8, 1000, 4096, 5000, 8192])
 @pytest.mark.parametrize("batch", [1, 3])

@@ -79,10 +79,18 @@ Schedule schedule_for(const Config& config, const Problem& p, const DeviceProper
     const double b_bytes = 2.0 * double(p.n) * double(p.k), l2_bytes = device.l2_bytes;
     schedule.b_once =
         p.m <= 512 && p.batch == 1 && b_bytes * 4 >= l2_bytes && b_bytes <= l2_bytes * 4;
-    schedule.blocks = static_cast<int>(std::min<int64_t>(p.batch * rows * columns, sm_count));
+    const int64_t tiles = rows * columns, all = p.batch * tiles;
+    schedule.blocks = static_cast<int>(std::min<int64_t>(all, sm_count));
     // A block for each tile: one band, and the grid has the shape of the tiles.
     schedule.band = static_cast<int>(rows);
-    if (p.batch * rows * columns <= sm_count) return schedule;
+    if (all <= sm_count) return schedule;
+    // Whole products of a batch at a time, where that takes no more rounds: their tiles read the
+    // same rows and columns together.
+    const int64_t whole = sm_count / tiles * tiles;
+    if (p.batch > 1 && whole * 16 >= sm_count * 15 &&
+        ceil_div(all, whole) == ceil_div(all, sm_count)) {
+        schedule.blocks = static_cast<int>(whole);
+    }
     // The tiles at work at a time form a square of elements, in bands of equal height.
     const double height = std::sqrt(double(sm_count) * config.block_n / config.block_m);
     const double bands = std::round(double(rows) / height);
