@@ -146,10 +146,13 @@ def test_gemm_works_on_whole_products(problem, blocks):
 @pytest.mark.parametrize("m", [1, 129, 4096])
 @pytest.mark.parametrize("n", [8, 1000, 4096, 5000, 8192])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_gemm_tiles_are_dealt_once_each(m, n, batch):
-    order = _C.gemm_tile_order({"m": m, "n": n, "k": 512, "batch": batch}, H200)
+@pytest.mark.parametrize("gate", [0, 1])
+def test_gemm_tiles_are_dealt_once_each(m, n, batch, gate):
+    problem = {"m": m, "n": n * (1 + gate), "k": 4096, "batch": batch, "gate": gate}
+    problem["fused"] = bool(gate)
+    order = _C.gemm_tile_order(problem, H200)
     assert len(np.unique(order, axis=0)) == len(order)
-    choice = _C.choose("gemm", {"m": m, "n": n, "k": 512, "batch": batch}, H200)
+    choice = _C.choose("gemm", problem, H200)
     rows = -(-m // choice["block_m"])
     assert {tuple(x) for x in order[:, :2]} == set(itertools.product(range(batch), range(rows)))
     for place in itertools.product(range(batch), range(rows)):

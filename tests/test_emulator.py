@@ -136,6 +136,41 @@ def test_gemm_finished_by_other_warps(dtype, policy):
         assert torch.equal(out.float(), expected)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", [None, "blocked", "interleaved"])
+def test_gemm_fused_in_tiles_of_two_widths(layout, dtype, policy):
+    """Finished by other warps or by the consumers, z kept or not, in either order of b: bit for
+    bit what tiles of one width have, and exact without a gate."""
+    config = {"block_m": 128, "block_n": 256, "stages": 4, "consumers": 2, "fused": True}
+    config |= {"band": 1, "blocks": 2}
+    m, n = 260, 496
+    for number, (k, spacing) in enumerate(((328, 1), (264, 1), (72, 0))):
+        a, b = integers(m, k, dtype=dtype, limit=1), integers(k, n, dtype=dtype, limit=1)
+        bias = integers(n, dtype=dtype)
+        z = a.float() @ b.float() + bias.float()
+        gate, value = (z[:, ::2], z[:, 1::2]) if layout == "interleaved" else z.split(n // 2, dim=1)
+        expected = torch.nn.functional.silu(gate) * value if layout else z.relu()
+        residual = integers(*expected.shape, dtype=dtype) if number else None
+        if number:
+            expected = expected + residual.float()
+        a.requires_grad_(number == 0)
+        right = b if number % 2 else b.t().contiguous().t()
+        options = {"bias": bias, "residual": residual, "activation": "swiglu" if layout else "relu"}
+        if layout:
+            options["gate_layout"] = layout
+        results = []
+        for widths in ({"columns": 0, "longer": 0}, {"columns": 2, "longer": 1}):
+            forced = config | widths | {"spacing": spacing}
+            with tk.emulate(policy, seed=k, config=forced, sm_count=2):
+                results.append(tk.gemm(a, right, **options).detach())
+        assert torch.equal(*results), (k, spacing)
+        if layout:
+            torch.testing.assert_close(results[0].float(), expected, rtol=2**-6, atol=2**-6)
+        else:
+            assert torch.equal(results[0], expected.to(dtype)), (k, spacing)
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("tile", TILES, ids=lambda t: f"{t[0]}x{t[1]}")
 def test_gemm_in_one_round(tile, batch):

@@ -139,7 +139,8 @@ def long_cases(device, intensity):
             "shape": [(2500, 4360, 4096), (4097, 2056, 4200)]
             if device == "cuda"
             else [(300, 520, 264)],
-            "activation": [None, "relu", "gelu", "gelu_tanh", "silu"],
+            "activation": [None, "relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu"],
+            "gate_layout": ["blocked", "interleaved"],
             "layout_a": ["packed", "packed_t"],
             "layout_b": ["packed", "packed_t"],
             "dtype": [BF16, FP16],
@@ -155,7 +156,7 @@ def long_cases(device, intensity):
 @over(long_cases)
 def test_finished_beside_the_main_loop(device, case):
     """With a long K other warps than those that multiply finish a tile (finish_sm90.cuh)."""
-    case = {**case, "out": None, "gate_layout": "blocked"}
+    case = {**case, "out": None}
     x = operands(case, device, normal)
     x["b"] = (x["b"] / case["shape"][2] ** 0.5).to(case["dtype"])
     positional, named = placed(x, case)

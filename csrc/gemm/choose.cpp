@@ -32,6 +32,13 @@ TileCost tile_cost(const TileShape& shape) {
             600, 2500 + 0.12 * size};
 }
 
+// Steps between the four parts of a tile that are handed over. Where k is short the consumers would
+// wait for the warps that finish, for fp16, whose activations are longer, more so.
+int spacing_for(const Problem& p) {
+    const int64_t steps = ceil_div(p.k, BLOCK_K), least = p.dtype == DType::bf16 ? 48 : 64;
+    return steps < least ? 0 : static_cast<int>(std::min<int64_t>(steps / 5, 32));
+}
+
 // Tiles of two widths: see Schedule. `share` is what an SM computes, of what it would have to with
 // tiles of one width.
 struct Widths {
@@ -41,18 +48,23 @@ struct Widths {
 // As many tiles as there are SMs in as many rounds as without: the SMs that would have nothing to
 // do in the last round take columns from the others.
 Widths two_widths(const Config& config, const Problem& p, int sm_count) {
-    const int64_t rows = ceil_div(p.m, config.block_m), least = ceil_div(p.n, config.block_n);
+    // With a gate, where warps beside the one that loads finish tiles.
+    if (p.gate != Gate::none && spacing_for(p) == 0) return {};
+    const bool halves = p.gate == Gate::blocked;
+    const int width = halves ? config.block_n / 2 : config.block_n;
+    const int64_t n = halves ? p.n / 2 : p.n;
+    const int64_t rows = ceil_div(p.m, config.block_m), least = ceil_div(n, width);
     const int64_t rounds = ceil_div(rows * least, sm_count);
     if (!has_two_widths(config) || p.batch > 1 || rounds < 2 || p.out_dtype != p.dtype) return {};
-    const int64_t full = config.block_n / NARROWER, all = ceil_div(p.n, NARROWER);
+    const int64_t full = width / NARROWER, all = ceil_div(n, NARROWER);
     const int64_t most = ceil_div(all, full - 1);
     int64_t columns = rounds * sm_count / rows, longer = rounds * sm_count % rows;
     if (columns >= most) columns = most, longer = 0;
     // Rows of b along n are loaded whole, and a narrow tile begins anywhere in a line: there more
     // columns than the output has cost more than they bring.
     if (p.b_n_major && (columns * (full - 1) - all) * 40 > all) return {};
-    const int64_t wide = (rows - longer) * wide_tiles(p.n, columns, config.block_n) +
-                         longer * wide_tiles(p.n, columns + 1, config.block_n);
+    const int64_t wide = (rows - longer) * wide_tiles(n, columns, width) +
+                         longer * wide_tiles(n, columns + 1, width);
     // Wide tiles are dealt out evenly enough.
     const int64_t units = rounds * (full - 1) + ceil_div(wide, sm_count);
     if (units >= rounds * full) return {};
@@ -98,13 +110,6 @@ Schedule schedule_for(const Config& config, const Problem& p, const DeviceProper
     const Widths widths = two_widths(config, p, sm_count);
     schedule.columns = widths.columns, schedule.longer = widths.longer;
     return schedule;
-}
-
-// Steps between the four parts of a tile that are handed over. Where k is short the consumers would
-// wait for the warps that finish, for fp16, whose activations are longer, more so.
-int spacing_for(const Problem& p) {
-    const int64_t steps = ceil_div(p.k, BLOCK_K), least = p.dtype == DType::bf16 ? 48 : 64;
-    return steps < least ? 0 : static_cast<int>(std::min<int64_t>(steps / 5, 32));
 }
 
 // Few rows: what counts is how fast b is read. Its rows are then a's, or columns, and a block reads
@@ -183,7 +188,7 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     }
     Choice choice{.config = make_config(*best, p.dtype, p.a_m_major, p.b_n_major, p.fused)};
     choice.schedule = schedule_for(choice.config, p, device);
-    if (has_finishers(choice.config) && p.gate == Gate::none && p.out_dtype == p.dtype) {
+    if (has_finishers(choice.config) && p.out_dtype == p.dtype) {
         choice.schedule.spacing = spacing_for(p);
     }
     return choice;

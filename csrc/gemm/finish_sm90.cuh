@@ -30,8 +30,48 @@ struct Finishing {
     // A lane takes 16 bytes at a time, from a few rows each.
     static constexpr int WIDE = 8, LANES = staging::cols / WIDE, ROWS = WARP_THREADS / LANES;
     static constexpr int COUNT = staging::rows / ROWS;
-    // Of a residual on its way; the formulas of fp16 leave fewer registers.
-    static constexpr int AHEAD = C.dtype == DType::bf16 ? 2 : 1;
+    // Of a residual on its way; the formulas of fp16 and gates leave fewer registers.
+    template <bool gated>
+    static constexpr int ahead = C.dtype == DType::bf16 && !gated ? 2 : 1;
+
+    // Pieces come in the order in which they are handed over: with a gate in pairs, of which one
+    // piece of the output becomes, and of halves the gates first.
+    static __device__ __forceinline__ void stage(const Globals& g, const Finished<C>& finished,
+                                                 int piece, staging& buffer) {
+        constexpr int width = staging::cols, less = NARROWER;
+        const bool halves = g.epilogue.gate == Gate::blocked, narrow = finished.narrow;
+        const auto from = [&](int first) {
+            stage_piece<rt_bf<16, width>>(finished.values, first, buffer);
+        };
+        if (piece == 0) {
+            from(0);
+        } else if (piece == 1) {
+            if (halves)
+                from(2 * width);
+            else
+                from(width);
+        } else if (piece == 3) {
+            if (narrow)
+                from(3 * width - less);
+            else
+                from(3 * width);
+        } else if (halves) {
+            if (narrow)
+                from(width - less);
+            else
+                from(width);
+        } else if (narrow && g.epilogue.gate == Gate::interleaved) {
+            from(2 * width - less);
+        } else {
+            from(2 * width);
+        }
+    }
+    // Where the last piece of the output begins in a tile; of a narrow one earlier than of others.
+    static __device__ __forceinline__ int last_piece(const Globals& g, bool narrow) {
+        const Gate gate = g.epilogue.gate;
+        const int less = gate == Gate::interleaved ? NARROWER / 2 : NARROWER;
+        return (gate == Gate::none ? 3 : 1) * staging::cols - (narrow ? less : 0);
+    }
 
     // By a consumer.
     static __device__ __forceinline__ void hand_over(const Globals& g, Shared& shared,
@@ -39,64 +79,99 @@ struct Finishing {
         const int warp = kittens::warpid();
         const int pass = C.stages + warp * 2 + piece % 2;
         wait(shared.empty[pass], piece / 2 % 2 ^ 1);
-        finished.stage(piece, shared.out[warp][piece % 2]);
+        stage(g, finished, piece, shared.out[warp][piece % 2]);
         if (g.epilogue.preactivation != nullptr) arch::fence_async_shared();
         arch::sync_warp();
         if (laneid() == 0) arrive(shared.full[pass]);
     }
 
-    // By a finishing warp: each takes every third piece. A block's last tile is its consumers'.
+    // By a finishing warp: each takes every third piece of the output. A block's last tile is its
+    // consumers'.
     static __device__ __forceinline__ void work(const Globals& g, Shared& shared,
                                                 uint32_t finisher) {
+        if (g.epilogue.gate == Gate::none)
+            work_on<false>(g, shared, finisher);
+        else
+            work_on<true>(g, shared, finisher);
+    }
+    template <bool pairs>
+    static __device__ __forceinline__ void work_on(const Globals& g, Shared& shared,
+                                                   uint32_t finisher) {
+        constexpr uint32_t count = pairs ? pieces / 2 * warps : pieces * warps;
+        // One counter for all pieces of all tiles: registers are few. A grid of one round has no
+        // tile but last ones. Where they are fewest a tile's place is found for each piece.
+        constexpr bool keeps = C.dtype == DType::bf16 || !pairs;
         uint32_t next = finisher;
-        for (uint32_t i = first_tile(g); i + g.blocks < g.order.total; i += g.blocks) {
-            const TilePosition tile = g.order.at(i);
+        while (true) {
+            const uint32_t index = blockIdx.x + next / count * g.blocks;
+            if (index + g.blocks >= g.order.total) return;
+            const auto tile = g.order.at(index);
+            // The first column, and in the bit that it leaves whether the tile is narrow.
+            const uint32_t col =
+                K::first_column(g, tile) >> (g.epilogue.gate == Gate::interleaved) |
+                uint32_t(K::is_narrow(tile));
 #pragma unroll 1
-            for (; next < pieces * warps; next += finishers) {
-                const int piece = next / warps, warp = next % warps;
+            do {
+                const int piece = next % count / warps, warp = next % warps;
                 const Place16 at{tile.batch, tile.m * C.block_m + warp * 16,
-                                 tile.n * C.block_n + piece * staging::cols};
-                More more(g, at);
-                const int pass = C.stages + warp * 2 + piece % 2;
-                wait(shared.full[pass], piece / 2 % 2);
-                finish(g, shared.out[warp][piece % 2], at, more);
+                                 (col & ~1u) + min(piece * staging::cols, last_piece(g, col & 1))};
+                More<ahead<pairs>> more(g, at);
+                const int pass = C.stages + warp * 2;
+                auto& buffers = shared.out[warp];
+                const int buffer = pairs ? 0 : piece % 2, phase = pairs ? piece : piece / 2;
+                if (pairs) wait(shared.full[pass + 1], phase);
+                wait(shared.full[pass + buffer], phase);
+                finish<pairs>(g, buffers[buffer], buffers[1], at, more);
                 if (laneid() == 0) {
                     tma::store_async_read_wait();
-                    arrive(shared.empty[pass]);
+                    if (pairs) arrive(shared.empty[pass + 1]);
+                    arrive(shared.empty[pass + buffer]);
                 }
                 arch::sync_warp();
-            }
-            next -= pieces * warps;
+                next += finishers;
+            } while (keeps && next % count >= finishers);
         }
     }
 
     // By a consumer, after the last tile, when the stages are free: of those it takes its own rows.
     static __device__ __forceinline__ void finish_last(const Globals& g, Shared& shared,
                                                        const Finished<C>& finished) {
+        const uint32_t col = finished.at.col >> (g.epilogue.gate == Gate::interleaved);
+        const int last = last_piece(g, finished.narrow);
         const auto buffer = [&](int piece) -> staging& {
             return Finished<C>::last_buffer(shared, piece);
         };
         const auto place = [&](int piece) {
             return Place16{finished.at.batch, finished.at.row,
-                           finished.at.col + piece * staging::cols};
+                           col + min(piece * staging::cols, last)};
         };
-        More next(g, place(0));
-        // A warp's part of a stage holds rows of others where those are adjacent.
-        if constexpr (C.a_m_major) warpgroup::sync(READY + 1 + warpgroup::groupid());
+        const auto finish_all = [&](auto gated) {
+            constexpr bool pairs = decltype(gated)::value;
+            constexpr int count = pairs ? pieces / 2 : pieces, each = pieces / count;
+            More<ahead<pairs>> next(g, place(0));
+            // A warp's part of a stage holds rows of others where those are adjacent.
+            if constexpr (C.a_m_major) warpgroup::sync(READY + 1 + warpgroup::groupid());
 #pragma unroll
-        for (int piece = 0; piece < pieces; ++piece) finished.stage(piece, buffer(piece));
-        if (g.epilogue.preactivation != nullptr) arch::fence_async_shared();
-        arch::sync_warp();
+            for (int piece = 0; piece < pieces; ++piece) stage(g, finished, piece, buffer(piece));
+            if (g.epilogue.preactivation != nullptr) arch::fence_async_shared();
+            arch::sync_warp();
 #pragma unroll 1
-        for (int piece = 0; piece < pieces; ++piece) {
-            More more = next;
-            if (piece + 1 < pieces) next = More(g, place(piece + 1));
-            finish(g, buffer(piece), place(piece), more);
-        }
+            for (int piece = 0; piece < count; ++piece) {
+                auto more = next;
+                if (piece + 1 < count) next = More<ahead<pairs>>(g, place(piece + 1));
+                const int first = piece * each;
+                finish<pairs>(g, buffer(first), buffer(first + each - 1), place(piece), more);
+            }
+        };
+        if (g.epilogue.gate == Gate::none)
+            finish_all(std::false_type{});
+        else
+            finish_all(std::true_type{});
     }
 
   private:
     // A lane's part of a piece's residual.
+    template <int AHEAD>
     struct More {
         const T* from;
         int left;  // rows from here to the end, 0 also where the columns are outside
@@ -105,8 +180,8 @@ struct Finishing {
         __device__ __forceinline__ More(const Globals& g, const Place16 at) {
             const Epilogue& e = g.epilogue;
             const uint32_t row = at.row + laneid() / LANES, col = at.col + laneid() % LANES * WIDE;
-            left =
-                row < g.m && col < g.n && e.residual != nullptr ? static_cast<int>(g.m - row) : 0;
+            left = row < g.m && col < g.out_n && e.residual != nullptr ? static_cast<int>(g.m - row)
+                                                                       : 0;
             from = static_cast<const T*>(e.residual) +
                    (at.batch * e.residual_batch_stride + row * e.residual_stride + col);
 #pragma unroll
@@ -121,13 +196,33 @@ struct Finishing {
         }
     };
 
-    // Called by a warp, in place.
+    // The gates of eight values, and the values, from where they are neighbours.
+    static __device__ __forceinline__ void part(uint4& gates, uint4& values) {
+        const auto low = [](uint32_t x, uint32_t y) { return (x & 0xFFFF) | y << 16; };
+        const auto high = [](uint32_t x, uint32_t y) { return x >> 16 | (y & 0xFFFF0000); };
+        const uint4 first = gates, second = values;
+        gates = {low(first.x, first.y), low(first.z, first.w), low(second.x, second.y),
+                 low(second.z, second.w)};
+        values = {high(first.x, first.y), high(first.z, first.w), high(second.x, second.y),
+                  high(second.z, second.w)};
+    }
+    // Called by a warp, in place; `second`: the other piece of a pair.
+    template <bool gated, int AHEAD>
     static __device__ __forceinline__ void finish(const Globals& g, staging& buffer,
-                                                  const Place16 at, More& more) {
-        const auto to = elements(at.batch, 0, at.row, static_cast<int>(at.col));
+                                                  const staging& second, const Place16 at,
+                                                  More<AHEAD>& more) {
+        const bool interleaved = gated && g.epilogue.gate == Gate::interleaved;
+        const auto to = [&](uint32_t col) {
+            return elements(at.batch, 0, at.row, static_cast<int>(col));
+        };
         if (g.epilogue.preactivation != nullptr) {
             if (laneid() == 0) {
-                tma::store_async(g.kept.map, buffer, to);
+                const uint32_t col = interleaved ? 2 * at.col : at.col;
+                tma::store_async(g.kept.map, buffer, to(col));
+                if constexpr (gated) {
+                    const uint32_t apart = interleaved ? staging::cols : g.out_n;
+                    tma::store_async(g.kept.map, second, to(col + apart));
+                }
                 tma::store_async_read_wait();
             }
             arch::sync_warp();
@@ -136,19 +231,34 @@ struct Finishing {
         for (int first = 0; first < COUNT; first += AHEAD) {
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) {
-                const uint32_t address = buffer.address_of((first + i) * ROWS + laneid() / LANES,
-                                                           laneid() % LANES * WIDE);
-                const auto z = arch::load_shared<uint4>(address);
-                arch::store_shared(address, value(g, z, more.parts[i]));
+                const int row = (first + i) * ROWS + laneid() / LANES;
+                const int col = laneid() % LANES * WIDE;
+                const uint32_t address = buffer.address_of(row, col);
+                uint4 z, factor{};
+                if (interleaved) {
+                    const auto& from = col < staging::cols / 2 ? buffer : second;
+                    const int there = 2 * col % staging::cols;
+                    z = arch::load_shared<uint4>(from.address_of(row, there));
+                    factor = arch::load_shared<uint4>(from.address_of(row, there + WIDE));
+                    part(z, factor);
+                    arch::sync_warp();  // the row has been read
+                } else {
+                    z = arch::load_shared<uint4>(address);
+                    if constexpr (gated) {
+                        factor = arch::load_shared<uint4>(second.address_of(row, col));
+                    }
+                }
+                arch::store_shared(address, value<gated>(g, z, factor, more.parts[i]));
                 if (first + AHEAD < COUNT) more.load(g, i);
             }
         }
         arch::fence_async_shared();
         arch::sync_warp();
-        if (laneid() == 0) tma::store_async(g.out_map, buffer, to);
+        if (laneid() == 0) tma::store_async(g.out_map, buffer, to(at.col));
     }
+    template <bool gated>
     static __device__ __forceinline__ uint4 value(const Globals& g, const uint4 z,
-                                                  const uint4 residual) {
+                                                  const uint4 factor, const uint4 residual) {
         using pairs = packed_type<T>[WIDE / 2];
         float x[WIDE];
 #pragma unroll
@@ -163,6 +273,13 @@ struct Finishing {
             });
         } else {
             activate(g.epilogue.activation, x);
+        }
+        if constexpr (gated) {
+#pragma unroll
+            for (int i = 0; i < WIDE / 2; ++i) {
+                const float2 pair = unpack_pair<T>(reinterpret_cast<const pairs&>(factor)[i]);
+                x[2 * i] *= pair.x, x[2 * i + 1] *= pair.y;
+            }
         }
         if (g.epilogue.residual != nullptr) {
 #pragma unroll

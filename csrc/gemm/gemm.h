@@ -236,8 +236,7 @@ constexpr bool has_finishers(const Config& c) {
 
 // Whether the kernel computes tiles of two widths.
 constexpr bool has_two_widths(const Config& c) {
-    return !c.fused && !c.marked && !c.streamed && c.consumers == 2 &&
-           (c.block_n == 256 || c.block_n == 176);
+    return !c.marked && !c.streamed && c.consumers == 2 && (c.block_n == 256 || c.block_n == 176);
 }
 
 // Dynamic shared memory of a block: the ring of stages, two staging buffers of 16 rows of 128 bytes

@@ -24,7 +24,7 @@ namespace sm90 {
 template <Config C>
 __device__ __forceinline__ void produce_residual(const typename Types<C>::Globals& g,
                                                  typename Types<C>::Shared& shared,
-                                                 Ring<C.stages>& ring, const TilePosition at) {
+                                                 Ring<C.stages>& ring, const auto& at) {
     using K = Types<C>;
     using part = typename Residual<C>::part;
     constexpr int each = Residual<C>::parts_per_stage;
@@ -70,7 +70,7 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
             load_step<K>(g, stage, full, at.batch, m, n, step * BLOCK_K, narrow);
         }
         if constexpr (C.fused) {
-            if (g.epilogue.residual != nullptr && g.spacing == 0)
+            if (g.epilogue.residual != nullptr && g.pace.spacing == 0)
                 produce_residual<C>(g, shared, ring, at);
         }
     });
@@ -84,10 +84,28 @@ struct NarrowB : Tile {
 };
 
 // The product of a step; of a narrow tile the first columns alone.
-template <bool two_widths, bool transpose_a, bool transpose_b, class D, class A, class B>
-__device__ __forceinline__ void multiply(D& d, const A& a, const B& b, bool accumulate,
-                                         bool narrow) {
+template <class K, bool two_widths, bool transpose_a, bool transpose_b, class D, class A, class B>
+__device__ __forceinline__ void multiply(const typename K::Globals& g, D& d, const A& a, const B& b,
+                                         bool accumulate, bool narrow) {
     if constexpr (two_widths) {
+        if constexpr (K::config.fused) {
+            if (narrow && g.epilogue.gate == Gate::blocked) {
+                // Of either half the first columns, one product each.
+                constexpr int halves = 2, columns = D::cols / halves - int(NARROWER);
+                using Half = NarrowB<typename K::b_part, transpose_b>;
+                static_assert(K::b_parts == halves);
+                auto& parts = reinterpret_cast<const typename K::b_part(&)[halves]>(b);
+                warpgroup::mma_fence(d);
+#pragma unroll
+                for (int i = 0; i < halves; ++i) {
+                    auto& sums =
+                        reinterpret_cast<rt_fl<16, columns>&>(d.tiles[0][i * D::width / 2]);
+                    kittens::detail::wgmma_product<transpose_a, transpose_b>(
+                        sums, a, reinterpret_cast<const Half&>(parts[i]), accumulate);
+                }
+                return warpgroup::mma_commit_group();
+            }
+        }
         if (narrow) {
             auto& sums = reinterpret_cast<rt_fl<16, D::cols - int(NARROWER)>&>(d);
             const auto& columns = reinterpret_cast<const NarrowB<B, transpose_b>&>(b);
@@ -140,22 +158,22 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
             wait(shared.full[ring.stage], ring.phase);
             if constexpr (C.a_m_major) {
                 auto rows = stage.a.template subtile<BLOCK_K, K::consumer_rows>({0, consumer});
-                multiply<two_widths, true, !C.b_n_major>(d, rows, stage.b, k > 0, narrow);
+                multiply<K, two_widths, true, !C.b_n_major>(g, d, rows, stage.b, k > 0, narrow);
             } else {
                 auto rows = stage.a.template subtile<K::consumer_rows, BLOCK_K>({consumer, 0});
-                multiply<two_widths, false, !C.b_n_major>(d, rows, stage.b, k > 0, narrow);
+                multiply<K, two_widths, false, !C.b_n_major>(g, d, rows, stage.b, k > 0, narrow);
             }
             if constexpr (K::has_finishers) {
                 if (k == 0 && g.epilogue.bias != nullptr) {
                     bias.fetch(g, col);
                     bias.share(shared.bias[consumer]);
                 }
-                const int spacing = max(1, g.spacing);
-                if (finished.any && k < finished.sent(g) * spacing) {
+                const int spacing = max(1, g.pace.spacing);
+                if (finished.any && k < g.pace.sending) {
 #pragma unroll
                     for (int piece = 0; piece < finished.pieces; ++piece) {
-                        if (k != piece * spacing) continue;
-                        if (g.spacing != 0)
+                        if (k != piece * spacing - piece % 2 * g.pace.early) continue;
+                        if (g.pace.spacing != 0)
                             Finishing<C>::hand_over(g, shared, finished, piece);
                         else
                             finished.send(g, shared, piece);
@@ -199,9 +217,10 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
         if (g.epilogue.alpha != 1.f) scale(d, factor.times(g.epilogue.alpha));
         if (g.epilogue.bias != nullptr) bias.add(shared.bias[consumer], d);
         if constexpr (K::has_finishers) {
-            if (g.spacing != 0) {
+            if (g.pace.spacing != 0) {
                 finished.template pack<typename K::T>(d);
                 finished.at = to;
+                finished.narrow = narrow;
                 finished.any = true;
                 return;
             }
@@ -236,7 +255,7 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
         }
     });
     if (!finished.any) {
-    } else if (g.spacing == 0) {
+    } else if (g.pace.spacing == 0) {
         finished.send_last(g, shared);
     } else if constexpr (K::has_finishers) {
         Finishing<C>::finish_last(g, shared, finished);
@@ -259,7 +278,8 @@ __global__ __launch_bounds__(K::threads,
         const bool work = loads && (!C.marked || any_mark(g.marks, g.m, g.n));
         if (work && arch::elect_one()) produce<C>(g, shared);
         if constexpr (K::has_finishers) {
-            if (!loads && g.spacing != 0) Finishing<C>::work(g, shared, warpgroup::warpid() - 1);
+            if (!loads && g.pace.spacing != 0)
+                Finishing<C>::work(g, shared, warpgroup::warpid() - 1);
         }
     } else {
         arch::named_barrier_sync(READY, READY_THREADS<K>);
@@ -270,6 +290,19 @@ __global__ __launch_bounds__(K::threads,
 }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// With a gate there are half as many pieces; where other warps finish them, a pair of those that
+// are handed over becomes one, and comes in steps that follow each other.
+template <Config C>
+constexpr Pace<C> pace_of(bool gated, int spacing) {
+    if constexpr (has_finishers(C)) {
+        constexpr int pieces = Finished<C>::pieces;
+        if (spacing != 0) return {spacing, gated ? spacing - 1 : 0, pieces * spacing};
+        return {0, 0, gated ? pieces / 2 : pieces};
+    } else {
+        return {spacing};
+    }
+}
 
 // The map of the residual, as a matrix of words of 16 bits; without one, a stand-in.
 template <Config C>
@@ -344,10 +377,11 @@ typename Types<C>::Globals make_globals(const Params& p) {
     const bool aligned_pairs =
         (!e.preactivation || in_pairs(e.preactivation, 2 * size, p.n, 0)) && out_n % 2 == 0;
     // Where the consumers would take long, and rows are whole parts of 16 bytes.
-    const bool finished_apart =
-        has_finishers(C) && p.out_dtype == C.dtype && e.gate == Gate::none && tma_store &&
-        p.n % 8 == 0 && ceil_div(p.k, BLOCK_K) > 3 * p.schedule.spacing &&
-        (e.residual != nullptr || e.preactivation != nullptr || e.activation > Activation::relu);
+    const bool finished_apart = has_finishers(C) && p.out_dtype == C.dtype && tma_store &&
+                                out_n % 8 == 0 && ceil_div(p.k, BLOCK_K) > 3 * p.schedule.spacing &&
+                                p.schedule.spacing > 0 &&
+                                (e.residual != nullptr || e.preactivation != nullptr ||
+                                 e.activation > Activation::relu || e.gate != Gate::none);
     // To TMA the output is a matrix of 16-bit words. Where TMA does not store, the map is a
     // stand-in that nobody uses.
     const int64_t words = size / 2;
@@ -358,8 +392,12 @@ typename Types<C>::Globals make_globals(const Params& p) {
                                      p.a, false, 1, 64, 64, 0);
     const auto order = [&] {
         if constexpr (K::two_widths) {
-            return make_uneven_order(C, p.schedule, p.m, p.n, p.batch,
-                                     tma_store && p.out_dtype == C.dtype);
+            // Pieces of a narrow tile overlap: what they read must not be what they write.
+            const bool once = finished_apart ? e.residual != p.out
+                                             : e.gate == Gate::none && e.preactivation == nullptr;
+            const bool allowed = tma_store && p.out_dtype == C.dtype && once;
+            return make_uneven_order(C, p.schedule, p.m, p.n, p.batch, allowed,
+                                     e.gate == Gate::blocked);
         } else {
             return make_order(C, p.schedule, p.m, p.n, p.batch);
         }
@@ -378,7 +416,7 @@ typename Types<C>::Globals make_globals(const Params& p) {
         .aligned_pairs = aligned_pairs,
         .packed = C.fused && !C.marked && p.out_dtype == DType::bf16 && e.gate == Gate::none &&
                   e.residual == nullptr && !finished_apart,
-        .spacing = finished_apart ? p.schedule.spacing : 0,
+        .pace = pace_of<C>(e.gate != Gate::none, finished_apart ? p.schedule.spacing : 0),
         .order = order,
         .epilogue = e,
         .m = static_cast<uint32_t>(p.m),

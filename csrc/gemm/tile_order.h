@@ -95,7 +95,8 @@ inline TileOrder make_order(const Config& config, const Schedule& schedule, int6
 
 // Tiles of two widths, so that all SMs are at work in the last round as well. Of the rows of tiles
 // the first ones have `columns` tiles, the others one more; in either, the first tiles are as wide
-// as they can be, and the others narrower by NARROWER.
+// as they can be, and the others narrower by NARROWER. Where one half of z's columns gates the
+// other (`halves`), columns are the output's: a tile has half of its width of them.
 constexpr uint32_t NARROWER = 16;
 
 struct UnevenPosition : TilePosition {
@@ -130,11 +131,13 @@ constexpr uint32_t wide_tiles(int64_t columns, int64_t tiles, int width) {
 
 // The order of a problem's tiles; of two widths where the schedule says so, and `allowed`.
 inline UnevenOrder make_uneven_order(const Config& config, const Schedule& schedule, int64_t m,
-                                     int64_t n, int64_t batch, bool allowed) {
+                                     int64_t n, int64_t batch, bool allowed, bool halves = false) {
+    const int width = halves ? config.block_n / 2 : config.block_n;
+    const int64_t all = halves ? n / 2 : n;
     const auto rows = static_cast<uint32_t>((m + config.block_m - 1) / config.block_m);
     const auto longer = static_cast<uint32_t>(schedule.longer);
     const auto columns = static_cast<uint32_t>(schedule.columns);
-    const bool covered = int64_t{columns} * config.block_n >= n && longer <= rows;
+    const bool covered = int64_t{columns} * width >= all && longer <= rows;
     if (!allowed || columns == 0 || !covered || batch > 1 || schedule.bands_along_m) {
         const TileOrder order = make_order(config, schedule, m, n, batch);
         return {.fewer = order,
@@ -155,8 +158,8 @@ inline UnevenOrder make_uneven_order(const Config& config, const Schedule& sched
             .more = more,
             .total = fewer.total + more.total,
             .rows = rows - longer,
-            .wide_of_fewer = wide_tiles(n, columns, config.block_n),
-            .wide_of_more = wide_tiles(n, columns + 1, config.block_n)};
+            .wide_of_fewer = wide_tiles(all, columns, width),
+            .wide_of_more = wide_tiles(all, columns + 1, width)};
 }
 
 }  // namespace thunderkittens::gemm

@@ -25,6 +25,19 @@ struct Residual<C> {
     gl<bf16, -1, 1, -1, -1, part> map;
 };
 
+// When the pieces of a finished tile leave, in steps of the next one.
+template <Config C>
+struct Pace {
+    int spacing;  // between pieces that other warps finish, or 0
+};
+template <Config C>
+    requires(has_finishers(C))
+struct Pace<C> {
+    int spacing;
+    int early;    // by how much every other one comes before its time
+    int sending;  // steps until all have left
+};
+
 // The map of z, where other warps finish tiles and z is kept.
 template <Config C>
 struct Kept {};
@@ -74,8 +87,9 @@ struct Types {
     }
     template <class Globals>
     static __device__ __forceinline__ uint32_t first_column(const Globals& g, const auto& tile) {
-        if constexpr (two_widths) return tile.column(C.block_n);
-        return tile.n * (C.fused && g.epilogue.gate == Gate::blocked ? C.block_n / 2 : C.block_n);
+        const int width = C.fused && g.epilogue.gate == Gate::blocked ? C.block_n / 2 : C.block_n;
+        if constexpr (two_widths) return tile.column(width);
+        return tile.n * width;
     }
     static __device__ __forceinline__ bool is_narrow(const auto& tile) {
         if constexpr (two_widths) return tile.narrow();
@@ -115,7 +129,7 @@ struct Types {
         bool pairs;          // rows of a 16-bit output are multiples of 4 bytes
         bool aligned_pairs;  // two neighbours of z can be written as one
         bool packed;         // values are activated as they are rounded, to bf16
-        int spacing;         // steps between the pieces of a tile that other warps finish, or 0
+        Pace<C> pace;
         std::conditional_t<two_widths, UnevenOrder, TileOrder> order;
         Epilogue epilogue;
         uint32_t m, n, out_n;

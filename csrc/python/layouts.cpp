@@ -119,16 +119,17 @@ py::array_t<int> tile_schedule(int rows, int cols, int batch, const std::string&
 }
 
 // (tiles, 5): batch, row and column of the tiles in the order in which they are dealt, then each
-// one's first column of the output and how many it has.
+// one's first column of the output and how many it has (with a gate that is interleaved, of z).
 py::array_t<std::uint32_t> gemm_tile_order(const tk::Fields& fields,
                                            const tk::DeviceProperties& device) {
     tk::find_op("gemm");  // throws where the build leaves it out
 #if THUNDERKITTENS_HAS_GEMM
     const auto problem = tk::detail::struct_from<tk::gemm::Problem>("gemm", fields);
     const auto choice = tk::gemm::choose(problem, device);
+    const bool halves = problem.gate == tk::gemm::Gate::blocked;
     const auto order = tk::gemm::make_uneven_order(choice.config, choice.schedule, problem.m,
-                                                   problem.n, problem.batch, true);
-    const auto width = static_cast<std::uint32_t>(choice.config.block_n);
+                                                   problem.n, problem.batch, true, halves);
+    const auto width = static_cast<std::uint32_t>(choice.config.block_n / (halves ? 2 : 1));
     py::array_t<std::uint32_t> tiles({static_cast<py::ssize_t>(order.total), py::ssize_t{5}});
     auto out = tiles.mutable_unchecked<2>();
     for (std::uint32_t index = 0; index < order.total; ++index) {
