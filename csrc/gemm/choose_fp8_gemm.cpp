@@ -6,6 +6,7 @@
 #include "csrc/common/check.h"
 #include "csrc/common/registry.h"
 #include "csrc/gemm/fp8_gemm.h"
+#include "csrc/gemm/widths.h"
 
 namespace thunderkittens::fp8_gemm {
 namespace {
@@ -17,6 +18,12 @@ Sums sums_of(const Problem& p) {
     return p.accurate || p.blocks || p.grouped ? Sums::promoted : Sums::fast;
 }
 
+// Tiles of two widths, where the kernel has them. Scales of blocks belong to whole tiles.
+gemm::Widths two_widths(const Config& config, const Problem& p, int sm_count) {
+    if (!has_two_widths(config) || p.blocks || p.grouped || p.out_dtype == DType::fp32) return {};
+    return gemm::two_widths(config.block_m, config.block_n, p.m, p.n, sm_count);
+}
+
 // Cycles that the GPU needs with tiles of this shape: rounds of one tile per SM, each of block_m *
 // block_n / 32 cycles for 128 of k at the tensor cores' full rate. Fitted to an H200: narrow tiles
 // load more bytes per product.
@@ -25,8 +32,10 @@ double cycles(const TileShape& shape, const Problem& p, int sm_count) {
     const double steps = static_cast<double>(std::max<int64_t>(1, ceil_div(p.k, BLOCK_K)));
     const bool fast = shape.sums == Sums::fast;
     const double rounds = static_cast<double>(ceil_div(tiles, sm_count));
-    const double products = steps * shape.block_m * shape.block_n / 32;
-    if (takes_turns(make_config(shape, DTYPES[0]))) {
+    const Config config = make_config(shape, DTYPES[0]);
+    const double share = two_widths(config, p, sm_count).share;
+    const double products = steps * shape.block_m * shape.block_n / 32 * share;
+    if (takes_turns(config)) {
         // The end of a tile lies in the shadow of the next one, if that is long enough.
         const double end = 5000;
         return rounds * std::max(products * 1.005 + 600, (products + end) / 2) + end / 2;
@@ -56,6 +65,8 @@ Schedule schedule_for(const Config& config, const Problem& p, int sm_count) {
     // Of groups only the device knows the rows.
     const int64_t tiles = p.grouped ? at_a_time : rows * columns;
     schedule.blocks = static_cast<int>(std::min(tiles, at_a_time) * schedule.cluster_m);
+    const gemm::Widths widths = two_widths(config, p, sm_count);
+    schedule.columns = widths.columns, schedule.longer = widths.longer;
     return schedule;
 }
 

@@ -105,7 +105,13 @@ struct Finished {
     rt_bf<16, C.block_n> values[K::products_m];
     uint32_t row = 0, col = 0;
     bool any = false;
+    bool narrow = false;  // the tile, see tile_order.h
 
+    // The last piece of a narrow tile begins earlier.
+    static __device__ __forceinline__ int first_of(int piece, bool narrow) {
+        return first_of_piece(piece, C.block_n, staging::cols) -
+               (narrow && piece == across - 1 ? K::less : 0);
+    }
     template <class O>
     __device__ __forceinline__ void pack(const rt_fl<16, K::product_cols> (&d)[K::products]) {
 #pragma unroll
@@ -148,14 +154,20 @@ struct Finished {
         constexpr int running = pieces % C.buffers == 0 ? C.buffers - 1 : 0;
         if (laneid() == 0) tma::store_async_read_wait<running>();
         arch::sync_warp();
+        const int in_row = piece % across;
+        if (K::two_widths && narrow && in_row == across - 1)
+            stage(buffer, piece / across, first_of(in_row, true));
+        else
+            stage(buffer, piece / across, first_of(in_row, false));
+        send_by_tma<C>(g, buffer, row + piece / across * 64, col + first_of(in_row, narrow));
+    }
+    __device__ __forceinline__ void stage(staging& buffer, int product, int first) const {
         rt_bf<16, staging::cols> part;
-        const int first = first_of_piece(piece % across, C.block_n, staging::cols);
 #pragma unroll
         for (int t = 0; t < part.width; ++t) {
-            part.tiles[0][t] = values[piece / across].tiles[0][first / 16 + t];
+            part.tiles[0][t] = values[product].tiles[0][first / 16 + t];
         }
         kittens::warp::store(buffer, part);
-        send_by_tma<C>(g, buffer, row + piece / across * 64, col + first);
     }
     __device__ __forceinline__ void send(const typename K::Globals& g, typename K::Shared& shared,
                                          int begin, int end) const {

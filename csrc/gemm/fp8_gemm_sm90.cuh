@@ -34,7 +34,7 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
             auto& stage = shared.stages[ring.stage];
             semaphore& full = shared.full[ring.stage];
             wait(shared.empty[ring.stage], ring.phase ^ 1);
-            tma::expect(full, stage);
+            tma::expect_bytes(full, sizeof(stage) - (tile.narrow ? K::less * BLOCK_K : 0));
             auto& a_parts = reinterpret_cast<typename K::a_part(&)[2]>(stage.a);
             constexpr int b_count = C.block_n / K::b_part::rows;
             auto& b_parts = reinterpret_cast<typename K::b_part(&)[b_count]>(stage.b);
@@ -52,6 +52,13 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
             for (int i = 0; i < b_count; ++i) {
                 const element_coord from =
                     elements(tile.group, 0, tile.col + i * K::b_part::rows, k * BLOCK_K);
+                if constexpr (K::two_widths) {
+                    if (tile.narrow && i == b_count - 1) {
+                        auto& part = reinterpret_cast<typename K::b_last&>(b_parts[i]);
+                        tma::load_async(part, g.b, from, full);
+                        continue;
+                    }
+                }
                 if (!K::fast || g.cluster_m == 1) {
                     tma::load_async(b_parts[i], g.b, from, full);
                 } else if (place.in_m == uint32_t(i)) {
@@ -216,10 +223,13 @@ struct Operands {
         a = first_a + stage * step, b = first_b + stage * step;
     }
     // Starts product i of the stage: in_m of 64 rows, in_n of product_cols columns.
+    // `less` columns fewer: those of `d` stay as they are.
+    template <int less = 0>
     __device__ __forceinline__ void multiply(rt_fl<16, K::product_cols>& d, int in_m,
                                              int in_n) const {
-        using instruction = arch::wgmma<K::product_cols, float, typename K::TA, typename K::TB>;
-        constexpr int words = rt_fl<16, K::product_cols>::elements_per_thread;
+        constexpr int cols = K::product_cols - less;
+        using instruction = arch::wgmma<cols, float, typename K::TA, typename K::TB>;
+        constexpr int words = rt_fl<16, cols>::elements_per_thread;
         constexpr uint64_t row_bytes = BLOCK_K;
         const uint64_t high = descriptor(0) & 0xFFFFFFFF00000000;
         const uint64_t rows = high | (a + uint32_t(in_m * 64 * row_bytes >> 4));
@@ -260,6 +270,7 @@ __device__ __forceinline__ void consume_promoted(const typename Types<C>::Global
         const uint32_t own_row = row + laneid() / 4;
         const int in_tile = int(own_row - tile.row);
         const int k_blocks = tile.nothing ? 0 : g.k_blocks;
+        const bool narrow = K::two_widths && arch::shuffle(int(tile.narrow), 0) != 0;
         int stage = ring.stage;
         Epilogue<C> epilogue;
         const auto release_with_scales = [&](int which) {
@@ -300,7 +311,10 @@ __device__ __forceinline__ void consume_promoted(const typename Types<C>::Global
 #pragma unroll
             for (int i = 0; i < K::products; ++i) {
                 const int in_m = i / K::products_n, in_n = i % K::products_n;
-                operands.multiply(part, in_m, in_n);
+                if (K::two_widths && !blocks && narrow && in_n == K::products_n - 1)
+                    operands.template multiply<K::less>(part, in_m, in_n);
+                else
+                    operands.multiply(part, in_m, in_n);
                 // While the product runs: what comes before and after it.
                 if (begins) {
                     finished.send(g, shared, finished.pieces * i / K::products,
@@ -370,6 +384,7 @@ __device__ __forceinline__ void consume_promoted(const typename Types<C>::Global
         if (!tile.nothing) epilogue.apply(g, shared, sums);
         if (keeps) {
             finished.keep(g, sums, row, tile.col);
+            finished.narrow = narrow;
             return;
         }
 #pragma unroll
@@ -464,6 +479,21 @@ typename Types<C>::Globals make_globals(const Params& p) {
     const auto tiles = [](int64_t size, int64_t tile) {
         return static_cast<uint32_t>(ceil_div(size, tile));
     };
+    // Narrow tiles leave by TMA alone, and begin anywhere in a block of scales.
+    const bool two_widths = tma_store && p.out_dtype != DType::fp32 && !p.blocks &&
+                            p.offs == nullptr && s.cluster_n == 1;
+    const auto order = [&] {
+        const uint32_t rows = tiles(p.m, int64_t{C.block_m} * s.cluster_m);
+        if constexpr (K::two_widths) {
+            return gemm::make_uneven_order(
+                {.block_m = C.block_m * s.cluster_m, .block_n = C.block_n * s.cluster_n},
+                {.band = s.band, .columns = s.columns, .longer = s.longer}, p.m, p.n, 1,
+                two_widths);
+        } else {
+            return gemm::make_order(rows, tiles(p.n, int64_t{C.block_n} * s.cluster_n), 1,
+                                    static_cast<uint32_t>(s.band), false);
+        }
+    }();
     return {
         .a = make_matrix<decltype(Globals::a)>(p.a, 1, p.m, p.k, p.a_stride, 0),
         .b = make_matrix<decltype(Globals::b)>(p.b, p.groups, p.n, p.k, p.b_stride,
@@ -486,9 +516,7 @@ typename Types<C>::Globals make_globals(const Params& p) {
         .cluster_n = s.cluster_n,
         .clusters = static_cast<uint32_t>(s.blocks / (s.cluster_m * s.cluster_n)),
         .columns = tiles(p.n, C.block_n),
-        .order = gemm::make_order(tiles(p.m, int64_t{C.block_m} * s.cluster_m),
-                                  tiles(p.n, int64_t{C.block_n} * s.cluster_n), 1,
-                                  static_cast<uint32_t>(s.band), false),
+        .order = order,
     };
 }
 
