@@ -280,6 +280,35 @@ def test_fp8_gemm_is_exact_on_integers(tile, policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize(
+    "tile", [t for t in FP8_TILES if t[1] in (176, 256) and t[-1] == "fast"], ids=str
+)
+def test_fp8_gemm_of_tiles_of_two_widths(tile, cluster, policy):
+    """Rows of tiles with and without one more, either way out, sums that leave late and at once."""
+    block_m, block_n, block_k, stages, buffers, _, consumers, _ = tile
+    config = {"block_m": block_m, "block_n": block_n, "block_k": block_k, "stages": stages}
+    config |= {"buffers": buffers, "consumers": consumers, "streamed": False, "splits": 1}
+    columns, n = (2, 488) if block_n == 256 else (3, 504)
+    config |= {"columns": columns, "longer": 1, "band": 1}
+    config |= {"cluster_m": cluster, "blocks": 2 * cluster}
+    for m, k, dtypes in ((330, 656, (E4M3, E5M2)), (200, 144, (E5M2, E4M3))):
+        a, b, scale_a, scale_b, expected = fp8_operands(m, n, k, "row")
+        bias = torch.randint(-3, 4, (n,)).bfloat16()
+        with tk.emulate(policy, seed=k, config=config) as run:
+            out = tk.fp8_gemm(
+                a.to(dtypes[0]),
+                b.t().contiguous().t().to(dtypes[1]),
+                scale_a,
+                scale_b,
+                bias=bias,
+                accurate=False,
+            )
+        assert torch.equal(out, (expected + bias).bfloat16()), (m, k)
+        assert (run.kernels[0]["columns"], run.kernels[0]["block_n"]) == (columns, block_n)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("cluster", [(2, 1), (1, 2)], ids=str)
 @pytest.mark.parametrize("kind", ["row", "block"])
 def test_fp8_gemm_in_clusters(cluster, kind, policy):

@@ -58,19 +58,27 @@ __host__ __device__ constexpr int first_of_piece(int piece, int cols, int width)
 }
 
 // Rounds a warp's values to O and sends them at once, through its staging buffers in turn;
-// `first_piece` have gone before.
+// `first_piece` have gone before. The last piece of a narrow tile begins earlier.
 template <Config C, class O, int cols>
 __device__ __forceinline__ void store_now(const typename Types<C>::Globals& g,
                                           typename Types<C>::Shared& shared,
                                           const rt_fl<16, cols>& d, uint32_t row, uint32_t col,
-                                          uint32_t end, int first_piece) {
+                                          uint32_t end, int first_piece, bool narrow) {
     using staging = st<O, 16, 128 / int(sizeof(O))>;
 #pragma unroll
     for (int piece = 0; piece < pieces_of(cols, staging::cols); ++piece) {
         rt_fl<16, staging::cols> part;
-        const int first = first_of_piece(piece, cols, staging::cols);
+        int first = first_of_piece(piece, cols, staging::cols);
+        const auto take = [&](int from) {
 #pragma unroll
-        for (int t = 0; t < part.width; ++t) part.tiles[0][t] = d.tiles[0][first / 16 + t];
+            for (int t = 0; t < part.width; ++t) part.tiles[0][t] = d.tiles[0][from / 16 + t];
+        };
+        if (Types<C>::two_widths && narrow && piece == pieces_of(cols, staging::cols) - 1) {
+            take(first - Types<C>::less);
+            first -= Types<C>::less;
+        } else {
+            take(first);
+        }
         auto& buffer = reinterpret_cast<staging&>(
             shared.out[kittens::warpid()][(first_piece + piece) % C.buffers]);
         if (laneid() == 0) tma::store_async_read_wait<C.buffers - 1>();
@@ -83,14 +91,14 @@ template <Config C, int cols>
 __device__ __forceinline__ void store_now(const typename Types<C>::Globals& g,
                                           typename Types<C>::Shared& shared,
                                           const rt_fl<16, cols>& d, uint32_t row, uint32_t col,
-                                          uint32_t end, int product) {
+                                          uint32_t end, int product, bool narrow = false) {
     const int before = product * pieces_of(cols, 64);
     if (g.out_dtype == DType::fp32)
-        store_now<C, float>(g, shared, d, row, col, end, before * 2);
+        store_now<C, float>(g, shared, d, row, col, end, before * 2, false);
     else if (g.out_dtype == DType::bf16)
-        store_now<C, bf16>(g, shared, d, row, col, end, before);
+        store_now<C, bf16>(g, shared, d, row, col, end, before, narrow);
     else
-        store_now<C, half>(g, shared, d, row, col, end, before);
+        store_now<C, half>(g, shared, d, row, col, end, before, narrow);
 }
 
 // A warp's finished values of 16-bit type (bf16 stands for both), kept in registers while the next

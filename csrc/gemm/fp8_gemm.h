@@ -66,7 +66,8 @@ struct Schedule {
     int band = 8;
     int blocks = 0;
     int splits = 1;
-    // Tiles of two widths, see tile_order.h: `longer` rows of tiles have one more than `columns`.
+    // Tiles of two widths, see tile_order.h: `longer` rows of tiles, or of clusters of them, have
+    // one more than `columns`.
     // 0: all tiles are as wide as the configuration's.
     int columns = 0, longer = 0;
 };
@@ -185,7 +186,7 @@ constexpr bool takes_turns(const Config& c) {
 }
 // Whether the kernel computes tiles of two widths.
 constexpr bool has_two_widths(const Config& c) {
-    return !c.streamed && c.sums == Sums::promoted && c.block_n == 256;
+    return !c.streamed && c.sums != Sums::fine && (c.block_n == 256 || takes_turns(c));
 }
 // Blocks of a cluster that may send a streamed tile's sums to the first one.
 constexpr int senders(const Config& c) { return c.block_m > 32 ? 1 : 2; }

@@ -52,18 +52,17 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
             for (int i = 0; i < b_count; ++i) {
                 const element_coord from =
                     elements(tile.group, 0, tile.col + i * K::b_part::rows, k * BLOCK_K);
-                if constexpr (K::two_widths) {
-                    if (tile.narrow && i == b_count - 1) {
-                        auto& part = reinterpret_cast<typename K::b_last&>(b_parts[i]);
+                const auto load = [&](auto& part) {
+                    if (!K::fast || g.cluster_m == 1) {
                         tma::load_async(part, g.b, from, full);
-                        continue;
+                    } else if (place.in_m == uint32_t(i)) {
+                        tma::cluster::load_async(part, g.b, from, full, b_blocks);
                     }
-                }
-                if (!K::fast || g.cluster_m == 1) {
-                    tma::load_async(b_parts[i], g.b, from, full);
-                } else if (place.in_m == uint32_t(i)) {
-                    tma::cluster::load_async(b_parts[i], g.b, from, full, b_blocks);
-                }
+                };
+                if (K::two_widths && tile.narrow && i == b_count - 1)
+                    load(reinterpret_cast<typename K::b_last&>(b_parts[i]));
+                else
+                    load(b_parts[i]);
             }
         }
     });
@@ -129,19 +128,12 @@ __device__ __forceinline__ void consume_fast(const typename Types<C>::Globals& g
     Finished<C> finished;
     for_each_tile<C>(g, place, [&](const Tile& tile) {
         const uint32_t row = tile.row + consumer * (K::products_m * 64) + warpgroup::warpid() * 16;
+        const bool narrow = K::two_widths && tile.narrow;
         int previous = 0;
         for (int k = 0; k < g.k_blocks; ++k, ring.advance()) {
             auto& stage = shared.stages[ring.stage];
             wait(shared.full[ring.stage], ring.phase);
-#pragma unroll
-            for (int i = 0; i < K::products_m; ++i) warpgroup::mma_fence(sums[i]);
-#pragma unroll
-            for (int i = 0; i < K::products_m; ++i) {
-                auto rows =
-                    stage.a.template subtile<64, BLOCK_K>({consumer * K::products_m + i, 0});
-                kittens::detail::wgmma_product<false, true>(sums[i], rows, stage.b, k > 0);
-            }
-            warpgroup::mma_commit_group();
+            multiply<K>(sums, stage, consumer * K::products_m, k > 0, narrow);
             if (finished.any && k < finished.pieces) {
 #pragma unroll
                 for (int piece = 0; piece < finished.pieces; ++piece) {
@@ -174,6 +166,7 @@ __device__ __forceinline__ void consume_fast(const typename Types<C>::Globals& g
             return;
         }
         finished.keep(g, sums, row, tile.col);
+        finished.narrow = narrow;
     });
     finished.send(g, shared, 0, finished.pieces);
     if (laneid() == 0) tma::store_async_read_wait();

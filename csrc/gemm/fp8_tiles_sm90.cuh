@@ -60,10 +60,13 @@ struct Types {
     // What one block of a cluster loads of a shared tile: half of it.
     using a_part = st<TA, C.block_m / 2, BLOCK_K>;
     using b_part = st<TB, shares_b(C) ? C.block_n / 2 : C.block_n, BLOCK_K>;
-    // The last part of a narrow tile.
+    // The last part of a narrow tile of b, and the whole.
     static constexpr bool two_widths = has_two_widths(C);
     static constexpr int less = two_widths ? int(gemm::NARROWER) : 0;
     using b_last = st<TB, b_part::rows - less, BLOCK_K>;
+    struct narrow_b : b_tile {
+        static constexpr int rows = C.block_n - less;
+    };
     using b_layout = std::conditional_t<two_widths, gl<TB, -1, 1, -1, -1, b_part, b_last>,
                                         gl<TB, -1, 1, -1, -1, b_part>>;
     // Staging of a warp's output: rows of 128 bytes, whatever the type of the output. To TMA, which
@@ -152,7 +155,7 @@ __device__ __forceinline__ Tile tile_at(const Globals& g, const Place place, uin
     Tile tile{0, (at.m * g.cluster_m + place.in_m) * C.block_m,
               (at.n * g.cluster_n + place.in_n) * C.block_n, g.m, false};
     if constexpr (Types<C>::two_widths) {
-        tile.col = at.column(C.block_n);
+        tile.col = at.column(C.block_n) * g.cluster_n + place.in_n * C.block_n;
         tile.narrow = at.narrow();
     }
     return tile;
