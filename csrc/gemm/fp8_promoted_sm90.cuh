@@ -139,15 +139,13 @@ __device__ __forceinline__ void consume_promoted(const typename Types<C>::Global
                 }
             }
         };
-        // `less` columns fewer in the last product; the first step finds out by itself.
-        const auto step = [&]<bool blocks, bool begins, int less = 0>(int left) {
+        const auto step = [&]<bool blocks, bool begins>(int left) {
             const int previous = stage;
             stage = ring.stage;
 #pragma unroll
             for (int i = 0; i < K::products; ++i) {
                 const int in_m = i / K::products_n, in_n = i % K::products_n;
-                const bool ends = in_n == K::products_n - 1;
-                if (ends && (less > 0 || (K::two_widths && begins && !blocks && narrow)))
+                if (K::two_widths && !blocks && narrow && in_n == K::products_n - 1)
                     operands.template multiply<K::less>(part, in_m, in_n);
                 else
                     operands.multiply(part, in_m, in_n);
@@ -188,7 +186,7 @@ __device__ __forceinline__ void consume_promoted(const typename Types<C>::Global
                     first[0] = first[1] = 1.f;
                 }
                 if constexpr (!blocks || K::fine || cols <= 128) {
-                    promote<begins>(sums[i], part, 0, ends ? cols - less : cols, first);
+                    promote<begins>(sums[i], part, 0, cols, first);
                 } else if (tile.col % 128 == 0) {
                     promote<begins>(sums[i], part, 0, 128, first);
                     promote<begins>(sums[i], part, 128, cols, second);
@@ -204,14 +202,7 @@ __device__ __forceinline__ void consume_promoted(const typename Types<C>::Global
             operands.find(ring.stage);
             int left = arch::shuffle(k_blocks, 0) - 1;  // steps after this one
             step.template operator()<blocks, true>(left);
-            // The width is chosen here and not between the end of a product and the start of the
-            // next, where there is no time.
-            for (--left; left >= 0; --left) {
-                if (K::two_widths && !blocks && narrow)
-                    step.template operator()<blocks, false, K::less>(left);
-                else
-                    step.template operator()<blocks, false>(left);
-            }
+            for (--left; left >= 0; --left) step.template operator()<blocks, false>(left);
             release_with_scales(stage);
         };
         if (k_blocks == 0) {
