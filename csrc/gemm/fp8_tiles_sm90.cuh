@@ -151,7 +151,12 @@ __device__ __forceinline__ float load_any(const void* data, DType dtype, uint32_
 // Where the tile of an index is, without groups.
 template <Config C, class Globals>
 __device__ __forceinline__ Tile tile_at(const Globals& g, const Place place, uint32_t index) {
-    const auto at = g.order.at(index);
+    const auto at = [&] {
+        if constexpr (Types<C>::two_widths)
+            return g.order.in_matrix(index);
+        else
+            return g.order.at(index);
+    }();
     Tile tile{0, (at.m * g.cluster_m + place.in_m) * C.block_m,
               (at.n * g.cluster_n + place.in_n) * C.block_n, g.m, false};
     if constexpr (Types<C>::two_widths) {
