@@ -286,26 +286,19 @@ def test_fp8_gemm_is_exact_on_integers(tile, policy):
 )
 def test_fp8_gemm_of_fast_tiles_of_two_widths(tile, cluster, policy):
     """Rows of tiles with and without one more, either way out, sums that leave late and at once."""
-    block_m, block_n, block_k, stages, buffers, _, consumers, _ = tile
-    config = {"block_m": block_m, "block_n": block_n, "block_k": block_k, "stages": stages}
-    config |= {"buffers": buffers, "consumers": consumers, "streamed": False, "splits": 1}
-    columns, n = (2, 488) if block_n == 256 else (3, 504)
-    config |= {"columns": columns, "longer": 1, "band": 1}
+    columns, n = (2, 488) if tile[1] == 256 else (3, 504)
+    names = ("block_m", "block_n", "block_k", "stages", "buffers")
+    config = dict(zip(names, tile, strict=False)) | {"consumers": 2, "streamed": False}
+    config |= {"columns": columns, "longer": 1, "band": 1, "splits": 1}
     config |= {"cluster_m": cluster, "blocks": 2 * cluster}
     for m, k, dtypes in ((330, 656, (E4M3, E5M2)), (200, 144, (E5M2, E4M3))):
         a, b, scale_a, scale_b, expected = fp8_operands(m, n, k, "row")
+        a, b = a.to(dtypes[0]), b.t().contiguous().t().to(dtypes[1])
         bias = torch.randint(-3, 4, (n,)).bfloat16()
         with tk.emulate(policy, seed=k, config=config) as run:
-            out = tk.fp8_gemm(
-                a.to(dtypes[0]),
-                b.t().contiguous().t().to(dtypes[1]),
-                scale_a,
-                scale_b,
-                bias=bias,
-                accurate=False,
-            )
+            out = tk.fp8_gemm(a, b, scale_a, scale_b, bias=bias, accurate=False)
         assert torch.equal(out, (expected + bias).bfloat16()), (m, k)
-        assert (run.kernels[0]["columns"], run.kernels[0]["block_n"]) == (columns, block_n)
+        assert (run.kernels[0]["columns"], run.kernels[0]["block_n"]) == (columns, tile[1])
 
 
 @pytest.mark.parametrize("policy", POLICIES)
