@@ -315,6 +315,52 @@ def test_fp8_gemm_is_exact_on_integers(tile, policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize(
+    "tile", [t for t in FP8_TILES if t[1] in (176, 256) and t[-1] == "fast"], ids=str
+)
+def test_fp8_gemm_of_fast_tiles_of_two_widths(tile, cluster, policy):
+    """Rows of tiles with and without one more, either way out, sums that leave late and at once."""
+    columns, n = (2, 488) if tile[1] == 256 else (3, 504)
+    names = ("block_m", "block_n", "block_k", "stages", "buffers")
+    config = dict(zip(names, tile, strict=False)) | {"consumers": 2, "streamed": False}
+    config |= {"columns": columns, "longer": 1, "band": 1, "splits": 1}
+    config |= {"cluster_m": cluster, "blocks": 2 * cluster}
+    for m, k, dtypes in ((330, 656, (E4M3, E5M2)), (200, 144, (E5M2, E4M3))):
+        a, b, scale_a, scale_b, expected = fp8_operands(m, n, k, "row")
+        a, b = a.to(dtypes[0]), b.t().contiguous().t().to(dtypes[1])
+        bias = torch.randint(-3, 4, (n,)).bfloat16()
+        with tk.emulate(policy, seed=k, config=config) as run:
+            out = tk.fp8_gemm(a, b, scale_a, scale_b, bias=bias, accurate=False)
+        assert torch.equal(out, (expected + bias).bfloat16()), (m, k)
+        assert (run.kernels[0]["columns"], run.kernels[0]["block_n"]) == (columns, tile[1])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "tile", [t for t in FP8_TILES if (t[-1], t[1]) == ("promoted", 256)], ids=lambda t: t[-1]
+)
+def test_fp8_gemm_of_tiles_of_two_widths(tile, policy):
+    """Rows of tiles with and without one more, of one step and of several, all kinds of scales;
+    those of blocks, and fp32 values, are computed in tiles of one width."""
+    names = ("block_m", "block_n", "block_k", "stages", "buffers")
+    config = dict(zip(names, tile, strict=False)) | {"consumers": 2, "streamed": False}
+    config |= {"columns": 2, "longer": 2, "band": 1, "blocks": 2, "splits": 1}
+    half, full = torch.bfloat16, torch.float32
+    cases = (("tensor", 272, half), ("row", 528, half), ("row", 100, torch.float16))
+    for kind, k, dtype in (*cases, ("block", 272, half), ("row", 272, full)):
+        a, b, scale_a, scale_b, expected = fp8_operands(330, 496, k, kind)
+        b = b.t().contiguous().t()
+        bias = integers(496, dtype=half) if kind == "row" else None
+        if bias is not None:
+            expected = expected + bias.float()
+        with tk.emulate(policy, seed=k, config=config) as run:
+            out = tk.fp8_gemm(a.to(E4M3), b.to(E4M3), scale_a, scale_b, bias=bias, out_dtype=dtype)
+        assert torch.equal(out, expected.to(dtype)), (kind, k, dtype)
+        assert run.kernels[0]["columns"] == 2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("cluster", [(2, 1), (1, 2)], ids=str)
 @pytest.mark.parametrize("kind", ["row", "block"])
 def test_fp8_gemm_in_clusters(cluster, kind, policy):

@@ -7,7 +7,7 @@
 #include "csrc/common/registry.h"
 #include "csrc/gemm/gemm.h"
 #include "csrc/gemm/single.h"
-#include "csrc/gemm/tile_order.h"
+#include "csrc/gemm/widths.h"
 
 namespace thunderkittens::gemm {
 namespace {
@@ -39,37 +39,20 @@ int spacing_for(const Problem& p) {
     return steps < least ? 0 : static_cast<int>(std::min<int64_t>(steps / 5, 32));
 }
 
-// Tiles of two widths: see Schedule. `share` is what an SM computes, of what it would have to with
-// tiles of one width.
-struct Widths {
-    int columns = 0, longer = 0;
-    double share = 1;
-};
-// As many tiles as there are SMs in as many rounds as without: the SMs that would have nothing to
-// do in the last round take columns from the others.
+// Tiles of two widths, where the kernel has them.
 Widths two_widths(const Config& config, const Problem& p, int sm_count) {
+    if (!has_two_widths(config) || p.batch > 1 || p.out_dtype != p.dtype) return {};
     // With a gate, where warps beside the one that loads finish tiles.
     if (p.gate != Gate::none && spacing_for(p) == 0) return {};
     const bool halves = p.gate == Gate::blocked;
     const int width = halves ? config.block_n / 2 : config.block_n;
     const int64_t n = halves ? p.n / 2 : p.n;
-    const int64_t rows = ceil_div(p.m, config.block_m), least = ceil_div(n, width);
-    const int64_t rounds = ceil_div(rows * least, sm_count);
-    if (!has_two_widths(config) || p.batch > 1 || rounds < 2 || p.out_dtype != p.dtype) return {};
-    const int64_t full = width / NARROWER, all = ceil_div(n, NARROWER);
-    const int64_t most = ceil_div(all, full - 1);
-    int64_t columns = rounds * sm_count / rows, longer = rounds * sm_count % rows;
-    if (columns >= most) columns = most, longer = 0;
+    const Widths widths = gemm::two_widths(config.block_m, width, p.m, n, sm_count);
     // Rows of b along n are loaded whole, and a narrow tile begins anywhere in a line: there more
     // columns than the output has cost more than they bring.
-    if (p.b_n_major && (columns * (full - 1) - all) * 40 > all) return {};
-    const int64_t wide = (rows - longer) * wide_tiles(n, columns, width) +
-                         longer * wide_tiles(n, columns + 1, width);
-    // Wide tiles are dealt out evenly enough.
-    const int64_t units = rounds * (full - 1) + ceil_div(wide, sm_count);
-    if (units >= rounds * full) return {};
-    return {static_cast<int>(columns), static_cast<int>(longer),
-            double(units) / double(rounds * full)};
+    const int64_t all = ceil_div(n, NARROWER);
+    if (p.b_n_major && (widths.columns * (width / NARROWER - 1) - all) * 40 > all) return {};
+    return widths;
 }
 
 // Cycles that the GPU needs with tiles of this shape: rounds of one tile per SM.

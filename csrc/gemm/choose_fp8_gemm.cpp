@@ -6,6 +6,7 @@
 #include "csrc/common/check.h"
 #include "csrc/common/registry.h"
 #include "csrc/gemm/fp8_gemm.h"
+#include "csrc/gemm/widths.h"
 
 namespace thunderkittens::fp8_gemm {
 namespace {
@@ -17,6 +18,24 @@ Sums sums_of(const Problem& p) {
     return p.accurate || p.blocks || p.grouped ? Sums::promoted : Sums::fast;
 }
 
+// Blocks above each other that load b's tile together. Where power limits, that saves more than the
+// cluster costs.
+int cluster_of(const Config& config, const Problem& p) {
+    const bool large = double(p.m) * double(p.n) * double(p.k) >= 0x1p39;
+    const bool even = ceil_div(p.m, config.block_m) % 2 == 0;
+    return config.sums == Sums::fast && !takes_turns(config) && large && even ? 2 : 1;
+}
+
+// Tiles of two widths, where the kernel has them, and TMA stores. Scales of blocks belong to whole
+// tiles.
+gemm::Widths two_widths(const Config& config, const Problem& p, int sm_count) {
+    const bool stored = p.out_dtype != DType::fp32 && p.n % 8 == 0;
+    if (!has_two_widths(config) || p.blocks || p.grouped || !stored) return {};
+    const int cluster = cluster_of(config, p);
+    return gemm::two_widths(config.block_m * cluster, config.block_n, p.m, p.n,
+                            std::max(1, sm_count / cluster));
+}
+
 // Cycles that the GPU needs with tiles of this shape: rounds of one tile per SM, each of block_m *
 // block_n / 32 cycles for 128 of k at the tensor cores' full rate. Fitted to an H200: narrow tiles
 // load more bytes per product.
@@ -25,8 +44,11 @@ double cycles(const TileShape& shape, const Problem& p, int sm_count) {
     const double steps = static_cast<double>(std::max<int64_t>(1, ceil_div(p.k, BLOCK_K)));
     const bool fast = shape.sums == Sums::fast;
     const double rounds = static_cast<double>(ceil_div(tiles, sm_count));
-    const double products = steps * shape.block_m * shape.block_n / 32;
-    if (takes_turns(make_config(shape, DTYPES[0]))) {
+    const Config config = make_config(shape, DTYPES[0]);
+    // Of fast sums the tile is the one that is best in one width.
+    const double share = fast ? 1 : two_widths(config, p, sm_count).share;
+    const double products = steps * shape.block_m * shape.block_n / 32 * share;
+    if (takes_turns(config)) {
         // The end of a tile lies in the shadow of the next one, if that is long enough.
         const double end = 5000;
         return rounds * std::max(products * 1.005 + 600, (products + end) / 2) + end / 2;
@@ -40,22 +62,19 @@ double cycles(const TileShape& shape, const Problem& p, int sm_count) {
 }
 
 Schedule schedule_for(const Config& config, const Problem& p, int sm_count) {
-    Schedule schedule;
+    Schedule schedule{.cluster_m = cluster_of(config, p)};
     const int64_t all_rows = ceil_div(p.m, config.block_m);
-    // Where power limits, two blocks that load b's tile together save more than the cluster costs.
-    const bool large = double(p.m) * double(p.n) * double(p.k) >= 0x1p39;
-    if (config.sums == Sums::fast && !takes_turns(config) && large && all_rows % 2 == 0) {
-        schedule.cluster_m = 2;
-    }
     const int64_t rows = all_rows / schedule.cluster_m, columns = ceil_div(p.n, config.block_n);
     // The tiles at work at a time form a square of elements, in bands of equal height.
     const double height = std::sqrt(double(sm_count) * config.block_n / config.block_m);
     const double bands = std::round(double(all_rows) / height);
     schedule.band = static_cast<int>(ceil_div(rows, std::max<int64_t>(1, int64_t(bands))));
-    const int64_t at_a_time = sm_count / schedule.cluster_m;
+    const int64_t at_a_time = std::max(1, sm_count / schedule.cluster_m);
     // Of groups only the device knows the rows.
     const int64_t tiles = p.grouped ? at_a_time : rows * columns;
     schedule.blocks = static_cast<int>(std::min(tiles, at_a_time) * schedule.cluster_m);
+    const gemm::Widths widths = two_widths(config, p, sm_count);
+    schedule.columns = widths.columns, schedule.longer = widths.longer;
     return schedule;
 }
 

@@ -58,19 +58,27 @@ __host__ __device__ constexpr int first_of_piece(int piece, int cols, int width)
 }
 
 // Rounds a warp's values to O and sends them at once, through its staging buffers in turn;
-// `first_piece` have gone before.
+// `first_piece` have gone before. The last piece of a narrow tile begins earlier.
 template <Config C, class O, int cols>
 __device__ __forceinline__ void store_now(const typename Types<C>::Globals& g,
                                           typename Types<C>::Shared& shared,
                                           const rt_fl<16, cols>& d, uint32_t row, uint32_t col,
-                                          uint32_t end, int first_piece) {
+                                          uint32_t end, int first_piece, bool narrow) {
     using staging = st<O, 16, 128 / int(sizeof(O))>;
 #pragma unroll
     for (int piece = 0; piece < pieces_of(cols, staging::cols); ++piece) {
         rt_fl<16, staging::cols> part;
-        const int first = first_of_piece(piece, cols, staging::cols);
+        int first = first_of_piece(piece, cols, staging::cols);
+        const auto take = [&](int from) {
 #pragma unroll
-        for (int t = 0; t < part.width; ++t) part.tiles[0][t] = d.tiles[0][first / 16 + t];
+            for (int t = 0; t < part.width; ++t) part.tiles[0][t] = d.tiles[0][from / 16 + t];
+        };
+        if (Types<C>::two_widths && narrow && piece == pieces_of(cols, staging::cols) - 1) {
+            take(first - Types<C>::less);
+            first -= Types<C>::less;
+        } else {
+            take(first);
+        }
         auto& buffer = reinterpret_cast<staging&>(
             shared.out[kittens::warpid()][(first_piece + piece) % C.buffers]);
         if (laneid() == 0) tma::store_async_read_wait<C.buffers - 1>();
@@ -83,14 +91,14 @@ template <Config C, int cols>
 __device__ __forceinline__ void store_now(const typename Types<C>::Globals& g,
                                           typename Types<C>::Shared& shared,
                                           const rt_fl<16, cols>& d, uint32_t row, uint32_t col,
-                                          uint32_t end, int product) {
+                                          uint32_t end, int product, bool narrow = false) {
     const int before = product * pieces_of(cols, 64);
     if (g.out_dtype == DType::fp32)
-        store_now<C, float>(g, shared, d, row, col, end, before * 2);
+        store_now<C, float>(g, shared, d, row, col, end, before * 2, false);
     else if (g.out_dtype == DType::bf16)
-        store_now<C, bf16>(g, shared, d, row, col, end, before);
+        store_now<C, bf16>(g, shared, d, row, col, end, before, narrow);
     else
-        store_now<C, half>(g, shared, d, row, col, end, before);
+        store_now<C, half>(g, shared, d, row, col, end, before, narrow);
 }
 
 // A warp's finished values of 16-bit type (bf16 stands for both), kept in registers while the next
@@ -105,7 +113,13 @@ struct Finished {
     rt_bf<16, C.block_n> values[K::products_m];
     uint32_t row = 0, col = 0;
     bool any = false;
+    bool narrow = false;  // the tile, see tile_order.h
 
+    // The last piece of a narrow tile begins earlier.
+    static __device__ __forceinline__ int first_of(int piece, bool narrow) {
+        return first_of_piece(piece, C.block_n, staging::cols) -
+               (narrow && piece == across - 1 ? K::less : 0);
+    }
     template <class O>
     __device__ __forceinline__ void pack(const rt_fl<16, K::product_cols> (&d)[K::products]) {
 #pragma unroll
@@ -148,14 +162,20 @@ struct Finished {
         constexpr int running = pieces % C.buffers == 0 ? C.buffers - 1 : 0;
         if (laneid() == 0) tma::store_async_read_wait<running>();
         arch::sync_warp();
+        const int in_row = piece % across;
+        if (K::two_widths && narrow && in_row == across - 1)
+            stage(buffer, piece / across, first_of(in_row, true));
+        else
+            stage(buffer, piece / across, first_of(in_row, false));
+        send_by_tma<C>(g, buffer, row + piece / across * 64, col + first_of(in_row, narrow));
+    }
+    __device__ __forceinline__ void stage(staging& buffer, int product, int first) const {
         rt_bf<16, staging::cols> part;
-        const int first = first_of_piece(piece % across, C.block_n, staging::cols);
 #pragma unroll
         for (int t = 0; t < part.width; ++t) {
-            part.tiles[0][t] = values[piece / across].tiles[0][first / 16 + t];
+            part.tiles[0][t] = values[product].tiles[0][first / 16 + t];
         }
         kittens::warp::store(buffer, part);
-        send_by_tma<C>(g, buffer, row + piece / across * 64, col + first);
     }
     __device__ __forceinline__ void send(const typename K::Globals& g, typename K::Shared& shared,
                                          int begin, int end) const {

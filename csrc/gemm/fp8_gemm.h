@@ -66,6 +66,10 @@ struct Schedule {
     int band = 8;
     int blocks = 0;
     int splits = 1;
+    // Tiles of two widths, see tile_order.h: `longer` rows of tiles, or of clusters of them, have
+    // one more than `columns`.
+    // 0: all tiles are as wide as the configuration's.
+    int columns = 0, longer = 0;
 };
 
 struct Choice {
@@ -126,6 +130,8 @@ void visit_fields(Choice& c, Visitor&& visit) {
     visit("band", c.schedule.band);
     visit("blocks", c.schedule.blocks);
     visit("splits", c.schedule.splits);
+    visit("columns", c.schedule.columns);
+    visit("longer", c.schedule.longer);
 }
 
 // Tile shapes that are compiled, each for the three pairs of dtypes.
@@ -177,6 +183,10 @@ constexpr int threads(const Config& c) {
 // Narrower tiles are for products of few tiles, which both consumers end sooner.
 constexpr bool takes_turns(const Config& c) {
     return c.sums == Sums::fast && !c.streamed && c.block_n > 128 && c.block_n < 192;
+}
+// Whether the kernel computes tiles of two widths.
+constexpr bool has_two_widths(const Config& c) {
+    return !c.streamed && c.sums != Sums::fine && (c.block_n == 256 || takes_turns(c));
 }
 // Blocks of a cluster that may send a streamed tile's sums to the first one.
 constexpr int senders(const Config& c) { return c.block_m > 32 ? 1 : 2; }

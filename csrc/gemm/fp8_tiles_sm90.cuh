@@ -60,6 +60,15 @@ struct Types {
     // What one block of a cluster loads of a shared tile: half of it.
     using a_part = st<TA, C.block_m / 2, BLOCK_K>;
     using b_part = st<TB, shares_b(C) ? C.block_n / 2 : C.block_n, BLOCK_K>;
+    // The last part of a narrow tile of b, and the whole.
+    static constexpr bool two_widths = has_two_widths(C);
+    static constexpr int less = two_widths ? int(gemm::NARROWER) : 0;
+    using b_last = st<TB, b_part::rows - less, BLOCK_K>;
+    struct narrow_b : b_tile {
+        static constexpr int rows = C.block_n - less;
+    };
+    using b_layout = std::conditional_t<two_widths, gl<TB, -1, 1, -1, -1, b_part, b_last>,
+                                        gl<TB, -1, 1, -1, -1, b_part>>;
     // Staging of a warp's output: rows of 128 bytes, whatever the type of the output. To TMA, which
     // only copies, every output is a matrix of 16-bit words.
     using out_tile = st<bf16, 16, 64>;
@@ -80,7 +89,7 @@ struct Types {
 
     struct Globals {
         gl<TA, -1, 1, -1, -1, a_part> a;
-        gl<TB, -1, 1, -1, -1, b_part> b;
+        b_layout b;
         gl<bf16, -1, 1, -1, -1, out_tile> out;
         Scales scale_a, scale_b;
         const void* bias;
@@ -94,7 +103,7 @@ struct Types {
         int cluster_m, cluster_n;
         uint32_t clusters;  // of the grid
         uint32_t columns;   // of tiles
-        gemm::TileOrder order;
+        std::conditional_t<two_widths, gemm::UnevenOrder, gemm::TileOrder> order;
     };
 
     static constexpr int threads = fp8_gemm::threads(C);
@@ -110,6 +119,7 @@ struct Tile {
     uint32_t group, row, col;
     uint32_t end;  // of the rows that are the tile's to write
     bool nothing;  // rows that belong to no group, which are zero
+    bool narrow = false;
 };
 
 // The group whose tiles are being worked on; `number` counts from 1.
@@ -138,17 +148,31 @@ __device__ __forceinline__ float load_any(const void* data, DType dtype, uint32_
     return convert<float>(arch::load_global(static_cast<const half*>(data) + i));
 }
 
+// Where the tile of an index is, without groups.
+template <Config C, class Globals>
+__device__ __forceinline__ Tile tile_at(const Globals& g, const Place place, uint32_t index) {
+    const auto at = [&] {
+        if constexpr (Types<C>::two_widths)
+            return g.order.in_matrix(index);
+        else
+            return g.order.at(index);
+    }();
+    Tile tile{0, (at.m * g.cluster_m + place.in_m) * C.block_m,
+              (at.n * g.cluster_n + place.in_n) * C.block_n, g.m, false};
+    if constexpr (Types<C>::two_widths) {
+        tile.col = at.column(C.block_n) * g.cluster_n + place.in_n * C.block_n;
+        tile.narrow = at.narrow();
+    }
+    return tile;
+}
+
 // Calls work(tile) for each of this block's tiles. Where the rows are grouped, tiles are counted
 // group by group, as the offsets say; rows behind the last group count as one more.
 template <Config C, class Globals, class Work>
 __device__ __forceinline__ void for_each_tile(const Globals& g, const Place place, Work work) {
     uint32_t index = blockIdx.x >> ((g.cluster_m == 2) + (g.cluster_n == 2));
     if constexpr (!Types<C>::groups) {
-        for (; index < g.order.total; index += g.clusters) {
-            const gemm::TilePosition at = g.order.at(index);
-            work(Tile{0, (at.m * g.cluster_m + place.in_m) * C.block_m,
-                      (at.n * g.cluster_n + place.in_n) * C.block_n, g.m, false});
-        }
+        for (; index < g.order.total; index += g.clusters) work(tile_at<C>(g, place, index));
     } else {
         Group group{};
         if (g.offs != nullptr) group.next(g, C.block_m);
@@ -156,9 +180,7 @@ __device__ __forceinline__ void for_each_tile(const Globals& g, const Place plac
             Tile tile;
             if (g.offs == nullptr) {
                 if (index >= g.order.total) return;
-                const gemm::TilePosition at = g.order.at(index);
-                tile = {0, (at.m * g.cluster_m + place.in_m) * C.block_m,
-                        (at.n * g.cluster_n + place.in_n) * C.block_n, g.m, false};
+                tile = tile_at<C>(g, place, index);
             } else {
                 while (index >= group.last_tile) {
                     if (group.number > g.groups) return;

@@ -10,6 +10,32 @@ namespace sm90 {
 // Named barriers, one per consumer: it may multiply.
 constexpr int TURN = READY + 3;
 
+// Starts the products of a step: so many of 64 rows, from the first-th on.
+template <class K, class B, int cols, int count>
+__device__ __forceinline__ void multiply(rt_fl<16, cols> (&d)[count], typename K::Stage& stage,
+                                         int first, bool accumulate) {
+    using sums = rt_fl<16, B::rows>;
+    const auto& columns = reinterpret_cast<const B&>(stage.b);
+#pragma unroll
+    for (int i = 0; i < count; ++i) warpgroup::mma_fence(reinterpret_cast<sums&>(d[i]));
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+        auto rows = stage.a.template subtile<64, BLOCK_K>({first + i, 0});
+        kittens::detail::wgmma_product<false, true>(reinterpret_cast<sums&>(d[i]), rows, columns,
+                                                    accumulate);
+    }
+    warpgroup::mma_commit_group();
+}
+// Of a narrow tile the first columns alone.
+template <class K, int cols, int count>
+__device__ __forceinline__ void multiply(rt_fl<16, cols> (&d)[count], typename K::Stage& stage,
+                                         int first, bool accumulate, bool narrow) {
+    if constexpr (K::two_widths) {
+        if (narrow) return multiply<K, typename K::narrow_b>(d, stage, first, accumulate);
+    }
+    multiply<K, typename K::b_tile>(d, stage, first, accumulate);
+}
+
 template <Config C>
 __device__ __forceinline__ void consume_in_turns(const typename Types<C>::Globals& g,
                                                  typename Types<C>::Shared& shared) {
@@ -29,45 +55,44 @@ __device__ __forceinline__ void consume_in_turns(const typename Types<C>::Global
     bool first = consumer == 0;
     if (consumer == 1) index += g.clusters, skip();
     for (; index < g.order.total; index += 2 * g.clusters, skip()) {
-        const gemm::TilePosition at = g.order.at(index);
-        const Tile tile{0, (at.m * g.cluster_m + place.in_m) * C.block_m,
-                        (at.n * g.cluster_n + place.in_n) * C.block_n, g.m, false};
+        const Tile tile = tile_at<C>(g, place, index);
         const uint32_t row = tile.row + warpgroup::warpid() * 16;
         if (!first) arch::named_barrier_sync(TURN + consumer, 2 * WARPGROUP_THREADS);
         first = false;
-        const auto start = [&](bool accumulate) {
-            auto& stage = shared.stages[ring.stage];
-            wait(shared.full[ring.stage], ring.phase);
-#pragma unroll
-            for (int i = 0; i < K::products_m; ++i) warpgroup::mma_fence(sums[i]);
+        const bool follows = index + g.clusters < g.order.total;
+        Epilogue<C> epilogue;
+        const auto multiply_all = [&]<class B>() {
+            const auto start = [&](bool accumulate) {
+                auto& stage = shared.stages[ring.stage];
+                wait(shared.full[ring.stage], ring.phase);
+                multiply<K, B>(sums, stage, 0, accumulate);
+            };
+            start(false);
+            int previous = ring.stage;
+            ring.advance();
+            for (int k = 1; k < g.k_blocks; ++k, ring.advance()) {
+                start(true);
+                warpgroup::mma_async_wait<1>();
+                hand_back(shared.empty[previous]);
+                previous = ring.stage;
+            }
+            // A product of this consumer is still running when the other one's first is there.
+            if (follows) arch::named_barrier_arrive(TURN + 1 - consumer, 2 * WARPGROUP_THREADS);
+            epilogue.fetch(g, tile, row + laneid() / 4);
 #pragma unroll
             for (int i = 0; i < K::products_m; ++i) {
-                auto rows = stage.a.template subtile<64, BLOCK_K>({i, 0});
-                kittens::detail::wgmma_product<false, true>(sums[i], rows, stage.b, accumulate);
+                warpgroup::mma_async_wait(reinterpret_cast<rt_fl<16, B::rows>&>(sums[i]));
             }
-            warpgroup::mma_commit_group();
-        };
-        const bool follows = index + g.clusters < g.order.total;
-        start(false);
-        int previous = ring.stage;
-        ring.advance();
-        for (int k = 1; k < g.k_blocks; ++k, ring.advance()) {
-            start(true);
-            warpgroup::mma_async_wait<1>();
             hand_back(shared.empty[previous]);
-            previous = ring.stage;
-        }
-        // A product of this consumer is still running when the other one's first is there.
-        if (follows) arch::named_barrier_arrive(TURN + 1 - consumer, 2 * WARPGROUP_THREADS);
-        Epilogue<C> epilogue;
-        epilogue.fetch(g, tile, row + laneid() / 4);
-#pragma unroll
-        for (int i = 0; i < K::products_m; ++i) warpgroup::mma_async_wait(sums[i]);
-        hand_back(shared.empty[previous]);
+        };
+        if (K::two_widths && tile.narrow)
+            multiply_all.template operator()<typename K::narrow_b>();
+        else
+            multiply_all.template operator()<typename K::b_tile>();
         epilogue.apply(g, shared, sums);
 #pragma unroll
         for (int i = 0; i < K::products_m; ++i) {
-            store_now<C>(g, shared, sums[i], row + i * 64, tile.col, tile.end, i);
+            store_now<C>(g, shared, sums[i], row + i * 64, tile.col, tile.end, i, tile.narrow);
         }
     }
     if (laneid() == 0) tma::store_async_read_wait();

@@ -120,6 +120,32 @@ struct UnevenOrder {
         position.m += rows;
         return position;
     }
+    // The same of one matrix whose bands run along n, without branches: the compiler then finds a
+    // tile in uniform registers, beside other work.
+    TK_HOST_DEVICE constexpr UnevenPosition in_matrix(uint32_t index) const {
+        const bool late = index >= fewer.total;
+        const uint32_t i = late ? index - fewer.total : index;
+        const Divisor tiles = select(late, more.band_tiles, fewer.band_tiles);
+        const uint32_t band = tiles.divide(i), in_band = i - band * tiles.value;
+        const bool full = band < (late ? more.full_bands : fewer.full_bands);
+        const Divisor height = select(late, more.height, fewer.height);
+        const Divisor tall =
+            select(full, height, select(late, more.last_height, fewer.last_height));
+        const uint32_t step = tall.divide(in_band), along = late ? more.along : fewer.along;
+        UnevenPosition position{};
+        position.m = band * height.value + (in_band - step * tall.value) + (late ? rows : 0);
+        position.n = band % 2 == 0 ? step : along - 1 - step;
+        position.wide = late ? wide_of_more : wide_of_fewer;
+        return position;
+    }
+    static TK_HOST_DEVICE constexpr Divisor select(bool second, const Divisor& b,
+                                                   const Divisor& a) {
+        Divisor divisor;
+        divisor.value = second ? b.value : a.value;
+        divisor.multiplier = second ? b.multiplier : a.multiplier;
+        divisor.shift = second ? b.shift : a.shift;
+        return divisor;
+    }
 };
 
 // How many of `tiles` tiles of two widths are wide, when together they cover `columns`.
