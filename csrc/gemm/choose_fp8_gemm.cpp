@@ -45,8 +45,7 @@ double cycles(const TileShape& shape, const Problem& p, int sm_count) {
     const bool fast = shape.sums == Sums::fast;
     const double rounds = static_cast<double>(ceil_div(tiles, sm_count));
     const Config config = make_config(shape, DTYPES[0]);
-    // Of fast sums the tile is the one that is best in one width.
-    const double share = fast ? 1 : two_widths(config, p, sm_count).share;
+    const double share = two_widths(config, p, sm_count).share;
     const double products = steps * shape.block_m * shape.block_n / 32 * share;
     if (takes_turns(config)) {
         // The end of a tile lies in the shadow of the next one, if that is long enough.
