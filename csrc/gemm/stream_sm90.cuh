@@ -110,7 +110,12 @@ __device__ __forceinline__ void stream_produce(const typename StreamTypes<C>::Gl
     for_each_stream_tile(g, [&](uint32_t index) {
         const StreamTile<C> tile(g, index);
         // Blocks begin at different k: not all of them read the same lines of a at the same time.
-        int k = range.x + static_cast<int>(index * 37 % uint32_t(range.y - range.x));
+        // But where b's rows are along n each block has a piece of all rows, and memory is fast
+        // where neighbouring pieces are read together.
+        int k = range.x;
+        if constexpr (!C.b_n_major) {
+            k += static_cast<int>(index * 37 % uint32_t(range.y - range.x));
+        }
         for (int step = range.x; step < range.y; ++step) {
             auto& stage = shared.stages[slot];
             semaphore& full = shared.full[slot];
