@@ -20,7 +20,6 @@ import pytest
 import torch
 
 import thunderkittens as tk
-from helpers.layouts import matrix
 from thunderkittens import _C, emulation
 
 if emulation.problem is not None:
@@ -104,31 +103,6 @@ def test_gemm_of_tiles_of_two_widths(tile, dtype, policy):
                 out = tk.gemm(a, right, bias=bias)
             assert torch.equal(out, expected.to(dtype)), (k, b_n_major)
             assert run.kernels[0]["columns"] == columns
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("splits", "clusters"), [(1, 2), (2, 2), (3, 1)])
-@pytest.mark.parametrize("layout", ["sliced", "sliced_t"])
-def test_gemm_of_few_rows(layout, splits, clusters, policy):
-    """Either order of b, with NaN around the operands, with and without a division of k, all ways
-    out, and with a residual, which another kernel adds."""
-    choice = {"splits": splits, "blocks": clusters * splits}
-    for m, n, k in ((1, 199, 769), (17, 136, 641), (61, 199, 523)):
-        for dtype in DTYPES:
-            a, b = integers(m, k, dtype=dtype, limit=2), integers(k, n, dtype=dtype, limit=2)
-            bias, residual = integers(n, dtype=dtype), integers(m, n, dtype=dtype)
-            exact = a.float() @ b.float() + bias.float()
-            left, right = matrix(a, "sliced"), matrix(b, layout)
-            wide = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
-            for out_dtype in (dtype, wide):
-                with tk.emulate(policy, seed=m, config=choice) as run:
-                    out = tk.gemm(left, right, bias=bias, out_dtype=out_dtype)
-                assert torch.equal(out, exact.to(out_dtype)), (m, dtype, out_dtype)
-                assert run.kernels[0]["streamed"]
-                assert run.kernels[0]["b_n_major"] == (layout == "sliced")
-            with tk.emulate(policy, seed=m, config=choice):
-                out = tk.gemm(left, right, bias=bias, residual=residual)
-            assert torch.equal(out, (exact + residual.float()).to(dtype)), (m, dtype)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
