@@ -47,11 +47,16 @@ Widths two_widths(const Config& config, const Problem& p, int sm_count) {
     const bool halves = p.gate == Gate::blocked;
     const int width = halves ? config.block_n / 2 : config.block_n;
     const int64_t n = halves ? p.n / 2 : p.n;
-    const Widths widths = gemm::two_widths(config.block_m, width, p.m, n, sm_count);
+    Widths widths = gemm::two_widths(config.block_m, width, p.m, n, sm_count);
     // Rows of b along n are loaded whole, and a narrow tile begins anywhere in a line: there more
     // columns than the output has cost more than they bring.
     const int64_t all = ceil_div(n, NARROWER);
     if (p.b_n_major && (widths.columns * (width / NARROWER - 1) - all) * 40 > all) return {};
+    // With many rows that costs most of what it brings where nearly all tiles are narrow.
+    const int64_t rows = ceil_div(p.m, config.block_m), fewer = rows - widths.longer;
+    const int64_t wide = fewer * wide_tiles(n, widths.columns, width) +
+                         widths.longer * wide_tiles(n, widths.columns + 1, width);
+    if (p.b_n_major && rows >= 16 && wide * 10 < rows * widths.columns) widths.share *= 1.055;
     return widths;
 }
 
@@ -171,7 +176,7 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
         if (!p.fused || shape.block_n >= 128) consider(shape);
     }
     // Where k is short, reading and writing count for more than full rounds.
-    if (!p.fused && !p.a_m_major && p.k >= 2048) {
+    if (!p.fused && !p.a_m_major && p.k >= 1536) {
         if (p.b_n_major) {
             consider(BETWEEN_SHAPE_NN);
         } else {
