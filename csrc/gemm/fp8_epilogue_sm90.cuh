@@ -224,6 +224,26 @@ struct Columns {
     }
 };
 
+// Replaces each of n values by its activation, a few at a time in a loop that hands the values on
+// through the registers: unrolled, the code that most calls skip would fill the instruction caches.
+template <int n, class Value>
+__device__ __forceinline__ void activate_in_parts(gemm::Activation activation, Value value) {
+    constexpr int part = 16;
+    static_assert(n % part == 0);
+    if (activation == gemm::Activation::none) return;
+#pragma unroll 1
+    for (int done = 0; done < n; done += part) {
+        gemm::sm90::activate<part>(activation, value);
+        float first[part];
+#pragma unroll
+        for (int i = 0; i < part; ++i) first[i] = value(i);
+#pragma unroll
+        for (int i = 0; i < n - part; ++i) value(i) = value(i + part);
+#pragma unroll
+        for (int i = 0; i < part; ++i) value(n - part + i) = first[i];
+    }
+}
+
 // Calls combine(register, values of its two columns) for all of a warp's values.
 template <class Vector, int cols, class Combine>
 __device__ __forceinline__ void with_columns(rt_fl<16, cols>& d, const Vector& vector, int first,
@@ -320,10 +340,15 @@ struct Epilogue {
             warpgroup::sync(READY + 1 + warpgroup::groupid());
         }
         constexpr int each = rt_fl<16, cols>::elements_per_thread;
-        gemm::sm90::activate<count * each>(g.activation, [&](int i) -> float& {
+        const auto value = [&](int i) -> float& {
             float2& x = d[i / each].tiles[0][i % each / 8].data[i % 8 / 2];
             return i % 2 == 0 ? x.x : x.y;
-        });
+        };
+        if constexpr (K::turns) {
+            activate_in_parts<count * each>(g.activation, value);
+        } else {
+            gemm::sm90::activate<count * each>(g.activation, value);
+        }
     }
 };
 
