@@ -224,75 +224,177 @@ struct Columns {
     }
 };
 
-// Replaces each of n values by its activation, a few at a time in a loop that hands the values on
-// through the registers: unrolled, the code that most calls skip would fill the instruction caches.
+// Replaces each of n values by its activation. Long ones take an eighth at a time, in a loop that
+// hands the values on through the registers: unrolled, code that most calls skip would fill the
+// instruction caches.
 template <int n, class Value>
 __device__ __forceinline__ void activate_in_parts(gemm::Activation activation, Value value) {
-    constexpr int part = 16;
-    static_assert(n % part == 0);
-    if (activation == gemm::Activation::none) return;
-#pragma unroll 1
-    for (int done = 0; done < n; done += part) {
-        gemm::sm90::activate<part>(activation, value);
-        float first[part];
-#pragma unroll
-        for (int i = 0; i < part; ++i) first[i] = value(i);
-#pragma unroll
-        for (int i = 0; i < n - part; ++i) value(i) = value(i + part);
-#pragma unroll
-        for (int i = 0; i < part; ++i) value(n - part + i) = first[i];
+    using gemm::Activation, gemm::sm90::activate;
+    constexpr int parts = 8, part = n / parts;
+    static_assert(n % parts == 0);
+    switch (activation) {
+        case Activation::none: return;
+        case Activation::relu: return activate<n>(Activation::relu, value);
+        case Activation::silu: return activate<n>(Activation::silu, value);
+        default: break;
     }
-}
-
-// Calls combine(register, values of its two columns) for all of a warp's values.
-template <class Vector, int cols, class Combine>
-__device__ __forceinline__ void with_columns(rt_fl<16, cols>& d, const Vector& vector, int first,
-                                             Combine combine) {
+#pragma unroll 1
+    for (int done = 0; done < parts; ++done) {
+        if (activation == Activation::gelu)
+            activate<part>(Activation::gelu, value);
+        else
+            activate<part>(Activation::gelu_tanh, value);
 #pragma unroll
-    for (int j = 0; j < cols / 16; ++j) {
+        for (int i = 0; i < part; ++i) {
+            const float first = value(i);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int col = first + j * 16 + half * 8 + 2 * (laneid() % 4);
-            const float2 pair = arch::load_shared<float2>(vector.address_of(col));
-#pragma unroll
-            for (int r = 0; r < 2; ++r) combine(d.tiles[0][j].data[2 * half + r], pair, r);
+            for (int j = 1; j < parts; ++j) value(i + (j - 1) * part) = value(i + j * part);
+            value(i + (parts - 1) * part) = first;
         }
     }
 }
 
-// The epilogue's operands of one tile: fetched before its products, applied after them to all
-// its register tiles, those side by side first.
+// Calls combine(register, row of products, row of two, values of its two columns) for all values of
+// a warp's products, `across` of which are side by side. What belongs to the columns begins at
+// `columns` in shared memory.
+template <int across, int count, int cols, class Combine>
+__device__ __forceinline__ void with_columns(rt_fl<16, cols> (&d)[count], uint32_t columns,
+                                             Combine combine) {
+    const uint32_t own = columns + laneid() % 4 * sizeof(float2);
+#pragma unroll
+    for (int in_n = 0; in_n < across; ++in_n) {
+#pragma unroll
+        for (int j = 0; j < cols / 8; ++j) {
+            const auto pair =
+                arch::load_shared<float2>(own + (in_n * cols + j * 8) * sizeof(float));
+#pragma unroll
+            for (int i = in_n; i < count; i += across) {
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    combine(d[i].tiles[0][j / 2].data[j % 2 * 2 + r], i / across, r, pair);
+                }
+            }
+        }
+    }
+}
+
+// Where the scales of a tile's rows and columns are. Where sums are promoted, a warp of the
+// producers copies both to shared memory while the tile's products run, to where scales of blocks
+// would be. Elsewhere a consumer's threads fetch them, and share those of columns: where consumers
+// take turns, while the tile's first product runs; elsewhere after the last one, for want of
+// registers.
+template <Config C>
+struct TileScales {
+    using K = Types<C>;
+    static constexpr bool copied = !K::fast;
+    static constexpr bool early = copied || K::turns;
+    static constexpr int columns_at = C.block_m * int(sizeof(float));
+
+    // Semaphores that only scales of blocks of columns need otherwise.
+    static __device__ __forceinline__ semaphore& there(typename K::Shared& shared) {
+        return shared.scales_read[0];
+    }
+    static __device__ __forceinline__ semaphore& used(typename K::Shared& shared) {
+        return shared.scales_read[1];
+    }
+    static __device__ __forceinline__ uint32_t columns(typename K::Shared& shared) {
+        if constexpr (copied)
+            return shared.scales[0].address() + columns_at;
+        else
+            return columns_of<C>(shared).address();
+    }
+};
+
+// The epilogue's operands of one tile, and what they are applied to: all its register tiles.
 template <Config C>
 struct Epilogue {
     using K = Types<C>;
+    using Where = TileScales<C>;
     float rows[K::products_m][2];  // scales of this thread's rows, two of each product
     Columns<C> scales, bias;
 
-    __device__ __forceinline__ void fetch(const typename K::Globals& g, const Tile& tile,
-                                          uint32_t row) {
+    // Those that are not copied.
+    __device__ __forceinline__ void fetch_scales(const typename K::Globals& g, const Tile& tile,
+                                                 uint32_t row) {
+        const bool per_column = g.scale_b.outer != 0;
+        const float* scale_b = g.scale_b.data + int64_t(tile.group) * g.scale_b.group;
 #pragma unroll
-        for (int i = 0; i < K::products_m; ++i) rows[i][0] = rows[i][1] = 1.f;
-        if (!g.blocks) {
-            const bool per_column = g.scale_b.outer != 0;
-            const float* scale_b = g.scale_b.data + int64_t(tile.group) * g.scale_b.group;
-#pragma unroll
-            for (int i = 0; i < 2 * K::products_m; ++i) {
-                float& scale = rows[i / 2][i % 2];
-                const uint32_t at = row + i / 2 * 64 + i % 2 * 8;
-                if (at < tile.end) {
-                    scale = arch::load_global(g.scale_a.data + int64_t(at) * g.scale_a.outer);
-                }
-                if (!per_column) scale *= arch::load_global(scale_b);
+        for (int i = 0; i < 2 * K::products_m; ++i) {
+            float& scale = rows[i / 2][i % 2];
+            const uint32_t at = row + i / 2 * 64 + i % 2 * 8;
+            scale = 1.f;
+            if (at < tile.end) {
+                scale = arch::load_global(g.scale_a.data + int64_t(at) * g.scale_a.outer);
             }
-            if (per_column) {
-                scales.fetch(tile.col, g.n, [&](uint32_t col) {
-                    return arch::load_global(scale_b + int64_t(col) * g.scale_b.outer);
-                });
-            }
+            if (!per_column) scale *= arch::load_global(scale_b);
         }
+        if (per_column) {
+            scales.fetch(tile.col, g.n, [&](uint32_t col) {
+                return arch::load_global(scale_b + int64_t(col) * g.scale_b.outer);
+            });
+        }
+    }
+    __device__ __forceinline__ void publish_scales(const typename K::Globals& g,
+                                                   typename K::Shared& shared) const {
+        if (g.scale_b.outer != 0) scales.publish(columns_of<C>(shared));
+    }
+    // Of those that are copied: this thread's rows.
+    __device__ __forceinline__ void take_scales(const typename K::Globals& g,
+                                                typename K::Shared& shared, int in_tile,
+                                                int phase) {
+        wait(Where::there(shared), phase);
+        const uint32_t from = shared.scales[0].address();
+#pragma unroll
+        for (int i = 0; i < 2 * K::products_m; ++i) {
+            const int at = in_tile + i / 2 * 64 + i % 2 * 8;
+            rows[i / 2][i % 2] = arch::load_shared<float>(from + at * 4);
+        }
+        if (g.scale_b.outer == 0) {
+            const float scale_b = arch::load_shared<float>(from + Where::columns_at);
+#pragma unroll
+            for (int i = 0; i < 2 * K::products_m; ++i) rows[i / 2][i % 2] *= scale_b;
+        }
+    }
+    __device__ __forceinline__ void fetch_bias(const typename K::Globals& g, const Tile& tile) {
         if (g.bias != nullptr) {
             bias.fetch(tile.col, g.n,
                        [&](uint32_t col) { return load_any(g.bias, g.bias_dtype, col); });
+        }
+    }
+
+    // By the row, then by the column, value by value where both are there: reading the scales of
+    // columns takes as long as multiplying by both.
+    template <int count, int cols>
+    __device__ __forceinline__ void scale(const typename K::Globals& g, typename K::Shared& shared,
+                                          rt_fl<16, cols> (&d)[count]) const {
+        const bool per_column = g.scale_b.outer != 0;
+        const auto by_row = [&](float2& x, int in_m, int r) {
+            x.x *= rows[in_m][r];
+            x.y *= rows[in_m][r];
+        };
+        if (!Where::early || !per_column) {
+#pragma unroll
+            for (int i = 0; i < count; ++i) {
+#pragma unroll
+                for (int j = 0; j < d[i].width; ++j) {
+#pragma unroll
+                    for (int r = 0; r < 4; ++r)
+                        by_row(d[i].tiles[0][j].data[r], i / K::products_n, r % 2);
+                }
+            }
+        }
+        if (per_column) {
+            if constexpr (!Where::early) publish_scales(g, shared);
+            with_columns<K::products_n>(d, Where::columns(shared),
+                                        [&](float2& x, int in_m, int r, float2 s) {
+                                            if (Where::early) by_row(x, in_m, r);
+                                            x.x *= s.x;
+                                            x.y *= s.y;
+                                        });
+        }
+        if constexpr (Where::copied) {
+            arch::sync_warp();
+            if (laneid() == 0) arrive(Where::used(shared));
         }
     }
 
@@ -300,44 +402,17 @@ struct Epilogue {
     __device__ __forceinline__ void apply(const typename K::Globals& g, typename K::Shared& shared,
                                           rt_fl<16, cols> (&d)[count]) const {
         static_assert(count == K::products);
-        constexpr int across = K::products_n;
-        auto& columns = columns_of<C>(shared);
-        if (!g.blocks) {
-#pragma unroll
-            for (int i = 0; i < count; ++i) {
-#pragma unroll
-                for (int j = 0; j < d[i].width; ++j) {
-#pragma unroll
-                    for (int r = 0; r < 4; ++r) {
-                        d[i].tiles[0][j].data[r].x *= rows[i / across][r % 2];
-                        d[i].tiles[0][j].data[r].y *= rows[i / across][r % 2];
-                    }
-                }
-            }
-            if (g.scale_b.outer != 0) {
-                scales.publish(columns);
-#pragma unroll
-                for (int i = 0; i < count; ++i) {
-                    with_columns(d[i], columns, i % across * cols, [](float2& x, float2 s, int) {
-                        x.x *= s.x;
-                        x.y *= s.y;
-                    });
-                }
-            }
+        if constexpr (!K::fine) {
+            if (!g.blocks) scale(g, shared, d);
         }
         if (g.bias != nullptr) {
+            auto& columns = columns_of<C>(shared);
             bias.publish(columns);
-#pragma unroll
-            for (int i = 0; i < count; ++i) {
-                with_columns(d[i], columns, i % across * cols, [](float2& x, float2 b, int) {
-                    x.x += b.x;
-                    x.y += b.y;
-                });
-            }
-        }
-        if (Types<C>::columns_staged &&
-            (g.bias != nullptr || (!g.blocks && g.scale_b.outer != 0))) {
-            warpgroup::sync(READY + 1 + warpgroup::groupid());
+            with_columns<K::products_n>(d, columns.address(), [](float2& x, int, int, float2 b) {
+                x.x += b.x;
+                x.y += b.y;
+            });
+            if (K::columns_staged) warpgroup::sync(READY + 1 + warpgroup::groupid());
         }
         constexpr int each = rt_fl<16, cols>::elements_per_thread;
         const auto value = [&](int i) -> float& {

@@ -124,6 +124,33 @@ __device__ __forceinline__ void produce_scales(const typename Types<C>::Globals&
     });
 }
 
+// The scales of a tile's rows and columns: one warp copies them while the tile's products run.
+// Behind the last row and column there is the last one's.
+template <Config C>
+__device__ __forceinline__ void produce_tile_scales(const typename Types<C>::Globals& g,
+                                                    typename Types<C>::Shared& shared) {
+    using Where = TileScales<C>;
+    const uint32_t rows = shared.scales[0].address(), columns = rows + Where::columns_at;
+    int phase = 0;
+    for_each_tile<C>(g, Place(g), [&](const Tile& tile) {
+        if (tile.nothing) return;
+        const float* of_b = g.scale_b.data + int64_t(tile.group) * g.scale_b.group;
+        wait(Where::used(shared), phase ^ 1);
+        phase ^= 1;
+#pragma unroll
+        for (int i = laneid(); i < C.block_m; i += WARP_THREADS) {
+            const uint32_t row = tile.row + i < tile.end ? tile.row + i : tile.end - 1;
+            arch::cp_async<4>(rows + i * 4, g.scale_a.data + int64_t(row) * g.scale_a.outer);
+        }
+#pragma unroll
+        for (int i = laneid(); i < C.block_n; i += WARP_THREADS) {
+            const uint32_t col = tile.col + i < g.n ? tile.col + i : g.n - 1;
+            arch::cp_async<4>(columns + i * 4, of_b + int64_t(col) * g.scale_b.outer);
+        }
+        arch::cp_async_mbarrier_arrive(Where::there(shared).address());
+    });
+}
+
 template <Config C>
 __device__ __forceinline__ void consume_fast(const typename Types<C>::Globals& g,
                                              typename Types<C>::Shared& shared) {
@@ -155,7 +182,8 @@ __device__ __forceinline__ void consume_fast(const typename Types<C>::Globals& g
         }
         // Here the registers are free, and the last product hides the latency.
         Epilogue<C> epilogue;
-        epilogue.fetch(g, tile, row + laneid() / 4);
+        epilogue.fetch_scales(g, tile, row + laneid() / 4);
+        epilogue.fetch_bias(g, tile);
 #pragma unroll
         for (int i = 0; i < K::products_m; ++i) warpgroup::mma_async_wait(sums[i]);
         release(previous);
@@ -200,7 +228,9 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
                     const int blocks = K::fast ? g.cluster_m + g.cluster_n - 1 : 1;
                     init_semaphore(shared.empty[i], K::consumers_of_tile * blocks);
                     if constexpr (!K::fast) {
-                        init_semaphore(shared.scales_read[i], K::consumers * WARPGROUP_WARPS);
+                        const bool there = i == 0 && !g.blocks;
+                        init_semaphore(shared.scales_read[i],
+                                       there ? WARP_THREADS : K::consumers * WARPGROUP_WARPS);
                     }
                 }
                 arch::mbarrier_init_fence();
@@ -225,7 +255,12 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
         arch::launch_dependents();
         if (warpgroup::elect_leader()) produce<C>(g, shared);
         if constexpr (!K::fast) {
-            if (copies_scales && warpgroup::warpid() == 1) produce_scales<C>(g, shared);
+            if (warpgroup::warpid() == 1) {
+                if (copies_scales)
+                    produce_scales<C>(g, shared);
+                else if constexpr (!K::fine)
+                    produce_tile_scales<C>(g, shared);
+            }
         }
     } else {
         if (alone)
