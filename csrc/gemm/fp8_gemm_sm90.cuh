@@ -220,30 +220,35 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
     const bool alone = g.cluster_m * g.cluster_n == 1;
     const bool copies_scales = !K::fast && g.blocks;
 
+    const auto prefetch_maps = [&] {
+        tma::prefetch_map<typename K::a_part>(g.a);
+        tma::prefetch_map<typename K::b_part>(g.b);
+        tma::prefetch_map<typename K::out_tile>(g.out);
+    };
     if (warpgroup::groupid() == K::consumers) {
         if (warpgroup::warpid() == 0) {
             if (arch::elect_one()) {
+                if constexpr (!K::turns) prefetch_maps();
                 for (int i = 0; i < C.stages; ++i) {
                     init_semaphore(shared.full[i], 1 + (copies_scales ? WARP_THREADS : 0));
                     const int blocks = K::fast ? g.cluster_m + g.cluster_n - 1 : 1;
                     init_semaphore(shared.empty[i], K::consumers_of_tile * blocks);
-                    if constexpr (!K::fast) {
-                        const bool there = i == 0 && !g.blocks;
+                    const bool there = i == 0 && !K::fast && !g.blocks;
+                    if constexpr (!K::turns) {
                         init_semaphore(shared.scales_read[i],
                                        there ? WARP_THREADS : K::consumers * WARPGROUP_WARPS);
                     }
                 }
                 arch::mbarrier_init_fence();
             }
-        } else if (warpgroup::warpid() == 1) {
-            if (arch::elect_one()) {
-                tma::prefetch_map<typename K::a_part>(g.a);
-                tma::prefetch_map<typename K::b_part>(g.b);
-                if constexpr (K::two_widths) tma::prefetch_map<typename K::b_last>(g.b);
-                tma::prefetch_map<typename K::out_tile>(g.out);
+            arch::sync_warp();
+        }
+        if constexpr (K::turns) {
+            if (warpgroup::warpid() == 1) {
+                if (arch::elect_one()) prefetch_maps();
+                arch::sync_warp();
             }
         }
-        arch::sync_warp();
         if (!alone)
             cluster::sync();
         else if (!K::fast && warpgroup::warpid() == 1)  // which waits for semaphores too
