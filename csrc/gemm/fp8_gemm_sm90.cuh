@@ -245,9 +245,9 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
                     init_semaphore(shared.empty[i], K::consumers_of_tile * blocks);
                     const bool there = TileScales<C>::copied && i == 0 && !g.blocks;
                     if constexpr (!K::turns) {
-                        init_semaphore(shared.scales_read[i],
-                                       there ? TileScales<C>::arrivals
-                                             : K::consumers * WARPGROUP_WARPS);
+                        init_semaphore(shared.scales_read[i], there
+                                                                  ? TileScales<C>::arrivals
+                                                                  : K::consumers * WARPGROUP_WARPS);
                     }
                 }
                 arch::mbarrier_init_fence();
