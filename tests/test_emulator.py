@@ -183,9 +183,10 @@ def test_gemm_in_one_round(tile, batch):
         for b_n_major in layouts_of(tile):
             left = a.mT.contiguous().mT if a_m_major else a
             right = b if b_n_major else b.mT.contiguous().mT
-            with tk.emulate("random", seed=batch, config=config):
+            with tk.emulate("random", seed=batch, config=config) as run:
                 out = tk.gemm(left, right)
             assert torch.equal(out, (a.float() @ b.float()).bfloat16()), (a_m_major, b_n_major)
+            assert run.kernels[0]["kernel"].endswith("_once") == (tile[:2] == (128, 256))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -201,12 +202,14 @@ def test_gemm_of_single_tiles(dtype, policy):
             expected = a.float() @ b.float()
             a = a.mT.contiguous().mT if a_m_major else a
             b = b if b_n_major else b.mT.contiguous().mT
-            with tk.emulate(policy, seed=k, config=config | {"b_once": b_once}):
+            with tk.emulate(policy, seed=k, config=config | {"b_once": b_once}) as run:
                 out = tk.gemm(a, b)
             assert torch.equal(out, expected.to(dtype)), (m, n, k, a_m_major, b_n_major)
-    with tk.emulate(policy, config=config):
+            assert run.kernels[0]["kernel"].endswith("_64x64_single")
+    with tk.emulate(policy, config=config) as run:
         out = tk.gemm(a[0], b[0], bias=torch.ones(n, dtype=dtype), out_dtype=torch.float32)
     assert torch.equal(out, expected[0] + 1)
+    assert run.kernels[0]["kernel"].endswith("_64x64")
 
 
 @pytest.mark.parametrize("n", [136, 37, 38])

@@ -6,7 +6,7 @@
 #include "csrc/common/check.h"
 #include "csrc/common/registry.h"
 #include "csrc/gemm/gemm.h"
-#include "csrc/gemm/single.h"
+#include "csrc/gemm/one_tile.h"
 #include "csrc/gemm/widths.h"
 
 namespace thunderkittens::gemm {
@@ -122,6 +122,10 @@ Choice choose_streamed(const Problem& p, int sm_count) {
     return choice;
 }
 
+const char* suffix_of(OneTile kernel) {
+    return kernel == OneTile::once ? "_once" : kernel == OneTile::single ? "_single" : "";
+}
+
 }  // namespace
 
 std::string unsupported(const Problem& p, const DeviceProperties& device) {
@@ -194,6 +198,10 @@ std::string kernel_name(const Config& c) {
 
 std::string kernel_name(const Choice& choice) { return kernel_name(choice.config); }
 
+std::string kernel_name(const Config& c, const Params& p) {
+    return kernel_name(c) + suffix_of(one_tile(c, p));
+}
+
 std::vector<KernelInfo> kernels() {
     std::vector<KernelInfo> list;
     for (std::size_t i = 0; i < CONFIGS; ++i) {
@@ -218,23 +226,23 @@ std::vector<KernelInfo> kernels() {
         const std::string one_tile =
             concat("tile ", tile, 'x', c.block_k, ", ", c.stages, " stages, 1 producer warp and ",
                    c.consumers, " consumer warpgroup", c.consumers > 1 ? "s" : "", ", one tile");
-        if (!c.streamed && !c.fused && c.block_m == 128 && c.block_n == 256) {
+        if (has_once(c)) {
             const std::string types = "_kernelINS1_5TypesIXtlNS0_6Config" + kernel.symbol;
             KernelInfo once = kernel;
-            once.name += "_once";
+            once.name += suffix_of(OneTile::once);
             once.config = one_tile;
             once.symbol = "once" + types;
-            once.threads = c.consumers * 128 + 32;
+            once.threads = one_tile_threads(c);
             list.push_back(once);
             kernel.symbol = "gemm" + types;
         }
         if (has_single(c)) {
             const std::string config = "TypesIXtlNS0_6Config" + kernel.symbol;
             KernelInfo single = kernel;
-            single.name += "_single";
+            single.name += suffix_of(OneTile::single);
             single.config = one_tile;
             single.symbol = "11Single" + config;
-            single.threads = SINGLE_THREADS;
+            single.threads = one_tile_threads(c);
             single.shared_bytes = single_shared_bytes(c);
             list.push_back(single);
             kernel.symbol = "5" + config;

@@ -15,6 +15,7 @@
 
 #include "csrc/gemm/finish_sm90.cuh"
 #include "csrc/gemm/marks_sm90.cuh"
+#include "csrc/gemm/one_tile.h"
 #include "csrc/gemm/start_sm90.cuh"
 
 namespace thunderkittens::gemm {
@@ -340,15 +341,6 @@ Kept<C> kept_of(const Params& p, bool kept) {
     }
 }
 
-// Whether each block has one tile, in the order of the grid: tiles of a row are a band.
-inline bool in_one_round(const Schedule& schedule, const TileOrder& order) {
-    return uint32_t(schedule.blocks) == order.total && !order.along_m &&
-           order.band_tiles.value == order.matrix_tiles.value;
-}
-inline bool in_one_round(const Schedule& schedule, const UnevenOrder& order) {
-    return order.total == order.fewer.total && in_one_round(schedule, order.fewer);
-}
-
 template <Config C>
 typename Types<C>::Globals make_globals(const Params& p) {
     using K = Types<C>;
@@ -362,12 +354,7 @@ typename Types<C>::Globals make_globals(const Params& p) {
     const Epilogue& e = p.epilogue;
     const int64_t out_n = e.gate == Gate::none ? p.n : p.n / 2;
     const int64_t size = size_in_bytes(p.out_dtype);
-    const auto rows_of_16_bytes = [&](const void* data, int64_t stride, int64_t batch_stride) {
-        return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride * size % 16 == 0 &&
-               batch_stride * size % 16 == 0;
-    };
-    const bool tma_store =
-        rows_of_16_bytes(p.out, p.out_stride, p.out_batch_stride) && out_n * size / 2 <= INT32_MAX;
+    const bool tma_store = tma_stores(p);
     const auto in_pairs = [](const void* data, int64_t bytes, int64_t stride,
                              int64_t batch_stride) {
         return reinterpret_cast<uintptr_t>(data) % bytes == 0 && stride % 2 == 0 &&
@@ -409,8 +396,7 @@ typename Types<C>::Globals make_globals(const Params& p) {
         .b_batched = p.b_batch_stride != 0,
         .b_once = p.schedule.b_once,
         .one_round = in_one_round(p.schedule, order),
-        .plain = tma_store && p.out_dtype == C.dtype && e.alpha == 1.f && e.bias == nullptr &&
-                 ceil_div(p.k, BLOCK_K) >= Finished<C>::pieces,
+        .plain = is_plain(C, p),
         .tma_store = tma_store,
         .pairs = pairs,
         .aligned_pairs = aligned_pairs,

@@ -29,7 +29,7 @@ struct OnceGlobals {
 };
 
 template <class K>
-constexpr int ONCE_THREADS = K::config.consumers * WARPGROUP_THREADS + WARP_THREADS;
+constexpr int ONCE_THREADS = one_tile_threads(K::config);
 
 // Brings a part of a tile's first step into L2, by a warpgroup. The tile is of `width` rows or
 // columns, from `first` on. The kernel before may still be writing them: it does so in L2.
@@ -157,17 +157,16 @@ inline Lines lines_of(const void* data, bool along_k, int64_t outer, int64_t k, 
 template <Config C>
 void launch_once(const Params& p, Stream stream) {
     using K = sm90::Types<C>;
-    static_assert(C.consumers == 2 && !C.fused && !C.marked);
+    static_assert(has_once(C) && C.consumers == 2);
     const sm90::OnceGlobals<C> g{
         .a = sm90::lines_of(p.a, !C.a_m_major, p.m, p.k, p.a_stride, p.a_batch_stride, C.block_m,
                             sm90::ceil_div(p.n, C.block_n)),
         .b = sm90::lines_of(p.b, !C.b_n_major, p.n, p.k, p.b_stride, p.b_batch_stride, C.block_n,
                             sm90::ceil_div(p.m, C.block_m)),
         .product = sm90::make_globals<C>(p)};
-    const bool once = g.product.one_round && g.product.plain;
     const dim3 grid = sm90::grid_of<C>(p, g.product.one_round);
     const kittens::LaunchOptions options{.dependent = true};
-    if (once) {
+    if (one_tile(C, p) == OneTile::once) {
         kittens::launch(options, sm90::once_kernel<K>, grid, dim3(sm90::ONCE_THREADS<K>), dim3(1),
                         sizeof(typename K::Shared), stream, g);
     } else {

@@ -8,7 +8,6 @@
 // initialises the others.
 #pragma once
 
-#include "csrc/gemm/single.h"
 #include "csrc/gemm/small_sm90.cuh"
 
 namespace thunderkittens::gemm {
@@ -22,7 +21,7 @@ struct SingleTypes : Types<C> {
     using K = Types<C>;
     static_assert(has_single(C) && C.consumers == 1 && !C.fused && !C.marked);
     static_assert(C.block_n == K::out_tile::cols);
-    static constexpr int threads = SINGLE_THREADS;
+    static constexpr int threads = one_tile_threads(C);
 
     struct Shared {
         typename K::Stage stages[C.stages];
@@ -141,9 +140,8 @@ __global__ __launch_bounds__(S::threads, 1) void single_gemm_kernel(const __grid
 template <Config C>
 void launch_single_or_small(const Params& params, Stream stream) {
     using S = sm90::SingleTypes<C>;
+    if (one_tile(C, params) != OneTile::single) return launch_small<C>(params, stream);
     const auto g = sm90::make_globals<C>(params);
-    const bool whole = params.m % C.block_m == 0 && params.n % C.block_n == 0;
-    if (!g.one_round || !g.plain || !whole) return launch_small<C>(params, stream);
     kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::single_gemm_kernel<S>,
                     sm90::grid_of<C>(params, true), dim3(S::threads), dim3(1),
                     sizeof(typename S::Shared), stream,

@@ -12,6 +12,16 @@
 namespace thunderkittens::gemm {
 namespace sm90 {
 
+// Calls work(tile) for each of this block's tiles. Where every block has one, they are the grid;
+// else that has one dimension, and the same formula holds for the first tile. With a choice between
+// the two, or a branch in `work` that is not the same for a whole block, the number of the stage is
+// not kept in a uniform register, where wgmma wants it, but moved there sixteen times a step.
+template <class Globals, class Work>
+__device__ __forceinline__ void for_each_small_tile(const Globals& g, Work work) {
+    const uint32_t first = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+    for (uint32_t i = first; i < g.order.total; i += g.blocks) work(g.order.at(i));
+}
+
 template <Config C>
 __device__ __forceinline__ void consume_small(const typename Types<C>::Globals& g,
                                               typename Types<C>::Shared& shared) {
@@ -23,7 +33,7 @@ __device__ __forceinline__ void consume_small(const typename Types<C>::Globals& 
     rt_fl<16, C.block_n> d;
     Finished<C> finished;
     Bias<C> bias;
-    for_each_tile(g, [&](const TilePosition at, bool) {
+    for_each_small_tile(g, [&](const TilePosition at) {
         const uint32_t col = at.n * C.block_n;
         const uint32_t row = at.m * C.block_m + warpgroup::warpid() * 16;
         if (g.epilogue.bias != nullptr) bias.fetch(g, col);
