@@ -192,11 +192,17 @@ def test_gemm_in_one_round(tile, batch):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gemm_of_single_tiles(dtype, policy):
-    """Whole tiles, one per block, have a kernel of their own, unless there is a bias or another
-    type: fewer steps than stages, as many, and more."""
-    for batch, m, n, k in ((1, 128, 128, 24), (2, 128, 64, 640), (1, 128, 64, 1416)):
-        config = {"block_m": 64, "block_n": 64, "stages": 10, "consumers": 1, "band": m // 64}
-        config["blocks"] = batch * (m // 64) * (n // 64)
+    """Tiles of whole columns, one per block, have a kernel of their own, unless there is a bias or
+    another type: fewer steps than stages, as many, and more; rows that two tiles compute."""
+    for batch, m, n, k in (
+        (1, 128, 128, 24),
+        (2, 128, 64, 640),
+        (2, 72, 64, 72),
+        (1, 128, 64, 1416),
+    ):
+        rows = -(-m // 64)
+        config = {"block_m": 64, "block_n": 64, "stages": 10, "consumers": 1, "band": rows}
+        config["blocks"] = batch * rows * (n // 64)
         for a_m_major, b_n_major, b_once in itertools.product((False, True), repeat=3):
             a, b = integers(batch, m, k, dtype=dtype), integers(batch, k, n, dtype=dtype)
             expected = a.float() @ b.float()
@@ -210,6 +216,27 @@ def test_gemm_of_single_tiles(dtype, policy):
         out = tk.gemm(a[0], b[0], bias=torch.ones(n, dtype=dtype), out_dtype=torch.float32)
     assert torch.equal(out, expected[0] + 1)
     assert run.kernels[0]["kernel"].endswith("_64x64")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("m", [70, 130])
+def test_gemm_divides_a_long_k(m, policy):
+    """Clusters of the kernel for few rows divide k, also where there are several rows of tiles."""
+    device = _C.DeviceProperties(
+        sm_count=132, shared_bytes_per_block=232448, l2_bytes=50 << 20, major=9, minor=0
+    )
+    for k, splits in ((4096, 4), (2048, 1)):
+        chosen = _C.choose("gemm", {"m": 128, "n": 576, "k": k, "batch": 1}, device)
+        assert (chosen["streamed"], chosen["splits"]) == (splits > 1, splits)
+    config = {"block_m": 64, "block_n": 64, "stages": 6, "consumers": 1, "block_k": 128}
+    config |= {"streamed": True, "splits": 3, "blocks": 6}
+    for b_n_major in (False, True):
+        a, b = integers(m, 520, dtype=torch.bfloat16), integers(520, 136, dtype=torch.bfloat16)
+        right = b if b_n_major else b.t().contiguous().t()
+        with tk.emulate(policy, seed=m, config=config) as run:
+            out = tk.gemm(a, right)
+        assert torch.equal(out, (a.float() @ b.float()).bfloat16()), b_n_major
+        assert run.kernels[0]["kernel"].endswith("_stream_64x64")
 
 
 @pytest.mark.parametrize("n", [136, 37, 38])
@@ -415,7 +442,7 @@ def test_kernels_are_chosen_as_on_the_gpu():
     with tk.emulate() as run:
         tk.gemm(a, a)
     chosen = _C.choose("gemm", problem, device)
-    assert run.kernels == [chosen]
+    assert run.kernels == [chosen | {"kernel": chosen["kernel"] + "_single"}]
 
 
 def test_random_order_is_drawn_from_the_seed():

@@ -98,6 +98,12 @@ Schedule schedule_for(const Config& config, const Problem& p, const DeviceProper
 // Few rows: what counts is how fast b is read. Its rows are then a's, or columns, and a block reads
 // its part of them once.
 bool streams(const Problem& p) { return p.m <= 64 && p.batch == 1 && !p.a_m_major; }
+// More rows, but few tiles and a long k, which the clusters of the same kernel divide.
+bool streams_divided(const Problem& p, int sm_count) {
+    const int64_t tiles = ceil_div(p.m, 64) * ceil_div(p.n, 64);
+    return p.m <= 256 && p.batch == 1 && !p.a_m_major && !p.fused && p.k >= 4096 &&
+           tiles * 32 <= int64_t{sm_count} * 7;
+}
 
 Choice choose_streamed(const Problem& p, int sm_count) {
     const StreamShape* shape = nullptr;
@@ -110,9 +116,10 @@ Choice choose_streamed(const Problem& p, int sm_count) {
     const int64_t tiles = ceil_div(p.m, shape->block_m) * ceil_div(p.n, shape->block_n);
     const int64_t k_blocks = ceil_div(p.k, shape->block_k);
     // Half of the SMs read as fast as all do. Below that, blocks of a cluster divide k, as long as
-    // each still has some steps.
+    // each still has some steps. With several rows of tiles a block reads more than b.
+    const double enough = p.m <= 64 ? 0.4 : 0.45;
     int splits = 1;
-    while (splits < 8 && tiles * splits * 5 < sm_count * 2 && k_blocks >= splits * 2 * 2) {
+    while (splits < 8 && double(tiles * splits) < sm_count * enough && k_blocks >= splits * 2 * 2) {
         splits *= 2;
     }
     const int64_t clusters = sm_count / splits;
@@ -154,7 +161,7 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
 
 Choice choose(const Problem& p, const DeviceProperties& device) {
     const int sm_count = std::max(1, device.sm_count);
-    if (streams(p)) return choose_streamed(p, sm_count);
+    if (streams(p) || streams_divided(p, sm_count)) return choose_streamed(p, sm_count);
     const TileShape* best = nullptr;
     double least = 0;
     const auto consider = [&](const TileShape& shape) {

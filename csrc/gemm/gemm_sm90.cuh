@@ -60,7 +60,7 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
         if constexpr (C.marked) {
             if (!is_marked<C>(g, at)) return;
         }
-        const int m = static_cast<int>(at.m) * C.block_m;
+        const int m = static_cast<int>(K::first_row(g, at.m));
         const uint32_t n = K::first_column(g, at);
         const bool narrow = K::is_narrow(at);
         for (int step = 0; step < g.k_blocks; ++step, ring.advance()) {
@@ -122,16 +122,15 @@ struct HostFactor {
     __device__ __forceinline__ float times(float alpha) const { return alpha; }
 };
 
-template <Config C, bool two_widths = has_two_widths(C), class Factor = HostFactor>
+// `expanded`: tiles of an operand that the kernel itself has expanded, as many rows at a time.
+template <Config C, bool expanded = false, class Factor = HostFactor>
 __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
                                         typename Types<C>::Shared& shared,
                                         const Factor factor = {}) {
     using K = Types<C>;
+    constexpr bool two_widths = !expanded && K::two_widths;
     const int consumer = warpgroup::groupid();
-    // One arrival stands for the warpgroup, which wgmma reads shared memory as.
-    const auto release = [&](int stage) {
-        if (warpgroup::laneid() == 0) arrive(shared.empty[stage]);
-    };
+    const auto release = [&](int stage) { release_stage(shared.empty[stage]); };
 
     constexpr int FIRST_DONE = READY + 1 + C.consumers;  // named barrier
     Ring<C.stages> ring;
@@ -196,8 +195,8 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
         warpgroup::mma_async_wait(d);
         release(previous);
 
-        const uint32_t row =
-            at.m * C.block_m + consumer * K::consumer_rows + warpgroup::warpid() * 16;
+        const uint32_t first_row = expanded ? at.m * C.block_m : K::first_row(g, at.m);
+        const uint32_t row = first_row + consumer * K::consumer_rows + warpgroup::warpid() * 16;
         Place16 to{at.batch, row, col};
         // The usual way first and by itself: a short kernel waits for code that it jumps over.
         if constexpr (!C.fused && !Factor::activates) {

@@ -36,8 +36,7 @@ inline bool tma_stores(const Params& p) {
 // shadow of a next tile: a piece of 64 columns in each step.
 inline bool is_plain(const Config& c, const Params& p) {
     return tma_stores(p) && p.out_dtype == c.dtype && p.epilogue.alpha == 1.f &&
-           p.epilogue.bias == nullptr &&
-           (p.k + BLOCK_K - 1) / BLOCK_K >= (c.block_n + 63) / 64;
+           p.epilogue.bias == nullptr && (p.k + BLOCK_K - 1) / BLOCK_K >= (c.block_n + 63) / 64;
 }
 
 // Whether each block has one tile, in the order of the grid: tiles of a row are a band.
@@ -58,7 +57,7 @@ inline OneTile one_tile(const Config& c, const Params& p) {
             : in_one_round(p.schedule, make_order(c, p.schedule, p.m, p.n, p.batch));
     if (!one_round) return OneTile::no;
     if (has_once(c)) return OneTile::once;
-    return p.m % c.block_m == 0 && p.n % c.block_n == 0 ? OneTile::single : OneTile::no;
+    return p.m >= c.block_m && p.n % c.block_n == 0 ? OneTile::single : OneTile::no;
 }
 
 }  // namespace thunderkittens::gemm

@@ -32,6 +32,7 @@ struct SingleTypes : Types<C> {
 
     struct Globals {
         int k_blocks;
+        uint32_t last_row;  // where the last row of tiles begins
         bool a_batched, b_batched, b_once;
         // In words of 16 bytes: through a pointer to values the compiler stores four times 4 bytes.
         uint4* out;
@@ -48,7 +49,7 @@ template <class S>
 __device__ __forceinline__ void load_single(const typename S::Globals& g,
                                             typename S::Shared& shared, bool loads) {
     constexpr Config C = S::config;
-    const int m = static_cast<int>(blockIdx.x) * C.block_m;
+    const int m = static_cast<int>(min(blockIdx.x * C.block_m, g.last_row));
     const uint32_t n = blockIdx.y * C.block_n;
     const auto load = [&](int stage, int step) {
         tma::expect(shared.full[stage], shared.stages[stage]);
@@ -81,10 +82,7 @@ template <class S>
 __device__ __forceinline__ void consume_single(const typename S::Globals& g,
                                                typename S::Shared& shared) {
     constexpr Config C = S::config;
-    // One arrival stands for the warpgroup, which wgmma reads shared memory as.
-    const auto release = [&](int stage) {
-        if (warpgroup::laneid() == 0) arrive(shared.empty[stage]);
-    };
+    const auto release = [&](int stage) { release_stage(shared.empty[stage]); };
     Ring<C.stages> ring;
     rt_fl<16, C.block_n> d;
     int previous = 0;
@@ -106,7 +104,8 @@ __device__ __forceinline__ void consume_single(const typename S::Globals& g,
     constexpr int lanes = C.block_n / WIDE, rows = WARP_THREADS / lanes;
     const int row = laneid() / lanes, part = laneid() % lanes;
     uint4* to = g.out + (blockIdx.z * g.out_batch_stride +
-                         (blockIdx.x * C.block_m + kittens::warpid() * 16 + row) * g.out_stride +
+                         (min(blockIdx.x * C.block_m, g.last_row) + kittens::warpid() * 16 + row) *
+                             g.out_stride +
                          blockIdx.y * lanes + part);
 #pragma unroll
     for (int first = 0; first < 16; first += rows) {
@@ -147,6 +146,7 @@ void launch_single_or_small(const Params& params, Stream stream) {
                     sizeof(typename S::Shared), stream,
                     typename S::Globals{
                         .k_blocks = g.k_blocks,
+                        .last_row = static_cast<uint32_t>(params.m - C.block_m),
                         .a_batched = g.a_batched,
                         .b_batched = g.b_batched,
                         .b_once = g.b_once,

@@ -71,11 +71,11 @@ struct StreamTypes {
 // further on.
 template <Config C>
 struct StreamTile {
-    uint32_t row, col;
+    uint32_t n_tile, row, col;
 
     template <class Globals>
     __device__ __forceinline__ StreamTile(const Globals& g, uint32_t index) {
-        const uint32_t n_tile = g.m_tiles.divide(index);
+        n_tile = g.m_tiles.divide(index);
         row = (index - n_tile * g.m_tiles.value) * C.block_m;
         col = n_tile * (C.fused && g.epilogue.gate == Gate::blocked ? 64 : C.block_n);
     }
@@ -109,8 +109,9 @@ __device__ __forceinline__ void stream_produce(const typename StreamTypes<C>::Gl
     int slot = 0, phase = 1;
     for_each_stream_tile(g, [&](uint32_t index) {
         const StreamTile<C> tile(g, index);
-        // Blocks begin at different k: not all of them read the same lines of a at the same time.
-        int k = range.x + static_cast<int>(index * 37 % uint32_t(range.y - range.x));
+        // Columns of tiles begin at different k: not all of them read the same lines of a at the
+        // same time. Those of a column do read the same lines of b.
+        int k = range.x + static_cast<int>(tile.n_tile * 37 % uint32_t(range.y - range.x));
         for (int step = range.x; step < range.y; ++step) {
             auto& stage = shared.stages[slot];
             semaphore& full = shared.full[slot];
@@ -368,7 +369,6 @@ __global__ __launch_bounds__(K::threads,
 template <Config C>
 void launch_streamed(const Params& p, Stream stream) {
     using K = sm90::StreamTypes<C>;
-    using T = typename K::T;
     using namespace kittens;
     const auto matrix = [&]<class GL>(const void* data, int64_t rows, int64_t cols,
                                       int64_t stride) {

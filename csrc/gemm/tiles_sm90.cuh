@@ -91,6 +91,14 @@ struct Types {
         if constexpr (two_widths) return tile.column(width);
         return tile.n * width;
     }
+    // The last tile begins where it is whole, if there are as many rows, and computes some of them a
+    // second time: TMA takes longer for rows that lie outside than for others. Not with a fused
+    // epilogue, whose residual may be what it writes.
+    template <class Globals>
+    static __device__ __forceinline__ uint32_t first_row(const Globals& g, uint32_t m) {
+        constexpr uint32_t height = C.block_m;
+        return C.fused ? m * height : min(m * height, max(g.m, height) - height);
+    }
     static __device__ __forceinline__ bool is_narrow(const auto& tile) {
         if constexpr (two_widths) return tile.narrow();
         return false;
