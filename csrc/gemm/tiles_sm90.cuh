@@ -91,8 +91,8 @@ struct Types {
         if constexpr (two_widths) return tile.column(width);
         return tile.n * width;
     }
-    // The last tile begins where it is whole, if there are as many rows, and computes some of them a
-    // second time: TMA takes longer for rows that lie outside than for others. Not with a fused
+    // The last tile begins where it is whole, if there are as many rows, and computes some of them
+    // a second time: tiles with few rows take longer than whole ones. Not with a fused
     // epilogue, whose residual may be what it writes.
     template <class Globals>
     static __device__ __forceinline__ uint32_t first_row(const Globals& g, uint32_t m) {
