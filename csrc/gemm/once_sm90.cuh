@@ -152,7 +152,7 @@ void launch_once(const Params& p, Stream stream) {
                             sm90::ceil_div(p.n, C.block_n)),
         .b = sm90::lines_of(p.b, !C.b_n_major, p.n, p.k, p.b_stride, p.b_batch_stride, C.block_n,
                             sm90::ceil_div(p.m, C.block_m)),
-        .last_row = static_cast<uint32_t>(std::max<int64_t>(p.m - C.block_m, 0)),
+        .last_row = last_row(static_cast<uint32_t>(p.m), C.block_m, C.a_m_major),
         .product = sm90::make_globals<C>(p)};
     const dim3 grid = sm90::grid_of<C>(p, g.product.one_round);
     const kittens::LaunchOptions options{.dependent = true};

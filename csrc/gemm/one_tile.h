@@ -24,6 +24,13 @@ constexpr int single_shared_bytes(const Config& c) {
     return (bytes + 127) / 128 * 128;
 }
 
+// Where the last of several tiles begins: where it is whole. TMA reads rows that are adjacent in
+// memory from multiples of 16 bytes on, so there some may be outside.
+TK_HOST_DEVICE constexpr uint32_t last_row(uint32_t m, uint32_t height, bool m_major) {
+    const uint32_t first = m > height ? m - height : 0;
+    return m_major ? (first + 7) / 8 * 8 : first;
+}
+
 // Whether TMA can store rows of the output: they are multiples of 16 bytes.
 inline bool tma_stores(const Params& p) {
     const int64_t size = size_in_bytes(p.out_dtype);
@@ -57,7 +64,8 @@ inline OneTile one_tile(const Config& c, const Params& p) {
             : in_one_round(p.schedule, make_order(c, p.schedule, p.m, p.n, p.batch));
     if (!one_round) return OneTile::no;
     if (has_once(c)) return OneTile::once;
-    return p.m >= c.block_m && p.n % c.block_n == 0 ? OneTile::single : OneTile::no;
+    const bool whole_rows = p.m >= c.block_m && (!c.a_m_major || p.m % 8 == 0);
+    return whole_rows && p.n % c.block_n == 0 ? OneTile::single : OneTile::no;
 }
 
 }  // namespace thunderkittens::gemm

@@ -141,21 +141,22 @@ void launch_single_or_small(const Params& params, Stream stream) {
     using S = sm90::SingleTypes<C>;
     if (one_tile(C, params) != OneTile::single) return launch_small<C>(params, stream);
     const auto g = sm90::make_globals<C>(params);
-    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::single_gemm_kernel<S>,
-                    sm90::grid_of<C>(params, true), dim3(S::threads), dim3(1),
-                    sizeof(typename S::Shared), stream,
-                    typename S::Globals{
-                        .k_blocks = g.k_blocks,
-                        .last_row = static_cast<uint32_t>(params.m - C.block_m),
-                        .a_batched = g.a_batched,
-                        .b_batched = g.b_batched,
-                        .b_once = g.b_once,
-                        .out = static_cast<uint4*>(g.out),
-                        .out_stride = g.out_stride / sm90::WIDE,
-                        .out_batch_stride = g.out_batch_stride / sm90::WIDE,
-                        .a = g.a,
-                        .b = g.b,
-                    });
+    kittens::launch(
+        kittens::LaunchOptions{.dependent = true}, sm90::single_gemm_kernel<S>,
+        sm90::grid_of<C>(params, true), dim3(S::threads), dim3(1), sizeof(typename S::Shared),
+        stream,
+        typename S::Globals{
+            .k_blocks = g.k_blocks,
+            .last_row = last_row(static_cast<uint32_t>(params.m), C.block_m, C.a_m_major),
+            .a_batched = g.a_batched,
+            .b_batched = g.b_batched,
+            .b_once = g.b_once,
+            .out = static_cast<uint4*>(g.out),
+            .out_stride = g.out_stride / sm90::WIDE,
+            .out_batch_stride = g.out_batch_stride / sm90::WIDE,
+            .a = g.a,
+            .b = g.b,
+        });
 }
 
 // The launcher of a configuration, in place of the one in gemm_sm90.cuh.

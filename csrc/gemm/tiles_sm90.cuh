@@ -2,6 +2,7 @@
 #pragma once
 
 #include "csrc/gemm/gemm.h"
+#include "csrc/gemm/one_tile.h"
 #include "csrc/gemm/tile_order.h"
 #include "kittens/kittens.cuh"
 
@@ -97,7 +98,7 @@ struct Types {
     template <class Globals>
     static __device__ __forceinline__ uint32_t first_row(const Globals& g, uint32_t m) {
         constexpr uint32_t height = C.block_m;
-        return C.fused ? m * height : min(m * height, max(g.m, height) - height);
+        return C.fused ? m * height : min(m * height, last_row(g.m, height, C.a_m_major));
     }
     static __device__ __forceinline__ bool is_narrow(const auto& tile) {
         if constexpr (two_widths) return tile.narrow();
