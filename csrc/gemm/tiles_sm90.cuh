@@ -2,7 +2,7 @@
 #pragma once
 
 #include "csrc/gemm/gemm.h"
-#include "csrc/gemm/tile_order.h"
+#include "csrc/gemm/varied_order.h"
 #include "kittens/kittens.cuh"
 
 namespace thunderkittens::gemm {
@@ -47,9 +47,26 @@ struct Kept<C> {
     gl<bf16, -1, 1, -1, -1, st<bf16, 16, 64>> map;
 };
 
+// Tiles of widths that vary, rows of b along k: the maps of what is behind the first half of a
+// tile's columns, for each kind of tiles.
+template <Config C>
+struct Varied {};
+template <Config C>
+    requires(C.varied)
+struct Varied<C> {
+    CUtensorMap maps[C.b_n_major ? 1 : 4];
+};
+
 template <Config C>
 struct Types {
     static constexpr Config config = C;
+    // How many columns a tile lacks, or whether it is narrow.
+    using Narrow = std::conditional_t<C.varied, uint32_t, bool>;
+    // Whether tiles of widths that vary can lack so many.
+    static __host__ __device__ constexpr bool has_lack(int lack) {
+        return lack % varied_unit(C) == 0 && lack >= C.block_n - widest(C) &&
+               lack <= C.block_n - narrowest(C);
+    }
     static constexpr bool has_finishers = gemm::has_finishers(C);
     // Staging buffers that are handed over, each with semaphores behind those of the stages.
     static constexpr int handed = has_finishers ? C.consumers * WARPGROUP_WARPS * 2 : 0;
@@ -88,11 +105,17 @@ struct Types {
     template <class Globals>
     static __device__ __forceinline__ uint32_t first_column(const Globals& g, const auto& tile) {
         const int width = C.fused && g.epilogue.gate == Gate::blocked ? C.block_n / 2 : C.block_n;
-        if constexpr (two_widths) return tile.column(width);
+        if constexpr (C.varied)
+            return tile.col;
+        else if constexpr (two_widths)
+            return tile.column(width);
         return tile.n * width;
     }
-    static __device__ __forceinline__ bool is_narrow(const auto& tile) {
-        if constexpr (two_widths) return tile.narrow();
+    static __device__ __forceinline__ Narrow is_narrow(const auto& tile) {
+        if constexpr (C.varied)
+            return C.block_n - tile.width;
+        else if constexpr (two_widths)
+            return tile.narrow();
         return false;
     }
 
@@ -130,7 +153,9 @@ struct Types {
         bool aligned_pairs;  // two neighbours of z can be written as one
         bool packed;         // values are activated as they are rounded, to bf16
         Pace<C> pace;
-        std::conditional_t<two_widths, UnevenOrder, TileOrder> order;
+        std::conditional_t<C.varied, VariedOrder,
+                           std::conditional_t<two_widths, UnevenOrder, TileOrder>>
+            order;
         Epilogue epilogue;
         uint32_t m, n, out_n;
         DType out_dtype;
@@ -142,6 +167,7 @@ struct Types {
         gl<bf16, -1, 1, -1, -1, out_tile> out_map;
         Residual<C> residual;
         Kept<C> kept;
+        Varied<C> varied;
     };
 
     static constexpr int threads = gemm::threads(C);
