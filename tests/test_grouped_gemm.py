@@ -268,6 +268,7 @@ def test_which_tiles_have_two_widths():
     assert not two_widths(grouped=1)
     assert not two_widths(grouped=2)
     assert not two_widths(m=300, groups=64)
+    assert not two_widths(m=2048, n=2048, groups=4)
 
 
 # Gradients

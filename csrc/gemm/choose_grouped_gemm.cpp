@@ -83,8 +83,9 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     choice.band =
         std::max(1, int(std::lround(std::sqrt(double(sm_count) * best->block_n / best->block_m))));
     choice.blocks = sm_count;
+    const int64_t tiles = ceil_div(p.m, best->block_m) * ceil_div(p.n, best->block_n);
     choice.two_widths = Grouped(p.grouped) == Grouped::rows && p.groups <= COUNTED_GROUPS &&
-                        grouped_gemm::has_two_widths(choice.config);
+                        tiles > sm_count && grouped_gemm::has_two_widths(choice.config);
     return choice;
 }
 
