@@ -49,10 +49,7 @@ Widths two_widths(const Config& config, const Problem& p, int sm_count) {
     const int width = halves ? config.block_n / 2 : config.block_n;
     const int64_t n = halves ? p.n / 2 : p.n;
     Widths widths = gemm::two_widths(config.block_m, width, p.m, n, sm_count);
-    // Rows of b along n are loaded whole, and a narrow tile begins anywhere in a line: there more
-    // columns than the output has cost more than they bring.
-    const int64_t all = ceil_div(n, NARROWER);
-    if (p.b_n_major && (widths.columns * (width / NARROWER - 1) - all) * 40 > all) return {};
+    if (p.b_n_major && cover_too_much<int64_t>(widths.columns, n, width)) return {};
     // With many rows that costs most of what it brings where nearly all tiles are narrow.
     const int64_t rows = ceil_div(p.m, config.block_m), fewer = rows - widths.longer;
     const int64_t wide = fewer * wide_tiles(n, widths.columns, width) +
