@@ -196,6 +196,11 @@ __device__ __forceinline__ auto& columns_of(typename Types<C>::Shared& shared) {
     }
 }
 
+// Where a column's value is: those of the four columns that a thread has of 16 are side by side.
+__device__ __forceinline__ int place_of(int col) {
+    return col / 16 * 16 + col / 2 % 4 * 4 + col / 8 % 2 * 2 + col % 2;
+}
+
 // A value for each of a tile's columns: each thread of a consumer fetches a few before the
 // products, and uses all that it needs after them, through shared memory.
 template <Config C>
@@ -218,106 +223,200 @@ struct Columns {
 #pragma unroll
         for (int i = 0; i < per_thread; ++i) {
             const int col = i * WARPGROUP_THREADS + warpgroup::laneid();
-            if (col < C.block_n) shared.set(col, values[i]);
+            if (col >= C.block_n) continue;
+            shared.set(Types<C>::columns_placed ? place_of(col) : col, values[i]);
         }
         warpgroup::sync(barrier);
     }
 };
 
-// Calls combine(register, values of its two columns) for all of a warp's values.
-template <class Vector, int cols, class Combine>
-__device__ __forceinline__ void with_columns(rt_fl<16, cols>& d, const Vector& vector, int first,
+// Calls combine(register, row of products, row of two, values of its two columns) for all values of
+// a warp's products, `across` of which are side by side. What belongs to the columns begins at
+// `columns` in shared memory: in their order, or each at its place_of, which takes half as many
+// loads and more registers.
+template <int across, bool placed, int count, int cols, class Combine>
+__device__ __forceinline__ void with_columns(rt_fl<16, cols> (&d)[count], uint32_t columns,
                                              Combine combine) {
+    const uint32_t own = columns + laneid() % 4 * (placed ? sizeof(float4) : sizeof(float2));
 #pragma unroll
-    for (int j = 0; j < cols / 16; ++j) {
+    for (int in_n = 0; in_n < across; ++in_n) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int col = first + j * 16 + half * 8 + 2 * (laneid() % 4);
-            const float2 pair = arch::load_shared<float2>(vector.address_of(col));
+        for (int j = 0; j < cols / 8; j += placed ? 2 : 1) {
+            const uint32_t from = own + (in_n * cols + j * 8) * sizeof(float);
+            float2 pairs[placed ? 2 : 1];
+            if constexpr (placed) {
+                const auto four = arch::load_shared<float4>(from);
+                pairs[0] = make_float2(four.x, four.y), pairs[1] = make_float2(four.z, four.w);
+            } else {
+                pairs[0] = arch::load_shared<float2>(from);
+            }
 #pragma unroll
-            for (int r = 0; r < 2; ++r) combine(d.tiles[0][j].data[2 * half + r], pair, r);
+            for (int i = in_n; i < count; i += across) {
+#pragma unroll
+                for (int r = 0; r < (placed ? 4 : 2); ++r) {
+                    combine(d[i].tiles[0][j / 2].data[j % 2 * 2 + r], i / across, r % 2,
+                            pairs[r / 2]);
+                }
+            }
         }
     }
 }
 
-// The epilogue's operands of one tile: fetched before its products, applied after them to all
-// its register tiles, those side by side first.
+// Where the scales of a tile's rows and columns are, and the bias. Where sums are promoted and no
+// block has a scale of its own, a warp of the producers copies them to shared memory while the
+// tile's products run, to where scales of blocks would be. Elsewhere a consumer's threads fetch
+// them, and share those of columns: scales where consumers take turns while the tile's first
+// product runs; otherwise after the last one, for want of registers.
+template <Config C>
+struct TileScales {
+    using K = Types<C>;
+    static constexpr bool copied = !K::fast && !K::fine;
+    static constexpr bool early = copied || K::turns;
+    static constexpr int columns_at = C.block_m * int(sizeof(float));
+    static constexpr int bias_at = columns_at + C.block_n * int(sizeof(float));
+    static_assert(!copied || bias_at + C.block_n * int(sizeof(float)) <=
+                                 C.stages * scales_of_stage(C) * int(sizeof(float)));
+
+    // Semaphores that only scales of blocks of columns need otherwise. A warp's lanes arrive with
+    // what each has copied, and the warp with the bias.
+    static constexpr int arrivals = WARP_THREADS + 1;
+    static __device__ __forceinline__ semaphore& there(typename K::Shared& shared) {
+        return shared.scales_read[0];
+    }
+    static __device__ __forceinline__ semaphore& used(typename K::Shared& shared) {
+        return shared.scales_read[1];
+    }
+    static __device__ __forceinline__ uint32_t columns(typename K::Shared& shared) {
+        if constexpr (copied)
+            return shared.scales[0].address() + columns_at;
+        else
+            return columns_of<C>(shared).address();
+    }
+    static __device__ __forceinline__ uint32_t bias(typename K::Shared& shared) {
+        if constexpr (copied)
+            return shared.scales[0].address() + bias_at;
+        else
+            return columns_of<C>(shared).address();
+    }
+    static __device__ __forceinline__ void release(typename K::Shared& shared) {
+        if constexpr (copied) {
+            arch::sync_warp();
+            if (laneid() == 0) arrive(used(shared));
+        }
+    }
+};
+
+// The epilogue's operands of one tile, and what they are applied to: all its register tiles.
 template <Config C>
 struct Epilogue {
     using K = Types<C>;
+    using Where = TileScales<C>;
     float rows[K::products_m][2];  // scales of this thread's rows, two of each product
     Columns<C> scales, bias;
 
-    __device__ __forceinline__ void fetch(const typename K::Globals& g, const Tile& tile,
-                                          uint32_t row) {
+    // Those that are not copied.
+    __device__ __forceinline__ void fetch_scales(const typename K::Globals& g, const Tile& tile,
+                                                 uint32_t row) {
+        const bool per_column = g.scale_b.outer != 0;
+        const float* scale_b = g.scale_b.data + int64_t(tile.group) * g.scale_b.group;
 #pragma unroll
-        for (int i = 0; i < K::products_m; ++i) rows[i][0] = rows[i][1] = 1.f;
-        if (!g.blocks) {
-            const bool per_column = g.scale_b.outer != 0;
-            const float* scale_b = g.scale_b.data + int64_t(tile.group) * g.scale_b.group;
-#pragma unroll
-            for (int i = 0; i < 2 * K::products_m; ++i) {
-                float& scale = rows[i / 2][i % 2];
-                const uint32_t at = row + i / 2 * 64 + i % 2 * 8;
-                if (at < tile.end) {
-                    scale = arch::load_global(g.scale_a.data + int64_t(at) * g.scale_a.outer);
-                }
-                if (!per_column) scale *= arch::load_global(scale_b);
+        for (int i = 0; i < 2 * K::products_m; ++i) {
+            float& scale = rows[i / 2][i % 2];
+            const uint32_t at = row + i / 2 * 64 + i % 2 * 8;
+            scale = 1.f;
+            if (at < tile.end) {
+                scale = arch::load_global(g.scale_a.data + int64_t(at) * g.scale_a.outer);
             }
-            if (per_column) {
-                scales.fetch(tile.col, g.n, [&](uint32_t col) {
-                    return arch::load_global(scale_b + int64_t(col) * g.scale_b.outer);
-                });
-            }
+            if (!per_column) scale *= arch::load_global(scale_b);
         }
-        if (g.bias != nullptr) {
+        if (per_column) {
+            scales.fetch(tile.col, g.n, [&](uint32_t col) {
+                return arch::load_global(scale_b + int64_t(col) * g.scale_b.outer);
+            });
+        }
+    }
+    __device__ __forceinline__ void publish_scales(const typename K::Globals& g,
+                                                   typename K::Shared& shared) const {
+        if (g.scale_b.outer != 0) scales.publish(columns_of<C>(shared));
+    }
+    // Of those that are copied: this thread's rows.
+    __device__ __forceinline__ void take_scales(const typename K::Globals& g,
+                                                typename K::Shared& shared, int in_tile,
+                                                int phase) {
+        wait(Where::there(shared), phase);
+        const uint32_t from = shared.scales[0].address();
+#pragma unroll
+        for (int i = 0; i < 2 * K::products_m; ++i) {
+            const int at = in_tile + i / 2 * 64 + i % 2 * 8;
+            rows[i / 2][i % 2] = arch::load_shared<float>(from + at * 4);
+        }
+        if (g.scale_b.outer == 0) {
+            const float scale_b = arch::load_shared<float>(from + Where::columns_at);
+#pragma unroll
+            for (int i = 0; i < 2 * K::products_m; ++i) rows[i / 2][i % 2] *= scale_b;
+        }
+    }
+    // Where it is not copied.
+    __device__ __forceinline__ void fetch_bias(const typename K::Globals& g, const Tile& tile) {
+        if (g.bias != nullptr && (!Where::copied || g.blocks)) {
             bias.fetch(tile.col, g.n,
                        [&](uint32_t col) { return load_any(g.bias, g.bias_dtype, col); });
         }
+    }
+
+    // By the row, then by the column, value by value where both are there: reading the scales of
+    // columns takes as long as multiplying by both.
+    template <int count, int cols>
+    __device__ __forceinline__ void scale(const typename K::Globals& g, typename K::Shared& shared,
+                                          rt_fl<16, cols> (&d)[count]) const {
+        const bool per_column = g.scale_b.outer != 0;
+        const auto by_row = [&](float2& x, int in_m, int r) {
+            x.x *= rows[in_m][r];
+            x.y *= rows[in_m][r];
+        };
+        if (!Where::early || !per_column) {
+#pragma unroll
+            for (int i = 0; i < count; ++i) {
+#pragma unroll
+                for (int j = 0; j < d[i].width; ++j) {
+#pragma unroll
+                    for (int r = 0; r < 4; ++r)
+                        by_row(d[i].tiles[0][j].data[r], i / K::products_n, r % 2);
+                }
+            }
+        }
+        if (per_column) {
+            if constexpr (!Where::early) publish_scales(g, shared);
+            with_columns<K::products_n, K::columns_placed>(
+                d, Where::columns(shared), [&](float2& x, int in_m, int r, float2 s) {
+                    if (Where::early) by_row(x, in_m, r);
+                    x.x *= s.x;
+                    x.y *= s.y;
+                });
+        }
+        if (g.bias == nullptr) Where::release(shared);
     }
 
     template <int count, int cols>
     __device__ __forceinline__ void apply(const typename K::Globals& g, typename K::Shared& shared,
                                           rt_fl<16, cols> (&d)[count]) const {
         static_assert(count == K::products);
-        constexpr int across = K::products_n;
-        auto& columns = columns_of<C>(shared);
-        if (!g.blocks) {
-#pragma unroll
-            for (int i = 0; i < count; ++i) {
-#pragma unroll
-                for (int j = 0; j < d[i].width; ++j) {
-#pragma unroll
-                    for (int r = 0; r < 4; ++r) {
-                        d[i].tiles[0][j].data[r].x *= rows[i / across][r % 2];
-                        d[i].tiles[0][j].data[r].y *= rows[i / across][r % 2];
-                    }
-                }
-            }
-            if (g.scale_b.outer != 0) {
-                scales.publish(columns);
-#pragma unroll
-                for (int i = 0; i < count; ++i) {
-                    with_columns(d[i], columns, i % across * cols, [](float2& x, float2 s, int) {
-                        x.x *= s.x;
-                        x.y *= s.y;
-                    });
-                }
-            }
+        if constexpr (!K::fine) {
+            if (!g.blocks) scale(g, shared, d);
         }
         if (g.bias != nullptr) {
-            bias.publish(columns);
-#pragma unroll
-            for (int i = 0; i < count; ++i) {
-                with_columns(d[i], columns, i % across * cols, [](float2& x, float2 b, int) {
-                    x.x += b.x;
-                    x.y += b.y;
-                });
-            }
-        }
-        if (Types<C>::columns_staged &&
-            (g.bias != nullptr || (!g.blocks && g.scale_b.outer != 0))) {
-            warpgroup::sync(READY + 1 + warpgroup::groupid());
+            const bool copied = Where::copied && !g.blocks;
+            if (!copied) bias.publish(columns_of<C>(shared));
+            const uint32_t values = copied ? Where::bias(shared) : columns_of<C>(shared).address();
+            with_columns<K::products_n, K::columns_placed>(d, values,
+                                                           [](float2& x, int, int, float2 b) {
+                                                               x.x += b.x;
+                                                               x.y += b.y;
+                                                           });
+            if (copied)
+                Where::release(shared);
+            else if (K::columns_staged)
+                warpgroup::sync(READY + 1 + warpgroup::groupid());
         }
         constexpr int each = rt_fl<16, cols>::elements_per_thread;
         gemm::sm90::activate<count * each>(g.activation, [&](int i) -> float& {

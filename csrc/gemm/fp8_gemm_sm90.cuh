@@ -111,6 +111,43 @@ __device__ __forceinline__ void produce_scales(const typename Types<C>::Globals&
     });
 }
 
+// The scales of a tile's rows and columns and the bias: one warp copies them while the tile's
+// products run. Behind the last row and column there is the last one's.
+template <Config C>
+__device__ __forceinline__ void produce_tile_scales(const typename Types<C>::Globals& g,
+                                                    typename Types<C>::Shared& shared) {
+    using Where = TileScales<C>;
+    const uint32_t rows = shared.scales[0].address(), columns = Where::columns(shared);
+    int phase = 0;
+    for_each_tile<C>(g, Place(g), [&](const Tile& tile) {
+        if (tile.nothing) return;
+        const float* of_b = g.scale_b.data + int64_t(tile.group) * g.scale_b.group;
+        const auto column = [&](int i) { return tile.col + i < g.n ? tile.col + i : g.n - 1; };
+        wait(Where::used(shared), phase ^ 1);
+        phase ^= 1;
+#pragma unroll
+        for (int i = laneid(); i < C.block_m; i += WARP_THREADS) {
+            const uint32_t row = tile.row + i < tile.end ? tile.row + i : tile.end - 1;
+            arch::cp_async<4>(rows + i * 4, g.scale_a.data + int64_t(row) * g.scale_a.outer);
+        }
+#pragma unroll
+        for (int i = laneid(); i < C.block_n; i += WARP_THREADS) {
+            arch::cp_async<4>(columns + place_of(i) * 4,
+                              of_b + int64_t(column(i)) * g.scale_b.outer);
+        }
+        arch::cp_async_mbarrier_arrive(Where::there(shared).address());
+        if (g.bias != nullptr) {
+#pragma unroll 1
+            for (int i = laneid(); i < C.block_n; i += WARP_THREADS) {
+                arch::store_shared(Where::bias(shared) + place_of(i) * 4,
+                                   load_any(g.bias, g.bias_dtype, column(i)));
+            }
+        }
+        arch::sync_warp();
+        if (laneid() == 0) arrive(Where::there(shared));
+    });
+}
+
 template <Config C>
 __device__ __forceinline__ void consume_fast(const typename Types<C>::Globals& g,
                                              typename Types<C>::Shared& shared) {
@@ -142,7 +179,8 @@ __device__ __forceinline__ void consume_fast(const typename Types<C>::Globals& g
         }
         // Here the registers are free, and the last product hides the latency.
         Epilogue<C> epilogue;
-        epilogue.fetch(g, tile, row + laneid() / 4);
+        epilogue.fetch_scales(g, tile, row + laneid() / 4);
+        epilogue.fetch_bias(g, tile);
 #pragma unroll
         for (int i = 0; i < K::products_m; ++i) warpgroup::mma_async_wait(sums[i]);
         release(previous);
@@ -189,7 +227,9 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
                     init_semaphore(shared.full[i], 1 + (copies_scales ? WARP_THREADS : 0));
                     const int blocks = K::fast ? g.cluster_m + g.cluster_n - 1 : 1;
                     init_semaphore(shared.empty[i], K::consumers_of_tile * blocks);
-                    init_semaphore(shared.scales_read[i], K::consumers * WARPGROUP_WARPS);
+                    const bool there = TileScales<C>::copied && i == 0 && !g.blocks;
+                    init_semaphore(shared.scales_read[i], there ? TileScales<C>::arrivals
+                                                                : K::consumers * WARPGROUP_WARPS);
                 }
                 arch::mbarrier_init_fence();
             }
@@ -206,7 +246,12 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
         arch::launch_dependents();
         if (warpgroup::elect_leader()) produce<C>(g, shared);
         if constexpr (!K::fast) {
-            if (copies_scales && warpgroup::warpid() == 1) produce_scales<C>(g, shared);
+            if (warpgroup::warpid() == 1) {
+                if (copies_scales)
+                    produce_scales<C>(g, shared);
+                else if constexpr (TileScales<C>::copied)
+                    produce_tile_scales<C>(g, shared);
+            }
         }
     } else {
         if (alone)

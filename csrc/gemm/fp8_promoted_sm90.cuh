@@ -95,6 +95,7 @@ __device__ __forceinline__ void consume_promoted(const typename Types<C>::Global
     rt_fl<16, cols> sums[K::products], part;
     Operands<C> operands(shared, consumer);
     Finished<C> finished;
+    int scales_phase = 0;
     const bool keeps = g.out_dtype != DType::fp32 && g.tma_store && g.offs == nullptr;
 
     for_each_tile<C>(g, place, [&](const Tile& tile) {
@@ -173,16 +174,22 @@ __device__ __forceinline__ void consume_promoted(const typename Types<C>::Global
                         wait(shared.full[ring.stage], ring.phase);
                         if constexpr (blocks) read_scales(ring.stage);
                     } else {
-                        epilogue.fetch(g, tile, own_row);
+                        if constexpr (!blocks && TileScales<C>::copied) {
+                            epilogue.take_scales(g, shared, in_tile, scales_phase);
+                            scales_phase ^= 1;
+                        }
+                        epilogue.fetch_bias(g, tile);
                     }
                 }
                 warpgroup::mma_async_wait(part);
                 if constexpr (K::fine) {
-                    with_columns(part, shared.scales[stage], C.block_m + in_n * cols,
-                                 [&](float2& x, float2 s, int r) {
-                                     x.x *= s.x * first[r];
-                                     x.y *= s.y * first[r];
-                                 });
+                    with_columns<1, false>(
+                        reinterpret_cast<rt_fl<16, cols>(&)[1]>(part),
+                        shared.scales[stage].address() + (C.block_m + in_n * cols) * sizeof(float),
+                        [&](float2& x, int, int r, float2 s) {
+                            x.x *= s.x * first[r];
+                            x.y *= s.y * first[r];
+                        });
                     first[0] = first[1] = 1.f;
                 }
                 if constexpr (!blocks || K::fine || cols <= 128) {
@@ -209,7 +216,7 @@ __device__ __forceinline__ void consume_promoted(const typename Types<C>::Global
 #pragma unroll
             for (int i = 0; i < K::products; ++i) kittens::warp::zero(sums[i]);
             finished.send(g, shared, 0, finished.pieces);
-            if (!tile.nothing) epilogue.fetch(g, tile, own_row);
+            if (!tile.nothing) epilogue.fetch_bias(g, tile);
         } else if (g.blocks) {
             multiply.template operator()<true>();
         } else if constexpr (!K::fine) {

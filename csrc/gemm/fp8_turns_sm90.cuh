@@ -57,10 +57,11 @@ __device__ __forceinline__ void consume_in_turns(const typename Types<C>::Global
     for (; index < g.order.total; index += 2 * g.clusters, skip()) {
         const Tile tile = tile_at<C>(g, place, index);
         const uint32_t row = tile.row + warpgroup::warpid() * 16;
+        Epilogue<C> epilogue;
+        epilogue.fetch_scales(g, tile, row + laneid() / 4);
         if (!first) arch::named_barrier_sync(TURN + consumer, 2 * WARPGROUP_THREADS);
         first = false;
         const bool follows = index + g.clusters < g.order.total;
-        Epilogue<C> epilogue;
         const auto multiply_all = [&]<class B>() {
             const auto start = [&](bool accumulate) {
                 auto& stage = shared.stages[ring.stage];
@@ -68,6 +69,7 @@ __device__ __forceinline__ void consume_in_turns(const typename Types<C>::Global
                 multiply<K, B>(sums, stage, 0, accumulate);
             };
             start(false);
+            epilogue.publish_scales(g, shared);
             int previous = ring.stage;
             ring.advance();
             for (int k = 1; k < g.k_blocks; ++k, ring.advance()) {
@@ -78,7 +80,7 @@ __device__ __forceinline__ void consume_in_turns(const typename Types<C>::Global
             }
             // A product of this consumer is still running when the other one's first is there.
             if (follows) arch::named_barrier_arrive(TURN + 1 - consumer, 2 * WARPGROUP_THREADS);
-            epilogue.fetch(g, tile, row + laneid() / 4);
+            epilogue.fetch_bias(g, tile);
 #pragma unroll
             for (int i = 0; i < K::products_m; ++i) {
                 warpgroup::mma_async_wait(reinterpret_cast<rt_fl<16, B::rows>&>(sums[i]));
