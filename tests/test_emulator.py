@@ -361,6 +361,27 @@ def test_fp8_gemm_of_tiles_of_two_widths(tile, policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", ["tensor", "row"])
+@pytest.mark.parametrize("m", [130, 330])
+def test_fp8_gemm_of_the_commonest_calls(m, kind, policy):
+    """Promoted sums that nothing but scales follow have a kernel of their own: with tiles of one
+    width and of two, of one step and of several, as many tiles as blocks and more."""
+    names = ("block_m", "block_n", "block_k", "stages", "buffers")
+    tile = next(t for t in FP8_TILES if (t[-1], t[1]) == ("promoted", 256))
+    config = dict(zip(names, tile, strict=False)) | {"consumers": 2, "streamed": False}
+    config |= {"band": 1, "splits": 1}
+    cases = ((496, 100, 2, torch.bfloat16), (264, 272, 0, torch.float16))
+    for n, k, columns, dtype in (*cases, (496, 656, 2, torch.float16)):
+        for blocks in (2, 3):
+            widths = {"columns": columns, "longer": int(columns > 0), "blocks": blocks}
+            a, b, scale_a, scale_b, expected = fp8_operands(m, n, k, kind)
+            b = b.t().contiguous().t()
+            with tk.emulate(policy, seed=k, config=config | widths):
+                out = tk.fp8_gemm(a.to(E4M3), b.to(E4M3), scale_a, scale_b, out_dtype=dtype)
+            assert torch.equal(out, expected.to(dtype)), (n, k, blocks)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("cluster", [(2, 1), (1, 2)], ids=str)
 @pytest.mark.parametrize("kind", ["row", "block"])
 def test_fp8_gemm_in_clusters(cluster, kind, policy):
