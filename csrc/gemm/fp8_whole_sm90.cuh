@@ -6,8 +6,8 @@
 // and the right half while the next tile's first product does. A warp of the producers sends what
 // is staged, so that the consumers issue no copies. What this kernel leaves out gives the registers
 // of a sum and of its product different banks: an addition reads one from each, beside the tensor
-// cores, which want the same registers. (Stores of pairs would tie a sum to an even or odd register,
-// which are the banks, as products are; and so do loops of other kinds of sums.)
+// cores, which want the same registers. (Stores of pairs would tie a sum to an even or odd
+// register, which are the banks, as products are; and so do loops of other kinds of sums.)
 #pragma once
 
 #include "csrc/gemm/fp8_promoted_sm90.cuh"
