@@ -52,7 +52,7 @@ double cycles(const TileShape& shape, const Problem& p, int sm_count) {
         const double end = 5000;
         return rounds * std::max(products * 1.005 + 600, (products + end) / 2) + end / 2;
     }
-    const double per_product = shape.block_n >= 256   ? 1.0
+    const double per_product = shape.block_n >= 256   ? (fast ? 1.005 : 1.0)
                                : shape.block_n >= 192 ? (fast ? 1.02 : 1.05)
                                : shape.block_n >= 176 ? 1.04
                                                       : (fast ? 1.05 : 1.22);
