@@ -303,43 +303,24 @@ def test_fp8_gemm_of_fast_tiles_of_two_widths(tile, cluster, policy):
 )
 def test_fp8_gemm_of_tiles_of_two_widths(tile, policy):
     """Rows of tiles with and without one more, of one step and of several, all kinds of scales;
-    those of blocks, and fp32 values, are computed in tiles of one width."""
+    those of blocks, and fp32 values, are computed in tiles of one width. Scales alone, of tensors
+    or rows, have a kernel of their own."""
     names = ("block_m", "block_n", "block_k", "stages", "buffers")
     config = dict(zip(names, tile, strict=False)) | {"consumers": 2, "streamed": False}
     config |= {"columns": 2, "longer": 2, "band": 1, "blocks": 2, "splits": 1}
     half, full = torch.bfloat16, torch.float32
-    cases = (("tensor", 272, half), ("row", 528, half), ("row", 100, torch.float16))
-    for kind, k, dtype in (*cases, ("block", 272, half), ("row", 272, full)):
+    cases = [("tensor", 272, half), ("row", 528, half), ("row", 100, torch.float16)]
+    cases += [("row", 656, half), ("tensor", 100, half), ("block", 272, half), ("row", 272, full)]
+    for kind, k, dtype in cases:
         a, b, scale_a, scale_b, expected = fp8_operands(330, 496, k, kind)
         b = b.t().contiguous().t()
-        bias = integers(496, dtype=half) if kind == "row" else None
+        bias = integers(496, dtype=half) if kind == "row" and k in (272, 528) else None
         if bias is not None:
             expected = expected + bias.float()
         with tk.emulate(policy, seed=k, config=config) as run:
             out = tk.fp8_gemm(a.to(E4M3), b.to(E4M3), scale_a, scale_b, bias=bias, out_dtype=dtype)
         assert torch.equal(out, expected.to(dtype)), (kind, k, dtype)
         assert run.kernels[0]["columns"] == 2
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", ["tensor", "row"])
-@pytest.mark.parametrize("m", [130, 330])
-def test_fp8_gemm_of_the_commonest_calls(m, kind, policy):
-    """Promoted sums that nothing but scales follow have a kernel of their own: with tiles of one
-    width and of two, of one step and of several, as many tiles as blocks and more."""
-    names = ("block_m", "block_n", "block_k", "stages", "buffers")
-    tile = next(t for t in FP8_TILES if (t[-1], t[1]) == ("promoted", 256))
-    config = dict(zip(names, tile, strict=False)) | {"consumers": 2, "streamed": False}
-    config |= {"band": 1, "splits": 1}
-    cases = ((496, 100, 2, torch.bfloat16), (264, 272, 0, torch.float16))
-    for n, k, columns, dtype in (*cases, (496, 656, 2, torch.float16)):
-        for blocks in (2, 3):
-            widths = {"columns": columns, "longer": int(columns > 0), "blocks": blocks}
-            a, b, scale_a, scale_b, expected = fp8_operands(m, n, k, kind)
-            b = b.t().contiguous().t()
-            with tk.emulate(policy, seed=k, config=config | widths):
-                out = tk.fp8_gemm(a.to(E4M3), b.to(E4M3), scale_a, scale_b, out_dtype=dtype)
-            assert torch.equal(out, expected.to(dtype)), (n, k, blocks)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
