@@ -291,7 +291,9 @@ def test_fp8_gemm_is_exact_on_integers(tile, policy):
     block_m, block_n, block_k, stages, buffers, _, consumers, sums = tile
     config = {"block_m": block_m, "block_n": block_n, "block_k": block_k, "stages": stages}
     config |= {"buffers": buffers, "consumers": consumers, "streamed": False, "splits": 1}
-    kinds = {"fast": ["row"], "promoted": ["tensor", "row", "block"], "fine": ["fine"]}[sums]
+    config |= {"plain": sums == "blocks"}
+    promoted = ["tensor", "row", "block"]
+    kinds = {"fast": ["row"], "promoted": promoted, "fine": ["fine"], "blocks": ["block"]}[sums]
     for number, kind in enumerate(kinds):
         if kind == "block" and block_n % 64:
             continue
@@ -345,7 +347,7 @@ def test_fp8_gemm_of_tiles_of_two_widths(tile, policy):
     those of blocks, and fp32 values, are computed in tiles of one width."""
     names = ("block_m", "block_n", "block_k", "stages", "buffers")
     config = dict(zip(names, tile, strict=False)) | {"consumers": 2, "streamed": False}
-    config |= {"columns": 2, "longer": 2, "band": 1, "blocks": 2, "splits": 1}
+    config |= {"columns": 2, "longer": 2, "band": 1, "blocks": 2, "splits": 1, "plain": False}
     half, full = torch.bfloat16, torch.float32
     cases = (("tensor", 272, half), ("row", 528, half), ("row", 100, torch.float16))
     for kind, k, dtype in (*cases, ("block", 272, half), ("row", 272, full)):
@@ -358,6 +360,27 @@ def test_fp8_gemm_of_tiles_of_two_widths(tile, policy):
             out = tk.fp8_gemm(a.to(E4M3), b.to(E4M3), scale_a, scale_b, bias=bias, out_dtype=dtype)
         assert torch.equal(out, expected.to(dtype)), (kind, k, dtype)
         assert run.kernels[0]["columns"] == 2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("tile", [t for t in FP8_TILES if t[-1] == "blocks"], ids=lambda t: t[1])
+def test_fp8_gemm_of_plain_blocks(tile, policy):
+    """Tiles of one step and of several, that begin and end inside a block of scales and inside a
+    tile, both types of output, with and without a bias; and what other kernels compute."""
+    names = ("block_m", "block_n", "block_k", "stages", "buffers")
+    config = dict(zip(names, tile, strict=False)) | {"consumers": 2, "streamed": False}
+    config |= {"plain": True, "blocks": 2, "splits": 1}
+    half = torch.float16
+    for m, n, k, dtype in ((330, 616, 100, half), (129, 456, 784, torch.bfloat16)):
+        a, b, scale_a, scale_b, expected = fp8_operands(m, n, k, "block")
+        a, b = a.to(E4M3), b.t().contiguous().t().to(E4M3)
+        bias = integers(n, dtype=torch.bfloat16) if dtype == half else None
+        with tk.emulate(policy, seed=k, config=config) as run:
+            out = tk.fp8_gemm(a, b, scale_a, scale_b, bias=bias, out_dtype=dtype)
+        if bias is not None:
+            expected = expected + bias.float()
+        assert torch.equal(out, expected.to(dtype)), (m, n, k)
+        assert (run.kernels[0]["plain"], run.kernels[0]["block_n"]) == (True, tile[1])
 
 
 @pytest.mark.parametrize("policy", POLICIES)
