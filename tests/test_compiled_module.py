@@ -143,6 +143,42 @@ def test_gemm_works_on_whole_products(problem, blocks):
 
 
 @pytest.mark.skipif("gemm" not in _C.ops(), reason="this build leaves gemm out")
+@pytest.mark.parametrize("b_n_major", [False, True])
+@pytest.mark.parametrize(
+    ("problem", "splits"),
+    [
+        ((1, 2112, 7168, False), 2),
+        ((64, 2112, 7168, False), 3),
+        ((64, 2112, 512, False), 2),  # too short a K for three
+        ((64, 2176, 7168, False), 2),
+        ((64, 4096, 7168, False), 1),
+        ((16, 4096, 7168, True), 3),
+        ((16, 8192, 16384, True), 2),
+        ((16, 8192, 8192, True), 1),
+        ((16, 24576, 16384, True), 1),
+    ],
+)
+def test_gemm_of_few_rows_divides_k(problem, splits, b_n_major):
+    sizes = dict(zip(("m", "n", "k", "fused"), problem, strict=True))
+    choice = _C.choose("gemm", sizes | {"b_n_major": b_n_major}, H200)
+    assert choice["streamed"]
+    assert choice["splits"] == splits
+    tiles = -(-sizes["n"] // choice["block_n"])
+    assert choice["blocks"] <= min(132, splits * tiles)
+    assert choice["blocks"] % splits == 0
+
+
+@pytest.mark.skipif("gemm" not in _C.ops(), reason="this build leaves gemm out")
+@pytest.mark.parametrize(
+    ("n", "k", "fused", "once"),
+    [(7168, 16384, 0, True), (28672, 8192, 0, False), (28672, 8192, 1, True)],
+)
+def test_gemm_of_few_rows_leaves_the_cache_first(n, k, fused, once):
+    problem = {"m": 16, "n": n, "k": k, "fused": bool(fused)}
+    assert _C.choose("gemm", problem, H200)["b_once"] == once
+
+
+@pytest.mark.skipif("gemm" not in _C.ops(), reason="this build leaves gemm out")
 @pytest.mark.parametrize("m", [1, 129, 4096])
 @pytest.mark.parametrize("n", [8, 1000, 4096, 5000, 8192])
 @pytest.mark.parametrize("batch", [1, 3])

@@ -47,11 +47,16 @@ Widths two_widths(const Config& config, const Problem& p, int sm_count) {
     const bool halves = p.gate == Gate::blocked;
     const int width = halves ? config.block_n / 2 : config.block_n;
     const int64_t n = halves ? p.n / 2 : p.n;
-    const Widths widths = gemm::two_widths(config.block_m, width, p.m, n, sm_count);
+    Widths widths = gemm::two_widths(config.block_m, width, p.m, n, sm_count);
     // Rows of b along n are loaded whole, and a narrow tile begins anywhere in a line: there more
     // columns than the output has cost more than they bring.
     const int64_t all = ceil_div(n, NARROWER);
     if (p.b_n_major && (widths.columns * (width / NARROWER - 1) - all) * 40 > all) return {};
+    // With many rows that costs most of what it brings where nearly all tiles are narrow.
+    const int64_t rows = ceil_div(p.m, config.block_m), fewer = rows - widths.longer;
+    const int64_t wide = fewer * wide_tiles(n, widths.columns, width) +
+                         widths.longer * wide_tiles(n, widths.columns + 1, width);
+    if (p.b_n_major && rows >= 16 && wide * 10 < rows * widths.columns) widths.share *= 1.055;
     return widths;
 }
 
@@ -99,7 +104,8 @@ Schedule schedule_for(const Config& config, const Problem& p, const DeviceProper
 // its part of them once.
 bool streams(const Problem& p) { return p.m <= 64 && p.batch == 1 && !p.a_m_major; }
 
-Choice choose_streamed(const Problem& p, int sm_count) {
+Choice choose_streamed(const Problem& p, const DeviceProperties& device) {
+    const int sm_count = std::max(1, device.sm_count);
     const StreamShape* shape = nullptr;
     for (const StreamShape& candidate : STREAM_SHAPES) {
         if (candidate.fused != p.fused) continue;
@@ -115,10 +121,18 @@ Choice choose_streamed(const Problem& p, int sm_count) {
     while (splits < 8 && tiles * splits * 5 < sm_count * 2 && k_blocks >= splits * 2 * 2) {
         splits *= 2;
     }
+    // Three, where two leave half of the SMs to add up many rows, or to read with fewer bytes on
+    // their way, as the kernel with a fused epilogue does; that one also divides a long k sooner.
+    const bool three = p.fused || p.m > (p.b_n_major ? 32 : 16);
+    if (splits == 2 && three && tiles * 4 <= sm_count && k_blocks >= 3 * 2) splits = 3;
+    if (splits == 1 && p.fused && tiles * 2 <= sm_count && k_blocks >= 128) splits = 2;
     const int64_t clusters = sm_count / splits;
     const int64_t rounds = ceil_div(tiles, clusters);
     choice.schedule.splits = splits;
     choice.schedule.blocks = static_cast<int>(ceil_div(tiles, rounds) * splits);
+    // What is many times the L2 cache is read faster where its lines need not take the places of
+    // each other.
+    choice.schedule.b_once = p.fused || 2.0 * double(p.n) * double(p.k) <= 6.0 * device.l2_bytes;
     return choice;
 }
 
@@ -150,7 +164,7 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
 
 Choice choose(const Problem& p, const DeviceProperties& device) {
     const int sm_count = std::max(1, device.sm_count);
-    if (streams(p)) return choose_streamed(p, sm_count);
+    if (streams(p)) return choose_streamed(p, device);
     const TileShape* best = nullptr;
     double least = 0;
     const auto consider = [&](const TileShape& shape) {
@@ -162,7 +176,7 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
         if (!p.fused || shape.block_n >= 128) consider(shape);
     }
     // Where k is short, reading and writing count for more than full rounds.
-    if (!p.fused && !p.a_m_major && p.k >= 2048) {
+    if (!p.fused && !p.a_m_major && p.k >= 1536) {
         if (p.b_n_major) {
             consider(BETWEEN_SHAPE_NN);
         } else {

@@ -171,10 +171,11 @@ __device__ __forceinline__ void consume_blocks(const typename Types<C>::Globals&
                        [&](uint32_t col) { return load_any(g.bias, g.bias_dtype, col); });
             auto& columns = columns_of<C>(shared);
             bias.publish(columns);
-            with_columns<K::products_n>(sums, columns.address(), [](float2& x, int, int, float2 b) {
-                x.x += b.x;
-                x.y += b.y;
-            });
+            with_columns<K::products_n, K::columns_placed>(sums, columns.address(),
+                                                           [](float2& x, int, int, float2 b) {
+                                                               x.x += b.x;
+                                                               x.y += b.y;
+                                                           });
             if (K::columns_staged) warpgroup::sync(READY + 1 + consumer);
         }
         finished.keep(g, sums, tile.row + row_in_tile, tile.col);

@@ -196,6 +196,11 @@ __device__ __forceinline__ auto& columns_of(typename Types<C>::Shared& shared) {
     }
 }
 
+// Where a column's value is: those of the four columns that a thread has of 16 are side by side.
+__device__ __forceinline__ int place_of(int col) {
+    return col / 16 * 16 + col / 2 % 4 * 4 + col / 8 % 2 * 2 + col % 2;
+}
+
 // A value for each of a tile's columns: each thread of a consumer fetches a few before the
 // products, and uses all that it needs after them, through shared memory.
 template <Config C>
@@ -218,7 +223,8 @@ struct Columns {
 #pragma unroll
         for (int i = 0; i < per_thread; ++i) {
             const int col = i * WARPGROUP_THREADS + warpgroup::laneid();
-            if (col < C.block_n) shared.set(col, values[i]);
+            if (col >= C.block_n) continue;
+            shared.set(Types<C>::columns_placed ? place_of(col) : col, values[i]);
         }
         warpgroup::sync(barrier);
     }
@@ -226,41 +232,54 @@ struct Columns {
 
 // Calls combine(register, row of products, row of two, values of its two columns) for all values of
 // a warp's products, `across` of which are side by side. What belongs to the columns begins at
-// `columns` in shared memory.
-template <int across, int count, int cols, class Combine>
+// `columns` in shared memory: in their order, or each at its place_of, which takes half as many
+// loads and more registers.
+template <int across, bool placed, int count, int cols, class Combine>
 __device__ __forceinline__ void with_columns(rt_fl<16, cols> (&d)[count], uint32_t columns,
                                              Combine combine) {
-    const uint32_t own = columns + laneid() % 4 * sizeof(float2);
+    const uint32_t own = columns + laneid() % 4 * (placed ? sizeof(float4) : sizeof(float2));
 #pragma unroll
     for (int in_n = 0; in_n < across; ++in_n) {
 #pragma unroll
-        for (int j = 0; j < cols / 8; ++j) {
-            const auto pair =
-                arch::load_shared<float2>(own + (in_n * cols + j * 8) * sizeof(float));
+        for (int j = 0; j < cols / 8; j += placed ? 2 : 1) {
+            const uint32_t from = own + (in_n * cols + j * 8) * sizeof(float);
+            float2 pairs[placed ? 2 : 1];
+            if constexpr (placed) {
+                const auto four = arch::load_shared<float4>(from);
+                pairs[0] = make_float2(four.x, four.y), pairs[1] = make_float2(four.z, four.w);
+            } else {
+                pairs[0] = arch::load_shared<float2>(from);
+            }
 #pragma unroll
             for (int i = in_n; i < count; i += across) {
 #pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    combine(d[i].tiles[0][j / 2].data[j % 2 * 2 + r], i / across, r, pair);
+                for (int r = 0; r < (placed ? 4 : 2); ++r) {
+                    combine(d[i].tiles[0][j / 2].data[j % 2 * 2 + r], i / across, r % 2,
+                            pairs[r / 2]);
                 }
             }
         }
     }
 }
 
-// Where the scales of a tile's rows and columns are. Where sums are promoted, a warp of the
-// producers copies both to shared memory while the tile's products run, to where scales of blocks
-// would be. Elsewhere a consumer's threads fetch them, and share those of columns: where consumers
-// take turns, while the tile's first product runs; elsewhere after the last one, for want of
-// registers.
+// Where the scales of a tile's rows and columns are, and the bias. Where sums are promoted and no
+// block has a scale of its own, a warp of the producers copies them to shared memory while the
+// tile's products run, to where scales of blocks would be. Elsewhere a consumer's threads fetch
+// them, and share those of columns: scales where consumers take turns while the tile's first
+// product runs; otherwise after the last one, for want of registers.
 template <Config C>
 struct TileScales {
     using K = Types<C>;
-    static constexpr bool copied = !K::fast;
+    static constexpr bool copied = !K::fast && !K::fine;
     static constexpr bool early = copied || K::turns;
     static constexpr int columns_at = C.block_m * int(sizeof(float));
+    static constexpr int bias_at = columns_at + C.block_n * int(sizeof(float));
+    static_assert(!copied || bias_at + C.block_n * int(sizeof(float)) <=
+                                 C.stages * scales_of_stage(C) * int(sizeof(float)));
 
-    // Semaphores that only scales of blocks of columns need otherwise.
+    // Semaphores that only scales of blocks of columns need otherwise. A warp's lanes arrive with
+    // what each has copied, and the warp with the bias.
+    static constexpr int arrivals = WARP_THREADS + 1;
     static __device__ __forceinline__ semaphore& there(typename K::Shared& shared) {
         return shared.scales_read[0];
     }
@@ -272,6 +291,18 @@ struct TileScales {
             return shared.scales[0].address() + columns_at;
         else
             return columns_of<C>(shared).address();
+    }
+    static __device__ __forceinline__ uint32_t bias(typename K::Shared& shared) {
+        if constexpr (copied)
+            return shared.scales[0].address() + bias_at;
+        else
+            return columns_of<C>(shared).address();
+    }
+    static __device__ __forceinline__ void release(typename K::Shared& shared) {
+        if constexpr (copied) {
+            arch::sync_warp();
+            if (laneid() == 0) arrive(used(shared));
+        }
     }
 };
 
@@ -325,8 +356,9 @@ struct Epilogue {
             for (int i = 0; i < 2 * K::products_m; ++i) rows[i / 2][i % 2] *= scale_b;
         }
     }
+    // Where it is not copied.
     __device__ __forceinline__ void fetch_bias(const typename K::Globals& g, const Tile& tile) {
-        if (g.bias != nullptr) {
+        if (g.bias != nullptr && (!Where::copied || g.blocks)) {
             bias.fetch(tile.col, g.n,
                        [&](uint32_t col) { return load_any(g.bias, g.bias_dtype, col); });
         }
@@ -355,17 +387,14 @@ struct Epilogue {
         }
         if (per_column) {
             if constexpr (!Where::early) publish_scales(g, shared);
-            with_columns<K::products_n>(d, Where::columns(shared),
-                                        [&](float2& x, int in_m, int r, float2 s) {
-                                            if (Where::early) by_row(x, in_m, r);
-                                            x.x *= s.x;
-                                            x.y *= s.y;
-                                        });
+            with_columns<K::products_n, K::columns_placed>(
+                d, Where::columns(shared), [&](float2& x, int in_m, int r, float2 s) {
+                    if (Where::early) by_row(x, in_m, r);
+                    x.x *= s.x;
+                    x.y *= s.y;
+                });
         }
-        if constexpr (Where::copied) {
-            arch::sync_warp();
-            if (laneid() == 0) arrive(Where::used(shared));
-        }
+        if (g.bias == nullptr) Where::release(shared);
     }
 
     template <int count, int cols>
@@ -376,13 +405,18 @@ struct Epilogue {
             if (!g.blocks) scale(g, shared, d);
         }
         if (g.bias != nullptr) {
-            auto& columns = columns_of<C>(shared);
-            bias.publish(columns);
-            with_columns<K::products_n>(d, columns.address(), [](float2& x, int, int, float2 b) {
-                x.x += b.x;
-                x.y += b.y;
-            });
-            if (K::columns_staged) warpgroup::sync(READY + 1 + warpgroup::groupid());
+            const bool copied = Where::copied && !g.blocks;
+            if (!copied) bias.publish(columns_of<C>(shared));
+            const uint32_t values = copied ? Where::bias(shared) : columns_of<C>(shared).address();
+            with_columns<K::products_n, K::columns_placed>(d, values,
+                                                           [](float2& x, int, int, float2 b) {
+                                                               x.x += b.x;
+                                                               x.y += b.y;
+                                                           });
+            if (copied)
+                Where::release(shared);
+            else if (K::columns_staged)
+                warpgroup::sync(READY + 1 + warpgroup::groupid());
         }
         constexpr int each = rt_fl<16, cols>::elements_per_thread;
         gemm::sm90::activate<count * each>(g.activation, [&](int i) -> float& {

@@ -111,17 +111,18 @@ __device__ __forceinline__ void produce_scales(const typename Types<C>::Globals&
     });
 }
 
-// The scales of a tile's rows and columns: one warp copies them while the tile's products run.
-// Behind the last row and column there is the last one's.
+// The scales of a tile's rows and columns and the bias: one warp copies them while the tile's
+// products run. Behind the last row and column there is the last one's.
 template <Config C>
 __device__ __forceinline__ void produce_tile_scales(const typename Types<C>::Globals& g,
                                                     typename Types<C>::Shared& shared) {
     using Where = TileScales<C>;
-    const uint32_t rows = shared.scales[0].address(), columns = rows + Where::columns_at;
+    const uint32_t rows = shared.scales[0].address(), columns = Where::columns(shared);
     int phase = 0;
     for_each_tile<C>(g, Place(g), [&](const Tile& tile) {
         if (tile.nothing) return;
         const float* of_b = g.scale_b.data + int64_t(tile.group) * g.scale_b.group;
+        const auto column = [&](int i) { return tile.col + i < g.n ? tile.col + i : g.n - 1; };
         wait(Where::used(shared), phase ^ 1);
         phase ^= 1;
 #pragma unroll
@@ -131,10 +132,19 @@ __device__ __forceinline__ void produce_tile_scales(const typename Types<C>::Glo
         }
 #pragma unroll
         for (int i = laneid(); i < C.block_n; i += WARP_THREADS) {
-            const uint32_t col = tile.col + i < g.n ? tile.col + i : g.n - 1;
-            arch::cp_async<4>(columns + i * 4, of_b + int64_t(col) * g.scale_b.outer);
+            arch::cp_async<4>(columns + place_of(i) * 4,
+                              of_b + int64_t(column(i)) * g.scale_b.outer);
         }
         arch::cp_async_mbarrier_arrive(Where::there(shared).address());
+        if (g.bias != nullptr) {
+#pragma unroll 1
+            for (int i = laneid(); i < C.block_n; i += WARP_THREADS) {
+                arch::store_shared(Where::bias(shared) + place_of(i) * 4,
+                                   load_any(g.bias, g.bias_dtype, column(i)));
+            }
+        }
+        arch::sync_warp();
+        if (laneid() == 0) arrive(Where::there(shared));
     });
 }
 
@@ -217,9 +227,9 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
                     init_semaphore(shared.full[i], 1 + (copies_scales ? WARP_THREADS : 0));
                     const int blocks = K::fast ? g.cluster_m + g.cluster_n - 1 : 1;
                     init_semaphore(shared.empty[i], K::consumers_of_tile * blocks);
-                    const bool there = i == 0 && !K::fast && !g.blocks;
-                    init_semaphore(shared.scales_read[i],
-                                   there ? WARP_THREADS : K::consumers * WARPGROUP_WARPS);
+                    const bool there = TileScales<C>::copied && i == 0 && !g.blocks;
+                    init_semaphore(shared.scales_read[i], there ? TileScales<C>::arrivals
+                                                                : K::consumers * WARPGROUP_WARPS);
                 }
                 arch::mbarrier_init_fence();
             }
@@ -239,7 +249,7 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
             if (warpgroup::warpid() == 1) {
                 if (copies_scales)
                     produce_scales<C>(g, shared);
-                else if constexpr (!K::fine && !C.plain)
+                else if constexpr (TileScales<C>::copied && !C.plain)
                     produce_tile_scales<C>(g, shared);
             }
         }

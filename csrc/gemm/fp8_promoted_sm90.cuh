@@ -174,7 +174,7 @@ __device__ __forceinline__ void consume_promoted(const typename Types<C>::Global
                         wait(shared.full[ring.stage], ring.phase);
                         if constexpr (blocks) read_scales(ring.stage);
                     } else {
-                        if constexpr (!blocks) {
+                        if constexpr (!blocks && TileScales<C>::copied) {
                             epilogue.take_scales(g, shared, in_tile, scales_phase);
                             scales_phase ^= 1;
                         }
@@ -183,7 +183,7 @@ __device__ __forceinline__ void consume_promoted(const typename Types<C>::Global
                 }
                 warpgroup::mma_async_wait(part);
                 if constexpr (K::fine) {
-                    with_columns<1>(
+                    with_columns<1, false>(
                         reinterpret_cast<rt_fl<16, cols>(&)[1]>(part),
                         shared.scales[stage].address() + (C.block_m + in_n * cols) * sizeof(float),
                         [&](float2& x, int, int r, float2 s) {

@@ -56,6 +56,7 @@ struct StreamTypes {
         int64_t out_stride;
         DType out_dtype;
         bool direct;  // 16-bit results without a residual and such, which TMA stores
+        bool b_once;  // see Schedule
         bool quads;   // four neighbouring elements of out and of what has its shape are aligned
         Epilogue epilogue;
         uint32_t m, n, out_n;
@@ -101,6 +102,18 @@ __device__ __forceinline__ int rank_in_cluster(const Globals& g) {
     return g.splits > 1 ? static_cast<int>(arch::cluster_rank()) : 0;
 }
 
+template <Config C, tma::CachePolicy policy>
+__device__ __forceinline__ void load_weights(const typename StreamTypes<C>::Globals& g,
+                                             typename StreamTypes<C>::Stage& stage,
+                                             const StreamTile<C> tile, int k, semaphore& full) {
+#pragma unroll
+    for (int i = 0; i < StreamTypes<C>::parts; ++i) {
+        const int col = static_cast<int>(tile.part(g, i));
+        tma::load_async<2, policy>(
+            stage.b[i], g.b, C.b_n_major ? elements(0, 0, k, col) : elements(0, 0, col, k), full);
+    }
+}
+
 template <Config C>
 __device__ __forceinline__ void stream_produce(const typename StreamTypes<C>::Globals& g,
                                                typename StreamTypes<C>::Shared& shared) {
@@ -110,20 +123,20 @@ __device__ __forceinline__ void stream_produce(const typename StreamTypes<C>::Gl
     for_each_stream_tile(g, [&](uint32_t index) {
         const StreamTile<C> tile(g, index);
         // Blocks begin at different k: not all of them read the same lines of a at the same time.
-        int k = range.x + static_cast<int>(index * 37 % uint32_t(range.y - range.x));
+        // But where b's rows are along n each block has a piece of all rows, and memory is fast
+        // where neighbouring pieces are read together.
+        const uint32_t turn = !C.b_n_major ? index : C.fused ? index / 4 : 0;
+        int k = range.x + static_cast<int>(turn * 37 % uint32_t(range.y - range.x));
         for (int step = range.x; step < range.y; ++step) {
             auto& stage = shared.stages[slot];
             semaphore& full = shared.full[slot];
             wait(shared.empty[slot], phase);
             tma::expect(full, stage);
             const int at = k * C.block_k;
-#pragma unroll
-            for (int i = 0; i < K::parts; ++i) {
-                const int col = static_cast<int>(tile.part(g, i));
-                tma::load_async<2, tma::CachePolicy::evict_first>(
-                    stage.b[i], g.b,
-                    C.b_n_major ? elements(0, 0, at, col) : elements(0, 0, col, at), full);
-            }
+            if (g.b_once)
+                load_weights<C, tma::CachePolicy::evict_first>(g, stage, tile, at, full);
+            else
+                load_weights<C, tma::CachePolicy::normal>(g, stage, tile, at, full);
             tma::load_async<2, tma::CachePolicy::evict_last>(
                 stage.a, g.a, elements(0, 0, static_cast<int>(tile.row), at), full);
             if (++slot == C.stages) slot = 0, phase ^= 1;
@@ -404,6 +417,7 @@ void launch_streamed(const Params& p, Stream stream) {
         .out_stride = p.out_stride,
         .out_dtype = p.out_dtype,
         .direct = direct,
+        .b_once = p.schedule.b_once,
         .quads = quads,
         .epilogue = e,
         .m = static_cast<uint32_t>(p.m),

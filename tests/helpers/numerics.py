@@ -61,6 +61,7 @@ def integers(*shape: int, low: int, high: int, dtype: torch.dtype, device: str) 
     return torch.randint(low, high + 1, shape, device=device).to(dtype)
 
 
+@torch.no_grad()
 def accumulation_slack(a: Tensor, b: Tensor) -> Tensor:
     """What the sum over k in float32 may cost each element of a @ b.
 
