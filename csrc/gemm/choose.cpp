@@ -6,7 +6,7 @@
 #include "csrc/common/check.h"
 #include "csrc/common/registry.h"
 #include "csrc/gemm/gemm.h"
-#include "csrc/gemm/single.h"
+#include "csrc/gemm/one_tile.h"
 #include "csrc/gemm/widths.h"
 
 namespace thunderkittens::gemm {
@@ -103,6 +103,12 @@ Schedule schedule_for(const Config& config, const Problem& p, const DeviceProper
 // Few rows: what counts is how fast b is read. Its rows are then a's, or columns, and a block reads
 // its part of them once.
 bool streams(const Problem& p) { return p.m <= 64 && p.batch == 1 && !p.a_m_major; }
+// More rows, but few tiles and a long k, which the clusters of the same kernel divide.
+bool streams_divided(const Problem& p, int sm_count) {
+    const int64_t tiles = ceil_div(p.m, 64) * ceil_div(p.n, 64);
+    return p.m <= 256 && p.batch == 1 && !p.a_m_major && !p.fused && p.k >= 4096 &&
+           tiles * 32 <= int64_t{sm_count} * 7;
+}
 
 Choice choose_streamed(const Problem& p, const DeviceProperties& device) {
     const int sm_count = std::max(1, device.sm_count);
@@ -116,9 +122,10 @@ Choice choose_streamed(const Problem& p, const DeviceProperties& device) {
     const int64_t tiles = ceil_div(p.m, shape->block_m) * ceil_div(p.n, shape->block_n);
     const int64_t k_blocks = ceil_div(p.k, shape->block_k);
     // Half of the SMs read as fast as all do. Below that, blocks of a cluster divide k, as long as
-    // each still has some steps.
+    // each still has some steps. With several rows of tiles a block reads more than b.
+    const double enough = p.m <= 64 ? 0.4 : 0.45;
     int splits = 1;
-    while (splits < 8 && tiles * splits * 5 < sm_count * 2 && k_blocks >= splits * 2 * 2) {
+    while (splits < 8 && double(tiles * splits) < sm_count * enough && k_blocks >= splits * 2 * 2) {
         splits *= 2;
     }
     // Three, where two leave half of the SMs to add up many rows, or to read with fewer bytes on
@@ -134,6 +141,10 @@ Choice choose_streamed(const Problem& p, const DeviceProperties& device) {
     // each other.
     choice.schedule.b_once = p.fused || 2.0 * double(p.n) * double(p.k) <= 6.0 * device.l2_bytes;
     return choice;
+}
+
+const char* suffix_of(OneTile kernel) {
+    return kernel == OneTile::once ? "_once" : kernel == OneTile::single ? "_single" : "";
 }
 
 }  // namespace
@@ -164,7 +175,7 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
 
 Choice choose(const Problem& p, const DeviceProperties& device) {
     const int sm_count = std::max(1, device.sm_count);
-    if (streams(p)) return choose_streamed(p, device);
+    if (streams(p) || streams_divided(p, sm_count)) return choose_streamed(p, device);
     const TileShape* best = nullptr;
     double least = 0;
     const auto consider = [&](const TileShape& shape) {
@@ -208,6 +219,10 @@ std::string kernel_name(const Config& c) {
 
 std::string kernel_name(const Choice& choice) { return kernel_name(choice.config); }
 
+std::string kernel_name(const Config& c, const Params& p) {
+    return kernel_name(c) + suffix_of(one_tile(c, p));
+}
+
 std::vector<KernelInfo> kernels() {
     std::vector<KernelInfo> list;
     for (std::size_t i = 0; i < CONFIGS; ++i) {
@@ -232,23 +247,23 @@ std::vector<KernelInfo> kernels() {
         const std::string one_tile =
             concat("tile ", tile, 'x', c.block_k, ", ", c.stages, " stages, 1 producer warp and ",
                    c.consumers, " consumer warpgroup", c.consumers > 1 ? "s" : "", ", one tile");
-        if (!c.streamed && !c.fused && c.block_m == 128 && c.block_n == 256) {
+        if (has_once(c)) {
             const std::string types = "_kernelINS1_5TypesIXtlNS0_6Config" + kernel.symbol;
             KernelInfo once = kernel;
-            once.name += "_once";
+            once.name += suffix_of(OneTile::once);
             once.config = one_tile;
             once.symbol = "once" + types;
-            once.threads = c.consumers * 128 + 32;
+            once.threads = one_tile_threads(c);
             list.push_back(once);
             kernel.symbol = "gemm" + types;
         }
         if (has_single(c)) {
             const std::string config = "TypesIXtlNS0_6Config" + kernel.symbol;
             KernelInfo single = kernel;
-            single.name += "_single";
+            single.name += suffix_of(OneTile::single);
             single.config = one_tile;
             single.symbol = "11Single" + config;
-            single.threads = SINGLE_THREADS;
+            single.threads = one_tile_threads(c);
             single.shared_bytes = single_shared_bytes(c);
             list.push_back(single);
             kernel.symbol = "5" + config;

@@ -60,7 +60,7 @@ double cycles(const Config& config, const Problem& p, int sm_count) {
         const double end = 5000;
         return rounds * std::max(products * 1.005 + 600, (products + end) / 2) + end / 2;
     }
-    const double per_product = config.block_n >= 256   ? 1.0
+    const double per_product = config.block_n >= 256   ? (fast ? 1.005 : 1.0)
                                : config.block_n >= 192 ? (fast ? 1.02 : 1.05)
                                : config.block_n >= 176 ? 1.04
                                                        : (fast ? 1.05 : 1.22);

@@ -140,17 +140,17 @@ emulated::Result run(const emulated::Call& call) {
                         .out_dtype = out_dtype,
                         .epilogue = epilogue,
                         .schedule = choice.schedule};
-    emulated::Launch scope("gemm " + kernel_name(choice));
+    const std::string name = kernel_name(choice.config, params);
+    emulated::Launch scope("gemm " + name);
     scope.may_read("a", left.array);
     scope.may_read("b", right.array);
     if (row) scope.may_read("bias", *row);
     if (residual) scope.may_read("residual", *residual);
     scope.may_write("out", out);
     if (keep) scope.may_write("preactivation", preactivation);
-    TK_CHECK(launch_any(choice.config, params, nullptr), "tk.gemm: no kernel ",
-             kernel_name(choice));
+    TK_CHECK(launch_any(choice.config, params, nullptr), "tk.gemm: no kernel ", name);
     result.choice = detail::fields_of(choice);
-    result.choice.emplace("kernel", kernel_name(choice));
+    result.choice.emplace("kernel", name);
     return result;
 }
 

@@ -190,7 +190,9 @@ struct Finished {
         auto& buffers = shared.out[kittens::warpid()];
         const auto buffer = [&](int piece) -> staging& { return buffers[piece]; };
         arch::sync_warp();
-        if (at.row + 16 <= g.m && at.col + C.block_n <= g.n) {
+        // The whole tile, not the warp's rows: a branch that is the same for a block.
+        const uint32_t first_row = at.row - warpgroup::warpid() * 16;
+        if (first_row + C.block_m <= g.m && at.col + C.block_n <= g.n) {
 #pragma unroll
             for (int piece = 0; piece < pieces; ++piece) stage(piece, buffer(piece));
             arch::sync_warp();

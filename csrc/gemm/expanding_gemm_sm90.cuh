@@ -260,7 +260,7 @@ __global__ __launch_bounds__(K::threads, 1) void expanding_gemm_kernel(
         warpgroup::increase_registers<consumer_registers>();
         arch::wait_for_dependencies();
         if constexpr (E::early > 0) expand_items<E::early, true>(plan);
-        consume<C, false>(g, shared, E::factor(plan.sources));
+        consume<C, true>(g, shared, E::factor(plan.sources));
     }
 }
 

@@ -230,6 +230,36 @@ struct Columns {
     }
 };
 
+// Replaces each of n values by its activation. Long ones take an eighth at a time, in a loop that
+// hands the values on through the registers: unrolled, code that most calls skip would fill the
+// instruction caches.
+template <int n, class Value>
+__device__ __forceinline__ void activate_in_parts(gemm::Activation activation, Value value) {
+    using gemm::Activation, gemm::sm90::activate;
+    constexpr int parts = 8, part = n / parts;
+    static_assert(n % parts == 0);
+    switch (activation) {
+        case Activation::none: return;
+        case Activation::relu: return activate<n>(Activation::relu, value);
+        case Activation::silu: return activate<n>(Activation::silu, value);
+        default: break;
+    }
+#pragma unroll 1
+    for (int done = 0; done < parts; ++done) {
+        if (activation == Activation::gelu)
+            activate<part>(Activation::gelu, value);
+        else
+            activate<part>(Activation::gelu_tanh, value);
+#pragma unroll
+        for (int i = 0; i < part; ++i) {
+            const float first = value(i);
+#pragma unroll
+            for (int j = 1; j < parts; ++j) value(i + (j - 1) * part) = value(i + j * part);
+            value(i + (parts - 1) * part) = first;
+        }
+    }
+}
+
 // Calls combine(register, row of products, row of two, values of its two columns) for all values of
 // a warp's products, `across` of which are side by side. What belongs to the columns begins at
 // `columns` in shared memory: in their order, or each at its place_of, which takes half as many
@@ -419,10 +449,15 @@ struct Epilogue {
                 warpgroup::sync(READY + 1 + warpgroup::groupid());
         }
         constexpr int each = rt_fl<16, cols>::elements_per_thread;
-        gemm::sm90::activate<count * each>(g.activation, [&](int i) -> float& {
+        const auto value = [&](int i) -> float& {
             float2& x = d[i / each].tiles[0][i % each / 8].data[i % 8 / 2];
             return i % 2 == 0 ? x.x : x.y;
-        });
+        };
+        if constexpr (K::turns) {
+            activate_in_parts<count * each>(g.activation, value);
+        } else {
+            gemm::sm90::activate<count * each>(g.activation, value);
+        }
     }
 };
 

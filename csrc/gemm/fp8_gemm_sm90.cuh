@@ -24,18 +24,18 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
     const Place place(g);
     const uint16_t a_blocks = place.a_blocks(g), b_blocks = place.b_blocks(g);
     Ring<C.stages> ring;
-    for_each_tile<C>(g, place, [&](const Tile& tile) {
+    const auto load_tile = [&](const Tile& tile) {
         if (tile.nothing) return;
         for (int k = 0; k < g.k_blocks; ++k, ring.advance()) {
             auto& stage = shared.stages[ring.stage];
             semaphore& full = shared.full[ring.stage];
             wait(shared.empty[ring.stage], ring.phase ^ 1);
             tma::expect_bytes(full, sizeof(stage) - (tile.narrow ? K::less * BLOCK_K : 0));
-            auto& a_parts = reinterpret_cast<typename K::a_part(&)[2]>(stage.a);
+            auto& a_parts = reinterpret_cast<typename K::a_part(&)[K::a_parts]>(stage.a);
             constexpr int b_count = C.block_n / K::b_part::rows;
             auto& b_parts = reinterpret_cast<typename K::b_part(&)[b_count]>(stage.b);
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
+            for (int i = 0; i < K::a_parts; ++i) {
                 const element_coord from =
                     elements(0, 0, tile.row + i * K::a_part::rows, k * BLOCK_K);
                 if (!K::fast || g.cluster_n == 1) {
@@ -61,7 +61,20 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
                     load(b_parts[i]);
             }
         }
-    });
+    };
+    if constexpr (K::turns) {
+        uint32_t index = blockIdx.x >> ((g.cluster_m == 2) + (g.cluster_n == 2));
+        if (index >= g.order.total) return;
+        Tile tile = tile_at<C, true>(g, place, index);
+        while (true) {
+            load_tile(tile);
+            index += g.clusters;
+            if (index >= g.order.total) return;
+            tile = tile_at<C>(g, place, index);
+        }
+    } else {
+        for_each_tile<C>(g, place, load_tile);
+    }
 }
 
 // The scales of blocks: one warp copies those of a stage from wherever they lie, far ahead as the
@@ -217,23 +230,35 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
     const bool alone = g.cluster_m * g.cluster_n == 1;
     const bool copies_scales = C.plain || (!K::fast && g.blocks);
 
+    const auto prefetch_maps = [&] {
+        tma::prefetch_map<typename K::a_part>(g.a);
+        tma::prefetch_map<typename K::b_part>(g.b);
+        tma::prefetch_map<typename K::out_tile>(g.out);
+    };
     if (warpgroup::groupid() == K::consumers) {
         if (warpgroup::warpid() == 0) {
             if (arch::elect_one()) {
-                tma::prefetch_map<typename K::a_part>(g.a);
-                tma::prefetch_map<typename K::b_part>(g.b);
-                tma::prefetch_map<typename K::out_tile>(g.out);
+                if constexpr (!K::turns) prefetch_maps();
                 for (int i = 0; i < C.stages; ++i) {
                     init_semaphore(shared.full[i], 1 + (copies_scales ? WARP_THREADS : 0));
                     const int blocks = K::fast ? g.cluster_m + g.cluster_n - 1 : 1;
                     init_semaphore(shared.empty[i], K::consumers_of_tile * blocks);
                     const bool there = TileScales<C>::copied && i == 0 && !g.blocks;
-                    init_semaphore(shared.scales_read[i], there ? TileScales<C>::arrivals
-                                                                : K::consumers * WARPGROUP_WARPS);
+                    if constexpr (!K::turns) {
+                        init_semaphore(shared.scales_read[i], there
+                                                                  ? TileScales<C>::arrivals
+                                                                  : K::consumers * WARPGROUP_WARPS);
+                    }
                 }
                 arch::mbarrier_init_fence();
             }
             arch::sync_warp();
+        }
+        if constexpr (K::turns) {
+            if (warpgroup::warpid() == 1) {
+                if (arch::elect_one()) prefetch_maps();
+                arch::sync_warp();
+            }
         }
         if (!alone)
             cluster::sync();

@@ -60,8 +60,9 @@ struct Types {
 
     using a_tile = st<TA, C.block_m, BLOCK_K>;
     using b_tile = st<TB, C.block_n, BLOCK_K>;
-    // What one block of a cluster loads of a shared tile: half of it.
-    using a_part = st<TA, C.block_m / 2, BLOCK_K>;
+    // What one block of a cluster loads of a shared tile: half of it, where they share it evenly.
+    static constexpr int a_parts = turns ? 1 : 2;
+    using a_part = st<TA, C.block_m / a_parts, BLOCK_K>;
     using b_part = st<TB, shares_b(C) ? C.block_n / 2 : C.block_n, BLOCK_K>;
     // The last part of a narrow tile of b, and the whole.
     static constexpr bool two_widths = has_two_widths(C);
@@ -151,11 +152,26 @@ __device__ __forceinline__ float load_any(const void* data, DType dtype, uint32_
     return convert<float>(arch::load_global(static_cast<const half*>(data) + i));
 }
 
-// Where the tile of an index is, without groups.
-template <Config C, class Globals>
+// UnevenOrder::in_matrix of a block's first tile, which the first load waits for: in most cases it
+// is in the first band, which takes one division.
+__device__ __forceinline__ gemm::UnevenPosition first_in_matrix(const gemm::UnevenOrder& order,
+                                                                uint32_t index) {
+    const gemm::TileOrder& part = order.fewer;
+    if (index >= part.total || index >= part.band_tiles.value) return order.in_matrix(index);
+    const uint32_t step = part.height.divide(index);
+    gemm::UnevenPosition position{};
+    position.m = index - step * part.height.value, position.n = step;
+    position.wide = order.wide_of_fewer;
+    return position;
+}
+
+// Where the tile of an index is, without groups; `first`: of this block's.
+template <Config C, bool first = false, class Globals>
 __device__ __forceinline__ Tile tile_at(const Globals& g, const Place place, uint32_t index) {
     const auto at = [&] {
-        if constexpr (Types<C>::two_widths)
+        if constexpr (Types<C>::two_widths && first)
+            return first_in_matrix(g.order, index);
+        else if constexpr (Types<C>::two_widths)
             return g.order.in_matrix(index);
         else
             return g.order.at(index);

@@ -36,6 +36,35 @@ __device__ __forceinline__ void multiply(rt_fl<16, cols> (&d)[count], typename K
     multiply<K, typename K::b_tile>(d, stage, first, accumulate);
 }
 
+template <class K>
+__device__ __forceinline__ uint64_t operand_descriptor(uint32_t address) {
+    return kittens::detail::k_major_descriptor<typename K::a_tile>(address);
+}
+// Starts the products of a step, whose operands' descriptors have these low words. The compiler
+// knows that they are the same in all lanes, and keeps descriptors in uniform registers.
+template <class K, class B, int cols, int count>
+__device__ __forceinline__ void multiply_at(rt_fl<16, cols> (&d)[count], uint32_t a, uint32_t b,
+                                            bool accumulate) {
+    using sums = rt_fl<16, B::rows>;
+    using instruction = arch::wgmma<B::rows, float, typename K::TA, typename K::TB>;
+    constexpr int words = sums::elements_per_thread;
+    constexpr uint32_t row_bytes = BLOCK_K;
+    const uint64_t high = operand_descriptor<K>(0) & 0xFFFFFFFF00000000;
+#pragma unroll
+    for (int i = 0; i < count; ++i) warpgroup::mma_fence(reinterpret_cast<sums&>(d[i]));
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+        const uint64_t rows = high | (a + (i * 64 * row_bytes >> 4)), columns = high | b;
+#pragma unroll
+        for (int k = 0; k < BLOCK_K / 32; ++k) {
+            instruction::template from_shared<false, false>(
+                reinterpret_cast<float(&)[words]>(d[i]), arch::wgmma_advance(rows, 32 * k),
+                arch::wgmma_advance(columns, 32 * k), accumulate || k > 0);
+        }
+    }
+    warpgroup::mma_commit_group();
+}
+
 template <Config C>
 __device__ __forceinline__ void consume_in_turns(const typename Types<C>::Globals& g,
                                                  typename Types<C>::Shared& shared) {
@@ -52,6 +81,10 @@ __device__ __forceinline__ void consume_in_turns(const typename Types<C>::Global
         ring.stage -= rounds * C.stages;
         ring.phase ^= rounds & 1;
     };
+    constexpr int stage_step = int(sizeof(typename K::Stage)) >> 4;
+    constexpr int b_after_a = int(sizeof(typename K::a_tile)) >> 4;
+    const auto first_stage =
+        static_cast<uint32_t>(operand_descriptor<K>(shared.stages[0].a.address()));
     bool first = consumer == 0;
     if (consumer == 1) index += g.clusters, skip();
     for (; index < g.order.total; index += 2 * g.clusters, skip()) {
@@ -64,9 +97,9 @@ __device__ __forceinline__ void consume_in_turns(const typename Types<C>::Global
         const bool follows = index + g.clusters < g.order.total;
         const auto multiply_all = [&]<class B>() {
             const auto start = [&](bool accumulate) {
-                auto& stage = shared.stages[ring.stage];
+                const uint32_t at = arch::shuffle(first_stage + ring.stage * stage_step, 0);
                 wait(shared.full[ring.stage], ring.phase);
-                multiply<K, B>(sums, stage, 0, accumulate);
+                multiply_at<K, B>(sums, at, at + b_after_a, accumulate);
             };
             start(false);
             epilogue.publish_scales(g, shared);

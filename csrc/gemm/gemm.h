@@ -267,6 +267,8 @@ Choice choose(const Problem& problem, const DeviceProperties& device);
 Choice choose_marked(const Problem& problem, const DeviceProperties& device);
 std::string kernel_name(const Config& config);
 std::string kernel_name(const Choice& choice);
+// Of the kernel that runs a call: a configuration may have one more, see one_tile.h.
+std::string kernel_name(const Config& config, const Params& params);
 std::vector<KernelInfo> kernels();
 
 // Runs the kernel of `config` on the stream.

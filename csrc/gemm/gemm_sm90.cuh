@@ -15,6 +15,7 @@
 
 #include "csrc/gemm/finish_sm90.cuh"
 #include "csrc/gemm/marks_sm90.cuh"
+#include "csrc/gemm/one_tile.h"
 #include "csrc/gemm/start_sm90.cuh"
 
 namespace thunderkittens::gemm {
@@ -59,7 +60,7 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
         if constexpr (C.marked) {
             if (!is_marked<C>(g, at)) return;
         }
-        const int m = static_cast<int>(at.m) * C.block_m;
+        const int m = static_cast<int>(K::first_row(g, at.m));
         const uint32_t n = K::first_column(g, at);
         const bool narrow = K::is_narrow(at);
         for (int step = 0; step < g.k_blocks; ++step, ring.advance()) {
@@ -121,16 +122,15 @@ struct HostFactor {
     __device__ __forceinline__ float times(float alpha) const { return alpha; }
 };
 
-template <Config C, bool two_widths = has_two_widths(C), class Factor = HostFactor>
+// `expanded`: tiles of an operand that the kernel itself has expanded, as many rows at a time.
+template <Config C, bool expanded = false, class Factor = HostFactor>
 __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
                                         typename Types<C>::Shared& shared,
                                         const Factor factor = {}) {
     using K = Types<C>;
+    constexpr bool two_widths = !expanded && K::two_widths;
     const int consumer = warpgroup::groupid();
-    // One arrival stands for the warpgroup, which wgmma reads shared memory as.
-    const auto release = [&](int stage) {
-        if (warpgroup::laneid() == 0) arrive(shared.empty[stage]);
-    };
+    const auto release = [&](int stage) { release_stage(shared.empty[stage]); };
 
     constexpr int FIRST_DONE = READY + 1 + C.consumers;  // named barrier
     Ring<C.stages> ring;
@@ -195,8 +195,8 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
         warpgroup::mma_async_wait(d);
         release(previous);
 
-        const uint32_t row =
-            at.m * C.block_m + consumer * K::consumer_rows + warpgroup::warpid() * 16;
+        const uint32_t first_row = expanded ? at.m * C.block_m : K::first_row(g, at.m);
+        const uint32_t row = first_row + consumer * K::consumer_rows + warpgroup::warpid() * 16;
         Place16 to{at.batch, row, col};
         // The usual way first and by itself: a short kernel waits for code that it jumps over.
         if constexpr (!C.fused && !Factor::activates) {
@@ -340,15 +340,6 @@ Kept<C> kept_of(const Params& p, bool kept) {
     }
 }
 
-// Whether each block has one tile, in the order of the grid: tiles of a row are a band.
-inline bool in_one_round(const Schedule& schedule, const TileOrder& order) {
-    return uint32_t(schedule.blocks) == order.total && !order.along_m &&
-           order.band_tiles.value == order.matrix_tiles.value;
-}
-inline bool in_one_round(const Schedule& schedule, const UnevenOrder& order) {
-    return order.total == order.fewer.total && in_one_round(schedule, order.fewer);
-}
-
 template <Config C>
 typename Types<C>::Globals make_globals(const Params& p) {
     using K = Types<C>;
@@ -362,12 +353,7 @@ typename Types<C>::Globals make_globals(const Params& p) {
     const Epilogue& e = p.epilogue;
     const int64_t out_n = e.gate == Gate::none ? p.n : p.n / 2;
     const int64_t size = size_in_bytes(p.out_dtype);
-    const auto rows_of_16_bytes = [&](const void* data, int64_t stride, int64_t batch_stride) {
-        return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride * size % 16 == 0 &&
-               batch_stride * size % 16 == 0;
-    };
-    const bool tma_store =
-        rows_of_16_bytes(p.out, p.out_stride, p.out_batch_stride) && out_n * size / 2 <= INT32_MAX;
+    const bool tma_store = tma_stores(p);
     const auto in_pairs = [](const void* data, int64_t bytes, int64_t stride,
                              int64_t batch_stride) {
         return reinterpret_cast<uintptr_t>(data) % bytes == 0 && stride % 2 == 0 &&
@@ -409,8 +395,7 @@ typename Types<C>::Globals make_globals(const Params& p) {
         .b_batched = p.b_batch_stride != 0,
         .b_once = p.schedule.b_once,
         .one_round = in_one_round(p.schedule, order),
-        .plain = tma_store && p.out_dtype == C.dtype && e.alpha == 1.f && e.bias == nullptr &&
-                 ceil_div(p.k, BLOCK_K) >= Finished<C>::pieces,
+        .plain = is_plain(C, p),
         .tma_store = tma_store,
         .pairs = pairs,
         .aligned_pairs = aligned_pairs,

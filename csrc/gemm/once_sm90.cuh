@@ -25,11 +25,12 @@ struct Lines {
 template <Config C>
 struct OnceGlobals {
     Lines a, b;
+    uint32_t last_row;  // where the last row of tiles begins
     typename Types<C>::Globals product;
 };
 
 template <class K>
-constexpr int ONCE_THREADS = K::config.consumers * WARPGROUP_THREADS + WARP_THREADS;
+constexpr int ONCE_THREADS = one_tile_threads(K::config);
 
 // Brings a part of a tile's first step into L2, by a warpgroup. The tile is of `width` rows or
 // columns, from `first` on. The kernel before may still be writing them: it does so in L2.
@@ -52,7 +53,7 @@ __device__ __forceinline__ void prefetch_lines(const Lines& lines, uint32_t batc
 
 template <Config C>
 __device__ __forceinline__ void produce_once(const typename Types<C>::Globals& g,
-                                             typename Types<C>::Shared& shared) {
+                                             typename Types<C>::Shared& shared, uint32_t m) {
     static_assert(C.stages >= 3);
     Ring<C.stages> ring;
     for (int step = 0; step < g.k_blocks; ++step, ring.advance()) {
@@ -61,20 +62,17 @@ __device__ __forceinline__ void produce_once(const typename Types<C>::Globals& g
         wait(shared.empty[ring.stage], ring.phase ^ 1);
         if (step == 2) wait(shared.full[0], 0);
         tma::expect(full, stage);
-        load_step<Types<C>>(g, stage, full, blockIdx.z, blockIdx.x * C.block_m,
-                            blockIdx.y * C.block_n, step * BLOCK_K);
+        load_step<Types<C>>(g, stage, full, blockIdx.z, static_cast<int>(m), blockIdx.y * C.block_n,
+                            step * BLOCK_K);
     }
 }
 
 template <Config C>
 __device__ __forceinline__ void consume_once(const typename Types<C>::Globals& g,
-                                             typename Types<C>::Shared& shared) {
+                                             typename Types<C>::Shared& shared, uint32_t m) {
     using K = Types<C>;
     const int consumer = warpgroup::groupid();
-    // One arrival stands for the warpgroup, which wgmma reads shared memory as.
-    const auto release = [&](int stage) {
-        if (warpgroup::laneid() == 0) arrive(shared.empty[stage]);
-    };
+    const auto release = [&](int stage) { release_stage(shared.empty[stage]); };
     constexpr int FIRST_DONE = READY + 1 + C.consumers;  // named barrier
     Ring<C.stages> ring;
     rt_fl<16, C.block_n> d;
@@ -102,8 +100,7 @@ __device__ __forceinline__ void consume_once(const typename Types<C>::Globals& g
     warpgroup::mma_async_wait(d);
     // A warp's part of a stage holds rows of others where those are adjacent.
     if constexpr (C.a_m_major) warpgroup::sync(READY + 1 + consumer);
-    const uint32_t row =
-        blockIdx.x * C.block_m + consumer * K::consumer_rows + warpgroup::warpid() * 16;
+    const uint32_t row = m + consumer * K::consumer_rows + warpgroup::warpid() * 16;
     Finished<C>::template send_last<typename K::T>(g, shared, d,
                                                    {blockIdx.z, row, blockIdx.y * C.block_n});
     if (laneid() == 0) tma::store_async_read_wait();
@@ -115,30 +112,22 @@ __global__ __launch_bounds__(ONCE_THREADS<K>,
     constexpr Config C = K::config;
     shared_allocator allocator(shared_memory());
     auto& shared = allocator.template allocate<typename K::Shared>();
+    const uint32_t m = min(blockIdx.x * C.block_m, g.last_row);
 
     if (kittens::warpid() == C.consumers * WARPGROUP_WARPS) {
-        const bool loads = arch::elect_one();
-        if (loads) {
-            init_ring<K>(shared);
-            arch::mbarrier_init_fence();
-        }
-        arch::sync_warp();
-        arch::named_barrier_arrive(READY, ONCE_THREADS<K>);
-        arch::wait_for_dependencies();
-        arch::launch_dependents();
-        if (loads) produce_once<C>(g.product, shared);
+        if (start_loading<K>(shared, ONCE_THREADS<K>)) produce_once<C>(g.product, shared, m);
         return;
     }
     if (warpgroup::groupid() == 0) {
-        prefetch_lines<C.block_m, !C.a_m_major>(g.a, g.product.a_batched ? blockIdx.z : 0,
-                                                blockIdx.x * C.block_m, blockIdx.y);
+        prefetch_lines<C.block_m, !C.a_m_major>(g.a, g.product.a_batched ? blockIdx.z : 0, m,
+                                                blockIdx.y);
     } else {
         prefetch_lines<C.block_n, !C.b_n_major>(g.b, g.product.b_batched ? blockIdx.z : 0,
                                                 blockIdx.y * C.block_n, blockIdx.x);
     }
     arch::named_barrier_sync(READY, ONCE_THREADS<K>);
     arch::wait_for_dependencies();
-    consume_once<C>(g.product, shared);
+    consume_once<C>(g.product, shared, m);
 }
 
 // `sharers`: blocks that read the same tile of the operand.
@@ -157,17 +146,17 @@ inline Lines lines_of(const void* data, bool along_k, int64_t outer, int64_t k, 
 template <Config C>
 void launch_once(const Params& p, Stream stream) {
     using K = sm90::Types<C>;
-    static_assert(C.consumers == 2 && !C.fused && !C.marked);
+    static_assert(has_once(C) && C.consumers == 2);
     const sm90::OnceGlobals<C> g{
         .a = sm90::lines_of(p.a, !C.a_m_major, p.m, p.k, p.a_stride, p.a_batch_stride, C.block_m,
                             sm90::ceil_div(p.n, C.block_n)),
         .b = sm90::lines_of(p.b, !C.b_n_major, p.n, p.k, p.b_stride, p.b_batch_stride, C.block_n,
                             sm90::ceil_div(p.m, C.block_m)),
+        .last_row = last_row(static_cast<uint32_t>(p.m), C.block_m, C.a_m_major),
         .product = sm90::make_globals<C>(p)};
-    const bool once = g.product.one_round && g.product.plain;
     const dim3 grid = sm90::grid_of<C>(p, g.product.one_round);
     const kittens::LaunchOptions options{.dependent = true};
-    if (once) {
+    if (one_tile(C, p) == OneTile::once) {
         kittens::launch(options, sm90::once_kernel<K>, grid, dim3(sm90::ONCE_THREADS<K>), dim3(1),
                         sizeof(typename K::Shared), stream, g);
     } else {

@@ -19,6 +19,12 @@ struct Ring {
     }
 };
 
+// By a consumer, which has read a stage. One arrival stands for the warpgroup, which wgmma reads
+// shared memory as.
+__device__ __forceinline__ void release_stage(semaphore& empty) {
+    if (warpgroup::laneid() == 0) arrive(empty);
+}
+
 // Where this block stands in its cluster of one or two by one or two.
 struct Place {
     uint32_t in_m, in_n;

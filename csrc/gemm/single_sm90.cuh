@@ -8,7 +8,6 @@
 // initialises the others.
 #pragma once
 
-#include "csrc/gemm/single.h"
 #include "csrc/gemm/small_sm90.cuh"
 
 namespace thunderkittens::gemm {
@@ -22,7 +21,7 @@ struct SingleTypes : Types<C> {
     using K = Types<C>;
     static_assert(has_single(C) && C.consumers == 1 && !C.fused && !C.marked);
     static_assert(C.block_n == K::out_tile::cols);
-    static constexpr int threads = SINGLE_THREADS;
+    static constexpr int threads = one_tile_threads(C);
 
     struct Shared {
         typename K::Stage stages[C.stages];
@@ -33,6 +32,7 @@ struct SingleTypes : Types<C> {
 
     struct Globals {
         int k_blocks;
+        uint32_t last_row;  // where the last row of tiles begins
         bool a_batched, b_batched, b_once;
         // In words of 16 bytes: through a pointer to values the compiler stores four times 4 bytes.
         uint4* out;
@@ -49,7 +49,7 @@ template <class S>
 __device__ __forceinline__ void load_single(const typename S::Globals& g,
                                             typename S::Shared& shared, bool loads) {
     constexpr Config C = S::config;
-    const int m = static_cast<int>(blockIdx.x) * C.block_m;
+    const int m = static_cast<int>(min(blockIdx.x * C.block_m, g.last_row));
     const uint32_t n = blockIdx.y * C.block_n;
     const auto load = [&](int stage, int step) {
         tma::expect(shared.full[stage], shared.stages[stage]);
@@ -82,10 +82,7 @@ template <class S>
 __device__ __forceinline__ void consume_single(const typename S::Globals& g,
                                                typename S::Shared& shared) {
     constexpr Config C = S::config;
-    // One arrival stands for the warpgroup, which wgmma reads shared memory as.
-    const auto release = [&](int stage) {
-        if (warpgroup::laneid() == 0) arrive(shared.empty[stage]);
-    };
+    const auto release = [&](int stage) { release_stage(shared.empty[stage]); };
     Ring<C.stages> ring;
     rt_fl<16, C.block_n> d;
     int previous = 0;
@@ -107,7 +104,8 @@ __device__ __forceinline__ void consume_single(const typename S::Globals& g,
     constexpr int lanes = C.block_n / WIDE, rows = WARP_THREADS / lanes;
     const int row = laneid() / lanes, part = laneid() % lanes;
     uint4* to = g.out + (blockIdx.z * g.out_batch_stride +
-                         (blockIdx.x * C.block_m + kittens::warpid() * 16 + row) * g.out_stride +
+                         (min(blockIdx.x * C.block_m, g.last_row) + kittens::warpid() * 16 + row) *
+                             g.out_stride +
                          blockIdx.y * lanes + part);
 #pragma unroll
     for (int first = 0; first < 16; first += rows) {
@@ -141,23 +139,24 @@ __global__ __launch_bounds__(S::threads, 1) void single_gemm_kernel(const __grid
 template <Config C>
 void launch_single_or_small(const Params& params, Stream stream) {
     using S = sm90::SingleTypes<C>;
+    if (one_tile(C, params) != OneTile::single) return launch_small<C>(params, stream);
     const auto g = sm90::make_globals<C>(params);
-    const bool whole = params.m % C.block_m == 0 && params.n % C.block_n == 0;
-    if (!g.one_round || !g.plain || !whole) return launch_small<C>(params, stream);
-    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::single_gemm_kernel<S>,
-                    sm90::grid_of<C>(params, true), dim3(S::threads), dim3(1),
-                    sizeof(typename S::Shared), stream,
-                    typename S::Globals{
-                        .k_blocks = g.k_blocks,
-                        .a_batched = g.a_batched,
-                        .b_batched = g.b_batched,
-                        .b_once = g.b_once,
-                        .out = static_cast<uint4*>(g.out),
-                        .out_stride = g.out_stride / sm90::WIDE,
-                        .out_batch_stride = g.out_batch_stride / sm90::WIDE,
-                        .a = g.a,
-                        .b = g.b,
-                    });
+    kittens::launch(
+        kittens::LaunchOptions{.dependent = true}, sm90::single_gemm_kernel<S>,
+        sm90::grid_of<C>(params, true), dim3(S::threads), dim3(1), sizeof(typename S::Shared),
+        stream,
+        typename S::Globals{
+            .k_blocks = g.k_blocks,
+            .last_row = last_row(static_cast<uint32_t>(params.m), C.block_m, C.a_m_major),
+            .a_batched = g.a_batched,
+            .b_batched = g.b_batched,
+            .b_once = g.b_once,
+            .out = static_cast<uint4*>(g.out),
+            .out_stride = g.out_stride / sm90::WIDE,
+            .out_batch_stride = g.out_batch_stride / sm90::WIDE,
+            .a = g.a,
+            .b = g.b,
+        });
 }
 
 // The launcher of a configuration, in place of the one in gemm_sm90.cuh.

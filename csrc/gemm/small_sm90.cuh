@@ -12,20 +12,27 @@
 namespace thunderkittens::gemm {
 namespace sm90 {
 
+// Calls work(tile) for each of this block's tiles. Where every block has one, they are the grid;
+// else that has one dimension, and the same formula holds for the first tile. With a choice between
+// the two, or a branch in `work` that is not the same for a whole block, the number of the stage is
+// not kept in a uniform register, where wgmma wants it, but moved there sixteen times a step.
+template <class Globals, class Work>
+__device__ __forceinline__ void for_each_small_tile(const Globals& g, Work work) {
+    const uint32_t first = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+    for (uint32_t i = first; i < g.order.total; i += g.blocks) work(g.order.at(i));
+}
+
 template <Config C>
 __device__ __forceinline__ void consume_small(const typename Types<C>::Globals& g,
                                               typename Types<C>::Shared& shared) {
-    // One arrival stands for the warpgroup, which wgmma reads shared memory as.
-    const auto release = [&](int stage) {
-        if (warpgroup::laneid() == 0) arrive(shared.empty[stage]);
-    };
+    const auto release = [&](int stage) { release_stage(shared.empty[stage]); };
     Ring<C.stages> ring;
     rt_fl<16, C.block_n> d;
     Finished<C> finished;
     Bias<C> bias;
-    for_each_tile(g, [&](const TilePosition at, bool) {
+    for_each_small_tile(g, [&](const TilePosition at) {
         const uint32_t col = at.n * C.block_n;
-        const uint32_t row = at.m * C.block_m + warpgroup::warpid() * 16;
+        const uint32_t row = Types<C>::first_row(g, at.m) + warpgroup::warpid() * 16;
         if (g.epilogue.bias != nullptr) bias.fetch(g, col);
 
         int previous = 0;
@@ -70,16 +77,7 @@ __global__ __launch_bounds__(K::threads, 1) void small_gemm_kernel(const __grid_
 
     if (warpgroup::groupid() == C.consumers) {
         if (warpgroup::warpid() > 0) return;
-        const bool loads = arch::elect_one();
-        if (loads) {
-            init_ring<K>(shared);
-            arch::mbarrier_init_fence();
-        }
-        arch::sync_warp();
-        arch::named_barrier_arrive(READY, READY_THREADS<K>);
-        arch::wait_for_dependencies();
-        arch::launch_dependents();
-        if (loads) produce<C>(g, shared);
+        if (start_loading<K>(shared, READY_THREADS<K>)) produce<C>(g, shared);
     } else {
         arch::named_barrier_sync(READY, READY_THREADS<K>);
         arch::wait_for_dependencies();

@@ -127,5 +127,21 @@ __device__ __forceinline__ bool start_producer(const typename K::Globals& g, Sha
     return false;
 }
 
+// The start of a warp that loads alone, of `threads` that meet at READY; true in the thread that
+// loads.
+template <class K, class Shared>
+__device__ __forceinline__ bool start_loading(Shared& shared, int threads) {
+    const bool loads = arch::elect_one();
+    if (loads) {
+        init_ring<K>(shared);
+        arch::mbarrier_init_fence();
+    }
+    arch::sync_warp();
+    arch::named_barrier_arrive(READY, threads);
+    arch::wait_for_dependencies();
+    arch::launch_dependents();
+    return loads;
+}
+
 }  // namespace sm90
 }  // namespace thunderkittens::gemm

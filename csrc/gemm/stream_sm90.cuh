@@ -72,11 +72,11 @@ struct StreamTypes {
 // further on.
 template <Config C>
 struct StreamTile {
-    uint32_t row, col;
+    uint32_t n_tile, row, col;
 
     template <class Globals>
     __device__ __forceinline__ StreamTile(const Globals& g, uint32_t index) {
-        const uint32_t n_tile = g.m_tiles.divide(index);
+        n_tile = g.m_tiles.divide(index);
         row = (index - n_tile * g.m_tiles.value) * C.block_m;
         col = n_tile * (C.fused && g.epilogue.gate == Gate::blocked ? 64 : C.block_n);
     }
@@ -122,10 +122,10 @@ __device__ __forceinline__ void stream_produce(const typename StreamTypes<C>::Gl
     int slot = 0, phase = 1;
     for_each_stream_tile(g, [&](uint32_t index) {
         const StreamTile<C> tile(g, index);
-        // Blocks begin at different k: not all of them read the same lines of a at the same time.
-        // But where b's rows are along n each block has a piece of all rows, and memory is fast
-        // where neighbouring pieces are read together.
-        const uint32_t turn = !C.b_n_major ? index : C.fused ? index / 4 : 0;
+        // Columns of tiles begin at different k: not all of them read the same lines of a at the
+        // same time. But where b's rows are along n each block has a piece of all rows, and memory
+        // is fast where neighbouring pieces are read together.
+        const uint32_t turn = !C.b_n_major ? tile.n_tile : C.fused ? tile.n_tile / 4 : 0;
         int k = range.x + static_cast<int>(turn * 37 % uint32_t(range.y - range.x));
         for (int step = range.x; step < range.y; ++step) {
             auto& stage = shared.stages[slot];
@@ -381,7 +381,6 @@ __global__ __launch_bounds__(K::threads,
 template <Config C>
 void launch_streamed(const Params& p, Stream stream) {
     using K = sm90::StreamTypes<C>;
-    using T = typename K::T;
     using namespace kittens;
     const auto matrix = [&]<class GL>(const void* data, int64_t rows, int64_t cols,
                                       int64_t stride) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "csrc/gemm/gemm.h"
+#include "csrc/gemm/one_tile.h"
 #include "csrc/gemm/tile_order.h"
 #include "kittens/kittens.cuh"
 
@@ -90,6 +91,14 @@ struct Types {
         const int width = C.fused && g.epilogue.gate == Gate::blocked ? C.block_n / 2 : C.block_n;
         if constexpr (two_widths) return tile.column(width);
         return tile.n * width;
+    }
+    // The last tile begins where it is whole, if there are as many rows, and computes some of them
+    // a second time: tiles with few rows take longer than whole ones. Not with a fused
+    // epilogue, whose residual may be what it writes.
+    template <class Globals>
+    static __device__ __forceinline__ uint32_t first_row(const Globals& g, uint32_t m) {
+        constexpr uint32_t height = C.block_m;
+        return C.fused ? m * height : min(m * height, last_row(g.m, height, C.a_m_major));
     }
     static __device__ __forceinline__ bool is_narrow(const auto& tile) {
         if constexpr (two_widths) return tile.narrow();
