@@ -252,7 +252,9 @@ def test_fp8_gemm_is_exact_on_integers(tile, policy):
     block_m, block_n, block_k, stages, buffers, _, consumers, sums = tile
     config = {"block_m": block_m, "block_n": block_n, "block_k": block_k, "stages": stages}
     config |= {"buffers": buffers, "consumers": consumers, "streamed": False, "splits": 1}
-    kinds = {"fast": ["row"], "promoted": ["tensor", "row", "block"], "fine": ["fine"]}[sums]
+    config |= {"plain": sums == "blocks"}
+    promoted = ["tensor", "row", "block"]
+    kinds = {"fast": ["row"], "promoted": promoted, "fine": ["fine"], "blocks": ["block"]}[sums]
     for number, kind in enumerate(kinds):
         if kind == "block" and block_n % 64:
             continue
@@ -307,7 +309,7 @@ def test_fp8_gemm_of_tiles_of_two_widths(tile, policy):
     or rows, have a kernel of their own."""
     names = ("block_m", "block_n", "block_k", "stages", "buffers")
     config = dict(zip(names, tile, strict=False)) | {"consumers": 2, "streamed": False}
-    config |= {"columns": 2, "longer": 2, "band": 1, "blocks": 2, "splits": 1}
+    config |= {"columns": 2, "longer": 2, "band": 1, "blocks": 2, "splits": 1, "plain": False}
     half, full = torch.bfloat16, torch.float32
     cases = [("tensor", 272, half), ("row", 528, half), ("row", 100, torch.float16)]
     cases += [("row", 656, half), ("tensor", 100, half), ("block", 272, half), ("row", 272, full)]

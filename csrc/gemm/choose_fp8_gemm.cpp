@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 
 #include "csrc/common/check.h"
 #include "csrc/common/registry.h"
@@ -16,6 +17,14 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 Sums sums_of(const Problem& p) {
     if (p.fine_blocks) return Sums::fine;
     return p.accurate || p.blocks || p.grouped ? Sums::promoted : Sums::fast;
+}
+
+// Whether plain kernels compute it.
+bool is_plain(const Problem& p) {
+    const bool stored = p.out_dtype != DType::fp32 && p.n % 8 == 0;
+    const bool first_pair = p.a_dtype == DTYPES[0].a && p.b_dtype == DTYPES[0].b;
+    return p.blocks && !p.fine_blocks && !p.grouped && !p.activated && p.k > 0 && stored &&
+           first_pair;
 }
 
 // Blocks above each other that load b's tile together. Where power limits, that saves more than the
@@ -39,25 +48,24 @@ gemm::Widths two_widths(const Config& config, const Problem& p, int sm_count) {
 // Cycles that the GPU needs with tiles of this shape: rounds of one tile per SM, each of block_m *
 // block_n / 32 cycles for 128 of k at the tensor cores' full rate. Fitted to an H200: narrow tiles
 // load more bytes per product.
-double cycles(const TileShape& shape, const Problem& p, int sm_count) {
-    const int64_t tiles = ceil_div(p.m, shape.block_m) * ceil_div(p.n, shape.block_n);
+double cycles(const Config& config, const Problem& p, int sm_count) {
+    const int64_t tiles = ceil_div(p.m, config.block_m) * ceil_div(p.n, config.block_n);
     const double steps = static_cast<double>(std::max<int64_t>(1, ceil_div(p.k, BLOCK_K)));
-    const bool fast = shape.sums == Sums::fast;
+    const bool fast = config.sums == Sums::fast;
     const double rounds = static_cast<double>(ceil_div(tiles, sm_count));
-    const Config config = make_config(shape, DTYPES[0]);
     const double share = two_widths(config, p, sm_count).share;
-    const double products = steps * shape.block_m * shape.block_n / 32 * share;
+    const double products = steps * config.block_m * config.block_n / 32 * share;
     if (takes_turns(config)) {
         // The end of a tile lies in the shadow of the next one, if that is long enough.
         const double end = 5000;
         return rounds * std::max(products * 1.005 + 600, (products + end) / 2) + end / 2;
     }
-    const double per_product = shape.block_n >= 256   ? (fast ? 1.005 : 1.0)
-                               : shape.block_n >= 192 ? (fast ? 1.02 : 1.05)
-                               : shape.block_n >= 176 ? 1.04
-                                                      : (fast ? 1.05 : 1.22);
-    const double between = fast && shape.block_n >= 256 ? 2000 : 1500;
-    return rounds * (products * per_product + between);
+    const double per_product = config.block_n >= 256   ? (fast ? 1.005 : 1.0)
+                               : config.block_n >= 192 ? (fast ? 1.02 : 1.05)
+                               : config.block_n >= 176 ? 1.04
+                                                       : (fast ? 1.05 : 1.22);
+    const double between = fast && config.block_n >= 256 ? 2000 : 1500;
+    return rounds * (products * per_product * (config.plain ? 0.95 : 1.0) + between);
 }
 
 Schedule schedule_for(const Config& config, const Problem& p, int sm_count) {
@@ -144,24 +152,34 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
 Choice choose(const Problem& p, const DeviceProperties& device) {
     const int sm_count = std::max(1, device.sm_count);
     if (streams(p)) return choose_streamed(p, sm_count);
-    const TileShape* best = nullptr;
+    std::optional<Config> best;
     double least = 0;
+    const auto consider = [&](const Config& config) {
+        const double needed = cycles(config, p, sm_count);
+        if (!best || needed < least) best = config, least = needed;
+    };
+    const DTypes dtypes{p.a_dtype, p.b_dtype};
     for (const TileShape& shape : TILE_SHAPES) {
         if (shape.sums != sums_of(p)) continue;
         // A tile has the scales of two blocks of b, which meet in its middle or at 128 columns.
         if (p.blocks && shape.sums == Sums::promoted && shape.block_n % 64 != 0) continue;
         if (p.grouped && !takes_groups(make_config(shape, DTYPES[0]))) continue;
-        const double needed = cycles(shape, p, sm_count);
-        if (best == nullptr || needed < least) best = &shape, least = needed;
+        consider(make_config(shape, dtypes));
     }
-    Choice choice{.config = make_config(*best, {p.a_dtype, p.b_dtype})};
+    if (is_plain(p)) {
+        for (const TileShape& shape : PLAIN_SHAPES) consider(make_config(shape, dtypes, true));
+    }
+    Choice choice{.config = *best};
     choice.schedule = schedule_for(choice.config, p, sm_count);
     return choice;
 }
 
+static const char* kind_of(const Config& c) {
+    return c.streamed ? "stream" : c.plain ? "blocks" : name_of(c.sums);
+}
+
 std::string kernel_name(const Config& c) {
-    return concat(name_of(c.a), '_', name_of(c.b), '_', c.streamed ? "stream" : name_of(c.sums),
-                  '_', c.block_m, 'x', c.block_n);
+    return concat(name_of(c.a), '_', name_of(c.b), '_', kind_of(c), '_', c.block_m, 'x', c.block_n);
 }
 
 std::string kernel_name(const Choice& choice) { return kernel_name(choice.config); }
@@ -170,20 +188,21 @@ std::vector<KernelInfo> kernels() {
     std::vector<KernelInfo> list;
     for (std::size_t i = 0; i < CONFIGS; ++i) {
         const Config c = config_at(i);
-        const std::string kind = c.streamed ? "stream" : name_of(c.sums);
+        const std::string kind = kind_of(c);
         const std::string roles =
             c.streamed ? "2 producer warps and 1 consumer warpgroup, sums promoted"
                        : concat("1 producer and ", c.consumers, " consumer warpgroups",
-                                takes_turns(c) ? " in turns" : "", ", sums ", kind);
+                                takes_turns(c) ? " in turns" : "", ", sums ", name_of(c.sums),
+                                c.plain ? " with scales of blocks" : "");
         list.push_back({
             .name = kernel_name(c),
             .config = concat("tile ", c.block_m, 'x', c.block_n, 'x', c.block_k, ", ", c.stages,
                              " stages, ", c.streamed ? "" : concat(c.buffers, " buffers, "), roles),
             .source = concat("fp8_gemm_", kind, '_', c.block_m, 'x', c.block_n),
-            .symbol =
-                concat("ELi", c.block_m, "ELi", c.block_n, "ELi", c.stages, "ELi", c.consumers,
-                       "ELi", c.buffers, "ELb", int(c.streamed), "ELi", c.block_k, "ELNS0_4SumsE",
-                       int(c.sums), "ELNS_5DTypeE", int(c.a), "ELS6_", int(c.b), 'E'),
+            .symbol = concat("ELi", c.block_m, "ELi", c.block_n, "ELi", c.stages, "ELi",
+                             c.consumers, "ELi", c.buffers, "ELb", int(c.streamed), "ELi",
+                             c.block_k, "ELNS0_4SumsE", int(c.sums), "ELNS_5DTypeE", int(c.a),
+                             "ELS6_", int(c.b), "ELb", int(c.plain), 'E'),
             .threads = threads(c),
             .shared_bytes = shared_bytes(c),
         });

@@ -169,7 +169,8 @@ emulated::Result run_gemm(const emulated::Call& call) {
                              .accurate = call.scalar("accurate", true) || k == 0,
                              .blocks = kind.blocks,
                              .fine_blocks = kind.fine,
-                             .grouped = offs != nullptr};
+                             .grouped = offs != nullptr,
+                             .activated = call.scalar("activation", 0) != 0};
     if (const std::string reason = unsupported(problem, call.device); !reason.empty()) {
         throw std::runtime_error(concat("tk.fp8_gemm: ", reason));
     }

@@ -125,7 +125,8 @@ Tensor fp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const T
                           .accurate = accurate || k == 0,
                           .blocks = kind.blocks,
                           .fine_blocks = kind.fine,
-                          .grouped = offs.has_value()};
+                          .grouped = offs.has_value(),
+                          .activated = activation != 0};
     const DeviceProperties& device = device_properties(a.get_device_index());
     if (const std::string reason = unsupported(problem, device); !reason.empty()) {
         throw std::runtime_error(concat(OP, ": ", reason));

@@ -39,6 +39,7 @@ struct Problem {
     bool blocks = false;       // scales of 1 x 128 elements of a, with those of b as follows
     bool fine_blocks = false;  // 1 x 128 elements of b, instead of 128 x 128
     bool grouped = false;
+    bool activated = false;  // an activation follows
 };
 
 // A block computes block_m x block_n tiles, block_k of k at a time, with a warpgroup that loads and
@@ -53,6 +54,8 @@ struct Config {
     int block_k = 128;
     Sums sums = Sums::fast;
     DType a = DType::e4m3, b = DType::e4m3;
+    // Scales of blocks alone, and outputs of 16 bits per value, stored by TMA, without activation.
+    bool plain = false;
 
     bool operator==(const Config&) const = default;
 };
@@ -112,6 +115,7 @@ void visit_fields(Problem& p, Visitor&& visit) {
     visit("blocks", p.blocks);
     visit("fine_blocks", p.fine_blocks);
     visit("grouped", p.grouped);
+    visit("activated", p.activated);
 }
 
 template <typename Visitor>
@@ -125,6 +129,7 @@ void visit_fields(Choice& c, Visitor&& visit) {
     visit("block_k", c.config.block_k);
     visit("a_dtype", c.config.a);
     visit("b_dtype", c.config.b);
+    visit("plain", c.config.plain);
     visit("cluster_m", c.schedule.cluster_m);
     visit("cluster_n", c.schedule.cluster_n);
     visit("band", c.schedule.band);
@@ -151,6 +156,9 @@ struct DTypes {
 };
 constexpr DTypes DTYPES[] = {
     {DType::e4m3, DType::e4m3}, {DType::e4m3, DType::e5m2}, {DType::e5m2, DType::e4m3}};
+// Those of plain configurations, for the first pair.
+constexpr TileShape PLAIN_SHAPES[] = {{128, 256, 4, 2, 2, Sums::promoted},
+                                      {128, 192, 4, 2, 3, Sums::promoted}};
 // Kernels for few rows, each for the three pairs of dtypes, and all kinds of sums and scales.
 struct StreamShape {
     int block_m, block_n, block_k, stages;
@@ -167,9 +175,9 @@ constexpr Config make_config(const StreamShape& shape, const DTypes& dtypes) {
             .a = dtypes.a,
             .b = dtypes.b};
 }
-constexpr Config make_config(const TileShape& shape, const DTypes& dtypes) {
-    return {shape.block_m, shape.block_n, shape.stages, shape.consumers, shape.buffers,
-            false,         BLOCK_K,       shape.sums,   dtypes.a,        dtypes.b};
+constexpr Config make_config(const TileShape& shape, const DTypes& dtypes, bool plain = false) {
+    return {shape.block_m, shape.block_n, shape.stages, shape.consumers, shape.buffers, false,
+            BLOCK_K,       shape.sums,    dtypes.a,     dtypes.b,        plain};
 }
 
 // Wider tiles leave no registers for the walk over groups.
@@ -186,13 +194,13 @@ constexpr bool takes_turns(const Config& c) {
 }
 // Whether the kernel computes tiles of two widths.
 constexpr bool has_two_widths(const Config& c) {
-    return !c.streamed && c.sums != Sums::fine && (c.block_n == 256 || takes_turns(c));
+    return !c.streamed && !c.plain && c.sums != Sums::fine && (c.block_n == 256 || takes_turns(c));
 }
 // Whether calls without anything special have a kernel of their own, fp8_whole_sm90.cuh: for the
 // commonest pair of types.
 constexpr bool has_whole_kernel(const Config& c) {
-    return !c.streamed && c.sums == Sums::promoted && c.block_n == 256 && c.a == DType::e4m3 &&
-           c.b == DType::e4m3;
+    return !c.streamed && !c.plain && c.sums == Sums::promoted && c.block_n == 256 &&
+           c.a == DType::e4m3 && c.b == DType::e4m3;
 }
 // Blocks of a cluster that may send a streamed tile's sums to the first one.
 constexpr int senders(const Config& c) { return c.block_m > 32 ? 1 : 2; }
@@ -247,10 +255,12 @@ constexpr ScaleKind scale_kind(const ScaleShapes& s, int64_t m, int64_t n, int64
 
 // Every kernel that is compiled, by number: what the launchers are enumerated by.
 constexpr std::size_t TILED = std::size(TILE_SHAPES) * std::size(DTYPES);
-constexpr std::size_t CONFIGS = TILED + std::size(STREAM_SHAPES) * std::size(DTYPES);
+constexpr std::size_t STREAMED = std::size(STREAM_SHAPES) * std::size(DTYPES);
+constexpr std::size_t CONFIGS = TILED + STREAMED + std::size(PLAIN_SHAPES);
 constexpr Config config_at(std::size_t i) {
     if (i < TILED) return make_config(TILE_SHAPES[i / 3], DTYPES[i % 3]);
-    return make_config(STREAM_SHAPES[(i - TILED) / 3], DTYPES[i % 3]);
+    if (i < TILED + STREAMED) return make_config(STREAM_SHAPES[(i - TILED) / 3], DTYPES[i % 3]);
+    return make_config(PLAIN_SHAPES[i - TILED - STREAMED], DTYPES[0], true);
 }
 
 // Empty when choose() has a kernel for the problem, else the reason in a sentence.

@@ -8,10 +8,11 @@
 // back the stage of the one before, and a finished tile leaves in the shadow of the next. Or the
 // consumers take turns, fp8_turns_sm90.cuh.
 //
-// `promoted` and `fine`: fp8_promoted_sm90.cuh; the commonest of them: fp8_whole_sm90.cuh.
+// `promoted` and `fine`: fp8_promoted_sm90.cuh; the commonest of them: fp8_whole_sm90.cuh, and plain
+// configurations: fp8_blocks_sm90.cuh.
 #pragma once
 
-#include "csrc/gemm/fp8_promoted_sm90.cuh"
+#include "csrc/gemm/fp8_blocks_sm90.cuh"
 #include "csrc/gemm/fp8_turns_sm90.cuh"
 #include "csrc/gemm/fp8_whole_sm90.cuh"
 
@@ -229,7 +230,7 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
     shared_allocator allocator(shared_memory());
     auto& shared = allocator.template allocate<typename K::Shared>();
     const bool alone = g.cluster_m * g.cluster_n == 1;
-    const bool copies_scales = !K::fast && g.blocks;
+    const bool copies_scales = C.plain || (!K::fast && g.blocks);
 
     const auto prefetch_maps = [&] {
         tma::prefetch_map<typename K::a_part>(g.a);
@@ -279,7 +280,7 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
             if (warpgroup::warpid() == 1) {
                 if (copies_scales)
                     produce_scales<C>(g, shared);
-                else if constexpr (TileScales<C>::copied)
+                else if constexpr (TileScales<C>::copied && !C.plain)
                     produce_tile_scales<C>(g, shared);
             }
         }
@@ -296,6 +297,8 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
             consume_in_turns<C>(g, shared);
         else if constexpr (K::fast)
             consume_fast<C>(g, shared);
+        else if constexpr (C.plain)
+            consume_blocks<C>(g, shared);
         else
             consume_promoted<C>(g, shared);
     }
