@@ -77,6 +77,7 @@ __device__ __forceinline__ void send_staged(const typename Types<C>::Globals& g,
     using K = Types<C>;
     using tiles = typename K::out_tiles;
     const auto* buffers = &shared.out[consumer * WARPGROUP_WARPS][0];
+    if (blockIdx.x >= g.order.total) return;  // as the consumers do
     arch::named_barrier_arrive(SENT + consumer, SENDING_THREADS);
     for_each_tile<C>(g, Place(g), [&](const Tile& tile) {
 #pragma unroll
