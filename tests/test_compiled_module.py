@@ -178,18 +178,12 @@ def test_gemm_of_few_rows_leaves_the_cache_first(n, k, fused, once):
     assert _C.choose("gemm", problem, H200)["b_once"] == once
 
 
-@pytest.mark.skipif("gemm" not in _C.ops(), reason="this build leaves gemm out")
-@pytest.mark.parametrize("m", [1, 129, 4096])
-@pytest.mark.parametrize("n", [8, 1000, 4096, 5000, 8192])
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("gate", [0, 1])
-def test_gemm_tiles_are_dealt_once_each(m, n, batch, gate):
-    problem = {"m": m, "n": n * (1 + gate), "k": 4096, "batch": batch, "gate": gate}
-    problem["fused"] = bool(gate)
+def assert_dealt_once_each(problem, n):
+    """Every row of tiles has columns from 0 to n, each in one tile."""
     order = _C.gemm_tile_order(problem, H200)
     assert len(np.unique(order, axis=0)) == len(order)
     choice = _C.choose("gemm", problem, H200)
-    rows = -(-m // choice["block_m"])
+    batch, rows = problem.get("batch", 1), -(-problem["m"] // choice["block_m"])
     assert {tuple(x) for x in order[:, :2]} == set(itertools.product(range(batch), range(rows)))
     for place in itertools.product(range(batch), range(rows)):
         row = order[(order[:, :2] == place).all(axis=1)]
@@ -199,3 +193,26 @@ def test_gemm_tiles_are_dealt_once_each(m, n, batch, gate):
         assert first[0] == 0
         assert (first[1:] == end[:-1]).all()
         assert first[-1] < n <= end[-1]
+
+
+@pytest.mark.skipif("gemm" not in _C.ops(), reason="this build leaves gemm out")
+@pytest.mark.parametrize("m", [1, 129, 4096])
+@pytest.mark.parametrize("n", [8, 1000, 4096, 5000, 8192])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("gate", [0, 1])
+def test_gemm_tiles_are_dealt_once_each(m, n, batch, gate):
+    problem = {"m": m, "n": n * (1 + gate), "k": 4096, "batch": batch, "gate": gate}
+    problem["fused"] = bool(gate)
+    assert_dealt_once_each(problem, n)
+
+
+@pytest.mark.skipif("gemm" not in _C.ops(), reason="this build leaves gemm out")
+@pytest.mark.parametrize("b_n_major", [False, True])
+@pytest.mark.parametrize(
+    ("m", "n"), [(2560, 2560), (3072, 3072), (5888, 5880), (512, 13824), (5120, 2112), (2048, 5120)]
+)
+def test_gemm_tiles_of_varied_widths_are_dealt_once_each(m, n, b_n_major):
+    problem = {"m": m, "n": n, "k": 4096, "b_n_major": b_n_major}
+    assert_dealt_once_each(problem, n)
+    problem |= {"n": n + 1}  # TMA does not store such rows
+    assert not _C.choose("gemm", problem, H200)["varied"]

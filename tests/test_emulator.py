@@ -305,16 +305,18 @@ def test_fp8_gemm_of_fast_tiles_of_two_widths(tile, cluster, policy):
 )
 def test_fp8_gemm_of_tiles_of_two_widths(tile, policy):
     """Rows of tiles with and without one more, of one step and of several, all kinds of scales;
-    those of blocks, and fp32 values, are computed in tiles of one width."""
+    those of blocks, and fp32 values, are computed in tiles of one width. Scales alone, of tensors
+    or rows, have a kernel of their own."""
     names = ("block_m", "block_n", "block_k", "stages", "buffers")
     config = dict(zip(names, tile, strict=False)) | {"consumers": 2, "streamed": False}
     config |= {"columns": 2, "longer": 2, "band": 1, "blocks": 2, "splits": 1, "plain": False}
     half, full = torch.bfloat16, torch.float32
-    cases = (("tensor", 272, half), ("row", 528, half), ("row", 100, torch.float16))
-    for kind, k, dtype in (*cases, ("block", 272, half), ("row", 272, full)):
+    cases = [("tensor", 272, half), ("row", 528, half), ("row", 100, torch.float16)]
+    cases += [("row", 656, half), ("tensor", 100, half), ("block", 272, half), ("row", 272, full)]
+    for kind, k, dtype in cases:
         a, b, scale_a, scale_b, expected = fp8_operands(330, 496, k, kind)
         b = b.t().contiguous().t()
-        bias = integers(496, dtype=half) if kind == "row" else None
+        bias = integers(496, dtype=half) if kind == "row" and k in (272, 528) else None
         if bias is not None:
             expected = expected + bias.float()
         with tk.emulate(policy, seed=k, config=config) as run:

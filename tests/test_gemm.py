@@ -16,6 +16,7 @@ from helpers.cover import cover, over
 from helpers.guard import assert_guards_intact
 from helpers.layouts import MATRIX_LAYOUTS, matrix
 from helpers.numerics import accumulation_slack, assert_accurate, integers
+from thunderkittens import emulation
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -42,6 +43,7 @@ SHAPES_CUDA = [
     (4099, 1, 333),
     (300, 300, 10007),
     (4097, 1003, 777),
+    (2500, 2504, 1600),  # tiles of widths that vary
 ]
 
 
@@ -500,3 +502,38 @@ def test_op_guards_itself(device, call):
     else:
         with pytest.raises(RuntimeError):
             op(*arguments)
+
+
+# ---- tiles of widths that vary, on the emulator ----
+
+# Columns, tiles of a row, rows of tiles with one more. Rows of b along k: every pair of widths, 160
+# and 176 to 224 and 240. Along n: 256 and 192, 192 and 128, one width.
+VARIED = {
+    False: [(2 * width - 24, 2, 1) for width in range(176, 241, 16)] + [(636, 4, 0)],
+    True: [(440, 2, 0), (312, 2, 0), (700, 3, 0), (568, 3, 0), (248, 2, 0), (508, 2, 0)],
+}
+
+
+@pytest.mark.skipif(emulation.problem is not None, reason=str(emulation.problem))
+@pytest.mark.parametrize("policy", emulation.POLICIES)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("b_n_major", [False, True])
+def test_gemm_of_tiles_of_varied_widths(b_n_major, dtype, policy):
+    """Also where rows of the output are not multiples of 16 bytes, or k is short, which other tiles
+    compute."""
+    tile = {"block_m": 128, "block_n": 256, "stages": 4, "consumers": 2, "varied": True}
+    for number, (n, columns, longer) in enumerate(VARIED[b_n_major]):
+        k = 72 if number == 1 else (200, 328)[number % 2]
+        a, b, bias = (
+            integers(*shape, low=-4, high=4, dtype=dtype, device="cpu")
+            for shape in ((330, k), (k, n), (n,))
+        )
+        bias = bias if number % 3 == 0 else None
+        expected = a.float() @ b.float() + (0 if bias is None else bias.float())
+        if not b_n_major:
+            b = b.t().contiguous().t()
+        widths = {"columns": columns, "longer": longer, "band": 2, "b_once": number > 2}
+        with tk.emulate(policy, seed=n, config=tile | widths | {"blocks": 2}) as run:
+            out = tk.gemm(a, b, bias=bias)
+        assert torch.equal(out, expected.to(dtype)), (n, columns, k)
+        assert run.kernels[0]["varied"]

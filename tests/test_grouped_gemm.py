@@ -10,6 +10,7 @@ import thunderkittens as tk
 from helpers.cover import cover, over
 from helpers.layouts import NAN, matrix
 from helpers.numerics import accumulation_slack, assert_accurate, integers
+from thunderkittens import _C, info
 
 BF16, FP16 = torch.bfloat16, torch.float16
 FORMS = ("rows", "columns", "parts")
@@ -221,6 +222,53 @@ def test_every_kernel(form, kernel, policy, transposed):
         out = tk.grouped_gemm(a, b, offs)
     assert torch.equal(out, expected)
     assert run.kernels[-1]["kernel"].endswith(f"{kernel[0]}x{kernel[1]}")
+
+
+# Sizes of groups, columns, blocks: rows of tiles with and without one more tile, a group with both,
+# more groups than a warp has lanes, columns that end in the middle of a tile and of 16 bytes.
+WIDTHS = [
+    ([5, 0, 300, 1, 260], 496, 3),
+    ([5, 0, 300, 1, 260], 1000, 7),
+    ([700], 760, 5),
+    ([0, 2, 129] * 13 + [0, 0], 529, 7),
+]
+
+
+@pytest.mark.parametrize(("policy", "dtype"), [("late_mma", BF16), ("random", FP16)])
+@pytest.mark.parametrize("number", range(len(WIDTHS)))
+def test_tiles_of_two_widths(number, policy, dtype):
+    """On the emulator, whose few blocks count the rows of tiles as 132 would."""
+    sizes, n, blocks = WIDTHS[number]
+    a = integers(sum(sizes) + 3, 72, low=-2, high=2, dtype=dtype, device="cpu")
+    b = integers(len(sizes), 72, n, low=-2, high=2, dtype=dtype, device="cpu")
+    offs = offsets(sizes, "cpu")
+    expected = tk.reference.grouped_gemm(a, b, offs)
+    spoil("rows", a, b, sum(sizes))
+    choice = {"block_m": 128, "block_n": 256, "stages": 4, "consumers": 2, "blocks": blocks}
+    for layout_a, layout_b in (("packed", "packed_t"), ("sliced_t", "sliced")):
+        config = {**choice, "band": 2, "two_widths": True}
+        with tk.emulate(policy, seed=n, config=config) as run:
+            out = tk.grouped_gemm(matrix(a, layout_a), matrix(b, layout_b), offs)
+        assert torch.equal(out, expected), (layout_a, layout_b)
+        assert run.kernels[-1]["two_widths"]
+
+
+def test_which_tiles_have_two_widths():
+    device = _C.DeviceProperties(**info.EXAMPLE_GPU)
+    problem = {"m": 32768, "n": 4096, "k": 7168, "groups": 8, "grouped": 0, "dtype": "bf16"}
+
+    def two_widths(**other):
+        layout = {"a_m_major": False, "b_n_major": False}
+        return _C.choose("grouped_gemm", problem | layout | other, device)["two_widths"]
+
+    assert two_widths()
+    assert two_widths(b_n_major=True, groups=64)
+    assert not two_widths(groups=65)
+    assert not two_widths(a_m_major=True)
+    assert not two_widths(grouped=1)
+    assert not two_widths(grouped=2)
+    assert not two_widths(m=300, groups=64)
+    assert not two_widths(m=2048, n=2048, groups=4)
 
 
 # Gradients

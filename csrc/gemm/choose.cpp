@@ -7,6 +7,7 @@
 #include "csrc/common/registry.h"
 #include "csrc/gemm/gemm.h"
 #include "csrc/gemm/one_tile.h"
+#include "csrc/gemm/varied_order.h"
 #include "csrc/gemm/widths.h"
 
 namespace thunderkittens::gemm {
@@ -48,15 +49,15 @@ Widths two_widths(const Config& config, const Problem& p, int sm_count) {
     const int width = halves ? config.block_n / 2 : config.block_n;
     const int64_t n = halves ? p.n / 2 : p.n;
     Widths widths = gemm::two_widths(config.block_m, width, p.m, n, sm_count);
-    // Rows of b along n are loaded whole, and a narrow tile begins anywhere in a line: there more
-    // columns than the output has cost more than they bring.
-    const int64_t all = ceil_div(n, NARROWER);
-    if (p.b_n_major && (widths.columns * (width / NARROWER - 1) - all) * 40 > all) return {};
+    if (p.b_n_major && cover_too_much<int64_t>(widths.columns, n, width)) return {};
     // With many rows that costs most of what it brings where nearly all tiles are narrow.
     const int64_t rows = ceil_div(p.m, config.block_m), fewer = rows - widths.longer;
     const int64_t wide = fewer * wide_tiles(n, widths.columns, width) +
                          widths.longer * wide_tiles(n, widths.columns + 1, width);
-    if (p.b_n_major && rows >= 16 && wide * 10 < rows * widths.columns) widths.share *= 1.055;
+    if (p.b_n_major && rows >= 16 && wide * 10 < rows * widths.columns) {
+        widths.share *= 1.055;
+        if (wide == 0 && widths.share > 0.985) return {};
+    }
     return widths;
 }
 
@@ -68,6 +69,67 @@ double cycles(const TileShape& shape, const Config& config, const Problem& p, in
     const double steps = static_cast<double>(std::max<int64_t>(1, ceil_div(p.k, BLOCK_K)));
     const double tile = steps * shape.block_m * shape.block_n / 32 * cost.per_product;
     return rounds * (tile * two_widths(config, p, sm_count).share + cost.fixed) + cost.once;
+}
+
+// Tiles whose widths are chosen for the problem: how many, and what they need.
+struct VariedTiles {
+    int columns = 0, longer = 0;
+    double cycles = std::numeric_limits<double>::infinity();
+};
+
+// What a tile of a width costs, in columns of one of 256: rows of a are loaded for fewer.
+double column_cost(int64_t width) { return std::max(double(width), 0.6 * double(width) + 91); }
+
+// The columns that an SM computes at most.
+double varied_load(const Config& config, int64_t rows, int64_t n, int64_t columns, int64_t longer,
+                   int sm_count) {
+    const int64_t unit = varied_unit(config), tiles = rows * columns + longer;
+    const Shares fewer = share_columns(config, n, columns),
+                 more = share_columns(config, n, columns + 1);
+    const double narrow = column_cost(fewer.narrow),
+                 wider = column_cost(fewer.narrow + unit) - narrow;
+    const auto rounds = static_cast<double>(ceil_div(tiles, sm_count));
+    if (longer == 0) {
+        return rounds * narrow + double(ceil_div(rows * fewer.wide, sm_count)) * wider;
+    }
+    if (rounds == 1) return narrow + (fewer.wide > 0 ? wider : 0);
+    const double of_more = double(columns + 1) * column_cost(more.narrow) +
+                           more.wide * (column_cost(more.narrow + unit) - column_cost(more.narrow));
+    const double all = double(rows - longer) * (double(columns) * narrow + fewer.wide * wider) +
+                       double(longer) * of_more;
+    return all / sm_count + wider / 2;
+}
+
+VariedTiles vary_tiles(const Config& config, const Problem& p, int sm_count) {
+    VariedTiles best;
+    const int64_t rows = ceil_div(p.m, config.block_m);
+    const int64_t least = ceil_div(p.n, widest(config)), most = ceil_div(p.n, narrowest(config));
+    const auto steps = static_cast<double>(ceil_div(p.k, BLOCK_K));
+    const auto consider = [&](int64_t columns, int64_t longer) {
+        if (columns < least || columns + (longer > 0) > most) return;
+        const double tiles = std::ceil(double(rows * columns + longer) / sm_count);
+        const double cycles = steps * config.block_m / 32 *
+                                  varied_load(config, rows, p.n, columns, longer, sm_count) +
+                              tiles * 900 + 2500 + 0.12 * config.block_m * config.block_n;
+        if (cycles < best.cycles) {
+            best = {static_cast<int>(columns), static_cast<int>(longer), cycles};
+        }
+    };
+    const int64_t first = ceil_div(rows * least, sm_count);
+    for (int64_t rounds = first; rounds < first + 3; ++rounds) {
+        const int64_t columns = std::min(rounds * sm_count / rows, most);
+        if (columns < least) continue;
+        if (config.b_n_major) {
+            for (int64_t less = 0; less < 3; ++less) consider(columns - less, 0);
+        } else {
+            const Shares shares = share_columns(config, p.n, columns);
+            const int64_t widest_tile = shares.narrow + (shares.wide > 0 ? int{NARROWER} : 0);
+            consider(ceil_div(p.n, widest_tile), 0);
+            consider(columns, 0);
+            if (columns < most) consider(columns, rounds * sm_count % rows);
+        }
+    }
+    return best;
 }
 
 Schedule schedule_for(const Config& config, const Problem& p, const DeviceProperties& device) {
@@ -173,7 +235,7 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
     return "";
 }
 
-Choice choose(const Problem& p, const DeviceProperties& device) {
+Choice choose_unvaried(const Problem& p, const DeviceProperties& device) {
     const int sm_count = std::max(1, device.sm_count);
     if (streams(p) || streams_divided(p, sm_count)) return choose_streamed(p, device);
     const TileShape* best = nullptr;
@@ -202,6 +264,25 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     return choice;
 }
 
+Choice choose(const Problem& p, const DeviceProperties& device) {
+    const Choice choice = choose_unvaried(p, device);
+    const Config config = varied_config(p.dtype, p.b_n_major);
+    if (choice.config.streamed || p.fused || p.a_m_major || p.batch > 1 || p.k < 1536 || p.m < 1 ||
+        p.n < 1 || p.n % 8 != 0 || p.out_dtype != p.dtype) {
+        return choice;
+    }
+    const int sm_count = std::max(1, device.sm_count);
+    const TileShape shape{choice.config.block_m, choice.config.block_n, choice.config.stages,
+                          choice.config.consumers};
+    const VariedTiles tiles = vary_tiles(config, p, sm_count);
+    if (tiles.cycles > 0.985 * cycles(shape, choice.config, p, sm_count)) return choice;
+    Choice varied{.config = config, .schedule = schedule_for(config, p, device)};
+    varied.schedule.columns = tiles.columns, varied.schedule.longer = tiles.longer;
+    const int64_t all = ceil_div(p.m, config.block_m) * tiles.columns + tiles.longer;
+    varied.schedule.blocks = static_cast<int>(std::min<int64_t>(all, sm_count));
+    return varied;
+}
+
 Choice choose_marked(const Problem& p, const DeviceProperties& device) {
     Choice choice{.config = marked_config()};
     choice.schedule = schedule_for(choice.config, p, device);
@@ -214,7 +295,8 @@ std::string kernel_name(const Config& c) {
                       c.block_n, c.fused ? "_fused" : "");
     }
     return concat(name_of(c.dtype), '_', c.a_m_major ? 't' : 'n', c.b_n_major ? 'n' : 't', '_',
-                  c.block_m, 'x', c.block_n, c.fused ? "_fused" : "", c.marked ? "_marked" : "");
+                  c.block_m, 'x', c.block_n, c.fused ? "_fused" : "", c.marked ? "_marked" : "",
+                  c.varied ? "_varied" : "");
 }
 
 std::string kernel_name(const Choice& choice) { return kernel_name(choice.config); }
@@ -235,11 +317,13 @@ std::vector<KernelInfo> kernels() {
             .name = kernel_name(c),
             .config = concat("tile ", tile, 'x', c.block_k, ", ", c.stages, " stages, ", roles),
             .source = concat(name_of(c.dtype), c.streamed ? "_stream_" : "_", tile,
-                             c.fused ? "_fused" : "", c.marked ? "_marked" : ""),
-            .symbol = concat("ELi", c.block_m, "ELi", c.block_n, "ELi", c.stages, "ELi",
-                             c.consumers, "ELb", int(c.streamed), "ELi", c.block_k, "ELb",
-                             int(c.fused), "ELNS_5DTypeE", int(c.dtype), "ELb", int(c.a_m_major),
-                             "ELb", int(c.b_n_major), "ELb", int(c.marked), 'E'),
+                             c.fused ? "_fused" : "", c.marked ? "_marked" : "",
+                             c.varied ? "_varied" : ""),
+            .symbol =
+                concat("ELi", c.block_m, "ELi", c.block_n, "ELi", c.stages, "ELi", c.consumers,
+                       "ELb", int(c.streamed), "ELi", c.block_k, "ELb", int(c.fused),
+                       "ELNS_5DTypeE", int(c.dtype), "ELb", int(c.a_m_major), "ELb",
+                       int(c.b_n_major), "ELb", int(c.marked), "ELb", int(c.varied), 'E'),
             .threads = threads(c),
             .shared_bytes = shared_bytes(c),
         };

@@ -206,6 +206,12 @@ std::vector<KernelInfo> kernels() {
             .threads = threads(c),
             .shared_bytes = shared_bytes(c),
         });
+        if (has_whole_kernel(c)) {  // the same choice, another function
+            KernelInfo whole = list.back();
+            list.back().symbol += "EEEELb0E", whole.symbol += "EEEELb1E";
+            whole.name += "_whole", whole.config += ", scales of rows";
+            list.push_back(whole);
+        }
     }
     return list;
 }

@@ -23,6 +23,9 @@ double tiles_of(const gemm::TileShape& shape, const Problem& p) {
            (Grouped(p.grouped) == Grouped::k ? double(p.groups) : 1.0);
 }
 
+// To count tiles, each block reads the ends of all groups before its first load.
+constexpr int64_t COUNTED_GROUPS = 64;
+
 // Cycles that the GPU needs with tiles of this shape, as in choose.cpp.
 double cycles(const gemm::TileShape& shape, const Problem& p, int sm_count) {
     const int size = shape.block_m * shape.block_n;
@@ -80,6 +83,9 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     choice.band =
         std::max(1, int(std::lround(std::sqrt(double(sm_count) * best->block_n / best->block_m))));
     choice.blocks = sm_count;
+    const int64_t tiles = ceil_div(p.m, best->block_m) * ceil_div(p.n, best->block_n);
+    choice.two_widths = Grouped(p.grouped) == Grouped::rows && p.groups <= COUNTED_GROUPS &&
+                        tiles > sm_count && grouped_gemm::has_two_widths(choice.config);
     return choice;
 }
 

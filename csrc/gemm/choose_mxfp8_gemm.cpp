@@ -189,7 +189,7 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
         return choice;
     }
     if (!p.rebased) {
-        choice.exact = gemm::choose(expanded(p), device);
+        choice.exact = gemm::choose_unvaried(expanded(p), device);
         const gemm::Config& config = choice.exact.config;
         const bool narrow = config == gemm::narrow_expanding_config(DType::bf16);
         // From a full round and 1024 rows on the products are long enough to hide it.

@@ -74,7 +74,8 @@ emulated::Result run(const emulated::Call& call) {
                                     .schedule = {.blocks = choice.blocks}},
                         .offs = reinterpret_cast<const int32_t*>(offs.data),
                         .grouped = grouped,
-                        .band = choice.band};
+                        .band = choice.band,
+                        .two_widths = choice.two_widths};
     emulated::Launch scope("grouped_gemm " + kernel_name(choice));
     scope.may_read("a", left.array);
     scope.may_read("b", right.array);

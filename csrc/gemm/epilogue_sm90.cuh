@@ -96,11 +96,38 @@ struct Finished {
     rt_bf<16, C.block_n> values;
     Place16 at;
     bool any = false;
-    bool narrow = false;  // the tile, see tile_order.h
+    using Narrow = typename K::Narrow;
+    Narrow narrow = false;  // the tile, see tile_order.h
 
     // The last piece of a narrow tile begins earlier.
-    static __device__ __forceinline__ int first_of(int piece, bool narrow) {
+    static __device__ __forceinline__ int first_of(int piece, Narrow narrow) {
+        if constexpr (C.varied) {
+            return min(Split::first(piece), C.block_n - staging::cols - int(narrow));
+        }
         return Split::first(piece) - (narrow && piece == pieces - 1 ? int(NARROWER) : 0);
+    }
+    // The same as a constant: calls use(first) where the piece is one of the tile's. `lack`: how
+    // many columns of the piece the tile has not.
+    template <int lack = 0, class Use>
+    static __device__ __forceinline__ void with_first(int piece, Narrow narrow, Use use) {
+        if constexpr (!C.varied) {
+            if (narrow && piece == pieces - 1)
+                use(first_of(piece, true));
+            else
+                use(Split::first(piece));
+        } else if constexpr (lack < staging::cols) {
+            const int all = lack + (pieces - 1 - piece) * staging::cols;
+            if (lack == 0 ? int(narrow) <= all : K::has_lack(all) && int(narrow) == all)
+                use(Split::first(piece) - lack);
+            else if ((piece + 1) * staging::cols > narrowest(C))
+                with_first<lack + int(NARROWER)>(piece, narrow, use);
+        }
+    }
+    // Whether a piece is one of the tile's.
+    static __device__ __forceinline__ bool has(int piece, Narrow narrow) {
+        if constexpr (!C.varied) return true;
+        return piece * staging::cols < narrowest(C) ||
+               piece * staging::cols + int(narrow) < C.block_n;
     }
     // With a gate half of the columns are left.
     static __device__ __forceinline__ int sent(const typename K::Globals& g) {
@@ -113,16 +140,14 @@ struct Finished {
     }
     __device__ __forceinline__ void stage(int piece, staging& buffer) const {
         using Part = rt_bf<16, staging::cols>;
-        if (narrow && piece == pieces - 1)
-            stage_piece<Part>(values, first_of(piece, true), buffer);
-        else
-            stage_piece<Part>(values, Split::first(piece), buffer);
+        with_first(piece, narrow, [&](int first) { stage_piece<Part>(values, first, buffer); });
     }
     // Before a warp writes the next of its two staging buffers: the last store from there is the
     // one before last, or the last where a tile has an odd number of pieces.
-    static __device__ __forceinline__ void wait_for_buffer(const typename K::Globals& g) {
+    static __device__ __forceinline__ void wait_for_buffer(const typename K::Globals& g,
+                                                           int piece) {
         if (laneid() == 0) {
-            if (sent(g) % 2 == 0)
+            if (C.varied ? piece > 0 : sent(g) % 2 == 0)
                 tma::store_async_read_wait<1>();
             else
                 tma::store_async_read_wait();
@@ -132,8 +157,9 @@ struct Finished {
     // Through the warp's two staging buffers in turn.
     __device__ __forceinline__ void send(const typename K::Globals& g, typename K::Shared& shared,
                                          int piece) const {
+        if (!has(piece, narrow)) return;
         auto& buffer = shared.out[kittens::warpid()][piece % 2];
-        wait_for_buffer(g);
+        wait_for_buffer(g, piece);
         stage(piece, buffer);
         send_by_tma<C>(g, buffer, at.batch, at.row, at.col + first_of(piece, narrow));
     }
@@ -142,9 +168,9 @@ struct Finished {
                                              typename K::Shared& shared) const {
 #pragma unroll
         for (int piece = 0; piece < pieces; ++piece) {
-            if (piece >= sent(g)) break;
+            if (piece >= sent(g) || !has(piece, narrow)) break;
             auto& buffer = shared.out[kittens::warpid()][piece % 2];
-            wait_for_buffer(g);
+            wait_for_buffer(g, piece);
             stage(piece, buffer);
             const uint32_t to = at.col + first_of(piece, narrow);
             if (g.tma_store)
@@ -156,7 +182,7 @@ struct Finished {
     // By one lane, from a buffer whose contents TMA sees.
     static __device__ __forceinline__ void store_piece(const typename K::Globals& g,
                                                        const staging& buffer, const Place16 at,
-                                                       int piece, bool narrow = false) {
+                                                       int piece, Narrow narrow = false) {
         arch::tma_store(g.out_map.template tensor_map<staging>(), buffer.address(),
                         {static_cast<int>(at.col + first_of(piece, narrow)),
                          static_cast<int>(at.row), 0, static_cast<int>(at.batch)});
@@ -175,7 +201,8 @@ struct Finished {
         if (laneid() == 0) {
 #pragma unroll
             for (int piece = 0; piece < pieces; ++piece) {
-                if (piece < count) store_piece(g, buffer(piece), at, piece, narrow);
+                if (piece < count && has(piece, narrow))
+                    store_piece(g, buffer(piece), at, piece, narrow);
             }
             tma::store_commit_group();
         }
@@ -227,7 +254,7 @@ struct Finished {
     static __device__ __forceinline__ void send_last(const typename K::Globals& g,
                                                      typename K::Shared& shared,
                                                      const rt_fl<16, C.block_n>& d,
-                                                     const Place16 at, bool narrow = false) {
+                                                     const Place16 at, Narrow narrow = false) {
         const auto round = [&](staging& buffer, int first) {
             rt_fl<16, staging::cols> sums;
             rt_bf<16, staging::cols> values;
@@ -238,11 +265,9 @@ struct Finished {
         };
 #pragma unroll
         for (int piece = 0; piece < pieces; ++piece) {
+            if (!has(piece, narrow)) return;
             auto& buffer = last_buffer(shared, piece);
-            if (narrow && piece == pieces - 1)
-                round(buffer, first_of(piece, true));
-            else
-                round(buffer, Split::first(piece));
+            with_first(piece, narrow, [&](int first) { round(buffer, first); });
             arch::fence_async_shared();
             arch::sync_warp();
             if (laneid() == 0) {

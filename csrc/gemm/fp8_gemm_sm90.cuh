@@ -8,11 +8,13 @@
 // back the stage of the one before, and a finished tile leaves in the shadow of the next. Or the
 // consumers take turns, fp8_turns_sm90.cuh.
 //
-// `promoted` and `fine`: fp8_promoted_sm90.cuh. Plain configurations: fp8_blocks_sm90.cuh.
+// `promoted` and `fine`: fp8_promoted_sm90.cuh; the commonest of them: fp8_whole_sm90.cuh, and with
+// scales of blocks, plain configurations: fp8_blocks_sm90.cuh.
 #pragma once
 
 #include "csrc/gemm/fp8_blocks_sm90.cuh"
 #include "csrc/gemm/fp8_turns_sm90.cuh"
+#include "csrc/gemm/fp8_whole_sm90.cuh"
 
 namespace thunderkittens::fp8_gemm {
 namespace sm90 {
@@ -221,7 +223,7 @@ __device__ __forceinline__ void consume_fast(const typename Types<C>::Globals& g
 
 // A template over a type: nvcc 13.0 writes host code that does not compile for a __global__
 // template over a struct's value.
-template <class K>
+template <class K, bool whole>
 __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_constant__
                                                                  typename K::Globals g) {
     constexpr Config C = K::config;
@@ -270,7 +272,11 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
         arch::wait_for_dependencies();
         arch::launch_dependents();
         if (warpgroup::elect_leader()) produce<C>(g, shared);
-        if constexpr (!K::fast) {
+        if constexpr (whole) {
+            const int warp = warpgroup::warpid();
+            if (warp == 1) produce_tile_scales<C>(g, shared);
+            if (warp >= 2) send_staged<C>(g, shared, warp - 2);
+        } else if constexpr (!K::fast) {
             if (warpgroup::warpid() == 1) {
                 if (copies_scales)
                     produce_scales<C>(g, shared);
@@ -285,7 +291,9 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
             cluster::sync();
         warpgroup::increase_registers<K::consumer_registers>();
         arch::wait_for_dependencies();
-        if constexpr (K::turns)
+        if constexpr (whole)
+            consume_whole<C>(g, shared);
+        else if constexpr (K::turns)
             consume_in_turns<C>(g, shared);
         else if constexpr (K::fast)
             consume_fast<C>(g, shared);
@@ -369,9 +377,17 @@ void launch(const Params& params, Stream stream) {
     using K = sm90::Types<C>;
     const auto globals = sm90::make_globals<C>(params);
     const Schedule& s = params.schedule;
-    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::fp8_gemm_kernel<K>,
-                    dim3(s.blocks), dim3(K::threads), dim3(s.cluster_m * s.cluster_n),
-                    sizeof(typename K::Shared), stream, globals);
+    const auto run = [&](auto kernel) {
+        kittens::launch(kittens::LaunchOptions{.dependent = true}, kernel, dim3(s.blocks),
+                        dim3(K::threads), dim3(s.cluster_m * s.cluster_n),
+                        sizeof(typename K::Shared), stream, globals);
+    };
+    if constexpr (has_whole_kernel(C)) {
+        if (sm90::takes_whole_kernel<C>(params, globals)) {
+            return run(sm90::fp8_gemm_kernel<K, true>);
+        }
+    }
+    run(sm90::fp8_gemm_kernel<K, false>);
 }
 
 }  // namespace thunderkittens::fp8_gemm

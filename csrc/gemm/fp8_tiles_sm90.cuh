@@ -76,6 +76,11 @@ struct Types {
     // Staging of a warp's output: rows of 128 bytes, whatever the type of the output. To TMA, which
     // only copies, every output is a matrix of 16-bit words.
     using out_tile = st<bf16, 16, 64>;
+    // Those of a consumer's warps together, see fp8_whole_sm90.cuh.
+    using out_tiles = st<bf16, 64, 64>;
+    using out_layout =
+        std::conditional_t<has_whole_kernel(C), gl<bf16, -1, 1, -1, -1, out_tile, out_tiles>,
+                           gl<bf16, -1, 1, -1, -1, out_tile>>;
 
     struct Stage {
         a_tile a;
@@ -94,7 +99,7 @@ struct Types {
     struct Globals {
         gl<TA, -1, 1, -1, -1, a_part> a;
         b_layout b;
-        gl<bf16, -1, 1, -1, -1, out_tile> out;
+        out_layout out;
         Scales scale_a, scale_b;
         const void* bias;
         const int32_t* offs;

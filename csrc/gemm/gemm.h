@@ -49,6 +49,7 @@ struct Config {
     bool a_m_major = false;
     bool b_n_major = true;
     bool marked = false;  // only the tiles that are marked, see Marks
+    bool varied = false;  // tiles of two widths that are chosen for a problem, see varied_order.h
 
     bool operator==(const Config&) const = default;
 };
@@ -132,6 +133,7 @@ void visit_fields(Choice& c, Visitor&& visit) {
     visit("dtype", c.config.dtype);
     visit("a_m_major", c.config.a_m_major);
     visit("b_n_major", c.config.b_n_major);
+    visit("varied", c.config.varied);
     visit("band", c.schedule.band);
     visit("bands_along_m", c.schedule.bands_along_m);
     visit("blocks", c.schedule.blocks);
@@ -179,6 +181,14 @@ constexpr TileShape BETWEEN_SHAPES[] = {
 // dtypes, a's rows along k.
 constexpr TileShape BETWEEN_SHAPE_NN = {128, 192, 4, 2};
 
+// Tiles of 128 x 256 at most, whose two widths are chosen for a problem: both dtypes, both orders
+// of b, a's rows along k.
+constexpr Config varied_config(DType dtype, bool b_n_major) {
+    Config c = make_config(TILE_SHAPES[0], dtype, false, b_n_major);
+    c.varied = true;
+    return c;
+}
+
 // Kernels for few rows, each for both dtypes and both orders of b; a's rows are contiguous.
 struct StreamShape {
     int block_m, block_n, block_k, stages;
@@ -213,7 +223,8 @@ constexpr Config marked_config() {
 constexpr std::size_t TILED = (std::size(TILE_SHAPES) + FUSED_SHAPES) * 8;
 constexpr std::size_t STREAMED = std::size(STREAM_SHAPES) * 4;
 constexpr std::size_t BETWEEN = std::size(BETWEEN_SHAPES) * 2;
-constexpr std::size_t CONFIGS = TILED + STREAMED + BETWEEN + 2 + 1;
+constexpr std::size_t VARIED = 4;
+constexpr std::size_t CONFIGS = TILED + STREAMED + BETWEEN + 2 + VARIED + 1;
 constexpr Config config_at(std::size_t i) {
     const auto dtype = [](std::size_t j) { return j % 2 == 0 ? DType::bf16 : DType::fp16; };
     if (i < TILED) {
@@ -225,7 +236,10 @@ constexpr Config config_at(std::size_t i) {
     if (i < STREAMED) return make_config(STREAM_SHAPES[i / 4], dtype(i / 2), i % 2 != 0);
     i -= STREAMED;
     if (i < BETWEEN) return make_config(BETWEEN_SHAPES[i / 2], dtype(i), false, false);
-    if (i < BETWEEN + 2) return make_config(BETWEEN_SHAPE_NN, dtype(i), false, true);
+    i -= BETWEEN;
+    if (i < 2) return make_config(BETWEEN_SHAPE_NN, dtype(i), false, true);
+    i -= 2;
+    if (i < VARIED) return varied_config(dtype(i / 2), i % 2 != 0);
     return marked_config();
 }
 
@@ -263,6 +277,8 @@ constexpr int threads(const Config& c) {
 // Empty when choose() has a kernel for the problem, else the reason in a sentence.
 std::string unsupported(const Problem& problem, const DeviceProperties& device);
 Choice choose(const Problem& problem, const DeviceProperties& device);
+// The same of kernels whose tiles have the configuration's width, or all but 16 columns of it.
+Choice choose_unvaried(const Problem& problem, const DeviceProperties& device);
 // The kernel of marked tiles, for a problem of its dtype and layout.
 Choice choose_marked(const Problem& problem, const DeviceProperties& device);
 std::string kernel_name(const Config& config);

@@ -62,13 +62,17 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
         }
         const int m = static_cast<int>(K::first_row(g, at.m));
         const uint32_t n = K::first_column(g, at);
-        const bool narrow = K::is_narrow(at);
+        const typename K::Narrow narrow = K::is_narrow(at);
         for (int step = 0; step < g.k_blocks; ++step, ring.advance()) {
             auto& stage = shared.stages[ring.stage];
             semaphore& full = shared.full[ring.stage];
             wait(shared.empty[ring.stage], ring.phase ^ 1);
-            tma::expect_bytes(full, sizeof(stage) - (narrow ? K::less * BLOCK_K * 2 : 0));
-            load_step<K>(g, stage, full, at.batch, m, n, step * BLOCK_K, narrow);
+            if constexpr (C.varied) {
+                load_varied_step<K>(g, stage, full, at, step * BLOCK_K);
+            } else {
+                tma::expect_bytes(full, sizeof(stage) - (narrow ? K::less * BLOCK_K * 2 : 0));
+                load_step<K>(g, stage, full, at.batch, m, n, step * BLOCK_K, narrow);
+            }
         }
         if constexpr (C.fused) {
             if (g.epilogue.residual != nullptr && g.pace.spacing == 0)
@@ -78,17 +82,35 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
 }
 
 // The first columns of b's tile in shared memory, which need not be whole stripes of it.
-template <class Tile, bool transposed>
+template <class Tile, bool transposed, int lack = int(NARROWER)>
 struct NarrowB : Tile {
-    static constexpr int rows = transposed ? Tile::rows - int(NARROWER) : Tile::rows;
-    static constexpr int cols = transposed ? Tile::cols : Tile::cols - int(NARROWER);
+    static constexpr int rows = transposed ? Tile::rows - lack : Tile::rows;
+    static constexpr int cols = transposed ? Tile::cols : Tile::cols - lack;
 };
+
+// The product of a step of a tile whose width varies: the first of those that it can be, from
+// `lack` on.
+template <class K, bool transpose_a, bool transpose_b, int lack, class D, class A, class B>
+__device__ __forceinline__ void multiply_varied(D& d, const A& a, const B& b, bool accumulate,
+                                                uint32_t lacking) {
+    constexpr int next = lack + varied_unit(K::config);
+    if (!K::has_lack(next) || lacking == lack) {
+        auto& sums = reinterpret_cast<rt_fl<16, D::cols - lack>&>(d);
+        const auto& columns = reinterpret_cast<const NarrowB<B, transpose_b, lack>&>(b);
+        warpgroup::product<transpose_a, transpose_b>(sums, a, columns, accumulate);
+    } else if constexpr (K::has_lack(next)) {
+        multiply_varied<K, transpose_a, transpose_b, next>(d, a, b, accumulate, lacking);
+    }
+}
 
 // The product of a step; of a narrow tile the first columns alone.
 template <class K, bool two_widths, bool transpose_a, bool transpose_b, class D, class A, class B>
 __device__ __forceinline__ void multiply(const typename K::Globals& g, D& d, const A& a, const B& b,
-                                         bool accumulate, bool narrow) {
-    if constexpr (two_widths) {
+                                         bool accumulate, typename K::Narrow narrow) {
+    if constexpr (K::config.varied) {
+        constexpr int least = D::cols - widest(K::config);
+        return multiply_varied<K, transpose_a, transpose_b, least>(d, a, b, accumulate, narrow);
+    } else if constexpr (two_widths) {
         if constexpr (K::config.fused) {
             if (narrow && g.epilogue.gate == Gate::blocked) {
                 // Of either half the first columns, one product each.
@@ -141,7 +163,8 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
             if (!is_marked<C>(g, at)) return;
         }
         const uint32_t col = K::first_column(g, at);
-        const bool narrow = two_widths && K::is_narrow(at);
+        typename K::Narrow narrow = false;
+        if constexpr (two_widths) narrow = K::is_narrow(at);
         Bias<C> bias;
         if (!K::has_finishers && g.epilogue.bias != nullptr) bias.fetch(g, col);
 
@@ -199,7 +222,7 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
         const uint32_t row = first_row + consumer * K::consumer_rows + warpgroup::warpid() * 16;
         Place16 to{at.batch, row, col};
         // The usual way first and by itself: a short kernel waits for code that it jumps over.
-        if constexpr (!C.fused && !Factor::activates) {
+        if constexpr (!C.fused && !C.varied && !Factor::activates) {
             if (g.plain) {
                 if (last) {
                     finished.any = false;
@@ -216,6 +239,15 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
         }
         if (g.epilogue.alpha != 1.f) scale(d, factor.times(g.epilogue.alpha));
         if (g.epilogue.bias != nullptr) bias.add(shared.bias[consumer], d);
+        if constexpr (C.varied) {
+            if (last)
+                return Finished<C>::template send_last<typename K::T>(g, shared, d, to, narrow);
+            finished.template pack<typename K::T>(d);
+            finished.at = to;
+            finished.narrow = narrow;
+            finished.any = true;
+            return;
+        }
         if constexpr (K::has_finishers) {
             if (g.pace.spacing != 0) {
                 finished.template pack<typename K::T>(d);
@@ -254,7 +286,7 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
             if (!finished.any) finished.send_now(g, shared);
         }
     });
-    if (!finished.any) {
+    if (C.varied || !finished.any) {
     } else if (g.pace.spacing == 0) {
         finished.send_last(g, shared);
     } else if constexpr (K::has_finishers) {
@@ -340,6 +372,31 @@ Kept<C> kept_of(const Params& p, bool kept) {
     }
 }
 
+// The maps of widths that vary.
+template <Config C>
+Varied<C> varied_of(const Params& p, const auto& order) {
+    Varied<C> varied{};
+    if constexpr (C.varied && !C.b_n_major) {
+        constexpr int half = C.block_n / 2;
+        host::TensorMapSpec spec{.data = p.b,
+                                 .type = kittens::detail::tensor_map_type<typename Types<C>::T>(),
+                                 .element_bytes = 2,
+                                 .dims = {uint64_t(p.k), uint64_t(p.n), 1, 1},
+                                 .strides = {p.b_stride, 0, 0},
+                                 .box = {BLOCK_K, 0, 1, 1},
+                                 .swizzle_bytes = 128};
+        for (uint32_t kind = 0; kind < 4; ++kind) {
+            const uint32_t width = order.width_of(kind);
+            if (width <= half || width > static_cast<uint32_t>(widest(C))) continue;
+            spec.box[1] = width - half;
+            varied.maps[kind] = host::encode_tensor_map(spec);
+        }
+    }
+    return varied;
+}
+
+inline bool in_one_round(const Schedule&, const VariedOrder&) { return false; }
+
 template <Config C>
 typename Types<C>::Globals make_globals(const Params& p) {
     using K = Types<C>;
@@ -377,7 +434,9 @@ typename Types<C>::Globals make_globals(const Params& p) {
                                : matrix.template operator()<decltype(K::Globals::out_map)>(
                                      p.a, false, 1, 64, 64, 0);
     const auto order = [&] {
-        if constexpr (K::two_widths) {
+        if constexpr (C.varied) {
+            return make_varied_order(C, p.schedule, p.m, p.n);
+        } else if constexpr (K::two_widths) {
             // Pieces of a narrow tile overlap: what they read must not be what they write.
             const bool once = finished_apart ? e.residual != p.out
                                              : e.gate == Gate::none && e.preactivation == nullptr;
@@ -419,6 +478,7 @@ typename Types<C>::Globals make_globals(const Params& p) {
         .out_map = out,
         .residual = residual_of<C>(p, out_n),
         .kept = kept_of<C>(p, finished_apart && e.preactivation != nullptr),
+        .varied = varied_of<C>(p, order),
     };
 }
 

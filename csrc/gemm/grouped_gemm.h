@@ -25,6 +25,9 @@ struct Choice {
     gemm::Config config;
     int band = 16;   // tiles of a group are walked in bands of this many rows of tiles
     int blocks = 0;  // of the grid
+    // Where rows are divided: tiles of two widths, see widths.h, if those of one would leave SMs
+    // without work in the last round. The device counts them.
+    bool two_widths = false;
 };
 
 struct Params {
@@ -32,6 +35,7 @@ struct Params {
     const int32_t* offs = nullptr;
     Grouped grouped = Grouped::rows;
     int band = 16;
+    bool two_widths = false;
 };
 
 template <typename Visitor>
@@ -57,6 +61,7 @@ void visit_fields(Choice& c, Visitor&& visit) {
     visit("b_n_major", c.config.b_n_major);
     visit("band", c.band);
     visit("blocks", c.blocks);
+    visit("two_widths", c.two_widths);
 }
 
 // Every kernel that is compiled, by number: of the first shapes of gemm.h, for both dtypes and the
@@ -66,6 +71,12 @@ constexpr std::size_t CONFIGS = SHAPES * 8;
 constexpr gemm::Config config_at(std::size_t i) {
     return gemm::make_config(gemm::TILE_SHAPES[i / 8], i / 4 % 2 == 0 ? DType::bf16 : DType::fp16,
                              i / 2 % 2 != 0, i % 2 != 0);
+}
+
+// Whether the kernel computes tiles of two widths, where rows are divided. Not with rows of a along
+// m: those are the gradients' of weights, which have the parts of k, often short ones.
+constexpr bool has_two_widths(const gemm::Config& c) {
+    return gemm::has_two_widths(c) && !c.a_m_major;
 }
 
 // Tiles that the scheduling warp may be ahead by: a description of 32 bytes and two semaphores

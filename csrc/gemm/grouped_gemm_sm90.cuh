@@ -28,12 +28,13 @@ __device__ __forceinline__ void produce(const typename K::Globals& g, typename K
         const Area area = area_of(shared, slot);
         arrive(shared.read[slot.index]);
         const int a_batch = g.a_batched ? steps.group : 0, b_batch = g.b_batched ? steps.group : 0;
+        const bool narrow = K::two_widths && steps.narrow;
         for (int i = 0; i < steps.blocks; ++i, ring.advance()) {
             auto& stage = shared.stages[ring.stage];
             semaphore& full = shared.full[ring.stage];
-            const int k = steps.begin + i * BLOCK_K;
             wait(shared.empty[ring.stage], ring.phase ^ 1);
-            tma::expect(full, stage);
+            tma::expect_bytes(full, sizeof(stage) - (narrow ? K::less * BLOCK_K * 2 : 0));
+            const int k = steps.begin + i * BLOCK_K;
             auto& a_parts = reinterpret_cast<typename K::a_part(&)[K::a_parts]>(stage.a);
             auto& b_parts = reinterpret_cast<typename K::b_part(&)[K::b_parts]>(stage.b);
 #pragma unroll
@@ -47,10 +48,16 @@ __device__ __forceinline__ void produce(const typename K::Globals& g, typename K
 #pragma unroll
             for (int part = 0; part < K::b_parts; ++part) {
                 const int col = area.col + part * K::b_part_cols;
-                tma::load_async(
-                    b_parts[part], g.b,
-                    C.b_n_major ? elements(b_batch, 0, k, col) : elements(b_batch, 0, col, k),
-                    full);
+                const element_coord from =
+                    C.b_n_major ? elements(b_batch, 0, k, col) : elements(b_batch, 0, col, k);
+                if constexpr (K::less > 0) {
+                    if (narrow && part == K::b_parts - 1) {
+                        auto& last = reinterpret_cast<typename K::b_last&>(b_parts[part]);
+                        tma::load_async(last, g.b, from, full);
+                        continue;
+                    }
+                }
+                tma::load_async(b_parts[part], g.b, from, full);
             }
         }
     }
@@ -159,15 +166,17 @@ __device__ __forceinline__ void consume(const typename K::Globals& g, typename K
         for (int k = 0; k < steps.blocks; ++k, ring.advance()) {
             auto& stage = shared.stages[ring.stage];
             wait(shared.full[ring.stage], ring.phase);
-            const int first = k == 0 ? steps.part.first : 0;
-            const int end = k == steps.blocks - 1 ? steps.part.end : BLOCK_K;
+            const int first = k == 0 ? steps.first : 0;
+            const int end = k == steps.blocks - 1 ? steps.end : BLOCK_K;
             if (first > 0 || end < BLOCK_K) clear_outside<K>(stage, first, end);
             if constexpr (C.a_m_major) {
                 auto rows = stage.a.template subtile<BLOCK_K, K::consumer_rows>({0, consumer});
-                warpgroup::product<true, !C.b_n_major>(d, rows, stage.b, k > 0);
+                gemm::sm90::multiply<K, K::two_widths, true, !C.b_n_major>(g, d, rows, stage.b,
+                                                                           k > 0, steps.narrow);
             } else {
                 auto rows = stage.a.template subtile<K::consumer_rows, BLOCK_K>({consumer, 0});
-                warpgroup::product<false, !C.b_n_major>(d, rows, stage.b, k > 0);
+                gemm::sm90::multiply<K, K::two_widths, false, !C.b_n_major>(g, d, rows, stage.b,
+                                                                            k > 0, steps.narrow);
             }
             if (finished.any && k < finished.pieces) {
 #pragma unroll
@@ -197,12 +206,15 @@ __device__ __forceinline__ void consume(const typename K::Globals& g, typename K
                        uint32_t(area.row + offset), uint32_t(area.col)};
         const int2 rows{area.rows.first - offset, area.rows.end - offset};
         const int2 cols{area.cols.first, area.cols.end};
+        const bool narrow = K::two_widths && steps.narrow;
+        const int width = C.block_n - (narrow ? int(gemm::NARROWER) : 0);
         // TMA stores nothing outside of the output; within it, it cannot begin or end with a group.
         const bool any = rows.x < 16 && rows.y > 0;
         const bool whole = rows.x <= 0 && cols.x == 0 &&
                            (rows.y >= 16 || area.row + area.rows.end == int(g.m)) &&
-                           (cols.y == C.block_n || area.col + cols.y == int(g.n));
+                           (cols.y == width || area.col + cols.y == int(g.n));
         finished.any = any && whole && g.tma_store;
+        finished.narrow = finished.any && narrow;
         if (any && !finished.any) send_part<K>(g, shared, finished, rows, cols);
     }
     if (finished.any) finished.send_last(g, shared);
@@ -257,7 +269,8 @@ void launch(const Params& p, Stream stream) {
                                       p.grouped,
                                       static_cast<uint32_t>(p.product.batch),
                                       static_cast<uint32_t>(p.product.k),
-                                      static_cast<uint32_t>(p.band)};
+                                      static_cast<uint32_t>(p.band),
+                                      p.two_widths && p.grouped == Grouped::rows};
     kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::grouped_gemm_kernel<K>,
                     dim3(p.product.schedule.blocks), dim3(K::threads), dim3(1),
                     grouped_gemm::shared_bytes(C), stream, globals);

@@ -6,6 +6,7 @@
 
 #include "csrc/gemm/grouped_gemm.h"
 #include "csrc/gemm/tiles_sm90.cuh"
+#include "csrc/gemm/widths.h"
 
 namespace thunderkittens::grouped_gemm {
 namespace sm90 {
@@ -16,12 +17,13 @@ using namespace kittens;
 struct Part {
     uint16_t first, end;
 };
-// The steps of k that a tile sums over, from `begin` on; the first step's elements before
-// part.first and the last step's from part.end on are not of the sum.
+// The steps of k that a tile sums over, from `begin` on; the first step's elements before `first`
+// and the last step's from `end` on are not of the sum.
 struct Steps {
     int group;  // `none` behind the last tile
     int begin, blocks;
-    Part part;
+    uint8_t first, end;
+    bool narrow;  // the tile, see tile_order.h
     static constexpr int none = -1;
 };
 struct Area {
@@ -48,11 +50,14 @@ struct Types : gemm::sm90::Types<C> {
         const int32_t* offs;
         Grouped grouped;
         uint32_t groups, k, band;
+        bool two_widths;  // allowed
     };
     // Of the ring of descriptions: the loading thread and the warps of the consumers.
     static constexpr int readers = 1 + C.consumers * WARPGROUP_WARPS;
     static constexpr int producer_registers = 40;
     static constexpr int consumer_registers = 232;
+    static constexpr bool two_widths = grouped_gemm::has_two_widths(C);
+    static constexpr int less = two_widths ? Base::less : 0;
 };
 
 // A position in the ring of descriptions, and the parity of the round.
@@ -88,23 +93,42 @@ __device__ __forceinline__ uint32_t start_of(Grouped grouped, uint32_t begin) {
     return aligned ? begin / 8 * 8 : begin;
 }
 
-// 32 groups, one per lane: where each begins and ends in the dimension that is divided, its tiles,
-// and the number of all tiles up to its last one.
-struct Groups {
-    uint32_t begin, end, tiles, last_tile;
+// Tiles lie in lines along the divided dimension, as many in each: rows of tiles where rows or k
+// are divided, else columns of them. With tiles of two widths the lines from `fewer` on have one
+// more.
+struct Lines {
+    uint32_t tiles;  // of a line
+    uint32_t fewer = ~0u;
+    uint32_t wide = ~0u, wide_of_longer = ~0u;
 
-    // Those from `first` on, which follow on `before`. What is behind the last group counts as one
-    // more.
+    // How many tiles are in the first `lines`.
+    __device__ __forceinline__ uint32_t before(uint32_t lines) const {
+        return lines * tiles + (lines > fewer ? lines - fewer : 0);
+    }
+};
+
+// 32 groups, one per lane: where each begins and ends in the dimension that is divided, its lines
+// of tiles, and the number of all lines up to its last one.
+struct Groups {
+    uint32_t begin, end, lines, last_line;
+
+    // What is read about the group of this lane.
+    template <class Globals>
+    static __device__ __forceinline__ int offset_of(const Globals& g, uint32_t first) {
+        const uint32_t number = first + laneid();
+        return number < g.groups ? arch::load_global(g.offs + number) : 0;
+    }
+    // Those from `first` on, which follow on `end_before`. What is behind the last group counts as
+    // one more.
     template <class K, class Globals>
-    static __device__ __forceinline__ Groups load(const Globals& g, uint32_t first,
-                                                  uint32_t end_before, uint32_t tiles_before) {
+    static __device__ __forceinline__ Groups load(const Globals& g, uint32_t first, int offset,
+                                                  uint32_t end_before, uint32_t lines_before) {
         constexpr gemm::Config C = K::config;
         const int total = g.grouped == Grouped::rows      ? int(g.m)
                           : g.grouped == Grouped::columns ? int(g.n)
                                                           : int(g.k);
         const uint32_t number = first + laneid();
-        int offset = total;
-        if (number < g.groups) offset = min(max(arch::load_global(g.offs + number), 0), total);
+        offset = number < g.groups ? min(max(offset, 0), total) : total;
         Groups of;
         of.end = max(uint32_t(offset), end_before);
         // An end before that of an earlier group is moved there.
@@ -115,39 +139,57 @@ struct Groups {
         }
         const uint32_t previous = arch::shuffle(of.end, max(laneid() - 1, 0));
         of.begin = laneid() == 0 ? end_before : previous;
-        of.tiles = of.template rows<K>(g) * of.template columns<K>(g);
-        const bool any = g.grouped == Grouped::k ? number < g.groups : of.begin < of.end;
-        if (!any) of.tiles = 0;
-        of.last_tile = of.tiles;
+        const bool k = g.grouped == Grouped::k;
+        const uint32_t size = k ? g.m : of.end - start_of<C>(g.grouped, of.begin);
+        const int block = g.grouped == Grouped::columns ? C.block_n : C.block_m;
+        of.lines = (size + block - 1) / block;
+        const bool any = k ? number < g.groups : of.begin < of.end;
+        if (!any) of.lines = 0;
+        of.last_line = of.lines;
 #pragma unroll
         for (int distance = 1; distance < WARP_THREADS; distance *= 2) {
-            const uint32_t earlier = arch::shuffle(of.last_tile, max(laneid() - distance, 0));
-            if (laneid() >= distance) of.last_tile += earlier;
+            const uint32_t earlier = arch::shuffle(of.last_line, max(laneid() - distance, 0));
+            if (laneid() >= distance) of.last_line += earlier;
         }
-        of.last_tile += tiles_before;
+        of.last_line += lines_before;
         return of;
     }
     __device__ __forceinline__ Groups of_lane(int lane) const {
-        return {arch::shuffle(begin, lane), arch::shuffle(end, lane), arch::shuffle(tiles, lane),
-                arch::shuffle(last_tile, lane)};
-    }
-
-    // Of tiles.
-    template <class K, class Globals>
-    __device__ __forceinline__ uint32_t rows(const Globals& g) const {
-        constexpr gemm::Config C = K::config;
-        const uint32_t size =
-            g.grouped == Grouped::rows ? end - start_of<C>(g.grouped, begin) : g.m;
-        return (size + C.block_m - 1) / C.block_m;
-    }
-    template <class K, class Globals>
-    __device__ __forceinline__ uint32_t columns(const Globals& g) const {
-        constexpr gemm::Config C = K::config;
-        const uint32_t size =
-            g.grouped == Grouped::columns ? end - start_of<C>(g.grouped, begin) : g.n;
-        return (size + C.block_n - 1) / C.block_n;
+        return {arch::shuffle(begin, lane), arch::shuffle(end, lane), arch::shuffle(lines, lane),
+                arch::shuffle(last_line, lane)};
     }
 };
+
+// How many lines the groups have, in tiles of which widths; `groups` are the first 32. For other
+// groups than those the ends are read once more.
+template <class K, class Globals>
+__device__ __forceinline__ Lines lines_of(const Globals& g, Groups groups) {
+    constexpr gemm::Config C = K::config;
+    const bool columns = g.grouped == Grouped::columns;
+    Lines lines{columns ? (g.m + C.block_m - 1) / C.block_m : (g.n + C.block_n - 1) / C.block_n};
+    if constexpr (K::two_widths) {
+        if (!g.two_widths) return lines;
+        uint32_t first = 0, next = WARP_THREADS;
+        int offset = Groups::offset_of(g, next);
+        for (; next < g.groups; first = next, next += WARP_THREADS) {
+            const Groups last = groups.of_lane(WARP_THREADS - 1);
+            const int ahead = Groups::offset_of(g, next + WARP_THREADS);
+            groups = Groups::load<K>(g, next, offset, last.end, last.last_line);
+            offset = ahead;
+        }
+        const uint32_t count = arch::shuffle(groups.last_line, int(g.groups - 1 - first));
+        const int n = int(g.n);
+        const auto counts = gemm::count_tiles(int(count), n, C.block_n, int(gridDim.x));
+        if (counts.columns == 0) return lines;
+        if (C.b_n_major && gemm::cover_too_much(counts.columns, n, C.block_n)) return lines;
+        lines.tiles = uint32_t(counts.columns);
+        lines.wide = uint32_t(counts.wide);
+        if (counts.longer == 0) return lines;
+        lines.fewer = count - uint32_t(counts.longer);
+        lines.wide_of_longer = uint32_t(counts.wide_of_longer);
+    }
+    return lines;
+}
 
 // The part [first, end) of a tile of `size` elements that begins at `start`.
 __device__ __forceinline__ Part part_of(uint32_t start, uint32_t first, uint32_t end,
@@ -156,38 +198,54 @@ __device__ __forceinline__ Part part_of(uint32_t start, uint32_t first, uint32_t
             static_cast<uint16_t>(min(end - start, size))};
 }
 
-// Tile `index` of a group, whose tiles are walked in bands, see tile_order.h.
+// Tile `index` of a group, whose tiles are walked in bands, see tile_order.h; those of longer lines
+// after the others.
 template <class K, class Globals>
 __device__ __forceinline__ GroupTile describe(const Globals& g, uint32_t number, const Groups& of,
-                                              uint32_t index) {
+                                              const Lines& lines, uint32_t index) {
     constexpr gemm::Config C = K::config;
-    const uint32_t rows = of.template rows<K>(g), columns = of.template columns<K>(g);
+    uint32_t rows = of.lines, columns = lines.tiles, first_row = 0, wide = lines.wide;
+    if (g.grouped == Grouped::columns) {
+        rows = lines.tiles, columns = of.lines;
+    } else if (K::two_widths && lines.fewer < of.last_line) {
+        const uint32_t before = of.last_line - of.lines;
+        const uint32_t fewer = lines.fewer > before ? lines.fewer - before : 0;
+        if (index < fewer * columns) {
+            rows = fewer;
+        } else {
+            index -= fewer * columns;
+            first_row = fewer, rows -= fewer, ++columns, wide = lines.wide_of_longer;
+        }
+    }
     const uint32_t bands = (rows + g.band - 1) / g.band, height = (rows + bands - 1) / bands;
     const uint32_t band = index / (height * columns), in_band = index - band * height * columns;
     const uint32_t tall = min(height, rows - band * height);
     const uint32_t step = in_band / tall;
-    const uint32_t across = band * height + in_band - step * tall;
+    const uint32_t across = first_row + band * height + in_band - step * tall;
     const uint32_t along = band % 2 == 0 ? step : columns - 1 - step;
+    const bool narrow = K::two_widths && along >= wide;
+    const uint32_t before = narrow ? (along - wide) * gemm::NARROWER : 0;
+    const uint32_t width = C.block_n - (narrow ? gemm::NARROWER : 0);
     const uint32_t start = start_of<C>(g.grouped, of.begin);
     const uint32_t row = (g.grouped == Grouped::rows ? start : 0) + across * C.block_m;
-    const uint32_t col = (g.grouped == Grouped::columns ? start : 0) + along * C.block_n;
+    const uint32_t col = (g.grouped == Grouped::columns ? start : 0) + along * C.block_n - before;
 
     GroupTile tile;
     tile.area.row = int(row), tile.area.col = int(col);
     tile.area.rows = g.grouped == Grouped::rows ? part_of(row, of.begin, of.end, C.block_m)
                                                 : part_of(row, 0, g.m, C.block_m);
-    tile.area.cols = g.grouped == Grouped::columns ? part_of(col, of.begin, of.end, C.block_n)
-                                                   : part_of(col, 0, g.n, C.block_n);
-    tile.steps = {int(min(number, g.groups - 1)), 0, g.k_blocks, {0, gemm::BLOCK_K}};
+    tile.area.cols = g.grouped == Grouped::columns ? part_of(col, of.begin, of.end, width)
+                                                   : part_of(col, 0, g.n, width);
+    tile.steps = {int(min(number, g.groups - 1)), 0, g.k_blocks, 0, gemm::BLOCK_K, narrow};
     if (g.grouped == Grouped::k) {
         const uint32_t length = of.end - start;
         const uint32_t blocks = max(1u, (length + gemm::BLOCK_K - 1) / gemm::BLOCK_K);
         tile.steps.begin = int(start), tile.steps.blocks = int(blocks);
-        tile.steps.part = {static_cast<uint16_t>(of.begin - start),
-                           static_cast<uint16_t>(length - (blocks - 1) * gemm::BLOCK_K)};
+        tile.steps.first = static_cast<uint8_t>(of.begin - start);
+        tile.steps.end = static_cast<uint8_t>(length - (blocks - 1) * gemm::BLOCK_K);
     }
     // What belongs to no group is a sum of nothing.
-    if (number >= g.groups) tile.steps.blocks = 1, tile.steps.part = {0, 0};
+    if (number >= g.groups) tile.steps.blocks = 1, tile.steps.first = tile.steps.end = 0;
     return tile;
 }
 
@@ -207,20 +265,23 @@ __device__ __forceinline__ void schedule(const typename K::Globals& g, typename 
         slot.advance();
     };
     uint32_t first = 0;
-    Groups groups = Groups::load<K>(g, first, 0, 0);
+    Groups groups = Groups::load<K>(g, first, Groups::offset_of(g, first), 0, 0);
+    const Lines lines = lines_of<K>(g, groups);
     for (uint32_t index = blockIdx.x;; index += gridDim.x) {
-        uint32_t with_tile = arch::ballot(index < groups.last_tile);
+        uint32_t with_tile = arch::ballot(index < lines.before(groups.last_line));
         while (with_tile == 0) {
             first += WARP_THREADS;
             if (first > g.groups) return hand_over({.steps = {.group = Steps::none}});
             const Groups last = groups.of_lane(WARP_THREADS - 1);
-            groups = Groups::load<K>(g, first, last.end, last.last_tile);
-            with_tile = arch::ballot(index < groups.last_tile);
+            groups =
+                Groups::load<K>(g, first, Groups::offset_of(g, first), last.end, last.last_line);
+            with_tile = arch::ballot(index < lines.before(groups.last_line));
         }
         int lane = 0;
         while ((with_tile >> lane & 1) == 0) ++lane;
         const Groups of = groups.of_lane(lane);
-        hand_over(describe<K>(g, first + lane, of, index + of.tiles - of.last_tile));
+        const uint32_t before = lines.before(of.last_line - of.lines);
+        hand_over(describe<K>(g, first + lane, of, lines, index - before));
     }
 }
 

@@ -11,7 +11,8 @@ namespace thunderkittens::gemm {
 enum class OneTile { no, once, single };
 
 constexpr bool has_once(const Config& c) {
-    return !c.streamed && !c.fused && !c.marked && c.block_m == 128 && c.block_n == 256;
+    const bool plain = !c.streamed && !c.fused && !c.marked && !c.varied;
+    return plain && c.block_m == 128 && c.block_n == 256;
 }
 constexpr bool has_single(const Config& c) { return !c.streamed && c.block_n == 64; }
 

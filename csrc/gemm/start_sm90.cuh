@@ -96,6 +96,47 @@ __device__ __forceinline__ void load_step(const typename K::Globals& g, typename
     }
 }
 
+// The same of a tile whose width varies. Of b come whole stripes where they lie along n; else the
+// rows behind the first half in a box of the width's own.
+template <class K>
+__device__ __forceinline__ void load_varied_step(const typename K::Globals& g,
+                                                 typename K::Stage& stage, semaphore& full,
+                                                 const VariedPosition& at, int k) {
+    constexpr Config C = K::config;
+    constexpr int half = K::b_part_cols, stripe = 64;
+    static_assert(K::a_parts == 2 && K::b_parts == 2 && half == 2 * stripe);
+    static_assert(C.b_n_major ? narrowest(C) >= half : narrowest(C) > half);
+    tma::expect_bytes(full, sizeof(stage.a) + int(at.width) * BLOCK_K * 2);
+    auto& a_parts = reinterpret_cast<typename K::a_part(&)[K::a_parts]>(stage.a);
+    auto& b_parts = reinterpret_cast<typename K::b_part(&)[K::b_parts]>(stage.b);
+    const int row = static_cast<int>(K::first_row(g, at.m)), col = static_cast<int>(at.col);
+#pragma unroll
+    for (int i = 0; i < K::a_parts; ++i) {
+        tma::load_async(a_parts[i], g.a, elements(0, 0, row + i * K::a_part_rows, k), full);
+    }
+    const auto load = [&](const CUtensorMap* map, uint32_t to, int at_col) {
+        const arch::TmaCoordinates from = C.b_n_major ? arch::TmaCoordinates{at_col, k, 0, 0}
+                                                      : arch::TmaCoordinates{k, at_col, 0, 0};
+        if (g.b_once)
+            arch::tma_load<tma::CachePolicy::evict_first>(to, map, from, full.address());
+        else
+            arch::tma_load<tma::CachePolicy::normal>(to, map, from, full.address());
+    };
+    const CUtensorMap* map = g.b.template tensor_map<typename K::b_part>();
+    if constexpr (C.b_n_major) {
+#pragma unroll
+        for (int i = 0; i < C.block_n / stripe; ++i) {
+            if (i * stripe < narrowest(C) || i * stripe < int(at.width)) {
+                const uint32_t to = b_parts[i / 2].address() + i % 2 * stripe * BLOCK_K * 2;
+                load(map, to, col + i * stripe);
+            }
+        }
+    } else {
+        load(map, b_parts[0].address(), col);
+        load(&g.varied.maps[at.kind], b_parts[1].address(), col + half);
+    }
+}
+
 // The threads that meet at READY: the consumers, the warp that loads, and those that finish.
 template <class K>
 constexpr int READY_THREADS =

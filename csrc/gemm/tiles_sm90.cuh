@@ -4,6 +4,7 @@
 #include "csrc/gemm/gemm.h"
 #include "csrc/gemm/one_tile.h"
 #include "csrc/gemm/tile_order.h"
+#include "csrc/gemm/varied_order.h"
 #include "kittens/kittens.cuh"
 
 namespace thunderkittens::gemm {
@@ -48,9 +49,26 @@ struct Kept<C> {
     gl<bf16, -1, 1, -1, -1, st<bf16, 16, 64>> map;
 };
 
+// Tiles of widths that vary, rows of b along k: the maps of what is behind the first half of a
+// tile's columns, for each kind of tiles.
+template <Config C>
+struct Varied {};
+template <Config C>
+    requires(C.varied)
+struct Varied<C> {
+    CUtensorMap maps[C.b_n_major ? 1 : 4];
+};
+
 template <Config C>
 struct Types {
     static constexpr Config config = C;
+    // How many columns a tile lacks, or whether it is narrow.
+    using Narrow = std::conditional_t<C.varied, uint32_t, bool>;
+    // Whether tiles of widths that vary can lack so many.
+    static __host__ __device__ constexpr bool has_lack(int lack) {
+        return lack % varied_unit(C) == 0 && lack >= C.block_n - widest(C) &&
+               lack <= C.block_n - narrowest(C);
+    }
     static constexpr bool has_finishers = gemm::has_finishers(C);
     // Staging buffers that are handed over, each with semaphores behind those of the stages.
     static constexpr int handed = has_finishers ? C.consumers * WARPGROUP_WARPS * 2 : 0;
@@ -89,7 +107,10 @@ struct Types {
     template <class Globals>
     static __device__ __forceinline__ uint32_t first_column(const Globals& g, const auto& tile) {
         const int width = C.fused && g.epilogue.gate == Gate::blocked ? C.block_n / 2 : C.block_n;
-        if constexpr (two_widths) return tile.column(width);
+        if constexpr (C.varied)
+            return tile.col;
+        else if constexpr (two_widths)
+            return tile.column(width);
         return tile.n * width;
     }
     // The last tile begins where it is whole, if there are as many rows, and computes some of them
@@ -100,8 +121,11 @@ struct Types {
         constexpr uint32_t height = C.block_m;
         return C.fused ? m * height : min(m * height, last_row(g.m, height, C.a_m_major));
     }
-    static __device__ __forceinline__ bool is_narrow(const auto& tile) {
-        if constexpr (two_widths) return tile.narrow();
+    static __device__ __forceinline__ Narrow is_narrow(const auto& tile) {
+        if constexpr (C.varied)
+            return C.block_n - tile.width;
+        else if constexpr (two_widths)
+            return tile.narrow();
         return false;
     }
 
@@ -139,7 +163,9 @@ struct Types {
         bool aligned_pairs;  // two neighbours of z can be written as one
         bool packed;         // values are activated as they are rounded, to bf16
         Pace<C> pace;
-        std::conditional_t<two_widths, UnevenOrder, TileOrder> order;
+        std::conditional_t<C.varied, VariedOrder,
+                           std::conditional_t<two_widths, UnevenOrder, TileOrder>>
+            order;
         Epilogue epilogue;
         uint32_t m, n, out_n;
         DType out_dtype;
@@ -151,6 +177,7 @@ struct Types {
         gl<bf16, -1, 1, -1, -1, out_tile> out_map;
         Residual<C> residual;
         Kept<C> kept;
+        Varied<C> varied;
     };
 
     static constexpr int threads = gemm::threads(C);

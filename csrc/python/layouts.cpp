@@ -15,7 +15,7 @@
 #include "kittens/types/shared/swizzle.h"
 #if THUNDERKITTENS_HAS_GEMM
 #include "csrc/gemm/gemm.h"
-#include "csrc/gemm/tile_order.h"
+#include "csrc/gemm/varied_order.h"
 #endif
 
 namespace py = pybind11;
@@ -126,6 +126,17 @@ py::array_t<std::uint32_t> gemm_tile_order(const tk::Fields& fields,
 #if THUNDERKITTENS_HAS_GEMM
     const auto problem = tk::detail::struct_from<tk::gemm::Problem>("gemm", fields);
     const auto choice = tk::gemm::choose(problem, device);
+    if (choice.config.varied) {
+        const auto order = make_varied_order(choice.config, choice.schedule, problem.m, problem.n);
+        py::array_t<std::uint32_t> tiles({static_cast<py::ssize_t>(order.total), py::ssize_t{5}});
+        auto out = tiles.mutable_unchecked<2>();
+        for (std::uint32_t index = 0; index < order.total; ++index) {
+            const auto at = order.at(index);
+            const std::uint32_t tile[] = {at.batch, at.m, at.n, at.col, at.width};
+            for (int i = 0; i < 5; ++i) out(index, i) = tile[i];
+        }
+        return tiles;
+    }
     const bool halves = problem.gate == tk::gemm::Gate::blocked;
     const auto order = tk::gemm::make_uneven_order(choice.config, choice.schedule, problem.m,
                                                    problem.n, problem.batch, true, halves);
