@@ -48,7 +48,7 @@ struct Types {
     static constexpr bool groups = takes_groups(C), columns_staged = columns_in_staging(C);
     // The values of a tile's columns lie as its threads read them. Elsewhere a thread has no
     // registers for so many at a time.
-    static constexpr bool columns_placed = !fast || turns;
+    static constexpr bool columns_placed = !fast;
     // A consumer has so many products of 64 rows above each other, and side by side. What is
     // promoted takes a second set of registers, for one product.
     static constexpr int consumers_of_tile = turns ? 1 : consumers;
