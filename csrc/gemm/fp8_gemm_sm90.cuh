@@ -8,7 +8,7 @@
 // back the stage of the one before, and a finished tile leaves in the shadow of the next. Or the
 // consumers take turns, fp8_turns_sm90.cuh.
 //
-// `promoted` and `fine`: fp8_promoted_sm90.cuh; the commonest of them: fp8_whole_sm90.cuh, and plain
+// `promoted` and `fine`: fp8_promoted_sm90.cuh; the commonest of them: fp8_whole_sm90.cuh; plain
 // configurations: fp8_blocks_sm90.cuh.
 #pragma once
 
