@@ -222,15 +222,11 @@ __device__ __forceinline__ void consume_fast(const typename Types<C>::Globals& g
     if (laneid() == 0) tma::store_async_read_wait();
 }
 
-// A template over a type: nvcc 13.0 writes host code that does not compile for a __global__
-// template over a struct's value.
 template <class K, bool whole>
-__global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_constant__
-                                                                 typename K::Globals g) {
+__device__ __forceinline__ void multiply_tiles(const typename K::Globals& g,
+                                               typename K::Shared& shared) {
     constexpr Config C = K::config;
-    shared_allocator allocator(shared_memory());
-    auto& shared = allocator.template allocate<typename K::Shared>();
-    const bool alone = (whole && K::turns) || g.cluster_m * g.cluster_n == 1;
+    const bool alone = g.cluster_m * g.cluster_n == 1;
     const bool copies_scales = C.plain || (!K::fast && g.blocks);
 
     const auto prefetch_maps = [&] {
@@ -273,7 +269,7 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
         arch::wait_for_dependencies();
         arch::launch_dependents();
         if (warpgroup::elect_leader()) produce<C>(g, shared);
-        if constexpr (whole && !K::turns) {
+        if constexpr (whole) {
             const int warp = warpgroup::warpid();
             if (warp == 1) produce_tile_scales<C>(g, shared);
             if (warp >= 2) send_staged<C>(g, shared, warp - 2);
@@ -292,9 +288,7 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
             cluster::sync();
         warpgroup::increase_registers<K::consumer_registers>();
         arch::wait_for_dependencies();
-        if constexpr (whole && K::turns)
-            consume_whole_in_turns<C>(g, shared);
-        else if constexpr (whole)
+        if constexpr (whole)
             consume_whole<C>(g, shared);
         else if constexpr (K::turns)
             consume_in_turns<C>(g, shared);
@@ -307,6 +301,19 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
     }
     // A block's shared memory is written, and its semaphores are arrived at, by its cluster.
     if (!alone) cluster::sync();
+}
+
+// A template over a type: nvcc 13.0 writes host code that does not compile for a __global__
+// template over a struct's value.
+template <class K, bool whole>
+__global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_constant__
+                                                                 typename K::Globals g) {
+    shared_allocator allocator(shared_memory());
+    auto& shared = allocator.template allocate<typename K::Shared>();
+    if constexpr (whole && K::turns)
+        multiply_whole_in_turns<K::config>(g, shared);
+    else
+        multiply_tiles<K, whole>(g, shared);
 }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
