@@ -19,13 +19,6 @@ namespace sm90 {
 constexpr int STAGED = READY + 5, SENT = READY + 7;
 constexpr int SENDING_THREADS = WARPGROUP_THREADS + WARP_THREADS;
 
-template <Config C>
-bool takes_whole_kernel(const Params& p, const typename Types<C>::Globals& g) {
-    return !p.blocks && p.offs == nullptr && p.bias == nullptr && p.k > 0 && g.tma_store &&
-           g.activation == gemm::Activation::none && p.out_dtype != DType::fp32 &&
-           g.cluster_m * g.cluster_n == 1;
-}
-
 // Rounds half i of a finished tile, and writes it to the consumer's staging buffers.
 template <Config C, int i>
 __device__ __forceinline__ void stage_half(const typename Types<C>::Globals& g,
