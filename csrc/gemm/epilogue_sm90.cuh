@@ -138,6 +138,15 @@ struct Finished {
     __device__ __forceinline__ void pack(const rt_fl<16, C.block_n>& d) {
         round_to<O>(values, d);
     }
+    // Keeps a tile that is sent later.
+    template <class O>
+    __device__ __forceinline__ void keep(const rt_fl<16, C.block_n>& d, const Place16 place,
+                                         Narrow is_narrow) {
+        pack<O>(d);
+        at = place;
+        narrow = is_narrow;
+        any = true;
+    }
     __device__ __forceinline__ void stage(int piece, staging& buffer) const {
         using Part = rt_bf<16, staging::cols>;
         with_first(piece, narrow, [&](int first) { stage_piece<Part>(values, first, buffer); });
