@@ -328,8 +328,7 @@ typename Types<C>::Globals make_globals(const Params& p) {
     using K = Types<C>;
     using Globals = typename K::Globals;
     const bool tma_store = tma_stores(p);
-    // Where TMA cannot store, the map is a stand-in that nobody uses; so is that of the fine scales
-    // of a kernel without.
+    // Where TMA cannot store, the map is a stand-in that nobody uses.
     const int64_t map_words = tma_store ? p.n * size_in_bytes(p.out_dtype) / 2 : 64;
     const int64_t k_blocks = ceil_div(p.k, BLOCK_K);
     const Schedule& s = p.schedule;

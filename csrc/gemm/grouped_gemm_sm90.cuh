@@ -129,9 +129,7 @@ template <class K>
 __device__ __forceinline__ void consume(const typename K::Globals& g, typename K::Shared& shared) {
     constexpr gemm::Config C = K::config;
     const int consumer = warpgroup::groupid();
-    const auto release = [&](int stage) {
-        if (warpgroup::laneid() == 0) arrive(shared.empty[stage]);
-    };
+    const auto release = [&](int stage) { gemm::sm90::release_stage(shared.empty[stage]); };
     Ring<C.stages> ring;
     Slot slot;
     rt_fl<16, C.block_n> d;
