@@ -48,6 +48,14 @@ struct BlockFactors {
     }
 };
 
+// Lets other warps go first. In a run of additions ptxas marks none so, and one consumer's run then
+// keeps the other's from its products. The wait has nothing to wait for and is marked; the next
+// instruction, which the producers have executed before, does nothing but keep it where it is.
+__device__ __forceinline__ void yield() {
+    arch::wgmma_wait<7>();
+    arch::launch_dependents();
+}
+
 // sum += product * factors, or sum = product * factors. Row by row, as promote() does.
 template <bool begins, Config C, int cols>
 __device__ __forceinline__ void add_product(rt_fl<16, cols>& sum, const rt_fl<16, cols>& product,
@@ -65,6 +73,9 @@ __device__ __forceinline__ void add_product(rt_fl<16, cols>& sum, const rt_fl<16
                 const float2 before = begins ? make_float2(0.f, 0.f) : s;
                 s = make_float2(fmaf(x.x, factor, before.x), fmaf(x.y, factor, before.y));
             }
+            constexpr int per_run = 16, all = cols / 2;
+            const int added = (row * cols / 16 + j + 1) * 4;
+            if (!begins && !uneven && added % per_run == 0 && added < all) yield();
         }
     }
 }
@@ -121,16 +132,19 @@ __device__ __forceinline__ void consume_blocks(const typename Types<C>::Globals&
             for (; left > 0; --left) {
                 previous = ring.stage;
                 ring.advance();
+                next_stage();
                 warpgroup::mma_async_wait(product);
                 add_product<false>(sums[1], product, factors, 1);
-                warpgroup::mma_fence(sums[1]);  // before the wait, which is a branch
-                next_stage();
                 operands.multiply(product, 0, 0);
                 release(previous);
                 read_scales();
-                warpgroup::mma_async_wait(product);
-                add_product<false>(sums[0], product, factors, 0);
-                operands.multiply(product, 0, 1);
+                // Never repeated. Where a jump back lies between a product and its end, ptxas
+                // leaves the additions to yield(); else it lets every second one yield.
+                do {
+                    warpgroup::mma_async_wait(product);
+                    add_product<false>(sums[0], product, factors, 0);
+                    operands.multiply(product, 0, 1);
+                } while (g.k_blocks < 0);
             }
             previous = ring.stage;
             ring.advance();

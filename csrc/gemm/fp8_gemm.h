@@ -236,9 +236,8 @@ constexpr int shared_bytes(const Config& c) {
     }
     const int stage = (c.block_m + c.block_n) * BLOCK_K + scales_of_stage(c) * 4;
     const int columns = columns_in_staging(c) ? 0 : (c.block_n + 31) / 32 * 32;
-    const int rows = takes_turns(c) ? c.block_m : 0;
-    const int bytes = c.stages * stage + c.consumers * (4 * c.buffers * 16 * 128 + columns * 4) +
-                      c.consumers * rows * 4 + c.stages * 24;
+    const int bytes =
+        c.stages * stage + c.consumers * (4 * c.buffers * 16 * 128 + columns * 4) + c.stages * 24;
     return (bytes + 127) / 128 * 128;
 }
 

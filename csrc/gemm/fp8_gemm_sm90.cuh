@@ -253,7 +253,6 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
                                                                   : K::consumers * WARPGROUP_WARPS);
                     }
                 }
-                if constexpr (K::turns && whole) init_scales_semaphores<C>(shared);
                 arch::mbarrier_init_fence();
             }
             arch::sync_warp();
@@ -266,8 +265,7 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
         }
         if (!alone)
             cluster::sync();
-        else if (K::turns ? whole && warpgroup::warpid() >= 2
-                          : !K::fast && warpgroup::warpid() == 1)  // which wait for semaphores too
+        else if (!K::fast && warpgroup::warpid() == 1)  // which waits for semaphores too
             arch::named_barrier_sync(READY, K::threads);
         else
             arch::named_barrier_arrive(READY, K::threads);
@@ -275,10 +273,7 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
         arch::wait_for_dependencies();
         arch::launch_dependents();
         if (warpgroup::elect_leader()) produce<C>(g, shared);
-        if constexpr (whole && K::turns) {
-            const int warp = warpgroup::warpid();
-            if (warp >= 2) copy_scales_in_turns<C>(g, shared, warp - 2);
-        } else if constexpr (whole) {
+        if constexpr (whole && !K::turns) {
             const int warp = warpgroup::warpid();
             if (warp == 1) produce_tile_scales<C>(g, shared);
             if (warp >= 2) send_staged<C>(g, shared, warp - 2);

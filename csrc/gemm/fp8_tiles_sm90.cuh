@@ -32,16 +32,9 @@ struct StageScales<C> {
 template <Config C>
 struct ColumnValues {};
 template <Config C>
-    requires(!columns_in_staging(C) && !takes_turns(C))
+    requires(!columns_in_staging(C))
 struct ColumnValues<C> {
     kittens::sv_fl<C.block_n> columns[C.consumers];
-};
-// And of rows, see fp8_whole_turns_sm90.cuh.
-template <Config C>
-    requires(takes_turns(C))
-struct ColumnValues<C> {
-    kittens::sv_fl<C.block_n> columns[C.consumers];
-    kittens::sv_fl<C.block_m> rows[C.consumers];
 };
 
 template <Config C>
