@@ -173,6 +173,7 @@ def test_consumers_in_turns(columns, policy):
         assert torch.equal(out, expected.to(dtype)), (kind, m, k)
         assert torch.equal(out, general), (kind, m, k)
         assert (run.kernels[0]["columns"], run.kernels[0]["block_n"]) == (columns, 176)
+        assert [kernel["kernel"].endswith("_whole") for kernel in run.kernels] == [True, False]
 
 
 def test_one_hot_rows_select(device):

@@ -203,6 +203,17 @@ constexpr bool has_whole_kernel(const Config& c) {
     return !c.streamed && !c.plain && (widest || takes_turns(c)) && c.a == DType::e4m3 &&
            c.b == DType::e4m3;
 }
+// Whether TMA can store rows of the output: they are multiples of 16 bytes.
+inline bool tma_stores(const Params& p) {
+    const int64_t bytes = p.n * size_in_bytes(p.out_dtype);
+    return bytes % 16 == 0 && bytes / 2 <= INT32_MAX;
+}
+// The calls that run that kernel: those with scales of whole rows or matrices and nothing else.
+inline bool takes_whole_kernel(const Config& c, const Params& p) {
+    return has_whole_kernel(c) && p.k > 0 && !p.blocks && p.offs == nullptr && p.bias == nullptr &&
+           p.activation == 0 && p.out_dtype != DType::fp32 && tma_stores(p) &&
+           p.schedule.cluster_m * p.schedule.cluster_n == 1;
+}
 // Blocks of a cluster that may send a streamed tile's sums to the first one.
 constexpr int senders(const Config& c) { return c.block_m > 32 ? 1 : 2; }
 // Scales that a stage holds: those of its rows of a, and of its blocks or columns of b.
@@ -270,6 +281,8 @@ std::string unsupported(const Problem& problem, const DeviceProperties& device);
 Choice choose(const Problem& problem, const DeviceProperties& device);
 std::string kernel_name(const Config& config);
 std::string kernel_name(const Choice& choice);
+// Of the kernel that a call runs, where a configuration has several.
+std::string kernel_name(const Config& config, const Params& params);
 std::vector<KernelInfo> kernels();
 
 // Runs the kernel of `config` on the stream.

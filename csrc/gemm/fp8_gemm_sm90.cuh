@@ -329,11 +329,9 @@ template <Config C>
 typename Types<C>::Globals make_globals(const Params& p) {
     using K = Types<C>;
     using Globals = typename K::Globals;
-    const int64_t words = p.n * size_in_bytes(p.out_dtype) / 2;
-    const bool tma_store = p.n * size_in_bytes(p.out_dtype) % 16 == 0 && words <= INT32_MAX;
-    // Where TMA cannot store, the map is a stand-in that nobody uses; so is that of the fine scales
-    // of a kernel without.
-    const int64_t map_words = tma_store ? words : 64;
+    const bool tma_store = tma_stores(p);
+    // Where TMA cannot store, the map is a stand-in that nobody uses.
+    const int64_t map_words = tma_store ? p.n * size_in_bytes(p.out_dtype) / 2 : 64;
     const int64_t k_blocks = ceil_div(p.k, BLOCK_K);
     const Schedule& s = p.schedule;
     const auto tiles = [](int64_t size, int64_t tile) {
@@ -393,9 +391,7 @@ void launch(const Params& params, Stream stream) {
                         sizeof(typename K::Shared), stream, globals);
     };
     if constexpr (has_whole_kernel(C)) {
-        if (sm90::takes_whole_kernel<C>(params, globals)) {
-            return run(sm90::fp8_gemm_kernel<K, true>);
-        }
+        if (takes_whole_kernel(C, params)) return run(sm90::fp8_gemm_kernel<K, true>);
     }
     run(sm90::fp8_gemm_kernel<K, false>);
 }

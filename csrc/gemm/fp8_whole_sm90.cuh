@@ -19,13 +19,6 @@ namespace sm90 {
 constexpr int STAGED = READY + 5, SENT = READY + 7;
 constexpr int SENDING_THREADS = WARPGROUP_THREADS + WARP_THREADS;
 
-template <Config C>
-bool takes_whole_kernel(const Params& p, const typename Types<C>::Globals& g) {
-    return !p.blocks && p.offs == nullptr && p.bias == nullptr && p.k > 0 && g.tma_store &&
-           g.activation == gemm::Activation::none && p.out_dtype != DType::fp32 &&
-           g.cluster_m * g.cluster_n == 1;
-}
-
 // Rounds half i of a finished tile, and writes it to the consumer's staging buffers.
 template <Config C, int i>
 __device__ __forceinline__ void stage_half(const typename Types<C>::Globals& g,
@@ -37,30 +30,17 @@ __device__ __forceinline__ void stage_half(const typename Types<C>::Globals& g,
     using staging = typename K::out_tile;
     static_assert(F::pieces == 2 * C.buffers);
     rt_bf<16, K::product_cols> values;
-    const auto round = [&]<class O>(O) {
-#pragma unroll
-        for (int j = 0; j < d.width; ++j) {
-#pragma unroll
-            for (int r = 0; r < d.packed_per_base; ++r) {
-                const float2 pair = d.tiles[0][j].data[r];
-                values.tiles[0][j].data[r] = arch::bit_cast<bf16_2>(pack_pair<O>(pair.x, pair.y));
-            }
-        }
-    };
     if (g.out_dtype == DType::bf16)
-        round(bf16{});
+        gemm::sm90::round_to<bf16>(values, d);
     else
-        round(half{});
+        gemm::sm90::round_to<half>(values, d);
     auto* buffers = &shared.out[warpgroup::groupid() * WARPGROUP_WARPS][0];
 #pragma unroll
     for (int b = 0; b < C.buffers; ++b) {
         const int piece = i * C.buffers + b;
         auto& buffer = buffers[b * WARPGROUP_WARPS + warpgroup::warpid()];
         const auto stage = [&](int first) {
-            rt_bf<16, staging::cols> part;
-#pragma unroll
-            for (int t = 0; t < part.width; ++t) part.tiles[0][t] = values.tiles[0][first / 16 + t];
-            kittens::warp::store(buffer, part);
+            gemm::sm90::stage_piece<rt_bf<16, staging::cols>>(values, first, buffer);
         };
         constexpr int before = i * K::product_cols;
         if (K::two_widths && narrow && piece == F::across - 1)

@@ -230,11 +230,7 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
                     if constexpr (C.a_m_major) warpgroup::sync(READY + 1 + consumer);
                     return Finished<C>::template send_last<typename K::T>(g, shared, d, to, narrow);
                 }
-                finished.template pack<typename K::T>(d);
-                finished.at = to;
-                finished.narrow = narrow;
-                finished.any = true;
-                return;
+                return finished.template keep<typename K::T>(d, to, narrow);
             }
         }
         if (g.epilogue.alpha != 1.f) scale(d, factor.times(g.epilogue.alpha));
@@ -242,19 +238,11 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
         if constexpr (C.varied) {
             if (last)
                 return Finished<C>::template send_last<typename K::T>(g, shared, d, to, narrow);
-            finished.template pack<typename K::T>(d);
-            finished.at = to;
-            finished.narrow = narrow;
-            finished.any = true;
-            return;
+            return finished.template keep<typename K::T>(d, to, narrow);
         }
         if constexpr (K::has_finishers) {
             if (g.pace.spacing != 0) {
-                finished.template pack<typename K::T>(d);
-                finished.at = to;
-                finished.narrow = narrow;
-                finished.any = true;
-                return;
+                return finished.template keep<typename K::T>(d, to, narrow);
             }
         }
         if constexpr (Factor::activates) {
