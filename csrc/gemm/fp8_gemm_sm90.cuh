@@ -65,7 +65,7 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
         }
     };
     if constexpr (K::turns) {
-        uint32_t index = blockIdx.x >> ((g.cluster_m == 2) + (g.cluster_n == 2));
+        uint32_t index = first_index(g);
         if (index >= g.order.total) return;
         Tile tile = tile_at<C, true>(g, place, index);
         while (true) {
@@ -282,6 +282,10 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
                     produce_scales<C>(g, shared);
                 else if constexpr (TileScales<C>::copied && !C.plain)
                     produce_tile_scales<C>(g, shared);
+            }
+            if constexpr (C.plain && K::halves) {
+                const int warp = warpgroup::warpid();
+                if (warp >= 2) send_staged<C>(g, shared, warp - 2);
             }
         }
     } else {
