@@ -196,11 +196,12 @@ constexpr bool takes_turns(const Config& c) {
 constexpr bool has_two_widths(const Config& c) {
     return !c.streamed && !c.plain && c.sums != Sums::fine && (c.block_n == 256 || takes_turns(c));
 }
-// Whether calls without anything special have a kernel of their own, fp8_whole_sm90.cuh: for the
-// commonest pair of types.
+// Whether calls without anything special have a kernel of their own, fp8_whole_sm90.cuh or
+// fp8_whole_turns_sm90.cuh: for the commonest pair of types.
 constexpr bool has_whole_kernel(const Config& c) {
-    return !c.streamed && !c.plain && c.sums == Sums::promoted && c.block_n == 256 &&
-           c.a == DType::e4m3 && c.b == DType::e4m3;
+    const bool widest = c.sums == Sums::promoted && c.block_n == 256;
+    return !c.streamed && !c.plain && (widest || takes_turns(c)) && c.a == DType::e4m3 &&
+           c.b == DType::e4m3;
 }
 // Whether it, or the kernel of plain calls, sends halves of tiles, fp8_halves_sm90.cuh.
 constexpr bool sends_halves(const Config& c) {

@@ -8,13 +8,14 @@
 // back the stage of the one before, and a finished tile leaves in the shadow of the next. Or the
 // consumers take turns, fp8_turns_sm90.cuh.
 //
-// `promoted` and `fine`: fp8_promoted_sm90.cuh; the commonest of them: fp8_whole_sm90.cuh; plain
-// configurations: fp8_blocks_sm90.cuh.
+// `promoted` and `fine`: fp8_promoted_sm90.cuh; plain configurations: fp8_blocks_sm90.cuh. The
+// commonest calls: fp8_whole_sm90.cuh, and in turns fp8_whole_turns_sm90.cuh.
 #pragma once
 
 #include "csrc/gemm/fp8_blocks_sm90.cuh"
 #include "csrc/gemm/fp8_turns_sm90.cuh"
 #include "csrc/gemm/fp8_whole_sm90.cuh"
+#include "csrc/gemm/fp8_whole_turns_sm90.cuh"
 
 namespace thunderkittens::fp8_gemm {
 namespace sm90 {
@@ -229,7 +230,7 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
     constexpr Config C = K::config;
     shared_allocator allocator(shared_memory());
     auto& shared = allocator.template allocate<typename K::Shared>();
-    const bool alone = g.cluster_m * g.cluster_n == 1;
+    const bool alone = (whole && K::turns) || g.cluster_m * g.cluster_n == 1;
     const bool copies_scales = C.plain || (!K::fast && g.blocks);
 
     const auto prefetch_maps = [&] {
@@ -272,7 +273,7 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
         arch::wait_for_dependencies();
         arch::launch_dependents();
         if (warpgroup::elect_leader()) produce<C>(g, shared);
-        if constexpr (whole) {
+        if constexpr (whole && !K::turns) {
             const int warp = warpgroup::warpid();
             if (warp == 1) produce_tile_scales<C>(g, shared);
             if (warp >= 2) send_staged<C>(g, shared, warp - 2);
@@ -295,7 +296,9 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
             cluster::sync();
         warpgroup::increase_registers<K::consumer_registers>();
         arch::wait_for_dependencies();
-        if constexpr (whole)
+        if constexpr (whole && K::turns)
+            consume_whole_in_turns<C>(g, shared);
+        else if constexpr (whole)
             consume_whole<C>(g, shared);
         else if constexpr (K::turns)
             consume_in_turns<C>(g, shared);
