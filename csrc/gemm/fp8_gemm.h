@@ -214,6 +214,10 @@ inline bool takes_whole_kernel(const Config& c, const Params& p) {
            p.activation == 0 && p.out_dtype != DType::fp32 && tma_stores(p) &&
            p.schedule.cluster_m * p.schedule.cluster_n == 1;
 }
+// Whether it, or the kernel of plain calls, sends halves of tiles, fp8_halves_sm90.cuh.
+constexpr bool sends_halves(const Config& c) {
+    return has_whole_kernel(c) || (c.plain && c.block_n == 256);
+}
 // Blocks of a cluster that may send a streamed tile's sums to the first one.
 constexpr int senders(const Config& c) { return c.block_m > 32 ? 1 : 2; }
 // Scales that a stage holds: those of its rows of a, and of its blocks or columns of b.

@@ -66,7 +66,7 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
         }
     };
     if constexpr (K::turns) {
-        uint32_t index = blockIdx.x >> ((g.cluster_m == 2) + (g.cluster_n == 2));
+        uint32_t index = first_index(g);
         if (index >= g.order.total) return;
         Tile tile = tile_at<C, true>(g, place, index);
         while (true) {
@@ -279,6 +279,10 @@ __device__ __forceinline__ void multiply_tiles(const typename K::Globals& g,
                     produce_scales<C>(g, shared);
                 else if constexpr (TileScales<C>::copied && !C.plain)
                     produce_tile_scales<C>(g, shared);
+            }
+            if constexpr (C.plain && K::halves) {
+                const int warp = warpgroup::warpid();
+                if (warp >= 2) send_staged<C>(g, shared, warp - 2);
             }
         }
     } else {
