@@ -323,6 +323,21 @@ def test_equal_lengths_are_a_batch(device):
         torch.testing.assert_close(packed, expected, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("lengths", ["mixed", "ones"])
+def test_one_token_for_all(device, lengths):
+    """Operands and gradients expanded over the tokens: rows that are no distance apart."""
+    batch = example(device, lengths=lengths)
+    for scale in (None, -0.1):
+        results = []
+        for place in (torch.Tensor.contiguous, torch.Tensor.detach):
+            leaves = [place(x[:1].expand_as(x)).requires_grad_() for x in batch.tensors]
+            out = tk.attention_varlen(*leaves, *batch.packing, scale=scale, deterministic=True)
+            grad = place(torch.ones_like(out)[:1].expand_as(out))
+            results.append([out, *torch.autograd.grad(out, leaves, grad)])
+        for x, y in zip(*results, strict=True):
+            assert torch.equal(x, y)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"causal": True, "window_size": (50, 0)}], ids=str)
 def test_no_synchronisation(device, options):

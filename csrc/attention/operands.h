@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "csrc/attention/attention.h"
+#include "csrc/attention/ragged.h"
 #include "csrc/common/tensor.h"
 
 namespace thunderkittens::attention {
@@ -155,19 +156,25 @@ inline Operand packed_operand(const Tensor& x) {
     return {view.data, 0, view.stride[2], view.stride[1]};
 }
 
+// The tensor itself where the kernels can read it, else a copy; `ragged`: of packed sequences.
+inline Tensor for_kernel(const Tensor& x, bool ragged) {
+    if (ragged && !fits_ragged_map(x.size(0), x.stride(0))) return copy_for_tensor_map(x);
+    return for_tensor_map(x);
+}
+
 inline Tensor negative(const Tensor& x) {
     std::array<StableIValue, 1> stack{torch::stable::detail::from(x)};
     TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::neg", "", stack.data(), TORCH_ABI_VERSION));
     return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// q as a tensor map can describe it, and a positive scale, which the running maximum of the
-// kernels wants: the sign goes into q, and zero into both.
-inline Tensor signed_query(const Tensor& q, Scores& scores) {
-    if (scores.scale > 0) return for_tensor_map(q);
+// q as the kernels can read it, and a positive scale, which their running maximum wants: the sign
+// goes into q, and zero into both.
+inline Tensor signed_query(const Tensor& q, bool ragged, Scores& scores) {
+    if (scores.scale > 0) return for_kernel(q, ragged);
     const bool negate = scores.scale < 0;
     scores.scale = negate ? -scores.scale : 1.0f;
-    if (negate) return for_tensor_map(negative(q));
+    if (negate) return for_kernel(negative(q), ragged);
     const auto sizes = q.sizes();
     return torch::stable::new_zeros(q, sizes);
 }

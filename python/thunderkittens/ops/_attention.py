@@ -22,8 +22,10 @@ Causal = bool | Literal["upper_left", "lower_right"]
 ALIGNMENTS: tuple[Causal, ...] = (False, "lower_right", "upper_left")
 UNBOUNDED = (-1, -1)
 MAX_DIM = 256
+FLOAT_MAX = torch.finfo(torch.float32).max
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 INTEGERS = (int, torch.SymInt)
+_LARGEST = (1 << 63) - 1  # that the ops take
 # What an omitted option is in the ops, after causal and scale.
 NO_OPTIONS = (-1, -1, 0.0, None, None, None)
 
@@ -159,8 +161,8 @@ def require_mask(op: str, causal: int, scale: float | None) -> None:
     if scale is not None:
         if not isinstance(scale, NUMBERS):
             raise TypeError(f"tk.{op}: scale must be a number or None, got {type(scale).__name__}")
-        if scale - scale != 0:
-            raise ValueError(f"tk.{op}: scale is {scale}; it must be finite")
+        if not -FLOAT_MAX <= scale <= FLOAT_MAX:
+            raise ValueError(f"tk.{op}: scale is {scale}; it must be finite in float32")
 
 
 def require_options(
@@ -239,6 +241,7 @@ def call_options(
             f"tk.{op}: window_size is ({left}, {right}); left and right must be at least 0, or -1 "
             "(unbounded)"
         )
+    left, right = (min(x, _LARGEST) if isinstance(x, int) else x for x in (left, right))
     if deterministic is not None and not isinstance(deterministic, bool):
         raise TypeError(
             f"tk.{op}: deterministic must be True, False or None, got "

@@ -229,6 +229,8 @@ def attention_varlen_shape(
             raise TypeError(f"tk.{_NAME}: {name} must be an integer, got {type(n).__name__}")
         if n < 0:
             raise ValueError(f"tk.{_NAME}: {name} is {n}; it must not be negative")
+        if isinstance(n, int) and n >= 1 << 63:
+            raise ValueError(f"tk.{_NAME}: {name} is {n}; it must be below 2**63")
     if scale is not None or causal not in (0, 1, 2):
         shared.require_mask(_NAME, causal, scale)
     return (heads, tokens)
