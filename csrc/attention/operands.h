@@ -18,7 +18,7 @@ namespace thunderkittens::attention {
         double softcap, std::optional<Tensor> alibi_slopes, std::optional<Tensor> sink,     \
         std::optional<bool> deterministic
 #define ATTENTION_OPTION_VALUES \
-    {causal, scale, window_left, window_right, softcap, alibi_slopes, sink, deterministic}
+    { causal, scale, window_left, window_right, softcap, alibi_slopes, sink, deterministic }
 
 struct Options {
     int64_t causal = 0;
@@ -125,9 +125,16 @@ inline Scores scores_of(const char* op, const Problem& p, const Options& options
     TK_CHECK(std::isfinite(s.scale), op, ": scale must be finite, got ", s.scale);
     TK_CHECK(options.softcap >= 0 && std::isfinite(options.softcap), op,
              ": softcap must be finite and at least 0, got ", options.softcap);
+    const double most_softcap = p.dtype == DType::bf16 ? 0x1p100 : 0x1p11;
+    TK_CHECK(
+        options.softcap == 0 || (options.softcap >= 0x1p-30 && options.softcap <= most_softcap), op,
+        ": softcap must be 0 or from 2^-30 to ", most_softcap, ", got ", options.softcap);
     s.softcap = static_cast<float>(options.softcap);
     if (options.alibi_slopes) {
         const Tensor& slopes = *options.alibi_slopes;
+        TK_CHECK(s.scale == 0 || std::abs(s.scale) >= 0x1p-50f, op,
+                 ": with alibi_slopes scale must be 0 or at least 2^-50 in magnitude, got ",
+                 s.scale);
         check_vector(op, "alibi_slopes", slopes, ScalarType::Float, q);
         const bool batched = slopes.dim() == 2;
         TK_CHECK(slopes.dim() <= 2 && slopes.size(slopes.dim() - 1) == p.q_heads &&

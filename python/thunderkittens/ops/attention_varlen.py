@@ -128,7 +128,7 @@ def attention_varlen(
         softcap: as for `tk.attention`.
         alibi_slopes: (Hq,) or (B, Hq), float32, as for `tk.attention`.
         sink: (Hq,), as for `tk.attention`.
-        scale: factor of the scores, finite; None is 1 / sqrt(D).
+        scale: as for `tk.attention`; None is 1 / sqrt(D).
         deterministic: as for `tk.attention`.
         return_lse: also return the LSE.
 
@@ -161,7 +161,7 @@ def attention_varlen(
     ):
         batch = cu_seqlens_q.shape[0] - 1
         options = shared.call_options(
-            _NAME, q, batch, window_size, softcap, alibi_slopes, sink, deterministic
+            _NAME, q, batch, scale, window_size, softcap, alibi_slopes, sink, deterministic
         )
         sink = options[4]
     if forward_mode_active():
