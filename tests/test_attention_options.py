@@ -254,6 +254,8 @@ def test_slopes_of_a_batch_and_strides(device):
         slopes.repeat(2, 1).t().contiguous().t(),
     ):
         assert torch.equal(tk.attention(q, k, v, alibi_slopes=same), expected)
+    of_nobody = torch.rand(0, 8, device=device)[:, ::2]
+    assert tk.attention(q[:0], k[:0], v[:0], alibi_slopes=of_nobody).shape == (0, *q.shape[1:])
 
 
 # Sinks

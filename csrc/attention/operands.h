@@ -18,7 +18,7 @@ namespace thunderkittens::attention {
         double softcap, std::optional<Tensor> alibi_slopes, std::optional<Tensor> sink,     \
         std::optional<bool> deterministic
 #define ATTENTION_OPTION_VALUES \
-    { causal, scale, window_left, window_right, softcap, alibi_slopes, sink, deterministic }
+    {causal, scale, window_left, window_right, softcap, alibi_slopes, sink, deterministic}
 
 struct Options {
     int64_t causal = 0;
@@ -40,8 +40,9 @@ inline void check_vector(const char* op, const char* name, const Tensor& x, Scal
     TK_CHECK(x.scalar_type() == dtype, op, ": ", name, " must be ",
              dtype == ScalarType::Float ? "torch.float32" : "torch.int32", ", got ",
              dtype_text(x.scalar_type()));
-    TK_CHECK(x.dim() >= 1 && (x.size(x.dim() - 1) <= 1 || x.stride(x.dim() - 1) == 1), op, ": ",
-             name, " must have adjacent elements, got shape ", shape_text(x));
+    TK_CHECK(
+        x.dim() >= 1 && (x.size(x.dim() - 1) <= 1 || x.stride(x.dim() - 1) == 1 || x.numel() == 0),
+        op, ": ", name, " must have adjacent elements, got shape ", shape_text(x));
 }
 
 // Fills what does not depend on packing, from tensors with `dims` dimensions whose heads are at

@@ -286,7 +286,7 @@ def require_op_options(op: str, q: Tensor, batch: int, options: Options) -> None
     slopes, sink = options.alibi_slopes, options.sink
     require_options(op, q, batch, options.scale, options.softcap, slopes, sink)
     for name, x in options.arrays().items():
-        if x is not None and x.shape[-1] > 1 and x.stride(-1) != 1:
+        if x is not None and x.numel() > 0 and x.shape[-1] > 1 and x.stride(-1) != 1:
             raise ValueError(f"thunderkittens::{op}: {name} must have adjacent elements")
 
 
