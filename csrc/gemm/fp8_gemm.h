@@ -216,7 +216,7 @@ inline bool takes_whole_kernel(const Config& c, const Params& p) {
 }
 // Whether it, or the kernel of plain calls, sends halves of tiles, fp8_halves_sm90.cuh.
 constexpr bool sends_halves(const Config& c) {
-    return has_whole_kernel(c) || (c.plain && c.block_n == 256);
+    return c.block_n == 256 && (c.plain || has_whole_kernel(c));
 }
 // Blocks of a cluster that may send a streamed tile's sums to the first one.
 constexpr int senders(const Config& c) { return c.block_m > 32 ? 1 : 2; }
