@@ -145,20 +145,10 @@ template <Config C>
 __device__ __forceinline__ rt_bf<16, C.block_n> rounded(const typename Types<C>::Globals& g,
                                                         const rt_fl<16, C.block_n>& sums) {
     rt_bf<16, C.block_n> values;
-    const auto round = [&]<class O>(O) {
-#pragma unroll
-        for (int j = 0; j < sums.width; ++j) {
-#pragma unroll
-            for (int r = 0; r < sums.packed_per_base; ++r) {
-                const float2 pair = sums.tiles[0][j].data[r];
-                values.tiles[0][j].data[r] = arch::bit_cast<bf16_2>(pack_pair<O>(pair.x, pair.y));
-            }
-        }
-    };
     if (g.out_dtype == DType::bf16)
-        round(bf16{});
+        gemm::sm90::round_to<bf16>(values, sums);
     else
-        round(half{});
+        gemm::sm90::round_to<half>(values, sums);
     return values;
 }
 
@@ -178,10 +168,7 @@ __device__ __forceinline__ void send_product(const typename Types<C>::Globals& g
     for (int piece = 0; piece < F::across; ++piece) {
         auto& buffer = shared.out[kittens::warpid()][(piece + product) % C.buffers];
         const auto stage = [&](int first) {
-            rt_bf<16, staging::cols> part;
-#pragma unroll
-            for (int t = 0; t < part.width; ++t) part.tiles[0][t] = values.tiles[0][first / 16 + t];
-            kittens::warp::store(buffer, part);
+            gemm::sm90::stage_piece<rt_bf<16, staging::cols>>(values, first, buffer);
         };
         if (laneid() == 0) tma::store_async_read_wait<C.buffers - 1>();
         arch::sync_warp();
