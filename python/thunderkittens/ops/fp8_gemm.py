@@ -142,11 +142,11 @@ def _check_scales(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Non
         scale_b.dim() == 2 or (scale_b.dim() == b.dim() and scale_b.shape[0] == b.shape[0])
     ):
         (a_rows, a_cols), (b_rows, b_cols) = scale_a.shape, scale_b.shape[-2:]
-        # Not "in": Dynamo does not look for symbolic sizes in a tuple.
-        per_row = (a_rows == 1 or a_rows == m) and a_cols == 1
-        if per_row and b_rows == 1 and (b_cols == 1 or b_cols == n):
+        # Dynamo does not find a symbolic size that is a formula in a tuple.
+        per_block = b_cols == n_blocks or b_cols == n  # noqa: PLR1714
+        if a_rows in (1, m) and a_cols == 1 and b_rows == 1 and b_cols in (1, n):
             return
-        if a_rows == m and a_cols == b_rows == k_blocks and (b_cols == n_blocks or b_cols == n):
+        if a_rows == m and a_cols == b_rows == k_blocks and per_block:
             return
     raise ValueError(
         f"tk.fp8_gemm: scale_a has shape {tuple(scale_a.shape)} and scale_b has shape "
