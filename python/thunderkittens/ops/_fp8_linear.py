@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ._gradient_call import one_by_one
 from ._registration import autocast_active, transform_active
 from .fp8_quantize import FP8_DTYPES, GRANULARITIES
 
@@ -172,23 +173,6 @@ def _gradients(
     return grad_x, grad_weight
 
 
-def _one_by_one(call: Any) -> Any:
-    """The rule for `torch.func.vmap`: one call per layer."""
-
-    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-        def select(x: Any, dim: Any, i: int) -> Any:
-            return x.select(dim, i) if isinstance(x, Tensor) and dim is not None else x
-
-        results = [
-            call(*(select(x, dim, i) for x, dim in zip(args, in_dims, strict=True)))
-            for i in range(info.batch_size)
-        ]
-        stacks = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
-        return stacks, (0,) * len(stacks)
-
-    return rule
-
-
 class _Gradient(torch.autograd.Function):
     """`_gradients` where their own gradient might be asked for: an error."""
 
@@ -208,7 +192,7 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        return _one_by_one(_Gradient.apply)(info, in_dims, *args)
+        return one_by_one(_Gradient.apply)(info, in_dims, *args)
 
 
 class _Linear(torch.autograd.Function):
@@ -262,4 +246,4 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        return _one_by_one(_Linear.apply)(info, in_dims, *args)
+        return one_by_one(_Linear.apply)(info, in_dims, *args)

@@ -143,10 +143,10 @@ def _check_scales(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Non
     ):
         (a_rows, a_cols), (b_rows, b_cols) = scale_a.shape, scale_b.shape[-2:]
         # Dynamo does not find a symbolic size that is a formula in a tuple.
-        per_block = b_cols == n_blocks or b_cols == n  # noqa: PLR1714
+        columns = n if b_cols == n else n_blocks
         if a_rows in (1, m) and a_cols == 1 and b_rows == 1 and b_cols in (1, n):
             return
-        if a_rows == m and a_cols == b_rows == k_blocks and per_block:
+        if a_rows == m and a_cols == b_rows == k_blocks and b_cols == columns:
             return
     raise ValueError(
         f"tk.fp8_gemm: scale_a has shape {tuple(scale_a.shape)} and scale_b has shape "
