@@ -1,7 +1,8 @@
-"""The README: its figures are those of the result files, its functions exist."""
+"""The README: its figures are those of the result files, its examples run."""
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import re
@@ -85,6 +86,17 @@ def test_host_times_are_those_of_the_files():
         known = {name: f"{time['median']:.1f}" for name, time in times.items()}
         assert ours == known[f"thunderkittens.{op.strip('`').removeprefix('tk.')}"]
         assert theirs in known.values()
+
+
+def test_the_examples_run():
+    """One after the other, as in one session."""
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(blocks) > 3
+    names = {}
+    for block in blocks:
+        if "transformers" not in block or importlib.util.find_spec("transformers"):
+            exec(block, names)
+    assert bool(names["q"].grad.isfinite().all())
 
 
 def test_functions_and_files_exist():
