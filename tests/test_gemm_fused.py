@@ -384,15 +384,41 @@ def test_out_under_autocast(device):
 
 def test_out_refuses_shared_memory(device):
     a = torch.zeros(24, 24, dtype=BF16, device=device)
-    storage = torch.zeros(24 * 24, dtype=BF16, device=device)
+    storage = torch.zeros(25 * 24, dtype=BF16, device=device)
+    other, shifted = storage[: 24 * 24].view(24, 24), storage[24:].view(24, 24)
     for out in (storage[:24].expand(24, 24), storage.as_strided((24, 24), (20, 1))):
-        with pytest.raises(ValueError, match="its elements must not share memory"):
+        with pytest.raises(ValueError, match="each element must have a place of its own"):
             tk.gemm(a, a, out=out)
-    for operands, name in (((a, storage.view(24, 24)), "a"), ((storage.view(24, 24), a), "b")):
-        with pytest.raises(ValueError, match=f"out has the memory of {name}; it may be that of"):
-            tk.gemm(*operands, out=a)
-    with pytest.raises(ValueError, match="the memory of bias"):
-        tk.gemm(storage.view(24, 24), storage.view(24, 24), bias=a[0], out=a)
+    wrong = [((a, other), {}, a, "a"), ((other, a), {}, a, "b"), ((other, a), {}, shifted, "a")]
+    wrong += [((other, other), {"bias": a[0]}, a, "bias")]
+    wrong += [((a, a), {"residual": x}, other, "residual") for x in (other.t(), shifted)]
+    for operands, options, out, name in wrong:
+        with pytest.raises(ValueError, match=f"out overlaps {name}; it may be the residual"):
+            tk.gemm(*operands, **options, out=out)
+    # Columns of one matrix are apart.
+    both, b = (torch.ones(s, dtype=BF16, device=device) for s in ((4, 16), (8, 8)))
+    tk.gemm(both[:, :8], b, residual=both[:, 8:], out=both[:, 8:])
+    assert bool((both[:, :8] == 1).all())
+    assert bool((both[:, 8:] == 9).all())
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_out_ends_anywhere(device, dtype):
+    """Rows of a slice begin at multiples of 16 bytes and end anywhere: what is behind them stays as
+    it is, whichever kernel runs."""
+    for rows, columns, k in ((5, 21, 40), (1, 3, 8), (70, 70, 40), (140, 273, 328), (200, 521, 72)):
+        a, b = small_integers((rows, k), BF16, device), small_integers((k, columns), BF16, device)
+        product = a.float() @ b.float()
+        wide = torch.full((rows, columns // 16 * 16 + 32), 7.0, device=device, dtype=dtype)
+        for options, expected in (({}, product), ({"activation": "relu"}, product.relu())):
+            expected = torch.nn.functional.pad(
+                expected.to(dtype), (8, wide.shape[1] - columns - 8), value=7.0
+            )
+            tk.gemm(a, b, out=wide[:, 8 : 8 + columns], **options)
+            assert torch.equal(wide, expected), (rows, columns, options)
+        tk.gemm(a, b.t().contiguous().t(), out=wide[:, 8 : 8 + columns])
+        assert torch.equal(wide[:, 8 : 8 + columns], product.to(dtype))
+        assert bool((wide[:, 8 + columns :] == 7).all())
 
 
 def test_out_refuses_gradients(device):
@@ -485,6 +511,8 @@ WRONG = {
     "gate_layout": (ValueError, "gate_layout is 'odd'; it must be", {"gate_layout": "odd"}),
     "gate_layout type": (TypeError, "gate_layout must be a string", {"gate_layout": None}),
     "alpha": (TypeError, "alpha must be a number, got str", {"alpha": "1"}),
+    "alpha tensor": (TypeError, "alpha must be a number, got Tensor", {"alpha": torch.ones(())}),
+    "beta alone": (TypeError, "beta must be a number, got str", {"beta": "1"}),
     "beta": (TypeError, "beta must be a number", {"beta": torch.ones(1), "activation": "relu"}),
     "residual": (TypeError, "residual must be a torch.Tensor, got float", {"residual": 1.0}),
     "residual shape": (ValueError, "residual has shape (3, 4); it must be", {"residual": A}),

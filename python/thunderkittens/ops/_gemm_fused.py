@@ -75,20 +75,43 @@ def check_like_result(
 
 
 def check_memory(out: Tensor, *operands: Tensor | None) -> None:
-    """Raises where blocks that write to `out` would change what others write or read."""
+    """Raises where blocks that write to `out` are seen to change what others write or read."""
     if out.numel() == 0 or isinstance(out, FakeTensor) or out.device.type == "meta":
         return
     reach = 1
     for stride, length in sorted(zip(out.stride(), out.shape, strict=True)):
         if length > 1 and stride < reach:
             raise ValueError(
-                f"tk.gemm: out has shape {tuple(out.shape)} and strides {out.stride()}; its "
-                "elements must not share memory"
+                f"tk.gemm: out has shape {tuple(out.shape)} and strides {out.stride()}; each "
+                "element must have a place of its own"
             )
         reach += stride * (length - 1)
-    for name, x in zip(("a", "b", "bias"), operands, strict=True):
-        if x is not None and x.data_ptr() == out.data_ptr():
-            raise ValueError(f"tk.gemm: out has the memory of {name}; it may be that of residual")
+    for name, x in zip(("a", "b", "bias", "residual"), operands, strict=True):
+        if x is None or (name == "residual" and _same_elements(x, out)):
+            continue
+        if _overlap(x, out):
+            raise ValueError(
+                f"tk.gemm: out overlaps {name}; it may be the residual, and overlap no other "
+                "operand"
+            )
+
+
+def _same_elements(x: Tensor, y: Tensor) -> bool:
+    return x is y or ((x.data_ptr(), x.shape, x.stride()) == (y.data_ptr(), y.shape, y.stride()))
+
+
+def _overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether x and y begin at the same place, or lie in ranges without gaps that meet. Columns of
+    one matrix, whose ranges do meet, share nothing."""
+    first, second = x.data_ptr(), y.data_ptr()
+    if x.numel() == 0 or first == second:
+        return x.numel() > 0
+    return (
+        x.is_contiguous()
+        and y.is_contiguous()
+        and first < second + y.nbytes
+        and second < first + x.nbytes
+    )
 
 
 def autocast_residual(
@@ -232,8 +255,11 @@ def _complete(options: tuple[Any, ...]) -> tuple[Any, ...]:
     return options + defaults[len(options) :]
 
 
-def _compute(a: Tensor, b: Tensor, options: tuple[Any, ...], keep: bool) -> tuple[Tensor, Tensor]:
-    """The result, and what the activation is applied to if it is to be kept, else nothing."""
+def _compute(
+    a: Tensor, b: Tensor, options: tuple[Any, ...], keep: bool, given: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The result, written to `given` where that is possible, and what the activation is applied to
+    if it is to be kept, else nothing."""
     bias, out_dtype, residual, activation, gate, alpha, beta = _complete(options)
     _shapes(a, b, bias, out_dtype, residual, activation, gate)
     dtype = out_dtype or a.dtype
@@ -241,7 +267,7 @@ def _compute(a: Tensor, b: Tensor, options: tuple[Any, ...], keep: bool) -> tupl
     if emulation.active():
         arrays = emulation.run(
             "gemm",
-            {"a": a, "b": b, "bias": bias, "residual": residual},
+            {"a": a, "b": b, "bias": bias, "residual": residual, "out": given},
             out_dtype=emulation.NAMES[dtype],
             activation=activation,
             gate=gate,
@@ -265,7 +291,9 @@ def _cpu_forward(a: Tensor, b: Tensor, *options: Any) -> Tensor:
 
 
 def _cpu_out(a: Tensor, b: Tensor, *options: Any, out: Tensor) -> None:
-    out.copy_(_compute(a, b, options, False)[0])
+    result = _compute(a, b, options, False, out)[0]
+    if result.data_ptr() != out.data_ptr():
+        out.copy_(result)
 
 
 def _fake_out(a: Tensor, b: Tensor, *options: Any, out: Tensor, **named: Any) -> None:

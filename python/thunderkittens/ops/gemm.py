@@ -28,6 +28,7 @@ from ._registration import (
 )
 
 _OUT_DTYPES = (None, torch.bfloat16, torch.float16, torch.float32)
+_NUMBERS = (float, int)
 _forward = torch.ops.thunderkittens.gemm_forward.default
 _differentiable = torch.ops.thunderkittens.gemm.default
 
@@ -75,7 +76,7 @@ def gemm(
         out_dtype: torch.bfloat16, torch.float16 or torch.float32; None is the dtype of a.
         out: a tensor to write the result to, in place of a new one: the result's shape and dtype,
             adjacent elements in its last dimension; not with operands that require a gradient. It
-            may be the residual, but must not share memory with other operands.
+            may be the residual, but overlap no other operand.
 
     Returns:
         (..., M, N), or (..., M, N / 2) with a gate, of out_dtype, contiguous; or out.
@@ -86,8 +87,8 @@ def gemm(
             activation or gate_layout is no string, alpha or beta no number.
         ValueError: an operand has less than 2 dimensions, the inner dimensions differ, the batch
             dimensions do not broadcast, bias is not (N,), residual or out has not the result's
-            shape; elements of out share memory, or out is a, b or bias; activation or gate_layout
-            has no such value; N is odd and there is a gate.
+            shape; out overlaps an operand, or itself; activation or gate_layout has no such value;
+            N is odd and there is a gate.
         RuntimeError: out is given and a gradient is wanted.
 
     The formula is `tk.reference.gemm`.
@@ -99,7 +100,9 @@ def gemm(
         activation is None
         and residual is None
         and out is None
+        and type(alpha) in _NUMBERS  # a tensor's value would have to be waited for
         and alpha == 1
+        and type(beta) in _NUMBERS
         and gate_layout == "blocked"
     ):
         return _broadcast_product(_product, a, b, bias, out_dtype)
@@ -331,7 +334,7 @@ def fused(
                 "be adjacent"
             )
         if not torch.compiler.is_compiling():
-            _gemm_fused.check_memory(out, a, b, bias)
+            _gemm_fused.check_memory(out, a, b, bias, residual)
     if transform_active() and out is None:
         z = _broadcast_product(_product, a, b, None, torch.float32) * alpha
         z = z if bias is None else z + bias
