@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -31,6 +33,8 @@ SHAPES_CUDA = [
     (257, 8, 4096),
     (3, 4099, 4096),
     (300, 300, 10007),
+    (129, 28672, 200),
+    (31, 28672, 1031),
 ]
 
 
@@ -195,8 +199,6 @@ GROUPS = [[5, 0, 130, 1], [0, 0], [300], [128, 128, 0], [0, 7, 0, 0, 140]]
 @pytest.mark.parametrize("kind", ["block", "row", "tensor", "fine"])
 def test_groups(device, sizes, behind, kind):
     m, n, k, count = sum(sizes) + behind, 136, 144, len(sizes)
-    if m == 0:
-        return
     a = torch.randint(-2, 3, (m, k), device=device).float()
     if behind:
         a[-behind:] = float("nan")
@@ -211,6 +213,84 @@ def test_groups(device, sizes, behind, kind):
     )
     assert torch.equal(out, expected.to(BF16))
     assert not out[m - behind :].any()
+
+
+@pytest.mark.parametrize("offs", [[-3, 5, 5, 100], [20, 10, 30, 25], [50, 60, 70, 80], [-1] * 4])
+@pytest.mark.parametrize("kind", ["block", "row"])
+def test_offsets_out_of_range(device, offs, kind):
+    """They are moved to where they make sense, as those of `tk.grouped_gemm`."""
+    m, n, k = 40, 72, 144
+    a = torch.randint(-2, 3, (m, k), device=device).float()
+    b = torch.randint(-2, 3, (4, n, k), device=device).float().mT
+    shape_a, shape_b = scale_shapes(kind, m, n, k)
+    scale_a, scale_b = powers(shape_a, device), powers((4, *shape_b), device)
+    ends, last = [], 0
+    for x in offs:
+        last = min(max(x, last), m)
+        ends.append(last)
+    given, moved = (torch.tensor(x, dtype=torch.int32, device=device) for x in (offs, ends))
+    out = tk.fp8_gemm(a.to(E4M3), b.to(E4M3), scale_a, scale_b, offs=given)
+    expected = tk.reference.fp8_gemm(a, b, scale_a, scale_b, offs=moved)
+    assert torch.equal(out, expected)
+    assert torch.equal(tk.reference.fp8_gemm(a, b, scale_a, scale_b, offs=given), expected)
+
+
+@pytest.mark.parametrize("kind", ["block", "row", "fine"])
+def test_a_group_beside_one_of_nan(device, kind):
+    sizes, n, k = [3, 70, 1, 5, 0, 66], 136, 144
+    m = sum(sizes)
+    ends = [0, *torch.tensor(sizes).cumsum(0).tolist()]
+    a = torch.randint(-2, 3, (m, k), device=device).float()
+    b = torch.randint(-2, 3, (len(sizes), n, k), device=device).float().mT
+    shape_a, shape_b = scale_shapes(kind, m, n, k)
+    scale_a, scale_b = powers(shape_a, device), powers((len(sizes), *shape_b), device)
+    offs = torch.tensor(ends[1:], dtype=torch.int32, device=device)
+    clean = tk.reference.fp8_gemm(a, b, scale_a, scale_b, offs=offs)
+    a[3:73], b[3] = float("nan"), float("nan")
+    out = tk.fp8_gemm(a.to(E4M3), b.to(E4M3), scale_a, scale_b, offs=offs)
+    for group in range(len(sizes)):
+        part = slice(ends[group], ends[group + 1])
+        same = torch.equal(out[part], clean[part])
+        assert bool(out[part].isnan().all()) if group in (1, 3) else same
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["packed_t", "sliced", "sliced_t", "unaligned", "spread"])
+def test_scales_with_strides(device, kind, layout):
+    """NaN between and around them; and a bias that is not contiguous."""
+    for m, n, k in ((70, 200, 300), (7, 136, 520)):
+        a = torch.randint(-2, 3, (m, k), device=device).to(E4M3)
+        b = torch.randint(-2, 3, (n, k), device=device).to(E4M3).t()
+        scales = [powers(s, device) for s in scale_shapes(kind, m, n, k)]
+        bias = torch.randint(-3, 4, (n, 2), device=device).to(BF16)[:, 0]
+        placed = [matrix(s, layout) if s.dim() == 2 else s for s in scales]
+        out = tk.fp8_gemm(a, b, *placed, bias=bias)
+        assert torch.equal(out, tk.reference.fp8_gemm(a, b, *scales, bias=bias))
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+@pytest.mark.parametrize("kind", ["row", "block", "groups"])
+@pytest.mark.parametrize("layout", ["packed", "packed_t"])
+@pytest.mark.parametrize(("m", "n", "k"), [((1 << 20) + 3, 8, 2056), ((1 << 16) + 1, 32784, 16)])
+def test_more_than_2_31_elements(device, kind, layout, m, n, k):
+    """Of a, also where a transposed copy is made, or of the result."""
+    a = torch.randint(-2, 3, (m, k), device=device, dtype=torch.int8).to(E4M3)
+    b = torch.randint(-2, 3, (n, k), device=device).to(E4M3).t()
+    shape_a, shape_b = scale_shapes("row" if kind == "row" else "block", m, n, k)
+    scale_a, scale_b = powers(shape_a, device), powers(shape_b, device)
+    offs = None
+    last = b
+    if kind == "groups":
+        b, scale_b = b.expand(2, k, n), scale_b.expand(2, *scale_b.shape)
+        offs = torch.tensor([m // 3, m], dtype=torch.int32, device=device)
+    out = tk.fp8_gemm(place(a, layout), b, scale_a, scale_b, offs=offs)
+    assert max(a.numel(), out.numel()) > 2**31
+    ends = slice(-200, None)
+    scale_b = scale_b[-1] if kind == "groups" else scale_b
+    for rows in (slice(0, 200), ends):
+        expected = tk.reference.fp8_gemm(a[rows], last, scale_a[rows], scale_b)
+        assert torch.equal(out[rows], expected)
 
 
 def test_quantised_operands(device):
@@ -304,9 +384,24 @@ def test_opcheck(device):
 
 
 def test_reruns_are_bit_equal(device):
+    """Also where blocks divide k, in whatever order they arrive, that of the emulator's policies
+    and seeds included."""
     tensors = sample(device)
     first = call(*tensors)
     assert all(torch.equal(call(*tensors), first) for _ in range(3))
+    emulated = type(device) is not str
+    shapes = [(1, 2112, 7168), (17, 7168, 2048), (61, 2056, 16383)]
+    for m, n, k in shapes if device == "cuda" else [(17, 200, 2200)]:
+        x, w = torch.randn(m, k, device=device), torch.randn(n, k, device=device)
+        for of_x, of_w in (("row", "row"), ("1x128", "128x128")):
+            (a, scale_a), (b, scale_b) = tk.fp8_quantize(x, of_x), tk.fp8_quantize(w, of_w)
+            runs = []
+            for policy in emulation.POLICIES if emulated else range(4):
+                config = {"splits": 3, "blocks": 6}
+                with tk.emulate(policy, config=config) if emulated else nullcontext() as run:
+                    runs.append(tk.fp8_gemm(a, b.t(), scale_a, scale_b.t(), out_dtype=FP32))
+                assert not emulated or run.kernels[0]["splits"] == 3
+            assert all(torch.equal(y, runs[0]) for y in runs)
 
 
 def test_compile_and_export(device):

@@ -117,6 +117,35 @@ def test_batches(device, granularity):
     assert torch.equal(scale.cpu(), expected[1])
 
 
+@pytest.mark.gpu
+@pytest.mark.large
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_more_than_2_31_elements(device, granularity, transposed):
+    """The first and the last rows; of the transpose the last group of 128, which is of 3."""
+    m, k = (1 << 20) + 3, 2056
+    x = torch.randn(m, k, device=device, dtype=BF16)
+    assert x.numel() > 2**31
+    scale = torch.full((), 0.01, device=device) if granularity == "tensor" else None
+    codes, scales, *t = tk.fp8_quantize(x, granularity, scale=scale, transposed=transposed)
+    for rows in (slice(0, 256), slice(1 << 20, None)):
+        part = codes[rows], scales if granularity == "tensor" else scales[rows]
+        if granularity == "128x128":
+            part = codes[rows], scales[:2] if rows.start == 0 else scales[-1:]
+        expected = tk.reference.fp8_quantize(x[rows], granularity, scale=scale)
+        assert torch.equal(part[0].view(torch.uint8), expected[0].view(torch.uint8))
+        assert torch.equal(part[1], expected[1])
+    if transposed:
+        of = {"row": x[:, :8]}.get(granularity, x[1 << 20 :])
+        codes_t, scales_t = tk.reference.fp8_quantize(of.t().contiguous(), granularity, scale=scale)
+        last = t[0][:8] if granularity == "row" else t[0][:, 1 << 20 :]
+        assert torch.equal(last.view(torch.uint8), codes_t.view(torch.uint8))
+        if granularity in ("row", "tensor"):
+            assert torch.equal(t[1][:8] if granularity == "row" else t[1], scales_t)
+        else:
+            assert torch.equal(t[1][:, -1:], scales_t)
+
+
 def test_error_is_a_rounding(device):
     x = torch.randn(129, 300, device=device)
     for granularity in ("tensor", "row"):

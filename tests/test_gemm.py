@@ -30,6 +30,7 @@ SHAPES = [  # M, N, K
     (130, 131, 257),
     (128, 256, 64),
     (16, 8, 40),
+    (3, 112, 89),
     (0, 5, 7),
     (5, 0, 7),
     (5, 7, 0),
@@ -42,6 +43,10 @@ SHAPES_CUDA = [
     (1, 4099, 4096),
     (4099, 1, 333),
     (300, 300, 10007),
+    (129, 28672, 200),
+    (31, 28672, 1031),
+    (1009, 112, 2112),
+    (7, 2112, 28672),
     (4097, 1003, 777),
     (2500, 2504, 1600),  # tiles of widths that vary
 ]
@@ -110,6 +115,19 @@ def test_integers_are_exact(device, case):
     )
     expected = a.double() @ b.double() + (0 if bias is None else bias.double())
     assert torch.equal(out, expected.to(out.dtype))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("layout", MATRIX_LAYOUTS)
+def test_one_hot_operands_select(device, layout, dtype):
+    """Rows of a that select rows of b, and columns of b that select columns of a: bit by bit."""
+    for m, n, k in ((129, 112, 131), (17, 264, 72)) + ((1009, 2112, 513),) * (device == "cuda"):
+        rows, columns = (torch.randint(k, (size,), device=device) for size in (m, n))
+        a, b = normal((m, k), dtype, device), normal((k, n), dtype, device)
+        one = torch.eye(k, dtype=dtype, device=device)
+        assert torch.equal(tk.gemm(matrix(one[rows], layout), matrix(b, layout)), b[rows])
+        out = tk.gemm(matrix(a, layout), matrix(one[:, columns], layout))
+        assert torch.equal(out, a[:, columns])
 
 
 BATCHES = [  # of a, of b

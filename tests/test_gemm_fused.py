@@ -213,6 +213,49 @@ def test_few_rows_are_exact(device, layout, splits):
                     assert chosen["b_n_major"] == (layout == "sliced")
 
 
+@pytest.mark.parametrize("layout", ["packed", "packed_t"])
+def test_reruns_of_divided_sums(device, layout):
+    """Of normal numbers, whose sums depend on their order: blocks that divide k give the same bits
+    in whatever order they arrive, that of the emulator's policies and seeds included."""
+    emulated = type(device) is not str
+    shapes = [(1, 2112, 7177), (17, 7168, 2048), (61, 2056, 16383), (128, 576, 4096)]
+    for number, (m, n, k) in enumerate(shapes if device == "cuda" else [(17, 136, 1100)]):
+        a, b = normal((m, k), BF16, device), matrix(normal((k, n), BF16, device), layout)
+        residual = normal((m, n), FP32, device)
+        runs = []
+        for policy in POLICIES if emulated else range(5):
+            config = {"splits": 3, "blocks": 6, "streamed": True}
+            with (
+                tk.emulate(policy, seed=number, config=config) if emulated else nullcontext() as run
+            ):
+                runs.append((tk.gemm(a, b, out_dtype=FP32), tk.gemm(a, b, activation="silu"),
+                             tk.gemm(a, b, residual=residual, out_dtype=FP32)))  # fmt: skip
+            assert not emulated or run.kernels[0]["splits"] == 3
+        for again in runs[1:]:
+            assert all(torch.equal(x, y) for x, y in zip(again, runs[0], strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+def test_more_than_2_31_elements(device):
+    """Of the result, the residual and what is kept for the gradient."""
+    m, n, k = (1 << 16) + 1, 32776, 16
+    a = small_integers((m, k), BF16, device)
+    b = matrix(small_integers((k, n), BF16, device), "packed_t")
+    residual = torch.ones(m, n, dtype=BF16, device=device)
+    a.requires_grad_()
+    out = tk.gemm(a, b, activation="relu", residual=residual, beta=2.0)
+    assert out.numel() > 2**31
+    ends = slice(-200, None)
+    z = a[ends].detach().float() @ b[:, ends].float()
+    assert torch.equal(out[ends, ends], (z.relu() + 2).to(BF16))
+    grad = torch.zeros_like(out)
+    grad[ends, ends] = 1
+    out.backward(grad)
+    assert torch.equal(a.grad[ends], ((z > 0).float() @ b[:, ends].float().t()).to(BF16))
+    assert not a.grad[:-200].any()
+
+
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("columns", [8, 256])
@@ -295,6 +338,70 @@ def test_out(device, layout, rows):
     assert torch.equal(out, product.relu() + 2 * product)
 
 
+def test_out_of_a_batch(device):
+    """Matrices whose rows alternate in memory, and a shape that is copied to."""
+    a, b = small_integers((2, 3, 5, 40), BF16, device), small_integers((40, 24), BF16, device)
+    expected = a.float() @ b.float()
+    for x, y in ((a[0], b), (a, b), (a[0], b.expand(3, 40, 24))):
+        wide = torch.full((*x.shape[-2:-1], *x.shape[:-2], 40), 7.0, device=device, dtype=FP32)
+        out = wide[..., 8:32].movedim(0, -2)
+        assert tk.gemm(x, y, out=out) is out
+        assert torch.equal(out, expected if x is a else expected[0])
+        assert bool((wide[..., :8] == 7).all())
+        assert bool((wide[..., 32:] == 7).all())
+
+
+def test_out_compiled(device):
+    torch._dynamo.reset()
+    a, b = small_integers((5, 40), BF16, device), small_integers((40, 24), BF16, device)
+    op, options = torch.ops.thunderkittens.gemm_forward.out, (None, FP32, None, 1, 0, 1.0, 1.0)
+    out = torch.empty(5, 24, device=device)
+    result = torch.library.opcheck(op, (a, b, *options), {"out": out})
+    assert set(result.values()) == {"SUCCESS"}
+
+    def step(a, b, out):
+        tk.gemm(a, b, out=out)
+        return tk.gemm(a, b, residual=out, beta=2.0, out=out)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(a, b, out), 3 * (a.float() @ b.float()))
+    assert torch.equal(out, 3 * (a.float() @ b.float()))
+
+
+def test_out_under_autocast(device):
+    """The residual takes the dtype of the result: float32 sums stay float32."""
+    a, b = (torch.randint(-2, 3, s, device=device).float() for s in ((5, 40), (40, 24)))
+    total = torch.full((5, 24), 2.0**-20, device=device)
+    start = total.clone()
+    with torch.autocast(device, BF16):
+        assert tk.gemm(a, b, residual=total, out=total) is total
+        wide = tk.gemm(a, b, residual=start, out_dtype=FP32)
+        assert tk.gemm(a, b, residual=start).dtype == BF16
+        assert tk.gemm(a, b, residual=start, out_dtype=FP16).dtype == FP16
+    assert torch.equal(total, a @ b + start)
+    assert torch.equal(wide, total)
+
+
+def test_out_refuses_shared_memory(device):
+    a = torch.zeros(24, 24, dtype=BF16, device=device)
+    storage = torch.zeros(25 * 24, dtype=BF16, device=device)
+    other, shifted = storage[: 24 * 24].view(24, 24), storage[24:].view(24, 24)
+    for out in (storage[:24].expand(24, 24), storage.as_strided((24, 24), (20, 1))):
+        with pytest.raises(ValueError, match="each element must have a place of its own"):
+            tk.gemm(a, a, out=out)
+    wrong = [((a, other), {}, a, "a"), ((other, a), {}, a, "b"), ((other, a), {}, shifted, "a")]
+    wrong += [((other, other), {"bias": a[0]}, a, "bias")]
+    wrong += [((a, a), {"residual": x}, other, "residual") for x in (other.t(), shifted)]
+    for operands, options, out, name in wrong:
+        with pytest.raises(ValueError, match=f"out overlaps {name}; it may be the residual"):
+            tk.gemm(*operands, **options, out=out)
+    # Columns of one matrix are apart.
+    both, b = (torch.ones(s, dtype=BF16, device=device) for s in ((4, 16), (8, 8)))
+    tk.gemm(both[:, :8], b, residual=both[:, 8:], out=both[:, 8:])
+    assert bool((both[:, :8] == 1).all())
+    assert bool((both[:, 8:] == 9).all())
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_out_ends_anywhere(device, dtype):
     """Rows of a slice begin at multiples of 16 bytes and end anywhere: what is behind them stays as
@@ -312,23 +419,6 @@ def test_out_ends_anywhere(device, dtype):
         tk.gemm(a, b.t().contiguous().t(), out=wide[:, 8 : 8 + columns])
         assert torch.equal(wide[:, 8 : 8 + columns], product.to(dtype))
         assert bool((wide[:, 8 + columns :] == 7).all())
-
-
-def test_out_has_a_place_for_each_element(device):
-    a, b = torch.ones(4, 8, dtype=BF16, device=device), torch.ones(8, 8, dtype=BF16, device=device)
-    with pytest.raises(ValueError, match="each element must have a place of its own"):
-        tk.gemm(a, b, out=torch.zeros(1, 8, dtype=BF16, device=device).expand(4, 8))
-    # Columns of one matrix are apart.
-    both = torch.ones(4, 16, dtype=BF16, device=device)
-    tk.gemm(both[:, :8], b, out=both[:, 8:])
-    assert torch.equal(both[:, 8:], torch.full_like(a, 8))
-    if device == "cuda":
-        for left, right in ((a, b), (b[:4], b)):
-            with pytest.raises(RuntimeError, match=r"out overlaps [ab]; it may be the residual"):
-                tk.gemm(left, right, out=left)
-        with pytest.raises(RuntimeError, match="out overlaps residual"):
-            tk.gemm(b, b, out=both.view(8, 8), residual=both.view(8, 8).t())
-        assert bool((a == 1).all())
 
 
 def test_out_refuses_gradients(device):

@@ -1,10 +1,11 @@
 """Which of gemm's kernels runs, on the emulator: those for one tile per block, clusters that divide
-k, rows that two tiles compute."""
+k, rows that two tiles compute; and every kernel of the family by its name."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -29,13 +30,13 @@ def integers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(-4, 5, shape).to(dtype)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("batch", "dtype"), [(1, torch.bfloat16), (3, torch.float16)])
 @pytest.mark.parametrize("tile", SHAPES | NT_SHAPES | NN_SHAPES, ids=lambda t: f"{t[0]}x{t[1]}")
-def test_gemm_in_one_round(tile, batch):
+def test_gemm_in_one_round(tile, batch, dtype):
     """A block for each tile: the grid has their shape, and they leave as a block's last tile."""
-    a = integers(batch, 140, 264, dtype=torch.bfloat16)
-    b = integers(batch, 264, 272, dtype=torch.bfloat16)
-    rows, columns = math.ceil(140 / tile[0]), math.ceil(272 / tile[1])
+    a = integers(batch, 136, 264, dtype=dtype)
+    b = integers(batch, 264, 272, dtype=dtype)
+    rows, columns = math.ceil(136 / tile[0]), math.ceil(272 / tile[1])
     stages, consumers = (SHAPES | NT_SHAPES | NN_SHAPES)[tile]
     config = {"block_m": tile[0], "block_n": tile[1], "stages": stages, "consumers": consumers}
     config |= {"band": rows, "blocks": batch * rows * columns}
@@ -45,8 +46,10 @@ def test_gemm_in_one_round(tile, batch):
             right = b if b_n_major else b.mT.contiguous().mT
             with tk.emulate("random", seed=batch, config=config) as run:
                 out = tk.gemm(left, right)
-            assert torch.equal(out, (a.float() @ b.float()).bfloat16()), (a_m_major, b_n_major)
-            assert run.kernels[0]["kernel"].endswith("_once") == (tile == (128, 256))
+            assert torch.equal(out, (a.float() @ b.float()).to(dtype)), (a_m_major, b_n_major)
+            once = "_once" if tile == (128, 256) else ""
+            name = f"{'nt'[a_m_major]}{'tn'[b_n_major]}_{tile[0]}x{tile[1]}{once}"
+            assert run.kernels[0]["kernel"].partition("_")[2] == name
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -113,3 +116,97 @@ def test_gemm_divides_a_long_k(m, policy):
             out = tk.gemm(a, right)
         assert torch.equal(out, (a.float() @ b.float()).bfloat16()), b_n_major
         assert run.kernels[0]["kernel"].endswith("_stream_64x64")
+
+
+# ---- every kernel of the registry, by its name ----
+
+
+def named(op: str, pattern: str) -> list[re.Match[str]]:
+    found = [re.fullmatch(pattern, k["name"]) for k in _C.kernels() if k["op"] == op]
+    return [match for match in found if match is not None]
+
+
+def by_name(match: re.Match[str]) -> str:
+    return match[0]
+
+
+@pytest.mark.parametrize(
+    "name", named("gemm", r"(bf16|fp16)_([nt])([nt])_(\d+)x(\d+)_fused"), ids=by_name
+)
+def test_every_fused_kernel(name):
+    """Several tiles per block, ragged sizes; with a residual, and a z that is kept."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[name[1]]
+    tile = int(name[4]), int(name[5])
+    stages, consumers = SHAPES[tile]
+    config = {"block_m": tile[0], "block_n": tile[1], "stages": stages, "consumers": consumers}
+    config |= {"block_k": 64, "fused": True, "streamed": False, "splits": 1}
+    a = torch.randint(-2, 3, (200, 136)).to(dtype)
+    b = torch.randint(-2, 3, (136, 264)).to(dtype)
+    bias, residual = integers(264, dtype=dtype), integers(200, 264, dtype=dtype)
+    z = a.float() @ b.float() + bias.float()
+    left = a.t().contiguous().t() if name[2] == "t" else a
+    right = b if name[3] == "n" else b.t().contiguous().t()
+    left.requires_grad_()
+    with tk.emulate("late_mma", seed=tile[1], config=config, sm_count=2) as run:
+        out = tk.gemm(left, right, bias=bias, residual=residual, activation="relu", beta=2.0)
+    assert torch.equal(out.float(), (z.relu() + 2 * residual.float()).to(dtype).float())
+    assert run.kernels[0]["kernel"] == name[0]
+
+
+FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+@pytest.mark.parametrize(
+    "name",
+    named("fp8_gemm", r"(e\dm\d)_(e\dm\d)_(fast|promoted|fine|stream)_(\d+)x(\d+)"),
+    ids=by_name,
+)
+def test_every_fp8_kernel(name):
+    """Every pair of formats in every tile, several tiles per block, ragged sizes."""
+    block_m, block_n, kind = int(name[4]), int(name[5]), name[3]
+    numbers = next(k["config"] for k in _C.kernels() if k["name"] == name[0])
+    block_k, stages, buffers = (int(n) for n in re.findall(r"\d+", numbers)[2:5])
+    m, n, k = (block_m - 3, 200, 1040) if kind == "stream" else (200, 400, 272)
+    config = {"block_m": block_m, "block_n": block_n, "block_k": block_k, "stages": stages}
+    config |= {"streamed": kind == "stream", "splits": 1, "blocks": 2}
+    if kind != "stream":
+        config |= {"buffers": buffers, "consumers": 2, "plain": False}
+    a, b = torch.randint(-2, 3, (m, k)).float(), torch.randint(-2, 3, (k, n)).float()
+    blocks = -(-k // 128)
+    shapes = ((m, blocks), (blocks, n)) if kind == "fine" else ((m, 1), (1, n))
+    scales = [2.0 ** torch.randint(-1, 2, shape).float() for shape in shapes]
+    if kind == "fine":
+        scales[0] = scales[0].t().contiguous().t()
+    right = b.t().contiguous().t().to(FP8[name[2]])
+    options = {"accurate": kind != "fast", "out_dtype": torch.float32}
+    with tk.emulate("late_mma", seed=block_n, config=config) as run:
+        out = tk.fp8_gemm(a.to(FP8[name[1]]), right, *scales, **options)
+    assert torch.equal(out, tk.reference.fp8_gemm(a, b, *scales, **options))
+    assert run.kernels[0]["kernel"] == name[0]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("granularity", ["tensor", "given", "row", "1x128", "128x128"])
+def test_every_pass_of_the_quantiser(granularity, transposed, dtype):
+    """Each type of input in each pass, the two that find magnitudes included."""
+    x = torch.randn(130, 200).to(dtype)
+    options = {"transposed": transposed}
+    if granularity == "given":
+        granularity, options["scale"] = "tensor", torch.tensor(0.03)
+    with tk.emulate("late_mma", seed=1):
+        found = tk.fp8_quantize(x, granularity, **options)
+    expected = tk.reference.fp8_quantize(x, granularity, **options)
+    for y, e in zip(found, expected, strict=True):
+        assert torch.equal(y.float(), e.float())
+
+
+@pytest.mark.parametrize("pair", [("e4m3", "e4m3"), ("e5m2", "e4m3")], ids=str)
+def test_transposing_pass(pair):
+    """Of operands whose k is not contiguous, both of them."""
+    a, b = torch.randint(-2, 3, (70, 150)).float(), torch.randint(-2, 3, (150, 90)).float()
+    one = torch.ones(1, 1)
+    left = a.t().contiguous().to(FP8[pair[0]]).t()
+    with tk.emulate("late_mma", seed=1):
+        out = tk.fp8_gemm(left, b.to(FP8[pair[1]]), one, one, out_dtype=torch.float32)
+    assert torch.equal(out, a @ b)

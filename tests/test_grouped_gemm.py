@@ -191,6 +191,51 @@ def test_many_groups(device):
     assert torch.equal(tk.grouped_gemm(a, b, offs), tk.reference.grouped_gemm(a, b, offs))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", [(129, 2112, 1031), (7, 28672, 264), (2112, 8, 28672)])
+def test_sizes_of_models(device, form, shape):
+    sizes = [1, 0, 1009, 128]
+    a, b = (
+        integers(*s, low=-2, high=2, dtype=BF16, device=device)
+        for s in shapes(form, sum(sizes) + 3, len(sizes), *shape)
+    )
+    offs = offsets(sizes, device)
+    expected = tk.reference.grouped_gemm(a.float(), b.float(), offs).to(BF16)
+    spoil(form, a, b, sum(sizes))
+    assert torch.equal(tk.grouped_gemm(a, matrix(b, "packed_t"), offs), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+@pytest.mark.parametrize(
+    ("form", "m", "n", "k", "total"),
+    [
+        ("rows", None, 8, 2056, (1 << 20) + 3),
+        ("rows", None, 32776, 16, (1 << 16) + 1),
+        ("columns", 8, None, 2056, (1 << 20) + 3),
+        ("parts", 16384, 65544, None, 35),
+    ],
+)
+def test_more_than_2_31_elements(device, form, m, n, k, total):
+    """Of a, b or the result, two groups; the ends of the last."""
+    first = total // 3
+    a, b = (
+        integers(*s, low=-2, high=2, dtype=BF16, device=device)
+        for s in shapes(form, total, 2, m, n, k)
+    )
+    offs = torch.tensor([first, total], dtype=torch.int32, device=device)
+    out = tk.grouped_gemm(a, b, offs)
+    assert max(x.numel() for x in (a, b, out)) > 2**31
+    ends = slice(-200, None)
+    x, y, got = {
+        "rows": lambda: (a[ends], b[1][:, ends], out[ends, ends]),
+        "columns": lambda: (a[1][ends], b[:, ends], out[ends, ends]),
+        "parts": lambda: (a[ends, first:], b[first:, ends], out[1][ends, ends]),
+    }[form]()
+    assert torch.equal(got, (x.double() @ y.double()).to(BF16))
+
+
 def test_expanded_and_strided_operands(device):
     a = integers(50, 24, low=-2, high=2, dtype=BF16, device=device)
     b = integers(24, 16, low=-2, high=2, dtype=BF16, device=device).expand(3, 24, 16)

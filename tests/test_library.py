@@ -34,7 +34,7 @@ OPS = sorted(
 )
 # Ops without a gradient of their own; their tests do with their operands what is done here with
 # SAMPLES.
-WITHOUT_GRADIENT = {"fp8_gemm", "fp8_quantize", "nvfp4_gemm", "nvfp4_prepare"}
+WITHOUT_GRADIENT = {"nvfp4_gemm", "nvfp4_prepare"}
 PUBLIC = sorted({sample.op for sample in SAMPLES.values()} | WITHOUT_GRADIENT)
 
 # Registration and documentation
@@ -239,6 +239,17 @@ def test_meta_tensors(device, sample):
 E4M3 = torch.float8_e4m3fn
 # Arguments of the op from the options of the public function.
 QUANTISERS = {
+    "fp8_quantize": lambda options, x, scale=None: (
+        x,
+        ("tensor", "row", "1x128", "128x128").index(options["granularity"]),
+        options.get("dtype", E4M3),
+        scale,
+        options.get("transposed", False),
+    ),
+    "fp8_gemm": lambda options, a, b, scale_a, scale_b, bias=None: (
+        *(a, b, scale_a, scale_b, bias, 0, options.get("out_dtype")),
+        *(options.get("accurate", True), None),
+    ),
     "mxfp8_quantize": lambda options, x: (
         x.mT if options.get("axis") == -2 else x,
         options.get("dtype", E4M3),

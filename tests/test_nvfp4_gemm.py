@@ -479,6 +479,31 @@ def test_vmap(device):
     assert torch.equal(out, tk.nvfp4_gemm(a, weight))
 
 
+def test_transforms(device):
+    """Gradients by torch.func, per sample too; no second or forward derivative, silently or not."""
+    weight = prepared(24, 48, device=device)
+    a, bias = (
+        torch.randn(2, 20, 48, device=device).to(BF16),
+        torch.randn(24, device=device).to(BF16),
+    )
+
+    def loss(a, bias):
+        return tk.nvfp4_gemm(a, weight, bias=bias, activation="silu").float().square().sum()
+
+    leaves = [x.clone().requires_grad_() for x in (a[1], bias)]
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    plain = torch.func.grad(loss, (0, 1))
+    mapped = torch.func.vmap(plain, (0, None))(a, bias)
+    for once, each, e in zip(plain(a[1], bias), mapped, expected, strict=True):
+        assert torch.equal(once, e)
+        assert torch.equal(each[1], e)
+    first = torch.autograd.grad(loss(*leaves), leaves, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="the gradient cannot be differentiated again"):
+        first.float().square().sum().backward()
+    with pytest.raises(RuntimeError, match="forward-mode differentiation"):
+        torch.func.jvp(lambda a: tk.nvfp4_gemm(a, weight), (a,), (a,))
+
+
 def test_reruns_are_bit_equal(device):
     weight = prepared(130, 1040, device=device)
     a = torch.randn(5, 1040, device=device).to(BF16)

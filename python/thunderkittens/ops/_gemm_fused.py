@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import emulation
 from ..reference.gemm import GATED, activate
 from ..reference.gemm import gemm as reference_gemm
 from ._registration import (
+    autocast_operand,
     forward_mode_active,
     refuse_forward_mode,
     register,
@@ -28,6 +30,7 @@ _out = torch.ops.thunderkittens.gemm_forward.out
 
 NAMES = (None, "relu", "gelu", "gelu_tanh", "silu")
 LAYOUTS = ("blocked", "interleaved")
+RESULTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def codes(activation: str | None, gate_layout: str) -> tuple[int, int]:
@@ -69,6 +72,57 @@ def check_like_result(
         raise ValueError(
             f"tk.gemm: {name} has shape {tuple(x.shape)}; it must be that of the result, {shape}"
         )
+
+
+def check_memory(out: Tensor, *operands: Tensor | None) -> None:
+    """Raises where blocks that write to `out` are seen to change what others write or read."""
+    if out.numel() == 0 or isinstance(out, FakeTensor) or out.device.type == "meta":
+        return
+    reach = 1
+    for stride, length in sorted(zip(out.stride(), out.shape, strict=True)):
+        if length > 1 and stride < reach:
+            raise ValueError(
+                f"tk.gemm: out has shape {tuple(out.shape)} and strides {out.stride()}; each "
+                "element must have a place of its own"
+            )
+        reach += stride * (length - 1)
+    for name, x in zip(("a", "b", "bias", "residual"), operands, strict=True):
+        if x is None or (name == "residual" and _same_elements(x, out)):
+            continue
+        if _overlap(x, out):
+            raise ValueError(
+                f"tk.gemm: out overlaps {name}; it may be the residual, and overlap no other "
+                "operand"
+            )
+
+
+def _same_elements(x: Tensor, y: Tensor) -> bool:
+    return x is y or ((x.data_ptr(), x.shape, x.stride()) == (y.data_ptr(), y.shape, y.stride()))
+
+
+def _overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether x and y begin at the same place, or lie in ranges without gaps that meet. Columns of
+    one matrix, whose ranges do meet, share nothing."""
+    first, second = x.data_ptr(), y.data_ptr()
+    if x.numel() == 0 or first == second:
+        return x.numel() > 0
+    return (
+        x.is_contiguous()
+        and y.is_contiguous()
+        and first < second + y.nbytes
+        and second < first + x.nbytes
+    )
+
+
+def autocast_residual(
+    a: Tensor, residual: Any, out_dtype: torch.dtype | None, out: Any
+) -> Tensor | None:
+    """The residual in the dtype of the result where autocast converts: that of a, or as given."""
+    dtype = out_dtype or (out.dtype if isinstance(out, Tensor) else getattr(a, "dtype", None))
+    kind = residual.device.type if isinstance(residual, Tensor) else "cpu"
+    if dtype in RESULTS and kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
+        residual = autocast_operand(residual, kind, dtype)
+    return residual  # type: ignore[no-any-return]
 
 
 def check_factor(name: str, value: Any) -> float:

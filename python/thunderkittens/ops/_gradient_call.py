@@ -23,6 +23,25 @@ def refuse_double_backward(op: str) -> Callable[..., NoReturn]:
     return backward
 
 
+def one_by_one(call: Call) -> Call:
+    """A rule for `torch.func.vmap`: one call after the other."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        def select(x: Any, dim: Any, i: int) -> Any:
+            return x.select(dim, i) if isinstance(x, Tensor) and dim is not None else x
+
+        results = [
+            call(*(select(x, dim, i) for x, dim in zip(args, in_dims, strict=True)))
+            for i in range(info.batch_size)
+        ]
+        if isinstance(results[0], Tensor):
+            return torch.stack(results), 0
+        stacks = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+        return stacks, (0,) * len(stacks)
+
+    return rule
+
+
 def gradient_call(op: str, gradient: Call, vmap_rule: Callable[[Call], Any]) -> Call:
     """The op that computes the gradient of `op`, as what also works under `torch.func`.
 

@@ -142,9 +142,11 @@ def _check_scales(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Non
         scale_b.dim() == 2 or (scale_b.dim() == b.dim() and scale_b.shape[0] == b.shape[0])
     ):
         (a_rows, a_cols), (b_rows, b_cols) = scale_a.shape, scale_b.shape[-2:]
+        # Dynamo does not find a symbolic size that is a formula in a tuple.
+        columns = n if b_cols == n else n_blocks
         if a_rows in (1, m) and a_cols == 1 and b_rows == 1 and b_cols in (1, n):
             return
-        if a_rows == m and a_cols == b_rows == k_blocks and b_cols in (n_blocks, n):
+        if a_rows == m and a_cols == b_rows == k_blocks and b_cols == columns:
             return
     raise ValueError(
         f"tk.fp8_gemm: scale_a has shape {tuple(scale_a.shape)} and scale_b has shape "
@@ -236,4 +238,11 @@ def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
     return torch.stack(results), 0
 
 
-register("fp8_gemm", fake=_fake, cpu=_cpu, flops=_flops, vmap=_vmap)
+register(
+    "fp8_gemm",
+    fake=_fake,
+    cpu=_cpu,
+    flops=_flops,
+    vmap=_vmap,
+    differentiable=False,
+)

@@ -224,4 +224,11 @@ def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
     return tuple(torch.stack(p) for p in zip(*parts, strict=True)), (0, 0, 0, 0)
 
 
-register("fp8_quantize", fake=_fake, cpu=_cpu, flops=_flops, vmap=_vmap)
+register(
+    "fp8_quantize",
+    fake=_fake,
+    cpu=_cpu,
+    flops=_flops,
+    vmap=_vmap,
+    differentiable=False,
+)

@@ -57,9 +57,9 @@ def gemm(
     with respect to a, b, bias and residual; the gradients have the dtype of a (to which that of the
     result is rounded first), and that of a (K, N) operand sums over the batch in float32. When a
     gradient is wanted, the kernel stores what the activation was applied to beside the result.
-    Under autocast, a, b, bias and residual are converted to the autocast dtype. Works under
-    `torch.compile`, `torch.export`, `torch.func.vmap` and `torch.func.grad`; on CPU tensors it runs
-    `tk.reference.gemm`.
+    Under autocast, a, b and bias are converted to the autocast dtype, residual to that of the
+    result. Works under `torch.compile`, `torch.export`, `torch.func.vmap` and `torch.func.grad`; on
+    CPU tensors it runs `tk.reference.gemm`.
 
     Args:
         a: (..., M, K), bfloat16 or float16.
@@ -76,7 +76,7 @@ def gemm(
         out_dtype: torch.bfloat16, torch.float16 or torch.float32; None is the dtype of a.
         out: a tensor to write the result to, in place of a new one: the result's shape and dtype,
             adjacent elements in its last dimension; not with operands that require a gradient. It
-            may be the residual, but not overlap another operand.
+            may be the residual, but overlap no other operand.
 
     Returns:
         (..., M, N), or (..., M, N / 2) with a gate, of out_dtype, contiguous; or out.
@@ -87,14 +87,15 @@ def gemm(
             activation or gate_layout is no string, alpha or beta no number.
         ValueError: an operand has less than 2 dimensions, the inner dimensions differ, the batch
             dimensions do not broadcast, bias is not (N,), residual or out has not the result's
-            shape; activation or gate_layout has no such value; N is odd and there is a gate.
-        RuntimeError: out is given and a gradient is wanted, or out and an operand are found to
-            overlap on the GPU.
+            shape; out overlaps an operand, or itself; activation or gate_layout has no such value;
+            N is odd and there is a gate.
+        RuntimeError: out is given and a gradient is wanted.
 
     The formula is `tk.reference.gemm`.
     """
     if autocast_active():
-        a, b, bias, residual = autocast_operands(a, b, bias, residual)
+        a, b, bias = autocast_operands(a, b, bias)
+        residual = _gemm_fused.autocast_residual(a, residual, out_dtype, out)
     if (
         activation is None
         and residual is None
@@ -332,13 +333,8 @@ def fused(
                 f"tk.gemm: out has strides {out.stride()}; the elements of its last dimension must "
                 "be adjacent"
             )
-        if 0 in out.stride() and any(
-            n > 1 and stride == 0 for n, stride in zip(shape, out.stride(), strict=True)
-        ):
-            raise ValueError(
-                f"tk.gemm: out has shape {shape} and strides {out.stride()}; each element must "
-                "have a place of its own"
-            )
+        if not torch.compiler.is_compiling():
+            _gemm_fused.check_memory(out, a, b, bias, residual)
     if transform_active() and out is None:
         z = _broadcast_product(_product, a, b, None, torch.float32) * alpha
         z = z if bias is None else z + bias
@@ -358,7 +354,8 @@ def fused(
         _gemm_fused.product(x, y, *options, out=result)
         return out.copy_(result.view(shape))
 
-    return _broadcast_product(product, a, b, bias, out_dtype, columns=shape[-1])
+    result = _broadcast_product(product, a, b, bias, out_dtype, columns=shape[-1])
+    return result if out is None else out
 
 
 def _vmap_rule(product: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, int]]:

@@ -17,7 +17,15 @@ from ..reference.nvfp4_gemm import nvfp4_gemm as reference_nvfp4_gemm
 from ..reference.nvfp4_prepare import Nvfp4Weight
 from ._block_scaled import require_flag
 from ._gemm_fused import activation_gradient
-from ._registration import autocast_active, autocast_operands, register
+from ._gradient_call import one_by_one, refuse_double_backward
+from ._registration import (
+    autocast_active,
+    autocast_operands,
+    forward_mode_active,
+    refuse_forward_mode,
+    register,
+    transform_active,
+)
 from .fp8_gemm import ACTIVATIONS
 from .nvfp4_dequantize import nvfp4_dequantize
 from .nvfp4_prepare import nvfp4_prepare, prepared_shape
@@ -116,7 +124,11 @@ def nvfp4_gemm(
     _check(a, b.data, scale, b.rows, b.columns, bias, out_dtype, offs)
     rows = a if a.dim() == 2 else a.reshape(-1, a.shape[-1])
     code = ACTIVATIONS.index(activation)
-    if torch.is_grad_enabled() and (a.requires_grad or (bias is not None and bias.requires_grad)):
+    if forward_mode_active():
+        refuse_forward_mode("nvfp4_gemm", a, bias)
+    wanted = a.requires_grad or (bias is not None and bias.requires_grad)
+    # Under the transforms of torch.func, tensors do not tell whose gradient will be wanted.
+    if (torch.is_grad_enabled() and wanted) or (transform_active() and offs is None):
         if offs is not None:
             raise RuntimeError(
                 f"{_NAME}: a product of groups (offs) has no gradient; detach a and bias, or call "
@@ -206,12 +218,54 @@ def _check(
         )
 
 
+def _gradients(
+    grad: Tensor,
+    a: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    n: int,
+    bias: Tensor | None,
+    activation: int,
+    needs: tuple[bool, bool],
+) -> tuple[Tensor, Tensor]:
+    """Gradients of a and bias, nothing where they are not needed."""
+    grad_a, grad_bias = grad.new_empty((0,)), grad.new_empty((0,))
+    if activation != 0:
+        z = _op(a, data, scale, n, bias, 0, torch.float32, None)
+        grad = activation_gradient(grad.float(), z, activation, 0)
+    if needs[0]:
+        weight = _restore(data, torch.ones_like(scale), n, a.shape[-1], a.dtype)
+        grad_a = _dense_product(grad.to(a.dtype), weight, None, torch.float32)
+        grad_a = (grad_a * scale).to(a.dtype)
+    if needs[1]:
+        grad_bias = grad.sum(0, dtype=torch.float32).to(a.dtype)
+    return grad_a, grad_bias
+
+
+class _Gradient(torch.autograd.Function):
+    """`_gradients` where their own gradient might be asked for: an error."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            return _gradients(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    backward = staticmethod(refuse_double_backward("nvfp4_gemm"))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        return one_by_one(_Gradient.apply)(info, in_dims, *args)
+
+
 class _Product(torch.autograd.Function):
     """The product with a gradient of activations and bias."""
 
     @staticmethod
     def forward(
-        ctx: Any,
         a: Tensor,
         data: Tensor,
         scale: Tensor,
@@ -220,25 +274,26 @@ class _Product(torch.autograd.Function):
         activation: int,
         out_dtype: torch.dtype | None,
     ) -> Tensor:
-        ctx.save_for_backward(a, data, scale, bias)
-        ctx.n, ctx.activation = n, activation
         return _op(a, data, scale, n, bias, activation, out_dtype, None)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        a, data, scale, ctx.n, bias, ctx.activation, _ = inputs
+        ctx.save_for_backward(a, data, scale, bias)
+
+    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, data, scale, bias = ctx.saved_tensors
-        if ctx.activation != 0:
-            z = _op(a, data, scale, ctx.n, bias, 0, torch.float32, None)
-            grad = activation_gradient(grad.float(), z, ctx.activation, 0)
-        grad_a = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            weight = _restore(data, torch.ones_like(scale), ctx.n, a.shape[-1], a.dtype)
-            grad_a = _dense_product(grad.to(a.dtype), weight, None, torch.float32)
-            grad_a = (grad_a * scale).to(a.dtype)
-        if ctx.needs_input_grad[4]:
-            grad_bias = grad.sum(0, dtype=torch.float32).to(bias.dtype)
+        needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
+        # Compiled code cannot be differentiated twice at all.
+        call: Any = _gradients if torch.compiler.is_compiling() else _Gradient.apply
+        of_a, of_bias = call(grad, a, data, scale, ctx.n, bias, ctx.activation, needs)
+        grad_a, grad_bias = of_a if needs[0] else None, of_bias if needs[1] else None
         return grad_a, None, None, None, grad_bias, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        return one_by_one(_Product.apply)(info, in_dims, *args)
 
 
 # What the op thunderkittens::nvfp4_gemm does beside the CUDA implementation.

@@ -4,6 +4,7 @@ The functions take any floating-point dtype, float64 for expected values, any de
 differentiable by PyTorch's own autograd.
 """
 
+from ._fp8_linear import fp8_linear
 from .attention import attention, attention_backward
 from .attention_varlen import attention_varlen, attention_varlen_backward
 from .based import BasedState, based, based_backward, based_features
@@ -48,6 +49,7 @@ __all__ = [
     "empty_state",
     "folded_tokens",
     "fp8_gemm",
+    "fp8_linear",
     "fp8_quantize",
     "gemm",
     "grouped_gemm",
