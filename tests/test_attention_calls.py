@@ -27,6 +27,8 @@ WRONG = {
     "k is None": (TypeError, "k must be a torch.Tensor, got NoneType", Q, None, K, {}),
     "v is an array": (TypeError, "v must be a torch.Tensor, got nd", Q, K, K.float().numpy(), {}),
     "q is sparse": (TypeError, "q must be a dense tensor", Q.float().to_sparse(), K, K, {}),
+    "q is nested": (TypeError, "tk.attention: q must be a dense tensor, got a nested one",
+                    torch.nested.nested_tensor([Q[0, 0]]), K, K, {}),
     "float32": (TypeError, "q is torch.float32; supp", Q.float(), K.float(), K.float(), {}),
     "float64": (TypeError, "q is torch.float64", Q.double(), K.double(), K.double(), {}),
     "float8": (TypeError, "q is torch.float8_e4m3fn", Q.to(torch.float8_e4m3fn), K, K, {}),
@@ -61,6 +63,12 @@ WRONG = {
                     {"softcap": -1.0}),
     "softcap inf": (ValueError, "softcap is inf", Q, K, K, {"softcap": INF}),
     "softcap nan": (ValueError, "softcap is nan", Q, K, K, {"softcap": math.nan}),
+    "softcap 1e300": (ValueError, "softcap is 1e+300; in torch.bfloat16 it must be 0 (none) or "
+                      "from 9.31323e-10 to 1.26765e+30", Q, K, K, {"softcap": 1e300}),
+    "softcap 1e-30": (ValueError, "softcap is 1e-30", Q, K, K, {"softcap": 1e-30}),
+    "softcap of half": (ValueError, "softcap is 1000000.0; in torch.float16 it must be 0 (none) or "
+                        "from 9.31323e-10 to 2048", Q.half(), K.half(), K.half(),
+                        {"softcap": 1e6}),
     "slopes list": (TypeError, "alibi_slopes must be a torch.Tensor or None, got list", Q, K, K,
                     {"alibi_slopes": [0.5] * 8}),
     "slopes dtype": (TypeError, "alibi_slopes is torch.bfloat16; it must be torch.float32",
@@ -87,6 +95,11 @@ WRONG = {
                       {"deterministic": 1}),
     "alignment": (ValueError, "causal is 'left'; it must be", Q, K, K, {"causal": "left"}),
     "scale inf": (ValueError, "scale is inf; it must be finite", Q, K, K, {"scale": INF}),
+    "scale 1e39": (ValueError, "scale is 1e+39; it must be finite in float32", Q, K, K,
+                   {"scale": 1e39}),
+    "scale 10**400": (ValueError, "it must be finite in float32", Q, K, K, {"scale": 10**400}),
+    "scale with slopes": (ValueError, "scale is 1e-20; with alibi_slopes it must be 0, or at least",
+                          Q, K, K, {"scale": 1e-20, "alibi_slopes": zeros(8, dtype=FP32)}),
     "scale nan": (ValueError, "scale is nan; it must be finite", Q, K, K, {"scale": math.nan}),
     "3 dimensions": (ValueError, "q has shape (8, 5, 64), k has", Q[0], K[0], K[0], {}),
     "5 dimensions": (ValueError, "must have 4 dimensions, (B, H, S, D)", Q, K[None], K, {}),
@@ -195,9 +208,9 @@ def any_call(draw):
     heads_q = group * heads_k
     options = {
         "causal": draw(st.sampled_from([0, 0, 1, 1, 2, 2, 3, -1])),
-        "scale": draw(st.sampled_from([None, None, 0.5, 2, INF])),
+        "scale": draw(st.sampled_from([None, None, 0.5, 2, INF, 1e-20])),
         "window": (draw(st.sampled_from([-1, -1, 0, 7])), draw(st.sampled_from([-1, -1, 0, 3]))),
-        "softcap": draw(st.sampled_from([0.0, 0.0, 5.0, -1.0])),
+        "softcap": draw(st.sampled_from([0.0, 0.0, 0.0, 5.0, 5.0, -1.0, 1e5, 1e-20])),
         "slopes": draw(
             st.sampled_from([None, None, (heads_q,), (batch, heads_q), (heads_q + 1,), (3, 2, 1)])
         ),

@@ -147,6 +147,23 @@ def test_gradient_memory_is_linear(device, causal):
     assert torch.cuda.max_memory_allocated() - before < 2 << 30
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "heads"), [(70000, 1), (1, 70000)])
+@pytest.mark.parametrize("length", [3, 130])
+def test_more_heads_than_a_grid_is_wide(device, length, batch, heads):
+    """As windows of pictures make them: 65535 is the limit of two of a grid's dimensions."""
+    leaves = [normal((batch, heads, length, 8), BF16, device) for _ in range(4)]
+
+    def run(q, k, v, grad):
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = tk.attention(*inputs, causal=True, deterministic=True)
+        return [out, *torch.autograd.grad(out, inputs, grad)]
+
+    part = (slice(-3, None), slice(-3, None))
+    for x, y in zip(run(*leaves), run(*(x[part] for x in leaves)), strict=True):
+        torch.testing.assert_close(x[part], y, atol=1e-2, rtol=1e-2)
+
+
 def test_gradient_in_blocks_is_the_gradient(device):
     """The public blocked gradient of the reference, in float64, against autograd."""
     q, k, v = (

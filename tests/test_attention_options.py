@@ -170,6 +170,23 @@ def test_rows_that_see_nothing(device, dim, lengths, options, empty, with_sink):
         assert bool(torch.isfinite(sink.grad).all())
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dim", [64, 128, 192])
+def test_gradient_of_an_infinite_lse(device, dim, deterministic):
+    """What a loss of the LSE makes of a row that sees nothing is nobody's gradient, infinite or
+    NaN as it may be."""
+    q, k, v = (x.requires_grad_() for x in small(device, 100, 70, dim=dim))
+    results = []
+    for nothing in (0.0, -INF, math.nan):
+        out, lse = tk.attention(q, k, v, causal=True, deterministic=deterministic, return_lse=True)
+        grad_lse = torch.cos(lse).masked_fill(lse == -INF, nothing)
+        results.append(torch.autograd.grad([out, lse], [q, k, v], [out.detach(), grad_lse]))
+    for other in results[1:]:
+        for x, y in zip(results[0], other, strict=True):
+            assert bool(torch.isfinite(y).all())
+            torch.testing.assert_close(x, y, atol=1e-2, rtol=1e-2)
+
+
 # Softcap
 
 
@@ -237,6 +254,8 @@ def test_slopes_of_a_batch_and_strides(device):
         slopes.repeat(2, 1).t().contiguous().t(),
     ):
         assert torch.equal(tk.attention(q, k, v, alibi_slopes=same), expected)
+    of_nobody = torch.rand(0, 8, device=device)[:, ::2]
+    assert tk.attention(q[:0], k[:0], v[:0], alibi_slopes=of_nobody).shape == (0, *q.shape[1:])
 
 
 # Sinks

@@ -324,6 +324,36 @@ def test_equal_lengths_are_a_batch(device):
 
 
 @pytest.mark.gpu
+def test_more_sequences_than_a_grid_is_wide(device):
+    count, length = 70000, 3
+    edges = torch.arange(0, length * count + 1, length, dtype=torch.int32, device=device)
+    tensors = [normal((length * count, 1, 8), BF16, device) for _ in range(4)]
+    results = []
+    for n in (count, 5):
+        leaves = [x[-n * length :].detach().requires_grad_() for x in tensors[:3]]
+        packing = (edges[: n + 1], edges[: n + 1], length, length)
+        out = tk.attention_varlen(*leaves, *packing, causal=True)
+        results.append([out, *torch.autograd.grad(out, leaves, tensors[3][-n * length :])])
+    for x, y in zip(*results, strict=True):
+        torch.testing.assert_close(x[-5 * length :], y, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("lengths", ["mixed", "ones"])
+def test_one_token_for_all(device, lengths):
+    """Operands and gradients expanded over the tokens: rows that are no distance apart."""
+    batch = example(device, lengths=lengths)
+    for scale in (None, -0.1):
+        results = []
+        for place in (torch.Tensor.contiguous, torch.Tensor.detach):
+            leaves = [place(x[:1].expand_as(x)).requires_grad_() for x in batch.tensors]
+            out = tk.attention_varlen(*leaves, *batch.packing, scale=scale, deterministic=True)
+            grad = place(torch.ones_like(out)[:1].expand_as(out))
+            results.append([out, *torch.autograd.grad(out, leaves, grad)])
+        for x, y in zip(*results, strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"causal": True, "window_size": (50, 0)}], ids=str)
 def test_no_synchronisation(device, options):
     batch = example(device, lengths="many")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import thunderkittens as tk
-from helpers.layouts import HEAD_LAYOUTS, heads
+from helpers.layouts import HEAD_LAYOUTS, heads, unaligned
 from helpers.numerics import assert_accurate
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -129,6 +129,20 @@ def test_a_sequence_in_parts(device, split, normalize):
     scale = end.numerator.square().mean().sqrt()
     assert float((state.numerator - end.numerator).square().mean().sqrt() / scale) < 3e-3
     torch.testing.assert_close(state.denominator, end.denominator, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [40, 900])
+def test_state_at_any_address(device, length):
+    """A state, and the gradient of one, may begin where no 16 bytes do."""
+    tensors = operands((1, 2, length), 64, BF16, device)
+    results = []
+    state, grad = some_state((1, 2), 64, device), some_state((1, 2), 64, device)
+    for place in (torch.Tensor.clone, unaligned):
+        leaves = [x.detach().requires_grad_() for x in [*tensors, *map(place, state)]]
+        _, after = tk.based(*leaves[:3], initial_state=tuple(leaves[3:]), return_state=True)
+        results.append([*after, *torch.autograd.grad(after, leaves[1:], [*map(place, grad)])])
+    for x, y in zip(*results, strict=True):
+        assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("normalize", [False, True])

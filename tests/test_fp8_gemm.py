@@ -9,6 +9,7 @@ import thunderkittens as tk
 from helpers.cover import cover, over
 from helpers.layouts import matrix
 from helpers.numerics import assert_accurate
+from thunderkittens import emulation
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -145,6 +146,34 @@ def test_activations(device, activation, accurate, out_dtype):
     out = tk.fp8_gemm(a, b, scale, scale, out_dtype=out_dtype, accurate=accurate, **options)
     # exp and the reciprocal are the hardware's approximations, of 2^-22 each.
     assert_accurate(out, expected, plain, slack=2.0**-20 * expected.abs())
+
+
+@pytest.mark.skipif(emulation.problem is not None, reason=str(emulation.problem))
+@pytest.mark.parametrize("policy", emulation.POLICIES)
+@pytest.mark.parametrize("columns", [0, 3])
+def test_consumers_in_turns(columns, policy):
+    """Scales alone have a kernel of their own: tiles of one and of two widths, of one step, of
+    fewer than there are stages and of more; blocks with several tiles, with one and with none."""
+    config = {"block_m": 128, "block_n": 176, "block_k": 128, "stages": 5, "buffers": 2}
+    config |= {"consumers": 2, "streamed": False, "splits": 1, "band": 1}
+    config |= {"columns": columns, "longer": min(columns, 1)}
+    n = 504
+    cases = [("tensor", 330, 272, 2), ("row", 330, 720, 2), ("mixed", 200, 100, 4)]
+    cases += [("tensor", 129, 144, 1), ("row", 65, 400, 3 if columns else 5)]
+    for number, (kind, m, k, blocks_at_work) in enumerate(cases):
+        a, b = torch.randint(-2, 3, (m, k)).float(), torch.randint(-2, 3, (n, k)).float().t()
+        scales = [powers(shape, "cpu") for shape in scale_shapes(kind, m, n, k)]
+        dtype = BF16 if number % 2 else FP16
+        arguments = (a.to(E4M3), b.to(E4M3), *scales)
+        options = {"out_dtype": dtype, "accurate": False}
+        with tk.emulate(policy, seed=k, config=config | {"blocks": blocks_at_work}) as run:
+            out = tk.fp8_gemm(*arguments, **options)
+            general = tk.fp8_gemm(*arguments, bias=torch.zeros(n, dtype=dtype), **options)
+        expected = tk.reference.fp8_gemm(a, b, *scales, out_dtype=torch.float64)
+        assert torch.equal(out, expected.to(dtype)), (kind, m, k)
+        assert torch.equal(out, general), (kind, m, k)
+        assert (run.kernels[0]["columns"], run.kernels[0]["block_n"]) == (columns, 176)
+        assert [kernel["kernel"].endswith("_whole") for kernel in run.kernels] == [True, False]
 
 
 def test_one_hot_rows_select(device):

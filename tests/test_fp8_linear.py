@@ -93,3 +93,7 @@ def test_wrong_calls(device):
         tk.fp8_linear(x, w, scaling="tensor")
     with pytest.raises(ValueError, match="must be"):
         tk.fp8_linear(x, w.t())
+    with pytest.raises(ValueError, match=r"fp8_linear: bias has shape \(4,\); it must be \(5,\)"):
+        tk.fp8_linear(x, w, x[:, 0])
+    with pytest.raises(TypeError, match="fp8_linear: weight is on meta, x is on"):
+        tk.fp8_linear(x, w.to("meta"))

@@ -295,6 +295,42 @@ def test_out(device, layout, rows):
     assert torch.equal(out, product.relu() + 2 * product)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_out_ends_anywhere(device, dtype):
+    """Rows of a slice begin at multiples of 16 bytes and end anywhere: what is behind them stays as
+    it is, whichever kernel runs."""
+    for rows, columns, k in ((5, 21, 40), (1, 3, 8), (70, 70, 40), (140, 273, 328), (200, 521, 72)):
+        a, b = small_integers((rows, k), BF16, device), small_integers((k, columns), BF16, device)
+        product = a.float() @ b.float()
+        wide = torch.full((rows, columns // 16 * 16 + 32), 7.0, device=device, dtype=dtype)
+        for options, expected in (({}, product), ({"activation": "relu"}, product.relu())):
+            expected = torch.nn.functional.pad(
+                expected.to(dtype), (8, wide.shape[1] - columns - 8), value=7.0
+            )
+            tk.gemm(a, b, out=wide[:, 8 : 8 + columns], **options)
+            assert torch.equal(wide, expected), (rows, columns, options)
+        tk.gemm(a, b.t().contiguous().t(), out=wide[:, 8 : 8 + columns])
+        assert torch.equal(wide[:, 8 : 8 + columns], product.to(dtype))
+        assert bool((wide[:, 8 + columns :] == 7).all())
+
+
+def test_out_has_a_place_for_each_element(device):
+    a, b = torch.ones(4, 8, dtype=BF16, device=device), torch.ones(8, 8, dtype=BF16, device=device)
+    with pytest.raises(ValueError, match="each element must have a place of its own"):
+        tk.gemm(a, b, out=torch.zeros(1, 8, dtype=BF16, device=device).expand(4, 8))
+    # Columns of one matrix are apart.
+    both = torch.ones(4, 16, dtype=BF16, device=device)
+    tk.gemm(both[:, :8], b, out=both[:, 8:])
+    assert torch.equal(both[:, 8:], torch.full_like(a, 8))
+    if device == "cuda":
+        for left, right in ((a, b), (b[:4], b)):
+            with pytest.raises(RuntimeError, match=r"out overlaps [ab]; it may be the residual"):
+                tk.gemm(left, right, out=left)
+        with pytest.raises(RuntimeError, match="out overlaps residual"):
+            tk.gemm(b, b, out=both.view(8, 8), residual=both.view(8, 8).t())
+        assert bool((a == 1).all())
+
+
 def test_out_refuses_gradients(device):
     a = torch.zeros(4, 8, dtype=BF16, device=device, requires_grad=True)
     out = torch.zeros(4, 4, dtype=BF16, device=device)
@@ -385,6 +421,8 @@ WRONG = {
     "gate_layout": (ValueError, "gate_layout is 'odd'; it must be", {"gate_layout": "odd"}),
     "gate_layout type": (TypeError, "gate_layout must be a string", {"gate_layout": None}),
     "alpha": (TypeError, "alpha must be a number, got str", {"alpha": "1"}),
+    "alpha tensor": (TypeError, "alpha must be a number, got Tensor", {"alpha": torch.ones(())}),
+    "beta alone": (TypeError, "beta must be a number, got str", {"beta": "1"}),
     "beta": (TypeError, "beta must be a number", {"beta": torch.ones(1), "activation": "relu"}),
     "residual": (TypeError, "residual must be a torch.Tensor, got float", {"residual": 1.0}),
     "residual shape": (ValueError, "residual has shape (3, 4); it must be", {"residual": A}),

@@ -51,6 +51,25 @@ def test_gemm_in_one_round(tile, batch):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gemm_of_several_tiles(dtype, policy):
+    """The four pieces of a finished tile leave in every step of the next one, or in every second
+    where there are enough: too few, just enough, and many; sums as they are and with a bias."""
+    config = {"block_m": 128, "block_n": 256, "stages": 4, "consumers": 2, "blocks": 2}
+    for number, k in enumerate((256, 384, 448, 512, 1048)):
+        a_m_major, b_n_major = number % 2 == 1, number < 2
+        a, b = integers(3, 72, k, dtype=dtype), integers(3, k, 264, dtype=dtype)
+        bias = integers(264, dtype=dtype) if number % 3 == 2 else None
+        expected = a.float() @ b.float() + (0 if bias is None else bias.float())
+        left = a.mT.contiguous().mT if a_m_major else a
+        right = b if b_n_major else b.mT.contiguous().mT
+        with tk.emulate(policy, seed=k, config=config) as run:
+            out = tk.gemm(left, right, bias=bias)
+        assert torch.equal(out, expected.to(dtype)), (k, a_m_major, b_n_major)
+        assert run.kernels[0]["kernel"].endswith("_128x256")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gemm_of_single_tiles(dtype, policy):
     """Tiles of whole columns, one per block, have a kernel of their own, unless there is a bias or
     another type: fewer steps than stages, as many, and more; rows that two tiles compute."""

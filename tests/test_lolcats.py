@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import thunderkittens as tk
+from helpers.layouts import unaligned
 from helpers.lolcats import assert_states_match, error, exact, operands, part, plain
 from helpers.numerics import assert_accurate
 
@@ -123,6 +124,20 @@ def test_many_parts(device):
         at += length
     assert error(torch.cat(outs, 2), whole) < LIMIT[BF16]
     assert_states_match(state, end)
+
+
+def test_state_at_any_address(device):
+    """A state may be part of another tensor, and begin where no 16 bytes do."""
+    inputs = operands(1, 2, 1, 200, 64, 32, BF16, device)
+    _, state = tk.lolcats(*part(inputs, 0, 100), return_state=True)
+    results = []
+    for place in (torch.Tensor.clone, unaligned):
+        before = tk.LolcatsState(*map(place, state[:4]), state.lengths)
+        leaves = [x.detach().requires_grad_() for x in part(inputs, 100)]
+        out, after = tk.lolcats(*leaves, initial_state=before, return_state=True)
+        results.append([out, *after[:2], *torch.autograd.grad(out.sum(), leaves)])
+    for x, y in zip(*results, strict=True):
+        assert torch.equal(x, y)
 
 
 def test_sequences_of_different_lengths(device):

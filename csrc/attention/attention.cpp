@@ -42,11 +42,11 @@ Tensor forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const
     const std::string reason = unsupported(p, device);
     TK_CHECK(reason.empty(), OP, ": ", reason);
     if (packing) params.sequences = sequences_of(*packing, q_in, k_in);
-    const Tensor q = signed_query(q_in, params.scores);
+    const Tensor q = signed_query(q_in, p.varlen, params.scores);
     // Without keys no key is read, but tensor maps need an address.
     const bool keys = p.kv_heads * k_in.size(packing ? 0 : 2) > 0;
-    const Tensor k = keys ? for_tensor_map(k_in) : q;
-    const Tensor v = keys ? for_tensor_map(v_in) : q;
+    const Tensor k = keys ? for_kernel(k_in, p.varlen) : q;
+    const Tensor v = keys ? for_kernel(v_in, p.varlen) : q;
     // A view of q's layout may be one that TMA cannot write.
     const bool direct = fits_tensor_map(as_4d(out), 2);
     const Tensor out_buffer = direct ? out : empty(out.sizes(), q_in.scalar_type(), q_in);

@@ -109,11 +109,13 @@ Gradients backward(const BackwardTensors& in, const Packing* packing, const Opti
     params.scores = scores_of(OP, p, options, in.q);
     params.query_scale = params.scores.scale;
     if (packing) params.sequences = sequences_of(*packing, in.q, in.k);
-    const Tensor q = signed_query(in.q, params.scores);
+    const Tensor q = signed_query(in.q, p.varlen, params.scores);
     // Without keys no key is read, but tensor maps need an address.
     const bool keys = in.k.numel() > 0;
-    const Tensor k = keys ? for_tensor_map(in.k) : q, v = keys ? for_tensor_map(in.v) : q;
-    const Tensor out = for_tensor_map(in.out), grad_out = for_tensor_map(in.grad_out);
+    const Tensor k = keys ? for_kernel(in.k, p.varlen) : q;
+    const Tensor v = keys ? for_kernel(in.v, p.varlen) : q;
+    const Tensor out = for_kernel(in.out, p.varlen);
+    const Tensor grad_out = for_kernel(in.grad_out, p.varlen);
     const Tensor lse = torch::stable::contiguous(in.lse);
     std::optional<Tensor> grad_lse;
     if (in.grad_lse) grad_lse = torch::stable::contiguous(*in.grad_lse);

@@ -13,6 +13,20 @@
 
 namespace thunderkittens::attention {
 
+// The blocks of all heads of all sequences, in one dimension of the grid: the others end at 65535.
+struct RowBlocks {
+    int blocks, heads;  // of a head, of a sequence
+
+    struct Place {
+        int block, head, b;
+    };
+    __device__ __forceinline__ Place place() const {
+        const int line = int(blockIdx.x) / blocks;
+        return {int(blockIdx.x) % blocks, line % heads, line / heads};
+    }
+    dim3 grid(int64_t sequences) const { return dim3(unsigned(sequences * heads * blocks)); }
+};
+
 template <class T>
 struct PrepareGlobals {
     PlainLayout<T> out, grad_out;
@@ -21,7 +35,8 @@ struct PrepareGlobals {
     const float* grad_lse;  // likewise, or null
     SequenceTable sequences;
     PaddedRows rows;
-    int batch, heads, q_limit;
+    RowBlocks all;
+    int batch, q_limit;
     float* lse_log2;  // per row of the workspace
     float* delta;     // likewise
     int* next_item;
@@ -37,47 +52,47 @@ constexpr int PREPARE_ROWS = 64;  // of a block
 constexpr int PREPARE_THREADS = 256;
 
 template <class T>
-__device__ __forceinline__ void clear_rows(const PlainLayout<T>& rows, int head, int first, int end,
+__device__ __forceinline__ void clear_rows(const PrepareGlobals<T>& g, int block,
+                                           const PlainLayout<T>& rows, int head, int first, int end,
                                            int columns) {
     if (rows.data == nullptr) return;
     const int words = columns / 8;
-    const int count = (end - first) * words, step = int(gridDim.x) * PREPARE_THREADS;
-    for (int i = int(blockIdx.x) * PREPARE_THREADS + int(threadIdx.x); i < count; i += step) {
+    const int count = (end - first) * words, step = g.all.blocks * PREPARE_THREADS;
+    for (int i = block * PREPARE_THREADS + int(threadIdx.x); i < count; i += step) {
         arch::store_global(
             reinterpret_cast<uint4*>(rows.at(0, head, first + i / words, i % words * 8)),
             make_uint4(0, 0, 0, 0));
     }
 }
 template <class T>
-__device__ __forceinline__ void clear_tail(const PrepareGlobals<T>& g, int head) {
+__device__ __forceinline__ void clear_tail(const PrepareGlobals<T>& g, int block, int head) {
     const SequenceTable& s = g.sequences;
     const int first_q = s.lengths(g.batch).q_begin, first_k = s.lengths(g.batch).k_begin;
-    clear_rows(g.tail_dq, head, first_q, s.q_length, g.head_dim);
+    clear_rows(g, block, g.tail_dq, head, first_q, s.q_length, g.head_dim);
     if (head >= g.kv_heads) return;
-    clear_rows(g.tail_dk, head, first_k, s.k_length, g.head_dim);
-    clear_rows(g.tail_dv, head, first_k, s.k_length, g.value_dim);
+    clear_rows(g, block, g.tail_dk, head, first_k, s.k_length, g.head_dim);
+    clear_rows(g, block, g.tail_dv, head, first_k, s.k_length, g.value_dim);
 }
 
 // `lanes` neighbours share a row, 8 elements each.
 template <class T, int lanes>
 __global__ __launch_bounds__(PREPARE_THREADS) void prepare_kernel(
     const __grid_constant__ PrepareGlobals<T> g) {
-    const int head = blockIdx.y, b = blockIdx.z;
+    const auto [block, head, b] = g.all.place();
     arch::launch_dependents();
-    if (threadIdx.x == 0 && blockIdx.x == 0 && head == 0 && b == 0) {
-        arch::store_global(g.next_item, 0);
-    }
+    if (threadIdx.x == 0 && blockIdx.x == 0) arch::store_global(g.next_item, 0);
     if (b == g.batch) {
-        clear_tail(g, head);
+        clear_tail(g, block, head);
         return;
     }
     const Lengths s = g.sequences.lengths(b);
     const int q_length = ::min(s.q_length, g.q_limit);
-    const int first = int(blockIdx.x) * PREPARE_ROWS;
+    const int first = block * PREPARE_ROWS;
     if (first >= (q_length + 127) / 128 * 128) return;
     const int64_t rows = g.rows.first(b, s.q_begin, head) + first;
-    const int64_t statistics = g.rows.packed ? int64_t(head) * g.sequences.q_length + s.q_begin
-                                             : (int64_t(b) * g.heads + head) * g.sequences.q_length;
+    const int64_t statistics = g.rows.packed
+                                   ? int64_t(head) * g.sequences.q_length + s.q_begin
+                                   : (int64_t(b) * g.all.heads + head) * g.sequences.q_length;
     const int lane = threadIdx.x % lanes;
 #pragma unroll 2
     for (int r = threadIdx.x / lanes; r < PREPARE_ROWS; r += PREPARE_THREADS / lanes) {
@@ -105,10 +120,13 @@ __global__ __launch_bounds__(PREPARE_THREADS) void prepare_kernel(
             float lse = INFINITY, delta = 0.0f;
             if (row < q_length) {
                 const float value = arch::load_global(g.lse + statistics + row);
-                // A row that sees nothing has weights exp(s - inf) = 0.
-                if (value != -INFINITY) lse = value * LOG2_E;
-                delta =
-                    sum - (g.grad_lse ? arch::load_global(g.grad_lse + statistics + row) : 0.0f);
+                // A row that sees nothing has weights exp(s - inf) = 0, and nothing infinite may
+                // multiply them, as the gradient of its LSE may be.
+                if (value != -INFINITY) {
+                    lse = value * LOG2_E;
+                    delta = sum;
+                    if (g.grad_lse) delta -= arch::load_global(g.grad_lse + statistics + row);
+                }
             }
             arch::store_global(g.lse_log2 + rows + r, lse);
             arch::store_global(g.delta + rows + r, delta);
@@ -130,6 +148,7 @@ struct FinishGlobals {
     Layout<tile> dq;
     SequenceTable sequences;
     PaddedRows rows;
+    RowBlocks all;
     const float* sums;
     const int* turns;  // per part, the first: 0 where nothing was summed; null: all was
     int copies;        // of each head, to be added
@@ -145,12 +164,12 @@ __global__ __launch_bounds__(parts* WARPGROUP_THREADS) void finish_kernel(
     auto& tiles = allocator.template allocate<typename FinishGlobals<T, part_cols>::tile, parts>();
     arch::wait_for_dependencies();
     const int id = arch::warp_uniform(warpgroup::groupid());
-    const int head = blockIdx.y, b = blockIdx.z;
+    const auto [block, head, b] = g.all.place();
     const Lengths s = g.sequences.lengths(b);
     constexpr int row_parts = block_m / 64, part_floats = 64 * part_cols;
-    const int row = int(blockIdx.x) * block_m + 64 * (id % row_parts);
+    const int row = block * block_m + 64 * (id % row_parts);
     if (row >= s.q_length) return;
-    const int64_t tile = g.rows.first(b, s.q_begin, head * g.copies) / block_m + blockIdx.x;
+    const int64_t tile = g.rows.first(b, s.q_begin, head * g.copies) / block_m + block;
     const float* from = g.sums + (tile * parts + id) * part_floats + 4 * warpgroup::laneid();
     const bool summed = !g.turns || arch::load_global(g.turns + tile * parts) != 0;
     rt_fl<16, part_cols> part;
@@ -225,6 +244,8 @@ template <class T>
 void launch_prepare_kernel(const BackwardParams& params, const Workspace& workspace,
                            const DqTiles& tiles, Stream stream) {
     const Problem& p = params.problem;
+    const RowBlocks all{int(std::max<int64_t>(padded_rows(p.q_length), 128) / PREPARE_ROWS),
+                        int(p.q_heads)};
     const PrepareGlobals<T> globals{.out = PlainLayout<T>(params.out, p.varlen),
                                     .grad_out = PlainLayout<T>(params.grad_out, p.varlen),
                                     .value_dim = int(p.value_dim),
@@ -232,8 +253,8 @@ void launch_prepare_kernel(const BackwardParams& params, const Workspace& worksp
                                     .grad_lse = params.grad_lse,
                                     .sequences = SequenceTable(p, params.sequences),
                                     .rows = PaddedRows(p, params.sequences),
+                                    .all = all,
                                     .batch = int(p.batch),
-                                    .heads = int(p.q_heads),
                                     .q_limit = int(p.q_length),
                                     .lse_log2 = workspace.lse_log2,
                                     .delta = workspace.delta,
@@ -248,12 +269,11 @@ void launch_prepare_kernel(const BackwardParams& params, const Workspace& worksp
                                     .tail_dv = PlainLayout<T>(params.dv, p.varlen),
                                     .head_dim = int(p.head_dim),
                                     .kv_heads = int(p.kv_heads)};
-    const dim3 grid(unsigned(std::max<int64_t>(padded_rows(p.q_length), 128) / PREPARE_ROWS),
-                    unsigned(p.q_heads), unsigned(p.batch + (p.varlen ? 1 : 0)));
     const auto kernel = p.value_dim > 128  ? prepare_kernel<T, 32>
                         : p.value_dim > 64 ? prepare_kernel<T, 16>
                                            : prepare_kernel<T, 8>;
-    kittens::launch(kernel, grid, dim3(PREPARE_THREADS), dim3(1), 0, stream, globals);
+    kittens::launch(kernel, all.grid(p.batch + (p.varlen ? 1 : 0)), dim3(PREPARE_THREADS), dim3(1),
+                    0, stream, globals);
 }
 
 inline void launch_sink_kernel(const BackwardParams& params, const Workspace& workspace,
@@ -290,20 +310,20 @@ bool launch_finish_kernel(const Problem& p, const Sequences& sequences, const Fi
     using Globals = FinishGlobals<T, part_cols>;
     using Tile = typename Globals::tile;
     const int64_t heads = p.q_heads / finish.copies;
+    const RowBlocks all{int((p.q_length + block_m - 1) / block_m), int(heads)};
     const Globals globals{
         .dq = Layout<Tile>(finish.to, p.varlen, p.batch, heads,
                            p.varlen ? sequences.total_q : p.q_length, finish.columns),
         .sequences = SequenceTable(p, sequences),
         .rows = PaddedRows(p, sequences),
+        .all = all,
         .sums = finish.sums,
         .turns = finish.turns,
         .copies = finish.copies,
         .scale = finish.scale};
-    const dim3 grid(unsigned((p.q_length + block_m - 1) / block_m), unsigned(heads),
-                    unsigned(p.batch));
     kittens::launch({.dependent = finish.dependent}, finish_kernel<T, block_m, parts, part_cols>,
-                    grid, dim3(parts * WARPGROUP_THREADS), dim3(1), parts * sizeof(Tile) + 1024,
-                    stream, globals);
+                    all.grid(p.batch), dim3(parts * WARPGROUP_THREADS), dim3(1),
+                    parts * sizeof(Tile) + 1024, stream, globals);
     return true;
 }
 template <class T>

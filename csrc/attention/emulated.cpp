@@ -23,11 +23,11 @@ emulated::Result run(const emulated::Call& call) {
     TK_CHECK(reason.empty(), "tk.attention: ", reason);
     params.scores = scores_of(p, call);
     params.sequences = sequences_of(call);
-    const Array q = signed_query(q_in, params.scores);
+    const Array q = signed_query(q_in, p.varlen, params.scores);
     // Without keys no key is read, but tensor maps need an address.
     const bool keys = k_in.elements() > 0;
-    const Array k = keys ? emulated::for_tensor_map(k_in) : q;
-    const Array v = keys ? emulated::for_tensor_map(v_in) : q;
+    const Array k = keys ? for_kernel(k_in, p.varlen) : q;
+    const Array v = keys ? for_kernel(v_in, p.varlen) : q;
     const auto describe = [&](const Array& x) { return p.varlen ? packed_operand(x) : operand(x); };
     params.q = describe(q);
     params.k = describe(k);

@@ -47,12 +47,12 @@ emulated::Result run(const emulated::Call& call) {
     params.scores = scores_of(p, call);
     params.query_scale = params.scores.scale;
     params.sequences = sequences_of(call);
-    const Array q = signed_query(q_in, params.scores);
+    const Array q = signed_query(q_in, p.varlen, params.scores);
     const bool keys = k_in.elements() > 0;
-    const Array k = keys ? emulated::for_tensor_map(k_in) : q;
-    const Array v = keys ? emulated::for_tensor_map(v_in) : q;
-    const Array out = emulated::for_tensor_map(call.array("out"));
-    const Array grad_out = emulated::for_tensor_map(call.array("grad_out"));
+    const Array k = keys ? for_kernel(k_in, p.varlen) : q;
+    const Array v = keys ? for_kernel(v_in, p.varlen) : q;
+    const Array out = for_kernel(call.array("out"), p.varlen);
+    const Array grad_out = for_kernel(call.array("grad_out"), p.varlen);
     const auto packed = [](const Array& x) {
         Array copy = emulated::allocate(x.size, x.dtype);
         emulated::copy_elements(copy, x);

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "csrc/attention/attention.h"
+#include "csrc/attention/ragged.h"
 #include "csrc/common/emulated.h"
 
 namespace thunderkittens::attention {
@@ -87,6 +88,12 @@ inline Operand packed_operand(const Array& x) {
     return {view.data, 0, view.stride[2], view.stride[1]};
 }
 
+// The array itself where the kernels can read it, else a copy; `ragged`: of packed sequences.
+inline Array for_kernel(const Array& x, bool ragged) {
+    if (ragged && !fits_ragged_map(x.size[0], x.stride[0])) return emulated::copy_for_tensor_map(x);
+    return emulated::for_tensor_map(x);
+}
+
 inline Array negative(const Array& x) {
     Array copy = emulated::copy_for_tensor_map(x);
     emulated::for_each_row(copy, [&](int64_t at, int64_t, int64_t, int64_t) {
@@ -99,9 +106,9 @@ inline Array zeros_like(const Array& x) {
     std::memset(copy.data, 0, static_cast<std::size_t>(copy.extent()));
     return copy;
 }
-// q as a tensor map can describe it, and a positive scale.
-inline Array signed_query(const Array& q, Scores& scores) {
-    if (scores.scale > 0) return emulated::for_tensor_map(q);
+// q as the kernels can read it, and a positive scale.
+inline Array signed_query(const Array& q, bool ragged, Scores& scores) {
+    if (scores.scale > 0) return for_kernel(q, ragged);
     const bool negate = scores.scale < 0;
     scores.scale = negate ? -scores.scale : 1.0f;
     return negate ? negative(q) : zeros_like(q);

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "csrc/attention/attention.h"
+#include "csrc/attention/ragged.h"
 #include "csrc/common/tensor.h"
 
 namespace thunderkittens::attention {
@@ -39,8 +40,9 @@ inline void check_vector(const char* op, const char* name, const Tensor& x, Scal
     TK_CHECK(x.scalar_type() == dtype, op, ": ", name, " must be ",
              dtype == ScalarType::Float ? "torch.float32" : "torch.int32", ", got ",
              dtype_text(x.scalar_type()));
-    TK_CHECK(x.dim() >= 1 && (x.size(x.dim() - 1) <= 1 || x.stride(x.dim() - 1) == 1), op, ": ",
-             name, " must have adjacent elements, got shape ", shape_text(x));
+    TK_CHECK(
+        x.dim() >= 1 && (x.size(x.dim() - 1) <= 1 || x.stride(x.dim() - 1) == 1 || x.numel() == 0),
+        op, ": ", name, " must have adjacent elements, got shape ", shape_text(x));
 }
 
 // Fills what does not depend on packing, from tensors with `dims` dimensions whose heads are at
@@ -124,9 +126,16 @@ inline Scores scores_of(const char* op, const Problem& p, const Options& options
     TK_CHECK(std::isfinite(s.scale), op, ": scale must be finite, got ", s.scale);
     TK_CHECK(options.softcap >= 0 && std::isfinite(options.softcap), op,
              ": softcap must be finite and at least 0, got ", options.softcap);
+    const double most_softcap = p.dtype == DType::bf16 ? 0x1p100 : 0x1p11;
+    TK_CHECK(
+        options.softcap == 0 || (options.softcap >= 0x1p-30 && options.softcap <= most_softcap), op,
+        ": softcap must be 0 or from 2^-30 to ", most_softcap, ", got ", options.softcap);
     s.softcap = static_cast<float>(options.softcap);
     if (options.alibi_slopes) {
         const Tensor& slopes = *options.alibi_slopes;
+        TK_CHECK(s.scale == 0 || std::abs(s.scale) >= 0x1p-50f, op,
+                 ": with alibi_slopes scale must be 0 or at least 2^-50 in magnitude, got ",
+                 s.scale);
         check_vector(op, "alibi_slopes", slopes, ScalarType::Float, q);
         const bool batched = slopes.dim() == 2;
         TK_CHECK(slopes.dim() <= 2 && slopes.size(slopes.dim() - 1) == p.q_heads &&
@@ -155,19 +164,25 @@ inline Operand packed_operand(const Tensor& x) {
     return {view.data, 0, view.stride[2], view.stride[1]};
 }
 
+// The tensor itself where the kernels can read it, else a copy; `ragged`: of packed sequences.
+inline Tensor for_kernel(const Tensor& x, bool ragged) {
+    if (ragged && !fits_ragged_map(x.size(0), x.stride(0))) return copy_for_tensor_map(x);
+    return for_tensor_map(x);
+}
+
 inline Tensor negative(const Tensor& x) {
     std::array<StableIValue, 1> stack{torch::stable::detail::from(x)};
     TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::neg", "", stack.data(), TORCH_ABI_VERSION));
     return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// q as a tensor map can describe it, and a positive scale, which the running maximum of the
-// kernels wants: the sign goes into q, and zero into both.
-inline Tensor signed_query(const Tensor& q, Scores& scores) {
-    if (scores.scale > 0) return for_tensor_map(q);
+// q as the kernels can read it, and a positive scale, which their running maximum wants: the sign
+// goes into q, and zero into both.
+inline Tensor signed_query(const Tensor& q, bool ragged, Scores& scores) {
+    if (scores.scale > 0) return for_kernel(q, ragged);
     const bool negate = scores.scale < 0;
     scores.scale = negate ? -scores.scale : 1.0f;
-    if (negate) return for_tensor_map(negative(q));
+    if (negate) return for_kernel(negative(q), ragged);
     const auto sizes = q.sizes();
     return torch::stable::new_zeros(q, sizes);
 }

@@ -120,6 +120,13 @@ Choice choose_streamed(const Problem& p, int sm_count) {
     return choice;
 }
 
+const char* kind_of(const Config& c) {
+    return c.streamed ? "stream" : c.plain ? "blocks" : name_of(c.sums);
+}
+
+// What the name of the kernel ends in that calls without anything special have to themselves.
+constexpr const char* WHOLE = "_whole";
+
 }  // namespace
 
 std::string unsupported(const Problem& p, const DeviceProperties& device) {
@@ -174,15 +181,15 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     return choice;
 }
 
-static const char* kind_of(const Config& c) {
-    return c.streamed ? "stream" : c.plain ? "blocks" : name_of(c.sums);
-}
-
 std::string kernel_name(const Config& c) {
     return concat(name_of(c.a), '_', name_of(c.b), '_', kind_of(c), '_', c.block_m, 'x', c.block_n);
 }
 
 std::string kernel_name(const Choice& choice) { return kernel_name(choice.config); }
+
+std::string kernel_name(const Config& c, const Params& p) {
+    return kernel_name(c) + (takes_whole_kernel(c, p) ? WHOLE : "");
+}
 
 std::vector<KernelInfo> kernels() {
     std::vector<KernelInfo> list;
@@ -209,7 +216,7 @@ std::vector<KernelInfo> kernels() {
         if (has_whole_kernel(c)) {  // the same choice, another function
             KernelInfo whole = list.back();
             list.back().symbol += "EEEELb0E", whole.symbol += "EEEELb1E";
-            whole.name += "_whole", whole.config += ", scales of rows";
+            whole.name += WHOLE, whole.config += ", scales of rows";
             list.push_back(whole);
         }
     }

@@ -1,5 +1,5 @@
-// gemm on the emulator, as gemm.cpp does it on CUDA tensors. `residual` may be given; a z that is
-// to be kept comes back as `preactivation`.
+// gemm on the emulator, as gemm.cpp does it on CUDA tensors. `residual` and `out` may be given; a z
+// that is to be kept comes back as `preactivation`.
 #include "csrc/common/emulated.h"
 #include "csrc/gemm/divided.h"
 
@@ -68,6 +68,17 @@ emulated::Result run(const emulated::Call& call) {
                              : emulated::allocate({m, columns}, out_dtype);
     };
     Array out = allocate(out_n), preactivation;
+    if (const Array* given = call.optional("out")) {
+        TK_CHECK(given->size == out.size && given->dtype == out_dtype &&
+                     (out_n <= 1 || given->stride.back() == 1),
+                 "tk.gemm: out must have the shape and dtype of the result, and adjacent elements "
+                 "in its last dimension");
+        // Memory is an input or an output, from its first byte to the last.
+        const auto apart = [&](const Array& x) {
+            return given->data + given->extent() <= x.data || x.data + x.extent() <= given->data;
+        };
+        if (apart(a) && apart(b)) out = *given;
+    }
     const bool keep = call.scalar("keep", false);
     if (keep) preactivation = allocate(n);
     std::optional<Array> residual;
@@ -147,7 +158,7 @@ emulated::Result run(const emulated::Call& call) {
     scope.may_read("a", left.array);
     scope.may_read("b", right.array);
     if (row) scope.may_read("bias", *row);
-    if (residual) scope.may_read("residual", *residual);
+    if (residual && residual->data != out.data) scope.may_read("residual", *residual);
     scope.may_write("out", out);
     scope.may_write("scratch", memory);
     if (keep) scope.may_write("preactivation", preactivation);

@@ -206,17 +206,17 @@ emulated::Result run_gemm(const emulated::Call& call) {
         .bias_dtype = bias ? bias->dtype : DType::bf16,
         .activation = call.scalar("activation", 0),
         .schedule = choice.schedule};
-    emulated::Launch scope("fp8_gemm " + kernel_name(choice));
+    const std::string name = kernel_name(choice.config, params);
+    emulated::Launch scope("fp8_gemm " + name);
     if (k > 0) scope.may_read("a", left.array), scope.may_read("b", right.array);
     scope.may_read("scale_a", scale_a);
     scope.may_read("scale_b", scale_b);
     if (row) scope.may_read("bias", *row);
     if (offs) scope.may_read("offs", *offs);
     scope.may_write("out", out);
-    TK_CHECK(g::launch_any(choice.config, params, nullptr), "tk.fp8_gemm: no kernel ",
-             kernel_name(choice));
+    TK_CHECK(g::launch_any(choice.config, params, nullptr), "tk.fp8_gemm: no kernel ", name);
     result.choice = detail::fields_of(choice);
-    result.choice.emplace("kernel", kernel_name(choice));
+    result.choice.emplace("kernel", name);
     return result;
 }
 

@@ -8,6 +8,7 @@
 // that TMA cannot store (no multiple of 16 bytes) are copied by the warp.
 #pragma once
 
+#include "csrc/gemm/pieces_sm90.cuh"
 #include "csrc/gemm/pipeline_sm90.cuh"
 #include "csrc/gemm/tiles_sm90.cuh"
 
@@ -51,38 +52,6 @@ __device__ __forceinline__ void send_by_warp(const typename Types<C>::Globals& g
 struct Place16 {
     uint32_t batch = 0, row = 0, col = 0;
 };
-
-// Columns leave in pieces of one width; the last one begins earlier where they do not fit, and
-// writes some values a second time.
-template <int cols, int width>
-struct Pieces {
-    static constexpr int count = (cols + width - 1) / width;
-    static __device__ __forceinline__ constexpr int first(int piece) {
-        return (piece + 1) * width <= cols ? piece * width : cols - width;
-    }
-};
-
-// The part of a register tile from column `first` on into a staging buffer.
-template <class Part, class Tile, class Staging>
-__device__ __forceinline__ void stage_piece(const Tile& tile, int first, Staging& buffer) {
-    Part part;
-#pragma unroll
-    for (int t = 0; t < part.width; ++t) part.tiles[0][t] = tile.tiles[0][first / 16 + t];
-    kittens::warp::store(buffer, part);
-}
-
-// Accumulators rounded to a 16-bit type (bf16 stands for both).
-template <class O, class Values, class Sums>
-__device__ __forceinline__ void round_to(Values& values, const Sums& d) {
-#pragma unroll
-    for (int j = 0; j < d.width; ++j) {
-#pragma unroll
-        for (int r = 0; r < d.packed_per_base; ++r) {
-            const float2 pair = d.tiles[0][j].data[r];
-            values.tiles[0][j].data[r] = arch::bit_cast<bf16_2>(pack_pair<O>(pair.x, pair.y));
-        }
-    }
-}
 
 // A warp's finished values of 16-bit type (bf16 stands for both), kept in registers while the next
 // tile's products run, and sent piece by piece in their shadow.
@@ -137,6 +106,15 @@ struct Finished {
     template <class O>
     __device__ __forceinline__ void pack(const rt_fl<16, C.block_n>& d) {
         round_to<O>(values, d);
+    }
+    // Keeps a tile that is sent later.
+    template <class O>
+    __device__ __forceinline__ void keep(const rt_fl<16, C.block_n>& d, const Place16 place,
+                                         Narrow is_narrow) {
+        pack<O>(d);
+        at = place;
+        narrow = is_narrow;
+        any = true;
     }
     __device__ __forceinline__ void stage(int piece, staging& buffer) const {
         using Part = rt_bf<16, staging::cols>;
@@ -258,8 +236,7 @@ struct Finished {
         const auto round = [&](staging& buffer, int first) {
             rt_fl<16, staging::cols> sums;
             rt_bf<16, staging::cols> values;
-#pragma unroll
-            for (int t = 0; t < sums.width; ++t) sums.tiles[0][t] = d.tiles[0][first / 16 + t];
+            take_piece(sums, d, first);
             round_to<O>(values, sums);
             kittens::warp::store(buffer, values);
         };

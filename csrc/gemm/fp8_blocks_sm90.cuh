@@ -8,7 +8,7 @@
 // of loops over the same sums.
 #pragma once
 
-#include "csrc/gemm/fp8_promoted_sm90.cuh"
+#include "csrc/gemm/fp8_halves_sm90.cuh"
 
 namespace thunderkittens::fp8_gemm {
 namespace sm90 {
@@ -48,6 +48,14 @@ struct BlockFactors {
     }
 };
 
+// Lets other warps go first. In a run of additions ptxas marks none so, and one consumer's run then
+// keeps the other's from its products. The wait has nothing to wait for and is marked; the next
+// instruction, which the producers have executed before, does nothing but keep it where it is.
+__device__ __forceinline__ void yield() {
+    arch::wgmma_wait<7>();
+    arch::launch_dependents();
+}
+
 // sum += product * factors, or sum = product * factors. Row by row, as promote() does.
 template <bool begins, Config C, int cols>
 __device__ __forceinline__ void add_product(rt_fl<16, cols>& sum, const rt_fl<16, cols>& product,
@@ -65,15 +73,127 @@ __device__ __forceinline__ void add_product(rt_fl<16, cols>& sum, const rt_fl<16
                 const float2 before = begins ? make_float2(0.f, 0.f) : s;
                 s = make_float2(fmaf(x.x, factor, before.x), fmaf(x.y, factor, before.y));
             }
+            const int added = (row * cols / 16 + j + 1) * 4;  // of 64
+            if (!begins && !uneven && (added == 16 || added == 40)) yield();
         }
     }
 }
 
+// Two products side by side in a step. A tile's halves end in the shadow of products: the left one
+// under the last product, which belongs to the right one, and that under the next tile's first.
 template <Config C>
-__device__ __forceinline__ void consume_blocks(const typename Types<C>::Globals& g,
-                                               typename Types<C>::Shared& shared) {
+__device__ __forceinline__ void consume_block_halves(const typename Types<C>::Globals& g,
+                                                     typename Types<C>::Shared& shared) {
     using K = Types<C>;
-    static_assert(K::products_m == 1 && !K::fast && !K::fine);
+    static_assert(K::products_m == 1 && K::products_n == 2 && K::columns_staged);
+    constexpr int cols = K::product_cols;
+    const Place place(g);
+    const int consumer = warpgroup::groupid();
+    // One arrival stands for the warpgroup, which wgmma reads shared memory as.
+    const bool hands_back = warpgroup::warpid() == 0 && laneid() == 0;
+    const auto release = [&](int stage) {
+        if (hands_back) arrive(shared.empty[stage]);
+    };
+    const int own_row = consumer * 64 + warpgroup::warpid() * 16 + laneid() / 4;
+    Ring<C.stages> ring;
+    rt_fl<16, cols> sums[2], product;
+    Operands<C> operands(shared, consumer);
+    BlockFactors<C> factors;
+    const auto next_stage = [&] {
+        operands.find(ring.stage);
+        wait(shared.full[ring.stage], ring.phase);
+    };
+    const auto read_scales = [&] {
+        factors.read(shared.scales[ring.stage].address(), own_row, false);
+    };
+    float bias[2] = {};  // of a column of each half
+    const auto fetch_bias = [&](uint32_t index) {
+        const uint32_t col = tile_at<C>(g, place, index).col + warpgroup::laneid();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const uint32_t at = col + i * cols;
+            if (at < g.n) bias[i] = load_any(g.bias, g.bias_dtype, at);
+        }
+    };
+    // Each thread has fetched the bias of one of a half's columns, and sees all in the staging
+    // buffers.
+    const auto finish = [&](auto which) {
+        constexpr int i = decltype(which)::value;
+        arch::named_barrier_sync(SENT + consumer, SENDING_THREADS);
+        if (g.bias != nullptr) {
+            auto& columns = columns_of<C>(shared);
+            columns.set(place_of(warpgroup::laneid()), bias[i]);
+            warpgroup::sync(READY + 1 + consumer);
+            with_columns<1, K::columns_placed>(reinterpret_cast<rt_fl<16, cols>(&)[1]>(sums[i]),
+                                               columns.address(),
+                                               [](float2& x, int, int, float2 b) {
+                                                   x.x += b.x;
+                                                   x.y += b.y;
+                                               });
+            warpgroup::sync(READY + 1 + consumer);
+        }
+        stage_half<C, i>(g, shared, sums[i], false);
+        arch::named_barrier_arrive(STAGED + consumer, SENDING_THREADS);
+    };
+    using Left = std::integral_constant<int, 0>;
+    using Right = std::integral_constant<int, 1>;
+
+    uint32_t index = first_index(g);
+    if (index >= g.order.total) return;
+    next_stage();
+    operands.multiply(product, 0, 0);
+    read_scales();
+    for (;;) {
+        if (g.bias != nullptr) fetch_bias(index);
+        warpgroup::mma_async_wait(product);
+        add_product<true>(sums[0], product, factors, 0);
+        operands.multiply(product, 0, 1);
+        kittens::warp::zero(sums[1]);
+        // A step ends where its second product runs, and the next one begins with its addition.
+        for (int left = arch::shuffle(g.k_blocks, 0) - 1; left > 0; --left) {
+            const int previous = ring.stage;
+            ring.advance();
+            next_stage();
+            warpgroup::mma_async_wait(product);
+            add_product<false>(sums[1], product, factors, 1);
+            operands.multiply(product, 0, 0);
+            release(previous);
+            read_scales();
+            // Never repeated. Where a jump back lies between a product and its end, ptxas leaves
+            // the additions to yield(); else it lets every second one yield.
+            do {
+                warpgroup::mma_async_wait(product);
+                add_product<false>(sums[0], product, factors, 0);
+                operands.multiply(product, 0, 1);
+            } while (g.k_blocks < 0);
+        }
+        const int previous = ring.stage;
+        ring.advance();
+        finish(Left{});
+        index += g.clusters;
+        const bool more = arch::shuffle(int(index < g.order.total), 0) != 0;
+        if (more) wait(shared.full[ring.stage], ring.phase);
+        warpgroup::mma_async_wait(product);
+        add_product<false>(sums[1], product, factors, 1);
+        release(previous);
+        if (!more) break;
+        // The same in all lanes, as the compiler then knows: descriptors stay in uniform registers.
+        ring.stage = arch::shuffle(ring.stage, 0), ring.phase = arch::shuffle(ring.phase, 0);
+        operands.find(ring.stage);
+        operands.multiply(product, 0, 0);
+        read_scales();
+        finish(Right{});
+    }
+    finish(Right{});
+    arch::named_barrier_sync(SENT + consumer, SENDING_THREADS);
+}
+
+// One product in a step.
+template <Config C>
+__device__ __forceinline__ void consume_block_tiles(const typename Types<C>::Globals& g,
+                                                    typename Types<C>::Shared& shared) {
+    using K = Types<C>;
+    static_assert(K::products == 1);
     constexpr int cols = K::product_cols;
     const int consumer = warpgroup::groupid();
     // One arrival stands for the warpgroup, which wgmma reads shared memory as.
@@ -100,69 +220,34 @@ __device__ __forceinline__ void consume_blocks(const typename Types<C>::Globals&
         const auto read_scales = [&] {
             factors.read(shared.scales[ring.stage].address(), own_row, begins_block);
         };
-        // The first step has no sums yet: in their place the registers still hold the tile before.
-        const auto send_before = [&](int i) {
-            finished.send(g, shared, finished.pieces * i / K::products,
-                          finished.pieces * (i + 1) / K::products);
-        };
         int left = arch::shuffle(g.k_blocks, 0) - 1;  // steps after this one
         int previous;
         next_stage();
-        if constexpr (K::products == 2) {
-            // A step ends where its second product runs, and the next one begins with its addition.
-            operands.multiply(product, 0, 0);
+        const auto step = [&]<bool begins>() {
+            // Before the product: a warp that reads later may find the stage handed back.
             read_scales();
-            send_before(0);
-            warpgroup::mma_async_wait(product);
-            add_product<true>(sums[0], product, factors, 0);
-            operands.multiply(product, 0, 1);
-            send_before(1);
-            kittens::warp::zero(sums[1]);
-            for (; left > 0; --left) {
-                previous = ring.stage;
-                ring.advance();
-                warpgroup::mma_async_wait(product);
-                add_product<false>(sums[1], product, factors, 1);
-                warpgroup::mma_fence(sums[1]);  // before the wait, which is a branch
-                next_stage();
-                operands.multiply(product, 0, 0);
+            operands.multiply(product, 0, 0);
+            // The first step has no sums yet: their registers still hold the tile before.
+            if constexpr (begins)
+                finished.send(g, shared, 0, finished.pieces);
+            else
                 release(previous);
-                read_scales();
-                warpgroup::mma_async_wait(product);
-                add_product<false>(sums[0], product, factors, 0);
-                operands.multiply(product, 0, 1);
-            }
+            warpgroup::mma_async_wait(product);
+            add_product<begins>(sums[0], product, factors, 0);
             previous = ring.stage;
             ring.advance();
-            warpgroup::mma_async_wait(product);
-            add_product<false>(sums[1], product, factors, 1);
-        } else {
-            static_assert(K::products == 1);
-            const auto step = [&]<bool begins>() {
-                // Before the product: a warp that reads later may find the stage handed back.
-                read_scales();
-                operands.multiply(product, 0, 0);
-                if constexpr (begins)
-                    send_before(0);
-                else
-                    release(previous);
-                warpgroup::mma_async_wait(product);
-                add_product<begins>(sums[0], product, factors, 0);
-                previous = ring.stage;
-                ring.advance();
-            };
-            const auto next_step = [&] {
-                next_stage();
-                step.template operator()<false>();
-            };
-            step.template operator()<true>();
-            // Several steps without a jump back between an addition and the next product.
-            constexpr int together = 4;
-            for (; left % together != 0; --left) next_step();
-            for (; left > 0; left -= together) {
+        };
+        const auto next_step = [&] {
+            next_stage();
+            step.template operator()<false>();
+        };
+        step.template operator()<true>();
+        // Several steps without a jump back between an addition and the next product.
+        constexpr int together = 4;
+        for (; left % together != 0; --left) next_step();
+        for (; left > 0; left -= together) {
 #pragma unroll
-                for (int i = 0; i < together; ++i) next_step();
-            }
+            for (int i = 0; i < together; ++i) next_step();
         }
         release(previous);
         if (g.bias != nullptr) {
@@ -182,6 +267,16 @@ __device__ __forceinline__ void consume_blocks(const typename Types<C>::Globals&
     });
     finished.send(g, shared, 0, finished.pieces);
     if (laneid() == 0) tma::store_async_read_wait();
+}
+
+template <Config C>
+__device__ __forceinline__ void consume_blocks(const typename Types<C>::Globals& g,
+                                               typename Types<C>::Shared& shared) {
+    static_assert(!Types<C>::fast && !Types<C>::fine);
+    if constexpr (Types<C>::halves)
+        consume_block_halves<C>(g, shared);
+    else
+        consume_block_tiles<C>(g, shared);
 }
 
 }  // namespace sm90

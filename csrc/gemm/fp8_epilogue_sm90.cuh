@@ -9,10 +9,13 @@
 #pragma once
 
 #include "csrc/gemm/fp8_tiles_sm90.cuh"
+#include "csrc/gemm/pieces_sm90.cuh"
 #include "csrc/gemm/values_sm90.cuh"
 
 namespace thunderkittens::fp8_gemm {
 namespace sm90 {
+
+using gemm::sm90::Pieces;
 
 // A warp's staging buffer holds 16 rows of 128 bytes of the output; these send it to (row, col), no
 // further than row `end`.
@@ -48,15 +51,6 @@ __device__ __forceinline__ void send(const typename Types<C>::Globals& g, const 
     }
 }
 
-// Columns leave in pieces of one width; the last one begins earlier where they do not fit, and
-// writes some values a second time.
-__host__ __device__ constexpr int pieces_of(int cols, int width) {
-    return (cols + width - 1) / width;
-}
-__host__ __device__ constexpr int first_of_piece(int piece, int cols, int width) {
-    return (piece + 1) * width <= cols ? piece * width : cols - width;
-}
-
 // Rounds a warp's values to O and sends them at once, through its staging buffers in turn;
 // `first_piece` have gone before. The last piece of a narrow tile begins earlier.
 template <Config C, class O, int cols>
@@ -65,19 +59,16 @@ __device__ __forceinline__ void store_now(const typename Types<C>::Globals& g,
                                           const rt_fl<16, cols>& d, uint32_t row, uint32_t col,
                                           uint32_t end, int first_piece, bool narrow) {
     using staging = st<O, 16, 128 / int(sizeof(O))>;
+    using Split = Pieces<cols, staging::cols>;
 #pragma unroll
-    for (int piece = 0; piece < pieces_of(cols, staging::cols); ++piece) {
+    for (int piece = 0; piece < Split::count; ++piece) {
         rt_fl<16, staging::cols> part;
-        int first = first_of_piece(piece, cols, staging::cols);
-        const auto take = [&](int from) {
-#pragma unroll
-            for (int t = 0; t < part.width; ++t) part.tiles[0][t] = d.tiles[0][from / 16 + t];
-        };
-        if (Types<C>::two_widths && narrow && piece == pieces_of(cols, staging::cols) - 1) {
-            take(first - Types<C>::less);
+        int first = Split::first(piece);
+        if (Types<C>::two_widths && narrow && piece == Split::count - 1) {
+            gemm::sm90::take_piece(part, d, first - Types<C>::less);
             first -= Types<C>::less;
         } else {
-            take(first);
+            gemm::sm90::take_piece(part, d, first);
         }
         auto& buffer = reinterpret_cast<staging&>(
             shared.out[kittens::warpid()][(first_piece + piece) % C.buffers]);
@@ -92,7 +83,7 @@ __device__ __forceinline__ void store_now(const typename Types<C>::Globals& g,
                                           typename Types<C>::Shared& shared,
                                           const rt_fl<16, cols>& d, uint32_t row, uint32_t col,
                                           uint32_t end, int product, bool narrow = false) {
-    const int before = product * pieces_of(cols, 64);
+    const int before = product * Pieces<cols, 64>::count;
     if (g.out_dtype == DType::fp32)
         store_now<C, float>(g, shared, d, row, col, end, before * 2, false);
     else if (g.out_dtype == DType::bf16)
@@ -107,7 +98,8 @@ template <Config C>
 struct Finished {
     using K = Types<C>;
     using staging = typename K::out_tile;
-    static constexpr int across = pieces_of(C.block_n, staging::cols);
+    using Split = Pieces<C.block_n, staging::cols>;
+    static constexpr int across = Split::count;
     static constexpr int pieces = across * K::products_m;
 
     rt_bf<16, C.block_n> values[K::products_m];
@@ -117,23 +109,14 @@ struct Finished {
 
     // The last piece of a narrow tile begins earlier.
     static __device__ __forceinline__ int first_of(int piece, bool narrow) {
-        return first_of_piece(piece, C.block_n, staging::cols) -
-               (narrow && piece == across - 1 ? K::less : 0);
+        return Split::first(piece) - (narrow && piece == across - 1 ? K::less : 0);
     }
     template <class O>
     __device__ __forceinline__ void pack(const rt_fl<16, K::product_cols> (&d)[K::products]) {
 #pragma unroll
         for (int i = 0; i < K::products; ++i) {
-            const int first = i % K::products_n * d[i].width;
-#pragma unroll
-            for (int j = 0; j < d[i].width; ++j) {
-#pragma unroll
-                for (int r = 0; r < d[i].packed_per_base; ++r) {
-                    const float2 pair = d[i].tiles[0][j].data[r];
-                    values[i / K::products_n].tiles[0][first + j].data[r] =
-                        arch::bit_cast<bf16_2>(pack_pair<O>(pair.x, pair.y));
-                }
-            }
+            gemm::sm90::round_to<O>(values[i / K::products_n], d[i],
+                                    i % K::products_n * K::product_cols);
         }
     }
     // Keeps a tile that is sent later.
@@ -170,12 +153,7 @@ struct Finished {
         send_by_tma<C>(g, buffer, row + piece / across * 64, col + first_of(in_row, narrow));
     }
     __device__ __forceinline__ void stage(staging& buffer, int product, int first) const {
-        rt_bf<16, staging::cols> part;
-#pragma unroll
-        for (int t = 0; t < part.width; ++t) {
-            part.tiles[0][t] = values[product].tiles[0][first / 16 + t];
-        }
-        kittens::warp::store(buffer, part);
+        gemm::sm90::stage_piece<rt_bf<16, staging::cols>>(values[product], first, buffer);
     }
     __device__ __forceinline__ void send(const typename K::Globals& g, typename K::Shared& shared,
                                          int begin, int end) const {

@@ -196,11 +196,27 @@ constexpr bool takes_turns(const Config& c) {
 constexpr bool has_two_widths(const Config& c) {
     return !c.streamed && !c.plain && c.sums != Sums::fine && (c.block_n == 256 || takes_turns(c));
 }
-// Whether calls without anything special have a kernel of their own, fp8_whole_sm90.cuh: for the
-// commonest pair of types.
+// Whether calls without anything special have a kernel of their own, fp8_whole_sm90.cuh or
+// fp8_whole_turns_sm90.cuh: for the commonest pair of types.
 constexpr bool has_whole_kernel(const Config& c) {
-    return !c.streamed && !c.plain && c.sums == Sums::promoted && c.block_n == 256 &&
-           c.a == DType::e4m3 && c.b == DType::e4m3;
+    const bool widest = c.sums == Sums::promoted && c.block_n == 256;
+    return !c.streamed && !c.plain && (widest || takes_turns(c)) && c.a == DType::e4m3 &&
+           c.b == DType::e4m3;
+}
+// Whether TMA can store rows of the output: they are multiples of 16 bytes.
+inline bool tma_stores(const Params& p) {
+    const int64_t bytes = p.n * size_in_bytes(p.out_dtype);
+    return bytes % 16 == 0 && bytes / 2 <= INT32_MAX;
+}
+// The calls that run that kernel: those with scales of whole rows or matrices and nothing else.
+inline bool takes_whole_kernel(const Config& c, const Params& p) {
+    return has_whole_kernel(c) && p.k > 0 && !p.blocks && p.offs == nullptr && p.bias == nullptr &&
+           p.activation == 0 && p.out_dtype != DType::fp32 && tma_stores(p) &&
+           p.schedule.cluster_m * p.schedule.cluster_n == 1;
+}
+// Whether it, or the kernel of plain calls, sends halves of tiles, fp8_halves_sm90.cuh.
+constexpr bool sends_halves(const Config& c) {
+    return c.block_n == 256 && (c.plain || has_whole_kernel(c));
 }
 // Blocks of a cluster that may send a streamed tile's sums to the first one.
 constexpr int senders(const Config& c) { return c.block_m > 32 ? 1 : 2; }
@@ -224,8 +240,9 @@ constexpr int shared_bytes(const Config& c) {
     }
     const int stage = (c.block_m + c.block_n) * BLOCK_K + scales_of_stage(c) * 4;
     const int columns = columns_in_staging(c) ? 0 : (c.block_n + 31) / 32 * 32;
-    const int bytes =
-        c.stages * stage + c.consumers * (4 * c.buffers * 16 * 128 + columns * 4) + c.stages * 24;
+    const int rows = takes_turns(c) ? c.block_m : 0;
+    const int bytes = c.stages * stage + c.consumers * (4 * c.buffers * 16 * 128 + columns * 4) +
+                      c.consumers * rows * 4 + c.stages * 24;
     return (bytes + 127) / 128 * 128;
 }
 
@@ -268,6 +285,8 @@ std::string unsupported(const Problem& problem, const DeviceProperties& device);
 Choice choose(const Problem& problem, const DeviceProperties& device);
 std::string kernel_name(const Config& config);
 std::string kernel_name(const Choice& choice);
+// Of the kernel that a call runs, where a configuration has several.
+std::string kernel_name(const Config& config, const Params& params);
 std::vector<KernelInfo> kernels();
 
 // Runs the kernel of `config` on the stream.

@@ -8,13 +8,14 @@
 // back the stage of the one before, and a finished tile leaves in the shadow of the next. Or the
 // consumers take turns, fp8_turns_sm90.cuh.
 //
-// `promoted` and `fine`: fp8_promoted_sm90.cuh; the commonest of them: fp8_whole_sm90.cuh; plain
-// configurations: fp8_blocks_sm90.cuh.
+// `promoted` and `fine`: fp8_promoted_sm90.cuh; plain configurations: fp8_blocks_sm90.cuh. The
+// commonest calls: fp8_whole_sm90.cuh, and in turns fp8_whole_turns_sm90.cuh.
 #pragma once
 
 #include "csrc/gemm/fp8_blocks_sm90.cuh"
 #include "csrc/gemm/fp8_turns_sm90.cuh"
 #include "csrc/gemm/fp8_whole_sm90.cuh"
+#include "csrc/gemm/fp8_whole_turns_sm90.cuh"
 
 namespace thunderkittens::fp8_gemm {
 namespace sm90 {
@@ -65,7 +66,7 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
         }
     };
     if constexpr (K::turns) {
-        uint32_t index = blockIdx.x >> ((g.cluster_m == 2) + (g.cluster_n == 2));
+        uint32_t index = first_index(g);
         if (index >= g.order.total) return;
         Tile tile = tile_at<C, true>(g, place, index);
         while (true) {
@@ -221,14 +222,10 @@ __device__ __forceinline__ void consume_fast(const typename Types<C>::Globals& g
     if (laneid() == 0) tma::store_async_read_wait();
 }
 
-// A template over a type: nvcc 13.0 writes host code that does not compile for a __global__
-// template over a struct's value.
 template <class K, bool whole>
-__global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_constant__
-                                                                 typename K::Globals g) {
+__device__ __forceinline__ void multiply_tiles(const typename K::Globals& g,
+                                               typename K::Shared& shared) {
     constexpr Config C = K::config;
-    shared_allocator allocator(shared_memory());
-    auto& shared = allocator.template allocate<typename K::Shared>();
     const bool alone = g.cluster_m * g.cluster_n == 1;
     const bool copies_scales = C.plain || (!K::fast && g.blocks);
 
@@ -283,6 +280,10 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
                 else if constexpr (TileScales<C>::copied && !C.plain)
                     produce_tile_scales<C>(g, shared);
             }
+            if constexpr (C.plain && K::halves) {
+                const int warp = warpgroup::warpid();
+                if (warp >= 2) send_staged<C>(g, shared, warp - 2);
+            }
         }
     } else {
         if (alone)
@@ -306,6 +307,19 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
     if (!alone) cluster::sync();
 }
 
+// A template over a type: nvcc 13.0 writes host code that does not compile for a __global__
+// template over a struct's value.
+template <class K, bool whole>
+__global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_constant__
+                                                                 typename K::Globals g) {
+    shared_allocator allocator(shared_memory());
+    auto& shared = allocator.template allocate<typename K::Shared>();
+    if constexpr (whole && K::turns)
+        multiply_whole_in_turns<K::config>(g, shared);
+    else
+        multiply_tiles<K, whole>(g, shared);
+}
+
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <class GL>
@@ -319,11 +333,9 @@ template <Config C>
 typename Types<C>::Globals make_globals(const Params& p) {
     using K = Types<C>;
     using Globals = typename K::Globals;
-    const int64_t words = p.n * size_in_bytes(p.out_dtype) / 2;
-    const bool tma_store = p.n * size_in_bytes(p.out_dtype) % 16 == 0 && words <= INT32_MAX;
-    // Where TMA cannot store, the map is a stand-in that nobody uses; so is that of the fine scales
-    // of a kernel without.
-    const int64_t map_words = tma_store ? words : 64;
+    const bool tma_store = tma_stores(p);
+    // Where TMA cannot store, the map is a stand-in that nobody uses.
+    const int64_t map_words = tma_store ? p.n * size_in_bytes(p.out_dtype) / 2 : 64;
     const int64_t k_blocks = ceil_div(p.k, BLOCK_K);
     const Schedule& s = p.schedule;
     const auto tiles = [](int64_t size, int64_t tile) {
@@ -383,9 +395,7 @@ void launch(const Params& params, Stream stream) {
                         sizeof(typename K::Shared), stream, globals);
     };
     if constexpr (has_whole_kernel(C)) {
-        if (sm90::takes_whole_kernel<C>(params, globals)) {
-            return run(sm90::fp8_gemm_kernel<K, true>);
-        }
+        if (takes_whole_kernel(C, params)) return run(sm90::fp8_gemm_kernel<K, true>);
     }
     run(sm90::fp8_gemm_kernel<K, false>);
 }

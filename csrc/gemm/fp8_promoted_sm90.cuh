@@ -9,6 +9,7 @@
 #pragma once
 
 #include "csrc/gemm/fp8_epilogue_sm90.cuh"
+#include "csrc/gemm/fp8_products_sm90.cuh"
 
 namespace thunderkittens::fp8_gemm {
 namespace sm90 {
@@ -34,9 +35,7 @@ __device__ __forceinline__ void promote(rt_fl<16, cols>& sum, const rt_fl<16, co
     }
 }
 
-// Where the operands of a product lie, as the low words of descriptors. The compiler knows that
-// they are the same in all lanes, and keeps them in uniform registers: nothing has to be moved
-// there between the end of a product and the start of the next, or between its parts.
+// Where the operands of a product lie, as the low words of descriptors, the same in all lanes.
 template <Config C>
 struct Operands {
     using K = Types<C>;
@@ -47,11 +46,8 @@ struct Operands {
         auto& stage = shared.stages[0];
         const auto rows = stage.a.template subtile<64, BLOCK_K>({consumer * K::products_m, 0});
         first_a = arch::shuffle(
-            static_cast<uint32_t>(descriptor(kittens::detail::operand_origin(rows))), 0);
-        first_b = static_cast<uint32_t>(descriptor(stage.b.address()));
-    }
-    static __device__ __forceinline__ uint64_t descriptor(uint32_t origin) {
-        return kittens::detail::k_major_descriptor<typename K::a_tile>(origin);
+            static_cast<uint32_t>(operand_descriptor<K>(kittens::detail::operand_origin(rows))), 0);
+        first_b = static_cast<uint32_t>(operand_descriptor<K>(stage.b.address()));
     }
     __device__ __forceinline__ void find(int stage) {
         a = first_a + stage * step, b = first_b + stage * step;
@@ -61,20 +57,10 @@ struct Operands {
     template <int less = 0>
     __device__ __forceinline__ void multiply(rt_fl<16, K::product_cols>& d, int in_m,
                                              int in_n) const {
-        constexpr int cols = K::product_cols - less;
-        using instruction = arch::wgmma<cols, float, typename K::TA, typename K::TB>;
-        constexpr int words = rt_fl<16, cols>::elements_per_thread;
-        constexpr uint64_t row_bytes = BLOCK_K;
-        const uint64_t high = descriptor(0) & 0xFFFFFFFF00000000;
-        const uint64_t rows = high | (a + uint32_t(in_m * 64 * row_bytes >> 4));
-        const uint64_t columns = high | (b + uint32_t(in_n * K::product_cols * row_bytes >> 4));
+        const uint64_t rows = with_low_word<K>(a + low_word_of_rows(in_m * 64));
+        const uint64_t columns = with_low_word<K>(b + low_word_of_rows(in_n * K::product_cols));
         warpgroup::mma_fence(d);
-#pragma unroll
-        for (int k = 0; k < BLOCK_K / 32; ++k) {
-            instruction::template from_shared<false, false>(
-                reinterpret_cast<float(&)[words]>(d), arch::wgmma_advance(rows, 32 * k),
-                arch::wgmma_advance(columns, 32 * k), k > 0);
-        }
+        issue_product<K, K::product_cols - less>(d, rows, columns, false);
         warpgroup::mma_commit_group();
     }
 };

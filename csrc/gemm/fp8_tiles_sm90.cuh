@@ -32,9 +32,16 @@ struct StageScales<C> {
 template <Config C>
 struct ColumnValues {};
 template <Config C>
-    requires(!columns_in_staging(C))
+    requires(!columns_in_staging(C) && !takes_turns(C))
 struct ColumnValues<C> {
     kittens::sv_fl<C.block_n> columns[C.consumers];
+};
+// And of rows, see fp8_whole_turns_sm90.cuh.
+template <Config C>
+    requires(takes_turns(C))
+struct ColumnValues<C> {
+    kittens::sv_fl<C.block_n> columns[C.consumers];
+    kittens::sv_fl<C.block_m> rows[C.consumers];
 };
 
 template <Config C>
@@ -46,6 +53,7 @@ struct Types {
     static constexpr bool fast = C.sums == Sums::fast, fine = C.sums == Sums::fine;
     static constexpr bool turns = takes_turns(C);
     static constexpr bool groups = takes_groups(C), columns_staged = columns_in_staging(C);
+    static constexpr bool halves = sends_halves(C);
     // The values of a tile's columns lie as its threads read them. Elsewhere a thread has no
     // registers for so many at a time.
     static constexpr bool columns_placed = !fast;
@@ -76,11 +84,10 @@ struct Types {
     // Staging of a warp's output: rows of 128 bytes, whatever the type of the output. To TMA, which
     // only copies, every output is a matrix of 16-bit words.
     using out_tile = st<bf16, 16, 64>;
-    // Those of a consumer's warps together, see fp8_whole_sm90.cuh.
+    // Those of a consumer's warps together, see fp8_halves_sm90.cuh.
     using out_tiles = st<bf16, 64, 64>;
-    using out_layout =
-        std::conditional_t<has_whole_kernel(C), gl<bf16, -1, 1, -1, -1, out_tile, out_tiles>,
-                           gl<bf16, -1, 1, -1, -1, out_tile>>;
+    using out_layout = std::conditional_t<halves, gl<bf16, -1, 1, -1, -1, out_tile, out_tiles>,
+                                          gl<bf16, -1, 1, -1, -1, out_tile>>;
 
     struct Stage {
         a_tile a;
@@ -190,11 +197,17 @@ __device__ __forceinline__ Tile tile_at(const Globals& g, const Place place, uin
     return tile;
 }
 
+// The index of a block's first tile: the blocks of a cluster share theirs.
+template <class Globals>
+__device__ __forceinline__ uint32_t first_index(const Globals& g) {
+    return blockIdx.x >> ((g.cluster_m == 2) + (g.cluster_n == 2));
+}
+
 // Calls work(tile) for each of this block's tiles. Where the rows are grouped, tiles are counted
 // group by group, as the offsets say; rows behind the last group count as one more.
 template <Config C, class Globals, class Work>
 __device__ __forceinline__ void for_each_tile(const Globals& g, const Place place, Work work) {
-    uint32_t index = blockIdx.x >> ((g.cluster_m == 2) + (g.cluster_n == 2));
+    uint32_t index = first_index(g);
     if constexpr (!Types<C>::groups) {
         for (; index < g.order.total; index += g.clusters) work(tile_at<C>(g, place, index));
     } else {

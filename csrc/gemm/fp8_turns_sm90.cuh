@@ -3,67 +3,13 @@
 #pragma once
 
 #include "csrc/gemm/fp8_epilogue_sm90.cuh"
+#include "csrc/gemm/fp8_products_sm90.cuh"
 
 namespace thunderkittens::fp8_gemm {
 namespace sm90 {
 
 // Named barriers, one per consumer: it may multiply.
 constexpr int TURN = READY + 3;
-
-// Starts the products of a step: so many of 64 rows, from the first-th on.
-template <class K, class B, int cols, int count>
-__device__ __forceinline__ void multiply(rt_fl<16, cols> (&d)[count], typename K::Stage& stage,
-                                         int first, bool accumulate) {
-    using sums = rt_fl<16, B::rows>;
-    const auto& columns = reinterpret_cast<const B&>(stage.b);
-#pragma unroll
-    for (int i = 0; i < count; ++i) warpgroup::mma_fence(reinterpret_cast<sums&>(d[i]));
-#pragma unroll
-    for (int i = 0; i < count; ++i) {
-        auto rows = stage.a.template subtile<64, BLOCK_K>({first + i, 0});
-        kittens::detail::wgmma_product<false, true>(reinterpret_cast<sums&>(d[i]), rows, columns,
-                                                    accumulate);
-    }
-    warpgroup::mma_commit_group();
-}
-// Of a narrow tile the first columns alone.
-template <class K, int cols, int count>
-__device__ __forceinline__ void multiply(rt_fl<16, cols> (&d)[count], typename K::Stage& stage,
-                                         int first, bool accumulate, bool narrow) {
-    if constexpr (K::two_widths) {
-        if (narrow) return multiply<K, typename K::narrow_b>(d, stage, first, accumulate);
-    }
-    multiply<K, typename K::b_tile>(d, stage, first, accumulate);
-}
-
-template <class K>
-__device__ __forceinline__ uint64_t operand_descriptor(uint32_t address) {
-    return kittens::detail::k_major_descriptor<typename K::a_tile>(address);
-}
-// Starts the products of a step, whose operands' descriptors have these low words. The compiler
-// knows that they are the same in all lanes, and keeps descriptors in uniform registers.
-template <class K, class B, int cols, int count>
-__device__ __forceinline__ void multiply_at(rt_fl<16, cols> (&d)[count], uint32_t a, uint32_t b,
-                                            bool accumulate) {
-    using sums = rt_fl<16, B::rows>;
-    using instruction = arch::wgmma<B::rows, float, typename K::TA, typename K::TB>;
-    constexpr int words = sums::elements_per_thread;
-    constexpr uint32_t row_bytes = BLOCK_K;
-    const uint64_t high = operand_descriptor<K>(0) & 0xFFFFFFFF00000000;
-#pragma unroll
-    for (int i = 0; i < count; ++i) warpgroup::mma_fence(reinterpret_cast<sums&>(d[i]));
-#pragma unroll
-    for (int i = 0; i < count; ++i) {
-        const uint64_t rows = high | (a + (i * 64 * row_bytes >> 4)), columns = high | b;
-#pragma unroll
-        for (int k = 0; k < BLOCK_K / 32; ++k) {
-            instruction::template from_shared<false, false>(
-                reinterpret_cast<float(&)[words]>(d[i]), arch::wgmma_advance(rows, 32 * k),
-                arch::wgmma_advance(columns, 32 * k), accumulate || k > 0);
-        }
-    }
-    warpgroup::mma_commit_group();
-}
 
 template <Config C>
 __device__ __forceinline__ void consume_in_turns(const typename Types<C>::Globals& g,

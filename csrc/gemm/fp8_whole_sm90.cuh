@@ -10,94 +10,10 @@
 // register, which are the banks, as products are; and so do loops of other kinds of sums.)
 #pragma once
 
-#include "csrc/gemm/fp8_promoted_sm90.cuh"
+#include "csrc/gemm/fp8_halves_sm90.cuh"
 
 namespace thunderkittens::fp8_gemm {
 namespace sm90 {
-
-// Named barriers, one of each per consumer: half of a tile is staged; and has left the buffers.
-constexpr int STAGED = READY + 5, SENT = READY + 7;
-constexpr int SENDING_THREADS = WARPGROUP_THREADS + WARP_THREADS;
-
-template <Config C>
-bool takes_whole_kernel(const Params& p, const typename Types<C>::Globals& g) {
-    return !p.blocks && p.offs == nullptr && p.bias == nullptr && p.k > 0 && g.tma_store &&
-           g.activation == gemm::Activation::none && p.out_dtype != DType::fp32 &&
-           g.cluster_m * g.cluster_n == 1;
-}
-
-// Rounds half i of a finished tile, and writes it to the consumer's staging buffers.
-template <Config C, int i>
-__device__ __forceinline__ void stage_half(const typename Types<C>::Globals& g,
-                                           typename Types<C>::Shared& shared,
-                                           const rt_fl<16, Types<C>::product_cols>& d,
-                                           bool narrow) {
-    using K = Types<C>;
-    using F = Finished<C>;
-    using staging = typename K::out_tile;
-    static_assert(F::pieces == 2 * C.buffers);
-    rt_bf<16, K::product_cols> values;
-    const auto round = [&]<class O>(O) {
-#pragma unroll
-        for (int j = 0; j < d.width; ++j) {
-#pragma unroll
-            for (int r = 0; r < d.packed_per_base; ++r) {
-                const float2 pair = d.tiles[0][j].data[r];
-                values.tiles[0][j].data[r] = arch::bit_cast<bf16_2>(pack_pair<O>(pair.x, pair.y));
-            }
-        }
-    };
-    if (g.out_dtype == DType::bf16)
-        round(bf16{});
-    else
-        round(half{});
-    auto* buffers = &shared.out[warpgroup::groupid() * WARPGROUP_WARPS][0];
-#pragma unroll
-    for (int b = 0; b < C.buffers; ++b) {
-        const int piece = i * C.buffers + b;
-        auto& buffer = buffers[b * WARPGROUP_WARPS + warpgroup::warpid()];
-        const auto stage = [&](int first) {
-            rt_bf<16, staging::cols> part;
-#pragma unroll
-            for (int t = 0; t < part.width; ++t) part.tiles[0][t] = values.tiles[0][first / 16 + t];
-            kittens::warp::store(buffer, part);
-        };
-        constexpr int before = i * K::product_cols;
-        if (K::two_widths && narrow && piece == F::across - 1)
-            stage(F::first_of(piece, true) - before);
-        else
-            stage(F::first_of(piece, false) - before);
-    }
-}
-
-// What a warp of the producers does for a consumer: sends what that has staged.
-template <Config C>
-__device__ __forceinline__ void send_staged(const typename Types<C>::Globals& g,
-                                            typename Types<C>::Shared& shared, int consumer) {
-    using K = Types<C>;
-    using tiles = typename K::out_tiles;
-    const auto* buffers = &shared.out[consumer * WARPGROUP_WARPS][0];
-    if (blockIdx.x >= g.order.total) return;  // as the consumers do
-    arch::named_barrier_arrive(SENT + consumer, SENDING_THREADS);
-    for_each_tile<C>(g, Place(g), [&](const Tile& tile) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            arch::named_barrier_sync(STAGED + consumer, SENDING_THREADS);
-            if (laneid() == 0) {
-#pragma unroll
-                for (int b = 0; b < C.buffers; ++b) {
-                    const auto& from = reinterpret_cast<const tiles&>(buffers[b * WARPGROUP_WARPS]);
-                    const int first = Finished<C>::first_of(i * C.buffers + b, tile.narrow);
-                    tma::store_async(g.out, from,
-                                     elements(0, 0, tile.row + consumer * 64, tile.col + first));
-                }
-                tma::store_async_read_wait();
-            }
-            arch::sync_warp();
-            arch::named_barrier_arrive(SENT + consumer, SENDING_THREADS);
-        }
-    });
-}
 
 template <Config C>
 __device__ __forceinline__ void consume_whole(const typename Types<C>::Globals& g,

@@ -11,12 +11,6 @@
 namespace thunderkittens::gemm {
 namespace sm90 {
 
-// A pair of a 16-bit type, which bf16 stands for.
-__device__ __forceinline__ float2 unpack(bf16_2 pair, DType dtype) {
-    return dtype == DType::bf16 ? unpack_pair<bf16>(pair)
-                                : unpack_pair<half>(arch::bit_cast<half_2>(pair));
-}
-
 // Stores two neighbouring elements of a tensor of the output's type, or the first alone. `aligned`:
 // pairs can be written as one.
 __device__ __forceinline__ void store_pair(void* data, int64_t index, DType dtype, bool aligned,

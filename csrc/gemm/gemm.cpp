@@ -79,6 +79,22 @@ struct Outputs {
     Tensor out, preactivation;
 };
 
+// Whether two tensors are seen to share memory: they begin at the same place, or lie together in
+// the same range without gaps. Columns of one matrix, whose ranges do meet, share nothing.
+bool overlap(const Tensor& x, const Tensor& y) {
+    if (x.numel() == 0 || y.numel() == 0) return false;
+    const auto first = [](const Tensor& t) { return reinterpret_cast<uintptr_t>(t.data_ptr()); };
+    if (first(x) == first(y)) return true;
+    const auto end = [&](const Tensor& t) {
+        return first(t) + static_cast<uintptr_t>(t.numel()) * t.element_size();
+    };
+    return x.is_contiguous() && y.is_contiguous() && first(x) < end(y) && first(y) < end(x);
+}
+bool same_elements(const Tensor& x, const Tensor& y) {
+    const View a = as_4d(x), b = as_4d(y);
+    return a.data == b.data && a.size == b.size && a.stride == b.stride;
+}
+
 // `tensor` with rows that a kernel can step through, and its strides.
 struct Rows {
     Tensor tensor;
@@ -132,7 +148,19 @@ Outputs product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& b
                  dtype_text(result_type), " and the result's shape, with rows of ", out_n);
     };
     if (options.residual) check_like_out("residual", *options.residual);
-    if (options.out) check_like_out("out", *options.out);
+    if (options.out) {
+        check_like_out("out", *options.out);
+        const auto check_apart = [&](const char* name, const Tensor& x) {
+            TK_CHECK(!overlap(*options.out, x), OP, ": out overlaps ", name,
+                     "; it may be the residual, and overlap no other operand");
+        };
+        check_apart("a", a);
+        check_apart("b", b);
+        if (bias) check_apart("bias", *bias);
+        if (options.residual && !same_elements(*options.out, *options.residual)) {
+            check_apart("residual", *options.residual);
+        }
+    }
     const auto allocate = [&](int64_t columns) {
         return a.dim() == 3 ? empty({batch, m, columns}, result_type, a)
                             : empty({m, columns}, result_type, a);

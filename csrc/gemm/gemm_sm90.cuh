@@ -153,6 +153,8 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
     constexpr bool two_widths = !expanded && K::two_widths;
     const int consumer = warpgroup::groupid();
     const auto release = [&](int stage) { release_stage(shared.empty[stage]); };
+    int held = C.stages - 1, steps = 1;
+    if constexpr (!expanded && K::has_once) held = g.pace.held, steps = g.pace.steps;
 
     constexpr int FIRST_DONE = READY + 1 + C.consumers;  // named barrier
     Ring<C.stages> ring;
@@ -171,7 +173,7 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
         // The last tile's consumers end one after the other: SMs that store whole tiles at once
         // wait for the L2 cache, and the tensor cores can work for the second consumer meanwhile.
         // All of the last steps are in the ring by then.
-        const int hold = last && consumer > 0 ? max(0, g.k_blocks - (C.stages - 1)) : -1;
+        const int hold = last && consumer > 0 ? max(0, g.k_blocks - held) : -1;
         int previous = 0;
         for (int k = 0; k < g.k_blocks; ++k, ring.advance()) {
             if (C.consumers > 1 && k == hold) {
@@ -202,10 +204,10 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
                             finished.send(g, shared, piece);
                     }
                 }
-            } else if (finished.any && k < finished.sent(g)) {
+            } else if (finished.any && k < finished.sent(g) * steps) {
 #pragma unroll
                 for (int piece = 0; piece < finished.pieces; ++piece) {
-                    if (k == piece) finished.send(g, shared, piece);
+                    if (k == piece * steps) finished.send(g, shared, piece);
                 }
             }
             warpgroup::mma_async_wait<1>();
@@ -230,11 +232,7 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
                     if constexpr (C.a_m_major) warpgroup::sync(READY + 1 + consumer);
                     return Finished<C>::template send_last<typename K::T>(g, shared, d, to, narrow);
                 }
-                finished.template pack<typename K::T>(d);
-                finished.at = to;
-                finished.narrow = narrow;
-                finished.any = true;
-                return;
+                return finished.template keep<typename K::T>(d, to, narrow);
             }
         }
         if (g.epilogue.alpha != 1.f) scale(d, factor.times(g.epilogue.alpha));
@@ -242,19 +240,11 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
         if constexpr (C.varied) {
             if (last)
                 return Finished<C>::template send_last<typename K::T>(g, shared, d, to, narrow);
-            finished.template pack<typename K::T>(d);
-            finished.at = to;
-            finished.narrow = narrow;
-            finished.any = true;
-            return;
+            return finished.template keep<typename K::T>(d, to, narrow);
         }
         if constexpr (K::has_finishers) {
             if (g.pace.spacing != 0) {
-                finished.template pack<typename K::T>(d);
-                finished.at = to;
-                finished.narrow = narrow;
-                finished.any = true;
-                return;
+                return finished.template keep<typename K::T>(d, to, narrow);
             }
         }
         if constexpr (Factor::activates) {
@@ -326,11 +316,16 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // With a gate there are half as many pieces; where other warps finish them, a pair of those that
 // are handed over becomes one, and comes in steps that follow each other.
 template <Config C>
-constexpr Pace<C> pace_of(bool gated, int spacing) {
+constexpr Pace<C> pace_of(bool gated, int spacing, int64_t steps, bool one_round) {
     if constexpr (has_finishers(C)) {
         constexpr int pieces = Finished<C>::pieces;
         if (spacing != 0) return {spacing, gated ? spacing - 1 : 0, pieces * spacing};
         return {0, 0, gated ? pieces / 2 : pieces};
+    } else if constexpr (has_once(C)) {
+        // SMs that write all the time do better than SMs that write a whole tile at once; and after
+        // several short tiles each they do not end together.
+        const bool every_second = steps >= 2 * Finished<C>::pieces - 1;
+        return {0, every_second ? 2 : 1, one_round || steps >= 12 ? C.stages - 1 : 1};
     } else {
         return {spacing};
     }
@@ -447,20 +442,22 @@ typename Types<C>::Globals make_globals(const Params& p) {
             return make_order(C, p.schedule, p.m, p.n, p.batch);
         }
     }();
+    const bool one_round = in_one_round(p.schedule, order);
     return {
         .k_blocks = static_cast<int>(ceil_div(p.k, BLOCK_K)),
         .blocks = static_cast<uint32_t>(p.schedule.blocks),
         .a_batched = p.a_batch_stride != 0,
         .b_batched = p.b_batch_stride != 0,
         .b_once = p.schedule.b_once,
-        .one_round = in_one_round(p.schedule, order),
+        .one_round = one_round,
         .plain = is_plain(C, p),
         .tma_store = tma_store,
         .pairs = pairs,
         .aligned_pairs = aligned_pairs,
         .packed = C.fused && !C.marked && p.out_dtype == DType::bf16 && e.gate == Gate::none &&
                   e.residual == nullptr && !finished_apart,
-        .pace = pace_of<C>(e.gate != Gate::none, finished_apart ? p.schedule.spacing : 0),
+        .pace = pace_of<C>(e.gate != Gate::none, finished_apart ? p.schedule.spacing : 0,
+                           ceil_div(p.k, BLOCK_K), one_round),
         .order = order,
         .epilogue = e,
         .m = static_cast<uint32_t>(p.m),

@@ -34,31 +34,8 @@ __device__ __forceinline__ void produce(const typename K::Globals& g, typename K
             semaphore& full = shared.full[ring.stage];
             wait(shared.empty[ring.stage], ring.phase ^ 1);
             tma::expect_bytes(full, sizeof(stage) - (narrow ? K::less * BLOCK_K * 2 : 0));
-            const int k = steps.begin + i * BLOCK_K;
-            auto& a_parts = reinterpret_cast<typename K::a_part(&)[K::a_parts]>(stage.a);
-            auto& b_parts = reinterpret_cast<typename K::b_part(&)[K::b_parts]>(stage.b);
-#pragma unroll
-            for (int part = 0; part < K::a_parts; ++part) {
-                const int row = area.row + part * K::a_part_rows;
-                tma::load_async(
-                    a_parts[part], g.a,
-                    C.a_m_major ? elements(a_batch, 0, k, row) : elements(a_batch, 0, row, k),
-                    full);
-            }
-#pragma unroll
-            for (int part = 0; part < K::b_parts; ++part) {
-                const int col = area.col + part * K::b_part_cols;
-                const element_coord from =
-                    C.b_n_major ? elements(b_batch, 0, k, col) : elements(b_batch, 0, col, k);
-                if constexpr (K::less > 0) {
-                    if (narrow && part == K::b_parts - 1) {
-                        auto& last = reinterpret_cast<typename K::b_last&>(b_parts[part]);
-                        tma::load_async(last, g.b, from, full);
-                        continue;
-                    }
-                }
-                tma::load_async(b_parts[part], g.b, from, full);
-            }
+            gemm::sm90::load_step<K, false>(g, stage, full, a_batch, b_batch, area.row, area.col,
+                                            steps.begin + i * BLOCK_K, narrow);
         }
     }
 }
@@ -152,9 +129,7 @@ template <class K>
 __device__ __forceinline__ void consume(const typename K::Globals& g, typename K::Shared& shared) {
     constexpr gemm::Config C = K::config;
     const int consumer = warpgroup::groupid();
-    const auto release = [&](int stage) {
-        if (warpgroup::laneid() == 0) arrive(shared.empty[stage]);
-    };
+    const auto release = [&](int stage) { gemm::sm90::release_stage(shared.empty[stage]); };
     Ring<C.stages> ring;
     Slot slot;
     rt_fl<16, C.block_n> d;

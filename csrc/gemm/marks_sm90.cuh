@@ -29,10 +29,10 @@ __device__ __forceinline__ bool is_marked(const Globals& g, const TilePosition a
 // Whether there is a mark at all. Called by whole warps.
 __device__ __forceinline__ bool any_mark(const Marks& marks, uint32_t m, uint32_t n) {
     uint64_t found = 0;
-    for (uint32_t i = laneid(); i < (m + 127) / 128; i += 32) {
+    for (uint32_t i = laneid(); i < (m + MARKED_ROWS - 1) / MARKED_ROWS; i += WARP_THREADS) {
         found |= arch::load_global(marks.rows + i);
     }
-    for (uint32_t i = laneid(); i < (n + 127) / 128; i += 32) {
+    for (uint32_t i = laneid(); i < (n + MARKED_ROWS - 1) / MARKED_ROWS; i += WARP_THREADS) {
         found |= arch::load_global(marks.columns + i);
     }
     return arch::any_lane(found != 0);

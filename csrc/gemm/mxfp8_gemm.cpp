@@ -5,7 +5,7 @@
 #include <tuple>
 #include <utility>
 
-#include "csrc/common/tensor.h"
+#include "csrc/gemm/aligned_operands.h"
 #include "csrc/gemm/block_scaled_dispatch.h"
 
 namespace thunderkittens::mxfp8_gemm {
@@ -36,7 +36,7 @@ struct Quantised {
                  shape.rows, " x ", shape.columns, " for ", shape_text(given));
         const bool adjacent = columns <= 1 || given.stride(-1) == 1;
         data = adjacent ? given : torch::stable::contiguous(given);
-        scale = torch::stable::contiguous(scales);
+        scale = aligned_and_contiguous(scales);
         matrix = block_scaled::matrix_of(as_4d(data));
     }
     bool short_rows() const { return matrix.row_stride <= INT32_MAX; }
@@ -272,8 +272,8 @@ std::optional<Prepared> given(const char* name, const Quantised& o,
                  ' ', shape_text(tensor), "; expected ", dtype_text(type), " of ", rows, " x ",
                  columns);
     }
-    return Prepared{torch::stable::contiguous(*codes), torch::stable::contiguous(*factor),
-                    torch::stable::contiguous(*marks)};
+    return Prepared{aligned_and_contiguous(*codes), aligned_and_contiguous(*factor),
+                    aligned_and_contiguous(*marks)};
 }
 
 Tensor mxfp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const Tensor& scale_b,

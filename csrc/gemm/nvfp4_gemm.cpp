@@ -1,5 +1,5 @@
 // thunderkittens::nvfp4_gemm on CUDA: checks, allocation, choice, launch.
-#include "csrc/common/tensor.h"
+#include "csrc/gemm/aligned_operands.h"
 #include "csrc/gemm/expanding_gemm.h"
 #include "csrc/gemm/mixed_gemm.h"
 
@@ -74,7 +74,7 @@ Tensor nvfp4_gemm(const Tensor& a, const Tensor& b, const Tensor& global_scale, 
     const Tensor rows = nothing ? zeros({m, 16}, a.scalar_type(), a) : for_tensor_map(a);
     const Tensor weight =
         nothing ? zeros({groups, pieces(n), 1, piece_bytes(Format::nvfp4)}, ScalarType::Byte, a)
-                : torch::stable::contiguous(b);
+                : aligned_and_contiguous(b);
     const Tensor scale = torch::stable::contiguous(global_scale);
     std::optional<Tensor> row, ends;
     if (bias) row = torch::stable::contiguous(*bias);

@@ -1,5 +1,5 @@
 // thunderkittens::nvfp4_prepare on CUDA, and its inverse: checks, allocation, launch.
-#include "csrc/common/tensor.h"
+#include "csrc/gemm/aligned_operands.h"
 #include "csrc/gemm/block_scaled.h"
 #include "csrc/gemm/mixed_gemm.h"
 
@@ -83,7 +83,7 @@ Tensor nvfp4_restore(const Tensor& data, const Tensor& global_scale, int64_t row
     const Tensor out =
         grouped ? empty({groups, rows, columns}, type, data) : empty({rows, columns}, type, data);
     if (out.numel() == 0) return out;
-    const Tensor prepared = torch::stable::contiguous(data);
+    const Tensor prepared = aligned_and_contiguous(data);
     const Tensor scale = torch::stable::contiguous(global_scale);
     run<Nvfp4Pass::restore>({.prepared = prepared.data_ptr(),
                              .values = out.data_ptr(),

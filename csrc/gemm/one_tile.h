@@ -32,12 +32,14 @@ TK_HOST_DEVICE constexpr uint32_t last_row(uint32_t m, uint32_t height, bool m_m
     return m_major ? (first + 7) / 8 * 8 : first;
 }
 
-// Whether TMA can store rows of the output: they are multiples of 16 bytes.
+// Whether TMA can store rows of the output: they lie at multiples of 16 bytes, and are such. It
+// clips columns in steps of 16 bytes, and what is behind the rows of a given output is not ours.
 inline bool tma_stores(const Params& p) {
     const int64_t size = size_in_bytes(p.out_dtype);
     const int64_t columns = p.epilogue.gate == Gate::none ? p.n : p.n / 2;
     return reinterpret_cast<uintptr_t>(p.out) % 16 == 0 && p.out_stride * size % 16 == 0 &&
-           p.out_batch_stride * size % 16 == 0 && columns * size / 2 <= INT32_MAX;
+           p.out_batch_stride * size % 16 == 0 && columns * size % 16 == 0 &&
+           columns * size / 2 <= INT32_MAX;
 }
 
 // Whether sums are only rounded to the operands' type, and TMA stores them, at the latest in the

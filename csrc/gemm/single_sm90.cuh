@@ -28,7 +28,7 @@ struct SingleTypes : Types<C> {
         typename K::out_tile out[WARPGROUP_WARPS];
         semaphore full[C.stages], empty[C.stages];
     };
-    static_assert(sizeof(Shared) == single_shared_bytes(C), "gemm.h knows another size");
+    static_assert(sizeof(Shared) == single_shared_bytes(C), "one_tile.h knows another size");
 
     struct Globals {
         int k_blocks;

@@ -3,8 +3,8 @@
 //
 // There is no next tile then in whose shadow the last could leave, and the code that would do it is
 // in the way: a kernel that runs for a few microseconds behind other work finds its instructions in
-// memory, and every jump over a longer body waits for them. So a finished tile leaves at once, the
-// way from the last product to the stores has the least code, and there are no clusters.
+// memory, and every jump over a longer body waits for them. So a finished tile leaves at once, and
+// the way from the last product to the stores has the least code.
 #pragma once
 
 #include "csrc/gemm/gemm_sm90.cuh"

@@ -60,14 +60,13 @@ __device__ __forceinline__ void init_ring(Shared& shared) {
     }
 }
 
-// Loads the tiles of one step, k on, of the output's tile at (m, n).
-template <class K>
+// Loads the tiles of one step, k on, of the output's tile at (m, n). `once`: b may be a matrix that
+// leaves the L2 cache first, see Schedule.
+template <class K, bool once>
 __device__ __forceinline__ void load_step(const typename K::Globals& g, typename K::Stage& stage,
-                                          semaphore& full, uint32_t batch, int m, uint32_t n, int k,
-                                          bool narrow = false) {
+                                          semaphore& full, int a_batch, int b_batch, int m,
+                                          uint32_t n, int k, bool narrow) {
     constexpr Config C = K::config;
-    const int a_batch = g.a_batched ? static_cast<int>(batch) : 0;
-    const int b_batch = g.b_batched ? static_cast<int>(batch) : 0;
     auto& a_parts = reinterpret_cast<typename K::a_part(&)[K::a_parts]>(stage.a);
     auto& b_parts = reinterpret_cast<typename K::b_part(&)[K::b_parts]>(stage.b);
 #pragma unroll
@@ -89,11 +88,19 @@ __device__ __forceinline__ void load_step(const typename K::Globals& g, typename
                 continue;
             }
         }
-        if (g.b_once)
+        if (once && g.b_once)
             tma::load_async<2, tma::CachePolicy::evict_first>(b_parts[i], g.b, from, full);
         else
             tma::load_async(b_parts[i], g.b, from, full);
     }
+}
+template <class K>
+__device__ __forceinline__ void load_step(const typename K::Globals& g, typename K::Stage& stage,
+                                          semaphore& full, uint32_t batch, int m, uint32_t n, int k,
+                                          bool narrow = false) {
+    const int a_batch = g.a_batched ? static_cast<int>(batch) : 0;
+    const int b_batch = g.b_batched ? static_cast<int>(batch) : 0;
+    load_step<K, true>(g, stage, full, a_batch, b_batch, m, n, k, narrow);
 }
 
 // The same of a tile whose width varies. Of b come whole stripes where they lie along n; else the

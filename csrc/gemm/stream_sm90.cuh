@@ -401,7 +401,7 @@ void launch_streamed(const Params& p, Stream stream) {
         aligned(e.preactivation, e.preactivation ? p.n / (1 + (e.gate == Gate::blocked)) : 0);
     const int64_t words = size_in_bytes(p.out_dtype) / 2;
     const bool direct = words == 1 && p.schedule.splits == 1 && !e.residual && !e.preactivation &&
-                        e.gate != Gate::interleaved && p.out_stride % 8 == 0 &&
+                        e.gate != Gate::interleaved && p.out_stride % 8 == 0 && out_n % 8 == 0 &&
                         reinterpret_cast<uintptr_t>(p.out) % 16 == 0;
     // Where TMA does not store, the map is a stand-in that nobody uses.
     const auto out_map = matrix.template operator()<decltype(K::Globals::out_map)>(

@@ -33,6 +33,13 @@ struct Pace {
     int spacing;  // between pieces that other warps finish, or 0
 };
 template <Config C>
+    requires(has_once(C))
+struct Pace<C> {
+    int spacing;
+    int steps;  // between pieces that leave as they are
+    int held;   // last steps of the second consumer that wait for the first one's
+};
+template <Config C>
     requires(has_finishers(C))
 struct Pace<C> {
     int spacing;
@@ -70,6 +77,7 @@ struct Types {
                lack <= C.block_n - narrowest(C);
     }
     static constexpr bool has_finishers = gemm::has_finishers(C);
+    static constexpr bool has_once = gemm::has_once(C);
     // Staging buffers that are handed over, each with semaphores behind those of the stages.
     static constexpr int handed = has_finishers ? C.consumers * WARPGROUP_WARPS * 2 : 0;
     using T = std::conditional_t<C.dtype == DType::bf16, bf16, half>;

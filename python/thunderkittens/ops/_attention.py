@@ -22,8 +22,15 @@ Causal = bool | Literal["upper_left", "lower_right"]
 ALIGNMENTS: tuple[Causal, ...] = (False, "lower_right", "upper_left")
 UNBOUNDED = (-1, -1)
 MAX_DIM = 256
+FLOAT_MAX = torch.finfo(torch.float32).max
+# Where the kernels compute a softcap as accurately as the weights: a score of float16 errs by 2^-22
+# of it.
+SOFTCAPS = {torch.bfloat16: (2.0**-30, 2.0**100), torch.float16: (2.0**-30, 2.0**11)}
+# A multiple of the scores that tells masked ones from others where there are slopes.
+LEAST_SCALE = 2.0**-50
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 INTEGERS = (int, torch.SymInt)
+_LARGEST = (1 << 63) - 1  # that the ops take
 # What an omitted option is in the ops, after causal and scale.
 NO_OPTIONS = (-1, -1, 0.0, None, None, None)
 
@@ -159,14 +166,15 @@ def require_mask(op: str, causal: int, scale: float | None) -> None:
     if scale is not None:
         if not isinstance(scale, NUMBERS):
             raise TypeError(f"tk.{op}: scale must be a number or None, got {type(scale).__name__}")
-        if scale - scale != 0:
-            raise ValueError(f"tk.{op}: scale is {scale}; it must be finite")
+        if not -FLOAT_MAX <= scale <= FLOAT_MAX:
+            raise ValueError(f"tk.{op}: scale is {scale}; it must be finite in float32")
 
 
 def require_options(
     op: str,
     q: Tensor,
     batch: int,
+    scale: float | None,
     softcap: float,
     alibi_slopes: Tensor | None,
     sink: Tensor | None,
@@ -178,9 +186,21 @@ def require_options(
         raise ValueError(
             f"tk.{op}: softcap is {softcap}; it must be finite and at least 0 (0 is none)"
         )
+    if softcap != 0:
+        least, most = SOFTCAPS.get(q.dtype, (0.0, FLOAT_MAX))
+        if not least <= softcap <= most:
+            raise ValueError(
+                f"tk.{op}: softcap is {softcap}; in {q.dtype} it must be 0 (none) or from "
+                f"{least:g} to {most:g}"
+            )
     heads = q.shape[1]
     if alibi_slopes is not None:
         _require_vector(op, "alibi_slopes", alibi_slopes, q)
+        if scale is not None and scale != 0 and -LEAST_SCALE < scale < LEAST_SCALE:
+            raise ValueError(
+                f"tk.{op}: scale is {scale}; with alibi_slopes it must be 0, or at least "
+                f"{LEAST_SCALE:g} in magnitude"
+            )
         shape = alibi_slopes.shape
         if (
             not 1 <= len(shape) <= 2
@@ -218,6 +238,7 @@ def call_options(
     op: str,
     q: Tensor,
     batch: int,
+    scale: Any,
     window_size: Any,
     softcap: Any,
     alibi_slopes: Any,
@@ -239,6 +260,7 @@ def call_options(
             f"tk.{op}: window_size is ({left}, {right}); left and right must be at least 0, or -1 "
             "(unbounded)"
         )
+    left, right = (min(x, _LARGEST) if isinstance(x, int) else x for x in (left, right))
     if deterministic is not None and not isinstance(deterministic, bool):
         raise TypeError(
             f"tk.{op}: deterministic must be True, False or None, got "
@@ -246,7 +268,7 @@ def call_options(
         )
     if isinstance(sink, Tensor) and sink.dtype is q.dtype:
         sink = sink.float()
-    require_options(op, q, batch, softcap, alibi_slopes, sink)
+    require_options(op, q, batch, scale, softcap, alibi_slopes, sink)
     if alibi_slopes is not None:
         if torch.is_grad_enabled() and alibi_slopes.requires_grad:
             raise ValueError(
@@ -261,9 +283,10 @@ def call_options(
 
 def require_op_options(op: str, q: Tensor, batch: int, options: Options) -> None:
     """`require_options` for the ops, whose kernels read adjacent elements."""
-    require_options(op, q, batch, options.softcap, options.alibi_slopes, options.sink)
+    slopes, sink = options.alibi_slopes, options.sink
+    require_options(op, q, batch, options.scale, options.softcap, slopes, sink)
     for name, x in options.arrays().items():
-        if x is not None and x.shape[-1] > 1 and x.stride(-1) != 1:
+        if x is not None and x.numel() > 0 and x.shape[-1] > 1 and x.stride(-1) != 1:
             raise ValueError(f"thunderkittens::{op}: {name} must have adjacent elements")
 
 

@@ -47,7 +47,8 @@ def fp8_linear(
         (..., N), of x's dtype.
 
     Raises:
-        TypeError: an operand is no tensor of a supported dtype, or grad_dtype is not fp8.
+        TypeError: an operand is no tensor of a supported dtype, or on another device than x, or
+            grad_dtype is not fp8.
         ValueError: shapes do not match, or scaling is none of the above.
     """
     for name, t in (("x", x), ("weight", weight), ("bias", bias)):
@@ -58,6 +59,8 @@ def fp8_linear(
             raise TypeError(
                 f"tk.fp8_linear: {name} must be a bfloat16, float16 or float32 tensor, got {what}"
             )
+        if t.device != x.device:
+            raise TypeError(f"tk.fp8_linear: {name} is on {t.device}, x is on {x.device}")
     if grad_dtype not in FP8_DTYPES:
         raise TypeError(f"tk.fp8_linear: grad_dtype is {grad_dtype}; it must be fp8")
     if scaling not in SCALING:
@@ -68,6 +71,11 @@ def fp8_linear(
         raise ValueError(
             f"tk.fp8_linear: x has shape {tuple(x.shape)} and weight has shape "
             f"{tuple(weight.shape)}; they must be (..., K) and (N, K)"
+        )
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(
+            f"tk.fp8_linear: bias has shape {tuple(bias.shape)}; it must be ({weight.shape[0]},), "
+            "one value per row of weight"
         )
     kind = x.device.type
     if torch.is_autocast_enabled(kind):

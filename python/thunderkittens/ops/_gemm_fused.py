@@ -201,8 +201,11 @@ def _complete(options: tuple[Any, ...]) -> tuple[Any, ...]:
     return options + defaults[len(options) :]
 
 
-def _compute(a: Tensor, b: Tensor, options: tuple[Any, ...], keep: bool) -> tuple[Tensor, Tensor]:
-    """The result, and what the activation is applied to if it is to be kept, else nothing."""
+def _compute(
+    a: Tensor, b: Tensor, options: tuple[Any, ...], keep: bool, given: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The result, written to `given` where that is possible, and what the activation is applied to
+    if it is to be kept, else nothing."""
     bias, out_dtype, residual, activation, gate, alpha, beta = _complete(options)
     _shapes(a, b, bias, out_dtype, residual, activation, gate)
     dtype = out_dtype or a.dtype
@@ -210,7 +213,7 @@ def _compute(a: Tensor, b: Tensor, options: tuple[Any, ...], keep: bool) -> tupl
     if emulation.active():
         arrays = emulation.run(
             "gemm",
-            {"a": a, "b": b, "bias": bias, "residual": residual},
+            {"a": a, "b": b, "bias": bias, "residual": residual, "out": given},
             out_dtype=emulation.NAMES[dtype],
             activation=activation,
             gate=gate,
@@ -234,7 +237,9 @@ def _cpu_forward(a: Tensor, b: Tensor, *options: Any) -> Tensor:
 
 
 def _cpu_out(a: Tensor, b: Tensor, *options: Any, out: Tensor) -> None:
-    out.copy_(_compute(a, b, options, False)[0])
+    result = _compute(a, b, options, False, out)[0]
+    if result.data_ptr() != out.data_ptr():
+        out.copy_(result)
 
 
 def _fake_out(a: Tensor, b: Tensor, *options: Any, out: Tensor, **named: Any) -> None:

@@ -144,6 +144,7 @@ def require_operands(op: str, names: Sequence[str], *operands: Any) -> None:
                     or x.dtype is not dtype
                     or x.device != device
                     or x.layout is not torch.strided
+                    or x.is_nested
                 ):
                     break
             else:
@@ -157,6 +158,8 @@ def _operand_fault(names: Sequence[str], operands: Sequence[Any]) -> str:
             return f"{name} must be a torch.Tensor, got {type(x).__name__}"
         if x.layout is not torch.strided:
             return f"{name} must be a dense tensor (torch.strided), got {x.layout}"
+        if x.is_nested:
+            return f"{name} must be a dense tensor, got a nested one"
     name, first = names[0], operands[0]
     if first.dtype not in (torch.bfloat16, torch.float16):
         return (

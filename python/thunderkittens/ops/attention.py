@@ -118,12 +118,14 @@ def attention(
             `torch.nn.functional.scaled_dot_product_attention`).
         window_size: (left, right): row i sees the keys d - left <= j <= d + right; -1 is
             unbounded. With a causal mask, `right` has no effect.
-        softcap: if positive, a scaled score s becomes softcap * tanh(s / softcap).
+        softcap: if positive, a scaled score s becomes softcap * tanh(s / softcap); from 2^-30 to
+            2^100, in float16 to 2^11.
         alibi_slopes: (Hq,) or (B, Hq), float32: slope * |d - j| is subtracted from the scores. They
             have no gradient.
         sink: (Hq,), float32 or q's dtype: one logit per head, which takes part in the softmax like
             the score of a key whose value is 0. Differentiable.
-        scale: factor of the scores, finite; None is 1 / sqrt(D).
+        scale: factor of the scores, finite in float32, with alibi_slopes 0 or at least 2^-50 in
+            magnitude; None is 1 / sqrt(D).
         deterministic: whether the gradient must have the same bits in every run; False allows a
             faster order of sums. None: as `torch.use_deterministic_algorithms` says. The forward
             pass always is deterministic.
@@ -140,8 +142,7 @@ def attention(
             that differs from q's, or is on another device; an option is of the wrong type; a
             keyword of another attention, whose message names the alternative.
         ValueError: a shape that does not fit the above, an unknown causal alignment, a scale or
-            softcap that is not finite, a negative softcap or window, or slopes that require a
-            gradient.
+            softcap out of range, a negative window, or slopes that require a gradient.
 
     The formula is `tk.reference.attention`; the algorithm is that of Dao et al., FlashAttention,
     arXiv:2205.14135. ALiBi: Press et al., arXiv:2108.12409. Sinks: Xiao et al., arXiv:2309.17453,
@@ -164,7 +165,15 @@ def attention(
         and window_size == UNBOUNDED
     ):
         options = shared.call_options(
-            "attention", q, q.shape[0], window_size, softcap, alibi_slopes, sink, deterministic
+            "attention",
+            q,
+            q.shape[0],
+            scale,
+            window_size,
+            softcap,
+            alibi_slopes,
+            sink,
+            deterministic,
         )
         sink = options[4]
     if forward_mode_active():

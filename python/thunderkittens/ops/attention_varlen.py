@@ -128,7 +128,7 @@ def attention_varlen(
         softcap: as for `tk.attention`.
         alibi_slopes: (Hq,) or (B, Hq), float32, as for `tk.attention`.
         sink: (Hq,), as for `tk.attention`.
-        scale: factor of the scores, finite; None is 1 / sqrt(D).
+        scale: as for `tk.attention`; None is 1 / sqrt(D).
         deterministic: as for `tk.attention`.
         return_lse: also return the LSE.
 
@@ -161,7 +161,7 @@ def attention_varlen(
     ):
         batch = cu_seqlens_q.shape[0] - 1
         options = shared.call_options(
-            _NAME, q, batch, window_size, softcap, alibi_slopes, sink, deterministic
+            _NAME, q, batch, scale, window_size, softcap, alibi_slopes, sink, deterministic
         )
         sink = options[4]
     if forward_mode_active():
@@ -229,6 +229,8 @@ def attention_varlen_shape(
             raise TypeError(f"tk.{_NAME}: {name} must be an integer, got {type(n).__name__}")
         if n < 0:
             raise ValueError(f"tk.{_NAME}: {name} is {n}; it must not be negative")
+        if isinstance(n, int) and n >= 1 << 63:
+            raise ValueError(f"tk.{_NAME}: {name} is {n}; it must be below 2**63")
     if scale is not None or causal not in (0, 1, 2):
         shared.require_mask(_NAME, causal, scale)
     return (heads, tokens)

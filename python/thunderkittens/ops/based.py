@@ -166,6 +166,8 @@ def _parts(state: State | None) -> tuple[Tensor | None, Tensor | None]:
             "tk.based: initial_state must be a BasedState (numerator, denominator), got "
             f"{type(state).__name__}"
         )
+    if state[0] is None:
+        raise TypeError("tk.based: the state's numerator must be a dense tensor, got NoneType")
     return state[0], state[1]
 
 
@@ -216,7 +218,9 @@ def require_value_dim(op: str, columns: int) -> None:
 
 
 def require_eps(op: str, eps: float) -> None:
-    """Raises ValueError unless eps may be added to a sum of weights."""
+    """Raises unless eps may be added to a sum of weights."""
+    if not isinstance(eps, int | float | torch.SymFloat):
+        raise TypeError(f"tk.{op}: eps must be a number, got {type(eps).__name__}")
     if not (eps >= 0 and eps < math.inf):
         raise ValueError(f"tk.{op}: eps is {eps}; it must be finite and at least 0")
 

@@ -28,6 +28,7 @@ from ._registration import (
 )
 
 _OUT_DTYPES = (None, torch.bfloat16, torch.float16, torch.float32)
+_NUMBERS = (float, int)
 _forward = torch.ops.thunderkittens.gemm_forward.default
 _differentiable = torch.ops.thunderkittens.gemm.default
 
@@ -75,7 +76,7 @@ def gemm(
         out_dtype: torch.bfloat16, torch.float16 or torch.float32; None is the dtype of a.
         out: a tensor to write the result to, in place of a new one: the result's shape and dtype,
             adjacent elements in its last dimension; not with operands that require a gradient. It
-            may be the residual.
+            may be the residual, but not overlap another operand.
 
     Returns:
         (..., M, N), or (..., M, N / 2) with a gate, of out_dtype, contiguous; or out.
@@ -87,7 +88,8 @@ def gemm(
         ValueError: an operand has less than 2 dimensions, the inner dimensions differ, the batch
             dimensions do not broadcast, bias is not (N,), residual or out has not the result's
             shape; activation or gate_layout has no such value; N is odd and there is a gate.
-        RuntimeError: out is given and a gradient is wanted.
+        RuntimeError: out is given and a gradient is wanted, or out and an operand are found to
+            overlap on the GPU.
 
     The formula is `tk.reference.gemm`.
     """
@@ -97,7 +99,9 @@ def gemm(
         activation is None
         and residual is None
         and out is None
+        and type(alpha) in _NUMBERS  # a tensor's value would have to be waited for
         and alpha == 1
+        and type(beta) in _NUMBERS
         and gate_layout == "blocked"
     ):
         return _broadcast_product(_product, a, b, bias, out_dtype)
@@ -327,6 +331,13 @@ def fused(
             raise ValueError(
                 f"tk.gemm: out has strides {out.stride()}; the elements of its last dimension must "
                 "be adjacent"
+            )
+        if 0 in out.stride() and any(
+            n > 1 and stride == 0 for n, stride in zip(shape, out.stride(), strict=True)
+        ):
+            raise ValueError(
+                f"tk.gemm: out has shape {shape} and strides {out.stride()}; each element must "
+                "have a place of its own"
             )
     if transform_active() and out is None:
         z = _broadcast_product(_product, a, b, None, torch.float32) * alpha

@@ -176,6 +176,8 @@ def state_parts(op: str, state: State | None) -> tuple[Tensor | None, ...]:
             f"tk.{op}: a state must be a LolcatsState (numerator, denominator, keys, values, "
             f"lengths), got {type(state).__name__}"
         )
+    if state[0] is None:
+        raise TypeError(f"tk.{op}: the state's numerator must be a dense tensor, got NoneType")
     return tuple(state)
 
 

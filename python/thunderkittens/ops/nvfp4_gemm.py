@@ -89,6 +89,8 @@ def nvfp4_gemm(
     if activation not in ACTIVATIONS:
         raise ValueError(f"{_NAME}: activation is {activation!r}; it must be one of {ACTIVATIONS}")
     _require_tensor("a", a)
+    if not isinstance(b, Nvfp4Weight):
+        _require_tensor("b", b)
     coded = a.dtype in _CODES
     _check_scales("a", coded, scale_a, global_scale_a)
     _check_scales("b", not isinstance(b, Nvfp4Weight), scale_b, global_scale_b)
