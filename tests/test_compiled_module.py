@@ -169,6 +169,33 @@ def test_gemm_of_few_rows_divides_k(problem, splits, b_n_major):
 
 
 @pytest.mark.skipif("gemm" not in _C.ops(), reason="this build leaves gemm out")
+@pytest.mark.parametrize("b_n_major", [False, True])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "splits"),
+    [
+        (512, 2112, 7168, 3),
+        (512, 1024, 16384, 4),
+        (256, 1024, 16384, 8),
+        (2048, 256, 16384, 4),
+        (256, 2112, 7168, 1),  # smaller tiles fill the GPU
+        (512, 1024, 4096, 1),  # too short a K for an exchange
+        (128, 4096, 16384, 1),  # bound by memory
+        (4096, 2112, 7168, 1),
+        (2048, 2048, 2048, 1),
+    ],
+)
+def test_gemm_of_few_tiles_divides_k(m, n, k, splits, b_n_major):
+    choice = _C.choose("gemm", {"m": m, "n": n, "k": k, "b_n_major": b_n_major}, H200)
+    assert not choice["streamed"]
+    assert choice["splits"] == splits
+    if splits > 1:
+        rows, columns = -(-m // choice["block_m"]), -(-n // choice["block_n"])
+        assert choice["blocks"] == rows * columns * splits <= 132
+        # Those that wait for each other are half of the SMs at most.
+        assert 1 <= choice["band"] <= 66 // (rows * splits)
+
+
+@pytest.mark.skipif("gemm" not in _C.ops(), reason="this build leaves gemm out")
 @pytest.mark.parametrize(
     ("n", "k", "fused", "once"),
     [(7168, 16384, 0, True), (28672, 8192, 0, False), (28672, 8192, 1, True)],

@@ -49,6 +49,8 @@ SHAPES_CUDA = [
     (7, 2112, 28672),
     (4097, 1003, 777),
     (2500, 2504, 1600),  # tiles of widths that vary
+    (300, 1000, 8192),  # tiles whose k is divided
+    (500, 2112, 7168),
 ]
 
 
@@ -555,3 +557,50 @@ def test_gemm_of_tiles_of_varied_widths(b_n_major, dtype, policy):
             out = tk.gemm(a, b, bias=bias)
         assert torch.equal(out, expected.to(dtype)), (n, columns, k)
         assert run.kernels[0]["varied"]
+
+
+# ---- tiles whose k is divided, on the emulator ----
+
+# Columns of a tile and stages; rows, columns, k, and how many blocks divide k. Where rows of the
+# output are not whole words, or there are too few, other tiles compute the product.
+DIVIDED = [
+    ((128, 7), (128, 136, 200, 2)),
+    ((192, 5), (200, 200, 520, 3)),
+    ((128, 7), (130, 120, 1096, 8)),
+    ((192, 5), (129, 392, 456, 7)),
+    ((128, 7), (130, 132, 200, 3)),
+    ((192, 5), (100, 64, 200, 2)),
+]
+
+
+@pytest.mark.skipif(emulation.problem is not None, reason=str(emulation.problem))
+@pytest.mark.parametrize("policy", emulation.POLICIES)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("b_n_major", [False, True])
+def test_gemm_of_divided_tiles(b_n_major, dtype, policy):
+    for number, ((block_n, stages), (m, n, k, splits)) in enumerate(DIVIDED):
+        a, b, bias = (
+            integers(*shape, low=-4, high=4, dtype=dtype, device="cpu")
+            for shape in ((m, k), (k, n), (n,))
+        )
+        bias = bias if number % 2 == 0 else None
+        expected = a.float() @ b.float() + (0 if bias is None else bias.float())
+        if not b_n_major:
+            b = b.t().contiguous().t()
+        tile = {"block_m": 128, "block_n": block_n, "stages": stages, "consumers": 2}
+        with tk.emulate(policy, seed=n, config=tile | {"splits": splits}) as run:
+            out = tk.gemm(a, b, bias=bias)
+        assert torch.equal(out, expected.to(dtype)), (m, n, k, splits)
+        assert run.kernels[0]["splits"] == splits
+
+
+@pytest.mark.parametrize("b_n_major", [False, True])
+def test_the_same_bits_again(device, b_n_major):
+    """On a GPU, where blocks divide k: who ends first is another one in each run."""
+    m, n, k = (300, 1000, 16384) if device == "cuda" else (130, 72, 200)
+    a, b, _ = operands((m, n, k), BF16, device, normal)
+    if not b_n_major:
+        b = b.t().contiguous().t()
+    out = tk.gemm(a, b)
+    for _ in range(20 if device == "cuda" else 1):
+        assert torch.equal(tk.gemm(a, b), out)

@@ -1,11 +1,12 @@
 // Which kernel multiplies which problem: pure functions of the problem and the device.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
 
 #include "csrc/common/check.h"
 #include "csrc/common/registry.h"
-#include "csrc/gemm/gemm.h"
+#include "csrc/gemm/divided.h"
 #include "csrc/gemm/one_tile.h"
 #include "csrc/gemm/varied_order.h"
 #include "csrc/gemm/widths.h"
@@ -205,6 +206,48 @@ Choice choose_streamed(const Problem& p, const DeviceProperties& device) {
     return choice;
 }
 
+// Whether sums are only rounded to rows of whole words of TMA, of one product and a long k: what
+// kernels for tiles of several widths and for divided ones compute.
+bool is_rounded(const Problem& p) {
+    return !p.fused && !p.a_m_major && p.batch == 1 && p.k >= 1536 && p.m >= 1 && p.n >= 1 &&
+           p.n % 8 == 0 && p.out_dtype == p.dtype;
+}
+
+TileShape shape_of(const Config& c) { return {c.block_m, c.block_n, c.stages, c.consumers}; }
+
+// Tiles whose k is divided: into how many parts, and the cycles that they need.
+struct DividedTiles {
+    const TileShape* shape = nullptr;
+    int splits = 1;
+    double cycles = std::numeric_limits<double>::infinity();
+};
+
+// Fitted to an H200: products, or reading the operands from memory; a start and an end that grow
+// with the sums which are given; and what is taken, a unit of columns of each other block at a
+// time. Blocks that wait for each other, at least those of a column of tiles, are no more than half
+// of the SMs: two kernels that begin at a time do not keep each other from ending.
+DividedTiles divide_tiles(const Problem& p, int sm_count) {
+    constexpr int64_t most_splits = 8;
+    constexpr double bytes_per_cycle = 1765;
+    DividedTiles best;
+    const int64_t steps = ceil_div(p.k, BLOCK_K);
+    const double read = 2 * double(p.m + p.n) * double(p.k) / bytes_per_cycle;
+    for (const TileShape& shape : DIVIDED_SHAPES) {
+        const int64_t rows = ceil_div(p.m, shape.block_m), columns = ceil_div(p.n, shape.block_n);
+        const int64_t units = shape.block_n / DIVIDED_UNIT;
+        const int64_t most =
+            std::min({sm_count / (rows * columns), sm_count / 2 / rows, steps / 4, most_splits});
+        for (int64_t splits = 2; splits <= most; ++splits) {
+            const double size = shape.block_m * shape.block_n;
+            const double products = double(ceil_div(steps, splits)) * size / 32 * 1.04;
+            const auto taken = static_cast<double>(ceil_div(units, splits) * (splits - 1));
+            const double cycles = std::max(products, read) + 7500 + 0.55 * size + 160 * taken;
+            if (cycles < best.cycles) best = {&shape, static_cast<int>(splits), cycles};
+        }
+    }
+    return best;
+}
+
 const char* suffix_of(OneTile kernel) {
     return kernel == OneTile::once ? "_once" : kernel == OneTile::single ? "_single" : "";
 }
@@ -226,7 +269,8 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
     const double tiles = double(p.batch) * double(ceil_div(p.m, choice.config.block_m)) *
                          double(ceil_div(p.n, choice.config.block_n));
     if (tiles > 2e9) return concat("the output has ", tiles, " tiles; at most 2e9 are supported");
-    const int bytes = shared_bytes(choice.config);
+    const int bytes =
+        is_divided(choice.config) ? DIVIDED_SHARED_BYTES : shared_bytes(choice.config);
     if (bytes > device.shared_bytes_per_block) {
         return concat("the kernel needs ", bytes,
                       " bytes of shared memory per block, this GPU has ",
@@ -264,23 +308,43 @@ Choice choose_unvaried(const Problem& p, const DeviceProperties& device) {
     return choice;
 }
 
-Choice choose(const Problem& p, const DeviceProperties& device) {
+namespace {
+
+// Tiles of several widths where they pay, else of one.
+Choice choose_whole(const Problem& p, const DeviceProperties& device) {
     const Choice choice = choose_unvaried(p, device);
     const Config config = varied_config(p.dtype, p.b_n_major);
-    if (choice.config.streamed || p.fused || p.a_m_major || p.batch > 1 || p.k < 1536 || p.m < 1 ||
-        p.n < 1 || p.n % 8 != 0 || p.out_dtype != p.dtype) {
+    if (choice.config.streamed || !is_rounded(p)) return choice;
+    const int sm_count = std::max(1, device.sm_count);
+    const VariedTiles tiles = vary_tiles(config, p, sm_count);
+    if (tiles.cycles > 0.985 * cycles(shape_of(choice.config), choice.config, p, sm_count)) {
         return choice;
     }
-    const int sm_count = std::max(1, device.sm_count);
-    const TileShape shape{choice.config.block_m, choice.config.block_n, choice.config.stages,
-                          choice.config.consumers};
-    const VariedTiles tiles = vary_tiles(config, p, sm_count);
-    if (tiles.cycles > 0.985 * cycles(shape, choice.config, p, sm_count)) return choice;
     Choice varied{.config = config, .schedule = schedule_for(config, p, device)};
     varied.schedule.columns = tiles.columns, varied.schedule.longer = tiles.longer;
     const int64_t all = ceil_div(p.m, config.block_m) * tiles.columns + tiles.longer;
     varied.schedule.blocks = static_cast<int>(std::min<int64_t>(all, sm_count));
     return varied;
+}
+
+}  // namespace
+
+Choice choose(const Problem& p, const DeviceProperties& device) {
+    const Choice choice = choose_whole(p, device);
+    if (choice.config.streamed || !is_rounded(p) || p.m < 128) return choice;
+    const int sm_count = std::max(1, device.sm_count);
+    const double whole = choice.config.varied
+                             ? vary_tiles(choice.config, p, sm_count).cycles
+                             : cycles(shape_of(choice.config), choice.config, p, sm_count);
+    const DividedTiles tiles = divide_tiles(p, sm_count);
+    if (tiles.shape == nullptr || tiles.cycles > 0.97 * whole) return choice;
+    Choice divided{.config = make_config(*tiles.shape, p.dtype, false, p.b_n_major)};
+    divided.schedule = schedule_for(divided.config, p, device);
+    const int64_t rows = ceil_div(p.m, tiles.shape->block_m);
+    divided.schedule.splits = tiles.splits;
+    divided.schedule.band = static_cast<int>(sm_count / 2 / (rows * tiles.splits));
+    divided.schedule.blocks *= tiles.splits;
+    return divided;
 }
 
 Choice choose_marked(const Problem& p, const DeviceProperties& device) {
@@ -294,9 +358,17 @@ std::string kernel_name(const Config& c) {
         return concat(name_of(c.dtype), "_n", c.b_n_major ? 'n' : 't', "_stream_", c.block_m, 'x',
                       c.block_n, c.fused ? "_fused" : "");
     }
+    if (is_divided(c)) return concat(name_of(c.dtype), "_divided");
     return concat(name_of(c.dtype), '_', c.a_m_major ? 't' : 'n', c.b_n_major ? 'n' : 't', '_',
                   c.block_m, 'x', c.block_n, c.fused ? "_fused" : "", c.marked ? "_marked" : "",
                   c.varied ? "_varied" : "");
+}
+
+uint64_t new_mark() {
+    // Odd steps come back to a number after 2^64 calls, and unlike small ones are not what memory
+    // has from others.
+    static std::atomic<uint64_t> last{0};
+    return last += 0x9e3779b97f4a7c15u;
 }
 
 std::string kernel_name(const Choice& choice) { return kernel_name(choice.config); }
@@ -305,8 +377,24 @@ std::string kernel_name(const Config& c, const Params& p) {
     return kernel_name(c) + suffix_of(one_tile(c, p));
 }
 
+// The kernel of all configurations for divided tiles of a dtype.
+static KernelInfo divided_info(DType dtype) {
+    const TileShape &narrow = DIVIDED_SHAPES[0], &wide = DIVIDED_SHAPES[1];
+    const Config c = make_config(narrow, dtype, false, false);
+    return {.name = kernel_name(c),
+            .config = concat("tiles ", narrow.block_m, 'x', narrow.block_n, " and ", wide.block_m,
+                             'x', wide.block_n, ", ", narrow.stages, " and ", wide.stages,
+                             " stages, 1 producer warp and ", c.consumers,
+                             " consumer warpgroups, k divided"),
+            .source = concat(name_of(c.dtype), "_divided"),
+            .symbol = concat("DividedTypesILNS_5DTypeE", int(c.dtype), 'E'),
+            .threads = one_tile_threads(c),
+            .shared_bytes = DIVIDED_SHARED_BYTES};
+}
+
 std::vector<KernelInfo> kernels() {
     std::vector<KernelInfo> list;
+    for (const DType dtype : {DType::bf16, DType::fp16}) list.push_back(divided_info(dtype));
     for (std::size_t i = 0; i < CONFIGS; ++i) {
         const Config c = config_at(i);
         const std::string tile = concat(c.block_m, 'x', c.block_n);

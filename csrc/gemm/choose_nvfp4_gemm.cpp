@@ -1,12 +1,12 @@
 // Which kernel multiplies activations with prepared weights: pure functions of the problem and the
 // device.
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <limits>
 
 #include "csrc/common/check.h"
 #include "csrc/common/registry.h"
+#include "csrc/gemm/divided.h"
 #include "csrc/gemm/expanding_gemm.h"
 #include "csrc/gemm/mixed_gemm.h"
 
@@ -200,12 +200,7 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     return fits && expanding_pays(p, choice, sm_count) ? expanding(choice, p, sm_count) : choice;
 }
 
-uint64_t new_mark() {
-    // Odd steps come back to a number after 2^64 calls, and unlike small ones are not what memory
-    // has from others.
-    static std::atomic<uint64_t> last{0};
-    return last += 0x9e3779b97f4a7c15u;
-}
+uint64_t new_mark() { return gemm::new_mark(); }
 
 std::string kernel_name(const Config& c) {
     if (few(c)) return concat(name_of(c.format), '_', name_of(c.dtype), "_few", c.tokens);

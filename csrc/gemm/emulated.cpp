@@ -1,7 +1,7 @@
 // gemm on the emulator, as gemm.cpp does it on CUDA tensors. `residual` and `out` may be given; a z
 // that is to be kept comes back as `preactivation`.
 #include "csrc/common/emulated.h"
-#include "csrc/gemm/gemm.h"
+#include "csrc/gemm/divided.h"
 
 namespace thunderkittens::gemm {
 namespace {
@@ -125,6 +125,8 @@ emulated::Result run(const emulated::Call& call) {
     }
     const int splits = choice.schedule.splits;
     choice.schedule.blocks = (choice.schedule.blocks + splits - 1) / splits * splits;
+    const Array memory = emulated::allocate({scratch_bytes(choice, m, n) / 4}, DType::fp32);
+    const Scratch scratch{memory.data, new_mark()};
     const View out_view = out.view(), residual_view = residual ? residual->view() : View{};
     const Epilogue epilogue{.bias = row ? row->data : nullptr,
                             .residual = residual ? residual->data : nullptr,
@@ -158,8 +160,9 @@ emulated::Result run(const emulated::Call& call) {
     if (row) scope.may_read("bias", *row);
     if (residual && residual->data != out.data) scope.may_read("residual", *residual);
     scope.may_write("out", out);
+    scope.may_write("scratch", memory);
     if (keep) scope.may_write("preactivation", preactivation);
-    TK_CHECK(launch_any(choice.config, params, nullptr), "tk.gemm: no kernel ", name);
+    TK_CHECK(launch_choice(choice.config, params, scratch, nullptr), "tk.gemm: no kernel ", name);
     result.choice = detail::fields_of(choice);
     result.choice.emplace("kernel", name);
     return result;

@@ -4,7 +4,7 @@
 #include <tuple>
 
 #include "csrc/common/tensor.h"
-#include "csrc/gemm/gemm.h"
+#include "csrc/gemm/divided.h"
 
 namespace thunderkittens::gemm {
 namespace {
@@ -169,6 +169,12 @@ Outputs product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& b
         throw std::runtime_error(concat(OP, ": ", reason));
     }
     const Choice choice = choose(problem, device);
+    std::optional<Tensor> memory;
+    Scratch scratch;
+    if (const int64_t bytes = scratch_bytes(choice, m, n); bytes > 0) {
+        memory = empty({bytes}, ScalarType::Byte, a);
+        scratch = {memory->data_ptr(), new_mark()};
+    }
     Rows residual;
     if (options.residual) {
         // TMA reads it, or, streamed, rows of adjacent elements are enough.
@@ -206,7 +212,7 @@ Outputs product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& b
                      .activation = static_cast<Activation>(options.activation),
                      .gate = gate},
         .schedule = choice.schedule};
-    TK_CHECK(launch_any(choice.config, params, current_stream(a)), OP, ": no kernel ",
+    TK_CHECK(launch_choice(choice.config, params, scratch, current_stream(a)), OP, ": no kernel ",
              kernel_name(choice));
     return result;
 }

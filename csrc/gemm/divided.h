@@ -1,0 +1,81 @@
+// Tiles whose k is divided by several blocks, which exchange sums through memory: for few tiles and
+// a long k (divided_sm90.cuh). Both widths of tiles and both orders of b have one kernel for each
+// dtype; a's rows lie along k. Host C++ only.
+#pragma once
+
+#include <cstdint>
+
+#include "csrc/gemm/gemm.h"
+
+namespace thunderkittens::gemm {
+
+// Their configurations have more stages than others.
+constexpr TileShape DIVIDED_SHAPES[] = {
+    {128, 128, 7, 2},
+    {128, 192, 5, 2},
+};
+// Columns that a block finishes at least, and how many blocks of 64 x 64 the stages have room for.
+constexpr int DIVIDED_UNIT = 16, DIVIDED_PARTS = 28;
+
+constexpr bool is_divided(const Config& c) {
+    if (c.streamed || c.fused || c.marked || c.varied) return false;
+    for (const TileShape& shape : DIVIDED_SHAPES) {
+        if (c.block_n == shape.block_n && c.stages == shape.stages) return true;
+    }
+    return false;
+}
+// Stages, and two semaphores for each.
+constexpr int DIVIDED_SHARED_BYTES =
+    (DIVIDED_PARTS * 64 * 64 * 2 + DIVIDED_SHAPES[0].stages * 16 + 127) / 128 * 128;
+
+// Scratch memory of a call, 16-byte aligned, with any contents: the sums that blocks give others,
+// and a mark of each for every consumer and block of the tile.
+struct Scratch {
+    void* data = nullptr;
+    uint64_t mark = 0;  // new_mark()
+};
+constexpr int64_t scratch_bytes(const Choice& choice, int64_t m, int64_t n) {
+    const Config& c = choice.config;
+    if (!is_divided(c)) return 0;
+    const int64_t rows = (m + c.block_m - 1) / c.block_m, columns = (n + c.block_n - 1) / c.block_n;
+    const int64_t splits = choice.schedule.splits, marks = 8 * c.consumers * splits;
+    return rows * columns * splits * (int64_t{4} * c.block_m * c.block_n + marks);
+}
+// A number that no call of this process has had: by it a block knows that sums in the scratch are
+// of this call, which nobody has to clear therefore.
+uint64_t new_mark();
+
+template <DType dtype>
+void launch_divided(const Config& config, const Params& params, const Scratch& scratch,
+                    Stream stream);
+// Each in a file of its own.
+extern template void launch_divided<DType::bf16>(const Config&, const Params&, const Scratch&,
+                                                 Stream);
+extern template void launch_divided<DType::fp16>(const Config&, const Params&, const Scratch&,
+                                                 Stream);
+
+// What tiles of 128 x 256 compute instead, where they were to be divided.
+inline bool suits_divided(const Config& c, const Params& p) {
+    return p.out_dtype == c.dtype && p.batch == 1 && p.m >= c.block_m && p.n % 8 == 0 &&
+           p.out_stride % 2 == 0 && reinterpret_cast<uintptr_t>(p.out) % 4 == 0 &&
+           p.schedule.splits > 1 && p.schedule.splits <= (p.k + BLOCK_K - 1) / BLOCK_K;
+}
+
+// As launch_any, of divided tiles too.
+inline bool launch_choice(const Config& config, const Params& params, const Scratch& scratch,
+                          Stream stream) {
+    if (!is_divided(config)) return launch_any(config, params, stream);
+    if (!suits_divided(config, params)) {
+        Params others = params;
+        others.schedule.splits = 1;
+        const Config whole = make_config(TILE_SHAPES[0], config.dtype, false, config.b_n_major);
+        return launch_any(whole, others, stream);
+    }
+    if (config.dtype == DType::bf16)
+        launch_divided<DType::bf16>(config, params, scratch, stream);
+    else
+        launch_divided<DType::fp16>(config, params, scratch, stream);
+    return true;
+}
+
+}  // namespace thunderkittens::gemm

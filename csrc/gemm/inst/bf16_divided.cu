@@ -1,0 +1,6 @@
+// bf16 operands, tiles of 128 x 128 and 128 x 192 whose k is divided, both orders of b.
+#include "csrc/gemm/divided_sm90.cuh"
+
+namespace thunderkittens::gemm {
+template void launch_divided<DType::bf16>(const Config&, const Params&, const Scratch&, Stream);
+}  // namespace thunderkittens::gemm
