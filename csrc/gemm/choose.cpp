@@ -224,8 +224,7 @@ struct DividedTiles {
 
 // Fitted to an H200: products, or reading the operands from memory; a start and an end that grow
 // with the sums which are given; and what is taken, a unit of columns of each other block at a
-// time. Blocks that wait for each other, at least those of a column of tiles, are no more than half
-// of the SMs: two kernels that begin at a time do not keep each other from ending.
+// time. All blocks run at a time, so there are no more of them than SMs.
 DividedTiles divide_tiles(const Problem& p, int sm_count) {
     constexpr int64_t most_splits = 8;
     constexpr double bytes_per_cycle = 1765;
@@ -235,8 +234,7 @@ DividedTiles divide_tiles(const Problem& p, int sm_count) {
     for (const TileShape& shape : DIVIDED_SHAPES) {
         const int64_t rows = ceil_div(p.m, shape.block_m), columns = ceil_div(p.n, shape.block_n);
         const int64_t units = shape.block_n / DIVIDED_UNIT;
-        const int64_t most =
-            std::min({sm_count / (rows * columns), sm_count / 2 / rows, steps / 4, most_splits});
+        const int64_t most = std::min({sm_count / (rows * columns), steps / 4, most_splits});
         for (int64_t splits = 2; splits <= most; ++splits) {
             const double size = shape.block_m * shape.block_n;
             const double products = double(ceil_div(steps, splits)) * size / 32 * 1.04;
@@ -340,9 +338,7 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     if (tiles.shape == nullptr || tiles.cycles > 0.97 * whole) return choice;
     Choice divided{.config = make_config(*tiles.shape, p.dtype, false, p.b_n_major)};
     divided.schedule = schedule_for(divided.config, p, device);
-    const int64_t rows = ceil_div(p.m, tiles.shape->block_m);
     divided.schedule.splits = tiles.splits;
-    divided.schedule.band = static_cast<int>(sm_count / 2 / (rows * tiles.splits));
     divided.schedule.blocks *= tiles.splits;
     return divided;
 }

@@ -45,13 +45,14 @@ constexpr int64_t scratch_bytes(const Choice& choice, int64_t m, int64_t n) {
 // of this call, which nobody has to clear therefore.
 uint64_t new_mark();
 
+// Whether there was room for all blocks at a time.
 template <DType dtype>
-void launch_divided(const Config& config, const Params& params, const Scratch& scratch,
+bool launch_divided(const Config& config, const Params& params, const Scratch& scratch,
                     Stream stream);
 // Each in a file of its own.
-extern template void launch_divided<DType::bf16>(const Config&, const Params&, const Scratch&,
+extern template bool launch_divided<DType::bf16>(const Config&, const Params&, const Scratch&,
                                                  Stream);
-extern template void launch_divided<DType::fp16>(const Config&, const Params&, const Scratch&,
+extern template bool launch_divided<DType::fp16>(const Config&, const Params&, const Scratch&,
                                                  Stream);
 
 // What tiles of 128 x 256 compute instead, where they were to be divided.
@@ -61,21 +62,18 @@ inline bool suits_divided(const Config& c, const Params& p) {
            p.schedule.splits > 1 && p.schedule.splits <= (p.k + BLOCK_K - 1) / BLOCK_K;
 }
 
-// As launch_any, of divided tiles too.
+// As launch_any, of divided tiles too. Where the context has not all SMs of the GPU, as a green
+// context, they are computed whole.
 inline bool launch_choice(const Config& config, const Params& params, const Scratch& scratch,
                           Stream stream) {
     if (!is_divided(config)) return launch_any(config, params, stream);
-    if (!suits_divided(config, params)) {
-        Params others = params;
-        others.schedule.splits = 1;
-        const Config whole = make_config(TILE_SHAPES[0], config.dtype, false, config.b_n_major);
-        return launch_any(whole, others, stream);
-    }
-    if (config.dtype == DType::bf16)
-        launch_divided<DType::bf16>(config, params, scratch, stream);
-    else
-        launch_divided<DType::fp16>(config, params, scratch, stream);
-    return true;
+    const auto launch =
+        config.dtype == DType::bf16 ? &launch_divided<DType::bf16> : &launch_divided<DType::fp16>;
+    if (suits_divided(config, params) && launch(config, params, scratch, stream)) return true;
+    Params others = params;
+    others.schedule.splits = 1;
+    const Config whole = make_config(TILE_SHAPES[0], config.dtype, false, config.b_n_major);
+    return launch_any(whole, others, stream);
 }
 
 }  // namespace thunderkittens::gemm

@@ -1,19 +1,18 @@
 // Matrix product on Hopper for few tiles and a long k: blocks divide the k of a tile and exchange
 // sums through memory.
 //
-// All blocks of a tile are at work at a time: there are no more of them than SMs, and those that
-// wait for each other are near each other in the grid (Schedule::band). Each multiplies its part of
-// k, as once_sm90.cuh does. Then it gives every other one the columns that this one finishes, in
-// the order of the registers, and adds what it gets to its own sums, in a fixed order: reruns give
-// the same bits. The two consumer warpgroups exchange rows apart from each other, so that the first
-// does it under the last products of the second.
+// All blocks are at work at a time: there are no more of them than SMs, and the launch is
+// cooperative, or does not take place. Each multiplies its part of k, as once_sm90.cuh does. Then
+// it gives every other one of its tile the columns that this one finishes, in the order of the
+// registers, and adds what it gets to its own sums, in a fixed order: reruns give the same bits.
+// The two consumer warpgroups exchange rows apart from each other, so that the first does it under
+// the last products of the second.
 #pragma once
-
-#include <algorithm>
 
 #include "csrc/gemm/divided.h"
 #include "csrc/gemm/epilogue_sm90.cuh"
 #include "csrc/gemm/start_sm90.cuh"
+#include "kittens/arch/cooperative.cuh"
 #include "kittens/arch/marks.cuh"
 
 namespace thunderkittens::gemm {
@@ -48,8 +47,6 @@ struct DividedTypes {
     struct Globals {
         int k_each, k_more;  // steps of a block; the first `k_more` of them have one more
         uint32_t last_row;   // where the last row of tiles begins
-        Divisor rows;        // of tiles
-        uint32_t group;      // columns of tiles that come before further ones
         int width, stages;   // of tiles
         bool b_n_major, b_once;
         uint32_t units_each, units_more;  // that a block finishes, as the steps
@@ -64,20 +61,20 @@ struct DividedTypes {
         uint32_t n;
     };
 };
-// What a block computes. Blocks that follow each other have neighbouring tiles and the same part of
-// k, so that they read the same lines at a time; those of all parts come before further columns.
+// What a block computes. Blocks that follow each other have the same part of k of tiles in a
+// rectangle, so that they read the same lines at a time.
 template <class D>
 struct DividedPlace {
     uint32_t row, column, rank, splits;
-    int first_step, steps;
     uint32_t first_block;  // the number of the tile's first block
+    int first_step, steps;
 
     __device__ __forceinline__ explicit DividedPlace(const typename D::Globals& g)
-        : rank(blockIdx.y), splits(gridDim.y) {
-        const uint32_t in_group = g.rows.divide(blockIdx.x);
-        row = blockIdx.x - in_group * g.rows.value;
-        column = blockIdx.z * g.group + in_group;
-        first_block = (column * g.rows.value + row) * splits;
+        : row(blockIdx.x),
+          column(blockIdx.y),
+          rank(blockIdx.z),
+          splits(gridDim.z),
+          first_block((column * gridDim.x + row) * splits) {
         const int part = static_cast<int>(rank);
         first_step = part * g.k_each + min(part, g.k_more);
         steps = g.k_each + (part < g.k_more);
@@ -307,7 +304,6 @@ __device__ __forceinline__ void consume_divided(const typename D::Globals& g,
 template <class D>
 __global__ __launch_bounds__(D::threads,
                              1) void divided_kernel(const __grid_constant__ typename D::Globals g) {
-    if (DividedPlace<D>(g).n(g) >= g.n) return;  // the last group has fewer columns
     shared_allocator allocator(shared_memory());
     auto& shared = allocator.template allocate<typename D::Shared>();
     if (kittens::warpid() == D::config.consumers * WARPGROUP_WARPS) {
@@ -319,20 +315,10 @@ __global__ __launch_bounds__(D::threads,
     consume_divided<D>(g, shared);
 }
 
-// What a launch says of blocks that wait for each other: a GPU has all of them at a time, the
-// emulator those of a cluster.
-constexpr unsigned blocks_at_a_time([[maybe_unused]] int splits) {
-#if defined(__CUDACC__)
-    return 1;
-#else
-    return static_cast<unsigned>(splits);
-#endif
-}
-
 }  // namespace sm90
 
 template <DType dtype>
-void launch_divided(const Config& config, const Params& p, const Scratch& scratch, Stream stream) {
+bool launch_divided(const Config& config, const Params& p, const Scratch& scratch, Stream stream) {
     using D = sm90::DividedTypes<dtype>;
     const int width = config.block_n;
     const bool b_n_major = config.b_n_major;
@@ -353,18 +339,14 @@ void launch_divided(const Config& config, const Params& p, const Scratch& scratc
     const uint32_t units = width / DIVIDED_UNIT;
     const int64_t rows = ceil_div(p.m, height), columns = ceil_div(p.n, width);
     const int64_t parts = rows * columns * splits * height * width * 4;
-    const int64_t group = std::clamp<int64_t>(p.schedule.band, 1, columns);
-    const dim3 grid(static_cast<unsigned>(rows * group), splits,
-                    static_cast<unsigned>(ceil_div(columns, group)));
-    kittens::launch(
-        kittens::LaunchOptions{.dependent = true}, sm90::divided_kernel<D>, grid, dim3(D::threads),
-        dim3(1, sm90::blocks_at_a_time(splits)), sizeof(typename D::Shared), stream,
+    const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>(columns), splits);
+    return kittens::arch::launch_cooperative(
+        dim3(1, 1, splits), true, sm90::divided_kernel<D>, grid, dim3(D::threads),
+        sizeof(typename D::Shared), stream,
         typename D::Globals{
             .k_each = steps / splits,
             .k_more = steps % splits,
             .last_row = last_row(static_cast<uint32_t>(p.m), height, false),
-            .rows = Divisor(static_cast<uint32_t>(rows)),
-            .group = static_cast<uint32_t>(group),
             .width = width,
             .stages = config.stages,
             .b_n_major = b_n_major,

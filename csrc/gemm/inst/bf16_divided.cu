@@ -2,5 +2,5 @@
 #include "csrc/gemm/divided_sm90.cuh"
 
 namespace thunderkittens::gemm {
-template void launch_divided<DType::bf16>(const Config&, const Params&, const Scratch&, Stream);
+template bool launch_divided<DType::bf16>(const Config&, const Params&, const Scratch&, Stream);
 }  // namespace thunderkittens::gemm
