@@ -118,6 +118,68 @@ def test_gemm_divides_a_long_k(m, policy):
         assert run.kernels[0]["kernel"].endswith("_stream_64x64")
 
 
+# ---- tiles of widths that vary ----
+
+# Columns, tiles of a row, rows of tiles with one more. Rows of b along k: every pair of widths, 160
+# and 176 to 224 and 240. Along n: 256 and 192, 192 and 128, one width.
+VARIED = {
+    False: [(2 * width - 24, 2, 1) for width in range(176, 241, 16)] + [(636, 4, 0)],
+    True: [(440, 2, 0), (312, 2, 0), (700, 3, 0), (568, 3, 0), (248, 2, 0), (508, 2, 0)],
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("b_n_major", [False, True])
+def test_gemm_of_tiles_of_varied_widths(b_n_major, dtype, policy):
+    """Also where rows of the output are not multiples of 16 bytes, or k is short, which other tiles
+    compute."""
+    tile = {"block_m": 128, "block_n": 256, "stages": 4, "consumers": 2, "varied": True}
+    for number, (n, columns, longer) in enumerate(VARIED[b_n_major]):
+        k = 72 if number == 1 else (200, 328)[number % 2]
+        a, b, bias = (integers(*shape, dtype=dtype) for shape in ((330, k), (k, n), (n,)))
+        bias = bias if number % 3 == 0 else None
+        expected = a.float() @ b.float() + (0 if bias is None else bias.float())
+        if not b_n_major:
+            b = b.t().contiguous().t()
+        widths = {"columns": columns, "longer": longer, "band": 2, "b_once": number > 2}
+        with tk.emulate(policy, seed=n, config=tile | widths | {"blocks": 2}) as run:
+            out = tk.gemm(a, b, bias=bias)
+        assert torch.equal(out, expected.to(dtype)), (n, columns, k)
+        assert run.kernels[0]["varied"]
+
+
+# ---- tiles whose k is divided ----
+
+# Columns of a tile and stages; rows, columns, k, and how many blocks divide k. Where rows of the
+# output are not whole words, or there are too few, other tiles compute the product.
+DIVIDED = [
+    ((128, 7), (128, 136, 200, 2)),
+    ((192, 5), (200, 200, 520, 3)),
+    ((128, 7), (130, 120, 1096, 8)),
+    ((192, 5), (129, 392, 456, 7)),
+    ((128, 7), (130, 132, 200, 3)),
+    ((192, 5), (100, 64, 200, 2)),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("b_n_major", [False, True])
+def test_gemm_of_divided_tiles(b_n_major, dtype, policy):
+    for number, ((block_n, stages), (m, n, k, splits)) in enumerate(DIVIDED):
+        a, b, bias = (integers(*shape, dtype=dtype) for shape in ((m, k), (k, n), (n,)))
+        bias = bias if number % 2 == 0 else None
+        expected = a.float() @ b.float() + (0 if bias is None else bias.float())
+        if not b_n_major:
+            b = b.t().contiguous().t()
+        tile = {"block_m": 128, "block_n": block_n, "stages": stages, "consumers": 2}
+        with tk.emulate(policy, seed=n, config=tile | {"splits": splits}) as run:
+            out = tk.gemm(a, b, bias=bias)
+        assert torch.equal(out, expected.to(dtype)), (m, n, k, splits)
+        assert run.kernels[0]["splits"] == splits
+
+
 # ---- every kernel of the registry, by its name ----
 
 

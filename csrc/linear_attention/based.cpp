@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "csrc/linear_attention/dispatch.h"
-#include "csrc/linear_attention/state_tensors.h"
+#include "csrc/linear_attention/state_operands.h"
 
 namespace thunderkittens::linear_attention {
 namespace {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "csrc/linear_attention/lolcats.h"
-#include "csrc/linear_attention/state_tensors.h"
+#include "csrc/linear_attention/state_operands.h"
 
 namespace thunderkittens::linear_attention {
 
