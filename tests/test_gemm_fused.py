@@ -400,6 +400,11 @@ def test_out_refuses_shared_memory(device):
     tk.gemm(both[:, :8], b, residual=both[:, 8:], out=both[:, 8:])
     assert bool((both[:, :8] == 1).all())
     assert bool((both[:, 8:] == 9).all())
+    # The strides of dimensions of one element do not matter.
+    one = torch.ones(1, 8, 8, dtype=BF16, device=device)
+    residual = one.as_strided((1, 8, 8), (3, 8, 1))
+    tk.gemm(one.clone(), one.clone(), residual=residual, out=one)
+    assert bool((one == 9).all())
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
