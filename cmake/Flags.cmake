@@ -53,6 +53,13 @@ if(THUNDERKITTENS_WERROR)
   list(APPEND TK_CUDA_FLAGS -Werror=all-warnings)
 endif()
 
+# The names of hidden symbols are a twentieth of the package, and only debuggers and profilers read
+# them. pip's wheel is stripped as it is installed; linked without them, a development build is of
+# the same size. Other types of build, such as RelWithDebInfo, and a sanitizer's keep them.
+if(CMAKE_BUILD_TYPE MATCHES "^(Release|MinSizeRel)$" AND NOT THUNDERKITTENS_SANITIZE)
+  set(TK_LINK_FLAGS -Wl,--strip-all)
+endif()
+
 # Flags of a library of host code.
 function(tk_target_flags target)
   set_target_properties(
@@ -69,6 +76,7 @@ function(tk_target_flags target)
   target_compile_definitions(${target} PRIVATE THUNDERKITTENS_ARCHS="${TK_ARCHS_TEXT}")
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:${TK_WARNINGS}>
                                            $<$<COMPILE_LANGUAGE:CXX>:${TK_PREFIX_MAPS}>)
+  target_link_options(${target} PRIVATE ${TK_LINK_FLAGS})
 endfunction()
 
 # A library of ops, on torch's stable ABI of 2.11 whatever torch it is built with. It must name

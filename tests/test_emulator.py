@@ -39,7 +39,7 @@ TILES = sorted(
     {
         tuple(int(n) for n in re.findall(r"\d+", k["config"].partition("consumer")[0]))
         for k in _C.kernels()
-        if k["op"] == "gemm" and not re.search("stream|fused", k["name"])
+        if k["op"] == "gemm" and not re.search("stream|fused|divided", k["name"])
     }
 )
 
