@@ -155,10 +155,13 @@ def test_activations(device, activation, accurate, out_dtype):
 @pytest.mark.skipif(emulation.problem is not None, reason=str(emulation.problem))
 @pytest.mark.parametrize("policy", emulation.POLICIES)
 @pytest.mark.parametrize("columns", [0, 3])
-def test_consumers_in_turns(columns, policy):
-    """Scales alone have a kernel of their own: tiles of one and of two widths, of one step, of
-    fewer than there are stages and of more; blocks with several tiles, with one and with none."""
-    config = {"block_m": 128, "block_n": 176, "block_k": 128, "stages": 5, "buffers": 2}
+@pytest.mark.parametrize("accurate", [False, True])
+def test_calls_with_scales_alone(accurate, columns, policy):
+    """They have a kernel of their own, in turns or promoted: tiles of one and of two widths, of one
+    step, of fewer than there are stages and of more; blocks with several tiles, with one and with
+    none."""
+    config = {"block_m": 128, "block_n": 176, "block_k": 128}
+    config |= {"stages": 4, "buffers": 3} if accurate else {"stages": 5, "buffers": 2}
     config |= {"consumers": 2, "streamed": False, "splits": 1, "band": 1}
     config |= {"columns": columns, "longer": min(columns, 1)}
     n = 504
@@ -169,7 +172,7 @@ def test_consumers_in_turns(columns, policy):
         scales = [powers(shape, "cpu") for shape in scale_shapes(kind, m, n, k)]
         dtype = BF16 if number % 2 else FP16
         arguments = (a.to(E4M3), b.to(E4M3), *scales)
-        options = {"out_dtype": dtype, "accurate": False}
+        options = {"out_dtype": dtype, "accurate": accurate}
         with tk.emulate(policy, seed=k, config=config | {"blocks": blocks_at_work}) as run:
             out = tk.fp8_gemm(*arguments, **options)
             general = tk.fp8_gemm(*arguments, bias=torch.zeros(n, dtype=dtype), **options)

@@ -40,6 +40,7 @@ int cluster_of(const Config& config, const Problem& p) {
 gemm::Widths two_widths(const Config& config, const Problem& p, int sm_count) {
     const bool stored = p.out_dtype != DType::fp32 && p.n % 8 == 0;
     if (!has_two_widths(config) || p.blocks || p.grouped || !stored) return {};
+    if (narrows_whole_only(config) && p.activated) return {};
     const int cluster = cluster_of(config, p);
     return gemm::two_widths(config.block_m * cluster, config.block_n, p.m, p.n,
                             std::max(1, sm_count / cluster));
@@ -53,7 +54,8 @@ double cycles(const Config& config, const Problem& p, int sm_count) {
     const double steps = static_cast<double>(std::max<int64_t>(1, ceil_div(p.k, BLOCK_K)));
     const bool fast = config.sums == Sums::fast;
     const double rounds = static_cast<double>(ceil_div(tiles, sm_count));
-    const double share = two_widths(config, p, sm_count).share;
+    // Where a bias, of which nothing is known here, would end two widths, they do not count.
+    const double share = narrows_whole_only(config) ? 1 : two_widths(config, p, sm_count).share;
     const double products = steps * config.block_m * config.block_n / 32 * share;
     if (takes_turns(config)) {
         // The end of a tile lies in the shadow of the next one, if that is long enough.

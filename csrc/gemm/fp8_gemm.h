@@ -192,16 +192,22 @@ constexpr int threads(const Config& c) {
 constexpr bool takes_turns(const Config& c) {
     return c.sums == Sums::fast && !c.streamed && c.block_n > 128 && c.block_n < 192;
 }
-// Whether the kernel computes tiles of two widths.
+// Whether a kernel computes tiles of two widths; and whether of a configuration only that of calls
+// without anything special does.
+constexpr bool is_first_pair(const Config& c) { return c.a == DType::e4m3 && c.b == DType::e4m3; }
+constexpr bool narrows_whole_only(const Config& c) {
+    return !c.streamed && !c.plain && c.sums == Sums::promoted && c.block_n == 176 &&
+           is_first_pair(c);
+}
 constexpr bool has_two_widths(const Config& c) {
-    return !c.streamed && !c.plain && c.sums != Sums::fine && (c.block_n == 256 || takes_turns(c));
+    const bool wide = !c.streamed && !c.plain && c.sums != Sums::fine && c.block_n == 256;
+    return wide || takes_turns(c) || narrows_whole_only(c);
 }
 // Whether calls without anything special have a kernel of their own, fp8_whole_sm90.cuh or
 // fp8_whole_turns_sm90.cuh: for the commonest pair of types.
 constexpr bool has_whole_kernel(const Config& c) {
-    const bool widest = c.sums == Sums::promoted && c.block_n == 256;
-    return !c.streamed && !c.plain && (widest || takes_turns(c)) && c.a == DType::e4m3 &&
-           c.b == DType::e4m3;
+    const bool promoted = c.sums == Sums::promoted && has_two_widths(c);
+    return (promoted || takes_turns(c)) && is_first_pair(c);
 }
 // Whether TMA can store rows of the output: they are multiples of 16 bytes.
 inline bool tma_stores(const Params& p) {

@@ -293,7 +293,7 @@ __device__ __forceinline__ void multiply_tiles(const typename K::Globals& g,
         warpgroup::increase_registers<K::consumer_registers>();
         arch::wait_for_dependencies();
         if constexpr (whole)
-            consume_whole<C>(g, shared);
+            consume_whole_halves<C>(g, shared);
         else if constexpr (K::turns)
             consume_in_turns<C>(g, shared);
         else if constexpr (K::fast)
@@ -307,6 +307,51 @@ __device__ __forceinline__ void multiply_tiles(const typename K::Globals& g,
     if (!alone) cluster::sync();
 }
 
+// The whole kernel where a step has one product: as start_sm90.cuh says, the way to the first load
+// is short.
+template <Config C>
+__device__ __forceinline__ void multiply_whole_tiles(const typename Types<C>::Globals& g,
+                                                     typename Types<C>::Shared& shared) {
+    using K = Types<C>;
+    // The warp that copies scales waits for semaphores, too.
+    constexpr int ready_threads = C.consumers * WARPGROUP_THREADS + 2 * WARP_THREADS;
+    if (warpgroup::groupid() == C.consumers) {
+        const int warp = warpgroup::warpid();
+        if (warp == 0) {
+            if (arch::elect_one()) {
+                for (int i = 0; i < C.stages; ++i) {
+                    init_semaphore(shared.full[i], 1);
+                    init_semaphore(shared.empty[i], C.consumers);
+                }
+                init_semaphore(TileScales<C>::there(shared), TileScales<C>::arrivals);
+                init_semaphore(TileScales<C>::used(shared), C.consumers * WARPGROUP_WARPS);
+                arch::mbarrier_init_fence();
+            }
+            arch::sync_warp();
+            arch::named_barrier_arrive(READY, ready_threads);
+        }
+        if (warp == 1) {
+            if (arch::elect_one()) {
+                tma::prefetch_map<typename K::a_part>(g.a);
+                tma::prefetch_map<typename K::b_part>(g.b);
+                tma::prefetch_map<typename K::out_tile>(g.out);
+            }
+            arch::sync_warp();
+            arch::named_barrier_sync(READY, ready_threads);
+        }
+        warpgroup::decrease_registers<K::producer_registers>();
+        arch::wait_for_dependencies();
+        arch::launch_dependents();
+        if (warpgroup::elect_leader()) load_whole<C>(g, shared);
+        if (warp == 1) produce_tile_scales<C>(g, shared);
+    } else {
+        arch::named_barrier_sync(READY, ready_threads);
+        warpgroup::increase_registers<K::consumer_registers>();
+        arch::wait_for_dependencies();
+        consume_whole_tiles<C>(g, shared);
+    }
+}
+
 // A template over a type: nvcc 13.0 writes host code that does not compile for a __global__
 // template over a struct's value.
 template <class K, bool whole>
@@ -316,6 +361,8 @@ __global__ __launch_bounds__(K::threads, 1) void fp8_gemm_kernel(const __grid_co
     auto& shared = allocator.template allocate<typename K::Shared>();
     if constexpr (whole && K::turns)
         multiply_whole_in_turns<K::config>(g, shared);
+    else if constexpr (whole && !K::halves)
+        multiply_whole_tiles<K::config>(g, shared);
     else
         multiply_tiles<K, whole>(g, shared);
 }
@@ -343,7 +390,8 @@ typename Types<C>::Globals make_globals(const Params& p) {
     };
     // Narrow tiles leave by TMA alone, and begin anywhere in a block of scales.
     const bool two_widths = tma_store && p.out_dtype != DType::fp32 && !p.blocks &&
-                            p.offs == nullptr && s.cluster_n == 1;
+                            p.offs == nullptr && s.cluster_n == 1 &&
+                            (!narrows_whole_only(C) || takes_whole_kernel(C, p));
     const auto order = [&] {
         const uint32_t rows = tiles(p.m, int64_t{C.block_m} * s.cluster_m);
         if constexpr (K::two_widths) {

@@ -91,7 +91,7 @@ __device__ __forceinline__ void consume_promoted(const typename Types<C>::Global
         const uint32_t own_row = row + laneid() / 4;
         const int in_tile = int(own_row - tile.row);
         const int k_blocks = tile.nothing ? 0 : g.k_blocks;
-        const bool narrow = K::two_widths && arch::shuffle(int(tile.narrow), 0) != 0;
+        const bool narrow = K::narrows_promoted && arch::shuffle(int(tile.narrow), 0) != 0;
         int stage = ring.stage;
         Epilogue<C> epilogue;
         const auto release_with_scales = [&](int which) {

@@ -69,11 +69,13 @@ struct Types {
     using a_tile = st<TA, C.block_m, BLOCK_K>;
     using b_tile = st<TB, C.block_n, BLOCK_K>;
     // What one block of a cluster loads of a shared tile: half of it, where they share it evenly.
-    static constexpr int a_parts = turns ? 1 : 2;
+    static constexpr bool loads_whole = turns || narrows_whole_only(C);
+    static constexpr int a_parts = loads_whole ? 1 : 2;
     using a_part = st<TA, C.block_m / a_parts, BLOCK_K>;
-    using b_part = st<TB, shares_b(C) ? C.block_n / 2 : C.block_n, BLOCK_K>;
+    using b_part = st<TB, shares_b(C) && !loads_whole ? C.block_n / 2 : C.block_n, BLOCK_K>;
     // The last part of a narrow tile of b, and the whole.
     static constexpr bool two_widths = has_two_widths(C);
+    static constexpr bool narrows_promoted = two_widths && !narrows_whole_only(C);
     static constexpr int less = two_widths ? int(gemm::NARROWER) : 0;
     using b_last = st<TB, b_part::rows - less, BLOCK_K>;
     struct narrow_b : b_tile {

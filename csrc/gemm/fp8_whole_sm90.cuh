@@ -8,16 +8,21 @@
 // of a sum and of its product different banks: an addition reads one from each, beside the tensor
 // cores, which want the same registers. (Stores of pairs would tie a sum to an even or odd
 // register, which are the banks, as products are; and so do loops of other kinds of sums.)
+//
+// Tiles of 128 x 176 have one product in a step, and leave from registers under the next tile's
+// first one. Here alone they have two widths.
 #pragma once
 
 #include "csrc/gemm/fp8_halves_sm90.cuh"
+#include "csrc/gemm/fp8_whole_loads_sm90.cuh"
 
 namespace thunderkittens::fp8_gemm {
 namespace sm90 {
 
+// Two products side by side in a step.
 template <Config C>
-__device__ __forceinline__ void consume_whole(const typename Types<C>::Globals& g,
-                                              typename Types<C>::Shared& shared) {
+__device__ __forceinline__ void consume_whole_halves(const typename Types<C>::Globals& g,
+                                                     typename Types<C>::Shared& shared) {
     using K = Types<C>;
     using Where = TileScales<C>;
     static_assert(K::products_m == 1 && K::products_n == 2 && !K::groups);
@@ -123,6 +128,72 @@ __device__ __forceinline__ void consume_whole(const typename Types<C>::Globals& 
     }
     finish(Right{});
     arch::named_barrier_sync(SENT + consumer, SENDING_THREADS);
+}
+
+// One product in a step. A tile leaves in the shadow of the next one's first product, before which
+// there are no sums.
+template <Config C>
+__device__ __forceinline__ void consume_whole_tiles(const typename Types<C>::Globals& g,
+                                                    typename Types<C>::Shared& shared) {
+    using K = Types<C>;
+    static_assert(K::products == 1);
+    constexpr int cols = K::product_cols;
+    // The same in all lanes, as the compiler then knows.
+    const int consumer = arch::shuffle(int(warpgroup::groupid()), 0);
+    // One arrival stands for the warpgroup, which wgmma reads shared memory as.
+    const bool hands_back = warpgroup::warpid() == 0 && laneid() == 0;
+    const auto release = [&](int stage) {
+        if (hands_back) arrive(shared.empty[stage]);
+    };
+    const int row_in_tile = consumer * 64 + warpgroup::warpid() * 16;
+    Ring<C.stages> ring;
+    rt_fl<16, cols> sums[K::products], product;
+    Operands<C> operands(shared, consumer);
+    Finished<C> finished;
+    float one[2] = {1.f, 1.f};
+    int phase = 0;
+    for_each_tile<C>(g, Place(g), [&](const Tile& tile) {
+        ring.stage = arch::shuffle(ring.stage, 0), ring.phase = arch::shuffle(ring.phase, 0);
+        const bool narrow = K::two_widths && arch::shuffle(int(tile.narrow), 0) != 0;
+        int left = arch::shuffle(g.k_blocks, 0) - 1;  // steps after this one
+        int previous = 0;
+        const auto next_stage = [&] {
+            operands.find(ring.stage);
+            wait(shared.full[ring.stage], ring.phase);
+        };
+        const auto step = [&]<bool begins>() {
+            next_stage();
+            if (K::two_widths && narrow)
+                operands.template multiply<K::less>(product, 0, 0);
+            else
+                operands.multiply(product, 0, 0);
+            if constexpr (begins)
+                finished.send(g, shared, 0, finished.pieces);
+            else
+                release(previous);
+            previous = ring.stage;
+            ring.advance();
+            warpgroup::mma_async_wait(product);
+            promote<begins>(sums[0], product, 0, cols, one);
+        };
+        step.template operator()<true>();
+        // Several steps without a jump back between an addition and the next product.
+        constexpr int together = 4;
+        for (; left % together != 0; --left) step.template operator()<false>();
+        for (; left > 0; left -= together) {
+#pragma unroll
+            for (int i = 0; i < together; ++i) step.template operator()<false>();
+        }
+        release(previous);
+        Epilogue<C> epilogue;
+        epilogue.take_scales(g, shared, row_in_tile + laneid() / 4, phase);
+        phase ^= 1;
+        epilogue.scale(g, shared, sums);
+        finished.keep(g, sums, tile.row + row_in_tile, tile.col);
+        finished.narrow = narrow;
+    });
+    finished.send(g, shared, 0, finished.pieces);
+    if (laneid() == 0) tma::store_async_read_wait();
 }
 
 }  // namespace sm90
