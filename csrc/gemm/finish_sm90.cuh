@@ -148,7 +148,8 @@ struct Finishing {
         const auto finish_all = [&](auto gated) {
             constexpr bool pairs = decltype(gated)::value;
             constexpr int count = pairs ? pieces / 2 : pieces, each = pieces / count;
-            More<ahead<pairs>> next(g, place(0));
+            constexpr int rows = K::spreads && !pairs ? COUNT : ahead<pairs>;
+            More<rows> next(g, place(0));
             // A warp's part of a stage holds rows of others where those are adjacent.
             if constexpr (C.a_m_major) warpgroup::sync(READY + 1 + warpgroup::groupid());
 #pragma unroll
@@ -158,7 +159,7 @@ struct Finishing {
 #pragma unroll 1
             for (int piece = 0; piece < count; ++piece) {
                 auto more = next;
-                if (piece + 1 < count) next = More<ahead<pairs>>(g, place(piece + 1));
+                if (piece + 1 < count) next = More<rows>(g, place(piece + 1));
                 const int first = piece * each;
                 finish<pairs>(g, buffer(first), buffer(first + each - 1), place(piece), more);
             }

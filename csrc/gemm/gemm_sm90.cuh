@@ -193,7 +193,8 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
                     bias.fetch(g, col);
                     bias.share(shared.bias[consumer]);
                 }
-                const int spacing = max(1, g.pace.spacing);
+                const int every = K::spreads && g.k_blocks > 6 ? 2 : 1;
+                const int spacing = max(every, g.pace.spacing);
                 if (finished.any && k < g.pace.sending) {
 #pragma unroll
                     for (int piece = 0; piece < finished.pieces; ++piece) {
@@ -319,8 +320,11 @@ template <Config C>
 constexpr Pace<C> pace_of(bool gated, int spacing, int64_t steps, bool one_round) {
     if constexpr (has_finishers(C)) {
         constexpr int pieces = Finished<C>::pieces;
-        if (spacing != 0) return {spacing, gated ? spacing - 1 : 0, pieces * spacing};
-        return {0, 0, gated ? pieces / 2 : pieces};
+        static_assert(pieces == 4, "which leave in seven steps");
+        const int every = Types<C>::spreads && steps > 6 ? 2 : 1;
+        const int apart = std::max(spacing, every);
+        if (spacing != 0) return {apart, gated ? apart - 1 : 0, pieces * apart};
+        return {0, 0, (gated ? pieces / 2 : pieces) * every};
     } else if constexpr (has_once(C)) {
         // SMs that write all the time do better than SMs that write a whole tile at once; and after
         // several short tiles each they do not end together.

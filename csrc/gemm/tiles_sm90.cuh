@@ -78,6 +78,9 @@ struct Types {
     }
     static constexpr bool has_finishers = gemm::has_finishers(C);
     static constexpr bool has_once = gemm::has_once(C);
+    // With a fused epilogue, where that has been timed: pieces that leave as they are do so in every
+    // second step, and the last tile's consumers have a whole piece of the residual on its way.
+    static constexpr bool spreads = has_finishers && C.dtype == DType::bf16 && !C.a_m_major;
     // Staging buffers that are handed over, each with semaphores behind those of the stages.
     static constexpr int handed = has_finishers ? C.consumers * WARPGROUP_WARPS * 2 : 0;
     using T = std::conditional_t<C.dtype == DType::bf16, bf16, half>;
