@@ -78,7 +78,7 @@ struct Types {
     }
     static constexpr bool has_finishers = gemm::has_finishers(C);
     static constexpr bool has_once = gemm::has_once(C);
-    // With a fused epilogue, where that has been timed: pieces that leave as they are do so in every
+    // With a fused epilogue, where that has been timed: pieces that leave as they are do so every
     // second step, and the last tile's consumers have a whole piece of the residual on its way.
     static constexpr bool spreads = has_finishers && C.dtype == DType::bf16 && !C.a_m_major;
     // Staging buffers that are handed over, each with semaphores behind those of the stages.
