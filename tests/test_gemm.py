@@ -323,6 +323,23 @@ def test_gradients(device, case):
             assert_accurate(leaf.grad, e, p, slack=slack)
 
 
+@pytest.mark.parametrize("batch", [(), (3,)])
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_gradients_lie_as_the_operands_do(device, batch, activation):
+    """Autograd copies a gradient whose strides are not those of the tensor it is of."""
+    a, w = normal((*batch, 24, 40), BF16, device), normal((*batch, 16, 40), BF16, device)
+    a = a.mT.contiguous().mT.requires_grad_()
+    w.requires_grad_()
+    b = w.mT
+    out = tk.gemm(a, b, activation=activation)
+    grad = normal(out.shape, BF16, device)
+    grads = torch.autograd.grad(out, (a, b, w), grad, retain_graph=True)
+    assert [g.stride() for g in grads] == [a.stride(), b.stride(), w.stride()]
+    out.backward(grad)
+    assert a.grad.stride() == a.stride()
+    assert w.grad.stride() == w.stride()
+
+
 def test_weight_gradient_sums_in_float32(device):
     """256 + 1 + 1 ... over the batch: a sum of bfloat16 partial results would stay at 256."""
     a = torch.ones(257, 1, 8, dtype=BF16, device=device)

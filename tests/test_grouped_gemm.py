@@ -344,6 +344,30 @@ def test_gradients(device, form):
     torch.testing.assert_close(actual[2].double(), expected[2], rtol=2**-5, atol=2.0**-3)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_lie_as_the_operands_do(device, form):
+    """Column by column too; and the values are those of operands that lie row by row."""
+    sizes = [5, 0, 17, 1]
+    a, b = (
+        torch.randint(-2, 3, s, device=device).to(BF16)
+        for s in shapes(form, sum(sizes) + 4, len(sizes), 24, 40, 32)
+    )
+    offs = offsets(sizes, device)
+
+    def gradients(a, b):
+        a, b = a.requires_grad_(), b.requires_grad_()
+        out = tk.grouped_gemm(a, b, offs)
+        weight = (torch.arange(out.numel(), device=device) % 5 - 2).view(out.shape).to(BF16)
+        return torch.autograd.grad(out, (a, b), weight)
+
+    rows = gradients(a.clone(), b.clone())
+    columns = gradients(a.mT.contiguous().mT, b.mT.contiguous().mT)
+    for x, y, operand in zip(rows, columns, (a, b), strict=True):
+        assert torch.equal(x, y)
+        assert x.stride() == operand.stride()
+        assert y.mT.is_contiguous()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS)
 def test_against_grouped_mm(device, form):

@@ -281,25 +281,35 @@ def product_gradients(
     needs_b: bool,
     needs_bias: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of `alpha * a @ b + bias`, those that are needed."""
+    """Gradients of `alpha * a @ b + bias`, those that are needed, in the order of a and of b."""
     grad_a = grad_b = grad_bias = None
     if needs_bias:
         grad_bias = grad.sum(tuple(range(grad.dim() - 1))).to(a.dtype)
     grad = grad.to(a.dtype)
     if needs_a:
-        grad_a = _scaled_product(grad, b.mT, alpha)
+        grad_a = _scaled_product(grad, b.mT, alpha, like=a)
     if needs_b:
         if a.dim() > b.dim():  # one product over all rows of the batch
             a = a.reshape(a.shape[0] * a.shape[1], a.shape[2])
             grad = grad.reshape(grad.shape[0] * grad.shape[1], grad.shape[2])
-        grad_b = _scaled_product(a.mT, grad, alpha)
+        grad_b = _scaled_product(a.mT, grad, alpha, like=b)
     return grad_a, grad_b, grad_bias
 
 
-def _scaled_product(a: Tensor, b: Tensor, alpha: float) -> Tensor:
-    if alpha == 1:
-        return _product(a, b, None, None)
-    return gemm(a, b, alpha=alpha)
+def column_by_column(x: Tensor) -> bool:
+    """Whether x lies in memory column by column, as the transpose of a weight does.
+
+    Its gradient has to lie so as well: autograd copies one of other strides to accumulate it.
+    """
+    return x.stride(-2) == 1 and x.stride(-1) != 1
+
+
+def _scaled_product(a: Tensor, b: Tensor, alpha: float, like: Tensor) -> Tensor:
+    """`alpha * a @ b`, in the order of `like`."""
+    if column_by_column(like) and a.dim() == b.dim():
+        a, b = b.mT, a.mT
+        return (_product(a, b, None, None) if alpha == 1 else gemm(a, b, alpha=alpha)).mT
+    return _product(a, b, None, None) if alpha == 1 else gemm(a, b, alpha=alpha)
 
 
 def fused(

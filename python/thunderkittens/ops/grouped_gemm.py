@@ -24,6 +24,7 @@ from ._registration import (
     require_operands,
     transform_active,
 )
+from .gemm import column_by_column
 
 _forward = torch.ops.thunderkittens.grouped_gemm_forward.default
 _differentiable = torch.ops.thunderkittens.grouped_gemm.default
@@ -147,9 +148,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     a, b, offs = ctx.saved_tensors
     needs_a, needs_b = ctx.needs_input_grad[:2]
-    grad_a = _product(grad, b.mT, offs) if needs_a else None
-    grad_b = _product(a.mT, grad, offs) if needs_b else None
+    grad_a = _ordered_product(grad, b.mT, offs, like=a) if needs_a else None
+    grad_b = _ordered_product(a.mT, grad, offs, like=b) if needs_b else None
     return grad_a, grad_b, None
+
+
+def _ordered_product(a: Tensor, b: Tensor, offs: Tensor, like: Tensor) -> Tensor:
+    """The products, in the order of `like`."""
+    return _product(b.mT, a.mT, offs).mT if column_by_column(like) else _product(a, b, offs)
 
 
 def _vmap_rule(op: Any) -> Any:
