@@ -40,6 +40,9 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
     m.def("gemm_forward.fused(Tensor a, Tensor b, " GEMM_EPILOGUE ") -> Tensor");
     m.def("gemm_forward.out(Tensor a, Tensor b, " GEMM_EPILOGUE ", *, Tensor(a!) out) -> ()");
 
+    // The gradient of the preactivation with a gate, from that of out: one pass over memory.
+    m.def("gemm_backward(Tensor grad, Tensor z, int activation, int gate) -> Tensor");
+
     // One product per group: (M, K) @ (E, K, N) with rows of a, (E, M, K) @ (K, N) with columns of
     // b, or (M, K) @ (K, N) -> (E, M, N) with parts of K grouped by their ends offs (E,).
     m.def("grouped_gemm(Tensor a, Tensor b, Tensor offs) -> Tensor");

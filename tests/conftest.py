@@ -40,6 +40,7 @@ EMULATED_SUITES = (
     "test_fp8_gemm",
     "test_fp8_quantize",
     "test_gemm",
+    "test_gemm_backward",
     "test_gemm_fused",
     "test_grouped_gemm",
     "test_mxfp8_dequantize",

@@ -275,6 +275,9 @@ def direct_calls(sample, device):
         yield ops.gemm_forward.fused, (a, b, bias, *options)
         a, b, bias, residual = (x.requires_grad_() for x in leaves(sample, device))
         yield ops.gemm.fused, (a, b, bias, None, residual, *options[2:])
+        out, z = ops.gemm.fused(*(x.detach() for x in (a, b, bias)), *options)
+        if options[3]:
+            yield ops.gemm_backward, (torch.randn_like(out), z, *options[2:4])
         return
     if sample.op == "gemm":
         arguments = (*tensors, *(None,) * (3 - len(tensors)), sample.options.get("out_dtype"))

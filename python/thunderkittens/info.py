@@ -26,6 +26,7 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
         "bf16 128 x 4096 x 4096": {"m": 128, "n": 4096, "k": 4096},
         "bf16 16 x 4096 x 4096": {"m": 16, "n": 4096, "k": 4096, "b_n_major": False},
     },
+    "gemm_backward": {"bf16 4096 x 14336, swiglu": {"rows": 4096, "columns": 14336}},
     "grouped_gemm": {
         "bf16, 8 groups of 4096 x 7168 x 4096": {"m": 32768, "n": 4096, "k": 7168, "groups": 8},
         "bf16, 64 groups, 512 x 7168 x 4096 in all": {"m": 512, "n": 4096, "k": 7168, "groups": 64},

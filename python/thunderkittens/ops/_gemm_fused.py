@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .. import emulation
 from ..reference.gemm import GATED, activate
 from ..reference.gemm import gemm as reference_gemm
+from ._gemm_backward import NAMES, activation_gradient
 from ._registration import (
     autocast_operand,
     forward_mode_active,
@@ -28,7 +29,6 @@ _forward = torch.ops.thunderkittens.gemm_forward.fused
 _differentiable = torch.ops.thunderkittens.gemm.fused
 _out = torch.ops.thunderkittens.gemm_forward.out
 
-NAMES = (None, "relu", "gelu", "gelu_tanh", "silu")
 LAYOUTS = ("blocked", "interleaved")
 RESULTS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -317,44 +317,29 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     bias, _, residual, activation, gate, alpha, beta = _complete(inputs[2:])
     ctx.options = (activation, gate, alpha, beta)
     ctx.has = (bias is not None, residual is not None)
+    # z has a gradient where a gradient is differentiated; else none, and no zeros in its place.
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(a, b, output[1])
 
 
-def _backward(ctx: Any, grad: Tensor, grad_z: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor | None, grad_z: Tensor | None) -> tuple[Tensor | None, ...]:
     from .gemm import product_gradients
 
     a, b, z = ctx.saved_tensors
     activation, gate, alpha, beta = ctx.options
     needs = (*ctx.needs_input_grad, *(False,) * 9)[:9]
     has_bias, has_residual = ctx.has
-    grad_residual = beta * grad if has_residual and needs[4] else None
-    if activation or gate:
+    wants_residual = has_residual and needs[4] and grad is not None
+    grad_residual = beta * grad if wants_residual else None
+    if grad is None:
+        grad = grad_z
+    elif activation or gate:
         inner = activation_gradient(grad, z, activation, gate)
         grad = inner if grad_z is None else inner + grad_z
+    if grad is None:
+        return (None,) * 9
     grads = product_gradients(a, b, grad, alpha, needs[0], needs[1], has_bias and needs[2])
     return (*grads, None, grad_residual, None, None, None, None)
-
-
-def activation_gradient(grad: Tensor, z: Tensor, activation: int, gate: int) -> Tensor:
-    """The gradient with respect to z, in one kernel of PyTorch where there is no gate."""
-    aten = torch.ops.aten
-    if gate:
-        gates, values = z.chunk(2, dim=-1) if gate == 1 else (z[..., ::2], z[..., 1::2])
-        activated = activate(gates, NAMES[activation])
-        pair = (activation_gradient(grad * values, gates, activation, 0), grad * activated)
-        return torch.cat(pair, -1) if gate == 1 else torch.stack(pair, -1).flatten(-2)
-    if NAMES[activation] == "relu":
-        return aten.threshold_backward(grad, z, 0)
-    if NAMES[activation] == "silu":
-        if not torch.is_grad_enabled():
-            return aten.silu_backward(grad, z)
-        wide = z.float()  # PyTorch's kernel has no derivative
-        sigmoid = torch.sigmoid(wide)
-        return (grad.float() * sigmoid * (1 + wide * (1 - sigmoid))).to(grad.dtype)
-    if activation == 0:
-        return grad
-    approximate = "tanh" if NAMES[activation] == "gelu_tanh" else "none"
-    return aten.gelu_backward(grad, z, approximate=approximate)
 
 
 def _vmap(info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Tensor, Tensor, str]:

@@ -16,7 +16,7 @@ from .. import emulation
 from ..reference.nvfp4_gemm import nvfp4_gemm as reference_nvfp4_gemm
 from ..reference.nvfp4_prepare import Nvfp4Weight
 from ._block_scaled import require_flag
-from ._gemm_fused import activation_gradient
+from ._gemm_backward import activation_gradient
 from ._gradient_call import one_by_one, refuse_double_backward
 from ._registration import (
     autocast_active,
