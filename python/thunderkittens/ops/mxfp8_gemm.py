@@ -26,6 +26,7 @@ from ._block_scaled import (
     require_tensor,
     scale_shape,
 )
+from ._gradient_call import one_by_one
 from ._registration import register
 from .fp8_gemm import ACTIVATIONS
 from .mxfp8_prepare import BLOCK, SCALES
@@ -305,13 +306,4 @@ def _flops(a_shape: Any, b_shape: Any, *args: Any, **kwargs: Any) -> int:
     return 2 * a_shape[0] * a_shape[1] * b_shape[-1]
 
 
-def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-    """One call per product."""
-    results = [
-        _op(*(x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=False)))
-        for i in range(info.batch_size)
-    ]
-    return torch.stack(results), 0
-
-
-register(_NAME, fake=_fake, cpu=_cpu, flops=_flops, vmap=_vmap, differentiable=False)
+register(_NAME, fake=_fake, cpu=_cpu, flops=_flops, vmap=one_by_one(_op), differentiable=False)

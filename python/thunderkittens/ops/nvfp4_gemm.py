@@ -347,13 +347,4 @@ def _flops(a_shape: Any, b_shape: Any, scale_shape: Any, n: int, *args: Any, **k
     return 2 * a_shape[0] * a_shape[1] * n
 
 
-def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-    """One call per product."""
-    results = [
-        _op(*(x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=False)))
-        for i in range(info.batch_size)
-    ]
-    return torch.stack(results), 0
-
-
-register("nvfp4_gemm", fake=_fake, cpu=_cpu, flops=_flops, vmap=_vmap)
+register("nvfp4_gemm", fake=_fake, cpu=_cpu, flops=_flops, vmap=one_by_one(_op))
