@@ -5,7 +5,7 @@
 #include <tuple>
 #include <utility>
 
-#include "csrc/gemm/aligned_operands.h"
+#include "csrc/common/tensor.h"
 #include "csrc/gemm/block_scaled_dispatch.h"
 
 namespace thunderkittens::mxfp8_gemm {
