@@ -359,6 +359,29 @@ def test_groups(device, sizes, behind, k, swizzle):
     assert not out[m - behind :].any()
 
 
+@pytest.mark.parametrize("layout", ["packed", "rows", "offset", "apart", "columns"])
+def test_layouts_of_groups(device, layout):
+    """b's columns along K, adjacent or not, from multiples of 16 bytes on or not, and groups that
+    are no multiple of them apart."""
+    count, n, k = 3, 40, 64
+    codes = torch.randint(-2, 3, (count, n, k), device=device).to(E4M3)
+    if layout == "columns":
+        weight = codes.mT.contiguous().mT
+    else:
+        pitch = 72 if layout == "rows" else k
+        apart = n * pitch + 8 * (layout == "apart")
+        memory = torch.zeros(8 + count * apart, device=device).to(E4M3)
+        place = ((count, n, k), (apart, pitch, 1), 8 * (layout == "offset"))
+        weight = memory.as_strided(*place)
+        weight.copy_(codes)
+    a, scale_a = operand(9, k, E4M3, True, device)
+    scale_b = torch.full((count, n, 2), 128, dtype=torch.uint8, device=device)
+    scale_b = tk.reference._block_scaled.swizzle_scales(scale_b)
+    offs = torch.tensor([4, 4, 9], dtype=torch.int32, device=device)
+    out = tk.mxfp8_gemm(a, weight.mT, scale_a, scale_b, offs=offs)
+    assert torch.equal(out, tk.mxfp8_gemm(a, codes.mT, scale_a, scale_b, offs=offs))
+
+
 def zeros(*shape, dtype=E4M3):
     return torch.zeros(shape).to(dtype)
 
