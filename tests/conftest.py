@@ -45,6 +45,7 @@ EMULATED_SUITES = (
     "test_grouped_gemm",
     "test_mxfp8_dequantize",
     "test_mxfp8_gemm",
+    "test_mxfp8_groups",
     "test_mxfp8_prepare",
     "test_mxfp8_quantize",
     "test_nvfp4_dequantize",

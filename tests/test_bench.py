@@ -17,6 +17,7 @@ import thunderkittens as tk
 from thunderkittens import bench
 from thunderkittens.bench import attention_work, cli, machine
 from thunderkittens.bench.accuracy import check
+from thunderkittens.bench.cases import NotApplicableError
 from thunderkittens.bench.suites import attention, fp8_gemm, gemm
 
 CPU = torch.device("cpu")
@@ -68,6 +69,31 @@ def test_fast_sums_may_lose_what_is_documented(kind, k, passed):
     operands = (inputs[name] for name in ("a", "b", "scale_a", "scale_b"))
     out = tk.reference.fp8_gemm(*operands, out_dtype=torch.float64) * (1 - 4096 * 2.0**-18)
     assert check(case, inputs, {"op": (out.bfloat16(),)})["op"].passed is passed
+
+
+def test_orders_of_fp8_operands():
+    """Each is measured, the same product, and cuBLAS copies what it cannot take."""
+    names = [case.name for case in fp8_gemm.cases("majors")]
+    assert len(names) == len(set(names)) == 2 * 3 * 4
+    assert "accurate TN 16 x 8192 x 8192" in names
+    for major in fp8_gemm.MAJORS:
+        case = fp8_gemm.make_case(16, 48, 64, "fast", torch.bfloat16, major)
+        inputs = make_inputs(case)
+        assert (inputs["a"].stride(1) == 1) == major.startswith("N")
+        assert (inputs["b"].stride(0) == 1) == major.endswith("T")
+        out = tk.fp8_gemm(**inputs)
+        assert check(case, inputs, {"op": (out,)})["op"].passed
+        transposed = (16 * 64 if major[0] == "T" else 0) + (48 * 64 if major[1] == "N" else 0)
+        for peer in (fp8_gemm._cublas_behind_copies, fp8_gemm._copy):
+            if transposed == 0:
+                with pytest.raises(NotApplicableError):
+                    peer(**inputs)
+        if transposed:
+            with pytest.raises(NotApplicableError, match="behind copies"):
+                fp8_gemm._cublas(**inputs)
+            copied = fp8_gemm._cublas_behind_copies(**inputs)
+            assert check(case, inputs, {"op": (copied,)})["op"].passed
+            assert sum(x.numel() for x in fp8_gemm._copy(**inputs)()) == transposed
 
 
 def test_wrong_shape_is_named():

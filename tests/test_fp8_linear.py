@@ -291,7 +291,7 @@ def test_no_second_derivative(device):
     x, w, bias = sample(device)
     for loss in (lambda y: y.sum(), lambda y: y.float().square().sum()):
         first = torch.autograd.grad(loss(tk.fp8_linear(x, w, bias)), x, create_graph=True)[0]
-        with pytest.raises(RuntimeError, match=r"tk\.fp8_linear: the gradient cannot be diff"):
+        with pytest.raises(RuntimeError, match=r"tk\.fp8_linear: .* \(double backward\)$"):
             first.float().square().sum().backward()
     with pytest.raises(RuntimeError, match="forward"):
         torch.func.jvp(lambda x: tk.fp8_linear(x, w), (x.detach(),), (x.detach(),))

@@ -31,6 +31,7 @@ def files(folders: tuple[str, ...], patterns: tuple[str, ...]) -> list[Path]:
 
 
 CPP_FILES = files(("kittens", "csrc", "tests"), CPP)
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *files(("docs",), ("*.md",))]
 PYTHON_FILES = files(("python", "tests", "benchmarks", "tools", "examples"), ("*.py", "*.pyi"))
 LIBRARY_FILES = [p for p in CPP_FILES if "tests" not in p.relative_to(ROOT).parts[:1]]
 
@@ -373,3 +374,32 @@ def test_python_file_says_what_it_is(path):
     assert not text.strip() or ast.get_docstring(ast.parse(text)), (
         "a module starts with a docstring"
     )
+
+
+# ---- documents lead somewhere ----
+
+
+def links(path: Path) -> list[str]:
+    """Targets of a document's links into this repository."""
+    return re.findall(r"\]\((?!https?:)([^)\s]+)\)", path.read_text())
+
+
+def anchors(path: Path) -> set[str]:
+    """What a link may name behind a "#": the headings as GitHub writes them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
+def test_links_lead_somewhere(path):
+    for link in links(path):
+        where, _, anchor = link.partition("#")
+        target = path.parent / where if where else path
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_every_part_of_the_performance_notes_is_listed():
+    parts = {f"performance/{path.name}" for path in (ROOT / "docs" / "performance").glob("*.md")}
+    assert parts
+    assert parts <= set(links(ROOT / "docs" / "performance.md"))

@@ -237,6 +237,7 @@ def test_meta_tensors(device, sample):
 # PyTorch's own checks, compilation, export
 
 E4M3 = torch.float8_e4m3fn
+SWIZZLE = tk.reference._block_scaled.swizzle_scales
 # Arguments of the op from the options of the public function.
 QUANTISERS = {
     "fp8_quantize": lambda options, x, scale=None: (
@@ -246,9 +247,9 @@ QUANTISERS = {
         scale,
         options.get("transposed", False),
     ),
-    "fp8_gemm": lambda options, a, b, scale_a, scale_b, bias=None: (
+    "fp8_gemm": lambda options, a, b, scale_a, scale_b, bias=None, offs=None: (
         *(a, b, scale_a, scale_b, bias, 0, options.get("out_dtype")),
-        *(options.get("accurate", True), None),
+        *(options.get("accurate", True), offs),
     ),
     "mxfp8_quantize": lambda options, x: (
         x.mT if options.get("axis") == -2 else x,
@@ -259,8 +260,17 @@ QUANTISERS = {
     ),
     "mxfp8_dequantize": lambda options, data, scale: (data, scale, torch.bfloat16, False),
     "mxfp8_prepare": lambda options, data, scale: (data, scale, False),
-    "mxfp8_gemm": lambda options, *tensors: (*tensors, None, 0, None, True, False, False),
-    "nvfp4_quantize": lambda options, x, scale=None: (x, scale, "block" in options, scale is None),
+    "mxfp8_gemm": lambda options, a, b, scale_a, scale_b, offs=None: (
+        (a, b, scale_a, scale_b, None, 0, None, True, False, False)
+        if offs is None  # groups: the exact path alone, scales in the 128x4 layout
+        else (
+            *(a, b, SWIZZLE(scale_a), SWIZZLE(scale_b), None, 0, None),
+            *(False, True, True, *(None,) * 6, offs),
+        )
+    ),
+    "nvfp4_quantize": lambda options, x, global_scale=None: (
+        *(x, global_scale, "block" in options, global_scale is None),
+    ),
     "nvfp4_dequantize": lambda options, *tensors: (*tensors, options["dtype"], False),
 }
 
@@ -316,7 +326,9 @@ def direct_calls(sample, device):
         yield getattr(ops, sample.op), (*tensors, *flags)
         return
     if sample.op in QUANTISERS:
-        yield getattr(ops, sample.op), QUANTISERS[sample.op](options, *tensors)
+        count = len(tensors) - len(sample.keywords)
+        named = dict(zip(sample.keywords, tensors[count:], strict=True))
+        yield getattr(ops, sample.op), QUANTISERS[sample.op](options, *tensors[:count], **named)
         return
     window_left, window_right = options.get("window_size", (-1, -1))
 

@@ -330,35 +330,6 @@ def test_layouts_of_checkpoints(device):
     assert hasattr(functional, "scaled_mm") == hasattr(functional, "SwizzleType")
 
 
-GROUPS = [[5, 0, 130, 1], [0, 0], [70], [64, 0, 64], [0, 7, 0, 0, 140]]
-
-
-@pytest.mark.parametrize("sizes", GROUPS)
-@pytest.mark.parametrize("behind", [0, 9])
-@pytest.mark.parametrize("k", [144, 72, 0])
-@pytest.mark.parametrize("swizzle", [True, False])
-def test_groups(device, sizes, behind, k, swizzle):
-    """Each group with a weight of its own; rows behind the last give 0, NaN or not."""
-    m, n, count = sum(sizes) + behind, 136, len(sizes)
-    kind = E5M2 if behind else E4M3
-    a, scale_a = operand(m, k, E4M3, False, device)
-    if behind and k:
-        a.view(torch.uint8)[-behind:] = 0x7F
-    data = torch.randint(-2, 3, (count, n, k), device=device).to(kind)
-    scale_b = torch.randint(126, 129, (count, n, -(-k // 32)), device=device).to(torch.uint8)
-    bias = torch.randint(-3, 4, (n,), device=device).to(BF16)
-    if swizzle:
-        scale_a = swizzled(scale_a.view(torch.uint8), True)
-        scale_b = tk.reference._block_scaled.swizzle_scales(scale_b)
-    given = (a, data.mT, scale_a, scale_b)
-    options = {"bias": bias, "swizzle": swizzle}
-    options["offs"] = torch.tensor(sizes, device=device).cumsum(0).int()
-    out = tk.mxfp8_gemm(*given, **options)
-    expected = tk.reference.mxfp8_gemm(*given, out_dtype=torch.float64, **options)
-    assert torch.equal(out, expected.to(BF16))
-    assert not out[m - behind :].any()
-
-
 def zeros(*shape, dtype=E4M3):
     return torch.zeros(shape).to(dtype)
 

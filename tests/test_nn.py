@@ -157,6 +157,19 @@ def test_generation(device, make, options, dtype):
 
 
 @every_model
+def test_generation_by_autocast(device, make, options):
+    torch.manual_seed(5)
+    layer = make(device, torch.float32, **options)
+    x = torch.randn(2, 140, WIDTH, device=device)
+    with torch.no_grad(), torch.autocast(torch.device(device).type, BF16):
+        whole = layer(x)
+        cache = layer.new_cache(2)
+        outputs = [layer(part, cache) for part in x.split([125, *[1] * 15], 1)]
+    error = (torch.cat(outputs, 1) - whole).float().norm() / whole.float().norm()
+    assert float(error) < 2e-2
+
+
+@every_model
 def test_training(device, make, options):
     torch.manual_seed(4)
     layer = make(device, **options)

@@ -498,7 +498,7 @@ def test_transforms(device):
         assert torch.equal(once, e)
         assert torch.equal(each[1], e)
     first = torch.autograd.grad(loss(*leaves), leaves, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="the gradient cannot be differentiated again"):
+    with pytest.raises(RuntimeError, match=r"differentiated again .*; tk.reference.nvfp4_gemm can"):
         first.float().square().sum().backward()
     with pytest.raises(RuntimeError, match="forward-mode differentiation"):
         torch.func.jvp(lambda a: tk.nvfp4_gemm(a, weight), (a,), (a,))

@@ -356,9 +356,18 @@ def test_products_are_not_serialised(row):
 
 def test_info_shows_every_op():
     output = run([sys.executable, "-m", "thunderkittens", "info"])
-    for text in (tk.__version__, torch.__version__, "kernel of attention", "kernel of gemm"):
+    for text in (tk.__version__, torch.__version__, *info.EXAMPLES):
         assert text in output
     assert "unavailable" not in output
+
+
+def test_info_says_once_why_there_are_no_kernels(capsys):
+    reason = "none: not for this GPU"
+    ops = {op: dict.fromkeys(examples, reason) for op, examples in info.EXAMPLES.items()}
+    info.print_report(info.collect() | {"ops": ops})
+    output = capsys.readouterr().out
+    assert output.count(reason) == 1
+    assert all(op in output for op in ops)
 
 
 def test_info_json_is_the_same_report():

@@ -1,5 +1,5 @@
 // Which attention kernel runs a problem, and in which order the blocks go through it. Pure
-// functions; the thresholds were measured on an H200 (docs/performance.md).
+// functions; the thresholds were measured on an H200 (docs/performance/).
 #include "csrc/attention/forward.h"
 
 #include <algorithm>

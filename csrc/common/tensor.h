@@ -199,6 +199,14 @@ inline Tensor for_tensor_map(const Tensor& tensor, bool either_order = false) {
     return copy_for_tensor_map(tensor);
 }
 
+// The tensor itself where it is contiguous and begins at a multiple of 16 bytes, which kernels read
+// at a time and bulk copies begin at, else a copy.
+inline Tensor aligned_and_contiguous(const Tensor& tensor) {
+    Tensor packed = torch::stable::contiguous(tensor);
+    const bool aligned = reinterpret_cast<uintptr_t>(packed.data_ptr()) % 16 == 0;
+    return aligned ? packed : torch::stable::clone(packed);
+}
+
 // ---- stream ----
 
 inline Stream current_stream(const Tensor& tensor) {

@@ -10,7 +10,6 @@
 
 #include <cstdint>
 #include <string>
-#include <vector>
 
 #include "csrc/common/device.h"
 #include "csrc/common/dtype.h"

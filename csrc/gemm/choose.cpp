@@ -370,6 +370,7 @@ uint64_t new_mark() {
 std::string kernel_name(const Choice& choice) { return kernel_name(choice.config); }
 
 std::string kernel_name(const Config& c, const Params& p) {
+    if (!suits(c, p)) return kernel_name(whole_config(c), in_whole_tiles(p));
     return kernel_name(c) + suffix_of(one_tile(c, p));
 }
 

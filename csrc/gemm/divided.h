@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "csrc/gemm/gemm.h"
+#include "csrc/gemm/varied_order.h"
 
 namespace thunderkittens::gemm {
 
@@ -55,11 +56,17 @@ extern template bool launch_divided<DType::bf16>(const Config&, const Params&, c
 extern template bool launch_divided<DType::fp16>(const Config&, const Params&, const Scratch&,
                                                  Stream);
 
-// What tiles of 128 x 256 compute instead, where they were to be divided.
+// Whether the kernel computes a call.
 inline bool suits_divided(const Config& c, const Params& p) {
     return p.out_dtype == c.dtype && p.batch == 1 && p.m >= c.block_m && p.n % 8 == 0 &&
            p.out_stride % 2 == 0 && reinterpret_cast<uintptr_t>(p.out) % 4 == 0 &&
            p.schedule.splits > 1 && p.schedule.splits <= (p.k + BLOCK_K - 1) / BLOCK_K;
+}
+
+// Whether a configuration's kernel computes a call itself, and not tiles of 128 x 256.
+inline bool suits(const Config& c, const Params& p) {
+    if (c.varied) return suits_varied(c, p);
+    return !is_divided(c) || suits_divided(c, p);
 }
 
 // As launch_any, of divided tiles too. Where the context has not all SMs of the GPU, as a green
@@ -70,10 +77,7 @@ inline bool launch_choice(const Config& config, const Params& params, const Scra
     const auto launch =
         config.dtype == DType::bf16 ? &launch_divided<DType::bf16> : &launch_divided<DType::fp16>;
     if (suits_divided(config, params) && launch(config, params, scratch, stream)) return true;
-    Params others = params;
-    others.schedule.splits = 1;
-    const Config whole = make_config(TILE_SHAPES[0], config.dtype, false, config.b_n_major);
-    return launch_any(whole, others, stream);
+    return launch_any(whole_config(config), in_whole_tiles(params), stream);
 }
 
 }  // namespace thunderkittens::gemm

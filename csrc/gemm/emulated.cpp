@@ -108,7 +108,6 @@ emulated::Result run(const emulated::Call& call) {
         .out_dtype = out_dtype,
         .a_m_major = left.swapped,
         .b_n_major = !right.swapped,
-        .bias = bias != nullptr,
         .gate = gate,
         .fused = residual || activation != Activation::none || gate != Gate::none || keep};
     if (const std::string reason = unsupported(problem, call.device); !reason.empty()) {
@@ -163,6 +162,9 @@ emulated::Result run(const emulated::Call& call) {
     scope.may_write("scratch", memory);
     if (keep) scope.may_write("preactivation", preactivation);
     TK_CHECK(launch_choice(choice.config, params, scratch, nullptr), "tk.gemm: no kernel ", name);
+    if (!suits(choice.config, params)) {
+        choice = {whole_config(choice.config), in_whole_tiles(params).schedule};
+    }
     result.choice = detail::fields_of(choice);
     result.choice.emplace("kernel", name);
     return result;

@@ -306,7 +306,8 @@ emulated::Result run_gemm(const emulated::Call& call) {
     std::swap(b.stride[dims - 2], b.stride[dims - 1]);
     const Array* ends = call.optional("offs");
     const Quantised left(call.array("a"), call.array("scale_a"), call.scalar("swizzle_a", true));
-    const Quantised right(b, call.array("scale_b"), call.scalar("swizzle_b", true));
+    const Quantised right(ends ? emulated::for_tensor_map(b) : b, call.array("scale_b"),
+                          call.scalar("swizzle_b", true));
     const int64_t m = left.matrix.rows, n = right.matrix.rows, k = left.matrix.columns;
     const int activation = call.scalar("activation", 0);
     const Problem problem{.m = m,

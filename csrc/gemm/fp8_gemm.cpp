@@ -3,7 +3,6 @@
 #include "csrc/gemm/fp8_gemm.h"
 
 #include <limits>
-#include <utility>
 
 #include "csrc/common/tensor.h"
 #include "csrc/gemm/fp8_quantize.h"

@@ -160,7 +160,6 @@ Outputs product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& b
                           .out_dtype = *out_dtype,
                           .a_m_major = left.swapped,
                           .b_n_major = !right.swapped,
-                          .bias = bias.has_value(),
                           .gate = gate,
                           .fused = options.residual || options.activation != 0 ||
                                    gate != Gate::none || options.keep_preactivation};

@@ -29,7 +29,6 @@ struct Problem {
     DType out_dtype = DType::bf16;
     bool a_m_major = false;  // a's rows (m) are adjacent in memory, instead of its columns (k)
     bool b_n_major = true;   // b's columns (n) are adjacent in memory, instead of its rows (k)
-    bool bias = false;
     Gate gate = Gate::none;
     bool fused = false;  // the epilogue does more than to scale and to add a bias
 };
@@ -116,7 +115,6 @@ void visit_fields(Problem& p, Visitor&& visit) {
     visit("out_dtype", p.out_dtype);
     visit("a_m_major", p.a_m_major);
     visit("b_n_major", p.b_n_major);
-    visit("bias", p.bias);
     visit("gate", p.gate);
     visit("fused", p.fused);
 }
@@ -187,6 +185,15 @@ constexpr Config varied_config(DType dtype, bool b_n_major) {
     Config c = make_config(TILE_SHAPES[0], dtype, false, b_n_major);
     c.varied = true;
     return c;
+}
+
+// What computes the calls that kernels of varied and of divided tiles do not: tiles of 128 x 256.
+constexpr Config whole_config(const Config& c) {
+    return make_config(TILE_SHAPES[0], c.dtype, false, c.b_n_major);
+}
+inline Params in_whole_tiles(Params p) {
+    p.schedule.columns = 0, p.schedule.splits = 1;
+    return p;
 }
 
 // Kernels for few rows, each for both dtypes and both orders of b; a's rows are contiguous.

@@ -13,7 +13,6 @@
 #include <cstdint>
 #include <iterator>
 #include <string>
-#include <vector>
 
 #include "csrc/common/device.h"
 #include "csrc/common/dtype.h"

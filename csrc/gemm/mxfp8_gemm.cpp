@@ -5,7 +5,7 @@
 #include <tuple>
 #include <utility>
 
-#include "csrc/gemm/aligned_operands.h"
+#include "csrc/common/tensor.h"
 #include "csrc/gemm/block_scaled_dispatch.h"
 
 namespace thunderkittens::mxfp8_gemm {
@@ -318,7 +318,9 @@ Tensor mxfp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const
     }
     const DeviceGuard guard(a.get_device_index());
     const Quantised left(OP, "a", a, scale_a, swizzle_a);
-    const Quantised right(OP, "b", torch::stable::transpose(b, -2, -1), scale_b, swizzle_b);
+    // Of groups there is only the kernel for few rows, whose b TMA brings.
+    const Tensor columns = torch::stable::transpose(b, -2, -1);
+    const Quantised right(OP, "b", offs ? for_tensor_map(columns) : columns, scale_b, swizzle_b);
     Tensor out = empty({m, n}, type, a);
     if (m == 0 || n == 0) return out;
     if (groups == 0) {

@@ -16,7 +16,6 @@
 #include <cstdint>
 #include <iterator>
 #include <string>
-#include <vector>
 
 #include "csrc/gemm/block_scaled.h"
 #include "csrc/gemm/expanding_gemm.h"

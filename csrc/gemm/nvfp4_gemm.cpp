@@ -1,5 +1,5 @@
 // thunderkittens::nvfp4_gemm on CUDA: checks, allocation, choice, launch.
-#include "csrc/gemm/aligned_operands.h"
+#include "csrc/common/tensor.h"
 #include "csrc/gemm/expanding_gemm.h"
 #include "csrc/gemm/mixed_gemm.h"
 

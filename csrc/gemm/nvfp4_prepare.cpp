@@ -1,5 +1,5 @@
 // thunderkittens::nvfp4_prepare on CUDA, and its inverse: checks, allocation, launch.
-#include "csrc/gemm/aligned_operands.h"
+#include "csrc/common/tensor.h"
 #include "csrc/gemm/block_scaled.h"
 #include "csrc/gemm/mixed_gemm.h"
 

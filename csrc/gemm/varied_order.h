@@ -42,6 +42,14 @@ constexpr bool covers(const Config& c, const Schedule& schedule, int64_t m, int6
            longer >= 0 && (c.b_n_major ? longer == 0 : longer <= rows);
 }
 
+// Whether the kernel computes a call: its output has the operands' type, TMA stores it, and k has a
+// step for each piece of a tile on its way out.
+inline bool suits_varied(const Config& c, const Params& p) {
+    return p.out_dtype == c.dtype && p.batch == 1 && reinterpret_cast<uintptr_t>(p.out) % 16 == 0 &&
+           p.out_stride % 8 == 0 && (p.k + BLOCK_K - 1) / BLOCK_K >= (c.block_n + 63) / 64 &&
+           covers(c, p.schedule, p.m, p.n);
+}
+
 struct VariedPosition : TilePosition {
     uint32_t col = 0, width = 0;
     uint32_t kind = 0;  // of four: in the first or second part of the order, narrow or wide

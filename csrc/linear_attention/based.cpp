@@ -2,8 +2,8 @@
 #include <tuple>
 #include <vector>
 
+#include "csrc/common/tensor.h"
 #include "csrc/linear_attention/dispatch.h"
-#include "csrc/linear_attention/state_operands.h"
 
 namespace thunderkittens::linear_attention {
 namespace {
@@ -56,12 +56,12 @@ struct State {
         if (_numerator) {
             check_shape("the state's numerator", *_numerator,
                         {p.batch, p.heads, FEATURES, p.value_dim}, ScalarType::Float, q);
-            numerator = packed_state(*_numerator);
+            numerator = aligned_and_contiguous(*_numerator);
         }
         if (_denominator) {
             check_shape("the state's denominator", *_denominator, {p.batch, p.heads, FEATURES},
                         ScalarType::Float, q);
-            denominator = packed_state(*_denominator);
+            denominator = aligned_and_contiguous(*_denominator);
         }
     }
     StatePointers pointers() const {

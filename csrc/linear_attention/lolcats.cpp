@@ -1,7 +1,6 @@
 // The ops of LoLCATS for CUDA: checks what memory safety needs, allocates, chooses and launches.
 #include <array>
 #include <tuple>
-#include <vector>
 
 #include "csrc/linear_attention/lolcats_dispatch.h"
 #include "csrc/linear_attention/lolcats_operands.h"

@@ -5,8 +5,8 @@
 #include <array>
 #include <vector>
 
+#include "csrc/common/tensor.h"
 #include "csrc/linear_attention/lolcats.h"
-#include "csrc/linear_attention/state_operands.h"
 
 namespace thunderkittens::linear_attention {
 
@@ -88,7 +88,7 @@ struct LolcatsStateTensors {
                      ": a state must have all of its parts, or there is none");
             if (!given[i]) continue;
             check_lolcats_part(op, i, *given[i], p, q);
-            parts[i] = packed_state(*given[i]);
+            parts[i] = aligned_and_contiguous(*given[i]);
         }
     }
     LolcatsStatePointers pointers() const {

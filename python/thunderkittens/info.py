@@ -275,12 +275,16 @@ def print_report(report: dict[str, Any]) -> None:
     _print_section("system", report["system"])
     _print_gpus(report["gpus"])
     _print_section("ops on", report["state"])
-    ops = report["ops"]
-    if isinstance(ops, dict):
-        for op, examples in ops.items():
-            _print_section(f"kernel of {op} on {report['kernels on']}", examples)
-    else:
+    ops, gpu = report["ops"], report["kernels on"]
+    if not isinstance(ops, dict):
         _print_section("kernels", ops)
+        return
+    answers = {answer for examples in ops.values() for answer in examples.values()}
+    if len(answers) == 1:  # why there are none
+        _print_section(f"kernels of {', '.join(ops)} on {gpu}", answers.pop())
+        return
+    for op, examples in ops.items():
+        _print_section(f"kernel of {op} on {gpu}", examples)
 
 
 def kernels() -> list[dict[str, Any]]:

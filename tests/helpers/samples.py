@@ -210,6 +210,14 @@ SAMPLES = {
         dynamic=((0, 0), (2, 0)),
         kinds=("float8_e5m2", "float8_e4m3fn", "float32", "float32", "float32"),
     ),
+    "fp8_gemm_groups": Sample(
+        "fp8_gemm",
+        ((33, 72), (3, 72, 40), (33, 1), (1, 40), (3,)),
+        ("packed", "packed", "packed", "packed", "33"),
+        keywords=("offs",),
+        dynamic=((0, 0), (2, 0)),
+        kinds=("float8_e4m3fn", "float8_e5m2", "float32", "float32", "ends"),
+    ),
     "attention": Sample(
         "attention",
         ((2, 4, 33, 64), (2, 2, 45, 64), (2, 2, 45, 64)),
@@ -358,6 +366,15 @@ SAMPLES = {
         {"swizzle": False, "path": "rebased"},
         dynamic=((0, 0), (2, 0)),
         kinds=("float8_e4m3fn", "float8_e4m3fn", "codes", "codes"),
+    ),
+    "mxfp8_gemm_groups": Sample(
+        "mxfp8_gemm",
+        ((33, 64), (3, 64, 40), (33, 2), (3, 40, 2), (3,)),
+        ("packed", "packed", "packed", "packed", "33"),
+        {"swizzle": False, "out_dtype": torch.float32},
+        keywords=("offs",),
+        dynamic=((0, 0), (2, 0)),
+        kinds=("float8_e4m3fn", "float8_e4m3fn", "codes", "codes", "ends"),
     ),
     "nvfp4_quantize": Sample(
         "nvfp4_quantize",

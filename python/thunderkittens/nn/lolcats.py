@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import reference
+from ..ops._registration import autocast_operands
 from ..ops.lolcats import lolcats
 from ..ops.lolcats_decode import lolcats_decode
 from ..reference.lolcats import LolcatsState
@@ -122,8 +123,9 @@ class LolcatsAttention(nn.Module):
         return [*maps, self.window_factors]
 
     def new_cache(self, batch: int) -> LolcatsCache:
-        """The cache of `batch` sequences without tokens."""
-        weight = self.q_proj.weight
+        """The cache of `batch` sequences without tokens: of the weights' dtype or, under autocast,
+        of autocast's."""
+        (weight,) = autocast_operands(self.q_proj.weight.new_empty(0))
         return LolcatsCache(
             reference.empty_state(
                 batch,

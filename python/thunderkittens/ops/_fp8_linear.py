@@ -6,12 +6,12 @@ matrix is quantised in two ways, along its rows and along those of its transpose
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._gradient_call import one_by_one
+from ._gradient_call import gradient_of_ops, one_by_one
 from ._registration import autocast_active, transform_active
 from .fp8_quantize import FP8_DTYPES, GRANULARITIES
 
@@ -173,26 +173,7 @@ def _gradients(
     return grad_x, grad_weight
 
 
-class _Gradient(torch.autograd.Function):
-    """`_gradients` where their own gradient might be asked for: an error."""
-
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor]:
-        return _gradients(*args)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> NoReturn:
-        raise RuntimeError(
-            "tk.fp8_linear: the gradient cannot be differentiated again (double backward)"
-        )
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        return one_by_one(_Gradient.apply)(info, in_dims, *args)
+_any_gradients = gradient_of_ops("fp8_linear", _gradients, reference=False)
 
 
 class _Linear(torch.autograd.Function):
@@ -234,10 +215,8 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = None
         if needs_x or needs_weight:
-            # Compiled code cannot be differentiated twice at all.
-            call: Any = _gradients if torch.compiler.is_compiling() else _Gradient.apply
             needs = needs_x, needs_weight
-            of_x, of_weight = call(grad, weight, *saved, dtype_x, ctx.options, needs)
+            of_x, of_weight = _any_gradients(grad, weight, *saved, dtype_x, ctx.options, needs)
             grad_x = of_x if needs_x else None
             grad_weight = of_weight if needs_weight else None
         if needs_bias:

@@ -1,4 +1,4 @@
-"""What gradients that are ops of their own have in common."""
+"""What gradients that can be computed once have in common."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from ._registration import transform_active
 Call = Callable[..., Any]
 
 
-def refuse_double_backward(op: str) -> Callable[..., NoReturn]:
+def refuse_double_backward(op: str, reference: bool = True) -> Callable[..., NoReturn]:
+    """A backward that raises; `reference` is whether `tk.reference.<op>` can do what it refuses."""
+    instead = f"; tk.reference.{op} can" if reference else ""
+
     def backward(ctx: Any, *grads: Any) -> NoReturn:
         raise RuntimeError(
-            f"tk.{op}: the gradient cannot be differentiated again (double backward); "
-            f"tk.reference.{op} can"
+            f"tk.{op}: the gradient cannot be differentiated again (double backward){instead}"
         )
 
     return backward
@@ -51,18 +53,41 @@ def gradient_call(op: str, gradient: Call, vmap_rule: Callable[[Call], Any]) -> 
     """
 
     def call(*args: Any) -> Any:
-        return (Function.apply if transform_active() else gradient)(*args)
+        return (once.apply if transform_active() else gradient)(*args)
+
+    once = _differentiable_once(gradient, refuse_double_backward(op), vmap_rule(call))
+    return call
+
+
+def gradient_of_ops(op: str, gradients: Call, reference: bool = True) -> Call:
+    """The gradients of `op` that several ops compute: to ask for their own is an error.
+
+    `reference` is whether `tk.reference.<op>` can be differentiated again.
+    """
+
+    def call(*args: Any) -> Any:
+        # Compiled code cannot be differentiated twice at all.
+        return (gradients if torch.compiler.is_compiling() else once.apply)(*args)
+
+    refuse = refuse_double_backward(op, reference)
+    once = _differentiable_once(gradients, refuse, one_by_one(call))
+    return call
+
+
+def _differentiable_once(gradients: Call, refuse: Callable[..., NoReturn], vmap_rule: Call) -> Any:
+    """An `autograd.Function` of the gradients."""
 
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(*args: Any) -> Any:
-            return gradient(*args)
+            with torch.no_grad():
+                return gradients(*args)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
             pass
 
-        backward = staticmethod(refuse_double_backward(op))
-        vmap = staticmethod(vmap_rule(call))
+        backward = staticmethod(refuse)
+        vmap = staticmethod(vmap_rule)
 
-    return call
+    return Function

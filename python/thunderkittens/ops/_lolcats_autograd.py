@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import emulation
 from ..reference.lolcats import LolcatsState
 from ..reference.lolcats import lolcats as reference_lolcats
-from ._gradient_call import gradient_call, refuse_double_backward
+from ._gradient_call import gradient_call, one_by_one, refuse_double_backward
 from ._registration import register, transform_active
 from .lolcats import NAMES, fold_rule, lolcats_shape, with_defaults
 
@@ -102,20 +102,12 @@ def any_call(*args: Any) -> Any:
 def _vmap_rule(call: Any) -> Any:
     """The rule for `torch.func.vmap`: merges the mapped dimension into the batch, over which the
     gradients of the maps and factors are sums: where these are wanted, one call after the other."""
-    fold_tokens = fold_rule(call, range(4, 8))
-
-    def select(x: Any, dim: Any, i: int) -> Any:
-        return x.select(dim, i) if isinstance(x, Tensor) and dim is not None else x
+    fold_tokens, call_each = fold_rule(call, range(4, 8)), one_by_one(call)
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-        if not any(_arguments(args)[-1][3:]):
-            found: tuple[Any, Any] = fold_tokens(info, in_dims, *args)
-            return found
-        calls = [
-            call(*(select(x, dim, i) for x, dim in zip(args, in_dims, strict=True)))
-            for i in range(info.batch_size)
-        ]
-        return tuple(torch.stack(x) for x in zip(*calls, strict=True)), (0,) * len(RESULTS)
+        shared = any(_arguments(args)[-1][3:])
+        found: tuple[Any, Any] = (call_each if shared else fold_tokens)(info, in_dims, *args)
+        return found
 
     return rule
 

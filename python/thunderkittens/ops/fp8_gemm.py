@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import emulation
 from ..reference.fp8_gemm import fp8_gemm as reference_fp8_gemm
+from ._gradient_call import one_by_one
 from ._registration import register
 from .fp8_quantize import FP8_DTYPES
 
@@ -229,20 +230,11 @@ def _flops(a_shape: Any, b_shape: Any, *args: Any, **kwargs: Any) -> int:
     return 2 * a_shape[0] * a_shape[1] * b_shape[-1]
 
 
-def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-    """One call per product."""
-    results = [
-        _op(*(x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=False)))
-        for i in range(info.batch_size)
-    ]
-    return torch.stack(results), 0
-
-
 register(
     "fp8_gemm",
     fake=_fake,
     cpu=_cpu,
     flops=_flops,
-    vmap=_vmap,
+    vmap=one_by_one(_op),
     differentiable=False,
 )

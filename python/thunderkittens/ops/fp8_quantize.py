@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import emulation
 from ..reference.fp8_quantize import fp8_quantize as reference_fp8_quantize
+from ._gradient_call import one_by_one
 from ._registration import register
 
 GRANULARITIES = ("tensor", "row", "1x128", "128x128")
@@ -214,21 +215,11 @@ def _flops(*args: Any, **kwargs: Any) -> int:
     return 0
 
 
-def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-    """One call per matrix."""
-    parts = []
-    for i in range(info.batch_size):
-        parts.append(
-            _op(*(x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=False)))
-        )
-    return tuple(torch.stack(p) for p in zip(*parts, strict=True)), (0, 0, 0, 0)
-
-
 register(
     "fp8_quantize",
     fake=_fake,
     cpu=_cpu,
     flops=_flops,
-    vmap=_vmap,
+    vmap=one_by_one(_op),
     differentiable=False,
 )

@@ -76,7 +76,8 @@ def gemm(
         out_dtype: torch.bfloat16, torch.float16 or torch.float32; None is the dtype of a.
         out: a tensor to write the result to, in place of a new one: the result's shape and dtype,
             adjacent elements in its last dimension; not with operands that require a gradient. It
-            may be the residual, but overlap no other operand.
+            may be the residual, but overlap no other operand, nor itself: code that `torch.compile`
+            made does not check this, and gives wrong values.
 
     Returns:
         (..., M, N), or (..., M, N / 2) with a gate, of out_dtype, contiguous; or out.

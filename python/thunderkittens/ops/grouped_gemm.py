@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import emulation
 from ..reference.grouped_gemm import grouped_gemm as reference_grouped_gemm
+from ._gradient_call import one_by_one
 from ._registration import (
     autocast_active,
     autocast_operands,
@@ -158,18 +159,6 @@ def _ordered_product(a: Tensor, b: Tensor, offs: Tensor, like: Tensor) -> Tensor
     return _product(b.mT, a.mT, offs).mT if column_by_column(like) else _product(a, b, offs)
 
 
-def _vmap_rule(op: Any) -> Any:
-    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
-        """One call per product."""
-        results = [
-            op(*(x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=True)))
-            for i in range(info.batch_size)
-        ]
-        return torch.stack(results), 0
-
-    return rule
-
-
 class _Function(torch.autograd.Function):
     """The differentiable op under the transforms of `torch.func`."""
 
@@ -179,11 +168,11 @@ class _Function(torch.autograd.Function):
 
     setup_context = staticmethod(_setup_context)
     backward = staticmethod(_backward)
-    vmap = staticmethod(_vmap_rule(_product))
+    vmap = staticmethod(one_by_one(_product))
 
 
 for _name, _op in (("grouped_gemm_forward", _forward), ("grouped_gemm", _differentiable)):
-    register(_name, fake=_fake, cpu=_cpu, flops=_flops, vmap=_vmap_rule(_op), autocast=2)
+    register(_name, fake=_fake, cpu=_cpu, flops=_flops, vmap=one_by_one(_op), autocast=2)
 torch.library.register_autograd(
     "thunderkittens::grouped_gemm", _backward, setup_context=_setup_context
 )

@@ -26,7 +26,8 @@ from ._block_scaled import (
     require_tensor,
     scale_shape,
 )
-from ._registration import register
+from ._gradient_call import one_by_one
+from ._registration import register, transform_active
 from .fp8_gemm import ACTIVATIONS
 from .mxfp8_prepare import BLOCK, SCALES
 
@@ -85,7 +86,11 @@ def mxfp8_gemm(
         swizzle: whether scale_a and scale_b lie in the 128x4 layout, or plain.
         offs: int32 (E,), the ends of the groups of a's rows, ascending, as in `tk.fp8_gemm`: group
             e, which may be empty, is multiplied with b[e]. Rows behind the last group give 0. Read
-            on the device. For the exact path; the kernel is that for few rows, of each group.
+            on the device. For the exact path; the kernel is that for few rows, of each group. It
+            reads b where it is if its columns are adjacent along K and begin at multiples of 16
+            bytes, else a copy, and scales in the 128x4 layout: plain ones are brought to it in each
+            call. The op `thunderkittens::mxfp8_gemm` itself raises a RuntimeError for plain scales
+            of groups.
 
     Returns:
         (M, N) of out_dtype, contiguous.
@@ -119,21 +124,30 @@ def mxfp8_gemm(
     of_left = _shaped(left, of_left, swizzle_a)
     of_right = _shaped(right, of_right, swizzle_b, True)
     _check(left, right, of_left, of_right, bias, out_dtype, swizzle_a, swizzle_b, offs)
-    if offs is not None:
-        left, right, of_left, of_right = _of_groups(left, right, of_left, of_right, swizzle)
-        swizzle_a = swizzle_b = True
     code = ACTIVATIONS.index(activation)
+    if offs is not None:
+        call = _Groups.apply if transform_active() else _groups
+        out: Tensor = call(left, right, of_left, of_right, bias, code, out_dtype, swizzle, offs)
+        return out
     return _op(
         *(left, right, of_left, of_right, bias, code, out_dtype, rebased, swizzle_a, swizzle_b),
-        *(*prepared_a, *prepared_b, offs),
+        *(*prepared_a, *prepared_b, None),
     )
 
 
-def _of_groups(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, swizzle: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Operands as the kernel of groups takes them: K a multiple of 16 and not 0, columns of b
-    adjacent along K, scales in the 128x4 layout."""
+def _groups(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    activation: int,
+    out_dtype: torch.dtype,
+    swizzle: bool,
+    offs: Tensor,
+) -> Tensor:
+    """The product of groups, of operands as its kernel takes them: K a multiple of 16 and not 0,
+    scales in the 128x4 layout."""
     if not swizzle:
         scale_a, scale_b = (
             swizzle_scales(x.view(torch.uint8)).view(torch.float8_e8m0fnu)
@@ -146,12 +160,32 @@ def _of_groups(
         a = functional.pad(a.view(torch.uint8), (0, missing)).view(a.dtype)
         turned = functional.pad(b.mT.contiguous().view(torch.uint8), (0, missing)).view(b.dtype)
         b = turned.mT
-    elif b.stride(-2) != 1 or b.stride(-1) % 16 != 0 or b.data_ptr() % 16 != 0:
-        b = b.mT.contiguous().mT
     if k == 0:
         scale_a = scale_a.new_zeros(scale_shape(a.shape, BLOCK, True), dtype=torch.uint8)
         scale_b = scale_b.new_zeros(scale_shape(b.mT.shape, BLOCK, True), dtype=torch.uint8)
-    return a, b, scale_a, scale_b
+    options = bias, activation, out_dtype, False, True, True
+    out: Tensor = _op(a, b, scale_a, scale_b, *options, *(None,) * 6, offs)
+    return out
+
+
+class _Groups(torch.autograd.Function):
+    """`_groups` under the transforms of `torch.func`: bytes cannot be mapped as another dtype."""
+
+    @staticmethod
+    def forward(*args: Any) -> Tensor:
+        return _groups(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[None, ...]:
+        return (None,) * 9
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        return one_by_one(_Groups.apply)(info, in_dims, *args)
 
 
 def _operand(name: str, x: Any, scale: Any, swizzle: bool) -> tuple[Any, Any, Any, bool]:
@@ -305,13 +339,4 @@ def _flops(a_shape: Any, b_shape: Any, *args: Any, **kwargs: Any) -> int:
     return 2 * a_shape[0] * a_shape[1] * b_shape[-1]
 
 
-def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-    """One call per product."""
-    results = [
-        _op(*(x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=False)))
-        for i in range(info.batch_size)
-    ]
-    return torch.stack(results), 0
-
-
-register(_NAME, fake=_fake, cpu=_cpu, flops=_flops, vmap=_vmap, differentiable=False)
+register(_NAME, fake=_fake, cpu=_cpu, flops=_flops, vmap=one_by_one(_op), differentiable=False)

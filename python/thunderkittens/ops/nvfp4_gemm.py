@@ -17,7 +17,7 @@ from ..reference.nvfp4_gemm import nvfp4_gemm as reference_nvfp4_gemm
 from ..reference.nvfp4_prepare import Nvfp4Weight
 from ._block_scaled import require_flag
 from ._gemm_backward import activation_gradient
-from ._gradient_call import one_by_one, refuse_double_backward
+from ._gradient_call import gradient_of_ops, one_by_one
 from ._registration import (
     autocast_active,
     autocast_operands,
@@ -242,23 +242,7 @@ def _gradients(
     return grad_a, grad_bias
 
 
-class _Gradient(torch.autograd.Function):
-    """`_gradients` where their own gradient might be asked for: an error."""
-
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            return _gradients(*args)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
-
-    backward = staticmethod(refuse_double_backward("nvfp4_gemm"))
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        return one_by_one(_Gradient.apply)(info, in_dims, *args)
+_any_gradients = gradient_of_ops("nvfp4_gemm", _gradients)
 
 
 class _Product(torch.autograd.Function):
@@ -285,9 +269,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, data, scale, bias = ctx.saved_tensors
         needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
-        # Compiled code cannot be differentiated twice at all.
-        call: Any = _gradients if torch.compiler.is_compiling() else _Gradient.apply
-        of_a, of_bias = call(grad, a, data, scale, ctx.n, bias, ctx.activation, needs)
+        of_a, of_bias = _any_gradients(grad, a, data, scale, ctx.n, bias, ctx.activation, needs)
         grad_a, grad_bias = of_a if needs[0] else None, of_bias if needs[1] else None
         return grad_a, None, None, None, grad_bias, None, None
 
@@ -365,13 +347,4 @@ def _flops(a_shape: Any, b_shape: Any, scale_shape: Any, n: int, *args: Any, **k
     return 2 * a_shape[0] * a_shape[1] * n
 
 
-def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-    """One call per product."""
-    results = [
-        _op(*(x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=False)))
-        for i in range(info.batch_size)
-    ]
-    return torch.stack(results), 0
-
-
-register("nvfp4_gemm", fake=_fake, cpu=_cpu, flops=_flops, vmap=_vmap)
+register("nvfp4_gemm", fake=_fake, cpu=_cpu, flops=_flops, vmap=one_by_one(_op))

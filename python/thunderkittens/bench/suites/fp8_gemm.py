@@ -8,6 +8,11 @@ products of groups of M rows with a weight each, sums promoted.
 cuBLAS has other kernels for scales of rows than for those of tensors, and either may be the faster.
 "cuBLAS, other scales" times the other kind beside it in the same rounds, since clocks and power
 change from case to case: the same scale for all rows, or one scale in place of those of rows.
+
+The tensor cores take 8-bit operands with K contiguous alone. The shapes `majors` have others beside
+them, named by two letters: a's, N where its rows are contiguous, and b's, T where it is a weight
+that is transposed by a view. So NT is what they take; the op transposes others in a pass before the
+product, and a user of cuBLAS copies them. "copy" copies as many bytes as are to be transposed.
 """
 
 from __future__ import annotations
@@ -31,15 +36,20 @@ from ..cases import (
 from ..choices import PRODUCTS, add_kinds, check_part, kinds_option, product_case, sizes_of
 
 KINDS = ("fast", "accurate", "fast_row", "accurate_row", "block", "grouped_block", "grouped_row")
-SHAPES = PRODUCTS
+SHAPES = PRODUCTS | {"majors": [(4096, 8192, 8192), (4096, 7168, 2048), (16, 8192, 8192)]}
 # The sets that `--save` keeps a file of.
-SAVED = ("default", "skinny")
+SAVED = ("default", "skinny", "majors")
+
+# Orders of a and b in memory, and the kinds that are measured in all of them.
+MAJORS = ("NT", "NN", "TT", "TN")
+KINDS_OF_MAJORS = ("fast", "accurate")
 
 # Of the grouped kinds: groups, rows of each, N, K.
 GROUPED: dict[str, list[tuple[int, int, int, int]]] = {
     "default": [(8, 4096, 4096, 7168)],
     "rated": [(8, 4096, 4096, 7168)],
     "skinny": [(8, 64, 4096, 7168)],
+    "majors": [],
     "tiny": [(3, 40, 48, 272)],
 }
 
@@ -62,8 +72,8 @@ def _quantised(kind: str, x: Tensor, is_weight: bool) -> tuple[Tensor, Tensor]:
     return codes, scale.reshape(1, 1) if granularity == "tensor" else scale
 
 
-def make_case(m: int, n: int, k: int, kind: str, dtype: torch.dtype) -> Case:
-    """The product of (m, k) and the transpose of (n, k)."""
+def make_case(m: int, n: int, k: int, kind: str, dtype: torch.dtype, major: str = "") -> Case:
+    """The product of (m, k) and the transpose of (n, k), in one of `MAJORS` or, without, in NT."""
 
     def make_inputs(device: torch.device, generator: torch.Generator) -> Inputs:
         x = random_normal(m, k, dtype=dtype, generator=generator)
@@ -71,8 +81,8 @@ def make_case(m: int, n: int, k: int, kind: str, dtype: torch.dtype) -> Case:
         a, scale_a = _quantised(kind, x, False)
         b, scale_b = _quantised(kind, w, True)
         return {
-            "a": a,
-            "b": b.t(),
+            "a": a.t().contiguous().t() if major.startswith("T") else a,
+            "b": b.t().contiguous() if major.endswith("N") else b.t(),
             "scale_a": scale_a,
             "scale_b": scale_b.t(),
             "accurate": not kind.startswith("fast"),
@@ -95,7 +105,7 @@ def make_case(m: int, n: int, k: int, kind: str, dtype: torch.dtype) -> Case:
         m,
         n,
         k,
-        kind,
+        f"{kind} {major}".rstrip(),
         dtype,
         bytes_moved=float(m * k + k * n + 2 * m * n),
         make_inputs=make_inputs,
@@ -163,9 +173,17 @@ def cases(
     for kind in kinds:
         if kind.startswith("grouped"):
             selected += [make_grouped_case(*size, kind, dtype) for size in GROUPED[shapes]]
+        elif shapes == "majors":
+            majors = MAJORS if kind in KINDS_OF_MAJORS else ()
+            selected += [make_case(*s, kind, dtype, major) for s in sizes for major in majors]
         else:
             selected += [make_case(*size, kind, dtype) for size in sizes]
     return selected
+
+
+def _to_transpose(a: Tensor, b: Tensor) -> list[Tensor]:
+    """The operands whose K is not contiguous, as matrices of rows."""
+    return [x for x, along_k in ((a.mT, a.stride(-1)), (b, b.stride(-2))) if along_k != 1]
 
 
 def _cublas(
@@ -178,6 +196,8 @@ def _cublas(
 ) -> Tensor:
     if offs is not None:
         raise NotApplicableError("groups: see PyTorch grouped")
+    if _to_transpose(a, b):
+        raise NotApplicableError("other orders: see cuBLAS behind copies")
     if scale_a.shape[1] == 1:
         return torch._scaled_mm(
             a, b, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=not accurate
@@ -193,14 +213,30 @@ def _cublas_other(
     accurate: bool = True,
     offs: Tensor | None = None,
 ) -> Any:
-    if offs is not None or scale_a.shape[1] != 1:
-        raise NotApplicableError("neither scales of tensors nor of rows")
+    if offs is not None or scale_a.shape[1] != 1 or _to_transpose(a, b):
+        raise NotApplicableError("neither scales of tensors nor of rows, or other orders")
     if scale_a.shape[0] > 1:
         scale_a, scale_b = scale_a[:1], scale_b[:, :1]
     else:
         scale_a = scale_a.repeat(a.shape[0], 1)
         scale_b = scale_b.repeat(1, b.shape[1])
     return lambda: _cublas(a, b, scale_a, scale_b, accurate)
+
+
+def _cublas_behind_copies(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, **others: Any
+) -> Tensor:
+    if offs is not None or not _to_transpose(a, b):
+        raise NotApplicableError("K is contiguous: see cuBLAS")
+    return _cublas(a.contiguous(), b.t().contiguous().t(), **others)
+
+
+def _copy(a: Tensor, b: Tensor, offs: Tensor | None = None, **others: Any) -> Callable[[], Any]:
+    sources = [] if offs is not None else [x.view(torch.uint8) for x in _to_transpose(a, b)]
+    if not sources:
+        raise NotApplicableError("nothing is transposed")
+    targets = [torch.empty_like(x) for x in sources]
+    return lambda: [to.copy_(x) for to, x in zip(targets, sources, strict=True)]
 
 
 def _cublas_blocks(
@@ -273,6 +309,8 @@ def implementations(device: torch.device) -> dict[str, Implementation]:
         "thunderkittens": ours,
         "cuBLAS": _cublas,
         "cuBLAS, other scales": Prepared(_cublas_other, another_problem=True),
+        "cuBLAS behind copies": _cublas_behind_copies,
+        "copy": Prepared(_copy, another_problem=True),
         "cuBLAS blocks": Prepared(_cublas_blocks),
         "PyTorch grouped": _grouped,
     }
