@@ -295,6 +295,7 @@ EMULATED = [
 ]
 
 
+@pytest.mark.emulator
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(
     ("length", "columns", "normalize", "states", "segments", "policy"), EMULATED
@@ -315,6 +316,7 @@ def test_emulated(dtype, length, columns, normalize, states, segments, policy):
     torch.testing.assert_close(state.denominator, expected.denominator, rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.emulator
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(
     ("length", "columns", "normalize", "states", "segments", "policy"), EMULATED

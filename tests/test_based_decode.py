@@ -264,6 +264,7 @@ def test_wrong_calls(args, options, error, words):
 # The kernel on the emulator.
 
 
+@pytest.mark.emulator
 @pytest.mark.parametrize("threads", [256, 512])
 @pytest.mark.parametrize(
     ("columns", "dtype", "normalize"),
@@ -276,6 +277,7 @@ def test_emulated(columns, dtype, normalize, threads):
     assert [x["threads"] for x in run.kernels] == [threads]
 
 
+@pytest.mark.emulator
 @pytest.mark.parametrize("layout", ["heads first", "in a cache", "unaligned"])
 def test_emulated_layouts(layout):
     with tk.emulate():

@@ -419,6 +419,8 @@ def test_save(tmp_path, monkeypatch, capsys):
     (tmp_path / "benchmarks").mkdir()
     assert run(*options, "--shapes", "tiny") == 2
     assert "--save needs a full run" in capsys.readouterr().err
+    assert run(*options, "--layouts", "NN") == 2
+    assert "--save needs a full run" in capsys.readouterr().err
     assert run(*options) == 0
     assert (tmp_path / "benchmarks" / "results" / "cpu" / "gemm.json").exists()
 

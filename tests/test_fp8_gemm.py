@@ -152,7 +152,7 @@ def test_activations(device, activation, accurate, out_dtype):
     assert_accurate(out, expected, plain, slack=2.0**-20 * expected.abs())
 
 
-@pytest.mark.skipif(emulation.problem is not None, reason=str(emulation.problem))
+@pytest.mark.emulator
 @pytest.mark.parametrize("policy", emulation.POLICIES)
 @pytest.mark.parametrize("columns", [0, 3])
 @pytest.mark.parametrize("accurate", [False, True])

@@ -246,6 +246,7 @@ def test_expanded_and_strided_operands(device):
 KERNELS = [(128, 256, 4, 2), (128, 128, 6, 2), (64, 128, 8, 1)]
 
 
+@pytest.mark.emulator
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: f"{k[0]}x{k[1]}")
 @pytest.mark.parametrize("policy", ["late_mma", "random"])
@@ -279,6 +280,7 @@ WIDTHS = [
 ]
 
 
+@pytest.mark.emulator
 @pytest.mark.parametrize(("policy", "dtype"), [("late_mma", BF16), ("random", FP16)])
 @pytest.mark.parametrize("number", range(len(WIDTHS)))
 def test_tiles_of_two_widths(number, policy, dtype):

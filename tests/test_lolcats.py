@@ -282,6 +282,7 @@ EMULATED = [
 ]
 
 
+@pytest.mark.emulator
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(("length", "dim", "features", "before", "segments", "policy"), EMULATED)
 def test_emulated(dtype, length, dim, features, before, segments, policy):
@@ -298,6 +299,7 @@ def test_emulated(dtype, length, dim, features, before, segments, policy):
     assert_states_match(state, end)
 
 
+@pytest.mark.emulator
 def test_emulated_rows():
     """What the gradient is given of the rows."""
     inputs = operands(1, 2, 1, 140, 64, 32)

@@ -132,6 +132,7 @@ def test_wrong_calls():
 # The kernel on the emulator.
 
 
+@pytest.mark.emulator
 @pytest.mark.parametrize(("dim", "features"), [(128, 64), (64, 64), (128, 32), (64, 32)])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_emulated(dtype, dim, features):
@@ -147,6 +148,7 @@ def test_emulated(dtype, dim, features):
     assert_states_match(state, end)
 
 
+@pytest.mark.emulator
 def test_emulated_lengths():
     inputs, state = mixed("cpu", [0, 1, 63, 127])
     expected_state = tk.LolcatsState(*(x.clone() for x in state))

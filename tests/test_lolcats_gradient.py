@@ -171,6 +171,7 @@ EMULATED = [
 ]
 
 
+@pytest.mark.emulator
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(("length", "dim", "features", "segments", "policy"), EMULATED)
 def test_emulated(dtype, length, dim, features, segments, policy):
@@ -180,6 +181,7 @@ def test_emulated(dtype, length, dim, features, segments, policy):
     assert_gradients(found, inputs)
 
 
+@pytest.mark.emulator
 def test_emulated_large_projections():
     inputs = large_projections()
     with tk.emulate("on_wait"):

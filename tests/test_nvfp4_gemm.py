@@ -127,6 +127,7 @@ TILES = [
 ]
 
 
+@pytest.mark.emulator
 @pytest.mark.parametrize(
     "cluster", ["alone", "split", "split_once", "shared", "ranges", "shared_ranges"]
 )
@@ -154,6 +155,7 @@ def test_every_kernel_on_the_emulator(tile, dtype, cluster):
     assert all(torch.equal(x, results[0]) for x in results)
 
 
+@pytest.mark.emulator
 @pytest.mark.parametrize("blocks", [1, 2, 3, 7, 14, 15, 40])
 @pytest.mark.parametrize(
     ("tile", "m", "dtype"), [(TILES[1], 70, BF16), (TILES[3], 90, FP16), (TILES[4], 30, BF16)]
@@ -173,6 +175,7 @@ def test_equal_ranges_on_the_emulator(tile, m, dtype, blocks):
     assert torch.equal(*results)
 
 
+@pytest.mark.emulator
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(("m", "n", "k"), [(64, 600, 1040), (33, 256, 592), (2, 290, 64)])
 def test_exchange_on_the_emulator(m, n, k, dtype):
@@ -218,6 +221,7 @@ def test_where_ranges_are_equal():
     assert not ranges(256, 28672, grouped=True, groups=1)
 
 
+@pytest.mark.emulator
 @pytest.mark.parametrize("strips", [1, 2, 3, 4, 7, 8, 13, 14, 16])
 @pytest.mark.parametrize(("tokens", "m", "dtype"), [(8, 11, BF16), (16, 16, BF16), (16, 21, FP16)])
 def test_few_rows_on_the_emulator(tokens, m, dtype, strips):

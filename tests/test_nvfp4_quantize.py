@@ -152,6 +152,7 @@ def test_a_batch_is_its_matrices(device):
         assert_same((data[i], scale[i], factor[i]), tk.nvfp4_quantize(x[i]))
 
 
+@pytest.mark.emulator
 @pytest.mark.parametrize("policy", ["on_wait", "random"])
 @pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.parametrize(("given", "dtype"), [(False, BF16), (True, FP16)])

@@ -2,33 +2,15 @@
 // that is to be kept comes back as `preactivation`.
 #include "csrc/common/emulated.h"
 #include "csrc/gemm/divided.h"
+#include "csrc/gemm/emulated_operands.h"
 
 namespace thunderkittens::gemm {
 namespace {
 
 using emulated::Array;
+using emulated::Operand;
+using emulated::operand;
 
-// An operand as TMA reads it, see gemm.cpp.
-struct Operand {
-    Array array;
-    View view;
-    bool swapped = false;
-
-    int64_t stride() const { return view.stride[2]; }
-    int64_t batch_stride() const { return view.size[1] > 1 ? view.stride[1] : 0; }
-};
-Operand operand(const Array& array) {
-    Operand result{.array = array, .view = array.view()};
-    if (fits_tensor_map(result.view, 2)) return result;
-    if (const View columns = transposed(result.view); fits_tensor_map(columns, 2)) {
-        result.view = columns;
-        result.swapped = true;
-        return result;
-    }
-    result.array = emulated::copy_for_tensor_map(array);
-    result.view = result.array.view();
-    return result;
-}
 Operand along_k(Array b) {
     const std::size_t dims = b.size.size();
     std::swap(b.size[dims - 2], b.size[dims - 1]);

@@ -1,28 +1,14 @@
 // grouped_gemm on the emulator, as grouped_gemm.cpp does it on CUDA tensors.
 #include "csrc/common/emulated.h"
+#include "csrc/gemm/emulated_operands.h"
 #include "csrc/gemm/grouped_gemm.h"
 
 namespace thunderkittens::grouped_gemm {
 namespace {
 
 using emulated::Array;
-
-struct Operand {
-    Array array;
-    View view;
-    bool swapped = false;
-
-    int64_t stride() const { return view.stride[2]; }
-    int64_t batch_stride() const { return view.size[1] > 1 ? view.stride[1] : 0; }
-};
-Operand operand(const Array& array) {
-    if (const View view = array.view(); fits_tensor_map(view, 2)) return {array, view, false};
-    if (const View view = transposed(array.view()); fits_tensor_map(view, 2)) {
-        return {array, view, true};
-    }
-    const Array copy = emulated::copy_for_tensor_map(array);
-    return {copy, copy.view(), false};
-}
+using emulated::Operand;
+using emulated::operand;
 
 emulated::Result run(const emulated::Call& call) {
     const Array &a = call.array("a"), &b = call.array("b"), &offs = call.array("offs");

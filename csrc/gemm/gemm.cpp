@@ -5,36 +5,12 @@
 
 #include "csrc/common/tensor.h"
 #include "csrc/gemm/divided.h"
+#include "csrc/gemm/operands.h"
 
 namespace thunderkittens::gemm {
 namespace {
 
 constexpr const char* OP = "thunderkittens::gemm";
-
-// An operand as TMA reads it: rows of adjacent elements. `swapped` when those rows are the matrix's
-// columns.
-struct Operand {
-    Tensor tensor;  // keeps a copy alive
-    View view;
-    bool swapped = false;
-
-    int64_t stride() const { return view.stride[2]; }
-    int64_t batch_stride() const { return view.size[1] > 1 ? view.stride[1] : 0; }
-};
-
-Operand operand(const Tensor& tensor) {
-    const int bytes = static_cast<int>(tensor.element_size());
-    Operand result{.tensor = tensor, .view = as_4d(tensor)};
-    if (fits_tensor_map(result.view, bytes)) return result;
-    if (const View columns = transposed(result.view); fits_tensor_map(columns, bytes)) {
-        result.view = columns;
-        result.swapped = true;
-        return result;
-    }
-    result.tensor = copy_for_tensor_map(tensor);
-    result.view = as_4d(result.tensor);
-    return result;
-}
 
 // A copy of b with its columns adjacent along k. TMA reads rows from multiples of 16 bytes on only,
 // and values to a gate begin in the middle of b's rows.

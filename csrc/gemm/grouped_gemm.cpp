@@ -3,29 +3,15 @@
 #include "csrc/gemm/grouped_gemm.h"
 
 #include "csrc/common/tensor.h"
+#include "csrc/gemm/operands.h"
 
 namespace thunderkittens::grouped_gemm {
 namespace {
 
 constexpr const char* OP = "thunderkittens::grouped_gemm";
 
-// An operand as TMA reads it: rows of adjacent elements. `swapped` when those rows are the matrix's
-// columns.
-struct Operand {
-    Tensor tensor;  // keeps a copy alive
-    View view;
-    bool swapped = false;
-
-    int64_t stride() const { return view.stride[2]; }
-    int64_t batch_stride() const { return view.size[1] > 1 ? view.stride[1] : 0; }
-};
-
-Operand operand(const Tensor& tensor) {
-    Tensor readable = for_tensor_map(tensor, true);
-    View view = as_4d(readable);
-    const bool swapped = !fits_tensor_map(view, 2);
-    return {readable, swapped ? transposed(view) : view, swapped};
-}
+using gemm::Operand;
+using gemm::operand;
 
 // The groups divide the dimension that only one of three-dimensional operand, or none, has.
 Grouped check_shapes(const Tensor& a, const Tensor& b, const Tensor& offs) {

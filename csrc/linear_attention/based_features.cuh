@@ -2,7 +2,7 @@
 // such that phi(q) . phi(k) = 1 + s + s^2 / 2 for s = q . k / 4. Of x_a x_b and x_b x_a one is
 // kept: 153 features instead of 273.
 //
-// Memory holds states in the public order (based.h). The kernels have an order of their own, in
+// Memory holds states in the order of linear_attention.h. The kernels have one of their own, in
 // blocks of 16, so that both forms of an operand are made without a table:
 //   tokens as rows      a lane of a quad holds columns 2c, 2c + 1, 8 + 2c, 9 + 2c of a fragment. It
 //                       reads its row rotated by 4c elements, and every feature of these columns is

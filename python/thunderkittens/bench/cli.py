@@ -88,15 +88,26 @@ def choose_peers(available: dict[str, Any], wanted: str | None) -> dict[str, Any
     return {name: available[name] for name in (subject, *names)}
 
 
+def takes_part(suite: Any, args: argparse.Namespace) -> bool:
+    """Whether an option of the suite that lists names, as --kinds, lacks some of its default."""
+    parser = argparse.ArgumentParser()
+    suite.add_arguments(parser)
+    whole, chosen = suite.options(parser.parse_args([])), suite.options(args)
+    return any(
+        isinstance(names, tuple) and set(names) - set(chosen[k]) for k, names in whole.items()
+    )
+
+
 def save_path(args: argparse.Namespace, gpu: str) -> Path:
     """Where `--save` writes; refused for a partial run, which would replace a full one."""
     if not RESULTS.parent.is_dir():
         raise ValueError(f"--save writes to {RESULTS}; run it in the root of a source tree")
-    shapes = args.shapes or "default"
-    whole = shapes in getattr(load_suite(args.op), "SAVED", ("default",))
+    shapes, suite = args.shapes or "default", load_suite(args.op)
+    whole = shapes in getattr(suite, "SAVED", ("default",)) and not takes_part(suite, args)
     if args.quick or not whole or args.dtype != "bf16" or args.peers:
         raise ValueError(
-            "--save needs a full run: no --quick, part of --shapes, --dtype or --peers"
+            "--save needs a full run: no --quick, part of --shapes, --kinds (--forms, --layouts), "
+            "--dtype or --peers"
         )
     part = "_host" if args.host else "" if shapes == "default" else f"_{shapes}"
     return RESULTS / machine.slug(gpu) / f"{args.op}{part}.json"
