@@ -194,6 +194,25 @@ def test_gemm_of_few_tiles_divides_k(m, n, k, splits, b_n_major):
 
 
 @pytest.mark.skipif("gemm" not in _C.ops(), reason="this build leaves gemm out")
+@pytest.mark.parametrize("b_n_major", [False, True])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "block_n", "splits"),
+    [
+        (640, 2112, 7168, 128, 3),
+        (1024, 2112, 7168, 192, 3),
+        (2048, 2112, 7168, 192, 3),  # a whole tile for each block, and a third of one
+        (1152, 2048, 8192, 192, 4),
+    ],
+)
+def test_gemm_of_tiles_that_do_not_fill_the_rounds_divides_k(m, n, k, block_n, splits, b_n_major):
+    problem = {"m": m, "n": n, "k": k, "b_n_major": b_n_major}
+    choice = _C.choose("gemm", problem, H200)
+    assert (choice["block_n"], choice["splits"], choice["blocks"]) == (block_n, splits, 132)
+    fewer = _C.DeviceProperties(**(info.EXAMPLE_GPU | {"sm_count": 78}))
+    assert _C.choose("gemm", problem, fewer)["blocks"] <= 78
+
+
+@pytest.mark.skipif("gemm" not in _C.ops(), reason="this build leaves gemm out")
 @pytest.mark.parametrize(
     ("n", "k", "fused", "once"),
     [(7168, 16384, 0, True), (28672, 8192, 0, False), (28672, 8192, 1, True)],

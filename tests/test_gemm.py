@@ -50,6 +50,8 @@ SHAPES_CUDA = [
     (2500, 2504, 1600),  # tiles of widths that vary
     (300, 1000, 8192),  # tiles whose k is divided
     (500, 2112, 7168),
+    (1000, 2112, 7168),  # tiles of which some have owners
+    (2040, 2112, 7168),
 ]
 
 

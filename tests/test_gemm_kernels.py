@@ -153,15 +153,32 @@ def test_gemm_of_tiles_of_varied_widths(b_n_major, dtype, policy):
 
 # ---- tiles whose k is divided ----
 
-# Columns of a tile and stages; rows, columns, k, and how many blocks divide k. Where rows of the
-# output are not whole words, or there are too few, other tiles compute the product.
+# Columns of a tile and stages; rows, columns, k, how many blocks divide k, and how many there are.
 DIVIDED = [
-    ((128, 7), (128, 136, 200, 2)),
-    ((192, 5), (200, 200, 520, 3)),
-    ((128, 7), (130, 120, 1096, 8)),
-    ((192, 5), (129, 392, 456, 7)),
-    ((128, 7), (130, 132, 200, 3)),
-    ((192, 5), (100, 64, 200, 2)),
+    # Every block of a tile finishes a part of it.
+    ((128, 7), (128, 136, 200, 2, 4)),
+    ((192, 5), (200, 200, 520, 3, 12)),
+    ((128, 7), (130, 120, 1096, 8, 16)),
+    ((192, 5), (129, 392, 456, 7, 42)),
+    # Tiles have owners: two blocks for a tile; three for two tiles, the last row of which overlaps
+    # the one before; fewer tiles than the groups have room for.
+    ((192, 5), (128, 264, 1160, 4, 4)),
+    ((192, 5), (200, 264, 1928, 3, 6)),
+    ((128, 7), (128, 300, 1928, 3, 6)),
+    # Twelve blocks for five tiles, of which some have several helpers, and some helpers two tiles.
+    ((128, 7), (128, 600, 1352, 12, 12)),
+    # A whole tile for each block, and one of which two blocks compute a part before.
+    ((192, 5), (256, 384, 1096, 3, 3)),
+    ((128, 7), (250, 320, 1096, 4, 4)),
+    # Which leaves nothing to divide.
+    ((128, 7), (250, 256, 200, 4, 4)),
+    # Other tiles compute what has no room in these, where rows of the output are not whole words,
+    # or there are too few.
+    ((128, 7), (130, 132, 1160, 3, 6)),
+    ((192, 5), (100, 64, 1160, 2, 2)),
+    ((192, 5), (128, 264, 520, 4, 4)),
+    ((128, 7), (128, 264, 1928, 13, 13)),
+    ((128, 7), (256, 256, 136, 3, 3)),
 ]
 
 
@@ -169,19 +186,39 @@ DIVIDED = [
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("b_n_major", [False, True])
 def test_gemm_of_divided_tiles(b_n_major, dtype, policy):
-    for number, ((block_n, stages), (m, n, k, splits)) in enumerate(DIVIDED):
+    for number, ((block_n, stages), (m, n, k, splits, blocks)) in enumerate(DIVIDED):
         a, b, bias = (integers(*shape, dtype=dtype) for shape in ((m, k), (k, n), (n,)))
         bias = bias if number % 2 == 0 else None
         expected = a.float() @ b.float() + (0 if bias is None else bias.float())
         if not b_n_major:
             b = b.t().contiguous().t()
         tile = {"block_m": 128, "block_n": block_n, "stages": stages, "consumers": 2}
-        with tk.emulate(policy, seed=n, config=tile | {"splits": splits}) as run:
+        tile |= {"splits": splits, "blocks": blocks, "b_once": number % 3 == 0}
+        with tk.emulate(policy, seed=n, config=tile) as run:
             out = tk.gemm(a, b, bias=bias)
         assert torch.equal(out, expected.to(dtype)), (m, n, k, splits)
         itself = m >= 128 and n % 8 == 0
         assert run.kernels[0]["splits"] == (splits if itself else 1)
         assert ("divided" in run.kernels[0]["kernel"]) == itself
+
+
+@pytest.mark.parametrize("tile", [(128, 7), (192, 5)])
+@pytest.mark.parametrize("offset", [0, 2])
+def test_gemm_of_owned_tiles_beside_others(offset, tile):
+    """Into a part of rows, from a multiple of 16 bytes on or not; reruns have the same bits."""
+    a, b = torch.randn(200, 1928).bfloat16(), torch.randn(1928, 200).bfloat16()
+    config = {"block_m": 128, "block_n": tile[0], "stages": tile[1], "consumers": 2}
+    config |= {"splits": 3, "blocks": 6}
+    runs = []
+    for policy in POLICIES:
+        around = torch.full((200, 208), math.nan, dtype=torch.bfloat16)
+        with tk.emulate(policy, seed=offset, config=config):
+            tk.gemm(a, b, out=around[:, offset : offset + 200])
+        assert around[:, :offset].isnan().all()
+        assert around[:, offset + 200 :].isnan().all()
+        runs.append(around[:, offset : offset + 200])
+    assert all(torch.equal(x, runs[0]) for x in runs[1:])
+    torch.testing.assert_close(runs[0].float(), a.float() @ b.float(), rtol=1e-2, atol=1e-2)
 
 
 # ---- every kernel of the registry, by its name ----

@@ -215,22 +215,25 @@ bool is_rounded(const Problem& p) {
 
 TileShape shape_of(const Config& c) { return {c.block_m, c.block_n, c.stages, c.consumers}; }
 
-// Tiles whose k is divided: into how many parts, and the cycles that they need.
+// Tiles whose k is divided: by how many blocks, and the cycles that they need.
 struct DividedTiles {
     const TileShape* shape = nullptr;
     int splits = 1;
     double cycles = std::numeric_limits<double>::infinity();
+    int blocks = 0;
 };
+
+// What it takes to read the operands from memory.
+double operand_cycles(const Problem& p) { return 2 * double(p.m + p.n) * double(p.k) / 1765; }
 
 // Fitted to an H200: products, or reading the operands from memory; a start and an end that grow
 // with the sums which are given; and what is taken, a unit of columns of each other block at a
 // time. All blocks run at a time, so there are no more of them than SMs.
 DividedTiles divide_tiles(const Problem& p, int sm_count) {
-    constexpr int64_t most_splits = 8;
-    constexpr double bytes_per_cycle = 1765;
+    constexpr int64_t most_splits = Segments::MOST_EVENLY;
     DividedTiles best;
     const int64_t steps = ceil_div(p.k, BLOCK_K);
-    const double read = 2 * double(p.m + p.n) * double(p.k) / bytes_per_cycle;
+    const double read = operand_cycles(p);
     for (const TileShape& shape : DIVIDED_SHAPES) {
         const int64_t rows = ceil_div(p.m, shape.block_m), columns = ceil_div(p.n, shape.block_n);
         const int64_t units = shape.block_n / DIVIDED_UNIT;
@@ -240,7 +243,36 @@ DividedTiles divide_tiles(const Problem& p, int sm_count) {
             const double products = double(ceil_div(steps, splits)) * size / 32 * 1.04;
             const auto taken = static_cast<double>(ceil_div(units, splits) * (splits - 1));
             const double cycles = std::max(products, read) + 7500 + 0.55 * size + 160 * taken;
-            if (cycles < best.cycles) best = {&shape, static_cast<int>(splits), cycles};
+            if (cycles < best.cycles) {
+                best = {&shape, static_cast<int>(splits), cycles,
+                        static_cast<int>(rows * columns * splits)};
+            }
+        }
+    }
+    return best;
+}
+
+// The same of tiles of which some have owners, see segments.h: to take a part costs an owner most.
+DividedTiles own_tiles(const Problem& p, int sm_count) {
+    DividedTiles best;
+    const int64_t steps = ceil_div(p.k, BLOCK_K);
+    const double read = operand_cycles(p);
+    for (const TileShape& shape : DIVIDED_SHAPES) {
+        const int64_t tiles = ceil_div(p.m, shape.block_m) * ceil_div(p.n, shape.block_n);
+        const double size = shape.block_m * shape.block_n;
+        // Narrow tiles are bound by loads where not all blocks read the same rows at a time.
+        const bool wide = shape.block_n > 128;
+        const double step = size / 32 * (wide ? 1.03 : 1.09);
+        const double whole = double(steps) * size / 32 * (wide ? 1.03 : 1.24) + 3000;
+        for (int splits = 2; splits <= Segments::MOST_BLOCKS; ++splits) {
+            const int64_t blocks = sm_count / splits * splits;
+            const Group group = make_group(blocks, splits, tiles);
+            if (blocks >= tiles * splits || group.whole > 1 || !group.divides(steps)) continue;
+            const double kept = double(steps - group.handed(steps)) * step;
+            const auto parts = static_cast<double>(ceil_div(group.parts(), group.owned));
+            const double cycles = std::max(double(group.whole) * whole + kept, read) + 4500 +
+                                  (0.16 + 0.2 * parts) * size;
+            if (cycles < best.cycles) best = {&shape, splits, cycles, static_cast<int>(blocks)};
         }
     }
     return best;
@@ -334,12 +366,12 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     const double whole = choice.config.varied
                              ? vary_tiles(choice.config, p, sm_count).cycles
                              : cycles(shape_of(choice.config), choice.config, p, sm_count);
-    const DividedTiles tiles = divide_tiles(p, sm_count);
+    const DividedTiles evenly = divide_tiles(p, sm_count), owned = own_tiles(p, sm_count);
+    const DividedTiles& tiles = owned.cycles < 0.97 * evenly.cycles ? owned : evenly;
     if (tiles.shape == nullptr || tiles.cycles > 0.97 * whole) return choice;
     Choice divided{.config = make_config(*tiles.shape, p.dtype, false, p.b_n_major)};
     divided.schedule = schedule_for(divided.config, p, device);
-    divided.schedule.splits = tiles.splits;
-    divided.schedule.blocks *= tiles.splits;
+    divided.schedule.splits = tiles.splits, divided.schedule.blocks = tiles.blocks;
     return divided;
 }
 

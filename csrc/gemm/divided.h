@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "csrc/gemm/gemm.h"
+#include "csrc/gemm/segments.h"
 #include "csrc/gemm/varied_order.h"
 
 namespace thunderkittens::gemm {
@@ -35,12 +36,19 @@ struct Scratch {
     void* data = nullptr;
     uint64_t mark = 0;  // new_mark()
 };
+constexpr int64_t tiles_of(const Config& c, int64_t m, int64_t n) {
+    return ((m + c.block_m - 1) / c.block_m) * ((n + c.block_n - 1) / c.block_n);
+}
+// The bytes of the sums, of as many tiles as there are blocks; the marks lie behind them.
+constexpr int64_t sums_bytes(const Config& c, const Schedule& s, int64_t tiles) {
+    const int64_t blocks = has_owners(s, tiles) ? s.blocks : tiles * s.splits;
+    return blocks * 4 * c.block_m * c.block_n;
+}
 constexpr int64_t scratch_bytes(const Choice& choice, int64_t m, int64_t n) {
     const Config& c = choice.config;
     if (!is_divided(c)) return 0;
-    const int64_t rows = (m + c.block_m - 1) / c.block_m, columns = (n + c.block_n - 1) / c.block_n;
-    const int64_t splits = choice.schedule.splits, marks = 8 * c.consumers * splits;
-    return rows * columns * splits * (int64_t{4} * c.block_m * c.block_n + marks);
+    const int64_t sums = sums_bytes(c, choice.schedule, tiles_of(c, m, n));
+    return sums + sums / (4 * c.block_m * c.block_n) * 8 * c.consumers * choice.schedule.splits;
 }
 // A number that no call of this process has had: by it a block knows that sums in the scratch are
 // of this call, which nobody has to clear therefore.
@@ -58,9 +66,10 @@ extern template bool launch_divided<DType::fp16>(const Config&, const Params&, c
 
 // Whether the kernel computes a call.
 inline bool suits_divided(const Config& c, const Params& p) {
+    // Words that a thread stores at a time.
+    const int words = has_owners(p.schedule, tiles_of(c, p.m, p.n)) ? 4 : 1;
     return p.out_dtype == c.dtype && p.batch == 1 && p.m >= c.block_m && p.n % 8 == 0 &&
-           p.out_stride % 2 == 0 && reinterpret_cast<uintptr_t>(p.out) % 4 == 0 &&
-           p.schedule.splits > 1 && p.schedule.splits <= (p.k + BLOCK_K - 1) / BLOCK_K;
+           p.out_stride % (2 * words) == 0 && reinterpret_cast<uintptr_t>(p.out) % (4 * words) == 0;
 }
 
 // Whether a configuration's kernel computes a call itself, and not tiles of 128 x 256.
