@@ -221,6 +221,87 @@ def test_gemm_of_owned_tiles_beside_others(offset, tile):
     torch.testing.assert_close(runs[0].float(), a.float() @ b.float(), rtol=1e-2, atol=1e-2)
 
 
+# ---- fp8 tiles whose width fits the problem ----
+
+E4M3 = torch.float8_e4m3fn
+
+# Columns of a tile; rows, columns, k, and how many blocks divide k.
+FITTED = [
+    (96, (128, 136, 640, 2)),
+    (96, (65, 100, 1552, 8)),
+    (112, (200, 203, 400, 3)),
+    (128, (70, 250, 1104, 4)),
+    (136, (130, 300, 1040, 2)),
+    (144, (100, 288, 16, 1)),
+    (160, (257, 24, 272, 1)),
+    (176, (129, 180, 400, 4)),
+    (192, (128, 200, 272, 3)),
+    (224, (140, 456, 1168, 1)),
+    (224, (130, 7, 528, 2)),
+]
+
+
+def fitted_config(block_n: int, splits: int) -> dict[str, object]:
+    config = {"block_m": 128, "block_n": block_n, "block_k": 128, "streamed": False}
+    return config | {"stages": 0, "buffers": 0, "consumers": 2, "splits": splits}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("accurate", [False, True])
+def test_fp8_gemm_of_fitted_tiles(accurate, policy):
+    """Every width, one and several blocks for a tile, ragged rows, columns and k, scales of rows
+    and of tensors, both types of outputs."""
+    for number, (block_n, (m, n, k, splits)) in enumerate(FITTED):
+        a, b = torch.randint(-2, 3, (m, k)).float(), torch.randint(-2, 3, (k, n)).float()
+        shapes = ((m, 1), (1, n)) if number % 2 else ((1, 1), (1, n) if number % 4 else (1, 1))
+        scales = [2.0 ** torch.randint(-1, 2, shape).float() for shape in shapes]
+        bias = torch.randint(-3, 4, (n,)).to(torch.bfloat16) if number % 3 else None
+        options = {"accurate": accurate, "bias": bias, "out_dtype": DTYPES[number // 2 % 2]}
+        right = b.t().contiguous().t().to(E4M3)
+        with tk.emulate(policy, seed=n, config=fitted_config(block_n, splits)) as run:
+            out = tk.fp8_gemm(a.to(E4M3), right, *scales, **options)
+        assert torch.equal(out, tk.reference.fp8_gemm(a, b, *scales, **options)), (m, n, k, splits)
+        kind = "promoted" if accurate else "fast"
+        assert run.kernels[0]["kernel"] == f"e4m3_e4m3_fitted_{kind}"
+        assert (run.kernels[0]["block_n"], run.kernels[0]["splits"]) == (block_n, splits)
+
+
+@pytest.mark.parametrize("accurate", [False, True])
+def test_reruns_of_fitted_tiles(accurate):
+    """The same bits, in whatever order blocks arrive."""
+    a, b = torch.randn(130, 1100).to(E4M3), torch.randn(100, 1100).to(E4M3).t()
+    scales = torch.rand(130, 1), torch.rand(1, 100)
+    runs = []
+    for policy, seed in itertools.product(POLICIES, range(2)):
+        with tk.emulate(policy, seed=seed, config=fitted_config(96, 4)):
+            runs.append(tk.fp8_gemm(a, b, *scales, accurate=accurate))
+    assert all(torch.equal(run, runs[0]) for run in runs)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "width", "splits"),
+    [
+        (512, 2112, 7168, 136, 2),
+        (1024, 2112, 7168, 136, 1),
+        (256, 2112, 7168, 96, 2),
+        (128, 2112, 7168, 96, 4),
+        (128, 512, 16384, 96, 8),
+        (512, 7168, 16384, 224, 1),
+        (256, 8192, 8192, 128, 1),
+    ],
+)
+def test_fp8_gemm_fits_few_tiles(m, n, k, width, splits):
+    """All tiles at work at a time; what the kernel does not compute is left to others."""
+    problem = {"m": m, "n": n, "k": k, "a_dtype": "e4m3", "b_dtype": "e4m3", "out_dtype": "bf16"}
+    for accurate in (False, True):
+        chosen = _C.choose("fp8_gemm", problem | {"accurate": accurate}, H200)
+        assert (chosen["stages"], chosen["block_n"], chosen["splits"]) == (0, width, splits)
+        assert chosen["blocks"] == -(-m // 128) * -(-n // width) * splits <= H200.sm_count
+    others = {"activated": True, "blocks": True, "out_dtype": "fp32", "b_dtype": "e5m2", "m": 16384}
+    for name, value in others.items():
+        assert _C.choose("fp8_gemm", problem | {name: value}, H200)["stages"] > 0, name
+
+
 # ---- every kernel of the registry, by its name ----
 
 

@@ -6,7 +6,7 @@
 
 #include "csrc/common/check.h"
 #include "csrc/common/registry.h"
-#include "csrc/gemm/fp8_gemm.h"
+#include "csrc/gemm/fp8_fitted.h"
 #include "csrc/gemm/widths.h"
 
 namespace thunderkittens::fp8_gemm {
@@ -122,6 +122,40 @@ Choice choose_streamed(const Problem& p, int sm_count) {
     return choice;
 }
 
+// Tiles of a width that fits the problem, and how many blocks divide their k.
+struct FittedTiles {
+    int width = 0, splits = 1;
+    double cycles = std::numeric_limits<double>::infinity();
+};
+
+// In one round. Clusters of many blocks do not come out even with the SMs that they can share; and
+// parts of k at a time are more lines at a time. Fitted to an H200, beside cycles().
+FittedTiles fit_tiles(const Problem& p, int sm_count) {
+    FittedTiles best;
+    const bool plain = !p.blocks && !p.grouped && !p.activated && p.out_dtype != DType::fp32;
+    const bool first_pair = p.a_dtype == DTYPES[0].a && p.b_dtype == DTYPES[0].b;
+    if (!plain || !first_pair) return best;
+    const Sums sums = sums_of(p);
+    const int64_t rows = ceil_div(p.m, 128), steps = ceil_div(p.k, BLOCK_K);
+    for (const int splits : {1, 2, 4, 8}) {
+        const int64_t clusters = splits <= 2   ? sm_count / splits
+                                 : splits == 4 ? sm_count / splits * 10 / 11
+                                               : sm_count / splits * 15 / 16;
+        const double exchange = splits == 1 ? 0 : splits < 8 ? 2500 : 5000;
+        const double crowded = splits == 1 ? 0 : splits == 2 ? 0.1 : 0.8;
+        const int64_t each = ceil_div(steps, splits);
+        for (const int width : FITTED_WIDTHS) {
+            const int64_t tiles = rows * ceil_div(p.n, width);
+            if (tiles > clusters || each < 4 || !fits_splits(width, splits)) continue;
+            const double busy = double(tiles * splits) / sm_count;
+            const double products = double(each) * width * 4 * (sums == Sums::fast ? 1 : 1.03);
+            const double cycles = products * (1 + crowded * busy) + 7 * width + 500 + exchange;
+            if (cycles < best.cycles) best = {width, splits, cycles};
+        }
+    }
+    return best;
+}
+
 const char* kind_of(const Config& c) {
     return c.streamed ? "stream" : c.plain ? "blocks" : name_of(c.sums);
 }
@@ -149,7 +183,7 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
     const double tiles = double(ceil_div(p.m, choice.config.block_m) + p.groups) *
                          double(ceil_div(p.n, choice.config.block_n));
     if (tiles > 2e9) return concat("the output has ", tiles, " tiles; at most 2e9 are supported");
-    const int bytes = shared_bytes(choice.config);
+    const int bytes = is_fitted(choice.config) ? FITTED_SHARED_BYTES : shared_bytes(choice.config);
     if (bytes > device.shared_bytes_per_block) {
         return concat("the kernel needs ", bytes,
                       " bytes of shared memory per block, this GPU has ",
@@ -180,21 +214,40 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     }
     Choice choice{.config = *best};
     choice.schedule = schedule_for(choice.config, p, sm_count);
-    return choice;
+    const FittedTiles tiles = fit_tiles(p, sm_count);
+    if (tiles.cycles > least) return choice;
+    const int64_t all = ceil_div(p.m, 128) * ceil_div(p.n, tiles.width) * tiles.splits;
+    return {.config = fitted_config(tiles.width, sums_of(p)),
+            .schedule = {.blocks = static_cast<int>(all), .splits = tiles.splits}};
 }
 
 std::string kernel_name(const Config& c) {
+    if (is_fitted(c)) return concat(name_of(c.a), '_', name_of(c.b), "_fitted_", name_of(c.sums));
     return concat(name_of(c.a), '_', name_of(c.b), '_', kind_of(c), '_', c.block_m, 'x', c.block_n);
 }
 
 std::string kernel_name(const Choice& choice) { return kernel_name(choice.config); }
 
 std::string kernel_name(const Config& c, const Params& p) {
-    return kernel_name(c) + (takes_whole_kernel(c, p) ? WHOLE : "");
+    return kernel_name(c) + (!is_fitted(c) && takes_whole_kernel(c, p) ? WHOLE : "");
+}
+
+// The kernel of all tiles whose width fits the problem.
+static KernelInfo fitted_info(Sums sums) {
+    const Config c = fitted_config(FITTED_WIDTHS[0], sums);
+    return {.name = kernel_name(c),
+            .config = concat("tiles of 128 rows and 96 to ", c.block_n, " columns, up to ",
+                             FITTED_STAGES, " stages, 1 producer warp and ", c.consumers,
+                             " consumer warpgroups, k divided, sums ", name_of(sums)),
+            .source = concat("fp8_gemm_fitted_", name_of(sums)),
+            .symbol = concat("FittedTypesILNS0_4SumsE", int(sums), 'E'),
+            .threads = fitted_threads(sums),
+            .shared_bytes = FITTED_SHARED_BYTES};
 }
 
 std::vector<KernelInfo> kernels() {
     std::vector<KernelInfo> list;
+    for (const Sums sums : {Sums::fast, Sums::promoted}) list.push_back(fitted_info(sums));
     for (std::size_t i = 0; i < CONFIGS; ++i) {
         const Config c = config_at(i);
         const std::string kind = kind_of(c);

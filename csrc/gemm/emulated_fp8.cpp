@@ -1,7 +1,7 @@
 // fp8_quantize and fp8_gemm on the emulator, as fp8_quantize.cpp and fp8_gemm.cpp do them on CUDA
 // tensors.
 #include "csrc/common/emulated.h"
-#include "csrc/gemm/fp8_gemm.h"
+#include "csrc/gemm/fp8_fitted.h"
 #include "csrc/gemm/fp8_quantize.h"
 
 namespace thunderkittens {
@@ -214,7 +214,7 @@ emulated::Result run_gemm(const emulated::Call& call) {
     if (row) scope.may_read("bias", *row);
     if (offs) scope.may_read("offs", *offs);
     scope.may_write("out", out);
-    TK_CHECK(g::launch_any(choice.config, params, nullptr), "tk.fp8_gemm: no kernel ", name);
+    TK_CHECK(g::launch_choice(choice.config, params, nullptr), "tk.fp8_gemm: no kernel ", name);
     result.choice = detail::fields_of(choice);
     result.choice.emplace("kernel", name);
     return result;

@@ -2,6 +2,7 @@
 // and marks travel as bytes.
 #include "csrc/common/emulated.h"
 #include "csrc/gemm/block_scaled_dispatch.h"
+#include "csrc/gemm/fp8_fitted.h"
 #include "csrc/gemm/mxfp8_gemm.h"
 
 namespace thunderkittens::mxfp8_gemm {
@@ -286,7 +287,7 @@ struct Product {
             }
             if (bias) scope.may_read("bias", *bias);
             scope.may_write("out", out);
-            TK_CHECK(fp8_gemm::launch_any(choice.product.config, params, nullptr),
+            TK_CHECK(fp8_gemm::launch_choice(choice.product.config, params, nullptr),
                      "tk.mxfp8_gemm: no kernel ", fp8_gemm::kernel_name(choice.product));
         }
         multiply_exactly(&left, &right);

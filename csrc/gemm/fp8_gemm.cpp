@@ -1,6 +1,6 @@
 // thunderkittens::fp8_gemm on CUDA: checks, operands in the order that wgmma takes, allocation,
 // choice, launch.
-#include "csrc/gemm/fp8_gemm.h"
+#include "csrc/gemm/fp8_fitted.h"
 
 #include <limits>
 
@@ -163,7 +163,7 @@ Tensor fp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const T
         .bias_dtype = bias_dtype,
         .activation = static_cast<int>(activation),
         .schedule = choice.schedule};
-    TK_CHECK(launch_any(choice.config, params, stream), OP, ": no kernel ", kernel_name(choice));
+    TK_CHECK(launch_choice(choice.config, params, stream), OP, ": no kernel ", kernel_name(choice));
     return out;
 }
 

@@ -7,6 +7,7 @@
 
 #include "csrc/common/tensor.h"
 #include "csrc/gemm/block_scaled_dispatch.h"
+#include "csrc/gemm/fp8_fitted.h"
 
 namespace thunderkittens::mxfp8_gemm {
 namespace {
@@ -245,7 +246,7 @@ struct Product {
             .bias_dtype = DType::bf16,
             .activation = activation,
             .schedule = choice.product.schedule};
-        TK_CHECK(fp8_gemm::launch_any(choice.product.config, params, stream), OP, ": no kernel ",
+        TK_CHECK(fp8_gemm::launch_choice(choice.product.config, params, stream), OP, ": no kernel ",
                  fp8_gemm::kernel_name(choice.product));
         multiply_exactly({.rows = static_cast<const uint64_t*>(left.marks.data_ptr()),
                           .columns = static_cast<const uint64_t*>(right.marks.data_ptr())});
