@@ -216,7 +216,7 @@ __device__ __forceinline__ void consume(const typename K::Globals& g, typename K
             }
         };
         // Short sums take 1 % longer with a choice in each step, others have no registers for both.
-        if constexpr (K::two_widths && C.a_m_major) {
+        if constexpr (K::two_widths && !K::may_begin_inside) {
             if (steps.narrow)
                 multiply_whole(true);
             else
