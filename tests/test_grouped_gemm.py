@@ -320,7 +320,7 @@ def test_tiles_of_two_widths(number, policy, dtype):
 
 
 # Sizes of groups, rows, blocks: groups that get one more column of tiles or several, that have one
-# already that is not full, that are too narrow for it, that begin and end in the middle of 16 bytes.
+# that is not full, that are too narrow for it, that begin and end in the middle of 16 bytes.
 COLUMN_WIDTHS = [
     ([480, 256, 512, 0, 240], 260, 5),
     ([1000, 5, 731], 130, 3),
@@ -351,7 +351,7 @@ def test_columns_of_two_widths(number, policy, dtype):
 @pytest.mark.parametrize("layout_b", ["packed", "sliced_t"])
 @pytest.mark.parametrize("layout_a", ["sliced", "packed_t"])
 def test_parts_of_two_widths(layout_a, layout_b, policy, dtype):
-    """Rows of tiles with and without one more tile; sums of whole steps, of parts of one, of none."""
+    """Rows of tiles with and without one more tile; sums of whole steps, of parts, of nothing."""
     sizes = [130, 0, 9, 64, 77]
     a = integers(260, sum(sizes) + 3, low=-2, high=2, dtype=dtype, device="cpu")
     b = integers(sum(sizes) + 3, 760, low=-2, high=2, dtype=dtype, device="cpu")

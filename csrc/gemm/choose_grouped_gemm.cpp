@@ -23,9 +23,9 @@ double tiles_of(const gemm::TileShape& shape, const Problem& p) {
            (Grouped(p.grouped) == Grouped::k ? double(p.groups) : 1.0);
 }
 
-// Whether tiles may have two widths. To count rows of tiles, each block reads the ends of all groups
-// before its first load. Where columns are divided a warp has one group per lane, and what is behind
-// them; rows of b along n would begin anywhere in a line. Short sums lose by more tiles.
+// Whether tiles may have two widths. To count rows of tiles, each block reads the ends of all
+// groups before its first load. Where columns are divided a warp has one group per lane, and what
+// is behind them; rows of b along n would begin anywhere in a line. Short sums lose by more tiles.
 bool can_count(const Problem& p) {
     constexpr int64_t few_groups = 64, lanes = 32, many_steps = 32;
     switch (Grouped(p.grouped)) {

@@ -3,9 +3,10 @@
 //
 // A tile may reach over the end of its group, and where TMA asks for it over the beginning. Rows
 // and columns there are another group's: they are read, which harms nothing, because a row of the
-// output needs its own row of a only, and they are not stored. In k they are made zero in shared
-// memory, in both operands, since 0 * NaN is not 0. A sum of nothing, for an empty group of k and
-// for what belongs to no group, is a step all of which is made zero.
+// output needs its own row of a only, and they are not stored. The last step of k is multiplied in
+// parts of 16, and what is foreign in the last part is made zero in shared memory, in both
+// operands, since 0 * NaN is not 0. A sum of nothing, for an empty group of k and for what belongs
+// to no group, is a part all of which is made zero.
 #pragma once
 
 #include "csrc/gemm/gemm_sm90.cuh"
@@ -99,7 +100,7 @@ __device__ __forceinline__ void clear_outside(typename K::Stage& stage, int begi
 }
 
 // The product of elements [first, end) of a step, of k, in parts of 16. Of a narrow tile it is as
-// wide as of others: what that adds is not stored, and a choice here costs short sums 2 %.
+// wide as of others: what that adds is not stored, and a choice here costs short sums 1 %.
 template <class K, class D>
 __device__ __forceinline__ void multiply_part(D& d, typename K::Stage& stage, int first, int end,
                                               bool accumulate) {
@@ -215,7 +216,8 @@ __device__ __forceinline__ void consume(const typename K::Globals& g, typename K
                 previous = ring.stage;
             }
         };
-        // Short sums take 1 % longer with a choice in each step, others have no registers for both.
+        // Short sums take 1 % longer with a choice in each step; not all layouts have the registers
+        // for two loops.
         if constexpr (K::two_widths && !K::may_begin_inside) {
             if (steps.narrow)
                 multiply_whole(true);
