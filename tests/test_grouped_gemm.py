@@ -270,6 +270,27 @@ def test_every_kernel(form, kernel, policy, transposed):
     assert run.kernels[-1]["kernel"].endswith(f"{kernel[0]}x{kernel[1]}")
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("transposed", [(False, False), (False, True), (True, False), (True, True)])
+def test_long_and_short_sums(form, transposed):
+    """On the emulator: pieces of a tile leave during a next one of many steps, few, or none that is
+    whole, whose last step ends anywhere in 16 of k."""
+    sizes = [500, 64, 1, 13, 16, 24, 0, 100, 451, 33]
+    shape_a, shape_b = shapes(form, sum(sizes) + 6, len(sizes), 136, 264, 460)
+    a = integers(*shape_a, low=-1, high=1, dtype=BF16, device="cpu")
+    b = integers(*shape_b, low=-1, high=1, dtype=BF16, device="cpu")
+    offs = offsets(sizes, "cpu")
+    expected = tk.reference.grouped_gemm(a, b, offs)
+    spoil(form, a, b, sum(sizes))
+    a, b = (
+        matrix(x, "sliced_t" if t else "packed") for x, t in zip((a, b), transposed, strict=True)
+    )
+    config = {"block_m": 128, "block_n": 256, "stages": 4, "consumers": 2, "blocks": 3}
+    with tk.emulate("random", seed=2, config=config):
+        out = tk.grouped_gemm(a, b, offs)
+    assert torch.equal(out, expected)
+
+
 # Sizes of groups, columns, blocks: rows of tiles with and without one more tile, a group with both,
 # more groups than a warp has lanes, columns that end in the middle of a tile and of 16 bytes.
 WIDTHS = [
@@ -300,6 +321,52 @@ def test_tiles_of_two_widths(number, policy, dtype):
         assert run.kernels[-1]["two_widths"]
 
 
+# Sizes of groups, rows, blocks: groups that get one more column of tiles or several, that have one
+# that is not full, that are too narrow for it, that begin and end in the middle of 16 bytes.
+COLUMN_WIDTHS = [
+    ([480, 256, 512, 0, 240], 260, 5),
+    ([1000, 5, 731], 130, 3),
+    ([1500], 129, 7),
+    ([16, 240, 17, 255, 0, 496] * 5, 9, 11),
+]
+
+
+@pytest.mark.parametrize(("policy", "dtype"), [("late_mma", BF16), ("random", FP16)])
+@pytest.mark.parametrize("number", range(len(COLUMN_WIDTHS)))
+def test_columns_of_two_widths(number, policy, dtype):
+    sizes, m, blocks = COLUMN_WIDTHS[number]
+    a = integers(len(sizes), m, 72, low=-2, high=2, dtype=dtype, device="cpu")
+    b = integers(72, sum(sizes) + 3, low=-2, high=2, dtype=dtype, device="cpu")
+    offs = offsets(sizes, "cpu")
+    expected = tk.reference.grouped_gemm(a, b, offs)
+    spoil("columns", a, b, sum(sizes))
+    choice = {"block_m": 128, "block_n": 256, "stages": 4, "consumers": 2, "blocks": blocks}
+    for layout_a, layout_b in (("packed", "packed_t"), ("sliced_t", "sliced")):
+        config = {**choice, "band": 2, "two_widths": True}
+        with tk.emulate(policy, seed=m, config=config) as run:
+            out = tk.grouped_gemm(matrix(a, layout_a), matrix(b, layout_b), offs)
+        assert torch.equal(out, expected), (layout_a, layout_b)
+        assert run.kernels[-1]["two_widths"]
+
+
+@pytest.mark.parametrize(("policy", "dtype"), [("late_mma", BF16), ("random", FP16)])
+@pytest.mark.parametrize("layout_b", ["packed", "sliced_t"])
+@pytest.mark.parametrize("layout_a", ["sliced", "packed_t"])
+def test_parts_of_two_widths(layout_a, layout_b, policy, dtype):
+    """Rows of tiles with and without one more tile; sums of whole steps, of parts, of nothing."""
+    sizes = [130, 0, 9, 64, 77]
+    a = integers(260, sum(sizes) + 3, low=-2, high=2, dtype=dtype, device="cpu")
+    b = integers(sum(sizes) + 3, 760, low=-2, high=2, dtype=dtype, device="cpu")
+    offs = offsets(sizes, "cpu")
+    expected = tk.reference.grouped_gemm(a, b, offs)
+    spoil("parts", a, b, sum(sizes))
+    config = {"block_m": 128, "block_n": 256, "stages": 4, "consumers": 2, "blocks": 11, "band": 2}
+    with tk.emulate(policy, seed=3, config={**config, "two_widths": True}) as run:
+        out = tk.grouped_gemm(matrix(a, layout_a), matrix(b, layout_b), offs)
+    assert torch.equal(out, expected)
+    assert run.kernels[-1]["two_widths"]
+
+
 def test_which_tiles_have_two_widths():
     device = _C.DeviceProperties(**info.EXAMPLE_GPU)
     problem = {"m": 32768, "n": 4096, "k": 7168, "groups": 8, "grouped": 0, "dtype": "bf16"}
@@ -311,9 +378,14 @@ def test_which_tiles_have_two_widths():
     assert two_widths()
     assert two_widths(b_n_major=True, groups=64)
     assert not two_widths(groups=65)
-    assert not two_widths(a_m_major=True)
-    assert not two_widths(grouped=1)
-    assert not two_widths(grouped=2)
+    assert two_widths(a_m_major=True)
+    assert two_widths(grouped=1, m=4096, n=131072, groups=31)
+    assert not two_widths(grouped=1, m=4096, n=131072, groups=32)
+    assert not two_widths(grouped=1, m=4096, n=131072, groups=31, b_n_major=True)
+    weights = {"grouped": 2, "m": 4096, "n": 7168, "a_m_major": True, "b_n_major": True}
+    assert two_widths(**weights, k=32768)
+    assert two_widths(**weights, k=2048 * 8)
+    assert not two_widths(**weights, k=2048 * 8 - 1)
     assert not two_widths(m=300, groups=64)
     assert not two_widths(m=2048, n=2048, groups=4)
 

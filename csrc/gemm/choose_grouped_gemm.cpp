@@ -23,8 +23,17 @@ double tiles_of(const gemm::TileShape& shape, const Problem& p) {
            (Grouped(p.grouped) == Grouped::k ? double(p.groups) : 1.0);
 }
 
-// To count tiles, each block reads the ends of all groups before its first load.
-constexpr int64_t COUNTED_GROUPS = 64;
+// Whether tiles may have two widths. To count rows of tiles, each block reads the ends of all
+// groups before its first load. Where columns are divided a warp has one group per lane, and what
+// is behind them; rows of b along n would begin anywhere in a line. Short sums lose by more tiles.
+bool can_count(const Problem& p) {
+    constexpr int64_t few_groups = 64, lanes = 32, many_steps = 32;
+    switch (Grouped(p.grouped)) {
+        case Grouped::rows: return p.groups <= few_groups;
+        case Grouped::columns: return p.groups < lanes && !p.b_n_major;
+        default: return p.k >= p.groups * many_steps * gemm::BLOCK_K;
+    }
+}
 
 // Cycles that the GPU needs with tiles of this shape, as in choose.cpp.
 double cycles(const gemm::TileShape& shape, const Problem& p, int sm_count) {
@@ -83,9 +92,9 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     choice.band =
         std::max(1, int(std::lround(std::sqrt(double(sm_count) * best->block_n / best->block_m))));
     choice.blocks = sm_count;
-    const int64_t tiles = ceil_div(p.m, best->block_m) * ceil_div(p.n, best->block_n);
-    choice.two_widths = Grouped(p.grouped) == Grouped::rows && p.groups <= COUNTED_GROUPS &&
-                        tiles > sm_count && grouped_gemm::has_two_widths(choice.config);
+    const int64_t tiles = ceil_div(p.m, best->block_m) * ceil_div(p.n, best->block_n) *
+                          (Grouped(p.grouped) == Grouped::k ? p.groups : 1);
+    choice.two_widths = tiles > sm_count && can_count(p) && gemm::has_two_widths(choice.config);
     return choice;
 }
 

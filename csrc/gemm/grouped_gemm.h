@@ -25,8 +25,8 @@ struct Choice {
     gemm::Config config;
     int band = 16;   // tiles of a group are walked in bands of this many rows of tiles
     int blocks = 0;  // of the grid
-    // Where rows are divided: tiles of two widths, see widths.h, if those of one would leave SMs
-    // without work in the last round. The device counts them.
+    // Tiles of two widths, see widths.h, if those of one would leave SMs without work in the last
+    // round. The device counts them.
     bool two_widths = false;
 };
 
@@ -71,12 +71,6 @@ constexpr std::size_t CONFIGS = SHAPES * 8;
 constexpr gemm::Config config_at(std::size_t i) {
     return gemm::make_config(gemm::TILE_SHAPES[i / 8], i / 4 % 2 == 0 ? DType::bf16 : DType::fp16,
                              i / 2 % 2 != 0, i % 2 != 0);
-}
-
-// Whether the kernel computes tiles of two widths, where rows are divided. Not with rows of a along
-// m: those are the gradients' of weights, which have the parts of k, often short ones.
-constexpr bool has_two_widths(const gemm::Config& c) {
-    return gemm::has_two_widths(c) && !c.a_m_major;
 }
 
 // Tiles that the scheduling warp may be ahead by: a description of 32 bytes and two semaphores

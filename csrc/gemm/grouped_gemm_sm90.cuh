@@ -3,9 +3,10 @@
 //
 // A tile may reach over the end of its group, and where TMA asks for it over the beginning. Rows
 // and columns there are another group's: they are read, which harms nothing, because a row of the
-// output needs its own row of a only, and they are not stored. In k they are made zero in shared
-// memory, in both operands, since 0 * NaN is not 0. A sum of nothing, for an empty group of k and
-// for what belongs to no group, is a step all of which is made zero.
+// output needs its own row of a only, and they are not stored. The last step of k is multiplied in
+// parts of 16, and what is foreign in the last part is made zero in shared memory, in both
+// operands, since 0 * NaN is not 0. A sum of nothing, for an empty group of k and for what belongs
+// to no group, is a part all of which is made zero.
 #pragma once
 
 #include "csrc/gemm/gemm_sm90.cuh"
@@ -40,17 +41,18 @@ __device__ __forceinline__ void produce(const typename K::Globals& g, typename K
     }
 }
 
-// Makes zero, of each of `rows` rows of 64 elements, those outside of [first, end); thread `rank`
+// Makes zero, of elements [begin, stop) of each row, those outside of [first, end); thread `rank`
 // of `threads` does its part.
 template <class Tile>
-__device__ __forceinline__ void clear_columns(const Tile& tile, int rows, int first, int end,
-                                              int rank, int threads) {
-    constexpr int chunk = 8, chunks = BLOCK_K / chunk;  // elements of 16 bytes
+__device__ __forceinline__ void clear_columns(const Tile& tile, int begin, int stop, int first,
+                                              int end, int rank, int threads) {
+    constexpr int chunk = 8;  // elements of 16 bytes
+    const int chunks = (stop - begin) / chunk;
 #pragma unroll 1
-    for (int i = rank; i < rows * chunks; i += threads) {
-        const int col = i % chunks * chunk;
+    for (int i = rank; i < Tile::rows * chunks; i += threads) {
+        const int row = i / chunks, col = begin + (i - row * chunks) * chunk;
         if (first <= col && col + chunk <= end) continue;
-        const uint32_t at = tile.address_of(i / chunks, col);
+        const uint32_t at = tile.address_of(row, col);
         uint4 words = arch::load_shared<uint4>(at);
         const auto kept = [&](uint32_t word, int column) {
             const uint32_t low = first <= column && column < end ? 0xffffu : 0u;
@@ -64,34 +66,66 @@ __device__ __forceinline__ void clear_columns(const Tile& tile, int rows, int fi
 }
 // The same of rows.
 template <class Tile>
-__device__ __forceinline__ void clear_rows(const Tile& tile, int cols, int first, int end, int rank,
-                                           int threads) {
-    const int chunks = cols / 8;
+__device__ __forceinline__ void clear_rows(const Tile& tile, int begin, int stop, int first,
+                                           int end, int rank, int threads) {
+    constexpr int chunks = Tile::cols / 8;
+    const int before = first - begin;
 #pragma unroll 1
-    for (int i = rank; i < (first + BLOCK_K - end) * chunks; i += threads) {
+    for (int i = rank; i < (before + stop - end) * chunks; i += threads) {
         const int row = i / chunks;
-        arch::store_shared(
-            tile.address_of(row < first ? row : end + row - first, (i - row * chunks) * 8),
-            uint4{});
+        arch::store_shared(tile.address_of(row < before ? begin + row : end + row - before,
+                                           (i - row * chunks) * 8),
+                           uint4{});
     }
 }
-// Makes all but elements [first, end) of k zero, in both operands of a stage; called by every
-// thread of the consumers.
+
+// Makes zero what elements [first, end) of a step, of k, have beside them in [begin, stop), in both
+// operands; called by every thread of the consumers.
 template <class K>
-__device__ __forceinline__ void clear_outside(typename K::Stage& stage, int first, int end) {
+__device__ __forceinline__ void clear_outside(typename K::Stage& stage, int begin, int stop,
+                                              int first, int end) {
     constexpr gemm::Config C = K::config;
     constexpr int threads = C.consumers * WARPGROUP_THREADS;
     const int rank = warpgroup::groupid() * WARPGROUP_THREADS + warpgroup::laneid();
     if constexpr (C.a_m_major)
-        clear_rows(stage.a, C.block_m, first, end, rank, threads);
+        clear_rows(stage.a, begin, stop, first, end, rank, threads);
     else
-        clear_columns(stage.a, C.block_m, first, end, rank, threads);
+        clear_columns(stage.a, begin, stop, first, end, rank, threads);
     if constexpr (C.b_n_major)
-        clear_rows(stage.b, C.block_n, first, end, rank, threads);
+        clear_rows(stage.b, begin, stop, first, end, rank, threads);
     else
-        clear_columns(stage.b, C.block_n, first, end, rank, threads);
+        clear_columns(stage.b, begin, stop, first, end, rank, threads);
     arch::fence_async_shared();
     arch::named_barrier_sync(gemm::sm90::READY + 1, threads);
+}
+
+// The product of elements [first, end) of a step, of k, in parts of 16. Of a narrow tile it is as
+// wide as of others: what that adds is not stored, and a choice here costs short sums 1 %.
+template <class K, class D>
+__device__ __forceinline__ void multiply_part(D& d, typename K::Stage& stage, int first, int end,
+                                              bool accumulate) {
+    constexpr gemm::Config C = K::config;
+    constexpr int part = 16, rows = K::consumer_rows, columns = C.block_n;
+    constexpr bool transpose_a = C.a_m_major, transpose_b = !C.b_n_major;
+    const int consumer = warpgroup::groupid();
+    const int stop = max(1, (end + part - 1) / part);
+    if (first > 0 || end < stop * part) clear_outside<K>(stage, 0, stop * part, first, end);
+#pragma unroll 1
+    for (int i = 0; i < stop; ++i, accumulate = true) {
+        const auto a = [&] {
+            if constexpr (transpose_a)
+                return stage.a.template subtile<part, rows>({i, consumer});
+            else
+                return stage.a.template subtile<rows, part>({consumer, i});
+        }();
+        const auto b = [&] {
+            if constexpr (transpose_b)
+                return stage.b.template subtile<columns, part>({0, i});
+            else
+                return stage.b.template subtile<part, columns>({i, 0});
+        }();
+        warpgroup::product<transpose_a, transpose_b>(d, a, b, accumulate);
+    }
 }
 
 // Stores rows [rows.first, rows.end) of a warp's 16, columns likewise: element by element, for a
@@ -125,57 +159,103 @@ __device__ __forceinline__ void send_part(const typename K::Globals& g, typename
     }
 }
 
+// A piece of a finished tile, as `finished` sends it, with a number that is not a constant: short
+// sums go through all of the code for each tile, and this is a quarter of it.
+template <class K, class Finished>
+__device__ __forceinline__ void send_piece(const typename K::Globals& g, typename K::Shared& shared,
+                                           const Finished& finished, int piece) {
+    auto& buffer = shared.out[kittens::warpid()][piece % 2];
+    Finished::wait_for_buffer(g, piece);
+#pragma unroll
+    for (int i = 0; i < finished.pieces; ++i) {
+        if (i == piece) finished.stage(i, buffer);
+    }
+    gemm::sm90::send_by_tma<K::config>(
+        g, buffer, finished.at.batch, finished.at.row,
+        finished.at.col + Finished::first_of(piece, finished.narrow));
+}
+
 template <class K>
 __device__ __forceinline__ void consume(const typename K::Globals& g, typename K::Shared& shared) {
     constexpr gemm::Config C = K::config;
+    constexpr bool transpose_b = !C.b_n_major;
     const int consumer = warpgroup::groupid();
     const auto release = [&](int stage) { gemm::sm90::release_stage(shared.empty[stage]); };
     Ring<C.stages> ring;
     Slot slot;
     rt_fl<16, C.block_n> d;
     gemm::sm90::Finished<C> finished;
-    for (;; slot.advance()) {
-        const Steps steps = steps_of(shared, slot);
-        if (steps.group == Steps::none) break;
+    Steps steps = steps_of(shared, slot);
+    while (steps.group != Steps::none) {
         int previous = 0;
-        for (int k = 0; k < steps.blocks; ++k, ring.advance()) {
+        if (K::may_begin_inside && steps.first > 0 && steps.blocks > 1) {
+            wait(shared.full[ring.stage], ring.phase);
+            clear_outside<K>(shared.stages[ring.stage], 0, BLOCK_K, steps.first, BLOCK_K);
+        }
+        const int whole_steps = steps.blocks - (steps.last_is_whole() ? 0 : 1);
+        // Pieces leave in every second step where there are enough.
+        const int spread = C.block_n == 256 && whole_steps > 6 ? 1 : 0;
+        const auto multiply_whole = [&](bool narrow) {
+            for (int k = 0; k < whole_steps; ++k, ring.advance()) {
+                auto& stage = shared.stages[ring.stage];
+                wait(shared.full[ring.stage], ring.phase);
+                if constexpr (K::config.a_m_major) {
+                    auto rows = stage.a.template subtile<BLOCK_K, K::consumer_rows>({0, consumer});
+                    gemm::sm90::multiply<K, K::two_widths, true, transpose_b>(g, d, rows, stage.b,
+                                                                              k > 0, narrow);
+                } else {
+                    auto rows = stage.a.template subtile<K::consumer_rows, BLOCK_K>({consumer, 0});
+                    gemm::sm90::multiply<K, K::two_widths, false, transpose_b>(g, d, rows, stage.b,
+                                                                               k > 0, narrow);
+                }
+                if (finished.any && (k & spread) == 0 && k >> spread < finished.pieces) {
+                    send_piece<K>(g, shared, finished, k >> spread);
+                }
+                warpgroup::mma_async_wait<1>();
+                if (k > 0) release(previous);
+                previous = ring.stage;
+            }
+        };
+        // Short sums take 1 % longer with a choice in each step; not all layouts have the registers
+        // for two loops.
+        if constexpr (K::two_widths && !K::may_begin_inside) {
+            if (steps.narrow)
+                multiply_whole(true);
+            else
+                multiply_whole(false);
+        } else {
+            multiply_whole(steps.narrow);
+        }
+        if (whole_steps < steps.blocks) {
             auto& stage = shared.stages[ring.stage];
             wait(shared.full[ring.stage], ring.phase);
-            const int first = k == 0 ? steps.first : 0;
-            const int end = k == steps.blocks - 1 ? steps.end : BLOCK_K;
-            if (first > 0 || end < BLOCK_K) clear_outside<K>(stage, first, end);
-            if constexpr (C.a_m_major) {
-                auto rows = stage.a.template subtile<BLOCK_K, K::consumer_rows>({0, consumer});
-                gemm::sm90::multiply<K, K::two_widths, true, !C.b_n_major>(g, d, rows, stage.b,
-                                                                           k > 0, steps.narrow);
-            } else {
-                auto rows = stage.a.template subtile<K::consumer_rows, BLOCK_K>({consumer, 0});
-                gemm::sm90::multiply<K, K::two_widths, false, !C.b_n_major>(g, d, rows, stage.b,
-                                                                            k > 0, steps.narrow);
-            }
-            if (finished.any && k < finished.pieces) {
-#pragma unroll
-                for (int piece = 0; piece < finished.pieces; ++piece) {
-                    if (k == piece) finished.send(g, shared, piece);
-                }
-            }
+            // Products of two shapes must not be in flight on one sum.
+            if (K::two_widths && steps.narrow) warpgroup::mma_async_wait(d);
+            multiply_part<K>(d, stage, whole_steps == 0 ? steps.first : 0, steps.end,
+                             whole_steps > 0);
             warpgroup::mma_async_wait<1>();
-            if (k > 0) release(previous);
+            if (whole_steps > 0) release(previous);
             previous = ring.stage;
+            ring.advance();
         }
+        if (finished.any) {
+#pragma unroll 1
+            for (int piece = whole_steps; piece < finished.pieces; ++piece) {
+                send_piece<K>(g, shared, finished, piece);
+            }
+        }
+        const Slot done = slot;
+        slot.advance();
+        // The next tile is asked for under the last product where sums may be short.
+        Steps next;
+        if constexpr (C.a_m_major) next = steps_of(shared, slot);
         warpgroup::mma_async_wait(d);
         release(previous);
 
-        if (finished.any && steps.blocks < finished.pieces) {
-#pragma unroll
-            for (int piece = 1; piece < finished.pieces; ++piece) {
-                if (steps.blocks <= piece) finished.send(g, shared, piece);
-            }
-        }
         finished.template pack<typename K::T>(d);
-        Area area = area_of(shared, slot);
+        Area area = area_of(shared, done);
         arch::sync_warp();
-        if (laneid() == 0) arrive(shared.read[slot.index]);
+        if (laneid() == 0) arrive(shared.read[done.index]);
         const int offset = consumer * K::consumer_rows + warpgroup::warpid() * 16;
         finished.at = {g.grouped == Grouped::k ? uint32_t(steps.group) : 0,
                        uint32_t(area.row + offset), uint32_t(area.col)};
@@ -191,7 +271,11 @@ __device__ __forceinline__ void consume(const typename K::Globals& g, typename K
         finished.any = any && whole && g.tma_store;
         finished.narrow = finished.any && narrow;
         if (any && !finished.any) send_part<K>(g, shared, finished, rows, cols);
+        if constexpr (!C.a_m_major) next = steps_of(shared, slot);
+        steps = next;
     }
+    // A warp's part of a stage holds rows of others where those are adjacent.
+    if constexpr (C.a_m_major) warpgroup::sync(gemm::sm90::READY + 2 + consumer);
     if (finished.any) finished.send_last(g, shared);
     if (laneid() == 0) tma::store_async_read_wait();
 }
@@ -245,7 +329,7 @@ void launch(const Params& p, Stream stream) {
                                       static_cast<uint32_t>(p.product.batch),
                                       static_cast<uint32_t>(p.product.k),
                                       static_cast<uint32_t>(p.band),
-                                      p.two_widths && p.grouped == Grouped::rows};
+                                      p.two_widths};
     kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::grouped_gemm_kernel<K>,
                     dim3(p.product.schedule.blocks), dim3(K::threads), dim3(1),
                     grouped_gemm::shared_bytes(C), stream, globals);

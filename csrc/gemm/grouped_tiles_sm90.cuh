@@ -25,6 +25,10 @@ struct Steps {
     uint8_t first, end;
     bool narrow;  // the tile, see tile_order.h
     static constexpr int none = -1;
+
+    __device__ __forceinline__ bool last_is_whole() const {
+        return end == gemm::BLOCK_K && (blocks > 1 || first == 0);
+    }
 };
 struct Area {
     int row, col;
@@ -56,8 +60,8 @@ struct Types : gemm::sm90::Types<C> {
     static constexpr int readers = 1 + C.consumers * WARPGROUP_WARPS;
     static constexpr int producer_registers = 40;
     static constexpr int consumer_registers = 232;
-    static constexpr bool two_widths = grouped_gemm::has_two_widths(C);
-    static constexpr int less = two_widths ? Base::less : 0;
+    // Where k is divided and adjacent in memory, its parts begin at multiples of 16 bytes.
+    static constexpr bool may_begin_inside = !C.a_m_major || !C.b_n_major;
 };
 
 // A position in the ring of descriptions, and the parity of the round.
@@ -160,24 +164,64 @@ struct Groups {
     }
 };
 
-// How many lines the groups have, in tiles of which widths; `groups` are the first 32. For other
-// groups than those the ends are read once more.
+// How many rows of tiles all groups have; `groups` are the first 32. For other groups than those
+// the ends are read once more.
 template <class K, class Globals>
-__device__ __forceinline__ Lines lines_of(const Globals& g, Groups groups) {
+__device__ __forceinline__ uint32_t count_rows(const Globals& g, Groups groups) {
+    uint32_t first = 0, next = WARP_THREADS;
+    int offset = Groups::offset_of(g, next);
+    for (; next < g.groups; first = next, next += WARP_THREADS) {
+        const Groups last = groups.of_lane(WARP_THREADS - 1);
+        const int ahead = Groups::offset_of(g, next + WARP_THREADS);
+        groups = Groups::load<K>(g, next, offset, last.end, last.last_line);
+        offset = ahead;
+    }
+    return arch::shuffle(groups.last_line, int(g.groups - 1 - first));
+}
+
+// Units of NARROWER columns of a tile, and of a group where columns are divided.
+template <class K>
+constexpr uint32_t UNITS = K::config.block_n / gemm::NARROWER;
+template <class K, class Globals>
+__device__ __forceinline__ uint32_t units_of(const Globals& g, const Groups& of) {
+    const uint32_t columns = of.end - start_of<K::config>(g.grouped, of.begin);
+    return (columns + gemm::NARROWER - 1) / gemm::NARROWER;
+}
+
+// Where columns are divided: gives more columns of tiles to groups that narrow ones divide, the
+// first that do, until the SMs have tiles in all rounds. `groups` are all, and what is behind them.
+template <class K, class Globals>
+__device__ __forceinline__ void add_columns(const Globals& g, uint32_t rows, Groups& groups) {
+    const uint32_t count = arch::shuffle(groups.last_line, WARP_THREADS - 1);
+    const uint32_t rounds = (count * rows + gridDim.x - 1) / gridDim.x;
+    if (rounds < 2) return;
+    const uint32_t spare = rounds * gridDim.x / rows - count;
+    const uint32_t most = laneid() < g.groups ? units_of<K>(g, groups) / (UNITS<K> - 1) : 0;
+    uint32_t more = max(most, groups.lines) - groups.lines;
+    const uint32_t own = more;
+#pragma unroll
+    for (int distance = 1; distance < WARP_THREADS; distance *= 2) {
+        const uint32_t earlier = arch::shuffle(more, max(laneid() - distance, 0));
+        if (laneid() >= distance) more += earlier;
+    }
+    groups.lines += min(more, spare) - min(more - own, spare);
+    groups.last_line += min(more, spare);
+}
+
+// How many lines the groups have, in tiles of which widths; `groups` are the first 32.
+template <class K, class Globals>
+__device__ __forceinline__ Lines lines_of(const Globals& g, Groups& groups) {
     constexpr gemm::Config C = K::config;
     const bool columns = g.grouped == Grouped::columns;
     Lines lines{columns ? (g.m + C.block_m - 1) / C.block_m : (g.n + C.block_n - 1) / C.block_n};
     if constexpr (K::two_widths) {
         if (!g.two_widths) return lines;
-        uint32_t first = 0, next = WARP_THREADS;
-        int offset = Groups::offset_of(g, next);
-        for (; next < g.groups; first = next, next += WARP_THREADS) {
-            const Groups last = groups.of_lane(WARP_THREADS - 1);
-            const int ahead = Groups::offset_of(g, next + WARP_THREADS);
-            groups = Groups::load<K>(g, next, offset, last.end, last.last_line);
-            offset = ahead;
+        if (columns) {
+            add_columns<K>(g, lines.tiles, groups);
+            return lines;
         }
-        const uint32_t count = arch::shuffle(groups.last_line, int(g.groups - 1 - first));
+        const uint32_t count = g.grouped == Grouped::k ? g.groups * arch::shuffle(groups.lines, 0)
+                                                       : count_rows<K>(g, groups);
         const int n = int(g.n);
         const auto counts = gemm::count_tiles(int(count), n, C.block_n, int(gridDim.x));
         if (counts.columns == 0) return lines;
@@ -207,6 +251,10 @@ __device__ __forceinline__ GroupTile describe(const Globals& g, uint32_t number,
     uint32_t rows = of.lines, columns = lines.tiles, first_row = 0, wide = lines.wide;
     if (g.grouped == Grouped::columns) {
         rows = lines.tiles, columns = of.lines;
+        if (K::two_widths && g.two_widths) {
+            const uint32_t units = units_of<K>(g, of), least = columns * (UNITS<K> - 1);
+            wide = max(units, least) - least;
+        }
     } else if (K::two_widths && lines.fewer < of.last_line) {
         const uint32_t before = of.last_line - of.lines;
         const uint32_t fewer = lines.fewer > before ? lines.fewer - before : 0;
