@@ -147,6 +147,8 @@ FittedTiles fit_tiles(const Problem& p, int sm_count) {
         for (const int width : FITTED_WIDTHS) {
             const int64_t tiles = rows * ceil_div(p.n, width);
             if (tiles > clusters || each < 4 || !fits_splits(width, splits)) continue;
+            // What follows a short k weighs more than idle SMs.
+            if (sums != Sums::fast && splits == 1 && width > 136 && each <= 16) continue;
             const double busy = double(tiles * splits) / sm_count;
             const double products = double(each) * width * 4 * (sums == Sums::fast ? 1 : 1.03);
             const double cycles = products * (1 + crowded * busy) + 7 * width + 500 + exchange;

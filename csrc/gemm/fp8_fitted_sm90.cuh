@@ -44,7 +44,9 @@ struct FittedTypes {
 
     struct Globals {
         int k_each, k_more;  // steps of a block; the first `k_more` of them have one more
-        int width, stages;
+        int width, stages, stage_bytes;
+        // Where the last tiles begin: where they are whole. Rows that are not there would be slow.
+        uint32_t last_row, last_col;
         CUtensorMap a, b;
         Scales scale_a, scale_b;
         const void* bias;
@@ -58,6 +60,15 @@ struct FittedTypes {
 // Named barrier of the consumers.
 constexpr int DONE = READY + 1;
 
+// The block's tile.
+template <class K>
+__device__ __forceinline__ uint32_t tile_row(const typename K::Globals& g) {
+    return min(blockIdx.x * K::rows, g.last_row);
+}
+template <class K>
+__device__ __forceinline__ uint32_t tile_col(const typename K::Globals& g) {
+    return min(blockIdx.y * g.width, g.last_col);
+}
 template <class K>
 __device__ __forceinline__ int first_step(const typename K::Globals& g, int block) {
     return block * g.k_each + min(block, g.k_more);
@@ -66,8 +77,7 @@ __device__ __forceinline__ int first_step(const typename K::Globals& g, int bloc
 template <class K>
 __device__ __forceinline__ void produce_fitted(const typename K::Globals& g,
                                                typename K::Shared& shared) {
-    const int m = static_cast<int>(blockIdx.x) * K::rows;
-    const int n = static_cast<int>(blockIdx.y) * g.width;
+    const int m = static_cast<int>(tile_row<K>(g)), n = static_cast<int>(tile_col<K>(g));
     const int rank = static_cast<int>(blockIdx.z), end = first_step<K>(g, rank + 1);
     const int bytes = (K::rows + g.width) * BLOCK_K;
     int slot = 0, phase = 1;
@@ -75,7 +85,7 @@ __device__ __forceinline__ void produce_fitted(const typename K::Globals& g,
         const uint32_t full = shared.full[slot].address();
         const uint32_t to = shared.ring.address() + slot * bytes;
         wait(shared.empty[slot], phase);
-        tma::expect_bytes(shared.full[slot], bytes);
+        tma::expect_bytes(shared.full[slot], g.stage_bytes);
         arch::tma_load<tma::CachePolicy::normal>(to, &g.a, {step * BLOCK_K, m, 0, 0}, full);
         // Few blocks read it, at the same time.
         arch::tma_load<tma::CachePolicy::evict_first>(to + sizeof(typename K::a_tile), &g.b,
@@ -91,13 +101,13 @@ __device__ __forceinline__ void fetch_values(const typename K::Globals& g,
     const int i = threadIdx.x;
     const bool per_column = g.scale_b.outer != 0;
     if (i < K::rows) {
-        const uint32_t row = min(blockIdx.x * K::rows + i, g.m - 1);
+        const uint32_t row = min(tile_row<K>(g) + i, g.m - 1);
         float scale = arch::load_global(g.scale_a.data + int64_t(row) * g.scale_a.outer);
         if (!per_column) scale *= arch::load_global(g.scale_b.data);
         shared.of_rows.set(i, scale);
     }
     if (i < g.width) {
-        const uint32_t col = min(blockIdx.y * g.width + i, g.n - 1);
+        const uint32_t col = min(tile_col<K>(g) + i, g.n - 1);
         if (per_column) {
             const float* scale = g.scale_b.data + int64_t(col) * g.scale_b.outer;
             shared.of_columns.set(i, arch::load_global(scale));
@@ -265,7 +275,7 @@ __device__ __forceinline__ void finish_rows(const typename K::Globals& g,
     constexpr int count = 4;  // of fours at a time
     const int fours = g.width / 4;
     const uint32_t first_row = kittens::warpid() * 16;
-    const uint32_t m = blockIdx.x * K::rows + first_row, n = blockIdx.y * g.width;
+    const uint32_t m = tile_row<K>(g) + first_row, n = tile_col<K>(g);
     const int rows_on = WARP_THREADS / fours, fours_on = WARP_THREADS % fours;
     int next_row = rows.begin + laneid() / fours, next_four = laneid() % fours;
 #pragma unroll 1
@@ -403,6 +413,8 @@ void launch_fitted(const Config& config, const Params& p, Stream stream) {
              .swizzle_bytes = 128});
     };
     const int width = config.block_n, splits = p.schedule.splits;
+    const int rows = static_cast<int>(std::min<int64_t>(p.m, K::rows));
+    const int columns = static_cast<int>(std::min<int64_t>(p.n, width));
     const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
     const int steps = static_cast<int>(ceil_div(p.k, BLOCK_K));
     const dim3 grid(static_cast<unsigned>(ceil_div(p.m, K::rows)),
@@ -414,8 +426,11 @@ void launch_fitted(const Config& config, const Params& p, Stream stream) {
                         .k_more = steps % splits,
                         .width = width,
                         .stages = fitted_stages(width, splits),
-                        .a = map(p.a, p.m, p.a_stride, K::rows),
-                        .b = map(p.b, p.n, p.b_stride, width),
+                        .stage_bytes = (rows + columns) * BLOCK_K,
+                        .last_row = static_cast<uint32_t>(p.m - rows),
+                        .last_col = static_cast<uint32_t>(p.n - columns),
+                        .a = map(p.a, p.m, p.a_stride, rows),
+                        .b = map(p.b, p.n, p.b_stride, columns),
                         .scale_a = p.scale_a,
                         .scale_b = p.scale_b,
                         .bias = p.bias,
