@@ -306,20 +306,22 @@ def test_fp8_gemm_of_fast_tiles_of_two_widths(tile, cluster, policy):
 def test_fp8_gemm_of_tiles_of_two_widths(tile, policy):
     """Rows of tiles with and without one more, of one step and of several, all kinds of scales;
     those of blocks, and fp32 values, are computed in tiles of one width. Scales alone, of tensors
-    or rows, have a kernel of their own."""
+    or rows, have a kernel of their own. Blocks have several of the eight tiles, one, or none."""
     names = ("block_m", "block_n", "block_k", "stages", "buffers")
     config = dict(zip(names, tile, strict=False)) | {"consumers": 2, "streamed": False}
-    config |= {"columns": 2, "longer": 2, "band": 1, "blocks": 2, "splits": 1, "plain": False}
+    config |= {"columns": 2, "longer": 2, "band": 1, "splits": 1, "plain": False}
     half, full = torch.bfloat16, torch.float32
-    cases = [("tensor", 272, half), ("row", 528, half), ("row", 100, torch.float16)]
-    cases += [("row", 656, half), ("tensor", 100, half), ("block", 272, half), ("row", 272, full)]
-    for kind, k, dtype in cases:
+    cases = [("tensor", 272, half, 2), ("row", 528, half, 2), ("row", 100, torch.float16, 2)]
+    cases += [("row", 656, half, 2), ("tensor", 100, half, 2), ("row", 272, half, 9)]
+    cases += [("block", 272, half, 2), ("row", 272, full, 2), ("tensor", 100, torch.float16, 9)]
+    for kind, k, dtype, blocks in cases:
         a, b, scale_a, scale_b, expected = fp8_operands(330, 496, k, kind)
         b = b.t().contiguous().t()
-        bias = integers(496, dtype=half) if kind == "row" and k in (272, 528) else None
+        biased = kind == "row" and k in (272, 528) and blocks == 2
+        bias = integers(496, dtype=half) if biased else None
         if bias is not None:
             expected = expected + bias.float()
-        with tk.emulate(policy, seed=k, config=config) as run:
+        with tk.emulate(policy, seed=k, config=config | {"blocks": blocks}) as run:
             out = tk.fp8_gemm(a.to(E4M3), b.to(E4M3), scale_a, scale_b, bias=bias, out_dtype=dtype)
         assert torch.equal(out, expected.to(dtype)), (kind, k, dtype)
         name, whole = run.kernels[0]["kernel"], kind != "block" and bias is None and dtype != full

@@ -132,7 +132,12 @@ __device__ __forceinline__ void consume_block_halves(const typename Types<C>::Gl
                                                });
             warpgroup::sync(READY + 1 + consumer);
         }
-        stage_half<C, i>(g, shared, sums[i], false);
+        rt_bf<16, cols> rounded;
+        if (g.out_dtype == DType::bf16)
+            gemm::sm90::round_to<bf16>(rounded, sums[i]);
+        else
+            gemm::sm90::round_to<half>(rounded, sums[i]);
+        stage_rounded<C, i>(shared, rounded, false);
         arch::named_barrier_arrive(STAGED + consumer, SENDING_THREADS);
     };
     using Left = std::integral_constant<int, 0>;

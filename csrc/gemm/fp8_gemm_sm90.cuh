@@ -272,7 +272,7 @@ __device__ __forceinline__ void multiply_tiles(const typename K::Globals& g,
         if constexpr (whole) {
             const int warp = warpgroup::warpid();
             if (warp == 1) produce_tile_scales<C>(g, shared);
-            if (warp >= 2) send_staged<C>(g, shared, warp - 2);
+            if (warp >= 2) send_staged<C, true>(g, shared, warp - 2);
         } else if constexpr (!K::fast) {
             if (warpgroup::warpid() == 1) {
                 if (copies_scales)
@@ -282,7 +282,7 @@ __device__ __forceinline__ void multiply_tiles(const typename K::Globals& g,
             }
             if constexpr (C.plain && K::halves) {
                 const int warp = warpgroup::warpid();
-                if (warp >= 2) send_staged<C>(g, shared, warp - 2);
+                if (warp >= 2) send_staged<C, false>(g, shared, warp - 2);
             }
         }
     } else {

@@ -12,21 +12,15 @@ namespace sm90 {
 constexpr int STAGED = READY + 5, SENT = READY + 7;
 constexpr int SENDING_THREADS = WARPGROUP_THREADS + WARP_THREADS;
 
-// Rounds half i of a finished tile, and writes it to the consumer's staging buffers.
+// Writes half i of a finished tile, rounded, to the consumer's staging buffers.
 template <Config C, int i>
-__device__ __forceinline__ void stage_half(const typename Types<C>::Globals& g,
-                                           typename Types<C>::Shared& shared,
-                                           const rt_fl<16, Types<C>::product_cols>& d,
-                                           bool narrow) {
+__device__ __forceinline__ void stage_rounded(typename Types<C>::Shared& shared,
+                                              const rt_bf<16, Types<C>::product_cols>& values,
+                                              bool narrow) {
     using K = Types<C>;
     using F = Finished<C>;
     using staging = typename K::out_tile;
     static_assert(F::pieces == 2 * C.buffers);
-    rt_bf<16, K::product_cols> values;
-    if (g.out_dtype == DType::bf16)
-        gemm::sm90::round_to<bf16>(values, d);
-    else
-        gemm::sm90::round_to<half>(values, d);
     auto* buffers = &shared.out[warpgroup::groupid() * WARPGROUP_WARPS][0];
 #pragma unroll
     for (int b = 0; b < C.buffers; ++b) {
@@ -43,8 +37,9 @@ __device__ __forceinline__ void stage_half(const typename Types<C>::Globals& g,
     }
 }
 
-// What a warp of the producers does for a consumer: sends what that has staged.
-template <Config C>
+// What a warp of the producers does for a consumer: sends what that has staged. Where right halves
+// are `late`, a consumer stages one that is no tile's before its first.
+template <Config C, bool late>
 __device__ __forceinline__ void send_staged(const typename Types<C>::Globals& g,
                                             typename Types<C>::Shared& shared, int consumer) {
     using K = Types<C>;
@@ -52,6 +47,10 @@ __device__ __forceinline__ void send_staged(const typename Types<C>::Globals& g,
     const auto* buffers = &shared.out[consumer * WARPGROUP_WARPS][0];
     if (first_index(g) >= g.order.total) return;  // as the consumers do
     arch::named_barrier_arrive(SENT + consumer, SENDING_THREADS);
+    if constexpr (late) {
+        arch::named_barrier_sync(STAGED + consumer, SENDING_THREADS);
+        arch::named_barrier_arrive(SENT + consumer, SENDING_THREADS);
+    }
     for_each_tile<C>(g, Place(g), [&](const Tile& tile) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {

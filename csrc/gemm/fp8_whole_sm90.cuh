@@ -3,9 +3,9 @@
 //
 // The values are the same, bit for bit. Here a tile's end lies in the shadow of products: its left
 // half is scaled, rounded and staged while the last product runs, which belongs to the right half;
-// and the right half while the next tile's first product does. A warp of the producers sends what
-// is staged, so that the consumers issue no copies. What this kernel leaves out gives the registers
-// of a sum and of its product different banks: an addition reads one from each, beside the tensor
+// and the right half while the next tile's first two do. A warp of the producers sends what is
+// staged, so that the consumers issue no copies. What this kernel leaves out gives the registers of
+// a sum and of its product different banks: an addition reads one from each, beside the tensor
 // cores, which want the same registers. (Stores of pairs would tie a sum to an even or odd
 // register, which are the banks, as products are; and so do loops of other kinds of sums.)
 //
@@ -19,13 +19,15 @@
 namespace thunderkittens::fp8_gemm {
 namespace sm90 {
 
-// Two products side by side in a step.
+// Two products side by side in a step. The end of a tile is spread over three products: under its
+// last one the left half is scaled, rounded and staged; under the next tile's first one the right
+// half is scaled and rounded, and under the second one staged.
 template <Config C>
 __device__ __forceinline__ void consume_whole_halves(const typename Types<C>::Globals& g,
                                                      typename Types<C>::Shared& shared) {
     using K = Types<C>;
     using Where = TileScales<C>;
-    static_assert(K::products_m == 1 && K::products_n == 2 && !K::groups);
+    static_assert(K::products_m == 1 && K::products_n == 2 && K::columns_placed && !K::groups);
     constexpr int cols = K::product_cols;
     const Place place(g);
     const int consumer = warpgroup::groupid();
@@ -37,38 +39,56 @@ __device__ __forceinline__ void consume_whole_halves(const typename Types<C>::Gl
     const int own_row = consumer * 64 + warpgroup::warpid() * 16 + laneid() / 4;
     Ring<C.stages> ring;
     rt_fl<16, cols> sums[2], product;
+    rt_bf<16, cols> rounded;
     Operands<C> operands(shared, consumer);
     float one[2] = {1.f, 1.f};
     Epilogue<C> epilogue;
     int phase = 0;
-    bool narrow = false;
+    // In one sequence, as rounding has half the rate and another pipe.
     const auto finish = [&](auto which) {
         constexpr int i = decltype(which)::value;
         epilogue.take_scales(g, shared, own_row, phase);
-        auto& half = reinterpret_cast<rt_fl<16, cols>(&)[1]>(sums[i]);
         constexpr int before = i * cols * int(sizeof(float));
-        if (g.scale_b.outer == 0) {
+        const auto scale_and_round = [&]<class O, bool per_column>() {
+            const uint32_t own = Where::columns(shared) + before + laneid() % 4 * sizeof(float4);
 #pragma unroll
             for (int j = 0; j < cols / 16; ++j) {
+                float4 four{};
+                if constexpr (per_column)
+                    four = arch::load_shared<float4>(own + j * 16 * sizeof(float));
 #pragma unroll
                 for (int r = 0; r < 4; ++r) {
-                    half[0].tiles[0][j].data[r].x *= epilogue.rows[0][r % 2];
-                    half[0].tiles[0][j].data[r].y *= epilogue.rows[0][r % 2];
+                    float2 x = sums[i].tiles[0][j].data[r];
+                    x.x *= epilogue.rows[0][r % 2];
+                    x.y *= epilogue.rows[0][r % 2];
+                    if constexpr (per_column) {
+                        x.x *= r / 2 == 0 ? four.x : four.z;
+                        x.y *= r / 2 == 0 ? four.y : four.w;
+                    }
+                    rounded.tiles[0][j].data[r] = arch::bit_cast<bf16_2>(pack_pair<O>(x.x, x.y));
                 }
             }
+        };
+        if (g.scale_b.outer == 0) {
+            if (g.out_dtype == DType::bf16)
+                scale_and_round.template operator()<bf16, false>();
+            else
+                scale_and_round.template operator()<half, false>();
         } else {
-            with_columns<1, K::columns_placed>(half, Where::columns(shared) + before,
-                                               [&](float2& x, int, int r, float2 s) {
-                                                   x.x = x.x * epilogue.rows[0][r] * s.x;
-                                                   x.y = x.y * epilogue.rows[0][r] * s.y;
-                                               });
+            if (g.out_dtype == DType::bf16)
+                scale_and_round.template operator()<bf16, true>();
+            else
+                scale_and_round.template operator()<half, true>();
         }
         if constexpr (i == 1) {
             Where::release(shared);
             phase ^= 1;
         }
+    };
+    const auto stage = [&](auto which, bool narrow) {
+        constexpr int i = decltype(which)::value;
         arch::named_barrier_sync(SENT + consumer, SENDING_THREADS);
-        stage_half<C, i>(g, shared, sums[i], narrow);
+        stage_rounded<C, i>(shared, rounded, narrow);
         arch::named_barrier_arrive(STAGED + consumer, SENDING_THREADS);
     };
     using Left = std::integral_constant<int, 0>;
@@ -76,21 +96,29 @@ __device__ __forceinline__ void consume_whole_halves(const typename Types<C>::Gl
 
     uint32_t index = blockIdx.x;
     if (index >= g.order.total) return;
-    Tile next = tile_at<C>(g, place, index);
+    const auto is_narrow = [&](uint32_t index) {
+        return K::two_widths && arch::shuffle(int(tile_at<C>(g, place, index).narrow), 0) != 0;
+    };
+    bool narrow = is_narrow(index);
+    const auto multiply_right = [&] {
+        if (K::two_widths && narrow)
+            operands.template multiply<K::less>(product, 0, 1);
+        else
+            operands.multiply(product, 0, 1);
+    };
     wait(shared.full[ring.stage], ring.phase);
     operands.find(ring.stage);
     operands.multiply(product, 0, 0);
+    // What the first tile stages as the right half of the one before, so that nothing depends on
+    // whether there is one.
+    kittens::warp::zero(sums[1]);
+    kittens::warp::zero(rounded);
+    bool before_narrow = false;
     for (;;) {
-        narrow = K::two_widths && arch::shuffle(int(next.narrow), 0) != 0;
-        const auto multiply_right = [&] {
-            if (K::two_widths && narrow)
-                operands.template multiply<K::less>(product, 0, 1);
-            else
-                operands.multiply(product, 0, 1);
-        };
         warpgroup::mma_async_wait(product);
         promote<true>(sums[0], product, 0, cols, one);
         multiply_right();
+        stage(Right{}, before_narrow);
         kittens::warp::zero(sums[1]);
         // A step ends where its last product is issued: so between an addition and the next product
         // there is no branch, and what that needs is found on the way.
@@ -110,10 +138,12 @@ __device__ __forceinline__ void consume_whole_halves(const typename Types<C>::Gl
         const int previous = ring.stage;
         ring.advance();
         finish(Left{});
+        stage(Left{}, false);
         index += g.clusters;
         const bool more = arch::shuffle(int(index < g.order.total), 0) != 0;
+        bool next_narrow = false;
         if (more) {
-            if (K::two_widths) next = tile_at<C>(g, place, index);
+            next_narrow = is_narrow(index);
             wait(shared.full[ring.stage], ring.phase);
         }
         warpgroup::mma_async_wait(product);
@@ -125,8 +155,11 @@ __device__ __forceinline__ void consume_whole_halves(const typename Types<C>::Gl
         operands.find(ring.stage);
         operands.multiply(product, 0, 0);
         finish(Right{});
+        before_narrow = narrow;
+        narrow = next_narrow;
     }
     finish(Right{});
+    stage(Right{}, narrow);
     arch::named_barrier_sync(SENT + consumer, SENDING_THREADS);
 }
 
