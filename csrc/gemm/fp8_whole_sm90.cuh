@@ -3,9 +3,9 @@
 //
 // The values are the same, bit for bit. Here a tile's end lies in the shadow of products: its left
 // half is scaled, rounded and staged while the last product runs, which belongs to the right half;
-// and the right half while the next tile's first two products do. A warp of the producers sends what
-// is staged, so that the consumers issue no copies. What this kernel leaves out gives the registers
-// of a sum and of its product different banks: an addition reads one from each, beside the tensor
+// and the right half while the next tile's first two do. A warp of the producers sends what is
+// staged, so that the consumers issue no copies. What this kernel leaves out gives the registers of
+// a sum and of its product different banks: an addition reads one from each, beside the tensor
 // cores, which want the same registers. (Stores of pairs would tie a sum to an even or odd
 // register, which are the banks, as products are; and so do loops of other kinds of sums.)
 //
@@ -27,7 +27,7 @@ __device__ __forceinline__ void consume_whole_halves(const typename Types<C>::Gl
                                                      typename Types<C>::Shared& shared) {
     using K = Types<C>;
     using Where = TileScales<C>;
-    static_assert(K::products_m == 1 && K::products_n == 2 && !K::groups);
+    static_assert(K::products_m == 1 && K::products_n == 2 && K::columns_placed && !K::groups);
     constexpr int cols = K::product_cols;
     const Place place(g);
     const int consumer = warpgroup::groupid();
