@@ -300,6 +300,8 @@ def test_fp8_gemm_fits_few_tiles(m, n, k, width, splits):
     others = {"activated": True, "blocks": True, "out_dtype": "fp32", "b_dtype": "e5m2", "m": 16384}
     for name, value in others.items():
         assert _C.choose("fp8_gemm", problem | {name: value}, H200)["stages"] > 0, name
+    read = {"m": 128, "n": 28672, "k": 8192}  # from memory, for as long in any tiles
+    assert _C.choose("fp8_gemm", problem | read, H200)["stages"] > 0
 
 
 # ---- every kernel of the registry, by its name ----

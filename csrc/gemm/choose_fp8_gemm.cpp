@@ -128,6 +128,9 @@ struct FittedTiles {
     double cycles = std::numeric_limits<double>::infinity();
 };
 
+// Where reading the operands from memory takes longer than their products.
+double cycles_to_read(const Problem& p) { return double(p.m + p.n) * double(p.k) / 3000; }
+
 // In one round. Clusters of many blocks do not come out even with the SMs that they can share; and
 // parts of k at a time are more lines at a time. Fitted to an H200, beside cycles().
 FittedTiles fit_tiles(const Problem& p, int sm_count) {
@@ -151,7 +154,8 @@ FittedTiles fit_tiles(const Problem& p, int sm_count) {
             if (sums != Sums::fast && splits == 1 && width > 136 && each <= 16) continue;
             const double busy = double(tiles * splits) / sm_count;
             const double products = double(each) * width * 4 * (sums == Sums::fast ? 1 : 1.03);
-            const double cycles = products * (1 + crowded * busy) + 7 * width + 500 + exchange;
+            const double longer = std::max(products * (1 + crowded * busy), cycles_to_read(p));
+            const double cycles = longer + 7 * width + 500 + exchange;
             if (cycles < best.cycles) best = {width, splits, cycles};
         }
     }
@@ -217,7 +221,7 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     Choice choice{.config = *best};
     choice.schedule = schedule_for(choice.config, p, sm_count);
     const FittedTiles tiles = fit_tiles(p, sm_count);
-    if (tiles.cycles > least) return choice;
+    if (tiles.cycles > std::max(least, cycles_to_read(p))) return choice;
     const int64_t all = ceil_div(p.m, 128) * ceil_div(p.n, tiles.width) * tiles.splits;
     return {.config = fitted_config(tiles.width, sums_of(p)),
             .schedule = {.blocks = static_cast<int>(all), .splits = tiles.splits}};
