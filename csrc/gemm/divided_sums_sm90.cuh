@@ -1,11 +1,11 @@
-// Of divided_sm90.cuh: the parameters, a block's place, and the ways in which blocks that divide the
-// k of a tile exchange sums through memory. Sums are added in a fixed order: reruns give the same
-// bits.
+// Of divided_sm90.cuh: the parameters, a block's place, and the ways in which blocks that divide
+// the k of a tile exchange sums through memory. Sums are added in a fixed order: reruns give the
+// same bits.
 //
 // Either a block gives every other one of its tile the columns that this one finishes, in the order
-// of the registers, and adds what it gets to its own sums. The two consumer warpgroups exchange rows
-// apart from each other, so that the first does it under the last products of the second. Or the
-// tile's owner gets all sums of the others, through the ring of stages, behind its last products.
+// of the registers, and adds what it gets to its own sums. Or the tile's owner gets all sums of the
+// others, through the ring of stages, behind its last products. The two consumer warpgroups do so
+// apart from each other, so that the first gives and stores under the last products of the second.
 #pragma once
 
 #include "csrc/gemm/divided.h"
@@ -65,8 +65,8 @@ struct DividedTypes {
     };
 };
 
-// What a block computes at a time. Blocks that follow each other have the same part of k of tiles in
-// a rectangle, so that they read the same lines at a time.
+// What a block computes at a time. Blocks that follow each other have the same part of k of tiles
+// in a rectangle, so that they read the same lines at a time.
 template <class D>
 struct DividedPlace {
     Segment segment;
