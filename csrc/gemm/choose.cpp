@@ -252,27 +252,34 @@ DividedTiles divide_tiles(const Problem& p, int sm_count) {
     return best;
 }
 
-// The same of tiles of which some have owners, see segments.h: to take a part costs an owner most.
-DividedTiles own_tiles(const Problem& p, int sm_count) {
-    DividedTiles best;
+// The same of tiles of which some have owners, see segments.h, if they need less than `limit`. To
+// take a part costs an owner most.
+DividedTiles own_tiles(const Problem& p, int sm_count, double limit) {
+    DividedTiles best{.cycles = limit};
     const int64_t steps = ceil_div(p.k, BLOCK_K);
     const double read = operand_cycles(p);
+    if (steps > UINT16_MAX) return best;
     for (const TileShape& shape : DIVIDED_SHAPES) {
-        const int64_t tiles = ceil_div(p.m, shape.block_m) * ceil_div(p.n, shape.block_n);
+        const int64_t all = ceil_div(p.m, shape.block_m) * ceil_div(p.n, shape.block_n);
         const double size = shape.block_m * shape.block_n;
         // Narrow tiles are bound by loads where not all blocks read the same rows at a time.
         const bool wide = shape.block_n > 128;
         const double step = size / 32 * (wide ? 1.03 : 1.09);
         const double whole = double(steps) * size / 32 * (wide ? 1.03 : 1.24) + 3000;
+        // Divided without a rest, and for nothing.
+        if (double(all * steps) * step > limit * sm_count || all >= 2 * sm_count) continue;
+        const int tiles = static_cast<int>(all);
         for (int splits = 2; splits <= Segments::MOST_BLOCKS; ++splits) {
-            const int64_t blocks = sm_count / splits * splits;
+            const int blocks = sm_count / splits * splits;
             const Group group = make_group(blocks, splits, tiles);
-            if (blocks >= tiles * splits || group.whole > 1 || !group.divides(steps)) continue;
-            const double kept = double(steps - group.handed(steps)) * step;
-            const auto parts = static_cast<double>(ceil_div(group.parts(), group.owned));
-            const double cycles = std::max(double(group.whole) * whole + kept, read) + 4500 +
-                                  (0.16 + 0.2 * parts) * size;
-            if (cycles < best.cycles) best = {&shape, splits, cycles, static_cast<int>(blocks)};
+            if (blocks >= tiles * splits || group.whole > 1) continue;
+            const int handed = group.handed(static_cast<int>(steps));
+            if (handed == 0) continue;
+            const double kept = double(steps - handed) * step;
+            const int parts = (group.parts() + group.owned - 1) / group.owned;
+            const double cycles =
+                std::max(group.whole * whole + kept, read) + 4500 + (0.16 + 0.2 * parts) * size;
+            if (cycles < best.cycles) best = {&shape, splits, cycles, blocks};
         }
     }
     return best;
@@ -366,8 +373,9 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     const double whole = choice.config.varied
                              ? vary_tiles(choice.config, p, sm_count).cycles
                              : cycles(shape_of(choice.config), choice.config, p, sm_count);
-    const DividedTiles evenly = divide_tiles(p, sm_count), owned = own_tiles(p, sm_count);
-    const DividedTiles& tiles = owned.cycles < 0.97 * evenly.cycles ? owned : evenly;
+    const DividedTiles evenly = divide_tiles(p, sm_count);
+    const DividedTiles owned = own_tiles(p, sm_count, 0.97 * std::min(whole, evenly.cycles));
+    const DividedTiles& tiles = owned.shape != nullptr ? owned : evenly;
     if (tiles.shape == nullptr || tiles.cycles > 0.97 * whole) return choice;
     Choice divided{.config = make_config(*tiles.shape, p.dtype, false, p.b_n_major)};
     divided.schedule = schedule_for(divided.config, p, device);

@@ -26,14 +26,11 @@ __device__ __forceinline__ void load_part(const typename D::Globals& g, typename
     arch::fence_async_global();
     const int in_stage = (2 + g.width / 64) * D::part_bytes;
     const char* from = reinterpret_cast<const char*>(divided_part<D>(g, part));
-    int rest = g.width * D::config.block_m * 4;
-    while (rest > 0) {
-        const int bytes = min(rest, in_stage);
+    for (int i = 0; i < g.width; i += D::units_at_once * DIVIDED_UNIT, from += D::taken_bytes) {
         wait(shared.empty[slot], phase);
-        tma::expect_bytes(shared.full[slot], bytes);
-        arch::bulk_load(shared.parts[0].address() + slot * in_stage, from, bytes,
+        tma::expect_bytes(shared.full[slot], D::taken_bytes);
+        arch::bulk_load(shared.parts[0].address() + slot * in_stage, from, D::taken_bytes,
                         shared.full[slot].address());
-        from += bytes, rest -= bytes;
         if (++slot == g.stages) slot = 0, phase ^= 1;
     }
 }

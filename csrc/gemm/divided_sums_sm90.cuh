@@ -1,11 +1,11 @@
-// Of divided_sm90.cuh: the parameters, a block's place, and the ways in which blocks that divide the
-// k of a tile exchange sums through memory. Sums are added in a fixed order: reruns give the same
-// bits.
+// Of divided_sm90.cuh: the parameters, a block's place, and the ways in which blocks that divide
+// the k of a tile exchange sums through memory. Sums are added in a fixed order: reruns give the
+// same bits.
 //
 // Either a block gives every other one of its tile the columns that this one finishes, in the order
-// of the registers, and adds what it gets to its own sums. The two consumer warpgroups exchange rows
-// apart from each other, so that the first does it under the last products of the second. Or the
-// tile's owner gets all sums of the others, through the ring of stages, behind its last products.
+// of the registers, and adds what it gets to its own sums. Or the tile's owner gets all sums of the
+// others, through the ring of stages, behind its last products. The two consumer warpgroups do so
+// apart from each other, so that the first gives and stores under the last products of the second.
 #pragma once
 
 #include "csrc/gemm/divided.h"
@@ -35,6 +35,9 @@ struct DividedTypes {
     static constexpr uint32_t unit_bytes = 64 * DIVIDED_UNIT * 4;
     static constexpr uint32_t units_per_part = part_bytes / unit_bytes;
     static_assert(units_per_part * DIVIDED_SHAPES[1].stages * 2 >= most_columns / DIVIDED_UNIT);
+    // An owner takes sums of both consumers, as many units in a stage as any has room for.
+    static constexpr int units_at_once = 4, taken_bytes = units_at_once * 2 * unit_bytes;
+    static_assert(taken_bytes <= (2 + DIVIDED_SHAPES[0].block_n / 64) * part_bytes);
 
     struct Shared {
         part parts[DIVIDED_PARTS];
@@ -65,8 +68,8 @@ struct DividedTypes {
     };
 };
 
-// What a block computes at a time. Blocks that follow each other have the same part of k of tiles in
-// a rectangle, so that they read the same lines at a time.
+// What a block computes at a time. Blocks that follow each other have the same part of k of tiles
+// in a rectangle, so that they read the same lines at a time.
 template <class D>
 struct DividedPlace {
     Segment segment;
@@ -262,31 +265,30 @@ struct OwnedSums {
         const int in_stage = (2 + g.width / 64) * D::part_bytes;
 #pragma unroll 1
         for (int part = 0; part < at.segment.taken; ++part) {
-            int from = 0;
 #pragma unroll
             for (int i = 0; i < UNITS; ++i) {
                 if (i * DIVIDED_UNIT >= g.width) break;
-                if (from == 0) wait(shared.full[slot], phase);
+                if (i % D::units_at_once == 0) wait(shared.full[slot], phase);
                 const uint32_t address =
-                    shared.parts[0].address() + slot * in_stage + from + threadIdx.x * 16;
+                    shared.parts[0].address() + slot * in_stage +
+                    (i % D::units_at_once * 2 * THREADS + threadIdx.x) * uint32_t(sizeof(float4));
                 const auto low = arch::load_shared<float4>(address);
-                const auto high = arch::load_shared<float4>(address + THREADS * 16);
+                const auto high = arch::load_shared<float4>(address + THREADS * sizeof(float4));
                 auto& data = d.tiles[0][i].data;
                 data[0].x += low.x, data[0].y += low.y, data[1].x += low.z, data[1].y += low.w;
                 data[2].x += high.x, data[2].y += high.y, data[3].x += high.z, data[3].y += high.w;
-                from += THREADS * 32;
-                if (from == in_stage || (i + 1) * DIVIDED_UNIT == g.width) {
+                if (i % D::units_at_once == D::units_at_once - 1) {
                     warpgroup::sync(READY + 1 + consumer);
                     release_stage(shared.empty[slot]);
                     if (++slot == g.stages) slot = 0, phase ^= 1;
-                    from = 0;
                 }
             }
         }
     }
 
     // Rows that the tile before has as well are that one's.
-    __device__ __forceinline__ void store(const rt_fl<16, D::most_columns>& d) const {
+    __device__ __forceinline__ void store(rt_fl<16, D::most_columns>& d) const {
+        if (g.bias != nullptr || g.alpha != 1.f) scale(d);
         const uint32_t row = at.m(g) + consumer * 64 + warpgroup::warpid() * 16 + laneid() / 4;
         const uint32_t quarter = laneid() % 4, own = at.row * C.block_m;
         uint4* to = reinterpret_cast<uint4*>(g.out + row * g.out_stride);
@@ -298,9 +300,8 @@ struct OwnedSums {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const auto& data = d.tiles[0][i + j / 2].data;
-                const float2 bias = bias_at(at.n(g) + i * DIVIDED_UNIT + j * 8 + quarter * 2);
-                upper[j] = rounded(data[j % 2 * 2], bias);
-                lower[j] = rounded(data[j % 2 * 2 + 1], bias);
+                upper[j] = rounded(data[j % 2 * 2]);
+                lower[j] = rounded(data[j % 2 * 2 + 1]);
             }
             turn(upper, quarter);
             turn(lower, quarter);
@@ -317,15 +318,26 @@ struct OwnedSums {
     }
 
   private:
-    __device__ __forceinline__ float2 bias_at(uint32_t col) const {
-        if (g.bias == nullptr || col >= g.n) return make_float2(0, 0);
-        const T* from = static_cast<const T*>(g.bias) + col;
-        return make_float2(convert<float>(arch::load_global(from)),
-                           convert<float>(arch::load_global(from + 1)));
+    __device__ __forceinline__ void scale(rt_fl<16, D::most_columns>& d) const {
+        uint32_t col = at.n(g) + laneid() % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < UNITS * 2; ++i, col += 8) {
+            if (i * 8 >= g.width) break;
+            float2 bias = make_float2(0, 0);
+            if (g.bias != nullptr && col < g.n) {
+                const T* from = static_cast<const T*>(g.bias) + col;
+                bias.x = convert<float>(arch::load_global(from));
+                bias.y = convert<float>(arch::load_global(from + 1));
+            }
+            auto& data = d.tiles[0][i / 2].data;
+#pragma unroll
+            for (int j = i % 2 * 2; j < i % 2 * 2 + 2; ++j) {
+                data[j].x = g.alpha * data[j].x + bias.x, data[j].y = g.alpha * data[j].y + bias.y;
+            }
+        }
     }
-    __device__ __forceinline__ uint32_t rounded(const float2& sum, const float2& bias) const {
-        return arch::bit_cast<uint32_t>(
-            pack_pair<T>(g.alpha * sum.x + bias.x, g.alpha * sum.y + bias.y));
+    static __device__ __forceinline__ uint32_t rounded(const float2& sum) {
+        return arch::bit_cast<uint32_t>(pack_pair<T>(sum.x, sum.y));
     }
     // Of four lanes' words, lane i gets the i-th of each.
     static __device__ __forceinline__ void turn(uint32_t (&words)[4], uint32_t lane) {
