@@ -267,6 +267,17 @@ def test_fp8_gemm_of_fitted_tiles(accurate, policy):
 
 
 @pytest.mark.parametrize("accurate", [False, True])
+@pytest.mark.parametrize("options", [{"activation": "relu"}, {"out_dtype": torch.float32}], ids=str)
+def test_what_fitted_tiles_leave_to_others(options, accurate):
+    a, b = torch.randint(-2, 3, (130, 400)).float(), torch.randint(-2, 3, (400, 200)).float()
+    scales, options = (torch.ones(()), torch.ones(())), options | {"accurate": accurate}
+    right = b.t().contiguous().t().to(E4M3)
+    with tk.emulate("late_mma", seed=1, config=fitted_config(112, 2)):
+        out = tk.fp8_gemm(a.to(E4M3), right, *scales, **options)
+    assert torch.equal(out, tk.reference.fp8_gemm(a, b, *scales, **options))
+
+
+@pytest.mark.parametrize("accurate", [False, True])
 def test_reruns_of_fitted_tiles(accurate):
     """The same bits, in whatever order blocks arrive."""
     a, b = torch.randn(130, 1100).to(E4M3), torch.randn(100, 1100).to(E4M3).t()

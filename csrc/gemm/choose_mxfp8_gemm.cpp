@@ -19,7 +19,7 @@ gemm::Problem expanded(const Problem& p) {
             .fused = p.fused};
 }
 fp8_gemm::Problem rebased(const Problem& p) {
-    return {.m = p.m, .n = p.n, .k = p.k, .out_dtype = p.out_dtype};
+    return {.m = p.m, .n = p.n, .k = p.k, .out_dtype = p.out_dtype, .activated = p.fused};
 }
 
 std::string unsupported_dtype(const char* name, DType dtype) {

@@ -63,15 +63,23 @@ void launch_fitted(const Config& config, const Params& params, Stream stream);
 extern template void launch_fitted<Sums::fast>(const Config&, const Params&, Stream);
 extern template void launch_fitted<Sums::promoted>(const Config&, const Params&, Stream);
 
-// As launch_any, of these tiles too.
+// As launch_any, of these tiles too. What they do not compute, as the activation of a call whose
+// problem did not tell of it, tiles of 128 x 128 do.
 inline bool launch_choice(const Config& config, const Params& params, Stream stream) {
     if (!is_fitted(config)) return launch_any(config, params, stream);
-    if (!suits_fitted(config, params)) return false;
-    if (config.sums == Sums::fast)
-        launch_fitted<Sums::fast>(config, params, stream);
-    else
-        launch_fitted<Sums::promoted>(config, params, stream);
-    return true;
+    if (suits_fitted(config, params)) {
+        if (config.sums == Sums::fast)
+            launch_fitted<Sums::fast>(config, params, stream);
+        else
+            launch_fitted<Sums::promoted>(config, params, stream);
+        return true;
+    }
+    const auto* whole =
+        std::find_if(std::begin(TILE_SHAPES), std::end(TILE_SHAPES),
+                     [&](const TileShape& s) { return s.sums == config.sums && s.block_n == 128; });
+    Params others = params;
+    others.schedule = {.blocks = params.schedule.blocks};
+    return launch_any(make_config(*whole, {config.a, config.b}), others, stream);
 }
 
 }  // namespace thunderkittens::fp8_gemm
