@@ -295,8 +295,8 @@ __device__ __forceinline__ void scale(Tile& d, float factor) {
 }
 
 // The bias of a tile's columns: each thread of a consumer fetches a few values before the products,
-// and adds all that it needs after them, through shared memory. Where registers are few, the values
-// go there while the first product runs.
+// and adds all that it needs after them, through shared memory. For kernels whose warps finish
+// tiles apart see KeptBias.
 template <Config C>
 struct Bias {
     static constexpr int per_thread = (C.block_n + WARPGROUP_THREADS - 1) / WARPGROUP_THREADS;
@@ -321,7 +321,7 @@ struct Bias {
         }
     }
     __device__ __forceinline__ void add(sv_fl<C.block_n>& shared, rt_fl<16, C.block_n>& d) const {
-        if (!Types<C>::has_finishers) share(shared);
+        share(shared);
         warpgroup::sync(READY + 1 + warpgroup::groupid());
 #pragma unroll
         for (int j = 0; j < C.block_n / 16; ++j) {

@@ -80,7 +80,6 @@ struct Finishing {
         const int pass = C.stages + warp * 2 + piece % 2;
         wait(shared.empty[pass], piece / 2 % 2 ^ 1);
         stage(g, finished, piece, shared.out[warp][piece % 2]);
-        if (g.epilogue.preactivation != nullptr) arch::fence_async_shared();
         arch::sync_warp();
         if (laneid() == 0) arrive(shared.full[pass]);
     }
@@ -119,9 +118,11 @@ struct Finishing {
                 const int pass = C.stages + warp * 2;
                 auto& buffers = shared.out[warp];
                 const int buffer = pairs ? 0 : piece % 2, phase = pairs ? piece : piece / 2;
+                // The buffer's last piece, which may be another warp's, has been finished.
+                wait(shared.empty[pass + buffer], phase ^ 1);
                 if (pairs) wait(shared.full[pass + 1], phase);
                 wait(shared.full[pass + buffer], phase);
-                finish<pairs>(g, buffers[buffer], buffers[1], at, more);
+                finish<pairs, 1>(g, buffers[buffer], buffers[1], at, more);
                 if (laneid() == 0) {
                     tma::store_async_read_wait();
                     if (pairs) arrive(shared.empty[pass + 1]);
@@ -148,20 +149,19 @@ struct Finishing {
         const auto finish_all = [&](auto gated) {
             constexpr bool pairs = decltype(gated)::value;
             constexpr int count = pairs ? pieces / 2 : pieces, each = pieces / count;
-            constexpr int rows = K::spreads && !pairs ? COUNT : ahead<pairs>;
+            constexpr int rows = K::spreads ? COUNT : ahead<pairs>;
             More<rows> next(g, place(0));
             // A warp's part of a stage holds rows of others where those are adjacent.
             if constexpr (C.a_m_major) warpgroup::sync(READY + 1 + warpgroup::groupid());
 #pragma unroll
             for (int piece = 0; piece < pieces; ++piece) stage(g, finished, piece, buffer(piece));
-            if (g.epilogue.preactivation != nullptr) arch::fence_async_shared();
             arch::sync_warp();
 #pragma unroll 1
             for (int piece = 0; piece < count; ++piece) {
                 auto more = next;
                 if (piece + 1 < count) next = More<rows>(g, place(piece + 1));
                 const int first = piece * each;
-                finish<pairs>(g, buffer(first), buffer(first + each - 1), place(piece), more);
+                finish<pairs, rows>(g, buffer(first), buffer(first + each - 1), place(piece), more);
             }
         };
         if (g.epilogue.gate == Gate::none)
@@ -197,6 +197,14 @@ struct Finishing {
         }
     };
 
+    // By one lane, from a buffer whose contents TMA sees.
+    static __device__ __forceinline__ void store(const auto& map, const staging& buffer,
+                                                 const Place16& at, uint32_t col) {
+        arch::tma_store(
+            map.template tensor_map<staging>(), buffer.address(),
+            {static_cast<int>(col), static_cast<int>(at.row), 0, static_cast<int>(at.batch)});
+        tma::store_commit_group();
+    }
     // The gates of eight values, and the values, from where they are neighbours.
     static __device__ __forceinline__ void part(uint4& gates, uint4& values) {
         const auto low = [](uint32_t x, uint32_t y) { return (x & 0xFFFF) | y << 16; };
@@ -208,21 +216,19 @@ struct Finishing {
                   high(second.z, second.w)};
     }
     // Called by a warp, in place; `second`: the other piece of a pair.
-    template <bool gated, int AHEAD>
+    template <bool gated, int BATCH, int AHEAD>
     static __device__ __forceinline__ void finish(const Globals& g, staging& buffer,
                                                   const staging& second, const Place16 at,
                                                   More<AHEAD>& more) {
         const bool interleaved = gated && g.epilogue.gate == Gate::interleaved;
-        const auto to = [&](uint32_t col) {
-            return elements(at.batch, 0, at.row, static_cast<int>(col));
-        };
         if (g.epilogue.preactivation != nullptr) {
             if (laneid() == 0) {
                 const uint32_t col = interleaved ? 2 * at.col : at.col;
-                tma::store_async(g.kept.map, buffer, to(col));
+                arch::fence_async_shared();
+                store(g.kept.map, buffer, at, col);
                 if constexpr (gated) {
                     const uint32_t apart = interleaved ? staging::cols : g.out_n;
-                    tma::store_async(g.kept.map, second, to(col + apart));
+                    store(g.kept.map, second, at, col + apart);
                 }
                 tma::store_async_read_wait();
             }
@@ -231,71 +237,82 @@ struct Finishing {
 #pragma unroll 1
         for (int first = 0; first < COUNT; first += AHEAD) {
 #pragma unroll
-            for (int i = 0; i < AHEAD; ++i) {
-                const int row = (first + i) * ROWS + laneid() / LANES;
+            for (int i = 0; i < AHEAD; i += BATCH) {
+                uint4 z[BATCH], factor[BATCH];
                 const int col = laneid() % LANES * WIDE;
-                const uint32_t address = buffer.address_of(row, col);
-                uint4 z, factor{};
-                if (interleaved) {
-                    const auto& from = col < staging::cols / 2 ? buffer : second;
-                    const int there = 2 * col % staging::cols;
-                    z = arch::load_shared<uint4>(from.address_of(row, there));
-                    factor = arch::load_shared<uint4>(from.address_of(row, there + WIDE));
-                    part(z, factor);
-                    arch::sync_warp();  // the row has been read
-                } else {
-                    z = arch::load_shared<uint4>(address);
-                    if constexpr (gated) {
-                        factor = arch::load_shared<uint4>(second.address_of(row, col));
+#pragma unroll
+                for (int j = 0; j < BATCH; ++j) {
+                    const int row = (first + i + j) * ROWS + laneid() / LANES;
+                    if (interleaved) {
+                        const auto& from = col < staging::cols / 2 ? buffer : second;
+                        const int there = 2 * col % staging::cols;
+                        z[j] = arch::load_shared<uint4>(from.address_of(row, there));
+                        factor[j] = arch::load_shared<uint4>(from.address_of(row, there + WIDE));
+                        part(z[j], factor[j]);
+                    } else {
+                        z[j] = arch::load_shared<uint4>(buffer.address_of(row, col));
+                        if constexpr (gated) {
+                            factor[j] = arch::load_shared<uint4>(second.address_of(row, col));
+                        }
                     }
                 }
-                arch::store_shared(address, value<gated>(g, z, factor, more.parts[i]));
-                if (first + AHEAD < COUNT) more.load(g, i);
+                if (interleaved) arch::sync_warp();  // the rows have been read
+                const auto& residual = reinterpret_cast<const uint4(&)[BATCH]>(more.parts[i]);
+                apply<gated>(g, z, factor, residual);
+#pragma unroll
+                for (int j = 0; j < BATCH; ++j) {
+                    const int row = (first + i + j) * ROWS + laneid() / LANES;
+                    arch::store_shared(buffer.address_of(row, col), z[j]);
+                    if (first + AHEAD < COUNT) more.load(g, i + j);
+                }
             }
         }
         arch::fence_async_shared();
         arch::sync_warp();
-        if (laneid() == 0) tma::store_async(g.out_map, buffer, to(at.col));
+        if (laneid() == 0) store(g.out_map, buffer, at, at.col);
     }
-    template <bool gated>
-    static __device__ __forceinline__ uint4 value(const Globals& g, const uint4 z,
-                                                  const uint4 factor, const uint4 residual) {
-        using pairs = packed_type<T>[WIDE / 2];
-        float x[WIDE];
+    // Of rows z[i], in place.
+    template <bool gated, int count>
+    static __device__ __forceinline__ void apply(const Globals& g, uint4 (&z)[count],
+                                                 const uint4 (&factor)[count],
+                                                 const uint4 (&residual)[count]) {
+        using pairs = packed_type<T>[count * WIDE / 2];
+        float x[count * WIDE];
+        const auto each = [&](auto use) {
 #pragma unroll
-        for (int i = 0; i < WIDE / 2; ++i) {
-            const float2 pair = unpack_pair<T>(reinterpret_cast<const pairs&>(z)[i]);
-            x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
-        }
+            for (int i = 0; i < count * WIDE / 2; ++i) use(i, x[2 * i], x[2 * i + 1]);
+        };
+        const auto pair_of = [](const uint4(&words)[count], int i) {
+            return unpack_pair<T>(reinterpret_cast<const pairs&>(words)[i]);
+        };
+        each([&](int i, float& first, float& second) {
+            const float2 pair = pair_of(z, i);
+            first = pair.x, second = pair.y;
+        });
         if (std::is_same_v<T, bf16> && g.epilogue.activation > Activation::relu) {
             with_short_formula(g.epilogue.activation, [&](auto function) {
 #pragma unroll
-                for (int i = 0; i < WIDE; ++i) x[i] = function(x[i]);
+                for (int i = 0; i < count * WIDE; ++i) x[i] = function(x[i]);
             });
         } else {
             activate(g.epilogue.activation, x);
         }
         if constexpr (gated) {
-#pragma unroll
-            for (int i = 0; i < WIDE / 2; ++i) {
-                const float2 pair = unpack_pair<T>(reinterpret_cast<const pairs&>(factor)[i]);
-                x[2 * i] *= pair.x, x[2 * i + 1] *= pair.y;
-            }
+            each([&](int i, float& first, float& second) {
+                const float2 pair = pair_of(factor, i);
+                first *= pair.x, second *= pair.y;
+            });
         }
         if (g.epilogue.residual != nullptr) {
-#pragma unroll
-            for (int i = 0; i < WIDE / 2; ++i) {
-                const float2 pair = unpack_pair<T>(reinterpret_cast<const pairs&>(residual)[i]);
-                x[2 * i] += g.epilogue.beta * pair.x;
-                x[2 * i + 1] += g.epilogue.beta * pair.y;
-            }
+            each([&](int i, float& first, float& second) {
+                const float2 pair = pair_of(residual, i);
+                first += g.epilogue.beta * pair.x;
+                second += g.epilogue.beta * pair.y;
+            });
         }
-        uint4 result;
-#pragma unroll
-        for (int i = 0; i < WIDE / 2; ++i) {
-            reinterpret_cast<pairs&>(result)[i] = pack_pair<T>(x[2 * i], x[2 * i + 1]);
-        }
-        return result;
+        each([&](int i, float first, float second) {
+            reinterpret_cast<pairs&>(z)[i] = pack_pair<T>(first, second);
+        });
     }
 };
 

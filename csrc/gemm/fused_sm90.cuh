@@ -57,6 +57,75 @@ __device__ __forceinline__ void with_short_formula(Activation activation, Use us
     }
 }
 
+// The bias of a tile's columns where registers are few. The thread that loads brings it into shared
+// memory with the tile's first step. When the last tile's values have left, their registers take it
+// as fp32, for shared memory is busy as long as products run, and where they end the tensor cores
+// wait. What bulk copies cannot bring the consumers fetch there.
+template <Config C>
+struct KeptBias {
+    using K = Types<C>;
+    using T = typename K::T;
+    using Row = sv<T, C.block_n>;
+    using Kept = rt_bf<16, C.block_n>;
+
+    // Announces `more` bytes beside it.
+    static __device__ __forceinline__ void bring(const typename K::Globals& g, Row& row,
+                                                 semaphore& full, uint32_t col, int more) {
+        const bool halves = g.epilogue.gate == Gate::blocked;
+        const int width = halves ? C.block_n / 2 : C.block_n;
+        // Behind the last gate are values, and a tile that begins before it computes those as well.
+        const int first = min(static_cast<int>(g.n - col), width) * 2;
+        const int second = halves ? min(static_cast<int>(g.out_n - col), width) * 2 : 0;
+        tma::expect_bytes(full, more + first + second);
+        const T* from = static_cast<const T*>(g.epilogue.bias) + col;
+        arch::bulk_load(row.address(), from, first, full.address());
+        if (halves) arch::bulk_load(row.address_of(width), from + g.out_n, second, full.address());
+    }
+    // By a consumer.
+    static __device__ __forceinline__ void fetch(const typename K::Globals& g, Row& row,
+                                                 uint32_t col) {
+        warpgroup::sync(READY + 1 + warpgroup::groupid());  // the last tile's readers are done
+#pragma unroll
+        for (int i = 0; i < C.block_n; i += WARPGROUP_THREADS) {
+            const int offset = i + warpgroup::laneid();
+            const uint32_t from = K::column(g, col, offset);
+            T value{};
+            if (from < g.n)
+                value = arch::load_global(static_cast<const T*>(g.epilogue.bias) + from);
+            row.set(offset, value);
+        }
+        warpgroup::sync(READY + 1 + warpgroup::groupid());
+    }
+    // A thread's values of columns 16 j on, twice two, take the place of data[0] to data[3] there.
+    static __device__ __forceinline__ void load(const Row& row, Kept& kept) {
+        // All rows of a matrix are the same eight columns.
+        const uint32_t from = row.address_of(laneid() / 8 * 8);
+#pragma unroll
+        for (int j = 0; j < C.block_n / 16; j += 2) {
+            uint32_t words[4];
+            arch::load_matrix_x4(words[0], words[1], words[2], words[3], from + j * 32);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float2 pair = unpack_pair<T>(arch::bit_cast<packed_type<T>>(words[i]));
+                auto& data = kept.tiles[0][j + i / 2].data;
+                data[i % 2 * 2] = arch::bit_cast<bf16_2>(pair.x);
+                data[i % 2 * 2 + 1] = arch::bit_cast<bf16_2>(pair.y);
+            }
+        }
+    }
+    static __device__ __forceinline__ void add(const Kept& kept, rt_fl<16, C.block_n>& d) {
+#pragma unroll
+        for (int j = 0; j < C.block_n / 16; ++j) {
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                const auto& data = kept.tiles[0][j].data;
+                d.tiles[0][j].data[r].x += arch::bit_cast<float>(data[r / 2 * 2]);
+                d.tiles[0][j].data[r].y += arch::bit_cast<float>(data[r / 2 * 2 + 1]);
+            }
+        }
+    }
+};
+
 template <Config C>
 struct FusedEpilogue {
     using K = Types<C>;

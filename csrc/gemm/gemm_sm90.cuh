@@ -70,7 +70,13 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
             if constexpr (C.varied) {
                 load_varied_step<K>(g, stage, full, at, step * BLOCK_K);
             } else {
-                tma::expect_bytes(full, sizeof(stage) - (narrow ? K::less * BLOCK_K * 2 : 0));
+                const int bytes = sizeof(stage) - (narrow ? K::less * BLOCK_K * 2 : 0);
+                bool brings = false;
+                if constexpr (K::has_finishers) brings = step == 0 && g.pace.brings_bias;
+                if (!brings) tma::expect_bytes(full, bytes);
+                if constexpr (K::has_finishers) {
+                    if (brings) KeptBias<C>::bring(g, shared.bias[ring.stage], full, n, bytes);
+                }
                 load_step<K>(g, stage, full, at.batch, m, n, step * BLOCK_K, narrow);
             }
         }
@@ -167,8 +173,10 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
         const uint32_t col = K::first_column(g, at);
         typename K::Narrow narrow = false;
         if constexpr (two_widths) narrow = K::is_narrow(at);
-        Bias<C> bias;
-        if (!K::has_finishers && g.epilogue.bias != nullptr) bias.fetch(g, col);
+        [[maybe_unused]] Bias<C> bias;
+        if constexpr (!K::has_finishers) {
+            if (g.epilogue.bias != nullptr) bias.fetch(g, col);
+        }
 
         // The last tile's consumers end one after the other: SMs that store whole tiles at once
         // wait for the L2 cache, and the tensor cores can work for the second consumer meanwhile.
@@ -189,21 +197,20 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
                 multiply<K, two_widths, false, !C.b_n_major>(g, d, rows, stage.b, k > 0, narrow);
             }
             if constexpr (K::has_finishers) {
-                if (k == 0 && g.epilogue.bias != nullptr) {
-                    bias.fetch(g, col);
-                    bias.share(shared.bias[consumer]);
-                }
-                const int every = K::spreads && g.k_blocks > 6 ? 2 : 1;
-                const int spacing = max(every, g.pace.spacing);
-                if (finished.any && k < g.pace.sending) {
+                if (finished.any && k <= g.pace.sending) {
 #pragma unroll
                     for (int piece = 0; piece < finished.pieces; ++piece) {
-                        if (k != piece * spacing - piece % 2 * g.pace.early) continue;
+                        if (k != piece * g.pace.apart - piece % 2 * g.pace.early) continue;
                         if (g.pace.spacing != 0)
                             Finishing<C>::hand_over(g, shared, finished, piece);
                         else
                             finished.send(g, shared, piece);
                     }
+                }
+                if (k == g.pace.sending && g.pace.brings_bias) {
+                    // The row of the stage that was the tile's first.
+                    static_assert(C.stages == 4);
+                    KeptBias<C>::load(shared.bias[(ring.stage - k) % 4u], finished.values);
                 }
             } else if (finished.any && k < finished.sent(g) * steps) {
 #pragma unroll
@@ -237,7 +244,17 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
             }
         }
         if (g.epilogue.alpha != 1.f) scale(d, factor.times(g.epilogue.alpha));
-        if (g.epilogue.bias != nullptr) bias.add(shared.bias[consumer], d);
+        if (g.epilogue.bias != nullptr) {
+            if constexpr (K::has_finishers) {
+                if (!g.pace.brings_bias) {
+                    KeptBias<C>::fetch(g, shared.bias[consumer], col);
+                    KeptBias<C>::load(shared.bias[consumer], finished.values);
+                }
+                KeptBias<C>::add(finished.values, d);
+            } else {
+                bias.add(shared.bias[consumer], d);
+            }
+        }
         if constexpr (C.varied) {
             if (last)
                 return Finished<C>::template send_last<typename K::T>(g, shared, d, to, narrow);
@@ -315,16 +332,25 @@ __global__ __launch_bounds__(K::threads,
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // With a gate there are half as many pieces; where other warps finish them, a pair of those that
-// are handed over becomes one, and comes in steps that follow each other.
+// are handed over becomes one, and comes in steps that follow each other. `bias`: there is one that
+// bulk copies can bring.
 template <Config C>
-constexpr Pace<C> pace_of(bool gated, int spacing, int64_t steps, bool one_round) {
+constexpr Pace<C> pace_of(bool gated, int spacing, int64_t steps, bool one_round, bool bias) {
     if constexpr (has_finishers(C)) {
         constexpr int pieces = Finished<C>::pieces;
         static_assert(pieces == 4, "which leave in seven steps");
-        const int every = Types<C>::spreads && steps > 6 ? 2 : 1;
+        // In eight steps the bias would otherwise be late, see below.
+        const int every = Types<C>::spreads && steps > (bias ? 8 : 6) ? 2 : 1;
         const int apart = std::max(spacing, every);
-        if (spacing != 0) return {apart, gated ? apart - 1 : 0, pieces * apart};
-        return {0, 0, (gated ? pieces / 2 : pieces) * every};
+        const int early = spacing != 0 && gated ? apart - 1 : 0;
+        const int last = ((spacing == 0 && gated ? pieces / 2 : pieces) - 1) * apart;
+        // Then all have left, and the bias is taken, before its row can be brought again.
+        constexpr int stages = C.stages, later = 16;
+        const int64_t again = steps % stages == 0 ? steps : steps % 2 == 0 ? 2 * steps : 4 * steps;
+        const int latest = static_cast<int>(std::min(steps, again - stages)) - 1;
+        const int wanted = spacing != 0 ? last + apart : gated ? last : later;
+        const int sending = std::max(last, std::min(wanted, latest));
+        return {spacing, apart, early, sending, bias && sending <= latest};
     } else if constexpr (has_once(C)) {
         // SMs that write all the time do better than SMs that write a whole tile at once; and after
         // several short tiles each they do not end together.
@@ -424,6 +450,9 @@ typename Types<C>::Globals make_globals(const Params& p) {
                                 p.schedule.spacing > 0 &&
                                 (e.residual != nullptr || e.preactivation != nullptr ||
                                  e.activation > Activation::relu || e.gate != Gate::none);
+    // Bulk copies take whole parts of 16 bytes.
+    const bool bulk_bias =
+        e.bias != nullptr && out_n % 8 == 0 && reinterpret_cast<uintptr_t>(e.bias) % 16 == 0;
     // To TMA the output is a matrix of 16-bit words. Where TMA does not store, the map is a
     // stand-in that nobody uses.
     const int64_t words = size / 2;
@@ -461,7 +490,7 @@ typename Types<C>::Globals make_globals(const Params& p) {
         .packed = C.fused && !C.marked && p.out_dtype == DType::bf16 && e.gate == Gate::none &&
                   e.residual == nullptr && !finished_apart,
         .pace = pace_of<C>(e.gate != Gate::none, finished_apart ? p.schedule.spacing : 0,
-                           ceil_div(p.k, BLOCK_K), one_round),
+                           ceil_div(p.k, BLOCK_K), one_round, bulk_bias),
         .order = order,
         .epilogue = e,
         .m = static_cast<uint32_t>(p.m),

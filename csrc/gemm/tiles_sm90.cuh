@@ -42,9 +42,11 @@ struct Pace<C> {
 template <Config C>
     requires(has_finishers(C))
 struct Pace<C> {
-    int spacing;
-    int early;    // by how much every other one comes before its time
-    int sending;  // steps until all have left
+    int spacing;       // as the schedule's
+    int apart;         // steps between pieces
+    int early;         // by how much every other one comes before its time
+    int sending;       // the step by which all have left, and the bias is taken
+    bool brings_bias;  // the thread that loads does, with a tile's first step
 };
 
 // The map of z, where other warps finish tiles and z is kept.
@@ -148,10 +150,13 @@ struct Types {
         a_tile a;
         b_tile b;
     };
+    // As it is, a row for each stage that can be a tile's first, or as fp32 for each consumer.
+    using Bias = std::conditional_t<has_finishers, sv<T, C.block_n>[C.stages],
+                                    sv_fl<C.block_n>[C.consumers]>;
     struct Shared {
         Stage stages[C.stages];
         out_tile out[C.consumers * WARPGROUP_WARPS][2];
-        sv_fl<C.block_n> bias[C.consumers];
+        Bias bias;
         semaphore full[C.stages + handed], empty[C.stages + handed];
     };
     static_assert(sizeof(Stage) == sizeof(a_tile) + sizeof(b_tile) && sizeof(Stage) % 1024 == 0);
