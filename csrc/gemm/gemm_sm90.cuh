@@ -296,6 +296,7 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
     });
     if (C.varied || !finished.any) {
     } else if (g.pace.spacing == 0) {
+        if constexpr (C.a_m_major) warpgroup::sync(READY + 1 + consumer);
         finished.send_last(g, shared);
     } else if constexpr (K::has_finishers) {
         Finishing<C>::finish_last(g, shared, finished);
