@@ -479,6 +479,20 @@ def test_gradients(device, case):
             assert error <= 8 * eps * e.abs().max() + eps
 
 
+@pytest.mark.parametrize("activation", [None, "gelu", "swiglu"])
+def test_bias_at_any_address(device, activation):
+    """A bias that a bulk copy can bring, and one that it cannot, of whole and of other columns."""
+    shapes = [(33, 72, 264)] + [(1100, 4096, 1088), (2048, 4080, 520)] * (device == "cuda")
+    for m, n, k in shapes:
+        a, b = normal((m, k), BF16, device), normal((n, k), BF16, device).mT
+        bias = normal((n,), BF16, device)
+        expected = tk.gemm(a, b, bias=bias, activation=activation)
+        for offset in (1, 8):
+            wide = torch.full((n + 16,), torch.nan, dtype=BF16, device=device)
+            elsewhere = wide[offset : offset + n].copy_(bias)
+            assert torch.equal(tk.gemm(a, b, bias=elsewhere, activation=activation), expected)
+
+
 def test_double_backward(device):
     a = normal((9, 24), BF16, device).requires_grad_()
     b = normal((24, 16), BF16, device).requires_grad_()
