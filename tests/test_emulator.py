@@ -1,9 +1,5 @@
-"""The emulator: every kernel's every configuration on it, and the defects that it must find.
-
-The kernels of `kittens/emulator/defects.cuh` hold planted mistakes, one at a time. A mistake counts
-as found when it raises an error, ends in a deadlock report or gives wrong values under on_wait or
-late_mma, the two policies that every test should run. Without one, all policies must be silent.
-"""
+"""The emulator: every kernel's every configuration on it. test_emulator_defects.py has what it
+must find."""
 
 from __future__ import annotations
 
@@ -12,7 +8,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -305,16 +300,16 @@ def test_fp8_gemm_of_fast_tiles_of_two_widths(tile, cluster, policy):
 )
 def test_fp8_gemm_of_tiles_of_two_widths(tile, policy):
     """Rows of tiles with and without one more, of one step and of several, all kinds of scales;
-    those of blocks, and fp32 values, are computed in tiles of one width. Scales alone, of tensors
-    or rows, have a kernel of their own. Blocks have several of the eight tiles, one, or none."""
+    those of blocks, and fp32 values, have one width. Scales alone, of tensors or rows, have a
+    kernel of their own. Blocks have several of the eight tiles, one, or none."""
     names = ("block_m", "block_n", "block_k", "stages", "buffers")
     config = dict(zip(names, tile, strict=False)) | {"consumers": 2, "streamed": False}
     config |= {"columns": 2, "longer": 2, "band": 1, "splits": 1, "plain": False}
     half, full = torch.bfloat16, torch.float32
-    cases = [("tensor", 272, half, 2), ("row", 528, half, 2), ("row", 100, torch.float16, 2)]
-    cases += [("row", 656, half, 2), ("tensor", 100, half, 2), ("row", 264, half, 9)]
-    cases += [("block", 272, half, 2), ("row", 272, full, 2), ("tensor", 100, torch.float16, 9)]
-    for kind, k, dtype, blocks in cases:
+    cases = [("tensor", 272, half), ("row", 528, half), ("row", 100, torch.float16)]
+    cases += [("row", 656, half), ("tensor", 100, half), ("block", 272, half), ("row", 272, full)]
+    few = [("row", 264, half, 9), ("tensor", 100, torch.float16, 9)]
+    for kind, k, dtype, blocks in [*((*case, 2) for case in cases), *few]:
         a, b, scale_a, scale_b, expected = fp8_operands(330, 496, k, kind)
         b = b.t().contiguous().t()
         bias = integers(496, dtype=half) if kind == "row" and k in (272, 528) else None
@@ -497,104 +492,3 @@ def test_attention_is_that_of_the_gpu(dim, dtype, causal):
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(on_gpu[0].cpu(), emulated[0], atol=2 * eps, rtol=2 * eps)
         torch.testing.assert_close(on_gpu[1].cpu(), emulated[1], atol=1e-5, rtol=1e-5)
-
-
-# ---- planted defects ----
-
-
-@pytest.fixture(scope="module")
-def defects(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
-    """Runs a defect under a policy for some seeds; one line each."""
-    if emulation.cuda_headers() is None:
-        pytest.skip(emulation.NO_HEADERS)
-    program = tmp_path_factory.mktemp("defects") / "defects"
-    source = HERE / "kittens/emulator/defects.cpp"
-    command = emulation.compile_command(
-        source, output=program, flags=["-O1", "-Wno-unknown-pragmas"]
-    )
-    subprocess.run(command, check=True)
-
-    def run(*arguments: object) -> list[str]:
-        line = [str(program), *map(str, arguments)]
-        return subprocess.run(
-            line, check=True, capture_output=True, text=True, timeout=300
-        ).stdout.splitlines()
-
-    return run
-
-
-# What the message must say; None where a defect shows in the values alone.
-FOUND = {
-    "missing_full_wait": "no wait for the phase",
-    "wrong_phase": "no wait for",
-    "early_release": "which an operation in flight .* still reads",
-    "missing_empty_wait": "room for 0|still reads|no wait",
-    "expect_too_few_bytes": "-16 bytes pending",
-    "expect_too_many_bytes": " 16 bytes pending",
-    "missing_mma_wait": None,
-    "missing_accumulator_fence": "without wgmma_fence",
-    "missing_commit": None,
-    "wrong_swizzle": None,
-    "swapped_transpose": None,
-    "wrong_tile_coordinate": None,
-    "misaligned_coordinate": "must be a multiple of 16 bytes",
-    "lost_arrive": "deadlock.*mbarrier 0x[0-9a-f]+ .*1 of 2 arrivals",
-    "too_many_arrivals": "room for|still reads",
-    "missing_init_fence": "no mbarrier_init_fence",
-    "missing_init_barrier": "no barrier .* between the initialisation|not an initialised mbarrier",
-    "missing_store_fence": "no fence.proxy.async",
-    "store_without_read_wait": "no tma_store_read_wait",
-    "too_many_registers": "wants 256 per thread",
-    "registers_past_launch": "wants 240 per thread",
-    "wrong_barrier_count": "named barrier 1: this thread counts",
-    "early_access_to_global_memory": "before wait_for_dependencies",
-    "diverging_warpgroup": "the warpgroup diverges",
-    "missing_operand_fence": "no fence.proxy.async",
-    "missing_operand_barrier": r"no barrier \(release and acquire\)",
-    "operand_written_in_flight": "operand A of a wgmma in flight",
-    "tile_written_in_flight": "wgmma|still reads",
-    "missing_block_barrier": r"no barrier \(release and acquire\)",
-    "missing_warp_barrier": r"no barrier \(release and acquire\)",
-    "diverging_shuffle": "other lanes of its warp in shuffle_xor",
-    "missing_cp_async_wait": "no cp_async_wait",
-    "global_store_out_of_bounds": "out of bounds: byte 1024 of 'out', which has 1024",
-    "shared_store_out_of_bounds": "out of bounds; the block has",
-    "misaligned_load": "is not a multiple of 16 bytes",
-    "store_into_input": "writes to 'in', which is an input",
-    "missing_cluster_barrier": "between the initialisation|not an initialised mbarrier",
-    "missing_exit_barrier": "which has ended",
-    "relaxed_release": r"no barrier \(release and acquire\)",
-    "wrong_multicast_mask": "of a cluster of 2",
-    "lost_turn": "deadlock.*warp 0, lanes 0x1: waits for what it polls",
-    "tile_before_segment": "begins before its segment",
-    "segment_beyond_rows": "segment is not within the layout's rows",
-    "wrong_segment": None,
-}
-
-
-@pytest.mark.parametrize("defect", FOUND)
-def test_a_planted_defect_is_found(defects, defect):
-    lines = defects(defect, "on_wait", 1) + defects(defect, "late_mma", 1)
-    assert any(line != "right" for line in lines)
-    if FOUND[defect] is None:
-        return
-    assert any(re.search(FOUND[defect], line) for line in lines), lines
-    # The message says where.
-    assert any(re.search(r"kernel void defects::\w+<.*block \(\d", line) for line in lines)
-
-
-def test_the_table_of_defects_is_complete(defects):
-    assert {line.split()[0] for line in defects()} == {"none", *FOUND}
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_correct_kernels_raise_no_alarm(defects, policy):
-    assert defects("none", policy, 20) == ["right"] * 20
-
-
-def test_a_deadlock_names_what_each_warp_waits_for(defects):
-    (line,) = defects("lost_arrive", "on_wait", 1)
-    first, *warps = line.split("|")
-    assert "deadlock in kernel" in first
-    assert all(re.search(r"block \(0, 0, 0\), warp \d+.*: waits for", w) for w in warps)
-    assert any("warp 8, lanes 0x1: waits for" in w for w in warps)  # the producer's one thread
