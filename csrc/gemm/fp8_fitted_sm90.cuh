@@ -45,7 +45,7 @@ struct FittedTypes {
     struct Globals {
         int k_each, k_more;  // steps of a block; the first `k_more` of them have one more
         int width, stages, stage_bytes;
-        // Where the last tiles begin: where they are whole. Rows that are not there would be slow.
+        // Where the last tiles may begin: where they are whole. Rows that are not there are slow.
         uint32_t last_row, last_col;
         CUtensorMap a, b;
         Scales scale_a, scale_b;
@@ -416,6 +416,9 @@ void launch_fitted(const Config& config, const Params& p, Stream stream) {
     const int rows = static_cast<int>(std::min<int64_t>(p.m, K::rows));
     const int columns = static_cast<int>(std::min<int64_t>(p.n, width));
     const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+    // Of more than two blocks' sums a row's place in its tile decides the order: then tiles share
+    // no rows, whose bits would be those of the last one to store them.
+    const int64_t last_row = splits > 2 ? p.m - 1 : p.m - rows;
     const int steps = static_cast<int>(ceil_div(p.k, BLOCK_K));
     const dim3 grid(static_cast<unsigned>(ceil_div(p.m, K::rows)),
                     static_cast<unsigned>(ceil_div(p.n, width)), splits);
@@ -427,7 +430,7 @@ void launch_fitted(const Config& config, const Params& p, Stream stream) {
                         .width = width,
                         .stages = fitted_stages(width, splits),
                         .stage_bytes = (rows + columns) * BLOCK_K,
-                        .last_row = static_cast<uint32_t>(p.m - rows),
+                        .last_row = static_cast<uint32_t>(last_row),
                         .last_col = static_cast<uint32_t>(p.n - columns),
                         .a = map(p.a, p.m, p.a_stride, rows),
                         .b = map(p.b, p.n, p.b_stride, columns),
