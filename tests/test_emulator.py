@@ -370,7 +370,7 @@ def test_kernels_are_chosen_as_on_the_gpu():
         sm_count=132, shared_bytes_per_block=232448, l2_bytes=50 << 20, major=9, minor=0
     )
     problem = {"m": 512, "n": 512, "k": 512, "batch": 1, "dtype": "bf16", "out_dtype": "bf16"}
-    problem |= {"a_m_major": False, "b_n_major": True, "bias": False}
+    problem |= {"a_m_major": False, "b_n_major": True}
     with tk.emulate() as run:
         tk.gemm(a, a)
     chosen = _C.choose("gemm", problem, device)
