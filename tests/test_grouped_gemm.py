@@ -301,6 +301,16 @@ WIDTHS = [
 ]
 
 
+def assert_in_two_widths(a, b, offs, expected, blocks, policy, seed):
+    choice = {"block_m": 128, "block_n": 256, "stages": 4, "consumers": 2, "blocks": blocks}
+    for layout_a, layout_b in (("packed", "packed_t"), ("sliced_t", "sliced")):
+        config = {**choice, "band": 2, "two_widths": True}
+        with tk.emulate(policy, seed=seed, config=config) as run:
+            out = tk.grouped_gemm(matrix(a, layout_a), matrix(b, layout_b), offs)
+        assert torch.equal(out, expected), (layout_a, layout_b)
+        assert run.kernels[-1]["two_widths"]
+
+
 @pytest.mark.emulator
 @pytest.mark.parametrize(("policy", "dtype"), [("late_mma", BF16), ("random", FP16)])
 @pytest.mark.parametrize("number", range(len(WIDTHS)))
@@ -312,13 +322,7 @@ def test_tiles_of_two_widths(number, policy, dtype):
     offs = offsets(sizes, "cpu")
     expected = tk.reference.grouped_gemm(a, b, offs)
     spoil("rows", a, b, sum(sizes))
-    choice = {"block_m": 128, "block_n": 256, "stages": 4, "consumers": 2, "blocks": blocks}
-    for layout_a, layout_b in (("packed", "packed_t"), ("sliced_t", "sliced")):
-        config = {**choice, "band": 2, "two_widths": True}
-        with tk.emulate(policy, seed=n, config=config) as run:
-            out = tk.grouped_gemm(matrix(a, layout_a), matrix(b, layout_b), offs)
-        assert torch.equal(out, expected), (layout_a, layout_b)
-        assert run.kernels[-1]["two_widths"]
+    assert_in_two_widths(a, b, offs, expected, blocks, policy, seed=n)
 
 
 # Sizes of groups, rows, blocks: groups that get one more column of tiles or several, that have one
@@ -331,6 +335,7 @@ COLUMN_WIDTHS = [
 ]
 
 
+@pytest.mark.emulator
 @pytest.mark.parametrize(("policy", "dtype"), [("late_mma", BF16), ("random", FP16)])
 @pytest.mark.parametrize("number", range(len(COLUMN_WIDTHS)))
 def test_columns_of_two_widths(number, policy, dtype):
@@ -340,15 +345,10 @@ def test_columns_of_two_widths(number, policy, dtype):
     offs = offsets(sizes, "cpu")
     expected = tk.reference.grouped_gemm(a, b, offs)
     spoil("columns", a, b, sum(sizes))
-    choice = {"block_m": 128, "block_n": 256, "stages": 4, "consumers": 2, "blocks": blocks}
-    for layout_a, layout_b in (("packed", "packed_t"), ("sliced_t", "sliced")):
-        config = {**choice, "band": 2, "two_widths": True}
-        with tk.emulate(policy, seed=m, config=config) as run:
-            out = tk.grouped_gemm(matrix(a, layout_a), matrix(b, layout_b), offs)
-        assert torch.equal(out, expected), (layout_a, layout_b)
-        assert run.kernels[-1]["two_widths"]
+    assert_in_two_widths(a, b, offs, expected, blocks, policy, seed=m)
 
 
+@pytest.mark.emulator
 @pytest.mark.parametrize(("policy", "dtype"), [("late_mma", BF16), ("random", FP16)])
 @pytest.mark.parametrize("layout_b", ["packed", "sliced_t"])
 @pytest.mark.parametrize("layout_a", ["sliced", "packed_t"])
