@@ -1,0 +1,143 @@
+"""The tools that judge the tests of kernels: mutations of sources, and what the tests execute."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = """#pragma once
+// wait(in_a_comment, phase);
+template <int stages, bool a = (stages < 3)>
+void kernel(Ring<stages> ring, int rows) {
+    constexpr bool few = stages < 4;
+    for (int row = 0; row < rows; row += 8, ring.advance()) {
+        if (few) wait(shared.full[ring.stage], ring.phase);
+        else skip(row / group);
+        warpgroup::mma_async_wait<1>();
+        if (row > 0) release(previous);
+    }
+    tma::expect_bytes(full, count * 2);
+    load(elements(b, 0, head + 1, column));
+    arch::fence_async_shared();
+    warpgroup::sync(1);
+    arch::store_release_global(flag, 1u);
+}
+"""
+# Of each class, by what it is called, and the line as it is written.
+EXPECTED = {
+    ("wait", "left out"): [
+        "if (few) (M ? (void)0 : (void)(wait(shared.full[ring.stage], ring.phase)));",
+        "(M ? (void)0 : (void)(warpgroup::mma_async_wait<1>()));",
+    ],
+    ("phase", "phase"): ["if (few) wait(shared.full[ring.stage], (ring.phase) ^ M);"],
+    ("phase", "stage ring.stage"): ["if (few) wait(shared.full[other(ring.stage)], ring.phase);"],
+    ("phase", "stage previous"): ["if (row > 0) release(other(previous));"],
+    ("phase", "left out"): [
+        "for (int row = 0; row < rows; row += 8, (M ? (void)0 : (void)(ring.advance()))) {"
+    ],
+    ("early", "before warpgroup::mma_async_wait<1>()"): [
+        "{ if (M) { if (row > 0) release(previous); } } warpgroup::mma_async_wait<1>();"
+    ],
+    ("early", "one more product in flight"): [
+        "(M ? (void)(warpgroup::mma_async_wait<1 + 1>()) : (void)(warpgroup::mma_async_wait<1>()));"
+    ],
+    ("bytes", "16"): ["tma::expect_bytes(full, 16 * M + count * 2);"],
+    ("boundary", "< 1"): ["for (int row = 0; row < M + rows; row += 8, ring.advance()) {"],
+    ("boundary", "> 1"): ["if (row > M + 0) release(previous);"],
+    ("index", "coordinate 0"): ["load(elements(M + b, 0, head + 1, column));"],
+    ("index", "coordinate 2"): ["load(elements(b, 0, M + head + 1, column));"],
+    ("index", "coordinate 3"): ["load(elements(b, 0, head + 1, M + column));"],
+    ("index", "/ group"): ["else skip(row / (M + group));"],
+    ("fence", "left out"): ["(M ? (void)0 : (void)(arch::fence_async_shared()));"],
+    ("barrier", "left out"): ["(M ? (void)0 : (void)(warpgroup::sync(1)));"],
+    ("flag", "before warpgroup::sync(1)"): [
+        "{ if (M) { arch::store_release_global(flag, 1u); } } warpgroup::sync(1);"
+    ],
+    ("flag", "no order"): [
+        "(M ? (arch::store_global(flag, 1u)) : (arch::store_release_global(flag, 1u)));"
+    ],
+}
+
+
+@pytest.fixture
+def mutations(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import mutations
+
+    return mutations
+
+
+def test_mutations_of_every_class(mutations):
+    source = mutations.Source("csrc/some/kernel_sm90.cuh", SOURCE)
+    for finder in mutations.FINDERS:
+        finder(source)
+    every, written = source.found, {}
+    assert {m.kind for m in every} == set(mutations.CLASSES)
+    for m in every:
+        source.found = [m]
+        lines = mutations.mutated(source).splitlines()
+        first = next(line for line in lines if "tk_" in line).strip()
+        first = re.sub(r"-?tk_mutant\(-1\)", "M", first.replace("tk_other(-1, ", "other("))
+        written.setdefault((m.kind, re.sub("[+-](?=1)", "", m.what)), []).append(first)
+    assert {
+        key: [line.replace("-16", "16") for line in lines] for key, lines in written.items()
+    } == (EXPECTED)
+
+
+def test_the_set_is_large_and_spread(mutations):
+    _, every = mutations.all_mutations()
+    selected = mutations.chosen(every, per_file=2, seed=0)
+    assert len({m.key for m in every}) == len(every)
+    assert len(selected) >= 150
+    assert {m.kind for m in selected} == set(mutations.CLASSES)
+    assert selected == mutations.chosen(every, per_file=2, seed=0)
+
+
+def test_mutations_without_a_reason_to_survive_are_not_excused(mutations):
+    """Lines of the list that no source has are of code that has changed."""
+    _, every = mutations.all_mutations()
+    keys = {m.key for m in every}
+    for line in (ROOT / "tools/mutants_unseen.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            assert line.rsplit(" | ", 1)[0] in keys
+
+
+KERNEL = """template <int n> [[gnu::noinline]] int f(int x) {
+    if constexpr (n > 1) {
+        if (x > 5) return 1;
+    }
+    if (x > n)
+        return 2;
+    return x + 3;
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcov") is None, reason="needs gcov, which comes with g++")
+def test_branches_of_all_instances_are_added_up(tmp_path):
+    """One instance takes what the other does not; line 3 has a branch that none takes."""
+    build, place = tmp_path / "build", "CMakeFiles/_emulator.dir/main.cpp.o"
+    (build / place).parent.mkdir(parents=True)
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc/f_sm90.cuh").write_text(KERNEL)
+    calls = "int main() { return f<1>(2) + f<2>(1) == 6 ? 0 : 1; }\n"
+    (build / "main.cpp").write_text('#include "csrc/f_sm90.cuh"\n' + calls)
+    flags = ["--coverage", "-fprofile-dir=.coverage.gcov", f"-fprofile-prefix-path={build}"]
+    flags += ["-fprofile-filter-files=csrc/.*cuh", f"-ffile-prefix-map={tmp_path}=.", "-O1"]
+    compile_it = ["g++", *flags, f"-I{tmp_path}", "main.cpp", "-c", "-o", place]
+    subprocess.run(compile_it, cwd=build, check=True)
+    link = ["g++", "--coverage", build / place, "-o", tmp_path / "main"]
+    subprocess.run(link, check=True)
+    subprocess.run([tmp_path / "main"], cwd=tmp_path, check=True)
+    command = [sys.executable, ROOT / "tools/coverage.py", build, "--missing", "--fail-under"]
+    for level, status in (("70", 0), ("80", 1)):
+        result = subprocess.run([*command, level], cwd=tmp_path, capture_output=True, text=True)
+        assert result.returncode == status, result.stdout + result.stderr
+        assert re.search(r"3/4 +75\.0%  csrc/f_sm90\.cuh\n", result.stdout), result.stdout
+        assert "branches of 3\n" in result.stdout
