@@ -160,5 +160,5 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
           "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
     m.def("lolcats_decode(" LOLCATS_OPERANDS
           ", Tensor(a!) numerator, Tensor(b!) denominator, Tensor(c!) keys"
-          ", Tensor(d!) values, Tensor(e!) lengths) -> Tensor");
+          ", Tensor(d!) values, Tensor(e!) lengths, bool sliding=False) -> Tensor");
 }

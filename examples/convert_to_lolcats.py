@@ -121,6 +121,7 @@ def converted(model: Model, size: Size) -> Model:
             kv_heads=size.kv_heads,
             head_dim=HEAD_DIM,
             features=size.features,
+            window="terrace",
         ).to(next(model.parameters()).device)
         missing, unexpected = attention.load_state_dict(layer.self_attn.state_dict(), strict=False)
         assert not unexpected

@@ -33,6 +33,7 @@ class Emulated(str):
 
 BACK_ENDS = {"cpu": "cpu", "emulator": Emulated("cpu"), "cuda": "cuda"}
 EMULATED_SUITES = (
+    "test_activation_ranges",
     "test_attention",
     "test_attention_gradient",
     "test_attention_options",
@@ -50,8 +51,10 @@ EMULATED_SUITES = (
     "test_mxfp8_quantize",
     "test_nvfp4_dequantize",
     "test_nvfp4_gemm",
+    "test_nvfp4_groups",
     "test_nvfp4_prepare",
     "test_nvfp4_quantize",
+    "test_zero_sizes",
 )
 EMULATION_POLICIES = ("on_wait", "late_mma")
 

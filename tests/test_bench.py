@@ -1,6 +1,7 @@
 """The benchmark's own logic: accuracy, reports, shapes, command line.
 
-Nothing is asserted about speed. Its timers are tested in test_bench_timing.py.
+Nothing is asserted about speed. Its timers are tested in test_bench_timing.py, host times in
+test_bench_host.py, steps of training in test_bench_training.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from thunderkittens import bench
 from thunderkittens.bench import attention_work, cli, machine
 from thunderkittens.bench.accuracy import check
 from thunderkittens.bench.cases import NotApplicableError
-from thunderkittens.bench.suites import attention, fp8_gemm, gemm
+from thunderkittens.bench.host import every_kind
+from thunderkittens.bench.suites import attention, attention_varlen, fp8_gemm, gemm
 
 CPU = torch.device("cpu")
 
@@ -304,6 +306,14 @@ def test_attention_points():
     assert len(rated) == 8
 
 
+def test_packed_lengths():
+    for case in attention_varlen.cases():
+        assert sum(case.parameters["lengths"]) == 16384
+        assert min(case.parameters["lengths"]) > 0
+    inputs = make_inputs(attention_varlen.cases()[0])
+    assert inputs["edges"].tolist() == list(range(0, 16385, 2048))
+
+
 def test_attention_work():
     """Operations and least traffic of the sets beside the grid."""
     cases = {case.name: case for shapes in attention.SAVED for case in attention.cases(shapes)}
@@ -373,7 +383,7 @@ def test_every_suite_is_complete(op):
     assert "default" in suite.SHAPES
     assert all(suite.cases(shapes) for shapes in suite.SHAPES)
     assert next(iter(suite.implementations(CPU))) == "thunderkittens"
-    for call in suite.host_calls(CPU).values():
+    for call in every_kind(suite.host_calls(CPU))[0].values():
         call()
 
 
@@ -394,15 +404,6 @@ def test_command(op, device, tmp_path, capsys):
     for case in content["cases"]:
         assert case["results"]["thunderkittens"]["accuracy"]["passed"], case["name"]
     assert picture.stat().st_size > 0
-
-
-@pytest.mark.parametrize("op", cli.suite_names())
-def test_host_command(op, device, tmp_path, capsys):
-    json_file = tmp_path / "r.json"
-    assert run(op, "--device", device, "--host", "--quick", "--json", str(json_file)) == 0
-    assert f"thunderkittens.{op}" in capsys.readouterr().out
-    times = json.loads(json_file.read_text())["host_time_us"]
-    assert times[f"thunderkittens.{op}"]["median"] > 0
 
 
 def test_a_failing_op_gives_exit_status_1(monkeypatch, capsys):

@@ -56,6 +56,27 @@ def test_cpu_timer():
     assert rounds.timings["slow"].repetitions == 9
 
 
+def test_step_timer():
+    """Of calls of four steps, and the wait for the device counts."""
+    clock, waits = Clock(), []
+
+    class Waiting(bench.StepTimer):
+        def synchronize(self) -> None:
+            waits.append(clock.now)
+            clock.now += 8e-6
+
+    timer = Waiting(CPU, 4, clock)
+    calls = {"fast": clock.work(4e-6), "slow": clock.work(32e-6)}
+    timings = timer.measure(calls, repetitions=3, seconds=1).timings
+    for name, time in (("fast", 3), ("slow", 10)):
+        timing = timings[name]
+        times = (timing.minimum, timing.quartile_1, timing.median, timing.quartile_3)
+        assert times == pytest.approx((time,) * 4)
+        assert timing.repetitions == 3
+    assert len(waits) == 1 + 2 * 3
+    assert timer.protocol() == {"timer": "wall clock", "steps": 4}
+
+
 def test_cpu_timer_keeps_the_time_limit():
     clock = Clock()
     rounds = bench.CpuTimer(clock).measure({"slow": clock.work(2)}, repetitions=9, seconds=3)
@@ -160,19 +181,3 @@ def test_timer_of_the_device(device):
     if isinstance(timer, bench.CudaTimer):
         l2_bytes = torch.cuda.get_device_properties(timer.device).L2_cache_size
         assert timer.flush_bytes > 2 * l2_bytes
-
-
-def test_host_times():
-    ticks = iter(range(0, 10**9, 1500))
-    synchronized = []
-    times = bench.measure_host(
-        {"a": lambda: None, "b": lambda: None},
-        lambda: synchronized.append(1),
-        repetitions=100,
-        block=10,
-        clock=lambda: next(ticks),
-    )
-    assert times["a"].median == times["b"].median == 1.5
-    assert times["a"].repetitions == 100
-    assert len(synchronized) == 2 * 10 + 1
-    assert "1.50" in bench.host_table(times)

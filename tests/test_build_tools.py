@@ -34,11 +34,16 @@ ptxas info    : Used 255 registers
 
 
 def load(name: str) -> ModuleType:
+    """A tool as it runs: with the others beside it."""
     spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(TOOLS))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(TOOLS))
     return module
 
 

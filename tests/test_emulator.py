@@ -255,7 +255,9 @@ def test_fp8_gemm_is_exact_on_integers(tile, policy):
             continue
         # Of rows also as fp32, which leaves another way.
         outputs = [torch.bfloat16, torch.float32] if kind == "row" else [torch.bfloat16]
-        sizes = ((200, 400, 272), (65, 40, 144))
+        sizes = [(200, 400, 272), (65, 40, 144)]
+        if kind in ("block", "fine"):
+            sizes.append((65, 136, 784))  # more than four blocks of scales, and a part of one
         for (m, n, k), out_dtype in itertools.product(sizes, outputs):
             a, b, scale_a, scale_b, expected = fp8_operands(m, n, k, kind)
             dtypes = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)][number]
@@ -323,10 +325,10 @@ def test_fp8_gemm_of_tiles_of_two_widths(tile, policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("cluster", [(2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("cluster", [(2, 1), (1, 2), (2, 2)], ids=str)
 @pytest.mark.parametrize("kind", ["row", "block"])
 def test_fp8_gemm_in_clusters(cluster, kind, policy):
-    config = {"cluster_m": cluster[0], "cluster_n": cluster[1], "blocks": 2}
+    config = {"cluster_m": cluster[0], "cluster_n": cluster[1], "blocks": cluster[0] * cluster[1]}
     a, b, scale_a, scale_b, expected = fp8_operands(300, 520, 368, kind)
     with tk.emulate(policy, seed=1, config=config):
         out = tk.fp8_gemm(a.to(E4M3), b.t().contiguous().t().to(E4M3), scale_a, scale_b)
@@ -408,7 +410,7 @@ def test_reference_outside_and_wrong_policies():
 
 
 def test_speed():
-    """A bar for one core; the emulator takes about a thirtieth of it."""
+    """A limit for one core, of which the emulator takes about a thirtieth."""
     a = torch.randn(512, 512, dtype=torch.bfloat16)
     q = torch.randn(1, 2, 512, 64, dtype=torch.bfloat16)
     for call in (lambda: tk.gemm(a, a), lambda: tk.attention(q, q, q)):

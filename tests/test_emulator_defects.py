@@ -78,6 +78,7 @@ FOUND = {
     "missing_warp_barrier": r"no barrier \(release and acquire\)",
     "diverging_shuffle": "other lanes of its warp in shuffle_xor",
     "missing_cp_async_wait": "no cp_async_wait",
+    "tall_grid": r"a grid of \(1, 65536, 1\) blocks; at most \(2147483647, 65535, 65535\)",
     "global_store_out_of_bounds": "out of bounds: byte 1024 of 'out', which has 1024",
     "shared_store_out_of_bounds": "out of bounds; the block has",
     "misaligned_load": "is not a multiple of 16 bytes",
@@ -101,7 +102,7 @@ def test_a_planted_defect_is_found(defects, defect):
         return
     assert any(re.search(FOUND[defect], line) for line in lines), lines
     # The message says where.
-    assert any(re.search(r"kernel void defects::\w+<.*block \(\d", line) for line in lines)
+    assert any(re.search(r"kernel void defects::\w+<.*(block|grid of) \(\d", x) for x in lines)
 
 
 def test_the_table_of_defects_is_complete(defects):

@@ -10,7 +10,7 @@ import torch
 import thunderkittens as tk
 from helpers.cover import cover, over
 from helpers.layouts import matrix
-from helpers.numerics import assert_accurate
+from helpers.numerics import assert_accurate, fp8_products
 from thunderkittens import emulation
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -136,6 +136,63 @@ def test_accuracy(device, kind, pair):
     for accurate, slack in ((True, 2.0**-13 * left / max(k // 128, 1)), (False, 2.0**-13 * left)):
         out = tk.fp8_gemm(a, b, scale_a, scale_b, accurate=accurate)
         assert_accurate(out, expected, plain, slack=slack)
+
+
+def any_bytes(shape, dtype, device):
+    """Finite values of all codes."""
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
+    values = codes.view(dtype)
+    return torch.where(values.float().isfinite(), codes, 0).to(torch.uint8).view(dtype)
+
+
+def cut_off(shape, dtype, device):
+    """One large product in 128, beside which those of the others are cut off whole."""
+    x = torch.full(shape, 2.5, device=device)
+    x[:, ::128] = 256
+    return x.to(dtype)
+
+
+def cancelled(shape, dtype, device):
+    """The same, with a second large product that takes it away again."""
+    x = cut_off(shape, dtype, device).float()
+    x[: shape[0] // 2, 64::128] = 256
+    x[shape[0] // 2 :, 64::128] = -256
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "row", "block", "fine"])
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("fill", [any_bytes, cut_off, cancelled, normal])
+def test_bound_of_sums(device, fill, pair, kind):
+    """Of all codes, and where the bound is nearly reached: the sums of 128 miss by no more than
+    what the tensor cores cut, and are added in fp32. Without promotion one sum has all of k."""
+    for m, n, k in ((20, 136, 512), (130, 264, 784), *[(1000, 520, 2048)] * (device == "cuda")):
+        a, b = fill((m, k), pair[0], device), fill((n, k), pair[1], device).t()
+        scale_a, scale_b = (torch.rand(s, device=device) + 0.5 for s in scale_shapes(kind, m, n, k))
+        left, right = (x.float().double() for x in (a, b))
+        factor_a, factor_b = torch.ones_like(left), torch.ones_like(right)
+        if kind in ("block", "fine"):
+            factor_a = scale_a.double().repeat_interleave(128, 1)[:, :k]
+            factor_b = scale_b.double().repeat_interleave(128, 0)[:k]
+            if kind == "block":
+                factor_b = factor_b.repeat_interleave(128, 1)[:, :n]
+        whole = 1.0 if kind in ("block", "fine") else scale_a.double() * scale_b.double()
+        expected = ((left * factor_a) @ (right * factor_b)) * whole
+        absolute = ((left * factor_a).abs() @ (right * factor_b).abs()) * whole
+        bound = torch.zeros_like(expected)
+        for first in range(0, k, 128):
+            part = slice(first, first + 128)
+            factors = factor_a[:, first, None] * factor_b[first] * whole
+            bound += factors * fp8_products(a[:, part], b[part])[1]
+        # A product with a factor and a sum per 128 of k, then the scales.
+        bound += 2.0**-24 * (2 * -(-k // 128) + 4) * (absolute + bound)
+        out = tk.fp8_gemm(a, b, scale_a, scale_b, out_dtype=FP32)
+        assert bool(((out.double() - expected).abs() <= bound).all())
+        if kind == "tensor":  # in whatever order blocks that divide k add theirs
+            out = tk.fp8_gemm(a, b, scale_a, scale_b, out_dtype=FP32, accurate=False)
+            steps = -(-k // 32)
+            bound = 34 * steps * 2.0**-13 * absolute
+            assert bool(((out.double() - expected).abs() <= bound).all())
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])

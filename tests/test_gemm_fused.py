@@ -338,6 +338,24 @@ def test_out(device, layout, rows):
     assert torch.equal(out, product.relu() + 2 * product)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_out_decides_the_dtype(device, dtype):
+    """Without out_dtype, out does, and of the residual too; with one, they must agree."""
+    a, b = normal((5, 40), BF16, device), normal((40, 24), BF16, device)
+    out = torch.empty(5, 24, dtype=dtype, device=device)
+    for options in ({}, {"out_dtype": dtype}):
+        assert tk.gemm(a, b, **options, out=out) is out
+        assert torch.equal(out, tk.gemm(a, b, out_dtype=dtype))
+    residual = normal((5, 24), dtype, device)
+    tk.gemm(a, b, residual=residual, out=out)
+    assert torch.equal(out, tk.gemm(a, b, residual=residual, out_dtype=dtype))
+    for other in {BF16, FP16, FP32} - {dtype}:
+        with pytest.raises(TypeError, match=f"out is {dtype}, the result is {other}"):
+            tk.gemm(a, b, out_dtype=other, out=out)
+        with pytest.raises(TypeError, match=f"residual is {other}, the result is {dtype}"):
+            tk.gemm(a, b, residual=residual.to(other), out=out)
+
+
 def test_out_of_a_batch(device):
     """Matrices whose rows alternate in memory, and a shape that is copied to."""
     a, b = small_integers((2, 3, 5, 40), BF16, device), small_integers((40, 24), BF16, device)

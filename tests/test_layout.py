@@ -274,6 +274,40 @@ def test_launches_go_through_the_library():
     assert not hits(r"cudaLaunch|cuLaunch", [p for p in OUTSIDE_ARCH if "host" not in p.parts])
 
 
+# Files whose grids have more than one dimension, and what keeps the others short.
+SHORT_DIMENSIONS = {
+    "csrc/gemm/divided_sm90.cuh": "parts of k",
+    "csrc/gemm/divided_sums_sm90.cuh": "parts of k",
+    "csrc/gemm/fp8_fitted_sm90.cuh": "tiles, of which there are no more than multiprocessors",
+    "csrc/gemm/once_sm90.cuh": "tiles, of which there are no more than multiprocessors",
+    "csrc/gemm/single_sm90.cuh": "tiles, of which there are no more than multiprocessors",
+    "csrc/gemm/small_sm90.cuh": "tiles, of which there are no more than multiprocessors",
+    "csrc/gemm/start_sm90.cuh": "tiles, of which there are no more than multiprocessors",
+    "csrc/linear_attention/based_rows_sm90.cuh": "two results",
+    "csrc/linear_attention/based_scan_sm90.cuh": "parts of a state",
+    "csrc/linear_attention/lolcats_caches_sm90.cuh": "parts of a cache",
+    "csrc/linear_attention/lolcats_forward_sm90.cuh": "segments, at most 256",
+    "csrc/linear_attention/lolcats_maps_sm90.cuh": "two maps",
+    "csrc/linear_attention/lolcats_sums_sm90.cuh": "segments, at most 256",
+}
+
+
+def test_only_the_first_dimension_of_a_grid_counts_what_calls_bring():
+    """The others end at 65535."""
+    kernels = [p for p in DEVICE_CODE if p.relative_to(ROOT).parts[0] == "csrc"]
+    found = hits(r"\b(blockIdx|gridDim)\s*\.\s*[yz]\b", kernels)
+    assert {hit.partition(":")[0] for hit in found} == set(SHORT_DIMENSIONS)
+
+
+def test_ops_allocate_in_one_place():
+    """Where an exception of PyTorch's passes (tensor.h); within the stable ABI it would be lost."""
+    creating = "empty|empty_like|new_empty|new_zeros|full|contiguous|clone|pad|sum|reshape|to"
+    assert not hits(rf"torch::stable::({creating})\s*\(", LIBRARY_FILES)
+    calls = hits(r"aoti_torch_empty_strided|torch_call_dispatcher|aoti_torch_clone", LIBRARY_FILES)
+    allowed = {"csrc/common/tensor.h", "csrc/attention/operands.h"}
+    assert {call.partition(":")[0] for call in calls} == allowed
+
+
 def test_library_code_neither_waits_nor_exits_nor_prints():
     assert not hits(r"cuda(Device|Stream|Event)Synchronize", LIBRARY_FILES)
     assert not hits(r"\b(std::)?(exit|abort|_exit|quick_exit)\s*\(", LIBRARY_FILES)

@@ -279,6 +279,12 @@ EMULATED = [
     (300, 128, 64, 90, 5, "on_wait"),
     (70, 64, 32, 20, 1, "random"),
     (130, 64, 64, 200, 1, "late_mma"),
+    # Whole chunks, of which the last two stay in the caches.
+    (128, 64, 32, 0, 1, "on_wait"),
+    (192, 128, 64, 0, 1, "late_mma"),
+    (128, 128, 64, 64, 1, "on_wait"),
+    (64, 64, 64, 128, 1, "late_mma"),
+    (192, 64, 32, 192, 2, "on_wait"),
 ]
 
 
@@ -296,6 +302,24 @@ def test_emulated(dtype, length, dim, features, before, segments, policy):
     name = "bf16" if dtype == BF16 else "fp16"
     assert [x["kernel"] for x in run.kernels] == [f"forward_{name}_d{dim}_f{features}"]
     assert error(out, whole[:, :, before:]) < LIMIT[dtype]
+    assert_states_match(state, end)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("lengths", [(64, 64, 64, 64), (128, 64, 1, 63), (192, 128, 65), (1, 191)])
+def test_emulated_parts(lengths):
+    """The state of one call is that of the next, at the ends of chunks and beside them."""
+    inputs = operands(1, 2, 1, sum(lengths), 64, 32)
+    whole, end = exact(inputs)
+    state, outs, at = None, [], 0
+    for number, length in enumerate(lengths):
+        with tk.emulate(("on_wait", "late_mma")[number % 2]):
+            out, state = tk.lolcats(
+                *part(inputs, at, at + length), initial_state=state, return_state=True
+            )
+        outs.append(out)
+        at += length
+    assert error(torch.cat(outs, 2), whole) < LIMIT[BF16]
     assert_states_match(state, end)
 
 

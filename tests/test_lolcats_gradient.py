@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import thunderkittens as tk
-from helpers.lolcats import operands, plain
+from helpers.lolcats import operands, plain, rounding_of_factors
 from helpers.numerics import assert_accurate
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -36,22 +36,11 @@ def gradients(function, inputs, **options):
 def assert_gradients(found, inputs, **options):
     expected = gradients(tk.reference.lolcats, [x.double() for x in inputs], **options)
     rounded = gradients(plain, inputs, **options)
-    factor_slack = rounding_of_factors(inputs, **options)
+    factor_slack = rounding_of_factors(inputs, weights_of, **options)
     for name, x, y, z in zip(NAMES, found, expected, rounded, strict=True):
         # In the first rows plain PyTorch may be exact by luck.
         slack = torch.finfo(inputs[0].dtype).eps * y.square().mean().sqrt() + 1e-6
         assert_accurate(x, y, z, slack=slack + factor_slack.get(name, 0.0))
-
-
-def rounding_of_factors(inputs, **options):
-    """What rounding the output costs the gradients of alpha and beta, which cancel: each row adds
-    the difference of the gradient times one part's sum and of its product with the output, times at
-    most 1 / alpha or 1 / beta. Roundings are independent: three times the root of their squares."""
-    with torch.no_grad():
-        out = tk.reference.lolcats(*(x.double() for x in inputs), **options)
-    roundings = torch.finfo(inputs[0].dtype).eps / 2 * out * weights_of(out).double()
-    total = 3 * roundings.square().sum((0, 2, 3)).sqrt()
-    return {name: total / inputs[NAMES.index(name)].double() for name in ("alpha", "beta")}
 
 
 @pytest.mark.parametrize(("dim", "features"), [(128, 64), (64, 64), (128, 32), (64, 32)])
@@ -168,6 +157,8 @@ EMULATED = [
     (150, 128, 64, 1, "on_wait"),
     (260, 64, 64, 3, "random"),
     (150, 128, 32, 2, "on_wait"),
+    (128, 64, 32, 1, "late_mma"),
+    (192, 128, 64, 2, "on_wait"),
 ]
 
 

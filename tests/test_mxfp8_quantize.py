@@ -4,6 +4,7 @@ options, wrong calls."""
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -57,6 +58,29 @@ def test_every_bf16_as_the_largest(device, rule, dtype):
 def test_tiny_numbers(device, rule):
     x = oracle.some_tiny().to(device)
     assert_same(tk.mxfp8_quantize(x, rule=rule), oracle_of(x, rule))
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [(E4M3, 448), (E5M2, 57344)])
+def test_scales_are_those_of_quotients(device, dtype, largest):
+    """At every step of the byte: that of the exact quotient with the largest element, but for one
+    number per format, whose quotient in float32 is rounded down to a power of two."""
+    least = np.float32(largest * 2.0**-127)
+    steps = [np.float32(largest * 2.0**n) for n in range(-127, 128) if largest * 2.0**n < 2.0**128]
+    places = sorted({int(x.view(np.uint32)) + i for x in steps for i in range(-2, 3)})
+    numbers = np.array(places, dtype=np.uint32).view(np.float32)
+    expected = []
+    for a in numbers:
+        quotient = Fraction(float(a)) / largest
+        exponent = next(n for n in range(-127, 128) if quotient <= Fraction(2) ** n)
+        expected.append(0 if a == np.nextafter(least, np.float32(1)) else exponent + 127)
+    x = torch.zeros(len(numbers), 32, device=device)
+    x[:, 7] = torch.from_numpy(numbers).to(device)
+    data, scale = tk.mxfp8_quantize(x, dtype=dtype, swizzle=False)
+    assert scale.view(torch.uint8)[:, 0].tolist() == expected
+    # Nothing is cut off: an element is the nearest to its number.
+    made = tk.mxfp8_dequantize(data, scale, swizzle=False, dtype=FP32)[:, 7].double().cpu().numpy()
+    wide = numbers.astype(np.float64)
+    assert bool((np.abs(made - wide) <= wide * 2.0 ** (-3 if dtype == E5M2 else -4)).all())
 
 
 def test_ties(device):
@@ -115,6 +139,16 @@ def test_both_orientations_are_those_of_each(device):
     assert_same((data_t, scale_t), tk.mxfp8_quantize(x.mT))
     down, down_scale = tk.mxfp8_quantize(x, axis=-2)
     assert_same((data_t.mT, scale_t), (down, down_scale))
+
+
+def test_axes_count_from_the_front_too(device):
+    for shape in ((70, 40), (2, 70, 40)):
+        x = torch.randn(shape, device=device).to(BF16)
+        for axis in (-1, -2):
+            same = tk.mxfp8_quantize(x, axis=axis)
+            assert_same(tk.mxfp8_quantize(x, axis=len(shape) + axis), same)
+            back = tk.mxfp8_dequantize(*same, axis=axis)
+            assert torch.equal(tk.mxfp8_dequantize(*same, axis=len(shape) + axis), back)
 
 
 def test_a_batch_is_its_matrices(device):
@@ -191,7 +225,7 @@ WRONG = {
     "vector": (ValueError, "x has shape (32,); it must be (M, K) or (B, M, K)", X[0], {}),
     "scalar": (ValueError, "x has shape (); it must be", X[0, 0], {}),
     "four dimensions": (ValueError, "x has shape (1, 1, 4, 32)", X[None, None], {}),
-    "axis 0 of three": (ValueError, "axis is 0; it must be -1 or -2", X[None], {"axis": 0}),
+    "axis 0 of three": (ValueError, "must be -1 or -2 (2 or 1)", X[None], {"axis": 0}),
     "axis 2": (ValueError, "axis is 2; it must be -1 or -2", X, {"axis": 2}),
     "axis -3": (ValueError, "axis is -3; it must be -1 or -2", X[None], {"axis": -3}),
     "axis none": (TypeError, "axis must be an int, got NoneType", X, {"axis": None}),

@@ -26,7 +26,9 @@ def sliding(device="cpu", dtype=torch.float64, **options):
 
 
 def lolcats(device="cpu", dtype=torch.float64, **options):
-    layer = layers.LolcatsAttention(WIDTH, 4, kv_heads=2, features=32, **options).to(device, dtype)
+    # With this window steps continue a prompt; for the other, see test_lolcats_published.py.
+    options = {"window": "terrace", "kv_heads": 2, "features": 32} | options
+    layer = layers.LolcatsAttention(WIDTH, 4, **options).to(device, dtype)
     with torch.no_grad():
         layer.window_factors.add_(torch.randn_like(layer.window_factors))
     return layer
@@ -285,8 +287,8 @@ def test_frequencies_stay_in_float32():
 
 @pytest.mark.gpu
 def test_cuda_graph_of_a_step(device):
-    for make in (based, lolcats):
-        layer = make(device, BF16)
+    for make, options in ((based, {}), (lolcats, {}), (lolcats, {"window": "published"})):
+        layer = make(device, BF16, **options)
         cache, other = layer.new_cache(2), layer.new_cache(2)
         x = torch.randn(2, 70, WIDTH, device=device).to(BF16)
         with torch.no_grad():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -424,8 +426,33 @@ def test_wrong_calls(device, name):
         return x.to(device) if isinstance(x, torch.Tensor) else x
 
     b = tk.Nvfp4Weight(*map(put, b)) if isinstance(b, tuple) else put(b)
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=f"^tk.nvfp4_gemm: .*{words}"):
         tk.nvfp4_gemm(put(a), b, **{key: put(x) for key, x in keywords.items()})
+
+
+CALL = {"a": zeros(72, 32), "b": CODES, "scale_b": SCALE, "global_scale_b": ONE, "swizzle": False}
+CODED = CALL | {"a": CODES, "scale_a": SCALE, "global_scale_a": ONE}
+WRONG_CODES = {
+    "b": (TypeError, "torch.float32; supported are", CALL, CODES.float()),
+    "b of one row": (ValueError, "has shape (16,); it must be (M, K) or (B, M, K)", CALL, CODES[0]),
+    "b of 24": (ValueError, "24 columns in 12 bytes; they must be", CALL, CODES[:, :12]),
+    "scale_b": (TypeError, "torch.float32; supported are", CALL, SCALE.float()),
+    "scale_b short": (ValueError, "(71, 2); the scales of (72, 32) in the plain", CALL, SCALE[1:]),
+    "global_scale_b": (TypeError, "torch.bfloat16; supported are", CALL, ONE.to(BF16)),
+    "global_scale_b one": (ValueError, "(1,); it must be (), one value", CALL, ONE[None]),
+    "scale_a": (TypeError, "torch.float32; supported are", CODED, SCALE.float()),
+    "scale_a short": (ValueError, "(71, 2); the scales of (72, 32) in the plain", CODED, SCALE[1:]),
+    "global_scale_a": (TypeError, "torch.float16; supported are", CODED, ONE.to(FP16)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CODES)
+def test_wrong_codes(name):
+    """What is prepared or dequantised first is refused in the words of this op and its argument."""
+    error, words, call, wrong = WRONG_CODES[name]
+    argument = name.split()[0]
+    with pytest.raises(error, match=f"^tk.nvfp4_gemm: {argument} .*{re.escape(words)}"):
+        tk.nvfp4_gemm(**call | {argument: wrong})
 
 
 OPCHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")

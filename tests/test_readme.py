@@ -1,12 +1,15 @@
-"""The README and the table of docs/performance.md: their figures are those of the result files, and
-the examples of the README run."""
+"""The README and the table of docs/performance.md: their figures are those of the result files, the
+examples of the README run, and `.ci/run` runs its two commands."""
 
 from __future__ import annotations
 
 import importlib.util
 import itertools
 import json
+import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -25,7 +28,14 @@ ROWS = [
     for line in (README + NOTES).splitlines()
     if line.startswith("|") and re.search(r"`\w+\.json`", line)
 ]
-RATIOS = [row for row in ROWS if len(row) == 5]
+RATIOS = [row for row in ROWS if len(row) == 5 and "_host.json" not in row[-1]]
+
+# Headings of the table of host times, and what follows the name of a call in the files.
+HOST_COLUMNS = {
+    "without gradients": "",
+    "recording a gradient": ", recording a gradient",
+    "forward and backward": ", forward and backward",
+}
 
 
 def files_of(text):
@@ -80,14 +90,34 @@ def test_result_files_exist(name):
     assert not any(case["failed"] for case in result.get("cases", []))
 
 
+def host_tables():
+    """The README's tables of host time: of each row the cells by their headings."""
+    tables = re.findall(r"((?:^\|.*\n)+)", README, re.MULTILINE)
+    for table in (table for table in tables if "_host.json`" in table):
+        heads, _, *rows = (
+            [c.strip(" `") for c in r.strip("|").split("|")] for r in table.splitlines()
+        )
+        yield from (dict(zip(heads, row, strict=True)) for row in rows)
+
+
 def test_host_times_are_those_of_the_files():
-    rows = [row for row in ROWS if len(row) == 4]
-    assert rows
-    for op, ours, theirs, files in rows:
-        times = json.loads((RESULTS / files_of(files)[0]).read_text())["host_time_us"]
-        known = {name: f"{time['median']:.1f}" for name, time in times.items()}
-        assert ours == known[f"thunderkittens.{op.strip('`').removeprefix('tk.')}"]
-        assert theirs in known.values()
+    rows = list(host_tables())
+    assert len(rows) > 1
+    for row in rows:
+        times = json.loads((RESULTS / row["figures in"]).read_text())["host_time_us"]
+        names = f"thunderkittens.{row['op'].removeprefix('tk.')}", row["PyTorch's op"]
+        columns = row.keys() & HOST_COLUMNS.keys()
+        assert columns == row.keys() - {"op", "PyTorch's op", "figures in"} != set()
+        for column in columns:
+            medians = [times[name + HOST_COLUMNS[column]]["median"] for name in names]
+            assert row[column] == ", ".join(f"{median:.1f}" for median in medians)
+
+
+def test_host_times_stand_in_one_place():
+    for document in (ROOT / "docs").rglob("*.md"):
+        lines = [line for line in document.read_text().splitlines() if "_host.json" in line]
+        assert not any(re.search(r"\d\.\d", line) for line in lines), document
+    assert not re.search(r"\d\.\d", (ROOT / "docs/performance/host_time.md").read_text())
 
 
 def test_the_examples_run():
@@ -104,3 +134,81 @@ def test_the_examples_run():
 def test_functions_exist():
     for name in set(re.findall(r"`?\btk\.(\w+)", README)) - {"nn"}:
         assert hasattr(tk, name), name
+
+
+# ---- the commands ----
+
+
+def command(marker):
+    """The lines of the block that follows a marker."""
+    block = re.search(rf"^<!-- {marker} -->\n```bash\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    assert block, marker
+    return block[1].splitlines()
+
+
+def test_the_package_is_built_by_one_of_the_commands():
+    (demo,) = command("demo-command")
+    assert "python3 -m venv .venv && . .venv/bin/activate && pip install" in demo
+    assert "thunderkittens demo" in demo
+    install, tests = command("test-command")
+    assert tests == "pytest"
+    requirements = (ROOT / install.removeprefix("pip install -r ")).read_text().splitlines()
+    names = [re.match(r"[\w-]+", line) for line in requirements if line[:1] != "#"]
+    assert all(name and name[0] != "thunderkittens" for name in names)
+
+
+STUB = """#!/bin/bash
+echo "${{0##*/}} $*" >>"{log}"
+if [[ $1 == - ]]; then
+  echo "$0"
+elif [[ "$1 $2" == "-m venv" ]]; then
+  mkdir -p "$3/bin"
+  for name in python pip pytest clang-format ruff mypy; do cp "$0" "$3/bin/$name"; done
+  echo 'PATH="$PWD/.venv/bin:$PATH"' >"$3/bin/activate"
+fi
+"""
+
+
+@pytest.fixture
+def checks(tmp_path):
+    """Runs `.ci/run` in a repository without content, where every program only writes its call into
+    a file; returns its exit status and these lines."""
+    clone, programs, log = tmp_path / "clone", tmp_path / "programs", tmp_path / "log"
+    shutil.copytree(ROOT / ".ci", clone / ".ci")
+    programs.mkdir()
+    (programs / "python3.12").write_text(STUB.format(log=log))
+    (programs / "python3.12").chmod(0o755)
+    environment = {"PATH": f"{programs}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    subprocess.run(["git", "init", "--quiet"], cwd=clone, check=True)
+
+    def run(readme):
+        (clone / "README.md").write_text(readme)
+        done = subprocess.run([clone / ".ci/run"], env=environment, cwd=tmp_path, timeout=60)
+        return done.returncode, log.read_text().splitlines() if log.exists() else []
+
+    return run
+
+
+def test_ci_runs_the_commands_as_they_stand(checks, tmp_path):
+    status, calls = checks(README)
+    assert status == 0
+    assert calls[:4] == [
+        "python3.12 -",
+        "python3.12 -m venv .venv",
+        "pip install .[demo]",
+        "python -m thunderkittens demo",
+    ]
+    assert calls[-2:] == ["pip install -r tests/requirements.txt", "pytest "]
+    assert [call for call in calls if call.startswith("pip install .")] == ["pip install .[demo]"]
+    assert {"ruff check .", "mypy ", "python -m thunderkittens info"} <= set(calls)
+    assert not (tmp_path / "clone/.venv").exists()
+
+
+def test_ci_fails_with_a_command(checks, tmp_path):
+    status, calls = checks(README.replace("\npytest\n", "\nfalse\npytest\n"))
+    assert status == 1
+    assert "pytest " not in calls
+    assert checks(README.replace("test-command", "other-command"))[0] == 1
+    (tmp_path / "clone/.venv").mkdir()
+    assert checks(README)[0] == 1
+    assert (tmp_path / "clone/.venv").exists()

@@ -10,11 +10,12 @@ valid relative to the source tree."""
 
 import json
 import re
-import struct
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import cuda_elf
 
 PTXAS_ENTRY = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'")
 PTXAS_PROPERTIES = re.compile(r"Function properties for (\S+)")
@@ -67,26 +68,12 @@ def parse_ptxas(text: str) -> dict:
 
 def code_sizes(image: bytes) -> dict[str, int]:
     """Bytes of machine code by mangled kernel name, of all GPU images within an object file."""
-    sizes: dict[str, int] = {}
-    start = image.find(b"\x7fELF\x02\x01", 1)
-    while start >= 0:
-        header = image[start : start + 64]
-        machine = struct.unpack_from("<H", header, 18)[0]
-        if machine == 190:  # EM_CUDA
-            table_at = struct.unpack_from("<Q", header, 40)[0]
-            entry_bytes, entries, names_index = struct.unpack_from("<HHH", header, 58)
-            sections = [
-                struct.unpack_from("<IIQQQQ", image, start + table_at + i * entry_bytes)
-                for i in range(entries)
-            ]
-            names_at = start + sections[names_index][4]
-            for section in sections:
-                name_at = names_at + section[0]
-                name = image[name_at : image.index(b"\0", name_at)].decode()
-                if name.startswith(".text."):
-                    sizes[name.removeprefix(".text.")] = section[5]
-        start = image.find(b"\x7fELF\x02\x01", start + 1)
-    return sizes
+    return {
+        section.name.removeprefix(".text."): len(section.data)
+        for sections in cuda_elf.images(image)
+        for section in sections
+        if section.name.startswith(".text.")
+    }
 
 
 def cut_paths(image: bytes, folders: list[str]) -> bytes:

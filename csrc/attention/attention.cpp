@@ -13,7 +13,7 @@ constexpr const char* OP = "tk.attention";
 // Of q's shape with v's last dimension. With the same dimension, q's strides; otherwise packed,
 // heads inside the rows where q has them there.
 Tensor allocate_output(const Tensor& q, const Problem& p) {
-    if (p.value_dim == p.head_dim) return torch::stable::empty_like(q);
+    if (p.value_dim == p.head_dim) return empty_as(q);
     if (p.varlen) return empty({q.size(0), p.q_heads, p.value_dim}, q.scalar_type(), q);
     if (q.stride(1) >= q.stride(2))
         return empty({p.batch, p.q_heads, p.q_length, p.value_dim}, q.scalar_type(), q);

@@ -46,8 +46,7 @@ struct Gradient {
     bool direct = true;
 
     Gradient(const Tensor& x, bool needed)
-        : result(needed ? torch::stable::empty_like(x) : empty({0}, x.scalar_type(), x)),
-          buffer(result) {
+        : result(needed ? empty_as(x) : empty({0}, x.scalar_type(), x)), buffer(result) {
         if (!needed || result.numel() == 0) return;
         direct = fits_tensor_map(as_4d(result), 2) && !overlaps();
         if (!direct) buffer = empty(x.sizes(), x.scalar_type(), x);
@@ -116,9 +115,9 @@ Gradients backward(const BackwardTensors& in, const Packing* packing, const Opti
     const Tensor v = keys ? for_kernel(in.v, p.varlen) : q;
     const Tensor out = for_kernel(in.out, p.varlen);
     const Tensor grad_out = for_kernel(in.grad_out, p.varlen);
-    const Tensor lse = torch::stable::contiguous(in.lse);
+    const Tensor lse = packed(in.lse);
     std::optional<Tensor> grad_lse;
-    if (in.grad_lse) grad_lse = torch::stable::contiguous(*in.grad_lse);
+    if (in.grad_lse) grad_lse = packed(*in.grad_lse);
 
     const BackwardChoice choice = choose_backward(p, device);
     params.deterministic = options.deterministic.value_or(false);

@@ -170,9 +170,12 @@ inline Tensor for_kernel(const Tensor& x, bool ragged) {
     return for_tensor_map(x);
 }
 
+// A copy that the kernels can read.
 inline Tensor negative(const Tensor& x) {
-    std::array<StableIValue, 1> stack{torch::stable::detail::from(x)};
-    TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::neg", "", stack.data(), TORCH_ABI_VERSION));
+    Tensor copy = copy_for_tensor_map(x);
+    std::array<StableIValue, 1> stack{torch::stable::detail::from(copy)};
+    TORCH_ERROR_CODE_CHECK(
+        torch_call_dispatcher("aten::neg_", "", stack.data(), TORCH_ABI_VERSION));
     return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
@@ -182,9 +185,10 @@ inline Tensor signed_query(const Tensor& q, bool ragged, Scores& scores) {
     if (scores.scale > 0) return for_kernel(q, ragged);
     const bool negate = scores.scale < 0;
     scores.scale = negate ? -scores.scale : 1.0f;
-    if (negate) return for_kernel(negative(q), ragged);
-    const auto sizes = q.sizes();
-    return torch::stable::new_zeros(q, sizes);
+    if (negate) return negative(q);
+    Tensor zeros = empty(q.sizes(), q.scalar_type(), q);
+    torch::stable::zero_(zeros);
+    return zeros;
 }
 
 }  // namespace thunderkittens::attention

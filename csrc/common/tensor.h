@@ -21,6 +21,7 @@
 #include "csrc/common/check.h"
 #include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
+#include "csrc/common/throwing.h"
 #include "csrc/common/view.h"
 
 namespace thunderkittens {
@@ -130,16 +131,42 @@ inline View as_4d(const Tensor& tensor) {
 
 // ---- allocation ----
 
-inline Tensor empty_strided(std::span<const int64_t> sizes, std::span<const int64_t> strides,
-                            ScalarType dtype, const Tensor& like) {
+// From torch 2.13 on, functions of the stable ABI print nothing when they fail (pytorch#180135).
+inline bool fails_quietly() {
+    static const bool quiet = aoti_torch_abi_version() >= ((2ULL << 56) | (13ULL << 48));
+    return quiet;
+}
+
+// An uninitialised tensor. Where memory is exhausted, PyTorch's own exception comes from `function`
+// (throwing.h), if there is one. It is called first where the stable one does not fail `quietly`,
+// which are versions of torch whose function is known; in later ones only after that has failed,
+// when it uses what has been freed meanwhile.
+inline Tensor allocate(std::span<const int64_t> sizes, std::span<const int64_t> strides,
+                       ScalarType dtype, const Tensor& like, throwing::EmptyStrided function,
+                       bool quietly) {
     int32_t device_type = 0;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
     const auto type = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
-    AtenTensorHandle handle = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()),
-                                                    sizes.data(), strides.data(), type, device_type,
-                                                    like.get_device_index(), &handle));
-    return Tensor(handle);
+    const int32_t index = like.get_device_index();
+    if (function == nullptr || quietly) {
+        AtenTensorHandle handle = nullptr;
+        if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
+                                     strides.data(), type, device_type, index, &handle) == 0) {
+            return Tensor(handle);
+        }
+        TK_CHECK(function != nullptr, "thunderkittens: cannot allocate a tensor of shape ",
+                 tuple_text(sizes), ", ", dtype_text(dtype));
+    }
+    const throwing::Device device{static_cast<int8_t>(device_type), static_cast<int8_t>(index)};
+    auto* tensor = new throwing::Returned(
+        function({sizes.data(), sizes.size()}, {strides.data(), strides.size()},
+                 throwing::ScalarType(type), std::nullopt, device, std::nullopt));
+    return Tensor(reinterpret_cast<AtenTensorHandle>(tensor));
+}
+
+inline Tensor empty_strided(std::span<const int64_t> sizes, std::span<const int64_t> strides,
+                            ScalarType dtype, const Tensor& like) {
+    return allocate(sizes, strides, dtype, like, throwing::find_empty_strided(), fails_quietly());
 }
 
 // An uninitialised contiguous tensor on the device of `like`; cheaper for the host than
@@ -157,6 +184,27 @@ inline Tensor empty(std::span<const int64_t> sizes, ScalarType dtype, const Tens
 
 inline Tensor empty(std::initializer_list<int64_t> sizes, ScalarType dtype, const Tensor& like) {
     return empty(std::span(sizes.begin(), sizes.size()), dtype, like);
+}
+
+// An uninitialised tensor of the shape, dtype and strides of `x`, in the order of its strides where
+// these leave gaps or overlap: torch.empty_like.
+inline Tensor empty_as(const Tensor& x) {
+    std::array<int64_t, 8> strides{};
+    const auto dims = static_cast<std::size_t>(x.dim());
+    TK_CHECK(dims <= strides.size(), "thunderkittens: too many dimensions: ", dims);
+    const auto sizes = std::span(x.sizes().data(), dims);
+    const auto dense = std::span(strides).first(dims);
+    find_dense_strides(sizes, std::span(x.strides().data(), dims), dense);
+    return empty_strided(sizes, dense, x.scalar_type(), x);
+}
+
+// The tensor itself where it is contiguous, else a copy. (torch::stable::contiguous and its like
+// allocate within the stable ABI: an exception does not come out of there.)
+inline Tensor packed(const Tensor& x) {
+    if (x.is_contiguous()) return x;
+    Tensor copy = empty(std::span(x.sizes().data(), x.sizes().size()), x.scalar_type(), x);
+    torch::stable::copy_(copy, x);
+    return copy;
 }
 
 // The same bytes as elements of another type of the same size.
@@ -202,9 +250,11 @@ inline Tensor for_tensor_map(const Tensor& tensor, bool either_order = false) {
 // The tensor itself where it is contiguous and begins at a multiple of 16 bytes, which kernels read
 // at a time and bulk copies begin at, else a copy.
 inline Tensor aligned_and_contiguous(const Tensor& tensor) {
-    Tensor packed = torch::stable::contiguous(tensor);
-    const bool aligned = reinterpret_cast<uintptr_t>(packed.data_ptr()) % 16 == 0;
-    return aligned ? packed : torch::stable::clone(packed);
+    const bool aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
+    if (aligned || !tensor.is_contiguous()) return packed(tensor);
+    Tensor copy = empty_as(tensor);
+    torch::stable::copy_(copy, tensor);
+    return copy;
 }
 
 // ---- stream ----

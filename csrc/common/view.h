@@ -2,6 +2,7 @@
 // tensor.h makes them of torch's tensors, emulated.h of NumPy's arrays.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <span>
@@ -51,6 +52,54 @@ inline bool fits_tensor_map(const View& view, int element_bytes) {
             return false;
     }
     return true;
+}
+
+// Whether the elements fill memory without gaps and overlaps, in whatever order.
+inline bool is_dense(std::span<const int64_t> sizes, std::span<const int64_t> strides) {
+    std::size_t left = 0;  // dimensions with more than one element
+    for (const int64_t size : sizes) {
+        if (size == 0) return true;
+        left += size > 1;
+    }
+    for (int64_t packed = 1; left > 0; --left) {
+        std::size_t i = 0;
+        while (i < sizes.size() && (sizes[i] <= 1 || strides[i] != packed)) ++i;
+        if (i == sizes.size()) return false;
+        packed *= sizes[i];
+    }
+    return true;
+}
+
+// The strides that torch.empty_like takes: those of a dense tensor, else packed in their order.
+// Where that says nothing, of stride 0 and of equal strides and sizes, dimensions stay where they
+// are; of equal strides the larger dimension is the outer one.
+inline void find_dense_strides(std::span<const int64_t> sizes, std::span<const int64_t> strides,
+                               std::span<int64_t> dense) {
+    if (is_dense(sizes, strides)) {
+        std::copy(strides.begin(), strides.end(), dense.begin());
+        return;
+    }
+    const auto dims = static_cast<int>(sizes.size());
+    std::array<int, 8> order{};  // of the dimensions, innermost first
+    for (int i = 0; i < dims; ++i) order[i] = dims - 1 - i;
+    const auto compare = [&](int x, int y) {
+        if (strides[x] == 0 || strides[y] == 0) return 0;
+        if (strides[x] != strides[y]) return strides[x] < strides[y] ? -1 : 1;
+        return sizes[x] > sizes[y] ? 1 : 0;
+    };
+    for (int i = 1; i < dims; ++i) {
+        int moved = i;
+        for (int other = i - 1; other >= 0; --other) {
+            const int result = compare(order[other], order[moved]);
+            if (result < 0) break;
+            if (result > 0) std::swap(order[other], order[moved]), moved = other;
+        }
+    }
+    int64_t packed = 1;
+    for (int i = 0; i < dims; ++i) {
+        dense[order[i]] = packed;
+        packed *= std::max<int64_t>(sizes[order[i]], 1);
+    }
 }
 
 }  // namespace thunderkittens

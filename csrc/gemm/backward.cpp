@@ -30,8 +30,8 @@ Tensor gemm_backward(const Tensor& grad_in, const Tensor& z_in, int64_t activati
     const Tensor out = empty(z_in.sizes(), z_in.scalar_type(), z_in);
     if (out.numel() == 0) return out;
     const bool in_place = grad_in.dim() == 2 && (columns == 1 || grad_in.stride(1) == 1);
-    const Tensor grad = in_place ? grad_in : torch::stable::contiguous(grad_in);
-    const Tensor z = torch::stable::contiguous(z_in);
+    const Tensor grad = in_place ? grad_in : packed(grad_in);
+    const Tensor z = packed(z_in);
     const Params params = params_of(problem, grad.data_ptr(), in_place ? grad.stride(0) : columns,
                                     z.data_ptr(), out.data_ptr());
     TK_CHECK(launch_choice(choose(problem, device), params, current_stream(grad)), OP,

@@ -100,7 +100,6 @@ std::string unsupported(const Nvfp4Problem& p, const DeviceProperties& device) {
     if (p.columns % 2 != 0) {
         return concat("the number of columns must be even, got ", p.columns);
     }
-    if (p.batch > 65535) return concat("at most 65535 matrices are supported, got ", p.batch);
     constexpr int64_t limit = std::numeric_limits<int32_t>::max();
     if (std::max(p.rows, p.columns) > limit) {
         return concat("at most ", limit, " rows and columns are supported, got ", p.rows, " and ",

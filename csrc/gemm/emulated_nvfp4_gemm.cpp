@@ -130,6 +130,10 @@ emulated::Result nvfp4_gemm(const emulated::Call& call) {
     emulated::Result result;
     result.arrays["out"] = out;
     if (out.elements() == 0) return result;
+    if (groups == 0) {
+        std::memset(out.data, 0, static_cast<std::size_t>(out.extent()));
+        return result;
+    }
     const bool nothing = k == 0;
     Array rows = nothing ? emulated::allocate({m, 16}, a.dtype) : emulated::for_tensor_map(a);
     if (nothing) {

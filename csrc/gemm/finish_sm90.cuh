@@ -289,8 +289,8 @@ struct Finishing {
             const float2 pair = pair_of(z, i);
             first = pair.x, second = pair.y;
         });
-        if (std::is_same_v<T, bf16> && g.epilogue.activation > Activation::relu) {
-            with_short_formula(g.epilogue.activation, [&](auto function) {
+        if (g.epilogue.activation > Activation::relu) {
+            with_serial_formula<T>(g.epilogue.activation, [&](auto function) {
 #pragma unroll
                 for (int i = 0; i < count * WIDE; ++i) x[i] = function(x[i]);
             });

@@ -31,13 +31,13 @@ Operand operand(const Tensor& tensor, const View& view, const Tensor& rows_first
     const int64_t pitch = (k + 15) / 16 * 16;
     Tensor copy = empty({groups, rows, pitch}, tensor.scalar_type(), tensor);
     const View columns = transposed(view);
-    if (columns.stride[3] == 1 && groups <= 65535) {
+    if (columns.stride[3] == 1) {
         namespace q = fp8_quantize;
         const bool aligned = reinterpret_cast<uintptr_t>(view.data) % 8 == 0 && rows % 8 == 0 &&
                              columns.stride[2] % 8 == 0 && columns.stride[1] % 8 == 0;
         const int64_t blocks = q::blocks_of(q::Pass::transpose, k, rows, 0);
-        TK_CHECK(blocks <= std::numeric_limits<int32_t>::max(), OP, ": an operand of ", rows, " x ",
-                 k, " is too large to be transposed");
+        TK_CHECK(double(blocks) * double(groups) <= std::numeric_limits<int32_t>::max(), OP, ": ",
+                 groups, " operands of ", rows, " x ", k, " are too large to be transposed");
         q::launch<q::TRANSPOSE>({.x = view.data,
                                  .m = k,
                                  .k = rows,
@@ -95,7 +95,7 @@ Tensor fp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const T
         bias_dtype = check_dtype(OP, "bias", *bias, {DType::bf16, DType::fp16, DType::fp32});
         TK_CHECK(bias->dim() == 1 && bias->size(0) == n, OP, ": bias has shape ", shape_text(*bias),
                  "; expected (", n, ",)");
-        row = torch::stable::contiguous(*bias);
+        row = packed(*bias);
     }
     std::optional<Tensor> ends;
     if (offs) {
@@ -103,7 +103,7 @@ Tensor fp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const T
         check_dtype(OP, "offs", *offs, {DType::int32});
         TK_CHECK(offs->dim() == 1 && offs->size(0) == groups, OP, ": offs has shape ",
                  shape_text(*offs), "; expected (", groups, ",), the end of each group's rows");
-        ends = torch::stable::contiguous(*offs);
+        ends = packed(*offs);
     }
 
     const DeviceGuard guard(a.get_device_index());

@@ -58,7 +58,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fp8_quantize(const Tensor& input, int
     const DeviceGuard guard(input.get_device_index());
     const int64_t m = input.size(0), k = input.size(1);
     const bool adjacent = k <= 1 || input.stride(1) == 1;
-    const Tensor x = adjacent ? input : torch::stable::contiguous(input);
+    const Tensor x = adjacent ? input : packed(input);
     const Problem problem{.m = m,
                           .k = k,
                           .dtype = dtype,

@@ -197,7 +197,8 @@ __global__ __launch_bounds__(THREADS, MIN_BLOCKS<T, pass>) void fp8_quantize_ker
 template <Config C>
 void launch(const Params& params, Stream stream) {
     kittens::launch(sm90::fp8_quantize_kernel<sm90::element<C.dtype>, C.pass>,
-                    dim3(params.blocks, params.batches), dim3(THREADS), dim3(1), 0, stream, params);
+                    dim3(static_cast<unsigned>(int64_t{params.blocks} * params.batches)),
+                    dim3(THREADS), dim3(1), 0, stream, params);
 }
 
 }  // namespace thunderkittens::fp8_quantize

@@ -38,7 +38,8 @@ __device__ __forceinline__ uint32_t place_of(uint32_t base, int col, int eight) 
 template <bool whole>
 __device__ __forceinline__ void store_transposed(const Params& p, uint32_t codes_base,
                                                  const uint2 (&codes)[UNITS], int lane, int eight,
-                                                 int64_t tile_row, int64_t tile_col) {
+                                                 int64_t tile_row, int64_t tile_col,
+                                                 int64_t matrix = 0) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         uint32_t top[4], bottom[4];
@@ -65,8 +66,8 @@ __device__ __forceinline__ void store_transposed(const Params& p, uint32_t codes
         // Both halves at once: eight lanes read a line of 128 bytes.
         uint4 rows = arch::load_shared<uint4>(place_of(codes_base, c, 2 * chunk) & ~15u);
         if (c >= GROUP / 2) rows = make_uint4(rows.z, rows.w, rows.x, rows.y);
-        uint8_t* to = static_cast<uint8_t*>(p.out_t) +
-                      ((int64_t{blockIdx.y} * p.k + to_col) * p.pitch_t + to_row);
+        uint8_t* to =
+            static_cast<uint8_t*>(p.out_t) + ((matrix * p.k + to_col) * p.pitch_t + to_row);
         if (whole || p.pitch_t % 16 == 0) {
             arch::store_global(reinterpret_cast<uint4*>(to), rows);
         } else {
@@ -300,14 +301,17 @@ __device__ __forceinline__ void quantize_tile(const Params& p) {
         quantize_tile_as<T, pass, fp8e5m2>(p);
 }
 
-// x^T of bytes.
+// x^T of bytes. The matrices of a batch follow each other in one dimension of the grid: the others
+// end at 65535.
 __device__ __forceinline__ void transpose_tile(const Params& p) {
     auto& shared = arch::static_shared<TileShared>();
     const int64_t across = (p.k + GROUP - 1) / GROUP;
-    const int64_t tile_row = blockIdx.x / across, tile_col = blockIdx.x - tile_row * across;
+    const int64_t matrix = blockIdx.x / static_cast<uint32_t>(p.blocks);
+    const int64_t tile = blockIdx.x - matrix * p.blocks;
+    const int64_t tile_row = tile / across, tile_col = tile - tile_row * across;
     const int lane = laneid() % LANES, eight = warpid() * 2 + laneid() / LANES;
     const int64_t row = tile_row * GROUP + eight * UNITS, col = tile_col * GROUP + lane * UNIT;
-    const auto* x = static_cast<const uint8_t*>(p.x) + int64_t{blockIdx.y} * p.batch_stride;
+    const auto* x = static_cast<const uint8_t*>(p.x) + matrix * p.batch_stride;
     uint2 codes[UNITS];
 #pragma unroll
     for (int u = 0; u < UNITS; ++u) {
@@ -328,7 +332,7 @@ __device__ __forceinline__ void transpose_tile(const Params& p) {
         }
     }
     store_transposed<false>(p, arch::shared_address(&shared.codes[0]), codes, lane, eight, tile_row,
-                            tile_col);
+                            tile_col, matrix);
 }
 
 }  // namespace sm90

@@ -124,7 +124,7 @@ Outputs product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& b
     Operand right = nothing ? zeros(b, true) : operand(b);
     if (gate == Gate::blocked && !right.swapped && out_n % 8 != 0) right = along_k(b);
     std::optional<Tensor> row;
-    if (bias) row = n > 1 && bias->stride(0) != 1 ? torch::stable::contiguous(*bias) : *bias;
+    if (bias) row = n > 1 && bias->stride(0) != 1 ? packed(*bias) : *bias;
     const Rows out = rows_of(result.out, false);
     TK_CHECK(out_n == 1 || result.out.stride(-1) == 1, OP,
              ": out must have adjacent elements in its last dimension");

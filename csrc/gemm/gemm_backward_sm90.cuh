@@ -19,15 +19,15 @@ struct WithDerivative {
     float value, derivative;
 };
 __device__ __forceinline__ WithDerivative silu(float x) {
-    const float sigmoid = arch::reciprocal_approx(1.f + arch::exp2_approx(-1.44269504f * x));
-    return {x * sigmoid, sigmoid * (1.f + x * (1.f - sigmoid))};
+    const gemm::sm90::Sigmoid sigmoid = gemm::sm90::sigmoid(x);
+    const float value = x * sigmoid.value;
+    return {value, fmaf(value, sigmoid.rest, sigmoid.value)};
 }
 // x * Phi(x); the derivative is Phi(x) + x * phi(x), Phi the normal distribution, phi its density.
 __device__ __forceinline__ WithDerivative gelu(float x) {
-    const float value = gemm::sm90::times_normal(x), slope = 0.39894228f;  // of Phi at 0
-    const float distribution =
-        fabsf(x) < 1e-3f ? 0.5f + slope * x : value * arch::reciprocal_approx(x);
-    return {value, distribution + x * slope * arch::exp2_approx(-0.72134752f * x * x)};
+    const float distribution = gemm::sm90::normal(x);
+    const float density = 0.39894228f * arch::exp2_approx(-0.72134752f * x * x);
+    return {x * distribution, distribution + x * density};
 }
 
 template <int DTYPE, int GATE>

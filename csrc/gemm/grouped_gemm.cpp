@@ -48,7 +48,7 @@ Tensor grouped_gemm(const Tensor& a, const Tensor& b, const Tensor& given_offs) 
         torch::stable::zero_(out);
         return out;
     }
-    const Tensor offs = torch::stable::contiguous(given_offs);
+    const Tensor offs = packed(given_offs);
     const Operand left = operand(a), right = operand(b);
     const Problem problem{.m = m,
                           .n = n,

@@ -85,6 +85,12 @@ struct Finish {
             ++round;
         }
     }
+    // Behind the last tile. Groups may leave a cluster without any, which has not waited for the
+    // other blocks then: a thread that arrives at the cluster's barrier has to wait before it
+    // arrives again (PTX ISA, barrier.cluster).
+    __device__ __forceinline__ void end(const typename K::Globals& g) const {
+        if (g.splits > 1 && round == 0) cluster::wait();
+    }
 
   private:
     friend Exchange<K>;

@@ -144,6 +144,7 @@ __device__ __forceinline__ void consume(const typename K::Globals& g, typename K
         }
         finish.tile(g, shared, loop.d, tile, row_group, k_group);
     });
+    finish.end(g);
 }
 
 template <class K>

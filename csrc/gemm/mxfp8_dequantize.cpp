@@ -37,8 +37,8 @@ Tensor mxfp8_dequantize(const Tensor& data, const Tensor& scale, ScalarType type
                                        : empty({rows, columns}, type, data);
     if (out.numel() == 0) return out;
     const bool rows_adjacent = columns == 1 || data.stride(-1) == 1;
-    const Tensor codes = rows_adjacent ? data : torch::stable::contiguous(data);
-    const Tensor scales = torch::stable::contiguous(scale);
+    const Tensor codes = rows_adjacent ? data : packed(data);
+    const Tensor scales = packed(scale);
     const DequantizeParams params{.data = matrix_of(as_4d(codes)),
                                   .scale = scales.data_ptr(),
                                   .out = out.data_ptr(),

@@ -242,6 +242,7 @@ __device__ __forceinline__ void consume_few(const typename K::Globals& g,
         if (tile.group < g.groups) loop.run(g, shared, tile, range, row_group, k_group);
         finish.tile(g, shared, loop.d, tile, row_group, k_group);
     });
+    finish.end(g);
 }
 
 template <class K>

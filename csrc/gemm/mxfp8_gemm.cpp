@@ -36,7 +36,7 @@ struct Quantised {
                  op, ": the scale of ", name, " has shape ", shape_text(scales), "; expected ",
                  shape.rows, " x ", shape.columns, " for ", shape_text(given));
         const bool adjacent = columns <= 1 || given.stride(-1) == 1;
-        data = adjacent ? given : torch::stable::contiguous(given);
+        data = adjacent ? given : packed(given);
         scale = aligned_and_contiguous(scales);
         matrix = block_scaled::matrix_of(as_4d(data));
     }
@@ -307,7 +307,7 @@ Tensor mxfp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const
         check_dtype(OP, "bias", *bias, {DType::bf16});
         TK_CHECK(bias->dim() == 1 && bias->size(0) == n, OP, ": bias has shape ", shape_text(*bias),
                  "; expected (", n, ",)");
-        row = torch::stable::contiguous(*bias);
+        row = packed(*bias);
     }
     std::optional<Tensor> ends;
     if (offs) {
@@ -315,7 +315,7 @@ Tensor mxfp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const
         check_dtype(OP, "offs", *offs, {DType::int32});
         TK_CHECK(offs->dim() == 1 && offs->size(0) == groups, OP, ": offs has shape ",
                  shape_text(*offs), "; expected (", groups, ",), the end of each group's rows");
-        ends = torch::stable::contiguous(*offs);
+        ends = packed(*offs);
     }
     const DeviceGuard guard(a.get_device_index());
     const Quantised left(OP, "a", a, scale_a, swizzle_a);

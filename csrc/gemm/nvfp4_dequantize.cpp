@@ -44,10 +44,9 @@ Tensor nvfp4_dequantize(const Tensor& data, const Tensor& block_scale, const Ten
     if (out.numel() == 0) return out;
     const bool rows_adjacent = data.size(-1) == 1 || data.stride(-1) == 1;
     // As bytes, because torch has no copy of float4_e2m1fn_x2.
-    const Tensor codes =
-        rows_adjacent ? data : torch::stable::contiguous(view_as(ScalarType::Byte, data));
-    const Tensor scales = torch::stable::contiguous(block_scale);
-    const Tensor globals = torch::stable::contiguous(global_scale);
+    const Tensor codes = rows_adjacent ? data : packed(view_as(ScalarType::Byte, data));
+    const Tensor scales = packed(block_scale);
+    const Tensor globals = packed(global_scale);
     DequantizeParams params{.data = matrix_of(as_4d(codes)),
                             .scale = scales.data_ptr(),
                             .global_scale = globals.data_ptr(),

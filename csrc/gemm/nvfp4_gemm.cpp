@@ -67,18 +67,22 @@ Tensor nvfp4_gemm(const Tensor& a, const Tensor& b, const Tensor& global_scale, 
              dtype_text(type));
 
     const DeviceGuard guard(a.get_device_index());
-    const Tensor out = empty({m, n}, type, a);
+    Tensor out = empty({m, n}, type, a);
     if (out.numel() == 0) return out;
+    if (groups == 0) {
+        torch::stable::zero_(out);
+        return out;
+    }
     // k = 0 is a product of zeros.
     const bool nothing = k == 0;
     const Tensor rows = nothing ? zeros({m, 16}, a.scalar_type(), a) : for_tensor_map(a);
     const Tensor weight =
         nothing ? zeros({groups, pieces(n), 1, piece_bytes(Format::nvfp4)}, ScalarType::Byte, a)
                 : aligned_and_contiguous(b);
-    const Tensor scale = torch::stable::contiguous(global_scale);
+    const Tensor scale = packed(global_scale);
     std::optional<Tensor> row, ends;
-    if (bias) row = torch::stable::contiguous(*bias);
-    if (offs) ends = torch::stable::contiguous(*offs);
+    if (bias) row = packed(*bias);
+    if (offs) ends = packed(*offs);
     const Problem problem{.m = m,
                           .n = n,
                           .k = rows.size(1),

@@ -39,10 +39,9 @@ Tensor nvfp4_prepare(const Tensor& data, const Tensor& block_scale, bool swizzle
                            : empty({pieces(n), pieces(k), BYTES}, ScalarType::Byte, data);
     if (out.numel() == 0) return out;
     // As bytes, because torch has no copy of float4_e2m1fn_x2.
-    const Tensor codes = data.size(-1) == 1 || data.stride(-1) == 1
-                             ? data
-                             : torch::stable::contiguous(view_as(ScalarType::Byte, data));
-    const Tensor scales = torch::stable::contiguous(block_scale);
+    const Tensor codes =
+        data.size(-1) == 1 || data.stride(-1) == 1 ? data : packed(view_as(ScalarType::Byte, data));
+    const Tensor scales = packed(block_scale);
     run<Nvfp4Pass::prepare>({.codes = codes.data_ptr(),
                              .scales = scales.data_ptr(),
                              .prepared = out.data_ptr(),
@@ -84,7 +83,7 @@ Tensor nvfp4_restore(const Tensor& data, const Tensor& global_scale, int64_t row
         grouped ? empty({groups, rows, columns}, type, data) : empty({rows, columns}, type, data);
     if (out.numel() == 0) return out;
     const Tensor prepared = aligned_and_contiguous(data);
-    const Tensor scale = torch::stable::contiguous(global_scale);
+    const Tensor scale = packed(global_scale);
     run<Nvfp4Pass::restore>({.prepared = prepared.data_ptr(),
                              .values = out.data_ptr(),
                              .global_scale = static_cast<const float*>(scale.data_ptr()),

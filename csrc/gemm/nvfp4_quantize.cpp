@@ -63,7 +63,7 @@ std::tuple<Tensor, Tensor, Tensor> nvfp4_quantize(const Tensor& x,
     }
     const Tensor source = for_tensor_map(x);
     std::optional<Tensor> given;
-    if (global_scale) given = torch::stable::contiguous(*global_scale);
+    if (global_scale) given = packed(*global_scale);
     Nvfp4Params params{.x = matrix_of(as_4d(source)),
                        .data = data.data_ptr(),
                        .scale = scale.data_ptr(),

@@ -34,11 +34,13 @@ template <int INPUT>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<INPUT>)
     nvfp4_maxima_kernel(Nvfp4Params p) {
     using T = element_of<INPUT>;
-    const auto matrix = static_cast<int64_t>(blockIdx.y);
+    // All matrices in one dimension of the grid: the others end at 65535.
+    const auto matrix = static_cast<int64_t>(blockIdx.x) / p.maxima_count;
+    const int first = static_cast<int>(blockIdx.x) % p.maxima_count;
     const int count = tiles_of_matrix(p.x.rows, p.x.columns);
     const Place<16> place;
     uint32_t word = 0;
-    for (int i = static_cast<int>(blockIdx.x); i < count; i += static_cast<int>(gridDim.x)) {
+    for (int i = first; i < count; i += p.maxima_count) {
         Tile tile = tile_at(i, p.x.rows, p.x.columns);
         tile.batch = matrix;
         Chunk<T> chunks[CHUNK_ROWS];
@@ -53,7 +55,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<INPUT>)
     }
     const float largest = magnitude_value<T>(largest_of_block(largest_of<T>(word)), 0);
     if (threadIdx.x == 0) {
-        arch::store_global(static_cast<uint32_t*>(p.maxima) + matrix * gridDim.x + blockIdx.x,
+        arch::store_global(static_cast<uint32_t*>(p.maxima) + blockIdx.x,
                            bit_cast<uint32_t>(largest));
     }
 }
@@ -361,8 +363,8 @@ void quantize(const Nvfp4Params& params, Stream stream) {
 template <DType dtype>
 void find_maxima(const Nvfp4Params& params, Stream stream) {
     kittens::launch(sm90::nvfp4_maxima_kernel<int(dtype)>,
-                    dim3(params.maxima_count, static_cast<unsigned>(params.x.batch)), dim3(THREADS),
-                    dim3(1), 0, stream, params);
+                    dim3(static_cast<unsigned>(params.x.batch * params.maxima_count)),
+                    dim3(THREADS), dim3(1), 0, stream, params);
 }
 template <Nvfp4Dequantize C>
 void dequantize(const DequantizeParams& params, Stream stream) {

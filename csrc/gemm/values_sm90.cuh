@@ -1,5 +1,5 @@
-// Activations of values in registers. Which one is chosen at run time: the branch is the same for a
-// whole kernel.
+// Activations of values in registers, with the accuracy of fp32. Which one is chosen at run time:
+// the branch is the same for a whole kernel.
 #pragma once
 
 #include "csrc/gemm/activation.h"
@@ -8,24 +8,53 @@
 namespace thunderkittens::gemm {
 namespace sm90 {
 
-// x / (1 + 2^(slope * x)), with a slope that may depend on x.
-__device__ __forceinline__ float times_sigmoid(float x, float slope) {
-    namespace arch = kittens::arch;
-    return x * arch::reciprocal_approx(1.f + arch::exp2_approx(slope * x));
+// c[0] + c[1] * x + ..., and with x^n behind it.
+template <int n>
+__device__ __forceinline__ float polynomial(float x, const float (&c)[n]) {
+    float sum = c[n - 1];
+#pragma unroll
+    for (int i = n - 2; i >= 0; --i) sum = sum * x + c[i];
+    return sum;
 }
-// x * Phi(x), Phi the normal distribution: of erfc(|x| / sqrt(2)) / 2 in the form of Abramowitz and
-// Stegun, 7.1.26, absolute error below 1.5e-7; the small side keeps its relative accuracy.
-__device__ __forceinline__ float times_normal(float x) {
-    namespace arch = kittens::arch;
-    const float z = fabsf(x);
-    const float t = arch::reciprocal_approx(1.f + 0.23164189f * z);
-    float p = 0.5307027145f;
-    p = p * t - 0.7265760135f;
-    p = p * t + 0.7107068705f;
-    p = p * t - 0.142248368f;
-    p = p * t + 0.127414796f;
-    const float tail = p * t * arch::exp2_approx(-0.72134752f * z * z);
-    return x * (x > 0.f ? 1.f - tail : tail);
+template <int n>
+__device__ __forceinline__ float monic(float x, const float (&c)[n]) {
+    float sum = x + c[n - 1];
+#pragma unroll
+    for (int i = n - 2; i >= 0; --i) sum = sum * x + c[i];
+    return sum;
+}
+// The share of x in an activation, from the smaller of the shares of x and -x, which add up to one:
+// each keeps its relative accuracy, and infinities and NaN become what PyTorch makes of them.
+__device__ __forceinline__ float share_of(float x, float smaller) {
+    return fabsf((x > 0.f ? 1.f : 0.f) - smaller);
+}
+
+// 1 / (1 + exp(-u)) and the rest, 1 / (1 + exp(u)), both with a relative error of about 2^-22: the
+// exponential is that of CUDA's library, as an argument of the hardware's would have to be rounded,
+// and the reciprocal takes a step of Newton's.
+struct Sigmoid {
+    float value, rest;
+};
+__device__ __forceinline__ Sigmoid sigmoid(float u) {
+    const float exponential = expf(-fabsf(u)), sum = 1.f + exponential;
+    float larger = kittens::arch::reciprocal_approx(sum);
+    larger = fmaf(larger, fmaf(-sum, larger, 1.f), larger);
+    const float smaller = exponential * larger;
+    return u > 0.f ? Sigmoid{larger, smaller} : Sigmoid{smaller, larger};
+}
+// The normal distribution at x: of z = |x|, log2(erfc(z / sqrt(2)) / 2) is a polynomial, fitted so
+// that the result's error is below 1e-8 on either side, and its relative error below 2^-11 as long
+// as it is a normal number. Farther out the polynomial falls to minus infinity.
+__device__ __forceinline__ float normal(float x) {
+    constexpr float c[] = {
+        -1.f,           -1.1511052f,    -0.45921025f,  -0.052478753f,   0.0070086694f,
+        -5.355422e-05f, -0.0002546245f, 7.073103e-05f, -1.0713838e-05f, 1.0090657e-06f,
+        -5.853971e-08f, 1.9137658e-09f, -2.696439e-11f};
+    return share_of(x, kittens::arch::exp2_approx(polynomial(fabsf(x), c)));
+}
+// 2 u of gelu's tanh form, (1 + tanh(u)) / 2 being 1 / (1 + exp(-2 u)).
+__device__ __forceinline__ float gelu_tanh_argument(float x) {
+    return x * (1.5957691f + 0.071354816f * (x * x));
 }
 
 // Replaces each of n values, value(i), by its activation.
@@ -38,11 +67,10 @@ __device__ __forceinline__ void activate(Activation activation, Value value) {
     switch (activation) {
         case Activation::none: return;
         case Activation::relu: return each([](float x) { return x < 0.f ? 0.f : x; });
-        case Activation::silu: return each([](float x) { return times_sigmoid(x, -1.44269504f); });
-        case Activation::gelu_tanh:  // (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u))
-            return each(
-                [](float x) { return times_sigmoid(x, -2.30220819f - 0.10294324f * (x * x)); });
-        case Activation::gelu: return each([](float x) { return times_normal(x); });
+        case Activation::silu: return each([](float x) { return x * sigmoid(x).value; });
+        case Activation::gelu_tanh:
+            return each([](float x) { return x * sigmoid(gelu_tanh_argument(x)).value; });
+        case Activation::gelu: return each([](float x) { return x * normal(x); });
     }
 }
 template <int n>

@@ -66,9 +66,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lolcats_backw
     const Tensor q = for_tensor_map(q_in), k = for_tensor_map(k_in), v = for_tensor_map(v_in);
     const Tensor q_map = for_tensor_map(q_map_in), k_map = for_tensor_map(k_map_in);
     const Tensor grad_out = for_tensor_map(grad_out_in), out = for_tensor_map(out_in);
-    const Tensor alpha = torch::stable::contiguous(alpha_in);
-    const Tensor beta = torch::stable::contiguous(beta_in);
-    const Tensor denominators = torch::stable::contiguous(denominators_in);
+    const Tensor alpha = packed(alpha_in);
+    const Tensor beta = packed(beta_in);
+    const Tensor denominators = packed(denominators_in);
     const LolcatsBackwardChoice choice = choose_lolcats_backward(p, device);
     Tensor workspace = empty({lolcats_backward_workspace(p, choice.segments, choice.map_parts)},
                              ScalarType::Float, q);

@@ -206,7 +206,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> based_backward(
     }
     const Tensor q = for_tensor_map(q_in), k = for_tensor_map(k_in), v = for_tensor_map(v_in);
     const Tensor grad_out = for_tensor_map(grad_out_in), out = for_tensor_map(out_in);
-    const Tensor denominators = torch::stable::contiguous(denominators_in);
+    const Tensor denominators = packed(denominators_in);
     const BasedBackwardChoice choice = choose_backward(p, device);
     Tensor workspace = empty({backward_workspace(p, choice.segments)}, ScalarType::Float, q);
     call.segments = choice.segments;

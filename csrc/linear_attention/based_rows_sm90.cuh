@@ -31,6 +31,7 @@ struct RowWeightGlobals {
     float* weights;             // (2, lines, padded length)
     int heads, length, padded, value_dim;
     int64_t lines;
+    unsigned blocks;  // of a line; all are in one dimension of the grid, the others end at 65535
 };
 
 // w = 1 / denominator, and the denominator's gradient -(dO . O) / denominator. Eight lanes share a
@@ -39,8 +40,8 @@ template <class T>
 __global__ __launch_bounds__(ROW_THREADS) void based_weights_kernel(
     const __grid_constant__ RowWeightGlobals<T> g) {
     constexpr int lanes = 8;
-    const int row = (int(blockIdx.x) * ROW_THREADS + int(threadIdx.x)) / lanes;
-    const int64_t line = blockIdx.y;
+    const int64_t line = blockIdx.x / g.blocks;
+    const int row = (int(blockIdx.x % g.blocks) * ROW_THREADS + int(threadIdx.x)) / lanes;
     const int lane = threadIdx.x % lanes;
     const bool exists = row < g.length;
     float sum = 0.0f;
@@ -76,18 +77,19 @@ template <DType dtype>
 void launch_based_weights(const BasedBackwardParams& params, float* weights, Stream stream) {
     using T = type_of<dtype>;
     const BasedProblem& p = params.forward.problem;
-    const RowWeightGlobals<T> globals{.out = params.forward.out,
-                                      .grad_out = params.grad_out,
-                                      .denominators = params.row_denominators,
-                                      .weights = weights,
-                                      .heads = int(p.heads),
-                                      .length = int(p.length),
-                                      .padded = int(padded_length(p)),
-                                      .value_dim = int(p.value_dim),
-                                      .lines = p.batch * p.heads};
-    kittens::launch(based_weights_kernel<T>,
-                    dim3(unsigned((globals.padded * 8 + ROW_THREADS - 1) / ROW_THREADS),
-                         unsigned(globals.lines)),
+    const int64_t padded = padded_length(p), lines = p.batch * p.heads;
+    const RowWeightGlobals<T> globals{
+        .out = params.forward.out,
+        .grad_out = params.grad_out,
+        .denominators = params.row_denominators,
+        .weights = weights,
+        .heads = int(p.heads),
+        .length = int(p.length),
+        .padded = int(padded),
+        .value_dim = int(p.value_dim),
+        .lines = lines,
+        .blocks = unsigned((padded * 8 + ROW_THREADS - 1) / ROW_THREADS)};
+    kittens::launch(based_weights_kernel<T>, dim3(unsigned(lines * globals.blocks)),
                     dim3(ROW_THREADS), dim3(1), 0, stream, globals);
 }
 

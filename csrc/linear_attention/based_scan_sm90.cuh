@@ -35,8 +35,8 @@ __global__ __launch_bounds__(SCAN_THREADS) void based_scan_kernel(
     constexpr int width = sizeof(Word) / sizeof(float), ahead = 8;
     arch::launch_dependents();
     arch::wait_for_dependencies();
-    const int at = width * (int(blockIdx.x) * SCAN_THREADS + int(threadIdx.x));
-    const int64_t line = blockIdx.y;
+    const int at = width * (int(blockIdx.y) * SCAN_THREADS + int(threadIdx.x));
+    const int64_t line = blockIdx.x;
     if (at >= g.size) return;
     const auto word = [](float* p) { return reinterpret_cast<Word*>(p); };
     float* states = g.states + line * g.segments * g.size + at;
@@ -60,6 +60,9 @@ __global__ __launch_bounds__(SCAN_THREADS) void based_scan_kernel(
     if (g.final != nullptr) arch::store_global(word(g.final + line * g.size + at), sum);
 }
 
+// Lines first: a grid's other dimensions end at 65535, and a state has a few hundred parts.
+inline dim3 scan_grid(int64_t lines, int parts) { return dim3(unsigned(lines), unsigned(parts)); }
+
 template <bool denominator>
 void launch_based_scan(const BasedParams& params, const ScanParams& scan, Stream stream) {
     using Word = std::conditional_t<denominator, float, float4>;
@@ -72,8 +75,8 @@ void launch_based_scan(const BasedParams& params, const ScanParams& scan, Stream
     const ScanGlobals globals{part(scan.states), part(scan.initial), part(scan.final), size,
                               params.segments,   scan.backwards};
     kittens::launch({.dependent = true}, based_scan_kernel<Word>,
-                    dim3(unsigned((size + block - 1) / block), unsigned(p.batch * p.heads)),
-                    dim3(SCAN_THREADS), dim3(1), 0, stream, globals);
+                    scan_grid(p.batch * p.heads, (size + block - 1) / block), dim3(SCAN_THREADS),
+                    dim3(1), 0, stream, globals);
 }
 
 }  // namespace thunderkittens::linear_attention

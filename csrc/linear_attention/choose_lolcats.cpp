@@ -19,7 +19,8 @@ std::string unsupported_shape(DType dtype, int64_t batch, int64_t heads, int64_t
         return concat("the head dimension must be 64 or 128, got ", head_dim);
     if (features != 32 && features != 64)
         return concat("the features must be 32 or 64 of each sign, got ", features);
-    if (kv_heads < 0 || (kv_heads > 0 ? heads % kv_heads : heads) != 0)
+    if (kv_heads < 0 || (kv_heads > 0 ? heads % kv_heads : heads) != 0 ||
+        (kv_heads > 0 && heads == 0))
         return concat("q's heads must be a multiple of k's, got ", heads, " and ", kv_heads);
     if (LOLCATS_FORWARD_BYTES > device.shared_bytes_per_block) {
         return concat("the kernels need ", LOLCATS_FORWARD_BYTES,
@@ -119,11 +120,16 @@ std::vector<KernelInfo> lolcats_kernels() {
 std::vector<KernelInfo> lolcats_decode_kernels() {
     std::vector<KernelInfo> list;
     for_each_kernel([&](DType dtype, int head_dim, int features) {
-        KernelInfo info = kernel_info("decode", "one token of one head", dtype, head_dim, features);
-        info.source = concat("lolcats_decode_", name_of(dtype));
-        info.symbol = concat("lolcats_decode_kernelINS0_13", info.symbol);
-        info.threads = 256;
-        list.push_back(info);
+        for (const bool slide : {false, true}) {
+            const char* kind = slide ? "slide" : "decode";
+            const char* text =
+                slide ? "the token that leaves a head's sliding window" : "one token of one head";
+            KernelInfo info = kernel_info(kind, text, dtype, head_dim, features);
+            info.source = concat("lolcats_decode_", name_of(dtype));
+            info.symbol = concat("lolcats_", kind, "_kernelINS0_13", info.symbol);
+            info.threads = 256;
+            list.push_back(info);
+        }
     });
     for (const DType dtype : {DType::bf16, DType::fp16}) {
         KernelInfo info;

@@ -36,6 +36,7 @@ emulated::Result run(const emulated::Call& call) {
     params.alpha = floats(alpha);
     params.beta = floats(beta);
     params.state = state.pointers();
+    params.sliding = call.scalar("sliding", false);
 
     emulated::Launch scope("lolcats_decode " + kernel_name(choice));
     scope.may_read("q", q);

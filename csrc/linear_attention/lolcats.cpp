@@ -48,12 +48,13 @@ Results forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, cons
             else
                 torch::stable::zero_(*final[i]);
         }
+        if (return_state) lengthen(r.lengths, p.length);
         return r;
     }
     const Tensor q = for_tensor_map(q_in), k = for_tensor_map(k_in), v = for_tensor_map(v_in);
     const Tensor q_map = for_tensor_map(q_map_in), k_map = for_tensor_map(k_map_in);
-    const Tensor alpha = torch::stable::contiguous(alpha_in);
-    const Tensor beta = torch::stable::contiguous(beta_in);
+    const Tensor alpha = packed(alpha_in);
+    const Tensor beta = packed(beta_in);
     const LolcatsChoice choice = choose(p, device);
     Tensor workspace = empty({lolcats_workspace(p, choice.segments)}, wide, q);
     params.segments = choice.segments;

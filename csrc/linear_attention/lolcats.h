@@ -4,7 +4,8 @@
 //
 // A state in memory is numerator (2F, D), the sum of phi(k) v^T, and denominator (2F,), that of
 // phi(k), in fp32, over all blocks of 64 tokens but the last whole one; the keys and values after
-// these, in caches of 128 rows, token p in row p % 128; and the number of tokens.
+// these, in caches of 128 rows, token p in row p % 128; and the number of tokens. That of a sliding
+// window has the sums over all but the last 64 tokens.
 #pragma once
 
 #include <cstdint>
@@ -123,6 +124,7 @@ struct LolcatsDecodeParams {
     Operand q_map, k_map;
     const float *alpha = nullptr, *beta = nullptr;
     LolcatsStatePointers state;
+    bool sliding = false;  // the window is the last 64 tokens, and the sums have all before them
 };
 
 // Dynamic shared memory of a block.

@@ -86,7 +86,7 @@ void launch_lolcats_scan(const LolcatsParams& params, const LolcatsWorkspace& wo
     const ScanGlobals globals{workspace.sums,      nullptr,         nullptr,
                               int(sums_floats(p)), params.segments, false};
     kittens::launch({.dependent = true}, based_scan_kernel<float4>,
-                    dim3(unsigned((globals.size + block - 1) / block), unsigned(p.batch * p.heads)),
+                    scan_grid(p.batch * p.heads, (globals.size + block - 1) / block),
                     dim3(SCAN_THREADS), dim3(1), 0, stream, globals);
 }
 

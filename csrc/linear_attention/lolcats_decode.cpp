@@ -9,7 +9,8 @@ namespace thunderkittens::linear_attention {
 Tensor lolcats_decode(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
                       const Tensor& q_map_in, const Tensor& k_map_in, const Tensor& alpha_in,
                       const Tensor& beta_in, const Tensor& numerator, const Tensor& denominator,
-                      const Tensor& keys, const Tensor& values, const Tensor& lengths) {
+                      const Tensor& keys, const Tensor& values, const Tensor& lengths,
+                      bool sliding) {
     constexpr const char* OP = "tk.lolcats_decode";
     const LolcatsProblem call =
         checked_lolcats(OP, q_in, k_in, v_in, q_map_in, k_map_in, alpha_in, beta_in);
@@ -28,11 +29,14 @@ Tensor lolcats_decode(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in
     const std::string reason = unsupported(p, device_properties(q_in.get_device_index()));
     TK_CHECK(reason.empty(), OP, ": ", reason);
     Tensor out = empty({p.batch, p.heads, 1, p.head_dim}, q_in.scalar_type(), q_in);
-    if (out.numel() == 0) return out;
+    if (out.numel() == 0) {
+        lengthen(state[4], 1);
+        return out;
+    }
     const Tensor q = for_tensor_map(q_in), k = for_tensor_map(k_in), v = for_tensor_map(v_in);
     const Tensor q_map = for_tensor_map(q_map_in), k_map = for_tensor_map(k_map_in);
-    const Tensor alpha = torch::stable::contiguous(alpha_in);
-    const Tensor beta = torch::stable::contiguous(beta_in);
+    const Tensor alpha = packed(alpha_in);
+    const Tensor beta = packed(beta_in);
     params.q = operand_of(q);
     params.k = operand_of(k);
     params.v = operand_of(v);
@@ -42,6 +46,7 @@ Tensor lolcats_decode(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in
     params.alpha = static_cast<const float*>(alpha.data_ptr());
     params.beta = static_cast<const float*>(beta.data_ptr());
     params.state = pointers_of({&state[0], &state[1], &state[2], &state[3], &state[4]});
+    params.sliding = sliding;
     run_lolcats_decode(params, current_stream(q));
     return out;
 }

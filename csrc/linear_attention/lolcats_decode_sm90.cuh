@@ -4,6 +4,9 @@
 // token completes a block of 64: then the block before it leaves the window, and its features and
 // values, which the caches still have, are added. Lengths are counted up by a launch of their own,
 // when no block reads them any more.
+//
+// With the sliding window, of the last 64 tokens, a kernel of its own first adds the token that the
+// new one pushes out of it, in every step.
 #pragma once
 
 #include "csrc/linear_attention/lolcats_state.cuh"
@@ -19,6 +22,14 @@ struct LolcatsDecodeGlobals {
     const float *alpha, *beta;
     LolcatsStatePointers state;
     int heads, kv_heads;
+    bool sliding;
+
+    // Tokens of the sequence, and the first of those that a new one's window has.
+    __device__ __forceinline__ int2 tokens(int b) const {
+        const Terrace terrace(state.lengths, b, 1);
+        const int in_window = sliding ? ::min(terrace.before, WINDOW - 1) : terrace.cached;
+        return {terrace.before, terrace.before - in_window};
+    }
 
     template <class P>
     static __device__ __forceinline__ P* row(const Operand& x, int b, int head, int row = 0) {
@@ -118,15 +129,15 @@ struct LolcatsDecode {
             arch::store_global(const_cast<uint4*>(row) + word, raw);
         }
     }
-    // The query's projection, a part of the rows per thread; summed by finish_features.
-    __device__ __forceinline__ void project() {
+    // The projection of shared.q, a part of the rows per thread; summed by finish_features.
+    __device__ __forceinline__ void project(const Operand& map) {
         const int column = 8 * (thread % map_lanes), group = thread / map_lanes;
         float sum[8] = {};
 #pragma unroll
         for (int pass = 0; pass < D / map_rows; ++pass) {
             const int row = pass * map_rows + group;
             const uint4 raw = arch::load_global(
-                Globals::template row<const uint4>(g.q_map, 0, head, row) + thread % map_lanes);
+                Globals::template row<const uint4>(map, 0, head, row) + thread % map_lanes);
             float w[8];
             unpack_eight<T>(w, raw);
 #pragma unroll
@@ -213,7 +224,7 @@ struct LolcatsDecode {
         float q[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) q[i] = shared.q[8 * lane + i];
-        project();
+        project(g.q_map);
 #pragma unroll
         for (int pass = 0; pass < token_passes; ++pass) {
             float key[8], score = 0.0f;
@@ -282,9 +293,45 @@ struct LolcatsDecode {
             arch::store_global(Globals::template row<T>(g.out, b, head) + thread, T(x));
         }
         const int after = before + 1;
-        if (after % WINDOW != 0 || after < 2 * WINDOW) return;
+        if (g.sliding || after % WINDOW != 0 || after < 2 * WINDOW) return;
         arch::sync_block();
         fold((after / WINDOW - 2) * WINDOW % CACHE);
+    }
+
+    // Adds the token that leaves the sliding window, in fp32. The sums are on their way meanwhile.
+    __device__ __forceinline__ void slide() {
+        auto* at = reinterpret_cast<float4*>(sums()) + thread;
+        float4 state[state_passes];
+#pragma unroll
+        for (int pass = 0; pass < state_passes; ++pass)
+            state[pass] = arch::load_global(at + pass * LOLCATS_DECODE_THREADS);
+        const int row = (before - WINDOW) % CACHE;
+        const auto element = [&](const void* rows) {
+            return convert<float>(
+                arch::load_global(reinterpret_cast<const T*>(cache(rows, row)) + thread));
+        };
+        if (thread < D) {
+            shared.q[thread] = element(g.state.keys);
+            shared.value[thread] = element(g.state.values);
+        }
+        arch::sync_block();
+        project(g.k_map);
+        arch::sync_block();
+        if (thread / WARP_THREADS == 0) finish_features(1.0f);
+        arch::sync_block();
+        const float* value = shared.value + 4 * (thread % state_lanes);
+#pragma unroll
+        for (int pass = 0; pass < state_passes; ++pass) {
+            const float f = shared.features[pass * state_rows + thread / state_lanes];
+            const float4 x = state[pass];
+            arch::store_global(at + pass * LOLCATS_DECODE_THREADS,
+                               float4{fmaf(f, value[0], x.x), fmaf(f, value[1], x.y),
+                                      fmaf(f, value[2], x.z), fmaf(f, value[3], x.w)});
+        }
+        if (thread < 2 * F) {
+            float* to = denominators() + thread;
+            arch::store_global(to, arch::load_global(to) + shared.features[thread]);
+        }
     }
 
     // d += a b of 16 x 16 elements.
@@ -386,21 +433,28 @@ struct LolcatsDecode {
 };
 
 template <class K>
+__device__ __forceinline__ LolcatsDecode<K> lolcats_decode_of(
+    const LolcatsDecodeGlobals<typename K::T>& g, LolcatsDecodeShared<K>& shared) {
+    const int index = int(blockIdx.x), b = index / g.heads, head = index % g.heads;
+    const int2 tokens = g.tokens(b);
+    return {g,        shared,  b, head, head / (g.heads / g.kv_heads), int(threadIdx.x),
+            tokens.x, tokens.y};
+}
+
+template <class K>
 __global__ __launch_bounds__(LOLCATS_DECODE_THREADS, 2) void lolcats_decode_kernel(
     const __grid_constant__ LolcatsDecodeGlobals<typename K::T> g) {
     auto& shared = arch::static_shared<LolcatsDecodeShared<K>>();
     arch::launch_dependents();
-    const int index = int(blockIdx.x), b = index / g.heads, head = index % g.heads;
-    const Terrace terrace(g.state.lengths, b, 1);
-    LolcatsDecode<K>{g,
-                     shared,
-                     b,
-                     head,
-                     head / (g.heads / g.kv_heads),
-                     int(threadIdx.x),
-                     terrace.before,
-                     terrace.before - terrace.cached}
-        .run();
+    lolcats_decode_of<K>(g, shared).run();
+}
+
+template <class K>
+__global__ __launch_bounds__(LOLCATS_DECODE_THREADS, 2) void lolcats_slide_kernel(
+    const __grid_constant__ LolcatsDecodeGlobals<typename K::T> g) {
+    auto& shared = arch::static_shared<LolcatsDecodeShared<K>>();
+    auto decode = lolcats_decode_of<K>(g, shared);
+    if (decode.before >= WINDOW) decode.slide();
 }
 
 struct LengthsGlobals {
@@ -429,7 +483,11 @@ void launch_lolcats_decode(const LolcatsDecodeParams& params, Stream stream) {
                                                       .beta = params.beta,
                                                       .state = params.state,
                                                       .heads = int(p.heads),
-                                                      .kv_heads = int(p.kv_heads)};
+                                                      .kv_heads = int(p.kv_heads),
+                                                      .sliding = params.sliding};
+    if (params.sliding)
+        kittens::launch(lolcats_slide_kernel<K>, dim3(unsigned(p.batch * p.heads)),
+                        dim3(LOLCATS_DECODE_THREADS), dim3(1), 0, stream, globals);
     kittens::launch(lolcats_decode_kernel<K>, dim3(unsigned(p.batch * p.heads)),
                     dim3(LOLCATS_DECODE_THREADS), dim3(1), 0, stream, globals);
     kittens::launch({.dependent = true}, lolcats_lengths_kernel<typename K::T>,

@@ -115,8 +115,8 @@ void launch_lolcats_gradient_sums(const LolcatsBackwardParams& params,
     constexpr int block = 4 * SCAN_THREADS;
     const ScanGlobals scan{w.sums, nullptr, nullptr, int(sums_floats(p)), call.segments, true};
     kittens::launch({.dependent = true}, based_scan_kernel<float4>,
-                    dim3(unsigned((scan.size + block - 1) / block), unsigned(lines)),
-                    dim3(SCAN_THREADS), dim3(1), 0, stream, scan);
+                    scan_grid(lines, (scan.size + block - 1) / block), dim3(SCAN_THREADS), dim3(1),
+                    0, stream, scan);
 }
 
 }  // namespace thunderkittens::linear_attention

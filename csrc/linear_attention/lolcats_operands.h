@@ -77,6 +77,20 @@ inline void check_lolcats_part(const char* op, std::size_t i, const Tensor& x,
     check_lolcats_tensor(op, STATE_PARTS[i], x, state_shapes(p)[i], dtypes[i], q);
 }
 
+// The lengths of sequences after so many tokens of a call without heads, which no kernel runs for.
+inline void lengthen(Tensor& lengths, int64_t tokens) {
+    // As a sum over two rows: the stable ABI has no addition of integers.
+    Tensor terms = empty({2, lengths.size(0)}, ScalarType::Int, lengths);
+    Tensor before = torch::stable::select(terms, 0, 0), added = torch::stable::select(terms, 0, 1);
+    torch::stable::copy_(before, lengths);
+    torch::stable::fill_(added, static_cast<double>(tokens));
+    const std::array<int64_t, 1> rows{0};
+    const torch::headeronly::IntHeaderOnlyArrayRef dims(rows.data(), rows.size());
+    Tensor sums = empty({lengths.size(0)}, ScalarType::Int, lengths);
+    torch::stable::sum_out(sums, terms, dims, false, ScalarType::Int);
+    torch::stable::copy_(lengths, sums);
+}
+
 // All parts of a state, packed, or none.
 struct LolcatsStateTensors {
     std::array<std::optional<Tensor>, 5> parts;

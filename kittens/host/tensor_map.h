@@ -49,10 +49,18 @@ inline CUtensorMap encode_tensor_map(const TensorMapSpec& s) {
                                                                : CU_TENSOR_MAP_SWIZZLE_NONE;
     const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
     CUtensorMap map;
-    const CUresult result = arch::encode_tiled()(
-        &map, s.type, static_cast<cuuint32_t>(s.rank), const_cast<void*>(s.data), dims,
-        stride_bytes, s.box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const auto encode = [&] {
+        return arch::encode_tiled()(
+            &map, s.type, static_cast<cuuint32_t>(s.rank), const_cast<void*>(s.data), dims,
+            stride_bytes, s.box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+            CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    };
+    CUresult result = encode();
+    if (result == CUDA_ERROR_INVALID_CONTEXT || result == CUDA_ERROR_NOT_INITIALIZED) {
+        // The thread's first use of CUDA. Only this path pays for it.
+        arch::make_context_current();
+        result = encode();
+    }
     if (result != CUDA_SUCCESS) {
         throw std::runtime_error("kittens: cuTensorMapEncodeTiled refused (error " +
                                  std::to_string(static_cast<int>(result)) + ") " + describe(s));

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import torch
 
@@ -55,24 +56,30 @@ SHORT = [  # Sq, Sk
     (256, 100),
     (3, 300),
 ]
-LONG = [
-    (64, 128),
-    (128, 192),
-    (256, 256),
-    (239, 1),
-    (799, 3),
-    (113, 203),
-    (128, 217),
-    (108, 256),
-    (384, 256),
-    (640, 128),
-    (1023, 1024),
-    (1024, 1023),
-    (2048, 2048),
-    (4224, 4224),
-    (1031, 777),
-    (1, 8192),
-]
+
+
+def drawn_lengths():
+    """Sixteen (Sq, Sk) for a GPU, by a rule with a seed; lengths are log-uniform, 32 to 2048 unless
+    said otherwise.
+
+    Each awkward length stands beside a drawn one, as Sq or as Sk. The others are free, equal or
+    next to each other, whole tiles, one long sequence, and one query for a long cache.
+    """
+    draw = random.Random(20)
+
+    def length(least=32, most=2048):
+        return round(least * (most / least) ** draw.random())
+
+    beside = [(awkward, length()) for awkward in (0, 1, 7, 127, 129, 1031)]
+    pairs = [pair[::-1] if i % 2 else pair for i, pair in enumerate(beside)]
+    pairs += [(length(), length()) for _ in range(3)]
+    equal = [length() for _ in range(3)]
+    pairs += [(n, n + step) for n, step in zip(equal, (0, 1, -1), strict=True)]
+    pairs += [(128 * length(1, 16), 128 * length(1, 16)) for _ in range(2)]
+    return [*pairs, (length(4096, 4608),) * 2, (1, length(8192, 16384))]
+
+
+LONG = drawn_lengths()
 
 
 # On the emulator, which takes seconds for what a GPU does in microseconds.

@@ -93,3 +93,17 @@ def assert_states_match(found: tk.LolcatsState, expected: tk.LolcatsState) -> No
     limit = 4e-3 if found.keys.dtype == torch.bfloat16 else 1e-3
     assert error(found.numerator, expected.numerator) < limit
     assert error(found.denominator, expected.denominator) < limit
+
+
+@torch.no_grad()
+def rounding_of_factors(inputs, weights_of, **options):
+    """What rounding the output costs the gradients of alpha and beta, which cancel: each row adds
+    the difference of the gradient times one part's sum and of its product with the output, times at
+    most 1 / alpha or 1 / beta. Roundings are independent: three times the root of their squares.
+
+    `weights_of` gives the gradient of an output.
+    """
+    out = tk.reference.lolcats(*(x.double() for x in inputs), **options)
+    roundings = torch.finfo(inputs[0].dtype).eps / 2 * out * weights_of(out).double()
+    total = 3 * roundings.square().sum((0, 2, 3)).sqrt()
+    return {name: total / inputs[at].double() for name, at in (("alpha", 5), ("beta", 6))}

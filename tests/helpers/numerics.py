@@ -81,3 +81,41 @@ def accumulation_slack(a: Tensor, b: Tensor) -> Tensor:
         lowest, highest = torch.minimum(lowest, total), torch.maximum(highest, total)
         bound += torch.maximum(highest - total, total - lowest)
     return eps * bound
+
+
+def powers_of_two(x: Tensor) -> Tensor:
+    """The largest powers of two that do not exceed |x|, in float64; 0 for 0."""
+    _, exponent = torch.frexp(x.double())
+    return torch.where(
+        x == 0, 0.0, torch.ldexp(torch.ones_like(x, dtype=torch.float64), exponent - 1)
+    )
+
+
+@torch.no_grad()
+def fp8_products(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The product of fp8 matrices (M, K) and (K, N) in float64, and by how much the tensor cores
+    may miss it when they add all of K, for any codes but NaN and infinities.
+
+    An instruction adds 32 products and the sum so far. Of each of these terms it cuts what is below
+    2^-13 of the power of two of the largest, where that of a product is the product of its
+    factors', and that of a subnormal factor the smallest normal one. Then it cuts the sum to 13
+    bits behind its first (docs/numerics.md).
+    """
+    cut = 2.0**-13
+    powers = []
+    for x in (a, b):
+        power = powers_of_two(x.double()).clamp_min(torch.finfo(x.dtype).smallest_normal)
+        powers.append(torch.where(x.float() == 0, 0.0, power))
+    a, b = a.double(), b.double()
+    total = a.new_zeros(a.shape[0], b.shape[1])
+    error = torch.zeros_like(total)
+    for k in range(0, a.shape[1], 32):
+        step = slice(k, k + 32)
+        largest = powers_of_two(total.abs() + error)
+        terms = ((a[:, step] != 0).double() @ (b[step] != 0).double()) + (largest != 0)
+        for i in range(k, min(k + 32, a.shape[1])):
+            largest = torch.maximum(largest, powers[0][:, i, None] * powers[1][i])
+        total += a[:, step] @ b[step]
+        error += cut * terms * largest
+        error += cut * powers_of_two(total.abs() + error)
+    return total, error

@@ -32,7 +32,8 @@ class Sample:
     "lengths" (of a state), "edges" (cumulative lengths whose last sequence grows), "ends" (of
     groups, the last of which grows; their layout is the sum), "source" (of a quantiser: no
     gradient, no autocast), "codes" (bytes), and the dtype of what a quantiser has made or of a
-    state. `public` is the function where it has not the op's name.
+    state. `op_calls` counts the ops that a call is made of. `public` is the function where it has
+    not the op's name.
     """
 
     op: str
@@ -43,6 +44,7 @@ class Sample:
     dynamic: tuple[tuple[int, int], ...] = ()
     dtype: torch.dtype = torch.bfloat16
     kinds: tuple[str, ...] = ()
+    op_calls: int = 1
     public: str = ""
 
     def kind(self, index: int) -> str:
@@ -299,6 +301,15 @@ SAMPLES = {
         dtype=torch.float16,
         kinds=("operand",) * 3 + ("weight",) * 2 + ("factor",) * 2,
     ),
+    "lolcats_published": Sample(
+        "lolcats",
+        ((2, 2, 150, 64), (2, 1, 150, 64), (2, 1, 150, 64), (2, 64, 32), (2, 64, 32), (2,), (2,)),
+        ("packed",) * 7,
+        {"window": "published", "return_state": True},
+        dynamic=((0, 2), (1, 2), (2, 2)),
+        kinds=("operand",) * 3 + ("weight",) * 2 + ("factor",) * 2,
+        op_calls=2,
+    ),
     "hedgehog": Sample(
         "lolcats",
         (
@@ -322,6 +333,19 @@ SAMPLES = {
             *((2, 2, 64, 64), (2, 2, 64), (2, 1, 128, 64), (2, 1, 128, 64), (2,)),
         ),
         ("packed",) * 12,
+        kinds=("token",) * 5
+        + ("slopes",) * 2
+        + ("float32", "float32", "cache", "cache", "lengths"),
+    ),
+    "lolcats_decode_published": Sample(
+        "lolcats_decode",
+        (
+            *((2, 2, 1, 64), (2, 1, 1, 64), (2, 1, 1, 64), (2, 64, 64), (2, 64, 64), (2,), (2,)),
+            *((2, 2, 128, 64), (2, 2, 128), (2, 1, 128, 64), (2, 1, 128, 64), (2,)),
+        ),
+        ("packed",) * 12,
+        {"window": "published"},
+        dtype=torch.float16,
         kinds=("token",) * 5
         + ("slopes",) * 2
         + ("float32", "float32", "cache", "cache", "lengths"),

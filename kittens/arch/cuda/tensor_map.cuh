@@ -31,5 +31,15 @@ inline EncodeTiled encode_tiled() {
     return function;
 }
 
+// Makes the primary context of the thread's device its current one. The driver's functions need a
+// current context, which a thread has only after its first call of the runtime that uses a device.
+// Unlike cudaFree(nullptr), cudaSetDevice is allowed while another thread captures a graph.
+inline void make_context_current() {
+    int device = 0;
+    if (cudaGetDevice(&device) != cudaSuccess || cudaSetDevice(device) != cudaSuccess) {
+        cudaGetLastError();  // the caller's next call of the driver reports what is wrong
+    }
+}
+
 }  // namespace arch
 }  // namespace kittens::inline on_gpu

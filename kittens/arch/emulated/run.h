@@ -220,6 +220,9 @@ inline void check_launch(const Grid& g) {
     if (g.grid.x % g.cluster.x || g.grid.y % g.cluster.y || g.grid.z % g.cluster.z) {
         refuse("the grid is not a multiple of the cluster");
     }
+    if (g.grid.x >= 1u << 31 || g.grid.y > 65535 || g.grid.z > 65535) {
+        refuse("a grid of " + describe(g.grid) + " blocks; at most (2147483647, 65535, 65535)");
+    }
     if (g.shared_bytes > MAX_BLOCK_SHARED) {
         refuse(std::to_string(g.shared_bytes) + " bytes of shared memory; a block can have " +
                std::to_string(MAX_BLOCK_SHARED));

@@ -92,5 +92,6 @@ constexpr uint32_t swizzled(uint32_t address, int swizzle_bytes) {
 
 namespace arch {
 inline auto encode_tiled() { return &emulated::encode_tensor_map; }
+inline void make_context_current() {}
 }  // namespace arch
 }  // namespace kittens::inline on_cpu

@@ -2,6 +2,8 @@
 
     python -m thunderkittens bench attention            a table with ratios
     python -m thunderkittens bench gemm --json FILE     the figures with the machine's record
+    python -m thunderkittens bench gemm --host          host time of eager calls
+    python -m thunderkittens bench training             steps of a small transformer
 
 It is a library too: `compare(cases, implementations)` takes any callables, so that two variants of
 a kernel are held against each other and the peers by the protocol of the published figures.
@@ -11,21 +13,23 @@ from __future__ import annotations
 
 from .cases import Case, Expected, Implementation, Prepared, random_normal
 from .cli import add_arguments, main
-from .host import measure_host
+from .host import Differentiable, measure_host
 from .report import host_table, plot, table
 from .results import document, write_json
 from .runner import Measurement, compare, geometric_means
-from .timing import CpuTimer, CudaTimer, Rounds, Timer, Timing, make_timer
+from .timing import CpuTimer, CudaTimer, Rounds, StepTimer, Timer, Timing, make_timer
 
 __all__ = [
     "Case",
     "CpuTimer",
     "CudaTimer",
+    "Differentiable",
     "Expected",
     "Implementation",
     "Measurement",
     "Prepared",
     "Rounds",
+    "StepTimer",
     "Timer",
     "Timing",
     "add_arguments",

@@ -1,4 +1,4 @@
-"""The command line of the benchmarks: `python -m thunderkittens bench <op>`."""
+"""The command line of the benchmarks: `python -m thunderkittens bench <op>`, or `training`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from . import bars, machine, report, results, suites
+from . import machine, report, results, suites
 from .host import measure_host
 from .runner import Measurement, compare
 from .timing import make_timer
 
+WHOLE = ("training",)  # modules beside the suites, with a suite's interface, of more than an op
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 RESULTS = Path("benchmarks") / "results"
 
@@ -28,25 +29,30 @@ def suite_names() -> list[str]:
 
 
 def load_suite(op: str) -> Any:
-    """The suite of an op: a module as `suites` describes it."""
-    return importlib.import_module(f"{suites.__name__}.{op}")
+    """The suite of an op, or one of `WHOLE`: a module as `suites` describes it."""
+    package = __package__ if op in WHOLE else suites.__name__
+    return importlib.import_module(f"{package}.{op}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     ops = parser.add_subparsers(dest="op", metavar="op", required=True)
-    for name in suite_names():
+    for name in (*suite_names(), *WHOLE):
         suite = load_suite(name)
         summary = (suite.__doc__ or "").strip().splitlines()[0]
         op = ops.add_parser(name, help=summary, description=summary)
+        op.set_defaults(dtype="bf16", host=False)
+        seconds = getattr(suite, "SECONDS", 0.5)
         add = op.add_argument
         add("--shapes", help=f"{', '.join(suite.SHAPES)} (on a CPU: tiny)")
-        add("--dtype", choices=DTYPES, default="bf16", help="input type (default: bf16)")
         suite.add_arguments(op)
-        add("--host", action="store_true", help="host time of an eager call, not GPU times")
+        if name not in WHOLE:
+            add("--dtype", choices=DTYPES, default="bf16", help="input type (default: bf16)")
+            add("--host", action="store_true", help="host time of eager calls, not GPU times")
         add("--peers", help="names of the peers to run, with commas (default: all there are)")
         add("--quick", action="store_true", help="few repetitions: a look, not a measurement")
         add("--repetitions", type=int, default=100, help="per call and case (default: 100)")
-        add("--seconds", type=float, default=0.5, help="limit per call and case (default: 0.5)")
+        limit = f"limit per call and case (default: {seconds})"
+        add("--seconds", type=float, default=seconds, help=limit)
         add("--seed", type=int, default=0, help="seed of the inputs (default: 0)")
         add("--device", default="cuda", help="cuda, cuda:<index>, or cpu to try the tool")
         add("--json", type=Path, metavar="FILE", help="write figures and machine as JSON")
@@ -131,7 +137,7 @@ def status_line(total: int) -> Callable[[Measurement], None] | None:
 def run_host(args: argparse.Namespace, device: torch.device, record: dict[str, Any]) -> Any:
     """Measure and print host times; the content of the result file."""
     calls = load_suite(args.op).host_calls(device)
-    repetitions = 200 if args.quick else 2000
+    repetitions = 100 if args.quick else 2000
     times = measure_host(calls, make_timer(device).synchronize, repetitions=repetitions)
     print(report.host_table(times))
     settings = {"repetitions": repetitions}
@@ -144,18 +150,16 @@ def run_device(args: argparse.Namespace, device: torch.device, record: dict[str,
     shapes = args.shapes or ("default" if device.type == "cuda" else "tiny")
     cases = suite.cases(shapes, dtype=DTYPES[args.dtype], **suite.options(args))
     implementations = choose_peers(suite.implementations(device), args.peers)
-    timer = make_timer(device)
+    timer = getattr(suite, "make_timer", make_timer)(device)
     settings = {
         "repetitions": 10 if args.quick else args.repetitions,
-        "seconds": 0.05 if args.quick else args.seconds,
+        "seconds": args.seconds / 10 if args.quick else args.seconds,
         "seed": args.seed,
     }
     progress = status_line(len(cases))
     measurements = compare(cases, implementations, timer=timer, progress=progress, **settings)
     gpu, peak = record["device"], record["peak_tflops"]
     print(report.table(measurements, peak=peak))
-    if args.op.startswith("attention") and (text := bars.table(measurements, machine.slug(gpu))):
-        print(text)
     if args.plot:
         title = f"{args.op}, {args.dtype}, {gpu}"
         report.plot(measurements, args.plot, title=title, peak=peak)
@@ -171,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--repetitions and --seconds must be positive")
     suite.cases(args.shapes or "tiny", **suite.options(args))  # wrong names fail before any work
     if args.plot and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install 'thunderkittens[bench]'")
+        raise ValueError("--plot needs matplotlib: pip install matplotlib")
     device = choose_device(args.device)
     record = machine.record(device)
     paths = [args.json] if args.json else []

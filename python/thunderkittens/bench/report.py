@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .host import HostTimes
+from .host import BACKWARD, PLAIN, RECORDING, HostTimes
 from .runner import Measurement, geometric_means
 
 UNLIMITED = 250  # columns where no terminal sets the width; tables take what they need
@@ -127,9 +127,14 @@ def table(measurements: Sequence[Measurement], *, peak: float | None = None) -> 
 
 
 def host_table(times: HostTimes) -> str:
-    """Host time per call, as text."""
+    """Host time per call, as text, with a section for each kind of call."""
     grid = Grid(["host time of an eager call", "median us", "quartiles", "calls"])
-    for name, timing in times.items():
+    before = PLAIN
+    for place, (name, timing) in enumerate(times.items()):
+        kind = next((kind for kind in (RECORDING, BACKWARD) if name.endswith(kind)), PLAIN)
+        if kind != before:
+            grid.sections.append(place)
+        before = kind
         quartiles = f"{timing.quartile_1:.2f} - {timing.quartile_3:.2f}"
         grid.rows.append([name, f"{timing.median:.2f}", quartiles, str(timing.repetitions)])
     return grid.text()

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -49,6 +49,11 @@ class Timing:
         return cls(
             statistics.median(samples), quartiles[0], quartiles[2], min(samples), len(samples), late
         )
+
+    def of_each(self, parts: int) -> Timing:
+        """The statistics of one of `parts` equal parts."""
+        names = ("median", "quartile_1", "quartile_3", "minimum")
+        return replace(self, **{name: getattr(self, name) / parts for name in names})
 
     @property
     def spread(self) -> float:
@@ -106,6 +111,42 @@ class CpuTimer:
 
     def protocol(self) -> dict[str, Any]:
         return {"timer": "wall clock"}
+
+
+class StepTimer(CpuTimer):
+    """Wall-clock times of a step, of calls that do `steps` of them before the device is waited for.
+
+    What a training run takes: the host's part too, where the GPU waits for it.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        steps: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__(clock)
+        self.device, self.steps = device, steps
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def measure(self, calls: Calls, *, repetitions: int, seconds: float) -> Rounds:
+        def whole(call: Callable[[], Any]) -> Callable[[], None]:
+            def run() -> None:
+                call()
+                self.synchronize()
+
+            return run
+
+        self.synchronize()
+        whole_calls: Calls = {name: whole(call) for name, call in calls.items()}
+        rounds = super().measure(whole_calls, repetitions=repetitions, seconds=seconds)
+        return Rounds({name: timing.of_each(self.steps) for name, timing in rounds.timings.items()})
+
+    def protocol(self) -> dict[str, Any]:
+        return {**super().protocol(), "steps": self.steps}
 
 
 @dataclass(frozen=True)

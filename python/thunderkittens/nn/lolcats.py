@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from .. import reference
 from ..ops._registration import autocast_operands
-from ..ops.lolcats import lolcats
+from ..ops.lolcats import lolcats, require_window
 from ..ops.lolcats_decode import lolcats_decode
-from ..reference.lolcats import LolcatsState
+from ..reference.lolcats import LolcatsState, Window
 from .based import KERNEL_DTYPES
 from .rotary import Rotary
 
@@ -24,9 +24,11 @@ INITIAL_FACTOR = -2.1972245773362196
 
 @dataclass
 class LolcatsCache:
-    """What a layer keeps between calls; the tensors stay where they are."""
+    """What a layer keeps between calls; the tensors stay where they are. `empty`, whether no tokens
+    have gone into it, is for window="published", where the first tokens are the prompt."""
 
     state: LolcatsState
+    empty: bool = False
 
 
 class FeatureMap(nn.Module):
@@ -58,8 +60,12 @@ class LolcatsAttention(nn.Module):
     `o_proj.weight`, `feature_map_q.mlp.layer` and `feature_map_k.mlp.layer` (H, D, F), and
     `window_factors` (1, H, 1, 1), whose sigmoid is the weight of the window.
 
-    Decoding keeps the window of `tk.lolcats`, so that it continues what prefill computes; the
-    published model's own cache has another window while it decodes.
+    With window="published" the results are those of the authors' PyTorch code, for prompts of any
+    length and in the steps that follow. There, what a token gets depends on the length of the
+    prompt, and the window of a step is another than that of the prompt. With window="terrace" it is
+    that of `tk.lolcats` throughout, with which the models were trained: results do not depend on
+    how a sequence is divided into calls, and steps write less memory. Without a cache, both are the
+    same at multiples of 64 from 128 on.
 
     Args:
         width: elements of a token (the configuration's hidden_size).
@@ -72,9 +78,10 @@ class LolcatsAttention(nn.Module):
         affine: whether the linear part's weight is 1 minus the window's, instead of 1
             (`affine_attention_factors`; the published models have 1).
         bias: whether q, k and v have biases.
+        window: "published" or "terrace", as above.
 
     Raises:
-        ValueError: sizes that do not fit.
+        ValueError: sizes that do not fit, or another window.
     """
 
     def __init__(
@@ -89,6 +96,7 @@ class LolcatsAttention(nn.Module):
         scaling: Mapping[str, Any] | None = None,
         affine: bool = False,
         bias: bool = False,
+        window: Window = "published",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -101,6 +109,8 @@ class LolcatsAttention(nn.Module):
             )
         self.head_dim, self.features = head_dim or width // heads, features
         self.affine = affine
+        require_window("nn.LolcatsAttention", window)
+        self.window = window
         self.rotary = Rotary(self.head_dim, theta, scaling, device)
 
         def linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
@@ -135,7 +145,8 @@ class LolcatsAttention(nn.Module):
                 self.features,
                 dtype=weight.dtype,
                 device=weight.device,
-            )
+            ),
+            empty=True,
         )
 
     def forward(
@@ -148,7 +159,8 @@ class LolcatsAttention(nn.Module):
         """x (B, N, width) to (B, N, width).
 
         With a cache, the tokens follow those of earlier calls, and the cache is brought up to date
-        in place; one token without gradients is a call of `tk.lolcats_decode`.
+        in place; one token without gradients is a call of `tk.lolcats_decode`. With the published
+        window, all tokens behind the prompt are such steps, and have no gradients.
 
         Args:
             x: (B, N, width).
@@ -191,15 +203,36 @@ class LolcatsAttention(nn.Module):
         by_kernels = q.dtype in KERNEL_DTYPES
         prefill = lolcats if by_kernels else reference.lolcats
         if cache is None:
-            return prefill(*args)
+            return prefill(*args, window=self.window)
+        published, empty, cache.empty = self.window == "published", cache.empty, False
         if q.shape[2] == 1 and not torch.is_grad_enabled():
-            step = lolcats_decode if by_kernels else reference.lolcats_decode
-            return step(*args, cache.state)
-        out, state = prefill(*args, initial_state=cache.state, return_state=True)
+            return self._step(args, cache.state)
+        if published and not empty:
+            return self._steps(args, cache.state)
+        before = None if published else cache.state
+        out, state = prefill(*args, window=self.window, initial_state=before, return_state=True)
         with torch.no_grad():
             for old, new in zip(cache.state, state, strict=True):
                 old.copy_(new)
+        cache.empty = empty and q.shape[2] == 0
         return out
+
+    def _step(self, args: tuple[Tensor, ...], state: LolcatsState) -> Tensor:
+        q, k, v, q_map, k_map, alpha, beta = args
+        step = lolcats_decode if q.dtype in KERNEL_DTYPES else reference.lolcats_decode
+        return step(q, k, v, q_map, k_map, alpha, beta, state, window=self.window)
+
+    def _steps(self, args: tuple[Tensor, ...], state: LolcatsState) -> Tensor:
+        if torch.is_grad_enabled() and any(x.requires_grad for x in args):
+            raise RuntimeError(
+                "tk.nn.LolcatsAttention: there is no gradient behind the prompt with "
+                'window="published"; use torch.no_grad(), or window="terrace" to train'
+            )
+        outs = [
+            self._step((*(x[:, :, i : i + 1] for x in args[:3]), *args[3:]), state)
+            for i in range(args[0].shape[2])
+        ]
+        return torch.cat(outs, 2) if outs else torch.empty_like(args[0])
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any

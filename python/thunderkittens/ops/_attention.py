@@ -31,8 +31,6 @@ LEAST_SCALE = 2.0**-50
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 INTEGERS = (int, torch.SymInt)
 _LARGEST = (1 << 63) - 1  # that the ops take
-# What an omitted option is in the ops, after causal and scale.
-NO_OPTIONS = (-1, -1, 0.0, None, None, None)
 
 
 class Options(NamedTuple):
@@ -66,6 +64,9 @@ class Options(NamedTuple):
         """The others."""
         names = ("causal", "scale", "window_left", "window_right", "softcap", "deterministic")
         return {name: getattr(self, name) for name in names}
+
+
+DEFAULTS = tuple(Options._field_defaults.values())
 
 
 def split(args: Sequence[Any], operands: int, varlen: bool) -> tuple[list[Any], list[Any], Options]:
@@ -315,10 +316,17 @@ def _device_properties(index: int) -> Any:
     )
 
 
+_PROBLEM = (
+    *("dtype", "head_dim", "value_dim", "causal", "window_left", "window_right"),
+    *("softcap", "alibi", "sink", "varlen"),
+)
+
+
 @functools.cache
-def _supported(index: int | None, **problem: Any) -> bool:
+def _supported(index: int | None, dtype: torch.dtype, *values: Any) -> bool:
     """Whether the gradient has a kernel for a problem, whatever its lengths: on a GPU, or with
     index None on the emulator."""
+    problem = dict(zip(_PROBLEM, (emulation.NAMES[dtype], *values), strict=True))
     problem |= dict.fromkeys(("batch", "q_heads", "kv_heads", "q_length", "k_length"), 1)
     if index is None:
         return emulation.supports("attention_backward", problem)
@@ -328,21 +336,23 @@ def _supported(index: int | None, **problem: Any) -> bool:
     return not module.unsupported("attention_backward", problem, _device_properties(index))
 
 
-def has_kernel(q: Tensor, v: Tensor, options: Options, varlen: bool) -> bool:
-    """Whether the gradient of a call has a kernel, on CUDA tensors or emulated on a CPU's."""
+def has_kernel(q: Tensor, v: Tensor, options: Sequence[Any], varlen: bool) -> bool:
+    """Whether the gradient of a call has a kernel, on CUDA tensors or emulated on a CPU's; trailing
+    options may be missing, and others follow."""
+    causal, _, left, right, softcap, slopes, sink = (*options, *DEFAULTS[len(options) :])[:7]
     # int(): head dimensions are fixed in compiled code, lengths are not.
     return _supported(
         q.device.index if q.is_cuda else None,
-        dtype=emulation.NAMES[q.dtype],
-        head_dim=int(q.shape[-1]),
-        value_dim=int(v.shape[-1]),
-        causal=int(options.causal),
-        window_left=min(int(options.window_left), 0),
-        window_right=min(int(options.window_right), 0),
-        softcap=options.softcap != 0,
-        alibi=options.alibi_slopes is not None,
-        sink=options.sink is not None,
-        varlen=varlen,
+        q.dtype,
+        int(q.shape[-1]),
+        int(v.shape[-1]),
+        int(causal),
+        min(int(left), 0),
+        min(int(right), 0),
+        softcap != 0,
+        slopes is not None,
+        sink is not None,
+        varlen,
     )
 
 

@@ -8,76 +8,66 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._attention import Options, split, split_backward
+from ._attention import DEFAULTS, Options, split, split_backward
+from ._eager_autograd import differentiable
 from ._gradient_call import gradient_call
-from ._registration import transform_active
+from ._registration import of_any_size
 
 Gradient = Callable[..., tuple[Tensor, ...]]
-_COUNT = len(Options._fields)
 _ALIBI, _SINK = (Options._fields.index(name) for name in ("alibi_slopes", "sink"))
 
 
-def save_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    first = len(inputs) - _COUNT
-    ctx.packing, ctx.options = inputs[5:first], Options(*inputs[first:])
-    ctx.save_for_backward(
-        *inputs[:3], *output, ctx.options.alibi_slopes, ctx.options.sink, *inputs[3:first][:2]
-    )
-    ctx.options = ctx.options._replace(alibi_slopes=None, sink=None)
-    ctx.set_materialize_grads(False)
+def functions(
+    op: str, call: Callable[..., Any], gradient: Gradient, varlen: bool
+) -> tuple[Callable[..., Any], Gradient]:
+    """The op `call`, and its gradient, as what records gradients.
 
+    Trailing options may be missing from a call.
+    """
+    first = 3 + 4 * varlen  # of the options
+    any_gradient = gradient_call(op, gradient, lambda any: vmap_rule_backward(op, any, varlen))
+    unneeded = (None,) * (first - 3 + _SINK)
+    all_unneeded = (*unneeded, None, None)
 
-def backward_rule(op: str, gradient: Gradient) -> Callable[..., tuple[Tensor | None, ...]]:
-    """The formula for autograd, on top of `gradient`."""
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        options = inputs[first:]
+        saved = (*inputs[:3], *output, *inputs[3 : min(first, 5)])
+        if len(options) > _ALIBI:
+            saved = (*saved, options[_ALIBI], (*options, None)[_SINK])
+            options = (*options[:_ALIBI], None, None, *options[_SINK + 1 :])
+        ctx.maxima, ctx.options = inputs[5:first], options
+        ctx.save_for_backward(*saved)
+        ctx.set_materialize_grads(False)
 
     def backward(
         ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, slopes, sink, *edges = ctx.saved_tensors
-        first = 3 + len(edges) + len(ctx.packing)
-        # The dispatcher drops trailing arguments that have their default value.
-        wanted = (*ctx.needs_input_grad, *(False,) * _COUNT)
-        if wanted[first + _ALIBI]:
+        saved, wanted, options = ctx.saved_tensors, ctx.needs_input_grad, ctx.options
+        if grad_out is None:
+            grad_out = torch.zeros_like(saved[3])
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        if len(options) <= 2 and not deterministic and wanted[0] and wanted[1] and wanted[2]:
+            # Each argument costs; what is left out has its default value.
+            of_q, of_k, of_v, _ = any_gradient(grad_out, grad_lse, *saved, *ctx.maxima, *options)
+            return (of_q, of_k, of_v, *all_unneeded)
+        slopes = sink = None
+        if len(options) > _ALIBI:
+            *saved, slopes, sink = saved
+        if slopes is not None and wanted[first + _ALIBI]:
             raise RuntimeError(f"tk.{op}: the gradient of alibi_slopes is not computed")
         needs = [*wanted[:3], sink is not None and wanted[first + _SINK]]
-        deterministic = ctx.options.deterministic
-        if deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
-        options = ctx.options._replace(alibi_slopes=slopes, sink=sink, deterministic=deterministic)
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        grads = gradient(
-            grad_out, grad_lse, q, k, v, out, lse, *edges, *ctx.packing, *options, needs
-        )
-        *first_three, grad_sink = (
+        every = [*options, *DEFAULTS[len(options) :]]
+        if every[-1] is not None:
+            deterministic = every[-1]
+        operands = (grad_out, grad_lse, *saved, *ctx.maxima)
+        grads = any_gradient(*operands, *every[:_ALIBI], slopes, sink, deterministic, needs)
+        of_q, of_k, of_v, of_sink = (
             x if needed else None for x, needed in zip(grads, needs, strict=True)
         )
-        unneeded = [None] * (first - 3 + _SINK)
-        return (*first_three, *unneeded, grad_sink, None)
+        return (of_q, of_k, of_v, *unneeded, of_sink, None)
 
-    return backward
-
-
-def functions(
-    op: str, differentiable: Callable[..., Any], gradient: Gradient, varlen: bool
-) -> tuple[Callable[..., Any], Gradient]:
-    """The differentiable op and its gradient, as what also works under `torch.func`."""
-
-    def any_call(*args: Any) -> Any:
-        return (Function.apply if transform_active() else differentiable)(*args)
-
-    any_gradient = gradient_call(op, gradient, lambda call: vmap_rule_backward(op, call, varlen))
-
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(*args: Any) -> Any:
-            return differentiable(*args)
-
-        setup_context = staticmethod(save_context)
-        backward = staticmethod(backward_rule(op, any_gradient))
-        vmap = staticmethod(vmap_rule(op, any_call, varlen))
-
-    return any_call, any_gradient
+    rule = lambda any: vmap_rule(op, any, varlen)  # noqa: E731
+    return differentiable(op, call, save, backward, rule), any_gradient
 
 
 # torch.func.vmap: the mapped dimension is merged into the batch, or, as a sink has no batch and
@@ -119,6 +109,7 @@ def _require_common_lengths(op: str, dims: Sequence[int | None]) -> None:
 def vmap_rule(op: str, attend: Callable[..., Any], varlen: bool) -> Callable[..., tuple[Any, Any]]:
     """The rule for `torch.func.vmap`, on top of `attend`, which returns the output or a tuple."""
 
+    @of_any_size
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         size = info.batch_size
         operands, packing, options = split(args, 3, varlen)
@@ -137,6 +128,7 @@ def vmap_rule(op: str, attend: Callable[..., Any], varlen: bool) -> Callable[...
 
 
 def vmap_rule_backward(op: str, gradient: Gradient, varlen: bool) -> Callable[..., tuple[Any, Any]]:
+    @of_any_size
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         size = info.batch_size
         operands, packing, options, needs = split_backward(args, varlen)

@@ -72,7 +72,7 @@ def second_to_last(op: str, axis: Any, dims: int) -> bool:
         return False
     if axis in (-2, dims - 2):
         return True
-    raise ValueError(f"tk.{op}: axis is {axis}; it must be -1 or -2")
+    raise ValueError(f"tk.{op}: axis is {axis}; it must be -1 or -2 ({dims - 1} or {dims - 2})")
 
 
 def scale_shape(shape: Sequence[int], block: int, swizzle: bool) -> tuple[int, ...]:

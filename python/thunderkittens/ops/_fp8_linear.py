@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._eager_autograd import differentiable
 from ._gradient_call import gradient_of_ops, one_by_one
 from ._registration import autocast_active, transform_active
 from .fp8_quantize import FP8_DTYPES, GRANULARITIES
@@ -70,9 +71,15 @@ def fp8_linear(
     needs_x = needs_weight = transform_active()
     if not needs_x and torch.is_grad_enabled():
         needs_x, needs_weight = x.requires_grad, weight.requires_grad
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
     options = scaling, grad_dtype, accurate
-    out = _Linear.apply(rows, weight, bias, cast, options, needs_x, needs_weight)[0]
+    wanted = (
+        needs_x
+        or needs_weight
+        or (torch.is_grad_enabled() and bias is not None and bias.requires_grad)
+    )
+    call = _recorded if wanted else _forward
+    out = call(rows, weight, bias, cast, options, needs_x, needs_weight)[0]
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -176,53 +183,47 @@ def _gradients(
 _any_gradients = gradient_of_ops("fp8_linear", _gradients, reference=False)
 
 
-class _Linear(torch.autograd.Function):
+def _forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cast: torch.dtype | None,
+    options: tuple[Any, ...],
+    needs_x: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, ...]:
     """The product of rows, and what the gradients need: codes and scales of both transposes."""
+    of_x, of_weight = SCALING[options[0]]
+    if cast is not None:
+        # Here, not before: the graph keeps the weight that it was given, and no copy.
+        x, weight = x.to(cast), weight.to(cast)
+        bias = None if bias is None else bias.to(cast)
+    codes_x, scale_x, *x_t = _quantized(x, of_x, torch.float8_e4m3fn, needs_weight)
+    codes_w, scale_w, *weight_t = _quantized(weight, of_weight, torch.float8_e4m3fn, needs_x)
+    out = _product(codes_x, codes_w.t(), scale_x, scale_w.t(), bias, 0, x.dtype, options[2], None)
+    return out, *x_t, *weight_t
 
-    @staticmethod
-    def forward(
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        cast: torch.dtype | None,
-        options: tuple[Any, ...],
-        needs_x: bool,
-        needs_weight: bool,
-    ) -> tuple[Tensor, ...]:
-        of_x, of_weight = SCALING[options[0]]
-        if cast is not None:
-            # Here, not before: the graph keeps the weight that it was given, and no copy.
-            x, weight = x.to(cast), weight.to(cast)
-            bias = None if bias is None else bias.to(cast)
-        codes_x, scale_x, *x_t = _quantized(x, of_x, torch.float8_e4m3fn, needs_weight)
-        codes_w, scale_w, *weight_t = _quantized(weight, of_weight, torch.float8_e4m3fn, needs_x)
-        out = _product(
-            codes_x, codes_w.t(), scale_x, scale_w.t(), bias, 0, x.dtype, options[2], None
-        )
-        return out, *x_t, *weight_t
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, weight, bias, _, ctx.options, _, _ = inputs
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(weight, *output[1:])
-        ctx.dtypes = x.dtype, None if bias is None else bias.dtype
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, bias, _, ctx.options, _, _ = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(weight, *output[1:])
+    ctx.dtypes = x.dtype, None if bias is None else bias.dtype
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        weight, *saved = ctx.saved_tensors
-        dtype_x, dtype_bias = ctx.dtypes
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_x = grad_weight = grad_bias = None
-        if needs_x or needs_weight:
-            needs = needs_x, needs_weight
-            of_x, of_weight = _any_gradients(grad, weight, *saved, dtype_x, ctx.options, needs)
-            grad_x = of_x if needs_x else None
-            grad_weight = of_weight if needs_weight else None
-        if needs_bias:
-            grad_bias = grad.sum(0, dtype=torch.float32).to(dtype_bias)
-        return grad_x, grad_weight, grad_bias, None, None, None, None
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        return one_by_one(_Linear.apply)(info, in_dims, *args)
+def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    weight, *saved = ctx.saved_tensors
+    dtype_x, dtype_bias = ctx.dtypes
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    grad_x = grad_weight = grad_bias = None
+    if needs_x or needs_weight:
+        needs = needs_x, needs_weight
+        of_x, of_weight = _any_gradients(grad, weight, *saved, dtype_x, ctx.options, needs)
+        grad_x = of_x if needs_x else None
+        grad_weight = of_weight if needs_weight else None
+    if needs_bias:
+        grad_bias = grad.sum(0, dtype=torch.float32).to(dtype_bias)
+    return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+_recorded = differentiable("fp8_linear", _forward, _save, _backward, one_by_one)

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import emulation
 from ..reference.gemm import GATED, activate
 from ..reference.gemm import gemm as reference_gemm
+from . import _memory as memory
+from ._eager_autograd import differentiable
 from ._gemm_backward import NAMES, activation_gradient
 from ._registration import (
     autocast_operand,
@@ -75,21 +76,18 @@ def check_like_result(
 
 
 def check_memory(out: Tensor, *operands: Tensor | None) -> None:
-    """Raises where blocks that write to `out` are seen to change what others write or read."""
-    if out.numel() == 0 or isinstance(out, FakeTensor) or out.device.type == "meta":
+    """Raises where blocks that write to `out` would change what others write or read."""
+    if not memory.has_addresses(out):
         return
-    reach = 1
-    for stride, length in sorted(zip(out.stride(), out.shape, strict=True)):
-        if length > 1 and stride < reach:
-            raise ValueError(
-                f"tk.gemm: out has shape {tuple(out.shape)} and strides {out.stride()}; each "
-                "element must have a place of its own"
-            )
-        reach += stride * (length - 1)
+    if memory.repeats(out):
+        raise ValueError(
+            f"tk.gemm: out has shape {tuple(out.shape)} and strides {out.stride()}; each element "
+            "must have a place of its own"
+        )
     for name, x in zip(("a", "b", "bias", "residual"), operands, strict=True):
         if x is None or (name == "residual" and _same_elements(x, out)):
             continue
-        if _overlap(x, out):
+        if memory.overlap(x, out):
             raise ValueError(
                 f"tk.gemm: out overlaps {name}; it may be the residual, and overlap no other "
                 "operand"
@@ -104,20 +102,6 @@ def _same_elements(x: Tensor, y: Tensor) -> bool:
         x.data_ptr() == y.data_ptr()
         and x.shape == y.shape
         and all(length == 1 or one == other for length, one, other in steps)
-    )
-
-
-def _overlap(x: Tensor, y: Tensor) -> bool:
-    """Whether x and y begin at the same place, or lie in ranges without gaps that meet. Columns of
-    one matrix, whose ranges do meet, share nothing."""
-    first, second = x.data_ptr(), y.data_ptr()
-    if x.numel() == 0 or first == second:
-        return x.numel() > 0
-    return (
-        x.is_contiguous()
-        and y.is_contiguous()
-        and first < second + y.nbytes
-        and second < first + x.nbytes
     )
 
 
@@ -168,7 +152,7 @@ def product(
         _out(a, b, *options, out=out)
         return out
     if wanted:
-        result: Tensor = _differentiable(a, b, *options)[0]
+        result: Tensor = _recorded(a, b, *options)[0]
         return result
     return _forward(a, b, *options)
 
@@ -386,6 +370,4 @@ register(
 )
 register("gemm.fused", fake=_fake, cpu=_cpu, flops=_flops, vmap=_vmap_fused, autocast=3)
 register("gemm_forward.out", fake=_fake_out, cpu=_cpu_out, flops=_flops)
-torch.library.register_autograd(
-    "thunderkittens::gemm.fused", _backward, setup_context=_setup_context
-)
+_recorded = differentiable("gemm_fused", _differentiable, _setup_context, _backward)

@@ -8,9 +8,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ._registration import transform_active
-
-Call = Callable[..., Any]
+from ._eager_autograd import Call, below_autograd, plain
+from ._registration import of_any_size, transform_active
 
 
 def refuse_double_backward(op: str, reference: bool = True) -> Callable[..., NoReturn]:
@@ -28,6 +27,7 @@ def refuse_double_backward(op: str, reference: bool = True) -> Callable[..., NoR
 def one_by_one(call: Call) -> Call:
     """A rule for `torch.func.vmap`: one call after the other."""
 
+    @of_any_size
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         def select(x: Any, dim: Any, i: int) -> Any:
             return x.select(dim, i) if isinstance(x, Tensor) and dim is not None else x
@@ -53,6 +53,9 @@ def gradient_call(op: str, gradient: Call, vmap_rule: Callable[[Call], Any]) -> 
     """
 
     def call(*args: Any) -> Any:
+        # With gradients enabled, the gradient itself is recorded, so as to refuse it.
+        if not torch.is_grad_enabled() and plain():
+            return below_autograd(gradient, *args)
         return (once.apply if transform_active() else gradient)(*args)
 
     once = _differentiable_once(gradient, refuse_double_backward(op), vmap_rule(call))
@@ -66,6 +69,8 @@ def gradient_of_ops(op: str, gradients: Call, reference: bool = True) -> Call:
     """
 
     def call(*args: Any) -> Any:
+        if not torch.is_grad_enabled() and plain():
+            return below_autograd(gradients, *args)
         # Compiled code cannot be differentiated twice at all.
         return (gradients if torch.compiler.is_compiling() else once.apply)(*args)
 

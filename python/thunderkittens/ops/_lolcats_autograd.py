@@ -10,8 +10,9 @@ from torch import Tensor
 from .. import emulation
 from ..reference.lolcats import LolcatsState
 from ..reference.lolcats import lolcats as reference_lolcats
+from ._eager_autograd import differentiable
 from ._gradient_call import gradient_call, one_by_one, refuse_double_backward
-from ._registration import register, transform_active
+from ._registration import register
 from .lolcats import NAMES, fold_rule, lolcats_shape, with_defaults
 
 OPERANDS = (*NAMES, "alpha", "beta")
@@ -94,11 +95,6 @@ def _flops(*args: Any, **kwargs: Any) -> int:
     return 2 * tokens * dim * (7 * 128 + 10 * features + 8 * features)
 
 
-def any_call(*args: Any) -> Any:
-    """The differentiable op, also under the transforms of `torch.func`."""
-    return (_Function.apply if transform_active() else _differentiable)(*args)
-
-
 def _vmap_rule(call: Any) -> Any:
     """The rule for `torch.func.vmap`: merges the mapped dimension into the batch, over which the
     gradients of the maps and factors are sums: where these are wanted, one call after the other."""
@@ -117,6 +113,7 @@ _any_gradient = gradient_call("lolcats", _gradient, _vmap_rule)
 
 def _save_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *operands, ctx.return_state = with_defaults(inputs)
+    ctx.mark_non_differentiable(output[5])
     ctx.save_for_backward(*operands, output[0], output[6], output[7])
     ctx.set_materialize_grads(False)
 
@@ -135,24 +132,14 @@ def _backward(ctx: Any, grad_out: Tensor | None, *others: Tensor | None) -> tupl
     return (*(g if n else None for g, n in zip(grads, needs, strict=True)), *nothing[7:])
 
 
-class _Function(torch.autograd.Function):
-    """The differentiable op under the transforms of `torch.func`."""
-
-    @staticmethod
-    def forward(*args: Any) -> Any:
-        return _differentiable(*args)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.mark_non_differentiable(output[5])
-        _save_context(ctx, inputs, output)
-
-    backward = staticmethod(_backward)
-    vmap = staticmethod(fold_rule(any_call, range(3, 7)))
-
-
 register("lolcats_backward", fake=_fake, cpu=_cpu, flops=_flops, vmap=_vmap_rule(_gradient))
 torch.library.register_autograd(
     "thunderkittens::lolcats_backward", refuse_double_backward("lolcats")
 )
-torch.library.register_autograd("thunderkittens::lolcats", _backward, setup_context=_save_context)
+recorded = differentiable(
+    "lolcats",
+    _differentiable,
+    _save_context,
+    _backward,
+    lambda call: fold_rule(call, range(3, 7)),
+)

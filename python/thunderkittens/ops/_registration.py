@@ -82,6 +82,31 @@ def compiled(name: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"{_NAMESPACE}::{name}", "CUDA")
 
 
+def of_any_size(rule: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+    """A rule for `torch.func.vmap` that also serves a mapped dimension without elements: by a call
+    with one, of zeros, of whose results nothing is kept."""
+
+    def with_one(x: Any, dim: Any) -> Any:
+        if not isinstance(x, Tensor) or not isinstance(dim, int):
+            return x
+        dim %= x.dim()
+        return x.new_zeros((*x.shape[:dim], 1, *x.shape[dim + 1 :]))
+
+    def kept(x: Any, dim: Any) -> Any:
+        return x.narrow(dim, 0, 0) if isinstance(x, Tensor) and dim is not None else x
+
+    def any_size(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        if info.batch_size > 0:
+            return rule(info, in_dims, *args)
+        padded = (with_one(x, dim) for x, dim in zip(args, in_dims, strict=True))
+        results, dims = rule(info._replace(batch_size=1), in_dims, *padded)
+        if isinstance(results, Tensor):
+            return kept(results, dims), dims
+        return tuple(kept(x, dim) for x, dim in zip(results, dims, strict=True)), dims
+
+    return any_size
+
+
 def _autocast_kernel(op: Any, device_type: str, count: int) -> Callable[..., Any]:
     """Converts the first `count` arguments, and keeps autocast out of the op's implementation."""
 

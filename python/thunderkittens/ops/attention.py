@@ -191,7 +191,7 @@ def attention(
         )
         or transform_active()
     ):
-        out, lse = _any_call(q, k, v, mode, scale, *(options or shared.NO_OPTIONS))
+        out, lse = _recorded(q, k, v, mode, scale, *options)
         return (out, lse) if return_lse else out
     return _forward(q, k, v, mode, scale, *options)
 
@@ -316,7 +316,7 @@ def _cpu_backward(*args: Any) -> tuple[Tensor, ...]:
 def _gradient_of(*args: Any) -> tuple[Tensor, ...]:
     """The gradient by its kernel, where there is one."""
     q, v = args[2], args[4]
-    if q.is_cuda and not shared.has_kernel(q, v, Options(*args[7:-1]), varlen=False):
+    if q.is_cuda and not shared.has_kernel(q, v, args[7:], varlen=False):
         return _blocked(*args)
     return _gradient(*args)
 
@@ -334,7 +334,7 @@ def _flops_backward(*args: Any, **kwargs: Any) -> int:
     )
 
 
-_any_call, _any_gradient = autograd.functions("attention", _differentiable, _gradient_of, False)
+_recorded, _ = autograd.functions("attention", _differentiable, _gradient_of, False)
 
 for _name, _op, _fake_op, _cpu_op in (
     ("attention_forward", _forward, _fake_forward, _cpu_forward),
@@ -366,8 +366,3 @@ for _name, _op, _cpu_gradient, _cuda_gradient in (
         vmap=autograd.vmap_rule_backward("attention", _op, False),
     )
     torch.library.register_autograd(f"thunderkittens::{_name}", refuse_double_backward("attention"))
-torch.library.register_autograd(
-    "thunderkittens::attention",
-    autograd.backward_rule("attention", _any_gradient),
-    setup_context=autograd.save_context,
-)

@@ -179,7 +179,7 @@ def attention_varlen(
         )
         or transform_active()
     ):
-        out, lse = _any_call(q, k, v, *packing, mode, scale, *(options or shared.NO_OPTIONS))
+        out, lse = _recorded(q, k, v, *packing, mode, scale, *options)
         return (out, lse) if return_lse else out
     return _forward(q, k, v, *packing, mode, scale, *options)
 
@@ -365,7 +365,7 @@ def _cpu_backward(*args: Any) -> tuple[Tensor, ...]:
 def _gradient_of(*args: Any) -> tuple[Tensor, ...]:
     """The gradient by its kernel, where there is one."""
     q, v = args[2], args[4]
-    if q.is_cuda and not shared.has_kernel(q, v, Options(*args[11:-1]), varlen=True):
+    if q.is_cuda and not shared.has_kernel(q, v, args[11:], varlen=True):
         return _blocked(*args)
     return _gradient(*args)
 
@@ -382,7 +382,7 @@ def _flops_backward(*args: Any, **kwargs: Any) -> int:
     return tokens * heads * packing[3] * shared.flops_backward(dim, v_shape[2], needs)
 
 
-_any_call, _any_gradient = autograd.functions(_NAME, _differentiable, _gradient_of, True)
+_recorded, _ = autograd.functions(_NAME, _differentiable, _gradient_of, True)
 
 for _name, _op, _fake_op, _cpu_op in (
     (f"{_NAME}_forward", _forward, _fake_forward, _cpu_forward),
@@ -414,8 +414,3 @@ for _name, _op, _cpu_gradient, _cuda_gradient in (
         vmap=autograd.vmap_rule_backward(_NAME, _op, True),
     )
     torch.library.register_autograd(f"thunderkittens::{_name}", refuse_double_backward(_NAME))
-torch.library.register_autograd(
-    f"thunderkittens::{_NAME}",
-    autograd.backward_rule(_NAME, _any_gradient),
-    setup_context=autograd.save_context,
-)

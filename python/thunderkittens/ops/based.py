@@ -16,11 +16,13 @@ from .. import emulation
 from ..reference.based import FEATURES, BasedState
 from ..reference.based import based as reference_based
 from ..reference.based import based_backward as reference_based_backward
+from ._eager_autograd import differentiable
 from ._gradient_call import gradient_call, refuse_double_backward
 from ._registration import (
     autocast_active,
     autocast_operands,
     forward_mode_active,
+    of_any_size,
     refuse_forward_mode,
     register,
     require_operands,
@@ -117,10 +119,9 @@ def based(
     tensors = [q, k, v] if numerator is None else [q, k, v, numerator, denominator]
     if forward_mode_active():
         refuse_forward_mode("based", *tensors)
-    if transform_active():
-        out, *state, _ = _Function.apply(*args)
-    elif torch.is_grad_enabled() and any(x.requires_grad for x in tensors if x is not None):
-        out, *state, _ = _differentiable(*args)
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors if x is not None)
+    if wanted or transform_active():
+        out, *state, _ = _recorded(*args)
     else:
         out, *state = _forward(*args)
     return (out, BasedState(*state)) if return_state else out
@@ -460,6 +461,7 @@ def _fold(x: Any, dim: int | None, size: int) -> Any:
 def _vmap_rule(call: Any) -> Any:
     """The rule for `torch.func.vmap`, by merging the mapped dimension into the batch."""
 
+    @of_any_size
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         size = info.batch_size
         dims = [None if isinstance(dim, list | tuple) else dim for dim in in_dims]
@@ -474,24 +476,8 @@ def _vmap_rule(call: Any) -> Any:
     return rule
 
 
-def _any_call(*args: Any) -> Any:
-    return (_Function.apply if transform_active() else _differentiable)(*args)
-
-
 _any_gradient = gradient_call("based", _gradient, _vmap_rule)
-
-
-class _Function(torch.autograd.Function):
-    """The differentiable op under the transforms of `torch.func`."""
-
-    @staticmethod
-    def forward(*args: Any) -> Any:
-        return _differentiable(*args)
-
-    setup_context = staticmethod(_save_context)
-    backward = staticmethod(_backward)
-    vmap = staticmethod(_vmap_rule(_any_call))
-
+_recorded = differentiable("based", _differentiable, _save_context, _backward, _vmap_rule)
 
 for _name, _op, _fake_op, _cpu_op in (
     ("based_forward", _forward, _fake_forward, _cpu_forward),
@@ -506,4 +492,3 @@ register(
     vmap=_vmap_rule(_gradient),
 )
 torch.library.register_autograd("thunderkittens::based_backward", refuse_double_backward("based"))
-torch.library.register_autograd("thunderkittens::based", _backward, setup_context=_save_context)

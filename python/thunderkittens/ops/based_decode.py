@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import emulation
 from ..reference.based import FEATURES, BasedState
 from ..reference.based_decode import based_decode as reference_based_decode
+from ._memory import require_apart
 from ._registration import (
     autocast_active,
     autocast_operands,
@@ -23,6 +24,7 @@ from ._registration import (
 from .based import ELEMENTS, State, require_eps, require_state, require_value_dim
 
 _op = torch.ops.thunderkittens.based_decode.default
+_NAMES = ("the state's numerator", "the state's denominator", "q", "k", "v")
 
 
 def based_decode(
@@ -48,7 +50,9 @@ def based_decode(
         k: (B, H, 1, 16), dtype and device of q.
         v: (B, H, 1, Dv), dtype and device of q; Dv a multiple of 8 from 8 to 256.
         state: the state of the tokens before, as `tk.based(..., return_state=True)` returns it;
-            zeros for none. Both tensors are changed in place.
+            zeros for none. Both tensors are changed in place, and overlap neither an operand nor
+            each other nor, as expanded ones do, themselves: code that `torch.compile` made does not
+            check this.
         normalize: divide by the sum of the weights, plus eps, as in `tk.based`.
         eps: added to the sum of the weights.
 
@@ -58,7 +62,8 @@ def based_decode(
     Raises:
         TypeError: an operand is no dense tensor, has an unsupported dtype (float32 included) or one
             that differs from q's, or is on another device; a state that is not two float32 tensors.
-        ValueError: a shape that does not fit the above, or an eps that is negative or not finite.
+        ValueError: a shape that does not fit the above, an eps that is negative or not finite, or a
+            state that overlaps an operand or itself.
         RuntimeError: a gradient is wanted, or a transform of `torch.func` is active.
     """
     if autocast_active():
@@ -83,6 +88,8 @@ def based_decode(
             "tk.based_decode has no gradient, and an operand requires one: call it under "
             "torch.no_grad(), or tk.based on one token"
         )
+    if not torch.compiler.is_compiling():
+        require_apart("based_decode", _NAMES, (numerator, denominator, q, k, v), written=2)
     result: Tensor = _op(q, k, v, numerator, denominator, bool(normalize), float(eps))
     return result
 

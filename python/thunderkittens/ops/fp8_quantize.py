@@ -64,7 +64,7 @@ def fp8_quantize(
     _check(x, granularity, dtype, scale, transposed)
     code = GRANULARITIES.index(granularity)
     if x.dim() > 2 and granularity == "128x128":
-        matrices = [_op(part, code, dtype) for part in x.reshape(-1, *x.shape[-2:])]
+        matrices = [_op(part, code, dtype) for part in x.flatten(0, -3)]
         if not matrices:
             blocks = [-(-n // 128) for n in x.shape[-2:]]
             return x.new_empty(x.shape, dtype=dtype), x.new_empty(

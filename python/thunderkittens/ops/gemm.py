@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import emulation
 from ..reference.gemm import gemm as reference_gemm
+from ._eager_autograd import differentiable
 from ._registration import (
     autocast_active,
     autocast_operands,
@@ -73,7 +74,8 @@ def gemm(
         beta: factor of the residual.
         gate_layout: where the gates of a gated activation are: "blocked", in the first N / 2
             columns, or "interleaved", in the even ones.
-        out_dtype: torch.bfloat16, torch.float16 or torch.float32; None is the dtype of a.
+        out_dtype: torch.bfloat16, torch.float16 or torch.float32; None is the dtype of out where
+            that is given, else of a.
         out: a tensor to write the result to, in place of a new one: the result's shape and dtype,
             adjacent elements in its last dimension; not with operands that require a gradient. It
             may be the residual, but overlap no other operand, nor itself: code that `torch.compile`
@@ -84,7 +86,8 @@ def gemm(
 
     Raises:
         TypeError: an operand is no dense tensor, has an unsupported dtype (float32 included) or one
-            that differs from a's, or is on another device; out_dtype is none of the above;
+            that differs from a's, or is on another device; out_dtype is none of the above, or not
+            the dtype of out;
             activation or gate_layout is no string, alpha or beta no number.
         ValueError: an operand has less than 2 dimensions, the inner dimensions differ, the batch
             dimensions do not broadcast, bias is not (N,), residual or out has not the result's
@@ -214,12 +217,12 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype |
     """The product of operands in the forms that the ops take, by the cheapest op that will do."""
     if forward_mode_active():
         refuse_forward_mode("gemm", a, b, bias)
-    if transform_active():
-        return _Function.apply(a, b, bias, out_dtype)
-    if torch.is_grad_enabled() and (
-        a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)
-    ):
-        return _differentiable(a, b, bias, out_dtype)
+    if (
+        torch.is_grad_enabled()
+        and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad))
+    ) or transform_active():
+        result: Tensor = _recorded(a, b, bias, out_dtype)
+        return result
     return _forward(a, b, bias, out_dtype)
 
 
@@ -286,14 +289,22 @@ def product_gradients(
     grad_a = grad_b = grad_bias = None
     if needs_bias:
         grad_bias = grad.sum(tuple(range(grad.dim() - 1))).to(a.dtype)
-    grad = grad.to(a.dtype)
+    if grad.dtype is not a.dtype:
+        grad = grad.to(a.dtype)
+
+    def product(x: Tensor, y: Tensor) -> Tensor:
+        return _product(x, y, None, None) if alpha == 1 else gemm(x, y, alpha=alpha)
+
     if needs_a:
-        grad_a = _scaled_product(grad, b.mT, alpha, like=a)
+        if column_by_column(a) and a.dim() == b.dim():
+            grad_a = product(b, grad.mT).mT
+        else:
+            grad_a = product(grad, b.mT)
     if needs_b:
         if a.dim() > b.dim():  # one product over all rows of the batch
             a = a.reshape(a.shape[0] * a.shape[1], a.shape[2])
             grad = grad.reshape(grad.shape[0] * grad.shape[1], grad.shape[2])
-        grad_b = _scaled_product(a.mT, grad, alpha, like=b)
+        grad_b = product(grad.mT, a).mT if column_by_column(b) else product(a.mT, grad)
     return grad_a, grad_b, grad_bias
 
 
@@ -303,14 +314,6 @@ def column_by_column(x: Tensor) -> bool:
     Its gradient has to lie so as well: autograd copies one of other strides to accumulate it.
     """
     return x.stride(-2) == 1 and x.stride(-1) != 1
-
-
-def _scaled_product(a: Tensor, b: Tensor, alpha: float, like: Tensor) -> Tensor:
-    """`alpha * a @ b`, in the order of `like`."""
-    if column_by_column(like) and a.dim() == b.dim():
-        a, b = b.mT, a.mT
-        return (_product(a, b, None, None) if alpha == 1 else gemm(a, b, alpha=alpha)).mT
-    return _product(a, b, None, None) if alpha == 1 else gemm(a, b, alpha=alpha)
 
 
 def fused(
@@ -394,22 +397,10 @@ def _vmap_rule(product: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, in
     return rule
 
 
-class _Function(torch.autograd.Function):
-    """The differentiable op under the transforms of `torch.func`."""
-
-    @staticmethod
-    def forward(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
-        return _differentiable(a, b, bias, out_dtype)
-
-    setup_context = staticmethod(_setup_context)
-    backward = staticmethod(_backward)
-    vmap = staticmethod(_vmap_rule(_product))
-
-
 vmap_product = _vmap_rule(_product)
+_recorded = differentiable("gemm", _differentiable, _setup_context, _backward, _vmap_rule)
 
 from . import _gemm_fused  # noqa: E402  (it calls back)
 
 for _name, _op in (("gemm_forward", _forward), ("gemm", _differentiable)):
     register(_name, fake=_fake, cpu=_cpu, flops=_flops, vmap=_vmap_rule(_op), autocast=3)
-torch.library.register_autograd("thunderkittens::gemm", _backward, setup_context=_setup_context)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import emulation
 from ..reference.grouped_gemm import grouped_gemm as reference_grouped_gemm
+from ._eager_autograd import differentiable
 from ._gradient_call import one_by_one
 from ._registration import (
     autocast_active,
@@ -114,10 +115,9 @@ def _product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     """The products, by the cheapest op that will do."""
     if forward_mode_active():
         refuse_forward_mode("grouped_gemm", a, b)
-    if transform_active():
-        return _Function.apply(a, b, offs)
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        return _differentiable(a, b, offs)
+    if (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)) or transform_active():
+        result: Tensor = _recorded(a, b, offs)
+        return result
     return _forward(a, b, offs)
 
 
@@ -159,20 +159,6 @@ def _ordered_product(a: Tensor, b: Tensor, offs: Tensor, like: Tensor) -> Tensor
     return _product(b.mT, a.mT, offs).mT if column_by_column(like) else _product(a, b, offs)
 
 
-class _Function(torch.autograd.Function):
-    """The differentiable op under the transforms of `torch.func`."""
-
-    @staticmethod
-    def forward(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-        return _differentiable(a, b, offs)
-
-    setup_context = staticmethod(_setup_context)
-    backward = staticmethod(_backward)
-    vmap = staticmethod(one_by_one(_product))
-
-
 for _name, _op in (("grouped_gemm_forward", _forward), ("grouped_gemm", _differentiable)):
     register(_name, fake=_fake, cpu=_cpu, flops=_flops, vmap=one_by_one(_op), autocast=2)
-torch.library.register_autograd(
-    "thunderkittens::grouped_gemm", _backward, setup_context=_setup_context
-)
+_recorded = differentiable("grouped_gemm", _differentiable, _setup_context, _backward, one_by_one)

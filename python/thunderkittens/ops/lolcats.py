@@ -7,18 +7,21 @@ gradient is wanted, whose gradient is the op `lolcats_backward`.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from .. import emulation
-from ..reference.lolcats import CACHE, WINDOW, LolcatsState
+from ..reference.lolcats import CACHE, PROMPT_ONLY, WINDOW, LolcatsState, Window
 from ..reference.lolcats import lolcats_rows as reference_rows
+from ._lolcats_published import published_prompt
 from ._registration import (
     autocast_active,
     autocast_operands,
     forward_mode_active,
+    of_any_size,
     refuse_forward_mode,
     register,
     require_operands,
@@ -41,6 +44,7 @@ def lolcats(
     alpha: Tensor,
     beta: Tensor,
     *,
+    window: Window = ...,
     initial_state: State | None = ...,
     return_state: Literal[False] = ...,
 ) -> Tensor: ...
@@ -56,6 +60,7 @@ def lolcats(
     alpha: Tensor,
     beta: Tensor,
     *,
+    window: Window = ...,
     initial_state: State | None = ...,
     return_state: Literal[True],
 ) -> tuple[Tensor, LolcatsState]: ...
@@ -70,6 +75,7 @@ def lolcats(
     alpha: Tensor,
     beta: Tensor,
     *,
+    window: Window = "terrace",
     initial_state: State | None = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, LolcatsState]:
@@ -79,7 +85,13 @@ def lolcats(
     a row are divided by their sum.
 
     The window of a token is its block of 64 tokens, counted from the start of the sequence, up to
-    itself, and the whole block before. The maximum, over the window, is part of the function. Time
+    itself, and the whole block before. A result does not depend on later tokens, nor on how a
+    sequence is divided into calls. window="published" is for the published models, where it has to
+    be what their authors' PyTorch code computes for a prompt: the blocks are counted from its end,
+    so that the first one is shorter, and up to 64 tokens every pair has the linear weight as well.
+    At more tokens that are a multiple of 64, as in training, both are the same.
+
+    The maximum, over the window, is part of the function. Time
     and memory are linear in N. Sums are kept in float32; operands of products, among them features
     and a copy of the state per 64 tokens, are rounded to q's dtype. Every stride is accepted:
     operands are read where they are as long as the last stride is 1 and the base and the other
@@ -89,17 +101,19 @@ def lolcats(
     `tk.reference.lolcats`.
 
     Args:
-        q: (B, H, N, D), bfloat16 or float16, D 64 or 128. N may be 0.
+        q: (B, H, N, D), bfloat16 or float16, D 64 or 128. B and N may be 0, H if Hkv is.
         k: (B, Hkv, N, D), dtype and device of q; H must be a multiple of Hkv.
         v: (B, Hkv, N, D), dtype and device of q.
         q_map: (H, D, F), the features' weights for q, F 32 or 64; dtype and device of q.
         k_map: (H, D, F), those for k, one for each head of q.
         alpha: (H,), float32, factor of the weights before the window.
         beta: (H,), float32, at least 0, factor of the weights in it.
+        window: "terrace", or "published".
         initial_state: the state of the tokens before, as `return_state` gives it. Its sequences may
-            have different lengths.
+            have different lengths. None with "published", which takes whole prompts.
         return_state: also return the state after the last token: what the next call, or
-            `lolcats_decode`, continues from.
+            `lolcats_decode`, continues from; with "published" only the latter, with the same
+            `window`.
 
     Returns:
         out (B, H, N, D) of q's dtype, contiguous; with return_state (out, state), a `LolcatsState`
@@ -108,7 +122,8 @@ def lolcats(
     Raises:
         TypeError: an operand is no dense tensor, has an unsupported dtype or one that differs from
             q's, or is on another device.
-        ValueError: a shape that does not fit the above.
+        ValueError: a shape that does not fit the above, another window, or an initial state with
+            "published".
         RuntimeError: a gradient with respect to a state is wanted.
 
     The formula is `tk.reference.lolcats`; Zhang et al., "LoLCATs: On low-rank linearizing of large
@@ -118,21 +133,30 @@ def lolcats(
         q, k, v, q_map, k_map = autocast_operands(q, k, v, q_map, k_map)
     state = state_parts("lolcats", initial_state)
     lolcats_shape(q, k, v, q_map, k_map, alpha, beta, *state)
+    require_window("lolcats", window)
     operands = (q, k, v, q_map, k_map, alpha, beta)
-    args = (*operands, *state, bool(return_state))
     if forward_mode_active():
         refuse_forward_mode("lolcats", *operands)
-    if torch.is_grad_enabled() and any(
+    gradient = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (*operands, *state)
-    ):
-        if any(x is not None and x.requires_grad for x in state):
-            raise RuntimeError(
-                "tk.lolcats: there is no gradient with respect to a state; detach initial_state"
-            )
-        out, *after = _lolcats_autograd.any_call(*args)[:6]
-    else:
-        out, *after = _forward(*args)
+    )
+    if gradient and any(x is not None and x.requires_grad for x in state):
+        raise RuntimeError(
+            "tk.lolcats: there is no gradient with respect to a state; detach initial_state"
+        )
+
+    if window == "published":
+        if initial_state is not None:
+            raise ValueError(PROMPT_ONLY)
+        found = published_prompt(operands, partial(_call, gradient), return_state)
+        return found if return_state else found[0]
+    out, *after = _call(gradient, *operands, *state, bool(return_state))[:6]
     return (out, LolcatsState(*after)) if return_state else out
+
+
+def _call(gradient: bool, *args: Any) -> Any:
+    """The op that is needed."""
+    return _lolcats_autograd.recorded(*args) if gradient else _forward(*args)
 
 
 def hedgehog(
@@ -181,6 +205,11 @@ def state_parts(op: str, state: State | None) -> tuple[Tensor | None, ...]:
     return tuple(state)
 
 
+def require_window(op: str, window: str) -> None:
+    if window not in ("terrace", "published"):
+        raise ValueError(f'tk.{op}: window must be "terrace" or "published", got {window!r}')
+
+
 class Sizes(NamedTuple):
     """What a call's tensors are made of."""
 
@@ -225,7 +254,7 @@ def lolcats_shape(
             f"tk.{op}: k has shape {tuple(k.shape)}, q has {tuple(shape)}; batch, length and head "
             "dimension must be equal"
         )
-    if (heads % kv_heads != 0) if kv_heads > 0 else heads > 0:
+    if (heads % kv_heads != 0 or heads == 0) if kv_heads > 0 else heads > 0:
         raise ValueError(
             f"tk.{op}: k has {kv_heads} heads, q has {heads}; q's heads must be a multiple of k's"
         )
@@ -350,6 +379,7 @@ def fold_rule(call: Any, shared: range) -> Any:
     """The rule for `torch.func.vmap`, by merging the mapped dimension into the batch. The arguments
     in `shared` have no batch and must not be mapped."""
 
+    @of_any_size
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         size, folded = info.batch_size, []
         for i, (x, dim) in enumerate(zip(args, in_dims, strict=True)):

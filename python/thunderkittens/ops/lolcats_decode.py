@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from .. import emulation
-from ..reference.lolcats import LolcatsState
+from ..reference.lolcats import LolcatsState, Window
 from ..reference.lolcats_decode import lolcats_decode as reference_decode
+from ._memory import require_apart
 from ._registration import (
     autocast_active,
     autocast_operands,
@@ -18,9 +19,11 @@ from ._registration import (
     register,
     transform_active,
 )
-from .lolcats import NAMES, State, lolcats_flops, lolcats_shape, state_parts
+from .lolcats import NAMES, State, lolcats_flops, lolcats_shape, require_window, state_parts
 
 _op = torch.ops.thunderkittens.lolcats_decode.default
+_STATE = tuple(f"the state's {name}" for name in LolcatsState._fields)
+_NAMES = (*_STATE, *NAMES, "alpha", "beta")
 
 
 def lolcats_decode(
@@ -32,12 +35,19 @@ def lolcats_decode(
     alpha: Tensor,
     beta: Tensor,
     state: State,
+    *,
+    window: Window = "terrace",
 ) -> Tensor:
     """`tk.lolcats` of one token behind those of a state, which is updated in place.
 
     The same weights as in `lolcats`: the window is the token's block of 64 and the one before, so
     that decoding token by token gives what one call on all tokens gives. The state's sums are read
     in every step, and written when a block is complete. Not differentiable.
+
+    window="published" is what the authors' PyTorch code computes when it generates: the window is
+    the last 64 tokens, the new one among them, and all before them have linear weights. The sums
+    are written in every step. It continues states of `lolcats(..., window="published")`, of
+    `tk.reference.empty_state`, and its own.
 
     Args:
         q: (B, H, 1, D), bfloat16 or float16, D 64 or 128.
@@ -48,14 +58,18 @@ def lolcats_decode(
         alpha: (H,), float32, factor of the weights before the window.
         beta: (H,), float32, factor of the weights in it.
         state: a `LolcatsState`, of `lolcats(..., return_state=True)` or of
-            `tk.reference.empty_state`; contiguous. The sequences may have different lengths.
+            `tk.reference.empty_state`; contiguous. The sequences may have different lengths. Its
+            tensors are written in place, and overlap neither an operand nor each other: code that
+            `torch.compile` made does not check this.
+        window: "terrace" or "published", as the call that made the state.
 
     Returns:
         out (B, H, 1, D) of q's dtype.
 
     Raises:
         TypeError: as `lolcats`.
-        ValueError: a shape that does not fit the above, or a state that is not contiguous.
+        ValueError: a shape that does not fit the above, another window, or a state that is not
+            contiguous, or overlaps an operand or itself.
         RuntimeError: a gradient is wanted, or a transform of `torch.func` is active.
     """
     if autocast_active():
@@ -63,6 +77,7 @@ def lolcats_decode(
     parts = state_parts("lolcats_decode", state)
     args = (q, k, v, q_map, k_map, alpha, beta, *parts)
     decode_shape(*args)
+    require_window("lolcats_decode", window)
     if forward_mode_active():
         refuse_forward_mode("lolcats_decode", *args)
     if transform_active():
@@ -74,12 +89,15 @@ def lolcats_decode(
         raise RuntimeError(
             "tk.lolcats_decode: there is no gradient; use torch.no_grad(), or tk.lolcats to train"
         )
-    result: Tensor = _op(*args)
+    if not torch.compiler.is_compiling():
+        tensors: tuple[Any, ...] = (*parts, *args[:7])
+        require_apart("lolcats_decode", _NAMES, tensors, written=5)
+    result: Tensor = _op(*args, window == "published")
     return result
 
 
 def decode_shape(*args: Any) -> Any:
-    """The sizes of a call; raises what `lolcats_decode` documents."""
+    """The sizes of a call of operands and state; raises what `lolcats_decode` documents."""
     if args[7] is None:
         raise TypeError("tk.lolcats_decode: state must be a LolcatsState, got None")
     sizes = lolcats_shape(*args, op="lolcats_decode")
@@ -95,23 +113,26 @@ def decode_shape(*args: Any) -> Any:
 
 
 def _fake(*args: Any) -> Tensor:
-    decode_shape(*args)
+    decode_shape(*args[:12])
     q: Tensor = args[0]
     return q.new_empty(q.shape)
 
 
 def _cpu(*args: Any) -> Tensor:
     result = _fake(*args)
-    q, k, v, q_map, k_map, alpha, beta, *parts = args
-    state = LolcatsState(*parts)
+    # The dispatcher drops a trailing argument that has its default value.
+    q, k, v, q_map, k_map, alpha, beta, *parts = args[:12]
+    state, sliding = LolcatsState(*parts), any(args[12:])
     if emulation.active() and result.numel() > 0:
         names = (*NAMES, "alpha", "beta", *LolcatsState._fields)
-        found = emulation.run("lolcats_decode", dict(zip(names, args, strict=True)))
+        arrays = dict(zip(names, args[:12], strict=True))
+        found = emulation.run("lolcats_decode", arrays, sliding=sliding)
         for name, x in zip(LolcatsState._fields, state, strict=True):
             x.copy_(torch.as_tensor(found[name]))
         result.copy_(found["out"])
     else:
-        result.copy_(reference_decode(q, k, v, q_map, k_map, alpha, beta, state))
+        window: Window = "published" if sliding else "terrace"
+        result.copy_(reference_decode(q, k, v, q_map, k_map, alpha, beta, state, window=window))
     return result
 
 

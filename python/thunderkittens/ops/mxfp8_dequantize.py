@@ -45,7 +45,7 @@ def mxfp8_dequantize(
             its elements are adjacent along the axis.
         scale: float8_e8m0fnu, or the same bytes as uint8, of the shape that `tk.mxfp8_quantize`
             gives it, on data's device.
-        axis: along which the blocks lie, -1 or -2.
+        axis: along which the blocks lie, -1 or -2, or the same two counted from the front.
         swizzle: whether the scales lie in the 128x4 layout, or plain.
         dtype: torch.bfloat16, torch.float16 or torch.float32.
 
@@ -55,8 +55,8 @@ def mxfp8_dequantize(
     Raises:
         TypeError: data or scale is no dense tensor of these dtypes, or they are on different
             devices; dtype, axis or swizzle is of the wrong kind.
-        ValueError: data has another number of dimensions, scale another shape, or axis is neither
-            -1 nor -2.
+        ValueError: data has another number of dimensions, scale another shape, or axis is none
+            of the last two.
 
     The formula is `tk.reference.mxfp8_dequantize`.
     """

@@ -48,8 +48,9 @@ def mxfp8_quantize(
 
     Args:
         x: (M, K) or (B, M, K), bfloat16, float16 or float32.
-        axis: along which the blocks lie: -1, or -2, which is quantising the transpose. Data is
-            contiguous along this axis.
+        axis: along which the blocks lie: -1, or -2, which is quantising the transpose; or the same
+            two counted from the front, as PyTorch counts dimensions. Data is contiguous along this
+            axis.
         rule: of the scale. "rceil" (NVIDIA's): the largest magnitude divided by the largest element
             of dtype, rounded up to a power of two, so that no number saturates. "floor" (OCP
             MX 1.0): the power of two at or below the largest magnitude, divided by that of the
@@ -70,7 +71,7 @@ def mxfp8_quantize(
     Raises:
         TypeError: x is no dense tensor of these dtypes; dtype, axis, rule, swizzle or transpose is
             of the wrong kind.
-        ValueError: x has another number of dimensions, axis is neither -1 nor -2, or rule is
+        ValueError: x has another number of dimensions, axis is none of the last two, or rule is
             neither of the two.
 
     The formula is `tk.reference.mxfp8_quantize`.

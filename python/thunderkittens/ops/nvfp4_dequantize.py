@@ -62,21 +62,37 @@ def nvfp4_dequantize(
     return out
 
 
+_NAMES = ("data", "block_scale", "global_scale")
+
+
 def _check(
     data: Tensor, block_scale: Tensor, global_scale: Tensor, dtype: torch.dtype, swizzle: bool
 ) -> None:
-    op = "nvfp4_dequantize"
-    require_matrix(op, "data", data, (torch.float4_e2m1fn_x2, torch.uint8))
-    require_tensor(op, "block_scale", block_scale, (torch.float8_e4m3fn,))
-    require_tensor(op, "global_scale", global_scale, (torch.float32,))
-    require_same_device(op, "block_scale", block_scale, "data", data)
-    require_same_device(op, "global_scale", global_scale, "data", data)
-    require_dtype(op, dtype, WIDE)
+    require_dtype("nvfp4_dequantize", dtype, WIDE)
+    require_quantized("nvfp4_dequantize", _NAMES, data, block_scale, global_scale, swizzle)
+
+
+def require_quantized(
+    op: str,
+    names: tuple[str, str, str],
+    data: Any,
+    block_scale: Any,
+    global_scale: Any,
+    swizzle: bool,
+) -> None:
+    """Raises what `nvfp4_dequantize` documents, in the words of an op with arguments of these
+    names."""
+    of_data, of_block, of_matrix = names
+    require_matrix(op, of_data, data, (torch.float4_e2m1fn_x2, torch.uint8))
+    require_tensor(op, of_block, block_scale, (torch.float8_e4m3fn,))
+    require_tensor(op, of_matrix, global_scale, (torch.float32,))
+    require_same_device(op, of_block, block_scale, of_data, data)
+    require_same_device(op, of_matrix, global_scale, of_data, data)
     shape = (*data.shape[:-1], 2 * data.shape[-1])
-    require_scale(op, "block_scale", block_scale, shape, BLOCK, swizzle)
+    require_scale(op, of_block, block_scale, shape, BLOCK, swizzle)
     if global_scale.shape != data.shape[:-2]:
         raise ValueError(
-            f"tk.{op}: global_scale has shape {tuple(global_scale.shape)}; it must be "
+            f"tk.{op}: {of_matrix} has shape {tuple(global_scale.shape)}; it must be "
             f"{tuple(data.shape[:-2])}, one value per matrix"
         )
 

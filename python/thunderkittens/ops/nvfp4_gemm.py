@@ -16,6 +16,7 @@ from .. import emulation
 from ..reference.nvfp4_gemm import nvfp4_gemm as reference_nvfp4_gemm
 from ..reference.nvfp4_prepare import Nvfp4Weight
 from ._block_scaled import require_flag
+from ._eager_autograd import differentiable
 from ._gemm_backward import activation_gradient
 from ._gradient_call import gradient_of_ops, one_by_one
 from ._registration import (
@@ -27,11 +28,12 @@ from ._registration import (
     transform_active,
 )
 from .fp8_gemm import ACTIVATIONS
-from .nvfp4_dequantize import nvfp4_dequantize
-from .nvfp4_prepare import nvfp4_prepare, prepared_shape
+from .nvfp4_dequantize import nvfp4_dequantize, require_quantized
+from .nvfp4_prepare import nvfp4_prepare, prepared_shape, require_weight
 
 _NAME = "tk.nvfp4_gemm"
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_OF_A, _OF_B = ("a", "scale_a", "global_scale_a"), ("b", "scale_b", "global_scale_b")
 _CODES = (torch.uint8, torch.float4_e2m1fn_x2)
 _op = torch.ops.thunderkittens.nvfp4_gemm.default
 _restore = torch.ops.thunderkittens.nvfp4_dequantize.prepared
@@ -105,6 +107,7 @@ def nvfp4_gemm(
     if not isinstance(b, Nvfp4Weight):
         assert scale_b is not None
         assert global_scale_b is not None
+        require_weight("nvfp4_gemm", _OF_B, b, scale_b, global_scale_b, swizzle)
         b = nvfp4_prepare(b, scale_b, global_scale_b, swizzle=swizzle)
     scale = b.global_scale
     if coded:
@@ -116,13 +119,14 @@ def nvfp4_gemm(
                 f"{_NAME}: a has shape {tuple(a.shape)} and global_scale_a has shape "
                 f"{tuple(global_scale_a.shape)}; of NVFP4 they must be (M, K / 2) and ()"
             )
+        require_quantized("nvfp4_gemm", _OF_A, a, scale_a, global_scale_a, swizzle)
         one = torch.ones_like(global_scale_a)
         a = nvfp4_dequantize(a, scale_a, one, swizzle=swizzle)
         scale = scale * global_scale_a
     elif autocast_active():
         a, bias = autocast_operands(a, bias)
     _check(a, b.data, scale, b.rows, b.columns, bias, out_dtype, offs)
-    rows = a if a.dim() == 2 else a.reshape(-1, a.shape[-1])
+    rows = a if a.dim() == 2 else a.flatten(0, -2)
     code = ACTIVATIONS.index(activation)
     if forward_mode_active():
         refuse_forward_mode("nvfp4_gemm", a, bias)
@@ -134,7 +138,7 @@ def nvfp4_gemm(
                 f"{_NAME}: a product of groups (offs) has no gradient; detach a and bias, or call "
                 "it under torch.no_grad()"
             )
-        out = _Product.apply(rows, b.data, scale, b.rows, bias, code, out_dtype)
+        out = _recorded(rows, b.data, scale, b.rows, bias, code, out_dtype)
     else:
         out = _op(rows, b.data, scale, b.rows, bias, code, out_dtype, offs)
     return out if a.dim() == 2 else out.view(*a.shape[:-1], b.rows)
@@ -165,7 +169,7 @@ def _check(
     out_dtype: Any,
     offs: Any,
 ) -> None:
-    given = {"a": a, "b": data, "global_scale": scale}
+    given = {"a": a, "b": data, "b's global_scale": scale}
     given |= {key: x for key, x in (("bias", bias), ("offs", offs)) if x is not None}
     for key, x in given.items():
         _require_tensor(key, x)
@@ -178,7 +182,7 @@ def _check(
         )
     for key, x, dtype in (
         ("b", data, torch.uint8),
-        ("global_scale", scale, torch.float32),
+        ("b's global_scale", scale, torch.float32),
         ("bias", bias, a.dtype),
         ("offs", offs, torch.int32),
     ):
@@ -202,7 +206,7 @@ def _check(
         or tuple(scale.shape) != groups
     ):
         raise ValueError(
-            f"{_NAME}: b has shape {tuple(data.shape)} and global_scale has shape "
+            f"{_NAME}: b has shape {tuple(data.shape)} and its global_scale has shape "
             f"{tuple(scale.shape)}; they are no prepared weight of {n} x {k} "
             f"({'one matrix' if offs is None else 'one matrix per group'})"
         )
@@ -245,37 +249,32 @@ def _gradients(
 _any_gradients = gradient_of_ops("nvfp4_gemm", _gradients)
 
 
-class _Product(torch.autograd.Function):
-    """The product with a gradient of activations and bias."""
+def _forward(
+    a: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    n: int,
+    bias: Tensor | None,
+    activation: int,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    return _op(a, data, scale, n, bias, activation, out_dtype, None)
 
-    @staticmethod
-    def forward(
-        a: Tensor,
-        data: Tensor,
-        scale: Tensor,
-        n: int,
-        bias: Tensor | None,
-        activation: int,
-        out_dtype: torch.dtype | None,
-    ) -> Tensor:
-        return _op(a, data, scale, n, bias, activation, out_dtype, None)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        a, data, scale, ctx.n, bias, ctx.activation, _ = inputs
-        ctx.save_for_backward(a, data, scale, bias)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, data, scale, ctx.n, bias, ctx.activation, _ = inputs
+    ctx.save_for_backward(a, data, scale, bias)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        a, data, scale, bias = ctx.saved_tensors
-        needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
-        of_a, of_bias = _any_gradients(grad, a, data, scale, ctx.n, bias, ctx.activation, needs)
-        grad_a, grad_bias = of_a if needs[0] else None, of_bias if needs[1] else None
-        return grad_a, None, None, None, grad_bias, None, None
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        return one_by_one(_Product.apply)(info, in_dims, *args)
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    a, data, scale, bias = ctx.saved_tensors
+    needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
+    of_a, of_bias = _any_gradients(grad, a, data, scale, ctx.n, bias, ctx.activation, needs)
+    grad_a, grad_bias = of_a if needs[0] else None, of_bias if needs[1] else None
+    return grad_a, None, None, None, grad_bias, None, None
+
+
+_recorded = differentiable("nvfp4_gemm", _forward, _save, _backward, one_by_one)
 
 
 # What the op thunderkittens::nvfp4_gemm does beside the CUDA implementation.

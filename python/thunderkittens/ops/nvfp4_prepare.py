@@ -55,16 +55,32 @@ def nvfp4_prepare(
     The layout is that of `tk.reference.nvfp4_prepare`.
     """
     require_flag("nvfp4_prepare", "swizzle", swizzle)
-    _check(weight, block_scale, swizzle)
-    require_tensor("nvfp4_prepare", "global_scale", global_scale, (torch.float32,))
-    require_same_device("nvfp4_prepare", "global_scale", global_scale, "weight", weight)
-    if global_scale.shape != weight.shape[:-2]:
-        raise ValueError(
-            f"tk.nvfp4_prepare: global_scale has shape {tuple(global_scale.shape)}; it must be "
-            f"{tuple(weight.shape[:-2])}, one value per matrix"
-        )
+    require_weight("nvfp4_prepare", _NAMES, weight, block_scale, global_scale, swizzle)
     data = _op(weight, block_scale, swizzle)
     return Nvfp4Weight(data, global_scale, weight.shape[-2], 2 * weight.shape[-1])
+
+
+_NAMES = ("weight", "block_scale", "global_scale")
+
+
+def require_weight(
+    op: str,
+    names: tuple[str, str, str],
+    weight: Any,
+    block_scale: Any,
+    global_scale: Any,
+    swizzle: bool,
+) -> None:
+    """Raises what `nvfp4_prepare` documents, in the words of an op whose arguments have these
+    names."""
+    _check(weight, block_scale, swizzle, op, names)
+    require_tensor(op, names[2], global_scale, (torch.float32,))
+    require_same_device(op, names[2], global_scale, names[0], weight)
+    if global_scale.shape != weight.shape[:-2]:
+        raise ValueError(
+            f"tk.{op}: {names[2]} has shape {tuple(global_scale.shape)}; it must be "
+            f"{tuple(weight.shape[:-2])}, one value per matrix"
+        )
 
 
 def prepared_shape(rows: int, columns: int) -> tuple[int, int, int]:
@@ -72,19 +88,25 @@ def prepared_shape(rows: int, columns: int) -> tuple[int, int, int]:
     return -(-rows // PIECE), -(-columns // PIECE), PIECE_BYTES
 
 
-def _check(weight: Any, block_scale: Any, swizzle: bool) -> None:
-    op = "nvfp4_prepare"
-    require_matrix(op, "weight", weight, (torch.float4_e2m1fn_x2, torch.uint8))
-    require_tensor(op, "block_scale", block_scale, (torch.float8_e4m3fn,))
-    require_same_device(op, "block_scale", block_scale, "weight", weight)
+def _check(
+    weight: Any,
+    block_scale: Any,
+    swizzle: bool,
+    op: str = "nvfp4_prepare",
+    names: tuple[str, ...] = _NAMES,
+) -> None:
+    of_weight, of_scale = names[:2]
+    require_matrix(op, of_weight, weight, (torch.float4_e2m1fn_x2, torch.uint8))
+    require_tensor(op, of_scale, block_scale, (torch.float8_e4m3fn,))
+    require_same_device(op, of_scale, block_scale, of_weight, weight)
     columns = 2 * weight.shape[-1]
     if columns % BLOCK != 0:
         raise ValueError(
-            f"tk.{op}: weight has {columns} columns in {weight.shape[-1]} bytes; they must be a "
-            f"multiple of {BLOCK}"
+            f"tk.{op}: {of_weight} has {columns} columns in {weight.shape[-1]} bytes; they must be "
+            f"a multiple of {BLOCK}"
         )
     shape = (*weight.shape[:-1], columns)
-    require_scale(op, "block_scale", block_scale, shape, BLOCK, swizzle)
+    require_scale(op, of_scale, block_scale, shape, BLOCK, swizzle)
 
 
 def _fake(data: Tensor, block_scale: Tensor, swizzle: bool = True) -> Tensor:

@@ -39,7 +39,7 @@ def fp8_linear(
     Returns:
         (..., N), of x's dtype.
     """
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
     out: Tensor = _Linear.apply(rows, weight, bias, scaling, grad_dtype)
     return out.reshape(*x.shape[:-1], weight.shape[0])
 

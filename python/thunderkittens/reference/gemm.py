@@ -38,7 +38,7 @@ def gemm(
         beta: factor of the residual.
         gate_layout: "blocked", the gates are the first N / 2 columns, or "interleaved", the even
             ones.
-        out_dtype: dtype of the result; None is that of `a`.
+        out_dtype: dtype of the result; None is that of `out` where it is given, else of `a`.
         out: the tensor to write to, whose dtype is that of the result.
 
     Returns:

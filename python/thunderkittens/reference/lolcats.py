@@ -14,6 +14,8 @@ from torch import Tensor
 WINDOW = 64
 #: Tokens that a state's caches have room for: token p lies in slot p % CACHE.
 CACHE = 2 * WINDOW
+#: Which keys have softmax weights: see `lolcats`.
+Window = Literal["terrace", "published"]
 
 
 class LolcatsState(NamedTuple):
@@ -23,6 +25,9 @@ class LolcatsState(NamedTuple):
     denominator (B, H, 2F), float32: phi(k) summed over the same tokens;
     keys, values (B, Hkv, 128, D), of k's dtype: the tokens after those, token p in row p % 128;
     lengths (B,), int32: n of each sequence.
+
+    That of window="published" has the sums over all but the last 64 tokens, and these in its
+    caches. Where n is a multiple of 64, or less, both are the same.
     """
 
     numerator: Tensor
@@ -38,17 +43,19 @@ def lolcats_features(x: Tensor, weight: Tensor) -> Tensor:
     return torch.cat([projected.softmax(-1), (-projected).softmax(-1)], -1)
 
 
-def folded_tokens(lengths: Tensor) -> Tensor:
+def folded_tokens(lengths: Tensor, window: Window = "terrace") -> Tensor:
     """How many of the first tokens of sequences of these lengths are in the sums of a state."""
+    if window == "published":
+        return (lengths - WINDOW).clamp(min=0)
     return (lengths // WINDOW - 1).clamp(min=0) * WINDOW
 
 
-def cached_positions(lengths: Tensor) -> Tensor:
+def cached_positions(lengths: Tensor, window: Window = "terrace") -> Tensor:
     """(B, 128): which token is in each row of a state's caches; -1 for none."""
     row = torch.arange(CACHE, device=lengths.device)
     last = lengths.long()[:, None] - 1
     position = last - (last - row) % CACHE
-    return position.masked_fill(position < folded_tokens(last + 1), -1)
+    return position.masked_fill(position < folded_tokens(last + 1, window), -1)
 
 
 def empty_state(
@@ -70,6 +77,12 @@ def empty_state(
     )
 
 
+PROMPT_ONLY = (
+    'tk.lolcats: window="published" takes a whole prompt and no initial_state; what follows goes '
+    'through tk.lolcats_decode(..., window="published"), one token at a time'
+)
+
+
 class LolcatsRows(NamedTuple):
     """Of each query, (B, H, N): the largest score in its window, and the sum of its weights."""
 
@@ -87,6 +100,7 @@ def lolcats(
     alpha: Tensor,
     beta: Tensor,
     *,
+    window: Window = ...,
     initial_state: LolcatsState | None = ...,
     return_state: Literal[False] = ...,
 ) -> Tensor: ...
@@ -102,6 +116,7 @@ def lolcats(
     alpha: Tensor,
     beta: Tensor,
     *,
+    window: Window = ...,
     initial_state: LolcatsState | None = ...,
     return_state: Literal[True],
 ) -> tuple[Tensor, LolcatsState]: ...
@@ -116,6 +131,7 @@ def lolcats(
     alpha: Tensor,
     beta: Tensor,
     *,
+    window: Window = "terrace",
     initial_state: LolcatsState | None = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, LolcatsState]:
@@ -127,6 +143,9 @@ def lolcats(
     where the window of i is all j <= i in the block of 64 tokens of i or in the one before; in
     float32 (in float64 when q is float64), rounded once to q's dtype.
 
+    With window="published" it is what the authors' PyTorch code computes for a prompt of N tokens:
+    the blocks are counted from its end, and up to 64 tokens all pairs have both weights.
+
     Args:
         q: (B, H, N, D), any floating-point dtype.
         k: (B, Hkv, N, D); head h of q goes with head h // (H / Hkv) of k and v.
@@ -135,12 +154,18 @@ def lolcats(
         k_map: (H, D, F), those for k, one for each head of q.
         alpha: (H,), factor of the weights before the window.
         beta: (H,), factor of the weights in it.
-        initial_state: state of the tokens before the first.
+        window: "terrace", or "published".
+        initial_state: state of the tokens before the first; none with "published".
         return_state: also return the state after the last token.
 
     Returns:
         out (B, H, N, D), or (out, state).
     """
+    if window == "published":
+        if initial_state is not None:
+            raise ValueError(PROMPT_ONLY)
+        out, after = published_lolcats(q, k, v, q_map, k_map, alpha, beta)
+        return (out, after) if return_state else out
     out, _, state = lolcats_rows(
         q, k, v, q_map, k_map, alpha, beta, initial_state=initial_state, return_state=return_state
     )
@@ -217,3 +242,7 @@ def lolcats_rows(
         new_numerator, new_denominator, caches[0], caches[1], after.to(torch.int32)
     )
     return out, rows, state
+
+
+# It is made of the definitions above.
+from ._lolcats_published import published_lolcats  # noqa: E402

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .lolcats import LolcatsState, lolcats
+from ._lolcats_published import published_decode
+from .lolcats import LolcatsState, Window, lolcats
 
 
 def lolcats_decode(
@@ -16,6 +17,8 @@ def lolcats_decode(
     alpha: Tensor,
     beta: Tensor,
     state: LolcatsState,
+    *,
+    window: Window = "terrace",
 ) -> Tensor:
     """`lolcats` of one token behind those of `state`, which is replaced by the state after it.
 
@@ -25,11 +28,18 @@ def lolcats_decode(
         v: (B, Hkv, 1, D).
         q_map, k_map, alpha, beta: as `lolcats` takes them.
         state: its tensors are written.
+        window: "terrace" for the weights of `lolcats`; "published" for what the authors' code
+            computes in decoding: softmax weights of the last 64 tokens, linear ones of all before
+            them.
 
     Returns:
         out (B, H, 1, D).
     """
-    out, after = lolcats(q, k, v, q_map, k_map, alpha, beta, initial_state=state, return_state=True)
+    operands = (q, k, v, q_map, k_map, alpha, beta)
+    if window == "published":
+        out, after = published_decode(*operands, state)
+    else:
+        out, after = lolcats(*operands, initial_state=state, return_state=True)
     for old, new in zip(state, after, strict=True):
         old.copy_(new)
     return out

@@ -31,7 +31,7 @@ def mxfp8_quantize(
 
     Args:
         x: (..., M, K), any floating-point dtype; taken as float32.
-        axis: -1 or -2.
+        axis: -1 or -2, or the same two counted from the front.
         rule: "rceil", the scale is the block's largest magnitude divided by the largest element,
             rounded up to a power of two; or "floor", it is the power of two below the largest
             magnitude, divided by that below the largest element.
@@ -62,7 +62,7 @@ def scale_byte(largest: Tensor, rule: str, dtype: torch.dtype) -> Tensor:
         exponent = bits_of(largest) >> 23
         byte = torch.where(largest.isinf(), 254, (exponent - FP8_MAX_EXPONENT[dtype]).clamp(min=0))
     else:
-        # The product with the reciprocal gives the same byte as the quotient, for every float32.
+        # The product with the reciprocal gives the byte of the float32 quotient, for every number.
         reciprocal = torch.tensor(1.0 / FP8_MAX[dtype], dtype=torch.float32, device=largest.device)
         bits = bits_of(largest * reciprocal)
         byte = torch.where(bits <= 0x400000, 0, (bits + 0x7FFFFF >> 23).clamp(max=254))

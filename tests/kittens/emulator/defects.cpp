@@ -52,6 +52,7 @@ constexpr Name NAMES[] = {
     {"missing_warp_barrier", "exchange"},
     {"diverging_shuffle", "exchange"},
     {"missing_cp_async_wait", "exchange"},
+    {"tall_grid", "exchange"},
     {"global_store_out_of_bounds", "exchange"},
     {"shared_store_out_of_bounds", "exchange"},
     {"misaligned_load", "exchange"},
@@ -133,7 +134,8 @@ bool run_exchange() {
     for (int i = 0; i < 256; ++i) in[i] = float(i);
     region("in", in, false);
     region("out", out, true);
-    launch(exchange_kernel<D>, 1, 256, 1, 0, nullptr, ExchangeGlobals{in.data(), out.data(), 256});
+    launch(exchange_kernel<D>, dim3(1, D == Defect::tall_grid ? 65536 : 1), 256, 1, 0, nullptr,
+           ExchangeGlobals{in.data(), out.data(), 256});
     for (int i = 0; i < 256; ++i) {
         if (!(out[i] == float(255 - (i ^ 1)) + float(255 - (i ^ 3)))) return false;
     }

@@ -45,6 +45,7 @@ enum class Defect {
     missing_warp_barrier,
     diverging_shuffle,
     missing_cp_async_wait,
+    tall_grid,
     global_store_out_of_bounds,
     shared_store_out_of_bounds,
     misaligned_load,

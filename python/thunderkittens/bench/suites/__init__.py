@@ -2,5 +2,6 @@
 
 A suite has `SHAPES` (the names `cases` knows), `add_arguments(parser)` and `options(args)` for what
 only this op has, `cases(shapes, *, dtype, **options)`, `implementations(device)` and
-`host_calls(device)`.
+`host_calls(device)`: calls without arguments by their names, or, of an op with a gradient, each a
+`Differentiable`.
 """

@@ -9,16 +9,19 @@ deterministic order, what options cost, small batches, and decoding.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..attention_work import Point, implementations, oracle, sdpa, work
 from ..cases import Case
 from ..choices import sizes_of
+from ..host import Differentiable
 
 __all__ = ["SHAPES", "cases", "host_calls", "implementations", "oracle", "sdpa", "work"]
 
@@ -180,16 +183,28 @@ def cases(shapes: str = "default", *, dtype: torch.dtype = torch.bfloat16) -> li
     return [p.case(dtype) for p in sizes_of(SHAPES, shapes)]
 
 
-def host_calls(device: torch.device) -> dict[str, Callable[[], Any]]:
-    """Calls on one head, 128 tokens, D = 128, bf16. PyTorch chooses its back end itself."""
+def host_calls(device: torch.device) -> dict[str, Differentiable]:
+    """Calls on one head, 128 tokens, D = 128, bf16. PyTorch chooses its back end itself, except
+    where one is named."""
     import thunderkittens as tk
 
-    q, k, v = (torch.randn(1, 1, 128, 128, dtype=torch.bfloat16, device=device) for _ in range(3))
+    shape = (1, 1, 128, 128)
+    qkv = tuple(torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(3))
     sink = torch.zeros(1, device=device)
-    return {
-        "thunderkittens.attention": lambda: tk.attention(q, k, v),
-        "thunderkittens.attention, window and sink": lambda: tk.attention(
-            q, k, v, causal=True, window_size=(64, 0), sink=sink
-        ),
-        "scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(q, k, v),
+
+    def window_and_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+        return tk.attention(q, k, v, causal=True, window_size=(64, 0), sink=sink)
+
+    calls = {
+        "thunderkittens.attention": Differentiable(lambda q, k, v: tk.attention(q, k, v), qkv),
+        "thunderkittens.attention, window and sink": Differentiable(window_and_sink, (*qkv, sink)),
+        "scaled_dot_product_attention": Differentiable(F.scaled_dot_product_attention, qkv),
     }
+    backends = {"FlashAttention": SDPBackend.FLASH_ATTENTION}
+    if device.type == "cuda":
+        backends["cuDNN"] = SDPBackend.CUDNN_ATTENTION
+    for name, backend in backends.items():
+        calls[f"scaled_dot_product_attention, {name}"] = Differentiable(
+            F.scaled_dot_product_attention, qkv, partial(sdpa_kernel, backend)
+        )
+    return calls

@@ -18,6 +18,7 @@ from ..attention_work import formula
 from ..cases import Case, Expected, Implementation, Inputs, NotApplicableError, Prepared
 from ..cases import random_normal as draw
 from ..choices import dtype_name, sizes_of
+from ..host import Differentiable
 
 TOKENS, WIDTH = 16384, 2048
 Point = tuple[tuple[int, ...], int, bool, bool]  # lengths, D, causal, backward
@@ -153,11 +154,21 @@ def work(attend: Callable[..., Tensor], another_problem: bool = False) -> Prepar
     return Prepared(prepare, another_problem)
 
 
-def torch_varlen() -> Prepared | None:
+def varlen_attn() -> Callable[..., Tensor] | None:
     """PyTorch's own attention of packed sequences, where there is one."""
     try:
-        function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+        function: Callable[..., Tensor] = importlib.import_module(
+            "torch.nn.attention.varlen"
+        ).varlen_attn
     except (ImportError, AttributeError):
+        return None
+    return function
+
+
+def torch_varlen() -> Prepared | None:
+    """That function as an implementation of both directions."""
+    function = varlen_attn()
+    if function is None:
         return None
 
     def attend(
@@ -165,8 +176,7 @@ def torch_varlen() -> Prepared | None:
     ) -> Tensor:
         window = (-1, 0) if causal else (-1, -1)
         longest = max(lengths)
-        out: Tensor = function(q, k, v, edges, edges, longest, longest, window_size=window)
-        return out
+        return function(q, k, v, edges, edges, longest, longest, window_size=window)
 
     return work(attend)
 
@@ -197,14 +207,20 @@ def implementations(device: torch.device) -> dict[str, Implementation]:
     }
 
 
-def host_calls(device: torch.device) -> dict[str, Callable[[], Any]]:
-    """Calls on one head, 128 tokens, D = 128, bf16."""
+def host_calls(device: torch.device) -> dict[str, Differentiable]:
+    """Calls on one head, 128 tokens in two sequences, D = 128, bf16."""
     import thunderkittens as tk
 
-    q, k, v = (torch.randn(128, 1, 128, dtype=torch.bfloat16, device=device) for _ in range(3))
+    qkv = tuple(torch.randn(128, 1, 128, dtype=torch.bfloat16, device=device) for _ in range(3))
     edges = torch.tensor([0, 100, 128], dtype=torch.int32, device=device)
-    return {
-        "thunderkittens.attention_varlen": lambda: tk.attention_varlen(
-            q, k, v, edges, edges, 100, 100
-        ),
+    functions: dict[str, Callable[..., Tensor]] = {
+        "thunderkittens.attention_varlen": lambda *x: tk.attention_varlen(*x)
     }
+    theirs = varlen_attn()
+    if device.type == "cuda" and theirs is not None:
+        functions["torch.nn.attention.varlen.varlen_attn"] = theirs
+
+    def packed(function: Callable[..., Tensor]) -> Differentiable:
+        return Differentiable(lambda q, k, v: function(q, k, v, edges, edges, 100, 100), qkv)
+
+    return {name: packed(function) for name, function in functions.items()}

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
 from ..choices import dtype_name, sizes_of
+from ..host import Differentiable
 
 CHUNK, ATTENTION_DIM = 64, 64
 
@@ -137,9 +138,10 @@ def implementations(device: torch.device) -> dict[str, Implementation]:
     return found
 
 
-def host_calls(device: torch.device) -> dict[str, Callable[[], Any]]:
+def host_calls(device: torch.device) -> dict[str, Differentiable]:
     """Calls on 128 tokens of one head, bf16."""
     import thunderkittens as tk
 
-    q, k, v = (torch.randn(1, 1, 128, d, dtype=torch.bfloat16, device=device) for d in (16, 16, 64))
-    return {"thunderkittens.based": lambda: tk.based(q, k, v)}
+    sizes = (16, 16, 64)
+    qkv = tuple(torch.randn(1, 1, 128, d, dtype=torch.bfloat16, device=device) for d in sizes)
+    return {"thunderkittens.based": Differentiable(lambda q, k, v: tk.based(q, k, v), qkv)}

@@ -34,6 +34,7 @@ from ..cases import (
     random_normal,
 )
 from ..choices import PRODUCTS, add_kinds, check_part, kinds_option, product_case, sizes_of
+from ..host import Differentiable
 
 KINDS = ("fast", "accurate", "fast_row", "accurate_row", "block", "grouped_block", "grouped_row")
 SHAPES = PRODUCTS | {"majors": [(4096, 8192, 8192), (4096, 7168, 2048), (16, 8192, 8192)]}
@@ -316,13 +317,16 @@ def implementations(device: torch.device) -> dict[str, Implementation]:
     }
 
 
-def host_calls(device: torch.device) -> dict[str, Callable[[], Any]]:
-    """Calls on a problem of 128 x 128 x 128."""
+def host_calls(device: torch.device) -> dict[str, Callable[[], Any] | Differentiable]:
+    """Calls on a problem of 128 x 128 x 128, of the product and of the linear layer on it."""
     import thunderkittens as tk
 
-    a, scale = tk.fp8_quantize(torch.randn(128, 128, device=device), "tensor")
-    calls: dict[str, Callable[[], Any]] = {
-        "thunderkittens.fp8_gemm": lambda: tk.fp8_gemm(a, a.t(), scale, scale)
+    x, w = (torch.randn(128, 128, dtype=torch.bfloat16, device=device) for _ in range(2))
+    a, scale = tk.fp8_quantize(x, "tensor")
+    calls: dict[str, Callable[[], Any] | Differentiable] = {
+        "thunderkittens.fp8_gemm": lambda: tk.fp8_gemm(a, a.t(), scale, scale),
+        "thunderkittens.fp8_linear": Differentiable(lambda x, w: tk.fp8_linear(x, w), (x, w)),
+        "torch.nn.functional.linear": Differentiable(torch.nn.functional.linear, (x, w)),
     }
     if device.type == "cuda":
         calls["torch._scaled_mm"] = lambda: torch._scaled_mm(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..cases import Case, Expected, Implementation, Inputs, random_normal
 from ..choices import FEW_ROWS, WEIGHTS, add_kinds, check_part, dtype_name, sizes_of
+from ..host import Differentiable
 
 LAYOUTS = ("NN", "NT", "TN", "TT")
 SQUARES = (512, 1024, 2048, 4096, 8192)
@@ -162,13 +163,24 @@ def implementations(device: torch.device) -> dict[str, Implementation]:
     }
 
 
-def host_calls(device: torch.device) -> dict[str, Callable[[], Any]]:
-    """Calls on a problem of 128 x 128 x 128, bf16."""
+def host_calls(device: torch.device) -> dict[str, Differentiable]:
+    """Products of 128 x 128 x 128, bf16, as a linear layer has them: `x @ w.t()`."""
     import thunderkittens as tk
 
-    a = torch.randn(128, 128, dtype=torch.bfloat16, device=device)
-    b = torch.randn(128, 128, dtype=torch.bfloat16, device=device)
+    x, w, r = (torch.randn(128, 128, dtype=torch.bfloat16, device=device) for _ in range(3))
+    bias = torch.randn(128, dtype=torch.bfloat16, device=device)
+    ours: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+        "": (lambda x, w: tk.gemm(x, w.t()), (x, w)),
+        ", bias": (lambda x, w, bias: tk.gemm(x, w.t(), bias=bias), (x, w, bias)),
+        ", bias and gelu": (
+            lambda x, w, bias: tk.gemm(x, w.t(), bias=bias, activation="gelu"),
+            (x, w, bias),
+        ),
+        ", swiglu": (lambda x, w: tk.gemm(x, w.t(), activation="swiglu"), (x, w)),
+        ", residual": (lambda x, w, r: tk.gemm(x, w.t(), residual=r), (x, w, r)),
+    }
     return {
-        "thunderkittens.gemm": lambda: tk.gemm(a, b),
-        "torch.matmul": lambda: torch.matmul(a, b),
+        **{f"thunderkittens.gemm{name}": Differentiable(*call) for name, call in ours.items()},
+        "torch.matmul": Differentiable(lambda x, w: torch.matmul(x, w.t()), (x, w)),
+        "torch.nn.functional.linear": Differentiable(torch.nn.functional.linear, (x, w, bias)),
     }

@@ -9,7 +9,7 @@ the forward with tokens as columns (3D x 2D).
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..cases import Case, Expected, Implementation, Inputs, random_normal
 from ..choices import add_kinds, check_part, dtype_name, kinds_option, sizes_of
+from ..host import Differentiable
 
 FORMS = ("forward", "input", "weight", "columns")
 #: Experts, tokens of all of them, N, K, and whether the tokens are spread evenly.
@@ -125,14 +126,19 @@ def implementations(device: torch.device) -> dict[str, Implementation]:
     }
 
 
-def host_calls(device: torch.device) -> dict[str, Callable[[], Any]]:
+def host_calls(device: torch.device) -> dict[str, Differentiable]:
     """Calls on four groups of 32 rows, 128 x 128, bf16."""
     import thunderkittens as tk
 
     a = torch.randn(128, 128, dtype=torch.bfloat16, device=device)
     b = torch.randn(4, 128, 128, dtype=torch.bfloat16, device=device)
     offs = torch.tensor([32, 64, 96, 128], dtype=torch.int32, device=device)
+    grouped_mm = torch.nn.functional.grouped_mm
     return {
-        "thunderkittens.grouped_gemm": lambda: tk.grouped_gemm(a, b, offs),
-        "torch.nn.functional.grouped_mm": lambda: torch.nn.functional.grouped_mm(a, b, offs=offs),
+        "thunderkittens.grouped_gemm": Differentiable(
+            lambda a, b: tk.grouped_gemm(a, b, offs), (a, b)
+        ),
+        "torch.nn.functional.grouped_mm": Differentiable(
+            lambda a, b: grouped_mm(a, b, offs=offs), (a, b)
+        ),
     }

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
 from ..choices import dtype_name, sizes_of
+from ..host import Differentiable
 
 WINDOW = 64
 
@@ -225,9 +226,9 @@ def small_operands(device: torch.device, length: int) -> tuple[Tensor, ...]:
     return (*tokens, *maps, torch.ones(1, device=device), torch.ones(1, device=device))
 
 
-def host_calls(device: torch.device) -> dict[str, Callable[[], Any]]:
+def host_calls(device: torch.device) -> dict[str, Differentiable]:
     """Calls on 128 tokens of one head, bf16."""
     import thunderkittens as tk
 
     operands = small_operands(device, 128)
-    return {"thunderkittens.lolcats": lambda: tk.lolcats(*operands)}
+    return {"thunderkittens.lolcats": Differentiable(lambda *x: tk.lolcats(*x), operands)}

@@ -8,7 +8,7 @@ conversion and preparation are part of the time.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..cases import Case, Expected, Implementation, Inputs, random_normal
 from ..choices import add_kinds, check_part, kinds_option, product_case, sizes_of
+from ..host import Differentiable
 
 KINDS = ("weight", "both")
 WEIGHTS = ((8192, 8192), (28672, 8192))
@@ -109,13 +110,13 @@ def implementations(device: torch.device) -> dict[str, Implementation]:
     return {"thunderkittens": _ours, "torch.matmul": _matmul}
 
 
-def host_calls(device: torch.device) -> dict[str, Callable[[], Any]]:
+def host_calls(device: torch.device) -> dict[str, Differentiable]:
     """Calls on a problem of 128 x 128 x 128."""
     import thunderkittens as tk
 
-    x = torch.randn(128, 128, dtype=torch.bfloat16, device=device)
-    weight = tk.nvfp4_prepare(*tk.nvfp4_quantize(x))
+    x, w = (torch.randn(128, 128, dtype=torch.bfloat16, device=device) for _ in range(2))
+    weight = tk.nvfp4_prepare(*tk.nvfp4_quantize(w))
     return {
-        "thunderkittens.nvfp4_gemm": lambda: tk.nvfp4_gemm(x, weight),
-        "torch.matmul": lambda: torch.matmul(x, x.t()),
+        "thunderkittens.nvfp4_gemm": Differentiable(lambda x: tk.nvfp4_gemm(x, weight), (x,)),
+        "torch.matmul": Differentiable(lambda x: torch.matmul(x, w.t()), (x,)),
     }

@@ -1,0 +1,50 @@
+"""`tk.nvfp4_gemm` with groups whose tiles have a k that the blocks of clusters divide."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import thunderkittens as tk
+from test_nvfp4_gemm import BF16, FP32, TILES, check, prepared
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("blocks", [1, 3, 40])
+@pytest.mark.parametrize("splits", [2, 4])
+@pytest.mark.parametrize("tile", [TILES[0], TILES[3]])
+def test_groups_whose_k_is_divided_on_the_emulator(tile, splits, blocks):
+    """Clusters with several tiles and, as only the device knows the groups, with none."""
+    names = ("tokens", "row_groups", "k_groups", "pieces", "stages")
+    config = dict(zip(names, tile, strict=True)) | {"splits": splits, "sharers": 1}
+    config |= {"ranges": False, "blocks": blocks * splits}
+    sizes, k = (40, 0, 3, 0), 592
+    weight = prepared(len(sizes), 290, k)
+    offs = torch.tensor(sizes).cumsum(0).int()
+    a = (torch.randn(sum(sizes) + 5, k) / k**0.5).to(BF16)
+    results = []
+    for policy in ("on_wait", "random"):
+        with tk.emulate(policy, seed=blocks, config=config):
+            results.append(tk.nvfp4_gemm(a, weight, offs=offs, out_dtype=FP32))
+    assert torch.equal(*results)
+    assert not results[0][sum(sizes) :].any()
+    for e, begin in ((0, 0), (2, 40)):
+        one = tk.Nvfp4Weight(weight.data[e], weight.global_scale[e], 290, k)
+        rows = slice(begin, begin + sizes[e])
+        check(results[0][rows], a[rows], one)
+
+
+@pytest.mark.parametrize("ends", [(300, 300, 1000), (0, 0, 0), (1, 2, 3), (1000, 1000, 1000)])
+def test_groups_of_few_tiles(device, ends):
+    """As the op chooses: k is divided, for as many tiles as there may be."""
+    n, k = (768, 512) if device == "cuda" else (200, 512)
+    weight = prepared(3, n, k, device=device)
+    a = (torch.randn(1000, k) / k**0.5).to(BF16).to(device)
+    offs = torch.tensor(ends, dtype=torch.int32, device=device)
+    out = tk.nvfp4_gemm(a, weight, offs=offs)
+    begin = 0
+    for e, end in enumerate(ends):
+        one = tk.Nvfp4Weight(weight.data[e], weight.global_scale[e], n, k)
+        check(out[begin:end], a[begin:end], one)
+        begin = end
+    assert not out[begin:].any()
