@@ -91,6 +91,27 @@ function(tk_add_op_library target)
                       -Wl,--allow-shlib-undefined)
 endfunction()
 
+# A library on torch's C++ interface, which changes from version to version. Where the first source
+# does not compile with this torch, there is none, and a message says so.
+function(tk_add_autograd_library target first)
+  set(includes ${PROJECT_SOURCE_DIR} ${TORCH_DIR}/include)
+  set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)
+  try_compile(TK_TORCH_HAS_NODES SOURCES ${PROJECT_SOURCE_DIR}/${first}
+              CMAKE_FLAGS "-DINCLUDE_DIRECTORIES=${includes}" CXX_STANDARD 20)
+  if(NOT TK_TORCH_HAS_NODES)
+    message(STATUS "no autograd nodes for torch ${TORCH_VERSION}: gradients are recorded in Python")
+    return()
+  endif()
+  add_library(${target} MODULE ${first} ${ARGN})
+  tk_target_flags(${target})
+  set_target_properties(${target} PROPERTIES PREFIX "")
+  target_include_directories(${target} SYSTEM PRIVATE ${TORCH_DIR}/include)
+  target_link_options(${target} PRIVATE -Wl,--no-as-needed -Wl,--no-undefined
+                      -Wl,--allow-shlib-undefined)
+  target_link_libraries(${target} PRIVATE ${TORCH_DIR}/lib/libtorch_cpu.so
+                                          ${TORCH_DIR}/lib/libc10.so)
+endfunction()
+
 # The path to link libtorch_cuda by. A CPU-only torch has none: an empty library of that name stands
 # in, since the real one is only looked up when _cuda.so is loaded.
 function(tk_libtorch_cuda result)

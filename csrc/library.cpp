@@ -8,6 +8,7 @@
 #define ATTENTION_OPTIONS                                                        \
     "int causal=0, float? scale=None, int window_left=-1, int window_right=-1, " \
     "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sink=None, bool? deterministic=None"
+#define ATTENTION_GRADIENTS "(Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_sink)"
 #define ATTENTION_SEQUENCES \
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
 #define BASED_OPTIONS                                                                           \
@@ -114,7 +115,7 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
     m.def(
         "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, "
         "Tensor out, Tensor lse, " ATTENTION_OPTIONS
-        ", bool[4] needs=[True, True, True, True]) -> (Tensor, Tensor, Tensor, Tensor)");
+        ", bool[4] needs=[True, True, True, True]) -> " ATTENTION_GRADIENTS);
 
     // Packed sequences: q (Tq, Hq, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv), cumulative lengths int32
     // (B + 1,), lse fp32 (Hq, Tq).
@@ -125,7 +126,7 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
     m.def(
         "attention_varlen_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor "
         "v, Tensor out, Tensor lse, " ATTENTION_SEQUENCES ", " ATTENTION_OPTIONS
-        ", bool[4] needs=[True, True, True, True]) -> (Tensor, Tensor, Tensor, Tensor)");
+        ", bool[4] needs=[True, True, True, True]) -> " ATTENTION_GRADIENTS);
 
     // q and k (B, H, N, 16), v (B, H, N, Dv); a state is numerator (B, H, 153, Dv) and denominator
     // (B, H, 153), fp32, both or none, see csrc/linear_attention/linear_attention.h. A final state
@@ -139,7 +140,8 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
         "based_backward(Tensor grad_out, Tensor? grad_numerator, Tensor? grad_denominator, Tensor "
         "q, Tensor k, Tensor v, Tensor out, Tensor denominators, bool normalize=False, Tensor? "
         "numerator=None, Tensor? denominator=None, bool[4] needs=[True, True, True, True]) -> "
-        "(Tensor, Tensor, Tensor, Tensor, Tensor)");
+        "(Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_numerator, Tensor "
+        "grad_denominator)");
     // One token: q and k (B, H, 1, 16), v (B, H, 1, Dv); the state is brought up to date in place.
     m.def(
         "based_decode(Tensor q, Tensor k, Tensor v, Tensor(a!) numerator, Tensor(b!) denominator, "
@@ -157,7 +159,8 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
     m.def("lolcats_backward(Tensor grad_out, " LOLCATS_OPERANDS
           ", Tensor out, Tensor maxima, Tensor denominators, " LOLCATS_STATE
           ", bool[7] needs=[True, True, True, True, True, True, True]) -> "
-          "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+          "(Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_q_map, Tensor grad_k_map, "
+          "Tensor grad_alpha, Tensor grad_beta)");
     m.def("lolcats_decode(" LOLCATS_OPERANDS
           ", Tensor(a!) numerator, Tensor(b!) denominator, Tensor(c!) keys"
           ", Tensor(d!) values, Tensor(e!) lengths, bool sliding=False) -> Tensor");

@@ -1,5 +1,9 @@
-"""How eager calls record their gradients: by a `Function` of their own where autograd alone follows
-them, by the registered formulas else, with the same results, and as PyTorch's own ops do."""
+"""How eager calls record their gradients: by a node or a `Function` of their own where autograd
+alone follows them, by the registered formulas else, with the same results, and as PyTorch's own ops
+do.
+
+Every test runs with the nodes in C++, where torch fits them, and with the functions in Python.
+"""
 
 import gc
 import weakref
@@ -17,6 +21,7 @@ from helpers.samples import (
     forward_and_backward,
     leaves,
 )
+from thunderkittens import _load
 from thunderkittens.ops import _eager_autograd, _gradient_call
 
 BF16 = torch.bfloat16
@@ -39,6 +44,23 @@ def composed(name, device):
     wanted = (True, name != "nvfp4_gemm", True)
     tensors = [x.requires_grad_(w) for x, w in zip(tensors, wanted, strict=True)]
     return lambda *x: (COMPOSED[name](*x),), tensors
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(
+            True,
+            marks=pytest.mark.skipif(
+                not _load.has_nodes, reason="no autograd nodes are built for this torch"
+            ),
+        ),
+        False,
+    ],
+    ids=["nodes", "functions"],
+    autouse=True,
+)
+def nodes_or_functions(request, monkeypatch):
+    monkeypatch.setattr(_eager_autograd, "use_nodes", request.param)
 
 
 @pytest.fixture
@@ -310,3 +332,86 @@ def test_a_tensor_that_outlived_its_transform(device):
     (grad,) = torch.autograd.grad(tk.gemm(kept[0], weight).float().sum(), weight)
     (expected,) = torch.autograd.grad(tk.gemm(a, weight).float().sum(), weight)
     assert torch.equal(grad, expected)
+
+
+OPS_WITH_NODES = ("attention", "attention_varlen", "based", "gemm", "lolcats")
+
+
+def test_which_calls_have_a_node_in_cpp(device):
+    """All whose gradient is one op or a product, unless it is off."""
+    for sample in SAMPLES.values():
+        if sample.op not in OPS_WITH_NODES:
+            continue
+        output = sample.function(*leaves(sample, device))[0]
+        node = output.grad_fn
+        while not node.name().startswith("thunderkittens_"):
+            node = node.next_functions[0][0]
+        assert isinstance(node, torch.autograd.function.BackwardCFunction) != (
+            _eager_autograd.use_nodes
+        ), sample
+
+
+def test_which_arguments_get_a_gradient(device):
+    """Of each subset of what requires one, and of each subset that is asked for."""
+    sample = SAMPLES["attention_options"]
+    tensors = leaves(sample, device)
+    output = sample.function(*tensors)[0]
+    inputs = [x for x in tensors if x.requires_grad]
+    grad = torch.ones_like(output)
+    every = torch.autograd.grad(output, inputs, grad, retain_graph=True)
+    for x, expected in zip(inputs, every, strict=True):
+        (alone,) = torch.autograd.grad(output, [x], grad, retain_graph=True)
+        torch.testing.assert_close(alone, expected, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize(
+    "activation", [None, "relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu"]
+)
+@pytest.mark.parametrize("gate_layout", ["blocked", "interleaved"])
+def test_gradients_of_gradients_of_products(device, activation, gate_layout):
+    """Twice differentiated, against the reference's, with factors, bias and residual."""
+    if activation not in ("swiglu", "geglu") and gate_layout != "blocked":
+        return
+    columns = 40 if activation in ("swiglu", "geglu") else 80
+    shapes = ((2, 33, 64), (64, 80), (80,), (2, 33, columns))
+    values = [torch.randn(shape, device=device).to(BF16) for shape in shapes]
+    options = {"activation": activation, "gate_layout": gate_layout, "alpha": 0.5, "beta": 2.0}
+    results = []
+    for function, dtype in ((tk.gemm, BF16), (tk.reference.gemm, torch.float64)):
+        a, b, bias, residual = (x.to(dtype).requires_grad_() for x in values)
+        out = function(a, b, bias=bias, residual=residual, **options)
+        first = torch.autograd.grad(
+            (out.double() ** 2).sum() / 100, (a, b, bias, residual), create_graph=True
+        )
+        penalty = sum((x.double() ** 2).sum() for x in first) / 100
+        results.append((*first, *torch.autograd.grad(penalty, (a, b, bias, residual))))
+    for actual, expected in zip(*results, strict=True):
+        error = (actual.double() - expected).norm() / expected.norm()
+        assert error < 0.03
+
+
+def test_a_gradient_through_a_returned_state_of_lolcats_is_refused(device):
+    sample = SAMPLES["lolcats"]
+    tensors = leaves(sample, device)
+    _, state = tk.lolcats(*tensors, return_state=True)
+    with pytest.raises(RuntimeError, match=r"tk\.lolcats: there is no gradient through"):
+        state.numerator.sum().backward()
+
+
+@every_differentiable_sample
+def test_compiled_autograd(device, sample):
+    """An eager graph whose backward pass is compiled."""
+    tensors = leaves(sample, device)
+    inputs = [x for x in tensors if x.requires_grad]
+
+    def grads():
+        for x in inputs:
+            x.grad = None
+        sample.function(*tensors)[0].float().square().sum().backward()
+        return [x.grad for x in inputs]
+
+    expected = grads()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        actual = grads()
+    for x, y in zip(actual, expected, strict=True):
+        torch.testing.assert_close(x, y)

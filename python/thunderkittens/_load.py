@@ -7,6 +7,7 @@ does not: the package then works on the CPU, and an op called on a CUDA tensor r
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import platform
 import re
@@ -22,6 +23,9 @@ REINSTALL = "`pip install --force-reinstall --no-deps .` in a clone of the repos
 
 #: Why the CUDA implementations are not loaded, or None when they are.
 cuda_problem: str | None = None
+
+#: Whether autograd has the ops' nodes in C++.
+has_nodes = False
 
 #: Why the import failed, kept only for `python -m thunderkittens`.
 import_problem: str | None = None
@@ -119,6 +123,20 @@ def _cuda_problem(torch_cuda: str | None) -> str | None:
     return None
 
 
+def _load_nodes(version: str) -> None:
+    """Loads _autograd.so where it fits: into the version of torch that it was built with."""
+    global has_nodes
+    path = _build.find("_autograd.so")
+    built = version_tuple(_build.record()["torch_headers"])
+    if path is None or built != version_tuple(version) or _problem_of(path.name):
+        return
+    import torch
+
+    with contextlib.suppress(OSError):  # a torch of another build; Python's functions serve
+        torch.ops.load_library(str(path))
+        has_nodes = True
+
+
 def load() -> None:
     """Loads the schemas, and the CUDA implementations where torch can run them.
 
@@ -140,6 +158,7 @@ def load() -> None:
         torch.ops.load_library(str(path))
     except OSError as error:
         _damaged(f"_schemas.so does not load with torch {torch.__version__} ({error})")
+    _load_nodes(torch.__version__)
     cuda_problem = _cuda_problem(torch.version.cuda)
     if cuda_problem is None:
         try:

@@ -220,7 +220,16 @@ def _state() -> dict[str, str]:
     return {
         "CPU tensors": "ready (reference formulas)",
         "CUDA tensors": _load.cuda_problem or _attempt(_cuda_state),
+        "eager gradients": _nodes(),
     }
+
+
+def _nodes() -> str:
+    if _load.has_nodes:
+        return "recorded by nodes in C++"
+    headers = _build.record()["torch_headers"]
+    built = "not built" if _build.find("_autograd.so") is None else f"built for torch {headers}"
+    return f"recorded in Python, slower (nodes in C++: {built})"
 
 
 def _cuda_state() -> str:

@@ -3,9 +3,10 @@
 Three mechanisms serve the same two formulas, what to save and what the gradients are. What
 `torch.library.register_autograd` sets up serves compilers, tracers and dispatch modes; a `Function`
 with `setup_context` the transforms of `torch.func`. Both run some 10 to 40 us of Python in each
-call, more than the op itself. Where none of these is active, a `Function` with
-`forward(ctx, ...)` records instead, and ops are called below autograd and autocast, whose Python
-kernels then do not run either: some 5 us.
+call, more than the op itself. Where none of these is active, ops are called below autograd and
+autocast, whose Python kernels then do not run either, and recorded by a node in C++
+(csrc/autograd), where the installed torch is the one that it was built with; else by a `Function`
+with `forward(ctx, ...)`, in some 5 us.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch._C import DispatchKey, DispatchKeySet
 from torch.autograd.function import Function, FunctionMeta
 
+from .. import _load
 from ._registration import autocast_active, transform_active
 
 Call = Callable[..., Any]
@@ -32,6 +34,10 @@ for _key in ("AutogradOther", "AutogradNestedTensor", "AutocastCPU", "AutocastCU
     _ABOVE = _ABOVE | DispatchKeySet(getattr(DispatchKey, _key))
 _exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 _excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+
+
+# Whether nodes in C++ record where there are any; tests also try without.
+use_nodes = True
 
 
 def plain() -> bool:
@@ -64,6 +70,7 @@ def differentiable(
     save: Call,
     backward: Call,
     vmap_rule: Callable[[Call], Call] | None = None,
+    has_node: Callable[..., bool] | None = None,
 ) -> Call:
     """`call` as what records its gradient.
 
@@ -75,14 +82,18 @@ def differentiable(
         backward: its `backward`.
         vmap_rule: makes the rule for `torch.func.vmap` of what is returned; without it, an op does
             without the transforms of `torch.func`.
+        has_node: whether a call's gradient is what its node in C++ computes; None: always.
     """
     of_op = isinstance(call, torch._ops.OpOverload)
     if isinstance(call, torch._ops.OpOverload):
         torch.library.register_autograd(call, backward, setup_context=save)
     eager = _eager(name, call, save, backward)
+    node = _node(call)
 
     def recorded(*args: Any) -> Any:
         if plain():
+            if node is not None and use_nodes and (has_node is None or has_node(*args)):
+                return node(*args)
             return eager(*args)
         if of_op and not (transform_active() and vmap_rule is not None):
             return call(*args)
@@ -99,6 +110,14 @@ def differentiable(
     if vmap_rule is not None:
         Transformed.vmap = staticmethod(vmap_rule(recorded))  # type: ignore[method-assign]
     return recorded
+
+
+def _node(call: Call) -> Call | None:
+    """The op that records `call` by a node in C++, or None."""
+    if not _load.has_nodes or not isinstance(call, torch._ops.OpOverload):
+        return None
+    packet = getattr(torch.ops.thunderkittens_autograd, call._schema.name.split("::")[1], None)
+    return getattr(packet, call._overloadname, None)
 
 
 def _eager(name: str, call: Call, save: Call, backward: Call) -> Call:

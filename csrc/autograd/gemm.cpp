@@ -1,0 +1,181 @@
+// The gradients of tk.gemm: products of transposed views, and the gradient of what an activation is
+// applied to, as in python/thunderkittens/ops/gemm.py and _gemm_backward.py.
+#include <ATen/ATen.h>
+
+#include <utility>
+
+#include "csrc/autograd/node.h"
+
+namespace thunderkittens::autograd {
+
+namespace {
+
+// csrc/library.cpp
+enum { NO_ACTIVATION, RELU, GELU, GELU_TANH, SILU };
+enum { NO_GATE, BLOCKED };
+
+Tensor call(const c10::OperatorHandle& op, torch::jit::Stack stack) {
+    call_below(op, stack);
+    return stack[0].toTensor();
+}
+
+// a @ b * alpha, recorded where the gradient is to be differentiated itself.
+Tensor product(const Tensor& a, const Tensor& b, double alpha) {
+    auto& ops_of_torch = c10::Dispatcher::singleton();
+    static const c10::OperatorHandle ops[] = {find_op("gemm_forward"),
+                                              find_op("gemm_forward", "fused"), find_op("gemm"),
+                                              find_op("gemm", "fused")};
+    const bool fused = alpha != 1;
+    torch::jit::Stack stack{a, b, c10::IValue(), c10::IValue()};
+    if (fused) {
+        for (c10::IValue x : {c10::IValue(), c10::IValue(0), c10::IValue(0), c10::IValue(alpha),
+                              c10::IValue(1.0)}) {
+            stack.push_back(std::move(x));
+        }
+    }
+    if (transform_active()) {
+        ops[2 + fused].callBoxed(stack);
+    } else if (c10::GradMode::is_enabled()) {
+        ops_of_torch.findSchemaOrThrow("thunderkittens_autograd::gemm", fused ? "fused" : "")
+            .callBoxed(stack);
+    } else {
+        call_below(ops[fused], stack);
+    }
+    return stack[0].toTensor();
+}
+
+// Whether x lies in memory column by column, as the transpose of a weight does. Its gradient has to
+// lie so as well: autograd copies one of other strides to accumulate it.
+bool column_by_column(const Tensor& x) { return x.stride(-2) == 1 && x.stride(-1) != 1; }
+
+struct Wanted {
+    bool a, b, bias;
+};
+
+// Gradients of alpha * a @ b + bias, in the order of a and of b.
+void product_gradients(Tensor a, const Tensor& b, Tensor grad, double alpha, Wanted wanted,
+                       variable_list& result) {
+    if (wanted.bias) {
+        std::vector<int64_t> rows(grad.dim() - 1);
+        for (std::size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<int64_t>(i);
+        result[2] = grad.sum(rows).to(a.scalar_type());
+    }
+    grad = grad.to(a.scalar_type());
+    if (wanted.a) {
+        result[0] = column_by_column(a) && a.dim() == b.dim() ? product(b, grad.mT(), alpha).mT()
+                                                              : product(grad, b.mT(), alpha);
+    }
+    if (wanted.b) {
+        if (a.dim() > b.dim()) {  // one product over all rows of the batch
+            a = a.flatten(0, 1);
+            grad = grad.flatten(0, 1);
+        }
+        result[1] =
+            column_by_column(b) ? product(grad.mT(), a, alpha).mT() : product(a.mT(), grad, alpha);
+    }
+}
+
+Tensor activate(const Tensor& z, int64_t activation) {
+    return activation == SILU ? at::silu(z) : at::gelu(z);
+}
+
+// By PyTorch's operations, which have gradients themselves.
+Tensor through_activation(const Tensor& grad, const Tensor& z, int64_t activation) {
+    switch (activation) {
+        case NO_ACTIVATION: return grad;
+        case RELU: return at::threshold_backward(grad, z, 0);
+        case SILU: {
+            if (!c10::GradMode::is_enabled()) return at::silu_backward(grad, z);
+            const Tensor wide = z.to(at::kFloat);  // PyTorch's kernel has no derivative
+            const Tensor sigmoid = wide.sigmoid();
+            return (grad.to(at::kFloat) * sigmoid * (1 + wide * (1 - sigmoid)))
+                .to(grad.scalar_type());
+        }
+        default: return at::gelu_backward(grad, z, activation == GELU_TANH ? "tanh" : "none");
+    }
+}
+
+// The gradient of what an activation is applied to.
+Tensor preactivation_gradient(const Tensor& grad, const Tensor& z, int64_t activation,
+                              int64_t gate) {
+    if (gate == NO_GATE) return through_activation(grad, z, activation);
+    if (!c10::GradMode::is_enabled()) {
+        static const c10::OperatorHandle op = find_op("gemm_backward");
+        return call(op, {grad, z, activation, gate});
+    }
+    const int64_t half = z.size(-1) / 2;
+    const Tensor gates = gate == BLOCKED ? z.narrow(-1, 0, half) : z.slice(-1, 0, {}, 2);
+    const Tensor values = gate == BLOCKED ? z.narrow(-1, half, half) : z.slice(-1, 1, {}, 2);
+    const Tensor of_gates = through_activation(grad * values, gates, activation);
+    const Tensor of_values = grad * activate(gates, activation);
+    return gate == BLOCKED ? at::cat({of_gates, of_values}, -1)
+                           : at::stack({of_gates, of_values}, -1).flatten(-2);
+}
+
+// Without gradients to record, views and PyTorch's kernels skip autograd, too. Hooks that unpack
+// saved tensors do not: a checkpoint computes and records them again.
+struct MaybeBelow {
+    std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
+    MaybeBelow() {
+        if (!c10::GradMode::is_enabled() && !transform_active()) guard.emplace();
+    }
+};
+
+variable_list gemm_gradient(OpNode& node, const variable_list& gradients) {
+    variable_list result(3);
+    if (!gradients[0].defined()) return result;
+    const Tensor a = node.saved_input(0), b = node.saved_input(1);
+    const MaybeBelow below;
+    const Wanted wanted{node.wanted(0), node.wanted(1), node.wanted(2)};
+    product_gradients(a, b, gradients[0], 1, wanted, result);
+    return result;
+}
+
+variable_list fused_gradient(OpNode& node, const variable_list& gradients) {
+    variable_list result(4);  // of a, b, bias and residual
+    const Tensor a = node.saved_input(0), b = node.saved_input(1), z = node.saved_output(0);
+    const MaybeBelow below;
+    Tensor grad = gradients[0];
+    const Tensor& grad_z = gradients[1];
+    const int64_t activation = node.arguments[5].toInt(), gate = node.arguments[6].toInt();
+    const double alpha = node.arguments[7].toDouble(), beta = node.arguments[8].toDouble();
+    if (grad.defined() && node.wanted(3)) result[3] = beta == 1 ? grad : grad * beta;
+    if (!grad.defined()) {
+        grad = grad_z;
+    } else if (activation != NO_ACTIVATION || gate != NO_GATE) {
+        grad = preactivation_gradient(grad, z, activation, gate);
+        if (grad_z.defined()) grad = grad + grad_z;
+    }
+    if (!grad.defined()) return result;
+    const Wanted wanted{node.wanted(0), node.wanted(1), node.wanted(2)};
+    product_gradients(a, b, grad, alpha, wanted, result);
+    return result;
+}
+
+Formula formula_of(const char* overload, const char* name, std::vector<int> edges, int edge_count) {
+    return {.op = "gemm",
+            .name = name,
+            .forward = find_op("gemm", overload),
+            .edges = std::move(edges),
+            .edge_count = edge_count,
+            .saved_inputs = {0, 1},
+            .saved_outputs = {}};
+}
+
+}  // namespace
+
+Formula of_gemm() {
+    Formula formula = formula_of("", "thunderkittens_gemmBackward", {0, 1, 2, -1}, 3);
+    formula.gradient = gemm_gradient;
+    return formula;
+}
+
+Formula of_fused_gemm() {
+    Formula formula = formula_of("fused", "thunderkittens_gemm_fusedBackward",
+                                 {0, 1, 2, -1, 3, -1, -1, -1, -1}, 4);
+    formula.saved_outputs = {1};
+    formula.gradient = fused_gradient;
+    return formula;
+}
+
+}  // namespace thunderkittens::autograd
