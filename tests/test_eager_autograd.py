@@ -2,10 +2,14 @@
 alone follows them, by the registered formulas else, with the same results, and as PyTorch's own ops
 do.
 
-Every test runs with the nodes in C++, where torch fits them, and with the functions in Python.
+All tests run with the nodes in C++, where torch fits them, and in a process without them.
 """
 
 import gc
+import os
+import re
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -46,23 +50,6 @@ def composed(name, device):
     return lambda *x: (COMPOSED[name](*x),), tensors
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(
-            True,
-            marks=pytest.mark.skipif(
-                not _load.has_nodes, reason="no autograd nodes are built for this torch"
-            ),
-        ),
-        False,
-    ],
-    ids=["nodes", "functions"],
-    autouse=True,
-)
-def nodes_or_functions(request, monkeypatch):
-    monkeypatch.setattr(_eager_autograd, "use_nodes", request.param)
-
-
 @pytest.fixture
 def registered(monkeypatch):
     """Calls take the way of those under a compiler, a transform or a dispatch mode."""
@@ -97,13 +84,13 @@ def test_a_plain_call_is_recorded_by_its_own_function(device, sample):
 
 
 @every_differentiable_sample
-def test_dispatch_modes_see_the_registered_formulas(device, sample):
+def test_dispatch_modes_see_the_ops(device, sample):
     """A counter of operations, as an example."""
     tensors = leaves(sample, device)
     with FlopCounterMode(display=False) as counter:
         output = sample.function(*tensors)[0]
         output.float().sum().backward()
-    assert not eager(output)
+    assert _load.has_nodes or not eager(output)
     assert counter.get_total_flops() > 0
 
 
@@ -337,6 +324,23 @@ def test_a_tensor_that_outlived_its_transform(device):
 OPS_WITH_NODES = ("attention", "attention_varlen", "based", "gemm", "lolcats")
 
 
+@pytest.mark.skipif(not _load.has_nodes, reason="there are no nodes in C++ for this torch")
+@pytest.mark.timeout(600)
+def test_without_nodes_in_cpp(device):
+    """What another version of torch does."""
+    names = f"{device} and not without_nodes"
+    command = ["-m", "pytest", __file__, "-q", "-x", "-p", "no:cacheprovider", "-k", names]
+    result = subprocess.run(
+        [sys.executable, *command],
+        env=os.environ | {"THUNDERKITTENS_AUTOGRAD_NODES": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-3000:]
+    assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 100
+
+
 def test_which_calls_have_a_node_in_cpp(device):
     """All whose gradient is one op or a product, unless it is off."""
     for sample in SAMPLES.values():
@@ -346,9 +350,8 @@ def test_which_calls_have_a_node_in_cpp(device):
         node = output.grad_fn
         while not node.name().startswith("thunderkittens_"):
             node = node.next_functions[0][0]
-        assert isinstance(node, torch.autograd.function.BackwardCFunction) != (
-            _eager_autograd.use_nodes
-        ), sample
+        in_python = isinstance(node, torch.autograd.function.BackwardCFunction)
+        assert in_python != _load.has_nodes, sample
 
 
 def test_which_arguments_get_a_gradient(device):

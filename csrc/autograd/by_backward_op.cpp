@@ -23,8 +23,9 @@ struct Backward {
     std::vector<Operand> operands{};
     std::vector<int> edges{};  // of its results
     std::size_t needs_count = 0;
-    std::vector<bool> has_gradient{};    // whether the op's result has a place among the operands
-    std::vector<std::string> results{};  // of the op
+    std::vector<bool> has_gradient{};  // whether the op's result has a place among the operands
+    std::vector<int> states{};         // results of the op that it also takes as arguments
+    int return_state = -1;             // the argument that asks for them
 };
 
 int find(const std::vector<c10::Argument>& arguments, const std::string& name) {
@@ -63,8 +64,15 @@ Operand operand_of(const c10::Argument& x, const c10::FunctionSchema& forward, F
     return {Source::gradient, i, x.type()->kind() == c10::TypeKind::OptionalType};
 }
 
-variable_list gradient(const Backward& backward, OpNode& node, const variable_list& gradients) {
+variable_list gradient(const Backward& backward, OpNode& node, variable_list& gradients) {
     const Formula& formula = node.formula;
+    const bool state = backward.return_state >= 0 && node.arguments[backward.return_state].toBool();
+    for (const int i : backward.states) {
+        // A state that was not asked for is empty, and so is its gradient.
+        if (!state) gradients[i] = Tensor();
+        TORCH_CHECK(!gradients[i].defined() || backward.has_gradient[i], "tk.", formula.op,
+                    ": there is no gradient through a returned state; detach it");
+    }
     variable_list result(formula.edge_count);
     c10::List<bool> needs;
     for (std::size_t i = 0; i < backward.edges.size(); ++i) {
@@ -77,11 +85,6 @@ variable_list gradient(const Backward& backward, OpNode& node, const variable_li
     }
     bool any = false, optional_given = false;
     for (const bool needed : needs) any = any || needed;
-    for (std::size_t i = 0; i < gradients.size(); ++i) {
-        TORCH_CHECK(!gradients[i].defined() || backward.has_gradient[i], "tk.", formula.op,
-                    ": there is no gradient through the result ", backward.results[i],
-                    "; detach it");
-    }
     if (!any) return result;
     for (const Operand& x : backward.operands) {
         if (x.source == Source::gradient && x.optional && gradients[x.index].defined()) {
@@ -139,7 +142,12 @@ Formula by_backward_op(const std::string& op) {
     Backward backward{.op = find_op(op + "_backward")};
     const c10::FunctionSchema& taken = backward.op.schema();
     backward.has_gradient.resize(schema.returns().size());
-    for (const c10::Argument& x : schema.returns()) backward.results.push_back(x.name());
+    backward.return_state = find(schema.arguments(), "return_state");
+    for (std::size_t i = 0; i < schema.returns().size(); ++i) {
+        if (find(schema.arguments(), schema.returns()[i].name()) >= 0) {
+            backward.states.push_back(static_cast<int>(i));
+        }
+    }
     for (const c10::Argument& x : taken.arguments()) {
         backward.operands.push_back(operand_of(x, schema, formula));
         const Operand& operand = backward.operands.back();

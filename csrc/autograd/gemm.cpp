@@ -21,7 +21,6 @@ Tensor call(const c10::OperatorHandle& op, torch::jit::Stack stack) {
 
 // a @ b * alpha, recorded where the gradient is to be differentiated itself.
 Tensor product(const Tensor& a, const Tensor& b, double alpha) {
-    auto& ops_of_torch = c10::Dispatcher::singleton();
     static const c10::OperatorHandle ops[] = {find_op("gemm_forward"),
                                               find_op("gemm_forward", "fused"), find_op("gemm"),
                                               find_op("gemm", "fused")};
@@ -33,11 +32,8 @@ Tensor product(const Tensor& a, const Tensor& b, double alpha) {
             stack.push_back(std::move(x));
         }
     }
-    if (transform_active()) {
+    if (transform_active() || c10::GradMode::is_enabled()) {
         ops[2 + fused].callBoxed(stack);
-    } else if (c10::GradMode::is_enabled()) {
-        ops_of_torch.findSchemaOrThrow("thunderkittens_autograd::gemm", fused ? "fused" : "")
-            .callBoxed(stack);
     } else {
         call_below(ops[fused], stack);
     }
@@ -46,7 +42,7 @@ Tensor product(const Tensor& a, const Tensor& b, double alpha) {
 
 // Whether x lies in memory column by column, as the transpose of a weight does. Its gradient has to
 // lie so as well: autograd copies one of other strides to accumulate it.
-bool column_by_column(const Tensor& x) { return x.stride(-2) == 1 && x.stride(-1) != 1; }
+bool column_by_column(const Tensor& x) { return x.sym_stride(-2) == 1 && x.sym_stride(-1) != 1; }
 
 struct Wanted {
     bool a, b, bias;
@@ -103,9 +99,9 @@ Tensor preactivation_gradient(const Tensor& grad, const Tensor& z, int64_t activ
         static const c10::OperatorHandle op = find_op("gemm_backward");
         return call(op, {grad, z, activation, gate});
     }
-    const int64_t half = z.size(-1) / 2;
-    const Tensor gates = gate == BLOCKED ? z.narrow(-1, 0, half) : z.slice(-1, 0, {}, 2);
-    const Tensor values = gate == BLOCKED ? z.narrow(-1, half, half) : z.slice(-1, 1, {}, 2);
+    const variable_list halves = gate == BLOCKED ? z.chunk(2, -1) : variable_list();
+    const Tensor gates = gate == BLOCKED ? halves[0] : z.slice(-1, 0, {}, 2);
+    const Tensor values = gate == BLOCKED ? halves[1] : z.slice(-1, 1, {}, 2);
     const Tensor of_gates = through_activation(grad * values, gates, activation);
     const Tensor of_values = grad * activate(gates, activation);
     return gate == BLOCKED ? at::cat({of_gates, of_values}, -1)

@@ -1,5 +1,5 @@
-// Autograd nodes of the ops, for eager calls: what a `torch.autograd.Function` in Python does,
-// without Python in the call and in the engine's thread. PyTorch's stable ABI has no nodes, so this
+// Autograd nodes of the ops: what a `torch.autograd.Function` in Python does, without Python in the
+// call and in the engine's thread. PyTorch's stable ABI has no nodes, so this
 // library fits only the torch that it was built with; without it, Python's functions serve.
 #pragma once
 

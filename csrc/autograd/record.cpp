@@ -1,5 +1,5 @@
-// Records eager calls: the op `thunderkittens_autograd::x` calls `thunderkittens::x`, and makes the
-// node of its gradient.
+// What the ops do for autograd: calls are recorded by a node, and gradients that cannot be
+// differentiated themselves by one that says so.
 #include "csrc/autograd/node.h"
 
 #include <ATen/ATen.h>
@@ -29,13 +29,18 @@ struct Refusal : Node {
     }
 };
 
-bool recording(const Formula& formula, const c10::IValue* arguments) {
+bool recording(const c10::IValue* arguments, std::size_t count) {
     if (!c10::GradMode::is_enabled()) return false;
-    for (std::size_t i = 0; i < formula.edges.size(); ++i) {
-        const c10::IValue& x = arguments[i];
-        if (x.isTensor() && x.toTensor().requires_grad()) return true;
+    for (std::size_t i = 0; i < count; ++i) {
+        if (arguments[i].isTensor() && arguments[i].toTensor().requires_grad()) return true;
     }
     return false;
+}
+
+void call_implementation(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                         torch::jit::Stack* stack) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
 }
 
 void save_arguments(OpNode& node, const c10::IValue* arguments) {
@@ -60,15 +65,16 @@ struct Recorder : c10::OperatorKernel {
     const Formula& formula;
     explicit Recorder(const Formula& formula) : formula(formula) {}
 
-    void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
-        const std::size_t first = stack->size() - formula.edges.size();
-        if (!recording(formula, stack->data() + first)) {
-            call_below(formula.forward, *stack);
+    void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                    torch::jit::Stack* stack) {
+        const std::size_t count = formula.edges.size(), first = stack->size() - count;
+        if (!recording(stack->data() + first, count)) {
+            call_implementation(op, keys, stack);
             return;
         }
         const auto node = make_node<OpNode>(formula);
         save_arguments(*node, stack->data() + first);
-        call_below(formula.forward, *stack);
+        call_implementation(op, keys, stack);
         for (std::size_t i = first; i < stack->size(); ++i) {
             const Tensor& output = (*stack)[i].toTensor();
             if (torch::autograd::isDifferentiableType(output.scalar_type())) {
@@ -80,6 +86,30 @@ struct Recorder : c10::OperatorKernel {
         for (const int i : formula.saved_outputs) {
             node->saved.emplace_back((*stack)[first + i].toTensor(), true);
         }
+    }
+};
+
+// A gradient that cannot be differentiated itself.
+struct Refuser : c10::OperatorKernel {
+    const std::string op;
+    explicit Refuser(std::string op) : op(std::move(op)) {}
+
+    void operator()(const c10::OperatorHandle& gradient, c10::DispatchKeySet keys,
+                    torch::jit::Stack* stack) {
+        const std::size_t count = gradient.schema().arguments().size();
+        const std::size_t first = stack->size() - count;
+        variable_list operands, results;
+        if (recording(stack->data() + first, count)) {
+            for (std::size_t i = first; i < stack->size(); ++i) {
+                if ((*stack)[i].isTensor()) operands.push_back((*stack)[i].toTensor());
+            }
+        }
+        call_implementation(gradient, keys, stack);
+        if (operands.empty()) return;
+        for (std::size_t i = first; i < stack->size(); ++i) {
+            results.push_back((*stack)[i].toTensor());
+        }
+        refuse_double_backward(op, results, operands);
     }
 };
 
@@ -183,23 +213,28 @@ namespace {
 void add(torch::Library& library, Formula formula) {
     // As long as the process lives, like the op.
     const auto& kept = *new Formula(std::move(formula));
-    const c10::FunctionSchema& schema = kept.forward.schema();
-    library.def(
-        schema.cloneWithName("thunderkittens_autograd::" + kept.op, schema.overload_name()));
-    std::string name = kept.op;
-    if (!schema.overload_name().empty()) name += "." + schema.overload_name();
+    const std::string& overload = kept.forward.schema().overload_name();
+    const std::string name = overload.empty() ? kept.op : kept.op + "." + overload;
     library.impl(name.c_str(),
                  torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Recorder>(kept)));
 }
 
-}  // namespace
-
-TORCH_LIBRARY(thunderkittens_autograd, library) {
-    for (const char* op : {"attention", "attention_varlen", "based", "lolcats"}) {
+void add_all(torch::Library& library) {
+    for (const std::string op : {"attention", "attention_varlen", "based", "lolcats"}) {
         add(library, by_backward_op(op));
+        library.impl((op + "_backward").c_str(),
+                     torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Refuser>(op)));
     }
     add(library, of_gemm());
     add(library, of_fused_gemm());
+    library.impl("gemm_backward",
+                 torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Refuser>("gemm")));
 }
+
+}  // namespace
+
+// Of these keys, a kernel comes before what Python registers for autograd on all devices.
+TORCH_LIBRARY_IMPL(thunderkittens, AutogradCPU, library) { add_all(library); }
+TORCH_LIBRARY_IMPL(thunderkittens, AutogradCUDA, library) { add_all(library); }
 
 }  // namespace thunderkittens::autograd

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import platform
 import re
 import sys
@@ -124,9 +125,12 @@ def _cuda_problem(torch_cuda: str | None) -> str | None:
 
 
 def _load_nodes(version: str) -> None:
-    """Loads _autograd.so where it fits: into the version of torch that it was built with."""
+    """Loads _autograd.so where it fits, into the version of torch that it was built with, unless
+    THUNDERKITTENS_AUTOGRAD_NODES=0 is in the environment."""
     global has_nodes
     path = _build.find("_autograd.so")
+    if os.environ.get("THUNDERKITTENS_AUTOGRAD_NODES") == "0":
+        return
     built = version_tuple(_build.record()["torch_headers"])
     if path is None or built != version_tuple(version) or _problem_of(path.name):
         return

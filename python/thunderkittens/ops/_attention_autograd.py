@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._attention import DEFAULTS, Options, has_kernel, split, split_backward
+from ._attention import DEFAULTS, Options, split, split_backward
 from ._eager_autograd import differentiable
 from ._gradient_call import gradient_call
 from ._registration import of_any_size
@@ -67,12 +67,7 @@ def functions(
         return (of_q, of_k, of_v, *unneeded, of_sink, None)
 
     rule = lambda any: vmap_rule(op, any, varlen)  # noqa: E731
-
-    def has_node(*args: Any) -> bool:
-        q = args[0]
-        return not q.is_cuda or has_kernel(q, args[2], args[first:], varlen)
-
-    return differentiable(op, call, save, backward, rule, has_node), any_gradient
+    return differentiable(op, call, save, backward, rule), any_gradient
 
 
 # torch.func.vmap: the mapped dimension is merged into the batch, or, as a sink has no batch and

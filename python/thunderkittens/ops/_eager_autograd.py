@@ -29,15 +29,12 @@ _apply = torch._C._FunctionBase.__dict__["apply"]
 
 # What `torch._C._AutoDispatchBelowAutograd` excludes, and autocast, which public functions apply.
 _AUTOGRAD = DispatchKey.AutogradFunctionality
-_ABOVE = DispatchKeySet(_AUTOGRAD)
-for _key in ("AutogradOther", "AutogradNestedTensor", "AutocastCPU", "AutocastCUDA"):
+_AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
+_ABOVE = DispatchKeySet(_AUTOGRAD) | _AUTOCAST
+for _key in ("AutogradOther", "AutogradNestedTensor"):
     _ABOVE = _ABOVE | DispatchKeySet(getattr(DispatchKey, _key))
 _exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 _excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-
-
-# Whether nodes in C++ record where there are any; tests also try without.
-use_nodes = True
 
 
 def plain() -> bool:
@@ -64,13 +61,18 @@ def below_autograd(call: Call, *args: Any) -> Any:
         _exclude(_AUTOGRAD, False)
 
 
+def below_autocast(call: Call, *args: Any) -> Any:
+    """A call whose ops skip autocast, of which the operands are converted already."""
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        return call(*args)
+
+
 def differentiable(
     name: str,
     call: Call,
     save: Call,
     backward: Call,
     vmap_rule: Callable[[Call], Call] | None = None,
-    has_node: Callable[..., bool] | None = None,
 ) -> Call:
     """`call` as what records its gradient.
 
@@ -82,19 +84,18 @@ def differentiable(
         backward: its `backward`.
         vmap_rule: makes the rule for `torch.func.vmap` of what is returned; without it, an op does
             without the transforms of `torch.func`.
-        has_node: whether a call's gradient is what its node in C++ computes; None: always.
     """
     of_op = isinstance(call, torch._ops.OpOverload)
     if isinstance(call, torch._ops.OpOverload):
         torch.library.register_autograd(call, backward, setup_context=save)
     eager = _eager(name, call, save, backward)
-    node = _node(call)
+    has_node = _has_node(call)
 
     def recorded(*args: Any) -> Any:
         if plain():
-            if node is not None and use_nodes and (has_node is None or has_node(*args)):
-                return node(*args)
-            return eager(*args)
+            if not has_node:
+                return eager(*args)
+            return below_autocast(call, *args) if autocast_active() else call(*args)
         if of_op and not (transform_active() and vmap_rule is not None):
             return call(*args)
         return Transformed.apply(*args)
@@ -112,12 +113,13 @@ def differentiable(
     return recorded
 
 
-def _node(call: Call) -> Call | None:
-    """The op that records `call` by a node in C++, or None."""
+def _has_node(call: Call) -> bool:
+    """Whether `call` is an op that a node in C++ records."""
     if not _load.has_nodes or not isinstance(call, torch._ops.OpOverload):
-        return None
-    packet = getattr(torch.ops.thunderkittens_autograd, call._schema.name.split("::")[1], None)
-    return getattr(packet, call._overloadname, None)
+        return False
+    suffix = "" if call._overloadname == "default" else f".{call._overloadname}"
+    name = f"{call._schema.name}{suffix}"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutogradCUDA")
 
 
 def _eager(name: str, call: Call, save: Call, backward: Call) -> Call:
