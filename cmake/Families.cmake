@@ -1,23 +1,26 @@
-# The families of ops: every folder of csrc/ that has a choose.cpp, less those that THUNDERKITTENS_OPS
-# leaves out. Sets
+# The families of ops: every folder of csrc/ that has a choose.cpp, itself or in a room (a folder of
+# the family), less those that THUNDERKITTENS_OPS leaves out. Sets
 #
 #   TK_FAMILIES         their names
-#   TK_OP_SOURCES       the other csrc/<family>/*.cpp: host code with torch's headers
-#   TK_CHOOSE_SOURCES   csrc/<family>/choose*.cpp: host code without
-#   TK_EMULATED_SOURCES csrc/<family>/emulated*.cpp, and what compiles inst/*.cu for the emulator
+#   TK_OP_SOURCES       the other csrc/<family>/**/*.cpp: host code with torch's headers
+#   TK_CHOOSE_SOURCES   csrc/<family>/**/choose*.cpp: host code without
+#   TK_EMULATED_SOURCES csrc/<family>/**/emulated*.cpp, and what compiles inst/*.cu for the emulator
 #   TK_KERNEL_SOURCES   csrc/<family>/inst/*.cu
 set(TK_FAMILIES)
 set(TK_OP_SOURCES)
 set(TK_CHOOSE_SOURCES)
 set(TK_KERNEL_SOURCES)
 set(TK_EMULATED_SOURCES)
-file(GLOB choose_sources CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR} csrc/*/choose.cpp)
-foreach(source IN LISTS choose_sources)
-  string(REGEX REPLACE "^csrc/([^/]+)/.*" "\\1" family ${source})
+file(GLOB families CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR} csrc/*/choose.cpp
+     csrc/*/*/choose.cpp)
+list(TRANSFORM families REPLACE "^csrc/([^/]+)/.*" "\\1")
+list(REMOVE_DUPLICATES families)
+foreach(family IN LISTS families)
   if(THUNDERKITTENS_OPS AND NOT family IN_LIST THUNDERKITTENS_OPS)
     continue()
   endif()
-  file(GLOB op_sources CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR} csrc/${family}/*.cpp)
+  file(GLOB_RECURSE op_sources CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR}
+       csrc/${family}/*.cpp)
   set(family_choose_sources ${op_sources})
   list(FILTER family_choose_sources INCLUDE REGEX "/choose[^/]*$")
   set(emulated_sources ${op_sources})

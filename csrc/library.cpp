@@ -129,9 +129,9 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
         ", bool[4] needs=[True, True, True, True]) -> " ATTENTION_GRADIENTS);
 
     // q and k (B, H, N, 16), v (B, H, N, Dv); a state is numerator (B, H, 153, Dv) and denominator
-    // (B, H, 153), fp32, both or none, see csrc/linear_attention/linear_attention.h. A final state
-    // that is not asked for has batch size 0. denominators (B, H, N), fp32, of the rows, with eps;
-    // likewise where nothing is normalised.
+    // (B, H, 153), fp32, both or none, see csrc/linear_attention/common/linear_attention.h. A final
+    // state that is not asked for has batch size 0. denominators (B, H, N), fp32, of the rows, with
+    // eps; likewise where nothing is normalised.
     m.def("based(Tensor q, Tensor k, Tensor v, " BASED_OPTIONS
           ") -> (Tensor out, Tensor numerator, Tensor denominator, Tensor denominators)");
     m.def("based_forward(Tensor q, Tensor k, Tensor v, " BASED_OPTIONS

@@ -217,7 +217,7 @@ def test_gates(device, activation, dtype, gate_layout):
 @pytest.mark.parametrize("activation", [*ACTIVATIONS, *GATED])
 def test_finished_beside_the_main_loop(device, activation, dtype, residual):
     """By other warps than those that multiply, and those of a block's last tile by them
-    (finish_sm90.cuh); the residual is zero."""
+    (dense/epilogue_warps_sm90.cuh); the residual is zero."""
     z = gates = values(dtype, device)
     if activation in GATED:
         z = torch.cat((gates, torch.ones_like(gates)))

@@ -157,7 +157,8 @@ def long_cases(device, intensity):
 
 @over(long_cases)
 def test_finished_beside_the_main_loop(device, case):
-    """With a long K other warps than those that multiply finish a tile (finish_sm90.cuh)."""
+    """With a long K other warps than those that multiply finish a tile
+    (dense/epilogue_warps_sm90.cuh)."""
     case = {**case, "out": None}
     x = operands(case, device, normal)
     x["b"] = (x["b"] / case["shape"][2] ** 0.5).to(case["dtype"])

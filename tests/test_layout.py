@@ -90,14 +90,21 @@ def stems(folder: str, prefix: str = "") -> set[str]:
     }
 
 
+def families() -> list[Path]:
+    """The folders of csrc/ that have a choose.cpp, themselves or in a room."""
+    csrc = ROOT / "csrc"
+    parts = {path.relative_to(csrc).parts[0] for path in csrc.rglob("choose.cpp")}
+    return [csrc / part for part in sorted(parts)]
+
+
 def family_sources() -> list[Path]:
     """Of each family the op files, beside which there are choose*.cpp, the choice of kernels, and
     emulated*.cpp, the op on the emulator."""
     return [
         p
-        for p in (ROOT / "csrc").glob("*/*.cpp")
-        if p.parent.name not in ("common", "python")
-        and not p.name.startswith(("choose", "emulated"))
+        for family in families()
+        for p in sorted(family.rglob("*.cpp"))
+        if not p.name.startswith(("choose", "emulated"))
     ]
 
 
@@ -111,8 +118,8 @@ def test_python_files_are_the_ops(folder):
 
 
 def test_cpp_files_are_the_ops():
-    """An op file has the name of an op, or of the direction of one; together they have all ops."""
-    assert {path.stem for path in family_sources()} <= ops() | {"forward", "backward"}
+    """An op file has the name of an op or a schema, or of a direction; together they have all."""
+    assert {path.stem for path in family_sources()} <= ops() | schema_names() | {"backward"}
     text = "".join(path.read_text() for path in family_sources())
     assert sorted(re.findall(r'm\.impl\("(\w+)"', text)) == sorted(schema_names())
 
@@ -126,9 +133,8 @@ def test_every_op_has_a_test():
 
 
 def test_families_have_the_same_kinds_of_files():
-    families = {path.parent for path in family_sources()}
-    for family in families:
-        present = {path.name for path in family.iterdir()}
+    for family in families():
+        present = {path.name for path in family.rglob("*")}
         assert {f"{family.name}.h", "choose.cpp", "inst"} <= present, family.name
         for source in (family / "inst").iterdir():
             assert source.suffix == ".cu", name(source)
@@ -171,8 +177,9 @@ def test_includes_point_one_way():
 def test_family_headers_are_plain_host_code():
     wrong = [
         f"{name(path)} includes {what}"
-        for path in (ROOT / "csrc").glob("*/*")
-        if path.parent.name != "python" and (path.suffix == ".h" or path.name == "choose.cpp")
+        for path in LIBRARY_FILES
+        if re.match(r"csrc/(?!python/)", name(path))
+        and (path.suffix == ".h" or path.name == "choose.cpp")
         for what, _ in includes(path)
         if path.name != "tensor.h" and re.match(r"torch/|cuda|kittens/.*\.cuh|pybind11/", what)
     ]
@@ -182,7 +189,7 @@ def test_family_headers_are_plain_host_code():
 def test_torch_headers_are_only_in_op_files():
     allowed = {ROOT / "csrc/library.cpp", ROOT / "csrc/common/tensor.h", *family_sources()}
     # What the op files of a family share.
-    allowed |= {p for p in (ROOT / "csrc").glob("*/*operands.h") if "emulated" not in p.name}
+    allowed |= set((ROOT / "csrc").rglob("operands.h"))
     wrong = [
         f"{name(path)} includes {what}"
         for path in LIBRARY_FILES
@@ -276,19 +283,19 @@ def test_launches_go_through_the_library():
 
 # Files whose grids have more than one dimension, and what keeps the others short.
 SHORT_DIMENSIONS = {
-    "csrc/gemm/divided_sm90.cuh": "parts of k",
-    "csrc/gemm/divided_sums_sm90.cuh": "parts of k",
-    "csrc/gemm/fp8_fitted_sm90.cuh": "tiles, of which there are no more than multiprocessors",
-    "csrc/gemm/once_sm90.cuh": "tiles, of which there are no more than multiprocessors",
-    "csrc/gemm/single_sm90.cuh": "tiles, of which there are no more than multiprocessors",
-    "csrc/gemm/small_sm90.cuh": "tiles, of which there are no more than multiprocessors",
-    "csrc/gemm/start_sm90.cuh": "tiles, of which there are no more than multiprocessors",
-    "csrc/linear_attention/based_rows_sm90.cuh": "two results",
-    "csrc/linear_attention/based_scan_sm90.cuh": "parts of a state",
-    "csrc/linear_attention/lolcats_caches_sm90.cuh": "parts of a cache",
-    "csrc/linear_attention/lolcats_forward_sm90.cuh": "segments, at most 256",
-    "csrc/linear_attention/lolcats_maps_sm90.cuh": "two maps",
-    "csrc/linear_attention/lolcats_sums_sm90.cuh": "segments, at most 256",
+    "csrc/gemm/common/reduce_workspace_sm90.cuh": "parts of k",
+    "csrc/gemm/dense/one_consumer_sm90.cuh": "tiles, no more than multiprocessors",
+    "csrc/gemm/dense/prologue_sm90.cuh": "tiles, no more than multiprocessors",
+    "csrc/gemm/dense/single_wave_64x64_sm90.cuh": "tiles, no more than multiprocessors",
+    "csrc/gemm/dense/single_wave_sm90.cuh": "tiles, no more than multiprocessors",
+    "csrc/gemm/dense/split_k_sm90.cuh": "parts of k",
+    "csrc/gemm/fp8/split_k_sm90.cuh": "tiles, no more than multiprocessors",
+    "csrc/linear_attention/based/rows_sm90.cuh": "two results",
+    "csrc/linear_attention/based/scan_sm90.cuh": "parts of a state",
+    "csrc/linear_attention/lolcats/caches_sm90.cuh": "parts of a cache",
+    "csrc/linear_attention/lolcats/forward_sm90.cuh": "segments, at most 256",
+    "csrc/linear_attention/lolcats/maps_sm90.cuh": "two maps",
+    "csrc/linear_attention/lolcats/sums_sm90.cuh": "segments, at most 256",
 }
 
 

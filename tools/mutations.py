@@ -315,8 +315,8 @@ def mutated(source: Source) -> str:
 
 
 def chosen(mutations: list[Mutation], per_file: int, seed: int, only: str = "") -> list[Mutation]:
-    """Of each file `per_file`, of one class after the other. The choice in a file depends on that
-    file alone."""
+    """Of each file `per_file`, of one class after the other: flags, which few files have, first.
+    The choice in a file depends on that file alone."""
     by_file: dict[str, dict[str, list[Mutation]]] = {}
     for m in mutations:
         if re.search(only, m.key):
@@ -324,7 +324,8 @@ def chosen(mutations: list[Mutation], per_file: int, seed: int, only: str = "") 
     result = []
     for path, kinds in by_file.items():
         queues = [sorted(kinds[k], key=lambda m: m.rank(seed)) for k in kinds]
-        queues.sort(key=lambda queue: zlib.crc32(f"{seed} {path} {queue[0].kind}".encode()))
+        order = {k: zlib.crc32(f"{seed} {path} {k}".encode()) for k in kinds}
+        queues.sort(key=lambda q: (q[0].kind != "flag", order[q[0].kind]))
         turns = [m for turn in range(per_file) for q in queues for m in q[turn : turn + 1]]
         result += turns[:per_file]
     return result

@@ -14,8 +14,8 @@
 #include "kittens/types/register/fragment.h"
 #include "kittens/types/shared/swizzle.h"
 #if THUNDERKITTENS_HAS_GEMM
-#include "csrc/gemm/gemm.h"
-#include "csrc/gemm/varied_order.h"
+#include "csrc/gemm/dense/balanced_order.h"
+#include "csrc/gemm/dense/gemm.h"
 #endif
 
 namespace py = pybind11;

@@ -1,5 +1,5 @@
 // bf16 operands, 128 x 256 tiles, the four layouts of the operands.
-#include "csrc/gemm/once_sm90.cuh"
+#include "csrc/gemm/dense/single_wave_sm90.cuh"
 
 namespace thunderkittens::gemm {
 TK_LAUNCH_ONCE(make_config(TILE_SHAPES[0], DType::bf16, false, true))

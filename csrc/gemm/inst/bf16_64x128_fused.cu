@@ -1,5 +1,5 @@
 // bf16 operands, 64 x 128 tiles, a fused epilogue, the four layouts of the operands.
-#include "csrc/gemm/gemm_sm90.cuh"
+#include "csrc/gemm/dense/persistent_sm90.cuh"
 
 namespace thunderkittens::gemm {
 template void launch<make_config(TILE_SHAPES[2], DType::bf16, false, true, true)>(const Params&,

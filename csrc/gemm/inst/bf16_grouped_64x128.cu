@@ -1,5 +1,5 @@
 // Grouped products of bf16 operands, 64 x 128 tiles, the four layouts of the operands.
-#include "csrc/gemm/grouped_gemm_sm90.cuh"
+#include "csrc/gemm/grouped/persistent_sm90.cuh"
 
 namespace thunderkittens::grouped_gemm {
 template void launch<config_at(16)>(const Params&, Stream);

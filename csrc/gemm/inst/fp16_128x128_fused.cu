@@ -1,5 +1,5 @@
 // fp16 operands, 128 x 128 tiles, a fused epilogue, the four layouts of the operands.
-#include "csrc/gemm/gemm_sm90.cuh"
+#include "csrc/gemm/dense/persistent_sm90.cuh"
 
 namespace thunderkittens::gemm {
 template void launch<make_config(TILE_SHAPES[1], DType::fp16, false, true, true)>(const Params&,

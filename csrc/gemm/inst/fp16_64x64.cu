@@ -1,5 +1,5 @@
 // fp16 operands, 64 x 64 tiles, the four layouts of the operands.
-#include "csrc/gemm/single_sm90.cuh"
+#include "csrc/gemm/dense/single_wave_64x64_sm90.cuh"
 
 namespace thunderkittens::gemm {
 TK_LAUNCH_SINGLE_OR_SMALL(make_config(TILE_SHAPES[3], DType::fp16, false, true))

@@ -1,5 +1,5 @@
 // Grouped products of fp16 operands, 128 x 256 tiles, the four layouts of the operands.
-#include "csrc/gemm/grouped_gemm_sm90.cuh"
+#include "csrc/gemm/grouped/persistent_sm90.cuh"
 
 namespace thunderkittens::grouped_gemm {
 template void launch<config_at(4)>(const Params&, Stream);

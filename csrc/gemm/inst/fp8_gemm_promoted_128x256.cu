@@ -1,5 +1,5 @@
 // fp8 operands, 128 x 256 tiles, promoted sums, the three pairs of dtypes.
-#include "csrc/gemm/fp8_gemm_sm90.cuh"
+#include "csrc/gemm/fp8/persistent_sm90.cuh"
 
 namespace thunderkittens::fp8_gemm {
 template void launch<make_config(TILE_SHAPES[4], DTYPES[0])>(const Params&, Stream);

@@ -1,5 +1,5 @@
 // Quantisation of fp16 to fp8, every pass.
-#include "csrc/gemm/fp8_quantize_sm90.cuh"
+#include "csrc/gemm/quantize/fp8_quantize_sm90.cuh"
 
 namespace thunderkittens::fp8_quantize {
 template void launch<Config{DType::fp16, PASSES[0]}>(const Params&, Stream);

@@ -1,5 +1,5 @@
 // The transpose of matrices of bytes.
-#include "csrc/gemm/fp8_quantize_sm90.cuh"
+#include "csrc/gemm/quantize/fp8_quantize_sm90.cuh"
 
 namespace thunderkittens::fp8_quantize {
 template void launch<TRANSPOSE>(const Params&, Stream);

@@ -1,5 +1,5 @@
 // The gradient through a gate, of every dtype and layout.
-#include "csrc/gemm/gemm_backward_sm90.cuh"
+#include "csrc/gemm/dense/gemm_backward_sm90.cuh"
 
 namespace thunderkittens::gemm_backward {
 template void launch<CONFIGS[0]>(const Params&, Stream);

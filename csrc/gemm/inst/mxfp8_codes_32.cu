@@ -1,5 +1,5 @@
 // MXFP8 operands as they are, up to 32 rows at a time.
-#include "csrc/gemm/mxfp8_codes_sm90.cuh"
+#include "csrc/gemm/swap_ab/mxfp8_native_sm90.cuh"
 
 namespace thunderkittens::mxfp8_gemm {
 template void launch_codes<CODES_SHAPES[1]>(const CodesParams&, Stream);

@@ -1,5 +1,5 @@
 // MXFP8 operands that the kernel expands, tiles of 128 x 256 and 128 x 176.
-#include "csrc/gemm/expanding_gemm_sm90.cuh"
+#include "csrc/gemm/fused_dequant/fused_dequant_sm90.cuh"
 
 namespace thunderkittens::gemm {
 template void launch_expanding<expanding_config(DType::bf16)>(const ExpandingParams<Mxfp8Sources>&,

@@ -1,5 +1,5 @@
 // MXFP8 from and to fp16.
-#include "csrc/gemm/mxfp8_quantize_sm90.cuh"
+#include "csrc/gemm/quantize/mxfp8_quantize_sm90.cuh"
 
 namespace thunderkittens::block_scaled {
 template void quantize<Mxfp8Quantize{DType::fp16, DType::e4m3, false}>(const Mxfp8Params&, Stream);

@@ -1,5 +1,5 @@
 // Passes over MXFP8 operands before a product.
-#include "csrc/gemm/mxfp8_passes_sm90.cuh"
+#include "csrc/gemm/mxfp8/passes_sm90.cuh"
 
 namespace thunderkittens::mxfp8_gemm {
 template void run_pass(const RebaseParams&, Stream);

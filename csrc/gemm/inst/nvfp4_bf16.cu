@@ -1,5 +1,5 @@
 // NVFP4 from and to bf16.
-#include "csrc/gemm/nvfp4_quantize_sm90.cuh"
+#include "csrc/gemm/quantize/nvfp4_quantize_sm90.cuh"
 
 namespace thunderkittens::block_scaled {
 template void quantize<Nvfp4Quantize{DType::bf16, false, false}>(const Nvfp4Params&, Stream);

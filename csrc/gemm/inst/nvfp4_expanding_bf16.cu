@@ -1,5 +1,5 @@
 // NVFP4 weights that the kernel expands, bf16 activations, 128 x 256 tiles.
-#include "csrc/gemm/expand_nvfp4_sm90.cuh"
+#include "csrc/gemm/nvfp4/source_sm90.cuh"
 
 namespace thunderkittens::gemm {
 template void launch_expanding<expanding_config(DType::bf16)>(const ExpandingParams<Nvfp4Source>&,

@@ -1,5 +1,5 @@
 // NVFP4 from and to fp16.
-#include "csrc/gemm/nvfp4_quantize_sm90.cuh"
+#include "csrc/gemm/quantize/nvfp4_quantize_sm90.cuh"
 
 namespace thunderkittens::block_scaled {
 template void quantize<Nvfp4Quantize{DType::fp16, false, false}>(const Nvfp4Params&, Stream);

@@ -1,4 +1,4 @@
-#include "csrc/linear_attention/based_decode_sm90.cuh"
+#include "csrc/linear_attention/based/decode_sm90.cuh"
 
 namespace thunderkittens::linear_attention {
 template void launch_based_decode<DType::bf16>(const BasedDecodeParams&, Stream);

@@ -1,4 +1,4 @@
-#include "csrc/linear_attention/based_forward_sm90.cuh"
+#include "csrc/linear_attention/based/forward_sm90.cuh"
 
 namespace thunderkittens::linear_attention {
 template void launch_based_forward<DType::fp16>(const BasedParams&, Stream);

@@ -1,4 +1,4 @@
-#include "csrc/linear_attention/based_backward_sm90.cuh"
+#include "csrc/linear_attention/based/backward_sm90.cuh"
 
 namespace thunderkittens::linear_attention {
 template void launch_based_query_gradient<DType::bf16>(const BasedBackwardParams&,

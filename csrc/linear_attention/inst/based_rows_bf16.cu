@@ -1,4 +1,4 @@
-#include "csrc/linear_attention/based_rows_sm90.cuh"
+#include "csrc/linear_attention/based/rows_sm90.cuh"
 
 namespace thunderkittens::linear_attention {
 template void launch_based_weights<DType::bf16>(const BasedBackwardParams&, float*, Stream);

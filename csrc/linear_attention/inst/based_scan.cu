@@ -1,4 +1,4 @@
-#include "csrc/linear_attention/based_scan_sm90.cuh"
+#include "csrc/linear_attention/based/scan_sm90.cuh"
 
 namespace thunderkittens::linear_attention {
 template void launch_based_scan<false>(const BasedParams&, const ScanParams&, Stream);

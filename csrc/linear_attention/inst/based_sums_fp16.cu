@@ -1,4 +1,4 @@
-#include "csrc/linear_attention/based_sums_sm90.cuh"
+#include "csrc/linear_attention/based/sums_sm90.cuh"
 
 namespace thunderkittens::linear_attention {
 template void launch_based_sums<DType::fp16>(const BasedParams&, const SumsParams&, Stream);

@@ -1,1 +1,1 @@
-#include "csrc/linear_attention/lolcats_caches_sm90.cuh"
+#include "csrc/linear_attention/lolcats/caches_sm90.cuh"

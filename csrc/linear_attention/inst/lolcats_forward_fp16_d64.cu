@@ -1,4 +1,4 @@
-#include "csrc/linear_attention/lolcats_forward_sm90.cuh"
+#include "csrc/linear_attention/lolcats/forward_sm90.cuh"
 
 namespace thunderkittens::linear_attention {
 template void launch_lolcats_forward<DType::fp16, 64, 32>(const LolcatsParams&,

@@ -1,4 +1,4 @@
-#include "csrc/linear_attention/lolcats_gradient_sums_sm90.cuh"
+#include "csrc/linear_attention/lolcats/gradient_sums_sm90.cuh"
 
 namespace thunderkittens::linear_attention {
 template void launch_lolcats_gradient_sums<DType::fp16, 128, 32>(const LolcatsBackwardParams&,

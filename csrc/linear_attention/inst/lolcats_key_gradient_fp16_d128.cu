@@ -1,4 +1,4 @@
-#include "csrc/linear_attention/lolcats_key_gradient_sm90.cuh"
+#include "csrc/linear_attention/lolcats/key_gradient_sm90.cuh"
 
 namespace thunderkittens::linear_attention {
 template void launch_lolcats_key_gradient<DType::fp16, 128, 32>(const LolcatsBackwardParams&,

@@ -1,4 +1,4 @@
-#include "csrc/linear_attention/lolcats_maps_sm90.cuh"
+#include "csrc/linear_attention/lolcats/maps_sm90.cuh"
 
 namespace thunderkittens::linear_attention {
 template void launch_lolcats_map_gradients<DType::fp16, 64, 32>(const LolcatsBackwardParams&,

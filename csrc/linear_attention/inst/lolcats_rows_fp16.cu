@@ -1,4 +1,4 @@
-#include "csrc/linear_attention/lolcats_rows_sm90.cuh"
+#include "csrc/linear_attention/lolcats/rows_sm90.cuh"
 
 namespace thunderkittens::linear_attention {
 template void launch_lolcats_combine<DType::fp16>(const LolcatsBackwardParams&,

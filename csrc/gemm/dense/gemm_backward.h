@@ -1,0 +1,102 @@
+// The gradient of what a gate is applied to, as gemm's own gradient needs it: what a call is
+// (Problem), what is compiled (Config), and the functions that choose. Host C++ only.
+//
+// Of out = activation(gate) * value and grad, the gradient of out, it is
+// grad * value * activation'(gate) where the gates are, and grad * activation(gate) where the
+// values are.
+#pragma once
+
+#include <cstdint>
+#include <iterator>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "csrc/common/device.h"
+#include "csrc/common/dtype.h"
+#include "csrc/gemm/common/epilogue.h"
+
+namespace thunderkittens {
+struct KernelInfo;  // registry.h
+}
+
+namespace thunderkittens::gemm_backward {
+
+using gemm::Activation;
+using gemm::Gate;
+
+struct Problem {
+    int64_t rows = 0, columns = 0;  // of grad; gates and values have twice as many columns
+    DType dtype = DType::bf16;      // of all
+    Activation activation = Activation::silu;
+    Gate gate = Gate::blocked;
+};
+
+struct Config {
+    DType dtype = DType::bf16;
+    Gate gate = Gate::blocked;
+    bool operator==(const Config&) const = default;
+};
+
+constexpr int THREADS = 256;
+constexpr int CHUNK = 8;  // gates of a thread
+
+constexpr Config CONFIGS[] = {
+    {DType::bf16, Gate::blocked}, {DType::bf16, Gate::interleaved},
+    {DType::fp16, Gate::blocked}, {DType::fp16, Gate::interleaved},
+    {DType::fp32, Gate::blocked}, {DType::fp32, Gate::interleaved},
+};
+
+struct Params {
+    const void* grad = nullptr;  // (rows, columns), rows `grad_stride` elements apart
+    const void* z = nullptr;     // (rows, 2 * columns), packed
+    void* out = nullptr;         // as z
+    int64_t rows = 0, columns = 0, grad_stride = 0;
+    int64_t chunks = 0;  // of a row
+    Activation activation = Activation::silu;
+    bool aligned = false;  // eight gates, values and gradients lie at multiples of 16 bytes
+};
+
+template <typename Visitor>
+void visit_fields(Problem& p, Visitor&& visit) {
+    visit("rows", p.rows);
+    visit("columns", p.columns);
+    visit("dtype", p.dtype);
+    visit("activation", p.activation);
+    visit("gate", p.gate);
+}
+template <typename Visitor>
+void visit_fields(Config& c, Visitor&& visit) {
+    visit("dtype", c.dtype);
+    visit("gate", c.gate);
+}
+
+constexpr int64_t chunks_of(int64_t columns) { return (columns + CHUNK - 1) / CHUNK; }
+constexpr int64_t blocks_of(int64_t rows, int64_t columns) {
+    return (rows * chunks_of(columns) + THREADS - 1) / THREADS;
+}
+
+std::string unsupported(const Problem& problem, const DeviceProperties& device);
+Config choose(const Problem& problem, const DeviceProperties& device);
+std::string kernel_name(const Config& config);
+std::vector<KernelInfo> kernels();
+
+// The parameters of a call, `grad_stride` elements between the rows of grad.
+Params params_of(const Problem& problem, const void* grad, int64_t grad_stride, const void* z,
+                 void* out);
+
+// Runs the kernel of `config` on the stream; or of one that is chosen at run time, if it is there.
+template <Config config>
+void launch(const Params& params, Stream stream);
+template <std::size_t... indices>
+bool launch_any(const Config& config, const Params& params, Stream stream,
+                std::index_sequence<indices...>) {
+    return (
+        (config == CONFIGS[indices] ? (launch<CONFIGS[indices]>(params, stream), true) : false) ||
+        ...);
+}
+inline bool launch_choice(const Config& config, const Params& params, Stream stream) {
+    return launch_any(config, params, stream, std::make_index_sequence<std::size(CONFIGS)>());
+}
+
+}  // namespace thunderkittens::gemm_backward

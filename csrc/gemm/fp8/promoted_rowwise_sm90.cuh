@@ -1,0 +1,233 @@
+// Promoted sums with scales of whole rows or matrices, for the outputs that most calls have: of a
+// 16-bit type, stored by TMA, without bias or activation. promoted_sm90.cuh does the rest.
+//
+// The values are the same, bit for bit. Here a tile's end lies in the shadow of products: its left
+// half is scaled, rounded and staged while the last product runs, which belongs to the right half;
+// and the right half while the next tile's first two do. A warp of the producers sends what is
+// staged, so that the consumers issue no copies. What this kernel leaves out gives the registers of
+// a sum and of its product different banks: an addition reads one from each, beside the tensor
+// cores, which want the same registers. (Stores of pairs would tie a sum to an even or odd
+// register, which are the banks, as products are; and so do loops of other kinds of sums.)
+//
+// Tiles of 128 x 176 have one product in a step, and leave from registers under the next tile's
+// first one. Here alone they have two widths.
+#pragma once
+
+#include "csrc/gemm/fp8/promoted_rowwise_loads_sm90.cuh"
+#include "csrc/gemm/fp8/store_warps_sm90.cuh"
+
+namespace thunderkittens::fp8_gemm {
+namespace sm90 {
+
+// Two products side by side in a step. The end of a tile is spread over three products: under its
+// last one the left half is scaled, rounded and staged; under the next tile's first one the right
+// half is scaled and rounded, and under the second one staged.
+template <Config C>
+__device__ __forceinline__ void consume_whole_halves(const typename Types<C>::Globals& g,
+                                                     typename Types<C>::Shared& shared) {
+    using K = Types<C>;
+    using Where = TileScales<C>;
+    static_assert(K::products_m == 1 && K::products_n == 2 && K::columns_placed && !K::groups);
+    constexpr int cols = K::product_cols;
+    const Place place(g);
+    const int consumer = warpgroup::groupid();
+    // One arrival stands for the warpgroup, which wgmma reads shared memory as.
+    const bool hands_back = warpgroup::warpid() == 0 && laneid() == 0;
+    const auto release = [&](int stage) {
+        if (hands_back) arrive(shared.empty[stage]);
+    };
+    const int own_row = consumer * 64 + warpgroup::warpid() * 16 + laneid() / 4;
+    Ring<C.stages> ring;
+    rt_fl<16, cols> sums[2], product;
+    rt_bf<16, cols> rounded;
+    Operands<C> operands(shared, consumer);
+    float one[2] = {1.f, 1.f};
+    Epilogue<C> epilogue;
+    int phase = 0;
+    // In one sequence, as rounding has half the rate and another pipe.
+    const auto finish = [&](auto which) {
+        constexpr int i = decltype(which)::value;
+        epilogue.take_scales(g, shared, own_row, phase);
+        constexpr int before = i * cols * int(sizeof(float));
+        const auto scale_and_round = [&]<class O, bool per_column>() {
+            const uint32_t own = Where::columns(shared) + before + laneid() % 4 * sizeof(float4);
+#pragma unroll
+            for (int j = 0; j < cols / 16; ++j) {
+                float4 four{};
+                if constexpr (per_column)
+                    four = arch::load_shared<float4>(own + j * 16 * sizeof(float));
+#pragma unroll
+                for (int r = 0; r < 4; ++r) {
+                    float2 x = sums[i].tiles[0][j].data[r];
+                    x.x *= epilogue.rows[0][r % 2];
+                    x.y *= epilogue.rows[0][r % 2];
+                    if constexpr (per_column) {
+                        x.x *= r / 2 == 0 ? four.x : four.z;
+                        x.y *= r / 2 == 0 ? four.y : four.w;
+                    }
+                    rounded.tiles[0][j].data[r] = arch::bit_cast<bf16_2>(pack_pair<O>(x.x, x.y));
+                }
+            }
+        };
+        if (g.scale_b.outer == 0) {
+            if (g.out_dtype == DType::bf16)
+                scale_and_round.template operator()<bf16, false>();
+            else
+                scale_and_round.template operator()<half, false>();
+        } else {
+            if (g.out_dtype == DType::bf16)
+                scale_and_round.template operator()<bf16, true>();
+            else
+                scale_and_round.template operator()<half, true>();
+        }
+        if constexpr (i == 1) {
+            Where::release(shared);
+            phase ^= 1;
+        }
+    };
+    const auto stage = [&](auto which, bool narrow) {
+        constexpr int i = decltype(which)::value;
+        arch::named_barrier_sync(SENT + consumer, SENDING_THREADS);
+        stage_rounded<C, i>(shared, rounded, narrow);
+        arch::named_barrier_arrive(STAGED + consumer, SENDING_THREADS);
+    };
+    using Left = std::integral_constant<int, 0>;
+    using Right = std::integral_constant<int, 1>;
+
+    uint32_t index = blockIdx.x;
+    if (index >= g.order.total) return;
+    const auto is_narrow = [&](uint32_t index) {
+        return K::two_widths && arch::shuffle(int(tile_at<C>(g, place, index).narrow), 0) != 0;
+    };
+    bool narrow = is_narrow(index);
+    const auto multiply_right = [&] {
+        if (K::two_widths && narrow)
+            operands.template multiply<K::less>(product, 0, 1);
+        else
+            operands.multiply(product, 0, 1);
+    };
+    wait(shared.full[ring.stage], ring.phase);
+    operands.find(ring.stage);
+    operands.multiply(product, 0, 0);
+    // What the first tile stages as the right half of the one before, so that nothing depends on
+    // whether there is one.
+    kittens::warp::zero(sums[1]);
+    kittens::warp::zero(rounded);
+    bool before_narrow = false;
+    for (;;) {
+        warpgroup::mma_async_wait(product);
+        promote<true>(sums[0], product, 0, cols, one);
+        multiply_right();
+        stage(Right{}, before_narrow);
+        kittens::warp::zero(sums[1]);
+        // A step ends where its last product is issued: so between an addition and the next product
+        // there is no branch, and what that needs is found on the way.
+        for (int left = arch::shuffle(g.k_blocks, 0) - 1; left > 0; --left) {
+            const int previous = ring.stage;
+            ring.advance();
+            operands.find(ring.stage);
+            wait(shared.full[ring.stage], ring.phase);
+            warpgroup::mma_async_wait(product);
+            promote<false>(sums[1], product, 0, cols, one);
+            operands.multiply(product, 0, 0);
+            release(previous);
+            warpgroup::mma_async_wait(product);
+            promote<false>(sums[0], product, 0, cols, one);
+            multiply_right();
+        }
+        const int previous = ring.stage;
+        ring.advance();
+        finish(Left{});
+        stage(Left{}, false);
+        index += g.clusters;
+        const bool more = arch::shuffle(int(index < g.order.total), 0) != 0;
+        bool next_narrow = false;
+        if (more) {
+            next_narrow = is_narrow(index);
+            wait(shared.full[ring.stage], ring.phase);
+        }
+        warpgroup::mma_async_wait(product);
+        promote<false>(sums[1], product, 0, cols, one);
+        release(previous);
+        if (!more) break;
+        // The same in all lanes, as the compiler then knows: descriptors stay in uniform registers.
+        ring.stage = arch::shuffle(ring.stage, 0), ring.phase = arch::shuffle(ring.phase, 0);
+        operands.find(ring.stage);
+        operands.multiply(product, 0, 0);
+        finish(Right{});
+        before_narrow = narrow;
+        narrow = next_narrow;
+    }
+    finish(Right{});
+    stage(Right{}, narrow);
+    arch::named_barrier_sync(SENT + consumer, SENDING_THREADS);
+}
+
+// One product in a step. A tile leaves in the shadow of the next one's first product, before which
+// there are no sums.
+template <Config C>
+__device__ __forceinline__ void consume_whole_tiles(const typename Types<C>::Globals& g,
+                                                    typename Types<C>::Shared& shared) {
+    using K = Types<C>;
+    static_assert(K::products == 1);
+    constexpr int cols = K::product_cols;
+    // The same in all lanes, as the compiler then knows.
+    const int consumer = arch::shuffle(int(warpgroup::groupid()), 0);
+    // One arrival stands for the warpgroup, which wgmma reads shared memory as.
+    const bool hands_back = warpgroup::warpid() == 0 && laneid() == 0;
+    const auto release = [&](int stage) {
+        if (hands_back) arrive(shared.empty[stage]);
+    };
+    const int row_in_tile = consumer * 64 + warpgroup::warpid() * 16;
+    Ring<C.stages> ring;
+    rt_fl<16, cols> sums[K::products], product;
+    Operands<C> operands(shared, consumer);
+    Finished<C> finished;
+    float one[2] = {1.f, 1.f};
+    int phase = 0;
+    for_each_tile<C>(g, Place(g), [&](const Tile& tile) {
+        ring.stage = arch::shuffle(ring.stage, 0), ring.phase = arch::shuffle(ring.phase, 0);
+        const bool narrow = K::two_widths && arch::shuffle(int(tile.narrow), 0) != 0;
+        int left = arch::shuffle(g.k_blocks, 0) - 1;  // steps after this one
+        int previous = 0;
+        const auto next_stage = [&] {
+            operands.find(ring.stage);
+            wait(shared.full[ring.stage], ring.phase);
+        };
+        const auto step = [&]<bool begins>() {
+            next_stage();
+            if (K::two_widths && narrow)
+                operands.template multiply<K::less>(product, 0, 0);
+            else
+                operands.multiply(product, 0, 0);
+            if constexpr (begins)
+                finished.send(g, shared, 0, finished.pieces);
+            else
+                release(previous);
+            previous = ring.stage;
+            ring.advance();
+            warpgroup::mma_async_wait(product);
+            promote<begins>(sums[0], product, 0, cols, one);
+        };
+        step.template operator()<true>();
+        // Several steps without a jump back between an addition and the next product.
+        constexpr int together = 4;
+        for (; left % together != 0; --left) step.template operator()<false>();
+        for (; left > 0; left -= together) {
+#pragma unroll
+            for (int i = 0; i < together; ++i) step.template operator()<false>();
+        }
+        release(previous);
+        Epilogue<C> epilogue;
+        epilogue.take_scales(g, shared, row_in_tile + laneid() / 4, phase);
+        phase ^= 1;
+        epilogue.scale(g, shared, sums);
+        finished.keep(g, sums, tile.row + row_in_tile, tile.col);
+        finished.narrow = narrow;
+    });
+    finished.send(g, shared, 0, finished.pieces);
+    if (laneid() == 0) tma::store_async_read_wait();
+}
+
+}  // namespace sm90
+}  // namespace thunderkittens::fp8_gemm

@@ -1,0 +1,130 @@
+// Which kernel multiplies which grouped problem: pure functions of the problem and the device. The
+// sizes of the groups are not known here, only their mean.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "csrc/common/check.h"
+#include "csrc/common/registry.h"
+#include "csrc/gemm/grouped/grouped_gemm.h"
+
+namespace thunderkittens::grouped_gemm {
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Tiles of all groups; of a dimension that is divided, each group's last tile is half full.
+double tiles_of(const gemm::TileShape& shape, const Problem& p) {
+    const auto tiles = [&](int64_t size, int block, Grouped divides) {
+        if (Grouped(p.grouped) != divides) return double(ceil_div(size, block));
+        return double(ceil_div(size, block)) + 0.5 * double(std::min(p.groups, size) - 1);
+    };
+    return tiles(p.m, shape.block_m, Grouped::rows) * tiles(p.n, shape.block_n, Grouped::columns) *
+           (Grouped(p.grouped) == Grouped::k ? double(p.groups) : 1.0);
+}
+
+// Whether tiles may have two widths. To count rows of tiles, each block reads the ends of all
+// groups before its first load. Where columns are divided a warp has one group per lane, and what
+// is behind them; rows of b along n would begin anywhere in a line. Short sums lose by more tiles.
+bool can_count(const Problem& p) {
+    constexpr int64_t few_groups = 64, lanes = 32, many_steps = 32;
+    switch (Grouped(p.grouped)) {
+        case Grouped::rows: return p.groups <= few_groups;
+        case Grouped::columns: return p.groups < lanes && !p.b_n_major;
+        default: return p.k >= p.groups * many_steps * gemm::BLOCK_K;
+    }
+}
+
+// Cycles that the GPU needs with tiles of this shape, as in dense/choose.cpp.
+double cycles(const gemm::TileShape& shape, const Problem& p, int sm_count) {
+    const int size = shape.block_m * shape.block_n;
+    const double per_product = size >= 128 * 256 ? 1.0 : size >= 128 * 128 ? 1.05 : 1.32;
+    const double k = double(p.k) / (Grouped(p.grouped) == Grouped::k ? double(p.groups) : 1.0);
+    const double steps = std::max(1.0, std::ceil(k / gemm::BLOCK_K));
+    const double rounds = std::max(1.0, tiles_of(shape, p) / sm_count);
+    return rounds * (steps * size / 32 * per_product + 600);
+}
+
+}  // namespace
+
+std::string unsupported(const Problem& p, const DeviceProperties& device) {
+    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
+    if (p.dtype != DType::bf16 && p.dtype != DType::fp16) {
+        return concat("operands must be bf16 or fp16, got ", name_of(p.dtype));
+    }
+    constexpr int64_t limit = std::numeric_limits<int32_t>::max() - 1024;
+    if (std::min({p.m, p.n, p.k, p.groups}) < 0 || std::max({p.m, p.n, p.k, p.groups}) > limit) {
+        return concat("sizes must be in [0, ", limit, "], got m ", p.m, ", n ", p.n, ", k ", p.k,
+                      ", groups ", p.groups);
+    }
+    if (p.grouped < 0 || p.grouped > int(Grouped::k)) {
+        return concat("grouped must be 0 (rows), 1 (columns) or 2 (k), got ", p.grouped);
+    }
+    // Tiles are counted in 31 bits, up to one round of blocks past the last.
+    const gemm::Config config = choose(p, device).config;
+    const double groups = double(p.groups) + 1;
+    const double rows = double(ceil_div(p.m, config.block_m));
+    const double columns = double(ceil_div(p.n, config.block_n));
+    const double tiles = Grouped(p.grouped) == Grouped::rows      ? (rows + groups) * columns
+                         : Grouped(p.grouped) == Grouped::columns ? rows * (columns + groups)
+                                                                  : rows * columns * groups;
+    if (tiles > 2e9) return concat("the output has ", tiles, " tiles; at most 2e9 are supported");
+    const int bytes = grouped_gemm::shared_bytes(config);
+    if (bytes > device.shared_bytes_per_block) {
+        return concat("the kernel needs ", bytes,
+                      " bytes of shared memory per block, this GPU has ",
+                      device.shared_bytes_per_block);
+    }
+    return "";
+}
+
+Choice choose(const Problem& p, const DeviceProperties& device) {
+    const int sm_count = std::max(1, device.sm_count);
+    const gemm::TileShape* best = nullptr;
+    double least = 0;
+    for (std::size_t i = 0; i < SHAPES; ++i) {
+        const gemm::TileShape& shape = gemm::TILE_SHAPES[i];
+        const double needed = cycles(shape, p, sm_count);
+        if (best == nullptr || needed < least) best = &shape, least = needed;
+    }
+    Choice choice{.config = gemm::make_config(*best, p.dtype, p.a_m_major, p.b_n_major)};
+    // The tiles at work at a time form a square of elements.
+    choice.band =
+        std::max(1, int(std::lround(std::sqrt(double(sm_count) * best->block_n / best->block_m))));
+    choice.blocks = sm_count;
+    const int64_t tiles = ceil_div(p.m, best->block_m) * ceil_div(p.n, best->block_n) *
+                          (Grouped(p.grouped) == Grouped::k ? p.groups : 1);
+    choice.two_widths = tiles > sm_count && can_count(p) && gemm::has_two_widths(choice.config);
+    return choice;
+}
+
+std::string kernel_name(const gemm::Config& c) {
+    return concat(name_of(c.dtype), '_', c.a_m_major ? 't' : 'n', c.b_n_major ? 'n' : 't', '_',
+                  c.block_m, 'x', c.block_n);
+}
+
+std::string kernel_name(const Choice& choice) { return grouped_gemm::kernel_name(choice.config); }
+
+std::vector<KernelInfo> kernels() {
+    std::vector<KernelInfo> list;
+    for (std::size_t i = 0; i < CONFIGS; ++i) {
+        const gemm::Config c = config_at(i);
+        const std::string tile = concat(c.block_m, 'x', c.block_n);
+        list.push_back({
+            .name = grouped_gemm::kernel_name(c),
+            .config = concat("tile ", tile, 'x', gemm::BLOCK_K, ", ", c.stages,
+                             " stages, 1 loading thread, 1 scheduling warp and ", c.consumers,
+                             " consumer warpgroups"),
+            .source = concat(name_of(c.dtype), "_grouped_", tile),
+            .symbol = concat("5DTypeE", int(c.dtype), "ELb", int(c.a_m_major), "ELb",
+                             int(c.b_n_major), 'E'),
+            .threads = gemm::threads(c),
+            .shared_bytes = grouped_gemm::shared_bytes(c),
+        });
+    }
+    return list;
+}
+
+static const bool registered = register_op("grouped_gemm", "gemm", &kernels, &unsupported, &choose);
+
+}  // namespace thunderkittens::grouped_gemm

@@ -1,0 +1,203 @@
+// nvfp4_prepare and nvfp4_gemm on the emulator, as their op files do it on CUDA tensors. Bytes are
+// arrays of e4m3.
+#include "csrc/common/emulated.h"
+#include "csrc/gemm/fused_dequant/fused_dequant.h"
+#include "csrc/gemm/nvfp4/nvfp4_gemm.h"
+#include "csrc/gemm/quantize/block_scaled.h"
+
+namespace thunderkittens::mixed_gemm {
+namespace {
+
+using emulated::Array;
+
+constexpr DType BYTE = DType::e4m3;
+constexpr int BYTES = piece_bytes(Format::nvfp4);
+
+Array packed(const Array& array) {
+    int64_t pitch = 1;
+    bool contiguous = true;
+    for (std::size_t i = array.size.size(); i-- > 0;) {
+        contiguous &= array.size[i] == 1 || array.stride[i] == pitch;
+        pitch *= array.size[i];
+    }
+    if (contiguous) return array;
+    Array copy = emulated::allocate(array.size, array.dtype);
+    emulated::copy_elements(copy, array);
+    return copy;
+}
+template <class Problem>
+void check_supported(const char* op, const Problem& problem, const DeviceProperties& device) {
+    if (const std::string reason = unsupported(problem, device); !reason.empty()) {
+        throw std::runtime_error(concat(op, ": ", reason));
+    }
+}
+
+emulated::Result nvfp4_prepare(const emulated::Call& call) {
+    constexpr const char* OP = "tk.nvfp4_prepare";
+    const Array codes = packed(call.array("data"));
+    const Array scale = packed(call.array("block_scale"));
+    const bool grouped = codes.dims() == 3;
+    const int64_t groups = grouped ? codes.size[0] : 1;
+    const int64_t n = codes.size[codes.size.size() - 2], k = 2 * codes.size.back();
+    const bool swizzle = call.scalar("swizzle", true);
+    check_supported(OP, Nvfp4Weight{.n = n, .k = k, .groups = groups}, call.device);
+    const block_scaled::ScaleShape shape = block_scaled::scale_shape(n, k, 16, swizzle);
+    TK_CHECK(scale.elements() == groups * shape.rows * shape.columns, OP,
+             ": block_scale and data do not match");
+    Array out = grouped ? emulated::allocate({groups, pieces(n), pieces(k), BYTES}, BYTE)
+                        : emulated::allocate({pieces(n), pieces(k), BYTES}, BYTE);
+    emulated::Result result;
+    result.arrays["out"] = out;
+    if (out.elements() == 0) return result;
+    emulated::Launch scope("nvfp4_prepare");
+    scope.may_read("data", codes);
+    scope.may_read("block_scale", scale);
+    scope.may_write("out", out);
+    run<Nvfp4Pass::prepare>({.codes = codes.data,
+                             .scales = scale.data,
+                             .prepared = out.data,
+                             .n = n,
+                             .k = k,
+                             .groups = groups,
+                             .codes_stride = k / 2,
+                             .codes_group_stride = n * (k / 2),
+                             .swizzle = swizzle},
+                            nullptr);
+    return result;
+}
+
+emulated::Result nvfp4_restore(const emulated::Call& call) {
+    constexpr const char* OP = "tk.nvfp4_dequantize";
+    const Array data = packed(call.array("data")), scale = packed(call.array("global_scale"));
+    const bool grouped = data.dims() == 4;
+    const int64_t groups = grouped ? data.size[0] : 1;
+    const int64_t n = call.scalar("rows", int64_t{0}), k = call.scalar("columns", int64_t{0});
+    const DType dtype = call.scalar("dtype", DType::bf16);
+    check_supported(OP, Nvfp4Weight{.n = n, .k = k, .groups = groups, .restore = true},
+                    call.device);
+    TK_CHECK(
+        data.elements() == groups * pieces(n) * pieces(k) * BYTES && scale.elements() == groups, OP,
+        ": data is no prepared weight of ", n, " x ", k);
+    Array out =
+        grouped ? emulated::allocate({groups, n, k}, dtype) : emulated::allocate({n, k}, dtype);
+    emulated::Result result;
+    result.arrays["out"] = out;
+    if (out.elements() == 0) return result;
+    emulated::Launch scope("nvfp4_dequantize restore");
+    scope.may_read("data", data);
+    scope.may_read("global_scale", scale);
+    scope.may_write("out", out);
+    run<Nvfp4Pass::restore>({.prepared = data.data,
+                             .values = out.data,
+                             .global_scale = reinterpret_cast<const float*>(scale.data),
+                             .n = n,
+                             .k = k,
+                             .groups = groups,
+                             .values_dtype = dtype},
+                            nullptr);
+    return result;
+}
+
+template <DType dtype>
+void multiply_expanding(const Params& params, const Choice& choice, emulated::Launch& scope) {
+    constexpr gemm::Config config = gemm::expanding_config(dtype);
+    const Array scratch =
+        emulated::allocate({pieces(params.n) * PIECE, pieces(params.k) * PIECE}, dtype);
+    auto expanding = gemm::expanding_params(params, choice.band, scratch.data);
+    const Array counters =
+        emulated::allocate({gemm::expand_order(config, expanding).counters()}, DType::int32);
+    std::memset(counters.data, 0, static_cast<std::size_t>(counters.extent()));
+    expanding.counters = reinterpret_cast<int*>(counters.data);
+    scope.may_write("expanded", scratch);
+    scope.may_write("counters", counters);
+    gemm::launch_expanding<config>(expanding, nullptr);
+}
+
+emulated::Result nvfp4_gemm(const emulated::Call& call) {
+    constexpr const char* OP = "tk.nvfp4_gemm";
+    const Array& a = call.array("a");
+    const Array *bias = call.optional("bias"), *offs = call.optional("offs");
+    Array weight = packed(call.array("b"));
+    const Array scale = packed(call.array("global_scale"));
+    const int64_t m = a.size[0], k = a.size[1], n = call.scalar("n", int64_t{0});
+    const int64_t groups = offs ? weight.size[0] : 1;
+    const DType out_dtype = call.scalar("out_dtype", a.dtype);
+    TK_CHECK(weight.elements() == groups * pieces(n) * pieces(k) * BYTES &&
+                 scale.elements() == groups && (!bias || bias->elements() == n) &&
+                 (!offs || offs->elements() == groups),
+             OP, ": the operands do not match");
+    Array out = emulated::allocate({m, n}, out_dtype);
+    emulated::Result result;
+    result.arrays["out"] = out;
+    if (out.elements() == 0) return result;
+    if (groups == 0) {
+        std::memset(out.data, 0, static_cast<std::size_t>(out.extent()));
+        return result;
+    }
+    const bool nothing = k == 0;
+    Array rows = nothing ? emulated::allocate({m, 16}, a.dtype) : emulated::for_tensor_map(a);
+    if (nothing) {
+        std::memset(rows.data, 0, static_cast<std::size_t>(rows.extent()));
+        weight = emulated::allocate({groups, pieces(n), 1, BYTES}, BYTE);
+        std::memset(weight.data, 0, static_cast<std::size_t>(weight.extent()));
+    }
+    std::optional<Array> row, ends;
+    if (bias) row = packed(*bias);
+    if (offs) ends = packed(*offs);
+    const Problem problem{.m = m,
+                          .n = n,
+                          .k = rows.size[1],
+                          .groups = groups,
+                          .dtype = a.dtype,
+                          .out_dtype = out_dtype,
+                          .grouped = offs != nullptr};
+    check_supported(OP, problem, call.device);
+    Choice choice = choose(problem, call.device);
+    emulated::force(choice, call);
+    const int in_cluster = choice.schedule.splits * choice.schedule.sharers;
+    choice.schedule.blocks = (choice.schedule.blocks + in_cluster - 1) / in_cluster * in_cluster;
+    Array scratch = emulated::allocate({scratch_of(choice.config, choice.schedule)}, BYTE);
+    emulated::Launch scope("nvfp4_gemm " + kernel_name(choice));
+    scope.may_read("a", rows);
+    scope.may_read("b", weight);
+    scope.may_read("global_scale", scale);
+    if (row) scope.may_read("bias", *row);
+    if (ends) scope.may_read("offs", *ends);
+    scope.may_write("out", out);
+    scope.may_write("scratch", scratch);
+    const Params params{.a = rows.data,
+                        .weight = weight.data,
+                        .scale = reinterpret_cast<const float*>(scale.data),
+                        .bias = row ? row->data : nullptr,
+                        .offs = ends ? reinterpret_cast<const int32_t*>(ends->data) : nullptr,
+                        .out = out.data,
+                        .m = m,
+                        .n = n,
+                        .k = rows.size[1],
+                        .groups = groups,
+                        .a_stride = rows.stride[0],
+                        .out_dtype = out_dtype,
+                        .activation = static_cast<int>(call.scalar("activation", int64_t{0})),
+                        .scratch = scratch.data,
+                        .mark = new_mark(),
+                        .schedule = choice.schedule};
+    if (choice.expanding) {
+        if (a.dtype == DType::bf16)
+            multiply_expanding<DType::bf16>(params, choice, scope);
+        else
+            multiply_expanding<DType::fp16>(params, choice, scope);
+    } else {
+        TK_CHECK(launch_any<Format::nvfp4>(choice.config, params, nullptr), OP, ": no kernel ",
+                 kernel_name(choice));
+    }
+    result.choice = detail::fields_of(choice);
+    result.choice.emplace("kernel", kernel_name(choice));
+    return result;
+}
+
+const bool registered = emulated::register_run("nvfp4_prepare", &nvfp4_prepare) &&
+                        emulated::register_run("nvfp4_dequantize.prepared", &nvfp4_restore) &&
+                        emulated::register_run("nvfp4_gemm", &nvfp4_gemm);
+
+}  // namespace
+}  // namespace thunderkittens::mixed_gemm

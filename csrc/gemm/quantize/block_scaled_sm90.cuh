@@ -1,0 +1,368 @@
+// What the kernels of the block-scaled formats share: the tile of a block, chunks of eight
+// neighbours, their largest magnitude, scales on their way to memory.
+//
+// A block of 256 threads has a tile of 128 x 128 elements; a thread holds chunks of eight
+// neighbours of eight consecutive rows, LANES lanes side by side in a row. All eight are loaded
+// before the first is used: on an H200 that many bytes have to be on their way.
+#pragma once
+
+#include "csrc/gemm/quantize/block_scaled.h"
+#include "kittens/kittens.cuh"
+
+namespace thunderkittens::block_scaled {
+namespace sm90 {
+
+using kittens::arch::bit_cast;
+namespace arch = kittens::arch;
+
+constexpr int CHUNK = 8;       // elements
+constexpr int CHUNK_ROWS = 8;  // per thread
+constexpr int ATOM = 512;      // bytes of scales: 128 rows of four
+
+template <int DTYPE>
+struct element;
+template <>
+struct element<int(DType::bf16)> {
+    using type = kittens::bf16;
+};
+template <>
+struct element<int(DType::fp16)> {
+    using type = kittens::half;
+};
+template <>
+struct element<int(DType::fp32)> {
+    using type = float;
+};
+template <int DTYPE>
+using element_of = typename element<DTYPE>::type;
+
+// How many blocks the registers of an SM are for.
+template <int DTYPE>
+constexpr int BLOCKS_PER_SM = DTYPE == int(DType::fp32) ? 2 : 3;
+
+// Eight neighbours as 32-bit words: pairs of 16-bit elements, or fp32.
+template <class T>
+struct Chunk {
+    static constexpr bool PAIRS = sizeof(T) == 2;
+    static constexpr int WORDS = PAIRS ? 4 : 8;
+    uint32_t words[WORDS];
+
+    __device__ __forceinline__ float value(int i) const {
+        if constexpr (std::is_same_v<T, float>) {
+            return bit_cast<float>(words[i]);
+        } else if constexpr (std::is_same_v<T, kittens::bf16>) {
+            return bit_cast<float>(i % 2 == 0 ? words[i / 2] << 16 : words[i / 2] & 0xffff0000u);
+        } else {
+            const float2 pair = __half22float2(bit_cast<__half2>(words[i / 2]));
+            return i % 2 == 0 ? pair.x : pair.y;
+        }
+    }
+};
+
+// Magnitudes are compared as the bits of their absolute values, which is right for numbers and puts
+// NaN above infinity. A word holds one, or the two of a pair.
+template <class T>
+__device__ __forceinline__ uint32_t magnitudes(uint32_t word) {
+    return word & (Chunk<T>::PAIRS ? 0x7fff7fffu : 0x7fffffffu);
+}
+template <class T>
+__device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) {
+    return Chunk<T>::PAIRS ? arch::max_unsigned_pairs(a, b) : max(a, b);
+}
+// The magnitude of the element at position `half` of a word, as a float.
+template <class T>
+__device__ __forceinline__ float magnitude_value(uint32_t word, int half) {
+    if constexpr (std::is_same_v<T, float>) {
+        return bit_cast<float>(word);
+    } else if constexpr (std::is_same_v<T, kittens::bf16>) {
+        return bit_cast<float>(half == 0 ? word << 16 : word & 0xffff0000u);
+    } else {
+        const float2 pair = __half22float2(bit_cast<__half2>(word));
+        return half == 0 ? pair.x : pair.y;
+    }
+}
+// The largest magnitude of a word, in the low half of a word of pairs.
+template <class T>
+__device__ __forceinline__ uint32_t largest_of(uint32_t word) {
+    return Chunk<T>::PAIRS ? max(word >> 16, word & 0xffffu) : word;
+}
+// The same of a chunk: of its words, and in the low half of one.
+template <class T>
+__device__ __forceinline__ uint32_t largest_word(const Chunk<T>& chunk) {
+    uint32_t word = magnitudes<T>(chunk.words[0]);
+#pragma unroll
+    for (int i = 1; i < Chunk<T>::WORDS; ++i) {
+        word = larger<T>(word, magnitudes<T>(chunk.words[i]));
+    }
+    return word;
+}
+template <class T>
+__device__ __forceinline__ uint32_t largest_of(const Chunk<T>& chunk) {
+    return largest_of<T>(largest_word(chunk));
+}
+
+// Elements from `column` on of a row, zeros past its end. The row is aligned to 16 bytes.
+template <class T>
+__device__ __forceinline__ Chunk<T> load_whole_chunk(const T* at) {
+    Chunk<T> chunk;
+#pragma unroll
+    for (int i = 0; i < Chunk<T>::WORDS / 4; ++i) {
+        const uint4 words = arch::load_global_readonly(reinterpret_cast<const uint4*>(at) + i);
+        chunk.words[4 * i] = words.x;
+        chunk.words[4 * i + 1] = words.y;
+        chunk.words[4 * i + 2] = words.z;
+        chunk.words[4 * i + 3] = words.w;
+    }
+    return chunk;
+}
+template <class T>
+__device__ __forceinline__ Chunk<T> load_chunk(const T* row, int64_t column, int64_t columns) {
+    if (column + CHUNK <= columns) return load_whole_chunk(row + column);
+    Chunk<T> chunk{};
+    const int count = static_cast<int>(max(columns - column, int64_t{0}));
+#pragma unroll
+    for (int i = 0; i < CHUNK; ++i) {
+        if (i >= count) break;
+        if constexpr (Chunk<T>::PAIRS) {
+            const uint32_t bits = bit_cast<uint16_t>(arch::load_global_readonly(row + column + i));
+            chunk.words[i / 2] |= bits << 16 * (i % 2);
+        } else {
+            chunk.words[i] = bit_cast<uint32_t>(arch::load_global_readonly(row + column + i));
+        }
+    }
+    return chunk;
+}
+
+// A tile, and the place of a thread's chunks in it.
+struct Tile {
+    int64_t batch, row, column;  // of its first element
+
+    // Whether it has no edge, so that nothing has to be guarded.
+    __device__ __forceinline__ bool whole(const Matrix& m) const {
+        return row + TILE <= m.rows && column + TILE <= m.columns;
+    }
+};
+__device__ __forceinline__ Tile tile_at(int index, int64_t rows, int64_t columns) {
+    const int across = static_cast<int>((columns + TILE - 1) / TILE);
+    const int down = static_cast<int>((rows + TILE - 1) / TILE);
+    const int line = index / across;
+    return {line / down, int64_t(line % down) * TILE, int64_t(index % across) * TILE};
+}
+__device__ __forceinline__ int tiles_of_matrix(int64_t rows, int64_t columns) {
+    return static_cast<int>((rows + TILE - 1) / TILE * ((columns + TILE - 1) / TILE));
+}
+template <int LANES>
+struct Place {
+    static_assert(LANES == 8 || LANES == 16);
+    int row, column;  // of the thread's first element in its tile
+
+    // 16 lanes side by side take whole rows, and a warp 16 of them; 8 take half a row, and a warp
+    // 32 of them.
+    __device__ __forceinline__ Place() {
+        const int warp = kittens::warpid(), lane = kittens::laneid();
+        row = (LANES == 16 ? warp * 16 : warp / 2 * 32) + lane / LANES * CHUNK_ROWS;
+        column = (LANES == 16 ? 0 : warp % 2 * 64) + lane % LANES * CHUNK;
+    }
+};
+
+// The chunks of a thread; rows past the end are zeros.
+template <class T, int LANES>
+__device__ __forceinline__ void load_chunks(Chunk<T> (&chunks)[CHUNK_ROWS], const Matrix& x,
+                                            const Tile& tile, const Place<LANES>& place) {
+    const int64_t row = tile.row + place.row;
+    const T* at = static_cast<const T*>(x.data) + tile.batch * x.batch_stride + row * x.row_stride;
+    if (tile.whole(x)) {
+#pragma unroll
+        for (int i = 0; i < CHUNK_ROWS; ++i) {
+            chunks[i] = load_whole_chunk(at + i * x.row_stride + tile.column + place.column);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < CHUNK_ROWS; ++i) {
+            chunks[i] = load_chunk(at + i * x.row_stride, tile.column + place.column,
+                                   row + i < x.rows ? x.columns : 0);
+        }
+    }
+}
+
+// Bytes of data from `at` on, as many as `count` says: whole words where those are aligned.
+template <class Word>
+__device__ __forceinline__ void store_bytes(uint8_t* at, const Word& word, bool aligned,
+                                            int64_t count) {
+    if (aligned && count >= int64_t{sizeof(Word)}) {
+        arch::store_global(reinterpret_cast<Word*>(at), word);
+        return;
+    }
+    struct Words {
+        uint32_t word[sizeof(Word) / 4];
+    };
+    const auto words = bit_cast<Words>(word);
+#pragma unroll
+    for (int w = 0; w < int(sizeof(Word) / 4); ++w) {
+#pragma unroll 1
+        for (int i = 0; i < 4 && 4 * w + i < count; ++i) {
+            arch::store_global(at + 4 * w + i, static_cast<uint8_t>(words.word[w] >> 8 * i));
+        }
+    }
+}
+
+// Bytes from `at` on, zeros where there are fewer.
+template <class Word>
+__device__ __forceinline__ Word load_bytes(const uint8_t* at, bool aligned, int64_t count) {
+    constexpr int BYTES = sizeof(Word);
+    if (aligned && count >= BYTES) {
+        return arch::load_global_readonly(reinterpret_cast<const Word*>(at));
+    }
+    struct Bytes {
+        uint8_t byte[BYTES] = {};
+    } bytes;
+#pragma unroll
+    for (int i = 0; i < BYTES; ++i) {
+        if (i < count) bytes.byte[i] = arch::load_global_readonly(at + i);
+    }
+    return bit_cast<Word>(bytes);
+}
+
+// Where the scale of a row and of a column of scales, both within an atom, lies in it.
+__device__ __forceinline__ constexpr int place_in_atom(int row, int column) {
+    return row % 32 * 16 + row / 32 * 4 + column;
+}
+
+// Atoms of scales, side by side, from shared memory to `scale`: the scales of a matrix of
+// rows x `blocks` of them, from `row` and `block` on. Called by all threads. What lies past the end
+// is zero in shared memory, and is written where the layout has room for it.
+template <int ATOMS>
+__device__ __forceinline__ void store_scales(uint8_t* scale, uint32_t shared, bool swizzle,
+                                             int64_t batch, int64_t rows, int64_t blocks,
+                                             int64_t row, int64_t block) {
+    const int thread = static_cast<int>(threadIdx.x);
+    if (swizzle) {
+        const int64_t atoms = (blocks + 3) / 4, down = (rows + TILE - 1) / TILE;
+        const int64_t first = (batch * down + row / TILE) * atoms + block / 4;
+        if (thread < ATOMS * ATOM / 16 && block / 4 + thread / (ATOM / 16) < atoms) {
+            const auto words = arch::load_shared<uint4>(shared + thread * 16);
+            arch::store_global(reinterpret_cast<uint4*>(scale + first * ATOM) + thread, words);
+        }
+    } else if (thread < TILE && row + thread < rows) {
+        uint8_t* at = scale + (batch * rows + row + thread) * blocks + block;
+#pragma unroll
+        for (int i = 0; i < ATOMS; ++i) {
+            const auto word =
+                arch::load_shared<uint32_t>(shared + i * ATOM + place_in_atom(thread, 0));
+            store_bytes(at + 4 * i, word, blocks % 4 == 0, blocks - block - 4 * i);
+        }
+    }
+}
+
+// What a thread of a dequantiser has: codes of eight neighbours of eight consecutive rows, in a
+// Word per row, and the scales of the blocks that they are in.
+template <class Word>
+struct Codes {
+    Word word[CHUNK_ROWS];
+    uint8_t scale[CHUNK_ROWS];
+};
+template <class Word, int BLOCK>
+__device__ __forceinline__ Codes<Word> load_codes(const DequantizeParams& p, const Tile& tile,
+                                                  int64_t row, int64_t column) {
+    constexpr int BYTES = sizeof(Word);
+    const Matrix& m = p.data;
+    const int64_t place = column * BYTES / CHUNK;
+    const auto* at = static_cast<const uint8_t*>(m.data) + tile.batch * m.batch_stride +
+                     row * m.row_stride + place;
+    const bool aligned =
+        (reinterpret_cast<uintptr_t>(m.data) | m.batch_stride | m.row_stride) % BYTES == 0;
+    const int64_t blocks = (m.columns + BLOCK - 1) / BLOCK, block = column / BLOCK;
+    // Rows that are consecutive within 32 lie 16 bytes apart in an atom.
+    int64_t step = blocks, first = (tile.batch * m.rows + row) * blocks + block;
+    if (p.swizzle) {
+        const int64_t atoms = (blocks + 3) / 4, down = (m.rows + TILE - 1) / TILE;
+        const int64_t atom = (tile.batch * down + row / TILE) * atoms + block / 4;
+        first = atom * ATOM + place_in_atom(static_cast<int>(row % TILE), int(block % 4));
+        step = 16;
+    }
+    const auto* scale = static_cast<const uint8_t*>(p.scale) + first;
+    Codes<Word> codes;
+    if (tile.whole(m) && aligned) {
+#pragma unroll
+        for (int i = 0; i < CHUNK_ROWS; ++i) {
+            codes.word[i] =
+                arch::load_global_readonly(reinterpret_cast<const Word*>(at + i * m.row_stride));
+        }
+#pragma unroll
+        for (int i = 0; i < CHUNK_ROWS; ++i) {
+            codes.scale[i] = arch::load_global_readonly(scale + i * step);
+        }
+    } else {
+        const int64_t count = m.columns * BYTES / CHUNK - place;
+#pragma unroll
+        for (int i = 0; i < CHUNK_ROWS; ++i) {
+            const bool inside = row + i < m.rows && count > 0;
+            codes.word[i] = load_bytes<Word>(at + i * m.row_stride, aligned, inside ? count : 0);
+            codes.scale[i] = inside ? arch::load_global_readonly(scale + i * step) : uint8_t{0};
+        }
+    }
+    return codes;
+}
+
+// Eight results of a dequantiser, rounded, as words of 16 bytes.
+template <class T>
+struct Rounded {
+    uint4 words[CHUNK * sizeof(T) / 16];
+};
+template <class T>
+__device__ __forceinline__ Rounded<T> rounded(const float (&values)[CHUNK]) {
+    uint32_t words[Chunk<T>::WORDS];
+#pragma unroll
+    for (int i = 0; i < Chunk<T>::WORDS; ++i) {
+        if constexpr (Chunk<T>::PAIRS) {
+            words[i] = bit_cast<uint32_t>(kittens::pack_pair<T>(values[2 * i], values[2 * i + 1]));
+        } else {
+            words[i] = bit_cast<uint32_t>(values[i]);
+        }
+    }
+    Rounded<T> result;
+#pragma unroll
+    for (int i = 0; i < Chunk<T>::WORDS / 4; ++i) {
+        result.words[i] = {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]};
+    }
+    return result;
+}
+// Stores what `results(i, values)` says of row i of the eight of a thread, from `out` on.
+template <class T, class Results>
+__device__ __forceinline__ void store_rows(T* out, const Matrix& m, const Tile& tile, int64_t row,
+                                           int64_t column, Results results) {
+    const bool aligned = m.columns * int64_t{sizeof(T)} % 16 == 0;
+    if (tile.whole(m) && aligned) {
+#pragma unroll
+        for (int i = 0; i < CHUNK_ROWS; ++i) {
+            float values[CHUNK];
+            results(i, values);
+            const auto words = rounded<T>(values);
+#pragma unroll
+            for (int w = 0; w < int(sizeof(words) / 16); ++w) {
+                arch::store_global(reinterpret_cast<uint4*>(out + i * m.columns) + w,
+                                   words.words[w]);
+            }
+        }
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < CHUNK_ROWS; ++i) {
+        if (row + i >= m.rows) continue;
+        float values[CHUNK];
+        results(i, values);
+        const auto words = rounded<T>(values);
+#pragma unroll
+        for (int w = 0; w < int(sizeof(words) / 16); ++w) {
+            store_bytes(reinterpret_cast<uint8_t*>(out + i * m.columns) + 16 * w, words.words[w],
+                        aligned, (m.columns - column) * int64_t{sizeof(T)} - 16 * w);
+        }
+    }
+}
+
+inline int tile_blocks(const Matrix& x) {
+    return static_cast<int>(tiles(x.rows, x.columns, x.batch));
+}
+
+}  // namespace sm90
+}  // namespace thunderkittens::block_scaled

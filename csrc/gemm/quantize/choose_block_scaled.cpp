@@ -1,0 +1,155 @@
+// Which kernel quantises to MXFP8 or NVFP4, or back: pure functions of the problem and the device.
+#include <algorithm>
+#include <limits>
+
+#include "csrc/common/check.h"
+#include "csrc/common/registry.h"
+#include "csrc/gemm/quantize/block_scaled.h"
+
+namespace thunderkittens::block_scaled {
+namespace {
+
+constexpr DType WIDE[] = {DType::bf16, DType::fp16, DType::fp32};
+constexpr DType FP8[] = {DType::e4m3, DType::e5m2};
+
+bool is_wide(DType dtype) { return std::ranges::find(WIDE, dtype) != std::end(WIDE); }
+
+std::string unsupported_sizes(int64_t rows, int64_t columns, int64_t batch, DType dtype,
+                              const DeviceProperties& device) {
+    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
+    if (!is_wide(dtype)) return concat("x must be bf16, fp16 or fp32, got ", name_of(dtype));
+    // Tiles are counted in 31 bits, matrices in 16.
+    const double count = (double(rows) / TILE + 1) * (double(columns) / TILE + 1) * double(batch);
+    if (count > 2e9) return concat("x has some ", count, " tiles; at most 2e9 are supported");
+    return "";
+}
+
+KernelInfo kernel(const std::string& name, const std::string& text, const std::string& source,
+                  const std::string& symbol) {
+    return {.name = name, .config = text, .source = source, .symbol = symbol, .threads = THREADS};
+}
+std::string flag(bool value) { return concat("ELb", int(value)); }
+
+constexpr const char* TEXT = "tile 128x128, 256 threads";
+constexpr const char* RING_TEXT = "tile 128x128, 2 stages, 256 threads";
+
+std::vector<KernelInfo> mxfp8_quantize_kernels() {
+    std::vector<KernelInfo> list;
+    for (const DType dtype : WIDE) {
+        for (const DType data : FP8) {
+            for (const bool down : {false, true}) {
+                list.push_back(kernel(kernel_name(Mxfp8Quantize{dtype, data, down}), TEXT,
+                                      concat("mxfp8_", name_of(dtype)),
+                                      concat("mxfp8_quantize_kernelILi", int(dtype), "ELi",
+                                             int(data), flag(down), 'E')));
+            }
+        }
+    }
+    return list;
+}
+std::vector<KernelInfo> mxfp8_dequantize_kernels() {
+    std::vector<KernelInfo> list;
+    for (const DType dtype : WIDE) {
+        for (const DType data : FP8) {
+            list.push_back(kernel(
+                kernel_name(Mxfp8Dequantize{dtype, data}), TEXT, concat("mxfp8_", name_of(dtype)),
+                concat("mxfp8_dequantize_kernelILi", int(dtype), "ELi", int(data), 'E')));
+        }
+    }
+    return list;
+}
+std::vector<KernelInfo> nvfp4_quantize_kernels() {
+    std::vector<KernelInfo> list;
+    for (const DType dtype : WIDE) {
+        const std::string source = concat("nvfp4_", name_of(dtype));
+        for (const bool square : {false, true}) {
+            for (const bool stochastic : {false, true}) {
+                const Nvfp4Quantize config{dtype, square, stochastic};
+                const bool ring = in_ring(config);
+                list.push_back(kernel(
+                    kernel_name(config), ring ? RING_TEXT : TEXT, source,
+                    concat(ring ? "nvfp4_quantize_ring_kernelILi" : "nvfp4_quantize_kernelILi",
+                           int(dtype), flag(square), flag(stochastic), 'E')));
+                if (ring) list.back().shared_bytes = NVFP4_RING_BYTES;
+            }
+        }
+        list.push_back(kernel(concat("maxima_", name_of(dtype)), TEXT, source,
+                              concat("nvfp4_maxima_kernelILi", int(dtype), 'E')));
+    }
+    return list;
+}
+std::vector<KernelInfo> nvfp4_dequantize_kernels() {
+    std::vector<KernelInfo> list;
+    for (const DType dtype : WIDE) {
+        list.push_back(kernel(kernel_name(Nvfp4Dequantize{dtype}), TEXT,
+                              concat("nvfp4_", name_of(dtype)),
+                              concat("nvfp4_dequantize_kernelILi", int(dtype), 'E')));
+    }
+    return list;
+}
+
+}  // namespace
+
+std::string unsupported(const Mxfp8Problem& p, const DeviceProperties& device) {
+    if (!is_fp8(p.data_dtype)) {
+        return concat("elements must be e4m3 or e5m2, got ", name_of(p.data_dtype));
+    }
+    return unsupported_sizes(p.rows, p.columns, p.batch, p.dtype, device);
+}
+std::string unsupported(const Nvfp4Problem& p, const DeviceProperties& device) {
+    if (p.columns % 2 != 0) {
+        return concat("the number of columns must be even, got ", p.columns);
+    }
+    constexpr int64_t limit = std::numeric_limits<int32_t>::max();
+    if (std::max(p.rows, p.columns) > limit) {
+        return concat("at most ", limit, " rows and columns are supported, got ", p.rows, " and ",
+                      p.columns);
+    }
+    return unsupported_sizes(p.rows, p.columns, p.batch, p.dtype, device);
+}
+
+Mxfp8Quantize choose_mxfp8_quantize(const Mxfp8Problem& p, const DeviceProperties&) {
+    return {p.dtype, p.data_dtype, p.transpose || !p.row_major};
+}
+Mxfp8Dequantize choose_mxfp8_dequantize(const Mxfp8Problem& p, const DeviceProperties&) {
+    return {p.dtype, p.data_dtype};
+}
+Nvfp4Quantize choose_nvfp4_quantize(const Nvfp4Problem& p, const DeviceProperties&) {
+    return {p.dtype, p.square, p.stochastic};
+}
+Nvfp4Dequantize choose_nvfp4_dequantize(const Nvfp4Problem& p, const DeviceProperties&) {
+    return {p.dtype};
+}
+
+int maxima_count(const Nvfp4Problem& p, const DeviceProperties& device) {
+    // Enough blocks for a matrix to fill the SMs, which hold three each.
+    const int64_t most = 3 * std::max(1, device.sm_count);
+    return static_cast<int>(std::clamp<int64_t>(tiles(p.rows, p.columns, 1), 1, most));
+}
+
+int ring_blocks(const DeviceProperties& device) {
+    return NVFP4_BLOCKS_PER_SM * std::max(1, device.sm_count);
+}
+
+std::string kernel_name(const Mxfp8Quantize& c) {
+    return concat(name_of(c.dtype), '_', name_of(c.data_dtype), c.down ? "_down" : "");
+}
+std::string kernel_name(const Mxfp8Dequantize& c) {
+    return concat(name_of(c.data_dtype), '_', name_of(c.dtype));
+}
+std::string kernel_name(const Nvfp4Quantize& c) {
+    return concat(name_of(c.dtype), c.square ? "_16x16" : "_1x16",
+                  c.stochastic ? "_stochastic" : "");
+}
+std::string kernel_name(const Nvfp4Dequantize& c) { return name_of(c.dtype); }
+
+static const bool registered = register_op("mxfp8_quantize", "gemm", &mxfp8_quantize_kernels,
+                                           &unsupported, &choose_mxfp8_quantize) &&
+                               register_op("mxfp8_dequantize", "gemm", &mxfp8_dequantize_kernels,
+                                           &unsupported, &choose_mxfp8_dequantize) &&
+                               register_op("nvfp4_quantize", "gemm", &nvfp4_quantize_kernels,
+                                           &unsupported, &choose_nvfp4_quantize) &&
+                               register_op("nvfp4_dequantize", "gemm", &nvfp4_dequantize_kernels,
+                                           &unsupported, &choose_nvfp4_dequantize);
+
+}  // namespace thunderkittens::block_scaled

@@ -1,0 +1,204 @@
+// Quantisation to fp8: q = x * (MAX / amax) rounded to nearest even, scale = amax / MAX, where amax
+// is the largest magnitude of the elements that share the scale, and MAX the largest value of the
+// format.
+//
+// A thread keeps eight units of eight neighbouring elements in registers, loaded at once, so that x
+// is read once and many loads are in flight. Along rows, a team of one to eight warps takes a row
+// (longer ones are read twice, the second time from the caches); tiles of 128 x 128 are in
+// fp8_quantize_tiles_sm90.cuh.
+//
+// Magnitudes are compared as the integers that their bits are: NaN is then larger than infinity,
+// and finds its way to the scale.
+#pragma once
+
+#include "csrc/gemm/quantize/fp8_quantize_tiles_sm90.cuh"
+
+namespace thunderkittens::fp8_quantize {
+namespace sm90 {
+
+// Along rows, by a team of TEAM warps for each.
+template <class T, Pass pass, class F, int TEAM>
+__device__ __forceinline__ void quantize_aligned_rows(const Params& p, BlockShared& shared) {
+    constexpr int lanes = TEAM * WARP_THREADS, chunk = lanes * UNITS;
+    const int units = static_cast<int>(p.k / UNIT);
+    const int64_t row = int64_t{blockIdx.x} * (WARPS / TEAM) + warpid() / TEAM;
+    const int first = static_cast<int>(threadIdx.x) % lanes;
+    const bool there = row < p.m;
+    const T* from = static_cast<const T*>(p.x) + ((there ? row : 0) * p.stride + first * UNIT);
+    uint8_t* to = static_cast<uint8_t*>(p.out) + (row * p.k + first * UNIT);
+    Unit<T> x[UNITS];
+    const auto load = [&](int begin) {
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+            x[u] = Unit<T>{};
+            if (begin + first + u * lanes < units) {
+                x[u] = load_aligned(from + (int64_t{begin} + u * lanes) * UNIT);
+            }
+        }
+    };
+    float factor = 1.f;
+    if constexpr (pass == Pass::given) {
+        const Scale scale = p.given != nullptr ? Scale(arch::load_global(p.given))
+                                               : Scale(p.out_dtype, arch::load_global(p.amax));
+        factor = scale.factor;
+        if (blockIdx.x == 0 && threadIdx.x == 0) {
+            arch::store_global(p.scales, scale.scale);
+            if (p.scales_t != nullptr) arch::store_global(p.scales_t, scale.scale);
+        }
+    } else if constexpr (pass == Pass::row) {
+        Largest<T> largest;
+        for (int begin = 0; begin < units; begin += chunk) {
+            load(begin);
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) largest.add(x[u]);
+        }
+        const Scale scale(p.out_dtype, largest_of_team(shared, largest.magnitude(), TEAM));
+        factor = scale.factor;
+        if (first == 0 && there) arch::store_global(p.scales + row, scale.scale);
+    }
+    for (int begin = 0; begin < units; begin += chunk) {
+        if (pass != Pass::row || units > chunk) load(begin);
+        float factors[UNITS];
+        if constexpr (pass == Pass::row_block) {
+            uint32_t most[UNITS];
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) most[u] = magnitude(x[u]);
+            const GroupScales groups(p.out_dtype, most);
+            const int unit = begin + (first & ~(LANES - 1)) + groups.own * lanes;
+            if (laneid() % 2 == 0 && unit < units && there) {
+                arch::store_global(p.scales + (unit / LANES * p.scale_stride + row), groups.scale);
+            }
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) factors[u] = groups.factors[u];
+        }
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+            if (begin + first + u * lanes < units && there) {
+                const float f = pass == Pass::row_block ? factors[u] : factor;
+                arch::store_global(
+                    reinterpret_cast<uint2*>(to + (int64_t{begin} + u * lanes) * UNIT),
+                    encode_as<F>(x[u], [&](int) { return f; }));
+            }
+        }
+    }
+}
+
+// The same for any alignment, element by element.
+template <class T, Pass pass>
+__device__ __forceinline__ void quantize_any_rows(const Params& p, BlockShared& shared, int team) {
+    const int lanes = team * WARP_THREADS;
+    const int64_t units = (p.k + UNIT - 1) / UNIT, whole = (units + lanes - 1) / lanes * lanes;
+    const int64_t row = int64_t{blockIdx.x} * (WARPS / team) + warpid() / team;
+    const int first = static_cast<int>(threadIdx.x) % lanes;
+    float factor = 1.f;
+    if constexpr (pass == Pass::given) {
+        const Scale scale = p.given != nullptr ? Scale(arch::load_global(p.given))
+                                               : Scale(p.out_dtype, arch::load_global(p.amax));
+        factor = scale.factor;
+        if (blockIdx.x == 0 && threadIdx.x == 0) {
+            arch::store_global(p.scales, scale.scale);
+            if (p.scales_t != nullptr) arch::store_global(p.scales_t, scale.scale);
+        }
+    } else if constexpr (pass == Pass::row) {
+        Largest<T> largest;
+        for (int64_t i = first; i < units; i += lanes) {
+            largest.add(load_unit<T>(p, row, i * UNIT));
+        }
+        const Scale scale(p.out_dtype, largest_of_team(shared, largest.magnitude(), team));
+        factor = scale.factor;
+        if (first == 0 && row < p.m) arch::store_global(p.scales + row, scale.scale);
+    }
+    for (int64_t i = first; i < whole; i += lanes) {
+        const Unit<T> x = load_unit<T>(p, row, i * UNIT);
+        if constexpr (pass == Pass::row_block) {
+            const Scale scale(p.out_dtype, largest_of_lanes<LANES>(magnitude(x)));
+            factor = scale.factor;
+            if (i % LANES == 0 && i < units && row < p.m) {
+                arch::store_global(p.scales + (i / LANES * p.scale_stride + row), scale.scale);
+            }
+        }
+        if (i < units) {
+            store_codes(p, row, i * UNIT, encode(p.out_dtype, x, [&](int) { return factor; }));
+        }
+    }
+}
+
+template <class T, Pass pass, class F>
+__device__ __forceinline__ void quantize_rows_as(const Params& p, BlockShared& shared, int team) {
+    switch (team) {
+        case 1: return quantize_aligned_rows<T, pass, F, 1>(p, shared);
+        case 2: return quantize_aligned_rows<T, pass, F, 2>(p, shared);
+        case 4: return quantize_aligned_rows<T, pass, F, 4>(p, shared);
+        default: return quantize_aligned_rows<T, pass, F, 8>(p, shared);
+    }
+}
+template <class T, Pass pass>
+__device__ __forceinline__ void quantize_rows(const Params& p) {
+    auto& shared = arch::static_shared<BlockShared>();
+    const int64_t units = (p.k + UNIT - 1) / UNIT;
+    int team = 1;
+    while (team < WARPS && units > int64_t{team} * WARP_THREADS * UNITS) team *= 2;
+    if (!p.aligned)
+        quantize_any_rows<T, pass>(p, shared, team);
+    else if (p.out_dtype == DType::e4m3)
+        quantize_rows_as<T, pass, fp8e4m3>(p, shared, team);
+    else
+        quantize_rows_as<T, pass, fp8e5m2>(p, shared, team);
+}
+
+// The largest magnitude of all of x, the last rows first: what the pass that follows reads first is
+// then still in the L2 cache.
+template <class T>
+__device__ __forceinline__ void find_amax(const Params& p) {
+    auto& shared = arch::static_shared<BlockShared>();
+    const int64_t across = (p.k + UNIT - 1) / UNIT;
+    Largest<T> most;
+    // A block takes whole rows, or where there are few, parts of them.
+    const int64_t parts = (across + THREADS * UNITS - 1) / (THREADS * UNITS);
+    for (int64_t i = blockIdx.x; i < p.m * parts; i += gridDim.x) {
+        const int64_t row = p.m - 1 - i / parts, first = i % parts * THREADS * UNITS;
+        Unit<T> x[UNITS];
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+            x[u] = load_unit<T>(p, row, (first + u * THREADS + threadIdx.x) * UNIT);
+        }
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) most.add(x[u]);
+    }
+    const uint32_t total = largest_of_team(shared, most.magnitude(), WARPS);
+    if (threadIdx.x == 0) arch::reduce_max_global(p.amax, total);
+}
+
+// Blocks of an SM that the registers must suffice for, so that enough loads are in flight. fp16
+// with factors of rows and of columns would spill a register with three.
+template <class T, Pass pass>
+constexpr int MIN_BLOCKS = sizeof(T) == 4                                             ? 1
+                           : pass == Pass::tile_row_block && std::is_same_v<T, half>  ? 2
+                           : pass == Pass::tile_row_block || pass == Pass::tile_given ? 3
+                                                                                      : 4;
+
+template <class T, Pass pass>
+__global__ __launch_bounds__(THREADS, MIN_BLOCKS<T, pass>) void fp8_quantize_kernel(
+    const __grid_constant__ Params p) {
+    if constexpr (pass == Pass::amax)
+        find_amax<T>(p);
+    else if constexpr (pass == Pass::given || pass == Pass::row || pass == Pass::row_block)
+        quantize_rows<T, pass>(p);
+    else if constexpr (pass == Pass::amax_lines)
+        find_lines<T>(p);
+    else if constexpr (pass == Pass::transpose)
+        transpose_tile(p);
+    else
+        quantize_tile<T, pass>(p);
+}
+
+}  // namespace sm90
+
+template <Config C>
+void launch(const Params& params, Stream stream) {
+    kittens::launch(sm90::fp8_quantize_kernel<sm90::element<C.dtype>, C.pass>,
+                    dim3(static_cast<unsigned>(int64_t{params.blocks} * params.batches)),
+                    dim3(THREADS), dim3(1), 0, stream, params);
+}
+
+}  // namespace thunderkittens::fp8_quantize

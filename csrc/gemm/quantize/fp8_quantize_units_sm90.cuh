@@ -1,0 +1,227 @@
+// What the passes of a quantisation share: units of eight elements, their largest magnitudes,
+// scales and codes.
+#pragma once
+
+#include "csrc/gemm/quantize/fp8_quantize.h"
+#include "kittens/kittens.cuh"
+
+namespace thunderkittens::fp8_quantize {
+namespace sm90 {
+
+using namespace kittens;
+
+constexpr int UNIT = 8, UNITS = 8, WARPS = THREADS / WARP_THREADS;
+constexpr int LANES = GROUP / UNIT;  // that share a row of a tile
+
+template <DType dtype>
+using element = std::conditional_t<dtype == DType::fp32, float,
+                                   std::conditional_t<dtype == DType::bf16, bf16, half>>;
+
+// Eight neighbouring elements.
+template <class T>
+struct alignas(16) Unit {
+    static constexpr int words = UNIT * int(sizeof(T)) / 4;
+    uint32_t w[words];
+
+    // Elements 2 i and 2 i + 1.
+    __device__ __forceinline__ float2 pair(int i) const {
+        if constexpr (sizeof(T) == 4) {
+            return make_float2(arch::bit_cast<float>(w[2 * i]),
+                               arch::bit_cast<float>(w[2 * i + 1]));
+        } else if constexpr (std::same_as<T, bf16>) {
+            return make_float2(arch::bit_cast<float>(w[i] << 16),
+                               arch::bit_cast<float>(w[i] & 0xffff0000u));
+        } else {
+            return unpack_pair<half>(arch::bit_cast<half_2>(w[i]));
+        }
+    }
+};
+
+template <class T>
+__device__ __forceinline__ Unit<T> load_aligned(const T* from) {
+    Unit<T> unit;
+    auto& to = reinterpret_cast<uint4(&)[Unit<T>::words / 4]>(unit);
+#pragma unroll
+    for (int i = 0; i < Unit<T>::words / 4; ++i) {
+        to[i] = arch::load_global(reinterpret_cast<const uint4*>(from) + i);
+    }
+    return unit;
+}
+template <class T>
+__device__ __forceinline__ Unit<T> load_unit(const Params& p, int64_t row, int64_t col) {
+    Unit<T> unit{};
+    if (row >= p.m || col >= p.k) return unit;
+    const T* from = static_cast<const T*>(p.x) + (row * p.stride + col);
+    if (p.aligned) return load_aligned(from);
+    using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
+#pragma unroll
+    for (int i = 0; i < UNIT; ++i) {
+        if (col + i >= p.k) continue;
+        const uint32_t bits = arch::bit_cast<Bits>(arch::load_global(from + i));
+        if constexpr (sizeof(T) == 4)
+            unit.w[i] = bits;
+        else
+            unit.w[i / 2] |= bits << (16 * (i % 2));
+    }
+    return unit;
+}
+
+__device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+// The largest magnitude of some elements, of 16-bit ones two at a time.
+template <class T>
+struct Largest {
+    static constexpr bool packed = sizeof(T) == 2;
+    uint32_t bits = 0;
+
+    __device__ __forceinline__ void add(uint32_t word) {
+        if constexpr (packed)
+            bits = arch::max_unsigned_pairs(bits, word & 0x7fff7fffu);
+        else
+            bits = larger(bits, word & 0x7fffffffu);
+    }
+    __device__ __forceinline__ void add(const Unit<T>& unit) {
+#pragma unroll
+        for (int i = 0; i < Unit<T>::words; ++i) add(unit.w[i]);
+    }
+    static __device__ __forceinline__ uint32_t as_float(uint32_t element) {
+        if constexpr (!packed)
+            return element;
+        else if constexpr (std::same_as<T, bf16>)
+            return element << 16;
+        else
+            return arch::bit_cast<uint32_t>(unpack_pair<half>(arch::bit_cast<half_2>(element)).x);
+    }
+    // As the bits of a float.
+    __device__ __forceinline__ uint32_t magnitude() const {
+        return as_float(packed ? larger(bits & 0xffffu, bits >> 16) : bits);
+    }
+};
+template <class T>
+__device__ __forceinline__ uint32_t magnitude(const Unit<T>& unit) {
+    Largest<T> largest;
+    largest.add(unit);
+    return largest.magnitude();
+}
+template <int lanes>
+__device__ __forceinline__ uint32_t largest_of_lanes(uint32_t x) {
+#pragma unroll
+    for (int i = 1; i < lanes; i *= 2) x = larger(x, arch::shuffle_xor(x, i));
+    return x;
+}
+
+// The scale of a group and the factor that its elements are multiplied with. Smaller magnitudes
+// than 2^-110 count as that: the factor is finite.
+struct Scale {
+    float scale, factor;
+    __device__ __forceinline__ Scale(DType format, uint32_t amax_bits) {
+        const float limit = format == DType::e4m3 ? 448.f : 57344.f;
+        const float x = arch::bit_cast<float>(amax_bits);
+        const float amax = x < 0x1p-110f ? 0x1p-110f : x;
+        scale = amax / limit;
+        factor = limit / amax;
+    }
+    __device__ __forceinline__ explicit Scale(float given) : scale(given), factor(1.f / given) {}
+};
+
+// The largest magnitudes of eight groups that 16 lanes hold together, a unit of each per lane:
+// lanes 2 u and 2 u + 1 find that of group u, in bit-reversed order.
+struct GroupMaximum {
+    int own;  // the group whose maximum this lane has
+    uint32_t bits;
+
+    __device__ __forceinline__ explicit GroupMaximum(const uint32_t (&most)[UNITS]) {
+        const int lane = laneid();
+        uint32_t four[4], two[2];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) four[i] = halve(most[i], most[i + 4], 8);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) two[i] = halve(four[i], four[i + 2], 4);
+        const uint32_t one = halve(two[0], two[1], 2);
+        bits = larger(one, arch::shuffle_xor(one, 1));
+        own = (lane >> 3 & 1) * 4 + (lane >> 2 & 1) * 2 + (lane >> 1 & 1);
+    }
+    static __device__ __forceinline__ int lane_of(int group) {
+        return (group >> 2 & 1) << 3 | (group >> 1 & 1) << 2 | (group & 1) << 1;
+    }
+
+  private:
+    // Lanes whose bit is set go on with the second, the others with the first.
+    static __device__ __forceinline__ uint32_t halve(uint32_t first, uint32_t second, int bit) {
+        const bool set = (laneid() & bit) != 0;
+        return larger(set ? second : first, arch::shuffle_xor(set ? first : second, bit));
+    }
+};
+
+// The scales of such groups, and their factors, which all lanes get.
+struct GroupScales {
+    int own;  // the group whose scale this lane has
+    float scale;
+    float factors[UNITS];
+
+    __device__ __forceinline__ GroupScales(DType format, const uint32_t (&most)[UNITS]) {
+        const GroupMaximum largest(most);
+        const Scale found(format, largest.bits);
+        own = largest.own, scale = found.scale;
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+            factors[u] = arch::shuffle(found.factor, (laneid() & 16) | GroupMaximum::lane_of(u));
+        }
+    }
+};
+
+// factor(i) multiplies element i.
+template <class F, class T, class Factor>
+__device__ __forceinline__ uint2 encode_as(const Unit<T>& unit, Factor factor) {
+    uint32_t words[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const float2 low = unit.pair(2 * i), high = unit.pair(2 * i + 1);
+        words[i] = arch::bit_cast<uint32_t>(
+            packed_type<F>(make_float4(low.x * factor(4 * i), low.y * factor(4 * i + 1),
+                                       high.x * factor(4 * i + 2), high.y * factor(4 * i + 3))));
+    }
+    return make_uint2(words[0], words[1]);
+}
+template <class T, class Factor>
+__device__ __forceinline__ uint2 encode(DType format, const Unit<T>& unit, Factor factor) {
+    if (format == DType::e4m3) return encode_as<fp8e4m3>(unit, factor);
+    return encode_as<fp8e5m2>(unit, factor);
+}
+
+__device__ __forceinline__ void store_codes(const Params& p, int64_t row, int64_t col,
+                                            uint2 codes) {
+    uint8_t* to = static_cast<uint8_t*>(p.out) + (row * p.k + col);
+    if (row >= p.m) return;
+    if (p.aligned) {
+        if (col < p.k) arch::store_global(reinterpret_cast<uint2*>(to), codes);
+    } else {
+#pragma unroll
+        for (int i = 0; i < UNIT; ++i) {
+            const uint32_t word = i < 4 ? codes.x : codes.y;
+            if (col + i < p.k) arch::store_global(to + i, uint8_t(word >> (8 * (i % 4))));
+        }
+    }
+}
+
+struct BlockShared {
+    uint32_t warps[WARPS];
+};
+
+// The largest of a team's values; teams are `warps` warps of the block.
+__device__ __forceinline__ uint32_t largest_of_team(BlockShared& shared, uint32_t x, int warps) {
+    x = largest_of_lanes<WARP_THREADS>(x);
+    if (warps == 1) return x;
+    const uint32_t first = arch::shared_address(&shared.warps[0]);
+    arch::sync_block();
+    if (laneid() == 0) arch::store_shared(first + 4 * warpid(), x);
+    arch::sync_block();
+    const int begin = warpid() / warps * warps;
+    for (int i = 0; i < warps; ++i) {
+        x = larger(x, arch::load_shared<uint32_t>(first + 4 * (begin + i)));
+    }
+    return x;
+}
+
+}  // namespace sm90
+}  // namespace thunderkittens::fp8_quantize

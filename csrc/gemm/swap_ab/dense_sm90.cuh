@@ -1,0 +1,436 @@
+// Matrix product on Hopper for few rows: what it costs is to read b, a weight, once.
+//
+// The operands change places: 64 columns of b are the rows of a tensor core's tile, up to 128 rows
+// of a its columns, so that little of the tile is empty. A block has one warp that loads and one
+// warpgroup that multiplies. The warp keeps a ring of large stages filled by TMA; nearly all of the
+// shared memory is bytes on their way. Tiles are dealt out evenly over persistent blocks. Where
+// there are fewer tiles than SMs, the blocks of a cluster divide k, and each sums the partial
+// results of a share of the tile's elements, in a fixed order, over the cluster's shared memory:
+// reruns give the same bits.
+//
+// The finished sums pass through shared memory, which turns them round again, rounded already where
+// the epilogue is short, else in fp32: each thread then does the epilogue of four neighbouring
+// columns of a row.
+#pragma once
+
+#include "csrc/gemm/common/activation_sm90.cuh"
+#include "csrc/gemm/common/raster.h"
+#include "csrc/gemm/common/reduce_cluster_sm90.cuh"
+#include "csrc/gemm/dense/gemm.h"
+
+namespace thunderkittens::gemm {
+namespace sm90 {
+
+using namespace kittens;
+
+template <Config C>
+struct StreamTypes {
+    static constexpr Config config = C;
+    using T = std::conditional_t<C.dtype == DType::bf16, bf16, half>;
+    static constexpr int parts = C.block_n / 64;
+    static constexpr int pitch = C.block_n + 4;  // of the sums, in floats: no bank conflicts
+    using weights = std::conditional_t<C.b_n_major, st<T, C.block_k, 64>, st<T, 64, C.block_k>>;
+    using rows = st<T, C.block_m, C.block_k>;
+    // 16-bit results on their way out, to TMA words.
+    using out_tile = st<bf16, C.block_m, 64>;
+
+    struct Stage {
+        weights b[parts];
+        rows a;
+    };
+    struct Shared {
+        Stage stages[C.stages];
+        sv_fl<C.block_m * pitch> sums;
+        semaphore full[C.stages], empty[C.stages];
+        semaphore summed, read;  // the cluster's sums: all are there, all have been read
+    };
+    static_assert(sizeof(Stage) % 1024 == 0);
+    static_assert(sizeof(Shared) <= MAX_SHARED_MEMORY, "too many stages");
+    static_assert(sizeof(Shared) == shared_bytes(C), "dense/gemm.h knows another size");
+
+    struct Globals {
+        gl<T, 1, 1, -1, -1, rows> a;
+        gl<T, 1, 1, -1, -1, weights> b;
+        gl<bf16, 1, 1, -1, -1, out_tile> out_map;
+        void* out;
+        int64_t out_stride;
+        DType out_dtype;
+        bool direct;  // 16-bit results without a residual and such, which TMA stores
+        bool b_once;  // see Schedule
+        bool quads;   // four neighbouring elements of out and of what has its shape are aligned
+        Epilogue epilogue;
+        uint32_t m, n, out_n;
+        uint32_t tiles, clusters;
+        Divisor m_tiles;
+        int k_blocks, splits;
+    };
+
+    static constexpr int threads = gemm::threads(C);
+};
+
+// Where a block's tile begins. With a gate of whole halves the tile's second part is that much
+// further on.
+template <Config C>
+struct StreamTile {
+    uint32_t n_tile, row, col;
+
+    template <class Globals>
+    __device__ __forceinline__ StreamTile(const Globals& g, uint32_t index) {
+        n_tile = g.m_tiles.divide(index);
+        row = (index - n_tile * g.m_tiles.value) * C.block_m;
+        col = n_tile * (C.fused && g.epilogue.gate == Gate::blocked ? 64 : C.block_n);
+    }
+    template <class Globals>
+    __device__ __forceinline__ uint32_t part(const Globals& g, int i) const {
+        const bool apart = C.fused && g.epilogue.gate == Gate::blocked;
+        return col + i * (apart ? g.out_n : 64);
+    }
+};
+
+template <class Globals, class Work>
+__device__ __forceinline__ void for_each_stream_tile(const Globals& g, Work work) {
+    for (uint32_t i = blockIdx.x / g.splits; i < g.tiles; i += g.clusters) work(i);
+}
+
+// The blocks of k that fall to a block of the cluster.
+template <class Globals>
+__device__ __forceinline__ int2 range_of_k(const Globals& g, int rank) {
+    return {g.k_blocks * rank / g.splits, g.k_blocks * (rank + 1) / g.splits};
+}
+template <class Globals>
+__device__ __forceinline__ int rank_in_cluster(const Globals& g) {
+    return g.splits > 1 ? static_cast<int>(arch::cluster_rank()) : 0;
+}
+
+template <Config C, tma::CachePolicy policy>
+__device__ __forceinline__ void load_weights(const typename StreamTypes<C>::Globals& g,
+                                             typename StreamTypes<C>::Stage& stage,
+                                             const StreamTile<C> tile, int k, semaphore& full) {
+#pragma unroll
+    for (int i = 0; i < StreamTypes<C>::parts; ++i) {
+        const int col = static_cast<int>(tile.part(g, i));
+        tma::load_async<2, policy>(
+            stage.b[i], g.b, C.b_n_major ? elements(0, 0, k, col) : elements(0, 0, col, k), full);
+    }
+}
+
+template <Config C>
+__device__ __forceinline__ void stream_produce(const typename StreamTypes<C>::Globals& g,
+                                               typename StreamTypes<C>::Shared& shared) {
+    using K = StreamTypes<C>;
+    const int2 range = range_of_k(g, rank_in_cluster(g));
+    int slot = 0, phase = 1;
+    for_each_stream_tile(g, [&](uint32_t index) {
+        const StreamTile<C> tile(g, index);
+        // Columns of tiles begin at different k: not all of them read the same lines of a at the
+        // same time. But where b's rows are along n each block has a piece of all rows, and memory
+        // is fast where neighbouring pieces are read together.
+        const uint32_t turn = !C.b_n_major ? tile.n_tile : C.fused ? tile.n_tile / 4 : 0;
+        int k = range.x + static_cast<int>(turn * 37 % uint32_t(range.y - range.x));
+        for (int step = range.x; step < range.y; ++step) {
+            auto& stage = shared.stages[slot];
+            semaphore& full = shared.full[slot];
+            wait(shared.empty[slot], phase);
+            tma::expect(full, stage);
+            const int at = k * C.block_k;
+            if (g.b_once)
+                load_weights<C, tma::CachePolicy::evict_first>(g, stage, tile, at, full);
+            else
+                load_weights<C, tma::CachePolicy::normal>(g, stage, tile, at, full);
+            tma::load_async<2, tma::CachePolicy::evict_last>(
+                stage.a, g.a, elements(0, 0, static_cast<int>(tile.row), at), full);
+            if (++slot == C.stages) slot = 0, phase ^= 1;
+            if (++k == range.y) k = range.x;
+        }
+    });
+}
+
+// The epilogue of a tile whose sums lie in the shared memory of the cluster's blocks.
+template <Config C, class O>
+__device__ __forceinline__ void stream_finish(const typename StreamTypes<C>::Globals& g,
+                                              const SharedSums<StreamTypes<C>::pitch>& sums,
+                                              const StreamTile<C> tile, int rank) {
+    using K = StreamTypes<C>;
+    using T = typename K::T;
+    const Epilogue& e = g.epilogue;
+    const Gate gate = C.fused ? e.gate : Gate::none;
+    // Four neighbouring columns of z: the sums of the cluster, in the order of its blocks.
+    const auto four = [&](int row, int col, float(&z)[4]) {
+        sums.total(z, row, col);
+        const uint32_t n = tile.part(g, col / 64) + col % 64;
+        float bias[4] = {};
+        if (e.bias != nullptr) {
+            load_four(bias, static_cast<const T*>(e.bias) + n, false, int(g.n) - int(n));
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) z[i] = e.alpha * z[i] + bias[i];
+        if (C.fused && e.preactivation != nullptr) {
+            O* to = static_cast<O*>(e.preactivation) + (int64_t(tile.row + row) * g.n + n);
+            const int limit = gate == Gate::blocked && col < 64 ? int(g.out_n) : int(g.n);
+            store_four(to, z, g.quads, limit - int(n));
+        }
+    };
+    const uint32_t first = gate == Gate::interleaved ? tile.col / 2 : tile.col;
+    constexpr int fours = C.block_n / 4;
+    const int halved = gate == Gate::none ? 0 : 1;
+#pragma unroll 2
+    for (int i = rank * WARPGROUP_THREADS + warpgroup::laneid(); i < C.block_m * fours >> halved;
+         i += g.splits * WARPGROUP_THREADS) {
+        const int row = (i << halved) / fours, col = (i & ((fours >> halved) - 1)) * 4;
+        const uint32_t m = tile.row + row, n = first + col;
+        if (m >= g.m || n >= g.out_n) continue;
+        float x[4];
+        if (gate == Gate::interleaved) {
+            float low[4], high[4];
+            four(row, 2 * col, low);
+            four(row, 2 * col + 4, high);
+            x[0] = low[0], x[1] = low[2], x[2] = high[0], x[3] = high[2];
+            activate(e.activation, x);
+            x[0] *= low[1], x[1] *= low[3], x[2] *= high[1], x[3] *= high[3];
+        } else {
+            four(row, col, x);
+            if constexpr (C.fused) activate(e.activation, x);
+            if (gate == Gate::blocked) {
+                float value[4];
+                four(row, 64 + col, value);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) x[j] *= value[j];
+            }
+        }
+        const int count = int(g.out_n) - int(n);
+        if (C.fused && e.residual != nullptr) {
+            float residual[4];
+            load_four(residual, static_cast<const O*>(e.residual) + (m * e.residual_stride + n),
+                      g.quads, count);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) x[j] += e.beta * residual[j];
+        }
+        store_four(static_cast<O*>(g.out) + (m * g.out_stride + n), x, g.quads, count);
+    }
+}
+
+// The short epilogue: in registers, from there by transposing stores through shared memory to TMA.
+template <Config C>
+struct DirectStore {
+    using K = StreamTypes<C>;
+    float bias[K::parts][2];
+
+    // A thread has two columns of each part.
+    __device__ __forceinline__ void fetch(const typename K::Globals& g, const StreamTile<C> tile) {
+        const auto* from = static_cast<const typename K::T*>(g.epilogue.bias);
+#pragma unroll
+        for (int i = 0; i < K::parts; ++i) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const uint32_t n =
+                    tile.part(g, i) + warpgroup::warpid() * 16 + laneid() / 4 + half * 8;
+                bias[i][half] =
+                    from != nullptr && n < g.n ? convert<float>(arch::load_global(from + n)) : 0.f;
+            }
+        }
+    }
+    __device__ __forceinline__ void values(const Epilogue& e, const rt_fl<16, C.block_m>& d,
+                                           int part, int j, float (&x)[8]) const {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            const float2 pair = d.tiles[0][j].data[r];
+            x[2 * r] = e.alpha * pair.x + bias[part][r % 2];
+            x[2 * r + 1] = e.alpha * pair.y + bias[part][r % 2];
+        }
+    }
+    __device__ __forceinline__ void store(const typename K::Globals& g, typename K::Shared& shared,
+                                          const rt_fl<16, C.block_m> (&d)[K::parts],
+                                          const StreamTile<C> tile, int barrier) const {
+        const Epilogue& e = g.epilogue;
+        const bool gated = C.fused && e.gate == Gate::blocked;
+        auto& buffers = reinterpret_cast<typename K::out_tile(&)[K::parts]>(shared.sums);
+        if (warpgroup::laneid() == 0) tma::store_async_read_wait();
+        warpgroup::sync(barrier);
+#pragma unroll
+        for (int i = 0; i < K::parts; ++i) {
+            if (gated && i > 0) break;
+            rt_bf<C.block_m, 16, col_l> out;
+#pragma unroll
+            for (int j = 0; j < C.block_m / 16; ++j) {
+                float x[8];
+                values(e, d[i], i, j, x);
+                if constexpr (C.fused) activate(e.activation, x);
+                if (C.fused && gated) {
+                    float y[8];
+                    values(e, d[K::parts - 1], K::parts - 1, j, y);
+#pragma unroll
+                    for (int r = 0; r < 8; ++r) x[r] *= y[r];
+                }
+#pragma unroll
+                for (int r = 0; r < 4; ++r) {
+                    const float low = x[2 * r], high = x[2 * r + 1];
+                    out.tiles[j][0].data[r] =
+                        g.out_dtype == DType::bf16
+                            ? arch::pack_bf16(low, high)
+                            : arch::bit_cast<bf16_2>(arch::pack_half(low, high));
+                }
+            }
+            auto columns = buffers[i].template subtile<C.block_m, 16>({0, warpgroup::warpid()});
+            kittens::warp::store(columns, out);
+        }
+        arch::fence_async_shared();
+        warpgroup::sync(barrier);
+        if (warpgroup::laneid() == 0) {
+#pragma unroll
+            for (int i = 0; i < K::parts; ++i) {
+                if (gated && i > 0) break;
+                tma::store_async(g.out_map, buffers[i],
+                                 elements(0, 0, static_cast<int>(tile.row),
+                                          static_cast<int>(tile.col + i * 64)));
+            }
+        }
+    }
+};
+
+template <Config C>
+__device__ __forceinline__ void stream_consume(const typename StreamTypes<C>::Globals& g,
+                                               typename StreamTypes<C>::Shared& shared) {
+    using K = StreamTypes<C>;
+    constexpr int SUMS = 2;  // named barrier of the consumer
+    const int rank = rank_in_cluster(g);
+    const int2 range = range_of_k(g, rank);
+    const auto release = [&](int stage) {
+        if (warpgroup::laneid() == 0) arrive(shared.empty[stage]);
+    };
+    SharedSums<K::pitch> sums{shared.sums.address(), g.splits, SUMS, shared.summed, shared.read};
+    int slot = 0, phase = 0;
+    rt_fl<16, C.block_m> d[K::parts];
+    DirectStore<C> direct;
+    for_each_stream_tile(g, [&](uint32_t index) {
+        const StreamTile<C> tile(g, index);
+        if (g.direct) direct.fetch(g, tile);
+        int previous = 0;
+        for (int k = range.x; k < range.y; ++k) {
+            auto& stage = shared.stages[slot];
+            wait(shared.full[slot], phase);
+#pragma unroll
+            for (int i = 0; i < K::parts; ++i) {
+                warpgroup::product<C.b_n_major, true>(d[i], stage.b[i], stage.a, k > range.x);
+            }
+            warpgroup::mma_async_wait<K::parts>();
+            if (k > range.x) release(previous);
+            previous = slot;
+            if (++slot == C.stages) slot = 0, phase ^= 1;
+        }
+#pragma unroll
+        for (int i = 0; i < K::parts; ++i) warpgroup::mma_async_wait(d[i]);
+        release(previous);
+
+        if (g.direct) return direct.store(g, shared, d, tile, SUMS);
+        sums.begin();
+#pragma unroll
+        for (int i = 0; i < K::parts; ++i) sums.store(d[i], i * 64);
+        sums.exchange();
+        if (g.out_dtype == DType::bf16)
+            stream_finish<C, bf16>(g, sums, tile, rank);
+        else if (g.out_dtype == DType::fp16)
+            stream_finish<C, half>(g, sums, tile, rank);
+        else
+            stream_finish<C, float>(g, sums, tile, rank);
+        sums.finish();
+    });
+    if (g.direct && warpgroup::laneid() == 0) tma::store_async_read_wait();
+}
+
+template <class K>
+__global__ __launch_bounds__(K::threads,
+                             1) void stream_kernel(const __grid_constant__ typename K::Globals g) {
+    constexpr Config C = K::config;
+    shared_allocator allocator(shared_memory());
+    auto& shared = allocator.template allocate<typename K::Shared>();
+    const bool produces = warpgroup::groupid() == 1;
+    if (produces) {
+        if (arch::elect_one()) {
+            tma::prefetch_map<typename K::weights>(g.b);
+            tma::prefetch_map<typename K::rows>(g.a);
+            for (int i = 0; i < C.stages; ++i) {
+                init_semaphore(shared.full[i], 1);
+                init_semaphore(shared.empty[i], 1);
+            }
+            init_semaphore(shared.summed, WARPGROUP_WARPS * g.splits);
+            init_semaphore(shared.read, WARPGROUP_WARPS * g.splits);
+            arch::mbarrier_init_fence();
+        }
+        arch::sync_warp();
+        arch::named_barrier_arrive(1, K::threads);
+    } else {
+        arch::named_barrier_sync(1, K::threads);
+    }
+    // Other blocks of the cluster arrive at the semaphores when they have their sums.
+    if (g.splits > 1) cluster::arrive();
+    arch::wait_for_dependencies();
+    arch::launch_dependents();
+    if (produces) {
+        if (arch::elect_one()) stream_produce<C>(g, shared);
+        arch::sync_warp();
+        if (g.splits > 1) cluster::wait();
+    } else {
+        stream_consume<C>(g, shared);
+    }
+    // A block's shared memory is read, and its semaphores are arrived at, by its cluster.
+    if (g.splits > 1) cluster::sync();
+}
+
+}  // namespace sm90
+
+template <Config C>
+void launch_streamed(const Params& p, Stream stream) {
+    using K = sm90::StreamTypes<C>;
+    using namespace kittens;
+    const auto matrix = [&]<class GL>(const void* data, int64_t rows, int64_t cols,
+                                      int64_t stride) {
+        return GL(static_cast<typename GL::T*>(const_cast<void*>(data)), nullptr, nullptr, rows,
+                  cols, gl_strides{0, 0, stride});
+    };
+    const Epilogue& e = p.epilogue;
+    const int64_t out_n = e.gate == Gate::none ? p.n : p.n / 2;
+    const int64_t covered = e.gate == Gate::blocked ? 64 : C.block_n;
+    const int64_t columns = e.gate == Gate::blocked ? out_n : p.n;
+    const auto m_tiles = static_cast<uint32_t>((p.m + C.block_m - 1) / C.block_m);
+    const auto aligned = [&](const void* data, int64_t stride) {
+        const int64_t bytes = 4 * size_in_bytes(p.out_dtype);
+        return reinterpret_cast<uintptr_t>(data) % bytes == 0 && stride % 4 == 0;
+    };
+    const bool quads =
+        aligned(p.out, p.out_stride) && aligned(e.residual, e.residual ? e.residual_stride : 0) &&
+        aligned(e.preactivation, e.preactivation ? p.n / (1 + (e.gate == Gate::blocked)) : 0);
+    const int64_t words = size_in_bytes(p.out_dtype) / 2;
+    const bool direct = words == 1 && p.schedule.splits == 1 && !e.residual && !e.preactivation &&
+                        e.gate != Gate::interleaved && p.out_stride % 8 == 0 && out_n % 8 == 0 &&
+                        reinterpret_cast<uintptr_t>(p.out) % 16 == 0;
+    // Where TMA does not store, the map is a stand-in that nobody uses.
+    const auto out_map = matrix.template operator()<decltype(K::Globals::out_map)>(
+        direct ? p.out : p.a, direct ? p.m : 1, direct ? out_n : 64, direct ? p.out_stride : 64);
+    const typename K::Globals globals {
+        .a = matrix.template operator()<decltype(K::Globals::a)>(p.a, p.m, p.k, p.a_stride),
+        .b = C.b_n_major
+                 ? matrix.template operator()<decltype(K::Globals::b)>(p.b, p.k, p.n, p.b_stride)
+                 : matrix.template operator()<decltype(K::Globals::b)>(p.b, p.n, p.k, p.b_stride),
+        .out_map = out_map,
+        .out = p.out,
+        .out_stride = p.out_stride,
+        .out_dtype = p.out_dtype,
+        .direct = direct,
+        .b_once = p.schedule.b_once,
+        .quads = quads,
+        .epilogue = e,
+        .m = static_cast<uint32_t>(p.m),
+        .n = static_cast<uint32_t>(p.n),
+        .out_n = static_cast<uint32_t>(out_n),
+        .tiles = m_tiles * static_cast<uint32_t>((columns + covered - 1) / covered),
+        .clusters = static_cast<uint32_t>(p.schedule.blocks / p.schedule.splits),
+        .m_tiles = Divisor(m_tiles),
+        .k_blocks = static_cast<int>((p.k + C.block_k - 1) / C.block_k),
+        .splits = p.schedule.splits,
+    };
+    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::stream_kernel<K>,
+                    dim3(p.schedule.blocks), dim3(K::threads), dim3(p.schedule.splits),
+                    sizeof(typename K::Shared), stream, globals);
+}
+
+}  // namespace thunderkittens::gemm

@@ -1,0 +1,470 @@
+// Product of fp8 matrices on Hopper for few rows of a: what it costs is to read b, a weight, once.
+//
+// As dense_sm90.cuh: 64 columns of the output are the rows of a tensor core's tile, up to 64 rows
+// of a its columns. A block has a warp that loads, one that copies scales, and a warpgroup that
+// multiplies; nearly all of the shared memory is bytes on their way. Where there are far fewer
+// tiles than SMs, the blocks of a cluster divide k. 16-bit results are sent to the first block as
+// sums in registers, and it adds them; of others, each block sums a share of the tile's elements
+// over the cluster's shared memory. The order is fixed: reruns give the same bits.
+//
+// Sums are always promoted: a product of 128 of k goes to registers of its own and is added in
+// fp32, times the scales of its blocks where there are such. It costs nothing here.
+#pragma once
+
+#include "csrc/gemm/common/activation_sm90.cuh"
+#include "csrc/gemm/common/reduce_cluster_sm90.cuh"
+#include "csrc/gemm/fp8/types_sm90.cuh"
+
+namespace thunderkittens::fp8_gemm {
+namespace sm90 {
+
+template <Config C>
+struct StreamTypes {
+    static constexpr Config config = C;
+    using TA = element<C.a>;
+    using TB = element<C.b>;
+    static constexpr int parts = C.block_k / BLOCK_K;  // products of a stage
+    static constexpr int pitch = C.block_n + 4;        // of the sums, in floats: no bank conflicts
+    static_assert(C.block_n == 64);
+    using weights = st<TB, C.block_n, C.block_k>;
+    using rows = st<TA, C.block_m, C.block_k>;
+    using out_tile = st<bf16, C.block_m, C.block_n>;  // 16-bit results on their way out
+
+    struct Stage {
+        weights b;
+        rows a;
+    };
+    struct Shared {
+        Stage stages[C.stages];
+        sv_fl<C.block_m * std::max(pitch, senders(C) * C.block_n)> sums;
+        // For each part, scales of rows of a; then of b's block, or of its columns.
+        sv_fl<parts*(C.block_m + C.block_n)> scales[C.stages];
+        semaphore full[C.stages], empty[C.stages];
+        semaphore summed, read;  // the cluster's sums: all are there, all have been read
+    };
+    static_assert(sizeof(Stage) % 1024 == 0);
+    static_assert(sizeof(Shared) <= MAX_SHARED_MEMORY, "too many stages");
+    static_assert(sizeof(Shared) == shared_bytes(C), "fp8/fp8_gemm.h knows another size");
+
+    struct Globals {
+        gl<TA, 1, 1, -1, -1, rows> a;
+        gl<TB, 1, 1, -1, -1, weights> b;
+        gl<bf16, 1, 1, -1, -1, out_tile> out_map;
+        void* out;
+        Scales scale_a, scale_b;
+        const void* bias;
+        uint32_t m, n;
+        DType out_dtype, bias_dtype;
+        gemm::Activation activation;
+        bool blocks, fine;  // scales are of 128 of k; those of b of one column
+        bool direct;        // 16-bit results that TMA stores from the sums in registers
+        bool quads;         // four neighbouring elements of out are aligned
+        uint32_t tiles, clusters;
+        gemm::Divisor m_tiles;
+        int k_blocks, k_steps, splits;  // blocks of 128, and stages
+    };
+
+    static constexpr int threads = fp8_gemm::threads(C);
+};
+
+template <Config C>
+struct StreamTile {
+    uint32_t row, col;
+    int first, begin, end;  // the steps of k: the first of them, their range
+
+    template <class Globals>
+    __device__ __forceinline__ StreamTile(const Globals& g, uint32_t index, int rank) {
+        const uint32_t n_tile = g.m_tiles.divide(index);
+        row = (index - n_tile * g.m_tiles.value) * C.block_m;
+        col = n_tile * C.block_n;
+        begin = g.k_steps * rank / g.splits, end = g.k_steps * (rank + 1) / g.splits;
+        // Tiles begin at different k: not all blocks read the same lines of a at the same time.
+        first = begin + static_cast<int>(index * 37 % uint32_t(end - begin));
+    }
+    __device__ __forceinline__ int after(int k) const { return k + 1 == end ? begin : k + 1; }
+};
+
+template <Config C, class Globals, class Work>
+__device__ __forceinline__ void for_each_stream_tile(const Globals& g, int rank, Work work) {
+    for (uint32_t i = blockIdx.x / g.splits; i < g.tiles; i += g.clusters) {
+        work(StreamTile<C>(g, i, rank));
+    }
+}
+
+template <Config C>
+__device__ __forceinline__ void load_stage(const typename StreamTypes<C>::Globals& g,
+                                           typename StreamTypes<C>::Shared& shared, int which,
+                                           const StreamTile<C>& tile, int k) {
+    auto& stage = shared.stages[which];
+    semaphore& full = shared.full[which];
+    tma::expect(full, stage);
+    const auto weights = elements(0, 0, static_cast<int>(tile.col), k * C.block_k);
+    if (g.m_tiles.value == 1)
+        tma::load_async<2, tma::CachePolicy::evict_first>(stage.b, g.b, weights, full);
+    else  // the other tiles of the same columns find it in the L2 cache
+        tma::load_async<2>(stage.b, g.b, weights, full);
+    tma::load_async<2, tma::CachePolicy::evict_last>(
+        stage.a, g.a, elements(0, 0, static_cast<int>(tile.row), k * C.block_k), full);
+}
+
+// The first stages, by instructions that lie close to the kernel's first: those of stream_produce
+// come from memory when it begins. Blocks of a cluster are slower for it, and do without.
+template <Config C>
+__device__ __forceinline__ void stream_begin(const typename StreamTypes<C>::Globals& g,
+                                             typename StreamTypes<C>::Shared& shared) {
+    if (blockIdx.x >= g.tiles) return;
+    const StreamTile<C> tile(g, blockIdx.x, 0);
+    const int count = min(C.stages, tile.end - tile.begin);
+    int k = tile.first;
+#pragma unroll 1
+    for (int i = 0; i < count; ++i, k = tile.after(k)) load_stage<C>(g, shared, i, tile, k);
+}
+
+template <Config C>
+__device__ __forceinline__ void stream_produce(const typename StreamTypes<C>::Globals& g,
+                                               typename StreamTypes<C>::Shared& shared, int rank) {
+    Ring<C.stages> ring;
+    int begun = -1;  // stages that stream_begin has filled; not known before the first tile
+    for_each_stream_tile<C>(g, rank, [&](const StreamTile<C> tile) {
+        if (begun < 0) begun = g.splits == 1 ? min(C.stages, tile.end - tile.begin) : 0;
+        int k = tile.first;
+        for (int step = tile.begin; step < tile.end; ++step, ring.advance(), k = tile.after(k)) {
+            if (begun > 0) {
+                --begun;
+                continue;
+            }
+            wait(shared.empty[ring.stage], ring.phase ^ 1);
+            load_stage<C>(g, shared, ring.stage, tile, k);
+        }
+    });
+}
+
+// The scales of blocks: a second warp copies those of a stage from wherever they lie, as far ahead
+// as the tiles. Rows and columns that are not there take the scales of the last ones; blocks of k
+// that are not there have none, which is zero.
+template <Config C>
+__device__ __forceinline__ void stream_scales(const typename StreamTypes<C>::Globals& g,
+                                              typename StreamTypes<C>::Shared& shared, int rank) {
+    using K = StreamTypes<C>;
+    Ring<C.stages> ring;
+    for_each_stream_tile<C>(g, rank, [&](const StreamTile<C> tile) {
+        int k = tile.first;
+        for (int step = tile.begin; step < tile.end; ++step, ring.advance(), k = tile.after(k)) {
+            const uint32_t to = shared.scales[ring.stage].address();
+            wait(shared.empty[ring.stage], ring.phase ^ 1);
+            const auto copy = [&](const Scales& from, uint32_t at, int part, uint32_t first,
+                                  uint32_t count) {
+                const int block = k * K::parts + part;
+                const uint32_t i = first < count ? first : count - 1;
+                const float* source = from.data + int64_t(i) * from.outer;
+                arch::cp_async<4>(at, source + int64_t(block) * from.inner, block < g.k_blocks);
+            };
+#pragma unroll
+            for (int i = laneid(); i < K::parts * C.block_m; i += WARP_THREADS) {
+                copy(g.scale_a, to + i * 4, i / C.block_m, tile.row + i % C.block_m, g.m);
+            }
+            const uint32_t columns = to + K::parts * C.block_m * 4;
+            if (g.fine) {
+#pragma unroll
+                for (int i = laneid(); i < K::parts * C.block_n; i += WARP_THREADS) {
+                    copy(g.scale_b, columns + i * 4, i / C.block_n, tile.col + i % C.block_n, g.n);
+                }
+            } else if (laneid() < K::parts) {
+                copy(g.scale_b, columns + laneid() * 4, laneid(), tile.col / 128,
+                     (g.n + 127) / 128);
+            }
+            arch::cp_async_mbarrier_arrive(shared.full[ring.stage].address());
+        }
+    });
+}
+
+// sums += part, times the scales of its block.
+template <Config C>
+__device__ __forceinline__ void promote(const typename StreamTypes<C>::Globals& g, uint32_t scales,
+                                        rt_fl<16, C.block_m>& sums,
+                                        const rt_fl<16, C.block_m>& part, int which) {
+    using K = StreamTypes<C>;
+    float column[2] = {1.f, 1.f};
+    if (g.blocks) {
+        const uint32_t columns = scales + K::parts * C.block_m * 4;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int n = warpgroup::warpid() * 16 + laneid() / 4 + i * 8;
+            column[i] =
+                arch::load_shared<float>(columns + (g.fine ? which * C.block_n + n : which) * 4);
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < C.block_m / 16; ++j) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float2 row = make_float2(1.f, 1.f);
+            if (g.blocks) {
+                const int m = j * 16 + half * 8 + laneid() % 4 * 2;
+                row = arch::load_shared<float2>(scales + (which * C.block_m + m) * 4);
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float2 x = part.tiles[0][j].data[2 * half + i];
+                float2& sum = sums.tiles[0][j].data[2 * half + i];
+                sum.x = fmaf(x.x, row.x * column[i], sum.x);
+                sum.y = fmaf(x.y, row.y * column[i], sum.y);
+            }
+        }
+    }
+}
+
+// The epilogue of a tile whose sums lie in the shared memory of the cluster's blocks.
+template <Config C, class O>
+__device__ __forceinline__ void stream_finish(
+    const typename StreamTypes<C>::Globals& g,
+    const gemm::sm90::SharedSums<StreamTypes<C>::pitch>& sums, const StreamTile<C> tile, int rank) {
+    constexpr int fours = C.block_n / 4;
+#pragma unroll 1
+    for (int i = rank * WARPGROUP_THREADS + warpgroup::laneid(); i < C.block_m * fours;
+         i += g.splits * WARPGROUP_THREADS) {
+        const int row = i / fours, col = i % fours * 4;
+        const uint32_t m = tile.row + row, n = tile.col + col;
+        if (m >= g.m || n >= g.n) continue;
+        float x[4];
+        sums.total(x, row, col);
+        const int count = g.n - n < 4 ? int(g.n - n) : 4;
+        if (!g.blocks) {
+            const float of_a = arch::load_global(g.scale_a.data + int64_t(m) * g.scale_a.outer);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const uint32_t column = j < count ? n + j : n;
+                x[j] *=
+                    of_a * arch::load_global(g.scale_b.data + int64_t(column) * g.scale_b.outer);
+            }
+        }
+        if (g.bias != nullptr) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                x[j] += load_any(g.bias, g.bias_dtype, j < count ? n + j : n);
+            }
+        }
+        gemm::sm90::activate(g.activation, x);
+        gemm::sm90::store_four(static_cast<O*>(g.out) + (int64_t(m) * g.n + n), x, g.quads, count);
+    }
+}
+
+// The short way out: scales and bias in registers, from there by transposing stores through shared
+// memory to TMA.
+template <Config C>
+struct DirectStore {
+    using K = StreamTypes<C>;
+    static constexpr int rows = C.block_m / 4;
+    float row[rows], column[2], bias[2];
+
+    // Before the products, which hide the latency: a thread has so many rows, and two columns.
+    __device__ __forceinline__ void fetch(const typename K::Globals& g, const StreamTile<C> tile) {
+#pragma unroll
+        for (int i = 0; i < rows; ++i) {
+            const uint32_t m = tile.row + i / 2 * 8 + laneid() % 4 * 2 + i % 2;
+            row[i] = !g.blocks && m < g.m
+                         ? arch::load_global(g.scale_a.data + int64_t(m) * g.scale_a.outer)
+                         : 1.f;
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const uint32_t n = tile.col + warpgroup::warpid() * 16 + laneid() / 4 + i * 8;
+            column[i] = !g.blocks && n < g.n
+                            ? arch::load_global(g.scale_b.data + int64_t(n) * g.scale_b.outer)
+                            : 1.f;
+            bias[i] = g.bias != nullptr && n < g.n ? load_any(g.bias, g.bias_dtype, n) : 0.f;
+        }
+    }
+    __device__ __forceinline__ void store(const typename K::Globals& g, typename K::Shared& shared,
+                                          const rt_fl<16, C.block_m>& d, const StreamTile<C> tile,
+                                          int barrier) const {
+        auto& buffer = reinterpret_cast<typename K::out_tile&>(shared.sums);
+        if (warpgroup::laneid() == 0) tma::store_async_read_wait();
+        warpgroup::sync(barrier);
+        rt_bf<C.block_m, 16, col_l> out;
+#pragma unroll
+        for (int j = 0; j < C.block_m / 16; ++j) {
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                const float2 pair = d.tiles[0][j].data[r];
+                const int i = 4 * j + r / 2 * 2;
+                const float low = pair.x * (row[i] * column[r % 2]) + bias[r % 2];
+                const float high = pair.y * (row[i + 1] * column[r % 2]) + bias[r % 2];
+                out.tiles[j][0].data[r] = g.out_dtype == DType::bf16
+                                              ? arch::pack_bf16(low, high)
+                                              : arch::bit_cast<bf16_2>(arch::pack_half(low, high));
+            }
+        }
+        auto columns = buffer.template subtile<C.block_m, 16>({0, warpgroup::warpid()});
+        kittens::warp::store(columns, out);
+        arch::fence_async_shared();
+        warpgroup::sync(barrier);
+        if (warpgroup::laneid() == 0) {
+            tma::store_async(
+                g.out_map, buffer,
+                elements(0, 0, static_cast<int>(tile.row), static_cast<int>(tile.col)));
+        }
+    }
+};
+
+template <Config C>
+__device__ __forceinline__ void stream_consume(const typename StreamTypes<C>::Globals& g,
+                                               typename StreamTypes<C>::Shared& shared, int rank) {
+    using K = StreamTypes<C>;
+    constexpr int SUMS = 2;  // named barrier of the consumer
+    Ring<C.stages> ring;
+    gemm::sm90::SharedSums<K::pitch> turned{shared.sums.address(), g.splits, SUMS, shared.summed,
+                                            shared.read};
+    rt_fl<16, C.block_m> sums, parts[K::parts];
+    DirectStore<C> direct;
+    for_each_stream_tile<C>(g, rank, [&](const StreamTile<C> tile) {
+        kittens::warp::zero(sums);
+        if (g.direct) direct.fetch(g, tile);
+        for (int step = tile.begin; step < tile.end; ++step, ring.advance()) {
+            auto& stage = shared.stages[ring.stage];
+            wait(shared.full[ring.stage], ring.phase);
+#pragma unroll
+            for (int i = 0; i < K::parts; ++i) {
+                auto weights = stage.b.template subtile<C.block_n, BLOCK_K>({0, i});
+                auto rows = stage.a.template subtile<C.block_m, BLOCK_K>({0, i});
+                warpgroup::product<false, true>(parts[i], weights, rows, false);
+            }
+            warpgroup::mma_async_wait();
+            if (!g.blocks && laneid() == 0) arrive(shared.empty[ring.stage]);
+#pragma unroll
+            for (int i = 0; i < K::parts; ++i) {
+                warpgroup::mma_async_wait(parts[i]);
+                promote<C>(g, shared.scales[ring.stage].address(), sums, parts[i], i);
+            }
+            if (g.blocks) {  // each warp has read the scales itself
+                arch::sync_warp();
+                if (laneid() == 0) arrive(shared.empty[ring.stage]);
+            }
+        }
+
+        if (g.direct) {
+            if (g.splits > 1) {
+                const gemm::sm90::SentSums<C.block_m> sent{shared.sums.address(), shared.summed};
+                if (rank > 0) return sent.send(sums, rank);
+                sent.receive(sums, g.splits);
+            }
+            return direct.store(g, shared, sums, tile, SUMS);
+        }
+        turned.begin();
+        turned.store(sums, 0);
+        turned.exchange();
+        if (g.out_dtype == DType::bf16)
+            stream_finish<C, bf16>(g, turned, tile, rank);
+        else if (g.out_dtype == DType::fp16)
+            stream_finish<C, half>(g, turned, tile, rank);
+        else
+            stream_finish<C, float>(g, turned, tile, rank);
+        turned.finish();
+    });
+    if (g.direct && warpgroup::laneid() == 0) tma::store_async_read_wait();
+}
+
+template <class K>
+__global__ __launch_bounds__(K::threads, 1) void fp8_stream_kernel(const __grid_constant__
+                                                                   typename K::Globals g) {
+    constexpr Config C = K::config;
+    shared_allocator allocator(shared_memory());
+    auto& shared = allocator.template allocate<typename K::Shared>();
+    const bool produces = warpgroup::groupid() == 1;
+    const int rank = g.splits > 1 ? static_cast<int>(arch::cluster_rank()) : 0;
+    if (produces) {
+        if (warpgroup::warpid() == 0 && arch::elect_one()) {
+            tma::prefetch_map<typename K::weights>(g.b);
+            tma::prefetch_map<typename K::rows>(g.a);
+            for (int i = 0; i < C.stages; ++i) {
+                init_semaphore(shared.full[i], 1 + (g.blocks ? WARP_THREADS : 0));
+                init_semaphore(shared.empty[i], WARPGROUP_WARPS);
+            }
+            init_semaphore(shared.summed, WARPGROUP_WARPS * max(1, g.splits - int(g.direct)));
+            init_semaphore(shared.read, WARPGROUP_WARPS * g.splits);
+            arch::mbarrier_init_fence();
+            if (g.splits == 1) {
+                arch::wait_for_dependencies();
+                stream_begin<C>(g, shared);
+            }
+        }
+        arch::sync_warp();
+        if (warpgroup::warpid() == 1)  // which waits for semaphores too
+            arch::named_barrier_sync(READY, K::threads);
+        else
+            arch::named_barrier_arrive(READY, K::threads);
+    } else {
+        arch::named_barrier_sync(READY, K::threads);
+    }
+    // Other blocks of the cluster arrive at the semaphores when they have their sums.
+    if (g.splits > 1) cluster::arrive();
+    arch::wait_for_dependencies();
+    arch::launch_dependents();
+    if (produces) {
+        if (warpgroup::warpid() == 1) {
+            if (g.blocks) stream_scales<C>(g, shared, rank);
+        } else if (arch::elect_one()) {
+            stream_produce<C>(g, shared, rank);
+        }
+        arch::sync_warp();
+        if (g.splits > 1) cluster::wait();
+    } else {
+        stream_consume<C>(g, shared, rank);
+    }
+    // A block's shared memory is read, and its semaphores are arrived at, by its cluster; for what
+    // is sent the first block has waited.
+    if (g.splits > 1 && !g.direct) cluster::sync();
+}
+
+}  // namespace sm90
+
+template <Config C>
+void launch_streamed(const Params& p, Stream stream) {
+    using K = sm90::StreamTypes<C>;
+    using namespace kittens;
+    const auto matrix = [&]<class GL>(const void* data, int64_t rows, int64_t cols,
+                                      int64_t stride) {
+        return GL(static_cast<typename GL::T*>(const_cast<void*>(data)), nullptr, nullptr, rows,
+                  cols, gl_strides{0, 0, stride});
+    };
+    const auto tiles = [](int64_t size, int64_t tile) { return (size + tile - 1) / tile; };
+    const int64_t bytes = size_in_bytes(p.out_dtype);
+    const auto m_tiles = static_cast<uint32_t>(tiles(p.m, C.block_m));
+    const auto all_tiles = m_tiles * static_cast<uint32_t>(tiles(p.n, C.block_n));
+    const auto clusters = static_cast<uint32_t>(p.schedule.blocks / p.schedule.splits);
+    // Sums are sent once: of one tile per cluster.
+    const bool sent = all_tiles <= clusters && p.schedule.splits <= senders(C) + 1;
+    const bool direct =
+        bytes == 2 && (p.schedule.splits == 1 || sent) && p.activation == 0 && p.n % 8 == 0;
+    const typename K::Globals globals {
+        .a = matrix.template operator()<decltype(K::Globals::a)>(p.a, p.m, p.k, p.a_stride),
+        .b = matrix.template operator()<decltype(K::Globals::b)>(p.b, p.n, p.k, p.b_stride),
+        // Where TMA does not store, the map is a stand-in that nobody uses.
+        .out_map = matrix.template operator()<decltype(K::Globals::out_map)>(
+            p.out, direct ? p.m : 1, direct ? p.n : 64, direct ? p.n : 64),
+        .out = p.out,
+        .scale_a = p.scale_a,
+        .scale_b = p.scale_b,
+        .bias = p.bias,
+        .m = static_cast<uint32_t>(p.m),
+        .n = static_cast<uint32_t>(p.n),
+        .out_dtype = p.out_dtype,
+        .bias_dtype = p.bias_dtype,
+        .activation = static_cast<gemm::Activation>(p.activation),
+        .blocks = p.blocks,
+        .fine = p.fine,
+        .direct = direct,
+        .quads = p.n % 4 == 0,
+        .tiles = all_tiles,
+        .clusters = clusters,
+        .m_tiles = gemm::Divisor(m_tiles),
+        .k_blocks = static_cast<int>(tiles(p.k, BLOCK_K)),
+        .k_steps = static_cast<int>(tiles(p.k, C.block_k)),
+        .splits = p.schedule.splits,
+    };
+    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::fp8_stream_kernel<K>,
+                    dim3(p.schedule.blocks), dim3(K::threads), dim3(p.schedule.splits),
+                    sizeof(typename K::Shared), stream, globals);
+}
+
+}  // namespace thunderkittens::fp8_gemm

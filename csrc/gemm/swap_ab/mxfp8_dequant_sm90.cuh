@@ -1,0 +1,314 @@
+// Product of few rows with an MXFP8 weight on Hopper: what it costs is to read the weight, once, in
+// the bits that it has.
+//
+// As in nvfp4_sm90.cuh the operands change places, and a warpgroup makes bf16 fragments of the
+// weight in registers. Here the weight needs no preparation: of 64 or 128 rows, 128 of k arrive by
+// TMA as they lie in memory, with the 512 bytes of their scales. Of 128 codes of a row each of the
+// four lanes that share it takes 32 neighbours, which are one block: two loads of 16 bytes, without
+// conflicts of banks, and one scale. To the tensor cores their order along k means nothing, as long
+// as a has the same: the pass that expands a writes it so (position_of). A step of 16 of k then
+// takes four codes of each lane, one register.
+#pragma once
+
+#include "csrc/gemm/mxfp8/mxfp8_gemm.h"
+#include "csrc/gemm/quantize/mxfp8_quantize_sm90.cuh"
+#include "csrc/gemm/swap_ab/epilogue_sm90.cuh"
+
+namespace thunderkittens::mxfp8_gemm {
+namespace sm90 {
+
+using namespace kittens;
+using mixed_gemm::sm90::range_of_k;
+
+template <FewConfig F>
+struct FewTypes {
+    static constexpr mixed_gemm::Config config = F.tile;
+    static constexpr FewConfig few = F;
+    using T = bf16;
+    struct W {
+        static constexpr float FACTOR = 1.f;
+    };
+    static constexpr uint32_t band = 4;  // of tiles of rows of a, as with prepared weights
+    static constexpr int k_groups = config.k_groups;
+    static constexpr int block_rows = mixed_gemm::block_rows(config);
+    static constexpr int pass = few_pass(config);
+    static constexpr int pitch = block_rows + 4;  // of the sums, in floats: no bank conflicts
+    static constexpr int threads = mixed_gemm::threads(config);
+    static constexpr int consumers = mixed_gemm::consumers(config);
+    static constexpr bool moves_registers = mixed_gemm::moves_registers(config);
+    static constexpr int producer_registers = consumers == 2 ? 40 : 32;
+    static constexpr int consumer_registers = consumers == 2 ? 232 : 112;
+
+    // A stage has FEW_K of k for each group of warpgroups, side by side: one copy brings it, and
+    // the warp that loads spends some hundred cycles on each.
+    static constexpr int stage_k = FEW_K * k_groups;
+    using rows = st<bf16, config.tokens, stage_k>;
+    using codes = st<fp8e4m3, block_rows, stage_k>;  // e5m2 are bytes as well
+
+    struct Stage {
+        codes weight;
+        rows a;
+    };
+    struct alignas(128) Scales {
+        uint8_t bytes[k_groups * block_scaled::sm90::ATOM];
+    };
+    struct Shared {
+        Stage stages[config.stages];
+        Scales scales[config.stages];
+        sv_fl<pass * pitch> sums[k_groups];
+        semaphore full[config.stages], empty[config.stages];
+        semaphore summed, read;  // the cluster's sums: all are there, all have been read
+    };
+    static_assert(sizeof(Stage) % 1024 == 0);
+    static_assert(sizeof(Shared) <= MAX_SHARED_MEMORY, "too many stages");
+    static_assert(sizeof(Shared) == few_shared_bytes(F), "mxfp8/mxfp8_gemm.h knows another size");
+    static_assert(mixed_gemm::PIECE * config.pieces == FEW_K * k_groups);
+
+    struct Globals {
+        gl<bf16, 1, 1, -1, -1, rows> a;
+        gl<fp8e4m3, -1, 1, -1, -1, codes> weight;
+        const uint8_t* scales;
+        const float* scale;
+        const void* bias;
+        const int32_t* offs;
+        void* out;
+        DType out_dtype;
+        gemm::Activation activation;
+        bool quads;
+        uint32_t m, n, groups;
+        uint32_t row_tiles, clusters;
+        int k_blocks, k_chunks, k_steps, splits;
+    };
+};
+
+// The k of the stages, one after the other: the warp that loads and the consumers walk alike.
+struct Walk {
+    int k, begin, end;
+    __device__ __forceinline__ Walk(const int2 range, uint32_t row_tile)
+        : k(range.x + static_cast<int>(row_tile * 37u % uint32_t(range.y - range.x))),
+          begin(range.x),
+          end(range.y) {}
+    __device__ __forceinline__ void advance() {
+        if (++k == end) k = begin;
+    }
+};
+
+// The weight's part of a stage, for which `full` waits; a's is still to come.
+template <class K>
+__device__ __forceinline__ void load_weight(const typename K::Globals& g,
+                                            typename K::Shared& shared, int slot, int k,
+                                            const mixed_gemm::sm90::Tile& tile) {
+    constexpr int ATOM = block_scaled::sm90::ATOM;
+    auto& stage = shared.stages[slot];
+    semaphore& full = shared.full[slot];
+    const int row = static_cast<int>(tile.row_tile) * K::block_rows;
+    const int64_t line = int64_t{tile.group} * ((g.n + 127) / 128) + row / 128;
+    // Past the end of k codes are zero, and have no scales.
+    const int first = k * K::k_groups;
+    const int bytes = min(K::k_groups, g.k_chunks - first) * ATOM;
+    tma::expect_bytes(full, sizeof(typename K::Stage) + bytes);
+    tma::load_async<2, tma::CachePolicy::evict_first>(
+        stage.weight, g.weight, elements(static_cast<int>(tile.group), 0, row, k * K::stage_k),
+        full);
+    arch::bulk_load(arch::shared_address(shared.scales[slot].bytes),
+                    g.scales + (line * g.k_chunks + first) * ATOM, bytes, full.address());
+}
+
+template <class K>
+__device__ __forceinline__ void produce_few(const typename K::Globals& g,
+                                            typename K::Shared& shared) {
+    constexpr auto C = K::config;
+    const int2 range = range_of_k(g);
+    int slot = 0, phase = 1;
+    int early = -1;  // stages whose weights are on their way; not known before the first tile
+    mixed_gemm::sm90::for_each_tile<K>(g, [&](const mixed_gemm::sm90::Tile& tile) {
+        if (tile.group >= g.groups) return;
+        // Blocks begin at different k: not all of them read the same lines of a at the same time.
+        Walk walk(range, tile.row_tile);
+        if (early < 0) {
+            // Weights need not wait for the pass over a: they were there before it began.
+            early = min(C.stages, range.y - range.x);
+            Walk ahead = walk;
+            for (int i = 0; i < early; ++i, ahead.advance())
+                load_weight<K>(g, shared, i, ahead.k, tile);
+            arch::wait_for_dependencies();
+        }
+        for (int step = range.x; step < range.y; ++step, walk.advance()) {
+            auto& stage = shared.stages[slot];
+            semaphore& full = shared.full[slot];
+            if (early > 0) {
+                --early;
+            } else {
+                wait(shared.empty[slot], phase);
+                load_weight<K>(g, shared, slot, walk.k, tile);
+            }
+            tma::load_async<2, tma::CachePolicy::evict_last>(
+                stage.a, g.a, elements(0, 0, static_cast<int>(tile.token), walk.k * K::stage_k),
+                full);
+            if (++slot == C.stages) slot = 0, phase ^= 1;
+        }
+    });
+}
+
+// The sums of a tile, from all k that fall to this block.
+template <class K>
+struct FewMainloop {
+    static constexpr auto C = K::config;
+    using F = block_scaled::sm90::Fp8<int(K::few.data)>;
+    int slot = 0, phase = 0;
+    rt_fl<16, C.tokens> d;
+    rt_bf<16, 64> fragments[2];
+
+    static __device__ __forceinline__ bf16_2 pair(uint32_t codes, float scale) {
+        const float2 value = F::values(codes & 0xffffu);
+        return arch::bit_cast<bf16_2>(arch::pack_bf16(value.x * scale, value.y * scale));
+    }
+    // Of rows r and r + 8, codes of four steps.
+    static __device__ __forceinline__ void make(rt_bf<16, 64>& to, const uint4& low,
+                                                const uint4& high, const float (&scale)[2]) {
+        const uint32_t lows[4] = {low.x, low.y, low.z, low.w};
+        const uint32_t highs[4] = {high.x, high.y, high.z, high.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            auto& data = to.tiles[0][i].data;
+            data[0] = pair(lows[i], scale[0]);
+            data[1] = pair(highs[i], scale[1]);
+            data[2] = pair(lows[i] >> 16, scale[0]);
+            data[3] = pair(highs[i] >> 16, scale[1]);
+        }
+    }
+
+    __device__ __forceinline__ void run(const typename K::Globals& g, typename K::Shared& shared,
+                                        const mixed_gemm::sm90::Tile& tile, const int2 range,
+                                        int row_group, int k_group) {
+        // Every warp has read codes and scales.
+        const auto release = [&](int stage) {
+            arch::sync_warp();
+            if (laneid() == 0) arrive(shared.empty[stage]);
+        };
+        const int lane = laneid(), quad = lane % 4;
+        const int row = row_group * 64 + warpgroup::warpid() * 16 + lane / 4;
+        // In the atom of scales, whose rows may be the upper half of 128.
+        const int in_atom = static_cast<int>(tile.row_tile) * K::block_rows % 128 + row;
+        const int scale_at = block_scaled::sm90::place_in_atom(in_atom, quad);
+        Walk walk(range, tile.row_tile);
+        int previous = 0;
+#pragma unroll 1
+        for (int step = range.x; step < range.y; ++step, walk.advance()) {
+            wait(shared.full[slot], phase);
+            auto& stage = shared.stages[slot];
+            const uint32_t scales = arch::shared_address(shared.scales[slot].bytes) +
+                                    k_group * block_scaled::sm90::ATOM;
+            // What is past the end of k has no scale.
+            const bool there = (walk.k * K::k_groups + k_group) * 4 + quad < g.k_blocks;
+            float scale[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const uint32_t byte = arch::load_shared<uint8_t>(scales + scale_at + i * 8 * 16);
+                scale[i] = block_scaled::sm90::scale_of_byte(there ? byte : 127u);
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int column = k_group * FEW_K + quad * 32 + half * 16;
+                const auto low = arch::load_shared<uint4>(stage.weight.address_of(row, column));
+                const auto high =
+                    arch::load_shared<uint4>(stage.weight.address_of(row + 8, column));
+                // One product is in flight while the fragments of the next are made.
+                make(fragments[half], low, high, scale);
+                auto rows = stage.a.template subtile<C.tokens, 64>({0, k_group * 2 + half});
+                warpgroup::product<false, true>(d, fragments[half], rows,
+                                                step > range.x || half > 0);
+                warpgroup::mma_async_wait<1>();
+                if (half == 0 && step > range.x) release(previous);
+            }
+            previous = slot;
+            if (++slot == C.stages) slot = 0, phase ^= 1;
+        }
+        warpgroup::mma_async_wait(d);
+        release(previous);
+    }
+};
+
+template <class K>
+__device__ __forceinline__ void consume_few(const typename K::Globals& g,
+                                            typename K::Shared& shared) {
+    constexpr auto C = K::config;
+    const int2 range = range_of_k(g);
+    const int row_group = warpgroup::groupid() % C.row_groups,
+              k_group = warpgroup::groupid() / C.row_groups;
+    FewMainloop<K> loop;
+    mixed_gemm::sm90::Finish<K> finish;
+    mixed_gemm::sm90::for_each_tile<K>(g, [&](const mixed_gemm::sm90::Tile& tile) {
+        if (tile.group < g.groups) loop.run(g, shared, tile, range, row_group, k_group);
+        finish.tile(g, shared, loop.d, tile, row_group, k_group);
+    });
+    finish.end(g);
+}
+
+template <class K>
+__global__ __launch_bounds__(K::threads, 1) void mxfp8_few_kernel(const __grid_constant__
+                                                                  typename K::Globals g) {
+    constexpr auto C = K::config;
+    shared_allocator allocator(shared_memory());
+    auto& shared = allocator.template allocate<typename K::Shared>();
+    const bool produces = warpgroup::groupid() == K::consumers;
+    mixed_gemm::sm90::make_semaphores<K>(shared, produces, g.splits, 1, [&] {
+        tma::prefetch_map<typename K::rows>(g.a);
+        tma::prefetch_map<typename K::codes>(g.weight);
+    });
+    // Other blocks of the cluster arrive at the semaphores when they have their sums.
+    if (g.splits > 1) cluster::arrive();
+    if (!produces) arch::wait_for_dependencies();  // produce_few does by itself
+    arch::launch_dependents();
+    if (produces) {
+        if constexpr (K::moves_registers) warpgroup::decrease_registers<K::producer_registers>();
+        if (warpgroup::warpid() == 0 && arch::elect_one()) produce_few<K>(g, shared);
+        arch::sync_warp();
+        if (g.splits > 1) cluster::wait();
+    } else {
+        if constexpr (K::moves_registers) warpgroup::increase_registers<K::consumer_registers>();
+        consume_few<K>(g, shared);
+    }
+    // A block's shared memory is read, and its semaphores are arrived at, by its cluster.
+    if (g.splits > 1) cluster::sync();
+}
+
+}  // namespace sm90
+
+template <FewConfig F>
+void launch_few(const FewParams& p, Stream stream) {
+    using K = sm90::FewTypes<F>;
+    using A = decltype(K::Globals::a);
+    using B = decltype(K::Globals::weight);
+    const auto ceil_div = [](int64_t x, int64_t y) { return (x + y - 1) / y; };
+    const int64_t quad = 4 * size_in_bytes(p.out_dtype);
+    const bool quads = reinterpret_cast<uintptr_t>(p.out) % quad == 0 && p.n % 4 == 0;
+    const typename K::Globals globals{
+        .a = A(static_cast<typename A::T*>(const_cast<void*>(p.a)), nullptr, nullptr, p.m,
+               round_up(p.k, FEW_K), kittens::gl_strides{0, 0, round_up(p.k, FEW_K)}),
+        .weight = B(static_cast<typename B::T*>(const_cast<void*>(p.weight)), p.groups, nullptr,
+                    p.n, p.k, kittens::gl_strides{p.group_stride, 0, p.weight_stride}),
+        .scales = static_cast<const uint8_t*>(p.scales),
+        .scale = p.scale,
+        .bias = p.bias,
+        .offs = p.offs,
+        .out = p.out,
+        .out_dtype = p.out_dtype,
+        .activation = static_cast<gemm::Activation>(p.activation),
+        .quads = quads,
+        .m = static_cast<uint32_t>(p.m),
+        .n = static_cast<uint32_t>(p.n),
+        .groups = static_cast<uint32_t>(p.groups),
+        .row_tiles = static_cast<uint32_t>(ceil_div(p.n, K::block_rows)),
+        .clusters = static_cast<uint32_t>(p.schedule.blocks / p.schedule.splits),
+        .k_blocks = static_cast<int>(ceil_div(p.k, BLOCK)),
+        .k_chunks = static_cast<int>(ceil_div(p.k, FEW_K)),
+        .k_steps = static_cast<int>(ceil_div(p.k, FEW_K * K::k_groups)),
+        .splits = p.schedule.splits,
+    };
+    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::mxfp8_few_kernel<K>,
+                    dim3(p.schedule.blocks), dim3(K::threads), dim3(p.schedule.splits),
+                    sizeof(typename K::Shared), stream, globals);
+}
+
+}  // namespace thunderkittens::mxfp8_gemm

@@ -1,0 +1,90 @@
+// Which part of a call a block works on, and the operands of all kernels: a head of a batch, up to
+// 64 columns of its values, and a segment of its chunks. A segment begins with the state that the
+// ones before it leave.
+#pragma once
+
+#include "csrc/linear_attention/based/state.cuh"
+
+namespace thunderkittens::linear_attention {
+
+struct Segments {
+    int heads, lines, length, value_dim;  // lines: heads of all batches
+    int slices, segments, segment_chunks;
+
+    Segments(const BasedProblem& p, int _segments)
+        : heads(int(p.heads)),
+          lines(int(p.batch * p.heads)),
+          length(int(p.length)),
+          value_dim(int(p.value_dim)),
+          slices(int((p.value_dim + VALUES - 1) / VALUES)),
+          segments(_segments),
+          segment_chunks(int((chunks_of(p) + _segments - 1) / _segments)) {}
+
+    struct Item {
+        int b, head, line, segment, slice;
+        int begin, end;  // chunks
+
+        __device__ __forceinline__ int first_column() const { return slice * VALUES; }
+        __device__ __forceinline__ int chunks() const { return end - begin; }
+    };
+    __device__ __forceinline__ Item item() const {
+        int index = static_cast<int>(blockIdx.x);
+        Item item;
+        item.slice = index % slices;
+        index /= slices;
+        item.segment = index % segments;
+        item.line = index / segments;
+        item.head = item.line % heads;
+        item.b = item.line / heads;
+        const int chunks = (length + CHUNK - 1) / CHUNK;
+        item.begin = ::min(item.segment * segment_chunks, chunks);
+        item.end = ::min(item.begin + segment_chunks, chunks);
+        return item;
+    }
+    int64_t blocks(int64_t batch) const { return batch * heads * segments * slices; }
+    // Of states of segments, which lie together for each head.
+    __device__ __forceinline__ int64_t state(const Item& item) const {
+        return int64_t(item.line) * segments + item.segment;
+    }
+    __device__ __forceinline__ int tokens(int chunk) const {
+        return ::min(length - chunk * CHUNK, CHUNK);
+    }
+};
+
+template <class T>
+using ElementLayout = gl<T, -1, -1, -1, ELEMENTS, element_tile<T>>;
+template <class T>
+using ValueLayout = gl<T, -1, -1, -1, -1, value_tile<T>>;
+// (values and denominator, batch * heads, padded length)
+using WeightLayout = gl<float, 1, 2, -1, -1, sv<float, CHUNK>>;
+
+template <class Layout>
+Layout layout_of(const Operand& x, const BasedProblem& p, int64_t columns) {
+    using T = typename Layout::T;
+    const gl_strides strides{x.batch_stride, x.head_stride, x.row_stride};
+    T* data = static_cast<T*>(const_cast<void*>(x.data));
+    if constexpr (std::is_same_v<Layout, ElementLayout<T>>)
+        return Layout(data, p.batch, p.heads, p.length, nullptr, strides);
+    else
+        return Layout(data, p.batch, p.heads, p.length, columns, strides);
+}
+
+inline WeightLayout weight_layout(float* data, const BasedProblem& p) {
+    return WeightLayout(data, nullptr, nullptr, p.batch * p.heads, padded_length(p));
+}
+
+template <DType dtype>
+using type_of = std::conditional_t<dtype == DType::bf16, bf16, half>;
+
+// The same object, such that addresses in it are computed again in every round of a loop: all of
+// them kept would not leave enough registers.
+template <class Shared>
+__device__ __forceinline__ Shared& fresh_addresses(Shared& shared) {
+    uint32_t zero = 0;
+    arch::pin_register(zero);
+    return *(&shared + zero);
+}
+
+__device__ __forceinline__ bool first_thread() { return threadIdx.x == 0; }
+
+}  // namespace thunderkittens::linear_attention

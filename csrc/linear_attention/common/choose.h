@@ -1,0 +1,27 @@
+// What the choices of all ops of the family share. Host C++ only.
+#pragma once
+
+#include "csrc/linear_attention/common/linear_attention.h"
+
+namespace thunderkittens::linear_attention {
+
+constexpr int64_t MAX_VALUE_DIM = 256, MAX_SEGMENTS = 256;
+
+// What kernels take, in any unit: per chunk of 64 tokens with two blocks on a multiprocessor, and
+// of one block alone in relation to that; per chunk of the pass that sums segments; for its
+// launches and those of the scan, and for each segment in the scan.
+struct Costs {
+    double chunk, sum, alone, launches, segment;
+};
+int choose_segments(const BasedProblem& problem, const Costs& costs,
+                    const DeviceProperties& device);
+
+// What all ops refuse; empty, or the reason.
+std::string unsupported_problem(DType dtype, int64_t batch, int64_t heads, int64_t length,
+                                int64_t value_dim, const DeviceProperties& device);
+
+constexpr const char* symbol_of(DType dtype) {
+    return dtype == DType::bf16 ? "13__nv_bfloat16" : "6__half";
+}
+
+}  // namespace thunderkittens::linear_attention

@@ -1,0 +1,152 @@
+// Which kernels run a problem of LoLCATS, and in how many segments. Pure functions.
+#include <algorithm>
+#include <limits>
+
+#include "csrc/linear_attention/common/choose.h"
+#include "csrc/linear_attention/lolcats/lolcats.h"
+
+namespace thunderkittens::linear_attention {
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+std::string unsupported_shape(DType dtype, int64_t batch, int64_t heads, int64_t kv_heads,
+                              int64_t length, int64_t head_dim, int64_t features,
+                              const DeviceProperties& device) {
+    std::string reason = unsupported_problem(dtype, batch, heads, length, head_dim, device);
+    if (!reason.empty()) return reason;
+    if (head_dim != 64 && head_dim != 128)
+        return concat("the head dimension must be 64 or 128, got ", head_dim);
+    if (features != 32 && features != 64)
+        return concat("the features must be 32 or 64 of each sign, got ", features);
+    if (kv_heads < 0 || (kv_heads > 0 ? heads % kv_heads : heads) != 0 ||
+        (kv_heads > 0 && heads == 0))
+        return concat("q's heads must be a multiple of k's, got ", heads, " and ", kv_heads);
+    if (LOLCATS_FORWARD_BYTES > device.shared_bytes_per_block) {
+        return concat("the kernels need ", LOLCATS_FORWARD_BYTES,
+                      " bytes of shared memory per block, this GPU has ",
+                      device.shared_bytes_per_block);
+    }
+    return "";
+}
+
+// In cycles, of an H200: a chunk of the output's pass, and of the pass that sums segments; launches
+// of the latter and of the scan; a segment in the scan.
+constexpr double CHUNK_COST = 4000, SUM_COST = 1200, LAUNCH_COST = 8000, SEGMENT_COST = 150;
+
+template <typename Choice>
+std::string name_of_kernel(const char* kind, const Choice& c) {
+    return concat(kind, "_", name_of(c.dtype), "_d", c.head_dim, "_f", c.features);
+}
+
+// Calls add(dtype, head_dim, features) for all that there are.
+template <typename F>
+void for_each_kernel(F add) {
+    for (const DType dtype : {DType::bf16, DType::fp16})
+        for (const int head_dim : {64, 128})
+            for (const int features : {32, 64}) add(dtype, head_dim, features);
+}
+
+KernelInfo kernel_info(const char* kind, const char* text, DType dtype, int head_dim,
+                       int features) {
+    KernelInfo info;
+    info.name = concat(kind, "_", name_of(dtype), "_d", head_dim, "_f", features);
+    info.config = concat(text, ", head dimension ", head_dim, ", ", features, " features twice");
+    info.symbol =
+        concat("LolcatsKernelILNS_5DTypeE", int(dtype), "ELi", head_dim, "ELi", features, "E");
+    return info;
+}
+
+}  // namespace
+
+std::string unsupported(const LolcatsProblem& p, const DeviceProperties& device) {
+    return unsupported_shape(p.dtype, p.batch, p.heads, p.kv_heads, p.length, p.head_dim,
+                             p.features, device);
+}
+std::string unsupported(const LolcatsDecodeProblem& p, const DeviceProperties& device) {
+    return unsupported_shape(p.dtype, p.batch, p.heads, p.kv_heads, 1, p.head_dim, p.features,
+                             device);
+}
+
+LolcatsChoice choose(const LolcatsProblem& p, const DeviceProperties& device) {
+    const int64_t chunks = chunks_of(p), heads = p.batch * p.heads;
+    const int64_t sms = std::max(1, device.sm_count);
+    LolcatsChoice choice{p.dtype, int(p.head_dim), int(p.features), 1};
+    double least = std::numeric_limits<double>::infinity();
+    for (int64_t segments = 1; segments <= std::min<int64_t>(chunks, MAX_SEGMENTS); ++segments) {
+        const auto steps = double(ceil_div(heads * segments, sms) * ceil_div(chunks, segments));
+        double cost = steps * CHUNK_COST;
+        if (segments > 1) cost += steps * SUM_COST + LAUNCH_COST + double(segments) * SEGMENT_COST;
+        if (cost < least) choice.segments = int(segments), least = cost;
+    }
+    return choice;
+}
+LolcatsDecodeChoice choose_decode(const LolcatsDecodeProblem& p, const DeviceProperties&) {
+    return {p.dtype, int(p.head_dim), int(p.features)};
+}
+
+std::string kernel_name(const LolcatsChoice& c) { return name_of_kernel("forward", c); }
+std::string kernel_name(const LolcatsDecodeChoice& c) { return name_of_kernel("decode", c); }
+
+std::vector<KernelInfo> lolcats_kernels() {
+    std::vector<KernelInfo> list;
+    for_each_kernel([&](DType dtype, int head_dim, int features) {
+        for (const bool sums : {false, true}) {
+            KernelInfo info =
+                kernel_info(sums ? "sums" : "forward", sums ? "state of a segment" : "output",
+                            dtype, head_dim, features);
+            info.source =
+                concat("lolcats_", sums ? "sums" : "forward", "_", name_of(dtype), "_d", head_dim);
+            info.symbol =
+                concat("lolcats_", sums ? "sums" : "forward", "_kernelINS0_13", info.symbol);
+            info.threads = sums ? 384 : 512;
+            info.shared_bytes = sums ? LOLCATS_SUMS_BYTES : LOLCATS_FORWARD_BYTES;
+            list.push_back(info);
+        }
+    });
+    for (const bool scan : {false, true}) {
+        KernelInfo info;
+        info.name = scan ? "scan" : "caches";
+        info.config = scan ? "prefix sums of the segments' states"
+                           : "rows between caches and the order of tokens";
+        info.source = "lolcats_caches";
+        info.symbol = scan ? "based_scan_kernelI6float4" : "lolcats_caches_kernel";
+        info.threads = 128;
+        list.push_back(info);
+    }
+    return list;
+}
+
+std::vector<KernelInfo> lolcats_decode_kernels() {
+    std::vector<KernelInfo> list;
+    for_each_kernel([&](DType dtype, int head_dim, int features) {
+        for (const bool slide : {false, true}) {
+            const char* kind = slide ? "slide" : "decode";
+            const char* text =
+                slide ? "the token that leaves a head's sliding window" : "one token of one head";
+            KernelInfo info = kernel_info(kind, text, dtype, head_dim, features);
+            info.source = concat("lolcats_decode_", name_of(dtype));
+            info.symbol = concat("lolcats_", kind, "_kernelINS0_13", info.symbol);
+            info.threads = 256;
+            list.push_back(info);
+        }
+    });
+    for (const DType dtype : {DType::bf16, DType::fp16}) {
+        KernelInfo info;
+        info.name = concat("lengths_", name_of(dtype));
+        info.config = "counts the tokens";
+        info.source = concat("lolcats_decode_", name_of(dtype));
+        info.symbol = concat("lolcats_lengths_kernelI", symbol_of(dtype));
+        info.threads = 128;
+        list.push_back(info);
+    }
+    return list;
+}
+
+static const bool registered_decode = register_op<LolcatsDecodeProblem, LolcatsDecodeChoice>(
+    "lolcats_decode", "linear_attention", &lolcats_decode_kernels, &unsupported, &choose_decode);
+
+static const bool registered = register_op<LolcatsProblem, LolcatsChoice>(
+    "lolcats", "linear_attention", &lolcats_kernels, &unsupported, &choose);
+
+}  // namespace thunderkittens::linear_attention

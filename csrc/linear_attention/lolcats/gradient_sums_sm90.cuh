@@ -1,0 +1,122 @@
+// What the queries of each segment add to the sums of LoLCATS's gradient for the keys before: those
+// of alpha phi(q) / denominator times dO^T and delta. One warpgroup per segment of a head; then
+// their sums over all segments behind each.
+#pragma once
+
+#include "csrc/linear_attention/based/scan_sm90.cuh"
+#include "csrc/linear_attention/lolcats/gradient.cuh"
+
+namespace thunderkittens::linear_attention {
+
+template <class K>
+struct GradientSumsGlobals {
+    typename K::token_layout q, grad_out;
+    typename K::map_layout q_map;
+    WeightsLayout weights;
+    const int* lengths;
+    float* sums;
+    int heads, length, segments;
+};
+
+template <class K>
+struct GradientSumsShared {
+    static constexpr int stages = 2;
+    typename K::map_tile q_map;
+    struct Stage {
+        typename K::token_tile q, grad_out;
+        WeightVector weights;
+    } stage[stages];
+    typename K::feature_tile features[K::groups];
+    semaphore maps, full[stages];
+};
+
+template <class K>
+__global__ __launch_bounds__(WARPGROUP_THREADS) void lolcats_gradient_sums_kernel(
+    const __grid_constant__ GradientSumsGlobals<K> g) {
+    using Shared = GradientSumsShared<K>;
+    shared_allocator<> allocator(shared_memory());
+    auto& shared = allocator.template allocate<Shared>();
+    if (threadIdx.x == 0) {
+        init_semaphore(shared.maps, 1);
+        for (int s = 0; s < Shared::stages; ++s) init_semaphore(shared.full[s], 1);
+        arch::mbarrier_init_fence();
+    }
+    arch::wait_for_dependencies();
+    arch::sync_block();
+    const LolcatsItem item(int(blockIdx.x), g.heads, g.segments, g.lengths, g.length);
+    // The chunks that the segment before sees and this one does not; nobody needs the first's.
+    const int first = item.begin + 1;
+    const int last = ::min(item.end + 1, item.terrace.chunks());
+    const int count = item.segment > 0 && item.begin < item.end ? last - first : 0;
+    const auto load_chunk = [&](int n) {
+        auto& to = shared.stage[n % Shared::stages];
+        semaphore& full = shared.full[n % Shared::stages];
+        const int chunk = first + n, row = item.terrace.row(chunk);
+        tma::expect(full, to.q, to.grad_out, to.weights);
+        tma::load_async(to.q, g.q, elements(item.b, item.head, row, 0), full);
+        tma::load_async(to.grad_out, g.grad_out, elements(item.b, item.head, row, 0), full);
+        tma::load_async(to.weights, g.weights, {0, 0, item.line, chunk}, full);
+    };
+    if (threadIdx.x == 0 && count > 0) {
+        tma::expect(shared.maps, shared.q_map);
+        tma::load_async(shared.q_map, g.q_map, elements(0, item.head, 0, 0), shared.maps);
+        for (int n = 0; n < Shared::stages && n < count; ++n) load_chunk(n);
+    }
+    LolcatsSums<K> sums;
+    sums.clear();
+    if (count > 0) wait(shared.maps, 0);
+#pragma unroll 1
+    for (int n = 0; n < count; ++n) {
+        auto& stage = shared.stage[n % Shared::stages];
+        typename K::projection z;
+        typename K::Features features;
+        discard(z);
+        wait(shared.full[n % Shared::stages], n / Shared::stages % 2);
+        warpgroup::mm_AB(z, stage.q, shared.q_map);
+        warpgroup::mma_async_wait<0>(z);
+        make_weighted_features<K>(features, z, stage.weights);
+        store_features<K>(shared.features, features);
+        arch::fence_async_shared();
+        warpgroup::sync(1);
+        sums.issue(shared.features, stage.grad_out);
+        add_delta<K>(sums, shared.features, stage.weights);
+        sums.wait();
+        warpgroup::sync(1);
+        if (threadIdx.x == 0 && n + Shared::stages < count) load_chunk(n + Shared::stages);
+    }
+    constexpr int64_t floats = int64_t(2 * K::features) * K::head_dim;
+    float* to =
+        g.sums + (int64_t(item.line) * g.segments + item.segment) * (floats + 2 * K::features);
+    sums.store(to, to + floats);
+}
+
+template <DType dtype, int head_dim, int features>
+void launch_lolcats_gradient_sums(const LolcatsBackwardParams& params,
+                                  const LolcatsBackwardWorkspace& w, Stream stream) {
+    using K = LolcatsKernel<dtype, head_dim, features>;
+    static_assert(sizeof(GradientSumsShared<K>) + 1024 <= LOLCATS_GRADIENT_SUMS_BYTES);
+    const LolcatsParams& call = params.forward;
+    const LolcatsProblem& p = call.problem;
+    const int64_t lines = p.batch * p.heads;
+    const GradientSumsGlobals<K> globals{
+        .q = token_layout_of<typename K::token_layout>(call.q, p, p.heads, p.length),
+        .grad_out =
+            token_layout_of<typename K::token_layout>(params.grad_out, p, p.heads, p.length),
+        .q_map = map_layout_of<typename K::map_layout>(call.q_map, p.heads),
+        .weights = WeightsLayout(w.weights, nullptr, nullptr, lines, chunks_of(p) * CHUNK * 2),
+        .lengths = call.initial.lengths,
+        .sums = w.sums,
+        .heads = int(p.heads),
+        .length = int(p.length),
+        .segments = call.segments};
+    kittens::launch({.dependent = true}, lolcats_gradient_sums_kernel<K>,
+                    dim3(unsigned(lines * call.segments)), dim3(WARPGROUP_THREADS), dim3(1),
+                    LOLCATS_GRADIENT_SUMS_BYTES, stream, globals);
+    constexpr int block = 4 * SCAN_THREADS;
+    const ScanGlobals scan{w.sums, nullptr, nullptr, int(sums_floats(p)), call.segments, true};
+    kittens::launch({.dependent = true}, based_scan_kernel<float4>,
+                    scan_grid(lines, (scan.size + block - 1) / block), dim3(SCAN_THREADS), dim3(1),
+                    0, stream, scan);
+}
+
+}  // namespace thunderkittens::linear_attention

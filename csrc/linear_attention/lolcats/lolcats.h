@@ -1,0 +1,165 @@
+// LoLCATS: softmax attention over a terraced window and linear attention with learned features
+// before it, under one denominator. What its calls are (problems), what is chosen for them, and the
+// plain structs that the ops, the choice and the kernels share. Host C++ only.
+//
+// A state in memory is numerator (2F, D), the sum of phi(k) v^T, and denominator (2F,), that of
+// phi(k), in fp32, over all blocks of 64 tokens but the last whole one; the keys and values after
+// these, in caches of 128 rows, token p in row p % 128; and the number of tokens. That of a sliding
+// window has the sums over all but the last 64 tokens.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "csrc/linear_attention/common/linear_attention.h"
+
+namespace thunderkittens::linear_attention {
+
+constexpr int WINDOW = CHUNK;  // tokens of a block; a query's window is its own and the one before
+constexpr int CACHE = 2 * WINDOW;  // rows of the caches
+
+struct LolcatsProblem {
+    DType dtype = DType::bf16;
+    int64_t batch = 0, heads = 0, kv_heads = 0, length = 0;
+    int64_t head_dim = 128, features = 64;  // of one sign
+    bool continued = false;                 // there is an initial state
+};
+
+// Head dimension and features select the kernel. The blocks of tokens of a head are split into
+// segments, each a thread block's work, until they fill the GPU.
+struct LolcatsChoice {
+    DType dtype = DType::bf16;
+    int head_dim = 128, features = 64;
+    int segments = 1;
+};
+
+struct LolcatsDecodeProblem {
+    DType dtype = DType::bf16;
+    int64_t batch = 0, heads = 0, kv_heads = 0;
+    int64_t head_dim = 128, features = 64;
+};
+struct LolcatsDecodeChoice {
+    DType dtype = DType::bf16;
+    int head_dim = 128, features = 64;
+};
+
+template <typename Visitor>
+void visit_fields(LolcatsProblem& p, Visitor visit) {
+    visit("dtype", p.dtype);
+    visit("batch", p.batch);
+    visit("heads", p.heads);
+    visit("kv_heads", p.kv_heads);
+    visit("length", p.length);
+    visit("head_dim", p.head_dim);
+    visit("features", p.features);
+    visit("continued", p.continued);
+}
+template <typename Visitor>
+void visit_fields(LolcatsChoice& c, Visitor visit) {
+    visit("dtype", c.dtype);
+    visit("head_dim", c.head_dim);
+    visit("features", c.features);
+    visit("segments", c.segments);
+}
+template <typename Visitor>
+void visit_fields(LolcatsDecodeProblem& p, Visitor visit) {
+    visit("dtype", p.dtype);
+    visit("batch", p.batch);
+    visit("heads", p.heads);
+    visit("kv_heads", p.kv_heads);
+    visit("head_dim", p.head_dim);
+    visit("features", p.features);
+}
+template <typename Visitor>
+void visit_fields(LolcatsDecodeChoice& c, Visitor visit) {
+    visit("dtype", c.dtype);
+    visit("head_dim", c.head_dim);
+    visit("features", c.features);
+}
+
+// At most so many blocks of tokens: of those in the caches, up to 127, and the new ones.
+constexpr int64_t chunks_of(const LolcatsProblem& p) {
+    return (p.length + (p.continued ? CACHE - 1 : 0) + CHUNK - 1) / CHUNK;
+}
+// fp32 numbers of a state's sums, the denominator's behind the numerator's.
+constexpr int64_t sums_floats(const LolcatsProblem& p) { return 2 * p.features * (p.head_dim + 1); }
+
+// Contiguous; null where there is none.
+struct LolcatsStatePointers {
+    float *numerator = nullptr, *denominator = nullptr;
+    void *keys = nullptr, *values = nullptr;
+    int* lengths = nullptr;
+};
+
+struct LolcatsParams {
+    LolcatsProblem problem;
+    int segments = 1;
+    Operand q, k, v, out;
+    Operand q_map, k_map;  // (heads, head_dim, features), without a batch stride
+    const float *alpha = nullptr, *beta = nullptr;
+    LolcatsStatePointers initial, final;
+    float *maxima = nullptr, *denominators = nullptr;  // (batch, heads, length); may be null
+    float* workspace = nullptr;                        // of lolcats_workspace() floats
+};
+
+// So few segments need no scan: each block adds up the states of those before its own.
+constexpr int ADDED_SEGMENTS = 4;
+constexpr bool scans(int64_t segments) { return segments > ADDED_SEGMENTS; }
+
+// Sums of all segments; the caches' tokens and the first new ones, in order.
+constexpr int64_t segment_floats(const LolcatsProblem& p, int64_t segments) {
+    return segments > 1 ? p.batch * p.heads * segments * sums_floats(p) : 0;
+}
+constexpr int64_t first_rows_floats(const LolcatsProblem& p) {
+    return p.continued ? p.batch * p.kv_heads * CACHE * p.head_dim / 2 : 0;
+}
+constexpr int64_t lolcats_workspace(const LolcatsProblem& p, int64_t segments) {
+    return segment_floats(p, segments) + 2 * first_rows_floats(p);
+}
+
+struct LolcatsDecodeParams {
+    LolcatsDecodeProblem problem;
+    Operand q, k, v, out;  // one row each
+    Operand q_map, k_map;
+    const float *alpha = nullptr, *beta = nullptr;
+    LolcatsStatePointers state;
+    bool sliding = false;  // the window is the last 64 tokens, and the sums have all before them
+};
+
+// Dynamic shared memory of a block.
+constexpr int LOLCATS_FORWARD_BYTES = 227 * 1024, LOLCATS_SUMS_BYTES = 180 * 1024;
+
+std::string unsupported(const LolcatsProblem& problem, const DeviceProperties& device);
+LolcatsChoice choose(const LolcatsProblem& problem, const DeviceProperties& device);
+std::string kernel_name(const LolcatsChoice& choice);
+std::vector<KernelInfo> lolcats_kernels();
+std::string unsupported(const LolcatsDecodeProblem& problem, const DeviceProperties& device);
+LolcatsDecodeChoice choose_decode(const LolcatsDecodeProblem& p, const DeviceProperties& device);
+std::string kernel_name(const LolcatsDecodeChoice& choice);
+std::vector<KernelInfo> lolcats_decode_kernels();
+
+// Where the kernels find what other kernels have made.
+struct LolcatsWorkspace {
+    float* sums = nullptr;                                // of each segment; null: there is one
+    void *first_keys = nullptr, *first_values = nullptr;  // null: no initial state
+};
+
+template <DType dtype, int head_dim, int features>
+void launch_lolcats_forward(const LolcatsParams& params, const LolcatsWorkspace& workspace,
+                            Stream stream);
+// The sums that each segment adds to its successor's.
+template <DType dtype, int head_dim, int features>
+void launch_lolcats_sums(const LolcatsParams& params, const LolcatsWorkspace& workspace,
+                         Stream stream);
+// Replaces them by the sums of all segments before.
+void launch_lolcats_scan(const LolcatsParams& params, const LolcatsWorkspace& workspace,
+                         Stream stream);
+// The rows of the caches and the first new ones, in order; and the final state's caches.
+void launch_lolcats_first_rows(const LolcatsParams& params, const LolcatsWorkspace& workspace,
+                               Stream stream);
+void launch_lolcats_caches(const LolcatsParams& params, Stream stream);
+template <DType dtype, int head_dim, int features>
+void launch_lolcats_decode(const LolcatsDecodeParams& params, Stream stream);
+
+}  // namespace thunderkittens::linear_attention
