@@ -16,6 +16,7 @@
 #if THUNDERKITTENS_HAS_GEMM
 #include "csrc/gemm/dense/balanced_order.h"
 #include "csrc/gemm/dense/gemm.h"
+#include "csrc/gemm/dense/tile_order.h"
 #endif
 
 namespace py = pybind11;

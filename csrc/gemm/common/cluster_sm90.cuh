@@ -9,6 +9,9 @@ namespace sm90 {
 
 using namespace kittens;
 
+// Named barrier: the semaphores are initialised. Those of the consumers come after it.
+constexpr int READY = 1;
+
 // A position in the ring of stages, and the parity of the round.
 template <int stages>
 struct Ring {

@@ -9,8 +9,6 @@
 
 #include <cstdint>
 
-#include "csrc/gemm/dense/gemm.h"
-
 #if defined(__CUDACC__)
 #define TK_HOST_DEVICE __host__ __device__
 #else
@@ -80,17 +78,25 @@ constexpr TileOrder make_order(uint32_t across, uint32_t along, uint32_t batch, 
     };
 }
 
+// How the tiles of a problem are walked: their size, the tiles across a band and where it runs, and
+// where tiles have two widths how many tiles a row has, see UnevenOrder.
+struct TileWalk {
+    int block_m, block_n;
+    int band;
+    bool bands_along_m = false;
+    int columns = 0, longer = 0;
+};
+
 // The order of a problem's tiles.
-inline TileOrder make_order(const Config& config, const Schedule& schedule, int64_t m, int64_t n,
-                            int64_t batch) {
+inline TileOrder make_order(const TileWalk& walk, int64_t m, int64_t n, int64_t batch) {
     const auto tiles = [](int64_t size, int64_t tile) {
         return static_cast<uint32_t>((size + tile - 1) / tile);
     };
-    const uint32_t rows = tiles(m, config.block_m);
-    const uint32_t columns = tiles(n, config.block_n);
-    const bool along_m = schedule.bands_along_m;
+    const uint32_t rows = tiles(m, walk.block_m);
+    const uint32_t columns = tiles(n, walk.block_n);
+    const bool along_m = walk.bands_along_m;
     return make_order(along_m ? columns : rows, along_m ? rows : columns,
-                      static_cast<uint32_t>(batch), static_cast<uint32_t>(schedule.band), along_m);
+                      static_cast<uint32_t>(batch), static_cast<uint32_t>(walk.band), along_m);
 }
 
 // Tiles of two widths, so that all SMs are at work in the last round as well. Of the rows of tiles
@@ -155,17 +161,17 @@ constexpr uint32_t wide_tiles(int64_t columns, int64_t tiles, int width) {
     return static_cast<uint32_t>(wide < 0 ? 0 : wide > tiles ? tiles : wide);
 }
 
-// The order of a problem's tiles; of two widths where the schedule says so, and `allowed`.
-inline UnevenOrder make_uneven_order(const Config& config, const Schedule& schedule, int64_t m,
-                                     int64_t n, int64_t batch, bool allowed, bool halves = false) {
-    const int width = halves ? config.block_n / 2 : config.block_n;
+// The order of a problem's tiles; of two widths where the walk says so, and `allowed`.
+inline UnevenOrder make_uneven_order(const TileWalk& walk, int64_t m, int64_t n, int64_t batch,
+                                     bool allowed, bool halves = false) {
+    const int width = halves ? walk.block_n / 2 : walk.block_n;
     const int64_t all = halves ? n / 2 : n;
-    const auto rows = static_cast<uint32_t>((m + config.block_m - 1) / config.block_m);
-    const auto longer = static_cast<uint32_t>(schedule.longer);
-    const auto columns = static_cast<uint32_t>(schedule.columns);
+    const auto rows = static_cast<uint32_t>((m + walk.block_m - 1) / walk.block_m);
+    const auto longer = static_cast<uint32_t>(walk.longer);
+    const auto columns = static_cast<uint32_t>(walk.columns);
     const bool covered = int64_t{columns} * width >= all && longer <= rows;
-    if (!allowed || columns == 0 || !covered || batch > 1 || schedule.bands_along_m) {
-        const TileOrder order = make_order(config, schedule, m, n, batch);
+    if (!allowed || columns == 0 || !covered || batch > 1 || walk.bands_along_m) {
+        const TileOrder order = make_order(walk, m, n, batch);
         return {.fewer = order,
                 .more = order,
                 .total = order.total,
@@ -175,7 +181,7 @@ inline UnevenOrder make_uneven_order(const Config& config, const Schedule& sched
     }
     const auto part = [&](uint32_t count, uint32_t across) {
         if (count == 0) return TileOrder{};
-        const auto band = static_cast<uint32_t>(schedule.band);
+        const auto band = static_cast<uint32_t>(walk.band);
         const uint32_t bands = count < band ? 1 : (count + band / 2) / band;
         return make_order(count, across, 1, (count + bands - 1) / bands, false);
     };

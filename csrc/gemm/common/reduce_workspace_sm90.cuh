@@ -8,65 +8,13 @@
 // apart from each other, so that the first gives and stores under the last products of the second.
 #pragma once
 
-#include "csrc/gemm/common/raster.h"
-#include "csrc/gemm/dense/prologue_sm90.cuh"
-#include "csrc/gemm/dense/single_wave.h"
-#include "csrc/gemm/dense/split_k.h"
+#include "csrc/gemm/common/cluster_sm90.cuh"
+#include "csrc/gemm/common/stream_k.h"
 #include "kittens/arch/handover.cuh"
 #include "kittens/arch/marks.cuh"
 
 namespace thunderkittens::gemm {
 namespace sm90 {
-
-// One kernel has both widths of tiles and both orders of b: only the products differ.
-template <DType dtype>
-struct DividedTypes {
-    using T = std::conditional_t<dtype == DType::bf16, bf16, half>;
-    // Of the configurations the one with most stages, for what initialises their semaphores.
-    static constexpr Config config = make_config(DIVIDED_SHAPES[0], dtype, false, false);
-    static constexpr int threads = one_tile_threads(config), handed = 0;
-    static constexpr int most_columns = DIVIDED_SHAPES[1].block_n;
-    // A stage is a row of parts: the rows of a of either consumer, and columns of b.
-    using part = st<T, 64, 64>;
-    static constexpr int part_bytes = sizeof(part);
-    template <int width, bool b_n_major>
-    using b_tile = std::conditional_t<b_n_major, st<T, BLOCK_K, width>, st<T, width, BLOCK_K>>;
-    // A consumer keeps its own sums where its rows of a were, a stage after the other.
-    static constexpr uint32_t unit_bytes = 64 * DIVIDED_UNIT * 4;
-    static constexpr uint32_t units_per_part = part_bytes / unit_bytes;
-    static_assert(units_per_part * DIVIDED_SHAPES[1].stages * 2 >= most_columns / DIVIDED_UNIT);
-    // An owner takes sums of both consumers, as many units in a stage as any has room for.
-    static constexpr int units_at_once = 4, taken_bytes = units_at_once * 2 * unit_bytes;
-    static_assert(taken_bytes <= (2 + DIVIDED_SHAPES[0].block_n / 64) * part_bytes);
-
-    struct Shared {
-        part parts[DIVIDED_PARTS];
-        semaphore full[config.stages], empty[config.stages];
-    };
-    static_assert(sizeof(Shared) <= MAX_SHARED_MEMORY, "too many stages");
-    static_assert((sizeof(Shared) + 127) / 128 * 128 == DIVIDED_SHARED_BYTES,
-                  "dense/split_k.h knows another size");
-
-    struct Globals {
-        uint32_t last_row;               // where the last row of tiles begins
-        int width, stages;               // of tiles
-        bool b_n_major, b_once, owners;  // owners: see has_owners()
-        uint32_t tiles;
-        Divisor rows;  // of tiles
-        Segments segments;
-        // That a block finishes where none owns its tile; the first `units_more` have one more.
-        uint32_t units_each, units_more;
-        CUtensorMap a, b;
-        float4* parts;    // sums of tiles for other blocks
-        uint64_t* marks;  // for each consumer, of every block one for each other, or of every part
-        uint64_t mark;
-        uint32_t* out;  // in words of two values
-        int64_t out_stride;
-        const void* bias;
-        float alpha;
-        uint32_t n;
-    };
-};
 
 // What a block computes at a time. Blocks that follow each other have the same part of k of tiles
 // in a rectangle, so that they read the same lines at a time.
@@ -85,7 +33,7 @@ struct DividedPlace {
         return (segment.part + i) * gridDim.x + blockIdx.x;
     }
     __device__ __forceinline__ uint32_t m(const typename D::Globals& g) const {
-        return min(row * D::config.block_m, g.last_row);
+        return min(row * D::height, g.last_row);
     }
     __device__ __forceinline__ uint32_t n(const typename D::Globals& g) const {
         return column * static_cast<uint32_t>(g.width);
@@ -95,16 +43,15 @@ struct DividedPlace {
 // Where sums of a tile are kept for other blocks: unit, half, thread.
 template <class D>
 __device__ __forceinline__ float4* divided_part(const typename D::Globals& g, uint32_t number) {
-    constexpr uint32_t threads = D::config.consumers * WARPGROUP_THREADS;
-    return g.parts + int64_t(number) * g.width * (2 * threads / DIVIDED_UNIT);
+    constexpr uint32_t threads = D::consumers * WARPGROUP_THREADS;
+    return g.parts + int64_t(number) * g.width * (2 * threads / D::unit);
 }
 
 // What becomes of a consumer's sums. A thread has the same elements of a tile in every block.
 template <class D>
 struct DividedSums {
-    static constexpr Config C = D::config;
     using T = typename D::T;
-    static constexpr uint32_t THREADS = C.consumers * WARPGROUP_THREADS;
+    static constexpr uint32_t THREADS = D::consumers * WARPGROUP_THREADS;
     // Units of other blocks that a thread waits for at a time.
     static constexpr int AHEAD = 8;
     const typename D::Globals& g;
@@ -127,7 +74,7 @@ struct DividedSums {
           stage_bytes((2 + g.width / 64) * D::part_bytes) {}
 
     __device__ __forceinline__ uint64_t* mark(uint32_t from, uint32_t to) const {
-        return g.marks + (((first_block + from) * splits + to) * C.consumers + consumer);
+        return g.marks + (((first_block + from) * splits + to) * D::consumers + consumer);
     }
     __device__ __forceinline__ uint32_t kept_at(uint32_t unit) const {
         const uint32_t i = unit - first;
@@ -138,8 +85,8 @@ struct DividedSums {
     __device__ __forceinline__ void give(const rt_fl<16, D::most_columns>& d) const {
         float4* to = divided_part<D>(g, first_block + rank) + threadIdx.x;
 #pragma unroll
-        for (uint32_t i = 0; i < D::most_columns / DIVIDED_UNIT; ++i) {
-            if (int(i * DIVIDED_UNIT) >= g.width) break;
+        for (uint32_t i = 0; i < D::most_columns / D::unit; ++i) {
+            if (int(i * D::unit) >= g.width) break;
             const auto& data = d.tiles[0][i].data;
             const float4 low = make_float4(data[0].x, data[0].y, data[1].x, data[1].y);
             const float4 high = make_float4(data[2].x, data[2].y, data[3].x, data[3].y);
@@ -204,7 +151,7 @@ struct DividedSums {
     // A thread has two neighbours in each half of a unit's columns, of two rows.
     __device__ __forceinline__ void store() const {
         const uint32_t row = at.m(g) + consumer * 64 + warpgroup::warpid() * 16 + laneid() / 4;
-        uint32_t col = at.n(g) + first * DIVIDED_UNIT + laneid() % 4 * 2;
+        uint32_t col = at.n(g) + first * D::unit + laneid() % 4 * 2;
         uint32_t* to = g.out + (row * g.out_stride + col / 2);
 #pragma unroll 1
         for (uint32_t unit = first; unit < end; ++unit) {
@@ -232,10 +179,9 @@ struct DividedSums {
 // of k.
 template <class D>
 struct OwnedSums {
-    static constexpr Config C = D::config;
     using T = typename D::T;
-    static constexpr uint32_t THREADS = C.consumers * WARPGROUP_THREADS;
-    static constexpr int UNITS = D::most_columns / DIVIDED_UNIT;
+    static constexpr uint32_t THREADS = D::consumers * WARPGROUP_THREADS;
+    static constexpr int UNITS = D::most_columns / D::unit;
     const typename D::Globals& g;
     const DividedPlace<D>& at;
     const int consumer = warpgroup::groupid();
@@ -245,7 +191,7 @@ struct OwnedSums {
         float4* to = divided_part<D>(g, part) + threadIdx.x;
 #pragma unroll
         for (int i = 0; i < UNITS; ++i) {
-            if (i * DIVIDED_UNIT >= g.width) break;
+            if (i * D::unit >= g.width) break;
             const auto& data = d.tiles[0][i].data;
             arch::store_global(to + i * 2 * THREADS,
                                make_float4(data[0].x, data[0].y, data[1].x, data[1].y));
@@ -255,7 +201,7 @@ struct OwnedSums {
         arch::fence_async_global();
         warpgroup::sync(READY + 1 + consumer);
         if (warpgroup::laneid() == 0) {
-            arch::store_release_mark(g.marks + (part * C.consumers + consumer), g.mark);
+            arch::store_release_mark(g.marks + (part * D::consumers + consumer), g.mark);
         }
     }
 
@@ -267,7 +213,7 @@ struct OwnedSums {
         for (int part = 0; part < at.segment.taken; ++part) {
 #pragma unroll
             for (int i = 0; i < UNITS; ++i) {
-                if (i * DIVIDED_UNIT >= g.width) break;
+                if (i * D::unit >= g.width) break;
                 if (i % D::units_at_once == 0) wait(shared.full[slot], phase);
                 const uint32_t address =
                     shared.parts[0].address() + slot * in_stage +
@@ -290,12 +236,12 @@ struct OwnedSums {
     __device__ __forceinline__ void store(rt_fl<16, D::most_columns>& d) const {
         if (g.bias != nullptr || g.alpha != 1.f) scale(d);
         const uint32_t row = at.m(g) + consumer * 64 + warpgroup::warpid() * 16 + laneid() / 4;
-        const uint32_t quarter = laneid() % 4, own = at.row * C.block_m;
+        const uint32_t quarter = laneid() % 4, own = at.row * D::height;
         uint4* to = reinterpret_cast<uint4*>(g.out + row * g.out_stride);
         uint32_t col = at.n(g) + quarter * 8;
 #pragma unroll
         for (int i = 0; i < UNITS; i += 2, col += 32) {
-            if (i * DIVIDED_UNIT >= g.width) break;
+            if (i * D::unit >= g.width) break;
             uint32_t upper[4], lower[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {

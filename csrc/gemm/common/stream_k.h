@@ -12,8 +12,6 @@
 #include <cstdint>
 #include <numeric>
 
-#include "csrc/gemm/dense/gemm.h"
-
 namespace thunderkittens::gemm {
 
 // Of a group: tiles of each block, those that are left over and have an owner, and the blocks that
@@ -47,7 +45,7 @@ constexpr Group make_group(int blocks, int splits, int tiles) {
 }
 
 // Whether tiles have owners: there are not as many blocks for each.
-constexpr bool has_owners(const Schedule& s, int64_t tiles) { return s.blocks < tiles * s.splits; }
+constexpr bool has_owners(int blocks, int splits, int64_t tiles) { return blocks < tiles * splits; }
 
 struct Segment {
     uint16_t tile;  // of the group
@@ -131,16 +129,16 @@ inline int divide_owned(Segments& segments, const Group& group, int splits, int 
 }
 
 // The tiles of neighbouring blocks are neighbours: a group's tile i is the i-th of its round.
-inline Segments make_segments(const Schedule& s, int64_t tiles, int64_t steps) {
+inline Segments make_segments(int blocks, int splits, int64_t tiles, int64_t steps) {
     Segments segments{};
-    if (s.splits < 2 || s.splits > Segments::MOST_BLOCKS || steps > UINT16_MAX) return segments;
-    const bool owners = has_owners(s, tiles);
-    const Group group = make_group(s.blocks, s.splits, static_cast<int>(tiles));
+    if (splits < 2 || splits > Segments::MOST_BLOCKS || steps > UINT16_MAX) return segments;
+    const bool owners = has_owners(blocks, splits, tiles);
+    const Group group = make_group(blocks, splits, static_cast<int>(tiles));
     const int all = static_cast<int>(steps);
-    const int entries = owners ? divide_owned(segments, group, s.splits, all)
-                               : divide_evenly(segments, s.splits, all);
+    const int entries =
+        owners ? divide_owned(segments, group, splits, all) : divide_evenly(segments, splits, all);
     if (entries > Segments::MOST) return segments;
-    segments.begin[s.splits] = static_cast<uint8_t>(entries);
+    segments.begin[splits] = static_cast<uint8_t>(entries);
     segments.groups = static_cast<uint32_t>(owners ? group.groups : tiles);
     return segments;
 }

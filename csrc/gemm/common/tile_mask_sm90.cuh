@@ -1,9 +1,9 @@
-// Which tiles of a product are marked, see Marks in dense/gemm.h: read on the device, so that the
+// Which tiles of a product are marked, see tile_mask.h: read on the device, so that the
 // host never waits for what decides.
 #pragma once
 
 #include "csrc/gemm/common/raster.h"
-#include "csrc/gemm/dense/gemm.h"
+#include "csrc/gemm/common/tile_mask.h"
 #include "kittens/kittens.cuh"
 
 namespace thunderkittens::gemm {
@@ -12,9 +12,8 @@ namespace sm90 {
 using namespace kittens;
 
 // Whether a tile is to be computed, where only those that are marked are.
-template <Config C, class Globals>
+template <uint32_t height, uint32_t width, class Globals>
 __device__ __forceinline__ bool is_marked(const Globals& g, const TilePosition at) {
-    constexpr uint32_t height = C.block_m, width = C.block_n;
     const uint32_t row = at.m * height, col = at.n * width;
     uint64_t marks = 0;
     for (uint32_t i = row / MARKED_ROWS; i <= (min(row + height, g.m) - 1) / MARKED_ROWS; ++i) {

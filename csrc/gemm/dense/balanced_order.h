@@ -8,6 +8,7 @@
 #pragma once
 
 #include "csrc/gemm/common/raster.h"
+#include "csrc/gemm/dense/gemm.h"
 
 namespace thunderkittens::gemm {
 

@@ -1,6 +1,5 @@
 // Which kernel multiplies which problem: pure functions of the problem and the device.
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <limits>
 
@@ -398,13 +397,6 @@ std::string kernel_name(const Config& c) {
     return concat(name_of(c.dtype), '_', c.a_m_major ? 't' : 'n', c.b_n_major ? 'n' : 't', '_',
                   c.block_m, 'x', c.block_n, c.fused ? "_fused" : "", c.marked ? "_marked" : "",
                   c.varied ? "_varied" : "");
-}
-
-uint64_t new_mark() {
-    // Odd steps come back to a number after 2^64 calls, and unlike small ones are not what memory
-    // has from others.
-    static std::atomic<uint64_t> last{0};
-    return last += 0x9e3779b97f4a7c15u;
 }
 
 std::string kernel_name(const Choice& choice) { return kernel_name(choice.config); }

@@ -16,6 +16,7 @@
 #include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
 #include "csrc/gemm/common/epilogue.h"
+#include "csrc/gemm/common/tile_mask.h"
 
 namespace thunderkittens {
 struct KernelInfo;  // registry.h
@@ -77,15 +78,6 @@ struct Schedule {
 struct Choice {
     Config config;
     Schedule schedule;
-};
-
-// Where only some tiles are to be computed, which the device decides (mxfp8/mxfp8_gemm.h): a word
-// per 128 rows and per 128 columns of the output. Tiles with a row or column of a word that is not
-// zero are computed; of others the kernel writes nothing.
-constexpr int MARKED_ROWS = 128;
-struct Marks {
-    const uint64_t* rows = nullptr;
-    const uint64_t* columns = nullptr;
 };
 
 // One call. Strides count elements: a_stride and b_stride lie between neighbours in the dimension

@@ -4,8 +4,8 @@
 #pragma once
 
 #include "csrc/gemm/common/activation_sm90.cuh"
+#include "csrc/gemm/common/chunk_sm90.cuh"
 #include "csrc/gemm/dense/gemm_backward.h"
-#include "csrc/gemm/quantize/block_scaled_sm90.cuh"
 
 namespace thunderkittens::gemm_backward {
 namespace sm90 {

@@ -58,7 +58,7 @@ __device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
     Ring<C.stages> ring;
     for_each_loaded_tile(g, [&](const auto at) {
         if constexpr (C.marked) {
-            if (!is_marked<C>(g, at)) return;
+            if (!is_marked<C.block_m, C.block_n>(g, at)) return;
         }
         const int m = static_cast<int>(K::first_row(g, at.m));
         const uint32_t n = K::first_column(g, at);
@@ -168,7 +168,7 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
     Finished<C> finished;
     for_each_tile(g, [&](const auto at, const bool last) {
         if constexpr (C.marked) {
-            if (!is_marked<C>(g, at)) return;
+            if (!is_marked<C.block_m, C.block_n>(g, at)) return;
         }
         const uint32_t col = K::first_column(g, at);
         typename K::Narrow narrow = false;

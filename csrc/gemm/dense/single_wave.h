@@ -4,8 +4,8 @@
 // resources, and which calls they run.
 #pragma once
 
-#include "csrc/gemm/common/raster.h"
 #include "csrc/gemm/dense/gemm.h"
+#include "csrc/gemm/dense/tile_order.h"
 
 namespace thunderkittens::gemm {
 

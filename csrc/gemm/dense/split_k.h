@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "csrc/gemm/common/stream_k.h"
+#include "csrc/gemm/common/workspace.h"
 #include "csrc/gemm/dense/balanced_order.h"
 #include "csrc/gemm/dense/gemm.h"
 
@@ -41,7 +42,7 @@ constexpr int64_t tiles_of(const Config& c, int64_t m, int64_t n) {
 }
 // The bytes of the sums, of as many tiles as there are blocks; the marks lie behind them.
 constexpr int64_t sums_bytes(const Config& c, const Schedule& s, int64_t tiles) {
-    const int64_t blocks = has_owners(s, tiles) ? s.blocks : tiles * s.splits;
+    const int64_t blocks = has_owners(s.blocks, s.splits, tiles) ? s.blocks : tiles * s.splits;
     return blocks * 4 * c.block_m * c.block_n;
 }
 constexpr int64_t scratch_bytes(const Choice& choice, int64_t m, int64_t n) {
@@ -50,9 +51,6 @@ constexpr int64_t scratch_bytes(const Choice& choice, int64_t m, int64_t n) {
     const int64_t sums = sums_bytes(c, choice.schedule, tiles_of(c, m, n));
     return sums + sums / (4 * c.block_m * c.block_n) * 8 * c.consumers * choice.schedule.splits;
 }
-// A number that no call of this process has had: by it a block knows that sums in the scratch are
-// of this call, which nobody has to clear therefore.
-uint64_t new_mark();
 
 // Whether there was room for all blocks at a time.
 template <DType dtype>
@@ -67,7 +65,8 @@ extern template bool launch_divided<DType::fp16>(const Config&, const Params&, c
 // Whether the kernel computes a call.
 inline bool suits_divided(const Config& c, const Params& p) {
     // Words that a thread stores at a time.
-    const int words = has_owners(p.schedule, tiles_of(c, p.m, p.n)) ? 4 : 1;
+    const int64_t tiles = tiles_of(c, p.m, p.n);
+    const int words = has_owners(p.schedule.blocks, p.schedule.splits, tiles) ? 4 : 1;
     return p.out_dtype == c.dtype && p.batch == 1 && p.m >= c.block_m && p.n % 8 == 0 &&
            p.out_stride % (2 * words) == 0 && reinterpret_cast<uintptr_t>(p.out) % (4 * words) == 0;
 }

@@ -7,11 +7,67 @@
 // common/reduce_workspace_sm90.cuh.
 #pragma once
 
+#include "csrc/gemm/common/raster.h"
 #include "csrc/gemm/common/reduce_workspace_sm90.cuh"
+#include "csrc/gemm/dense/prologue_sm90.cuh"
+#include "csrc/gemm/dense/single_wave.h"
+#include "csrc/gemm/dense/split_k.h"
 #include "kittens/arch/cooperative.cuh"
 
 namespace thunderkittens::gemm {
 namespace sm90 {
+
+// One kernel has both widths of tiles and both orders of b: only the products differ.
+template <DType dtype>
+struct DividedTypes {
+    using T = std::conditional_t<dtype == DType::bf16, bf16, half>;
+    // Of the configurations the one with most stages, for what initialises their semaphores.
+    static constexpr Config config = make_config(DIVIDED_SHAPES[0], dtype, false, false);
+    static constexpr int height = config.block_m, consumers = config.consumers;
+    static constexpr int threads = one_tile_threads(config), handed = 0;
+    static constexpr int most_columns = DIVIDED_SHAPES[1].block_n;
+    // A stage is a row of parts: the rows of a of either consumer, and columns of b.
+    using part = st<T, 64, 64>;
+    static constexpr int part_bytes = sizeof(part);
+    template <int width, bool b_n_major>
+    using b_tile = std::conditional_t<b_n_major, st<T, BLOCK_K, width>, st<T, width, BLOCK_K>>;
+    // A consumer keeps its own sums where its rows of a were, a stage after the other.
+    static constexpr int unit = DIVIDED_UNIT;
+    static constexpr uint32_t unit_bytes = 64 * unit * 4;
+    static constexpr uint32_t units_per_part = part_bytes / unit_bytes;
+    static_assert(units_per_part * DIVIDED_SHAPES[1].stages * 2 >= most_columns / DIVIDED_UNIT);
+    // An owner takes sums of both consumers, as many units in a stage as any has room for.
+    static constexpr int units_at_once = 4, taken_bytes = units_at_once * 2 * unit_bytes;
+    static_assert(taken_bytes <= (2 + DIVIDED_SHAPES[0].block_n / 64) * part_bytes);
+
+    struct Shared {
+        part parts[DIVIDED_PARTS];
+        semaphore full[config.stages], empty[config.stages];
+    };
+    static_assert(sizeof(Shared) <= MAX_SHARED_MEMORY, "too many stages");
+    static_assert((sizeof(Shared) + 127) / 128 * 128 == DIVIDED_SHARED_BYTES,
+                  "dense/split_k.h knows another size");
+
+    struct Globals {
+        uint32_t last_row;               // where the last row of tiles begins
+        int width, stages;               // of tiles
+        bool b_n_major, b_once, owners;  // owners: see has_owners()
+        uint32_t tiles;
+        Divisor rows;  // of tiles
+        Segments segments;
+        // That a block finishes where none owns its tile; the first `units_more` have one more.
+        uint32_t units_each, units_more;
+        CUtensorMap a, b;
+        float4* parts;    // sums of tiles for other blocks
+        uint64_t* marks;  // for each consumer, of every block one for each other, or of every part
+        uint64_t mark;
+        uint32_t* out;  // in words of two values
+        int64_t out_stride;
+        const void* bias;
+        float alpha;
+        uint32_t n;
+    };
+};
 
 // Brings sums that others give into the ring.
 template <class D>
@@ -184,7 +240,8 @@ bool launch_divided(const Config& config, const Params& p, const Scratch& scratc
     const int splits = p.schedule.splits;
     const uint32_t units = width / DIVIDED_UNIT;
     const int64_t rows = ceil_div(p.m, height), tiles = tiles_of(config, p.m, p.n);
-    const Segments segments = make_segments(p.schedule, tiles, ceil_div(p.k, BLOCK_K));
+    const Segments segments =
+        make_segments(p.schedule.blocks, splits, tiles, ceil_div(p.k, BLOCK_K));
     if (segments.groups == 0) return false;
     const dim3 grid(segments.groups, 1, splits);
     const int64_t sums = sums_bytes(config, p.schedule, tiles);
@@ -197,7 +254,7 @@ bool launch_divided(const Config& config, const Params& p, const Scratch& scratc
             .stages = config.stages,
             .b_n_major = b_n_major,
             .b_once = p.schedule.b_once,
-            .owners = has_owners(p.schedule, tiles),
+            .owners = has_owners(p.schedule.blocks, splits, tiles),
             .tiles = static_cast<uint32_t>(tiles),
             .rows = Divisor(static_cast<uint32_t>(rows)),
             .segments = segments,

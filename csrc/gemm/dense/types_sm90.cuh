@@ -12,9 +12,6 @@ namespace sm90 {
 
 using namespace kittens;
 
-// Named barrier: the semaphores are initialised. Those of the consumers come after it.
-constexpr int READY = 1;
-
 // The residual of a fused epilogue comes through the ring of stages, behind the last step of a
 // tile, in parts of 128 bytes a row, two in a stage. To TMA it is a matrix of 16-bit words.
 template <Config C>

@@ -395,10 +395,12 @@ typename Types<C>::Globals make_globals(const Params& p) {
     const auto order = [&] {
         const uint32_t rows = tiles(p.m, int64_t{C.block_m} * s.cluster_m);
         if constexpr (K::two_widths) {
-            return gemm::make_uneven_order(
-                {.block_m = C.block_m * s.cluster_m, .block_n = C.block_n * s.cluster_n},
-                {.band = s.band, .columns = s.columns, .longer = s.longer}, p.m, p.n, 1,
-                two_widths);
+            return gemm::make_uneven_order({.block_m = C.block_m * s.cluster_m,
+                                            .block_n = C.block_n * s.cluster_n,
+                                            .band = s.band,
+                                            .columns = s.columns,
+                                            .longer = s.longer},
+                                           p.m, p.n, 1, two_widths);
         } else {
             return gemm::make_order(rows, tiles(p.n, int64_t{C.block_n} * s.cluster_n), 1,
                                     static_cast<uint32_t>(s.band), false);

@@ -8,7 +8,6 @@
 
 #include "csrc/gemm/common/raster.h"
 #include "csrc/gemm/dense/gemm.h"
-#include "csrc/gemm/nvfp4/nvfp4_gemm.h"
 
 namespace thunderkittens::gemm {
 
@@ -132,27 +131,6 @@ constexpr ExpandOrder expand_order(const Config& config, const ExpandingParams<S
     const Params& product = p.product;
     return expand_order(config, product.schedule, product.m, product.n, product.k,
                         std::is_same_v<Sources, Mxfp8Sources>);
-}
-
-// The product of 16-bit activations and a prepared weight of NVFP4, whose rows and columns in
-// scratch memory are whole pieces.
-inline ExpandingParams<Nvfp4Source> expanding_params(const mixed_gemm::Params& p, int band,
-                                                     void* scratch) {
-    return {.product = {.a = p.a,
-                        .b = scratch,
-                        .out = p.out,
-                        .m = p.m,
-                        .n = p.n,
-                        .k = p.k,
-                        .a_stride = p.a_stride,
-                        .b_stride = mixed_gemm::pieces(p.k) * mixed_gemm::PIECE,
-                        .out_stride = p.n,
-                        .out_dtype = p.out_dtype,
-                        .epilogue = {.bias = p.bias,
-                                     .alpha = NVFP4_ALPHA,
-                                     .activation = static_cast<Activation>(p.activation)},
-                        .schedule = {.band = band, .blocks = p.schedule.blocks}},
-            .sources = {p.weight, p.scale}};
 }
 
 template <Config config, class Sources>

@@ -6,7 +6,6 @@
 
 #include "csrc/common/check.h"
 #include "csrc/common/registry.h"
-#include "csrc/gemm/dense/split_k.h"
 #include "csrc/gemm/fused_dequant/fused_dequant.h"
 #include "csrc/gemm/nvfp4/nvfp4_gemm.h"
 
@@ -199,8 +198,6 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
         gemm::shared_bytes(gemm::expanding_config(p.dtype)) <= device.shared_bytes_per_block;
     return fits && expanding_pays(p, choice, sm_count) ? expanding(choice, p, sm_count) : choice;
 }
-
-uint64_t new_mark() { return gemm::new_mark(); }
 
 std::string kernel_name(const Config& c) {
     if (few(c)) return concat(name_of(c.format), '_', name_of(c.dtype), "_few", c.tokens);

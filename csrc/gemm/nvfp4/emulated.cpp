@@ -1,7 +1,8 @@
 // nvfp4_prepare and nvfp4_gemm on the emulator, as their op files do it on CUDA tensors. Bytes are
 // arrays of e4m3.
 #include "csrc/common/emulated.h"
-#include "csrc/gemm/fused_dequant/fused_dequant.h"
+#include "csrc/gemm/common/workspace.h"
+#include "csrc/gemm/nvfp4/dequant_params.h"
 #include "csrc/gemm/nvfp4/nvfp4_gemm.h"
 #include "csrc/gemm/quantize/block_scaled.h"
 
@@ -179,7 +180,7 @@ emulated::Result nvfp4_gemm(const emulated::Call& call) {
                         .out_dtype = out_dtype,
                         .activation = static_cast<int>(call.scalar("activation", int64_t{0})),
                         .scratch = scratch.data,
-                        .mark = new_mark(),
+                        .mark = gemm::new_mark(),
                         .schedule = choice.schedule};
     if (choice.expanding) {
         if (a.dtype == DType::bf16)

@@ -1,7 +1,8 @@
 // thunderkittens::nvfp4_gemm on CUDA: checks, allocation, choice, launch.
 #include "csrc/gemm/nvfp4/nvfp4_gemm.h"
 #include "csrc/common/tensor.h"
-#include "csrc/gemm/fused_dequant/fused_dequant.h"
+#include "csrc/gemm/common/workspace.h"
+#include "csrc/gemm/nvfp4/dequant_params.h"
 
 namespace thunderkittens::mixed_gemm {
 namespace {
@@ -113,7 +114,7 @@ Tensor nvfp4_gemm(const Tensor& a, const Tensor& b, const Tensor& global_scale, 
                         .out_dtype = *out_dtype,
                         .activation = static_cast<int>(activation),
                         .scratch = scratch ? scratch->data_ptr() : nullptr,
-                        .mark = scratch ? new_mark() : 0,
+                        .mark = scratch ? gemm::new_mark() : 0,
                         .schedule = choice.schedule};
     if (choice.expanding) {
         if (dtype == DType::bf16)

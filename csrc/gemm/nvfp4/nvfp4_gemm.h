@@ -91,7 +91,7 @@ struct Params {
     int64_t a_stride = 0;
     DType out_dtype = DType::bf16;
     int activation = 0;  // common/epilogue.h
-    // Of equal ranges: scratch_of() bytes, 16-byte aligned, with any contents; new_mark().
+    // Of equal ranges: scratch_of() bytes, 16-byte aligned, with any contents; gemm::new_mark().
     void* scratch = nullptr;
     uint64_t mark = 0;
     Schedule schedule;
@@ -207,9 +207,6 @@ constexpr int64_t scratch_of(const Config& c, const Schedule& schedule) {
     const int marks = c.exchange > 1 ? c.exchange : consumers(c) * 4;
     return schedule.blocks * (part_bytes(c) + marks * int64_t{sizeof(uint64_t)});
 }
-// A number that no call of this process has had: by it a block knows that sums in the scratch are
-// of this call, which nobody has to clear therefore.
-uint64_t new_mark();
 
 constexpr int64_t pieces(int64_t size) { return (size + PIECE - 1) / PIECE; }
 

@@ -6,58 +6,18 @@
 // before the first is used: on an H200 that many bytes have to be on their way.
 #pragma once
 
+#include "csrc/gemm/common/chunk_sm90.cuh"
 #include "csrc/gemm/quantize/block_scaled.h"
-#include "kittens/kittens.cuh"
 
 namespace thunderkittens::block_scaled {
 namespace sm90 {
 
-using kittens::arch::bit_cast;
-namespace arch = kittens::arch;
-
-constexpr int CHUNK = 8;       // elements
 constexpr int CHUNK_ROWS = 8;  // per thread
 constexpr int ATOM = 512;      // bytes of scales: 128 rows of four
-
-template <int DTYPE>
-struct element;
-template <>
-struct element<int(DType::bf16)> {
-    using type = kittens::bf16;
-};
-template <>
-struct element<int(DType::fp16)> {
-    using type = kittens::half;
-};
-template <>
-struct element<int(DType::fp32)> {
-    using type = float;
-};
-template <int DTYPE>
-using element_of = typename element<DTYPE>::type;
 
 // How many blocks the registers of an SM are for.
 template <int DTYPE>
 constexpr int BLOCKS_PER_SM = DTYPE == int(DType::fp32) ? 2 : 3;
-
-// Eight neighbours as 32-bit words: pairs of 16-bit elements, or fp32.
-template <class T>
-struct Chunk {
-    static constexpr bool PAIRS = sizeof(T) == 2;
-    static constexpr int WORDS = PAIRS ? 4 : 8;
-    uint32_t words[WORDS];
-
-    __device__ __forceinline__ float value(int i) const {
-        if constexpr (std::is_same_v<T, float>) {
-            return bit_cast<float>(words[i]);
-        } else if constexpr (std::is_same_v<T, kittens::bf16>) {
-            return bit_cast<float>(i % 2 == 0 ? words[i / 2] << 16 : words[i / 2] & 0xffff0000u);
-        } else {
-            const float2 pair = __half22float2(bit_cast<__half2>(words[i / 2]));
-            return i % 2 == 0 ? pair.x : pair.y;
-        }
-    }
-};
 
 // Magnitudes are compared as the bits of their absolute values, which is right for numbers and puts
 // NaN above infinity. A word holds one, or the two of a pair.
@@ -102,19 +62,6 @@ __device__ __forceinline__ uint32_t largest_of(const Chunk<T>& chunk) {
 }
 
 // Elements from `column` on of a row, zeros past its end. The row is aligned to 16 bytes.
-template <class T>
-__device__ __forceinline__ Chunk<T> load_whole_chunk(const T* at) {
-    Chunk<T> chunk;
-#pragma unroll
-    for (int i = 0; i < Chunk<T>::WORDS / 4; ++i) {
-        const uint4 words = arch::load_global_readonly(reinterpret_cast<const uint4*>(at) + i);
-        chunk.words[4 * i] = words.x;
-        chunk.words[4 * i + 1] = words.y;
-        chunk.words[4 * i + 2] = words.z;
-        chunk.words[4 * i + 3] = words.w;
-    }
-    return chunk;
-}
 template <class T>
 __device__ __forceinline__ Chunk<T> load_chunk(const T* row, int64_t column, int64_t columns) {
     if (column + CHUNK <= columns) return load_whole_chunk(row + column);
@@ -304,29 +251,6 @@ __device__ __forceinline__ Codes<Word> load_codes(const DequantizeParams& p, con
     return codes;
 }
 
-// Eight results of a dequantiser, rounded, as words of 16 bytes.
-template <class T>
-struct Rounded {
-    uint4 words[CHUNK * sizeof(T) / 16];
-};
-template <class T>
-__device__ __forceinline__ Rounded<T> rounded(const float (&values)[CHUNK]) {
-    uint32_t words[Chunk<T>::WORDS];
-#pragma unroll
-    for (int i = 0; i < Chunk<T>::WORDS; ++i) {
-        if constexpr (Chunk<T>::PAIRS) {
-            words[i] = bit_cast<uint32_t>(kittens::pack_pair<T>(values[2 * i], values[2 * i + 1]));
-        } else {
-            words[i] = bit_cast<uint32_t>(values[i]);
-        }
-    }
-    Rounded<T> result;
-#pragma unroll
-    for (int i = 0; i < Chunk<T>::WORDS / 4; ++i) {
-        result.words[i] = {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]};
-    }
-    return result;
-}
 // Stores what `results(i, values)` says of row i of the eight of a thread, from `out` on.
 template <class T, class Results>
 __device__ __forceinline__ void store_rows(T* out, const Matrix& m, const Tile& tile, int64_t row,
