@@ -31,7 +31,7 @@ def files(folders: tuple[str, ...], patterns: tuple[str, ...]) -> list[Path]:
 
 
 CPP_FILES = files(("kittens", "csrc", "tests"), CPP)
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *files(("docs",), ("*.md",))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *files(("csrc", "docs"), ("*.md",))]
 PYTHON_FILES = files(("python", "tests", "benchmarks", "tools", "examples"), ("*.py", "*.pyi"))
 LIBRARY_FILES = [p for p in CPP_FILES if "tests" not in p.relative_to(ROOT).parts[:1]]
 
@@ -172,6 +172,61 @@ def test_includes_point_one_way():
             if layer(name(target)) > layer(name(path)):
                 wrong.append(f"{name(path)} includes {name(target)}")
     assert not wrong
+
+
+# The rooms of families, those that are included before those that include: which others a room's
+# files include. A room of inst/ has instances alone.
+ROOMS = {
+    "gemm": {
+        "common": set(),
+        "quantize": {"common"},
+        "dense": {"common"},
+        "grouped": {"common", "dense"},
+        "fp8": {"common", "quantize", "dense"},
+        "fused_dequant": {"common", "quantize", "dense"},
+        "nvfp4": {"common", "quantize", "dense", "fused_dequant"},
+        "mxfp8": {"common", "quantize", "dense", "fp8", "fused_dequant", "nvfp4"},
+        "swap_ab": {"common", "quantize", "dense", "fp8", "nvfp4", "mxfp8"},
+    },
+    "linear_attention": {"common": set(), "based": {"common"}, "lolcats": {"common", "based"}},
+}
+MAX_FILES_OF_A_ROOM = 30
+
+
+def test_rooms_include_one_way():
+    for rooms in ROOMS.values():
+        before: set[str] = set()
+        for room, others in rooms.items():
+            assert others <= before, f"{room} includes rooms that come after it"
+            before.add(room)
+    wrong = []
+    for path in LIBRARY_FILES:
+        here = re.match(r"csrc/(\w+)/(?!inst/)(?:(\w+)/)?", name(path))
+        if here is None or here[1] not in ROOMS:
+            continue
+        assert here[2] in ROOMS[here[1]], f"{name(path)} is in no room"
+        allowed = {here[2], *ROOMS[here[1]][here[2]]}
+        for what, _ in includes(path):
+            there = re.match(rf"csrc/{here[1]}/(\w+)/", what)
+            if there and there[1] not in allowed:
+                wrong.append(f"{name(path)} includes {what}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("family", ROOMS)
+def test_rooms_are_small(family):
+    for room in ROOMS[family]:
+        count = len([p for p in (ROOT / "csrc" / family / room).rglob("*") if p.is_file()])
+        assert 0 < count <= MAX_FILES_OF_A_ROOM, f"{family}/{room} has {count} files"
+
+
+@pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
+def test_readme_of_a_family_is_complete(family):
+    """It names every file of kernels, and none that does not exist."""
+    named = set(re.findall(r"[\w/*]+\.(?:cuh|cu|h|cpp|py)\b", (family / "README.md").read_text()))
+    assert not [what for what in named if not any(any(r.glob(what)) for r in (family, ROOT))]
+    kernels = {path.relative_to(family).as_posix() for path in family.rglob("*.cuh")}
+    assert not kernels - named
 
 
 def test_family_headers_are_plain_host_code():

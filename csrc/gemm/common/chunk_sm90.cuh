@@ -1,5 +1,5 @@
-// Chunks of eight neighbours of a row, as passes over memory read and write them: 16 bytes at a time
-// of 16-bit elements, twice 16 of fp32.
+// Chunks of eight neighbours of a row, as passes over memory read and write them: 16 bytes at a
+// time of 16-bit elements, twice 16 of fp32.
 #pragma once
 
 #include <type_traits>

@@ -1,6 +1,6 @@
-// Of dense/split_k_sm90.cuh: the parameters, a block's place, and the ways in which blocks that
-// divide the k of a tile exchange sums through memory. Sums are added in a fixed order: reruns give
-// the same bits.
+// A block's place, and the ways in which blocks that divide the k of a tile exchange sums through
+// memory, for a kernel whose types and parameters are D (DividedTypes of dense/split_k_sm90.cuh).
+// Sums are added in a fixed order: reruns give the same bits.
 //
 // Either a block gives every other one of its tile the columns that this one finishes, in the order
 // of the registers, and adds what it gets to its own sums. Or the tile's owner gets all sums of the

@@ -1,4 +1,4 @@
-// Which tiles of a product are marked. Host C++ only; kernels read it by tile_mask_sm90.cuh.
+// Which tiles of a product are marked. Host C++ only; kernels read it as in tile_mask_sm90.cuh.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Which tiles of a product are marked, see tile_mask.h: read on the device, so that the
-// host never waits for what decides.
+// Which tiles of a product are marked, see tile_mask.h: read on the device, so that the host never
+// waits for what decides.
 #pragma once
 
 #include "csrc/gemm/common/raster.h"

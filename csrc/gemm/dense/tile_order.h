@@ -1,5 +1,5 @@
-// The order in which clusters take the tiles of a product, see common/raster.h, as its configuration
-// and its schedule have it.
+// The order in which clusters take the tiles of a product, see common/raster.h, as its
+// configuration and its schedule have it.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // Products of MXFP8 matrices: what a call is (Problem), which kernels serve it (Choice), and the
 // passes over operands that come before them. Host C++ only; the ops in mxfp8_gemm.cpp, the
-// kernels in passes_sm90.cuh and the registry in dense/choose.cpp meet here.
+// kernels in passes_sm90.cuh and the registry in choose.cpp meet here.
 //
 // Hopper's tensor cores have no scales of blocks. Exact: the operands are expanded to bf16, which
 // holds them exactly but for extreme scales, by a pass before the kernels of gemm, or by the kernel

@@ -112,7 +112,7 @@ __device__ __forceinline__ int2 range_of_k(const Globals& g) {
 
 // Calls work(tile, k) for each of this block's tiles and the stages of k that fall to it: of each
 // group in turn, in bands of a few tiles of rows of a, tiles of the same rows of the weight one
-// after the other. Of equal ranges the last tile comes first, see dense/deferred_store_sm90.cuh.
+// after the other. Of equal ranges the last tile comes first, see epilogue_sm90.cuh.
 template <class K, class Work>
 __device__ __forceinline__ void for_each_tile(const typename K::Globals& g, Work work) {
     constexpr uint32_t tokens = K::config.tokens;
