@@ -321,7 +321,7 @@ def test_a_tensor_that_outlived_its_transform(device):
     assert torch.equal(grad, expected)
 
 
-OPS_WITH_NODES = ("attention", "attention_varlen", "based", "gemm", "lolcats")
+OPS_WITH_NODES = ("attention", "attention_varlen", "based", "gemm", "grouped_gemm", "lolcats")
 
 
 @pytest.mark.skipif(not _load.has_nodes, reason="there are no nodes in C++ for this torch")
@@ -342,11 +342,14 @@ def test_without_nodes_in_cpp(device):
 
 
 def test_which_calls_have_a_node_in_cpp(device):
-    """All whose gradient is one op or a product, unless it is off."""
-    for sample in SAMPLES.values():
-        if sample.op not in OPS_WITH_NODES:
-            continue
-        output = sample.function(*leaves(sample, device))[0]
+    """All that are differentiable, unless it is off."""
+    samples = [x for x in SAMPLES.values() if x.op in OPS_WITH_NODES]
+    assert {x.op for x in samples} == set(OPS_WITH_NODES)
+    outputs = [(x, x.function(*leaves(x, device))[0]) for x in samples]
+    for name in COMPOSED:
+        call, tensors = composed(name, device)
+        outputs.append((name, call(*tensors)[0]))
+    for sample, output in outputs:
         node = output.grad_fn
         while not node.name().startswith("thunderkittens_"):
             node = node.next_functions[0][0]

@@ -133,9 +133,8 @@ variable_list gradient(const Backward& backward, OpNode& node, variable_list& gr
 }  // namespace
 
 Formula by_backward_op(const std::string& op) {
-    const c10::OperatorHandle forward = find_op(op);
-    const c10::FunctionSchema& schema = forward.schema();
-    Formula formula{.op = op, .name = "thunderkittens_" + op + "Backward", .forward = forward};
+    const c10::FunctionSchema& schema = find_op(op).schema();
+    Formula formula{.op = op, .name = "thunderkittens_" + op + "Backward"};
     for (const c10::Argument& x : schema.arguments()) {
         formula.edges.push_back(is_tensor(x) ? formula.edge_count++ : -1);
     }

@@ -14,10 +14,27 @@ namespace {
 enum { NO_ACTIVATION, RELU, GELU, GELU_TANH, SILU };
 enum { NO_GATE, BLOCKED };
 
-Tensor call(const c10::OperatorHandle& op, torch::jit::Stack stack) {
-    call_below(op, stack);
-    return stack[0].toTensor();
+}  // namespace
+
+bool column_by_column(const Tensor& x) { return x.sym_stride(-2) == 1 && x.sym_stride(-1) != 1; }
+
+// PyTorch's operations have gradients themselves.
+Tensor through_activation(const Tensor& grad, const Tensor& z, int64_t activation) {
+    switch (activation) {
+        case NO_ACTIVATION: return grad;
+        case RELU: return at::threshold_backward(grad, z, 0);
+        case SILU: {
+            if (!c10::GradMode::is_enabled()) return at::silu_backward(grad, z);
+            const Tensor wide = z.to(at::kFloat);  // PyTorch's kernel has no derivative
+            const Tensor sigmoid = wide.sigmoid();
+            return (grad.to(at::kFloat) * sigmoid * (1 + wide * (1 - sigmoid)))
+                .to(grad.scalar_type());
+        }
+        default: return at::gelu_backward(grad, z, activation == GELU_TANH ? "tanh" : "none");
+    }
 }
+
+namespace {
 
 // a @ b * alpha, recorded where the gradient is to be differentiated itself.
 Tensor product(const Tensor& a, const Tensor& b, double alpha) {
@@ -39,10 +56,6 @@ Tensor product(const Tensor& a, const Tensor& b, double alpha) {
     }
     return stack[0].toTensor();
 }
-
-// Whether x lies in memory column by column, as the transpose of a weight does. Its gradient has to
-// lie so as well: autograd copies one of other strides to accumulate it.
-bool column_by_column(const Tensor& x) { return x.sym_stride(-2) == 1 && x.sym_stride(-1) != 1; }
 
 struct Wanted {
     bool a, b, bias;
@@ -75,29 +88,13 @@ Tensor activate(const Tensor& z, int64_t activation) {
     return activation == SILU ? at::silu(z) : at::gelu(z);
 }
 
-// By PyTorch's operations, which have gradients themselves.
-Tensor through_activation(const Tensor& grad, const Tensor& z, int64_t activation) {
-    switch (activation) {
-        case NO_ACTIVATION: return grad;
-        case RELU: return at::threshold_backward(grad, z, 0);
-        case SILU: {
-            if (!c10::GradMode::is_enabled()) return at::silu_backward(grad, z);
-            const Tensor wide = z.to(at::kFloat);  // PyTorch's kernel has no derivative
-            const Tensor sigmoid = wide.sigmoid();
-            return (grad.to(at::kFloat) * sigmoid * (1 + wide * (1 - sigmoid)))
-                .to(grad.scalar_type());
-        }
-        default: return at::gelu_backward(grad, z, activation == GELU_TANH ? "tanh" : "none");
-    }
-}
-
 // The gradient of what an activation is applied to.
 Tensor preactivation_gradient(const Tensor& grad, const Tensor& z, int64_t activation,
                               int64_t gate) {
     if (gate == NO_GATE) return through_activation(grad, z, activation);
     if (!c10::GradMode::is_enabled()) {
         static const c10::OperatorHandle op = find_op("gemm_backward");
-        return call(op, {grad, z, activation, gate});
+        return call_below(op, {grad, z, activation, gate});
     }
     const variable_list halves = gate == BLOCKED ? z.chunk(2, -1) : variable_list();
     const Tensor gates = gate == BLOCKED ? halves[0] : z.slice(-1, 0, {}, 2);
@@ -148,29 +145,59 @@ variable_list fused_gradient(OpNode& node, const variable_list& gradients) {
     return result;
 }
 
-Formula formula_of(const char* overload, const char* name, std::vector<int> edges, int edge_count) {
-    return {.op = "gemm",
-            .name = name,
-            .forward = find_op("gemm", overload),
+// The groups' products, in the order of `like`, recorded where needed.
+Tensor grouped_product(const Tensor& a, const Tensor& b, const Tensor& offs, const Tensor& like) {
+    static const c10::OperatorHandle forward = find_op("grouped_gemm_forward"),
+                                     recorded = find_op("grouped_gemm");
+    const bool turned = column_by_column(like);
+    torch::jit::Stack stack{turned ? b.mT() : a, turned ? a.mT() : b, offs};
+    if (transform_active() || c10::GradMode::is_enabled()) {
+        recorded.callBoxed(stack);
+    } else {
+        call_below(forward, stack);
+    }
+    const Tensor result = stack[0].toTensor();
+    return turned ? result.mT() : result;
+}
+
+variable_list grouped_gradient(OpNode& node, const variable_list& gradients) {
+    variable_list result(2);
+    const Tensor &grad = gradients[0], a = node.saved_input(0), b = node.saved_input(1),
+                 offs = node.saved_input(2);
+    if (!grad.defined()) return result;
+    const MaybeBelow below;
+    if (node.wanted(0)) result[0] = grouped_product(grad, b.mT(), offs, a);
+    if (node.wanted(1)) result[1] = grouped_product(a.mT(), grad, offs, b);
+    return result;
+}
+
+Formula formula_of(const char* name, std::vector<int> edges, int edge_count) {
+    return {.op = name,
+            .name = std::string("thunderkittens_") + name + "Backward",
             .edges = std::move(edges),
             .edge_count = edge_count,
-            .saved_inputs = {0, 1},
-            .saved_outputs = {}};
+            .saved_inputs = {0, 1}};
 }
 
 }  // namespace
 
 Formula of_gemm() {
-    Formula formula = formula_of("", "thunderkittens_gemmBackward", {0, 1, 2, -1}, 3);
+    Formula formula = formula_of("gemm", {0, 1, 2, -1}, 3);
     formula.gradient = gemm_gradient;
     return formula;
 }
 
 Formula of_fused_gemm() {
-    Formula formula = formula_of("fused", "thunderkittens_gemm_fusedBackward",
-                                 {0, 1, 2, -1, 3, -1, -1, -1, -1}, 4);
+    Formula formula = formula_of("gemm_fused", {0, 1, 2, -1, 3, -1, -1, -1, -1}, 4);
     formula.saved_outputs = {1};
     formula.gradient = fused_gradient;
+    return formula;
+}
+
+Formula of_grouped_gemm() {
+    Formula formula = formula_of("grouped_gemm", {0, 1, -1}, 2);
+    formula.saved_inputs = {0, 1, 2};
+    formula.gradient = grouped_gradient;
     return formula;
 }
 

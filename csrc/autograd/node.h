@@ -45,9 +45,8 @@ struct OpNode;
 
 // How the gradient of an op is computed: made once for each op.
 struct Formula {
-    std::string op;    // "attention"
-    std::string name;  // of the nodes
-    c10::OperatorHandle forward;
+    std::string op;            // "attention"
+    std::string name;          // of the nodes
     std::vector<int> edges{};  // which edge an argument of the op has; -1: it is no tensor
     int edge_count = 0;
     std::vector<int> saved_inputs{}, saved_outputs{};  // by their places
@@ -91,9 +90,16 @@ void call_below(const c10::OperatorHandle& op, torch::jit::Stack& stack);
 
 c10::OperatorHandle find_op(const std::string& name, const std::string& overload = "");
 
-// Makes results of a gradient raise when they are differentiated themselves.
+// Calls an op that gives one tensor.
+Tensor call_below(const c10::OperatorHandle& op, torch::jit::Stack&& stack);
+
+// Makes results of a gradient raise when they are differentiated themselves; `reference` is whether
+// tk.reference.<op> can be.
 void refuse_double_backward(const std::string& op, const variable_list& results,
-                            const variable_list& operands);
+                            const variable_list& operands, bool reference = true);
+
+// Whether one of the arguments of a call requires a gradient.
+bool recording(const c10::IValue* arguments, std::size_t count);
 
 // The gradient that the op `<op>_backward` computes. Its schema says what goes where: an argument
 // has the name of one of the op, or of a result, or is `grad_<result>`, or `needs`: which of its
@@ -104,5 +110,16 @@ Formula by_backward_op(const std::string& op);
 // times.
 Formula of_gemm();
 Formula of_fused_gemm();
+Formula of_grouped_gemm();
+
+// Of tk.nvfp4_gemm: dense products of the weight's values.
+Formula of_nvfp4_gemm();
+
+// Whether x lies in memory column by column, as the transpose of a weight does. Its gradient has to
+// lie so as well: autograd copies one of other strides to accumulate it.
+bool column_by_column(const Tensor& x);
+
+// The gradient of what an activation is applied to, by PyTorch's operations.
+Tensor through_activation(const Tensor& grad, const Tensor& z, int64_t activation);
 
 }  // namespace thunderkittens::autograd

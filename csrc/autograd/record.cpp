@@ -9,6 +9,8 @@
 
 #include <utility>
 
+#include "csrc/autograd/fp8_linear.h"
+
 namespace thunderkittens::autograd {
 
 namespace {
@@ -19,23 +21,16 @@ constexpr auto ABOVE =
 // What a gradient that was differentiated raises.
 struct Refusal : Node {
     std::string op;
-    Refusal(std::string op, edge_list&& edges) : Node(std::move(edges)), op(std::move(op)) {}
+    bool reference;
+    Refusal(std::string op, edge_list&& edges, bool reference)
+        : Node(std::move(edges)), op(std::move(op)), reference(reference) {}
     std::string name() const override { return "thunderkittens_" + op + "BackwardBackward"; }
     variable_list apply(variable_list&&) override {
         TORCH_CHECK(false, "tk.", op,
-                    ": the gradient cannot be differentiated again (double backward); "
-                    "tk.reference.",
-                    op, " can");
+                    ": the gradient cannot be differentiated again (double backward)",
+                    reference ? "; tk.reference." + op + " can" : "");
     }
 };
-
-bool recording(const c10::IValue* arguments, std::size_t count) {
-    if (!c10::GradMode::is_enabled()) return false;
-    for (std::size_t i = 0; i < count; ++i) {
-        if (arguments[i].isTensor() && arguments[i].toTensor().requires_grad()) return true;
-    }
-    return false;
-}
 
 void call_implementation(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                          torch::jit::Stack* stack) {
@@ -114,6 +109,14 @@ struct Refuser : c10::OperatorKernel {
 };
 
 }  // namespace
+
+bool recording(const c10::IValue* arguments, std::size_t count) {
+    if (!c10::GradMode::is_enabled()) return false;
+    for (std::size_t i = 0; i < count; ++i) {
+        if (arguments[i].isTensor() && arguments[i].toTensor().requires_grad()) return true;
+    }
+    return false;
+}
 
 variable_list OpNode::apply(variable_list&& gradients) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -198,11 +201,17 @@ c10::OperatorHandle find_op(const std::string& name, const std::string& overload
     return c10::Dispatcher::singleton().findSchemaOrThrow(full.c_str(), overload.c_str());
 }
 
+Tensor call_below(const c10::OperatorHandle& op, torch::jit::Stack&& stack) {
+    call_below(op, stack);
+    return stack[0].toTensor();
+}
+
 void refuse_double_backward(const std::string& op, const variable_list& results,
-                            const variable_list& operands) {
+                            const variable_list& operands, bool reference) {
     if (!c10::GradMode::is_enabled()) return;
     if (!torch::autograd::any_variable_requires_grad(operands)) return;
-    const auto node = make_node<Refusal>(op, torch::autograd::collect_next_edges(operands));
+    const auto node =
+        make_node<Refusal>(op, torch::autograd::collect_next_edges(operands), reference);
     for (const Tensor& x : results) {
         if (x.defined()) torch::autograd::set_history(x, node);
     }
@@ -210,23 +219,23 @@ void refuse_double_backward(const std::string& op, const variable_list& results,
 
 namespace {
 
-void add(torch::Library& library, Formula formula) {
+void add(torch::Library& library, const std::string& name, Formula formula) {
     // As long as the process lives, like the op.
     const auto& kept = *new Formula(std::move(formula));
-    const std::string& overload = kept.forward.schema().overload_name();
-    const std::string name = overload.empty() ? kept.op : kept.op + "." + overload;
     library.impl(name.c_str(),
                  torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Recorder>(kept)));
 }
 
 void add_all(torch::Library& library) {
     for (const std::string op : {"attention", "attention_varlen", "based", "lolcats"}) {
-        add(library, by_backward_op(op));
+        add(library, op, by_backward_op(op));
         library.impl((op + "_backward").c_str(),
                      torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Refuser>(op)));
     }
-    add(library, of_gemm());
-    add(library, of_fused_gemm());
+    add(library, "gemm", of_gemm());
+    add(library, "gemm.fused", of_fused_gemm());
+    add(library, "grouped_gemm", of_grouped_gemm());
+    add(library, "nvfp4_gemm", of_nvfp4_gemm());
     library.impl("gemm_backward",
                  torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Refuser>("gemm")));
 }
@@ -236,5 +245,13 @@ void add_all(torch::Library& library) {
 // Of these keys, a kernel comes before what Python registers for autograd on all devices.
 TORCH_LIBRARY_IMPL(thunderkittens, AutogradCPU, library) { add_all(library); }
 TORCH_LIBRARY_IMPL(thunderkittens, AutogradCUDA, library) { add_all(library); }
+
+// Of several ops, whose intermediate tensors Python need not see.
+TORCH_LIBRARY_FRAGMENT(thunderkittens, library) {
+    library.def(
+        "fp8_linear(Tensor x, Tensor weight, Tensor? bias, ScalarType? cast, int granularity_x, "
+        "int granularity_weight, ScalarType grad_dtype, bool accurate) -> Tensor",
+        fp8_linear);
+}
 
 }  // namespace thunderkittens::autograd

@@ -73,6 +73,7 @@ def differentiable(
     save: Call,
     backward: Call,
     vmap_rule: Callable[[Call], Call] | None = None,
+    op: Call | None = None,
 ) -> Call:
     """`call` as what records its gradient.
 
@@ -84,18 +85,20 @@ def differentiable(
         backward: its `backward`.
         vmap_rule: makes the rule for `torch.func.vmap` of what is returned; without it, an op does
             without the transforms of `torch.func`.
+        op: where `call` is a function, an op of the same arguments that a node in C++ may record.
     """
     of_op = isinstance(call, torch._ops.OpOverload)
     if isinstance(call, torch._ops.OpOverload):
         torch.library.register_autograd(call, backward, setup_context=save)
     eager = _eager(name, call, save, backward)
-    has_node = _has_node(call)
+    op = call if op is None else op
+    has_node = _has_node(op)
 
     def recorded(*args: Any) -> Any:
         if plain():
             if not has_node:
                 return eager(*args)
-            return below_autocast(call, *args) if autocast_active() else call(*args)
+            return below_autocast(op, *args) if autocast_active() else op(*args)
         if of_op and not (transform_active() and vmap_rule is not None):
             return call(*args)
         return Transformed.apply(*args)

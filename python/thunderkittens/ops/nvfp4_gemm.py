@@ -274,7 +274,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_a, None, None, None, grad_bias, None, None
 
 
-_recorded = differentiable("nvfp4_gemm", _forward, _save, _backward, one_by_one)
+_recorded = differentiable("nvfp4_gemm", _forward, _save, _backward, one_by_one, _op)
 
 
 # What the op thunderkittens::nvfp4_gemm does beside the CUDA implementation.
