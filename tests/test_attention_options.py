@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import thunderkittens as tk
 from helpers.attention import (
@@ -379,23 +380,21 @@ def test_100_reruns(device, dim, value_dim, deterministic):
                 torch.testing.assert_close(x, y, atol=0.05, rtol=0.05)
 
 
-def test_deterministic_algorithms_are_followed(device, monkeypatch):
+def test_deterministic_algorithms_are_followed(device):
     """What reaches the op of the gradient, with and without torch's own switch."""
-    import sys
-
     seen = []
-    module = sys.modules["thunderkittens.ops.attention"]
-    gradient = module._gradient
 
-    def spy(*args):
-        # Trailing arguments that have their default value may be missing: here, not deterministic.
-        seen.append(bool(args[14]) if len(args) > 14 else False)
-        return gradient(*args)
+    class Spy(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func._schema.name == "thunderkittens::attention_backward":
+                # Trailing arguments that have their default value may be missing.
+                seen.append(bool(args[14]) if len(args) > 14 else False)
+            return func(*args, **(kwargs or {}))
 
-    monkeypatch.setattr(module, "_gradient", spy)
-    monkeypatch.setattr(module, "_blocked", spy)
     q, k, v = (x.requires_grad_() for x in small(device, 20, 20))
     for switch, option in ((True, None), (False, None), (False, True), (True, False)):
         torch.use_deterministic_algorithms(switch)
-        tk.attention(q, k, v, deterministic=option).sum().backward()
+        out = tk.attention(q, k, v, deterministic=option).sum()
+        with Spy():
+            out.backward()
     assert seen == [True, False, True, False]

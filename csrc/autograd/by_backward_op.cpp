@@ -1,6 +1,7 @@
 // Gradients that an op computes: the names in its schema say what it takes and gives.
 #include <ATen/Context.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "csrc/autograd/node.h"
@@ -26,6 +27,7 @@ struct Backward {
     std::vector<bool> has_gradient{};  // whether the op's result has a place among the operands
     std::vector<int> states{};         // results of the op that it also takes as arguments
     int return_state = -1;             // the argument that asks for them
+    std::vector<std::pair<int, std::string>> without{};  // edges of arguments without gradient
 };
 
 int find(const std::vector<c10::Argument>& arguments, const std::string& name) {
@@ -72,6 +74,10 @@ variable_list gradient(const Backward& backward, OpNode& node, variable_list& gr
         if (!state) gradients[i] = Tensor();
         TORCH_CHECK(!gradients[i].defined() || backward.has_gradient[i], "tk.", formula.op,
                     ": there is no gradient through a returned state; detach it");
+    }
+    for (const auto& [edge, name] : backward.without) {
+        TORCH_CHECK(!node.wanted(edge), "tk.", formula.op, ": the gradient of ", name,
+                    " is not computed");
     }
     variable_list result(formula.edge_count);
     c10::List<bool> needs;
@@ -157,6 +163,12 @@ Formula by_backward_op(const std::string& op) {
         const int i = find(schema.arguments(), behind(x.name(), "grad_"));
         TORCH_INTERNAL_ASSERT(i >= 0, op, "_backward: no argument for the result ", x.name());
         backward.edges.push_back(formula.edges[i]);
+    }
+    for (std::size_t i = 0; i < formula.edges.size(); ++i) {
+        const int edge = formula.edges[i];
+        const auto& given = backward.edges;
+        if (edge < 0 || std::find(given.begin(), given.end(), edge) != given.end()) continue;
+        backward.without.emplace_back(edge, schema.arguments()[i].name());
     }
     formula.gradient = [backward = std::move(backward)](OpNode& node, variable_list& gradients) {
         return gradient(backward, node, gradients);

@@ -1,6 +1,7 @@
 // The gradients of tk.gemm: products of transposed views, and the gradient of what an activation is
 // applied to, as in python/thunderkittens/ops/gemm.py and _gemm_backward.py.
 #include <ATen/ATen.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <utility>
 
@@ -71,16 +72,18 @@ void product_gradients(Tensor a, const Tensor& b, Tensor grad, double alpha, Wan
     }
     grad = grad.to(a.scalar_type());
     if (wanted.a) {
-        result[0] = column_by_column(a) && a.dim() == b.dim() ? product(b, grad.mT(), alpha).mT()
-                                                              : product(grad, b.mT(), alpha);
+        result[0] = column_by_column(a) && a.dim() == b.dim()
+                        ? product(b, grad.transpose(-2, -1), alpha).transpose(-2, -1)
+                        : product(grad, b.transpose(-2, -1), alpha);
     }
     if (wanted.b) {
         if (a.dim() > b.dim()) {  // one product over all rows of the batch
             a = a.flatten(0, 1);
             grad = grad.flatten(0, 1);
         }
-        result[1] =
-            column_by_column(b) ? product(grad.mT(), a, alpha).mT() : product(a.mT(), grad, alpha);
+        result[1] = column_by_column(b)
+                        ? product(grad.transpose(-2, -1), a, alpha).transpose(-2, -1)
+                        : product(a.transpose(-2, -1), grad, alpha);
     }
 }
 
@@ -105,12 +108,15 @@ Tensor preactivation_gradient(const Tensor& grad, const Tensor& z, int64_t activ
                            : at::stack({of_gates, of_values}, -1).flatten(-2);
 }
 
-// Without gradients to record, views and PyTorch's kernels skip autograd, too. Hooks that unpack
-// saved tensors do not: a checkpoint computes and records them again.
+// Without gradients to record, views and PyTorch's kernels skip autograd, too, where no dispatch
+// mode or subclass sees them: they expect what autograd makes of a call. Hooks that unpack saved
+// tensors do not skip it: a checkpoint computes and records them again.
 struct MaybeBelow {
     std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
-    MaybeBelow() {
-        if (!c10::GradMode::is_enabled() && !transform_active()) guard.emplace();
+    explicit MaybeBelow(const Tensor& grad) {
+        const bool seen = c10::impl::TorchDispatchModeTLS::any_modes_set() ||
+                          grad.key_set().has(c10::DispatchKey::Python);
+        if (!c10::GradMode::is_enabled() && !transform_active() && !seen) guard.emplace();
     }
 };
 
@@ -118,7 +124,7 @@ variable_list gemm_gradient(OpNode& node, const variable_list& gradients) {
     variable_list result(3);
     if (!gradients[0].defined()) return result;
     const Tensor a = node.saved_input(0), b = node.saved_input(1);
-    const MaybeBelow below;
+    const MaybeBelow below(gradients[0]);
     const Wanted wanted{node.wanted(0), node.wanted(1), node.wanted(2)};
     product_gradients(a, b, gradients[0], 1, wanted, result);
     return result;
@@ -127,7 +133,7 @@ variable_list gemm_gradient(OpNode& node, const variable_list& gradients) {
 variable_list fused_gradient(OpNode& node, const variable_list& gradients) {
     variable_list result(4);  // of a, b, bias and residual
     const Tensor a = node.saved_input(0), b = node.saved_input(1), z = node.saved_output(0);
-    const MaybeBelow below;
+    const MaybeBelow below(a);
     Tensor grad = gradients[0];
     const Tensor& grad_z = gradients[1];
     const int64_t activation = node.arguments[5].toInt(), gate = node.arguments[6].toInt();
@@ -150,14 +156,15 @@ Tensor grouped_product(const Tensor& a, const Tensor& b, const Tensor& offs, con
     static const c10::OperatorHandle forward = find_op("grouped_gemm_forward"),
                                      recorded = find_op("grouped_gemm");
     const bool turned = column_by_column(like);
-    torch::jit::Stack stack{turned ? b.mT() : a, turned ? a.mT() : b, offs};
+    torch::jit::Stack stack{turned ? b.transpose(-2, -1) : a, turned ? a.transpose(-2, -1) : b,
+                            offs};
     if (transform_active() || c10::GradMode::is_enabled()) {
         recorded.callBoxed(stack);
     } else {
         call_below(forward, stack);
     }
     const Tensor result = stack[0].toTensor();
-    return turned ? result.mT() : result;
+    return turned ? result.transpose(-2, -1) : result;
 }
 
 variable_list grouped_gradient(OpNode& node, const variable_list& gradients) {
@@ -165,9 +172,9 @@ variable_list grouped_gradient(OpNode& node, const variable_list& gradients) {
     const Tensor &grad = gradients[0], a = node.saved_input(0), b = node.saved_input(1),
                  offs = node.saved_input(2);
     if (!grad.defined()) return result;
-    const MaybeBelow below;
-    if (node.wanted(0)) result[0] = grouped_product(grad, b.mT(), offs, a);
-    if (node.wanted(1)) result[1] = grouped_product(a.mT(), grad, offs, b);
+    const MaybeBelow below(grad);
+    if (node.wanted(0)) result[0] = grouped_product(grad, b.transpose(-2, -1), offs, a);
+    if (node.wanted(1)) result[1] = grouped_product(a.transpose(-2, -1), grad, offs, b);
     return result;
 }
 
