@@ -312,9 +312,8 @@ struct Cluster {
 
     size_t dependency_entry() const { return static_cast<size_t>(thread_count); }
     size_t product_entry(const Block& block, size_t warp) const {
-        return clock_entries - (blocks.size() - static_cast<size_t>(block.rank)) *
-                                   blocks[0].warps.size() +
-               warp;
+        return clock_entries -
+               (blocks.size() - static_cast<size_t>(block.rank)) * blocks[0].warps.size() + warp;
     }
 };
 

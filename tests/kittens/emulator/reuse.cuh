@@ -157,10 +157,9 @@ __global__ void remote_kernel(float* out) {
     arch::fence_async_shared();
     cluster::sync();
     if (i == 0) {
-        arch::bulk_copy_to_cluster(
-            arch::map_shared_rank(shared.received.address(), uint32_t(peer)),
-            shared.values.address(), 1024,
-            arch::map_shared_rank(shared.arrived.address(), uint32_t(peer)));
+        arch::bulk_copy_to_cluster(arch::map_shared_rank(shared.received.address(), uint32_t(peer)),
+                                   shared.values.address(), 1024,
+                                   arch::map_shared_rank(shared.arrived.address(), uint32_t(peer)));
         wait_cluster(shared.arrived, 0);
         arrive_remote(shared.copied, peer);
     }
