@@ -71,6 +71,18 @@ inline void arrive_at(Barrier& b, uint32_t count, const char* what) {
     complete_phase_if_done(b);
 }
 
+// One arrival of a thread that has waited for its products stands for its warpgroup, as in CUTLASS's
+// pipelines: wgmma-groups are the warpgroup's (PTX ISA, "wgmma.commit_group").
+inline void hand_back_products(Clock& to, const Thread& t) {
+    const Cluster& m = *machine;
+    const auto warp = static_cast<size_t>(t.warp);
+    if (!m.check_order || t.products == 0) return;
+    const size_t first = m.product_entry(*t.block, warp / 4 * 4);
+    for (size_t q = 0; q < 4; ++q) {
+        to.seen[first + q] = std::max(to.seen[first + q], t.clock.seen[first + warp % 4]);
+    }
+}
+
 inline void initialize_barrier(uint32_t address, uint32_t arrivals) {
     const Place p = place_of(address);
     check_shared(p, 8, 8, "mbarrier_init");

@@ -161,10 +161,12 @@ inline void copy_to_cluster(uint32_t destination, uint32_t source, uint32_t byte
     if (b.block != to.block) fail(std::string(what) + ": data and barrier are of different blocks");
     note_async_read(from, bytes, what);
     note_copy_write(to, bytes, b, what);
-    hold_readers(*from.block, from.address, bytes, 1);
-    issue_copy(b, bytes, [=] {
+    hold_source(*from.block, from.address, bytes, 1);
+    const Thread& t = self();
+    const uint32_t reader = b.index, phase = b.completed + 1;
+    issue_copy(b, bytes, [=, &t] {
         std::memcpy(to.block->shared + to.address, from.block->shared + from.address, bytes);
-        hold_readers(*from.block, from.address, bytes, -1);
+        release_source(*from.block, from.address, bytes, t, reader, phase);
     });
 }
 
@@ -204,7 +206,7 @@ inline void carry_out(Store& s, bool also_write) {
 }
 inline void issue_store(Store store) {
     Thread& t = self();
-    for (const auto& [address, bytes] : store.source) hold_readers(*t.block, address, bytes, 1);
+    for (const auto& [address, bytes] : store.source) hold_source(*t.block, address, bytes, 1);
     if (t.stores.empty()) t.stores.emplace_back();
     t.stores.back().push_back(std::move(store));
     if (copies_at_issue()) carry_out(t.stores.back().back(), true);
@@ -283,13 +285,14 @@ inline void wait_for_stores(size_t pending, bool only_read) {
     Thread& t = self();
     if (t.stores.size() <= pending + 1) return;
     const size_t groups = t.stores.size() - 1 - pending;
+    const uint32_t now = machine->check_order ? t.now() : 0;
     for (size_t g = 0; g < groups; ++g) {
         for (Store& s : t.stores[g]) {
             carry_out(s, !only_read);
             if (s.released) continue;
             s.released = true;
             for (const auto& [address, bytes] : s.source) {
-                hold_readers(*t.block, address, bytes, -1);
+                release_source(*t.block, address, bytes, t, static_cast<size_t>(t.index), now);
             }
         }
         if (!only_read) t.stores[g].clear();

@@ -31,7 +31,8 @@ constexpr int BLOCK_REGISTERS = 65536;
 
 // What each thread, or each barrier's completed phases, is known to have done. `seen[i]` is the
 // time of i up to which its writes are visible; `fenced[i]` the same for the async proxy. One entry
-// per thread of the cluster, one per barrier, and one for the grids that this one depends on.
+// per thread of the cluster, one for the grids that this one depends on, one per barrier, and one
+// per warp: how many products it has waited for.
 struct Clock {
     std::vector<uint32_t> seen, fenced;
 
@@ -167,6 +168,7 @@ struct Warp {
     uint32_t arrived = 0, alive = 0;
     bool only_alive = false;  // lanes that have ended do not count
     uint64_t generation = 0;
+    uint32_t products_waited = 0;  // by the lane that has waited for most
     Clock arriving, published;
 };
 
@@ -179,6 +181,9 @@ struct Warpgroup {
     uint64_t acknowledged = 0;
     std::vector<uint64_t> commits;  // products before each
     std::vector<int> reallocations;
+    // Of each 16 bytes of shared memory, the number after the last product whose part in each of
+    // the four warps reads them.
+    std::vector<std::array<uint32_t, 4>> reads;
 };
 
 // Four bytes of shared memory: who wrote which of them last, and when.
@@ -190,6 +195,23 @@ struct Granule {
 };
 enum GranuleKind : uint8_t { unwritten = 0, by_thread = 1, by_copy = 2, by_small_copy = 3 };
 
+// Who has read which of four bytes since they were written: one entry of the clocks, which knows of
+// those before it, or a set.
+struct Readers {
+    uint32_t time = 0;    // of several: the number of their set
+    uint16_t reader = 0;  // entry of the clocks
+    uint8_t bytes = 0;    // mask; 0: nobody
+    bool several = false;
+};
+struct ReaderSet {
+    struct Other {
+        uint16_t reader;
+        uint32_t read;
+    };
+    std::vector<uint32_t> threads;  // of the block: time * 16 + mask
+    std::vector<Other> others;
+};
+
 struct Block {
     Cluster* cluster = nullptr;
     uint3 at{0, 0, 0};
@@ -198,7 +220,10 @@ struct Block {
     uint32_t shared_end = 0;
     std::map<const void*, uint32_t> statics;  // addresses of variables behind the dynamic memory
     std::vector<Granule> granules;
-    std::vector<uint8_t> readers;  // asynchronous, of each 16 bytes, in flight
+    std::vector<uint8_t> copies_from;  // in flight, that read each 16 bytes
+    std::vector<Readers> readers;
+    std::vector<ReaderSet> reader_sets;
+    std::vector<uint32_t> free_sets;
     std::vector<Thread> threads;
     std::vector<Warp> warps;
     std::vector<Warpgroup> warpgroups;
@@ -286,6 +311,10 @@ struct Cluster {
     bool check_order = true;
 
     size_t dependency_entry() const { return static_cast<size_t>(thread_count); }
+    size_t product_entry(const Block& block, size_t warp) const {
+        return clock_entries -
+               (blocks.size() - static_cast<size_t>(block.rank)) * blocks[0].warps.size() + warp;
+    }
 };
 
 inline constinit thread_local Cluster* machine = nullptr;
