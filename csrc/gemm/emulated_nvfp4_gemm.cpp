@@ -179,7 +179,7 @@ emulated::Result nvfp4_gemm(const emulated::Call& call) {
                         .out_dtype = out_dtype,
                         .activation = static_cast<int>(call.scalar("activation", int64_t{0})),
                         .scratch = scratch.data,
-                        .mark = new_mark(),
+                        .mark = emulated::recorded(new_mark()),
                         .schedule = choice.schedule};
     if (choice.expanding) {
         if (a.dtype == DType::bf16)

@@ -227,9 +227,10 @@ inline void store_box(const CUtensorMap* map, uint32_t source, const BoxOrigin& 
         }
     }
     note_async_read(from, bytes, what);
+    const auto conflicts = std::make_shared<GlobalConflicts>();
     for_each_piece(m, at, [&](uint32_t, uint8_t* to, uint32_t) {
         // The hardware clips columns in chunks of 16 bytes.
-        if (to) access_global(to, 16, access_of(how), what);
+        if (to) access_global(to, 16, access_of(how), what, nullptr, conflicts.get());
     });
     auto data = std::make_shared<std::vector<uint8_t>>();
     Store s;
@@ -245,6 +246,10 @@ inline void store_box(const CUtensorMap* map, uint32_t source, const BoxOrigin& 
         const std::lock_guard lock(reduction_mutex());
         for_each_piece(m, at, [&](uint32_t offset, uint8_t* to, uint32_t) {
             if (!to) return;
+            for (const auto& [place, other] : *conflicts) {
+                machine->grid->order->compare(place, other, data->data() + offset,
+                                              reinterpret_cast<uintptr_t>(to), 16, what);
+            }
             if (how == Combine::copy)
                 std::memcpy(to, data->data() + offset, 16);
             else
@@ -266,7 +271,8 @@ inline void store_range(void* destination, uint32_t source, uint32_t bytes, Comb
     const Place from = place_of(source);
     check_bulk(destination, bytes, what);
     check_shared(from, bytes, 16, what);
-    access_global(destination, bytes, access_of(how), what);
+    const auto conflicts = std::make_shared<GlobalConflicts>();
+    access_global(destination, bytes, access_of(how), what, nullptr, conflicts.get());
     note_async_read(from, bytes, what);
     auto data = std::make_shared<std::vector<uint8_t>>();
     Store s;
@@ -278,6 +284,10 @@ inline void store_range(void* destination, uint32_t source, uint32_t bytes, Comb
     s.write = [=] {
         const std::lock_guard lock(reduction_mutex());
         auto* to = static_cast<uint8_t*>(destination);
+        for (const auto& [place, other] : *conflicts) {
+            machine->grid->order->compare(place, other, data->data(),
+                                          reinterpret_cast<uintptr_t>(to), bytes, what);
+        }
         if (how == Combine::copy)
             std::memcpy(to, data->data(), bytes);
         else

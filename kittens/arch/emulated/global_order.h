@@ -32,7 +32,11 @@ struct GlobalMark {
     uint16_t thread = 0;  // in the cluster
     uint8_t bytes = 0;    // mask
     GlobalAccess how = GlobalAccess::write;
+    bool is_one_of_several = false;  // unordered writes of one value
 };
+inline bool is_write_by_copy(const GlobalMark& m) { return m.how == GlobalAccess::async_write; }
+// Of a copy: where another cluster's may come before or after.
+using GlobalConflicts = std::vector<std::pair<uintptr_t, GlobalMark>>;
 
 class GlobalOrder {
   public:
@@ -49,7 +53,7 @@ class GlobalOrder {
 
     // `value`: what a thread writes.
     void access(const void* pointer, uint32_t bytes, GlobalAccess how, const char* what,
-                const void* value = nullptr) {
+                const void* value = nullptr, GlobalConflicts* conflicts = nullptr) {
         const auto begin = reinterpret_cast<uintptr_t>(pointer);
         const auto lock = this->lock();
         Marked* in = find(begin);
@@ -61,19 +65,46 @@ class GlobalOrder {
             const uintptr_t first = std::max(a, begin), end = std::min(a + 4, begin + bytes);
             const auto mask = static_cast<uint8_t>(((1u << (end - first)) - 1) << (first - a));
             GlobalMark& m = in->mark(a);
-            if ((m.bytes & mask) != 0 && how != GlobalAccess::flag_read &&
-                !(is_atomic(how) && is_atomic(m.how)) && !knows(t, m, is_async(how))) {
+            const bool fits = (m.bytes & mask) == 0 || how == GlobalAccess::flag_read ||
+                              (is_atomic(how) && is_atomic(m.how)) || knows_any(t, m, how, a);
+            if (!fits) {
                 const auto* from = static_cast<const uint8_t*>(value);
                 const auto* there = reinterpret_cast<const uint8_t*>(first);
-                // Two writes of one value may come in any order.
-                if (from == nullptr || std::memcmp(from + (first - begin), there, end - first) != 0)
+                if (how == GlobalAccess::async_write && is_write_by_copy(m)) {
+                    // Tiles of one thread or cluster may overlap, with one value; of others it is
+                    // compared when it is there.
+                    if (conflicts && m.cluster != machine->number) conflicts->push_back({first, m});
+                } else if (from != nullptr &&
+                           std::memcmp(from + (first - begin), there, end - first) == 0) {
+                    // Two writes of one value may come in any order: it is enough to know of one.
+                    m.is_one_of_several = true;
+                    equal_[a].push_back(mine);
+                    equal_[a].back().bytes = mask;
+                    continue;
+                } else {
                     complain(t, m, how, what, in->region, first);
+                }
             }
             if (is_write(how)) {
+                if (m.is_one_of_several) equal_.erase(a);
                 m = mine;
                 m.bytes = mask;
             }
         }
+    }
+    // A copy that another cluster's has not been ordered with brings its bytes to `place`.
+    void compare(uintptr_t place, const GlobalMark& other, const uint8_t* bytes, uintptr_t first,
+                 uint32_t count, const char* what) {
+        if (locks_ || place < first || place >= first + count) return;
+        const size_t rest = std::min<size_t>(4, first + count - place);
+        if (std::memcmp(reinterpret_cast<const void*>(place), bytes + (place - first), rest) == 0) {
+            return;
+        }
+        throw Error("kittens emulator: kernel " + machine->grid->name + ": " + what + " to byte " +
+                    std::to_string(place - find(place)->begin()) + " of '" +
+                    find(place)->region.name + "' brings another value than that of " +
+                    describe_writer(other) +
+                    ": no barrier or flag (release and acquire) in between");
     }
     // The running thread has waited for its asynchronous writes.
     void finish(const void* pointer, uint32_t bytes) {
@@ -229,6 +260,14 @@ class GlobalOrder {
         return up_to(async && by_thread ? found->second->fenced : found->second->seen);
     }
 
+    bool knows_any(const Thread& t, const GlobalMark& m, GlobalAccess how, uintptr_t place) const {
+        if (knows(t, m, is_async(how))) return true;
+        if (!m.is_one_of_several || is_write(how)) return false;
+        return std::ranges::any_of(equal_.at(place), [&](const GlobalMark& other) {
+            return knows(t, other, is_async(how));
+        });
+    }
+
     std::string describe_writer(const GlobalMark& m) const {
         const dim3 n(grid_.x / cluster_.x, grid_.y / cluster_.y, grid_.z / cluster_.z);
         const unsigned rank = m.thread / unsigned(threads_), id = m.thread % unsigned(threads_);
@@ -261,13 +300,16 @@ class GlobalOrder {
     bool late_;  // loads of flags
     std::mutex mutex_;
     std::vector<Marked> regions_;
+    std::map<uintptr_t, std::vector<GlobalMark>> equal_;  // the other writes of one value
     std::map<uintptr_t, Flag> flags_;
 };
 
 inline void access_global(const void* pointer, uint32_t bytes, GlobalAccess how, const char* what,
-                          const void* value = nullptr) {
+                          const void* value = nullptr, GlobalConflicts* conflicts = nullptr) {
     check_global(pointer, bytes, is_write(how), what);
-    if (GlobalOrder* order = machine->grid->order) order->access(pointer, bytes, how, what, value);
+    if (GlobalOrder* order = machine->grid->order) {
+        order->access(pointer, bytes, how, what, value, conflicts);
+    }
 }
 // ---- fences ----
 
