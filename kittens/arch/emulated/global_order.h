@@ -1,7 +1,8 @@
-// The order of accesses to global memory that a kernel writes. Of every four bytes of the regions it
-// is known which thread wrote them last, and when; an access is legal when its thread knows of that
-// write. Within a cluster that is said by the clocks. Clusters tell each other by flags: a release
-// leaves what its thread knows at the flag's address, and whoever acquires it there learns that.
+// The order of accesses to global memory that a kernel writes. Of every four bytes of the regions
+// it is known which thread wrote them last, and when; an access is legal when its thread knows of
+// that write. Within a cluster that is said by the clocks. Clusters tell each other by flags: a
+// release leaves what its thread knows at the flag's address, and whoever acquires it there learns
+// that.
 #pragma once
 
 #include "shadow.h"

@@ -80,9 +80,8 @@ inline void add_reader(Block& block, uint32_t address, uint8_t mask, const Threa
     Readers& r = block.readers[address / 4];
     if (!r.several) {
         const bool covered = (r.bytes & ~mask) == 0;
-        if (r.bytes == 0 ||
-            (covered && reader == static_cast<size_t>(t.index) &&
-             r.time <= t.clock.seen[r.reader])) {
+        if (r.bytes == 0 || (covered && reader == static_cast<size_t>(t.index) &&
+                             r.time <= t.clock.seen[r.reader])) {
             r = {time, static_cast<uint16_t>(reader), mask, false};
             return;
         }
