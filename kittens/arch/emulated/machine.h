@@ -202,7 +202,7 @@ struct Thread {
     };
     std::vector<HeldOperand> held_operands;
 
-    // Flags in global memory: what relaxed loads have brought, until a fence; when the last one was.
+    // Flags in global memory: what relaxed loads have brought, until a fence; when the last was.
     std::shared_ptr<const Others> acquired;
     uint32_t release_fence = 0;
     std::map<const void*, int> flag_loads;  // of values that were not the last
