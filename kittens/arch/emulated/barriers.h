@@ -2,7 +2,7 @@
 // reallocation of registers, which also waits.
 #pragma once
 
-#include "shadow.h"
+#include "global_order.h"
 
 namespace kittens::inline on_cpu {
 namespace emulated {
@@ -49,8 +49,7 @@ inline void complete_phase_if_done(Barrier& b) {
         if (b.published.seen.empty()) b.published.resize(machine->clock_entries);
         b.published.seen[b.index] = b.completed;
         b.published.fenced[b.index] = b.completed;
-        std::fill(b.arriving.seen.begin(), b.arriving.seen.end(), 0u);
-        std::fill(b.arriving.fenced.begin(), b.arriving.fenced.end(), 0u);
+        b.arriving.forget();
     }
     make_ready(b.waiting);
 }

@@ -3,6 +3,7 @@
 // copies.h and products.h.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <deque>
@@ -33,8 +34,19 @@ constexpr int BLOCK_REGISTERS = 65536;
 // time of i up to which its writes are visible; `fenced[i]` the same for the async proxy. One entry
 // per thread of the cluster, one for the grids that this one depends on, one per barrier, and one
 // per warp: how many products it has waited for.
-struct Clock {
+//
+// What a cluster knows of others came through global memory (global_order.h): their threads' times
+// when they released it. `fenced_global` is `fenced` for global memory, of this cluster's threads.
+struct Snapshot {
     std::vector<uint32_t> seen, fenced;
+};
+using Others = std::map<uint32_t, std::shared_ptr<const Snapshot>>;  // by the cluster's number
+inline std::shared_ptr<const Others> united(std::shared_ptr<const Others> a,
+                                            std::shared_ptr<const Others> b);
+
+struct Clock {
+    std::vector<uint32_t> seen, fenced, fenced_global;
+    std::shared_ptr<const Others> others;
 
     void resize(size_t n) {
         seen.assign(n, 0);
@@ -43,6 +55,14 @@ struct Clock {
     void join(const Clock& other) {
         raise(seen, other.seen);
         raise(fenced, other.fenced);
+        raise(fenced_global, other.fenced_global);
+        if (other.others != others) others = united(std::move(others), other.others);
+    }
+    void forget() {
+        std::fill(seen.begin(), seen.end(), 0u);
+        std::fill(fenced.begin(), fenced.end(), 0u);
+        fenced_global.clear();
+        others = nullptr;
     }
     // Of other's entries only those of barriers.
     void join_from(const Clock& other, size_t first) {
@@ -60,9 +80,37 @@ struct Clock {
     }
 };
 
+inline std::shared_ptr<const Snapshot> united(const std::shared_ptr<const Snapshot>& a,
+                                              const std::shared_ptr<const Snapshot>& b) {
+    if (a == b) return a;
+    auto both = std::make_shared<Snapshot>(*a);
+    Clock::raise(both->seen, b->seen);
+    Clock::raise(both->fenced, b->fenced);
+    return both;
+}
+inline std::shared_ptr<const Others> united(std::shared_ptr<const Others> a,
+                                            std::shared_ptr<const Others> b) {
+    if (!a || !b || a == b) return a ? a : b;
+    const auto has_all = [](const Others& all, const Others& some) {
+        return std::ranges::all_of(some, [&](const auto& entry) {
+            const auto found = all.find(entry.first);
+            return found != all.end() && found->second == entry.second;
+        });
+    };
+    if (has_all(*a, *b)) return a;
+    if (has_all(*b, *a)) return b;
+    auto both = std::make_shared<Others>(*a);
+    for (const auto& [cluster, snapshot] : *b) {
+        auto& there = (*both)[cluster];
+        there = there ? united(there, snapshot) : snapshot;
+    }
+    return both;
+}
+
 struct Block;
 struct Cluster;
 struct Thread;
+class GlobalOrder;
 
 struct Barrier {
     Block* block;
@@ -111,7 +159,7 @@ struct Waiting {
 
 // One 16-byte-per-row operation of copying by one thread in groups: a TMA store.
 struct Store {
-    std::function<void()> read, write;
+    std::function<void()> read, write, finish;          // finish: it has been waited for
     std::vector<std::pair<uint32_t, uint32_t>> source;  // address, bytes
     bool has_read = false, has_written = false, released = false;
 };
@@ -153,6 +201,11 @@ struct Thread {
         uint64_t product;
     };
     std::vector<HeldOperand> held_operands;
+
+    // Flags in global memory: what relaxed loads have brought, until a fence; when the last was.
+    std::shared_ptr<const Others> acquired;
+    uint32_t release_fence = 0;
+    std::map<const void*, int> flag_loads;  // of values that were not the last
 
     uint32_t now() const { return clock.seen[static_cast<size_t>(index)]; }
 };
@@ -286,11 +339,13 @@ struct Grid {
     const std::function<void()>* body = nullptr;
     const Options* options = nullptr;
     RunningClusters* running = nullptr;
+    GlobalOrder* order = nullptr;  // of global memory, where it is checked
 };
 
 struct Cluster {
     const Grid* grid = nullptr;
     const Options* options = nullptr;
+    uint32_t number = 0;  // in the grid
     std::vector<Block> blocks;
     std::deque<Thread*> ready;
     Fiber host;

@@ -6,6 +6,7 @@
 #include <dlfcn.h>
 
 #include <atomic>
+#include <optional>
 #include <thread>
 #include <tuple>
 
@@ -101,6 +102,8 @@ class ClusterRun {
         m.grid = &grid;
         m.options = grid.options;
         m.check_order = grid.options->check_order;
+        m.number =
+            (at.z * (grid.grid.y / grid.cluster.y) + at.y) * (grid.grid.x / grid.cluster.x) + at.x;
         m.random.seed(grid.options->seed * 1000003u + (at.z * 65537u + at.y) * 65537u + at.x);
         m.blocks = std::vector<Block>(blocks_of(grid));
         m.thread_count = threads * static_cast<int>(m.blocks.size());
@@ -235,6 +238,11 @@ inline void run_grid(Grid grid) {
     check_launch(grid);
     RunningClusters running;
     grid.running = &running;
+    std::optional<GlobalOrder> order;
+    if (grid.options->check_order && !grid.options->regions.empty()) {
+        grid.order = &order.emplace(*grid.options, grid.grid, grid.cluster,
+                                    static_cast<int>(grid.block.x * grid.block.y * grid.block.z));
+    }
     const dim3 clusters(grid.grid.x / grid.cluster.x, grid.grid.y / grid.cluster.y,
                         grid.grid.z / grid.cluster.z);
     const uint64_t count = uint64_t(clusters.x) * clusters.y * clusters.z;
