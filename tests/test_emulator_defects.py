@@ -1,6 +1,6 @@
 """The defects that the emulator must find.
 
-The kernels of `kittens/emulator/defects.cuh` hold planted mistakes, one at a time. A mistake counts
+The kernels of `kittens/emulator/*.cuh` hold planted mistakes, one at a time. A mistake counts
 as found when it raises an error, ends in a deadlock report or gives wrong values under on_wait or
 late_mma, the two policies that every test should run. Without one, all policies must be silent.
 """
@@ -44,6 +44,7 @@ def defects(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]
     return run
 
 
+OVERWRITES = "to shared address 0x.* last read by block .* lane .*: no barrier"
 # What the message must say; None where a defect shows in the values alone.
 FOUND = {
     "missing_full_wait": "no wait for the phase",
@@ -91,6 +92,19 @@ FOUND = {
     "tile_before_segment": "begins before its segment",
     "segment_beyond_rows": "segment is not within the layout's rows",
     "wrong_segment": None,
+    "store_before_others_have_read": f"store_shared {OVERWRITES}",
+    "store_before_other_lanes_have_read": f"store_shared {OVERWRITES}",
+    "cp_async_before_others_have_read": f"cp_async {OVERWRITES}",
+    "arrival_before_other_lanes_have_read": f"bulk_load {OVERWRITES}",
+    "arrival_of_half_the_warps": f"bulk_load {OVERWRITES}",
+    "store_before_a_copy_has_read": f"store_shared {OVERWRITES}",
+    "stmatrix_before_ldmatrix": f"stmatrix {OVERWRITES}",
+    "message_taken_by_a_relaxed_arrival": f"store_cluster_shared {OVERWRITES}",
+    "store_before_the_peer_has_read": f"store_shared {OVERWRITES}",
+    "store_before_the_peer_has_copied": "still reads|last read by a copy that signals mbarrier",
+    "rows_of_another_warp": "stmatrix .* which an operation in flight .* still reads",
+    "operand_before_all_parts_are_over": "which warp 1's part of a wgmma reads: no barrier",
+    "one_part_tells_of_all": "store_shared .* which warp 1's part of a wgmma reads: no barrier",
 }
 
 

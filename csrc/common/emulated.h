@@ -40,6 +40,34 @@ struct Array {
     View view() const { return make_view(data, size, stride); }
 };
 
+// What a call has allocated and drawn: its second run has the same again, as a replayed CUDA graph
+// has. So whatever kernels leave in workspaces and flags is there when they begin anew.
+struct Recording {
+    std::vector<std::shared_ptr<void>> memory;
+    std::vector<uint64_t> numbers;
+    std::size_t next_memory = 0, next_number = 0;
+    bool replays = false;
+    bool writes_inputs = false;                  // such a call cannot be repeated
+    std::vector<std::shared_ptr<void>> written;  // by kernels
+
+    std::shared_ptr<void> memory_of(std::size_t bytes) {
+        if (replays) {
+            TK_CHECK(next_memory < memory.size(), "the emulator: a replay allocates more");
+            return memory[next_memory++];
+        }
+        memory.emplace_back(std::aligned_alloc(128, bytes), std::free);
+        if (memory.back()) std::memset(memory.back().get(), 0xff, bytes);
+        return memory.back();
+    }
+};
+inline thread_local Recording* recording = nullptr;
+inline uint64_t recorded(uint64_t fresh) {
+    if (recording == nullptr) return fresh;
+    if (recording->replays) return recording->numbers.at(recording->next_number++);
+    recording->numbers.push_back(fresh);
+    return fresh;
+}
+
 // Fresh memory is NaN in every format. Strides are packed, rows padded to a multiple of `pad`
 // elements.
 inline Array allocate(std::vector<int64_t> size, DType dtype, int64_t pad = 1) {
@@ -52,10 +80,10 @@ inline Array allocate(std::vector<int64_t> size, DType dtype, int64_t pad = 1) {
         if (i + 1 == a.size.size()) pitch = (pitch + pad - 1) / pad * pad;
     }
     const auto bytes = static_cast<std::size_t>((pitch * size_in_bytes(dtype) + 127) / 128 * 128);
-    a.owner = std::shared_ptr<void>(std::aligned_alloc(128, bytes), std::free);
+    Recording alone;
+    a.owner = (recording != nullptr ? recording : &alone)->memory_of(bytes);
     if (!a.owner) throw std::bad_alloc();
     a.data = static_cast<uint8_t*>(a.owner.get());
-    std::memset(a.data, 0xff, bytes);
     return a;
 }
 

@@ -56,10 +56,12 @@ __device__ __forceinline__ void store_global_whole(void* to, const uint4& value)
 #else
 inline int claim_global(int* counter) { return fetch_add_global(counter, 1); }
 inline void count_global(int* counter) { fetch_add_global(counter, 1); }
-inline int load_relaxed_global(const int* pointer) { return load_acquire_global(pointer); }
-inline void fence_async_global() { fence_async(); }
-inline void fence_release_gpu() { fence_gpu(); }
-inline void fence_acquire_gpu() { fence_gpu(); }
+inline int load_relaxed_global(const int* pointer) {
+    return detail::load_flag(pointer, true, "load_relaxed_global");
+}
+inline void fence_async_global() { emulated::fence_proxy_global(); }
+inline void fence_release_gpu() { emulated::fence_release(); }
+inline void fence_acquire_gpu() { emulated::fence_acquire(); }
 inline int lane_again() { return kittens::laneid(); }
 inline void store_global_whole(void* to, const uint4& value) {
     store_global(static_cast<uint4*>(to), value);

@@ -14,17 +14,14 @@ __device__ __forceinline__ uint64_t load_acquire_mark(const uint64_t* pointer) {
     asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(pointer) : "memory");
     return value;
 #else
-    emulated::check_global(pointer, sizeof(uint64_t), false, "load_acquire_mark");
-    emulated::yield_turn();
-    return __atomic_load_n(pointer, __ATOMIC_ACQUIRE);
+    return detail::load_flag(pointer, false, "load_acquire_mark");
 #endif
 }
 __device__ __forceinline__ void store_release_mark(uint64_t* pointer, uint64_t value) {
 #if defined(__CUDACC__)
     asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(pointer), "l"(value) : "memory");
 #else
-    emulated::check_global(pointer, sizeof(uint64_t), true, "store_release_mark");
-    __atomic_store_n(pointer, value, __ATOMIC_RELEASE);
+    detail::store_flag(pointer, value, "store_release_mark");
 #endif
 }
 

@@ -21,4 +21,5 @@ def run(
     seed: int = ...,
     host_threads: int = ...,
     check_order: bool = ...,
+    replay: bool = ...,
 ) -> tuple[dict[str, npt.NDArray[np.generic]], dict[str, Value]]: ...

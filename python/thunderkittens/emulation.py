@@ -66,6 +66,7 @@ class Emulation:
     sm_count: int
     host_threads: int
     check_order: bool
+    replay: bool = False
     kernels: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -86,6 +87,7 @@ def emulate(
     sm_count: int = 132,
     host_threads: int = 1,
     check_order: bool = True,
+    replay: bool = False,
 ) -> Iterator[Emulation]:
     """Ops on CPU tensors run their GPU kernels, on the emulator, until the end of the `with` block.
 
@@ -100,8 +102,10 @@ def emulate(
         sm_count: multiprocessors of the emulated device (an H200 has 132). Fewer make persistent
             kernels process several tiles per block.
         host_threads: CPU threads that clusters of blocks are spread over.
-        check_order: whether accesses to shared memory are checked for barriers and fences in
+        check_order: whether accesses to memory are checked for barriers, flags and fences in
             between; without, emulation takes about half the time.
+        replay: calls whose kernels have a workspace run twice on the same memory, as a replayed
+            CUDA graph does; results are those of the second run.
 
     Returns:
         The `Emulation`; its `kernels` lists what has run.
@@ -120,7 +124,8 @@ def emulate(
         raise RuntimeError(f"tk.emulate: {problem}")
     if policy not in POLICIES:
         raise ValueError(f"tk.emulate: policy is {policy!r}; it must be one of {POLICIES}")
-    emulation = Emulation(policy, seed, dict(config or {}), sm_count, host_threads, check_order)
+    forced = dict(config or {})
+    emulation = Emulation(policy, seed, forced, sm_count, host_threads, check_order, replay)
     token = _active.set(emulation)
     try:
         yield emulation
@@ -154,6 +159,7 @@ def run(op: str, arrays: Mapping[str, Tensor | None], **scalars: Any) -> dict[st
         seed=emulation.seed,
         host_threads=emulation.host_threads,
         check_order=emulation.check_order,
+        replay=emulation.replay,
     )
     if choice:
         emulation.kernels.append(choice)

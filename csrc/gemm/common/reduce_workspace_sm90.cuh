@@ -84,6 +84,8 @@ struct DividedSums {
 
     __device__ __forceinline__ void give(const rt_fl<16, D::most_columns>& d) const {
         float4* to = divided_part<D>(g, first_block + rank) + threadIdx.x;
+        // A thread keeps its sums where rows of other warps were, too.
+        warpgroup::sync(READY + 1 + consumer);
 #pragma unroll
         for (uint32_t i = 0; i < D::most_columns / D::unit; ++i) {
             if (int(i * D::unit) >= g.width) break;

@@ -107,7 +107,7 @@ emulated::Result run(const emulated::Call& call) {
     const int splits = choice.schedule.splits;
     choice.schedule.blocks = (choice.schedule.blocks + splits - 1) / splits * splits;
     const Array memory = emulated::allocate({scratch_bytes(choice, m, n) / 4}, DType::fp32);
-    const Scratch scratch{memory.data, new_mark()};
+    const Scratch scratch{memory.data, emulated::recorded(new_mark())};
     const View out_view = out.view(), residual_view = residual ? residual->view() : View{};
     const Epilogue epilogue{.bias = row ? row->data : nullptr,
                             .residual = residual ? residual->data : nullptr,

@@ -211,6 +211,8 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
                     // The row of the stage that was the tile's first.
                     static_assert(C.stages == 4);
                     KeptBias<C>::load(shared.bias[(ring.stage - k) % 4u], finished.values);
+                    // One arrival that hands the row's stage back stands for all warps.
+                    warpgroup::sync(READY + 1 + consumer);
                 }
             } else if (finished.any && k < finished.sent(g) * steps) {
 #pragma unroll

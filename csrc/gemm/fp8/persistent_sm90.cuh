@@ -241,7 +241,8 @@ __device__ __forceinline__ void multiply_tiles(const typename K::Globals& g,
                 for (int i = 0; i < C.stages; ++i) {
                     init_semaphore(shared.full[i], 1 + (copies_scales ? WARP_THREADS : 0));
                     const int blocks = K::fast ? g.cluster_m + g.cluster_n - 1 : 1;
-                    init_semaphore(shared.empty[i], K::consumers_of_tile * blocks);
+                    const int warps = whole || K::turns || K::fast ? 1 : WARPGROUP_WARPS;
+                    init_semaphore(shared.empty[i], K::consumers_of_tile * warps * blocks);
                     const bool there = TileScales<C>::copied && i == 0 && !g.blocks;
                     if constexpr (!K::turns) {
                         init_semaphore(shared.scales_read[i], there

@@ -89,10 +89,10 @@ __device__ __forceinline__ void consume_block_halves(const typename Types<C>::Gl
     constexpr int cols = K::product_cols;
     const Place place(g);
     const int consumer = warpgroup::groupid();
-    // One arrival stands for the warpgroup, which wgmma reads shared memory as.
-    const bool hands_back = warpgroup::warpid() == 0 && laneid() == 0;
+    // Each warp has read scales itself.
     const auto release = [&](int stage) {
-        if (hands_back) arrive(shared.empty[stage]);
+        arch::sync_warp();
+        if (laneid() == 0) arrive(shared.empty[stage]);
     };
     const int own_row = consumer * 64 + warpgroup::warpid() * 16 + laneid() / 4;
     Ring<C.stages> ring;
@@ -201,10 +201,10 @@ __device__ __forceinline__ void consume_block_tiles(const typename Types<C>::Glo
     static_assert(K::products == 1);
     constexpr int cols = K::product_cols;
     const int consumer = warpgroup::groupid();
-    // One arrival stands for the warpgroup, which wgmma reads shared memory as.
-    const bool hands_back = warpgroup::warpid() == 0 && laneid() == 0;
+    // Each warp has read scales itself.
     const auto release = [&](int stage) {
-        if (hands_back) arrive(shared.empty[stage]);
+        arch::sync_warp();
+        if (laneid() == 0) arrive(shared.empty[stage]);
     };
     const int row_in_tile = consumer * 64 + warpgroup::warpid() * 16;
     const int own_row = row_in_tile + laneid() / 4;

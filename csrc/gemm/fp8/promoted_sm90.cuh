@@ -70,10 +70,10 @@ __device__ __forceinline__ void consume_promoted(const typename Types<C>::Global
                                                  typename Types<C>::Shared& shared) {
     using K = Types<C>;
     const Place place(g);
-    // One arrival stands for the warpgroup, which wgmma reads shared memory as.
-    const bool hands_back = warpgroup::warpid() == 0 && laneid() == 0;
+    // Each warp has read scales itself.
     const auto release = [&](int stage) {
-        if (hands_back) arrive(shared.empty[stage]);
+        arch::sync_warp();
+        if (laneid() == 0) arrive(shared.empty[stage]);
     };
     const int consumer = warpgroup::groupid();
     Ring<C.stages> ring;
@@ -96,8 +96,7 @@ __device__ __forceinline__ void consume_promoted(const typename Types<C>::Global
         Epilogue<C> epilogue;
         const auto release_with_scales = [&](int which) {
             release(which);
-            if constexpr (K::fine) {  // each warp has read them itself
-                arch::sync_warp();
+            if constexpr (K::fine) {
                 if (laneid() == 0) arrive(shared.scales_read[which]);
             }
         };

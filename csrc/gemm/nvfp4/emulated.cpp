@@ -180,7 +180,7 @@ emulated::Result nvfp4_gemm(const emulated::Call& call) {
                         .out_dtype = out_dtype,
                         .activation = static_cast<int>(call.scalar("activation", int64_t{0})),
                         .scratch = scratch.data,
-                        .mark = gemm::new_mark(),
+                         .mark = emulated::recorded(gemm::new_mark()),
                         .schedule = choice.schedule};
     if (choice.expanding) {
         if (a.dtype == DType::bf16)

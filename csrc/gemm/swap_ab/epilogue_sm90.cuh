@@ -80,7 +80,7 @@ struct Finish {
             rows(g, tile, scale, bias, pass * K::pass, passes * K::pass, sums);
             if (g.splits > 1) {
                 arch::sync_warp();
-                if (laneid() < g.splits) arrive_remote_relaxed(shared.read, laneid());
+                if (laneid() < g.splits) arrive_remote(shared.read, laneid());
             }
             ++round;
         }

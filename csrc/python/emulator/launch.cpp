@@ -25,6 +25,13 @@ Launch::Launch(const std::string& kernel)
 Launch::~Launch() = default;
 void Launch::may_read(const char* name, const Array& a) { add(name, a, false); }
 void Launch::may_read_early(const char* name, const Array& a) { add(name, a, false, true); }
-void Launch::may_write(const char* name, const Array& a) { add(name, a, true); }
+void Launch::may_write(const char* name, const Array& a) {
+    add(name, a, true);
+    if (recording == nullptr || a.data == nullptr) return;
+    if (a.owner)
+        recording->written.push_back(a.owner);
+    else
+        recording->writes_inputs = true;
+}
 
 }  // namespace thunderkittens::emulated

@@ -2,7 +2,7 @@
 // reallocation of registers, which also waits.
 #pragma once
 
-#include "shadow.h"
+#include "global_order.h"
 
 namespace kittens::inline on_cpu {
 namespace emulated {
@@ -49,8 +49,7 @@ inline void complete_phase_if_done(Barrier& b) {
         if (b.published.seen.empty()) b.published.resize(machine->clock_entries);
         b.published.seen[b.index] = b.completed;
         b.published.fenced[b.index] = b.completed;
-        std::fill(b.arriving.seen.begin(), b.arriving.seen.end(), 0u);
-        std::fill(b.arriving.fenced.begin(), b.arriving.fenced.end(), 0u);
+        b.arriving.forget();
     }
     make_ready(b.waiting);
 }
@@ -69,6 +68,18 @@ inline void arrive_at(Barrier& b, uint32_t count, const char* what) {
     }
     b.pending -= count;
     complete_phase_if_done(b);
+}
+
+// One arrival of a thread that has waited for its products stands for its warpgroup, as in CUTLASS's
+// pipelines: wgmma-groups are the warpgroup's (PTX ISA, "wgmma.commit_group").
+inline void hand_back_products(Clock& to, const Thread& t) {
+    const Cluster& m = *machine;
+    const auto warp = static_cast<size_t>(t.warp);
+    if (!m.check_order || t.products == 0) return;
+    const size_t first = m.product_entry(*t.block, warp / 4 * 4);
+    for (size_t q = 0; q < 4; ++q) {
+        to.seen[first + q] = std::max(to.seen[first + q], t.clock.seen[first + warp % 4]);
+    }
 }
 
 inline void initialize_barrier(uint32_t address, uint32_t arrivals) {

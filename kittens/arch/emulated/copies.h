@@ -100,7 +100,7 @@ inline void load_box_into(Block& block, uint32_t destination, const TensorMap& m
     note_copy_write(place, bytes, barrier, what);
     if (!machine->options->regions.empty() || machine->grid->dependent) {
         for_each_piece(m, at, [&](uint32_t, uint8_t* from, uint32_t n) {
-            if (from) check_global(from, n, false, what);
+            if (from) access_global(from, n, GlobalAccess::async_read, what);
         });
     }
     issue_copy(barrier, bytes, [&block, destination, m, at] {
@@ -145,7 +145,7 @@ inline void load_range(uint32_t destination, const void* source, uint32_t bytes,
     const Place place = place_of(destination);
     check_bulk(source, bytes, what);
     check_shared(place, bytes, 16, what);
-    check_global(source, bytes, false, what);
+    access_global(source, bytes, GlobalAccess::async_read, what);
     Barrier& b = barrier_of_copy(barrier, what);
     note_copy_write(place, bytes, b, what);
     issue_copy(b, bytes, [=] { std::memcpy(place.block->shared + place.address, source, bytes); });
@@ -161,10 +161,12 @@ inline void copy_to_cluster(uint32_t destination, uint32_t source, uint32_t byte
     if (b.block != to.block) fail(std::string(what) + ": data and barrier are of different blocks");
     note_async_read(from, bytes, what);
     note_copy_write(to, bytes, b, what);
-    hold_readers(*from.block, from.address, bytes, 1);
-    issue_copy(b, bytes, [=] {
+    hold_source(*from.block, from.address, bytes, 1);
+    const Thread& t = self();
+    const uint32_t reader = b.index, phase = b.completed + 1;
+    issue_copy(b, bytes, [=, &t] {
         std::memcpy(to.block->shared + to.address, from.block->shared + from.address, bytes);
-        hold_readers(*from.block, from.address, bytes, -1);
+        release_source(*from.block, from.address, bytes, t, reader, phase);
     });
 }
 
@@ -198,13 +200,16 @@ inline void combine(CUtensorMapDataType type, Combine how, uint8_t* to, const ui
     if (type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16) apply(__half{});
 }
 
+inline GlobalAccess access_of(Combine how) {
+    return how == Combine::copy ? GlobalAccess::async_write : GlobalAccess::async_add;
+}
 inline void carry_out(Store& s, bool also_write) {
     if (!s.has_read) s.read(), s.has_read = true;
     if (also_write && !s.has_written) s.write(), s.has_written = true;
 }
 inline void issue_store(Store store) {
     Thread& t = self();
-    for (const auto& [address, bytes] : store.source) hold_readers(*t.block, address, bytes, 1);
+    for (const auto& [address, bytes] : store.source) hold_source(*t.block, address, bytes, 1);
     if (t.stores.empty()) t.stores.emplace_back();
     t.stores.back().push_back(std::move(store));
     if (copies_at_issue()) carry_out(t.stores.back().back(), true);
@@ -222,9 +227,10 @@ inline void store_box(const CUtensorMap* map, uint32_t source, const BoxOrigin& 
         }
     }
     note_async_read(from, bytes, what);
+    const auto conflicts = std::make_shared<GlobalConflicts>();
     for_each_piece(m, at, [&](uint32_t, uint8_t* to, uint32_t) {
         // The hardware clips columns in chunks of 16 bytes.
-        if (to) check_global(to, 16, true, what);
+        if (to) access_global(to, 16, access_of(how), what, nullptr, conflicts.get());
     });
     auto data = std::make_shared<std::vector<uint8_t>>();
     Store s;
@@ -240,6 +246,10 @@ inline void store_box(const CUtensorMap* map, uint32_t source, const BoxOrigin& 
         const std::lock_guard lock(reduction_mutex());
         for_each_piece(m, at, [&](uint32_t offset, uint8_t* to, uint32_t) {
             if (!to) return;
+            for (const auto& [place, other] : *conflicts) {
+                machine->grid->order->compare(place, other, data->data() + offset,
+                                              reinterpret_cast<uintptr_t>(to), 16, what);
+            }
             if (how == Combine::copy)
                 std::memcpy(to, data->data() + offset, 16);
             else
@@ -247,6 +257,13 @@ inline void store_box(const CUtensorMap* map, uint32_t source, const BoxOrigin& 
         });
         data->clear();
     };
+    if (GlobalOrder* order = machine->grid->order) {
+        s.finish = [=] {
+            for_each_piece(m, at, [&](uint32_t, uint8_t* to, uint32_t) {
+                if (to) order->finish(to, 16);
+            });
+        };
+    }
     issue_store(std::move(s));
 }
 inline void store_range(void* destination, uint32_t source, uint32_t bytes, Combine how) {
@@ -254,7 +271,8 @@ inline void store_range(void* destination, uint32_t source, uint32_t bytes, Comb
     const Place from = place_of(source);
     check_bulk(destination, bytes, what);
     check_shared(from, bytes, 16, what);
-    check_global(destination, bytes, true, what);
+    const auto conflicts = std::make_shared<GlobalConflicts>();
+    access_global(destination, bytes, access_of(how), what, nullptr, conflicts.get());
     note_async_read(from, bytes, what);
     auto data = std::make_shared<std::vector<uint8_t>>();
     Store s;
@@ -266,12 +284,19 @@ inline void store_range(void* destination, uint32_t source, uint32_t bytes, Comb
     s.write = [=] {
         const std::lock_guard lock(reduction_mutex());
         auto* to = static_cast<uint8_t*>(destination);
+        for (const auto& [place, other] : *conflicts) {
+            machine->grid->order->compare(place, other, data->data(),
+                                          reinterpret_cast<uintptr_t>(to), bytes, what);
+        }
         if (how == Combine::copy)
             std::memcpy(to, data->data(), bytes);
         else
             combine(CU_TENSOR_MAP_DATA_TYPE_FLOAT32, how, to, data->data(), bytes);
         data->clear();
     };
+    if (GlobalOrder* order = machine->grid->order) {
+        s.finish = [=] { order->finish(destination, bytes); };
+    }
     issue_store(std::move(s));
 }
 inline void commit_stores() {
@@ -283,16 +308,21 @@ inline void wait_for_stores(size_t pending, bool only_read) {
     Thread& t = self();
     if (t.stores.size() <= pending + 1) return;
     const size_t groups = t.stores.size() - 1 - pending;
+    const uint32_t now = machine->check_order ? t.now() : 0;
     for (size_t g = 0; g < groups; ++g) {
         for (Store& s : t.stores[g]) {
             carry_out(s, !only_read);
             if (s.released) continue;
             s.released = true;
             for (const auto& [address, bytes] : s.source) {
-                hold_readers(*t.block, address, bytes, -1);
+                release_source(*t.block, address, bytes, t, static_cast<size_t>(t.index), now);
             }
         }
-        if (!only_read) t.stores[g].clear();
+        if (only_read) continue;
+        for (const Store& s : t.stores[g]) {
+            if (s.finish) s.finish();
+        }
+        t.stores[g].clear();
     }
 }
 inline void complete_any_store(std::mt19937_64& random) {
@@ -338,7 +368,7 @@ inline void issue_small_copy(uint32_t destination, const void* source, uint32_t 
             fail("cp_async from global address " + hex(reinterpret_cast<uintptr_t>(source)) +
                  ", which is not a multiple of " + std::to_string(bytes) + " bytes");
         }
-        check_global(source, static_cast<uint64_t>(read_bytes), false, "cp_async");
+        access_global(source, static_cast<uint32_t>(read_bytes), GlobalAccess::read, "cp_async");
     }
     note_write(p, bytes, "cp_async");
     mark_small_copy(p, bytes, {~0u, static_cast<uint16_t>(t.index), 0, by_small_copy});

@@ -39,9 +39,16 @@ inline void load_matrices(uint32_t (&out)[4], uint32_t address) {
         // Each lane reads parts of the rows of eight lanes; rows that were written at once are
         // checked once.
         emulated::Granule last{};
-        for (const emulated::Lane& l : w.lanes) {
-            emulated::for_each_granule(l.words[0], 16, [&](uint32_t a, uint8_t mask) {
-                const emulated::Granule& g = w.threads[0]->block->granules[a / 4];
+        emulated::Block& block = *w.threads[0]->block;
+        for (size_t row = 0; row < 32; ++row) {
+            const uint32_t address = w.lanes[row].words[0];
+            emulated::for_each_granule(address, 16, [&](uint32_t a, uint8_t mask) {
+                // Transposed, two lanes read a pair; the first stands for both.
+                const size_t pair = (a - address) / 4, r = row % 8;
+                const emulated::Thread& reader =
+                    *w.threads[TRANSPOSED ? 8 * pair + r / 2 : 4 * r + pair];
+                emulated::add_reader(block, a, mask, reader, size_t(reader.index), reader.now());
+                const emulated::Granule& g = block.granules[a / 4];
                 if (g.kind == last.kind && g.writer == last.writer && g.time == last.time) return;
                 last = g;
                 for (const emulated::Thread* t : w.threads) {
@@ -88,6 +95,7 @@ inline void store_matrices(uint32_t address, const uint32_t (&in)[4]) {
                 // Transposed, two lanes write a pair; the first stands for both.
                 const int l = TRANSPOSED ? 8 * int(pair) + r / 2 : 4 * r + int(pair);
                 const emulated::Thread& t = *w.threads[size_t(l)];
+                emulated::check_readers(t, block, address + 4 * pair, 15, "stmatrix");
                 g = {t.now(), uint16_t(t.index), 15, emulated::by_thread};
             }
         }

@@ -3,6 +3,7 @@
 // copies.h and products.h.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <deque>
@@ -31,9 +32,21 @@ constexpr int BLOCK_REGISTERS = 65536;
 
 // What each thread, or each barrier's completed phases, is known to have done. `seen[i]` is the
 // time of i up to which its writes are visible; `fenced[i]` the same for the async proxy. One entry
-// per thread of the cluster, one per barrier, and one for the grids that this one depends on.
-struct Clock {
+// per thread of the cluster, one for the grids that this one depends on, one per barrier, and one
+// per warp: how many products it has waited for.
+//
+// What a cluster knows of others came through global memory (global_order.h): their threads' times
+// when they released it. `fenced_global` is `fenced` for global memory, of this cluster's threads.
+struct Snapshot {
     std::vector<uint32_t> seen, fenced;
+};
+using Others = std::map<uint32_t, std::shared_ptr<const Snapshot>>;  // by the cluster's number
+inline std::shared_ptr<const Others> united(std::shared_ptr<const Others> a,
+                                            std::shared_ptr<const Others> b);
+
+struct Clock {
+    std::vector<uint32_t> seen, fenced, fenced_global;
+    std::shared_ptr<const Others> others;
 
     void resize(size_t n) {
         seen.assign(n, 0);
@@ -42,6 +55,14 @@ struct Clock {
     void join(const Clock& other) {
         raise(seen, other.seen);
         raise(fenced, other.fenced);
+        raise(fenced_global, other.fenced_global);
+        if (other.others != others) others = united(std::move(others), other.others);
+    }
+    void forget() {
+        std::fill(seen.begin(), seen.end(), 0u);
+        std::fill(fenced.begin(), fenced.end(), 0u);
+        fenced_global.clear();
+        others = nullptr;
     }
     // Of other's entries only those of barriers.
     void join_from(const Clock& other, size_t first) {
@@ -59,9 +80,37 @@ struct Clock {
     }
 };
 
+inline std::shared_ptr<const Snapshot> united(const std::shared_ptr<const Snapshot>& a,
+                                              const std::shared_ptr<const Snapshot>& b) {
+    if (a == b) return a;
+    auto both = std::make_shared<Snapshot>(*a);
+    Clock::raise(both->seen, b->seen);
+    Clock::raise(both->fenced, b->fenced);
+    return both;
+}
+inline std::shared_ptr<const Others> united(std::shared_ptr<const Others> a,
+                                            std::shared_ptr<const Others> b) {
+    if (!a || !b || a == b) return a ? a : b;
+    const auto has_all = [](const Others& all, const Others& some) {
+        return std::ranges::all_of(some, [&](const auto& entry) {
+            const auto found = all.find(entry.first);
+            return found != all.end() && found->second == entry.second;
+        });
+    };
+    if (has_all(*a, *b)) return a;
+    if (has_all(*b, *a)) return b;
+    auto both = std::make_shared<Others>(*a);
+    for (const auto& [cluster, snapshot] : *b) {
+        auto& there = (*both)[cluster];
+        there = there ? united(there, snapshot) : snapshot;
+    }
+    return both;
+}
+
 struct Block;
 struct Cluster;
 struct Thread;
+class GlobalOrder;
 
 struct Barrier {
     Block* block;
@@ -110,7 +159,7 @@ struct Waiting {
 
 // One 16-byte-per-row operation of copying by one thread in groups: a TMA store.
 struct Store {
-    std::function<void()> read, write;
+    std::function<void()> read, write, finish;          // finish: it has been waited for
     std::vector<std::pair<uint32_t, uint32_t>> source;  // address, bytes
     bool has_read = false, has_written = false, released = false;
 };
@@ -153,6 +202,11 @@ struct Thread {
     };
     std::vector<HeldOperand> held_operands;
 
+    // Flags in global memory: what relaxed loads have brought, until a fence; when the last was.
+    std::shared_ptr<const Others> acquired;
+    uint32_t release_fence = 0;
+    std::map<const void*, int> flag_loads;  // of values that were not the last
+
     uint32_t now() const { return clock.seen[static_cast<size_t>(index)]; }
 };
 
@@ -167,6 +221,7 @@ struct Warp {
     uint32_t arrived = 0, alive = 0;
     bool only_alive = false;  // lanes that have ended do not count
     uint64_t generation = 0;
+    uint32_t products_waited = 0;  // by the lane that has waited for most
     Clock arriving, published;
 };
 
@@ -179,6 +234,9 @@ struct Warpgroup {
     uint64_t acknowledged = 0;
     std::vector<uint64_t> commits;  // products before each
     std::vector<int> reallocations;
+    // Of each 16 bytes of shared memory, the number after the last product whose part in each of
+    // the four warps reads them.
+    std::vector<std::array<uint32_t, 4>> reads;
 };
 
 // Four bytes of shared memory: who wrote which of them last, and when.
@@ -190,6 +248,23 @@ struct Granule {
 };
 enum GranuleKind : uint8_t { unwritten = 0, by_thread = 1, by_copy = 2, by_small_copy = 3 };
 
+// Who has read which of four bytes since they were written: one entry of the clocks, which knows of
+// those before it, or a set.
+struct Readers {
+    uint32_t time = 0;    // of several: the number of their set
+    uint16_t reader = 0;  // entry of the clocks
+    uint8_t bytes = 0;    // mask; 0: nobody
+    bool several = false;
+};
+struct ReaderSet {
+    struct Other {
+        uint16_t reader;
+        uint32_t read;
+    };
+    std::vector<uint32_t> threads;  // of the block: time * 16 + mask
+    std::vector<Other> others;
+};
+
 struct Block {
     Cluster* cluster = nullptr;
     uint3 at{0, 0, 0};
@@ -198,7 +273,10 @@ struct Block {
     uint32_t shared_end = 0;
     std::map<const void*, uint32_t> statics;  // addresses of variables behind the dynamic memory
     std::vector<Granule> granules;
-    std::vector<uint8_t> readers;  // asynchronous, of each 16 bytes, in flight
+    std::vector<uint8_t> copies_from;  // in flight, that read each 16 bytes
+    std::vector<Readers> readers;
+    std::vector<ReaderSet> reader_sets;
+    std::vector<uint32_t> free_sets;
     std::vector<Thread> threads;
     std::vector<Warp> warps;
     std::vector<Warpgroup> warpgroups;
@@ -261,11 +339,13 @@ struct Grid {
     const std::function<void()>* body = nullptr;
     const Options* options = nullptr;
     RunningClusters* running = nullptr;
+    GlobalOrder* order = nullptr;  // of global memory, where it is checked
 };
 
 struct Cluster {
     const Grid* grid = nullptr;
     const Options* options = nullptr;
+    uint32_t number = 0;  // in the grid
     std::vector<Block> blocks;
     std::deque<Thread*> ready;
     Fiber host;
@@ -286,6 +366,10 @@ struct Cluster {
     bool check_order = true;
 
     size_t dependency_entry() const { return static_cast<size_t>(thread_count); }
+    size_t product_entry(const Block& block, size_t warp) const {
+        return clock_entries -
+               (blocks.size() - static_cast<size_t>(block.rank)) * blocks[0].warps.size() + warp;
+    }
 };
 
 inline constinit thread_local Cluster* machine = nullptr;

@@ -22,6 +22,7 @@ inline void mbarrier_init_fence() { emulated::fence_initialized_barriers(); }
 inline void mbarrier_arrive(uint32_t barrier, uint32_t count = 1) {
     emulated::Barrier& b = emulated::barrier_at(barrier, "mbarrier_arrive");
     emulated::release_to(b.arriving, emulated::self());
+    emulated::hand_back_products(b.arriving, emulated::self());
     emulated::arrive_at(b, count, "mbarrier_arrive");
 }
 inline void mbarrier_arrive_remote(uint32_t barrier, uint32_t rank, uint32_t count = 1) {
@@ -35,11 +36,13 @@ inline void mbarrier_arrive_remote_relaxed(uint32_t barrier, uint32_t rank, uint
     if (emulated::machine->check_order) {
         b.arriving.join_from(t.clock, emulated::machine->dependency_entry());
     }
+    emulated::hand_back_products(b.arriving, t);
     emulated::arrive_at(b, count, "mbarrier_arrive");
 }
 inline void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
     emulated::Barrier& b = emulated::barrier_at(barrier, "mbarrier_arrive_expect");
     emulated::release_to(b.arriving, emulated::self());
+    emulated::hand_back_products(b.arriving, emulated::self());
     // Expects first, so that the arrival cannot complete the phase in between.
     b.bytes += bytes;
     emulated::arrive_at(b, 1, "mbarrier_arrive_expect");

@@ -31,7 +31,6 @@ struct Product {
     int issued = 0;
     std::shared_ptr<Accumulator> accumulator;
     std::vector<std::array<uint32_t, 4>> a_registers;
-    std::vector<std::pair<uint32_t, uint32_t>> held;  // shared memory that it reads
 };
 
 // ---- operands in shared memory ----
@@ -77,20 +76,22 @@ inline void for_each_chunk(uint64_t descriptor, int outer, bool transposed, int 
     }
 }
 
-// The distinct last writes of what a product reads, checked for every thread that issues it.
-inline void check_operand(Warpgroup& group, Product& p, uint64_t descriptor, int outer,
-                          bool transposed, Element type, const char* what) {
+// The distinct last writes of what a product reads, checked for every thread that issues it. Each
+// warp's part reads its own 16 rows of A, and all of B.
+inline void check_operand(Warpgroup& group, uint64_t number, uint64_t descriptor, int outer,
+                          bool transposed, Element type, bool is_a, const char* what) {
     Block& block = *self().block;
+    if (group.reads.empty()) group.reads.resize(block.copies_from.size());
+    const auto mark = static_cast<uint32_t>(number + 1);
     Granule last{};
-    uint32_t lowest = ~0u, highest = 0;
-    for_each_chunk(descriptor, outer, transposed, bytes_of(type), [&](uint32_t a, int, int) {
+    for_each_chunk(descriptor, outer, transposed, bytes_of(type), [&](uint32_t a, int row, int) {
         const Place place{&block, a};
         check_shared(place, 16, 16, what);
-        lowest = std::min(lowest, a);
-        highest = std::max(highest, a + 16);
-        p.held.emplace_back(a, 16);
-        if (block.readers[a / 16] == 255) fail("more than 255 operations read shared memory");
-        ++block.readers[a / 16];
+        auto& reads = group.reads[a / 16];
+        if (is_a)
+            reads[static_cast<size_t>(row / 16)] = mark;
+        else
+            reads.fill(mark);
         if (!machine->check_order) return;
         for (uint32_t i = 0; i < 16; i += 4) {
             const Granule& g = block.granules[(a + i) / 4];
@@ -249,9 +250,11 @@ inline void issue_product(const ProductShape& shape, uint32_t* d, const uint32_t
     }
     if (++p.issued < 128) return;
     if (!shape.a_in_registers) {
-        check_operand(group, p, a_descriptor, 64, shape.transpose_a, shape.a, "wgmma reading A");
+        check_operand(group, number, a_descriptor, 64, shape.transpose_a, shape.a, true,
+                      "wgmma reading A");
     }
-    check_operand(group, p, b_descriptor, shape.n, shape.transpose_b, shape.b, "wgmma reading B");
+    check_operand(group, number, b_descriptor, shape.n, shape.transpose_b, shape.b, false,
+                  "wgmma reading B");
     if (machine->options->policy == Policy::eager) {
         while (execute_next_product(group)) {
         }
@@ -306,12 +309,15 @@ inline void wait_for_products(uint64_t pending) {
         give_registers(*f.accumulator, lane);
         return true;
     });
-    while (group.acknowledged < until) {
-        Product& p = *group.products[group.acknowledged - group.first];
-        for (const auto& [address, bytes] : p.held) hold_readers(*t.block, address, bytes, -1);
-        p.held.clear();
-        ++group.acknowledged;
+    // This warp's part is over; of the others' it is not known.
+    const auto over = static_cast<uint32_t>(until);
+    Warp& warp = warp_of(t);
+    warp.products_waited = std::max(warp.products_waited, over);
+    if (machine->check_order) {
+        uint32_t& known = t.clock.seen[machine->product_entry(*t.block, size_t(t.warp))];
+        known = std::max(known, over);
     }
+    group.acknowledged = std::max(group.acknowledged, until);
     while (!group.products.empty() && group.first < group.acknowledged &&
            group.first < group.executed) {
         group.products.pop_front();

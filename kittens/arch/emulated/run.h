@@ -6,6 +6,7 @@
 #include <dlfcn.h>
 
 #include <atomic>
+#include <optional>
 #include <thread>
 #include <tuple>
 
@@ -101,10 +102,13 @@ class ClusterRun {
         m.grid = &grid;
         m.options = grid.options;
         m.check_order = grid.options->check_order;
+        m.number =
+            (at.z * (grid.grid.y / grid.cluster.y) + at.y) * (grid.grid.x / grid.cluster.x) + at.x;
         m.random.seed(grid.options->seed * 1000003u + (at.z * 65537u + at.y) * 65537u + at.x);
         m.blocks = std::vector<Block>(blocks_of(grid));
         m.thread_count = threads * static_cast<int>(m.blocks.size());
-        m.clock_entries = m.dependency_entry() + 1 + m.blocks.size() * MAX_BARRIERS;
+        const auto warps = static_cast<size_t>((threads + 31) / 32);
+        m.clock_entries = m.dependency_entry() + 1 + m.blocks.size() * (MAX_BARRIERS + warps);
         m.barrier_of_entry.resize(m.clock_entries);
         m.cluster_arrivals.resize(static_cast<size_t>(m.thread_count));
         for (size_t i = 0; i < m.blocks.size(); ++i) {
@@ -158,7 +162,8 @@ class ClusterRun {
         const uint32_t room = block.shared_end + MAX_STATIC_SHARED;
         std::memset(shared, 0xff, room);  // NaN in every format
         block.granules.resize(room / 4 + 1);
-        block.readers.resize(room / 16 + 1);
+        block.copies_from.resize(room / 16 + 1);
+        block.readers.resize(room / 4 + 1);
         block.threads = std::vector<Thread>(count);
         block.warps = std::vector<Warp>((count + 31) / 32);
         block.warpgroups = std::vector<Warpgroup>((count + 127) / 128);
@@ -233,6 +238,11 @@ inline void run_grid(Grid grid) {
     check_launch(grid);
     RunningClusters running;
     grid.running = &running;
+    std::optional<GlobalOrder> order;
+    if (grid.options->check_order && !grid.options->regions.empty()) {
+        grid.order = &order.emplace(*grid.options, grid.grid, grid.cluster,
+                                    static_cast<int>(grid.block.x * grid.block.y * grid.block.z));
+    }
     const dim3 clusters(grid.grid.x / grid.cluster.x, grid.grid.y / grid.cluster.y,
                         grid.grid.z / grid.cluster.z);
     const uint64_t count = uint64_t(clusters.x) * clusters.y * clusters.z;

@@ -1,19 +1,15 @@
 // Addresses, bounds, and the order of accesses to shared memory. Of every four bytes it is known
-// who wrote them last, and when; an access is legal when its thread knows of that write: through a
-// barrier, a fence, the phase that a copy completed. The async proxy (TMA, wgmma) sees writes of
+// who wrote them last, and when, and who has read them since (readers.h); an access is legal when
+// its thread knows of that write, and a write when it knows of those reads too: through a barrier, a
+// fence, the phase that a copy completed. The async proxy (TMA, wgmma) sees writes of
 // threads only through a proxy fence. So a missing wait, fence or release is found in every order
 // of execution, not only in those that give a wrong value.
 #pragma once
 
-#include "scheduler.h"
+#include "readers.h"
 
 namespace kittens::inline on_cpu {
 namespace emulated {
-
-struct Place {
-    Block* block;
-    uint32_t address;
-};
 
 // The block and address behind a shared address, which may lie in the cluster's window.
 inline Place place_of(uint32_t address) {
@@ -83,19 +79,6 @@ inline void check_global(const void* pointer, uint64_t bytes, bool writes, const
 
 // ---- order ----
 
-inline std::string describe_writer(const Granule& g) {
-    const Cluster& m = *machine;
-    if (g.writer >= static_cast<size_t>(m.thread_count)) {
-        const Barrier* b = m.barrier_of_entry[g.writer];
-        return "a copy that signals " + describe(*b);
-    }
-    const size_t per_block = m.blocks[0].threads.size();
-    return describe(m.blocks[g.writer / per_block].threads[g.writer % per_block]);
-}
-inline uint8_t mask_of(uint32_t address, uint32_t bytes) {
-    return static_cast<uint8_t>(((1u << (bytes < 4 ? bytes : 4)) - 1) << (address % 4));
-}
-
 // Whether `t` knows of the last write to these bytes; through the async proxy if `async`.
 inline void check_visible(const Thread& t, const Granule& g, uint32_t address, uint8_t bytes,
                           bool async, const char* what) {
@@ -104,43 +87,19 @@ inline void check_visible(const Thread& t, const Granule& g, uint32_t address, u
     if (g.time <= known[g.writer]) return;
     const std::string where = std::string(what) + " of shared address " + hex(address);
     if (g.kind == by_copy) {
-        fail(where + ", which " + describe_writer(g) +
+        fail(where + ", which " + describe_entry(g.writer) +
              " writes: no wait for the phase that it completes");
     }
     if (g.kind == by_small_copy) {
-        fail(where + ", which a cp.async of " + describe_writer(g) +
+        fail(where + ", which a cp.async of " + describe_entry(g.writer) +
              " writes: no cp_async_wait and barrier in between");
     }
     if (g.time <= t.clock.seen[g.writer]) {
-        fail(where + " by the async proxy, last written by " + describe_writer(g) +
+        fail(where + " by the async proxy, last written by " + describe_entry(g.writer) +
              ": no fence.proxy.async (fence_async_shared) in between");
     }
-    fail(where + ", last written by " + describe_writer(g) +
+    fail(where + ", last written by " + describe_entry(g.writer) +
          ": no barrier (release and acquire) in between");
-}
-
-template <class F>
-inline void for_each_granule(uint32_t address, uint32_t bytes, F f) {
-    for (uint32_t a = address & ~3u; a < address + bytes; a += 4) {
-        const uint32_t first = a < address ? address : a;
-        const uint32_t end = a + 4 < address + bytes ? a + 4 : address + bytes;
-        f(a, mask_of(first, end - first));
-    }
-}
-
-inline void check_not_being_read(const Place& p, uint32_t bytes, const char* what) {
-    for (uint32_t a = p.address & ~15u; a < p.address + bytes; a += 16) {
-        if (p.block->readers[a / 16] != 0) {
-            fail(std::string(what) + " to shared address " + hex(a) + " of block " +
-                 describe(p.block->at) +
-                 ", which an operation in flight (TMA store or wgmma) still reads: no wait for it");
-        }
-    }
-}
-inline void hold_readers(Block& block, uint32_t address, uint32_t bytes, int change) {
-    for (uint32_t a = address & ~15u; a < address + bytes; a += 16) {
-        block.readers[a / 16] = static_cast<uint8_t>(block.readers[a / 16] + change);
-    }
 }
 
 inline void note_read(const Place& p, uint32_t bytes, const char* what) {
@@ -148,6 +107,7 @@ inline void note_read(const Place& p, uint32_t bytes, const char* what) {
     const Thread& t = self();
     for_each_granule(p.address, bytes, [&](uint32_t a, uint8_t mask) {
         check_visible(t, p.block->granules[a / 4], a, mask, false, what);
+        add_reader(*p.block, a, mask, t, static_cast<size_t>(t.index), t.now());
     });
 }
 inline void note_write(const Place& p, uint32_t bytes, const char* what) {
@@ -157,6 +117,7 @@ inline void note_write(const Place& p, uint32_t bytes, const char* what) {
     for_each_granule(p.address, bytes, [&](uint32_t a, uint8_t mask) {
         Granule& g = p.block->granules[a / 4];
         if (g.kind == by_copy) check_visible(t, g, a, mask, false, what);
+        check_readers(t, *p.block, a, mask, what);
         g = {t.now(), static_cast<uint16_t>(t.index), mask, by_thread};
     });
 }
@@ -172,6 +133,7 @@ inline void note_copy_write(const Place& p, uint32_t bytes, const Barrier& barri
         const bool same =
             g.kind == by_copy && g.writer == barrier.index && g.time == barrier.completed + 1;
         if (!same && g.kind == by_copy) check_visible(t, g, a, mask, true, what);
+        check_readers(t, *p.block, a, mask, what);
         g = {barrier.completed + 1, static_cast<uint16_t>(barrier.index), mask, by_copy};
     });
 }

@@ -1,7 +1,8 @@
-// Runs the kernels of defects.cuh on the emulator:
+// Runs the kernels of defects.cuh and reuse.cuh on the emulator:
 //   defects <defect> <policy> <seeds>    one line per seed: "right", "wrong values" or the error
 //   defects                              the names of the defects, with their kernel's
 #include "defects.cuh"
+#include "reuse.cuh"
 
 #include <cstdio>
 #include <cstdlib>
@@ -65,6 +66,19 @@ constexpr Name NAMES[] = {
     {"tile_before_segment", "segments"},
     {"segment_beyond_rows", "segments"},
     {"wrong_segment", "segments"},
+    {"store_before_others_have_read", "reuse"},
+    {"store_before_other_lanes_have_read", "reuse"},
+    {"cp_async_before_others_have_read", "reuse"},
+    {"arrival_before_other_lanes_have_read", "reuse"},
+    {"arrival_of_half_the_warps", "reuse"},
+    {"store_before_a_copy_has_read", "reuse"},
+    {"stmatrix_before_ldmatrix", "reuse"},
+    {"message_taken_by_a_relaxed_arrival", "remote"},
+    {"store_before_the_peer_has_read", "remote"},
+    {"store_before_the_peer_has_copied", "remote"},
+    {"rows_of_another_warp", "parts"},
+    {"operand_before_all_parts_are_over", "parts"},
+    {"one_part_tells_of_all", "parts"},
 };
 static_assert(std::size(NAMES) == std::size_t(Defect::count));
 
@@ -180,6 +194,59 @@ bool run_segments() {
 }
 
 template <Defect D>
+bool run_reuse() {
+    std::vector<float> in(256), out = nan<float>(256), copy = nan<float>(256);
+    for (int i = 0; i < 256; ++i) in[i] = float(i);
+    region("in", in, false);
+    region("out", out, true);
+    region("copy", copy, true);
+    launch(reuse_kernel<D>, 1, 256, 1, sizeof(ReuseShared) + 1024, nullptr,
+           ReuseGlobals{in.data(), out.data(), copy.data()});
+    for (int i = 0; i < 256; ++i) {
+        const float matrices = i < 128 ? float(2 * ((i / 32 + 1) % 4 + 1)) : 0.f;
+        const auto swapped = [](int at) { return float(at / 32 == 6 ? 255 - at : at); };
+        const int at = 255 - i;
+        const float threads = swapped(at % 2 == 1 ? at ^ 1 : at) + float(at);
+        if (!(out[i] == threads + float(255 - i) + matrices && copy[i] == float(2 * i))) {
+            return false;
+        }
+    }
+    return true;
+}
+template <Defect D>
+bool run_remote() {
+    auto out = nan<float>(512);
+    region("out", out, true);
+    launch(remote_kernel<D>, 2, 256, 2, sizeof(RemoteShared) + 1024, nullptr, out.data());
+    for (int i = 0; i < 512; ++i) {
+        const int rank = i / 256, at = i % 256;
+        const float messages = rank == 1 && at == 0 ? 3.f : 0.f;
+        if (!(out[i] == messages + float(255 - at + 1 - rank) + 1.f)) return false;
+    }
+    return true;
+}
+template <Defect D>
+bool run_parts() {
+    auto a = integers(64 * 64, 3), b = integers(64 * 64, 4);
+    auto c = nan<float>(64 * 64);
+    region("a", a, false);
+    region("b", b, false);
+    region("c", c, true);
+    const PartsGlobals g{{a.data(), nullptr, nullptr, nullptr, nullptr},
+                         {b.data(), nullptr, nullptr, nullptr, nullptr},
+                         {c.data(), nullptr, nullptr, nullptr, nullptr}};
+    launch(parts_kernel<D>, 1, PARTS_THREADS, 1, sizeof(PartsShared) + 1024, nullptr, g);
+    for (int i = 0; i < 64; ++i) {
+        for (int j = 0; j < 64; ++j) {
+            float sum = 0;
+            for (int k = 0; k < 64; ++k) sum += float(a[i * 64 + k]) * float(b[k * 64 + j]);
+            if (!(c[i * 64 + j] == 2 * sum)) return false;
+        }
+    }
+    return true;
+}
+
+template <Defect D>
 bool run() {
     const std::string kernel = NAMES[int(D)].kernel;
     const bool all = kernel == "all";
@@ -203,7 +270,19 @@ bool run() {
         if (!run_turns<D>()) return false;
     }
     emu::options.regions.clear();
-    if (all || kernel == "segments") return run_segments<D>();
+    if (all || kernel == "segments") {
+        if (!run_segments<D>()) return false;
+    }
+    emu::options.regions.clear();
+    if (all || kernel == "reuse") {
+        if (!run_reuse<D>()) return false;
+    }
+    emu::options.regions.clear();
+    if (all || kernel == "remote") {
+        if (!run_remote<D>()) return false;
+    }
+    emu::options.regions.clear();
+    if (all || kernel == "parts") return run_parts<D>();
     return true;
 }
 

@@ -2,67 +2,9 @@
 // GPU often forgives. The emulator must find every one, and none in the kernels as they should be.
 #pragma once
 
-#include "kittens.cuh"
+#include "defect.h"
 
 namespace defects {
-
-using namespace kittens;
-
-enum class Defect {
-    none,
-    // product_kernel
-    missing_full_wait,
-    wrong_phase,
-    early_release,
-    missing_empty_wait,
-    expect_too_few_bytes,
-    expect_too_many_bytes,
-    missing_mma_wait,
-    missing_accumulator_fence,
-    missing_commit,
-    wrong_swizzle,
-    swapped_transpose,
-    wrong_tile_coordinate,
-    misaligned_coordinate,
-    lost_arrive,
-    too_many_arrivals,
-    missing_init_fence,
-    missing_init_barrier,
-    missing_store_fence,
-    store_without_read_wait,
-    too_many_registers,
-    registers_past_launch,
-    wrong_barrier_count,
-    early_access_to_global_memory,
-    diverging_warpgroup,
-    // operand_kernel
-    missing_operand_fence,
-    missing_operand_barrier,
-    operand_written_in_flight,
-    tile_written_in_flight,
-    // exchange_kernel
-    missing_block_barrier,
-    missing_warp_barrier,
-    diverging_shuffle,
-    missing_cp_async_wait,
-    tall_grid,
-    global_store_out_of_bounds,
-    shared_store_out_of_bounds,
-    misaligned_load,
-    store_into_input,
-    // cluster_kernel
-    missing_cluster_barrier,
-    missing_exit_barrier,
-    relaxed_release,
-    wrong_multicast_mask,
-    // turns_kernel
-    lost_turn,
-    // segments_kernel
-    tile_before_segment,
-    segment_beyond_rows,
-    wrong_segment,
-    count
-};
 
 // ---- C = A B with a ring of stages: one producer and two consumer warpgroups, wgmma, TMA ----
 
