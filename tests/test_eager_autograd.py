@@ -342,12 +342,13 @@ def test_without_nodes_in_cpp(device):
 
 
 def test_which_calls_have_a_node_in_cpp(device):
-    """All whose gradient is an op or a product, unless it is off."""
+    """All that are differentiable, unless it is off."""
     samples = [x for x in SAMPLES.values() if x.op in OPS_WITH_NODES]
     assert {x.op for x in samples} == set(OPS_WITH_NODES)
     outputs = [(x, x.function(*leaves(x, device))[0]) for x in samples]
-    call, tensors = composed("nvfp4_gemm", device)
-    outputs.append(("nvfp4_gemm", call(*tensors)[0]))
+    for name in COMPOSED:
+        call, tensors = composed(name, device)
+        outputs.append((name, call(*tensors)[0]))
     for sample, output in outputs:
         node = output.grad_fn
         while not node.name().startswith("thunderkittens_"):

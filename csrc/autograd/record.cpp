@@ -9,6 +9,8 @@
 
 #include <utility>
 
+#include "csrc/autograd/fp8_linear.h"
+
 namespace thunderkittens::autograd {
 
 namespace {
@@ -243,5 +245,13 @@ void add_all(torch::Library& library) {
 // Of these keys, a kernel comes before what Python registers for autograd on all devices.
 TORCH_LIBRARY_IMPL(thunderkittens, AutogradCPU, library) { add_all(library); }
 TORCH_LIBRARY_IMPL(thunderkittens, AutogradCUDA, library) { add_all(library); }
+
+// Of several ops, whose intermediate tensors Python need not see.
+TORCH_LIBRARY_FRAGMENT(thunderkittens, library) {
+    library.def(
+        "fp8_linear(Tensor x, Tensor weight, Tensor? bias, ScalarType? cast, int granularity_x, "
+        "int granularity_weight, ScalarType grad_dtype, bool accurate) -> Tensor",
+        fp8_linear);
+}
 
 }  // namespace thunderkittens::autograd

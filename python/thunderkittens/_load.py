@@ -14,6 +14,7 @@ import platform
 import re
 import sys
 import sysconfig
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -30,6 +31,9 @@ has_nodes = False
 
 #: Why the import failed, kept only for `python -m thunderkittens`.
 import_problem: str | None = None
+
+#: Dispatch keys of ops that are made of others.
+_COMPOSITE = ("CompositeExplicitAutograd", "CompositeImplicitAutograd")
 
 _libraries: list[object] = []
 
@@ -189,7 +193,8 @@ def compiled_module() -> ModuleType:
 def explain_missing_kernels() -> None:
     """Gives every op that has no CUDA implementation one that raises the reason.
 
-    To be called when everything else is registered.
+    To be called when everything else is registered. Ops that are made of others have none of their
+    own and need none.
     """
     import torch
 
@@ -197,9 +202,8 @@ def explain_missing_kernels() -> None:
     for name in torch._C._dispatch_get_all_op_names():
         if not name.startswith("thunderkittens::"):
             continue
-        if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeExplicitAutograd"):
-            continue
-        if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"):
+        has_kernel = partial(torch._C._dispatch_has_kernel_for_dispatch_key, name)
+        if any(map(has_kernel, ("CUDA", *_COMPOSITE))):
             continue
         short = name.removeprefix("thunderkittens::")
         reason = cuda_problem or (

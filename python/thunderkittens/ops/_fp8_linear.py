@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._eager_autograd import differentiable
+from .. import _load
+from ._eager_autograd import differentiable, plain
 from ._gradient_call import gradient_of_ops, one_by_one
 from ._registration import autocast_active, transform_active
 from .fp8_quantize import FP8_DTYPES, GRANULARITIES
@@ -22,6 +23,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # The ops themselves: what their public functions check is right by construction.
 _quantize = torch.ops.thunderkittens.fp8_quantize.default
 _product = torch.ops.thunderkittens.fp8_gemm.default
+# All of it in C++, with the node of its gradient.
+_composed = torch.ops.thunderkittens.fp8_linear.default if _load.has_nodes else None
 
 
 def fp8_linear(
@@ -67,11 +70,15 @@ def fp8_linear(
     cast = None
     if autocast_active() and kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
         cast = torch.get_autocast_dtype(kind)
+    rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+    if _composed is not None and plain():
+        of_x, of_weight = (GRANULARITIES.index(of) for of in SCALING[scaling])
+        out = _composed(rows, weight, bias, cast, of_x, of_weight, grad_dtype, accurate)
+        return out.reshape(*x.shape[:-1], weight.shape[0])
     # Under the transforms of torch.func, tensors do not tell whose gradient will be wanted.
     needs_x = needs_weight = transform_active()
     if not needs_x and torch.is_grad_enabled():
         needs_x, needs_weight = x.requires_grad, weight.requires_grad
-    rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
     options = scaling, grad_dtype, accurate
     wanted = (
         needs_x
