@@ -322,6 +322,28 @@ def test_back_ends_have_the_same_functions():
     assert functions[0] - functions[1] <= inside
 
 
+def test_a_feature_of_the_hardware_is_a_pair_of_files():
+    """One file in each of the two back ends, and nothing beside these but what includes them."""
+    arch = ROOT / "kittens/arch"
+    assert [path.name for path in arch.iterdir() if path.is_file()] == ["arch.cuh"]
+    umbrella = [what for what, _ in includes(arch / "arch.cuh")]
+    for folder in ("cuda", "emulated"):
+        there = {f"{folder}/{path.name}" for path in (arch / folder).glob("*.cuh")}
+        assert there == {what for what in umbrella if what.startswith(f"{folder}/")}
+    assert [what.replace("cuda/", "emulated/") for what in umbrella if "cuda/" in what] == [
+        what for what in umbrella if "emulated/" in what
+    ]
+    text = code_of(arch / "arch.cuh")
+    assert not [line for line in text.split("\n") if line.strip() and line[0] != "#"]
+
+
+def test_no_file_of_a_back_end_knows_the_other():
+    assert not hits(
+        r"__CUDACC__|\bKITTENS_BACKEND\b|\bon_cpu\b", files(("kittens/arch/cuda",), CPP)
+    )
+    assert not hits(r"\bKITTENS_BACKEND\b|\bon_gpu\b", files(("kittens/arch/emulated",), CPP))
+
+
 def test_back_ends_are_told_apart_only_in_arch():
     assert not hits(r"#\s*(if|ifdef|ifndef|elif)\b.*(__CUDA_ARCH__|EMULAT)", OUTSIDE_ARCH)
 

@@ -9,7 +9,6 @@
 #pragma once
 
 #include "csrc/gemm/dense/persistent_sm90.cuh"
-#include "kittens/arch/prefetch.cuh"
 
 namespace thunderkittens::gemm {
 namespace sm90 {
