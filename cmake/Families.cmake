@@ -4,8 +4,8 @@
 #   TK_FAMILIES         their names
 #   TK_OP_SOURCES       the other csrc/<family>/**/*.cpp: host code with torch's headers
 #   TK_CHOOSE_SOURCES   csrc/<family>/**/choose*.cpp: host code without
-#   TK_EMULATED_SOURCES csrc/<family>/**/emulated*.cpp, and what compiles inst/*.cu for the emulator
-#   TK_KERNEL_SOURCES   csrc/<family>/inst/*.cu
+#   TK_KERNEL_SOURCES   what instantiates the kernels, written from csrc/<family>/instances.txt
+#   TK_EMULATED_SOURCES csrc/<family>/**/emulated*.cpp, and the same instances for the emulator
 set(TK_FAMILIES)
 set(TK_OP_SOURCES)
 set(TK_CHOOSE_SOURCES)
@@ -15,6 +15,24 @@ file(GLOB families CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR} csrc/*/choos
      csrc/*/*/choose.cpp)
 list(TRANSFORM families REPLACE "^csrc/([^/]+)/.*" "\\1")
 list(REMOVE_DUPLICATES families)
+
+# The instances that csrc/<family>/instances.txt lists, written as <stem>.cu and <stem>.cpp into a
+# folder of the build; a changed list is read again at the next build. Sets `result` to the files
+# without their suffix.
+set(TK_INSTANCES ${PROJECT_SOURCE_DIR}/tools/instances.py)
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${TK_INSTANCES})
+function(tk_write_instances family result)
+  set(list ${PROJECT_SOURCE_DIR}/csrc/${family}/instances.txt)
+  set(folder ${PROJECT_BINARY_DIR}/instances/${family})
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${list})
+  execute_process(
+    COMMAND ${Python_EXECUTABLE} ${TK_INSTANCES} ${list} ${folder} --suffix .cu --suffix .cpp
+    OUTPUT_VARIABLE stems OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+  string(REPLACE "\n" ";" stems "${stems}")
+  list(TRANSFORM stems PREPEND ${folder}/)
+  set(${result} ${stems} PARENT_SCOPE)
+endfunction()
+
 foreach(family IN LISTS families)
   if(THUNDERKITTENS_OPS AND NOT family IN_LIST THUNDERKITTENS_OPS)
     continue()
@@ -26,16 +44,11 @@ foreach(family IN LISTS families)
   set(emulated_sources ${op_sources})
   list(FILTER emulated_sources INCLUDE REGEX "/emulated[^/]*$")
   list(FILTER op_sources EXCLUDE REGEX "/(choose|emulated)[^/]*$")
-  file(GLOB kernel_sources CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR}
-       csrc/${family}/inst/*.cu)
+  tk_write_instances(${family} instances)
+  list(TRANSFORM instances APPEND .cu OUTPUT_VARIABLE kernel_sources)
   if(emulated_sources)
-    list(APPEND TK_EMULATED_SOURCES ${emulated_sources})
-    foreach(kernel IN LISTS kernel_sources)
-      # The same source as C++: a file that includes it.
-      string(REGEX REPLACE "\\.cu$" ".cpp" copy "${PROJECT_BINARY_DIR}/emulated/${kernel}")
-      file(CONFIGURE OUTPUT ${copy} CONTENT "#include \"${kernel}\"\n")
-      list(APPEND TK_EMULATED_SOURCES ${copy})
-    endforeach()
+    list(TRANSFORM instances APPEND .cpp)
+    list(APPEND TK_EMULATED_SOURCES ${emulated_sources} ${instances})
   endif()
   list(APPEND TK_FAMILIES ${family})
   list(APPEND TK_OP_SOURCES ${op_sources})
@@ -49,8 +62,8 @@ foreach(family IN LISTS THUNDERKITTENS_OPS)
 endforeach()
 message(STATUS "families: ${TK_FAMILIES}")
 
-# An object library with the kernels of one architecture. An instantiation whose file name holds
-# _sm<number> is of that architecture, one without is of sm90.
+# An object library with the kernels of one architecture. Instances whose file name holds
+# _sm<number> are of that architecture, those without of sm90.
 function(tk_add_kernels target arch)
   string(REGEX MATCH "^[0-9]+" number ${arch})
   set(sources ${TK_KERNEL_SOURCES})

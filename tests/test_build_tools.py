@@ -77,7 +77,7 @@ def test_spills_of_a_called_function_count_for_its_kernel():
 
 
 def test_table_gives_a_warning_to_the_kernel_that_it_names(tmp_path):
-    target = tmp_path / "csrc/gemm/inst/x.cu.o"
+    target = tmp_path / "instances/gemm/x.cu.o"
     target.parent.mkdir(parents=True)
     report = compile_kernel.parse_ptxas(REPORT)
     for kernel in report["kernels"]:

@@ -135,11 +135,8 @@ def test_every_op_has_a_test():
 def test_families_have_the_same_kinds_of_files():
     for family in families():
         present = {path.name for path in family.rglob("*")}
-        assert {f"{family.name}.h", "choose.cpp", "inst"} <= present, family.name
-        for source in (family / "inst").iterdir():
-            assert source.suffix == ".cu", name(source)
-            lines = [line for line in code_of(source).split("\n") if line.strip()]
-            assert len(lines) <= 12, f"{name(source)} is more than an instantiation"
+        assert {f"{family.name}.h", "choose.cpp", "instances.txt"} <= present, family.name
+        assert not list(family.rglob("*.cu")), "instances are listed, not written by hand"
 
 
 # ---- includes point one way ----
@@ -175,7 +172,7 @@ def test_includes_point_one_way():
 
 
 # The rooms of families, those that are included before those that include: which others a room's
-# files include. A room of inst/ has instances alone.
+# files include.
 ROOMS = {
     "gemm": {
         "common": set(),
@@ -201,7 +198,7 @@ def test_rooms_include_one_way():
             before.add(room)
     wrong = []
     for path in LIBRARY_FILES:
-        here = re.match(r"csrc/(\w+)/(?!inst/)(?:(\w+)/)?", name(path))
+        here = re.match(r"csrc/(\w+)/(?:(\w+)/)?", name(path))
         if here is None or here[1] not in ROOMS:
             continue
         assert here[2] in ROOMS[here[1]], f"{name(path)} is in no room"
@@ -325,6 +322,28 @@ def test_back_ends_have_the_same_functions():
     assert functions[0] - functions[1] <= inside
 
 
+def test_a_feature_of_the_hardware_is_a_pair_of_files():
+    """One file in each of the two back ends, and nothing beside these but what includes them."""
+    arch = ROOT / "kittens/arch"
+    assert [path.name for path in arch.iterdir() if path.is_file()] == ["arch.cuh"]
+    umbrella = [what for what, _ in includes(arch / "arch.cuh")]
+    for folder in ("cuda", "emulated"):
+        there = {f"{folder}/{path.name}" for path in (arch / folder).glob("*.cuh")}
+        assert there == {what for what in umbrella if what.startswith(f"{folder}/")}
+    assert [what.replace("cuda/", "emulated/") for what in umbrella if "cuda/" in what] == [
+        what for what in umbrella if "emulated/" in what
+    ]
+    text = code_of(arch / "arch.cuh")
+    assert not [line for line in text.split("\n") if line.strip() and line[0] != "#"]
+
+
+def test_no_file_of_a_back_end_knows_the_other():
+    assert not hits(
+        r"__CUDACC__|\bKITTENS_BACKEND\b|\bon_cpu\b", files(("kittens/arch/cuda",), CPP)
+    )
+    assert not hits(r"\bKITTENS_BACKEND\b|\bon_gpu\b", files(("kittens/arch/emulated",), CPP))
+
+
 def test_back_ends_are_told_apart_only_in_arch():
     assert not hits(r"#\s*(if|ifdef|ifndef|elif)\b.*(__CUDA_ARCH__|EMULAT)", OUTSIDE_ARCH)
 
@@ -383,8 +402,10 @@ def test_library_code_neither_waits_nor_exits_nor_prints():
 
 def test_no_kernel_is_instantiated_itself():
     """nvcc 13 makes explicit instantiations of kernels static: launchers are instantiated."""
-    sources = [p for p in LIBRARY_FILES if p.suffix == ".cu"]
-    assert not hits(r"__global__", sources)
+    kernels = hits(r"\b__global__\b", LIBRARY_FILES)
+    assert len(kernels) > 20
+    text = "".join((family / "instances.txt").read_text() for family in families())
+    assert not re.search(r"\w+_kernel\b", text)
 
 
 # ---- a name means one thing ----

@@ -3,8 +3,9 @@ JSON.
 
     kernel_table.py --output kernels.json OBJECT...
 
-A row: family, source (stem of the instantiation's file), arch, symbol, registers, spills, stack,
-static shared memory, barriers, code size, and ptxas's warnings about serialised wgmma."""
+A row: family, source (stem of a file that csrc/<family>/instances.txt names), arch, symbol,
+registers, spills, stack, static shared memory, barriers, code size, and ptxas's warnings about
+serialised wgmma."""
 
 import argparse
 import json
@@ -38,7 +39,7 @@ def collect(objects: list[Path]) -> list[dict]:
     rows = []
     for path in objects:
         report = report_of(path)
-        match = re.search(r"csrc/([^/]+)/inst/([^/]+)\.cu\.o$", path.as_posix())
+        match = re.search(r"instances/([^/]+)/([^/]+)\.cu\.o$", path.as_posix())
         family, source = match.groups() if match else ("", path.name)
         for kernel in report["kernels"]:
             # A warning names the kernel it is about; one that names none is shown on every row.

@@ -36,6 +36,23 @@ constexpr BackwardConfig with_dtype(BackwardConfig config, DType dtype) {
     config.dtype = dtype;
     return config;
 }
+// A configuration as instances.txt names it, by what tells it from the others; value_dim 0 is
+// head_dim. One that is not compiled is an error of the compiler.
+struct BackwardName {
+    int head_dim, value_dim = 0, block_m;
+    DType dtype = DType::bf16;
+    bool modified = false;
+};
+consteval BackwardConfig backward_config_of(const BackwardName& name) {
+    for (const BackwardConfig& c : BACKWARD_CONFIGS) {
+        if (name.head_dim == c.head_dim && name.block_m == c.block_m &&
+            (name.value_dim ? name.value_dim : name.head_dim) == c.values() &&
+            name.modified == c.modified) {
+            return with_dtype(c, name.dtype);
+        }
+    }
+    throw "no such configuration is listed";
+}
 // Dynamic shared memory of a block: K and V, the ring of Q and dO, what the consumers hand on, the
 // rows' statistics, semaphores and alignment.
 constexpr int backward_memory(const BackwardConfig& c) {

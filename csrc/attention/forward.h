@@ -20,7 +20,7 @@ struct Config {
     bool operator==(const Config&) const = default;
 };
 
-// The kernels that are compiled, each for bf16 and fp16, one per file in inst/.
+// The kernels that are compiled, each for bf16 and fp16 (instances.txt).
 constexpr Config CONFIGS[] = {
     {64, 64, 1, 64, 3, false},    {64, 64, 3, 128, 2, false},
     {64, 64, 3, 128, 2, true},    {96, 96, 3, 96, 3, false},
@@ -49,6 +49,35 @@ constexpr int MAX_SPLITS = 128;  // of the keys
 constexpr Config with_dtype(Config config, DType dtype) {
     config.dtype = dtype;
     return config;
+}
+
+// A configuration as instances.txt names it, by what tells it from the others; value_dim 0 is
+// head_dim, block_m are the query rows of a block.
+struct ConfigName {
+    int head_dim, value_dim = 0, block_m = 64, block_n;
+    DType dtype = DType::bf16;
+    bool modified = false, capped = false;
+
+    constexpr bool is_of(const Config& c) const {
+        return head_dim == c.head_dim && (value_dim ? value_dim : head_dim) == c.value_dim &&
+               block_m == c.warpgroups * 64 && block_n == c.block_n && modified == c.modified &&
+               capped == c.capped;
+    }
+};
+// Those that have the name, for whole keys and for split ones, all of which are modified. One that
+// is not compiled is an error of the compiler.
+consteval Config config_of(const ConfigName& name) {
+    for (const Config& c : CONFIGS) {
+        if (name.is_of(c)) return with_dtype(c, name.dtype);
+    }
+    throw "no such configuration is listed";
+}
+consteval Config split_config_of(ConfigName name) {
+    name.modified = true;
+    for (const Config& c : SPLIT_CONFIGS) {
+        if (name.is_of(c)) return with_dtype(c, name.dtype);
+    }
+    throw "no such configuration is listed";
 }
 
 // How many blocks share a multiprocessor. One with a single consumer neither fills it nor moves

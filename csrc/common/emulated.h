@@ -1,7 +1,7 @@
 // What a family gives to the emulator's library, _emulator.so: in csrc/<family>/emulated.cpp, for
 // each op, a function that does on arrays in CPU memory what the op's torch code does on tensors:
 // checks, copies of what TMA cannot read, allocation, choice, launch. The kernels are those of the
-// family's inst/ folder, compiled by the host compiler. Host C++ without torch, NumPy or Python.
+// family's instances.txt, compiled by the host compiler. Host C++ without torch, NumPy or Python.
 #pragma once
 
 #include <cstdlib>

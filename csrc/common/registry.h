@@ -35,7 +35,7 @@ namespace thunderkittens {
 struct KernelInfo {
     std::string name;    // unique within the op, readable: "bf16_128x256x64_2cta"
     std::string config;  // one line for people: tile shape, stages, roles
-    std::string source;  // stem of the file in csrc/<family>/inst/ that instantiates it
+    std::string source;  // stem of the file of csrc/<family>/instances.txt that has it
     std::string symbol;  // part of the mangled name, where a source holds several kernels
     int arch = 90;
     int threads = 0;       // per block

@@ -10,8 +10,6 @@
 
 #include "csrc/gemm/common/cluster_sm90.cuh"
 #include "csrc/gemm/common/stream_k.h"
-#include "kittens/arch/handover.cuh"
-#include "kittens/arch/marks.cuh"
 
 namespace thunderkittens::gemm {
 namespace sm90 {
@@ -104,9 +102,9 @@ struct DividedSums {
         warpgroup::sync(READY + 1 + consumer);
         const auto other = static_cast<uint32_t>(warpgroup::laneid());
         if (other < splits && other != rank) {
-            arch::store_release_mark(mark(rank, other), g.mark);
+            arch::store_release_global(mark(rank, other), g.mark);
             uint64_t* there = mark(other, rank);
-            while (arch::load_acquire_mark(there) != g.mark) {
+            while (arch::load_acquire_global(there) != g.mark) {
             }
             arch::store_global(there, uint64_t{0});
         }
@@ -203,7 +201,7 @@ struct OwnedSums {
         arch::fence_async_global();
         warpgroup::sync(READY + 1 + consumer);
         if (warpgroup::laneid() == 0) {
-            arch::store_release_mark(g.marks + (part * D::consumers + consumer), g.mark);
+            arch::store_release_global(g.marks + (part * D::consumers + consumer), g.mark);
         }
     }
 

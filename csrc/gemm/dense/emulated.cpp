@@ -2,7 +2,7 @@
 // that is to be kept comes back as `preactivation`.
 #include "csrc/common/emulated.h"
 #include "csrc/gemm/common/emulated_operands.h"
-#include "csrc/gemm/dense/split_k.h"
+#include "csrc/gemm/dense/dispatch.h"
 
 namespace thunderkittens::gemm {
 namespace {

@@ -6,7 +6,6 @@
 
 #include "csrc/gemm/common/activation_sm90.cuh"
 #include "csrc/gemm/dense/deferred_store_sm90.cuh"
-#include "kittens/arch/packed_math.cuh"
 
 namespace thunderkittens::gemm {
 namespace sm90 {

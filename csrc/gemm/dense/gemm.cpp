@@ -5,7 +5,7 @@
 
 #include "csrc/common/tensor.h"
 #include "csrc/gemm/common/operands.h"
-#include "csrc/gemm/dense/split_k.h"
+#include "csrc/gemm/dense/dispatch.h"
 
 namespace thunderkittens::gemm {
 namespace {

@@ -172,17 +172,32 @@ constexpr TileShape BETWEEN_SHAPES[] = {
 // dtypes, a's rows along k.
 constexpr TileShape BETWEEN_SHAPE_NN = {128, 192, 4, 2};
 
+// The listed shape of a size.
+consteval TileShape tile_shape(int block_m, int block_n) {
+    const auto fits = [&](const TileShape& s) {
+        return s.block_m == block_m && s.block_n == block_n;
+    };
+    for (const TileShape& shape : TILE_SHAPES) {
+        if (fits(shape)) return shape;
+    }
+    for (const TileShape& shape : BETWEEN_SHAPES) {
+        if (fits(shape)) return shape;
+    }
+    if (fits(BETWEEN_SHAPE_NN)) return BETWEEN_SHAPE_NN;
+    throw "no shape of this size is listed";
+}
+
 // Tiles of 128 x 256 at most, whose two widths are chosen for a problem: both dtypes, both orders
 // of b, a's rows along k.
 constexpr Config varied_config(DType dtype, bool b_n_major) {
-    Config c = make_config(TILE_SHAPES[0], dtype, false, b_n_major);
+    Config c = make_config(tile_shape(128, 256), dtype, false, b_n_major);
     c.varied = true;
     return c;
 }
 
 // What computes the calls that kernels of varied and of divided tiles do not: tiles of 128 x 256.
 constexpr Config whole_config(const Config& c) {
-    return make_config(TILE_SHAPES[0], c.dtype, false, c.b_n_major);
+    return make_config(tile_shape(128, 256), c.dtype, false, c.b_n_major);
 }
 inline Params in_whole_tiles(Params p) {
     p.schedule.columns = 0, p.schedule.splits = 1;
@@ -214,7 +229,7 @@ constexpr Config make_config(const StreamShape& shape, DType dtype, bool b_n_maj
 
 // The kernel of marked tiles: the operands of MXFP8 products, as they come out of a pass over them.
 constexpr Config marked_config() {
-    Config c = make_config(TILE_SHAPES[1], DType::bf16, false, false, true);
+    Config c = make_config(tile_shape(128, 128), DType::bf16, false, false, true);
     c.marked = true;
     return c;
 }
@@ -241,6 +256,31 @@ constexpr Config config_at(std::size_t i) {
     i -= 2;
     if (i < VARIED) return varied_config(dtype(i / 2), i % 2 != 0);
     return marked_config();
+}
+
+// A configuration as instances.txt names it, by what tells it from the others. The layout is that
+// of a, then of b: n as the operand stands in a @ b, row by row in memory, t stored transposed.
+enum class Layout { nn, nt, tn, tt };
+struct ConfigName {
+    int block_m, block_n;
+    DType dtype = DType::bf16;
+    Layout layout = Layout::nn;
+    bool streamed = false, fused = false, marked = false, varied = false;
+
+    constexpr bool is_of(const Config& c) const {
+        return block_m == c.block_m && block_n == c.block_n && dtype == c.dtype &&
+               c.a_m_major == (layout == Layout::tn || layout == Layout::tt) &&
+               c.b_n_major == (layout == Layout::nn || layout == Layout::tn) &&
+               streamed == c.streamed && fused == c.fused && marked == c.marked &&
+               varied == c.varied;
+    }
+};
+// The one that has the name. One that is not compiled is an error of the compiler.
+consteval Config config_of(const ConfigName& name) {
+    for (std::size_t i = 0; i < CONFIGS; ++i) {
+        if (name.is_of(config_at(i))) return config_at(i);
+    }
+    throw "no such configuration is listed";
 }
 
 // Whether warps beside the one that loads can finish tiles.
@@ -287,25 +327,20 @@ std::string kernel_name(const Choice& choice);
 std::string kernel_name(const Config& config, const Params& params);
 std::vector<KernelInfo> kernels();
 
-// Runs the kernel of `config` on the stream.
+// Run a kernel of `config` on the stream, each the one of its file: of persistent_sm90.cuh,
+// one_consumer_sm90.cuh, single_wave_sm90.cuh, single_wave_64x64_sm90.cuh, balanced_sm90.cuh and
+// swap_ab/dense_sm90.cuh. dispatch.h says which of them runs a call.
 template <Config config>
 void launch(const Params& params, Stream stream);
 template <Config config>
+void launch_small(const Params& params, Stream stream);
+template <Config config>
+void launch_once(const Params& params, Stream stream);
+template <Config config>
+void launch_single(const Params& params, Stream stream);
+template <Config config>
+void launch_varied(const Params& params, Stream stream);
+template <Config config>
 void launch_streamed(const Params& params, Stream stream);
-
-// The same for a configuration that is known at run time; false when there is no such kernel.
-template <std::size_t i = 0>
-bool launch_any(const Config& config, const Params& params, Stream stream) {
-    if constexpr (i < CONFIGS) {
-        if (config != config_at(i)) return launch_any<i + 1>(config, params, stream);
-        if constexpr (config_at(i).streamed)
-            launch_streamed<config_at(i)>(params, stream);
-        else
-            launch<config_at(i)>(params, stream);
-        return true;
-    } else {
-        return false;
-    }
-}
 
 }  // namespace thunderkittens::gemm

@@ -96,11 +96,4 @@ void launch_small(const Params& params, Stream stream) {
                     sizeof(typename K::Shared), stream, globals);
 }
 
-// The launcher of a configuration, in place of the one in persistent_sm90.cuh.
-#define TK_LAUNCH_SMALL(...)                                   \
-    template <>                                                \
-    void launch<__VA_ARGS__>(const Params& p, Stream stream) { \
-        launch_small<__VA_ARGS__>(p, stream);                  \
-    }
-
 }  // namespace thunderkittens::gemm

@@ -137,9 +137,8 @@ __global__ __launch_bounds__(S::threads, 1) void single_gemm_kernel(const __grid
 }  // namespace sm90
 
 template <Config C>
-void launch_single_or_small(const Params& params, Stream stream) {
+void launch_single(const Params& params, Stream stream) {
     using S = sm90::SingleTypes<C>;
-    if (one_tile(C, params) != OneTile::single) return launch_small<C>(params, stream);
     const auto g = sm90::make_globals<C>(params);
     kittens::launch(
         kittens::LaunchOptions{.dependent = true}, sm90::single_gemm_kernel<S>,
@@ -158,12 +157,5 @@ void launch_single_or_small(const Params& params, Stream stream) {
             .b = g.b,
         });
 }
-
-// The launcher of a configuration, in place of the one in persistent_sm90.cuh.
-#define TK_LAUNCH_SINGLE_OR_SMALL(...)                         \
-    template <>                                                \
-    void launch<__VA_ARGS__>(const Params& p, Stream stream) { \
-        launch_single_or_small<__VA_ARGS__>(p, stream);        \
-    }
 
 }  // namespace thunderkittens::gemm

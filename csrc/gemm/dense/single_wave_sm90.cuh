@@ -9,7 +9,6 @@
 #pragma once
 
 #include "csrc/gemm/dense/persistent_sm90.cuh"
-#include "kittens/arch/prefetch.cuh"
 
 namespace thunderkittens::gemm {
 namespace sm90 {
@@ -155,22 +154,8 @@ void launch_once(const Params& p, Stream stream) {
         .last_row = last_row(static_cast<uint32_t>(p.m), C.block_m, C.a_m_major),
         .product = sm90::make_globals<C>(p)};
     const dim3 grid = sm90::grid_of<C>(p, g.product.one_round);
-    const kittens::LaunchOptions options{.dependent = true};
-    if (one_tile(C, p) == OneTile::once) {
-        kittens::launch(options, sm90::once_kernel<K>, grid, dim3(sm90::ONCE_THREADS<K>), dim3(1),
-                        sizeof(typename K::Shared), stream, g);
-    } else {
-        kittens::launch(options, sm90::gemm_kernel<K>, grid, dim3(K::threads), dim3(1),
-                        sizeof(typename K::Shared), stream, g.product);
-    }
+    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::once_kernel<K>, grid,
+                    dim3(sm90::ONCE_THREADS<K>), dim3(1), sizeof(typename K::Shared), stream, g);
 }
-
-// The launcher of a configuration that has both kernels, in place of the one in
-// persistent_sm90.cuh.
-#define TK_LAUNCH_ONCE(...)                                    \
-    template <>                                                \
-    void launch<__VA_ARGS__>(const Params& p, Stream stream) { \
-        launch_once<__VA_ARGS__>(p, stream);                   \
-    }
 
 }  // namespace thunderkittens::gemm

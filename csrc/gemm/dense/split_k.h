@@ -77,15 +77,4 @@ inline bool suits(const Config& c, const Params& p) {
     return !is_divided(c) || suits_divided(c, p);
 }
 
-// As launch_any, of divided tiles too. Where the context has not all SMs of the GPU, as a green
-// context, they are computed whole.
-inline bool launch_choice(const Config& config, const Params& params, const Scratch& scratch,
-                          Stream stream) {
-    if (!is_divided(config)) return launch_any(config, params, stream);
-    const auto launch =
-        config.dtype == DType::bf16 ? &launch_divided<DType::bf16> : &launch_divided<DType::fp16>;
-    if (suits_divided(config, params) && launch(config, params, scratch, stream)) return true;
-    return launch_any(whole_config(config), in_whole_tiles(params), stream);
-}
-
 }  // namespace thunderkittens::gemm

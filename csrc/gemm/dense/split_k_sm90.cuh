@@ -12,7 +12,6 @@
 #include "csrc/gemm/dense/prologue_sm90.cuh"
 #include "csrc/gemm/dense/single_wave.h"
 #include "csrc/gemm/dense/split_k.h"
-#include "kittens/arch/cooperative.cuh"
 
 namespace thunderkittens::gemm {
 namespace sm90 {
@@ -76,7 +75,7 @@ __device__ __forceinline__ void load_part(const typename D::Globals& g, typename
     constexpr int consumers = D::config.consumers;
     for (int i = 0; i < consumers; ++i) {
         uint64_t* mark = g.marks + (part * consumers + i);
-        while (arch::load_acquire_mark(mark) != g.mark) {
+        while (arch::load_acquire_global(mark) != g.mark) {
         }
         arch::store_global(mark, uint64_t{0});
     }

@@ -286,6 +286,26 @@ constexpr Config config_at(std::size_t i) {
     return make_config(PLAIN_SHAPES[i - TILED - STREAMED], DTYPES[0], true);
 }
 
+// A configuration as instances.txt names it, by what tells it from the others.
+struct ConfigName {
+    int block_m, block_n;
+    Sums sums = Sums::promoted;
+    DType a = DType::e4m3, b = DType::e4m3;
+    bool streamed = false, plain = false;
+};
+// The one that has the name. One that is not compiled is an error of the compiler.
+consteval Config config_of(const ConfigName& name) {
+    for (std::size_t i = 0; i < CONFIGS; ++i) {
+        const Config c = config_at(i);
+        if (name.block_m == c.block_m && name.block_n == c.block_n && name.sums == c.sums &&
+            name.a == c.a && name.b == c.b && name.streamed == c.streamed &&
+            name.plain == c.plain) {
+            return c;
+        }
+    }
+    throw "no such configuration is listed";
+}
+
 // Empty when choose() has a kernel for the problem, else the reason in a sentence.
 std::string unsupported(const Problem& problem, const DeviceProperties& device);
 Choice choose(const Problem& problem, const DeviceProperties& device);

@@ -13,7 +13,6 @@
 #include "csrc/gemm/dense/prologue_sm90.cuh"
 #include "csrc/gemm/fp8/products_sm90.cuh"
 #include "csrc/gemm/fp8/split_k.h"
-#include "kittens/arch/wgmma_136.cuh"
 
 namespace thunderkittens::fp8_gemm {
 namespace sm90 {

@@ -72,11 +72,11 @@ constexpr int64_t early_items(const Config& config, const ExpandOrder& order, in
 
 // The kernels' tiles: rows of both operands along k.
 constexpr Config expanding_config(DType dtype) {
-    return make_config(TILE_SHAPES[0], dtype, false, false);
+    return make_config(tile_shape(128, 256), dtype, false, false);
 }
 // The same where narrower tiles come out even, 128 x 176.
 constexpr Config narrow_expanding_config(DType dtype) {
-    return make_config(BETWEEN_SHAPES[1], dtype, false, false);
+    return make_config(tile_shape(128, 176), dtype, false, false);
 }
 
 // An MXFP8 operand: k a multiple of 16, rows of codes aligned to 16 bytes, scales in the 128x4

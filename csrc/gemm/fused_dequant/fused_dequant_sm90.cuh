@@ -18,7 +18,6 @@
 #include "csrc/gemm/dense/persistent_sm90.cuh"
 #include "csrc/gemm/fused_dequant/fused_dequant.h"
 #include "csrc/gemm/quantize/mxfp8_quantize_sm90.cuh"
-#include "kittens/arch/handover.cuh"
 
 namespace thunderkittens::gemm {
 namespace sm90 {

@@ -72,6 +72,14 @@ constexpr gemm::Config config_at(std::size_t i) {
     return gemm::make_config(gemm::TILE_SHAPES[i / 8], i / 4 % 2 == 0 ? DType::bf16 : DType::fp16,
                              i / 2 % 2 != 0, i % 2 != 0);
 }
+// As instances.txt names it. One that is not compiled is an error of the compiler.
+using gemm::Layout;
+consteval gemm::Config config_of(const gemm::ConfigName& name) {
+    for (std::size_t i = 0; i < CONFIGS; ++i) {
+        if (name.is_of(config_at(i))) return config_at(i);
+    }
+    throw "no such configuration is listed";
+}
 
 // Tiles that the scheduling warp may be ahead by: a description of 32 bytes and two semaphores
 // each, after what the plain kernel has.

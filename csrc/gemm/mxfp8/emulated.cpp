@@ -1,6 +1,7 @@
 // mxfp8_gemm and mxfp8_prepare on the emulator, as mxfp8_gemm.cpp does them on CUDA tensors. Scales
 // and marks travel as bytes.
 #include "csrc/common/emulated.h"
+#include "csrc/gemm/dense/dispatch.h"
 #include "csrc/gemm/fp8/split_k.h"
 #include "csrc/gemm/mxfp8/mxfp8_gemm.h"
 #include "csrc/gemm/quantize/block_scaled_dispatch.h"

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "csrc/common/tensor.h"
+#include "csrc/gemm/dense/dispatch.h"
 #include "csrc/gemm/fp8/split_k.h"
 #include "csrc/gemm/quantize/block_scaled_dispatch.h"
 

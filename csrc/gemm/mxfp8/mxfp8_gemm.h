@@ -90,6 +90,17 @@ constexpr std::size_t FEW_CONFIGS = 2 * std::size(FEW_SHAPES);
 constexpr FewConfig few_at(std::size_t i) {
     return make_few(FEW_SHAPES[i / 2], i % 2 == 0 ? DType::e4m3 : DType::e5m2);
 }
+// As instances.txt names it. One that is not compiled is an error of the compiler.
+struct FewName {
+    int tokens;
+    DType data;
+};
+consteval FewConfig few_config(const FewName& name) {
+    for (const FewShape& shape : FEW_SHAPES) {
+        if (shape.tokens == name.tokens) return make_few(shape, name.data);
+    }
+    throw "no such configuration is listed";
+}
 // Rows of a whose sums pass through shared memory at a time: few, which leaves more for the ring.
 constexpr int few_pass(const mixed_gemm::Config&) { return 16; }
 // The ring and its scales, the sums as rows of fp32 that are 4 longer than the tile's, semaphores.
@@ -109,6 +120,16 @@ struct CodesShape {
     bool operator==(const CodesShape&) const = default;
 };
 constexpr CodesShape CODES_SHAPES[] = {{16, 1, 512, 4}, {32, 4, 512, 3}, {64, 2, 512, 3}};
+// As instances.txt names it. One that is not compiled is an error of the compiler.
+struct CodesName {
+    int tokens;
+};
+consteval CodesShape codes_shape(const CodesName& name) {
+    for (const CodesShape& shape : CODES_SHAPES) {
+        if (shape.tokens == name.tokens) return shape;
+    }
+    throw "no such shape is listed";
+}
 constexpr int CODES_TILE = 64;  // rows of the weight
 // Blocks of a cluster that may send a tile's sums to the first one.
 constexpr int codes_senders(const CodesShape& s) { return s.tokens > 32 ? 0 : 7; }

@@ -239,6 +239,23 @@ constexpr std::size_t CONFIGS = 2 * std::size(TILE_SHAPES);
 constexpr Config config_at(Format format, std::size_t i) {
     return make_config(format, TILE_SHAPES[i / 2], i % 2 == 0 ? DType::bf16 : DType::fp16);
 }
+// A configuration for NVFP4 weights as instances.txt names it, by what tells it from the others:
+// rows of the weight (0 where a tile is some strips) and of the activations. One that is not
+// compiled is an error of the compiler.
+struct Nvfp4Name {
+    int rows = 0, tokens = 0, exchange = 1;
+    DType dtype = DType::bf16;
+};
+consteval Config nvfp4_config(const Nvfp4Name& name) {
+    for (std::size_t i = 0; i < CONFIGS; ++i) {
+        const Config c = config_at(Format::nvfp4, i);
+        if (name.rows == block_rows(c) && name.tokens == c.tokens && name.exchange == c.exchange &&
+            name.dtype == c.dtype) {
+            return c;
+        }
+    }
+    throw "no such configuration is listed";
+}
 
 // Empty when choose() has a kernel for the problem, else the reason in a sentence.
 std::string unsupported(const Problem& problem, const DeviceProperties& device);

@@ -20,7 +20,6 @@
 #pragma once
 
 #include "csrc/gemm/nvfp4/nvfp4_gemm.h"
-#include "kittens/arch/packed_math.cuh"
 #include "kittens/kittens.cuh"
 
 namespace thunderkittens::mixed_gemm {

@@ -4,7 +4,6 @@
 #pragma once
 
 #include "csrc/gemm/quantize/block_scaled_sm90.cuh"
-#include "kittens/arch/packed_math.cuh"
 
 namespace thunderkittens::block_scaled {
 namespace sm90 {

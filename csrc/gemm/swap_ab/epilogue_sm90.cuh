@@ -2,7 +2,6 @@
 #pragma once
 
 #include "csrc/gemm/swap_ab/nvfp4_types_sm90.cuh"
-#include "kittens/arch/marks.cuh"
 
 namespace thunderkittens::mixed_gemm {
 namespace sm90 {
@@ -229,7 +228,7 @@ struct Parts {
             arch::store_global(to + i * THREADS, make_float4(low.x, low.y, high.x, high.y));
         }
         arch::sync_warp();
-        if (laneid() == 0) arch::store_release_mark(mark(g, blockIdx.x), g.mark);
+        if (laneid() == 0) arch::store_release_global(mark(g, blockIdx.x), g.mark);
     }
     // Adds what the blocks before this one have of its first tile.
     static __device__ __forceinline__ void receive(const typename K::Globals& g,
@@ -244,7 +243,7 @@ struct Parts {
             const uint32_t block = from * sharers + rank;
             uint64_t* there = mark(g, block);
             if (laneid() == 0) {
-                while (arch::load_acquire_mark(there) != g.mark) {
+                while (arch::load_acquire_global(there) != g.mark) {
                 }
                 arch::store_global(there, uint64_t{0});
             }

@@ -15,7 +15,6 @@
 #pragma once
 
 #include "csrc/gemm/swap_ab/nvfp4_types_sm90.cuh"
-#include "kittens/arch/bulk_once.cuh"
 
 namespace thunderkittens::mixed_gemm {
 namespace sm90 {
@@ -213,9 +212,9 @@ __device__ __forceinline__ void load_few(const typename K::Globals& g,
                 const int within = (strips.first + i) % STRIPS;
                 const int row = line + (strips.first % STRIPS + i) / STRIPS;
                 if (strips.whole(i)) {
-                    arch::bulk_load_once(at,
-                                         g.weight + (int64_t(row) * g.k_pieces + first) * K::piece,
-                                         there * K::piece, full.address());
+                    arch::bulk_load_evict_first(
+                        at, g.weight + (int64_t(row) * g.k_pieces + first) * K::piece,
+                        there * K::piece, full.address());
                     i += STRIPS;
                 } else {
                     arch::tma_load<tma::CachePolicy::evict_first>(

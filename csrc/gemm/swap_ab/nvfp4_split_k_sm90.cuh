@@ -141,9 +141,9 @@ struct Exchange {
         arch::named_barrier_sync(SUMS, THREADS);
         const uint32_t other = threadIdx.x;
         if (other < C.exchange && other != rank) {
-            arch::store_release_mark(mark(g, blockIdx.x, other), g.mark);
+            arch::store_release_global(mark(g, blockIdx.x, other), g.mark);
             uint64_t* there = mark(g, first + other, rank);
-            while (arch::load_acquire_mark(there) != g.mark) {
+            while (arch::load_acquire_global(there) != g.mark) {
             }
             arch::store_global(there, uint64_t{0});
         }

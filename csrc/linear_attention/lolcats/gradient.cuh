@@ -4,7 +4,6 @@
 
 #include "csrc/linear_attention/lolcats/backward.h"
 #include "csrc/linear_attention/lolcats/features.cuh"
-#include "kittens/arch/discard.cuh"
 
 namespace thunderkittens::linear_attention {
 

@@ -4,7 +4,6 @@
 
 #include "csrc/linear_attention/based/segments.cuh"
 #include "csrc/linear_attention/lolcats/lolcats.h"
-#include "kittens/arch/dependencies.cuh"
 #include "kittens/kittens.cuh"
 #include "kittens/pipeline/ring.cuh"
 

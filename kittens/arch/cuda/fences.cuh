@@ -16,5 +16,21 @@ __device__ __forceinline__ void fence_cluster() {
 }
 __device__ __forceinline__ void fence_gpu() { __threadfence(); }
 
+// Of memory that blocks hand over to each other by counters, written by ordinary stores and read by
+// TMA. A writer's lanes call fence_async_global and meet, and one calls fence_release_gpu and
+// counts. A reader polls by load_relaxed_global, calls fence_acquire_gpu, meets with the lane that
+// issues the copies, and that one calls fence_async_global. fence_async and load_acquire_global are
+// the same to the program; the first waits for all that the warp has on its way to memory, the
+// second for its own answer.
+__device__ __forceinline__ void fence_async_global() {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+__device__ __forceinline__ void fence_release_gpu() {
+    asm volatile("fence.release.gpu;" ::: "memory");
+}
+__device__ __forceinline__ void fence_acquire_gpu() {
+    asm volatile("fence.acquire.gpu;" ::: "memory");
+}
+
 }  // namespace arch
 }  // namespace kittens::inline on_gpu

@@ -13,5 +13,9 @@ __device__ __forceinline__ void launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// In place of wait_for_dependencies(), by a thread that reads nothing that a kernel which may still
+// run writes, but flags, and writes nothing that such a kernel reads or writes.
+__device__ __forceinline__ void skip_dependencies() {}
+
 }  // namespace arch
 }  // namespace kittens::inline on_gpu

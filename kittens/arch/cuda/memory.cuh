@@ -174,10 +174,45 @@ __device__ __forceinline__ int load_acquire_global(const int* pointer) {
 __device__ __forceinline__ void store_release_global(int* pointer, int value) {
     asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 }
+// The same of flags of 64 bits.
+__device__ __forceinline__ uint64_t load_acquire_global(const uint64_t* pointer) {
+    uint64_t value;
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(pointer) : "memory");
+    return value;
+}
+__device__ __forceinline__ void store_release_global(uint64_t* pointer, uint64_t value) {
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(pointer), "l"(value) : "memory");
+}
 // Read-only data that this kernel never writes (ld.global.nc).
 template <class T>
 __device__ __forceinline__ T load_global_readonly(const T* pointer) {
     return bit_cast<T>(__ldg(reinterpret_cast<const word_of<T>*>(pointer)));
+}
+
+// Counters by which blocks hand memory over to each other, see fences.cuh. claim_global is
+// fetch_add_global of 1 below 2^31, whose answer may come later: additions by one lane of a warp
+// are taken for additions by all of it, and waited for.
+__device__ __forceinline__ int claim_global(int* counter) {
+    int value;
+    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7fffffff;"
+                 : "=r"(value)
+                 : "l"(counter)
+                 : "memory");
+    return value;
+}
+__device__ __forceinline__ void count_global(int* counter) {
+    asm volatile("red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+}
+__device__ __forceinline__ int load_relaxed_global(const int* pointer) {
+    int value;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
+    return value;
+}
+// Of 16 bytes at once, which the compiler otherwise divides at times.
+__device__ __forceinline__ void store_global_whole(void* to, const uint4& value) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.x), "r"(value.y),
+                 "r"(value.z), "r"(value.w)
+                 : "memory");
 }
 
 }  // namespace arch

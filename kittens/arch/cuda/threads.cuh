@@ -71,5 +71,12 @@ __device__ __forceinline__ void sleep(unsigned nanoseconds) { __nanosleep(nanose
     __builtin_unreachable();
 }
 
+// laneid(), read anew instead of kept in a register.
+__device__ __forceinline__ int lane_again() {
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+}
+
 }  // namespace arch
 }  // namespace kittens::inline on_gpu

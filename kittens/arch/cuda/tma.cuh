@@ -155,5 +155,16 @@ __device__ __forceinline__ void bulk_copy_to_cluster(uint32_t destination, uint3
         : "memory");
 }
 
+// bulk_load of what is read once: L2 gives its lines up first. Others that are there, which would
+// have to be written back if they are dirty, are not driven out.
+__device__ __forceinline__ void bulk_load_evict_first(uint32_t destination, const void* source,
+                                                      uint32_t bytes, uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1], %2, [%3], %4;" ::"r"(destination),
+        "l"(source), "r"(bytes), "r"(barrier), "l"(cache_policy_bits(CachePolicy::evict_first))
+        : "memory");
+}
+
 }  // namespace arch
 }  // namespace kittens::inline on_gpu

@@ -2,7 +2,8 @@
 // in registers, A from shared memory or registers, B from shared memory (PTX ISA,
 // "wgmma.mma_async").
 //
-// One macro spells the instruction; every N from 16 to 256 in steps of 16 is one line of a table.
+// One macro spells the instruction; every N from 16 to 256 in steps of 16 is one line of a table,
+// and 136 one more for e4m3 operands.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -227,6 +228,11 @@ KITTENS_WGMMA_F32(208, 13, 104, 104, 105, 106, 107, 108, 109, 110);
 KITTENS_WGMMA_F32(224, 14, 112, 112, 113, 114, 115, 116, 117, 118);
 KITTENS_WGMMA_F32(240, 15, 120, 120, 121, 122, 123, 124, 125, 126);
 KITTENS_WGMMA_F32(256, 16, 128, 128, 129, 130, 131, 132, 133, 134);
+
+// An odd number of eights: 8 pieces and a half.
+#define KITTENS_Bf136 KITTENS_Bf8, "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67])
+KITTENS_WGMMA_8BIT(136, __nv_fp8_e4m3, __nv_fp8_e4m3, float, "f32.e4m3.e4m3",
+                   KITTENS_DS8 ", %64, %65, %66, %67", f136, float, 68, 68, 69, 70, 71, 72, 73);
 
 // With fp16 accumulators N / 4 registers: pieces of 8 cover 32 columns, a half piece the odd 16.
 KITTENS_WGMMA_F16(32, KITTENS_DS1, r1, 8, 8, 9, 10, 11, 12, 13, 14);

@@ -21,5 +21,9 @@ inline void fence_gpu() {
     emulated::fence_release();
 }
 
+inline void fence_async_global() { emulated::fence_proxy_global(); }
+inline void fence_release_gpu() { emulated::fence_release(); }
+inline void fence_acquire_gpu() { emulated::fence_acquire(); }
+
 }  // namespace arch
 }  // namespace kittens::inline on_cpu

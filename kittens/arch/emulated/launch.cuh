@@ -36,5 +36,14 @@ void launch(bool dependent, void (*kernel)(Parameters...), dim3 grid, dim3 block
     emulated::run_grid(g);
 }
 
+template <class... Parameters, class... Arguments>
+bool launch_cooperative(dim3 together, bool dependent, void (*kernel)(Parameters...), dim3 grid,
+                        dim3 block, size_t shared_bytes, cudaStream_t stream,
+                        Arguments&&... arguments) {
+    launch(dependent, kernel, grid, block, together, shared_bytes, stream,
+           std::forward<Arguments>(arguments)...);
+    return true;
+}
+
 }  // namespace arch
 }  // namespace kittens::inline on_cpu

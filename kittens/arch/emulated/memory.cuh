@@ -116,5 +116,20 @@ inline T load_global_readonly(const T* pointer) {
     return load_global(pointer);
 }
 
+inline uint64_t load_acquire_global(const uint64_t* pointer) {
+    return detail::load_flag(pointer, false, "load_acquire_global");
+}
+inline void store_release_global(uint64_t* pointer, uint64_t value) {
+    detail::store_flag(pointer, value, "store_release_global");
+}
+inline int claim_global(int* counter) { return fetch_add_global(counter, 1); }
+inline void count_global(int* counter) { fetch_add_global(counter, 1); }
+inline int load_relaxed_global(const int* pointer) {
+    return detail::load_flag(pointer, true, "load_relaxed_global");
+}
+inline void store_global_whole(void* to, const uint4& value) {
+    store_global(static_cast<uint4*>(to), value);
+}
+
 }  // namespace arch
 }  // namespace kittens::inline on_cpu

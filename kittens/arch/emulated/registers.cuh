@@ -1,4 +1,5 @@
-// Register reallocation between warpgroups: counts are multiples of 8 in 24..256.
+// Register reallocation between warpgroups: counts are multiples of 8 in 24..256. And what the
+// compiler is told of a single register.
 #pragma once
 
 #include "barriers.h"
@@ -18,6 +19,8 @@ inline void decrease_registers() {
                   "setmaxnreg takes a multiple of 8 from 24 to 256");
     emulated::reallocate_registers(REGISTERS, false);
 }
+
+inline void discard_register(float& value) { value = 0.0f; }
 
 }  // namespace arch
 }  // namespace kittens::inline on_cpu

@@ -57,5 +57,7 @@ inline void sync_block() { emulated::use_block_barrier(0); }
 inline void sleep(unsigned) { emulated::yield_turn(); }
 [[noreturn]] inline void trap() { emulated::fail("trap"); }
 
+inline int lane_again() { return kittens::laneid(); }
+
 }  // namespace arch
 }  // namespace kittens::inline on_cpu

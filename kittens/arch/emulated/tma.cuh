@@ -70,5 +70,10 @@ inline void bulk_copy_to_cluster(uint32_t destination, uint32_t source, uint32_t
     emulated::copy_to_cluster(destination, source, bytes, barrier);
 }
 
+inline void bulk_load_evict_first(uint32_t destination, const void* source, uint32_t bytes,
+                                  uint32_t barrier) {
+    bulk_load(destination, source, bytes, barrier);
+}
+
 }  // namespace arch
 }  // namespace kittens::inline on_cpu

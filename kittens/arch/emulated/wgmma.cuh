@@ -38,8 +38,10 @@ inline void pin_register(uint32_t& value) { asm volatile("" : "+m"(value)); }
 
 template <int N, class D, class A, class B>
 struct wgmma {
-    static_assert(N >= 16 && N <= 256 && N % 16 == 0);
     static constexpr bool is_half = std::is_same_v<D, __half>;
+    static constexpr bool is_e4m3 =
+        std::is_same_v<A, __nv_fp8_e4m3> && std::is_same_v<B, __nv_fp8_e4m3>;
+    static_assert(N >= 16 && N <= 256 && (N % 16 == 0 || (N == 136 && is_e4m3 && !is_half)));
     static constexpr int REGISTERS = is_half ? N / 4 : N / 2;
     using Register = std::conditional_t<is_half, uint32_t, float>;
 

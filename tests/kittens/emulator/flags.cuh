@@ -2,7 +2,6 @@
 // mistake that shows on a GPU only now and then.
 #pragma once
 
-#include "arch/handover.cuh"
 #include "kittens.cuh"
 
 namespace defects {

@@ -1,6 +1,0 @@
-#include "csrc/attention/forward_sm90.cuh"
-
-namespace thunderkittens::attention {
-template void launch_forward<Config{128, 128, 3, 64, 3, true, DType::bf16}>(const ForwardParams&,
-                                                                            Stream);
-}  // namespace thunderkittens::attention

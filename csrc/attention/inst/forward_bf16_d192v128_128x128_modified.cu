@@ -1,6 +1,0 @@
-#include "csrc/attention/forward_sm90.cuh"
-
-namespace thunderkittens::attention {
-template void launch_forward<Config{192, 128, 2, 128, 2, true, DType::bf16}>(const ForwardParams&,
-                                                                             Stream);
-}  // namespace thunderkittens::attention

@@ -1,6 +1,0 @@
-#include "csrc/attention/split_sm90.cuh"
-
-namespace thunderkittens::attention {
-template void launch_split<Config{128, 128, 1, 128, 3, true, DType::bf16}>(const ForwardParams&,
-                                                                           Stream);
-}  // namespace thunderkittens::attention

@@ -1,7 +1,0 @@
-// bf16 operands, rows of both along k, 128 x 176 tiles.
-#include "csrc/gemm/dense/persistent_sm90.cuh"
-
-namespace thunderkittens::gemm {
-template void launch<make_config(BETWEEN_SHAPES[1], DType::bf16, false, false)>(const Params&,
-                                                                                Stream);
-}  // namespace thunderkittens::gemm

@@ -1,7 +1,0 @@
-// fp16 operands, rows of both along k, 128 x 224 tiles.
-#include "csrc/gemm/dense/persistent_sm90.cuh"
-
-namespace thunderkittens::gemm {
-template void launch<make_config(BETWEEN_SHAPES[2], DType::fp16, false, false)>(const Params&,
-                                                                                Stream);
-}  // namespace thunderkittens::gemm

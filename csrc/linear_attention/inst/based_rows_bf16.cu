@@ -1,7 +1,0 @@
-#include "csrc/linear_attention/based/rows_sm90.cuh"
-
-namespace thunderkittens::linear_attention {
-template void launch_based_weights<DType::bf16>(const BasedBackwardParams&, float*, Stream);
-template void launch_based_combine<DType::bf16>(const BasedBackwardParams&,
-                                                const BackwardKernelParams&, Stream);
-}  // namespace thunderkittens::linear_attention

@@ -1,1 +1,0 @@
-#include "csrc/linear_attention/lolcats/caches_sm90.cuh"

@@ -1,6 +1,0 @@
-#include "csrc/linear_attention/lolcats/rows_sm90.cuh"
-
-namespace thunderkittens::linear_attention {
-template void launch_lolcats_combine<DType::bf16>(const LolcatsBackwardParams&,
-                                                  const LolcatsBackwardWorkspace&, Stream);
-}  // namespace thunderkittens::linear_attention

@@ -1,8 +1,0 @@
-#include "csrc/linear_attention/lolcats/sums_sm90.cuh"
-
-namespace thunderkittens::linear_attention {
-template void launch_lolcats_sums<DType::bf16, 64, 32>(const LolcatsParams&,
-                                                       const LolcatsWorkspace&, Stream);
-template void launch_lolcats_sums<DType::bf16, 64, 64>(const LolcatsParams&,
-                                                       const LolcatsWorkspace&, Stream);
-}  // namespace thunderkittens::linear_attention
