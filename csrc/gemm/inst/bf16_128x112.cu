@@ -2,6 +2,5 @@
 #include "csrc/gemm/dense/persistent_sm90.cuh"
 
 namespace thunderkittens::gemm {
-template void launch<make_config(BETWEEN_SHAPES[0], DType::bf16, false, false)>(const Params&,
-                                                                                Stream);
+template void launch<make_config(NT_SHAPES[0], DType::bf16, false, false)>(const Params&, Stream);
 }  // namespace thunderkittens::gemm

@@ -2,6 +2,5 @@
 #include "csrc/gemm/dense/persistent_sm90.cuh"
 
 namespace thunderkittens::gemm {
-template void launch<make_config(BETWEEN_SHAPE_NN, DType::fp16, false, true)>(const Params&,
-                                                                              Stream);
+template void launch<make_config(NN_SHAPE, DType::fp16, false, true)>(const Params&, Stream);
 }  // namespace thunderkittens::gemm

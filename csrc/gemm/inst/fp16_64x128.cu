@@ -2,8 +2,8 @@
 #include "csrc/gemm/dense/one_consumer_sm90.cuh"
 
 namespace thunderkittens::gemm {
-TK_LAUNCH_SMALL(make_config(TILE_SHAPES[2], DType::fp16, false, true))
-TK_LAUNCH_SMALL(make_config(TILE_SHAPES[2], DType::fp16, false, false))
-TK_LAUNCH_SMALL(make_config(TILE_SHAPES[2], DType::fp16, true, true))
-TK_LAUNCH_SMALL(make_config(TILE_SHAPES[2], DType::fp16, true, false))
+TK_LAUNCH_ONE_CONSUMER(make_config(TILE_SHAPES[2], DType::fp16, false, true))
+TK_LAUNCH_ONE_CONSUMER(make_config(TILE_SHAPES[2], DType::fp16, false, false))
+TK_LAUNCH_ONE_CONSUMER(make_config(TILE_SHAPES[2], DType::fp16, true, true))
+TK_LAUNCH_ONE_CONSUMER(make_config(TILE_SHAPES[2], DType::fp16, true, false))
 }  // namespace thunderkittens::gemm

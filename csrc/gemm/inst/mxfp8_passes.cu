@@ -2,6 +2,6 @@
 #include "csrc/gemm/mxfp8/passes_sm90.cuh"
 
 namespace thunderkittens::mxfp8_gemm {
-template void run_pass(const RebaseParams&, Stream);
-template void run_pass(const ExpandParams&, Stream);
+template void run_pass(const RescaleParams&, Stream);
+template void run_pass(const DequantizePassParams&, Stream);
 }  // namespace thunderkittens::mxfp8_gemm

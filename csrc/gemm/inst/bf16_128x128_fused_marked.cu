@@ -1,6 +1,0 @@
-// bf16 operands, rows of both along k, 128 x 128 tiles, those that are marked.
-#include "csrc/gemm/dense/persistent_sm90.cuh"
-
-namespace thunderkittens::gemm {
-template void launch<marked_config()>(const Params&, Stream);
-}  // namespace thunderkittens::gemm

@@ -1,7 +1,0 @@
-// bf16 operands, a's rows along k, tiles of up to 128 x 256 of widths that vary, both orders of b.
-#include "csrc/gemm/dense/balanced_sm90.cuh"
-
-namespace thunderkittens::gemm {
-TK_LAUNCH_VARIED(DType::bf16, true)
-TK_LAUNCH_VARIED(DType::bf16, false)
-}  // namespace thunderkittens::gemm

@@ -1,0 +1,6 @@
+// fp8 operands, 128 x 256 tiles, promoted sums, block-wise scales alone.
+#include "csrc/gemm/fp8/persistent_sm90.cuh"
+
+namespace thunderkittens::fp8_gemm {
+template void launch<make_config(BLOCKWISE_SHAPES[0], DTYPES[0], true)>(const Params&, Stream);
+}  // namespace thunderkittens::fp8_gemm

@@ -1,7 +1,0 @@
-// fp16 activations, up to 8 rows at a time, strips of an NVFP4 weight.
-#include "csrc/gemm/swap_ab/nvfp4_gemv_sm90.cuh"
-
-namespace thunderkittens::mixed_gemm {
-template void launch_few<make_config(Format::nvfp4, TILE_SHAPES[0], DType::fp16)>(const Params&,
-                                                                                  Stream);
-}  // namespace thunderkittens::mixed_gemm
