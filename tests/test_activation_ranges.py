@@ -225,8 +225,8 @@ def test_finished_beside_the_main_loop(device, activation, dtype, residual):
     options = {}
     if residual:
         options["residual"] = torch.zeros(m, gates.numel(), dtype=dtype, device=device)
-    tile = {"block_m": 128, "block_n": 256, "stages": 4, "consumers": 2, "streamed": False}
-    tile |= {"block_k": 64, "fused": True, "spacing": 1}
+    tile = {"block_m": 128, "block_n": 256, "stages": 4, "consumers": 2, "swap_ab": False}
+    tile |= {"block_k": 64, "fused": True, "store_interval": 1}
     emulated = type(device) is not str
     with tk.emulate(seed=1, config=tile, sm_count=2) if emulated else nullcontext():
         out = of_gemm(z, m, activation, dtype, k=k, **options)

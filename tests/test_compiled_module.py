@@ -161,7 +161,7 @@ def test_gemm_works_on_whole_products(problem, blocks):
 def test_gemm_of_few_rows_divides_k(problem, splits, b_n_major):
     sizes = dict(zip(("m", "n", "k", "fused"), problem, strict=True))
     choice = _C.choose("gemm", sizes | {"b_n_major": b_n_major}, H200)
-    assert choice["streamed"]
+    assert choice["swap_ab"]
     assert choice["splits"] == splits
     tiles = -(-sizes["n"] // choice["block_n"])
     assert choice["blocks"] <= min(132, splits * tiles)
@@ -186,7 +186,7 @@ def test_gemm_of_few_rows_divides_k(problem, splits, b_n_major):
 )
 def test_gemm_of_few_tiles_divides_k(m, n, k, splits, b_n_major):
     choice = _C.choose("gemm", {"m": m, "n": n, "k": k, "b_n_major": b_n_major}, H200)
-    assert not choice["streamed"]
+    assert not choice["swap_ab"]
     assert choice["splits"] == splits
     if splits > 1:
         rows, columns = -(-m // choice["block_m"]), -(-n // choice["block_n"])
@@ -219,7 +219,7 @@ def test_gemm_of_tiles_that_do_not_fill_the_rounds_divides_k(m, n, k, block_n, s
 )
 def test_gemm_of_few_rows_leaves_the_cache_first(n, k, fused, once):
     problem = {"m": 16, "n": n, "k": k, "fused": bool(fused)}
-    assert _C.choose("gemm", problem, H200)["b_once"] == once
+    assert _C.choose("gemm", problem, H200)["evict_first_b"] == once
 
 
 def assert_dealt_once_each(problem, n):
@@ -255,8 +255,8 @@ def test_gemm_tiles_are_dealt_once_each(m, n, batch, gate):
 @pytest.mark.parametrize(
     ("m", "n"), [(2560, 2560), (3072, 3072), (5888, 5880), (512, 13824), (5120, 2112), (2048, 5120)]
 )
-def test_gemm_tiles_of_varied_widths_are_dealt_once_each(m, n, b_n_major):
+def test_balanced_gemm_tiles_are_dealt_once_each(m, n, b_n_major):
     problem = {"m": m, "n": n, "k": 4096, "b_n_major": b_n_major}
     assert_dealt_once_each(problem, n)
     problem |= {"n": n + 1}  # TMA does not store such rows
-    assert not _C.choose("gemm", problem, H200)["varied"]
+    assert not _C.choose("gemm", problem, H200)["balanced"]

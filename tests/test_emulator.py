@@ -30,11 +30,12 @@ def integers(*shape: int, dtype: torch.dtype, limit: int = 4) -> torch.Tensor:
 
 # ---- gemm; kernels for one tile per block are in test_gemm_kernels.py ----
 
+TILE = ("block_m", "block_n", "stages", "consumers")
 TILES = sorted(
     {
-        tuple(int(n) for n in re.findall(r"\d+", k["config"].partition("consumer")[0]))
+        tuple(int(k["fields"][name]) for name in TILE)
         for k in _C.kernels()
-        if k["op"] == "gemm" and not re.search("stream|fused|divided", k["name"])
+        if k["op"] == "gemm" and not re.search("swap_ab|fused|split_k", k["name"])
     }
 )
 
@@ -49,9 +50,8 @@ def layouts_of(tile: tuple[int, ...]) -> list[bool]:
 
 
 def tile_config(tile: tuple[int, ...]) -> dict[str, int]:
-    """From the numbers of "tile MxNxK, S stages, 1 producer and C consumer warpgroups"."""
-    block_m, block_n, _, stages, _, consumers = tile
-    return {"block_m": block_m, "block_n": block_n, "stages": stages, "consumers": consumers}
+    """The numbers of a tile under the names of the configuration's fields."""
+    return dict(zip(TILE, tile, strict=True))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -72,7 +72,7 @@ def test_gemm_is_exact_on_integers(tile, dtype, policy):
                 if not b_n_major:
                     b = b.t().contiguous().t()
                 expected = (a.float() @ b.float()).to(out_dtype)
-                config = tile_config(tile) | {"b_once": b_n_major}
+                config = tile_config(tile) | {"evict_first_b": b_n_major}
                 with tk.emulate(policy, seed=m, config=config, sm_count=2) as run:
                     out = tk.gemm(a, b, out_dtype=out_dtype)
                 assert torch.equal(out, expected), (m, n, k, a_m_major, b_n_major)
@@ -86,7 +86,7 @@ def test_gemm_is_exact_on_integers(tile, dtype, policy):
 def test_gemm_of_tiles_of_two_widths(tile, dtype, policy):
     """Rows of tiles with and without one more, either way out, sums that leave late and at once."""
     columns, n = (2, 496) if tile[1] == 256 else (3, 504)
-    choice = {"columns": columns, "longer": 2, "band": 1, "blocks": 2}
+    choice = {"columns": columns, "extra_rows": 2, "raster_group": 1, "blocks": 2}
     for number, k in enumerate((328, 72)):
         a, b = integers(330, k, dtype=dtype), integers(k, n, dtype=dtype)
         bias = integers(n, dtype=dtype) if number else None
@@ -101,9 +101,9 @@ def test_gemm_of_tiles_of_two_widths(tile, dtype, policy):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gemm_finished_by_other_warps(dtype, policy):
+def test_gemm_with_epilogue_warps(dtype, policy):
     """Integers that either dtype holds: every layout, ragged sizes, a batch, one tile and several
-    per block, with and without a residual and a z that is kept."""
+    per block, with and without a residual and an aux output."""
     config = {"block_m": 128, "block_n": 256, "stages": 4, "consumers": 2, "fused": True}
     shapes = ((1, 200, 264, 250), (1, 130, 776, 320), (3, 70, 40, 264), (1, 65, 520, 700))
     for number, (batch, m, n, k) in enumerate(shapes):
@@ -124,9 +124,9 @@ def test_gemm_finished_by_other_warps(dtype, policy):
         a.requires_grad_(number > 0)
         z = a.detach().float() @ b.float() + bias.float()
         expected = z.relu() + 2 * options["residual"].float() if number != 1 else z.relu()
-        with tk.emulate(policy, seed=m, config=config | {"spacing": 1}, sm_count=2) as run:
+        with tk.emulate(policy, seed=m, config=config | {"store_interval": 1}, sm_count=2) as run:
             out = tk.gemm(a, b, **options)
-        assert run.kernels[0]["spacing"] == 1
+        assert run.kernels[0]["store_interval"] == 1
         assert torch.equal(out.float(), expected)
 
 
@@ -134,10 +134,10 @@ def test_gemm_finished_by_other_warps(dtype, policy):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", [None, "blocked", "interleaved"])
 def test_gemm_fused_in_tiles_of_two_widths(layout, dtype, policy):
-    """Finished by other warps or by the consumers, z kept or not, in either order of b: bit for
-    bit what tiles of one width have, and exact without a gate."""
+    """By epilogue warps or by the consumers, with an aux output or not, in either order of b: bit
+    for bit what tiles of one width have, and exact without a gate."""
     config = {"block_m": 128, "block_n": 256, "stages": 4, "consumers": 2, "fused": True}
-    config |= {"band": 1, "blocks": 2}
+    config |= {"raster_group": 1, "blocks": 2}
     m, n = 260, 496
     for number, (k, spacing) in enumerate(((328, 1), (264, 1), (72, 0))):
         a, b = integers(m, k, dtype=dtype, limit=1), integers(k, n, dtype=dtype, limit=1)
@@ -154,8 +154,8 @@ def test_gemm_fused_in_tiles_of_two_widths(layout, dtype, policy):
         if layout:
             options["gate_layout"] = layout
         results = []
-        for widths in ({"columns": 0, "longer": 0}, {"columns": 2, "longer": 1}):
-            forced = config | widths | {"spacing": spacing}
+        for widths in ({"columns": 0, "extra_rows": 0}, {"columns": 2, "extra_rows": 1}):
+            forced = config | widths | {"store_interval": spacing}
             with tk.emulate(policy, seed=k, config=forced, sm_count=2):
                 results.append(tk.gemm(a, right, **options).detach())
         assert torch.equal(*results), (k, spacing)
@@ -211,11 +211,12 @@ def test_attention_scales():
 # ---- fp8 ----
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FP8_TILE = ("block_m", "block_n", "block_k", "stages", "buffers")
 FP8_TILES = sorted(
     {
-        (*(int(n) for n in re.findall(r"\d+", k["config"])), k["name"].split("_")[2])
+        (*(int(k["fields"][name]) for name in FP8_TILE), k["name"].split("_")[2])
         for k in _C.kernels()
-        if k["op"] == "fp8_gemm" and not re.search("stream|fitted", k["name"])
+        if k["op"] == "fp8_gemm" and not re.search("swap_ab|split_k", k["name"])
     }
 )
 
@@ -244,12 +245,11 @@ def fp8_operands(m, n, k, kind):
 @pytest.mark.parametrize("tile", FP8_TILES, ids=lambda t: f"{t[-1]}{t[0]}x{t[1]}")
 def test_fp8_gemm_is_exact_on_integers(tile, policy):
     """Every tile with every kind of scales that it takes, ragged sizes, several tiles per block."""
-    block_m, block_n, block_k, stages, buffers, _, consumers, sums = tile
-    config = {"block_m": block_m, "block_n": block_n, "block_k": block_k, "stages": stages}
-    config |= {"buffers": buffers, "consumers": consumers, "streamed": False, "splits": 1}
-    config |= {"plain": sums == "blocks"}
+    block_n, sums = tile[1], tile[-1]
+    config = dict(zip(FP8_TILE, tile, strict=False)) | {"consumers": 2, "swap_ab": False}
+    config |= {"splits": 1, "blockwise_only": sums == "blockwise"}
     promoted = ["tensor", "row", "block"]
-    kinds = {"fast": ["row"], "promoted": promoted, "fine": ["fine"], "blocks": ["block"]}[sums]
+    kinds = {"fast": ["row"], "promoted": promoted, "1d1d": ["fine"], "blockwise": ["block"]}[sums]
     for number, kind in enumerate(kinds):
         if kind == "block" and block_n % 64:
             continue
@@ -282,9 +282,8 @@ def test_fp8_gemm_is_exact_on_integers(tile, policy):
 def test_fp8_gemm_of_fast_tiles_of_two_widths(tile, cluster, policy):
     """Rows of tiles with and without one more, either way out, sums that leave late and at once."""
     columns, n = (2, 488) if tile[1] == 256 else (3, 504)
-    names = ("block_m", "block_n", "block_k", "stages", "buffers")
-    config = dict(zip(names, tile, strict=False)) | {"consumers": 2, "streamed": False}
-    config |= {"columns": columns, "longer": 1, "band": 1, "splits": 1}
+    config = dict(zip(FP8_TILE, tile, strict=False)) | {"consumers": 2, "swap_ab": False}
+    config |= {"columns": columns, "extra_rows": 1, "raster_group": 1, "splits": 1}
     config |= {"cluster_m": cluster, "blocks": 2 * cluster}
     for m, k, dtypes in ((330, 656, (E4M3, E5M2)), (200, 144, (E5M2, E4M3))):
         a, b, scale_a, scale_b, expected = fp8_operands(m, n, k, "row")
@@ -304,9 +303,9 @@ def test_fp8_gemm_of_tiles_of_two_widths(tile, policy):
     """Rows of tiles with and without one more, of one step and of several, all kinds of scales;
     those of blocks, and fp32 values, have one width. Scales alone, of tensors or rows, have a
     kernel of their own. Blocks have several of the eight tiles, one, or none."""
-    names = ("block_m", "block_n", "block_k", "stages", "buffers")
-    config = dict(zip(names, tile, strict=False)) | {"consumers": 2, "streamed": False}
-    config |= {"columns": 2, "longer": 2, "band": 1, "splits": 1, "plain": False}
+    config = dict(zip(FP8_TILE, tile, strict=False)) | {"consumers": 2, "swap_ab": False}
+    config |= {"columns": 2, "extra_rows": 2, "raster_group": 1, "splits": 1}
+    config["blockwise_only"] = False
     half, full = torch.bfloat16, torch.float32
     cases = [("tensor", 272, half), ("row", 528, half), ("row", 100, torch.float16)]
     cases += [("row", 656, half), ("tensor", 100, half), ("block", 272, half), ("row", 272, full)]
@@ -321,7 +320,7 @@ def test_fp8_gemm_of_tiles_of_two_widths(tile, policy):
             out = tk.fp8_gemm(a.to(E4M3), b.to(E4M3), scale_a, scale_b, bias=bias, out_dtype=dtype)
         assert torch.equal(out, expected.to(dtype)), (kind, k, dtype)
         name, whole = run.kernels[0]["kernel"], kind != "block" and bias is None and dtype != full
-        assert (run.kernels[0]["columns"], name.endswith("_whole")) == (2, whole)
+        assert (run.kernels[0]["columns"], name.endswith("_rowwise")) == (2, whole)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -360,7 +359,7 @@ def test_fp8_gemm_of_few_rows(m, splits, clusters, policy):
         if number == 3:
             expected = expected.relu()
         assert torch.equal(out, expected.bfloat16()), kind
-        assert run.kernels[0]["streamed"]
+        assert run.kernels[0]["swap_ab"]
 
 
 # ---- the emulator itself ----
@@ -376,7 +375,7 @@ def test_kernels_are_chosen_as_on_the_gpu():
     with tk.emulate() as run:
         tk.gemm(a, a)
     chosen = _C.choose("gemm", problem, device)
-    assert run.kernels == [chosen | {"kernel": chosen["kernel"] + "_single"}]
+    assert run.kernels == [chosen | {"kernel": chosen["kernel"] + "_single_wave"}]
 
 
 def test_random_order_is_drawn_from_the_seed():

@@ -88,15 +88,15 @@ def test_correct_kernels_raise_no_alarm(flags, policy):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("splits", "blocks"), [(3, 3), (4, 4)])
-def test_a_replayed_product_of_divided_tiles(policy, splits, blocks):
-    """Sums that every block of a tile exchanges, and those of tiles with an owner."""
+def test_a_replayed_split_k_product(policy, splits, blocks):
+    """Partial sums of split-K, and of stream-K with its fix-up."""
     m, n, k = (128, 136, 520) if splits == 3 else (128, 264, 1160)
     a, b = torch.randint(-4, 5, (m, k)).bfloat16(), torch.randint(-4, 5, (k, n)).bfloat16()
     tile = {"block_m": 128, "block_n": 192, "stages": 5, "consumers": 2}
     tile |= {"splits": splits, "blocks": blocks}
     with tk.emulate(policy, seed=n, config=tile, replay=True) as run:
         out = tk.gemm(a, b)
-    assert "divided" in run.kernels[0]["kernel"]
+    assert "split_k" in run.kernels[0]["kernel"]
     assert torch.equal(out, (a.float() @ b.float()).bfloat16())
 
 

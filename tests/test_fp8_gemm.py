@@ -216,13 +216,13 @@ def test_activations(device, activation, accurate, out_dtype):
 @pytest.mark.parametrize("columns", [0, 3])
 @pytest.mark.parametrize("accurate", [False, True])
 def test_calls_with_scales_alone(accurate, columns, policy):
-    """They have a kernel of their own, in turns or promoted: tiles of one and of two widths, of one
-    step, of fewer than there are stages and of more; blocks with several tiles, with one and with
-    none."""
+    """They have a kernel of their own, ping-pong or promoted: tiles of one and two widths, of
+    one step, of fewer than there are stages and of more; blocks with several tiles, with one and
+    with none."""
     config = {"block_m": 128, "block_n": 176, "block_k": 128}
     config |= {"stages": 4, "buffers": 3} if accurate else {"stages": 5, "buffers": 2}
-    config |= {"consumers": 2, "streamed": False, "splits": 1, "band": 1}
-    config |= {"columns": columns, "longer": min(columns, 1)}
+    config |= {"consumers": 2, "swap_ab": False, "splits": 1, "raster_group": 1}
+    config |= {"columns": columns, "extra_rows": min(columns, 1)}
     n = 504
     cases = [("tensor", 330, 272, 2), ("row", 330, 720, 2), ("mixed", 200, 100, 4)]
     cases += [("tensor", 129, 144, 1), ("row", 65, 400, 3 if columns else 5)]
@@ -239,7 +239,7 @@ def test_calls_with_scales_alone(accurate, columns, policy):
         assert torch.equal(out, expected.to(dtype)), (kind, m, k)
         assert torch.equal(out, general), (kind, m, k)
         assert (run.kernels[0]["columns"], run.kernels[0]["block_n"]) == (columns, 176)
-        assert [kernel["kernel"].endswith("_whole") for kernel in run.kernels] == [True, False]
+        assert [kernel["kernel"].endswith("_rowwise") for kernel in run.kernels] == [True, False]
 
 
 def test_one_hot_rows_select(device):

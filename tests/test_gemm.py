@@ -48,9 +48,9 @@ SHAPES_CUDA = [
     (7, 2112, 28672),
     (4097, 1003, 777),
     (2500, 2504, 1600),  # tiles of widths that vary
-    (300, 1000, 8192),  # tiles whose k is divided
+    (300, 1000, 8192),  # split-K
     (500, 2112, 7168),
-    (1000, 2112, 7168),  # tiles of which some have owners
+    (1000, 2112, 7168),  # stream-K
     (2040, 2112, 7168),
 ]
 

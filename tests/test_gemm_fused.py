@@ -168,8 +168,8 @@ def test_finished_beside_the_main_loop(device, case):
     if type(device) is str:
         out = run().detach()
     else:
-        tile = {"block_m": 128, "block_n": 256, "stages": 4, "consumers": 2, "streamed": False}
-        tile |= {"block_k": 64, "fused": True, "spacing": 1}
+        tile = {"block_m": 128, "block_n": 256, "stages": 4, "consumers": 2, "swap_ab": False}
+        tile |= {"block_k": 64, "fused": True, "store_interval": 1}
         with tk.emulate(seed=1, config=tile, sm_count=2):
             out = run().detach()
     # What follows would keep every step of the reference's sum for a gradient of a.
@@ -191,7 +191,7 @@ def test_few_rows_are_exact(device, layout, splits):
     """Either order of b, with NaN around the operands, with and without a division of K, all ways
     out, and with a residual, which another kernel adds."""
     emulated = type(device) is not str
-    config = {"splits": splits, "blocks": 2 * splits, "b_once": splits == 1}
+    config = {"splits": splits, "blocks": 2 * splits, "evict_first_b": splits == 1}
     shapes = [FEW_ROWS[splits]] if device == "cuda" else [(1, 199, 769), (17, 136, 641)]
     for policy in POLICIES if emulated else ("none",):
         for m, n, k in [*shapes, (61, 199, 523)]:
@@ -210,7 +210,7 @@ def test_few_rows_are_exact(device, layout, splits):
                 assert torch.equal(out_sum, (exact + residual.float()).to(dtype))
                 if emulated:
                     chosen = run.kernels[0]
-                    assert chosen["streamed"]
+                    assert chosen["swap_ab"]
                     assert chosen["b_n_major"] == (layout == "sliced")
 
 
@@ -225,7 +225,7 @@ def test_reruns_of_divided_sums(device, layout):
         residual = normal((m, n), FP32, device)
         runs = []
         for policy in POLICIES if emulated else range(5):
-            config = {"splits": 3, "blocks": 6, "streamed": True}
+            config = {"splits": 3, "blocks": 6, "swap_ab": True}
             with (
                 tk.emulate(policy, seed=number, config=config) if emulated else nullcontext() as run
             ):

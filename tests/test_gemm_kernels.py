@@ -1,5 +1,5 @@
-"""Which of gemm's kernels runs, on the emulator: those for one tile per block, clusters that divide
-k, rows that two tiles compute; and every kernel of the family by its name."""
+"""Which of gemm's kernels runs, on the emulator: single-wave, balanced tiling, split-K, stream-K,
+rows that two tiles compute; and every kernel of the family by its name."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def integers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize(("batch", "dtype"), [(1, torch.bfloat16), (3, torch.float16)])
 @pytest.mark.parametrize("tile", SHAPES | NT_SHAPES | NN_SHAPES, ids=lambda t: f"{t[0]}x{t[1]}")
-def test_gemm_in_one_round(tile, batch, dtype):
+def test_gemm_in_one_wave(tile, batch, dtype):
     """A block for each tile: the grid has their shape, and they leave as a block's last tile."""
     a = integers(batch, 136, 264, dtype=dtype)
     b = integers(batch, 264, 272, dtype=dtype)
     rows, columns = math.ceil(136 / tile[0]), math.ceil(272 / tile[1])
     stages, consumers = (SHAPES | NT_SHAPES | NN_SHAPES)[tile]
     config = {"block_m": tile[0], "block_n": tile[1], "stages": stages, "consumers": consumers}
-    config |= {"band": rows, "blocks": batch * rows * columns}
+    config |= {"raster_group": rows, "blocks": batch * rows * columns}
     for a_m_major in [False, True] if tile in SHAPES else [False]:
         for b_n_major in [False] if tile in NT_SHAPES else [True] if tile in NN_SHAPES else [0, 1]:
             left = a.mT.contiguous().mT if a_m_major else a
@@ -47,7 +47,7 @@ def test_gemm_in_one_round(tile, batch, dtype):
             with tk.emulate("random", seed=batch, config=config) as run:
                 out = tk.gemm(left, right)
             assert torch.equal(out, (a.float() @ b.float()).to(dtype)), (a_m_major, b_n_major)
-            once = "_once" if tile == (128, 256) else ""
+            once = "_single_wave" if tile == (128, 256) else ""
             name = f"{'nt'[a_m_major]}{'tn'[b_n_major]}_{tile[0]}x{tile[1]}{once}"
             assert run.kernels[0]["kernel"].partition("_")[2] == name
 
@@ -55,8 +55,9 @@ def test_gemm_in_one_round(tile, batch, dtype):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gemm_of_several_tiles(dtype, policy):
-    """The four pieces of a finished tile leave in every step of the next one, or in every second
-    where there are enough: too few, just enough, and many; sums as they are and with a bias."""
+    """The four subtiles of a finished tile are stored in every step of the next one, or in every
+    second where there are enough: too few, just enough, and many; sums as they are, and with a
+    bias."""
     config = {"block_m": 128, "block_n": 256, "stages": 4, "consumers": 2, "blocks": 2}
     for number, k in enumerate((256, 384, 448, 512, 1048)):
         a_m_major, b_n_major = number % 2 == 1, number < 2
@@ -73,7 +74,7 @@ def test_gemm_of_several_tiles(dtype, policy):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gemm_of_single_tiles(dtype, policy):
+def test_gemm_of_single_wave_64x64(dtype, policy):
     """Tiles of whole columns, one per block, have a kernel of their own, unless there is a bias or
     another type: fewer steps than stages, as many, and more; rows that two tiles compute."""
     for batch, m, n, k in (
@@ -83,17 +84,19 @@ def test_gemm_of_single_tiles(dtype, policy):
         (1, 128, 64, 1416),
     ):
         rows = -(-m // 64)
-        config = {"block_m": 64, "block_n": 64, "stages": 10, "consumers": 1, "band": rows}
+        config = {"block_m": 64, "block_n": 64, "stages": 10, "consumers": 1, "raster_group": rows}
         config["blocks"] = batch * rows * (n // 64)
-        for a_m_major, b_n_major, b_once in itertools.product((False, True), repeat=3):
+        for a_m_major, b_n_major, evict_first_b in itertools.product((False, True), repeat=3):
             a, b = integers(batch, m, k, dtype=dtype), integers(batch, k, n, dtype=dtype)
             expected = a.float() @ b.float()
             a = a.mT.contiguous().mT if a_m_major else a
             b = b if b_n_major else b.mT.contiguous().mT
-            with tk.emulate(policy, seed=k, config=config | {"b_once": b_once}) as run:
+            with tk.emulate(
+                policy, seed=k, config=config | {"evict_first_b": evict_first_b}
+            ) as run:
                 out = tk.gemm(a, b)
             assert torch.equal(out, expected.to(dtype)), (m, n, k, a_m_major, b_n_major)
-            assert run.kernels[0]["kernel"].endswith("_64x64_single")
+            assert run.kernels[0]["kernel"].endswith("_64x64_single_wave")
     with tk.emulate(policy, config=config) as run:
         out = tk.gemm(a[0], b[0], bias=torch.ones(n, dtype=dtype), out_dtype=torch.float32)
     assert torch.equal(out, expected[0] + 1)
@@ -106,23 +109,23 @@ def test_gemm_divides_a_long_k(m, policy):
     """Clusters of the kernel for few rows divide k, also where there are several rows of tiles."""
     for k, splits in ((4096, 4), (2048, 1)):
         chosen = _C.choose("gemm", {"m": 128, "n": 576, "k": k, "batch": 1}, H200)
-        assert (chosen["streamed"], chosen["splits"]) == (splits > 1, splits)
+        assert (chosen["swap_ab"], chosen["splits"]) == (splits > 1, splits)
     config = {"block_m": 64, "block_n": 64, "stages": 6, "consumers": 1, "block_k": 128}
-    config |= {"streamed": True, "splits": 3, "blocks": 6}
+    config |= {"swap_ab": True, "splits": 3, "blocks": 6}
     for b_n_major in (False, True):
         a, b = integers(m, 520, dtype=torch.bfloat16), integers(520, 136, dtype=torch.bfloat16)
         right = b if b_n_major else b.t().contiguous().t()
         with tk.emulate(policy, seed=m, config=config) as run:
             out = tk.gemm(a, right)
         assert torch.equal(out, (a.float() @ b.float()).bfloat16()), b_n_major
-        assert run.kernels[0]["kernel"].endswith("_stream_64x64")
+        assert run.kernels[0]["kernel"].endswith("_swap_ab_64x64")
 
 
-# ---- tiles of widths that vary ----
+# ---- balanced tiling with run-time widths ----
 
 # Columns, tiles of a row, rows of tiles with one more. Rows of b along k: every pair of widths, 160
 # and 176 to 224 and 240. Along n: 256 and 192, 192 and 128, one width.
-VARIED = {
+BALANCED = {
     False: [(2 * width - 24, 2, 1) for width in range(176, 241, 16)] + [(636, 4, 0)],
     True: [(440, 2, 0), (312, 2, 0), (700, 3, 0), (568, 3, 0), (248, 2, 0), (508, 2, 0)],
 }
@@ -131,46 +134,51 @@ VARIED = {
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("b_n_major", [False, True])
-def test_gemm_of_tiles_of_varied_widths(b_n_major, dtype, policy):
+def test_gemm_of_balanced_tiles(b_n_major, dtype, policy):
     """Also where rows of the output are not multiples of 16 bytes, or k is short, which other tiles
     compute."""
-    tile = {"block_m": 128, "block_n": 256, "stages": 4, "consumers": 2, "varied": True}
-    for number, (n, columns, longer) in enumerate(VARIED[b_n_major]):
+    tile = {"block_m": 128, "block_n": 256, "stages": 4, "consumers": 2, "balanced": True}
+    for number, (n, columns, longer) in enumerate(BALANCED[b_n_major]):
         k = 72 if number == 1 else (200, 328)[number % 2]
         a, b, bias = (integers(*shape, dtype=dtype) for shape in ((330, k), (k, n), (n,)))
         bias = bias if number % 3 == 0 else None
         expected = a.float() @ b.float() + (0 if bias is None else bias.float())
         if not b_n_major:
             b = b.t().contiguous().t()
-        widths = {"columns": columns, "longer": longer, "band": 2, "b_once": number > 2}
+        widths = {
+            "columns": columns,
+            "extra_rows": longer,
+            "raster_group": 2,
+            "evict_first_b": number > 2,
+        }
         with tk.emulate(policy, seed=n, config=tile | widths | {"blocks": 2}) as run:
             out = tk.gemm(a, b, bias=bias)
         assert torch.equal(out, expected.to(dtype)), (n, columns, k)
         itself = n % 8 == 0 and k > 192
-        assert run.kernels[0]["varied"] == itself
-        assert run.kernels[0]["kernel"].endswith("128x256_varied" if itself else "128x256")
+        assert run.kernels[0]["balanced"] == itself
+        assert run.kernels[0]["kernel"].endswith("128x256_balanced" if itself else "128x256")
 
 
-# ---- tiles whose k is divided ----
+# ---- split-K and stream-K ----
 
 # Columns of a tile and stages; rows, columns, k, how many blocks divide k, and how many there are.
-DIVIDED = [
-    # Every block of a tile finishes a part of it.
+SPLIT_K = [
+    # Split-K: every block of a tile finishes a share of it.
     ((128, 7), (128, 136, 200, 2, 4)),
     ((192, 5), (200, 200, 520, 3, 12)),
     ((128, 7), (130, 120, 1096, 8, 16)),
     ((192, 5), (129, 392, 456, 7, 42)),
-    # Tiles have owners: two blocks for a tile; three for two tiles, the last row of which overlaps
+    # Stream-K: two blocks for a tile; three for two tiles, the last row of which overlaps
     # the one before; fewer tiles than the groups have room for.
     ((192, 5), (128, 264, 1160, 4, 4)),
     ((192, 5), (200, 264, 1928, 3, 6)),
     ((128, 7), (128, 300, 1928, 3, 6)),
-    # Twelve blocks for five tiles, of which some have several helpers, and some helpers two tiles.
+    # Twelve blocks for five tiles: some have several helping peers, and some peers help two tiles.
     ((128, 7), (128, 600, 1352, 12, 12)),
     # A whole tile for each block, and one of which two blocks compute a part before.
     ((192, 5), (256, 384, 1096, 3, 3)),
     ((128, 7), (250, 320, 1096, 4, 4)),
-    # Which leaves nothing to divide.
+    # Which leaves nothing to split.
     ((128, 7), (250, 256, 200, 4, 4)),
     # Other tiles compute what has no room in these, where rows of the output are not whole words,
     # or there are too few.
@@ -185,26 +193,26 @@ DIVIDED = [
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("b_n_major", [False, True])
-def test_gemm_of_divided_tiles(b_n_major, dtype, policy):
-    for number, ((block_n, stages), (m, n, k, splits, blocks)) in enumerate(DIVIDED):
+def test_gemm_split_k(b_n_major, dtype, policy):
+    for number, ((block_n, stages), (m, n, k, splits, blocks)) in enumerate(SPLIT_K):
         a, b, bias = (integers(*shape, dtype=dtype) for shape in ((m, k), (k, n), (n,)))
         bias = bias if number % 2 == 0 else None
         expected = a.float() @ b.float() + (0 if bias is None else bias.float())
         if not b_n_major:
             b = b.t().contiguous().t()
         tile = {"block_m": 128, "block_n": block_n, "stages": stages, "consumers": 2}
-        tile |= {"splits": splits, "blocks": blocks, "b_once": number % 3 == 0}
+        tile |= {"splits": splits, "blocks": blocks, "evict_first_b": number % 3 == 0}
         with tk.emulate(policy, seed=n, config=tile) as run:
             out = tk.gemm(a, b, bias=bias)
         assert torch.equal(out, expected.to(dtype)), (m, n, k, splits)
         itself = m >= 128 and n % 8 == 0
         assert run.kernels[0]["splits"] == (splits if itself else 1)
-        assert ("divided" in run.kernels[0]["kernel"]) == itself
+        assert ("split_k" in run.kernels[0]["kernel"]) == itself
 
 
 @pytest.mark.parametrize("tile", [(128, 7), (192, 5)])
 @pytest.mark.parametrize("offset", [0, 2])
-def test_gemm_of_owned_tiles_beside_others(offset, tile):
+def test_gemm_stream_k_beside_others(offset, tile):
     """Into a part of rows, from a multiple of 16 bytes on or not; reruns have the same bits."""
     a, b = torch.randn(200, 1928).bfloat16(), torch.randn(1928, 200).bfloat16()
     config = {"block_m": 128, "block_n": tile[0], "stages": tile[1], "consumers": 2}
@@ -241,14 +249,14 @@ FITTED = [
 ]
 
 
-def fitted_config(block_n: int, splits: int) -> dict[str, object]:
-    config = {"block_m": 128, "block_n": block_n, "block_k": 128, "streamed": False}
+def split_k_config(block_n: int, splits: int) -> dict[str, object]:
+    config = {"block_m": 128, "block_n": block_n, "block_k": 128, "swap_ab": False}
     return config | {"stages": 0, "buffers": 0, "consumers": 2, "splits": splits}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("accurate", [False, True])
-def test_fp8_gemm_of_fitted_tiles(accurate, policy):
+def test_fp8_gemm_split_k(accurate, policy):
     """Every width, one and several blocks for a tile, ragged rows, columns and k, scales of rows
     and of tensors, both types of outputs."""
     for number, (block_n, (m, n, k, splits)) in enumerate(FITTED):
@@ -258,28 +266,28 @@ def test_fp8_gemm_of_fitted_tiles(accurate, policy):
         bias = torch.randint(-3, 4, (n,)).to(torch.bfloat16) if number % 3 else None
         options = {"accurate": accurate, "bias": bias, "out_dtype": DTYPES[number // 2 % 2]}
         right = b.t().contiguous().t().to(E4M3)
-        with tk.emulate(policy, seed=n, config=fitted_config(block_n, splits)) as run:
+        with tk.emulate(policy, seed=n, config=split_k_config(block_n, splits)) as run:
             out = tk.fp8_gemm(a.to(E4M3), right, *scales, **options)
         assert torch.equal(out, tk.reference.fp8_gemm(a, b, *scales, **options)), (m, n, k, splits)
         kind = "promoted" if accurate else "fast"
-        assert run.kernels[0]["kernel"] == f"e4m3_e4m3_fitted_{kind}"
+        assert run.kernels[0]["kernel"] == f"e4m3_e4m3_split_k_{kind}"
         assert (run.kernels[0]["block_n"], run.kernels[0]["splits"]) == (block_n, splits)
 
 
 @pytest.mark.parametrize("accurate", [False, True])
 @pytest.mark.parametrize("options", [{"activation": "relu"}, {"out_dtype": torch.float32}], ids=str)
-def test_what_fitted_tiles_leave_to_others(options, accurate):
+def test_what_fp8_split_k_leaves_to_others(options, accurate):
     a, b = torch.randint(-2, 3, (130, 400)).float(), torch.randint(-2, 3, (400, 200)).float()
     scales, options = (torch.ones(()), torch.ones(())), options | {"accurate": accurate}
     right = b.t().contiguous().t().to(E4M3)
-    with tk.emulate("late_mma", seed=1, config=fitted_config(112, 2)):
+    with tk.emulate("late_mma", seed=1, config=split_k_config(112, 2)):
         out = tk.fp8_gemm(a.to(E4M3), right, *scales, **options)
     assert torch.equal(out, tk.reference.fp8_gemm(a, b, *scales, **options))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("splits", [1, 2, 4, 8])
-def test_rows_of_fitted_tiles_are_of_one_tile(splits, policy):
+def test_rows_of_split_k_tiles_are_of_one_tile(splits, policy):
     """Large parts of k that cancel show in which order they are added. That may depend on a row's
     place among the 16 of a warp, and not on which tile stores it last."""
     a, b = torch.zeros(200, 1024), torch.zeros(1024, 100)
@@ -288,7 +296,7 @@ def test_rows_of_fitted_tiles_are_of_one_tile(splits, policy):
     b[256:512] = 1
     left, right = a.to(E4M3), b.t().contiguous().to(E4M3).t()
     options = {"bias": torch.full((100,), 3.0, dtype=torch.bfloat16), "accurate": True}
-    with tk.emulate(policy, seed=splits, config=fitted_config(96, splits)):
+    with tk.emulate(policy, seed=splits, config=split_k_config(96, splits)):
         out = tk.fp8_gemm(left, right, torch.ones(()), torch.ones(()), **options)
     assert torch.equal(out[16:], out[:-16])
     # The small part is lost, or not.
@@ -296,13 +304,13 @@ def test_rows_of_fitted_tiles_are_of_one_tile(splits, policy):
 
 
 @pytest.mark.parametrize("accurate", [False, True])
-def test_reruns_of_fitted_tiles(accurate):
+def test_reruns_of_fp8_split_k(accurate):
     """The same bits, in whatever order blocks arrive."""
     a, b = torch.randn(130, 1100).to(E4M3), torch.randn(100, 1100).to(E4M3).t()
     scales = torch.rand(130, 1), torch.rand(1, 100)
     runs = []
     for policy, seed in itertools.product(POLICIES, range(2)):
-        with tk.emulate(policy, seed=seed, config=fitted_config(96, 4)):
+        with tk.emulate(policy, seed=seed, config=split_k_config(96, 4)):
             runs.append(tk.fp8_gemm(a, b, *scales, accurate=accurate))
     assert all(torch.equal(run, runs[0]) for run in runs)
 
@@ -326,7 +334,13 @@ def test_fp8_gemm_fits_few_tiles(m, n, k, width, splits):
         chosen = _C.choose("fp8_gemm", problem | {"accurate": accurate}, H200)
         assert (chosen["stages"], chosen["block_n"], chosen["splits"]) == (0, width, splits)
         assert chosen["blocks"] == -(-m // 128) * -(-n // width) * splits <= H200.sm_count
-    others = {"activated": True, "blocks": True, "out_dtype": "fp32", "b_dtype": "e5m2", "m": 16384}
+    others = {
+        "activated": True,
+        "blockwise": True,
+        "out_dtype": "fp32",
+        "b_dtype": "e5m2",
+        "m": 16384,
+    }
     for name, value in others.items():
         assert _C.choose("fp8_gemm", problem | {name: value}, H200)["stages"] > 0, name
     read = {"m": 128, "n": 28672, "k": 8192}  # from memory, for as long in any tiles
@@ -349,12 +363,12 @@ def by_name(match: re.Match[str]) -> str:
     "name", named("gemm", r"(bf16|fp16)_([nt])([nt])_(\d+)x(\d+)_fused"), ids=by_name
 )
 def test_every_fused_kernel(name):
-    """Several tiles per block, ragged sizes; with a residual, and a z that is kept."""
+    """Several tiles per block, ragged sizes; with a residual, and an aux output."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[name[1]]
     tile = int(name[4]), int(name[5])
     stages, consumers = SHAPES[tile]
     config = {"block_m": tile[0], "block_n": tile[1], "stages": stages, "consumers": consumers}
-    config |= {"block_k": 64, "fused": True, "streamed": False, "splits": 1}
+    config |= {"block_k": 64, "fused": True, "swap_ab": False, "splits": 1}
     a = torch.randint(-2, 3, (200, 136)).to(dtype)
     b = torch.randint(-2, 3, (136, 264)).to(dtype)
     bias, residual = integers(264, dtype=dtype), integers(200, 264, dtype=dtype)
@@ -373,24 +387,20 @@ FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 @pytest.mark.parametrize(
     "name",
-    named("fp8_gemm", r"(e\dm\d)_(e\dm\d)_(fast|promoted|fine|stream)_(\d+)x(\d+)"),
+    named("fp8_gemm", r"(e\dm\d)_(e\dm\d)_(fast|promoted|1d1d|swap_ab)_(\d+)x(\d+)"),
     ids=by_name,
 )
 def test_every_fp8_kernel(name):
     """Every pair of formats in every tile, several tiles per block, ragged sizes."""
     block_m, block_n, kind = int(name[4]), int(name[5]), name[3]
-    numbers = next(k["config"] for k in _C.kernels() if k["name"] == name[0])
-    block_k, stages, buffers = (int(n) for n in re.findall(r"\d+", numbers)[2:5])
-    m, n, k = (block_m - 3, 200, 1040) if kind == "stream" else (200, 400, 272)
-    config = {"block_m": block_m, "block_n": block_n, "block_k": block_k, "stages": stages}
-    config |= {"streamed": kind == "stream", "splits": 1, "blocks": 2}
-    if kind != "stream":
-        config |= {"buffers": buffers, "consumers": 2, "plain": False}
+    fields = next(k["fields"] for k in _C.kernels() if k["name"] == name[0])
+    m, n, k = (block_m - 3, 200, 1040) if kind == "swap_ab" else (200, 400, 272)
+    config = {**fields, "splits": 1, "blocks": 2}
     a, b = torch.randint(-2, 3, (m, k)).float(), torch.randint(-2, 3, (k, n)).float()
     blocks = -(-k // 128)
-    shapes = ((m, blocks), (blocks, n)) if kind == "fine" else ((m, 1), (1, n))
+    shapes = ((m, blocks), (blocks, n)) if kind == "1d1d" else ((m, 1), (1, n))
     scales = [2.0 ** torch.randint(-1, 2, shape).float() for shape in shapes]
-    if kind == "fine":
+    if kind == "1d1d":
         scales[0] = scales[0].t().contiguous().t()
     right = b.t().contiguous().t().to(FP8[name[2]])
     options = {"accurate": kind != "fast", "out_dtype": torch.float32}

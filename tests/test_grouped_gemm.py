@@ -252,7 +252,7 @@ KERNELS = [(128, 256, 4, 2), (128, 128, 6, 2), (64, 128, 8, 1)]
 @pytest.mark.parametrize("policy", ["late_mma", "random"])
 @pytest.mark.parametrize("transposed", [(False, False), (False, True), (True, False), (True, True)])
 def test_every_kernel(form, kernel, policy, transposed):
-    """On the emulator, few blocks: each has several tiles, and bands of one row of them."""
+    """On the emulator, few blocks: each has several tiles, and raster groups of one row of them."""
     sizes = [5, 0, 133, 1, 260]
     shape_a, shape_b = shapes(form, sum(sizes) + 3, len(sizes), 137, 264, 72)
     a = integers(*shape_a, low=-2, high=2, dtype=BF16, device="cpu")
@@ -264,7 +264,7 @@ def test_every_kernel(form, kernel, policy, transposed):
         matrix(x, "sliced_t" if t else "packed") for x, t in zip((a, b), transposed, strict=True)
     )
     config = dict(zip(("block_m", "block_n", "stages", "consumers"), kernel, strict=True))
-    with tk.emulate(policy, seed=1, config={**config, "blocks": 2, "band": 1}) as run:
+    with tk.emulate(policy, seed=1, config={**config, "blocks": 2, "raster_group": 1}) as run:
         out = tk.grouped_gemm(a, b, offs)
     assert torch.equal(out, expected)
     assert run.kernels[-1]["kernel"].endswith(f"{kernel[0]}x{kernel[1]}")
@@ -273,8 +273,8 @@ def test_every_kernel(form, kernel, policy, transposed):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("transposed", [(False, False), (False, True), (True, False), (True, True)])
 def test_long_and_short_sums(form, transposed):
-    """On the emulator: pieces of a tile leave during a next one of many steps, few, or none that is
-    whole, whose last step ends anywhere in 16 of k."""
+    """On the emulator: subtiles of a tile are stored during a next one of many steps, few, or none
+    that is whole, whose last step ends anywhere in 16 of k."""
     sizes = [500, 64, 1, 13, 16, 24, 0, 100, 451, 33]
     shape_a, shape_b = shapes(form, sum(sizes) + 6, len(sizes), 136, 264, 460)
     a = integers(*shape_a, low=-1, high=1, dtype=BF16, device="cpu")
@@ -304,7 +304,7 @@ WIDTHS = [
 def assert_in_two_widths(a, b, offs, expected, blocks, policy, seed):
     choice = {"block_m": 128, "block_n": 256, "stages": 4, "consumers": 2, "blocks": blocks}
     for layout_a, layout_b in (("packed", "packed_t"), ("sliced_t", "sliced")):
-        config = {**choice, "band": 2, "two_widths": True}
+        config = {**choice, "raster_group": 2, "two_widths": True}
         with tk.emulate(policy, seed=seed, config=config) as run:
             out = tk.grouped_gemm(matrix(a, layout_a), matrix(b, layout_b), offs)
         assert torch.equal(out, expected), (layout_a, layout_b)
@@ -360,7 +360,14 @@ def test_parts_of_two_widths(layout_a, layout_b, policy, dtype):
     offs = offsets(sizes, "cpu")
     expected = tk.reference.grouped_gemm(a, b, offs)
     spoil("parts", a, b, sum(sizes))
-    config = {"block_m": 128, "block_n": 256, "stages": 4, "consumers": 2, "blocks": 11, "band": 2}
+    config = {
+        "block_m": 128,
+        "block_n": 256,
+        "stages": 4,
+        "consumers": 2,
+        "blocks": 11,
+        "raster_group": 2,
+    }
     with tk.emulate(policy, seed=3, config={**config, "two_widths": True}) as run:
         out = tk.grouped_gemm(matrix(a, layout_a), matrix(b, layout_b), offs)
     assert torch.equal(out, expected)

@@ -152,7 +152,7 @@ def distributions(device):
 @pytest.mark.parametrize("name", distributions("cpu"))
 def test_accuracy(device, path, kinds, name):
     """Against float64 of what the operands stand for. On the exact path one rounding of the output
-    and what fp32 sums cost; on the re-based one also what its elements may move, and the 13 bits
+    and what fp32 sums cost; on the rescaled one also what its elements may move, and the 13 bits
     that the tensor cores keep of a sum of fp8 products."""
     x, w = distributions(device)[name]
     a, scale_a = quantised(x.to(BF16), dtype=kinds[0])
@@ -170,7 +170,7 @@ def test_accuracy(device, path, kinds, name):
 
 
 def moved(x):
-    """How much re-basing may move elements: 2^-9 of the largest of their block."""
+    """How much rescaling may move elements: 2^-9 of the largest of their block."""
     blocks = x.abs().unflatten(-1, (-1, 32))
     return (2.0**-9 * blocks.amax(-1, keepdim=True)).expand_as(blocks).flatten(-2)
 
@@ -522,7 +522,7 @@ def few_rows(m, n, k, device, scales=(110, 145)):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("m", [1, 16, 17, 32, 33, 64])
 def test_few_rows_with_scales_far_apart(device, m, path):
-    """Products of blocks are scaled in fp32: nothing is re-based, and nothing guarded."""
+    """Products of blocks are scaled in fp32: nothing is rescaled, and nothing guarded."""
     n, k = 200, 1056
     given = few_rows(m, n, k, device)
     a, scale_a, b, scale_b = given[0], given[2], given[1].t(), given[3]

@@ -45,7 +45,7 @@ def test_bits(device, case):
     expected = tk.reference.mxfp8_prepare(
         codes.view(case["kind"]), scale.view(E8M0), swizzle=case["swizzle"]
     )
-    # Of marked rows the codes do not count: NaN may have a sign.
+    # Of rows in the mask the codes do not count: NaN may have a sign.
     marked = expected.marks.any(-1).repeat_interleave(128, -1)[..., :rows]
     assert torch.equal(actual.marks.cpu(), expected.marks)
     assert torch.equal(actual.factor.cpu(), expected.factor)

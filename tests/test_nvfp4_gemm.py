@@ -131,7 +131,7 @@ TILES = [
 
 @pytest.mark.emulator
 @pytest.mark.parametrize(
-    "cluster", ["alone", "split", "split_once", "shared", "ranges", "shared_ranges"]
+    "cluster", ["alone", "split", "split_once", "shared", "stream_k", "shared_stream_k"]
 )
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("tile", TILES)
@@ -140,10 +140,10 @@ def test_every_kernel_on_the_emulator(tile, dtype, cluster):
     if "shared" in cluster and tile[0] < 256:
         return
     names = ("tokens", "row_groups", "k_groups", "pieces", "stages")
-    splits, sharers = 1 + ("split" in cluster), 1 + ("shared" in cluster)
-    config = dict(zip(names, tile, strict=True)) | {"splits": splits, "sharers": sharers}
-    config["ranges"] = "ranges" in cluster
-    config["blocks"] = (5 if config["ranges"] else 2) * splits * sharers
+    splits, multicast = 1 + ("split" in cluster), 1 + ("shared" in cluster)
+    config = dict(zip(names, tile, strict=True)) | {"splits": splits, "multicast": multicast}
+    config["stream_k"] = "stream_k" in cluster
+    config["blocks"] = (5 if config["stream_k"] else 2) * splits * multicast
     m = min(tile[0] + 3, 130)
     if cluster == "split_once":  # a tile per cluster
         config["blocks"] = splits * -(-290 // (64 * tile[1])) * -(-m // tile[0])
@@ -165,8 +165,8 @@ def test_every_kernel_on_the_emulator(tile, dtype, cluster):
 def test_equal_ranges_on_the_emulator(tile, m, dtype, blocks):
     """Tiles of one block and of many, ends of ranges at ends of tiles, ranges without work."""
     names = ("tokens", "row_groups", "k_groups", "pieces", "stages")
-    config = dict(zip(names, tile, strict=True)) | {"splits": 1, "sharers": 1}
-    config |= {"ranges": True, "blocks": blocks}
+    config = dict(zip(names, tile, strict=True)) | {"splits": 1, "multicast": 1}
+    config |= {"stream_k": True, "blocks": blocks}
     weight = prepared(290, 592)
     a = (torch.randn(m, 592) / 24).to(dtype)
     results = []
@@ -182,9 +182,9 @@ def test_equal_ranges_on_the_emulator(tile, m, dtype, blocks):
 @pytest.mark.parametrize(("m", "n", "k"), [(64, 600, 1040), (33, 256, 592), (2, 290, 64)])
 def test_exchange_on_the_emulator(m, n, k, dtype):
     """Blocks that divide k, which may have none of it, and exchange sums through memory."""
-    names = ("tokens", "row_groups", "k_groups", "pieces", "stages", "exchange")
-    config = dict(zip(names, (64, 4, 1, 2, 5, 4), strict=True)) | {"splits": 1, "sharers": 1}
-    config |= {"ranges": False, "blocks": 4 * -(-n // 256)}
+    names = ("tokens", "row_groups", "k_groups", "pieces", "stages", "split_k")
+    config = dict(zip(names, (64, 4, 1, 2, 5, 4), strict=True)) | {"splits": 1, "multicast": 1}
+    config |= {"stream_k": False, "blocks": 4 * -(-n // 256)}
     weight = prepared(n, k)
     a = (torch.randn(m, k) / k**0.5).to(dtype)
     bias = torch.randn(n).to(dtype)
@@ -201,7 +201,7 @@ def test_where_sums_are_exchanged():
     device = _C.DeviceProperties(**info.EXAMPLE_GPU)
 
     def exchange(m, n, k=8192, **more):
-        return _C.choose("nvfp4_gemm", {"m": m, "n": n, "k": k} | more, device)["exchange"]
+        return _C.choose("nvfp4_gemm", {"m": m, "n": n, "k": k} | more, device)["split_k"]
 
     assert all(exchange(m, n) == 4 for m in (33, 64) for n in (7168, 8192))
     assert all(exchange(m, 8192) == 1 for m in (1, 16, 32, 65, 128, 256))
@@ -214,7 +214,7 @@ def test_where_ranges_are_equal():
     device = _C.DeviceProperties(**info.EXAMPLE_GPU)
 
     def ranges(m, n, k=8192, **more):
-        return _C.choose("nvfp4_gemm", {"m": m, "n": n, "k": k} | more, device)["ranges"]
+        return _C.choose("nvfp4_gemm", {"m": m, "n": n, "k": k} | more, device)["stream_k"]
 
     assert all(ranges(m, 28672) for m in (64, 128, 256, 512))
     assert not any(ranges(m, 8192) for m in (1, 16, 32, 64, 128, 256, 512, 1024))

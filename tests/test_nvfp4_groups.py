@@ -16,8 +16,8 @@ from test_nvfp4_gemm import BF16, FP32, TILES, check, prepared
 def test_groups_whose_k_is_divided_on_the_emulator(tile, splits, blocks):
     """Clusters with several tiles and, as only the device knows the groups, with none."""
     names = ("tokens", "row_groups", "k_groups", "pieces", "stages")
-    config = dict(zip(names, tile, strict=True)) | {"splits": splits, "sharers": 1}
-    config |= {"ranges": False, "blocks": blocks * splits}
+    config = dict(zip(names, tile, strict=True)) | {"splits": splits, "multicast": 1}
+    config |= {"stream_k": False, "blocks": blocks * splits}
     sizes, k = (40, 0, 3, 0), 592
     weight = prepared(len(sizes), 290, k)
     offs = torch.tensor(sizes).cumsum(0).int()

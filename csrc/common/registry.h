@@ -3,7 +3,7 @@
 //
 //   struct Problem; struct Config;             plain fields
 //   void visit_fields(Problem&, visitor);      calls visitor("name", field) for each field
-//   void visit_fields(Config&, visitor);
+//   void visit_fields(Config&, visitor);       in the order in which they are declared
 //   std::string unsupported(const Problem&, const DeviceProperties&);    empty, or the reason
 //   Config choose(const Problem&, const DeviceProperties&);
 //   std::string kernel_name(const Config&);    of the kernel that runs it, as in kernels()
@@ -32,18 +32,21 @@
 
 namespace thunderkittens {
 
+using Value = std::variant<bool, std::int64_t, double, std::string>;
+using Fields = std::map<std::string, Value>;
+
 struct KernelInfo {
     std::string name;    // unique within the op, readable: "bf16_128x256x64_2cta"
     std::string config;  // one line for people: tile shape, stages, roles
     std::string source;  // stem of the file of csrc/<family>/instances.txt that has it
-    std::string symbol;  // part of the mangled name, where a source holds several kernels
+    // Part of the mangled name, where a source holds several kernels. `*` stands for any letters
+    // and digits, `<enum>` for the name of an enumeration, see symbol_of().
+    std::string symbol;
     int arch = 90;
     int threads = 0;       // per block
     int shared_bytes = 0;  // dynamic, per block
+    Fields fields = {};    // of the Config, for tests and tools
 };
-
-using Value = std::variant<bool, std::int64_t, double, std::string>;
-using Fields = std::map<std::string, Value>;
 
 struct OpEntry {
     std::string op;
@@ -145,6 +148,27 @@ Struct struct_from(const std::string& op, const Fields& fields) {
 }
 
 }  // namespace detail
+
+// The symbol of a kernel that is a template over one type, which holds `config`, a value of the
+// struct `type`: kernel<Traits<config>>. The Itanium C++ ABI writes a length before a name, and for
+// each field L, its type, its value and E; so the pattern is made from visit_fields(Config&), which
+// therefore visits the fields in the order of their declaration. How a name that has occurred
+// before is abbreviated depends on the rest of the symbol: the pattern leaves that open.
+template <typename Config>
+std::string symbol_of(const std::string& kernel, const std::string& type, const Config& config) {
+    std::string pattern = concat(kernel.size(), kernel, "I*", type.size(), type, 'E');
+    visit_fields(const_cast<Config&>(config), [&](const char*, auto& field) {
+        using T = std::remove_reference_t<decltype(field)>;
+        static_assert(std::is_enum_v<T> || std::is_same_v<T, int> || std::is_same_v<T, bool>);
+        const char* const code = std::is_enum_v<T> ? "<enum>" : std::is_same_v<T, int> ? "i" : "b";
+        pattern += concat('L', code, static_cast<int>(field), 'E');
+    });
+    return pattern;
+}
+// The same where a source holds one value alone for each kernel.
+inline std::string symbol_of(const std::string& kernel) {
+    return concat(kernel.size(), kernel, 'I');
+}
 
 template <typename Problem, typename Config>
 bool register_op(const std::string& op, const std::string& family,

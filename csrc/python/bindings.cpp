@@ -23,6 +23,7 @@ py::dict kernel_record(const tk::OpEntry& entry, const tk::KernelInfo& kernel) {
     record["arch"] = kernel.arch;
     record["threads"] = kernel.threads;
     record["shared_bytes"] = kernel.shared_bytes;
+    record["fields"] = kernel.fields;
     return record;
 }
 

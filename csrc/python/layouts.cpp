@@ -127,8 +127,9 @@ py::array_t<std::uint32_t> gemm_tile_order(const tk::Fields& fields,
 #if THUNDERKITTENS_HAS_GEMM
     const auto problem = tk::detail::struct_from<tk::gemm::Problem>("gemm", fields);
     const auto choice = tk::gemm::choose(problem, device);
-    if (choice.config.varied) {
-        const auto order = make_varied_order(choice.config, choice.schedule, problem.m, problem.n);
+    if (choice.config.balanced) {
+        const auto order =
+            make_balanced_order(choice.config, choice.schedule, problem.m, problem.n);
         py::array_t<std::uint32_t> tiles({static_cast<py::ssize_t>(order.total), py::ssize_t{5}});
         auto out = tiles.mutable_unchecked<2>();
         for (std::uint32_t index = 0; index < order.total; ++index) {
@@ -139,8 +140,8 @@ py::array_t<std::uint32_t> gemm_tile_order(const tk::Fields& fields,
         return tiles;
     }
     const bool halves = problem.gate == tk::gemm::Gate::blocked;
-    const auto order = tk::gemm::make_uneven_order(choice.config, choice.schedule, problem.m,
-                                                   problem.n, problem.batch, true, halves);
+    const auto order = tk::gemm::make_two_width_order(choice.config, choice.schedule, problem.m,
+                                                      problem.n, problem.batch, true, halves);
     const auto width = static_cast<std::uint32_t>(choice.config.block_n / (halves ? 2 : 1));
     py::array_t<std::uint32_t> tiles({static_cast<py::ssize_t>(order.total), py::ssize_t{5}});
     auto out = tiles.mutable_unchecked<2>();
@@ -150,7 +151,7 @@ py::array_t<std::uint32_t> gemm_tile_order(const tk::Fields& fields,
         out(index, 1) = at.m;
         out(index, 2) = at.n;
         out(index, 3) = at.column(width);
-        out(index, 4) = at.narrow() ? width - tk::gemm::NARROWER : width;
+        out(index, 4) = at.narrow() ? width - tk::gemm::NARROW_BY : width;
     }
     return tiles;
 #else

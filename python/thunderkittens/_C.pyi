@@ -16,6 +16,7 @@ class Kernel(TypedDict):
     arch: int
     threads: int
     shared_bytes: int
+    fields: dict[str, Value]
 
 class DeviceProperties:
     def __init__(

@@ -10,6 +10,7 @@ import argparse
 import importlib
 import json
 import platform
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -38,7 +39,7 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
             "m": 4096,
             "n": 4096,
             "k": 4096,
-            "blocks": True,
+            "blockwise": True,
         },
     },
     "fp8_quantize": {
@@ -51,8 +52,8 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "mxfp8_gemm": {
-        f"4096 x 4096 x 4096, {path}": {"m": 4096, "n": 4096, "k": 4096, "rebased": rebased}
-        for path, rebased in (("exact", False), ("rebased", True))
+        f"4096 x 4096 x 4096, {path}": {"m": 4096, "n": 4096, "k": 4096, "rescaled": rescaled}
+        for path, rescaled in (("exact", False), ("rebased", True))
     },
     "mxfp8_prepare": {"e4m3 8192 x 8192": {"rows": 8192, "columns": 8192}},
     **{
@@ -296,6 +297,13 @@ def print_report(report: dict[str, Any]) -> None:
         _print_section(f"kernel of {op} on {gpu}", examples)
 
 
+def _matches(pattern: str, symbol: str) -> bool:
+    """Whether a mangled name holds what the registry says of it, see csrc/common/registry.h."""
+    name = r"(?:N(?:S[0-9A-Z]*_|\d+[a-z_0-9]+?)*\d+[A-Za-z]+E|S[0-9A-Z]*_)"
+    expression = re.escape(pattern).replace(r"\*", r"\w*?").replace("<enum>", name)
+    return re.search(expression, symbol) is not None
+
+
 def kernels() -> list[dict[str, Any]]:
     """Every kernel: the compiler's report of its resources, joined with the registry's entry.
 
@@ -311,7 +319,7 @@ def kernels() -> list[dict[str, Any]]:
             {key: entry[key] for key in ("op", "name", "config", "threads", "shared_bytes")}
             for entry in registry
             if (entry["family"], entry["source"]) == (row["family"], row["source"])
-            and entry["symbol"] in row["symbol"]
+            and _matches(entry["symbol"], row["symbol"])
         ]
         joined.append({**(entries[0] if entries else {}), **row})
     return joined

@@ -1,5 +1,6 @@
-// What the tiled products on Hopper share: the ring of stages, a block's place in its cluster, who
-// loads and hands back what is shared there, and the way out of a staging buffer without TMA.
+// What the tiled products on Hopper share: the position in the ring of stages, the position of a
+// block in its multicast cluster, the release of stages, and the copy of a staging buffer to rows
+// that TMA cannot store.
 #pragma once
 
 #include "kittens/kittens.cuh"
@@ -9,7 +10,8 @@ namespace sm90 {
 
 using namespace kittens;
 
-// Named barrier: the semaphores are initialised. Those of the consumers come after it.
+// The named barrier at which the semaphores are initialised. The barriers of the consumers have the
+// numbers after it.
 constexpr int READY = 1;
 
 // A position in the ring of stages, and the parity of the round.
@@ -22,18 +24,18 @@ struct Ring {
     }
 };
 
-// By a consumer, which has read a stage. One arrival stands for the warpgroup, which wgmma reads
-// shared memory as.
+// Releases a stage, by a consumer that has read it. One arrival stands for the warpgroup, because
+// wgmma reads shared memory for all of it.
 __device__ __forceinline__ void release_stage(semaphore& empty) {
     if (warpgroup::laneid() == 0) arrive(empty);
 }
 
-// Where this block stands in its cluster of one or two by one or two.
-struct Place {
+// The position of this block in its multicast cluster, which has one or two by one or two blocks.
+struct ClusterPosition {
     uint32_t in_m, in_n;
 
     template <class Globals>
-    __device__ __forceinline__ explicit Place(const Globals& g) {
+    __device__ __forceinline__ explicit ClusterPosition(const Globals& g) {
         const uint32_t rank = g.cluster_m * g.cluster_n > 1 ? arch::cluster_rank() : 0;
         in_m = g.cluster_n == 2 ? rank / 2 : rank;
         in_n = g.cluster_n == 2 ? rank % 2 : 0;
@@ -49,14 +51,14 @@ struct Place {
     }
 };
 
-// Hands a stage back to the blocks of the cluster that fill it: warp i of a consumer to block i.
-// One arrival stands for the warpgroup, which wgmma reads shared memory as.
-struct HandBack {
+// Releases a stage to the blocks of the cluster that fill it: warp i of a consumer arrives at block
+// i. One arrival stands for the warpgroup, because wgmma reads shared memory for all of it.
+struct ClusterRelease {
     bool own, alone;
     uint32_t peer;
 
     template <class Globals>
-    __device__ __forceinline__ HandBack(const Globals& g, const Place place)
+    __device__ __forceinline__ ClusterRelease(const Globals& g, const ClusterPosition place)
         : alone(g.cluster_m * g.cluster_n == 1), peer(warpgroup::warpid()) {
         const uint32_t peer_m = g.cluster_n == 2 ? peer / 2 : peer,
                        peer_n = g.cluster_n == 2 ? peer % 2 : 0;
@@ -72,8 +74,8 @@ struct HandBack {
     }
 };
 
-// Copies a warp's staged rows to where TMA cannot store: neighbouring lanes write neighbouring
-// words.
+// Copies the rows in a warp's staging buffer to rows that TMA cannot store: neighbouring lanes
+// write neighbouring words.
 template <class Word, class Staging>
 __device__ __forceinline__ void copy_rows(const Staging& staging, Word* out, int64_t row_words,
                                           uint32_t rows, uint32_t words) {

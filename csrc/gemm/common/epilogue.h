@@ -1,5 +1,5 @@
-// What a product's epilogue does: plain host C++, shared by the op, its choice of kernels and the
-// kernels.
+// What the epilogue of a product does. Host C++ only, shared by the op, its choice of kernels and
+// the kernels.
 #pragma once
 
 #include <cstdint>
@@ -13,12 +13,12 @@ enum class Activation : int { none, relu, gelu, gelu_tanh, silu };
 enum class Gate : int { none, blocked, interleaved };
 
 // out = activation(alpha * sum + bias) + beta * residual, with activation(gate) * value in place of
-// activation(z) when there is a gate. z itself is stored where `preactivation` says, rounded to the
-// dtype of out. Residual and preactivation have the dtype of out; preactivation is packed.
+// activation(z) when there is a gate. `aux` receives z itself (the preactivation), rounded to the
+// dtype of out, for the gradient. Residual and aux have the dtype of out; aux is packed.
 struct Epilogue {
     const void* bias = nullptr;  // (n,) of the operands' dtype
     const void* residual = nullptr;
-    void* preactivation = nullptr;
+    void* aux = nullptr;
     int64_t residual_stride = 0, residual_batch_stride = 0;
     float alpha = 1, beta = 1;
     Activation activation = Activation::none;

@@ -1,6 +1,6 @@
-// Sums of the products for few rows on their way through shared memory, which turns them round;
-// where the blocks of a cluster have divided k, each adds up a share of them, in the order of the
-// blocks.
+// Split-K over a cluster, for the swap-AB kernels: the blocks of a cluster divide k, and the
+// reduction of their partial sums goes through distributed shared memory, in the order of the
+// blocks, so that reruns give the same bits. On the way the sums are transposed back.
 #pragma once
 
 #include "kittens/kittens.cuh"
@@ -10,7 +10,7 @@ namespace sm90 {
 
 using namespace kittens;
 
-// Four values that are neighbours in memory, or those of them that exist.
+// Loads four neighbouring values, or those of them that exist.
 template <class T>
 __device__ __forceinline__ void load_four(float (&to)[4], const T* from, bool aligned, int count) {
     if (aligned && count >= 4) {
@@ -39,23 +39,25 @@ __device__ __forceinline__ void store_four(T* to, const float (&from)[4], bool a
     }
 }
 
-// The sums of a tile in the shared memory of `splits` blocks, rows `pitch` floats apart. Called by
-// the warpgroup that multiplies: begin, store, exchange, total, finish.
+// All-to-all reduction: every block has its partial sums of a tile in shared memory, rows `pitch`
+// floats apart, and each adds up a share of the elements over the `splits` blocks. The consumer
+// warpgroup calls begin, store, sync_cluster, total and end, in this order.
 template <int pitch>
-struct SharedSums {
+struct ClusterReduce {
     uint32_t base;
     int splits, barrier;  // the named barrier of the warpgroup
     semaphore &summed, &read;
     int round = 0;
 
-    // Waits until the last tile's sums have been read.
+    // Waits until the sums of the tile before have been read.
     __device__ __forceinline__ void begin() {
         if (splits == 1)
             warpgroup::sync(barrier);
         else if (round > 0)
             wait_cluster(read, (round - 1) % 2);
     }
-    // Columns of d are rows of the tile, from column `first` on.
+    // Stores the accumulators, whose columns are rows of the tile, from column `first` of the tile
+    // on.
     template <int rows>
     __device__ __forceinline__ void store(const rt_fl<16, rows>& d, int first) const {
 #pragma unroll
@@ -70,8 +72,8 @@ struct SharedSums {
             }
         }
     }
-    // Until all blocks have stored theirs.
-    __device__ __forceinline__ void exchange() {
+    // Waits until all blocks of the cluster have stored their sums.
+    __device__ __forceinline__ void sync_cluster() {
         if (splits == 1) {
             warpgroup::sync(barrier);
             return;
@@ -81,7 +83,7 @@ struct SharedSums {
         if (laneid() < splits) arrive_remote(summed, laneid());
         wait_cluster(summed, round % 2);
     }
-    // Four neighbouring columns of a row.
+    // The reduced sums of four neighbouring columns of a row.
     __device__ __forceinline__ void total(float (&sum)[4], int row, int col) const {
         const uint32_t at = base + (row * pitch + col) * 4;
         float4 total{};
@@ -95,7 +97,7 @@ struct SharedSums {
         }
         sum[0] = total.x, sum[1] = total.y, sum[2] = total.z, sum[3] = total.w;
     }
-    __device__ __forceinline__ void finish() {
+    __device__ __forceinline__ void end() {
         if (splits > 1) {
             arch::sync_warp();
             if (laneid() < splits) arrive_remote(read, laneid());
@@ -104,13 +106,14 @@ struct SharedSums {
     }
 };
 
-// The short way, for one tile per cluster and warpgroup: the others send their sums to the first
-// block, as they lie in registers, and it adds them in the order of the blocks.
+// Gather to the first block, for one tile per cluster and warpgroup: the others send their partial
+// sums in the order of the registers, without a transposition, and the first block adds them in the
+// order of the blocks. It takes fewer barriers than the all-to-all reduction.
 template <int rows>
-struct SentSums {
-    static constexpr int pieces = rows / 8;  // of 16 bytes, of a thread
-    static constexpr int bytes = pieces * WARPGROUP_THREADS * 16;
-    uint32_t base;  // of what this warpgroup is sent: block, piece, thread
+struct ClusterGather {
+    static constexpr int vec4s = rows / 8;  // of a thread's sums, 16 bytes each
+    static constexpr int bytes = vec4s * WARPGROUP_THREADS * 16;
+    uint32_t base;  // of what this warpgroup is sent: by block, vec4, thread
     semaphore& summed;
 
     __device__ __forceinline__ void send(const rt_fl<16, rows>& d, int rank) const {
@@ -118,7 +121,7 @@ struct SentSums {
         const uint32_t to =
             arch::map_shared_rank(base + (rank - 1) * bytes + warpgroup::laneid() * 16, 0);
 #pragma unroll
-        for (int i = 0; i < pieces; ++i) {
+        for (int i = 0; i < vec4s; ++i) {
             const auto& data = d.tiles[0][i / 2].data;
             const float2 low = data[i % 2 * 2], high = data[i % 2 * 2 + 1];
             arch::store_cluster_shared(to + i * WARPGROUP_THREADS * 16,
@@ -134,7 +137,7 @@ struct SentSums {
 #pragma unroll 1
         for (int rank = 1; rank < splits; ++rank, from += bytes) {
 #pragma unroll
-            for (int i = 0; i < pieces; ++i) {
+            for (int i = 0; i < vec4s; ++i) {
                 const auto more = arch::load_shared<float4>(from + i * WARPGROUP_THREADS * 16);
                 auto& data = d.tiles[0][i / 2].data;
                 float2 &low = data[i % 2 * 2], &high = data[i % 2 * 2 + 1];

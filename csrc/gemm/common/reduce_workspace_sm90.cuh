@@ -1,11 +1,12 @@
-// A block's place, and the ways in which blocks that divide the k of a tile exchange sums through
-// memory, for a kernel whose types and parameters are D (DividedTypes of dense/split_k_sm90.cuh).
-// Sums are added in a fixed order: reruns give the same bits.
+// Reduction of partial sums through a workspace in global memory, for the split-K kernel whose
+// traits are `Traits` (SplitKTraits of dense/split_k_sm90.cuh). Sums are added in a fixed order, so
+// that reruns give the same bits.
 //
-// Either a block gives every other one of its tile the columns that this one finishes, in the order
-// of the registers, and adds what it gets to its own sums. Or the tile's owner gets all sums of the
-// others, through the ring of stages, behind its last products. The two consumer warpgroups do so
-// apart from each other, so that the first gives and stores under the last products of the second.
+// Split-K reduces and scatters: a block stores for each of its peers the columns that the peer
+// finishes, in the order of the registers, and adds what it gets to its own sums. Stream-K does a
+// fix-up: the finishing peer gets all partial sums of the others, through the ring of stages,
+// behind its last products. The two consumer warpgroups work independently, so that the first one's
+// stores overlap with the last products of the second.
 #pragma once
 
 #include "csrc/gemm/common/cluster_sm90.cuh"
@@ -14,105 +15,111 @@
 namespace thunderkittens::gemm {
 namespace sm90 {
 
-// What a block computes at a time. Blocks that follow each other have the same part of k of tiles
-// in a rectangle, so that they read the same lines at a time.
-template <class D>
-struct DividedPlace {
-    Segment segment;
+// A segment of a block, and its tile. Consecutive blocks have the same range of k, of tiles in a
+// compact rectangle, so that they read the same lines at the same time.
+template <class Traits>
+struct SegmentPosition {
+    StreamKSegment segment;
     uint32_t tile, row, column;
 
-    __device__ __forceinline__ DividedPlace(const typename D::Globals& g, const Segment& s)
+    __device__ __forceinline__ SegmentPosition(const typename Traits::Globals& g,
+                                               const StreamKSegment& s)
         : segment(s),
           tile(s.tile * gridDim.x + blockIdx.x),
           row(tile - g.rows.divide(tile) * g.rows.value),
           column(g.rows.divide(tile)) {}
-    // The i-th that it takes, or the one that it gives.
-    __device__ __forceinline__ uint32_t part(int i) const {
-        return (segment.part + i) * gridDim.x + blockIdx.x;
+    // The number, in the workspace, of the i-th partial sum that the block receives, or of the one
+    // that it stores.
+    __device__ __forceinline__ uint32_t partial(int i) const {
+        return (segment.partial + i) * gridDim.x + blockIdx.x;
     }
-    __device__ __forceinline__ uint32_t m(const typename D::Globals& g) const {
-        return min(row * D::height, g.last_row);
+    __device__ __forceinline__ uint32_t m(const typename Traits::Globals& g) const {
+        return min(row * Traits::height, g.last_row);
     }
-    __device__ __forceinline__ uint32_t n(const typename D::Globals& g) const {
+    __device__ __forceinline__ uint32_t n(const typename Traits::Globals& g) const {
         return column * static_cast<uint32_t>(g.width);
     }
 };
 
-// Where sums of a tile are kept for other blocks: unit, half, thread.
-template <class D>
-__device__ __forceinline__ float4* divided_part(const typename D::Globals& g, uint32_t number) {
-    constexpr uint32_t threads = D::consumers * WARPGROUP_THREADS;
-    return g.parts + int64_t(number) * g.width * (2 * threads / D::unit);
+// Where a partial sum lies in the workspace: by unit of columns, half and thread.
+template <class Traits>
+__device__ __forceinline__ float4* partial_at(const typename Traits::Globals& g, uint32_t number) {
+    constexpr uint32_t threads = Traits::consumers * WARPGROUP_THREADS;
+    return g.partials + int64_t(number) * g.width * (2 * threads / Traits::unit);
 }
 
-// What becomes of a consumer's sums. A thread has the same elements of a tile in every block.
-template <class D>
-struct DividedSums {
-    using T = typename D::T;
-    static constexpr uint32_t THREADS = D::consumers * WARPGROUP_THREADS;
-    // Units of other blocks that a thread waits for at a time.
+// Split-K: reduce-scatter among the peers of a tile. A thread has the same elements of the tile in
+// every block, so that partial sums need no transposition.
+template <class Traits>
+struct SplitKReduce {
+    using T = typename Traits::T;
+    static constexpr uint32_t THREADS = Traits::consumers * WARPGROUP_THREADS;
+    // Units of other blocks that a thread has in flight at a time.
     static constexpr int AHEAD = 8;
-    const typename D::Globals& g;
+    const typename Traits::Globals& g;
     const int consumer = warpgroup::groupid();
-    const DividedPlace<D> at;
+    const SegmentPosition<Traits> at;
     const uint32_t splits = gridDim.z, rank = blockIdx.z;
     const uint32_t first_block = at.tile * splits;  // of the tile
-    // The units that this block finishes.
+    // The units of columns that this block finishes.
     const uint32_t first = rank * g.units_each + min(rank, g.units_more);
     const uint32_t end = first + g.units_each + (rank < g.units_more);
-    // Where the thread keeps its sums: a stage, and how far apart stages are.
-    const uint32_t kept, stage_bytes;
+    // Where the thread keeps its own sums, in the first stage, and the distance to the next stage.
+    const uint32_t own_sums, stage_bytes;
 
-    __device__ __forceinline__ DividedSums(const typename D::Globals& globals,
-                                           typename D::Shared& shared, const DividedPlace<D>& place)
+    __device__ __forceinline__ SplitKReduce(const typename Traits::Globals& globals,
+                                            typename Traits::Shared& shared,
+                                            const SegmentPosition<Traits>& position)
         : g(globals),
-          at(place),
-          kept(shared.parts[0].address() + warpgroup::groupid() * D::part_bytes +
-               warpgroup::laneid() * uint32_t(sizeof(float4))),
-          stage_bytes((2 + g.width / 64) * D::part_bytes) {}
+          at(position),
+          own_sums(shared.tiles64[0].address() + warpgroup::groupid() * Traits::tile64_bytes +
+                   warpgroup::laneid() * uint32_t(sizeof(float4))),
+          stage_bytes((2 + g.width / 64) * Traits::tile64_bytes) {}
 
-    __device__ __forceinline__ uint64_t* mark(uint32_t from, uint32_t to) const {
-        return g.marks + (((first_block + from) * splits + to) * D::consumers + consumer);
+    __device__ __forceinline__ uint64_t* flag(uint32_t from, uint32_t to) const {
+        return g.flags + (((first_block + from) * splits + to) * Traits::consumers + consumer);
     }
-    __device__ __forceinline__ uint32_t kept_at(uint32_t unit) const {
+    __device__ __forceinline__ uint32_t own_at(uint32_t unit) const {
         const uint32_t i = unit - first;
-        return kept + i / D::units_per_part * stage_bytes + i % D::units_per_part * D::unit_bytes;
+        return own_sums + i / Traits::units_per_tile64 * stage_bytes +
+               i % Traits::units_per_tile64 * Traits::unit_bytes;
     }
-    static constexpr uint32_t half_bytes = D::unit_bytes / 2;
+    static constexpr uint32_t half_bytes = Traits::unit_bytes / 2;
 
-    __device__ __forceinline__ void give(const rt_fl<16, D::most_columns>& d) const {
-        float4* to = divided_part<D>(g, first_block + rank) + threadIdx.x;
-        // A thread keeps its sums where rows of other warps were, too.
+    __device__ __forceinline__ void send(const rt_fl<16, Traits::max_n>& d) const {
+        float4* to = partial_at<Traits>(g, first_block + rank) + threadIdx.x;
+        // The barrier is needed because a thread keeps its sums where operands of other warps were.
         warpgroup::sync(READY + 1 + consumer);
 #pragma unroll
-        for (uint32_t i = 0; i < D::most_columns / D::unit; ++i) {
-            if (int(i * D::unit) >= g.width) break;
+        for (uint32_t i = 0; i < Traits::max_n / Traits::unit; ++i) {
+            if (int(i * Traits::unit) >= g.width) break;
             const auto& data = d.tiles[0][i].data;
             const float4 low = make_float4(data[0].x, data[0].y, data[1].x, data[1].y);
             const float4 high = make_float4(data[2].x, data[2].y, data[3].x, data[3].y);
             if (i >= first && i < end) {
-                arch::store_shared(kept_at(i), low);
-                arch::store_shared(kept_at(i) + half_bytes, high);
+                arch::store_shared(own_at(i), low);
+                arch::store_shared(own_at(i) + half_bytes, high);
             } else {
                 arch::store_global(to + i * 2 * THREADS, low);
                 arch::store_global(to + (i * 2 + 1) * THREADS, high);
             }
         }
-        // One fence for the warpgroup. A lane per block.
+        // One release for the warpgroup; each lane raises the flag for one peer, and waits for the
+        // flag of that peer.
         warpgroup::sync(READY + 1 + consumer);
         const auto other = static_cast<uint32_t>(warpgroup::laneid());
         if (other < splits && other != rank) {
-            arch::store_release_global(mark(rank, other), g.mark);
-            uint64_t* there = mark(other, rank);
-            while (arch::load_acquire_global(there) != g.mark) {
+            arch::store_release_global(flag(rank, other), g.epoch);
+            uint64_t* there = flag(other, rank);
+            while (arch::load_acquire_global(there) != g.epoch) {
             }
             arch::store_global(there, uint64_t{0});
         }
         warpgroup::sync(READY + 1 + consumer);
     }
 
-    // Adds what the others have given, one after the other.
-    __device__ __forceinline__ void take() const {
+    // Adds the partial sums of the peers, one peer after the other.
+    __device__ __forceinline__ void receive() const {
         uint32_t unit = first, other = rank == 0 ? 1 : 0;
 #pragma unroll 1
         while (other < splits) {
@@ -122,8 +129,8 @@ struct DividedSums {
             for (int i = 0; i < AHEAD; ++i) {
                 to[i] = 0;
                 if (other < splits) {
-                    to[i] = kept_at(unit);
-                    const float4* from = divided_part<D>(g, first_block + other) +
+                    to[i] = own_at(unit);
+                    const float4* from = partial_at<Traits>(g, first_block + other) +
                                          (unit * 2 * THREADS + threadIdx.x);
                     more[i][0] = arch::load_global(from);
                     more[i][1] = arch::load_global(from + THREADS);
@@ -148,17 +155,18 @@ struct DividedSums {
         }
     }
 
-    // A thread has two neighbours in each half of a unit's columns, of two rows.
+    // Stores the finished units: a thread has two neighbouring columns in each half of a unit, of
+    // two rows.
     __device__ __forceinline__ void store() const {
         const uint32_t row = at.m(g) + consumer * 64 + warpgroup::warpid() * 16 + laneid() / 4;
-        uint32_t col = at.n(g) + first * D::unit + laneid() % 4 * 2;
+        uint32_t col = at.n(g) + first * Traits::unit + laneid() % 4 * 2;
         uint32_t* to = g.out + (row * g.out_stride + col / 2);
 #pragma unroll 1
         for (uint32_t unit = first; unit < end; ++unit) {
 #pragma unroll
             for (int half = 0; half < 2; ++half, col += 8, to += 4) {
                 if (col >= g.n) continue;
-                const auto sum = arch::load_shared<float4>(kept_at(unit) + half * half_bytes);
+                const auto sum = arch::load_shared<float4>(own_at(unit) + half * half_bytes);
                 float bias[2] = {};
                 if (g.bias != nullptr) {
                     const T* from = static_cast<const T*>(g.bias) + col;
@@ -175,23 +183,23 @@ struct DividedSums {
     }
 };
 
-// The same of tiles with an owner: the others give it all of their sums, which it adds in the order
-// of k.
-template <class D>
-struct OwnedSums {
-    using T = typename D::T;
-    static constexpr uint32_t THREADS = D::consumers * WARPGROUP_THREADS;
-    static constexpr int UNITS = D::most_columns / D::unit;
-    const typename D::Globals& g;
-    const DividedPlace<D>& at;
+// Stream-K: the helping peers store all of their partial sums, and the finishing peer does the
+// fix-up, in the order of k.
+template <class Traits>
+struct StreamKFixup {
+    using T = typename Traits::T;
+    static constexpr uint32_t THREADS = Traits::consumers * WARPGROUP_THREADS;
+    static constexpr int UNITS = Traits::max_n / Traits::unit;
+    const typename Traits::Globals& g;
+    const SegmentPosition<Traits>& at;
     const int consumer = warpgroup::groupid();
 
-    __device__ __forceinline__ void give(const rt_fl<16, D::most_columns>& d) const {
-        const uint32_t part = at.part(0);
-        float4* to = divided_part<D>(g, part) + threadIdx.x;
+    __device__ __forceinline__ void send(const rt_fl<16, Traits::max_n>& d) const {
+        const uint32_t partial = at.partial(0);
+        float4* to = partial_at<Traits>(g, partial) + threadIdx.x;
 #pragma unroll
         for (int i = 0; i < UNITS; ++i) {
-            if (i * D::unit >= g.width) break;
+            if (i * Traits::unit >= g.width) break;
             const auto& data = d.tiles[0][i].data;
             arch::store_global(to + i * 2 * THREADS,
                                make_float4(data[0].x, data[0].y, data[1].x, data[1].y));
@@ -201,29 +209,29 @@ struct OwnedSums {
         arch::fence_async_global();
         warpgroup::sync(READY + 1 + consumer);
         if (warpgroup::laneid() == 0) {
-            arch::store_release_global(g.marks + (part * D::consumers + consumer), g.mark);
+            arch::store_release_global(g.flags + (partial * Traits::consumers + consumer), g.epoch);
         }
     }
 
-    // They come through the ring, behind the last step.
-    __device__ __forceinline__ void take(typename D::Shared& shared, int& slot, int& phase,
-                                         rt_fl<16, D::most_columns>& d) const {
-        const int in_stage = (2 + g.width / 64) * D::part_bytes;
+    // The fix-up: partial sums come through the ring of stages, behind the last step of k.
+    __device__ __forceinline__ void receive(typename Traits::Shared& shared, int& slot, int& phase,
+                                            rt_fl<16, Traits::max_n>& d) const {
+        const int in_stage = (2 + g.width / 64) * Traits::tile64_bytes;
 #pragma unroll 1
-        for (int part = 0; part < at.segment.taken; ++part) {
+        for (int partial = 0; partial < at.segment.received; ++partial) {
 #pragma unroll
             for (int i = 0; i < UNITS; ++i) {
-                if (i * D::unit >= g.width) break;
-                if (i % D::units_at_once == 0) wait(shared.full[slot], phase);
-                const uint32_t address =
-                    shared.parts[0].address() + slot * in_stage +
-                    (i % D::units_at_once * 2 * THREADS + threadIdx.x) * uint32_t(sizeof(float4));
+                if (i * Traits::unit >= g.width) break;
+                if (i % Traits::units_at_a_time == 0) wait(shared.full[slot], phase);
+                const uint32_t address = shared.tiles64[0].address() + slot * in_stage +
+                                         (i % Traits::units_at_a_time * 2 * THREADS + threadIdx.x) *
+                                             uint32_t(sizeof(float4));
                 const auto low = arch::load_shared<float4>(address);
                 const auto high = arch::load_shared<float4>(address + THREADS * sizeof(float4));
                 auto& data = d.tiles[0][i].data;
                 data[0].x += low.x, data[0].y += low.y, data[1].x += low.z, data[1].y += low.w;
                 data[2].x += high.x, data[2].y += high.y, data[3].x += high.z, data[3].y += high.w;
-                if (i % D::units_at_once == D::units_at_once - 1) {
+                if (i % Traits::units_at_a_time == Traits::units_at_a_time - 1) {
                     warpgroup::sync(READY + 1 + consumer);
                     release_stage(shared.empty[slot]);
                     if (++slot == g.stages) slot = 0, phase ^= 1;
@@ -232,16 +240,17 @@ struct OwnedSums {
         }
     }
 
-    // Rows that the tile before has as well are that one's.
-    __device__ __forceinline__ void store(rt_fl<16, D::most_columns>& d) const {
+    // Stores the tile. The last row of tiles overlaps the one before; rows that both have are
+    // stored by the one before alone.
+    __device__ __forceinline__ void store(rt_fl<16, Traits::max_n>& d) const {
         if (g.bias != nullptr || g.alpha != 1.f) scale(d);
         const uint32_t row = at.m(g) + consumer * 64 + warpgroup::warpid() * 16 + laneid() / 4;
-        const uint32_t quarter = laneid() % 4, own = at.row * D::height;
+        const uint32_t quarter = laneid() % 4, own = at.row * Traits::height;
         uint4* to = reinterpret_cast<uint4*>(g.out + row * g.out_stride);
         uint32_t col = at.n(g) + quarter * 8;
 #pragma unroll
         for (int i = 0; i < UNITS; i += 2, col += 32) {
-            if (i * D::unit >= g.width) break;
+            if (i * Traits::unit >= g.width) break;
             uint32_t upper[4], lower[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
@@ -249,8 +258,8 @@ struct OwnedSums {
                 upper[j] = rounded(data[j % 2 * 2]);
                 lower[j] = rounded(data[j % 2 * 2 + 1]);
             }
-            turn(upper, quarter);
-            turn(lower, quarter);
+            transpose(upper, quarter);
+            transpose(lower, quarter);
             if (col >= g.n) continue;
             if (row >= own) {
                 arch::store_global(to + col / 8,
@@ -264,7 +273,7 @@ struct OwnedSums {
     }
 
   private:
-    __device__ __forceinline__ void scale(rt_fl<16, D::most_columns>& d) const {
+    __device__ __forceinline__ void scale(rt_fl<16, Traits::max_n>& d) const {
         uint32_t col = at.n(g) + laneid() % 4 * 2;
 #pragma unroll
         for (int i = 0; i < UNITS * 2; ++i, col += 8) {
@@ -285,8 +294,8 @@ struct OwnedSums {
     static __device__ __forceinline__ uint32_t rounded(const float2& sum) {
         return arch::bit_cast<uint32_t>(pack_pair<T>(sum.x, sum.y));
     }
-    // Of four lanes' words, lane i gets the i-th of each.
-    static __device__ __forceinline__ void turn(uint32_t (&words)[4], uint32_t lane) {
+    // Transposes 4 x 4 words among four lanes: lane i gets the i-th word of each.
+    static __device__ __forceinline__ void transpose(uint32_t (&words)[4], uint32_t lane) {
 #pragma unroll
         for (int apart = 1; apart < 4; apart *= 2) {
             const bool upper = (lane & apart) != 0;

@@ -1,4 +1,4 @@
-// A finished tile on its way out: rounded to 16 bits, and divided into pieces of 128 bytes a row,
+// Store subtiles: a finished tile is rounded to 16 bits and stored in subtiles of 128 bytes a row,
 // each of which passes through a warp's staging buffer.
 #pragma once
 
@@ -9,31 +9,32 @@ namespace sm90 {
 
 using namespace kittens;
 
-// Columns leave in pieces of one width; the last one begins earlier where they do not fit, and
-// writes some values a second time.
+// All subtiles have one width. Where it does not divide the columns, the last subtile begins
+// earlier and stores some values a second time.
 template <int cols, int width>
-struct Pieces {
+struct Subtiles {
     static constexpr int count = (cols + width - 1) / width;
-    static __device__ __forceinline__ constexpr int first(int piece) {
-        return (piece + 1) * width <= cols ? piece * width : cols - width;
+    static __device__ __forceinline__ constexpr int first(int subtile) {
+        return (subtile + 1) * width <= cols ? subtile * width : cols - width;
     }
 };
 
-// The part of a register tile from column `first` on.
-template <class Part, class Tile>
-__device__ __forceinline__ void take_piece(Part& part, const Tile& tile, int first) {
+// Takes the subtile from column `first` of a register tile.
+template <class Subtile, class Tile>
+__device__ __forceinline__ void take_subtile(Subtile& subtile, const Tile& tile, int first) {
 #pragma unroll
-    for (int t = 0; t < part.width; ++t) part.tiles[0][t] = tile.tiles[0][first / 16 + t];
+    for (int t = 0; t < subtile.width; ++t) subtile.tiles[0][t] = tile.tiles[0][first / 16 + t];
 }
 // The same into a staging buffer.
-template <class Part, class Tile, class Staging>
-__device__ __forceinline__ void stage_piece(const Tile& tile, int first, Staging& buffer) {
-    Part part;
-    take_piece(part, tile, first);
-    kittens::warp::store(buffer, part);
+template <class Subtile, class Tile, class Staging>
+__device__ __forceinline__ void stage_subtile(const Tile& tile, int first, Staging& buffer) {
+    Subtile subtile;
+    take_subtile(subtile, tile, first);
+    kittens::warp::store(buffer, subtile);
 }
 
-// Accumulators rounded to a 16-bit type (bf16 stands for both), to where column `first` begins.
+// Rounds accumulators to a 16-bit type (bf16 stands for both), into `values` from column `first`
+// on.
 template <class O, class Values, class Sums>
 __device__ __forceinline__ void round_to(Values& values, const Sums& d, int first = 0) {
 #pragma unroll

@@ -1,5 +1,5 @@
-// Which tiles of a product are marked, see tile_mask.h: read on the device, so that the host never
-// waits for what decides.
+// The tile mask (tile_mask.h) as kernels read it: on the device, so that the host never waits for
+// what decides.
 #pragma once
 
 #include "csrc/gemm/common/raster.h"
@@ -11,28 +11,28 @@ namespace sm90 {
 
 using namespace kittens;
 
-// Whether a tile is to be computed, where only those that are marked are.
+// Whether the mask has the tile.
 template <uint32_t height, uint32_t width, class Globals>
-__device__ __forceinline__ bool is_marked(const Globals& g, const TilePosition at) {
+__device__ __forceinline__ bool in_mask(const Globals& g, const TilePosition at) {
     const uint32_t row = at.m * height, col = at.n * width;
-    uint64_t marks = 0;
-    for (uint32_t i = row / MARKED_ROWS; i <= (min(row + height, g.m) - 1) / MARKED_ROWS; ++i) {
-        marks |= arch::load_global(g.marks.rows + i);
+    uint64_t mask = 0;
+    for (uint32_t i = row / MASK_ROWS; i <= (min(row + height, g.m) - 1) / MASK_ROWS; ++i) {
+        mask |= arch::load_global(g.mask.rows + i);
     }
-    for (uint32_t i = col / MARKED_ROWS; i <= (min(col + width, g.n) - 1) / MARKED_ROWS; ++i) {
-        marks |= arch::load_global(g.marks.columns + i);
+    for (uint32_t i = col / MASK_ROWS; i <= (min(col + width, g.n) - 1) / MASK_ROWS; ++i) {
+        mask |= arch::load_global(g.mask.columns + i);
     }
-    return marks != 0;
+    return mask != 0;
 }
 
-// Whether there is a mark at all. Called by whole warps.
-__device__ __forceinline__ bool any_mark(const Marks& marks, uint32_t m, uint32_t n) {
+// Whether the mask has any tile. Called by whole warps.
+__device__ __forceinline__ bool any_in_mask(const TileMask& mask, uint32_t m, uint32_t n) {
     uint64_t found = 0;
-    for (uint32_t i = laneid(); i < (m + MARKED_ROWS - 1) / MARKED_ROWS; i += WARP_THREADS) {
-        found |= arch::load_global(marks.rows + i);
+    for (uint32_t i = laneid(); i < (m + MASK_ROWS - 1) / MASK_ROWS; i += WARP_THREADS) {
+        found |= arch::load_global(mask.rows + i);
     }
-    for (uint32_t i = laneid(); i < (n + MARKED_ROWS - 1) / MARKED_ROWS; i += WARP_THREADS) {
-        found |= arch::load_global(marks.columns + i);
+    for (uint32_t i = laneid(); i < (n + MASK_ROWS - 1) / MASK_ROWS; i += WARP_THREADS) {
+        found |= arch::load_global(mask.columns + i);
     }
     return arch::any_lane(found != 0);
 }

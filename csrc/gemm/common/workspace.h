@@ -1,5 +1,5 @@
-// Scratch memory through which the blocks of a call exchange sums: how they know its flags from
-// those that an earlier call has left there. Host C++ only.
+// The workspace through which the blocks of a call exchange partial sums: the epoch that marks its
+// flags. Host C++ only.
 #pragma once
 
 #include <atomic>
@@ -7,11 +7,11 @@
 
 namespace thunderkittens::gemm {
 
-// A number that no call of this process has had: by it a block knows that sums in the scratch are
-// of this call, which nobody has to clear therefore.
-inline uint64_t new_mark() {
-    // Odd steps come back to a number after 2^64 calls, and unlike small ones are not what memory
-    // has from others.
+// A per-call epoch: a flag is raised by writing the epoch of the call, so that what an earlier call
+// has left in the workspace needs no memset.
+inline uint64_t new_epoch() {
+    // An odd step visits every number before it repeats one, after 2^64 calls, and unlike a count
+    // it does not make small numbers, which memory often holds.
     static std::atomic<uint64_t> last{0};
     return last += 0x9e3779b97f4a7c15u;
 }

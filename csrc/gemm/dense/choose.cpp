@@ -15,12 +15,12 @@ namespace {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// What a tile costs in clock cycles of an SM: block_m * block_n / 32 for its products of 64 steps
-// of k at the tensor cores' full rate, times `per_product`, plus `fixed`, and `once` before
-// the first product and after the last. Fitted to an H200: one consumer keeps the tensor cores less
-// busy than two, and small tiles load more bytes per product.
+// The cost of a tile in clock cycles of an SM: block_m * block_n / 32 for its products of 64 steps
+// of k at the tensor cores' full rate, times `per_product`, plus `fixed`, and `startup` once per
+// kernel, before the first product and after the last. Fitted to an H200: one consumer keeps the
+// tensor cores less busy than two, and small tiles load more bytes per product.
 struct TileCost {
-    double per_product, fixed, once;
+    double per_product, fixed, startup;
 };
 TileCost tile_cost(const TileShape& shape) {
     const int size = shape.block_m * shape.block_n;
@@ -33,27 +33,29 @@ TileCost tile_cost(const TileShape& shape) {
             600, 2500 + 0.12 * size};
 }
 
-// Steps between the four parts of a tile that are handed over. Where k is short the consumers would
-// wait for the warps that finish, for fp16, whose activations are longer, more so.
-int spacing_for(const Problem& p) {
+// Epilogue warps: the steps of k between the four subtiles that a consumer hands to them. With a
+// short k the consumers would wait for the epilogue warps; for fp16, whose activation formulas are
+// longer, sooner than for bf16.
+int store_interval_for(const Problem& p) {
     const int64_t steps = ceil_div(p.k, BLOCK_K), least = p.dtype == DType::bf16 ? 48 : 64;
     return steps < least ? 0 : static_cast<int>(std::min<int64_t>(steps / 5, 32));
 }
 
-// Tiles of two widths, where the kernel has them.
+// Balanced tiling with two fixed widths, where the kernel has it and it pays.
 Widths two_widths(const Config& config, const Problem& p, int sm_count) {
     if (!has_two_widths(config) || p.batch > 1 || p.out_dtype != p.dtype) return {};
-    // With a gate, where warps beside the one that loads finish tiles.
-    if (p.gate != Gate::none && spacing_for(p) == 0) return {};
+    // A gate allows two widths only with epilogue warps.
+    if (p.gate != Gate::none && store_interval_for(p) == 0) return {};
     const bool halves = p.gate == Gate::blocked;
     const int width = halves ? config.block_n / 2 : config.block_n;
     const int64_t n = halves ? p.n / 2 : p.n;
     Widths widths = gemm::two_widths(config.block_m, width, p.m, n, sm_count);
     if (p.b_n_major && cover_too_much<int64_t>(widths.columns, n, width)) return {};
-    // With many rows that costs most of what it brings where nearly all tiles are narrow.
-    const int64_t rows = ceil_div(p.m, config.block_m), fewer = rows - widths.longer;
-    const int64_t wide = fewer * wide_tiles(n, widths.columns, width) +
-                         widths.longer * wide_tiles(n, widths.columns + 1, width);
+    // With many rows of tiles the narrower loads cost most of what the balance brings, where nearly
+    // all tiles are narrow.
+    const int64_t rows = ceil_div(p.m, config.block_m), base = rows - widths.extra_rows;
+    const int64_t wide = base * wide_tiles(n, widths.columns, width) +
+                         widths.extra_rows * wide_tiles(n, widths.columns + 1, width);
     if (p.b_n_major && rows >= 16 && wide * 10 < rows * widths.columns) {
         widths.share *= 1.055;
         if (wide == 0 && widths.share > 0.985) return {};
@@ -61,72 +63,74 @@ Widths two_widths(const Config& config, const Problem& p, int sm_count) {
     return widths;
 }
 
-// Cycles that the GPU needs with tiles of this shape: rounds of one tile per SM.
+// The cycles that the GPU needs with tiles of this shape: waves of one tile per SM.
 double cycles(const TileShape& shape, const Config& config, const Problem& p, int sm_count) {
     const int64_t tiles = p.batch * ceil_div(p.m, shape.block_m) * ceil_div(p.n, shape.block_n);
-    const int64_t rounds = ceil_div(tiles, sm_count);
+    const int64_t waves = ceil_div(tiles, sm_count);
     const TileCost cost = tile_cost(shape);
     const double steps = static_cast<double>(std::max<int64_t>(1, ceil_div(p.k, BLOCK_K)));
     const double tile = steps * shape.block_m * shape.block_n / 32 * cost.per_product;
-    return rounds * (tile * two_widths(config, p, sm_count).share + cost.fixed) + cost.once;
+    return waves * (tile * two_widths(config, p, sm_count).share + cost.fixed) + cost.startup;
 }
 
-// Tiles whose widths are chosen for the problem: how many, and what they need.
-struct VariedTiles {
-    int columns = 0, longer = 0;
+// Balanced tiling with run-time widths: the tiles of a row, and the cycles that they need.
+struct BalancedTiles {
+    int columns = 0, extra_rows = 0;
     double cycles = std::numeric_limits<double>::infinity();
 };
 
-// What a tile of a width costs, in columns of one of 256: rows of a are loaded for fewer.
+// The cost of a tile of a width, in columns of a tile of 256: in narrow tiles the rows of a are
+// loaded for fewer columns.
 double column_cost(int64_t width) { return std::max(double(width), 0.6 * double(width) + 91); }
 
-// The columns that an SM computes at most.
-double varied_load(const Config& config, int64_t rows, int64_t n, int64_t columns, int64_t longer,
-                   int sm_count) {
-    const int64_t unit = varied_unit(config), tiles = rows * columns + longer;
-    const Shares fewer = share_columns(config, n, columns),
-                 more = share_columns(config, n, columns + 1);
-    const double narrow = column_cost(fewer.narrow),
-                 wider = column_cost(fewer.narrow + unit) - narrow;
-    const auto rounds = static_cast<double>(ceil_div(tiles, sm_count));
-    if (longer == 0) {
-        return rounds * narrow + double(ceil_div(rows * fewer.wide, sm_count)) * wider;
+// The columns that the busiest SM computes.
+double balanced_load(const Config& config, int64_t rows, int64_t n, int64_t columns,
+                     int64_t extra_rows, int sm_count) {
+    const int64_t unit = balanced_step(config), tiles = rows * columns + extra_rows;
+    const Shares base = share_columns(config, n, columns),
+                 extra = share_columns(config, n, columns + 1);
+    const double narrow = column_cost(base.narrow),
+                 wider = column_cost(base.narrow + unit) - narrow;
+    const auto waves = static_cast<double>(ceil_div(tiles, sm_count));
+    if (extra_rows == 0) {
+        return waves * narrow + double(ceil_div(rows * base.wide, sm_count)) * wider;
     }
-    if (rounds == 1) return narrow + (fewer.wide > 0 ? wider : 0);
-    const double of_more = double(columns + 1) * column_cost(more.narrow) +
-                           more.wide * (column_cost(more.narrow + unit) - column_cost(more.narrow));
-    const double all = double(rows - longer) * (double(columns) * narrow + fewer.wide * wider) +
-                       double(longer) * of_more;
+    if (waves == 1) return narrow + (base.wide > 0 ? wider : 0);
+    const double of_extra =
+        double(columns + 1) * column_cost(extra.narrow) +
+        extra.wide * (column_cost(extra.narrow + unit) - column_cost(extra.narrow));
+    const double all = double(rows - extra_rows) * (double(columns) * narrow + base.wide * wider) +
+                       double(extra_rows) * of_extra;
     return all / sm_count + wider / 2;
 }
 
-VariedTiles vary_tiles(const Config& config, const Problem& p, int sm_count) {
-    VariedTiles best;
+BalancedTiles balance_tiles(const Config& config, const Problem& p, int sm_count) {
+    BalancedTiles best;
     const int64_t rows = ceil_div(p.m, config.block_m);
     const int64_t least = ceil_div(p.n, widest(config)), most = ceil_div(p.n, narrowest(config));
     const auto steps = static_cast<double>(ceil_div(p.k, BLOCK_K));
-    const auto consider = [&](int64_t columns, int64_t longer) {
-        if (columns < least || columns + (longer > 0) > most) return;
-        const double tiles = std::ceil(double(rows * columns + longer) / sm_count);
+    const auto consider = [&](int64_t columns, int64_t extra_rows) {
+        if (columns < least || columns + (extra_rows > 0) > most) return;
+        const double tiles = std::ceil(double(rows * columns + extra_rows) / sm_count);
         const double cycles = steps * config.block_m / 32 *
-                                  varied_load(config, rows, p.n, columns, longer, sm_count) +
+                                  balanced_load(config, rows, p.n, columns, extra_rows, sm_count) +
                               tiles * 900 + 2500 + 0.12 * config.block_m * config.block_n;
         if (cycles < best.cycles) {
-            best = {static_cast<int>(columns), static_cast<int>(longer), cycles};
+            best = {static_cast<int>(columns), static_cast<int>(extra_rows), cycles};
         }
     };
     const int64_t first = ceil_div(rows * least, sm_count);
-    for (int64_t rounds = first; rounds < first + 3; ++rounds) {
-        const int64_t columns = std::min(rounds * sm_count / rows, most);
+    for (int64_t waves = first; waves < first + 3; ++waves) {
+        const int64_t columns = std::min(waves * sm_count / rows, most);
         if (columns < least) continue;
         if (config.b_n_major) {
-            for (int64_t less = 0; less < 3; ++less) consider(columns - less, 0);
+            for (int64_t i = 0; i < 3; ++i) consider(columns - i, 0);
         } else {
             const Shares shares = share_columns(config, p.n, columns);
-            const int64_t widest_tile = shares.narrow + (shares.wide > 0 ? int{NARROWER} : 0);
+            const int64_t widest_tile = shares.narrow + (shares.wide > 0 ? int{NARROW_BY} : 0);
             consider(ceil_div(p.n, widest_tile), 0);
             consider(columns, 0);
-            if (columns < most) consider(columns, rounds * sm_count % rows);
+            if (columns < most) consider(columns, waves * sm_count % rows);
         }
     }
     return best;
@@ -136,46 +140,46 @@ Schedule schedule_for(const Config& config, const Problem& p, const DeviceProper
     const int sm_count = std::max(1, device.sm_count);
     const int64_t rows = ceil_div(p.m, config.block_m), columns = ceil_div(p.n, config.block_n);
     Schedule schedule;
-    // Few rows of tiles use b at about the same time. A much larger b is read at the same speed
-    // either way.
+    // With few rows of tiles all of them use b at about the same time, and it need not stay in L2.
+    // A much larger b is read at the same speed either way.
     const double b_bytes = 2.0 * double(p.n) * double(p.k), l2_bytes = device.l2_bytes;
-    schedule.b_once =
+    schedule.evict_first_b =
         p.m <= 512 && p.batch == 1 && b_bytes * 4 >= l2_bytes && b_bytes <= l2_bytes * 4;
     const int64_t tiles = rows * columns, all = p.batch * tiles;
     schedule.blocks = static_cast<int>(std::min<int64_t>(all, sm_count));
-    // A block for each tile: one band, and the grid has the shape of the tiles.
-    schedule.band = static_cast<int>(rows);
+    // A block for each tile: one raster group, and the grid has the shape of the tiles.
+    schedule.raster_group = static_cast<int>(rows);
     if (all <= sm_count) return schedule;
-    // Whole products of a batch at a time, where that takes no more rounds: their tiles read the
+    // Whole products of a batch at a time, where that takes no more waves: their tiles read the
     // same rows and columns together.
     const int64_t whole = sm_count / tiles * tiles;
     if (p.batch > 1 && whole * 16 >= sm_count * 15 &&
         ceil_div(all, whole) == ceil_div(all, sm_count)) {
         schedule.blocks = static_cast<int>(whole);
     }
-    // The tiles at work at a time form a square of elements, in bands of equal height.
+    // The tiles at work at a time form a square of elements, in raster groups of equal height.
     const double height = std::sqrt(double(sm_count) * config.block_n / config.block_m);
-    const double bands = std::round(double(rows) / height);
-    schedule.band = static_cast<int>(ceil_div(rows, std::max<int64_t>(1, int64_t(bands))));
+    const double raster_groups = std::round(double(rows) / height);
+    schedule.raster_group =
+        static_cast<int>(ceil_div(rows, std::max<int64_t>(1, int64_t(raster_groups))));
     const Widths widths = two_widths(config, p, sm_count);
-    schedule.columns = widths.columns, schedule.longer = widths.longer;
+    schedule.columns = widths.columns, schedule.extra_rows = widths.extra_rows;
     return schedule;
 }
 
-// Few rows: what counts is how fast b is read. Its rows are then a's, or columns, and a block reads
-// its part of them once.
-bool streams(const Problem& p) { return p.m <= 64 && p.batch == 1 && !p.a_m_major; }
-// More rows, but few tiles and a long k, which the clusters of the same kernel divide.
-bool streams_divided(const Problem& p, int sm_count) {
+// Skinny m: what counts is how fast b is read. With swap-AB a block reads its columns of b once.
+bool is_skinny(const Problem& p) { return p.m <= 64 && p.batch == 1 && !p.a_m_major; }
+// More rows, but few tiles and a long k: the same swap-AB kernel, with split-K over clusters.
+bool is_skinny_with_long_k(const Problem& p, int sm_count) {
     const int64_t tiles = ceil_div(p.m, 64) * ceil_div(p.n, 64);
     return p.m <= 256 && p.batch == 1 && !p.a_m_major && !p.fused && p.k >= 4096 &&
            tiles * 32 <= int64_t{sm_count} * 7;
 }
 
-Choice choose_streamed(const Problem& p, const DeviceProperties& device) {
+Choice choose_swap_ab(const Problem& p, const DeviceProperties& device) {
     const int sm_count = std::max(1, device.sm_count);
-    const StreamShape* shape = nullptr;
-    for (const StreamShape& candidate : STREAM_SHAPES) {
+    const SwapAbShape* shape = nullptr;
+    for (const SwapAbShape& candidate : SWAP_AB_SHAPES) {
         if (candidate.fused != p.fused) continue;
         shape = &candidate;
         if (candidate.block_m >= p.m) break;
@@ -183,30 +187,31 @@ Choice choose_streamed(const Problem& p, const DeviceProperties& device) {
     Choice choice{.config = make_config(*shape, p.dtype, p.b_n_major)};
     const int64_t tiles = ceil_div(p.m, shape->block_m) * ceil_div(p.n, shape->block_n);
     const int64_t k_blocks = ceil_div(p.k, shape->block_k);
-    // Half of the SMs read as fast as all do. Below that, blocks of a cluster divide k, as long as
-    // each still has some steps. With several rows of tiles a block reads more than b.
+    // Half of the SMs read as fast as all do. Below that, split-K over a cluster, as long as each
+    // block still has some steps. With several rows of tiles a block reads more than b.
     const double enough = p.m <= 64 ? 0.4 : 0.45;
     int splits = 1;
     while (splits < 8 && double(tiles * splits) < sm_count * enough && k_blocks >= splits * 2 * 2) {
         splits *= 2;
     }
-    // Three, where two leave half of the SMs to add up many rows, or to read with fewer bytes on
-    // their way, as the kernel with a fused epilogue does; that one also divides a long k sooner.
+    // Three blocks, where two would leave half of the SMs idle: with many rows the reduction
+    // profits, and with a fused epilogue, which has fewer bytes in flight, reading does. The fused
+    // kernel also splits a long k sooner.
     const bool three = p.fused || p.m > (p.b_n_major ? 32 : 16);
     if (splits == 2 && three && tiles * 4 <= sm_count && k_blocks >= 3 * 2) splits = 3;
     if (splits == 1 && p.fused && tiles * 2 <= sm_count && k_blocks >= 128) splits = 2;
     const int64_t clusters = sm_count / splits;
-    const int64_t rounds = ceil_div(tiles, clusters);
+    const int64_t waves = ceil_div(tiles, clusters);
     choice.schedule.splits = splits;
-    choice.schedule.blocks = static_cast<int>(ceil_div(tiles, rounds) * splits);
-    // What is many times the L2 cache is read faster where its lines need not take the places of
-    // each other.
-    choice.schedule.b_once = p.fused || 2.0 * double(p.n) * double(p.k) <= 6.0 * device.l2_bytes;
+    choice.schedule.blocks = static_cast<int>(ceil_div(tiles, waves) * splits);
+    // A weight of many times the L2 cache is read faster without the evict-first hint.
+    choice.schedule.evict_first_b =
+        p.fused || 2.0 * double(p.n) * double(p.k) <= 6.0 * device.l2_bytes;
     return choice;
 }
 
-// Whether sums are only rounded to rows of whole words of TMA, of one product and a long k: what
-// kernels for tiles of several widths and for divided ones compute.
+// Whether the sums of one product with a long k are only rounded, to rows that TMA can store: what
+// the balanced and the split-K kernels compute.
 bool is_rounded(const Problem& p) {
     return !p.fused && !p.a_m_major && p.batch == 1 && p.k >= 1536 && p.m >= 1 && p.n >= 1 &&
            p.n % 8 == 0 && p.out_dtype == p.dtype;
@@ -214,28 +219,30 @@ bool is_rounded(const Problem& p) {
 
 TileShape shape_of(const Config& c) { return {c.block_m, c.block_n, c.stages, c.consumers}; }
 
-// Tiles whose k is divided: by how many blocks, and the cycles that they need.
-struct DividedTiles {
+// Split-K or stream-K: the tiles, the blocks that share the k of one, and the cycles that they
+// need.
+struct SplitKTiles {
     const TileShape* shape = nullptr;
     int splits = 1;
     double cycles = std::numeric_limits<double>::infinity();
     int blocks = 0;
 };
 
-// What it takes to read the operands from memory.
+// The cycles that reading the operands from memory takes.
 double operand_cycles(const Problem& p) { return 2 * double(p.m + p.n) * double(p.k) / 1765; }
 
-// Fitted to an H200: products, or reading the operands from memory; a start and an end that grow
-// with the sums which are given; and what is taken, a unit of columns of each other block at a
-// time. All blocks run at a time, so there are no more of them than SMs.
-DividedTiles divide_tiles(const Problem& p, int sm_count) {
-    constexpr int64_t most_splits = Segments::MOST_EVENLY;
-    DividedTiles best;
+// Split-K. Fitted to an H200: the products, or reading the operands from memory; a start and an end
+// that grow with the partial sums which are stored; and the partial sums which are added, one unit
+// of columns of each peer at a time. All blocks run at a time, so there are no more of them than
+// SMs.
+SplitKTiles split_k_tiles(const Problem& p, int sm_count) {
+    constexpr int64_t most_splits = StreamKSegments::MAX_SPLITS;
+    SplitKTiles best;
     const int64_t steps = ceil_div(p.k, BLOCK_K);
     const double read = operand_cycles(p);
-    for (const TileShape& shape : DIVIDED_SHAPES) {
+    for (const TileShape& shape : SPLIT_K_SHAPES) {
         const int64_t rows = ceil_div(p.m, shape.block_m), columns = ceil_div(p.n, shape.block_n);
-        const int64_t units = shape.block_n / DIVIDED_UNIT;
+        const int64_t units = shape.block_n / SPLIT_K_UNIT;
         const int64_t most = std::min({sm_count / (rows * columns), steps / 4, most_splits});
         for (int64_t splits = 2; splits <= most; ++splits) {
             const double size = shape.block_m * shape.block_n;
@@ -251,41 +258,37 @@ DividedTiles divide_tiles(const Problem& p, int sm_count) {
     return best;
 }
 
-// The same of tiles of which some have owners, see common/stream_k.h, if they need less than
-// `limit`. To take a part costs an owner most.
-DividedTiles own_tiles(const Problem& p, int sm_count, double limit) {
-    DividedTiles best{.cycles = limit};
+// Stream-K (common/stream_k.h), if it needs fewer cycles than `limit`. The fix-up of the finishing
+// peer is the largest cost.
+SplitKTiles stream_k_tiles(const Problem& p, int sm_count, double limit) {
+    SplitKTiles best{.cycles = limit};
     const int64_t steps = ceil_div(p.k, BLOCK_K);
     const double read = operand_cycles(p);
     if (steps > UINT16_MAX) return best;
-    for (const TileShape& shape : DIVIDED_SHAPES) {
+    for (const TileShape& shape : SPLIT_K_SHAPES) {
         const int64_t all = ceil_div(p.m, shape.block_m) * ceil_div(p.n, shape.block_n);
         const double size = shape.block_m * shape.block_n;
-        // Narrow tiles are bound by loads where not all blocks read the same rows at a time.
+        // Narrow tiles are bound by their loads where not all blocks read the same rows at a time.
         const bool wide = shape.block_n > 128;
         const double step = size / 32 * (wide ? 1.03 : 1.09);
         const double whole = double(steps) * size / 32 * (wide ? 1.03 : 1.24) + 3000;
-        // Divided without a rest, and for nothing.
+        // A lower bound: split without a rest, and without costs.
         if (double(all * steps) * step > limit * sm_count || all >= 2 * sm_count) continue;
         const int tiles = static_cast<int>(all);
-        for (int splits = 2; splits <= Segments::MOST_BLOCKS; ++splits) {
+        for (int splits = 2; splits <= StreamKSegments::MAX_PEERS; ++splits) {
             const int blocks = sm_count / splits * splits;
-            const Group group = make_group(blocks, splits, tiles);
-            if (blocks >= tiles * splits || group.whole > 1) continue;
-            const int handed = group.handed(static_cast<int>(steps));
-            if (handed == 0) continue;
-            const double kept = double(steps - handed) * step;
-            const int parts = (group.parts() + group.owned - 1) / group.owned;
-            const double cycles =
-                std::max(group.whole * whole + kept, read) + 4500 + (0.16 + 0.2 * parts) * size;
+            const PeerGroup group = make_peer_group(blocks, splits, tiles);
+            if (blocks >= tiles * splits || group.whole_tiles > 1) continue;
+            const int helped_steps = group.helped_steps(static_cast<int>(steps));
+            if (helped_steps == 0) continue;
+            const double own_steps = double(steps - helped_steps) * step;
+            const int partials = (group.partials() + group.shared_tiles - 1) / group.shared_tiles;
+            const double cycles = std::max(group.whole_tiles * whole + own_steps, read) + 4500 +
+                                  (0.16 + 0.2 * partials) * size;
             if (cycles < best.cycles) best = {&shape, splits, cycles, blocks};
         }
     }
     return best;
-}
-
-const char* suffix_of(OneTile kernel) {
-    return kernel == OneTile::once ? "_once" : kernel == OneTile::single ? "_single" : "";
 }
 
 }  // namespace
@@ -300,13 +303,13 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
         return concat("sizes must be in [0, ", limit, "], got m ", p.m, ", n ", p.n, ", k ", p.k,
                       ", batch ", p.batch);
     }
-    // Tiles are counted in 31 bits, up to one round of blocks past the last.
+    // The kernels count tiles in 31 bits, up to one wave of blocks past the last.
     const Choice choice = choose(p, device);
     const double tiles = double(p.batch) * double(ceil_div(p.m, choice.config.block_m)) *
                          double(ceil_div(p.n, choice.config.block_n));
     if (tiles > 2e9) return concat("the output has ", tiles, " tiles; at most 2e9 are supported");
     const int bytes =
-        is_divided(choice.config) ? DIVIDED_SHARED_BYTES : shared_bytes(choice.config);
+        is_split_k(choice.config) ? SPLIT_K_SHARED_BYTES : shared_bytes(choice.config);
     if (bytes > device.shared_bytes_per_block) {
         return concat("the kernel needs ", bytes,
                       " bytes of shared memory per block, this GPU has ",
@@ -315,9 +318,9 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
     return "";
 }
 
-Choice choose_unvaried(const Problem& p, const DeviceProperties& device) {
+Choice choose_fixed_width(const Problem& p, const DeviceProperties& device) {
     const int sm_count = std::max(1, device.sm_count);
-    if (streams(p) || streams_divided(p, sm_count)) return choose_streamed(p, device);
+    if (is_skinny(p) || is_skinny_with_long_k(p, sm_count)) return choose_swap_ab(p, device);
     const TileShape* best = nullptr;
     double least = 0;
     const auto consider = [&](const TileShape& shape) {
@@ -328,149 +331,137 @@ Choice choose_unvaried(const Problem& p, const DeviceProperties& device) {
     for (const TileShape& shape : TILE_SHAPES) {
         if (!p.fused || shape.block_n >= 128) consider(shape);
     }
-    // Where k is short, reading and writing count for more than full rounds.
+    // With a short k, reading and writing count for more than full waves.
     if (!p.fused && !p.a_m_major && p.k >= 1536) {
         if (p.b_n_major) {
-            consider(BETWEEN_SHAPE_NN);
+            consider(NN_SHAPE);
         } else {
-            for (const TileShape& shape : BETWEEN_SHAPES) consider(shape);
+            for (const TileShape& shape : NT_SHAPES) consider(shape);
         }
     }
     Choice choice{.config = make_config(*best, p.dtype, p.a_m_major, p.b_n_major, p.fused)};
     choice.schedule = schedule_for(choice.config, p, device);
-    if (has_finishers(choice.config) && p.out_dtype == p.dtype) {
-        choice.schedule.spacing = spacing_for(p);
+    if (has_epilogue_warps(choice.config) && p.out_dtype == p.dtype) {
+        choice.schedule.store_interval = store_interval_for(p);
     }
     return choice;
 }
 
 namespace {
 
-// Tiles of several widths where they pay, else of one.
-Choice choose_whole(const Problem& p, const DeviceProperties& device) {
-    const Choice choice = choose_unvaried(p, device);
-    const Config config = varied_config(p.dtype, p.b_n_major);
-    if (choice.config.streamed || !is_rounded(p)) return choice;
+// Balanced tiling with run-time widths where it pays, else the best fixed width.
+Choice choose_unsplit(const Problem& p, const DeviceProperties& device) {
+    const Choice choice = choose_fixed_width(p, device);
+    const Config config = balanced_config(p.dtype, p.b_n_major);
+    if (choice.config.swap_ab || !is_rounded(p)) return choice;
     const int sm_count = std::max(1, device.sm_count);
-    const VariedTiles tiles = vary_tiles(config, p, sm_count);
+    const BalancedTiles tiles = balance_tiles(config, p, sm_count);
     if (tiles.cycles > 0.985 * cycles(shape_of(choice.config), choice.config, p, sm_count)) {
         return choice;
     }
-    Choice varied{.config = config, .schedule = schedule_for(config, p, device)};
-    varied.schedule.columns = tiles.columns, varied.schedule.longer = tiles.longer;
-    const int64_t all = ceil_div(p.m, config.block_m) * tiles.columns + tiles.longer;
-    varied.schedule.blocks = static_cast<int>(std::min<int64_t>(all, sm_count));
-    return varied;
+    Choice balanced{.config = config, .schedule = schedule_for(config, p, device)};
+    balanced.schedule.columns = tiles.columns, balanced.schedule.extra_rows = tiles.extra_rows;
+    const int64_t all = ceil_div(p.m, config.block_m) * tiles.columns + tiles.extra_rows;
+    balanced.schedule.blocks = static_cast<int>(std::min<int64_t>(all, sm_count));
+    return balanced;
 }
 
 }  // namespace
 
 Choice choose(const Problem& p, const DeviceProperties& device) {
-    const Choice choice = choose_whole(p, device);
-    if (choice.config.streamed || !is_rounded(p) || p.m < 128) return choice;
+    const Choice choice = choose_unsplit(p, device);
+    if (choice.config.swap_ab || !is_rounded(p) || p.m < 128) return choice;
     const int sm_count = std::max(1, device.sm_count);
-    const double whole = choice.config.varied
-                             ? vary_tiles(choice.config, p, sm_count).cycles
+    const double whole = choice.config.balanced
+                             ? balance_tiles(choice.config, p, sm_count).cycles
                              : cycles(shape_of(choice.config), choice.config, p, sm_count);
-    const DividedTiles evenly = divide_tiles(p, sm_count);
-    const DividedTiles owned = own_tiles(p, sm_count, 0.97 * std::min(whole, evenly.cycles));
-    const DividedTiles& tiles = owned.shape != nullptr ? owned : evenly;
+    const SplitKTiles split_k = split_k_tiles(p, sm_count);
+    const SplitKTiles stream_k =
+        stream_k_tiles(p, sm_count, 0.97 * std::min(whole, split_k.cycles));
+    const SplitKTiles& tiles = stream_k.shape != nullptr ? stream_k : split_k;
     if (tiles.shape == nullptr || tiles.cycles > 0.97 * whole) return choice;
-    Choice divided{.config = make_config(*tiles.shape, p.dtype, false, p.b_n_major)};
-    divided.schedule = schedule_for(divided.config, p, device);
-    divided.schedule.splits = tiles.splits, divided.schedule.blocks = tiles.blocks;
-    return divided;
+    Choice split{.config = make_config(*tiles.shape, p.dtype, false, p.b_n_major)};
+    split.schedule = schedule_for(split.config, p, device);
+    split.schedule.splits = tiles.splits, split.schedule.blocks = tiles.blocks;
+    return split;
 }
 
-Choice choose_marked(const Problem& p, const DeviceProperties& device) {
-    Choice choice{.config = marked_config()};
+Choice choose_masked(const Problem& p, const DeviceProperties& device) {
+    Choice choice{.config = masked_config()};
     choice.schedule = schedule_for(choice.config, p, device);
     return choice;
 }
 
 std::string kernel_name(const Config& c) {
-    if (c.streamed) {
-        return concat(name_of(c.dtype), "_n", c.b_n_major ? 'n' : 't', "_stream_", c.block_m, 'x',
-                      c.block_n, c.fused ? "_fused" : "");
-    }
-    if (is_divided(c)) return concat(name_of(c.dtype), "_divided");
-    return concat(name_of(c.dtype), '_', c.a_m_major ? 't' : 'n', c.b_n_major ? 'n' : 't', '_',
-                  c.block_m, 'x', c.block_n, c.fused ? "_fused" : "", c.marked ? "_marked" : "",
-                  c.varied ? "_varied" : "");
+    if (is_split_k(c)) return concat(name_of(c.dtype), "_split_k");
+    const std::string layout = concat(c.a_m_major ? 't' : 'n', c.b_n_major ? 'n' : 't');
+    return concat(name_of(c.dtype), '_', layout, c.swap_ab ? "_swap_ab_" : "_", c.block_m, 'x',
+                  c.block_n, c.fused ? "_fused" : "", c.masked ? "_masked" : "",
+                  c.balanced ? "_balanced" : "");
 }
 
 std::string kernel_name(const Choice& choice) { return kernel_name(choice.config); }
 
 std::string kernel_name(const Config& c, const Params& p) {
-    if (!suits(c, p)) return kernel_name(whole_config(c), in_whole_tiles(p));
-    return kernel_name(c) + suffix_of(one_tile(c, p));
+    if (!runs_itself(c, p)) return kernel_name(fallback_config(c), fallback_params(p));
+    return kernel_name(c) + (single_wave(c, p) != SingleWave::none ? "_single_wave" : "");
 }
 
-// The kernel of all configurations for divided tiles of a dtype.
-static KernelInfo divided_info(DType dtype) {
-    const TileShape &narrow = DIVIDED_SHAPES[0], &wide = DIVIDED_SHAPES[1];
+// The split-K kernel of a dtype, which has both widths of tiles and both orders of b.
+static KernelInfo split_k_info(DType dtype) {
+    const TileShape &narrow = SPLIT_K_SHAPES[0], &wide = SPLIT_K_SHAPES[1];
     const Config c = make_config(narrow, dtype, false, false);
     return {.name = kernel_name(c),
             .config = concat("tiles ", narrow.block_m, 'x', narrow.block_n, " and ", wide.block_m,
                              'x', wide.block_n, ", ", narrow.stages, " and ", wide.stages,
                              " stages, 1 producer warp and ", c.consumers,
-                             " consumer warpgroups, k divided"),
-            .source = concat(name_of(c.dtype), "_divided"),
-            .symbol = concat("DividedTypesILNS_5DTypeE", int(c.dtype), 'E'),
-            .threads = one_tile_threads(c),
-            .shared_bytes = DIVIDED_SHARED_BYTES};
+                             " consumer warpgroups, split-K and stream-K"),
+            .source = concat(name_of(c.dtype), "_split_k"),
+            .symbol = symbol_of("split_k_kernel"),
+            .threads = single_wave_threads(c),
+            .shared_bytes = SPLIT_K_SHARED_BYTES};
 }
 
 std::vector<KernelInfo> kernels() {
     std::vector<KernelInfo> list;
-    for (const DType dtype : {DType::bf16, DType::fp16}) list.push_back(divided_info(dtype));
+    for (const DType dtype : {DType::bf16, DType::fp16}) list.push_back(split_k_info(dtype));
     for (std::size_t i = 0; i < CONFIGS; ++i) {
         const Config c = config_at(i);
         const std::string tile = concat(c.block_m, 'x', c.block_n);
+        const std::string stages = concat("tile ", tile, 'x', c.block_k, ", ", c.stages, " stages");
         const std::string roles =
-            c.streamed ? "1 producer warp and 1 consumer warpgroup"
-                       : concat("1 producer and ", c.consumers, " consumer warpgroups");
-        KernelInfo kernel{
+            c.swap_ab ? "1 producer warp and 1 consumer warpgroup"
+                      : concat("1 producer and ", c.consumers, " consumer warpgroups");
+        const bool one_consumer = !c.swap_ab && !c.fused && c.consumers == 1;
+        const KernelInfo kernel{
             .name = kernel_name(c),
-            .config = concat("tile ", tile, 'x', c.block_k, ", ", c.stages, " stages, ", roles),
-            .source = concat(name_of(c.dtype), c.streamed ? "_stream_" : "_", tile,
-                             c.fused ? "_fused" : "", c.marked ? "_marked" : "",
-                             c.varied ? "_varied" : ""),
-            .symbol =
-                concat("ELi", c.block_m, "ELi", c.block_n, "ELi", c.stages, "ELi", c.consumers,
-                       "ELb", int(c.streamed), "ELi", c.block_k, "ELb", int(c.fused),
-                       "ELNS_5DTypeE", int(c.dtype), "ELb", int(c.a_m_major), "ELb",
-                       int(c.b_n_major), "ELb", int(c.marked), "ELb", int(c.varied), 'E'),
+            .config = concat(stages, ", ", roles),
+            .source = concat(name_of(c.dtype), c.swap_ab ? "_swap_ab_" : "_", tile,
+                             c.fused ? "_fused" : "", c.masked ? "_masked" : "",
+                             c.balanced ? "_balanced" : ""),
+            .symbol = symbol_of(c.swap_ab      ? "swap_ab_kernel"
+                                : one_consumer ? "one_consumer_kernel"
+                                               : "persistent_gemm_kernel",
+                                "Config", c),
             .threads = threads(c),
             .shared_bytes = shared_bytes(c),
+            .fields = detail::fields_of(c),
         };
-        // Kernels for one tile per block, of the same source: single_wave_sm90.cuh and
-        // single_wave_64x64_sm90.cuh.
-        const std::string one_tile =
-            concat("tile ", tile, 'x', c.block_k, ", ", c.stages, " stages, 1 producer warp and ",
-                   c.consumers, " consumer warpgroup", c.consumers > 1 ? "s" : "", ", one tile");
-        if (has_once(c)) {
-            const std::string types = "_kernelINS1_5TypesIXtlNS0_6Config" + kernel.symbol;
-            KernelInfo once = kernel;
-            once.name += suffix_of(OneTile::once);
-            once.config = one_tile;
-            once.symbol = "once" + types;
-            once.threads = one_tile_threads(c);
-            list.push_back(once);
-            kernel.symbol = "gemm" + types;
-        }
-        if (has_single(c)) {
-            const std::string config = "TypesIXtlNS0_6Config" + kernel.symbol;
-            KernelInfo single = kernel;
-            single.name += suffix_of(OneTile::single);
-            single.config = one_tile;
-            single.symbol = "11Single" + config;
-            single.threads = one_tile_threads(c);
-            single.shared_bytes = single_shared_bytes(c);
-            list.push_back(single);
-            kernel.symbol = "5" + config;
-        }
         list.push_back(kernel);
+        if (!has_single_wave(c) && !has_single_wave_64x64(c)) continue;
+        // The single-wave kernel of the same source.
+        KernelInfo single = kernel;
+        single.name += "_single_wave";
+        single.config = concat(stages, ", 1 producer warp and ", c.consumers, " consumer warpgroup",
+                               c.consumers > 1 ? "s" : "", ", single-wave");
+        single.threads = single_wave_threads(c);
+        if (has_single_wave(c)) {
+            single.symbol = symbol_of("single_wave_kernel", "Config", c);
+        } else {
+            single.symbol = symbol_of("single_wave_64x64_kernel", "Config", c);
+            single.shared_bytes = single_wave_64x64_shared_bytes(c);
+        }
+        list.push_back(single);
     }
     return list;
 }

@@ -8,28 +8,28 @@
 namespace thunderkittens::gemm {
 
 // Whether the kernel for all cases is that of one_consumer_sm90.cuh.
-constexpr bool has_small(const Config& c) {
-    return !c.streamed && !c.fused && !c.marked && c.consumers == 1;
+constexpr bool has_one_consumer(const Config& c) {
+    return !c.swap_ab && !c.fused && !c.masked && c.consumers == 1;
 }
 
 // Runs a kernel of a configuration.
 template <Config c>
 void launch_kernel(const Params& params, Stream stream) {
-    if constexpr (c.streamed) {
-        launch_streamed<c>(params, stream);
-    } else if constexpr (c.varied) {
-        if (suits(c, params)) return launch_varied<c>(params, stream);
-        launch_kernel<whole_config(c)>(in_whole_tiles(params), stream);
+    if constexpr (c.swap_ab) {
+        launch_swap_ab<c>(params, stream);
+    } else if constexpr (c.balanced) {
+        if (runs_itself(c, params)) return launch_balanced<c>(params, stream);
+        launch_kernel<fallback_config(c)>(fallback_params(params), stream);
     } else {
-        const OneTile kind = one_tile(c, params);
-        if constexpr (has_once(c)) {
-            if (kind == OneTile::once) return launch_once<c>(params, stream);
+        const SingleWave kind = single_wave(c, params);
+        if constexpr (has_single_wave(c)) {
+            if (kind == SingleWave::tile_128x256) return launch_single_wave<c>(params, stream);
         }
-        if constexpr (has_single(c)) {
-            if (kind == OneTile::single) return launch_single<c>(params, stream);
+        if constexpr (has_single_wave_64x64(c)) {
+            if (kind == SingleWave::tile_64x64) return launch_single_wave_64x64<c>(params, stream);
         }
-        if constexpr (has_small(c))
-            launch_small<c>(params, stream);
+        if constexpr (has_one_consumer(c))
+            launch_one_consumer<c>(params, stream);
         else
             launch<c>(params, stream);
     }
@@ -47,15 +47,15 @@ bool launch_any(const Config& config, const Params& params, Stream stream) {
     }
 }
 
-// As launch_any, of divided tiles too. Where the context has not all SMs of the GPU, as a green
-// context, they are computed whole.
-inline bool launch_choice(const Config& config, const Params& params, const Scratch& scratch,
+// As launch_any, for split-K configurations too. Where the context does not have all SMs of the
+// GPU, as a green context, the fallback runs.
+inline bool launch_choice(const Config& config, const Params& params, const Workspace& workspace,
                           Stream stream) {
-    if (!is_divided(config)) return launch_any(config, params, stream);
+    if (!is_split_k(config)) return launch_any(config, params, stream);
     const auto launch =
-        config.dtype == DType::bf16 ? &launch_divided<DType::bf16> : &launch_divided<DType::fp16>;
-    if (suits_divided(config, params) && launch(config, params, scratch, stream)) return true;
-    return launch_any(whole_config(config), in_whole_tiles(params), stream);
+        config.dtype == DType::bf16 ? &launch_split_k<DType::bf16> : &launch_split_k<DType::fp16>;
+    if (runs_split_k(config, params) && launch(config, params, workspace, stream)) return true;
+    return launch_any(fallback_config(config), fallback_params(params), stream);
 }
 
 }  // namespace thunderkittens::gemm

@@ -1,5 +1,5 @@
-// gemm on the emulator, as gemm.cpp does it on CUDA tensors. `residual` and `out` may be given; a z
-// that is to be kept comes back as `preactivation`.
+// gemm on the emulator, as gemm.cpp does it on CUDA tensors. `residual` and `out` may be given;
+// with `keep`, z comes back as `aux`.
 #include "csrc/common/emulated.h"
 #include "csrc/gemm/common/emulated_operands.h"
 #include "csrc/gemm/dense/dispatch.h"
@@ -49,7 +49,7 @@ emulated::Result run(const emulated::Call& call) {
         return a.dims() == 3 ? emulated::allocate({batch, m, columns}, out_dtype)
                              : emulated::allocate({m, columns}, out_dtype);
     };
-    Array out = allocate(out_n), preactivation;
+    Array out = allocate(out_n), aux;
     if (const Array* given = call.optional("out")) {
         TK_CHECK(given->size == out.size && given->dtype == out_dtype &&
                      (out_n <= 1 || given->stride.back() == 1),
@@ -62,7 +62,7 @@ emulated::Result run(const emulated::Call& call) {
         if (apart(a) && apart(b)) out = *given;
     }
     const bool keep = call.scalar("keep", false);
-    if (keep) preactivation = allocate(n);
+    if (keep) aux = allocate(n);
     std::optional<Array> residual;
     if (const Array* given = call.optional("residual")) {
         TK_CHECK(given->size == out.size && given->dtype == out_dtype,
@@ -71,7 +71,7 @@ emulated::Result run(const emulated::Call& call) {
     }
     emulated::Result result;
     result.arrays["out"] = out;
-    if (keep) result.arrays["preactivation"] = preactivation;
+    if (keep) result.arrays["aux"] = aux;
     if (out.elements() == 0) return result;
 
     const bool nothing = a.size.back() == 0;
@@ -99,19 +99,19 @@ emulated::Result run(const emulated::Call& call) {
     emulated::force(choice, call);
     if (residual) {
         const bool adjacent = out_n <= 1 || residual->stride.back() == 1;
-        const bool readable = choice.config.streamed
+        const bool readable = choice.config.swap_ab
                                   ? adjacent
                                   : fits_tensor_map(residual->view(), size_in_bytes(out_dtype));
         if (!readable) residual = emulated::copy_for_tensor_map(*residual);
     }
     const int splits = choice.schedule.splits;
     choice.schedule.blocks = (choice.schedule.blocks + splits - 1) / splits * splits;
-    const Array memory = emulated::allocate({scratch_bytes(choice, m, n) / 4}, DType::fp32);
-    const Scratch scratch{memory.data, emulated::recorded(new_mark())};
+    const Array memory = emulated::allocate({workspace_bytes(choice, m, n) / 4}, DType::fp32);
+    const Workspace workspace{memory.data, emulated::recorded(new_epoch())};
     const View out_view = out.view(), residual_view = residual ? residual->view() : View{};
     const Epilogue epilogue{.bias = row ? row->data : nullptr,
                             .residual = residual ? residual->data : nullptr,
-                            .preactivation = keep ? preactivation.data : nullptr,
+                            .aux = keep ? aux.data : nullptr,
                             .residual_stride = residual_view.stride[2],
                             .residual_batch_stride = residual_view.stride[1],
                             .alpha = static_cast<float>(call.scalar("alpha", 1.0)),
@@ -141,11 +141,11 @@ emulated::Result run(const emulated::Call& call) {
     if (row) scope.may_read("bias", *row);
     if (residual && residual->data != out.data) scope.may_read("residual", *residual);
     scope.may_write("out", out);
-    scope.may_write("scratch", memory);
-    if (keep) scope.may_write("preactivation", preactivation);
-    TK_CHECK(launch_choice(choice.config, params, scratch, nullptr), "tk.gemm: no kernel ", name);
-    if (!suits(choice.config, params)) {
-        choice = {whole_config(choice.config), in_whole_tiles(params).schedule};
+    scope.may_write("workspace", memory);
+    if (keep) scope.may_write("aux", aux);
+    TK_CHECK(launch_choice(choice.config, params, workspace, nullptr), "tk.gemm: no kernel ", name);
+    if (!runs_itself(choice.config, params)) {
+        choice = {fallback_config(choice.config), fallback_params(params).schedule};
     }
     result.choice = detail::fields_of(choice);
     result.choice.emplace("kernel", name);

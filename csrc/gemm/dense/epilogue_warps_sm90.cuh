@@ -1,14 +1,14 @@
-// A fused epilogue beside the main loop: the three warps beside the one that loads finish what the
-// consumers hand them.
+// Epilogue warps: a fused epilogue beside the main loop, which the three idle warps of the
+// producer's warpgroup apply to tiles that the consumers hand to them.
 //
-// The consumers round a tile's sums and keep them, as the plain kernel does, and put them piece by
-// piece into their staging buffers while the next tile's products run. There a finishing warp
-// applies the activation to a piece, adds the residual, and sends it. So the warps that multiply do
-// no more than in a plain product. A sum is rounded once more than where they do all of it, as it
-// is between two ops of PyTorch.
+// The consumers round a tile's sums and defer their store, as without a fused epilogue, and put
+// them subtile by subtile into their staging buffers while the next tile's products run. There an
+// epilogue warp applies the activation to a subtile, adds the residual, and stores it. So the
+// consumers do no more than in a product without an epilogue. A sum is rounded once more than where
+// they do all of it, as it is between two ops of PyTorch.
 //
-// Nobody waits for each other: pieces are finished in the order in which they are handed over, and
-// to hand over one a consumer waits for one that came before it.
+// No cycle of waits can form: the epilogue warps take subtiles in the order in which they are
+// handed over, and to hand one over a consumer waits only for a subtile that came before it.
 #pragma once
 
 #include "csrc/gemm/dense/fused_epilogue_sm90.cuh"
@@ -18,169 +18,180 @@ namespace thunderkittens::gemm {
 namespace sm90 {
 
 template <Config C>
-struct Finishing {
-    using K = Types<C>;
-    using T = typename K::T;
-    using Globals = typename K::Globals;
-    using Shared = typename K::Shared;
-    using staging = typename K::out_tile;
-    static constexpr int pieces = Finished<C>::pieces;
-    static constexpr int warps = C.consumers * WARPGROUP_WARPS, finishers = 3;
-    static_assert(pieces == 4, "each of a warp's two buffers is used twice per tile");
-    // A lane takes 16 bytes at a time, from a few rows each.
-    static constexpr int WIDE = 8, LANES = staging::cols / WIDE, ROWS = WARP_THREADS / LANES;
+struct EpilogueWarps {
+    using Traits = KernelTraits<C>;
+    using T = typename Traits::T;
+    using Globals = typename Traits::Globals;
+    using Shared = typename Traits::Shared;
+    using staging = typename Traits::out_tile;
+    static constexpr int subtiles = DeferredStore<C>::subtiles;
+    static constexpr int warps = C.consumers * WARPGROUP_WARPS, epilogue_warps = 3;
+    static_assert(subtiles == 4, "each of a warp's two buffers is used twice per tile");
+    // A lane takes vectors of 16 bytes, from a few rows each.
+    static constexpr int VEC_ELEMENTS = 8, LANES = staging::cols / VEC_ELEMENTS,
+                         ROWS = WARP_THREADS / LANES;
     static constexpr int COUNT = staging::rows / ROWS;
-    // Of a residual on its way; the formulas of fp16 and gates leave fewer registers.
+    // Vectors of the residual in flight; the formulas of fp16, and gates, leave fewer registers.
     template <bool gated>
     static constexpr int ahead = C.dtype == DType::bf16 && !gated ? 2 : 1;
 
-    // Pieces come in the order in which they are handed over: with a gate in pairs, of which one
-    // piece of the output becomes, and of halves the gates first.
-    static __device__ __forceinline__ void stage(const Globals& g, const Finished<C>& finished,
-                                                 int piece, staging& buffer) {
-        constexpr int width = staging::cols, less = NARROWER;
-        const bool halves = g.epilogue.gate == Gate::blocked, narrow = finished.narrow;
+    // Puts a subtile into a staging buffer. Subtiles come in the order in which they are handed
+    // over: with a gate in pairs, of which one subtile of the output becomes; with a blocked gate
+    // the gates come first.
+    static __device__ __forceinline__ void stage(const Globals& g, const DeferredStore<C>& deferred,
+                                                 int subtile, staging& buffer) {
+        constexpr int width = staging::cols, narrow_by = NARROW_BY;
+        const bool halves = g.epilogue.gate == Gate::blocked, narrow = deferred.narrow;
         const auto from = [&](int first) {
-            stage_piece<rt_bf<16, width>>(finished.values, first, buffer);
+            stage_subtile<rt_bf<16, width>>(deferred.values, first, buffer);
         };
-        if (piece == 0) {
+        if (subtile == 0) {
             from(0);
-        } else if (piece == 1) {
+        } else if (subtile == 1) {
             if (halves)
                 from(2 * width);
             else
                 from(width);
-        } else if (piece == 3) {
+        } else if (subtile == 3) {
             if (narrow)
-                from(3 * width - less);
+                from(3 * width - narrow_by);
             else
                 from(3 * width);
         } else if (halves) {
             if (narrow)
-                from(width - less);
+                from(width - narrow_by);
             else
                 from(width);
         } else if (narrow && g.epilogue.gate == Gate::interleaved) {
-            from(2 * width - less);
+            from(2 * width - narrow_by);
         } else {
             from(2 * width);
         }
     }
-    // Where the last piece of the output begins in a tile; of a narrow one earlier than of others.
-    static __device__ __forceinline__ int last_piece(const Globals& g, bool narrow) {
+    // The first column of the output's last subtile in a tile; a narrow tile's begins earlier.
+    static __device__ __forceinline__ int last_subtile(const Globals& g, bool narrow) {
         const Gate gate = g.epilogue.gate;
-        const int less = gate == Gate::interleaved ? NARROWER / 2 : NARROWER;
-        return (gate == Gate::none ? 3 : 1) * staging::cols - (narrow ? less : 0);
+        const int narrow_by = gate == Gate::interleaved ? NARROW_BY / 2 : NARROW_BY;
+        return (gate == Gate::none ? 3 : 1) * staging::cols - (narrow ? narrow_by : 0);
     }
 
-    // By a consumer.
-    static __device__ __forceinline__ void hand_over(const Globals& g, Shared& shared,
-                                                     const Finished<C>& finished, int piece) {
+    // Hands a subtile to the epilogue warps; called by a consumer.
+    static __device__ __forceinline__ void hand_to_epilogue(const Globals& g, Shared& shared,
+                                                            const DeferredStore<C>& deferred,
+                                                            int subtile) {
         const int warp = kittens::warpid();
-        const int pass = C.stages + warp * 2 + piece % 2;
-        wait(shared.empty[pass], piece / 2 % 2 ^ 1);
-        stage(g, finished, piece, shared.out[warp][piece % 2]);
+        const int pass = C.stages + warp * 2 + subtile % 2;
+        wait(shared.empty[pass], subtile / 2 % 2 ^ 1);
+        stage(g, deferred, subtile, shared.out[warp][subtile % 2]);
         arch::sync_warp();
         if (laneid() == 0) arrive(shared.full[pass]);
     }
 
-    // By a finishing warp: each takes every third piece of the output. A block's last tile is its
-    // consumers'.
+    // Called by an epilogue warp: each takes every third subtile of the output. A block's last tile
+    // is left to its consumers.
     static __device__ __forceinline__ void work(const Globals& g, Shared& shared,
-                                                uint32_t finisher) {
+                                                uint32_t epilogue_warp) {
         if (g.epilogue.gate == Gate::none)
-            work_on<false>(g, shared, finisher);
+            work_on<false>(g, shared, epilogue_warp);
         else
-            work_on<true>(g, shared, finisher);
+            work_on<true>(g, shared, epilogue_warp);
     }
     template <bool pairs>
     static __device__ __forceinline__ void work_on(const Globals& g, Shared& shared,
-                                                   uint32_t finisher) {
-        constexpr uint32_t count = pairs ? pieces / 2 * warps : pieces * warps;
-        // One counter for all pieces of all tiles: registers are few. A grid of one round has no
-        // tile but last ones. Where they are fewest a tile's place is found for each piece.
+                                                   uint32_t epilogue_warp) {
+        constexpr uint32_t count = pairs ? subtiles / 2 * warps : subtiles * warps;
+        // One counter for all subtiles of all tiles, because registers are few. A grid of one wave
+        // has last tiles alone. Where registers are fewest, a tile's position is computed for each
+        // subtile.
         constexpr bool keeps = C.dtype == DType::bf16 || !pairs;
-        uint32_t next = finisher;
+        uint32_t next = epilogue_warp;
         while (true) {
             const uint32_t index = blockIdx.x + next / count * g.blocks;
             if (index + g.blocks >= g.order.total) return;
             const auto tile = g.order.at(index);
-            // The first column, and in the bit that it leaves whether the tile is narrow.
+            // The first column, and in its lowest bit, which is free, whether the tile is narrow.
             const uint32_t col =
-                K::first_column(g, tile) >> (g.epilogue.gate == Gate::interleaved) |
-                uint32_t(K::is_narrow(tile));
+                Traits::first_column(g, tile) >> (g.epilogue.gate == Gate::interleaved) |
+                uint32_t(Traits::is_narrow(tile));
 #pragma unroll 1
             do {
-                const int piece = next % count / warps, warp = next % warps;
-                const Place16 at{tile.batch, tile.m * C.block_m + warp * 16,
-                                 (col & ~1u) + min(piece * staging::cols, last_piece(g, col & 1))};
-                More<ahead<pairs>> more(g, at);
+                const int subtile = next % count / warps, warp = next % warps;
+                const WarpRows at{
+                    tile.batch, tile.m * C.block_m + warp * 16,
+                    (col & ~1u) + min(subtile * staging::cols, last_subtile(g, col & 1))};
+                ResidualRows<ahead<pairs>> more(g, at);
                 const int pass = C.stages + warp * 2;
                 auto& buffers = shared.out[warp];
-                const int buffer = pairs ? 0 : piece % 2, phase = pairs ? piece : piece / 2;
-                // The buffer's last piece, which may be another warp's, has been finished.
+                const int buffer = pairs ? 0 : subtile % 2, phase = pairs ? subtile : subtile / 2;
+                // Waits until the buffer's last subtile, which may be another warp's, has been
+                // stored.
                 wait(shared.empty[pass + buffer], phase ^ 1);
                 if (pairs) wait(shared.full[pass + 1], phase);
                 wait(shared.full[pass + buffer], phase);
-                finish<pairs, 1>(g, buffers[buffer], buffers[1], at, more);
+                run_epilogue<pairs, 1>(g, buffers[buffer], buffers[1], at, more);
                 if (laneid() == 0) {
                     tma::store_async_read_wait();
                     if (pairs) arrive(shared.empty[pass + 1]);
                     arrive(shared.empty[pass + buffer]);
                 }
                 arch::sync_warp();
-                next += finishers;
-            } while (keeps && next % count >= finishers);
+                next += epilogue_warps;
+            } while (keeps && next % count >= epilogue_warps);
         }
     }
 
-    // By a consumer, after the last tile, when the stages are free: of those it takes its own rows.
-    static __device__ __forceinline__ void finish_last(const Globals& g, Shared& shared,
-                                                       const Finished<C>& finished) {
-        const uint32_t col = finished.at.col >> (g.epilogue.gate == Gate::interleaved);
-        const int last = last_piece(g, finished.narrow);
-        const auto buffer = [&](int piece) -> staging& {
-            return Finished<C>::last_buffer(shared, piece);
+    // Called by a consumer after the last tile, through the stages, which are free then: it uses
+    // its own rows of them.
+    static __device__ __forceinline__ void epilogue_of_last_tile(const Globals& g, Shared& shared,
+                                                                 const DeferredStore<C>& deferred) {
+        const uint32_t col = deferred.at.col >> (g.epilogue.gate == Gate::interleaved);
+        const int last = last_subtile(g, deferred.narrow);
+        const auto buffer = [&](int subtile) -> staging& {
+            return DeferredStore<C>::last_buffer(shared, subtile);
         };
-        const auto place = [&](int piece) {
-            return Place16{finished.at.batch, finished.at.row,
-                           col + min(piece * staging::cols, last)};
+        const auto place = [&](int subtile) {
+            return WarpRows{deferred.at.batch, deferred.at.row,
+                            col + min(subtile * staging::cols, last)};
         };
-        const auto finish_all = [&](auto gated) {
+        const auto all_subtiles = [&](auto gated) {
             constexpr bool pairs = decltype(gated)::value;
-            constexpr int count = pairs ? pieces / 2 : pieces, each = pieces / count;
-            constexpr int rows = K::spreads ? COUNT : ahead<pairs>;
-            More<rows> next(g, place(0));
-            // A warp's part of a stage holds rows of others where those are adjacent.
+            constexpr int count = pairs ? subtiles / 2 : subtiles, each = subtiles / count;
+            constexpr int rows = Traits::spreads ? COUNT : ahead<pairs>;
+            ResidualRows<rows> next(g, place(0));
+            // Where a's rows are adjacent in memory, a warp's share of a stage holds rows of other
+            // warps.
             if constexpr (C.a_m_major) warpgroup::sync(READY + 1 + warpgroup::groupid());
 #pragma unroll
-            for (int piece = 0; piece < pieces; ++piece) stage(g, finished, piece, buffer(piece));
+            for (int subtile = 0; subtile < subtiles; ++subtile)
+                stage(g, deferred, subtile, buffer(subtile));
             arch::sync_warp();
 #pragma unroll 1
-            for (int piece = 0; piece < count; ++piece) {
+            for (int subtile = 0; subtile < count; ++subtile) {
                 auto more = next;
-                if (piece + 1 < count) next = More<rows>(g, place(piece + 1));
-                const int first = piece * each;
-                finish<pairs, rows>(g, buffer(first), buffer(first + each - 1), place(piece), more);
+                if (subtile + 1 < count) next = ResidualRows<rows>(g, place(subtile + 1));
+                const int first = subtile * each;
+                run_epilogue<pairs, rows>(g, buffer(first), buffer(first + each - 1),
+                                          place(subtile), more);
             }
         };
         if (g.epilogue.gate == Gate::none)
-            finish_all(std::false_type{});
+            all_subtiles(std::false_type{});
         else
-            finish_all(std::true_type{});
+            all_subtiles(std::true_type{});
     }
 
   private:
-    // A lane's part of a piece's residual.
+    // The residual of a subtile, as one lane has it.
     template <int AHEAD>
-    struct More {
+    struct ResidualRows {
         const T* from;
         int left;  // rows from here to the end, 0 also where the columns are outside
-        uint4 parts[AHEAD];
+        uint4 words[AHEAD];
 
-        __device__ __forceinline__ More(const Globals& g, const Place16 at) {
+        __device__ __forceinline__ ResidualRows(const Globals& g, const WarpRows at) {
             const Epilogue& e = g.epilogue;
-            const uint32_t row = at.row + laneid() / LANES, col = at.col + laneid() % LANES * WIDE;
+            const uint32_t row = at.row + laneid() / LANES,
+                           col = at.col + laneid() % LANES * VEC_ELEMENTS;
             left = row < g.m && col < g.out_n && e.residual != nullptr ? static_cast<int>(g.m - row)
                                                                        : 0;
             from = static_cast<const T*>(e.residual) +
@@ -190,23 +201,23 @@ struct Finishing {
         }
         __device__ __forceinline__ void load(const Globals& g, int i) {
             if (left > 0) {
-                parts[i] = arch::load_global(reinterpret_cast<const uint4*>(from));
+                words[i] = arch::load_global(reinterpret_cast<const uint4*>(from));
             }
             left -= ROWS;
             from += ROWS * g.epilogue.residual_stride;
         }
     };
 
-    // By one lane, from a buffer whose contents TMA sees.
+    // Called by one lane, for a buffer whose contents are visible to TMA.
     static __device__ __forceinline__ void store(const auto& map, const staging& buffer,
-                                                 const Place16& at, uint32_t col) {
+                                                 const WarpRows& at, uint32_t col) {
         arch::tma_store(
             map.template tensor_map<staging>(), buffer.address(),
             {static_cast<int>(col), static_cast<int>(at.row), 0, static_cast<int>(at.batch)});
         tma::store_commit_group();
     }
-    // The gates of eight values, and the values, from where they are neighbours.
-    static __device__ __forceinline__ void part(uint4& gates, uint4& values) {
+    // Separates the gates of eight values from the values, which alternate.
+    static __device__ __forceinline__ void deinterleave(uint4& gates, uint4& values) {
         const auto low = [](uint32_t x, uint32_t y) { return (x & 0xFFFF) | y << 16; };
         const auto high = [](uint32_t x, uint32_t y) { return x >> 16 | (y & 0xFFFF0000); };
         const uint4 first = gates, second = values;
@@ -215,20 +226,20 @@ struct Finishing {
         values = {high(first.x, first.y), high(first.z, first.w), high(second.x, second.y),
                   high(second.z, second.w)};
     }
-    // Called by a warp, in place; `second`: the other piece of a pair.
+    // Called by a warp, in place; `second` is the other subtile of a pair.
     template <bool gated, int BATCH, int AHEAD>
-    static __device__ __forceinline__ void finish(const Globals& g, staging& buffer,
-                                                  const staging& second, const Place16 at,
-                                                  More<AHEAD>& more) {
+    static __device__ __forceinline__ void run_epilogue(const Globals& g, staging& buffer,
+                                                        const staging& second, const WarpRows at,
+                                                        ResidualRows<AHEAD>& more) {
         const bool interleaved = gated && g.epilogue.gate == Gate::interleaved;
-        if (g.epilogue.preactivation != nullptr) {
+        if (g.epilogue.aux != nullptr) {
             if (laneid() == 0) {
                 const uint32_t col = interleaved ? 2 * at.col : at.col;
                 arch::fence_async_shared();
-                store(g.kept.map, buffer, at, col);
+                store(g.aux.map, buffer, at, col);
                 if constexpr (gated) {
                     const uint32_t apart = interleaved ? staging::cols : g.out_n;
-                    store(g.kept.map, second, at, col + apart);
+                    store(g.aux.map, second, at, col + apart);
                 }
                 tma::store_async_read_wait();
             }
@@ -239,7 +250,7 @@ struct Finishing {
 #pragma unroll
             for (int i = 0; i < AHEAD; i += BATCH) {
                 uint4 z[BATCH], factor[BATCH];
-                const int col = laneid() % LANES * WIDE;
+                const int col = laneid() % LANES * VEC_ELEMENTS;
 #pragma unroll
                 for (int j = 0; j < BATCH; ++j) {
                     const int row = (first + i + j) * ROWS + laneid() / LANES;
@@ -247,8 +258,9 @@ struct Finishing {
                         const auto& from = col < staging::cols / 2 ? buffer : second;
                         const int there = 2 * col % staging::cols;
                         z[j] = arch::load_shared<uint4>(from.address_of(row, there));
-                        factor[j] = arch::load_shared<uint4>(from.address_of(row, there + WIDE));
-                        part(z[j], factor[j]);
+                        factor[j] =
+                            arch::load_shared<uint4>(from.address_of(row, there + VEC_ELEMENTS));
+                        deinterleave(z[j], factor[j]);
                     } else {
                         z[j] = arch::load_shared<uint4>(buffer.address_of(row, col));
                         if constexpr (gated) {
@@ -257,7 +269,7 @@ struct Finishing {
                     }
                 }
                 if (interleaved) arch::sync_warp();  // the rows have been read
-                const auto& residual = reinterpret_cast<const uint4(&)[BATCH]>(more.parts[i]);
+                const auto& residual = reinterpret_cast<const uint4(&)[BATCH]>(more.words[i]);
                 apply<gated>(g, z, factor, residual);
 #pragma unroll
                 for (int j = 0; j < BATCH; ++j) {
@@ -271,16 +283,16 @@ struct Finishing {
         arch::sync_warp();
         if (laneid() == 0) store(g.out_map, buffer, at, at.col);
     }
-    // Of rows z[i], in place.
+    // Applies the epilogue to rows z[i], in place.
     template <bool gated, int count>
     static __device__ __forceinline__ void apply(const Globals& g, uint4 (&z)[count],
                                                  const uint4 (&factor)[count],
                                                  const uint4 (&residual)[count]) {
-        using pairs = packed_type<T>[count * WIDE / 2];
-        float x[count * WIDE];
+        using pairs = packed_type<T>[count * VEC_ELEMENTS / 2];
+        float x[count * VEC_ELEMENTS];
         const auto each = [&](auto use) {
 #pragma unroll
-            for (int i = 0; i < count * WIDE / 2; ++i) use(i, x[2 * i], x[2 * i + 1]);
+            for (int i = 0; i < count * VEC_ELEMENTS / 2; ++i) use(i, x[2 * i], x[2 * i + 1]);
         };
         const auto pair_of = [](const uint4(&words)[count], int i) {
             return unpack_pair<T>(reinterpret_cast<const pairs&>(words)[i]);
@@ -292,7 +304,7 @@ struct Finishing {
         if (g.epilogue.activation > Activation::relu) {
             with_serial_formula<T>(g.epilogue.activation, [&](auto function) {
 #pragma unroll
-                for (int i = 0; i < count * WIDE; ++i) x[i] = function(x[i]);
+                for (int i = 0; i < count * VEC_ELEMENTS; ++i) x[i] = function(x[i]);
             });
         } else {
             activate(g.epilogue.activation, x);

@@ -1,7 +1,8 @@
-// What a fused epilogue does to a finished tile, in fp32 and in the registers of the accumulators,
-// before it is rounded and leaves as any other: keeps z, applies activation and gate, adds the
-// residual. It lies between the main loops of two tiles, where the tensor cores wait; all of it is
-// unrolled, with one branch on the kind of activation.
+// The fused epilogue of a consumer: what it does to a finished tile, in fp32 and in the registers
+// of the accumulators, before the tile is rounded and stored like any other. It stores z as the aux
+// output, applies activation and gate, and adds the residual. It lies between the main loops of two
+// tiles, where the tensor cores wait; all of it is unrolled, with one branch on the kind of
+// activation.
 #pragma once
 
 #include "csrc/gemm/common/activation_sm90.cuh"
@@ -30,9 +31,9 @@ __device__ __forceinline__ void store_pair(void* data, int64_t index, DType dtyp
     if (both) arch::store_global(to + 1, static_cast<uint16_t>(word >> 16));
 }
 
-// Activations of values whose result is rounded to T, a 16-bit type, with one special function
-// each, which takes as long as eight other instructions. The highest coefficient of a polynomial is
-// 1, and no step has two constants, for which registers would be needed.
+// Short formulas of activations whose result is rounded to T, a 16-bit type, with one special
+// function each, which takes as long as eight other instructions. The highest coefficient of a
+// polynomial is 1, and no step has two constants, which would need registers.
 //
 // x / (1 + 2^-power), power having the sign of x. Of e, the smaller of 2^power and 2^-power times
 // a constant, e / (e + 1) is a polynomial. The relative error is below 2^-11.5 for bf16, 2^-16 for
@@ -54,8 +55,9 @@ __device__ __forceinline__ float times_short_sigmoid(float x, float power) {
         return x * share_of(x, arch::multiply_rounded(e, monic(e, c)));
     }
 }
-// As normal() does it, of -|x| times a factor. The relative error is below 2^-11 down to x = -5 and
-// 2^-10 beyond for bf16, below 2^-16 for fp16 where its steps are not wider.
+// x times the normal distribution, computed as in normal() from -|x| times a factor. The relative
+// error is below 2^-11 down to x = -5 and 2^-10 beyond for bf16, below 2^-16 for fp16 where its
+// steps are not wider.
 template <class T>
 __device__ __forceinline__ float times_short_normal(float x) {
     if constexpr (std::is_same_v<T, bf16>) {
@@ -68,8 +70,8 @@ __device__ __forceinline__ float times_short_normal(float x) {
         return x * share_of(x, arch::exp2_approx(monic(-fabsf(0.14881434f * x), c)));
     }
 }
-// The activation, as a function of a value whose result is rounded to T, to `use`. Comparisons,
-// as the table of a switch would have to come from memory.
+// Passes the short formula of an activation to `use`. Comparisons are used because the table of a
+// switch would have to come from memory.
 template <class T, class Use>
 __device__ __forceinline__ void with_short_formula(Activation activation, Use use) {
     if (activation == Activation::silu) {
@@ -86,9 +88,9 @@ __device__ __forceinline__ void with_short_formula(Activation activation, Use us
     }
 }
 
-// The same for warps that take one value after the other: each instruction costs its latency, and
-// special functions are not what limits: two of these and few others. x / (1 + 2^-power), with a
-// relative error of about 2^-22 on either side.
+// Serial formulas, for warps that take one value after the other, as epilogue warps do: each
+// instruction costs its latency, and special functions are not what limits, so there are two of
+// these and few others. x / (1 + 2^-power), with a relative error of about 2^-22 on either side.
 __device__ __forceinline__ float times_sigmoid(float x, float power) {
     return x * arch::reciprocal_approx(1.f + arch::exp2_approx(-power));
 }
@@ -120,23 +122,24 @@ __device__ __forceinline__ void with_serial_formula(Activation activation, Use u
     }
 }
 
-// The bias of a tile's columns where registers are few. The thread that loads brings it into shared
-// memory with the tile's first step. When the last tile's values have left, their registers take it
-// as fp32, for shared memory is busy as long as products run, and where they end the tensor cores
-// wait. What bulk copies cannot bring the consumers fetch there.
+// The bias of a tile's columns in kernels with epilogue warps, where registers are few. The
+// producer thread brings it into shared memory with the tile's first step. When the deferred values
+// of the last tile have been stored, their registers take the bias as fp32: shared memory is busy
+// as long as products run, and where they end the tensor cores wait. What bulk copies cannot bring,
+// the consumers fetch there.
 template <Config C>
-struct KeptBias {
-    using K = Types<C>;
-    using T = typename K::T;
+struct RegisterBias {
+    using Traits = KernelTraits<C>;
+    using T = typename Traits::T;
     using Row = sv<T, C.block_n>;
-    using Kept = rt_bf<16, C.block_n>;
+    using Registers = rt_bf<16, C.block_n>;
 
-    // Announces `more` bytes beside it.
-    static __device__ __forceinline__ void bring(const typename K::Globals& g, Row& row,
+    // Expects `more` bytes beside those of the bias.
+    static __device__ __forceinline__ void bring(const typename Traits::Globals& g, Row& row,
                                                  semaphore& full, uint32_t col, int more) {
         const bool halves = g.epilogue.gate == Gate::blocked;
         const int width = halves ? C.block_n / 2 : C.block_n;
-        // Behind the last gate are values, and a tile that begins before it computes those as well.
+        // Behind the last gate lie values; a tile that reaches over it computes those as well.
         const int first = min(static_cast<int>(g.n - col), width) * 2;
         const int second = halves ? min(static_cast<int>(g.out_n - col), width) * 2 : 0;
         tma::expect_bytes(full, more + first + second);
@@ -144,14 +147,14 @@ struct KeptBias {
         arch::bulk_load(row.address(), from, first, full.address());
         if (halves) arch::bulk_load(row.address_of(width), from + g.out_n, second, full.address());
     }
-    // By a consumer.
-    static __device__ __forceinline__ void fetch(const typename K::Globals& g, Row& row,
+    // Fetches the bias without bulk copies; called by a consumer.
+    static __device__ __forceinline__ void fetch(const typename Traits::Globals& g, Row& row,
                                                  uint32_t col) {
         warpgroup::sync(READY + 1 + warpgroup::groupid());  // the last tile's readers are done
 #pragma unroll
         for (int i = 0; i < C.block_n; i += WARPGROUP_THREADS) {
             const int offset = i + warpgroup::laneid();
-            const uint32_t from = K::column(g, col, offset);
+            const uint32_t from = Traits::column(g, col, offset);
             T value{};
             if (from < g.n)
                 value = arch::load_global(static_cast<const T*>(g.epilogue.bias) + from);
@@ -159,8 +162,9 @@ struct KeptBias {
         }
         warpgroup::sync(READY + 1 + warpgroup::groupid());
     }
-    // A thread's values of columns 16 j on, twice two, take the place of data[0] to data[3] there.
-    static __device__ __forceinline__ void load(const Row& row, Kept& kept) {
+    // A thread's values of the columns from 16 j on, twice two, are stored in data[0] to data[3]
+    // there.
+    static __device__ __forceinline__ void load(const Row& row, Registers& registers) {
         // All rows of a matrix are the same eight columns.
         const uint32_t from = row.address_of(laneid() / 8 * 8);
 #pragma unroll
@@ -170,18 +174,19 @@ struct KeptBias {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float2 pair = unpack_pair<T>(arch::bit_cast<packed_type<T>>(words[i]));
-                auto& data = kept.tiles[0][j + i / 2].data;
+                auto& data = registers.tiles[0][j + i / 2].data;
                 data[i % 2 * 2] = arch::bit_cast<bf16_2>(pair.x);
                 data[i % 2 * 2 + 1] = arch::bit_cast<bf16_2>(pair.y);
             }
         }
     }
-    static __device__ __forceinline__ void add(const Kept& kept, rt_fl<16, C.block_n>& d) {
+    static __device__ __forceinline__ void add(const Registers& registers,
+                                               rt_fl<16, C.block_n>& d) {
 #pragma unroll
         for (int j = 0; j < C.block_n / 16; ++j) {
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
-                const auto& data = kept.tiles[0][j].data;
+                const auto& data = registers.tiles[0][j].data;
                 d.tiles[0][j].data[r].x += arch::bit_cast<float>(data[r / 2 * 2]);
                 d.tiles[0][j].data[r].y += arch::bit_cast<float>(data[r / 2 * 2 + 1]);
             }
@@ -191,14 +196,14 @@ struct KeptBias {
 
 template <Config C>
 struct FusedEpilogue {
-    using K = Types<C>;
+    using Traits = KernelTraits<C>;
     using Tile = rt_fl<16, C.block_n>;
     static constexpr int half = C.block_n / 4;  // values of a thread in half of the tile's columns
 
-    static __device__ __forceinline__ void apply(const typename K::Globals& g, Tile& d,
-                                                 const Place16 at) {
+    static __device__ __forceinline__ void apply(const typename Traits::Globals& g, Tile& d,
+                                                 const WarpRows at) {
         const Epilogue& e = g.epilogue;
-        if (e.preactivation != nullptr) keep(g, d, at);
+        if (e.aux != nullptr) store_aux(g, d, at);
         if (g.packed) return;
         auto& values = reinterpret_cast<float(&)[2 * half]>(d);
         auto& x = reinterpret_cast<float(&)[half]>(values[0]);
@@ -238,30 +243,31 @@ struct FusedEpilogue {
         });
     }
 
-    // Parts of 128 bytes a row that the residual of a tile has.
-    static __device__ __forceinline__ int residual_parts(const typename K::Globals& g) {
+    // The subtiles, of 128 bytes a row, of a tile's residual.
+    static __device__ __forceinline__ int residual_subtiles(const typename Traits::Globals& g) {
         const int cols = g.epilogue.gate == Gate::none ? C.block_n : C.block_n / 2;
         return g.out_dtype == DType::fp32 ? cols / 32 : cols / 64;
     }
-    // Adds the residual of a tile, which is in the stages after its last step.
+    // Adds the residual of a tile, which follows its last step in the ring of stages.
     template <class Ring, class Release>
-    static __device__ __forceinline__ void add_residual(const typename K::Globals& g,
-                                                        typename K::Shared& shared, Tile& d,
+    static __device__ __forceinline__ void add_residual(const typename Traits::Globals& g,
+                                                        typename Traits::Shared& shared, Tile& d,
                                                         Ring& ring, Release release) {
         if (g.out_dtype == DType::fp32)
-            add_parts<float>(g, shared, d, ring, release);
+            add_subtiles<float>(g, shared, d, ring, release);
         else if (g.out_dtype == DType::bf16)
-            add_parts<bf16>(g, shared, d, ring, release);
+            add_subtiles<bf16>(g, shared, d, ring, release);
         else
-            add_parts<kittens::half>(g, shared, d, ring, release);
+            add_subtiles<kittens::half>(g, shared, d, ring, release);
     }
 
   private:
     // Replaces each of n values, value(i), by its activation.
     template <int n, class Value>
-    static __device__ __forceinline__ void activate_for(const typename K::Globals& g, Value value) {
+    static __device__ __forceinline__ void activate_for(const typename Traits::Globals& g,
+                                                        Value value) {
         const Activation activation = g.epilogue.activation;
-        if (C.marked || g.out_dtype != DType::bf16 || activation <= Activation::relu) {
+        if (C.masked || g.out_dtype != DType::bf16 || activation <= Activation::relu) {
             return activate<n>(activation, value);
         }
         with_short_formula<bf16>(activation, [&](auto function) {
@@ -302,59 +308,60 @@ struct FusedEpilogue {
         }
     }
 
-    static __device__ __forceinline__ void keep(const typename K::Globals& g, const Tile& d,
-                                                const Place16 at) {
+    static __device__ __forceinline__ void store_aux(const typename Traits::Globals& g,
+                                                     const Tile& d, const WarpRows at) {
         const Epilogue& e = g.epilogue;
 #pragma unroll
         for (int t = 0; t < Tile::width; ++t) {
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
                 const int offset = column_of(t, r);
-                const uint32_t row = at.row + row_of(r), col = K::column(g, at.col, offset);
+                const uint32_t row = at.row + row_of(r), col = Traits::column(g, at.col, offset);
                 const bool gates = e.gate == Gate::blocked && offset < C.block_n / 2;
                 const uint32_t limit = gates ? g.out_n : g.n;
                 if (row >= g.m || col >= limit) continue;
-                store_pair(e.preactivation, (int64_t(at.batch) * g.m + row) * g.n + col,
-                           g.out_dtype, g.aligned_pairs, col + 1 < limit, d.tiles[0][t].data[r]);
+                store_pair(e.aux, (int64_t(at.batch) * g.m + row) * g.n + col, g.out_dtype,
+                           g.aux_vec2_aligned, col + 1 < limit, d.tiles[0][t].data[r]);
             }
         }
     }
-    // A thread's values in base tile t of a part.
-    template <class T, class Part>
-    static __device__ __forceinline__ void load_residual(float2 (&pairs)[4], const Part& part,
-                                                         int t) {
+    // A thread's values in base tile t of a subtile of the residual.
+    template <class T, class ResidualTile>
+    static __device__ __forceinline__ void load_residual(float2 (&pairs)[4],
+                                                         const ResidualTile& residual_tile, int t) {
         if constexpr (sizeof(T) == 4) {
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
-                pairs[r] =
-                    arch::load_shared<float2>(part.address_of(row_of(r), 2 * column_of(t, r)));
+                pairs[r] = arch::load_shared<float2>(
+                    residual_tile.address_of(row_of(r), 2 * column_of(t, r)));
             }
         } else {
             uint32_t words[4];
-            arch::load_matrix_x4(words[0], words[1], words[2], words[3],
-                                 part.address_of(laneid() % 16, t * 16 + laneid() / 16 * 8));
+            arch::load_matrix_x4(
+                words[0], words[1], words[2], words[3],
+                residual_tile.address_of(laneid() % 16, t * 16 + laneid() / 16 * 8));
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
                 pairs[r] = unpack_pair<T>(arch::bit_cast<packed_type<T>>(words[r]));
             }
         }
     }
-    // With values of type T, 128 bytes a row in a part.
+    // Adds values of type T, 128 bytes a row in a subtile.
     template <class T, class Ring, class Release>
-    static __device__ __forceinline__ void add_parts(const typename K::Globals& g,
-                                                     typename K::Shared& shared, Tile& d,
-                                                     Ring& ring, Release release) {
-        using part = typename Residual<C>::part;
-        constexpr int each = Residual<C>::parts_per_stage, cols = 128 / int(sizeof(T));
-        const int parts = residual_parts(g);
+    static __device__ __forceinline__ void add_subtiles(const typename Traits::Globals& g,
+                                                        typename Traits::Shared& shared, Tile& d,
+                                                        Ring& ring, Release release) {
+        using residual_tile = typename Residual<C>::residual_tile;
+        constexpr int each = Residual<C>::subtiles_per_stage, cols = 128 / int(sizeof(T));
+        const int subtiles = residual_subtiles(g);
 #pragma unroll
         for (int first = 0; first < C.block_n / cols; first += each) {
-            if (first >= parts) break;
+            if (first >= subtiles) break;
             wait(shared.full[ring.stage], ring.phase);
-            auto& tiles = reinterpret_cast<part(&)[each]>(shared.stages[ring.stage]);
+            auto& tiles = reinterpret_cast<residual_tile(&)[each]>(shared.stages[ring.stage]);
 #pragma unroll
             for (int i = 0; i < each; ++i) {
-                if (first + i >= parts) break;
+                if (first + i >= subtiles) break;
                 auto rows = tiles[i].template subtile<16, 64>({kittens::warpid(), 0});
 #pragma unroll
                 for (int t = 0; t < cols / 16; ++t) {

@@ -48,11 +48,11 @@ struct Options {
     std::optional<Tensor> residual;
     int64_t activation = 0, gate = 0;
     double alpha = 1, beta = 1;
-    bool keep_preactivation = false;
+    bool store_aux = false;
     std::optional<Tensor> out;
 };
 struct Outputs {
-    Tensor out, preactivation;
+    Tensor out, aux;
 };
 
 // `tensor` with rows that a kernel can step through, and its strides.
@@ -114,7 +114,7 @@ Outputs product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& b
                             : empty({m, columns}, result_type, a);
     };
     Outputs result{.out = options.out ? *options.out : allocate(out_n)};
-    if (options.keep_preactivation) result.preactivation = allocate(n);
+    if (options.store_aux) result.aux = allocate(n);
     if (batch == 0 || m == 0 || n == 0) return result;
 
     // k = 0 is a product of zeros.
@@ -138,25 +138,25 @@ Outputs product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& b
                           .b_n_major = !right.swapped,
                           .gate = gate,
                           .fused = options.residual || options.activation != 0 ||
-                                   gate != Gate::none || options.keep_preactivation};
+                                   gate != Gate::none || options.store_aux};
     const DeviceProperties& device = device_properties(a.get_device_index());
     if (const std::string reason = unsupported(problem, device); !reason.empty()) {
         throw std::runtime_error(concat(OP, ": ", reason));
     }
     const Choice choice = choose(problem, device);
     std::optional<Tensor> memory;
-    Scratch scratch;
-    if (const int64_t bytes = scratch_bytes(choice, m, n); bytes > 0) {
+    Workspace workspace;
+    if (const int64_t bytes = workspace_bytes(choice, m, n); bytes > 0) {
         memory = empty({bytes}, ScalarType::Byte, a);
-        scratch = {memory->data_ptr(), new_mark()};
+        workspace = {memory->data_ptr(), new_epoch()};
     }
     Rows residual;
     if (options.residual) {
-        // TMA reads it, or, streamed, rows of adjacent elements are enough.
+        // TMA reads the residual; for the swap-AB kernels rows of adjacent elements are enough.
         const View view = as_4d(*options.residual);
         const bool adjacent = view.size[3] <= 1 || view.stride[3] == 1;
         const bool readable =
-            choice.config.streamed
+            choice.config.swap_ab
                 ? adjacent
                 : fits_tensor_map(view, static_cast<int>(options.residual->element_size()));
         residual = rows_of(*options.residual, !readable);
@@ -178,8 +178,7 @@ Outputs product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& b
         .out_dtype = *out_dtype,
         .epilogue = {.bias = row ? row->data_ptr() : nullptr,
                      .residual = options.residual ? residual.tensor.data_ptr() : nullptr,
-                     .preactivation =
-                         options.keep_preactivation ? result.preactivation.data_ptr() : nullptr,
+                     .aux = options.store_aux ? result.aux.data_ptr() : nullptr,
                      .residual_stride = residual.stride,
                      .residual_batch_stride = residual.batch_stride,
                      .alpha = static_cast<float>(options.alpha),
@@ -187,7 +186,7 @@ Outputs product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& b
                      .activation = static_cast<Activation>(options.activation),
                      .gate = gate},
         .schedule = choice.schedule};
-    TK_CHECK(launch_choice(choice.config, params, scratch, current_stream(a)), OP, ": no kernel ",
+    TK_CHECK(launch_choice(choice.config, params, workspace, current_stream(a)), OP, ": no kernel ",
              kernel_name(choice));
     return result;
 }
@@ -235,9 +234,9 @@ std::tuple<Tensor, Tensor> gemm_fused(const Tensor& a, const Tensor& b,
                               .gate = gate,
                               .alpha = alpha,
                               .beta = beta,
-                              .keep_preactivation = keep});
-    if (!keep) result.preactivation = empty({0}, result.out.scalar_type(), a);
-    return {result.out, result.preactivation};
+                              .store_aux = keep});
+    if (!keep) result.aux = empty({0}, result.out.scalar_type(), a);
+    return {result.out, result.aux};
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
-// The GEMM family: what a product is (Problem), what is compiled (Config), how it is scheduled
-// (Schedule), and the functions that choose. Host C++ only; the op in gemm.cpp, the kernels of an
-// architecture in persistent_sm90.cuh and the registry in choose.cpp meet here.
+// The dense GEMM: what a product is (Problem), what is compiled (Config), how it is scheduled
+// (Schedule), and the functions that choose. Host C++ only. The op in gemm.cpp, the kernels in
+// *_sm90.cuh and swap_ab/dense_sm90.cuh, and the registry in choose.cpp meet here.
 //
 // A product is z = alpha * a @ b + bias with a (batch, m, k), b (batch, k, n), and
 // out = activation(z) + beta * residual with out (batch, m, n), or (batch, m, n / 2) when one half
@@ -35,44 +35,44 @@ struct Problem {
 };
 
 // What one kernel is compiled for. A block computes block_m x block_n tiles, 64 of k at a time,
-// with one warpgroup that loads and `consumers` warpgroups that share the tile's rows. `streamed`:
-// for few rows, the kernel of swap_ab/dense_sm90.cuh, which takes block_k of k at a time.
+// with one warpgroup that loads and `consumers` warpgroups that share the tile's rows. `swap_ab`:
+// the kernel for skinny m, swap_ab/dense_sm90.cuh, which takes block_k of k at a time.
 struct Config {
     int block_m = 128;
     int block_n = 256;
     int stages = 4;
     int consumers = 2;
-    bool streamed = false;
+    bool swap_ab = false;
     int block_k = 64;
     bool fused = false;
     DType dtype = DType::bf16;
     bool a_m_major = false;
     bool b_n_major = true;
-    bool marked = false;  // only the tiles that are marked, see Marks
-    bool varied = false;  // tiles of two widths that are chosen for a problem, see balanced_order.h
+    bool masked = false;    // only the tiles of a mask, see TileMask
+    bool balanced = false;  // balanced tiling with run-time widths, see balanced_order.h
 
     bool operator==(const Config&) const = default;
 };
 constexpr int BLOCK_K = 64;
 
-// How tiles are dealt out. Blocks walk them in bands of `band` tiles, so that those at work at a
-// time form a compact rectangle, whose operands fit the L2 cache. A band lies along n (its tiles
-// are next to each other in m), or along m when `bands_along_m`.
+// How tiles are dealt out. Blocks walk them in raster groups of `raster_group` rows of tiles, so
+// that those at work at a time form a compact rectangle, whose operands fit the L2 cache. A raster
+// group runs along n (its tiles are next to each other in m), or along m where `raster_along_m`
+// says so.
 struct Schedule {
-    int band = 8;
-    bool bands_along_m = false;
+    int raster_group = 8;
+    bool raster_along_m = false;
     int blocks = 0;  // of the grid, a multiple of splits
-    int splits = 1;  // streamed: blocks of a cluster that divide k between them
-    // b is read about once: its lines are the first to leave the L2 cache. Else each takes the
-    // place of another one, which goes to memory first where it has been written.
-    bool b_once = false;
-    // Warps beside the one that loads finish tiles where the epilogue is long, see
-    // epilogue_warps_sm90.cuh; they are handed a part of the last tile every so many steps of k. 0:
-    // the consumers finish.
-    int spacing = 0;
-    // Tiles of two widths, see common/raster.h: `longer` rows of tiles have one more than
+    int splits = 1;  // split-K and stream-K: the blocks that share the k of a tile
+    // Load b with evict_first where it is read about once: otherwise each of its lines evicts
+    // another one, which goes to memory first where it has been written.
+    bool evict_first_b = false;
+    // Epilogue warps (epilogue_warps_sm90.cuh): the steps of k between the subtiles of the last
+    // tile that consumers hand to them. 0: the consumers apply the epilogue themselves.
+    int store_interval = 0;
+    // Balanced tiling (common/raster.h): `extra_rows` rows of tiles have one tile more than
     // `columns`. 0: all tiles are as wide as the configuration's.
-    int columns = 0, longer = 0;
+    int columns = 0, extra_rows = 0;
 };
 
 struct Choice {
@@ -94,7 +94,7 @@ struct Params {
     int64_t out_stride = 0, out_batch_stride = 0;
     DType out_dtype = DType::bf16;
     Epilogue epilogue;
-    Marks marks;
+    TileMask mask;
     Schedule schedule;
 };
 
@@ -113,26 +113,31 @@ void visit_fields(Problem& p, Visitor&& visit) {
 }
 
 template <typename Visitor>
+void visit_fields(Config& c, Visitor&& visit) {
+    visit("block_m", c.block_m);
+    visit("block_n", c.block_n);
+    visit("stages", c.stages);
+    visit("consumers", c.consumers);
+    visit("swap_ab", c.swap_ab);
+    visit("block_k", c.block_k);
+    visit("fused", c.fused);
+    visit("dtype", c.dtype);
+    visit("a_m_major", c.a_m_major);
+    visit("b_n_major", c.b_n_major);
+    visit("masked", c.masked);
+    visit("balanced", c.balanced);
+}
+template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
-    visit("block_m", c.config.block_m);
-    visit("block_n", c.config.block_n);
-    visit("stages", c.config.stages);
-    visit("consumers", c.config.consumers);
-    visit("streamed", c.config.streamed);
-    visit("block_k", c.config.block_k);
-    visit("fused", c.config.fused);
-    visit("dtype", c.config.dtype);
-    visit("a_m_major", c.config.a_m_major);
-    visit("b_n_major", c.config.b_n_major);
-    visit("varied", c.config.varied);
-    visit("band", c.schedule.band);
-    visit("bands_along_m", c.schedule.bands_along_m);
+    visit_fields(c.config, visit);
+    visit("raster_group", c.schedule.raster_group);
+    visit("raster_along_m", c.schedule.raster_along_m);
     visit("blocks", c.schedule.blocks);
     visit("splits", c.schedule.splits);
-    visit("b_once", c.schedule.b_once);
-    visit("spacing", c.schedule.spacing);
+    visit("evict_first_b", c.schedule.evict_first_b);
+    visit("store_interval", c.schedule.store_interval);
     visit("columns", c.schedule.columns);
-    visit("longer", c.schedule.longer);
+    visit("extra_rows", c.schedule.extra_rows);
 }
 
 // Tile shapes that are compiled, each for both dtypes and the four layouts of the operands.
@@ -159,18 +164,18 @@ constexpr Config make_config(const TileShape& shape, DType dtype, bool a_m_major
             .b_n_major = b_n_major};
 }
 
-// Widths between those, which divide the columns of some weights into fewer rounds of the SMs: 7168
-// are 64 tiles of 112, 2112 are 12 of 176, 28672 are 128 of 224. For both dtypes, and the layout of
-// a linear layer alone: both operands have k adjacent.
-constexpr TileShape BETWEEN_SHAPES[] = {
+// Widths between those, which divide the columns of some weights into fewer waves: 7168 are 64
+// tiles of 112, 2112 are 12 of 176, 28672 are 128 of 224. They are compiled for both dtypes, and
+// for the layout of a linear layer alone: both operands have k adjacent.
+constexpr TileShape NT_SHAPES[] = {
     {128, 112, 6, 2},
     {128, 176, 5, 2},
     {128, 224, 4, 2},
 };
 
-// The same for rows of b along n, which come in stripes of 64 columns: 2112 are 11 of 192. Both
-// dtypes, a's rows along k.
-constexpr TileShape BETWEEN_SHAPE_NN = {128, 192, 4, 2};
+// The same for b's rows along n, which come in stripes of 64 columns: 2112 are 11 of 192. It is
+// compiled for both dtypes, with a's rows along k.
+constexpr TileShape NN_SHAPE = {128, 192, 4, 2};
 
 // The listed shape of a size.
 consteval TileShape tile_shape(int block_m, int block_n) {
@@ -180,66 +185,68 @@ consteval TileShape tile_shape(int block_m, int block_n) {
     for (const TileShape& shape : TILE_SHAPES) {
         if (fits(shape)) return shape;
     }
-    for (const TileShape& shape : BETWEEN_SHAPES) {
+    for (const TileShape& shape : NT_SHAPES) {
         if (fits(shape)) return shape;
     }
-    if (fits(BETWEEN_SHAPE_NN)) return BETWEEN_SHAPE_NN;
+    if (fits(NN_SHAPE)) return NN_SHAPE;
     throw "no shape of this size is listed";
 }
 
 // Tiles of 128 x 256 at most, whose two widths are chosen for a problem: both dtypes, both orders
 // of b, a's rows along k.
-constexpr Config varied_config(DType dtype, bool b_n_major) {
+constexpr Config balanced_config(DType dtype, bool b_n_major) {
     Config c = make_config(tile_shape(128, 256), dtype, false, b_n_major);
-    c.varied = true;
+    c.balanced = true;
     return c;
 }
 
-// What computes the calls that kernels of varied and of divided tiles do not: tiles of 128 x 256.
-constexpr Config whole_config(const Config& c) {
+// The fallback of the balanced and the split-K kernels: tiles of 128 x 256, for the calls that they
+// do not compute.
+constexpr Config fallback_config(const Config& c) {
     return make_config(tile_shape(128, 256), c.dtype, false, c.b_n_major);
 }
-inline Params in_whole_tiles(Params p) {
+inline Params fallback_params(Params p) {
     p.schedule.columns = 0, p.schedule.splits = 1;
     return p;
 }
 
-// Kernels for few rows, each for both dtypes and both orders of b; a's rows are contiguous.
-struct StreamShape {
+// The swap-AB kernels for skinny m, each for both dtypes and both orders of b; a's rows are
+// contiguous.
+struct SwapAbShape {
     int block_m, block_n, block_k, stages;
     bool fused;
 };
-constexpr StreamShape STREAM_SHAPES[] = {
+constexpr SwapAbShape SWAP_AB_SHAPES[] = {
     {16, 64, 256, 5, false},
     {32, 64, 256, 4, false},
     {64, 64, 128, 6, false},
     {64, 128, 128, 4, true},
 };
-constexpr Config make_config(const StreamShape& shape, DType dtype, bool b_n_major) {
+constexpr Config make_config(const SwapAbShape& shape, DType dtype, bool b_n_major) {
     return {.block_m = shape.block_m,
             .block_n = shape.block_n,
             .stages = shape.stages,
             .consumers = 1,
-            .streamed = true,
+            .swap_ab = true,
             .block_k = shape.block_k,
             .fused = shape.fused,
             .dtype = dtype,
             .b_n_major = b_n_major};
 }
 
-// The kernel of marked tiles: the operands of MXFP8 products, as they come out of a pass over them.
-constexpr Config marked_config() {
+// The kernel with a tile mask, for the operands of MXFP8 products, as a pass over them leaves them.
+constexpr Config masked_config() {
     Config c = make_config(tile_shape(128, 128), DType::bf16, false, false, true);
-    c.marked = true;
+    c.masked = true;
     return c;
 }
 
 // Every kernel that is compiled, by number: what the launchers are enumerated by.
 constexpr std::size_t TILED = (std::size(TILE_SHAPES) + FUSED_SHAPES) * 8;
-constexpr std::size_t STREAMED = std::size(STREAM_SHAPES) * 4;
-constexpr std::size_t BETWEEN = std::size(BETWEEN_SHAPES) * 2;
-constexpr std::size_t VARIED = 4;
-constexpr std::size_t CONFIGS = TILED + STREAMED + BETWEEN + 2 + VARIED + 1;
+constexpr std::size_t SWAP_AB = std::size(SWAP_AB_SHAPES) * 4;
+constexpr std::size_t NT = std::size(NT_SHAPES) * 2;
+constexpr std::size_t BALANCED = 4;
+constexpr std::size_t CONFIGS = TILED + SWAP_AB + NT + 2 + BALANCED + 1;
 constexpr Config config_at(std::size_t i) {
     const auto dtype = [](std::size_t j) { return j % 2 == 0 ? DType::bf16 : DType::fp16; };
     if (i < TILED) {
@@ -248,14 +255,14 @@ constexpr Config config_at(std::size_t i) {
                            i / 2 % 2 != 0, i % 2 != 0, fused);
     }
     i -= TILED;
-    if (i < STREAMED) return make_config(STREAM_SHAPES[i / 4], dtype(i / 2), i % 2 != 0);
-    i -= STREAMED;
-    if (i < BETWEEN) return make_config(BETWEEN_SHAPES[i / 2], dtype(i), false, false);
-    i -= BETWEEN;
-    if (i < 2) return make_config(BETWEEN_SHAPE_NN, dtype(i), false, true);
+    if (i < SWAP_AB) return make_config(SWAP_AB_SHAPES[i / 4], dtype(i / 2), i % 2 != 0);
+    i -= SWAP_AB;
+    if (i < NT) return make_config(NT_SHAPES[i / 2], dtype(i), false, false);
+    i -= NT;
+    if (i < 2) return make_config(NN_SHAPE, dtype(i), false, true);
     i -= 2;
-    if (i < VARIED) return varied_config(dtype(i / 2), i % 2 != 0);
-    return marked_config();
+    if (i < BALANCED) return balanced_config(dtype(i / 2), i % 2 != 0);
+    return masked_config();
 }
 
 // A configuration as instances.txt names it, by what tells it from the others. The layout is that
@@ -265,14 +272,14 @@ struct ConfigName {
     int block_m, block_n;
     DType dtype = DType::bf16;
     Layout layout = Layout::nn;
-    bool streamed = false, fused = false, marked = false, varied = false;
+    bool swap_ab = false, fused = false, masked = false, balanced = false;
 
     constexpr bool is_of(const Config& c) const {
         return block_m == c.block_m && block_n == c.block_n && dtype == c.dtype &&
                c.a_m_major == (layout == Layout::tn || layout == Layout::tt) &&
                c.b_n_major == (layout == Layout::nn || layout == Layout::tn) &&
-               streamed == c.streamed && fused == c.fused && marked == c.marked &&
-               varied == c.varied;
+               swap_ab == c.swap_ab && fused == c.fused && masked == c.masked &&
+               balanced == c.balanced;
     }
 };
 // The one that has the name. One that is not compiled is an error of the compiler.
@@ -284,22 +291,21 @@ consteval Config config_of(const ConfigName& name) {
 }
 
 // Whether warps beside the one that loads can finish tiles.
-constexpr bool has_finishers(const Config& c) {
-    return c.fused && !c.marked && !c.streamed && c.block_n == 256;
+constexpr bool has_epilogue_warps(const Config& c) {
+    return c.fused && !c.masked && !c.swap_ab && c.block_n == 256;
 }
 
-// Whether the kernel computes tiles of two widths.
+// Whether the kernel has balanced tiling with two fixed widths.
 constexpr bool has_two_widths(const Config& c) {
-    return !c.marked && !c.streamed && c.consumers == 2 && (c.block_n == 256 || c.block_n == 176);
+    return !c.masked && !c.swap_ab && c.consumers == 2 && (c.block_n == 256 || c.block_n == 176);
 }
 
 // Dynamic shared memory of a block: the ring of stages, two staging buffers of 16 rows of 128 bytes
-// per consumer warp, a row of bias per consumer, two semaphores per stage, and two per staging
-// buffer where other warps finish tiles.
-// Streamed: the ring, the sums as rows of fp32 that are 4 longer than the tile's, and two
-// semaphores more.
+// per consumer warp, a row of bias per consumer, two semaphores per stage, and with epilogue warps
+// two per staging buffer. With swap-AB: the ring, the sums as rows of fp32 that are 4 longer than
+// the tile's, and two semaphores more.
 constexpr int shared_bytes(const Config& c) {
-    if (c.streamed) {
+    if (c.swap_ab) {
         const int ring = c.stages * (c.block_m + c.block_n) * c.block_k * 2;
         const int sums = (c.block_m * (c.block_n + 4) * 4 + 127) / 128 * 128;
         return (ring + sums + (2 * c.stages + 2) * 8 + 127) / 128 * 128;
@@ -307,23 +313,22 @@ constexpr int shared_bytes(const Config& c) {
     const int bias = (c.block_n * 4 + 127) / 128 * 128;
     const int bytes = c.stages * (c.block_m + c.block_n) * BLOCK_K * 2 +
                       c.consumers * (4 * 2 * 16 * 128 + bias) + c.stages * 16 +
-                      (has_finishers(c) ? c.consumers * 4 * 2 * 16 : 0);
+                      (has_epilogue_warps(c) ? c.consumers * 4 * 2 * 16 : 0);
     return (bytes + 127) / 128 * 128;
 }
-constexpr int threads(const Config& c) {
-    return c.streamed ? 4 * 32 + 32 : (c.consumers + 1) * 128;
-}
+constexpr int threads(const Config& c) { return c.swap_ab ? 4 * 32 + 32 : (c.consumers + 1) * 128; }
 
 // Empty when choose() has a kernel for the problem, else the reason in a sentence.
 std::string unsupported(const Problem& problem, const DeviceProperties& device);
 Choice choose(const Problem& problem, const DeviceProperties& device);
-// The same of kernels whose tiles have the configuration's width, or all but 16 columns of it.
-Choice choose_unvaried(const Problem& problem, const DeviceProperties& device);
-// The kernel of marked tiles, for a problem of its dtype and layout.
-Choice choose_marked(const Problem& problem, const DeviceProperties& device);
+// The same without balanced tiling at run-time widths, split-K and stream-K.
+Choice choose_fixed_width(const Problem& problem, const DeviceProperties& device);
+// The kernel with a tile mask, for a problem of its dtype and layout.
+Choice choose_masked(const Problem& problem, const DeviceProperties& device);
 std::string kernel_name(const Config& config);
 std::string kernel_name(const Choice& choice);
-// Of the kernel that runs a call: a configuration may have one more, see single_wave.h.
+// The name of the kernel that runs a call: a configuration may have a single-wave kernel too, see
+// single_wave.h.
 std::string kernel_name(const Config& config, const Params& params);
 std::vector<KernelInfo> kernels();
 
@@ -333,14 +338,14 @@ std::vector<KernelInfo> kernels();
 template <Config config>
 void launch(const Params& params, Stream stream);
 template <Config config>
-void launch_small(const Params& params, Stream stream);
+void launch_one_consumer(const Params& params, Stream stream);
 template <Config config>
-void launch_once(const Params& params, Stream stream);
+void launch_single_wave(const Params& params, Stream stream);
 template <Config config>
-void launch_single(const Params& params, Stream stream);
+void launch_single_wave_64x64(const Params& params, Stream stream);
 template <Config config>
-void launch_varied(const Params& params, Stream stream);
+void launch_balanced(const Params& params, Stream stream);
 template <Config config>
-void launch_streamed(const Params& params, Stream stream);
+void launch_swap_ab(const Params& params, Stream stream);
 
 }  // namespace thunderkittens::gemm

@@ -1,10 +1,11 @@
-// Matrix product on Hopper where a block mostly has a single tile: the kernel of
-// persistent_sm90.cuh for tiles of 64 rows, with one consumer warpgroup.
+// Matrix product on Hopper for small problems: tiles of 64 x 128 and 64 x 64 with one consumer
+// warpgroup, of which a block mostly has a single one. Roles: one warp loads, one warpgroup
+// multiplies and stores.
 //
-// There is no next tile then in whose shadow the last could leave, and the code that would do it is
-// in the way: a kernel that runs for a few microseconds behind other work finds its instructions in
-// memory, and every jump over a longer body waits for them. So a finished tile leaves at once, and
-// the way from the last product to the stores has the least code.
+// A deferred store has no next tile to overlap with then, and its code would be in the way: a
+// kernel that runs for a few microseconds behind other work finds its instructions in memory, and
+// every jump over a longer body waits for them. So a finished tile is stored at once, and the way
+// from the last product to the stores has the least code.
 #pragma once
 
 #include "csrc/gemm/dense/persistent_sm90.cuh"
@@ -12,27 +13,28 @@
 namespace thunderkittens::gemm {
 namespace sm90 {
 
-// Calls work(tile) for each of this block's tiles. Where every block has one, they are the grid;
-// else that has one dimension, and the same formula holds for the first tile. With a choice between
-// the two, or a branch in `work` that is not the same for a whole block, the number of the stage is
-// not kept in a uniform register, where wgmma wants it, but moved there sixteen times a step.
+// Calls work(tile) for each of this block's tiles. Where every block has one, the tiles are the
+// grid; else the grid has one dimension, and the same formula holds for the first tile. With a
+// choice between the two, or a branch in `work` that is not the same for a whole block, the
+// compiler does not keep the number of the stage in a uniform register, where wgmma wants it, but
+// moves it there sixteen times a step.
 template <class Globals, class Work>
-__device__ __forceinline__ void for_each_small_tile(const Globals& g, Work work) {
+__device__ __forceinline__ void for_each_one_consumer_tile(const Globals& g, Work work) {
     const uint32_t first = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
     for (uint32_t i = first; i < g.order.total; i += g.blocks) work(g.order.at(i));
 }
 
 template <Config C>
-__device__ __forceinline__ void consume_small(const typename Types<C>::Globals& g,
-                                              typename Types<C>::Shared& shared) {
+__device__ __forceinline__ void consume_one_consumer(const typename KernelTraits<C>::Globals& g,
+                                                     typename KernelTraits<C>::Shared& shared) {
     const auto release = [&](int stage) { release_stage(shared.empty[stage]); };
     Ring<C.stages> ring;
     rt_fl<16, C.block_n> d;
-    Finished<C> finished;
+    DeferredStore<C> deferred;
     Bias<C> bias;
-    for_each_small_tile(g, [&](const TilePosition at) {
+    for_each_one_consumer_tile(g, [&](const TilePosition at) {
         const uint32_t col = at.n * C.block_n;
-        const uint32_t row = Types<C>::first_row(g, at.m) + warpgroup::warpid() * 16;
+        const uint32_t row = KernelTraits<C>::first_row(g, at.m) + warpgroup::warpid() * 16;
         if (g.epilogue.bias != nullptr) bias.fetch(g, col);
 
         int previous = 0;
@@ -47,11 +49,12 @@ __device__ __forceinline__ void consume_small(const typename Types<C>::Globals& 
         warpgroup::mma_async_wait(d);
         release(previous);
 
-        finished.at = {at.batch, row, col};
-        // The usual way first and by itself.
-        if (g.plain) {
-            finished.template pack<typename Types<C>::T>(d);
-            return finished.send_soon(g, shared);
+        deferred.at = {at.batch, row, col};
+        // The commonest store comes first and by itself, because a short kernel waits for code that
+        // it jumps over.
+        if (g.store_only) {
+            deferred.template pack<typename KernelTraits<C>::T>(d);
+            return deferred.store_one_tile(g, shared);
         }
         if (g.epilogue.alpha != 1.f) scale(d, g.epilogue.alpha);
         if (g.epilogue.bias != nullptr) bias.add(shared.bias[0], d);
@@ -59,41 +62,42 @@ __device__ __forceinline__ void consume_small(const typename Types<C>::Globals& 
             return store_wide<C>(g, shared, d, at.batch, row, col);
         }
         if (g.out_dtype == DType::bf16)
-            finished.template pack<bf16>(d);
+            deferred.template pack<bf16>(d);
         else
-            finished.template pack<half>(d);
-        finished.send_now(g, shared);
+            deferred.template pack<half>(d);
+        deferred.store_now(g, shared);
     });
     if (laneid() == 0) tma::store_async_read_wait();
 }
 
-template <class K>
-__global__ __launch_bounds__(K::threads, 1) void small_gemm_kernel(const __grid_constant__
-                                                                   typename K::Globals g) {
-    constexpr Config C = K::config;
-    static_assert(C.consumers == 1 && !C.fused && !C.marked);
+template <class Traits>
+__global__ __launch_bounds__(Traits::threads,
+                             1) void one_consumer_kernel(const __grid_constant__
+                                                         typename Traits::Globals g) {
+    constexpr Config C = Traits::config;
+    static_assert(C.consumers == 1 && !C.fused && !C.masked);
     shared_allocator allocator(shared_memory());
-    auto& shared = allocator.template allocate<typename K::Shared>();
+    auto& shared = allocator.template allocate<typename Traits::Shared>();
 
     if (warpgroup::groupid() == C.consumers) {
         if (warpgroup::warpid() > 0) return;
-        if (start_loading<K>(shared, READY_THREADS<K>)) produce<C>(g, shared);
+        if (start_loading<Traits>(shared, READY_THREADS<Traits>)) produce<C>(g, shared);
     } else {
-        arch::named_barrier_sync(READY, READY_THREADS<K>);
+        arch::named_barrier_sync(READY, READY_THREADS<Traits>);
         arch::wait_for_dependencies();
-        consume_small<C>(g, shared);
+        consume_one_consumer<C>(g, shared);
     }
 }
 
 }  // namespace sm90
 
 template <Config C>
-void launch_small(const Params& params, Stream stream) {
-    using K = sm90::Types<C>;
+void launch_one_consumer(const Params& params, Stream stream) {
+    using Traits = sm90::KernelTraits<C>;
     const auto globals = sm90::make_globals<C>(params);
-    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::small_gemm_kernel<K>,
-                    sm90::grid_of<C>(params, globals.one_round), dim3(K::threads), dim3(1),
-                    sizeof(typename K::Shared), stream, globals);
+    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::one_consumer_kernel<Traits>,
+                    sm90::grid_of<C>(params, globals.one_wave), dim3(Traits::threads), dim3(1),
+                    sizeof(typename Traits::Shared), stream, globals);
 }
 
 }  // namespace thunderkittens::gemm

@@ -1,12 +1,14 @@
 // Matrix product on Hopper: 16-bit operands, fp32 accumulation.
 //
-// A block is persistent and warp-specialised. One thread of the producer warpgroup keeps a ring of
-// stages (a block_m x 64 tile of a and a 64 x block_n tile of b) filled by TMA, running ahead
-// across tiles, so that the loads of the next tile overlap the epilogue of this one. The consumer
-// warpgroups divide the tile's rows; each multiplies with wgmma, one product in flight while it
-// hands back the stage of the one before. A finished tile of a 16-bit type is only rounded and kept
-// in registers; it leaves, piece by piece through a small staging buffer and TMA, while the
-// products of the next tile run, so that the tensor cores do not wait for it.
+// A block is persistent and warp-specialised, in the cooperative schedule: the consumers share a
+// tile. One thread of the producer warpgroup keeps a ring of stages (a block_m x 64 tile of a and a
+// 64 x block_n tile of b) filled by TMA, running ahead across tiles, so that the loads of the next
+// tile overlap the epilogue of this one. The consumer warpgroups divide the tile's rows; each
+// multiplies with wgmma, with one product in flight while it releases the stage of the one before.
+// The store of a finished tile of a 16-bit type is deferred: the tile is only rounded and kept in
+// registers, and is stored, subtile by subtile through a small staging buffer and TMA, while the
+// products of the next tile run, so that the tensor cores do not wait for it. The idle warps of the
+// producer's warpgroup may be epilogue warps.
 //
 // Operands may lie in memory in either major order: TMA brings them into shared memory as they are,
 // and wgmma reads either order. Ragged edges: TMA fills with zeros what lies outside, and writes
@@ -21,27 +23,27 @@
 namespace thunderkittens::gemm {
 namespace sm90 {
 
-// Loads a tile's residual into the stages that follow.
+// Loads a tile's residual into the stages that follow its last step.
 template <Config C>
-__device__ __forceinline__ void produce_residual(const typename Types<C>::Globals& g,
-                                                 typename Types<C>::Shared& shared,
+__device__ __forceinline__ void produce_residual(const typename KernelTraits<C>::Globals& g,
+                                                 typename KernelTraits<C>::Shared& shared,
                                                  Ring<C.stages>& ring, const auto& at) {
-    using K = Types<C>;
-    using part = typename Residual<C>::part;
-    constexpr int each = Residual<C>::parts_per_stage;
+    using Traits = KernelTraits<C>;
+    using residual_tile = typename Residual<C>::residual_tile;
+    constexpr int each = Residual<C>::subtiles_per_stage;
     const bool interleaved = g.epilogue.gate == Gate::interleaved;
-    // In words of 16 bits.
+    // Columns count words of 16 bits.
     const int words = g.out_dtype == DType::fp32 ? 2 : 1;
-    const int col = static_cast<int>(K::first_column(g, at) >> interleaved) * words;
-    const int parts = FusedEpilogue<C>::residual_parts(g);
-    for (int first = 0; first < parts; first += each, ring.advance()) {
+    const int col = static_cast<int>(Traits::first_column(g, at) >> interleaved) * words;
+    const int subtiles = FusedEpilogue<C>::residual_subtiles(g);
+    for (int first = 0; first < subtiles; first += each, ring.advance()) {
         auto& stage = shared.stages[ring.stage];
-        static_assert(sizeof(stage) >= each * sizeof(part));
+        static_assert(sizeof(stage) >= each * sizeof(residual_tile));
         semaphore& full = shared.full[ring.stage];
         wait(shared.empty[ring.stage], ring.phase ^ 1);
-        const int count = min(each, parts - first);
-        tma::expect_bytes(full, count * sizeof(part));
-        auto& tiles = reinterpret_cast<part(&)[each]>(stage);
+        const int count = min(each, subtiles - first);
+        tma::expect_bytes(full, count * sizeof(residual_tile));
+        auto& tiles = reinterpret_cast<residual_tile(&)[each]>(stage);
         for (int i = 0; i < count; ++i) {
             tma::load_async(tiles[i], g.residual.map,
                             elements(static_cast<int>(at.batch), 0,
@@ -52,78 +54,84 @@ __device__ __forceinline__ void produce_residual(const typename Types<C>::Global
 }
 
 template <Config C>
-__device__ __forceinline__ void produce(const typename Types<C>::Globals& g,
-                                        typename Types<C>::Shared& shared) {
-    using K = Types<C>;
+__device__ __forceinline__ void produce(const typename KernelTraits<C>::Globals& g,
+                                        typename KernelTraits<C>::Shared& shared) {
+    using Traits = KernelTraits<C>;
     Ring<C.stages> ring;
     for_each_loaded_tile(g, [&](const auto at) {
-        if constexpr (C.marked) {
-            if (!is_marked<C.block_m, C.block_n>(g, at)) return;
+        if constexpr (C.masked) {
+            if (!in_mask<C.block_m, C.block_n>(g, at)) return;
         }
-        const int m = static_cast<int>(K::first_row(g, at.m));
-        const uint32_t n = K::first_column(g, at);
-        const typename K::Narrow narrow = K::is_narrow(at);
+        const int m = static_cast<int>(Traits::first_row(g, at.m));
+        const uint32_t n = Traits::first_column(g, at);
+        const typename Traits::Narrow narrow = Traits::is_narrow(at);
         for (int step = 0; step < g.k_blocks; ++step, ring.advance()) {
             auto& stage = shared.stages[ring.stage];
             semaphore& full = shared.full[ring.stage];
             wait(shared.empty[ring.stage], ring.phase ^ 1);
-            if constexpr (C.varied) {
-                load_varied_step<K>(g, stage, full, at, step * BLOCK_K);
+            if constexpr (C.balanced) {
+                load_balanced_step<Traits>(g, stage, full, at, step * BLOCK_K);
             } else {
-                const int bytes = sizeof(stage) - (narrow ? K::less * BLOCK_K * 2 : 0);
+                const int bytes = sizeof(stage) - (narrow ? Traits::narrow_by * BLOCK_K * 2 : 0);
                 bool brings = false;
-                if constexpr (K::has_finishers) brings = step == 0 && g.pace.brings_bias;
+                if constexpr (Traits::has_epilogue_warps)
+                    brings = step == 0 && g.store_pipeline.brings_bias;
                 if (!brings) tma::expect_bytes(full, bytes);
-                if constexpr (K::has_finishers) {
-                    if (brings) KeptBias<C>::bring(g, shared.bias[ring.stage], full, n, bytes);
+                if constexpr (Traits::has_epilogue_warps) {
+                    if (brings) RegisterBias<C>::bring(g, shared.bias[ring.stage], full, n, bytes);
                 }
-                load_step<K>(g, stage, full, at.batch, m, n, step * BLOCK_K, narrow);
+                load_step<Traits>(g, stage, full, at.batch, m, n, step * BLOCK_K, narrow);
             }
         }
         if constexpr (C.fused) {
-            if (g.epilogue.residual != nullptr && g.pace.spacing == 0)
+            if (g.epilogue.residual != nullptr && g.store_pipeline.store_interval == 0)
                 produce_residual<C>(g, shared, ring, at);
         }
     });
 }
 
-// The first columns of b's tile in shared memory, which need not be whole stripes of it.
-template <class Tile, bool transposed, int lack = int(NARROWER)>
+// The first columns of b's tile in shared memory; they need not be whole stripes of it.
+template <class Tile, bool transposed, int missing = int(NARROW_BY)>
 struct NarrowB : Tile {
-    static constexpr int rows = transposed ? Tile::rows - lack : Tile::rows;
-    static constexpr int cols = transposed ? Tile::cols : Tile::cols - lack;
+    static constexpr int rows = transposed ? Tile::rows - missing : Tile::rows;
+    static constexpr int cols = transposed ? Tile::cols : Tile::cols - missing;
 };
 
-// The product of a step of a tile whose width varies: the first of those that it can be, from
-// `lack` on.
-template <class K, bool transpose_a, bool transpose_b, int lack, class D, class A, class B>
-__device__ __forceinline__ void multiply_varied(D& d, const A& a, const B& b, bool accumulate,
-                                                uint32_t lacking) {
-    constexpr int next = lack + varied_unit(K::config);
-    if (!K::has_lack(next) || lacking == lack) {
-        auto& sums = reinterpret_cast<rt_fl<16, D::cols - lack>&>(d);
-        const auto& columns = reinterpret_cast<const NarrowB<B, transpose_b, lack>&>(b);
+// The product of a step of a tile with a run-time width: a chain of comparisons, from the widest
+// on, finds the instruction's width.
+template <class Traits, bool transpose_a, bool transpose_b, int missing, class D, class A, class B>
+__device__ __forceinline__ void multiply_balanced(D& d, const A& a, const B& b, bool accumulate,
+                                                  uint32_t missing_columns) {
+    constexpr int next = missing + balanced_step(Traits::config);
+    if (!Traits::can_miss(next) || missing_columns == missing) {
+        auto& sums = reinterpret_cast<rt_fl<16, D::cols - missing>&>(d);
+        const auto& columns = reinterpret_cast<const NarrowB<B, transpose_b, missing>&>(b);
         warpgroup::product<transpose_a, transpose_b>(sums, a, columns, accumulate);
-    } else if constexpr (K::has_lack(next)) {
-        multiply_varied<K, transpose_a, transpose_b, next>(d, a, b, accumulate, lacking);
+    } else if constexpr (Traits::can_miss(next)) {
+        multiply_balanced<Traits, transpose_a, transpose_b, next>(d, a, b, accumulate,
+                                                                  missing_columns);
     }
 }
 
-// The product of a step; of a narrow tile the first columns alone.
-template <class K, bool two_widths, bool transpose_a, bool transpose_b, class D, class A, class B>
-__device__ __forceinline__ void multiply(const typename K::Globals& g, D& d, const A& a, const B& b,
-                                         bool accumulate, typename K::Narrow narrow) {
-    if constexpr (K::config.varied) {
-        constexpr int least = D::cols - widest(K::config);
-        return multiply_varied<K, transpose_a, transpose_b, least>(d, a, b, accumulate, narrow);
+// The product of a step; for a narrow tile, of the first columns alone.
+template <class Traits, bool two_widths, bool transpose_a, bool transpose_b, class D, class A,
+          class B>
+__device__ __forceinline__ void multiply(const typename Traits::Globals& g, D& d, const A& a,
+                                         const B& b, bool accumulate,
+                                         typename Traits::Narrow narrow) {
+    if constexpr (Traits::config.balanced) {
+        constexpr int least = D::cols - widest(Traits::config);
+        return multiply_balanced<Traits, transpose_a, transpose_b, least>(d, a, b, accumulate,
+                                                                          narrow);
     } else if constexpr (two_widths) {
-        if constexpr (K::config.fused) {
+        if constexpr (Traits::config.fused) {
             if (narrow && g.epilogue.gate == Gate::blocked) {
-                // Of either half the first columns, one product each.
-                constexpr int halves = 2, columns = D::cols / halves - int(NARROWER);
-                using Half = NarrowB<typename K::b_part, transpose_b>;
-                static_assert(K::b_parts == halves);
-                auto& parts = reinterpret_cast<const typename K::b_part(&)[halves]>(b);
+                // A narrow tile with a blocked gate has the first columns of either half, one
+                // product each.
+                constexpr int halves = 2, columns = D::cols / halves - int(NARROW_BY);
+                using Half = NarrowB<typename Traits::b_part, transpose_b>;
+                static_assert(Traits::b_parts == halves);
+                auto& parts = reinterpret_cast<const typename Traits::b_part(&)[halves]>(b);
                 warpgroup::mma_fence(d);
 #pragma unroll
                 for (int i = 0; i < halves; ++i) {
@@ -136,7 +144,7 @@ __device__ __forceinline__ void multiply(const typename K::Globals& g, D& d, con
             }
         }
         if (narrow) {
-            auto& sums = reinterpret_cast<rt_fl<16, D::cols - int(NARROWER)>&>(d);
+            auto& sums = reinterpret_cast<rt_fl<16, D::cols - int(NARROW_BY)>&>(d);
             const auto& columns = reinterpret_cast<const NarrowB<B, transpose_b>&>(b);
             return warpgroup::product<transpose_a, transpose_b>(sums, a, columns, accumulate);
         }
@@ -144,80 +152,85 @@ __device__ __forceinline__ void multiply(const typename K::Globals& g, D& d, con
     warpgroup::product<transpose_a, transpose_b>(d, a, b, accumulate);
 }
 
-// By what sums are multiplied, and whether they are activated where the epilogue is not fused.
+// The factor of the sums, and whether they are activated where the epilogue is not fused.
 struct HostFactor {
     static constexpr bool activates = false;
     __device__ __forceinline__ float times(float alpha) const { return alpha; }
 };
 
-// `expanded`: tiles of an operand that the kernel itself has expanded, as many rows at a time.
-template <Config C, bool expanded = false, class Factor = HostFactor>
-__device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
-                                        typename Types<C>::Shared& shared,
+// `dequantized`: the operands are dequantized by the kernel itself, as many rows at a time.
+template <Config C, bool dequantized = false, class Factor = HostFactor>
+__device__ __forceinline__ void consume(const typename KernelTraits<C>::Globals& g,
+                                        typename KernelTraits<C>::Shared& shared,
                                         const Factor factor = {}) {
-    using K = Types<C>;
-    constexpr bool two_widths = !expanded && K::two_widths;
+    using Traits = KernelTraits<C>;
+    constexpr bool two_widths = !dequantized && Traits::two_widths;
     const int consumer = warpgroup::groupid();
     const auto release = [&](int stage) { release_stage(shared.empty[stage]); };
-    int held = C.stages - 1, steps = 1;
-    if constexpr (!expanded && K::has_once) held = g.pace.held, steps = g.pace.steps;
+    int tail_steps = C.stages - 1, steps = 1;
+    if constexpr (!dequantized && Traits::has_single_wave)
+        tail_steps = g.store_pipeline.tail_steps, steps = g.store_pipeline.steps;
 
-    constexpr int FIRST_DONE = READY + 1 + C.consumers;  // named barrier
+    constexpr int TAIL = READY + 1 + C.consumers;  // named barrier
     Ring<C.stages> ring;
     rt_fl<16, C.block_n> d;
-    Finished<C> finished;
+    DeferredStore<C> deferred;
     for_each_tile(g, [&](const auto at, const bool last) {
-        if constexpr (C.marked) {
-            if (!is_marked<C.block_m, C.block_n>(g, at)) return;
+        if constexpr (C.masked) {
+            if (!in_mask<C.block_m, C.block_n>(g, at)) return;
         }
-        const uint32_t col = K::first_column(g, at);
-        typename K::Narrow narrow = false;
-        if constexpr (two_widths) narrow = K::is_narrow(at);
+        const uint32_t col = Traits::first_column(g, at);
+        typename Traits::Narrow narrow = false;
+        if constexpr (two_widths) narrow = Traits::is_narrow(at);
         [[maybe_unused]] Bias<C> bias;
-        if constexpr (!K::has_finishers) {
+        if constexpr (!Traits::has_epilogue_warps) {
             if (g.epilogue.bias != nullptr) bias.fetch(g, col);
         }
 
-        // The last tile's consumers end one after the other: SMs that store whole tiles at once
-        // wait for the L2 cache, and the tensor cores can work for the second consumer meanwhile.
-        // All of the last steps are in the ring by then.
-        const int hold = last && consumer > 0 ? max(0, g.k_blocks - held) : -1;
+        // Staggered tail: the consumers end the last tile one after the other. SMs that store whole
+        // tiles at once wait for the L2 cache, and the tensor cores can work for the second
+        // consumer meanwhile. All of the last steps are in the ring by then.
+        const int tail_begin = last && consumer > 0 ? max(0, g.k_blocks - tail_steps) : -1;
         int previous = 0;
         for (int k = 0; k < g.k_blocks; ++k, ring.advance()) {
-            if (C.consumers > 1 && k == hold) {
-                arch::named_barrier_sync(FIRST_DONE, C.consumers * WARPGROUP_THREADS);
+            if (C.consumers > 1 && k == tail_begin) {
+                arch::named_barrier_sync(TAIL, C.consumers * WARPGROUP_THREADS);
             }
             auto& stage = shared.stages[ring.stage];
             wait(shared.full[ring.stage], ring.phase);
             if constexpr (C.a_m_major) {
-                auto rows = stage.a.template subtile<BLOCK_K, K::consumer_rows>({0, consumer});
-                multiply<K, two_widths, true, !C.b_n_major>(g, d, rows, stage.b, k > 0, narrow);
+                auto rows = stage.a.template subtile<BLOCK_K, Traits::consumer_rows>({0, consumer});
+                multiply<Traits, two_widths, true, !C.b_n_major>(g, d, rows, stage.b, k > 0,
+                                                                 narrow);
             } else {
-                auto rows = stage.a.template subtile<K::consumer_rows, BLOCK_K>({consumer, 0});
-                multiply<K, two_widths, false, !C.b_n_major>(g, d, rows, stage.b, k > 0, narrow);
+                auto rows = stage.a.template subtile<Traits::consumer_rows, BLOCK_K>({consumer, 0});
+                multiply<Traits, two_widths, false, !C.b_n_major>(g, d, rows, stage.b, k > 0,
+                                                                  narrow);
             }
-            if constexpr (K::has_finishers) {
-                if (finished.any && k <= g.pace.sending) {
+            if constexpr (Traits::has_epilogue_warps) {
+                if (deferred.any && k <= g.store_pipeline.last_store) {
 #pragma unroll
-                    for (int piece = 0; piece < finished.pieces; ++piece) {
-                        if (k != piece * g.pace.apart - piece % 2 * g.pace.early) continue;
-                        if (g.pace.spacing != 0)
-                            Finishing<C>::hand_over(g, shared, finished, piece);
+                    for (int subtile = 0; subtile < deferred.subtiles; ++subtile) {
+                        if (k !=
+                            subtile * g.store_pipeline.apart - subtile % 2 * g.store_pipeline.early)
+                            continue;
+                        if (g.store_pipeline.store_interval != 0)
+                            EpilogueWarps<C>::hand_to_epilogue(g, shared, deferred, subtile);
                         else
-                            finished.send(g, shared, piece);
+                            deferred.send(g, shared, subtile);
                     }
                 }
-                if (k == g.pace.sending && g.pace.brings_bias) {
-                    // The row of the stage that was the tile's first.
+                if (k == g.store_pipeline.last_store && g.store_pipeline.brings_bias) {
+                    // The bias lies in the row of the stage that was the tile's first.
                     static_assert(C.stages == 4);
-                    KeptBias<C>::load(shared.bias[(ring.stage - k) % 4u], finished.values);
-                    // One arrival that hands the row's stage back stands for all warps.
+                    RegisterBias<C>::load(shared.bias[(ring.stage - k) % 4u], deferred.values);
+                    // One arrival that releases the row's stage stands for all warps.
                     warpgroup::sync(READY + 1 + consumer);
                 }
-            } else if (finished.any && k < finished.sent(g) * steps) {
+            } else if (deferred.any && k < deferred.sent(g) * steps) {
 #pragma unroll
-                for (int piece = 0; piece < finished.pieces; ++piece) {
-                    if (k == piece * steps) finished.send(g, shared, piece);
+                for (int subtile = 0; subtile < deferred.subtiles; ++subtile) {
+                    if (k == subtile * steps) deferred.send(g, shared, subtile);
                 }
             }
             warpgroup::mma_async_wait<1>();
@@ -225,46 +238,51 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
             previous = ring.stage;
         }
         if (C.consumers > 1 && last && consumer == 0) {
-            arch::named_barrier_arrive(FIRST_DONE, C.consumers * WARPGROUP_THREADS);
+            arch::named_barrier_arrive(TAIL, C.consumers * WARPGROUP_THREADS);
         }
         warpgroup::mma_async_wait(d);
         release(previous);
 
-        const uint32_t first_row = expanded ? at.m * C.block_m : K::first_row(g, at.m);
-        const uint32_t row = first_row + consumer * K::consumer_rows + warpgroup::warpid() * 16;
-        Place16 to{at.batch, row, col};
-        // The usual way first and by itself: a short kernel waits for code that it jumps over.
-        if constexpr (!C.fused && !C.varied && !Factor::activates) {
-            if (g.plain) {
+        const uint32_t first_row = dequantized ? at.m * C.block_m : Traits::first_row(g, at.m);
+        const uint32_t row =
+            first_row + consumer * Traits::consumer_rows + warpgroup::warpid() * 16;
+        WarpRows to{at.batch, row, col};
+        // The commonest store comes first and by itself, because a short kernel waits for code that
+        // it jumps over.
+        if constexpr (!C.fused && !C.balanced && !Factor::activates) {
+            if (g.store_only) {
                 if (last) {
-                    finished.any = false;
-                    // A warp's part of a stage holds rows of others where those are adjacent.
+                    deferred.any = false;
+                    // Where a's rows are adjacent in memory, a warp's share of a stage holds rows
+                    // of other warps.
                     if constexpr (C.a_m_major) warpgroup::sync(READY + 1 + consumer);
-                    return Finished<C>::template send_last<typename K::T>(g, shared, d, to, narrow);
+                    return DeferredStore<C>::template send_last<typename Traits::T>(g, shared, d,
+                                                                                    to, narrow);
                 }
-                return finished.template keep<typename K::T>(d, to, narrow);
+                return deferred.template defer<typename Traits::T>(d, to, narrow);
             }
         }
         if (g.epilogue.alpha != 1.f) scale(d, factor.times(g.epilogue.alpha));
         if (g.epilogue.bias != nullptr) {
-            if constexpr (K::has_finishers) {
-                if (!g.pace.brings_bias) {
-                    KeptBias<C>::fetch(g, shared.bias[consumer], col);
-                    KeptBias<C>::load(shared.bias[consumer], finished.values);
+            if constexpr (Traits::has_epilogue_warps) {
+                if (!g.store_pipeline.brings_bias) {
+                    RegisterBias<C>::fetch(g, shared.bias[consumer], col);
+                    RegisterBias<C>::load(shared.bias[consumer], deferred.values);
                 }
-                KeptBias<C>::add(finished.values, d);
+                RegisterBias<C>::add(deferred.values, d);
             } else {
                 bias.add(shared.bias[consumer], d);
             }
         }
-        if constexpr (C.varied) {
+        if constexpr (C.balanced) {
             if (last)
-                return Finished<C>::template send_last<typename K::T>(g, shared, d, to, narrow);
-            return finished.template keep<typename K::T>(d, to, narrow);
+                return DeferredStore<C>::template send_last<typename Traits::T>(g, shared, d, to,
+                                                                                narrow);
+            return deferred.template defer<typename Traits::T>(d, to, narrow);
         }
-        if constexpr (K::has_finishers) {
-            if (g.pace.spacing != 0) {
-                return finished.template keep<typename K::T>(d, to, narrow);
+        if constexpr (Traits::has_epilogue_warps) {
+            if (g.store_pipeline.store_interval != 0) {
+                return deferred.template defer<typename Traits::T>(d, to, narrow);
             }
         }
         if constexpr (Factor::activates) {
@@ -283,88 +301,92 @@ __device__ __forceinline__ void consume(const typename Types<C>::Globals& g,
         } else {
             if (C.fused && g.packed) {
                 if constexpr (C.fused) {
-                    FusedEpilogue<C>::pack(g.epilogue.activation, finished.values, d);
+                    FusedEpilogue<C>::pack(g.epilogue.activation, deferred.values, d);
                 }
             } else if (g.out_dtype == DType::bf16) {
-                finished.template pack<bf16>(d);
+                deferred.template pack<bf16>(d);
             } else {
-                finished.template pack<half>(d);
+                deferred.template pack<half>(d);
             }
-            finished.at = to;
-            finished.narrow = narrow;
-            finished.any = g.tma_store && g.k_blocks >= finished.sent(g);
-            if (!finished.any) finished.send_now(g, shared);
+            deferred.at = to;
+            deferred.narrow = narrow;
+            deferred.any = g.tma_store && g.k_blocks >= deferred.sent(g);
+            if (!deferred.any) deferred.store_now(g, shared);
         }
     });
-    if (C.varied || !finished.any) {
-    } else if (g.pace.spacing == 0) {
+    if (C.balanced || !deferred.any) {
+    } else if (g.store_pipeline.store_interval == 0) {
         if constexpr (C.a_m_major) warpgroup::sync(READY + 1 + consumer);
-        finished.send_last(g, shared);
-    } else if constexpr (K::has_finishers) {
-        Finishing<C>::finish_last(g, shared, finished);
+        deferred.send_last(g, shared);
+    } else if constexpr (Traits::has_epilogue_warps) {
+        EpilogueWarps<C>::epilogue_of_last_tile(g, shared, deferred);
     }
     if (laneid() == 0) tma::store_async_read_wait();
 }
 
 // A template over a type: nvcc 13.0 writes host code that does not compile for a __global__
 // template over a struct's value.
-template <class K>
-__global__ __launch_bounds__(K::threads,
-                             1) void gemm_kernel(const __grid_constant__ typename K::Globals g) {
-    constexpr Config C = K::config;
+template <class Traits>
+__global__ __launch_bounds__(Traits::threads,
+                             1) void persistent_gemm_kernel(const __grid_constant__
+                                                            typename Traits::Globals g) {
+    constexpr Config C = Traits::config;
     shared_allocator allocator(shared_memory());
-    auto& shared = allocator.template allocate<typename K::Shared>();
+    auto& shared = allocator.template allocate<typename Traits::Shared>();
 
     if (warpgroup::groupid() == C.consumers) {
-        if constexpr (C.consumers > 1) warpgroup::decrease_registers<K::producer_registers>();
-        const bool loads = start_producer<K>(g, shared);
-        const bool work = loads && (!C.marked || any_mark(g.marks, g.m, g.n));
+        if constexpr (C.consumers > 1) warpgroup::decrease_registers<Traits::producer_registers>();
+        const bool loads = start_producer<Traits>(g, shared);
+        const bool work = loads && (!C.masked || any_in_mask(g.mask, g.m, g.n));
         if (work && arch::elect_one()) produce<C>(g, shared);
-        if constexpr (K::has_finishers) {
-            if (!loads && g.pace.spacing != 0)
-                Finishing<C>::work(g, shared, warpgroup::warpid() - 1);
+        if constexpr (Traits::has_epilogue_warps) {
+            if (!loads && g.store_pipeline.store_interval != 0)
+                EpilogueWarps<C>::work(g, shared, warpgroup::warpid() - 1);
         }
     } else {
-        arch::named_barrier_sync(READY, READY_THREADS<K>);
-        if constexpr (C.consumers > 1) warpgroup::increase_registers<K::consumer_registers>();
+        arch::named_barrier_sync(READY, READY_THREADS<Traits>);
+        if constexpr (C.consumers > 1) warpgroup::increase_registers<Traits::consumer_registers>();
         arch::wait_for_dependencies();
-        if (!C.marked || any_mark(g.marks, g.m, g.n)) consume<C>(g, shared);
+        if (!C.masked || any_in_mask(g.mask, g.m, g.n)) consume<C>(g, shared);
     }
 }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// With a gate there are half as many pieces; where other warps finish them, a pair of those that
-// are handed over becomes one, and comes in steps that follow each other. `bias`: there is one that
-// bulk copies can bring.
+// The timing of the deferred store or of the epilogue pipeline. With a gate there are half as many
+// subtiles; with epilogue warps a pair of those that are handed over becomes one, and the two
+// follow each other. `bias`: there is one that bulk copies can bring.
 template <Config C>
-constexpr Pace<C> pace_of(bool gated, int spacing, int64_t steps, bool one_round, bool bias) {
-    if constexpr (has_finishers(C)) {
-        constexpr int pieces = Finished<C>::pieces;
-        static_assert(pieces == 4, "which leave in seven steps");
-        // In eight steps the bias would otherwise be late, see below.
-        const int every = Types<C>::spreads && steps > (bias ? 8 : 6) ? 2 : 1;
-        const int apart = std::max(spacing, every);
-        const int early = spacing != 0 && gated ? apart - 1 : 0;
-        const int last = ((spacing == 0 && gated ? pieces / 2 : pieces) - 1) * apart;
-        // Then all have left, and the bias is taken, before its row can be brought again.
+constexpr StorePipeline<C> store_pipeline_of(bool gated, int store_interval, int64_t steps,
+                                             bool one_wave, bool bias) {
+    if constexpr (has_epilogue_warps(C)) {
+        constexpr int subtiles = DeferredStore<C>::subtiles;
+        static_assert(subtiles == 4, "which leave in seven steps");
+        // With eight steps the bias would otherwise be late, see below.
+        const int every = KernelTraits<C>::spreads && steps > (bias ? 8 : 6) ? 2 : 1;
+        const int apart = std::max(store_interval, every);
+        const int early = store_interval != 0 && gated ? apart - 1 : 0;
+        const int last = ((store_interval == 0 && gated ? subtiles / 2 : subtiles) - 1) * apart;
+        // By then all subtiles have been stored and the bias has been read, before its row can be
+        // filled again.
         constexpr int stages = C.stages, later = 16;
         const int64_t again = steps % stages == 0 ? steps : steps % 2 == 0 ? 2 * steps : 4 * steps;
         const int latest = static_cast<int>(std::min(steps, again - stages)) - 1;
-        const int wanted = spacing != 0 ? last + apart : gated ? last : later;
-        const int sending = std::max(last, std::min(wanted, latest));
-        return {spacing, apart, early, sending, bias && sending <= latest};
-    } else if constexpr (has_once(C)) {
+        const int wanted = store_interval != 0 ? last + apart : gated ? last : later;
+        const int last_store = std::max(last, std::min(wanted, latest));
+        return {store_interval, apart, early, last_store, bias && last_store <= latest};
+    } else if constexpr (has_single_wave(C)) {
         // SMs that write all the time do better than SMs that write a whole tile at once; and after
-        // several short tiles each they do not end together.
-        const bool every_second = steps >= 2 * Finished<C>::pieces - 1;
-        return {0, every_second ? 2 : 1, one_round || steps >= 12 ? C.stages - 1 : 1};
+        // several short tiles each they do not end together, so that the staggered tail is short
+        // then.
+        const bool every_second = steps >= 2 * DeferredStore<C>::subtiles - 1;
+        return {0, every_second ? 2 : 1, one_wave || steps >= 12 ? C.stages - 1 : 1};
     } else {
-        return {spacing};
+        return {store_interval};
     }
 }
 
-// The map of the residual, as a matrix of words of 16 bits; without one, a stand-in.
+// The tensor map of the residual, as a matrix of words of 16 bits; without a residual, a stand-in.
 template <Config C>
 Residual<C> residual_of(const Params& p, int64_t out_n) {
     if constexpr (C.fused) {
@@ -384,50 +406,51 @@ Residual<C> residual_of(const Params& p, int64_t out_n) {
     }
 }
 
-// The same of z, which is kept, in rows of 16 bytes.
+// The same for the aux output, whose rows are multiples of 16 bytes.
 template <Config C>
-Kept<C> kept_of(const Params& p, bool kept) {
-    if constexpr (has_finishers(C)) {
-        using GL = decltype(Kept<C>::map);
-        if (!kept) {
+AuxOutput<C> aux_of(const Params& p, bool stores_aux) {
+    if constexpr (has_epilogue_warps(C)) {
+        using GL = decltype(AuxOutput<C>::map);
+        if (!stores_aux) {
             void* any = const_cast<void*>(p.a);
             return {GL(static_cast<bf16*>(any), 1, nullptr, 1, 64, gl_strides{0, 0, 64})};
         }
-        return {GL(static_cast<bf16*>(p.epilogue.preactivation), p.batch, nullptr, p.m, p.n,
+        return {GL(static_cast<bf16*>(p.epilogue.aux), p.batch, nullptr, p.m, p.n,
                    gl_strides{p.m * p.n, 0, p.n})};
     } else {
         return {};
     }
 }
 
-// The maps of widths that vary.
+// The tensor maps of balanced tiling with run-time widths.
 template <Config C>
-Varied<C> varied_of(const Params& p, const auto& order) {
-    Varied<C> varied{};
-    if constexpr (C.varied && !C.b_n_major) {
+BalancedMaps<C> balanced_maps_of(const Params& p, const auto& order) {
+    BalancedMaps<C> balanced{};
+    if constexpr (C.balanced && !C.b_n_major) {
         constexpr int half = C.block_n / 2;
-        host::TensorMapSpec spec{.data = p.b,
-                                 .type = kittens::detail::tensor_map_type<typename Types<C>::T>(),
-                                 .element_bytes = 2,
-                                 .dims = {uint64_t(p.k), uint64_t(p.n), 1, 1},
-                                 .strides = {p.b_stride, 0, 0},
-                                 .box = {BLOCK_K, 0, 1, 1},
-                                 .swizzle_bytes = 128};
+        host::TensorMapSpec spec{
+            .data = p.b,
+            .type = kittens::detail::tensor_map_type<typename KernelTraits<C>::T>(),
+            .element_bytes = 2,
+            .dims = {uint64_t(p.k), uint64_t(p.n), 1, 1},
+            .strides = {p.b_stride, 0, 0},
+            .box = {BLOCK_K, 0, 1, 1},
+            .swizzle_bytes = 128};
         for (uint32_t kind = 0; kind < 4; ++kind) {
             const uint32_t width = order.width_of(kind);
             if (width <= half || width > static_cast<uint32_t>(widest(C))) continue;
             spec.box[1] = width - half;
-            varied.maps[kind] = host::encode_tensor_map(spec);
+            balanced.maps[kind] = host::encode_tensor_map(spec);
         }
     }
-    return varied;
+    return balanced;
 }
 
-inline bool in_one_round(const Schedule&, const VariedOrder&) { return false; }
+inline bool is_one_wave(const Schedule&, const BalancedOrder&) { return false; }
 
 template <Config C>
-typename Types<C>::Globals make_globals(const Params& p) {
-    using K = Types<C>;
+typename KernelTraits<C>::Globals make_globals(const Params& p) {
+    using Traits = KernelTraits<C>;
     const auto matrix = [&]<class GL>(const void* data, bool transposed, int64_t rows, int64_t cols,
                                       int64_t stride, int64_t batch_stride) {
         if (transposed) std::swap(rows, cols);
@@ -445,55 +468,55 @@ typename Types<C>::Globals make_globals(const Params& p) {
                batch_stride % 2 == 0;
     };
     const bool pairs = in_pairs(p.out, 4, p.out_stride, p.out_batch_stride) && out_n % 2 == 0;
-    const bool aligned_pairs =
-        (!e.preactivation || in_pairs(e.preactivation, 2 * size, p.n, 0)) && out_n % 2 == 0;
-    // Where the consumers would take long, and rows are whole parts of 16 bytes.
-    const bool finished_apart = has_finishers(C) && p.out_dtype == C.dtype && tma_store &&
-                                out_n % 8 == 0 && ceil_div(p.k, BLOCK_K) > 3 * p.schedule.spacing &&
-                                p.schedule.spacing > 0 &&
-                                (e.residual != nullptr || e.preactivation != nullptr ||
-                                 e.activation > Activation::relu || e.gate != Gate::none);
-    // Bulk copies take whole parts of 16 bytes.
+    const bool aux_vec2_aligned = (!e.aux || in_pairs(e.aux, 2 * size, p.n, 0)) && out_n % 2 == 0;
+    // Epilogue warps, where the consumers would take long and rows are multiples of 16 bytes.
+    const bool by_epilogue_warps =
+        has_epilogue_warps(C) && p.out_dtype == C.dtype && tma_store && out_n % 8 == 0 &&
+        ceil_div(p.k, BLOCK_K) > 3 * p.schedule.store_interval && p.schedule.store_interval > 0 &&
+        (e.residual != nullptr || e.aux != nullptr || e.activation > Activation::relu ||
+         e.gate != Gate::none);
+    // Bulk copies take multiples of 16 bytes.
     const bool bulk_bias =
         e.bias != nullptr && out_n % 8 == 0 && reinterpret_cast<uintptr_t>(e.bias) % 16 == 0;
     // To TMA the output is a matrix of 16-bit words. Where TMA does not store, the map is a
     // stand-in that nobody uses.
     const int64_t words = size / 2;
-    const auto out = tma_store ? matrix.template operator()<decltype(K::Globals::out_map)>(
+    const auto out = tma_store ? matrix.template operator()<decltype(Traits::Globals::out_map)>(
                                      p.out, false, p.m, out_n * words, p.out_stride * words,
                                      p.out_batch_stride * words)
-                               : matrix.template operator()<decltype(K::Globals::out_map)>(
+                               : matrix.template operator()<decltype(Traits::Globals::out_map)>(
                                      p.a, false, 1, 64, 64, 0);
     const auto order = [&] {
-        if constexpr (C.varied) {
-            return make_varied_order(C, p.schedule, p.m, p.n);
-        } else if constexpr (K::two_widths) {
-            // Pieces of a narrow tile overlap: what they read must not be what they write.
-            const bool once = finished_apart ? e.residual != p.out
-                                             : e.gate == Gate::none && e.preactivation == nullptr;
-            const bool allowed = tma_store && p.out_dtype == C.dtype && once;
-            return make_uneven_order(C, p.schedule, p.m, p.n, p.batch, allowed,
-                                     e.gate == Gate::blocked);
+        if constexpr (C.balanced) {
+            return make_balanced_order(C, p.schedule, p.m, p.n);
+        } else if constexpr (Traits::two_widths) {
+            // Subtiles of a narrow tile overlap: what they read must not be what they write.
+            const bool no_alias =
+                by_epilogue_warps ? e.residual != p.out : e.gate == Gate::none && e.aux == nullptr;
+            const bool allowed = tma_store && p.out_dtype == C.dtype && no_alias;
+            return make_two_width_order(C, p.schedule, p.m, p.n, p.batch, allowed,
+                                        e.gate == Gate::blocked);
         } else {
             return make_order(C, p.schedule, p.m, p.n, p.batch);
         }
     }();
-    const bool one_round = in_one_round(p.schedule, order);
+    const bool one_wave = is_one_wave(p.schedule, order);
     return {
         .k_blocks = static_cast<int>(ceil_div(p.k, BLOCK_K)),
         .blocks = static_cast<uint32_t>(p.schedule.blocks),
         .a_batched = p.a_batch_stride != 0,
         .b_batched = p.b_batch_stride != 0,
-        .b_once = p.schedule.b_once,
-        .one_round = one_round,
-        .plain = is_plain(C, p),
+        .evict_first_b = p.schedule.evict_first_b,
+        .one_wave = one_wave,
+        .store_only = is_store_only(C, p),
         .tma_store = tma_store,
-        .pairs = pairs,
-        .aligned_pairs = aligned_pairs,
-        .packed = C.fused && !C.marked && p.out_dtype == DType::bf16 && e.gate == Gate::none &&
-                  e.residual == nullptr && !finished_apart,
-        .pace = pace_of<C>(e.gate != Gate::none, finished_apart ? p.schedule.spacing : 0,
-                           ceil_div(p.k, BLOCK_K), one_round, bulk_bias),
+        .vec2_aligned = pairs,
+        .aux_vec2_aligned = aux_vec2_aligned,
+        .packed = C.fused && !C.masked && p.out_dtype == DType::bf16 && e.gate == Gate::none &&
+                  e.residual == nullptr && !by_epilogue_warps,
+        .store_pipeline = store_pipeline_of<C>(e.gate != Gate::none,
+                                               by_epilogue_warps ? p.schedule.store_interval : 0,
+                                               ceil_div(p.k, BLOCK_K), one_wave, bulk_bias),
         .order = order,
         .epilogue = e,
         .m = static_cast<uint32_t>(p.m),
@@ -503,22 +526,22 @@ typename Types<C>::Globals make_globals(const Params& p) {
         .out = p.out,
         .out_stride = p.out_stride,
         .out_batch_stride = p.out_batch_stride,
-        .marks = p.marks,
-        .a = matrix.template operator()<decltype(K::Globals::a)>(p.a, C.a_m_major, p.m, p.k,
-                                                                 p.a_stride, p.a_batch_stride),
-        .b = matrix.template operator()<decltype(K::Globals::b)>(p.b, !C.b_n_major, p.k, p.n,
-                                                                 p.b_stride, p.b_batch_stride),
+        .mask = p.mask,
+        .a = matrix.template operator()<decltype(Traits::Globals::a)>(p.a, C.a_m_major, p.m, p.k,
+                                                                      p.a_stride, p.a_batch_stride),
+        .b = matrix.template operator()<decltype(Traits::Globals::b)>(p.b, !C.b_n_major, p.k, p.n,
+                                                                      p.b_stride, p.b_batch_stride),
         .out_map = out,
         .residual = residual_of<C>(p, out_n),
-        .kept = kept_of<C>(p, finished_apart && e.preactivation != nullptr),
-        .varied = varied_of<C>(p, order),
+        .aux = aux_of<C>(p, by_epilogue_warps && e.aux != nullptr),
+        .balanced = balanced_maps_of<C>(p, order),
     };
 }
 
-// The grid: where every block has one tile, the tiles themselves.
+// The grid: in a single wave, the tiles themselves.
 template <Config C>
-dim3 grid_of(const Params& p, bool one_round) {
-    if (!one_round) return dim3(p.schedule.blocks);
+dim3 grid_of(const Params& p, bool one_wave) {
+    if (!one_wave) return dim3(p.schedule.blocks);
     return dim3(static_cast<unsigned>(ceil_div(p.m, C.block_m)),
                 static_cast<unsigned>(ceil_div(p.n, C.block_n)), static_cast<unsigned>(p.batch));
 }
@@ -527,11 +550,11 @@ dim3 grid_of(const Params& p, bool one_round) {
 
 template <Config C>
 void launch(const Params& params, Stream stream) {
-    using K = sm90::Types<C>;
+    using Traits = sm90::KernelTraits<C>;
     const auto globals = sm90::make_globals<C>(params);
-    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::gemm_kernel<K>,
-                    sm90::grid_of<C>(params, globals.one_round), dim3(K::threads), dim3(1),
-                    sizeof(typename K::Shared), stream, globals);
+    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::persistent_gemm_kernel<Traits>,
+                    sm90::grid_of<C>(params, globals.one_wave), dim3(Traits::threads), dim3(1),
+                    sizeof(typename Traits::Shared), stream, globals);
 }
 
 }  // namespace thunderkittens::gemm

@@ -1,7 +1,7 @@
-// Where every block has one tile whose sums are only rounded, some configurations have a kernel of
-// their own beside the one for all cases: single_wave_sm90.cuh for tiles of 128 x 256,
-// single_wave_64x64_sm90.cuh for whole ones of 64 x 64. Which configurations, the kernels'
-// resources, and which calls they run.
+// Single-wave kernels: where every block has one tile whose sums are only rounded, some
+// configurations have a kernel of their own beside the persistent one: single_wave_sm90.cuh for
+// tiles of 128 x 256, single_wave_64x64_sm90.cuh for whole tiles of 64 x 64. Here is which
+// configurations have one, its resources, and which calls run it.
 #pragma once
 
 #include "csrc/gemm/dense/gemm.h"
@@ -9,32 +9,34 @@
 
 namespace thunderkittens::gemm {
 
-enum class OneTile { no, once, single };
+enum class SingleWave { none, tile_128x256, tile_64x64 };
 
-constexpr bool has_once(const Config& c) {
-    const bool plain = !c.streamed && !c.fused && !c.marked && !c.varied;
+constexpr bool has_single_wave(const Config& c) {
+    const bool plain = !c.swap_ab && !c.fused && !c.masked && !c.balanced;
     return plain && c.block_m == 128 && c.block_n == 256;
 }
-constexpr bool has_single(const Config& c) { return !c.streamed && c.block_n == 64; }
+constexpr bool has_single_wave_64x64(const Config& c) { return !c.swap_ab && c.block_n == 64; }
 
-// A warp loads.
-constexpr int one_tile_threads(const Config& c) { return c.consumers * 128 + 32; }
-// Of the single kernel: the warps of one warpgroup have a staging buffer each.
-constexpr int single_shared_bytes(const Config& c) {
+// The producer is a single warp.
+constexpr int single_wave_threads(const Config& c) { return c.consumers * 128 + 32; }
+// The 64 x 64 kernel: each warp of its one consumer has a staging buffer.
+constexpr int single_wave_64x64_shared_bytes(const Config& c) {
     const int bytes =
         c.stages * (c.block_m + c.block_n) * BLOCK_K * 2 + 4 * 16 * 128 + c.stages * 16;
     return (bytes + 127) / 128 * 128;
 }
 
-// Where the last of several tiles begins: where it is whole. TMA reads rows that are adjacent in
-// memory from multiples of 16 bytes on, so there some may be outside.
+// The first row of the last row of tiles, which overlaps the one before so that it is whole. TMA
+// reads rows that are adjacent in memory from multiples of 16 bytes on, so there some rows may be
+// outside.
 TK_HOST_DEVICE constexpr uint32_t last_row(uint32_t m, uint32_t height, bool m_major) {
     const uint32_t first = m > height ? m - height : 0;
     return m_major ? (first + 7) / 8 * 8 : first;
 }
 
-// Whether TMA can store rows of the output: they lie at multiples of 16 bytes, and are such. It
-// clips columns in steps of 16 bytes, and what is behind the rows of a given output is not ours.
+// Whether TMA can store the output: its rows begin at multiples of 16 bytes and have such a length.
+// TMA clips columns in steps of 16 bytes, and what lies behind the rows of a given output must not
+// be written.
 inline bool tma_stores(const Params& p) {
     const int64_t size = size_in_bytes(p.out_dtype);
     const int64_t columns = p.epilogue.gate == Gate::none ? p.n : p.n / 2;
@@ -43,33 +45,34 @@ inline bool tma_stores(const Params& p) {
            columns * size / 2 <= INT32_MAX;
 }
 
-// Whether sums are only rounded to the operands' type, and TMA stores them, at the latest in the
-// shadow of a next tile: a piece of 64 columns in each step.
-inline bool is_plain(const Config& c, const Params& p) {
+// Whether sums are only rounded to the operands' type and stored by TMA, with enough steps of k for
+// a deferred store: one for each subtile of 64 columns.
+inline bool is_store_only(const Config& c, const Params& p) {
     return tma_stores(p) && p.out_dtype == c.dtype && p.epilogue.alpha == 1.f &&
            p.epilogue.bias == nullptr && (p.k + BLOCK_K - 1) / BLOCK_K >= (c.block_n + 63) / 64;
 }
 
-// Whether each block has one tile, in the order of the grid: tiles of a row are a band.
-inline bool in_one_round(const Schedule& schedule, const TileOrder& order) {
+// Whether each block has one tile, in the order of the grid: tiles of a row are one raster group.
+inline bool is_one_wave(const Schedule& schedule, const TileOrder& order) {
     return uint32_t(schedule.blocks) == order.total && !order.along_m &&
-           order.band_tiles.value == order.matrix_tiles.value;
+           order.group_tiles.value == order.matrix_tiles.value;
 }
-inline bool in_one_round(const Schedule& schedule, const UnevenOrder& order) {
-    return order.total == order.fewer.total && in_one_round(schedule, order.fewer);
+inline bool is_one_wave(const Schedule& schedule, const TwoWidthOrder& order) {
+    return order.total == order.base.total && is_one_wave(schedule, order.base);
 }
 
-// The kernel that a configuration's launcher takes.
-inline OneTile one_tile(const Config& c, const Params& p) {
-    if ((!has_once(c) && !has_single(c)) || !is_plain(c, p)) return OneTile::no;
-    const bool one_round =
+// The single-wave kernel that a configuration's launcher runs, if any.
+inline SingleWave single_wave(const Config& c, const Params& p) {
+    if ((!has_single_wave(c) && !has_single_wave_64x64(c)) || !is_store_only(c, p))
+        return SingleWave::none;
+    const bool one_wave =
         has_two_widths(c)
-            ? in_one_round(p.schedule, make_uneven_order(c, p.schedule, p.m, p.n, p.batch, true))
-            : in_one_round(p.schedule, make_order(c, p.schedule, p.m, p.n, p.batch));
-    if (!one_round) return OneTile::no;
-    if (has_once(c)) return OneTile::once;
+            ? is_one_wave(p.schedule, make_two_width_order(c, p.schedule, p.m, p.n, p.batch, true))
+            : is_one_wave(p.schedule, make_order(c, p.schedule, p.m, p.n, p.batch));
+    if (!one_wave) return SingleWave::none;
+    if (has_single_wave(c)) return SingleWave::tile_128x256;
     const bool whole_rows = p.m >= c.block_m && (!c.a_m_major || p.m % 8 == 0);
-    return whole_rows && p.n % c.block_n == 0 ? OneTile::single : OneTile::no;
+    return whole_rows && p.n % c.block_n == 0 ? SingleWave::tile_64x64 : SingleWave::none;
 }
 
 }  // namespace thunderkittens::gemm

@@ -1,10 +1,11 @@
-// Matrix product on Hopper for the smallest problems: every block has one whole tile, and its sums
-// are only rounded before TMA-aligned rows of them are stored.
+// Single-wave matrix product on Hopper for the smallest problems: every block has one whole tile of
+// 64 x 64, whose sums are only rounded and stored in rows that are aligned to 16 bytes. Roles: one
+// warp loads, one warpgroup multiplies and stores.
 //
-// Such a kernel runs for some 3 us, and what it has to wait for first is itself: its instructions
-// and its parameters lie in memory. So this one is the kernel of one_consumer_sm90.cuh without all
-// that is not needed then: tiles are not counted, nothing is clipped, sums have no other way out.
-// The warp that loads initialises the semaphores of the first loads alone, issues these, and then
+// Such a kernel runs for some 3 us, and what it waits for first is its own instructions and
+// parameters, which lie in memory. So it is the kernel of one_consumer_sm90.cuh without everything
+// that is not needed: tiles are not counted, nothing is clipped, and there is one way to store. The
+// warp that loads initialises the semaphores of the first loads alone, issues these loads, and then
 // initialises the others.
 #pragma once
 
@@ -13,47 +14,51 @@
 namespace thunderkittens::gemm {
 namespace sm90 {
 
-// Values of 16 bits in a word of the output.
-constexpr int WIDE = 8;
+// The elements of a vector of 16 bytes.
+constexpr int VEC_ELEMENTS = 8;
 
 template <Config C>
-struct SingleTypes : Types<C> {
-    using K = Types<C>;
-    static_assert(has_single(C) && C.consumers == 1 && !C.fused && !C.marked);
-    static_assert(C.block_n == K::out_tile::cols);
-    static constexpr int threads = one_tile_threads(C);
+struct SingleWaveTraits : KernelTraits<C> {
+    using Traits = KernelTraits<C>;
+    static_assert(has_single_wave_64x64(C) && C.consumers == 1 && !C.fused && !C.masked);
+    static_assert(C.block_n == Traits::out_tile::cols);
+    static constexpr int threads = single_wave_threads(C);
 
     struct Shared {
-        typename K::Stage stages[C.stages];
-        typename K::out_tile out[WARPGROUP_WARPS];
+        typename Traits::Stage stages[C.stages];
+        typename Traits::out_tile out[WARPGROUP_WARPS];
         semaphore full[C.stages], empty[C.stages];
     };
-    static_assert(sizeof(Shared) == single_shared_bytes(C), "single_wave.h knows another size");
+    static_assert(sizeof(Shared) == single_wave_64x64_shared_bytes(C),
+                  "single_wave.h knows another size");
 
     struct Globals {
         int k_blocks;
         uint32_t last_row;  // where the last row of tiles begins
-        bool a_batched, b_batched, b_once;
-        // In words of 16 bytes: through a pointer to values the compiler stores four times 4 bytes.
+        bool a_batched, b_batched, evict_first_b;
+        // In vectors of 16 bytes: through a pointer to elements the compiler would store four times
+        // 4 bytes.
         uint4* out;
         int64_t out_stride, out_batch_stride;
-        decltype(K::Globals::a) a;
-        decltype(K::Globals::b) b;
+        decltype(Traits::Globals::a) a;
+        decltype(Traits::Globals::b) b;
     };
     static __device__ __forceinline__ uint32_t column(const Globals&, uint32_t col, int offset) {
         return col + offset;
     }
 };
 
-template <class S>
-__device__ __forceinline__ void load_single(const typename S::Globals& g,
-                                            typename S::Shared& shared, bool loads) {
-    constexpr Config C = S::config;
+template <class Traits>
+__device__ __forceinline__ void produce_single_wave_64x64(const typename Traits::Globals& g,
+                                                          typename Traits::Shared& shared,
+                                                          bool loads) {
+    constexpr Config C = Traits::config;
     const int m = static_cast<int>(min(blockIdx.x * C.block_m, g.last_row));
     const uint32_t n = blockIdx.y * C.block_n;
     const auto load = [&](int stage, int step) {
         tma::expect(shared.full[stage], shared.stages[stage]);
-        load_step<S>(g, shared.stages[stage], shared.full[stage], blockIdx.z, m, n, step * BLOCK_K);
+        load_step<Traits>(g, shared.stages[stage], shared.full[stage], blockIdx.z, m, n,
+                          step * BLOCK_K);
     };
     int step = 0;
     if (loads) {
@@ -68,7 +73,7 @@ __device__ __forceinline__ void load_single(const typename S::Globals& g,
         for (semaphore& empty : shared.empty) init_semaphore(empty, 1);
     }
     arch::sync_warp();
-    arch::named_barrier_arrive(READY, S::threads);
+    arch::named_barrier_arrive(READY, Traits::threads);
     arch::launch_dependents();
     if (!loads) return;
     Ring<C.stages> ring;
@@ -78,10 +83,10 @@ __device__ __forceinline__ void load_single(const typename S::Globals& g,
     }
 }
 
-template <class S>
-__device__ __forceinline__ void consume_single(const typename S::Globals& g,
-                                               typename S::Shared& shared) {
-    constexpr Config C = S::config;
+template <class Traits>
+__device__ __forceinline__ void consume_single_wave_64x64(const typename Traits::Globals& g,
+                                                          typename Traits::Shared& shared) {
+    constexpr Config C = Traits::config;
     const auto release = [&](int stage) { release_stage(shared.empty[stage]); };
     Ring<C.stages> ring;
     rt_fl<16, C.block_n> d;
@@ -97,11 +102,11 @@ __device__ __forceinline__ void consume_single(const typename S::Globals& g,
     warpgroup::mma_async_wait(d);
 
     rt_bf<16, C.block_n> values;
-    round_to<typename S::T>(values, d);
+    round_to<typename Traits::T>(values, d);
     auto& buffer = shared.out[kittens::warpid()];
     kittens::warp::store(buffer, values);
     arch::sync_warp();
-    constexpr int lanes = C.block_n / WIDE, rows = WARP_THREADS / lanes;
+    constexpr int lanes = C.block_n / VEC_ELEMENTS, rows = WARP_THREADS / lanes;
     const int row = laneid() / lanes, part = laneid() % lanes;
     uint4* to = g.out + (blockIdx.z * g.out_batch_stride +
                          (min(blockIdx.x * C.block_m, g.last_row) + kittens::warpid() * 16 + row) *
@@ -109,50 +114,51 @@ __device__ __forceinline__ void consume_single(const typename S::Globals& g,
                          blockIdx.y * lanes + part);
 #pragma unroll
     for (int first = 0; first < 16; first += rows) {
-        arch::store_global(to,
-                           arch::load_shared<uint4>(buffer.address_of(first + row, part * WIDE)));
+        arch::store_global(
+            to, arch::load_shared<uint4>(buffer.address_of(first + row, part * VEC_ELEMENTS)));
         to += rows * g.out_stride;
     }
 }
 
-template <class S>
-__global__ __launch_bounds__(S::threads, 1) void single_gemm_kernel(const __grid_constant__
-                                                                    typename S::Globals g) {
+template <class Traits>
+__global__ __launch_bounds__(Traits::threads,
+                             1) void single_wave_64x64_kernel(const __grid_constant__
+                                                              typename Traits::Globals g) {
     shared_allocator allocator(shared_memory());
-    auto& shared = allocator.template allocate<typename S::Shared>();
+    auto& shared = allocator.template allocate<typename Traits::Shared>();
     if (threadIdx.x >= WARPGROUP_THREADS) {
         const bool loads = arch::elect_one();
         if (loads) {
-            tma::prefetch_map<typename S::a_part>(g.a);
-            tma::prefetch_map<typename S::b_part>(g.b);
+            tma::prefetch_map<typename Traits::a_part>(g.a);
+            tma::prefetch_map<typename Traits::b_part>(g.b);
         }
-        load_single<S>(g, shared, loads);
+        produce_single_wave_64x64<Traits>(g, shared, loads);
     } else {
-        arch::named_barrier_sync(READY, S::threads);
+        arch::named_barrier_sync(READY, Traits::threads);
         arch::wait_for_dependencies();
-        consume_single<S>(g, shared);
+        consume_single_wave_64x64<Traits>(g, shared);
     }
 }
 
 }  // namespace sm90
 
 template <Config C>
-void launch_single(const Params& params, Stream stream) {
-    using S = sm90::SingleTypes<C>;
+void launch_single_wave_64x64(const Params& params, Stream stream) {
+    using Traits = sm90::SingleWaveTraits<C>;
     const auto g = sm90::make_globals<C>(params);
     kittens::launch(
-        kittens::LaunchOptions{.dependent = true}, sm90::single_gemm_kernel<S>,
-        sm90::grid_of<C>(params, true), dim3(S::threads), dim3(1), sizeof(typename S::Shared),
-        stream,
-        typename S::Globals{
+        kittens::LaunchOptions{.dependent = true}, sm90::single_wave_64x64_kernel<Traits>,
+        sm90::grid_of<C>(params, true), dim3(Traits::threads), dim3(1),
+        sizeof(typename Traits::Shared), stream,
+        typename Traits::Globals{
             .k_blocks = g.k_blocks,
             .last_row = last_row(static_cast<uint32_t>(params.m), C.block_m, C.a_m_major),
             .a_batched = g.a_batched,
             .b_batched = g.b_batched,
-            .b_once = g.b_once,
+            .evict_first_b = g.evict_first_b,
             .out = static_cast<uint4*>(g.out),
-            .out_stride = g.out_stride / sm90::WIDE,
-            .out_batch_stride = g.out_batch_stride / sm90::WIDE,
+            .out_stride = g.out_stride / sm90::VEC_ELEMENTS,
+            .out_batch_stride = g.out_batch_stride / sm90::VEC_ELEMENTS,
             .a = g.a,
             .b = g.b,
         });

@@ -1,11 +1,12 @@
-// Matrix product on Hopper where every block has one tile, and its sums are only rounded: the
-// kernel of persistent_sm90.cuh for tiles of 128 rows, without what a second tile would need.
+// Single-wave matrix product on Hopper: every block has one tile of 128 x 256, whose sums are only
+// rounded. It is the kernel of persistent_sm90.cuh without what a second tile would need. Roles:
+// one warp loads, two warpgroups multiply and store.
 //
-// What such a kernel can save is its start. With three warps less, no exchange of registers and a
-// fifth of the code the first load is issued earlier. The consumers, who have nothing to do yet,
-// ask for the lines of the first step before that, each block for its share of what a row or a
-// column of blocks reads. Until that step is there only the next one is loaded: what lies farther
-// ahead would delay it.
+// What such a kernel saves is time at its start. With three warps less, no exchange of registers
+// and a fifth of the code, the first load is issued earlier. Before that the consumers, who have
+// nothing to do yet, prefetch the lines of the first step into L2, each block its share of what a
+// row or a column of blocks reads. Until that step is there only the next one is loaded: loads
+// farther ahead would delay it.
 #pragma once
 
 #include "csrc/gemm/dense/persistent_sm90.cuh"
@@ -13,7 +14,8 @@
 namespace thunderkittens::gemm {
 namespace sm90 {
 
-// Of an operand: where its rows lie in memory, and how many lines a block asks for.
+// An operand as the prefetch sees it: where its rows lie in memory, and how many lines a block
+// prefetches.
 struct Lines {
     const void* data;
     int64_t stride, batch_stride;  // in bytes
@@ -22,17 +24,18 @@ struct Lines {
 };
 
 template <Config C>
-struct OnceGlobals {
+struct SingleWaveGlobals {
     Lines a, b;
     uint32_t last_row;  // where the last row of tiles begins
-    typename Types<C>::Globals product;
+    typename KernelTraits<C>::Globals product;
 };
 
-template <class K>
-constexpr int ONCE_THREADS = one_tile_threads(K::config);
+template <class Traits>
+constexpr int SINGLE_WAVE_THREADS = single_wave_threads(Traits::config);
 
-// Brings a part of a tile's first step into L2, by a warpgroup. The tile is of `width` rows or
-// columns, from `first` on. The kernel before may still be writing them: it does so in L2.
+// Prefetches a share of a tile's first step into L2; called by a warpgroup. The tile has `width`
+// rows or columns, from `first` on. The kernel before may still be writing them, which it does in
+// L2 as well.
 constexpr int LINE = 128;
 template <int width, bool along_k>
 __device__ __forceinline__ void prefetch_lines(const Lines& lines, uint32_t batch, uint32_t first,
@@ -51,8 +54,9 @@ __device__ __forceinline__ void prefetch_lines(const Lines& lines, uint32_t batc
 }
 
 template <Config C>
-__device__ __forceinline__ void produce_once(const typename Types<C>::Globals& g,
-                                             typename Types<C>::Shared& shared, uint32_t m) {
+__device__ __forceinline__ void produce_single_wave(const typename KernelTraits<C>::Globals& g,
+                                                    typename KernelTraits<C>::Shared& shared,
+                                                    uint32_t m) {
     static_assert(C.stages >= 3);
     Ring<C.stages> ring;
     for (int step = 0; step < g.k_blocks; ++step, ring.advance()) {
@@ -61,32 +65,33 @@ __device__ __forceinline__ void produce_once(const typename Types<C>::Globals& g
         wait(shared.empty[ring.stage], ring.phase ^ 1);
         if (step == 2) wait(shared.full[0], 0);
         tma::expect(full, stage);
-        load_step<Types<C>>(g, stage, full, blockIdx.z, static_cast<int>(m), blockIdx.y * C.block_n,
-                            step * BLOCK_K);
+        load_step<KernelTraits<C>>(g, stage, full, blockIdx.z, static_cast<int>(m),
+                                   blockIdx.y * C.block_n, step * BLOCK_K);
     }
 }
 
 template <Config C>
-__device__ __forceinline__ void consume_once(const typename Types<C>::Globals& g,
-                                             typename Types<C>::Shared& shared, uint32_t m) {
-    using K = Types<C>;
+__device__ __forceinline__ void consume_single_wave(const typename KernelTraits<C>::Globals& g,
+                                                    typename KernelTraits<C>::Shared& shared,
+                                                    uint32_t m) {
+    using Traits = KernelTraits<C>;
     const int consumer = warpgroup::groupid();
     const auto release = [&](int stage) { release_stage(shared.empty[stage]); };
-    constexpr int FIRST_DONE = READY + 1 + C.consumers;  // named barrier
+    constexpr int TAIL = READY + 1 + C.consumers;  // named barrier
     Ring<C.stages> ring;
     rt_fl<16, C.block_n> d;
-    // One consumer ends after the other, see persistent_sm90.cuh.
-    const int hold = consumer > 0 ? max(0, g.k_blocks - (C.stages - 1)) : -1;
+    // Staggered tail, see persistent_sm90.cuh.
+    const int tail_begin = consumer > 0 ? max(0, g.k_blocks - (C.stages - 1)) : -1;
     int previous = 0;
     for (int k = 0; k < g.k_blocks; ++k, ring.advance()) {
-        if (k == hold) arch::named_barrier_sync(FIRST_DONE, C.consumers * WARPGROUP_THREADS);
+        if (k == tail_begin) arch::named_barrier_sync(TAIL, C.consumers * WARPGROUP_THREADS);
         auto& stage = shared.stages[ring.stage];
         wait(shared.full[ring.stage], ring.phase);
         if constexpr (C.a_m_major) {
-            auto rows = stage.a.template subtile<BLOCK_K, K::consumer_rows>({0, consumer});
+            auto rows = stage.a.template subtile<BLOCK_K, Traits::consumer_rows>({0, consumer});
             warpgroup::product<true, !C.b_n_major>(d, rows, stage.b, k > 0);
         } else {
-            auto rows = stage.a.template subtile<K::consumer_rows, BLOCK_K>({consumer, 0});
+            auto rows = stage.a.template subtile<Traits::consumer_rows, BLOCK_K>({consumer, 0});
             warpgroup::product<false, !C.b_n_major>(d, rows, stage.b, k > 0);
         }
         warpgroup::mma_async_wait<1>();
@@ -94,27 +99,28 @@ __device__ __forceinline__ void consume_once(const typename Types<C>::Globals& g
         previous = ring.stage;
     }
     if (consumer == 0) {
-        arch::named_barrier_arrive(FIRST_DONE, C.consumers * WARPGROUP_THREADS);
+        arch::named_barrier_arrive(TAIL, C.consumers * WARPGROUP_THREADS);
     }
     warpgroup::mma_async_wait(d);
-    // A warp's part of a stage holds rows of others where those are adjacent.
+    // Where a's rows are adjacent in memory, a warp's share of a stage holds rows of other warps.
     if constexpr (C.a_m_major) warpgroup::sync(READY + 1 + consumer);
-    const uint32_t row = m + consumer * K::consumer_rows + warpgroup::warpid() * 16;
-    Finished<C>::template send_last<typename K::T>(g, shared, d,
-                                                   {blockIdx.z, row, blockIdx.y * C.block_n});
+    const uint32_t row = m + consumer * Traits::consumer_rows + warpgroup::warpid() * 16;
+    DeferredStore<C>::template send_last<typename Traits::T>(
+        g, shared, d, {blockIdx.z, row, blockIdx.y * C.block_n});
     if (laneid() == 0) tma::store_async_read_wait();
 }
 
-template <class K>
-__global__ __launch_bounds__(ONCE_THREADS<K>,
-                             1) void once_kernel(const __grid_constant__ OnceGlobals<K::config> g) {
-    constexpr Config C = K::config;
+template <class Traits>
+__global__ __launch_bounds__(SINGLE_WAVE_THREADS<Traits>, 1) void single_wave_kernel(
+    const __grid_constant__ SingleWaveGlobals<Traits::config> g) {
+    constexpr Config C = Traits::config;
     shared_allocator allocator(shared_memory());
-    auto& shared = allocator.template allocate<typename K::Shared>();
+    auto& shared = allocator.template allocate<typename Traits::Shared>();
     const uint32_t m = min(blockIdx.x * C.block_m, g.last_row);
 
     if (kittens::warpid() == C.consumers * WARPGROUP_WARPS) {
-        if (start_loading<K>(shared, ONCE_THREADS<K>)) produce_once<C>(g.product, shared, m);
+        if (start_loading<Traits>(shared, SINGLE_WAVE_THREADS<Traits>))
+            produce_single_wave<C>(g.product, shared, m);
         return;
     }
     if (warpgroup::groupid() == 0) {
@@ -124,38 +130,38 @@ __global__ __launch_bounds__(ONCE_THREADS<K>,
         prefetch_lines<C.block_n, !C.b_n_major>(g.b, g.product.b_batched ? blockIdx.z : 0,
                                                 blockIdx.y * C.block_n, blockIdx.x);
     }
-    arch::named_barrier_sync(READY, ONCE_THREADS<K>);
+    arch::named_barrier_sync(READY, SINGLE_WAVE_THREADS<Traits>);
     arch::wait_for_dependencies();
-    consume_once<C>(g.product, shared, m);
+    consume_single_wave<C>(g.product, shared, m);
 }
 
-// `sharers`: blocks that read the same tile of the operand.
+// `readers`: the blocks that read the same tile of the operand.
 inline Lines lines_of(const void* data, bool along_k, int64_t outer, int64_t k, int64_t stride,
-                      int64_t batch_stride, int width, int64_t sharers) {
+                      int64_t batch_stride, int width, int64_t readers) {
     return {data,
             stride * 2,
             batch_stride * 2,
             static_cast<uint32_t>(along_k ? outer : k),
             static_cast<uint32_t>((along_k ? k : outer) * 2),
-            static_cast<uint32_t>(ceil_div(width * BLOCK_K * 2 / LINE, sharers))};
+            static_cast<uint32_t>(ceil_div(width * BLOCK_K * 2 / LINE, readers))};
 }
 
 }  // namespace sm90
 
 template <Config C>
-void launch_once(const Params& p, Stream stream) {
-    using K = sm90::Types<C>;
-    static_assert(has_once(C) && C.consumers == 2);
-    const sm90::OnceGlobals<C> g{
+void launch_single_wave(const Params& p, Stream stream) {
+    using Traits = sm90::KernelTraits<C>;
+    static_assert(has_single_wave(C) && C.consumers == 2);
+    const sm90::SingleWaveGlobals<C> g{
         .a = sm90::lines_of(p.a, !C.a_m_major, p.m, p.k, p.a_stride, p.a_batch_stride, C.block_m,
                             sm90::ceil_div(p.n, C.block_n)),
         .b = sm90::lines_of(p.b, !C.b_n_major, p.n, p.k, p.b_stride, p.b_batch_stride, C.block_n,
                             sm90::ceil_div(p.m, C.block_m)),
         .last_row = last_row(static_cast<uint32_t>(p.m), C.block_m, C.a_m_major),
         .product = sm90::make_globals<C>(p)};
-    const dim3 grid = sm90::grid_of<C>(p, g.product.one_round);
-    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::once_kernel<K>, grid,
-                    dim3(sm90::ONCE_THREADS<K>), dim3(1), sizeof(typename K::Shared), stream, g);
+    const dim3 grid = sm90::grid_of<C>(p, g.product.one_wave);
+    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::single_wave_kernel<Traits>, grid,
+                    dim3(sm90::SINGLE_WAVE_THREADS<Traits>), dim3(1), sizeof(typename Traits::Shared), stream, g);
 }
 
 }  // namespace thunderkittens::gemm

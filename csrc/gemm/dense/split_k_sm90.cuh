@@ -1,9 +1,10 @@
-// Matrix product on Hopper for few tiles and a long k: blocks divide the k of a tile and exchange
-// sums through memory.
+// Split-K and stream-K matrix product on Hopper, for few tiles of 128 x 128 or 128 x 192 and a long
+// k: blocks share the k of a tile and exchange partial sums through a workspace. Roles: one warp
+// loads, two warpgroups multiply, reduce and store.
 //
-// All blocks are at work at a time: there are no more of them than SMs, and the launch is
-// cooperative, or does not take place. Each multiplies its parts of k, as single_wave_sm90.cuh
-// does; which ones is in a table (common/stream_k.h). What becomes of the sums is in
+// All blocks run at the same time: there are no more of them than SMs, and the launch is
+// cooperative, or does not take place. Each multiplies its ranges of k as single_wave_sm90.cuh
+// does, in the order of a schedule that the host makes (common/stream_k.h). The reduction is in
 // common/reduce_workspace_sm90.cuh.
 #pragma once
 
@@ -16,50 +17,53 @@
 namespace thunderkittens::gemm {
 namespace sm90 {
 
-// One kernel has both widths of tiles and both orders of b: only the products differ.
+// One kernel has both widths of tiles and both orders of b, because only the products differ.
 template <DType dtype>
-struct DividedTypes {
+struct SplitKTraits {
     using T = std::conditional_t<dtype == DType::bf16, bf16, half>;
-    // Of the configurations the one with most stages, for what initialises their semaphores.
-    static constexpr Config config = make_config(DIVIDED_SHAPES[0], dtype, false, false);
+    // The configuration with most stages, for the initialisation of their semaphores.
+    static constexpr Config config = make_config(SPLIT_K_SHAPES[0], dtype, false, false);
     static constexpr int height = config.block_m, consumers = config.consumers;
-    static constexpr int threads = one_tile_threads(config), handed = 0;
-    static constexpr int most_columns = DIVIDED_SHAPES[1].block_n;
-    // A stage is a row of parts: the rows of a of either consumer, and columns of b.
-    using part = st<T, 64, 64>;
-    static constexpr int part_bytes = sizeof(part);
+    static constexpr int threads = single_wave_threads(config), epilogue_buffers = 0;
+    static constexpr int max_n = SPLIT_K_SHAPES[1].block_n;
+    // A stage is a sequence of tiles of 64 x 64: the rows of a of either consumer, then columns of
+    // b.
+    using tile64 = st<T, 64, 64>;
+    static constexpr int tile64_bytes = sizeof(tile64);
     template <int width, bool b_n_major>
     using b_tile = std::conditional_t<b_n_major, st<T, BLOCK_K, width>, st<T, width, BLOCK_K>>;
-    // A consumer keeps its own sums where its rows of a were, a stage after the other.
-    static constexpr int unit = DIVIDED_UNIT;
+    // A consumer keeps its own sums where its rows of a were, one stage after the other.
+    static constexpr int unit = SPLIT_K_UNIT;
     static constexpr uint32_t unit_bytes = 64 * unit * 4;
-    static constexpr uint32_t units_per_part = part_bytes / unit_bytes;
-    static_assert(units_per_part * DIVIDED_SHAPES[1].stages * 2 >= most_columns / DIVIDED_UNIT);
-    // An owner takes sums of both consumers, as many units in a stage as any has room for.
-    static constexpr int units_at_once = 4, taken_bytes = units_at_once * 2 * unit_bytes;
-    static_assert(taken_bytes <= (2 + DIVIDED_SHAPES[0].block_n / 64) * part_bytes);
+    static constexpr uint32_t units_per_tile64 = tile64_bytes / unit_bytes;
+    static_assert(units_per_tile64 * SPLIT_K_SHAPES[1].stages * 2 >= max_n / SPLIT_K_UNIT);
+    // The finishing peer receives the partial sums of both consumers, as many units in a stage as
+    // every stage has room for.
+    static constexpr int units_at_a_time = 4, received_bytes = units_at_a_time * 2 * unit_bytes;
+    static_assert(received_bytes <= (2 + SPLIT_K_SHAPES[0].block_n / 64) * tile64_bytes);
 
     struct Shared {
-        part parts[DIVIDED_PARTS];
+        tile64 tiles64[SPLIT_K_RING_TILES];
         semaphore full[config.stages], empty[config.stages];
     };
     static_assert(sizeof(Shared) <= MAX_SHARED_MEMORY, "too many stages");
-    static_assert((sizeof(Shared) + 127) / 128 * 128 == DIVIDED_SHARED_BYTES,
+    static_assert((sizeof(Shared) + 127) / 128 * 128 == SPLIT_K_SHARED_BYTES,
                   "dense/split_k.h knows another size");
 
     struct Globals {
-        uint32_t last_row;               // where the last row of tiles begins
-        int width, stages;               // of tiles
-        bool b_n_major, b_once, owners;  // owners: see has_owners()
+        uint32_t last_row;                        // where the last row of tiles begins
+        int width, stages;                        // of tiles
+        bool b_n_major, evict_first_b, stream_k;  // see is_stream_k()
         uint32_t tiles;
         Divisor rows;  // of tiles
-        Segments segments;
-        // That a block finishes where none owns its tile; the first `units_more` have one more.
+        StreamKSegments segments;
+        // Split-K: the units of columns that a block finishes; the first `units_more` blocks have
+        // one more.
         uint32_t units_each, units_more;
         CUtensorMap a, b;
-        float4* parts;    // sums of tiles for other blocks
-        uint64_t* marks;  // for each consumer, of every block one for each other, or of every part
-        uint64_t mark;
+        float4* partials;  // the workspace
+        uint64_t* flags;   // of each consumer: a block's for each peer, or a partial sum's
+        uint64_t epoch;
         uint32_t* out;  // in words of two values
         int64_t out_stride;
         const void* bias;
@@ -68,85 +72,90 @@ struct DividedTypes {
     };
 };
 
-// Brings sums that others give into the ring.
-template <class D>
-__device__ __forceinline__ void load_part(const typename D::Globals& g, typename D::Shared& shared,
-                                          uint32_t part, int& slot, int& phase) {
-    constexpr int consumers = D::config.consumers;
+// The fix-up's loads: brings a partial sum of a helping peer into the ring.
+template <class Traits>
+__device__ __forceinline__ void load_partial(const typename Traits::Globals& g,
+                                             typename Traits::Shared& shared, uint32_t partial,
+                                             int& slot, int& phase) {
+    constexpr int consumers = Traits::config.consumers;
     for (int i = 0; i < consumers; ++i) {
-        uint64_t* mark = g.marks + (part * consumers + i);
-        while (arch::load_acquire_global(mark) != g.mark) {
+        uint64_t* flag = g.flags + (partial * consumers + i);
+        while (arch::load_acquire_global(flag) != g.epoch) {
         }
-        arch::store_global(mark, uint64_t{0});
+        arch::store_global(flag, uint64_t{0});
     }
     arch::fence_async_global();
-    const int in_stage = (2 + g.width / 64) * D::part_bytes;
-    const char* from = reinterpret_cast<const char*>(divided_part<D>(g, part));
-    for (int i = 0; i < g.width; i += D::units_at_once * DIVIDED_UNIT, from += D::taken_bytes) {
+    const int in_stage = (2 + g.width / 64) * Traits::tile64_bytes;
+    const char* from = reinterpret_cast<const char*>(partial_at<Traits>(g, partial));
+    for (int i = 0; i < g.width;
+         i += Traits::units_at_a_time * SPLIT_K_UNIT, from += Traits::received_bytes) {
         wait(shared.empty[slot], phase);
-        tma::expect_bytes(shared.full[slot], D::taken_bytes);
-        arch::bulk_load(shared.parts[0].address() + slot * in_stage, from, D::taken_bytes,
+        tma::expect_bytes(shared.full[slot], Traits::received_bytes);
+        arch::bulk_load(shared.tiles64[0].address() + slot * in_stage, from, Traits::received_bytes,
                         shared.full[slot].address());
         if (++slot == g.stages) slot = 0, phase ^= 1;
     }
 }
 
-template <class D>
-__device__ __forceinline__ void produce_divided(const typename D::Globals& g,
-                                                typename D::Shared& shared) {
+template <class Traits>
+__device__ __forceinline__ void produce_split_k(const typename Traits::Globals& g,
+                                                typename Traits::Shared& shared) {
     const int in_stage = 2 + g.width / 64;
     int slot = 0, phase = 1;
     const uint32_t end = g.segments.begin[blockIdx.z + 1];
 #pragma unroll 1
     for (uint32_t i = g.segments.begin[blockIdx.z]; i < end; ++i) {
-        const DividedPlace<D> at(g, g.segments.list[i]);
+        const SegmentPosition<Traits> at(g, g.segments.list[i]);
         if (at.tile >= g.tiles) continue;  // not all groups have as many
         const int m = static_cast<int>(at.m(g)), n = static_cast<int>(at.n(g));
         for (int step = 0; step < at.segment.steps; ++step) {
             semaphore& full = shared.full[slot];
             const int k = (at.segment.first_step + step) * BLOCK_K;
-            const uint32_t a = shared.parts[0].address() + slot * in_stage * D::part_bytes;
-            const uint32_t b = a + 2 * D::part_bytes;
+            const uint32_t a = shared.tiles64[0].address() + slot * in_stage * Traits::tile64_bytes;
+            const uint32_t b = a + 2 * Traits::tile64_bytes;
             wait(shared.empty[slot], phase);
-            tma::expect_bytes(full, in_stage * D::part_bytes);
+            tma::expect_bytes(full, in_stage * Traits::tile64_bytes);
             arch::tma_load<tma::CachePolicy::normal>(a, &g.a, arch::TmaCoordinates{k, m, 0, 0},
                                                      full.address());
-            // Rows of b along n come in stripes, along k at once.
+            // b's rows come in stripes of 64 columns where they lie along n, at once where they lie
+            // along k.
             const int loads = g.b_n_major ? g.width / 64 : 1;
 #pragma unroll 1
             for (int i = 0; i < loads; ++i) {
-                const uint32_t to = b + i * D::part_bytes;
+                const uint32_t to = b + i * Traits::tile64_bytes;
                 const auto from = g.b_n_major ? arch::TmaCoordinates{n + i * 64, k, 0, 0}
                                               : arch::TmaCoordinates{k, n, 0, 0};
-                if (g.b_once)
+                if (g.evict_first_b)
                     arch::tma_load<tma::CachePolicy::evict_first>(to, &g.b, from, full.address());
                 else
                     arch::tma_load<tma::CachePolicy::normal>(to, &g.b, from, full.address());
             }
             if (++slot == g.stages) slot = 0, phase ^= 1;
         }
-        for (int i = 0; i < at.segment.taken; ++i) load_part<D>(g, shared, at.part(i), slot, phase);
+        for (int i = 0; i < at.segment.received; ++i)
+            load_partial<Traits>(g, shared, at.partial(i), slot, phase);
     }
 }
 
-// The products of a block, of one width and order of b.
-template <class D, int width, bool b_n_major>
-__device__ __forceinline__ void multiply_divided(typename D::Shared& shared, int& slot, int& phase,
-                                                 int steps, rt_fl<16, D::most_columns>& d) {
-    using b_tile = typename D::template b_tile<width, b_n_major>;
-    constexpr int stages = DIVIDED_SHAPES[width == DIVIDED_SHAPES[0].block_n ? 0 : 1].stages;
-    constexpr int in_stage = 2 + width / 64, consumers = D::config.consumers;
-    static_assert(stages * in_stage <= DIVIDED_PARTS);
-    constexpr int FIRST_DONE = READY + 1 + consumers;  // named barrier
+// The products of a segment, for one width and order of b.
+template <class Traits, int width, bool b_n_major>
+__device__ __forceinline__ void multiply_split_k(typename Traits::Shared& shared, int& slot,
+                                                 int& phase, int steps,
+                                                 rt_fl<16, Traits::max_n>& d) {
+    using b_tile = typename Traits::template b_tile<width, b_n_major>;
+    constexpr int stages = SPLIT_K_SHAPES[width == SPLIT_K_SHAPES[0].block_n ? 0 : 1].stages;
+    constexpr int in_stage = 2 + width / 64, consumers = Traits::config.consumers;
+    static_assert(stages * in_stage <= SPLIT_K_RING_TILES);
+    constexpr int TAIL = READY + 1 + consumers;  // named barrier
     const int consumer = warpgroup::groupid();
     auto& sums = reinterpret_cast<rt_fl<16, width>&>(d);
     Ring<stages> ring{slot, phase};
-    // One consumer ends after the other, see persistent_sm90.cuh.
-    const int hold = consumer > 0 ? max(0, steps - (stages - 1)) : -1;
+    // Staggered tail, see persistent_sm90.cuh.
+    const int tail_begin = consumer > 0 ? max(0, steps - (stages - 1)) : -1;
     int previous = 0;
     for (int k = 0; k < steps; ++k, ring.advance()) {
-        if (k == hold) arch::named_barrier_sync(FIRST_DONE, consumers * WARPGROUP_THREADS);
-        const auto* stage = &shared.parts[ring.stage * in_stage];
+        if (k == tail_begin) arch::named_barrier_sync(TAIL, consumers * WARPGROUP_THREADS);
+        const auto* stage = &shared.tiles64[ring.stage * in_stage];
         wait(shared.full[ring.stage], ring.phase);
         warpgroup::product<false, !b_n_major>(sums, stage[consumer],
                                               reinterpret_cast<const b_tile&>(stage[2]), k > 0);
@@ -154,80 +163,82 @@ __device__ __forceinline__ void multiply_divided(typename D::Shared& shared, int
         if (k > 0) release_stage(shared.empty[previous]);
         previous = ring.stage;
     }
-    if (consumer == 0) arch::named_barrier_arrive(FIRST_DONE, consumers * WARPGROUP_THREADS);
+    if (consumer == 0) arch::named_barrier_arrive(TAIL, consumers * WARPGROUP_THREADS);
     warpgroup::mma_async_wait(sums);
     release_stage(shared.empty[previous]);
     slot = ring.stage, phase = ring.phase;
 }
 
-template <class D>
-__device__ __forceinline__ void consume_divided(const typename D::Globals& g,
-                                                typename D::Shared& shared) {
-    constexpr int narrow = DIVIDED_SHAPES[0].block_n, wide = DIVIDED_SHAPES[1].block_n;
+template <class Traits>
+__device__ __forceinline__ void consume_split_k(const typename Traits::Globals& g,
+                                                typename Traits::Shared& shared) {
+    constexpr int narrow = SPLIT_K_SHAPES[0].block_n, wide = SPLIT_K_SHAPES[1].block_n;
     int slot = 0, phase = 0;
-    rt_fl<16, D::most_columns> d;
+    rt_fl<16, Traits::max_n> d;
     uint32_t i = g.segments.begin[blockIdx.z];
     const uint32_t end = g.segments.begin[blockIdx.z + 1];
 #pragma unroll 1
     for (; i < end; ++i) {
-        const DividedPlace<D> at(g, g.segments.list[i]);
+        const SegmentPosition<Traits> at(g, g.segments.list[i]);
         if (at.tile >= g.tiles) continue;
         const int steps = at.segment.steps;
         warp::zero(d);  // else ptxas serialises the products (C7515)
         if (g.width == narrow) {
             if (g.b_n_major)
-                multiply_divided<D, narrow, true>(shared, slot, phase, steps, d);
+                multiply_split_k<Traits, narrow, true>(shared, slot, phase, steps, d);
             else
-                multiply_divided<D, narrow, false>(shared, slot, phase, steps, d);
+                multiply_split_k<Traits, narrow, false>(shared, slot, phase, steps, d);
         } else {
             if (g.b_n_major)
-                multiply_divided<D, wide, true>(shared, slot, phase, steps, d);
+                multiply_split_k<Traits, wide, true>(shared, slot, phase, steps, d);
             else
-                multiply_divided<D, wide, false>(shared, slot, phase, steps, d);
+                multiply_split_k<Traits, wide, false>(shared, slot, phase, steps, d);
         }
-        // Below, because what is in a loop keeps the registers of the sums.
-        if (!g.owners) break;
-        const OwnedSums<D> sums{g, at};
+        // Split-K continues below: inside of the loop its code would keep the registers of the
+        // sums.
+        if (!g.stream_k) break;
+        const StreamKFixup<Traits> sums{g, at};
         if (at.segment.first_step > 0) {
-            sums.give(d);
+            sums.send(d);
         } else {
-            sums.take(shared, slot, phase, d);
+            sums.receive(shared, slot, phase, d);
             sums.store(d);
         }
     }
-    if (g.owners) return;
-    const DividedSums<D> sums(g, shared, DividedPlace<D>(g, g.segments.list[i]));
-    sums.give(d);
-    sums.take();
+    if (g.stream_k) return;
+    const SplitKReduce<Traits> sums(g, shared, SegmentPosition<Traits>(g, g.segments.list[i]));
+    sums.send(d);
+    sums.receive();
     sums.store();
 }
 
-template <class D>
-__global__ __launch_bounds__(D::threads,
-                             1) void divided_kernel(const __grid_constant__ typename D::Globals g) {
+template <class Traits>
+__global__ __launch_bounds__(Traits::threads, 1) void split_k_kernel(const __grid_constant__
+                                                                     typename Traits::Globals g) {
     shared_allocator allocator(shared_memory());
-    auto& shared = allocator.template allocate<typename D::Shared>();
-    if (kittens::warpid() == D::config.consumers * WARPGROUP_WARPS) {
-        if (start_loading<D>(shared, D::threads)) produce_divided<D>(g, shared);
+    auto& shared = allocator.template allocate<typename Traits::Shared>();
+    if (kittens::warpid() == Traits::config.consumers * WARPGROUP_WARPS) {
+        if (start_loading<Traits>(shared, Traits::threads)) produce_split_k<Traits>(g, shared);
         return;
     }
-    arch::named_barrier_sync(READY, D::threads);
+    arch::named_barrier_sync(READY, Traits::threads);
     arch::wait_for_dependencies();
-    consume_divided<D>(g, shared);
+    consume_split_k<Traits>(g, shared);
 }
 
 }  // namespace sm90
 
 template <DType dtype>
-bool launch_divided(const Config& config, const Params& p, const Scratch& scratch, Stream stream) {
-    using D = sm90::DividedTypes<dtype>;
+bool launch_split_k(const Config& config, const Params& p, const Workspace& workspace,
+                    Stream stream) {
+    using Traits = sm90::SplitKTraits<dtype>;
     const int width = config.block_n;
     const bool b_n_major = config.b_n_major;
     const auto map = [](const void* data, int64_t rows, int64_t columns, int64_t stride,
                         uint32_t height) {
         return kittens::host::encode_tensor_map(
             {.data = data,
-             .type = kittens::detail::tensor_map_type<typename D::T>(),
+             .type = kittens::detail::tensor_map_type<typename Traits::T>(),
              .element_bytes = 2,
              .dims = {static_cast<uint64_t>(columns), static_cast<uint64_t>(rows), 1, 1},
              .strides = {stride, 0, 0},
@@ -235,25 +246,25 @@ bool launch_divided(const Config& config, const Params& p, const Scratch& scratc
              .swizzle_bytes = 128});
     };
     const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
-    constexpr int height = D::config.block_m;
+    constexpr int height = Traits::config.block_m;
     const int splits = p.schedule.splits;
-    const uint32_t units = width / DIVIDED_UNIT;
+    const uint32_t units = width / SPLIT_K_UNIT;
     const int64_t rows = ceil_div(p.m, height), tiles = tiles_of(config, p.m, p.n);
-    const Segments segments =
-        make_segments(p.schedule.blocks, splits, tiles, ceil_div(p.k, BLOCK_K));
+    const StreamKSegments segments =
+        make_stream_k_segments(p.schedule.blocks, splits, tiles, ceil_div(p.k, BLOCK_K));
     if (segments.groups == 0) return false;
     const dim3 grid(segments.groups, 1, splits);
     const int64_t sums = sums_bytes(config, p.schedule, tiles);
     return kittens::arch::launch_cooperative(
-        dim3(1, 1, splits), true, sm90::divided_kernel<D>, grid, dim3(D::threads),
-        sizeof(typename D::Shared), stream,
-        typename D::Globals{
+        dim3(1, 1, splits), true, sm90::split_k_kernel<Traits>, grid, dim3(Traits::threads),
+        sizeof(typename Traits::Shared), stream,
+        typename Traits::Globals{
             .last_row = last_row(static_cast<uint32_t>(p.m), height, false),
             .width = width,
             .stages = config.stages,
             .b_n_major = b_n_major,
-            .b_once = p.schedule.b_once,
-            .owners = has_owners(p.schedule.blocks, splits, tiles),
+            .evict_first_b = p.schedule.evict_first_b,
+            .stream_k = is_stream_k(p.schedule.blocks, splits, tiles),
             .tiles = static_cast<uint32_t>(tiles),
             .rows = Divisor(static_cast<uint32_t>(rows)),
             .segments = segments,
@@ -262,9 +273,9 @@ bool launch_divided(const Config& config, const Params& p, const Scratch& scratc
             .a = map(p.a, p.m, p.k, p.a_stride, height),
             .b = b_n_major ? map(p.b, p.k, p.n, p.b_stride, BLOCK_K)
                            : map(p.b, p.n, p.k, p.b_stride, width),
-            .parts = static_cast<float4*>(scratch.data),
-            .marks = reinterpret_cast<uint64_t*>(static_cast<char*>(scratch.data) + sums),
-            .mark = scratch.mark,
+            .partials = static_cast<float4*>(workspace.data),
+            .flags = reinterpret_cast<uint64_t*>(static_cast<char*>(workspace.data) + sums),
+            .epoch = workspace.epoch,
             .out = static_cast<uint32_t*>(p.out),
             .out_stride = p.out_stride / 2,
             .bias = p.epilogue.bias,

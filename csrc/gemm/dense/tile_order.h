@@ -1,5 +1,4 @@
-// The order in which clusters take the tiles of a product, see common/raster.h, as its
-// configuration and its schedule have it.
+// The raster of a product's tiles (common/raster.h), as its configuration and its schedule say.
 #pragma once
 
 #include <cstdint>
@@ -12,18 +11,19 @@ namespace thunderkittens::gemm {
 constexpr TileWalk tile_walk(const Config& c, const Schedule& s) {
     return {.block_m = c.block_m,
             .block_n = c.block_n,
-            .band = s.band,
-            .bands_along_m = s.bands_along_m,
+            .raster_group = s.raster_group,
+            .raster_along_m = s.raster_along_m,
             .columns = s.columns,
-            .longer = s.longer};
+            .extra_rows = s.extra_rows};
 }
 inline TileOrder make_order(const Config& config, const Schedule& schedule, int64_t m, int64_t n,
                             int64_t batch) {
     return make_order(tile_walk(config, schedule), m, n, batch);
 }
-inline UnevenOrder make_uneven_order(const Config& config, const Schedule& schedule, int64_t m,
-                                     int64_t n, int64_t batch, bool allowed, bool halves = false) {
-    return make_uneven_order(tile_walk(config, schedule), m, n, batch, allowed, halves);
+inline TwoWidthOrder make_two_width_order(const Config& config, const Schedule& schedule, int64_t m,
+                                          int64_t n, int64_t batch, bool allowed,
+                                          bool halves = false) {
+    return make_two_width_order(tile_walk(config, schedule), m, n, batch, allowed, halves);
 }
 
 }  // namespace thunderkittens::gemm

@@ -15,129 +15,133 @@ namespace {
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 Sums sums_of(const Problem& p) {
-    if (p.fine_blocks) return Sums::fine;
-    return p.accurate || p.blocks || p.grouped ? Sums::promoted : Sums::fast;
+    if (p.blockwise_1d1d) return Sums::promoted_1d1d;
+    return p.accurate || p.blockwise || p.grouped ? Sums::promoted : Sums::fast;
 }
 
-// Whether plain kernels compute it.
-bool is_plain(const Problem& p) {
+// Whether the kernels for block-wise (1D2D) scales alone compute the problem.
+bool is_blockwise_only(const Problem& p) {
     const bool stored = p.out_dtype != DType::fp32 && p.n % 8 == 0;
     const bool first_pair = p.a_dtype == DTYPES[0].a && p.b_dtype == DTYPES[0].b;
-    return p.blocks && !p.fine_blocks && !p.grouped && !p.activated && p.k > 0 && stored &&
+    return p.blockwise && !p.blockwise_1d1d && !p.grouped && !p.activated && p.k > 0 && stored &&
            first_pair;
 }
 
-// Blocks above each other that load b's tile together. Where power limits, that saves more than the
-// cluster costs.
+// Multicast cluster: blocks above each other that load b's tile together. Where power limits, that
+// saves more than the cluster costs.
 int cluster_of(const Config& config, const Problem& p) {
     const bool large = double(p.m) * double(p.n) * double(p.k) >= 0x1p39;
     const bool even = ceil_div(p.m, config.block_m) % 2 == 0;
-    return config.sums == Sums::fast && !takes_turns(config) && large && even ? 2 : 1;
+    return config.sums == Sums::fast && !is_pingpong(config) && large && even ? 2 : 1;
 }
 
-// Tiles of two widths, where the kernel has them, and TMA stores. Scales of blocks belong to whole
-// tiles.
+// Balanced tiling with two widths, where the kernel has it and TMA stores. Block-wise scales belong
+// to whole tiles.
 gemm::Widths two_widths(const Config& config, const Problem& p, int sm_count) {
     const bool stored = p.out_dtype != DType::fp32 && p.n % 8 == 0;
-    if (!has_two_widths(config) || p.blocks || p.grouped || !stored) return {};
-    if (narrows_whole_only(config) && p.activated) return {};
+    if (!has_two_widths(config) || p.blockwise || p.grouped || !stored) return {};
+    if (narrows_rowwise_only(config) && p.activated) return {};
     const int cluster = cluster_of(config, p);
     return gemm::two_widths(config.block_m * cluster, config.block_n, p.m, p.n,
                             std::max(1, sm_count / cluster));
 }
 
-// Cycles that the GPU needs with tiles of this shape: rounds of one tile per SM, each of block_m *
-// block_n / 32 cycles for 128 of k at the tensor cores' full rate. Fitted to an H200: narrow tiles
-// load more bytes per product.
+// The cycles that the GPU needs with tiles of this shape: waves of one tile per SM, each of block_m
+// * block_n / 32 cycles for 128 of k at the tensor cores' full rate. Fitted to an H200: narrow
+// tiles load more bytes per product.
 double cycles(const Config& config, const Problem& p, int sm_count) {
     const int64_t tiles = ceil_div(p.m, config.block_m) * ceil_div(p.n, config.block_n);
     const double steps = static_cast<double>(std::max<int64_t>(1, ceil_div(p.k, BLOCK_K)));
     const bool fast = config.sums == Sums::fast;
-    const double rounds = static_cast<double>(ceil_div(tiles, sm_count));
-    // Where a bias, of which nothing is known here, would end two widths, they do not count.
-    const double share = narrows_whole_only(config) ? 1 : two_widths(config, p, sm_count).share;
+    const double waves = static_cast<double>(ceil_div(tiles, sm_count));
+    // Where a bias, of which the problem says nothing, would forbid two widths, they do not count.
+    const double share = narrows_rowwise_only(config) ? 1 : two_widths(config, p, sm_count).share;
     const double products = steps * config.block_m * config.block_n / 32 * share;
-    if (takes_turns(config)) {
-        // The end of a tile lies in the shadow of the next one, if that is long enough.
+    if (is_pingpong(config)) {
+        // Ping-pong: the epilogue of a tile overlaps with the next one's products, if those take
+        // long enough.
         const double end = 5000;
-        return rounds * std::max(products * 1.005 + 600, (products + end) / 2) + end / 2;
+        return waves * std::max(products * 1.005 + 600, (products + end) / 2) + end / 2;
     }
     const double per_product = config.block_n >= 256   ? (fast ? 1.005 : 1.0)
                                : config.block_n >= 192 ? (fast ? 1.02 : 1.05)
                                : config.block_n >= 176 ? 1.04
                                                        : (fast ? 1.05 : 1.22);
     const double between = fast && config.block_n >= 256 ? 2000 : 1500;
-    return rounds * (products * per_product * (config.plain ? 0.95 : 1.0) + between);
+    return waves * (products * per_product * (config.blockwise_only ? 0.95 : 1.0) + between);
 }
 
 Schedule schedule_for(const Config& config, const Problem& p, int sm_count) {
     Schedule schedule{.cluster_m = cluster_of(config, p)};
     const int64_t all_rows = ceil_div(p.m, config.block_m);
     const int64_t rows = all_rows / schedule.cluster_m, columns = ceil_div(p.n, config.block_n);
-    // The tiles at work at a time form a square of elements, in bands of equal height.
+    // The tiles at work at a time form a square of elements, in raster groups of equal height.
     const double height = std::sqrt(double(sm_count) * config.block_n / config.block_m);
-    const double bands = std::round(double(all_rows) / height);
-    schedule.band = static_cast<int>(ceil_div(rows, std::max<int64_t>(1, int64_t(bands))));
+    const double raster_groups = std::round(double(all_rows) / height);
+    schedule.raster_group =
+        static_cast<int>(ceil_div(rows, std::max<int64_t>(1, int64_t(raster_groups))));
     const int64_t at_a_time = std::max(1, sm_count / schedule.cluster_m);
-    // Of groups only the device knows the rows.
+    // Only the device knows the rows of groups.
     const int64_t tiles = p.grouped ? at_a_time : rows * columns;
     schedule.blocks = static_cast<int>(std::min(tiles, at_a_time) * schedule.cluster_m);
     const gemm::Widths widths = two_widths(config, p, sm_count);
-    schedule.columns = widths.columns, schedule.longer = widths.longer;
+    schedule.columns = widths.columns, schedule.extra_rows = widths.extra_rows;
     return schedule;
 }
 
-// Few rows: what counts is how fast b is read.
-bool streams(const Problem& p) { return p.m <= 64 && p.k > 0 && !p.grouped; }
+// Skinny m: what counts is how fast b is read, so swap-AB.
+bool is_skinny(const Problem& p) { return p.m <= 64 && p.k > 0 && !p.grouped; }
 
-Choice choose_streamed(const Problem& p, int sm_count) {
-    const StreamShape* shape = nullptr;
-    for (const StreamShape& candidate : STREAM_SHAPES) {
+Choice choose_swap_ab(const Problem& p, int sm_count) {
+    const SwapAbShape* shape = nullptr;
+    for (const SwapAbShape& candidate : SWAP_AB_SHAPES) {
         shape = &candidate;
         if (candidate.block_m >= p.m) break;
     }
     Choice choice{.config = make_config(*shape, {p.a_dtype, p.b_dtype})};
     const int64_t tiles = ceil_div(p.m, shape->block_m) * ceil_div(p.n, shape->block_n);
     const int64_t k_steps = ceil_div(p.k, shape->block_k);
-    // Blocks of a cluster divide k as long as each still has some steps: where that gives SMs to
-    // each tile that would be idle, and more where tiles are very few. With half of the SMs or more
-    // at work it pays only for what is loaded of 64 rows of a.
+    // Split-K over a cluster, as long as each block still has some steps: where it gives SMs to
+    // each tile that would be idle, and more of them where tiles are very few. With half of the SMs
+    // or more at work it pays only for 64 rows of a, whose loads it shares.
     int splits = 1;
-    for (const int more : {2, 3}) {
+    for (const int splits_more : {2, 3}) {
         // Clusters of three do not come out even with the SMs that they can share.
-        const int64_t clusters = more == 2 ? sm_count / 2 : sm_count / 3 * 8 / 9;
+        const int64_t clusters = splits_more == 2 ? sm_count / 2 : sm_count / 3 * 8 / 9;
         const bool pays = tiles * 3 <= sm_count || shape->block_m > 32;
-        if (pays && tiles <= clusters && more <= senders(choice.config) + 1 &&
-            k_steps >= more * 2 * 2) {
-            splits = more;
+        if (pays && tiles <= clusters && splits_more <= senders(choice.config) + 1 &&
+            k_steps >= splits_more * 2 * 2) {
+            splits = splits_more;
         }
     }
-    for (int more = 4; more <= 8; more *= 2) {
-        if (tiles * more * 4 <= sm_count && k_steps >= more * 2) splits = more;
+    for (int splits_more = 4; splits_more <= 8; splits_more *= 2) {
+        if (tiles * splits_more * 4 <= sm_count && k_steps >= splits_more * 2) splits = splits_more;
     }
     const int64_t clusters = std::max(1, sm_count / splits);
-    const int64_t rounds = ceil_div(tiles, clusters);
+    const int64_t waves = ceil_div(tiles, clusters);
     choice.schedule.splits = splits;
-    choice.schedule.blocks = static_cast<int>(ceil_div(tiles, rounds) * splits);
+    choice.schedule.blocks = static_cast<int>(ceil_div(tiles, waves) * splits);
     return choice;
 }
 
-// Tiles of a width that fits the problem, and how many blocks divide their k.
-struct FittedTiles {
+// Split-K over clusters, with a run-time tile N: the width that fits the problem, and the blocks
+// that share the k of a tile.
+struct SplitKTiles {
     int width = 0, splits = 1;
     double cycles = std::numeric_limits<double>::infinity();
 };
 
-// Where reading the operands from memory takes longer than their products.
+// A bound where reading the operands from memory takes longer than their products.
 double cycles_to_read(const Problem& p) { return double(p.m + p.n) * double(p.k) / 3000; }
 
-// In one round. Clusters of many blocks do not come out even with the SMs that they can share; and
-// parts of k at a time are more lines at a time. Fitted to an H200, beside cycles().
-FittedTiles fit_tiles(const Problem& p, int sm_count) {
-    FittedTiles best;
-    const bool plain = !p.blocks && !p.grouped && !p.activated && p.out_dtype != DType::fp32;
+// The split-K tiles, in a single wave. Clusters of many blocks do not come out even with the SMs
+// that they can share; and several ranges of k at a time read more lines at a time. Fitted to an
+// H200, beside cycles().
+SplitKTiles split_k_tiles(const Problem& p, int sm_count) {
+    SplitKTiles best;
+    const bool simple = !p.blockwise && !p.grouped && !p.activated && p.out_dtype != DType::fp32;
     const bool first_pair = p.a_dtype == DTYPES[0].a && p.b_dtype == DTYPES[0].b;
-    if (!plain || !first_pair) return best;
+    if (!simple || !first_pair) return best;
     const Sums sums = sums_of(p);
     const int64_t rows = ceil_div(p.m, 128), steps = ceil_div(p.k, BLOCK_K);
     for (const int splits : {1, 2, 4, 8}) {
@@ -147,15 +151,15 @@ FittedTiles fit_tiles(const Problem& p, int sm_count) {
         const double exchange = splits == 1 ? 0 : splits < 8 ? 2500 : 5000;
         const double crowded = splits == 1 ? 0 : splits == 2 ? 0.1 : 0.8;
         const int64_t each = ceil_div(steps, splits);
-        for (const int width : FITTED_WIDTHS) {
+        for (const int width : SPLIT_K_WIDTHS) {
             const int64_t tiles = rows * ceil_div(p.n, width);
             if (tiles > clusters || each < 4 || !fits_splits(width, splits)) continue;
-            // What follows a short k weighs more than idle SMs.
+            // With a short k, what follows the products weighs more than idle SMs.
             if (sums != Sums::fast && splits == 1 && width > 136 && each <= 16) continue;
             const double busy = double(tiles * splits) / sm_count;
             const double products = double(each) * width * 4 * (sums == Sums::fast ? 1 : 1.03);
-            const double longer = std::max(products * (1 + crowded * busy), cycles_to_read(p));
-            const double cycles = longer + 7 * width + 500 + exchange;
+            const double slower = std::max(products * (1 + crowded * busy), cycles_to_read(p));
+            const double cycles = slower + 7 * width + 500 + exchange;
             if (cycles < best.cycles) best = {width, splits, cycles};
         }
     }
@@ -163,11 +167,11 @@ FittedTiles fit_tiles(const Problem& p, int sm_count) {
 }
 
 const char* kind_of(const Config& c) {
-    return c.streamed ? "stream" : c.plain ? "blocks" : name_of(c.sums);
+    return c.swap_ab ? "swap_ab" : c.blockwise_only ? "blockwise" : name_of(c.sums);
 }
 
-// What the name of the kernel ends in that calls without anything special have to themselves.
-constexpr const char* WHOLE = "_whole";
+// The suffix of the kernels for row-wise scales alone.
+constexpr const char* ROWWISE = "_rowwise";
 
 }  // namespace
 
@@ -184,12 +188,13 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
         return concat("sizes must be in [0, ", limit, "], got m ", p.m, ", n ", p.n, ", k ", p.k,
                       ", groups ", p.groups);
     }
-    // Tiles are counted in 31 bits, up to one round of blocks past the last.
+    // The kernels count tiles in 31 bits, up to one wave of blocks past the last.
     const Choice choice = choose(p, device);
     const double tiles = double(ceil_div(p.m, choice.config.block_m) + p.groups) *
                          double(ceil_div(p.n, choice.config.block_n));
     if (tiles > 2e9) return concat("the output has ", tiles, " tiles; at most 2e9 are supported");
-    const int bytes = is_fitted(choice.config) ? FITTED_SHARED_BYTES : shared_bytes(choice.config);
+    const int bytes =
+        is_split_k(choice.config) ? SPLIT_K_SHARED_BYTES : shared_bytes(choice.config);
     if (bytes > device.shared_bytes_per_block) {
         return concat("the kernel needs ", bytes,
                       " bytes of shared memory per block, this GPU has ",
@@ -200,7 +205,7 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
 
 Choice choose(const Problem& p, const DeviceProperties& device) {
     const int sm_count = std::max(1, device.sm_count);
-    if (streams(p)) return choose_streamed(p, sm_count);
+    if (is_skinny(p)) return choose_swap_ab(p, sm_count);
     std::optional<Config> best;
     double least = 0;
     const auto consider = [&](const Config& config) {
@@ -211,74 +216,72 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     for (const TileShape& shape : TILE_SHAPES) {
         if (shape.sums != sums_of(p)) continue;
         // A tile has the scales of two blocks of b, which meet in its middle or at 128 columns.
-        if (p.blocks && shape.sums == Sums::promoted && shape.block_n % 64 != 0) continue;
+        if (p.blockwise && shape.sums == Sums::promoted && shape.block_n % 64 != 0) continue;
         if (p.grouped && !takes_groups(make_config(shape, DTYPES[0]))) continue;
         consider(make_config(shape, dtypes));
     }
-    if (is_plain(p)) {
-        for (const TileShape& shape : PLAIN_SHAPES) consider(make_config(shape, dtypes, true));
+    if (is_blockwise_only(p)) {
+        for (const TileShape& shape : BLOCKWISE_SHAPES) consider(make_config(shape, dtypes, true));
     }
     Choice choice{.config = *best};
     choice.schedule = schedule_for(choice.config, p, sm_count);
-    const FittedTiles tiles = fit_tiles(p, sm_count);
+    const SplitKTiles tiles = split_k_tiles(p, sm_count);
     if (tiles.cycles > std::max(least, cycles_to_read(p))) return choice;
     const int64_t all = ceil_div(p.m, 128) * ceil_div(p.n, tiles.width) * tiles.splits;
-    return {.config = fitted_config(tiles.width, sums_of(p)),
+    return {.config = split_k_config(tiles.width, sums_of(p)),
             .schedule = {.blocks = static_cast<int>(all), .splits = tiles.splits}};
 }
 
 std::string kernel_name(const Config& c) {
-    if (is_fitted(c)) return concat(name_of(c.a), '_', name_of(c.b), "_fitted_", name_of(c.sums));
+    if (is_split_k(c)) return concat(name_of(c.a), '_', name_of(c.b), "_split_k_", name_of(c.sums));
     return concat(name_of(c.a), '_', name_of(c.b), '_', kind_of(c), '_', c.block_m, 'x', c.block_n);
 }
 
 std::string kernel_name(const Choice& choice) { return kernel_name(choice.config); }
 
 std::string kernel_name(const Config& c, const Params& p) {
-    return kernel_name(c) + (!is_fitted(c) && takes_whole_kernel(c, p) ? WHOLE : "");
+    return kernel_name(c) + (!is_split_k(c) && runs_rowwise_kernel(c, p) ? ROWWISE : "");
 }
 
-// The kernel of all tiles whose width fits the problem.
-static KernelInfo fitted_info(Sums sums) {
-    const Config c = fitted_config(FITTED_WIDTHS[0], sums);
+// The split-K kernel, which has all widths.
+static KernelInfo split_k_info(Sums sums) {
+    const Config c = split_k_config(SPLIT_K_WIDTHS[0], sums);
     return {.name = kernel_name(c),
             .config = concat("tiles of 128 rows and 96 to ", c.block_n, " columns, up to ",
-                             FITTED_STAGES, " stages, 1 producer warp and ", c.consumers,
-                             " consumer warpgroups, k divided, sums ", name_of(sums)),
-            .source = concat("fp8_gemm_fitted_", name_of(sums)),
-            .symbol = concat("FittedTypesILNS0_4SumsE", int(sums), 'E'),
-            .threads = fitted_threads(sums),
-            .shared_bytes = FITTED_SHARED_BYTES};
+                             SPLIT_K_STAGES, " stages, 1 producer warp and ", c.consumers,
+                             " consumer warpgroups, split-K, sums ", name_of(sums)),
+            .source = concat("fp8_gemm_split_k_", name_of(sums)),
+            .symbol = symbol_of("fp8_split_k_kernel"),
+            .threads = split_k_threads(sums),
+            .shared_bytes = SPLIT_K_SHARED_BYTES};
 }
 
 std::vector<KernelInfo> kernels() {
     std::vector<KernelInfo> list;
-    for (const Sums sums : {Sums::fast, Sums::promoted}) list.push_back(fitted_info(sums));
+    for (const Sums sums : {Sums::fast, Sums::promoted}) list.push_back(split_k_info(sums));
     for (std::size_t i = 0; i < CONFIGS; ++i) {
         const Config c = config_at(i);
         const std::string kind = kind_of(c);
         const std::string roles =
-            c.streamed ? "2 producer warps and 1 consumer warpgroup, sums promoted"
-                       : concat("1 producer and ", c.consumers, " consumer warpgroups",
-                                takes_turns(c) ? " in turns" : "", ", sums ", name_of(c.sums),
-                                c.plain ? " with scales of blocks" : "");
+            c.swap_ab ? "2 producer warps and 1 consumer warpgroup, sums promoted"
+                      : concat("1 producer and ", c.consumers, " consumer warpgroups",
+                               is_pingpong(c) ? " in ping-pong" : "", ", sums ", name_of(c.sums),
+                               c.blockwise_only ? ", block-wise scales" : "");
         list.push_back({
             .name = kernel_name(c),
             .config = concat("tile ", c.block_m, 'x', c.block_n, 'x', c.block_k, ", ", c.stages,
-                             " stages, ", c.streamed ? "" : concat(c.buffers, " buffers, "), roles),
+                             " stages, ", c.swap_ab ? "" : concat(c.buffers, " buffers, "), roles),
             .source = concat("fp8_gemm_", kind, '_', c.block_m, 'x', c.block_n),
-            .symbol = concat("ELi", c.block_m, "ELi", c.block_n, "ELi", c.stages, "ELi",
-                             c.consumers, "ELi", c.buffers, "ELb", int(c.streamed), "ELi",
-                             c.block_k, "ELNS0_4SumsE", int(c.sums), "ELNS_5DTypeE", int(c.a),
-                             "ELS6_", int(c.b), "ELb", int(c.plain), 'E'),
+            .symbol = symbol_of(c.swap_ab ? "fp8_swap_ab_kernel" : "fp8_gemm_kernel", "Config", c),
             .threads = threads(c),
             .shared_bytes = shared_bytes(c),
+            .fields = detail::fields_of(c),
         });
-        if (has_whole_kernel(c)) {  // the same choice, another function
-            KernelInfo whole = list.back();
-            list.back().symbol += "EEEELb0E", whole.symbol += "EEEELb1E";
-            whole.name += WHOLE, whole.config += ", scales of rows";
-            list.push_back(whole);
+        if (has_rowwise_kernel(c)) {  // fp8_gemm_kernel<Traits, true>
+            KernelInfo rowwise = list.back();
+            list.back().symbol += "EEEELb0E", rowwise.symbol += "EEEELb1E";
+            rowwise.name += ROWWISE, rowwise.config += ", row-wise scales";
+            list.push_back(rowwise);
         }
     }
     return list;

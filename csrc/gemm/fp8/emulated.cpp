@@ -167,8 +167,8 @@ emulated::Result run_gemm(const emulated::Call& call) {
                              .b_dtype = b.dtype,
                              .out_dtype = out_dtype,
                              .accurate = call.scalar("accurate", true) || k == 0,
-                             .blocks = kind.blocks,
-                             .fine_blocks = kind.fine,
+                             .blockwise = kind.blockwise,
+                             .blockwise_1d1d = kind.is_1d1d,
                              .grouped = offs != nullptr,
                              .activated = call.scalar("activation", 0) != 0};
     if (const std::string reason = unsupported(problem, call.device); !reason.empty()) {
@@ -180,8 +180,8 @@ emulated::Result run_gemm(const emulated::Call& call) {
     if (bias) row = n > 1 && bias->stride[0] != 1 ? emulated::copy_for_tensor_map(*bias) : *bias;
     g::Choice choice = choose(problem, call.device);
     emulated::force(choice, call);
-    const bool row_scales = kind.blocks || scale_a.size[0] > 1;
-    const bool column_scales = kind.blocks || scale_b.size.back() > 1;
+    const bool row_scales = kind.blockwise || scale_a.size[0] > 1;
+    const bool column_scales = kind.blockwise || scale_b.size.back() > 1;
     const g::Params params{
         .a = left.array.data,
         .b = right.array.data,
@@ -200,8 +200,8 @@ emulated::Result run_gemm(const emulated::Call& call) {
         .scale_b = {reinterpret_cast<const float*>(scale_b.data),
                     column_scales ? last(scale_b.stride, 1) : 0, last(scale_b.stride, 2),
                     scale_b.dims() == 3 && scale_b.size[0] > 1 ? scale_b.stride[0] : 0},
-        .blocks = kind.blocks,
-        .fine = kind.fine,
+        .blockwise = kind.blockwise,
+        .is_1d1d = kind.is_1d1d,
         .out_dtype = out_dtype,
         .bias_dtype = bias ? bias->dtype : DType::bf16,
         .activation = call.scalar("activation", 0),

@@ -122,8 +122,8 @@ Tensor fp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const T
                           .b_dtype = b_dtype,
                           .out_dtype = *out_dtype,
                           .accurate = accurate || k == 0,
-                          .blocks = kind.blocks,
-                          .fine_blocks = kind.fine,
+                          .blockwise = kind.blockwise,
+                          .blockwise_1d1d = kind.is_1d1d,
                           .grouped = offs.has_value(),
                           .activated = activation != 0};
     const DeviceProperties& device = device_properties(a.get_device_index());
@@ -137,8 +137,8 @@ Tensor fp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const T
         right = operand(b, transposed(as_4d(b)), torch::stable::transpose(b, -2, -1), stream);
     }
     const Choice choice = choose(problem, device);
-    const bool row_scales = !kind.blocks && scale_a.size(0) > 1;
-    const bool column_scales = !kind.blocks && scale_b.size(-1) > 1;
+    const bool row_scales = !kind.blockwise && scale_a.size(0) > 1;
+    const bool column_scales = !kind.blockwise && scale_b.size(-1) > 1;
     const Params params{
         .a = left.data,
         .b = right.data,
@@ -153,12 +153,12 @@ Tensor fp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const T
         .b_stride = right.stride,
         .b_group_stride = right.group_stride,
         .scale_a = {static_cast<const float*>(scale_a.data_ptr()),
-                    row_scales || kind.blocks ? scale_a.stride(0) : 0, scale_a.stride(1)},
+                    row_scales || kind.blockwise ? scale_a.stride(0) : 0, scale_a.stride(1)},
         .scale_b = {static_cast<const float*>(scale_b.data_ptr()),
-                    column_scales || kind.blocks ? scale_b.stride(-1) : 0, scale_b.stride(-2),
+                    column_scales || kind.blockwise ? scale_b.stride(-1) : 0, scale_b.stride(-2),
                     scale_b.dim() == 3 && scale_b.size(0) > 1 ? scale_b.stride(0) : 0},
-        .blocks = kind.blocks,
-        .fine = kind.fine,
+        .blockwise = kind.blockwise,
+        .is_1d1d = kind.is_1d1d,
         .out_dtype = *out_dtype,
         .bias_dtype = bias_dtype,
         .activation = static_cast<int>(activation),

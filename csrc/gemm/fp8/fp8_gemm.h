@@ -20,15 +20,15 @@ struct KernelInfo;  // registry.h
 
 namespace thunderkittens::fp8_gemm {
 
-// How the partial sums of 128 of k come together. The tensor cores keep fewer bits of a sum of fp8
-// products than fp32 has: `fast` leaves all sums to them, with scales for whole rows and columns.
-// `promoted` adds the sums of 128 of k in fp32, each with the scale of its 128 elements of a row of
-// a and its 128 x 128 block of b where there are such. `fine` is the same with scales of 128
-// elements of a row of b.
-enum class Sums : int { fast, promoted, fine };
+// How the sums of 128 of k are accumulated. The tensor cores keep fewer bits of a sum of fp8
+// products than fp32 has. `fast` accumulation leaves all sums to them, with row-wise or tensor-wise
+// scales. `promoted` accumulation adds the sums of 128 of k in fp32, with block-wise 1D2D scales
+// where there are such: one for 128 elements of a row of a, one for a 128 x 128 block of b.
+// `promoted_1d1d` is the same with one scale for 128 elements of a row of b.
+enum class Sums : int { fast, promoted, promoted_1d1d };
 
 constexpr const char* name_of(Sums sums) {
-    return sums == Sums::fast ? "fast" : sums == Sums::promoted ? "promoted" : "fine";
+    return sums == Sums::fast ? "fast" : sums == Sums::promoted ? "promoted" : "1d1d";
 }
 
 struct Problem {
@@ -36,43 +36,43 @@ struct Problem {
     DType a_dtype = DType::e4m3, b_dtype = DType::e4m3;
     DType out_dtype = DType::bf16;
     bool accurate = true;
-    bool blocks = false;       // scales of 1 x 128 elements of a, with those of b as follows
-    bool fine_blocks = false;  // 1 x 128 elements of b, instead of 128 x 128
+    bool blockwise = false;       // scales of 1 x 128 elements of a, with those of b as follows
+    bool blockwise_1d1d = false;  // 1 x 128 elements of b, instead of 128 x 128
     bool grouped = false;
     bool activated = false;  // an activation follows
 };
 
 // A block computes block_m x block_n tiles, block_k of k at a time, with a warpgroup that loads and
-// `consumers` that multiply; streamed, with two warps and one warpgroup.
+// `consumers` that multiply; with swap-AB, with two warps that load and one warpgroup.
 struct Config {
     int block_m = 128;
     int block_n = 256;
     int stages = 4;
     int consumers = 2;
     int buffers = 2;  // for a warp's output, of 16 rows of 128 bytes
-    bool streamed = false;
+    bool swap_ab = false;
     int block_k = 128;
     Sums sums = Sums::fast;
     DType a = DType::e4m3, b = DType::e4m3;
-    // Scales of blocks alone, and outputs of 16 bits per value, stored by TMA, without activation.
-    bool plain = false;
+    // A kernel for block-wise 1D2D scales alone, and outputs of a 16-bit type, stored by TMA,
+    // without activation.
+    bool blockwise_only = false;
 
     bool operator==(const Config&) const = default;
 };
 constexpr int BLOCK_K = 128;
 
-// As in dense/gemm.h: clusters, the height of bands of tiles, blocks, and for few rows the blocks
-// of a cluster that divide k.
+// As in dense/gemm.h: multicast clusters, the height of raster groups, the blocks of the grid, and
+// for split-K the blocks of a cluster that share the k of a tile.
 struct Schedule {
     int cluster_m = 1;
     int cluster_n = 1;
-    int band = 8;
+    int raster_group = 8;
     int blocks = 0;
     int splits = 1;
-    // Tiles of two widths, see common/raster.h: `longer` rows of tiles, or of clusters of them,
-    // have one more than `columns`.
-    // 0: all tiles are as wide as the configuration's.
-    int columns = 0, longer = 0;
+    // Balanced tiling (common/raster.h): `extra_rows` rows of tiles, or of clusters of them, have
+    // one tile more than `columns`. 0: all tiles are as wide as the configuration's.
+    int columns = 0, extra_rows = 0;
 };
 
 struct Choice {
@@ -95,8 +95,8 @@ struct Params {
     int64_t m = 0, n = 0, k = 0, groups = 1;
     int64_t a_stride = 0, b_stride = 0, b_group_stride = 0;
     Scales scale_a, scale_b;
-    bool blocks = false;  // scales are of 128 of k
-    bool fine = false;    // those of b are of single columns then
+    bool blockwise = false;  // scales are of 128 of k
+    bool is_1d1d = false;    // those of b are of single columns then
     DType out_dtype = DType::bf16, bias_dtype = DType::bf16;
     int activation = 0;  // common/epilogue.h
     Schedule schedule;
@@ -112,31 +112,36 @@ void visit_fields(Problem& p, Visitor&& visit) {
     visit("b_dtype", p.b_dtype);
     visit("out_dtype", p.out_dtype);
     visit("accurate", p.accurate);
-    visit("blocks", p.blocks);
-    visit("fine_blocks", p.fine_blocks);
+    visit("blockwise", p.blockwise);
+    visit("blockwise_1d1d", p.blockwise_1d1d);
     visit("grouped", p.grouped);
     visit("activated", p.activated);
 }
 
 template <typename Visitor>
+void visit_fields(Config& c, Visitor&& visit) {
+    visit("block_m", c.block_m);
+    visit("block_n", c.block_n);
+    visit("stages", c.stages);
+    visit("consumers", c.consumers);
+    visit("buffers", c.buffers);
+    visit("swap_ab", c.swap_ab);
+    visit("block_k", c.block_k);
+    visit("sums", c.sums);
+    visit("a_dtype", c.a);
+    visit("b_dtype", c.b);
+    visit("blockwise_only", c.blockwise_only);
+}
+template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
-    visit("block_m", c.config.block_m);
-    visit("block_n", c.config.block_n);
-    visit("stages", c.config.stages);
-    visit("consumers", c.config.consumers);
-    visit("buffers", c.config.buffers);
-    visit("streamed", c.config.streamed);
-    visit("block_k", c.config.block_k);
-    visit("a_dtype", c.config.a);
-    visit("b_dtype", c.config.b);
-    visit("plain", c.config.plain);
+    visit_fields(c.config, visit);
     visit("cluster_m", c.schedule.cluster_m);
     visit("cluster_n", c.schedule.cluster_n);
-    visit("band", c.schedule.band);
+    visit("raster_group", c.schedule.raster_group);
     visit("blocks", c.schedule.blocks);
     visit("splits", c.schedule.splits);
     visit("columns", c.schedule.columns);
-    visit("longer", c.schedule.longer);
+    visit("extra_rows", c.schedule.extra_rows);
 }
 
 // Tile shapes that are compiled, each for the three pairs of dtypes.
@@ -145,39 +150,41 @@ struct TileShape {
     Sums sums;
 };
 constexpr TileShape TILE_SHAPES[] = {
-    {128, 256, 4, 2, 2, Sums::fast},     {128, 192, 4, 2, 2, Sums::fast},
-    {128, 176, 5, 2, 2, Sums::fast},     {128, 128, 6, 2, 2, Sums::fast},
-    {128, 256, 4, 2, 2, Sums::promoted}, {128, 192, 4, 2, 3, Sums::promoted},
-    {128, 176, 4, 2, 3, Sums::promoted}, {128, 128, 5, 2, 2, Sums::promoted},
-    {128, 128, 5, 2, 2, Sums::fine},
+    {128, 256, 4, 2, 2, Sums::fast},          {128, 192, 4, 2, 2, Sums::fast},
+    {128, 176, 5, 2, 2, Sums::fast},          {128, 128, 6, 2, 2, Sums::fast},
+    {128, 256, 4, 2, 2, Sums::promoted},      {128, 192, 4, 2, 3, Sums::promoted},
+    {128, 176, 4, 2, 3, Sums::promoted},      {128, 128, 5, 2, 2, Sums::promoted},
+    {128, 128, 5, 2, 2, Sums::promoted_1d1d},
 };
 struct DTypes {
     DType a, b;
 };
 constexpr DTypes DTYPES[] = {
     {DType::e4m3, DType::e4m3}, {DType::e4m3, DType::e5m2}, {DType::e5m2, DType::e4m3}};
-// Those of plain configurations, for the first pair.
-constexpr TileShape PLAIN_SHAPES[] = {{128, 256, 4, 2, 2, Sums::promoted},
-                                      {128, 192, 4, 2, 3, Sums::promoted}};
-// Kernels for few rows, each for the three pairs of dtypes, and all kinds of sums and scales.
-struct StreamShape {
+// Shapes of the kernels for block-wise scales alone, for the first pair.
+constexpr TileShape BLOCKWISE_SHAPES[] = {{128, 256, 4, 2, 2, Sums::promoted},
+                                          {128, 192, 4, 2, 3, Sums::promoted}};
+// The swap-AB kernels for skinny m, each for the three pairs of dtypes, and all kinds of sums and
+// scales.
+struct SwapAbShape {
     int block_m, block_n, block_k, stages;
 };
-constexpr StreamShape STREAM_SHAPES[] = {{16, 64, 512, 5}, {32, 64, 512, 4}, {64, 64, 512, 3}};
-constexpr Config make_config(const StreamShape& shape, const DTypes& dtypes) {
+constexpr SwapAbShape SWAP_AB_SHAPES[] = {{16, 64, 512, 5}, {32, 64, 512, 4}, {64, 64, 512, 3}};
+constexpr Config make_config(const SwapAbShape& shape, const DTypes& dtypes) {
     return {.block_m = shape.block_m,
             .block_n = shape.block_n,
             .stages = shape.stages,
             .consumers = 1,
-            .streamed = true,
+            .swap_ab = true,
             .block_k = shape.block_k,
             .sums = Sums::promoted,
             .a = dtypes.a,
             .b = dtypes.b};
 }
-constexpr Config make_config(const TileShape& shape, const DTypes& dtypes, bool plain = false) {
+constexpr Config make_config(const TileShape& shape, const DTypes& dtypes,
+                             bool blockwise_only = false) {
     return {shape.block_m, shape.block_n, shape.stages, shape.consumers, shape.buffers, false,
-            BLOCK_K,       shape.sums,    dtypes.a,     dtypes.b,        plain};
+            BLOCK_K,       shape.sums,    dtypes.a,     dtypes.b,        blockwise_only};
 }
 
 // Wider tiles leave no registers for the walk over groups.
@@ -185,58 +192,60 @@ constexpr bool takes_groups(const Config& c) { return c.sums != Sums::fast && c.
 // The blocks of a cluster load b's tile together: each half of it, in whole groups of 16 rows.
 constexpr bool shares_b(const Config& c) { return c.block_n % 32 == 0; }
 constexpr int threads(const Config& c) {
-    return c.streamed ? 4 * 32 + 2 * 32 : (c.consumers + 1) * 128;
+    return c.swap_ab ? 4 * 32 + 2 * 32 : (c.consumers + 1) * 128;
 }
-// Where a consumer's registers have room for a whole tile, the consumers have tiles of their own.
-// Narrower tiles are for products of few tiles, which both consumers end sooner.
-constexpr bool takes_turns(const Config& c) {
-    return c.sums == Sums::fast && !c.streamed && c.block_n > 128 && c.block_n < 192;
+// Ping-pong: where a consumer's registers have room for a whole tile, each consumer has tiles of
+// its own. Narrower tiles are for problems with few tiles, which both consumers together end
+// sooner.
+constexpr bool is_pingpong(const Config& c) {
+    return c.sums == Sums::fast && !c.swap_ab && c.block_n > 128 && c.block_n < 192;
 }
-// Whether a kernel computes tiles of two widths; and whether of a configuration only that of calls
-// without anything special does.
+// Whether a kernel has balanced tiling with two widths; and whether of a configuration only the
+// kernel for row-wise scales has it.
 constexpr bool is_first_pair(const Config& c) { return c.a == DType::e4m3 && c.b == DType::e4m3; }
-constexpr bool narrows_whole_only(const Config& c) {
-    return !c.streamed && !c.plain && c.sums == Sums::promoted && c.block_n == 176 &&
+constexpr bool narrows_rowwise_only(const Config& c) {
+    return !c.swap_ab && !c.blockwise_only && c.sums == Sums::promoted && c.block_n == 176 &&
            is_first_pair(c);
 }
 constexpr bool has_two_widths(const Config& c) {
-    const bool wide = !c.streamed && !c.plain && c.sums != Sums::fine && c.block_n == 256;
-    return wide || takes_turns(c) || narrows_whole_only(c);
+    const bool wide =
+        !c.swap_ab && !c.blockwise_only && c.sums != Sums::promoted_1d1d && c.block_n == 256;
+    return wide || is_pingpong(c) || narrows_rowwise_only(c);
 }
-// Whether calls without anything special have a kernel of their own, promoted_rowwise_sm90.cuh or
-// pingpong_rowwise_sm90.cuh: for the commonest pair of types.
-constexpr bool has_whole_kernel(const Config& c) {
+// Whether row-wise scales alone, of the commonest pair of types, have a kernel of their own:
+// promoted_rowwise_sm90.cuh or pingpong_rowwise_sm90.cuh.
+constexpr bool has_rowwise_kernel(const Config& c) {
     const bool promoted = c.sums == Sums::promoted && has_two_widths(c);
-    return (promoted || takes_turns(c)) && is_first_pair(c);
+    return (promoted || is_pingpong(c)) && is_first_pair(c);
 }
 // Whether TMA can store rows of the output: they are multiples of 16 bytes.
 inline bool tma_stores(const Params& p) {
     const int64_t bytes = p.n * size_in_bytes(p.out_dtype);
     return bytes % 16 == 0 && bytes / 2 <= INT32_MAX;
 }
-// The calls that run that kernel: those with scales of whole rows or matrices and nothing else.
-inline bool takes_whole_kernel(const Config& c, const Params& p) {
-    return has_whole_kernel(c) && p.k > 0 && !p.blocks && p.offs == nullptr && p.bias == nullptr &&
-           p.activation == 0 && p.out_dtype != DType::fp32 && tma_stores(p) &&
+// The calls that run that kernel: those with row-wise or tensor-wise scales and nothing else.
+inline bool runs_rowwise_kernel(const Config& c, const Params& p) {
+    return has_rowwise_kernel(c) && p.k > 0 && !p.blockwise && p.offs == nullptr &&
+           p.bias == nullptr && p.activation == 0 && p.out_dtype != DType::fp32 && tma_stores(p) &&
            p.schedule.cluster_m * p.schedule.cluster_n == 1;
 }
-// Whether it, or the kernel of plain calls, sends halves of tiles, store_warps_sm90.cuh.
-constexpr bool sends_halves(const Config& c) {
-    return c.block_n == 256 && (c.plain || has_whole_kernel(c));
+// Whether the kernels for row-wise or block-wise scales have store warps (store_warps_sm90.cuh).
+constexpr bool has_store_warps(const Config& c) {
+    return c.block_n == 256 && (c.blockwise_only || has_rowwise_kernel(c));
 }
-// Blocks of a cluster that may send a streamed tile's sums to the first one.
+// Swap-AB: the blocks of a cluster that may send a tile's sums to the first one.
 constexpr int senders(const Config& c) { return c.block_m > 32 ? 1 : 2; }
-// Scales that a stage holds: those of its rows of a, and of its blocks or columns of b.
+// The scales that a stage holds: those of its rows of a, and of its blocks or columns of b.
 constexpr int scales_of_stage(const Config& c) {
     if (c.sums == Sums::fast) return 0;
-    return c.block_m + (c.sums == Sums::fine ? (c.block_n + 31) / 32 * 32 : 32);
+    return c.block_m + (c.sums == Sums::promoted_1d1d ? (c.block_n + 31) / 32 * 32 : 32);
 }
-// Of the largest tile of promoted sums, values of columns pass through the staging buffers.
+// In the largest tile of promoted sums, values of columns pass through the staging buffers.
 constexpr bool columns_in_staging(const Config& c) {
     return c.sums != Sums::fast && c.block_n > 192;
 }
 constexpr int shared_bytes(const Config& c) {
-    if (c.streamed) {
+    if (c.swap_ab) {
         const int parts = c.block_k / BLOCK_K;
         const int ring = c.stages * (c.block_m + c.block_n) * c.block_k;
         const int columns = std::max(c.block_n + 4, senders(c) * c.block_n);
@@ -246,7 +255,7 @@ constexpr int shared_bytes(const Config& c) {
     }
     const int stage = (c.block_m + c.block_n) * BLOCK_K + scales_of_stage(c) * 4;
     const int columns = columns_in_staging(c) ? 0 : (c.block_n + 31) / 32 * 32;
-    const int rows = takes_turns(c) ? c.block_m : 0;
+    const int rows = is_pingpong(c) ? c.block_m : 0;
     const int bytes = c.stages * stage + c.consumers * (4 * c.buffers * 16 * 128 + columns * 4) +
                       c.consumers * rows * 4 + c.stages * 24;
     return (bytes + 127) / 128 * 128;
@@ -257,10 +266,10 @@ struct ScaleShapes {
     int64_t a_rows, a_cols, b_rows, b_cols;
 };
 struct ScaleKind {
-    bool valid, blocks, fine;
+    bool valid, blockwise, is_1d1d;
 };
-// Scales per tensor or row, (1 or m, 1) and (1, 1 or n); or of 128 of k, (m, blocks of k) and
-// (blocks of k, blocks of n) or, fine, (blocks of k, n).
+// Tensor-wise or row-wise scales, (1 or m, 1) and (1, 1 or n); or block-wise ones of 128 of k, (m,
+// blocks of k) and (blocks of k, blocks of n) for 1D2D or (blocks of k, n) for 1D1D.
 constexpr ScaleKind scale_kind(const ScaleShapes& s, int64_t m, int64_t n, int64_t k) {
     const int64_t k_blocks = (k + 127) / 128, n_blocks = (n + 127) / 128;
     if ((s.a_rows == 1 || s.a_rows == m) && s.a_cols == 1 && s.b_rows == 1 &&
@@ -278,12 +287,12 @@ constexpr ScaleKind scale_kind(const ScaleShapes& s, int64_t m, int64_t n, int64
 
 // Every kernel that is compiled, by number: what the launchers are enumerated by.
 constexpr std::size_t TILED = std::size(TILE_SHAPES) * std::size(DTYPES);
-constexpr std::size_t STREAMED = std::size(STREAM_SHAPES) * std::size(DTYPES);
-constexpr std::size_t CONFIGS = TILED + STREAMED + std::size(PLAIN_SHAPES);
+constexpr std::size_t SWAP_AB = std::size(SWAP_AB_SHAPES) * std::size(DTYPES);
+constexpr std::size_t CONFIGS = TILED + SWAP_AB + std::size(BLOCKWISE_SHAPES);
 constexpr Config config_at(std::size_t i) {
     if (i < TILED) return make_config(TILE_SHAPES[i / 3], DTYPES[i % 3]);
-    if (i < TILED + STREAMED) return make_config(STREAM_SHAPES[(i - TILED) / 3], DTYPES[i % 3]);
-    return make_config(PLAIN_SHAPES[i - TILED - STREAMED], DTYPES[0], true);
+    if (i < TILED + SWAP_AB) return make_config(SWAP_AB_SHAPES[(i - TILED) / 3], DTYPES[i % 3]);
+    return make_config(BLOCKWISE_SHAPES[i - TILED - SWAP_AB], DTYPES[0], true);
 }
 
 // A configuration as instances.txt names it, by what tells it from the others.
@@ -291,15 +300,15 @@ struct ConfigName {
     int block_m, block_n;
     Sums sums = Sums::promoted;
     DType a = DType::e4m3, b = DType::e4m3;
-    bool streamed = false, plain = false;
+    bool swap_ab = false, blockwise_only = false;
 };
 // The one that has the name. One that is not compiled is an error of the compiler.
 consteval Config config_of(const ConfigName& name) {
     for (std::size_t i = 0; i < CONFIGS; ++i) {
         const Config c = config_at(i);
         if (name.block_m == c.block_m && name.block_n == c.block_n && name.sums == c.sums &&
-            name.a == c.a && name.b == c.b && name.streamed == c.streamed &&
-            name.plain == c.plain) {
+            name.a == c.a && name.b == c.b && name.swap_ab == c.swap_ab &&
+            name.blockwise_only == c.blockwise_only) {
             return c;
         }
     }
@@ -311,7 +320,7 @@ std::string unsupported(const Problem& problem, const DeviceProperties& device);
 Choice choose(const Problem& problem, const DeviceProperties& device);
 std::string kernel_name(const Config& config);
 std::string kernel_name(const Choice& choice);
-// Of the kernel that a call runs, where a configuration has several.
+// The name of the kernel that a call runs, where a configuration has several.
 std::string kernel_name(const Config& config, const Params& params);
 std::vector<KernelInfo> kernels();
 
@@ -319,15 +328,15 @@ std::vector<KernelInfo> kernels();
 template <Config config>
 void launch(const Params& params, Stream stream);
 template <Config config>
-void launch_streamed(const Params& params, Stream stream);
+void launch_swap_ab(const Params& params, Stream stream);
 
 // The same for a configuration that is known at run time; false when there is no such kernel.
 template <std::size_t i = 0>
 bool launch_any(const Config& config, const Params& params, Stream stream) {
     if constexpr (i < CONFIGS) {
         if (config != config_at(i)) return launch_any<i + 1>(config, params, stream);
-        if constexpr (config_at(i).streamed)
-            launch_streamed<config_at(i)>(params, stream);
+        if constexpr (config_at(i).swap_ab)
+            launch_swap_ab<config_at(i)>(params, stream);
         else
             launch<config_at(i)>(params, stream);
         return true;

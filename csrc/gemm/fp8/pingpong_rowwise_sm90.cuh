@@ -1,11 +1,12 @@
-// Fast sums whose consumers take turns, for the outputs that most calls have: of a 16-bit type,
-// stored by TMA, without bias or activation. pingpong_sm90.cuh does the rest.
+// Fp8 products in the ping-pong schedule with fast accumulation and row-wise scales alone, tiles of
+// 128 x 176, for the commonest outputs: of a 16-bit type, stored by TMA, without bias or
+// activation. pingpong_sm90.cuh does the rest.
 //
 // The values are the same, bit for bit. What this kernel leaves out is code: consumers, which are
 // at different places of it at a time, then find it in the instruction caches. So there are no
-// clusters, and the two products of a consumer end one after the other, in a loop: the registers
-// of the second one move to those of the first. Scales pass through shared memory, those of rows
-// too, so that none stays in registers while products run.
+// clusters, and the two products of a consumer end one after the other, in a loop: the registers of
+// the second one move to those of the first. Scales pass through shared memory, those of rows too,
+// so that none stays in registers while products run.
 #pragma once
 
 #include "csrc/gemm/fp8/pingpong_sm90.cuh"
@@ -15,19 +16,19 @@ namespace thunderkittens::fp8_gemm {
 namespace sm90 {
 
 // The scales of a consumer's tile. A thread fetches one of a row and some of columns before the
-// products, and gives them to the others while the first one runs; where one scale is for all
-// columns, rows have it too.
+// products, and shares them with the others while the first product runs; where one scale is for
+// all columns, it is multiplied into those of rows.
 template <Config C>
-struct TurnScales {
-    using K = Types<C>;
-    using Shared = typename K::Shared;
+struct PingpongScales {
+    using Traits = KernelTraits<C>;
+    using Shared = typename Traits::Shared;
     float row;
     Columns<C> columns;
 
-    static __device__ __forceinline__ bool of_columns(const typename K::Globals& g) {
+    static __device__ __forceinline__ bool of_columns(const typename Traits::Globals& g) {
         return g.scale_b.outer != 0;
     }
-    __device__ __forceinline__ void fetch(const typename K::Globals& g, const Tile& tile) {
+    __device__ __forceinline__ void fetch(const typename Traits::Globals& g, const Tile& tile) {
         static_assert(C.block_m == WARPGROUP_THREADS);
         const uint32_t at = tile.row + warpgroup::laneid();
         row = 1.f;
@@ -40,7 +41,7 @@ struct TurnScales {
             columns.values[0] = arch::load_global(g.scale_b.data);
         }
     }
-    __device__ __forceinline__ void publish(const typename K::Globals& g, Shared& shared,
+    __device__ __forceinline__ void publish(const typename Traits::Globals& g, Shared& shared,
                                             int consumer) const {
         const int barrier = READY + 1 + consumer;
         warpgroup::sync(barrier);  // the last readers are done
@@ -56,8 +57,8 @@ struct TurnScales {
         }
         warpgroup::sync(barrier);
     }
-    // By the row, then by the column, as Epilogue::scale; 64 rows from `first` on.
-    static __device__ __forceinline__ void apply(const typename K::Globals& g, Shared& shared,
+    // Scales by the row, then by the column, as Epilogue::scale; 64 rows from `first` on.
+    static __device__ __forceinline__ void apply(const typename Traits::Globals& g, Shared& shared,
                                                  int consumer, rt_fl<16, C.block_n>& sums,
                                                  int first) {
         const int own = first + warpgroup::warpid() * 16 + laneid() / 4;
@@ -87,9 +88,9 @@ struct TurnScales {
     }
 };
 
-// Rounded to a 16-bit type (bf16 stands for both).
+// Rounds to a 16-bit type (bf16 stands for both).
 template <Config C>
-__device__ __forceinline__ rt_bf<16, C.block_n> rounded(const typename Types<C>::Globals& g,
+__device__ __forceinline__ rt_bf<16, C.block_n> rounded(const typename KernelTraits<C>::Globals& g,
                                                         const rt_fl<16, C.block_n>& sums) {
     rt_bf<16, C.block_n> values;
     if (g.out_dtype == DType::bf16)
@@ -99,78 +100,79 @@ __device__ __forceinline__ rt_bf<16, C.block_n> rounded(const typename Types<C>:
     return values;
 }
 
-// Sends a warp's values of a product, in pieces through its two staging buffers in turn; which is
-// first depends on the product, as there are three pieces.
+// Stores a warp's values of a product, in subtiles through its two staging buffers in turn; which
+// buffer is first depends on the product, as there are three subtiles.
 template <Config C>
-__device__ __forceinline__ void send_product(const typename Types<C>::Globals& g,
-                                             typename Types<C>::Shared& shared,
+__device__ __forceinline__ void send_product(const typename KernelTraits<C>::Globals& g,
+                                             typename KernelTraits<C>::Shared& shared,
                                              const rt_bf<16, C.block_n>& values, const Tile& tile,
                                              uint32_t row, int product) {
-    using K = Types<C>;
-    using F = Finished<C>;
-    using staging = typename K::out_tile;
+    using Traits = KernelTraits<C>;
+    using F = DeferredStore<C>;
+    using staging = typename Traits::out_tile;
     static_assert(C.buffers == 2 && F::across % 2 == 1);
-    const bool narrow = K::two_widths && tile.narrow;
+    const bool narrow = Traits::two_widths && tile.narrow;
 #pragma unroll
-    for (int piece = 0; piece < F::across; ++piece) {
-        auto& buffer = shared.out[kittens::warpid()][(piece + product) % C.buffers];
+    for (int subtile = 0; subtile < F::across; ++subtile) {
+        auto& buffer = shared.out[kittens::warpid()][(subtile + product) % C.buffers];
         const auto stage = [&](int first) {
-            gemm::sm90::stage_piece<rt_bf<16, staging::cols>>(values, first, buffer);
+            gemm::sm90::stage_subtile<rt_bf<16, staging::cols>>(values, first, buffer);
         };
         if (laneid() == 0) tma::store_async_read_wait<C.buffers - 1>();
         arch::sync_warp();
-        if (narrow && piece == F::across - 1)
-            stage(F::first_of(piece, true));
+        if (narrow && subtile == F::across - 1)
+            stage(F::first_of(subtile, true));
         else
-            stage(F::first_of(piece, false));
+            stage(F::first_of(subtile, false));
         arch::sync_warp();
         if (laneid() == 0) {
-            const int col = static_cast<int>(tile.col) + F::first_of(piece, narrow);
+            const int col = static_cast<int>(tile.col) + F::first_of(subtile, narrow);
             tma::store_async(g.out, buffer, elements(0, 0, row, col));
         }
     }
 }
 
 template <Config C>
-__device__ __forceinline__ void consume_whole_in_turns(const typename Types<C>::Globals& g,
-                                                       typename Types<C>::Shared& shared) {
-    using K = Types<C>;
-    static_assert(K::products_m == 2);
-    // The same in all lanes, as the compiler then knows: a tile's place stays in uniform registers.
+__device__ __forceinline__ void consume_pingpong_rowwise(const typename KernelTraits<C>::Globals& g,
+                                                         typename KernelTraits<C>::Shared& shared) {
+    using Traits = KernelTraits<C>;
+    static_assert(Traits::products_m == 2);
+    // The shuffle tells the compiler that the value is the same in all lanes: a tile's position
+    // stays in uniform registers.
     const int consumer = arch::shuffle(int(warpgroup::groupid()), 0);
-    // One arrival stands for the warpgroup, which wgmma reads shared memory as.
-    const bool hands_back = warpgroup::warpid() == 0 && laneid() == 0;
+    // One arrival stands for the warpgroup, because wgmma reads shared memory for all of it.
+    const bool releases = warpgroup::warpid() == 0 && laneid() == 0;
     const auto release = [&](int stage) {
-        if (hands_back) arrive(shared.empty[stage]);
+        if (releases) arrive(shared.empty[stage]);
     };
     Ring<C.stages> ring;
-    rt_fl<16, C.block_n> sums[K::products_m];
-    TurnScales<C> scales;
+    rt_fl<16, C.block_n> sums[Traits::products_m];
+    PingpongScales<C> scales;
     uint32_t index = blockIdx.x;
-    const auto skip = [&] {  // the other one's tile
+    const auto skip = [&] {  // skips the other consumer's tile
         ring.stage += g.k_blocks;
         const int rounds = ring.stage / C.stages;
         ring.stage -= rounds * C.stages;
         ring.phase ^= rounds & 1;
     };
-    constexpr int stage_step = int(sizeof(typename K::Stage)) >> 4;
-    constexpr int b_after_a = int(sizeof(typename K::a_tile)) >> 4;
+    constexpr int stage_step = int(sizeof(typename Traits::Stage)) >> 4;
+    constexpr int b_after_a = int(sizeof(typename Traits::a_tile)) >> 4;
     const auto first_stage =
-        static_cast<uint32_t>(operand_descriptor<K>(shared.stages[0].a.address()));
+        static_cast<uint32_t>(operand_descriptor<Traits>(shared.stages[0].a.address()));
     bool first = consumer == 0;
     if (consumer == 1) index += g.clusters, skip();
     for (; index < g.order.total; index += 2 * g.clusters, skip()) {
-        const Tile tile = whole_tile<C>(g, g.order.in_matrix(index));
+        const Tile tile = rowwise_tile<C>(g, g.order.in_matrix(index));
         const uint32_t row = tile.row + warpgroup::warpid() * 16;
         scales.fetch(g, tile);
-        if (!first) arch::named_barrier_sync(TURN + consumer, 2 * WARPGROUP_THREADS);
+        if (!first) arch::named_barrier_sync(MAY_MULTIPLY + consumer, 2 * WARPGROUP_THREADS);
         first = false;
         const bool follows = index + g.clusters < g.order.total;
         const auto multiply_all = [&]<class B>() {
             const auto start = [&](bool accumulate) {
                 const uint32_t at = arch::shuffle(first_stage + ring.stage * stage_step, 0);
                 wait(shared.full[ring.stage], ring.phase);
-                multiply_at<K, B>(sums, at, at + b_after_a, accumulate);
+                multiply_at<Traits, B>(sums, at, at + b_after_a, accumulate);
             };
             start(false);
             scales.publish(g, shared, consumer);
@@ -182,20 +184,22 @@ __device__ __forceinline__ void consume_whole_in_turns(const typename Types<C>::
                 release(previous);
                 previous = ring.stage;
             }
-            // A product of this consumer is still running when the other one's first is there.
-            if (follows) arch::named_barrier_arrive(TURN + 1 - consumer, 2 * WARPGROUP_THREADS);
+            // The hand-over comes early: a product of this consumer is still running when the other
+            // one's first is issued.
+            if (follows)
+                arch::named_barrier_arrive(MAY_MULTIPLY + 1 - consumer, 2 * WARPGROUP_THREADS);
 #pragma unroll
-            for (int i = 0; i < K::products_m; ++i) {
+            for (int i = 0; i < Traits::products_m; ++i) {
                 warpgroup::mma_async_wait(reinterpret_cast<rt_fl<16, B::rows>&>(sums[i]));
             }
             release(previous);
         };
-        if (K::two_widths && tile.narrow)
-            multiply_all.template operator()<typename K::narrow_b>();
+        if (Traits::two_widths && tile.narrow)
+            multiply_all.template operator()<typename Traits::narrow_b>();
         else
-            multiply_all.template operator()<typename K::b_tile>();
+            multiply_all.template operator()<typename Traits::b_tile>();
 #pragma unroll 1
-        for (int i = 0; i < K::products_m; ++i) {
+        for (int i = 0; i < Traits::products_m; ++i) {
             scales.apply(g, shared, consumer, sums[0], i * 64);
             const auto values = rounded<C>(g, sums[0]);
             sums[0] = sums[1];
@@ -205,11 +209,11 @@ __device__ __forceinline__ void consume_whole_in_turns(const typename Types<C>::
     if (laneid() == 0) tma::store_async_read_wait();
 }
 
-// The whole kernel: as dense/prologue_sm90.cuh says, the way to the first load is short.
+// The kernel: as dense/prologue_sm90.cuh says, the way to the first load is short.
 template <Config C>
-__device__ __forceinline__ void multiply_whole_in_turns(const typename Types<C>::Globals& g,
-                                                        typename Types<C>::Shared& shared) {
-    using K = Types<C>;
+__device__ __forceinline__ void run_pingpong_rowwise(const typename KernelTraits<C>::Globals& g,
+                                                     typename KernelTraits<C>::Shared& shared) {
+    using Traits = KernelTraits<C>;
     constexpr int ready_threads = C.consumers * WARPGROUP_THREADS + WARP_THREADS;
     if (warpgroup::groupid() == C.consumers) {
         if (warpgroup::warpid() == 0) {
@@ -225,21 +229,21 @@ __device__ __forceinline__ void multiply_whole_in_turns(const typename Types<C>:
         }
         if (warpgroup::warpid() == 1) {
             if (arch::elect_one()) {
-                tma::prefetch_map<typename K::a_part>(g.a);
-                tma::prefetch_map<typename K::b_part>(g.b);
-                tma::prefetch_map<typename K::out_tile>(g.out);
+                tma::prefetch_map<typename Traits::a_part>(g.a);
+                tma::prefetch_map<typename Traits::b_part>(g.b);
+                tma::prefetch_map<typename Traits::out_tile>(g.out);
             }
             arch::sync_warp();
         }
-        warpgroup::decrease_registers<K::producer_registers>();
+        warpgroup::decrease_registers<Traits::producer_registers>();
         arch::wait_for_dependencies();
         arch::launch_dependents();
-        if (warpgroup::elect_leader()) load_whole<C>(g, shared);
+        if (warpgroup::elect_leader()) produce_rowwise<C>(g, shared);
     } else {
         arch::named_barrier_sync(READY, ready_threads);
-        warpgroup::increase_registers<K::consumer_registers>();
+        warpgroup::increase_registers<Traits::consumer_registers>();
         arch::wait_for_dependencies();
-        consume_whole_in_turns<C>(g, shared);
+        consume_pingpong_rowwise<C>(g, shared);
     }
 }
 

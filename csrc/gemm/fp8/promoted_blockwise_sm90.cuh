@@ -1,5 +1,5 @@
-// The consumers of fp8 products with scales of blocks, for the outputs that most calls have: of a
-// 16-bit type, stored by TMA, with a bias or none. promoted_sm90.cuh does the rest.
+// The consumers of promoted accumulation with block-wise (1D2D) scales, for the commonest outputs:
+// of a 16-bit type, stored by TMA, with a bias or none. promoted_sm90.cuh does the rest.
 //
 // The sums are the same, bit for bit, as those of `promoted`. What this kernel leaves out lets the
 // compiler keep a sum and its product in registers of different banks: an addition then reads one
@@ -13,32 +13,32 @@
 namespace thunderkittens::fp8_gemm {
 namespace sm90 {
 
-// The factors of a thread's two rows in a stage, for each part of its columns that is in one block
-// of b. A product of 192 columns has three parts of 64, and its tile begins or ends in the middle
-// of a block; of narrower products each is a part.
+// The factors of a thread's two rows in a stage, for each part of its columns that lies in one
+// block of b. A product of 192 columns has three parts of 64, because its tile begins or ends in
+// the middle of a block; narrower products are a part each.
 template <Config C>
 struct BlockFactors {
-    using K = Types<C>;
+    using Traits = KernelTraits<C>;
     static constexpr bool uneven = C.block_n % 128 != 0;
-    static constexpr int parts = uneven ? C.block_n / 64 : K::products_n;
-    float of[parts][2];
+    static constexpr int column_parts = uneven ? C.block_n / 64 : Traits::products_n;
+    float of[column_parts][2];
 
     // `scales` are those of a stage, `row` is the thread's first row in the tile.
     __device__ __forceinline__ void read(uint32_t scales, int row, bool begins_block) {
-        float rows[2], columns[parts];
+        float rows[2], columns[column_parts];
 #pragma unroll
         for (int r = 0; r < 2; ++r) rows[r] = arch::load_shared<float>(scales + (row + r * 8) * 4);
 #pragma unroll
-        for (int c = 0; c < K::column_scales; ++c) {
+        for (int c = 0; c < Traits::column_scales; ++c) {
             columns[c] = arch::load_shared<float>(scales + (C.block_m + c) * 4);
         }
         if constexpr (uneven) {
-            static_assert(parts == 3);
+            static_assert(column_parts == 3);
             columns[2] = columns[1];
             columns[1] = begins_block ? columns[0] : columns[1];
         }
 #pragma unroll
-        for (int c = 0; c < parts; ++c) {
+        for (int c = 0; c < column_parts; ++c) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 of[c][r] = rows[r] * columns[c];
@@ -48,9 +48,10 @@ struct BlockFactors {
     }
 };
 
-// Lets other warps go first. In a run of additions ptxas marks none so, and one consumer's run then
-// keeps the other's from its products. The wait has nothing to wait for and is marked; the next
-// instruction, which the producers have executed before, does nothing but keep it where it is.
+// Lets other warps issue first. ptxas marks no instruction in a run of additions as a point to
+// yield, and one consumer's run then keeps the other's from its products. The wait has nothing to
+// wait for, and ptxas marks it; the next instruction, which the producers have executed before,
+// does nothing but keep it where it is.
 __device__ __forceinline__ void yield() {
     arch::wgmma_wait<7>();
     arch::launch_dependents();
@@ -79,15 +80,16 @@ __device__ __forceinline__ void add_product(rt_fl<16, cols>& sum, const rt_fl<16
     }
 }
 
-// Two products side by side in a step. A tile's halves end in the shadow of products: the left one
-// under the last product, which belongs to the right one, and that under the next tile's first.
+// Two products side by side in a step. The epilogue of a tile's halves overlaps with products: that
+// of the left half with the last product, which belongs to the right one, and that of the right
+// half with the next tile's first.
 template <Config C>
-__device__ __forceinline__ void consume_block_halves(const typename Types<C>::Globals& g,
-                                                     typename Types<C>::Shared& shared) {
-    using K = Types<C>;
-    static_assert(K::products_m == 1 && K::products_n == 2 && K::columns_staged);
-    constexpr int cols = K::product_cols;
-    const Place place(g);
+__device__ __forceinline__ void consume_blockwise_halves(const typename KernelTraits<C>::Globals& g,
+                                                         typename KernelTraits<C>::Shared& shared) {
+    using Traits = KernelTraits<C>;
+    static_assert(Traits::products_m == 1 && Traits::products_n == 2 && Traits::columns_staged);
+    constexpr int cols = Traits::product_cols;
+    const ClusterPosition place(g);
     const int consumer = warpgroup::groupid();
     // Each warp has read scales itself.
     const auto release = [&](int stage) {
@@ -106,7 +108,7 @@ __device__ __forceinline__ void consume_block_halves(const typename Types<C>::Gl
     const auto read_scales = [&] {
         factors.read(shared.scales[ring.stage].address(), own_row, false);
     };
-    float bias[2] = {};  // of a column of each half
+    float bias[2] = {};  // of one column of each half
     const auto fetch_bias = [&](uint32_t index) {
         const uint32_t col = tile_at<C>(g, place, index).col + warpgroup::laneid();
 #pragma unroll
@@ -115,21 +117,21 @@ __device__ __forceinline__ void consume_block_halves(const typename Types<C>::Gl
             if (at < g.n) bias[i] = load_any(g.bias, g.bias_dtype, at);
         }
     };
-    // Each thread has fetched the bias of one of a half's columns, and sees all in the staging
-    // buffers.
-    const auto finish = [&](auto which) {
+    // Adds the bias, rounds and stages a half. Each thread has fetched the bias of one of a half's
+    // columns, and sees all of them in the staging buffers.
+    const auto stage_half = [&](auto which) {
         constexpr int i = decltype(which)::value;
-        arch::named_barrier_sync(SENT + consumer, SENDING_THREADS);
+        arch::named_barrier_sync(HALF_STORED + consumer, STORE_THREADS);
         if (g.bias != nullptr) {
             auto& columns = columns_of<C>(shared);
             columns.set(place_of(warpgroup::laneid()), bias[i]);
             warpgroup::sync(READY + 1 + consumer);
-            with_columns<1, K::columns_placed>(reinterpret_cast<rt_fl<16, cols>(&)[1]>(sums[i]),
-                                               columns.address(),
-                                               [](float2& x, int, int, float2 b) {
-                                                   x.x += b.x;
-                                                   x.y += b.y;
-                                               });
+            with_columns<1, Traits::columns_placed>(
+                reinterpret_cast<rt_fl<16, cols>(&)[1]>(sums[i]), columns.address(),
+                [](float2& x, int, int, float2 b) {
+                    x.x += b.x;
+                    x.y += b.y;
+                });
             warpgroup::sync(READY + 1 + consumer);
         }
         rt_bf<16, cols> rounded;
@@ -138,7 +140,7 @@ __device__ __forceinline__ void consume_block_halves(const typename Types<C>::Gl
         else
             gemm::sm90::round_to<half>(rounded, sums[i]);
         stage_rounded<C, i>(shared, rounded, false);
-        arch::named_barrier_arrive(STAGED + consumer, SENDING_THREADS);
+        arch::named_barrier_arrive(HALF_STAGED + consumer, STORE_THREADS);
     };
     using Left = std::integral_constant<int, 0>;
     using Right = std::integral_constant<int, 1>;
@@ -164,8 +166,8 @@ __device__ __forceinline__ void consume_block_halves(const typename Types<C>::Gl
             operands.multiply(product, 0, 0);
             release(previous);
             read_scales();
-            // Never repeated. Where a jump back lies between a product and its end, ptxas leaves
-            // the additions to yield(); else it lets every second one yield.
+            // A loop that is never repeated. Where a jump back lies between a product and its end,
+            // ptxas leaves the additions to yield(); else it lets every second one yield.
             do {
                 warpgroup::mma_async_wait(product);
                 add_product<false>(sums[0], product, factors, 0);
@@ -174,7 +176,7 @@ __device__ __forceinline__ void consume_block_halves(const typename Types<C>::Gl
         }
         const int previous = ring.stage;
         ring.advance();
-        finish(Left{});
+        stage_half(Left{});
         index += g.clusters;
         const bool more = arch::shuffle(int(index < g.order.total), 0) != 0;
         if (more) wait(shared.full[ring.stage], ring.phase);
@@ -182,24 +184,25 @@ __device__ __forceinline__ void consume_block_halves(const typename Types<C>::Gl
         add_product<false>(sums[1], product, factors, 1);
         release(previous);
         if (!more) break;
-        // The same in all lanes, as the compiler then knows: descriptors stay in uniform registers.
+        // The shuffles tell the compiler that the values are the same in all lanes: descriptors
+        // stay in uniform registers.
         ring.stage = arch::shuffle(ring.stage, 0), ring.phase = arch::shuffle(ring.phase, 0);
         operands.find(ring.stage);
         operands.multiply(product, 0, 0);
         read_scales();
-        finish(Right{});
+        stage_half(Right{});
     }
-    finish(Right{});
-    arch::named_barrier_sync(SENT + consumer, SENDING_THREADS);
+    stage_half(Right{});
+    arch::named_barrier_sync(HALF_STORED + consumer, STORE_THREADS);
 }
 
 // One product in a step.
 template <Config C>
-__device__ __forceinline__ void consume_block_tiles(const typename Types<C>::Globals& g,
-                                                    typename Types<C>::Shared& shared) {
-    using K = Types<C>;
-    static_assert(K::products == 1);
-    constexpr int cols = K::product_cols;
+__device__ __forceinline__ void consume_blockwise_tiles(const typename KernelTraits<C>::Globals& g,
+                                                        typename KernelTraits<C>::Shared& shared) {
+    using Traits = KernelTraits<C>;
+    static_assert(Traits::products == 1);
+    constexpr int cols = Traits::product_cols;
     const int consumer = warpgroup::groupid();
     // Each warp has read scales itself.
     const auto release = [&](int stage) {
@@ -209,12 +212,13 @@ __device__ __forceinline__ void consume_block_tiles(const typename Types<C>::Glo
     const int row_in_tile = consumer * 64 + warpgroup::warpid() * 16;
     const int own_row = row_in_tile + laneid() / 4;
     Ring<C.stages> ring;
-    rt_fl<16, cols> sums[K::products], product;
+    rt_fl<16, cols> sums[Traits::products], product;
     Operands<C> operands(shared, consumer);
-    Finished<C> finished;
+    DeferredStore<C> deferred;
 
-    for_each_tile<C>(g, Place(g), [&](const Tile& tile) {
-        // The same in all lanes, as the compiler then knows: descriptors stay in uniform registers.
+    for_each_tile<C>(g, ClusterPosition(g), [&](const Tile& tile) {
+        // The shuffles tell the compiler that the values are the same in all lanes: descriptors
+        // stay in uniform registers.
         ring.stage = arch::shuffle(ring.stage, 0), ring.phase = arch::shuffle(ring.phase, 0);
         const bool begins_block = tile.col % 128 == 0;
         BlockFactors<C> factors;
@@ -229,12 +233,13 @@ __device__ __forceinline__ void consume_block_tiles(const typename Types<C>::Glo
         int previous;
         next_stage();
         const auto step = [&]<bool begins>() {
-            // Before the product: a warp that reads later may find the stage handed back.
+            // The scales are read before the product, because a warp that reads later may find the
+            // stage released.
             read_scales();
             operands.multiply(product, 0, 0);
             // The first step has no sums yet: their registers still hold the tile before.
             if constexpr (begins)
-                finished.send(g, shared, 0, finished.pieces);
+                deferred.send(g, shared, 0, deferred.subtiles);
             else
                 release(previous);
             warpgroup::mma_async_wait(product);
@@ -261,27 +266,27 @@ __device__ __forceinline__ void consume_block_tiles(const typename Types<C>::Glo
                        [&](uint32_t col) { return load_any(g.bias, g.bias_dtype, col); });
             auto& columns = columns_of<C>(shared);
             bias.publish(columns);
-            with_columns<K::products_n, K::columns_placed>(sums, columns.address(),
-                                                           [](float2& x, int, int, float2 b) {
-                                                               x.x += b.x;
-                                                               x.y += b.y;
-                                                           });
-            if (K::columns_staged) warpgroup::sync(READY + 1 + consumer);
+            with_columns<Traits::products_n, Traits::columns_placed>(
+                sums, columns.address(), [](float2& x, int, int, float2 b) {
+                    x.x += b.x;
+                    x.y += b.y;
+                });
+            if (Traits::columns_staged) warpgroup::sync(READY + 1 + consumer);
         }
-        finished.keep(g, sums, tile.row + row_in_tile, tile.col);
+        deferred.defer(g, sums, tile.row + row_in_tile, tile.col);
     });
-    finished.send(g, shared, 0, finished.pieces);
+    deferred.send(g, shared, 0, deferred.subtiles);
     if (laneid() == 0) tma::store_async_read_wait();
 }
 
 template <Config C>
-__device__ __forceinline__ void consume_blocks(const typename Types<C>::Globals& g,
-                                               typename Types<C>::Shared& shared) {
-    static_assert(!Types<C>::fast && !Types<C>::fine);
-    if constexpr (Types<C>::halves)
-        consume_block_halves<C>(g, shared);
+__device__ __forceinline__ void consume_blockwise(const typename KernelTraits<C>::Globals& g,
+                                                  typename KernelTraits<C>::Shared& shared) {
+    static_assert(!KernelTraits<C>::fast && !KernelTraits<C>::is_1d1d);
+    if constexpr (KernelTraits<C>::store_warps)
+        consume_blockwise_halves<C>(g, shared);
     else
-        consume_block_tiles<C>(g, shared);
+        consume_blockwise_tiles<C>(g, shared);
 }
 
 }  // namespace sm90

@@ -1,16 +1,17 @@
-// Promoted sums with scales of whole rows or matrices, for the outputs that most calls have: of a
-// 16-bit type, stored by TMA, without bias or activation. promoted_sm90.cuh does the rest.
+// The consumers of promoted accumulation with row-wise or tensor-wise scales alone, for the
+// commonest outputs: of a 16-bit type, stored by TMA, without bias or activation. promoted_sm90.cuh
+// does the rest.
 //
-// The values are the same, bit for bit. Here a tile's end lies in the shadow of products: its left
-// half is scaled, rounded and staged while the last product runs, which belongs to the right half;
-// and the right half while the next tile's first two do. A warp of the producers sends what is
-// staged, so that the consumers issue no copies. What this kernel leaves out gives the registers of
-// a sum and of its product different banks: an addition reads one from each, beside the tensor
-// cores, which want the same registers. (Stores of pairs would tie a sum to an even or odd
-// register, which are the banks, as products are; and so do loops of other kinds of sums.)
+// The values are the same, bit for bit. Here the epilogue of a tile overlaps with products: its
+// left half is scaled, rounded and staged while the last product runs, which belongs to the right
+// half; and the right half while the next tile's first two do. A store warp sends what is staged,
+// so that the consumers issue no copies. What this kernel leaves out gives the registers of a sum
+// and of its product different banks: an addition reads one from each, beside the tensor cores,
+// which want the same registers. (Stores of pairs would tie a sum to an even or odd register, which
+// are the banks, as products are; and so do loops of other kinds of sums.)
 //
-// Tiles of 128 x 176 have one product in a step, and leave from registers under the next tile's
-// first one. Here alone they have two widths.
+// Tiles of 128 x 176 have one product in a step, and a deferred store under the next tile's first
+// one. These kernels alone have tiles of two widths there.
 #pragma once
 
 #include "csrc/gemm/fp8/promoted_rowwise_loads_sm90.cuh"
@@ -23,18 +24,19 @@ namespace sm90 {
 // last one the left half is scaled, rounded and staged; under the next tile's first one the right
 // half is scaled and rounded, and under the second one staged.
 template <Config C>
-__device__ __forceinline__ void consume_whole_halves(const typename Types<C>::Globals& g,
-                                                     typename Types<C>::Shared& shared) {
-    using K = Types<C>;
+__device__ __forceinline__ void consume_rowwise_halves(const typename KernelTraits<C>::Globals& g,
+                                                       typename KernelTraits<C>::Shared& shared) {
+    using Traits = KernelTraits<C>;
     using Where = TileScales<C>;
-    static_assert(K::products_m == 1 && K::products_n == 2 && K::columns_placed && !K::groups);
-    constexpr int cols = K::product_cols;
-    const Place place(g);
+    static_assert(Traits::products_m == 1 && Traits::products_n == 2 && Traits::columns_placed &&
+                  !Traits::groups);
+    constexpr int cols = Traits::product_cols;
+    const ClusterPosition place(g);
     const int consumer = warpgroup::groupid();
-    // One arrival stands for the warpgroup, which wgmma reads shared memory as.
-    const bool hands_back = warpgroup::warpid() == 0 && laneid() == 0;
+    // One arrival stands for the warpgroup, because wgmma reads shared memory for all of it.
+    const bool releases = warpgroup::warpid() == 0 && laneid() == 0;
     const auto release = [&](int stage) {
-        if (hands_back) arrive(shared.empty[stage]);
+        if (releases) arrive(shared.empty[stage]);
     };
     const int own_row = consumer * 64 + warpgroup::warpid() * 16 + laneid() / 4;
     Ring<C.stages> ring;
@@ -44,8 +46,9 @@ __device__ __forceinline__ void consume_whole_halves(const typename Types<C>::Gl
     float one[2] = {1.f, 1.f};
     Epilogue<C> epilogue;
     int phase = 0;
-    // In one sequence, as rounding has half the rate and another pipe.
-    const auto finish = [&](auto which) {
+    // Scales and rounds a half in one sequence, because rounding has half the rate and another
+    // pipe.
+    const auto round_half = [&](auto which) {
         constexpr int i = decltype(which)::value;
         epilogue.take_scales(g, shared, own_row, phase);
         constexpr int before = i * cols * int(sizeof(float));
@@ -87,9 +90,9 @@ __device__ __forceinline__ void consume_whole_halves(const typename Types<C>::Gl
     };
     const auto stage = [&](auto which, bool narrow) {
         constexpr int i = decltype(which)::value;
-        arch::named_barrier_sync(SENT + consumer, SENDING_THREADS);
+        arch::named_barrier_sync(HALF_STORED + consumer, STORE_THREADS);
         stage_rounded<C, i>(shared, rounded, narrow);
-        arch::named_barrier_arrive(STAGED + consumer, SENDING_THREADS);
+        arch::named_barrier_arrive(HALF_STAGED + consumer, STORE_THREADS);
     };
     using Left = std::integral_constant<int, 0>;
     using Right = std::integral_constant<int, 1>;
@@ -97,20 +100,20 @@ __device__ __forceinline__ void consume_whole_halves(const typename Types<C>::Gl
     uint32_t index = blockIdx.x;
     if (index >= g.order.total) return;
     const auto is_narrow = [&](uint32_t index) {
-        return K::two_widths && arch::shuffle(int(tile_at<C>(g, place, index).narrow), 0) != 0;
+        return Traits::two_widths && arch::shuffle(int(tile_at<C>(g, place, index).narrow), 0) != 0;
     };
     bool narrow = is_narrow(index);
     const auto multiply_right = [&] {
-        if (K::two_widths && narrow)
-            operands.template multiply<K::less>(product, 0, 1);
+        if (Traits::two_widths && narrow)
+            operands.template multiply<Traits::narrow_by>(product, 0, 1);
         else
             operands.multiply(product, 0, 1);
     };
     wait(shared.full[ring.stage], ring.phase);
     operands.find(ring.stage);
     operands.multiply(product, 0, 0);
-    // What the first tile stages as the right half of the one before, so that nothing depends on
-    // whether there is one.
+    // The first tile stages zeros as the right half of the one before, so that nothing depends on
+    // whether there is one; nobody stores them.
     kittens::warp::zero(sums[1]);
     kittens::warp::zero(rounded);
     bool before_narrow = false;
@@ -137,7 +140,7 @@ __device__ __forceinline__ void consume_whole_halves(const typename Types<C>::Gl
         }
         const int previous = ring.stage;
         ring.advance();
-        finish(Left{});
+        round_half(Left{});
         stage(Left{}, false);
         index += g.clusters;
         const bool more = arch::shuffle(int(index < g.order.total), 0) != 0;
@@ -150,44 +153,45 @@ __device__ __forceinline__ void consume_whole_halves(const typename Types<C>::Gl
         promote<false>(sums[1], product, 0, cols, one);
         release(previous);
         if (!more) break;
-        // The same in all lanes, as the compiler then knows: descriptors stay in uniform registers.
+        // The shuffles tell the compiler that the values are the same in all lanes: descriptors
+        // stay in uniform registers.
         ring.stage = arch::shuffle(ring.stage, 0), ring.phase = arch::shuffle(ring.phase, 0);
         operands.find(ring.stage);
         operands.multiply(product, 0, 0);
-        finish(Right{});
+        round_half(Right{});
         before_narrow = narrow;
         narrow = next_narrow;
     }
-    finish(Right{});
+    round_half(Right{});
     stage(Right{}, narrow);
-    arch::named_barrier_sync(SENT + consumer, SENDING_THREADS);
+    arch::named_barrier_sync(HALF_STORED + consumer, STORE_THREADS);
 }
 
-// One product in a step. A tile leaves in the shadow of the next one's first product, before which
-// there are no sums.
+// One product in a step. The store of a tile is deferred: it overlaps with the next tile's first
+// product, before which there are no sums.
 template <Config C>
-__device__ __forceinline__ void consume_whole_tiles(const typename Types<C>::Globals& g,
-                                                    typename Types<C>::Shared& shared) {
-    using K = Types<C>;
-    static_assert(K::products == 1);
-    constexpr int cols = K::product_cols;
-    // The same in all lanes, as the compiler then knows.
+__device__ __forceinline__ void consume_rowwise_tiles(const typename KernelTraits<C>::Globals& g,
+                                                      typename KernelTraits<C>::Shared& shared) {
+    using Traits = KernelTraits<C>;
+    static_assert(Traits::products == 1);
+    constexpr int cols = Traits::product_cols;
+    // The shuffle tells the compiler that the value is the same in all lanes.
     const int consumer = arch::shuffle(int(warpgroup::groupid()), 0);
-    // One arrival stands for the warpgroup, which wgmma reads shared memory as.
-    const bool hands_back = warpgroup::warpid() == 0 && laneid() == 0;
+    // One arrival stands for the warpgroup, because wgmma reads shared memory for all of it.
+    const bool releases = warpgroup::warpid() == 0 && laneid() == 0;
     const auto release = [&](int stage) {
-        if (hands_back) arrive(shared.empty[stage]);
+        if (releases) arrive(shared.empty[stage]);
     };
     const int row_in_tile = consumer * 64 + warpgroup::warpid() * 16;
     Ring<C.stages> ring;
-    rt_fl<16, cols> sums[K::products], product;
+    rt_fl<16, cols> sums[Traits::products], product;
     Operands<C> operands(shared, consumer);
-    Finished<C> finished;
+    DeferredStore<C> deferred;
     float one[2] = {1.f, 1.f};
     int phase = 0;
-    for_each_tile<C>(g, Place(g), [&](const Tile& tile) {
+    for_each_tile<C>(g, ClusterPosition(g), [&](const Tile& tile) {
         ring.stage = arch::shuffle(ring.stage, 0), ring.phase = arch::shuffle(ring.phase, 0);
-        const bool narrow = K::two_widths && arch::shuffle(int(tile.narrow), 0) != 0;
+        const bool narrow = Traits::two_widths && arch::shuffle(int(tile.narrow), 0) != 0;
         int left = arch::shuffle(g.k_blocks, 0) - 1;  // steps after this one
         int previous = 0;
         const auto next_stage = [&] {
@@ -196,12 +200,12 @@ __device__ __forceinline__ void consume_whole_tiles(const typename Types<C>::Glo
         };
         const auto step = [&]<bool begins>() {
             next_stage();
-            if (K::two_widths && narrow)
-                operands.template multiply<K::less>(product, 0, 0);
+            if (Traits::two_widths && narrow)
+                operands.template multiply<Traits::narrow_by>(product, 0, 0);
             else
                 operands.multiply(product, 0, 0);
             if constexpr (begins)
-                finished.send(g, shared, 0, finished.pieces);
+                deferred.send(g, shared, 0, deferred.subtiles);
             else
                 release(previous);
             previous = ring.stage;
@@ -222,10 +226,10 @@ __device__ __forceinline__ void consume_whole_tiles(const typename Types<C>::Glo
         epilogue.take_scales(g, shared, row_in_tile + laneid() / 4, phase);
         phase ^= 1;
         epilogue.scale(g, shared, sums);
-        finished.keep(g, sums, tile.row + row_in_tile, tile.col);
-        finished.narrow = narrow;
+        deferred.defer(g, sums, tile.row + row_in_tile, tile.col);
+        deferred.narrow = narrow;
     });
-    finished.send(g, shared, 0, finished.pieces);
+    deferred.send(g, shared, 0, deferred.subtiles);
     if (laneid() == 0) tma::store_async_read_wait();
 }
 

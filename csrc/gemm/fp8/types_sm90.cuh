@@ -1,4 +1,4 @@
-// What an fp8 GEMM kernel on Hopper works on: types of its tiles, its shared memory, its
+// What an fp8 GEMM kernel on Hopper works on: the types of its tiles, its shared memory, its
 // parameters, and the walk over its tiles.
 #pragma once
 
@@ -10,7 +10,7 @@ namespace thunderkittens::fp8_gemm {
 namespace sm90 {
 
 using namespace kittens;
-using gemm::sm90::Place, gemm::sm90::Ring;
+using gemm::sm90::ClusterPosition, gemm::sm90::Ring;
 
 // Named barrier: the semaphores are initialised. Those of the consumers come after it.
 constexpr int READY = 1;
@@ -18,8 +18,8 @@ constexpr int READY = 1;
 template <DType dtype>
 using element = std::conditional_t<dtype == DType::e4m3, fp8e4m3, fp8e5m2>;
 
-// Where sums are promoted, a stage has the scales of its rows of a and then those of its blocks or
-// columns of b.
+// With promoted accumulation a stage has the scales of its rows of a and then those of its blocks
+// or columns of b.
 template <Config C>
 struct StageScales {};
 template <Config C>
@@ -28,38 +28,38 @@ struct StageScales<C> {
     kittens::sv_fl<scales_of_stage(C)> scales[C.stages];
 };
 
-// Values of columns, where there is room for them beside the staging buffers.
+// The values of columns (scales, bias), where there is room for them beside the staging buffers.
 template <Config C>
 struct ColumnValues {};
 template <Config C>
-    requires(!columns_in_staging(C) && !takes_turns(C))
+    requires(!columns_in_staging(C) && !is_pingpong(C))
 struct ColumnValues<C> {
     kittens::sv_fl<C.block_n> columns[C.consumers];
 };
-// And of rows, see pingpong_rowwise_sm90.cuh.
+// The values of rows, too, see pingpong_rowwise_sm90.cuh.
 template <Config C>
-    requires(takes_turns(C))
+    requires(is_pingpong(C))
 struct ColumnValues<C> {
     kittens::sv_fl<C.block_n> columns[C.consumers];
     kittens::sv_fl<C.block_m> rows[C.consumers];
 };
 
 template <Config C>
-struct Types {
+struct KernelTraits {
     static constexpr Config config = C;
     using TA = element<C.a>;
     using TB = element<C.b>;
     static constexpr int consumers = C.consumers;
-    static constexpr bool fast = C.sums == Sums::fast, fine = C.sums == Sums::fine;
-    static constexpr bool turns = takes_turns(C);
+    static constexpr bool fast = C.sums == Sums::fast, is_1d1d = C.sums == Sums::promoted_1d1d;
+    static constexpr bool pingpong = is_pingpong(C);
     static constexpr bool groups = takes_groups(C), columns_staged = columns_in_staging(C);
-    static constexpr bool halves = sends_halves(C);
-    // The values of a tile's columns lie as its threads read them. Elsewhere a thread has no
-    // registers for so many at a time.
+    static constexpr bool store_warps = has_store_warps(C);
+    // Whether the values of a tile's columns lie as its threads read them. Elsewhere a thread has
+    // no registers for so many at a time.
     static constexpr bool columns_placed = !fast;
-    // A consumer has so many products of 64 rows above each other, and side by side. What is
-    // promoted takes a second set of registers, for one product.
-    static constexpr int consumers_of_tile = turns ? 1 : consumers;
+    // A consumer has products_m products of 64 rows above each other, and products_n side by side.
+    // Promoted accumulation takes a second set of registers, for one product.
+    static constexpr int consumers_of_tile = pingpong ? 1 : consumers;
     static constexpr int products_m = C.block_m / consumers_of_tile / 64;
     static constexpr int product_cols = fast || C.block_n <= 192 ? C.block_n : 128;
     static constexpr int products_n = C.block_n / product_cols;
@@ -68,27 +68,28 @@ struct Types {
 
     using a_tile = st<TA, C.block_m, BLOCK_K>;
     using b_tile = st<TB, C.block_n, BLOCK_K>;
-    // What one block of a cluster loads of a shared tile: half of it, where they share it evenly.
-    static constexpr bool loads_whole = turns || narrows_whole_only(C);
-    static constexpr int a_parts = loads_whole ? 1 : 2;
+    // What one block of a multicast cluster loads of a shared tile: half of it, where they share it
+    // evenly.
+    static constexpr bool one_copy_each = pingpong || narrows_rowwise_only(C);
+    static constexpr int a_parts = one_copy_each ? 1 : 2;
     using a_part = st<TA, C.block_m / a_parts, BLOCK_K>;
-    using b_part = st<TB, shares_b(C) && !loads_whole ? C.block_n / 2 : C.block_n, BLOCK_K>;
-    // The last part of a narrow tile of b, and the whole.
+    using b_part = st<TB, shares_b(C) && !one_copy_each ? C.block_n / 2 : C.block_n, BLOCK_K>;
+    // The last copy of a narrow tile of b, and the narrow tile itself.
     static constexpr bool two_widths = has_two_widths(C);
-    static constexpr bool narrows_promoted = two_widths && !narrows_whole_only(C);
-    static constexpr int less = two_widths ? int(gemm::NARROWER) : 0;
-    using b_last = st<TB, b_part::rows - less, BLOCK_K>;
+    static constexpr bool narrows_promoted = two_widths && !narrows_rowwise_only(C);
+    static constexpr int narrow_by = two_widths ? int(gemm::NARROW_BY) : 0;
+    using b_last = st<TB, b_part::rows - narrow_by, BLOCK_K>;
     struct narrow_b : b_tile {
-        static constexpr int rows = C.block_n - less;
+        static constexpr int rows = C.block_n - narrow_by;
     };
     using b_layout = std::conditional_t<two_widths, gl<TB, -1, 1, -1, -1, b_part, b_last>,
                                         gl<TB, -1, 1, -1, -1, b_part>>;
     // Staging of a warp's output: rows of 128 bytes, whatever the type of the output. To TMA, which
     // only copies, every output is a matrix of 16-bit words.
     using out_tile = st<bf16, 16, 64>;
-    // Those of a consumer's warps together, see store_warps_sm90.cuh.
+    // The staging of a consumer's warps together, see store_warps_sm90.cuh.
     using out_tiles = st<bf16, 64, 64>;
-    using out_layout = std::conditional_t<halves, gl<bf16, -1, 1, -1, -1, out_tile, out_tiles>,
+    using out_layout = std::conditional_t<store_warps, gl<bf16, -1, 1, -1, -1, out_tile, out_tiles>,
                                           gl<bf16, -1, 1, -1, -1, out_tile>>;
 
     struct Stage {
@@ -114,14 +115,14 @@ struct Types {
         const int32_t* offs;
         uint32_t m, n, groups;
         int k_blocks;
-        bool blocks;  // scales are of 128 of k
+        bool blockwise;  // scales are of 128 of k
         DType out_dtype, bias_dtype;
         gemm::Activation activation;
         bool tma_store;  // rows of the output are multiples of 16 bytes
         int cluster_m, cluster_n;
         uint32_t clusters;  // of the grid
         uint32_t columns;   // of tiles
-        std::conditional_t<two_widths, gemm::UnevenOrder, gemm::TileOrder> order;
+        std::conditional_t<two_widths, gemm::TwoWidthOrder, gemm::TileOrder> order;
     };
 
     static constexpr int threads = fp8_gemm::threads(C);
@@ -136,7 +137,7 @@ struct Types {
 struct Tile {
     uint32_t group, row, col;
     uint32_t end;  // of the rows that are the tile's to write
-    bool nothing;  // rows that belong to no group, which are zero
+    bool nothing;  // the rows belong to no group and are zero
     bool narrow = false;
 };
 
@@ -166,33 +167,34 @@ __device__ __forceinline__ float load_any(const void* data, DType dtype, uint32_
     return convert<float>(arch::load_global(static_cast<const half*>(data) + i));
 }
 
-// UnevenOrder::in_matrix of a block's first tile, which the first load waits for: in most cases it
-// is in the first band, which takes one division.
-__device__ __forceinline__ gemm::UnevenPosition first_in_matrix(const gemm::UnevenOrder& order,
-                                                                uint32_t index) {
-    const gemm::TileOrder& part = order.fewer;
-    if (index >= part.total || index >= part.band_tiles.value) return order.in_matrix(index);
-    const uint32_t step = part.height.divide(index);
-    gemm::UnevenPosition position{};
-    position.m = index - step * part.height.value, position.n = step;
-    position.wide = order.wide_of_fewer;
+// TwoWidthOrder::in_matrix for a block's first tile, which the first load waits for: in most cases
+// it is in the first raster group, which takes one division.
+__device__ __forceinline__ gemm::TwoWidthPosition first_in_matrix(const gemm::TwoWidthOrder& order,
+                                                                  uint32_t index) {
+    const gemm::TileOrder& base = order.base;
+    if (index >= base.total || index >= base.group_tiles.value) return order.in_matrix(index);
+    const uint32_t step = base.height.divide(index);
+    gemm::TwoWidthPosition position{};
+    position.m = index - step * base.height.value, position.n = step;
+    position.wide = order.wide_of_base;
     return position;
 }
 
-// Where the tile of an index is, without groups; `first`: of this block's.
+// The position of tile `index`, without groups; `first`: it is this block's first.
 template <Config C, bool first = false, class Globals>
-__device__ __forceinline__ Tile tile_at(const Globals& g, const Place place, uint32_t index) {
+__device__ __forceinline__ Tile tile_at(const Globals& g, const ClusterPosition place,
+                                        uint32_t index) {
     const auto at = [&] {
-        if constexpr (Types<C>::two_widths && first)
+        if constexpr (KernelTraits<C>::two_widths && first)
             return first_in_matrix(g.order, index);
-        else if constexpr (Types<C>::two_widths)
+        else if constexpr (KernelTraits<C>::two_widths)
             return g.order.in_matrix(index);
         else
             return g.order.at(index);
     }();
     Tile tile{0, (at.m * g.cluster_m + place.in_m) * C.block_m,
               (at.n * g.cluster_n + place.in_n) * C.block_n, g.m, false};
-    if constexpr (Types<C>::two_widths) {
+    if constexpr (KernelTraits<C>::two_widths) {
         tile.col = at.column(C.block_n) * g.cluster_n + place.in_n * C.block_n;
         tile.narrow = at.narrow();
     }
@@ -208,9 +210,10 @@ __device__ __forceinline__ uint32_t first_index(const Globals& g) {
 // Calls work(tile) for each of this block's tiles. Where the rows are grouped, tiles are counted
 // group by group, as the offsets say; rows behind the last group count as one more.
 template <Config C, class Globals, class Work>
-__device__ __forceinline__ void for_each_tile(const Globals& g, const Place place, Work work) {
+__device__ __forceinline__ void for_each_tile(const Globals& g, const ClusterPosition place,
+                                              Work work) {
     uint32_t index = first_index(g);
-    if constexpr (!Types<C>::groups) {
+    if constexpr (!KernelTraits<C>::groups) {
         for (; index < g.order.total; index += g.clusters) work(tile_at<C>(g, place, index));
     } else {
         Group group{};

@@ -1,5 +1,6 @@
-// Products of operands that are expanded to 16 bits under the product itself: what is expanded in
-// which order (Plan), and the launches. Host C++ only; see fused_dequant_sm90.cuh.
+// Fused dequantization: products of operands that the kernel itself dequantizes to 16 bits in a
+// workspace, overlapped with the products: what is dequantized in which order (DequantOrder), and
+// the launches. Host C++ only; see fused_dequant_sm90.cuh.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +12,8 @@
 
 namespace thunderkittens::gemm {
 
-// An operand (rows, k) lies in regions of 128 rows by 256 of k, each of which has a counter; a warp
-// expands 16 rows of one at a time, an item.
+// An operand (rows, k) is divided into regions of 128 rows by 256 of k, each of which has a
+// counter; a warp dequantizes 16 rows of one at a time, an item.
 constexpr int REGION_ROWS = 128, REGION_K = 256;
 constexpr int ITEM_ROWS = 16;
 constexpr int REGION_ITEMS = REGION_ROWS / ITEM_ROWS;
@@ -21,14 +22,15 @@ constexpr uint32_t regions(int64_t size, int of) {
     return static_cast<uint32_t>((size + of - 1) / of);
 }
 
-// The order in which items are expanded: first what the tiles of the first round need of either
+// The order in which items are dequantized: first what the tiles of the first wave need of either
 // operand, then the rest of b, then the rest of a, the last two in packs of `wide` regions side by
-// side; in each part all rows of 256 of k, then those of the next.
-struct ExpandOrder {
+// side; in each pack all rows of 256 of k, then those of the next.
+struct DequantOrder {
     uint32_t columns;           // of regions along k
-    uint32_t rows_a, rows_b;    // regions along the rows; none of what is not expanded
+    uint32_t rows_a, rows_b;    // regions along the rows; 0 for an operand that is not dequantized
     uint32_t first_a, first_b;  // of those, in the first part
-    // Regions of 256 of k in the first part, in a pack and in the last pack; of a whole pack.
+    // The number of regions for 256 of k in the first part, in a pack and in the last pack; and of
+    // all regions in a pack.
     Divisor first, wide, last_wide, pack;
 
     struct Region {
@@ -58,24 +60,24 @@ struct ExpandOrder {
     TK_HOST_DEVICE constexpr uint32_t counters() const { return 2 + total(); }
 };
 
-// Up to which item the warps that multiply take part, before their first tile: a small share of
-// what the first round needs, beyond one item each, so that the first tiles need not wait long; and
-// where the others would not keep pace, at some 1.8 elements per cycle and block, what is left.
-constexpr int64_t early_items(const Config& config, const ExpandOrder& order, int64_t tiles,
+// The items up to which the consumers take part, before their first tile: a small share of what the
+// first wave needs, beyond one item each, so that the first tiles need not wait long; and where the
+// dequantizing warps would not keep pace, at some 1.8 elements per cycle and block, what is left.
+constexpr int64_t early_items(const Config& config, const DequantOrder& order, int64_t tiles,
                               int64_t blocks, int64_t steps) {
-    const int64_t rounds = (tiles + blocks - 1) / blocks;
-    const int64_t cycles = rounds * steps * config.block_m * config.block_n / 32;
+    const int64_t waves = (tiles + blocks - 1) / blocks;
+    const int64_t cycles = waves * steps * config.block_m * config.block_n / 32;
     const int64_t first = int64_t{order.first_a + order.first_b} * order.columns * REGION_ITEMS;
     const int64_t late = blocks * cycles * 18 / 10 / (ITEM_ROWS * REGION_K);
     return std::max(first / 20, int64_t{order.total()} * REGION_ITEMS - late);
 }
 
 // The kernels' tiles: rows of both operands along k.
-constexpr Config expanding_config(DType dtype) {
+constexpr Config fused_dequant_config(DType dtype) {
     return make_config(tile_shape(128, 256), dtype, false, false);
 }
 // The same where narrower tiles come out even, 128 x 176.
-constexpr Config narrow_expanding_config(DType dtype) {
+constexpr Config narrow_fused_dequant_config(DType dtype) {
     return make_config(tile_shape(128, 176), dtype, false, false);
 }
 
@@ -99,25 +101,26 @@ struct Nvfp4Source {
 };
 constexpr float NVFP4_ALPHA = 128;
 
-// `product` is of the expanded operands: what is to be expanded goes where its a and b say.
+// `product` has the dequantized operands: what is dequantized goes where its a and b point.
 template <class Sources>
-struct ExpandingParams {
+struct FusedDequantParams {
     Params product;
     Sources sources;
     int* counters = nullptr;  // zeros
 };
 
-constexpr ExpandOrder expand_order(const Config& config, const Schedule& schedule, int64_t m,
-                                   int64_t n, int64_t k, bool expand_a) {
+constexpr DequantOrder dequant_order(const Config& config, const Schedule& schedule, int64_t m,
+                                     int64_t n, int64_t k, bool dequantize_a) {
     const uint32_t rows = regions(m, config.block_m), columns = regions(n, config.block_n);
-    const uint32_t band = std::min<uint32_t>(schedule.band, rows);
+    const uint32_t raster_group = std::min<uint32_t>(schedule.raster_group, rows);
     const auto blocks = static_cast<uint32_t>(schedule.blocks);
-    const uint32_t bands = regions(blocks, static_cast<int>(band * columns));
-    const uint32_t wide = std::min(columns, regions(blocks, static_cast<int>(band)));
-    ExpandOrder order{.columns = regions(k, REGION_K),
-                      .rows_a = expand_a ? regions(m, REGION_ROWS) : 0,
-                      .rows_b = regions(n, REGION_ROWS)};
-    order.first_a = std::min(order.rows_a, bands * band * config.block_m / REGION_ROWS);
+    const uint32_t raster_groups = regions(blocks, static_cast<int>(raster_group * columns));
+    const uint32_t wide = std::min(columns, regions(blocks, static_cast<int>(raster_group)));
+    DequantOrder order{.columns = regions(k, REGION_K),
+                       .rows_a = dequantize_a ? regions(m, REGION_ROWS) : 0,
+                       .rows_b = regions(n, REGION_ROWS)};
+    order.first_a =
+        std::min(order.rows_a, raster_groups * raster_group * config.block_m / REGION_ROWS);
     order.first_b = std::min(order.rows_b, regions(int64_t{wide} * config.block_n, REGION_ROWS));
     const uint32_t first = order.first_a + order.first_b, pack = std::max(1u, order.first_b);
     const uint32_t rest = (order.rows_a + order.rows_b - first) % pack;
@@ -127,13 +130,13 @@ constexpr ExpandOrder expand_order(const Config& config, const Schedule& schedul
 }
 
 template <class Sources>
-constexpr ExpandOrder expand_order(const Config& config, const ExpandingParams<Sources>& p) {
+constexpr DequantOrder dequant_order(const Config& config, const FusedDequantParams<Sources>& p) {
     const Params& product = p.product;
-    return expand_order(config, product.schedule, product.m, product.n, product.k,
-                        std::is_same_v<Sources, Mxfp8Sources>);
+    return dequant_order(config, product.schedule, product.m, product.n, product.k,
+                         std::is_same_v<Sources, Mxfp8Sources>);
 }
 
 template <Config config, class Sources>
-void launch_expanding(const ExpandingParams<Sources>& params, Stream stream);
+void launch_fused_dequant(const FusedDequantParams<Sources>& params, Stream stream);
 
 }  // namespace thunderkittens::gemm

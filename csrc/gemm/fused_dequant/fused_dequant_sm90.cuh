@@ -1,12 +1,13 @@
-// Matrix product on Hopper of operands of few bits, which the kernel itself expands to 16 bits in
-// memory, just ahead of their use: the kernel of dense/persistent_sm90.cuh, in which the three
-// warps beside the one that loads expand.
+// Matrix product on Hopper with fused dequantization: the kernel itself dequantizes operands of few
+// bits to 16 bits in a workspace, just ahead of their use. It is the kernel of
+// dense/persistent_sm90.cuh, in which the three idle warps of the producer's warpgroup dequantize.
+// Roles: one warp loads, three dequantize, two warpgroups multiply and store.
 //
 // A region of 128 x 256 elements has a counter of its items, 16 rows each. A warp claims an item,
-// whichever is the next in the order in which the tiles need them, expands it, and counts it; the
-// warp that loads a tile waits until its regions are complete. Warps that expand wait for nobody,
-// so that every item that has been claimed is finished, whatever blocks are on the GPU. At the
-// start the warps that multiply may expand, too.
+// whichever is the next in the order in which the tiles need them, dequantizes it, and counts it;
+// the warp that loads a tile waits until its regions are complete. Warps that dequantize wait for
+// nobody, so that every item that has been claimed is finished, whatever blocks are on the GPU. At
+// the start the consumers may dequantize, too.
 //
 // Order of memory: the lanes that have written fence their writes, which TMA of any block will read
 // (generic to async proxy); the warp meets, and one lane releases them to the GPU and counts. The
@@ -22,7 +23,7 @@
 namespace thunderkittens::gemm {
 namespace sm90 {
 
-struct ExpandItem {
+struct DequantItem {
     int row, column;  // of its first element
     int k;            // of the operand
 };
@@ -39,8 +40,8 @@ __device__ __forceinline__ const uint32_t* scales_at(const Mxfp8Source& from, in
 // 16 x 256 codes; a lane has eight neighbours of each row. Calls all_read() when the last are on
 // their way.
 template <int DATA, int AT_A_TIME, class AllRead>
-__device__ __forceinline__ void expand_mxfp8(const Mxfp8Source& from, bf16* to, int pitch,
-                                             const ExpandItem& item, AllRead all_read) {
+__device__ __forceinline__ void dequantize_mxfp8(const Mxfp8Source& from, bf16* to, int pitch,
+                                                 const DequantItem& item, AllRead all_read) {
     using block_scaled::sm90::scale_of_byte;
     constexpr int CHUNK = 8;
     const int lane = arch::lane_again();
@@ -84,39 +85,39 @@ __device__ __forceinline__ void expand_mxfp8(const Mxfp8Source& from, bf16* to, 
     }
 }
 
-// What a kernel knows of its sources: whether a is expanded too, the multiple of rows that there is
-// of each, by what the sums are to be multiplied, how an item is expanded, and how much of it is on
-// its way from memory at a time, with many registers (none: not then) and with few.
+// What a kernel knows of its sources: whether a is dequantized too (`both`), the multiple of rows
+// that there is of each, the factor of the sums, how an item is dequantized, and how much of it is
+// in flight at a time, with many registers (`early`; 0: never) and with few (`late`).
 template <class Sources>
-struct Expansion;
+struct Dequantizer;
 
 template <>
-struct Expansion<Mxfp8Sources> {
+struct Dequantizer<Mxfp8Sources> {
     static constexpr bool both = true;
     static constexpr int rows = 1;
     using Factor = HostFactor;
     static __device__ __forceinline__ Factor factor(const Mxfp8Sources&) { return {}; }
     static constexpr int early = 16, late = 8;  // rows
     template <int AT_A_TIME, class T, class AllRead>
-    static __device__ __forceinline__ void expand(const Mxfp8Sources& sources, bool of_b, T* to,
-                                                  int pitch, const ExpandItem& item,
-                                                  AllRead all_read) {
-        const auto expand_from = [&](const Mxfp8Source& from) {
+    static __device__ __forceinline__ void dequantize(const Mxfp8Sources& sources, bool of_b, T* to,
+                                                      int pitch, const DequantItem& item,
+                                                      AllRead all_read) {
+        const auto dequantize_from = [&](const Mxfp8Source& from) {
             if (from.e5m2)
-                expand_mxfp8<int(DType::e5m2), AT_A_TIME>(from, to, pitch, item, all_read);
+                dequantize_mxfp8<int(DType::e5m2), AT_A_TIME>(from, to, pitch, item, all_read);
             else
-                expand_mxfp8<int(DType::e4m3), AT_A_TIME>(from, to, pitch, item, all_read);
+                dequantize_mxfp8<int(DType::e4m3), AT_A_TIME>(from, to, pitch, item, all_read);
         };
         if (of_b)
-            expand_from(sources.b);
+            dequantize_from(sources.b);
         else
-            expand_from(sources.a);
+            dequantize_from(sources.a);
     }
 };
 
 template <class T, class Sources>
-struct ExpandPlan {
-    ExpandOrder order;
+struct DequantPlan {
+    DequantOrder order;
     Sources sources;
     T *a, *b;
     int pitch_a, pitch_b;
@@ -125,7 +126,7 @@ struct ExpandPlan {
     int* counters;
 };
 
-// Where an item is.
+// The position of an item.
 struct ItemPlace {
     bool of_b;
     int row, column, counter;
@@ -139,17 +140,18 @@ __device__ __forceinline__ ItemPlace place_of(const Plan& p, int index) {
             static_cast<int>(p.order.counter(region.of_b, region.row, region.column))};
 }
 
-// Expands items; with EARLY as long as the first p.early are not all claimed.
+// Dequantizes items; with EARLY as long as the first p.early are not all claimed.
 template <int AT_A_TIME, bool EARLY, class T, class Sources>
-__device__ __forceinline__ void expand_items(const ExpandPlan<T, Sources>& p) {
-    using E = Expansion<Sources>;
+__device__ __forceinline__ void dequantize_items(const DequantPlan<T, Sources>& p) {
+    using E = Dequantizer<Sources>;
     if (EARLY && p.early == 0) return;
     int index = p.items;
     if (laneid() == 0) index = arch::claim_global(p.counters);
     index = arch::shuffle(index, 0);
     while (index < p.items) {
         const ItemPlace at = place_of(p, index);
-        // In one register: the next item in the first lane, this one's counter in the others.
+        // One register carries the next item in the first lane, and this one's counter in the
+        // others.
         int carried = laneid() == 0 ? p.items : at.counter;
         bool read = false;
         const auto all_read = [&] {
@@ -158,19 +160,19 @@ __device__ __forceinline__ void expand_items(const ExpandPlan<T, Sources>& p) {
             }
             read = true;
         };
-        // Constants of the kernel in each branch, not registers. The last rows are expanded twice,
-        // to the same values, where they are not 16.
+        // Each branch has constants of the kernel, not registers. The last rows are dequantized
+        // twice, to the same values, where they are not 16.
         if (at.of_b) {
             if (at.row < p.n) {
-                E::template expand<AT_A_TIME>(p.sources, true, p.b, p.pitch_b,
-                                              {min(at.row, p.n - ITEM_ROWS), at.column, p.k},
-                                              all_read);
+                E::template dequantize<AT_A_TIME>(p.sources, true, p.b, p.pitch_b,
+                                                  {min(at.row, p.n - ITEM_ROWS), at.column, p.k},
+                                                  all_read);
             }
         } else if (E::both) {
             if (at.row < p.m) {
-                E::template expand<AT_A_TIME>(p.sources, false, p.a, p.pitch_a,
-                                              {min(at.row, p.m - ITEM_ROWS), at.column, p.k},
-                                              all_read);
+                E::template dequantize<AT_A_TIME>(p.sources, false, p.a, p.pitch_a,
+                                                  {min(at.row, p.m - ITEM_ROWS), at.column, p.k},
+                                                  all_read);
             }
         }
         if (!read) all_read();
@@ -187,12 +189,13 @@ __device__ __forceinline__ void expand_items(const ExpandPlan<T, Sources>& p) {
 }
 
 // Called by a whole warp, whose lanes wait for a region each; one of them loads.
-template <class K, class Plan>
-__device__ __forceinline__ void produce_expanded(const typename K::Globals& g, const Plan& plan,
-                                                 typename K::Shared& shared) {
-    constexpr Config C = K::config;
+template <class Traits, class Plan>
+__device__ __forceinline__ void produce_dequantized(const typename Traits::Globals& g,
+                                                    const Plan& plan,
+                                                    typename Traits::Shared& shared) {
+    constexpr Config C = Traits::config;
     Ring<C.stages> ring;
-    bool all = false;  // has been expanded
+    bool all = false;  // has been dequantized
     for_each_tile(g, [&](const TilePosition at, bool) {
         const uint32_t m = at.m * C.block_m, n = at.n * C.block_n;
         const uint32_t end = min(n + C.block_n, g.n);
@@ -227,38 +230,38 @@ __device__ __forceinline__ void produce_expanded(const typename K::Globals& g, c
             wait(shared.empty[ring.stage], ring.phase ^ 1);
             if (!arch::elect_one()) continue;
             tma::expect(full, stage);
-            load_step<K>(g, stage, full, 0, static_cast<int>(m), n, k);
+            load_step<Traits>(g, stage, full, 0, static_cast<int>(m), n, k);
         }
     });
 }
 
-template <class K, class Sources>
-__global__ __launch_bounds__(K::threads, 1) void expanding_gemm_kernel(
-    const __grid_constant__ typename K::Globals g,
-    const __grid_constant__ ExpandPlan<typename K::T, Sources> plan) {
-    constexpr Config C = K::config;
-    static_assert(C.consumers == 2 && !C.fused && !C.marked && C.block_m == REGION_ROWS);
-    // Three warps that expand need more registers than one that loads; accumulators of a narrower
-    // tile leave them for a whole item on its way.
+template <class Traits, class Sources>
+__global__ __launch_bounds__(Traits::threads, 1) void fused_dequant_kernel(
+    const __grid_constant__ typename Traits::Globals g,
+    const __grid_constant__ DequantPlan<typename Traits::T, Sources> plan) {
+    constexpr Config C = Traits::config;
+    static_assert(C.consumers == 2 && !C.fused && !C.masked && C.block_m == REGION_ROWS);
+    // Three warps that dequantize need more registers than one that loads; accumulators of a
+    // narrower tile leave them enough for a whole item in flight.
     constexpr bool narrow = C.block_n <= 192;
     constexpr int consumer_registers = narrow ? 208 : 232, producer_registers = narrow ? 88 : 40;
-    using E = Expansion<Sources>;
+    using E = Dequantizer<Sources>;
     shared_allocator allocator(shared_memory());
-    auto& shared = allocator.template allocate<typename K::Shared>();
+    auto& shared = allocator.template allocate<typename Traits::Shared>();
 
     if (warpgroup::groupid() == C.consumers) {
         warpgroup::decrease_registers<producer_registers>();
-        if (start_producer<K>(g, shared)) {
-            produce_expanded<K>(g, plan, shared);
+        if (start_producer<Traits>(g, shared)) {
+            produce_dequantized<Traits>(g, plan, shared);
         } else {
             arch::wait_for_dependencies();
-            expand_items<narrow ? E::early : E::late, false>(plan);
+            dequantize_items<narrow ? E::early : E::late, false>(plan);
         }
     } else {
-        arch::named_barrier_sync(READY, READY_THREADS<K>);
+        arch::named_barrier_sync(READY, READY_THREADS<Traits>);
         warpgroup::increase_registers<consumer_registers>();
         arch::wait_for_dependencies();
-        if constexpr (E::early > 0) expand_items<E::early, true>(plan);
+        if constexpr (E::early > 0) dequantize_items<E::early, true>(plan);
         consume<C, true>(g, shared, E::factor(plan.sources));
     }
 }
@@ -266,16 +269,16 @@ __global__ __launch_bounds__(K::threads, 1) void expanding_gemm_kernel(
 }  // namespace sm90
 
 template <Config C, class Sources>
-void launch_expanding(const ExpandingParams<Sources>& p, Stream stream) {
-    using K = sm90::Types<C>;
-    using E = sm90::Expansion<Sources>;
-    using T = typename K::T;
+void launch_fused_dequant(const FusedDequantParams<Sources>& p, Stream stream) {
+    using Traits = sm90::KernelTraits<C>;
+    using E = sm90::Dequantizer<Sources>;
+    using T = typename Traits::T;
     Params product = p.product;
     Schedule& s = product.schedule;
-    s.columns = 0;  // tiles of one width, which is what ExpandOrder counts in
+    s.columns = 0;  // tiles of one width, which is what DequantOrder counts in
     const auto globals = sm90::make_globals<C>(product);
-    const ExpandOrder order = expand_order(C, s, product.m, product.n, product.k, E::both);
-    const sm90::ExpandPlan<T, Sources> plan{
+    const DequantOrder order = dequant_order(C, s, product.m, product.n, product.k, E::both);
+    const sm90::DequantPlan<T, Sources> plan{
         .order = order,
         .sources = p.sources,
         .a = static_cast<T*>(const_cast<void*>(product.a)),
@@ -290,8 +293,9 @@ void launch_expanding(const ExpandingParams<Sources>& p, Stream stream) {
             early_items(C, order, globals.order.total, s.blocks, globals.k_blocks)),
         .counters = p.counters};
     kittens::launch(kittens::LaunchOptions{.dependent = true},
-                    sm90::expanding_gemm_kernel<K, Sources>, dim3(s.blocks), dim3(K::threads),
-                    dim3(1), sizeof(typename K::Shared), stream, globals, plan);
+                    sm90::fused_dequant_kernel<Traits, Sources>, dim3(s.blocks),
+                    dim3(Traits::threads), dim3(1), sizeof(typename Traits::Shared), stream,
+                    globals, plan);
 }
 
 }  // namespace thunderkittens::gemm

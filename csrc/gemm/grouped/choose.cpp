@@ -13,7 +13,8 @@ namespace {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Tiles of all groups; of a dimension that is divided, each group's last tile is half full.
+// The tiles of all groups; along the dimension that the groups divide, each group's last tile is
+// half full.
 double tiles_of(const gemm::TileShape& shape, const Problem& p) {
     const auto tiles = [&](int64_t size, int block, Grouped divides) {
         if (Grouped(p.grouped) != divides) return double(ceil_div(size, block));
@@ -23,9 +24,10 @@ double tiles_of(const gemm::TileShape& shape, const Problem& p) {
            (Grouped(p.grouped) == Grouped::k ? double(p.groups) : 1.0);
 }
 
-// Whether tiles may have two widths. To count rows of tiles, each block reads the ends of all
-// groups before its first load. Where columns are divided a warp has one group per lane, and what
-// is behind them; rows of b along n would begin anywhere in a line. Short sums lose by more tiles.
+// Whether balanced tiling is possible. To count rows of tiles, each block reads the ends of all
+// groups before its first load. Where columns are divided, a warp has one group per lane, and one
+// lane for what is behind them; b's rows along n would begin anywhere in a line. Short sums lose by
+// more tiles.
 bool can_count(const Problem& p) {
     constexpr int64_t few_groups = 64, lanes = 32, many_steps = 32;
     switch (Grouped(p.grouped)) {
@@ -35,14 +37,14 @@ bool can_count(const Problem& p) {
     }
 }
 
-// Cycles that the GPU needs with tiles of this shape, as in dense/choose.cpp.
+// The cycles that the GPU needs with tiles of this shape, as in dense/choose.cpp.
 double cycles(const gemm::TileShape& shape, const Problem& p, int sm_count) {
     const int size = shape.block_m * shape.block_n;
     const double per_product = size >= 128 * 256 ? 1.0 : size >= 128 * 128 ? 1.05 : 1.32;
     const double k = double(p.k) / (Grouped(p.grouped) == Grouped::k ? double(p.groups) : 1.0);
     const double steps = std::max(1.0, std::ceil(k / gemm::BLOCK_K));
-    const double rounds = std::max(1.0, tiles_of(shape, p) / sm_count);
-    return rounds * (steps * size / 32 * per_product + 600);
+    const double waves = std::max(1.0, tiles_of(shape, p) / sm_count);
+    return waves * (steps * size / 32 * per_product + 600);
 }
 
 }  // namespace
@@ -60,7 +62,7 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
     if (p.grouped < 0 || p.grouped > int(Grouped::k)) {
         return concat("grouped must be 0 (rows), 1 (columns) or 2 (k), got ", p.grouped);
     }
-    // Tiles are counted in 31 bits, up to one round of blocks past the last.
+    // The kernels count tiles in 31 bits, up to one wave of blocks past the last.
     const gemm::Config config = choose(p, device).config;
     const double groups = double(p.groups) + 1;
     const double rows = double(ceil_div(p.m, config.block_m));
@@ -89,7 +91,7 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     }
     Choice choice{.config = gemm::make_config(*best, p.dtype, p.a_m_major, p.b_n_major)};
     // The tiles at work at a time form a square of elements.
-    choice.band =
+    choice.raster_group =
         std::max(1, int(std::lround(std::sqrt(double(sm_count) * best->block_n / best->block_m))));
     choice.blocks = sm_count;
     const int64_t tiles = ceil_div(p.m, best->block_m) * ceil_div(p.n, best->block_n) *
@@ -116,8 +118,7 @@ std::vector<KernelInfo> kernels() {
                              " stages, 1 loading thread, 1 scheduling warp and ", c.consumers,
                              " consumer warpgroups"),
             .source = concat(name_of(c.dtype), "_grouped_", tile),
-            .symbol = concat("5DTypeE", int(c.dtype), "ELb", int(c.a_m_major), "ELb",
-                             int(c.b_n_major), 'E'),
+            .symbol = symbol_of("grouped_gemm_kernel", "Config", c),
             .threads = gemm::threads(c),
             .shared_bytes = grouped_gemm::shared_bytes(c),
         });

@@ -60,7 +60,7 @@ emulated::Result run(const emulated::Call& call) {
                                     .schedule = {.blocks = choice.blocks}},
                         .offs = reinterpret_cast<const int32_t*>(offs.data),
                         .grouped = grouped,
-                        .band = choice.band,
+                        .raster_group = choice.raster_group,
                         .two_widths = choice.two_widths};
     emulated::Launch scope("grouped_gemm " + kernel_name(choice));
     scope.may_read("a", left.array);

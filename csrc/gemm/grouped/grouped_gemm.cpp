@@ -80,7 +80,7 @@ Tensor grouped_gemm(const Tensor& a, const Tensor& b, const Tensor& given_offs) 
                                     .schedule = {.blocks = choice.blocks}},
                         .offs = static_cast<const int32_t*>(offs.data_ptr()),
                         .grouped = grouped,
-                        .band = choice.band,
+                        .raster_group = choice.raster_group,
                         .two_widths = choice.two_widths};
     TK_CHECK(launch_any(choice.config, params, current_stream(a)), OP, ": no kernel ",
              kernel_name(choice));

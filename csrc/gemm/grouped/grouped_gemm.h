@@ -23,10 +23,10 @@ struct Problem {
 
 struct Choice {
     gemm::Config config;
-    int band = 16;   // tiles of a group are walked in bands of this many rows of tiles
-    int blocks = 0;  // of the grid
-    // Tiles of two widths, see common/balanced_tiles.h, if those of one would leave SMs without
-    // work in the last round. The device counts them.
+    int raster_group = 16;  // rows of tiles in a raster group, within a group
+    int blocks = 0;         // of the grid
+    // Balanced tiling (common/balanced_tiles.h), if tiles of one width would leave SMs idle in the
+    // last wave. The device counts the tiles.
     bool two_widths = false;
 };
 
@@ -34,7 +34,7 @@ struct Params {
     gemm::Params product;  // its batch is the groups
     const int32_t* offs = nullptr;
     Grouped grouped = Grouped::rows;
-    int band = 16;
+    int raster_group = 16;
     bool two_widths = false;
 };
 
@@ -59,7 +59,7 @@ void visit_fields(Choice& c, Visitor&& visit) {
     visit("dtype", c.config.dtype);
     visit("a_m_major", c.config.a_m_major);
     visit("b_n_major", c.config.b_n_major);
-    visit("band", c.band);
+    visit("raster_group", c.raster_group);
     visit("blocks", c.blocks);
     visit("two_widths", c.two_widths);
 }
@@ -81,8 +81,8 @@ consteval gemm::Config config_of(const gemm::ConfigName& name) {
     throw "no such configuration is listed";
 }
 
-// Tiles that the scheduling warp may be ahead by: a description of 32 bytes and two semaphores
-// each, after what the plain kernel has.
+// The tiles that the scheduling warp may be ahead by: a description of 32 bytes and two semaphores
+// for each, behind what the dense kernel has.
 constexpr int TILES_AHEAD = 4;
 constexpr int shared_bytes(const gemm::Config& c) {
     return (gemm::shared_bytes(c) + TILES_AHEAD * (32 + 2 * 8) + 127) / 128 * 128;

@@ -1,5 +1,5 @@
-// The walk over the tiles of a grouped product on Hopper. The ends of the groups are known on the
-// GPU alone, so a warp of each block finds the block's tiles there, 32 groups at a time, and hands
+// The tile scheduler of a grouped product on Hopper. The ends of the groups are known on the GPU
+// alone, so one warp of each block finds the block's tiles there, 32 groups at a time, and passes
 // their descriptions to the loading thread and the consumers through a small ring in shared memory.
 // It runs ahead of them: what the search costs is hidden, and they need no registers for it.
 #pragma once
@@ -13,8 +13,9 @@ namespace sm90 {
 
 using namespace kittens;
 
-// Elements of a tile that are the group's: before `first` and from `end` on they are another's.
-struct Part {
+// The elements of a tile that are the group's: those before `first` and from `end` on are
+// another's.
+struct Extent {
     uint16_t first, end;
 };
 // The steps of k that a tile sums over, from `begin` on; the first step's elements before `first`
@@ -32,7 +33,7 @@ struct Steps {
 };
 struct Area {
     int row, col;
-    Part rows, cols;
+    Extent rows, cols;
 };
 struct GroupTile {
     Steps steps;
@@ -41,8 +42,8 @@ struct GroupTile {
 static_assert(sizeof(GroupTile) == 32 && sizeof(Steps) == 16);
 
 template <gemm::Config C>
-struct Types : gemm::sm90::Types<C> {
-    using Base = gemm::sm90::Types<C>;
+struct KernelTraits : gemm::sm90::KernelTraits<C> {
+    using Base = gemm::sm90::KernelTraits<C>;
     struct Shared : Base::Shared {
         alignas(16) GroupTile tiles[TILES_AHEAD];
         semaphore described[TILES_AHEAD], read[TILES_AHEAD];
@@ -53,14 +54,15 @@ struct Types : gemm::sm90::Types<C> {
     struct Globals : Base::Globals {
         const int32_t* offs;
         Grouped grouped;
-        uint32_t groups, k, band;
+        uint32_t groups, k, raster_group;
         bool two_widths;  // allowed
     };
-    // Of the ring of descriptions: the loading thread and the warps of the consumers.
+    // The readers of the ring of descriptions: the loading thread and the warps of the consumers.
     static constexpr int readers = 1 + C.consumers * WARPGROUP_WARPS;
     static constexpr int producer_registers = 40;
     static constexpr int consumer_registers = 232;
-    // Where k is divided and adjacent in memory, its parts begin at multiples of 16 bytes.
+    // Where k is divided and adjacent in memory, a group's range of it is loaded from a multiple of
+    // 16 bytes on, which may lie before its beginning.
     static constexpr bool may_begin_inside = !C.a_m_major || !C.b_n_major;
 };
 
@@ -97,17 +99,16 @@ __device__ __forceinline__ uint32_t start_of(Grouped grouped, uint32_t begin) {
     return aligned ? begin / 8 * 8 : begin;
 }
 
-// Tiles lie in lines along the divided dimension, as many in each: rows of tiles where rows or k
-// are divided, else columns of them. With tiles of two widths the lines from `fewer` on have one
-// more.
+// Tiles lie in lines, each with as many tiles: rows of tiles where rows or k are divided, else
+// columns of tiles. With tiles of two widths, the lines from `first_extra` on have one tile more.
 struct Lines {
     uint32_t tiles;  // of a line
-    uint32_t fewer = ~0u;
-    uint32_t wide = ~0u, wide_of_longer = ~0u;
+    uint32_t first_extra = ~0u;
+    uint32_t wide = ~0u, wide_of_extra = ~0u;
 
     // How many tiles are in the first `lines`.
     __device__ __forceinline__ uint32_t before(uint32_t lines) const {
-        return lines * tiles + (lines > fewer ? lines - fewer : 0);
+        return lines * tiles + (lines > first_extra ? lines - first_extra : 0);
     }
 };
 
@@ -122,12 +123,12 @@ struct Groups {
         const uint32_t number = first + laneid();
         return number < g.groups ? arch::load_global(g.offs + number) : 0;
     }
-    // Those from `first` on, which follow on `end_before`. What is behind the last group counts as
-    // one more.
-    template <class K, class Globals>
+    // Loads the groups from `first` on, which follow on `end_before`. What is behind the last group
+    // counts as one more.
+    template <class Traits, class Globals>
     static __device__ __forceinline__ Groups load(const Globals& g, uint32_t first, int offset,
                                                   uint32_t end_before, uint32_t lines_before) {
-        constexpr gemm::Config C = K::config;
+        constexpr gemm::Config C = Traits::config;
         const int total = g.grouped == Grouped::rows      ? int(g.m)
                           : g.grouped == Grouped::columns ? int(g.n)
                                                           : int(g.k);
@@ -166,124 +167,128 @@ struct Groups {
 
 // How many rows of tiles all groups have; `groups` are the first 32. For other groups than those
 // the ends are read once more.
-template <class K, class Globals>
+template <class Traits, class Globals>
 __device__ __forceinline__ uint32_t count_rows(const Globals& g, Groups groups) {
     uint32_t first = 0, next = WARP_THREADS;
     int offset = Groups::offset_of(g, next);
     for (; next < g.groups; first = next, next += WARP_THREADS) {
         const Groups last = groups.of_lane(WARP_THREADS - 1);
         const int ahead = Groups::offset_of(g, next + WARP_THREADS);
-        groups = Groups::load<K>(g, next, offset, last.end, last.last_line);
+        groups = Groups::load<Traits>(g, next, offset, last.end, last.last_line);
         offset = ahead;
     }
     return arch::shuffle(groups.last_line, int(g.groups - 1 - first));
 }
 
-// Units of NARROWER columns of a tile, and of a group where columns are divided.
-template <class K>
-constexpr uint32_t UNITS = K::config.block_n / gemm::NARROWER;
-template <class K, class Globals>
+// Units of NARROW_BY columns of a tile, and of a group where columns are divided.
+template <class Traits>
+constexpr uint32_t UNITS = Traits::config.block_n / gemm::NARROW_BY;
+template <class Traits, class Globals>
 __device__ __forceinline__ uint32_t units_of(const Globals& g, const Groups& of) {
-    const uint32_t columns = of.end - start_of<K::config>(g.grouped, of.begin);
-    return (columns + gemm::NARROWER - 1) / gemm::NARROWER;
+    const uint32_t columns = of.end - start_of<Traits::config>(g.grouped, of.begin);
+    return (columns + gemm::NARROW_BY - 1) / gemm::NARROW_BY;
 }
 
-// Where columns are divided: gives more columns of tiles to groups that narrow ones divide, the
-// first that do, until the SMs have tiles in all rounds. `groups` are all, and what is behind them.
-template <class K, class Globals>
+// Balanced tiling where columns are divided: gives one more column of tiles to the first groups
+// that narrow ones can divide, until the SMs have tiles in all waves. `groups` are all of them, and
+// what is behind them.
+template <class Traits, class Globals>
 __device__ __forceinline__ void add_columns(const Globals& g, uint32_t rows, Groups& groups) {
     const uint32_t count = arch::shuffle(groups.last_line, WARP_THREADS - 1);
-    const uint32_t rounds = (count * rows + gridDim.x - 1) / gridDim.x;
-    if (rounds < 2) return;
-    const uint32_t spare = rounds * gridDim.x / rows - count;
-    const uint32_t most = laneid() < g.groups ? units_of<K>(g, groups) / (UNITS<K> - 1) : 0;
-    uint32_t more = max(most, groups.lines) - groups.lines;
-    const uint32_t own = more;
+    const uint32_t waves = (count * rows + gridDim.x - 1) / gridDim.x;
+    if (waves < 2) return;
+    const uint32_t spare = waves * gridDim.x / rows - count;
+    const uint32_t most =
+        laneid() < g.groups ? units_of<Traits>(g, groups) / (UNITS<Traits> - 1) : 0;
+    uint32_t extra = max(most, groups.lines) - groups.lines;
+    const uint32_t own = extra;
 #pragma unroll
     for (int distance = 1; distance < WARP_THREADS; distance *= 2) {
-        const uint32_t earlier = arch::shuffle(more, max(laneid() - distance, 0));
-        if (laneid() >= distance) more += earlier;
+        const uint32_t earlier = arch::shuffle(extra, max(laneid() - distance, 0));
+        if (laneid() >= distance) extra += earlier;
     }
-    groups.lines += min(more, spare) - min(more - own, spare);
-    groups.last_line += min(more, spare);
+    groups.lines += min(extra, spare) - min(extra - own, spare);
+    groups.last_line += min(extra, spare);
 }
 
 // How many lines the groups have, in tiles of which widths; `groups` are the first 32.
-template <class K, class Globals>
+template <class Traits, class Globals>
 __device__ __forceinline__ Lines lines_of(const Globals& g, Groups& groups) {
-    constexpr gemm::Config C = K::config;
+    constexpr gemm::Config C = Traits::config;
     const bool columns = g.grouped == Grouped::columns;
     Lines lines{columns ? (g.m + C.block_m - 1) / C.block_m : (g.n + C.block_n - 1) / C.block_n};
-    if constexpr (K::two_widths) {
+    if constexpr (Traits::two_widths) {
         if (!g.two_widths) return lines;
         if (columns) {
-            add_columns<K>(g, lines.tiles, groups);
+            add_columns<Traits>(g, lines.tiles, groups);
             return lines;
         }
         const uint32_t count = g.grouped == Grouped::k ? g.groups * arch::shuffle(groups.lines, 0)
-                                                       : count_rows<K>(g, groups);
+                                                       : count_rows<Traits>(g, groups);
         const int n = int(g.n);
         const auto counts = gemm::count_tiles(int(count), n, C.block_n, int(gridDim.x));
         if (counts.columns == 0) return lines;
         if (C.b_n_major && gemm::cover_too_much(counts.columns, n, C.block_n)) return lines;
         lines.tiles = uint32_t(counts.columns);
         lines.wide = uint32_t(counts.wide);
-        if (counts.longer == 0) return lines;
-        lines.fewer = count - uint32_t(counts.longer);
-        lines.wide_of_longer = uint32_t(counts.wide_of_longer);
+        if (counts.extra_rows == 0) return lines;
+        lines.first_extra = count - uint32_t(counts.extra_rows);
+        lines.wide_of_extra = uint32_t(counts.wide_of_extra);
     }
     return lines;
 }
 
-// The part [first, end) of a tile of `size` elements that begins at `start`.
-__device__ __forceinline__ Part part_of(uint32_t start, uint32_t first, uint32_t end,
-                                        uint32_t size) {
+// The extent [first, end) of a group within a tile of `size` elements that begins at `start`.
+__device__ __forceinline__ Extent extent_of(uint32_t start, uint32_t first, uint32_t end,
+                                            uint32_t size) {
     return {static_cast<uint16_t>(first > start ? first - start : 0),
             static_cast<uint16_t>(min(end - start, size))};
 }
 
-// Tile `index` of a group, whose tiles are walked in bands, see common/raster.h; those of longer
-// lines after the others.
-template <class K, class Globals>
+// Describes tile `index` of a group, whose tiles are walked in raster groups (common/raster.h); the
+// tiles of lines with one more come after the others.
+template <class Traits, class Globals>
 __device__ __forceinline__ GroupTile describe(const Globals& g, uint32_t number, const Groups& of,
                                               const Lines& lines, uint32_t index) {
-    constexpr gemm::Config C = K::config;
+    constexpr gemm::Config C = Traits::config;
     uint32_t rows = of.lines, columns = lines.tiles, first_row = 0, wide = lines.wide;
     if (g.grouped == Grouped::columns) {
         rows = lines.tiles, columns = of.lines;
-        if (K::two_widths && g.two_widths) {
-            const uint32_t units = units_of<K>(g, of), least = columns * (UNITS<K> - 1);
+        if (Traits::two_widths && g.two_widths) {
+            const uint32_t units = units_of<Traits>(g, of), least = columns * (UNITS<Traits> - 1);
             wide = max(units, least) - least;
         }
-    } else if (K::two_widths && lines.fewer < of.last_line) {
+    } else if (Traits::two_widths && lines.first_extra < of.last_line) {
         const uint32_t before = of.last_line - of.lines;
-        const uint32_t fewer = lines.fewer > before ? lines.fewer - before : 0;
-        if (index < fewer * columns) {
-            rows = fewer;
+        const uint32_t first_extra = lines.first_extra > before ? lines.first_extra - before : 0;
+        if (index < first_extra * columns) {
+            rows = first_extra;
         } else {
-            index -= fewer * columns;
-            first_row = fewer, rows -= fewer, ++columns, wide = lines.wide_of_longer;
+            index -= first_extra * columns;
+            first_row = first_extra, rows -= first_extra, ++columns, wide = lines.wide_of_extra;
         }
     }
-    const uint32_t bands = (rows + g.band - 1) / g.band, height = (rows + bands - 1) / bands;
-    const uint32_t band = index / (height * columns), in_band = index - band * height * columns;
-    const uint32_t tall = min(height, rows - band * height);
-    const uint32_t step = in_band / tall;
-    const uint32_t across = first_row + band * height + in_band - step * tall;
-    const uint32_t along = band % 2 == 0 ? step : columns - 1 - step;
-    const bool narrow = K::two_widths && along >= wide;
-    const uint32_t before = narrow ? (along - wide) * gemm::NARROWER : 0;
-    const uint32_t width = C.block_n - (narrow ? gemm::NARROWER : 0);
+    const uint32_t raster_groups = (rows + g.raster_group - 1) / g.raster_group,
+                   height = (rows + raster_groups - 1) / raster_groups;
+    const uint32_t raster_group = index / (height * columns),
+                   in_raster_group = index - raster_group * height * columns;
+    const uint32_t tall = min(height, rows - raster_group * height);
+    const uint32_t step = in_raster_group / tall;
+    const uint32_t across = first_row + raster_group * height + in_raster_group - step * tall;
+    const uint32_t along = raster_group % 2 == 0 ? step : columns - 1 - step;
+    const bool narrow = Traits::two_widths && along >= wide;
+    const uint32_t before = narrow ? (along - wide) * gemm::NARROW_BY : 0;
+    const uint32_t width = C.block_n - (narrow ? gemm::NARROW_BY : 0);
     const uint32_t start = start_of<C>(g.grouped, of.begin);
     const uint32_t row = (g.grouped == Grouped::rows ? start : 0) + across * C.block_m;
     const uint32_t col = (g.grouped == Grouped::columns ? start : 0) + along * C.block_n - before;
 
     GroupTile tile;
     tile.area.row = int(row), tile.area.col = int(col);
-    tile.area.rows = g.grouped == Grouped::rows ? part_of(row, of.begin, of.end, C.block_m)
-                                                : part_of(row, 0, g.m, C.block_m);
-    tile.area.cols = g.grouped == Grouped::columns ? part_of(col, of.begin, of.end, width)
-                                                   : part_of(col, 0, g.n, width);
+    tile.area.rows = g.grouped == Grouped::rows ? extent_of(row, of.begin, of.end, C.block_m)
+                                                : extent_of(row, 0, g.m, C.block_m);
+    tile.area.cols = g.grouped == Grouped::columns ? extent_of(col, of.begin, of.end, width)
+                                                   : extent_of(col, 0, g.n, width);
     tile.steps = {int(min(number, g.groups - 1)), 0, g.k_blocks, 0, gemm::BLOCK_K, narrow};
     if (g.grouped == Grouped::k) {
         const uint32_t length = of.end - start;
@@ -298,10 +303,11 @@ __device__ __forceinline__ GroupTile describe(const Globals& g, uint32_t number,
 }
 
 // The scheduling warp: describes this block's tiles one after the other.
-template <class K>
-__device__ __forceinline__ void schedule(const typename K::Globals& g, typename K::Shared& shared) {
+template <class Traits>
+__device__ __forceinline__ void schedule(const typename Traits::Globals& g,
+                                         typename Traits::Shared& shared) {
     Slot slot;
-    const auto hand_over = [&](const GroupTile& tile) {
+    const auto publish = [&](const GroupTile& tile) {
         wait(shared.read[slot.index], slot.phase ^ 1);
         if (laneid() == 0) {
             const auto& to = shared.tiles[slot.index];
@@ -313,23 +319,23 @@ __device__ __forceinline__ void schedule(const typename K::Globals& g, typename 
         slot.advance();
     };
     uint32_t first = 0;
-    Groups groups = Groups::load<K>(g, first, Groups::offset_of(g, first), 0, 0);
-    const Lines lines = lines_of<K>(g, groups);
+    Groups groups = Groups::load<Traits>(g, first, Groups::offset_of(g, first), 0, 0);
+    const Lines lines = lines_of<Traits>(g, groups);
     for (uint32_t index = blockIdx.x;; index += gridDim.x) {
         uint32_t with_tile = arch::ballot(index < lines.before(groups.last_line));
         while (with_tile == 0) {
             first += WARP_THREADS;
-            if (first > g.groups) return hand_over({.steps = {.group = Steps::none}});
+            if (first > g.groups) return publish({.steps = {.group = Steps::none}});
             const Groups last = groups.of_lane(WARP_THREADS - 1);
-            groups =
-                Groups::load<K>(g, first, Groups::offset_of(g, first), last.end, last.last_line);
+            groups = Groups::load<Traits>(g, first, Groups::offset_of(g, first), last.end,
+                                          last.last_line);
             with_tile = arch::ballot(index < lines.before(groups.last_line));
         }
         int lane = 0;
         while ((with_tile >> lane & 1) == 0) ++lane;
         const Groups of = groups.of_lane(lane);
         const uint32_t before = lines.before(of.last_line - of.lines);
-        hand_over(describe<K>(g, first + lane, of, lines, index - before));
+        publish(describe<Traits>(g, first + lane, of, lines, index - before));
     }
 }
 

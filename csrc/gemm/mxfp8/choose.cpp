@@ -9,7 +9,7 @@
 namespace thunderkittens::mxfp8_gemm {
 namespace {
 
-gemm::Problem expanded(const Problem& p) {
+gemm::Problem dequantized(const Problem& p) {
     return {.m = p.m,
             .n = p.n,
             .k = p.k,
@@ -18,7 +18,7 @@ gemm::Problem expanded(const Problem& p) {
             .b_n_major = false,
             .fused = p.fused};
 }
-fp8_gemm::Problem rebased(const Problem& p) {
+fp8_gemm::Problem rescaled(const Problem& p) {
     return {.m = p.m, .n = p.n, .k = p.k, .out_dtype = p.out_dtype, .activated = p.fused};
 }
 
@@ -30,60 +30,62 @@ KernelInfo pass(const std::string& name, const std::string& what) {
     return {.name = name,
             .config = what,
             .source = "mxfp8_passes",
-            .symbol = concat("mxfp8_", name, "_kernel"),
+            .symbol = concat("mxfp8_", name, "_pass_kernel"),
             .threads = THREADS};
 }
-std::string few_name(const FewConfig& f) { return concat(name_of(f.data), "_few_", f.tile.tokens); }
-std::string codes_name(const CodesShape& s) { return concat("codes_", s.tokens); }
-std::string expanding_name(const gemm::Config& c) {
-    return c.block_n == 256 ? "expanding" : concat("expanding_", c.block_n);
+std::string dequant_name(const DequantConfig& f) {
+    return concat(name_of(f.data), "_swap_ab_", f.tile.tokens);
+}
+std::string native_name(const NativeShape& s) { return concat("native_swap_ab_", s.tokens); }
+std::string fused_dequant_name(const gemm::Config& c) {
+    return c.block_n == 256 ? "fused_dequant" : concat("fused_dequant_", c.block_n);
 }
 std::vector<KernelInfo> gemm_kernels() {
-    std::vector<KernelInfo> list{pass("expand", "tile 128x128, 256 threads, two operands")};
-    for (const gemm::Config& c :
-         {gemm::expanding_config(DType::bf16), gemm::narrow_expanding_config(DType::bf16)}) {
-        list.push_back({.name = expanding_name(c),
+    std::vector<KernelInfo> list{pass("dequantize", "tile 128x128, 256 threads, two operands")};
+    for (const gemm::Config& c : {gemm::fused_dequant_config(DType::bf16),
+                                  gemm::narrow_fused_dequant_config(DType::bf16)}) {
+        list.push_back({.name = fused_dequant_name(c),
                         .config = concat("tile 128x", c.block_n, "x64, ", c.stages,
-                                         " stages, 1 producer warp, 3 warps that expand and 2 "
+                                         " stages, 1 producer warp, 3 warps that dequantize and 2 "
                                          "consumer warpgroups"),
-                        .source = "mxfp8_expanding",
-                        .symbol = concat("expanding_gemm_kernelINS1_5TypesIXtlNS0_6ConfigELi128ELi",
-                                         c.block_n, 'E'),
+                        .source = "mxfp8_fused_dequant",
+                        .symbol = symbol_of("fused_dequant_kernel", "Config", c),
                         .threads = gemm::threads(c),
                         .shared_bytes = gemm::shared_bytes(c)});
     }
-    for (std::size_t i = 0; i < FEW_CONFIGS; ++i) {
-        const FewConfig f = few_at(i);
-        const mixed_gemm::Config& c = f.tile;
+    for (std::size_t i = 0; i < DEQUANT_CONFIGS; ++i) {
+        const DequantConfig f = dequant_config_at(i);
+        const nvfp4_gemm::Config& c = f.tile;
         list.push_back({
-            .name = few_name(f),
-            .config = concat("tile ", c.tokens, 'x', mixed_gemm::block_rows(c), 'x',
-                             FEW_K * c.k_groups, ", ", c.stages, " stages, 1 producer warp and ",
-                             mixed_gemm::consumers(c), " consumer warpgroups"),
-            .source = concat("mxfp8_few_", c.tokens),
-            .symbol = concat("ELS8_", int(f.data), "EEEEEEEvNT_"),
-            .threads = mixed_gemm::threads(c),
-            .shared_bytes = few_shared_bytes(f),
+            .name = dequant_name(f),
+            .config = concat("tile ", c.tokens, 'x', nvfp4_gemm::block_rows(c), 'x',
+                             CHUNK_K * c.k_groups, ", ", c.stages, " stages, 1 producer warp and ",
+                             nvfp4_gemm::consumers(c), " consumer warpgroups"),
+            .source = concat("mxfp8_dequant_", c.tokens),
+            .symbol =  // The last field of a DequantConfig.
+            concat(symbol_of("mxfp8_dequant_kernel"), "*L<enum>", int(f.data), "EE"),
+            .threads = nvfp4_gemm::threads(c),
+            .shared_bytes = dequant_shared_bytes(f),
         });
     }
-    for (const CodesShape& s : CODES_SHAPES) {
+    for (const NativeShape& s : NATIVE_SHAPES) {
         list.push_back({
-            .name = codes_name(s),
-            .config = concat("tile ", s.tokens, 'x', CODES_TILE, 'x', s.stage_k, ", ", s.stages,
+            .name = native_name(s),
+            .config = concat("tile ", s.tokens, 'x', NATIVE_TILE, 'x', s.stage_k, ", ", s.stages,
                              " stages, 1 producer warp and ", s.k_groups, " consumer warpgroups"),
-            .source = concat("mxfp8_codes_", s.tokens),
-            .symbol = concat("CodesShapeELi", s.tokens, "ELi"),
-            .threads = codes_threads(s),
-            .shared_bytes = codes_shared_bytes(s),
+            .source = concat("mxfp8_native_", s.tokens),
+            .symbol = symbol_of("mxfp8_native_kernel", "NativeShape", s),
+            .threads = native_threads(s),
+            .shared_bytes = native_shared_bytes(s),
         });
     }
     return list;
 }
 
-// Blocks of a cluster divide k where that fills more of the SMs, each has some steps, and every
+// Split-K over a cluster where that fills more of the SMs, each block has some steps, and every
 // tile has a cluster at once.
-void schedule_few(int64_t tiles, int64_t stages, int64_t sm_count, Choice& choice,
-                  std::initializer_list<int> divisions = {1, 2, 4, 8}, int most = 8) {
+void schedule_swap_ab(int64_t tiles, int64_t stages, int64_t sm_count, Choice& choice,
+                      std::initializer_list<int> divisions = {1, 2, 4, 8}, int most = 8) {
     const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
     double least = 0;
     for (const int splits : divisions) {
@@ -91,56 +93,56 @@ void schedule_few(int64_t tiles, int64_t stages, int64_t sm_count, Choice& choic
         // Clusters of more than two blocks do not come out even with the SMs that they can share.
         const int64_t clusters =
             std::max<int64_t>(sm_count / splits * (splits > 2 ? 10 : 11) / 11, 1);
-        const int64_t rounds = ceil_div(tiles, clusters);
+        const int64_t waves = ceil_div(tiles, clusters);
         // A tile's steps, and what it costs to begin and to end one.
         const double cost =
-            double(rounds) * (double(ceil_div(stages, splits)) + (splits > 1 ? 3 : 2));
-        if (splits > 1 && (rounds > 1 || cost >= least)) continue;
+            double(waves) * (double(ceil_div(stages, splits)) + (splits > 1 ? 3 : 2));
+        if (splits > 1 && (waves > 1 || cost >= least)) continue;
         least = cost;
-        choice.few_schedule = {.blocks = static_cast<int>(ceil_div(tiles, rounds) * splits),
-                               .splits = splits};
+        choice.swap_ab_schedule = {.blocks = static_cast<int>(ceil_div(tiles, waves) * splits),
+                                   .splits = splits};
     }
 }
 
-// Few rows: all SMs have to read and to convert.
-void choose_few(const Problem& p, const DeviceProperties& device, Choice& choice) {
+// Skinny m, dequantized in registers: all SMs have to read and to convert.
+void choose_dequant(const Problem& p, const DeviceProperties& device, Choice& choice) {
     const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
-    // Of groups only the device knows the rows.
+    // Only the device knows the rows of groups.
     const int64_t rows = ceil_div(p.m, std::max<int64_t>(p.groups, 1));
-    const FewShape* shape = nullptr;
-    for (const FewShape& candidate : FEW_SHAPES) {
+    const DequantShape* shape = nullptr;
+    for (const DequantShape& candidate : DEQUANT_SHAPES) {
         shape = &candidate;
         if (candidate.tokens >= rows) break;
     }
-    choice.few = true;
-    choice.few_config = make_few(*shape, p.b_dtype);
-    const mixed_gemm::Config& c = choice.few_config.tile;
+    choice.skinny = true;
+    choice.dequant_config = make_dequant_config(*shape, p.b_dtype);
+    const nvfp4_gemm::Config& c = choice.dequant_config.tile;
     const int64_t sm_count = std::max(1, device.sm_count);
-    const int64_t tiles = ceil_div(p.m, c.tokens) * ceil_div(p.n, mixed_gemm::block_rows(c));
-    const int64_t stages = ceil_div(p.k, FEW_K * c.k_groups);
+    const int64_t tiles = ceil_div(p.m, c.tokens) * ceil_div(p.n, nvfp4_gemm::block_rows(c));
+    const int64_t stages = ceil_div(p.k, CHUNK_K * c.k_groups);
     if (p.grouped) {
-        choice.few_schedule = {.blocks = static_cast<int>(sm_count), .splits = 1};
+        choice.swap_ab_schedule = {.blocks = static_cast<int>(sm_count), .splits = 1};
         return;
     }
-    schedule_few(tiles, stages, sm_count, choice);
+    schedule_swap_ab(tiles, stages, sm_count, choice);
 }
-// The same from codes.
-void choose_codes(const Problem& p, const DeviceProperties& device, Choice& choice) {
+// The same on the native fp8 tensor cores.
+void choose_native(const Problem& p, const DeviceProperties& device, Choice& choice) {
     const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
-    const int64_t sm_count = std::max(1, device.sm_count), columns = ceil_div(p.n, CODES_TILE);
-    const auto tiles = [&] { return ceil_div(p.m, choice.codes.tokens) * columns; };
-    for (const CodesShape& candidate : CODES_SHAPES) {
-        choice.codes = candidate;
+    const int64_t sm_count = std::max(1, device.sm_count), columns = ceil_div(p.n, NATIVE_TILE);
+    const auto tiles = [&] { return ceil_div(p.m, choice.native_shape.tokens) * columns; };
+    for (const NativeShape& candidate : NATIVE_SHAPES) {
+        choice.native_shape = candidate;
         if (candidate.tokens >= p.m) break;
         // What limits with 64 rows is the scaling of products, which then has twice the SMs.
         if (candidate.tokens * 2 >= p.m && candidate.tokens >= 32 && tiles() <= sm_count) break;
     }
-    choice.direct = true;
-    schedule_few(tiles(), ceil_div(p.k, choice.codes.stage_k), sm_count, choice,
-                 {1, 2, 3, 4, 5, 6, 7, 8}, codes_senders(choice.codes) + 1);
+    choice.native = true;
+    schedule_swap_ab(tiles(), ceil_div(p.k, choice.native_shape.stage_k), sm_count, choice,
+                     {1, 2, 3, 4, 5, 6, 7, 8}, native_senders(choice.native_shape) + 1);
 }
 std::vector<KernelInfo> prepare_kernels() {
-    return {pass("rebase", "16 rows, 256 threads, two operands")};
+    return {pass("rescale", "16 rows, 256 threads, two operands")};
 }
 PrepareChoice choose_prepare(const PrepareProblem&, const DeviceProperties&) { return {}; }
 
@@ -151,8 +153,8 @@ std::string unsupported_operand(const PrepareProblem& p, const DeviceProperties&
     if (std::string reason = unsupported_dtype("data", p.data_dtype); !reason.empty()) {
         return reason;
     }
-    const double blocks =
-        double(words_of_marks(p.rows)) * double(p.batch) * std::max<double>(MARKS, p.columns / 128);
+    const double blocks = double(mask_words(p.rows)) * double(p.batch) *
+                          std::max<double>(MASK_BYTES, p.columns / 128);
     if (blocks > 2e9)
         return concat("data needs some ", blocks, " blocks; at most 2e9 are supported");
     return "";
@@ -169,51 +171,56 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
             return reason;
         }
     }
-    if (p.grouped && !p.few()) {
+    if (p.grouped && !p.skinny()) {
         return "groups need k > 0, rows of b that are multiples of 16 bytes, and its scales in the "
                "128x4 layout";
     }
-    if (p.grouped && p.rebased) return "groups are not multiplied by the re-based path";
-    if (std::string reason = gemm::unsupported(expanded(p), device); !reason.empty()) return reason;
-    return p.rebased ? fp8_gemm::unsupported(rebased(p), device) : "";
+    if (p.grouped && p.rescaled) return "groups are not multiplied by the rescaled path";
+    if (std::string reason = gemm::unsupported(dequantized(p), device); !reason.empty())
+        return reason;
+    return p.rescaled ? fp8_gemm::unsupported(rescaled(p), device) : "";
 }
 
 Choice choose(const Problem& p, const DeviceProperties& device) {
-    Choice choice{.rebased = p.rebased};
-    if (p.direct()) {
-        choose_codes(p, device, choice);
+    Choice choice{.rescaled = p.rescaled};
+    if (p.native()) {
+        choose_native(p, device, choice);
         return choice;
     }
-    if (!p.rebased && p.few()) {
-        choose_few(p, device, choice);
+    if (!p.rescaled && p.skinny()) {
+        choose_dequant(p, device, choice);
         return choice;
     }
-    if (!p.rebased) {
-        choice.exact = gemm::choose_unvaried(expanded(p), device);
+    if (!p.rescaled) {
+        choice.exact = gemm::choose_fixed_width(dequantized(p), device);
         const gemm::Config& config = choice.exact.config;
-        const bool narrow = config == gemm::narrow_expanding_config(DType::bf16);
-        // From a full round and 1024 rows on the products are long enough to hide it.
-        choice.expanding = p.expandable() && std::min(p.m, p.n) >= 1024 &&
-                           (config == gemm::expanding_config(DType::bf16) || narrow) &&
-                           choice.exact.schedule.blocks >= device.sm_count;
-        // Whole rows of tiles in a round: the next ones then need little that is new.
+        const bool narrow = config == gemm::narrow_fused_dequant_config(DType::bf16);
+        // From a full wave and 1024 rows on, the products are long enough to hide the
+        // dequantization.
+        choice.fused_dequant = p.can_fuse_dequant() && std::min(p.m, p.n) >= 1024 &&
+                               (config == gemm::fused_dequant_config(DType::bf16) || narrow) &&
+                               choice.exact.schedule.blocks >= device.sm_count;
+        // Whole rows of tiles in a wave: the next ones then need little that is new.
         const auto columns = static_cast<int>((p.n + config.block_n - 1) / config.block_n);
-        if (choice.expanding && narrow && columns <= choice.exact.schedule.blocks) {
-            choice.exact.schedule.band = choice.exact.schedule.blocks / columns;
+        if (choice.fused_dequant && narrow && columns <= choice.exact.schedule.blocks) {
+            choice.exact.schedule.raster_group = choice.exact.schedule.blocks / columns;
         }
         return choice;
     }
-    choice.product = fp8_gemm::choose(rebased(p), device);
-    // Of the tiles that are marked, which are few where re-basing is worth asking for.
-    choice.exact = gemm::choose_marked(expanded(p), device);
+    choice.product = fp8_gemm::choose(rescaled(p), device);
+    // The exact kernel for the tiles of the mask, which are few where rescaling is worth asking
+    // for.
+    choice.exact = gemm::choose_masked(dequantized(p), device);
     return choice;
 }
 
 std::string kernel_name(const Choice& c) {
-    if (c.direct) return codes_name(c.codes);
-    return c.few ? few_name(c.few_config) : c.expanding ? expanding_name(c.exact.config) : "expand";
+    if (c.native) return native_name(c.native_shape);
+    return c.skinny          ? dequant_name(c.dequant_config)
+           : c.fused_dequant ? fused_dequant_name(c.exact.config)
+                             : "dequantize";
 }
-std::string kernel_name(const PrepareChoice&) { return "rebase"; }
+std::string kernel_name(const PrepareChoice&) { return "rescale"; }
 
 static const bool registered =
     register_op("mxfp8_gemm", "gemm", &gemm_kernels, &unsupported, &choose) &&

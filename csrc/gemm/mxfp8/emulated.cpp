@@ -1,5 +1,5 @@
 // mxfp8_gemm and mxfp8_prepare on the emulator, as mxfp8_gemm.cpp does them on CUDA tensors. Scales
-// and marks travel as bytes.
+// and tile masks travel as bytes.
 #include "csrc/common/emulated.h"
 #include "csrc/gemm/dense/dispatch.h"
 #include "csrc/gemm/fp8/split_k.h"
@@ -38,7 +38,7 @@ struct Quantised {
     }
 };
 struct Prepared {
-    Array codes, factor, marks;
+    Array codes, factor, mask;
 
     explicit Prepared(const Quantised& o) {
         const block_scaled::Matrix& m = o.matrix;
@@ -48,13 +48,13 @@ struct Prepared {
         };
         codes = make({m.batch, m.rows, round_up(m.columns, 16)}, BYTE);
         factor = make({m.batch, m.rows}, DType::fp32);
-        marks = make({m.batch, words_of_marks(m.rows), MARKS}, BYTE);
+        mask = make({m.batch, mask_words(m.rows), MASK_BYTES}, BYTE);
     }
     Prepared(const Array& c, const Array& f, const Array& m)
-        : codes(packed(c)), factor(packed(f)), marks(packed(m)) {}
+        : codes(packed(c)), factor(packed(f)), mask(packed(m)) {}
 };
 
-Rebase rebase(const Quantised& o, const Prepared& to) {
+Rescale rescale(const Quantised& o, const Prepared& to) {
     return {.data = o.matrix,
             .scale = o.scale.data,
             .swizzle = o.swizzle,
@@ -62,15 +62,15 @@ Rebase rebase(const Quantised& o, const Prepared& to) {
             .codes = to.codes.data,
             .pitch = round_up(o.matrix.columns, 16),
             .factor = reinterpret_cast<float*>(to.factor.data),
-            .marks = to.marks.data,
-            .blocks = rebase_blocks(o.matrix)};
+            .mask = to.mask.data,
+            .blocks = rescale_blocks(o.matrix)};
 }
 void access(emulated::Launch& scope, const Quantised& o, const Prepared& to) {
     scope.may_read("data", o.data);
     scope.may_read("scale", o.scale);
     scope.may_write("codes", to.codes);
     scope.may_write("factor", to.factor);
-    scope.may_write("marks", to.marks);
+    scope.may_write("marks", to.mask);
 }
 
 emulated::Result run_prepare(const emulated::Call& call) {
@@ -78,13 +78,13 @@ emulated::Result run_prepare(const emulated::Call& call) {
     const Prepared prepared(operand);
     emulated::Result result;
     result.arrays = {
-        {"codes", prepared.codes}, {"factor", prepared.factor}, {"marks", prepared.marks}};
+        {"codes", prepared.codes}, {"factor", prepared.factor}, {"marks", prepared.mask}};
     if (prepared.factor.elements() == 0) return result;
-    emulated::Launch scope("mxfp8_prepare rebase");
+    emulated::Launch scope("mxfp8_prepare rescale");
     access(scope, operand, prepared);
-    run_pass(RebaseParams{.operands = {rebase(operand, prepared)}}, nullptr);
+    run_pass(RescaleParams{.operands = {rescale(operand, prepared)}}, nullptr);
     result.choice = detail::fields_of(PrepareChoice{});
-    result.choice.emplace("kernel", "rebase");
+    result.choice.emplace("kernel", "rescale");
     return result;
 }
 
@@ -97,36 +97,37 @@ struct Product {
     Array out;
     const DeviceProperties& device;
 
-    Expand pass(const Quantised& o, const Array& to) const {
+    DequantizePass pass(const Quantised& o, const Array& to) const {
         return {.source = {.data = o.matrix,
                            .scale = o.scale.data,
                            .out = to.data,
                            .swizzle = o.swizzle},
                 .e5m2 = o.data.dtype == DType::e5m2,
-                .for_few = choice.few,
+                .swap_ab_order = choice.skinny,
                 .pitch = to.size.back(),
                 .tiles = static_cast<int>(block_scaled::tiles(o.matrix.rows, o.matrix.columns, 1))};
     }
-    void multiply_few() const {
-        const Array wide = emulated::allocate({problem.m, round_up(problem.k, FEW_K)}, DType::bf16);
+    void multiply_swap_ab() const {
+        const Array wide =
+            emulated::allocate({problem.m, round_up(problem.k, CHUNK_K)}, DType::bf16);
         const Array ones = emulated::allocate({problem.groups}, DType::fp32);
-        ExpandParams expand{.operands = {pass(a, wide)},
-                            .ones = reinterpret_cast<float*>(ones.data),
-                            .ones_count = problem.groups};
-        expand.blocks = expand_blocks(expand, device);
+        DequantizePassParams dequantize{.operands = {pass(a, wide)},
+                                        .ones = reinterpret_cast<float*>(ones.data),
+                                        .ones_count = problem.groups};
+        dequantize.blocks = dequantize_blocks(dequantize, device);
         {
-            emulated::Launch scope("mxfp8_gemm expand");
+            emulated::Launch scope("mxfp8_gemm dequantize");
             scope.may_read("data", a.data);
             scope.may_read("scale", a.scale);
             scope.may_write("a", wide);
             scope.may_write("ones", ones);
-            run_pass(expand, nullptr);
+            run_pass(dequantize, nullptr);
         }
-        const FewParams params{
+        const DequantParams params{
             .a = wide.data,
             .weight = b.matrix.data,
             .scales = b.scale.data,
-            .scale = expand.ones,
+            .scale = dequantize.ones,
             .bias = bias ? bias->data : nullptr,
             .offs = offs ? reinterpret_cast<const int32_t*>(offs->data) : nullptr,
             .out = out.data,
@@ -138,7 +139,7 @@ struct Product {
             .group_stride = b.matrix.batch_stride,
             .out_dtype = problem.out_dtype,
             .activation = activation,
-            .schedule = choice.few_schedule};
+            .schedule = choice.swap_ab_schedule};
         emulated::Launch scope("mxfp8_gemm " + kernel_name(choice));
         scope.may_read("a", wide);
         scope.may_read_early("b", b.data);
@@ -147,24 +148,24 @@ struct Product {
         if (bias) scope.may_read("bias", *bias);
         if (offs) scope.may_read_early("offs", *offs);
         scope.may_write("out", out);
-        TK_CHECK(launch_any_few(choice.few_config, params, nullptr), "tk.mxfp8_gemm: no kernel ",
-                 kernel_name(choice));
+        TK_CHECK(launch_any_dequant(choice.dequant_config, params, nullptr),
+                 "tk.mxfp8_gemm: no kernel ", kernel_name(choice));
     }
-    void multiply_codes() const {
-        const CodesParams params{.a = a.matrix.data,
-                                 .weight = b.matrix.data,
-                                 .scales_a = a.scale.data,
-                                 .scales_weight = b.scale.data,
-                                 .bias = bias ? bias->data : nullptr,
-                                 .out = out.data,
-                                 .m = problem.m,
-                                 .n = problem.n,
-                                 .k = problem.k,
-                                 .a_stride = a.matrix.row_stride,
-                                 .weight_stride = b.matrix.row_stride,
-                                 .out_dtype = problem.out_dtype,
-                                 .activation = activation,
-                                 .schedule = choice.few_schedule};
+    void multiply_native() const {
+        const NativeParams params{.a = a.matrix.data,
+                                  .weight = b.matrix.data,
+                                  .scales_a = a.scale.data,
+                                  .scales_weight = b.scale.data,
+                                  .bias = bias ? bias->data : nullptr,
+                                  .out = out.data,
+                                  .m = problem.m,
+                                  .n = problem.n,
+                                  .k = problem.k,
+                                  .a_stride = a.matrix.row_stride,
+                                  .weight_stride = b.matrix.row_stride,
+                                  .out_dtype = problem.out_dtype,
+                                  .activation = activation,
+                                  .schedule = choice.swap_ab_schedule};
         emulated::Launch scope("mxfp8_gemm " + kernel_name(choice));
         for (const Quantised* operand : {&a, &b}) {
             scope.may_read("data", operand->data);
@@ -172,20 +173,20 @@ struct Product {
         }
         if (bias) scope.may_read("bias", *bias);
         scope.may_write("out", out);
-        TK_CHECK(launch_any_codes(choice.codes, params, nullptr), "tk.mxfp8_gemm: no kernel ",
-                 kernel_name(choice));
+        TK_CHECK(launch_any_native(choice.native_shape, params, nullptr),
+                 "tk.mxfp8_gemm: no kernel ", kernel_name(choice));
     }
     void multiply_exactly(const Prepared* left, const Prepared* right) const {
         const int64_t pitch = round_up(std::max<int64_t>(problem.k, 1), 8);
-        gemm::Marks marks;
+        gemm::TileMask mask;
         if (left != nullptr) {
-            marks = {reinterpret_cast<const uint64_t*>(left->marks.data),
-                     reinterpret_cast<const uint64_t*>(right->marks.data)};
+            mask = {reinterpret_cast<const uint64_t*>(left->mask.data),
+                    reinterpret_cast<const uint64_t*>(right->mask.data)};
         }
-        const auto allow_marks = [&](emulated::Launch& scope) {
+        const auto allow_mask = [&](emulated::Launch& scope) {
             if (left == nullptr) return;
-            scope.may_read("marks_a", left->marks);
-            scope.may_read("marks_b", right->marks);
+            scope.may_read("marks_a", left->mask);
+            scope.may_read("marks_b", right->mask);
         };
         const Array wide_a = emulated::allocate({problem.m, pitch}, DType::bf16);
         const Array wide_b = emulated::allocate({problem.n, pitch}, DType::bf16);
@@ -194,28 +195,28 @@ struct Product {
                 std::memset(x->data, 0, static_cast<std::size_t>(x->extent()));
             }
         } else {
-            emulated::Launch scope("mxfp8_gemm expand");
+            emulated::Launch scope("mxfp8_gemm dequantize");
             for (const Quantised* o : {&a, &b}) {
                 scope.may_read("data", o->data);
                 scope.may_read("scale", o->scale);
             }
             scope.may_write("a", wide_a);
             scope.may_write("b", wide_b);
-            allow_marks(scope);
-            ExpandParams params{.operands = {pass(a, wide_a), pass(b, wide_b)},
-                                .marks = marks,
-                                .m = problem.m,
-                                .n = problem.n};
-            params.blocks = expand_blocks(params, device);
+            allow_mask(scope);
+            DequantizePassParams params{.operands = {pass(a, wide_a), pass(b, wide_b)},
+                                        .mask = mask,
+                                        .m = problem.m,
+                                        .n = problem.n};
+            params.blocks = dequantize_blocks(params, device);
             run_pass(params, nullptr);
         }
         gemm::Params params = product_of(wide_a, wide_b);
-        params.marks = marks;
+        params.mask = mask;
         emulated::Launch scope("mxfp8_gemm " + gemm::kernel_name(choice.exact));
         scope.may_read("a", wide_a);
         scope.may_read("b", wide_b);
         if (bias) scope.may_read("bias", *bias);
-        allow_marks(scope);
+        allow_mask(scope);
         scope.may_write("out", out);
         TK_CHECK(gemm::launch_any(choice.exact.config, params, nullptr),
                  "tk.mxfp8_gemm: no kernel ", gemm::kernel_name(choice.exact));
@@ -236,7 +237,7 @@ struct Product {
                              .activation = static_cast<gemm::Activation>(activation)},
                 .schedule = choice.exact.schedule};
     }
-    void multiply_expanding() const {
+    void multiply_fused_dequant() const {
         const auto source = [](const Quantised& o) {
             return gemm::Mxfp8Source{.codes = o.matrix.data,
                                      .scales = o.scale.data,
@@ -245,13 +246,13 @@ struct Product {
         };
         const Array wide_a = emulated::allocate({problem.m, problem.k}, DType::bf16);
         const Array wide_b = emulated::allocate({problem.n, problem.k}, DType::bf16);
-        gemm::ExpandingParams<gemm::Mxfp8Sources> params{.product = product_of(wide_a, wide_b),
-                                                         .sources = {source(a), source(b)}};
+        gemm::FusedDequantParams<gemm::Mxfp8Sources> params{.product = product_of(wide_a, wide_b),
+                                                            .sources = {source(a), source(b)}};
         const Array counters = emulated::allocate(
-            {gemm::expand_order(choice.exact.config, params).counters()}, DType::int32);
+            {gemm::dequant_order(choice.exact.config, params).counters()}, DType::int32);
         std::memset(counters.data, 0, static_cast<std::size_t>(counters.extent()));
         params.counters = reinterpret_cast<int*>(counters.data);
-        emulated::Launch scope("mxfp8_gemm expanding");
+        emulated::Launch scope("mxfp8_gemm fused_dequant");
         for (const Quantised* o : {&a, &b}) {
             scope.may_read("data", o->data);
             scope.may_read("scale", o->scale);
@@ -261,10 +262,10 @@ struct Product {
         scope.may_write("counters", counters);
         if (bias) scope.may_read("bias", *bias);
         scope.may_write("out", out);
-        TK_CHECK(launch_any_expanding(choice.exact.config, params, nullptr),
+        TK_CHECK(launch_any_fused_dequant(choice.exact.config, params, nullptr),
                  "tk.mxfp8_gemm: no kernel ", kernel_name(choice));
     }
-    void multiply_rebased(const Prepared& left, const Prepared& right) const {
+    void multiply_rescaled(const Prepared& left, const Prepared& right) const {
         const fp8_gemm::Params params{
             .a = left.codes.data,
             .b = right.codes.data,
@@ -319,7 +320,7 @@ emulated::Result run_gemm(const emulated::Call& call) {
                           .b_dtype = right.data.dtype,
                           .out_dtype = call.scalar("out_dtype", DType::bf16),
                           .fused = activation != 0,
-                          .rebased = call.scalar("rebased", false) && k > 0,
+                          .rescaled = call.scalar("rebased", false) && k > 0,
                           .readable_a = left.readable(),
                           .readable = right.readable(),
                           .short_rows = left.short_rows() && right.short_rows(),
@@ -342,50 +343,51 @@ emulated::Result run_gemm(const emulated::Call& call) {
     if (ends) offs = packed(*ends);
     Choice choice = choose(problem, call.device);
     emulated::force(choice, call);
-    if (choice.expanding) {
-        TK_CHECK(problem.expandable(), "tk.mxfp8_gemm: the kernel that expands is not for this");
+    if (choice.fused_dequant) {
+        TK_CHECK(problem.can_fuse_dequant(),
+                 "tk.mxfp8_gemm: the fused dequantization is not for this");
         const bool narrow = choice.exact.config.block_n == 176;
-        const gemm::Config config = narrow ? gemm::narrow_expanding_config(DType::bf16)
-                                           : gemm::expanding_config(DType::bf16);
+        const gemm::Config config = narrow ? gemm::narrow_fused_dequant_config(DType::bf16)
+                                           : gemm::fused_dequant_config(DType::bf16);
         const int64_t tiles = gemm::regions(m, config.block_m) * gemm::regions(n, config.block_n);
         choice.exact = {config,
-                        {.band = 2,
+                        {.raster_group = 2,
                          .blocks = static_cast<int>(
                              std::min<int64_t>(tiles, std::max(1, call.device.sm_count)))}};
     }
     const Product product{left, right, problem, choice, bias, offs, activation, out, call.device};
     result.choice = detail::fields_of(product.choice);
     result.choice.emplace("kernel", kernel_name(product.choice));
-    if (choice.direct) {
-        product.multiply_codes();
+    if (choice.native) {
+        product.multiply_native();
         return result;
     }
-    if (!problem.rebased) {
-        if (choice.few)
-            product.multiply_few();
-        else if (choice.expanding)
-            product.multiply_expanding();
+    if (!problem.rescaled) {
+        if (choice.skinny)
+            product.multiply_swap_ab();
+        else if (choice.fused_dequant)
+            product.multiply_fused_dequant();
         else
             product.multiply_exactly(nullptr, nullptr);
         return result;
     }
     auto prepared_a = given(call, "a"), prepared_b = given(call, "b");
-    RebaseParams pass;
+    RescaleParams pass;
     {
-        emulated::Launch scope("mxfp8_gemm rebase");
+        emulated::Launch scope("mxfp8_gemm rescale");
         if (!prepared_a) {
             prepared_a.emplace(left);
-            pass.operands[0] = rebase(left, *prepared_a);
+            pass.operands[0] = rescale(left, *prepared_a);
             access(scope, left, *prepared_a);
         }
         if (!prepared_b) {
             prepared_b.emplace(right);
-            pass.operands[1] = rebase(right, *prepared_b);
+            pass.operands[1] = rescale(right, *prepared_b);
             access(scope, right, *prepared_b);
         }
         run_pass(pass, nullptr);
     }
-    product.multiply_rebased(*prepared_a, *prepared_b);
+    product.multiply_rescaled(*prepared_a, *prepared_b);
     return result;
 }
 

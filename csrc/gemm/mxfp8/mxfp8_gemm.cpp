@@ -42,7 +42,7 @@ struct Quantised {
         matrix = block_scaled::matrix_of(as_4d(data));
     }
     bool short_rows() const { return matrix.row_stride <= INT32_MAX; }
-    // By TMA, and the scales by bulk copies of the 128x4 layout.
+    // Whether TMA can load the operand, and bulk copies its scales, in the 128x4 layout.
     bool readable() const {
         return swizzle && aligned_scales(scale.data_ptr()) && fits_tensor_map(as_4d(data), 1);
     }
@@ -50,22 +50,22 @@ struct Quantised {
 
 // What mxfp8_prepare makes of an operand.
 struct Prepared {
-    Tensor codes, factor, marks;
+    Tensor codes, factor, mask;
 
     static Prepared allocate(const Quantised& o) {
         const block_scaled::Matrix& m = o.matrix;
-        const int64_t pitch = round_up(m.columns, 16), words = words_of_marks(m.rows);
+        const int64_t pitch = round_up(m.columns, 16), words = mask_words(m.rows);
         const auto make = [&](std::initializer_list<int64_t> whole, ScalarType type) {
             const std::span<const int64_t> sizes(whole.begin(), whole.size());
             return empty(sizes.subspan(o.data.dim() == 3 ? 0 : 1), type, o.data);
         };
         return {make({m.batch, m.rows, pitch}, ScalarType::Float8_e4m3fn),
                 make({m.batch, m.rows}, ScalarType::Float),
-                make({m.batch, words, MARKS}, ScalarType::Byte)};
+                make({m.batch, words, MASK_BYTES}, ScalarType::Byte)};
     }
 };
 
-Rebase rebase(const Quantised& o, const Prepared& to) {
+Rescale rescale(const Quantised& o, const Prepared& to) {
     return {.data = o.matrix,
             .scale = o.scale.data_ptr(),
             .swizzle = o.swizzle,
@@ -73,8 +73,8 @@ Rebase rebase(const Quantised& o, const Prepared& to) {
             .codes = to.codes.data_ptr(),
             .pitch = round_up(o.matrix.columns, 16),
             .factor = static_cast<float*>(to.factor.data_ptr()),
-            .marks = static_cast<uint8_t*>(to.marks.data_ptr()),
-            .blocks = rebase_blocks(o.matrix)};
+            .mask = static_cast<uint8_t*>(to.mask.data_ptr()),
+            .blocks = rescale_blocks(o.matrix)};
 }
 
 std::tuple<Tensor, Tensor, Tensor> mxfp8_prepare(const Tensor& data, const Tensor& scale,
@@ -94,9 +94,9 @@ std::tuple<Tensor, Tensor, Tensor> mxfp8_prepare(const Tensor& data, const Tenso
     }
     const Prepared prepared = Prepared::allocate(operand);
     if (prepared.factor.numel() > 0) {
-        run_pass(RebaseParams{.operands = {rebase(operand, prepared)}}, current_stream(data));
+        run_pass(RescaleParams{.operands = {rescale(operand, prepared)}}, current_stream(data));
     }
-    return {prepared.codes, prepared.factor, prepared.marks};
+    return {prepared.codes, prepared.factor, prepared.mask};
 }
 
 // One call, and what it is put together from.
@@ -113,19 +113,19 @@ struct Product {
 
     int64_t pitch() const { return round_up(std::max<int64_t>(problem.k, 1), 8); }
 
-    Expand pass(const Quantised& o, const Tensor& to) const {
+    DequantizePass pass(const Quantised& o, const Tensor& to) const {
         return {.source = {.data = o.matrix,
                            .scale = o.scale.data_ptr(),
                            .out = to.data_ptr(),
                            .swizzle = o.swizzle},
                 .e5m2 = o.dtype == DType::e5m2,
-                .for_few = choice.few,
+                .swap_ab_order = choice.skinny,
                 .pitch = to.size(-1),
                 .tiles = static_cast<int>(
                     block_scaled::tiles(o.matrix.rows, o.matrix.columns, o.matrix.batch))};
     }
-    // Operands in bf16; with marks only where there is one.
-    std::pair<Tensor, Tensor> expand(const gemm::Marks& marks) const {
+    // Dequantizes the operands to bf16; with a mask only if it has a tile.
+    std::pair<Tensor, Tensor> dequantize(const gemm::TileMask& mask) const {
         const auto make = [&](const Quantised& o) {
             return empty({o.matrix.rows, pitch()}, ScalarType::BFloat16, out);
         };
@@ -135,58 +135,58 @@ struct Product {
             torch::stable::zero_(wide.second);
             return wide;
         }
-        ExpandParams params{.operands = {pass(a, wide.first), pass(b, wide.second)},
-                            .marks = marks,
-                            .m = problem.m,
-                            .n = problem.n};
-        params.blocks = expand_blocks(params, device);
+        DequantizePassParams params{.operands = {pass(a, wide.first), pass(b, wide.second)},
+                                    .mask = mask,
+                                    .m = problem.m,
+                                    .n = problem.n};
+        params.blocks = dequantize_blocks(params, device);
         run_pass(params, stream);
         return wide;
     }
-    void multiply_few() const {
+    void multiply_swap_ab() const {
         const Tensor wide =
-            empty({problem.m, round_up(problem.k, FEW_K)}, ScalarType::BFloat16, out);
+            empty({problem.m, round_up(problem.k, CHUNK_K)}, ScalarType::BFloat16, out);
         const Tensor ones = empty({b.matrix.batch}, ScalarType::Float, out);
-        ExpandParams expand{.operands = {pass(a, wide)},
-                            .ones = static_cast<float*>(ones.data_ptr()),
-                            .ones_count = b.matrix.batch};
-        expand.blocks = expand_blocks(expand, device);
-        run_pass(expand, stream);
-        const FewParams params{.a = wide.data_ptr(),
-                               .weight = b.matrix.data,
-                               .scales = b.scale.data_ptr(),
-                               .scale = expand.ones,
-                               .bias = bias,
-                               .offs = offs,
-                               .out = out.data_ptr(),
-                               .m = problem.m,
-                               .n = problem.n,
-                               .k = problem.k,
-                               .groups = problem.groups,
-                               .weight_stride = b.matrix.row_stride,
-                               .group_stride = b.matrix.batch_stride,
-                               .out_dtype = problem.out_dtype,
-                               .activation = activation,
-                               .schedule = choice.few_schedule};
-        TK_CHECK(launch_any_few(choice.few_config, params, stream), OP, ": no kernel ",
+        DequantizePassParams dequantize{.operands = {pass(a, wide)},
+                                        .ones = static_cast<float*>(ones.data_ptr()),
+                                        .ones_count = b.matrix.batch};
+        dequantize.blocks = dequantize_blocks(dequantize, device);
+        run_pass(dequantize, stream);
+        const DequantParams params{.a = wide.data_ptr(),
+                                   .weight = b.matrix.data,
+                                   .scales = b.scale.data_ptr(),
+                                   .scale = dequantize.ones,
+                                   .bias = bias,
+                                   .offs = offs,
+                                   .out = out.data_ptr(),
+                                   .m = problem.m,
+                                   .n = problem.n,
+                                   .k = problem.k,
+                                   .groups = problem.groups,
+                                   .weight_stride = b.matrix.row_stride,
+                                   .group_stride = b.matrix.batch_stride,
+                                   .out_dtype = problem.out_dtype,
+                                   .activation = activation,
+                                   .schedule = choice.swap_ab_schedule};
+        TK_CHECK(launch_any_dequant(choice.dequant_config, params, stream), OP, ": no kernel ",
                  kernel_name(choice));
     }
-    void multiply_codes() const {
-        const CodesParams params{.a = a.matrix.data,
-                                 .weight = b.matrix.data,
-                                 .scales_a = a.scale.data_ptr(),
-                                 .scales_weight = b.scale.data_ptr(),
-                                 .bias = bias,
-                                 .out = out.data_ptr(),
-                                 .m = problem.m,
-                                 .n = problem.n,
-                                 .k = problem.k,
-                                 .a_stride = a.matrix.row_stride,
-                                 .weight_stride = b.matrix.row_stride,
-                                 .out_dtype = problem.out_dtype,
-                                 .activation = activation,
-                                 .schedule = choice.few_schedule};
-        TK_CHECK(launch_any_codes(choice.codes, params, stream), OP, ": no kernel ",
+    void multiply_native() const {
+        const NativeParams params{.a = a.matrix.data,
+                                  .weight = b.matrix.data,
+                                  .scales_a = a.scale.data_ptr(),
+                                  .scales_weight = b.scale.data_ptr(),
+                                  .bias = bias,
+                                  .out = out.data_ptr(),
+                                  .m = problem.m,
+                                  .n = problem.n,
+                                  .k = problem.k,
+                                  .a_stride = a.matrix.row_stride,
+                                  .weight_stride = b.matrix.row_stride,
+                                  .out_dtype = problem.out_dtype,
+                                  .activation = activation,
+                                  .schedule = choice.swap_ab_schedule};
+        TK_CHECK(launch_any_native(choice.native_shape, params, stream), OP, ": no kernel ",
                  kernel_name(choice));
     }
     gemm::Params product(const Tensor& left, const Tensor& right) const {
@@ -203,7 +203,7 @@ struct Product {
                 .epilogue = {.bias = bias, .activation = static_cast<gemm::Activation>(activation)},
                 .schedule = choice.exact.schedule};
     }
-    void multiply_expanding() const {
+    void multiply_fused_dequant() const {
         const auto make = [&](const Quantised& o) {
             return empty({o.matrix.rows, pitch()}, ScalarType::BFloat16, out);
         };
@@ -214,23 +214,23 @@ struct Product {
                                      .e5m2 = o.dtype == DType::e5m2};
         };
         const Tensor left = make(a), right = make(b);
-        gemm::ExpandingParams<gemm::Mxfp8Sources> params{.product = product(left, right),
-                                                         .sources = {source(a), source(b)}};
-        Tensor counters = empty({gemm::expand_order(choice.exact.config, params).counters()},
+        gemm::FusedDequantParams<gemm::Mxfp8Sources> params{.product = product(left, right),
+                                                            .sources = {source(a), source(b)}};
+        Tensor counters = empty({gemm::dequant_order(choice.exact.config, params).counters()},
                                 ScalarType::Int, out);
         torch::stable::zero_(counters);
         params.counters = static_cast<int*>(counters.data_ptr());
-        TK_CHECK(launch_any_expanding(choice.exact.config, params, stream), OP, ": no kernel ",
+        TK_CHECK(launch_any_fused_dequant(choice.exact.config, params, stream), OP, ": no kernel ",
                  kernel_name(choice));
     }
-    void multiply_exactly(const gemm::Marks& marks) const {
-        const auto [left, right] = expand(marks);
+    void multiply_exactly(const gemm::TileMask& mask) const {
+        const auto [left, right] = dequantize(mask);
         gemm::Params params = product(left, right);
-        params.marks = marks;
+        params.mask = mask;
         TK_CHECK(gemm::launch_any(choice.exact.config, params, stream), OP, ": no kernel ",
                  gemm::kernel_name(choice.exact));
     }
-    void multiply_rebased(const Prepared& left, const Prepared& right) const {
+    void multiply_rescaled(const Prepared& left, const Prepared& right) const {
         const fp8_gemm::Params params{
             .a = left.codes.data_ptr(),
             .b = right.codes.data_ptr(),
@@ -249,8 +249,8 @@ struct Product {
             .schedule = choice.product.schedule};
         TK_CHECK(fp8_gemm::launch_choice(choice.product.config, params, stream), OP, ": no kernel ",
                  fp8_gemm::kernel_name(choice.product));
-        multiply_exactly({.rows = static_cast<const uint64_t*>(left.marks.data_ptr()),
-                          .columns = static_cast<const uint64_t*>(right.marks.data_ptr())});
+        multiply_exactly({.rows = static_cast<const uint64_t*>(left.mask.data_ptr()),
+                          .columns = static_cast<const uint64_t*>(right.mask.data_ptr())});
     }
 };
 
@@ -258,14 +258,14 @@ struct Product {
 std::optional<Prepared> given(const char* name, const Quantised& o,
                               const std::optional<Tensor>& codes,
                               const std::optional<Tensor>& factor,
-                              const std::optional<Tensor>& marks) {
-    TK_CHECK(codes.has_value() == factor.has_value() && codes.has_value() == marks.has_value(), OP,
+                              const std::optional<Tensor>& mask) {
+    TK_CHECK(codes.has_value() == factor.has_value() && codes.has_value() == mask.has_value(), OP,
              ": of what is prepared of ", name, " a part is missing");
     if (!codes) return std::nullopt;
     const std::tuple<const char*, const Tensor&, ScalarType, int64_t, int64_t> parts[] = {
         {"codes", *codes, ScalarType::Float8_e4m3fn, o.matrix.rows, round_up(o.matrix.columns, 16)},
         {"factor", *factor, ScalarType::Float, o.matrix.rows, 1},
-        {"marks", *marks, ScalarType::Byte, words_of_marks(o.matrix.rows), MARKS}};
+        {"marks", *mask, ScalarType::Byte, mask_words(o.matrix.rows), MASK_BYTES}};
     for (const auto& [part, tensor, type, rows, columns] : parts) {
         check_same_device(OP, part, tensor, name, o.data);
         TK_CHECK(tensor.scalar_type() == type && tensor.size(0) == rows &&
@@ -275,12 +275,12 @@ std::optional<Prepared> given(const char* name, const Quantised& o,
                  columns);
     }
     return Prepared{aligned_and_contiguous(*codes), aligned_and_contiguous(*factor),
-                    aligned_and_contiguous(*marks)};
+                    aligned_and_contiguous(*mask)};
 }
 
 Tensor mxfp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const Tensor& scale_b,
                   const std::optional<Tensor>& bias, int64_t activation,
-                  std::optional<ScalarType> out_type, bool rebased, bool swizzle_a, bool swizzle_b,
+                  std::optional<ScalarType> out_type, bool rescaled, bool swizzle_a, bool swizzle_b,
                   const std::optional<Tensor>& codes_a, const std::optional<Tensor>& factor_a,
                   const std::optional<Tensor>& marks_a, const std::optional<Tensor>& codes_b,
                   const std::optional<Tensor>& factor_b, const std::optional<Tensor>& marks_b,
@@ -320,7 +320,7 @@ Tensor mxfp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const
     }
     const DeviceGuard guard(a.get_device_index());
     const Quantised left(OP, "a", a, scale_a, swizzle_a);
-    // Of groups there is only the kernel for few rows, whose b TMA brings.
+    // Groups have only the swap-AB kernel, whose b TMA loads.
     const Tensor columns = torch::stable::transpose(b, -2, -1);
     const Quantised right(OP, "b", offs ? for_tensor_map(columns) : columns, scale_b, swizzle_b);
     Tensor out = empty({m, n}, type, a);
@@ -336,7 +336,7 @@ Tensor mxfp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const
                           .b_dtype = right.dtype,
                           .out_dtype = *out_dtype,
                           .fused = activation != 0,
-                          .rebased = rebased && k > 0,
+                          .rescaled = rescaled && k > 0,
                           .readable_a = left.readable(),
                           .readable = right.readable(),
                           .short_rows = left.short_rows() && right.short_rows(),
@@ -356,32 +356,32 @@ Tensor mxfp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const
                           .out = out,
                           .device = device,
                           .stream = current_stream(a)};
-    if (product.choice.direct) {
-        product.multiply_codes();
+    if (product.choice.native) {
+        product.multiply_native();
         return out;
     }
-    if (!problem.rebased) {
-        if (product.choice.few)
-            product.multiply_few();
-        else if (product.choice.expanding)
-            product.multiply_expanding();
+    if (!problem.rescaled) {
+        if (product.choice.skinny)
+            product.multiply_swap_ab();
+        else if (product.choice.fused_dequant)
+            product.multiply_fused_dequant();
         else
             product.multiply_exactly({});
         return out;
     }
     auto prepared_a = given("a", left, codes_a, factor_a, marks_a);
     auto prepared_b = given("b", right, codes_b, factor_b, marks_b);
-    RebaseParams pass;
+    RescaleParams pass;
     if (!prepared_a) {
         prepared_a = Prepared::allocate(left);
-        pass.operands[0] = rebase(left, *prepared_a);
+        pass.operands[0] = rescale(left, *prepared_a);
     }
     if (!prepared_b) {
         prepared_b = Prepared::allocate(right);
-        pass.operands[1] = rebase(right, *prepared_b);
+        pass.operands[1] = rescale(right, *prepared_b);
     }
     run_pass(pass, product.stream);
-    product.multiply_rebased(*prepared_a, *prepared_b);
+    product.multiply_rescaled(*prepared_a, *prepared_b);
     return out;
 }
 

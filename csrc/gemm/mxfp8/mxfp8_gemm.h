@@ -2,14 +2,15 @@
 // passes over operands that come before them. Host C++ only; the ops in mxfp8_gemm.cpp, the
 // kernels in passes_sm90.cuh and the registry in choose.cpp meet here.
 //
-// Hopper's tensor cores have no scales of blocks. Exact: the operands are expanded to bf16, which
-// holds them exactly but for extreme scales, by a pass before the kernels of gemm, or by the kernel
-// that multiplies (fused_dequant/fused_dequant_sm90.cuh). Re-based: a pass
-// multiplies each block's codes by a power of two, so that all of a row are relative to one scale,
-// and those of fp8_gemm multiply; the scales of rows and columns are applied to the sums. Codes
-// that become small lose bits. Where an element would move by more than 2^-9 of the largest
-// magnitude of its block, the pass marks the rows, and a kernel computes the tiles with such rows
-// anew, from operands that are expanded then.
+// Hopper's tensor cores have no block-wise scales. Exact: the operands are dequantized to bf16,
+// which holds them exactly but for extreme scales, by a pass before the kernels of gemm, or by the
+// kernel that multiplies (fused_dequant/fused_dequant_sm90.cuh). Rescaled ("rebased" in the op's
+// arguments): a pass multiplies each block's codes by a power of two, so that all of a row are
+// relative to one scale, and the kernels of fp8_gemm multiply; the scales of rows and columns are
+// applied to the sums. Codes that become small lose bits. Where an element would move by more than
+// 2^-9 of the largest magnitude of its block, the pass puts the rows into a tile mask, and a kernel
+// computes the tiles with such rows anew, from operands that are dequantized then. Native: for
+// skinny m the fp8 tensor cores take the codes as they are.
 #pragma once
 
 #include <algorithm>
@@ -26,133 +27,134 @@
 namespace thunderkittens::mxfp8_gemm {
 
 constexpr int BLOCK = 32;  // elements that share a scale
-// A byte of marks stands for 16 rows, those of one block of the pass: four neighbours and the same
-// at a distance of 32, 64 and 96, whose scales are neighbours in the 128x4 layout. A word stands
-// for 128 rows.
+// A byte of a tile mask stands for 16 rows, those of one block of the pass: four neighbours and the
+// same at a distance of 32, 64 and 96, whose scales are neighbours in the 128x4 layout. A word
+// stands for 128 rows.
 constexpr int ROWS = 16;
-constexpr int MARKS = gemm::MARKED_ROWS / ROWS;  // of a word
+constexpr int MASK_BYTES = gemm::MASK_ROWS / ROWS;  // of a word
 constexpr int THREADS = 256;
-// Exponents of the scales of rows within this range, so that their products with sums stay in the
-// range of fp32; rows beyond it are marked.
+// Exponents of the scales of rows stay within this range, so that their products with sums stay in
+// the range of fp32; rows beyond it are put into the mask.
 constexpr int MAX_EXPONENT = 96;
-// The kernel for few rows, and how much of k it takes at a time.
-constexpr int64_t FEW_ROWS = 64;
-constexpr int FEW_K = 128;
-// The kernel from codes: up to so many rows.
-constexpr int64_t CODES_ROWS = 64;
+// The most rows of the swap-AB kernel that dequantizes, and how much of k it takes at a time.
+constexpr int64_t SKINNY_ROWS = 64;
+constexpr int CHUNK_K = 128;
+// The most rows of the native swap-AB kernel.
+constexpr int64_t NATIVE_ROWS = 64;
 
 struct Problem {
     int64_t m = 0, n = 0, k = 0;
     DType a_dtype = DType::e4m3, b_dtype = DType::e4m3;
     DType out_dtype = DType::bf16;
     bool fused = false;  // with an activation
-    bool rebased = false;
+    bool rescaled = false;
     // TMA can read the operand, and its scales are in the 128x4 layout.
     bool readable_a = true, readable = true;
     bool short_rows = true;  // strides of both operands are numbers of 31 bits
     int64_t groups = 1;
     bool grouped = false;
 
-    bool few() const { return (m <= FEW_ROWS || grouped) && k > 0 && readable; }
-    // Expanded by the kernel that multiplies.
-    bool expandable() const {
-        return !rebased && !fused && !grouped && readable_a && readable && short_rows &&
+    bool skinny() const { return (m <= SKINNY_ROWS || grouped) && k > 0 && readable; }
+    // Whether the kernel that multiplies can dequantize.
+    bool can_fuse_dequant() const {
+        return !rescaled && !fused && !grouped && readable_a && readable && short_rows &&
                std::min(m, n) >= gemm::ITEM_ROWS && k > 0 && k % 16 == 0;
     }
-    // Re-based, where nothing has to be: from the codes as they are.
-    bool direct() const {
-        return rebased && m <= CODES_ROWS && k > 0 && !grouped && readable_a && readable &&
+    // Rescaled, where nothing has to be: the native kernel, from the codes as they are.
+    bool native() const {
+        return rescaled && m <= NATIVE_ROWS && k > 0 && !grouped && readable_a && readable &&
                a_dtype == DType::e4m3 && b_dtype == DType::e4m3;
     }
 };
 
-// The kernel for few rows, see swap_ab/mxfp8_dequant_sm90.cuh.
-struct FewConfig {
-    mixed_gemm::Config tile;
+// The swap-AB kernel that dequantizes in registers, swap_ab/mxfp8_dequant_sm90.cuh.
+struct DequantConfig {
+    nvfp4_gemm::Config tile;
     DType data = DType::e4m3;
 
-    bool operator==(const FewConfig&) const = default;
+    bool operator==(const DequantConfig&) const = default;
 };
-struct FewShape {
+struct DequantShape {
     int tokens, row_groups, k_groups, stages;
 };
-constexpr FewShape FEW_SHAPES[] = {{16, 1, 4, 4}, {32, 1, 4, 3}, {64, 2, 1, 6}};
-constexpr FewConfig make_few(const FewShape& s, DType data) {
+constexpr DequantShape DEQUANT_SHAPES[] = {{16, 1, 4, 4}, {32, 1, 4, 3}, {64, 2, 1, 6}};
+constexpr DequantConfig make_dequant_config(const DequantShape& s, DType data) {
     return {{.tokens = s.tokens,
              .row_groups = s.row_groups,
              .k_groups = s.k_groups,
-             .pieces = s.k_groups * FEW_K / mixed_gemm::PIECE,
+             .pieces = s.k_groups * CHUNK_K / nvfp4_gemm::PIECE,
              .stages = s.stages},
             data};
 }
 // Every such kernel, by number.
-constexpr std::size_t FEW_CONFIGS = 2 * std::size(FEW_SHAPES);
-constexpr FewConfig few_at(std::size_t i) {
-    return make_few(FEW_SHAPES[i / 2], i % 2 == 0 ? DType::e4m3 : DType::e5m2);
+constexpr std::size_t DEQUANT_CONFIGS = 2 * std::size(DEQUANT_SHAPES);
+constexpr DequantConfig dequant_config_at(std::size_t i) {
+    return make_dequant_config(DEQUANT_SHAPES[i / 2], i % 2 == 0 ? DType::e4m3 : DType::e5m2);
 }
 // As instances.txt names it. One that is not compiled is an error of the compiler.
-struct FewName {
+struct DequantName {
     int tokens;
     DType data;
 };
-consteval FewConfig few_config(const FewName& name) {
-    for (const FewShape& shape : FEW_SHAPES) {
-        if (shape.tokens == name.tokens) return make_few(shape, name.data);
+consteval DequantConfig dequant_config_of(const DequantName& name) {
+    for (const DequantShape& shape : DEQUANT_SHAPES) {
+        if (shape.tokens == name.tokens) return make_dequant_config(shape, name.data);
     }
     throw "no such configuration is listed";
 }
 // Rows of a whose sums pass through shared memory at a time: few, which leaves more for the ring.
-constexpr int few_pass(const mixed_gemm::Config&) { return 16; }
+constexpr int dequant_pass(const nvfp4_gemm::Config&) { return 16; }
 // The ring and its scales, the sums as rows of fp32 that are 4 longer than the tile's, semaphores.
-constexpr int few_shared_bytes(const FewConfig& f) {
-    const mixed_gemm::Config& c = f.tile;
-    const int rows = mixed_gemm::block_rows(c);
-    const int chunk = FEW_K * (rows + c.tokens * 2) + 512;
-    const int sums = c.k_groups * ((few_pass(c) * (rows + 4) * 4 + 127) / 128 * 128);
+constexpr int dequant_shared_bytes(const DequantConfig& f) {
+    const nvfp4_gemm::Config& c = f.tile;
+    const int rows = nvfp4_gemm::block_rows(c);
+    const int chunk = CHUNK_K * (rows + c.tokens * 2) + 512;
+    const int sums = c.k_groups * ((dequant_pass(c) * (rows + 4) * 4 + 127) / 128 * 128);
     const int bytes = c.stages * c.k_groups * chunk + sums + (2 * c.stages + 2) * 8;
     return (bytes + 127) / 128 * 128;
 }
-// The kernels for few rows from their codes, for e4m3, see swap_ab/mxfp8_native_sm90.cuh: rows of
-// a, the warpgroups that divide a stage's k, how much that is, and stages.
-struct CodesShape {
+// The native swap-AB kernels, for e4m3, swap_ab/mxfp8_native_sm90.cuh: rows of a, the warpgroups
+// that divide a stage's k, how much that is, and stages.
+struct NativeShape {
     int tokens, k_groups, stage_k, stages;
 
-    bool operator==(const CodesShape&) const = default;
+    bool operator==(const NativeShape&) const = default;
 };
-constexpr CodesShape CODES_SHAPES[] = {{16, 1, 512, 4}, {32, 4, 512, 3}, {64, 2, 512, 3}};
+constexpr NativeShape NATIVE_SHAPES[] = {{16, 1, 512, 4}, {32, 4, 512, 3}, {64, 2, 512, 3}};
 // As instances.txt names it. One that is not compiled is an error of the compiler.
-struct CodesName {
+struct NativeName {
     int tokens;
 };
-consteval CodesShape codes_shape(const CodesName& name) {
-    for (const CodesShape& shape : CODES_SHAPES) {
+consteval NativeShape native_shape(const NativeName& name) {
+    for (const NativeShape& shape : NATIVE_SHAPES) {
         if (shape.tokens == name.tokens) return shape;
     }
     throw "no such shape is listed";
 }
-constexpr int CODES_TILE = 64;  // rows of the weight
+constexpr int NATIVE_TILE = 64;  // rows of the weight
 // Blocks of a cluster that may send a tile's sums to the first one.
-constexpr int codes_senders(const CodesShape& s) { return s.tokens > 32 ? 0 : 7; }
-// Of 32 of k, in a stage, of a warpgroup.
-constexpr int codes_products(const CodesShape& s) { return s.stage_k / BLOCK / s.k_groups; }
-constexpr int codes_factors(const CodesShape& s) { return CODES_TILE + s.tokens + 16; }
-// Where registers are moved between them, all warpgroups are whole.
-constexpr int codes_threads(const CodesShape& s) {
+constexpr int native_senders(const NativeShape& s) { return s.tokens > 32 ? 0 : 7; }
+// Products of 32 of k of a warpgroup in a stage.
+constexpr int native_products(const NativeShape& s) { return s.stage_k / BLOCK / s.k_groups; }
+constexpr int native_factors(const NativeShape& s) { return NATIVE_TILE + s.tokens + 16; }
+// Where registers move between warpgroups, all of these are whole.
+constexpr int native_threads(const NativeShape& s) {
     return s.k_groups * 128 + (s.k_groups > 1 ? 128 : 32);
 }
-constexpr int codes_shared_bytes(const CodesShape& s) {
-    const int rows = CODES_TILE + s.tokens;
-    const int stage = s.stage_k * rows + 2 * (s.stage_k / FEW_K * 512);
-    const int factors = s.k_groups * 2 * codes_products(s) * codes_factors(s) * 4;
-    const int sent = std::max(codes_senders(s) * CODES_TILE * s.tokens * 4, 128);
+constexpr int native_shared_bytes(const NativeShape& s) {
+    const int rows = NATIVE_TILE + s.tokens;
+    const int stage = s.stage_k * rows + 2 * (s.stage_k / CHUNK_K * 512);
+    const int factors = s.k_groups * 2 * native_products(s) * native_factors(s) * 4;
+    const int sent = std::max(native_senders(s) * NATIVE_TILE * s.tokens * 4, 128);
     return (s.stages * stage + factors + sent + (2 * s.stages + 1) * 8 + 127) / 128 * 128;
 }
-// The kernels that multiply: of few rows, of expanded operands, and of re-based ones.
+// The kernels that multiply: `skinny`, swap-AB with dequantization in registers; `native`, swap-AB
+// on the codes; `fused_dequant`; `exact`, on dequantized operands; `product`, on rescaled ones.
 struct Choice {
-    bool rebased = false, few = false, direct = false, expanding = false;
-    FewConfig few_config;
-    CodesShape codes;  // where `direct`
-    mixed_gemm::Schedule few_schedule;
+    bool rescaled = false, skinny = false, native = false, fused_dequant = false;
+    DequantConfig dequant_config;
+    NativeShape native_shape;  // where `native`
+    nvfp4_gemm::Schedule swap_ab_schedule;
     gemm::Choice exact;
     fp8_gemm::Choice product;
 };
@@ -166,8 +168,8 @@ struct PrepareChoice {
     int threads = THREADS;
 };
 
-struct FewParams {
-    const void* a = nullptr;       // bf16 (m, k rounded up to FEW_K), in the order of position_of
+struct DequantParams {
+    const void* a = nullptr;       // bf16 (m, k rounded up to CHUNK_K), in the order of position_of
     const void* weight = nullptr;  // (groups, n, k); strides are multiples of 16
     const void* scales = nullptr;  // in the 128x4 layout
     const float* scale = nullptr;  // (groups,) ones
@@ -178,10 +180,10 @@ struct FewParams {
     int64_t weight_stride = 0, group_stride = 0;
     DType out_dtype = DType::bf16;
     int activation = 0;
-    mixed_gemm::Schedule schedule;
+    nvfp4_gemm::Schedule schedule;
 };
 
-struct CodesParams {
+struct NativeParams {
     const void* a = nullptr;  // (m, k) and (n, k); strides are multiples of 16
     const void* weight = nullptr;
     const void* scales_a = nullptr;  // in the 128x4 layout
@@ -192,11 +194,11 @@ struct CodesParams {
     int64_t a_stride = 0, weight_stride = 0;
     DType out_dtype = DType::bf16;
     int activation = 0;
-    mixed_gemm::Schedule schedule;
+    nvfp4_gemm::Schedule schedule;
 };
 
-// An operand to be re-based. `marks`: a byte per ROWS rows.
-struct Rebase {
+// An operand to be rescaled. `mask`: a byte per ROWS rows.
+struct Rescale {
     block_scaled::Matrix data;
     const void* scale = nullptr;
     bool swizzle = true;
@@ -204,26 +206,26 @@ struct Rebase {
     void* codes = nullptr;  // e4m3 (batch, rows, pitch), zero behind the columns
     int64_t pitch = 0;      // a multiple of 16
     float* factor = nullptr;
-    uint8_t* marks = nullptr;
+    uint8_t* mask = nullptr;
     int blocks = 0;  // of the grid
 };
-// An operand to be expanded to bf16 rows of `pitch` elements, a multiple of 8; for the kernel for
-// few rows of FEW_K, in its order.
-struct Expand {
+// An operand to be dequantized to bf16 rows of `pitch` elements, a multiple of 8; for the swap-AB
+// kernel of CHUNK_K, in its order.
+struct DequantizePass {
     block_scaled::DequantizeParams source;
     bool e5m2 = false;
-    bool for_few = false;
+    bool swap_ab_order = false;
     int64_t pitch = 0;
     int tiles = 0;
 };
 
 // Passes over one operand or two; the second may have no blocks or tiles.
-struct RebaseParams {
-    Rebase operands[2];
+struct RescaleParams {
+    Rescale operands[2];
 };
-struct ExpandParams {
-    Expand operands[2];
-    gemm::Marks marks;  // nothing is done where nothing is marked; none: always
+struct DequantizePassParams {
+    DequantizePass operands[2];
+    gemm::TileMask mask;  // nothing is done where it has no tile; none: always
     int64_t m = 0, n = 0;
     float* ones = nullptr;  // where these are to be written
     int64_t ones_count = 0;
@@ -239,7 +241,7 @@ void visit_fields(Problem& p, Visitor&& visit) {
     visit("b_dtype", p.b_dtype);
     visit("out_dtype", p.out_dtype);
     visit("fused", p.fused);
-    visit("rebased", p.rebased);
+    visit("rescaled", p.rescaled);
     visit("readable_a", p.readable_a);
     visit("readable", p.readable);
     visit("short_rows", p.short_rows);
@@ -254,16 +256,23 @@ void visit_fields(PrepareProblem& p, Visitor&& visit) {
     visit("data_dtype", p.data_dtype);
 }
 template <typename Visitor>
+void visit_fields(NativeShape& s, Visitor&& visit) {
+    visit("tokens", s.tokens);
+    visit("k_groups", s.k_groups);
+    visit("stage_k", s.stage_k);
+    visit("stages", s.stages);
+}
+template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
-    visit("rebased", c.rebased);
-    visit("few", c.few);
-    visit("direct", c.direct);
-    visit("expanding", c.expanding);
-    visit("tokens", c.direct ? c.codes.tokens : c.few_config.tile.tokens);
-    visit("splits", c.few_schedule.splits);
-    visit("few_blocks", c.few_schedule.blocks);
-    visit("block_m", c.rebased ? c.product.config.block_m : c.exact.config.block_m);
-    visit("block_n", c.rebased ? c.product.config.block_n : c.exact.config.block_n);
+    visit("rescaled", c.rescaled);
+    visit("skinny", c.skinny);
+    visit("native", c.native);
+    visit("fused_dequant", c.fused_dequant);
+    visit("tokens", c.native ? c.native_shape.tokens : c.dequant_config.tile.tokens);
+    visit("splits", c.swap_ab_schedule.splits);
+    visit("swap_ab_blocks", c.swap_ab_schedule.blocks);
+    visit("block_m", c.rescaled ? c.product.config.block_m : c.exact.config.block_m);
+    visit("block_n", c.rescaled ? c.product.config.block_n : c.exact.config.block_n);
 }
 template <typename Visitor>
 void visit_fields(PrepareChoice& c, Visitor&& visit) {
@@ -272,11 +281,11 @@ void visit_fields(PrepareChoice& c, Visitor&& visit) {
 }
 
 constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-constexpr int64_t words_of_marks(int64_t rows) {
-    return (rows + gemm::MARKED_ROWS - 1) / gemm::MARKED_ROWS;
+constexpr int64_t mask_words(int64_t rows) {
+    return (rows + gemm::MASK_ROWS - 1) / gemm::MASK_ROWS;
 }
-inline int rebase_blocks(const block_scaled::Matrix& m) {
-    return static_cast<int>(words_of_marks(m.rows) * MARKS * m.batch);
+inline int rescale_blocks(const block_scaled::Matrix& m) {
+    return static_cast<int>(mask_words(m.rows) * MASK_BYTES * m.batch);
 }
 
 // Copies of scales in bulk are of 16 bytes.
@@ -290,16 +299,17 @@ Choice choose(const Problem& problem, const DeviceProperties& device);
 std::string kernel_name(const Choice& choice);
 std::string kernel_name(const PrepareChoice& choice);
 
-template <CodesShape shape>
-void launch_codes(const CodesParams& params, Stream stream);
-template <FewConfig config>
-void launch_few(const FewParams& params, Stream stream);
+template <NativeShape shape>
+void launch_native(const NativeParams& params, Stream stream);
+template <DequantConfig config>
+void launch_dequant(const DequantParams& params, Stream stream);
 // The same for a configuration that is known at run time; false when there is no such kernel.
 template <std::size_t i = 0>
-bool launch_any_few(const FewConfig& config, const FewParams& params, Stream stream) {
-    if constexpr (i < FEW_CONFIGS) {
-        if (!(config == few_at(i))) return launch_any_few<i + 1>(config, params, stream);
-        launch_few<few_at(i)>(params, stream);
+bool launch_any_dequant(const DequantConfig& config, const DequantParams& params, Stream stream) {
+    if constexpr (i < DEQUANT_CONFIGS) {
+        if (!(config == dequant_config_at(i)))
+            return launch_any_dequant<i + 1>(config, params, stream);
+        launch_dequant<dequant_config_at(i)>(params, stream);
         return true;
     } else {
         return false;
@@ -307,30 +317,30 @@ bool launch_any_few(const FewConfig& config, const FewParams& params, Stream str
 }
 
 template <std::size_t i = 0>
-bool launch_any_codes(const CodesShape& shape, const CodesParams& params, Stream stream) {
-    if constexpr (i < std::size(CODES_SHAPES)) {
-        if (!(shape == CODES_SHAPES[i])) return launch_any_codes<i + 1>(shape, params, stream);
-        launch_codes<CODES_SHAPES[i]>(params, stream);
+bool launch_any_native(const NativeShape& shape, const NativeParams& params, Stream stream) {
+    if constexpr (i < std::size(NATIVE_SHAPES)) {
+        if (!(shape == NATIVE_SHAPES[i])) return launch_any_native<i + 1>(shape, params, stream);
+        launch_native<NATIVE_SHAPES[i]>(params, stream);
         return true;
     } else {
         return false;
     }
 }
 
-inline bool launch_any_expanding(const gemm::Config& config,
-                                 const gemm::ExpandingParams<gemm::Mxfp8Sources>& params,
-                                 Stream stream) {
-    constexpr gemm::Config wide = gemm::expanding_config(DType::bf16);
-    constexpr gemm::Config narrow = gemm::narrow_expanding_config(DType::bf16);
-    if (config == wide) gemm::launch_expanding<wide>(params, stream);
-    if (config == narrow) gemm::launch_expanding<narrow>(params, stream);
+inline bool launch_any_fused_dequant(const gemm::Config& config,
+                                     const gemm::FusedDequantParams<gemm::Mxfp8Sources>& params,
+                                     Stream stream) {
+    constexpr gemm::Config wide = gemm::fused_dequant_config(DType::bf16);
+    constexpr gemm::Config narrow = gemm::narrow_fused_dequant_config(DType::bf16);
+    if (config == wide) gemm::launch_fused_dequant<wide>(params, stream);
+    if (config == narrow) gemm::launch_fused_dequant<narrow>(params, stream);
     return config == wide || config == narrow;
 }
 
-// Blocks of the pass that expands: where it may have nothing to do, as many as are there at a time.
-inline int expand_blocks(const ExpandParams& p, const DeviceProperties& device) {
+// Blocks of the dequantizing pass: where it may have nothing to do, as many as are there at a time.
+inline int dequantize_blocks(const DequantizePassParams& p, const DeviceProperties& device) {
     const int tiles = p.operands[0].tiles + p.operands[1].tiles;
-    return p.marks.rows == nullptr ? tiles : std::min(tiles, 3 * std::max(1, device.sm_count));
+    return p.mask.rows == nullptr ? tiles : std::min(tiles, 3 * std::max(1, device.sm_count));
 }
 
 // Run a pass on the stream; templates, so that they are instantiated in one place.

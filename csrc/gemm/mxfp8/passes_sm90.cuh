@@ -1,7 +1,7 @@
-// Passes over MXFP8 operands before a product, on Hopper: to bf16 (`expand`), and to e4m3 codes
-// with one scale per row (`rebase`). One launch serves both operands of a product.
+// Passes over MXFP8 operands before a product, on Hopper: to bf16 (dequantize), and to e4m3 codes
+// with one scale per row (rescale). One launch serves both operands of a product.
 //
-// Re-basing: a warp has two rows. It finds the largest scale of each, then multiplies the codes of
+// Rescaling: a warp has two rows. It finds the largest scale of each, then multiplies the codes of
 // each block by 2^(byte - largest), in fp16, which is exact where it matters, and rounds them to
 // e4m3. Lanes have 16 neighbours each, two of them a block.
 #pragma once
@@ -31,7 +31,7 @@ struct Words {
 struct Base {
     uint32_t byte;
     float factor;
-    bool marked;  // beyond MAX_EXPONENT
+    bool masked;  // beyond MAX_EXPONENT
 };
 
 // The scales of one row.
@@ -91,10 +91,10 @@ __device__ __forceinline__ bool reaches(uint32_t codes, uint32_t magnitude) {
     return (((codes & MAGNITUDES) + (0x80 - magnitude) * 0x01010101u) & TOPS) != 0;
 }
 
-// Codes of half a block, relative to a row's base, and whether the block is to be marked. Called by
-// whole warps.
+// Rescales half a block to a row's base; returns whether the block is to be put into the mask.
+// Called by whole warps.
 template <int DATA>
-__device__ __forceinline__ bool rebase_codes(Words& codes, uint32_t byte, const Base& base) {
+__device__ __forceinline__ bool rescale_codes(Words& codes, uint32_t byte, const Base& base) {
     using F = Fp8<DATA>;
     const int shift = static_cast<int>(base.byte) - static_cast<int>(byte);
     const auto factor = bit_cast<__half2>(halves(shift + (F::E4M3 ? 0 : E5M2_SHIFT)));
@@ -121,13 +121,13 @@ __device__ __forceinline__ bool rebase_codes(Words& codes, uint32_t byte, const 
     uint32_t bits = (some ? 1u : 0u) | (large ? 2u : 0u) | (beyond ? 4u : 0u);
     bits |= arch::shuffle_xor(bits, 1);
     const bool moves = !F::E4M3 || shift > 0;
-    return (bits & 4) != 0 || ((bits & 1) != 0 && (base.marked || (moves && (bits & 2) == 0)));
+    return (bits & 4) != 0 || ((bits & 1) != 0 && (base.masked || (moves && (bits & 2) == 0)));
 }
 
-// Two rows of a warp; whether they are to be marked.
+// Rescales two rows of a warp; returns whether they are to be put into the mask.
 template <int DATA>
-__device__ __forceinline__ bool rebase_rows(const Rebase& o, int64_t batch, int64_t group,
-                                            int first) {
+__device__ __forceinline__ bool rescale_rows(const Rescale& o, int64_t batch, int64_t group,
+                                             int first) {
     const Matrix& m = o.data;
     const int64_t blocks = (m.columns + BLOCK - 1) / BLOCK, atoms = (blocks + 3) / 4;
     const uint8_t* data[WARP_ROWS];
@@ -158,7 +158,7 @@ __device__ __forceinline__ bool rebase_rows(const Rebase& o, int64_t batch, int6
     }
     const bool aligned =
         (reinterpret_cast<uintptr_t>(m.data) | m.batch_stride | m.row_stride) % LANE_CODES == 0;
-    bool marked = false;
+    bool masked = false;
     for (int64_t begin = 0; begin < o.pitch; begin += STEPS * 32 * LANE_CODES) {
         Words codes[STEPS][WARP_ROWS];
         uint32_t byte[STEPS][WARP_ROWS];
@@ -179,7 +179,7 @@ __device__ __forceinline__ bool rebase_rows(const Rebase& o, int64_t batch, int6
             const int64_t column = begin + (step * 32 + kittens::laneid()) * LANE_CODES;
 #pragma unroll
             for (int i = 0; i < WARP_ROWS; ++i) {
-                marked |= rebase_codes<DATA>(codes[step][i], byte[step][i], base[i]);
+                masked |= rescale_codes<DATA>(codes[step][i], byte[step][i], base[i]);
                 if (there[i] && column < o.pitch) {
                     arch::store_global(reinterpret_cast<uint4*>(to[i] + column),
                                        bit_cast<uint4>(codes[step][i]));
@@ -187,48 +187,48 @@ __device__ __forceinline__ bool rebase_rows(const Rebase& o, int64_t batch, int6
             }
         }
     }
-    return marked;
+    return masked;
 }
 
-struct MarkedWarps {
-    uint32_t marked[THREADS / 32];
+struct MaskedWarps {
+    uint32_t masked[THREADS / 32];
 };
 
 // A template, so that the kernel is where it is instantiated.
 template <class Params>
-__global__ void __launch_bounds__(mxfp8_gemm::THREADS, 2) mxfp8_rebase_kernel(Params p) {
+__global__ void __launch_bounds__(mxfp8_gemm::THREADS, 2) mxfp8_rescale_pass_kernel(Params p) {
     const bool second = static_cast<int>(blockIdx.x) >= p.operands[0].blocks;
-    const Rebase& o = p.operands[second ? 1 : 0];
+    const Rescale& o = p.operands[second ? 1 : 0];
     const int index = static_cast<int>(blockIdx.x) - (second ? p.operands[0].blocks : 0);
     const int groups = static_cast<int>((o.data.rows + TILE - 1) / TILE);
-    const int64_t batch = index / MARKS / groups, group = index / MARKS % groups;
-    const int first = index % MARKS * 4;
-    const bool marked = o.e5m2 ? rebase_rows<int(DType::e5m2)>(o, batch, group, first)
-                               : rebase_rows<int(DType::e4m3)>(o, batch, group, first);
-    const bool any = arch::any_lane(marked);
-    const uint32_t shared = arch::shared_address(&arch::static_shared<MarkedWarps>());
+    const int64_t batch = index / MASK_BYTES / groups, group = index / MASK_BYTES % groups;
+    const int first = index % MASK_BYTES * 4;
+    const bool masked = o.e5m2 ? rescale_rows<int(DType::e5m2)>(o, batch, group, first)
+                               : rescale_rows<int(DType::e4m3)>(o, batch, group, first);
+    const bool any = arch::any_lane(masked);
+    const uint32_t shared = arch::shared_address(&arch::static_shared<MaskedWarps>());
     if (kittens::laneid() == 0) {
         arch::store_shared(shared + kittens::warpid() * 4, any ? 1u : 0u);
     }
     arch::sync_block();
     if (threadIdx.x == 0) {
-        uint32_t marks = 0;
+        uint32_t mask = 0;
         for (int i = 0; i < THREADS / 32; ++i) {
-            marks |= arch::load_shared<uint32_t>(shared + i * 4);
+            mask |= arch::load_shared<uint32_t>(shared + i * 4);
         }
-        arch::store_global(o.marks + index, static_cast<uint8_t>(marks));
+        arch::store_global(o.mask + index, static_cast<uint8_t>(mask));
     }
 }
 
-// Where an element of FEW_K of k lies in the order that the kernel for few rows takes.
+// Where an element of CHUNK_K of k lies in the order that the swap-AB kernel takes.
 __device__ __forceinline__ constexpr int position_of(int k) {
     return k % 32 / 4 * 16 + k % 4 / 2 * 8 + k / 32 * 2 + k % 2;
 }
 
 // The values of row i of a thread's codes.
 template <int DATA>
-__device__ __forceinline__ void expand_row(const Codes<uint2>& codes, int i,
-                                           float (&values)[CHUNK]) {
+__device__ __forceinline__ void dequantize_row(const Codes<uint2>& codes, int i,
+                                               float (&values)[CHUNK]) {
     const float scale = scale_of_byte(codes.scale[i]);
 #pragma unroll
     for (int j = 0; j < CHUNK; j += 2) {
@@ -239,21 +239,21 @@ __device__ __forceinline__ void expand_row(const Codes<uint2>& codes, int i,
     }
 }
 template <int DATA>
-__device__ __forceinline__ void expand_tile(const Expand& o, int index) {
+__device__ __forceinline__ void dequantize_tile(const DequantizePass& o, int index) {
     const Matrix& m = o.source.data;
     const Tile tile = tile_at(index, m.rows, m.columns);
     const Place<16> place;
     const int64_t row = tile.row + place.row, column = tile.column + place.column;
     const auto codes = load_codes<uint2, MX_BLOCK>(o.source, tile, row, column);
     auto* out = static_cast<kittens::bf16*>(o.source.out) + (tile.batch * m.rows + row) * o.pitch;
-    if (o.for_few) {
+    if (o.swap_ab_order) {
         // Pairs of neighbours stay together.
         out += tile.column + position_of(place.column);
 #pragma unroll
         for (int i = 0; i < CHUNK_ROWS; ++i) {
             if (row + i >= m.rows) break;
             float values[CHUNK];
-            expand_row<DATA>(codes, i, values);
+            dequantize_row<DATA>(codes, i, values);
 #pragma unroll
             for (int j = 0; j < CHUNK; j += 2) {
                 const auto pair = kittens::pack_pair<kittens::bf16>(values[j], values[j + 1]);
@@ -266,15 +266,15 @@ __device__ __forceinline__ void expand_tile(const Expand& o, int index) {
     Matrix to = m;
     to.columns = o.pitch;
     store_rows(out + column, to, tile, row, column,
-               [&](int i, float(&values)[CHUNK]) { expand_row<DATA>(codes, i, values); });
+               [&](int i, float(&values)[CHUNK]) { dequantize_row<DATA>(codes, i, values); });
 }
 
 template <class Params>
-__global__ void __launch_bounds__(mxfp8_gemm::THREADS, 3) mxfp8_expand_kernel(Params p) {
-    // The kernel for few rows may begin; that of many would only be in the way.
+__global__ void __launch_bounds__(mxfp8_gemm::THREADS, 3) mxfp8_dequantize_pass_kernel(Params p) {
+    // The swap-AB kernel may begin early; the kernel for many rows would only be in the way.
     if (p.ones != nullptr) arch::launch_dependents();
-    if (p.marks.rows != nullptr &&
-        !gemm::sm90::any_mark(p.marks, static_cast<uint32_t>(p.m), static_cast<uint32_t>(p.n))) {
+    if (p.mask.rows != nullptr &&
+        !gemm::sm90::any_in_mask(p.mask, static_cast<uint32_t>(p.m), static_cast<uint32_t>(p.n))) {
         return;
     }
     for (int64_t i = int64_t{blockIdx.x} * THREADS + threadIdx.x; i < p.ones_count;
@@ -284,12 +284,12 @@ __global__ void __launch_bounds__(mxfp8_gemm::THREADS, 3) mxfp8_expand_kernel(Pa
     const int tiles = p.operands[0].tiles + p.operands[1].tiles;
     for (int i = static_cast<int>(blockIdx.x); i < tiles; i += static_cast<int>(gridDim.x)) {
         const bool second = i >= p.operands[0].tiles;
-        const Expand& o = p.operands[second ? 1 : 0];
+        const DequantizePass& o = p.operands[second ? 1 : 0];
         const int index = i - (second ? p.operands[0].tiles : 0);
         if (o.e5m2)
-            expand_tile<int(DType::e5m2)>(o, index);
+            dequantize_tile<int(DType::e5m2)>(o, index);
         else
-            expand_tile<int(DType::e4m3)>(o, index);
+            dequantize_tile<int(DType::e4m3)>(o, index);
     }
 }
 
@@ -297,14 +297,14 @@ __global__ void __launch_bounds__(mxfp8_gemm::THREADS, 3) mxfp8_expand_kernel(Pa
 
 template <class Params>
 void run_pass(const Params& params, Stream stream) {
-    if constexpr (std::is_same_v<Params, RebaseParams>) {
+    if constexpr (std::is_same_v<Params, RescaleParams>) {
         const int blocks = params.operands[0].blocks + params.operands[1].blocks;
         if (blocks == 0) return;
-        kittens::launch(sm90::mxfp8_rebase_kernel<Params>, dim3(blocks), dim3(THREADS), dim3(1), 0,
-                        stream, params);
-    } else {
-        kittens::launch(sm90::mxfp8_expand_kernel<Params>, dim3(params.blocks), dim3(THREADS),
+        kittens::launch(sm90::mxfp8_rescale_pass_kernel<Params>, dim3(blocks), dim3(THREADS),
                         dim3(1), 0, stream, params);
+    } else {
+        kittens::launch(sm90::mxfp8_dequantize_pass_kernel<Params>, dim3(params.blocks),
+                        dim3(THREADS), dim3(1), 0, stream, params);
     }
 }
 

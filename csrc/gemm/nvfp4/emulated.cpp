@@ -6,13 +6,13 @@
 #include "csrc/gemm/nvfp4/nvfp4_gemm.h"
 #include "csrc/gemm/quantize/block_scaled.h"
 
-namespace thunderkittens::mixed_gemm {
+namespace thunderkittens::nvfp4_gemm {
 namespace {
 
 using emulated::Array;
 
 constexpr DType BYTE = DType::e4m3;
-constexpr int BYTES = piece_bytes(Format::nvfp4);
+constexpr int BYTES = PIECE_BYTES;
 
 Array packed(const Array& array) {
     int64_t pitch = 1;
@@ -100,18 +100,18 @@ emulated::Result nvfp4_restore(const emulated::Call& call) {
 }
 
 template <DType dtype>
-void multiply_expanding(const Params& params, const Choice& choice, emulated::Launch& scope) {
-    constexpr gemm::Config config = gemm::expanding_config(dtype);
-    const Array scratch =
+void multiply_fused_dequant(const Params& params, const Choice& choice, emulated::Launch& scope) {
+    constexpr gemm::Config config = gemm::fused_dequant_config(dtype);
+    const Array workspace =
         emulated::allocate({pieces(params.n) * PIECE, pieces(params.k) * PIECE}, dtype);
-    auto expanding = gemm::expanding_params(params, choice.band, scratch.data);
+    auto fused_dequant = gemm::fused_dequant_params(params, choice.raster_group, workspace.data);
     const Array counters =
-        emulated::allocate({gemm::expand_order(config, expanding).counters()}, DType::int32);
+        emulated::allocate({gemm::dequant_order(config, fused_dequant).counters()}, DType::int32);
     std::memset(counters.data, 0, static_cast<std::size_t>(counters.extent()));
-    expanding.counters = reinterpret_cast<int*>(counters.data);
-    scope.may_write("expanded", scratch);
+    fused_dequant.counters = reinterpret_cast<int*>(counters.data);
+    scope.may_write("dequantized", workspace);
     scope.may_write("counters", counters);
-    gemm::launch_expanding<config>(expanding, nullptr);
+    gemm::launch_fused_dequant<config>(fused_dequant, nullptr);
 }
 
 emulated::Result nvfp4_gemm(const emulated::Call& call) {
@@ -155,9 +155,9 @@ emulated::Result nvfp4_gemm(const emulated::Call& call) {
     check_supported(OP, problem, call.device);
     Choice choice = choose(problem, call.device);
     emulated::force(choice, call);
-    const int in_cluster = choice.schedule.splits * choice.schedule.sharers;
+    const int in_cluster = choice.schedule.splits * choice.schedule.multicast;
     choice.schedule.blocks = (choice.schedule.blocks + in_cluster - 1) / in_cluster * in_cluster;
-    Array scratch = emulated::allocate({scratch_of(choice.config, choice.schedule)}, BYTE);
+    Array workspace = emulated::allocate({workspace_bytes(choice.config, choice.schedule)}, BYTE);
     emulated::Launch scope("nvfp4_gemm " + kernel_name(choice));
     scope.may_read("a", rows);
     scope.may_read("b", weight);
@@ -165,7 +165,7 @@ emulated::Result nvfp4_gemm(const emulated::Call& call) {
     if (row) scope.may_read("bias", *row);
     if (ends) scope.may_read("offs", *ends);
     scope.may_write("out", out);
-    scope.may_write("scratch", scratch);
+    scope.may_write("workspace", workspace);
     const Params params{.a = rows.data,
                         .weight = weight.data,
                         .scale = reinterpret_cast<const float*>(scale.data),
@@ -179,16 +179,16 @@ emulated::Result nvfp4_gemm(const emulated::Call& call) {
                         .a_stride = rows.stride[0],
                         .out_dtype = out_dtype,
                         .activation = static_cast<int>(call.scalar("activation", int64_t{0})),
-                        .scratch = scratch.data,
-                         .mark = emulated::recorded(gemm::new_mark()),
+                        .workspace = workspace.data,
+                        .epoch = emulated::recorded(gemm::new_epoch()),
                         .schedule = choice.schedule};
-    if (choice.expanding) {
+    if (choice.fused_dequant) {
         if (a.dtype == DType::bf16)
-            multiply_expanding<DType::bf16>(params, choice, scope);
+            multiply_fused_dequant<DType::bf16>(params, choice, scope);
         else
-            multiply_expanding<DType::fp16>(params, choice, scope);
+            multiply_fused_dequant<DType::fp16>(params, choice, scope);
     } else {
-        TK_CHECK(launch_any<Format::nvfp4>(choice.config, params, nullptr), OP, ": no kernel ",
+        TK_CHECK(launch_any(choice.config, params, nullptr), OP, ": no kernel ",
                  kernel_name(choice));
     }
     result.choice = detail::fields_of(choice);
@@ -201,4 +201,4 @@ const bool registered = emulated::register_run("nvfp4_prepare", &nvfp4_prepare) 
                         emulated::register_run("nvfp4_gemm", &nvfp4_gemm);
 
 }  // namespace
-}  // namespace thunderkittens::mixed_gemm
+}  // namespace thunderkittens::nvfp4_gemm

@@ -4,7 +4,7 @@
 #include "csrc/gemm/common/workspace.h"
 #include "csrc/gemm/nvfp4/dequant_params.h"
 
-namespace thunderkittens::mixed_gemm {
+namespace thunderkittens::nvfp4_gemm {
 namespace {
 
 constexpr const char* OP = "thunderkittens::nvfp4_gemm";
@@ -15,17 +15,18 @@ Tensor zeros(std::initializer_list<int64_t> sizes, ScalarType type, const Tensor
     return result;
 }
 
-// Expands the weight into scratch memory under the product.
+// Dequantizes the weight into a workspace under the product.
 template <DType dtype>
-void multiply_expanding(const Params& params, const Choice& choice, const Tensor& like) {
-    constexpr gemm::Config config = gemm::expanding_config(dtype);
-    const Tensor scratch =
+void multiply_fused_dequant(const Params& params, const Choice& choice, const Tensor& like) {
+    constexpr gemm::Config config = gemm::fused_dequant_config(dtype);
+    const Tensor workspace =
         empty({pieces(params.n) * PIECE, pieces(params.k) * PIECE}, like.scalar_type(), like);
-    auto expanding = gemm::expanding_params(params, choice.band, scratch.data_ptr());
+    auto fused_dequant =
+        gemm::fused_dequant_params(params, choice.raster_group, workspace.data_ptr());
     const Tensor counters =
-        zeros({gemm::expand_order(config, expanding).counters()}, ScalarType::Int, like);
-    expanding.counters = static_cast<int*>(counters.data_ptr());
-    gemm::launch_expanding<config>(expanding, current_stream(like));
+        zeros({gemm::dequant_order(config, fused_dequant).counters()}, ScalarType::Int, like);
+    fused_dequant.counters = static_cast<int*>(counters.data_ptr());
+    gemm::launch_fused_dequant<config>(fused_dequant, current_stream(like));
 }
 
 Tensor nvfp4_gemm(const Tensor& a, const Tensor& b, const Tensor& global_scale, int64_t n,
@@ -39,9 +40,9 @@ Tensor nvfp4_gemm(const Tensor& a, const Tensor& b, const Tensor& global_scale, 
              dtype_text(b.scalar_type()));
     check_dims(OP, "b", b, {offs ? 4 : 3});
     const int64_t m = a.size(0), k = a.size(1), groups = offs ? b.size(0) : 1;
-    TK_CHECK(n >= 0 && b.size(-3) == pieces(n) && b.size(-2) == pieces(k) &&
-                 b.size(-1) == piece_bytes(Format::nvfp4),
-             OP, ": b has shape ", shape_text(b), "; it is no prepared weight of ", n, " x ", k);
+    TK_CHECK(
+        n >= 0 && b.size(-3) == pieces(n) && b.size(-2) == pieces(k) && b.size(-1) == PIECE_BYTES,
+        OP, ": b has shape ", shape_text(b), "; it is no prepared weight of ", n, " x ", k);
     check_same_device(OP, "global_scale", global_scale, "a", a);
     check_dtype(OP, "global_scale", global_scale, {DType::fp32});
     TK_CHECK(global_scale.dim() == (offs ? 1 : 0) && global_scale.numel() == groups, OP,
@@ -77,9 +78,8 @@ Tensor nvfp4_gemm(const Tensor& a, const Tensor& b, const Tensor& global_scale, 
     // k = 0 is a product of zeros.
     const bool nothing = k == 0;
     const Tensor rows = nothing ? zeros({m, 16}, a.scalar_type(), a) : for_tensor_map(a);
-    const Tensor weight =
-        nothing ? zeros({groups, pieces(n), 1, piece_bytes(Format::nvfp4)}, ScalarType::Byte, a)
-                : aligned_and_contiguous(b);
+    const Tensor weight = nothing ? zeros({groups, pieces(n), 1, PIECE_BYTES}, ScalarType::Byte, a)
+                                  : aligned_and_contiguous(b);
     const Tensor scale = packed(global_scale);
     std::optional<Tensor> row, ends;
     if (bias) row = packed(*bias);
@@ -96,9 +96,9 @@ Tensor nvfp4_gemm(const Tensor& a, const Tensor& b, const Tensor& global_scale, 
         throw std::runtime_error(concat(OP, ": ", reason));
     }
     const Choice choice = choose(problem, device);
-    std::optional<Tensor> scratch;
-    if (const int64_t bytes = scratch_of(choice.config, choice.schedule); bytes > 0) {
-        scratch = empty({bytes}, ScalarType::Byte, a);
+    std::optional<Tensor> workspace;
+    if (const int64_t bytes = workspace_bytes(choice.config, choice.schedule); bytes > 0) {
+        workspace = empty({bytes}, ScalarType::Byte, a);
     }
     const Params params{.a = rows.data_ptr(),
                         .weight = weight.data_ptr(),
@@ -113,24 +113,24 @@ Tensor nvfp4_gemm(const Tensor& a, const Tensor& b, const Tensor& global_scale, 
                         .a_stride = rows.stride(0),
                         .out_dtype = *out_dtype,
                         .activation = static_cast<int>(activation),
-                        .scratch = scratch ? scratch->data_ptr() : nullptr,
-                        .mark = scratch ? gemm::new_mark() : 0,
+                        .workspace = workspace ? workspace->data_ptr() : nullptr,
+                        .epoch = workspace ? gemm::new_epoch() : 0,
                         .schedule = choice.schedule};
-    if (choice.expanding) {
+    if (choice.fused_dequant) {
         if (dtype == DType::bf16)
-            multiply_expanding<DType::bf16>(params, choice, a);
+            multiply_fused_dequant<DType::bf16>(params, choice, a);
         else
-            multiply_expanding<DType::fp16>(params, choice, a);
+            multiply_fused_dequant<DType::fp16>(params, choice, a);
         return out;
     }
-    TK_CHECK(launch_any<Format::nvfp4>(choice.config, params, current_stream(a)), OP,
-             ": no kernel ", kernel_name(choice));
+    TK_CHECK(launch_any(choice.config, params, current_stream(a)), OP, ": no kernel ",
+             kernel_name(choice));
     return out;
 }
 
 }  // namespace
-}  // namespace thunderkittens::mixed_gemm
+}  // namespace thunderkittens::nvfp4_gemm
 
 STABLE_TORCH_LIBRARY_IMPL(thunderkittens, CUDA, m) {
-    m.impl("nvfp4_gemm", TORCH_BOX(&thunderkittens::mixed_gemm::nvfp4_gemm));
+    m.impl("nvfp4_gemm", TORCH_BOX(&thunderkittens::nvfp4_gemm::nvfp4_gemm));
 }

@@ -1,6 +1,6 @@
-// Products of 16-bit activations and weights of fewer bits, which are prepared once for the kernel:
-// what a call is (Problem), what is compiled (Config), how it is scheduled (Schedule), and the
-// functions that choose. Host C++ only.
+// Products of 16-bit activations and NVFP4 weights (mixed input), which are prepared once for the
+// kernels: what a call is (Problem), what is compiled (Config), how it is scheduled (Schedule), and
+// the functions that choose. Host C++ only.
 //
 // out = activation(scale * (a @ w^T) + bias) with a (m, k), w (n, k) and out (m, n). Grouped, w is
 // (groups, n, k) and the rows of a belong to the groups one after the other.
@@ -21,18 +21,13 @@ namespace thunderkittens {
 struct KernelInfo;  // registry.h
 }
 
-namespace thunderkittens::mixed_gemm {
-
-// The formats of weights. A kernel knows one by a trait, see weights_sm90.cuh.
-enum class Format : int { nvfp4 };
-
-constexpr const char* name_of(Format) { return "nvfp4"; }
+namespace thunderkittens::nvfp4_gemm {
 
 constexpr int PIECE = 64;  // rows and columns
 constexpr int STRIP_ROWS = 16;
-constexpr int STRIPS = PIECE / STRIP_ROWS;  // of a piece
-constexpr int piece_bytes(Format) { return PIECE * PIECE / 2 + PIECE * PIECE / 16; }
-constexpr int strip_bytes(Format format) { return piece_bytes(format) / STRIPS; }
+constexpr int STRIPS = PIECE / STRIP_ROWS;                           // of a piece
+constexpr int PIECE_BYTES = PIECE * PIECE / 2 + PIECE * PIECE / 16;  // codes and scales
+constexpr int STRIP_BYTES = PIECE_BYTES / STRIPS;
 
 struct Problem {
     int64_t m = 0, n = 0, k = 0, groups = 1;
@@ -43,17 +38,16 @@ struct Problem {
 
 // A block computes `row_groups` * 64 rows of w times `tokens` rows of a. It takes k in stages of
 // `pieces` * 64. One warp loads; row_groups * k_groups warpgroups multiply: those of a row group
-// take turns at the pieces of a stage, and their sums are added at the end. Of few rows of a (see
-// few()) warps work on their own, and how they share the work is known at run time.
+// alternate at the pieces of a stage, and their sums are added at the end. In the GEMV kernel
+// (is_gemv()) single warps multiply, and how they share the work is known at run time.
 struct Config {
-    Format format = Format::nvfp4;
     int tokens = 16;
     int row_groups = 2;
     int k_groups = 2;
     int pieces = 4;
     int stages = 6;
-    // So many blocks divide the k of the only tile that they have and exchange sums through memory.
-    int exchange = 1;
+    // Split-K through the workspace: so many blocks share the k of the only tile that they have.
+    int split_k = 1;
     DType dtype = DType::bf16;
 
     bool operator==(const Config&) const = default;
@@ -61,28 +55,30 @@ struct Config {
 
 struct Schedule {
     int blocks = 0;  // of the grid, a multiple of `splits`
-    int splits = 1;  // blocks of a cluster that divide k between them
-    // Or blocks of a cluster with the same rows of a, of which each loads a part for all.
-    int sharers = 1;
-    // Of few rows of a: the strips of the weight that are a tile.
+    int splits = 1;  // split-K over a cluster: the blocks that divide k
+    // Multicast cluster: blocks with the same rows of a, of which each loads a slice for all.
+    int multicast = 1;
+    // The GEMV kernel: the strips of the weight that are a tile.
     int strips = 0;
-    // Blocks (or clusters of `sharers`) take equal ranges of all tiles' steps of k: tiles that fall
-    // to several are summed through memory, see swap_ab/epilogue_sm90.cuh. Not of groups.
-    bool ranges = false;
+    // Stream-K: blocks (or multicast clusters) take ranges of the same size of all tiles' steps of
+    // k; partial sums of tiles that fall to several go through the workspace, see
+    // swap_ab/epilogue_sm90.cuh. Not with groups.
+    bool stream_k = false;
 };
 
 struct Choice {
     Config config;
     Schedule schedule;
-    // Many rows: the kernel of fused_dequant/fused_dequant.h instead, in bands of so many tiles.
-    bool expanding = false;
-    int band = 1;
+    // Many rows: the kernel of fused_dequant/fused_dequant.h instead, in raster groups of so many
+    // tiles.
+    bool fused_dequant = false;
+    int raster_group = 1;
 };
 
 // One call. a: base and stride, in elements, satisfy TMA. Rows of out are contiguous.
 struct Params {
     const void* a = nullptr;
-    const void* weight = nullptr;   // (groups, row pieces, column pieces, piece_bytes)
+    const void* weight = nullptr;   // (groups, row pieces, column pieces, PIECE_BYTES)
     const float* scale = nullptr;   // (groups,) on the device
     const void* bias = nullptr;     // (n,) of the activations' dtype
     const int32_t* offs = nullptr;  // (groups,) ends of the groups' rows
@@ -91,9 +87,10 @@ struct Params {
     int64_t a_stride = 0;
     DType out_dtype = DType::bf16;
     int activation = 0;  // common/epilogue.h
-    // Of equal ranges: scratch_of() bytes, 16-byte aligned, with any contents; gemm::new_mark().
-    void* scratch = nullptr;
-    uint64_t mark = 0;
+    // For split-K and stream-K: workspace_bytes() bytes, 16-byte aligned, with any contents;
+    // gemm::new_epoch().
+    void* workspace = nullptr;
+    uint64_t epoch = 0;
     Schedule schedule;
 };
 
@@ -109,60 +106,61 @@ void visit_fields(Problem& p, Visitor&& visit) {
 }
 template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
-    visit("expanding", c.expanding);
-    visit("band", c.band);
+    visit("fused_dequant", c.fused_dequant);
+    visit("raster_group", c.raster_group);
     visit("tokens", c.config.tokens);
     visit("row_groups", c.config.row_groups);
     visit("k_groups", c.config.k_groups);
     visit("pieces", c.config.pieces);
     visit("stages", c.config.stages);
-    visit("exchange", c.config.exchange);
+    visit("split_k", c.config.split_k);
     visit("dtype", c.config.dtype);
     visit("blocks", c.schedule.blocks);
     visit("splits", c.schedule.splits);
-    visit("sharers", c.schedule.sharers);
+    visit("multicast", c.schedule.multicast);
     visit("strips", c.schedule.strips);
-    visit("ranges", c.schedule.ranges);
+    visit("stream_k", c.schedule.stream_k);
 }
 
 // The kernel of swap_ab/nvfp4_gemv_sm90.cuh: 16 warps multiply, one loads.
-constexpr bool few(const Config& c) { return c.row_groups == 0; }
-constexpr int FEW_WARPS = 16;
-constexpr int FEW_STRIPS = 16;  // of a tile at most, four per warp
-constexpr int FEW_STAGES = 16;  // at most
-constexpr int FEW_SHARED_BYTES = 232448;
+constexpr bool is_gemv(const Config& c) { return c.row_groups == 0; }
+constexpr int GEMV_WARPS = 16;
+constexpr int GEMV_STRIPS = 16;  // of a tile at most, four per warp
+constexpr int GEMV_STAGES = 16;  // at most
+constexpr int GEMV_SHARED_BYTES = 232448;
 
-// How a tile of so many strips is shared: `row_groups` of warps divide the strips (where half of
-// them would have one more, two take turns at it), those of a row group the pieces of k, of which a
-// stage has `pieces`. All are powers of two; the device divides by some of them, and by columns of
-// the sums, as shifts.
-struct FewPlan {
+// How the warps of the GEMV kernel share a tile of so many strips: `row_groups` of warps divide the
+// strips (where half of them would have one more, two alternate at it), those of a row group the
+// pieces of k, of which a stage has `pieces`. All are powers of two; the device divides by some of
+// them, and by columns of the sums, as shifts.
+struct GemvPlan {
     int row_groups, k_groups, pieces;
     int row_groups_bits, k_groups_bits, pieces_bits, fours_bits;
     int stage_bytes, pitch, sums_bytes, stages;
 };
-constexpr int few_bits(int least) {
+constexpr int log2_ceil(int least) {
     int bits = 0;
     while (1 << bits < least) ++bits;
     return bits;
 }
-constexpr FewPlan few_plan(const Config& c, int strips) {
-    FewPlan plan{};
+constexpr GemvPlan gemv_plan(const Config& c, int strips) {
+    GemvPlan plan{};
     plan.row_groups = strips <= 4 ? 1 : strips <= 8 ? 2 : 4;
-    plan.k_groups = FEW_WARPS / plan.row_groups;
+    plan.k_groups = GEMV_WARPS / plan.row_groups;
     plan.pieces = strips <= 2 ? 8 : strips > 8 && c.tokens == 8 ? 2 : 4;
-    plan.row_groups_bits = few_bits(plan.row_groups);
-    plan.k_groups_bits = few_bits(plan.k_groups);
-    plan.pieces_bits = few_bits(plan.pieces);
-    plan.fours_bits = few_bits(strips * STRIP_ROWS / 4);
-    const int bytes = plan.pieces * (c.tokens * PIECE * 2 + strips * strip_bytes(c.format));
+    plan.row_groups_bits = log2_ceil(plan.row_groups);
+    plan.k_groups_bits = log2_ceil(plan.k_groups);
+    plan.pieces_bits = log2_ceil(plan.pieces);
+    plan.fours_bits = log2_ceil(strips * STRIP_ROWS / 4);
+    const int bytes = plan.pieces * (c.tokens * PIECE * 2 + strips * STRIP_BYTES);
     plan.stage_bytes = (bytes + 1023) / 1024 * 1024;
-    // Of the sums, in floats: no bank conflicts. There is room for two sums of a shared strip.
+    // The pitch of the sums, in floats, without bank conflicts. There is room for two sums of a
+    // shared strip.
     const int places = (strips + plan.row_groups - 1) / plan.row_groups * plan.row_groups;
     plan.pitch = places * STRIP_ROWS + 4;
     plan.sums_bytes = plan.k_groups * c.tokens * plan.pitch * 4;
-    const int stages = (FEW_SHARED_BYTES - 1024 - plan.sums_bytes) / plan.stage_bytes;
-    plan.stages = stages < FEW_STAGES ? stages : FEW_STAGES;
+    const int stages = (GEMV_SHARED_BYTES - 1024 - plan.sums_bytes) / plan.stage_bytes;
+    plan.stages = stages < GEMV_STAGES ? stages : GEMV_STAGES;
     // A warp has every `sets`-th stage. It comes back to the same places of the ring, so that it
     // sees each of their phases: a parity alone would not tell it from the one before the last.
     const int sets = plan.k_groups / plan.pieces;
@@ -174,45 +172,45 @@ constexpr int consumers(const Config& c) { return c.row_groups * c.k_groups; }
 // Where the sums take many registers, the warp that loads is one of four that give theirs away.
 constexpr bool moves_registers(const Config& c) { return c.tokens >= 64; }
 constexpr int threads(const Config& c) {
-    if (few(c)) return (FEW_WARPS + 1) * 32;
+    if (is_gemv(c)) return (GEMV_WARPS + 1) * 32;
     return consumers(c) * 128 + (moves_registers(c) ? 128 : 32);
 }
 constexpr int block_rows(const Config& c) { return c.row_groups * PIECE; }
-// How many blocks of a cluster may share rows of a: those of large tiles, which come from the L2
-// cache faster than it gives them.
-constexpr int most_sharers(const Config& c) { return c.tokens >= 256 ? 2 : 1; }
+// The most blocks of a multicast cluster: two for large tiles, whose rows of a the L2 cache cannot
+// deliver fast enough to each block.
+constexpr int max_multicast(const Config& c) { return c.tokens >= 256 ? 2 : 1; }
 // Rows of a whose sums pass through shared memory at a time.
 constexpr int tokens_at_a_time(const Config& c) {
-    const int own = c.tokens / c.exchange;
+    const int own = c.tokens / c.split_k;
     return own < 64 ? own : 64;
 }
 constexpr int stage_bytes(const Config& c) {
-    return c.pieces * (c.tokens * PIECE * 2 + c.row_groups * piece_bytes(c.format));
+    return c.pieces * (c.tokens * PIECE * 2 + c.row_groups * PIECE_BYTES);
 }
 // The ring, the sums as rows of fp32 that are 4 longer than the tile's, and semaphores.
 constexpr int shared_bytes(const Config& c) {
-    if (few(c)) return FEW_SHARED_BYTES;
+    if (is_gemv(c)) return GEMV_SHARED_BYTES;
     const int sums = c.k_groups * tokens_at_a_time(c) * (block_rows(c) + 4) * 4;
     const int ring = (c.stages * stage_bytes(c) + 127) / 128 * 128;
     return (ring + (sums + 127) / 128 * 128 + (2 * c.stages + 2) * 8 + 127) / 128 * 128;
 }
 
-// Of equal ranges: the sums that a block hands on, in bytes, and a mark of each warp. Of an
-// exchange: a mark for each of the tile's blocks.
-constexpr int64_t part_bytes(const Config& c) {
+// The bytes of a partial sum of a block; and of all of the workspace, with the flags: of stream-K
+// one for each warp, of split-K one for each of the tile's blocks.
+constexpr int64_t partial_bytes(const Config& c) {
     return int64_t{4} * block_rows(c) * c.k_groups * c.tokens;
 }
-constexpr int64_t scratch_of(const Config& c, const Schedule& schedule) {
-    if (!schedule.ranges && c.exchange == 1) return 0;
-    const int marks = c.exchange > 1 ? c.exchange : consumers(c) * 4;
-    return schedule.blocks * (part_bytes(c) + marks * int64_t{sizeof(uint64_t)});
+constexpr int64_t workspace_bytes(const Config& c, const Schedule& schedule) {
+    if (!schedule.stream_k && c.split_k == 1) return 0;
+    const int flags = c.split_k > 1 ? c.split_k : consumers(c) * 4;
+    return schedule.blocks * (partial_bytes(c) + flags * int64_t{sizeof(uint64_t)});
 }
 
 constexpr int64_t pieces(int64_t size) { return (size + PIECE - 1) / PIECE; }
 
 // Tile shapes that are compiled, each for both dtypes of activations.
 struct TileShape {
-    int tokens, row_groups = 0, k_groups = 0, pieces = 0, stages = 0, exchange = 1;
+    int tokens, row_groups = 0, k_groups = 0, pieces = 0, stages = 0, split_k = 1;
 };
 constexpr TileShape TILE_SHAPES[] = {
     {8},
@@ -224,32 +222,31 @@ constexpr TileShape TILE_SHAPES[] = {
     {128, 2, 1, 1, 8},
     {256, 2, 1, 1, 5},
 };
-constexpr Config make_config(Format format, const TileShape& shape, DType dtype) {
-    return {.format = format,
-            .tokens = shape.tokens,
+constexpr Config make_config(const TileShape& shape, DType dtype) {
+    return {.tokens = shape.tokens,
             .row_groups = shape.row_groups,
             .k_groups = shape.k_groups,
             .pieces = shape.pieces,
             .stages = shape.stages,
-            .exchange = shape.exchange,
+            .split_k = shape.split_k,
             .dtype = dtype};
 }
-// Every kernel of a format that is compiled, by number.
+// Every kernel that is compiled, by number.
 constexpr std::size_t CONFIGS = 2 * std::size(TILE_SHAPES);
-constexpr Config config_at(Format format, std::size_t i) {
-    return make_config(format, TILE_SHAPES[i / 2], i % 2 == 0 ? DType::bf16 : DType::fp16);
+constexpr Config config_at(std::size_t i) {
+    return make_config(TILE_SHAPES[i / 2], i % 2 == 0 ? DType::bf16 : DType::fp16);
 }
 // A configuration for NVFP4 weights as instances.txt names it, by what tells it from the others:
 // rows of the weight (0 where a tile is some strips) and of the activations. One that is not
 // compiled is an error of the compiler.
 struct Nvfp4Name {
-    int rows = 0, tokens = 0, exchange = 1;
+    int rows = 0, tokens = 0, split_k = 1;
     DType dtype = DType::bf16;
 };
 consteval Config nvfp4_config(const Nvfp4Name& name) {
     for (std::size_t i = 0; i < CONFIGS; ++i) {
-        const Config c = config_at(Format::nvfp4, i);
-        if (name.rows == block_rows(c) && name.tokens == c.tokens && name.exchange == c.exchange &&
+        const Config c = config_at(i);
+        if (name.rows == block_rows(c) && name.tokens == c.tokens && name.split_k == c.split_k &&
             name.dtype == c.dtype) {
             return c;
         }
@@ -263,22 +260,22 @@ Choice choose(const Problem& problem, const DeviceProperties& device);
 std::string kernel_name(const Config& config);
 std::string kernel_name(const Choice& choice);
 
-// Runs the kernel of `config` on the stream: the second where few() says so.
+// Runs the kernel of `config` on the stream; the second where is_gemv() says so.
 template <Config config>
 void launch(const Params& params, Stream stream);
 template <Config config>
-void launch_few(const Params& params, Stream stream);
+void launch_gemv(const Params& params, Stream stream);
 
 // The same for a configuration that is known at run time; false when there is no such kernel.
-template <Format format, std::size_t i = 0>
+template <std::size_t i = 0>
 bool launch_any(const Config& config, const Params& params, Stream stream) {
     if constexpr (i < CONFIGS) {
-        if (config != config_at(format, i)) {
-            return launch_any<format, i + 1>(config, params, stream);
+        if (config != config_at(i)) {
+            return launch_any<i + 1>(config, params, stream);
         }
-        constexpr Config c = config_at(format, i);
-        if constexpr (few(c))
-            launch_few<c>(params, stream);
+        constexpr Config c = config_at(i);
+        if constexpr (is_gemv(c))
+            launch_gemv<c>(params, stream);
         else
             launch<c>(params, stream);
         return true;
@@ -327,4 +324,4 @@ std::string unsupported(const Nvfp4Weight& weight, const DeviceProperties& devic
 Nvfp4Preparation choose(const Nvfp4Weight& weight, const DeviceProperties& device);
 std::string kernel_name(const Nvfp4Preparation& config);
 
-}  // namespace thunderkittens::mixed_gemm
+}  // namespace thunderkittens::nvfp4_gemm

@@ -3,10 +3,10 @@
 #include "csrc/gemm/nvfp4/nvfp4_gemm.h"
 #include "csrc/gemm/quantize/block_scaled.h"
 
-namespace thunderkittens::mixed_gemm {
+namespace thunderkittens::nvfp4_gemm {
 namespace {
 
-constexpr int BYTES = piece_bytes(Format::nvfp4);
+constexpr int BYTES = PIECE_BYTES;
 
 void check_supported(const char* op, const Nvfp4Weight& weight, const Tensor& tensor) {
     const DeviceProperties& device = device_properties(tensor.get_device_index());
@@ -96,9 +96,9 @@ Tensor nvfp4_restore(const Tensor& data, const Tensor& global_scale, int64_t row
 }
 
 }  // namespace
-}  // namespace thunderkittens::mixed_gemm
+}  // namespace thunderkittens::nvfp4_gemm
 
 STABLE_TORCH_LIBRARY_IMPL(thunderkittens, CUDA, m) {
-    m.impl("nvfp4_prepare", TORCH_BOX(&thunderkittens::mixed_gemm::nvfp4_prepare));
-    m.impl("nvfp4_dequantize.prepared", TORCH_BOX(&thunderkittens::mixed_gemm::nvfp4_restore));
+    m.impl("nvfp4_prepare", TORCH_BOX(&thunderkittens::nvfp4_gemm::nvfp4_prepare));
+    m.impl("nvfp4_dequantize.prepared", TORCH_BOX(&thunderkittens::nvfp4_gemm::nvfp4_restore));
 }

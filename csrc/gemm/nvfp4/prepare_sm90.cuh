@@ -6,7 +6,7 @@
 #include "csrc/gemm/nvfp4/nvfp4_gemm.h"
 #include "csrc/gemm/nvfp4/weights_sm90.cuh"
 
-namespace thunderkittens::mixed_gemm {
+namespace thunderkittens::nvfp4_gemm {
 namespace sm90 {
 
 constexpr int PREPARE_THREADS = 128;
@@ -146,4 +146,4 @@ void run(const PrepareParams& p, Stream stream) {
                     dim3(sm90::PREPARE_THREADS), dim3(1), 0, stream, p);
 }
 
-}  // namespace thunderkittens::mixed_gemm
+}  // namespace thunderkittens::nvfp4_gemm

@@ -1,4 +1,4 @@
-// NVFP4 weights to 16 bits, in the kernel that multiplies: see
+// The fused dequantization's source for NVFP4: prepared weights to 16 bits, see
 // fused_dequant/fused_dequant_sm90.cuh.
 #pragma once
 
@@ -9,10 +9,10 @@ namespace thunderkittens::gemm {
 namespace sm90 {
 
 template <>
-struct Expansion<Nvfp4Source> {
+struct Dequantizer<Nvfp4Source> {
     static constexpr bool both = false;
-    static constexpr int rows = mixed_gemm::PIECE;
-    static constexpr int early = 0, late = REGION_K / mixed_gemm::PIECE;  // strips
+    static constexpr int rows = nvfp4_gemm::PIECE;
+    static constexpr int early = 0, late = REGION_K / nvfp4_gemm::PIECE;  // strips
 
     struct Factor {
         static constexpr bool activates = true;
@@ -27,9 +27,10 @@ struct Expansion<Nvfp4Source> {
 
     // Strips of 16 rows of up to four pieces side by side.
     template <int, class T, class Meanwhile>
-    static __device__ __forceinline__ void expand(const Nvfp4Source& source, bool, T* to, int pitch,
-                                                  const ExpandItem& item, Meanwhile meanwhile) {
-        constexpr int PIECE = mixed_gemm::PIECE, STRIPS = REGION_K / PIECE;
+    static __device__ __forceinline__ void dequantize(const Nvfp4Source& source, bool, T* to,
+                                                      int pitch, const DequantItem& item,
+                                                      Meanwhile meanwhile) {
+        constexpr int PIECE = nvfp4_gemm::PIECE, STRIPS = REGION_K / PIECE;
         const uint32_t columns = uint32_t(item.k + PIECE - 1) / PIECE;
         const uint32_t first = uint32_t(item.column) / PIECE, row = item.row;
         const int lane = arch::lane_again();
@@ -71,14 +72,14 @@ struct Expansion<Nvfp4Source> {
     }
 
   private:
-    using Weights = mixed_gemm::sm90::Nvfp4Weights;
+    using Weights = nvfp4_gemm::sm90::Nvfp4Weights;
 
     // A lane has the pairs of columns 2 q and 2 q + 8 of 16, q = lane % 4: two lanes exchange one
     // each, so that four write 32 bytes of a row.
     template <class T>
     static __device__ __forceinline__ void store(uint32_t codes, uint32_t scales, T* to, int pitch,
                                                  bool odd) {
-        rt<T, 16, mixed_gemm::PIECE> values;
+        rt<T, 16, nvfp4_gemm::PIECE> values;
         Weights::fragments({{codes, 0, 0, 0}, {scales, 0}}, values);
         const auto& data = values.tiles[0][0].data;
 #pragma unroll

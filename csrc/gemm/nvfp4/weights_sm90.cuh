@@ -22,7 +22,7 @@
 #include "csrc/gemm/nvfp4/nvfp4_gemm.h"
 #include "kittens/kittens.cuh"
 
-namespace thunderkittens::mixed_gemm {
+namespace thunderkittens::nvfp4_gemm {
 namespace sm90 {
 
 using namespace kittens;
@@ -40,9 +40,8 @@ __device__ __forceinline__ constexpr Nvfp4Bits nvfp4_bits(int element) {
 }
 
 struct Nvfp4Weights {
-    static constexpr Format format = Format::nvfp4;
-    static constexpr int BYTES = piece_bytes(format);
-    static constexpr int STRIP = strip_bytes(format);
+    static constexpr int BYTES = PIECE_BYTES;
+    static constexpr int STRIP = STRIP_BYTES;
     static constexpr int CODES = STRIP_ROWS * PIECE / 2;  // of a strip
     static constexpr float FACTOR = 128.f;                // that the sums have to be multiplied by
 
@@ -112,4 +111,4 @@ struct Nvfp4Weights {
 };
 
 }  // namespace sm90
-}  // namespace thunderkittens::mixed_gemm
+}  // namespace thunderkittens::nvfp4_gemm

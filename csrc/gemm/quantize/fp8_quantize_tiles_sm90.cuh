@@ -99,7 +99,7 @@ struct ColumnMaxima {
             for (int u = 0; u < UNITS; ++u) most[i].add(x[u].w[i]);
         }
     }
-    // That of column threadIdx.x, for the first 128 threads.
+    // The magnitude of column threadIdx.x, for the first 128 threads.
     __device__ __forceinline__ uint32_t of_block(TileShared& shared, const InTile at) {
         const uint32_t base = arch::shared_address(&shared.cols[0][0]);
         constexpr int each = UNIT / Unit<T>::words;
@@ -284,7 +284,7 @@ __device__ __forceinline__ void quantize_tile_as(const Params& p) {
 }
 template <class T, Pass pass, class F>
 __device__ __forceinline__ void quantize_tile_as(const Params& p) {
-    // With one factor memory is the limit either way.
+    // With one factor, memory is the limit either way.
     if constexpr (pass != Pass::tile_block) {
         const uint32_t across = static_cast<uint32_t>((p.k + GROUP - 1) / GROUP);
         const bool whole = p.aligned && (blockIdx.x / across + 1) * int64_t{GROUP} <= p.m &&

@@ -92,7 +92,7 @@ struct Largest {
         else
             return arch::bit_cast<uint32_t>(unpack_pair<half>(arch::bit_cast<half_2>(element)).x);
     }
-    // As the bits of a float.
+    // The magnitude, as the bits of a float.
     __device__ __forceinline__ uint32_t magnitude() const {
         return as_float(packed ? larger(bits & 0xffffu, bits >> 16) : bits);
     }

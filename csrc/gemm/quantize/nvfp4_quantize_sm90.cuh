@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<INPUT>)
     }
 }
 
-// By what the elements of a matrix are multiplied. Called by all threads.
+// The factor of the elements of a matrix. Called by all threads.
 __device__ __forceinline__ Encode matrix_encode(const Nvfp4Params& p, int64_t matrix,
                                                 bool writes_scale) {
     auto* result = static_cast<float*>(p.global_scale) + matrix;
@@ -200,7 +200,7 @@ __device__ __forceinline__ void quantize_tile(const Nvfp4Params& p, const Tile& 
                     (p.x.columns + NV_BLOCK - 1) / NV_BLOCK, tile.row, tile.column / NV_BLOCK);
 }
 
-// With squares and random numbers the registers of one block more would not do.
+// Square blocks with stochastic rounding leave no registers for one block more.
 template <int INPUT, bool SQUARE, bool STOCHASTIC>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<INPUT> - int(SQUARE && STOCHASTIC))
     nvfp4_quantize_kernel(Nvfp4Params p) {
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<INPUT> - int(SQUARE && 
     const Encode encode = matrix_encode(p, tile.batch, tile.row == 0 && tile.column == 0);
     const uint32_t factors = make_factors(encode);
     const auto random_of = [&](int i) {
-        // Those of one pair of rows at a time, for the sake of registers.
+        // One pair of rows at a time, for the sake of registers.
         arch::sync_warp();
         return random_of_rows(tile, place, i, keys);
     };
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(THREADS, NVFP4_BLOCKS_PER_SM)
             sixth = encode.factor * (1.0f / 6.0f);
             matrix = tile.batch;
         }
-        // They need no data, and are made while it comes.
+        // The random numbers need no data, and are made while it comes.
         uint4 random[CHUNK_ROWS / 2]{};
         if constexpr (STOCHASTIC) {
 #pragma unroll

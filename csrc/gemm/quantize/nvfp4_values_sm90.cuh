@@ -21,7 +21,7 @@ __device__ __forceinline__ float e4m3_value(uint32_t code) {
         __nv_cvt_fp8_to_halfraw(static_cast<__nv_fp8_storage_t>(code), __NV_E4M3)));
 }
 
-// By what a matrix is multiplied, and its inverse.
+// The factor of a matrix, and its inverse.
 struct Encode {
     float factor, inverse;
 };
@@ -43,8 +43,8 @@ __device__ __forceinline__ uint32_t block_scale(float largest, float sixth) {
     return e4m3_code(largest * sixth);
 }
 
-// By what the elements of a block are multiplied, for each of the 128 scales that it may have: a
-// division per thread of the block, instead of one per eight elements.
+// The factor of the elements of a block, for each of the 128 scales that it may have: a division
+// per thread of the block, instead of one per eight elements.
 struct FactorsShared {
     float factor[128];
 };

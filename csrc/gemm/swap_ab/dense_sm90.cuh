@@ -1,16 +1,17 @@
-// Matrix product on Hopper for few rows: what it costs is to read b, a weight, once.
+// Swap-AB matrix product on Hopper for skinny m (up to 64 rows of a, or more with a long k): its
+// cost is to read b, a weight, once.
 //
-// The operands change places: 64 columns of b are the rows of a tensor core's tile, up to 128 rows
-// of a its columns, so that little of the tile is empty. A block has one warp that loads and one
-// warpgroup that multiplies. The warp keeps a ring of large stages filled by TMA; nearly all of the
-// shared memory is bytes on their way. Tiles are dealt out evenly over persistent blocks. Where
-// there are fewer tiles than SMs, the blocks of a cluster divide k, and each sums the partial
-// results of a share of the tile's elements, in a fixed order, over the cluster's shared memory:
+// The operands are swapped: 64 columns of b are the rows of a tensor core's tile, up to 64 rows of
+// a its columns, so that little of the tile is empty. Roles: one warp loads, one warpgroup
+// multiplies. The warp keeps a ring of large stages filled by TMA; nearly all of the shared memory
+// is bytes on their way. Tiles are dealt out evenly over persistent blocks. Where there are fewer
+// tiles than SMs, split-K over a cluster: its blocks divide k, and each reduces the partial sums of
+// a share of the tile's elements, in a fixed order, over the cluster's shared memory, so that
 // reruns give the same bits.
 //
-// The finished sums pass through shared memory, which turns them round again, rounded already where
-// the epilogue is short, else in fp32: each thread then does the epilogue of four neighbouring
-// columns of a row.
+// The finished sums pass through shared memory, which transposes them back: rounded already where
+// the epilogue is short, else in fp32, and each thread then applies the epilogue to four
+// neighbouring columns of a row.
 #pragma once
 
 #include "csrc/gemm/common/activation_sm90.cuh"
@@ -24,18 +25,18 @@ namespace sm90 {
 using namespace kittens;
 
 template <Config C>
-struct StreamTypes {
+struct SwapAbTraits {
     static constexpr Config config = C;
     using T = std::conditional_t<C.dtype == DType::bf16, bf16, half>;
-    static constexpr int parts = C.block_n / 64;
-    static constexpr int pitch = C.block_n + 4;  // of the sums, in floats: no bank conflicts
+    static constexpr int products = C.block_n / 64;
+    static constexpr int pitch = C.block_n + 4;  // of the sums, in floats: without bank conflicts
     using weights = std::conditional_t<C.b_n_major, st<T, C.block_k, 64>, st<T, 64, C.block_k>>;
     using rows = st<T, C.block_m, C.block_k>;
     // 16-bit results on their way out, to TMA words.
     using out_tile = st<bf16, C.block_m, 64>;
 
     struct Stage {
-        weights b[parts];
+        weights b[products];
         rows a;
     };
     struct Shared {
@@ -55,9 +56,9 @@ struct StreamTypes {
         void* out;
         int64_t out_stride;
         DType out_dtype;
-        bool direct;  // 16-bit results without a residual and such, which TMA stores
-        bool b_once;  // see Schedule
-        bool quads;   // four neighbouring elements of out and of what has its shape are aligned
+        bool store_by_tma;   // the transposed store: 16-bit results of a short epilogue
+        bool evict_first_b;  // see Schedule
+        bool vec4_aligned;   // four neighbouring elements of out, residual and aux are aligned
         Epilogue epilogue;
         uint32_t m, n, out_n;
         uint32_t tiles, clusters;
@@ -68,14 +69,13 @@ struct StreamTypes {
     static constexpr int threads = gemm::threads(C);
 };
 
-// Where a block's tile begins. With a gate of whole halves the tile's second part is that much
-// further on.
+// The position of a block's tile. With a blocked gate the tile's second half is as far away as z's.
 template <Config C>
-struct StreamTile {
+struct SwapAbTile {
     uint32_t n_tile, row, col;
 
     template <class Globals>
-    __device__ __forceinline__ StreamTile(const Globals& g, uint32_t index) {
+    __device__ __forceinline__ SwapAbTile(const Globals& g, uint32_t index) {
         n_tile = g.m_tiles.divide(index);
         row = (index - n_tile * g.m_tiles.value) * C.block_m;
         col = n_tile * (C.fused && g.epilogue.gate == Gate::blocked ? 64 : C.block_n);
@@ -88,11 +88,11 @@ struct StreamTile {
 };
 
 template <class Globals, class Work>
-__device__ __forceinline__ void for_each_stream_tile(const Globals& g, Work work) {
+__device__ __forceinline__ void for_each_swap_ab_tile(const Globals& g, Work work) {
     for (uint32_t i = blockIdx.x / g.splits; i < g.tiles; i += g.clusters) work(i);
 }
 
-// The blocks of k that fall to a block of the cluster.
+// Split-K: the range of k of a block of the cluster.
 template <class Globals>
 __device__ __forceinline__ int2 range_of_k(const Globals& g, int rank) {
     return {g.k_blocks * rank / g.splits, g.k_blocks * (rank + 1) / g.splits};
@@ -103,11 +103,11 @@ __device__ __forceinline__ int rank_in_cluster(const Globals& g) {
 }
 
 template <Config C, tma::CachePolicy policy>
-__device__ __forceinline__ void load_weights(const typename StreamTypes<C>::Globals& g,
-                                             typename StreamTypes<C>::Stage& stage,
-                                             const StreamTile<C> tile, int k, semaphore& full) {
+__device__ __forceinline__ void load_weights(const typename SwapAbTraits<C>::Globals& g,
+                                             typename SwapAbTraits<C>::Stage& stage,
+                                             const SwapAbTile<C> tile, int k, semaphore& full) {
 #pragma unroll
-    for (int i = 0; i < StreamTypes<C>::parts; ++i) {
+    for (int i = 0; i < SwapAbTraits<C>::products; ++i) {
         const int col = static_cast<int>(tile.part(g, i));
         tma::load_async<2, policy>(
             stage.b[i], g.b, C.b_n_major ? elements(0, 0, k, col) : elements(0, 0, col, k), full);
@@ -115,16 +115,16 @@ __device__ __forceinline__ void load_weights(const typename StreamTypes<C>::Glob
 }
 
 template <Config C>
-__device__ __forceinline__ void stream_produce(const typename StreamTypes<C>::Globals& g,
-                                               typename StreamTypes<C>::Shared& shared) {
-    using K = StreamTypes<C>;
+__device__ __forceinline__ void produce_swap_ab(const typename SwapAbTraits<C>::Globals& g,
+                                                typename SwapAbTraits<C>::Shared& shared) {
+    using Traits = SwapAbTraits<C>;
     const int2 range = range_of_k(g, rank_in_cluster(g));
     int slot = 0, phase = 1;
-    for_each_stream_tile(g, [&](uint32_t index) {
-        const StreamTile<C> tile(g, index);
-        // Columns of tiles begin at different k: not all of them read the same lines of a at the
-        // same time. But where b's rows are along n each block has a piece of all rows, and memory
-        // is fast where neighbouring pieces are read together.
+    for_each_swap_ab_tile(g, [&](uint32_t index) {
+        const SwapAbTile<C> tile(g, index);
+        // Columns of tiles begin at different k, so that not all of them read the same lines of a
+        // at the same time. But where b's rows lie along n each block reads a little of all rows,
+        // and memory is fast where neighbouring columns are read together.
         const uint32_t turn = !C.b_n_major ? tile.n_tile : C.fused ? tile.n_tile / 4 : 0;
         int k = range.x + static_cast<int>(turn * 37 % uint32_t(range.y - range.x));
         for (int step = range.x; step < range.y; ++step) {
@@ -133,7 +133,7 @@ __device__ __forceinline__ void stream_produce(const typename StreamTypes<C>::Gl
             wait(shared.empty[slot], phase);
             tma::expect(full, stage);
             const int at = k * C.block_k;
-            if (g.b_once)
+            if (g.evict_first_b)
                 load_weights<C, tma::CachePolicy::evict_first>(g, stage, tile, at, full);
             else
                 load_weights<C, tma::CachePolicy::normal>(g, stage, tile, at, full);
@@ -147,14 +147,14 @@ __device__ __forceinline__ void stream_produce(const typename StreamTypes<C>::Gl
 
 // The epilogue of a tile whose sums lie in the shared memory of the cluster's blocks.
 template <Config C, class O>
-__device__ __forceinline__ void stream_finish(const typename StreamTypes<C>::Globals& g,
-                                              const SharedSums<StreamTypes<C>::pitch>& sums,
-                                              const StreamTile<C> tile, int rank) {
-    using K = StreamTypes<C>;
-    using T = typename K::T;
+__device__ __forceinline__ void swap_ab_epilogue(const typename SwapAbTraits<C>::Globals& g,
+                                                 const ClusterReduce<SwapAbTraits<C>::pitch>& sums,
+                                                 const SwapAbTile<C> tile, int rank) {
+    using Traits = SwapAbTraits<C>;
+    using T = typename Traits::T;
     const Epilogue& e = g.epilogue;
     const Gate gate = C.fused ? e.gate : Gate::none;
-    // Four neighbouring columns of z: the sums of the cluster, in the order of its blocks.
+    // Four neighbouring columns of z, reduced over the cluster in the order of its blocks.
     const auto four = [&](int row, int col, float(&z)[4]) {
         sums.total(z, row, col);
         const uint32_t n = tile.part(g, col / 64) + col % 64;
@@ -164,10 +164,10 @@ __device__ __forceinline__ void stream_finish(const typename StreamTypes<C>::Glo
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) z[i] = e.alpha * z[i] + bias[i];
-        if (C.fused && e.preactivation != nullptr) {
-            O* to = static_cast<O*>(e.preactivation) + (int64_t(tile.row + row) * g.n + n);
+        if (C.fused && e.aux != nullptr) {
+            O* to = static_cast<O*>(e.aux) + (int64_t(tile.row + row) * g.n + n);
             const int limit = gate == Gate::blocked && col < 64 ? int(g.out_n) : int(g.n);
-            store_four(to, z, g.quads, limit - int(n));
+            store_four(to, z, g.vec4_aligned, limit - int(n));
         }
     };
     const uint32_t first = gate == Gate::interleaved ? tile.col / 2 : tile.col;
@@ -201,25 +201,27 @@ __device__ __forceinline__ void stream_finish(const typename StreamTypes<C>::Glo
         if (C.fused && e.residual != nullptr) {
             float residual[4];
             load_four(residual, static_cast<const O*>(e.residual) + (m * e.residual_stride + n),
-                      g.quads, count);
+                      g.vec4_aligned, count);
 #pragma unroll
             for (int j = 0; j < 4; ++j) x[j] += e.beta * residual[j];
         }
-        store_four(static_cast<O*>(g.out) + (m * g.out_stride + n), x, g.quads, count);
+        store_four(static_cast<O*>(g.out) + (m * g.out_stride + n), x, g.vec4_aligned, count);
     }
 }
 
-// The short epilogue: in registers, from there by transposing stores through shared memory to TMA.
+// The transposed store, with the short epilogue: in registers, from there by transposing stores
+// through shared memory to TMA.
 template <Config C>
-struct DirectStore {
-    using K = StreamTypes<C>;
-    float bias[K::parts][2];
+struct TransposedStore {
+    using Traits = SwapAbTraits<C>;
+    float bias[Traits::products][2];
 
-    // A thread has two columns of each part.
-    __device__ __forceinline__ void fetch(const typename K::Globals& g, const StreamTile<C> tile) {
-        const auto* from = static_cast<const typename K::T*>(g.epilogue.bias);
+    // A thread has two columns of each product.
+    __device__ __forceinline__ void fetch(const typename Traits::Globals& g,
+                                          const SwapAbTile<C> tile) {
+        const auto* from = static_cast<const typename Traits::T*>(g.epilogue.bias);
 #pragma unroll
-        for (int i = 0; i < K::parts; ++i) {
+        for (int i = 0; i < Traits::products; ++i) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const uint32_t n =
@@ -238,16 +240,18 @@ struct DirectStore {
             x[2 * r + 1] = e.alpha * pair.y + bias[part][r % 2];
         }
     }
-    __device__ __forceinline__ void store(const typename K::Globals& g, typename K::Shared& shared,
-                                          const rt_fl<16, C.block_m> (&d)[K::parts],
-                                          const StreamTile<C> tile, int barrier) const {
+    __device__ __forceinline__ void store(const typename Traits::Globals& g,
+                                          typename Traits::Shared& shared,
+                                          const rt_fl<16, C.block_m> (&d)[Traits::products],
+                                          const SwapAbTile<C> tile, int barrier) const {
         const Epilogue& e = g.epilogue;
         const bool gated = C.fused && e.gate == Gate::blocked;
-        auto& buffers = reinterpret_cast<typename K::out_tile(&)[K::parts]>(shared.sums);
+        auto& buffers =
+            reinterpret_cast<typename Traits::out_tile(&)[Traits::products]>(shared.sums);
         if (warpgroup::laneid() == 0) tma::store_async_read_wait();
         warpgroup::sync(barrier);
 #pragma unroll
-        for (int i = 0; i < K::parts; ++i) {
+        for (int i = 0; i < Traits::products; ++i) {
             if (gated && i > 0) break;
             rt_bf<C.block_m, 16, col_l> out;
 #pragma unroll
@@ -257,7 +261,7 @@ struct DirectStore {
                 if constexpr (C.fused) activate(e.activation, x);
                 if (C.fused && gated) {
                     float y[8];
-                    values(e, d[K::parts - 1], K::parts - 1, j, y);
+                    values(e, d[Traits::products - 1], Traits::products - 1, j, y);
 #pragma unroll
                     for (int r = 0; r < 8; ++r) x[r] *= y[r];
                 }
@@ -277,7 +281,7 @@ struct DirectStore {
         warpgroup::sync(barrier);
         if (warpgroup::laneid() == 0) {
 #pragma unroll
-            for (int i = 0; i < K::parts; ++i) {
+            for (int i = 0; i < Traits::products; ++i) {
                 if (gated && i > 0) break;
                 tma::store_async(g.out_map, buffers[i],
                                  elements(0, 0, static_cast<int>(tile.row),
@@ -288,66 +292,67 @@ struct DirectStore {
 };
 
 template <Config C>
-__device__ __forceinline__ void stream_consume(const typename StreamTypes<C>::Globals& g,
-                                               typename StreamTypes<C>::Shared& shared) {
-    using K = StreamTypes<C>;
+__device__ __forceinline__ void consume_swap_ab(const typename SwapAbTraits<C>::Globals& g,
+                                                typename SwapAbTraits<C>::Shared& shared) {
+    using Traits = SwapAbTraits<C>;
     constexpr int SUMS = 2;  // named barrier of the consumer
     const int rank = rank_in_cluster(g);
     const int2 range = range_of_k(g, rank);
     const auto release = [&](int stage) {
         if (warpgroup::laneid() == 0) arrive(shared.empty[stage]);
     };
-    SharedSums<K::pitch> sums{shared.sums.address(), g.splits, SUMS, shared.summed, shared.read};
+    ClusterReduce<Traits::pitch> sums{shared.sums.address(), g.splits, SUMS, shared.summed,
+                                      shared.read};
     int slot = 0, phase = 0;
-    rt_fl<16, C.block_m> d[K::parts];
-    DirectStore<C> direct;
-    for_each_stream_tile(g, [&](uint32_t index) {
-        const StreamTile<C> tile(g, index);
-        if (g.direct) direct.fetch(g, tile);
+    rt_fl<16, C.block_m> d[Traits::products];
+    TransposedStore<C> transposed;
+    for_each_swap_ab_tile(g, [&](uint32_t index) {
+        const SwapAbTile<C> tile(g, index);
+        if (g.store_by_tma) transposed.fetch(g, tile);
         int previous = 0;
         for (int k = range.x; k < range.y; ++k) {
             auto& stage = shared.stages[slot];
             wait(shared.full[slot], phase);
 #pragma unroll
-            for (int i = 0; i < K::parts; ++i) {
+            for (int i = 0; i < Traits::products; ++i) {
                 warpgroup::product<C.b_n_major, true>(d[i], stage.b[i], stage.a, k > range.x);
             }
-            warpgroup::mma_async_wait<K::parts>();
+            warpgroup::mma_async_wait<Traits::products>();
             if (k > range.x) release(previous);
             previous = slot;
             if (++slot == C.stages) slot = 0, phase ^= 1;
         }
 #pragma unroll
-        for (int i = 0; i < K::parts; ++i) warpgroup::mma_async_wait(d[i]);
+        for (int i = 0; i < Traits::products; ++i) warpgroup::mma_async_wait(d[i]);
         release(previous);
 
-        if (g.direct) return direct.store(g, shared, d, tile, SUMS);
+        if (g.store_by_tma) return transposed.store(g, shared, d, tile, SUMS);
         sums.begin();
 #pragma unroll
-        for (int i = 0; i < K::parts; ++i) sums.store(d[i], i * 64);
-        sums.exchange();
+        for (int i = 0; i < Traits::products; ++i) sums.store(d[i], i * 64);
+        sums.sync_cluster();
         if (g.out_dtype == DType::bf16)
-            stream_finish<C, bf16>(g, sums, tile, rank);
+            swap_ab_epilogue<C, bf16>(g, sums, tile, rank);
         else if (g.out_dtype == DType::fp16)
-            stream_finish<C, half>(g, sums, tile, rank);
+            swap_ab_epilogue<C, half>(g, sums, tile, rank);
         else
-            stream_finish<C, float>(g, sums, tile, rank);
-        sums.finish();
+            swap_ab_epilogue<C, float>(g, sums, tile, rank);
+        sums.end();
     });
-    if (g.direct && warpgroup::laneid() == 0) tma::store_async_read_wait();
+    if (g.store_by_tma && warpgroup::laneid() == 0) tma::store_async_read_wait();
 }
 
-template <class K>
-__global__ __launch_bounds__(K::threads,
-                             1) void stream_kernel(const __grid_constant__ typename K::Globals g) {
-    constexpr Config C = K::config;
+template <class Traits>
+__global__ __launch_bounds__(Traits::threads, 1) void swap_ab_kernel(const __grid_constant__
+                                                                     typename Traits::Globals g) {
+    constexpr Config C = Traits::config;
     shared_allocator allocator(shared_memory());
-    auto& shared = allocator.template allocate<typename K::Shared>();
+    auto& shared = allocator.template allocate<typename Traits::Shared>();
     const bool produces = warpgroup::groupid() == 1;
     if (produces) {
         if (arch::elect_one()) {
-            tma::prefetch_map<typename K::weights>(g.b);
-            tma::prefetch_map<typename K::rows>(g.a);
+            tma::prefetch_map<typename Traits::weights>(g.b);
+            tma::prefetch_map<typename Traits::rows>(g.a);
             for (int i = 0; i < C.stages; ++i) {
                 init_semaphore(shared.full[i], 1);
                 init_semaphore(shared.empty[i], 1);
@@ -357,30 +362,31 @@ __global__ __launch_bounds__(K::threads,
             arch::mbarrier_init_fence();
         }
         arch::sync_warp();
-        arch::named_barrier_arrive(1, K::threads);
+        arch::named_barrier_arrive(1, Traits::threads);
     } else {
-        arch::named_barrier_sync(1, K::threads);
+        arch::named_barrier_sync(1, Traits::threads);
     }
-    // Other blocks of the cluster arrive at the semaphores when they have their sums.
+    // Other blocks of the cluster arrive at these semaphores when they have their sums.
     if (g.splits > 1) cluster::arrive();
     arch::wait_for_dependencies();
     arch::launch_dependents();
     if (produces) {
-        if (arch::elect_one()) stream_produce<C>(g, shared);
+        if (arch::elect_one()) produce_swap_ab<C>(g, shared);
         arch::sync_warp();
         if (g.splits > 1) cluster::wait();
     } else {
-        stream_consume<C>(g, shared);
+        consume_swap_ab<C>(g, shared);
     }
-    // A block's shared memory is read, and its semaphores are arrived at, by its cluster.
+    // The cluster must not end early: other blocks of it read this block's shared memory and arrive
+    // at its semaphores.
     if (g.splits > 1) cluster::sync();
 }
 
 }  // namespace sm90
 
 template <Config C>
-void launch_streamed(const Params& p, Stream stream) {
-    using K = sm90::StreamTypes<C>;
+void launch_swap_ab(const Params& p, Stream stream) {
+    using Traits = sm90::SwapAbTraits<C>;
     using namespace kittens;
     const auto matrix = [&]<class GL>(const void* data, int64_t rows, int64_t cols,
                                       int64_t stride) {
@@ -396,28 +402,30 @@ void launch_streamed(const Params& p, Stream stream) {
         const int64_t bytes = 4 * size_in_bytes(p.out_dtype);
         return reinterpret_cast<uintptr_t>(data) % bytes == 0 && stride % 4 == 0;
     };
-    const bool quads =
-        aligned(p.out, p.out_stride) && aligned(e.residual, e.residual ? e.residual_stride : 0) &&
-        aligned(e.preactivation, e.preactivation ? p.n / (1 + (e.gate == Gate::blocked)) : 0);
+    const bool vec4_aligned = aligned(p.out, p.out_stride) &&
+                              aligned(e.residual, e.residual ? e.residual_stride : 0) &&
+                              aligned(e.aux, e.aux ? p.n / (1 + (e.gate == Gate::blocked)) : 0);
     const int64_t words = size_in_bytes(p.out_dtype) / 2;
-    const bool direct = words == 1 && p.schedule.splits == 1 && !e.residual && !e.preactivation &&
-                        e.gate != Gate::interleaved && p.out_stride % 8 == 0 && out_n % 8 == 0 &&
-                        reinterpret_cast<uintptr_t>(p.out) % 16 == 0;
+    const bool store_by_tma = words == 1 && p.schedule.splits == 1 && !e.residual && !e.aux &&
+                              e.gate != Gate::interleaved && p.out_stride % 8 == 0 &&
+                              out_n % 8 == 0 && reinterpret_cast<uintptr_t>(p.out) % 16 == 0;
     // Where TMA does not store, the map is a stand-in that nobody uses.
-    const auto out_map = matrix.template operator()<decltype(K::Globals::out_map)>(
-        direct ? p.out : p.a, direct ? p.m : 1, direct ? out_n : 64, direct ? p.out_stride : 64);
-    const typename K::Globals globals {
-        .a = matrix.template operator()<decltype(K::Globals::a)>(p.a, p.m, p.k, p.a_stride),
-        .b = C.b_n_major
-                 ? matrix.template operator()<decltype(K::Globals::b)>(p.b, p.k, p.n, p.b_stride)
-                 : matrix.template operator()<decltype(K::Globals::b)>(p.b, p.n, p.k, p.b_stride),
+    const auto out_map = matrix.template operator()<decltype(Traits::Globals::out_map)>(
+        store_by_tma ? p.out : p.a, store_by_tma ? p.m : 1, store_by_tma ? out_n : 64,
+        store_by_tma ? p.out_stride : 64);
+    const typename Traits::Globals globals {
+        .a = matrix.template operator()<decltype(Traits::Globals::a)>(p.a, p.m, p.k, p.a_stride),
+        .b = C.b_n_major ? matrix.template operator()<decltype(Traits::Globals::b)>(p.b, p.k, p.n,
+                                                                                    p.b_stride)
+                         : matrix.template operator()<decltype(Traits::Globals::b)>(p.b, p.n, p.k,
+                                                                                    p.b_stride),
         .out_map = out_map,
         .out = p.out,
         .out_stride = p.out_stride,
         .out_dtype = p.out_dtype,
-        .direct = direct,
-        .b_once = p.schedule.b_once,
-        .quads = quads,
+        .store_by_tma = store_by_tma,
+        .evict_first_b = p.schedule.evict_first_b,
+        .vec4_aligned = vec4_aligned,
         .epilogue = e,
         .m = static_cast<uint32_t>(p.m),
         .n = static_cast<uint32_t>(p.n),
@@ -428,9 +436,9 @@ void launch_streamed(const Params& p, Stream stream) {
         .k_blocks = static_cast<int>((p.k + C.block_k - 1) / C.block_k),
         .splits = p.schedule.splits,
     };
-    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::stream_kernel<K>,
-                    dim3(p.schedule.blocks), dim3(K::threads), dim3(p.schedule.splits),
-                    sizeof(typename K::Shared), stream, globals);
+    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::swap_ab_kernel<Traits>,
+                    dim3(p.schedule.blocks), dim3(Traits::threads), dim3(p.schedule.splits),
+                    sizeof(typename Traits::Shared), stream, globals);
 }
 
 }  // namespace thunderkittens::gemm

@@ -1,14 +1,15 @@
-// Product of fp8 matrices on Hopper for few rows of a: what it costs is to read b, a weight, once.
+// Swap-AB product of fp8 matrices on Hopper for skinny m (up to 64 rows of a): its cost is to read
+// b, a weight, once.
 //
-// As dense_sm90.cuh: 64 columns of the output are the rows of a tensor core's tile, up to 64 rows
-// of a its columns. A block has a warp that loads, one that copies scales, and a warpgroup that
-// multiplies; nearly all of the shared memory is bytes on their way. Where there are far fewer
-// tiles than SMs, the blocks of a cluster divide k. 16-bit results are sent to the first block as
-// sums in registers, and it adds them; of others, each block sums a share of the tile's elements
-// over the cluster's shared memory. The order is fixed: reruns give the same bits.
+// As in dense_sm90.cuh, 64 columns of the output are the rows of a tensor core's tile, up to 64
+// rows of a its columns. Roles: one warp loads, one copies scales, one warpgroup multiplies; nearly
+// all of the shared memory is bytes on their way. Where there are far fewer tiles than SMs, split-K
+// over a cluster. 16-bit results are gathered: the others send their sums in registers to the first
+// block, and it adds them; other results are reduced by all blocks over the cluster's shared
+// memory. The order is fixed: reruns give the same bits.
 //
-// Sums are always promoted: a product of 128 of k goes to registers of its own and is added in
-// fp32, times the scales of its blocks where there are such. It costs nothing here.
+// Promoted accumulation always: a product of 128 of k goes to registers of its own and is added in
+// fp32, times its block-wise scales where there are such. It costs nothing here.
 #pragma once
 
 #include "csrc/gemm/common/activation_sm90.cuh"
@@ -19,12 +20,12 @@ namespace thunderkittens::fp8_gemm {
 namespace sm90 {
 
 template <Config C>
-struct StreamTypes {
+struct SwapAbTraits {
     static constexpr Config config = C;
     using TA = element<C.a>;
     using TB = element<C.b>;
-    static constexpr int parts = C.block_k / BLOCK_K;  // products of a stage
-    static constexpr int pitch = C.block_n + 4;        // of the sums, in floats: no bank conflicts
+    static constexpr int products = C.block_k / BLOCK_K;  // products of a stage
+    static constexpr int pitch = C.block_n + 4;  // of the sums, in floats: no bank conflicts
     static_assert(C.block_n == 64);
     using weights = st<TB, C.block_n, C.block_k>;
     using rows = st<TA, C.block_m, C.block_k>;
@@ -37,8 +38,8 @@ struct StreamTypes {
     struct Shared {
         Stage stages[C.stages];
         sv_fl<C.block_m * std::max(pitch, senders(C) * C.block_n)> sums;
-        // For each part, scales of rows of a; then of b's block, or of its columns.
-        sv_fl<parts*(C.block_m + C.block_n)> scales[C.stages];
+        // For each product of a stage, scales of rows of a; then of b's block, or of its columns.
+        sv_fl<products*(C.block_m + C.block_n)> scales[C.stages];
         semaphore full[C.stages], empty[C.stages];
         semaphore summed, read;  // the cluster's sums: all are there, all have been read
     };
@@ -56,9 +57,9 @@ struct StreamTypes {
         uint32_t m, n;
         DType out_dtype, bias_dtype;
         gemm::Activation activation;
-        bool blocks, fine;  // scales are of 128 of k; those of b of one column
-        bool direct;        // 16-bit results that TMA stores from the sums in registers
-        bool quads;         // four neighbouring elements of out are aligned
+        bool blockwise, is_1d1d;  // scales are of 128 of k; those of b of one column
+        bool store_by_tma;        // the transposed store: 16-bit results
+        bool vec4_aligned;        // four neighbouring elements of out are aligned
         uint32_t tiles, clusters;
         gemm::Divisor m_tiles;
         int k_blocks, k_steps, splits;  // blocks of 128, and stages
@@ -68,33 +69,34 @@ struct StreamTypes {
 };
 
 template <Config C>
-struct StreamTile {
+struct SwapAbTile {
     uint32_t row, col;
     int first, begin, end;  // the steps of k: the first of them, their range
 
     template <class Globals>
-    __device__ __forceinline__ StreamTile(const Globals& g, uint32_t index, int rank) {
+    __device__ __forceinline__ SwapAbTile(const Globals& g, uint32_t index, int rank) {
         const uint32_t n_tile = g.m_tiles.divide(index);
         row = (index - n_tile * g.m_tiles.value) * C.block_m;
         col = n_tile * C.block_n;
         begin = g.k_steps * rank / g.splits, end = g.k_steps * (rank + 1) / g.splits;
-        // Tiles begin at different k: not all blocks read the same lines of a at the same time.
+        // Tiles begin at different k, so that not all blocks read the same lines of a at the same
+        // time.
         first = begin + static_cast<int>(index * 37 % uint32_t(end - begin));
     }
     __device__ __forceinline__ int after(int k) const { return k + 1 == end ? begin : k + 1; }
 };
 
 template <Config C, class Globals, class Work>
-__device__ __forceinline__ void for_each_stream_tile(const Globals& g, int rank, Work work) {
+__device__ __forceinline__ void for_each_swap_ab_tile(const Globals& g, int rank, Work work) {
     for (uint32_t i = blockIdx.x / g.splits; i < g.tiles; i += g.clusters) {
-        work(StreamTile<C>(g, i, rank));
+        work(SwapAbTile<C>(g, i, rank));
     }
 }
 
 template <Config C>
-__device__ __forceinline__ void load_stage(const typename StreamTypes<C>::Globals& g,
-                                           typename StreamTypes<C>::Shared& shared, int which,
-                                           const StreamTile<C>& tile, int k) {
+__device__ __forceinline__ void load_stage(const typename SwapAbTraits<C>::Globals& g,
+                                           typename SwapAbTraits<C>::Shared& shared, int which,
+                                           const SwapAbTile<C>& tile, int k) {
     auto& stage = shared.stages[which];
     semaphore& full = shared.full[which];
     tma::expect(full, stage);
@@ -107,13 +109,14 @@ __device__ __forceinline__ void load_stage(const typename StreamTypes<C>::Global
         stage.a, g.a, elements(0, 0, static_cast<int>(tile.row), k * C.block_k), full);
 }
 
-// The first stages, by instructions that lie close to the kernel's first: those of stream_produce
-// come from memory when it begins. Blocks of a cluster are slower for it, and do without.
+// Loads the first stages, by instructions that lie close to the kernel's first: those of
+// produce_swap_ab come from memory when it begins. Blocks of a cluster are slower for it, and do
+// without.
 template <Config C>
-__device__ __forceinline__ void stream_begin(const typename StreamTypes<C>::Globals& g,
-                                             typename StreamTypes<C>::Shared& shared) {
+__device__ __forceinline__ void begin_swap_ab(const typename SwapAbTraits<C>::Globals& g,
+                                              typename SwapAbTraits<C>::Shared& shared) {
     if (blockIdx.x >= g.tiles) return;
-    const StreamTile<C> tile(g, blockIdx.x, 0);
+    const SwapAbTile<C> tile(g, blockIdx.x, 0);
     const int count = min(C.stages, tile.end - tile.begin);
     int k = tile.first;
 #pragma unroll 1
@@ -121,11 +124,12 @@ __device__ __forceinline__ void stream_begin(const typename StreamTypes<C>::Glob
 }
 
 template <Config C>
-__device__ __forceinline__ void stream_produce(const typename StreamTypes<C>::Globals& g,
-                                               typename StreamTypes<C>::Shared& shared, int rank) {
+__device__ __forceinline__ void produce_swap_ab(const typename SwapAbTraits<C>::Globals& g,
+                                                typename SwapAbTraits<C>::Shared& shared,
+                                                int rank) {
     Ring<C.stages> ring;
-    int begun = -1;  // stages that stream_begin has filled; not known before the first tile
-    for_each_stream_tile<C>(g, rank, [&](const StreamTile<C> tile) {
+    int begun = -1;  // stages that begin_swap_ab has filled; not known before the first tile
+    for_each_swap_ab_tile<C>(g, rank, [&](const SwapAbTile<C> tile) {
         if (begun < 0) begun = g.splits == 1 ? min(C.stages, tile.end - tile.begin) : 0;
         int k = tile.first;
         for (int step = tile.begin; step < tile.end; ++step, ring.advance(), k = tile.after(k)) {
@@ -139,37 +143,38 @@ __device__ __forceinline__ void stream_produce(const typename StreamTypes<C>::Gl
     });
 }
 
-// The scales of blocks: a second warp copies those of a stage from wherever they lie, as far ahead
-// as the tiles. Rows and columns that are not there take the scales of the last ones; blocks of k
-// that are not there have none, which is zero.
+// The producer of block-wise scales: a second warp copies those of a stage from wherever they lie,
+// as far ahead as the tiles. Rows and columns that are not there take the scales of the last ones;
+// blocks of k that are not there have none, which is zero.
 template <Config C>
-__device__ __forceinline__ void stream_scales(const typename StreamTypes<C>::Globals& g,
-                                              typename StreamTypes<C>::Shared& shared, int rank) {
-    using K = StreamTypes<C>;
+__device__ __forceinline__ void produce_scales_swap_ab(const typename SwapAbTraits<C>::Globals& g,
+                                                       typename SwapAbTraits<C>::Shared& shared,
+                                                       int rank) {
+    using Traits = SwapAbTraits<C>;
     Ring<C.stages> ring;
-    for_each_stream_tile<C>(g, rank, [&](const StreamTile<C> tile) {
+    for_each_swap_ab_tile<C>(g, rank, [&](const SwapAbTile<C> tile) {
         int k = tile.first;
         for (int step = tile.begin; step < tile.end; ++step, ring.advance(), k = tile.after(k)) {
             const uint32_t to = shared.scales[ring.stage].address();
             wait(shared.empty[ring.stage], ring.phase ^ 1);
-            const auto copy = [&](const Scales& from, uint32_t at, int part, uint32_t first,
+            const auto copy = [&](const Scales& from, uint32_t at, int product, uint32_t first,
                                   uint32_t count) {
-                const int block = k * K::parts + part;
+                const int block = k * Traits::products + product;
                 const uint32_t i = first < count ? first : count - 1;
                 const float* source = from.data + int64_t(i) * from.outer;
                 arch::cp_async<4>(at, source + int64_t(block) * from.inner, block < g.k_blocks);
             };
 #pragma unroll
-            for (int i = laneid(); i < K::parts * C.block_m; i += WARP_THREADS) {
+            for (int i = laneid(); i < Traits::products * C.block_m; i += WARP_THREADS) {
                 copy(g.scale_a, to + i * 4, i / C.block_m, tile.row + i % C.block_m, g.m);
             }
-            const uint32_t columns = to + K::parts * C.block_m * 4;
-            if (g.fine) {
+            const uint32_t columns = to + Traits::products * C.block_m * 4;
+            if (g.is_1d1d) {
 #pragma unroll
-                for (int i = laneid(); i < K::parts * C.block_n; i += WARP_THREADS) {
+                for (int i = laneid(); i < Traits::products * C.block_n; i += WARP_THREADS) {
                     copy(g.scale_b, columns + i * 4, i / C.block_n, tile.col + i % C.block_n, g.n);
                 }
-            } else if (laneid() < K::parts) {
+            } else if (laneid() < Traits::products) {
                 copy(g.scale_b, columns + laneid() * 4, laneid(), tile.col / 128,
                      (g.n + 127) / 128);
             }
@@ -178,20 +183,20 @@ __device__ __forceinline__ void stream_scales(const typename StreamTypes<C>::Glo
     });
 }
 
-// sums += part, times the scales of its block.
+// sums += product, times its block-wise scales.
 template <Config C>
-__device__ __forceinline__ void promote(const typename StreamTypes<C>::Globals& g, uint32_t scales,
+__device__ __forceinline__ void promote(const typename SwapAbTraits<C>::Globals& g, uint32_t scales,
                                         rt_fl<16, C.block_m>& sums,
-                                        const rt_fl<16, C.block_m>& part, int which) {
-    using K = StreamTypes<C>;
+                                        const rt_fl<16, C.block_m>& product, int which) {
+    using Traits = SwapAbTraits<C>;
     float column[2] = {1.f, 1.f};
-    if (g.blocks) {
-        const uint32_t columns = scales + K::parts * C.block_m * 4;
+    if (g.blockwise) {
+        const uint32_t columns = scales + Traits::products * C.block_m * 4;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int n = warpgroup::warpid() * 16 + laneid() / 4 + i * 8;
             column[i] =
-                arch::load_shared<float>(columns + (g.fine ? which * C.block_n + n : which) * 4);
+                arch::load_shared<float>(columns + (g.is_1d1d ? which * C.block_n + n : which) * 4);
         }
     }
 #pragma unroll
@@ -199,13 +204,13 @@ __device__ __forceinline__ void promote(const typename StreamTypes<C>::Globals& 
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float2 row = make_float2(1.f, 1.f);
-            if (g.blocks) {
+            if (g.blockwise) {
                 const int m = j * 16 + half * 8 + laneid() % 4 * 2;
                 row = arch::load_shared<float2>(scales + (which * C.block_m + m) * 4);
             }
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const float2 x = part.tiles[0][j].data[2 * half + i];
+                const float2 x = product.tiles[0][j].data[2 * half + i];
                 float2& sum = sums.tiles[0][j].data[2 * half + i];
                 sum.x = fmaf(x.x, row.x * column[i], sum.x);
                 sum.y = fmaf(x.y, row.y * column[i], sum.y);
@@ -216,9 +221,10 @@ __device__ __forceinline__ void promote(const typename StreamTypes<C>::Globals& 
 
 // The epilogue of a tile whose sums lie in the shared memory of the cluster's blocks.
 template <Config C, class O>
-__device__ __forceinline__ void stream_finish(
-    const typename StreamTypes<C>::Globals& g,
-    const gemm::sm90::SharedSums<StreamTypes<C>::pitch>& sums, const StreamTile<C> tile, int rank) {
+__device__ __forceinline__ void swap_ab_epilogue(
+    const typename SwapAbTraits<C>::Globals& g,
+    const gemm::sm90::ClusterReduce<SwapAbTraits<C>::pitch>& sums, const SwapAbTile<C> tile,
+    int rank) {
     constexpr int fours = C.block_n / 4;
 #pragma unroll 1
     for (int i = rank * WARPGROUP_THREADS + warpgroup::laneid(); i < C.block_m * fours;
@@ -229,7 +235,7 @@ __device__ __forceinline__ void stream_finish(
         float x[4];
         sums.total(x, row, col);
         const int count = g.n - n < 4 ? int(g.n - n) : 4;
-        if (!g.blocks) {
+        if (!g.blockwise) {
             const float of_a = arch::load_global(g.scale_a.data + int64_t(m) * g.scale_a.outer);
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
@@ -245,40 +251,44 @@ __device__ __forceinline__ void stream_finish(
             }
         }
         gemm::sm90::activate(g.activation, x);
-        gemm::sm90::store_four(static_cast<O*>(g.out) + (int64_t(m) * g.n + n), x, g.quads, count);
+        gemm::sm90::store_four(static_cast<O*>(g.out) + (int64_t(m) * g.n + n), x, g.vec4_aligned,
+                               count);
     }
 }
 
-// The short way out: scales and bias in registers, from there by transposing stores through shared
-// memory to TMA.
+// The transposed store: scales and bias in registers, from there by transposing stores through
+// shared memory to TMA.
 template <Config C>
-struct DirectStore {
-    using K = StreamTypes<C>;
+struct TransposedStore {
+    using Traits = SwapAbTraits<C>;
     static constexpr int rows = C.block_m / 4;
     float row[rows], column[2], bias[2];
 
-    // Before the products, which hide the latency: a thread has so many rows, and two columns.
-    __device__ __forceinline__ void fetch(const typename K::Globals& g, const StreamTile<C> tile) {
+    // Called before the products, which hide the latency. A thread has C.block_m / 4 rows and two
+    // columns.
+    __device__ __forceinline__ void fetch(const typename Traits::Globals& g,
+                                          const SwapAbTile<C> tile) {
 #pragma unroll
         for (int i = 0; i < rows; ++i) {
             const uint32_t m = tile.row + i / 2 * 8 + laneid() % 4 * 2 + i % 2;
-            row[i] = !g.blocks && m < g.m
+            row[i] = !g.blockwise && m < g.m
                          ? arch::load_global(g.scale_a.data + int64_t(m) * g.scale_a.outer)
                          : 1.f;
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const uint32_t n = tile.col + warpgroup::warpid() * 16 + laneid() / 4 + i * 8;
-            column[i] = !g.blocks && n < g.n
+            column[i] = !g.blockwise && n < g.n
                             ? arch::load_global(g.scale_b.data + int64_t(n) * g.scale_b.outer)
                             : 1.f;
             bias[i] = g.bias != nullptr && n < g.n ? load_any(g.bias, g.bias_dtype, n) : 0.f;
         }
     }
-    __device__ __forceinline__ void store(const typename K::Globals& g, typename K::Shared& shared,
-                                          const rt_fl<16, C.block_m>& d, const StreamTile<C> tile,
+    __device__ __forceinline__ void store(const typename Traits::Globals& g,
+                                          typename Traits::Shared& shared,
+                                          const rt_fl<16, C.block_m>& d, const SwapAbTile<C> tile,
                                           int barrier) const {
-        auto& buffer = reinterpret_cast<typename K::out_tile&>(shared.sums);
+        auto& buffer = reinterpret_cast<typename Traits::out_tile&>(shared.sums);
         if (warpgroup::laneid() == 0) tma::store_async_read_wait();
         warpgroup::sync(barrier);
         rt_bf<C.block_m, 16, col_l> out;
@@ -308,119 +318,122 @@ struct DirectStore {
 };
 
 template <Config C>
-__device__ __forceinline__ void stream_consume(const typename StreamTypes<C>::Globals& g,
-                                               typename StreamTypes<C>::Shared& shared, int rank) {
-    using K = StreamTypes<C>;
+__device__ __forceinline__ void consume_swap_ab(const typename SwapAbTraits<C>::Globals& g,
+                                                typename SwapAbTraits<C>::Shared& shared,
+                                                int rank) {
+    using Traits = SwapAbTraits<C>;
     constexpr int SUMS = 2;  // named barrier of the consumer
     Ring<C.stages> ring;
-    gemm::sm90::SharedSums<K::pitch> turned{shared.sums.address(), g.splits, SUMS, shared.summed,
-                                            shared.read};
-    rt_fl<16, C.block_m> sums, parts[K::parts];
-    DirectStore<C> direct;
-    for_each_stream_tile<C>(g, rank, [&](const StreamTile<C> tile) {
+    gemm::sm90::ClusterReduce<Traits::pitch> reduce{shared.sums.address(), g.splits, SUMS,
+                                                    shared.summed, shared.read};
+    rt_fl<16, C.block_m> sums, products[Traits::products];
+    TransposedStore<C> transposed;
+    for_each_swap_ab_tile<C>(g, rank, [&](const SwapAbTile<C> tile) {
         kittens::warp::zero(sums);
-        if (g.direct) direct.fetch(g, tile);
+        if (g.store_by_tma) transposed.fetch(g, tile);
         for (int step = tile.begin; step < tile.end; ++step, ring.advance()) {
             auto& stage = shared.stages[ring.stage];
             wait(shared.full[ring.stage], ring.phase);
 #pragma unroll
-            for (int i = 0; i < K::parts; ++i) {
+            for (int i = 0; i < Traits::products; ++i) {
                 auto weights = stage.b.template subtile<C.block_n, BLOCK_K>({0, i});
                 auto rows = stage.a.template subtile<C.block_m, BLOCK_K>({0, i});
-                warpgroup::product<false, true>(parts[i], weights, rows, false);
+                warpgroup::product<false, true>(products[i], weights, rows, false);
             }
             warpgroup::mma_async_wait();
-            if (!g.blocks && laneid() == 0) arrive(shared.empty[ring.stage]);
+            if (!g.blockwise && laneid() == 0) arrive(shared.empty[ring.stage]);
 #pragma unroll
-            for (int i = 0; i < K::parts; ++i) {
-                warpgroup::mma_async_wait(parts[i]);
-                promote<C>(g, shared.scales[ring.stage].address(), sums, parts[i], i);
+            for (int i = 0; i < Traits::products; ++i) {
+                warpgroup::mma_async_wait(products[i]);
+                promote<C>(g, shared.scales[ring.stage].address(), sums, products[i], i);
             }
-            if (g.blocks) {  // each warp has read the scales itself
+            if (g.blockwise) {  // each warp has read the scales itself
                 arch::sync_warp();
                 if (laneid() == 0) arrive(shared.empty[ring.stage]);
             }
         }
 
-        if (g.direct) {
+        if (g.store_by_tma) {
             if (g.splits > 1) {
-                const gemm::sm90::SentSums<C.block_m> sent{shared.sums.address(), shared.summed};
+                const gemm::sm90::ClusterGather<C.block_m> sent{shared.sums.address(),
+                                                                shared.summed};
                 if (rank > 0) return sent.send(sums, rank);
                 sent.receive(sums, g.splits);
             }
-            return direct.store(g, shared, sums, tile, SUMS);
+            return transposed.store(g, shared, sums, tile, SUMS);
         }
-        turned.begin();
-        turned.store(sums, 0);
-        turned.exchange();
+        reduce.begin();
+        reduce.store(sums, 0);
+        reduce.sync_cluster();
         if (g.out_dtype == DType::bf16)
-            stream_finish<C, bf16>(g, turned, tile, rank);
+            swap_ab_epilogue<C, bf16>(g, reduce, tile, rank);
         else if (g.out_dtype == DType::fp16)
-            stream_finish<C, half>(g, turned, tile, rank);
+            swap_ab_epilogue<C, half>(g, reduce, tile, rank);
         else
-            stream_finish<C, float>(g, turned, tile, rank);
-        turned.finish();
+            swap_ab_epilogue<C, float>(g, reduce, tile, rank);
+        reduce.end();
     });
-    if (g.direct && warpgroup::laneid() == 0) tma::store_async_read_wait();
+    if (g.store_by_tma && warpgroup::laneid() == 0) tma::store_async_read_wait();
 }
 
-template <class K>
-__global__ __launch_bounds__(K::threads, 1) void fp8_stream_kernel(const __grid_constant__
-                                                                   typename K::Globals g) {
-    constexpr Config C = K::config;
+template <class Traits>
+__global__ __launch_bounds__(Traits::threads,
+                             1) void fp8_swap_ab_kernel(const __grid_constant__
+                                                        typename Traits::Globals g) {
+    constexpr Config C = Traits::config;
     shared_allocator allocator(shared_memory());
-    auto& shared = allocator.template allocate<typename K::Shared>();
+    auto& shared = allocator.template allocate<typename Traits::Shared>();
     const bool produces = warpgroup::groupid() == 1;
     const int rank = g.splits > 1 ? static_cast<int>(arch::cluster_rank()) : 0;
     if (produces) {
         if (warpgroup::warpid() == 0 && arch::elect_one()) {
-            tma::prefetch_map<typename K::weights>(g.b);
-            tma::prefetch_map<typename K::rows>(g.a);
+            tma::prefetch_map<typename Traits::weights>(g.b);
+            tma::prefetch_map<typename Traits::rows>(g.a);
             for (int i = 0; i < C.stages; ++i) {
-                init_semaphore(shared.full[i], 1 + (g.blocks ? WARP_THREADS : 0));
+                init_semaphore(shared.full[i], 1 + (g.blockwise ? WARP_THREADS : 0));
                 init_semaphore(shared.empty[i], WARPGROUP_WARPS);
             }
-            init_semaphore(shared.summed, WARPGROUP_WARPS * max(1, g.splits - int(g.direct)));
+            init_semaphore(shared.summed, WARPGROUP_WARPS * max(1, g.splits - int(g.store_by_tma)));
             init_semaphore(shared.read, WARPGROUP_WARPS * g.splits);
             arch::mbarrier_init_fence();
             if (g.splits == 1) {
                 arch::wait_for_dependencies();
-                stream_begin<C>(g, shared);
+                begin_swap_ab<C>(g, shared);
             }
         }
         arch::sync_warp();
         if (warpgroup::warpid() == 1)  // which waits for semaphores too
-            arch::named_barrier_sync(READY, K::threads);
+            arch::named_barrier_sync(READY, Traits::threads);
         else
-            arch::named_barrier_arrive(READY, K::threads);
+            arch::named_barrier_arrive(READY, Traits::threads);
     } else {
-        arch::named_barrier_sync(READY, K::threads);
+        arch::named_barrier_sync(READY, Traits::threads);
     }
-    // Other blocks of the cluster arrive at the semaphores when they have their sums.
+    // Other blocks of the cluster arrive at these semaphores when they have their sums.
     if (g.splits > 1) cluster::arrive();
     arch::wait_for_dependencies();
     arch::launch_dependents();
     if (produces) {
         if (warpgroup::warpid() == 1) {
-            if (g.blocks) stream_scales<C>(g, shared, rank);
+            if (g.blockwise) produce_scales_swap_ab<C>(g, shared, rank);
         } else if (arch::elect_one()) {
-            stream_produce<C>(g, shared, rank);
+            produce_swap_ab<C>(g, shared, rank);
         }
         arch::sync_warp();
         if (g.splits > 1) cluster::wait();
     } else {
-        stream_consume<C>(g, shared, rank);
+        consume_swap_ab<C>(g, shared, rank);
     }
-    // A block's shared memory is read, and its semaphores are arrived at, by its cluster; for what
-    // is sent the first block has waited.
-    if (g.splits > 1 && !g.direct) cluster::sync();
+    // The cluster must not end early: other blocks of it read this block's shared memory and arrive
+    // at its semaphores. With the gather the first block has waited for what is sent.
+    if (g.splits > 1 && !g.store_by_tma) cluster::sync();
 }
 
 }  // namespace sm90
 
 template <Config C>
-void launch_streamed(const Params& p, Stream stream) {
-    using K = sm90::StreamTypes<C>;
+void launch_swap_ab(const Params& p, Stream stream) {
+    using Traits = sm90::SwapAbTraits<C>;
     using namespace kittens;
     const auto matrix = [&]<class GL>(const void* data, int64_t rows, int64_t cols,
                                       int64_t stride) {
@@ -432,16 +445,16 @@ void launch_streamed(const Params& p, Stream stream) {
     const auto m_tiles = static_cast<uint32_t>(tiles(p.m, C.block_m));
     const auto all_tiles = m_tiles * static_cast<uint32_t>(tiles(p.n, C.block_n));
     const auto clusters = static_cast<uint32_t>(p.schedule.blocks / p.schedule.splits);
-    // Sums are sent once: of one tile per cluster.
+    // The gather works for one tile per cluster.
     const bool sent = all_tiles <= clusters && p.schedule.splits <= senders(C) + 1;
-    const bool direct =
+    const bool store_by_tma =
         bytes == 2 && (p.schedule.splits == 1 || sent) && p.activation == 0 && p.n % 8 == 0;
-    const typename K::Globals globals {
-        .a = matrix.template operator()<decltype(K::Globals::a)>(p.a, p.m, p.k, p.a_stride),
-        .b = matrix.template operator()<decltype(K::Globals::b)>(p.b, p.n, p.k, p.b_stride),
+    const typename Traits::Globals globals {
+        .a = matrix.template operator()<decltype(Traits::Globals::a)>(p.a, p.m, p.k, p.a_stride),
+        .b = matrix.template operator()<decltype(Traits::Globals::b)>(p.b, p.n, p.k, p.b_stride),
         // Where TMA does not store, the map is a stand-in that nobody uses.
-        .out_map = matrix.template operator()<decltype(K::Globals::out_map)>(
-            p.out, direct ? p.m : 1, direct ? p.n : 64, direct ? p.n : 64),
+        .out_map = matrix.template operator()<decltype(Traits::Globals::out_map)>(
+            p.out, store_by_tma ? p.m : 1, store_by_tma ? p.n : 64, store_by_tma ? p.n : 64),
         .out = p.out,
         .scale_a = p.scale_a,
         .scale_b = p.scale_b,
@@ -451,10 +464,10 @@ void launch_streamed(const Params& p, Stream stream) {
         .out_dtype = p.out_dtype,
         .bias_dtype = p.bias_dtype,
         .activation = static_cast<gemm::Activation>(p.activation),
-        .blocks = p.blocks,
-        .fine = p.fine,
-        .direct = direct,
-        .quads = p.n % 4 == 0,
+        .blockwise = p.blockwise,
+        .is_1d1d = p.is_1d1d,
+        .store_by_tma = store_by_tma,
+        .vec4_aligned = p.n % 4 == 0,
         .tiles = all_tiles,
         .clusters = clusters,
         .m_tiles = gemm::Divisor(m_tiles),
@@ -462,9 +475,9 @@ void launch_streamed(const Params& p, Stream stream) {
         .k_steps = static_cast<int>(tiles(p.k, C.block_k)),
         .splits = p.schedule.splits,
     };
-    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::fp8_stream_kernel<K>,
-                    dim3(p.schedule.blocks), dim3(K::threads), dim3(p.schedule.splits),
-                    sizeof(typename K::Shared), stream, globals);
+    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::fp8_swap_ab_kernel<Traits>,
+                    dim3(p.schedule.blocks), dim3(Traits::threads), dim3(p.schedule.splits),
+                    sizeof(typename Traits::Shared), stream, globals);
 }
 
 }  // namespace thunderkittens::fp8_gemm

@@ -1,13 +1,14 @@
-// Product of few rows with an MXFP8 weight on Hopper: what it costs is to read the weight, once, in
-// the bits that it has.
+// Swap-AB product of skinny m with an MXFP8 weight on Hopper, which is dequantized in registers:
+// its cost is to read the weight, once, in the bits that it has.
 //
-// As in nvfp4_sm90.cuh the operands change places, and a warpgroup makes bf16 fragments of the
-// weight in registers. Here the weight needs no preparation: of 64 or 128 rows, 128 of k arrive by
-// TMA as they lie in memory, with the 512 bytes of their scales. Of 128 codes of a row each of the
-// four lanes that share it takes 32 neighbours, which are one block: two loads of 16 bytes, without
-// conflicts of banks, and one scale. To the tensor cores their order along k means nothing, as long
-// as a has the same: the pass that expands a writes it so (position_of). A step of 16 of k then
-// takes four codes of each lane, one register.
+// As in nvfp4_sm90.cuh the operands are swapped, and a warpgroup makes bf16 fragments of the weight
+// in registers. Roles: one warp loads, the other warpgroups dequantize and multiply. Here the
+// weight needs no preparation: of 64 or 128 rows, 128 of k arrive by TMA as they lie in memory,
+// with the 512 bytes of their scales. Of 128 codes of a row each of the four lanes that share it
+// takes 32 neighbours, which are one block: two loads of 16 bytes, without bank conflicts, and one
+// scale. To the tensor cores their order along k means nothing, as long as a has the same: the pass
+// that dequantizes a writes it so (position_of). A step of 16 of k then takes four codes of each
+// lane, one register.
 #pragma once
 
 #include "csrc/gemm/mxfp8/mxfp8_gemm.h"
@@ -18,30 +19,30 @@ namespace thunderkittens::mxfp8_gemm {
 namespace sm90 {
 
 using namespace kittens;
-using mixed_gemm::sm90::range_of_k;
+using nvfp4_gemm::sm90::range_of_k;
 
-template <FewConfig F>
-struct FewTypes {
-    static constexpr mixed_gemm::Config config = F.tile;
-    static constexpr FewConfig few = F;
+template <DequantConfig F>
+struct DequantTraits {
+    static constexpr nvfp4_gemm::Config config = F.tile;
+    static constexpr DequantConfig dequant = F;
     using T = bf16;
     struct W {
         static constexpr float FACTOR = 1.f;
     };
-    static constexpr uint32_t band = 4;  // of tiles of rows of a, as with prepared weights
+    static constexpr uint32_t raster_group = 4;  // of tiles of rows of a, as with prepared weights
     static constexpr int k_groups = config.k_groups;
-    static constexpr int block_rows = mixed_gemm::block_rows(config);
-    static constexpr int pass = few_pass(config);
+    static constexpr int block_rows = nvfp4_gemm::block_rows(config);
+    static constexpr int pass = dequant_pass(config);
     static constexpr int pitch = block_rows + 4;  // of the sums, in floats: no bank conflicts
-    static constexpr int threads = mixed_gemm::threads(config);
-    static constexpr int consumers = mixed_gemm::consumers(config);
-    static constexpr bool moves_registers = mixed_gemm::moves_registers(config);
+    static constexpr int threads = nvfp4_gemm::threads(config);
+    static constexpr int consumers = nvfp4_gemm::consumers(config);
+    static constexpr bool moves_registers = nvfp4_gemm::moves_registers(config);
     static constexpr int producer_registers = consumers == 2 ? 40 : 32;
     static constexpr int consumer_registers = consumers == 2 ? 232 : 112;
 
-    // A stage has FEW_K of k for each group of warpgroups, side by side: one copy brings it, and
-    // the warp that loads spends some hundred cycles on each.
-    static constexpr int stage_k = FEW_K * k_groups;
+    // A stage has CHUNK_K of k for each group of warpgroups, side by side: one copy loads it,
+    // because the warp that loads spends some hundred cycles on each.
+    static constexpr int stage_k = CHUNK_K * k_groups;
     using rows = st<bf16, config.tokens, stage_k>;
     using codes = st<fp8e4m3, block_rows, stage_k>;  // e5m2 are bytes as well
 
@@ -61,8 +62,9 @@ struct FewTypes {
     };
     static_assert(sizeof(Stage) % 1024 == 0);
     static_assert(sizeof(Shared) <= MAX_SHARED_MEMORY, "too many stages");
-    static_assert(sizeof(Shared) == few_shared_bytes(F), "mxfp8/mxfp8_gemm.h knows another size");
-    static_assert(mixed_gemm::PIECE * config.pieces == FEW_K * k_groups);
+    static_assert(sizeof(Shared) == dequant_shared_bytes(F),
+                  "mxfp8/mxfp8_gemm.h knows another size");
+    static_assert(nvfp4_gemm::PIECE * config.pieces == CHUNK_K * k_groups);
 
     struct Globals {
         gl<bf16, 1, 1, -1, -1, rows> a;
@@ -74,14 +76,14 @@ struct FewTypes {
         void* out;
         DType out_dtype;
         gemm::Activation activation;
-        bool quads;
+        bool vec4_aligned;
         uint32_t m, n, groups;
         uint32_t row_tiles, clusters;
         int k_blocks, k_chunks, k_steps, splits;
     };
 };
 
-// The k of the stages, one after the other: the warp that loads and the consumers walk alike.
+// The walk over the k of the stages, the same for the warp that loads and the consumers.
 struct Walk {
     int k, begin, end;
     __device__ __forceinline__ Walk(const int2 range, uint32_t row_tile)
@@ -93,44 +95,45 @@ struct Walk {
     }
 };
 
-// The weight's part of a stage, for which `full` waits; a's is still to come.
-template <class K>
-__device__ __forceinline__ void load_weight(const typename K::Globals& g,
-                                            typename K::Shared& shared, int slot, int k,
-                                            const mixed_gemm::sm90::Tile& tile) {
+// Loads the weight's half of a stage, and announces the bytes of both; a's is still to come.
+template <class Traits>
+__device__ __forceinline__ void load_weight(const typename Traits::Globals& g,
+                                            typename Traits::Shared& shared, int slot, int k,
+                                            const nvfp4_gemm::sm90::Tile& tile) {
     constexpr int ATOM = block_scaled::sm90::ATOM;
     auto& stage = shared.stages[slot];
     semaphore& full = shared.full[slot];
-    const int row = static_cast<int>(tile.row_tile) * K::block_rows;
+    const int row = static_cast<int>(tile.row_tile) * Traits::block_rows;
     const int64_t line = int64_t{tile.group} * ((g.n + 127) / 128) + row / 128;
     // Past the end of k codes are zero, and have no scales.
-    const int first = k * K::k_groups;
-    const int bytes = min(K::k_groups, g.k_chunks - first) * ATOM;
-    tma::expect_bytes(full, sizeof(typename K::Stage) + bytes);
+    const int first = k * Traits::k_groups;
+    const int bytes = min(Traits::k_groups, g.k_chunks - first) * ATOM;
+    tma::expect_bytes(full, sizeof(typename Traits::Stage) + bytes);
     tma::load_async<2, tma::CachePolicy::evict_first>(
-        stage.weight, g.weight, elements(static_cast<int>(tile.group), 0, row, k * K::stage_k),
+        stage.weight, g.weight, elements(static_cast<int>(tile.group), 0, row, k * Traits::stage_k),
         full);
     arch::bulk_load(arch::shared_address(shared.scales[slot].bytes),
                     g.scales + (line * g.k_chunks + first) * ATOM, bytes, full.address());
 }
 
-template <class K>
-__device__ __forceinline__ void produce_few(const typename K::Globals& g,
-                                            typename K::Shared& shared) {
-    constexpr auto C = K::config;
+template <class Traits>
+__device__ __forceinline__ void produce_dequant(const typename Traits::Globals& g,
+                                                typename Traits::Shared& shared) {
+    constexpr auto C = Traits::config;
     const int2 range = range_of_k(g);
     int slot = 0, phase = 1;
     int early = -1;  // stages whose weights are on their way; not known before the first tile
-    mixed_gemm::sm90::for_each_tile<K>(g, [&](const mixed_gemm::sm90::Tile& tile) {
+    nvfp4_gemm::sm90::for_each_tile<Traits>(g, [&](const nvfp4_gemm::sm90::Tile& tile) {
         if (tile.group >= g.groups) return;
-        // Blocks begin at different k: not all of them read the same lines of a at the same time.
+        // Blocks begin at different k, so that not all of them read the same lines of a at the same
+        // time.
         Walk walk(range, tile.row_tile);
         if (early < 0) {
-            // Weights need not wait for the pass over a: they were there before it began.
+            // The first weights need not wait for the pass over a: they were there before it began.
             early = min(C.stages, range.y - range.x);
             Walk ahead = walk;
             for (int i = 0; i < early; ++i, ahead.advance())
-                load_weight<K>(g, shared, i, ahead.k, tile);
+                load_weight<Traits>(g, shared, i, ahead.k, tile);
             arch::wait_for_dependencies();
         }
         for (int step = range.x; step < range.y; ++step, walk.advance()) {
@@ -140,21 +143,21 @@ __device__ __forceinline__ void produce_few(const typename K::Globals& g,
                 --early;
             } else {
                 wait(shared.empty[slot], phase);
-                load_weight<K>(g, shared, slot, walk.k, tile);
+                load_weight<Traits>(g, shared, slot, walk.k, tile);
             }
             tma::load_async<2, tma::CachePolicy::evict_last>(
-                stage.a, g.a, elements(0, 0, static_cast<int>(tile.token), walk.k * K::stage_k),
-                full);
+                stage.a, g.a,
+                elements(0, 0, static_cast<int>(tile.token), walk.k * Traits::stage_k), full);
             if (++slot == C.stages) slot = 0, phase ^= 1;
         }
     });
 }
 
-// The sums of a tile, from all k that fall to this block.
-template <class K>
-struct FewMainloop {
-    static constexpr auto C = K::config;
-    using F = block_scaled::sm90::Fp8<int(K::few.data)>;
+// The main loop: the sums of a tile, from all k that fall to this block.
+template <class Traits>
+struct DequantMainloop {
+    static constexpr auto C = Traits::config;
+    using F = block_scaled::sm90::Fp8<int(Traits::dequant.data)>;
     int slot = 0, phase = 0;
     rt_fl<16, C.tokens> d;
     rt_bf<16, 64> fragments[2];
@@ -163,7 +166,7 @@ struct FewMainloop {
         const float2 value = F::values(codes & 0xffffu);
         return arch::bit_cast<bf16_2>(arch::pack_bf16(value.x * scale, value.y * scale));
     }
-    // Of rows r and r + 8, codes of four steps.
+    // Makes the fragments of four steps from codes of rows r and r + 8.
     static __device__ __forceinline__ void make(rt_bf<16, 64>& to, const uint4& low,
                                                 const uint4& high, const float (&scale)[2]) {
         const uint32_t lows[4] = {low.x, low.y, low.z, low.w};
@@ -178,8 +181,9 @@ struct FewMainloop {
         }
     }
 
-    __device__ __forceinline__ void run(const typename K::Globals& g, typename K::Shared& shared,
-                                        const mixed_gemm::sm90::Tile& tile, const int2 range,
+    __device__ __forceinline__ void run(const typename Traits::Globals& g,
+                                        typename Traits::Shared& shared,
+                                        const nvfp4_gemm::sm90::Tile& tile, const int2 range,
                                         int row_group, int k_group) {
         // Every warp has read codes and scales.
         const auto release = [&](int stage) {
@@ -188,8 +192,8 @@ struct FewMainloop {
         };
         const int lane = laneid(), quad = lane % 4;
         const int row = row_group * 64 + warpgroup::warpid() * 16 + lane / 4;
-        // In the atom of scales, whose rows may be the upper half of 128.
-        const int in_atom = static_cast<int>(tile.row_tile) * K::block_rows % 128 + row;
+        // The row in the atom of scales, of which this tile's rows may be the upper half.
+        const int in_atom = static_cast<int>(tile.row_tile) * Traits::block_rows % 128 + row;
         const int scale_at = block_scaled::sm90::place_in_atom(in_atom, quad);
         Walk walk(range, tile.row_tile);
         int previous = 0;
@@ -199,8 +203,8 @@ struct FewMainloop {
             auto& stage = shared.stages[slot];
             const uint32_t scales = arch::shared_address(shared.scales[slot].bytes) +
                                     k_group * block_scaled::sm90::ATOM;
-            // What is past the end of k has no scale.
-            const bool there = (walk.k * K::k_groups + k_group) * 4 + quad < g.k_blocks;
+            // Codes past the end of k have no scale.
+            const bool there = (walk.k * Traits::k_groups + k_group) * 4 + quad < g.k_blocks;
             float scale[2];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -209,7 +213,7 @@ struct FewMainloop {
             }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int column = k_group * FEW_K + quad * 32 + half * 16;
+                const int column = k_group * CHUNK_K + quad * 32 + half * 16;
                 const auto low = arch::load_shared<uint4>(stage.weight.address_of(row, column));
                 const auto high =
                     arch::load_shared<uint4>(stage.weight.address_of(row + 8, column));
@@ -229,63 +233,67 @@ struct FewMainloop {
     }
 };
 
-template <class K>
-__device__ __forceinline__ void consume_few(const typename K::Globals& g,
-                                            typename K::Shared& shared) {
-    constexpr auto C = K::config;
+template <class Traits>
+__device__ __forceinline__ void consume_dequant(const typename Traits::Globals& g,
+                                                typename Traits::Shared& shared) {
+    constexpr auto C = Traits::config;
     const int2 range = range_of_k(g);
     const int row_group = warpgroup::groupid() % C.row_groups,
               k_group = warpgroup::groupid() / C.row_groups;
-    FewMainloop<K> loop;
-    mixed_gemm::sm90::Finish<K> finish;
-    mixed_gemm::sm90::for_each_tile<K>(g, [&](const mixed_gemm::sm90::Tile& tile) {
+    DequantMainloop<Traits> loop;
+    nvfp4_gemm::sm90::TileEpilogue<Traits> epilogue;
+    nvfp4_gemm::sm90::for_each_tile<Traits>(g, [&](const nvfp4_gemm::sm90::Tile& tile) {
         if (tile.group < g.groups) loop.run(g, shared, tile, range, row_group, k_group);
-        finish.tile(g, shared, loop.d, tile, row_group, k_group);
+        epilogue.tile(g, shared, loop.d, tile, row_group, k_group);
     });
-    finish.end(g);
+    epilogue.end(g);
 }
 
-template <class K>
-__global__ __launch_bounds__(K::threads, 1) void mxfp8_few_kernel(const __grid_constant__
-                                                                  typename K::Globals g) {
-    constexpr auto C = K::config;
+template <class Traits>
+__global__ __launch_bounds__(Traits::threads,
+                             1) void mxfp8_dequant_kernel(const __grid_constant__
+                                                          typename Traits::Globals g) {
+    constexpr auto C = Traits::config;
     shared_allocator allocator(shared_memory());
-    auto& shared = allocator.template allocate<typename K::Shared>();
-    const bool produces = warpgroup::groupid() == K::consumers;
-    mixed_gemm::sm90::make_semaphores<K>(shared, produces, g.splits, 1, [&] {
-        tma::prefetch_map<typename K::rows>(g.a);
-        tma::prefetch_map<typename K::codes>(g.weight);
+    auto& shared = allocator.template allocate<typename Traits::Shared>();
+    const bool produces = warpgroup::groupid() == Traits::consumers;
+    nvfp4_gemm::sm90::make_semaphores<Traits>(shared, produces, g.splits, 1, [&] {
+        tma::prefetch_map<typename Traits::rows>(g.a);
+        tma::prefetch_map<typename Traits::codes>(g.weight);
     });
-    // Other blocks of the cluster arrive at the semaphores when they have their sums.
+    // Other blocks of the cluster arrive at these semaphores when they have their sums.
     if (g.splits > 1) cluster::arrive();
-    if (!produces) arch::wait_for_dependencies();  // produce_few does by itself
+    if (!produces) arch::wait_for_dependencies();  // produce_dequant does by itself
     arch::launch_dependents();
     if (produces) {
-        if constexpr (K::moves_registers) warpgroup::decrease_registers<K::producer_registers>();
-        if (warpgroup::warpid() == 0 && arch::elect_one()) produce_few<K>(g, shared);
+        if constexpr (Traits::moves_registers)
+            warpgroup::decrease_registers<Traits::producer_registers>();
+        if (warpgroup::warpid() == 0 && arch::elect_one()) produce_dequant<Traits>(g, shared);
         arch::sync_warp();
         if (g.splits > 1) cluster::wait();
     } else {
-        if constexpr (K::moves_registers) warpgroup::increase_registers<K::consumer_registers>();
-        consume_few<K>(g, shared);
+        if constexpr (Traits::moves_registers)
+            warpgroup::increase_registers<Traits::consumer_registers>();
+        consume_dequant<Traits>(g, shared);
     }
-    // A block's shared memory is read, and its semaphores are arrived at, by its cluster.
+    // The cluster must not end early: other blocks of it read this block's shared memory and arrive
+    // at its semaphores.
     if (g.splits > 1) cluster::sync();
 }
 
 }  // namespace sm90
 
-template <FewConfig F>
-void launch_few(const FewParams& p, Stream stream) {
-    using K = sm90::FewTypes<F>;
-    using A = decltype(K::Globals::a);
-    using B = decltype(K::Globals::weight);
+template <DequantConfig F>
+void launch_dequant(const DequantParams& p, Stream stream) {
+    using Traits = sm90::DequantTraits<F>;
+    using A = decltype(Traits::Globals::a);
+    using B = decltype(Traits::Globals::weight);
     const auto ceil_div = [](int64_t x, int64_t y) { return (x + y - 1) / y; };
     const int64_t quad = 4 * size_in_bytes(p.out_dtype);
-    const bool quads = reinterpret_cast<uintptr_t>(p.out) % quad == 0 && p.n % 4 == 0;
-    const typename K::Globals globals{
+    const bool vec4_aligned = reinterpret_cast<uintptr_t>(p.out) % quad == 0 && p.n % 4 == 0;
+    const typename Traits::Globals globals{
         .a = A(static_cast<typename A::T*>(const_cast<void*>(p.a)), nullptr, nullptr, p.m,
-               round_up(p.k, FEW_K), kittens::gl_strides{0, 0, round_up(p.k, FEW_K)}),
+               round_up(p.k, CHUNK_K), kittens::gl_strides{0, 0, round_up(p.k, CHUNK_K)}),
         .weight = B(static_cast<typename B::T*>(const_cast<void*>(p.weight)), p.groups, nullptr,
                     p.n, p.k, kittens::gl_strides{p.group_stride, 0, p.weight_stride}),
         .scales = static_cast<const uint8_t*>(p.scales),
@@ -295,20 +303,20 @@ void launch_few(const FewParams& p, Stream stream) {
         .out = p.out,
         .out_dtype = p.out_dtype,
         .activation = static_cast<gemm::Activation>(p.activation),
-        .quads = quads,
+        .vec4_aligned = vec4_aligned,
         .m = static_cast<uint32_t>(p.m),
         .n = static_cast<uint32_t>(p.n),
         .groups = static_cast<uint32_t>(p.groups),
-        .row_tiles = static_cast<uint32_t>(ceil_div(p.n, K::block_rows)),
+        .row_tiles = static_cast<uint32_t>(ceil_div(p.n, Traits::block_rows)),
         .clusters = static_cast<uint32_t>(p.schedule.blocks / p.schedule.splits),
         .k_blocks = static_cast<int>(ceil_div(p.k, BLOCK)),
-        .k_chunks = static_cast<int>(ceil_div(p.k, FEW_K)),
-        .k_steps = static_cast<int>(ceil_div(p.k, FEW_K * K::k_groups)),
+        .k_chunks = static_cast<int>(ceil_div(p.k, CHUNK_K)),
+        .k_steps = static_cast<int>(ceil_div(p.k, CHUNK_K * Traits::k_groups)),
         .splits = p.schedule.splits,
     };
-    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::mxfp8_few_kernel<K>,
-                    dim3(p.schedule.blocks), dim3(K::threads), dim3(p.schedule.splits),
-                    sizeof(typename K::Shared), stream, globals);
+    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::mxfp8_dequant_kernel<Traits>,
+                    dim3(p.schedule.blocks), dim3(Traits::threads), dim3(p.schedule.splits),
+                    sizeof(typename Traits::Shared), stream, globals);
 }
 
 }  // namespace thunderkittens::mxfp8_gemm

@@ -1,19 +1,20 @@
-// Product of few rows of MXFP8 matrices on Hopper from their codes, on the fp8 tensor cores: it
-// needs no pass before it, and costs what it is to read the weight.
+// Swap-AB product of MXFP8 matrices for skinny m on Hopper, on the native fp8 tensor cores: it
+// needs no pass over the operands, and its cost is to read the weight.
 //
-// As in fp8_sm90.cuh 64 rows of the weight are the rows of a tensor core's tile, up to 64
-// rows of a its columns; the warpgroups of a block divide the k of a stage. A product takes 32 of
-// k, one block of either operand, as the codes lie in memory; in registers it is multiplied by the
-// scales of both and added, in fp32. Nothing is re-based, and no scale is too far from another;
-// what is lost is that the tensor cores keep 13 bits of a sum of 32 products.
+// As in fp8_sm90.cuh 64 rows of the weight are the rows of a tensor core's tile, up to 64 rows of a
+// its columns. Roles: one warp loads, the warpgroups of a block divide the k of a stage. Promoted
+// accumulation: a product takes 32 of k, one block of either operand, as the codes lie in memory;
+// in registers it is multiplied by the scales of both and added, in fp32. No operand is rescaled,
+// and no scale is too far from another; what is lost is that the tensor cores keep 13 bits of a sum
+// of 32 products.
 //
 // Copies are few: one of each operand and of its scales for all warpgroups, because the warp that
 // loads spends some hundred cycles on each. While the first products of a stage run, the threads of
 // a warpgroup make floats of its scales.
 //
-// At the end of a tile its last stage is not handed back at once: the other warpgroups leave their
-// sums there for the first one, which adds them, and on their way out they pass through it too.
-// Where there are few tiles, the blocks of a cluster divide k and send their sums to the first.
+// At the end of a tile its last stage is not released at once: the other warpgroups leave their
+// sums there for the first one, which adds them, and the result passes through it too. Where there
+// are few tiles, split-K over a cluster: its blocks divide k and send their sums to the first.
 #pragma once
 
 #include <stdexcept>
@@ -25,18 +26,19 @@ namespace sm90 {
 
 using namespace kittens;
 
-template <class K>
-__device__ __forceinline__ void load_stage(const typename K::Globals& g, typename K::Shared& shared,
-                                           int which, const CodesTile<K>& tile, int k) {
+template <class Traits>
+__device__ __forceinline__ void load_stage(const typename Traits::Globals& g,
+                                           typename Traits::Shared& shared, int which,
+                                           const NativeTile<Traits>& tile, int k) {
     constexpr int ATOM = block_scaled::sm90::ATOM;
     auto& stage = shared.stages[which];
     auto& scales = shared.scales[which];
     semaphore& full = shared.full[which];
     // Past the end of k codes are zero, and have no scales.
-    const int first = k * K::atoms;
-    const int bytes = min(K::atoms, g.k_chunks - first) * ATOM;
-    tma::expect_bytes(full, sizeof(typename K::Stage) + 2 * bytes);
-    const auto weight = elements(0, 0, tile.row, k * K::shape.stage_k);
+    const int first = k * Traits::atoms;
+    const int bytes = min(Traits::atoms, g.k_chunks - first) * ATOM;
+    tma::expect_bytes(full, sizeof(typename Traits::Stage) + 2 * bytes);
+    const auto weight = elements(0, 0, tile.row, k * Traits::shape.stage_k);
     if (g.m_tiles.value == 1)
         tma::load_async<2, tma::CachePolicy::evict_first>(stage.weight, g.weight, weight, full);
     else  // the other tiles of the same rows find it in the L2 cache
@@ -47,30 +49,31 @@ __device__ __forceinline__ void load_stage(const typename K::Globals& g, typenam
     };
     load(scales.weight, g.scales_weight, tile.row);
     tma::load_async<2, tma::CachePolicy::evict_last>(
-        stage.a, g.a, elements(0, 0, tile.token, k * K::shape.stage_k), full);
+        stage.a, g.a, elements(0, 0, tile.token, k * Traits::shape.stage_k), full);
     load(scales.a, g.scales_a, tile.token);
 }
 
-// The first stages, by instructions that lie close to the kernel's first: those of load_codes come
-// from memory when it begins. Blocks of a cluster are slower for it, and do without.
-template <class K>
-__device__ __forceinline__ void begin_codes(const typename K::Globals& g,
-                                            typename K::Shared& shared) {
+// Loads the first stages, by instructions that lie close to the kernel's first: those of
+// produce_native come from memory when it begins. Blocks of a cluster are slower for it, and do
+// without.
+template <class Traits>
+__device__ __forceinline__ void begin_native(const typename Traits::Globals& g,
+                                             typename Traits::Shared& shared) {
     if (blockIdx.x >= g.tiles) return;
-    const CodesTile<K> tile(g, blockIdx.x, 0);
-    const int count = min(K::shape.stages, tile.end - tile.begin);
+    const NativeTile<Traits> tile(g, blockIdx.x, 0);
+    const int count = min(Traits::shape.stages, tile.end - tile.begin);
     int k = tile.first;
 #pragma unroll 1
-    for (int i = 0; i < count; ++i, k = tile.after(k)) load_stage<K>(g, shared, i, tile, k);
+    for (int i = 0; i < count; ++i, k = tile.after(k)) load_stage<Traits>(g, shared, i, tile, k);
 }
 
-template <class K>
-__device__ __forceinline__ void load_codes(const typename K::Globals& g, typename K::Shared& shared,
-                                           int rank) {
-    gemm::sm90::Ring<K::shape.stages> ring;
-    int begun = -1;  // stages that begin_codes has filled; not known before the first tile
-    for_each_codes_tile<K>(g, rank, [&](const CodesTile<K> tile) {
-        if (begun < 0) begun = g.splits == 1 ? min(K::shape.stages, tile.end - tile.begin) : 0;
+template <class Traits>
+__device__ __forceinline__ void produce_native(const typename Traits::Globals& g,
+                                               typename Traits::Shared& shared, int rank) {
+    gemm::sm90::Ring<Traits::shape.stages> ring;
+    int begun = -1;  // stages that begin_native has filled; not known before the first tile
+    for_each_native_tile<Traits>(g, rank, [&](const NativeTile<Traits> tile) {
+        if (begun < 0) begun = g.splits == 1 ? min(Traits::shape.stages, tile.end - tile.begin) : 0;
         int k = tile.first;
         for (int step = tile.begin; step < tile.end; ++step, ring.advance(), k = tile.after(k)) {
             if (begun > 0) {
@@ -78,47 +81,52 @@ __device__ __forceinline__ void load_codes(const typename K::Globals& g, typenam
                 continue;
             }
             wait(shared.empty[ring.stage], ring.phase ^ 1);
-            load_stage<K>(g, shared, ring.stage, tile, k);
+            load_stage<Traits>(g, shared, ring.stage, tile, k);
         }
     });
 }
 
-// The sums of a tile, from all k that fall to this warpgroup.
-template <class K>
-struct CodesMainloop {
+// The main loop: the sums of a tile, from all k that fall to this warpgroup.
+template <class Traits>
+struct NativeMainloop {
     static constexpr int STEP = 3;  // named barriers, one per warpgroup
-    gemm::sm90::Ring<K::shape.stages> ring;
+    gemm::sm90::Ring<Traits::shape.stages> ring;
     int parity = 0;
-    rt_fl<16, K::tokens> d, parts[K::in_flight];
+    rt_fl<16, Traits::tokens> d, in_flight_products[Traits::in_flight];
 
-    // The scales of a stage as floats; past the end of k there are none.
-    __device__ __forceinline__ void convert(const typename K::Scales& scales, uint32_t to,
-                                            const CodesTile<K>& tile, int atom, int blocks) const {
-        constexpr int ROWS = K::ROWS + K::tokens, ITEMS = K::products / K::BLOCKS * ROWS;
+    // Converts the scales of a stage to floats; past the end of k there are none.
+    __device__ __forceinline__ void convert(const typename Traits::Scales& scales, uint32_t to,
+                                            const NativeTile<Traits>& tile, int atom,
+                                            int blocks) const {
+        constexpr int ROWS = Traits::ROWS + Traits::tokens,
+                      ITEMS = Traits::products / Traits::BLOCKS * ROWS;
 #pragma unroll
         for (int first = 0; first < ITEMS; first += WARPGROUP_THREADS) {
             const int item = first + warpgroup::laneid();
             if (ITEMS % WARPGROUP_THREADS != 0 && item >= ITEMS) break;
             const int which = item / ROWS, i = item % ROWS;
-            const bool of_a = i >= K::ROWS;
-            const int row = of_a ? tile.token + i - K::ROWS : tile.row + i;
+            const bool of_a = i >= Traits::ROWS;
+            const int row = of_a ? tile.token + i - Traits::ROWS : tile.row + i;
             const uint32_t from = arch::shared_address(of_a ? scales.a : scales.weight) +
                                   (atom + which) * block_scaled::sm90::ATOM;
             const auto word =
                 arch::load_shared<uint32_t>(from + block_scaled::sm90::place_in_atom(row % 128, 0));
-            const int place = of_a ? K::place_of_token(i - K::ROWS) : K::place_of_row(i);
-            to_floats(word, to + (which * K::BLOCKS * K::factors + place) * 4,
-                      blocks - which * K::BLOCKS);
+            const int place =
+                of_a ? Traits::place_of_token(i - Traits::ROWS) : Traits::place_of_row(i);
+            to_floats(word, to + (which * Traits::BLOCKS * Traits::factors + place) * 4,
+                      blocks - which * Traits::BLOCKS);
         }
     }
     static __device__ __forceinline__ void to_floats(uint32_t word, uint32_t to, int blocks) {
         constexpr uint32_t ONES = 0x01010101, TOPS = 0x80808080, EXPONENT = 0x7f800000;
-        const auto store = [&](int j, float x) { arch::store_shared(to + j * K::factors * 4, x); };
+        const auto store = [&](int j, float x) {
+            arch::store_shared(to + j * Traits::factors * 4, x);
+        };
         // A byte of 0 or 255 is no exponent of a normal number.
         const uint32_t some = ((word - ONES) & ~word) | ((~word - ONES) & word);
-        if ((some & TOPS) != 0 || blocks < K::BLOCKS) {
+        if ((some & TOPS) != 0 || blocks < Traits::BLOCKS) {
 #pragma unroll 1
-            for (int j = 0; j < K::BLOCKS; ++j, word >>= 8) {
+            for (int j = 0; j < Traits::BLOCKS; ++j, word >>= 8) {
                 store(j, block_scaled::sm90::scale_of_byte(j < blocks ? word & 255u : 127u));
             }
             return;
@@ -129,30 +137,30 @@ struct CodesMainloop {
         store(3, arch::bit_cast<float>(word >> 1 & EXPONENT));
     }
 
-    // Those of a thread's elements, of one block.
+    // The factors of a thread's elements, for one block of k.
     struct Factors {
         float2 weight;
-        float4 a[K::of_lane / 4];
+        float4 a[Traits::of_lane / 4];
 
         __device__ __forceinline__ void load(uint32_t from) {
             weight = arch::load_shared<float2>(
-                from + K::place_of_row(warpgroup::warpid() * 16 + laneid() / 4) * 4);
-            from += (K::ROWS + laneid() % 4 * K::lane_pitch) * 4;
+                from + Traits::place_of_row(warpgroup::warpid() * 16 + laneid() / 4) * 4);
+            from += (Traits::ROWS + laneid() % 4 * Traits::lane_pitch) * 4;
 #pragma unroll
-            for (int i = 0; i < K::of_lane / 4; ++i)
+            for (int i = 0; i < Traits::of_lane / 4; ++i)
                 a[i] = arch::load_shared<float4>(from + i * 16);
         }
     };
-    // d += part, times the scales of its block.
-    __device__ __forceinline__ void promote(const rt_fl<16, K::tokens>& part,
+    // d += product, times the scales of its block.
+    __device__ __forceinline__ void promote(const rt_fl<16, Traits::tokens>& product,
                                             const Factors& factors) {
         const float weight[2] = {factors.weight.x, factors.weight.y};
 #pragma unroll
-        for (int i = 0; i < K::tokens / 16; ++i) {
+        for (int i = 0; i < Traits::tokens / 16; ++i) {
             const float4 a = factors.a[i];
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
-                const float2 x = part.tiles[0][i].data[r];
+                const float2 x = product.tiles[0][i].data[r];
                 float2& sum = d.tiles[0][i].data[r];
                 sum.x = fmaf(x.x, (r < 2 ? a.x : a.z) * weight[r % 2], sum.x);
                 sum.y = fmaf(x.y, (r < 2 ? a.y : a.w) * weight[r % 2], sum.y);
@@ -160,9 +168,10 @@ struct CodesMainloop {
         }
     }
 
-    // All but the last stage are handed back.
-    __device__ __forceinline__ void run(const typename K::Globals& g, typename K::Shared& shared,
-                                        const CodesTile<K>& tile, int group) {
+    // Multiplies a tile. All stages but the last are released.
+    __device__ __forceinline__ void run(const typename Traits::Globals& g,
+                                        typename Traits::Shared& shared,
+                                        const NativeTile<Traits>& tile, int group) {
         kittens::warp::zero(d);
         int k = tile.first;
 #pragma unroll 1
@@ -174,57 +183,61 @@ struct CodesMainloop {
             auto& stage = shared.stages[ring.stage];
             wait(shared.full[ring.stage], ring.phase);
             const uint32_t factors = shared.factors_of[group][parity].address();
-            start<0, K::in_flight>(stage, group);
-            // Those of the step before the last have been read.
-            convert(shared.scales[ring.stage], factors, tile, group * (K::products / K::BLOCKS),
-                    g.k_blocks - k * K::atoms * K::BLOCKS - group * K::products);
+            start<0, Traits::in_flight>(stage, group);
+            // The factors of the step before the last have been read.
+            convert(shared.scales[ring.stage], factors, tile,
+                    group * (Traits::products / Traits::BLOCKS),
+                    g.k_blocks - k * Traits::atoms * Traits::BLOCKS - group * Traits::products);
             warpgroup::sync(STEP + group);
             Factors first;
             first.load(factors);
-            finish(stage, group, first, factors);
+            accumulate(stage, group, first, factors);
             parity ^= 1;
         }
     }
 
   private:
     template <int first, int count>
-    __device__ __forceinline__ void start(typename K::Stage& stage, int group) {
+    __device__ __forceinline__ void start(typename Traits::Stage& stage, int group) {
 #pragma unroll
         for (int i = first; i < first + count; ++i) {
-            const int2 at{0, group * K::products + i};
-            auto weights = stage.weight.template subtile<K::ROWS, BLOCK>(at);
-            auto rows = stage.a.template subtile<K::tokens, BLOCK>(at);
-            warpgroup::product<false, true>(parts[i % K::in_flight], weights, rows, false);
+            const int2 at{0, group * Traits::products + i};
+            auto weights = stage.weight.template subtile<Traits::ROWS, BLOCK>(at);
+            auto rows = stage.a.template subtile<Traits::tokens, BLOCK>(at);
+            warpgroup::product<false, true>(in_flight_products[i % Traits::in_flight], weights,
+                                            rows, false);
         }
     }
     template <int i = 0>
-    __device__ __forceinline__ void finish(typename K::Stage& stage, int group,
-                                           const Factors& factors, uint32_t all) {
-        constexpr int left = K::products - i;
-        auto& part = parts[i % K::in_flight];
-        warpgroup::mma_async_wait<(left < K::in_flight ? left : K::in_flight) - 1>(part);
+    __device__ __forceinline__ void accumulate(typename Traits::Stage& stage, int group,
+                                               const Factors& factors, uint32_t all) {
+        constexpr int left = Traits::products - i;
+        auto& product = in_flight_products[i % Traits::in_flight];
+        warpgroup::mma_async_wait<(left < Traits::in_flight ? left : Traits::in_flight) - 1>(
+            product);
         Factors next;
-        if constexpr (left > 1) next.load(all + (i + 1) * K::factors * 4);
-        promote(part, factors);
-        if constexpr (left > K::in_flight) start<i + K::in_flight, 1>(stage, group);
-        if constexpr (left > 1) finish<i + 1>(stage, group, next, all);
+        if constexpr (left > 1) next.load(all + (i + 1) * Traits::factors * 4);
+        promote(product, factors);
+        if constexpr (left > Traits::in_flight) start<i + Traits::in_flight, 1>(stage, group);
+        if constexpr (left > 1) accumulate<i + 1>(stage, group, next, all);
     }
 };
 
-template <class K>
-__global__ __launch_bounds__(K::threads, 1) void mxfp8_codes_kernel(const __grid_constant__
-                                                                    typename K::Globals g) {
+template <class Traits>
+__global__ __launch_bounds__(Traits::threads,
+                             1) void mxfp8_native_kernel(const __grid_constant__
+                                                         typename Traits::Globals g) {
     constexpr int READY = 1;  // named barrier
-    constexpr int WARPS = K::consumers * WARPGROUP_WARPS;
+    constexpr int WARPS = Traits::consumers * WARPGROUP_WARPS;
     shared_allocator allocator(shared_memory());
-    auto& shared = allocator.template allocate<typename K::Shared>();
-    const bool produces = warpgroup::groupid() == K::consumers;
+    auto& shared = allocator.template allocate<typename Traits::Shared>();
+    const bool produces = warpgroup::groupid() == Traits::consumers;
     const int rank = g.splits > 1 ? static_cast<int>(arch::cluster_rank()) : 0;
     if (produces) {
         if (warpgroup::warpid() == 0 && arch::elect_one()) {
-            tma::prefetch_map<typename K::rows>(g.a);
-            tma::prefetch_map<typename K::codes>(g.weight);
-            for (int i = 0; i < K::shape.stages; ++i) {
+            tma::prefetch_map<typename Traits::rows>(g.a);
+            tma::prefetch_map<typename Traits::codes>(g.weight);
+            for (int i = 0; i < Traits::shape.stages; ++i) {
                 init_semaphore(shared.full[i], 1);
                 init_semaphore(shared.empty[i], WARPS);
             }
@@ -232,32 +245,35 @@ __global__ __launch_bounds__(K::threads, 1) void mxfp8_codes_kernel(const __grid
             arch::mbarrier_init_fence();
             if (g.splits == 1) {
                 arch::wait_for_dependencies();
-                begin_codes<K>(g, shared);
+                begin_native<Traits>(g, shared);
             }
         }
         arch::sync_warp();
-        arch::named_barrier_arrive(READY, K::threads);
+        arch::named_barrier_arrive(READY, Traits::threads);
     } else {
-        arch::named_barrier_sync(READY, K::threads);
+        arch::named_barrier_sync(READY, Traits::threads);
     }
-    // Other blocks of the cluster arrive at the first one's semaphore when they have sent.
+    // Other blocks of the cluster arrive at the first one's semaphore when they have sent their
+    // sums.
     if (g.splits > 1) cluster::arrive();
     arch::wait_for_dependencies();
     arch::launch_dependents();
     if (produces) {
-        if constexpr (K::moves_registers) warpgroup::decrease_registers<K::producer_registers>();
-        if (warpgroup::warpid() == 0 && arch::elect_one()) load_codes<K>(g, shared, rank);
+        if constexpr (Traits::moves_registers)
+            warpgroup::decrease_registers<Traits::producer_registers>();
+        if (warpgroup::warpid() == 0 && arch::elect_one()) produce_native<Traits>(g, shared, rank);
         arch::sync_warp();
         if (g.splits > 1) cluster::wait();
     } else {
-        if constexpr (K::moves_registers) warpgroup::increase_registers<K::consumer_registers>();
-        const int group = K::consumers > 1 ? warpgroup::groupid() : 0;
-        CodesMainloop<K> loop;
-        for_each_codes_tile<K>(g, rank, [&](const CodesTile<K> tile) {
+        if constexpr (Traits::moves_registers)
+            warpgroup::increase_registers<Traits::consumer_registers>();
+        const int group = Traits::consumers > 1 ? warpgroup::groupid() : 0;
+        NativeMainloop<Traits> loop;
+        for_each_native_tile<Traits>(g, rank, [&](const NativeTile<Traits> tile) {
             loop.run(g, shared, tile, group);
             const int slot = loop.ring.stage;
             loop.ring.advance();
-            CodesFinish<K>::tile(g, shared, loop.d, tile, slot, rank, group);
+            NativeEpilogue<Traits>::tile(g, shared, loop.d, tile, slot, rank, group);
         });
         if (g.splits > 1 && group > 0) cluster::wait();
     }
@@ -265,9 +281,9 @@ __global__ __launch_bounds__(K::threads, 1) void mxfp8_codes_kernel(const __grid
 
 }  // namespace sm90
 
-template <CodesShape S>
-void launch_codes(const CodesParams& p, Stream stream) {
-    using K = sm90::CodesTypes<S>;
+template <NativeShape S>
+void launch_native(const NativeParams& p, Stream stream) {
+    using Traits = sm90::NativeTraits<S>;
     const auto ceil_div = [](int64_t x, int64_t y) { return (x + y - 1) / y; };
     const auto matrix = [&]<class GL>(const void* data, int64_t rows, int64_t cols,
                                       int64_t stride) {
@@ -276,42 +292,43 @@ void launch_codes(const CodesParams& p, Stream stream) {
     };
     const int64_t bytes = size_in_bytes(p.out_dtype);
     const auto address = reinterpret_cast<uintptr_t>(p.out);
-    const bool direct = bytes == 2 && p.activation == 0 && p.n % 8 == 0 && address % 16 == 0;
-    const auto m_tiles = static_cast<uint32_t>(ceil_div(p.m, K::tokens));
-    const auto all_tiles = m_tiles * static_cast<uint32_t>(ceil_div(p.n, K::ROWS));
+    const bool stores_by_tma = bytes == 2 && p.activation == 0 && p.n % 8 == 0 && address % 16 == 0;
+    const auto m_tiles = static_cast<uint32_t>(ceil_div(p.m, Traits::tokens));
+    const auto all_tiles = m_tiles * static_cast<uint32_t>(ceil_div(p.n, Traits::ROWS));
     const auto clusters = static_cast<uint32_t>(p.schedule.blocks / p.schedule.splits);
     if (p.schedule.splits > 1 &&
-        (all_tiles > clusters || p.schedule.splits > codes_senders(S) + 1)) {
+        (all_tiles > clusters || p.schedule.splits > native_senders(S) + 1)) {
         throw std::invalid_argument("mxfp8_gemm: blocks divide k only of one tile per cluster");
     }
-    const typename K::Globals globals {
-        .a = matrix.template operator()<decltype(K::Globals::a)>(p.a, p.m, p.k, p.a_stride),
-        .weight = matrix.template operator()<decltype(K::Globals::weight)>(p.weight, p.n, p.k,
-                                                                           p.weight_stride),
+    const typename Traits::Globals globals {
+        .a = matrix.template operator()<decltype(Traits::Globals::a)>(p.a, p.m, p.k, p.a_stride),
+        .weight = matrix.template operator()<decltype(Traits::Globals::weight)>(p.weight, p.n, p.k,
+                                                                                p.weight_stride),
         // Where TMA does not store, the map is a stand-in that nobody uses.
-        .out_map = matrix.template operator()<decltype(K::Globals::out_map)>(
-            direct ? p.out : p.weight, direct ? p.m : 1, direct ? p.n : 64, direct ? p.n : 64),
+        .out_map = matrix.template operator()<decltype(Traits::Globals::out_map)>(
+            stores_by_tma ? p.out : p.weight, stores_by_tma ? p.m : 1, stores_by_tma ? p.n : 64,
+            stores_by_tma ? p.n : 64),
         .scales_a = static_cast<const uint8_t*>(p.scales_a),
         .scales_weight = static_cast<const uint8_t*>(p.scales_weight),
         .bias = static_cast<const kittens::bf16*>(p.bias),
         .out = p.out,
         .out_dtype = p.out_dtype,
         .activation = static_cast<gemm::Activation>(p.activation),
-        .direct = direct,
-        .quads = address % (4 * bytes) == 0 && p.n % 4 == 0,
+        .stores_by_tma = stores_by_tma,
+        .vec4_aligned = address % (4 * bytes) == 0 && p.n % 4 == 0,
         .m = static_cast<uint32_t>(p.m),
         .n = static_cast<uint32_t>(p.n),
         .tiles = all_tiles,
         .clusters = clusters,
         .m_tiles = gemm::Divisor(m_tiles),
         .k_blocks = static_cast<int>(ceil_div(p.k, BLOCK)),
-        .k_chunks = static_cast<int>(ceil_div(p.k, FEW_K)),
+        .k_chunks = static_cast<int>(ceil_div(p.k, CHUNK_K)),
         .k_stages = static_cast<int>(ceil_div(p.k, S.stage_k)),
         .splits = p.schedule.splits,
     };
-    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::mxfp8_codes_kernel<K>,
-                    dim3(p.schedule.blocks), dim3(K::threads), dim3(p.schedule.splits),
-                    sizeof(typename K::Shared), stream, globals);
+    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::mxfp8_native_kernel<Traits>,
+                    dim3(p.schedule.blocks), dim3(Traits::threads), dim3(p.schedule.splits),
+                    sizeof(typename Traits::Shared), stream, globals);
 }
 
 }  // namespace thunderkittens::mxfp8_gemm

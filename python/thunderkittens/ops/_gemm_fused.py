@@ -266,7 +266,7 @@ def _compute(
             beta=beta,
             keep=keep,
         )
-        return arrays["out"], arrays.get("preactivation", a.new_empty((0,), dtype=dtype))
+        return arrays["out"], arrays.get("aux", a.new_empty((0,), dtype=dtype))
     name, layout = name_of(activation, gate)
     z = reference_gemm(a, b, bias=bias, alpha=alpha, out_dtype=torch.float32)
     out = composed(z, dtype, residual, name, layout, beta)

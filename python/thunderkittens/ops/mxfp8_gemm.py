@@ -69,7 +69,7 @@ def mxfp8_gemm(
       of a or of b's transpose in which one would are computed by the exact path. The device
       decides, the host does not wait. `tk.mxfp8_prepare` does this once for an operand that is
       kept. For up to 64 rows of a, float8_e4m3fn with scales in the 128x4 layout, nothing is
-      re-based: the fp8 tensor cores multiply blocks of 32, whose sums are scaled in float32.
+      rescaled: the fp8 tensor cores multiply blocks of 32, whose sums are scaled in float32.
 
     Args:
         a: (M, K), float8_e4m3fn or float8_e5m2, any strides; or an `Mxfp8Operand`.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import emulation
 from ..reference._block_scaled import plain_scales, swizzle_scales
-from ..reference.mxfp8_prepare import Mxfp8Operand, rebase
+from ..reference.mxfp8_prepare import Mxfp8Operand, rescale
 from ._block_scaled import (
     FP8,
     mapped_first,
@@ -36,7 +36,7 @@ def mxfp8_prepare(data: Tensor, scale: Tensor, *, swizzle: bool = True) -> Mxfp8
     Each block's elements are multiplied by a power of two, so that all of a row are relative to one
     scale, and stored in e4m3. That is exact but for elements that become small. Where one would
     move by more than 2^-9 of the largest magnitude of its block, which is how much bfloat16 rounds
-    that one, the rows are marked, and products with them are computed from `data` and `scale`.
+    that one, the rows go into the tile mask, and products with them use `data` and `scale`.
     Not differentiable.
 
     Args:
@@ -101,7 +101,7 @@ def _cpu(data: Tensor, scale: Tensor, swizzle: bool = True) -> tuple[Tensor, Ten
     plain = scale.view(torch.uint8)
     if swizzle:
         plain = plain_scales(plain, rows, -(-columns // BLOCK))
-    return rebase(data, plain)
+    return rescale(data, plain)
 
 
 def _vmap_rule(

@@ -11,12 +11,12 @@ from torch import Tensor
 from ._block_scaled import blocks_of, plain_scales, swizzle_scales, to_fp8
 
 BLOCK = 32
-#: Exponents of the scales of rows, beyond which the rows are marked.
+#: Exponents of the scales of rows, beyond which the rows go into the tile mask.
 MAX_EXPONENT = 96
 
 
 class Mxfp8Operand(NamedTuple):
-    """An MXFP8 operand that is kept, with what the re-based products need of it.
+    """An MXFP8 operand that is kept, with what the rescaled products need of it.
 
     Plain tensors: they can be saved, moved and registered as buffers one by one, and
     `Mxfp8Operand(*tensors)` is the operand again.
@@ -26,8 +26,8 @@ class Mxfp8Operand(NamedTuple):
         scale: of data, in the 128x4 layout.
         codes: float8_e4m3fn (rows, K rounded up to 16), the elements relative to their row's scale.
         factor: float32 (rows,), the scale of each row, a power of two.
-        marks: uint8 (rows / 128 rounded up, 8): where not 0, `codes` is not good enough for some of
-            16 rows of 128, and products with those 128 rows are computed from data and scale.
+        marks: the tile mask, uint8 (rows / 128 rounded up, 8): where not 0, `codes` is not good
+            enough for some of 16 rows of 128, and products with those use data and scale.
     """
 
     data: Tensor
@@ -54,11 +54,11 @@ def mxfp8_prepare(data: Tensor, scale: Tensor, *, swizzle: bool = True) -> Mxfp8
         plain = plain_scales(plain, rows, -(-columns // BLOCK))
     else:
         scale = swizzle_scales(plain).view(torch.float8_e8m0fnu)
-    codes, factor, marks = rebase(data, plain)
+    codes, factor, marks = rescale(data, plain)
     return Mxfp8Operand(data, scale, codes, factor, marks)
 
 
-def rebase(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def rescale(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, factors and marks of elements with plain scales."""
     is_e5m2 = data.dtype == torch.float8_e5m2
     byte = scale.long()

@@ -1,4 +1,4 @@
-"""MXFP8 operands re-based for the fp8 tensor cores, beside a copy and plain PyTorch."""
+"""MXFP8 operands rescaled for the fp8 tensor cores, beside a copy and plain PyTorch."""
 
 from __future__ import annotations
 

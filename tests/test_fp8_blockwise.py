@@ -1,20 +1,19 @@
-"""`tk.fp8_gemm` with scales of blocks and plain outputs, which have kernels of their own."""
+"""`tk.fp8_gemm` with block-wise scales alone, which have kernels of their own."""
 
 import pytest
 import torch
 
 import thunderkittens as tk
-from test_emulator import E4M3, FP8_TILES, POLICIES, fp8_operands, integers
+from test_emulator import E4M3, FP8_TILE, FP8_TILES, POLICIES, fp8_operands, integers
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("tile", [t for t in FP8_TILES if t[-1] == "blocks"], ids=lambda t: t[1])
-def test_fp8_gemm_of_plain_blocks(tile, policy):
+@pytest.mark.parametrize("tile", [t for t in FP8_TILES if t[-1] == "blockwise"], ids=lambda t: t[1])
+def test_fp8_gemm_with_blockwise_scales_alone(tile, policy):
     """Tiles of one step and of several, that begin and end inside a block of scales and inside a
     tile, both types of output, with and without a bias; and what other kernels compute."""
-    names = ("block_m", "block_n", "block_k", "stages", "buffers")
-    config = dict(zip(names, tile, strict=False)) | {"consumers": 2, "streamed": False}
-    config |= {"plain": True, "blocks": 2, "splits": 1}
+    config = dict(zip(FP8_TILE, tile, strict=False)) | {"consumers": 2, "swap_ab": False}
+    config |= {"blockwise_only": True, "blocks": 2, "splits": 1}
     half = torch.float16
     for m, n, k, dtype in ((330, 616, 100, half), (129, 456, 784, torch.bfloat16)):
         a, b, scale_a, scale_b, expected = fp8_operands(m, n, k, "block")
@@ -25,4 +24,4 @@ def test_fp8_gemm_of_plain_blocks(tile, policy):
         if bias is not None:
             expected = expected + bias.float()
         assert torch.equal(out, expected.to(dtype)), (m, n, k)
-        assert (run.kernels[0]["plain"], run.kernels[0]["block_n"]) == (True, tile[1])
+        assert (run.kernels[0]["blockwise_only"], run.kernels[0]["block_n"]) == (True, tile[1])

@@ -13,7 +13,7 @@ from test_emulator import POLICIES
 from test_mxfp8_gemm import BF16, E4M3, E5M2, FP16, FP32, operand, quantised
 from thunderkittens import _C
 
-TILES = {256: "expanding", 176: "expanding_176"}  # by their columns
+TILES = {256: "fused_dequant", 176: "fused_dequant_176"}  # by their columns
 # Rows that end in an item, in a region, in both; k that ends in a block of scales, in a region.
 SHAPES = [(384, 512, 544), (200, 400, 304), (129, 257, 512), (80, 16, 16), (130, 700, 1056)]
 
@@ -30,7 +30,7 @@ def test_integers_are_exact(block_n, shape, sm_count, policy):
     bias = torch.randint(-3, 4, (n,)).to(BF16) if odd else None
     out_dtype = (BF16, FP16, FP32)[(m + sm_count) % 3]
     given = (a, b.t(), scale_a, scale_b)
-    config = {"expanding": True, "block_n": block_n}
+    config = {"fused_dequant": True, "block_n": block_n}
     with tk.emulate(policy, seed=m, config=config, sm_count=sm_count) as run:
         out = tk.mxfp8_gemm(*given, bias=bias, out_dtype=out_dtype)
     assert [kernel["kernel"] for kernel in run.kernels] == [TILES[block_n]]
@@ -57,7 +57,7 @@ def test_any_codes_and_rows_apart():
     room = torch.empty(150, 320, dtype=torch.uint8).fill_(0x7F)
     room[:, :288] = a.view(torch.uint8)
     a = room.view(E4M3)[:, :288]
-    with tk.emulate("random", seed=1, config={"expanding": True}, sm_count=2):
+    with tk.emulate("random", seed=1, config={"fused_dequant": True}, sm_count=2):
         out = tk.mxfp8_gemm(a, b.t(), laid_out(scale_a), laid_out(scale_b), out_dtype=FP32)
     with tk.emulate():
         expected = tk.mxfp8_gemm(a, b.t(), scale_a, scale_b, out_dtype=FP32, swizzle=False)
@@ -67,7 +67,7 @@ def test_any_codes_and_rows_apart():
 def test_choice():
     """The kernel that expands where its tiles fill the GPU and it can read the operands."""
     large = {"m": 4096, "n": 8192, "k": 8192}
-    assert _C.choose("mxfp8_gemm", large, H200)["kernel"] == "expanding"
+    assert _C.choose("mxfp8_gemm", large, H200)["kernel"] == "fused_dequant"
     for other in (
         {"m": 64},
         {"m": 512},
@@ -78,10 +78,10 @@ def test_choice():
         {"readable_a": False},
         {"short_rows": False},
     ):
-        assert _C.choose("mxfp8_gemm", large | other, H200)["kernel"] != "expanding"
-    assert not _C.choose("mxfp8_gemm", large | {"rebased": True}, H200)["expanding"]
+        assert _C.choose("mxfp8_gemm", large | other, H200)["kernel"] != "fused_dequant"
+    assert not _C.choose("mxfp8_gemm", large | {"rescaled": True}, H200)["fused_dequant"]
     narrow = _C.choose("mxfp8_gemm", {"m": 4096, "n": 2112, "k": 7168}, H200)
-    assert narrow["kernel"] == "expanding_176"
+    assert narrow["kernel"] == "fused_dequant_176"
 
 
 LARGE = [(4096, 4096, 7168), (4096, 7168, 2048), (1024, 8192, 4096), (2100, 5003, 1040)]
@@ -106,7 +106,7 @@ def test_the_bits_of_the_pass(device, shape, kinds):
 def test_streams_and_graph(device, n):
     """Two calls at a time share the GPU's SMs: blocks of either may be there without the others."""
     m, k = 4096, 2048
-    name = "expanding" if n == 4096 else "expanding_176"
+    name = "fused_dequant" if n == 4096 else "fused_dequant_176"
     assert _C.choose("mxfp8_gemm", {"m": m, "n": n, "k": k}, H200)["kernel"] == name
     pairs = []
     for _ in range(2):
