@@ -125,6 +125,53 @@ def test_the_chosen_kernel_is_in_the_registry(op):
         assert _C.choose(op, problem, H200)["kernel"] in names
 
 
+# Kernels, and their symbols as nvcc 13.0 mangles them, from the kernel's name on.
+SYMBOLS = {
+    "bf16_nn_64x64": (
+        "19one_consumer_kernelINS1_12KernelTraitsIXtlNS0_6ConfigELi64ELi64ELi10ELi1ELb0ELi64ELb0E"
+        "LNS_5DTypeE0ELb0ELb1ELb0ELb0EEEEEEEvNT_7GlobalsE"
+    ),
+    "fp16_tt_64x64_single_wave": (
+        "24single_wave_64x64_kernelINS1_16SingleWaveTraitsIXtlNS0_6ConfigELi64ELi64ELi10ELi1ELb0E"
+        "Li64ELb0ELNS_5DTypeE1ELb1ELb0ELb0ELb0EEEEEEEvNT_7GlobalsE"
+    ),
+    "e4m3_e4m3_fast_128x176": (
+        "15fp8_gemm_kernelINS1_12KernelTraitsIXtlNS0_6ConfigELi128ELi176ELi5ELi2ELi2ELb0ELi128E"
+        "LNS0_4SumsE0ELNS_5DTypeE4ELS6_4ELb0EEEEELb0EEEvNT_7GlobalsE"
+    ),
+    "e4m3_e4m3_promoted_128x176_rowwise": (
+        "15fp8_gemm_kernelINS1_12KernelTraitsIXtlNS0_6ConfigELi128ELi176ELi4ELi2ELi3ELb0ELi128E"
+        "LNS0_4SumsE1ELNS_5DTypeE4ELS6_4ELb0EEEEELb1EEEvNT_7GlobalsE"
+    ),
+    "e5m2_swap_ab_16": (
+        "20mxfp8_dequant_kernelINS1_13DequantTraitsIXtlNS0_13DequantConfigEtlNS_10nvfp4_gemm6Config"
+        "ELi16ELi1ELi4ELi8ELi4ELi1ELNS_5DTypeE0EELS7_5EEEEEEEvNT_7GlobalsE"
+    ),
+    "native_swap_ab_16": (
+        "19mxfp8_native_kernelINS1_12NativeTraitsIXtlNS0_11NativeShapeELi16ELi1ELi512ELi4EEEEEEE"
+        "vNT_7GlobalsE"
+    ),
+}
+
+
+@pytest.mark.skipif("gemm" not in _C.ops(), reason="this build leaves gemm out")
+@pytest.mark.parametrize("name", SYMBOLS)
+def test_symbols_tell_the_kernels_of_a_source_apart(name):
+    kernels = [kernel for kernel in _C.kernels() if kernel["family"] == "gemm"]
+    [source] = {
+        (kernel["op"], kernel["source"])
+        for kernel in kernels
+        if kernel["name"] == name and kernel["op"] != "grouped_gemm"
+    }
+    matching = [
+        kernel["name"]
+        for kernel in kernels
+        if (kernel["op"], kernel["source"]) == source
+        and info._matches(kernel["symbol"], SYMBOLS[name])
+    ]
+    assert matching == [name]
+
+
 @pytest.mark.skipif("gemm" not in _C.ops(), reason="this build leaves gemm out")
 @pytest.mark.parametrize(
     ("problem", "blocks"),

@@ -1,5 +1,5 @@
-"""`tk.mxfp8_gemm` where the kernel that multiplies expands its operands: the bits of the pass and
-the product of bf16 that it stands for, whichever warps expand what."""
+"""`tk.mxfp8_gemm` with fused dequantization: the bits of the pass and the product of bf16 that it
+stands for, whichever warps dequantize what."""
 
 from __future__ import annotations
 

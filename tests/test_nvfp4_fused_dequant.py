@@ -1,5 +1,5 @@
-"""`tk.nvfp4_gemm` of many rows, where the kernel that multiplies expands the weight: exact values,
-whichever warps expand what."""
+"""`tk.nvfp4_gemm` of many rows, with fused dequantization: exact values, whichever warps dequantize
+what."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
 // waiting for instructions that are not in a cache. So the way to the first load is as short as can
 // be: the warp that loads initialises the semaphores and waits for nobody, and a grid of one wave
 // has the shape of the tiles, so that a block's first tile needs no divisions.
-#pragma may_evict_first
+#pragma once
 
 #include "csrc/gemm/common/cluster_sm90.cuh"
 #include "csrc/gemm/dense/types_sm90.cuh"

@@ -37,7 +37,7 @@ constexpr int SPLIT_K_SHARED_BYTES =
 // flag of every block for each consumer and each of its peers.
 struct Workspace {
     void* data = nullptr;
-    uint64_t mark = 0;  // new_epoch()
+    uint64_t epoch = 0;  // new_epoch()
 };
 constexpr int64_t tiles_of(const Config& c, int64_t m, int64_t n) {
     return ((m + c.block_m - 1) / c.block_m) * ((n + c.block_n - 1) / c.block_n);
