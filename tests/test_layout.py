@@ -8,6 +8,7 @@ and files stay readable. Needs the source tree only, nothing built.
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 from pathlib import Path
 
@@ -137,6 +138,24 @@ def test_families_have_the_same_kinds_of_files():
         present = {path.name for path in family.rglob("*")}
         assert {f"{family.name}.h", "choose.cpp", "instances.txt"} <= present, family.name
         assert not list(family.rglob("*.cu")), "instances are listed, not written by hand"
+
+
+def test_modules_of_ops_import_one_way():
+    """No module of ops/ imports, by others or within a function, one that imports it."""
+    folder = ROOT / "python/thunderkittens/ops"
+    modules = {path.stem: ast.parse(path.read_text()) for path in folder.glob("*.py")}
+    graph = {
+        module: {
+            target
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.level == 1
+            for target in ([node.module] if node.module else [name.name for name in node.names])
+        }
+        for module, tree in modules.items()
+    }
+    assert {"_registration", "_gemm_product"} <= set().union(*graph.values()) <= modules.keys()
+    order = graphlib.TopologicalSorter(graph)
+    order.prepare()  # CycleError names a circle
 
 
 # ---- includes point one way ----

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import reference
+from ..ops._lolcats import require_window
 from ..ops._registration import autocast_operands
-from ..ops.lolcats import lolcats, require_window
+from ..ops.lolcats import lolcats
 from ..ops.lolcats_decode import lolcats_decode
 from ..reference.lolcats import LolcatsState, Window
 from .based import KERNEL_DTYPES

@@ -7,6 +7,7 @@ The ops are overloads of those of the plain product: `gemm_forward.fused`, the d
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,16 @@ from ..reference.gemm import gemm as reference_gemm
 from . import _memory as memory
 from ._eager_autograd import differentiable
 from ._gemm_backward import NAMES, activation_gradient
+from ._gemm_product import (
+    OUT_DTYPES,
+    broadcast_product,
+    gemm_shape,
+    op_shape,
+    plain_product,
+    product,
+    product_gradients,
+    vmap_product,
+)
 from ._registration import (
     autocast_operand,
     forward_mode_active,
@@ -32,6 +43,59 @@ _out = torch.ops.thunderkittens.gemm_forward.out
 
 LAYOUTS = ("blocked", "interleaved")
 RESULTS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def fused(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    residual: Tensor | None,
+    alpha: float,
+    beta: float,
+    gate_layout: str,
+    out_dtype: torch.dtype | None,
+    out: Tensor | None,
+) -> Tensor:
+    """`gemm` with an epilogue: checks, the forms that the ops take, the call."""
+    number, gate = codes(activation, gate_layout)
+    alpha, beta = check_factor("alpha", alpha), check_factor("beta", beta)
+    shape = result_shape(gemm_shape(a, b, bias, out_dtype), gate)
+    dtype = out_dtype or (a.dtype if out is None or not isinstance(out, Tensor) else out.dtype)
+    if residual is not None:
+        check_like_result("residual", residual, shape, dtype, a.device)
+    if out is not None:
+        check_like_result("out", out, shape, dtype, a.device)
+        if dtype not in OUT_DTYPES:
+            raise TypeError(f"tk.gemm: out is {dtype}; supported are the dtypes of out_dtype")
+        if shape[-1] > 1 and out.stride(-1) != 1:
+            raise ValueError(
+                f"tk.gemm: out has strides {out.stride()}; the elements of its last dimension must "
+                "be adjacent"
+            )
+        if not torch.compiler.is_compiling():
+            check_memory(out, a, b, bias, residual)
+    if transform_active() and out is None:
+        z = broadcast_product(product, a, b, None, torch.float32) * alpha
+        z = z if bias is None else z + bias
+        return composed(z, dtype, residual, activation, gate_layout, beta)
+
+    def multiply(x: Tensor, y: Tensor, row: Tensor | None, _: torch.dtype | None) -> Tensor:
+        # The rows of the result as the operands of the op have them.
+        form = (*x.shape[:-1], shape[-1])
+        addend = None if residual is None else residual.reshape(form)
+        options = (row, dtype, addend, number, gate, alpha, beta)
+        if out is None:
+            return fused_product(x, y, *options)
+        if out.is_contiguous() or tuple(out.shape) == form:
+            fused_product(x, y, *options, out=out.view(form))
+            return out
+        result = out.new_empty(form)
+        fused_product(x, y, *options, out=result)
+        return out.copy_(result.view(shape))
+
+    result = broadcast_product(multiply, a, b, bias, out_dtype, columns=shape[-1])
+    return result if out is None else out
 
 
 def codes(activation: str | None, gate_layout: str) -> tuple[int, int]:
@@ -123,7 +187,7 @@ def check_factor(name: str, value: Any) -> float:
     return float(value)
 
 
-def product(
+def fused_product(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
@@ -185,8 +249,6 @@ def _shapes(
     gate: int,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of the result and of what the activation is applied to."""
-    from .gemm import op_shape
-
     z = op_shape(a, b, bias, out_dtype)
     if not 0 <= activation < len(NAMES) or not 0 <= gate <= len(LAYOUTS):
         raise ValueError(
@@ -307,8 +369,6 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, grad: Tensor | None, grad_z: Tensor | None) -> tuple[Tensor | None, ...]:
-    from .gemm import product_gradients
-
     a, b, z = ctx.saved_tensors
     activation, gate, alpha, beta = ctx.options
     needs = (*ctx.needs_input_grad, *(False,) * 9)[:9]
@@ -322,15 +382,18 @@ def _backward(ctx: Any, grad: Tensor | None, grad_z: Tensor | None) -> tuple[Ten
         grad = inner if grad_z is None else inner + grad_z
     if grad is None:
         return (None,) * 9
-    grads = product_gradients(a, b, grad, alpha, needs[0], needs[1], has_bias and needs[2])
+    multiply = plain_product if alpha == 1 else partial(_scaled_product, alpha)
+    grads = product_gradients(a, b, grad, multiply, needs[0], needs[1], has_bias and needs[2])
     return (*grads, None, grad_residual, None, None, None, None)
+
+
+def _scaled_product(alpha: float, a: Tensor, b: Tensor) -> Tensor:
+    return fused(a, b, None, None, None, alpha, 1.0, "blocked", None, None)
 
 
 def _vmap(info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Tensor, Tensor, str]:
     """Result and z of the ops under `torch.func.vmap`, by operations of PyTorch after the
     product."""
-    from .gemm import vmap_product
-
     a, b = args[:2]
     bias, out_dtype, residual, activation, gate, alpha, beta = _complete(args[2:])
     dims = (*in_dims, *(None,) * 9)[:5]

@@ -12,8 +12,8 @@ from ..reference.lolcats import LolcatsState
 from ..reference.lolcats import lolcats as reference_lolcats
 from ._eager_autograd import differentiable
 from ._gradient_call import gradient_call, one_by_one, refuse_double_backward
+from ._lolcats import NAMES, fold_rule, lolcats_shape, with_defaults
 from ._registration import register
-from .lolcats import NAMES, fold_rule, lolcats_shape, with_defaults
 
 OPERANDS = (*NAMES, "alpha", "beta")
 RESULTS = ("dq", "dk", "dv", "dq_map", "dk_map", "grad_alpha", "grad_beta")

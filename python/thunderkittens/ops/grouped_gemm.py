@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import emulation
 from ..reference.grouped_gemm import grouped_gemm as reference_grouped_gemm
 from ._eager_autograd import differentiable
+from ._gemm_product import column_by_column
 from ._gradient_call import one_by_one
 from ._registration import (
     autocast_active,
@@ -26,7 +27,6 @@ from ._registration import (
     require_operands,
     transform_active,
 )
-from .gemm import column_by_column
 
 _forward = torch.ops.thunderkittens.grouped_gemm_forward.default
 _differentiable = torch.ops.thunderkittens.grouped_gemm.default

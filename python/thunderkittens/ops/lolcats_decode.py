@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import emulation
 from ..reference.lolcats import LolcatsState, Window
 from ..reference.lolcats_decode import lolcats_decode as reference_decode
+from ._lolcats import NAMES, State, lolcats_flops, lolcats_shape, require_window, state_parts
 from ._memory import require_apart
 from ._registration import (
     autocast_active,
@@ -19,7 +20,6 @@ from ._registration import (
     register,
     transform_active,
 )
-from .lolcats import NAMES, State, lolcats_flops, lolcats_shape, require_window, state_parts
 
 _op = torch.ops.thunderkittens.lolcats_decode.default
 _STATE = tuple(f"the state's {name}" for name in LolcatsState._fields)
