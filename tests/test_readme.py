@@ -98,6 +98,22 @@ def test_result_files_exist(name):
     assert not any(case["failed"] for case in result.get("cases", []))
 
 
+SUMMARIES = sorted(
+    path
+    for path in (ROOT / "docs" / "performance").glob("*.md")
+    if path.name != "host_time.md"  # which has no log
+)
+
+
+@pytest.mark.parametrize("path", SUMMARIES, ids=lambda path: path.stem)
+def test_figures_of_a_summary_are_those_of_its_logs(path):
+    text = path.read_text()
+    logs = re.findall(r"\]\(\.\./(experiments/\w+\.md)", text)
+    assert logs
+    known = "".join((ROOT / "docs" / log).read_text() for log in logs)
+    assert set(re.findall(r"\d+\.\d+", text)) <= set(re.findall(r"\d+\.\d+", known))
+
+
 def test_host_times_are_those_of_the_files():
     assert {row[1] for row in HOST} == HOST_CALLS.keys()
     assert {row[0] for row in HOST} == {"`tk.attention`", "`tk.gemm`"}
