@@ -541,6 +541,15 @@ def test_links_lead_somewhere(path):
 
 
 def test_every_part_of_the_performance_notes_is_listed():
-    parts = {f"performance/{path.name}" for path in (ROOT / "docs" / "performance").glob("*.md")}
-    assert parts
-    assert parts <= set(links(ROOT / "docs" / "performance.md"))
+    docs = ROOT / "docs"
+    for folder in ("performance", "experiments"):
+        parts = {f"{folder}/{path.name}" for path in (docs / folder).glob("*.md")}
+        assert parts
+        assert parts <= set(links(docs / "performance.md"))
+
+
+def test_summaries_are_short_and_logs_are_marked():
+    for path in (ROOT / "docs" / "performance").glob("*.md"):
+        assert len(path.read_text().splitlines()) <= 120, name(path)
+    for path in (ROOT / "docs" / "experiments").glob("*.md"):
+        assert path.read_text().splitlines()[2].startswith("> A log, "), name(path)

@@ -1,5 +1,5 @@
-"""The README and the table of docs/performance.md: their figures are those of the result files, the
-examples of the README run, and `.ci/run` runs its two commands."""
+"""The README and docs/performance.md: their figures are those of the result files, the examples of
+the README and of docs/tour.md run, and `.ci/run` runs the README's two commands."""
 
 from __future__ import annotations
 
@@ -21,17 +21,24 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
 README = (ROOT / "README.md").read_text()
 NOTES = (ROOT / "docs" / "performance.md").read_text()
+TOUR = (ROOT / "docs" / "tour.md").read_text()
 
-# Rows of the table of ratios: op, cases, peer, ratio, files.
-ROWS = [
-    [cell.strip() for cell in line.strip("|").split("|")]
-    for line in (README + NOTES).splitlines()
-    if line.startswith("|") and re.search(r"`\w+\.json`", line)
-]
-RATIOS = [row for row in ROWS if len(row) == 5 and "_host.json" not in row[-1]]
 
-# Headings of the table of host times, and what follows the name of a call in the files.
-HOST_COLUMNS = {
+# Rows of the tables of ratios: op, cases, peer, ratio, file.
+def rows_of(document):
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in document.splitlines()
+        if line.startswith("|") and re.search(r"`\w+\.json`", line)
+    ]
+
+
+ROWS = rows_of(README) + rows_of(NOTES)
+HOST = [row for row in ROWS if "_host.json" in row[-1]]
+RATIOS = [row for row in ROWS if row not in HOST]
+
+# The calls of the table of host times, and what follows their names in the files.
+HOST_CALLS = {
     "without gradients": "",
     "recording a gradient": ", recording a gradient",
     "forward and backward": ", forward and backward",
@@ -70,17 +77,18 @@ def possible(name):
 
 
 def test_the_table_is_found():
-    assert len(RATIOS) > 25
+    assert len(RATIOS) > 75
+    assert sum(row in RATIOS for row in rows_of(README)) > 12
 
 
 @pytest.mark.parametrize("row", RATIOS, ids=lambda row: f"{row[0]}, {row[1]}"[:60])
 def test_ratios_are_those_of_the_files(row):
-    known = set().union(*(possible(name) for name in files_of(row[4])))
-    figures = re.findall(r"\d+\.\d+", row[3])
-    assert figures
-    for figure in figures:
-        unit = 10.0 ** -len(figure.partition(".")[2])
-        assert any(abs(ratio - float(figure)) <= 0.51 * unit for ratio in known), figure
+    """One figure for each row, and one file that has it."""
+    _, _, _, figure, files = row
+    assert re.fullmatch(r"\d+\.\d+", figure)
+    (name,) = files_of(files)
+    unit = 10.0 ** -len(figure.partition(".")[2])
+    assert any(abs(ratio - float(figure)) <= 0.51 * unit for ratio in possible(name))
 
 
 @pytest.mark.parametrize("name", sorted(set(files_of(README + NOTES))))
@@ -90,40 +98,45 @@ def test_result_files_exist(name):
     assert not any(case["failed"] for case in result.get("cases", []))
 
 
-def host_tables():
-    """The README's tables of host time: of each row the cells by their headings."""
-    tables = re.findall(r"((?:^\|.*\n)+)", README, re.MULTILINE)
-    for table in (table for table in tables if "_host.json`" in table):
-        heads, _, *rows = (
-            [c.strip(" `") for c in r.strip("|").split("|")] for r in table.splitlines()
-        )
-        yield from (dict(zip(heads, row, strict=True)) for row in rows)
+SUMMARIES = sorted(
+    path
+    for path in (ROOT / "docs" / "performance").glob("*.md")
+    if path.name != "host_time.md"  # which has no log
+)
+
+
+@pytest.mark.parametrize("path", SUMMARIES, ids=lambda path: path.stem)
+def test_figures_of_a_summary_are_those_of_its_logs(path):
+    text = path.read_text()
+    logs = re.findall(r"\]\(\.\./(experiments/\w+\.md)", text)
+    assert logs
+    known = "".join((ROOT / "docs" / log).read_text() for log in logs)
+    assert set(re.findall(r"\d+\.\d+", text)) <= set(re.findall(r"\d+\.\d+", known))
 
 
 def test_host_times_are_those_of_the_files():
-    rows = list(host_tables())
-    assert len(rows) > 1
-    for row in rows:
-        times = json.loads((RESULTS / row["figures in"]).read_text())["host_time_us"]
-        names = f"thunderkittens.{row['op'].removeprefix('tk.')}", row["PyTorch's op"]
-        columns = row.keys() & HOST_COLUMNS.keys()
-        assert columns == row.keys() - {"op", "PyTorch's op", "figures in"} != set()
-        for column in columns:
-            medians = [times[name + HOST_COLUMNS[column]]["median"] for name in names]
-            assert row[column] == ", ".join(f"{median:.1f}" for median in medians)
+    assert {row[1] for row in HOST} == HOST_CALLS.keys()
+    assert {row[0] for row in HOST} == {"`tk.attention`", "`tk.gemm`"}
+    assert len(HOST) == 6
+    for op, call, ours, peer, theirs, file in HOST:
+        times = json.loads((RESULTS / file.strip("`")).read_text())["host_time_us"]
+        for name, figure in ((op.replace("tk.", "thunderkittens."), ours), (peer, theirs)):
+            assert figure == f"{times[name.strip('`') + HOST_CALLS[call]]['median']:.1f}"
 
 
 def test_host_times_stand_in_one_place():
-    for document in (ROOT / "docs").rglob("*.md"):
+    documents = {ROOT / "README.md", *(ROOT / "docs").rglob("*.md")}
+    for document in documents - {ROOT / "docs" / "performance.md"}:
         lines = [line for line in document.read_text().splitlines() if "_host.json" in line]
         assert not any(re.search(r"\d\.\d", line) for line in lines), document
     assert not re.search(r"\d\.\d", (ROOT / "docs/performance/host_time.md").read_text())
 
 
-def test_the_examples_run():
-    """One after the other, as in one session."""
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) > 3
+@pytest.mark.parametrize(("document", "least"), [(README, 1), (TOUR, 15)], ids=["README", "tour"])
+def test_the_examples_run(document, least):
+    """One after the other, as in one session. The tour checks its results itself."""
+    blocks = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
+    assert len(blocks) >= least
     names = {}
     for block in blocks:
         if "transformers" not in block or importlib.util.find_spec("transformers"):
@@ -131,8 +144,17 @@ def test_the_examples_run():
     assert bool(names["q"].grad.isfinite().all())
 
 
+def test_the_tour_calls_every_op_and_checks_it():
+    blocks = re.findall(r"```python\n(.*?)```", TOUR, re.DOTALL)
+    called = set(re.findall(r"\btk\.(\w+)\(", "".join(blocks)))
+    assert {path.stem for path in (ROOT / "benchmarks").glob("bench_*.py")} <= {
+        f"bench_{name}" for name in called
+    }
+    assert sum("assert" in block for block in blocks) > len(blocks) * 3 / 4
+
+
 def test_functions_exist():
-    for name in set(re.findall(r"`?\btk\.(\w+)", README)) - {"nn"}:
+    for name in set(re.findall(r"`?\btk\.(\w+)", README + TOUR)) - {"nn"}:
         assert hasattr(tk, name), name
 
 

@@ -1,5 +1,5 @@
 // Which attention kernel runs a problem, and in which order the blocks go through it. Pure
-// functions; the thresholds were measured on an H200 (docs/performance/).
+// functions; the thresholds were measured on an H200 (docs/experiments/).
 #include "csrc/attention/forward.h"
 
 #include <algorithm>
