@@ -172,6 +172,20 @@ bool streams_divided(const Problem& p, int sm_count) {
            tiles * 32 <= int64_t{sm_count} * 7;
 }
 
+Choice streamed_choice(const StreamShape& shape, int splits, const Problem& p,
+                       const DeviceProperties& device) {
+    Choice choice{.config = make_config(shape, p.dtype, p.b_n_major)};
+    const int64_t tiles = ceil_div(p.m, shape.block_m) * ceil_div(p.n, shape.block_n);
+    const int64_t clusters = std::max(1, device.sm_count / splits);
+    const int64_t rounds = ceil_div(tiles, clusters);
+    choice.schedule.splits = splits;
+    choice.schedule.blocks = static_cast<int>(ceil_div(tiles, rounds) * splits);
+    // What is many times the L2 cache is read faster where its lines need not take the places of
+    // each other.
+    choice.schedule.b_once = p.fused || 2.0 * double(p.n) * double(p.k) <= 6.0 * device.l2_bytes;
+    return choice;
+}
+
 Choice choose_streamed(const Problem& p, const DeviceProperties& device) {
     const int sm_count = std::max(1, device.sm_count);
     const StreamShape* shape = nullptr;
@@ -180,7 +194,6 @@ Choice choose_streamed(const Problem& p, const DeviceProperties& device) {
         shape = &candidate;
         if (candidate.block_m >= p.m) break;
     }
-    Choice choice{.config = make_config(*shape, p.dtype, p.b_n_major)};
     const int64_t tiles = ceil_div(p.m, shape->block_m) * ceil_div(p.n, shape->block_n);
     const int64_t k_blocks = ceil_div(p.k, shape->block_k);
     // Half of the SMs read as fast as all do. Below that, blocks of a cluster divide k, as long as
@@ -195,14 +208,7 @@ Choice choose_streamed(const Problem& p, const DeviceProperties& device) {
     const bool three = p.fused || p.m > (p.b_n_major ? 32 : 16);
     if (splits == 2 && three && tiles * 4 <= sm_count && k_blocks >= 3 * 2) splits = 3;
     if (splits == 1 && p.fused && tiles * 2 <= sm_count && k_blocks >= 128) splits = 2;
-    const int64_t clusters = sm_count / splits;
-    const int64_t rounds = ceil_div(tiles, clusters);
-    choice.schedule.splits = splits;
-    choice.schedule.blocks = static_cast<int>(ceil_div(tiles, rounds) * splits);
-    // What is many times the L2 cache is read faster where its lines need not take the places of
-    // each other.
-    choice.schedule.b_once = p.fused || 2.0 * double(p.n) * double(p.k) <= 6.0 * device.l2_bytes;
-    return choice;
+    return streamed_choice(*shape, splits, p, device);
 }
 
 // Whether sums are only rounded to rows of whole words of TMA, of one product and a long k: what
@@ -346,6 +352,23 @@ Choice choose_unvaried(const Problem& p, const DeviceProperties& device) {
 
 namespace {
 
+Choice varied_choice(const Config& config, const VariedTiles& tiles, const Problem& p,
+                     const DeviceProperties& device) {
+    Choice choice{.config = config, .schedule = schedule_for(config, p, device)};
+    choice.schedule.columns = tiles.columns, choice.schedule.longer = tiles.longer;
+    const int64_t all = ceil_div(p.m, config.block_m) * tiles.columns + tiles.longer;
+    choice.schedule.blocks = static_cast<int>(std::min<int64_t>(all, std::max(1, device.sm_count)));
+    return choice;
+}
+
+Choice divided_choice(const TileShape& shape, int splits, int64_t blocks, const Problem& p,
+                      const DeviceProperties& device) {
+    Choice choice{.config = make_config(shape, p.dtype, false, p.b_n_major)};
+    choice.schedule = schedule_for(choice.config, p, device);
+    choice.schedule.splits = splits, choice.schedule.blocks = static_cast<int>(blocks);
+    return choice;
+}
+
 // Tiles of several widths where they pay, else of one.
 Choice choose_whole(const Problem& p, const DeviceProperties& device) {
     const Choice choice = choose_unvaried(p, device);
@@ -356,11 +379,7 @@ Choice choose_whole(const Problem& p, const DeviceProperties& device) {
     if (tiles.cycles > 0.985 * cycles(shape_of(choice.config), choice.config, p, sm_count)) {
         return choice;
     }
-    Choice varied{.config = config, .schedule = schedule_for(config, p, device)};
-    varied.schedule.columns = tiles.columns, varied.schedule.longer = tiles.longer;
-    const int64_t all = ceil_div(p.m, config.block_m) * tiles.columns + tiles.longer;
-    varied.schedule.blocks = static_cast<int>(std::min<int64_t>(all, sm_count));
-    return varied;
+    return varied_choice(config, tiles, p, device);
 }
 
 }  // namespace
@@ -376,10 +395,71 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     const DividedTiles owned = own_tiles(p, sm_count, 0.97 * std::min(whole, evenly.cycles));
     const DividedTiles& tiles = owned.shape != nullptr ? owned : evenly;
     if (tiles.shape == nullptr || tiles.cycles > 0.97 * whole) return choice;
-    Choice divided{.config = make_config(*tiles.shape, p.dtype, false, p.b_n_major)};
-    divided.schedule = schedule_for(divided.config, p, device);
-    divided.schedule.splits = tiles.splits, divided.schedule.blocks = tiles.blocks;
-    return divided;
+    return divided_choice(*tiles.shape, tiles.splits, tiles.blocks, p, device);
+}
+
+namespace {
+
+// The ways to divide k of tiles between blocks, evenly or with owners.
+template <typename Add>
+void add_divided(const Problem& p, const DeviceProperties& device, Add&& add) {
+    const int64_t steps = ceil_div(p.k, BLOCK_K);
+    for (const TileShape& shape : DIVIDED_SHAPES) {
+        const int64_t tiles = ceil_div(p.m, shape.block_m) * ceil_div(p.n, shape.block_n);
+        for (int splits = 2; p.m >= shape.block_m && splits <= Segments::MOST_BLOCKS; ++splits) {
+            const bool evenly = tiles * splits <= device.sm_count;
+            if (evenly ? steps < 4 * splits : tiles >= 2 * device.sm_count) continue;
+            const int64_t blocks = evenly ? tiles * splits : device.sm_count / splits * splits;
+            if (make_segments(static_cast<int>(blocks), splits, tiles, steps).groups == 0) continue;
+            add(divided_choice(shape, splits, blocks, p, device));
+        }
+    }
+}
+
+}  // namespace
+
+std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device) {
+    std::vector<Choice> list{choose(p, device)};
+    const auto add = [&](const Choice& choice) {
+        if (std::find(list.begin(), list.end(), choice) == list.end()) list.push_back(choice);
+    };
+    const auto add_tiles = [&](const TileShape& shape) {
+        Choice choice{.config = make_config(shape, p.dtype, p.a_m_major, p.b_n_major, p.fused)};
+        choice.schedule = schedule_for(choice.config, p, device);
+        if (has_finishers(choice.config) && p.out_dtype == p.dtype) {
+            choice.schedule.spacing = spacing_for(p);
+        }
+        add(choice);
+        choice.schedule.columns = choice.schedule.longer = 0;
+        add(choice);
+    };
+    for (const TileShape& shape : TILE_SHAPES) {
+        if (!p.fused || shape.block_n >= 128) add_tiles(shape);
+    }
+    if (p.a_m_major) return list;
+    if (!p.fused && p.b_n_major) add_tiles(BETWEEN_SHAPE_NN);
+    if (!p.fused && !p.b_n_major) {
+        for (const TileShape& shape : BETWEEN_SHAPES) add_tiles(shape);
+    }
+    if (p.batch > 1) return list;
+    for (const StreamShape& shape : STREAM_SHAPES) {
+        const bool holds = p.m <= shape.block_m || (shape.block_m == 64 && p.m <= 256);
+        if (shape.fused != p.fused || !holds) continue;
+        for (const int splits : {1, 2, 3, 4, 8}) {
+            if (ceil_div(p.k, shape.block_k) >= splits) {
+                add(streamed_choice(shape, splits, p, device));
+            }
+        }
+    }
+    // What their kernels compute, see suits().
+    if (p.fused || p.n % 8 != 0 || p.out_dtype != p.dtype) return list;
+    const Config varied = varied_config(p.dtype, p.b_n_major);
+    const VariedTiles tiles = vary_tiles(varied, p, std::max(1, device.sm_count));
+    if (tiles.columns > 0 && ceil_div(p.k, BLOCK_K) >= (varied.block_n + 63) / 64) {
+        add(varied_choice(varied, tiles, p, device));
+    }
+    add_divided(p, device, add);
+    return list;
 }
 
 Choice choose_marked(const Problem& p, const DeviceProperties& device) {
@@ -475,6 +555,7 @@ std::vector<KernelInfo> kernels() {
     return list;
 }
 
-static const bool registered = register_op("gemm", "gemm", &kernels, &unsupported, &choose);
+static const bool registered = register_op("gemm", "gemm", &kernels, &unsupported, &choose) &&
+                               register_candidates("gemm", &candidates);
 
 }  // namespace thunderkittens::gemm

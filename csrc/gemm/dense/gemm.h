@@ -73,11 +73,15 @@ struct Schedule {
     // Tiles of two widths, see common/raster.h: `longer` rows of tiles have one more than
     // `columns`. 0: all tiles are as wide as the configuration's.
     int columns = 0, longer = 0;
+
+    bool operator==(const Schedule&) const = default;
 };
 
 struct Choice {
     Config config;
     Schedule schedule;
+
+    bool operator==(const Choice&) const = default;
 };
 
 // One call. Strides count elements: a_stride and b_stride lie between neighbours in the dimension
@@ -277,8 +281,11 @@ constexpr int threads(const Config& c) {
 // Empty when choose() has a kernel for the problem, else the reason in a sentence.
 std::string unsupported(const Problem& problem, const DeviceProperties& device);
 Choice choose(const Problem& problem, const DeviceProperties& device);
-// The same of kernels whose tiles have the configuration's width, or all but 16 columns of it.
+// As choose(), of kernels whose tiles have the configuration's width, or all but 16 columns of it.
 Choice choose_unvaried(const Problem& problem, const DeviceProperties& device);
+// The choice and what else could run, for measurements of the choice: every compiled kernel that
+// computes the problem, with each way to divide k.
+std::vector<Choice> candidates(const Problem& problem, const DeviceProperties& device);
 // The kernel of marked tiles, for a problem of its dtype and layout.
 Choice choose_marked(const Problem& problem, const DeviceProperties& device);
 std::string kernel_name(const Config& config);
