@@ -361,11 +361,11 @@ Choice varied_choice(const Config& config, const VariedTiles& tiles, const Probl
     return choice;
 }
 
-Choice divided_choice(const TileShape& shape, int splits, int64_t blocks, const Problem& p,
+Choice divided_choice(const TileShape& shape, int splits, int blocks, const Problem& p,
                       const DeviceProperties& device) {
     Choice choice{.config = make_config(shape, p.dtype, false, p.b_n_major)};
     choice.schedule = schedule_for(choice.config, p, device);
-    choice.schedule.splits = splits, choice.schedule.blocks = static_cast<int>(blocks);
+    choice.schedule.splits = splits, choice.schedule.blocks = blocks;
     return choice;
 }
 
@@ -409,8 +409,10 @@ void add_divided(const Problem& p, const DeviceProperties& device, Add&& add) {
         for (int splits = 2; p.m >= shape.block_m && splits <= Segments::MOST_BLOCKS; ++splits) {
             const bool evenly = tiles * splits <= device.sm_count;
             if (evenly ? steps < 4 * splits : tiles >= 2 * device.sm_count) continue;
-            const int64_t blocks = evenly ? tiles * splits : device.sm_count / splits * splits;
-            if (make_segments(static_cast<int>(blocks), splits, tiles, steps).groups == 0) continue;
+            const auto blocks =
+                static_cast<int>(evenly ? tiles * splits : device.sm_count / splits * splits);
+            if (!evenly && make_group(blocks, splits, static_cast<int>(tiles)).whole > 1) continue;
+            if (make_segments(blocks, splits, tiles, steps).groups == 0) continue;
             add(divided_choice(shape, splits, blocks, p, device));
         }
     }
@@ -446,7 +448,7 @@ std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device)
         const bool holds = p.m <= shape.block_m || (shape.block_m == 64 && p.m <= 256);
         if (shape.fused != p.fused || !holds) continue;
         for (const int splits : {1, 2, 3, 4, 8}) {
-            if (ceil_div(p.k, shape.block_k) >= splits) {
+            if (splits == 1 || ceil_div(p.k, shape.block_k) >= 2 * splits) {
                 add(streamed_choice(shape, splits, p, device));
             }
         }

@@ -7,7 +7,7 @@ comes. Ops that take only some sizes draw among those.
 
 A case's score is the time of the best peer over the op's. Where the yardstick is a copy that moves
 other bytes than the op, it is the op's bandwidth over the copy's; where there is no peer, the op's
-work per time over the best of its kind in the run. 1 and more is good.
+work per time over the best of its kind in the run, of cases of 64 MB and more. 1 and more is good.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 ALIGNED, ANY = CLASSES = ("aligned", "any")
 LOW_SCORE = 0.95
+LARGE_BYTES = 64e6  # where the time of an op is that of its work
 WORST = 10
 MOST_TRIES = 1000
 DTYPES = (torch.bfloat16, torch.float16)
@@ -207,10 +208,10 @@ def scores(measurements: Sequence[Measurement], peers: Sequence[str]) -> list[Sc
 
 
 def _against_the_best(measurements: Sequence[Measurement]) -> list[Score]:
-    """Work per time over the best of those with the same form."""
+    """Work per time over the best of those with the same form, from `LARGE_BYTES` on."""
     rates: dict[str, dict[int, float]] = {}
     for place, measurement in enumerate(measurements):
-        if not measurement.failed:
+        if not measurement.failed and measurement.case.bytes >= LARGE_BYTES:
             form = str(measurement.case.parameters.get("form", ""))
             rates.setdefault(form, {})[place] = measurement.tflops(measurement.subject)
     return [
@@ -272,7 +273,9 @@ def report(measurements: Sequence[Measurement], peers: Sequence[str]) -> str:
     parts.append("Protocols: " + ", ".join(f"{name} {n} cases" for name, n in counts.items()))
     without = len(measurements) - len(found)
     if without:
-        parts.append(f"{without} cases have no score: the op failed, or no peer took them.")
+        parts.append(
+            f"{without} cases have no score: the op failed, no peer took them, or they are small."
+        )
     parts += [
         f"{m.case.name}, {name}: {note}" for m in measurements for name, note in m.notes.items()
     ]

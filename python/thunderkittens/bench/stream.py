@@ -20,6 +20,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def calls_for(microseconds: float, copies: int) -> int:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of inputs: in mappings, sequences and records, too."""
+    """The tensors of inputs: in mappings, sequences and named tuples, too."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -76,8 +77,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from tensors_in(item)
-    elif hasattr(value, "__dict__"):
-        yield from tensors_in(vars(value))
 
 
 def bytes_of(inputs: Any) -> int:
@@ -89,6 +88,15 @@ def bytes_of(inputs: Any) -> int:
     return sum(sizes.values())
 
 
+def abandon(graph: Any, pool: Any) -> None:
+    """Ends a capture that has failed. PyTorch's own end of it says that the capture is invalid, and
+    leaves the allocator as if it went on."""
+    with contextlib.suppress(RuntimeError):
+        graph.capture_end()
+    with contextlib.suppress(RuntimeError, AttributeError):
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+
+
 def capture(calls: Sequence[Callable[[], Any]], count: int) -> Any:
     """A CUDA graph of `count` calls in turn, captured on the current stream.
 
@@ -97,17 +105,17 @@ def capture(calls: Sequence[Callable[[], Any]], count: int) -> Any:
     time.
     """
     graph: Any = torch.cuda.CUDAGraph()  # untyped in PyTorch
+    pool: Any = torch.cuda.graph_pool_handle()
     kept: deque[Any] = deque(maxlen=len(calls))
     collecting = gc.isenabled()
     gc.disable()  # what it frees may not be freed during a capture
     try:
-        graph.capture_begin()
+        graph.capture_begin(pool=pool)
         try:
             for place in range(count):
                 kept.append(calls[place % len(calls)]())
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # says that the capture is invalid, not why
-                graph.capture_end()
+            abandon(graph, pool)
             raise
         graph.capture_end()
     finally:
@@ -195,6 +203,8 @@ class StreamTimer:
             graph = capture(calls, count)
         except RuntimeError as error:
             self.synchronize()
+            # A capture that succeeds, of anything, gives PyTorch's random numbers back.
+            capture([partial(torch.zeros, 1, device=self.device)], 1)
             raise RuntimeError(str(error)) from None
         graph.replay()
         self.synchronize()
