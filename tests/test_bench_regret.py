@@ -68,6 +68,18 @@ def test_candidates_divide_k_in_every_way():
     assert listed("mxfp8_quantize", rows=64, columns=64) == []
 
 
+def test_candidates_of_attention():
+    sizes = {"batch": 1, "q_heads": 8, "kv_heads": 2, "k_length": 1000}
+    dims = {"head_dim": 128, "value_dim": 128}
+    found = listed("attention", q_length=1, **sizes, **dims)
+    assert {fields["splits"] for fields in found} >= {0, 1, 2, 3, 4, 6, 8}
+    found = listed("attention", q_length=1000, **sizes, **dims)
+    assert {fields["block_n"] for fields in found} == {64, 128}
+    assert not any(fields["splits"] or fields["modified"] for fields in found)
+    (capped,) = listed("attention", q_length=1000, softcap=True, **sizes, **dims)
+    assert capped["capped"]
+
+
 def test_text_of_forced_fields():
     fields = {"kernel": "x", "dtype": "bf16", "fused": False, "streamed": True, "block_m": 64}
     assert forced.text_of(fields) == "streamed=1 block_m=64"
