@@ -1,10 +1,11 @@
 // The function that forces fields of an op's choice, for measurements. Python calls it by ctypes.
 #include "csrc/common/forced.h"
 
-#include <memory>
+#include <map>
 #include <mutex>
 #include <sstream>
-#include <vector>
+#include <string>
+#include <utility>
 
 namespace thunderkittens {
 
@@ -14,25 +15,29 @@ std::atomic<const Forced*> forced_choice{nullptr};
 // other kinds follow from the problem. An empty op ends it. False for what cannot be read.
 extern "C" __attribute__((visibility("default"))) bool thunderkittens_force(const char* op,
                                                                             const char* fields) {
-    // A call of another thread may still read an old one, so all are kept.
+    // A call of another thread may still read an old one, so all are kept, once each.
     static std::mutex mutex;
-    static std::vector<std::unique_ptr<const Forced>> all;
+    static std::map<std::string, Forced> all;
     const std::lock_guard lock(mutex);
     if (*op == '\0') {
         forced_choice.store(nullptr, std::memory_order_release);
         return true;
     }
-    auto forced = std::make_unique<Forced>(Forced{.op = op});
-    std::istringstream words(fields);
-    for (std::string word; words >> word;) {
-        const std::size_t at = word.find('=');
-        std::istringstream digits(at == std::string::npos ? "" : word.substr(at + 1));
-        int64_t number = 0;
-        if (!(digits >> number) || !digits.eof()) return false;
-        forced->fields.emplace(word.substr(0, at), number);
+    const std::string key = std::string(op) + '\n' + fields;
+    auto found = all.find(key);
+    if (found == all.end()) {
+        Forced forced{.op = op};
+        std::istringstream words(fields);
+        for (std::string word; words >> word;) {
+            const std::size_t at = word.find('=');
+            std::istringstream digits(at == std::string::npos ? "" : word.substr(at + 1));
+            int64_t number = 0;
+            if (!(digits >> number) || !digits.eof()) return false;
+            forced.fields.emplace(word.substr(0, at), number);
+        }
+        found = all.emplace(key, std::move(forced)).first;
     }
-    all.push_back(std::move(forced));
-    forced_choice.store(all.back().get(), std::memory_order_release);
+    forced_choice.store(&found->second, std::memory_order_release);
     return true;
 }
 
