@@ -13,8 +13,10 @@
 //
 //   static const bool registered = register_op("gemm", "gemm", &kernels, &unsupported, &choose);
 //
-// An op may also register `std::vector<Config> candidates(const Problem&, const DeviceProperties&)`,
-// by register_candidates(): the choice, and what else could run. `bench OP --regret` times them all.
+// An op may also have, by register_candidates(), the choice and what else could run, which
+// `bench OP --regret` times:
+//
+//   std::vector<Config> candidates(const Problem&, const DeviceProperties&);
 //
 // Host C++ only. Problems and configs travel as maps of names to values, so that _C needs no code
 // per family.
