@@ -3,9 +3,9 @@
     pytest benchmarks --benchmark-json=FILE
     pytest benchmarks/bench_gemm.py --shapes rated
 
-The figures to trust are in `extra_info`: event times of the op and its peers, interleaved behind a
-flushed L2 cache, and the ratios. pytest-benchmark's own columns are wall-clock times of the op
-alone, `CALLS` calls and one synchronisation in each round.
+The figures to trust are in `extra_info`: event times of the op and its peers, interleaved, by the
+protocol that is named there (docs/benchmarks.md), and the ratios. pytest-benchmark's own columns
+are wall-clock times of the op alone, `CALLS` calls and one synchronisation in each round.
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ def collect(objects: list[Path]) -> list[dict]:
         for kernel in report["kernels"]:
             # A warning names the kernel it is about; one that names none is shown on every row.
             mine = [w for w in report["warnings"] if kernel["symbol"] in w or "_Z" not in w]
-            rows.append(row_of(kernel, family, source, mine))
+            # What the file took to compile, which may hold several kernels.
+            rows.append({**row_of(kernel, family, source, mine), "seconds": report.get("seconds")})
     return sorted(rows, key=lambda row: (row["family"], row["source"], row["symbol"]))
 
 

@@ -3,6 +3,7 @@
 
 #include "csrc/attention/dispatch.h"
 #include "csrc/attention/operands.h"
+#include "csrc/common/forced.h"
 
 namespace thunderkittens::attention {
 
@@ -57,7 +58,8 @@ Tensor forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const
     params.out = describe(out_buffer);
     params.lse = lse ? static_cast<float*>(lse->data_ptr()) : nullptr;
     params.sm_count = device.sm_count;
-    const Choice choice = choose(p, device);
+    Choice choice = choose(p, device);
+    force("attention", choice);
     params.section_heads = choice.section_heads;
     params.splits = choice.splits;
     Tensor workspace;

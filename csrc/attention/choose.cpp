@@ -160,6 +160,33 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     return choice;
 }
 
+std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device) {
+    std::vector<Choice> list{choose(p, device)};
+    const auto add = [&](Choice choice) {
+        choice.config.dtype = p.dtype;
+        if (std::find(list.begin(), list.end(), choice) == list.end()) list.push_back(choice);
+    };
+    if (p.q_length <= SHORT_QUERY) {
+        const Config config = choose_split_config(p);
+        for (const int splits : {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128}) {
+            if (splits > MAX_SPLITS || splits > ceil_div(p.k_length, config.block_n)) break;
+            add({.config = config, .splits = splits});
+        }
+    }
+    const Config* first = nullptr;  // others are of the same dimensions
+    for (const Config& c : CONFIGS) {
+        if (c.head_dim < p.head_dim || c.value_dim < p.value_dim) continue;
+        const bool other =
+            first && (c.head_dim != first->head_dim || c.value_dim != first->value_dim);
+        if (other) break;
+        const bool has_its_own = capped(p) && has_capped(c);
+        if (c.capped ? !capped(p) : has_its_own || c.modified != modified(p)) continue;
+        first = &c;
+        add({.config = c, .section_heads = choose_section(p, 64 * c.warpgroups, device)});
+    }
+    return list;
+}
+
 std::string kernel_name(const Choice& choice) {
     const Config& c = choice.config;
     const std::string value = c.value_dim == c.head_dim ? "" : concat("v", c.value_dim);
@@ -214,6 +241,7 @@ std::vector<KernelInfo> kernels() {
 }
 
 static const bool registered =
-    register_op("attention", "attention", &kernels, &unsupported, &choose);
+    register_op("attention", "attention", &kernels, &unsupported, &choose) &&
+    register_candidates("attention", &candidates);
 
 }  // namespace thunderkittens::attention

@@ -115,6 +115,8 @@ struct Choice {
     // The blocks work on this many heads (of all batches) at a time, longest query blocks first.
     int section_heads = 1;
     int splits = 0;  // of the keys, for the kernels of short queries; 0: the others
+
+    bool operator==(const Choice&) const = default;
 };
 
 struct ForwardParams {
@@ -155,6 +157,8 @@ void visit_fields(Choice& c, Visitor visit) {
 
 std::string unsupported(const Problem& problem, const DeviceProperties& device);
 Choice choose(const Problem& problem, const DeviceProperties& device);
+// The choice and what else could run, for measurements of the choice.
+std::vector<Choice> candidates(const Problem& problem, const DeviceProperties& device);
 std::string kernel_name(const Choice& choice);
 std::vector<KernelInfo> kernels();
 

@@ -13,6 +13,11 @@
 //
 //   static const bool registered = register_op("gemm", "gemm", &kernels, &unsupported, &choose);
 //
+// An op may also have, by register_candidates(), the choice and what else could run, which
+// `bench OP --regret` times:
+//
+//   std::vector<Config> candidates(const Problem&, const DeviceProperties&);
+//
 // Host C++ only. Problems and configs travel as maps of names to values, so that _C needs no code
 // per family.
 #pragma once
@@ -57,6 +62,13 @@ struct OpEntry {
     std::function<Fields(const Fields&, const DeviceProperties&)>
         choose;  // Config's fields and "kernel"
 };
+
+// What could run, by op: a Config's fields and "kernel" each.
+using Candidates = std::function<std::vector<Fields>(const Fields&, const DeviceProperties&)>;
+inline std::map<std::string, Candidates>& candidates_of_ops() {
+    static std::map<std::string, Candidates> functions;
+    return functions;
+}
 
 inline std::vector<OpEntry>& registry() {
     static std::vector<OpEntry> entries;
@@ -126,6 +138,13 @@ Fields fields_of(const Struct& values) {
     return fields;
 }
 
+template <typename Config>
+Fields named_fields_of(const Config& config) {
+    Fields fields = fields_of(config);
+    fields.emplace("kernel", kernel_name(config));
+    return fields;
+}
+
 template <typename Struct>
 Struct struct_from(const std::string& op, const Fields& fields) {
     Struct values{};
@@ -182,12 +201,23 @@ bool register_op(const std::string& op, const std::string& family,
         return unsupported(detail::struct_from<Problem>(op, fields), device);
     };
     entry.choose = [=](const Fields& fields, const DeviceProperties& device) {
-        const Config config = choose(detail::struct_from<Problem>(op, fields), device);
-        Fields chosen = detail::fields_of(config);
-        chosen.emplace("kernel", kernel_name(config));
-        return chosen;
+        return detail::named_fields_of(choose(detail::struct_from<Problem>(op, fields), device));
     };
     registry().push_back(std::move(entry));
+    return true;
+}
+
+template <typename Problem, typename Config>
+bool register_candidates(const std::string& op,
+                         std::vector<Config> (*candidates)(const Problem&,
+                                                           const DeviceProperties&)) {
+    candidates_of_ops()[op] = [=](const Fields& fields, const DeviceProperties& device) {
+        std::vector<Fields> list;
+        for (const Config& config : candidates(detail::struct_from<Problem>(op, fields), device)) {
+            list.push_back(detail::named_fields_of(config));
+        }
+        return list;
+    };
     return true;
 }
 

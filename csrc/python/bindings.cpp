@@ -79,5 +79,14 @@ PYBIND11_MODULE(_C, m) {
             return tk::find_op(op).choose(problem, device);
         },
         py::arg("op"), py::arg("problem"), py::arg("device"));
+    m.def(
+        "candidates",
+        [](const std::string& op, const tk::Fields& problem, const tk::DeviceProperties& device) {
+            const auto found = tk::candidates_of_ops().find(tk::find_op(op).op);
+            const bool known = found != tk::candidates_of_ops().end();
+            return known ? found->second(problem, device) : std::vector<tk::Fields>{};
+        },
+        py::arg("op"), py::arg("problem"), py::arg("device"),
+        "The choice and what else could run; empty where an op does not say.");
     bind_layouts(m);
 }

@@ -176,6 +176,20 @@ bool is_skinny_with_long_k(const Problem& p, int sm_count) {
            tiles * 32 <= int64_t{sm_count} * 7;
 }
 
+Choice swap_ab_choice(const SwapAbShape& shape, int splits, const Problem& p,
+                      const DeviceProperties& device) {
+    Choice choice{.config = make_config(shape, p.dtype, p.b_n_major)};
+    const int64_t tiles = ceil_div(p.m, shape.block_m) * ceil_div(p.n, shape.block_n);
+    const int64_t clusters = std::max(1, device.sm_count / splits);
+    const int64_t waves = ceil_div(tiles, clusters);
+    choice.schedule.splits = splits;
+    choice.schedule.blocks = static_cast<int>(ceil_div(tiles, waves) * splits);
+    // A weight of many times the L2 cache is read faster without the evict-first hint.
+    choice.schedule.evict_first_b =
+        p.fused || 2.0 * double(p.n) * double(p.k) <= 6.0 * device.l2_bytes;
+    return choice;
+}
+
 Choice choose_swap_ab(const Problem& p, const DeviceProperties& device) {
     const int sm_count = std::max(1, device.sm_count);
     const SwapAbShape* shape = nullptr;
@@ -184,7 +198,6 @@ Choice choose_swap_ab(const Problem& p, const DeviceProperties& device) {
         shape = &candidate;
         if (candidate.block_m >= p.m) break;
     }
-    Choice choice{.config = make_config(*shape, p.dtype, p.b_n_major)};
     const int64_t tiles = ceil_div(p.m, shape->block_m) * ceil_div(p.n, shape->block_n);
     const int64_t k_blocks = ceil_div(p.k, shape->block_k);
     // Half of the SMs read as fast as all do. Below that, split-K over a cluster, as long as each
@@ -200,14 +213,7 @@ Choice choose_swap_ab(const Problem& p, const DeviceProperties& device) {
     const bool three = p.fused || p.m > (p.b_n_major ? 32 : 16);
     if (splits == 2 && three && tiles * 4 <= sm_count && k_blocks >= 3 * 2) splits = 3;
     if (splits == 1 && p.fused && tiles * 2 <= sm_count && k_blocks >= 128) splits = 2;
-    const int64_t clusters = sm_count / splits;
-    const int64_t waves = ceil_div(tiles, clusters);
-    choice.schedule.splits = splits;
-    choice.schedule.blocks = static_cast<int>(ceil_div(tiles, waves) * splits);
-    // A weight of many times the L2 cache is read faster without the evict-first hint.
-    choice.schedule.evict_first_b =
-        p.fused || 2.0 * double(p.n) * double(p.k) <= 6.0 * device.l2_bytes;
-    return choice;
+    return swap_ab_choice(*shape, splits, p, device);
 }
 
 // Whether the sums of one product with a long k are only rounded, to rows that TMA can store: what
@@ -349,6 +355,23 @@ Choice choose_fixed_width(const Problem& p, const DeviceProperties& device) {
 
 namespace {
 
+Choice balanced_choice(const Config& config, const BalancedTiles& tiles, const Problem& p,
+                       const DeviceProperties& device) {
+    Choice choice{.config = config, .schedule = schedule_for(config, p, device)};
+    choice.schedule.columns = tiles.columns, choice.schedule.extra_rows = tiles.extra_rows;
+    const int64_t all = ceil_div(p.m, config.block_m) * tiles.columns + tiles.extra_rows;
+    choice.schedule.blocks = static_cast<int>(std::min<int64_t>(all, std::max(1, device.sm_count)));
+    return choice;
+}
+
+Choice split_k_choice(const TileShape& shape, int splits, int blocks, const Problem& p,
+                      const DeviceProperties& device) {
+    Choice choice{.config = make_config(shape, p.dtype, false, p.b_n_major)};
+    choice.schedule = schedule_for(choice.config, p, device);
+    choice.schedule.splits = splits, choice.schedule.blocks = blocks;
+    return choice;
+}
+
 // Balanced tiling with run-time widths where it pays, else the best fixed width.
 Choice choose_unsplit(const Problem& p, const DeviceProperties& device) {
     const Choice choice = choose_fixed_width(p, device);
@@ -359,11 +382,7 @@ Choice choose_unsplit(const Problem& p, const DeviceProperties& device) {
     if (tiles.cycles > 0.985 * cycles(shape_of(choice.config), choice.config, p, sm_count)) {
         return choice;
     }
-    Choice balanced{.config = config, .schedule = schedule_for(config, p, device)};
-    balanced.schedule.columns = tiles.columns, balanced.schedule.extra_rows = tiles.extra_rows;
-    const int64_t all = ceil_div(p.m, config.block_m) * tiles.columns + tiles.extra_rows;
-    balanced.schedule.blocks = static_cast<int>(std::min<int64_t>(all, sm_count));
-    return balanced;
+    return balanced_choice(config, tiles, p, device);
 }
 
 }  // namespace
@@ -380,10 +399,75 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
         stream_k_tiles(p, sm_count, 0.97 * std::min(whole, split_k.cycles));
     const SplitKTiles& tiles = stream_k.shape != nullptr ? stream_k : split_k;
     if (tiles.shape == nullptr || tiles.cycles > 0.97 * whole) return choice;
-    Choice split{.config = make_config(*tiles.shape, p.dtype, false, p.b_n_major)};
-    split.schedule = schedule_for(split.config, p, device);
-    split.schedule.splits = tiles.splits, split.schedule.blocks = tiles.blocks;
-    return split;
+    return split_k_choice(*tiles.shape, tiles.splits, tiles.blocks, p, device);
+}
+
+namespace {
+
+// The ways to divide k of tiles between blocks, evenly or with owners.
+template <typename Add>
+void add_split_k(const Problem& p, const DeviceProperties& device, Add&& add) {
+    const int64_t steps = ceil_div(p.k, BLOCK_K);
+    for (const TileShape& shape : SPLIT_K_SHAPES) {
+        const int64_t tiles = ceil_div(p.m, shape.block_m) * ceil_div(p.n, shape.block_n);
+        for (int splits = 2; p.m >= shape.block_m && splits <= StreamKSegments::MAX_PEERS;
+             ++splits) {
+            const bool split_k = tiles * splits <= device.sm_count;
+            if (split_k ? steps < 4 * splits : tiles >= 2 * device.sm_count) continue;
+            const auto blocks =
+                static_cast<int>(split_k ? tiles * splits : device.sm_count / splits * splits);
+            if (!split_k && make_peer_group(blocks, splits, static_cast<int>(tiles)).whole > 1)
+                continue;
+            if (make_stream_k_segments(blocks, splits, tiles, steps).groups == 0) continue;
+            add(split_k_choice(shape, splits, blocks, p, device));
+        }
+    }
+}
+
+}  // namespace
+
+std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device) {
+    std::vector<Choice> list{choose(p, device)};
+    const auto add = [&](const Choice& choice) {
+        if (std::find(list.begin(), list.end(), choice) == list.end()) list.push_back(choice);
+    };
+    const auto add_tiles = [&](const TileShape& shape) {
+        Choice choice{.config = make_config(shape, p.dtype, p.a_m_major, p.b_n_major, p.fused)};
+        choice.schedule = schedule_for(choice.config, p, device);
+        if (has_epilogue_warps(choice.config) && p.out_dtype == p.dtype) {
+            choice.schedule.store_interval = store_interval_for(p);
+        }
+        add(choice);
+        choice.schedule.columns = choice.schedule.extra_rows = 0;
+        add(choice);
+    };
+    for (const TileShape& shape : TILE_SHAPES) {
+        if (!p.fused || shape.block_n >= 128) add_tiles(shape);
+    }
+    if (p.a_m_major) return list;
+    if (!p.fused && p.b_n_major) add_tiles(NN_SHAPE);
+    if (!p.fused && !p.b_n_major) {
+        for (const TileShape& shape : NT_SHAPES) add_tiles(shape);
+    }
+    if (p.batch > 1) return list;
+    for (const SwapAbShape& shape : SWAP_AB_SHAPES) {
+        const bool holds = p.m <= shape.block_m || (shape.block_m == 64 && p.m <= 256);
+        if (shape.fused != p.fused || !holds) continue;
+        for (const int splits : {1, 2, 3, 4, 8}) {
+            if (splits == 1 || ceil_div(p.k, shape.block_k) >= 2 * splits) {
+                add(swap_ab_choice(shape, splits, p, device));
+            }
+        }
+    }
+    // What their kernels compute, see runs_itself().
+    if (p.fused || p.n % 8 != 0 || p.out_dtype != p.dtype) return list;
+    const Config balanced = balanced_config(p.dtype, p.b_n_major);
+    const BalancedTiles tiles = balance_tiles(balanced, p, std::max(1, device.sm_count));
+    if (tiles.columns > 0 && ceil_div(p.k, BLOCK_K) >= (balanced.block_n + 63) / 64) {
+        add(balanced_choice(balanced, tiles, p, device));
+    }
+    add_split_k(p, device, add);
+    return list;
 }
 
 Choice choose_masked(const Problem& p, const DeviceProperties& device) {
@@ -466,6 +550,7 @@ std::vector<KernelInfo> kernels() {
     return list;
 }
 
-static const bool registered = register_op("gemm", "gemm", &kernels, &unsupported, &choose);
+static const bool registered = register_op("gemm", "gemm", &kernels, &unsupported, &choose) &&
+                               register_candidates("gemm", &candidates);
 
 }  // namespace thunderkittens::gemm

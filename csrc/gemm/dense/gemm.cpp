@@ -3,6 +3,7 @@
 // epilogue.
 #include <tuple>
 
+#include "csrc/common/forced.h"
 #include "csrc/common/tensor.h"
 #include "csrc/gemm/common/operands.h"
 #include "csrc/gemm/dense/dispatch.h"
@@ -143,7 +144,8 @@ Outputs product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& b
     if (const std::string reason = unsupported(problem, device); !reason.empty()) {
         throw std::runtime_error(concat(OP, ": ", reason));
     }
-    const Choice choice = choose(problem, device);
+    Choice choice = choose(problem, device);
+    force("gemm", choice);
     std::optional<Tensor> memory;
     Workspace workspace;
     if (const int64_t bytes = workspace_bytes(choice, m, n); bytes > 0) {

@@ -73,11 +73,15 @@ struct Schedule {
     // Balanced tiling (common/raster.h): `extra_rows` rows of tiles have one tile more than
     // `columns`. 0: all tiles are as wide as the configuration's.
     int columns = 0, extra_rows = 0;
+
+    bool operator==(const Schedule&) const = default;
 };
 
 struct Choice {
     Config config;
     Schedule schedule;
+
+    bool operator==(const Choice&) const = default;
 };
 
 // One call. Strides count elements: a_stride and b_stride lie between neighbours in the dimension
@@ -323,6 +327,9 @@ std::string unsupported(const Problem& problem, const DeviceProperties& device);
 Choice choose(const Problem& problem, const DeviceProperties& device);
 // The same without balanced tiling at run-time widths, split-K and stream-K.
 Choice choose_fixed_width(const Problem& problem, const DeviceProperties& device);
+// The choice and what else could run, for measurements of the choice: every compiled kernel that
+// computes the problem, with each way to split k.
+std::vector<Choice> candidates(const Problem& problem, const DeviceProperties& device);
 // The kernel with a tile mask, for a problem of its dtype and layout.
 Choice choose_masked(const Problem& problem, const DeviceProperties& device);
 std::string kernel_name(const Config& config);

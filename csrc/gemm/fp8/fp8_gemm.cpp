@@ -4,6 +4,7 @@
 
 #include <limits>
 
+#include "csrc/common/forced.h"
 #include "csrc/common/tensor.h"
 #include "csrc/gemm/quantize/fp8_quantize.h"
 
@@ -136,7 +137,8 @@ Tensor fp8_gemm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const T
         left = operand(a, as_4d(a), a, stream);
         right = operand(b, transposed(as_4d(b)), torch::stable::transpose(b, -2, -1), stream);
     }
-    const Choice choice = choose(problem, device);
+    Choice choice = choose(problem, device);
+    force("fp8_gemm", choice);
     const bool row_scales = !kind.blockwise && scale_a.size(0) > 1;
     const bool column_scales = !kind.blockwise && scale_b.size(-1) > 1;
     const Params params{

@@ -47,6 +47,19 @@ double cycles(const gemm::TileShape& shape, const Problem& p, int sm_count) {
     return waves * (steps * size / 32 * per_product + 600);
 }
 
+Choice choice_of(const gemm::TileShape& shape, const Problem& p, const DeviceProperties& device) {
+    const int sm_count = std::max(1, device.sm_count);
+    Choice choice{.config = gemm::make_config(shape, p.dtype, p.a_m_major, p.b_n_major)};
+    // The tiles at work at a time form a square of elements.
+    choice.raster_group =
+        std::max(1, int(std::lround(std::sqrt(double(sm_count) * shape.block_n / shape.block_m))));
+    choice.blocks = sm_count;
+    const int64_t tiles = ceil_div(p.m, shape.block_m) * ceil_div(p.n, shape.block_n) *
+                          (Grouped(p.grouped) == Grouped::k ? p.groups : 1);
+    choice.two_widths = tiles > sm_count && can_count(p) && gemm::has_two_widths(choice.config);
+    return choice;
+}
+
 }  // namespace
 
 std::string unsupported(const Problem& p, const DeviceProperties& device) {
@@ -89,15 +102,21 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
         const double needed = cycles(shape, p, sm_count);
         if (best == nullptr || needed < least) best = &shape, least = needed;
     }
-    Choice choice{.config = gemm::make_config(*best, p.dtype, p.a_m_major, p.b_n_major)};
-    // The tiles at work at a time form a square of elements.
-    choice.raster_group =
-        std::max(1, int(std::lround(std::sqrt(double(sm_count) * best->block_n / best->block_m))));
-    choice.blocks = sm_count;
-    const int64_t tiles = ceil_div(p.m, best->block_m) * ceil_div(p.n, best->block_n) *
-                          (Grouped(p.grouped) == Grouped::k ? p.groups : 1);
-    choice.two_widths = tiles > sm_count && can_count(p) && gemm::has_two_widths(choice.config);
-    return choice;
+    return choice_of(*best, p, device);
+}
+
+std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device) {
+    std::vector<Choice> list{choose(p, device)};
+    const auto add = [&](const Choice& choice) {
+        if (std::find(list.begin(), list.end(), choice) == list.end()) list.push_back(choice);
+    };
+    for (std::size_t i = 0; i < SHAPES; ++i) {
+        Choice choice = choice_of(gemm::TILE_SHAPES[i], p, device);
+        add(choice);
+        choice.two_widths = false;
+        add(choice);
+    }
+    return list;
 }
 
 std::string kernel_name(const gemm::Config& c) {
@@ -126,6 +145,8 @@ std::vector<KernelInfo> kernels() {
     return list;
 }
 
-static const bool registered = register_op("grouped_gemm", "gemm", &kernels, &unsupported, &choose);
+static const bool registered =
+    register_op("grouped_gemm", "gemm", &kernels, &unsupported, &choose) &&
+    register_candidates("grouped_gemm", &candidates);
 
 }  // namespace thunderkittens::grouped_gemm

@@ -2,6 +2,7 @@
 // cannot read, allocation, choice, launch.
 #include "csrc/gemm/grouped/grouped_gemm.h"
 
+#include "csrc/common/forced.h"
 #include "csrc/common/tensor.h"
 #include "csrc/gemm/common/operands.h"
 
@@ -62,7 +63,8 @@ Tensor grouped_gemm(const Tensor& a, const Tensor& b, const Tensor& given_offs) 
     if (const std::string reason = unsupported(problem, device); !reason.empty()) {
         throw std::runtime_error(concat(OP, ": ", reason));
     }
-    const Choice choice = choose(problem, device);
+    Choice choice = choose(problem, device);
+    force("grouped_gemm", choice);
     const Params params{.product = {.a = left.view.data,
                                     .b = right.view.data,
                                     .out = out.data_ptr(),

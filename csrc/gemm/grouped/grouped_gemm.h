@@ -28,6 +28,8 @@ struct Choice {
     // Balanced tiling (common/balanced_tiles.h), if tiles of one width would leave SMs idle in the
     // last wave. The device counts the tiles.
     bool two_widths = false;
+
+    bool operator==(const Choice&) const = default;
 };
 
 struct Params {
@@ -91,6 +93,8 @@ constexpr int shared_bytes(const gemm::Config& c) {
 // Empty when choose() has a kernel for the problem, else the reason in a sentence.
 std::string unsupported(const Problem& problem, const DeviceProperties& device);
 Choice choose(const Problem& problem, const DeviceProperties& device);
+// The choice and what else could run, for measurements of the choice.
+std::vector<Choice> candidates(const Problem& problem, const DeviceProperties& device);
 std::string kernel_name(const gemm::Config& config);
 std::string kernel_name(const Choice& choice);
 std::vector<KernelInfo> kernels();

@@ -1,5 +1,6 @@
 // thunderkittens::nvfp4_gemm on CUDA: checks, allocation, choice, launch.
 #include "csrc/gemm/nvfp4/nvfp4_gemm.h"
+#include "csrc/common/forced.h"
 #include "csrc/common/tensor.h"
 #include "csrc/gemm/common/workspace.h"
 #include "csrc/gemm/nvfp4/dequant_params.h"
@@ -95,7 +96,8 @@ Tensor nvfp4_gemm(const Tensor& a, const Tensor& b, const Tensor& global_scale, 
     if (const std::string reason = unsupported(problem, device); !reason.empty()) {
         throw std::runtime_error(concat(OP, ": ", reason));
     }
-    const Choice choice = choose(problem, device);
+    Choice choice = choose(problem, device);
+    force("nvfp4_gemm", choice);
     std::optional<Tensor> workspace;
     if (const int64_t bytes = workspace_bytes(choice.config, choice.schedule); bytes > 0) {
         workspace = empty({bytes}, ScalarType::Byte, a);

@@ -2,6 +2,8 @@
 
     python -m thunderkittens bench attention            a table with ratios
     python -m thunderkittens bench gemm --json FILE     the figures with the machine's record
+    python -m thunderkittens bench gemm --shapes drawn  sizes and layouts that a seed draws
+    python -m thunderkittens bench gemm --regret        all kernels that could run, and the choice
     python -m thunderkittens bench gemm --host          host time of eager calls
     python -m thunderkittens bench training             steps of a small transformer
 
@@ -17,9 +19,11 @@ from .host import Differentiable, measure_host
 from .report import host_table, plot, table
 from .results import document, write_json
 from .runner import Measurement, compare, geometric_means
-from .timing import CpuTimer, CudaTimer, Rounds, StepTimer, Timer, Timing, make_timer
+from .stream import PROTOCOLS, StreamTimer, make_timer
+from .timing import CpuTimer, CudaTimer, Rounds, StepTimer, Timer, Timing
 
 __all__ = [
+    "PROTOCOLS",
     "Case",
     "CpuTimer",
     "CudaTimer",
@@ -30,6 +34,7 @@ __all__ = [
     "Prepared",
     "Rounds",
     "StepTimer",
+    "StreamTimer",
     "Timer",
     "Timing",
     "add_arguments",

@@ -33,7 +33,8 @@ Attend = Callable[..., Tensor]
 class Point:
     """A problem. `options` are those of `tk.attention`; an option "alibi" or "sink" stands for a
     random tensor. `needs` names the inputs whose gradients are computed. `baseline` is the problem
-    that the cost of this one is held against."""
+    that the cost of this one is held against. In memory heads come first, or tokens, and `padding`
+    elements lie behind each row."""
 
     batch: int
     heads: int
@@ -49,6 +50,8 @@ class Point:
     name: str = ""
     groups: tuple[str, ...] = ()
     baseline: Point | None = None
+    tokens_first: bool = False
+    padding: int = 0
 
     def against(self, **changes: Any) -> Point:
         """This point with the given changes, and itself as the baseline."""
@@ -89,7 +92,10 @@ class Point:
         kv_heads = self.kv_heads or self.heads
 
         def draw(heads: int, length: int, dim: int) -> Tensor:
-            return random_normal(self.batch, heads, length, dim, dtype=dtype, generator=generator)
+            order = (length, heads) if self.tokens_first else (heads, length)
+            wide = (self.batch, *order, dim + self.padding)
+            x = random_normal(*wide, dtype=dtype, generator=generator)[..., :dim]
+            return x.transpose(1, 2) if self.tokens_first else x
 
         options = dict(self.options)
         for name in {"alibi", "sink"} & set(options):
@@ -271,12 +277,34 @@ def sdpa(backend: SDPBackend) -> Prepared:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, options: Mapping[str, Any]) -> Tensor:
         plain_only(options)
+        if causal and q.shape[2] not in (1, k.shape[2]):
+            raise NotApplicableError("its mask is aligned to the upper left")
         # Of one query row against all keys, `is_causal` would see the first.
         grouped = q.shape[1] != k.shape[1]
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(
                 q, k, v, is_causal=causal and q.shape[2] > 1, enable_gqa=grouped
             )
+
+    return work(attend)
+
+
+def flash_attention_2() -> Prepared:
+    """PyTorch's FlashAttention-2 without the checks of scaled_dot_product_attention: masks of the
+    lower right corner, windows, and fewer heads of keys."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, options: Mapping[str, Any]) -> Tensor:
+        plain_only({name: x for name, x in options.items() if name != "window_size"})
+        window: dict[str, int] = {}
+        if "window_size" in options:
+            left, right = options["window_size"]
+            window = {"window_size_left": left, "window_size_right": right}
+        rows, keys = q.shape[2], k.shape[2]
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out: Tensor = torch.ops.aten._flash_attention_forward(
+            q, k, v, None, None, rows, keys, 0.0, causal, False, scale=q.shape[3] ** -0.5, **window
+        )[0]
+        return out.transpose(1, 2)
 
     return work(attend)
 
@@ -324,5 +352,6 @@ def implementations(device: torch.device) -> dict[str, Implementation]:
         **own,
         "cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION),
         "torch flash": sdpa(SDPBackend.FLASH_ATTENTION),
+        "FlashAttention-2": flash_attention_2(),
         **{name: peer for name, peer in peers.items() if peer is not None},
     }

@@ -13,14 +13,20 @@ from typing import Any
 
 import torch
 
-from . import machine, report, results, suites
+from . import drawn, forced, machine, regret, report, results, suites
+from .cases import Case
 from .host import measure_host
 from .runner import Measurement, compare
-from .timing import make_timer
+from .stream import PROTOCOLS, make_timer
+from .timing import COLD, Timer
 
 WHOLE = ("training",)  # modules beside the suites, with a suite's interface, of more than an op
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 RESULTS = Path("benchmarks") / "results"
+DRAWN = "drawn"  # the set of shapes that a seed makes
+COUNT = 100
+REPETITIONS, SECONDS = 100, 0.5
+DRAWN_REPETITIONS, DRAWN_SECONDS = 30, 0.1
 
 
 def suite_names() -> list[str]:
@@ -40,24 +46,93 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         suite = load_suite(name)
         summary = (suite.__doc__ or "").strip().splitlines()[0]
         op = ops.add_parser(name, help=summary, description=summary)
-        op.set_defaults(dtype="bf16", host=False)
-        seconds = getattr(suite, "SECONDS", 0.5)
+        op.set_defaults(dtype=None, host=False, protocol=None, regret=False)
+        seconds = getattr(suite, "SECONDS", SECONDS)
         add = op.add_argument
-        add("--shapes", help=f"{', '.join(suite.SHAPES)} (on a CPU: tiny)")
+        more = "" if name in WHOLE else f", {DRAWN}"
+        add("--shapes", help=f"{', '.join(suite.SHAPES)}{more} (on a CPU: tiny)")
         suite.add_arguments(op)
         if name not in WHOLE:
-            add("--dtype", choices=DTYPES, default="bf16", help="input type (default: bf16)")
+            add("--dtype", choices=DTYPES, help="input type (default: bf16; drawn: both)")
             add("--host", action="store_true", help="host time of eager calls, not GPU times")
+            add_protocol(op)
+            add_drawing(op, suite)
         add("--peers", help="names of the peers to run, with commas (default: all there are)")
         add("--quick", action="store_true", help="few repetitions: a look, not a measurement")
-        add("--repetitions", type=int, default=100, help="per call and case (default: 100)")
-        limit = f"limit per call and case (default: {seconds})"
-        add("--seconds", type=float, default=seconds, help=limit)
-        add("--seed", type=int, default=0, help="seed of the inputs (default: 0)")
+        count = f"per call and case (default: {REPETITIONS}; drawn: {DRAWN_REPETITIONS})"
+        add("--repetitions", type=int, help=count)
+        limit = f"limit per call and case (default: {seconds}; drawn: {DRAWN_SECONDS})"
+        add("--seconds", type=float, help=limit)
+        add("--seed", type=int, default=0, help="seed of the inputs and of draws (default: 0)")
         add("--device", default="cuda", help="cuda, cuda:<index>, or cpu to try the tool")
         add("--json", type=Path, metavar="FILE", help="write figures and machine as JSON")
         add("--plot", type=Path, metavar="FILE", help="draw the figures: PNG, PDF or SVG")
         add("--save", action="store_true", help=f"write JSON to {RESULTS}/<gpu>/ of a source tree")
+
+
+def add_protocol(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--protocol",
+        choices=PROTOCOLS,
+        help="stream: CUDA graphs of calls on rotating inputs larger than the L2 cache; cold: "
+        "behind a flush by reading; dirty: by writing (default: stream to 200 us, else cold)",
+    )
+
+
+def add_drawing(parser: argparse.ArgumentParser, suite: Any) -> None:
+    forms = getattr(suite, "DRAWN_FORMS", ())
+    usual = ",".join(getattr(suite, "DRAWN_DEFAULT", forms)) or "the only ones"
+    add = parser.add_argument
+    add("--count", type=int, default=COUNT, help=f"drawn shapes of each class (default: {COUNT})")
+    add("--class", dest="classes", help="classes of drawn shapes, with commas (default: all)")
+    add("--draw", help=f"forms of drawn shapes, a part of {','.join(forms)} (default: {usual})")
+    add(
+        "--regret",
+        action="store_true",
+        help="of drawn shapes, times every kernel that could run beside the one that is chosen",
+    )
+
+
+def is_drawn(args: argparse.Namespace) -> bool:
+    return args.regret or args.shapes == DRAWN
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Repetitions, their limit of time, and the seed."""
+    usual = getattr(load_suite(args.op), "SECONDS", SECONDS)
+    repetitions, seconds = REPETITIONS, usual
+    if is_drawn(args):
+        repetitions, seconds = DRAWN_REPETITIONS, DRAWN_SECONDS
+    if args.repetitions is not None:
+        repetitions = args.repetitions
+    if args.seconds is not None:
+        seconds = args.seconds
+    if repetitions < 1 or seconds <= 0:
+        raise ValueError("--repetitions and --seconds must be positive")
+    if args.quick:
+        repetitions, seconds = 10, seconds / 10
+    return {"repetitions": repetitions, "seconds": seconds, "seed": args.seed}
+
+
+def cases_of(args: argparse.Namespace, shapes: str) -> list[Case]:
+    """The cases that the options ask for. ValueError for names there are not."""
+    suite = load_suite(args.op)
+    if is_drawn(args):
+        if args.op in WHOLE:
+            raise ValueError(f"{args.op} has no drawn shapes")
+        return drawn.draw_cases(
+            args.op,
+            suite,
+            seed=args.seed,
+            count=args.count,
+            classes=drawn.classes_of(suite, args.classes),
+            forms=drawn.forms_of(suite, args.draw),
+            dtype=None if args.dtype is None else DTYPES[args.dtype],
+        )
+    cases: list[Case] = suite.cases(
+        shapes, dtype=DTYPES[args.dtype or "bf16"], **suite.options(args)
+    )
+    return cases
 
 
 def choose_device(name: str) -> torch.device:
@@ -110,12 +185,16 @@ def save_path(args: argparse.Namespace, gpu: str) -> Path:
         raise ValueError(f"--save writes to {RESULTS}; run it in the root of a source tree")
     shapes, suite = args.shapes or "default", load_suite(args.op)
     whole = shapes in getattr(suite, "SAVED", ("default",)) and not takes_part(suite, args)
-    if args.quick or not whole or args.dtype != "bf16" or args.peers:
+    if is_drawn(args):
+        whole = not (args.classes or args.draw)
+    if args.quick or not whole or args.dtype not in (None, "bf16") or args.peers:
         raise ValueError(
             "--save needs a full run: no --quick, part of --shapes, --kinds (--forms, --layouts), "
             "--dtype or --peers"
         )
     part = "_host" if args.host else "" if shapes == "default" else f"_{shapes}"
+    part = "_regret" if args.regret else part
+    part += f"_{args.protocol}" if args.protocol else ""
     return RESULTS / machine.slug(gpu) / f"{args.op}{part}.json"
 
 
@@ -144,36 +223,96 @@ def run_host(args: argparse.Namespace, device: torch.device, record: dict[str, A
     return results.host_document(args.op, times, machine=record, settings=settings)
 
 
+def timer_of(args: argparse.Namespace, device: torch.device) -> Timer:
+    """The suite's own timer, else that of the protocol."""
+    own = getattr(load_suite(args.op), "make_timer", None)
+    timer: Timer = own(device) if own else make_timer(device, args.protocol)
+    return timer
+
+
 def run_device(args: argparse.Namespace, device: torch.device, record: dict[str, Any]) -> Any:
     """Measure, print and draw GPU times; the content of the result file."""
-    suite = load_suite(args.op)
+    suite, gpu = load_suite(args.op), forced.gpu_record()
     shapes = args.shapes or ("default" if device.type == "cuda" else "tiny")
-    cases = suite.cases(shapes, dtype=DTYPES[args.dtype], **suite.options(args))
+    cases = cases_of(args, shapes)
     implementations = choose_peers(suite.implementations(device), args.peers)
-    timer = getattr(suite, "make_timer", make_timer)(device)
-    settings = {
-        "repetitions": 10 if args.quick else args.repetitions,
-        "seconds": args.seconds / 10 if args.quick else args.seconds,
-        "seed": args.seed,
-    }
-    progress = status_line(len(cases))
+    if is_drawn(args):
+        peers = suite.DRAWN_PEERS
+        kept = {name: x for name, x in implementations.items() if name in peers}
+        subject = next(iter(implementations))
+        implementations = {subject: implementations[subject], **kept}
+    timer, settings = timer_of(args, device), settings_of(args)
+    show = status_line(len(cases))
+
+    def progress(measurement: Measurement) -> None:
+        measurement.kernel = forced.kernel_of(args.op, measurement.case, gpu)
+        if show is not None:
+            show(measurement)
+
     measurements = compare(cases, implementations, timer=timer, progress=progress, **settings)
-    gpu, peak = record["device"], record["peak_tflops"]
-    print(report.table(measurements, peak=peak))
+    peak = record["peak_tflops"]
+    if is_drawn(args):
+        print(drawn.report(measurements, [name for name in implementations if name in peers]))
+    else:
+        print(report.table(measurements, peak=peak))
     if args.plot:
-        title = f"{args.op}, {args.dtype}, {gpu}"
+        title = f"{args.op}, {args.dtype or 'bf16'}, {record['device']}"
         report.plot(measurements, args.plot, title=title, peak=peak)
         print(f"wrote {args.plot}")
-    settings.update(shapes=shapes, dtype=args.dtype, **timer.protocol())
-    return results.document(args.op, measurements, machine=record, settings=settings)
+    settings.update(shapes=shapes, dtype=args.dtype or "bf16", **timer.protocol())
+    content = results.document(args.op, measurements, machine=record, settings=settings)
+    if is_drawn(args):
+        content["settings"].update(count=args.count, dtype=args.dtype)
+        content["drawn"] = drawn.record(measurements, list(implementations)[1:])
+    return content
+
+
+def run_regret(args: argparse.Namespace, device: torch.device, record: dict[str, Any]) -> Any:
+    """Time what could run on drawn shapes, and print it; the content of the result file."""
+    from .. import info
+
+    suite, settings = load_suite(args.op), settings_of(args)
+    cases = [case for case in cases_of(args, DRAWN) if "problem" in case.parameters]
+    if not cases:
+        raise ValueError(f"--regret: {args.op} does not say which kernels could run")
+    if device.type != "cuda":
+        raise ValueError("--regret times CUDA kernels; it needs a GPU")
+    timer = timer_of(args, device)
+    show, shown = status_line(len(cases)), len(cases)
+
+    def progress(result: regret.Regret) -> None:
+        if show is not None:
+            show(Measurement(result.case, result.chosen))
+
+    found = regret.measure(
+        args.op,
+        cases,
+        next(iter(suite.implementations(device).values())),
+        forced.library_function(),
+        forced.gpu_record(),
+        first_timer=make_timer(device, COLD),
+        timer=timer,
+        progress=progress,
+        **settings,
+    )
+    built = regret.resources(args.op, info.kernels())
+    print(regret.report(found, built))
+    if len(found) < shown:
+        print(f"{shown - len(found)} of {shown} problems: the op does not say what could run.")
+    settings.update(shapes=DRAWN, count=args.count, **timer.protocol())
+    return {
+        "schema": results.SCHEMA,
+        "op": args.op,
+        "machine": record,
+        "settings": settings,
+        **regret.record(found, built),
+    }
 
 
 def run(args: argparse.Namespace) -> int:
     """A whole run; ValueError for what cannot be."""
-    suite = load_suite(args.op)
-    if args.repetitions < 1 or args.seconds <= 0:
-        raise ValueError("--repetitions and --seconds must be positive")
-    suite.cases(args.shapes or "tiny", **suite.options(args))  # wrong names fail before any work
+    settings_of(args)  # wrong values and names fail before any work
+    cases_of(args, args.shapes or "tiny")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install matplotlib")
     device = choose_device(args.device)
@@ -183,7 +322,8 @@ def run(args: argparse.Namespace) -> int:
         paths.append(save_path(args, record["device"]))
     versions = (f"{name} {record[name]}" for name in ("torch", "cuda", "cudnn", "driver"))
     print(", ".join([record["device"], *versions]), flush=True)
-    content = (run_host if args.host else run_device)(args, device, record)
+    kind = run_host if args.host else run_regret if args.regret else run_device
+    content = kind(args, device, record)
     for path in paths:
         results.write_json(path, content)
         print(f"wrote {path}")

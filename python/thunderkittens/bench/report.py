@@ -99,7 +99,10 @@ def table(measurements: Sequence[Measurement], *, peak: float | None = None) -> 
     if not measurements:
         return "no cases"
     subject, *peers = names_of(measurements)
+    protocols = [m.protocol for m in measurements if m.protocol]
+    mixed = len(set(protocols)) > 1
     headings = ["\ncase", f"{subject}\nus", "\nspread", "\nTFLOP/s", "\nof peak"]
+    headings += ["\nprotocol"] * mixed
     for peer in peers:
         headings += [f"{peer}\nTFLOP/s", "\nratio"]
     figures = Grid(headings)
@@ -107,10 +110,13 @@ def table(measurements: Sequence[Measurement], *, peak: float | None = None) -> 
         if place and measurement.case.groups[:1] != measurements[place - 1].case.groups[:1]:
             figures.sections.append(place)
         row = [measurement.case.name, *subject_cells(measurement, peak)]
+        row += [measurement.protocol] * mixed
         for peer in peers:
             row += [number(measurement.tflops(peer), ".1f"), number(measurement.ratio(peer), ".3f")]
         figures.rows.append(row)
     parts = [figures.text()]
+    if protocols and not mixed:
+        parts.append(f"Timed by protocol: {protocols[0]}.")
     groups = geometric_means(measurements)
     if groups:
         means = Grid([f"geometric mean of the ratio of {subject} to", *peers])

@@ -1,7 +1,8 @@
 """Results as JSON: what `--json` and `--save` write, and what plots and READMEs are made from.
 
 Schema 1: `op`, `machine` (the record), `settings`, and either `cases` with `geometric_means`, or
-`host_time_us`. Times are in microseconds; a figure that does not exist is null.
+`host_time_us`. Times are in microseconds; a figure that does not exist is null. A case names the
+protocol of its times; in files without one it is `dirty`. Drawn shapes have a summary, `drawn`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from .host import HostTimes
 from .runner import Measurement, geometric_means
+from .timing import DIRTY, WALL_CLOCK
 
 SCHEMA = 1
 
@@ -53,6 +55,8 @@ def entry(measurement: Measurement) -> dict[str, Any]:
         "parameters": dict(case.parameters),
         "flops": case.flops,
         "bytes": case.bytes,
+        "protocol": measurement.protocol,
+        "kernel": measurement.kernel,
         "failed": measurement.failed,
         "clocks": {key: finite(value) for key, value in measurement.clocks.items()},
         "results": {name: result(measurement, name) for name in names},
@@ -96,6 +100,13 @@ def host_document(
         "settings": dict(settings),
         "host_time_us": {name: plain(timing) for name, timing in times.items()},
     }
+
+
+def protocol_of(content: Mapping[str, Any], case: Mapping[str, Any]) -> str:
+    """The protocol of a case of a result file, also of one from before there were several."""
+    settings = content.get("settings", {})
+    old = WALL_CLOCK if settings.get("timer") == WALL_CLOCK else DIRTY
+    return str(case.get("protocol") or settings.get("protocol") or old)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

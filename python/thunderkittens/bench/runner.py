@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 
 from .accuracy import Accuracy, as_tensors, check
-from .cases import Case, Implementation, NotApplicableError, Prepared, bind
-from .timing import Calls, Timer, Timing, make_timer
+from .cases import Case, Implementation, Inputs, NotApplicableError, Prepared, bind
+from .stream import StreamTimer, bytes_of, make_timer
+from .timing import Calls, Rounds, Timer, Timing
 
 WARMUP = 3
 
 
 @dataclass
 class Measurement:
-    """The figures of one case; `notes` say why one is missing or to be doubted."""
+    """The figures of one case by one protocol; `notes` say why one is missing or to be doubted, and
+    `kernel` is the subject's, where that is known."""
 
     case: Case
     subject: str
@@ -26,6 +29,8 @@ class Measurement:
     notes: dict[str, str] = field(default_factory=dict)
     clocks: dict[str, float] = field(default_factory=dict)
     unrated: set[str] = field(default_factory=set)
+    protocol: str = ""
+    kernel: str = ""
 
     @property
     def failed(self) -> bool:
@@ -61,6 +66,12 @@ def first_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def inputs_of(case: Case, timer: Timer, seed: int) -> Inputs:
+    """The case's inputs, drawn from a seed, on the timer's device."""
+    generator = torch.Generator(device=timer.device).manual_seed(seed)
+    return case.make_inputs(timer.device, generator)
+
+
 def measure(
     case: Case,
     implementations: Mapping[str, Implementation],
@@ -74,8 +85,7 @@ def measure(
 ) -> Measurement:
     """Check and time one case. An implementation that raises gets a note instead of figures."""
     measurement = Measurement(case, subject)
-    generator = torch.Generator(device=timer.device).manual_seed(seed)
-    inputs = case.make_inputs(timer.device, generator)
+    inputs = inputs_of(case, timer, seed)
     calls: Calls = {}
     apart: Calls = {}
     results = {}
@@ -113,15 +123,49 @@ def measure(
             for _ in range(WARMUP):
                 call()
         timer.synchronize()
-        rounds = timer.measure(group, repetitions=repetitions, seconds=seconds)
+        rounds = rounds_of(
+            case, implementations, group, inputs, subject, timer, repetitions, seconds, seed
+        )
         measurement.timings |= rounds.timings
         measurement.clocks = measurement.clocks or rounds.clocks
+        measurement.protocol = measurement.protocol or rounds.protocol
+        measurement.notes |= rounds.notes
     for name, timing in measurement.timings.items():
         if timing.late:
             measurement.notes[name] = (
                 "the host was slower than the GPU: launch gaps are in the time"
             )
     return measurement
+
+
+def rounds_of(
+    case: Case,
+    implementations: Mapping[str, Implementation],
+    calls: Calls,
+    inputs: Inputs,
+    subject: str,
+    timer: Timer,
+    repetitions: int,
+    seconds: float,
+    seed: int,
+) -> Rounds:
+    """Times of the calls, bound to `inputs`, and where inputs rotate to others like them."""
+    if not isinstance(timer, StreamTimer):
+        return timer.measure(calls, repetitions=repetitions, seconds=seconds)
+
+    def another(place: int) -> Calls:
+        others = inputs_of(case, timer, seed + place)
+        return {name: bind(implementations[name], others) for name in calls}
+
+    return timer.measure_rotating(
+        calls,
+        another,
+        bytes_moved=case.bytes,
+        held=bytes_of(inputs),
+        leader=subject if subject in calls else next(iter(calls)),
+        repetitions=repetitions,
+        seconds=seconds,
+    )
 
 
 def compare(
@@ -142,9 +186,10 @@ def compare(
     `implementations` maps names to callables that take a case's inputs as keywords (or `Prepared`);
     `subject`, by default the first, is the one whose ratios to the others are reported. All get the
     same N(0, 1) inputs, drawn from `seed`. Each is repeated until it has `repetitions` samples or
-    the case has taken `seconds` per implementation. With `checked`, results are first held against
-    the case's oracle, and a subject that is not accurate is not timed. `progress` is called after
-    each case. A GPU that an error has made unusable ends the run with what there is by then.
+    the case has taken `seconds` per implementation. Without a `timer`, short calls are timed by the
+    protocol `stream` and long ones `cold` (stream.py). With `checked`, results are first held
+    against the case's oracle, and a subject that is not accurate is not timed. `progress` is called
+    after each case. A GPU that an error has made unusable ends the run with what there is by then.
 
         from thunderkittens.bench import compare, table
         from thunderkittens.bench.suites import gemm
@@ -166,16 +211,17 @@ def compare(
     for case in cases:
         broken = False
         try:
-            measurement = measure(
-                case,
-                implementations,
-                subject=subject,
-                timer=timer,
-                repetitions=repetitions,
-                seconds=seconds,
-                seed=seed,
-                checked=checked,
-            )
+            with timer.context() if isinstance(timer, StreamTimer) else nullcontext():
+                measurement = measure(
+                    case,
+                    implementations,
+                    subject=subject,
+                    timer=timer,
+                    repetitions=repetitions,
+                    seconds=seconds,
+                    seed=seed,
+                    checked=checked,
+                )
         except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
             measurement = Measurement(case, subject, notes={subject: first_line(error)})
             broken = isinstance(error, torch.AcceleratorError)

@@ -1,9 +1,11 @@
 """Timers of interleaved rounds: on the GPU by events behind a flushed L2 cache, or on the CPU.
 
-A GPU repetition is: overwrite a buffer larger than twice the L2 cache, record an event, call,
-record an event. The overwriting also keeps the GPU busy while the host submits the call. Should the
-GPU reach the first event before the host has submitted everything, the time would hold launch gaps;
-each repetition asks for that, drops itself, and when it happens often the overwriting is doubled.
+A GPU repetition is: flush the cache by a buffer larger than twice it, record an event, call, record
+an event. Protocol `dirty` writes the buffer, so that the write-back runs beside the call; `cold`
+reads it, so that the lines are clean. The flush also keeps the GPU busy while the host submits the
+call. Should the GPU reach the first event before the host has submitted everything, the time would
+hold launch gaps; each repetition asks for that, drops itself, and when it happens often the flush
+is doubled. Protocol `stream` is in stream.py.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ FLUSH_BYTES = 256 << 20
 BATCH_SECONDS = 0.05
 MAX_ROUNDS = 20
 MAX_FLUSHES = 16
+DIRTY, COLD, STREAM, WALL_CLOCK = "dirty", "cold", "stream", "wall clock"
 
 
 @dataclass(frozen=True)
@@ -63,10 +66,13 @@ class Timing:
 
 @dataclass(frozen=True)
 class Rounds:
-    """What a timer returns: a Timing per call, and the GPU's clocks under this load if known."""
+    """What a timer returns: a Timing per call, the GPU's clocks under this load if known, the
+    protocol, and what there is to say about a call."""
 
     timings: dict[str, Timing]
     clocks: dict[str, float] = field(default_factory=dict)
+    protocol: str = ""
+    notes: dict[str, str] = field(default_factory=dict)
 
 
 class Timer(Protocol):
@@ -107,10 +113,11 @@ class CpuTimer:
                 samples[name].append((self.clock() - start) * 1e6)
             if self.clock() > deadline:
                 break
-        return Rounds({name: Timing.of(values) for name, values in samples.items()})
+        timings = {name: Timing.of(values) for name, values in samples.items()}
+        return Rounds(timings, protocol=WALL_CLOCK)
 
     def protocol(self) -> dict[str, Any]:
-        return {"timer": "wall clock"}
+        return {"timer": WALL_CLOCK}
 
 
 class StepTimer(CpuTimer):
@@ -143,7 +150,8 @@ class StepTimer(CpuTimer):
         self.synchronize()
         whole_calls: Calls = {name: whole(call) for name, call in calls.items()}
         rounds = super().measure(whole_calls, repetitions=repetitions, seconds=seconds)
-        return Rounds({name: timing.of_each(self.steps) for name, timing in rounds.timings.items()})
+        timings = {name: timing.of_each(self.steps) for name, timing in rounds.timings.items()}
+        return replace(rounds, timings=timings)
 
     def protocol(self) -> dict[str, Any]:
         return {**super().protocol(), "steps": self.steps}
@@ -162,15 +170,29 @@ class Mark:
 class CudaTimer:
     """CUDA event times of calls on the device's current stream, each behind a flushed L2 cache."""
 
-    def __init__(self, device: torch.device | str = "cuda", flush_bytes: int | None = None) -> None:
-        self.device = torch.device(device)
+    name = DIRTY
+
+    def __init__(
+        self,
+        device: torch.device | str = "cuda",
+        flush_bytes: int | None = None,
+        name: str = DIRTY,
+    ) -> None:
+        if name not in (DIRTY, COLD):
+            raise ValueError(f"CudaTimer: name is {name!r}; expected {DIRTY!r} or {COLD!r}")
+        self.device, self.name = torch.device(device), name
         l2_bytes: int = torch.cuda.get_device_properties(self.device).L2_cache_size
-        self.flush_bytes = flush_bytes or max(FLUSH_BYTES, 2 * l2_bytes + (1 << 20))
-        self.buffer = torch.empty(self.flush_bytes, dtype=torch.int8, device=self.device)
+        self.flush_bytes = (flush_bytes or max(FLUSH_BYTES, 2 * l2_bytes + (1 << 20))) // 4 * 4
+        self.buffer = torch.zeros(self.flush_bytes // 4, device=self.device)
+        self.total = torch.zeros((), device=self.device)
         self.flushes = 1
 
     def protocol(self) -> dict[str, Any]:
-        return {"timer": "CUDA events", "flushed_bytes": self.flush_bytes}
+        return {
+            "timer": "CUDA events",
+            "protocol": self.name,
+            "flushed_bytes": self.flush_bytes,
+        }
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -184,7 +206,10 @@ class CudaTimer:
 
     def flush(self) -> None:
         for _ in range(self.flushes):
-            self.buffer.zero_()
+            if self.name == COLD:
+                torch.sum(self.buffer, 0, out=self.total)
+            else:
+                self.buffer.zero_()
 
     def measure(self, calls: Calls, *, repetitions: int, seconds: float) -> Rounds:
         if self.device.type == "cuda":
@@ -222,7 +247,7 @@ class CudaTimer:
         for name in calls:
             gaps = len(late[name]) > len(samples[name])
             timings[name] = Timing.of(samples[name] + late[name] if gaps else samples[name], gaps)
-        return Rounds(timings, clocks)
+        return Rounds(timings, clocks, self.name)
 
     def enqueue(self, calls: Calls, turns: range) -> list[Mark]:
         """Submit rounds of all calls without waiting for any."""
@@ -236,11 +261,6 @@ class CudaTimer:
                 end.record()
                 marks.append(Mark(name, start, end, in_time=not start.query()))
         return marks
-
-
-def make_timer(device: torch.device) -> Timer:
-    """The timer for calls on `device`."""
-    return CudaTimer(device) if device.type == "cuda" else CpuTimer()
 
 
 def read_clocks(device: torch.device) -> dict[str, float]:

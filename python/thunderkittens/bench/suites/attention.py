@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..attention_work import Point, implementations, oracle, sdpa, work
 from ..cases import Case
 from ..choices import sizes_of
+from ..drawn import Draw, within
 from ..host import Differentiable
 
 __all__ = ["SHAPES", "cases", "host_calls", "implementations", "oracle", "sdpa", "work"]
@@ -163,6 +164,19 @@ SHAPES: dict[str, list[Point]] = {
 SAVED = ("default", "backward", "deterministic", "features", "wide", "small", "decode")
 
 
+DRAWN_FORMS = ("forward", "backward", "decode")
+DRAWN_DEFAULT = ("forward",)
+DRAWN_PEERS = (
+    "cuDNN",
+    "torch flash",
+    "FlashAttention-2",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "PyTorch",
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Attention has no options of its own."""
 
@@ -181,6 +195,74 @@ def make_case(
 def cases(shapes: str = "default", *, dtype: torch.dtype = torch.bfloat16) -> list[Case]:
     """The cases of a set of shapes. ValueError for a name there is not."""
     return [p.case(dtype) for p in sizes_of(SHAPES, shapes)]
+
+
+def drawn(draw: Draw) -> Case:
+    """Any batch, heads, lengths and head dimension; half of them causal, some with a window.
+
+    In memory heads or tokens follow each other. In class `aligned` rows are at multiples of 16
+    bytes. A decoding step has a few queries behind long keys.
+    """
+    decoding = draw.form == "decode"
+
+    def sizes() -> tuple[int, int, int, int, int, int, bool]:
+        kv_heads, group = draw.size(1, 32), draw.choice((1, 1, 1, 2, 4, 8))
+        dim = draw.choice((64, 96, 128, 192, 256)) if draw.chance(0.5) else draw.size(8, 256, 8)
+        causal = draw.chance(0.5)
+        rows = draw.size(1, 32) if decoding else draw.size(16, 16384)
+        keys = draw.size(256, 65536) if decoding else draw.size(16, 16384)
+        if causal and not decoding:
+            keys = rows if draw.chance(0.7) else max(rows, keys)
+        return draw.size(1, 32), kv_heads, group, rows, keys, dim, causal
+
+    def fits(s: tuple[int, int, int, int, int, int, bool]) -> bool:
+        batch, kv_heads, group, rows, keys, dim, _ = s
+        scores = batch * kv_heads * group * rows * keys
+        elements = batch * kv_heads * dim * 2 * (group * rows + keys)
+        return scores <= 1 << 31 and scores * dim <= 1 << 37 and elements <= 1 << 29
+
+    batch, kv_heads, group, rows, keys, dim, causal = within(draw, sizes, fits)
+    window = draw.size(16, 4096) if causal and draw.chance(0.3) else -1
+    tokens_first, backward = draw.chance(0.5), draw.form == "backward"
+    heads = kv_heads * group
+    mask = "causal" if causal else "full"
+    text = (
+        f"{draw.form} B={batch} H={heads}/{kv_heads} {rows} x {keys} D={dim} {mask}"
+        + (f" window {window}" if window >= 0 else "")
+        + (" BSHD" if tokens_first else " BHSD")
+    )
+    p = Point(
+        batch,
+        heads,
+        keys,
+        dim,
+        causal,
+        backward,
+        rows=rows,
+        kv_heads=kv_heads,
+        options={"window_size": (window, 0)} if window >= 0 else {},
+        tokens_first=tokens_first,
+        padding=draw.padding(8),
+    )
+    problem = {
+        "dtype": draw.code,
+        "batch": batch,
+        "q_heads": heads,
+        "kv_heads": kv_heads,
+        "q_length": rows,
+        "k_length": keys,
+        "head_dim": dim,
+        "value_dim": dim,
+        "causal": int(causal),
+        "window_left": window,
+    }
+    known = {} if backward else {"problem": problem}
+    return draw.case(p.case(draw.dtype), f"{text}, {draw.code}", f"D {range_of(dim)}", **known)
+
+
+def range_of(dim: int) -> str:
+    """Head dimensions that one kernel is for."""
+    return next(f"to {limit}" for limit in (64, 128, 256) if dim <= limit)
 
 
 def host_calls(device: torch.device) -> dict[str, Differentiable]:

@@ -18,6 +18,7 @@ from ..attention_work import formula
 from ..cases import Case, Expected, Implementation, Inputs, NotApplicableError, Prepared
 from ..cases import random_normal as draw
 from ..choices import dtype_name, sizes_of
+from ..drawn import ANY, Draw, within
 from ..host import Differentiable
 
 TOKENS, WIDTH = 16384, 2048
@@ -48,6 +49,11 @@ SHAPES: dict[str, list[Point]] = {
     "default": points((64, 128)),
     "tiny": [((5, 5), 64, True, False), ((9, 1, 20), 64, False, False), ((7, 7), 64, True, True)],
 }
+
+
+DRAWN_FORMS = ("forward", "backward")
+DRAWN_CLASSES = (ANY,)
+DRAWN_PEERS = ("torch varlen",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,10 +91,10 @@ def oracle(**inputs: Any) -> Iterator[Expected]:
             yield Expected(place, tokens, exact[0].transpose(0, 1), plain[0].transpose(0, 1))
 
 
-def make_case(point: Point, dtype: torch.dtype) -> Case:
+def make_case(point: Point, dtype: torch.dtype, heads: int = 0) -> Case:
     """Self-attention of sequences of the given lengths."""
     lengths, dim, causal, backward = point
-    heads = WIDTH // dim if sum(lengths) == TOKENS else 2
+    heads = heads or (WIDTH // dim if sum(lengths) == TOKENS else 2)
     kind, mask = "backward" if backward else "forward", "causal" if causal else "full"
     equal = len(set(lengths)) == 1
     text = f"{len(lengths)} x {lengths[0]}" if equal else f"{len(lengths)} mixed"
@@ -130,6 +136,26 @@ def make_case(point: Point, dtype: torch.dtype) -> Case:
 def cases(shapes: str = "default", *, dtype: torch.dtype = torch.bfloat16) -> list[Case]:
     """The cases of a set of shapes. ValueError for a name there is not."""
     return [make_case(point, dtype) for point in sizes_of(SHAPES, shapes)]
+
+
+def drawn(draw: Draw) -> Case:
+    """Sequences of lengths that are log-uniform each, to 32k tokens in all."""
+
+    def sizes() -> tuple[list[int], int, int]:
+        lengths: list[int] = []
+        for _ in range(draw.size(1, 64)):
+            length = min(draw.size(1, 8192), 32768 - sum(lengths))
+            lengths += [length] if length > 0 else []
+        return lengths, draw.size(1, 32), draw.choice((64, 96, 128, 192, 256))
+
+    lengths, heads, dim = within(
+        draw, sizes, lambda s: s[1] * s[2] * sum(n * n for n in s[0]) <= 1 << 36
+    )
+    causal = draw.chance(0.5)
+    point: Point = (tuple(lengths), dim, causal, draw.form == "backward")
+    case = make_case(point, draw.dtype, heads)
+    text = f"{case.name}, {sum(lengths)} tokens, {heads} heads, {draw.code}"
+    return draw.case(case, text)
 
 
 def work(attend: Callable[..., Tensor], another_problem: bool = False) -> Prepared:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
 from ..choices import dtype_name, sizes_of
+from ..drawn import ANY, Draw, within
 from ..host import Differentiable
 
 CHUNK, ATTENTION_DIM = 64, 64
@@ -31,6 +32,10 @@ SHAPES: dict[str, list[tuple[int, int, int, int]]] = {
     "rated": [(16, 16, length, 64) for length in (1024, 4096, 16384)],
     "tiny": [(1, 2, 130, 64)],
 }
+
+
+DRAWN_CLASSES = (ANY,)
+DRAWN_PEERS: tuple[str, ...] = ()  # work per time, over the best of the run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,6 +120,26 @@ def cases(
 ) -> list[Case]:
     """The cases of a set of shapes. ValueError for a name there is not."""
     return [make_case(*shape, normalize, dtype) for shape in sizes_of(SHAPES, shapes)]
+
+
+def drawn(draw: Draw) -> Case:
+    """Tokens of any number, values of any width."""
+    batch, heads, length = within(
+        draw,
+        lambda: (draw.size(1, 32), draw.size(1, 64), draw.size(16, 16384)),
+        lambda s: 1 << 14 <= s[0] * s[1] * s[2] <= 1 << 22,
+    )
+    columns, normalize = draw.size(8, 256, 8), draw.chance(0.5)
+    case = make_case(batch, heads, length, columns, normalize, draw.dtype)
+    problem = {
+        "dtype": draw.code,
+        "batch": batch,
+        "heads": heads,
+        "length": length,
+        "value_dim": columns,
+        "normalize": normalize,
+    }
+    return draw.case(case, f"{case.name}, {draw.code}", problem=problem)
 
 
 def prepare_attention(q: Tensor, k: Tensor, v: Tensor, normalize: bool) -> Callable[[], Tensor]:

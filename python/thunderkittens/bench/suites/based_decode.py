@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
 from ..choices import dtype_name, sizes_of
+from ..drawn import ANY, Draw, within
 
 FEATURES = 153
 
@@ -23,6 +24,10 @@ SHAPES: dict[str, list[tuple[int, int, int]]] = {
     "rated": [(64, 32, 64)],
     "tiny": [(1, 2, 64)],
 }
+
+
+DRAWN_CLASSES = (ANY,)
+DRAWN_PEERS = ("copy",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,6 +107,30 @@ def cases(
 ) -> list[Case]:
     """The cases of a set of shapes. ValueError for a name there is not."""
     return [make_case(*shape, normalize, dtype) for shape in sizes_of(SHAPES, shapes)]
+
+
+def drawn(draw: Draw) -> Case:
+    """States of any number, values of any width."""
+    batch, heads, columns = within(
+        draw,
+        lambda: (draw.size(1, 256), draw.size(1, 64), draw.size(8, 256, 8)),
+        lambda s: s[0] * s[1] * s[2] <= 1 << 20,
+    )
+    normalize = draw.chance(0.5)
+    case = make_case(batch, heads, columns, normalize, draw.dtype)
+    problem = {
+        "dtype": draw.code,
+        "batch": batch,
+        "heads": heads,
+        "value_dim": columns,
+        "normalize": normalize,
+    }
+    return draw.case(
+        case,
+        f"{case.name}, {draw.code}",
+        problem=problem,
+        peer_bytes=8.0 * batch * heads * FEATURES * (columns + 1),
+    )
 
 
 def prepare_step(

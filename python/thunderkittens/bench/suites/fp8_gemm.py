@@ -34,6 +34,7 @@ from ..cases import (
     random_normal,
 )
 from ..choices import PRODUCTS, add_kinds, check_part, kinds_option, product_case, sizes_of
+from ..drawn import Draw, within
 from ..host import Differentiable
 
 KINDS = ("fast", "accurate", "fast_row", "accurate_row", "block", "grouped_block", "grouped_row")
@@ -53,6 +54,16 @@ GROUPED: dict[str, list[tuple[int, int, int, int]]] = {
     "majors": [],
     "tiny": [(3, 40, 48, 272)],
 }
+
+
+DRAWN_FORMS = KINDS
+DRAWN_PEERS = (
+    "cuBLAS",
+    "cuBLAS behind copies",
+    "cuBLAS blocks",
+    "PyTorch grouped",
+    "PyTorch",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -180,6 +191,38 @@ def cases(
         else:
             selected += [make_case(*size, kind, dtype) for size in sizes]
     return selected
+
+
+def drawn(draw: Draw) -> Case:
+    """A product of one of the kinds. The peer takes multiples of 16 as N and K, of 128 as K with
+    scales of blocks; in class `any` the operands of some kinds lie in other orders than NT."""
+    kind = draw.form
+    unit = 128 if kind.endswith("block") else 16
+    groups = draw.size(2, 32) if kind.startswith("grouped") else 0
+    m, n, k = within(
+        draw,
+        lambda: (
+            draw.size(1, 2048 if groups else 8192),
+            draw.size(64, 16384, 16),
+            draw.size(128, 16384, unit),
+        ),
+        lambda s: max(groups, 1) * (s[1] * s[2] + s[0] * s[1]) <= 1 << 30,
+    )
+    major = draw.choice(MAJORS) if not draw.aligned and kind in KINDS_OF_MAJORS else ""
+    if groups:
+        case = make_grouped_case(groups, m, n, k, kind, torch.bfloat16)
+    else:
+        case = make_case(m, n, k, kind, torch.bfloat16, major)
+    problem = {
+        "m": m * max(groups, 1),
+        "n": n,
+        "k": k,
+        "groups": max(groups, 1),
+        "accurate": not kind.startswith("fast"),
+        "blocks": kind.endswith("block"),
+        "grouped": bool(groups),
+    }
+    return draw.case(case, case.name, problem=problem)
 
 
 def _to_transpose(a: Tensor, b: Tensor) -> list[Tensor]:

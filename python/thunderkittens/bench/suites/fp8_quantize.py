@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
 from ..choices import add_kinds, check_part, dtype_name, kinds_option, sizes_of
+from ..drawn import Draw, matrix
 
 KINDS = ("tensor", "row", "1x128", "128x128")
 SHAPES: dict[str, list[tuple[int, int]]] = {
@@ -18,6 +19,10 @@ SHAPES: dict[str, list[tuple[int, int]]] = {
     "rated": [(8192, 8192)],
     "tiny": [(130, 264)],
 }
+
+
+DRAWN_FORMS = KINDS
+DRAWN_PEERS = ("copy",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,6 +79,21 @@ def cases(
         for transposed in (False, True)
         for size in sizes_of(SHAPES, shapes)
     ]
+
+
+def drawn(draw: Draw) -> Case:
+    """A matrix, with or without the transposed result."""
+    m, k = matrix(draw)
+    transposed = draw.chance(0.5)
+    case = make_case(m, k, draw.form, transposed, draw.dtype)
+    problem = {
+        "m": m,
+        "k": k,
+        "dtype": draw.code,
+        "granularity": KINDS.index(draw.form),
+        "transposed": transposed,
+    }
+    return draw.case(case, f"{case.name}, {draw.code}", problem=problem)
 
 
 def _copy(x: Tensor, granularity: str, transposed: bool) -> Callable[[], Any]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..cases import Case, Expected, Implementation, Inputs, random_normal
 from ..choices import FEW_ROWS, WEIGHTS, add_kinds, check_part, dtype_name, sizes_of
+from ..drawn import Draw
 from ..host import Differentiable
 
 LAYOUTS = ("NN", "NT", "TN", "TT")
@@ -42,6 +43,11 @@ SHAPES: dict[str, list[tuple[int, int, int]]] = {
 LARGE = (16384, 16384, 16384)
 # The sets that `--save` keeps a file of.
 SAVED = ("default", "small", "batched", "few", "weights", "fused")
+
+
+DRAWN_FORMS = ("plain", "batched", "fused")
+DRAWN_DEFAULT = ("plain",)
+DRAWN_PEERS = ("cuBLAS", "PyTorch")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,17 +94,23 @@ def make_case(
     *,
     batch: int = 0,
     epilogue: str = "",
+    padding: tuple[int, int] = (0, 0),
 ) -> Case:
-    """The product of (m, k) and (k, n), or `batch` of them; `epilogue` is one of EPILOGUES."""
+    """The product of (m, k) and (k, n), or `batch` of them; `epilogue` is one of EPILOGUES, and
+    `padding` what lies between the rows of a and of b in memory."""
     lead = (batch,) if batch else ()
 
-    def operand(rows: int, columns: int, kind: str, generator: torch.Generator) -> Tensor:
+    def operand(
+        rows: int, columns: int, kind: str, generator: torch.Generator, pad: int = 0
+    ) -> Tensor:
         if kind == "T":
-            return random_normal(*lead, columns, rows, dtype=dtype, generator=generator).mT
-        return random_normal(*lead, rows, columns, dtype=dtype, generator=generator)
+            return operand(columns, rows, "N", generator, pad).mT
+        wide = random_normal(*lead, rows, columns + pad, dtype=dtype, generator=generator)
+        return wide[..., :columns]
 
     def make_inputs(device: torch.device, generator: torch.Generator) -> Inputs:
-        a, b = operand(m, k, layout[0], generator), operand(k, n, layout[1], generator)
+        a = operand(m, k, layout[0], generator, padding[0])
+        b = operand(k, n, layout[1], generator, padding[1])
         inputs: Inputs = {"a": a, "b": b}
         if epilogue == "residual":
             inputs["residual"] = operand(m, n, "N", generator)
@@ -151,6 +163,41 @@ def cases(
         for size in sizes
         for epilogue in epilogues
     ]
+
+
+def drawn(draw: Draw) -> Case:
+    """A product of any layout; in class `aligned` each dimension that is contiguous in an operand
+    or in the result is a multiple of 8, and so are the pitches."""
+    layout, form = draw.choice(LAYOUTS), draw.form
+    high = 2048 if form == "batched" else 10000
+    batch = draw.size(2, 64) if form == "batched" else 0
+    epilogue = draw.choice(EPILOGUES[1:]) if form == "fused" else ""
+    gated = epilogue == "swiglu"
+    unit = 8 if draw.aligned else 1
+    m = draw.size(32, high, unit if layout[0] == "T" else 1)
+    n = draw.size(32, high, unit * 2 if gated else unit)
+    k = draw.size(32, high, unit if layout[0] == "N" or layout[1] == "T" else 1)
+    padding = (draw.padding(8), draw.padding(8))
+    pitches = (
+        (k if layout[0] == "N" else m) + padding[0],
+        (n if layout[1] == "N" else k) + padding[1],
+    )
+    case = make_case(m, n, k, layout, draw.dtype, batch=batch, epilogue=epilogue, padding=padding)
+    text = case.name + "".join(f", {x} + {p}" for x, p in zip("ab", padding, strict=True) if p)
+    # What the op does not copy it reads as it lies; copies have their rows along k, or along n.
+    problem = {
+        "m": m,
+        "n": n,
+        "k": k,
+        "batch": max(batch, 1),
+        "dtype": draw.code,
+        "out_dtype": draw.code,
+        "a_m_major": layout[0] == "T" and pitches[0] % 8 == 0,
+        "b_n_major": layout[1] == "N" or pitches[1] % 8 != 0,
+        "gate": int(gated),
+        "fused": bool(epilogue),
+    }
+    return draw.case(case, f"{text}, {draw.code}", layout, problem=problem, pitches=list(pitches))
 
 
 def implementations(device: torch.device) -> dict[str, Implementation]:

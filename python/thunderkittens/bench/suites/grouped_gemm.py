@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..cases import Case, Expected, Implementation, Inputs, random_normal
 from ..choices import add_kinds, check_part, dtype_name, kinds_option, sizes_of
+from ..drawn import Draw, within
 from ..host import Differentiable
 
 FORMS = ("forward", "input", "weight", "columns")
@@ -34,6 +35,10 @@ SHAPES: dict[str, list[tuple[int, int, int, int, bool]]] = {
     "few": [(64, tokens, 4096, 2048, False) for tokens in (64, 512, 2048)],
     "tiny": [(3, 96, 64, 48, True), (5, 100, 40, 64, False)],
 }
+
+
+DRAWN_FORMS = FORMS
+DRAWN_PEERS = ("PyTorch",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,15 +69,22 @@ def oracle(a: Tensor, b: Tensor, offs: Tensor) -> Iterator[Expected]:
 
 
 def make_case(
-    experts: int, tokens: int, n: int, k: int, even: bool, form: str, dtype: torch.dtype
+    experts: int,
+    tokens: int,
+    n: int,
+    k: int,
+    even: bool,
+    form: str,
+    dtype: torch.dtype,
+    given_ends: Sequence[int] = (),
 ) -> Case:
-    """tokens x k times an n x k weight for each expert."""
+    """tokens x k times an n x k weight for each expert; the groups may be given."""
 
     def make_inputs(device: torch.device, generator: torch.Generator) -> Inputs:
         def normal(*shape: int) -> Tensor:
             return random_normal(*shape, dtype=dtype, generator=generator)
 
-        ends = group_ends(experts, tokens, even)
+        ends = list(given_ends) or group_ends(experts, tokens, even)
         offs = torch.tensor(ends, dtype=torch.int32, device=device)
         if form == "forward":
             a, b = normal(tokens, k), normal(experts, n, k).mT
@@ -114,6 +126,43 @@ def cases(
     """The cases of a set of shapes in each form. ValueError for a name there is not."""
     check_part("form", forms, FORMS)
     return [make_case(*size, form, dtype) for form in forms for size in sizes_of(SHAPES, shapes)]
+
+
+def drawn(draw: Draw) -> Case:
+    """Groups of any sizes, some of them empty; in class `aligned` all sizes are multiples of 8."""
+    unit = 8 if draw.aligned else 1
+    experts, tokens, n, k = within(
+        draw,
+        lambda: (
+            draw.size(2, 128),
+            draw.size(64, 65536, unit),
+            draw.size(64, 8192, 8),
+            draw.size(64, 8192, 8),
+        ),
+        lambda s: s[0] * s[2] * s[3] <= 1 << 30 and s[1] * s[2] * s[3] <= 1 << 39,
+    )
+    total, ends = 0, []
+    for size in draw.split(tokens // unit, experts):
+        total += size * unit
+        ends.append(total)
+    case = make_case(experts, tokens, n, k, False, draw.form, draw.dtype, ends)
+    # Of each form: m, n and k, which of them is divided, and the orders in memory.
+    sizes, divided, m_major, n_major = {
+        "forward": ((tokens, n, k), 0, False, False),
+        "input": ((tokens, k, n), 0, False, True),
+        "weight": ((n, k, tokens), 2, True, True),
+        "columns": ((n, tokens, k), 1, False, False),
+    }[draw.form]
+    problem = {
+        **dict(zip("mnk", sizes, strict=True)),
+        "groups": experts,
+        "grouped": divided,
+        "dtype": draw.code,
+        "a_m_major": m_major and tokens > 0 and n % 8 == 0,
+        "b_n_major": n_major,
+    }
+    text = f"{draw.form} {experts} groups of {tokens}, {n} x {k}, {draw.code}"
+    return draw.case(case, text, problem=problem, ends=ends)
 
 
 def implementations(device: torch.device) -> dict[str, Implementation]:

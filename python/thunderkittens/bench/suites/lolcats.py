@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
 from ..choices import dtype_name, sizes_of
+from ..drawn import ANY, Draw, within
 from ..host import Differentiable
 
 WINDOW = 64
@@ -41,6 +42,11 @@ SHAPES: dict[str, list[tuple[int, int, int, int, int, int]]] = {
 }
 # The sets that `--save` keeps a file of.
 SAVED = ("default", "backward")
+
+
+DRAWN_FORMS = ("forward", "backward")
+DRAWN_CLASSES = (ANY,)
+DRAWN_PEERS: tuple[str, ...] = ()  # work per time, over the best of the run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -196,6 +202,34 @@ def cases(shapes: str = "default", *, dtype: torch.dtype = torch.bfloat16) -> li
     """The cases of a set of shapes. ValueError for a name there is not."""
     backward = "backward" in shapes
     return [make_case(*shape, dtype, backward) for shape in sizes_of(SHAPES, shapes)]
+
+
+def drawn(draw: Draw) -> Case:
+    """Tokens of any number; both head dimensions and numbers of features that there are."""
+    batch, kv_heads, group, length = within(
+        draw,
+        lambda: (
+            draw.size(1, 32),
+            draw.size(1, 32),
+            draw.choice((1, 1, 2, 4, 8)),
+            draw.size(16, 16384),
+        ),
+        lambda s: 1 << 14 <= s[0] * s[1] * s[2] * s[3] <= 1 << 21,
+    )
+    dim, features = draw.choice((64, 128)), draw.choice((32, 64))
+    backward, heads = draw.form == "backward", kv_heads * group
+    case = make_case(batch, heads, kv_heads, length, dim, features, draw.dtype, backward)
+    problem = {
+        "dtype": draw.code,
+        "batch": batch,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "length": length,
+        "head_dim": dim,
+        "features": features,
+    }
+    known = {} if backward else {"problem": problem}
+    return draw.case(case, f"{case.name}, {features} features, {draw.code}", **known)
 
 
 def attention_on(q: Tensor, k: Tensor, v: Tensor, **rest: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
 from ..choices import dtype_name, sizes_of
+from ..drawn import ANY, Draw, within
 from .lolcats import small_operands
 
 # Batch, heads, heads of keys, head dimension, features of one sign.
@@ -25,6 +26,10 @@ SHAPES: dict[str, list[tuple[int, int, int, int, int]]] = {
     "tiny": [(2, 2, 1, 64, 32)],
 }
 STATE = ("numerator", "denominator", "keys", "values", "lengths")
+
+
+DRAWN_CLASSES = (ANY,)
+DRAWN_PEERS = ("copy",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,6 +106,26 @@ def make_case(
 def cases(shapes: str = "default", *, dtype: torch.dtype = torch.bfloat16) -> list[Case]:
     """The cases of a set of shapes. ValueError for a name there is not."""
     return [make_case(*shape, dtype) for shape in sizes_of(SHAPES, shapes)]
+
+
+def drawn(draw: Draw) -> Case:
+    """States of any number; both head dimensions and numbers of features that there are."""
+    batch, kv_heads, group = within(
+        draw,
+        lambda: (draw.size(1, 256), draw.size(1, 32), draw.choice((1, 1, 2, 4, 8))),
+        lambda s: s[0] * s[1] * s[2] <= 1 << 13,
+    )
+    dim, features, heads = draw.choice((64, 128)), draw.choice((32, 64)), kv_heads * group
+    case = make_case(batch, heads, kv_heads, dim, features, draw.dtype)
+    problem = {
+        "dtype": draw.code,
+        "batch": batch,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": dim,
+        "features": features,
+    }
+    return draw.case(case, f"{case.name}, {features} features, {draw.code}", problem=problem)
 
 
 def prepare(**operands: Tensor) -> Callable[[], Tensor]:

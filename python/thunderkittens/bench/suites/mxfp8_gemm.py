@@ -16,11 +16,16 @@ from torch import Tensor
 
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
 from ..choices import PRODUCTS, add_kinds, check_part, kinds_option, product_case, sizes_of
+from ..drawn import Draw, product
 
 KINDS = ("exact", "rebased", "kept", "prepared")
 SHAPES = PRODUCTS
 # The sets that `--save` keeps a file of.
 SAVED = ("default", "skinny")
+
+
+DRAWN_FORMS = KINDS
+DRAWN_PEERS = ("torch.matmul bf16",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,6 +77,14 @@ def cases(
     """The cases of a set of shapes of each kind. ValueError for a name there is not."""
     check_part("kind", kinds, KINDS)
     return [make_case(*size, kind, dtype) for kind in kinds for size in sizes_of(SHAPES, shapes)]
+
+
+def drawn(draw: Draw) -> Case:
+    """A product of one of the kinds, from a row of decoding on."""
+    m, n, k = product(draw, 32)
+    case = make_case(m, n, k, draw.form, torch.bfloat16)
+    rebased = draw.form != "exact"
+    return draw.case(case, case.name, problem={"m": m, "n": n, "k": k, "rebased": rebased})
 
 
 def _ours(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, kind: str) -> Any:

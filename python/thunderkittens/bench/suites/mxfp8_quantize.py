@@ -12,6 +12,7 @@ from torch import Tensor
 from ..block_scaled_work import SHAPES, copy_of, exactly, make_case
 from ..cases import Case, Expected, Implementation, Inputs
 from ..choices import sizes_of
+from ..drawn import Draw, matrix
 
 __all__ = ["SHAPES", "add_arguments", "cases", "host_calls", "implementations", "options"]
 
@@ -20,6 +21,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "columns": {"axis": -2},
     "both": {"transpose": True},
 }
+
+
+DRAWN_FORMS = tuple(OPTIONS)
+DRAWN_PEERS = ("copy",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +60,25 @@ def cases(shapes: str = "default", *, dtype: torch.dtype = torch.bfloat16) -> li
         for variant in OPTIONS
         for size in sizes_of(SHAPES, shapes)
     ]
+
+
+def drawn(draw: Draw) -> Case:
+    """A matrix, quantised in one orientation, the other, or both."""
+    rows, columns = matrix(draw)
+    moved = draw.dtype.itemsize + (2 if draw.form == "both" else 1) * (1 + 1 / 32)
+    case = make_case(rows, columns, draw.form, moved, draw.dtype, inputs_of(draw.form), oracle)
+    return draw.case(
+        case,
+        f"{case.name}, {draw.code}",
+        peer_bytes=2 * draw.dtype.itemsize * rows * columns,
+        problem={
+            "rows": rows,
+            "columns": columns,
+            "dtype": draw.code,
+            "transpose": draw.form == "both",
+            "row_major": draw.form != "columns",
+        },
+    )
 
 
 def implementations(device: torch.device) -> dict[str, Implementation]:

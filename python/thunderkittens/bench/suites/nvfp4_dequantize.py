@@ -12,8 +12,12 @@ from torch import Tensor
 from ..block_scaled_work import SHAPES, copy_of, exactly, make_case
 from ..cases import Case, Expected, Implementation, Inputs
 from ..choices import sizes_of
+from ..drawn import Draw, matrix
 
 __all__ = ["SHAPES", "add_arguments", "cases", "host_calls", "implementations", "options"]
+
+
+DRAWN_PEERS = ("copy",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +47,20 @@ def cases(shapes: str = "default", *, dtype: torch.dtype = torch.bfloat16) -> li
         make_case(*size, "rows", dtype.itemsize + 1 / 2 + 1 / 16, dtype, inputs, oracle)
         for size in sizes_of(SHAPES, shapes)
     ]
+
+
+def drawn(draw: Draw) -> Case:
+    """A matrix."""
+    rows, columns = matrix(draw, 16)
+    case = make_case(
+        rows, columns, "rows", draw.dtype.itemsize + 1 / 2 + 1 / 16, draw.dtype, inputs, oracle
+    )
+    return draw.case(
+        case,
+        f"{case.name}, {draw.code}",
+        peer_bytes=2 * draw.dtype.itemsize * rows * columns,
+        problem={"rows": rows, "columns": columns, "dtype": draw.code},
+    )
 
 
 def implementations(device: torch.device) -> dict[str, Implementation]:

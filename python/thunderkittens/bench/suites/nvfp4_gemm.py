@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..cases import Case, Expected, Implementation, Inputs, random_normal
 from ..choices import add_kinds, check_part, kinds_option, product_case, sizes_of
+from ..drawn import Draw, product
 from ..host import Differentiable
 
 KINDS = ("weight", "both")
@@ -27,6 +28,11 @@ SHAPES: dict[str, list[tuple[int, int, int]]] = {
     "skinny": [(m, n, k) for n, k in WEIGHTS for m in (1, 16, 64)],
     "tiny": [(5, 64, 64), (80, 48, 272)],
 }
+
+
+DRAWN_FORMS = KINDS
+DRAWN_DEFAULT = ("weight",)
+DRAWN_PEERS = ("torch.matmul",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,6 +98,14 @@ def cases(
     """The cases of a set of shapes of each kind. ValueError for a name there is not."""
     check_part("kind", kinds, KINDS)
     return [make_case(*size, kind, dtype) for kind in kinds for size in sizes_of(SHAPES, shapes)]
+
+
+def drawn(draw: Draw) -> Case:
+    """A product with a prepared weight, or of two operands of NVFP4."""
+    m, n, k = product(draw, 32)
+    case = make_case(m, n, k, draw.form, draw.dtype)
+    problem = {"m": m, "n": n, "k": k, "dtype": draw.code, "out_dtype": draw.code}
+    return draw.case(case, f"{case.name}, {draw.code}", problem=problem)
 
 
 def _ours(a: Tensor, b: Any, dense: Tensor, **rest: Any) -> Tensor:

@@ -13,8 +13,12 @@ from torch import Tensor
 from ..block_scaled_work import SHAPES, copy_of, exactly, make_case
 from ..cases import Case, Expected, Implementation, Inputs
 from ..choices import sizes_of
+from ..drawn import Draw, matrix
 
 __all__ = ["SHAPES", "add_arguments", "cases", "host_calls", "implementations", "options"]
+
+
+DRAWN_PEERS = ("copy",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +49,18 @@ def cases(shapes: str = "default", *, dtype: torch.dtype = torch.bfloat16) -> li
         make_case(*size, "rows", 2 * (1 / 2 + 1 / 16), dtype, inputs, oracle)
         for size in sizes_of(SHAPES, shapes)
     ]
+
+
+def drawn(draw: Draw) -> Case:
+    """A weight."""
+    rows, columns = matrix(draw, 16)
+    case = make_case(rows, columns, "rows", 2 * (1 / 2 + 1 / 16), draw.dtype, inputs, oracle)
+    return draw.case(
+        case,
+        f"{case.name}, {draw.code}",
+        peer_bytes=2 * draw.dtype.itemsize * rows * columns,
+        problem={"n": rows, "k": columns},
+    )
 
 
 def implementations(device: torch.device) -> dict[str, Implementation]:

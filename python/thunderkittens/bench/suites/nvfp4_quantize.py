@@ -13,6 +13,7 @@ from torch import Tensor
 from ..block_scaled_work import SHAPES, copy_of, exactly, make_case
 from ..cases import Case, Expected, Implementation, Inputs
 from ..choices import sizes_of
+from ..drawn import Draw, matrix
 
 __all__ = ["SHAPES", "add_arguments", "cases", "host_calls", "implementations", "options"]
 
@@ -22,6 +23,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "given stochastic": {"seed": 1},
     "found": {},
 }
+
+
+DRAWN_FORMS = tuple(VARIANTS)
+DRAWN_PEERS = ("copy",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +70,25 @@ def cases(shapes: str = "default", *, dtype: torch.dtype = torch.bfloat16) -> li
         for variant in VARIANTS
         for size in sizes_of(SHAPES, shapes)
     ]
+
+
+def drawn(draw: Draw) -> Case:
+    """A matrix, with a global scale that is given or found."""
+    rows, columns = matrix(draw, 16)
+    moved = draw.dtype.itemsize * (2 if draw.form == "found" else 1) + 1 / 2 + 1 / 16
+    case = make_case(rows, columns, draw.form, moved, draw.dtype, inputs_of(draw.form), oracle)
+    return draw.case(
+        case,
+        f"{case.name}, {draw.code}",
+        peer_bytes=2 * draw.dtype.itemsize * rows * columns,
+        problem={
+            "rows": rows,
+            "columns": columns,
+            "dtype": draw.code,
+            "square": "16x16" in draw.form,
+            "stochastic": "stochastic" in draw.form,
+        },
+    )
 
 
 def implementations(device: torch.device) -> dict[str, Implementation]:

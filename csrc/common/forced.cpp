@@ -1,0 +1,44 @@
+// The function that forces fields of an op's choice, for measurements. Python calls it by ctypes.
+#include "csrc/common/forced.h"
+
+#include <map>
+#include <mutex>
+#include <sstream>
+#include <string>
+#include <utility>
+
+namespace thunderkittens {
+
+std::atomic<const Forced*> forced_choice{nullptr};
+
+// `fields` are "name=integer", with blanks between; a number is all that is needed, for choices of
+// other kinds follow from the problem. An empty op ends it. False for what cannot be read.
+extern "C" __attribute__((visibility("default"))) bool thunderkittens_force(const char* op,
+                                                                            const char* fields) {
+    // A call of another thread may still read an old one, so all are kept, once each.
+    static std::mutex mutex;
+    static std::map<std::string, Forced> all;
+    const std::lock_guard lock(mutex);
+    if (*op == '\0') {
+        forced_choice.store(nullptr, std::memory_order_release);
+        return true;
+    }
+    const std::string key = std::string(op) + '\n' + fields;
+    auto found = all.find(key);
+    if (found == all.end()) {
+        Forced forced{.op = op};
+        std::istringstream words(fields);
+        for (std::string word; words >> word;) {
+            const std::size_t at = word.find('=');
+            std::istringstream digits(at == std::string::npos ? "" : word.substr(at + 1));
+            int64_t number = 0;
+            if (!(digits >> number) || !digits.eof()) return false;
+            forced.fields.emplace(word.substr(0, at), number);
+        }
+        found = all.emplace(key, std::move(forced)).first;
+    }
+    forced_choice.store(&found->second, std::memory_order_release);
+    return true;
+}
+
+}  // namespace thunderkittens
