@@ -43,6 +43,7 @@ __global__ __launch_bounds__(WARPGROUP_THREADS) void product(
         for (auto& half : sum) warpgroup::mma_async_wait(half);
         everyone::sync();  // all products have ended: the next copies may overwrite the tiles
     }
+#pragma unroll
     for (int i = 0; i < HALVES; ++i) warpgroup::store(g.c, sum[i], {HALVES * row + i, col});
 }
 

@@ -1,8 +1,8 @@
 // Step 4: a ring of stages between a producer and a consumer.
 //
-// Idea: warp specialisation. A fifth warp only asks TMA for tiles, up to three steps of k ahead; the
-// warpgroup only multiplies. They meet at the semaphores of the ring, two for each stage: its tiles
-// have arrived, its product is finished.
+// Idea: warp specialisation. A fifth warp only asks TMA for tiles, up to three steps of k ahead;
+// the warpgroup only multiplies. They meet at the semaphores of the ring, two for each stage: its
+// tiles have arrived, its product is finished.
 // Removes: the wait for copies between two products.
 // Limit: a tile of 128 x 128 loads 32 KiB for 2 million multiplications, which asks much of L2.
 // Sizes: k a multiple of 8.
@@ -46,6 +46,7 @@ __device__ void consume(const Globals& g, Shared& shared, int row, int col) {
         for (auto& half : sum) warpgroup::mma_async_wait(half);
         warpgroup::arrive(shared.stages.finished[at.stage]);
     }
+#pragma unroll
     for (int i = 0; i < HALVES; ++i) warpgroup::store(g.c, sum[i], {HALVES * row + i, col});
 }
 

@@ -1,7 +1,7 @@
 // Step 6: one product stays in flight.
 //
-// Idea: a consumer issues the product of a stage before it waits for that of the stage before, which
-// it then hands back. The tensor cores always have the next product in their queue.
+// Idea: a consumer issues the product of a stage, and only then waits for that of the stage before
+// and hands that stage back. The tensor cores always have the next product in their queue.
 // Removes: the gap between the end of a product and the issue of the next.
 // Limit: blocks take tiles in an order that shares little through L2, and a block that stores its
 // tile loads nothing meanwhile.

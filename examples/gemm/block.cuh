@@ -1,4 +1,5 @@
-// What the later steps build on: the ring of step 4 with tiles of any size, and the block of step 5.
+// What the later steps build on: the ring of step 4, for tiles of any size, and the block of
+// step 5.
 #pragma once
 
 #include "call.cuh"

@@ -1,5 +1,6 @@
-// What is around the kernels: how run.py calls a step, and the matrices as a kernel gets them. Every
-// step computes c = a b^T with a (m, k), b (n, k) and c (m, n), bf16 and contiguous, sums in float.
+// What is around the kernels: how run.py calls a step, and the matrices as a kernel gets them.
+// Every step computes c = a b^T with a (m, k), b (n, k) and c (m, n), bf16 and contiguous, with sums
+// in float.
 #pragma once
 
 #include <stdexcept>
