@@ -83,6 +83,11 @@ def test_steps_are_those_of_the_readme():
         assert "// Sizes: " in head
 
 
+def test_links_of_the_readme_lead_somewhere():
+    for target in re.findall(r"\]\(([^)#]+)", example.README.read_text()):
+        assert (EXAMPLE / target).exists(), target
+
+
 def test_figures_of_the_readme_are_those_of_the_file():
     text = example.README.read_text()
     assert example.with_figures(text) == text

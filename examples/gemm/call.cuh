@@ -1,5 +1,5 @@
 // What is around the kernels: how run.py calls a step, and the matrices as a kernel gets them.
-// Every step computes c = a b^T with a (m, k), b (n, k) and c (m, n), bf16 and contiguous, with sums
+// Every step computes c = a b^T with a (m, k), b (n, k) and c (m, n): bf16, contiguous, with sums
 // in float.
 #pragma once
 
