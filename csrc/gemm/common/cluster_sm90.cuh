@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kittens/kittens.cuh"
+#include "kittens/pipeline/ring.cuh"
 
 namespace thunderkittens::gemm {
 namespace sm90 {
@@ -14,13 +15,7 @@ constexpr int READY = 1;
 
 // A position in the ring of stages, and the parity of the round.
 template <int stages>
-struct Ring {
-    int stage = 0;
-    int phase = 0;
-    __device__ __forceinline__ void advance() {
-        if (++stage == stages) stage = 0, phase ^= 1;
-    }
-};
+using Ring = pipeline_state<stages>;
 
 // By a consumer, which has read a stage. One arrival stands for the warpgroup, which wgmma reads
 // shared memory as.
