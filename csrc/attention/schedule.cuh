@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kittens/kittens.cuh"
+#include "kittens/pipeline/ring.cuh"
 
 namespace thunderkittens::attention {
 
@@ -31,14 +32,6 @@ struct Schedule {
 
 // A position in a ring of stages, with the parity of its current pass.
 template <int STAGES>
-struct RingPosition {
-    int stage = 0, phase = 0;
-    __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) {
-            stage = 0;
-            phase ^= 1;
-        }
-    }
-};
+using RingPosition = pipeline_state<STAGES>;
 
 }  // namespace thunderkittens::attention

@@ -67,6 +67,35 @@ void in_place_case() {
     });
 }
 
+// A stripe of columns that begins where a base tile does.
+template <int first, class D, class S>
+__global__ void take_columns_kernel(const __grid_constant__ global<typename S::T> s_data,
+                                    const __grid_constant__ global<typename S::T> d_data) {
+    S tile;
+    D stripe;
+    read(tile, s_data);
+    take_columns(stripe, tile, first);
+    write(d_data, stripe);
+}
+template <int first, class D, class S>
+void take_columns_case() {
+    using T = typename S::T;
+    run(text("take_columns %s from %d", object_name<S>().c_str(), first), [&](Case& c) {
+        const Values s = c.uniform(type_of<T>, S::num_elements, -8, 8);
+        T* s_data = c.input<T>("s", s);
+        T* d_data = c.output<T>("d", D::num_elements);
+        Values expected;
+        for (int i = 0; i < D::num_elements; ++i) {
+            expected.push_back(s[i / D::cols * S::cols + first + i % D::cols]);
+        }
+        c.expect(expected, bit_exact, D::cols);
+        c.launch([&] {
+            kittens::launch(take_columns_kernel<first, D, S>, 1, 32, 1, 0, nullptr,
+                            matrix(s_data, S::rows, S::cols), matrix(d_data, D::rows, D::cols));
+        });
+    });
+}
+
 void conversions() {
     types<32, 64, row_l>();
     types<64, 32, col_l>();
@@ -90,7 +119,10 @@ void conversions() {
         in_place_case<InPlace::transpose, rt<T, 48, 48, col_l>>();
         in_place_case<InPlace::band, rt<T, 48, 32, row_l>>();
         in_place_case<InPlace::band, rt<T, 32, 16, col_l>>();
+        take_columns_case<16, rt<T, 16, 64, row_l>, rt<T, 16, 112, row_l>>();
+        take_columns_case<32, rt<T, 32, 16, col_l>, rt<T, 32, 48, col_l>>();
     });
+    take_columns_case<32, rt_fp8e4m3<32, 32>, rt_fp8e4m3<32, 96>>();
 }
 const Section section("register/conversions", conversions);
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "kittens/kittens.cuh"
+#include "kittens/pipeline/ring.cuh"
 
 namespace thunderkittens::gemm {
 namespace sm90 {
@@ -16,13 +17,7 @@ constexpr int READY = 1;
 
 // A position in the ring of stages, and the parity of the round.
 template <int stages>
-struct Ring {
-    int stage = 0;
-    int phase = 0;
-    __device__ __forceinline__ void advance() {
-        if (++stage == stages) stage = 0, phase ^= 1;
-    }
-};
+using Ring = pipeline_state<stages>;
 
 // Releases a stage, by a consumer that has read it. One arrival stands for the warpgroup, because
 // wgmma reads shared memory for all of it.

@@ -267,6 +267,22 @@ struct conversion_ops {
         static_assert(RT::rows % rows == 0, "a subtile's rows must divide its tile's rows");
         return reinterpret_cast<Band&>(tile.tiles[i * Band::height]);
     }
+    // The columns of s from column `first` on, as many as d has; `first` is a multiple of a base
+    // tile's columns. Where it is a constant after unrolling, no register moves.
+    template <any_register_tile D, any_register_tile S>
+    static __device__ __forceinline__ void take_columns(D& d, const S& s, int first) {
+        static_assert(D::rows == S::rows && D::cols <= S::cols &&
+                          std::same_as<typename D::T, typename S::T> && detail::same_layout<D, S>(),
+                      "take_columns() needs a destination with the source's rows, type and layout, "
+                      "and no more columns");
+#pragma unroll
+        for (int i = 0; i < D::height; ++i) {
+#pragma unroll
+            for (int j = 0; j < D::width; ++j) {
+                d.tiles[i][j] = s.tiles[i][first / D::base::cols + j];
+            }
+        }
+    }
     // The i-th piece of `length` elements, in place.
     template <int length, any_shared_vector SV>
     static __device__ __forceinline__ auto& subvec_inplace(SV& vector, int i) {
