@@ -105,6 +105,8 @@ FOUND = {
     "rows_of_another_warp": "stmatrix .* which an operation in flight .* still reads",
     "operand_before_all_parts_are_over": "which warp 1's part of a wgmma reads: no barrier",
     "one_part_tells_of_all": "store_shared .* which warp 1's part of a wgmma reads: no barrier",
+    "stage_of_one_block": "tma_load_multicast .* (reads|writes: no wait)",
+    "stage_of_a_product_in_flight": "tma_load_multicast .* reads",
 }
 
 

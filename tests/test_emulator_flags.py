@@ -63,6 +63,7 @@ FOUND = {
     "two_writers": f"store_global to byte .* of 'out'.*{UNORDERED}",
     "addition_before_store": f"reduce_add_global to byte .* of 'out'.*{UNORDERED}",
     "copy_onto_addition": f"store_global to byte .* of 'out'.*{UNORDERED}",
+    "overlapping_copies_differ": "bulk_store to byte 592 of 'out' brings another value than",
 }
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -141,3 +142,23 @@ def test_branches_of_all_instances_are_added_up(tmp_path):
         assert result.returncode == status, result.stdout + result.stderr
         assert re.search(r"3/4 +75\.0%  csrc/f_sm90\.cuh\n", result.stdout), result.stdout
         assert "branches of 3\n" in result.stdout
+
+
+def test_recorded_arrays_lie_as_they_did(monkeypatch):
+    """With their strides and alignment, and the bytes in between, which a kernel must not read."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import seeds
+
+    for x in (
+        np.arange(240, dtype=np.int16).reshape(10, 24)[1:7, 3:19:2].T,
+        np.broadcast_to(np.float32(3), (4, 5)),
+        np.ones((0, 3), np.uint8),
+    ):
+        y = seeds.unpacked(seeds.packed(x))
+        assert np.array_equal(x, y)
+        assert y.dtype == x.dtype
+        assert not np.shares_memory(x, y)
+        if x.size:
+            assert x.strides == y.strides
+            places = [a.__array_interface__["data"][0] % seeds.ALIGNMENT for a in (x, y)]
+            assert places[0] == places[1]

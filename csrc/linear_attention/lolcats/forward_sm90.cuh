@@ -184,8 +184,9 @@ struct LinearRole {
 
     __device__ __forceinline__ void sync() const { warpgroup::sync(LINEAR_BARRIER); }
     // A power of two, that numerator and denominator of the chunk are multiplied by: sums in half
-    // must not overflow.
-    __device__ __forceinline__ float unit() {
+    // must not overflow. Steps alternate between two places for the warps' maxima, so that a warp
+    // that is a step ahead does not write over what another has yet to read.
+    __device__ __forceinline__ float unit(int n) {
         if constexpr (std::is_same_v<T, bf16>) {
             return 1.0f;
         } else {
@@ -193,10 +194,12 @@ struct LinearRole {
 #pragma unroll
             for (int distance = 16; distance > 0; distance /= 2)
                 most = fmaxf(most, arch::shuffle_xor(most, distance));
-            if (laneid() == 0) shared.scratch.set(warpgroup::warpid(), most);
+            const int first = n % 2 * WARPGROUP_WARPS;
+            if (laneid() == 0) shared.scratch.set(first + warpgroup::warpid(), most);
             sync();
 #pragma unroll
-            for (int w = 0; w < WARPGROUP_WARPS; ++w) most = fmaxf(most, shared.scratch.get(w));
+            for (int w = 0; w < WARPGROUP_WARPS; ++w)
+                most = fmaxf(most, shared.scratch.get(first + w));
             const int exponent = int(arch::bit_cast<uint32_t>(most) >> 23) - 127;
             if (exponent < 14 || exponent > 127) return 1.0f;
             return arch::bit_cast<float>(uint32_t(127 + 13 - exponent) << 23);
@@ -222,7 +225,7 @@ struct LinearRole {
         pipeline_state<Shared::stages> at;
 #pragma unroll 1
         for (int n = 0; n < item.end - item.begin; ++n) {
-            const float scale = unit();
+            const float scale = unit(n);
             if (n > 0) wait(shared.linear_empty, (n - 1) % 2);
             publish_parts(sums, shared.state, scale);
             if (laneid() < LolcatsSums<K>::warp_pairs) {

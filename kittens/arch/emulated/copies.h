@@ -44,13 +44,11 @@ struct BoxOrigin {
     int rank;
     int at[5];  // elements, innermost first; 0 beyond the rank
 };
-// A box of a tensor: calls visit(byte in the box, pointer into the tensor or nullptr outside,
-// bytes) for pieces of 16 bytes of each row. Addresses are sums modulo 2^64, as the hardware's.
+// A box of a tensor: calls visit(byte in the box, where the tensor's row begins, whether that is in
+// the tensor) for each row of the box. Addresses are sums modulo 2^64, as the hardware's.
 template <class Visit>
-inline void for_each_piece(const TensorMap& m, const BoxOrigin& origin, Visit visit) {
+inline void for_each_row(const TensorMap& m, const BoxOrigin& origin, Visit visit) {
     const uint32_t row_bytes = uint32_t(m.box[0]) * m.element_bytes;
-    const int64_t width = static_cast<int64_t>(m.dims[0]) * m.element_bytes;
-    const int64_t first = int64_t(origin.at[0]) * m.element_bytes;
     const uint32_t rows = uint32_t(m.box[1]) * m.box[2] * m.box[3] * m.box[4];
     for (uint32_t row = 0, offset = 0; row < rows; ++row, offset += row_bytes) {
         bool inside = true;
@@ -60,6 +58,17 @@ inline void for_each_piece(const TensorMap& m, const BoxOrigin& origin, Visit vi
             inside = inside && x >= 0 && x < static_cast<int64_t>(m.dims[d]);
             place += static_cast<uint64_t>(x) * m.stride_bytes[d - 1];
         }
+        visit(offset, place, inside);
+    }
+}
+// Calls visit(byte in the box, pointer into the tensor or nullptr outside, bytes) for pieces of 16
+// bytes of each row.
+template <class Visit>
+inline void for_each_piece(const TensorMap& m, const BoxOrigin& origin, Visit visit) {
+    const uint32_t row_bytes = uint32_t(m.box[0]) * m.element_bytes;
+    const int64_t width = static_cast<int64_t>(m.dims[0]) * m.element_bytes;
+    const int64_t first = int64_t(origin.at[0]) * m.element_bytes;
+    for_each_row(m, origin, [&](uint32_t offset, uint64_t place, bool inside) {
         for (uint32_t b = 0; b < row_bytes; b += 16) {
             // Columns begin at multiples of 16 bytes: a piece is outside or begins inside.
             const int64_t from = first + b;
@@ -71,7 +80,23 @@ inline void for_each_piece(const TensorMap& m, const BoxOrigin& origin, Visit vi
                                         : rest < 16 ? rest
                                                     : 16));
         }
-    }
+    });
+}
+// Calls visit(pointer into the tensor, bytes) for what lies inside of each row; in whole pieces of
+// 16 bytes where they are written: the hardware clips columns so.
+template <class Visit>
+inline void for_each_range(const TensorMap& m, const BoxOrigin& origin, bool written, Visit visit) {
+    const int64_t width = static_cast<int64_t>(m.dims[0]) * m.element_bytes;
+    const int64_t first = int64_t(origin.at[0]) * m.element_bytes;
+    const int64_t begin = std::max<int64_t>(first, 0);
+    int64_t end = std::min(first + int64_t(m.box[0]) * m.element_bytes, width);
+    if (written) end = (end + 15) / 16 * 16;
+    if (begin >= end) return;
+    for_each_row(m, origin, [&](uint32_t, uint64_t place, bool inside) {
+        if (!inside) return;
+        visit(reinterpret_cast<uint8_t*>(place + static_cast<uint64_t>(begin)),
+              static_cast<uint32_t>(end - begin));
+    });
 }
 inline TensorMap decode_map(const CUtensorMap* map, const BoxOrigin& at, const char* what) {
     TensorMap m;
@@ -99,8 +124,8 @@ inline void load_box_into(Block& block, uint32_t destination, const TensorMap& m
     check_shared(place, bytes, 128, what);
     note_copy_write(place, bytes, barrier, what);
     if (!machine->options->regions.empty() || machine->grid->dependent) {
-        for_each_piece(m, at, [&](uint32_t, uint8_t* from, uint32_t n) {
-            if (from) access_global(from, n, GlobalAccess::async_read, what);
+        for_each_range(m, at, false, [&](const uint8_t* from, uint32_t n) {
+            access_global(from, n, GlobalAccess::async_read, what);
         });
     }
     issue_copy(barrier, bytes, [&block, destination, m, at] {
@@ -228,9 +253,8 @@ inline void store_box(const CUtensorMap* map, uint32_t source, const BoxOrigin& 
     }
     note_async_read(from, bytes, what);
     const auto conflicts = std::make_shared<GlobalConflicts>();
-    for_each_piece(m, at, [&](uint32_t, uint8_t* to, uint32_t) {
-        // The hardware clips columns in chunks of 16 bytes.
-        if (to) access_global(to, 16, access_of(how), what, nullptr, conflicts.get());
+    for_each_range(m, at, true, [&](uint8_t* to, uint32_t n) {
+        access_global(to, n, access_of(how), what, nullptr, conflicts.get());
     });
     auto data = std::make_shared<std::vector<uint8_t>>();
     Store s;
@@ -259,9 +283,7 @@ inline void store_box(const CUtensorMap* map, uint32_t source, const BoxOrigin& 
     };
     if (GlobalOrder* order = machine->grid->order) {
         s.finish = [=] {
-            for_each_piece(m, at, [&](uint32_t, uint8_t* to, uint32_t) {
-                if (to) order->finish(to, 16);
-            });
+            for_each_range(m, at, true, [&](uint8_t* to, uint32_t n) { order->finish(to, n); });
         };
     }
     issue_store(std::move(s));

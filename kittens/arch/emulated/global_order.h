@@ -10,7 +10,16 @@
 namespace kittens::inline on_cpu {
 namespace emulated {
 
-enum class GlobalAccess { read, async_read, write, async_write, add, async_add, flag_read, flag };
+enum class GlobalAccess : uint8_t {
+    read,
+    async_read,
+    write,
+    async_write,
+    add,
+    async_add,
+    flag_read,
+    flag
+};
 
 inline bool is_write(GlobalAccess how) {
     return how != GlobalAccess::read && how != GlobalAccess::async_read &&
@@ -71,10 +80,12 @@ class GlobalOrder {
             if (!fits) {
                 const auto* from = static_cast<const uint8_t*>(value);
                 const auto* there = reinterpret_cast<const uint8_t*>(first);
-                if (how == GlobalAccess::async_write && is_write_by_copy(m)) {
-                    // Tiles of one thread or cluster may overlap, with one value; of others it is
-                    // compared when it is there.
-                    if (conflicts && m.cluster != machine->number) conflicts->push_back({first, m});
+                const bool of_another = m.cluster != machine->number;
+                if (how == GlobalAccess::async_write &&
+                    (is_write_by_copy(m) || (of_another && m.how == GlobalAccess::write))) {
+                    // Tiles of one thread or cluster may overlap, with one value; with what others
+                    // have copied or stored it is compared when it is there.
+                    if (conflicts && of_another) conflicts->push_back({first, m});
                 } else if (from != nullptr &&
                            std::memcmp(from + (first - begin), there, end - first) == 0) {
                     // Two writes of one value may come in any order: it is enough to know of one.

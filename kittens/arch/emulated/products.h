@@ -83,6 +83,7 @@ inline void check_operand(Warpgroup& group, uint64_t number, uint64_t descriptor
     Block& block = *self().block;
     if (group.reads.empty()) group.reads.resize(block.copies_from.size());
     const auto mark = static_cast<uint32_t>(number + 1);
+    group.last_reader = mark;
     Granule last{};
     for_each_chunk(descriptor, outer, transposed, bytes_of(type), [&](uint32_t a, int row, int) {
         const Place place{&block, a};

@@ -174,7 +174,12 @@ inline void check_not_being_read(const Place& p, uint32_t bytes, const char* wha
         const auto& reads = block.warpgroups[g].reads;
         if (reads.empty()) continue;
         uint32_t known[4];
-        for (size_t q = 0; q < 4; ++q) known[q] = products_known(self(), block, 4 * g + q);
+        bool knows_all = true;
+        for (size_t q = 0; q < 4; ++q) {
+            known[q] = products_known(self(), block, 4 * g + q);
+            knows_all = knows_all && known[q] >= block.warpgroups[g].last_reader;
+        }
+        if (knows_all) continue;
         for (uint32_t a = p.address & ~15u; a < p.address + bytes; a += 16) {
             const auto& last = reads[a / 16];
             for (size_t q = 0; q < 4; ++q) {

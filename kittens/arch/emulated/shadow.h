@@ -105,9 +105,16 @@ inline void check_visible(const Thread& t, const Granule& g, uint32_t address, u
 inline void note_read(const Place& p, uint32_t bytes, const char* what) {
     if (!machine->check_order) return;
     const Thread& t = self();
+    Block& block = *p.block;
+    const uint32_t *seen = t.clock.seen.data(), now = t.now();
     for_each_granule(p.address, bytes, [&](uint32_t a, uint8_t mask) {
-        check_visible(t, p.block->granules[a / 4], a, mask, false, what);
-        add_reader(*p.block, a, mask, t, static_cast<size_t>(t.index), t.now());
+        const Granule& g = block.granules[a / 4];
+        if (g.time > seen[g.writer]) check_visible(t, g, a, mask, false, what);
+        Readers& r = block.readers[a / 4];
+        if (r.bytes == 0)
+            r = {now, static_cast<uint16_t>(t.index), mask, false};
+        else
+            add_reader(block, a, mask, t, static_cast<size_t>(t.index), now);
     });
 }
 inline void note_write(const Place& p, uint32_t bytes, const char* what) {

@@ -76,6 +76,9 @@ enum class Defect {
     rows_of_another_warp,
     operand_before_all_parts_are_over,
     one_part_tells_of_all,
+    // ring_kernel
+    stage_of_one_block,
+    stage_of_a_product_in_flight,
     count
 };
 

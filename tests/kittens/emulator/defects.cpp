@@ -3,6 +3,7 @@
 //   defects                              the names of the defects, with their kernel's
 #include "defects.cuh"
 #include "reuse.cuh"
+#include "ring.cuh"
 
 #include <cstdio>
 #include <cstdlib>
@@ -79,6 +80,8 @@ constexpr Name NAMES[] = {
     {"rows_of_another_warp", "parts"},
     {"operand_before_all_parts_are_over", "parts"},
     {"one_part_tells_of_all", "parts"},
+    {"stage_of_one_block", "ring"},
+    {"stage_of_a_product_in_flight", "ring"},
 };
 static_assert(std::size(NAMES) == std::size_t(Defect::count));
 
@@ -245,6 +248,28 @@ bool run_parts() {
     }
     return true;
 }
+template <Defect D>
+bool run_ring() {
+    auto a = integers(64 * 64, 3), b = integers(RING_STEPS * 64 * 64, 4);
+    auto c = nan<float>(128 * 64);
+    region("a", a, false);
+    region("b", b, false);
+    region("c", c, true);
+    const RingGlobals g{{a.data(), nullptr, nullptr, nullptr, nullptr},
+                        {b.data(), nullptr, nullptr, RING_STEPS * 64, nullptr},
+                        {c.data(), nullptr, nullptr, nullptr, nullptr}};
+    launch(ring_kernel<D>, 2, RING_THREADS, 2, sizeof(RingShared) + 1024, nullptr, g);
+    for (int i = 0; i < 128; ++i) {
+        for (int j = 0; j < 64; ++j) {
+            float sum = 0;
+            for (int k = 0; k < RING_STEPS * 64; ++k) {
+                sum += float(a[i % 64 * 64 + k % 64]) * float(b[k * 64 + j]);
+            }
+            if (!(c[i * 64 + j] == sum)) return false;
+        }
+    }
+    return true;
+}
 
 template <Defect D>
 bool run() {
@@ -282,7 +307,11 @@ bool run() {
         if (!run_remote<D>()) return false;
     }
     emu::options.regions.clear();
-    if (all || kernel == "parts") return run_parts<D>();
+    if (all || kernel == "parts") {
+        if (!run_parts<D>()) return false;
+    }
+    emu::options.regions.clear();
+    if (all || kernel == "ring") return run_ring<D>();
     return true;
 }
 

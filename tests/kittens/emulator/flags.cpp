@@ -35,6 +35,7 @@ constexpr Name NAMES[] = {
     {"two_writers", "sums"},
     {"addition_before_store", "sums"},
     {"copy_onto_addition", "sums"},
+    {"overlapping_copies_differ", "overlap"},
 };
 static_assert(std::size(NAMES) == std::size_t(Defect::count));
 
@@ -102,11 +103,17 @@ bool run(const std::string& kernel) {
                             },
                             plus_one))
         return false;
-    return !is("sums") ||
-           twice(
-               4 * 32,
-               [](const FlagGlobals& g) { launch(sums_kernel<D>, 3, 32, 1, 0, nullptr, g); },
-               [](int i) { return 3.0f * float(i); });
+    if (is("sums") &&
+        !twice(
+            4 * 32, [](const FlagGlobals& g) { launch(sums_kernel<D>, 3, 32, 1, 0, nullptr, g); },
+            [](int i) { return 3.0f * float(i); }))
+        return false;
+    return !is("overlap") ||
+           twice((OVERLAP_BLOCKS + 1) * OVERLAP_STEP,
+                 [](const FlagGlobals& g) {
+                     launch(overlap_kernel<D>, OVERLAP_BLOCKS, THREADS, 1, bytes, nullptr, g);
+                 },
+                 [](int i) { return float(i); });
 }
 template <std::size_t... i>
 bool run_named(const std::string& name, std::index_sequence<i...>) {

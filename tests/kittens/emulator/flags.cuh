@@ -30,6 +30,8 @@ enum class Defect {
     two_writers,
     addition_before_store,
     copy_onto_addition,
+    // overlap_kernel
+    overlapping_copies_differ,
     count
 };
 
@@ -175,6 +177,37 @@ __global__ void sums_kernel(const FlagGlobals g) {
     if (i == 0) arch::store_global(g.work, 7.0f);
     arch::sync_block();
     if (waits && i == 0) arch::store_release_global(g.flags, block == 2 ? 0 : block + 1);
+}
+
+// ---- tiles of several blocks that overlap: the same values may be stored in any order, by copies
+// and, as gemm does with tiles that have all their rows, by threads ----
+
+constexpr int OVERLAP_BLOCKS = 3, OVERLAP_STEP = VALUES / 2;
+template <Defect D>
+__global__ void overlap_kernel(const FlagGlobals g) {
+    shared_allocator<> al(shared_memory());
+    auto& shared = al.allocate<CopyShared>();
+    const int i = int(threadIdx.x), first = int(blockIdx.x) * OVERLAP_STEP;
+    const bool wrong = D == Defect::overlapping_copies_differ && blockIdx.x == 2;
+    for (int j = i; j < VALUES; j += THREADS) {
+        shared.values.set(j, arch::load_global(g.in + first + j) + (wrong && j == 20 ? 1 : 0));
+    }
+    arch::fence_async_shared();
+    arch::sync_block();
+    if (blockIdx.x == 1) {
+        for (int j = i; j < VALUES; j += THREADS) {
+            arch::store_global(g.out + first + j, shared.values.get(j));
+        }
+        return;
+    }
+    if (i != 0) return;
+    arch::bulk_store(g.out + first, shared.values.address(), VALUES * int(sizeof(float)));
+    tma::store_commit_group();
+    // What ends with the block needs no wait for its writes.
+    if (blockIdx.x == 0)
+        tma::store_async_wait();
+    else
+        tma::store_async_read_wait();
 }
 
 }  // namespace defects
