@@ -39,9 +39,12 @@ inline std::string torch_name(DType dtype) {
 }
 
 // Of a type of tensors, what a body cannot ask of the tensors themselves:
-//   scalar_type(dtype), dtype_of(type), dtype_text(type)   types of elements, and their names
+//   ScalarType, scalar_type(dtype), dtype_of(type), dtype_text(type)   types of elements, and their
+//                               names; BYTE, E8M0 and E2M1X2 are those that are no DType
 //   empty_strided(sizes, strides, type, like)     an uninitialised tensor on the device of `like`
-//   negate(x), add(x, number)                     in place; add() of int32
+//   view_as(type, x)            the same bytes as elements of another type of the same size
+//   is_int64(x)                 whether it is one integer of 64 bits
+//   negate(x), add(x, number)   in place; add() of int32
 // and, of an object that stands for one call,
 //   guard(x)                    makes the device of x the current one, in a scope
 //   device(x)                   its properties

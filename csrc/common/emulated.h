@@ -147,6 +147,11 @@ using thunderkittens::for_tensor_map;
 
 // As torch has them.
 inline void copy_(Array& to, const Array& from) { copy_elements(to, from); }
+inline void fill_(Array& a, double value) {
+    for (int64_t i = 0; i < a.elements(); ++i) {  // of contiguous fp32
+        reinterpret_cast<float*>(a.data)[i] = static_cast<float>(value);
+    }
+}
 inline void zero_(Array& a) {
     if (a.elements() > 0) std::memset(a.data, 0, static_cast<std::size_t>(a.extent()));
 }
@@ -235,6 +240,9 @@ namespace thunderkittens {
 template <>
 struct Backend<emulated::Array> {
     using Array = emulated::Array;
+    using ScalarType = DType;
+    // What has no type here travels as bytes.
+    static constexpr DType BYTE = DType::e4m3, E8M0 = BYTE, E2M1X2 = BYTE;
 
     const emulated::Call& call;
     mutable Fields choice = {};  // of the kernel that was launched
@@ -254,6 +262,8 @@ struct Backend<emulated::Array> {
         emulated::take_memory(a, a.extent() / size_in_bytes(dtype));
         return a;
     }
+    static Array view_as(DType, const Array& x) { return x; }
+    static bool is_int64(const Array& x) { return x.dtype == DType::int32 && x.numel() == 2; }
     // Of 16 bits, by their signs.
     static void negate(Array& x) {
         emulated::for_each_row(x, [&](int64_t at, int64_t, int64_t, int64_t) {

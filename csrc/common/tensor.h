@@ -124,6 +124,11 @@ inline Stream current_stream(const Tensor& tensor) {
 
 template <>
 struct Backend<Tensor> {
+    using ScalarType = thunderkittens::ScalarType;
+    static constexpr ScalarType BYTE = ScalarType::Byte;
+    static constexpr ScalarType E8M0 = ScalarType::Float8_e8m0fnu;
+    static constexpr ScalarType E2M1X2 = ScalarType::Float4_e2m1fn_x2;
+
     static ScalarType scalar_type(DType dtype) { return scalar_type_of(dtype); }
     static std::optional<DType> dtype_of(ScalarType type) { return thunderkittens::dtype_of(type); }
     static std::string dtype_text(ScalarType type) { return thunderkittens::dtype_text(type); }
@@ -135,6 +140,12 @@ struct Backend<Tensor> {
     static Tensor empty_strided(std::span<const int64_t> sizes, std::span<const int64_t> strides,
                                 DType dtype, const Tensor& like) {
         return thunderkittens::empty_strided(sizes, strides, scalar_type_of(dtype), like);
+    }
+    static Tensor view_as(ScalarType type, const Tensor& x) {
+        return thunderkittens::view_as(type, x);
+    }
+    static bool is_int64(const Tensor& x) {
+        return x.scalar_type() == ScalarType::Long && x.numel() == 1;
     }
     static void negate(Tensor& x) {
         std::array<StableIValue, 1> stack{torch::stable::detail::from(x)};
