@@ -1,170 +1,30 @@
-// The gradient ops of attention for CUDA: checks what memory safety needs, allocates, chooses and
-// launches.
-#include "csrc/attention/backward_order.h"
-
+// The gradient ops of attention for CUDA.
 #include <tuple>
-#include <utility>
 #include <vector>
 
-#include "csrc/attention/operands.h"
+#include "csrc/attention/backward_body.h"
+#include "csrc/common/tensor.h"
 
 namespace thunderkittens::attention {
-namespace {
 
-constexpr const char* OP = "tk.attention";
-
-constexpr std::size_t KERNELS = 2 * std::size(BACKWARD_CONFIGS);
-constexpr BackwardConfig config_at(std::size_t i) {
-    return with_dtype(BACKWARD_CONFIGS[i / 2], i % 2 == 0 ? DType::bf16 : DType::fp16);
-}
-template <std::size_t... indices>
-void launch_any(const BackwardChoice& choice, const BackwardParams& params, Stream stream,
-                std::index_sequence<indices...>) {
-    const bool found = ((choice.config == config_at(indices)
-                             ? (launch_any_backward<config_at(indices)>(params, stream), true)
-                             : false) ||
-                        ...);
-    TK_CHECK(found, OP, ": no kernel ", kernel_name(choice), " in this build");
+Gradients<Tensor> attention_backward(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
+                                     const Tensor& q, const Tensor& k, const Tensor& v,
+                                     const Tensor& out, const Tensor& lse, ATTENTION_OPTIONS,
+                                     std::vector<bool> needs) {
+    return attention_backward_body<Tensor>(gpu, {grad_out, grad_lse, q, k, v, out, lse}, nullptr,
+                                           ATTENTION_OPTION_VALUES, needs);
 }
 
-void check_shape(const char* name, const Tensor& x, std::vector<int64_t> shape, ScalarType dtype,
-                 const Tensor& q) {
-    check_same_device(OP, name, x, "q", q);
-    TK_CHECK(x.scalar_type() == dtype, OP, ": ", name, " must be ", dtype_text(dtype), ", got ",
-             dtype_text(x.scalar_type()));
-    bool same = x.dim() == static_cast<int64_t>(shape.size());
-    for (std::size_t i = 0; same && i < shape.size(); ++i) {
-        same = x.size(static_cast<int64_t>(i)) == shape[i];
-    }
-    TK_CHECK(same, OP, ": ", name, " must be ", tuple_text(shape), ", got ", shape_text(x));
-}
-
-// A gradient of x, and what the kernel writes: the gradient itself, or a buffer that is copied into
-// it where x has a layout that TMA cannot write.
-struct Gradient {
-    Tensor result, buffer;
-    bool direct = true;
-
-    Gradient(const Tensor& x, bool needed)
-        : result(needed ? empty_as(x) : empty({0}, x.scalar_type(), x)), buffer(result) {
-        if (!needed || result.numel() == 0) return;
-        direct = fits_tensor_map(as_4d(result), 2) && !overlaps();
-        if (!direct) buffer = empty(x.sizes(), x.scalar_type(), x);
-    }
-    Operand target(bool packed) const {
-        if (result.numel() == 0) return {};
-        return packed ? packed_operand(buffer) : operand(buffer);
-    }
-    void finish() {
-        if (!direct) torch::stable::copy_(result, buffer);
-    }
-
-  private:
-    bool overlaps() const {
-        for (int64_t i = 0; i < result.dim(); ++i) {
-            if (result.size(i) > 1 && result.stride(i) == 0) return true;
-        }
-        return false;
-    }
-};
-
-using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-
-struct BackwardTensors {
-    Tensor grad_out;
-    std::optional<Tensor> grad_lse;
-    Tensor q, k, v, out, lse;
-};
-
-Gradients backward(const BackwardTensors& in, const Packing* packing, const Options& options,
-                   const std::vector<bool>& needs) {
-    BackwardParams params;
-    Problem& p = params.problem;
-    p = packing ? checked_problem(OP, in.q, in.k, in.v, *packing, options)
-                : checked_problem(OP, in.q, in.k, in.v, options);
-    const std::vector<int64_t> out_shape =
-        packing ? std::vector<int64_t>{in.q.size(0), p.q_heads, p.value_dim}
-                : std::vector<int64_t>{p.batch, p.q_heads, p.q_length, p.value_dim};
-    const std::vector<int64_t> row_shape =
-        packing ? std::vector<int64_t>{p.q_heads, in.q.size(0)}
-                : std::vector<int64_t>{p.batch, p.q_heads, p.q_length};
-    check_shape("grad_out", in.grad_out, out_shape, in.q.scalar_type(), in.q);
-    check_shape("out", in.out, out_shape, in.q.scalar_type(), in.q);
-    check_shape("lse", in.lse, row_shape, ScalarType::Float, in.q);
-    if (in.grad_lse) check_shape("grad_lse", *in.grad_lse, row_shape, ScalarType::Float, in.q);
-    TK_CHECK(needs.size() == 4, OP, ": needs must have 4 elements, got ", needs.size());
-
-    const DeviceGuard guard(in.q.get_device_index());
-    Gradient dq(in.q, needs[0]), dk(in.k, needs[1]), dv(in.v, needs[2]);
-    const bool need_sink = needs[3] && options.sink.has_value();
-    Tensor dsink = empty({need_sink ? p.q_heads : 0}, ScalarType::Float, in.q);
-    if (in.q.numel() == 0 || p.batch == 0) {
-        for (Tensor* x : {&dq.result, &dk.result, &dv.result, &dsink}) torch::stable::zero_(*x);
-        return {dq.result, dk.result, dv.result, dsink};
-    }
-    const DeviceProperties& device = device_properties(in.q.get_device_index());
-    const std::string reason = unsupported_backward(p, device);
-    TK_CHECK(reason.empty(), OP, ": ", reason);
-    params.scores = scores_of(OP, p, options, in.q);
-    params.query_scale = params.scores.scale;
-    if (packing) params.sequences = sequences_of(*packing, in.q, in.k);
-    const Tensor q = signed_query(in.q, p.varlen, params.scores);
-    // Without keys no key is read, but tensor maps need an address.
-    const bool keys = in.k.numel() > 0;
-    const Tensor k = keys ? for_kernel(in.k, p.varlen) : q;
-    const Tensor v = keys ? for_kernel(in.v, p.varlen) : q;
-    const Tensor out = for_kernel(in.out, p.varlen);
-    const Tensor grad_out = for_kernel(in.grad_out, p.varlen);
-    const Tensor lse = packed(in.lse);
-    std::optional<Tensor> grad_lse;
-    if (in.grad_lse) grad_lse = packed(*in.grad_lse);
-
-    const BackwardChoice choice = choose_backward(p, device);
-    params.deterministic = options.deterministic.value_or(false);
-    params.parts =
-        params.deterministic ? ordered_parts(p, choice.config, choice.parts, device) : choice.parts;
-    params.section_heads =
-        params.deterministic ? choice.ordered_section_heads : choice.section_heads;
-    const Tensor workspace =
-        empty({workspace_floats(p, params.sequences, choice.config, params.parts)},
-              ScalarType::Float, in.q);
-    const auto describe = packing ? packed_operand : operand;
-    params.q = describe(q);
-    params.k = describe(k);
-    params.v = describe(v);
-    params.out = describe(out);
-    params.grad_out = describe(grad_out);
-    params.lse = static_cast<const float*>(lse.data_ptr());
-    params.grad_lse = grad_lse ? static_cast<const float*>(grad_lse->data_ptr()) : nullptr;
-    params.dq = dq.target(packing);
-    params.dk = dk.target(packing);
-    params.dv = dv.target(packing);
-    params.dsink = need_sink ? static_cast<float*>(dsink.data_ptr()) : nullptr;
-    params.workspace = static_cast<float*>(workspace.data_ptr());
-    params.sm_count = device.sm_count;
-    launch_any(choice, params, current_stream(in.q), std::make_index_sequence<KERNELS>());
-    for (Gradient* g : {&dq, &dk, &dv}) g->finish();
-    return {dq.result, dk.result, dv.result, dsink};
-}
-
-}  // namespace
-
-Gradients attention_backward(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
-                             const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-                             const Tensor& lse, ATTENTION_OPTIONS, std::vector<bool> needs) {
-    return backward({grad_out, grad_lse, q, k, v, out, lse}, nullptr, ATTENTION_OPTION_VALUES,
-                    needs);
-}
-
-Gradients attention_varlen_backward(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
-                                    const Tensor& q, const Tensor& k, const Tensor& v,
-                                    const Tensor& out, const Tensor& lse,
-                                    const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
-                                    int64_t max_seqlen_q, int64_t max_seqlen_k, ATTENTION_OPTIONS,
-                                    std::vector<bool> needs) {
-    const Packing packing{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k};
-    return backward({grad_out, grad_lse, q, k, v, out, lse}, &packing, ATTENTION_OPTION_VALUES,
-                    needs);
+Gradients<Tensor> attention_varlen_backward(const Tensor& grad_out,
+                                            const std::optional<Tensor>& grad_lse, const Tensor& q,
+                                            const Tensor& k, const Tensor& v, const Tensor& out,
+                                            const Tensor& lse, const Tensor& cu_seqlens_q,
+                                            const Tensor& cu_seqlens_k, int64_t max_seqlen_q,
+                                            int64_t max_seqlen_k, ATTENTION_OPTIONS,
+                                            std::vector<bool> needs) {
+    const Packing<Tensor> packing{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k};
+    return attention_backward_body<Tensor>(gpu, {grad_out, grad_lse, q, k, v, out, lse}, &packing,
+                                           ATTENTION_OPTION_VALUES, needs);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(thunderkittens, CUDA, m) {

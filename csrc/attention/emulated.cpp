@@ -1,68 +1,64 @@
-// Attention on the emulator, as attention.cpp does it on CUDA tensors.
-#include "csrc/attention/dispatch.h"
-#include "csrc/attention/emulated_operands.h"
+// The attention ops on the emulator. Optional arrays are absent, and so are scalars that have a
+// default.
+#include "csrc/common/emulated.h"
+#include "csrc/attention/attention_body.h"
+#include "csrc/attention/backward_body.h"
 
 namespace thunderkittens::attention {
 namespace {
 
-emulated::Result run(const emulated::Call& call) {
-    const Array &q_in = call.array("q"), &k_in = call.array("k"), &v_in = call.array("v");
-    ForwardParams params;
-    Problem& p = params.problem;
-    p = checked_problem(call);
-    std::vector<int64_t> out_size = q_in.size;
-    out_size.back() = p.value_dim;
-    Array out = emulated::allocate(out_size, q_in.dtype);
-    Array lse = p.varlen ? emulated::allocate({p.q_heads, q_in.size[0]}, DType::fp32)
-                         : emulated::allocate({p.batch, p.q_heads, p.q_length}, DType::fp32);
-    emulated::Result result;
-    result.arrays["out"] = out;
-    result.arrays["lse"] = lse;
-    if (out.elements() == 0) return result;
-    const std::string reason = unsupported(p, call.device);
-    TK_CHECK(reason.empty(), "tk.attention: ", reason);
-    params.scores = scores_of(p, call);
-    params.sequences = sequences_of(call);
-    const Array q = signed_query(q_in, p.varlen, params.scores);
-    // Without keys no key is read, but tensor maps need an address.
-    const bool keys = k_in.elements() > 0;
-    const Array k = keys ? for_kernel(k_in, p.varlen) : q;
-    const Array v = keys ? for_kernel(v_in, p.varlen) : q;
-    const auto describe = [&](const Array& x) { return p.varlen ? packed_operand(x) : operand(x); };
-    params.q = describe(q);
-    params.k = describe(k);
-    params.v = describe(v);
-    params.out = describe(out);
-    params.lse = call.scalar("lse", true) ? reinterpret_cast<float*>(lse.data) : nullptr;
-    params.sm_count = call.device.sm_count;
-    Choice choice = choose(p, call.device);
-    emulated::force(choice, call);
-    params.section_heads = choice.section_heads;
-    emulated::Launch scope("attention " + kernel_name(choice));
-    scope.may_read("q", q);
-    scope.may_read("k", k);
-    scope.may_read("v", v);
-    may_read_options(scope, call);
-    scope.may_write("out", out);
-    scope.may_write("lse", lse);
-    params.splits = choice.splits;
-    Array partial_out, partial_lse;
-    if (combines(p, choice.splits)) {
-        const int64_t rows = choice.splits * partial_rows(p, params.sequences);
-        partial_out = emulated::allocate({rows, p.value_dim}, DType::fp32);
-        partial_lse = emulated::allocate({rows}, DType::fp32);
-        params.partial_out = reinterpret_cast<float*>(partial_out.data);
-        params.partial_lse = reinterpret_cast<float*>(partial_lse.data);
-        scope.may_write("partial_out", partial_out);
-        scope.may_write("partial_lse", partial_lse);
+using emulated::Array;
+
+// What both directions take beside q, k and v.
+struct Arguments {
+    std::optional<Packing<Array>> packing;
+    Options<Array> options;
+
+    explicit Arguments(const emulated::Call& call)
+        : options{.causal = call.scalar<int64_t>("causal", 0),
+                  .window_left = call.scalar<int64_t>("window_left", -1),
+                  .window_right = call.scalar<int64_t>("window_right", -1),
+                  .softcap = call.scalar("softcap", 0.0),
+                  .alibi_slopes = call.if_given("alibi_slopes"),
+                  .sink = call.if_given("sink"),
+                  .deterministic = call.scalar("deterministic", false)} {
+        if (call.scalars.contains("scale")) options.scale = call.scalar("scale", 1.0);
+        if (call.optional("cu_seqlens_q")) {
+            packing = {call.array("cu_seqlens_q"), call.array("cu_seqlens_k"),
+                       call.scalar<int64_t>("max_seqlen_q", 0),
+                       call.scalar<int64_t>("max_seqlen_k", 0)};
+        }
     }
-    launch_choice("tk.attention", choice, params, nullptr);
-    result.choice = detail::fields_of(choice);
-    result.choice.emplace("kernel", kernel_name(choice));
-    return result;
+    const Packing<Array>* packed() const { return packing ? &*packing : nullptr; }
+};
+
+emulated::Result run_forward(const emulated::Call& call) {
+    Backend<Array> on(call);
+    const Arguments arguments(call);
+    Array lse;
+    const Array out = attention_body<Array>(on, call.array("q"), call.array("k"), call.array("v"),
+                                            arguments.packed(), arguments.options,
+                                            call.scalar("lse", true) ? &lse : nullptr);
+    return on.result({{"out", out}, {"lse", lse}});
 }
 
-const bool registered = emulated::register_run("attention", &run);
+emulated::Result run_backward(const emulated::Call& call) {
+    Backend<Array> on(call);
+    const Arguments arguments(call);
+    std::vector<bool> needs;
+    for (const char* name : {"needs_q", "needs_k", "needs_v", "needs_sink"}) {
+        needs.push_back(call.scalar(name, true));
+    }
+    const auto [dq, dk, dv, dsink] = attention_backward_body<Array>(
+        on,
+        {call.array("grad_out"), call.if_given("grad_lse"), call.array("q"), call.array("k"),
+         call.array("v"), call.array("out"), call.array("lse")},
+        arguments.packed(), arguments.options, needs);
+    return on.result({{"dq", dq}, {"dk", dk}, {"dv", dv}, {"dsink", dsink}});
+}
+
+const bool registered = emulated::register_run("attention", &run_forward) &&
+                        emulated::register_run("attention_backward", &run_backward);
 
 }  // namespace
 }  // namespace thunderkittens::attention

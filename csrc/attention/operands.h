@@ -1,5 +1,5 @@
 // The operands and options of the attention ops, both directions: what memory safety needs is
-// checked here, and tensors become the plain structs that kernels take.
+// checked here, and tensors become the plain structs that kernels take. Host C++ without torch.
 #pragma once
 
 #include <cmath>
@@ -7,9 +7,11 @@
 
 #include "csrc/attention/attention.h"
 #include "csrc/attention/ragged.h"
-#include "csrc/common/tensor.h"
+#include "csrc/common/backend.h"
 
 namespace thunderkittens::attention {
+
+constexpr const char* OP = "tk.attention";
 
 // The arguments that all ops share after their tensors, in the order of the schema: parameters of
 // an op, and an Options made of them.
@@ -20,6 +22,7 @@ namespace thunderkittens::attention {
 #define ATTENTION_OPTION_VALUES \
     {causal, scale, window_left, window_right, softcap, alibi_slopes, sink, deterministic}
 
+template <class Tensor>
 struct Options {
     int64_t causal = 0;
     std::optional<double> scale;
@@ -29,17 +32,17 @@ struct Options {
     std::optional<bool> deterministic;
 };
 // Those of packed sequences, before the options.
+template <class Tensor>
 struct Packing {
     Tensor cu_seqlens_q, cu_seqlens_k;
     int64_t max_seqlen_q = 0, max_seqlen_k = 0;
 };
 
-inline void check_vector(const char* op, const char* name, const Tensor& x, ScalarType dtype,
-                         const Tensor& q) {
+template <class Tensor>
+void check_vector(const char* op, const char* name, const Tensor& x, DType dtype, const Tensor& q) {
     check_same_device(op, name, x, "q", q);
-    TK_CHECK(x.scalar_type() == dtype, op, ": ", name, " must be ",
-             dtype == ScalarType::Float ? "torch.float32" : "torch.int32", ", got ",
-             dtype_text(x.scalar_type()));
+    TK_CHECK(x.scalar_type() == Backend<Tensor>::scalar_type(dtype), op, ": ", name, " must be ",
+             torch_name(dtype), ", got ", dtype_text_of(x));
     TK_CHECK(
         x.dim() >= 1 && (x.size(x.dim() - 1) <= 1 || x.stride(x.dim() - 1) == 1 || x.numel() == 0),
         op, ": ", name, " must have adjacent elements, got shape ", shape_text(x));
@@ -47,8 +50,9 @@ inline void check_vector(const char* op, const char* name, const Tensor& x, Scal
 
 // Fills what does not depend on packing, from tensors with `dims` dimensions whose heads are at
 // `head`.
-inline void check_operands(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
-                           int64_t dims, int64_t head, const Options& options, Problem& p) {
+template <class Tensor>
+void check_operands(const char* op, const Tensor& q, const Tensor& k, const Tensor& v, int64_t dims,
+                    int64_t head, const Options<Tensor>& options, Problem& p) {
     check_cuda(op, "q", q);
     check_same_device(op, "k", k, "q", q);
     check_same_device(op, "v", v, "q", q);
@@ -78,8 +82,9 @@ inline void check_operands(const char* op, const Tensor& q, const Tensor& k, con
     p.sink = options.sink.has_value();
 }
 
-inline Problem checked_problem(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
-                               const Options& options) {
+template <class Tensor>
+Problem checked_problem(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
+                        const Options<Tensor>& options) {
     Problem p;
     check_operands(op, q, k, v, 4, 1, options, p);
     p.batch = q.size(0);
@@ -90,13 +95,14 @@ inline Problem checked_problem(const char* op, const Tensor& q, const Tensor& k,
     return p;
 }
 
-inline Problem checked_problem(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
-                               const Packing& packing, const Options& options) {
+template <class Tensor>
+Problem checked_problem(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
+                        const Packing<Tensor>& packing, const Options<Tensor>& options) {
     Problem p;
     check_operands(op, q, k, v, 3, 1, options, p);
     const Tensor &cu_q = packing.cu_seqlens_q, &cu_k = packing.cu_seqlens_k;
-    check_vector(op, "cu_seqlens_q", cu_q, ScalarType::Int, q);
-    check_vector(op, "cu_seqlens_k", cu_k, ScalarType::Int, q);
+    check_vector(op, "cu_seqlens_q", cu_q, DType::int32, q);
+    check_vector(op, "cu_seqlens_k", cu_k, DType::int32, q);
     TK_CHECK(
         cu_q.dim() == 1 && cu_k.dim() == 1 && cu_q.size(0) >= 1 && cu_k.size(0) == cu_q.size(0), op,
         ": cu_seqlens_q and cu_seqlens_k must both be (sequences + 1,), got ", shape_text(cu_q),
@@ -112,14 +118,17 @@ inline Problem checked_problem(const char* op, const Tensor& q, const Tensor& k,
     return p;
 }
 
-inline Sequences sequences_of(const Packing& packing, const Tensor& q, const Tensor& k) {
+template <class Tensor>
+Sequences sequences_of(const Packing<Tensor>& packing, const Tensor& q, const Tensor& k) {
     return {static_cast<const int*>(packing.cu_seqlens_q.data_ptr()),
             static_cast<const int*>(packing.cu_seqlens_k.data_ptr()), q.size(0), k.size(0)};
 }
 
 // The scale is as given: the caller makes it positive. The options' tensors must outlive the
 // launch's issue.
-inline Scores scores_of(const char* op, const Problem& p, const Options& options, const Tensor& q) {
+template <class Tensor>
+Scores scores_of(const char* op, const Problem& p, const Options<Tensor>& options,
+                 const Tensor& q) {
     Scores s;
     s.scale = static_cast<float>(options.scale ? *options.scale
                                                : 1.0 / std::sqrt(static_cast<double>(p.head_dim)));
@@ -136,7 +145,7 @@ inline Scores scores_of(const char* op, const Problem& p, const Options& options
         TK_CHECK(s.scale == 0 || std::abs(s.scale) >= 0x1p-50f, op,
                  ": with alibi_slopes scale must be 0 or at least 2^-50 in magnitude, got ",
                  s.scale);
-        check_vector(op, "alibi_slopes", slopes, ScalarType::Float, q);
+        check_vector(op, "alibi_slopes", slopes, DType::fp32, q);
         const bool batched = slopes.dim() == 2;
         TK_CHECK(slopes.dim() <= 2 && slopes.size(slopes.dim() - 1) == p.q_heads &&
                      (!batched || slopes.size(0) == p.batch),
@@ -146,7 +155,7 @@ inline Scores scores_of(const char* op, const Problem& p, const Options& options
         s.alibi_batch_stride = batched ? slopes.stride(0) : 0;
     }
     if (options.sink) {
-        check_vector(op, "sink", *options.sink, ScalarType::Float, q);
+        check_vector(op, "sink", *options.sink, DType::fp32, q);
         TK_CHECK(options.sink->dim() == 1 && options.sink->size(0) == p.q_heads, op,
                  ": sink must be (", p.q_heads, ",), got ", shape_text(*options.sink));
         s.sink = static_cast<const float*>(options.sink->data_ptr());
@@ -154,41 +163,56 @@ inline Scores scores_of(const char* op, const Problem& p, const Options& options
     return s;
 }
 
-inline Operand operand(const Tensor& x) {
+template <class Tensor>
+Operand operand(const Tensor& x) {
     const View view = as_4d(x);
     return {view.data, view.stride[0], view.stride[1], view.stride[2]};
 }
 // (tokens, heads, dim)
-inline Operand packed_operand(const Tensor& x) {
+template <class Tensor>
+Operand packed_operand(const Tensor& x) {
     const View view = as_4d(x);
     return {view.data, 0, view.stride[2], view.stride[1]};
 }
 
 // The tensor itself where the kernels can read it, else a copy; `ragged`: of packed sequences.
-inline Tensor for_kernel(const Tensor& x, bool ragged) {
+template <class Tensor>
+Tensor for_kernel(const Tensor& x, bool ragged) {
     if (ragged && !fits_ragged_map(x.size(0), x.stride(0))) return copy_for_tensor_map(x);
     return for_tensor_map(x);
 }
 
 // A copy that the kernels can read.
-inline Tensor negative(const Tensor& x) {
+template <class Tensor>
+Tensor negative(const Tensor& x) {
     Tensor copy = copy_for_tensor_map(x);
-    std::array<StableIValue, 1> stack{torch::stable::detail::from(copy)};
-    TORCH_ERROR_CODE_CHECK(
-        torch_call_dispatcher("aten::neg_", "", stack.data(), TORCH_ABI_VERSION));
-    return torch::stable::detail::to<Tensor>(stack[0]);
+    Backend<Tensor>::negate(copy);
+    return copy;
 }
 
 // q as the kernels can read it, and a positive scale, which their running maximum wants: the sign
 // goes into q, and zero into both.
-inline Tensor signed_query(const Tensor& q, bool ragged, Scores& scores) {
+template <class Tensor>
+Tensor signed_query(const Tensor& q, bool ragged, Scores& scores) {
     if (scores.scale > 0) return for_kernel(q, ragged);
     const bool negate = scores.scale < 0;
     scores.scale = negate ? -scores.scale : 1.0f;
     if (negate) return negative(q);
     Tensor zeros = empty(q.sizes(), q.scalar_type(), q);
-    torch::stable::zero_(zeros);
+    zero_(zeros);
     return zeros;
+}
+
+// What every kernel may read beside its operands.
+template <class Tensor, class Launch>
+void may_read_options(Launch& launch, const Packing<Tensor>* packing,
+                      const Options<Tensor>& options) {
+    if (packing) {
+        launch.may_read("cu_seqlens_q", packing->cu_seqlens_q);
+        launch.may_read("cu_seqlens_k", packing->cu_seqlens_k);
+    }
+    launch.may_read("alibi_slopes", options.alibi_slopes);
+    launch.may_read("sink", options.sink);
 }
 
 }  // namespace thunderkittens::attention

@@ -1,7 +1,8 @@
-// What a family gives to the emulator's library, _emulator.so: in csrc/<family>/emulated.cpp, for
-// each op, a function that does on arrays in CPU memory what the op's torch code does on tensors:
-// checks, copies of what TMA cannot read, allocation, choice, launch. The kernels are those of the
-// family's instances.txt, compiled by the host compiler. Host C++ without torch, NumPy or Python.
+// The emulator's back end of the ops' bodies (backend.h), arrays in CPU memory, and what a family
+// gives to the emulator's library, _emulator.so: in csrc/<family>/**/emulated.cpp, for each op, a
+// function that takes the arguments of the op's body out of a call and puts its results into the
+// call's. The kernels are those of the family's instances.txt, compiled by the host compiler. Host
+// C++ without torch, NumPy or Python.
 #pragma once
 
 #include <cstdlib>
@@ -11,18 +12,30 @@
 #include <memory>
 #include <numeric>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "csrc/common/backend.h"
 #include "csrc/common/registry.h"
 #include "csrc/common/view.h"
 
 namespace thunderkittens::emulated {
 
+// Sizes or strides, also called with an index, as a tensor's are: one from the back if negative.
+struct Dims : std::vector<int64_t> {
+    Dims() = default;
+    Dims(std::vector<int64_t> values) : vector(std::move(values)) {}
+    Dims(std::initializer_list<int64_t> values) : vector(values) {}
+    int64_t operator()(int64_t i) const {
+        return at(static_cast<std::size_t>(i < 0 ? i + std::ssize(*this) : i));
+    }
+};
+
 // A strided array of up to four dimensions; strides count elements.
 struct Array {
     DType dtype = DType::bf16;
-    std::vector<int64_t> size, stride;
+    Dims size, stride;
     uint8_t* data = nullptr;
     std::shared_ptr<void> owner;  // of the memory, where it is ours
 
@@ -38,6 +51,25 @@ struct Array {
         return (last + 1) * size_in_bytes(dtype);
     }
     View view() const { return make_view(data, size, stride); }
+
+    // As torch's tensors have them.
+    int64_t dim() const { return dims(); }
+    const Dims& sizes() const { return size; }
+    const Dims& strides() const { return stride; }
+    int64_t numel() const { return elements(); }
+    void* data_ptr() const { return data; }
+    DType scalar_type() const { return dtype; }
+    std::size_t element_size() const { return static_cast<std::size_t>(size_in_bytes(dtype)); }
+    bool is_contiguous() const {
+        int64_t pitch = 1;
+        for (std::size_t i = size.size(); i-- > 0;) {
+            if (size[i] > 1 && stride[i] != pitch) return elements() == 0;
+            pitch *= size[i];
+        }
+        return true;
+    }
+    bool is_cuda() const { return true; }  // the emulated kernels can reach it
+    int get_device_index() const { return 0; }
 };
 
 // What a call has allocated and drawn: its second run has the same again, as a replayed CUDA graph
@@ -68,8 +100,16 @@ inline uint64_t recorded(uint64_t fresh) {
     return fresh;
 }
 
-// Fresh memory is NaN in every format. Strides are packed, rows padded to a multiple of `pad`
-// elements.
+// Fresh memory is NaN in every format.
+inline void take_memory(Array& a, int64_t elements) {
+    const int64_t bytes = std::max<int64_t>(elements, 1) * size_in_bytes(a.dtype);
+    Recording alone;
+    a.owner = (recording != nullptr ? recording : &alone)
+                  ->memory_of(static_cast<std::size_t>((bytes + 127) / 128 * 128));
+    if (!a.owner) throw std::bad_alloc();
+    a.data = static_cast<uint8_t*>(a.owner.get());
+}
+// Strides are packed, rows padded to a multiple of `pad` elements.
 inline Array allocate(std::vector<int64_t> size, DType dtype, int64_t pad = 1) {
     Array a{.dtype = dtype, .size = std::move(size)};
     a.stride.resize(a.size.size());
@@ -79,11 +119,7 @@ inline Array allocate(std::vector<int64_t> size, DType dtype, int64_t pad = 1) {
         pitch *= std::max<int64_t>(a.size[i], 1);
         if (i + 1 == a.size.size()) pitch = (pitch + pad - 1) / pad * pad;
     }
-    const auto bytes = static_cast<std::size_t>((pitch * size_in_bytes(dtype) + 127) / 128 * 128);
-    Recording alone;
-    a.owner = (recording != nullptr ? recording : &alone)->memory_of(bytes);
-    if (!a.owner) throw std::bad_alloc();
-    a.data = static_cast<uint8_t*>(a.owner.get());
+    take_memory(a, pitch);
     return a;
 }
 
@@ -106,14 +142,18 @@ inline void copy_elements(const Array& to, const Array& from) {
         }
     });
 }
-// A copy that a tensor map can describe.
-inline Array copy_for_tensor_map(const Array& a) {
-    Array copy = allocate(a.size, a.dtype, 16 / size_in_bytes(a.dtype));
-    copy_elements(copy, a);
-    return copy;
+using thunderkittens::copy_for_tensor_map;
+using thunderkittens::for_tensor_map;
+
+// As torch has them.
+inline void copy_(Array& to, const Array& from) { copy_elements(to, from); }
+inline void fill_(Array& a, double value) {
+    for (int64_t i = 0; i < a.elements(); ++i) {  // of contiguous fp32
+        reinterpret_cast<float*>(a.data)[i] = static_cast<float>(value);
+    }
 }
-inline Array for_tensor_map(const Array& a) {
-    return fits_tensor_map(a.view(), size_in_bytes(a.dtype)) ? a : copy_for_tensor_map(a);
+inline void zero_(Array& a) {
+    if (a.elements() > 0) std::memset(a.data, 0, static_cast<std::size_t>(a.extent()));
 }
 
 // One call of an op.
@@ -131,6 +171,10 @@ struct Call {
     const Array* optional(const std::string& name) const {
         const auto found = arrays.find(name);
         return found == arrays.end() ? nullptr : &found->second;
+    }
+    std::optional<Array> if_given(const std::string& name) const {
+        const Array* found = optional(name);
+        return found ? std::optional(*found) : std::nullopt;
     }
     template <class T>
     T scalar(const std::string& name, T otherwise) const {
@@ -169,6 +213,13 @@ class Launch {
     // Before wait_for_dependencies, too: the previous kernel began after this was there.
     void may_read_early(const char* name, const Array& a);
     void may_write(const char* name, const Array& a);
+    void may_read(const char* name, const std::optional<Array>& a) {
+        if (a) may_read(name, *a);
+    }
+    void may_write(const char* name, const std::optional<Array>& a) {
+        if (a) may_write(name, *a);
+    }
+    static constexpr Stream stream = nullptr;
 
   private:
     struct Scope;
@@ -183,3 +234,69 @@ inline std::map<std::string, Run>& runs() {
 inline bool register_run(const std::string& op, Run run) { return runs().emplace(op, run).second; }
 
 }  // namespace thunderkittens::emulated
+
+namespace thunderkittens {
+
+template <>
+struct Backend<emulated::Array> {
+    using Array = emulated::Array;
+    using ScalarType = DType;
+    // What has no type here travels as bytes.
+    static constexpr DType BYTE = DType::e4m3, E8M0 = BYTE, E2M1X2 = BYTE;
+
+    const emulated::Call& call;
+    mutable Fields choice = {};  // of the kernel that was launched
+
+    explicit Backend(const emulated::Call& _call) : call(_call) {}
+
+    static DType scalar_type(DType dtype) { return dtype; }
+    static std::optional<DType> dtype_of(DType dtype) { return dtype; }
+    static std::string dtype_text(DType dtype) { return torch_name(dtype); }
+
+    static Array empty_strided(std::span<const int64_t> sizes, std::span<const int64_t> strides,
+                               DType dtype, const Array&) {
+        const auto list = [](std::span<const int64_t> x) {
+            return std::vector<int64_t>(x.begin(), x.end());
+        };
+        Array a{.dtype = dtype, .size = list(sizes), .stride = list(strides)};
+        emulated::take_memory(a, a.extent() / size_in_bytes(dtype));
+        return a;
+    }
+    static Array view_as(DType, const Array& x) { return x; }
+    static bool is_int64(const Array& x) { return x.dtype == DType::int32 && x.numel() == 2; }
+    // Of 16 bits, by their signs.
+    static void negate(Array& x) {
+        emulated::for_each_row(x, [&](int64_t at, int64_t, int64_t, int64_t) {
+            for (int64_t c = 0; c < x.size(-1); ++c)
+                x.data[2 * (at + c * x.stride(-1)) + 1] ^= 0x80;
+        });
+    }
+    static void add(Array& x, int64_t number) {
+        for (int64_t i = 0; i < x.size(0); ++i) {
+            reinterpret_cast<int32_t*>(x.data)[i * x.stride(0)] += static_cast<int32_t>(number);
+        }
+    }
+
+    struct Guard {
+        ~Guard() {}  // has something to do where there are several devices
+    };
+    static Guard guard(const Array&) { return {}; }
+    const DeviceProperties& device(const Array&) const { return call.device; }
+    template <class Choice>
+    Choice chosen(const char*, Choice value) const {
+        emulated::force(value, call);
+        return value;
+    }
+    template <class Choice>
+    emulated::Launch launch(const char* op, const Choice& value, const Array&) const {
+        choice = detail::fields_of(value);
+        choice.emplace("kernel", kernel_name(value));
+        return emulated::Launch(concat(op, ' ', kernel_name(value)));
+    }
+
+    emulated::Result result(std::map<std::string, Array> arrays) const {
+        return {std::move(arrays), choice};
+    }
+};
+
+}  // namespace thunderkittens

@@ -1,7 +1,6 @@
-// Torch for the op files: the one shared header with torch's (stable) headers. It checks tensors
-// with messages that name op, argument, expected and actual; turns them into plain 4-D views that a
-// family's parameter structs and tensor maps are made from; allocates outputs; finds the caller's
-// stream. It uses only what LibTorch's stable ABI 2.11 has. A kernel never includes it.
+// Torch for the op files: the one shared header with torch's (stable) headers. It makes torch's
+// tensors a back end of the ops' bodies (backend.h): names of dtypes, allocation, the caller's
+// device and stream. It uses only what LibTorch's stable ABI 2.11 has. A kernel never includes it.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -18,6 +17,8 @@
 #include <span>
 #include <string>
 
+#include "csrc/common/backend.h"
+#include "csrc/common/forced.h"
 #include "csrc/common/check.h"
 #include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
@@ -58,75 +59,9 @@ inline ScalarType scalar_type_of(DType dtype) {
 
 // "torch.bfloat16", as Python prints it.
 inline std::string dtype_text(ScalarType type) {
-    switch (type) {
-        case ScalarType::BFloat16: return "torch.bfloat16";
-        case ScalarType::Half: return "torch.float16";
-        case ScalarType::Float: return "torch.float32";
-        case ScalarType::Double: return "torch.float64";
-        case ScalarType::Int: return "torch.int32";
-        case ScalarType::Float8_e4m3fn: return "torch.float8_e4m3fn";
-        case ScalarType::Float8_e5m2: return "torch.float8_e5m2";
-        default: return concat("torch.", torch::headeronly::toString(type));
-    }
-}
-
-// ---- checks ----
-
-inline std::string shape_text(const Tensor& tensor) { return tuple_text(tensor.sizes()); }
-
-inline void check_cuda(const char* op, const char* argument, const Tensor& tensor) {
-    TK_CHECK(tensor.is_cuda(), op, ": ", argument, " must be a CUDA tensor");
-}
-
-inline void check_same_device(const char* op, const char* argument, const Tensor& tensor,
-                              const char* first_argument, const Tensor& first) {
-    check_cuda(op, argument, tensor);
-    TK_CHECK(tensor.get_device_index() == first.get_device_index(), op, ": ", argument,
-             " is on cuda:", tensor.get_device_index(), ", ", first_argument,
-             " on cuda:", first.get_device_index());
-}
-
-inline void check_dims(const char* op, const char* argument, const Tensor& tensor,
-                       std::initializer_list<int64_t> allowed) {
-    std::string expected;
-    for (const int64_t dims : allowed) {
-        if (tensor.dim() == dims) return;
-        expected += concat(expected.empty() ? "" : " or ", dims);
-    }
-    throw std::runtime_error(concat(op, ": ", argument, " must have ", expected,
-                                    " dimensions, got shape ", shape_text(tensor)));
-}
-
-// The tensor's dtype, which must be one of `allowed`.
-inline DType check_dtype(const char* op, const char* argument, const Tensor& tensor,
-                         std::initializer_list<DType> allowed) {
-    const auto dtype = dtype_of(tensor.scalar_type());
-    std::string expected;
-    for (const DType choice : allowed) {
-        if (dtype == choice) return choice;
-        expected += (expected.empty() ? "" : " or ") + dtype_text(scalar_type_of(choice));
-    }
-    throw std::runtime_error(concat(op, ": ", argument, " must be ", expected, ", got ",
-                                    dtype_text(tensor.scalar_type())));
-}
-
-inline void check_same_dtype(const char* op, const char* argument, const Tensor& tensor,
-                             const char* first_argument, const Tensor& first) {
-    TK_CHECK(tensor.scalar_type() == first.scalar_type(), op, ": ", argument, " is ",
-             dtype_text(tensor.scalar_type()), ", ", first_argument, " is ",
-             dtype_text(first.scalar_type()));
-}
-
-// ---- views ----
-
-inline View as_4d(const Tensor& tensor) {
-    const auto sizes = tensor.sizes();
-    const auto strides = tensor.strides();
-    TK_CHECK(tensor.dim() <= 4, "thunderkittens: at most 4 dimensions, got shape ",
-             tuple_text(sizes));
-    const auto dims = static_cast<std::size_t>(tensor.dim());
-    return make_view(tensor.data_ptr(), std::span(sizes.data(), dims),
-                     std::span(strides.data(), dims));
+    if (const std::optional<DType> dtype = dtype_of(type)) return torch_name(*dtype);
+    if (type == ScalarType::Double) return "torch.float64";
+    return concat("torch.", torch::headeronly::toString(type));
 }
 
 // ---- allocation ----
@@ -169,44 +104,6 @@ inline Tensor empty_strided(std::span<const int64_t> sizes, std::span<const int6
     return allocate(sizes, strides, dtype, like, throwing::find_empty_strided(), fails_quietly());
 }
 
-// An uninitialised contiguous tensor on the device of `like`; cheaper for the host than
-// torch::stable::empty.
-inline Tensor empty(std::span<const int64_t> sizes, ScalarType dtype, const Tensor& like) {
-    std::array<int64_t, 8> strides{};
-    TK_CHECK(sizes.size() <= strides.size(), "thunderkittens: too many dimensions: ", sizes.size());
-    int64_t packed = 1;
-    for (std::size_t i = sizes.size(); i-- > 0;) {
-        strides[i] = packed;
-        packed *= std::max<int64_t>(sizes[i], 1);
-    }
-    return empty_strided(sizes, std::span(strides).first(sizes.size()), dtype, like);
-}
-
-inline Tensor empty(std::initializer_list<int64_t> sizes, ScalarType dtype, const Tensor& like) {
-    return empty(std::span(sizes.begin(), sizes.size()), dtype, like);
-}
-
-// An uninitialised tensor of the shape, dtype and strides of `x`, in the order of its strides where
-// these leave gaps or overlap: torch.empty_like.
-inline Tensor empty_as(const Tensor& x) {
-    std::array<int64_t, 8> strides{};
-    const auto dims = static_cast<std::size_t>(x.dim());
-    TK_CHECK(dims <= strides.size(), "thunderkittens: too many dimensions: ", dims);
-    const auto sizes = std::span(x.sizes().data(), dims);
-    const auto dense = std::span(strides).first(dims);
-    find_dense_strides(sizes, std::span(x.strides().data(), dims), dense);
-    return empty_strided(sizes, dense, x.scalar_type(), x);
-}
-
-// The tensor itself where it is contiguous, else a copy. (torch::stable::contiguous and its like
-// allocate within the stable ABI: an exception does not come out of there.)
-inline Tensor packed(const Tensor& x) {
-    if (x.is_contiguous()) return x;
-    Tensor copy = empty(std::span(x.sizes().data(), x.sizes().size()), x.scalar_type(), x);
-    torch::stable::copy_(copy, x);
-    return copy;
-}
-
 // The same bytes as elements of another type of the same size.
 inline Tensor view_as(ScalarType dtype, const Tensor& tensor) {
     std::array<StableIValue, 2> stack{torch::stable::detail::from(tensor),
@@ -216,47 +113,6 @@ inline Tensor view_as(ScalarType dtype, const Tensor& tensor) {
     return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// A copy that a tensor map can describe: row major, each row padded to a multiple of 16 bytes. The
-// padding is not initialised and is outside the returned tensor's shape.
-inline Tensor copy_for_tensor_map(const Tensor& tensor) {
-    const int64_t dims = tensor.dim();
-    TK_CHECK(dims >= 1 && dims <= 4, "thunderkittens: 1 to 4 dimensions, got ", dims);
-    std::array<int64_t, 4> sizes{}, strides{};
-    for (int64_t i = 0; i < dims; ++i) sizes[i] = tensor.size(i);
-    const int64_t per_16_bytes = 16 / static_cast<int64_t>(tensor.element_size());
-    int64_t pitch = 1;
-    for (int64_t i = dims - 1; i >= 0; --i) {
-        strides[i] = pitch;
-        pitch *= std::max<int64_t>(sizes[i], 1);
-        if (i == dims - 1) pitch = (pitch + per_16_bytes - 1) / per_16_bytes * per_16_bytes;
-    }
-    const auto count = static_cast<std::size_t>(dims);
-    Tensor copy = empty_strided(std::span(sizes).first(count), std::span(strides).first(count),
-                                tensor.scalar_type(), tensor);
-    torch::stable::copy_(copy, tensor);
-    return copy;
-}
-
-// The tensor itself where a tensor map can describe it, else a copy. With `either_order`, a matrix
-// whose columns are adjacent instead of its rows counts too (its view is then to be transposed()).
-inline Tensor for_tensor_map(const Tensor& tensor, bool either_order = false) {
-    const int bytes = static_cast<int>(tensor.element_size());
-    const View view = as_4d(tensor);
-    if (fits_tensor_map(view, bytes)) return tensor;
-    if (either_order && fits_tensor_map(transposed(view), bytes)) return tensor;
-    return copy_for_tensor_map(tensor);
-}
-
-// The tensor itself where it is contiguous and begins at a multiple of 16 bytes, which kernels read
-// at a time and bulk copies begin at, else a copy.
-inline Tensor aligned_and_contiguous(const Tensor& tensor) {
-    const bool aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
-    if (aligned || !tensor.is_contiguous()) return packed(tensor);
-    Tensor copy = empty_as(tensor);
-    torch::stable::copy_(copy, tensor);
-    return copy;
-}
-
 // ---- stream ----
 
 inline Stream current_stream(const Tensor& tensor) {
@@ -264,5 +120,77 @@ inline Stream current_stream(const Tensor& tensor) {
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
     return static_cast<Stream>(stream);
 }
+
+// ---- the back end ----
+
+template <>
+struct Backend<Tensor> {
+    using ScalarType = thunderkittens::ScalarType;
+    static constexpr ScalarType BYTE = ScalarType::Byte;
+    static constexpr ScalarType E8M0 = ScalarType::Float8_e8m0fnu;
+    static constexpr ScalarType E2M1X2 = ScalarType::Float4_e2m1fn_x2;
+
+    static ScalarType scalar_type(DType dtype) { return scalar_type_of(dtype); }
+    static std::optional<DType> dtype_of(ScalarType type) { return thunderkittens::dtype_of(type); }
+    static std::string dtype_text(ScalarType type) { return thunderkittens::dtype_text(type); }
+
+    static Tensor empty_strided(std::span<const int64_t> sizes, std::span<const int64_t> strides,
+                                ScalarType type, const Tensor& like) {
+        return thunderkittens::empty_strided(sizes, strides, type, like);
+    }
+    static Tensor empty_strided(std::span<const int64_t> sizes, std::span<const int64_t> strides,
+                                DType dtype, const Tensor& like) {
+        return thunderkittens::empty_strided(sizes, strides, scalar_type_of(dtype), like);
+    }
+    static Tensor view_as(ScalarType type, const Tensor& x) {
+        return thunderkittens::view_as(type, x);
+    }
+    static bool is_int64(const Tensor& x) {
+        return x.scalar_type() == ScalarType::Long && x.numel() == 1;
+    }
+    static void negate(Tensor& x) {
+        std::array<StableIValue, 1> stack{torch::stable::detail::from(x)};
+        TORCH_ERROR_CODE_CHECK(
+            torch_call_dispatcher("aten::neg_", "", stack.data(), TORCH_ABI_VERSION));
+        x = torch::stable::detail::to<Tensor>(stack[0]);
+    }
+    // As a sum over two rows: the stable ABI has no addition of integers.
+    static void add(Tensor& x, int64_t number) {
+        Tensor terms = empty({2, x.size(0)}, ScalarType::Int, x);
+        Tensor before = torch::stable::select(terms, 0, 0);
+        Tensor added = torch::stable::select(terms, 0, 1);
+        torch::stable::copy_(before, x);
+        torch::stable::fill_(added, static_cast<double>(number));
+        const std::array<int64_t, 1> rows{0};
+        const torch::headeronly::IntHeaderOnlyArrayRef dims(rows.data(), rows.size());
+        Tensor sums = empty({x.size(0)}, ScalarType::Int, x);
+        torch::stable::sum_out(sums, terms, dims, false, ScalarType::Int);
+        torch::stable::copy_(x, sums);
+    }
+
+    static DeviceGuard guard(const Tensor& x) { return DeviceGuard(x.get_device_index()); }
+    static const DeviceProperties& device(const Tensor& x) {
+        return device_properties(x.get_device_index());
+    }
+    template <class Choice>
+    static Choice chosen(const char* op, Choice choice) {
+        force(op, choice);
+        return choice;
+    }
+    struct Launch {
+        Stream stream;
+
+        template <class T>
+        void may_read(const char*, const T&) const {}
+        template <class T>
+        void may_write(const char*, const T&) const {}
+    };
+    template <class Choice>
+    static Launch launch(const char*, const Choice&, const Tensor& x) {
+        return {current_stream(x)};
+    }
+};
+// It has no state: the devices of a call are those of its tensors.
+inline const Backend<Tensor> gpu{};
 
 }  // namespace thunderkittens

@@ -15,17 +15,17 @@ constexpr const char* OP = "thunderkittens::gemm";
 
 // A copy of b with its columns adjacent along k. TMA reads rows from multiples of 16 bytes on only,
 // and values to a gate begin in the middle of b's rows.
-Operand along_k(const Tensor& b) {
-    Operand result{.tensor = copy_for_tensor_map(torch::stable::transpose(b, -2, -1)),
-                   .swapped = true};
+Operand<Tensor> along_k(const Tensor& b) {
+    Operand<Tensor> result{.tensor = copy_for_tensor_map(torch::stable::transpose(b, -2, -1)),
+                           .swapped = true};
     result.view = as_4d(result.tensor);
     return result;
 }
 
 // An operand in place of one without elements, k being 0: the same 8 zeros along k for every row or
 // column.
-Operand zeros(const Tensor& like, bool swapped) {
-    Operand result{.tensor = empty({8}, like.scalar_type(), like), .swapped = swapped};
+Operand<Tensor> zeros(const Tensor& like, bool swapped) {
+    Operand<Tensor> result{.tensor = empty({8}, like.scalar_type(), like), .swapped = swapped};
     torch::stable::zero_(result.tensor);
     result.view = as_4d(result.tensor);
     return result;
@@ -121,8 +121,8 @@ Outputs product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& b
     // k = 0 is a product of zeros.
     const bool nothing = a.size(-1) == 0;
     const int64_t k = nothing ? 8 : a.size(-1);
-    const Operand left = nothing ? zeros(a, false) : operand(a);
-    Operand right = nothing ? zeros(b, true) : operand(b);
+    const Operand<Tensor> left = nothing ? zeros(a, false) : operand(a);
+    Operand<Tensor> right = nothing ? zeros(b, true) : operand(b);
     if (gate == Gate::blocked && !right.swapped && out_n % 8 != 0) right = along_k(b);
     std::optional<Tensor> row;
     if (bias) row = n > 1 && bias->stride(0) != 1 ? packed(*bias) : *bias;

@@ -1,42 +1,12 @@
-// thunderkittens::gemm_backward on CUDA: checks, allocation, launch.
-#include "csrc/gemm/dense/gemm_backward.h"
+// thunderkittens::gemm_backward on CUDA.
 #include "csrc/common/tensor.h"
+#include "csrc/gemm/dense/gemm_backward_body.h"
 
 namespace thunderkittens::gemm_backward {
 namespace {
 
-constexpr const char* OP = "thunderkittens::gemm_backward";
-
-Tensor gemm_backward(const Tensor& grad_in, const Tensor& z_in, int64_t activation, int64_t gate) {
-    check_cuda(OP, "grad", grad_in);
-    check_same_device(OP, "z", z_in, "grad", grad_in);
-    check_same_dtype(OP, "z", z_in, "grad", grad_in);
-    check_dims(OP, "grad", grad_in, {2, 3});
-    TK_CHECK(z_in.dim() == grad_in.dim() && z_in.size(-1) == 2 * grad_in.size(-1) &&
-                 z_in.size(-2) == grad_in.size(-2) &&
-                 (z_in.dim() == 2 || z_in.size(0) == grad_in.size(0)),
-             OP, ": z has shape ", shape_text(z_in), ", grad has shape ", shape_text(grad_in),
-             "; z must have twice as many columns");
-    const DeviceGuard guard(grad_in.get_device_index());
-    const DeviceProperties& device = device_properties(grad_in.get_device_index());
-    const int64_t columns = grad_in.size(-1);
-    const Problem problem{.rows = grad_in.numel() / std::max<int64_t>(columns, 1),
-                          .columns = columns,
-                          .dtype = dtype_of(grad_in.scalar_type()).value_or(DType::int32),
-                          .activation = static_cast<Activation>(activation),
-                          .gate = static_cast<Gate>(gate)};
-    const std::string reason = unsupported(problem, device);
-    TK_CHECK(reason.empty(), OP, ": ", reason);
-    const Tensor out = empty(z_in.sizes(), z_in.scalar_type(), z_in);
-    if (out.numel() == 0) return out;
-    const bool in_place = grad_in.dim() == 2 && (columns == 1 || grad_in.stride(1) == 1);
-    const Tensor grad = in_place ? grad_in : packed(grad_in);
-    const Tensor z = packed(z_in);
-    const Params params = params_of(problem, grad.data_ptr(), in_place ? grad.stride(0) : columns,
-                                    z.data_ptr(), out.data_ptr());
-    TK_CHECK(launch_choice(choose(problem, device), params, current_stream(grad)), OP,
-             ": no kernel for ", name_of(problem.dtype));
-    return out;
+Tensor gemm_backward(const Tensor& grad, const Tensor& z, int64_t activation, int64_t gate) {
+    return gemm_backward_body(gpu, grad, z, activation, gate);
 }
 
 }  // namespace

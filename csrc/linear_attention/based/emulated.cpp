@@ -1,63 +1,53 @@
-// based on the emulator, as based.cpp does it on CUDA tensors.
-#include "csrc/linear_attention/based/dispatch.h"
-#include "csrc/linear_attention/based/emulated_operands.h"
+// The ops of Based on the emulator. Optional arrays are absent.
+#include "csrc/common/emulated.h"
+#include "csrc/linear_attention/based/based_body.h"
+#include "csrc/linear_attention/based/based_decode_body.h"
 
 namespace thunderkittens::linear_attention {
 namespace {
 
-emulated::Result run(const emulated::Call& call) {
-    BasedParams params;
-    BasedProblem& p = params.problem;
-    p = checked_problem(call);
-    const bool return_state = call.scalar("return_state", false);
-    p.denominator = p.normalize || return_state;
-    Array out = emulated::allocate({p.batch, p.heads, p.length, p.value_dim}, p.dtype);
-    Array rows = emulated::allocate({p.batch, p.heads, p.length}, DType::fp32);
-    const State initial(call, ""), final = return_state ? State(p, true) : State();
-    emulated::Result result;
-    result.arrays["out"] = out;
-    result.arrays["denominators"] = rows;
-    if (return_state) {
-        result.arrays["numerator"] = final.numerator;
-        result.arrays["denominator"] = final.denominator;
-    }
-    const std::string reason = unsupported(p, call.device);
-    TK_CHECK(reason.empty(), "tk.based: ", reason);
-    if (p.batch * p.heads * p.length == 0) return result;
-    const Array q = emulated::for_tensor_map(call.array("q"));
-    const Array k = emulated::for_tensor_map(call.array("k"));
-    const Array v = emulated::for_tensor_map(call.array("v"));
-    BasedChoice choice = choose(p, call.device);
-    emulated::force(choice, call);
-    params.segments = choice.segments;
-    params.q = operand(q);
-    params.k = operand(k);
-    params.v = operand(v);
-    params.out = operand(out);
-    params.initial = initial.pointers();
-    params.final = final.pointers();
-    params.row_denominators = p.normalize ? floats(rows) : nullptr;
-    params.eps = static_cast<float>(call.scalar("eps", 1e-12));
-    const Array workspace =
-        emulated::allocate({forward_workspace(p, choice.segments)}, DType::fp32);
-    params.workspace = floats(workspace);
+using emulated::Array;
 
-    emulated::Launch scope("based " + kernel_name(choice));
-    scope.may_read("q", q);
-    scope.may_read("k", k);
-    scope.may_read("v", v);
-    initial.may_read(scope);
-    final.may_write(scope);
-    scope.may_write("out", out);
-    scope.may_write("denominators", rows);
-    scope.may_write("workspace", workspace);
-    run_forward(params, nullptr);
-    result.choice = detail::fields_of(choice);
-    result.choice.emplace("kernel", kernel_name(choice));
-    return result;
+emulated::Result run_based(const emulated::Call& call) {
+    const Backend<Array> on(call);
+    const bool return_state = call.scalar("return_state", false);
+    const auto r =
+        based_body(on, call.array("q"), call.array("k"), call.array("v"),
+                   call.scalar("normalize", false), call.scalar("eps", 1e-12),
+                   call.if_given("numerator"), call.if_given("denominator"), return_state, true);
+    return on.result({{"out", r.out},
+                      {"denominators", r.denominators},
+                      {"numerator", r.numerator},
+                      {"denominator", r.denominator}});
 }
 
-const bool registered = emulated::register_run("based", &run);
+emulated::Result run_based_backward(const emulated::Call& call) {
+    const Backend<Array> on(call);
+    const auto [dq, dk, dv, numerator, denominator] = based_backward_body(
+        on, call.array("grad_out"), call.if_given("grad_numerator"),
+        call.if_given("grad_denominator"), call.array("q"), call.array("k"), call.array("v"),
+        call.array("out"), call.array("denominators"), call.scalar("normalize", false),
+        call.if_given("numerator"), call.if_given("denominator"), {true, true, true, true});
+    return on.result({{"dq", dq},
+                      {"dk", dk},
+                      {"dv", dv},
+                      {"numerator", numerator},
+                      {"denominator", denominator}});
+}
+
+// It changes the state in place.
+emulated::Result run_based_decode(const emulated::Call& call) {
+    const Backend<Array> on(call);
+    Array numerator = call.array("numerator"), denominator = call.array("denominator");
+    const Array out =
+        based_decode_body(on, call.array("q"), call.array("k"), call.array("v"), numerator,
+                          denominator, call.scalar("normalize", false), call.scalar("eps", 1e-12));
+    return on.result({{"out", out}});
+}
+
+const bool registered = emulated::register_run("based", &run_based) &&
+                        emulated::register_run("based_backward", &run_based_backward) &&
+                        emulated::register_run("based_decode", &run_based_decode);
 
 }  // namespace
 }  // namespace thunderkittens::linear_attention

@@ -1,74 +1,75 @@
-// lolcats on the emulator, as lolcats.cpp does it on CUDA tensors.
-#include "csrc/linear_attention/lolcats/dispatch.h"
-#include "csrc/linear_attention/lolcats/emulated_operands.h"
+// The ops of LoLCATS on the emulator. Optional arrays are absent.
+#include "csrc/common/emulated.h"
+#include "csrc/linear_attention/lolcats/lolcats_backward_body.h"
+#include "csrc/linear_attention/lolcats/lolcats_body.h"
+#include "csrc/linear_attention/lolcats/lolcats_decode_body.h"
 
 namespace thunderkittens::linear_attention {
 namespace {
 
-emulated::Result run(const emulated::Call& call) {
-    LolcatsParams params;
-    LolcatsProblem& p = params.problem;
-    p = checked_lolcats_problem(call);
-    const bool return_state = call.scalar("return_state", false);
-    Array out = emulated::allocate({p.batch, p.heads, p.length, p.head_dim}, p.dtype);
-    Array maxima = emulated::allocate({p.batch, p.heads, p.length}, DType::fp32);
-    Array denominators = emulated::allocate({p.batch, p.heads, p.length}, DType::fp32);
-    const LolcatsState initial(call);
-    const LolcatsState final = return_state ? LolcatsState(p) : LolcatsState();
-    emulated::Result result;
-    result.arrays["out"] = out;
-    result.arrays["maxima"] = maxima;
-    result.arrays["denominators"] = denominators;
-    final.enter(result);
-    const std::string reason = unsupported(p, call.device);
-    TK_CHECK(reason.empty(), "tk.lolcats: ", reason);
-    if (p.batch * p.heads * p.length == 0) return result;
-    const Array q = emulated::for_tensor_map(call.array("q"));
-    const Array k = emulated::for_tensor_map(call.array("k"));
-    const Array v = emulated::for_tensor_map(call.array("v"));
-    const Array q_map = emulated::for_tensor_map(call.array("q_map"));
-    const Array k_map = emulated::for_tensor_map(call.array("k_map"));
-    const Array alpha = packed(call.array("alpha")), beta = packed(call.array("beta"));
-    LolcatsChoice choice = choose(p, call.device);
-    emulated::force(choice, call);
-    params.segments = choice.segments;
-    params.q = operand(q);
-    params.k = operand(k);
-    params.v = operand(v);
-    params.out = operand(out);
-    params.q_map = operand(q_map);
-    params.k_map = operand(k_map);
-    params.alpha = floats(alpha);
-    params.beta = floats(beta);
-    params.initial = initial.pointers();
-    params.final = final.pointers();
-    params.maxima = floats(maxima);
-    params.denominators = floats(denominators);
-    const Array workspace =
-        emulated::allocate({lolcats_workspace(p, choice.segments)}, DType::fp32);
-    params.workspace = floats(workspace);
+using emulated::Array;
 
-    emulated::Launch scope("lolcats " + kernel_name(choice));
-    scope.may_read("q", q);
-    scope.may_read("k", k);
-    scope.may_read("v", v);
-    scope.may_read("q_map", q_map);
-    scope.may_read("k_map", k_map);
-    scope.may_read("alpha", alpha);
-    scope.may_read("beta", beta);
-    initial.may_read(scope);
-    final.may_write(scope);
-    scope.may_write("out", out);
-    scope.may_write("maxima", maxima);
-    scope.may_write("denominators", denominators);
-    scope.may_write("workspace", workspace);
-    run_lolcats(params, nullptr);
-    result.choice = detail::fields_of(choice);
-    result.choice.emplace("kernel", kernel_name(choice));
-    return result;
+std::array<std::optional<Array>, 5> state_of(const emulated::Call& call) {
+    return {call.if_given("numerator"), call.if_given("denominator"), call.if_given("keys"),
+            call.if_given("values"), call.if_given("lengths")};
 }
 
-const bool registered = emulated::register_run("lolcats", &run);
+emulated::Result run_forward(const emulated::Call& call) {
+    const Backend<Array> on(call);
+    const auto r = lolcats_body<Array>(on, call.array("q"), call.array("k"), call.array("v"),
+                                       call.array("q_map"), call.array("k_map"),
+                                       call.array("alpha"), call.array("beta"), state_of(call),
+                                       call.scalar("return_state", false), true);
+    return on.result({{"out", r.out},
+                      {"numerator", r.numerator},
+                      {"denominator", r.denominator},
+                      {"keys", r.keys},
+                      {"values", r.values},
+                      {"lengths", r.lengths},
+                      {"maxima", r.maxima},
+                      {"denominators", r.denominators}});
+}
+
+emulated::Result run_backward(const emulated::Call& call) {
+    const Backend<Array> on(call);
+    const auto [dq, dk, dv, dq_map, dk_map, grad_alpha, grad_beta] = lolcats_backward_body<Array>(
+        on, call.array("grad_out"), call.array("q"), call.array("k"), call.array("v"),
+        call.array("q_map"), call.array("k_map"), call.array("alpha"), call.array("beta"),
+        call.array("out"), call.array("maxima"), call.array("denominators"), state_of(call),
+        std::vector<bool>(7, true));
+    return on.result({{"dq", dq},
+                      {"dk", dk},
+                      {"dv", dv},
+                      {"dq_map", dq_map},
+                      {"dk_map", dk_map},
+                      {"grad_alpha", grad_alpha},
+                      {"grad_beta", grad_beta}});
+}
+
+// The state is copied, and returned.
+emulated::Result run_decode(const emulated::Call& call) {
+    const Backend<Array> on(call);
+    const auto given = state_of(call);
+    std::array<Array, 5> state;
+    for (std::size_t i = 0; i < state.size(); ++i) {
+        state[i] = empty(given[i].value().sizes(), given[i]->dtype, *given[i]);
+        copy_(state[i], *given[i]);
+    }
+    const Array out =
+        lolcats_decode_body<Array>(on, call.array("q"), call.array("k"), call.array("v"),
+                                   call.array("q_map"), call.array("k_map"), call.array("alpha"),
+                                   call.array("beta"), state, call.scalar("sliding", false));
+    return on.result({{"out", out},
+                      {"numerator", state[0]},
+                      {"denominator", state[1]},
+                      {"keys", state[2]},
+                      {"values", state[3]},
+                      {"lengths", state[4]}});
+}
+
+const bool registered = emulated::register_run("lolcats", &run_forward) &&
+                        emulated::register_run("lolcats_backward", &run_backward) &&
+                        emulated::register_run("lolcats_decode", &run_decode);
 
 }  // namespace
 }  // namespace thunderkittens::linear_attention

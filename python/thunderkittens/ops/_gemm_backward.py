@@ -76,13 +76,8 @@ def _fake(grad: Tensor, z: Tensor, activation: int, gate: int) -> Tensor:
 def _cpu(grad: Tensor, z: Tensor, activation: int, gate: int) -> Tensor:
     _check(grad, z, activation, gate)
     if emulation.active():
-        # As for the kernel: rows of grad anywhere, z packed.
-        rows, values = grad.flatten(0, -2), z.flatten(0, -2).contiguous()
-        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-        arrays = emulation.run(
-            "gemm_backward", {"grad": rows, "z": values}, activation=activation, gate=gate
-        )
-        return arrays["out"].view(z.shape)
+        arrays = {"grad": grad, "z": z}
+        return emulation.run("gemm_backward", arrays, activation=activation, gate=gate)["out"]
     with torch.no_grad():
         return _composed(grad.float(), z.float(), activation, gate).to(z.dtype)
 

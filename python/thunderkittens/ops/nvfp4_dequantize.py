@@ -122,7 +122,7 @@ def _cpu(
             {
                 "data": data.view(torch.uint8),
                 "block_scale": block_scale.view(torch.uint8),
-                "global_scale": global_scale.reshape(-1),
+                "global_scale": global_scale,
             },
             dtype=emulation.NAMES[dtype],
             swizzle=swizzle,

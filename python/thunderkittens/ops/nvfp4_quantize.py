@@ -131,17 +131,16 @@ def _cpu(
     _check(x, global_scale, seed)
     if emulation.active():
         words = None if seed is None else seed.reshape(1).view(torch.int32)
-        scales = None if global_scale is None else global_scale.reshape(-1)
         results = emulation.run(
             "nvfp4_quantize",
-            {"x": x, "global_scale": scales, "seed": words},
+            {"x": x, "global_scale": global_scale, "seed": words},
             square=square,
             swizzle=swizzle,
         )
         return (
             results["data"].view(FP4),
             results["block_scale"].view(E4M3),
-            results["global_scale"].view(x.shape[:-2]),
+            results["global_scale"],
         )
     return reference_nvfp4_quantize(
         x,

@@ -1,0 +1,86 @@
+// The body of mxfp8_quantize, on any back end: checks, a copy of what cannot be read in words of 16
+// bytes, allocation, launch. Host C++ without torch.
+#pragma once
+
+#include <tuple>
+#include <utility>
+
+#include "csrc/common/backend.h"
+#include "csrc/gemm/quantize/block_scaled_dispatch.h"
+
+namespace thunderkittens::block_scaled {
+
+template <class Tensor>
+struct Mxfp8Outputs {
+    Tensor data, scale;
+};
+template <class Tensor>
+Mxfp8Outputs<Tensor> mxfp8_outputs(const Tensor& x, int64_t batch, int64_t rows, int64_t columns,
+                                   DType type, bool swizzle) {
+    const ScaleShape scale = scale_shape(rows, columns, 32, swizzle);
+    constexpr auto E8M0 = Backend<Tensor>::E8M0;
+    if (x.dim() == 2) {
+        return {empty({rows, columns}, type, x), empty({scale.rows, scale.columns}, E8M0, x)};
+    }
+    return {empty({batch, rows, columns}, type, x),
+            empty({batch, scale.rows, scale.columns}, E8M0, x)};
+}
+
+template <class Tensor>
+std::tuple<Tensor, Tensor, Tensor, Tensor> mxfp8_quantize_body(
+    const Backend<Tensor>& on, const Tensor& x, typename Backend<Tensor>::ScalarType type,
+    bool floor, bool swizzle, bool transpose) {
+    constexpr const char* OP = "thunderkittens::mxfp8_quantize";
+    check_cuda(OP, "x", x);
+    const DType dtype = check_dtype(OP, "x", x, {DType::bf16, DType::fp16, DType::fp32});
+    check_dims(OP, "x", x, {2, 3});
+    const std::optional<DType> data_dtype = Backend<Tensor>::dtype_of(type);
+    TK_CHECK(data_dtype && is_fp8(*data_dtype), OP, ": dtype is ",
+             Backend<Tensor>::dtype_text(type),
+             "; supported are torch.float8_e4m3fn and torch.float8_e5m2");
+    const auto guard = on.guard(x);
+    const int64_t batch = x.dim() == 3 ? x.size(0) : 1, rows = x.size(-2), columns = x.size(-1);
+    const auto [data, scale] = mxfp8_outputs(x, batch, rows, columns, *data_dtype, swizzle);
+    const auto [data_t, scale_t] =
+        transpose ? mxfp8_outputs(x, batch, columns, rows, *data_dtype, swizzle)
+                  : Mxfp8Outputs<Tensor>{empty({0}, type, x), empty({0}, Backend<Tensor>::E8M0, x)};
+    if (x.numel() == 0) return {data, scale, data_t, scale_t};
+
+    const Tensor source = for_tensor_map(x, true);
+    View view = as_4d(source);
+    const bool row_major = fits_tensor_map(view, static_cast<int>(x.element_size()));
+    if (!row_major) view = transposed(view);
+    const Mxfp8Problem problem{.rows = rows,
+                               .columns = columns,
+                               .batch = batch,
+                               .dtype = dtype,
+                               .data_dtype = *data_dtype,
+                               .transpose = transpose,
+                               .row_major = row_major};
+    const DeviceProperties& device = on.device(x);
+    if (const std::string reason = unsupported(problem, device); !reason.empty()) {
+        throw std::runtime_error(concat(OP, ": ", reason));
+    }
+    Mxfp8Params params{.x = matrix_of(view), .swizzle = swizzle, .floor = floor};
+    params.data = data.data_ptr();
+    params.scale = scale.data_ptr();
+    if (transpose) {
+        params.down_data = data_t.data_ptr();
+        params.down_scale = scale_t.data_ptr();
+    }
+    if (!row_major) {
+        std::swap(params.data, params.down_data);
+        std::swap(params.scale, params.down_scale);
+    }
+    const Mxfp8Quantize config = on.chosen("mxfp8_quantize", choose_mxfp8_quantize(problem, device));
+    auto scope = on.launch("mxfp8_quantize", config, x);
+    scope.may_read("x", source);
+    scope.may_write("data", data);
+    scope.may_write("scale", scale);
+    scope.may_write("data_t", data_t);
+    scope.may_write("scale_t", scale_t);
+    launch(config, params, scope.stream);
+    return {data, scale, data_t, scale_t};
+}
+
+}  // namespace thunderkittens::block_scaled

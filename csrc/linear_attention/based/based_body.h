@@ -1,0 +1,234 @@
+// The bodies of the ops of Based, on any back end: they check what memory safety needs, allocate,
+// choose and launch. Host C++ without torch.
+#pragma once
+
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "csrc/linear_attention/based/dispatch.h"
+#include "csrc/linear_attention/common/operands.h"
+
+namespace thunderkittens::linear_attention {
+
+template <class Tensor>
+BasedProblem checked_problem(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
+                             bool normalize) {
+    check_cuda(op, "q", q);
+    check_same_device(op, "k", k, "q", q);
+    check_same_device(op, "v", v, "q", q);
+    BasedProblem p;
+    p.dtype = check_dtype(op, "q", q, {DType::bf16, DType::fp16});
+    check_same_dtype(op, "k", k, "q", q);
+    check_same_dtype(op, "v", v, "q", q);
+    check_dims(op, "q", q, {4});
+    check_dims(op, "k", k, {4});
+    check_dims(op, "v", v, {4});
+    TK_CHECK(q.size(3) == ELEMENTS, op, ": q must have ", ELEMENTS, " elements per token, got ",
+             shape_text(q));
+    for (int64_t i = 0; i < 4; ++i) {
+        TK_CHECK(k.size(i) == q.size(i), op, ": k must have q's shape ", shape_text(q), ", got ",
+                 shape_text(k));
+        TK_CHECK(i == 3 || v.size(i) == q.size(i), op, ": v must match q's shape ", shape_text(q),
+                 ", got ", shape_text(v));
+    }
+    p.batch = q.size(0);
+    p.heads = q.size(1);
+    p.length = q.size(2);
+    p.value_dim = v.size(3);
+    p.normalize = normalize;
+    return p;
+}
+
+// Both parts of a state, packed, or none.
+template <class Tensor>
+struct BasedState {
+    std::optional<Tensor> numerator, denominator;
+
+    BasedState(const char* op, const BasedProblem& p, const std::optional<Tensor>& _numerator,
+               const std::optional<Tensor>& _denominator, const Tensor& q) {
+        if (_numerator) {
+            check_tensor(op, "the state's numerator", *_numerator,
+                         {p.batch, p.heads, FEATURES, p.value_dim}, DType::fp32, q);
+            numerator = aligned_and_contiguous(*_numerator);
+        }
+        if (_denominator) {
+            check_tensor(op, "the state's denominator", *_denominator, {p.batch, p.heads, FEATURES},
+                         DType::fp32, q);
+            denominator = aligned_and_contiguous(*_denominator);
+        }
+    }
+    StatePointers pointers() const {
+        return {data_as<float>(numerator), data_as<float>(denominator)};
+    }
+    template <class Launch>
+    void may_read(Launch& launch) const {
+        launch.may_read("state's numerator", numerator);
+        launch.may_read("state's denominator", denominator);
+    }
+};
+
+template <class Tensor>
+struct BasedResults {
+    Tensor out, denominators, numerator, denominator;
+};
+
+template <class Tensor>
+BasedResults<Tensor> based_body(const Backend<Tensor>& on, const Tensor& q_in, const Tensor& k_in,
+                                const Tensor& v_in, bool normalize, double eps,
+                                const std::optional<Tensor>& numerator,
+                                const std::optional<Tensor>& denominator, bool return_state,
+                                bool keep_rows) {
+    constexpr const char* OP = "tk.based";
+    BasedParams params;
+    BasedProblem& p = params.problem;
+    p = checked_problem(OP, q_in, k_in, v_in, normalize);
+    TK_CHECK(numerator.has_value() == denominator.has_value(), OP,
+             ": a state has both a numerator and a denominator");
+    p.denominator = normalize || return_state;
+    const BasedState<Tensor> initial(OP, p, numerator, denominator, q_in);
+    const auto guard = on.guard(q_in);
+    const DeviceProperties& device = on.device(q_in);
+    const std::string reason = unsupported(p, device);
+    TK_CHECK(reason.empty(), OP, ": ", reason);
+    keep_rows = keep_rows && normalize;
+    BasedResults<Tensor> r{
+        .out = empty({p.batch, p.heads, p.length, p.value_dim}, q_in.scalar_type(), q_in),
+        .denominators = empty({keep_rows ? p.batch : 0, p.heads, p.length}, DType::fp32, q_in),
+        .numerator =
+            empty({return_state ? p.batch : 0, p.heads, FEATURES, p.value_dim}, DType::fp32, q_in),
+        .denominator = empty({return_state ? p.batch : 0, p.heads, FEATURES}, DType::fp32, q_in)};
+    if (r.out.numel() == 0) {
+        for (auto [to, from] : {std::pair{&r.numerator, &initial.numerator},
+                                std::pair{&r.denominator, &initial.denominator}}) {
+            if (!return_state) continue;
+            if (*from)
+                copy_(*to, **from);
+            else
+                zero_(*to);
+        }
+        return r;
+    }
+    const Tensor q = for_tensor_map(q_in), k = for_tensor_map(k_in), v = for_tensor_map(v_in);
+    const BasedChoice choice = on.chosen("based", choose(p, device));
+    const Tensor workspace = empty({forward_workspace(p, choice.segments)}, DType::fp32, q);
+    params.segments = choice.segments;
+    params.q = operand(q);
+    params.k = operand(k);
+    params.v = operand(v);
+    params.out = operand(r.out);
+    params.initial = initial.pointers();
+    if (return_state) params.final = {data_as<float>(r.numerator), data_as<float>(r.denominator)};
+    if (keep_rows) params.row_denominators = data_as<float>(r.denominators);
+    params.eps = static_cast<float>(eps);
+    params.workspace = data_as<float>(workspace);
+    auto launch = on.launch("based", choice, q);
+    launch.may_read("q", q);
+    launch.may_read("k", k);
+    launch.may_read("v", v);
+    initial.may_read(launch);
+    launch.may_write("out", r.out);
+    launch.may_write("denominators", r.denominators);
+    launch.may_write("state's numerator", r.numerator);
+    launch.may_write("state's denominator", r.denominator);
+    launch.may_write("workspace", workspace);
+    run_forward(params, launch.stream);
+    return r;
+}
+
+template <class Tensor>
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> based_backward_body(
+    const Backend<Tensor>& on, const Tensor& grad_out_in,
+    const std::optional<Tensor>& grad_numerator, const std::optional<Tensor>& grad_denominator,
+    const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& out_in,
+    const Tensor& denominators_in, bool normalize, const std::optional<Tensor>& numerator,
+    const std::optional<Tensor>& denominator, const std::vector<bool>& needs) {
+    constexpr const char* OP = "tk.based";
+    BasedBackwardParams params;
+    BasedParams& call = params.forward;
+    BasedProblem& p = call.problem;
+    p = checked_problem(OP, q_in, k_in, v_in, normalize);
+    const std::vector<int64_t> shape = {p.batch, p.heads, p.length, p.value_dim};
+    check_tensor(OP, "grad_out", grad_out_in, shape, p.dtype, q_in);
+    check_tensor(OP, "out", out_in, shape, p.dtype, q_in);
+    if (normalize)
+        check_tensor(OP, "denominators", denominators_in, {p.batch, p.heads, p.length}, DType::fp32,
+                     q_in);
+    TK_CHECK(needs.size() == 4, OP, ": needs must have 4 elements, got ", needs.size());
+    TK_CHECK(numerator.has_value() == denominator.has_value(), OP,
+             ": a state has both a numerator and a denominator");
+    p.denominator = normalize || grad_denominator.has_value();
+    const BasedState<Tensor> initial(OP, p, numerator, denominator, q_in);
+    const BasedState<Tensor> grad_final(OP, p, grad_numerator, grad_denominator, q_in);
+    const auto guard = on.guard(q_in);
+    const DeviceProperties& device = on.device(q_in);
+    const std::string reason = unsupported(p, device);
+    TK_CHECK(reason.empty(), OP, ": ", reason);
+
+    // One kernel gives the gradients of k, v and the state.
+    const bool states = needs[3] && numerator.has_value();
+    const bool queries = needs[0], keys = needs[1] || needs[2] || states;
+    const auto gradient = [&](const Tensor& like, bool wanted) {
+        return wanted ? empty(like.sizes(), like.scalar_type(), like)
+                      : empty({0}, like.scalar_type(), like);
+    };
+    Tensor dq = gradient(q_in, queries), dk = gradient(k_in, keys), dv = gradient(v_in, keys);
+    Tensor grad_initial =
+        empty({states ? p.batch : 0, p.heads, FEATURES, p.value_dim}, DType::fp32, q_in);
+    Tensor grad_initial_denominator =
+        empty({states ? p.batch : 0, p.heads, FEATURES}, DType::fp32, q_in);
+    const auto results = [&] {
+        const auto wanted = [&](const Tensor& x, bool need) {
+            return need ? x : empty({0}, x.scalar_type(), x);
+        };
+        return std::tuple{dq, wanted(dk, needs[1]), wanted(dv, needs[2]), grad_initial,
+                          grad_initial_denominator};
+    };
+    if (states && !p.denominator) zero_(grad_initial_denominator);
+    if (out_in.numel() == 0) {
+        for (Tensor* x : {&dq, &dk, &dv, &grad_initial, &grad_initial_denominator}) zero_(*x);
+        if (states && grad_numerator) copy_(grad_initial, *grad_numerator);
+        if (states && grad_denominator) copy_(grad_initial_denominator, *grad_denominator);
+        return results();
+    }
+    const Tensor q = for_tensor_map(q_in), k = for_tensor_map(k_in), v = for_tensor_map(v_in);
+    const Tensor grad_out = for_tensor_map(grad_out_in), out = for_tensor_map(out_in);
+    const Tensor denominators = packed(denominators_in);
+    const BasedBackwardChoice choice = on.chosen("based_backward", choose_backward(p, device));
+    const Tensor workspace = empty({backward_workspace(p, choice.segments)}, DType::fp32, q);
+    call.segments = choice.segments;
+    call.q = operand(q);
+    call.k = operand(k);
+    call.v = operand(v);
+    call.out = operand(out);
+    call.initial = initial.pointers();
+    call.final = grad_final.pointers();
+    call.workspace = data_as<float>(workspace);
+    params.grad_out = operand(grad_out);
+    if (normalize) params.row_denominators = data_as<const float>(denominators);
+    if (states) {
+        params.grad_initial = {data_as<float>(grad_initial),
+                               p.denominator ? data_as<float>(grad_initial_denominator) : nullptr};
+    }
+    if (queries) params.dq = operand(dq);
+    if (keys) params.dk = operand(dk), params.dv = operand(dv);
+    auto launch = on.launch("based", choice, q);
+    launch.may_read("q", q);
+    launch.may_read("k", k);
+    launch.may_read("v", v);
+    launch.may_read("grad_out", grad_out);
+    launch.may_read("out", out);
+    launch.may_read("denominators", denominators);
+    initial.may_read(launch);
+    grad_final.may_read(launch);
+    launch.may_write("dq", dq);
+    launch.may_write("dk", dk);
+    launch.may_write("dv", dv);
+    launch.may_write("numerator", grad_initial);
+    launch.may_write("denominator", grad_initial_denominator);
+    launch.may_write("workspace", workspace);
+    run_backward(params, launch.stream);
+    return results();
+}
+
+}  // namespace thunderkittens::linear_attention

@@ -1,0 +1,66 @@
+// The body of LoLCATS's decoding, on any back end. Host C++ without torch.
+#pragma once
+
+#include <array>
+
+#include "csrc/linear_attention/lolcats/dispatch.h"
+#include "csrc/linear_attention/lolcats/operands.h"
+
+namespace thunderkittens::linear_attention {
+
+template <class Tensor>
+Tensor lolcats_decode_body(const Backend<Tensor>& on, const Tensor& q_in, const Tensor& k_in,
+                           const Tensor& v_in, const Tensor& q_map_in, const Tensor& k_map_in,
+                           const Tensor& alpha_in, const Tensor& beta_in,
+                           std::array<Tensor, 5> state, bool sliding) {
+    constexpr const char* OP = "tk.lolcats_decode";
+    const LolcatsProblem call =
+        checked_lolcats(OP, q_in, k_in, v_in, q_map_in, k_map_in, alpha_in, beta_in);
+    TK_CHECK(call.length == 1, OP, ": q must have one token, got shape ", shape_text(q_in));
+    for (std::size_t i = 0; i < state.size(); ++i) {
+        check_lolcats_part(OP, i, state[i], call, q_in);
+        TK_CHECK(state[i].is_contiguous(), OP, ": ", STATE_PARTS[i], " must be contiguous");
+        TK_CHECK(reinterpret_cast<uintptr_t>(state[i].data_ptr()) % 16 == 0 || i == 4, OP, ": ",
+                 STATE_PARTS[i], " must be aligned to 16 bytes");
+    }
+    LolcatsDecodeParams params;
+    LolcatsDecodeProblem& p = params.problem;
+    p = {call.dtype, call.batch, call.heads, call.kv_heads, call.head_dim, call.features};
+    const auto guard = on.guard(q_in);
+    const DeviceProperties& device = on.device(q_in);
+    const std::string reason = unsupported(p, device);
+    TK_CHECK(reason.empty(), OP, ": ", reason);
+    Tensor out = empty({p.batch, p.heads, 1, p.head_dim}, q_in.scalar_type(), q_in);
+    if (out.numel() == 0) {
+        Backend<Tensor>::add(state[4], 1);
+        return out;
+    }
+    const Tensor q = for_tensor_map(q_in), k = for_tensor_map(k_in), v = for_tensor_map(v_in);
+    const Tensor q_map = for_tensor_map(q_map_in), k_map = for_tensor_map(k_map_in);
+    const Tensor alpha = packed(alpha_in);
+    const Tensor beta = packed(beta_in);
+    params.q = operand(q);
+    params.k = operand(k);
+    params.v = operand(v);
+    params.out = operand(out);
+    params.q_map = operand(q_map);
+    params.k_map = operand(k_map);
+    params.alpha = data_as<const float>(alpha);
+    params.beta = data_as<const float>(beta);
+    params.state = pointers_of<Tensor>({&state[0], &state[1], &state[2], &state[3], &state[4]});
+    params.sliding = sliding;
+    auto launch = on.launch("lolcats_decode", on.chosen("lolcats_decode", choose_decode(p, device)), q);
+    launch.may_read("q", q);
+    launch.may_read("k", k);
+    launch.may_read("v", v);
+    launch.may_read("q_map", q_map);
+    launch.may_read("k_map", k_map);
+    launch.may_read("alpha", alpha);
+    launch.may_read("beta", beta);
+    for (std::size_t i = 0; i < state.size(); ++i) launch.may_write(STATE_PARTS[i], state[i]);
+    launch.may_write("out", out);
+    run_lolcats_decode(params, launch.stream);
+    return out;
+}
+
+}  // namespace thunderkittens::linear_attention
