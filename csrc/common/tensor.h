@@ -18,10 +18,10 @@
 #include <string>
 
 #include "csrc/common/backend.h"
-#include "csrc/common/forced.h"
 #include "csrc/common/check.h"
 #include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
+#include "csrc/common/forced.h"
 #include "csrc/common/throwing.h"
 #include "csrc/common/view.h"
 

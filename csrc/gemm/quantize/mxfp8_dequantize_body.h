@@ -45,7 +45,8 @@ Tensor mxfp8_dequantize_body(const Backend<Tensor>& on, const Tensor& data, cons
                                   .scale = scales.data_ptr(),
                                   .out = out.data_ptr(),
                                   .swizzle = swizzle};
-    const Mxfp8Dequantize config = on.chosen("mxfp8_dequantize", choose_mxfp8_dequantize(problem, device));
+    const Mxfp8Dequantize config =
+        on.chosen("mxfp8_dequantize", choose_mxfp8_dequantize(problem, device));
     auto scope = on.launch("mxfp8_dequantize", config, data);
     scope.may_read("data", codes);
     scope.may_read("scale", scales);

@@ -72,7 +72,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> mxfp8_quantize_body(
         std::swap(params.data, params.down_data);
         std::swap(params.scale, params.down_scale);
     }
-    const Mxfp8Quantize config = on.chosen("mxfp8_quantize", choose_mxfp8_quantize(problem, device));
+    const Mxfp8Quantize config =
+        on.chosen("mxfp8_quantize", choose_mxfp8_quantize(problem, device));
     auto scope = on.launch("mxfp8_quantize", config, x);
     scope.may_read("x", source);
     scope.may_write("data", data);

@@ -54,7 +54,8 @@ Tensor nvfp4_dequantize_body(const Backend<Tensor>& on, const Tensor& data,
                             .out = out.data_ptr(),
                             .swizzle = swizzle};
     params.data.columns = columns;
-    const Nvfp4Dequantize config = on.chosen("nvfp4_dequantize", choose_nvfp4_dequantize(problem, device));
+    const Nvfp4Dequantize config =
+        on.chosen("nvfp4_dequantize", choose_nvfp4_dequantize(problem, device));
     auto scope = on.launch("nvfp4_dequantize", config, data);
     scope.may_read("data", codes);
     scope.may_read("block_scale", scales);

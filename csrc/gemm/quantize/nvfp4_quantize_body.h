@@ -82,7 +82,8 @@ std::tuple<Tensor, Tensor, Tensor> nvfp4_quantize_body(const Backend<Tensor>& on
         maxima = empty({batch, params.maxima_count}, DType::int32, x);
         params.maxima = maxima->data_ptr();
     }
-    const Nvfp4Quantize config = on.chosen("nvfp4_quantize", choose_nvfp4_quantize(problem, device));
+    const Nvfp4Quantize config =
+        on.chosen("nvfp4_quantize", choose_nvfp4_quantize(problem, device));
     auto scope = on.launch("nvfp4_quantize", config, x);
     scope.may_read("x", source);
     scope.may_read("global_scale", given);

@@ -67,7 +67,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lolcats_backw
     const Tensor alpha = packed(alpha_in);
     const Tensor beta = packed(beta_in);
     const Tensor denominators = packed(denominators_in);
-    const LolcatsBackwardChoice choice = on.chosen("lolcats_backward", choose_lolcats_backward(p, device));
+    const LolcatsBackwardChoice choice =
+        on.chosen("lolcats_backward", choose_lolcats_backward(p, device));
     const Tensor workspace =
         empty({lolcats_backward_workspace(p, choice.segments, choice.map_parts)}, DType::fp32, q);
     call.segments = choice.segments;

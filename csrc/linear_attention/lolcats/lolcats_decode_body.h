@@ -49,7 +49,8 @@ Tensor lolcats_decode_body(const Backend<Tensor>& on, const Tensor& q_in, const 
     params.beta = data_as<const float>(beta);
     params.state = pointers_of<Tensor>({&state[0], &state[1], &state[2], &state[3], &state[4]});
     params.sliding = sliding;
-    auto launch = on.launch("lolcats_decode", on.chosen("lolcats_decode", choose_decode(p, device)), q);
+    auto launch =
+        on.launch("lolcats_decode", on.chosen("lolcats_decode", choose_decode(p, device)), q);
     launch.may_read("q", q);
     launch.may_read("k", k);
     launch.may_read("v", v);
