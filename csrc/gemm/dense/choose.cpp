@@ -404,7 +404,7 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
 
 namespace {
 
-// The ways to divide k of tiles between blocks, evenly or with owners.
+// Every split-K and stream-K schedule of a problem.
 template <typename Add>
 void add_split_k(const Problem& p, const DeviceProperties& device, Add&& add) {
     const int64_t steps = ceil_div(p.k, BLOCK_K);
@@ -416,7 +416,8 @@ void add_split_k(const Problem& p, const DeviceProperties& device, Add&& add) {
             if (split_k ? steps < 4 * splits : tiles >= 2 * device.sm_count) continue;
             const auto blocks =
                 static_cast<int>(split_k ? tiles * splits : device.sm_count / splits * splits);
-            if (!split_k && make_peer_group(blocks, splits, static_cast<int>(tiles)).whole > 1)
+            if (!split_k &&
+                make_peer_group(blocks, splits, static_cast<int>(tiles)).whole_tiles > 1)
                 continue;
             if (make_stream_k_segments(blocks, splits, tiles, steps).groups == 0) continue;
             add(split_k_choice(shape, splits, blocks, p, device));
