@@ -290,6 +290,8 @@ def run_on_emulator(steps: Sequence[int], folder: Path) -> None:
 
 
 def run_on_gpu(ladder: Ladder, steps: Sequence[int], save: bool) -> None:
+    if save and "H200" not in torch.cuda.get_device_name():
+        raise SystemExit(f"--save is for an H200; this is a {torch.cuda.get_device_name()}")
     for step in steps:
         for shape in (*SHAPES, (2048, 4096, 1024)):
             check(ladder, step, shape, "cuda")
