@@ -53,6 +53,7 @@ inline std::string torch_name(DType dtype) {
 //   launch(op, choice, x)       begins the launch of the kernel chosen, on the stream of x's device;
 //                               its may_read() and may_write() name the memory that kernels may
 //                               access, which the emulator checks and a GPU does not ask for
+//   launch(kernel, x)           likewise where there is nothing to choose
 template <class Tensor>
 struct Backend;
 

@@ -293,6 +293,9 @@ struct Backend<emulated::Array> {
         choice.emplace("kernel", kernel_name(value));
         return emulated::Launch(concat(op, ' ', kernel_name(value)));
     }
+    emulated::Launch launch(const char* kernel, const Array&) const {
+        return emulated::Launch(kernel);
+    }
 
     emulated::Result result(std::map<std::string, Array> arrays) const {
         return {std::move(arrays), choice};

@@ -189,6 +189,7 @@ struct Backend<Tensor> {
     static Launch launch(const char*, const Choice&, const Tensor& x) {
         return {current_stream(x)};
     }
+    static Launch launch(const char*, const Tensor& x) { return {current_stream(x)}; }
 };
 // It has no state: the devices of a call are those of its tensors.
 inline const Backend<Tensor> gpu{};

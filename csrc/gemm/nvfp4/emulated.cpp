@@ -4,6 +4,7 @@
 #include "csrc/gemm/common/workspace.h"
 #include "csrc/gemm/nvfp4/dequant_params.h"
 #include "csrc/gemm/nvfp4/nvfp4_gemm.h"
+#include "csrc/gemm/nvfp4/nvfp4_prepare_body.h"
 #include "csrc/gemm/quantize/block_scaled.h"
 
 namespace thunderkittens::nvfp4_gemm {
@@ -14,18 +15,6 @@ using emulated::Array;
 constexpr DType BYTE = DType::e4m3;
 constexpr int BYTES = PIECE_BYTES;
 
-Array packed(const Array& array) {
-    int64_t pitch = 1;
-    bool contiguous = true;
-    for (std::size_t i = array.size.size(); i-- > 0;) {
-        contiguous &= array.size[i] == 1 || array.stride[i] == pitch;
-        pitch *= array.size[i];
-    }
-    if (contiguous) return array;
-    Array copy = emulated::allocate(array.size, array.dtype);
-    emulated::copy_elements(copy, array);
-    return copy;
-}
 template <class Problem>
 void check_supported(const char* op, const Problem& problem, const DeviceProperties& device) {
     if (const std::string reason = unsupported(problem, device); !reason.empty()) {
@@ -33,70 +22,18 @@ void check_supported(const char* op, const Problem& problem, const DevicePropert
     }
 }
 
-emulated::Result nvfp4_prepare(const emulated::Call& call) {
-    constexpr const char* OP = "tk.nvfp4_prepare";
-    const Array codes = packed(call.array("data"));
-    const Array scale = packed(call.array("block_scale"));
-    const bool grouped = codes.dims() == 3;
-    const int64_t groups = grouped ? codes.size[0] : 1;
-    const int64_t n = codes.size[codes.size.size() - 2], k = 2 * codes.size.back();
-    const bool swizzle = call.scalar("swizzle", true);
-    check_supported(OP, Nvfp4Weight{.n = n, .k = k, .groups = groups}, call.device);
-    const block_scaled::ScaleShape shape = block_scaled::scale_shape(n, k, 16, swizzle);
-    TK_CHECK(scale.elements() == groups * shape.rows * shape.columns, OP,
-             ": block_scale and data do not match");
-    Array out = grouped ? emulated::allocate({groups, pieces(n), pieces(k), BYTES}, BYTE)
-                        : emulated::allocate({pieces(n), pieces(k), BYTES}, BYTE);
-    emulated::Result result;
-    result.arrays["out"] = out;
-    if (out.elements() == 0) return result;
-    emulated::Launch scope("nvfp4_prepare");
-    scope.may_read("data", codes);
-    scope.may_read("block_scale", scale);
-    scope.may_write("out", out);
-    run<Nvfp4Pass::prepare>({.codes = codes.data,
-                             .scales = scale.data,
-                             .prepared = out.data,
-                             .n = n,
-                             .k = k,
-                             .groups = groups,
-                             .codes_stride = k / 2,
-                             .codes_group_stride = n * (k / 2),
-                             .swizzle = swizzle},
-                            nullptr);
-    return result;
+emulated::Result run_prepare(const emulated::Call& call) {
+    const Backend<Array> on(call);
+    return on.result({{"out", nvfp4_prepare_body(on, call.array("data"), call.array("block_scale"),
+                                                 call.scalar("swizzle", true))}});
 }
 
-emulated::Result nvfp4_restore(const emulated::Call& call) {
-    constexpr const char* OP = "tk.nvfp4_dequantize";
-    const Array data = packed(call.array("data")), scale = packed(call.array("global_scale"));
-    const bool grouped = data.dims() == 4;
-    const int64_t groups = grouped ? data.size[0] : 1;
-    const int64_t n = call.scalar("rows", int64_t{0}), k = call.scalar("columns", int64_t{0});
-    const DType dtype = call.scalar("dtype", DType::bf16);
-    check_supported(OP, Nvfp4Weight{.n = n, .k = k, .groups = groups, .restore = true},
-                    call.device);
-    TK_CHECK(
-        data.elements() == groups * pieces(n) * pieces(k) * BYTES && scale.elements() == groups, OP,
-        ": data is no prepared weight of ", n, " x ", k);
-    Array out =
-        grouped ? emulated::allocate({groups, n, k}, dtype) : emulated::allocate({n, k}, dtype);
-    emulated::Result result;
-    result.arrays["out"] = out;
-    if (out.elements() == 0) return result;
-    emulated::Launch scope("nvfp4_dequantize restore");
-    scope.may_read("data", data);
-    scope.may_read("global_scale", scale);
-    scope.may_write("out", out);
-    run<Nvfp4Pass::restore>({.prepared = data.data,
-                             .values = out.data,
-                             .global_scale = reinterpret_cast<const float*>(scale.data),
-                             .n = n,
-                             .k = k,
-                             .groups = groups,
-                             .values_dtype = dtype},
-                            nullptr);
-    return result;
+emulated::Result run_restore(const emulated::Call& call) {
+    const Backend<Array> on(call);
+    return on.result({{"out", nvfp4_restore_body(on, call.array("data"), call.array("global_scale"),
+                                                 call.scalar("rows", int64_t{0}),
+                                                 call.scalar("columns", int64_t{0}),
+                                                 call.scalar("dtype", DType::bf16))}});
 }
 
 template <DType dtype>
@@ -196,8 +133,8 @@ emulated::Result nvfp4_gemm(const emulated::Call& call) {
     return result;
 }
 
-const bool registered = emulated::register_run("nvfp4_prepare", &nvfp4_prepare) &&
-                        emulated::register_run("nvfp4_dequantize.prepared", &nvfp4_restore) &&
+const bool registered = emulated::register_run("nvfp4_prepare", &run_prepare) &&
+                        emulated::register_run("nvfp4_dequantize.prepared", &run_restore) &&
                         emulated::register_run("nvfp4_gemm", &nvfp4_gemm);
 
 }  // namespace

@@ -167,7 +167,7 @@ def _restore_cpu(
     if emulation.active():
         return emulation.run(
             "nvfp4_dequantize.prepared",
-            {"data": data, "global_scale": global_scale.reshape(-1)},
+            {"data": data, "global_scale": global_scale},
             rows=rows,
             columns=columns,
             dtype=emulation.NAMES[dtype],
