@@ -301,8 +301,9 @@ EMULATED = [
     ("length", "columns", "normalize", "states", "segments", "policy"), EMULATED
 )
 def test_emulated(dtype, length, columns, normalize, states, segments, policy):
-    inputs = operands((1, 2, length), columns, dtype, "cpu")
-    initial = some_state((1, 2), columns, "cpu") if states else None
+    lines = (2, 3) if length < 140 else (1, 2)
+    inputs = operands((*lines, length), columns, dtype, "cpu")
+    initial = some_state(lines, columns, "cpu") if states else None
     with tk.emulate(policy, config={"segments": segments}) as run:
         out, state = tk.based(
             *inputs, normalize=normalize, initial_state=initial, return_state=True
@@ -322,8 +323,9 @@ def test_emulated(dtype, length, columns, normalize, states, segments, policy):
     ("length", "columns", "normalize", "states", "segments", "policy"), EMULATED
 )
 def test_emulated_gradients(dtype, length, columns, normalize, states, segments, policy):
-    inputs = operands((1, 2, length), columns, dtype, "cpu")
-    initial = some_state((1, 2), columns, "cpu") if states else None
+    lines = (2, 3) if length < 140 else (1, 2)
+    inputs = operands((*lines, length), columns, dtype, "cpu")
+    initial = some_state(lines, columns, "cpu") if states else None
     tensors = [*inputs, *(initial or ())]
     with tk.emulate(policy, config={"segments": segments}):
         found = gradients(tk.based, tensors, normalize, states)
@@ -332,3 +334,17 @@ def test_emulated_gradients(dtype, length, columns, normalize, states, segments,
         error = (x.double() - y).square().mean().sqrt()
         if length > 1:
             assert float(error / y.square().mean().sqrt()) < (1e-2 if dtype == BF16 else 3e-3)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("column", [0, 2, 5, 63])
+def test_emulated_column_of_large_values(column):
+    """Sums of one column far beyond the others, and beyond what half can hold: whichever thread has
+    them, all are scaled by them."""
+    inputs = operands((1, 1, 200), 64, FP16, "cpu")
+    inputs[2] *= 2.0**-10
+    inputs[2][..., column] = 30000
+    with tk.emulate("late_mma", config={"segments": 1}):
+        out = tk.based(*inputs, normalize=True)
+    expected = tk.reference.based(*(x.double() for x in inputs), normalize=True)[..., column]
+    torch.testing.assert_close(out[..., column].double(), expected, rtol=1e-2, atol=0)

@@ -285,6 +285,8 @@ EMULATED = [
     (128, 128, 64, 64, 1, "on_wait"),
     (64, 64, 64, 128, 1, "late_mma"),
     (192, 64, 32, 192, 2, "on_wait"),
+    # As many segments as are added without a scan.
+    (230, 64, 32, 30, 4, "random"),
 ]
 
 
@@ -292,7 +294,8 @@ EMULATED = [
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(("length", "dim", "features", "before", "segments", "policy"), EMULATED)
 def test_emulated(dtype, length, dim, features, before, segments, policy):
-    inputs = operands(1, 2, 1, before + length, dim, features, dtype)
+    lines = (2, 4, 2) if length <= 70 else (1, 2, 1)
+    inputs = operands(*lines, before + length, dim, features, dtype)
     whole, end = exact(inputs)
     initial = None
     if before:
@@ -303,6 +306,29 @@ def test_emulated(dtype, length, dim, features, before, segments, policy):
     assert [x["kernel"] for x in run.kernels] == [f"forward_{name}_d{dim}_f{features}"]
     assert error(out, whole[:, :, before:]) < LIMIT[dtype]
     assert_states_match(state, end)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("segments", [1, 2])
+def test_emulated_batch(segments):
+    """Every head of every sequence has its own keys, caches and state; lengths differ."""
+    before, length = [70, 130], 60
+    inputs = operands(2, 4, 2, max(before) + length, 64, 32)
+    alone, states = [], []
+    for b, n in enumerate(before):
+        one = [x[b : b + 1] for x in inputs[:3]] + inputs[3:]
+        alone.append(exact(part(one, 0, n + length)))
+        states.append(tk.reference.lolcats(*part(one, 0, n), return_state=True)[1])
+    together = tk.LolcatsState(*(torch.cat(x) for x in zip(*states, strict=True)))
+    tokens = [
+        torch.cat([x[b : b + 1, :, n : n + length] for b, n in enumerate(before)])
+        for x in inputs[:3]
+    ]
+    with tk.emulate("late_mma", config={"segments": segments}):
+        out, state = tk.lolcats(*tokens, *inputs[3:], initial_state=together, return_state=True)
+    for b, (n, (whole, end)) in enumerate(zip(before, alone, strict=True)):
+        assert error(out[b : b + 1], whole[:, :, n:]) < LIMIT[BF16]
+        assert_states_match(tk.LolcatsState(*(x[b : b + 1] for x in state)), end)
 
 
 @pytest.mark.emulator

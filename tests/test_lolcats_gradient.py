@@ -159,6 +159,8 @@ EMULATED = [
     (150, 128, 32, 2, "on_wait"),
     (128, 64, 32, 1, "late_mma"),
     (192, 128, 64, 2, "on_wait"),
+    # As many segments as are added without a scan.
+    (230, 64, 32, 4, "random"),
 ]
 
 
@@ -166,7 +168,8 @@ EMULATED = [
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(("length", "dim", "features", "segments", "policy"), EMULATED)
 def test_emulated(dtype, length, dim, features, segments, policy):
-    inputs = operands(1, 2, 1, length, dim, features, dtype)
+    lines = (2, 4, 2) if length <= 64 else (1, 2, 1)
+    inputs = operands(*lines, length, dim, features, dtype)
     with tk.emulate(policy, config={"segments": segments}):
         found = gradients(tk.lolcats, inputs)
     assert_gradients(found, inputs)
