@@ -234,7 +234,7 @@ def test_gemm_stream_k_beside_others(offset, tile):
 E4M3 = torch.float8_e4m3fn
 
 # Columns of a tile; rows, columns, k, and how many blocks divide k.
-FITTED = [
+FP8_SPLIT_K = [
     (96, (128, 136, 640, 2)),
     (96, (65, 100, 1552, 8)),
     (112, (200, 203, 400, 3)),
@@ -259,7 +259,7 @@ def split_k_config(block_n: int, splits: int) -> dict[str, object]:
 def test_fp8_gemm_split_k(accurate, policy):
     """Every width, one and several blocks for a tile, ragged rows, columns and k, scales of rows
     and of tensors, both types of outputs."""
-    for number, (block_n, (m, n, k, splits)) in enumerate(FITTED):
+    for number, (block_n, (m, n, k, splits)) in enumerate(FP8_SPLIT_K):
         a, b = torch.randint(-2, 3, (m, k)).float(), torch.randint(-2, 3, (k, n)).float()
         shapes = ((m, 1), (1, n)) if number % 2 else ((1, 1), (1, n) if number % 4 else (1, 1))
         scales = [2.0 ** torch.randint(-1, 2, shape).float() for shape in shapes]
