@@ -146,7 +146,7 @@ inline bool poll_phase(Barrier& b, uint32_t parity) {
 
 inline void complete_named_barrier(NamedBarrier& b) {
     b.published.join(b.arriving);
-    b.arriving = {};
+    b.arriving.forget();
     b.arrived.clear();
     b.expected = 0;
     ++b.generation;
@@ -188,7 +188,7 @@ inline void use_named_barrier(int id, int threads, bool waits, bool whole_block 
             wait_for({.kind = Wait::named_barrier, .object = &b});
         }
     }
-    if (waits) acquire_from(t, b.published);
+    if (waits) take_over(t, b.published);
 }
 inline void use_block_barrier(int id) {
     use_named_barrier(id, static_cast<int>(self().block->threads.size()), true, true);
@@ -238,11 +238,11 @@ inline void synchronize_warp() {
         "sync_warp",
         [](Warp& warp) {
             if (!machine->check_order) return;
-            warp.published = warp.arriving;
-            warp.arriving = {};
+            std::swap(warp.published, warp.arriving);
+            warp.arriving.forget();
         },
         true);
-    acquire_from(t, w.published);
+    take_over(t, w.published);
 }
 
 // ---- static shared memory ----

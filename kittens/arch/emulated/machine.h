@@ -246,6 +246,9 @@ struct Warpgroup {
     // the four warps reads them; and of all shared memory.
     std::vector<std::array<uint32_t, 4>> reads;
     uint32_t last_reader = 0;
+    // Of each entry of the clocks, the latest write that all threads were found to see through the
+    // async proxy: they do not forget it.
+    std::vector<uint32_t> seen_by_all;
 };
 
 // Four bytes of shared memory: who wrote which of them last, and when.

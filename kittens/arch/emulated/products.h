@@ -76,15 +76,17 @@ inline void for_each_chunk(uint64_t descriptor, int outer, bool transposed, int 
     }
 }
 
-// The distinct last writes of what a product reads, checked for every thread that issues it. Each
-// warp's part reads its own 16 rows of A, and all of B.
+// The last writes of what a product reads, checked for every thread that issues it. Each warp's
+// part reads its own 16 rows of A, and all of B.
 inline void check_operand(Warpgroup& group, uint64_t number, uint64_t descriptor, int outer,
                           bool transposed, Element type, bool is_a, const char* what) {
     Block& block = *self().block;
-    if (group.reads.empty()) group.reads.resize(block.copies_from.size());
+    if (group.reads.empty()) {
+        group.reads.resize(block.copies_from.size());
+        group.seen_by_all.resize(machine->clock_entries);
+    }
     const auto mark = static_cast<uint32_t>(number + 1);
     group.last_reader = mark;
-    Granule last{};
     for_each_chunk(descriptor, outer, transposed, bytes_of(type), [&](uint32_t a, int row, int) {
         const Place place{&block, a};
         check_shared(place, 16, 16, what);
@@ -96,9 +98,10 @@ inline void check_operand(Warpgroup& group, uint64_t number, uint64_t descriptor
         if (!machine->check_order) return;
         for (uint32_t i = 0; i < 16; i += 4) {
             const Granule& g = block.granules[(a + i) / 4];
-            if (g.kind == last.kind && g.writer == last.writer && g.time == last.time) continue;
-            last = g;
+            uint32_t& known = group.seen_by_all[g.writer];
+            if (g.time <= known) continue;
             for (const Thread* t : group.threads) check_visible(*t, g, a + i, 15, true, what);
+            known = g.time;
         }
     });
 }

@@ -164,6 +164,14 @@ inline void acquire_from(Thread& t, const Clock& from) {
     if (!machine->check_order || from.seen.empty()) return;
     t.clock.join(from);
 }
+// From a barrier that the thread has just released to, and waited for since: its clock says all
+// that the thread knew then.
+inline void take_over(Thread& t, const Clock& from) {
+    if (!machine->check_order) return;
+    const uint32_t own = t.now();
+    t.clock = from;
+    t.clock.seen[static_cast<size_t>(t.index)] = own;
+}
 // What the thread knows becomes visible to async operations that it, or whoever it tells, issues.
 inline void fence_proxy(Thread& t) {
     if (!machine->check_order) return;
