@@ -49,7 +49,7 @@ inline std::string torch_name(DType dtype) {
 //   guard(x)                    makes the device of x the current one, in a scope
 //   device(x)                   its properties
 //   chosen(choice)              the choice, with the fields that the caller of the emulator forces
-//   launch(op, choice, x)       begins the launch of the kernel chosen, on the stream of x's device;
+//   launch(op, choice, x)       begins the launch of the kernel chosen, on x's device's stream;
 //                               its may_read() and may_write() name the memory that kernels may
 //                               access, which the emulator checks and a GPU does not ask for
 //   launch(kernel, x)           likewise where there is nothing to choose
