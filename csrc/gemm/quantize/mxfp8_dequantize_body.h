@@ -1,4 +1,5 @@
-// The body of mxfp8_dequantize, on any back end: checks, allocation, launch. Host C++ without torch.
+// The body of mxfp8_dequantize, on any back end: checks, allocation, launch. Host C++ without
+// torch.
 #pragma once
 
 #include "csrc/common/backend.h"
