@@ -51,6 +51,23 @@ def test_every_grouped_kernel_of_fp16(name):
 
 
 @pytest.mark.parametrize(
+    "name", named("gemm", r"(bf16|fp16)_n([nt])_stream_64x128_fused"), ids=by_name
+)
+def test_every_fused_kernel_of_few_rows(name):
+    dtype = DTYPES[name[1]]
+    a, b = integers(61, 520, dtype=dtype), integers(520, 200, dtype=dtype)
+    bias, residual = integers(200, dtype=dtype), integers(61, 200, dtype=dtype)
+    config = {"block_m": 64, "block_n": 128, "stages": 4, "consumers": 1, "block_k": 128}
+    config |= {"fused": True, "streamed": True, "splits": 2, "blocks": 4}
+    right = b if name[2] == "n" else b.t().contiguous().t()
+    with tk.emulate("late_mma", seed=1, config=config) as run:
+        out = tk.gemm(a, right, bias=bias, residual=residual, activation="relu", beta=2.0)
+    z = (a.float() @ b.float() + bias.float()).relu()
+    assert torch.equal(out.float(), (z + 2 * residual.float()).to(dtype).float())
+    assert run.kernels[0]["kernel"] == name[0]
+
+
+@pytest.mark.parametrize(
     "name", named("gemm_backward", "(bf16|fp16|fp32)_(blocked|interleaved)"), ids=by_name
 )
 def test_every_gradient_of_a_gate(name):
