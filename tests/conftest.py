@@ -15,6 +15,7 @@ import fcntl
 import os
 import zlib
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,8 @@ import hypothesis
 import torch
 
 pytest.register_assert_rewrite("helpers")
+
+from helpers import launched  # noqa: E402
 
 
 class Emulated(str):
@@ -137,6 +140,29 @@ def case_id(case: object) -> str:
 
 _ran: Counter[str] = Counter()
 _deselected: Counter[str] = Counter()
+_record = launched.Record()
+_not_launched: list[str] = []
+
+
+def pytest_sessionstart() -> None:
+    _record.install()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Of pytest-xdist: a process that ran tests has ended."""
+    _record.launched |= set(map(tuple, getattr(node, "workeroutput", {}).get("launched", ())))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Of a session of the whole suite: which kernels have not run on the emulator."""
+    config = session.config
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["launched"] = sorted(_record.launched)
+        return
+    stopped = session.shouldstop or session.shouldfail
+    if launched.is_whole_suite(config) and not stopped and "emulator" not in missing_back_ends():
+        _not_launched[:] = launched.missing(_record.launched)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -177,6 +203,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{device}{name}: ran {count} tests")
     for reason, count in sorted(_deselected.items()):
         terminalreporter.write_line(f"deselected {count} tests of {reason}")
+    if _record.launched:
+        terminalreporter.write_line(f"emulated {len(_record.launched)} of the kernels")
+    for kernel in _not_launched:
+        terminalreporter.write_line(f"no test has run {kernel} on the emulator")
 
 
 @pytest.fixture

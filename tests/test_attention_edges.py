@@ -182,3 +182,26 @@ def test_groups_of_heads_that_do_not_divide_a_tile(name, match, stages, q_heads,
             result = tk.attention(q, k, v, **options, return_lse=True)
         assert [kernel["kernel"] for kernel in run.kernels] == [name]
         assert_attention(result, q, k, v, **options)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(
+    ("name", "match", "stages"),
+    [k for k in plain_kernels("attention_backward", "backward") if int(k.values[1][3]) > 128],
+)
+def test_gradient_without_keys(name, match, stages):
+    """The main kernel has nothing to do, and is not launched; dQ is zero all the same."""
+    dim, value_dim = int(match[3]), int(match[4] or match[3])
+    q, k, v, out = (
+        normal((1, 2, n, d), torch.bfloat16, "cpu")
+        for n, d in ((70, dim), (0, dim), (0, value_dim), (70, value_dim))
+    )
+    lse = torch.full((1, 2, 70), -math.inf)
+    with tk.emulate("late_mma", config=fields(match, stages, parts=1)) as run:
+        grads = torch.ops.thunderkittens.attention_backward(
+            torch.randn_like(out), None, q, k, v, torch.zeros_like(out), lse, 0, None, -1, -1, 0.0,
+            None, None, False, [True, True, True, False],
+        )  # fmt: skip
+    assert [kernel["kernel"] for kernel in run.kernels] == [name]
+    assert bool((grads[0] == 0).all())
+    assert grads[1].shape == k.shape

@@ -1,0 +1,195 @@
+"""Which kernels of the registry the emulator has run in this session of pytest.
+
+A call records what was chosen. What is launched beside the chosen kernel, as sums of segments or a
+gradient's statistics, follows from the call: the functions below say how. At the end of a session
+of the whole suite, `conftest.py` lists the kernels of the registry that have not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Launch = tuple[str, str]  # op and name, as the registry has them
+
+TESTS = Path(__file__).resolve().parents[1]
+TENSOR, ROW = 0, 1  # granularities of fp8_quantize
+
+
+def _attention(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    yield "attention", name
+    if choice["splits"] > 1:
+        yield "attention", name.replace("split", "combine")
+
+
+def _attention_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    wide, dim = choice["head_dim"] > 128, choice["head_dim"]
+    suffix = (
+        "_keys" if not call["needs_q"] else "_deterministic" if call.get("deterministic") else ""
+    )
+    yield "attention_backward", name + (suffix if not wide else "")
+    columns = next(n for n in (64, 128, 256) if call["v"].shape[-1] <= n)
+    beside = [f"statistics_{columns}_{choice['dtype']}"]
+    if call["needs_q"]:
+        sums = (128, 64) if choice["block_m"] == 128 else (64, dim // 2)
+        beside.append(f"dq_{sums[0]}x2x{sums[1]}_{choice['dtype']}")
+    if choice["parts"] > 1 and not call.get("deterministic") and call.get("needs_k"):
+        beside.append(f"dq_64x2x{dim // 2}_{choice['dtype']}")
+    if call.get("sink") is not None and call.get("needs_sink"):
+        beside.append("sink")
+    yield from (("attention_backward", f"backward_{x}") for x in beside)
+
+
+def _based(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    yield "based", name
+    if choice["segments"] > 1:
+        yield "based", name.replace("forward", "sums")
+        yield "based", "scan"
+        if name.endswith("_denominator"):
+            yield "based", "scan_denominator"
+
+
+def _based_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    yield "based_backward", name
+    yield "based_backward", name.replace("key", "query")
+    dtype, denominator = choice["dtype"], "_denominator" in name
+    if denominator:
+        yield "based_backward", f"weights_{dtype}"
+    if call["v"].shape[-1] > 64:
+        yield "based_backward", f"combine_{dtype}"
+    if choice["segments"] > 1:
+        yield "based", f"sums_{dtype}{'_weighted' if denominator else ''}"
+
+
+def _lolcats(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    yield "lolcats", name
+    if choice["segments"] > 1:
+        yield "lolcats", name.replace("forward", "sums")
+    if choice["segments"] > 4:
+        yield "lolcats", "scan"
+    if call.get("return_state") or call.get("lengths") is not None:
+        yield "lolcats", "caches"
+
+
+def _lolcats_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    kinds = ["key_gradient", "query_gradient", "maps"]
+    if choice["segments"] > 1:
+        kinds.append("gradient_sums")
+        yield "lolcats_backward", f"scan_d{choice['head_dim']}_{choice['dtype']}"
+    yield from (("lolcats_backward", name.replace("key_gradient", kind)) for kind in kinds)
+    yield "lolcats_backward", f"parts_{choice['dtype']}"
+
+
+def _lolcats_decode(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    yield "lolcats_decode", name
+    yield "lolcats_decode", f"lengths_{choice['dtype']}"
+    if call.get("sliding"):
+        yield "lolcats_decode", name.replace("decode", "slide")
+
+
+def _fp8_quantize(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    yield "fp8_quantize", name
+    if call["granularity"] == TENSOR and call.get("scale") is None:
+        yield "fp8_quantize", f"{choice['dtype']}_amax"
+    if call["granularity"] == ROW and call.get("transposed"):
+        yield "fp8_quantize", f"{choice['dtype']}_amax_lines"
+
+
+def _nvfp4_quantize(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    yield "nvfp4_quantize", name
+    if call.get("global_scale") is None:
+        yield "nvfp4_quantize", f"maxima_{choice['dtype']}"
+
+
+def _mxfp8_gemm(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    yield "mxfp8_gemm", name
+    if name.partition("_")[2].startswith("few"):
+        yield "mxfp8_gemm", "expand"
+    if call.get("rebased") and name == "expand":
+        yield "gemm", "bf16_nt_128x128_fused_marked"
+
+
+def _fp8_gemm(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    yield "fp8_gemm", name
+    a, b = call["a"], call["b"]
+    # Operands whose rows are not along k are transposed, if they are columns of whole rows.
+    if a.stride(-2) == 1 < min(a.shape) or b.stride(-1) == 1 < min(b.shape):
+        yield "fp8_quantize", "transpose"
+
+
+BESIDE: dict[str, Callable[[str, Mapping, Mapping], Iterator[Launch]]] = {
+    "attention": _attention,
+    "attention_backward": _attention_backward,
+    "based": _based,
+    "based_backward": _based_backward,
+    "fp8_gemm": _fp8_gemm,
+    "fp8_quantize": _fp8_quantize,
+    "lolcats": _lolcats,
+    "lolcats_backward": _lolcats_backward,
+    "lolcats_decode": _lolcats_decode,
+    "mxfp8_gemm": _mxfp8_gemm,
+    "nvfp4_quantize": _nvfp4_quantize,
+}
+
+
+class Record:
+    """Of this process; those of several processes are added up."""
+
+    def __init__(self) -> None:
+        self.launched: set[Launch] = set()
+        self._run: Callable[..., Any] | None = None
+
+    def install(self) -> None:
+        """From now on whatever `tk.emulate` runs is recorded."""
+        from thunderkittens import emulation
+
+        self._run = run = emulation.run
+
+        def recorded(op: str, arrays: Mapping[str, Any], **scalars: Any) -> Any:
+            emulated = emulation._active.get()
+            before = len(emulated.kernels) if emulated else 0
+            results = run(op, arrays, **scalars)
+            for choice in emulated.kernels[before:] if emulated else ():
+                self.launched |= set(launches(op, choice, {**scalars, **arrays}))
+            return results
+
+        emulation.run = recorded
+
+    def remove(self) -> None:
+        from thunderkittens import emulation
+
+        if self._run is not None:
+            emulation.run = self._run
+
+
+def launches(op: str, choice: Mapping[str, Any], call: Mapping[str, Any]) -> Iterator[Launch]:
+    """What a call has launched, from the choice and from its arrays and numbers."""
+    name = choice["kernel"]
+    yield from BESIDE[op](name, choice, call) if op in BESIDE else [(op, name)]
+
+
+def is_whole_suite(config: pytest.Config) -> bool:
+    """Whether a session runs all tests, of which none is left out."""
+    names = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "stepwise")
+    chosen = any(config.getoption(name, None) for name in (*names, "collectonly"))
+    paths = {Path(config.invocation_params.dir, x).resolve() for x in config.args}
+    return not chosen and bool(paths & {TESTS, TESTS.parent})
+
+
+def _registry() -> set[Launch]:
+    from thunderkittens import _C
+
+    return {(kernel["op"], kernel["name"]) for kernel in _C.kernels()}
+
+
+def missing(launched: set[Launch]) -> list[str]:
+    """Kernels of the registry that have not run."""
+    return sorted(map(" ".join, _registry() - launched))
+
+
+def unknown(launched: set[Launch]) -> list[str]:
+    """What has run by names that the registry does not have: what is said above is wrong."""
+    return sorted(map(" ".join, launched - _registry()))
