@@ -7,7 +7,8 @@
 
 namespace thunderkittens::gemm {
 
-// What it does not compute, dispatch.h leaves to tiles of 128 x 256.
+// The launcher of the balanced tiling; dispatch.h leaves what it does not compute to tiles of
+// 128 x 256.
 template <Config C>
 void launch_balanced(const Params& params, Stream stream) {
     using Traits = sm90::KernelTraits<C>;

@@ -196,8 +196,8 @@ consteval TileShape tile_shape(int block_m, int block_n) {
     throw "no shape of this size is listed";
 }
 
-// Tiles of 128 x 256 at most, whose two widths are chosen for a problem: both dtypes, both orders
-// of b, a's rows along k.
+// Balanced tiling with run-time widths, of tiles of up to 128 x 256: for both dtypes and both
+// orders of b, with a's rows along k.
 constexpr Config balanced_config(DType dtype, bool b_n_major) {
     Config c = make_config(tile_shape(128, 256), dtype, false, b_n_major);
     c.balanced = true;
@@ -294,7 +294,7 @@ consteval Config config_of(const ConfigName& name) {
     throw "no such configuration is listed";
 }
 
-// Whether warps beside the one that loads can finish tiles.
+// Whether the kernel has epilogue warps.
 constexpr bool has_epilogue_warps(const Config& c) {
     return c.fused && !c.masked && !c.swap_ab && c.block_n == 256;
 }

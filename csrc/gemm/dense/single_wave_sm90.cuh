@@ -160,8 +160,9 @@ void launch_single_wave(const Params& p, Stream stream) {
         .last_row = last_row(static_cast<uint32_t>(p.m), C.block_m, C.a_m_major),
         .product = sm90::make_globals<C>(p)};
     const dim3 grid = sm90::grid_of<C>(p, g.product.one_wave);
-    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::single_wave_kernel<Traits>, grid,
-                    dim3(sm90::SINGLE_WAVE_THREADS<Traits>), dim3(1), sizeof(typename Traits::Shared), stream, g);
+    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::single_wave_kernel<Traits>,
+                    grid, dim3(sm90::SINGLE_WAVE_THREADS<Traits>), dim3(1),
+                    sizeof(typename Traits::Shared), stream, g);
 }
 
 }  // namespace thunderkittens::gemm

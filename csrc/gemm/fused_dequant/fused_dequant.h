@@ -76,7 +76,7 @@ constexpr int64_t early_items(const Config& config, const DequantOrder& order, i
 constexpr Config fused_dequant_config(DType dtype) {
     return make_config(tile_shape(128, 256), dtype, false, false);
 }
-// The same where narrower tiles come out even, 128 x 176.
+// The same with tiles of 128 x 176, where these come out even.
 constexpr Config narrow_fused_dequant_config(DType dtype) {
     return make_config(tile_shape(128, 176), dtype, false, false);
 }

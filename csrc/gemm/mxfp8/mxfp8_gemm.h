@@ -102,7 +102,7 @@ consteval DequantConfig dequant_config_of(const DequantName& name) {
     }
     throw "no such configuration is listed";
 }
-// Rows of a whose sums pass through shared memory at a time: few, which leaves more for the ring.
+// Rows of a whose sums pass through shared memory at a time: 16, which leaves more for the ring.
 constexpr int dequant_pass(const nvfp4_gemm::Config&) { return 16; }
 // The ring and its scales, the sums as rows of fp32 that are 4 longer than the tile's, semaphores.
 constexpr int dequant_shared_bytes(const DequantConfig& f) {
