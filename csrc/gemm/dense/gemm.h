@@ -317,7 +317,7 @@ constexpr int shared_bytes(const Config& c) {
     const int bias = (c.block_n * 4 + 127) / 128 * 128;
     const int bytes = c.stages * (c.block_m + c.block_n) * BLOCK_K * 2 +
                       c.consumers * (4 * 2 * 16 * 128 + bias) + c.stages * 16 +
-                      (has_epilogue_warps(c) ? c.consumers * 4 * 2 * 16 : 0);
+                      (has_epilogue_warps(c) ? (c.consumers * 4 * 2 + c.stages) * 16 : 0);
     return (bytes + 127) / 128 * 128;
 }
 constexpr int threads(const Config& c) { return c.swap_ab ? 4 * 32 + 32 : (c.consumers + 1) * 128; }

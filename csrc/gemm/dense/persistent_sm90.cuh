@@ -58,6 +58,7 @@ __device__ __forceinline__ void produce(const typename KernelTraits<C>::Globals&
                                         typename KernelTraits<C>::Shared& shared) {
     using Traits = KernelTraits<C>;
     Ring<C.stages> ring;
+    [[maybe_unused]] uint32_t bias_parities = ~0u;  // of what has to be read from each row first
     for_each_loaded_tile(g, [&](const auto at) {
         if constexpr (C.masked) {
             if (!in_mask<C.block_m, C.block_n>(g, at)) return;
@@ -78,7 +79,13 @@ __device__ __forceinline__ void produce(const typename KernelTraits<C>::Globals&
                     brings = step == 0 && g.store_pipeline.brings_bias;
                 if (!brings) tma::expect_bytes(full, bytes);
                 if constexpr (Traits::has_epilogue_warps) {
-                    if (brings) RegisterBias<C>::bring(g, shared.bias[ring.stage], full, n, bytes);
+                    if (brings) {
+                        const uint32_t row = 1u << ring.stage;
+                        wait(shared.empty[Traits::first_bias_row + ring.stage],
+                             (bias_parities & row) != 0);
+                        bias_parities ^= row;
+                        RegisterBias<C>::bring(g, shared.bias[ring.stage], full, n, bytes);
+                    }
                 }
                 load_step<Traits>(g, stage, full, at.batch, m, n, step * BLOCK_K, narrow);
             }
@@ -223,9 +230,13 @@ __device__ __forceinline__ void consume(const typename KernelTraits<C>::Globals&
                 if (k == g.store_pipeline.last_store && g.store_pipeline.brings_bias) {
                     // The bias lies in the row of the stage that was the tile's first.
                     static_assert(C.stages == 4);
-                    RegisterBias<C>::load(shared.bias[(ring.stage - k) % 4u], deferred.values);
-                    // One arrival that releases the row's stage stands for all warps.
-                    warpgroup::sync(READY + 1 + consumer);
+                    const uint32_t row = (ring.stage - k) % 4u;
+                    RegisterBias<C>::load(shared.bias[row], deferred.values);
+                    // The release of the row's stage, one arrival for the warpgroup, does not tell
+                    // that all warps have read the row. A barrier here would serialise the products
+                    // (C7511).
+                    arch::sync_warp();
+                    if (laneid() == 0) arrive(shared.empty[Traits::first_bias_row + row]);
                 }
             } else if (deferred.any && k < deferred.sent(g) * steps) {
 #pragma unroll

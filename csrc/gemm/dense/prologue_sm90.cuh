@@ -59,6 +59,9 @@ __device__ __forceinline__ void init_ring(Shared& shared) {
     for (int i = Traits::config.stages; i < Traits::config.stages + Traits::epilogue_buffers; ++i) {
         init_semaphore(shared.full[i], 1), init_semaphore(shared.empty[i], 1);
     }
+    for (int i = Traits::first_bias_row; i < Traits::semaphores; ++i) {
+        init_semaphore(shared.empty[i], Traits::config.consumers * WARPGROUP_WARPS);
+    }
 }
 
 // Loads the operand tiles of one step, from k on, of the output's tile at (m, n).

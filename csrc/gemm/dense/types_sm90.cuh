@@ -155,11 +155,15 @@ struct KernelTraits {
     // each consumer.
     using Bias = std::conditional_t<has_epilogue_warps, sv<T, C.block_n>[C.stages],
                                     sv_fl<C.block_n>[C.consumers]>;
+    // Behind those of the staging buffers, `empty` has one for the row of bias of each stage, at
+    // which every warp arrives that has read it.
+    static constexpr int first_bias_row = C.stages + epilogue_buffers;
+    static constexpr int semaphores = first_bias_row + (has_epilogue_warps ? C.stages : 0);
     struct Shared {
         Stage stages[C.stages];
         out_tile out[C.consumers * WARPGROUP_WARPS][2];
         Bias bias;
-        semaphore full[C.stages + epilogue_buffers], empty[C.stages + epilogue_buffers];
+        semaphore full[semaphores], empty[semaphores];
     };
     static_assert(sizeof(Stage) == sizeof(a_tile) + sizeof(b_tile) && sizeof(Stage) % 1024 == 0);
     static_assert(sizeof(Shared) <= MAX_SHARED_MEMORY, "too many stages");
