@@ -127,6 +127,38 @@ def test_the_chosen_kernel_is_in_the_registry(op):
 
 # Kernels, and their symbols as nvcc 13.0 mangles them, from the kernel's name on.
 SYMBOLS = {
+    "forward_bf16_d192v128_128x128": (
+        "14forward_kernelINS0_13ForwardKernelIXtlNS0_6ConfigELi192ELi128ELi2ELi128ELi2ELb0E"
+        "LNS_5DTypeE0ELb0EEEEEEEvNS0_14ForwardGlobalsIT_EE"
+    ),
+    "forward_fp16_d128_128x128_softcap": (
+        "14forward_kernelINS0_13ForwardKernelIXtlNS0_6ConfigELi128ELi128ELi2ELi128ELi2ELb0E"
+        "LNS_5DTypeE1ELb1EEEEEEEvNS0_14ForwardGlobalsIT_EE"
+    ),
+    "split_bf16_d64_64x128": (
+        "12split_kernelINS0_11SplitKernelIXtlNS0_6ConfigELi64ELi64ELi1ELi128ELi6ELb1E"
+        "LNS_5DTypeE0ELb0EEEEEEEvNS0_12SplitGlobalsIT_EE"
+    ),
+    "combine_bf16": "14combine_kernelI13__nv_bfloat16EEvNS0_14CombineGlobalsIT_EE",
+    "backward_bf16_d64_128x128_deterministic": (
+        "15backward_kernelINS0_14BackwardKernelIXtlNS0_14BackwardConfigELi64ELi128ELi2E"
+        "LNS_5DTypeE0ELb0ELi0EEELNS0_13QueryGradientE2EEEEEvNS0_15BackwardGlobalsIT_EE"
+    ),
+    "backward_bf16_d192v128_64x128_modified": (
+        "20wide_backward_kernelINS0_10WideKernelIXtlNS0_14BackwardConfigELi192ELi64ELi3E"
+        "LNS_5DTypeE0ELb1ELi128EEEEEEEvNS0_11WideGlobalsIT_EE"
+    ),
+    "backward_dq_64x2x48_fp16": "13finish_kernelI6__halfLi64ELi2ELi48EEEvNS0_13FinishGlobalsIT_XT2_EEE",
+    "fp16_split_k": "14split_k_kernelINS1_12SplitKTraitsILNS_5DTypeE1EEEEEvNT_7GlobalsE",
+    "nvfp4_fp16_256x64_split_k": (
+        "20nvfp4_split_k_kernelINS1_12KernelTraitsIXtlNS0_6ConfigELi64ELi4ELi1ELi2ELi5ELi4E"
+        "LNS_5DTypeE1EEEEEEEvNT_7GlobalsE"
+    ),
+    "nvfp4_fp16_fused_dequant": (
+        "20fused_dequant_kernelINS1_12KernelTraitsIXtlNS0_6ConfigELi128ELi256ELi4ELi2ELb0ELi64E"
+        "Lb0ELNS_5DTypeE1ELb0ELb0ELb0ELb0EEEEENS0_11Nvfp4SourceEEEvNT_7GlobalsE"
+        "NS1_11DequantPlanINS8_1TET0_EE"
+    ),
     "bf16_nn_64x64": (
         "19one_consumer_kernelINS1_12KernelTraitsIXtlNS0_6ConfigELi64ELi64ELi10ELi1ELb0ELi64ELb0E"
         "LNS_5DTypeE0ELb0ELb1ELb0ELb0EEEEEEEvNT_7GlobalsE"
@@ -154,19 +186,21 @@ SYMBOLS = {
 }
 
 
-@pytest.mark.skipif("gemm" not in _C.ops(), reason="this build leaves gemm out")
+@pytest.mark.skipif(
+    not {"gemm", "attention"} <= set(_C.ops()), reason="this build leaves gemm or attention out"
+)
 @pytest.mark.parametrize("name", SYMBOLS)
 def test_symbols_tell_the_kernels_of_a_source_apart(name):
-    kernels = [kernel for kernel in _C.kernels() if kernel["family"] == "gemm"]
+    kernels = _C.kernels()
     [source] = {
-        (kernel["op"], kernel["source"])
+        (kernel["family"], kernel["source"])
         for kernel in kernels
-        if kernel["name"] == name and kernel["op"] != "grouped_gemm"
+        if kernel["name"] == name and kernel["op"] not in ("grouped_gemm", "based_backward")
     }
     matching = [
         kernel["name"]
         for kernel in kernels
-        if (kernel["op"], kernel["source"]) == source
+        if (kernel["family"], kernel["source"]) == source
         and info._matches(kernel["symbol"], SYMBOLS[name])
     ]
     assert matching == [name]

@@ -163,13 +163,17 @@ void launch_finish(const BackwardParams& params, const Workspace& workspace, con
                    const BackwardConfig& config, Stream stream);
 
 template <typename Visitor>
-void visit_fields(BackwardChoice& c, Visitor visit) {
-    visit("head_dim", c.config.head_dim);
-    visit("value_dim", c.config.value_dim);
-    visit("block_m", c.config.block_m);
-    visit("stages", c.config.stages);
-    visit("dtype", c.config.dtype);
-    visit("modified", c.config.modified);
+void visit_fields(BackwardConfig& c, Visitor&& visit) {
+    visit("head_dim", c.head_dim);
+    visit("block_m", c.block_m);
+    visit("stages", c.stages);
+    visit("dtype", c.dtype);
+    visit("modified", c.modified);
+    visit("value_dim", c.value_dim);
+}
+template <typename Visitor>
+void visit_fields(BackwardChoice& c, Visitor&& visit) {
+    visit_fields(c.config, visit);
     visit("parts", c.parts);
     visit("section_heads", c.section_heads);
     visit("ordered_section_heads", c.ordered_section_heads);

@@ -7,6 +7,9 @@
 #include <utility>
 #include <vector>
 
+#include "csrc/common/check.h"
+#include "csrc/common/registry.h"
+
 namespace thunderkittens::attention {
 namespace {
 
@@ -200,6 +203,7 @@ namespace {
 
 KernelInfo kernel_info(const Config& config, bool split) {
     KernelInfo info;
+    const char* const kernel = split ? "split" : "forward";
     info.name = kernel_name({config, 1, split});
     info.config =
         concat("head_dim ", config.head_dim, ", value_dim ", config.value_dim, ", ",
@@ -208,21 +212,22 @@ KernelInfo kernel_info(const Config& config, bool split) {
                config.warpgroups > 1 ? " consumer warpgroups + 1 producer"
                                      : " consumer warpgroup + 1 producer warp",
                config.modified ? ", softcap and ALiBi" : "", config.capped ? ", softcap" : "");
-    info.source = info.name;
-    if (split) info.symbol = "split_kernel";
+    const bool plain = split || !(config.modified || config.capped);
+    info.source = concat(kernel, '_', name_of(config.dtype), plain ? "" : "_modified");
+    info.symbol = symbol_of(concat(kernel, "_kernel"), "Config", config);
     info.threads = forward_threads(config);
     info.shared_bytes = forward_memory(config).bytes;
     return info;
 }
 
-// The source of a kernel that splits the keys also holds the one that combines its results.
-KernelInfo combining_info(const Config& config) {
-    KernelInfo info = kernel_info(config, true);
-    info.name.replace(0, std::string("split").size(), "combine");
+// The kernel that combines the results of those that split the keys, in the same source.
+KernelInfo combining_info(DType dtype) {
+    KernelInfo info;
+    info.name = concat("combine_", name_of(dtype));
     info.config = "weighs and adds up the results of the ranges of keys";
-    info.symbol = "combine_kernel";
+    info.source = concat("split_", name_of(dtype));
+    info.symbol = "14combine_kernelI";
     info.threads = 128;
-    info.shared_bytes = 0;
     return info;
 }
 
@@ -232,10 +237,9 @@ std::vector<KernelInfo> kernels() {
     std::vector<KernelInfo> list;
     for (const DType dtype : {DType::bf16, DType::fp16}) {
         for (const Config& c : CONFIGS) list.push_back(kernel_info(with_dtype(c, dtype), false));
-        for (const Config& c : SPLIT_CONFIGS) {
+        for (const Config& c : SPLIT_CONFIGS)
             list.push_back(kernel_info(with_dtype(c, dtype), true));
-            list.push_back(combining_info(with_dtype(c, dtype)));
-        }
+        list.push_back(combining_info(dtype));
     }
     return list;
 }

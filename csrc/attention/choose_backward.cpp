@@ -5,6 +5,8 @@
 
 #include "csrc/attention/backward_order.h"
 #include "csrc/attention/backward_wide.h"
+#include "csrc/common/check.h"
+#include "csrc/common/registry.h"
 
 namespace thunderkittens::attention {
 namespace {
@@ -156,8 +158,9 @@ std::string kernel_name(const BackwardChoice& choice) {
 
 KernelInfo wide_backward_kernel(const BackwardConfig& c) {
     KernelInfo info;
-    info.source = info.name = kernel_name(BackwardChoice{c});
-    info.symbol = "wide_backward_kernel";
+    info.name = kernel_name(BackwardChoice{c});
+    info.source = concat("backward_wide_", name_of(c.dtype));
+    info.symbol = symbol_of("wide_backward_kernel", "BackwardConfig", c);
     info.config = concat("head_dim ", c.head_dim, ", value_dim ", c.value_dim, ", ", c.block_m,
                          " query rows x ", BLOCK_N, " keys of 2 blocks, ", c.stages,
                          " stages, 3 consumer warpgroups + 1 producer, dQ in any or a fixed order",
@@ -167,16 +170,17 @@ KernelInfo wide_backward_kernel(const BackwardConfig& c) {
     return info;
 }
 
-// A source holds three kernels: dQ summed in any order, in a fixed order, and not at all. Those of
-// the wide kernels hold one for all three.
+// A configuration has three kernels: dQ summed in any order, in a fixed order, and not at all. A
+// wide one has one for all three.
 std::vector<KernelInfo> backward_kernels() {
     struct Variant {
-        const char *name, *text, *symbol;
+        const char *name, *text;
+        int query_gradient;  // QueryGradient in backward_sm90.cuh
     };
     constexpr Variant variants[] = {
-        {"", "dQ in any order", "QueryGradientE1"},
-        {"_deterministic", "dQ in a fixed order", "QueryGradientE2"},
-        {"_keys", "no dQ", "QueryGradientE0"},
+        {"", "dQ in any order", 1},
+        {"_deterministic", "dQ in a fixed order", 2},
+        {"_keys", "no dQ", 0},
     };
     std::vector<KernelInfo> list;
     for (const DType dtype : {DType::bf16, DType::fp16}) {
@@ -188,9 +192,11 @@ std::vector<KernelInfo> backward_kernels() {
             }
             for (const Variant& variant : variants) {
                 KernelInfo info;
-                info.source = kernel_name(BackwardChoice{c});
-                info.name = info.source + variant.name;
-                info.symbol = variant.symbol;
+                info.name = kernel_name(BackwardChoice{c}) + variant.name;
+                info.source = concat("backward_", name_of(dtype), c.modified ? "_modified" : "");
+                // backward_kernel<BackwardKernel<c, QueryGradient>>
+                info.symbol = concat(symbol_of("backward_kernel", "BackwardConfig", c), "EEL<enum>",
+                                     variant.query_gradient, 'E');
                 info.config =
                     concat("head_dim ", c.head_dim, ", ", c.block_m, " query rows x ", BLOCK_N,
                            " keys, ", c.stages, " stages, 2 consumer warpgroups + 1 producer, ",

@@ -142,15 +142,19 @@ constexpr int64_t partial_rows(const Problem& p, const Sequences& s) {
 }
 
 template <typename Visitor>
-void visit_fields(Choice& c, Visitor visit) {
-    visit("head_dim", c.config.head_dim);
-    visit("value_dim", c.config.value_dim);
-    visit("warpgroups", c.config.warpgroups);
-    visit("block_n", c.config.block_n);
-    visit("stages", c.config.stages);
-    visit("modified", c.config.modified);
-    visit("capped", c.config.capped);
-    visit("dtype", c.config.dtype);
+void visit_fields(Config& c, Visitor&& visit) {
+    visit("head_dim", c.head_dim);
+    visit("value_dim", c.value_dim);
+    visit("warpgroups", c.warpgroups);
+    visit("block_n", c.block_n);
+    visit("stages", c.stages);
+    visit("modified", c.modified);
+    visit("dtype", c.dtype);
+    visit("capped", c.capped);
+}
+template <typename Visitor>
+void visit_fields(Choice& c, Visitor&& visit) {
+    visit_fields(c.config, visit);
     visit("section_heads", c.section_heads);
     visit("splits", c.splits);
 }

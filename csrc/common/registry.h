@@ -44,8 +44,8 @@ struct KernelInfo {
     std::string name;    // unique within the op, readable: "bf16_128x256x64_2cta"
     std::string config;  // one line for people: tile shape, stages, roles
     std::string source;  // stem of the file of csrc/<family>/instances.txt that has it
-    // Part of the mangled name, where a source holds several kernels. `*` stands for any letters
-    // and digits, `<enum>` for the name of an enumeration, see symbol_of().
+    // Part of the mangled name, which tells it from the source's other kernels. `*` stands for any
+    // letters and digits, `<enum>` for the name of an enumeration, see symbol_of().
     std::string symbol;
     int arch = 90;
     int threads = 0;       // per block
@@ -184,9 +184,11 @@ std::string symbol_of(const std::string& kernel, const std::string& type, const 
     });
     return pattern;
 }
-// The same where a source holds one value alone for each kernel.
-inline std::string symbol_of(const std::string& kernel) {
-    return concat(kernel.size(), kernel, 'I');
+// The same for kernel<Traits<value>>, a value of an enumeration.
+template <typename Enum>
+    requires std::is_enum_v<Enum>
+std::string symbol_of(const std::string& kernel, Enum value) {
+    return concat(kernel.size(), kernel, "I*L<enum>", static_cast<int>(value), 'E');
 }
 
 template <typename Problem, typename Config>

@@ -501,10 +501,18 @@ static KernelInfo split_k_info(DType dtype) {
                              'x', wide.block_n, ", ", narrow.stages, " and ", wide.stages,
                              " stages, 1 producer warp and ", c.consumers,
                              " consumer warpgroups, split-K and stream-K"),
-            .source = concat(name_of(c.dtype), "_split_k"),
-            .symbol = symbol_of("split_k_kernel"),
+            .source = "split_k",
+            .symbol = symbol_of("split_k_kernel", c.dtype),
             .threads = single_wave_threads(c),
             .shared_bytes = SPLIT_K_SHARED_BYTES};
+}
+
+// The file of instances.txt that has a configuration's kernels.
+static std::string source_of(const Config& c) {
+    if (c.balanced) return "balanced";
+    if (c.swap_ab) return concat(name_of(c.dtype), c.fused ? "_swap_ab_fused" : "_swap_ab");
+    if (c.fused) return concat(name_of(c.dtype), '_', c.block_m, 'x', c.block_n, "_fused");
+    return concat(name_of(c.dtype), c.consumers == 1 ? "_one_consumer" : "_persistent");
 }
 
 std::vector<KernelInfo> kernels() {
@@ -521,9 +529,7 @@ std::vector<KernelInfo> kernels() {
         const KernelInfo kernel{
             .name = kernel_name(c),
             .config = concat(stages, ", ", roles),
-            .source = concat(name_of(c.dtype), c.swap_ab ? "_swap_ab_" : "_", tile,
-                             c.fused ? "_fused" : "", c.masked ? "_masked" : "",
-                             c.balanced ? "_balanced" : ""),
+            .source = source_of(c),
             .symbol = symbol_of(c.swap_ab      ? "swap_ab_kernel"
                                 : one_consumer ? "one_consumer_kernel"
                                                : "persistent_gemm_kernel",

@@ -61,9 +61,10 @@ std::vector<KernelInfo> gemm_kernels() {
             .config = concat("tile ", c.tokens, 'x', nvfp4_gemm::block_rows(c), 'x',
                              CHUNK_K * c.k_groups, ", ", c.stages, " stages, 1 producer warp and ",
                              nvfp4_gemm::consumers(c), " consumer warpgroups"),
-            .source = concat("mxfp8_dequant_", c.tokens),
-            .symbol =  // The last field of a DequantConfig.
-            concat(symbol_of("mxfp8_dequant_kernel"), "*L<enum>", int(f.data), "EE"),
+            .source = "mxfp8_dequant",
+            // A DequantConfig is such a Config and a DType.
+            .symbol = concat(symbol_of("mxfp8_dequant_kernel", "Config", c), "EL<enum>",
+                             int(f.data), 'E'),
             .threads = nvfp4_gemm::threads(c),
             .shared_bytes = dequant_shared_bytes(f),
         });
@@ -73,7 +74,7 @@ std::vector<KernelInfo> gemm_kernels() {
             .name = native_name(s),
             .config = concat("tile ", s.tokens, 'x', NATIVE_TILE, 'x', s.stage_k, ", ", s.stages,
                              " stages, 1 producer warp and ", s.k_groups, " consumer warpgroups"),
-            .source = concat("mxfp8_native_", s.tokens),
+            .source = "mxfp8_native",
             .symbol = symbol_of("mxfp8_native_kernel", "NativeShape", s),
             .threads = native_threads(s),
             .shared_bytes = native_shared_bytes(s),

@@ -237,14 +237,13 @@ std::vector<KernelInfo> nvfp4_gemm_kernels() {
                         .config =
                             "tile 128x256x64, 4 stages, 1 producer warp, 3 warps that dequantize "
                             "and 2 consumer warpgroups",
-                        .source = concat("nvfp4_fused_dequant_", name_of(dtype)),
-                        .symbol = symbol_of("fused_dequant_kernel"),
+                        .source = "nvfp4_fused_dequant",
+                        .symbol = symbol_of("fused_dequant_kernel", "Config", c),
                         .threads = gemm::threads(c),
                         .shared_bytes = gemm::shared_bytes(c)});
     }
     for (std::size_t i = 0; i < CONFIGS; ++i) {
         const Config c = config_at(i);
-        const std::string name = kernel_name(c);
         const std::string config =
             is_gemv(c) ? concat("up to ", GEMV_STRIPS * STRIP_ROWS, 'x', c.tokens,
                                 ", 1 producer warp and ", GEMV_WARPS, " consumer warps")
@@ -252,12 +251,13 @@ std::vector<KernelInfo> nvfp4_gemm_kernels() {
                                 c.stages, " stages, 1 producer warp and ", consumers(c),
                                 " consumer warpgroups");
         list.push_back({
-            .name = name,
+            .name = kernel_name(c),
             .config = config,
-            .source = concat("nvfp4_gemm_", name.substr(name.find('_') + 1)),
+            .source = is_gemv(c) ? "nvfp4_gemv" : concat("nvfp4_gemm_", name_of(c.dtype)),
             .symbol = symbol_of(is_gemv(c)      ? "nvfp4_gemv_kernel"
                                 : c.split_k > 1 ? "nvfp4_split_k_kernel"
-                                                : "nvfp4_gemm_kernel"),
+                                                : "nvfp4_gemm_kernel",
+                                "Config", c),
             .threads = threads(c),
             .shared_bytes = shared_bytes(c),
         });

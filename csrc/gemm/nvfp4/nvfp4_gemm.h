@@ -105,16 +105,20 @@ void visit_fields(Problem& p, Visitor&& visit) {
     visit("grouped", p.grouped);
 }
 template <typename Visitor>
+void visit_fields(Config& c, Visitor&& visit) {
+    visit("tokens", c.tokens);
+    visit("row_groups", c.row_groups);
+    visit("k_groups", c.k_groups);
+    visit("pieces", c.pieces);
+    visit("stages", c.stages);
+    visit("split_k", c.split_k);
+    visit("dtype", c.dtype);
+}
+template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
     visit("fused_dequant", c.fused_dequant);
     visit("raster_group", c.raster_group);
-    visit("tokens", c.config.tokens);
-    visit("row_groups", c.config.row_groups);
-    visit("k_groups", c.config.k_groups);
-    visit("pieces", c.config.pieces);
-    visit("stages", c.config.stages);
-    visit("split_k", c.config.split_k);
-    visit("dtype", c.config.dtype);
+    visit_fields(c.config, visit);
     visit("blocks", c.schedule.blocks);
     visit("splits", c.schedule.splits);
     visit("multicast", c.schedule.multicast);

@@ -81,7 +81,7 @@ std::vector<KernelInfo> based_kernels() {
             info.name = concat(kind, "_", name_of(dtype), suffix);
             info.config = concat(text, ": chunks of ", CHUNK, " tokens, ", VALUES,
                                  " columns of values, 1 warpgroup");
-            info.source = concat("based_", kind, "_", name_of(dtype));
+            info.source = concat("based_", kind);
             info.symbol = concat("based_", kind, "_kernelI", symbol_of(dtype), symbol);
             info.threads = 128;
             info.shared_bytes = bytes;

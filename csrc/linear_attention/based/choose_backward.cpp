@@ -23,7 +23,7 @@ std::vector<KernelInfo> based_backward_kernels() {
             KernelInfo info;
             info.name = concat(name, "_", name_of(dtype));
             info.config = text;
-            info.source = concat("based_", source, "_", name_of(dtype));
+            info.source = concat("based_", source);
             info.symbol = symbol;
             info.threads = threads;
             info.shared_bytes = bytes;

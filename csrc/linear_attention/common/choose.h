@@ -1,6 +1,8 @@
 // What the choices of all ops of the family share. Host C++ only.
 #pragma once
 
+#include "csrc/common/check.h"
+#include "csrc/common/registry.h"
 #include "csrc/linear_attention/common/linear_attention.h"
 
 namespace thunderkittens::linear_attention {

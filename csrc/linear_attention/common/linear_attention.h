@@ -15,7 +15,10 @@
 
 #include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
-#include "csrc/common/registry.h"
+
+namespace thunderkittens {
+struct KernelInfo;  // registry.h
+}
 
 namespace thunderkittens::linear_attention {
 

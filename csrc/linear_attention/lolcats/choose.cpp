@@ -95,8 +95,7 @@ std::vector<KernelInfo> lolcats_kernels() {
             KernelInfo info =
                 kernel_info(sums ? "sums" : "forward", sums ? "state of a segment" : "output",
                             dtype, head_dim, features);
-            info.source =
-                concat("lolcats_", sums ? "sums" : "forward", "_", name_of(dtype), "_d", head_dim);
+            info.source = sums ? "lolcats_sums" : concat("lolcats_forward_", name_of(dtype));
             info.symbol =
                 concat("lolcats_", sums ? "sums" : "forward", "_kernelINS0_13", info.symbol);
             info.threads = sums ? 384 : 512;

@@ -42,15 +42,16 @@ std::string kernel_name(const LolcatsBackwardChoice& c) {
 std::vector<KernelInfo> lolcats_backward_kernels() {
     std::vector<KernelInfo> list;
     struct Kind {
-        const char *name, *file, *text;
+        const char *name, *text;
+        bool source_per_dtype;
         int threads, bytes;
     };
     constexpr Kind kinds[] = {
-        {"query_gradient", "query_gradient", "dQ", 384, LOLCATS_QUERY_BYTES},
-        {"key_gradient", "key_gradient", "dK and dV", 512, LOLCATS_KEY_BYTES},
-        {"gradient_sums", "gradient_sums", "sums over the queries of a segment", 128,
+        {"query_gradient", "dQ", true, 384, LOLCATS_QUERY_BYTES},
+        {"key_gradient", "dK and dV", true, 512, LOLCATS_KEY_BYTES},
+        {"gradient_sums", "sums over the queries of a segment", false, 128,
          LOLCATS_GRADIENT_SUMS_BYTES},
-        {"maps", "maps", "parts of the maps' gradients", 128, LOLCATS_MAPS_BYTES},
+        {"maps", "parts of the maps' gradients", false, 128, LOLCATS_MAPS_BYTES},
     };
     for (const DType dtype : {DType::bf16, DType::fp16}) {
         for (const Kind& kind : kinds) {
@@ -60,7 +61,8 @@ std::vector<KernelInfo> lolcats_backward_kernels() {
                     info.name = concat(kind.name, "_", name_of(dtype), "_d", dim, "_f", features);
                     info.config = concat(kind.text, ", head dimension ", dim, ", ", features,
                                          " features twice");
-                    info.source = concat("lolcats_", kind.file, "_", name_of(dtype), "_d", dim);
+                    info.source = concat("lolcats_", kind.name,
+                                         kind.source_per_dtype ? concat('_', name_of(dtype)) : "");
                     info.symbol =
                         concat("lolcats_", kind.name, "_kernelINS0_13LolcatsKernelILNS_5DTypeE",
                                int(dtype), "ELi", dim, "ELi", features, "E");
@@ -70,23 +72,17 @@ std::vector<KernelInfo> lolcats_backward_kernels() {
                 }
             }
         }
-        const auto add = [&](const std::string& name, const char* text, const std::string& source,
-                             const std::string& symbol) {
-            KernelInfo info;
-            info.name = concat(name, "_", name_of(dtype));
-            info.config = text;
-            info.source = concat("lolcats_", source);
-            info.symbol = symbol;
-            info.threads = 256;
-            list.push_back(info);
-        };
-        const std::string rows = concat("rows_", name_of(dtype));
-        add("parts", "sums of parts", rows, concat("lolcats_parts_kernelI", symbol_of(dtype)));
-        for (const int dim : {64, 128}) {
-            add(concat("scan_d", dim), "sums of the segments behind each",
-                concat("gradient_sums_", name_of(dtype), "_d", dim), "based_scan_kernelI6float4E");
-        }
+        list.push_back({.name = concat("parts_", name_of(dtype)),
+                        .config = "sums of parts",
+                        .source = "lolcats_rows",
+                        .symbol = concat("lolcats_parts_kernelI", symbol_of(dtype)),
+                        .threads = 256});
     }
+    list.push_back({.name = "scan",
+                    .config = "sums of the segments behind each",
+                    .source = "lolcats_gradient_sums",
+                    .symbol = "based_scan_kernelI6float4E",
+                    .threads = 128});
     return list;
 }
 
