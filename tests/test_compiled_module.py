@@ -148,7 +148,9 @@ SYMBOLS = {
         "20wide_backward_kernelINS0_10WideKernelIXtlNS0_14BackwardConfigELi192ELi64ELi3E"
         "LNS_5DTypeE0ELb1ELi128EEEEEEEvNS0_11WideGlobalsIT_EE"
     ),
-    "backward_dq_64x2x48_fp16": "13finish_kernelI6__halfLi64ELi2ELi48EEEvNS0_13FinishGlobalsIT_XT2_EEE",
+    "backward_dq_64x2x48_fp16": (
+        "13finish_kernelI6__halfLi64ELi2ELi48EEEvNS0_13FinishGlobalsIT_XT2_EEE"
+    ),
     "fp16_split_k": "14split_k_kernelINS1_12SplitKTraitsILNS_5DTypeE1EEEEEvNT_7GlobalsE",
     "nvfp4_fp16_256x64_split_k": (
         "20nvfp4_split_k_kernelINS1_12KernelTraitsIXtlNS0_6ConfigELi64ELi4ELi1ELi2ELi5ELi4E"

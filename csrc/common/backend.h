@@ -50,7 +50,7 @@ inline std::string torch_name(DType dtype) {
 //   device(x)                   its properties
 //   chosen(op, choice)          the choice, with the fields that are forced: by the caller of the
 //                               emulator, on a GPU by what measures the choice (forced.h)
-//   launch(op, choice, x)       begins the launch of the kernel chosen, on the stream of x's device;
+//   launch(op, choice, x)       begins the launch of the kernel chosen, on x's device's stream;
 //                               its may_read() and may_write() name the memory that kernels may
 //                               access, which the emulator checks and a GPU does not ask for
 //   launch(kernel, x)           likewise where there is nothing to choose

@@ -70,8 +70,8 @@ inline void arrive_at(Barrier& b, uint32_t count, const char* what) {
     complete_phase_if_done(b);
 }
 
-// One arrival of a thread that has waited for its products stands for its warpgroup, as in CUTLASS's
-// pipelines: wgmma-groups are the warpgroup's (PTX ISA, "wgmma.commit_group").
+// One arrival of a thread that has waited for its products stands for its warpgroup, as in
+// CUTLASS's pipelines: wgmma-groups are the warpgroup's (PTX ISA, "wgmma.commit_group").
 inline void hand_back_products(Clock& to, const Thread& t) {
     const Cluster& m = *machine;
     const auto warp = static_cast<size_t>(t.warp);

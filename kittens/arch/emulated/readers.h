@@ -73,8 +73,8 @@ inline void divide_readers(Block& block, Readers& r) {
     add_to_set(block, block.reader_sets[number], r.reader, r.time, r.bytes);
     r = {number, 0, r.bytes, true};
 }
-// By `reader` at `time`, whoever knows `t`'s clock knows of it: the thread itself, or an entry whose
-// time it is.
+// By `reader` at `time`, whoever knows `t`'s clock knows of it: the thread itself, or an entry
+// whose time it is.
 inline void add_reader(Block& block, uint32_t address, uint8_t mask, const Thread& t, size_t reader,
                        uint32_t time) {
     Readers& r = block.readers[address / 4];

@@ -1,9 +1,9 @@
 // Addresses, bounds, and the order of accesses to shared memory. Of every four bytes it is known
 // who wrote them last, and when, and who has read them since (readers.h); an access is legal when
-// its thread knows of that write, and a write when it knows of those reads too: through a barrier, a
-// fence, the phase that a copy completed. The async proxy (TMA, wgmma) sees writes of
-// threads only through a proxy fence. So a missing wait, fence or release is found in every order
-// of execution, not only in those that give a wrong value.
+// its thread knows of that write, and a write when it knows of those reads too: through a barrier,
+// a fence, the phase that a copy completed. The async proxy (TMA, wgmma) sees writes of threads
+// only through a proxy fence. So a missing wait, fence or release is found in every order of
+// execution, not only in those that give a wrong value.
 #pragma once
 
 #include "readers.h"

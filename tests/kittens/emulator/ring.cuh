@@ -1,6 +1,6 @@
 // A ring of stages that two blocks of a cluster fill for each other, each a half of every tile, as
-// the wide gradient of attention does: one thread's relaxed arrival hands a stage back for its whole
-// warpgroup, behind the wait for the products that have read it. That is legal, and no alarm.
+// the wide gradient of attention does: one thread's relaxed arrival hands a stage back for its
+// whole warpgroup, behind the wait for the products that have read it. That is legal, and no alarm.
 #pragma once
 
 #include "defect.h"
