@@ -17,8 +17,8 @@ namespace kittens::inline KITTENS_BACKEND {
 // round. The package's own kernels walk with it as well. Most of them keep a ring's semaphores in
 // arrays of their own, because a stage there has others than one pair: several that fill parts of a
 // stage which is freed as one (attention's backward, the scales of fp8), or further ones for what
-// is handed over besides. Those of the matrix products are initialised by the warp that loads, so that
-// it waits for nobody before its first load; publish_semaphores is for the whole block.
+// is handed over besides. Those of the matrix products are initialised by the warp that loads, so
+// that it waits for nobody before its first load; publish_semaphores is for the whole block.
 template <int stages>
 struct pipeline_state {
     static_assert(stages >= 1, "a ring has at least one stage");
