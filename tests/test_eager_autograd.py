@@ -357,6 +357,16 @@ def test_which_calls_have_a_node_in_cpp(device):
         assert in_python != _load.has_nodes, sample
 
 
+@pytest.mark.skipif(not _load.has_nodes, reason="there are no nodes in C++ for this torch")
+def test_an_op_of_ops_has_no_kernel_that_explains_its_absence():
+    """Where CUDA kernels are missing, each op says why; one that is made of others leaves it to
+    them."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert has_kernel("thunderkittens::fp8_linear", "CompositeImplicitAutograd")
+    assert not has_kernel("thunderkittens::fp8_linear", "CUDA")
+    assert has_kernel("thunderkittens::fp8_gemm", "CUDA")
+
+
 def test_which_arguments_get_a_gradient(device):
     """Of each subset of what requires one, and of each subset that is asked for."""
     sample = SAMPLES["attention_options"]
