@@ -25,6 +25,7 @@ struct SplitKTraits {
     static constexpr Config config = make_config(SPLIT_K_SHAPES[0], dtype, false, false);
     static constexpr int height = config.block_m, consumers = config.consumers;
     static constexpr int threads = single_wave_threads(config), epilogue_buffers = 0;
+    static constexpr int first_bias_row = 0, semaphores = 0;
     static constexpr int max_n = SPLIT_K_SHAPES[1].block_n;
     // A stage is a sequence of tiles of 64 x 64: the rows of a of either consumer, then columns of
     // b.
