@@ -226,7 +226,9 @@ def test_library_uses_the_stable_abi_alone(library):
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_library_hides_its_symbols(library):
     defined = Elf(compiled(library)).symbols(defined=True)
-    assert not [s for s in defined if "thunderkittens" in s or "kittens" in s]
+    ours = {s for s in defined if "kittens" in s}
+    # What forces a choice, for measurements (csrc/common/forced.h).
+    assert ours == ({"thunderkittens_force"} if name == "_cuda.so" else set())
 
 
 def test_compiled_module_works_without_torch():
