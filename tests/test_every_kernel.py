@@ -44,21 +44,21 @@ def test_every_grouped_kernel_of_fp16(name):
     right = b if name[3] == "n" else b.mT.contiguous().mT
     block_m, block_n, _, stages, *_, consumers = numbers_of("grouped_gemm", name[0])
     config = {"block_m": block_m, "block_n": block_n, "stages": stages, "consumers": consumers}
-    with tk.emulate("late_mma", seed=1, config=config | {"blocks": 2, "band": 1}) as run:
+    with tk.emulate("late_mma", seed=1, config=config | {"blocks": 2, "raster_group": 1}) as run:
         out = tk.grouped_gemm(left, right, offs)
     assert torch.equal(out, expected)
     assert run.kernels[0]["kernel"] == name[0]
 
 
 @pytest.mark.parametrize(
-    "name", named("gemm", r"(bf16|fp16)_n([nt])_stream_64x128_fused"), ids=by_name
+    "name", named("gemm", r"(bf16|fp16)_n([nt])_swap_ab_64x128_fused"), ids=by_name
 )
-def test_every_fused_kernel_of_few_rows(name):
+def test_every_fused_swap_ab_kernel(name):
     dtype = DTYPES[name[1]]
     a, b = integers(61, 520, dtype=dtype), integers(520, 200, dtype=dtype)
     bias, residual = integers(200, dtype=dtype), integers(61, 200, dtype=dtype)
     config = {"block_m": 64, "block_n": 128, "stages": 4, "consumers": 1, "block_k": 128}
-    config |= {"fused": True, "streamed": True, "splits": 2, "blocks": 4}
+    config |= {"fused": True, "swap_ab": True, "splits": 2, "blocks": 4}
     right = b if name[2] == "n" else b.t().contiguous().t()
     with tk.emulate("late_mma", seed=1, config=config) as run:
         out = tk.gemm(a, right, bias=bias, residual=residual, activation="relu", beta=2.0)
@@ -111,8 +111,8 @@ def test_every_kernel_that_quantises_to_nvfp4(name):
     assert run.kernels[0]["kernel"] == name[0]
 
 
-@pytest.mark.parametrize("name", named("mxfp8_gemm", r"(e4m3|e5m2)_few_(\d+)"), ids=by_name)
-def test_every_kernel_of_few_rows_of_mxfp8(name):
+@pytest.mark.parametrize("name", named("mxfp8_gemm", r"(e4m3|e5m2)_swap_ab_(\d+)"), ids=by_name)
+def test_every_swap_ab_kernel_of_mxfp8(name):
     m, n, k = int(name[2]) - 1, 136, 288
     a, scale_a = operand(m, k, KINDS["e4m3"], True, "cpu")
     b, scale_b = operand(n, k, KINDS[name[1]], True, "cpu")
@@ -126,17 +126,17 @@ def test_every_kernel_of_few_rows_of_mxfp8(name):
 
 @pytest.mark.parametrize("splits", [1, 2, 3])
 @pytest.mark.parametrize("m", [16, 31])
-def test_codes_of_few_rows_whose_k_is_divided(m, splits):
+def test_native_swap_ab_with_split_k(m, splits):
     """By the blocks of a cluster, one for each tile of 64 columns: integers add up exactly."""
     a, scale_a = operand(m, 1056, KINDS["e4m3"], True, "cpu")
     b, scale_b = operand(200, 1056, KINDS["e4m3"], True, "cpu")
-    config = {"splits": splits, "few_blocks": 4 * splits}
+    config = {"splits": splits, "swap_ab_blocks": 4 * splits}
     with tk.emulate("late_mma", seed=m, config=config) as run:
         out = tk.mxfp8_gemm(a, b.t(), scale_a, scale_b, out_dtype=torch.float32, path="rebased")
     assert torch.equal(
         out, tk.reference.mxfp8_gemm(a, b.t(), scale_a, scale_b, out_dtype=torch.float32)
     )
-    assert (run.kernels[0]["direct"], run.kernels[0]["splits"]) == (True, splits)
+    assert (run.kernels[0]["native"], run.kernels[0]["splits"]) == (True, splits)
 
 
 # ---- the record of what has run ----

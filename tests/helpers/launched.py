@@ -106,10 +106,10 @@ def _nvfp4_quantize(name: str, choice: Mapping, call: Mapping) -> Iterator[Launc
 
 def _mxfp8_gemm(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
     yield "mxfp8_gemm", name
-    if name.partition("_")[2].startswith("few"):
-        yield "mxfp8_gemm", "expand"
-    if call.get("rebased") and name == "expand":
-        yield "gemm", "bf16_nt_128x128_fused_marked"
+    if name.partition("_")[2].startswith("swap_ab"):
+        yield "mxfp8_gemm", "dequantize"
+    if call.get("rebased") and name == "dequantize":
+        yield "gemm", "bf16_nt_128x128_fused_masked"
 
 
 def _fp8_gemm(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:

@@ -132,9 +132,9 @@ def measure(
         measurement.notes |= rounds.notes
     for name, timing in measurement.timings.items():
         if timing.late:
-            measurement.notes[name] = (
-                "the host was slower than the GPU: launch gaps are in the time"
-            )
+            late = "the host was slower than the GPU: launch gaps are in the time"
+            notes = [measurement.notes[name], late] if name in measurement.notes else [late]
+            measurement.notes[name] = "; ".join(notes)
     return measurement
 
 
