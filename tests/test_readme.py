@@ -173,7 +173,7 @@ def test_the_package_is_built_by_one_of_the_commands():
     assert "python3 -m venv .venv && . .venv/bin/activate && pip install" in demo
     assert "thunderkittens demo" in demo
     install, tests = command("test-command")
-    assert tests == "pytest"
+    assert tests == "pytest -n 2 --intensity 1"
     requirements = (ROOT / install.removeprefix("pip install -r ")).read_text().splitlines()
     names = [re.match(r"[\w-]+", line) for line in requirements if line[:1] != "#"]
     assert all(name and name[0] != "thunderkittens" for name in names)
@@ -220,16 +220,19 @@ def test_ci_runs_the_commands_as_they_stand(checks, tmp_path):
         "pip install .[demo]",
         "python -m thunderkittens demo",
     ]
-    assert calls[-2:] == ["pip install -r tests/requirements.txt", "pytest "]
+    assert calls[-2:] == [
+        "pip install -r tests/requirements.txt",
+        "pytest -n 2 --intensity 1",
+    ]
     assert [call for call in calls if call.startswith("pip install .")] == ["pip install .[demo]"]
     assert {"ruff check .", "mypy ", "python -m thunderkittens info"} <= set(calls)
     assert not (tmp_path / "clone/.venv").exists()
 
 
 def test_ci_fails_with_a_command(checks, tmp_path):
-    status, calls = checks(README.replace("\npytest\n", "\nfalse\npytest\n"))
+    status, calls = checks(README.replace("\npytest -n", "\nfalse\npytest -n"))
     assert status == 1
-    assert "pytest " not in calls
+    assert not any(call.startswith("pytest ") for call in calls)
     assert checks(README.replace("test-command", "other-command"))[0] == 1
     (tmp_path / "clone/.venv").mkdir()
     assert checks(README)[0] == 1
