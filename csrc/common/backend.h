@@ -48,12 +48,19 @@ inline std::string torch_name(DType dtype) {
 // and, of an object that stands for one call,
 //   guard(x)                    makes the device of x the current one, in a scope
 //   device(x)                   its properties
+//   sms_of_pass(x)              how many SMs the grid of a pass over all of x is for: on the
+//                               emulator, which runs blocks one after the other, one
+//   drawn(number)               a number that is new in each call; a replay of the call, which a
+//                               CUDA graph is, has the same again
 //   chosen(op, choice)          the choice, with the fields that are forced: by the caller of the
 //                               emulator, on a GPU by what measures the choice (forced.h)
 //   launch(op, choice, x)       begins the launch of the kernel chosen, on x's device's stream;
 //                               its may_read() and may_write() name the memory that kernels may
-//                               access, which the emulator checks and a GPU does not ask for
+//                               access, which the emulator checks and a GPU does not ask for.
+//                               may_read_early(): before the end of the kernel before it, too
 //   launch(kernel, x)           likewise where there is nothing to choose
+//   launch_part(op, choice, x)  likewise of what runs beside the kernel that was chosen
+// x may be a stream already.
 template <class Tensor>
 struct Backend;
 

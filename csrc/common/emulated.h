@@ -152,6 +152,12 @@ inline void fill_(Array& a, double value) {
         reinterpret_cast<float*>(a.data)[i] = static_cast<float>(value);
     }
 }
+inline Array transpose(Array a, int64_t i, int64_t j) {
+    const auto at = [&](int64_t k) { return static_cast<std::size_t>(k < 0 ? k + a.dims() : k); };
+    std::swap(a.size[at(i)], a.size[at(j)]);
+    std::swap(a.stride[at(i)], a.stride[at(j)]);
+    return a;
+}
 inline void zero_(Array& a) {
     if (a.elements() > 0) std::memset(a.data, 0, static_cast<std::size_t>(a.extent()));
 }
@@ -193,14 +199,9 @@ struct Result {
 // Overwrites fields of a choice by those that are forced.
 template <class Choice>
 void force(Choice& choice, const Call& call) {
-    std::size_t used = 0;
-    visit_fields(choice, [&](const char* name, auto& field) {
-        const auto found = call.config.find(name);
-        if (found == call.config.end()) return;
-        detail::from_value(name, found->second, field);
-        ++used;
-    });
-    TK_CHECK(used == call.config.size(), "the emulator: a forced field is none of the choice's");
+    if (call.config.empty()) return;
+    TK_CHECK(detail::force_fields(choice, call.config),
+             "the emulator: a forced field is none of the choice's");
 }
 
 // Gives the kernels that are launched in this scope their name, and the memory that they may
@@ -215,6 +216,9 @@ class Launch {
     void may_write(const char* name, const Array& a);
     void may_read(const char* name, const std::optional<Array>& a) {
         if (a) may_read(name, *a);
+    }
+    void may_read_early(const char* name, const std::optional<Array>& a) {
+        if (a) may_read_early(name, *a);
     }
     void may_write(const char* name, const std::optional<Array>& a) {
         if (a) may_write(name, *a);
@@ -282,18 +286,25 @@ struct Backend<emulated::Array> {
     };
     static Guard guard(const Array&) { return {}; }
     const DeviceProperties& device(const Array&) const { return call.device; }
+    static int sms_of_pass(const Array&) { return 1; }
+    static uint64_t drawn(uint64_t number) { return emulated::recorded(number); }
+    static Stream stream(const Array&) { return nullptr; }
     template <class Choice>
     Choice chosen(const char*, Choice value) const {
         emulated::force(value, call);
         return value;
     }
-    template <class Choice>
-    emulated::Launch launch(const char* op, const Choice& value, const Array&) const {
-        choice = detail::fields_of(value);
-        choice.emplace("kernel", kernel_name(value));
+    template <class Choice, class On>
+    emulated::Launch launch(const char* op, const Choice& value, const On& on) const {
+        choice = detail::named_fields_of(value);
+        return launch_part(op, value, on);
+    }
+    template <class Choice, class On>
+    static emulated::Launch launch_part(const char* op, const Choice& value, const On&) {
         return emulated::Launch(concat(op, ' ', kernel_name(value)));
     }
-    emulated::Launch launch(const char* kernel, const Array&) const {
+    template <class On>
+    static emulated::Launch launch(const char* kernel, const On&) {
         return emulated::Launch(kernel);
     }
 

@@ -24,14 +24,8 @@ void force(const char* op, Choice& choice) {
         return;
     const Forced* forced = forced_choice.load(std::memory_order_acquire);
     if (forced == nullptr || forced->op != op) return;
-    std::size_t used = 0;
-    visit_fields(choice, [&](const char* name, auto& field) {
-        const auto found = forced->fields.find(name);
-        if (found == forced->fields.end()) return;
-        detail::from_value(name, found->second, field);
-        ++used;
-    });
-    TK_CHECK(used == forced->fields.size(), op, ": a forced field is none of the choice's");
+    TK_CHECK(detail::force_fields(choice, forced->fields), op,
+             ": a forced field is none of the choice's");
 }
 
 }  // namespace thunderkittens

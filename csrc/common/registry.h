@@ -13,6 +13,10 @@
 //
 //   static const bool registered = register_op("gemm", "gemm", &kernels, &unsupported, &choose);
 //
+// A choice may say which kernel runs by an enumeration, whose values have names in its namespace:
+//
+//   constexpr const char* strategy_name(Kernel);    nullptr past the last
+//
 // An op may also have, by register_candidates(), the choice and what else could run, which
 // `bench OP --regret` times:
 //
@@ -88,9 +92,16 @@ inline const OpEntry& find_op(const std::string& op) {
 namespace detail {
 
 template <typename T>
+concept named_strategy = requires(T kernel) {
+    strategy_name(kernel);
+};
+
+template <typename T>
 Value to_value(const T& field) {
     if constexpr (std::is_same_v<T, DType>) {
         return std::string(name_of(field));
+    } else if constexpr (named_strategy<T>) {
+        return std::string(strategy_name(field));
     } else if constexpr (std::is_same_v<T, bool>) {
         return field;
     } else if constexpr (std::is_integral_v<T> || std::is_enum_v<T>) {
@@ -116,6 +127,14 @@ void from_value(const std::string& where, const Value& value, T& field) {
         const auto dtype = text ? dtype_from_name(*text) : std::nullopt;
         TK_CHECK(dtype, where, " must be one of 'bf16', 'fp16', 'fp32', 'int32', 'e4m3', 'e5m2'");
         field = *dtype;
+    } else if constexpr (named_strategy<T>) {
+        const auto* text = std::get_if<std::string>(&value);
+        std::string known;
+        for (int i = 0; const char* const name = strategy_name(T(i)); ++i) {
+            if (text && *text == name) return void(field = T(i));
+            known += concat(i > 0 ? ", '" : "'", name, '\'');
+        }
+        throw std::runtime_error(concat(where, " must be one of ", known));
     } else if constexpr (std::is_same_v<T, std::string>) {
         const auto* text = std::get_if<std::string>(&value);
         TK_CHECK(text, where, " must be a string");
@@ -136,6 +155,24 @@ Fields fields_of(const Struct& values) {
         fields.emplace(name, to_value(std::as_const(field)));
     });
     return fields;
+}
+
+// Overwrites fields of a choice, for tests and measurements of it; what follows from them is the
+// op's matter, which has a function for that. False where one is none of the choice's.
+template <typename Choice>
+bool force_fields(Choice& choice, const Fields& forced) {
+    const Choice before = choice;
+    std::size_t used = 0;
+    visit_fields(choice, [&](const char* name, auto& field) {
+        const auto found = forced.find(name);
+        if (found == forced.end()) return;
+        from_value(name, found->second, field);
+        ++used;
+    });
+    if constexpr (requires { follow_forced(choice, before, false); }) {
+        follow_forced(choice, before, forced.contains("strategy"));
+    }
+    return used == forced.size();
 }
 
 template <typename Config>
@@ -186,8 +223,7 @@ std::string symbol_of(const std::string& kernel, const std::string& type, const 
 }
 // The same for kernel<Traits<value>>, a value of an enumeration.
 template <typename Enum>
-    requires std::is_enum_v<Enum>
-std::string symbol_of(const std::string& kernel, Enum value) {
+requires std::is_enum_v<Enum> std::string symbol_of(const std::string& kernel, Enum value) {
     return concat(kernel.size(), kernel, "I*L<enum>", static_cast<int>(value), 'E');
 }
 

@@ -172,6 +172,10 @@ struct Backend<Tensor> {
     static const DeviceProperties& device(const Tensor& x) {
         return device_properties(x.get_device_index());
     }
+    static int sms_of_pass(const Tensor& x) { return device(x).sm_count; }
+    static uint64_t drawn(uint64_t number) { return number; }
+    static Stream stream(const Tensor& x) { return current_stream(x); }
+    static Stream stream(Stream stream) { return stream; }
     template <class Choice>
     static Choice chosen(const char* op, Choice choice) {
         force(op, choice);
@@ -183,13 +187,22 @@ struct Backend<Tensor> {
         template <class T>
         void may_read(const char*, const T&) const {}
         template <class T>
+        void may_read_early(const char*, const T&) const {}
+        template <class T>
         void may_write(const char*, const T&) const {}
     };
-    template <class Choice>
-    static Launch launch(const char*, const Choice&, const Tensor& x) {
-        return {current_stream(x)};
+    template <class Choice, class On>
+    static Launch launch(const char*, const Choice&, const On& on) {
+        return {stream(on)};
     }
-    static Launch launch(const char*, const Tensor& x) { return {current_stream(x)}; }
+    template <class Choice, class On>
+    static Launch launch_part(const char*, const Choice&, const On& on) {
+        return {stream(on)};
+    }
+    template <class On>
+    static Launch launch(const char*, const On& on) {
+        return {stream(on)};
+    }
 };
 // It has no state: the devices of a call are those of its tensors.
 inline const Backend<Tensor> gpu{};

@@ -9,7 +9,6 @@
 #include <cstdint>
 #include <iterator>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "csrc/common/device.h"
@@ -46,6 +45,7 @@ constexpr Config CONFIGS[] = {
     {DType::fp16, Gate::blocked}, {DType::fp16, Gate::interleaved},
     {DType::fp32, Gate::blocked}, {DType::fp32, Gate::interleaved},
 };
+constexpr Config config_at(std::size_t i) { return CONFIGS[i]; }
 
 struct Params {
     const void* grad = nullptr;  // (rows, columns), rows `grad_stride` elements apart
@@ -85,18 +85,8 @@ std::vector<KernelInfo> kernels();
 Params params_of(const Problem& problem, const void* grad, int64_t grad_stride, const void* z,
                  void* out);
 
-// Runs the kernel of `config` on the stream; or of one that is chosen at run time, if it is there.
+// Runs the kernel of `config` on the stream.
 template <Config config>
 void launch(const Params& params, Stream stream);
-template <std::size_t... indices>
-bool launch_any(const Config& config, const Params& params, Stream stream,
-                std::index_sequence<indices...>) {
-    return (
-        (config == CONFIGS[indices] ? (launch<CONFIGS[indices]>(params, stream), true) : false) ||
-        ...);
-}
-inline bool launch_choice(const Config& config, const Params& params, Stream stream) {
-    return launch_any(config, params, stream, std::make_index_sequence<std::size(CONFIGS)>());
-}
 
 }  // namespace thunderkittens::gemm_backward

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "csrc/common/backend.h"
+#include "csrc/gemm/common/listed.h"
 #include "csrc/gemm/dense/gemm_backward.h"
 
 namespace thunderkittens::gemm_backward {
@@ -43,8 +44,9 @@ Tensor gemm_backward_body(const Backend<Tensor>& on, const Tensor& grad_in, cons
     launch.may_read("grad", grad);
     launch.may_read("z", z);
     launch.may_write("out", out);
-    TK_CHECK(launch_choice(config, params, launch.stream), OP, ": no kernel for ",
-             name_of(problem.dtype));
+    const bool found = gemm::launch_listed<config_at, std::size(CONFIGS)>(
+        config, [&]<Config c>() { return gemm_backward::launch<c>(params, launch.stream), true; });
+    TK_CHECK(found, OP, ": no kernel for ", name_of(problem.dtype));
     return out;
 }
 

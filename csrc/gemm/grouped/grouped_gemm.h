@@ -103,16 +103,4 @@ std::vector<KernelInfo> kernels();
 template <gemm::Config config>
 void launch(const Params& params, Stream stream);
 
-// The same for a configuration that is known at run time; false when there is no such kernel.
-template <std::size_t i = 0>
-bool launch_any(const gemm::Config& config, const Params& params, Stream stream) {
-    if constexpr (i < CONFIGS) {
-        if (config != config_at(i)) return launch_any<i + 1>(config, params, stream);
-        launch<config_at(i)>(params, stream);
-        return true;
-    } else {
-        return false;
-    }
-}
-
 }  // namespace thunderkittens::grouped_gemm

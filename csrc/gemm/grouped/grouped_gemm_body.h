@@ -2,6 +2,7 @@
 // choice, launch. Host C++ without torch.
 #pragma once
 
+#include "csrc/gemm/common/listed.h"
 #include "csrc/gemm/common/operands.h"
 #include "csrc/gemm/grouped/grouped_gemm.h"
 
@@ -88,8 +89,10 @@ Tensor grouped_gemm_body(const Backend<Tensor>& on, const Tensor& a, const Tenso
     launch.may_read("b", right.tensor);
     launch.may_read("offs", offs);
     launch.may_write("out", out);
-    TK_CHECK(launch_any(choice.config, params, launch.stream), OP, ": no kernel ",
-             kernel_name(choice));
+    const bool found = gemm::launch_listed<config_at, CONFIGS>(
+        choice.config,
+        [&]<gemm::Config c>() { return grouped_gemm::launch<c>(params, launch.stream), true; });
+    TK_CHECK(found, OP, ": no kernel ", kernel_name(choice));
     return out;
 }
 
