@@ -29,7 +29,7 @@ def test_ragged_sizes(shape, policy):
     a = matrix((torch.randn(m, k) / k**0.5).to(dtype), "sliced")
     bias = torch.randn(n).to(dtype) if m != 200 else None
     out_dtype = (BF16, FP16, FP32)[m % 3]
-    config = {"fused_dequant": True, "raster_group": 2, "blocks": 2 + odd}
+    config = {"strategy": "fused_dequant", "raster_group": 2, "blocks": 2 + odd}
     with tk.emulate(policy, seed=m, config=config) as run:
         out = tk.nvfp4_gemm(a, weight, bias=bias, out_dtype=out_dtype)
     name = "nvfp4_fp16_fused_dequant" if odd else "nvfp4_bf16_fused_dequant"
@@ -42,7 +42,7 @@ def test_ragged_sizes(shape, policy):
 def test_activations(activation, out_dtype):
     weight, a = prepared(80, 64), (torch.randn(70, 64) / 8).to(BF16)
     options = {"bias": torch.randn(80).to(BF16), "activation": activation}
-    with tk.emulate(config={"fused_dequant": True, "blocks": 1}):
+    with tk.emulate(config={"strategy": "fused_dequant", "blocks": 1}):
         out = tk.nvfp4_gemm(a, weight, out_dtype=out_dtype, **options)
     check(out, a, weight, **options)
 
@@ -53,7 +53,7 @@ def test_one_hot_rows_select(dtype):
     weight, column = prepared(70, 160), torch.randint(0, 160, (150,))
     a = torch.zeros(150, 160, dtype=dtype)
     a[torch.arange(150), column] = 1
-    with tk.emulate("random", seed=2, config={"fused_dequant": True, "blocks": 2}):
+    with tk.emulate("random", seed=2, config={"strategy": "fused_dequant", "blocks": 2}):
         out = tk.nvfp4_gemm(a, weight, out_dtype=FP32)
         zero = tk.nvfp4_gemm(a[:, :0], prepared(70, 0), out_dtype=FP32)
     dense = values(weight.data, 70, 160) * weight.global_scale
@@ -68,7 +68,7 @@ def test_choice():
         name = _C.choose("nvfp4_gemm", large | {"dtype": dtype}, H200)["kernel"]
         assert name == f"nvfp4_{dtype}_fused_dequant"
     for other in ({"m": 256}, {"k": 8192}, {"n": 400000}, {"grouped": True, "groups": 2}):
-        assert not _C.choose("nvfp4_gemm", large | other, H200)["fused_dequant"]
+        assert _C.choose("nvfp4_gemm", large | other, H200)["strategy"] != "fused_dequant"
 
 
 LARGE = [(2048, 24576, 1536), (4096, 7168, 2048), (4100, 5003, 1040)]
@@ -81,7 +81,7 @@ def test_large_products(device, shape, dtype):
     """A product of the weight's values, which 16 bits hold; the factor is a power of two."""
     m, n, k = shape
     problem = {"m": m, "n": n, "k": k, "dtype": "bf16" if dtype is BF16 else "fp16"}
-    assert _C.choose("nvfp4_gemm", problem, H200)["fused_dequant"]
+    assert _C.choose("nvfp4_gemm", problem, H200)["strategy"] == "fused_dequant"
     weight = prepared(n, k, device=device)
     weight = weight._replace(global_scale=torch.full_like(weight.global_scale, 0.5))
     dense = (values(weight.data, n, k) * weight.global_scale).to(dtype)
@@ -100,7 +100,7 @@ def test_large_products(device, shape, dtype):
 def test_large_one_hot_rows_select(device, dtype):
     m, n, k = 4096, 5000, 2064
     problem = {"m": m, "n": n, "k": k, "dtype": "bf16" if dtype is BF16 else "fp16"}
-    assert _C.choose("nvfp4_gemm", problem, H200)["fused_dequant"]
+    assert _C.choose("nvfp4_gemm", problem, H200)["strategy"] == "fused_dequant"
     weight, column = prepared(n, k, device=device), torch.randint(0, k, (m,), device=device)
     a = torch.zeros(m, k, dtype=dtype, device=device)
     a[torch.arange(m, device=device), column] = 1
@@ -112,7 +112,7 @@ def test_large_one_hot_rows_select(device, dtype):
 def test_streams_and_graph(device):
     """Two calls at a time share the GPU's SMs: blocks of either may be there without the others."""
     m, n, k = 4096, 4096, 2048
-    assert _C.choose("nvfp4_gemm", {"m": m, "n": n, "k": k}, H200)["fused_dequant"]
+    assert _C.choose("nvfp4_gemm", {"m": m, "n": n, "k": k}, H200)["strategy"] == "fused_dequant"
     pairs = [
         (torch.randn(m, k, device=device).to(BF16), prepared(n, k, device=device)) for _ in range(2)
     ]

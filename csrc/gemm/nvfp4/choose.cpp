@@ -105,17 +105,18 @@ Choice best(const Problem& p, int sm_count) {
     for (const TileShape& shape : TILE_SHAPES) {
         if (shape.tokens != tokens) continue;
         const Config config = make_config(shape, p.dtype);
-        if (is_gemv(config)) return {config, schedule_gemv(config, p, sm_count)};
+        const Kernel kernel = kernel_of(config);
+        if (kernel == Kernel::gemv) return {kernel, config, schedule_gemv(config, p, sm_count)};
         const int64_t tiles = ceil_div(p.n, block_rows(config)) * ceil_div(rows, config.tokens);
-        if (config.split_k > 1) {
+        if (kernel == Kernel::split_k) {
             if (split_k_pays(config, p, tiles, sm_count)) {
-                choice = {config, {.blocks = static_cast<int>(tiles * config.split_k)}};
+                choice = {kernel, config, {.blocks = static_cast<int>(tiles * config.split_k)}};
             }
             continue;
         }
         const bool first = choice.schedule.blocks == 0;
         if (first || tiles * 4 >= sm_count * 3) {
-            choice = {config, schedule_for(config, p, sm_count)};
+            choice = {kernel, config, schedule_for(config, p, sm_count)};
         }
     }
     return choice;
@@ -153,7 +154,7 @@ Choice fused_dequant(Choice choice, const Problem& p, int sm_count) {
     const int64_t rows = ceil_div(p.m, config.block_m);
     const double height = std::sqrt(double(sm_count) * config.block_n / config.block_m);
     const int64_t raster_groups = std::max<int64_t>(1, std::llround(double(rows) / height));
-    choice.fused_dequant = true;
+    choice.kernel = Kernel::fused_dequant;
     choice.raster_group = static_cast<int>(ceil_div(rows, raster_groups));
     // Blocks without a tile dequantize.
     choice.schedule = {.blocks = sm_count};
@@ -179,8 +180,8 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
     if (p.k % 16 != 0) return concat("k must be a multiple of 16, got ", p.k);
     // The kernels count tiles in 31 bits, up to one wave of blocks past the last.
     const Choice choice = choose(p, device);
-    const int64_t tile_rows =
-        is_gemv(choice.config) ? STRIP_ROWS * choice.schedule.strips : block_rows(choice.config);
+    const int64_t tile_rows = choice.kernel == Kernel::gemv ? STRIP_ROWS * choice.schedule.strips
+                                                            : block_rows(choice.config);
     const double tiles =
         double(ceil_div(p.m, choice.config.tokens) + p.groups) * double(ceil_div(p.n, tile_rows));
     if (tiles > 2e9) return concat("the output has ", tiles, " tiles; at most 2e9 are supported");
@@ -202,6 +203,12 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
                                                            : choice;
 }
 
+void follow_forced(Choice& choice, const Choice&, bool kernel_is_forced) {
+    if (!kernel_is_forced) choice.kernel = kernel_of(choice.config);
+    const int in_cluster = choice.schedule.splits * choice.schedule.multicast;
+    choice.schedule.blocks = (choice.schedule.blocks + in_cluster - 1) / in_cluster * in_cluster;
+}
+
 std::string kernel_name(const Config& c) {
     if (is_gemv(c)) return concat("nvfp4_", name_of(c.dtype), "_gemv", c.tokens);
     return concat("nvfp4_", name_of(c.dtype), '_', block_rows(c), 'x', c.tokens,
@@ -209,7 +216,7 @@ std::string kernel_name(const Config& c) {
 }
 
 std::string kernel_name(const Choice& choice) {
-    if (choice.fused_dequant) return fused_dequant_name(choice.config.dtype);
+    if (choice.kernel == Kernel::fused_dequant) return fused_dequant_name(choice.config.dtype);
     return kernel_name(choice.config);
 }
 

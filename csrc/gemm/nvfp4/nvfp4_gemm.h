@@ -66,13 +66,19 @@ struct Schedule {
     bool stream_k = false;
 };
 
+// The kernel that runs: of swap_ab/, nvfp4_sm90.cuh, nvfp4_split_k_sm90.cuh, nvfp4_gemv_sm90.cuh,
+// or for many rows of fused_dequant/fused_dequant.h. Each computes every call of its problem.
+enum class Kernel : int { swap_ab, split_k, gemv, fused_dequant };
+constexpr const char* strategy_name(Kernel kernel) {
+    constexpr const char* names[] = {"swap_ab", "split_k", "gemv", "fused_dequant", nullptr};
+    return names[static_cast<int>(kernel)];
+}
+
 struct Choice {
+    Kernel kernel = Kernel::swap_ab;
     Config config;
     Schedule schedule;
-    // Many rows: the kernel of fused_dequant/fused_dequant.h instead, in raster groups of so many
-    // tiles.
-    bool fused_dequant = false;
-    int raster_group = 1;
+    int raster_group = 1;  // of fused_dequant, in tiles
 };
 
 // One call. a: base and stride, in elements, satisfy TMA. Rows of out are contiguous.
@@ -116,7 +122,7 @@ void visit_fields(Config& c, Visitor&& visit) {
 }
 template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
-    visit("fused_dequant", c.fused_dequant);
+    visit("strategy", c.kernel);
     visit("raster_group", c.raster_group);
     visit_fields(c.config, visit);
     visit("blocks", c.schedule.blocks);
@@ -128,6 +134,9 @@ void visit_fields(Choice& c, Visitor&& visit) {
 
 // The kernel of swap_ab/nvfp4_gemv_sm90.cuh: 16 warps multiply, one loads.
 constexpr bool is_gemv(const Config& c) { return c.row_groups == 0; }
+constexpr Kernel kernel_of(const Config& c) {
+    return is_gemv(c) ? Kernel::gemv : c.split_k > 1 ? Kernel::split_k : Kernel::swap_ab;
+}
 constexpr int GEMV_WARPS = 16;
 constexpr int GEMV_STRIPS = 16;  // of a tile at most, four per warp
 constexpr int GEMV_STAGES = 16;  // at most
@@ -263,30 +272,15 @@ std::string unsupported(const Problem& problem, const DeviceProperties& device);
 Choice choose(const Problem& problem, const DeviceProperties& device);
 std::string kernel_name(const Config& config);
 std::string kernel_name(const Choice& choice);
+// After fields of a choice have been forced: its kernel follows from the configuration, unless it
+// is forced itself, and a grid is whole clusters.
+void follow_forced(Choice& choice, const Choice& before, bool kernel_is_forced);
 
-// Runs the kernel of `config` on the stream; the second where is_gemv() says so.
+// Run the kernel of `config` on the stream: swap_ab or split_k, gemv.
 template <Config config>
 void launch(const Params& params, Stream stream);
 template <Config config>
 void launch_gemv(const Params& params, Stream stream);
-
-// The same for a configuration that is known at run time; false when there is no such kernel.
-template <std::size_t i = 0>
-bool launch_any(const Config& config, const Params& params, Stream stream) {
-    if constexpr (i < CONFIGS) {
-        if (config != config_at(i)) {
-            return launch_any<i + 1>(config, params, stream);
-        }
-        constexpr Config c = config_at(i);
-        if constexpr (is_gemv(c))
-            launch_gemv<c>(params, stream);
-        else
-            launch<c>(params, stream);
-        return true;
-    } else {
-        return false;
-    }
-}
 
 // NVFP4 weights (groups, n, k) into pieces, and back as values times the global scale.
 struct PrepareParams {

@@ -326,7 +326,7 @@ def _cpu(
     if emulation.active():
         return emulation.run(
             "nvfp4_gemm",
-            {"a": a, "b": b, "global_scale": global_scale.reshape(-1), "bias": bias, "offs": offs},
+            {"a": a, "b": b, "global_scale": global_scale, "bias": bias, "offs": offs},
             n=n,
             activation=activation,
             out_dtype=emulation.NAMES[dtype],
