@@ -83,6 +83,7 @@ def test_candidates_of_attention():
 def test_text_of_forced_fields():
     fields = {"kernel": "x", "dtype": "bf16", "fused": False, "swap_ab": True, "block_m": 64}
     assert forced.text_of(fields) == "swap_ab=1 block_m=64"
+    assert forced.text_of({"strategy": "split_k", "splits": 3}) == "strategy=split_k splits=3"
     calls = []
 
     def force(op, text):
@@ -122,7 +123,7 @@ def test_regret_and_worth():
         "gemm",
         [
             {"op": "gemm", "name": "a", "registers": 168, "code_bytes": 10, "seconds": 3.5},
-            {"op": "gemm", "name": "a_once", "registers": 128, "code_bytes": 5, "seconds": 3.5},
+            {"op": "gemm", "name": "a", "registers": 128, "code_bytes": 5, "seconds": 3.5},
             {"op": "other", "name": "b", "registers": 1},
             {"registers": 7},
         ],

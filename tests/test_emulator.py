@@ -375,7 +375,8 @@ def test_kernels_are_chosen_as_on_the_gpu():
     with tk.emulate() as run:
         tk.gemm(a, a)
     chosen = _C.choose("gemm", problem, device)
-    assert run.kernels == [chosen | {"kernel": chosen["kernel"] + "_single_wave"}]
+    assert chosen["strategy"] == "single_wave_64x64"
+    assert run.kernels == [chosen]
 
 
 def test_random_order_is_drawn_from_the_seed():

@@ -93,7 +93,7 @@ def test_a_replayed_split_k_product(policy, splits, blocks):
     """Partial sums of split-K, and of stream-K with its fix-up."""
     m, n, k = (128, 136, 520) if splits == 3 else (128, 264, 1160)
     a, b = torch.randint(-4, 5, (m, k)).bfloat16(), torch.randint(-4, 5, (k, n)).bfloat16()
-    tile = {"block_m": 128, "block_n": 192, "stages": 5, "consumers": 2}
+    tile = {"strategy": "split_k", "block_m": 128, "block_n": 192, "stages": 5, "consumers": 2}
     tile |= {"splits": splits, "blocks": blocks}
     with tk.emulate(policy, seed=n, config=tile, replay=True) as run:
         out = tk.gemm(a, b)

@@ -136,7 +136,7 @@ def test_native_swap_ab_with_split_k(m, splits):
     assert torch.equal(
         out, tk.reference.mxfp8_gemm(a, b.t(), scale_a, scale_b, out_dtype=torch.float32)
     )
-    assert (run.kernels[0]["native"], run.kernels[0]["splits"]) == (True, splits)
+    assert (run.kernels[0]["strategy"], run.kernels[0]["splits"]) == ("swap_ab_native", splits)
 
 
 # ---- the record of what has run ----

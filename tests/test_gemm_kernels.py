@@ -201,7 +201,8 @@ def test_gemm_split_k(b_n_major, dtype, policy):
         if not b_n_major:
             b = b.t().contiguous().t()
         tile = {"block_m": 128, "block_n": block_n, "stages": stages, "consumers": 2}
-        tile |= {"splits": splits, "blocks": blocks, "evict_first_b": number % 3 == 0}
+        tile |= {"strategy": "split_k", "splits": splits, "blocks": blocks}
+        tile["evict_first_b"] = number % 3 == 0
         with tk.emulate(policy, seed=n, config=tile) as run:
             out = tk.gemm(a, b, bias=bias)
         assert torch.equal(out, expected.to(dtype)), (m, n, k, splits)
@@ -216,7 +217,7 @@ def test_gemm_stream_k_beside_others(offset, tile):
     """Into a part of rows, from a multiple of 16 bytes on or not; reruns have the same bits."""
     a, b = torch.randn(200, 1928).bfloat16(), torch.randn(1928, 200).bfloat16()
     config = {"block_m": 128, "block_n": tile[0], "stages": tile[1], "consumers": 2}
-    config |= {"splits": 3, "blocks": 6}
+    config |= {"strategy": "split_k", "splits": 3, "blocks": 6}
     runs = []
     for policy in POLICIES:
         around = torch.full((200, 208), math.nan, dtype=torch.bfloat16)
@@ -251,7 +252,8 @@ FP8_SPLIT_K = [
 
 def split_k_config(block_n: int, splits: int) -> dict[str, object]:
     config = {"block_m": 128, "block_n": block_n, "block_k": 128, "swap_ab": False}
-    return config | {"stages": 0, "buffers": 0, "consumers": 2, "splits": splits}
+    config |= {"strategy": "split_k", "stages": 0, "buffers": 0, "consumers": 2}
+    return config | {"splits": splits}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -332,7 +334,8 @@ def test_fp8_gemm_fits_few_tiles(m, n, k, width, splits):
     problem = {"m": m, "n": n, "k": k, "a_dtype": "e4m3", "b_dtype": "e4m3", "out_dtype": "bf16"}
     for accurate in (False, True):
         chosen = _C.choose("fp8_gemm", problem | {"accurate": accurate}, H200)
-        assert (chosen["stages"], chosen["block_n"], chosen["splits"]) == (0, width, splits)
+        found = (chosen["strategy"], chosen["block_n"], chosen["splits"])
+        assert found == ("split_k", width, splits)
         assert chosen["blocks"] == -(-m // 128) * -(-n // width) * splits <= H200.sm_count
     others = {
         "activated": True,
@@ -342,9 +345,9 @@ def test_fp8_gemm_fits_few_tiles(m, n, k, width, splits):
         "m": 16384,
     }
     for name, value in others.items():
-        assert _C.choose("fp8_gemm", problem | {name: value}, H200)["stages"] > 0, name
+        assert _C.choose("fp8_gemm", problem | {name: value}, H200)["strategy"] != "split_k", name
     read = {"m": 128, "n": 28672, "k": 8192}  # from memory, for as long in any tiles
-    assert _C.choose("fp8_gemm", problem | read, H200)["stages"] > 0
+    assert _C.choose("fp8_gemm", problem | read, H200)["strategy"] != "split_k"
 
 
 # ---- every kernel of the registry, by its name ----

@@ -261,15 +261,10 @@ def test_family_headers_are_plain_host_code():
 AUTOGRAD = files(("csrc/autograd",), CPP)
 
 
-# Ops that are still written twice, for torch's tensors in their file and for arrays in an
-# emulated*.cpp.
-TWO_BODIES = {"gemm", "fp8_gemm", "fp8_quantize", "mxfp8_gemm", "nvfp4_gemm"}
-
-
 def test_an_op_has_one_body():
     """In <op file>_body.h, a template over the back end: the op file and an emulated*.cpp beside it
     hand their arguments to it, and allocate, choose and launch nothing themselves."""
-    sources = [path for path in family_sources() if path.stem not in TWO_BODIES]
+    sources = family_sources()
     bodies = {path.with_name(f"{path.stem}_body.h") for path in sources}
     assert bodies == {path for family in families() for path in family.rglob("*_body.h")}
     registrations = set(sources)
@@ -278,8 +273,7 @@ def test_an_op_has_one_body():
         assert body in includes(source), name(source)
         emulated = [p for p in source.parent.glob("emulated*.cpp") if body in includes(p)]
         assert len(emulated) == 1, name(source)
-        if not any(f'register_run("{op}"' in emulated[0].read_text() for op in TWO_BODIES):
-            registrations.add(emulated[0])
+        registrations.add(emulated[0])
     assert not hits(r"\b(unsupported|choose\w*|launch\w*|allocate)\(", sorted(registrations))
 
 

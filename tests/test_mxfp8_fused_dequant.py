@@ -30,7 +30,8 @@ def test_integers_are_exact(block_n, shape, sm_count, policy):
     bias = torch.randint(-3, 4, (n,)).to(BF16) if odd else None
     out_dtype = (BF16, FP16, FP32)[(m + sm_count) % 3]
     given = (a, b.t(), scale_a, scale_b)
-    config = {"fused_dequant": True, "block_n": block_n}
+    blocks = min(sm_count, -(-m // 128) * -(-n // block_n))
+    config = {"strategy": "fused_dequant", "block_n": block_n, "raster_group": 2, "blocks": blocks}
     with tk.emulate(policy, seed=m, config=config, sm_count=sm_count) as run:
         out = tk.mxfp8_gemm(*given, bias=bias, out_dtype=out_dtype)
     assert [kernel["kernel"] for kernel in run.kernels] == [TILES[block_n]]
@@ -57,7 +58,8 @@ def test_any_codes_and_rows_apart():
     room = torch.empty(150, 320, dtype=torch.uint8).fill_(0x7F)
     room[:, :288] = a.view(torch.uint8)
     a = room.view(E4M3)[:, :288]
-    with tk.emulate("random", seed=1, config={"fused_dequant": True}, sm_count=2):
+    config = {"strategy": "fused_dequant", "block_n": 256, "raster_group": 2, "blocks": 2}
+    with tk.emulate("random", seed=1, config=config, sm_count=2):
         out = tk.mxfp8_gemm(a, b.t(), laid_out(scale_a), laid_out(scale_b), out_dtype=FP32)
     with tk.emulate():
         expected = tk.mxfp8_gemm(a, b.t(), scale_a, scale_b, out_dtype=FP32, swizzle=False)
@@ -79,7 +81,7 @@ def test_choice():
         {"short_rows": False},
     ):
         assert _C.choose("mxfp8_gemm", large | other, H200)["kernel"] != "fused_dequant"
-    assert not _C.choose("mxfp8_gemm", large | {"rescaled": True}, H200)["fused_dequant"]
+    assert _C.choose("mxfp8_gemm", large | {"rescaled": True}, H200)["strategy"] == "rescale"
     narrow = _C.choose("mxfp8_gemm", {"m": 4096, "n": 2112, "k": 7168}, H200)
     assert narrow["kernel"] == "fused_dequant_176"
 

@@ -6,9 +6,9 @@
 #include "csrc/common/check.h"
 #include "csrc/common/registry.h"
 #include "csrc/gemm/common/balanced_tiles.h"
+#include "csrc/gemm/common/limits.h"
 #include "csrc/gemm/dense/balanced_order.h"
-#include "csrc/gemm/dense/single_wave.h"
-#include "csrc/gemm/dense/split_k.h"
+#include "csrc/gemm/dense/dispatch.h"
 
 namespace thunderkittens::gemm {
 namespace {
@@ -167,6 +167,25 @@ Schedule schedule_for(const Config& config, const Problem& p, const DeviceProper
     return schedule;
 }
 
+// The choice of a configuration, without balanced tiling at run-time widths, split-K and stream-K.
+Choice tiled_choice(const Config& config, const Problem& p, const DeviceProperties& device) {
+    Choice choice{.config = config, .schedule = schedule_for(config, p, device)};
+    if (has_epilogue_warps(config) && p.out_dtype == p.dtype) {
+        choice.schedule.store_interval = store_interval_for(p);
+    }
+    // As far as the problem tells.
+    choice.kernel = preferred_kernel(config);
+    const Params params{.m = p.m,
+                        .n = p.n,
+                        .k = p.k,
+                        .batch = p.batch,
+                        .out_stride = p.n,
+                        .out_dtype = p.out_dtype,
+                        .schedule = choice.schedule};
+    if (!allows(choice, params)) choice.kernel = kernel_of(config);
+    return choice;
+}
+
 // Skinny m: what counts is how fast b is read. With swap-AB a block reads its columns of b once.
 bool is_skinny(const Problem& p) { return p.m <= 64 && p.batch == 1 && !p.a_m_major; }
 // More rows, but few tiles and a long k: the same swap-AB kernel, with split-K over clusters.
@@ -178,7 +197,7 @@ bool is_skinny_with_long_k(const Problem& p, int sm_count) {
 
 Choice swap_ab_choice(const SwapAbShape& shape, int splits, const Problem& p,
                       const DeviceProperties& device) {
-    Choice choice{.config = make_config(shape, p.dtype, p.b_n_major)};
+    Choice choice{.kernel = Kernel::swap_ab, .config = make_config(shape, p.dtype, p.b_n_major)};
     const int64_t tiles = ceil_div(p.m, shape.block_m) * ceil_div(p.n, shape.block_n);
     const int64_t clusters = std::max(1, device.sm_count / splits);
     const int64_t waves = ceil_div(tiles, clusters);
@@ -304,24 +323,14 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
     if (p.dtype == DType::fp32) {
         return "operands must be bf16 or fp16, got fp32; convert them, or use torch.matmul";
     }
-    constexpr int64_t limit = std::numeric_limits<int32_t>::max();
-    if (std::min({p.m, p.n, p.k, p.batch}) < 0 || std::max({p.m, p.n, p.k, p.batch}) > limit) {
-        return concat("sizes must be in [0, ", limit, "], got m ", p.m, ", n ", p.n, ", k ", p.k,
-                      ", batch ", p.batch);
-    }
-    // The kernels count tiles in 31 bits, up to one wave of blocks past the last.
+    if (std::string reason = unsupported_sizes(p.m, p.n, p.k, "batch", p.batch); !reason.empty())
+        return reason;
     const Choice choice = choose(p, device);
     const double tiles = double(p.batch) * double(ceil_div(p.m, choice.config.block_m)) *
                          double(ceil_div(p.n, choice.config.block_n));
-    if (tiles > 2e9) return concat("the output has ", tiles, " tiles; at most 2e9 are supported");
     const int bytes =
-        is_split_k(choice.config) ? SPLIT_K_SHARED_BYTES : shared_bytes(choice.config);
-    if (bytes > device.shared_bytes_per_block) {
-        return concat("the kernel needs ", bytes,
-                      " bytes of shared memory per block, this GPU has ",
-                      device.shared_bytes_per_block);
-    }
-    return "";
+        choice.kernel == Kernel::split_k ? SPLIT_K_SHARED_BYTES : shared_bytes(choice.config);
+    return unsupported_resources(tiles, bytes, device);
 }
 
 Choice choose_fixed_width(const Problem& p, const DeviceProperties& device) {
@@ -345,19 +354,15 @@ Choice choose_fixed_width(const Problem& p, const DeviceProperties& device) {
             for (const TileShape& shape : NT_SHAPES) consider(shape);
         }
     }
-    Choice choice{.config = make_config(*best, p.dtype, p.a_m_major, p.b_n_major, p.fused)};
-    choice.schedule = schedule_for(choice.config, p, device);
-    if (has_epilogue_warps(choice.config) && p.out_dtype == p.dtype) {
-        choice.schedule.store_interval = store_interval_for(p);
-    }
-    return choice;
+    return tiled_choice(make_config(*best, p.dtype, p.a_m_major, p.b_n_major, p.fused), p, device);
 }
 
 namespace {
 
 Choice balanced_choice(const Config& config, const BalancedTiles& tiles, const Problem& p,
                        const DeviceProperties& device) {
-    Choice choice{.config = config, .schedule = schedule_for(config, p, device)};
+    Choice choice{
+        .kernel = Kernel::balanced, .config = config, .schedule = schedule_for(config, p, device)};
     choice.schedule.columns = tiles.columns, choice.schedule.extra_rows = tiles.extra_rows;
     const int64_t all = ceil_div(p.m, config.block_m) * tiles.columns + tiles.extra_rows;
     choice.schedule.blocks = static_cast<int>(std::min<int64_t>(all, std::max(1, device.sm_count)));
@@ -366,7 +371,8 @@ Choice balanced_choice(const Config& config, const BalancedTiles& tiles, const P
 
 Choice split_k_choice(const TileShape& shape, int splits, int blocks, const Problem& p,
                       const DeviceProperties& device) {
-    Choice choice{.config = make_config(shape, p.dtype, false, p.b_n_major)};
+    Choice choice{.kernel = Kernel::split_k,
+                  .config = make_config(shape, p.dtype, false, p.b_n_major)};
     choice.schedule = schedule_for(choice.config, p, device);
     choice.schedule.splits = splits, choice.schedule.blocks = blocks;
     return choice;
@@ -376,7 +382,7 @@ Choice split_k_choice(const TileShape& shape, int splits, int blocks, const Prob
 Choice choose_unsplit(const Problem& p, const DeviceProperties& device) {
     const Choice choice = choose_fixed_width(p, device);
     const Config config = balanced_config(p.dtype, p.b_n_major);
-    if (choice.config.swap_ab || !is_rounded(p)) return choice;
+    if (choice.kernel == Kernel::swap_ab || !is_rounded(p)) return choice;
     const int sm_count = std::max(1, device.sm_count);
     const BalancedTiles tiles = balance_tiles(config, p, sm_count);
     if (tiles.cycles > 0.985 * cycles(shape_of(choice.config), choice.config, p, sm_count)) {
@@ -389,9 +395,9 @@ Choice choose_unsplit(const Problem& p, const DeviceProperties& device) {
 
 Choice choose(const Problem& p, const DeviceProperties& device) {
     const Choice choice = choose_unsplit(p, device);
-    if (choice.config.swap_ab || !is_rounded(p) || p.m < 128) return choice;
+    if (choice.kernel == Kernel::swap_ab || !is_rounded(p) || p.m < 128) return choice;
     const int sm_count = std::max(1, device.sm_count);
-    const double whole = choice.config.balanced
+    const double whole = choice.kernel == Kernel::balanced
                              ? balance_tiles(choice.config, p, sm_count).cycles
                              : cycles(shape_of(choice.config), choice.config, p, sm_count);
     const SplitKTiles split_k = split_k_tiles(p, sm_count);
@@ -433,14 +439,12 @@ std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device)
         if (std::find(list.begin(), list.end(), choice) == list.end()) list.push_back(choice);
     };
     const auto add_tiles = [&](const TileShape& shape) {
-        Choice choice{.config = make_config(shape, p.dtype, p.a_m_major, p.b_n_major, p.fused)};
-        choice.schedule = schedule_for(choice.config, p, device);
-        if (has_epilogue_warps(choice.config) && p.out_dtype == p.dtype) {
-            choice.schedule.store_interval = store_interval_for(p);
-        }
+        const Config config = make_config(shape, p.dtype, p.a_m_major, p.b_n_major, p.fused);
+        Choice choice = tiled_choice(config, p, device);
         add(choice);
         choice.schedule.columns = choice.schedule.extra_rows = 0;
         add(choice);
+        add({kernel_of(config), config, choice.schedule});
     };
     for (const TileShape& shape : TILE_SHAPES) {
         if (!p.fused || shape.block_n >= 128) add_tiles(shape);
@@ -460,7 +464,7 @@ std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device)
             }
         }
     }
-    // What their kernels compute, see runs_itself().
+    // What their kernels compute, see allows().
     if (p.fused || p.n % 8 != 0 || p.out_dtype != p.dtype) return list;
     const Config balanced = balanced_config(p.dtype, p.b_n_major);
     const BalancedTiles tiles = balance_tiles(balanced, p, std::max(1, device.sm_count));
@@ -472,31 +476,37 @@ std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device)
 }
 
 Choice choose_masked(const Problem& p, const DeviceProperties& device) {
-    Choice choice{.config = masked_config()};
-    choice.schedule = schedule_for(choice.config, p, device);
-    return choice;
+    return {.config = masked_config(), .schedule = schedule_for(masked_config(), p, device)};
+}
+
+void follow_forced(Choice& choice, const Choice& before, bool kernel_is_forced) {
+    const bool same_split = choice.kernel == Kernel::split_k && choice.config == before.config;
+    if (!kernel_is_forced && !same_split) choice.kernel = preferred_kernel(choice.config);
+    const int splits = std::max(1, choice.schedule.splits);
+    choice.schedule.blocks = (choice.schedule.blocks + splits - 1) / splits * splits;
 }
 
 std::string kernel_name(const Config& c) {
-    if (is_split_k(c)) return concat(name_of(c.dtype), "_split_k");
     const std::string layout = concat(c.a_m_major ? 't' : 'n', c.b_n_major ? 'n' : 't');
     return concat(name_of(c.dtype), '_', layout, c.swap_ab ? "_swap_ab_" : "_", c.block_m, 'x',
                   c.block_n, c.fused ? "_fused" : "", c.masked ? "_masked" : "",
                   c.balanced ? "_balanced" : "");
 }
 
-std::string kernel_name(const Choice& choice) { return kernel_name(choice.config); }
-
-std::string kernel_name(const Config& c, const Params& p) {
-    if (!runs_itself(c, p)) return kernel_name(fallback_config(c), fallback_params(p));
-    return kernel_name(c) + (single_wave(c, p) != SingleWave::none ? "_single_wave" : "");
+std::string kernel_name(const Choice& choice) {
+    switch (choice.kernel) {
+        case Kernel::split_k: return concat(name_of(choice.config.dtype), "_split_k");
+        case Kernel::single_wave:
+        case Kernel::single_wave_64x64: return kernel_name(choice.config) + "_single_wave";
+        default: return kernel_name(choice.config);
+    }
 }
 
 // The split-K kernel of a dtype, which has both widths of tiles and both orders of b.
 static KernelInfo split_k_info(DType dtype) {
     const TileShape &narrow = SPLIT_K_SHAPES[0], &wide = SPLIT_K_SHAPES[1];
     const Config c = make_config(narrow, dtype, false, false);
-    return {.name = kernel_name(c),
+    return {.name = kernel_name(Choice{.kernel = Kernel::split_k, .config = c}),
             .config = concat("tiles ", narrow.block_m, 'x', narrow.block_n, " and ", wide.block_m,
                              'x', wide.block_n, ", ", narrow.stages, " and ", wide.stages,
                              " stages, 1 producer warp and ", c.consumers,
@@ -512,7 +522,7 @@ static std::string source_of(const Config& c) {
     if (c.balanced) return "balanced";
     if (c.swap_ab) return concat(name_of(c.dtype), c.fused ? "_swap_ab_fused" : "_swap_ab");
     if (c.fused) return concat(name_of(c.dtype), '_', c.block_m, 'x', c.block_n, "_fused");
-    return concat(name_of(c.dtype), c.consumers == 1 ? "_one_consumer" : "_persistent");
+    return concat(name_of(c.dtype), '_', strategy_name(kernel_of(c)));
 }
 
 std::vector<KernelInfo> kernels() {
@@ -525,24 +535,25 @@ std::vector<KernelInfo> kernels() {
         const std::string roles =
             c.swap_ab ? "1 producer warp and 1 consumer warpgroup"
                       : concat("1 producer and ", c.consumers, " consumer warpgroups");
-        const bool one_consumer = !c.swap_ab && !c.fused && c.consumers == 1;
-        const KernelInfo kernel{
+        KernelInfo kernel{
             .name = kernel_name(c),
             .config = concat(stages, ", ", roles),
             .source = source_of(c),
-            .symbol = symbol_of(c.swap_ab      ? "swap_ab_kernel"
-                                : one_consumer ? "one_consumer_kernel"
-                                               : "persistent_gemm_kernel",
+            .symbol = symbol_of(kernel_of(c) == Kernel::swap_ab        ? "swap_ab_kernel"
+                                : kernel_of(c) == Kernel::one_consumer ? "one_consumer_kernel"
+                                                                       : "persistent_gemm_kernel",
                                 "Config", c),
             .threads = threads(c),
             .shared_bytes = shared_bytes(c),
             .fields = detail::fields_of(c),
         };
+        kernel.fields["strategy"] = std::string(strategy_name(kernel_of(c)));
         list.push_back(kernel);
         if (!has_single_wave(c) && !has_single_wave_64x64(c)) continue;
         // The single-wave kernel of the same source.
         KernelInfo single = kernel;
-        single.name += "_single_wave";
+        single.name = kernel_name(Choice{.kernel = preferred_kernel(c), .config = c});
+        single.fields["strategy"] = std::string(strategy_name(preferred_kernel(c)));
         single.config = concat(stages, ", 1 producer warp and ", c.consumers, " consumer warpgroup",
                                c.consumers > 1 ? "s" : "", ", single-wave");
         single.threads = single_wave_threads(c);

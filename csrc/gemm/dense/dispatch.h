@@ -1,61 +1,90 @@
-// Which kernel runs a call. Its configuration is chosen; some have several kernels, and some leave
-// the calls that they do not compute to others. Host C++ only.
+// From a choice to its kernel: whether a call's pointers, strides, factor and bias, which a problem
+// does not tell of, allow it, what runs instead, and the launch. Host C++ only.
 #pragma once
 
+#include "csrc/gemm/common/listed.h"
 #include "csrc/gemm/dense/single_wave.h"
 #include "csrc/gemm/dense/split_k.h"
 
 namespace thunderkittens::gemm {
 
-// Whether the kernel for all cases is that of one_consumer_sm90.cuh.
-constexpr bool has_one_consumer(const Config& c) {
-    return !c.swap_ab && !c.fused && !c.masked && c.consumers == 1;
+// The kernel that is preferred where it computes a call; what runs else is kernel_of().
+constexpr Kernel preferred_kernel(const Config& c) {
+    return has_single_wave(c)         ? Kernel::single_wave
+           : has_single_wave_64x64(c) ? Kernel::single_wave_64x64
+                                      : kernel_of(c);
 }
 
-// Runs a kernel of a configuration.
+// Whether the kernel that was chosen computes a call.
+inline bool allows(const Choice& choice, const Params& p) {
+    switch (choice.kernel) {
+        case Kernel::single_wave:
+        case Kernel::single_wave_64x64: return runs_single_wave(choice.config, p);
+        case Kernel::balanced: return runs_balanced(choice.config, p);
+        case Kernel::split_k: return runs_split_k(choice.config, p);
+        default: return true;
+    }
+}
+
+// What runs where it does not: instead of a single-wave kernel the other one of its configuration,
+// instead of the balanced and the split-K kernels tiles of 128 x 256.
+inline Choice fallback(Choice choice) {
+    const Config& c = choice.config;
+    if (choice.kernel == Kernel::balanced || choice.kernel == Kernel::split_k) {
+        choice.config = make_config(tile_shape(128, 256), c.dtype, false, c.b_n_major);
+        choice.schedule.columns = 0, choice.schedule.splits = 1;
+    }
+    choice.kernel = kernel_of(choice.config);
+    return choice;
+}
+
+inline Choice runnable(const Choice& choice, const Params& params) {
+    return allows(choice, params) ? choice : fallback(choice);
+}
+
+// Runs a kernel of a configuration; false when it has no such kernel.
 template <Config c>
-void launch_kernel(const Params& params, Stream stream) {
-    if constexpr (c.swap_ab) {
-        launch_swap_ab<c>(params, stream);
-    } else if constexpr (c.balanced) {
-        if (runs_itself(c, params)) return launch_balanced<c>(params, stream);
-        launch_kernel<fallback_config(c)>(fallback_params(params), stream);
-    } else {
-        const SingleWave kind = single_wave(c, params);
-        if constexpr (has_single_wave(c)) {
-            if (kind == SingleWave::tile_128x256) return launch_single_wave<c>(params, stream);
-        }
-        if constexpr (has_single_wave_64x64(c)) {
-            if (kind == SingleWave::tile_64x64) return launch_single_wave_64x64<c>(params, stream);
-        }
-        if constexpr (has_one_consumer(c))
-            launch_one_consumer<c>(params, stream);
-        else
-            launch<c>(params, stream);
+bool launch_kernel(Kernel kernel, const Params& params, Stream stream) {
+    constexpr Kernel own = kernel_of(c);
+    switch (kernel) {
+        case Kernel::persistent:
+            if constexpr (own == Kernel::persistent) return launch<c>(params, stream), true;
+            break;
+        case Kernel::one_consumer:
+            if constexpr (own == Kernel::one_consumer)
+                return launch_one_consumer<c>(params, stream), true;
+            break;
+        case Kernel::single_wave:
+            if constexpr (has_single_wave(c)) return launch_single_wave<c>(params, stream), true;
+            break;
+        case Kernel::single_wave_64x64:
+            if constexpr (has_single_wave_64x64(c))
+                return launch_single_wave_64x64<c>(params, stream), true;
+            break;
+        case Kernel::balanced:
+            if constexpr (own == Kernel::balanced) return launch_balanced<c>(params, stream), true;
+            break;
+        case Kernel::swap_ab:
+            if constexpr (own == Kernel::swap_ab) return launch_swap_ab<c>(params, stream), true;
+            break;
+        case Kernel::split_k: break;  // one kernel for all of its configurations
     }
+    return false;
 }
 
-// The same for a configuration that is known at run time; false when there is no such kernel.
-template <std::size_t i = 0>
-bool launch_any(const Config& config, const Params& params, Stream stream) {
-    if constexpr (i < CONFIGS) {
-        if (config != config_at(i)) return launch_any<i + 1>(config, params, stream);
-        launch_kernel<config_at(i)>(params, stream);
-        return true;
-    } else {
-        return false;
-    }
-}
-
-// As launch_any, for split-K configurations too. Where the context does not have all SMs of the
-// GPU, as a green context, the fallback runs.
-inline bool launch_choice(const Config& config, const Params& params, const Workspace& workspace,
+// Runs a choice that allows the call; false when there is no such kernel. Where the context does
+// not have all SMs of the GPU, as a green context, split-K falls back, too.
+inline bool launch_choice(const Choice& choice, Params params, const Workspace& workspace,
                           Stream stream) {
-    if (!is_split_k(config)) return launch_any(config, params, stream);
-    const auto launch =
-        config.dtype == DType::bf16 ? &launch_split_k<DType::bf16> : &launch_split_k<DType::fp16>;
-    if (runs_split_k(config, params) && launch(config, params, workspace, stream)) return true;
-    return launch_any(fallback_config(config), fallback_params(params), stream);
+    params.schedule = choice.schedule;
+    if (choice.kernel == Kernel::split_k) {
+        const auto launch = choice.config.dtype == DType::bf16 ? &launch_split_k<DType::bf16>
+                                                               : &launch_split_k<DType::fp16>;
+        return launch(choice.config, params, workspace, stream) ||
+               launch_choice(fallback(choice), params, {}, stream);
+    }
+    return launch_listed<config_at, CONFIGS>(
+        choice.config, [&]<Config c>() { return launch_kernel<c>(choice.kernel, params, stream); });
 }
 
 }  // namespace thunderkittens::gemm

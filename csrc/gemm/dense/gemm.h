@@ -77,7 +77,26 @@ struct Schedule {
     bool operator==(const Schedule&) const = default;
 };
 
+// The kernel that runs, each that of its file, swap_ab that of swap_ab/dense_sm90.cuh. What a
+// single-wave, the balanced and the split-K kernel compute, dispatch.h says.
+enum class Kernel : int {
+    persistent,
+    one_consumer,
+    single_wave,
+    single_wave_64x64,
+    balanced,
+    split_k,
+    swap_ab
+};
+constexpr const char* strategy_name(Kernel kernel) {
+    constexpr const char* names[] = {"persistent",        "one_consumer", "single_wave",
+                                     "single_wave_64x64", "balanced",     "split_k",
+                                     "swap_ab",           nullptr};
+    return names[static_cast<int>(kernel)];
+}
+
 struct Choice {
+    Kernel kernel = Kernel::persistent;
     Config config;
     Schedule schedule;
 
@@ -133,6 +152,7 @@ void visit_fields(Config& c, Visitor&& visit) {
 }
 template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
+    visit("strategy", c.kernel);
     visit_fields(c.config, visit);
     visit("raster_group", c.schedule.raster_group);
     visit("raster_along_m", c.schedule.raster_along_m);
@@ -202,16 +222,6 @@ constexpr Config balanced_config(DType dtype, bool b_n_major) {
     Config c = make_config(tile_shape(128, 256), dtype, false, b_n_major);
     c.balanced = true;
     return c;
-}
-
-// The fallback of the balanced and the split-K kernels: tiles of 128 x 256, for the calls that they
-// do not compute.
-constexpr Config fallback_config(const Config& c) {
-    return make_config(tile_shape(128, 256), c.dtype, false, c.b_n_major);
-}
-inline Params fallback_params(Params p) {
-    p.schedule.columns = 0, p.schedule.splits = 1;
-    return p;
 }
 
 // The swap-AB kernels for skinny m, each for both dtypes and both orders of b; a's rows are
@@ -294,6 +304,14 @@ consteval Config config_of(const ConfigName& name) {
     throw "no such configuration is listed";
 }
 
+// The kernel of a configuration that is listed, for all calls: some have a single-wave kernel
+// beside it.
+constexpr Kernel kernel_of(const Config& c) {
+    if (c.swap_ab) return Kernel::swap_ab;
+    if (c.balanced) return Kernel::balanced;
+    return c.consumers == 1 && !c.fused ? Kernel::one_consumer : Kernel::persistent;
+}
+
 // Whether the kernel has epilogue warps.
 constexpr bool has_epilogue_warps(const Config& c) {
     return c.fused && !c.masked && !c.swap_ab && c.block_n == 256;
@@ -334,14 +352,12 @@ std::vector<Choice> candidates(const Problem& problem, const DeviceProperties& d
 Choice choose_masked(const Problem& problem, const DeviceProperties& device);
 std::string kernel_name(const Config& config);
 std::string kernel_name(const Choice& choice);
-// The name of the kernel that runs a call: a configuration may have a single-wave kernel too, see
-// single_wave.h.
-std::string kernel_name(const Config& config, const Params& params);
 std::vector<KernelInfo> kernels();
+// After fields of a choice have been forced: its kernel follows from the configuration, unless it
+// is forced itself, and a grid is whole clusters.
+void follow_forced(Choice& choice, const Choice& before, bool kernel_is_forced);
 
-// Run a kernel of `config` on the stream, each the one of its file: of persistent_sm90.cuh,
-// one_consumer_sm90.cuh, single_wave_sm90.cuh, single_wave_64x64_sm90.cuh, balanced_sm90.cuh and
-// swap_ab/dense_sm90.cuh. dispatch.h says which of them runs a call.
+// Run a kernel of `config` on the stream, each the one of its file.
 template <Config config>
 void launch(const Params& params, Stream stream);
 template <Config config>

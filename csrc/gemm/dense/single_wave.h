@@ -1,15 +1,13 @@
 // Single-wave kernels: where every block has one tile whose sums are only rounded, some
 // configurations have a kernel of their own beside the persistent one: single_wave_sm90.cuh for
 // tiles of 128 x 256, single_wave_64x64_sm90.cuh for whole tiles of 64 x 64. Here is which
-// configurations have one, its resources, and which calls run it.
+// configurations have one, its resources, and which calls it computes.
 #pragma once
 
 #include "csrc/gemm/dense/gemm.h"
 #include "csrc/gemm/dense/tile_order.h"
 
 namespace thunderkittens::gemm {
-
-enum class SingleWave { none, tile_128x256, tile_64x64 };
 
 constexpr bool has_single_wave(const Config& c) {
     const bool plain = !c.swap_ab && !c.fused && !c.masked && !c.balanced;
@@ -61,18 +59,18 @@ inline bool is_one_wave(const Schedule& schedule, const TwoWidthOrder& order) {
     return order.total == order.base.total && is_one_wave(schedule, order.base);
 }
 
-// The single-wave kernel that a configuration's launcher runs, if any.
-inline SingleWave single_wave(const Config& c, const Params& p) {
-    if ((!has_single_wave(c) && !has_single_wave_64x64(c)) || !is_store_only(c, p))
-        return SingleWave::none;
-    const bool one_wave =
-        has_two_widths(c)
-            ? is_one_wave(p.schedule, make_two_width_order(c, p.schedule, p.m, p.n, p.batch, true))
-            : is_one_wave(p.schedule, make_order(c, p.schedule, p.m, p.n, p.batch));
-    if (!one_wave) return SingleWave::none;
-    if (has_single_wave(c)) return SingleWave::tile_128x256;
+// Whether a single-wave kernel computes a call: the same of each block, without making the raster;
+// and tiles of 64 x 64 are whole, but that the last row of them may overlap the one before.
+inline bool runs_single_wave(const Config& c, const Params& p) {
+    if (!is_store_only(c, p)) return false;
+    const Schedule& s = p.schedule;
+    const int64_t rows = (p.m + c.block_m - 1) / c.block_m;
+    const int64_t columns = (p.n + c.block_n - 1) / c.block_n;
+    if (s.blocks != p.batch * rows * columns || s.raster_group < rows || s.raster_along_m ||
+        s.columns != 0)
+        return false;
     const bool whole_rows = p.m >= c.block_m && (!c.a_m_major || p.m % 8 == 0);
-    return whole_rows && p.n % c.block_n == 0 ? SingleWave::tile_64x64 : SingleWave::none;
+    return has_single_wave(c) || (whole_rows && p.n % c.block_n == 0);
 }
 
 }  // namespace thunderkittens::gemm

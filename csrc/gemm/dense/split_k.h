@@ -12,8 +12,7 @@
 
 namespace thunderkittens::gemm {
 
-// The shapes of the split-K kernel. Their configurations are told from others by their number of
-// stages.
+// The shapes of the split-K kernel.
 constexpr TileShape SPLIT_K_SHAPES[] = {
     {128, 128, 7, 2},
     {128, 192, 5, 2},
@@ -22,13 +21,6 @@ constexpr TileShape SPLIT_K_SHAPES[] = {
 // room for.
 constexpr int SPLIT_K_UNIT = 16, SPLIT_K_RING_TILES = 28;
 
-constexpr bool is_split_k(const Config& c) {
-    if (c.swap_ab || c.fused || c.masked || c.balanced) return false;
-    for (const TileShape& shape : SPLIT_K_SHAPES) {
-        if (c.block_n == shape.block_n && c.stages == shape.stages) return true;
-    }
-    return false;
-}
 // The ring of stages, and two semaphores for each stage.
 constexpr int SPLIT_K_SHARED_BYTES =
     (SPLIT_K_RING_TILES * 64 * 64 * 2 + SPLIT_K_SHAPES[0].stages * 16 + 127) / 128 * 128;
@@ -49,7 +41,7 @@ constexpr int64_t sums_bytes(const Config& c, const Schedule& s, int64_t tiles) 
 }
 constexpr int64_t workspace_bytes(const Choice& choice, int64_t m, int64_t n) {
     const Config& c = choice.config;
-    if (!is_split_k(c)) return 0;
+    if (choice.kernel != Kernel::split_k) return 0;
     const int64_t sums = sums_bytes(c, choice.schedule, tiles_of(c, m, n));
     return sums + sums / (4 * c.block_m * c.block_n) * 8 * c.consumers * choice.schedule.splits;
 }
@@ -72,13 +64,6 @@ inline bool runs_split_k(const Config& c, const Params& p) {
     const int words = is_stream_k(p.schedule.blocks, p.schedule.splits, tiles) ? 4 : 1;
     return p.out_dtype == c.dtype && p.batch == 1 && p.m >= c.block_m && p.n % 8 == 0 &&
            p.out_stride % (2 * words) == 0 && reinterpret_cast<uintptr_t>(p.out) % (4 * words) == 0;
-}
-
-// Whether a configuration's kernel computes a call itself, without the fallback to tiles of 128 x
-// 256.
-inline bool runs_itself(const Config& c, const Params& p) {
-    if (c.balanced) return runs_balanced(c, p);
-    return !is_split_k(c) || runs_split_k(c, p);
 }
 
 }  // namespace thunderkittens::gemm

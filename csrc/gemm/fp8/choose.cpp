@@ -7,7 +7,8 @@
 #include "csrc/common/check.h"
 #include "csrc/common/registry.h"
 #include "csrc/gemm/common/balanced_tiles.h"
-#include "csrc/gemm/fp8/split_k.h"
+#include "csrc/gemm/common/limits.h"
+#include "csrc/gemm/fp8/dispatch.h"
 
 namespace thunderkittens::fp8_gemm {
 namespace {
@@ -98,7 +99,7 @@ Choice choose_swap_ab(const Problem& p, int sm_count) {
         shape = &candidate;
         if (candidate.block_m >= p.m) break;
     }
-    Choice choice{.config = make_config(*shape, {p.a_dtype, p.b_dtype})};
+    Choice choice{.kernel = Kernel::swap_ab, .config = make_config(*shape, {p.a_dtype, p.b_dtype})};
     const int64_t tiles = ceil_div(p.m, shape->block_m) * ceil_div(p.n, shape->block_n);
     const int64_t k_steps = ceil_div(p.k, shape->block_k);
     // Split-K over a cluster, as long as each block still has some steps: where it gives SMs to
@@ -166,6 +167,17 @@ SplitKTiles split_k_tiles(const Problem& p, int sm_count) {
     return best;
 }
 
+// Whether the kernel for row-wise scales alone computes a problem, as far as that tells.
+bool allows_rowwise(const Choice& choice, const Problem& p) {
+    if (p.grouped || p.activated) return false;
+    return runs_rowwise(choice.config, {.m = p.m,
+                                        .n = p.n,
+                                        .k = p.k,
+                                        .blockwise = p.blockwise,
+                                        .out_dtype = p.out_dtype,
+                                        .schedule = choice.schedule});
+}
+
 const char* kind_of(const Config& c) {
     return c.swap_ab ? "swap_ab" : c.blockwise_only ? "blockwise" : name_of(c.sums);
 }
@@ -183,24 +195,15 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
         return concat("operands must be e4m3 x e4m3, e4m3 x e5m2 or e5m2 x e4m3, got ",
                       name_of(p.a_dtype), " x ", name_of(p.b_dtype));
     }
-    constexpr int64_t limit = std::numeric_limits<int32_t>::max();
-    if (std::min({p.m, p.n, p.k, p.groups}) < 0 || std::max({p.m, p.n, p.k, p.groups}) > limit) {
-        return concat("sizes must be in [0, ", limit, "], got m ", p.m, ", n ", p.n, ", k ", p.k,
-                      ", groups ", p.groups);
-    }
-    // The kernels count tiles in 31 bits, up to one wave of blocks past the last.
+    if (std::string reason = gemm::unsupported_sizes(p.m, p.n, p.k, "groups", p.groups);
+        !reason.empty())
+        return reason;
     const Choice choice = choose(p, device);
     const double tiles = double(ceil_div(p.m, choice.config.block_m) + p.groups) *
                          double(ceil_div(p.n, choice.config.block_n));
-    if (tiles > 2e9) return concat("the output has ", tiles, " tiles; at most 2e9 are supported");
     const int bytes =
-        is_split_k(choice.config) ? SPLIT_K_SHARED_BYTES : shared_bytes(choice.config);
-    if (bytes > device.shared_bytes_per_block) {
-        return concat("the kernel needs ", bytes,
-                      " bytes of shared memory per block, this GPU has ",
-                      device.shared_bytes_per_block);
-    }
-    return "";
+        choice.kernel == Kernel::split_k ? SPLIT_K_SHARED_BYTES : shared_bytes(choice.config);
+    return gemm::unsupported_resources(tiles, bytes, device);
 }
 
 Choice choose(const Problem& p, const DeviceProperties& device) {
@@ -223,30 +226,38 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     if (is_blockwise_only(p)) {
         for (const TileShape& shape : BLOCKWISE_SHAPES) consider(make_config(shape, dtypes, true));
     }
-    Choice choice{.config = *best};
-    choice.schedule = schedule_for(choice.config, p, sm_count);
+    Choice choice{.kernel = preferred_kernel(*best),
+                  .config = *best,
+                  .schedule = schedule_for(*best, p, sm_count)};
+    if (!allows_rowwise(choice, p)) choice.kernel = kernel_of(*best);
     const SplitKTiles tiles = split_k_tiles(p, sm_count);
     if (tiles.cycles > std::max(least, cycles_to_read(p))) return choice;
     const int64_t all = ceil_div(p.m, 128) * ceil_div(p.n, tiles.width) * tiles.splits;
-    return {.config = split_k_config(tiles.width, sums_of(p)),
+    return {.kernel = Kernel::split_k,
+            .config = split_k_config(tiles.width, sums_of(p)),
             .schedule = {.blocks = static_cast<int>(all), .splits = tiles.splits}};
 }
 
+void follow_forced(Choice& choice, const Choice& before, bool kernel_is_forced) {
+    const bool same_split = choice.kernel == Kernel::split_k && choice.config == before.config;
+    if (!kernel_is_forced && !same_split) choice.kernel = preferred_kernel(choice.config);
+}
+
 std::string kernel_name(const Config& c) {
-    if (is_split_k(c)) return concat(name_of(c.a), '_', name_of(c.b), "_split_k_", name_of(c.sums));
     return concat(name_of(c.a), '_', name_of(c.b), '_', kind_of(c), '_', c.block_m, 'x', c.block_n);
 }
 
-std::string kernel_name(const Choice& choice) { return kernel_name(choice.config); }
-
-std::string kernel_name(const Config& c, const Params& p) {
-    return kernel_name(c) + (!is_split_k(c) && runs_rowwise_kernel(c, p) ? ROWWISE : "");
+std::string kernel_name(const Choice& choice) {
+    const Config& c = choice.config;
+    if (choice.kernel == Kernel::split_k)
+        return concat(name_of(c.a), '_', name_of(c.b), "_split_k_", name_of(c.sums));
+    return kernel_name(c) + (choice.kernel == Kernel::rowwise ? ROWWISE : "");
 }
 
 // The split-K kernel, which has all widths.
 static KernelInfo split_k_info(Sums sums) {
     const Config c = split_k_config(SPLIT_K_WIDTHS[0], sums);
-    return {.name = kernel_name(c),
+    return {.name = kernel_name(Choice{.kernel = Kernel::split_k, .config = c}),
             .config = concat("tiles of 128 rows and 96 to ", c.block_n, " columns, up to ",
                              SPLIT_K_STAGES, " stages, 1 producer warp and ", c.consumers,
                              " consumer warpgroups, split-K, sums ", name_of(sums)),
@@ -279,10 +290,12 @@ std::vector<KernelInfo> kernels() {
             .shared_bytes = shared_bytes(c),
             .fields = detail::fields_of(c),
         });
+        list.back().fields["strategy"] = std::string(strategy_name(kernel_of(c)));
         if (has_rowwise_kernel(c)) {  // fp8_gemm_kernel<Traits, true>
             KernelInfo rowwise = list.back();
             list.back().symbol += "EEEELb0E", rowwise.symbol += "EEEELb1E";
             rowwise.name += ROWWISE, rowwise.config += ", row-wise scales";
+            rowwise.fields["strategy"] = std::string(strategy_name(Kernel::rowwise));
             list.push_back(rowwise);
         }
     }

@@ -75,7 +75,17 @@ struct Schedule {
     int columns = 0, extra_rows = 0;
 };
 
+// The kernel that runs: of persistent_sm90.cuh, for all calls or for row-wise scales alone
+// (promoted_rowwise_sm90.cuh, pingpong_rowwise_sm90.cuh), of split_k_sm90.cuh, of
+// swap_ab/fp8_sm90.cuh.
+enum class Kernel : int { persistent, rowwise, split_k, swap_ab };
+constexpr const char* strategy_name(Kernel kernel) {
+    constexpr const char* names[] = {"persistent", "rowwise", "split_k", "swap_ab", nullptr};
+    return names[static_cast<int>(kernel)];
+}
+
 struct Choice {
+    Kernel kernel = Kernel::persistent;
     Config config;
     Schedule schedule;
 };
@@ -134,6 +144,7 @@ void visit_fields(Config& c, Visitor&& visit) {
 }
 template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
+    visit("strategy", c.kernel);
     visit_fields(c.config, visit);
     visit("cluster_m", c.schedule.cluster_m);
     visit("cluster_n", c.schedule.cluster_n);
@@ -223,8 +234,16 @@ inline bool tma_stores(const Params& p) {
     const int64_t bytes = p.n * size_in_bytes(p.out_dtype);
     return bytes % 16 == 0 && bytes / 2 <= INT32_MAX;
 }
-// The calls that run that kernel: those with row-wise or tensor-wise scales and nothing else.
-inline bool runs_rowwise_kernel(const Config& c, const Params& p) {
+// The kernel of a configuration that is listed, for all calls, and the one that is preferred where
+// it computes a call.
+constexpr Kernel kernel_of(const Config& c) {
+    return c.swap_ab ? Kernel::swap_ab : Kernel::persistent;
+}
+constexpr Kernel preferred_kernel(const Config& c) {
+    return has_rowwise_kernel(c) ? Kernel::rowwise : kernel_of(c);
+}
+// The calls of that kernel: those with row-wise or tensor-wise scales and nothing else.
+inline bool runs_rowwise(const Config& c, const Params& p) {
     return has_rowwise_kernel(c) && p.k > 0 && !p.blockwise && p.offs == nullptr &&
            p.bias == nullptr && p.activation == 0 && p.out_dtype != DType::fp32 && tma_stores(p) &&
            p.schedule.cluster_m * p.schedule.cluster_n == 1;
@@ -320,29 +339,17 @@ std::string unsupported(const Problem& problem, const DeviceProperties& device);
 Choice choose(const Problem& problem, const DeviceProperties& device);
 std::string kernel_name(const Config& config);
 std::string kernel_name(const Choice& choice);
-// The name of the kernel that a call runs, where a configuration has several.
-std::string kernel_name(const Config& config, const Params& params);
 std::vector<KernelInfo> kernels();
+// After fields of a choice have been forced: its kernel follows from the configuration, unless it
+// is forced itself.
+void follow_forced(Choice& choice, const Choice& before, bool kernel_is_forced);
 
-// Runs the kernel of `config` on the stream.
+// Run a kernel of `config` on the stream: the one for all calls, for row-wise scales, swap-AB.
 template <Config config>
 void launch(const Params& params, Stream stream);
 template <Config config>
+void launch_rowwise(const Params& params, Stream stream);
+template <Config config>
 void launch_swap_ab(const Params& params, Stream stream);
-
-// The same for a configuration that is known at run time; false when there is no such kernel.
-template <std::size_t i = 0>
-bool launch_any(const Config& config, const Params& params, Stream stream) {
-    if constexpr (i < CONFIGS) {
-        if (config != config_at(i)) return launch_any<i + 1>(config, params, stream);
-        if constexpr (config_at(i).swap_ab)
-            launch_swap_ab<config_at(i)>(params, stream);
-        else
-            launch<config_at(i)>(params, stream);
-        return true;
-    } else {
-        return false;
-    }
-}
 
 }  // namespace thunderkittens::fp8_gemm

@@ -386,7 +386,7 @@ GL make_matrix(const void* data, int64_t batch, int64_t rows, int64_t cols, int6
 }
 
 template <Config C>
-typename KernelTraits<C>::Globals make_globals(const Params& p) {
+typename KernelTraits<C>::Globals make_globals(const Params& p, bool rowwise) {
     using Traits = KernelTraits<C>;
     using Globals = typename Traits::Globals;
     const bool tma_store = tma_stores(p);
@@ -400,7 +400,7 @@ typename KernelTraits<C>::Globals make_globals(const Params& p) {
     // Narrow tiles are stored by TMA alone, and begin anywhere in a block of scales.
     const bool two_widths = tma_store && p.out_dtype != DType::fp32 && !p.blockwise &&
                             p.offs == nullptr && s.cluster_n == 1 &&
-                            (!narrows_rowwise_only(C) || runs_rowwise_kernel(C, p));
+                            (!narrows_rowwise_only(C) || rowwise);
     const auto order = [&] {
         const uint32_t rows = tiles(p.m, int64_t{C.block_m} * s.cluster_m);
         if constexpr (Traits::two_widths) {
@@ -443,20 +443,24 @@ typename KernelTraits<C>::Globals make_globals(const Params& p) {
 
 }  // namespace sm90
 
+template <Config C, bool rowwise = false>
+void launch_persistent(const Params& params, Stream stream) {
+    using Traits = sm90::KernelTraits<C>;
+    const Schedule& s = params.schedule;
+    kittens::launch(kittens::LaunchOptions{.dependent = true},
+                    sm90::fp8_gemm_kernel<Traits, rowwise>, dim3(s.blocks), dim3(Traits::threads),
+                    dim3(s.cluster_m * s.cluster_n), sizeof(typename Traits::Shared), stream,
+                    sm90::make_globals<C>(params, rowwise));
+}
+
 template <Config C>
 void launch(const Params& params, Stream stream) {
-    using Traits = sm90::KernelTraits<C>;
-    const auto globals = sm90::make_globals<C>(params);
-    const Schedule& s = params.schedule;
-    const auto run = [&](auto kernel) {
-        kittens::launch(kittens::LaunchOptions{.dependent = true}, kernel, dim3(s.blocks),
-                        dim3(Traits::threads), dim3(s.cluster_m * s.cluster_n),
-                        sizeof(typename Traits::Shared), stream, globals);
-    };
-    if constexpr (has_rowwise_kernel(C)) {
-        if (runs_rowwise_kernel(C, params)) return run(sm90::fp8_gemm_kernel<Traits, true>);
-    }
-    run(sm90::fp8_gemm_kernel<Traits, false>);
+    launch_persistent<C>(params, stream);
+}
+template <Config C>
+void launch_rowwise(const Params& params, Stream stream) {
+    static_assert(has_rowwise_kernel(C));
+    launch_persistent<C, true>(params, stream);
 }
 
 }  // namespace thunderkittens::fp8_gemm

@@ -10,13 +10,12 @@
 
 namespace thunderkittens::fp8_gemm {
 
-// The widths, the widest first, for the first pair of dtypes. Their configurations are told from
-// others by having no number of stages: that follows from the width and the number of splits.
+// The widths, the widest first, for the first pair of dtypes. The number of stages follows from the
+// width and the number of splits.
 constexpr int SPLIT_K_WIDTHS[] = {224, 192, 176, 160, 144, 136, 128, 112, 96};
 constexpr Config split_k_config(int width, Sums sums) {
     return {.block_n = width, .stages = 0, .buffers = 0, .sums = sums};
 }
-constexpr bool is_split_k(const Config& c) { return c.stages == 0; }
 
 // The ring of stages, in rows of 128 bytes. Its end receives the partial sums of other blocks.
 constexpr int SPLIT_K_RING_ROWS = 1760, SPLIT_K_STAGES = 7, MAX_SPLITS = 8;
@@ -63,24 +62,5 @@ void launch_split_k(const Config& config, const Params& params, Stream stream);
 // Each is compiled in a file of its own.
 extern template void launch_split_k<Sums::fast>(const Config&, const Params&, Stream);
 extern template void launch_split_k<Sums::promoted>(const Config&, const Params&, Stream);
-
-// As launch_any, for split-K configurations too. What the split-K kernel does not compute, for
-// example an activation that the problem did not tell of, falls back to tiles of 128 x 128.
-inline bool launch_choice(const Config& config, const Params& params, Stream stream) {
-    if (!is_split_k(config)) return launch_any(config, params, stream);
-    if (runs_split_k(config, params)) {
-        if (config.sums == Sums::fast)
-            launch_split_k<Sums::fast>(config, params, stream);
-        else
-            launch_split_k<Sums::promoted>(config, params, stream);
-        return true;
-    }
-    const auto* whole =
-        std::find_if(std::begin(TILE_SHAPES), std::end(TILE_SHAPES),
-                     [&](const TileShape& s) { return s.sums == config.sums && s.block_n == 128; });
-    Params others = params;
-    others.schedule = {.blocks = params.schedule.blocks};
-    return launch_any(make_config(*whole, {config.a, config.b}), others, stream);
-}
 
 }  // namespace thunderkittens::fp8_gemm

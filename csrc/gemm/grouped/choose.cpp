@@ -6,6 +6,7 @@
 
 #include "csrc/common/check.h"
 #include "csrc/common/registry.h"
+#include "csrc/gemm/common/limits.h"
 #include "csrc/gemm/grouped/grouped_gemm.h"
 
 namespace thunderkittens::grouped_gemm {
@@ -68,10 +69,9 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
         return concat("operands must be bf16 or fp16, got ", name_of(p.dtype));
     }
     constexpr int64_t limit = std::numeric_limits<int32_t>::max() - 1024;
-    if (std::min({p.m, p.n, p.k, p.groups}) < 0 || std::max({p.m, p.n, p.k, p.groups}) > limit) {
-        return concat("sizes must be in [0, ", limit, "], got m ", p.m, ", n ", p.n, ", k ", p.k,
-                      ", groups ", p.groups);
-    }
+    if (std::string reason = gemm::unsupported_sizes(p.m, p.n, p.k, "groups", p.groups, limit);
+        !reason.empty())
+        return reason;
     if (p.grouped < 0 || p.grouped > int(Grouped::k)) {
         return concat("grouped must be 0 (rows), 1 (columns) or 2 (k), got ", p.grouped);
     }
@@ -83,14 +83,7 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
     const double tiles = Grouped(p.grouped) == Grouped::rows      ? (rows + groups) * columns
                          : Grouped(p.grouped) == Grouped::columns ? rows * (columns + groups)
                                                                   : rows * columns * groups;
-    if (tiles > 2e9) return concat("the output has ", tiles, " tiles; at most 2e9 are supported");
-    const int bytes = grouped_gemm::shared_bytes(config);
-    if (bytes > device.shared_bytes_per_block) {
-        return concat("the kernel needs ", bytes,
-                      " bytes of shared memory per block, this GPU has ",
-                      device.shared_bytes_per_block);
-    }
-    return "";
+    return gemm::unsupported_resources(tiles, grouped_gemm::shared_bytes(config), device);
 }
 
 Choice choose(const Problem& p, const DeviceProperties& device) {

@@ -115,7 +115,7 @@ void choose_dequant(const Problem& p, const DeviceProperties& device, Choice& ch
         shape = &candidate;
         if (candidate.tokens >= rows) break;
     }
-    choice.skinny = true;
+    choice.kernel = Kernel::swap_ab_dequant;
     choice.dequant_config = make_dequant_config(*shape, p.b_dtype);
     const nvfp4_gemm::Config& c = choice.dequant_config.tile;
     const int64_t sm_count = std::max(1, device.sm_count);
@@ -138,7 +138,7 @@ void choose_native(const Problem& p, const DeviceProperties& device, Choice& cho
         // What limits with 64 rows is the scaling of products, which then has twice the SMs.
         if (candidate.tokens * 2 >= p.m && candidate.tokens >= 32 && tiles() <= sm_count) break;
     }
-    choice.native = true;
+    choice.kernel = Kernel::swap_ab_native;
     schedule_swap_ab(tiles(), ceil_div(p.k, choice.native_shape.stage_k), sm_count, choice,
                      {1, 2, 3, 4, 5, 6, 7, 8}, native_senders(choice.native_shape) + 1);
 }
@@ -183,7 +183,7 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
 }
 
 Choice choose(const Problem& p, const DeviceProperties& device) {
-    Choice choice{.rescaled = p.rescaled};
+    Choice choice;
     if (p.native()) {
         choose_native(p, device, choice);
         return choice;
@@ -198,16 +198,18 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
         const bool narrow = config == gemm::narrow_fused_dequant_config(DType::bf16);
         // From a full wave and 1024 rows on, the products are long enough to hide the
         // dequantization.
-        choice.fused_dequant = p.can_fuse_dequant() && std::min(p.m, p.n) >= 1024 &&
-                               (config == gemm::fused_dequant_config(DType::bf16) || narrow) &&
-                               choice.exact.schedule.blocks >= device.sm_count;
+        const bool fused = p.can_fuse_dequant() && std::min(p.m, p.n) >= 1024 &&
+                           (config == gemm::fused_dequant_config(DType::bf16) || narrow) &&
+                           choice.exact.schedule.blocks >= device.sm_count;
+        if (fused) choice.kernel = Kernel::fused_dequant;
         // Whole rows of tiles in a wave: the next ones then need little that is new.
         const auto columns = static_cast<int>((p.n + config.block_n - 1) / config.block_n);
-        if (choice.fused_dequant && narrow && columns <= choice.exact.schedule.blocks) {
+        if (fused && narrow && columns <= choice.exact.schedule.blocks) {
             choice.exact.schedule.raster_group = choice.exact.schedule.blocks / columns;
         }
         return choice;
     }
+    choice.kernel = Kernel::rescale;
     choice.product = fp8_gemm::choose(rescaled(p), device);
     // The exact kernel for the tiles of the mask, which are few where rescaling is worth asking
     // for.
@@ -215,11 +217,20 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     return choice;
 }
 
+void follow_forced(Choice& choice, const Choice&, bool) {
+    if (choice.kernel != Kernel::fused_dequant) return;
+    gemm::Config& config = choice.exact.config;
+    config = config.block_n == 176 ? gemm::narrow_fused_dequant_config(DType::bf16)
+                                   : gemm::fused_dequant_config(DType::bf16);
+}
+
 std::string kernel_name(const Choice& c) {
-    if (c.native) return native_name(c.native_shape);
-    return c.skinny          ? dequant_name(c.dequant_config)
-           : c.fused_dequant ? fused_dequant_name(c.exact.config)
-                             : "dequantize";
+    switch (c.kernel) {
+        case Kernel::fused_dequant: return fused_dequant_name(c.exact.config);
+        case Kernel::swap_ab_dequant: return dequant_name(c.dequant_config);
+        case Kernel::swap_ab_native: return native_name(c.native_shape);
+        default: return "dequantize";  // the last pass
+    }
 }
 std::string kernel_name(const PrepareChoice&) { return "rescale"; }
 

@@ -121,6 +121,7 @@ struct NativeShape {
     bool operator==(const NativeShape&) const = default;
 };
 constexpr NativeShape NATIVE_SHAPES[] = {{16, 1, 512, 4}, {32, 4, 512, 3}, {64, 2, 512, 3}};
+constexpr NativeShape native_shape_at(std::size_t i) { return NATIVE_SHAPES[i]; }
 // As instances.txt names it. One that is not compiled is an error of the compiler.
 struct NativeName {
     int tokens;
@@ -148,15 +149,23 @@ constexpr int native_shared_bytes(const NativeShape& s) {
     const int sent = std::max(native_senders(s) * NATIVE_TILE * s.tokens * 4, 128);
     return (s.stages * stage + factors + sent + (2 * s.stages + 1) * 8 + 127) / 128 * 128;
 }
-// The kernels that multiply: `skinny`, swap-AB with dequantization in registers; `native`, swap-AB
-// on the codes; `fused_dequant`; `exact`, on dequantized operands; `product`, on rescaled ones.
+// What multiplies: `dequantize`, a kernel of gemm, behind a pass that dequantizes the operands;
+// `fused_dequant`, one that dequantizes them itself; `rescale`, a kernel of fp8_gemm behind a pass
+// that rescales them, and for the tiles of the mask as `dequantize`; `swap_ab_dequant` and
+// `swap_ab_native`, the kernels of swap_ab/, of which the first dequantizes in registers.
+enum class Kernel : int { dequantize, fused_dequant, rescale, swap_ab_dequant, swap_ab_native };
+constexpr const char* strategy_name(Kernel kernel) {
+    constexpr const char* names[] = {"dequantize",      "fused_dequant",  "rescale",
+                                     "swap_ab_dequant", "swap_ab_native", nullptr};
+    return names[static_cast<int>(kernel)];
+}
 struct Choice {
-    bool rescaled = false, skinny = false, native = false, fused_dequant = false;
+    Kernel kernel = Kernel::dequantize;
     DequantConfig dequant_config;
-    NativeShape native_shape;  // where `native`
+    NativeShape native_shape{};
     nvfp4_gemm::Schedule swap_ab_schedule;
-    gemm::Choice exact;
-    fp8_gemm::Choice product;
+    gemm::Choice exact;        // of dequantized operands
+    fp8_gemm::Choice product;  // of rescaled ones
 };
 
 struct PrepareProblem {
@@ -264,15 +273,16 @@ void visit_fields(NativeShape& s, Visitor&& visit) {
 }
 template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
-    visit("rescaled", c.rescaled);
-    visit("skinny", c.skinny);
-    visit("native", c.native);
-    visit("fused_dequant", c.fused_dequant);
-    visit("tokens", c.native ? c.native_shape.tokens : c.dequant_config.tile.tokens);
+    visit("strategy", c.kernel);
+    const bool native = c.kernel == Kernel::swap_ab_native, rescales = c.kernel == Kernel::rescale;
+    visit("tokens", native ? c.native_shape.tokens : c.dequant_config.tile.tokens);
     visit("splits", c.swap_ab_schedule.splits);
     visit("swap_ab_blocks", c.swap_ab_schedule.blocks);
-    visit("block_m", c.rescaled ? c.product.config.block_m : c.exact.config.block_m);
-    visit("block_n", c.rescaled ? c.product.config.block_n : c.exact.config.block_n);
+    visit("block_m", rescales ? c.product.config.block_m : c.exact.config.block_m);
+    visit("block_n", rescales ? c.product.config.block_n : c.exact.config.block_n);
+    visit("raster_group",
+          rescales ? c.product.schedule.raster_group : c.exact.schedule.raster_group);
+    visit("blocks", rescales ? c.product.schedule.blocks : c.exact.schedule.blocks);
 }
 template <typename Visitor>
 void visit_fields(PrepareChoice& c, Visitor&& visit) {
@@ -298,44 +308,14 @@ std::string unsupported_operand(const PrepareProblem& problem, const DevicePrope
 Choice choose(const Problem& problem, const DeviceProperties& device);
 std::string kernel_name(const Choice& choice);
 std::string kernel_name(const PrepareChoice& choice);
+// After fields of a choice have been forced: the configuration of the kernel that dequantizes
+// itself is the one of so many columns.
+void follow_forced(Choice& choice, const Choice& before, bool kernel_is_forced);
 
 template <NativeShape shape>
 void launch_native(const NativeParams& params, Stream stream);
 template <DequantConfig config>
 void launch_dequant(const DequantParams& params, Stream stream);
-// The same for a configuration that is known at run time; false when there is no such kernel.
-template <std::size_t i = 0>
-bool launch_any_dequant(const DequantConfig& config, const DequantParams& params, Stream stream) {
-    if constexpr (i < DEQUANT_CONFIGS) {
-        if (!(config == dequant_config_at(i)))
-            return launch_any_dequant<i + 1>(config, params, stream);
-        launch_dequant<dequant_config_at(i)>(params, stream);
-        return true;
-    } else {
-        return false;
-    }
-}
-
-template <std::size_t i = 0>
-bool launch_any_native(const NativeShape& shape, const NativeParams& params, Stream stream) {
-    if constexpr (i < std::size(NATIVE_SHAPES)) {
-        if (!(shape == NATIVE_SHAPES[i])) return launch_any_native<i + 1>(shape, params, stream);
-        launch_native<NATIVE_SHAPES[i]>(params, stream);
-        return true;
-    } else {
-        return false;
-    }
-}
-
-inline bool launch_any_fused_dequant(const gemm::Config& config,
-                                     const gemm::FusedDequantParams<gemm::Mxfp8Sources>& params,
-                                     Stream stream) {
-    constexpr gemm::Config wide = gemm::fused_dequant_config(DType::bf16);
-    constexpr gemm::Config narrow = gemm::narrow_fused_dequant_config(DType::bf16);
-    if (config == wide) gemm::launch_fused_dequant<wide>(params, stream);
-    if (config == narrow) gemm::launch_fused_dequant<narrow>(params, stream);
-    return config == wide || config == narrow;
-}
 
 // Blocks of the dequantizing pass: where it may have nothing to do, as many as are there at a time.
 inline int dequantize_blocks(const DequantizePassParams& p, const DeviceProperties& device) {

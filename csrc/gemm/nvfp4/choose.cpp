@@ -6,6 +6,7 @@
 
 #include "csrc/common/check.h"
 #include "csrc/common/registry.h"
+#include "csrc/gemm/common/limits.h"
 #include "csrc/gemm/fused_dequant/fused_dequant.h"
 #include "csrc/gemm/nvfp4/nvfp4_gemm.h"
 
@@ -172,26 +173,16 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
     if (p.dtype != DType::bf16 && p.dtype != DType::fp16) {
         return concat("activations must be bf16 or fp16, got ", name_of(p.dtype));
     }
-    constexpr int64_t limit = std::numeric_limits<int32_t>::max();
-    if (std::min({p.m, p.n, p.k, p.groups}) < 0 || std::max({p.m, p.n, p.k, p.groups}) > limit) {
-        return concat("sizes must be in [0, ", limit, "], got m ", p.m, ", n ", p.n, ", k ", p.k,
-                      ", groups ", p.groups);
-    }
+    if (std::string reason = gemm::unsupported_sizes(p.m, p.n, p.k, "groups", p.groups);
+        !reason.empty())
+        return reason;
     if (p.k % 16 != 0) return concat("k must be a multiple of 16, got ", p.k);
-    // The kernels count tiles in 31 bits, up to one wave of blocks past the last.
     const Choice choice = choose(p, device);
     const int64_t tile_rows = choice.kernel == Kernel::gemv ? STRIP_ROWS * choice.schedule.strips
                                                             : block_rows(choice.config);
     const double tiles =
         double(ceil_div(p.m, choice.config.tokens) + p.groups) * double(ceil_div(p.n, tile_rows));
-    if (tiles > 2e9) return concat("the output has ", tiles, " tiles; at most 2e9 are supported");
-    const int bytes = shared_bytes(choice.config);
-    if (bytes > device.shared_bytes_per_block) {
-        return concat("the kernel needs ", bytes,
-                      " bytes of shared memory per block, this GPU has ",
-                      device.shared_bytes_per_block);
-    }
-    return "";
+    return gemm::unsupported_resources(tiles, shared_bytes(choice.config), device);
 }
 
 Choice choose(const Problem& p, const DeviceProperties& device) {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -100,6 +101,12 @@ void visit_fields(Config& c, Visitor&& visit) {
     visit("dtype", c.dtype);
 }
 
+// Every pass that is compiled, by number, but for the transpose.
+constexpr DType DTYPES[] = {DType::bf16, DType::fp16, DType::fp32};
+constexpr std::size_t CONFIGS = std::size(DTYPES) * std::size(PASSES);
+constexpr Config config_at(std::size_t i) {
+    return {DTYPES[i / std::size(PASSES)], PASSES[i % std::size(PASSES)]};
+}
 constexpr Config TRANSPOSE{DType::e4m3, Pass::transpose};
 
 // Blocks of the grid of a pass.

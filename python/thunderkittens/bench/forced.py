@@ -47,6 +47,11 @@ def candidates(op: str, problem: Mapping[str, Any], gpu: Mapping[str, Any]) -> l
     return [dict(fields) for fields in module.candidates(op, dict(problem), device)]
 
 
+def _word(value: Any) -> str:
+    """The name of a kernel, or a number."""
+    return value if isinstance(value, str) else str(int(value))
+
+
 def labels(found: Sequence[Fields]) -> list[str]:
     """A name for each candidate: its kernel, and where several are of one kernel the fields in
     which these differ."""
@@ -54,7 +59,7 @@ def labels(found: Sequence[Fields]) -> list[str]:
     for fields in found:
         alike = [other for other in found if other["kernel"] == fields["kernel"]]
         differing = [
-            f"{key} {int(fields[key])}"
+            f"{key} {_word(fields[key])}"
             for key in fields
             if key not in GIVEN and any(other[key] != fields[key] for other in alike)
         ]
@@ -65,7 +70,7 @@ def labels(found: Sequence[Fields]) -> list[str]:
 
 def text_of(fields: Mapping[str, Any]) -> str:
     """The fields to force as the library takes them."""
-    return " ".join(f"{key}={int(x)}" for key, x in fields.items() if key not in GIVEN)
+    return " ".join(f"{key}={_word(x)}" for key, x in fields.items() if key not in GIVEN)
 
 
 def library_function() -> Callable[[bytes, bytes], bool]:

@@ -192,15 +192,14 @@ def worths(regrets: Sequence[Regret]) -> list[Worth]:
 def resources(op: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """What the build says of the op's kernels, by name, from `info.kernels()`.
 
-    Kernels that a call may take instead of another (`_once`, `_single`) count with that one.
     Seconds are those of the file, which may hold several.
     """
     result: dict[str, dict[str, Any]] = {}
     for row in rows:
         if row.get("op") != op or "name" not in row:
             continue
-        name = str(row["name"]).removesuffix("_once").removesuffix("_single")
-        of_name = result.setdefault(name, {"registers": 0, "code_bytes": 0, "seconds": 0.0})
+        none = {"registers": 0, "code_bytes": 0, "seconds": 0.0}
+        of_name = result.setdefault(str(row["name"]), none)
         of_name["registers"] = max(of_name["registers"], int(row.get("registers") or 0))
         of_name["code_bytes"] += int(row.get("code_bytes") or 0)
         of_name["seconds"] = max(of_name["seconds"], float(row.get("seconds") or 0.0))
