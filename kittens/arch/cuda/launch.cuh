@@ -3,8 +3,6 @@
 
 #include <cuda_runtime.h>
 
-#include <mutex>
-#include <set>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -20,15 +18,27 @@ inline void check(cudaError_t error, const char* what) {
     }
 }
 
-// Raises the limit of dynamic shared memory once per kernel and device.
+// A kernel and a device whose limit of dynamic shared memory has been raised, in a list that only
+// grows.
+struct RaisedLimit {
+    const void* kernel;
+    int device;
+    const RaisedLimit* next;
+};
+
+// Raises the limit once per kernel and device; threads that do it at the same time do the same. The
+// lists are read without a lock at every launch. (This is in all files with a kernel, and <mutex>
+// and <set>, or <atomic>, would cost each some tenths of a second to compile.)
 inline void allow_shared_bytes(const void* kernel, size_t bytes) {
     if (bytes <= 48 * 1024) return;
-    static std::mutex mutex;
-    static std::set<std::pair<const void*, int>> done;
+    static const RaisedLimit* lists[64] = {};
     int device = 0;
     check(cudaGetDevice(&device), "cudaGetDevice");
-    const std::lock_guard lock(mutex);
-    if (done.contains({kernel, device})) return;
+    const RaisedLimit*& list = lists[(reinterpret_cast<size_t>(kernel) / 16) % 64];
+    const RaisedLimit* const first = __atomic_load_n(&list, __ATOMIC_ACQUIRE);
+    for (const RaisedLimit* at = first; at != nullptr; at = at->next) {
+        if (at->kernel == kernel && at->device == device) return;
+    }
     int limit = 0;
     check(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
           "cudaDeviceGetAttribute");
@@ -37,7 +47,10 @@ inline void allow_shared_bytes(const void* kernel, size_t bytes) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                limit - static_cast<int>(attributes.sharedSizeBytes)),
           "cudaFuncSetAttribute");
-    done.insert({kernel, device});
+    auto* const raised = new RaisedLimit{kernel, device, first};
+    while (!__atomic_compare_exchange_n(&list, &raised->next, raised, false, __ATOMIC_RELEASE,
+                                        __ATOMIC_RELAXED)) {
+    }
 }
 
 // What a launch must say of the cluster of a kernel that has __cluster_dims__: nothing.
