@@ -1,10 +1,10 @@
-// Operands of 16 bits as gemm and grouped_gemm give them to TMA. Host C++ without
-// torch.
+// Operands of 16 bits as gemm and grouped_gemm give them to TMA. Host C++ without torch.
 #pragma once
 
 #include <utility>
 
 #include "csrc/common/backend.h"
+#include "csrc/gemm/common/align_rows.h"
 
 namespace thunderkittens::gemm {
 
@@ -15,17 +15,75 @@ struct Operand {
     Tensor tensor;  // keeps a copy alive
     View view;
     bool swapped = false;
+    AlignRows copy = {};  // how it is made, if it is
 
     int64_t stride() const { return view.stride[2]; }
     int64_t batch_stride() const { return view.size[1] > 1 ? view.stride[1] : 0; }
+    // Whether its rows begin at lines of 128 bytes.
+    bool in_lines(int element_bytes = 2) const {
+        return reinterpret_cast<uintptr_t>(view.data) % 128 == 0 &&
+               view.stride[2] * element_bytes % 128 == 0 &&
+               batch_stride() * element_bytes % 128 == 0;
+    }
 };
+
+// Whether rows lie in memory as such, of adjacent elements, before one another.
+inline bool has_rows(const View& view) {
+    return (view.size[3] <= 1 || view.stride[3] == 1) && view.stride[2] >= 0 && view.stride[1] >= 0;
+}
+
+// An operand that has to be copied, in its order: the copy is allocated, and made by align().
+template <class Tensor>
+Operand<Tensor> copied_rows(const Tensor& tensor, const View& view, bool swapped) {
+    const auto bytes = static_cast<int64_t>(tensor.element_size());
+    const int64_t batch = view.stride[1] == 0 ? 1 : view.size[1];
+    const int64_t row_bytes = view.size[3] * bytes, pitch = aligned_pitch(row_bytes);
+    Operand<Tensor> result{
+        .tensor = empty({batch * view.size[2] * pitch}, Backend<Tensor>::BYTE, tensor),
+        .view = view,
+        .swapped = swapped};
+    result.view.data = result.tensor.data_ptr();
+    result.view.stride[3] = 1;
+    result.view.stride[2] = pitch / bytes;
+    result.view.stride[1] = view.stride[1] == 0 ? 0 : view.size[2] * pitch / bytes;
+    result.copy = AlignRows{.from = view.data,
+                            .to = result.tensor.data_ptr(),
+                            .batch = batch,
+                            .rows = view.size[2],
+                            .row_bytes = row_bytes,
+                            .pitch = view.stride[2] * bytes,
+                            .batch_pitch = view.stride[1] * bytes,
+                            .to_pitch = pitch};
+    return result;
+}
 
 template <class Tensor>
 Operand<Tensor> operand(const Tensor& tensor) {
-    Tensor readable = for_tensor_map(tensor, true);
-    const View view = as_4d(readable);
-    const bool swapped = !fits_tensor_map(view, static_cast<int>(readable.element_size()));
-    return {std::move(readable), swapped ? transposed(view) : view, swapped};
+    const auto bytes = static_cast<int>(tensor.element_size());
+    const View view = as_4d(tensor), across = transposed(view);
+    if (fits_tensor_map(view, bytes)) return {tensor, view, false};
+    if (fits_tensor_map(across, bytes)) return {tensor, across, true};
+    if (has_rows(view) || has_rows(across)) {
+        const bool swapped = !has_rows(view);
+        Operand<Tensor> result = copied_rows(tensor, swapped ? across : view, swapped);
+        if (can_align(result.copy)) return result;
+    }
+    Tensor copy = copy_for_tensor_map(tensor);
+    const View readable = as_4d(copy);
+    return {std::move(copy), readable, false};
+}
+
+// Makes the copies of two operands.
+template <class Tensor>
+void align(const Backend<Tensor>& on, const Operand<Tensor>& a, const Tensor& a_source,
+           const Operand<Tensor>& b, const Tensor& b_source) {
+    if (a.copy.rows == 0 && b.copy.rows == 0) return;
+    auto launch = on.launch("align_rows", a_source);
+    launch.may_read("a", a_source);
+    launch.may_read("b", b_source);
+    if (a.copy.rows > 0) launch.may_write("copy of a", a.tensor);
+    if (b.copy.rows > 0) launch.may_write("copy of b", b.tensor);
+    launch_align_rows<MAX_ALIGNED>({a.copy, b.copy}, launch.stream);
 }
 
 }  // namespace thunderkittens::gemm

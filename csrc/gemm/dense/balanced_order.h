@@ -38,7 +38,8 @@ constexpr Shares share_columns(const Config& c, int64_t columns, int64_t tiles) 
 
 // Whether the tiles of a schedule cover the output, and each has at least one column of it.
 constexpr bool covers(const Config& c, const Schedule& schedule, int64_t m, int64_t n) {
-    const int64_t rows = (m + c.block_m - 1) / c.block_m, most = (n - 1) / narrowest(c) + 1;
+    const int64_t height = c.block_m * c.cluster_m;
+    const int64_t rows = (m + height - 1) / height, most = (n - 1) / narrowest(c) + 1;
     const int64_t columns = schedule.columns, extra_rows = schedule.extra_rows;
     return columns > 0 && columns * widest(c) >= n && columns + (extra_rows > 0) <= most &&
            extra_rows >= 0 && (c.b_n_major ? extra_rows == 0 : extra_rows <= rows);
@@ -83,7 +84,8 @@ struct BalancedOrder : TwoWidthOrder {
 // The raster of a schedule that covers the output.
 inline BalancedOrder make_balanced_order(const Config& c, const Schedule& schedule, int64_t m,
                                          int64_t n) {
-    const auto rows = static_cast<uint32_t>((m + c.block_m - 1) / c.block_m);
+    const int64_t height = c.block_m * c.cluster_m;
+    const auto rows = static_cast<uint32_t>((m + height - 1) / height);
     const auto columns = static_cast<uint32_t>(schedule.columns);
     const auto extra_rows = static_cast<uint32_t>(schedule.extra_rows);
     const auto raster_group = static_cast<uint32_t>(schedule.raster_group);

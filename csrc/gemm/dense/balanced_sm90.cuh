@@ -14,7 +14,7 @@ void launch_balanced(const Params& params, Stream stream) {
     using Traits = sm90::KernelTraits<C>;
     static_assert(C.balanced && sm90::DeferredStore<C>::subtiles == (C.block_n + 63) / 64);
     kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::persistent_gemm_kernel<Traits>,
-                    dim3(params.schedule.blocks), dim3(Traits::threads), dim3(1),
+                    dim3(params.schedule.blocks), dim3(Traits::threads), dim3(C.cluster_m),
                     sizeof(typename Traits::Shared), stream, sm90::make_globals<C>(params));
 }
 

@@ -5,6 +5,7 @@
 
 #include "csrc/common/check.h"
 #include "csrc/common/registry.h"
+#include "csrc/gemm/common/align_rows.h"
 #include "csrc/gemm/common/balanced_tiles.h"
 #include "csrc/gemm/common/limits.h"
 #include "csrc/gemm/dense/balanced_order.h"
@@ -14,6 +15,10 @@ namespace thunderkittens::gemm {
 namespace {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Tiles count by cluster, those of its blocks together.
+int clusters_of(const Config& c, int sm_count) { return std::max(1, sm_count / c.cluster_m); }
+int64_t height_of(const Config& c) { return int64_t{c.block_m} * c.cluster_m; }
 
 // The cost of a tile in clock cycles of an SM: block_m * block_n / 32 for its products of 64 steps
 // of k at the tensor cores' full rate, times `per_product`, plus `fixed`, and `startup` once per
@@ -33,6 +38,18 @@ TileCost tile_cost(const TileShape& shape) {
             600, 2500 + 0.12 * size};
 }
 
+// TMA asks the L2 cache for lines of 128 bytes. A row of a box that does not begin at a line lies in
+// two, so that such operands cost up to twice as many requests, at this rate of an SM; a cluster
+// shares those for b.
+constexpr double CYCLES_PER_LINE = 1.73;
+double line_cycles(const Problem& p, double rows, double columns, int cluster_m) {
+    return CYCLES_PER_LINE *
+           (rows * (p.a_in_lines ? 1 : 2) + columns * (p.b_in_lines ? 1 : 2) / cluster_m);
+}
+// Where operands begin at lines, a cluster costs more by its lockstep than it saves.
+bool shares_lines(const Problem& p) { return !p.fused && !(p.a_in_lines && p.b_in_lines); }
+constexpr double LOCKSTEP = 1.02;
+
 // Epilogue warps: the steps of k between the four subtiles that a consumer hands to them. With a
 // short k the consumers would wait for the epilogue warps; for fp16, whose activation formulas are
 // longer, sooner than for bf16.
@@ -49,11 +66,12 @@ Widths two_widths(const Config& config, const Problem& p, int sm_count) {
     const bool halves = p.gate == Gate::blocked;
     const int width = halves ? config.block_n / 2 : config.block_n;
     const int64_t n = halves ? p.n / 2 : p.n;
-    Widths widths = gemm::two_widths(config.block_m, width, p.m, n, sm_count);
+    const int64_t height = height_of(config);
+    Widths widths = gemm::two_widths(height, width, p.m, n, clusters_of(config, sm_count));
     if (p.b_n_major && cover_too_much<int64_t>(widths.columns, n, width)) return {};
     // With many rows of tiles the narrower loads cost most of what the balance brings, where nearly
     // all tiles are narrow.
-    const int64_t rows = ceil_div(p.m, config.block_m), base = rows - widths.extra_rows;
+    const int64_t rows = ceil_div(p.m, height), base = rows - widths.extra_rows;
     const int64_t wide = base * wide_tiles(n, widths.columns, width) +
                          widths.extra_rows * wide_tiles(n, widths.columns + 1, width);
     if (p.b_n_major && rows >= 16 && wide * 10 < rows * widths.columns) {
@@ -65,11 +83,13 @@ Widths two_widths(const Config& config, const Problem& p, int sm_count) {
 
 // The cycles that the GPU needs with tiles of this shape: waves of one tile per SM.
 double cycles(const TileShape& shape, const Config& config, const Problem& p, int sm_count) {
-    const int64_t tiles = p.batch * ceil_div(p.m, shape.block_m) * ceil_div(p.n, shape.block_n);
-    const int64_t waves = ceil_div(tiles, sm_count);
+    const int64_t tiles = p.batch * ceil_div(p.m, height_of(config)) * ceil_div(p.n, shape.block_n);
+    const int64_t waves = ceil_div(tiles, clusters_of(config, sm_count));
     const TileCost cost = tile_cost(shape);
     const double steps = static_cast<double>(std::max<int64_t>(1, ceil_div(p.k, BLOCK_K)));
-    const double tile = steps * shape.block_m * shape.block_n / 32 * cost.per_product;
+    const double step = std::max(shape.block_m * shape.block_n / 32 * cost.per_product,
+                                 line_cycles(p, shape.block_m, shape.block_n, config.cluster_m));
+    const double tile = steps * step * (config.cluster_m > 1 ? LOCKSTEP : 1);
     return waves * (tile * two_widths(config, p, sm_count).share + cost.fixed) + cost.startup;
 }
 
@@ -81,24 +101,29 @@ struct BalancedTiles {
 
 // The cost of a tile of a width, in columns of a tile of 256: in narrow tiles the rows of a are
 // loaded for fewer columns.
-double column_cost(int64_t width) { return std::max(double(width), 0.6 * double(width) + 91); }
+double column_cost(const Config& config, const Problem& p, int64_t width) {
+    const double w = static_cast<double>(width);
+    const double lines = line_cycles(p, config.block_m, w, config.cluster_m);
+    return std::max({w, 0.6 * w + 91, lines * 32 / config.block_m}) *
+           (config.cluster_m > 1 ? LOCKSTEP : 1);
+}
 
 // The columns that the busiest SM computes.
-double balanced_load(const Config& config, int64_t rows, int64_t n, int64_t columns,
+double balanced_load(const Config& config, const Problem& p, int64_t rows, int64_t columns,
                      int64_t extra_rows, int sm_count) {
+    const int64_t n = p.n;
     const int64_t unit = balanced_step(config), tiles = rows * columns + extra_rows;
     const Shares base = share_columns(config, n, columns),
                  extra = share_columns(config, n, columns + 1);
-    const double narrow = column_cost(base.narrow),
-                 wider = column_cost(base.narrow + unit) - narrow;
+    const auto cost = [&](int64_t width) { return column_cost(config, p, width); };
+    const double narrow = cost(base.narrow), wider = cost(base.narrow + unit) - narrow;
     const auto waves = static_cast<double>(ceil_div(tiles, sm_count));
     if (extra_rows == 0) {
         return waves * narrow + double(ceil_div(rows * base.wide, sm_count)) * wider;
     }
     if (waves == 1) return narrow + (base.wide > 0 ? wider : 0);
-    const double of_extra =
-        double(columns + 1) * column_cost(extra.narrow) +
-        extra.wide * (column_cost(extra.narrow + unit) - column_cost(extra.narrow));
+    const double of_extra = double(columns + 1) * cost(extra.narrow) +
+                            extra.wide * (cost(extra.narrow + unit) - cost(extra.narrow));
     const double all = double(rows - extra_rows) * (double(columns) * narrow + base.wide * wider) +
                        double(extra_rows) * of_extra;
     return all / sm_count + wider / 2;
@@ -106,22 +131,23 @@ double balanced_load(const Config& config, int64_t rows, int64_t n, int64_t colu
 
 BalancedTiles balance_tiles(const Config& config, const Problem& p, int sm_count) {
     BalancedTiles best;
-    const int64_t rows = ceil_div(p.m, config.block_m);
+    const int clusters = clusters_of(config, sm_count);
+    const int64_t rows = ceil_div(p.m, height_of(config));
     const int64_t least = ceil_div(p.n, widest(config)), most = ceil_div(p.n, narrowest(config));
     const auto steps = static_cast<double>(ceil_div(p.k, BLOCK_K));
     const auto consider = [&](int64_t columns, int64_t extra_rows) {
         if (columns < least || columns + (extra_rows > 0) > most) return;
-        const double tiles = std::ceil(double(rows * columns + extra_rows) / sm_count);
+        const double tiles = std::ceil(double(rows * columns + extra_rows) / clusters);
         const double cycles = steps * config.block_m / 32 *
-                                  balanced_load(config, rows, p.n, columns, extra_rows, sm_count) +
+                                  balanced_load(config, p, rows, columns, extra_rows, clusters) +
                               tiles * 900 + 2500 + 0.12 * config.block_m * config.block_n;
         if (cycles < best.cycles) {
             best = {static_cast<int>(columns), static_cast<int>(extra_rows), cycles};
         }
     };
-    const int64_t first = ceil_div(rows * least, sm_count);
+    const int64_t first = ceil_div(rows * least, clusters);
     for (int64_t waves = first; waves < first + 3; ++waves) {
-        const int64_t columns = std::min(waves * sm_count / rows, most);
+        const int64_t columns = std::min(waves * clusters / rows, most);
         if (columns < least) continue;
         if (config.b_n_major) {
             for (int64_t i = 0; i < 3; ++i) consider(columns - i, 0);
@@ -130,15 +156,15 @@ BalancedTiles balance_tiles(const Config& config, const Problem& p, int sm_count
             const int64_t widest_tile = shares.narrow + (shares.wide > 0 ? int{NARROW_BY} : 0);
             consider(ceil_div(p.n, widest_tile), 0);
             consider(columns, 0);
-            if (columns < most) consider(columns, waves * sm_count % rows);
+            if (columns < most) consider(columns, waves * clusters % rows);
         }
     }
     return best;
 }
 
 Schedule schedule_for(const Config& config, const Problem& p, const DeviceProperties& device) {
-    const int sm_count = std::max(1, device.sm_count);
-    const int64_t rows = ceil_div(p.m, config.block_m), columns = ceil_div(p.n, config.block_n);
+    const int sm_count = std::max(1, device.sm_count), clusters = clusters_of(config, sm_count);
+    const int64_t rows = ceil_div(p.m, height_of(config)), columns = ceil_div(p.n, config.block_n);
     Schedule schedule;
     // With few rows of tiles all of them use b at about the same time, and it need not stay in L2.
     // A much larger b is read at the same speed either way.
@@ -146,19 +172,19 @@ Schedule schedule_for(const Config& config, const Problem& p, const DeviceProper
     schedule.evict_first_b =
         p.m <= 512 && p.batch == 1 && b_bytes * 4 >= l2_bytes && b_bytes <= l2_bytes * 4;
     const int64_t tiles = rows * columns, all = p.batch * tiles;
-    schedule.blocks = static_cast<int>(std::min<int64_t>(all, sm_count));
+    schedule.blocks = static_cast<int>(std::min<int64_t>(all, clusters)) * config.cluster_m;
     // A block for each tile: one raster group, and the grid has the shape of the tiles.
     schedule.raster_group = static_cast<int>(rows);
-    if (all <= sm_count) return schedule;
+    if (all <= clusters) return schedule;
     // Whole products of a batch at a time, where that takes no more waves: their tiles read the
     // same rows and columns together.
-    const int64_t whole = sm_count / tiles * tiles;
-    if (p.batch > 1 && whole * 16 >= sm_count * 15 &&
-        ceil_div(all, whole) == ceil_div(all, sm_count)) {
-        schedule.blocks = static_cast<int>(whole);
+    const int64_t whole = clusters / tiles * tiles;
+    if (p.batch > 1 && whole * 16 >= clusters * 15 &&
+        ceil_div(all, whole) == ceil_div(all, clusters)) {
+        schedule.blocks = static_cast<int>(whole) * config.cluster_m;
     }
     // The tiles at work at a time form a square of elements, in raster groups of equal height.
-    const double height = std::sqrt(double(sm_count) * config.block_n / config.block_m);
+    const double height = std::sqrt(double(clusters) * config.block_n / double(height_of(config)));
     const double raster_groups = std::round(double(rows) / height);
     schedule.raster_group =
         static_cast<int>(ceil_div(rows, std::max<int64_t>(1, int64_t(raster_groups))));
@@ -237,8 +263,8 @@ Choice choose_swap_ab(const Problem& p, const DeviceProperties& device) {
 
 // Whether the sums of one product with a long k are only rounded, to rows that TMA can store: what
 // the balanced and the split-K kernels compute.
-bool is_rounded(const Problem& p) {
-    return !p.fused && !p.a_m_major && p.batch == 1 && p.k >= 1536 && p.m >= 1 && p.n >= 1 &&
+bool is_rounded(const Problem& p, int64_t least_k = 1536) {
+    return !p.fused && !p.a_m_major && p.batch == 1 && p.k >= least_k && p.m >= 1 && p.n >= 1 &&
            p.n % 8 == 0 && p.out_dtype == p.dtype;
 }
 
@@ -271,7 +297,9 @@ SplitKTiles split_k_tiles(const Problem& p, int sm_count) {
         const int64_t most = std::min({sm_count / (rows * columns), steps / 4, most_splits});
         for (int64_t splits = 2; splits <= most; ++splits) {
             const double size = shape.block_m * shape.block_n;
-            const double products = double(ceil_div(steps, splits)) * size / 32 * 1.04;
+            const double step =
+                std::max(size / 32 * 1.04, line_cycles(p, shape.block_m, shape.block_n, 1));
+            const double products = double(ceil_div(steps, splits)) * step;
             const auto taken = static_cast<double>(ceil_div(units, splits) * (splits - 1));
             const double cycles = std::max(products, read) + 7500 + 0.55 * size + 160 * taken;
             if (cycles < best.cycles) {
@@ -295,8 +323,10 @@ SplitKTiles stream_k_tiles(const Problem& p, int sm_count, double limit) {
         const double size = shape.block_m * shape.block_n;
         // Narrow tiles are bound by their loads where not all blocks read the same rows at a time.
         const bool wide = shape.block_n > 128;
-        const double step = size / 32 * (wide ? 1.03 : 1.09);
-        const double whole = double(steps) * size / 32 * (wide ? 1.03 : 1.24) + 3000;
+        const double lines = line_cycles(p, shape.block_m, shape.block_n, 1);
+        const double step = std::max(size / 32 * (wide ? 1.03 : 1.09), lines);
+        const double whole =
+            double(steps) * std::max(size / 32 * (wide ? 1.03 : 1.24), lines) + 3000;
         // A lower bound: split without a rest, and without costs.
         if (double(all * steps) * step > limit * sm_count || all >= 2 * sm_count) continue;
         const int tiles = static_cast<int>(all);
@@ -314,6 +344,41 @@ SplitKTiles stream_k_tiles(const Problem& p, int sm_count, double limit) {
         }
     }
     return best;
+}
+
+// Split-K over a cluster, for few tiles of 64 x 64: all blocks run at a time. Fitted to an H200: the
+// steps, of which TMA's requests are the most, or reading the operands; a start, and two barriers
+// of the cluster.
+struct ClusterSplits {
+    int splits = 1;
+    double cycles = std::numeric_limits<double>::infinity();
+};
+constexpr TileShape CLUSTER_SPLIT_K_SHAPE = TILE_SHAPES[3];
+int64_t cluster_split_k_tiles(const Problem& p) {
+    const TileShape& shape = CLUSTER_SPLIT_K_SHAPE;
+    return p.batch * ceil_div(p.m, shape.block_m) * ceil_div(p.n, shape.block_n);
+}
+ClusterSplits cluster_splits(const Problem& p, int sm_count) {
+    ClusterSplits best;
+    const TileShape& shape = CLUSTER_SPLIT_K_SHAPE;
+    const int64_t tiles = cluster_split_k_tiles(p), steps = ceil_div(p.k, BLOCK_K);
+    if (p.fused || tiles < 1) return best;
+    const double step = std::max(double(shape.block_m * shape.block_n) / 32 * 2.16,
+                                 line_cycles(p, shape.block_m, shape.block_n, 1));
+    const int64_t most = std::min({sm_count / tiles, steps, int64_t{MAX_CLUSTER_SPLITS}});
+    for (int64_t splits = 2; splits <= most; ++splits) {
+        const double products = double(ceil_div(steps, splits)) * step;
+        const double cycles = std::max(products, double(p.batch) * operand_cycles(p)) + 5900;
+        if (cycles < best.cycles) best = {static_cast<int>(splits), cycles};
+    }
+    return best;
+}
+Choice cluster_split_k_choice(int splits, const Problem& p) {
+    Choice choice{.kernel = Kernel::cluster_split_k,
+                  .config = make_config(CLUSTER_SPLIT_K_SHAPE, p.dtype, p.a_m_major, p.b_n_major)};
+    choice.schedule.splits = splits;
+    choice.schedule.blocks = static_cast<int>(cluster_split_k_tiles(p)) * splits;
+    return choice;
 }
 
 }  // namespace
@@ -336,16 +401,18 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
 Choice choose_fixed_width(const Problem& p, const DeviceProperties& device) {
     const int sm_count = std::max(1, device.sm_count);
     if (is_skinny(p) || is_skinny_with_long_k(p, sm_count)) return choose_swap_ab(p, device);
-    const TileShape* best = nullptr;
-    double least = 0;
-    const auto consider = [&](const TileShape& shape) {
-        const Config config = make_config(shape, p.dtype, p.a_m_major, p.b_n_major, p.fused);
+    Config best;
+    double least = std::numeric_limits<double>::infinity();
+    const auto consider = [&](const TileShape& shape, int cluster_m = 1) {
+        Config config = make_config(shape, p.dtype, p.a_m_major, p.b_n_major, p.fused);
+        config.cluster_m = cluster_m;
         const double needed = cycles(shape, config, p, sm_count);
-        if (best == nullptr || needed < least) best = &shape, least = needed;
+        if (needed < least) best = config, least = needed;
     };
     for (const TileShape& shape : TILE_SHAPES) {
         if (!p.fused || shape.block_n >= 128) consider(shape);
     }
+    for (std::size_t i = 0; shares_lines(p) && i < CLUSTER_SHAPES; ++i) consider(TILE_SHAPES[i], 2);
     // With a short k, reading and writing count for more than full waves.
     if (!p.fused && !p.a_m_major && p.k >= 1536) {
         if (p.b_n_major) {
@@ -354,7 +421,7 @@ Choice choose_fixed_width(const Problem& p, const DeviceProperties& device) {
             for (const TileShape& shape : NT_SHAPES) consider(shape);
         }
     }
-    return tiled_choice(make_config(*best, p.dtype, p.a_m_major, p.b_n_major, p.fused), p, device);
+    return tiled_choice(best, p, device);
 }
 
 namespace {
@@ -364,8 +431,9 @@ Choice balanced_choice(const Config& config, const BalancedTiles& tiles, const P
     Choice choice{
         .kernel = Kernel::balanced, .config = config, .schedule = schedule_for(config, p, device)};
     choice.schedule.columns = tiles.columns, choice.schedule.extra_rows = tiles.extra_rows;
-    const int64_t all = ceil_div(p.m, config.block_m) * tiles.columns + tiles.extra_rows;
-    choice.schedule.blocks = static_cast<int>(std::min<int64_t>(all, std::max(1, device.sm_count)));
+    const int64_t all = ceil_div(p.m, height_of(config)) * tiles.columns + tiles.extra_rows;
+    const int clusters = clusters_of(config, std::max(1, device.sm_count));
+    choice.schedule.blocks = static_cast<int>(std::min<int64_t>(all, clusters)) * config.cluster_m;
     return choice;
 }
 
@@ -378,33 +446,52 @@ Choice split_k_choice(const TileShape& shape, int splits, int blocks, const Prob
     return choice;
 }
 
-// Balanced tiling with run-time widths where it pays, else the best fixed width.
-Choice choose_unsplit(const Problem& p, const DeviceProperties& device) {
+// Balanced tiling with run-time widths where it pays, else the best fixed width; and the cycles.
+std::pair<Choice, double> choose_unsplit(const Problem& p, const DeviceProperties& device) {
     const Choice choice = choose_fixed_width(p, device);
-    const Config config = balanced_config(p.dtype, p.b_n_major);
-    if (choice.kernel == Kernel::swap_ab || !is_rounded(p)) return choice;
+    if (choice.kernel == Kernel::swap_ab) return {choice, 0};
     const int sm_count = std::max(1, device.sm_count);
-    const BalancedTiles tiles = balance_tiles(config, p, sm_count);
-    if (tiles.cycles > 0.985 * cycles(shape_of(choice.config), choice.config, p, sm_count)) {
-        return choice;
+    const double fixed = cycles(shape_of(choice.config), choice.config, p, sm_count);
+    std::pair<Choice, double> best{choice, fixed};
+    if (!is_rounded(p, shares_lines(p) ? 512 : 1536)) return best;
+    for (const int cluster_m : {1, 2}) {
+        if (cluster_m > 1 && !shares_lines(p)) continue;
+        Config config = balanced_config(p.dtype, p.b_n_major);
+        config.cluster_m = cluster_m;
+        const BalancedTiles tiles = balance_tiles(config, p, sm_count);
+        if (tiles.cycles > 0.985 * fixed || tiles.cycles >= best.second) continue;
+        best = {balanced_choice(config, tiles, p, device), tiles.cycles};
     }
-    return balanced_choice(config, tiles, p, device);
+    return best;
+}
+
+// Skinny problems with so few tiles that a cluster for each reads as fast as swap-AB, and ends
+// sooner.
+bool is_small(const Problem& p, int sm_count) {
+    return !p.fused && cluster_split_k_tiles(p) * MAX_CLUSTER_SPLITS <= sm_count && p.k >= 512;
 }
 
 }  // namespace
 
 Choice choose(const Problem& p, const DeviceProperties& device) {
-    const Choice choice = choose_unsplit(p, device);
-    if (choice.kernel == Kernel::swap_ab || !is_rounded(p) || p.m < 128) return choice;
     const int sm_count = std::max(1, device.sm_count);
-    const double whole = choice.kernel == Kernel::balanced
-                             ? balance_tiles(choice.config, p, sm_count).cycles
-                             : cycles(shape_of(choice.config), choice.config, p, sm_count);
-    const SplitKTiles split_k = split_k_tiles(p, sm_count);
-    const SplitKTiles stream_k =
-        stream_k_tiles(p, sm_count, 0.97 * std::min(whole, split_k.cycles));
-    const SplitKTiles& tiles = stream_k.shape != nullptr ? stream_k : split_k;
-    if (tiles.shape == nullptr || tiles.cycles > 0.97 * whole) return choice;
+    const auto [unsplit, whole] = choose_unsplit(p, device);
+    const ClusterSplits cluster = cluster_splits(p, sm_count);
+    if (unsplit.kernel == Kernel::swap_ab) {
+        const bool small = cluster.splits > 1 && is_small(p, sm_count);
+        return small ? cluster_split_k_choice(cluster.splits, p) : unsplit;
+    }
+    SplitKTiles tiles;
+    if (is_rounded(p) && p.m >= 128) {
+        const SplitKTiles split_k = split_k_tiles(p, sm_count);
+        const SplitKTiles stream_k =
+            stream_k_tiles(p, sm_count, 0.97 * std::min(whole, split_k.cycles));
+        tiles = stream_k.shape != nullptr ? stream_k : split_k;
+    }
+    if (cluster.cycles < 0.97 * std::min(whole, tiles.cycles)) {
+        return cluster_split_k_choice(cluster.splits, p);
+    }
+    if (tiles.shape == nullptr || tiles.cycles > 0.97 * whole) return unsplit;
     return split_k_choice(*tiles.shape, tiles.splits, tiles.blocks, p, device);
 }
 
@@ -438,8 +525,9 @@ std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device)
     const auto add = [&](const Choice& choice) {
         if (std::find(list.begin(), list.end(), choice) == list.end()) list.push_back(choice);
     };
-    const auto add_tiles = [&](const TileShape& shape) {
-        const Config config = make_config(shape, p.dtype, p.a_m_major, p.b_n_major, p.fused);
+    const auto add_tiles = [&](const TileShape& shape, int cluster_m = 1) {
+        Config config = make_config(shape, p.dtype, p.a_m_major, p.b_n_major, p.fused);
+        config.cluster_m = cluster_m;
         Choice choice = tiled_choice(config, p, device);
         add(choice);
         choice.schedule.columns = choice.schedule.extra_rows = 0;
@@ -448,6 +536,12 @@ std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device)
     };
     for (const TileShape& shape : TILE_SHAPES) {
         if (!p.fused || shape.block_n >= 128) add_tiles(shape);
+    }
+    for (std::size_t i = 0; !p.fused && i < CLUSTER_SHAPES; ++i) add_tiles(TILE_SHAPES[i], 2);
+    const int64_t tiles = cluster_split_k_tiles(p), steps = ceil_div(p.k, BLOCK_K);
+    for (const int splits : {2, 3, 4, 6, 8}) {
+        const bool fits = tiles * splits <= 2 * device.sm_count && splits <= steps;
+        if (!p.fused && fits) add(cluster_split_k_choice(splits, p));
     }
     if (p.a_m_major) return list;
     if (!p.fused && p.b_n_major) add_tiles(NN_SHAPE);
@@ -466,10 +560,13 @@ std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device)
     }
     // What their kernels compute, see allows().
     if (p.fused || p.n % 8 != 0 || p.out_dtype != p.dtype) return list;
-    const Config balanced = balanced_config(p.dtype, p.b_n_major);
-    const BalancedTiles tiles = balance_tiles(balanced, p, std::max(1, device.sm_count));
-    if (tiles.columns > 0 && ceil_div(p.k, BLOCK_K) >= (balanced.block_n + 63) / 64) {
-        add(balanced_choice(balanced, tiles, p, device));
+    for (const int cluster_m : {1, 2}) {
+        Config balanced = balanced_config(p.dtype, p.b_n_major);
+        balanced.cluster_m = cluster_m;
+        const BalancedTiles found = balance_tiles(balanced, p, std::max(1, device.sm_count));
+        if (found.columns > 0 && steps >= (balanced.block_n + 63) / 64) {
+            add(balanced_choice(balanced, found, p, device));
+        }
     }
     add_split_k(p, device, add);
     return list;
@@ -490,7 +587,7 @@ std::string kernel_name(const Config& c) {
     const std::string layout = concat(c.a_m_major ? 't' : 'n', c.b_n_major ? 'n' : 't');
     return concat(name_of(c.dtype), '_', layout, c.swap_ab ? "_swap_ab_" : "_", c.block_m, 'x',
                   c.block_n, c.fused ? "_fused" : "", c.masked ? "_masked" : "",
-                  c.balanced ? "_balanced" : "");
+                  c.balanced ? "_balanced" : "", c.cluster_m == 2 ? "_2x1" : "");
 }
 
 std::string kernel_name(const Choice& choice) {
@@ -498,6 +595,7 @@ std::string kernel_name(const Choice& choice) {
         case Kernel::split_k: return concat(name_of(choice.config.dtype), "_split_k");
         case Kernel::single_wave:
         case Kernel::single_wave_64x64: return kernel_name(choice.config) + "_single_wave";
+        case Kernel::cluster_split_k: return kernel_name(choice.config) + "_split_k";
         default: return kernel_name(choice.config);
     }
 }
@@ -519,7 +617,8 @@ static KernelInfo split_k_info(DType dtype) {
 
 // The file of instances.txt that has a configuration's kernels.
 static std::string source_of(const Config& c) {
-    if (c.balanced) return "balanced";
+    if (c.balanced) return c.cluster_m == 1 ? "balanced" : "balanced_clusters";
+    if (c.cluster_m > 1) return concat(name_of(c.dtype), "_clusters");
     if (c.swap_ab) return concat(name_of(c.dtype), c.fused ? "_swap_ab_fused" : "_swap_ab");
     if (c.fused) return concat(name_of(c.dtype), '_', c.block_m, 'x', c.block_n, "_fused");
     return concat(name_of(c.dtype), '_', strategy_name(kernel_of(c)));
@@ -528,6 +627,11 @@ static std::string source_of(const Config& c) {
 std::vector<KernelInfo> kernels() {
     std::vector<KernelInfo> list;
     for (const DType dtype : {DType::bf16, DType::fp16}) list.push_back(split_k_info(dtype));
+    list.push_back({.name = "align_rows",
+                    .config = "copies of operands that TMA cannot read",
+                    .source = "align_rows",
+                    .symbol = concat("17align_rows_kernelILi", MAX_ALIGNED, 'E'),
+                    .threads = ALIGN_THREADS});
     for (std::size_t i = 0; i < CONFIGS; ++i) {
         const Config c = config_at(i);
         const std::string tile = concat(c.block_m, 'x', c.block_n);
@@ -564,6 +668,19 @@ std::vector<KernelInfo> kernels() {
             single.shared_bytes = single_wave_64x64_shared_bytes(c);
         }
         list.push_back(single);
+        if (!has_single_wave_64x64(c)) continue;
+        KernelInfo split = kernel;
+        split.name = kernel_name(Choice{.kernel = Kernel::cluster_split_k, .config = c});
+        split.fields["strategy"] = std::string(strategy_name(Kernel::cluster_split_k));
+        split.config = concat("tile ", tile, 'x', c.block_k, ", ", CLUSTER_SPLIT_K_STAGES,
+                              " stages, 1 producer warp and 1 consumer warpgroup, split-K over a "
+                              "cluster of up to ",
+                              MAX_CLUSTER_SPLITS);
+        split.source = "cluster_split_k";
+        split.symbol = symbol_of("cluster_split_k_kernel", "Config", c);
+        split.threads = CLUSTER_SPLIT_K_THREADS;
+        split.shared_bytes = cluster_split_k_shared_bytes(c);
+        list.push_back(split);
     }
     return list;
 }

@@ -32,6 +32,8 @@ struct Problem {
     bool b_n_major = true;   // b's columns (n) are adjacent in memory, instead of its rows (k)
     Gate gate = Gate::none;
     bool fused = false;  // the epilogue does more than to scale and to add a bias
+    // Whether an operand's rows, as they lie in memory, begin at lines of 128 bytes.
+    bool a_in_lines = true, b_in_lines = true;
 };
 
 // What one kernel is compiled for. A block computes block_m x block_n tiles, 64 of k at a time,
@@ -50,6 +52,7 @@ struct Config {
     bool b_n_major = true;
     bool masked = false;    // only the tiles of a mask, see TileMask
     bool balanced = false;  // balanced tiling with run-time widths, see balanced_order.h
+    int cluster_m = 1;      // blocks of a cluster, along m, that share b's tile by multicast
 
     bool operator==(const Config&) const = default;
 };
@@ -86,12 +89,13 @@ enum class Kernel : int {
     single_wave_64x64,
     balanced,
     split_k,
+    cluster_split_k,
     swap_ab
 };
 constexpr const char* strategy_name(Kernel kernel) {
     constexpr const char* names[] = {"persistent",        "one_consumer", "single_wave",
                                      "single_wave_64x64", "balanced",     "split_k",
-                                     "swap_ab",           nullptr};
+                                     "cluster_split_k",   "swap_ab",      nullptr};
     return names[static_cast<int>(kernel)];
 }
 
@@ -133,6 +137,8 @@ void visit_fields(Problem& p, Visitor&& visit) {
     visit("b_n_major", p.b_n_major);
     visit("gate", p.gate);
     visit("fused", p.fused);
+    visit("a_in_lines", p.a_in_lines);
+    visit("b_in_lines", p.b_in_lines);
 }
 
 template <typename Visitor>
@@ -149,6 +155,7 @@ void visit_fields(Config& c, Visitor&& visit) {
     visit("b_n_major", c.b_n_major);
     visit("masked", c.masked);
     visit("balanced", c.balanced);
+    visit("cluster_m", c.cluster_m);
 }
 template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
@@ -176,6 +183,8 @@ constexpr TileShape TILE_SHAPES[] = {
     {64, 64, 10, 1},
 };
 constexpr std::size_t FUSED_SHAPES = 3;
+// The first of them also with clusters of two blocks, as balanced tiling.
+constexpr std::size_t CLUSTER_SHAPES = 2;
 constexpr Config make_config(const TileShape& shape, DType dtype, bool a_m_major, bool b_n_major,
                              bool fused = false) {
     return {.block_m = shape.block_m,
@@ -260,7 +269,8 @@ constexpr std::size_t TILED = (std::size(TILE_SHAPES) + FUSED_SHAPES) * 8;
 constexpr std::size_t SWAP_AB = std::size(SWAP_AB_SHAPES) * 4;
 constexpr std::size_t NT = std::size(NT_SHAPES) * 2;
 constexpr std::size_t BALANCED = 4;
-constexpr std::size_t CONFIGS = TILED + SWAP_AB + NT + 2 + BALANCED + 1;
+constexpr std::size_t CLUSTERS = CLUSTER_SHAPES * 8 + BALANCED;
+constexpr std::size_t CONFIGS = TILED + SWAP_AB + NT + 2 + BALANCED + CLUSTERS + 1;
 constexpr Config config_at(std::size_t i) {
     const auto dtype = [](std::size_t j) { return j % 2 == 0 ? DType::bf16 : DType::fp16; };
     if (i < TILED) {
@@ -276,6 +286,15 @@ constexpr Config config_at(std::size_t i) {
     if (i < 2) return make_config(NN_SHAPE, dtype(i), false, true);
     i -= 2;
     if (i < BALANCED) return balanced_config(dtype(i / 2), i % 2 != 0);
+    i -= BALANCED;
+    if (i < CLUSTERS) {
+        Config c = i < BALANCED
+                       ? balanced_config(dtype(i / 2), i % 2 != 0)
+                       : make_config(TILE_SHAPES[(i - BALANCED) / 8], dtype((i - BALANCED) / 4),
+                                     i / 2 % 2 != 0, i % 2 != 0);
+        c.cluster_m = 2;
+        return c;
+    }
     return masked_config();
 }
 
@@ -287,13 +306,14 @@ struct ConfigName {
     DType dtype = DType::bf16;
     Layout layout = Layout::nn;
     bool swap_ab = false, fused = false, masked = false, balanced = false;
+    int cluster_m = 1;
 
     constexpr bool is_of(const Config& c) const {
         return block_m == c.block_m && block_n == c.block_n && dtype == c.dtype &&
                c.a_m_major == (layout == Layout::tn || layout == Layout::tt) &&
                c.b_n_major == (layout == Layout::nn || layout == Layout::tn) &&
                swap_ab == c.swap_ab && fused == c.fused && masked == c.masked &&
-               balanced == c.balanced;
+               balanced == c.balanced && cluster_m == c.cluster_m;
     }
 };
 // The one that has the name. One that is not compiled is an error of the compiler.
@@ -321,6 +341,15 @@ constexpr bool has_epilogue_warps(const Config& c) {
 constexpr bool has_two_widths(const Config& c) {
     return !c.masked && !c.swap_ab && c.consumers == 2 && (c.block_n == 256 || c.block_n == 176);
 }
+
+// Split-K over a cluster: the kernel of 64 x 64 with fewer stages, so that two blocks fit an SM, and
+// the blocks that a cluster has at most.
+constexpr int CLUSTER_SPLIT_K_STAGES = 6, MAX_CLUSTER_SPLITS = 8;
+constexpr int cluster_split_k_shared_bytes(const Config& c) {
+    const int stage = (c.block_m + c.block_n) * BLOCK_K * 2 + 16;
+    return (CLUSTER_SPLIT_K_STAGES * stage + 127) / 128 * 128;
+}
+constexpr int CLUSTER_SPLIT_K_THREADS = 4 * 32 + 32;
 
 // Dynamic shared memory of a block: the ring of stages, two staging buffers of 16 rows of 128 bytes
 // per consumer warp, a row of bias per consumer, two semaphores per stage, and with epilogue warps
@@ -366,6 +395,8 @@ template <Config config>
 void launch_single_wave(const Params& params, Stream stream);
 template <Config config>
 void launch_single_wave_64x64(const Params& params, Stream stream);
+template <Config config>
+void launch_cluster_split_k(const Params& params, Stream stream);
 template <Config config>
 void launch_balanced(const Params& params, Stream stream);
 template <Config config>

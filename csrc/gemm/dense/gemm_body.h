@@ -153,6 +153,7 @@ Outputs<Tensor> gemm_body(const Backend<Tensor>& on, const Tensor& a, const Tens
     const Operand<Tensor> left = nothing ? zeros(a, false) : operand(a);
     Operand<Tensor> right = nothing ? zeros(b, true) : operand(b);
     if (s.gate == Gate::blocked && !right.swapped && s.out_n % 8 != 0) right = along_k(b);
+    align(on, left, a, right, b);
     std::optional<Tensor> row;
     if (bias) row = s.n > 1 && bias->stride(0) != 1 ? packed(*bias) : *bias;
     TK_CHECK(s.out_n == 1 || result.out.stride(-1) == 1, OP,
@@ -167,7 +168,9 @@ Outputs<Tensor> gemm_body(const Backend<Tensor>& on, const Tensor& a, const Tens
                           .b_n_major = !right.swapped,
                           .gate = s.gate,
                           .fused = options.residual || options.activation != 0 ||
-                                   s.gate != Gate::none || options.store_aux};
+                                   s.gate != Gate::none || options.store_aux,
+                          .a_in_lines = left.in_lines(),
+                          .b_in_lines = right.in_lines()};
     const DeviceProperties& device = on.device(a);
     check_supported(OP, unsupported(problem, device));
     const Choice chosen = on.chosen("gemm", choose(problem, device));

@@ -59,7 +59,7 @@ __device__ __forceinline__ void produce(const typename KernelTraits<C>::Globals&
     using Traits = KernelTraits<C>;
     Ring<C.stages> ring;
     [[maybe_unused]] uint32_t bias_parities = ~0u;  // of what has to be read from each row first
-    for_each_loaded_tile(g, [&](const auto at) {
+    for_each_loaded_tile<C.cluster_m>(g, [&](const auto at) {
         if constexpr (C.masked) {
             if (!in_mask<C.block_m, C.block_n>(g, at)) return;
         }
@@ -173,7 +173,7 @@ __device__ __forceinline__ void consume(const typename KernelTraits<C>::Globals&
     using Traits = KernelTraits<C>;
     constexpr bool two_widths = !dequantized && Traits::two_widths;
     const int consumer = warpgroup::groupid();
-    const auto release = [&](int stage) { release_stage(shared.empty[stage]); };
+    const auto release = [&](int stage) { release_stage<C.cluster_m>(shared.empty[stage]); };
     int tail_steps = C.stages - 1, steps = 1;
     if constexpr (!dequantized && Traits::has_single_wave)
         tail_steps = g.store_pipeline.tail_steps, steps = g.store_pipeline.steps;
@@ -182,7 +182,7 @@ __device__ __forceinline__ void consume(const typename KernelTraits<C>::Globals&
     Ring<C.stages> ring;
     rt_fl<16, C.block_n> d;
     DeferredStore<C> deferred;
-    for_each_tile(g, [&](const auto at, const bool last) {
+    for_each_tile<C.cluster_m>(g, [&](const auto at, const bool last) {
         if constexpr (C.masked) {
             if (!in_mask<C.block_m, C.block_n>(g, at)) return;
         }
@@ -348,6 +348,7 @@ __global__ __launch_bounds__(Traits::threads,
     if (warpgroup::groupid() == C.consumers) {
         if constexpr (C.consumers > 1) warpgroup::decrease_registers<Traits::producer_registers>();
         const bool loads = start_producer<Traits>(g, shared);
+        if constexpr (C.cluster_m > 1) cluster::sync();  // the other's semaphores are there
         const bool work = loads && (!C.masked || any_in_mask(g.mask, g.m, g.n));
         if (work && arch::elect_one()) produce<C>(g, shared);
         if constexpr (Traits::has_epilogue_warps) {
@@ -357,9 +358,12 @@ __global__ __launch_bounds__(Traits::threads,
     } else {
         arch::named_barrier_sync(READY, READY_THREADS<Traits>);
         if constexpr (C.consumers > 1) warpgroup::increase_registers<Traits::consumer_registers>();
+        if constexpr (C.cluster_m > 1) cluster::sync();
         arch::wait_for_dependencies();
         if (!C.masked || any_in_mask(g.mask, g.m, g.n)) consume<C>(g, shared);
     }
+    // The other block loads into this one's stages and arrives at its semaphores.
+    if constexpr (C.cluster_m > 1) cluster::sync();
 }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -511,10 +515,10 @@ typename KernelTraits<C>::Globals make_globals(const Params& p) {
             return make_order(C, p.schedule, p.m, p.n, p.batch);
         }
     }();
-    const bool one_wave = is_one_wave(p.schedule, order);
+    const bool one_wave = C.cluster_m == 1 && is_one_wave(p.schedule, order);
     return {
         .k_blocks = static_cast<int>(ceil_div(p.k, BLOCK_K)),
-        .blocks = static_cast<uint32_t>(p.schedule.blocks),
+        .blocks = static_cast<uint32_t>(p.schedule.blocks / C.cluster_m),
         .a_batched = p.a_batch_stride != 0,
         .b_batched = p.b_batch_stride != 0,
         .evict_first_b = p.schedule.evict_first_b,
@@ -564,8 +568,8 @@ void launch(const Params& params, Stream stream) {
     using Traits = sm90::KernelTraits<C>;
     const auto globals = sm90::make_globals<C>(params);
     kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::persistent_gemm_kernel<Traits>,
-                    sm90::grid_of<C>(params, globals.one_wave), dim3(Traits::threads), dim3(1),
-                    sizeof(typename Traits::Shared), stream, globals);
+                    sm90::grid_of<C>(params, globals.one_wave), dim3(Traits::threads),
+                    dim3(C.cluster_m), sizeof(typename Traits::Shared), stream, globals);
 }
 
 }  // namespace thunderkittens::gemm

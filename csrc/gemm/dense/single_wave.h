@@ -10,7 +10,7 @@
 namespace thunderkittens::gemm {
 
 constexpr bool has_single_wave(const Config& c) {
-    const bool plain = !c.swap_ab && !c.fused && !c.masked && !c.balanced;
+    const bool plain = !c.swap_ab && !c.fused && !c.masked && !c.balanced && c.cluster_m == 1;
     return plain && c.block_m == 128 && c.block_n == 256;
 }
 constexpr bool has_single_wave_64x64(const Config& c) { return !c.swap_ab && c.block_n == 64; }

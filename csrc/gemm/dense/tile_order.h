@@ -9,7 +9,7 @@
 namespace thunderkittens::gemm {
 
 constexpr TileWalk tile_walk(const Config& c, const Schedule& s) {
-    return {.block_m = c.block_m,
+    return {.block_m = c.block_m * c.cluster_m,
             .block_n = c.block_n,
             .raster_group = s.raster_group,
             .raster_along_m = s.raster_along_m,

@@ -52,6 +52,7 @@ Tensor grouped_gemm_body(const Backend<Tensor>& on, const Tensor& a, const Tenso
     }
     const Tensor offs = packed(given_offs);
     const auto left = operand(a), right = operand(b);
+    align(on, left, a, right, b);
     const Problem problem{.m = m,
                           .n = n,
                           .k = k,

@@ -184,7 +184,6 @@ def drawn(draw: Draw) -> Case:
     )
     case = make_case(m, n, k, layout, draw.dtype, batch=batch, epilogue=epilogue, padding=padding)
     text = case.name + "".join(f", {x} + {p}" for x, p in zip("ab", padding, strict=True) if p)
-    # What the op does not copy it reads as it lies; copies have their rows along k, or along n.
     problem = {
         "m": m,
         "n": n,
@@ -192,12 +191,24 @@ def drawn(draw: Draw) -> Case:
         "batch": max(batch, 1),
         "dtype": draw.code,
         "out_dtype": draw.code,
-        "a_m_major": layout[0] == "T" and pitches[0] % 8 == 0,
-        "b_n_major": layout[1] == "N" or pitches[1] % 8 != 0,
+        "a_m_major": layout[0] == "T",
+        "b_n_major": layout[1] == "N",
         "gate": int(gated),
         "fused": bool(epilogue),
+        "a_in_lines": in_lines(pitches[0], padding[0]),
+        "b_in_lines": in_lines(pitches[1], padding[1]),
     }
     return draw.case(case, f"{text}, {draw.code}", layout, problem=problem, pitches=list(pitches))
+
+
+def in_lines(pitch: int, padding: int) -> bool:
+    """Whether rows of 16-bit elements begin at lines of 128 bytes where the product reads them: the
+    op copies rows that are no multiple of 16 bytes apart, to lines unless that made them a quarter
+    longer."""
+    if pitch % 8 == 0:
+        return pitch % 64 == 0
+    row = -(-(pitch - padding) // 8) * 8
+    return row % 64 == 0 or -(-row // 64) * 64 * 4 <= row * 5
 
 
 def implementations(device: torch.device) -> dict[str, Implementation]:

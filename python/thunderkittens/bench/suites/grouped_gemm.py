@@ -158,7 +158,7 @@ def drawn(draw: Draw) -> Case:
         "groups": experts,
         "grouped": divided,
         "dtype": draw.code,
-        "a_m_major": m_major and tokens > 0 and n % 8 == 0,
+        "a_m_major": m_major and tokens > 0,
         "b_n_major": n_major,
     }
     text = f"{draw.form} {experts} groups of {tokens}, {n} x {k}, {draw.code}"
