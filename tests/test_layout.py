@@ -372,6 +372,24 @@ def test_a_feature_of_the_hardware_is_a_pair_of_files():
     assert not [line for line in text.split("\n") if line.strip() and line[0] != "#"]
 
 
+def test_the_emulated_back_end_knows_its_machine_by_calls_alone():
+    """The pairs of `cuda/` are thin; what they call is declared in calls.h, and behind that is the
+    machine, which a library compiles once."""
+    folder = ROOT / "kittens/arch/emulated"
+    beside = {path.name for path in folder.iterdir() if path.suffix != ".cuh"}
+    assert beside == {"calls.h", "machine", "platform.h"}
+    wrong = [
+        f"{name(path)} includes {what}"
+        for path in sorted({*folder.glob("*.cuh"), folder / "platform.h"})
+        for what, quoted in includes(path)
+        if quoted and what not in ("calls.h", "platform.h") and not what.endswith(".cuh")
+    ]
+    assert not wrong
+    assert not hits(r"\b(machine|self\(\)|Thread|Block|Warp|Cluster)\b", [*folder.glob("*.cuh")])
+    heavy = {"functional", "map", "deque", "random", "mutex", "thread", "vector", "algorithm"}
+    assert not heavy & {what for what, _ in includes(folder / "calls.h")}
+
+
 def test_no_file_of_a_back_end_knows_the_other():
     assert not hits(
         r"__CUDACC__|\bKITTENS_BACKEND\b|\bon_cpu\b", files(("kittens/arch/cuda",), CPP)

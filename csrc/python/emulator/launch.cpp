@@ -1,6 +1,6 @@
 // The scope of a family's launches: options of the tile library's emulator.
 #include "csrc/common/emulated.h"
-#include "kittens/kittens.cuh"
+#include "kittens/arch/emulated/machine/options.h"
 
 namespace thunderkittens::emulated {
 namespace {

@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "csrc/common/emulated.h"
-#include "kittens/kittens.cuh"
+#include "kittens/arch/emulated/machine/options.h"
 
 namespace py = pybind11;
 namespace tk = thunderkittens;

@@ -1,7 +1,7 @@
 // cp.async: 4, 8 or 16 bytes from global to shared memory without passing through registers.
 #pragma once
 
-#include "copies.h"
+#include "calls.h"
 
 namespace kittens::inline on_cpu {
 namespace arch {
@@ -15,11 +15,7 @@ template <int BYTES>
 inline void cp_async(uint32_t destination, const void* source, bool valid = true) {
     cp_async_partial<BYTES>(destination, source, valid ? BYTES : 0);
 }
-inline void cp_async_commit() {
-    auto& groups = emulated::self().small_copies;
-    if (groups.empty()) groups.emplace_back();
-    groups.emplace_back();
-}
+inline void cp_async_commit() { emulated::commit_small_copies(); }
 template <int PENDING>
 inline void cp_async_wait() {
     emulated::wait_for_small_copies(PENDING);

@@ -1,13 +1,13 @@
 // Memory fences, above all between the generic proxy and the async proxy.
 #pragma once
 
-#include "barriers.h"
+#include "calls.h"
 
 namespace kittens::inline on_cpu {
 namespace arch {
 
 inline void fence_async_shared() {
-    emulated::fence_proxy(emulated::self());
+    emulated::fence_proxy_shared();
     emulated::fence_initialized_barriers();
 }
 inline void fence_async() {

@@ -1,17 +1,16 @@
 // Launches: the kernel has run when the call returns.
 #pragma once
 
-#include "run.h"
+#include <tuple>
+#include <utility>
+
+#include "calls.h"
 
 namespace kittens::inline on_cpu {
 namespace arch {
 
-// The CUDA runtime is not part of this back end; what calls it fails as it would without a GPU.
 inline void check(cudaError_t error, const char* what) {
-    if (error != cudaSuccess) {
-        throw std::runtime_error(std::string("kittens: ") + what + ": CUDA error " +
-                                 std::to_string(static_cast<int>(error)));
-    }
+    if (error != cudaSuccess) emulated::throw_cuda_error(error, what);
 }
 
 // __cluster_dims__ is lost on a host compiler: the launch says it.
@@ -20,20 +19,17 @@ constexpr unsigned cluster_of_launch(int blocks) { return static_cast<unsigned>(
 template <class... Parameters, class... Arguments>
 void launch(bool dependent, void (*kernel)(Parameters...), dim3 grid, dim3 block, dim3 cluster,
             size_t shared_bytes, cudaStream_t, Arguments&&... arguments) {
-    const std::tuple<Parameters...> values(Parameters(std::forward<Arguments>(arguments))...);
-    const std::function<void()> body = [&] { std::apply(kernel, values); };
-    const emulated::Options chosen = emulated::chosen_options();
-    emulated::Grid g;
-    g.grid = grid;
-    g.block = block;
-    g.cluster = cluster;
-    g.shared_bytes = static_cast<uint32_t>(std::min<size_t>(shared_bytes, ~0u));
-    g.dependent = dependent;
-    g.name = chosen.kernel.empty() ? emulated::symbol_name(reinterpret_cast<const void*>(kernel))
-                                   : chosen.kernel;
-    g.body = &body;
-    g.options = &chosen;
-    emulated::run_grid(g);
+    struct Call {
+        void (*kernel)(Parameters...);
+        std::tuple<Parameters...> arguments;
+    };
+    const Call call{kernel, {Parameters(std::forward<Arguments>(arguments))...}};
+    const auto run = [](const void* pointer) {
+        const auto& made = *static_cast<const Call*>(pointer);
+        std::apply(made.kernel, made.arguments);
+    };
+    emulated::launch({reinterpret_cast<const void*>(kernel), run, &call}, dependent, grid, block,
+                     cluster, shared_bytes);
 }
 
 template <class... Parameters, class... Arguments>

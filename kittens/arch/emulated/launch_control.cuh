@@ -2,15 +2,12 @@
 // which may start early does not touch global memory before the wait.
 #pragma once
 
-#include "shadow.h"
+#include "calls.h"
 
 namespace kittens::inline on_cpu {
 namespace arch {
 
-inline void wait_for_dependencies() {
-    emulated::Cluster& m = *emulated::machine;
-    if (m.check_order) emulated::self().clock.seen[m.dependency_entry()] = 1;
-}
+inline void wait_for_dependencies() { emulated::wait_for_dependencies(); }
 inline void launch_dependents() {}
 
 inline void skip_dependencies() { wait_for_dependencies(); }

@@ -1,7 +1,7 @@
 // Named barriers: 16 per block, number 0 is __syncthreads.
 #pragma once
 
-#include "barriers.h"
+#include "calls.h"
 
 namespace kittens::inline on_cpu {
 namespace arch {

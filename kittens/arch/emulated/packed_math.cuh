@@ -22,7 +22,7 @@ inline uint32_t multiply_by_half_fp16(uint32_t a, uint32_t b) {
 }
 
 inline uint32_t min_unsigned_pairs(uint32_t a, uint32_t b) {
-    const uint32_t high = std::min(a >> 16, b >> 16), low = std::min(a & 0xffffu, b & 0xffffu);
+    const uint32_t high = min(a >> 16, b >> 16), low = min(a & 0xffffu, b & 0xffffu);
     return high << 16 | low;
 }
 

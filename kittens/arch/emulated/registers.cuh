@@ -2,7 +2,7 @@
 // compiler is told of a single register.
 #pragma once
 
-#include "barriers.h"
+#include "calls.h"
 
 namespace kittens::inline on_cpu {
 namespace arch {

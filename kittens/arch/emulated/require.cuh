@@ -1,7 +1,7 @@
 // Preconditions of the library's functions.
 #pragma once
 
-#include "scheduler.h"
+#include "calls.h"
 
 namespace kittens::inline on_cpu {
 namespace arch {

@@ -9,22 +9,12 @@ namespace arch {
 constexpr uint32_t FULL_WARP = 0xffffffffu;
 
 namespace detail {
-template <class T, class Source>
-inline T exchange_lanes(const char* name, const T& value, int argument, Source source) {
+template <class T>
+inline T exchange_lanes(const char* name, const T& value, int argument,
+                        int (*source)(int lane, int argument)) {
     static_assert(sizeof(T) <= 8, "shuffle moves 1, 2, 4 or 8 bytes");
-    emulated::Lane& lane = emulated::own_lane();
-    std::memcpy(lane.words, &value, sizeof(T));
-    lane.words[2] = static_cast<uint32_t>(argument);
-    emulated::warp_operation(name, [source](emulated::Warp& w) {
-        for (int l = 0; l < 32; ++l) {
-            emulated::Lane& to = w.lanes[size_t(l)];
-            const int from = source(l, static_cast<int>(to.words[2]));
-            to.words[4] = w.lanes[size_t(from)].words[0];
-            to.words[5] = w.lanes[size_t(from)].words[1];
-        }
-    });
-    T result;
-    std::memcpy(static_cast<void*>(&result), lane.words + 4, sizeof(T));
+    T result = value;
+    emulated::shuffle(name, &result, sizeof(T), argument, source);
     return result;
 }
 }  // namespace detail
@@ -48,10 +38,10 @@ inline T shuffle_down(const T& value, int distance) {
 inline uint32_t ballot(bool predicate) {
     emulated::Lane& lane = emulated::own_lane();
     lane.words[0] = predicate;
-    emulated::warp_operation("a vote", [](emulated::Warp& w) {
+    emulated::warp_operation("a vote", [](emulated::Lane* lanes) {
         uint32_t bits = 0;
-        for (int l = 0; l < 32; ++l) bits |= w.lanes[size_t(l)].words[0] << l;
-        for (auto& l : w.lanes) l.words[1] = bits;
+        for (int l = 0; l < 32; ++l) bits |= lanes[l].words[0] << l;
+        for (int l = 0; l < 32; ++l) lanes[l].words[1] = bits;
     });
     return lane.words[1];
 }

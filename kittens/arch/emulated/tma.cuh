@@ -2,7 +2,7 @@
 // dimensions and plain byte ranges. Every function is called by one thread.
 #pragma once
 
-#include "copies.h"
+#include "calls.h"
 
 namespace kittens::inline on_cpu {
 namespace arch {
@@ -16,13 +16,7 @@ struct TmaCoordinates {
     operator emulated::BoxOrigin() const { return {4, {c, r, d, b, 0}}; }
 };
 
-inline void tma_prefetch_map(const CUtensorMap* map) {
-    emulated::TensorMap m;
-    std::memcpy(&m, map, sizeof(m));
-    if (m.mark != emulated::TensorMap::MARK) {
-        emulated::fail("tma_prefetch_map: not a tensor map of the emulator");
-    }
-}
+inline void tma_prefetch_map(const CUtensorMap* map) { emulated::prefetch_map(map); }
 template <CachePolicy POLICY = CachePolicy::normal>
 inline void tma_load(uint32_t destination, const CUtensorMap* map, TmaCoordinates at,
                      uint32_t barrier) {
@@ -34,7 +28,7 @@ inline void tma_load_multicast(uint32_t destination, const CUtensorMap* map, Tma
     emulated::load_box(destination, map, at, barrier, block_mask);
 }
 inline void tma_prefetch(const CUtensorMap* map, TmaCoordinates at) {
-    emulated::decode_map(map, at, "tma_prefetch");
+    emulated::prefetch_box(map, at);
 }
 template <CachePolicy POLICY = CachePolicy::normal>
 inline void tma_store(const CUtensorMap* map, uint32_t source, TmaCoordinates at) {

@@ -2,32 +2,19 @@
 // in registers, A from shared memory or registers, B from shared memory.
 #pragma once
 
-#include "products.h"
+#include "calls.h"
 
 namespace kittens::inline on_cpu {
 namespace arch {
 
 inline uint64_t wgmma_descriptor(uint32_t shared_address, int leading_bytes, int stride_bytes,
                                  int swizzle_bytes) {
-    const uint64_t mode = swizzle_bytes == 128  ? 1
-                          : swizzle_bytes == 64 ? 2
-                          : swizzle_bytes == 32 ? 3
-                                                : 0;
-    if (shared_address % 16 != 0 || leading_bytes % 16 != 0 || stride_bytes % 16 != 0 ||
-        leading_bytes >= 1 << 18 || stride_bytes >= 1 << 18) {
-        emulated::fail("wgmma_descriptor: address " + emulated::hex(shared_address) + ", leading " +
-                       std::to_string(leading_bytes) + " and stride " +
-                       std::to_string(stride_bytes) +
-                       " bytes must be multiples of 16, the latter below 2^18");
-    }
-    return static_cast<uint64_t>((shared_address & 0x3FFFF) >> 4) |
-           (static_cast<uint64_t>(leading_bytes >> 4) << 16) |
-           (static_cast<uint64_t>(stride_bytes >> 4) << 32) | (mode << 62);
+    return emulated::describe_operand(shared_address, leading_bytes, stride_bytes, swizzle_bytes);
 }
 inline uint64_t wgmma_advance(uint64_t descriptor, int bytes) {
     return descriptor + static_cast<uint64_t>(bytes >> 4);
 }
-inline void wgmma_fence() { emulated::self().products_fenced = true; }
+inline void wgmma_fence() { emulated::fence_products(); }
 inline void wgmma_commit() { emulated::commit_products(); }
 template <int PENDING = 0>
 inline void wgmma_wait() {

@@ -5,7 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "kittens.cuh"
+#include "arch/emulated/machine/options.h"
 
 namespace unit::device {
 namespace emu = kittens::emulated;

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <thread>
 
-#include "machine.h"
+#include "state.h"
 
 namespace kittens::inline on_cpu {
 namespace emulated {
@@ -38,13 +38,13 @@ inline void wait_for(Waiting what) {
     self().waiting = what;
     leave();
 }
-inline void yield_turn() { wait_for({.kind = Wait::turn, .poll = true}); }
+void yield_turn() { wait_for({.kind = Wait::turn, .poll = true}); }
 
 inline void enter_thread() {
     Fiber::entered(machine->host);
     Thread& t = self();
     try {
-        (*machine->grid->body)();
+        machine->grid->call->run(machine->grid->call->arguments);
         finish_thread(t);
     } catch (...) {
         machine->error = std::current_exception();

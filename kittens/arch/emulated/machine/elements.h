@@ -5,24 +5,11 @@
 #include <cstdint>
 #include <cstring>
 
-#include "platform.h"
+#include "../calls.h"
 
 namespace kittens::inline on_cpu {
 namespace emulated {
 
-enum class Element : uint8_t { bf16, half, e4m3, e5m2 };
-
-template <class T>
-constexpr Element element_of() {
-    if constexpr (std::is_same_v<T, __nv_bfloat16>)
-        return Element::bf16;
-    else if constexpr (std::is_same_v<T, __half>)
-        return Element::half;
-    else if constexpr (std::is_same_v<T, __nv_fp8_e4m3>)
-        return Element::e4m3;
-    else
-        return Element::e5m2;
-}
 constexpr int bytes_of(Element e) { return e == Element::bf16 || e == Element::half ? 2 : 1; }
 // 2 to the smallest exponent of a format.
 constexpr float smallest_power(Element e) {

@@ -326,18 +326,18 @@ inline void access_global(const void* pointer, uint32_t bytes, GlobalAccess how,
 // ---- fences ----
 
 // For relaxed operations on flags: those that follow release, those that came before acquire.
-inline void fence_release() {
+void fence_release() {
     if (machine->grid->order == nullptr) return;
     Thread& t = self();
     t.release_fence = t.now();
     tick(t);
 }
-inline void fence_acquire() {
+void fence_acquire() {
     if (machine->grid->order == nullptr) return;
     GlobalOrder::learn(self(), std::exchange(self().acquired, nullptr));
 }
 // What the thread knows of global memory becomes visible to copies.
-inline void fence_proxy_global() {
+void fence_proxy_global() {
     if (machine->grid->order == nullptr) return;
     Thread& t = self();
     Clock& c = t.clock;

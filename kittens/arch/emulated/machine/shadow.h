@@ -173,36 +173,18 @@ inline void take_over(Thread& t, const Clock& from) {
     t.clock.seen[static_cast<size_t>(t.index)] = own;
 }
 // What the thread knows becomes visible to async operations that it, or whoever it tells, issues.
-inline void fence_proxy(Thread& t) {
+void fence_proxy_shared() {
+    Thread& t = self();
     if (!machine->check_order) return;
     Clock::raise(t.clock.fenced, t.clock.seen);
     tick(t);
-}
-
-// ---- accesses of threads ----
-
-template <class T>
-inline T read_shared(uint32_t address, const char* what) {
-    const Place p = place_of(address);
-    check_shared(p, sizeof(T), sizeof(T), what);
-    note_read(p, sizeof(T), what);
-    T value;
-    std::memcpy(&value, p.block->shared + p.address, sizeof(T));
-    return value;
-}
-template <class T>
-inline void write_shared(uint32_t address, const T& value, const char* what) {
-    const Place p = place_of(address);
-    check_shared(p, sizeof(T), sizeof(T), what);
-    note_write(p, sizeof(T), what);
-    std::memcpy(p.block->shared + p.address, &value, sizeof(T));
 }
 
 // ---- operations of a whole warp ----
 
 // `compute` runs once, in the last lane, when all lanes have left their words.
 template <class Compute>
-inline void warp_operation(const char* name, Compute compute, bool only_alive = false) {
+inline void run_in_warp(const char* name, Compute compute, bool only_alive = false) {
     Thread& t = self();
     Warp& w = warp_of(t);
     if (w.arrived != 0 && std::strcmp(w.operation, name) != 0) {
@@ -225,7 +207,7 @@ inline void warp_operation(const char* name, Compute compute, bool only_alive = 
         if (other != nullptr && other->waiting.kind == Wait::warp) make_ready(other);
     }
 }
-inline Lane& own_lane() { return warp_of(self()).lanes[static_cast<size_t>(self().lane)]; }
+Lane& own_lane() { return warp_of(self()).lanes[static_cast<size_t>(self().lane)]; }
 
 }  // namespace emulated
 }  // namespace kittens::inline on_cpu

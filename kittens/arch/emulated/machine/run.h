@@ -8,9 +8,9 @@
 #include <atomic>
 #include <optional>
 #include <thread>
-#include <tuple>
 
 #include "products.h"
+#include "threads.h"
 
 namespace kittens::inline on_cpu {
 namespace emulated {
@@ -271,6 +271,26 @@ inline void run_grid(Grid grid) {
     work();
     for (std::thread& t : threads) t.join();
     if (error) std::rethrow_exception(error);
+}
+
+void launch(const KernelCall& call, bool dependent, dim3 grid, dim3 block, dim3 cluster,
+            size_t shared_bytes) {
+    const Options chosen = chosen_options();
+    Grid g;
+    g.grid = grid;
+    g.block = block;
+    g.cluster = cluster;
+    g.shared_bytes = static_cast<uint32_t>(std::min<size_t>(shared_bytes, ~0u));
+    g.dependent = dependent;
+    g.name = chosen.kernel.empty() ? symbol_name(call.kernel) : chosen.kernel;
+    g.call = &call;
+    g.options = &chosen;
+    run_grid(g);
+}
+// The CUDA runtime is not part of this back end; what calls it fails as it would without a GPU.
+[[noreturn]] void throw_cuda_error(cudaError_t error, const char* what) {
+    throw std::runtime_error(std::string("kittens: ") + what + ": CUDA error " +
+                             std::to_string(static_cast<int>(error)));
 }
 
 }  // namespace emulated

@@ -82,7 +82,7 @@ inline void hand_back_products(Clock& to, const Thread& t) {
     }
 }
 
-inline void initialize_barrier(uint32_t address, uint32_t arrivals) {
+void initialize_barrier(uint32_t address, uint32_t arrivals) {
     const Place p = place_of(address);
     check_shared(p, 8, 8, "mbarrier_init");
     if (p.block != self().block) fail("mbarrier_init of another block's barrier");
@@ -115,7 +115,7 @@ inline void initialize_barrier(uint32_t address, uint32_t arrivals) {
     b.initialized_at = machine->check_order ? self().now() : 0;
     if (machine->check_order) tick(self());
 }
-inline void fence_initialized_barriers() {
+void fence_initialized_barriers() {
     for (auto& [address, b] : self().block->barriers) b.fenced = true;
 }
 
@@ -142,6 +142,48 @@ inline bool poll_phase(Barrier& b, uint32_t parity) {
     return true;
 }
 
+// ---- what threads do to an mbarrier ----
+
+void invalidate_barrier(uint32_t address) {
+    Barrier& b = barrier_at(address, "mbarrier_invalidate");
+    if (b.in_flight != 0) {
+        fail("mbarrier_invalidate of " + describe(b) +
+             " while copies that signal it are in flight");
+    }
+    b.valid = false;
+}
+void arrive_at_barrier(uint32_t address, uint32_t count) {
+    Barrier& b = barrier_at(address, "mbarrier_arrive");
+    release_to(b.arriving, self());
+    hand_back_products(b.arriving, self());
+    arrive_at(b, count, "mbarrier_arrive");
+}
+void arrive_relaxed(uint32_t address, uint32_t count) {
+    Barrier& b = barrier_at(address, "mbarrier_arrive");
+    Thread& t = self();
+    // Tells of the copies that the thread has waited for, not of its own writes.
+    if (machine->check_order) b.arriving.join_from(t.clock, machine->dependency_entry());
+    hand_back_products(b.arriving, t);
+    arrive_at(b, count, "mbarrier_arrive");
+}
+void arrive_expecting(uint32_t address, uint32_t bytes) {
+    Barrier& b = barrier_at(address, "mbarrier_arrive_expect");
+    release_to(b.arriving, self());
+    hand_back_products(b.arriving, self());
+    // Expects first, so that the arrival cannot complete the phase in between.
+    b.bytes += bytes;
+    arrive_at(b, 1, "mbarrier_arrive_expect");
+}
+void expect_bytes(uint32_t address, uint32_t bytes) {
+    change_bytes(barrier_at(address, "mbarrier_expect"), bytes);
+}
+bool poll_barrier(uint32_t address, uint32_t parity, const char* what) {
+    return poll_phase(barrier_at(address, what), parity);
+}
+void wait_for_barrier(uint32_t address, uint32_t parity) {
+    wait_for_phase(barrier_at(address, "mbarrier_wait"), parity);
+}
+
 // ---- named barriers ----
 
 inline void complete_named_barrier(NamedBarrier& b) {
@@ -157,7 +199,7 @@ inline bool is_complete(const Block& block, const NamedBarrier& b) {
     const int ended = b.whole_block ? static_cast<int>(block.threads.size()) - block.alive : 0;
     return b.expected != 0 && static_cast<int>(b.arrived.size()) + ended >= b.expected;
 }
-inline void use_named_barrier(int id, int threads, bool waits, bool whole_block = false) {
+inline void use_barrier(int id, int threads, bool waits, bool whole_block) {
     Thread& t = self();
     Block& block = *t.block;
     if (id < 0 || id > 15) fail("named barrier " + std::to_string(id) + "; there are 0 to 15");
@@ -190,13 +232,14 @@ inline void use_named_barrier(int id, int threads, bool waits, bool whole_block 
     }
     if (waits) take_over(t, b.published);
 }
-inline void use_block_barrier(int id) {
-    use_named_barrier(id, static_cast<int>(self().block->threads.size()), true, true);
+void use_named_barrier(int id, int threads, bool waits) { use_barrier(id, threads, waits, false); }
+void use_block_barrier(int id) {
+    use_barrier(id, static_cast<int>(self().block->threads.size()), true, true);
 }
 
 // ---- the cluster's barrier ----
 
-inline void arrive_at_cluster(bool releases) {
+void arrive_at_cluster(bool releases) {
     Thread& t = self();
     Cluster& m = *machine;
     uint64_t& mine = m.cluster_arrivals[static_cast<size_t>(t.index)];
@@ -219,7 +262,7 @@ inline void arrive_at_cluster(bool releases) {
         }
     }
 }
-inline void wait_for_cluster() {
+void wait_for_cluster() {
     Thread& t = self();
     Cluster& m = *machine;
     const uint64_t mine = m.cluster_arrivals[static_cast<size_t>(t.index)];
@@ -230,11 +273,11 @@ inline void wait_for_cluster() {
 
 // ---- a warp ----
 
-inline void synchronize_warp() {
+void synchronize_warp() {
     Thread& t = self();
     Warp& w = warp_of(t);
     release_to(w.arriving, t);
-    warp_operation(
+    run_in_warp(
         "sync_warp",
         [](Warp& warp) {
             if (!machine->check_order) return;
@@ -245,26 +288,9 @@ inline void synchronize_warp() {
     take_over(t, w.published);
 }
 
-// ---- static shared memory ----
-
-// Behind the dynamic one, as threads come to need it.
-inline uint32_t reserve_static_shared(Block& block, size_t bytes, size_t alignment) {
-    const auto unit = static_cast<uint32_t>(std::max<size_t>(alignment, 16));
-    const uint32_t address = (block.shared_end + unit - 1) / unit * unit;
-    const uint32_t end = address + static_cast<uint32_t>((bytes + 15) / 16 * 16);
-    const uint32_t dynamic_end = SHARED_BASE + machine->grid->shared_bytes;
-    if (end > dynamic_end + MAX_STATIC_SHARED || end > SHARED_BASE + MAX_BLOCK_SHARED) {
-        fail("static_shared: " + std::to_string(end - dynamic_end) +
-             " bytes beside the dynamic shared memory of " +
-             std::to_string(machine->grid->shared_bytes) + "; the limit is 48 KiB, and 227 in all");
-    }
-    block.shared_end = end;
-    return address;
-}
-
 // ---- registers ----
 
-inline void reallocate_registers(int count, bool increases) {
+void reallocate_registers(int count, bool increases) {
     Thread& t = self();
     Block& block = *t.block;
     Warpgroup& group = warpgroup_of(t);

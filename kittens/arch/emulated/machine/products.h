@@ -17,13 +17,6 @@ struct Accumulator {
     int words() const { return is_half ? n / 4 : n / 2; }
 };
 
-struct ProductShape {
-    int n;
-    Element a, b;
-    bool half_accumulator, a_in_registers, transpose_a, transpose_b;
-    bool operator==(const ProductShape&) const = default;
-};
-
 struct Product {
     ProductShape shape;
     uint64_t a_descriptor = 0, b_descriptor = 0;
@@ -177,6 +170,24 @@ inline void give_registers(const Accumulator& acc, int thread) {
 
 // ---- issue, execution, wait ----
 
+uint64_t describe_operand(uint32_t shared_address, int leading_bytes, int stride_bytes,
+                          int swizzle_bytes) {
+    const uint64_t mode = swizzle_bytes == 128  ? 1
+                          : swizzle_bytes == 64 ? 2
+                          : swizzle_bytes == 32 ? 3
+                                                : 0;
+    if (shared_address % 16 != 0 || leading_bytes % 16 != 0 || stride_bytes % 16 != 0 ||
+        leading_bytes >= 1 << 18 || stride_bytes >= 1 << 18) {
+        fail("wgmma_descriptor: address " + hex(shared_address) + ", leading " +
+             std::to_string(leading_bytes) + " and stride " + std::to_string(stride_bytes) +
+             " bytes must be multiples of 16, the latter below 2^18");
+    }
+    return static_cast<uint64_t>((shared_address & 0x3FFFF) >> 4) |
+           (static_cast<uint64_t>(leading_bytes >> 4) << 16) |
+           (static_cast<uint64_t>(stride_bytes >> 4) << 32) | (mode << 62);
+}
+void fence_products() { self().products_fenced = true; }
+
 inline bool product_can_execute(const Warpgroup& group) {
     const uint64_t next = group.executed;
     return next < group.first + group.products.size() &&
@@ -193,8 +204,8 @@ inline bool execute_next_product(Warpgroup& group) {
     return true;
 }
 
-inline void issue_product(const ProductShape& shape, uint32_t* d, const uint32_t* a,
-                          uint64_t a_descriptor, uint64_t b_descriptor, bool accumulate) {
+void issue_product(const ProductShape& shape, uint32_t* d, const uint32_t* a, uint64_t a_descriptor,
+                   uint64_t b_descriptor, bool accumulate) {
     Thread& t = self();
     Warpgroup& group = warpgroup_of(t);
     if (group.threads.size() != 128) fail("wgmma needs a whole warpgroup of 128 threads");
@@ -271,7 +282,7 @@ inline void issue_product(const ProductShape& shape, uint32_t* d, const uint32_t
     }
 }
 
-inline void commit_products() {
+void commit_products() {
     Thread& t = self();
     Warpgroup& group = warpgroup_of(t);
     const uint64_t number = t.commits++;
@@ -293,7 +304,7 @@ inline void check_held_operands(Thread& t, uint64_t until) {
     });
 }
 
-inline void wait_for_products(uint64_t pending) {
+void wait_for_products(uint64_t pending) {
     Thread& t = self();
     Warpgroup& group = warpgroup_of(t);
     t.products_fenced = false;

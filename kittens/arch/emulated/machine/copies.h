@@ -6,7 +6,7 @@
 #include <mutex>
 
 #include "barriers.h"
-#include "tensor_map.cuh"
+#include "tensor_map.h"
 
 namespace kittens::inline on_cpu {
 namespace emulated {
@@ -40,10 +40,6 @@ inline Barrier& barrier_of_copy(uint32_t address, const char* what) {
     return b;
 }
 
-struct BoxOrigin {
-    int rank;
-    int at[5];  // elements, innermost first; 0 beyond the rank
-};
 // A box of a tensor: calls visit(byte in the box, where the tensor's row begins, whether that is in
 // the tensor) for each row of the box. Addresses are sums modulo 2^64, as the hardware's.
 template <class Visit>
@@ -113,6 +109,14 @@ inline TensorMap decode_map(const CUtensorMap* map, const BoxOrigin& at, const c
     }
     return m;
 }
+void prefetch_map(const CUtensorMap* map) {
+    TensorMap m;
+    std::memcpy(&m, map, sizeof(m));
+    if (m.mark != TensorMap::MARK) fail("tma_prefetch_map: not a tensor map of the emulator");
+}
+void prefetch_box(const CUtensorMap* map, const BoxOrigin& at) {
+    decode_map(map, at, "tma_prefetch");
+}
 inline uint32_t box_bytes(const TensorMap& m) {
     return uint32_t(m.box[0]) * m.box[1] * m.box[2] * m.box[3] * m.box[4] * m.element_bytes;
 }
@@ -136,8 +140,8 @@ inline void load_box_into(Block& block, uint32_t destination, const TensorMap& m
         });
     });
 }
-inline void load_box(uint32_t destination, const CUtensorMap* map, const BoxOrigin& at,
-                     uint32_t barrier, int block_mask) {
+void load_box(uint32_t destination, const CUtensorMap* map, const BoxOrigin& at, uint32_t barrier,
+              int block_mask) {
     const char* what = block_mask < 0 ? "tma_load" : "tma_load_multicast";
     const TensorMap m = decode_map(map, at, what);
     if (block_mask < 0) {
@@ -165,7 +169,7 @@ inline void check_bulk(const void* global, uint32_t bytes, const char* what) {
              hex(reinterpret_cast<uintptr_t>(global)) + ": both must be multiples of 16");
     }
 }
-inline void load_range(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
+void load_range(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
     const char* what = "bulk_load";
     const Place place = place_of(destination);
     check_bulk(source, bytes, what);
@@ -175,8 +179,7 @@ inline void load_range(uint32_t destination, const void* source, uint32_t bytes,
     note_copy_write(place, bytes, b, what);
     issue_copy(b, bytes, [=] { std::memcpy(place.block->shared + place.address, source, bytes); });
 }
-inline void copy_to_cluster(uint32_t destination, uint32_t source, uint32_t bytes,
-                            uint32_t barrier) {
+void copy_to_cluster(uint32_t destination, uint32_t source, uint32_t bytes, uint32_t barrier) {
     const char* what = "bulk_copy_to_cluster";
     const Place to = place_of(destination), from = place_of(source);
     if (bytes % 16 != 0) fail(std::string(what) + " of " + std::to_string(bytes) + " bytes");
@@ -196,8 +199,6 @@ inline void copy_to_cluster(uint32_t destination, uint32_t source, uint32_t byte
 }
 
 // ---- out of shared memory ----
-
-enum class Combine { copy, add, min, max };
 
 template <class T>
 inline T combined(Combine how, T a, T b) {
@@ -239,7 +240,7 @@ inline void issue_store(Store store) {
     t.stores.back().push_back(std::move(store));
     if (copies_at_issue()) carry_out(t.stores.back().back(), true);
 }
-inline void store_box(const CUtensorMap* map, uint32_t source, const BoxOrigin& at, Combine how) {
+void store_box(const CUtensorMap* map, uint32_t source, const BoxOrigin& at, Combine how) {
     const char* what = how == Combine::copy ? "tma_store" : "tma_store_reduce";
     const TensorMap m = decode_map(map, at, what);
     const Place from = place_of(source);
@@ -288,7 +289,7 @@ inline void store_box(const CUtensorMap* map, uint32_t source, const BoxOrigin& 
     }
     issue_store(std::move(s));
 }
-inline void store_range(void* destination, uint32_t source, uint32_t bytes, Combine how) {
+void store_range(void* destination, uint32_t source, uint32_t bytes, Combine how) {
     const char* what = how == Combine::copy ? "bulk_store" : "bulk_store_add";
     const Place from = place_of(source);
     check_bulk(destination, bytes, what);
@@ -321,12 +322,12 @@ inline void store_range(void* destination, uint32_t source, uint32_t bytes, Comb
     }
     issue_store(std::move(s));
 }
-inline void commit_stores() {
+void commit_stores() {
     Thread& t = self();
     if (t.stores.empty()) t.stores.emplace_back();
     t.stores.emplace_back();
 }
-inline void wait_for_stores(size_t pending, bool only_read) {
+void wait_for_stores(size_t pending, bool only_read) {
     Thread& t = self();
     if (t.stores.size() <= pending + 1) return;
     const size_t groups = t.stores.size() - 1 - pending;
@@ -376,8 +377,7 @@ inline void carry_out(SmallCopy& c) {
     if (c.read_bytes > 0) std::memcpy(p.block->shared + p.address, c.source, c.read_bytes);
     c.done = true;
 }
-inline void issue_small_copy(uint32_t destination, const void* source, uint32_t bytes,
-                             int read_bytes) {
+void issue_small_copy(uint32_t destination, const void* source, uint32_t bytes, int read_bytes) {
     Thread& t = self();
     const Place p = place_of(destination);
     check_shared(p, bytes, bytes, "cp_async");
@@ -399,6 +399,11 @@ inline void issue_small_copy(uint32_t destination, const void* source, uint32_t 
         {destination, bytes, static_cast<uint32_t>(read_bytes), source, false});
     if (copies_at_issue()) carry_out(t.small_copies.back().back());
 }
+void commit_small_copies() {
+    auto& groups = self().small_copies;
+    if (groups.empty()) groups.emplace_back();
+    groups.emplace_back();
+}
 inline void finish_small_copies(std::vector<SmallCopy>& group, const Granule& as) {
     for (SmallCopy& c : group) {
         carry_out(c);
@@ -406,7 +411,7 @@ inline void finish_small_copies(std::vector<SmallCopy>& group, const Granule& as
     }
     group.clear();
 }
-inline void wait_for_small_copies(size_t pending) {
+void wait_for_small_copies(size_t pending) {
     Thread& t = self();
     if (t.small_copies.size() <= pending + 1) return;
     const Granule as{machine->check_order ? t.now() : 0, static_cast<uint16_t>(t.index), 0,
@@ -417,7 +422,7 @@ inline void wait_for_small_copies(size_t pending) {
 }
 // The barrier receives this thread's arrival with its copies' completion. It is carried out at
 // once: a legal order, and the waiting threads cannot tell.
-inline void arrive_after_small_copies(uint32_t barrier) {
+void arrive_after_small_copies(uint32_t barrier) {
     Thread& t = self();
     Barrier& b = barrier_at(barrier, "cp_async_mbarrier_arrive");
     const Granule as{b.completed + 1, static_cast<uint16_t>(b.index), 0, by_copy};

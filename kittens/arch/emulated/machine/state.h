@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <cstdio>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
@@ -15,16 +17,13 @@
 #include <string>
 #include <vector>
 
+#include "../calls.h"
 #include "fiber.h"
 #include "options.h"
-#include "platform.h"
 
 namespace kittens::inline on_cpu {
 namespace emulated {
 
-// As the hardware has it: 1 KiB of every block's shared memory is the system's, the kernel's own
-// begins after it.
-constexpr uint32_t SHARED_BASE = 1024;
 constexpr uint32_t SHARED_WINDOW = 1u << 24;  // between the windows of the blocks of a cluster
 constexpr uint32_t MAX_BLOCK_SHARED = 232448;
 constexpr uint32_t MAX_STATIC_SHARED = 48 << 10;
@@ -218,10 +217,6 @@ struct Thread {
     uint32_t now() const { return clock.seen[static_cast<size_t>(index)]; }
 };
 
-// An operation of all lanes of a warp: each leaves its words, the last to come does the work.
-struct Lane {
-    uint32_t words[16];
-};
 struct Warp {
     std::array<Thread*, 32> threads{};
     std::array<Lane, 32> lanes;
@@ -348,7 +343,7 @@ struct Grid {
     uint32_t shared_bytes = 0;
     bool dependent = false;
     std::string name;
-    const std::function<void()>* body = nullptr;
+    const KernelCall* call = nullptr;
     const Options* options = nullptr;
     RunningClusters* running = nullptr;
     GlobalOrder* order = nullptr;  // of global memory, where it is checked
@@ -416,6 +411,8 @@ inline std::string describe(const Barrier& b) {
     throw Error("kittens emulator: kernel " + machine->grid->name + ", " + describe(self()) + ": " +
                 what);
 }
+
+[[noreturn]] void fail(const char* sentence) { fail(std::string(sentence)); }
 
 }  // namespace emulated
 }  // namespace kittens::inline on_cpu
