@@ -1,11 +1,12 @@
 // The function that forces fields of an op's choice, for measurements. Python calls it by ctypes.
 #include "csrc/common/forced.h"
 
-#include <cctype>
+#include <algorithm>
+#include <charconv>
 #include <map>
 #include <mutex>
-#include <sstream>
 #include <string>
+#include <string_view>
 #include <utility>
 
 namespace thunderkittens {
@@ -28,16 +29,19 @@ extern "C" __attribute__((visibility("default"))) bool thunderkittens_force(cons
     auto found = all.find(key);
     if (found == all.end()) {
         Forced forced{.op = op};
-        std::istringstream words(fields);
-        for (std::string word; words >> word;) {
-            const std::size_t at = word.find('=');
-            const std::string value = at == std::string::npos ? "" : word.substr(at + 1);
-            std::istringstream digits(value);
+        for (std::string_view rest = fields; !rest.empty();) {
+            const std::string_view word = rest.substr(0, rest.find(' '));
+            rest.remove_prefix(std::min(word.size() + 1, rest.size()));
+            const std::size_t at = std::min(word.find('='), word.size());
+            const std::string name(word.substr(0, at));
+            const std::string_view value = word.substr(std::min(at + 1, word.size()));
             int64_t number = 0;
-            if (digits >> number && digits.eof())
-                forced.fields.emplace(word.substr(0, at), number);
-            else if (!value.empty() && std::islower(static_cast<unsigned char>(value[0])))
-                forced.fields.emplace(word.substr(0, at), value);
+            const auto [end, error] =
+                std::from_chars(value.data(), value.data() + value.size(), number);
+            if (error == std::errc() && end == value.data() + value.size())
+                forced.fields.emplace(name, number);
+            else if (!value.empty() && value[0] >= 'a' && value[0] <= 'z')
+                forced.fields.emplace(name, std::string(value));
             else
                 return false;
         }

@@ -112,6 +112,24 @@ def _mxfp8_gemm(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
         yield "gemm", "bf16_nt_128x128_fused_masked"
 
 
+def _rows_are_read(x: Any) -> bool:
+    """Whether TMA reads a matrix of 16-bit elements as it lies."""
+    if x.numel() == 0:
+        return True
+    for rows in (x, x.mT):
+        strides = [s for n, s in zip(rows.shape[:-1], rows.stride()[:-1], strict=True) if n > 1]
+        adjacent = rows.shape[-1] == 1 or rows.stride(-1) == 1
+        if adjacent and x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in strides):
+            return True
+    return False
+
+
+def _gemm(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    yield "gemm", name
+    if not all(_rows_are_read(call[x]) for x in "ab"):
+        yield "gemm", "align_rows"
+
+
 def _fp8_gemm(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
     yield "fp8_gemm", name
     a, b = call["a"], call["b"]
@@ -126,6 +144,7 @@ BESIDE: dict[str, Callable[[str, Mapping, Mapping], Iterator[Launch]]] = {
     "based": _based,
     "based_backward": _based_backward,
     "fp8_gemm": _fp8_gemm,
+    "gemm": _gemm,
     "fp8_quantize": _fp8_quantize,
     "lolcats": _lolcats,
     "lolcats_backward": _lolcats_backward,

@@ -1,0 +1,114 @@
+// The kernels of the dense GEMM for the registry: their names, resources and symbols.
+#include "csrc/common/check.h"
+#include "csrc/common/registry.h"
+#include "csrc/gemm/common/align_rows.h"
+#include "csrc/gemm/dense/dispatch.h"
+
+namespace thunderkittens::gemm {
+
+std::string kernel_name(const Config& c) {
+    const std::string layout = concat(c.a_m_major ? 't' : 'n', c.b_n_major ? 'n' : 't');
+    return concat(name_of(c.dtype), '_', layout, c.swap_ab ? "_swap_ab_" : "_", c.block_m, 'x',
+                  c.block_n, c.fused ? "_fused" : "", c.masked ? "_masked" : "",
+                  c.balanced ? "_balanced" : "", c.cluster_m == 2 ? "_2x1" : "");
+}
+
+std::string kernel_name(const Choice& choice) {
+    switch (choice.kernel) {
+        case Kernel::split_k: return concat(name_of(choice.config.dtype), "_split_k");
+        case Kernel::single_wave:
+        case Kernel::single_wave_64x64: return kernel_name(choice.config) + "_single_wave";
+        case Kernel::cluster_split_k: return kernel_name(choice.config) + "_split_k";
+        default: return kernel_name(choice.config);
+    }
+}
+
+// The split-K kernel of a dtype, which has both widths of tiles and both orders of b.
+static KernelInfo split_k_info(DType dtype) {
+    const TileShape &narrow = SPLIT_K_SHAPES[0], &wide = SPLIT_K_SHAPES[1];
+    const Config c = make_config(narrow, dtype, false, false);
+    return {.name = kernel_name(Choice{.kernel = Kernel::split_k, .config = c}),
+            .config = concat("tiles ", narrow.block_m, 'x', narrow.block_n, " and ", wide.block_m,
+                             'x', wide.block_n, ", ", narrow.stages, " and ", wide.stages,
+                             " stages, 1 producer warp and ", c.consumers,
+                             " consumer warpgroups, split-K and stream-K"),
+            .source = "split_k",
+            .symbol = symbol_of("split_k_kernel", c.dtype),
+            .threads = single_wave_threads(c),
+            .shared_bytes = SPLIT_K_SHARED_BYTES};
+}
+
+// The file of instances.txt that has a configuration's kernels.
+static std::string source_of(const Config& c) {
+    if (c.balanced) return c.cluster_m == 1 ? "balanced" : "balanced_clusters";
+    if (c.cluster_m > 1) return concat(name_of(c.dtype), "_clusters");
+    if (c.swap_ab) return concat(name_of(c.dtype), c.fused ? "_swap_ab_fused" : "_swap_ab");
+    if (c.fused) return concat(name_of(c.dtype), '_', c.block_m, 'x', c.block_n, "_fused");
+    return concat(name_of(c.dtype), '_', strategy_name(kernel_of(c)));
+}
+
+std::vector<KernelInfo> kernels() {
+    std::vector<KernelInfo> list;
+    for (const DType dtype : {DType::bf16, DType::fp16}) list.push_back(split_k_info(dtype));
+    list.push_back({.name = "align_rows",
+                    .config = "copies of operands that TMA cannot read",
+                    .source = "align_rows",
+                    .symbol = concat("17align_rows_kernelILi", MAX_ALIGNED, 'E'),
+                    .threads = ALIGN_THREADS});
+    for (std::size_t i = 0; i < CONFIGS; ++i) {
+        const Config c = config_at(i);
+        const std::string tile = concat(c.block_m, 'x', c.block_n);
+        const std::string stages = concat("tile ", tile, 'x', c.block_k, ", ", c.stages, " stages");
+        const std::string roles =
+            c.swap_ab ? "1 producer warp and 1 consumer warpgroup"
+                      : concat("1 producer and ", c.consumers, " consumer warpgroups");
+        KernelInfo kernel{
+            .name = kernel_name(c),
+            .config = concat(stages, ", ", roles),
+            .source = source_of(c),
+            .symbol = symbol_of(kernel_of(c) == Kernel::swap_ab        ? "swap_ab_kernel"
+                                : kernel_of(c) == Kernel::one_consumer ? "one_consumer_kernel"
+                                                                       : "persistent_gemm_kernel",
+                                "Config", c),
+            .threads = threads(c),
+            .shared_bytes = shared_bytes(c),
+            .fields = detail::fields_of(c),
+        };
+        kernel.fields["strategy"] = std::string(strategy_name(kernel_of(c)));
+        list.push_back(kernel);
+        if (!has_single_wave(c) && !has_single_wave_64x64(c)) continue;
+        // The single-wave kernel of the same source.
+        KernelInfo single = kernel;
+        single.name = kernel_name(Choice{.kernel = preferred_kernel(c), .config = c});
+        single.fields["strategy"] = std::string(strategy_name(preferred_kernel(c)));
+        single.config = concat(stages, ", 1 producer warp and ", c.consumers, " consumer warpgroup",
+                               c.consumers > 1 ? "s" : "", ", single-wave");
+        single.threads = single_wave_threads(c);
+        if (has_single_wave(c)) {
+            single.symbol = symbol_of("single_wave_kernel", "Config", c);
+        } else {
+            single.symbol = symbol_of("single_wave_64x64_kernel", "Config", c);
+            single.shared_bytes = single_wave_64x64_shared_bytes(c);
+        }
+        list.push_back(single);
+        if (!has_single_wave_64x64(c)) continue;
+        KernelInfo split = kernel;
+        split.name = kernel_name(Choice{.kernel = Kernel::cluster_split_k, .config = c});
+        split.fields["strategy"] = std::string(strategy_name(Kernel::cluster_split_k));
+        split.config = concat("tile ", tile, 'x', c.block_k, ", ", CLUSTER_SPLIT_K_STAGES,
+                              " stages, 1 producer warp and 1 consumer warpgroup, split-K over a "
+                              "cluster of up to ",
+                              MAX_CLUSTER_SPLITS);
+        split.source = "cluster_split_k";
+        split.symbol = symbol_of("cluster_split_k_kernel", "Config", c);
+        split.threads = CLUSTER_SPLIT_K_THREADS;
+        split.shared_bytes = cluster_split_k_shared_bytes(c);
+        list.push_back(split);
+    }
+    return list;
+}
+
+static const bool registered = register_op("gemm", "gemm", &kernels, &unsupported, &choose) &&
+                               register_candidates("gemm", &candidates);
+
+}  // namespace thunderkittens::gemm

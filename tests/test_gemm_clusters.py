@@ -1,0 +1,168 @@
+"""gemm's kernels with clusters, on the emulator: two blocks that share b's tiles, split-K over a
+cluster; and copies of operands that TMA cannot read."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import thunderkittens as tk
+from test_gemm_kernels import DTYPES, H200, POLICIES, integers
+from thunderkittens import _C, emulation
+
+if emulation.problem is not None:
+    pytest.skip(emulation.problem, allow_module_level=True)
+
+LAYOUTS = list(itertools.product((False, True), repeat=2))  # a_m_major, b_n_major
+STAGES = {256: 4, 128: 6}
+
+
+def laid_out(
+    a: torch.Tensor, b: torch.Tensor, a_m_major: bool, b_n_major: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return (
+        a.mT.contiguous().mT if a_m_major else a,
+        b if b_n_major else b.mT.contiguous().mT,
+    )
+
+
+def choose(m: int, n: int, k: int, **fields: object) -> dict[str, object]:
+    return _C.choose("gemm", {"m": m, "n": n, "k": k, "batch": 1, **fields}, H200)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block_n", STAGES)
+def test_clusters_share_loads(block_n, dtype, policy):
+    """Two and a half clusters of rows, so that the second block of the last one has no rows of its
+    own; more steps than stages; one cluster for all tiles."""
+    for number, (a_m_major, b_n_major) in enumerate(LAYOUTS):
+        batch, m, n = 1 + number % 2, 520 + 8 * number, block_n + 72
+        k = 64 * STAGES[block_n] * 2 + 40 if number == 0 else 136
+        a, b = integers(batch, m, k, dtype=dtype), integers(batch, k, n, dtype=dtype)
+        bias = integers(n, dtype=dtype) if number == 1 else None
+        left, right = laid_out(a, b, a_m_major, b_n_major)
+        config = {"block_m": 128, "block_n": block_n, "stages": STAGES[block_n], "consumers": 2}
+        config |= {"cluster_m": 2, "blocks": 4 if number == 2 else 2, "raster_group": 2}
+        with tk.emulate(policy, seed=number, config=config) as run:
+            out = tk.gemm(left, right, bias=bias)
+        expected = a.float() @ b.float() + (0 if bias is None else bias.float())
+        assert torch.equal(out, expected.to(dtype)), (a_m_major, b_n_major)
+        name = f"{'nt'[a_m_major]}{'tn'[b_n_major]}_128x{block_n}_2x1"
+        assert run.kernels[0]["kernel"].partition("_")[2] == name
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_clusters_with_balanced_tiling(dtype, policy):
+    """Tiles of two widths, whose second part the second block loads."""
+    for b_n_major, n, columns, extra in (
+        (False, 376, 2, 0),
+        (False, 400, 2, 1),
+        (True, 440, 2, 0),
+        (True, 312, 2, 0),
+    ):
+        m, k = 400, 328
+        a, b = integers(m, k, dtype=dtype), integers(k, n, dtype=dtype)
+        left, right = laid_out(a, b, False, b_n_major)
+        config = {"block_m": 128, "block_n": 256, "stages": 4, "consumers": 2, "balanced": True}
+        config |= {"cluster_m": 2, "columns": columns, "extra_rows": extra, "blocks": 4}
+        with tk.emulate(policy, seed=n, config=config) as run:
+            out = tk.gemm(left, right)
+        assert torch.equal(out, (a.float() @ b.float()).to(dtype)), (b_n_major, n)
+        assert run.kernels[0]["kernel"].endswith("_128x256_balanced_2x1")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("splits", [1, 2, 3, 8])
+def test_split_k_over_a_cluster(splits, dtype, policy):
+    """Rows and columns that tiles have in part, ranges of k of different lengths, rings that wrap;
+    a bias, another type of output, rows that are not aligned."""
+    for number, (a_m_major, b_n_major) in enumerate(LAYOUTS):
+        batch, m, n = 1 + number % 2, 72, 64 + 8 * number
+        k = 64 * (splits * 7 + 1) + 40 if number == splits % 4 else 64 * splits + 24
+        a, b = integers(batch, m, k, dtype=dtype), integers(batch, k, n, dtype=dtype)
+        left, right = laid_out(a, b, a_m_major, b_n_major)
+        bias = integers(n, dtype=dtype) if number % 2 else None
+        out_dtype = torch.float32 if number == 3 else dtype
+        config = {"strategy": "cluster_split_k", "block_m": 64, "block_n": 64, "stages": 10}
+        config |= {"consumers": 1, "splits": splits}
+        with tk.emulate(policy, seed=number, config=config) as run:
+            out = tk.gemm(left, right, bias=bias, out_dtype=out_dtype)
+        expected = a.float() @ b.float() + (0 if bias is None else bias.float())
+        assert torch.equal(out, expected.to(out_dtype)), (a_m_major, b_n_major)
+        name = f"{'nt'[a_m_major]}{'tn'[b_n_major]}_64x64_split_k"
+        assert run.kernels[0]["kernel"].partition("_")[2] == name
+    a, b = integers(65, 200, dtype=dtype), integers(200, 67, dtype=dtype)
+    with tk.emulate(policy, config=config | {"splits": min(splits, 4)}) as run:
+        out = tk.gemm(a, b.t().contiguous().t())
+    assert torch.equal(out, (a.float() @ b.float()).to(dtype))
+    assert run.kernels[0]["kernel"].endswith("_64x64_split_k")
+
+
+def test_choice_of_clusters():
+    """Clusters share loads where an operand's rows do not begin at lines of 128 bytes; split-K over
+    a cluster is for few tiles and a long k."""
+    aligned = choose(4096, 4096, 4096, b_n_major=True)
+    assert aligned["cluster_m"] == 1
+    fields = {"b_n_major": True, "a_in_lines": False, "b_in_lines": False}
+    assert choose(4104, 4104, 4104, **fields)["cluster_m"] == 2
+    assert choose(4104, 4104, 4104, **fields, fused=True)["cluster_m"] == 1
+    for a_m_major, b_n_major in LAYOUTS:
+        few = choose(312, 40, 6323, a_m_major=a_m_major, b_n_major=b_n_major)
+        assert few["kernel"].endswith("_64x64_split_k") and few["splits"] == 8
+        many = choose(2048, 2048, 512, a_m_major=a_m_major, b_n_major=b_n_major)
+        assert not many["kernel"].endswith("_split_k")
+
+
+# ---- operands that TMA cannot read ----
+
+
+def shifted(x: torch.Tensor, elements: int, padding: int) -> torch.Tensor:
+    """The same values in rows with a padding, beginning a number of elements behind an address that
+    is a multiple of 16 bytes; in the order of x's memory."""
+    if x.stride(-1) != 1:
+        return shifted(x.mT, elements, padding).mT
+    *batch, rows, cols = x.shape
+    memory = torch.full((*batch, rows, cols + padding), 7, dtype=x.dtype)
+    flat = torch.full((memory.numel() + elements,), 7, dtype=x.dtype)[elements:]
+    view = flat.view(memory.shape)[..., :cols]
+    view.copy_(x)
+    return view
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_copies_keep_their_order(policy, dtype):
+    """Every shift of a row's begin, rows shorter than a vector of 16 bytes and of several, one
+    operand or both, batches; the layout that is chosen for is the one that was given."""
+    sizes = ((33, 37, 3), (70, 129, 65), (9, 8, 21), (66, 63, 130))
+    for number, ((m, n, k), (a_m_major, b_n_major)) in enumerate(itertools.product(sizes, LAYOUTS)):
+        batch = (2,) if number % 3 == 0 else ()
+        a, b = integers(*batch, m, k, dtype=dtype), integers(*batch, k, n, dtype=dtype)
+        left, right = laid_out(a, b, a_m_major, b_n_major)
+        left = shifted(left, number % 8, number % 3)
+        right = shifted(right, (number + 3) % 8, (number + 1) % 3)
+        with tk.emulate(policy, seed=number) as run:
+            out = tk.gemm(left, right)
+        assert torch.equal(out, (a.float() @ b.float()).to(dtype)), (number, m, n, k)
+        choice = run.kernels[0]
+        if min(m, k) > 1 and not choice.get("swap_ab"):
+            assert (choice["a_m_major"], choice["b_n_major"]) == (a_m_major, b_n_major)
+
+
+def test_copies_of_expanded_and_strided_operands():
+    """An operand of all batches is copied once; one without adjacent elements still is."""
+    a, b = integers(3, 20, 21, dtype=torch.bfloat16), integers(21, 19, dtype=torch.bfloat16)
+    expected = (a.float() @ b.float()).bfloat16()
+    strided = torch.empty(3, 20, 42, dtype=torch.bfloat16)[..., ::2].copy_(a)
+    for left, right in ((a, b), (strided, b), (a, b.expand(3, 21, 19))):
+        with tk.emulate("late_mma"):
+            assert torch.equal(tk.gemm(left, right), expected)
+    rows = a[0, :1].expand(20, 21)
+    with tk.emulate("late_mma"):
+        out = tk.gemm(rows, b)
+    assert torch.equal(out, (rows.float() @ b.float()).bfloat16())
