@@ -113,7 +113,8 @@ def test_choice_of_clusters():
     assert choose(4104, 4104, 4104, **fields, fused=True)["cluster_m"] == 1
     for a_m_major, b_n_major in LAYOUTS:
         few = choose(312, 40, 6323, a_m_major=a_m_major, b_n_major=b_n_major)
-        assert few["kernel"].endswith("_64x64_split_k") and few["splits"] == 8
+        assert few["kernel"].endswith("_64x64_split_k")
+        assert few["splits"] == 8
         many = choose(2048, 2048, 512, a_m_major=a_m_major, b_n_major=b_n_major)
         assert not many["kernel"].endswith("_split_k")
 
