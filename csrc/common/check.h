@@ -16,7 +16,7 @@ namespace thunderkittens {
 inline void append(std::string& text, std::string_view part) { text += part; }
 inline void append(std::string& text, char part) { text += part; }
 template <typename T>
-requires std::is_arithmetic_v<T>
+    requires std::is_arithmetic_v<T>
 void append(std::string& text, T part) {
     if constexpr (std::is_floating_point_v<T>) {
         char digits[32];

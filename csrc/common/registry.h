@@ -92,9 +92,7 @@ inline const OpEntry& find_op(const std::string& op) {
 namespace detail {
 
 template <typename T>
-concept named_strategy = requires(T kernel) {
-    strategy_name(kernel);
-};
+concept named_strategy = requires(T kernel) { strategy_name(kernel); };
 
 template <typename T>
 Value to_value(const T& field) {
@@ -223,7 +221,8 @@ std::string symbol_of(const std::string& kernel, const std::string& type, const 
 }
 // The same for kernel<Traits<value>>, a value of an enumeration.
 template <typename Enum>
-requires std::is_enum_v<Enum> std::string symbol_of(const std::string& kernel, Enum value) {
+    requires std::is_enum_v<Enum>
+std::string symbol_of(const std::string& kernel, Enum value) {
     return concat(kernel.size(), kernel, "I*L<enum>", static_cast<int>(value), 'E');
 }
 

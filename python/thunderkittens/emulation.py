@@ -98,7 +98,8 @@ def emulate(
             drawn from the seed, in which threads run too.
         seed: of the random choices.
         config: fields of the kernel's configuration to be forced, as `kernels` shows them, e.g.
-            {"block_m": 64, "block_n": 128, "stages": 8, "consumers": 1}.
+            {"block_m": 64, "block_n": 128, "stages": 8, "consumers": 1}. Which kernel runs follows
+            from them, unless "strategy" names it.
         sm_count: multiprocessors of the emulated device (an H200 has 132). Fewer make persistent
             kernels process several tiles per block.
         host_threads: CPU threads that clusters of blocks are spread over.

@@ -18,8 +18,7 @@ template <auto at, std::size_t count, typename Value, typename Launch>
 bool launch_listed(const Value& wanted, Launch launch) {
     return [&]<std::size_t... i>(std::index_sequence<i...>) {
         return (launch_if<at(i)>(wanted, launch) || ...);
-    }
-    (std::make_index_sequence<count>());
+    }(std::make_index_sequence<count>());
 }
 
 }  // namespace thunderkittens::gemm
