@@ -98,8 +98,18 @@ def test_inputs_have_the_pitches_of_the_draw():
         for x, layout, pitch in zip("ab", p["layout"], p["pitches"], strict=True):
             stored = inputs[x].mT if layout == "T" else inputs[x]
             assert stored.stride() == (pitch, 1)
-        a_readable = p["pitches"][0] % 8 == 0
-        assert p["problem"]["a_m_major"] is (p["layout"][0] == "T" and a_readable)
+        # The op copies what TMA cannot read in its order.
+        assert p["problem"]["a_m_major"] is (p["layout"][0] == "T")
+        assert p["problem"]["b_n_major"] is (p["layout"][1] == "N")
+
+
+def test_rows_of_drawn_products_begin_at_lines():
+    """As they lie, or as the op copies them: to lines of 128 bytes, unless that made them longer by
+    more than a quarter."""
+    cases = {(64, 0): True, (128, 64): True, (72, 0): False, (72, 8): False}
+    copies = {(63, 0): True, (65, 1): True, (66, 0): False, (250, 0): True, (135, 0): False}
+    for (pitch, padding), expected in (cases | copies).items():
+        assert gemm.in_lines(pitch, padding) is expected, (pitch, padding)
 
 
 def test_forms_and_classes_are_checked():

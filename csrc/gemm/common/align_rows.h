@@ -1,6 +1,6 @@
 // Copies of matrices that TMA cannot read because their rows do not begin at multiples of 16 bytes.
-// The order of the elements in memory stays, so that nothing is transposed, and one kernel makes the
-// copies of both operands. Host C++ without torch.
+// The order of the elements in memory stays, so that nothing is transposed, and one kernel makes
+// the copies of both operands. Host C++ without torch.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 
 namespace thunderkittens::gemm {
 
-// Rows of adjacent bytes of `batch` matrices, and where their copies go: rows of `to_pitch` bytes, a
-// multiple of 16, from one matrix to the next without a gap.
+// Rows of adjacent bytes of `batch` matrices, and where their copies go: rows of `to_pitch` bytes,
+// a multiple of 16, from one matrix to the next without a gap.
 struct AlignRows {
     const void* from = nullptr;
     void* to = nullptr;

@@ -38,8 +38,8 @@ inline TileCost tile_cost(const TileShape& shape) {
             600, 2500 + 0.12 * size};
 }
 
-// TMA asks the L2 cache for lines of 128 bytes. A row of a box that does not begin at a line lies in
-// two, so that such operands cost up to twice as many requests, at this rate of an SM; a cluster
+// TMA asks the L2 cache for lines of 128 bytes. A row of a box that does not begin at a line lies
+// in two, so that such operands cost up to twice as many requests, at this rate of an SM; a cluster
 // shares those for b.
 constexpr double CYCLES_PER_LINE = 1.73;
 inline double line_cycles(const Problem& p, double rows, double columns, int cluster_m) {
@@ -252,9 +252,9 @@ inline SplitKTiles stream_k_tiles(const Problem& p, int sm_count, double limit) 
     return best;
 }
 
-// Split-K over a cluster, for few tiles of 64 x 64: all blocks run at a time. Fitted to an H200: the
-// steps, of which TMA's requests are the most, or reading the operands; a start, and two barriers
-// of the cluster.
+// Split-K over a cluster, for few tiles of 64 x 64: all blocks run at a time. Fitted to an H200:
+// the steps, of which TMA's requests are the most, or reading the operands; a start, and two
+// barriers of the cluster.
 struct ClusterSplits {
     int splits = 1;
     double cycles = std::numeric_limits<double>::infinity();

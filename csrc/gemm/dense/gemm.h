@@ -342,8 +342,8 @@ constexpr bool has_two_widths(const Config& c) {
     return !c.masked && !c.swap_ab && c.consumers == 2 && (c.block_n == 256 || c.block_n == 176);
 }
 
-// Split-K over a cluster: the kernel of 64 x 64 with fewer stages, so that two blocks fit an SM, and
-// the blocks that a cluster has at most.
+// Split-K over a cluster: the kernel of 64 x 64 with fewer stages, so that two blocks fit an SM,
+// and the blocks that a cluster has at most.
 constexpr int CLUSTER_SPLIT_K_STAGES = 6, MAX_CLUSTER_SPLITS = 8;
 constexpr int cluster_split_k_shared_bytes(const Config& c) {
     const int stage = (c.block_m + c.block_n) * BLOCK_K * 2 + 16;
