@@ -21,6 +21,12 @@ import pytest
 
 # Before CUDA starts: the kernels are deterministic, and so must be those that they are compared to.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# Before OpenMP starts: its threads spin where they wait, which costs processes that share the cores
+# most of their time. Each of several that test at once gets its part of them.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    _share = len(os.sched_getaffinity(0)) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _share)))
 
 import hypothesis
 import torch

@@ -8,7 +8,7 @@ namespace kittens::inline on_cpu {
 namespace emulated {
 
 constexpr uint64_t BARRIER_MARK = 0xba44b4e4ba44b4e4ull;  // what an initialised mbarrier holds
-constexpr uint32_t MAX_BARRIERS = 128;                    // with an entry in the clocks, per block
+constexpr uint32_t MAX_BARRIERS = 128;                    // per block
 
 inline Barrier& barrier_at(uint32_t address, const char* what) {
     const Place p = place_of(address);
@@ -46,7 +46,9 @@ inline void complete_phase_if_done(Barrier& b) {
     b.pending = b.expected;
     if (machine->check_order) {
         b.published.join(b.arriving);
-        if (b.published.seen.empty()) b.published.resize(machine->clock_entries);
+        if (b.published.is_blank) b.published.clear(machine->clock_entries);
+        b.published.grow(machine->clock_entries);
+        b.published.version = ++machine->versions;
         b.published.seen[b.index] = b.completed;
         b.published.fenced[b.index] = b.completed;
         b.arriving.forget();
@@ -82,6 +84,15 @@ inline void hand_back_products(Clock& to, const Thread& t) {
     }
 }
 
+// Of a barrier, in every thread's clock.
+inline void add_clock_entry() {
+    Cluster& m = *machine;
+    m.barrier_of_entry.resize(++m.clock_entries);
+    if (!m.check_order) return;
+    for (Block& block : m.blocks) {
+        for (Thread& t : block.threads) t.clock.grow(m.clock_entries);
+    }
+}
 void initialize_barrier(uint32_t address, uint32_t arrivals) {
     const Place p = place_of(address);
     check_shared(p, 8, 8, "mbarrier_init");
@@ -100,8 +111,8 @@ void initialize_barrier(uint32_t address, uint32_t arrivals) {
         b.address = p.address;
         size_t number = p.block->barriers.size() - 1;
         if (number >= MAX_BARRIERS) fail("more than 128 mbarriers in a block");
-        b.index = static_cast<uint32_t>(machine->dependency_entry() + 1 + number +
-                                        static_cast<size_t>(p.block->rank) * MAX_BARRIERS);
+        b.index = static_cast<uint32_t>(machine->clock_entries);
+        add_clock_entry();
         machine->barrier_of_entry[b.index] = &b;
     }
     note_write(p, 8, "mbarrier_init");
@@ -188,6 +199,7 @@ void wait_for_barrier(uint32_t address, uint32_t parity) {
 
 inline void complete_named_barrier(NamedBarrier& b) {
     b.published.join(b.arriving);
+    b.published.version = ++machine->versions;
     b.arriving.forget();
     b.arrived.clear();
     b.expected = 0;
@@ -253,8 +265,9 @@ void arrive_at_cluster(bool releases) {
     m.cluster_arrived = 0;
     ++m.cluster_phase;
     if (m.check_order) {
-        m.cluster_published = m.cluster_arriving;
-        m.cluster_arriving = {};
+        std::swap(m.cluster_published, m.cluster_arriving);
+        m.cluster_published.version = ++m.versions;
+        m.cluster_arriving.forget();
     }
     for (Block& block : m.blocks) {
         for (Thread& other : block.threads) {
@@ -282,6 +295,7 @@ void synchronize_warp() {
         [](Warp& warp) {
             if (!machine->check_order) return;
             std::swap(warp.published, warp.arriving);
+            warp.published.version = ++machine->versions;
             warp.arriving.forget();
         },
         true);

@@ -201,6 +201,7 @@ class GlobalOrder {
     static void learn(Thread& t, const std::shared_ptr<const Others>& told) {
         if (!told) return;
         t.clock.others = united(t.clock.others, told);
+        t.clock.version = 0;
         const auto own = told->find(machine->number);
         if (own == told->end()) return;
         Clock::raise(t.clock.seen, own->second->seen);
@@ -341,6 +342,7 @@ void fence_proxy_global() {
     if (machine->grid->order == nullptr) return;
     Thread& t = self();
     Clock& c = t.clock;
+    c.version = 0;
     c.fenced_global.resize(static_cast<size_t>(machine->thread_count));
     for (size_t i = 0; i < c.fenced_global.size(); ++i) {
         c.fenced_global[i] = std::max(c.fenced_global[i], c.seen[i]);

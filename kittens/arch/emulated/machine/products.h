@@ -74,10 +74,8 @@ inline void for_each_chunk(uint64_t descriptor, int outer, bool transposed, int 
 inline void check_operand(Warpgroup& group, uint64_t number, uint64_t descriptor, int outer,
                           bool transposed, Element type, bool is_a, const char* what) {
     Block& block = *self().block;
-    if (group.reads.empty()) {
-        group.reads.resize(block.copies_from.size());
-        group.seen_by_all.resize(machine->clock_entries);
-    }
+    if (group.reads.empty()) group.reads.resize(block.copies_from.size());
+    group.seen_by_all.resize(machine->clock_entries);
     const auto mark = static_cast<uint32_t>(number + 1);
     group.last_reader = mark;
     for_each_chunk(descriptor, outer, transposed, bytes_of(type), [&](uint32_t a, int row, int) {
@@ -329,8 +327,10 @@ void wait_for_products(uint64_t pending) {
     Warp& warp = warp_of(t);
     warp.products_waited = std::max(warp.products_waited, over);
     if (machine->check_order) {
-        uint32_t& known = t.clock.seen[machine->product_entry(*t.block, size_t(t.warp))];
+        const size_t entry = machine->product_entry(*t.block, static_cast<size_t>(t.warp));
+        uint32_t& known = t.clock.seen[entry];
         known = std::max(known, over);
+        t.clock.change_version(uint64_t(over) << 32 | entry);
     }
     group.acknowledged = std::max(group.acknowledged, until);
     while (!group.products.empty() && group.first < group.acknowledged &&

@@ -30,8 +30,9 @@ inline void finish_thread(Thread& t) {
     // The others of its warp may have waited for it alone.
     if (w.arrived != 0 && w.only_alive && w.alive != 0 && (w.arrived & w.alive) == w.alive) {
         if (machine->check_order) {
-            w.published = w.arriving;
-            w.arriving = {};
+            std::swap(w.published, w.arriving);
+            w.published.version = ++machine->versions;
+            w.arriving.forget();
         }
         w.arrived = 0;
         ++w.generation;
@@ -77,26 +78,57 @@ inline void finish_cluster() {
     }
 }
 
-// Memory of a block: aligned so that address 0 of shared memory has the alignment of all tiles.
-class SharedMemory {
+// Memory of the blocks of a cluster and of what is known of it, kept by each host thread for its
+// next cluster.
+class BlockMemory {
   public:
-    SharedMemory(size_t blocks, uint32_t bytes) : each_((bytes + 4095) / 4096 * 4096) {
-        memory_.resize(blocks * each_ + 4096);
-        const auto start = reinterpret_cast<uintptr_t>(memory_.data());
-        base_ = reinterpret_cast<uint8_t*>((start + 4095) / 4096 * 4096);
+    // Aligned so that address 0 of shared memory has the alignment of all tiles; NaN in every
+    // format.
+    void give(Block& block, uint32_t bytes) {
+        const auto i = static_cast<size_t>(block.rank);
+        if (blocks_.size() <= i) blocks_.resize(i + 1);
+        Kept& kept = blocks_[i];
+        if (kept.bytes < bytes) {
+            kept.shared.reset(static_cast<uint8_t*>(
+                std::aligned_alloc(4096, (size_t(bytes) + 4095) / 4096 * 4096)));
+            kept.bytes = bytes;
+            if (!kept.shared) throw std::bad_alloc();
+        }
+        block.shared = kept.shared.get();
+        std::memset(block.shared, 0xff, bytes);
+        take(block.granules, kept.granules, bytes / 4 + 1);
+        take(block.readers, kept.readers, bytes / 4 + 1);
+        block.copies_from.resize(bytes / 16 + 1);
     }
-    uint8_t* block(size_t i) const { return base_ + i * each_; }
+    void take_back(Block& block) {
+        Kept& kept = blocks_[static_cast<size_t>(block.rank)];
+        kept.granules.swap(block.granules);
+        kept.readers.swap(block.readers);
+    }
 
   private:
-    size_t each_;
-    std::vector<uint8_t> memory_;
-    uint8_t* base_;
+    struct Free {
+        void operator()(uint8_t* p) const { std::free(p); }
+    };
+    struct Kept {
+        std::unique_ptr<uint8_t, Free> shared;
+        uint32_t bytes = 0;
+        std::vector<Granule> granules;
+        std::vector<Readers> readers;
+    };
+    template <class T>
+    static void take(std::vector<T>& to, std::vector<T>& kept, size_t count) {
+        to.swap(kept);
+        if (to.size() < count) to.resize(count);
+        std::memset(static_cast<void*>(to.data()), 0, count * sizeof(T));
+    }
+    std::vector<Kept> blocks_;
 };
+inline thread_local BlockMemory block_memory;
 
 class ClusterRun {
   public:
-    ClusterRun(const Grid& grid, dim3 at)
-        : shared_(blocks_of(grid), SHARED_BASE + grid.shared_bytes + MAX_STATIC_SHARED) {
+    ClusterRun(const Grid& grid, dim3 at) {
         Cluster& m = cluster_;
         const auto threads = static_cast<int>(grid.block.x * grid.block.y * grid.block.z);
         m.grid = &grid;
@@ -108,7 +140,7 @@ class ClusterRun {
         m.blocks = std::vector<Block>(blocks_of(grid));
         m.thread_count = threads * static_cast<int>(m.blocks.size());
         const auto warps = static_cast<size_t>((threads + 31) / 32);
-        m.clock_entries = m.dependency_entry() + 1 + m.blocks.size() * (MAX_BARRIERS + warps);
+        m.clock_entries = m.dependency_entry() + 1 + m.blocks.size() * warps;
         m.barrier_of_entry.resize(m.clock_entries);
         m.cluster_arrivals.resize(static_cast<size_t>(m.thread_count));
         for (size_t i = 0; i < m.blocks.size(); ++i) {
@@ -119,11 +151,12 @@ class ClusterRun {
             block.rank = static_cast<int>(i);
             block.at = {at.x * c.x + r % c.x, at.y * c.y + r / c.x % c.y,
                         at.z * c.z + r / (c.x * c.y)};
-            build(block, grid, threads, shared_.block(i));
+            build(block, grid, threads);
         }
     }
     ~ClusterRun() {
         for (Block& block : cluster_.blocks) {
+            block_memory.take_back(block);
             for (Thread& t : block.threads) {
                 if (t.fiber.stack()) stack_pool.give_back(t.fiber.stack());
             }
@@ -155,15 +188,10 @@ class ClusterRun {
     static size_t blocks_of(const Grid& g) {
         return size_t(g.cluster.x) * g.cluster.y * g.cluster.z;
     }
-    void build(Block& block, const Grid& grid, int threads, uint8_t* shared) {
+    void build(Block& block, const Grid& grid, int threads) {
         const auto count = static_cast<size_t>(threads);
-        block.shared = shared;
         block.shared_end = SHARED_BASE + grid.shared_bytes;
-        const uint32_t room = block.shared_end + MAX_STATIC_SHARED;
-        std::memset(shared, 0xff, room);  // NaN in every format
-        block.granules.resize(room / 4 + 1);
-        block.copies_from.resize(room / 16 + 1);
-        block.readers.resize(room / 4 + 1);
+        block_memory.give(block, block.shared_end + MAX_STATIC_SHARED);
         block.threads = std::vector<Thread>(count);
         block.warps = std::vector<Warp>((count + 31) / 32);
         block.warpgroups = std::vector<Warpgroup>((count + 127) / 128);
@@ -183,7 +211,8 @@ class ClusterRun {
                     id / (grid.block.x * grid.block.y)};
             t.registers = registers;
             if (cluster_.check_order) {
-                t.clock.resize(cluster_.clock_entries);
+                t.clock.clear(cluster_.clock_entries);
+                t.clock.version = cluster_.versions;
                 t.clock.seen[static_cast<size_t>(t.index)] = 1;
             }
             Warp& w = block.warps[i / 32];
@@ -197,7 +226,6 @@ class ClusterRun {
     }
 
     Cluster cluster_;
-    SharedMemory shared_;
 };
 
 inline std::string symbol_name(const void* function) {

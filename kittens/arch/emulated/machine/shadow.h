@@ -157,12 +157,29 @@ inline void note_async_read(const Place& p, uint32_t bytes, const char* what) {
 inline void tick(Thread& t) { ++t.clock.seen[static_cast<size_t>(t.index)]; }
 inline void release_to(Clock& to, Thread& t) {
     if (!machine->check_order) return;
-    to.join(t.clock);
+    to.join_thread(t.clock, static_cast<size_t>(t.index));
     tick(t);
 }
 inline void acquire_from(Thread& t, const Clock& from) {
-    if (!machine->check_order || from.seen.empty()) return;
-    t.clock.join(from);
+    if (!machine->check_order || from.is_blank) return;
+    Clock& c = t.clock;
+    const uint64_t version = c.version;
+    if (version == 0 || from.version == 0 || !from.fenced_global.empty() || from.others) {
+        c.join(from);
+        c.version = version;
+        return c.change_version(from.version);
+    }
+    // Many threads learn the same.
+    Difference& d = machine->differences[(version ^ from.version) % machine->differences.size()];
+    if (d.version != version || d.other != from.version) {
+        d.version = version;
+        d.other = from.version;
+        Difference::collect(d.seen, c.seen, from.seen, static_cast<size_t>(t.index));
+        Difference::collect(d.fenced, c.fenced, from.fenced, static_cast<size_t>(t.index));
+    }
+    Difference::apply(d.seen, c.seen);
+    Difference::apply(d.fenced, c.fenced);
+    c.change_version(from.version);
 }
 // From a barrier that the thread has just released to, and waited for since: its clock says all
 // that the thread knew then.
@@ -170,6 +187,7 @@ inline void take_over(Thread& t, const Clock& from) {
     if (!machine->check_order) return;
     const uint32_t own = t.now();
     t.clock = from;
+    t.clock.grow(machine->clock_entries);
     t.clock.seen[static_cast<size_t>(t.index)] = own;
 }
 // What the thread knows becomes visible to async operations that it, or whoever it tells, issues.
@@ -177,6 +195,7 @@ void fence_proxy_shared() {
     Thread& t = self();
     if (!machine->check_order) return;
     Clock::raise(t.clock.fenced, t.clock.seen);
+    t.clock.change_version(~uint64_t(0));
     tick(t);
 }
 

@@ -46,26 +46,56 @@ inline std::shared_ptr<const Others> united(std::shared_ptr<const Others> a,
 struct Clock {
     std::vector<uint32_t> seen, fenced, fenced_global;
     std::shared_ptr<const Others> others;
+    // Clocks of threads that have one version differ in the threads' own entries alone: those that
+    // leave a barrier together, and have since done the same. A barrier's has all of that version.
+    // 0: of no version.
+    uint64_t version = 0;
+    bool is_blank = true;  // whatever the entries are
 
-    void resize(size_t n) {
+    void clear(size_t n) {
         seen.assign(n, 0);
         fenced.assign(n, 0);
+        fenced_global.clear();
+        others = nullptr;
+        version = 0;
+        is_blank = false;
+    }
+    void grow(size_t n) {
+        if (seen.size() >= n) return;
+        seen.resize(n, 0);
+        fenced.resize(n, 0);
     }
     void join(const Clock& other) {
+        if (other.is_blank) return;
+        if (is_blank) {
+            *this = other;
+            return;
+        }
         raise(seen, other.seen);
         raise(fenced, other.fenced);
         raise(fenced_global, other.fenced_global);
         if (other.others != others) others = united(std::move(others), other.others);
+        version = other.version;
     }
-    void forget() {
-        std::fill(seen.begin(), seen.end(), 0u);
-        std::fill(fenced.begin(), fenced.end(), 0u);
-        fenced_global.clear();
-        others = nullptr;
+    // The clock of thread `own`.
+    void join_thread(const Clock& other, size_t own) {
+        if (is_blank || version == 0 || version != other.version) return join(other);
+        seen[own] = std::max(seen[own], other.seen[own]);
+        fenced[own] = std::max(fenced[own], other.fenced[own]);
+    }
+    void forget() { is_blank = true; }
+    // What one of several threads has done that the others do, too, if it is `event`.
+    void change_version(uint64_t event) {
+        if (version == 0) return;
+        uint64_t x = version + event * 0x9e3779b97f4a7c15u;  // of splitmix64
+        x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+        x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+        version = event == 0 ? 0 : x ^ x >> 31;
     }
     // Of other's entries only those from `first` on.
     void join_from(const Clock& other, size_t first) {
-        if (seen.size() < other.seen.size()) resize(other.seen.size());
+        if (is_blank) clear(other.seen.size());
+        grow(other.seen.size());
         raise(seen, other.seen, first);
         raise(fenced, other.fenced, first);
     }
@@ -349,6 +379,26 @@ struct Grid {
     GlobalOrder* order = nullptr;  // of global memory, where it is checked
 };
 
+// What clocks of one version learn from a clock of another: the entries that rise.
+struct Difference {
+    uint64_t version = 0, other = 0;
+    std::vector<std::pair<uint32_t, uint32_t>> seen, fenced;  // entry, time
+
+    static void collect(std::vector<std::pair<uint32_t, uint32_t>>& list,
+                        const std::vector<uint32_t>& of, const std::vector<uint32_t>& other,
+                        size_t own) {
+        list.clear();
+        for (size_t i = 0; i < other.size(); ++i) {
+            // Of this thread's own entry the others may know less.
+            if (i == own || other[i] > of[i]) list.push_back({uint32_t(i), other[i]});
+        }
+    }
+    static void apply(const std::vector<std::pair<uint32_t, uint32_t>>& list,
+                      std::vector<uint32_t>& to) {
+        for (const auto& [i, time] : list) to[i] = std::max(to[i], time);
+    }
+};
+
 struct Cluster {
     const Grid* grid = nullptr;
     const Options* options = nullptr;
@@ -362,6 +412,8 @@ struct Cluster {
     int finished = 0, thread_count = 0;
     uint64_t progress = 0;
     size_t clock_entries = 0;
+    uint64_t versions = 1;  // of clocks: the latest; the first is that of all threads at launch
+    std::array<Difference, 8> differences;
     std::vector<Barrier*> barrier_of_entry;
     std::vector<Thread*> registers_wanted;
     // Barrier of the cluster.
@@ -374,8 +426,7 @@ struct Cluster {
 
     size_t dependency_entry() const { return static_cast<size_t>(thread_count); }
     size_t product_entry(const Block& block, size_t warp) const {
-        return clock_entries -
-               (blocks.size() - static_cast<size_t>(block.rank)) * blocks[0].warps.size() + warp;
+        return dependency_entry() + 1 + static_cast<size_t>(block.rank) * block.warps.size() + warp;
     }
 };
 

@@ -20,7 +20,9 @@ uint32_t shared_address(const void* pointer) {
 }
 void wait_for_dependencies() {
     Cluster& m = *machine;
-    if (m.check_order) self().clock.seen[m.dependency_entry()] = 1;
+    if (!m.check_order) return;
+    self().clock.seen[m.dependency_entry()] = 1;
+    self().clock.change_version(~uint64_t(1));
 }
 
 uint32_t cluster_rank() { return static_cast<uint32_t>(self().block->rank); }
