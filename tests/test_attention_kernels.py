@@ -30,7 +30,8 @@ pytestmark = pytest.mark.timeout(300, method="thread")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PATTERN = re.compile(
-    r"(forward|split|backward)_(bf16|fp16)_d(\d+)(?:v(\d+))?_(\d+)x(\d+)(_modified|_softcap)?$"
+    r"(forward|split_kv|backward)_(bf16|fp16)_d(\d+)(?:v(\d+))?_(\d+)x(\d+)"
+    r"(_score_mod|_softcap)?$"
 )
 
 
@@ -47,19 +48,19 @@ def kernels(op, *kinds):
 
 def fields(match, stages, **more):
     _, _, dim, value_dim, rows, keys, options = match.groups()
-    config = {"head_dim": int(dim), "stages": stages, "modified": options == "_modified"}
+    config = {"head_dim": int(dim), "stages": stages, "score_mod": options == "_score_mod"}
     if match[1] == "backward":
-        wide = {"value_dim": int(value_dim or dim)} if int(dim) > 128 else {}
-        return config | {"block_m": int(rows)} | wide | more
+        values = {"value_dim": int(value_dim or dim)} if int(dim) > 128 else {}
+        return config | {"block_m": int(rows)} | values | more
     config |= {"value_dim": int(value_dim or dim), "block_n": int(keys)}
-    config |= {"warpgroups": int(rows) // 64, "capped": options == "_softcap"}
+    config |= {"warpgroups": int(rows) // 64, "softcap_only": options == "_softcap"}
     # Those that split the keys have the score options all in one kernel.
-    return config | ({"splits": 3, "modified": True} if match[1] == "split" else {"splits": 0})
+    return config | ({"splits": 3, "score_mod": True} if match[1] == "split_kv" else {"splits": 0})
 
 
 def problems(match):
     """Lengths and options, dense; the last ones are also those of packed sequences."""
-    if match[1] == "split":
+    if match[1] == "split_kv":
         yield (1, 300), {"causal": True}, ("sink",)
         yield (5, 190), {"window_size": (70, 3)}, ("softcap", "alibi")
     elif match[7] == "_softcap":
@@ -229,7 +230,7 @@ WAYS = [
     (3, 2, 2, 2, "late_mma"),
 ]
 PLAIN_KERNELS = [k for k in kernels("attention_backward", "backward") if "_bf16_" in k[0]]
-PLAIN_KERNELS = [k for k in PLAIN_KERNELS if not k[0].endswith("_modified")]
+PLAIN_KERNELS = [k for k in PLAIN_KERNELS if not k[0].endswith("_score_mod")]
 
 
 @pytest.mark.parametrize("lengths", [[(70, 290)], [(1, 140), (0, 9), (70, 200), (3, 0), (66, 129)]])
@@ -253,14 +254,14 @@ def test_a_fixed_order_ends_with_the_same_bits(name, match, stages, lengths):
         op = torch.ops.thunderkittens.attention_varlen_backward
         inputs = (*packed, out, lse, *packing)
     results = {1: [], 2: []}
-    for seed, (sm_count, threads, heads, parts, policy) in enumerate(WAYS):
-        config = fields(match, stages, parts=parts, ordered_section_heads=heads)
+    for seed, (sm_count, threads, heads, splits, policy) in enumerate(WAYS):
+        config = fields(match, stages, head_splits=splits, deterministic_section_heads=heads)
         with tk.emulate(
             policy, seed, config=config, sm_count=sm_count, host_threads=threads, check_order=False
         ) as run:
             grads = op(grad_out, None, *inputs, 1, None, -1, -1, 0.0, None, None, True, [True] * 4)
         assert [kernel["kernel"] for kernel in run.kernels] == [name]
-        results[parts].append(grads[:3])
+        results[splits].append(grads[:3])
     for first, *others in results.values():
         assert torch.equal(first[0], results[1][0][0])
         for grads in others:
@@ -281,8 +282,8 @@ def test_softcap_alone_has_a_kernel(dtype, causal, length):
     for more in ({}, {"sink": True}, {"window_left": 100}, {"varlen": True}):
         assert chosen(softcap=True, **more) == f"forward_{dtype}_d128_128x128_softcap"
     for scores in ({"alibi": True}, {"alibi": True, "softcap": True}):
-        assert chosen(**scores).endswith("_modified")
-    assert chosen(softcap=True, head_dim=64, value_dim=64).endswith("_modified")
+        assert chosen(**scores).endswith("_score_mod")
+    assert chosen(softcap=True, head_dim=64, value_dim=64).endswith("_score_mod")
 
 
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
@@ -292,7 +293,7 @@ def test_groups_are_split_where_their_key_heads_do_not_fill_the_gpu(dim):
     def parts(q_heads, kv_heads, batch=1, length=4096, **mask):
         problem = {"dtype": "bf16", "batch": batch, "q_heads": q_heads, "kv_heads": kv_heads}
         problem |= {"q_length": length, "k_length": length, "head_dim": dim, "value_dim": dim}
-        return _C.choose("attention_backward", problem | mask, device)["parts"]
+        return _C.choose("attention_backward", problem | mask, device)["head_splits"]
 
     for mask in ({}, {"causal": 1}, {"window_left": 700}):
         assert parts(32, 32, **mask) == 1  # nothing to split

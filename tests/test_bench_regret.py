@@ -75,9 +75,9 @@ def test_candidates_of_attention():
     assert {fields["splits"] for fields in found} >= {0, 1, 2, 3, 4, 6, 8}
     found = listed("attention", q_length=1000, **sizes, **dims)
     assert {fields["block_n"] for fields in found} == {64, 128}
-    assert not any(fields["splits"] or fields["modified"] for fields in found)
-    (capped,) = listed("attention", q_length=1000, softcap=True, **sizes, **dims)
-    assert capped["capped"]
+    assert not any(fields["splits"] or fields["score_mod"] for fields in found)
+    (softcap,) = listed("attention", q_length=1000, softcap=True, **sizes, **dims)
+    assert softcap["softcap_only"]
 
 
 def test_text_of_forced_fields():

@@ -135,21 +135,21 @@ SYMBOLS = {
         "14forward_kernelINS0_13ForwardKernelIXtlNS0_6ConfigELi128ELi128ELi2ELi128ELi2ELb0E"
         "LNS_5DTypeE1ELb1EEEEEEEvNS0_14ForwardGlobalsIT_EE"
     ),
-    "split_bf16_d64_64x128": (
-        "12split_kernelINS0_11SplitKernelIXtlNS0_6ConfigELi64ELi64ELi1ELi128ELi6ELb1E"
-        "LNS_5DTypeE0ELb0EEEEEEEvNS0_12SplitGlobalsIT_EE"
+    "split_kv_bf16_d64_64x128": (
+        "15split_kv_kernelINS0_13SplitKvKernelIXtlNS0_6ConfigELi64ELi64ELi1ELi128ELi6ELb1E"
+        "LNS_5DTypeE0ELb0EEEEEEEvNS0_14SplitKvGlobalsIT_EE"
     ),
     "combine_bf16": "14combine_kernelI13__nv_bfloat16EEvNS0_14CombineGlobalsIT_EE",
     "backward_bf16_d64_128x128_deterministic": (
         "15backward_kernelINS0_14BackwardKernelIXtlNS0_14BackwardConfigELi64ELi128ELi2E"
         "LNS_5DTypeE0ELb0ELi0EEELNS0_13QueryGradientE2EEEEEvNS0_15BackwardGlobalsIT_EE"
     ),
-    "backward_bf16_d192v128_64x128_modified": (
-        "20wide_backward_kernelINS0_10WideKernelIXtlNS0_14BackwardConfigELi192ELi64ELi3E"
-        "LNS_5DTypeE0ELb1ELi128EEEEEEEvNS0_11WideGlobalsIT_EE"
+    "backward_bf16_d192v128_64x128_score_mod": (
+        "20backward_d256_kernelINS0_18BackwardD256KernelIXtlNS0_14BackwardConfigELi192ELi64ELi3E"
+        "LNS_5DTypeE0ELb1ELi128EEEEEEEvNS0_19BackwardD256GlobalsIT_EE"
     ),
-    "backward_dq_64x2x48_fp16": (
-        "13finish_kernelI6__halfLi64ELi2ELi48EEEvNS0_13FinishGlobalsIT_XT2_EEE"
+    "backward_postprocess_64x2x48_fp16": (
+        "18postprocess_kernelI6__halfLi64ELi2ELi48EEEvNS0_18PostprocessGlobalsIT_XT2_EEE"
     ),
     "fp16_split_k": "14split_k_kernelINS1_12SplitKTraitsILNS_5DTypeE1EEEEEvNT_7GlobalsE",
     "nvfp4_fp16_256x64_split_k": (

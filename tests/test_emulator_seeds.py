@@ -65,7 +65,7 @@ def grouped() -> tuple[Tensor, ...]:
 
 CALLS: dict[str, Callable[[], tuple[Tensor, ...]]] = {
     "attention": lambda: attention(64),
-    "attention of wide heads": lambda: attention(192),
+    "attention of head dimension 192": lambda: attention(192),
     "based": lambda: (tk.based(bf16(1, 2, 140, 16), bf16(1, 2, 140, 16), bf16(1, 2, 140, 64)),),
     "fp8_gemm": fp8,
     "gemm": lambda: (tk.gemm(bf16(129, 136), bf16(136, 112)),),

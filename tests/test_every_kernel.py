@@ -153,7 +153,12 @@ def test_the_record_names_kernels_of_the_registry():
         tk.nvfp4_quantize(torch.randn(3, 32).bfloat16())
     record.remove()
     assert launched.unknown(record.launched) == []
-    beside = {"scan_denominator", "sums_fp16_weighted", "combine_fp16", "maxima_bf16"}
+    beside = {
+        "scan_denominator",
+        "segment_states_fp16_weighted",
+        "reduce_partials_fp16",
+        "maxima_bf16",
+    }
     assert beside <= {name for _, name in record.launched}
     left = launched.missing(record.launched)
     assert "attention_backward backward_sink" in left
@@ -169,8 +174,8 @@ def test_every_kernel_of_a_gradient_can_be_recorded():
         for needs_q, deterministic in ((False, False), (True, False), (True, True)):
             call = {"needs_q": needs_q, "needs_k": True, "deterministic": deterministic}
             call |= {"sink": torch.empty(1), "needs_sink": True}
-            for parts, v in itertools.product((1, 2), values.values()):
-                choice = fields(match, stages, parts=parts, kernel=name, dtype=match[2])
+            for splits, v in itertools.product((1, 2), values.values()):
+                choice = fields(match, stages, head_splits=splits, kernel=name, dtype=match[2])
                 found |= set(launched.launches("attention_backward", choice, {**call, "v": v}))
     assert launched.unknown(found) == []
     assert not any(x.startswith("attention_backward ") for x in launched.missing(found))

@@ -424,12 +424,12 @@ SHORT_DIMENSIONS = {
     "csrc/gemm/dense/single_wave_sm90.cuh": "tiles, no more than multiprocessors",
     "csrc/gemm/dense/split_k_sm90.cuh": "parts of k",
     "csrc/gemm/fp8/split_k_sm90.cuh": "tiles, no more than multiprocessors",
-    "csrc/linear_attention/based/rows_sm90.cuh": "two results",
+    "csrc/linear_attention/based/backward_prepost_sm90.cuh": "two results",
     "csrc/linear_attention/based/scan_sm90.cuh": "parts of a state",
-    "csrc/linear_attention/lolcats/caches_sm90.cuh": "parts of a cache",
+    "csrc/linear_attention/lolcats/kv_cache_sm90.cuh": "parts of a cache",
     "csrc/linear_attention/lolcats/forward_sm90.cuh": "segments, at most 256",
-    "csrc/linear_attention/lolcats/maps_sm90.cuh": "two maps",
-    "csrc/linear_attention/lolcats/sums_sm90.cuh": "segments, at most 256",
+    "csrc/linear_attention/lolcats/feature_map_gradient_sm90.cuh": "two maps",
+    "csrc/linear_attention/lolcats/segment_states_sm90.cuh": "segments, at most 256",
 }
 
 

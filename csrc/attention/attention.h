@@ -60,7 +60,7 @@ struct Operand {
 // What becomes of a score x = q . k before the softmax: softcap * tanh(scale * x / softcap) if
 // softcap > 0, else scale * x; minus slope * |i + diagonal - j| with ALiBi. A sink is the logit of
 // one more key per query head, whose value is zero.
-struct Scores {
+struct ScoreOptions {
     float scale = 1.0f;                   // positive
     float softcap = 0.0f;                 // 0: none
     const float* alibi_slopes = nullptr;  // (q_heads,) or (batch, q_heads); null: none
@@ -94,6 +94,15 @@ void visit_fields(Problem& p, Visitor visit) {
     visit("sink", p.sink);
     visit("varlen", p.varlen);
 }
+
+// A section of work tiles, of `blocks` in a head, that go longest first.
+struct SectionSearch {
+    int64_t blocks, least, most, target;  // heads
+    bool one_wave;                        // a section may fill a single wave
+};
+// The number of heads, from `least` to `most`, that leaves the smallest share of a section out of
+// step with whole pairs of waves of the SMs, then the one nearest to `target`.
+int best_section(const SectionSearch& search, int sm_count);
 
 // What both directions refuse; empty, or the reason.
 std::string unsupported_problem(const Problem& problem, const DeviceProperties& device);

@@ -9,13 +9,13 @@ namespace thunderkittens::attention {
 struct BackwardConfig {
     int head_dim = 0;  // of the kernel; smaller ones are filled with zeros on load
     int block_m = 0;
-    int stages = 0;  // of Q and dO; of Q in the wide kernels
+    int stages = 0;  // of Q and dO; of Q above head dimension 128
     DType dtype = DType::bf16;
-    bool modified = false;  // softcap or ALiBi
-    int value_dim = 0;      // 0: as head_dim; given for those of backward_wide_sm90.cuh
+    bool score_mod = false;  // softcap or ALiBi
+    int value_dim = 0;       // 0: as head_dim; given for those of backward_d256_sm90.cuh
 
-    constexpr bool wide() const { return value_dim != 0; }
-    constexpr int values() const { return wide() ? value_dim : head_dim; }
+    constexpr bool above_d128() const { return value_dim != 0; }
+    constexpr int values() const { return above_d128() ? value_dim : head_dim; }
     bool operator==(const BackwardConfig&) const = default;
 };
 constexpr BackwardConfig BACKWARD_CONFIGS[] = {
@@ -41,13 +41,13 @@ constexpr BackwardConfig with_dtype(BackwardConfig config, DType dtype) {
 struct BackwardName {
     int head_dim, value_dim = 0, block_m;
     DType dtype = DType::bf16;
-    bool modified = false;
+    bool score_mod = false;
 };
 consteval BackwardConfig backward_config_of(const BackwardName& name) {
     for (const BackwardConfig& c : BACKWARD_CONFIGS) {
         if (name.head_dim == c.head_dim && name.block_m == c.block_m &&
             (name.value_dim ? name.value_dim : name.head_dim) == c.values() &&
-            name.modified == c.modified) {
+            name.score_mod == c.score_mod) {
             return with_dtype(c, name.dtype);
         }
     }
@@ -62,12 +62,13 @@ constexpr int backward_memory(const BackwardConfig& c) {
 }
 struct BackwardChoice {
     BackwardConfig config;
-    // The query heads of a group are split among this many blocks, where the key heads alone do not
-    // fill the GPU. Each leaves its dK and dV in fp32, and the last kernel adds them.
-    int parts = 1;
-    // The blocks work on this many key heads (of all batches, each in `parts`) at a time.
+    // Head splits: the query heads of a GQA group are split among this many blocks, where the key
+    // heads alone do not fill the GPU. Each leaves its partial dK and dV in fp32, and the
+    // postprocessing adds them.
+    int head_splits = 1;
+    // The blocks work on this many key heads (of all batches, each in `head_splits`) at a time.
     int section_heads = 1;
-    int ordered_section_heads = 1;  // where dQ is summed in a fixed order
+    int deterministic_section_heads = 1;  // in the deterministic mode
 };
 
 struct BackwardParams {
@@ -77,11 +78,11 @@ struct BackwardParams {
     const float* grad_lse = nullptr;  // likewise, or null
     Operand dq, dk, dv;               // data null: not wanted
     float* dsink = nullptr;           // (q_heads,); null: not wanted
-    float* workspace = nullptr;       // workspace_floats(problem, sequences, config, parts)
-    Scores scores;
+    float* workspace = nullptr;       // workspace_floats(problem, sequences, config, head_splits)
+    ScoreOptions scores;
     float query_scale = 1.0f;  // dQ is this times dS K; differs from the scale of signed_query()
     Sequences sequences;
-    int parts = 1;
+    int head_splits = 1;
     int section_heads = 1;
     int sm_count = 0;
     bool deterministic = false;
@@ -96,10 +97,10 @@ constexpr int64_t rows_of_head(const Problem& p, const Sequences& s) {
 constexpr int64_t workspace_rows(const Problem& p, const Sequences& s) {
     return (p.varlen ? 1 : p.batch) * p.q_heads * rows_of_head(p, s);
 }
-// The parts of the key heads as if they were query heads: what is stored per key has rows like what
-// is stored per query.
-constexpr Problem keys_as_queries(Problem p, int parts) {
-    p.q_heads = p.kv_heads * parts;
+// The splits of the key heads as if they were query heads: what is stored per key has rows like
+// what is stored per query.
+constexpr Problem keys_as_queries(Problem p, int head_splits) {
+    p.q_heads = p.kv_heads * head_splits;
     p.q_length = p.k_length;
     return p;
 }
@@ -108,16 +109,18 @@ constexpr Sequences keys_as_queries(Sequences s) {
     s.total_q = s.total_k;
     return s;
 }
-constexpr int64_t part_rows(const Problem& p, const Sequences& s, int parts) {
-    return parts > 1 ? workspace_rows(keys_as_queries(p, parts), keys_as_queries(s)) : 0;
+constexpr int64_t dkv_partial_rows(const Problem& p, const Sequences& s, int head_splits) {
+    return head_splits > 1 ? workspace_rows(keys_as_queries(p, head_splits), keys_as_queries(s))
+                           : 0;
 }
 // Two statistics per row, dQ in fp32, dK and dV likewise where groups are split, up to four
 // counters per tile of at least 64 rows, and one.
 constexpr int64_t workspace_floats(const Problem& p, const Sequences& s,
-                                   const BackwardConfig& config, int parts) {
+                                   const BackwardConfig& config, int head_splits) {
     const int64_t rows = workspace_rows(p, s);
     return rows * (2 + config.head_dim) +
-           part_rows(p, s, parts) * (config.head_dim + config.values()) + rows / 16 + 1;
+           dkv_partial_rows(p, s, head_splits) * (config.head_dim + config.values()) + rows / 16 +
+           1;
 }
 
 // What the workspace holds.
@@ -125,11 +128,13 @@ struct Workspace {
     float *lse_log2, *delta;  // per row
     float* dq;                // dq_columns per row
     float *dk, *dv;  // of each part of a group, per key, as dQ; null: not wanted, or not split
-    int *next_item, *turns;  // a counter; some per tile of dQ, the first 0 until something is in it
+    // A counter; for the deterministic mode some per tile of dQ, how many key blocks have added
+    // theirs: the first is 0 until something is in the tile.
+    int *next_work_tile, *dq_semaphores;
 
     Workspace(const BackwardParams& params, const BackwardConfig& config) {
         const int64_t rows = workspace_rows(params.problem, params.sequences);
-        const int64_t keys = part_rows(params.problem, params.sequences, params.parts);
+        const int64_t keys = dkv_partial_rows(params.problem, params.sequences, params.head_splits);
         lse_log2 = params.workspace;
         delta = lse_log2 + rows;
         float* next = delta + rows;
@@ -139,8 +144,8 @@ struct Workspace {
         next += keys * config.head_dim;
         dv = keys > 0 && params.dv.data ? next : nullptr;
         next += keys * config.values();
-        next_item = reinterpret_cast<int*>(next);
-        turns = next_item + 1;
+        next_work_tile = reinterpret_cast<int*>(next);
+        dq_semaphores = next_work_tile + 1;
     }
 };
 
@@ -153,14 +158,14 @@ struct DqTiles {
     bool operator==(const DqTiles&) const = default;
 };
 
-// Before the main kernel: statistics of the rows, and cleared counters.
+// The preprocessing: statistics of the rows, and cleared counters.
 template <DType dtype>
-void launch_prepare(const BackwardParams& params, const Workspace& workspace, const DqTiles& tiles,
-                    Stream stream);
-// After it: dQ, dK and dV where groups are split, and the gradient of the sinks.
+void launch_preprocess(const BackwardParams& params, const Workspace& workspace,
+                       const DqTiles& tiles, Stream stream);
+// The postprocessing: dQ, dK and dV where groups are split, and the gradient of the sinks.
 template <DType dtype>
-void launch_finish(const BackwardParams& params, const Workspace& workspace, const DqTiles& tiles,
-                   const BackwardConfig& config, Stream stream);
+void launch_postprocess(const BackwardParams& params, const Workspace& workspace,
+                        const DqTiles& tiles, const BackwardConfig& config, Stream stream);
 
 template <typename Visitor>
 void visit_fields(BackwardConfig& c, Visitor&& visit) {
@@ -168,15 +173,15 @@ void visit_fields(BackwardConfig& c, Visitor&& visit) {
     visit("block_m", c.block_m);
     visit("stages", c.stages);
     visit("dtype", c.dtype);
-    visit("modified", c.modified);
+    visit("score_mod", c.score_mod);
     visit("value_dim", c.value_dim);
 }
 template <typename Visitor>
 void visit_fields(BackwardChoice& c, Visitor&& visit) {
     visit_fields(c.config, visit);
-    visit("parts", c.parts);
+    visit("head_splits", c.head_splits);
     visit("section_heads", c.section_heads);
-    visit("ordered_section_heads", c.ordered_section_heads);
+    visit("deterministic_section_heads", c.deterministic_section_heads);
 }
 
 std::string unsupported_backward(const Problem& problem, const DeviceProperties& device);
@@ -187,12 +192,12 @@ std::vector<KernelInfo> backward_kernels();
 template <BackwardConfig config>
 void launch_backward(const BackwardParams& params, Stream stream);
 template <BackwardConfig config>
-void launch_wide_backward(const BackwardParams& params, Stream stream);
+void launch_backward_d256(const BackwardParams& params, Stream stream);
 // The one of the two that has the configuration.
 template <BackwardConfig config>
 void launch_any_backward(const BackwardParams& params, Stream stream) {
-    if constexpr (config.wide())
-        launch_wide_backward<config>(params, stream);
+    if constexpr (config.above_d128())
+        launch_backward_d256<config>(params, stream);
     else
         launch_backward<config>(params, stream);
 }

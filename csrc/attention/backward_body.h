@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "csrc/attention/backward_order.h"
+#include "csrc/attention/backward_deterministic.h"
 #include "csrc/attention/operands.h"
 
 namespace thunderkittens::attention {
@@ -128,12 +128,14 @@ Gradients<Tensor> attention_backward_body(const Backend<Tensor>& on,
 
     const BackwardChoice choice = on.chosen("attention_backward", choose_backward(p, device));
     params.deterministic = options.deterministic.value_or(false);
-    params.parts =
-        params.deterministic ? ordered_parts(p, choice.config, choice.parts, device) : choice.parts;
+    params.head_splits = params.deterministic ? deterministic_head_splits(
+                                                    p, choice.config, choice.head_splits, device)
+                                              : choice.head_splits;
     params.section_heads =
-        params.deterministic ? choice.ordered_section_heads : choice.section_heads;
-    const Tensor workspace = empty(
-        {workspace_floats(p, params.sequences, choice.config, params.parts)}, DType::fp32, in.q);
+        params.deterministic ? choice.deterministic_section_heads : choice.section_heads;
+    const Tensor workspace =
+        empty({workspace_floats(p, params.sequences, choice.config, params.head_splits)},
+              DType::fp32, in.q);
     const auto describe = packing ? packed_operand<Tensor> : operand<Tensor>;
     params.q = describe(q);
     params.k = describe(k);

@@ -14,7 +14,7 @@ void launch_backward_kernels(const BackwardParams& params, Stream stream) {
     const Problem& p = params.problem;
     const Workspace workspace(params, Kernel::config);
     constexpr DqTiles tiles{Kernel::block_m, Kernel::dq_parts, Kernel::part_cols};
-    launch_prepare<Kernel::dtype>(params, workspace, tiles, stream);
+    launch_preprocess<Kernel::dtype>(params, workspace, tiles, stream);
 
     const int64_t q_rows = p.varlen ? params.sequences.total_q : p.q_length;
     const int64_t k_rows = p.varlen ? params.sequences.total_k : p.k_length;
@@ -32,24 +32,24 @@ void launch_backward_kernels(const BackwardParams& params, Stream stream) {
         .v = of_keys(params.v, p.value_dim),
         .dk = of_keys(params.dk.data ? params.dk : params.k, p.head_dim),
         .dv = of_keys(params.dv.data ? params.dv : params.v, p.value_dim),
-        .work = typename Kernel::Work(params, workspace.next_item),
+        .scheduler = typename Kernel::Scheduler(params, workspace.next_work_tile),
         .lse_log2 = workspace.lse_log2,
         .delta = workspace.delta,
         .dq = workspace.dq,
-        .part_dk = workspace.dk,
-        .part_dv = workspace.dv,
-        .turns = workspace.turns,
-        .modification = Modification(params.scores),
+        .partial_dk = workspace.dk,
+        .partial_dv = workspace.dv,
+        .dq_semaphores = workspace.dq_semaphores,
+        .score_mod = ScoreMod(params.scores),
         .scale = params.scores.scale,
         .scale_log2 = params.scores.scale * LOG2_E,
         .need_dk = params.dk.data != nullptr,
         .need_dv = params.dv.data != nullptr};
-    const auto blocks = unsigned(std::min(globals.work.schedule.items(), params.sm_count));
+    const auto blocks = unsigned(std::min(globals.scheduler.tiles.work_tiles(), params.sm_count));
     if (blocks > 0) {
         kittens::launch({.dependent = true}, backward_kernel<Kernel>, dim3(blocks),
                         dim3(Kernel::threads), dim3(1), Kernel::shared_bytes, stream, globals);
     }
-    launch_finish<Kernel::dtype>(params, workspace, tiles, Kernel::config, stream);
+    launch_postprocess<Kernel::dtype>(params, workspace, tiles, Kernel::config, stream);
 }
 
 template <BackwardConfig config>
@@ -57,7 +57,8 @@ void launch_backward(const BackwardParams& params, Stream stream) {
     if (params.dq.data == nullptr)
         launch_backward_kernels<BackwardKernel<config, QueryGradient::none>>(params, stream);
     else if (params.deterministic)
-        launch_backward_kernels<BackwardKernel<config, QueryGradient::in_order>>(params, stream);
+        launch_backward_kernels<BackwardKernel<config, QueryGradient::deterministic>>(params,
+                                                                                      stream);
     else
         launch_backward_kernels<BackwardKernel<config, QueryGradient::any_order>>(params, stream);
 }

@@ -2,7 +2,7 @@
 // whose columns are the queries of a step: the queries' statistics, the mask, weights.
 #pragma once
 
-#include "csrc/attention/backward_items.cuh"
+#include "csrc/attention/backward_scheduler.cuh"
 #include "csrc/attention/softmax.cuh"
 
 namespace thunderkittens::attention {
@@ -23,25 +23,25 @@ __device__ __forceinline__ void with_row_statistic(Tile& tile, const Rows& rows,
     }
 }
 
-// Of a kernel: `first_key(item)` is the first of the warpgroup's keys.
+// Of a kernel: `first_key(work)` is the first of the warpgroup's keys.
 template <class Kernel, class Globals>
 struct Weights {
     using T = typename Kernel::T;
     using scores = rt_fl<16, Kernel::block_m>;
     using weights = rt<T, 16, Kernel::block_m>;
     // Far below every score, and its square is finite.
-    static constexpr float HIDDEN = Kernel::modified ? -1e18f : -INFINITY;
+    static constexpr float HIDDEN = Kernel::score_mod ? -1e18f : -INFINITY;
 
     const Globals& g;
     float slope = 0;  // of ALiBi, for the head
 
-    __device__ __forceinline__ void find_slope(const BackwardItem& item, int head) {
-        if constexpr (Kernel::modified) {
-            if (g.modification.slopes == nullptr) return;
-            slope = LOG2_E *
-                    arch::load_global_readonly(g.modification.slopes +
-                                               read(item.b) * g.modification.slopes_batch_stride +
-                                               read(item.head) * g.work.group + head);
+    __device__ __forceinline__ void find_slope(const BackwardWorkTile& work, int head) {
+        if constexpr (Kernel::score_mod) {
+            if (g.score_mod.slopes == nullptr) return;
+            slope =
+                LOG2_E * arch::load_global_readonly(g.score_mod.slopes +
+                                                    read(work.b) * g.score_mod.slopes_batch_stride +
+                                                    read(work.head) * g.scheduler.group + head);
         }
     }
 
@@ -53,31 +53,32 @@ struct Weights {
         return m * Kernel::block_m + 2 * (laneid() % 4);
     }
     template <class FirstKey>
-    static __device__ __forceinline__ void mask(scores& s, const BackwardItem& item, int m,
+    static __device__ __forceinline__ void mask(scores& s, const BackwardWorkTile& work, int m,
                                                 FirstKey first_key) {
         constexpr int nowhere = 1 << 30;
-        const int k = key(first_key(item)), k_length = read(item.k_length);
-        const int from = k - read(item.high) - query(m), to = k - read(item.low) - query(m);
+        const int k = key(first_key(work)), k_length = read(work.k_length);
+        const int from = k - read(work.high) - query(m), to = k - read(work.low) - query(m);
         const Int2 first = {k < k_length ? from : nowhere, k + 8 < k_length ? from + 8 : nowhere};
         for_each_element(s, [&](float& x, int at, bool low) {
             if (at < (low ? first.y : first.x) || at > (low ? to + 8 : to)) x = HIDDEN;
         });
     }
 
-    // Scores become weights, times the derivative of softcap. With score options p becomes rounded
+    // Scores become weights, times the derivative of softcap. With score_mod p becomes rounded
     // weights without that; otherwise it is left alone.
     template <class Rows, class FirstKey>
-    __device__ __forceinline__ void weigh(scores& s, weights& p, const BackwardItem& item, int m,
-                                          bool masked, const Rows& lse, FirstKey first_key) const {
-        if constexpr (Kernel::modified) {
-            const Modification& modification = g.modification;
-            const float cap = modification.scale_by_cap;
+    __device__ __forceinline__ void weigh(scores& s, weights& p, const BackwardWorkTile& work,
+                                          int m, bool masked, const Rows& lse,
+                                          FirstKey first_key) const {
+        if constexpr (Kernel::score_mod) {
+            const ScoreMod& score_mod = g.score_mod;
+            const float cap = score_mod.scale_by_cap;
             if (cap > 0.0f) {
                 for_each_element(s, [&](float& x, int, bool) { x = softcap_tanh<T>(x * cap); });
             }
-            if (masked) mask(s, item, m, first_key);
+            if (masked) mask(s, work, m, first_key);
             const float away =
-                static_cast<float>(key(first_key(item)) - read(item.diagonal) - query(m));
+                static_cast<float>(key(first_key(work)) - read(work.diagonal) - query(m));
             const float square = cap > 0.0f ? 1.0f : 0.0f;
             const uint32_t shifts = lse.address_of(2 * (laneid() % 4));
 #pragma unroll
@@ -96,14 +97,14 @@ struct Weights {
                 }
             }
         } else {
-            if (masked) mask(s, item, m, first_key);
+            if (masked) mask(s, work, m, first_key);
             with_row_statistic(s, lse, [&](float& x, float shift) {
                 x = arch::exp2_approx(fmaf(x, g.scale_log2, -shift));
             });
         }
     }
     __device__ __forceinline__ float weight(float x, float distance, float shift) const {
-        return arch::exp2_approx(fmaf(x, g.modification.unit_log2, -fmaf(slope, distance, shift)));
+        return arch::exp2_approx(fmaf(x, g.score_mod.unit_log2, -fmaf(slope, distance, shift)));
     }
 };
 

@@ -7,20 +7,20 @@
 // A block owns 128 keys of one key head, holds their K and V in shared memory and dK and dV in
 // registers, and walks the query blocks that see them, over all query heads of the group, so that
 // dK and dV of a group are summed in registers. Where that leaves SMs idle, several blocks share
-// the heads of a group, and backward_rows_sm90.cuh adds what each has, in a fixed order. Roles:
-//   producer   one thread: K and V once per item; Q, dO and their rows' statistics into a ring
+// the heads of a group, and backward_prepost_sm90.cuh adds what each has, in a fixed order. Roles:
+//   producer   one thread: K and V once per work tile; Q, dO and their rows' statistics into a ring
 //   consumers  two warpgroups of 64 keys each. They compute the transposed scores S^T = K Q^T and
 //              dP^T = V dO^T, so that P^T and dS^T leave the softmax as register operands of dV and
 //              dK. dS^T goes through shared memory once, for dQ, whose tile the two share.
-//   senders    threads that add the consumers' parts of dQ to memory, by bulk reductions;
+//   dQ writers threads that add the consumers' parts of dQ to memory, by bulk reductions;
 //              reductions from registers hold the consumers up (they made the whole kernel 4 to 6 %
 //              slower)
 // The products of a step are issued so that the tensor cores have work while a consumer waits, and
-// the consumers take turns with them, half a step apart. dQ is one step behind: it is the only
-// product that needs the other consumer's dS.
+// the consumers take turns with them (ping-pong), half a step apart. dQ is one step behind: it is
+// the only product that needs the other consumer's dS.
 // dQ is summed over the key blocks in fp32 in global memory, in the order of the accumulator's
-// registers; backward_rows_sm90.cuh puts the elements in order afterwards. The order of the sum
-// varies between runs, unless the senders take turns.
+// registers; backward_prepost_sm90.cuh puts the elements in order afterwards. The order of the sum
+// varies between runs, unless the writers go by the tiles' semaphores (the deterministic mode).
 #pragma once
 
 #include "csrc/attention/backward_scores.cuh"
@@ -30,7 +30,7 @@ namespace thunderkittens::attention {
 
 using namespace kittens;
 
-enum class QueryGradient { none, any_order, in_order };
+enum class QueryGradient { none, any_order, deterministic };
 
 template <BackwardConfig CONFIG, QueryGradient QUERY_GRADIENT>
 struct BackwardKernel {
@@ -38,8 +38,8 @@ struct BackwardKernel {
     static constexpr DType dtype = config.dtype;
     using T = std::conditional_t<dtype == DType::bf16, bf16, half>;
     static constexpr bool need_dq = QUERY_GRADIENT != QueryGradient::none;
-    static constexpr bool in_order = QUERY_GRADIENT == QueryGradient::in_order;
-    static constexpr bool modified = config.modified;
+    static constexpr bool deterministic = QUERY_GRADIENT == QueryGradient::deterministic;
+    static constexpr bool score_mod = config.score_mod;
     static constexpr int head_dim = config.head_dim;
     static constexpr int block_m = config.block_m;  // queries of a step
     static constexpr int block_n = 128;             // keys of a block
@@ -52,9 +52,9 @@ struct BackwardKernel {
     // the columns.
     static constexpr bool split_rows = block_m == 128;
     static constexpr int dq_parts = 2;
-    // Any order: one per part. In order: whole tiles, in turns, as one takes about two steps until
-    // the next key block may add its own.
-    static constexpr int senders = in_order ? 3 : dq_parts;
+    // Any order: one per part. Deterministic: a whole tile each, three at a time, as a tile takes
+    // about two steps until the next key block may add its own.
+    static constexpr int dq_writers = deterministic ? 3 : dq_parts;
     static constexpr int part_cols = split_rows ? head_dim : head_dim / 2;
     static constexpr int part_floats = 64 * part_cols;
     static constexpr int dq_tile_floats = dq_parts * part_floats;
@@ -67,7 +67,7 @@ struct BackwardKernel {
     using q_tile = st<T, block_m, head_dim>;  // Q and dO
     using part_tile = st<T, 64, part_cols>;
     using statistics = sv<float, block_m>;
-    using Work = BackwardWork<block_m, block_n>;
+    using Scheduler = BackwardScheduler<block_m, block_n>;
 
     // dV can start before dS is computed where the registers of both fit.
     static constexpr bool early_dv = block_m == 64;
@@ -78,22 +78,23 @@ struct BackwardGlobals {
     Layout<typename Kernel::q_tile> q, grad_out;
     Layout<typename Kernel::k_tile> k;
     Layout<typename Kernel::v_tile> v, dk, dv;
-    typename Kernel::Work work;
+    typename Kernel::Scheduler scheduler;
     const float*
         lse_log2;        // per row of the workspace: LSE * log2(e), +inf for rows that see nothing
     const float* delta;  // likewise: rowsum(out * grad_out) - grad_lse
     float* dq;           // likewise, head_dim each, in the accumulator's order
     // Where groups are split, likewise, per key and part; else null.
-    float *part_dk, *part_dv;
-    int* turns;  // per tile of dQ and consumer: key blocks that have been added
-    Modification modification;
+    float *partial_dk, *partial_dv;
+    int* dq_semaphores;  // per tile of dQ and consumer: key blocks that have added theirs
+    ScoreMod score_mod;
     float scale, scale_log2;
     bool need_dk, need_dv;
 };
 
-// What a consumer hands on; dK and dV leave through it when it is no longer needed.
+// Where a consumer leaves dS and dQ for others; dK and dV leave through it when it is no longer
+// needed.
 template <class Kernel>
-union BackwardExchange {
+union BackwardStaging {
     struct {
         typename Kernel::ds_tile ds[2];  // of a step, in turns
         sv<float, Kernel::part_floats> dq;
@@ -110,22 +111,21 @@ struct BackwardShared {
     typename Kernel::k_tile k[2];
     typename Kernel::v_tile v[2];
     typename Kernel::q_tile q[Kernel::stages], grad_out[Kernel::stages];
-    BackwardExchange<Kernel> exchange[2];
+    BackwardStaging<Kernel> staging[2];
     typename Kernel::statistics lse[Kernel::stages], delta[Kernel::stages];
 
-    ItemRing ring;
+    WorkTileRing ring;
     semaphore k_full, v_full, kv_empty;
-    semaphore dq_full[Kernel::senders], dq_empty[2];
+    semaphore dq_full[Kernel::dq_writers], dq_empty[2];
     semaphore step_done;  // dS of the step is written, and dQ of the step before has read its own
     semaphore q_full[Kernel::stages], grad_out_full[Kernel::stages], empty[Kernel::stages];
 };
 
-// The j-th query block of an item. Where key blocks take turns, the last comes first: blocks
-// further on in the keys, which begin later and wait for this one, then have the tiles that it has
-// left.
+// The j-th query block of a work tile. In the deterministic mode the last comes first: key blocks
+// further on, which begin later and wait for this one, then have the tiles that it has left.
 template <class Kernel>
-__device__ __forceinline__ int query_block(const BackwardItem& item, int j) {
-    return Kernel::in_order ? read(item.begin) + read(item.end) - 1 - j : j;
+__device__ __forceinline__ int query_block(const BackwardWorkTile& work, int j) {
+    return Kernel::deterministic ? read(work.begin) + read(work.end) - 1 - j : j;
 }
 
 template <class Kernel>
@@ -133,34 +133,34 @@ __device__ __forceinline__ void produce(const BackwardGlobals<Kernel>& g,
                                         BackwardShared<Kernel>& shared) {
     RingPosition<Kernel::stages> at;
     int kv_phase = 0;
-    shared.ring.claim(g.work, [&](const BackwardItem& item) {
+    shared.ring.claim(g.scheduler, [&](const BackwardWorkTile& work) {
         wait(shared.kv_empty, kv_phase ^ 1);
         kv_phase ^= 1;
         tma::expect(shared.k_full, shared.k);
         tma::expect(shared.v_full, shared.v);
         for (int w = 0; w < 2; ++w) {
-            const int row = read(item.block) * Kernel::block_n + 64 * w;
-            g.k.load(shared.k[w], read(item.b), read(item.key_head), read(item.k_begin),
-                     read(item.k_length), row, shared.k_full);
-            g.v.load(shared.v[w], read(item.b), read(item.key_head), read(item.k_begin),
-                     read(item.k_length), row, shared.v_full);
+            const int row = read(work.block) * Kernel::block_n + 64 * w;
+            g.k.load(shared.k[w], read(work.b), read(work.key_head), read(work.k_begin),
+                     read(work.k_length), row, shared.k_full);
+            g.v.load(shared.v[w], read(work.b), read(work.key_head), read(work.k_begin),
+                     read(work.k_length), row, shared.v_full);
         }
-        for (int i = 0; i < g.work.group; ++i) {
-            const int head = read(item.head) * g.work.group + i;
-            const int64_t rows = g.work.rows.first(read(item.b), read(item.q_begin), head);
-            for (int j = read(item.begin); j < read(item.end); ++j) {
-                const int m = query_block<Kernel>(item, j);
+        for (int i = 0; i < g.scheduler.group; ++i) {
+            const int head = read(work.head) * g.scheduler.group + i;
+            const int64_t rows = g.scheduler.rows.first(read(work.b), read(work.q_begin), head);
+            for (int j = read(work.begin); j < read(work.end); ++j) {
+                const int m = query_block<Kernel>(work, j);
                 const int s = at.stage, row = m * Kernel::block_m;
                 constexpr int bytes = sizeof(typename Kernel::statistics);
                 wait(shared.empty[s], at.phase ^ 1);
                 tma::expect(shared.q_full[s], shared.q[s], shared.lse[s]);
-                g.q.load(shared.q[s], read(item.b), head, read(item.q_begin), read(item.q_length),
+                g.q.load(shared.q[s], read(work.b), head, read(work.q_begin), read(work.q_length),
                          row, shared.q_full[s]);
                 arch::bulk_load(shared.lse[s].address(), g.lse_log2 + rows + row, bytes,
                                 shared.q_full[s].address());
                 tma::expect(shared.grad_out_full[s], shared.grad_out[s], shared.delta[s]);
-                g.grad_out.load(shared.grad_out[s], read(item.b), head, read(item.q_begin),
-                                read(item.q_length), row, shared.grad_out_full[s]);
+                g.grad_out.load(shared.grad_out[s], read(work.b), head, read(work.q_begin),
+                                read(work.q_length), row, shared.grad_out_full[s]);
                 arch::bulk_load(shared.delta[s].address(), g.delta + rows + row, bytes,
                                 shared.grad_out_full[s].address());
                 at.advance();
@@ -169,22 +169,24 @@ __device__ __forceinline__ void produce(const BackwardGlobals<Kernel>& g,
     });
 }
 
-// Adds dQ to memory. In order: the key blocks of a tile in ascending order, of which the first is
-// stored.
+// Adds dQ to memory. Deterministic: the key blocks of a tile in ascending order, by the tile's
+// semaphore, of which the first is stored.
 template <class Kernel>
-struct Sender {
+struct DqWriter {
     const BackwardGlobals<Kernel>& g;
     BackwardShared<Kernel>& shared;
     const int index;
 
-    __device__ __forceinline__ int* turn(int tile) const { return g.turns + 2 * tile; }
+    __device__ __forceinline__ int* semaphore_of(int tile) const {
+        return g.dq_semaphores + 2 * tile;
+    }
     __device__ __forceinline__ void await(int tile, int count) const {
-        while (arch::load_acquire_global(turn(tile)) < count) {
+        while (arch::load_acquire_global(semaphore_of(tile)) < count) {
         }
     }
     __device__ __forceinline__ void transfer(int tile, int part, bool first) const {
         float* to = g.dq + int64_t(tile) * Kernel::dq_tile_floats + part * Kernel::part_floats;
-        const uint32_t from = shared.exchange[part].dq.address();
+        const uint32_t from = shared.staging[part].dq.address();
         constexpr int bytes = Kernel::part_floats * int(sizeof(float));
         if (first)
             arch::bulk_store(to, from, bytes);
@@ -195,7 +197,7 @@ struct Sender {
     __device__ __forceinline__ void announce(int tile, int count) const {
         tma::store_async_wait();
         arch::fence_async();
-        arch::store_release_global(turn(tile), count);
+        arch::store_release_global(semaphore_of(tile), count);
     }
     __device__ __forceinline__ void await_parts(int& phase) const {
         wait(shared.dq_full[index], phase);
@@ -205,17 +207,17 @@ struct Sender {
     }
 
     __device__ __forceinline__ void run() const {
-        int phase = 0, others = index;  // steps of other senders that come first
-        shared.ring.receive([&](const BackwardItem& item) {
-            for (int i = 0; i < g.work.group; ++i) {
-                for (int j = read(item.begin); j < read(item.end); ++j) {
-                    if (Kernel::in_order && others-- > 0) continue;
-                    others = Kernel::senders - 1;
-                    const int m = query_block<Kernel>(item, j);
-                    const int tile = read(item.tile) + i * g.work.tiles_of_head() + m;
-                    if constexpr (Kernel::in_order) {
+        int phase = 0, others = index;  // steps of other writers that come first
+        shared.ring.receive([&](const BackwardWorkTile& work) {
+            for (int i = 0; i < g.scheduler.group; ++i) {
+                for (int j = read(work.begin); j < read(work.end); ++j) {
+                    if (Kernel::deterministic && others-- > 0) continue;
+                    others = Kernel::dq_writers - 1;
+                    const int m = query_block<Kernel>(work, j);
+                    const int tile = read(work.dq_tile) + i * g.scheduler.tiles_of_head() + m;
+                    if constexpr (Kernel::deterministic) {
                         const int place =
-                            read(item.block) - Kernel::Work::first_block(m, read(item.low));
+                            read(work.block) - Kernel::Scheduler::first_block(m, read(work.low));
                         await(tile, place);
                         await_parts(phase);
                         arch::fence_async();
@@ -251,7 +253,7 @@ struct BackwardConsumer {
     const int id;
     RingPosition<Kernel::stages> at;
     int kv_phase = 0, dq_phase = 0;
-    int sender = 0;  // of this step's dQ, in order
+    int dq_writer = 0;  // of this step's dQ, deterministic
     int step_parity = 0;
     int step_phase = 0;
     Weights<Kernel, BackwardGlobals<Kernel>> weighing{g};
@@ -279,7 +281,7 @@ struct BackwardConsumer {
     __device__ __forceinline__ void release(semaphore& s) {
         if (warpgroup::laneid() == 0) arrive(s);
     }
-    __device__ __forceinline__ auto& exchange() { return shared.exchange[id]; }
+    __device__ __forceinline__ auto& staging() { return shared.staging[id]; }
 
     // In a register that the warp shares.
     static __device__ __forceinline__ int uniform(const int& field) {
@@ -297,11 +299,11 @@ struct BackwardConsumer {
         }
     }
 
-    // Hands this consumer's part of dQ to its sender.
-    __device__ __forceinline__ void hand_on(const dq_part& dq) {
+    // This consumer's part of dQ into shared memory, for its writer.
+    __device__ __forceinline__ void stage_dq(const dq_part& dq) {
         wait(shared.dq_empty[id], dq_phase ^ 1);
         dq_phase ^= 1;
-        const uint32_t to = exchange().dq.address_of(4 * warpgroup::laneid());
+        const uint32_t to = staging().dq.address_of(4 * warpgroup::laneid());
 #pragma unroll
         for (int j = 0; j < dq_part::width; ++j) {
 #pragma unroll
@@ -313,14 +315,15 @@ struct BackwardConsumer {
             }
         }
         arch::sync_warp();
-        if (laneid() == 0) arrive(shared.dq_full[Kernel::in_order ? sender : id]);
-        if constexpr (Kernel::in_order) sender = sender == Kernel::senders - 1 ? 0 : sender + 1;
+        if (laneid() == 0) arrive(shared.dq_full[Kernel::deterministic ? dq_writer : id]);
+        if constexpr (Kernel::deterministic)
+            dq_writer = dq_writer == Kernel::dq_writers - 1 ? 0 : dq_writer + 1;
     }
     __device__ __forceinline__ void issue_dq(dq_part& dq, int self, int buffer) {
         warpgroup::mma_fence(dq);
 #pragma unroll
         for (int w = 0; w < 2; ++w) {
-            auto& ds = shared.exchange[w].ds[buffer];
+            auto& ds = shared.staging[w].ds[buffer];
             if constexpr (Kernel::split_rows) {
                 product(dq, ds.template subtile<64, 64>({0, self}), shared.k[w], w > 0);
             } else {
@@ -343,7 +346,7 @@ struct BackwardConsumer {
 
     // One query block. dQ is one step behind, so that no consumer waits for the other's dS.
     template <bool FIRST>
-    __device__ __forceinline__ void step(gradient& dk, gradient& dv, const BackwardItem& item,
+    __device__ __forceinline__ void step(gradient& dk, gradient& dv, const BackwardWorkTile& work,
                                          int m, bool masked) {
         const int stage = at.stage;
         // Anew in each step: the products' descriptors, all known before the loop, would take
@@ -357,10 +360,11 @@ struct BackwardConsumer {
         warpgroup::mm_ABt(dp, shared.v[self], shared.grad_out[stage]);
         pass_turn();
         warpgroup::mma_async_wait<1>(s);
-        weighing.weigh(s, p, item, m, masked, shared.lse[stage], [this](const BackwardItem& of) {
-            return read(of.block) * Kernel::block_n + 64 * id;
-        });
-        if constexpr (Kernel::early_dv && !Kernel::modified) convert_scores(p, s);
+        weighing.weigh(s, p, work, m, masked, shared.lse[stage],
+                       [this](const BackwardWorkTile& of) {
+                           return read(of.block) * Kernel::block_n + 64 * id;
+                       });
+        if constexpr (Kernel::early_dv && !Kernel::score_mod) convert_scores(p, s);
         if constexpr (Kernel::early_dv) warpgroup::mma_AB(dv, p, shared.grad_out[stage]);
         warpgroup::mma_async_wait<Kernel::early_dv ? 1 : 0>(dp);
         with_row_statistic(dp, shared.delta[stage], [](float& x, float delta) { x -= delta; });
@@ -372,14 +376,14 @@ struct BackwardConsumer {
         if constexpr (Kernel::need_dq) {
             dq_part dq;
             if constexpr (!FIRST) await_step();
-            warpgroup::store(exchange().ds[step_parity], ds);
+            warpgroup::store(staging().ds[step_parity], ds);
             await_turn();
             if constexpr (!FIRST) issue_dq(dq, self, step_parity ^ 1);
             warpgroup::mma_AB(dk, ds, shared.q[stage]);
             if constexpr (!FIRST) warpgroup::mma_async_wait<1>(dq);
             arch::sync_warp();
             if (laneid() == 0) arrive(shared.step_done);
-            if constexpr (!FIRST) hand_on(dq);
+            if constexpr (!FIRST) stage_dq(dq);
         } else {
             await_turn();
             warpgroup::mma_AB(dk, ds, shared.q[stage]);
@@ -397,34 +401,35 @@ struct BackwardConsumer {
             await_step();
             issue_dq(dq, self, step_parity ^ 1);
             warpgroup::mma_async_wait<0>(dq);
-            hand_on(dq);
+            stage_dq(dq);
         }
     }
 
-    __device__ __forceinline__ void work(const BackwardItem& item) {
+    __device__ __forceinline__ void process(const BackwardWorkTile& work) {
         gradient dk, dv;
         zero_tile(dk);
         zero_tile(dv);
         wait(shared.k_full, kv_phase);
         wait(shared.v_full, kv_phase);
         kv_phase ^= 1;
-        // The last item's dK and dV have left the memory that dS and dQ go through.
+        // The last work tile's dK and dV have left the memory that dS and dQ go through.
         if (warpgroup::laneid() == 0) tma::store_async_read_wait();
         sync_own();
-        const int begin = uniform(item.begin), end = uniform(item.end);
+        const int begin = uniform(work.begin), end = uniform(work.end);
         if (begin < end) await_turn();
-        const int whole = uniform(item.whole), cut = uniform(item.cut);
-        for (int i = 0; i < g.work.group; ++i) {
-            weighing.find_slope(item, i);
+        const int unmasked_begin = uniform(work.unmasked_begin),
+                  unmasked_end = uniform(work.unmasked_end);
+        for (int i = 0; i < g.scheduler.group; ++i) {
+            weighing.find_slope(work, i);
             int j = begin;
             if (i == 0 && j < end) {
-                const int m = Kernel::in_order ? end - 1 : j;
-                step<true>(dk, dv, item, m, m < whole || m >= cut);
+                const int m = Kernel::deterministic ? end - 1 : j;
+                step<true>(dk, dv, work, m, m < unmasked_begin || m >= unmasked_end);
                 ++j;
             }
             for (; j < end; ++j) {
-                const int m = Kernel::in_order ? begin + end - 1 - j : j;
-                step<false>(dk, dv, item, m, m < whole || m >= cut);
+                const int m = Kernel::deterministic ? begin + end - 1 - j : j;
+                step<false>(dk, dv, work, m, m < unmasked_begin || m >= unmasked_end);
             }
         }
         if (begin < end) {
@@ -435,34 +440,35 @@ struct BackwardConsumer {
         pin(dk);
         pin(dv);
         release(shared.kv_empty);
-        store(dk, dv, item);
+        store(dk, dv, work);
     }
 
-    // dV and dK leave through the memory of dS and dQ, so that K and V of the next item come in
-    // meanwhile; a part's as they are.
-    __device__ __forceinline__ void store(gradient& dk, gradient& dv, const BackwardItem& item) {
+    // dV and dK leave through the memory of dS and dQ, so that K and V of the next work tile come
+    // in meanwhile; the partials of a split as they are.
+    __device__ __forceinline__ void store(gradient& dk, gradient& dv,
+                                          const BackwardWorkTile& work) {
         scale_rows(dk, make_float2(g.scale, g.scale));
-        if (g.work.parts > 1) {
-            if (read(item.block) * Kernel::block_n + 64 * id >= read(item.k_length)) return;
-            if (g.need_dv) store_part(g.part_dv, Kernel::head_dim, dv, item, id);
-            if (g.need_dk) store_part(g.part_dk, Kernel::head_dim, dk, item, id);
+        if (g.scheduler.head_splits > 1) {
+            if (read(work.block) * Kernel::block_n + 64 * id >= read(work.k_length)) return;
+            if (g.need_dv) store_partial(g.partial_dv, Kernel::head_dim, dv, work, id);
+            if (g.need_dk) store_partial(g.partial_dk, Kernel::head_dim, dk, work, id);
             return;
         }
         if constexpr (Kernel::need_dq) sync_both();  // the other consumer's last dQ has read dS
-        store(g.dv, g.need_dv, exchange().gradients[0], dv, item);
+        store(g.dv, g.need_dv, staging().gradients[0], dv, work);
         if constexpr (Kernel::need_dq) wait(shared.dq_empty[id], dq_phase ^ 1);
-        store(g.dk, g.need_dk, exchange().gradients[1], dk, item);
+        store(g.dk, g.need_dk, staging().gradients[1], dk, work);
     }
     template <class Target, class Tile>
     __device__ __forceinline__ void store(const Target& target, bool needed, Tile& tile,
-                                          const gradient& values, const BackwardItem& item) {
+                                          const gradient& values, const BackwardWorkTile& work) {
         if (!needed) return;
         warpgroup::store(tile, values);
         arch::fence_async_shared();
         sync_own();
         if (warpgroup::laneid() == 0) {
-            target.store(tile, read(item.b), read(item.key_head), read(item.k_begin),
-                         read(item.k_length), read(item.block) * Kernel::block_n + 64 * id, 0);
+            target.store(tile, read(work.b), read(work.key_head), read(work.k_begin),
+                         read(work.k_length), read(work.block) * Kernel::block_n + 64 * id, 0);
         }
     }
 };
@@ -479,11 +485,11 @@ __global__ __launch_bounds__(Kernel::threads, 1) void backward_kernel(
         for (int w = 0; w < 2; ++w) {
             init_semaphore(shared.dq_empty[w], 1);
         }
-        for (int w = 0; w < Kernel::senders; ++w) {
-            init_semaphore(shared.dq_full[w], (Kernel::in_order ? 2 : 1) * WARPGROUP_WARPS);
+        for (int w = 0; w < Kernel::dq_writers; ++w) {
+            init_semaphore(shared.dq_full[w], (Kernel::deterministic ? 2 : 1) * WARPGROUP_WARPS);
         }
         init_semaphore(shared.step_done, 2 * WARPGROUP_WARPS);
-        shared.ring.init(2 * WARPGROUP_THREADS + (Kernel::need_dq ? Kernel::senders : 0));
+        shared.ring.init(2 * WARPGROUP_THREADS + (Kernel::need_dq ? Kernel::dq_writers : 0));
         for (int s = 0; s < Kernel::stages; ++s) {
             init_semaphore(shared.q_full[s], 1);
             init_semaphore(shared.grad_out_full[s], 1);
@@ -500,15 +506,15 @@ __global__ __launch_bounds__(Kernel::threads, 1) void backward_kernel(
         const int warp = arch::warp_uniform(warpgroup::warpid());
         if (warp == 0 && arch::elect_one()) produce(g, shared);
         if constexpr (Kernel::need_dq) {
-            if (warp >= 1 && warp <= Kernel::senders && arch::elect_one()) {
-                Sender<Kernel>{g, shared, warp - 1}.run();
+            if (warp >= 1 && warp <= Kernel::dq_writers && arch::elect_one()) {
+                DqWriter<Kernel>{g, shared, warp - 1}.run();
             }
         }
     } else {
         warpgroup::increase_registers<240>();
         BackwardConsumer<Kernel> consumer{g, shared, role - 1};
         consumer.begin();
-        shared.ring.receive([&](const BackwardItem& item) { consumer.work(item); });
+        shared.ring.receive([&](const BackwardWorkTile& work) { consumer.process(work); });
         consumer.end();
         if (warpgroup::laneid() == 0) tma::store_async_wait();
     }

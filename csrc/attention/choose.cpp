@@ -20,7 +20,7 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Which heads are worked on at a time. Without a causal mask all query blocks cost the same, and
 // those of one head after the other keep its keys in L2. With one, blocks of a section go longest
-// first, dealt back and forth to the SMs: that evens out best when a section fills one round or a
+// first, dealt back and forth to the SMs: that evens out best when a section fills one wave or a
 // whole even number. A section of about a quarter of the SMs leaves four blocks at work on a head,
 // enough for its keys to come from L2; it may be larger if the keys of all its heads fit there.
 int choose_section(const Problem& p, int block_m, const DeviceProperties& device) {
@@ -33,26 +33,12 @@ int choose_section(const Problem& p, int block_m, const DeviceProperties& device
     const int64_t head_bytes = p.k_length * (p.head_dim + p.value_dim) * 2 / group;
     const int64_t in_cache = device.l2_bytes / 2 / std::max<int64_t>(head_bytes, 1);
     const int64_t most = std::min({heads, std::max(target + target / 2, in_cache), 4 * target});
-    int64_t best = target;
-    double best_cost = 1e30;
-    for (int64_t s = std::max<int64_t>(target / 2, 1); s <= most; ++s) {
-        const int64_t items = s * blocks, round = 2 * device.sm_count;
-        const int64_t off = items <= device.sm_count
-                                ? device.sm_count - items
-                                : std::min(items % round, round - items % round);
-        // The share of a section that is out of step, then the distance from the target.
-        const double cost = static_cast<double>(off) / static_cast<double>(items) +
-                            1e-3 * static_cast<double>(std::llabs(s - target));
-        if (cost < best_cost) {
-            best_cost = cost;
-            best = s;
-        }
-    }
-    return static_cast<int>(best);
+    return best_section({blocks, std::max<int64_t>(target / 2, 1), most, target, true},
+                        device.sm_count);
 }
 
-bool modified(const Problem& p) { return p.softcap || p.alibi; }
-bool capped(const Problem& p) { return p.softcap && !p.alibi; }
+bool has_score_mod(const Problem& p) { return p.softcap || p.alibi; }
+bool softcap_only(const Problem& p) { return p.softcap && !p.alibi; }
 
 // Three consumers of 64 rows keep the tensor cores busier than fewer; those waste less where blocks
 // are few or cut short.
@@ -64,8 +50,8 @@ bool prefers_short_blocks(const Problem& p, const Config& few, const Config& thr
     if (few.head_dim == 64)
         return p.q_length <= (banded ? 1024 : 256) || items(three) < 2 * sm_count;
     if (banded) return p.q_length < 3072 || items(three) < 2 * sm_count;
-    // All blocks cost the same: what counts are rounds of all multiprocessors, and the time of a
-    // round, per row that of three is 0.94 of that of two.
+    // All blocks cost the same: what counts are waves of all multiprocessors, and the time of a
+    // wave, per row that of three is 0.94 of that of two.
     const auto cost = [&](const Config& c, double per_row) {
         return static_cast<double>(ceil_div(items(c), sm_count) * c.warpgroups) * per_row;
     };
@@ -80,22 +66,22 @@ Config choose_config(const Problem& p, int sm_count) {
         if (!fitting.empty() &&
             (c.head_dim != fitting[0].head_dim || c.value_dim != fitting[0].value_dim))
             break;
-        if (c.capped && capped(p)) return c;
-        if (!c.capped && c.modified == modified(p)) fitting.push_back(c);
+        if (c.softcap_only && softcap_only(p)) return c;
+        if (!c.softcap_only && c.score_mod == has_score_mod(p)) fitting.push_back(c);
     }
     if (fitting.size() == 1) return fitting[0];
     return fitting[prefers_short_blocks(p, fitting[0], fitting[1], sm_count) ? 0 : 1];
 }
 
-Config choose_split_config(const Problem& p) {
-    for (const Config& c : SPLIT_CONFIGS) {
+Config choose_split_kv_config(const Problem& p) {
+    for (const Config& c : SPLIT_KV_CONFIGS) {
         if (c.head_dim >= p.head_dim && c.value_dim >= p.value_dim) return c;
     }
     return {};
 }
 
 // Into how many ranges the keys of short queries are cut: the least time, in units of a key block,
-// of the rounds that the blocks take, each with its start and end, and of the combination.
+// of the waves that the blocks take, each with its start and end, and of the combination.
 int choose_splits(const Problem& p, int block_n, int sm_count) {
     const int64_t group = p.q_heads / std::max<int64_t>(p.kv_heads, 1);
     const int64_t tiles = ceil_div(p.q_length * group, 64) * p.kv_heads * p.batch;
@@ -105,9 +91,9 @@ int choose_splits(const Problem& p, int block_n, int sm_count) {
     int best = 1;
     double best_cost = 1e30;
     for (int64_t s = 1; s <= std::min<int64_t>(blocks, MAX_SPLITS); ++s) {
-        const double rounds = static_cast<double>(ceil_div(tiles * s, sm_count));
+        const double waves = static_cast<double>(ceil_div(tiles * s, sm_count));
         const double start = 3, combine = s > 1 ? 3 + 0.03 * static_cast<double>(s) : 0;
-        const double cost = rounds * (static_cast<double>(ceil_div(blocks, s)) + start) + combine;
+        const double cost = waves * (static_cast<double>(ceil_div(blocks, s)) + start) + combine;
         if (cost < best_cost) {
             best_cost = cost;
             best = static_cast<int>(s);
@@ -117,6 +103,25 @@ int choose_splits(const Problem& p, int block_n, int sm_count) {
 }
 
 }  // namespace
+
+int best_section(const SectionSearch& search, int sm_count) {
+    int64_t best = search.target;
+    double best_cost = 1e30;
+    for (int64_t s = search.least; s <= search.most; ++s) {
+        const int64_t tiles = s * search.blocks, pair = 2 * sm_count;
+        const int64_t off = search.one_wave && tiles <= sm_count
+                                ? sm_count - tiles
+                                : std::min(tiles % pair, pair - tiles % pair);
+        const double cost =
+            static_cast<double>(off) / static_cast<double>(std::max<int64_t>(tiles, 1)) +
+            1e-3 * static_cast<double>(std::llabs(s - search.target));
+        if (cost < best_cost) {
+            best_cost = cost;
+            best = s;
+        }
+    }
+    return static_cast<int>(best);
+}
 
 std::string unsupported_problem(const Problem& p, const DeviceProperties& device) {
     if (std::string reason = no_code_for(device); !reason.empty()) return reason;
@@ -153,7 +158,7 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
 Choice choose(const Problem& p, const DeviceProperties& device) {
     Choice choice;
     if (p.q_length <= SHORT_QUERY) {
-        choice.config = choose_split_config(p);
+        choice.config = choose_split_kv_config(p);
         choice.splits = choose_splits(p, choice.config.block_n, device.sm_count);
     } else {
         choice.config = choose_config(p, device.sm_count);
@@ -170,7 +175,7 @@ std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device)
         if (std::find(list.begin(), list.end(), choice) == list.end()) list.push_back(choice);
     };
     if (p.q_length <= SHORT_QUERY) {
-        const Config config = choose_split_config(p);
+        const Config config = choose_split_kv_config(p);
         for (const int splits : {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128}) {
             if (splits > MAX_SPLITS || splits > ceil_div(p.k_length, config.block_n)) break;
             add({.config = config, .splits = splits});
@@ -182,8 +187,9 @@ std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device)
         const bool other =
             first && (c.head_dim != first->head_dim || c.value_dim != first->value_dim);
         if (other) break;
-        const bool has_its_own = capped(p) && has_capped(c);
-        if (c.capped ? !capped(p) : has_its_own || c.modified != modified(p)) continue;
+        const bool has_its_own = softcap_only(p) && has_softcap_only(c);
+        if (c.softcap_only ? !softcap_only(p) : has_its_own || c.score_mod != has_score_mod(p))
+            continue;
         first = &c;
         add({.config = c, .section_heads = choose_section(p, 64 * c.warpgroups, device)});
     }
@@ -195,25 +201,25 @@ std::string kernel_name(const Choice& choice) {
     const std::string value = c.value_dim == c.head_dim ? "" : concat("v", c.value_dim);
     const std::string tile =
         concat(name_of(c.dtype), "_d", c.head_dim, value, "_", 64 * c.warpgroups, "x", c.block_n);
-    if (choice.splits > 0) return concat("split_", tile);
-    return concat("forward_", tile, c.modified ? "_modified" : c.capped ? "_softcap" : "");
+    if (choice.splits > 0) return concat("split_kv_", tile);
+    return concat("forward_", tile, c.score_mod ? "_score_mod" : c.softcap_only ? "_softcap" : "");
 }
 
 namespace {
 
 KernelInfo kernel_info(const Config& config, bool split) {
     KernelInfo info;
-    const char* const kernel = split ? "split" : "forward";
+    const char* const kernel = split ? "split_kv" : "forward";
     info.name = kernel_name({config, 1, split});
-    info.config =
-        concat("head_dim ", config.head_dim, ", value_dim ", config.value_dim, ", ",
-               64 * config.warpgroups, " query rows x ", config.block_n, " keys, ", config.stages,
-               " stages, ", config.warpgroups,
-               config.warpgroups > 1 ? " consumer warpgroups + 1 producer"
-                                     : " consumer warpgroup + 1 producer warp",
-               config.modified ? ", softcap and ALiBi" : "", config.capped ? ", softcap" : "");
-    const bool plain = split || !(config.modified || config.capped);
-    info.source = concat(kernel, '_', name_of(config.dtype), plain ? "" : "_modified");
+    info.config = concat("head_dim ", config.head_dim, ", value_dim ", config.value_dim, ", ",
+                         64 * config.warpgroups, " query rows x ", config.block_n, " keys, ",
+                         config.stages, " stages, ", config.warpgroups,
+                         config.warpgroups > 1 ? " consumer warpgroups + 1 producer"
+                                               : " consumer warpgroup + 1 producer warp",
+                         config.score_mod ? ", softcap and ALiBi" : "",
+                         config.softcap_only ? ", softcap" : "");
+    const bool plain = split || !(config.score_mod || config.softcap_only);
+    info.source = concat(kernel, '_', name_of(config.dtype), plain ? "" : "_score_mod");
     info.symbol = symbol_of(concat(kernel, "_kernel"), "Config", config);
     info.threads = forward_threads(config);
     info.shared_bytes = forward_memory(config).bytes;
@@ -225,7 +231,7 @@ KernelInfo combining_info(DType dtype) {
     KernelInfo info;
     info.name = concat("combine_", name_of(dtype));
     info.config = "weighs and adds up the results of the ranges of keys";
-    info.source = concat("split_", name_of(dtype));
+    info.source = concat("split_kv_", name_of(dtype));
     info.symbol = "14combine_kernelI";
     info.threads = 128;
     return info;
@@ -237,7 +243,7 @@ std::vector<KernelInfo> kernels() {
     std::vector<KernelInfo> list;
     for (const DType dtype : {DType::bf16, DType::fp16}) {
         for (const Config& c : CONFIGS) list.push_back(kernel_info(with_dtype(c, dtype), false));
-        for (const Config& c : SPLIT_CONFIGS)
+        for (const Config& c : SPLIT_KV_CONFIGS)
             list.push_back(kernel_info(with_dtype(c, dtype), true));
         list.push_back(combining_info(dtype));
     }

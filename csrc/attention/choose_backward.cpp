@@ -1,10 +1,9 @@
 // Which backward kernel runs a problem, and in which order the blocks go through it. Pure
 // functions.
 #include <algorithm>
-#include <cstdlib>
 
-#include "csrc/attention/backward_order.h"
-#include "csrc/attention/backward_wide.h"
+#include "csrc/attention/backward_d256.h"
+#include "csrc/attention/backward_deterministic.h"
 #include "csrc/common/check.h"
 #include "csrc/common/registry.h"
 
@@ -13,7 +12,7 @@ namespace {
 
 constexpr int BLOCK_N = 128;
 
-bool modified(const Problem& p) { return p.softcap || p.alibi; }
+bool has_score_mod(const Problem& p) { return p.softcap || p.alibi; }
 bool banded(const Problem& p) {
     return p.causal != static_cast<int>(Causal::none) || p.window_left >= 0 || p.window_right >= 0;
 }
@@ -23,12 +22,12 @@ int64_t key_blocks(const Problem& p) {
     return std::max<int64_t>((p.k_length + BLOCK_N - 1) / BLOCK_N, 1);
 }
 
-// The parts of a group for which the GPU is busy for the shortest time, counted in steps (a query
-// block of a head). An item costs some steps to begin and to end, and more where its dK and dV have
-// to be added to others'. Without a mask items come in rounds; with one, longest first, the last to
-// end are about half an item apart.
-int choose_parts(const Problem& p, int block_m, int64_t units) {
-    constexpr int64_t ITEM_STEPS = 3, PART_STEPS = 5, FINISH_STEPS = 4;
+// The head splits of a group for which the GPU is busy for the shortest time, counted in steps (a
+// query block of a head). A work tile costs some steps to begin and to end, and more where its dK
+// and dV have to be added to others'. Without a mask work tiles come in waves; with one, longest
+// first, the last to end are about half a work tile apart.
+int choose_head_splits(const Problem& p, int block_m, int64_t units) {
+    constexpr int64_t ITEM_STEPS = 3, SPLIT_STEPS = 5, REDUCE_STEPS = 4;
     const int64_t heads = p.kv_heads * p.batch, blocks = key_blocks(p);
     const int64_t group = group_heads(p);
     if (group <= 1 || heads == 0 || heads * blocks >= 8 * units) return 1;
@@ -41,18 +40,18 @@ int choose_parts(const Problem& p, int block_m, int64_t units) {
         longest = std::max(longest, steps);
         all += steps;
     }
-    const auto time = [&](int64_t parts) {
-        const int64_t each = group / parts, items = heads * blocks * parts;
-        const int64_t fixed = ITEM_STEPS + (parts > 1 ? PART_STEPS : 0);
+    const auto time = [&](int64_t head_splits) {
+        const int64_t each = group / head_splits, items = heads * blocks * head_splits;
+        const int64_t fixed = ITEM_STEPS + (head_splits > 1 ? SPLIT_STEPS : 0);
         const int64_t most = each * longest + fixed;
-        const int64_t end = parts > 1 ? FINISH_STEPS : 0;
+        const int64_t end = head_splits > 1 ? REDUCE_STEPS : 0;
         if (!banded(p)) return (items + units - 1) / units * most + end;
-        const int64_t work = heads * (group * all + blocks * parts * fixed);
+        const int64_t work = heads * (group * all + blocks * head_splits * fixed);
         return std::max(most, work / units + work / items / 2) + end;
     };
     int64_t best = 1;
-    for (int64_t parts = 2; parts <= group; ++parts) {
-        if (group % parts == 0 && time(parts) < time(best)) best = parts;
+    for (int64_t head_splits = 2; head_splits <= group; ++head_splits) {
+        if (group % head_splits == 0 && time(head_splits) < time(best)) best = head_splits;
     }
     // Too little to be sure of.
     return static_cast<int>(20 * time(best) < 19 * time(1) ? best : 1);
@@ -60,28 +59,17 @@ int choose_parts(const Problem& p, int block_m, int64_t units) {
 
 // Which key heads are worked on at a time. Without a mask one after the other, so that its queries
 // come from L2. With one, blocks of a section go longest first; that evens out best when a section
-// fills whole pairs of rounds.
-// Clusters that claim their items need no even rounds: what they work on at a time stays in L2.
-int choose_section(const Problem& p, int64_t heads, bool wide, int sm_count) {
+// fills whole pairs of waves.
+// Clusters that claim their work tiles need no even waves: what they work on at a time stays in
+// L2.
+int choose_section(const Problem& p, int64_t heads, bool d256, int sm_count) {
     if (!banded(p)) return 1;
     const int64_t blocks = key_blocks(p);
-    if (wide) return static_cast<int>(std::max<int64_t>(sm_count / 2 / blocks, 1));
+    if (d256) return static_cast<int>(std::max<int64_t>(sm_count / 2 / blocks, 1));
     const int64_t target = std::max<int64_t>(sm_count / 4, 1);
     if (heads <= target + target / 2) return static_cast<int>(std::max<int64_t>(heads, 1));
-    int64_t best = target;
-    double best_cost = 1e30;
-    for (int64_t s = std::max<int64_t>(target / 2, 1); s <= target + target / 2; ++s) {
-        const int64_t items = s * blocks, round = 2 * sm_count;
-        const int64_t off = std::min(items % round, round - items % round);
-        const double cost =
-            static_cast<double>(off) / static_cast<double>(std::max<int64_t>(items, 1)) +
-            1e-3 * static_cast<double>(std::llabs(s - target));
-        if (cost < best_cost) {
-            best_cost = cost;
-            best = s;
-        }
-    }
-    return static_cast<int>(best);
+    const int64_t least = std::max<int64_t>(target / 2, 1), most = target + target / 2;
+    return best_section({blocks, least, most, target, false}, sm_count);
 }
 
 // Whether key blocks further on have less to do, as under a causal mask.
@@ -89,18 +77,18 @@ bool unequal(const Problem& p) { return banded(p) && p.window_left < 0; }
 
 // In a fixed order, key blocks of a head that begin together wait for each other: some more heads
 // than fill the GPU, as far as L2 holds them. Under a mask, where blocks are unequal, more still.
-// Wide kernels: as many heads as begin a key block each in the time of a turn.
-int choose_ordered_section(const Problem& p, int parts, const BackwardConfig& config,
-                           int sm_count) {
-    const int64_t blocks = key_blocks(p), heads = p.kv_heads * p.batch * parts;
+// Above head dimension 128: as many heads as begin a key block each in the time of a turn.
+int choose_deterministic_section(const Problem& p, int head_splits, const BackwardConfig& config,
+                                 int sm_count) {
+    const int64_t blocks = key_blocks(p), heads = p.kv_heads * p.batch * head_splits;
     int64_t together = 0;
-    if (config.wide()) {
-        const int64_t walked = unequal(p) ? std::max<int64_t>(group_heads(p) / parts, 1) : 1;
+    if (config.above_d128()) {
+        const int64_t walked = unequal(p) ? std::max<int64_t>(group_heads(p) / head_splits, 1) : 1;
         together = (config.values() > 192 ? 1 : 2) * (sm_count / 2) / (blocks * walked);
     } else {
         const int64_t share = config.head_dim > 64 && blocks > 8 ? 4 : 2;
-        const int64_t rounds = banded(p) ? std::clamp<int64_t>(blocks / share, 2, 8) : 2;
-        together = rounds * sm_count / blocks;
+        const int64_t waves = banded(p) ? std::clamp<int64_t>(blocks / share, 2, 8) : 2;
+        together = waves * sm_count / blocks;
     }
     return static_cast<int>(std::clamp<int64_t>(together, 1, std::max<int64_t>(heads, 1)));
 }
@@ -114,16 +102,16 @@ std::string unsupported_backward(const Problem& p, const DeviceProperties& devic
 
 // In a fixed order, unequal key blocks that walk several query heads, one after the other, come to
 // all but the first at times that do not fit their turns: one head each as far as that makes enough
-// work to be done together, then no more than two in the wide kernels.
-int ordered_parts(const Problem& p, const BackwardConfig& config, int parts,
-                  const DeviceProperties& device) {
+// work to be done together, then no more than two above head dimension 128.
+int deterministic_head_splits(const Problem& p, const BackwardConfig& config, int head_splits,
+                              const DeviceProperties& device) {
     const int64_t group = group_heads(p), heads = p.kv_heads * p.batch;
-    if (!unequal(p) || key_blocks(p) <= 8 || heads == 0) return parts;
+    if (!unequal(p) || key_blocks(p) <= 8 || heads == 0) return head_splits;
     const auto enough = [&](int64_t n) {
         return group % n == 0 && heads * n >= device.sm_count / 5 &&
-               (!config.wide() || group <= 2 * n);
+               (!config.above_d128() || group <= 2 * n);
     };
-    int64_t best = parts;
+    int64_t best = head_splits;
     while (best < group && !enough(best)) ++best;
     return static_cast<int>(best);
 }
@@ -131,47 +119,48 @@ int ordered_parts(const Problem& p, const BackwardConfig& config, int parts,
 BackwardChoice choose_backward(const Problem& p, const DeviceProperties& device) {
     BackwardChoice choice;
     for (const BackwardConfig& config : BACKWARD_CONFIGS) {
-        const int64_t value_dim = config.wide() ? config.value_dim : config.head_dim;
+        const int64_t value_dim = config.above_d128() ? config.value_dim : config.head_dim;
         if (config.head_dim < p.head_dim || value_dim < p.value_dim) continue;
-        if (config.modified != modified(p)) continue;
+        if (config.score_mod != has_score_mod(p)) continue;
         choice.config = with_dtype(config, p.dtype);
         break;
     }
-    const bool wide = choice.config.wide();
-    choice.parts =
-        choose_parts(p, choice.config.block_m, wide ? device.sm_count / 2 : device.sm_count);
+    const bool d256 = choice.config.above_d128();
+    choice.head_splits =
+        choose_head_splits(p, choice.config.block_m, d256 ? device.sm_count / 2 : device.sm_count);
     choice.section_heads =
-        choose_section(p, p.kv_heads * p.batch * choice.parts, wide, device.sm_count);
-    choice.ordered_section_heads = choose_ordered_section(
-        p, ordered_parts(p, choice.config, choice.parts, device), choice.config, device.sm_count);
+        choose_section(p, p.kv_heads * p.batch * choice.head_splits, d256, device.sm_count);
+    choice.deterministic_section_heads = choose_deterministic_section(
+        p, deterministic_head_splits(p, choice.config, choice.head_splits, device), choice.config,
+        device.sm_count);
     return choice;
 }
 
 std::string kernel_name(const BackwardChoice& choice) {
     const BackwardConfig& c = choice.config;
-    const std::string dim = c.wide() && c.value_dim != c.head_dim
+    const std::string dim = c.above_d128() && c.value_dim != c.head_dim
                                 ? concat(c.head_dim, "v", c.value_dim)
                                 : concat(c.head_dim);
     return concat("backward_", name_of(c.dtype), "_d", dim, "_", c.block_m, "x", BLOCK_N,
-                  c.modified ? "_modified" : "");
+                  c.score_mod ? "_score_mod" : "");
 }
 
-KernelInfo wide_backward_kernel(const BackwardConfig& c) {
+KernelInfo backward_d256_info(const BackwardConfig& c) {
     KernelInfo info;
     info.name = kernel_name(BackwardChoice{c});
-    info.source = concat("backward_wide_", name_of(c.dtype));
-    info.symbol = symbol_of("wide_backward_kernel", "BackwardConfig", c);
+    info.source = concat("backward_d256_", name_of(c.dtype));
+    info.symbol = symbol_of("backward_d256_kernel", "BackwardConfig", c);
     info.config = concat("head_dim ", c.head_dim, ", value_dim ", c.value_dim, ", ", c.block_m,
                          " query rows x ", BLOCK_N, " keys of 2 blocks, ", c.stages,
                          " stages, 3 consumer warpgroups + 1 producer, dQ in any or a fixed order",
-                         c.modified ? ", softcap and ALiBi" : "");
+                         c.score_mod ? ", softcap and ALiBi" : "");
     info.threads = 512;
-    info.shared_bytes = wide_backward_memory(c);
+    info.shared_bytes = backward_d256_memory(c);
     return info;
 }
 
-// A configuration has three kernels: dQ summed in any order, in a fixed order, and not at all. A
-// wide one has one for all three.
+// A configuration has three kernels: dQ summed in any order, in a fixed order, and not at all.
+// Above head dimension 128 one kernel does all three.
 std::vector<KernelInfo> backward_kernels() {
     struct Variant {
         const char *name, *text;
@@ -180,27 +169,27 @@ std::vector<KernelInfo> backward_kernels() {
     constexpr Variant variants[] = {
         {"", "dQ in any order", 1},
         {"_deterministic", "dQ in a fixed order", 2},
-        {"_keys", "no dQ", 0},
+        {"_no_dq", "no dQ", 0},
     };
     std::vector<KernelInfo> list;
     for (const DType dtype : {DType::bf16, DType::fp16}) {
         for (const BackwardConfig& tile : BACKWARD_CONFIGS) {
             const BackwardConfig c = with_dtype(tile, dtype);
-            if (c.wide()) {
-                list.push_back(wide_backward_kernel(c));
+            if (c.above_d128()) {
+                list.push_back(backward_d256_info(c));
                 continue;
             }
             for (const Variant& variant : variants) {
                 KernelInfo info;
                 info.name = kernel_name(BackwardChoice{c}) + variant.name;
-                info.source = concat("backward_", name_of(dtype), c.modified ? "_modified" : "");
+                info.source = concat("backward_", name_of(dtype), c.score_mod ? "_score_mod" : "");
                 // backward_kernel<BackwardKernel<c, QueryGradient>>
                 info.symbol = concat(symbol_of("backward_kernel", "BackwardConfig", c), "EEL<enum>",
                                      variant.query_gradient, 'E');
                 info.config =
                     concat("head_dim ", c.head_dim, ", ", c.block_m, " query rows x ", BLOCK_N,
                            " keys, ", c.stages, " stages, 2 consumer warpgroups + 1 producer, ",
-                           variant.text, c.modified ? ", softcap and ALiBi" : "");
+                           variant.text, c.score_mod ? ", softcap and ALiBi" : "");
                 info.threads = 384;
                 info.shared_bytes = backward_memory(c);
                 list.push_back(info);
@@ -211,7 +200,7 @@ std::vector<KernelInfo> backward_kernels() {
         const auto add = [&](const std::string& name, const std::string& symbol, int threads,
                              int shared_bytes) {
             KernelInfo info;
-            info.source = "backward_rows";
+            info.source = "backward_prepost";
             info.name = concat("backward_", name, "_", name_of(dtype));
             info.config = "rows of the backward: " + name;
             info.symbol = symbol;
@@ -220,22 +209,22 @@ std::vector<KernelInfo> backward_kernels() {
             list.push_back(info);
         };
         for (const int lanes : {8, 16, 32}) {
-            add(concat("statistics_", 8 * lanes),
-                concat("prepare_kernelI", dtype == DType::bf16 ? "13__nv_" : "", type, "Li", lanes,
-                       "E"),
+            add(concat("preprocess_", 8 * lanes),
+                concat("preprocess_kernelI", dtype == DType::bf16 ? "13__nv_" : "", type, "Li",
+                       lanes, "E"),
                 256, 0);
         }
         for (const auto& [block_m, parts, columns] :
              {DqTiles{128, 2, 64}, DqTiles{64, 2, 32}, DqTiles{64, 2, 48}, DqTiles{64, 2, 64},
               DqTiles{64, 2, 96}, DqTiles{64, 2, 128}}) {
-            add(concat("dq_", block_m, "x", parts, "x", columns),
-                concat("finish_kernelI", dtype == DType::bf16 ? "13__nv_" : "", type, "Li", block_m,
-                       "ELi", parts, "ELi", columns, "E"),
+            add(concat("postprocess_", block_m, "x", parts, "x", columns),
+                concat("postprocess_kernelI", dtype == DType::bf16 ? "13__nv_" : "", type, "Li",
+                       block_m, "ELi", parts, "ELi", columns, "E"),
                 128 * parts, parts * 64 * columns * 2 + 1024);
         }
     }
     KernelInfo sink;
-    sink.source = "backward_rows";
+    sink.source = "backward_prepost";
     sink.name = "backward_sink";
     sink.config = "gradient of the sinks";
     sink.symbol = "sink_kernel";

@@ -19,10 +19,10 @@ bool launch_forward_any(const Config& config, const ForwardParams& params, Strea
             ...);
 }
 template <std::size_t... i>
-bool launch_split_any(const Config& config, const ForwardParams& params, Stream stream,
-                      std::index_sequence<i...>) {
-    return ((config == config_at<SPLIT_CONFIGS, i> &&
-             (launch_split<config_at<SPLIT_CONFIGS, i>>(params, stream), true)) ||
+bool launch_split_kv_any(const Config& config, const ForwardParams& params, Stream stream,
+                         std::index_sequence<i...>) {
+    return ((config == config_at<SPLIT_KV_CONFIGS, i> &&
+             (launch_split_kv<config_at<SPLIT_KV_CONFIGS, i>>(params, stream), true)) ||
             ...);
 }
 
@@ -31,9 +31,9 @@ bool launch_split_any(const Config& config, const ForwardParams& params, Stream 
 inline void launch_choice(const char* op, const Choice& choice, const ForwardParams& params,
                           Stream stream) {
     constexpr std::make_index_sequence<2 * std::size(CONFIGS)> whole;
-    constexpr std::make_index_sequence<2 * std::size(SPLIT_CONFIGS)> split;
+    constexpr std::make_index_sequence<2 * std::size(SPLIT_KV_CONFIGS)> split;
     const bool found = choice.splits > 0
-                           ? dispatch::launch_split_any(choice.config, params, stream, split)
+                           ? dispatch::launch_split_kv_any(choice.config, params, stream, split)
                            : dispatch::launch_forward_any(choice.config, params, stream, whole);
     TK_CHECK(found, op, ": no kernel ", kernel_name(choice), " in this build");
 }

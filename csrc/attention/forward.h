@@ -13,9 +13,9 @@ struct Config {
     int warpgroups = 0;
     int block_n = 0;
     int stages = 0;
-    bool modified = false;  // has softcap and ALiBi
+    bool score_mod = false;  // has softcap and ALiBi
     DType dtype = DType::bf16;
-    bool capped = false;  // has softcap alone
+    bool softcap_only = false;  // has softcap alone
 
     bool operator==(const Config&) const = default;
 };
@@ -32,15 +32,15 @@ constexpr Config CONFIGS[] = {
     {256, 256, 2, 64, 2, false},  {256, 256, 2, 64, 2, true},
 };
 // Whether there is a kernel with softcap alone beside this one, which then never has that to do.
-constexpr bool has_capped(const Config& config) {
+constexpr bool has_softcap_only(const Config& config) {
     for (const Config& c : CONFIGS) {
-        if (c.capped && c.head_dim == config.head_dim && c.value_dim == config.value_dim)
+        if (c.softcap_only && c.head_dim == config.head_dim && c.value_dim == config.value_dim)
             return true;
     }
     return false;
 }
-// For short queries: 64 rows, the keys split among blocks.
-constexpr Config SPLIT_CONFIGS[] = {
+// Split-KV, for short queries: 64 rows, the keys split among blocks.
+constexpr Config SPLIT_KV_CONFIGS[] = {
     {64, 64, 1, 128, 6, true},
     {128, 128, 1, 128, 3, true},
     {256, 256, 1, 64, 3, true},
@@ -56,25 +56,25 @@ constexpr Config with_dtype(Config config, DType dtype) {
 struct ConfigName {
     int head_dim, value_dim = 0, block_m = 64, block_n;
     DType dtype = DType::bf16;
-    bool modified = false, capped = false;
+    bool score_mod = false, softcap_only = false;
 
     constexpr bool is_of(const Config& c) const {
         return head_dim == c.head_dim && (value_dim ? value_dim : head_dim) == c.value_dim &&
-               block_m == c.warpgroups * 64 && block_n == c.block_n && modified == c.modified &&
-               capped == c.capped;
+               block_m == c.warpgroups * 64 && block_n == c.block_n && score_mod == c.score_mod &&
+               softcap_only == c.softcap_only;
     }
 };
-// Those that have the name, for whole keys and for split ones, all of which are modified. One that
-// is not compiled is an error of the compiler.
+// Those that have the name, for whole keys and for split ones, all of which have score_mod. One
+// that is not compiled is an error of the compiler.
 consteval Config config_of(const ConfigName& name) {
     for (const Config& c : CONFIGS) {
         if (name.is_of(c)) return with_dtype(c, name.dtype);
     }
     throw "no such configuration is listed";
 }
-consteval Config split_config_of(ConfigName name) {
-    name.modified = true;
-    for (const Config& c : SPLIT_CONFIGS) {
+consteval Config split_kv_config_of(ConfigName name) {
+    name.score_mod = true;
+    for (const Config& c : SPLIT_KV_CONFIGS) {
         if (name.is_of(c)) return with_dtype(c, name.dtype);
     }
     throw "no such configuration is listed";
@@ -83,7 +83,7 @@ consteval Config split_config_of(ConfigName name) {
 // How many blocks share a multiprocessor. One with a single consumer neither fills it nor moves
 // registers, and needs only a warp beside the consumer.
 constexpr int blocks_per_sm(const Config& c) {
-    if (c.warpgroups > 1 || c.modified) return 1;
+    if (c.warpgroups > 1 || c.score_mod) return 1;
     return c.block_n <= 64 ? 3 : 2;
 }
 constexpr int forward_threads(const Config& c) {
@@ -100,7 +100,7 @@ struct ForwardMemory {
 constexpr ForwardMemory forward_memory(const Config& c) {
     // A multiprocessor has 228 KB, of which every block takes one more.
     const int limit = 228 * 1024 / blocks_per_sm(c) - 1024;
-    const bool split = c.warpgroups == 1 && c.modified;  // has one Q for all its keys
+    const bool split = c.warpgroups == 1 && c.score_mod;  // has one Q for all its keys
     constexpr int overhead = 2048;
     const int q = c.warpgroups * 64 * c.head_dim * 2, out = c.warpgroups * 64 * c.value_dim * 2;
     const int fixed = c.stages * c.block_n * (c.head_dim + c.value_dim) * 2 + overhead;
@@ -123,7 +123,7 @@ struct ForwardParams {
     Problem problem;
     Operand q, k, v, out;
     float* lse = nullptr;  // (batch, q_heads, q_length) or (q_heads, total_q); may be null
-    Scores scores;
+    ScoreOptions scores;
     Sequences sequences;
     int section_heads = 1;
     int sm_count = 0;
@@ -148,9 +148,9 @@ void visit_fields(Config& c, Visitor&& visit) {
     visit("warpgroups", c.warpgroups);
     visit("block_n", c.block_n);
     visit("stages", c.stages);
-    visit("modified", c.modified);
+    visit("score_mod", c.score_mod);
     visit("dtype", c.dtype);
-    visit("capped", c.capped);
+    visit("softcap_only", c.softcap_only);
 }
 template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
@@ -169,6 +169,6 @@ std::vector<KernelInfo> kernels();
 template <Config config>
 void launch_forward(const ForwardParams& params, Stream stream);
 template <Config config>
-void launch_split(const ForwardParams& params, Stream stream);
+void launch_split_kv(const ForwardParams& params, Stream stream);
 
 }  // namespace thunderkittens::attention

@@ -13,17 +13,18 @@
 //              of one runs under the products of the others.
 // A query sees a band of keys. Blocks that the band's edges cut are masked, from the last key down
 // those of the upper edge, then whole ones, then those of the lower edge; blocks outside are never
-// visited. The grid is persistent; causal work is dealt longest first, back and forth over the
-// blocks, which evens out their totals without a counter in memory.
+// visited. The grid is persistent, with a static schedule: work tiles in
+// longest-processing-time-first order, dealt back and forth over the blocks, which evens out their
+// totals without a counter.
 #pragma once
 
 #include <algorithm>
 
 #include "csrc/attention/forward.h"
-#include "csrc/attention/forward_items.cuh"
+#include "csrc/attention/forward_scheduler.cuh"
 #include "csrc/attention/layouts.cuh"
 #include "csrc/attention/scores.cuh"
-#include "csrc/attention/small_cap.cuh"
+#include "csrc/attention/softcap_polynomial.cuh"
 #include "kittens/kittens.cuh"
 
 namespace thunderkittens::attention {
@@ -39,10 +40,10 @@ struct ForwardKernel {
     static constexpr int block_m = 64 * warpgroups;
     static constexpr int block_n = config.block_n;
     static constexpr int stages = config.stages;
-    static constexpr bool modified = config.modified;
-    static constexpr bool capped = config.capped;
-    // Tests for softcap alone, where FMAs may do. Without that code ALiBi is faster.
-    static constexpr bool caps_small = modified && !has_capped(config);
+    static constexpr bool score_mod = config.score_mod;
+    static constexpr bool softcap_only = config.softcap_only;
+    // Softcap alone by polynomials, in FMAs. Without that code ALiBi is faster.
+    static constexpr bool polynomial_softcap = score_mod && !has_softcap_only(config);
     static constexpr int blocks_per_sm = attention::blocks_per_sm(config);
     static constexpr bool moves_registers = warpgroups > 1;
     static constexpr int threads = forward_threads(config);
@@ -69,26 +70,27 @@ struct ForwardGlobals {
     Layout<typename Kernel::out_tile> out;
     float* lse;
     const float* sink;
-    QuickSchedule schedule;
+    ForwardScheduler scheduler;
     SequenceTable sequences;
-    Modification modification;
-    SmallCap<typename Kernel::T> small_cap;
+    ScoreMod score_mod;
+    SoftcapPolynomial<typename Kernel::T> softcap_polynomial;
     int group;  // query heads per key head
 };
 
-// An item of the schedule: a block of queries of one head, with the keys they see. Blocks are
+// A work tile of the schedule: a block of queries of one head, with the keys they see. Blocks are
 // counted from a sequence's last: where it is shorter than others, the longest come first all the
 // same, and the surplus is below 0.
 template <class Kernel>
-struct Work {
+struct ForwardWorkTile {
     int b, head, row;
     Lengths s;
     KeyBlocks keys;
 
-    __device__ __forceinline__ Work(const ForwardGlobals<Kernel>& g, Schedule::Item item)
-        : b(item.batch), head(item.head), s(g.sequences.lengths(b)) {
+    __device__ __forceinline__ ForwardWorkTile(const ForwardGlobals<Kernel>& g,
+                                               TileScheduler::WorkTile tile)
+        : b(tile.batch), head(tile.head), s(g.sequences.lengths(b)) {
         constexpr int m = Kernel::block_m;
-        row = ((s.q_length + m - 1) / m - 1 - item.level) * m;
+        row = ((s.q_length + m - 1) / m - 1 - tile.level) * m;
         keys = row < 0 ? KeyBlocks{0, 0, 0, 0}
                        : key_blocks<Kernel::block_n>(s, row, ::min(row + m, s.q_length) - 1);
     }
@@ -130,8 +132,8 @@ __device__ __forceinline__ void produce(const ForwardGlobals<Kernel>& g,
                                         ForwardShared<Kernel>& shared) {
     RingPosition<Kernel::stages> k_at, v_at;
     RingPosition<Kernel::q_slots> q_at;
-    g.schedule.for_each_item([&](Schedule::Item item) {
-        const Work<Kernel> work(g, item);
+    g.scheduler.for_each_work_tile([&](TileScheduler::WorkTile tile) {
+        const ForwardWorkTile<Kernel> work(g, tile);
         if (!work.sees_keys()) return;
         const auto [b, head, row, s, keys] = work;
         const int kv_head = head / g.group;
@@ -183,14 +185,13 @@ struct Consumer {
     RingPosition<Kernel::stages> k_at, v_at;
     RingPosition<Kernel::q_slots> q_at;
 
-    // What a step needs to know of the item it belongs to.
+    // What a step needs to know of the work tile it belongs to.
     struct Rows {
         const Lengths& s;
-        int begin;  // the last block
-        int whole;  // blocks before it, and those from `cut` on, need a mask
-        int cut;
-        int row;      // of this thread: its upper one
-        float slope;  // of ALiBi
+        int begin;                         // the last block
+        int unmasked_begin, unmasked_end;  // blocks outside need a mask
+        int row;                           // of this thread: its upper one
+        float slope;                       // of ALiBi
 
         __device__ __forceinline__ Int2 columns(int offset, int block) const {
             const int column = block * Kernel::block_n + 2 * (laneid() % 4);
@@ -212,7 +213,7 @@ struct Consumer {
         if (warpgroup::laneid() == 0) arrive(s);
     }
 
-    // After the item's last scores, so that another Q arrives under the softmax.
+    // After the work tile's last scores, so that another Q arrives under the softmax.
     __device__ __forceinline__ void release_query() {
         if constexpr (Kernel::separate_out) release(shared.q_empty[q_at.stage][id]);
     }
@@ -236,15 +237,15 @@ struct Consumer {
 
     // MASKED: this block of keys may need a mask.
     template <bool MASKED>
-    __device__ __forceinline__ Shift finish_scores(scores& s, const Rows& rows, int block) const {
+    __device__ __forceinline__ Shift modify_and_mask(scores& s, const Rows& rows, int block) const {
         Shift shift;
-        if constexpr (Kernel::modified) {
-            shift = g.modification.template apply<T>(s, rows.columns(rows.s.diagonal, block),
-                                                     {rows.slope, rows.slope});
-        } else if constexpr (Kernel::capped) {
-            g.modification.template cap<T>(s);
+        if constexpr (Kernel::score_mod) {
+            shift = g.score_mod.template apply<T>(s, rows.columns(rows.s.diagonal, block),
+                                                  {rows.slope, rows.slope});
+        } else if constexpr (Kernel::softcap_only) {
+            g.score_mod.template cap<T>(s);
         }
-        if (MASKED && (block >= rows.cut || block < rows.whole)) {
+        if (MASKED && (block >= rows.unmasked_end || block < rows.unmasked_begin)) {
             const Int2 last = rows.columns(rows.s.high, block);
             const int end = rows.s.k_length - 1 - block * Kernel::block_n - 2 * (laneid() % 4);
             mask_outside(s, rows.columns(rows.s.low, block),
@@ -257,15 +258,15 @@ struct Consumer {
     template <bool MASKED>
     __device__ __forceinline__ bool weigh(scores& s, OnlineSoftmax& softmax, const Rows& rows,
                                           int block, float2& rescale) const {
-        if constexpr (Kernel::caps_small && !MASKED) {
-            if (g.small_cap.update(s, softmax)) return false;
+        if constexpr (Kernel::polynomial_softcap && !MASKED) {
+            if (g.softcap_polynomial.update(s, softmax)) return false;
         }
-        const Shift shift = finish_scores<MASKED>(s, rows, block);
-        return softmax.update(s, g.modification.unit_log2, shift, rescale);
+        const Shift shift = modify_and_mask<MASKED>(s, rows, block);
+        return softmax.update(s, g.score_mod.unit_log2, shift, rescale);
     }
 
     // The product with the weights of the block before, which may be overwritten from here on.
-    __device__ __forceinline__ void finish_output(output& o, scores& s) {
+    __device__ __forceinline__ void await_output(output& o, scores& s) {
         warpgroup::mma_async_wait<0>(o);
         pin(s);
         release_v();
@@ -278,21 +279,21 @@ struct Consumer {
                                                    OnlineSoftmax& softmax, const Rows& rows,
                                                    int block) {
         constexpr int first = scores::width * 3 / 8;
-        const auto& cap = g.small_cap;
+        const auto& cap = g.softcap_polynomial;
         const auto bound = cap.bound_of(s, softmax);
         const auto polynomial = cap.fit(bound.largest);
-        if (bound.few) cap.template add_weights<0, first>(s, softmax, polynomial);
-        finish_output(o, s);
-        if (bound.few) {
+        if (bound.short_form) cap.template add_weights<0, first>(s, softmax, polynomial);
+        await_output(o, s);
+        if (bound.short_form) {
             cap.template add_weights<first, scores::width>(s, softmax, polynomial);
             convert_scores(p, s);
             return;
         }
         float2 rescale = {1.0f, 1.0f};
         bool grown = false;
-        if (!cap.update_with_many(s, softmax, bound)) {
-            const Shift shift = finish_scores<false>(s, rows, block);
-            grown = softmax.update(s, g.modification.unit_log2, shift, rescale);
+        if (!cap.update_by_long_form(s, softmax, bound)) {
+            const Shift shift = modify_and_mask<false>(s, rows, block);
+            grown = softmax.update(s, g.score_mod.unit_log2, shift, rescale);
         }
         convert_scores(p, s);
         if (grown) scale_rows(o, rescale);
@@ -306,7 +307,8 @@ struct Consumer {
         release_v();
     }
 
-    // The item's first block of keys; it takes a turn if it is not that of the other consumers.
+    // The work tile's first block of keys; it takes a turn if it is not that of the other
+    // consumers.
     __device__ __forceinline__ void first_step(weights& p, OnlineSoftmax& softmax, const Rows& rows,
                                                int block, bool takes_turn) {
         scores s;
@@ -316,8 +318,8 @@ struct Consumer {
         warpgroup::mma_async_wait<0>(s);
         release_k();
         if (block == rows.begin) release_query();
-        const Shift shift = finish_scores<true>(s, rows, block);
-        softmax.start(s, g.modification.unit_log2, shift);
+        const Shift shift = modify_and_mask<true>(s, rows, block);
+        softmax.start(s, g.score_mod.unit_log2, shift);
         convert_scores(p, s);
     }
 
@@ -333,18 +335,19 @@ struct Consumer {
         warpgroup::mma_async_wait<1>(s);
         release_k();
         if (block == rows.begin) release_query();
-        if constexpr (Kernel::capped && !MASKED) {
+        if constexpr (Kernel::softcap_only && !MASKED) {
             weigh_and_pack(o, p, s, softmax, rows, block);
         } else {
             float2 rescale = {1.0f, 1.0f};
             const bool grown = weigh<MASKED>(s, softmax, rows, block, rescale);
-            finish_output(o, s);
+            await_output(o, s);
             convert_scores(p, s);
             if (grown) scale_rows(o, rescale);
         }
     }
 
-    __device__ __forceinline__ void store(output& o, const Work<Kernel>& work, int first_row) {
+    __device__ __forceinline__ void store(output& o, const ForwardWorkTile<Kernel>& work,
+                                          int first_row) {
         using part_tile = rt_fl<16, Kernel::out_tile::cols>;
         auto& tile = shared.output(id);
 #pragma unroll
@@ -370,9 +373,10 @@ struct Consumer {
             }
         }
     }
-    // Rows that see no key. Q's slot may already be filling for the next item, so the zeros do not
-    // pass through shared memory.
-    __device__ __forceinline__ void store_zeros(const Work<Kernel>& work, int first_row) const {
+    // Rows that see no key. Q's slot may already be filling for the next work tile, so the zeros do
+    // not pass through shared memory.
+    __device__ __forceinline__ void store_zeros(const ForwardWorkTile<Kernel>& work,
+                                                int first_row) const {
         constexpr int per_store = 16 / int(sizeof(T));
         const int row_stores = g.out.columns() / per_store;
         const int rows = ::min(64, work.s.q_length - first_row);
@@ -382,10 +386,11 @@ struct Consumer {
             arch::store_global(reinterpret_cast<uint4*>(at), make_uint4(0, 0, 0, 0));
         }
     }
-    __device__ __forceinline__ void store_lse(float2 lse, const Work<Kernel>& work, int row) const {
+    __device__ __forceinline__ void store_lse(float2 lse, const ForwardWorkTile<Kernel>& work,
+                                              int row) const {
         if (g.lse == nullptr || laneid() % 4 != 0) return;
         const bool packed = g.out.packed;
-        const int64_t line = packed ? work.head : int64_t(work.b) * g.schedule.heads + work.head;
+        const int64_t line = packed ? work.head : int64_t(work.b) * g.scheduler.heads + work.head;
         float* rows = g.lse + line * g.sequences.q_length + work.s.q_begin;
         if (row < work.s.q_length) arch::store_global(rows + row, lse.x);
         if (row + 8 < work.s.q_length) arch::store_global(rows + row + 8, lse.y);
@@ -395,12 +400,12 @@ struct Consumer {
         return {logit, logit};
     }
 
-    __device__ __forceinline__ void attend(const Work<Kernel>& work) {
+    __device__ __forceinline__ void attend(const ForwardWorkTile<Kernel>& work) {
         const int first_row = work.row + 64 * id;
         const int row = first_row + warpgroup::warpid() * 16 + laneid() / 4;
         const KeyBlocks& keys = work.keys;
-        Rows rows{work.s, keys.begin, keys.whole, keys.cut, row, 0.0f};
-        if constexpr (Kernel::modified) rows.slope = g.modification.slope(work.b, work.head);
+        Rows rows{work.s, keys.begin, keys.unmasked_begin, keys.unmasked_end, row, 0.0f};
+        if constexpr (Kernel::score_mod) rows.slope = g.score_mod.slope(work.b, work.head);
         OnlineSoftmax softmax;
         output o;
         weights p;
@@ -416,7 +421,7 @@ struct Consumer {
         first_step(p, softmax, rows, block, skips);
 #pragma unroll 1
         for (--block; block >= keys.begin; --block) {
-            for (; block >= keys.whole && block < keys.cut; --block)
+            for (; block >= keys.unmasked_begin && block < keys.unmasked_end; --block)
                 step<false>(o, p, softmax, rows, block);
             if (block < keys.begin) break;
             step<true>(o, p, softmax, rows, block);
@@ -434,8 +439,8 @@ struct Consumer {
         q_at.advance();
         store_lse(softmax.lse(), work, row);
     }
-    // Items without keys, and those that exist only because other sequences are longer.
-    __device__ __forceinline__ void attend_nothing(const Work<Kernel>& work) {
+    // Work tiles without keys, and those that exist only because other sequences are longer.
+    __device__ __forceinline__ void attend_nothing(const ForwardWorkTile<Kernel>& work) {
         if (work.row < 0) return;
         OnlineSoftmax softmax;
         if (g.sink != nullptr) softmax.add_sink(sink(work.head));
@@ -445,10 +450,10 @@ struct Consumer {
     }
     // Rows behind the last packed sequence.
     __device__ __forceinline__ void attend_rest() const {
-        const int heads = g.schedule.heads, step = static_cast<int>(gridDim.x) * warpgroups;
-        Work<Kernel> work(g, {0, 0, g.sequences.batch});
-        const int64_t items = int64_t(heads) * ((work.s.q_length + 63) / 64);
-        for (int64_t i = int64_t(blockIdx.x) * warpgroups + id; i < items; i += step) {
+        const int heads = g.scheduler.heads, step = static_cast<int>(gridDim.x) * warpgroups;
+        ForwardWorkTile<Kernel> work(g, {0, 0, g.sequences.batch});
+        const int64_t row_tiles = int64_t(heads) * ((work.s.q_length + 63) / 64);
+        for (int64_t i = int64_t(blockIdx.x) * warpgroups + id; i < row_tiles; i += step) {
             work.head = static_cast<int>(i % heads);
             const int first_row = 64 * static_cast<int>(i / heads);
             store_zeros(work, first_row);
@@ -459,8 +464,8 @@ struct Consumer {
 
     __device__ __forceinline__ void run() {
         if (id == warpgroups - 1) pass_turn();
-        g.schedule.for_each_item([&](Schedule::Item item) {
-            const Work<Kernel> work(g, item);
+        g.scheduler.for_each_work_tile([&](TileScheduler::WorkTile tile) {
+            const ForwardWorkTile<Kernel> work(g, tile);
             if (work.sees_keys())
                 attend(work);
             else
@@ -535,17 +540,17 @@ void launch_forward(const ForwardParams& params, Stream stream) {
         .out = {params.out, p.varlen, p.batch, p.q_heads, q_rows, p.value_dim},
         .lse = params.lse,
         .sink = params.scores.sink,
-        .schedule = QuickSchedule(
+        .scheduler = ForwardScheduler(
             {.blocks = std::max(1, int((p.q_length + Kernel::block_m - 1) / Kernel::block_m)),
              .heads = int(p.q_heads),
              .batch = int(p.batch),
              .section_heads = params.section_heads}),
         .sequences = {p, s},
-        .modification = Modification(params.scores),
-        .small_cap = SmallCap<typename Kernel::T>(params.scores),
+        .score_mod = ScoreMod(params.scores),
+        .softcap_polynomial = SoftcapPolynomial<typename Kernel::T>(params.scores),
         .group = int(p.q_heads / p.kv_heads)};
-    const auto blocks =
-        unsigned(std::clamp(globals.schedule.items(), 1, Kernel::blocks_per_sm * params.sm_count));
+    const auto blocks = unsigned(
+        std::clamp(globals.scheduler.work_tiles(), 1, Kernel::blocks_per_sm * params.sm_count));
     kittens::launch(forward_kernel<Kernel>, dim3(blocks), dim3(Kernel::threads), dim3(1),
                     Kernel::shared_bytes, stream, globals);
 }

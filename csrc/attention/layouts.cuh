@@ -12,12 +12,12 @@ using namespace kittens;
 
 // Rows that threads read and write themselves; those of packed sequences count over all tokens.
 template <class T>
-struct PlainLayout {
+struct StridedRows {
     T* data;
     int64_t batch_stride, head_stride, row_stride;
     bool packed;
 
-    PlainLayout(const Operand& x, bool _packed)
+    StridedRows(const Operand& x, bool _packed)
         : data(static_cast<T*>(const_cast<void*>(x.data))),
           batch_stride(_packed ? 0 : x.batch_stride),
           head_stride(x.head_stride),

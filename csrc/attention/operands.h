@@ -127,9 +127,9 @@ Sequences sequences_of(const Packing<Tensor>& packing, const Tensor& q, const Te
 // The scale is as given: the caller makes it positive. The options' tensors must outlive the
 // launch's issue.
 template <class Tensor>
-Scores scores_of(const char* op, const Problem& p, const Options<Tensor>& options,
-                 const Tensor& q) {
-    Scores s;
+ScoreOptions scores_of(const char* op, const Problem& p, const Options<Tensor>& options,
+                       const Tensor& q) {
+    ScoreOptions s;
     s.scale = static_cast<float>(options.scale ? *options.scale
                                                : 1.0 / std::sqrt(static_cast<double>(p.head_dim)));
     TK_CHECK(std::isfinite(s.scale), op, ": scale must be finite, got ", s.scale);
@@ -193,7 +193,7 @@ Tensor negative(const Tensor& x) {
 // q as the kernels can read it, and a positive scale, which their running maximum wants: the sign
 // goes into q, and zero into both.
 template <class Tensor>
-Tensor signed_query(const Tensor& q, bool ragged, Scores& scores) {
+Tensor signed_query(const Tensor& q, bool ragged, ScoreOptions& scores) {
     if (scores.scale > 0) return for_kernel(q, ragged);
     const bool negate = scores.scale < 0;
     scores.scale = negate ? -scores.scale : 1.0f;

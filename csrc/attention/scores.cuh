@@ -61,10 +61,10 @@ struct SequenceTable {
     }
 };
 
-// The key blocks that the queries first to last see: [begin, end). Those in [whole, cut) every one
-// of the queries sees whole; those from `cut` on, and those before `whole`, need a mask.
+// The key blocks that the queries first to last see: [begin, end). Those in [unmasked_begin,
+// unmasked_end) every one of the queries sees whole; the others need a mask.
 struct KeyBlocks {
-    int begin, end, whole, cut;
+    int begin, end, unmasked_begin, unmasked_end;
 };
 template <int BLOCK_N>
 __device__ __forceinline__ KeyBlocks key_blocks(const Lengths& s, int first, int last) {
@@ -116,15 +116,15 @@ __device__ __forceinline__ float softcap_tanh(float x) {
     }
 }
 
-// Softcap and ALiBi, as numbers that are uniform over a kernel.
-struct Modification {
+// Score modification: softcap and ALiBi, as numbers that are uniform over a kernel.
+struct ScoreMod {
     // What the scores are multiples of after `apply`, times log2(e): the softmax scale, or softcap.
     float unit_log2;
     float scale_by_cap;  // scale / softcap; 0: no softcap
     const float* slopes;
     int64_t slopes_batch_stride;
 
-    explicit Modification(const Scores& s)
+    explicit ScoreMod(const ScoreOptions& s)
         : unit_log2((s.softcap > 0 ? s.softcap : s.scale) * LOG2_E),
           scale_by_cap(s.softcap > 0 ? s.scale / s.softcap : 0.0f),
           slopes(s.alibi_slopes),

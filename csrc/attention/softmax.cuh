@@ -56,12 +56,13 @@ struct Shift {
     float2 rows = {0.0f, 0.0f};
 };
 
-// Weights are relative to 2^base, where base is a maximum of the row's logits: of the first block
-// of keys, and a later one only once the logits have grown by more than a factor of 2^SLACK beyond
-// it. So what has been accumulated is rarely rescaled, and most blocks need no exchange between
-// threads. The quotient of the two sums does not depend on base.
+// Online softmax with conditional rescaling. Weights are relative to 2^base, where base is a
+// maximum of the row's logits: of the first block of keys, and a later one only once the logits
+// have grown by more than a factor of 2^RESCALE_THRESHOLD beyond it. So what has been accumulated
+// is rarely rescaled, and most blocks need no exchange between threads. The quotient of the two
+// sums does not depend on base.
 struct OnlineSoftmax {
-    static constexpr float SLACK = 8.0f;
+    static constexpr float RESCALE_THRESHOLD = 8.0f;
     static constexpr float NO_KEY = -3e38f;  // finite: -inf minus it is no NaN
 
     float2 base = {NO_KEY, NO_KEY};
@@ -74,8 +75,8 @@ struct OnlineSoftmax {
     __device__ __forceinline__ bool update(Tile& s, float scale_log2, const Shift& shift,
                                            float2& rescale) {
         const float2 top = thread_maximum(s, shift);
-        const bool grown = arch::any_lane(top.x * scale_log2 > base.x + SLACK ||
-                                          top.y * scale_log2 > base.y + SLACK);
+        const bool grown = arch::any_lane(top.x * scale_log2 > base.x + RESCALE_THRESHOLD ||
+                                          top.y * scale_log2 > base.y + RESCALE_THRESHOLD);
         if (grown) {
             const float2 last = base;
             raise_base(top, scale_log2);

@@ -22,22 +22,22 @@ TENSOR, ROW = 0, 1  # granularities of fp8_quantize
 def _attention(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
     yield "attention", name
     if choice["splits"] > 1:
-        yield "attention", name.replace("split", "combine")
+        yield "attention", name.replace("split_kv", "combine")
 
 
 def _attention_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
-    wide, dim = choice["head_dim"] > 128, choice["head_dim"]
+    dim = choice["head_dim"]
     suffix = (
-        "_keys" if not call["needs_q"] else "_deterministic" if call.get("deterministic") else ""
+        "_no_dq" if not call["needs_q"] else "_deterministic" if call.get("deterministic") else ""
     )
-    yield "attention_backward", name + (suffix if not wide else "")
+    yield "attention_backward", name + (suffix if dim <= 128 else "")
     columns = next(n for n in (64, 128, 256) if call["v"].shape[-1] <= n)
-    beside = [f"statistics_{columns}_{choice['dtype']}"]
+    beside = [f"preprocess_{columns}_{choice['dtype']}"]
     if call["needs_q"]:
         sums = (128, 64) if choice["block_m"] == 128 else (64, dim // 2)
-        beside.append(f"dq_{sums[0]}x2x{sums[1]}_{choice['dtype']}")
-    if choice["parts"] > 1 and not call.get("deterministic") and call.get("needs_k"):
-        beside.append(f"dq_64x2x{dim // 2}_{choice['dtype']}")
+        beside.append(f"postprocess_{sums[0]}x2x{sums[1]}_{choice['dtype']}")
+    if choice["head_splits"] > 1 and not call.get("deterministic") and call.get("needs_k"):
+        beside.append(f"postprocess_64x2x{dim // 2}_{choice['dtype']}")
     if call.get("sink") is not None and call.get("needs_sink"):
         beside.append("sink")
     yield from (("attention_backward", f"backward_{x}") for x in beside)
@@ -46,7 +46,7 @@ def _attention_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[L
 def _based(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
     yield "based", name
     if choice["segments"] > 1:
-        yield "based", name.replace("forward", "sums")
+        yield "based", name.replace("forward", "segment_states")
         yield "based", "scan"
         if name.endswith("_denominator"):
             yield "based", "scan_denominator"
@@ -57,30 +57,30 @@ def _based_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launc
     yield "based_backward", name.replace("key", "query")
     dtype, denominator = choice["dtype"], "_denominator" in name
     if denominator:
-        yield "based_backward", f"weights_{dtype}"
+        yield "based_backward", f"preprocess_{dtype}"
     if call["v"].shape[-1] > 64:
-        yield "based_backward", f"combine_{dtype}"
+        yield "based_backward", f"reduce_partials_{dtype}"
     if choice["segments"] > 1:
-        yield "based", f"sums_{dtype}{'_weighted' if denominator else ''}"
+        yield "based", f"segment_states_{dtype}{'_weighted' if denominator else ''}"
 
 
 def _lolcats(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
     yield "lolcats", name
     if choice["segments"] > 1:
-        yield "lolcats", name.replace("forward", "sums")
+        yield "lolcats", name.replace("forward", "segment_states")
     if choice["segments"] > 4:
         yield "lolcats", "scan"
     if call.get("return_state") or call.get("lengths") is not None:
-        yield "lolcats", "caches"
+        yield "lolcats", "kv_cache"
 
 
 def _lolcats_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
-    kinds = ["key_gradient", "query_gradient", "maps"]
+    kinds = ["key_gradient", "query_gradient", "feature_map_gradient"]
     if choice["segments"] > 1:
-        kinds.append("gradient_sums")
+        kinds.append("segment_state_gradients")
         yield "lolcats_backward", f"scan_d{choice['head_dim']}_{choice['dtype']}"
     yield from (("lolcats_backward", name.replace("key_gradient", kind)) for kind in kinds)
-    yield "lolcats_backward", f"parts_{choice['dtype']}"
+    yield "lolcats_backward", f"reduce_partials_{choice['dtype']}"
 
 
 def _lolcats_decode(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:

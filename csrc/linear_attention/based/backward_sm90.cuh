@@ -25,8 +25,8 @@ struct BackwardGlobals {
     WeightLayout weights;
     Segments segments;
     StateView initial, final;
-    T* elements;     // dq or dk, (lines, length, 16), where there is one slice
-    float* partial;  // else (slices, lines, length, 16)
+    T* elements;     // dq or dk, (batch_heads, length, 16), where there is one slice
+    float* partial;  // else (slices, batch_heads, length, 16)
 };
 
 template <class T>
@@ -46,21 +46,22 @@ struct BackwardShared {
 template <class T, bool weighted>
 __device__ __forceinline__ void load_backward_chunk(const BackwardGlobals<T>& g,
                                                     BackwardShared<T>& shared,
-                                                    const Segments::Item& item, int chunk, int i) {
+                                                    const Segments::WorkTile& work, int chunk,
+                                                    int i) {
     auto& stage = shared.stages[i % BACKWARD_STAGES];
     semaphore& full = shared.full[i % BACKWARD_STAGES];
-    const int row = chunk * CHUNK, column = item.first_column();
+    const int row = chunk * CHUNK, column = work.first_column();
     if constexpr (weighted)
         tma::expect(full, stage.q, stage.k, stage.v, stage.grad_out, stage.weights);
     else
         tma::expect(full, stage.q, stage.k, stage.v, stage.grad_out);
-    tma::load_async(stage.k, g.k, elements(item.b, item.head, row, 0), full);
-    tma::load_async(stage.q, g.q, elements(item.b, item.head, row, 0), full);
-    tma::load_async(stage.v, g.v, elements(item.b, item.head, row, column), full);
-    tma::load_async(stage.grad_out, g.grad_out, elements(item.b, item.head, row, column), full);
+    tma::load_async(stage.k, g.k, elements(work.b, work.head, row, 0), full);
+    tma::load_async(stage.q, g.q, elements(work.b, work.head, row, 0), full);
+    tma::load_async(stage.v, g.v, elements(work.b, work.head, row, column), full);
+    tma::load_async(stage.grad_out, g.grad_out, elements(work.b, work.head, row, column), full);
     if constexpr (weighted) {
-        tma::load_async(stage.weights.values, g.weights, {0, 0, item.line, chunk}, full);
-        tma::load_async(stage.weights.denominator, g.weights, {0, 1, item.line, chunk}, full);
+        tma::load_async(stage.weights.values, g.weights, {0, 0, work.batch_head, chunk}, full);
+        tma::load_async(stage.weights.denominator, g.weights, {0, 1, work.batch_head, chunk}, full);
     }
 }
 
@@ -78,7 +79,7 @@ __device__ __forceinline__ void prepare_backward(BackwardShared<T>& shared) {
 // Gradients of elements 4c to 4c + 3 of the lane's two rows.
 template <class T>
 __device__ __forceinline__ void store_elements(const BackwardGlobals<T>& g,
-                                               const Segments::Item& item, int chunk,
+                                               const Segments::WorkTile& work, int chunk,
                                                const float4 (&rows)[2]) {
     const int first = chunk * CHUNK + 16 * warpgroup::warpid() + laneid() / 4;
 #pragma unroll
@@ -86,11 +87,11 @@ __device__ __forceinline__ void store_elements(const BackwardGlobals<T>& g,
         const int row = first + 8 * r;
         if (row >= g.segments.length) continue;
         const int64_t at =
-            (int64_t(item.line) * g.segments.length + row) * ELEMENTS + 4 * (laneid() % 4);
+            (int64_t(work.batch_head) * g.segments.length + row) * ELEMENTS + 4 * (laneid() % 4);
         const float4& x = rows[r];
         if (g.partial != nullptr) {
-            const int64_t rows = int64_t(g.segments.lines) * g.segments.length;
-            float* to = g.partial + item.slice * rows * ELEMENTS + at;
+            const int64_t rows = int64_t(g.segments.batch_heads) * g.segments.length;
+            float* to = g.partial + work.slice * rows * ELEMENTS + at;
             arch::store_global(reinterpret_cast<float4*>(to), x);
         } else {
             const uint2 word = {arch::bit_cast<uint32_t>(pack_pair<T>(x.x, x.y)),
@@ -141,36 +142,36 @@ __global__ __launch_bounds__(WARPGROUP_THREADS, BLOCKS_PER_SM) void based_query_
     const __grid_constant__ BackwardGlobals<T> g) {
     shared_allocator<> allocator(shared_memory());
     auto& block = allocator.template allocate<BackwardShared<T>>();
-    const Segments::Item item = g.segments.item();
+    const Segments::WorkTile work = g.segments.work_tile();
     const auto load_chunk = [&](int i) {
-        load_backward_chunk<T, weighted>(g, block, item, item.begin + i, i);
+        load_backward_chunk<T, weighted>(g, block, work, work.begin + i, i);
     };
     prepare_backward(block);
     if (first_thread()) {
-        for (int i = 0; i < BACKWARD_STAGES - 1 && i < item.chunks(); ++i) load_chunk(i);
+        for (int i = 0; i < BACKWARD_STAGES - 1 && i < work.chunks(); ++i) load_chunk(i);
     }
     RunningState<T, false> state;
-    RunningDenominator<T> sums;
-    const StateView initial = g.initial.at(g.segments.state(item));
-    state.load(initial, item.first_column());
-    if constexpr (weighted) sums.template load<false>(initial);
+    RunningDenominator<T> running_denominator;
+    const StateView initial = g.initial.at(g.segments.state(work));
+    state.load(initial, work.first_column());
+    if constexpr (weighted) running_denominator.template load<false>(initial);
     arch::sync_block();
     const FeatureRows<T> feature_rows(block.transposed, block.transposed);
 
 #pragma unroll 1
-    for (int i = 0; i < item.chunks(); ++i) {
-        auto& shared = fresh_addresses(block);
+    for (int i = 0; i < work.chunks(); ++i) {
+        auto& shared = rematerialized(block);
         auto& stage = shared.stages[i % BACKWARD_STAGES];
         wait(shared.full[i % BACKWARD_STAGES], i / BACKWARD_STAGES % 2);
         transpose_chunk(shared.transposed, stage.k);
-        const float scale = state.publish(shared.state, shared.scratch);
+        const float scale = state.store_operand(shared.state, shared.scratch);
         // Not before, when registers of the state are read: ptxas would wait for the products.
         rt_fl<16, CHUNK> scores, products;
         warpgroup::mm_ABt(scores, stage.q, stage.k);
         warpgroup::mm_ABt(products, stage.grad_out, stage.v);
         arch::fence_async_shared();
         warpgroup::sync(1);
-        if (first_thread() && i + BACKWARD_STAGES - 1 < item.chunks())
+        if (first_thread() && i + BACKWARD_STAGES - 1 < work.chunks())
             load_chunk(i + BACKWARD_STAGES - 1);
 
         float2 w = {1.0f, 1.0f}, d = {0.0f, 0.0f};
@@ -178,7 +179,7 @@ __global__ __launch_bounds__(WARPGROUP_THREADS, BLOCKS_PER_SM) void based_query_
             const int row = 16 * warpgroup::warpid() + laneid() / 4;
             w = {stage.weights.values.get(row), stage.weights.values.get(row + 8)};
             // Once, whatever the number of slices.
-            if (item.slice == 0)
+            if (work.slice == 0)
                 d = {stage.weights.denominator.get(row), stage.weights.denominator.get(row + 8)};
         }
         warpgroup::mma_async_wait<0>(products);
@@ -206,12 +207,12 @@ __global__ __launch_bounds__(WARPGROUP_THREADS, BLOCKS_PER_SM) void based_query_
         ElementGradient<T> gradient(rows);
         warpgroup::mma_async_wait<0>(within);
         if constexpr (weighted) {
-            if (item.slice == 0) {
+            if (work.slice == 0) {
                 rt<T, 16, 16> q;
                 warpgroup::load(q, stage.q);
-                sums.add_gradient(within, q, d);
+                running_denominator.add_gradient(within, q, d);
             }
-            sums.add(stage.k, g.segments.tokens(item.begin + i));
+            running_denominator.add(stage.k, g.segments.tokens(work.begin + i));
         }
         float4 result[2];
         finish_elements<5>(result, gradient, stage.grad_out, shared.state, within,
@@ -219,10 +220,46 @@ __global__ __launch_bounds__(WARPGROUP_THREADS, BLOCKS_PER_SM) void based_query_
         typename RunningState<T, false>::Operands key_features;
         state.add_most(key_features, feature_rows, stage.v);
         state.add_rest(key_features, feature_rows, stage.v);
-        store_elements(g, item, item.begin + i, result);
+        store_elements(g, work, work.begin + i, result);
         state.wait();
         warpgroup::sync(1);  // the state and the transposed tile are free
     }
+}
+
+// Each call is by all threads; the tile is free again when the next chunk's barrier is behind.
+template <class T>
+__device__ __forceinline__ void store_value_gradient(const BackwardGlobals<T>& g,
+                                                     BackwardShared<T>& shared,
+                                                     const Segments::WorkTile& work, int chunk,
+                                                     const rt_fl<16, VALUES>& dv) {
+    warpgroup::store(shared.dv, dv);
+    arch::fence_async_shared();
+    warpgroup::sync(1);
+    if (first_thread()) {
+        tma::store_async(g.dv, shared.dv,
+                         elements(work.b, work.head, chunk * CHUNK, work.first_column()));
+    }
+}
+
+// The gradient of the initial state, where there is one segment.
+template <class T, bool weighted>
+__device__ __forceinline__ void store_state(const StateView& to, const Segments::WorkTile& work,
+                                            RunningState<T, weighted>& state,
+                                            RunningDenominator<T>& running_denominator) {
+    state.store(to, work.first_column());
+    if constexpr (weighted) {
+        if (work.slice == 0 && warpgroup::warpid() == 0)
+            running_denominator.template store<true>(to);
+    }
+}
+
+template <class T, bool weighted>
+__device__ __forceinline__ void transpose_queries(BackwardShared<T>& shared,
+                                                  typename BackwardShared<T>::Stage& stage) {
+    if constexpr (weighted)
+        transpose_chunk(shared.transposed, shared.scaled, stage.q, stage.weights);
+    else
+        transpose_chunk(shared.transposed, stage.q);
 }
 
 template <class T, bool weighted>
@@ -230,38 +267,35 @@ __global__ __launch_bounds__(WARPGROUP_THREADS, BLOCKS_PER_SM) void based_key_gr
     const __grid_constant__ BackwardGlobals<T> g) {
     shared_allocator<> allocator(shared_memory());
     auto& block = allocator.template allocate<BackwardShared<T>>();
-    const Segments::Item item = g.segments.item();
+    const Segments::WorkTile work = g.segments.work_tile();
     const auto load_chunk = [&](int i) {
-        load_backward_chunk<T, weighted>(g, block, item, item.end - 1 - i, i);
+        load_backward_chunk<T, weighted>(g, block, work, work.end - 1 - i, i);
     };
     prepare_backward(block);
     if (first_thread()) {
-        for (int i = 0; i < BACKWARD_STAGES - 1 && i < item.chunks(); ++i) load_chunk(i);
+        for (int i = 0; i < BACKWARD_STAGES - 1 && i < work.chunks(); ++i) load_chunk(i);
     }
     RunningState<T, weighted> state;
-    RunningDenominator<T> sums;
-    const StateView initial = g.initial.at(g.segments.state(item));
-    state.load(initial, item.first_column());
-    if constexpr (weighted) sums.template load<true>(initial);
+    RunningDenominator<T> running_denominator;
+    const StateView initial = g.initial.at(g.segments.state(work));
+    state.load(initial, work.first_column());
+    if constexpr (weighted) running_denominator.template load<true>(initial);
     arch::sync_block();
     const FeatureRows<T> feature_rows(block.transposed, weighted ? block.scaled : block.transposed);
 
 #pragma unroll 1
-    for (int i = 0; i < item.chunks(); ++i) {
-        auto& shared = fresh_addresses(block);
-        const int chunk = item.end - 1 - i;
+    for (int i = 0; i < work.chunks(); ++i) {
+        auto& shared = rematerialized(block);
+        const int chunk = work.end - 1 - i;
         auto& stage = shared.stages[i % BACKWARD_STAGES];
         wait(shared.full[i % BACKWARD_STAGES], i / BACKWARD_STAGES % 2);
-        if constexpr (weighted)
-            transpose_chunk(shared.transposed, shared.scaled, stage.q, stage.weights);
-        else
-            transpose_chunk(shared.transposed, stage.q);
+        transpose_queries<T, weighted>(shared, stage);
         // In bf16 the scale is not needed, but without it ptxas overlaps more than registers hold.
-        const float scale = state.template publish<true>(shared.state, shared.scratch);
+        const float scale = state.template store_operand<true>(shared.state, shared.scratch);
         arch::fence_async_shared();
         if (first_thread()) tma::store_async_read_wait();
         warpgroup::sync(1);
-        if (first_thread() && i + BACKWARD_STAGES - 1 < item.chunks())
+        if (first_thread() && i + BACKWARD_STAGES - 1 < work.chunks())
             load_chunk(i + BACKWARD_STAGES - 1);
 
         rt_fl<16, CHUNK> scores, products;  // transposed: keys are rows
@@ -280,7 +314,7 @@ __global__ __launch_bounds__(WARPGROUP_THREADS, BLOCKS_PER_SM) void based_key_gr
                 float2 w = {1.0f, 1.0f}, d = {0.0f, 0.0f};
                 if constexpr (weighted) {
                     w = TokenWeights::pair(stage.weights.values, column);
-                    if (item.slice == 0) d = TokenWeights::pair(stage.weights.denominator, column);
+                    if (work.slice == 0) d = TokenWeights::pair(stage.weights.denominator, column);
                 }
                 const bool seen[] = {row <= column, row <= column + 1};
                 const float2 s = scores.tiles[0][j].data[n], p = products.tiles[0][j].data[n];
@@ -309,20 +343,14 @@ __global__ __launch_bounds__(WARPGROUP_THREADS, BLOCKS_PER_SM) void based_key_gr
         warpgroup::mma_AB(dv, features, shared.state);
         warpgroup::mma_async_wait<0>(dv);
         scale_rows(dv, {scale, scale});
-        warpgroup::store(shared.dv, dv);
-        arch::fence_async_shared();
-        warpgroup::sync(1);
-        if (first_thread()) {
-            tma::store_async(g.dv, shared.dv,
-                             elements(item.b, item.head, chunk * CHUNK, item.first_column()));
-        }
+        store_value_gradient(g, shared, work, chunk, dv);
         if constexpr (weighted) {
-            if (item.slice == 0) {
+            if (work.slice == 0) {
                 rt<T, 16, 16> k;
                 warpgroup::load(k, stage.k);
-                sums.add_gradient(within, k, {1.0f, 1.0f});
+                running_denominator.add_gradient(within, k, {1.0f, 1.0f});
             }
-            sums.add(stage.q, stage.weights);
+            running_denominator.add(stage.q, stage.weights);
         }
         ElementGradient<T> gradient(rows);
         float4 result[2];
@@ -331,15 +359,11 @@ __global__ __launch_bounds__(WARPGROUP_THREADS, BLOCKS_PER_SM) void based_key_gr
         typename RunningState<T, weighted>::Operands query_features;
         state.add_most(query_features, feature_rows, stage.grad_out);
         state.add_rest(query_features, feature_rows, stage.grad_out);
-        store_elements(g, item, chunk, result);
+        store_elements(g, work, chunk, result);
         state.wait();
         warpgroup::sync(1);  // the state and the transposed tiles are free
     }
-    const StateView final = g.final.at(item.line);
-    state.store(final, item.first_column());
-    if constexpr (weighted) {
-        if (item.slice == 0 && warpgroup::warpid() == 0) sums.template store<true>(final);
-    }
+    store_state(g.final.at(work.batch_head), work, state, running_denominator);
     if (first_thread()) tma::store_async_wait();
 }
 

@@ -37,19 +37,19 @@ std::string unsupported_problem(DType dtype, int64_t batch, int64_t heads, int64
     return "";
 }
 
-int choose_segments(const BasedProblem& p, const Costs& costs, const DeviceProperties& device) {
-    const int64_t chunks = chunks_of(p), heads = p.batch * p.heads * slices_of(p);
+int choose_segments(int64_t heads, int64_t chunks, const Costs& costs,
+                    const DeviceProperties& device) {
     const int64_t sms = std::max(1, device.sm_count);
     int best = 1;
     double least = std::numeric_limits<double>::infinity();
     for (int64_t segments = 1; segments <= std::min<int64_t>(chunks, MAX_SEGMENTS); ++segments) {
         const int64_t blocks = heads * segments, length = ceil_div(chunks, segments);
-        // Two blocks share a multiprocessor; one alone is faster than one of two.
-        const int64_t rounds = ceil_div(blocks, 2 * sms);
+        // Where two blocks share a multiprocessor, one alone is faster than one of two.
+        const int64_t waves = ceil_div(blocks, costs.blocks_per_sm * sms);
         const double per_chunk = blocks <= sms ? costs.alone : 1.0;
-        double cost = double(rounds * length) * per_chunk * costs.chunk;
+        double cost = double(waves * length) * per_chunk * costs.chunk;
         if (segments > 1) {
-            cost += double(rounds * length) * per_chunk * costs.sum + costs.launches +
+            cost += double(waves * length) * per_chunk * costs.sum + costs.launches +
                     double(segments) * costs.segment;
         }
         if (cost < least) best = int(segments), least = cost;
@@ -63,9 +63,14 @@ std::string unsupported(const BasedProblem& p, const DeviceProperties& device) {
 
 // Cycles, of an H200.
 BasedChoice choose(const BasedProblem& p, const DeviceProperties& device) {
-    constexpr Costs costs{
-        .chunk = 2000, .sum = 1000, .alone = 0.65, .launches = 8000, .segment = 100};
-    return {p.dtype, p.denominator, choose_segments(p, costs, device)};
+    constexpr Costs costs{.chunk = 2000,
+                          .sum = 1000,
+                          .launches = 8000,
+                          .segment = 100,
+                          .alone = 0.65,
+                          .blocks_per_sm = 2};
+    return {p.dtype, p.denominator,
+            choose_segments(p.batch * p.heads * slices_of(p), chunks_of(p), costs, device)};
 }
 
 std::string kernel_name(const BasedChoice& c) {
@@ -89,10 +94,11 @@ std::vector<KernelInfo> based_kernels() {
         };
         add("forward", "output", "", "Lb0E", FORWARD_BYTES);
         add("forward", "output, and sum of its weights", "_denominator", "Lb1E", FORWARD_BYTES);
-        add("sums", "state of a segment", "", "Lb0ELb0E", SUMS_BYTES);
-        add("sums", "state of a segment, with the denominator's", "_denominator", "Lb1ELb0E",
-            SUMS_BYTES);
-        add("sums", "the same with weights of the tokens", "_weighted", "Lb1ELb1E", SUMS_BYTES);
+        add("segment_states", "state of a segment", "", "Lb0ELb0E", SEGMENT_STATES_BYTES);
+        add("segment_states", "state of a segment, with the denominator's", "_denominator",
+            "Lb1ELb0E", SEGMENT_STATES_BYTES);
+        add("segment_states", "the same with weights of the tokens", "_weighted", "Lb1ELb1E",
+            SEGMENT_STATES_BYTES);
     }
     for (const bool denominator : {false, true}) {
         KernelInfo info;

@@ -5,9 +5,14 @@ namespace thunderkittens::linear_attention {
 
 // Cycles, of an H200; both main kernels together.
 BasedBackwardChoice choose_backward(const BasedProblem& p, const DeviceProperties& device) {
-    constexpr Costs costs{
-        .chunk = 6000, .sum = 2000, .alone = 0.65, .launches = 16000, .segment = 200};
-    return {{p.dtype, p.denominator, choose_segments(p, costs, device)}};
+    constexpr Costs costs{.chunk = 6000,
+                          .sum = 2000,
+                          .launches = 16000,
+                          .segment = 200,
+                          .alone = 0.65,
+                          .blocks_per_sm = 2};
+    return {{p.dtype, p.denominator,
+             choose_segments(p.batch * p.heads * slices_of(p), chunks_of(p), costs, device)}};
 }
 
 std::string kernel_name(const BasedBackwardChoice& c) {
@@ -41,10 +46,11 @@ std::vector<KernelInfo> based_backward_kernels() {
                     128, BACKWARD_BYTES);
             }
         }
-        add("rows", "weights", concat("based_weights_kernelI", symbol_of(dtype)),
+        add("backward_prepost", "preprocess", concat("based_preprocess_kernelI", symbol_of(dtype)),
             "weights of the tokens, from the denominators", 256, 0);
-        add("rows", "combine", concat("based_combine_kernelI", symbol_of(dtype)),
-            "sums of the parts of dQ and dK", 256, 0);
+        add("backward_prepost", "reduce_partials",
+            concat("based_reduce_partials_kernelI", symbol_of(dtype)),
+            "sums of the partial dQ and dK of the value slices", 256, 0);
     }
     return list;
 }

@@ -67,7 +67,8 @@ __global__ __launch_bounds__(MAX_BASED_DECODE_THREADS) void based_decode_kernel(
     shared_allocator<> allocator(shared_memory());
     auto& shared = allocator.template allocate<BasedDecodeShared>();
     const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-    const int line = static_cast<int>(blockIdx.x), head = line % g.heads, b = line / g.heads;
+    const int batch_head = static_cast<int>(blockIdx.x), head = batch_head % g.heads,
+              b = batch_head / g.heads;
     const int words = g.value_dim / 4, stride = threads / words;
     const int column = 4 * (thread % words),
               first = thread < stride * words ? thread / words : FEATURES;
@@ -91,7 +92,7 @@ __global__ __launch_bounds__(MAX_BASED_DECODE_THREADS) void based_decode_kernel(
     for (int row = thread; row < FEATURES; row += threads) {
         const FeaturePair pair = pair_of_row(row);
         const float before = arch::load_global(denominator + row);
-        float query = public_feature(pair.a, pair.b).weight, key = query;
+        float query = state_row_of(pair.a, pair.b).weight, key = query;
         if (pair.a != ONE) {
             query *= g.q.at(b, head, pair.a);
             key *= g.k.at(b, head, pair.a);
@@ -105,9 +106,7 @@ __global__ __launch_bounds__(MAX_BASED_DECODE_THREADS) void based_decode_kernel(
         arch::store_global(denominator + row, before + key);
         total = fmaf(query, before + key, total);
     }
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2)
-        total += arch::shuffle_xor(total, distance);
+    total = warp_sum(total);
     if (thread % 32 == 0) shared.totals.set(thread / 32, total);
     arch::sync_block();
 
@@ -139,7 +138,7 @@ __global__ __launch_bounds__(MAX_BASED_DECODE_THREADS) void based_decode_kernel(
     }
     const uint2 word = {arch::bit_cast<uint32_t>(pack_pair<T>(sum.x, sum.y)),
                         arch::bit_cast<uint32_t>(pack_pair<T>(sum.z, sum.w))};
-    arch::store_global(reinterpret_cast<uint2*>(g.out + int64_t(line) * g.value_dim + column),
+    arch::store_global(reinterpret_cast<uint2*>(g.out + int64_t(batch_head) * g.value_dim + column),
                        word);
 }
 

@@ -21,7 +21,8 @@ template <DType dtype>
 void run_forward(BasedParams params, Stream stream) {
     if (params.segments > 1) {
         const StatePointers states = segment_states(params, params.workspace);
-        launch_based_sums<dtype>(params, {.x = params.k, .v = params.v, .states = states}, stream);
+        launch_based_segment_states<dtype>(params, {.x = params.k, .v = params.v, .states = states},
+                                           stream);
         launch_scan(params, {states, params.initial, params.final}, stream);
         params.initial = states;
         params.final = {};
@@ -57,22 +58,23 @@ void run_backward(BasedBackwardParams params, Stream stream) {
     kernel.weights = take(token_weight_floats(p));
     kernel.partial_dq = take(partial_floats(p));
     kernel.partial_dk = take(partial_floats(p));
-    if (p.denominator) launch_based_weights<dtype>(params, kernel.weights, stream);
+    if (p.denominator) launch_based_preprocess<dtype>(params, kernel.weights, stream);
     if (split && queries) {
         kernel.before = segment_states(forward, before);
-        launch_based_sums<dtype>(forward, {forward.k, forward.v, nullptr, kernel.before}, stream);
+        launch_based_segment_states<dtype>(forward, {forward.k, forward.v, nullptr, kernel.before},
+                                           stream);
         launch_scan(forward, {kernel.before, forward.initial, {}, false}, stream);
     }
     if (queries) launch_based_query_gradient<dtype>(params, kernel, stream);
     if (split && keys) {
         kernel.after = segment_states(forward, after);
         kernel.grad_initial = {};
-        launch_based_sums<dtype>(
+        launch_based_segment_states<dtype>(
             forward, {forward.q, params.grad_out, kernel.weights, kernel.after}, stream);
         launch_scan(forward, {kernel.after, forward.final, params.grad_initial, true}, stream);
     }
     if (keys) launch_based_key_gradient<dtype>(params, kernel, stream);
-    if (kernel.partial_dq != nullptr) launch_based_combine<dtype>(params, kernel, stream);
+    if (kernel.partial_dq != nullptr) launch_based_reduce_partials<dtype>(params, kernel, stream);
 }
 inline void run_backward(const BasedBackwardParams& params, Stream stream) {
     if (params.forward.problem.dtype == DType::bf16)

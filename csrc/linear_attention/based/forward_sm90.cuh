@@ -51,47 +51,48 @@ __device__ __forceinline__ void weigh_scores(Tile& scores) {
     });
 }
 
-template <class To, class From>
-__device__ __forceinline__ void to_operand(To& to, const From& from) {
-#pragma unroll
-    for (int j = 0; j < From::width; ++j) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 pair = from.tiles[0][j].data[i];
-            to.tiles[0][j].data[i] = pack_pair<typename To::T>(pair.x, pair.y);
-        }
+template <class T>
+__device__ __forceinline__ void load_chunk(const ForwardGlobals<T>& g, ForwardShared<T>& shared,
+                                           const Segments::WorkTile& work, int i) {
+    auto& stage = shared.stages[i % FORWARD_STAGES];
+    semaphore& full = shared.full[i % FORWARD_STAGES];
+    const int row = (work.begin + i) * CHUNK;
+    tma::expect(full, stage.q, stage.k, stage.v);
+    tma::load_async(stage.k, g.k, elements(work.b, work.head, row, 0), full);
+    tma::load_async(stage.q, g.q, elements(work.b, work.head, row, 0), full);
+    tma::load_async(stage.v, g.v, elements(work.b, work.head, row, work.first_column()), full);
+}
+
+// Semaphores, constants, and the first chunks on their way.
+template <class T>
+__device__ __forceinline__ void start_loads(const ForwardGlobals<T>& g, ForwardShared<T>& shared,
+                                            const Segments::WorkTile& work) {
+    if (first_thread()) {
+        for (int s = 0; s < FORWARD_STAGES; ++s) init_semaphore(shared.full[s], 1);
+        arch::mbarrier_init_fence();
+    }
+    shared.transposed.fill_constants();
+    arch::wait_for_dependencies();
+    if (first_thread()) {
+        for (int i = 0; i < FORWARD_STAGES - 1 && i < work.chunks(); ++i)
+            load_chunk(g, shared, work, i);
     }
 }
 
-// Multiplies the rows' halves, x the upper's.
-template <any_register_tile Tile>
-__device__ __forceinline__ void scale_rows(Tile& tile, float2 factor) {
-#pragma unroll
-    for (int j = 0; j < Tile::width; ++j) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float f = i % 2 ? factor.y : factor.x;
-            float2& pair = tile.tiles[0][j].data[i];
-            pair = {pair.x * f, pair.y * f};
-        }
+// Scores become weights, as an operand; with a denominator their rows' sums are added to row_sum.
+template <class T, bool denominator>
+__device__ __forceinline__ void weigh(rt<T, 16, CHUNK>& weights, rt_fl<16, CHUNK>& scores,
+                                      float2& row_sum, float count) {
+    weigh_scores<false>(scores);
+    if constexpr (denominator) {
+        const float2 within = sum_rows(scores);
+        row_sum = {quad_sum(within.x + row_sum.x) + count, quad_sum(within.y + row_sum.y) + count};
     }
-}
-template <any_register_tile Tile>
-__device__ __forceinline__ float2 sum_rows(const Tile& tile) {
-    float2 sum = {0.0f, 0.0f};
-#pragma unroll
-    for (int j = 0; j < Tile::width; ++j) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 pair = tile.tiles[0][j].data[i];
-            (i % 2 ? sum.y : sum.x) += pair.x + pair.y;
-        }
+    to_operand(weights, scores);
+    if constexpr (denominator) {
+        arch::pin_register(row_sum.x);
+        arch::pin_register(row_sum.y);
     }
-    return sum;
-}
-__device__ __forceinline__ float over_quad(float x) {
-    x += arch::shuffle_xor(x, 1);
-    return x + arch::shuffle_xor(x, 2);
 }
 
 template <class T, bool denominator>
@@ -99,77 +100,47 @@ __global__ __launch_bounds__(WARPGROUP_THREADS, BLOCKS_PER_SM) void based_forwar
     const __grid_constant__ ForwardGlobals<T> g) {
     shared_allocator<> allocator(shared_memory());
     auto& block = allocator.template allocate<ForwardShared<T>>();
-    const Segments::Item item = g.segments.item();
-    const auto load_chunk = [&](int i) {
-        auto& stage = block.stages[i % FORWARD_STAGES];
-        semaphore& full = block.full[i % FORWARD_STAGES];
-        const int row = (item.begin + i) * CHUNK;
-        tma::expect(full, stage.q, stage.k, stage.v);
-        tma::load_async(stage.k, g.k, elements(item.b, item.head, row, 0), full);
-        tma::load_async(stage.q, g.q, elements(item.b, item.head, row, 0), full);
-        tma::load_async(stage.v, g.v, elements(item.b, item.head, row, item.first_column()), full);
-    };
-    if (first_thread()) {
-        for (int s = 0; s < FORWARD_STAGES; ++s) init_semaphore(block.full[s], 1);
-        arch::mbarrier_init_fence();
-    }
-    block.transposed.fill_constants();
-    arch::wait_for_dependencies();
-    if (first_thread()) {
-        for (int i = 0; i < FORWARD_STAGES - 1 && i < item.chunks(); ++i) load_chunk(i);
-    }
+    const Segments::WorkTile work = g.segments.work_tile();
+    start_loads(g, block, work);
     RunningState<T, false> state;
-    RunningDenominator<T> sums;
-    const StateView initial = g.initial.at(g.segments.state(item));
-    state.load(initial, item.first_column());
-    if constexpr (denominator) sums.template load<false>(initial);
+    RunningDenominator<T> running_denominator;
+    const StateView initial = g.initial.at(g.segments.state(work));
+    state.load(initial, work.first_column());
+    if constexpr (denominator) running_denominator.template load<false>(initial);
     arch::sync_block();
     const FeatureRows<T> feature_rows(block.transposed, block.transposed);
 
 #pragma unroll 1
-    for (int i = 0; i < item.chunks(); ++i) {
-        auto& shared = fresh_addresses(block);
+    for (int i = 0; i < work.chunks(); ++i) {
+        auto& shared = rematerialized(block);
         auto& stage = shared.stages[i % FORWARD_STAGES];
         wait(shared.full[i % FORWARD_STAGES], i / FORWARD_STAGES % 2);
         rt_fl<16, CHUNK> scores;
         transpose_chunk(shared.transposed, stage.k);
-        const float before_scale = state.publish(shared.state, shared.scratch);
+        const float before_scale = state.store_operand(shared.state, shared.scratch);
         // Not before, when registers of the state are read: ptxas would wait for the product.
         if constexpr (!denominator) warpgroup::mm_ABt(scores, stage.q, stage.k);
         arch::fence_async_shared();
         if (first_thread()) tma::store_async_read_wait();
         warpgroup::sync(1);
         // All are done with the previous chunk.
-        if (first_thread() && i + FORWARD_STAGES - 1 < item.chunks())
-            load_chunk(i + FORWARD_STAGES - 1);
+        if (first_thread() && i + FORWARD_STAGES - 1 < work.chunks())
+            load_chunk(g, block, work, i + FORWARD_STAGES - 1);
 
         float2 row_sum = {0.0f, 0.0f};
         if constexpr (denominator) {
             warpgroup::mm_ABt(scores, stage.q, stage.k);
             rt<T, 16, 16> q;
             warpgroup::load(q, stage.q);
-            row_sum = sums.dot(q);
+            row_sum = running_denominator.dot(q);
             arch::pin_register(row_sum.x);  // not later, when registers are short
             arch::pin_register(row_sum.y);
         }
         rt<T, 16, FEATURE_ROWS> features;
         rt<T, 16, CHUNK> weights;
         rt_fl<16, VALUES> out;
-        const auto weigh = [&] {
-            weigh_scores<false>(scores);
-            if constexpr (denominator) {
-                const float2 within = sum_rows(scores);
-                row_sum = {over_quad(within.x + row_sum.x) + sums.count,
-                           over_quad(within.y + row_sum.y) + sums.count};
-            }
-            to_operand(weights, scores);
-            if constexpr (denominator) {
-                arch::pin_register(row_sum.x);
-                arch::pin_register(row_sum.y);
-            }
-        };
         warpgroup::mma_async_wait<0>(scores);
-        weigh();
+        weigh<T, denominator>(weights, scores, row_sum, running_denominator.count);
         {
             RotatedRows<T> rows;
             rows.load(stage.q);
@@ -187,9 +158,9 @@ __global__ __launch_bounds__(WARPGROUP_THREADS, BLOCKS_PER_SM) void based_forwar
         if constexpr (denominator) {
             row_sum = {row_sum.x + g.eps, row_sum.y + g.eps};
             if (g.normalize) scale_rows(out, {1.0f / row_sum.x, 1.0f / row_sum.y});
-            const int row = (item.begin + i) * CHUNK + 16 * warpgroup::warpid() + laneid() / 4;
-            if (g.row_denominators != nullptr && item.slice == 0 && laneid() % 4 == 0) {
-                float* to = g.row_denominators + int64_t(item.line) * g.segments.length + row;
+            const int row = (work.begin + i) * CHUNK + 16 * warpgroup::warpid() + laneid() / 4;
+            if (g.row_denominators != nullptr && work.slice == 0 && laneid() % 4 == 0) {
+                float* to = g.row_denominators + int64_t(work.batch_head) * g.segments.length + row;
                 if (row < g.segments.length) arch::store_global(to, row_sum.x);
                 if (row + 8 < g.segments.length) arch::store_global(to + 8, row_sum.y);
             }
@@ -201,15 +172,17 @@ __global__ __launch_bounds__(WARPGROUP_THREADS, BLOCKS_PER_SM) void based_forwar
         if (first_thread()) {
             tma::store_async(
                 g.out, shared.out,
-                elements(item.b, item.head, (item.begin + i) * CHUNK, item.first_column()));
+                elements(work.b, work.head, (work.begin + i) * CHUNK, work.first_column()));
         }
-        if constexpr (denominator) sums.add(stage.k, g.segments.tokens(item.begin + i));
+        if constexpr (denominator)
+            running_denominator.add(stage.k, g.segments.tokens(work.begin + i));
         state.wait();
     }
-    const StateView final = g.final.at(item.line);
-    state.store(final, item.first_column());
+    const StateView final = g.final.at(work.batch_head);
+    state.store(final, work.first_column());
     if constexpr (denominator) {
-        if (item.slice == 0 && warpgroup::warpid() == 0) sums.template store<false>(final);
+        if (work.slice == 0 && warpgroup::warpid() == 0)
+            running_denominator.template store<false>(final);
     }
     if (first_thread()) tma::store_async_wait();
 }

@@ -9,7 +9,8 @@ namespace thunderkittens::linear_attention {
 constexpr int SCAN_THREADS = 128;
 
 struct ScanGlobals {
-    float *states, *initial, *final;  // (lines, segments, size), (lines, size) twice, or null
+    float *states, *initial,
+        *final;  // (batch_heads, segments, size), (batch_heads, size) twice, or null
     int size, segments;
     bool backwards;
 };
@@ -36,15 +37,15 @@ __global__ __launch_bounds__(SCAN_THREADS) void based_scan_kernel(
     arch::launch_dependents();
     arch::wait_for_dependencies();
     const int at = width * (int(blockIdx.y) * SCAN_THREADS + int(threadIdx.x));
-    const int64_t line = blockIdx.x;
+    const int64_t batch_head = blockIdx.x;
     if (at >= g.size) return;
     const auto word = [](float* p) { return reinterpret_cast<Word*>(p); };
-    float* states = g.states + line * g.segments * g.size + at;
+    float* states = g.states + batch_head * g.segments * g.size + at;
     const auto place = [&](int i) {
         return word(states + int64_t(g.backwards ? g.segments - 1 - i : i) * g.size);
     };
     Word sum = ScanWord<Word>::zero();
-    if (g.initial != nullptr) sum = arch::load_global(word(g.initial + line * g.size + at));
+    if (g.initial != nullptr) sum = arch::load_global(word(g.initial + batch_head * g.size + at));
     for (int first = 0; first < g.segments; first += ahead) {
         Word added[ahead];
 #pragma unroll
@@ -57,16 +58,22 @@ __global__ __launch_bounds__(SCAN_THREADS) void based_scan_kernel(
             sum = ScanWord<Word>::sum(sum, added[i]);
         }
     }
-    if (g.final != nullptr) arch::store_global(word(g.final + line * g.size + at), sum);
+    if (g.final != nullptr) arch::store_global(word(g.final + batch_head * g.size + at), sum);
 }
 
-// Lines first: a grid's other dimensions end at 65535, and a state has a few hundred parts.
-inline dim3 scan_grid(int64_t lines, int parts) { return dim3(unsigned(lines), unsigned(parts)); }
+// Of states of `batch_heads`. These come first in the grid: its other dimensions end at 65535, and
+// a state has a few hundred parts.
+template <class Word>
+void launch_scan(const ScanGlobals& globals, int64_t batch_heads, Stream stream) {
+    constexpr int block = int(sizeof(Word) / sizeof(float)) * SCAN_THREADS;
+    kittens::launch({.dependent = true}, based_scan_kernel<Word>,
+                    dim3(unsigned(batch_heads), unsigned((globals.size + block - 1) / block)),
+                    dim3(SCAN_THREADS), dim3(1), 0, stream, globals);
+}
 
 template <bool denominator>
 void launch_based_scan(const BasedParams& params, const ScanParams& scan, Stream stream) {
     using Word = std::conditional_t<denominator, float, float4>;
-    constexpr int block = int(sizeof(Word) / sizeof(float)) * SCAN_THREADS;
     const BasedProblem& p = params.problem;
     const int size = denominator ? FEATURES : FEATURES * int(p.value_dim);
     const auto part = [](const StatePointers& s) {
@@ -74,9 +81,7 @@ void launch_based_scan(const BasedParams& params, const ScanParams& scan, Stream
     };
     const ScanGlobals globals{part(scan.states), part(scan.initial), part(scan.final), size,
                               params.segments,   scan.backwards};
-    kittens::launch({.dependent = true}, based_scan_kernel<Word>,
-                    scan_grid(p.batch * p.heads, (size + block - 1) / block), dim3(SCAN_THREADS),
-                    dim3(1), 0, stream, globals);
+    launch_scan<Word>(globals, p.batch * p.heads, stream);
 }
 
 }  // namespace thunderkittens::linear_attention

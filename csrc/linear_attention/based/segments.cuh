@@ -3,48 +3,48 @@
 // ones before it leave.
 #pragma once
 
-#include "csrc/linear_attention/based/state.cuh"
+#include "csrc/linear_attention/based/running_state.cuh"
 
 namespace thunderkittens::linear_attention {
 
 struct Segments {
-    int heads, lines, length, value_dim;  // lines: heads of all batches
+    int heads, batch_heads, length, value_dim;  // batch_heads: heads of all batches
     int slices, segments, segment_chunks;
 
     Segments(const BasedProblem& p, int _segments)
         : heads(int(p.heads)),
-          lines(int(p.batch * p.heads)),
+          batch_heads(int(p.batch * p.heads)),
           length(int(p.length)),
           value_dim(int(p.value_dim)),
           slices(int((p.value_dim + VALUES - 1) / VALUES)),
           segments(_segments),
           segment_chunks(int((chunks_of(p) + _segments - 1) / _segments)) {}
 
-    struct Item {
-        int b, head, line, segment, slice;
+    struct WorkTile {
+        int b, head, batch_head, segment, slice;
         int begin, end;  // chunks
 
         __device__ __forceinline__ int first_column() const { return slice * VALUES; }
         __device__ __forceinline__ int chunks() const { return end - begin; }
     };
-    __device__ __forceinline__ Item item() const {
+    __device__ __forceinline__ WorkTile work_tile() const {
         int index = static_cast<int>(blockIdx.x);
-        Item item;
-        item.slice = index % slices;
+        WorkTile work;
+        work.slice = index % slices;
         index /= slices;
-        item.segment = index % segments;
-        item.line = index / segments;
-        item.head = item.line % heads;
-        item.b = item.line / heads;
+        work.segment = index % segments;
+        work.batch_head = index / segments;
+        work.head = work.batch_head % heads;
+        work.b = work.batch_head / heads;
         const int chunks = (length + CHUNK - 1) / CHUNK;
-        item.begin = ::min(item.segment * segment_chunks, chunks);
-        item.end = ::min(item.begin + segment_chunks, chunks);
-        return item;
+        work.begin = ::min(work.segment * segment_chunks, chunks);
+        work.end = ::min(work.begin + segment_chunks, chunks);
+        return work;
     }
     int64_t blocks(int64_t batch) const { return batch * heads * segments * slices; }
     // Of states of segments, which lie together for each head.
-    __device__ __forceinline__ int64_t state(const Item& item) const {
-        return int64_t(item.line) * segments + item.segment;
+    __device__ __forceinline__ int64_t state(const WorkTile& work) const {
+        return int64_t(work.batch_head) * segments + work.segment;
     }
     __device__ __forceinline__ int tokens(int chunk) const {
         return ::min(length - chunk * CHUNK, CHUNK);
@@ -75,16 +75,5 @@ inline WeightLayout weight_layout(float* data, const BasedProblem& p) {
 
 template <DType dtype>
 using type_of = std::conditional_t<dtype == DType::bf16, bf16, half>;
-
-// The same object, such that addresses in it are computed again in every round of a loop: all of
-// them kept would not leave enough registers.
-template <class Shared>
-__device__ __forceinline__ Shared& fresh_addresses(Shared& shared) {
-    uint32_t zero = 0;
-    arch::pin_register(zero);
-    return *(&shared + zero);
-}
-
-__device__ __forceinline__ bool first_thread() { return threadIdx.x == 0; }
 
 }  // namespace thunderkittens::linear_attention

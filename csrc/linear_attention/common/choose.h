@@ -9,13 +9,16 @@ namespace thunderkittens::linear_attention {
 
 constexpr int64_t MAX_VALUE_DIM = 256, MAX_SEGMENTS = 256;
 
-// What kernels take, in any unit: per chunk of 64 tokens with two blocks on a multiprocessor, and
-// of one block alone in relation to that; per chunk of the pass that sums segments; for its
-// launches and those of the scan, and for each segment in the scan.
+// What kernels take, in any unit: per chunk of 64 tokens with `blocks_per_sm` blocks on a
+// multiprocessor, and of one block alone in relation to that; per chunk of the pass that makes the
+// segments' states; for its launches and those of the scan, and for each segment in the scan.
 struct Costs {
-    double chunk, sum, alone, launches, segment;
+    double chunk, sum, launches, segment;
+    double alone = 1.0;
+    int blocks_per_sm = 1;
 };
-int choose_segments(const BasedProblem& problem, const Costs& costs,
+// Into how many segments the chunks of a head are cut, of `heads` in the whole call.
+int choose_segments(int64_t heads, int64_t chunks, const Costs& costs,
                     const DeviceProperties& device);
 
 // What all ops refuse; empty, or the reason.

@@ -115,7 +115,8 @@ constexpr int64_t backward_workspace(const BasedProblem& p, int64_t segments) {
 }
 
 // Dynamic shared memory of a block.
-constexpr int FORWARD_BYTES = 70 * 1024, SUMS_BYTES = 52 * 1024, BACKWARD_BYTES = 102 * 1024;
+constexpr int FORWARD_BYTES = 70 * 1024, SEGMENT_STATES_BYTES = 52 * 1024,
+              BACKWARD_BYTES = 102 * 1024;
 
 std::string unsupported(const BasedProblem& problem, const DeviceProperties& device);
 BasedChoice choose(const BasedProblem& problem, const DeviceProperties& device);
@@ -126,7 +127,7 @@ std::string kernel_name(const BasedBackwardChoice& choice);
 std::vector<KernelInfo> based_backward_kernels();
 
 // What the kernels of sums add up: phi(x)^T v, with weights of the tokens or without.
-struct SumsParams {
+struct SegmentStatesParams {
     Operand x, v;
     float* weights = nullptr;  // (values and denominator, batch, heads, padded length)
     StatePointers states;
@@ -136,14 +137,15 @@ struct SumsParams {
 struct BackwardKernelParams {
     StatePointers before, after;  // of each segment; may be null
     StatePointers grad_initial;   // written by the kernel where there is one segment
-    float* weights = nullptr;     // as in SumsParams
+    float* weights = nullptr;     // as in SegmentStatesParams
     float *partial_dq = nullptr, *partial_dk = nullptr;  // (slices, batch, heads, length, 16)
 };
 
 template <DType dtype>
 void launch_based_forward(const BasedParams& params, Stream stream);
 template <DType dtype>
-void launch_based_sums(const BasedParams& params, const SumsParams& sums, Stream stream);
+void launch_based_segment_states(const BasedParams& params, const SegmentStatesParams& call,
+                                 Stream stream);
 struct ScanParams {
     StatePointers states, initial, final;
     bool backwards = false;
@@ -151,7 +153,7 @@ struct ScanParams {
 template <bool denominator>
 void launch_based_scan(const BasedParams& params, const ScanParams& scan, Stream stream);
 template <DType dtype>
-void launch_based_weights(const BasedBackwardParams& params, float* weights, Stream stream);
+void launch_based_preprocess(const BasedBackwardParams& params, float* weights, Stream stream);
 template <DType dtype>
 void launch_based_query_gradient(const BasedBackwardParams& params,
                                  const BackwardKernelParams& kernel, Stream stream);
@@ -159,7 +161,7 @@ template <DType dtype>
 void launch_based_key_gradient(const BasedBackwardParams& params,
                                const BackwardKernelParams& kernel, Stream stream);
 template <DType dtype>
-void launch_based_combine(const BasedBackwardParams& params, const BackwardKernelParams& kernel,
-                          Stream stream);
+void launch_based_reduce_partials(const BasedBackwardParams& params,
+                                  const BackwardKernelParams& kernel, Stream stream);
 
 }  // namespace thunderkittens::linear_attention

@@ -18,20 +18,21 @@ inline void run_lolcats_backward(const LolcatsBackwardParams& params, Stream str
     if (call.problem.continued) launch_lolcats_first_rows(call, w.forward, stream);
     dispatch_lolcats(call.problem, [&]<DType dtype, int head_dim, int features>() {
         if (call.segments > 1) {
-            launch_lolcats_sums<dtype, head_dim, features>(call, w.forward, stream);
+            launch_lolcats_segment_states<dtype, head_dim, features>(call, w.forward, stream);
             if (scans(call.segments)) launch_lolcats_scan(call, w.forward, stream);
         }
         // The kernel for the keys needs what that for the queries finds of the rows.
         launch_lolcats_query_gradient<dtype, head_dim, features>(params, w, stream);
         if (params.wants_keys()) {
             if (call.segments > 1)
-                launch_lolcats_gradient_sums<dtype, head_dim, features>(params, w, stream);
+                launch_lolcats_segment_state_gradients<dtype, head_dim, features>(params, w,
+                                                                                  stream);
             launch_lolcats_key_gradient<dtype, head_dim, features>(params, w, stream);
         }
         if (params.dq_map != nullptr || params.dk_map != nullptr)
-            launch_lolcats_map_gradients<dtype, head_dim, features>(params, w, stream);
+            launch_lolcats_feature_map_gradient<dtype, head_dim, features>(params, w, stream);
     });
-    with_dtype([&]<DType dtype>() { launch_lolcats_combine<dtype>(params, w, stream); });
+    with_dtype([&]<DType dtype>() { launch_lolcats_reduce_partials<dtype>(params, w, stream); });
 }
 
 }  // namespace thunderkittens::linear_attention

@@ -1,14 +1,9 @@
 // Which kernels run a problem of LoLCATS, and in how many segments. Pure functions.
-#include <algorithm>
-#include <limits>
-
 #include "csrc/linear_attention/common/choose.h"
 #include "csrc/linear_attention/lolcats/lolcats.h"
 
 namespace thunderkittens::linear_attention {
 namespace {
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 std::string unsupported_shape(DType dtype, int64_t batch, int64_t heads, int64_t kv_heads,
                               int64_t length, int64_t head_dim, int64_t features,
@@ -30,9 +25,8 @@ std::string unsupported_shape(DType dtype, int64_t batch, int64_t heads, int64_t
     return "";
 }
 
-// In cycles, of an H200: a chunk of the output's pass, and of the pass that sums segments; launches
-// of the latter and of the scan; a segment in the scan.
-constexpr double CHUNK_COST = 4000, SUM_COST = 1200, LAUNCH_COST = 8000, SEGMENT_COST = 150;
+// Cycles, of an H200.
+constexpr Costs COSTS{.chunk = 4000, .sum = 1200, .launches = 8000, .segment = 150};
 
 template <typename Choice>
 std::string name_of_kernel(const char* kind, const Choice& c) {
@@ -69,17 +63,8 @@ std::string unsupported(const LolcatsDecodeProblem& p, const DeviceProperties& d
 }
 
 LolcatsChoice choose(const LolcatsProblem& p, const DeviceProperties& device) {
-    const int64_t chunks = chunks_of(p), heads = p.batch * p.heads;
-    const int64_t sms = std::max(1, device.sm_count);
-    LolcatsChoice choice{p.dtype, int(p.head_dim), int(p.features), 1};
-    double least = std::numeric_limits<double>::infinity();
-    for (int64_t segments = 1; segments <= std::min<int64_t>(chunks, MAX_SEGMENTS); ++segments) {
-        const auto steps = double(ceil_div(heads * segments, sms) * ceil_div(chunks, segments));
-        double cost = steps * CHUNK_COST;
-        if (segments > 1) cost += steps * SUM_COST + LAUNCH_COST + double(segments) * SEGMENT_COST;
-        if (cost < least) choice.segments = int(segments), least = cost;
-    }
-    return choice;
+    const int segments = choose_segments(p.batch * p.heads, chunks_of(p), COSTS, device);
+    return {p.dtype, int(p.head_dim), int(p.features), segments};
 }
 LolcatsDecodeChoice choose_decode(const LolcatsDecodeProblem& p, const DeviceProperties&) {
     return {p.dtype, int(p.head_dim), int(p.features)};
@@ -91,25 +76,26 @@ std::string kernel_name(const LolcatsDecodeChoice& c) { return name_of_kernel("d
 std::vector<KernelInfo> lolcats_kernels() {
     std::vector<KernelInfo> list;
     for_each_kernel([&](DType dtype, int head_dim, int features) {
-        for (const bool sums : {false, true}) {
+        for (const bool states : {false, true}) {
             KernelInfo info =
-                kernel_info(sums ? "sums" : "forward", sums ? "state of a segment" : "output",
-                            dtype, head_dim, features);
-            info.source = sums ? "lolcats_sums" : concat("lolcats_forward_", name_of(dtype));
-            info.symbol =
-                concat("lolcats_", sums ? "sums" : "forward", "_kernelINS0_13", info.symbol);
-            info.threads = sums ? 384 : 512;
-            info.shared_bytes = sums ? LOLCATS_SUMS_BYTES : LOLCATS_FORWARD_BYTES;
+                kernel_info(states ? "segment_states" : "forward",
+                            states ? "state of a segment" : "output", dtype, head_dim, features);
+            info.source =
+                states ? "lolcats_segment_states" : concat("lolcats_forward_", name_of(dtype));
+            info.symbol = concat("lolcats_", states ? "segment_states" : "forward",
+                                 "_kernelINS0_13", info.symbol);
+            info.threads = states ? 384 : 512;
+            info.shared_bytes = states ? LOLCATS_SEGMENT_STATES_BYTES : LOLCATS_FORWARD_BYTES;
             list.push_back(info);
         }
     });
     for (const bool scan : {false, true}) {
         KernelInfo info;
-        info.name = scan ? "scan" : "caches";
+        info.name = scan ? "scan" : "kv_cache";
         info.config = scan ? "prefix sums of the segments' states"
                            : "rows between caches and the order of tokens";
-        info.source = "lolcats_caches";
-        info.symbol = scan ? "based_scan_kernelI6float4" : "lolcats_caches_kernel";
+        info.source = "lolcats_kv_cache";
+        info.symbol = scan ? "based_scan_kernelI6float4" : "lolcats_kv_cache_kernel";
         info.threads = 128;
         list.push_back(info);
     }

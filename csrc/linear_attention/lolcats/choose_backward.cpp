@@ -1,6 +1,5 @@
 // Which kernels run LoLCATS's gradient, and in how many segments. Pure functions.
 #include <algorithm>
-#include <limits>
 
 #include "csrc/linear_attention/common/choose.h"
 #include "csrc/linear_attention/lolcats/backward.h"
@@ -10,28 +9,20 @@ namespace {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// In cycles, of an H200: a chunk in both main kernels, and in the passes that sum segments; the
-// launches of these; a segment in their scans.
-constexpr double CHUNK_COST = 10000, SUMS_COST = 3000, LAUNCHES_COST = 16000, SEGMENT_COST = 300;
+// Cycles, of an H200; both main kernels together.
+constexpr Costs COSTS{.chunk = 10000, .sum = 3000, .launches = 16000, .segment = 300};
 
 }  // namespace
 
 LolcatsBackwardChoice choose_lolcats_backward(const LolcatsProblem& p,
                                               const DeviceProperties& device) {
-    const int64_t chunks = chunks_of(p), lines = p.batch * p.heads;
+    const int64_t chunks = chunks_of(p), batch_heads = p.batch * p.heads;
     const int64_t sms = std::max(1, device.sm_count);
-    LolcatsBackwardChoice choice{{p.dtype, int(p.head_dim), int(p.features), 1}, 1};
-    double least = std::numeric_limits<double>::infinity();
-    for (int64_t segments = 1; segments <= std::min<int64_t>(chunks, MAX_SEGMENTS); ++segments) {
-        const auto steps = double(ceil_div(lines * segments, sms) * ceil_div(chunks, segments));
-        double cost = steps * CHUNK_COST;
-        if (segments > 1)
-            cost += steps * SUMS_COST + LAUNCHES_COST + double(segments) * SEGMENT_COST;
-        if (cost < least) choice.segments = int(segments), least = cost;
-    }
-    // Two blocks share a multiprocessor, and those of both maps run at once; two rounds of them.
-    const int64_t parts = ceil_div(2 * sms, std::max<int64_t>(lines, 1));
-    choice.map_parts = int(std::clamp<int64_t>(parts, 1, std::max<int64_t>(chunks, 1)));
+    const int segments = choose_segments(batch_heads, chunks, COSTS, device);
+    LolcatsBackwardChoice choice{{p.dtype, int(p.head_dim), int(p.features), segments}, 1};
+    // Two blocks share a multiprocessor, and those of both maps run at once; two waves of them.
+    const int64_t parts = ceil_div(2 * sms, std::max<int64_t>(batch_heads, 1));
+    choice.map_splits = int(std::clamp<int64_t>(parts, 1, std::max<int64_t>(chunks, 1)));
     return choice;
 }
 
@@ -49,9 +40,10 @@ std::vector<KernelInfo> lolcats_backward_kernels() {
     constexpr Kind kinds[] = {
         {"query_gradient", "dQ", true, 384, LOLCATS_QUERY_BYTES},
         {"key_gradient", "dK and dV", true, 512, LOLCATS_KEY_BYTES},
-        {"gradient_sums", "sums over the queries of a segment", false, 128,
-         LOLCATS_GRADIENT_SUMS_BYTES},
-        {"maps", "parts of the maps' gradients", false, 128, LOLCATS_MAPS_BYTES},
+        {"segment_state_gradients", "sums over the queries of a segment", false, 128,
+         LOLCATS_SEGMENT_STATE_GRADIENTS_BYTES},
+        {"feature_map_gradient", "partial gradients of the feature maps", false, 128,
+         LOLCATS_FEATURE_MAP_GRADIENT_BYTES},
     };
     for (const DType dtype : {DType::bf16, DType::fp16}) {
         for (const Kind& kind : kinds) {
@@ -72,15 +64,15 @@ std::vector<KernelInfo> lolcats_backward_kernels() {
                 }
             }
         }
-        list.push_back({.name = concat("parts_", name_of(dtype)),
-                        .config = "sums of parts",
-                        .source = "lolcats_rows",
-                        .symbol = concat("lolcats_parts_kernelI", symbol_of(dtype)),
+        list.push_back({.name = concat("reduce_partials_", name_of(dtype)),
+                        .config = "sums of the partial gradients",
+                        .source = "lolcats_reduce_partials",
+                        .symbol = concat("lolcats_reduce_partials_kernelI", symbol_of(dtype)),
                         .threads = 256});
     }
     list.push_back({.name = "scan",
                     .config = "sums of the segments behind each",
-                    .source = "lolcats_gradient_sums",
+                    .source = "lolcats_segment_state_gradients",
                     .symbol = "based_scan_kernelI6float4E",
                     .threads = 128});
     return list;

@@ -9,7 +9,7 @@
 // new one pushes out of it, in every step.
 #pragma once
 
-#include "csrc/linear_attention/lolcats/state.cuh"
+#include "csrc/linear_attention/lolcats/feature_map.cuh"
 
 namespace thunderkittens::linear_attention {
 
@@ -47,16 +47,6 @@ __device__ __forceinline__ void unpack_eight(float (&to)[8], const uint4& from) 
         to[2 * i] = pair.x;
         to[2 * i + 1] = pair.y;
     }
-}
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-    for (int d = WARP_THREADS / 2; d > 0; d /= 2) x += arch::shuffle_xor(x, d);
-    return x;
-}
-__device__ __forceinline__ float warp_maximum(float x) {
-#pragma unroll
-    for (int d = WARP_THREADS / 2; d > 0; d /= 2) x = fmaxf(x, arch::shuffle_xor(x, d));
-    return x;
 }
 
 template <class K>

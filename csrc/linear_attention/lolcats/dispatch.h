@@ -26,7 +26,7 @@ inline LolcatsWorkspace workspace_of(const LolcatsParams& params) {
     const LolcatsProblem& p = params.problem;
     const int64_t sums = segment_floats(p, params.segments), rows = first_rows_floats(p);
     LolcatsWorkspace w;
-    if (params.segments > 1) w.sums = params.workspace;
+    if (params.segments > 1) w.segment_states = params.workspace;
     if (p.continued) {
         w.first_keys = params.workspace + sums;
         w.first_values = params.workspace + sums + rows;
@@ -36,11 +36,11 @@ inline LolcatsWorkspace workspace_of(const LolcatsParams& params) {
 
 inline void run_lolcats(const LolcatsParams& params, Stream stream) {
     const LolcatsWorkspace w = workspace_of(params);
-    if (params.final.keys != nullptr) launch_lolcats_caches(params, stream);
+    if (params.final.keys != nullptr) launch_lolcats_kv_cache(params, stream);
     if (params.problem.continued) launch_lolcats_first_rows(params, w, stream);
     dispatch_lolcats(params.problem, [&]<DType dtype, int head_dim, int features>() {
         if (params.segments > 1) {
-            launch_lolcats_sums<dtype, head_dim, features>(params, w, stream);
+            launch_lolcats_segment_states<dtype, head_dim, features>(params, w, stream);
             if (scans(params.segments)) launch_lolcats_scan(params, w, stream);
         }
         launch_lolcats_forward<dtype, head_dim, features>(params, w, stream);

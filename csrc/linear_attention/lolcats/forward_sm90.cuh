@@ -9,10 +9,11 @@
 //             output, alpha Phi(Q) times the sums plus weights times V, over the denominator
 //   producer  one thread, which brings Q, K and V by TMA
 // Where there are too few heads to fill the GPU, the chunks are split into segments: a first kernel
-// sums each segment's state (sums_sm90.cuh), and of many a second makes prefix sums.
+// sums each segment's state (segment_states_sm90.cuh), and of many a second makes prefix sums.
 #pragma once
 
-#include "csrc/linear_attention/lolcats/features.cuh"
+#include "csrc/linear_attention/lolcats/feature_map.cuh"
+#include "csrc/linear_attention/lolcats/running_state.cuh"
 
 namespace thunderkittens::linear_attention {
 
@@ -32,13 +33,13 @@ struct LolcatsGlobals {
     typename K::map_layout q_map, k_map;
     const float *alpha, *beta;
     LolcatsStatePointers initial, final;
-    const float* sums;  // before each segment; null: there is one
+    const float* segment_states;  // before each segment; null: there is one
     float *maxima, *denominators;
     int heads, length, segments;
 
-    __device__ __forceinline__ LolcatsItem item() const {
-        return LolcatsItem(int(blockIdx.x), int(blockIdx.y), heads, segments, initial.lengths,
-                           length);
+    __device__ __forceinline__ LolcatsWorkTile work_tile() const {
+        return LolcatsWorkTile(int(blockIdx.x), int(blockIdx.y), heads, segments, initial.lengths,
+                               length);
     }
 };
 
@@ -79,40 +80,32 @@ struct LolcatsShared {
     }
 };
 
-__device__ __forceinline__ void release(semaphore& s) {
-    if (warpgroup::laneid() == 0) arrive(s);
-}
-// By each warp of a warpgroup, for what the warps have read or written on their own.
-__device__ __forceinline__ void release_by_warp(semaphore& s) {
-    arch::sync_warp();
-    if (laneid() == 0) arrive(s);
-}
-
 // Step n is chunk begin + n. The n-th slot of the ring holds the chunk before it.
 template <class K>
 __device__ __forceinline__ void lolcats_produce(const LolcatsGlobals<K>& g,
-                                                LolcatsShared<K>& shared, const LolcatsItem& item) {
+                                                LolcatsShared<K>& shared,
+                                                const LolcatsWorkTile& work) {
     using Shared = LolcatsShared<K>;
     tma::expect(shared.maps, shared.q_map, shared.k_map);
-    tma::load_async(shared.q_map, g.q_map, elements(0, item.head, 0, 0), shared.maps);
-    tma::load_async(shared.k_map, g.k_map, elements(0, item.head, 0, 0), shared.maps);
+    tma::load_async(shared.q_map, g.q_map, elements(0, work.head, 0, 0), shared.maps);
+    tma::load_async(shared.k_map, g.k_map, elements(0, work.head, 0, 0), shared.maps);
     pipeline_state<Shared::stages> at;
     pipeline_state<Shared::query_stages> q_at;
-    for (int n = 0; n <= item.end - item.begin; ++n) {
+    for (int n = 0; n <= work.end - work.begin; ++n) {
         if (n > 0) {
-            const int chunk = item.begin + n - 1;
+            const int chunk = work.begin + n - 1;
             wait(shared.q_empty[q_at.stage], q_at.phase ^ 1);
             auto& q = shared.q[q_at.stage];
             tma::expect(shared.q_full[q_at.stage], q);
-            tma::load_async(q, g.q, elements(item.b, item.head, item.terrace.row(chunk), 0),
+            tma::load_async(q, g.q, elements(work.b, work.head, work.terrace.row(chunk), 0),
                             shared.q_full[q_at.stage]);
             q_at.advance();
         }
         // Before the first chunk there is none; any will do, with a weight of zero.
-        const int chunk = ::max(item.begin + n - 1, 0);
+        const int chunk = ::max(work.begin + n - 1, 0);
         wait(shared.empty[at.stage], at.phase ^ 1);
         auto& stage = shared.stage[at.stage];
-        g.kv.load(stage.k, stage.v, item, chunk, g.initial.keys != nullptr, shared.full[at.stage]);
+        g.kv.load(stage.k, stage.v, work, chunk, g.initial.keys != nullptr, shared.full[at.stage]);
         at.advance();
     }
 }
@@ -120,12 +113,12 @@ __device__ __forceinline__ void lolcats_produce(const LolcatsGlobals<K>& g,
 // Whether the sums of the chunk before that of step n are needed: by the next step, since it is
 // before that one's window, or by the state after the last token.
 template <class K>
-__device__ __forceinline__ bool adds_chunk(const LolcatsGlobals<K>& g, const LolcatsItem& item,
+__device__ __forceinline__ bool adds_chunk(const LolcatsGlobals<K>& g, const LolcatsWorkTile& work,
                                            int n) {
-    const int before = item.begin + n - 1;
+    const int before = work.begin + n - 1;
     if (before < 0) return false;
-    return before + 2 < item.end ||
-           (item.last() && g.final.numerator != nullptr && before < item.terrace.folded());
+    return before + 2 < work.end ||
+           (work.last() && g.final.numerator != nullptr && before < work.terrace.folded());
 }
 
 template <class K>
@@ -133,7 +126,7 @@ struct FeatureRole {
     using Shared = LolcatsShared<K>;
     const LolcatsGlobals<K>& g;
     Shared& shared;
-    const LolcatsItem& item;
+    const LolcatsWorkTile& work;
 
     // The n-th tile of its kind.
     __device__ __forceinline__ void make(typename K::feature_tile (&to)[K::groups],
@@ -146,23 +139,23 @@ struct FeatureRole {
         warpgroup::mma_async_wait<0>(z);
         make_scaled_features<K>(features, z, scale);
         if (n > 0) wait(empty, (n - 1) % 2);
-        store_feature_parts<K>(to, features);
+        store_feature_rows<K>(to, features);
         arch::fence_async_shared();
-        release_by_warp(full);
+        signal_by_warp(full);
     }
     __device__ __forceinline__ void run() {
-        const float alpha = arch::load_global_readonly(g.alpha + item.head);
+        const float alpha = arch::load_global_readonly(g.alpha + work.head);
         wait(shared.maps, 0);
         pipeline_state<Shared::stages> at;
         pipeline_state<Shared::query_stages> q_at;
         int made = 0;
 #pragma unroll 1
-        for (int n = 0; n < item.end - item.begin; ++n) {
-            auto& shared = fresh_addresses(this->shared);
+        for (int n = 0; n < work.end - work.begin; ++n) {
+            auto& shared = rematerialized(this->shared);
             wait(shared.q_full[q_at.stage], q_at.phase);
             make(shared.q_features, shared.q[q_at.stage], shared.q_map, alpha,
                  shared.q_features_full, shared.q_features_empty, n);
-            if (adds_chunk(g, item, n)) {
+            if (adds_chunk(g, work, n)) {
                 wait(shared.full[at.stage], at.phase);
                 make(shared.k_features, shared.stage[at.stage].k, shared.k_map, 1.0f,
                      shared.k_features_full, shared.k_features_empty, made++);
@@ -179,8 +172,8 @@ struct LinearRole {
     using Shared = LolcatsShared<K>;
     const LolcatsGlobals<K>& g;
     Shared& shared;
-    const LolcatsItem& item;
-    LolcatsSums<K> sums;
+    const LolcatsWorkTile& work;
+    LolcatsRunningState<K> sums;
 
     __device__ __forceinline__ void sync() const { warpgroup::sync(LINEAR_BARRIER); }
     // A power of two, that numerator and denominator of the chunk are multiplied by: sums in half
@@ -213,26 +206,26 @@ struct LinearRole {
              i += WARPGROUP_THREADS)
             shared.denominator.set(i, T(0.0f));
         if (g.initial.numerator != nullptr) {
-            sums.add(g.initial.numerator + item.line * floats,
-                     g.initial.denominator + int64_t(item.line) * 2 * K::features);
+            sums.add(g.initial.numerator + work.batch_head * floats,
+                     g.initial.denominator + int64_t(work.batch_head) * 2 * K::features);
         }
-        if (g.sums != nullptr) {
-            add_segments_before(sums, g.sums, item, g.segments,
+        if (g.segment_states != nullptr) {
+            add_segments_before(sums, g.segment_states, work, g.segments,
                                 arch::shared_address(&shared.state[0]));
             sync();
         }
         int added = 0;
         pipeline_state<Shared::stages> at;
 #pragma unroll 1
-        for (int n = 0; n < item.end - item.begin; ++n) {
+        for (int n = 0; n < work.end - work.begin; ++n) {
             const float scale = unit(n);
             if (n > 0) wait(shared.linear_empty, (n - 1) % 2);
-            publish_parts(sums, shared.state, scale);
-            if (laneid() < LolcatsSums<K>::warp_pairs) {
+            sums.store_operand(shared.state, scale);
+            if (laneid() < LolcatsRunningState<K>::warp_pairs) {
                 const float2 x = {scale * sums.denominator.x, scale * sums.denominator.y};
                 const packed_type<T> high = pack_pair<T>(x.x, x.y);
                 const float2 whole = unpack_pair<T>(high);
-                const int feature = LolcatsSums<K>::own_feature();
+                const int feature = LolcatsRunningState<K>::own_feature();
                 arch::store_shared(shared.denominator.address_of(feature), high);
                 arch::store_shared(shared.denominator.address_of(Shared::pitch + feature),
                                    pack_pair<T>(x.x - whole.x, x.y - whole.y));
@@ -241,21 +234,21 @@ struct LinearRole {
                 if (warpgroup::laneid() == 0) shared.scratch.set(8, scale);
             }
             arch::fence_async_shared();
-            release_by_warp(shared.linear_full);
-            if (adds_chunk(g, item, n)) {
+            signal_by_warp(shared.linear_full);
+            if (adds_chunk(g, work, n)) {
                 wait(shared.full[at.stage], at.phase);
                 wait(shared.k_features_full, added++ % 2);
                 sums.issue(shared.k_features, shared.stage[at.stage].v);
                 count_features(sums, shared.k_features);
                 sums.wait();
-                release_by_warp(shared.k_features_empty);
+                signal_by_warp(shared.k_features_empty);
             }
-            release(shared.empty[at.stage]);
+            signal(shared.empty[at.stage]);
             at.advance();
         }
-        if (item.last() && g.final.numerator != nullptr) {
-            sums.store(g.final.numerator + item.line * floats,
-                       g.final.denominator + int64_t(item.line) * 2 * K::features);
+        if (work.last() && g.final.numerator != nullptr) {
+            sums.store(g.final.numerator + work.batch_head * floats,
+                       g.final.denominator + int64_t(work.batch_head) * 2 * K::features);
         }
     }
 };
@@ -267,24 +260,8 @@ struct WindowRole {
     using scores = rt_fl<16, CHUNK>;
     const LolcatsGlobals<K>& g;
     Shared& shared;
-    const LolcatsItem& item;
+    const LolcatsWorkTile& work;
 
-    static __device__ __forceinline__ int own_row() {
-        return 16 * warpgroup::warpid() + laneid() / 4;
-    }
-    // Calls f(value, column, true for the lower row).
-    template <any_register_tile Tile, class F>
-    static __device__ __forceinline__ void for_each(Tile& tile, F f) {
-        const int column = 2 * (laneid() % 4);
-#pragma unroll
-        for (int j = 0; j < Tile::width; ++j) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                f(tile.tiles[0][j].data[i].x, 16 * j + 8 * (i / 2) + column, i % 2 == 1);
-                f(tile.tiles[0][j].data[i].y, 16 * j + 8 * (i / 2) + column + 1, i % 2 == 1);
-            }
-        }
-    }
     // -inf for the tokens after a query, in its own chunk.
     static __device__ __forceinline__ void mask(scores& s) {
         const int band = arch::warp_uniform(warpgroup::warpid());
@@ -305,7 +282,7 @@ struct WindowRole {
         }
     }
     static __device__ __forceinline__ void find_maximum(scores& s, float2& top) {
-        for_each(s, [&](float& x, int, bool low) {
+        for_each_element(s, [&](float& x, int, bool low) {
             float& t = low ? top.y : top.x;
             t = fmaxf(t, x);
         });
@@ -313,7 +290,7 @@ struct WindowRole {
     // exp2(s unit - shift), rounded to an operand; their sums are added up.
     static __device__ __forceinline__ void weigh(rt<T, 16, CHUNK>& weights, scores& s, float unit,
                                                  float2 shift, float2& sum) {
-        for_each(s, [&](float& x, int, bool low) {
+        for_each_element(s, [&](float& x, int, bool low) {
             x = arch::exp2_approx(fmaf(x, unit, low ? -shift.y : -shift.x));
             (low ? sum.y : sum.x) += x;
         });
@@ -330,7 +307,7 @@ struct WindowRole {
     // the tensor cores: one column for the high parts, one for the low ones.
     static __device__ __forceinline__ float2 dot(const Shared& shared) {
         constexpr int tile_bytes = int(sizeof(shared.q_features[0]));
-        const TileParts<typename K::feature_tile> parts(shared.q_features[0],
+        const MatrixRows<typename K::feature_tile> rows(shared.q_features[0],
                                                         16 * warpgroup::warpid());
         // ldmatrix: 8 columns, of which two differ from 0, of 8 features.
         const uint32_t place = shared.denominator.address_of(
@@ -345,7 +322,7 @@ struct WindowRole {
             for (int i = 0; i < 2; ++i) {
                 uint32_t words[4];
                 arch::load_matrix_x4(words[0], words[1], words[2], words[3],
-                                     parts.at((block + i) % 4, block / 4 * tile_bytes));
+                                     rows.at((block + i) % 4, block / 4 * tile_bytes));
                 const uint32_t pair[2] = {columns[2 * i], columns[2 * i + 1]};
                 const float before[4] = {sum[0], sum[1], sum[2], sum[3]};
                 arch::mma_sync<T, T>::fma(sum, words, pair, before);
@@ -355,12 +332,12 @@ struct WindowRole {
     }
     __device__ __forceinline__ void store_row(float* rows, int row, float x) const {
         if (rows == nullptr || row < 0 || row >= g.length) return;
-        arch::store_global(rows + int64_t(item.line) * g.length + row, x);
+        arch::store_global(rows + int64_t(work.batch_head) * g.length + row, x);
     }
 
     // A chunk that begins in the caches, which TMA cannot store: its coordinates are not negative.
     __device__ __forceinline__ void store_new_rows(rt_fl<16, K::head_dim>& out, int row) const {
-        T* to = g.out.raw_ptr + int64_t(item.line) * g.length * K::head_dim;
+        T* to = g.out.raw_ptr + int64_t(work.batch_head) * g.length * K::head_dim;
 #pragma unroll
         for (int j = 0; j < K::head_dim / 16; ++j) {
 #pragma unroll
@@ -379,8 +356,8 @@ struct WindowRole {
     __device__ __forceinline__ void run() {
         constexpr float scale = K::head_dim == 128 ? 0.08838834764831845f : 0.125f;
         constexpr float unit = scale * LOG2_E;
-        const float beta = arch::load_global_readonly(g.beta + item.head);
-        const int count = item.end - item.begin, row = own_row();
+        const float beta = arch::load_global_readonly(g.beta + work.head);
+        const int count = work.end - work.begin, row = lane_row();
         wait(shared.full[0], 0);
         pipeline_state<Shared::stages> before, own;
         pipeline_state<Shared::query_stages> q_at;
@@ -388,7 +365,7 @@ struct WindowRole {
         int last_query = 0;
 #pragma unroll 1
         for (int n = 0; n < count; ++n) {
-            auto& shared = fresh_addresses(this->shared);
+            auto& shared = rematerialized(this->shared);
             auto& q = shared.q[q_at.stage];
             scores prior, diagonal;
             wait(shared.q_full[q_at.stage], q_at.phase);
@@ -409,8 +386,9 @@ struct WindowRole {
                 inverse_unit = 1.0f / common;
             }
             warpgroup::mma_async_wait<0>(prior);
-            pin_tile(diagonal);
-            if (item.begin + n == 0) for_each(prior, [](float& x, int, bool) { x = -INFINITY; });
+            pin(diagonal);
+            if (work.begin + n == 0)
+                for_each_element(prior, [](float& x, int, bool) { x = -INFINITY; });
             mask(diagonal);
             float2 top = {-INFINITY, -INFINITY};
             find_maximum(prior, top);
@@ -441,10 +419,10 @@ struct WindowRole {
             const float2 linear = dot(shared);
             sum = {quad_sum(sum.x + linear.x), quad_sum(sum.y + linear.y)};
             warpgroup::mma_async_wait<2>();
-            release_by_warp(shared.q_features_empty);
-            release_by_warp(shared.linear_empty);
+            signal_by_warp(shared.q_features_empty);
+            signal_by_warp(shared.linear_empty);
             if (laneid() % 4 == 0) {
-                const int first = item.terrace.row(item.begin + n) + row;
+                const int first = work.terrace.row(work.begin + n) + row;
                 store_row(g.maxima, first, scale * top.x);
                 store_row(g.maxima, first + 8, scale * top.y);
                 store_row(g.denominators, first, inverse_unit * sum.x);
@@ -453,11 +431,12 @@ struct WindowRole {
             const float2 reciprocal = {arch::reciprocal_approx(sum.x),
                                        arch::reciprocal_approx(sum.y)};
             warpgroup::mma_async_wait<0>(out);
-            release(shared.empty[prior_stage]);
-            for_each(out, [&](float& x, int, bool low) { x *= low ? reciprocal.y : reciprocal.x; });
-            const int first_row = item.terrace.row(item.begin + n);
+            signal(shared.empty[prior_stage]);
+            for_each_element(
+                out, [&](float& x, int, bool low) { x *= low ? reciprocal.y : reciprocal.x; });
+            const int first_row = work.terrace.row(work.begin + n);
             if (first_row >= 0) {
-                const TileParts<typename K::token_tile> parts(q, 16 * warpgroup::warpid());
+                const MatrixRows<typename K::token_tile> rows(q, 16 * warpgroup::warpid());
 #pragma unroll
                 for (int j = 0; j < K::head_dim / 16; ++j) {
                     packed_type<T> part[4];
@@ -466,11 +445,11 @@ struct WindowRole {
                         const float2 pair = out.tiles[0][j].data[i];
                         part[i] = pack_pair<T>(pair.x, pair.y);
                     }
-                    parts.store(j, part);
+                    rows.store(j, part);
                 }
                 warpgroup::sync(WINDOW_BARRIER);
                 if (warpgroup::laneid() == 0)
-                    tma::store_async(g.out, q, elements(item.b, item.head, first_row, 0));
+                    tma::store_async(g.out, q, elements(work.b, work.head, first_row, 0));
             } else {
                 store_new_rows(out, first_row + row);
             }
@@ -489,23 +468,23 @@ __global__ __launch_bounds__(LOLCATS_THREADS, 1) void lolcats_forward_kernel(
     const int role = arch::warp_uniform(warpgroup::groupid());
     // The other roles use nothing that the kernels before this one make, but first rows, for which
     // the kernel that sums segments has waited.
-    if (role == 0 || g.sums == nullptr)
+    if (role == 0 || g.segment_states == nullptr)
         arch::wait_for_dependencies();
     else
         arch::skip_dependencies();
-    const LolcatsItem item = g.item();
+    const LolcatsWorkTile work = g.work_tile();
     if (role == 3) {
         warpgroup::decrease_registers<LOLCATS_PRODUCER_REGISTERS>();
-        if (warpgroup::elect_leader() && item.begin < item.end) lolcats_produce(g, shared, item);
+        if (warpgroup::elect_leader() && work.begin < work.end) lolcats_produce(g, shared, work);
     } else if (role == 2) {
         warpgroup::decrease_registers<LOLCATS_FEATURE_REGISTERS>();
-        if (item.begin < item.end) FeatureRole<K>{g, shared, item}.run();
+        if (work.begin < work.end) FeatureRole<K>{g, shared, work}.run();
     } else if (role == 1) {
         warpgroup::increase_registers<LOLCATS_WINDOW_REGISTERS<K>>();
-        if (item.begin < item.end) WindowRole<K>{g, shared, item}.run();
+        if (work.begin < work.end) WindowRole<K>{g, shared, work}.run();
     } else {
         warpgroup::increase_registers<LOLCATS_LINEAR_REGISTERS<K>>();
-        if (item.begin < item.end) LinearRole<K>{g, shared, item, {}}.run();
+        if (work.begin < work.end) LinearRole<K>{g, shared, work, {}}.run();
     }
 }
 
@@ -525,7 +504,7 @@ void launch_lolcats_forward(const LolcatsParams& params, const LolcatsWorkspace&
         .beta = params.beta,
         .initial = params.initial,
         .final = params.final,
-        .sums = workspace.sums,
+        .segment_states = workspace.segment_states,
         .maxima = params.maxima,
         .denominators = params.denominators,
         .heads = int(p.heads),

@@ -4,13 +4,13 @@
 //   window   dV = w^T dO, dK = dA^T Q / sqrt(D)
 //   linear   dV += phi(K) R; dphi_j = R v_j - r; back through both softmaxes to dz; dK += dz W^T
 // A block walks backwards over the chunks of one head, with four warpgroups: linear, one for each
-// sign of the feature map (gradient_signs.cuh; leave phi(K), R and dz in shared memory),
+// sign of the feature map (key_gradient_linear.cuh; leave phi(K), R and dz in shared memory),
 // window (dV, then dK, keys as rows), and one of which a thread brings the operands and another
 // stores dV and dK. Scores are the other kernel's transposed, with the same bits: what is a row's
 // maximum is found by comparison.
 #pragma once
 
-#include "csrc/linear_attention/lolcats/gradient_signs.cuh"
+#include "csrc/linear_attention/lolcats/key_gradient_linear.cuh"
 
 namespace thunderkittens::linear_attention {
 
@@ -27,8 +27,8 @@ struct KeyGradientGlobals {
     RowsLayout rows;
     WeightsLayout weights;
     const int* lengths;
-    const float* sums;  // behind each segment; null: there is one
-    float *dk_parts, *dv_parts;
+    const float* segment_states;  // behind each segment; null: there is one
+    float *dk_partials, *dv_partials;
     const int* queries_done;
     int* done;  // of each head; null, both: the kernels before have to be
     int heads, length, segments;
@@ -81,27 +81,27 @@ struct KeyGradientShared {
 template <class K>
 __device__ __forceinline__ void produce_for_keys(const KeyGradientGlobals<K>& g,
                                                  KeyGradientShared<K>& shared,
-                                                 const LolcatsItem& item) {
+                                                 const LolcatsWorkTile& work) {
     tma::expect(shared.maps, shared.q_map, shared.k_map);
-    tma::load_async(shared.q_map, g.q_map, elements(0, item.head, 0, 0), shared.maps);
-    tma::load_async(shared.k_map, g.k_map, elements(0, item.head, 0, 0), shared.maps);
+    tma::load_async(shared.q_map, g.q_map, elements(0, work.head, 0, 0), shared.maps);
+    tma::load_async(shared.k_map, g.k_map, elements(0, work.head, 0, 0), shared.maps);
     const auto load_queries = [&](int n) {
-        const int stage = n % 2, chunk = item.end - n, row = item.terrace.row(chunk);
+        const int stage = n % 2, chunk = work.end - n, row = work.terrace.row(chunk);
         wait(shared.queries_empty[stage], n / 2 % 2 ^ 1);
         auto& to = shared.queries[stage];
         semaphore& full = shared.queries_full[stage];
         tma::expect(full, to.q, to.grad_out, to.rows, to.weights);
-        tma::load_async(to.q, g.q, elements(item.b, item.head, row, 0), full);
-        tma::load_async(to.grad_out, g.grad_out, elements(item.b, item.head, row, 0), full);
-        tma::load_async(to.rows, g.rows, {0, 0, item.line, chunk}, full);
-        tma::load_async(to.weights, g.weights, {0, 0, item.line, chunk}, full);
+        tma::load_async(to.q, g.q, elements(work.b, work.head, row, 0), full);
+        tma::load_async(to.grad_out, g.grad_out, elements(work.b, work.head, row, 0), full);
+        tma::load_async(to.rows, g.rows, {0, 0, work.batch_head, chunk}, full);
+        tma::load_async(to.weights, g.weights, {0, 0, work.batch_head, chunk}, full);
     };
-    if (g.queries_done != nullptr) wait_until_done(g.queries_done + item.line);
+    if (g.queries_done != nullptr) wait_for_flag(g.queries_done + work.batch_head);
     load_queries(0);
-    for (int n = 0; n < item.end - item.begin; ++n) {
+    for (int n = 0; n < work.end - work.begin; ++n) {
         // Keys become free before queries do.
         wait(shared.keys_empty, n % 2 ^ 1);
-        g.kv.load(shared.k, shared.v, item, item.end - 1 - n, g.continued, shared.keys_full);
+        g.kv.load(shared.k, shared.v, work, work.end - 1 - n, g.continued, shared.keys_full);
         load_queries(n + 1);
     }
 }
@@ -111,11 +111,11 @@ __device__ __forceinline__ void produce_for_keys(const KeyGradientGlobals<K>& g,
 template <class K>
 __device__ __forceinline__ void store_key_gradients(const KeyGradientGlobals<K>& g,
                                                     KeyGradientShared<K>& shared,
-                                                    const LolcatsItem& item) {
-    for (int n = 0; n < item.end - item.begin; ++n) {
-        const int row = item.terrace.row(item.end - 1 - n);
-        const bool stores = g.want_keys && g.dk_parts == nullptr && row >= 0;
-        const auto at = elements(item.b, item.head, row, 0);
+                                                    const LolcatsWorkTile& work) {
+    for (int n = 0; n < work.end - work.begin; ++n) {
+        const int row = work.terrace.row(work.end - 1 - n);
+        const bool stores = g.want_keys && g.dk_partials == nullptr && row >= 0;
+        const auto at = elements(work.b, work.head, row, 0);
         wait(shared.dv_full, n % 2);
         if (stores) {
             tma::store_async(g.dv, shared.result, at);
@@ -142,32 +142,33 @@ struct KeyLinearRole : SignRole<K, sign> {
     using Base::sums;
 
     __device__ __forceinline__ void run(const KeyGradientGlobals<K>& g, KeyGradientShared<K>& all,
-                                        const LolcatsItem& item) {
+                                        const LolcatsWorkTile& work) {
         constexpr int64_t floats = int64_t(2 * K::features) * K::head_dim;
         sums.clear();
-        if (g.sums != nullptr) {
-            const float* behind = g.sums + (int64_t(item.line) * g.segments + item.segment) *
-                                               (floats + 2 * K::features);
+        if (g.segment_states != nullptr) {
+            const float* behind =
+                g.segment_states +
+                (int64_t(work.batch_head) * g.segments + work.segment) * (floats + 2 * K::features);
             sums.add(behind, behind + floats);
         }
         // In bf16 the denominator stays in shared memory. In half its terms are out of range for
         // the tensor cores.
-        if constexpr (!G::is_half) sums.publish_denominator(all.denominator);
+        if constexpr (!G::is_half) sums.store_denominator(all.denominator);
         Base::clear_padding(all.q_features[sign]);
         Base::clear_padding(all.k_features[sign]);
         wait(all.maps, 0);
-        const int count = item.end - item.begin;
+        const int count = work.end - work.begin;
 #pragma unroll 1
         for (int n = 0; n < count; ++n) {
-            auto& shared = recomputed(all);
+            auto& shared = rematerialized(all);
             const int stage = n % 2;
             auto& behind = shared.queries[stage];
             typename K::projection z, gradient;
             const float range = Base::range_factor(shared.scratch, n);
             if (n > 0) wait(shared.features_empty, (n - 1) % 2);
-            sums.publish(shared.state[sign], range);
+            sums.store_operand(shared.state[sign], range);
             if constexpr (G::is_half) {
-                sums.publish_denominator(shared.denominator);
+                sums.store_denominator(shared.denominator);
                 if (sign == 0 && warpgroup::laneid() == 0)
                     shared.unit.set(n % 2, range * G::weight_unit);
             }
@@ -207,7 +208,7 @@ struct KeyLinearRole : SignRole<K, sign> {
             Base::sync();
             signal(shared.features_full);
             warpgroup::mma_async_wait<0>(gradient);
-            pin_tile(sums.numerator);
+            pin(sums.numerator);
             signal(shared.queries_empty[stage]);
             signal(shared.keys_empty);
             constexpr float b = 1.0f / G::weight_unit;
@@ -224,13 +225,13 @@ struct KeyLinearRole : SignRole<K, sign> {
                 signal(shared.projected_full);
                 if (g.want_projected && warpgroup::laneid() == 0) {
                     tma::store_async(g.projected, shared.projected,
-                                     elements(0, item.line, (item.end - 1 - n) * CHUNK, 0));
+                                     elements(0, work.batch_head, (work.end - 1 - n) * CHUNK, 0));
                 }
             }
         }
         if (sign == 1 && warpgroup::laneid() == 0) {
             tma::store_async_wait();
-            if (g.done != nullptr) set_done(g.done + item.line);
+            if (g.done != nullptr) set_flag(g.done + work.batch_head);
         }
     }
 };
@@ -242,7 +243,7 @@ struct KeyWindowRole {
     static constexpr int barrier = KEY_WINDOW_BARRIER;
     const KeyGradientGlobals<K>& g;
     KeyGradientShared<K>& shared;
-    const LolcatsItem& item;
+    const LolcatsWorkTile& work;
 
     // The transposed weights and gradients of scores, of a chunk of queries.
     template <bool diagonal>
@@ -281,19 +282,19 @@ struct KeyWindowRole {
     }
 
     // From a tile that is free; the storing thread brings it on.
-    __device__ __forceinline__ void store(const typename K::token_layout& to, float* part,
+    __device__ __forceinline__ void store(const typename K::token_layout& to, float* partial,
                                           typename K::token_tile& tile, semaphore& full,
                                           const typename G::output& result, int chunk) {
-        const int row = item.terrace.row(chunk);
+        const int row = work.terrace.row(chunk);
         if (g.want_keys) {
-            if (part != nullptr) {
-                store_rows(part + int64_t(item.line) * g.length * K::head_dim, g.length, row,
-                           result);
+            if (partial != nullptr) {
+                store_rows(partial + int64_t(work.batch_head) * g.length * K::head_dim, g.length,
+                           row, result);
             } else if (row < 0) {
-                store_rows(to.raw_ptr + int64_t(item.line) * g.length * K::head_dim, g.length, row,
-                           result);
+                store_rows(to.raw_ptr + int64_t(work.batch_head) * g.length * K::head_dim, g.length,
+                           row, result);
             } else {
-                const TileParts<typename K::token_tile> parts(tile, 16 * warpgroup::warpid());
+                const MatrixRows<typename K::token_tile> rows(tile, 16 * warpgroup::warpid());
 #pragma unroll
                 for (int j = 0; j < K::head_dim / 16; ++j) {
                     packed_type<T> part_of[4];
@@ -302,7 +303,7 @@ struct KeyWindowRole {
                         const float2 pair = result.tiles[0][j].data[i];
                         part_of[i] = pack_pair<T>(pair.x, pair.y);
                     }
-                    parts.store(j, part_of);
+                    rows.store(j, part_of);
                 }
                 arch::fence_async_shared();
             }
@@ -312,19 +313,19 @@ struct KeyWindowRole {
     }
 
     __device__ __forceinline__ void run() {
-        const int count = item.end - item.begin;
+        const int count = work.end - work.begin;
         wait(shared.maps, 0);
         wait(shared.queries_full[0], 0);
 #pragma unroll 1
         for (int n = 0; n < count; ++n) {
-            const int stage = n % 2, chunk = item.end - 1 - n;
+            const int stage = n % 2, chunk = work.end - 1 - n;
             // Of the queries of the chunk behind, then of the keys' own. A loop: unrolled, the
             // exponentials of the first sink below the scores of the second, for which there are
             // too few registers.
             typename G::weights weights, gradient, behind_weights, behind_gradient;
 #pragma unroll 1
             for (int block = 0; block < 2; ++block) {
-                auto& shared = recomputed(this->shared);
+                auto& shared = rematerialized(this->shared);
                 auto& queries = shared.queries[stage ^ block];
                 typename G::scores scores, products;
                 behind_weights = weights;
@@ -337,7 +338,7 @@ struct KeyWindowRole {
                 warpgroup::mm_ABt(scores, shared.k, queries.q);
                 warpgroup::mm_ABt(products, shared.v, queries.grad_out);
                 warpgroup::mma_async_wait<0>(scores);
-                pin_tile(products);
+                pin(products);
                 if (block == 0) {
                     differentiate<false>(weights, gradient, scores, products, queries.rows);
                 } else {
@@ -348,11 +349,11 @@ struct KeyWindowRole {
             typename G::output result;
             discard(result);
             {
-                auto& shared = recomputed(this->shared);
+                auto& shared = rematerialized(this->shared);
                 warpgroup::mm_AB(result, behind_weights, shared.queries[stage].grad_out);
                 warpgroup::mma_AB(result, weights, shared.queries[stage ^ 1].grad_out);
             }
-            auto& shared = recomputed(this->shared);
+            auto& shared = rematerialized(this->shared);
             wait(shared.features_full, n % 2);
             float unit = 1.0f;
             if constexpr (G::is_half) {
@@ -367,9 +368,9 @@ struct KeyWindowRole {
             if constexpr (G::is_half) scale_tile(result, 1.0f / unit);
             signal(shared.features_empty);
             if (n > 0) wait(shared.dv_empty, (n - 1) % 2);
-            store(g.dv, g.dv_parts, shared.result, shared.dv_full, result, chunk);
+            store(g.dv, g.dv_partials, shared.result, shared.dv_full, result, chunk);
             discard(result);
-            auto& last = recomputed(this->shared);
+            auto& last = rematerialized(this->shared);
             auto &behind = last.queries[stage], &own = last.queries[stage ^ 1];
             warpgroup::mm_AB(result, behind_gradient, behind.q);
             warpgroup::mma_AB(result, gradient, own.q);
@@ -379,7 +380,7 @@ struct KeyWindowRole {
             // All have read the queries behind: their slot takes dK.
             warpgroup::sync(barrier);
             signal(shared.projected_empty);
-            store(g.dk, g.dk_parts, behind.q, shared.dk_full, result, chunk);
+            store(g.dk, g.dk_partials, behind.q, shared.dk_full, result, chunk);
         }
     }
 };
@@ -394,28 +395,28 @@ __global__ __launch_bounds__(LOLCATS_KEY_THREADS, 1) void lolcats_key_gradient_k
         arch::wait_for_dependencies();
     } else {
         arch::skip_dependencies();
-        if (threadIdx.x == 0) clear_done(g.done + blockIdx.x);
+        if (threadIdx.x == 0) clear_flag(g.done + blockIdx.x);
     }
     arch::sync_block();
     arch::launch_dependents();
-    const LolcatsItem item(int(blockIdx.x), g.heads, g.segments, g.lengths, g.length);
+    const LolcatsWorkTile work(int(blockIdx.x), g.heads, g.segments, g.lengths, g.length);
     const int role = arch::warp_uniform(warpgroup::groupid());
     if (role == KEY_PRODUCER_ROLE) {
         warpgroup::decrease_registers<KEY_PRODUCER_REGISTERS>();
-        if (item.begin >= item.end) return;
-        if (warpgroup::elect_leader()) produce_for_keys(g, shared, item);
+        if (work.begin >= work.end) return;
+        if (warpgroup::elect_leader()) produce_for_keys(g, shared, work);
         const int warp = arch::warp_uniform(warpgroup::warpid());
-        if (warp == 1 && laneid() == 0) store_key_gradients(g, shared, item);
+        if (warp == 1 && laneid() == 0) store_key_gradients(g, shared, work);
     } else if (role == KEY_WINDOW_ROLE) {
         warpgroup::increase_registers<KEY_WINDOW_REGISTERS>();
-        if (item.begin < item.end) KeyWindowRole<K>{g, shared, item}.run();
+        if (work.begin < work.end) KeyWindowRole<K>{g, shared, work}.run();
     } else {
         warpgroup::increase_registers<KEY_LINEAR_REGISTERS>();
-        if (item.begin >= item.end) return;
+        if (work.begin >= work.end) return;
         if (role == 0)
-            KeyLinearRole<K, 0>().run(g, shared, item);
+            KeyLinearRole<K, 0>().run(g, shared, work);
         else
-            KeyLinearRole<K, 1>().run(g, shared, item);
+            KeyLinearRole<K, 1>().run(g, shared, work);
     }
 }
 
@@ -429,25 +430,25 @@ void launch_lolcats_key_gradient(const LolcatsBackwardParams& params,
     const auto tokens = [&](const Operand& x) {
         return token_layout_of<typename K::token_layout>(x, p, p.heads, p.length);
     };
-    const bool parts = w.dk_parts != nullptr;
+    const bool partials = w.dk_partials != nullptr;
     const bool want = params.dk.data != nullptr || params.dv.data != nullptr;
-    const int64_t lines = p.batch * p.heads, chunks = chunks_of(p);
+    const int64_t batch_heads = p.batch * p.heads, chunks = chunks_of(p);
     const KeyGradientGlobals<K> globals{
         .q = tokens(call.q),
         .grad_out = tokens(params.grad_out),
         // A tensor map needs an address, also where nothing goes through it.
-        .dk = tokens(want && !parts ? params.dk : call.q),
-        .dv = tokens(want && !parts ? params.dv : call.q),
+        .dk = tokens(want && !partials ? params.dk : call.q),
+        .dv = tokens(want && !partials ? params.dv : call.q),
         .kv = KeysAndValues<K>(call, w.forward),
         .q_map = map_layout_of<typename K::map_layout>(call.q_map, p.heads),
         .k_map = map_layout_of<typename K::map_layout>(call.k_map, p.heads),
         .projected = projected_layout_of<K>(w.dk_projected, p),
-        .rows = RowsLayout(w.rows, nullptr, nullptr, lines, chunks * CHUNK * 4),
-        .weights = WeightsLayout(w.weights, nullptr, nullptr, lines, chunks * CHUNK * 2),
+        .rows = RowsLayout(w.rows, nullptr, nullptr, batch_heads, chunks * CHUNK * 4),
+        .weights = WeightsLayout(w.weights, nullptr, nullptr, batch_heads, chunks * CHUNK * 2),
         .lengths = call.initial.lengths,
-        .sums = w.sums,
-        .dk_parts = w.dk_parts,
-        .dv_parts = w.dv_parts,
+        .segment_states = w.segment_states,
+        .dk_partials = w.dk_partials,
+        .dv_partials = w.dv_partials,
         .queries_done = w.queries_done,
         .done = w.keys_done,
         .heads = int(p.heads),
@@ -457,7 +458,7 @@ void launch_lolcats_key_gradient(const LolcatsBackwardParams& params,
         .want_keys = want,
         .want_projected = params.dk_map != nullptr};
     kittens::launch({.dependent = true}, lolcats_key_gradient_kernel<K>,
-                    dim3(unsigned(lines * call.segments)), dim3(LOLCATS_KEY_THREADS), dim3(1),
+                    dim3(unsigned(batch_heads * call.segments)), dim3(LOLCATS_KEY_THREADS), dim3(1),
                     LOLCATS_KEY_BYTES, stream, globals);
 }
 

@@ -83,7 +83,9 @@ constexpr int64_t chunks_of(const LolcatsProblem& p) {
     return (p.length + (p.continued ? CACHE - 1 : 0) + CHUNK - 1) / CHUNK;
 }
 // fp32 numbers of a state's sums, the denominator's behind the numerator's.
-constexpr int64_t sums_floats(const LolcatsProblem& p) { return 2 * p.features * (p.head_dim + 1); }
+constexpr int64_t state_floats_of_head(const LolcatsProblem& p) {
+    return 2 * p.features * (p.head_dim + 1);
+}
 
 // Contiguous; null where there is none.
 struct LolcatsStatePointers {
@@ -109,7 +111,7 @@ constexpr bool scans(int64_t segments) { return segments > ADDED_SEGMENTS; }
 
 // Sums of all segments; the caches' tokens and the first new ones, in order.
 constexpr int64_t segment_floats(const LolcatsProblem& p, int64_t segments) {
-    return segments > 1 ? p.batch * p.heads * segments * sums_floats(p) : 0;
+    return segments > 1 ? p.batch * p.heads * segments * state_floats_of_head(p) : 0;
 }
 constexpr int64_t first_rows_floats(const LolcatsProblem& p) {
     return p.continued ? p.batch * p.kv_heads * CACHE * p.head_dim / 2 : 0;
@@ -128,7 +130,7 @@ struct LolcatsDecodeParams {
 };
 
 // Dynamic shared memory of a block.
-constexpr int LOLCATS_FORWARD_BYTES = 227 * 1024, LOLCATS_SUMS_BYTES = 180 * 1024;
+constexpr int LOLCATS_FORWARD_BYTES = 227 * 1024, LOLCATS_SEGMENT_STATES_BYTES = 180 * 1024;
 
 std::string unsupported(const LolcatsProblem& problem, const DeviceProperties& device);
 LolcatsChoice choose(const LolcatsProblem& problem, const DeviceProperties& device);
@@ -141,7 +143,7 @@ std::vector<KernelInfo> lolcats_decode_kernels();
 
 // Where the kernels find what other kernels have made.
 struct LolcatsWorkspace {
-    float* sums = nullptr;                                // of each segment; null: there is one
+    float* segment_states = nullptr;                      // of each segment; null: there is one
     void *first_keys = nullptr, *first_values = nullptr;  // null: no initial state
 };
 
@@ -150,15 +152,15 @@ void launch_lolcats_forward(const LolcatsParams& params, const LolcatsWorkspace&
                             Stream stream);
 // The sums that each segment adds to its successor's.
 template <DType dtype, int head_dim, int features>
-void launch_lolcats_sums(const LolcatsParams& params, const LolcatsWorkspace& workspace,
-                         Stream stream);
+void launch_lolcats_segment_states(const LolcatsParams& params, const LolcatsWorkspace& workspace,
+                                   Stream stream);
 // Replaces them by the sums of all segments before.
 void launch_lolcats_scan(const LolcatsParams& params, const LolcatsWorkspace& workspace,
                          Stream stream);
 // The rows of the caches and the first new ones, in order; and the final state's caches.
 void launch_lolcats_first_rows(const LolcatsParams& params, const LolcatsWorkspace& workspace,
                                Stream stream);
-void launch_lolcats_caches(const LolcatsParams& params, Stream stream);
+void launch_lolcats_kv_cache(const LolcatsParams& params, Stream stream);
 template <DType dtype, int head_dim, int features>
 void launch_lolcats_decode(const LolcatsDecodeParams& params, Stream stream);
 

@@ -61,27 +61,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lolcats_backw
         for (Tensor& x : grads) zero_(x);
         return results();
     }
-    const Tensor q = for_tensor_map(q_in), k = for_tensor_map(k_in), v = for_tensor_map(v_in);
-    const Tensor q_map = for_tensor_map(q_map_in), k_map = for_tensor_map(k_map_in);
+    const LolcatsOperands<Tensor> in(q_in, k_in, v_in, q_map_in, k_map_in, alpha_in, beta_in);
     const Tensor grad_out = for_tensor_map(grad_out_in), out = for_tensor_map(out_in);
-    const Tensor alpha = packed(alpha_in);
-    const Tensor beta = packed(beta_in);
     const Tensor denominators = packed(denominators_in);
     const LolcatsBackwardChoice choice =
         on.chosen("lolcats_backward", choose_lolcats_backward(p, device));
-    const Tensor workspace =
-        empty({lolcats_backward_workspace(p, choice.segments, choice.map_parts)}, DType::fp32, q);
+    const Tensor workspace = empty(
+        {lolcats_backward_workspace(p, choice.segments, choice.map_splits)}, DType::fp32, in.q);
     call.segments = choice.segments;
-    call.q = operand(q);
-    call.k = operand(k);
-    call.v = operand(v);
+    in.fill(call);
     call.out = operand(out);
-    call.q_map = operand(q_map);
-    call.k_map = operand(k_map);
-    call.alpha = data_as<const float>(alpha);
-    call.beta = data_as<const float>(beta);
     call.initial = initial.pointers();
-    params.map_parts = choice.map_parts;
+    params.map_splits = choice.map_splits;
     params.grad_out = operand(grad_out);
     params.denominators = data_as<const float>(denominators);
     if (needs[DQ]) params.dq = operand(grads[DQ]);
@@ -91,16 +82,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lolcats_backw
     if (needs[DALPHA]) params.grad_alpha = data_as<float>(grads[DALPHA]);
     if (needs[DBETA]) params.grad_beta = data_as<float>(grads[DBETA]);
     params.workspace = data_as<float>(workspace);
-    auto launch = on.launch("lolcats", choice, q);
-    launch.may_read("q", q);
-    launch.may_read("k", k);
-    launch.may_read("v", v);
-    launch.may_read("q_map", q_map);
-    launch.may_read("k_map", k_map);
+    auto launch = on.launch("lolcats", choice, in.q);
+    in.may_read(launch);
     launch.may_read("grad_out", grad_out);
     launch.may_read("out", out);
-    launch.may_read("alpha", alpha);
-    launch.may_read("beta", beta);
     launch.may_read("denominators", denominators);
     initial.may_read(launch);
     constexpr std::array<const char*, 7> names = {"dq",     "dk",         "dv",       "dq_map",

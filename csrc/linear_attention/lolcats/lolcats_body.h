@@ -56,21 +56,12 @@ LolcatsResults<Tensor> lolcats_body(const Backend<Tensor>& on, const Tensor& q_i
         if (return_state) Backend<Tensor>::add(r.lengths, p.length);
         return r;
     }
-    const Tensor q = for_tensor_map(q_in), k = for_tensor_map(k_in), v = for_tensor_map(v_in);
-    const Tensor q_map = for_tensor_map(q_map_in), k_map = for_tensor_map(k_map_in);
-    const Tensor alpha = packed(alpha_in);
-    const Tensor beta = packed(beta_in);
+    const LolcatsOperands<Tensor> in(q_in, k_in, v_in, q_map_in, k_map_in, alpha_in, beta_in);
     const LolcatsChoice choice = on.chosen("lolcats", choose(p, device));
-    const Tensor workspace = empty({lolcats_workspace(p, choice.segments)}, wide, q);
+    const Tensor workspace = empty({lolcats_workspace(p, choice.segments)}, wide, in.q);
     params.segments = choice.segments;
-    params.q = operand(q);
-    params.k = operand(k);
-    params.v = operand(v);
+    in.fill(params);
     params.out = operand(r.out);
-    params.q_map = operand(q_map);
-    params.k_map = operand(k_map);
-    params.alpha = data_as<const float>(alpha);
-    params.beta = data_as<const float>(beta);
     params.initial = initial.pointers();
     if (return_state) params.final = pointers_of(final);
     if (keep_rows) {
@@ -78,14 +69,8 @@ LolcatsResults<Tensor> lolcats_body(const Backend<Tensor>& on, const Tensor& q_i
         params.denominators = data_as<float>(r.denominators);
     }
     params.workspace = data_as<float>(workspace);
-    auto launch = on.launch("lolcats", choice, q);
-    launch.may_read("q", q);
-    launch.may_read("k", k);
-    launch.may_read("v", v);
-    launch.may_read("q_map", q_map);
-    launch.may_read("k_map", k_map);
-    launch.may_read("alpha", alpha);
-    launch.may_read("beta", beta);
+    auto launch = on.launch("lolcats", choice, in.q);
+    in.may_read(launch);
     initial.may_read(launch);
     for (std::size_t i = 0; i < final.size(); ++i) launch.may_write(STATE_PARTS[i], *final[i]);
     launch.may_write("out", r.out);

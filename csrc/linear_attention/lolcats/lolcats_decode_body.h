@@ -35,29 +35,14 @@ Tensor lolcats_decode_body(const Backend<Tensor>& on, const Tensor& q_in, const 
         Backend<Tensor>::add(state[4], 1);
         return out;
     }
-    const Tensor q = for_tensor_map(q_in), k = for_tensor_map(k_in), v = for_tensor_map(v_in);
-    const Tensor q_map = for_tensor_map(q_map_in), k_map = for_tensor_map(k_map_in);
-    const Tensor alpha = packed(alpha_in);
-    const Tensor beta = packed(beta_in);
-    params.q = operand(q);
-    params.k = operand(k);
-    params.v = operand(v);
+    const LolcatsOperands<Tensor> in(q_in, k_in, v_in, q_map_in, k_map_in, alpha_in, beta_in);
+    in.fill(params);
     params.out = operand(out);
-    params.q_map = operand(q_map);
-    params.k_map = operand(k_map);
-    params.alpha = data_as<const float>(alpha);
-    params.beta = data_as<const float>(beta);
     params.state = pointers_of<Tensor>({&state[0], &state[1], &state[2], &state[3], &state[4]});
     params.sliding = sliding;
     auto launch =
-        on.launch("lolcats_decode", on.chosen("lolcats_decode", choose_decode(p, device)), q);
-    launch.may_read("q", q);
-    launch.may_read("k", k);
-    launch.may_read("v", v);
-    launch.may_read("q_map", q_map);
-    launch.may_read("k_map", k_map);
-    launch.may_read("alpha", alpha);
-    launch.may_read("beta", beta);
+        on.launch("lolcats_decode", on.chosen("lolcats_decode", choose_decode(p, device)), in.q);
+    in.may_read(launch);
     for (std::size_t i = 0; i < state.size(); ++i) launch.may_write(STATE_PARTS[i], state[i]);
     launch.may_write("out", out);
     run_lolcats_decode(params, launch.stream);

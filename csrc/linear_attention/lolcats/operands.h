@@ -37,6 +37,42 @@ LolcatsProblem checked_lolcats(const char* op, const Tensor& q, const Tensor& k,
     return p;
 }
 
+// The tensors that every op of LoLCATS takes, as its kernels can read them.
+template <class Tensor>
+struct LolcatsOperands {
+    Tensor q, k, v, q_map, k_map, alpha, beta;
+
+    LolcatsOperands(const Tensor& _q, const Tensor& _k, const Tensor& _v, const Tensor& _q_map,
+                    const Tensor& _k_map, const Tensor& _alpha, const Tensor& _beta)
+        : q(for_tensor_map(_q)),
+          k(for_tensor_map(_k)),
+          v(for_tensor_map(_v)),
+          q_map(for_tensor_map(_q_map)),
+          k_map(for_tensor_map(_k_map)),
+          alpha(packed(_alpha)),
+          beta(packed(_beta)) {}
+    template <class Params>
+    void fill(Params& params) const {
+        params.q = operand(q);
+        params.k = operand(k);
+        params.v = operand(v);
+        params.q_map = operand(q_map);
+        params.k_map = operand(k_map);
+        params.alpha = data_as<const float>(alpha);
+        params.beta = data_as<const float>(beta);
+    }
+    template <class Launch>
+    void may_read(Launch& launch) const {
+        launch.may_read("q", q);
+        launch.may_read("k", k);
+        launch.may_read("v", v);
+        launch.may_read("q_map", q_map);
+        launch.may_read("k_map", k_map);
+        launch.may_read("alpha", alpha);
+        launch.may_read("beta", beta);
+    }
+};
+
 template <class Tensor>
 LolcatsStatePointers pointers_of(const std::array<Tensor*, 5>& parts) {
     return {data_as<float>(*parts[0]), data_as<float>(*parts[1]), parts[2]->data_ptr(),

@@ -11,7 +11,7 @@
 // of each row, and parts of alpha's and beta's gradient.
 #pragma once
 
-#include "csrc/linear_attention/lolcats/query_tiles.cuh"
+#include "csrc/linear_attention/lolcats/query_gradient_producer.cuh"
 
 namespace thunderkittens::linear_attention {
 
@@ -38,35 +38,40 @@ struct QueryLinearRole {
     static constexpr int barrier = 1;
     const QueryGradientGlobals<K>& g;
     QueryGradientShared<K>& shared;
-    const LolcatsItem& item;
+    const LolcatsWorkTile& work;
 
-    __device__ __forceinline__ void run() {
+    static constexpr int ALPHA = 15;  // its place in the scratch
+
+    // The state before the segment. Its denominator and alpha are kept in shared memory, because
+    // there are no registers left; a barrier is before the first use.
+    __device__ __forceinline__ void load_state(LolcatsRunningState<K>& sums) const {
         constexpr int64_t floats = int64_t(2 * K::features) * K::head_dim;
-        LolcatsSums<K> sums;
         sums.clear();
         if (g.initial.numerator != nullptr) {
-            sums.add(g.initial.numerator + item.line * floats,
-                     g.initial.denominator + int64_t(item.line) * 2 * K::features);
+            sums.add(g.initial.numerator + work.batch_head * floats,
+                     g.initial.denominator + int64_t(work.batch_head) * 2 * K::features);
         }
-        if (g.sums != nullptr) {
-            add_segments_before(sums, g.sums, item, g.segments,
+        if (g.segment_states != nullptr) {
+            add_segments_before(sums, g.segment_states, work, g.segments,
                                 arch::shared_address(&shared.state[0]));
             warpgroup::sync(barrier);
         }
-        // Kept in shared memory, because there are no registers left; a barrier is before the first
-        // use. Also alpha.
-        if (laneid() < LolcatsSums<K>::warp_pairs)
-            arch::store_shared(shared.denominator.address_of(LolcatsSums<K>::own_feature()),
+        if (laneid() < LolcatsRunningState<K>::warp_pairs)
+            arch::store_shared(shared.denominator.address_of(LolcatsRunningState<K>::own_feature()),
                                sums.denominator);
         if (laneid() % 4 == 0) shared.alpha_sums.set(warpgroup::laneid() / 4, 0.0f);
-        constexpr int alpha_place = 15;
         if (warpgroup::laneid() == 0)
-            shared.scratch.set(alpha_place, arch::load_global_readonly(g.alpha + item.head));
-        const int count = item.end - item.begin;
+            shared.scratch.set(ALPHA, arch::load_global_readonly(g.alpha + work.head));
+    }
+
+    __device__ __forceinline__ void run() {
+        LolcatsRunningState<K> sums;
+        load_state(sums);
+        const int count = work.end - work.begin;
         if (count > 0) wait(shared.maps, 0);
 #pragma unroll 1
         for (int n = 0; n < count; ++n) {
-            auto& shared = recomputed(this->shared);
+            auto& shared = rematerialized(this->shared);
             const int stage = n % 2;
             auto& queries = shared.queries[stage];
             auto& before = shared.keys[stage];  // the n-th
@@ -76,13 +81,13 @@ struct QueryLinearRole {
             warpgroup::mm_AB(z, before.k, shared.k_map);
             // The sums before this chunk's window, as operands.
             const float range = range_factor<K>(sums, shared.scratch, barrier);
-            publish_parts(sums, shared.state, range);
+            sums.store_operand(shared.state, range);
             warpgroup::mma_async_wait<0>(z);
             {
                 // The chunk before is before the window of the next; before the first is none.
                 typename K::Features features;
-                make_scaled_features<K>(features, z, item.begin + n > 0 ? 1.0f : 0.0f);
-                store_feature_parts<K>(shared.features, features);
+                make_scaled_features<K>(features, z, work.begin + n > 0 ? 1.0f : 0.0f);
+                store_feature_rows<K>(shared.features, features);
             }
             if (warpgroup::laneid() == 0) tma::store_async_read_wait();  // of the last dz
             arch::fence_async_shared();
@@ -94,10 +99,10 @@ struct QueryLinearRole {
             sums.issue(shared.features, before.v);
             wait(shared.rows_full[stage], n / 2 % 2);
             warpgroup::mma_async_wait<K::groups>(z);
-            pin_tile(gradient);
+            pin(gradient);
             const auto& rows = shared.rows[stage];
-            const auto factor = [&] { return shared.scratch.get(alpha_place) / range; };
-            const bool harmless = all_harmless<K>(z);
+            const auto factor = [&] { return shared.scratch.get(ALPHA) / range; };
+            const bool harmless = plain_exponentials_suffice<K>(z);
             // One sign at a time, because there are not registers for both beside the sums.
             rt<T, 16, K::features> first;
             float dots = harmless ? softmax_gradient<K, 0, true>(gradient, z, shared.denominator,
@@ -120,7 +125,7 @@ struct QueryLinearRole {
             counts.add(shared.features[K::groups > 1 ? own / 64 : 0], own % 64, Ones<T>());
             warpgroup::mma_async_wait<0>(gradient);
 #pragma unroll
-            for (int t = 0; t < K::groups; ++t) pin_tile(sums.numerator[t]);
+            for (int t = 0; t < K::groups; ++t) pin(sums.numerator[t]);
             signal(shared.queries_empty[stage]);
             signal(shared.keys_empty[stage]);
             dots += harmless ? softmax_gradient<K, 1, true>(gradient, z, shared.denominator, rows,
@@ -139,16 +144,16 @@ struct QueryLinearRole {
             signal(shared.projected_full);
             if (g.want_projected && warpgroup::laneid() == 0) {
                 tma::store_async(g.projected, shared.projected,
-                                 elements(0, item.line, (item.begin + n) * CHUNK, 0));
+                                 elements(0, work.batch_head, (work.begin + n) * CHUNK, 0));
             }
         }
         arch::sync_warp();
-        store_factor_part<barrier>(shared.factor_parts, 0,
-                                   shared.alpha_sums.get(warpgroup::laneid() / 4),
-                                   g.factor_parts + int64_t(item.line) * g.segments + item.segment);
+        store_factor_part<barrier>(
+            shared.factor_partials, 0, shared.alpha_sums.get(warpgroup::laneid() / 4),
+            g.factor_partials + int64_t(work.batch_head) * g.segments + work.segment);
         if (warpgroup::laneid() == 0) tma::store_async_wait();
         group<2 * WARPGROUP_WARPS>::sync(QUERY_END_BARRIER);
-        if (g.done != nullptr && warpgroup::laneid() == 0) set_done(g.done + item.line);
+        if (g.done != nullptr && warpgroup::laneid() == 0) set_flag(g.done + work.batch_head);
     }
 };
 
@@ -159,7 +164,7 @@ struct QueryWindowRole {
     static constexpr int barrier = 2;
     const QueryGradientGlobals<K>& g;
     QueryGradientShared<K>& shared;
-    const LolcatsItem& item;
+    const LolcatsWorkTile& work;
 
     // exp(s - maximum) / denominator (dO . v - delta) / sqrt(D), in place of s; their sums, and how
     // many scores are the maximum. The tile of products becomes 1 where the score is it.
@@ -202,15 +207,15 @@ struct QueryWindowRole {
 
     __device__ __forceinline__ void store_row(int chunk, int row, const float4& x,
                                               const float2& w) const {
-        const int64_t at = (int64_t(item.line) * g.chunks + chunk) * CHUNK + row;
+        const int64_t at = (int64_t(work.batch_head) * g.chunks + chunk) * CHUNK + row;
         arch::store_global(reinterpret_cast<float4*>(g.rows) + at, x);
         arch::store_global(reinterpret_cast<float2*>(g.weights) + at, w);
     }
 
     __device__ __forceinline__ void run() {
-        const float alpha = arch::load_global_readonly(g.alpha + item.head);
-        const float beta = arch::load_global_readonly(g.beta + item.head);
-        const int count = item.end - item.begin;
+        const float alpha = arch::load_global_readonly(g.alpha + work.head);
+        const float beta = arch::load_global_readonly(g.beta + work.head);
+        const int count = work.end - work.begin;
         float beta_sum = 0.0f;
         if (count > 0) {
             wait(shared.maps, 0);
@@ -219,7 +224,7 @@ struct QueryWindowRole {
 #pragma unroll 1
         for (int n = 0; n < count; ++n) {
             auto& shared = this->shared;
-            const int stage = n % 2, chunk = item.begin + n;
+            const int stage = n % 2, chunk = work.begin + n;
             auto& queries = shared.queries[stage];
             auto &before = shared.keys[stage], &own = shared.keys[stage ^ 1];
             typename G::scores prior, diagonal, prior_products, products;
@@ -234,7 +239,7 @@ struct QueryWindowRole {
             const QueryRows rows(shared.rows[stage]);
             const int row = lane_row();
             warpgroup::mma_async_wait<2>(prior);
-            pin_tile(diagonal);
+            pin(diagonal);
             float2 top = {-INFINITY, -INFINITY};
             const bool first = chunk == 0;
             for_each_element(prior, [&](float& x, int, bool low) {
@@ -253,7 +258,7 @@ struct QueryWindowRole {
             const float2 delta = {G::scale * rows.delta.x, G::scale * rows.delta.y};
             float2 sum = {0.0f, 0.0f}, ties = {0.0f, 0.0f};
             warpgroup::mma_async_wait<0>(prior_products);
-            pin_tile(products);
+            pin(products);
             differentiate(prior, prior_products, top, shift, delta, sum, ties);
             differentiate(diagonal, products, top, shift, delta, sum, ties);
             sum = {quad_sum(sum.x), quad_sum(sum.y)};
@@ -269,7 +274,7 @@ struct QueryWindowRole {
             warpgroup::mma_AB(dq, gradient, own.k);
             if (laneid() % 4 == 0) {
                 const float beta_exponent = arch::log2_approx(beta);  // beta is a weight's factor
-                const int at = item.terrace.row(chunk) + row;
+                const int at = work.terrace.row(chunk) + row;
                 const auto exists = [&](int i) { return i >= 0 && i < g.length; };
                 const float2 w = {exists(at) ? alpha * rows.reciprocal.x : 0.0f,
                                   exists(at + 8) ? alpha * rows.reciprocal.y : 0.0f};
@@ -284,26 +289,26 @@ struct QueryWindowRole {
             warpgroup::mma_ABt(dq, shared.projected, shared.q_map);
             warpgroup::mma_async_wait<0>(dq);
             signal(shared.projected_empty);
-            const int first_row = item.terrace.row(chunk);
+            const int first_row = work.terrace.row(chunk);
             if (g.want_dq) {
                 if (first_row >= 0) {
                     warpgroup::store(queries.q, dq);
                     arch::fence_async_shared();
                 } else {
-                    store_rows(g.dq.raw_ptr + int64_t(item.line) * g.length * K::head_dim, g.length,
-                               first_row, dq);
+                    store_rows(g.dq.raw_ptr + int64_t(work.batch_head) * g.length * K::head_dim,
+                               g.length, first_row, dq);
                 }
             }
             arch::sync_warp();
             if (laneid() == 0) arrive(shared.dq_full);
         }
-        if (item.last() && item.end < g.chunks && warpgroup::laneid() < CHUNK) {
+        if (work.last() && work.end < g.chunks && warpgroup::laneid() < CHUNK) {
             // The kernel for the keys reads one chunk more, as if it had no queries.
-            store_row(item.end, warpgroup::laneid(), {0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f});
+            store_row(work.end, warpgroup::laneid(), {0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f});
         }
         store_factor_part<barrier>(
-            shared.factor_parts, WARPGROUP_WARPS, beta_sum / G::scale,
-            g.factor_parts + (g.lines + item.line) * g.segments + item.segment);
+            shared.factor_partials, WARPGROUP_WARPS, beta_sum / G::scale,
+            g.factor_partials + (g.batch_heads + work.batch_head) * g.segments + work.segment);
         group<2 * WARPGROUP_WARPS>::sync(QUERY_END_BARRIER);
     }
 };
@@ -315,9 +320,9 @@ __global__ __launch_bounds__(LOLCATS_QUERY_THREADS, 1) void lolcats_query_gradie
     auto& shared = allocator.template allocate<QueryGradientShared<K>>();
     if (threadIdx.x == 0) shared.init();
     const int role = arch::warp_uniform(warpgroup::groupid());
-    if (g.sums == nullptr) {
+    if (g.segment_states == nullptr) {
         arch::wait_for_dependencies();
-        if (threadIdx.x == 0) clear_done(g.done + blockIdx.x);
+        if (threadIdx.x == 0) clear_flag(g.done + blockIdx.x);
     } else if (role != QUERY_LINEAR_ROLE) {
         // Only that role uses what the kernels before this one make, but for first rows, for which
         // the kernel that sums segments has waited.
@@ -325,29 +330,29 @@ __global__ __launch_bounds__(LOLCATS_QUERY_THREADS, 1) void lolcats_query_gradie
     }
     arch::sync_block();
     // Not for what sums segments: its small blocks would crowd where the first blocks end.
-    if (g.sums == nullptr) arch::launch_dependents();
+    if (g.segment_states == nullptr) arch::launch_dependents();
     if (role == QUERY_PRODUCER_ROLE) {
         warpgroup::decrease_registers<QUERY_PRODUCER_REGISTERS>();
-        const LolcatsItem item = g.item();
-        if (item.begin >= item.end) return;
+        const LolcatsWorkTile work = g.work_tile();
+        if (work.begin >= work.end) return;
         const int warp = arch::warp_uniform(warpgroup::warpid());
         if (warp == 0) {
-            if (warpgroup::elect_leader()) produce_for_queries(g, shared, item);
+            if (warpgroup::elect_leader()) produce_for_queries(g, shared, work);
         } else if (warp == 1) {
-            make_query_rows(g, shared, item);
+            make_query_rows(g, shared, work);
         } else if (warp == 2 && laneid() == 0) {
-            store_query_gradients(g, shared, item);
+            store_query_gradients(g, shared, work);
         }
     } else {
         if (role == QUERY_LINEAR_ROLE) {
             warpgroup::increase_registers<QUERY_LINEAR_REGISTERS>();
-            if (g.sums != nullptr) arch::wait_for_dependencies();
-            const LolcatsItem item = g.item();
-            QueryLinearRole<K>{g, shared, item}.run();
+            if (g.segment_states != nullptr) arch::wait_for_dependencies();
+            const LolcatsWorkTile work = g.work_tile();
+            QueryLinearRole<K>{g, shared, work}.run();
         } else {
             warpgroup::increase_registers<QUERY_WINDOW_REGISTERS>();
-            const LolcatsItem item = g.item();
-            QueryWindowRole<K>{g, shared, item}.run();
+            const LolcatsWorkTile work = g.work_tile();
+            QueryWindowRole<K>{g, shared, work}.run();
         }
     }
 }
@@ -376,24 +381,24 @@ void launch_lolcats_query_gradient(const LolcatsBackwardParams& params,
         .alpha = call.alpha,
         .beta = call.beta,
         .initial = call.initial,
-        .sums = w.forward.sums,
+        .segment_states = w.forward.segment_states,
         .denominators = params.denominators,
         .rows = w.rows,
         .weights = w.weights,
-        .factor_parts = w.factor_parts,
+        .factor_partials = w.factor_partials,
         .done = w.queries_done,
         .heads = int(p.heads),
         .length = int(p.length),
         .segments = call.segments,
         .chunks = int(chunks_of(p)),
-        .lines = p.batch * p.heads,
+        .batch_heads = p.batch * p.heads,
         .want_dq = params.dq.data != nullptr,
         .want_projected = params.dq_map != nullptr};
     // Alone in its call so far, or not.
     const bool dependent = call.segments > 1 || p.continued;
     kittens::launch({.dependent = dependent}, lolcats_query_gradient_kernel<K>,
-                    dim3(unsigned(globals.lines * call.segments)), dim3(LOLCATS_QUERY_THREADS),
-                    dim3(1), LOLCATS_QUERY_BYTES, stream, globals);
+                    dim3(unsigned(globals.batch_heads * call.segments)),
+                    dim3(LOLCATS_QUERY_THREADS), dim3(1), LOLCATS_QUERY_BYTES, stream, globals);
 }
 
 }  // namespace thunderkittens::linear_attention

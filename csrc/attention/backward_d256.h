@@ -1,4 +1,5 @@
-// The memory of a block of the wide backward kernels (backward_wide_sm90.cuh). Host C++ only.
+// The memory of a block of the backward kernels for head dimensions above 128
+// (backward_d256_sm90.cuh). Host C++ only.
 #pragma once
 
 #include "csrc/attention/backward.h"
@@ -6,19 +7,19 @@
 namespace thunderkittens::attention {
 
 // dO: parts of a tile's columns, and how many of them are in memory.
-constexpr int wide_value_parts(const BackwardConfig& c) { return c.value_dim > 192 ? 2 : 1; }
-constexpr int wide_value_slots(const BackwardConfig& c) { return c.value_dim > 192 ? 3 : 2; }
+constexpr int d256_value_parts(const BackwardConfig& c) { return c.value_dim > 192 ? 2 : 1; }
+constexpr int d256_value_slots(const BackwardConfig& c) { return c.value_dim > 192 ? 3 : 2; }
 
 // Whether dQ leaves through shared memory.
-constexpr bool wide_dq_shared(const BackwardConfig& c) { return c.value_dim <= 128; }
+constexpr bool d256_dq_shared(const BackwardConfig& c) { return c.value_dim <= 128; }
 
 // K, V and half of the other block's K, the rings of Q and dO, dS twice of two blocks, dQ where
 // it goes through shared memory, the rows' statistics, semaphores and alignment.
-constexpr int wide_backward_memory(const BackwardConfig& c) {
+constexpr int backward_d256_memory(const BackwardConfig& c) {
     const int keys = 64 * (c.head_dim + c.value_dim + c.head_dim / 2) * 2;
     const int queries = c.stages * 64 * c.head_dim * 2 +
-                        wide_value_slots(c) * 64 * (c.value_dim / wide_value_parts(c)) * 2;
-    const int dq = wide_dq_shared(c) ? 64 * c.head_dim / 2 * 4 : 128;
+                        d256_value_slots(c) * 64 * (c.value_dim / d256_value_parts(c)) * 2;
+    const int dq = d256_dq_shared(c) ? 64 * c.head_dim / 2 * 4 : 128;
     return keys + queries + dq + 4 * 64 * 64 * 2 + 2 * c.stages * 64 * 4 + 1024 + 768;
 }
 

@@ -3,7 +3,8 @@
 #pragma once
 
 #include "csrc/linear_attention/lolcats/backward.h"
-#include "csrc/linear_attention/lolcats/features.cuh"
+#include "csrc/linear_attention/lolcats/feature_map.cuh"
+#include "csrc/linear_attention/lolcats/running_state.cuh"
 
 namespace thunderkittens::linear_attention {
 
@@ -37,80 +38,22 @@ typename LolcatsGradient<K>::projected_layout projected_layout_of(void* data,
                                                          nullptr);
 }
 
-// The row of the lane's upper elements; the lower ones are 8 rows below.
-__device__ __forceinline__ int lane_row() { return 16 * warpgroup::warpid() + laneid() / 4; }
-
-// The same object, such that addresses in it are computed again in every round of a loop: all of
-// them kept would not leave enough registers.
-template <class Object>
-__device__ __forceinline__ Object& recomputed(Object& object) {
-    uint32_t zero = 0;
-    arch::pin_register(zero);
-    return *(&object + zero);
-}
-
-// By one thread of a warpgroup whose threads have synchronised, or not written anything.
-__device__ __forceinline__ void signal(semaphore& s) {
-    if (warpgroup::laneid() == 0) arrive(s);
-}
-
 // Flags of heads, by which blocks of a kernel wait for single blocks of the one before. A block
 // clears its own before it lets the next kernel begin, and sets it when all that others read has
 // been written, by one thread that knows of that.
-__device__ __forceinline__ void clear_done(int* flag) {
+__device__ __forceinline__ void clear_flag(int* flag) {
     arch::store_release_global(flag, 0);
     arch::fence_gpu();
 }
-__device__ __forceinline__ void set_done(int* flag) {
+__device__ __forceinline__ void set_flag(int* flag) {
     arch::fence_async();
     arch::store_release_global(flag, 1);
 }
 // By the thread that then loads by TMA.
-__device__ __forceinline__ void wait_until_done(const int* flag) {
+__device__ __forceinline__ void wait_for_flag(const int* flag) {
     while (arch::load_acquire_global(flag) == 0) {
     }
     arch::fence_async();
-}
-
-// Before a product that overwrites the tiles.
-template <any_register_tile... Tiles>
-__device__ __forceinline__ void discard(Tiles&... tiles) {
-    const auto discard_one = [](auto& tile) {
-#pragma unroll
-        for (int j = 0; j < std::remove_cvref_t<decltype(tile)>::width; ++j) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                arch::discard_register(tile.tiles[0][j].data[i].x);
-                arch::discard_register(tile.tiles[0][j].data[i].y);
-            }
-        }
-    };
-    (discard_one(tiles), ...);
-}
-
-template <any_register_tile Tile>
-__device__ __forceinline__ void scale_tile(Tile& tile, float factor) {
-#pragma unroll
-    for (int j = 0; j < Tile::width; ++j) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            float2& pair = tile.tiles[0][j].data[i];
-            pair = {pair.x * factor, pair.y * factor};
-        }
-    }
-}
-// Calls f(value, column, true for the lower row).
-template <any_register_tile Tile, class F>
-__device__ __forceinline__ void for_each_element(Tile& tile, F f) {
-    const int column = 2 * (laneid() % 4);
-#pragma unroll
-    for (int j = 0; j < Tile::width; ++j) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            f(tile.tiles[0][j].data[i].x, 16 * j + 8 * (i / 2) + column, i % 2 == 1);
-            f(tile.tiles[0][j].data[i].y, 16 * j + 8 * (i / 2) + column + 1, i % 2 == 1);
-        }
-    }
 }
 
 // dO S^T for the features of one sign, S the sums.
@@ -139,27 +82,11 @@ struct QueryRows {
     }
 };
 
-// Whether no softmax of the warp's rows needs its maximum subtracted, so that exp(z) and 1 / exp(z)
-// will do for both signs.
-template <class K>
-__device__ __forceinline__ bool all_harmless(const typename K::projection& z) {
-    constexpr float harmless = 40.0f;
-    float top = 0.0f;
-#pragma unroll
-    for (int j = 0; j < K::features / 16; ++j) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 pair = z.tiles[0][j].data[i];
-            top = fmaxf(top, fmaxf(fabsf(pair.x), fabsf(pair.y)));
-        }
-    }
-    return !arch::any_lane(!(top < harmless));
-}
-
 // Of one sign of the feature map, whose features phi have the gradient y / denominator, y = g -
 // range delta sums: the lane's part of phi . gradient; g becomes sign factor phi (y - phi . y) /
-// denominator, plus `first` for the second sign. If harmless, z becomes exp(z), then 1 / exp(z).
-template <class K, int sign, bool harmless, class Factor>
+// denominator, plus `first` for the second sign. With
+// plain_exponentials z becomes exp(z), then 1 / exp(z).
+template <class K, int sign, bool plain_exponentials, class Factor>
 __device__ __forceinline__ float softmax_gradient(typename K::projection& g,
                                                   typename K::projection& z,
                                                   const sv<float, 2 * K::features>& sums,
@@ -168,7 +95,7 @@ __device__ __forceinline__ float softmax_gradient(typename K::projection& g,
                                                   const rt<typename K::T, 16, K::features>& first) {
     constexpr float unit = sign == 0 ? LOG2_E : -LOG2_E;
     float2 top = {0.0f, 0.0f};
-    if constexpr (!harmless) {
+    if constexpr (!plain_exponentials) {
         top = {-INFINITY, -INFINITY};
         for_each_element(z, [&](float x, int, bool low) {
             float& t = low ? top.y : top.x;
@@ -177,7 +104,7 @@ __device__ __forceinline__ float softmax_gradient(typename K::projection& g,
         top = {quad_maximum(top.x) * LOG2_E, quad_maximum(top.y) * LOG2_E};
     }
     const auto exponential = [&](float x, float shift) {
-        if constexpr (!harmless)
+        if constexpr (!plain_exponentials)
             return arch::exp2_approx(fmaf(x, unit, -shift));
         else
             return sign == 0 ? arch::exp2_approx(x * unit) : arch::reciprocal_approx(x);
@@ -199,7 +126,7 @@ __device__ __forceinline__ float softmax_gradient(typename K::projection& g,
                 float2 &pair = z.tiles[0][j].data[2 * half + low],
                        &y = g.tiles[0][j].data[2 * half + low];
                 const float2 e = {exponential(pair.x, shift), exponential(pair.y, shift)};
-                if constexpr (harmless) pair = e;
+                if constexpr (plain_exponentials) pair = e;
                 y = {fmaf(-d, s.x, y.x), fmaf(-d, s.y, y.y)};
                 float &t = low ? sum.y : sum.x, &p = low ? dot.y : dot.x;
                 t += e.x + e.y;
@@ -223,8 +150,9 @@ __device__ __forceinline__ float softmax_gradient(typename K::projection& g,
                         shift = i % 2 ? top.y : top.x;
             const float2 pair = z.tiles[0][j].data[i];
             float2& y = g.tiles[0][j].data[i];
-            const float2 e =
-                harmless ? pair : float2{exponential(pair.x, shift), exponential(pair.y, shift)};
+            const float2 e = plain_exponentials
+                                 ? pair
+                                 : float2{exponential(pair.x, shift), exponential(pair.y, shift)};
             y = {fmaf(fr, y.x, -cr), fmaf(fr, y.y, -cr)};
             if constexpr (sign == 0) {
                 y = {e.x * y.x, e.y * y.y};
@@ -239,7 +167,7 @@ __device__ __forceinline__ float softmax_gradient(typename K::projection& g,
 
 // A power of two that brings sums in half into their range; 1 in bf16.
 template <class K>
-__device__ __forceinline__ float range_factor(LolcatsSums<K>& sums, sv<float, 16>& scratch,
+__device__ __forceinline__ float range_factor(LolcatsRunningState<K>& sums, sv<float, 16>& scratch,
                                               int barrier) {
     if constexpr (!LolcatsGradient<K>::is_half) {
         return 1.0f;
@@ -351,11 +279,11 @@ __device__ __forceinline__ void make_weighted_features(typename K::Features& fea
     }
 }
 template <class K>
-__device__ __forceinline__ void add_delta(LolcatsSums<K>& sums,
+__device__ __forceinline__ void add_delta(LolcatsRunningState<K>& sums,
                                           const typename K::feature_tile (&features)[K::groups],
                                           const WeightVector& weights) {
-    using Sums = LolcatsSums<K>;
-    constexpr int run = 8 / Sums::parts;  // as LolcatsSums::add_denominator
+    using Sums = LolcatsRunningState<K>;
+    constexpr int run = 8 / Sums::parts;  // as LolcatsRunningState::add_denominator
     const int feature = Sums::own_feature(), part = laneid() / Sums::warp_pairs;
     const auto& tile = features[K::groups > 1 ? feature / 64 : 0];
     float2 sum = {0.0f, 0.0f};
@@ -373,25 +301,6 @@ __device__ __forceinline__ void add_delta(LolcatsSums<K>& sums,
         sum.y += arch::shuffle_xor(sum.y, distance);
     }
     sums.denominator = {sums.denominator.x + sum.x, sums.denominator.y + sum.y};
-}
-
-// Stores the rows that exist of a chunk that begins at row `first`, which may be negative: TMA
-// cannot store there.
-template <int dim, class Out>
-__device__ __forceinline__ void store_rows(Out* to, int length, int first,
-                                           const rt_fl<16, dim>& tile) {
-    const int row = first + lane_row();
-#pragma unroll
-    for (int j = 0; j < dim / 16; ++j) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int at = row + 8 * (i % 2), column = 16 * j + 8 * (i / 2) + 2 * (laneid() % 4);
-            if (at < 0 || at >= length) continue;
-            const float2 pair = tile.tiles[0][j].data[i];
-            arch::store_global(reinterpret_cast<packed_type<Out>*>(to + int64_t(at) * dim + column),
-                               pack_pair<Out>(pair.x, pair.y));
-        }
-    }
 }
 
 }  // namespace thunderkittens::linear_attention

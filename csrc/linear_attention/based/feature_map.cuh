@@ -13,6 +13,7 @@
 // of k_a k_b v, and get their weights on the way to and from memory.
 #pragma once
 
+#include "csrc/linear_attention/common/fragment.cuh"
 #include "csrc/linear_attention/common/linear_attention.h"
 #include "kittens/kittens.cuh"
 
@@ -45,11 +46,11 @@ __host__ __device__ constexpr FeaturePair feature_pair(int block, int place) {
 }
 
 // Where a feature is in a state in memory, and its weight there; no row for the zeros.
-struct PublicFeature {
+struct StateRow {
     int row;
     float weight;
 };
-__host__ __device__ constexpr PublicFeature public_feature(int a, int b) {
+__host__ __device__ constexpr StateRow state_row_of(int a, int b) {
     if (b == ZERO) return {-1, 0.0f};
     if (a == ONE) return {0, 1.0f};
     if (b == ONE) return {1 + a, 0.5f};

@@ -3,23 +3,24 @@
 // chunks, and the second's sums are added to the first's at last; one warp brings K and V.
 #pragma once
 
-#include "csrc/linear_attention/lolcats/features.cuh"
+#include "csrc/linear_attention/lolcats/feature_map.cuh"
+#include "csrc/linear_attention/lolcats/running_state.cuh"
 
 namespace thunderkittens::linear_attention {
 
-constexpr int LOLCATS_SUMS_THREADS = 3 * WARPGROUP_THREADS;
+constexpr int LOLCATS_SEGMENT_STATES_THREADS = 3 * WARPGROUP_THREADS;
 
 template <class K>
-struct LolcatsSumsGlobals {
+struct LolcatsSegmentStatesGlobals {
     KeysAndValues<K> kv;
     typename K::map_layout k_map;
     const int* lengths;
-    float* sums;
+    float* segment_states;
     int heads, length, segments;
 };
 
 template <class K>
-struct LolcatsSumsShared {
+struct LolcatsSegmentStatesShared {
     static constexpr int stages = 4;
     typename K::map_tile k_map;
     struct Stage {
@@ -30,9 +31,9 @@ struct LolcatsSumsShared {
 };
 
 template <class K>
-__global__ __launch_bounds__(LOLCATS_SUMS_THREADS, 1) void lolcats_sums_kernel(
-    const __grid_constant__ LolcatsSumsGlobals<K> g) {
-    using Shared = LolcatsSumsShared<K>;
+__global__ __launch_bounds__(LOLCATS_SEGMENT_STATES_THREADS, 1) void lolcats_segment_states_kernel(
+    const __grid_constant__ LolcatsSegmentStatesGlobals<K> g) {
+    using Shared = LolcatsSegmentStatesShared<K>;
     shared_allocator<> allocator(shared_memory());
     auto& shared = allocator.template allocate<Shared>();
     if (threadIdx.x == 0) {
@@ -47,23 +48,23 @@ __global__ __launch_bounds__(LOLCATS_SUMS_THREADS, 1) void lolcats_sums_kernel(
     arch::sync_block();
     // Not for a scan: its small blocks would crowd where the first blocks end.
     if (g.segments <= ADDED_SEGMENTS) arch::launch_dependents();
-    const LolcatsItem item(int(blockIdx.x), int(blockIdx.y), g.heads, g.segments, g.lengths,
-                           g.length);
+    const LolcatsWorkTile work(int(blockIdx.x), int(blockIdx.y), g.heads, g.segments, g.lengths,
+                               g.length);
     // Nobody needs the last segment's sums, or those of segments without chunks.
-    const int first = ::max(item.begin - 1, 0);
-    const int count = item.begin < item.end && !item.last() ? item.end - 1 - first : 0;
+    const int first = ::max(work.begin - 1, 0);
+    const int count = work.begin < work.end && !work.last() ? work.end - 1 - first : 0;
     const int role = arch::warp_uniform(warpgroup::groupid());
     if (role == 2) {
         warpgroup::decrease_registers<24>();
         if (warpgroup::elect_leader() && count > 0) {
             tma::expect(shared.maps, shared.k_map);
-            tma::load_async(shared.k_map, g.k_map, elements(0, item.head, 0, 0), shared.maps);
+            tma::load_async(shared.k_map, g.k_map, elements(0, work.head, 0, 0), shared.maps);
             pipeline_state<Shared::stages> at;
             for (int n = 0; n < count; ++n) {
                 wait(shared.empty[at.stage], at.phase ^ 1);
                 auto& stage = shared.stage[at.stage];
                 // Backwards: L2 keeps what the next kernel begins with.
-                g.kv.load(stage.k, stage.v, item, first + count - 1 - n, g.lengths != nullptr,
+                g.kv.load(stage.k, stage.v, work, first + count - 1 - n, g.lengths != nullptr,
                           shared.full[at.stage]);
                 at.advance();
             }
@@ -72,7 +73,7 @@ __global__ __launch_bounds__(LOLCATS_SUMS_THREADS, 1) void lolcats_sums_kernel(
         return;
     }
     warpgroup::increase_registers<240>();
-    LolcatsSums<K> sums;
+    LolcatsRunningState<K> sums;
     sums.clear();
     if (count > 0) wait(shared.maps, 0);
     auto& feature_tiles = shared.features[role];
@@ -88,7 +89,7 @@ __global__ __launch_bounds__(LOLCATS_SUMS_THREADS, 1) void lolcats_sums_kernel(
         warpgroup::mma_async_wait<0>(z);
         make_scaled_features<K>(features, z, 1.0f);
         warpgroup::sync(1 + role);  // the features' tile is free
-        store_feature_parts<K>(feature_tiles, features);
+        store_feature_rows<K>(feature_tiles, features);
         arch::fence_async_shared();
         warpgroup::sync(1 + role);
         sums.issue(feature_tiles, stage.v);
@@ -119,28 +120,30 @@ __global__ __launch_bounds__(LOLCATS_SUMS_THREADS, 1) void lolcats_sums_kernel(
     sums.for_each_pair([&](float2& pair, int, int) { add(pair); });
     add(sums.denominator);
     constexpr int64_t size = int64_t(2 * K::features) * (K::head_dim + 1);
-    sums.store_segment(g.sums + (int64_t(item.line) * g.segments + item.segment) * size);
+    sums.store_segment(g.segment_states +
+                       (int64_t(work.batch_head) * g.segments + work.segment) * size);
 }
 
 template <DType dtype, int head_dim, int features>
-void launch_lolcats_sums(const LolcatsParams& params, const LolcatsWorkspace& workspace,
-                         Stream stream) {
+void launch_lolcats_segment_states(const LolcatsParams& params, const LolcatsWorkspace& workspace,
+                                   Stream stream) {
     using K = LolcatsKernel<dtype, head_dim, features>;
-    static_assert(sizeof(LolcatsSumsShared<K>) + 1024 <= LOLCATS_SUMS_BYTES);
+    static_assert(sizeof(LolcatsSegmentStatesShared<K>) + 1024 <= LOLCATS_SEGMENT_STATES_BYTES);
     const LolcatsProblem& p = params.problem;
-    const LolcatsSumsGlobals<K> globals{
+    const LolcatsSegmentStatesGlobals<K> globals{
         .kv = KeysAndValues<K>(params, workspace),
         .k_map = map_layout_of<typename K::map_layout>(params.k_map, p.heads),
         .lengths = params.initial.lengths,
-        .sums = workspace.sums,
+        .segment_states = workspace.segment_states,
         .heads = int(p.heads),
         .length = int(p.length),
         .segments = params.segments};
     // A scan reads the last segments' states, too.
     const int64_t segments = scans(params.segments) ? params.segments : params.segments - 1;
-    kittens::launch({.dependent = p.continued}, lolcats_sums_kernel<K>,
+    kittens::launch({.dependent = p.continued}, lolcats_segment_states_kernel<K>,
                     dim3(unsigned(p.batch * p.heads), unsigned(segments)),
-                    dim3(LOLCATS_SUMS_THREADS), dim3(1), LOLCATS_SUMS_BYTES, stream, globals);
+                    dim3(LOLCATS_SEGMENT_STATES_THREADS), dim3(1), LOLCATS_SEGMENT_STATES_BYTES,
+                    stream, globals);
 }
 
 }  // namespace thunderkittens::linear_attention

@@ -1,15 +1,15 @@
-// What the roles of backward_wide_sm90.cuh share, and the warpgroup that computes dQ.
+// What the roles of backward_d256_sm90.cuh share, and the warpgroup that computes dQ.
 #pragma once
 
-#include "csrc/attention/backward_wide_sm90.cuh"
+#include "csrc/attention/backward_d256_sm90.cuh"
 
 namespace thunderkittens::attention {
 
 // What the roles share: rings, and how they are handed back.
 template <class Kernel>
-struct WideRole {
-    const WideGlobals<Kernel>& g;
-    WideShared<Kernel>& shared;
+struct BackwardD256Role {
+    const BackwardD256Globals<Kernel>& g;
+    BackwardD256Shared<Kernel>& shared;
     const int rank;
     RingPosition<Kernel::stages> q_at;
     RingPosition<Kernel::value_slots> value_at;
@@ -33,33 +33,34 @@ struct WideRole {
         release(shared.value_empty[value_at.stage]);
         value_at.advance();
     }
-    // Of the semaphores of K and V: items alternate between the ring's two slots.
-    __device__ __forceinline__ int phase(const BackwardItem& item) const {
-        return &item == &shared.ring.items[1];
+    // Of the semaphores of K and V: work tiles alternate between the ring's two slots.
+    __device__ __forceinline__ int phase(const BackwardWorkTile& work) const {
+        return &work == &shared.ring.tiles[1];
     }
-    __device__ __forceinline__ int first_key(const BackwardItem& item) const {
-        return (read(item.block) * Kernel::blocks + rank) * Kernel::block_keys;
+    __device__ __forceinline__ int first_key(const BackwardWorkTile& work) const {
+        return (read(work.block) * Kernel::blocks + rank) * Kernel::block_keys;
     }
     // A gradient of this block's keys, in parts of its columns, leaves through the memory of the
     // tile itself.
     template <class Target, class Tile, class Part, int parts>
     __device__ __forceinline__ void send(const Target& target, float* sums, bool needed, Tile& tile,
                                          const Part (&gradient)[parts], semaphore& empty,
-                                         const BackwardItem& item, int barrier) const {
-        if (g.work.parts > 1) {
+                                         const BackwardWorkTile& work, int barrier) const {
+        if (g.scheduler.head_splits > 1) {
             warpgroup::sync(barrier);  // all threads have seen that the tile is no longer read
             signal(empty);
-            if (!needed || first_key(item) >= read(item.k_length)) return;
+            if (!needed || first_key(work) >= read(work.k_length)) return;
 #pragma unroll
             for (int part = 0; part < parts; ++part) {
-                store_part(sums, parts * Part::cols, gradient[part], item, rank, part * Part::cols);
+                store_partial(sums, parts * Part::cols, gradient[part], work, rank,
+                              part * Part::cols);
             }
             return;
         }
 #pragma unroll
         for (int part = 0; part < parts; ++part) {
             auto to = tile.template subtile<Kernel::block_keys, Part::cols>({0, part});
-            // Anew for each item: the addresses, known before the loop, would take registers.
+            // Anew for each work tile: the addresses, known before the loop, would take registers.
             arch::pin_register(to.base);
             warpgroup::store(to, gradient[part]);
         }
@@ -67,8 +68,8 @@ struct WideRole {
         warpgroup::sync(barrier);
         if (warpgroup::laneid() != 0) return;
         if (needed) {
-            target.store(tile, read(item.b), read(item.key_head), read(item.k_begin),
-                         read(item.k_length), first_key(item), 0);
+            target.store(tile, read(work.b), read(work.key_head), read(work.k_begin),
+                         read(work.k_length), first_key(work), 0);
             tma::store_async_read_wait();
         }
         arrive(empty);
@@ -78,42 +79,42 @@ struct WideRole {
 // Where a step's part of dQ goes.
 template <class Kernel>
 struct DqPlace {
-    const WideGlobals<Kernel>& g;
+    const BackwardD256Globals<Kernel>& g;
     int tile, order;  // key blocks that come first
 
-    __device__ __forceinline__ DqPlace(const WideGlobals<Kernel>& _g, const BackwardItem& item,
-                                       const Steps<Kernel>& at)
+    __device__ __forceinline__ DqPlace(const BackwardD256Globals<Kernel>& _g,
+                                       const BackwardWorkTile& work, const Steps<Kernel>& at)
         : g(_g),
-          tile(read(item.tile) + at.head * g.work.tiles_of_head() + at.j),
-          order(Kernel::Work::last_block(at.j, item) - read(item.block)) {}
+          tile(read(work.dq_tile) + at.head * g.scheduler.tiles_of_head() + at.j),
+          order(Kernel::Scheduler::last_block(at.j, work) - read(work.block)) {}
     __device__ __forceinline__ float* data(int rank, int part) const {
         return g.dq + ((int64_t(tile) * Kernel::blocks + rank) * Kernel::dq_parts + part) *
                           (64 * Kernel::dq_part_cols);
     }
-    __device__ __forceinline__ int* turn(int rank) const {
-        return g.turns + Kernel::blocks * tile + rank;
+    __device__ __forceinline__ int* semaphore_of(int rank) const {
+        return g.dq_semaphores + Kernel::blocks * tile + rank;
     }
 };
 
-// One thread, which knows of this block's turns before the products are done.
+// One thread, which waits for the semaphores of the tiles of dQ while the products run.
 template <class Kernel>
-__device__ __forceinline__ void await_turns(const WideGlobals<Kernel>& g,
-                                            WideShared<Kernel>& shared, int rank) {
+__device__ __forceinline__ void await_dq_semaphores(const BackwardD256Globals<Kernel>& g,
+                                                    BackwardD256Shared<Kernel>& shared, int rank) {
     RingPosition<2> slot;
-    shared.ring.receive([&](const BackwardItem& item) {
-        for (Steps at(g, item); at.more(); at.advance()) {
-            const DqPlace place(g, item, at);
-            wait(shared.turn_empty[slot.stage], slot.phase ^ 1);
-            while (arch::load_acquire_global(place.turn(rank)) < place.order) {
+    shared.ring.receive([&](const BackwardWorkTile& work) {
+        for (Steps at(g, work); at.more(); at.advance()) {
+            const DqPlace place(g, work, at);
+            wait(shared.dq_tile_empty[slot.stage], slot.phase ^ 1);
+            while (arch::load_acquire_global(place.semaphore_of(rank)) < place.order) {
             }
-            arrive(shared.turn_full[slot.stage]);
+            arrive(shared.dq_tile_full[slot.stage]);
             slot.advance();
         }
     });
 }
 
 template <class Kernel>
-__device__ __forceinline__ void transfer_half(float* tile, const WideShared<Kernel>& shared,
+__device__ __forceinline__ void transfer_half(float* tile, const BackwardD256Shared<Kernel>& shared,
                                               int half, bool first) {
     constexpr int floats = 32 * Kernel::dq_part_cols, bytes = floats * int(sizeof(float));
     const uint32_t from = shared.dq[half].address();
@@ -124,20 +125,21 @@ __device__ __forceinline__ void transfer_half(float* tile, const WideShared<Kern
     tma::store_commit_group();
 }
 
-// Where dQ goes through shared memory: threads that share the steps in turns, each waiting for its
-// tile's turn. So a turn is ended as soon as the tile has been added, and the next is awaited
-// meanwhile.
+// dQ writers, where dQ goes through shared memory: threads that share the steps, each waiting for
+// its tile's semaphore. So a tile is released as soon as dQ has been added to it, and the next is
+// awaited meanwhile.
 template <class Kernel>
-__device__ __forceinline__ void send_in_turns(const WideGlobals<Kernel>& g,
-                                              WideShared<Kernel>& shared, int rank, int index) {
-    static_assert(!Kernel::dq_shared || Kernel::dq_parts == 1, "a tile is handed on at once");
-    int phase = 0, others = index;  // steps of other senders that come first
-    shared.ring.receive([&](const BackwardItem& item) {
-        for (Steps at(g, item); at.more(); at.advance()) {
+__device__ __forceinline__ void write_dq_in_order(const BackwardD256Globals<Kernel>& g,
+                                                  BackwardD256Shared<Kernel>& shared, int rank,
+                                                  int index) {
+    static_assert(!Kernel::dq_shared || Kernel::dq_parts == 1, "a tile is staged at once");
+    int phase = 0, others = index;  // steps of other writers that come first
+    shared.ring.receive([&](const BackwardWorkTile& work) {
+        for (Steps at(g, work); at.more(); at.advance()) {
             if (others-- > 0) continue;
-            others = Kernel::senders - 1;
-            const DqPlace place(g, item, at);
-            while (arch::load_acquire_global(place.turn(rank)) < place.order) {
+            others = Kernel::dq_writers - 1;
+            const DqPlace place(g, work, at);
+            while (arch::load_acquire_global(place.semaphore_of(rank)) < place.order) {
             }
             arch::fence_async();
             for (int half = 0; half < 2; ++half) {
@@ -152,22 +154,23 @@ __device__ __forceinline__ void send_in_turns(const WideGlobals<Kernel>& g,
             arrive(shared.dq_empty[1]);
             tma::store_async_wait();
             arch::fence_async();
-            arch::store_release_global(place.turn(rank), place.order + 1);
+            arch::store_release_global(place.semaphore_of(rank), place.order + 1);
         }
     });
 }
 
 template <class Kernel>
-struct QueryRole : WideRole<Kernel> {
+struct DqRole : BackwardD256Role<Kernel> {
     static constexpr int parts = Kernel::dq_parts, part_cols = Kernel::dq_part_cols;
     using gradient = rt_fl<16, part_cols>;
-    using Base = WideRole<Kernel>;
+    using Base = BackwardD256Role<Kernel>;
     using Base::g, Base::shared, Base::rank, Base::ds_at;
-    // The turn that is to be ended, in the step after: then the additions have long been done.
-    int* owed = nullptr;
-    int owed_order = 0;
-    // Of the threads that send tiles in order.
-    int sender = 0, dq_phase = 0;
+    // The semaphore of the tile that is to be released, in the step after: then the additions have
+    // long been done.
+    int* held = nullptr;
+    int held_order = 0;
+    // Of the writers.
+    int dq_writer = 0, dq_phase = 0;
 
     __device__ __forceinline__ void start_product(gradient& dq, int slot, int part) const {
         constexpr int keys = Kernel::block_keys;
@@ -214,70 +217,70 @@ struct QueryRole : WideRole<Kernel> {
                       });
     }
     __device__ __forceinline__ void add_by_copy(const gradient& dq, float* to) const {
-        const bool sender = warpgroup::laneid() == 0;
+        const bool dq_writer = warpgroup::laneid() == 0;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            if (sender) tma::store_async_read_wait<1>();
+            if (dq_writer) tma::store_async_read_wait<1>();
             warpgroup::sync(3);
             stage(dq, half);
             arch::fence_async_shared();
             warpgroup::sync(3);
-            if (!sender) continue;
+            if (!dq_writer) continue;
             transfer_half<Kernel>(to, shared, half, false);
         }
     }
-    // To the thread that waits for the tile's turn.
-    __device__ __forceinline__ void hand_on(const gradient& dq) {
+    // To the writer that waits for the tile's semaphore.
+    __device__ __forceinline__ void stage_dq(const gradient& dq) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             wait(shared.dq_empty[half], dq_phase ^ 1);
             stage(dq, half);
-            this->signal_by_warp(shared.dq_full[sender][half]);
+            this->signal_by_warp(shared.dq_full[dq_writer][half]);
         }
         dq_phase ^= 1;
-        sender = sender == Kernel::senders - 1 ? 0 : sender + 1;
+        dq_writer = dq_writer == Kernel::dq_writers - 1 ? 0 : dq_writer + 1;
     }
-    __device__ __forceinline__ void end_turn() {
-        if (owed == nullptr) return;
+    __device__ __forceinline__ void release_tile() {
+        if (held == nullptr) return;
         arch::fence_gpu();
         warpgroup::sync(3);
         if (warpgroup::laneid() == 0) {
-            arch::store_release_global(owed, owed_order + 1);
-            arrive(shared.turn_empty[ds_at.stage ^ 1]);
+            arch::store_release_global(held, held_order + 1);
+            arrive(shared.dq_tile_empty[ds_at.stage ^ 1]);
         }
-        owed = nullptr;
+        held = nullptr;
     }
 
-    __device__ __forceinline__ void work(const BackwardItem& item) {
-        wait(shared.k_full, this->phase(item));
-        for (Steps at(g, item); at.more(); at.advance()) {
+    __device__ __forceinline__ void process(const BackwardWorkTile& work) {
+        wait(shared.k_full, this->phase(work));
+        for (Steps at(g, work); at.more(); at.advance()) {
             const int slot = ds_at.stage;
             wait(shared.ds_full[slot], ds_at.phase);
 #pragma unroll
             for (int part = 0; part < parts; ++part) {
                 gradient dq;
                 start_product(dq, slot, part);
-                if (!Kernel::dq_shared && part == 0) end_turn();
+                if (!Kernel::dq_shared && part == 0) release_tile();
                 warpgroup::mma_async_wait<0>(dq);
                 if (part == parts - 1) this->release(shared.ds_empty[slot]);
-                const DqPlace place(g, item, at);
+                const DqPlace place(g, work, at);
                 if constexpr (Kernel::dq_shared) {
-                    if (g.in_order)
-                        hand_on(dq);
+                    if (g.deterministic)
+                        stage_dq(dq);
                     else
                         add_by_copy(dq, place.data(rank, part));
                     continue;
                 }
-                if (g.in_order && part == 0) {
-                    wait(shared.turn_full[slot], ds_at.phase);
-                    owed = place.turn(rank);
-                    owed_order = place.order;
+                if (g.deterministic && part == 0) {
+                    wait(shared.dq_tile_full[slot], ds_at.phase);
+                    held = place.semaphore_of(rank);
+                    held_order = place.order;
                 }
-                add(dq, place.data(rank, part), g.in_order && place.order == 0);
+                add(dq, place.data(rank, part), g.deterministic && place.order == 0);
             }
             ds_at.advance();
         }
-        end_turn();
+        release_tile();
         this->signal_by_warp(shared.k_done);
     }
 };

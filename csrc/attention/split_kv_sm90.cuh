@@ -12,8 +12,8 @@
 
 #include "csrc/attention/forward.h"
 #include "csrc/attention/layouts.cuh"
-#include "csrc/attention/schedule.cuh"
 #include "csrc/attention/scores.cuh"
+#include "csrc/attention/tile_scheduler.cuh"
 #include "kittens/kittens.cuh"
 
 namespace thunderkittens::attention {
@@ -21,9 +21,9 @@ namespace thunderkittens::attention {
 using namespace kittens;
 
 template <Config config>
-struct SplitKernel {
+struct SplitKvKernel {
     using T = std::conditional_t<config.dtype == DType::bf16, bf16, half>;
-    static_assert(config.warpgroups == 1 && config.modified);
+    static_assert(config.warpgroups == 1 && config.score_mod);
     static constexpr int head_dim = config.head_dim;
     static constexpr int block_n = config.block_n;
     static constexpr int stages = config.stages;
@@ -38,8 +38,8 @@ struct SplitKernel {
 // Where the results of (batch, head, position) are. Dense: (batch, heads, positions), packed:
 // (heads, tokens).
 template <class T>
-struct SplitResults {
-    PlainLayout<T> out;
+struct SplitKvResults {
+    StridedRows<T> out;
     float* lse;  // may be null
     const float* sink;
     float *partial_out,
@@ -54,19 +54,19 @@ struct SplitResults {
 };
 
 template <class Kernel>
-struct SplitGlobals {
-    PlainLayout<typename Kernel::T> q;
+struct SplitKvGlobals {
+    StridedRows<typename Kernel::T> q;
     Layout<typename Kernel::k_tile> k;
     Layout<typename Kernel::v_tile> v;
-    SplitResults<typename Kernel::T> results;
+    SplitKvResults<typename Kernel::T> results;
     SequenceTable sequences;
-    Modification modification;
+    ScoreMod score_mod;
     int head_dim, kv_heads, group;
     int tiles, splits;  // blocks of rows per key head; ranges of keys
 };
 
 template <class Kernel>
-struct SplitShared {
+struct SplitKvShared {
     typename Kernel::q_tile q;
     typename Kernel::k_tile k[Kernel::stages];
     typename Kernel::v_tile v[Kernel::stages];
@@ -76,13 +76,13 @@ struct SplitShared {
 
 // One block's share: key blocks [begin, end), from the last down.
 template <class Kernel>
-struct SplitWork {
+struct SplitKvWork {
     int b, kv_head, split, first_row;
     Lengths s;
     KeyBlocks keys;
     int begin, end;
 
-    __device__ __forceinline__ SplitWork(const SplitGlobals<Kernel>& g) {
+    __device__ __forceinline__ SplitKvWork(const SplitKvGlobals<Kernel>& g) {
         int index = static_cast<int>(blockIdx.x);
         split = index % g.splits;
         index /= g.splits;
@@ -97,15 +97,15 @@ struct SplitWork {
         begin = keys.begin + int(int64_t(count) * split / g.splits);
         end = keys.begin + int(int64_t(count) * (split + 1) / g.splits);
     }
-    __device__ __forceinline__ bool has_rows(const SplitGlobals<Kernel>& g) const {
+    __device__ __forceinline__ bool has_rows(const SplitKvGlobals<Kernel>& g) const {
         return s.q_length > first_row / g.group;
     }
 };
 
 template <class Kernel>
-__device__ __forceinline__ void split_produce(const SplitGlobals<Kernel>& g,
-                                              SplitShared<Kernel>& shared,
-                                              const SplitWork<Kernel>& work) {
+__device__ __forceinline__ void split_kv_produce(const SplitKvGlobals<Kernel>& g,
+                                                 SplitKvShared<Kernel>& shared,
+                                                 const SplitKvWork<Kernel>& work) {
     RingPosition<Kernel::stages> at;
     for (int block = work.end - 1; block >= work.begin; --block) {
         const int row = block * Kernel::block_n;
@@ -122,16 +122,16 @@ __device__ __forceinline__ void split_produce(const SplitGlobals<Kernel>& g,
 }
 
 template <class Kernel>
-struct SplitConsumer {
+struct SplitKvConsumer {
     using T = typename Kernel::T;
     static constexpr int block_n = Kernel::block_n;
     using scores = rt_fl<16, block_n>;
     using weights = rt<T, 16, block_n>;
     using output = rt_fl<16, Kernel::v_tile::cols>;
 
-    const SplitGlobals<Kernel>& g;
-    SplitShared<Kernel>& shared;
-    const SplitWork<Kernel>& work;
+    const SplitKvGlobals<Kernel>& g;
+    SplitKvShared<Kernel>& shared;
+    const SplitKvWork<Kernel>& work;
 
     // A row of the tile.
     struct Row {
@@ -169,8 +169,8 @@ struct SplitConsumer {
         load_query();
         const int row = warpgroup::warpid() * 16 + laneid() / 4;
         const Row upper = row_of(row), lower = row_of(row + 8);
-        const float2 slope = {g.modification.slope(work.b, upper.exists ? upper.head : 0),
-                              g.modification.slope(work.b, lower.exists ? lower.head : 0)};
+        const float2 slope = {g.score_mod.slope(work.b, upper.exists ? upper.head : 0),
+                              g.score_mod.slope(work.b, lower.exists ? lower.head : 0)};
         RingPosition<Kernel::stages> at;
         OnlineSoftmax softmax;
         output o;
@@ -185,15 +185,14 @@ struct SplitConsumer {
             warpgroup::mm_ABt(s, shared.q, shared.k[at.stage]);
             warpgroup::mma_async_wait<0>(s);
             release(shared.k_empty[at.stage]);
-            const Shift shift =
-                g.modification.template apply<T>(s, columns(work.s.diagonal), slope);
-            if (block >= work.keys.cut || block < work.keys.whole) {
+            const Shift shift = g.score_mod.template apply<T>(s, columns(work.s.diagonal), slope);
+            if (block >= work.keys.unmasked_end || block < work.keys.unmasked_begin) {
                 const Int2 last = columns(work.s.high);
                 const int end = work.s.k_length - 1 - block * block_n - 2 * (laneid() % 4);
                 mask_outside(s, columns(work.s.low), {::min(last.x, end), ::min(last.y, end)});
             }
             float2 rescale = {1.0f, 1.0f};
-            if (softmax.update(s, g.modification.unit_log2, shift, rescale)) scale_rows(o, rescale);
+            if (softmax.update(s, g.score_mod.unit_log2, shift, rescale)) scale_rows(o, rescale);
             weights p;
             convert_scores(p, s);
             wait(shared.v_full[at.stage], at.phase);
@@ -274,10 +273,10 @@ struct SplitConsumer {
 };
 
 template <class Kernel>
-__global__ __launch_bounds__(Kernel::threads,
-                             1) void split_kernel(const __grid_constant__ SplitGlobals<Kernel> g) {
+__global__ __launch_bounds__(Kernel::threads, 1) void split_kv_kernel(
+    const __grid_constant__ SplitKvGlobals<Kernel> g) {
     shared_allocator allocator(shared_memory());
-    auto& shared = allocator.template allocate<SplitShared<Kernel>>();
+    auto& shared = allocator.template allocate<SplitKvShared<Kernel>>();
     if (threadIdx.x == 0) {
         for (int s = 0; s < Kernel::stages; ++s) {
             init_semaphore(shared.k_full[s], 1);
@@ -290,19 +289,19 @@ __global__ __launch_bounds__(Kernel::threads,
     // The combination waits for the results by itself, and is ready by then.
     arch::launch_dependents();
     arch::sync_block();
-    const SplitWork<Kernel> work(g);
+    const SplitKvWork<Kernel> work(g);
     if (!work.has_rows(g)) return;
     if (arch::warp_uniform(warpgroup::groupid()) == 0)
-        SplitConsumer<Kernel>{g, shared, work}.run();
+        SplitKvConsumer<Kernel>{g, shared, work}.run();
     else if (laneid() == 0)
-        split_produce(g, shared, work);
+        split_kv_produce(g, shared, work);
 }
 
 // Combines the splits of one row per block: each warp adds up every fourth split, then the sums of
 // the warps are added.
 template <class T>
 struct CombineGlobals {
-    SplitResults<T> results;
+    SplitKvResults<T> results;
     SequenceTable sequences;
 };
 constexpr int COMBINE_WARPS = 4, COMBINE_THREADS = COMBINE_WARPS * WARP_THREADS;
@@ -378,34 +377,34 @@ __global__ __launch_bounds__(COMBINE_THREADS) void combine_kernel(
 }
 
 template <Config config>
-void launch_split(const ForwardParams& params, Stream stream) {
-    using Kernel = SplitKernel<config>;
+void launch_split_kv(const ForwardParams& params, Stream stream) {
+    using Kernel = SplitKvKernel<config>;
     using T = typename Kernel::T;
-    static_assert(sizeof(SplitShared<Kernel>) + 1024 <= Kernel::shared_bytes,
+    static_assert(sizeof(SplitKvShared<Kernel>) + 1024 <= Kernel::shared_bytes,
                   "forward_memory() must count all of the block's shared memory");
     const Problem& p = params.problem;
     const Sequences& s = params.sequences;
     const int64_t q_rows = p.varlen ? s.total_q : p.q_length;
     const int64_t k_rows = p.varlen ? s.total_k : p.k_length;
     const bool combine = combines(p, params.splits);
-    const SplitResults<T> results{.out = PlainLayout<T>(params.out, p.varlen),
-                                  .lse = params.lse,
-                                  .sink = params.scores.sink,
-                                  .partial_out = params.partial_out,
-                                  .partial_lse = params.partial_lse,
-                                  .splits = combine ? params.splits : 0,
-                                  .heads = int(p.q_heads),
-                                  .positions = int(q_rows),
-                                  .value_dim = int(p.value_dim),
-                                  .rows = partial_rows(p, s)};
+    const SplitKvResults<T> results{.out = StridedRows<T>(params.out, p.varlen),
+                                    .lse = params.lse,
+                                    .sink = params.scores.sink,
+                                    .partial_out = params.partial_out,
+                                    .partial_lse = params.partial_lse,
+                                    .splits = combine ? params.splits : 0,
+                                    .heads = int(p.q_heads),
+                                    .positions = int(q_rows),
+                                    .value_dim = int(p.value_dim),
+                                    .rows = partial_rows(p, s)};
     const int group = int(p.q_heads / p.kv_heads);
-    const SplitGlobals<Kernel> globals{
-        .q = PlainLayout<T>(params.q, p.varlen),
+    const SplitKvGlobals<Kernel> globals{
+        .q = StridedRows<T>(params.q, p.varlen),
         .k = {params.k, p.varlen, p.batch, p.kv_heads, k_rows, p.head_dim},
         .v = {params.v, p.varlen, p.batch, p.kv_heads, k_rows, p.value_dim},
         .results = results,
         .sequences = {p, s},
-        .modification = Modification(params.scores),
+        .score_mod = ScoreMod(params.scores),
         .head_dim = int(p.head_dim),
         .kv_heads = int(p.kv_heads),
         .group = group,
@@ -413,7 +412,7 @@ void launch_split(const ForwardParams& params, Stream stream) {
         .splits = params.splits};
     const int64_t blocks = p.batch * p.kv_heads * globals.tiles * globals.splits;
     if (blocks > 0) {
-        kittens::launch(split_kernel<Kernel>, dim3(unsigned(blocks)), dim3(Kernel::threads),
+        kittens::launch(split_kv_kernel<Kernel>, dim3(unsigned(blocks)), dim3(Kernel::threads),
                         dim3(1), Kernel::shared_bytes, stream, globals);
     }
     if (combine) {

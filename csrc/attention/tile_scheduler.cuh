@@ -9,18 +9,18 @@ namespace thunderkittens::attention {
 
 using namespace kittens;
 
-// An item is one block of queries (of keys, in the backward) of one head of one batch. Items come
-// in sections of heads, inside a section longest first (level 0).
-struct Schedule {
+// A work tile is one block of queries (of keys, in the backward) of one head of one batch. Work
+// tiles come in sections of heads, a swizzle for L2, inside a section longest first (level 0).
+struct TileScheduler {
     int blocks, heads, batch;
     int section_heads;  // of all batches; see Choice
 
-    struct Item {
+    struct WorkTile {
         int level, head, batch;
     };
-    __host__ __device__ int items() const { return blocks * heads * batch; }
+    __host__ __device__ int work_tiles() const { return blocks * heads * batch; }
 
-    __device__ __forceinline__ Item item(int index) const {
+    __device__ __forceinline__ WorkTile work_tile(int index) const {
         const int section = index / (blocks * section_heads);
         const int rest = index - section * blocks * section_heads;
         const int first_head = section * section_heads;

@@ -3,7 +3,7 @@
 // costs less than handing it over; the gradients of their projections are added in shared memory.
 #pragma once
 
-#include "csrc/linear_attention/lolcats/gradient.cuh"
+#include "csrc/linear_attention/lolcats/gradient_common.cuh"
 
 namespace thunderkittens::linear_attention {
 
@@ -74,8 +74,8 @@ __device__ __forceinline__ float2 sign_gradient(typename K::projection& g,
     return dot;
 }
 
-// One sign's part of LolcatsSums, in a layout of its own: a warp has 16 rows of the numerator, none
-// behind the features that there are.
+// One sign's part of LolcatsRunningState, in a layout of its own: a warp has 16 rows of the
+// numerator, none behind the features that there are.
 template <class K, int _sign>
 struct SignSums {
     static constexpr int sign = _sign, features = K::features;
@@ -136,8 +136,8 @@ struct SignSums {
         denominator = {denominator.x + sum.x, denominator.y + sum.y};
     }
     // Writes factor * numerator as an operand, in 16 bits.
-    __device__ __forceinline__ void publish(typename K::state_tile& to, float factor) const {
-        const TileParts<typename K::state_tile> parts(to, 16 * warpgroup::warpid());
+    __device__ __forceinline__ void store_operand(typename K::state_tile& to, float factor) const {
+        const MatrixRows<typename K::state_tile> rows(to, 16 * warpgroup::warpid());
 #pragma unroll
         for (int j = 0; j < K::head_dim / 16; ++j) {
             packed_type<typename K::T> part[4];
@@ -146,10 +146,10 @@ struct SignSums {
                 const float2 pair = numerator.tiles[0][j].data[i];
                 part[i] = pack_pair<typename K::T>(factor * pair.x, factor * pair.y);
             }
-            parts.store(j, part);
+            rows.store(j, part);
         }
     }
-    __device__ __forceinline__ void publish_denominator(sv<float, 2 * features>& to) const {
+    __device__ __forceinline__ void store_denominator(sv<float, 2 * features>& to) const {
         if (laneid() < warp_pairs)
             arch::store_shared(to.address_of(sign * features + own_feature()), denominator);
     }

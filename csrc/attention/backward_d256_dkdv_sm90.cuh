@@ -1,19 +1,19 @@
-// The warpgroups of backward_wide_sm90.cuh that compute dV and dK, and the kernel.
+// The warpgroups of backward_d256_sm90.cuh that compute dV and dK, and the kernel.
 #pragma once
 
-#include "csrc/attention/backward_wide_queries_sm90.cuh"
+#include "csrc/attention/backward_d256_dq_sm90.cuh"
 
 namespace thunderkittens::attention {
 
 template <class Kernel>
-struct ValueRole : WideRole<Kernel> {
+struct DvRole : BackwardD256Role<Kernel> {
     using T = typename Kernel::T;
     using scores = rt_fl<16, Kernel::block_m>;  // transposed: rows are keys
     using weights = rt<T, 16, Kernel::block_m>;
     using gradient = rt_fl<16, Kernel::part_cols>;
-    using Base = WideRole<Kernel>;
+    using Base = BackwardD256Role<Kernel>;
     using Base::g, Base::shared, Base::q_at, Base::value_at, Base::ds_at;
-    Weights<Kernel, WideGlobals<Kernel>> weighing{g};
+    Weights<Kernel, BackwardD256Globals<Kernel>> weighing{g};
 
     __device__ __forceinline__ void start_scores(scores& s) {
         wait(shared.q_full[q_at.stage], q_at.phase);
@@ -31,26 +31,27 @@ struct ValueRole : WideRole<Kernel> {
         this->release_value();
     }
 
-    __device__ __forceinline__ void work(const BackwardItem& item) {
+    __device__ __forceinline__ void process(const BackwardWorkTile& work) {
         gradient dv[Kernel::value_parts];
 #pragma unroll
         for (auto& part : dv) zero_tile(part);
-        wait(shared.k_full, this->phase(item));
+        wait(shared.k_full, this->phase(work));
         scores s;
         weights p;
-        Steps at(g, item);
-        weighing.find_slope(item, 0);
+        Steps at(g, work);
+        weighing.find_slope(work, 0);
         if (at.more()) start_scores(s);
         while (at.more()) {
             const int m = at.j, stage = q_at.stage;
             warpgroup::mma_async_wait<0>(s);
             wait(shared.ds_empty[ds_at.stage], ds_at.phase ^ 1);
-            const bool masked = arch::warp_uniform(m < read(item.whole) || m >= read(item.cut));
+            const bool masked =
+                arch::warp_uniform(m < read(work.unmasked_begin) || m >= read(work.unmasked_end));
             auto& own = shared.own[ds_at.stage];
-            weighing.weigh(s, p, item, m, masked, shared.lse[stage],
-                           [this](const BackwardItem& of) { return this->first_key(of); });
+            weighing.weigh(s, p, work, m, masked, shared.lse[stage],
+                           [this](const BackwardWorkTile& of) { return this->first_key(of); });
             // What dP is multiplied with.
-            if constexpr (Kernel::modified) {
+            if constexpr (Kernel::score_mod) {
                 warpgroup::store(own, s);
             } else {
                 convert_scores(p, s);
@@ -69,7 +70,7 @@ struct ValueRole : WideRole<Kernel> {
             q_at.advance();
             const bool next_head = at.advance();
             if (at.more()) {
-                if (next_head) weighing.find_slope(item, at.head);
+                if (next_head) weighing.find_slope(work, at.head);
                 start_scores(s);
                 release_values<1>();
             } else {
@@ -82,13 +83,13 @@ struct ValueRole : WideRole<Kernel> {
 #pragma unroll
         for (auto& part : dv) pin(part);
         // All of dP has read V.
-        wait(shared.v_done, this->phase(item));
-        this->send(g.dv, g.part_dv, g.need_dv, shared.v, dv, shared.v_empty, item, 1);
+        wait(shared.v_done, this->phase(work));
+        this->send(g.dv, g.partial_dv, g.need_dv, shared.v, dv, shared.v_empty, work, 1);
     }
 };
 
 template <class Kernel>
-struct KeyRole : WideRole<Kernel> {
+struct DkRole : BackwardD256Role<Kernel> {
     using T = typename Kernel::T;
     using scores = rt_fl<16, Kernel::block_m>;  // transposed: rows are keys
     using weights = rt<T, 16, Kernel::block_m>;
@@ -96,7 +97,7 @@ struct KeyRole : WideRole<Kernel> {
     static constexpr int parts = Kernel::head_dim > 192 ? 2 : 1;
     static constexpr int part_cols = Kernel::head_dim / parts;
     using gradient = rt_fl<16, part_cols>;
-    using Base = WideRole<Kernel>;
+    using Base = BackwardD256Role<Kernel>;
     using Base::g, Base::shared, Base::q_at, Base::value_at, Base::ds_at;
     RingPosition<Kernel::value_slots> value_next;
 
@@ -114,7 +115,7 @@ struct KeyRole : WideRole<Kernel> {
     }
 
     // dS of this warp's keys in place of the weights, and to the other block.
-    __device__ __forceinline__ void exchange(const weights& ds) {
+    __device__ __forceinline__ void exchange_ds(const weights& ds) {
         const int slot = ds_at.stage;
         if (!g.need_dq) {
             this->signal_by_warp(shared.ds_empty[slot]);
@@ -137,14 +138,14 @@ struct KeyRole : WideRole<Kernel> {
         }
     }
 
-    __device__ __forceinline__ void work(const BackwardItem& item) {
+    __device__ __forceinline__ void process(const BackwardWorkTile& work) {
         gradient dk[parts];
 #pragma unroll
         for (auto& part : dk) zero_tile(part);
-        wait(shared.v_full, this->phase(item));
+        wait(shared.v_full, this->phase(work));
         scores dp;
         weights ds;
-        Steps at(g, item);
+        Steps at(g, work);
         if (at.more()) start_products(dp);
         while (at.more()) {
             const int stage = q_at.stage;
@@ -164,7 +165,7 @@ struct KeyRole : WideRole<Kernel> {
                     word = pack_pair<T>(p.x * x.x, p.y * x.y);
                 }
             }
-            exchange(ds);
+            exchange_ds(ds);
             arrive(shared.q_empty[stage]);  // delta has been read
             ds_at.advance();
 #pragma unroll
@@ -191,47 +192,47 @@ struct KeyRole : WideRole<Kernel> {
             scale_rows(part, make_float2(g.scale, g.scale));
         }
         // All of S and dQ has read K.
-        wait(shared.k_full, this->phase(item));
-        wait(shared.k_done, this->phase(item));
-        this->send(g.dk, g.part_dk, g.need_dk, shared.k, dk, shared.k_empty, item, 2);
+        wait(shared.k_full, this->phase(work));
+        wait(shared.k_done, this->phase(work));
+        this->send(g.dk, g.partial_dk, g.need_dk, shared.k, dk, shared.k_empty, work, 2);
     }
 };
 
 template <class Kernel>
-__global__ __launch_bounds__(Kernel::threads, 1) void wide_backward_kernel(
-    const __grid_constant__ WideGlobals<Kernel> g) {
+__global__ __launch_bounds__(Kernel::threads, 1) void backward_d256_kernel(
+    const __grid_constant__ BackwardD256Globals<Kernel> g) {
     shared_allocator allocator(shared_memory());
-    auto& shared = allocator.template allocate<WideShared<Kernel>>();
+    auto& shared = allocator.template allocate<BackwardD256Shared<Kernel>>();
     const int rank = cluster::rank();
-    const bool turns = g.need_dq && g.in_order;
-    if (threadIdx.x == 0) shared.init(g.need_dq, turns);
+    const bool ordered_dq = g.need_dq && g.deterministic;
+    if (threadIdx.x == 0) shared.init(g.need_dq, ordered_dq);
     cluster::sync();
     arch::launch_dependents();
     arch::wait_for_dependencies();
     const int role = arch::warp_uniform(warpgroup::groupid());
     const auto work_on = [&](auto&& worker) {
-        shared.ring.receive([&](const BackwardItem& item) { worker.work(item); });
+        shared.ring.receive([&](const BackwardWorkTile& work) { worker.process(work); });
         if (warpgroup::laneid() == 0) tma::store_async_wait();
     };
     if (role == 0) {
         warpgroup::decrease_registers<Kernel::producer_registers>();
         const int warp = arch::warp_uniform(warpgroup::warpid());
-        if (warp == 0 && arch::elect_one()) WideProducer<Kernel>{g, shared, rank}.run();
-        if (turns && warp >= 1 && warp <= Kernel::senders && arch::elect_one()) {
+        if (warp == 0 && arch::elect_one()) BackwardD256Producer<Kernel>{g, shared, rank}.run();
+        if (ordered_dq && warp >= 1 && warp <= Kernel::dq_writers && arch::elect_one()) {
             if constexpr (Kernel::dq_shared)
-                send_in_turns(g, shared, rank, warp - 1);
+                write_dq_in_order(g, shared, rank, warp - 1);
             else
-                await_turns(g, shared, rank);
+                await_dq_semaphores(g, shared, rank);
         }
     } else if (role == 1) {
-        warpgroup::decrease_registers<Kernel::query_registers>();
-        if (g.need_dq) work_on(QueryRole<Kernel>{{g, shared, rank}});
+        warpgroup::decrease_registers<Kernel::dq_registers>();
+        if (g.need_dq) work_on(DqRole<Kernel>{{g, shared, rank}});
     } else if (role == 2) {
-        warpgroup::increase_registers<Kernel::key_registers>();
-        work_on(ValueRole<Kernel>{{g, shared, rank}});
+        warpgroup::increase_registers<Kernel::dkv_registers>();
+        work_on(DvRole<Kernel>{{g, shared, rank}});
     } else {
-        warpgroup::increase_registers<Kernel::key_registers>();
-        work_on(KeyRole<Kernel>{{g, shared, rank}});
+        warpgroup::increase_registers<Kernel::dkv_registers>();
+        work_on(DkRole<Kernel>{{g, shared, rank}});
     }
     // The other block may still signal this one's semaphores.
     arch::sync_warp();

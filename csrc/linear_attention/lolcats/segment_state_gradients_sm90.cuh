@@ -4,22 +4,22 @@
 #pragma once
 
 #include "csrc/linear_attention/based/scan_sm90.cuh"
-#include "csrc/linear_attention/lolcats/gradient.cuh"
+#include "csrc/linear_attention/lolcats/gradient_common.cuh"
 
 namespace thunderkittens::linear_attention {
 
 template <class K>
-struct GradientSumsGlobals {
+struct SegmentStateGradientsGlobals {
     typename K::token_layout q, grad_out;
     typename K::map_layout q_map;
     WeightsLayout weights;
     const int* lengths;
-    float* sums;
+    float* segment_states;
     int heads, length, segments;
 };
 
 template <class K>
-struct GradientSumsShared {
+struct SegmentStateGradientsShared {
     static constexpr int stages = 2;
     typename K::map_tile q_map;
     struct Stage {
@@ -31,9 +31,9 @@ struct GradientSumsShared {
 };
 
 template <class K>
-__global__ __launch_bounds__(WARPGROUP_THREADS) void lolcats_gradient_sums_kernel(
-    const __grid_constant__ GradientSumsGlobals<K> g) {
-    using Shared = GradientSumsShared<K>;
+__global__ __launch_bounds__(WARPGROUP_THREADS) void lolcats_segment_state_gradients_kernel(
+    const __grid_constant__ SegmentStateGradientsGlobals<K> g) {
+    using Shared = SegmentStateGradientsShared<K>;
     shared_allocator<> allocator(shared_memory());
     auto& shared = allocator.template allocate<Shared>();
     if (threadIdx.x == 0) {
@@ -43,26 +43,26 @@ __global__ __launch_bounds__(WARPGROUP_THREADS) void lolcats_gradient_sums_kerne
     }
     arch::wait_for_dependencies();
     arch::sync_block();
-    const LolcatsItem item(int(blockIdx.x), g.heads, g.segments, g.lengths, g.length);
+    const LolcatsWorkTile work(int(blockIdx.x), g.heads, g.segments, g.lengths, g.length);
     // The chunks that the segment before sees and this one does not; nobody needs the first's.
-    const int first = item.begin + 1;
-    const int last = ::min(item.end + 1, item.terrace.chunks());
-    const int count = item.segment > 0 && item.begin < item.end ? last - first : 0;
+    const int first = work.begin + 1;
+    const int last = ::min(work.end + 1, work.terrace.chunks());
+    const int count = work.segment > 0 && work.begin < work.end ? last - first : 0;
     const auto load_chunk = [&](int n) {
         auto& to = shared.stage[n % Shared::stages];
         semaphore& full = shared.full[n % Shared::stages];
-        const int chunk = first + n, row = item.terrace.row(chunk);
+        const int chunk = first + n, row = work.terrace.row(chunk);
         tma::expect(full, to.q, to.grad_out, to.weights);
-        tma::load_async(to.q, g.q, elements(item.b, item.head, row, 0), full);
-        tma::load_async(to.grad_out, g.grad_out, elements(item.b, item.head, row, 0), full);
-        tma::load_async(to.weights, g.weights, {0, 0, item.line, chunk}, full);
+        tma::load_async(to.q, g.q, elements(work.b, work.head, row, 0), full);
+        tma::load_async(to.grad_out, g.grad_out, elements(work.b, work.head, row, 0), full);
+        tma::load_async(to.weights, g.weights, {0, 0, work.batch_head, chunk}, full);
     };
     if (threadIdx.x == 0 && count > 0) {
         tma::expect(shared.maps, shared.q_map);
-        tma::load_async(shared.q_map, g.q_map, elements(0, item.head, 0, 0), shared.maps);
+        tma::load_async(shared.q_map, g.q_map, elements(0, work.head, 0, 0), shared.maps);
         for (int n = 0; n < Shared::stages && n < count; ++n) load_chunk(n);
     }
-    LolcatsSums<K> sums;
+    LolcatsRunningState<K> sums;
     sums.clear();
     if (count > 0) wait(shared.maps, 0);
 #pragma unroll 1
@@ -85,38 +85,38 @@ __global__ __launch_bounds__(WARPGROUP_THREADS) void lolcats_gradient_sums_kerne
         if (threadIdx.x == 0 && n + Shared::stages < count) load_chunk(n + Shared::stages);
     }
     constexpr int64_t floats = int64_t(2 * K::features) * K::head_dim;
-    float* to =
-        g.sums + (int64_t(item.line) * g.segments + item.segment) * (floats + 2 * K::features);
+    float* to = g.segment_states +
+                (int64_t(work.batch_head) * g.segments + work.segment) * (floats + 2 * K::features);
     sums.store(to, to + floats);
 }
 
 template <DType dtype, int head_dim, int features>
-void launch_lolcats_gradient_sums(const LolcatsBackwardParams& params,
-                                  const LolcatsBackwardWorkspace& w, Stream stream) {
+void launch_lolcats_segment_state_gradients(const LolcatsBackwardParams& params,
+                                            const LolcatsBackwardWorkspace& w, Stream stream) {
     using K = LolcatsKernel<dtype, head_dim, features>;
-    static_assert(sizeof(GradientSumsShared<K>) + 1024 <= LOLCATS_GRADIENT_SUMS_BYTES);
+    static_assert(sizeof(SegmentStateGradientsShared<K>) + 1024 <=
+                  LOLCATS_SEGMENT_STATE_GRADIENTS_BYTES);
     const LolcatsParams& call = params.forward;
     const LolcatsProblem& p = call.problem;
-    const int64_t lines = p.batch * p.heads;
-    const GradientSumsGlobals<K> globals{
+    const int64_t batch_heads = p.batch * p.heads;
+    const SegmentStateGradientsGlobals<K> globals{
         .q = token_layout_of<typename K::token_layout>(call.q, p, p.heads, p.length),
         .grad_out =
             token_layout_of<typename K::token_layout>(params.grad_out, p, p.heads, p.length),
         .q_map = map_layout_of<typename K::map_layout>(call.q_map, p.heads),
-        .weights = WeightsLayout(w.weights, nullptr, nullptr, lines, chunks_of(p) * CHUNK * 2),
+        .weights =
+            WeightsLayout(w.weights, nullptr, nullptr, batch_heads, chunks_of(p) * CHUNK * 2),
         .lengths = call.initial.lengths,
-        .sums = w.sums,
+        .segment_states = w.segment_states,
         .heads = int(p.heads),
         .length = int(p.length),
         .segments = call.segments};
-    kittens::launch({.dependent = true}, lolcats_gradient_sums_kernel<K>,
-                    dim3(unsigned(lines * call.segments)), dim3(WARPGROUP_THREADS), dim3(1),
-                    LOLCATS_GRADIENT_SUMS_BYTES, stream, globals);
-    constexpr int block = 4 * SCAN_THREADS;
-    const ScanGlobals scan{w.sums, nullptr, nullptr, int(sums_floats(p)), call.segments, true};
-    kittens::launch({.dependent = true}, based_scan_kernel<float4>,
-                    scan_grid(lines, (scan.size + block - 1) / block), dim3(SCAN_THREADS), dim3(1),
-                    0, stream, scan);
+    kittens::launch({.dependent = true}, lolcats_segment_state_gradients_kernel<K>,
+                    dim3(unsigned(batch_heads * call.segments)), dim3(WARPGROUP_THREADS), dim3(1),
+                    LOLCATS_SEGMENT_STATE_GRADIENTS_BYTES, stream, globals);
+    launch_scan<float4>(
+        {w.segment_states, nullptr, nullptr, int(state_floats_of_head(p)), call.segments, true},
+        batch_heads, stream);
 }
 
 }  // namespace thunderkittens::linear_attention

@@ -2,7 +2,7 @@
 // phi(k) v^T, and of phi(k) for the denominator.
 #pragma once
 
-#include "csrc/linear_attention/based/features.cuh"
+#include "csrc/linear_attention/based/feature_map.cuh"
 
 namespace thunderkittens::linear_attention {
 
@@ -29,19 +29,6 @@ __device__ __forceinline__ int fresh_lane() {
     return static_cast<int>(lane);
 }
 
-// Keeps the compiler from moving uses of an accumulator above a wait.
-template <any_register_tile Tile>
-__device__ __forceinline__ void pin(Tile& tile) {
-#pragma unroll
-    for (int j = 0; j < Tile::width; ++j) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            arch::pin_register(tile.tiles[0][j].data[i].x);
-            arch::pin_register(tile.tiles[0][j].data[i].y);
-        }
-    }
-}
-
 // A warp has 16 rows of each of three groups of four blocks of features; the last two blocks of the
 // third group do not exist. Sums are `unit` times too large.
 template <class T, bool weighted>
@@ -60,7 +47,7 @@ struct RunningState {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const FeaturePair pair = feature_pair(block, lane / 4 + 8 * r);
-                const PublicFeature feature = public_feature(pair.a, pair.b);
+                const StateRow feature = state_row_of(pair.a, pair.b);
 #pragma unroll
                 for (int j = 0; j < VALUES / 16; ++j) {
 #pragma unroll
@@ -74,10 +61,10 @@ struct RunningState {
     }
     // Without branches, so that all loads are in flight together.
     __device__ __forceinline__ void load(const StateView& from, int first_column) {
-        for_each_pair([](float2& pair, const PublicFeature&, int) { pair = {0.0f, 0.0f}; });
+        for_each_pair([](float2& pair, const StateRow&, int) { pair = {0.0f, 0.0f}; });
         if (from.numerator == nullptr) return;
         const int last = from.value_dim - 2;
-        for_each_pair([&](float2& pair, const PublicFeature& feature, int column) {
+        for_each_pair([&](float2& pair, const StateRow& feature, int column) {
             const int at = first_column + column;
             const bool exists = feature.row >= 0 && at <= last;
             const float factor = exists ? unit / feature.weight : 0.0f;
@@ -89,7 +76,7 @@ struct RunningState {
     }
     __device__ __forceinline__ void store(const StateView& to, int first_column) {
         if (to.numerator == nullptr) return;
-        for_each_pair([&](const float2& pair, const PublicFeature& feature, int column) {
+        for_each_pair([&](const float2& pair, const StateRow& feature, int column) {
             const int at = first_column + column;
             if (feature.row < 0 || at >= to.value_dim) return;
             const float factor = feature.weight / unit;
@@ -128,7 +115,8 @@ struct RunningState {
     // Writes the state as an operand, in 16 bits. What is multiplied with it must be multiplied by
     // the result: sums in half are brought into its range by a power of two, the same for all.
     template <bool scaled_always = false>
-    __device__ __forceinline__ float publish(state_tile<T>& tile, sv<float, 16>& scratch) const {
+    __device__ __forceinline__ float store_operand(state_tile<T>& tile,
+                                                   sv<float, 16>& scratch) const {
         float scale = 1.0f;
         if constexpr (scaled_always || std::is_same_v<T, half>) {
             float most = 0.0f;
@@ -206,7 +194,7 @@ struct RunningDenominator {
         if (from.denominator == nullptr) return;
         if (!weighted || laneid() == 0) count = arch::load_global(from.denominator);
         for_each([&](float& product, float& element, int row, int column) {
-            const PublicFeature p = public_feature(row, column), e = public_feature(column, ONE);
+            const StateRow p = state_row_of(row, column), e = state_row_of(column, ONE);
             product = arch::load_global(from.denominator + p.row) / p.weight;
             element = arch::load_global(from.denominator + e.row) / e.weight;
         });
@@ -216,14 +204,10 @@ struct RunningDenominator {
     __device__ __forceinline__ void store(const StateView& to) {
         if (to.denominator == nullptr) return;
         float total = count;
-        if constexpr (weighted) {
-#pragma unroll
-            for (int distance = 16; distance > 0; distance /= 2)
-                total += arch::shuffle_xor(total, distance);
-        }
+        if constexpr (weighted) total = warp_sum(total);
         if (laneid() == 0) arch::store_global(to.denominator, total);
         for_each([&](float product, float element, int row, int column) {
-            const PublicFeature p = public_feature(row, column), e = public_feature(column, ONE);
+            const StateRow p = state_row_of(row, column), e = state_row_of(column, ONE);
             if (row <= column) arch::store_global(to.denominator + p.row, product * p.weight);
             if (row == 0) arch::store_global(to.denominator + e.row, element * e.weight);
         });

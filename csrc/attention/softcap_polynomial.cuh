@@ -1,5 +1,6 @@
-// Softcap by FMAs. tanh costs as much of the unit for exponentials as the exponential, so that
-// where all scores of a warp are small against the cap, an odd polynomial takes its place.
+// Softcap as a polynomial, by FMAs. tanh costs as much of the unit for exponentials as the
+// exponential, so that where all scores of a warp are small against the cap, an odd polynomial
+// takes its place.
 #pragma once
 
 #include "csrc/attention/attention.h"
@@ -13,12 +14,12 @@ using namespace kittens;
 
 // softcap * tanh(scale * score / softcap) * log2(e) of a score.
 template <int TERMS>
-struct CapPolynomial {
+struct TanhPolynomial {
     float limit = -1.0f;  // of |score|; negative: not applicable
     float factors[TERMS] = {};
 
     // tanh(x) is the sum of terms[i] * x^(2 i + 1) up to `largest`.
-    CapPolynomial(const Scores& s, double largest, const double (&terms)[TERMS]) {
+    TanhPolynomial(const ScoreOptions& s, double largest, const double (&terms)[TERMS]) {
         if (!(s.softcap > 0.0f) || s.alibi_slopes != nullptr) return;
         const double by_cap = double(s.scale) / s.softcap;
         double power = double(s.scale) * LOG2_E;
@@ -41,10 +42,10 @@ struct CapPolynomial {
 // / x is nearly linear in x^2, and taken as the line that meets its series at the square of the
 // largest x, which may outweigh all others, and at 3/8 of it, which makes the error elsewhere the
 // least: at most (largest x)^5 / 94, of both signs.
-struct FittedPolynomial {
+struct FittedTanhPolynomial {
     float limit = -1.0f;  // of |score|; negative: not applicable
 
-    explicit FittedPolynomial(const Scores& s) {
+    explicit FittedTanhPolynomial(const ScoreOptions& s) {
         if (!(s.softcap > 0.0f) || s.alibi_slopes != nullptr) return;
         constexpr double third = 1.0 / 3, fifth = 2.0 / 15, seventh = 17.0 / 315;
         constexpr double sum = 11.0 / 8, product = 3.0 / 8;  // of the two, over the largest x^2
@@ -83,43 +84,43 @@ struct FittedPolynomial {
 // two terms, fitted, up to where they err by 2^-14.8, and three with 2^-16.7. For half three and
 // four, with less than 2^-23 absolutely.
 template <class T>
-struct SmallCap {
+struct SoftcapPolynomial {
     static constexpr bool coarse = std::is_same_v<T, bf16>;
     // How many powers of two a weight may be above 1.
-    static constexpr float SLACK = coarse ? 24.0f : 14.0f;
+    static constexpr float RESCALE_THRESHOLD = coarse ? 24.0f : 14.0f;
 
-    std::conditional_t<coarse, FittedPolynomial, CapPolynomial<3>> few;
-    CapPolynomial<coarse ? 3 : 4> many;
+    std::conditional_t<coarse, FittedTanhPolynomial, TanhPolynomial<3>> short_form;
+    TanhPolynomial<coarse ? 3 : 4> long_form;
     float slope;  // no logit times log2(e) is larger than this times its score
 
-    explicit SmallCap(const Scores& s)
-        : few(make_few(s)), many(make_many(s)), slope(s.scale * LOG2_E) {}
+    explicit SoftcapPolynomial(const ScoreOptions& s)
+        : short_form(make_short_form(s)), long_form(make_long_form(s)), slope(s.scale * LOG2_E) {}
 
     // OnlineSoftmax::update of unmasked scores, if all of the warp are small enough for a
     // polynomial and none can exceed the base by too much; otherwise it does nothing and returns
     // false. What has been accumulated is not rescaled.
     template <any_register_tile Tile>
     __device__ __forceinline__ bool update(Tile& s, OnlineSoftmax& softmax) const {
-        if (!(few.limit > 0.0f)) return false;
+        if (!(short_form.limit > 0.0f)) return false;
         const float2 top = largest_of(s);
         const float largest = fmaxf(top.x, top.y);
         const float above =
             fmaxf(fmaf(top.x, slope, -softmax.base.x), fmaf(top.y, slope, -softmax.base.y));
-        const int bounded = above <= SLACK;
-        if (arch::all_lanes(bounded & static_cast<int>(largest <= few.limit))) {
+        const int bounded = above <= RESCALE_THRESHOLD;
+        if (arch::all_lanes(bounded & static_cast<int>(largest <= short_form.limit))) {
             add_weights(s, softmax, fit(largest));
             return true;
         }
-        if (!arch::all_lanes(bounded & static_cast<int>(largest <= many.limit))) return false;
-        add_weights(s, softmax, many);
+        if (!arch::all_lanes(bounded & static_cast<int>(largest <= long_form.limit))) return false;
+        add_weights(s, softmax, long_form);
         return true;
     }
 
     // The same in parts, for a kernel that has something else to do between them.
     struct Bound {
-        float largest = 0.0f;  // magnitude of this thread's scores
-        int in_reach = 0;      // of the base
-        bool few = false;      // the short polynomial serves all of the warp
+        float largest = 0.0f;     // magnitude of this thread's scores
+        int in_reach = 0;         // of the base
+        bool short_form = false;  // the short polynomial serves all of the warp
     };
     template <any_register_tile Tile>
     __device__ __forceinline__ Bound bound_of(const Tile& s, const OnlineSoftmax& softmax) const {
@@ -127,16 +128,16 @@ struct SmallCap {
         const float largest = fmaxf(top.x, top.y);
         const float above =
             fmaxf(fmaf(top.x, slope, -softmax.base.x), fmaf(top.y, slope, -softmax.base.y));
-        const int in_reach = above <= SLACK;
+        const int in_reach = above <= RESCALE_THRESHOLD;
         return {largest, in_reach,
-                arch::all_lanes(in_reach & static_cast<int>(largest <= few.limit))};
+                arch::all_lanes(in_reach & static_cast<int>(largest <= short_form.limit))};
     }
-    // `few`, as add_weights takes it.
+    // `short_form`, as add_weights takes it.
     __device__ __forceinline__ auto fit(float largest) const {
         if constexpr (coarse)
-            return few.fit(largest);
+            return short_form.fit(largest);
         else
-            return few;
+            return short_form;
     }
     // Of the base tiles begin to end.
     template <int begin, int end, any_register_tile Tile, class Polynomial>
@@ -145,29 +146,29 @@ struct SmallCap {
         using part = rt_fl<16, 16 * (end - begin)>;
         add_weights(reinterpret_cast<part&>(s.tiles[0][begin]), softmax, polynomial);
     }
-    // Where `few` does not serve; false if no polynomial does.
+    // Where `short_form` does not serve; false if no polynomial does.
     template <any_register_tile Tile>
-    __device__ __forceinline__ bool update_with_many(Tile& s, OnlineSoftmax& softmax,
-                                                     const Bound& bound) const {
-        if (!arch::all_lanes(bound.in_reach & static_cast<int>(bound.largest <= many.limit)))
+    __device__ __forceinline__ bool update_by_long_form(Tile& s, OnlineSoftmax& softmax,
+                                                        const Bound& bound) const {
+        if (!arch::all_lanes(bound.in_reach & static_cast<int>(bound.largest <= long_form.limit)))
             return false;
-        add_weights(s, softmax, many);
+        add_weights(s, softmax, long_form);
         return true;
     }
 
   private:
-    static auto make_few(const Scores& s) {
+    static auto make_short_form(const ScoreOptions& s) {
         if constexpr (coarse)
-            return FittedPolynomial(s);
+            return FittedTanhPolynomial(s);
         else
-            return CapPolynomial<3>(s, 0.25, {0.999999604, -0.333219082, 0.128416134});
+            return TanhPolynomial<3>(s, 0.25, {0.999999604, -0.333219082, 0.128416134});
     }
-    static auto make_many(const Scores& s) {
+    static auto make_long_form(const ScoreOptions& s) {
         if constexpr (coarse)
-            return CapPolynomial<3>(s, 0.43, {0.999990505, -0.332401753, 0.119551381});
+            return TanhPolynomial<3>(s, 0.43, {0.999990505, -0.332401753, 0.119551381});
         else
-            return CapPolynomial<4>(s, 0.45,
-                                    {0.999999757, -0.333294672, 0.132363691, -0.046028194});
+            return TanhPolynomial<4>(s, 0.45,
+                                     {0.999999757, -0.333294672, 0.132363691, -0.046028194});
     }
     // The largest magnitude in each row, of this thread's columns.
     template <any_register_tile Tile>

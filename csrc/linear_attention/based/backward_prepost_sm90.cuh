@@ -10,11 +10,11 @@ constexpr int ROW_THREADS = 256;
 
 // Rows that threads read themselves.
 template <class T>
-struct PlainRows {
+struct StridedRows {
     const T* data;
     int64_t batch_stride, head_stride, row_stride;
 
-    PlainRows(const Operand& x)
+    StridedRows(const Operand& x)
         : data(static_cast<const T*>(x.data)),
           batch_stride(x.batch_stride),
           head_stride(x.head_stride),
@@ -26,27 +26,30 @@ struct PlainRows {
 
 template <class T>
 struct RowWeightGlobals {
-    PlainRows<T> out, grad_out;
-    const float* denominators;  // (lines, length), or null: no weights but those of the padding
-    float* weights;             // (2, lines, padded length)
+    StridedRows<T> out, grad_out;
+    const float*
+        denominators;  // (batch_heads, length), or null: no weights but those of the padding
+    float* weights;    // (2, batch_heads, padded length)
     int heads, length, padded, value_dim;
-    int64_t lines;
-    unsigned blocks;  // of a line; all are in one dimension of the grid, the others end at 65535
+    int64_t batch_heads;
+    unsigned
+        blocks;  // of a batch_head; all are in one dimension of the grid, the others end at 65535
 };
 
 // w = 1 / denominator, and the denominator's gradient -(dO . O) / denominator. Eight lanes share a
 // row; rows behind the last get zeros.
 template <class T>
-__global__ __launch_bounds__(ROW_THREADS) void based_weights_kernel(
+__global__ __launch_bounds__(ROW_THREADS) void based_preprocess_kernel(
     const __grid_constant__ RowWeightGlobals<T> g) {
     constexpr int lanes = 8;
-    const int64_t line = blockIdx.x / g.blocks;
+    const int64_t batch_head = blockIdx.x / g.blocks;
     const int row = (int(blockIdx.x % g.blocks) * ROW_THREADS + int(threadIdx.x)) / lanes;
     const int lane = threadIdx.x % lanes;
     const bool exists = row < g.length;
     float sum = 0.0f;
     if (exists && g.denominators != nullptr) {
-        const int head = static_cast<int>(line % g.heads), b = static_cast<int>(line / g.heads);
+        const int head = static_cast<int>(batch_head % g.heads),
+                  b = static_cast<int>(batch_head / g.heads);
         for (int column = 8 * lane; column < g.value_dim; column += 8 * lanes) {
             const uint4 x =
                 arch::load_global(reinterpret_cast<const uint4*>(g.out.at(b, head, row, column)));
@@ -67,17 +70,17 @@ __global__ __launch_bounds__(ROW_THREADS) void based_weights_kernel(
     if (lane != 0 || row >= g.padded) return;
     float w = exists ? 1.0f : 0.0f;
     if (exists && g.denominators != nullptr)
-        w = 1.0f / arch::load_global(g.denominators + line * g.length + row);
-    float* to = g.weights + line * g.padded + row;
+        w = 1.0f / arch::load_global(g.denominators + batch_head * g.length + row);
+    float* to = g.weights + batch_head * g.padded + row;
     arch::store_global(to, w);
-    arch::store_global(to + g.lines * g.padded, -w * sum);
+    arch::store_global(to + g.batch_heads * g.padded, -w * sum);
 }
 
 template <DType dtype>
-void launch_based_weights(const BasedBackwardParams& params, float* weights, Stream stream) {
+void launch_based_preprocess(const BasedBackwardParams& params, float* weights, Stream stream) {
     using T = type_of<dtype>;
     const BasedProblem& p = params.forward.problem;
-    const int64_t padded = padded_length(p), lines = p.batch * p.heads;
+    const int64_t padded = padded_length(p), batch_heads = p.batch * p.heads;
     const RowWeightGlobals<T> globals{
         .out = params.forward.out,
         .grad_out = params.grad_out,
@@ -87,9 +90,9 @@ void launch_based_weights(const BasedBackwardParams& params, float* weights, Str
         .length = int(p.length),
         .padded = int(padded),
         .value_dim = int(p.value_dim),
-        .lines = lines,
+        .batch_heads = batch_heads,
         .blocks = unsigned((padded * 8 + ROW_THREADS - 1) / ROW_THREADS)};
-    kittens::launch(based_weights_kernel<T>, dim3(unsigned(lines * globals.blocks)),
+    kittens::launch(based_preprocess_kernel<T>, dim3(unsigned(batch_heads * globals.blocks)),
                     dim3(ROW_THREADS), dim3(1), 0, stream, globals);
 }
 
@@ -102,7 +105,7 @@ struct CombineGlobals {
 };
 
 template <class T>
-__global__ __launch_bounds__(ROW_THREADS) void based_combine_kernel(
+__global__ __launch_bounds__(ROW_THREADS) void based_reduce_partials_kernel(
     const __grid_constant__ CombineGlobals<T> g) {
     const int which = blockIdx.y;
     const int64_t at = 4 * (int64_t(blockIdx.x) * ROW_THREADS + threadIdx.x);
@@ -119,8 +122,8 @@ __global__ __launch_bounds__(ROW_THREADS) void based_combine_kernel(
 }
 
 template <DType dtype>
-void launch_based_combine(const BasedBackwardParams& params, const BackwardKernelParams& kernel,
-                          Stream stream) {
+void launch_based_reduce_partials(const BasedBackwardParams& params,
+                                  const BackwardKernelParams& kernel, Stream stream) {
     using T = type_of<dtype>;
     const BasedProblem& p = params.forward.problem;
     const auto target = [](const Operand& x) { return static_cast<T*>(const_cast<void*>(x.data)); };
@@ -128,7 +131,7 @@ void launch_based_combine(const BasedBackwardParams& params, const BackwardKerne
                                     {target(params.dq), target(params.dk)},
                                     int(slices_of(p)),
                                     p.batch * p.heads * p.length * ELEMENTS};
-    kittens::launch(based_combine_kernel<T>,
+    kittens::launch(based_reduce_partials_kernel<T>,
                     dim3(unsigned((globals.count + 4 * ROW_THREADS - 1) / (4 * ROW_THREADS)), 2),
                     dim3(ROW_THREADS), dim3(1), 0, stream, globals);
 }

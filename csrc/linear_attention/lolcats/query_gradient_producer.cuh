@@ -2,7 +2,7 @@
 // memory, the thread that brings them, the warp that makes delta, the thread that stores dQ.
 #pragma once
 
-#include "csrc/linear_attention/lolcats/gradient.cuh"
+#include "csrc/linear_attention/lolcats/gradient_common.cuh"
 
 namespace thunderkittens::linear_attention {
 
@@ -25,16 +25,16 @@ struct QueryGradientGlobals {
     typename G::projected_layout projected;
     const float *alpha, *beta;
     LolcatsStatePointers initial;
-    const float* sums;  // before each segment; null: there is one
+    const float* segment_states;  // before each segment; null: there is one
     const float* denominators;
-    float *rows, *weights, *factor_parts;
+    float *rows, *weights, *factor_partials;
     int* done;  // of each head; null: there are sums
     int heads, length, segments, chunks;
-    int64_t lines;
+    int64_t batch_heads;
     bool want_dq, want_projected;
 
-    __device__ __forceinline__ LolcatsItem item() const {
-        return LolcatsItem(int(blockIdx.x), heads, segments, initial.lengths, length);
+    __device__ __forceinline__ LolcatsWorkTile work_tile() const {
+        return LolcatsWorkTile(int(blockIdx.x), heads, segments, initial.lengths, length);
     }
 };
 
@@ -55,8 +55,8 @@ struct QueryGradientShared {
     sv<float, 2 * CHUNK> rows[stages];               // 1 / denominator and delta of each query
     sv<float, 2 * K::features> denominator;          // of the state
     sv<float, 16> scratch;
-    sv<float, WARPGROUP_THREADS / 4> alpha_sums;  // of each quad's rows
-    sv<float, 2 * WARPGROUP_WARPS> factor_parts;  // of alpha, of beta
+    sv<float, WARPGROUP_THREADS / 4> alpha_sums;     // of each quad's rows
+    sv<float, 2 * WARPGROUP_WARPS> factor_partials;  // of alpha, of beta
     semaphore maps, queries_full[stages], queries_empty[stages], keys_full[stages],
         keys_empty[stages], out_full, rows_full[stages], projected_full, projected_empty, dq_full;
 
@@ -81,25 +81,25 @@ struct QueryGradientShared {
 template <class K>
 __device__ __forceinline__ void produce_for_queries(const QueryGradientGlobals<K>& g,
                                                     QueryGradientShared<K>& shared,
-                                                    const LolcatsItem& item) {
+                                                    const LolcatsWorkTile& work) {
     tma::expect(shared.maps, shared.q_map, shared.k_map);
-    tma::load_async(shared.q_map, g.q_map, elements(0, item.head, 0, 0), shared.maps);
-    tma::load_async(shared.k_map, g.k_map, elements(0, item.head, 0, 0), shared.maps);
-    for (int n = 0; n <= item.end - item.begin; ++n) {
+    tma::load_async(shared.q_map, g.q_map, elements(0, work.head, 0, 0), shared.maps);
+    tma::load_async(shared.k_map, g.k_map, elements(0, work.head, 0, 0), shared.maps);
+    for (int n = 0; n <= work.end - work.begin; ++n) {
         if (n > 0) {
-            const int stage = (n - 1) % 2, row = item.terrace.row(item.begin + n - 1);
+            const int stage = (n - 1) % 2, row = work.terrace.row(work.begin + n - 1);
             wait(shared.queries_empty[stage], (n - 1) / 2 % 2 ^ 1);
             auto& to = shared.queries[stage];
             semaphore& full = shared.queries_full[stage];
             tma::expect(full, to.q, to.grad_out);
-            tma::load_async(to.q, g.q, elements(item.b, item.head, row, 0), full);
-            tma::load_async(to.grad_out, g.grad_out, elements(item.b, item.head, row, 0), full);
+            tma::load_async(to.q, g.q, elements(work.b, work.head, row, 0), full);
+            tma::load_async(to.grad_out, g.grad_out, elements(work.b, work.head, row, 0), full);
         }
         // Before the first chunk there is none; any will do, with a weight of zero.
         const int stage = n % 2;
         wait(shared.keys_empty[stage], n / 2 % 2 ^ 1);
         auto& to = shared.keys[stage];
-        g.kv.load(to.k, to.v, item, ::max(item.begin + n - 1, 0), g.initial.keys != nullptr,
+        g.kv.load(to.k, to.v, work, ::max(work.begin + n - 1, 0), g.initial.keys != nullptr,
                   shared.keys_full[stage]);
     }
 }
@@ -109,14 +109,14 @@ __device__ __forceinline__ void produce_for_queries(const QueryGradientGlobals<K
 template <class K>
 __device__ __forceinline__ void make_query_rows(const QueryGradientGlobals<K>& g,
                                                 QueryGradientShared<K>& shared,
-                                                const LolcatsItem& item) {
+                                                const LolcatsWorkTile& work) {
     using T = typename K::T;
-    const int count = item.end - item.begin;
+    const int count = work.end - work.begin;
     const auto load_half = [&](int n) {
         if (n >= 2 * count || laneid() != 0) return;
-        const int row = item.terrace.row(item.begin) + CHUNK / 2 * n;
+        const int row = work.terrace.row(work.begin) + CHUNK / 2 * n;
         tma::expect(shared.out_full, shared.out);
-        tma::load_async(shared.out, g.out, elements(item.b, item.head, row, 0), shared.out_full);
+        tma::load_async(shared.out, g.out, elements(work.b, work.head, row, 0), shared.out_full);
     };
     // Of a block of 16 x 16, where this lane has an element of the diagonal: in column 0 or 1 of
     // its two, or nowhere.
@@ -130,17 +130,18 @@ __device__ __forceinline__ void make_query_rows(const QueryGradientGlobals<K>& g
 #pragma unroll 1
         for (int half = 0; half < 2; ++half) {
             const int row = CHUNK / 2 * half + laneid();
-            const int at = item.terrace.row(item.begin + n) + row;
+            const int at = work.terrace.row(work.begin + n) + row;
             float denominator = 1.0f;
             if (at >= 0 && at < g.length)
-                denominator =
-                    arch::load_global_readonly(g.denominators + int64_t(item.line) * g.length + at);
+                denominator = arch::load_global_readonly(g.denominators +
+                                                         int64_t(work.batch_head) * g.length + at);
             wait(shared.out_full, half);
 #pragma unroll 1
             for (int block = 0; block < CHUNK / 2; block += 16) {
                 const int first = CHUNK / 2 * half + block;
-                const TileParts<typename K::token_tile> grads(queries.grad_out, first);
-                const TileParts<typename QueryGradientGlobals<K>::out_tile> outs(shared.out, block);
+                const MatrixRows<typename K::token_tile> grads(queries.grad_out, first);
+                const MatrixRows<typename QueryGradientGlobals<K>::out_tile> outs(shared.out,
+                                                                                  block);
                 float upper[4] = {}, lower[4] = {};
 #pragma unroll
                 for (int j = 0; j < K::head_dim / 16; ++j) {
@@ -172,12 +173,12 @@ __device__ __forceinline__ void make_query_rows(const QueryGradientGlobals<K>& g
 template <class K>
 __device__ __forceinline__ void store_query_gradients(const QueryGradientGlobals<K>& g,
                                                       QueryGradientShared<K>& shared,
-                                                      const LolcatsItem& item) {
-    for (int n = 0; n < item.end - item.begin; ++n) {
-        const int stage = n % 2, row = item.terrace.row(item.begin + n);
+                                                      const LolcatsWorkTile& work) {
+    for (int n = 0; n < work.end - work.begin; ++n) {
+        const int stage = n % 2, row = work.terrace.row(work.begin + n);
         wait(shared.dq_full, n % 2);
         if (g.want_dq && row >= 0) {
-            tma::store_async(g.dq, shared.queries[stage].q, elements(item.b, item.head, row, 0));
+            tma::store_async(g.dq, shared.queries[stage].q, elements(work.b, work.head, row, 0));
             tma::store_async_read_wait();
         }
         arrive(shared.queries_empty[stage]);

@@ -12,7 +12,7 @@ using namespace kittens;
 constexpr int LOLCATS_ROW_THREADS = 256;
 
 // result[a][i] = the sum over b and c of parts[b][a][c][i].
-struct PartsSum {
+struct PartialsSum {
     const float* parts;
     void* result;
     int outer, middle, inner;  // of b, a, c
@@ -21,21 +21,21 @@ struct PartsSum {
     int64_t first;             // block of threads
 };
 
-constexpr int PARTS_SUMS = 6;
+constexpr int PARTIALS_SUMS = 6;
 
 template <class T>
-struct PartsGlobals {
-    PartsSum sums[PARTS_SUMS];
+struct PartialsGlobals {
+    PartialsSum sums[PARTIALS_SUMS];
     int count;
 };
 
 template <class T>
-__global__ __launch_bounds__(LOLCATS_ROW_THREADS) void lolcats_parts_kernel(
-    const __grid_constant__ PartsGlobals<T> g) {
+__global__ __launch_bounds__(LOLCATS_ROW_THREADS) void lolcats_reduce_partials_kernel(
+    const __grid_constant__ PartialsGlobals<T> g) {
     arch::wait_for_dependencies();
     int own = 0;
     while (own + 1 < g.count && int64_t(blockIdx.x) >= g.sums[own + 1].first) ++own;
-    const PartsSum& s = g.sums[own];
+    const PartialsSum& s = g.sums[own];
     const int64_t at = (int64_t(blockIdx.x) - s.first) * LOLCATS_ROW_THREADS + threadIdx.x;
     if (at >= s.size * s.middle) return;
     const int64_t a = at / s.size, i = at % s.size;
@@ -54,13 +54,13 @@ __global__ __launch_bounds__(LOLCATS_ROW_THREADS) void lolcats_parts_kernel(
 }
 
 template <DType dtype>
-void launch_lolcats_combine(const LolcatsBackwardParams& params, const LolcatsBackwardWorkspace& w,
-                            Stream stream) {
+void launch_lolcats_reduce_partials(const LolcatsBackwardParams& params,
+                                    const LolcatsBackwardWorkspace& w, Stream stream) {
     using T = std::conditional_t<dtype == DType::bf16, bf16, half>;
     const LolcatsProblem& p = params.forward.problem;
-    const int64_t lines = p.batch * p.heads, segments = params.forward.segments;
+    const int64_t batch_heads = p.batch * p.heads, segments = params.forward.segments;
     const int64_t map = p.head_dim * p.features;
-    PartsGlobals<T> globals{};
+    PartialsGlobals<T> globals{};
     int64_t blocks = 0;
     const auto add = [&](const float* parts, void* result, int64_t outer, int64_t middle,
                          int64_t inner, int64_t size, bool wide) {
@@ -70,18 +70,19 @@ void launch_lolcats_combine(const LolcatsBackwardParams& params, const LolcatsBa
         blocks += (middle * size + LOLCATS_ROW_THREADS - 1) / LOLCATS_ROW_THREADS;
     };
     const int64_t groups = p.batch * p.kv_heads, rows = p.length * p.head_dim;
-    if (w.dk_parts != nullptr) {
+    if (w.dk_partials != nullptr) {
         const int64_t shared = p.heads / p.kv_heads;
-        add(w.dk_parts, const_cast<void*>(params.dk.data), 1, groups, shared, rows, false);
-        add(w.dv_parts, const_cast<void*>(params.dv.data), 1, groups, shared, rows, false);
+        add(w.dk_partials, const_cast<void*>(params.dk.data), 1, groups, shared, rows, false);
+        add(w.dv_partials, const_cast<void*>(params.dv.data), 1, groups, shared, rows, false);
     }
-    const float* key_maps = w.map_parts + lines * params.map_parts * map;
-    add(w.map_parts, params.dq_map, p.batch, p.heads, params.map_parts, map, false);
-    add(key_maps, params.dk_map, p.batch, p.heads, params.map_parts, map, false);
-    add(w.factor_parts, params.grad_alpha, p.batch, p.heads, segments, 1, true);
-    add(w.factor_parts + lines * segments, params.grad_beta, p.batch, p.heads, segments, 1, true);
+    const float* key_maps = w.map_partials + batch_heads * params.map_splits * map;
+    add(w.map_partials, params.dq_map, p.batch, p.heads, params.map_splits, map, false);
+    add(key_maps, params.dk_map, p.batch, p.heads, params.map_splits, map, false);
+    add(w.factor_partials, params.grad_alpha, p.batch, p.heads, segments, 1, true);
+    add(w.factor_partials + batch_heads * segments, params.grad_beta, p.batch, p.heads, segments, 1,
+        true);
     if (blocks == 0) return;
-    kittens::launch({.dependent = true}, lolcats_parts_kernel<T>, dim3(unsigned(blocks)),
+    kittens::launch({.dependent = true}, lolcats_reduce_partials_kernel<T>, dim3(unsigned(blocks)),
                     dim3(LOLCATS_ROW_THREADS), dim3(1), 0, stream, globals);
 }
 
