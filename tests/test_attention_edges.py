@@ -87,7 +87,7 @@ def unit(numbers, dim):
 
 @pytest.mark.emulator
 @pytest.mark.parametrize(
-    ("name", "match", "stages", "mask"), masked_kernels("attention", "forward", "split")
+    ("name", "match", "stages", "mask"), masked_kernels("attention", "forward", "split_kv")
 )
 def test_rows_see_the_keys_up_to_the_edge(name, match, stages, mask):
     sequences = Sequences(match, MASKS[mask])
@@ -111,7 +111,7 @@ def test_gradients_of_the_keys_up_to_the_edge(name, match, stages, mask):
     grad_out = sequences.count[..., None] * unit(torch.arange(ROWS), sequences.value_dim)
     out, lse = sequences.out.flatten(0, 1), sequences.count.log().flatten()
     window = MASKS[mask].get("window_size", (-1, -1))
-    config = fields(match, stages, parts=1)
+    config = fields(match, stages, head_splits=1)
     with tk.emulate("late_mma", config=config, sm_count=2, check_order=False) as run:
         grads = torch.ops.thunderkittens.attention_varlen_backward(
             grad_out.flatten(0, 1)[:, None].bfloat16(), None, *sequences.operands(),
@@ -126,11 +126,11 @@ def test_gradients_of_the_keys_up_to_the_edge(name, match, stages, mask):
 
 @pytest.mark.emulator
 @pytest.mark.parametrize(
-    ("name", "match", "stages"), plain_kernels("attention", "forward", "split")
+    ("name", "match", "stages"), plain_kernels("attention", "forward", "split_kv")
 )
 def test_rings_of_keys_wrap_twice(name, match, stages):
     """A block alone takes more blocks of keys than twice its stages, with a ragged last one."""
-    block_n, split = int(match[6]), match[1] == "split"
+    block_n, split = int(match[6]), match[1] == "split_kv"
     length, v_dim = (2 * stages + 1) * block_n + 9, match[4] or match[3]
     torch.manual_seed(zlib.crc32(name.encode()))
     for rows, options in ((3, {"causal": True}), (2, {"window_size": (length - block_n, 0)})):
@@ -151,7 +151,7 @@ def test_rings_of_keys_wrap_twice(name, match, stages):
 def test_many_splits(splits):
     """More than the lanes of a warp; some have no keys, and some rows nothing but the sink."""
     torch.manual_seed(splits)
-    name, match, stages = kernels("attention", "split")[0]
+    name, match, stages = kernels("attention", "split_kv")[0]
     for length, options in ((34 * 128 + 5, {}), (700, {"window_size": (300, 0)})):
         options = options | score_options(("sink",), 6, 1, "cpu")
         q, k, v = (
@@ -167,7 +167,7 @@ def test_many_splits(splits):
 
 @pytest.mark.emulator
 @pytest.mark.parametrize(("q_heads", "kv_heads"), [(5, 1), (10, 2), (7, 1)])
-@pytest.mark.parametrize(("name", "match", "stages"), plain_kernels("attention", "split"))
+@pytest.mark.parametrize(("name", "match", "stages"), plain_kernels("attention", "split_kv"))
 def test_groups_of_heads_that_do_not_divide_a_tile(name, match, stages, q_heads, kv_heads):
     """The rows are those of all heads of a group, and those of a position lie in two tiles."""
     torch.manual_seed(zlib.crc32(name.encode()))
@@ -197,7 +197,7 @@ def test_gradient_without_keys(name, match, stages):
         for n, d in ((70, dim), (0, dim), (0, value_dim), (70, value_dim))
     )
     lse = torch.full((1, 2, 70), -math.inf)
-    with tk.emulate("late_mma", config=fields(match, stages, parts=1)) as run:
+    with tk.emulate("late_mma", config=fields(match, stages, head_splits=1)) as run:
         grads = torch.ops.thunderkittens.attention_backward(
             torch.randn_like(out), None, q, k, v, torch.zeros_like(out), lse, 0, None, -1, -1, 0.0,
             None, None, False, [True, True, True, False],

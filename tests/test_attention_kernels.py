@@ -99,7 +99,7 @@ def operands(match, lengths, batch=1):
 
 
 @pytest.mark.parametrize(
-    ("name", "match", "stages", "policy"), cases("attention", "forward", "split")
+    ("name", "match", "stages", "policy"), cases("attention", "forward", "split_kv")
 )
 def test_forward(name, match, stages, policy):
     torch.manual_seed(zlib.crc32(name.encode()))
@@ -139,7 +139,7 @@ def test_backward(name, match, stages, policy, deterministic):
         grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
         grad_lse[lse == -torch.inf] = 0
         mode = {False: 0, True: 1, "upper_left": 2}[options.get("causal", False)]
-        config = fields(match, stages, parts=min(parts, 2))  # of each group of two heads
+        config = fields(match, stages, head_splits=min(parts, 2))  # of each group of two heads
         with tk.emulate(policy, seed=lengths[0], config=config, sm_count=3) as run:
             actual = torch.ops.thunderkittens.attention_backward(
                 grad_out, grad_lse, q, k, v, out, lse, mode, None,
@@ -185,7 +185,7 @@ def test_backward_of_packed_sequences(name, match, stages, policy):
     out, lse = tk.attention_varlen(*packed, *packing, **options, sink=sink, return_lse=True)
     grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
     grad_lse[lse == -torch.inf] = 0
-    config = fields(match, stages, parts=1 + emulation.POLICIES.index(policy) % 2)
+    config = fields(match, stages, head_splits=1 + emulation.POLICIES.index(policy) % 2)
     with tk.emulate(policy, seed=rows, config=config, sm_count=3) as run:
         actual = torch.ops.thunderkittens.attention_varlen_backward(
             grad_out, grad_lse, *packed, out, lse, *packing,
