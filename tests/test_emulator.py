@@ -50,8 +50,8 @@ def layouts_of(tile: tuple[int, ...]) -> list[bool]:
 
 
 def tile_config(tile: tuple[int, ...]) -> dict[str, int]:
-    """The numbers of a tile under the names of the configuration's fields."""
-    return dict(zip(TILE, tile, strict=True))
+    """The numbers of a tile under the names of the configuration's fields, without a cluster."""
+    return dict(zip(TILE, tile, strict=True), cluster_m=1)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
