@@ -38,19 +38,19 @@ inline std::string describe(const TensorMapSpec& s) {
 inline CUtensorMap encode_tensor_map(const TensorMapSpec& s) {
     cuuint64_t dims[5], stride_bytes[4];
     for (int i = 0; i < s.rank; ++i) dims[i] = s.dims[i] > 0 ? s.dims[i] : 1;
+    // Where rows do not begin at lines of 128 bytes, promotion reads lines of which less is wanted.
+    // A product of 4096 x 4096 x 4104 takes 0.86 of the time without it.
+    bool in_lines = reinterpret_cast<uintptr_t>(s.data) % 128 == 0;
     for (int i = 0; i < s.rank - 1; ++i) {
         // The stride of a dimension of size 1 is never used, but must be legal.
         const bool unused = s.dims[i + 1] <= 1;
         stride_bytes[i] = unused ? 16 : static_cast<cuuint64_t>(s.strides[i] * s.element_bytes);
+        in_lines = in_lines && (unused || stride_bytes[i] % 128 == 0);
     }
     const CUtensorMapSwizzle swizzle = s.swizzle_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
                                        : s.swizzle_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
                                        : s.swizzle_bytes == 32 ? CU_TENSOR_MAP_SWIZZLE_32B
                                                                : CU_TENSOR_MAP_SWIZZLE_NONE;
-    // Where rows do not begin at lines of 128 bytes, promotion reads lines of which less is wanted.
-    // A product of 4096 x 4096 x 4104 takes 0.86 of the time without it.
-    bool in_lines = true;
-    for (int i = 0; i < s.rank - 1; ++i) in_lines = in_lines && stride_bytes[i] % 128 == 0;
     const auto promotion =
         in_lines ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_NONE;
     const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
