@@ -161,7 +161,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Of a session of the whole suite: which kernels have not run on the emulator."""
+    """Of a session of the whole suite: it fails where kernels have not run on the emulator."""
     config = session.config
     if hasattr(config, "workeroutput"):
         config.workeroutput["launched"] = sorted(_record.launched)
@@ -169,6 +169,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     stopped = session.shouldstop or session.shouldfail
     if launched.is_whole_suite(config) and not stopped and "emulator" not in missing_back_ends():
         _not_launched[:] = launched.missing(_record.launched)
+        if _not_launched and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

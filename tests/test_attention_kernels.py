@@ -168,6 +168,32 @@ def test_backward(name, match, stages, policy, deterministic):
         assert_gradients(actual[: len(tensors)], expected, plain, noise=noise)
 
 
+@pytest.mark.parametrize(("name", "match", "stages"), kernels("attention_backward", "backward"))
+def test_backward_without_that_of_q(name, match, stages):
+    """As for frozen queries: the other gradients have the same bits."""
+    torch.manual_seed(zlib.crc32(name.encode()))
+    lengths, mask, scores = list(problems(match))[-1]
+    q, k, v = operands(match, lengths)
+    options = {**mask, **score_options(scores, 4, 1, "cpu")}
+    sink = options.get("sink")
+    out, lse = tk.attention(q, k, v, **options, return_lse=True)
+    grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
+    grad_lse[lse == -torch.inf] = 0
+    found = []
+    for need in (True, False):
+        with tk.emulate("late_mma", seed=1, config=fields(match, stages), sm_count=3) as run:
+            found.append(torch.ops.thunderkittens.attention_backward(
+                grad_out, grad_lse, q, k, v, out, lse, int(options.get("causal", False)), None,
+                *options.get("window_size", (-1, -1)), options.get("softcap", 0.0),
+                options.get("alibi_slopes"), sink, False, [need, True, True, True],
+            ))  # fmt: skip
+        assert [kernel["kernel"] for kernel in run.kernels] == [name]
+    (_, *grads), (none, *without) = found
+    assert none.numel() == 0 or not none.any()
+    for x, y in zip(grads[:2], without[:2], strict=True):
+        assert torch.equal(x, y)
+
+
 @pytest.mark.parametrize(
     ("name", "match", "stages", "policy"), cases("attention_backward", "backward")
 )

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import itertools
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import conftest
 import test_mxfp8_quantize
 import test_nvfp4_quantize
 import thunderkittens as tk
@@ -124,8 +126,7 @@ def test_every_swap_ab_kernel_of_mxfp8(name):
     assert run.kernels[0]["kernel"] == name[0]
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3])
-@pytest.mark.parametrize("m", [16, 31])
+@pytest.mark.parametrize(("m", "splits"), [*itertools.product([16, 31], [1, 2, 3]), (61, 1)])
 def test_native_swap_ab_with_split_k(m, splits):
     """By the blocks of a cluster, one for each tile of 64 columns: integers add up exactly."""
     a, scale_a = operand(m, 1056, KINDS["e4m3"], True, "cpu")
@@ -179,3 +180,19 @@ def test_every_kernel_of_a_gradient_can_be_recorded():
                 found |= set(launched.launches("attention_backward", choice, {**call, "v": v}))
     assert launched.unknown(found) == []
     assert not any(x.startswith("attention_backward ") for x in launched.missing(found))
+
+
+def test_a_run_of_the_whole_suite_fails_where_a_kernel_has_not_run(monkeypatch):
+    record, listed = launched.Record(), []
+    monkeypatch.setattr(conftest, "_record", record)
+    monkeypatch.setattr(conftest, "_not_launched", listed)
+    monkeypatch.setattr(launched, "is_whole_suite", lambda config: True)
+    session = SimpleNamespace(config=SimpleNamespace(), shouldstop=False, shouldfail=False)
+    session.exitstatus = pytest.ExitCode.OK
+    record.launched = {(k["op"], k["name"]) for k in _C.kernels()}
+    conftest.pytest_sessionfinish(session)
+    assert (session.exitstatus, listed) == (pytest.ExitCode.OK, [])
+    record.launched.remove(("lolcats_backward", "scan"))
+    conftest.pytest_sessionfinish(session)
+    assert session.exitstatus == pytest.ExitCode.TESTS_FAILED
+    assert listed == ["lolcats_backward scan"]

@@ -78,7 +78,7 @@ def _lolcats_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Lau
     kinds = ["key_gradient", "query_gradient", "feature_map_gradient"]
     if choice["segments"] > 1:
         kinds.append("segment_state_gradients")
-        yield "lolcats_backward", f"scan_d{choice['head_dim']}_{choice['dtype']}"
+        yield "lolcats_backward", "scan"
     yield from (("lolcats_backward", name.replace("key_gradient", kind)) for kind in kinds)
     yield "lolcats_backward", f"reduce_partials_{choice['dtype']}"
 
@@ -153,6 +153,12 @@ BESIDE: dict[str, Callable[[str, Mapping, Mapping], Iterator[Launch]]] = {
     "nvfp4_quantize": _nvfp4_quantize,
 }
 
+# Ops whose kernel needs no choice.
+ALWAYS: dict[str, Launch] = {
+    "nvfp4_prepare": ("nvfp4_prepare", "prepare"),
+    "nvfp4_dequantize.prepared": ("nvfp4_prepare", "restore"),
+}
+
 
 class Record:
     """Of this process; those of several processes are added up."""
@@ -171,6 +177,8 @@ class Record:
             emulated = emulation._active.get()
             before = len(emulated.kernels) if emulated else 0
             results = run(op, arrays, **scalars)
+            if op in ALWAYS and all(x.numel() for x in results.values()):
+                self.launched.add(ALWAYS[op])
             for choice in emulated.kernels[before:] if emulated else ():
                 self.launched |= set(launches(op, choice, {**scalars, **arrays}))
             return results
