@@ -303,6 +303,13 @@ def test_only_the_stable_part_of_torch_is_used():
     assert not wrong
 
 
+def test_libraries_use_no_streams():
+    """Of C++: a library built by another compiler than torch ended in a segmentation fault where it
+    used one, and every file that includes them compiles longer."""
+    streams = r"<(sstream|iostream|fstream|iomanip|istream|ostream)>"
+    assert not hits(rf"^\s*#\s*include\s*{streams}", LIBRARY_FILES)
+
+
 def test_pybind11_is_only_in_the_module():
     wrong = [
         name(path)
