@@ -34,8 +34,11 @@ endif()
 
 # tools/compile_kernel.py runs nvcc, records what ptxas reports of each kernel, and cuts paths from
 # the line information (nvcc writes absolute ones there and has no option against it); it reads the
-# size of each kernel's code too, both in an uncompressed image.
+# size of each kernel's code too, both in an uncompressed image, which it then compresses.
 set(TK_CUDA_LAUNCHER ${Python_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tools/compile_kernel.py)
+if(THUNDERKITTENS_COMPRESS AND CMAKE_OBJCOPY)
+  list(APPEND TK_CUDA_LAUNCHER --compress ${CMAKE_OBJCOPY})
+endif()
 foreach(path IN LISTS TK_PATHS)
   string(REGEX REPLACE "=[^=]*$" "" folder ${path})
   list(APPEND TK_CUDA_LAUNCHER --cut ${folder})

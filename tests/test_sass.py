@@ -1,4 +1,5 @@
-"""The kernels' machine code is the same whether the emulator is in the tree or not.
+"""The kernels' machine code is the same whether the emulator is in the tree or not, and once it is
+compressed.
 
 One instantiation of each family is compiled for sm_90a from this tree, and from a copy without the
 emulated back end; both are disassembled. It needs nvcc and cuobjdump (a CUDA toolkit's, or those
@@ -7,6 +8,7 @@ that pip installed, Triton's cuobjdump included), and no GPU.
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -72,3 +74,28 @@ def test_machine_code_does_not_depend_on_the_emulator(file, field, without_emula
     there = machine_code(without_emulator, source, tmp_path / "without.cubin")
     assert "HGMMA" in here
     assert here == there
+
+
+def test_compressed_machine_code_is_the_same(tmp_path):
+    """As the launcher of the compiler leaves an object file."""
+    source, plain = tmp_path / "x.cu", tmp_path / "plain.o"
+    lines = "\n".join(f"x[{i}] = __sinf(x[{i}] * {i}.5f);" for i in range(200))
+    source.write_text(f"__global__ void kernel(float* x) {{ {lines} }}")
+    nvcc, objcopy = tool("nvcc"), shutil.which("objcopy")
+    if objcopy is None:
+        pytest.skip("no objcopy: it comes with g++'s binutils")
+    flags = ["-gencode", "arch=compute_90a,code=sm_90a", "-Xptxas=-v", "--compress-mode=none"]
+    launcher = [sys.executable, str(ROOT / "tools/compile_kernel.py")]
+    code = []
+    for options, target in (([], plain), (["--compress", objcopy], tmp_path / "x.o")):
+        command = [*launcher, *options, "--", nvcc, *flags, "-c", str(source), "-o", str(target)]
+        subprocess.run(command, check=True)
+        command = [tool("cuobjdump"), "-sass", str(target)]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        code.append([line for line in text.splitlines() if line != "compressed"])
+    assert any("MUFU.SIN" in line for line in code[0])
+    assert code[0] == code[1]
+    assert target.stat().st_size < plain.stat().st_size
+    reports = [path.with_name(f"{path.name}.json").read_text() for path in (plain, target)]
+    sizes = [[k["code_bytes"] for k in json.loads(report)["kernels"]] for report in reports]
+    assert sizes[0] == sizes[1] != [0]

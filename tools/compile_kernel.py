@@ -1,17 +1,19 @@
 """Compiler launcher for kernels: runs nvcc and keeps what ptxas says of each kernel.
 
-    compile_kernel.py --cut FOLDER ... -- [ccache] nvcc -Xptxas=-v ... -c x.cu -o x.cu.o
+    compile_kernel.py [--compress OBJCOPY] --cut FOLDER ... -- [ccache] nvcc ... -o x.cu.o
 
 ptxas's report (registers, stack, spills, barriers) and the size of each kernel's code, read from
 the object file, are written beside the object as `x.cu.o.json` for kernel_table.py; warnings and
 errors are passed on. Each FOLDER that occurs in the object (line information holds absolute paths)
 is replaced by an equally long `./////`, which leaves every offset in the file as it is and the path
-valid relative to the source tree."""
+valid relative to the source tree. At last the object's GPU image is compressed to an eighth, as
+`nvcc --compress-mode=size` would have done before its code could be measured."""
 
 import json
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -87,9 +89,29 @@ def cut_paths(image: bytes, folders: list[str]) -> bytes:
     return image
 
 
+def compress(target: Path, fatbinary: Path, objcopy: str, arch: str) -> None:
+    """Replaces the GPU image of an object file by a compressed one. All else in the file refers to
+    the beginning of its section alone."""
+    found = list(cuda_elf.files(target.read_bytes()))
+    if len(found) != 1:
+        raise SystemExit(
+            f"compile_kernel.py: {target} holds {len(found)} GPU images instead of one"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        image, packed = Path(folder, "image"), Path(folder, "packed")
+        image.write_bytes(found[0])
+        options = ["-64", "--compress-all", "--compress-mode=size"]
+        name = arch.removeprefix("sm_")
+        command = [fatbinary, f"--create={packed}", *options]
+        subprocess.run([*command, f"--image3=kind=elf,sm={name},file={image}"], check=True)
+        subprocess.run([objcopy, "--update-section", f".nv_fatbin={packed}", target], check=True)
+
+
 def main(arguments: list[str]) -> int:
     split = arguments.index("--")
-    folders = arguments[1:split:2]
+    options = list(zip(arguments[:split:2], arguments[1:split:2], strict=True))
+    folders = [value for name, value in options if name == "--cut"]
+    objcopy = dict(options).get("--compress")
     command = arguments[split + 1 :]
     start = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True)
@@ -109,6 +131,10 @@ def main(arguments: list[str]) -> int:
         cut = cut_paths(image, folders)
         if cut != image:
             target.write_bytes(cut)
+        if objcopy and report["kernels"]:
+            nvcc = next(Path(part) for part in command if Path(part).name == "nvcc")
+            arch = report["kernels"][0]["arch"]
+            compress(target, nvcc.with_name("fatbinary"), objcopy, arch)
         target.with_name(target.name + ".json").write_text(json.dumps(report, indent=1))
     return done.returncode
 

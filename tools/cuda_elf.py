@@ -22,11 +22,28 @@ class Section(NamedTuple):
 
 def images(file: bytes) -> Iterator[list[Section]]:
     """The sections of each GPU image within an object file or library."""
+    for start in _starts(file):
+        yield _sections(file, start)
+
+
+def files(file: bytes) -> Iterator[bytes]:
+    """The GPU images themselves. Each ends with a table of headers, of sections or of programs."""
+    for start in _starts(file):
+        tables = ((32, 54), (40, 58))  # where the header has a table's place, and its entries
+        ends = []
+        for place, entries in tables:
+            at = struct.unpack_from("<Q", file, start + place)[0]
+            size, count = struct.unpack_from("<HH", file, start + entries)
+            ends.append(at + size * count)
+        yield file[start : start + max(ends)]
+
+
+def _starts(file: bytes) -> Iterator[int]:
     # The file itself is an ELF file of the host: the search begins behind its magic number.
     start = file.find(_MAGIC, 1)
     while start >= 0:
         if struct.unpack_from("<H", file, start + 18)[0] == _EM_CUDA:
-            yield _sections(file, start)
+            yield start
         start = file.find(_MAGIC, start + 1)
 
 

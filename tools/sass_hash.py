@@ -61,7 +61,7 @@ def read(path: Path) -> list[Kernel]:
         return [Kernel(**row) for row in json.loads(path.read_text())["kernels"]]
     kernels = [k for image in cuda_elf.images(path.read_bytes()) for k in kernels_of_image(image)]
     if not kernels:
-        raise SystemExit(f"{path} holds no GPU image (one that is not compressed)")
+        raise SystemExit(f"{path} holds no GPU image: build with -DTHUNDERKITTENS_COMPRESS=OFF")
     return sorted(kernels, key=lambda k: k.symbol)
 
 
