@@ -247,6 +247,20 @@ def test_backward_of_packed_sequences(name, match, stages, policy):
         assert_gradients(mine, expected, plain)
 
 
+@pytest.mark.parametrize("dim", [64, 256])
+def test_backward_of_one_block(dim):
+    """A single tile of keys of a single head is work, too."""
+    leaves = [torch.randn(1, 1, n, dim).bfloat16().requires_grad_() for n in (9, 20, 20)]
+    grad_out = torch.randn(1, 1, 9, dim).bfloat16()
+    with tk.emulate("late_mma", seed=1) as run:
+        found = torch.autograd.grad(tk.attention(*leaves), leaves, grad_out)
+    assert len(run.kernels) == 2
+    doubles = [x.detach().double().requires_grad_() for x in leaves]
+    expected = torch.autograd.grad(tk.reference.attention(*doubles), doubles, grad_out.double())
+    plain = torch.autograd.grad(plain_attention(*leaves), leaves, grad_out)
+    assert_gradients(found, expected, plain)
+
+
 # Multiprocessors, threads of the host, heads worked on together, parts of a group, policy.
 WAYS = [
     (1, 1, 1, 1, "on_wait"),

@@ -313,6 +313,18 @@ def test_neighbours_do_not_touch(device, causal, dim):
             assert torch.equal(x[part], y[part])
 
 
+def test_many_rows_behind_the_last_sequence(device):
+    """Several tiles of each head: they see nothing, whatever they hold."""
+    q, k, v = (torch.randn(n, 3, 64, dtype=BF16, device=device) for n in (300, 70, 70))
+    ends = torch.tensor([0, 70], dtype=torch.int32, device=device)
+    q[70:] = torch.nan
+    out, lse = tk.attention_varlen(q, k, v, ends, ends, 70, 70, return_lse=True)
+    assert not out[70:].any()
+    assert bool((lse[:, 70:] == -torch.inf).all())
+    alone = tk.attention_varlen(q[:70], k, v, ends, ends, 70, 70)
+    assert torch.equal(out[:70], alone)
+
+
 def test_equal_lengths_are_a_batch(device):
     """The same as `tk.attention` of the sequences side by side."""
     batch = example(device, lengths="equal")

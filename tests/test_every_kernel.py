@@ -140,6 +140,21 @@ def test_native_swap_ab_with_split_k(m, splits):
     assert (run.kernels[0]["strategy"], run.kernels[0]["splits"]) == ("swap_ab_native", splits)
 
 
+@pytest.mark.parametrize("m", [16, 31, 61])
+def test_native_swap_ab_stores_beside_its_loads(m):
+    """One block has all tiles: a finished one leaves by TMA from the stage that its last codes were
+    in, while the others are loaded."""
+    a, scale_a = operand(m, 1056, KINDS["e4m3"], True, "cpu")
+    b, scale_b = operand(392, 1056, KINDS["e4m3"], True, "cpu")
+    config = {"strategy": "swap_ab_native", "splits": 1, "swap_ab_blocks": 1}
+    expected = tk.reference.mxfp8_gemm(a, b.t(), scale_a, scale_b)
+    for policy in ("eager", "random"):
+        with tk.emulate(policy, seed=m, config=config) as run:
+            out = tk.mxfp8_gemm(a, b.t(), scale_a, scale_b, path="rebased")
+        assert torch.equal(out, expected)
+        assert run.kernels[0]["strategy"] == "swap_ab_native"
+
+
 # ---- the record of what has run ----
 
 

@@ -176,6 +176,16 @@ def test_emulated(dtype, length, dim, features, segments, policy):
 
 
 @pytest.mark.emulator
+@pytest.mark.parametrize("policy", ["on_wait", "late_mma"])
+def test_emulated_without_groups(policy):
+    """Each head with keys of its own, whose gradients go to memory by TMA."""
+    inputs = operands(1, 2, 2, 230, 64, 32, BF16)
+    with tk.emulate(policy, config={"segments": 2}):
+        found = gradients(tk.lolcats, inputs)
+    assert_gradients(found, inputs)
+
+
+@pytest.mark.emulator
 def test_emulated_large_projections():
     inputs = large_projections()
     with tk.emulate("on_wait"):

@@ -34,6 +34,23 @@ def test_groups_whose_k_is_divided_on_the_emulator(tile, splits, blocks):
         check(results[0][rows], a[rows], one)
 
 
+@pytest.mark.emulator
+@pytest.mark.parametrize("tile", TILES)
+def test_ends_behind_the_rows_are_those_of_the_rows(tile):
+    """No row is written that is not there."""
+    names = ("tokens", "row_groups", "k_groups", "pieces", "stages")
+    config = dict(zip(names, tile, strict=True)) | {"splits": 1, "multicast": 1, "blocks": 3}
+    config |= {"stream_k": False}
+    weight = prepared(3, 200, 256)
+    m = 2 * tile[0]
+    a = torch.randn(m, 256).to(BF16)
+    results = []
+    for ends in ((5, m, m), (5, m + 40, 2**31 - 1)):
+        with tk.emulate("late_mma", seed=1, config=config):
+            results.append(tk.nvfp4_gemm(a, weight, offs=torch.tensor(ends, dtype=torch.int32)))
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("ends", [(300, 300, 1000), (0, 0, 0), (1, 2, 3), (1000, 1000, 1000)])
 def test_groups_of_few_tiles(device, ends):
     """As the op chooses: k is divided, for as many tiles as there may be."""
