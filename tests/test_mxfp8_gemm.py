@@ -538,6 +538,22 @@ def test_few_rows_with_scales_far_apart(device, m, path):
     assert bool(((out.double() - wide @ other.t()).abs() <= slack).all())
 
 
+@pytest.mark.parametrize(("m", "n"), [(200, 129), (129, 200), (200, 257), (257, 128)])
+@pytest.mark.parametrize("last_of_a", [True, False])
+def test_a_last_row_that_no_scale_serves(device, m, n, last_of_a):
+    """Its tile goes through the kernel with a tile mask, also where it is alone in its rows or
+    columns of tiles: half of its blocks are 2^30 larger, and meet zeros."""
+    a, scale_a = operand(m, 320, E4M3, False, device, spread=1)
+    b, scale_b = operand(n, 320, E4M3, False, device, spread=1)
+    scale, other = (scale_a, b) if last_of_a else (scale_b, a)
+    scale.view(torch.uint8)[-1] = torch.tensor([110, 140] * 5, dtype=torch.uint8)
+    other.view(torch.uint8).unflatten(1, (5, 2, 32))[:, :, 1] = 0
+    given = (a, b.t(), scale_a, scale_b)
+    out = tk.mxfp8_gemm(*given, path="rebased", out_dtype=FP32, swizzle=False)
+    expected = tk.reference.mxfp8_gemm(*given, out_dtype=FP32, swizzle=False)
+    assert torch.equal(out, expected)
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", [E4M3, E5M2])
 @pytest.mark.parametrize("swizzle", [True, False])
