@@ -261,6 +261,21 @@ def test_backward_of_one_block(dim):
     assert_gradients(found, expected, plain)
 
 
+def test_the_last_section_has_fewer_heads():
+    """Three heads in sections of two, forward and backward."""
+    leaves = [torch.randn(1, 3, n, 64).bfloat16().requires_grad_() for n in (150, 290, 290)]
+    grad_out = torch.randn(1, 3, 150, 64).bfloat16()
+    found = []
+    for heads in (1, 2):
+        with tk.emulate("late_mma", seed=1, config={"section_heads": heads}, sm_count=2) as run:
+            out, lse = tk.attention(*leaves, return_lse=True)
+            _, *grads = torch.autograd.grad(out, leaves, grad_out)
+        assert [kernel["section_heads"] for kernel in run.kernels] == [heads, heads]
+        found.append((out, lse, *grads))
+    for x, y in zip(*found, strict=True):
+        assert torch.equal(x, y)
+
+
 # Multiprocessors, threads of the host, heads worked on together, parts of a group, policy.
 WAYS = [
     (1, 1, 1, 1, "on_wait"),

@@ -285,6 +285,8 @@ EMULATED = [
     (128, 128, 64, 64, 1, "on_wait"),
     (64, 64, 64, 128, 1, "late_mma"),
     (192, 64, 32, 192, 2, "on_wait"),
+    # Segments of ten chunks, so that every ring wraps twice.
+    (1280, 64, 32, 0, 2, "late_mma"),
     # As many segments as are added without a scan.
     (230, 64, 32, 30, 4, "random"),
 ]

@@ -161,6 +161,7 @@ EMULATED = [
     (192, 128, 64, 2, "on_wait"),
     # As many segments as are added without a scan.
     (230, 64, 32, 4, "random"),
+    (1280, 64, 32, 2, "late_mma"),
 ]
 
 
