@@ -76,9 +76,18 @@ inline void arrive_at(Barrier& b, uint32_t count, const char* what) {
 // CUTLASS's pipelines: wgmma-groups are the warpgroup's (PTX ISA, "wgmma.commit_group").
 inline void hand_back_products(Clock& to, const Thread& t) {
     const Cluster& m = *machine;
-    const auto warp = static_cast<size_t>(t.warp);
-    if (!m.check_order || t.products == 0) return;
-    const size_t first = m.product_entry(*t.block, warp / 4 * 4);
+    const auto warp = static_cast<size_t>(t.warp), first_warp = warp / 4 * 4;
+    if (t.products == 0) return;
+    if (!m.check_order) {
+        // What one knows is known to all.
+        const uint32_t over = t.block->warps[warp].products_waited;
+        for (size_t q = first_warp; q < first_warp + 4; ++q) {
+            uint32_t& waited = t.block->warps[q].products_waited;
+            waited = std::max(waited, over);
+        }
+        return;
+    }
+    const size_t first = m.product_entry(*t.block, first_warp);
     for (size_t q = 0; q < 4; ++q) {
         to.seen[first + q] = std::max(to.seen[first + q], t.clock.seen[first + warp % 4]);
     }
