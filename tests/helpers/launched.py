@@ -22,7 +22,7 @@ TENSOR, ROW = 0, 1  # granularities of fp8_quantize
 def _attention(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
     yield "attention", name
     if choice["splits"] > 1:
-        yield "attention", name.replace("split_kv", "combine")
+        yield "attention", f"combine_{choice['dtype']}"
 
 
 def _attention_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
