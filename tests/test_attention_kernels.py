@@ -191,6 +191,7 @@ def test_backward_without_that_of_q(name, match, stages):
     (_, *grads), (none, *without) = found
     assert none.numel() == 0 or not none.any()
     for x, y in zip(grads[:2], without[:2], strict=True):
+        assert y.any()
         assert torch.equal(x, y)
 
 
@@ -339,6 +340,19 @@ def test_softcap_alone_has_a_kernel(dtype, causal, length):
     for scores in ({"alibi": True}, {"alibi": True, "softcap": True}):
         assert chosen(**scores).endswith("_score_mod")
     assert chosen(softcap=True, head_dim=64, value_dim=64).endswith("_score_mod")
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_a_steep_softcap(dtype):
+    """Scores of less than one reach where tanh bends: only a polynomial that knows how far it holds
+    is right."""
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(1, 2, n, 128).to(dtype) for n in (140, 290, 290))
+    q = (q.float() * 0.6 / (q.float() @ k.float().mT).abs().max()).to(dtype)
+    with tk.emulate("late_mma", seed=1) as run:
+        out, lse = tk.attention(q, k, v, scale=30.0, softcap=10.0, return_lse=True)
+    assert run.kernels[0]["kernel"].endswith("_softcap")
+    assert_attention((out, lse), q, k, v, scale=30.0, softcap=10.0)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])

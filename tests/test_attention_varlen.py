@@ -323,6 +323,8 @@ def test_many_rows_behind_the_last_sequence(device):
     assert bool((lse[:, 70:] == -torch.inf).all())
     alone = tk.attention_varlen(q[:70], k, v, ends, ends, 70, 70)
     assert torch.equal(out[:70], alone)
+    one = [x[:70].transpose(0, 1)[None] for x in (q, k, v)]
+    assert_attention((out[:70].transpose(0, 1)[None], lse[None, :, :70].contiguous()), *one)
 
 
 def test_equal_lengths_are_a_batch(device):

@@ -49,6 +49,9 @@ def test_ends_behind_the_rows_are_those_of_the_rows(tile):
         with tk.emulate("late_mma", seed=1, config=config):
             results.append(tk.nvfp4_gemm(a, weight, offs=torch.tensor(ends, dtype=torch.int32)))
     assert torch.equal(*results)
+    for e, rows in ((0, slice(0, 5)), (1, slice(5, m))):
+        one = tk.Nvfp4Weight(weight.data[e], weight.global_scale[e], 200, 256)
+        check(results[0][rows], a[rows], one)
 
 
 @pytest.mark.parametrize("ends", [(300, 300, 1000), (0, 0, 0), (1, 2, 3), (1000, 1000, 1000)])

@@ -6,8 +6,8 @@ ptxas's report (registers, stack, spills, barriers) and the size of each kernel'
 the object file, are written beside the object as `x.cu.o.json` for kernel_table.py; warnings and
 errors are passed on. Each FOLDER that occurs in the object (line information holds absolute paths)
 is replaced by an equally long `./////`, which leaves every offset in the file as it is and the path
-valid relative to the source tree. At last the object's GPU image is compressed to an eighth, as
-`nvcc --compress-mode=size` would have done before its code could be measured."""
+valid relative to the source tree. --compress brings the object's GPU image to some eighth at the
+end, as `nvcc --compress-mode=size` would have done before its code could be measured."""
 
 import json
 import re
