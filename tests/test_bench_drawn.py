@@ -103,13 +103,13 @@ def test_inputs_have_the_pitches_of_the_draw():
         assert p["problem"]["b_n_major"] is (p["layout"][1] == "N")
 
 
-def test_rows_of_drawn_products_begin_at_lines():
+def test_alignment_of_rows_of_drawn_products():
     """As they lie, or as the op copies them: to lines of 128 bytes, unless that made them longer by
     more than a quarter."""
-    cases = {(64, 0): True, (128, 64): True, (72, 0): False, (72, 8): False}
-    copies = {(63, 0): True, (65, 1): True, (66, 0): False, (250, 0): True, (135, 0): False}
+    cases = {(64, 0): 128, (128, 64): 128, (72, 0): 16, (80, 8): 32, (96, 0): 64}
+    copies = {(63, 0): 128, (65, 1): 128, (66, 0): 16, (250, 0): 128, (135, 0): 16}
     for (pitch, padding), expected in (cases | copies).items():
-        assert gemm.in_lines(pitch, padding) is expected, (pitch, padding)
+        assert gemm.alignment(pitch, padding) == expected, (pitch, padding)
 
 
 def test_forms_and_classes_are_checked():

@@ -17,6 +17,7 @@ if emulation.problem is not None:
 
 LAYOUTS = list(itertools.product((False, True), repeat=2))  # a_m_major, b_n_major
 STAGES = {256: 4, 128: 6}
+CLUSTER_TILE = {"strategy": "cluster_tile", "cluster_tile": True, "swap_ab": False, "block_k": 64}
 
 
 def laid_out(
@@ -75,48 +76,85 @@ def test_clusters_with_balanced_tiling(dtype, policy):
         assert run.kernels[0]["kernel"].endswith("_128x256_balanced_2x1")
 
 
+# Rows and columns of a tile, stages of its persistent kernel, consumers; blocks of a cluster.
+SPLITS = [*(((64, 64, 14, 1), splits) for splits in (1, 2, 3, 8)), ((64, 128, 9, 1), 3)]
+SPLITS += [((64, 192, 7, 1), 1), ((192, 192, 4, 3), 2)]
+SPLITS += [((128, 128, 7, 2), splits) for splits in (1, 4)]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("splits", [1, 2, 3, 8])
-def test_split_k_over_a_cluster(splits, dtype, policy):
+@pytest.mark.parametrize(("tile", "splits"), SPLITS, ids=str)
+def test_split_k_over_a_cluster(tile, splits, dtype, policy):
     """Rows and columns that tiles have in part, ranges of k of different lengths, rings that wrap;
     a bias, another type of output, rows that are not aligned."""
     for number, (a_m_major, b_n_major) in enumerate(LAYOUTS):
-        batch, m, n = 1 + number % 2, 72, 64 + 8 * number
-        k = 64 * (splits * 7 + 1) + 40 if number == splits % 4 else 64 * splits + 24
+        batch, m, n = 1 + number % 2, tile[0] + 8, tile[1] + 8 * number
+        k = 64 * (splits * 9 + 1) + 40 if number == splits % 4 else 64 * splits + 24
         a, b = integers(batch, m, k, dtype=dtype), integers(batch, k, n, dtype=dtype)
         left, right = laid_out(a, b, a_m_major, b_n_major)
         bias = integers(n, dtype=dtype) if number % 2 else None
         out_dtype = torch.float32 if number == 3 else dtype
-        config = {"strategy": "cluster_split_k", "block_m": 64, "block_n": 64, "stages": 10}
-        config |= {"consumers": 1, "splits": splits}
+        names = ("block_m", "block_n", "stages", "consumers")
+        config = {**CLUSTER_TILE, **dict(zip(names, tile, strict=True))}
+        config |= {"splits": splits, "per_sm": 1 + number // 2}
         with tk.emulate(policy, seed=number, config=config) as run:
             out = tk.gemm(left, right, bias=bias, out_dtype=out_dtype)
         expected = a.float() @ b.float() + (0 if bias is None else bias.float())
         assert torch.equal(out, expected.to(out_dtype)), (a_m_major, b_n_major)
-        name = f"{'nt'[a_m_major]}{'tn'[b_n_major]}_64x64_split_k"
+        name = f"{'nt'[a_m_major]}{'tn'[b_n_major]}_{tile[0]}x{tile[1]}_cluster"
         assert run.kernels[0]["kernel"].partition("_")[2] == name
     a, b = integers(65, 200, dtype=dtype), integers(200, 67, dtype=dtype)
     with tk.emulate(policy, config=config | {"splits": min(splits, 4)}) as run:
         out = tk.gemm(a, b.t().contiguous().t())
     assert torch.equal(out, (a.float() @ b.float()).to(dtype))
-    assert run.kernels[0]["kernel"].endswith("_64x64_split_k")
+    assert run.kernels[0]["kernel"].endswith(f"_{tile[0]}x{tile[1]}_cluster")
+
+
+# Rows and columns of a tile, stages, consumers; blocks of a cluster that share b's and a's tiles, and
+# that share the k of one.
+SHARES = [((64, 64, 14, 1), *cluster) for cluster in ((2, 1, 1), (1, 2, 3), (2, 2, 2), (8, 1, 1))]
+SHARES += [((64, 128, 9, 1), *cluster) for cluster in ((1, 4, 1), (2, 2, 1))]
+SHARES += [((128, 128, 7, 2), *cluster) for cluster in ((2, 1, 2), (4, 2, 1))]
+SHARES += [((64, 192, 7, 1), 1, 2, 1), ((128, 192, 5, 2), 2, 2, 1), ((192, 192, 4, 3), 2, 1, 1)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tile", "share_m", "share_n", "splits"), SHARES, ids=str)
+def test_multicast_over_a_cluster(tile, share_m, share_n, splits, dtype, policy):
+    """Clusters whose last blocks have no rows or columns of their own, more steps than stages."""
+    for number, (a_m_major, b_n_major) in enumerate(LAYOUTS):
+        batch = 1 + number % 2
+        m, n = tile[0] * max(1, share_m - 1) + 8, tile[1] * max(1, share_n - 1) + 8 * number + 8
+        k = 64 * (splits * 9 + 1) + 40 if number == splits % 4 else 64 * splits + 24
+        a, b = integers(batch, m, k, dtype=dtype), integers(batch, k, n, dtype=dtype)
+        left, right = laid_out(a, b, a_m_major, b_n_major)
+        names = ("block_m", "block_n", "stages", "consumers")
+        config = {**CLUSTER_TILE, **dict(zip(names, tile, strict=True))}
+        config |= {"splits": splits, "share_m": share_m, "share_n": share_n}
+        config["per_sm"] = 1 + number // 2
+        with tk.emulate(policy, seed=number, config=config) as run:
+            out = tk.gemm(left, right)
+        assert torch.equal(out, (a.float() @ b.float()).to(dtype)), (a_m_major, b_n_major)
+        name = f"{'nt'[a_m_major]}{'tn'[b_n_major]}_{tile[0]}x{tile[1]}_cluster"
+        assert run.kernels[0]["kernel"].partition("_")[2] == name
 
 
 def test_choice_of_clusters():
     """Clusters share loads where an operand's rows do not begin at lines of 128 bytes; split-K over
-    a cluster is for few tiles and a long k."""
+    a cluster is for few tiles and a long k, of any layout."""
     aligned = choose(4096, 4096, 4096, b_n_major=True)
     assert aligned["cluster_m"] == 1
-    fields = {"b_n_major": True, "a_in_lines": False, "b_in_lines": False}
+    fields = {"b_n_major": True, "a_alignment": 16, "b_alignment": 16}
     assert choose(4104, 4104, 4104, **fields)["cluster_m"] == 2
     assert choose(4104, 4104, 4104, **fields, fused=True)["cluster_m"] == 1
     for a_m_major, b_n_major in LAYOUTS:
         few = choose(312, 40, 6323, a_m_major=a_m_major, b_n_major=b_n_major)
-        assert few["kernel"].endswith("_64x64_split_k")
+        assert few["kernel"].endswith("_64x64_cluster")
         assert few["splits"] == 8
         many = choose(2048, 2048, 512, a_m_major=a_m_major, b_n_major=b_n_major)
-        assert not many["kernel"].endswith("_split_k")
+        assert many["splits"] == 1
 
 
 # ---- operands that TMA cannot read ----

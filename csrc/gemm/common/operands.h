@@ -19,11 +19,12 @@ struct Operand {
 
     int64_t stride() const { return view.stride[2]; }
     int64_t batch_stride() const { return view.size[1] > 1 ? view.stride[1] : 0; }
-    // Whether its rows begin at lines of 128 bytes.
-    bool in_lines(int element_bytes = 2) const {
-        return reinterpret_cast<uintptr_t>(view.data) % 128 == 0 &&
-               view.stride[2] * element_bytes % 128 == 0 &&
-               batch_stride() * element_bytes % 128 == 0;
+    // Bytes, at most 128, that its rows begin at multiples of.
+    int64_t alignment(int element_bytes = 2) const {
+        const auto all = reinterpret_cast<uintptr_t>(view.data) |
+                         static_cast<uintptr_t>(view.stride[2] * element_bytes) |
+                         static_cast<uintptr_t>(batch_stride() * element_bytes) | 128;
+        return static_cast<int64_t>(all & -all);
     }
 };
 

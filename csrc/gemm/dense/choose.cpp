@@ -111,11 +111,14 @@ Choice choose_swap_ab(const Problem& p, const DeviceProperties& device) {
     return swap_ab_choice(*shape, splits, p, device);
 }
 
-Choice cluster_split_k_choice(int splits, const Problem& p) {
-    Choice choice{.kernel = Kernel::cluster_split_k,
-                  .config = make_config(CLUSTER_SPLIT_K_SHAPE, p.dtype, p.a_m_major, p.b_n_major)};
-    choice.schedule.splits = splits;
-    choice.schedule.blocks = static_cast<int>(cluster_split_k_tiles(p)) * splits;
+Choice cluster_tile_choice(const ClusterTile& tile, const Problem& p) {
+    Choice choice{.kernel = Kernel::cluster_tile,
+                  .config = cluster_tile_config(*tile.shape, p.dtype, p.a_m_major, p.b_n_major)};
+    Schedule& schedule = choice.schedule;
+    schedule.splits = tile.splits, schedule.per_sm = tile.per_sm;
+    schedule.share_m = tile.share_m, schedule.share_n = tile.share_n;
+    schedule.blocks = static_cast<int>(
+        std::min<int64_t>(blocks_of(tiling_of(choice), p), std::numeric_limits<int>::max()));
     return choice;
 }
 
@@ -144,7 +147,7 @@ Choice choose_fixed_width(const Problem& p, const DeviceProperties& device) {
     const auto consider = [&](const TileShape& shape, int cluster_m = 1) {
         Config config = make_config(shape, p.dtype, p.a_m_major, p.b_n_major, p.fused);
         config.cluster_m = cluster_m;
-        const double needed = cycles(shape, config, p, sm_count);
+        const double needed = fixed_width_cycles(config, p, sm_count);
         if (needed < least) best = config, least = needed;
     };
     for (const TileShape& shape : TILE_SHAPES) {
@@ -187,9 +190,11 @@ Choice split_k_choice(const TileShape& shape, int splits, int blocks, const Prob
 // Balanced tiling with run-time widths where it pays, else the best fixed width; and the cycles.
 std::pair<Choice, double> choose_unsplit(const Problem& p, const DeviceProperties& device) {
     const Choice choice = choose_fixed_width(p, device);
-    if (choice.kernel == Kernel::swap_ab) return {choice, 0};
+    if (choice.kernel == Kernel::swap_ab) {
+        return {choice, tiling_cycles(tiling_of(choice), p, device.sm_count) + FIT.swap_ab};
+    }
     const int sm_count = std::max(1, device.sm_count);
-    const double fixed = cycles(shape_of(choice.config), choice.config, p, sm_count);
+    const double fixed = fixed_width_cycles(choice.config, p, sm_count);
     std::pair<Choice, double> best{choice, fixed};
     if (!is_rounded(p, shares_lines(p) ? 512 : 1536)) return best;
     for (const int cluster_m : {1, 2}) {
@@ -203,31 +208,21 @@ std::pair<Choice, double> choose_unsplit(const Problem& p, const DevicePropertie
     return best;
 }
 
-// Skinny problems with so few tiles that a cluster for each reads as fast as swap-AB, and ends
-// sooner.
-bool is_small(const Problem& p, int sm_count) {
-    return !p.fused && cluster_split_k_tiles(p) * MAX_CLUSTER_SPLITS <= sm_count && p.k >= 512;
-}
-
 }  // namespace
 
 Choice choose(const Problem& p, const DeviceProperties& device) {
     const int sm_count = std::max(1, device.sm_count);
     const auto [unsplit, whole] = choose_unsplit(p, device);
-    const ClusterSplits cluster = cluster_splits(p, sm_count);
-    if (unsplit.kernel == Kernel::swap_ab) {
-        const bool small = cluster.splits > 1 && is_small(p, sm_count);
-        return small ? cluster_split_k_choice(cluster.splits, p) : unsplit;
-    }
     SplitKTiles tiles;
-    if (is_rounded(p) && p.m >= 128) {
+    if (unsplit.kernel != Kernel::swap_ab && is_rounded(p) && p.m >= 128) {
         const SplitKTiles split_k = split_k_tiles(p, sm_count);
         const SplitKTiles stream_k =
             stream_k_tiles(p, sm_count, 0.97 * std::min(whole, split_k.cycles));
         tiles = stream_k.shape != nullptr ? stream_k : split_k;
     }
+    const ClusterTile cluster = best_cluster_tile(p, sm_count);
     if (cluster.cycles < 0.97 * std::min(whole, tiles.cycles)) {
-        return cluster_split_k_choice(cluster.splits, p);
+        return cluster_tile_choice(cluster, p);
     }
     if (tiles.shape == nullptr || tiles.cycles > 0.97 * whole) return unsplit;
     return split_k_choice(*tiles.shape, tiles.splits, tiles.blocks, p, device);
@@ -276,11 +271,8 @@ std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device)
         if (!p.fused || shape.block_n >= 128) add_tiles(shape);
     }
     for (std::size_t i = 0; !p.fused && i < CLUSTER_SHAPES; ++i) add_tiles(TILE_SHAPES[i], 2);
-    const int64_t tiles = cluster_split_k_tiles(p), steps = ceil_div(p.k, BLOCK_K);
-    for (const int splits : {2, 3, 4, 6, 8}) {
-        const bool fits = tiles * splits <= 2 * device.sm_count && splits <= steps;
-        if (!p.fused && fits) add(cluster_split_k_choice(splits, p));
-    }
+    for_each_cluster_tile(p, device.sm_count,
+                          [&](const ClusterTile& tile) { add(cluster_tile_choice(tile, p)); });
     if (p.a_m_major) return list;
     if (!p.fused && p.b_n_major) add_tiles(NN_SHAPE);
     if (!p.fused && !p.b_n_major) {
@@ -302,6 +294,7 @@ std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device)
         Config balanced = balanced_config(p.dtype, p.b_n_major);
         balanced.cluster_m = cluster_m;
         const BalancedTiles found = balance_tiles(balanced, p, std::max(1, device.sm_count));
+        const int64_t steps = ceil_div(p.k, BLOCK_K);
         if (found.columns > 0 && steps >= (balanced.block_n + 63) / 64) {
             add(balanced_choice(balanced, found, p, device));
         }
@@ -315,11 +308,20 @@ Choice choose_masked(const Problem& p, const DeviceProperties& device) {
 }
 
 void follow_forced(Choice& choice, const Choice& before, bool kernel_is_forced) {
+    // A tile that is forced is that of a kernel that has it.
+    Config& config = choice.config;
+    const auto listed = [&] {
+        for (std::size_t i = 0; i < CONFIGS; ++i) {
+            if (config_at(i) == config) return true;
+        }
+        return false;
+    };
+    if (config != before.config && config.cluster_tile && !listed()) config.cluster_tile = false;
     const bool same_split = choice.kernel == Kernel::split_k && choice.config == before.config;
     if (!kernel_is_forced && !same_split) choice.kernel = preferred_kernel(choice.config);
     const Kernel kernel = choice.kernel;
     const bool splits_k =
-        kernel == Kernel::split_k || kernel == Kernel::cluster_split_k || kernel == Kernel::swap_ab;
+        kernel == Kernel::split_k || kernel == Kernel::cluster_tile || kernel == Kernel::swap_ab;
     int& splits = choice.schedule.splits;
     splits = splits_k ? std::max(1, splits) : 1;
     const int cluster = splits * choice.config.cluster_m;

@@ -10,7 +10,8 @@ std::string kernel_name(const Config& c) {
     const std::string layout = concat(c.a_m_major ? 't' : 'n', c.b_n_major ? 'n' : 't');
     return concat(name_of(c.dtype), '_', layout, c.swap_ab ? "_swap_ab_" : "_", c.block_m, 'x',
                   c.block_n, c.fused ? "_fused" : "", c.masked ? "_masked" : "",
-                  c.balanced ? "_balanced" : "", c.cluster_m == 2 ? "_2x1" : "");
+                  c.balanced ? "_balanced" : "", c.cluster_m == 2 ? "_2x1" : "",
+                  c.cluster_tile ? "_cluster" : "");
 }
 
 std::string kernel_name(const Choice& choice) {
@@ -18,7 +19,6 @@ std::string kernel_name(const Choice& choice) {
         case Kernel::split_k: return concat(name_of(choice.config.dtype), "_split_k");
         case Kernel::single_wave:
         case Kernel::single_wave_64x64: return kernel_name(choice.config) + "_single_wave";
-        case Kernel::cluster_split_k: return kernel_name(choice.config) + "_split_k";
         default: return kernel_name(choice.config);
     }
 }
@@ -40,6 +40,7 @@ static KernelInfo split_k_info(DType dtype) {
 
 // The file of instances.txt that has a configuration's kernels.
 static std::string source_of(const Config& c) {
+    if (c.cluster_tile) return concat("cluster_tile_", c.block_m, 'x', c.block_n);
     if (c.balanced) return c.cluster_m == 1 ? "balanced" : "balanced_clusters";
     if (c.cluster_m > 1) return concat(name_of(c.dtype), "_clusters");
     if (c.swap_ab) return concat(name_of(c.dtype), c.fused ? "_swap_ab_fused" : "_swap_ab");
@@ -60,13 +61,17 @@ std::vector<KernelInfo> kernels() {
         const std::string tile = concat(c.block_m, 'x', c.block_n);
         const std::string stages = concat("tile ", tile, 'x', c.block_k, ", ", c.stages, " stages");
         const std::string roles =
-            c.swap_ab ? "1 producer warp and 1 consumer warpgroup"
-                      : concat("1 producer and ", c.consumers, " consumer warpgroups");
+            c.swap_ab        ? "1 producer warp and 1 consumer warpgroup"
+            : c.cluster_tile ? concat("1 producer warp and ", c.consumers, " consumer warpgroup",
+                                      c.consumers > 1 ? "s" : "", ", clusters of up to ",
+                                      MAX_CLUSTER_BLOCKS, " blocks")
+                             : concat("1 producer and ", c.consumers, " consumer warpgroups");
         KernelInfo kernel{
             .name = kernel_name(c),
             .config = concat(stages, ", ", roles),
             .source = source_of(c),
             .symbol = symbol_of(kernel_of(c) == Kernel::swap_ab        ? "swap_ab_kernel"
+                                : kernel_of(c) == Kernel::cluster_tile ? "cluster_tile_kernel"
                                 : kernel_of(c) == Kernel::one_consumer ? "one_consumer_kernel"
                                                                        : "persistent_gemm_kernel",
                                 "Config", c),
@@ -91,19 +96,6 @@ std::vector<KernelInfo> kernels() {
             single.shared_bytes = single_wave_64x64_shared_bytes(c);
         }
         list.push_back(single);
-        if (!has_single_wave_64x64(c)) continue;
-        KernelInfo split = kernel;
-        split.name = kernel_name(Choice{.kernel = Kernel::cluster_split_k, .config = c});
-        split.fields["strategy"] = std::string(strategy_name(Kernel::cluster_split_k));
-        split.config = concat("tile ", tile, 'x', c.block_k, ", ", CLUSTER_SPLIT_K_STAGES,
-                              " stages, 1 producer warp and 1 consumer warpgroup, split-K over a "
-                              "cluster of up to ",
-                              MAX_CLUSTER_SPLITS);
-        split.source = "cluster_split_k";
-        split.symbol = symbol_of("cluster_split_k_kernel", "Config", c);
-        split.threads = CLUSTER_SPLIT_K_THREADS;
-        split.shared_bytes = cluster_split_k_shared_bytes(c);
-        list.push_back(split);
     }
     return list;
 }

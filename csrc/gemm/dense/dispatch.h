@@ -61,9 +61,9 @@ bool launch_kernel(Kernel kernel, const Params& params, Stream stream) {
             if constexpr (has_single_wave_64x64(c))
                 return launch_single_wave_64x64<c>(params, stream), true;
             break;
-        case Kernel::cluster_split_k:
-            if constexpr (has_single_wave_64x64(c))
-                return launch_cluster_split_k<c>(params, stream), true;
+        case Kernel::cluster_tile:
+            if constexpr (own == Kernel::cluster_tile)
+                return launch_cluster_tile<c>(params, stream), true;
             break;
         case Kernel::balanced:
             if constexpr (own == Kernel::balanced) return launch_balanced<c>(params, stream), true;

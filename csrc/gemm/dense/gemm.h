@@ -8,6 +8,7 @@
 // in memory.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <iterator>
 #include <string>
@@ -32,8 +33,8 @@ struct Problem {
     bool b_n_major = true;   // b's columns (n) are adjacent in memory, instead of its rows (k)
     Gate gate = Gate::none;
     bool fused = false;  // the epilogue does more than to scale and to add a bias
-    // Whether an operand's rows, as they lie in memory, begin at lines of 128 bytes.
-    bool a_in_lines = true, b_in_lines = true;
+    // Bytes that an operand's rows, as they lie in memory, begin at multiples of: 16 to 128.
+    int64_t a_alignment = 128, b_alignment = 128;
 };
 
 // What one kernel is compiled for. A block computes block_m x block_n tiles, 64 of k at a time,
@@ -50,9 +51,10 @@ struct Config {
     DType dtype = DType::bf16;
     bool a_m_major = false;
     bool b_n_major = true;
-    bool masked = false;    // only the tiles of a mask, see TileMask
-    bool balanced = false;  // balanced tiling with run-time widths, see balanced_order.h
-    int cluster_m = 1;      // blocks of a cluster, along m, that share b's tile by multicast
+    bool masked = false;        // only the tiles of a mask, see TileMask
+    bool balanced = false;      // balanced tiling with run-time widths, see balanced_order.h
+    int cluster_m = 1;          // blocks of a cluster, along m, that share b's tile by multicast
+    bool cluster_tile = false;  // a tile per block, over a cluster of run-time sizes
 
     bool operator==(const Config&) const = default;
 };
@@ -67,6 +69,9 @@ struct Schedule {
     bool raster_along_m = false;
     int blocks = 0;  // of the grid, a multiple of splits
     int splits = 1;  // split-K and stream-K: the blocks that share the k of a tile
+    // Cluster tiles: the blocks along m, and along n, whose tiles share loads by multicast.
+    int share_m = 1, share_n = 1;
+    int per_sm = 1;  // blocks that an SM holds at a time, which divide its shared memory
     // Load b with evict_first where it is read about once: otherwise each of its lines evicts
     // another one, which goes to memory first where it has been written.
     bool evict_first_b = false;
@@ -89,13 +94,13 @@ enum class Kernel : int {
     single_wave_64x64,
     balanced,
     split_k,
-    cluster_split_k,
+    cluster_tile,
     swap_ab
 };
 constexpr const char* strategy_name(Kernel kernel) {
     constexpr const char* names[] = {"persistent",        "one_consumer", "single_wave",
                                      "single_wave_64x64", "balanced",     "split_k",
-                                     "cluster_split_k",   "swap_ab",      nullptr};
+                                     "cluster_tile",      "swap_ab",      nullptr};
     return names[static_cast<int>(kernel)];
 }
 
@@ -137,8 +142,8 @@ void visit_fields(Problem& p, Visitor&& visit) {
     visit("b_n_major", p.b_n_major);
     visit("gate", p.gate);
     visit("fused", p.fused);
-    visit("a_in_lines", p.a_in_lines);
-    visit("b_in_lines", p.b_in_lines);
+    visit("a_alignment", p.a_alignment);
+    visit("b_alignment", p.b_alignment);
 }
 
 template <typename Visitor>
@@ -156,6 +161,7 @@ void visit_fields(Config& c, Visitor&& visit) {
     visit("masked", c.masked);
     visit("balanced", c.balanced);
     visit("cluster_m", c.cluster_m);
+    visit("cluster_tile", c.cluster_tile);
 }
 template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
@@ -165,6 +171,9 @@ void visit_fields(Choice& c, Visitor&& visit) {
     visit("raster_along_m", c.schedule.raster_along_m);
     visit("blocks", c.schedule.blocks);
     visit("splits", c.schedule.splits);
+    visit("share_m", c.schedule.share_m);
+    visit("share_n", c.schedule.share_n);
+    visit("per_sm", c.schedule.per_sm);
     visit("evict_first_b", c.schedule.evict_first_b);
     visit("store_interval", c.schedule.store_interval);
     visit("columns", c.schedule.columns);
@@ -209,6 +218,20 @@ constexpr TileShape NT_SHAPES[] = {
 // The same for b's rows along n, which come in stripes of 64 columns: 2112 are 11 of 192. It is
 // compiled for both dtypes, with a's rows along k.
 constexpr TileShape NN_SHAPE = {128, 192, 4, 2};
+
+// Cluster tiles: tiles of one block each (cluster_tile_sm90.cuh), for both dtypes and the four
+// layouts.
+constexpr TileShape CLUSTER_TILE_SHAPES[] = {
+    {64, 64, 14, 1},  {64, 128, 9, 1},  {64, 192, 7, 1},
+    {128, 128, 7, 2}, {128, 192, 5, 2}, {192, 192, 4, 3},
+};
+constexpr int MAX_CLUSTER_BLOCKS = 8;
+constexpr Config cluster_tile_config(const TileShape& shape, DType dtype, bool a_m_major,
+                                     bool b_n_major) {
+    Config c = make_config(shape, dtype, a_m_major, b_n_major);
+    c.cluster_tile = true;
+    return c;
+}
 
 // The listed shape of a size.
 consteval TileShape tile_shape(int block_m, int block_n) {
@@ -270,7 +293,8 @@ constexpr std::size_t SWAP_AB = std::size(SWAP_AB_SHAPES) * 4;
 constexpr std::size_t NT = std::size(NT_SHAPES) * 2;
 constexpr std::size_t BALANCED = 4;
 constexpr std::size_t CLUSTERS = CLUSTER_SHAPES * 8 + BALANCED;
-constexpr std::size_t CONFIGS = TILED + SWAP_AB + NT + 2 + BALANCED + CLUSTERS + 1;
+constexpr std::size_t CLUSTER_TILES = std::size(CLUSTER_TILE_SHAPES) * 8;
+constexpr std::size_t CONFIGS = TILED + SWAP_AB + NT + 2 + BALANCED + CLUSTERS + CLUSTER_TILES + 1;
 constexpr Config config_at(std::size_t i) {
     const auto dtype = [](std::size_t j) { return j % 2 == 0 ? DType::bf16 : DType::fp16; };
     if (i < TILED) {
@@ -295,6 +319,11 @@ constexpr Config config_at(std::size_t i) {
         c.cluster_m = 2;
         return c;
     }
+    i -= CLUSTERS;
+    if (i < CLUSTER_TILES) {
+        return cluster_tile_config(CLUSTER_TILE_SHAPES[i / 8], dtype(i / 4), i / 2 % 2 != 0,
+                                   i % 2 != 0);
+    }
     return masked_config();
 }
 
@@ -307,13 +336,14 @@ struct ConfigName {
     Layout layout = Layout::nn;
     bool swap_ab = false, fused = false, masked = false, balanced = false;
     int cluster_m = 1;
+    bool cluster_tile = false;
 
     constexpr bool is_of(const Config& c) const {
         return block_m == c.block_m && block_n == c.block_n && dtype == c.dtype &&
                c.a_m_major == (layout == Layout::tn || layout == Layout::tt) &&
                c.b_n_major == (layout == Layout::nn || layout == Layout::tn) &&
                swap_ab == c.swap_ab && fused == c.fused && masked == c.masked &&
-               balanced == c.balanced && cluster_m == c.cluster_m;
+               balanced == c.balanced && cluster_m == c.cluster_m && cluster_tile == c.cluster_tile;
     }
 };
 // The one that has the name. One that is not compiled is an error of the compiler.
@@ -329,6 +359,7 @@ consteval Config config_of(const ConfigName& name) {
 constexpr Kernel kernel_of(const Config& c) {
     if (c.swap_ab) return Kernel::swap_ab;
     if (c.balanced) return Kernel::balanced;
+    if (c.cluster_tile) return Kernel::cluster_tile;
     return c.consumers == 1 && !c.fused ? Kernel::one_consumer : Kernel::persistent;
 }
 
@@ -339,35 +370,43 @@ constexpr bool has_epilogue_warps(const Config& c) {
 
 // Whether the kernel has balanced tiling with two fixed widths.
 constexpr bool has_two_widths(const Config& c) {
-    return !c.masked && !c.swap_ab && c.consumers == 2 && (c.block_n == 256 || c.block_n == 176);
+    return !c.masked && !c.swap_ab && !c.cluster_tile && c.consumers == 2 &&
+           (c.block_n == 256 || c.block_n == 176);
 }
-
-// Split-K over a cluster: the kernel of 64 x 64 with fewer stages, so that two blocks fit an SM,
-// and the blocks that a cluster has at most.
-constexpr int CLUSTER_SPLIT_K_STAGES = 6, MAX_CLUSTER_SPLITS = 8;
-constexpr int cluster_split_k_shared_bytes(const Config& c) {
-    const int stage = (c.block_m + c.block_n) * BLOCK_K * 2 + 16;
-    return (CLUSTER_SPLIT_K_STAGES * stage + 127) / 128 * 128;
-}
-constexpr int CLUSTER_SPLIT_K_THREADS = 4 * 32 + 32;
 
 // Dynamic shared memory of a block: the ring of stages, two staging buffers of 16 rows of 128 bytes
 // per consumer warp, a row of bias per consumer, two semaphores per stage, and with epilogue warps
 // two per staging buffer. With swap-AB: the ring, the sums as rows of fp32 that are 4 longer than
-// the tile's, and two semaphores more.
+// the tile's, and two semaphores more. Of cluster tiles: the ring, which becomes the memory of the
+// sums.
 constexpr int shared_bytes(const Config& c) {
     if (c.swap_ab) {
         const int ring = c.stages * (c.block_m + c.block_n) * c.block_k * 2;
         const int sums = (c.block_m * (c.block_n + 4) * 4 + 127) / 128 * 128;
         return (ring + sums + (2 * c.stages + 2) * 8 + 127) / 128 * 128;
     }
+    if (c.cluster_tile) return 1024 + c.stages * (c.block_m + c.block_n) * BLOCK_K * 2;
     const int bias = (c.block_n * 4 + 127) / 128 * 128;
     const int bytes = c.stages * (c.block_m + c.block_n) * BLOCK_K * 2 +
                       c.consumers * (4 * 2 * 16 * 128 + bias) + c.stages * 16 +
                       (has_epilogue_warps(c) ? (c.consumers * 4 * 2 + c.stages) * 16 : 0);
     return (bytes + 127) / 128 * 128;
 }
-constexpr int threads(const Config& c) { return c.swap_ab ? 4 * 32 + 32 : (c.consumers + 1) * 128; }
+constexpr int threads(const Config& c) {
+    const bool producer_warp = c.swap_ab || c.cluster_tile;
+    return c.consumers * 128 + (producer_warp ? 32 : 128);
+}
+
+// Cluster tiles: the stages of a block's ring where an SM of 228 KB of shared memory holds so many
+// blocks, which need 1 KB each, and their semaphores as much; and the most of them, with rings of at
+// least three stages.
+constexpr int cluster_tile_stages(const Config& c, int per_sm) {
+    const int stage = (c.block_m + c.block_n) * BLOCK_K * 2;
+    return std::min(c.stages, (228 * 1024 / per_sm - 2048) / stage);
+}
+constexpr int most_cluster_tiles_per_sm(const Config& c) {
+    return cluster_tile_stages(c, 2) >= 3 ? 2 : 1;
+}
 
 // Empty when choose() has a kernel for the problem, else the reason in a sentence.
 std::string unsupported(const Problem& problem, const DeviceProperties& device);
@@ -396,7 +435,7 @@ void launch_single_wave(const Params& params, Stream stream);
 template <Config config>
 void launch_single_wave_64x64(const Params& params, Stream stream);
 template <Config config>
-void launch_cluster_split_k(const Params& params, Stream stream);
+void launch_cluster_tile(const Params& params, Stream stream);
 template <Config config>
 void launch_balanced(const Params& params, Stream stream);
 template <Config config>

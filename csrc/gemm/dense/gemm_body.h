@@ -169,8 +169,8 @@ Outputs<Tensor> gemm_body(const Backend<Tensor>& on, const Tensor& a, const Tens
                           .gate = s.gate,
                           .fused = options.residual || options.activation != 0 ||
                                    s.gate != Gate::none || options.store_aux,
-                          .a_in_lines = left.in_lines(),
-                          .b_in_lines = right.in_lines()};
+                          .a_alignment = left.alignment(),
+                          .b_alignment = right.alignment()};
     const DeviceProperties& device = on.device(a);
     check_supported(OP, unsupported(problem, device));
     const Choice chosen = on.chosen("gemm", choose(problem, device));

@@ -13,7 +13,9 @@ constexpr bool has_single_wave(const Config& c) {
     const bool plain = !c.swap_ab && !c.fused && !c.masked && !c.balanced && c.cluster_m == 1;
     return plain && c.block_m == 128 && c.block_n == 256;
 }
-constexpr bool has_single_wave_64x64(const Config& c) { return !c.swap_ab && c.block_n == 64; }
+constexpr bool has_single_wave_64x64(const Config& c) {
+    return !c.swap_ab && !c.cluster_tile && c.block_n == 64;
+}
 
 // The producer is a single warp.
 constexpr int single_wave_threads(const Config& c) { return c.consumers * 128 + 32; }

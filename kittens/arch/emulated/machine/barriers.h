@@ -23,7 +23,8 @@ inline Barrier& barrier_at(uint32_t address, const char* what) {
     std::memcpy(&mark, p.block->shared + p.address, 8);
     if (mark != BARRIER_MARK)
         fail(std::string(what) + ": something has overwritten " + describe(b));
-    if (machine->check_order &&
+    const bool announced = b.announced != 0 && self().cluster_waited >= b.announced;
+    if (machine->check_order && !announced &&
         self().clock.seen[static_cast<size_t>(b.initializer)] < b.initialized_at) {
         fail(std::string(what) + ": no barrier (block or cluster) between the initialisation of " +
              describe(b) + " and its use");
@@ -128,6 +129,7 @@ void initialize_barrier(uint32_t address, uint32_t arrivals) {
     std::memcpy(p.block->shared + p.address, &BARRIER_MARK, 8);
     b.valid = true;
     b.fenced = false;
+    b.announced = 0;
     b.expected = b.pending = arrivals;
     b.bytes = 0;
     b.first = b.completed;
@@ -266,10 +268,15 @@ void arrive_at_cluster(bool releases) {
     uint64_t& mine = m.cluster_arrivals[static_cast<size_t>(t.index)];
     if (mine > m.cluster_phase) fail("cluster_arrive twice without cluster_wait in between");
     mine = m.cluster_phase + 1;
-    if (releases)
+    if (releases) {
         release_to(m.cluster_arriving, t);
-    else if (m.check_order)
+    } else if (m.check_order) {
         m.cluster_arriving.join_from(t.clock, m.dependency_entry());
+        // The fence releases the initialisations of its thread, so a relaxed arrival tells of them.
+        for (auto& [address, b] : t.block->barriers) {
+            if (b.fenced && b.initializer == t.index && b.announced == 0) b.announced = mine;
+        }
+    }
     if (++m.cluster_arrived < m.thread_count) return;
     m.cluster_arrived = 0;
     ++m.cluster_phase;
@@ -290,6 +297,7 @@ void wait_for_cluster() {
     const uint64_t mine = m.cluster_arrivals[static_cast<size_t>(t.index)];
     if (mine == 0) fail("cluster_wait without cluster_arrive");
     while (m.cluster_phase < mine) wait_for({.kind = Wait::cluster_barrier, .object = &m});
+    t.cluster_waited = mine;
     acquire_from(t, m.cluster_published);
 }
 

@@ -161,6 +161,7 @@ struct Barrier {
     int in_flight = 0;       // copies that will signal this phase
     int initializer = 0;     // thread, and its time then
     uint32_t initialized_at = 0;
+    uint64_t announced = 0;     // phase of the cluster's barrier that tells of the initialisation
     Clock arriving, published;  // of the current phase, of the completed ones
     std::vector<Thread*> waiting;
 
@@ -217,6 +218,7 @@ struct Thread {
     bool finished = false, is_ready = false;
     Waiting waiting;
     Clock clock;
+    uint64_t cluster_waited = 0;  // phase of the cluster's barrier
     int registers = 0;
     int reallocations = 0;
 

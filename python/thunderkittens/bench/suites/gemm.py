@@ -11,6 +11,7 @@ a weight.
 
 from __future__ import annotations
 
+import math
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -195,20 +196,21 @@ def drawn(draw: Draw) -> Case:
         "b_n_major": layout[1] == "N",
         "gate": int(gated),
         "fused": bool(epilogue),
-        "a_in_lines": in_lines(pitches[0], padding[0]),
-        "b_in_lines": in_lines(pitches[1], padding[1]),
+        "a_alignment": alignment(pitches[0], padding[0]),
+        "b_alignment": alignment(pitches[1], padding[1]),
     }
     return draw.case(case, f"{text}, {draw.code}", layout, problem=problem, pitches=list(pitches))
 
 
-def in_lines(pitch: int, padding: int) -> bool:
-    """Whether rows of 16-bit elements begin at lines of 128 bytes where the product reads them: the
-    op copies rows that are no multiple of 16 bytes apart, to lines unless that made them a quarter
-    longer."""
-    if pitch % 8 == 0:
-        return pitch % 64 == 0
-    row = -(-(pitch - padding) // 8) * 8
-    return row % 64 == 0 or -(-row // 64) * 64 * 4 <= row * 5
+def alignment(pitch: int, padding: int) -> int:
+    """The bytes that rows of 16-bit elements begin at multiples of where the product reads them, at
+    most 128: the op copies rows that are no multiple of 16 bytes apart, to lines unless that made
+    them a quarter longer."""
+    if pitch % 8 != 0:
+        vectors = -(-(pitch - padding) // 8) * 8
+        lines = -(-vectors // 64) * 64
+        pitch = lines if lines * 4 <= vectors * 5 else vectors
+    return math.gcd(pitch * 2, 128)
 
 
 def implementations(device: torch.device) -> dict[str, Implementation]:
