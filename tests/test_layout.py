@@ -427,6 +427,7 @@ SHORT_DIMENSIONS = {
     "csrc/gemm/common/reduce_workspace_sm90.cuh": "parts of k",
     "csrc/gemm/dense/one_consumer_sm90.cuh": "tiles, no more than multiprocessors",
     "csrc/gemm/dense/prologue_sm90.cuh": "tiles, no more than multiprocessors",
+    "csrc/gemm/dense/short_k_sm90.cuh": "rows of tiles and matrices, see fits_short_k()",
     "csrc/gemm/dense/single_wave_64x64_sm90.cuh": "tiles, no more than multiprocessors",
     "csrc/gemm/dense/single_wave_sm90.cuh": "tiles, no more than multiprocessors",
     "csrc/gemm/dense/split_k_sm90.cuh": "parts of k",

@@ -119,6 +119,16 @@ Choice cluster_split_k_choice(int splits, const Problem& p) {
     return choice;
 }
 
+// A short k is one that the kernel reads in few steps.
+constexpr int64_t MOST_SHORT_K = 256;
+Choice short_k_choice(const TileShape& shape, const Problem& p) {
+    Choice choice{.kernel = Kernel::short_k,
+                  .config = make_config(shape, p.dtype, p.a_m_major, p.b_n_major)};
+    choice.schedule.blocks =
+        static_cast<int>(p.batch * ceil_div(p.m, shape.block_m) * ceil_div(p.n, shape.block_n));
+    return choice;
+}
+
 }  // namespace
 
 std::string unsupported(const Problem& p, const DeviceProperties& device) {
@@ -131,8 +141,9 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
     const Choice choice = choose(p, device);
     const double tiles = double(p.batch) * double(ceil_div(p.m, choice.config.block_m)) *
                          double(ceil_div(p.n, choice.config.block_n));
-    const int bytes =
-        choice.kernel == Kernel::split_k ? SPLIT_K_SHARED_BYTES : shared_bytes(choice.config);
+    const int bytes = choice.kernel == Kernel::split_k   ? SPLIT_K_SHARED_BYTES
+                      : choice.kernel == Kernel::short_k ? short_k_shared_bytes(choice.config)
+                                                         : shared_bytes(choice.config);
     return unsupported_resources(tiles, bytes, device);
 }
 
@@ -214,6 +225,10 @@ bool is_small(const Problem& p, int sm_count) {
 Choice choose(const Problem& p, const DeviceProperties& device) {
     const int sm_count = std::max(1, device.sm_count);
     const auto [unsplit, whole] = choose_unsplit(p, device);
+    if ((p.a_needs_copy || p.b_needs_copy) && p.k <= MOST_SHORT_K && fits_short_k(p)) {
+        const ShortKTiles short_k = short_k_tiles(p, sm_count);
+        if (short_k.cycles < whole + copy_cycles(p)) return short_k_choice(*short_k.shape, p);
+    }
     const ClusterSplits cluster = cluster_splits(p, sm_count);
     if (unsplit.kernel == Kernel::swap_ab) {
         const bool small = cluster.splits > 1 && is_small(p, sm_count);
@@ -276,6 +291,9 @@ std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device)
         if (!p.fused || shape.block_n >= 128) add_tiles(shape);
     }
     for (std::size_t i = 0; !p.fused && i < CLUSTER_SHAPES; ++i) add_tiles(TILE_SHAPES[i], 2);
+    for (const TileShape& shape : SHORT_K_SHAPES) {
+        if (fits_short_k(p) && p.k <= 2 * MOST_SHORT_K) add(short_k_choice(shape, p));
+    }
     const int64_t tiles = cluster_split_k_tiles(p), steps = ceil_div(p.k, BLOCK_K);
     for (const int splits : {2, 3, 4, 6, 8}) {
         const bool fits = tiles * splits <= 2 * device.sm_count && splits <= steps;

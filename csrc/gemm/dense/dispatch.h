@@ -3,6 +3,7 @@
 #pragma once
 
 #include "csrc/gemm/common/listed.h"
+#include "csrc/gemm/dense/short_k.h"
 #include "csrc/gemm/dense/single_wave.h"
 #include "csrc/gemm/dense/split_k.h"
 
@@ -64,6 +65,9 @@ bool launch_kernel(Kernel kernel, const Params& params, Stream stream) {
         case Kernel::cluster_split_k:
             if constexpr (has_single_wave_64x64(c))
                 return launch_cluster_split_k<c>(params, stream), true;
+            break;
+        case Kernel::short_k:
+            if constexpr (has_short_k(c)) return launch_short_k<c>(params, stream), true;
             break;
         case Kernel::balanced:
             if constexpr (own == Kernel::balanced) return launch_balanced<c>(params, stream), true;

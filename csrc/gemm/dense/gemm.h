@@ -34,6 +34,9 @@ struct Problem {
     bool fused = false;  // the epilogue does more than to scale and to add a bias
     // Whether an operand's rows, as they lie in memory, begin at lines of 128 bytes.
     bool a_in_lines = true, b_in_lines = true;
+    // Whether TMA cannot read an operand where it lies: all kernels but that for a short k then read
+    // a copy, to whose rows the two fields before refer.
+    bool a_needs_copy = false, b_needs_copy = false;
 };
 
 // What one kernel is compiled for. A block computes block_m x block_n tiles, 64 of k at a time,
@@ -90,12 +93,13 @@ enum class Kernel : int {
     balanced,
     split_k,
     cluster_split_k,
-    swap_ab
+    swap_ab,
+    short_k
 };
 constexpr const char* strategy_name(Kernel kernel) {
-    constexpr const char* names[] = {"persistent",        "one_consumer", "single_wave",
-                                     "single_wave_64x64", "balanced",     "split_k",
-                                     "cluster_split_k",   "swap_ab",      nullptr};
+    constexpr const char* names[] = {
+        "persistent", "one_consumer",    "single_wave", "single_wave_64x64", "balanced",
+        "split_k",    "cluster_split_k", "swap_ab",     "short_k",           nullptr};
     return names[static_cast<int>(kernel)];
 }
 
@@ -109,8 +113,8 @@ struct Choice {
 
 // One call. Strides count elements: a_stride and b_stride lie between neighbours in the dimension
 // that is not contiguous. An operand that is the same for the whole batch has batch stride 0. The
-// operands must satisfy TMA: base and strides multiples of 16 bytes. Rows of out and residual are
-// contiguous.
+// operands must satisfy TMA: base and strides multiples of 16 bytes; not for the kernel for a short
+// k. Rows of out and residual are contiguous.
 struct Params {
     const void* a = nullptr;
     const void* b = nullptr;
@@ -139,6 +143,8 @@ void visit_fields(Problem& p, Visitor&& visit) {
     visit("fused", p.fused);
     visit("a_in_lines", p.a_in_lines);
     visit("b_in_lines", p.b_in_lines);
+    visit("a_needs_copy", p.a_needs_copy);
+    visit("b_needs_copy", p.b_needs_copy);
 }
 
 template <typename Visitor>
@@ -397,6 +403,8 @@ template <Config config>
 void launch_single_wave_64x64(const Params& params, Stream stream);
 template <Config config>
 void launch_cluster_split_k(const Params& params, Stream stream);
+template <Config config>
+void launch_short_k(const Params& params, Stream stream);
 template <Config config>
 void launch_balanced(const Params& params, Stream stream);
 template <Config config>
