@@ -20,7 +20,7 @@ struct Operand {
 
     int64_t stride() const { return view.stride[2]; }
     int64_t batch_stride() const { return view.size[1] > 1 ? view.stride[1] : 0; }
-    // Whether its rows begin at lines of 128 bytes; where it needs a copy, whether those of that do.
+    // Whether its rows begin at lines of 128 bytes; where it needs a copy, the rows of that.
     bool in_lines(int element_bytes = 2) const {
         if (needs_copy) return aligned_pitch(view.size[3] * element_bytes) % 128 == 0;
         return reinterpret_cast<uintptr_t>(view.data) % 128 == 0 &&

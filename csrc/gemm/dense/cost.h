@@ -8,7 +8,6 @@
 
 #include "csrc/gemm/common/balanced_tiles.h"
 #include "csrc/gemm/dense/balanced_order.h"
-#include "csrc/gemm/dense/short_k.h"
 #include "csrc/gemm/dense/split_k.h"
 
 namespace thunderkittens::gemm {

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "csrc/gemm/common/listed.h"
-#include "csrc/gemm/dense/short_k.h"
 #include "csrc/gemm/dense/single_wave.h"
 #include "csrc/gemm/dense/split_k.h"
 

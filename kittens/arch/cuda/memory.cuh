@@ -188,8 +188,8 @@ template <class T>
 __device__ __forceinline__ T load_global_readonly(const T* pointer) {
     return bit_cast<T>(__ldg(reinterpret_cast<const word_of<T>*>(pointer)));
 }
-// Such data where a condition holds, else zeros: without a branch, so that several such loads are on
-// their way together.
+// Such data where a condition holds, else zeros: without a branch, so that several such loads are
+// on their way together.
 __device__ __forceinline__ uint4 load_global_readonly_if(bool condition, const uint4* pointer) {
     uint4 v{};
     asm volatile(

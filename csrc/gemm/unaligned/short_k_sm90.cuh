@@ -1,6 +1,6 @@
 // Matrix product on Hopper for a short k, which reads its operands wherever they lie: any address,
-// any pitch, rows or columns adjacent. No roles: all threads load and store,
-// and two warpgroups have half of a tile's columns each. A block has one tile, of 64 rows.
+// any pitch, rows or columns adjacent. No roles: all threads load and store, and two warpgroups
+// multiply, each half of a tile's columns. A block has one tile, of 64 rows.
 //
 // TMA and its tensor maps want rows that begin at multiples of 16 bytes. Where k is short, a copy
 // into such rows costs a launch, which is more than the product. Here a thread reads the aligned
@@ -11,7 +11,9 @@
 // aligned in memory is aligned in shared memory, and leave in vectors with ragged ends.
 #pragma once
 
-#include "csrc/gemm/dense/short_k.h"
+#include <algorithm>
+
+#include "csrc/gemm/dense/gemm.h"
 #include "kittens/kittens.cuh"
 
 namespace thunderkittens::gemm {
@@ -19,9 +21,9 @@ namespace sm90 {
 
 using namespace kittens;
 
-// An operand: rows of adjacent elements, in bytes, of fewer than 2^31. Nothing is read but what lies
-// between its first byte and its last: one vector from offsets below `one_below`, two from those
-// below `two_below`.
+// An operand: rows of adjacent elements, in bytes, of fewer than 2^31. Nothing is read but what
+// lies between its first byte and its last: one vector from offsets below `one_below`, two from
+// those below `two_below`.
 struct ShortKSource {
     const uint8_t* begin;
     uint32_t pitch, batch_pitch, one_below, two_below;
@@ -50,7 +52,7 @@ struct ShortKTraits {
     };
     static_assert(sizeof(a_tile) % 1024 == 0 && sizeof(b_tile) % 1024 == 0);
     static_assert((sizeof(Shared) + 127) / 128 * 128 == short_k_shared_bytes(C),
-                  "short_k.h knows another size");
+                  "gemm.h knows another size");
 
     struct Globals {
         ShortKSource a, b;
@@ -64,7 +66,7 @@ struct ShortKTraits {
     };
 };
 
-// Where k is adjacent, which elements of a thread's vectors are before its end: a mask of each word.
+// Where k is adjacent, which elements of a thread's vectors are before its end: masks of words.
 template <int block_k>
 struct ShortKMasks {
     uint32_t words[block_k / 64][4];
@@ -80,8 +82,8 @@ struct ShortKMasks {
 };
 
 // What a thread reads of a tile of an operand: the vector of one column of vectors in every 32nd
-// row, in each stripe of 64 columns. The rows of a warp are multiples of 8 apart, so that all of them
-// begin equally far behind multiples of 16 bytes, whatever the pitch.
+// row, in each stripe of 64 columns. The rows of a warp are multiples of 8 apart, so that all of
+// them begin equally far behind multiples of 16 bytes, whatever the pitch.
 template <class Tile, bool k_adjacent>
 struct ShortKLoads {
     using T = typename Tile::T;
@@ -344,8 +346,9 @@ __global__ __launch_bounds__(Traits::threads, 2) void short_k_kernel(const __gri
         a.copy_ends(g.a);
         b.copy_ends(g.b);
         const ShortKMasks<Traits::block_k> masks(k_left);
-        a.store(k_left, staging, masks);
-        b.store(k_left, staging, masks);
+        const uint32_t nowhere = staging + threadIdx.x * 16;  // the output's rows come later
+        a.store(k_left, nowhere, masks);
+        b.store(k_left, nowhere, masks);
         if (k == 0 && column < C.block_n) shared.bias.set(column, convert<float>(bias));
         arch::fence_async_shared();
         arch::sync_block();
