@@ -52,6 +52,7 @@ EMULATED_SUITES = (
     "test_gemm",
     "test_gemm_backward",
     "test_gemm_fused",
+    "test_gemm_short_k",
     "test_grouped_gemm",
     "test_mxfp8_dequantize",
     "test_mxfp8_gemm",

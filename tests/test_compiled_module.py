@@ -155,6 +155,10 @@ SYMBOLS = {
         "22cluster_split_k_kernelINS1_19ClusterSplitKTraitsIXtlNS0_6ConfigELi64ELi64ELi10ELi1ELb0E"
         "Li64ELb0ELNS_5DTypeE1ELb1ELb0ELb0ELb0ELi1EEEEEEEvNT_7GlobalsE"
     ),
+    "bf16_nt_64x128_short_k": (
+        "14short_k_kernelINS1_12ShortKTraitsIXtlNS0_6ConfigELi64ELi128ELi8ELi1ELb0ELi64ELb0E"
+        "LNS_5DTypeE0ELb0ELb0ELb0ELb0ELi1EEEEEEEvNT_7GlobalsE"
+    ),
     "fp16_split_k": "14split_k_kernelINS1_12SplitKTraitsILNS_5DTypeE1EEEEEvNT_7GlobalsE",
     "nvfp4_fp16_256x64_split_k": (
         "20nvfp4_split_k_kernelINS1_12KernelTraitsIXtlNS0_6ConfigELi64ELi4ELi1ELi2ELi5ELi4E"

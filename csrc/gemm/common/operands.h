@@ -15,16 +15,19 @@ struct Operand {
     Tensor tensor;  // keeps a copy alive
     View view;
     bool swapped = false;
-    AlignRows copy = {};  // how it is made, if it is
+    bool needs_copy = false;  // TMA cannot read it
+    AlignRows copy = {};      // how it is made, if it is
 
     int64_t stride() const { return view.stride[2]; }
     int64_t batch_stride() const { return view.size[1] > 1 ? view.stride[1] : 0; }
-    // Bytes, at most 128, that its rows begin at multiples of.
+    // Bytes, at most 128, that its rows begin at multiples of; where it needs a copy, those of that.
     int64_t alignment(int element_bytes = 2) const {
-        const auto all = reinterpret_cast<uintptr_t>(view.data) |
-                         static_cast<uintptr_t>(view.stride[2] * element_bytes) |
-                         static_cast<uintptr_t>(batch_stride() * element_bytes) | 128;
-        return static_cast<int64_t>(all & -all);
+        const auto all = needs_copy
+                             ? static_cast<uint64_t>(aligned_pitch(view.size[3] * element_bytes))
+                             : reinterpret_cast<uint64_t>(view.data) |
+                                   static_cast<uint64_t>(view.stride[2] * element_bytes) |
+                                   static_cast<uint64_t>(batch_stride() * element_bytes);
+        return static_cast<int64_t>((all | 128) & -(all | 128));
     }
 };
 
@@ -33,45 +36,59 @@ inline bool has_rows(const View& view) {
     return (view.size[3] <= 1 || view.stride[3] == 1) && view.stride[2] >= 0 && view.stride[1] >= 0;
 }
 
+// The copy of rows that TMA cannot read, but for its address.
+inline AlignRows copy_of_rows(const View& view, int64_t bytes) {
+    return {.from = view.data,
+            .batch = view.stride[1] == 0 ? 1 : view.size[1],
+            .rows = view.size[2],
+            .row_bytes = view.size[3] * bytes,
+            .pitch = view.stride[2] * bytes,
+            .batch_pitch = view.stride[1] * bytes,
+            .to_pitch = aligned_pitch(view.size[3] * bytes)};
+}
+
 // An operand that has to be copied, in its order: the copy is allocated, and made by align().
 template <class Tensor>
 Operand<Tensor> copied_rows(const Tensor& tensor, const View& view, bool swapped) {
     const auto bytes = static_cast<int64_t>(tensor.element_size());
-    const int64_t batch = view.stride[1] == 0 ? 1 : view.size[1];
-    const int64_t row_bytes = view.size[3] * bytes, pitch = aligned_pitch(row_bytes);
+    AlignRows copy = copy_of_rows(view, bytes);
     Operand<Tensor> result{
-        .tensor = empty({batch * view.size[2] * pitch}, Backend<Tensor>::BYTE, tensor),
+        .tensor = empty({copy.batch * copy.rows * copy.to_pitch}, Backend<Tensor>::BYTE, tensor),
         .view = view,
         .swapped = swapped};
-    result.view.data = result.tensor.data_ptr();
+    result.view.data = copy.to = result.tensor.data_ptr();
     result.view.stride[3] = 1;
-    result.view.stride[2] = pitch / bytes;
-    result.view.stride[1] = view.stride[1] == 0 ? 0 : view.size[2] * pitch / bytes;
-    result.copy = AlignRows{.from = view.data,
-                            .to = result.tensor.data_ptr(),
-                            .batch = batch,
-                            .rows = view.size[2],
-                            .row_bytes = row_bytes,
-                            .pitch = view.stride[2] * bytes,
-                            .batch_pitch = view.stride[1] * bytes,
-                            .to_pitch = pitch};
+    result.view.stride[2] = copy.to_pitch / bytes;
+    result.view.stride[1] = view.stride[1] == 0 ? 0 : view.size[2] * copy.to_pitch / bytes;
+    result.copy = copy;
     return result;
 }
 
+// An operand where it lies, if its rows or its columns are adjacent elements; else a copy of it.
 template <class Tensor>
-Operand<Tensor> operand(const Tensor& tensor) {
+Operand<Tensor> operand_in_place(const Tensor& tensor) {
     const auto bytes = static_cast<int>(tensor.element_size());
     const View view = as_4d(tensor), across = transposed(view);
     if (fits_tensor_map(view, bytes)) return {tensor, view, false};
     if (fits_tensor_map(across, bytes)) return {tensor, across, true};
     if (has_rows(view) || has_rows(across)) {
         const bool swapped = !has_rows(view);
-        Operand<Tensor> result = copied_rows(tensor, swapped ? across : view, swapped);
-        if (can_align(result.copy)) return result;
+        const View& rows = swapped ? across : view;
+        if (can_align(copy_of_rows(rows, bytes))) return {tensor, rows, swapped, true};
     }
     Tensor copy = copy_for_tensor_map(tensor);
     const View readable = as_4d(copy);
     return {std::move(copy), readable, false};
+}
+
+// The same as TMA reads it: where it needs a copy, that is allocated, and made by align().
+template <class Tensor>
+Operand<Tensor> readable(const Operand<Tensor>& x) {
+    return x.needs_copy ? copied_rows(x.tensor, x.view, x.swapped) : x;
+}
+template <class Tensor>
+Operand<Tensor> operand(const Tensor& tensor) {
+    return readable(operand_in_place(tensor));
 }
 
 // Makes the copies of two operands.

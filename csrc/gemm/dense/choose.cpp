@@ -122,6 +122,16 @@ Choice cluster_tile_choice(const ClusterTile& tile, const Problem& p) {
     return choice;
 }
 
+// A short k is one that the kernel reads in few steps.
+constexpr int64_t MOST_SHORT_K = 256;
+Choice short_k_choice(const TileShape& shape, const Problem& p) {
+    Choice choice{.kernel = Kernel::short_k,
+                  .config = make_config(shape, p.dtype, p.a_m_major, p.b_n_major)};
+    choice.schedule.blocks =
+        static_cast<int>(p.batch * ceil_div(p.m, shape.block_m) * ceil_div(p.n, shape.block_n));
+    return choice;
+}
+
 }  // namespace
 
 std::string unsupported(const Problem& p, const DeviceProperties& device) {
@@ -134,8 +144,9 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
     const Choice choice = choose(p, device);
     const double tiles = double(p.batch) * double(ceil_div(p.m, choice.config.block_m)) *
                          double(ceil_div(p.n, choice.config.block_n));
-    const int bytes =
-        choice.kernel == Kernel::split_k ? SPLIT_K_SHARED_BYTES : shared_bytes(choice.config);
+    const int bytes = choice.kernel == Kernel::split_k   ? SPLIT_K_SHARED_BYTES
+                      : choice.kernel == Kernel::short_k ? short_k_shared_bytes(choice.config)
+                                                         : shared_bytes(choice.config);
     return unsupported_resources(tiles, bytes, device);
 }
 
@@ -221,10 +232,13 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
         tiles = stream_k.shape != nullptr ? stream_k : split_k;
     }
     const ClusterTile cluster = best_cluster_tile(p, sm_count);
-    if (cluster.cycles < 0.97 * std::min(whole, tiles.cycles)) {
-        return cluster_tile_choice(cluster, p);
+    if ((p.a_needs_copy || p.b_needs_copy) && p.k <= MOST_SHORT_K && fits_short_k(p)) {
+        const ShortKTiles short_k = short_k_tiles(p, sm_count);
+        const double others = std::min({whole, tiles.cycles, cluster.cycles}) + copy_cycles(p);
+        if (short_k.cycles < others) return short_k_choice(*short_k.shape, p);
     }
-    if (tiles.shape == nullptr || tiles.cycles > 0.97 * whole) return unsplit;
+    if (cluster.cycles < std::min(whole, tiles.cycles)) return cluster_tile_choice(cluster, p);
+    if (tiles.shape == nullptr || tiles.cycles > whole) return unsplit;
     return split_k_choice(*tiles.shape, tiles.splits, tiles.blocks, p, device);
 }
 
@@ -273,6 +287,9 @@ std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device)
     for (std::size_t i = 0; !p.fused && i < CLUSTER_SHAPES; ++i) add_tiles(TILE_SHAPES[i], 2);
     for_each_cluster_tile(p, device.sm_count,
                           [&](const ClusterTile& tile) { add(cluster_tile_choice(tile, p)); });
+    for (const TileShape& shape : SHORT_K_SHAPES) {
+        if (fits_short_k(p) && p.k <= 2 * MOST_SHORT_K) add(short_k_choice(shape, p));
+    }
     if (p.a_m_major) return list;
     if (!p.fused && p.b_n_major) add_tiles(NN_SHAPE);
     if (!p.fused && !p.b_n_major) {
@@ -324,6 +341,10 @@ void follow_forced(Choice& choice, const Choice& before, bool kernel_is_forced) 
         kernel == Kernel::split_k || kernel == Kernel::cluster_tile || kernel == Kernel::swap_ab;
     int& splits = choice.schedule.splits;
     splits = splits_k ? std::max(1, splits) : 1;
+    int &share_m = choice.schedule.share_m, &share_n = choice.schedule.share_n;
+    if (kernel != Kernel::cluster_tile || share_m * share_n * splits > MAX_CLUSTER_BLOCKS) {
+        share_m = share_n = 1;
+    }
     const int cluster = splits * choice.config.cluster_m;
     choice.schedule.blocks = (choice.schedule.blocks + cluster - 1) / cluster * cluster;
 }

@@ -19,6 +19,7 @@ std::string kernel_name(const Choice& choice) {
         case Kernel::split_k: return concat(name_of(choice.config.dtype), "_split_k");
         case Kernel::single_wave:
         case Kernel::single_wave_64x64: return kernel_name(choice.config) + "_single_wave";
+        case Kernel::short_k: return kernel_name(choice.config) + "_short_k";
         default: return kernel_name(choice.config);
     }
 }
@@ -46,6 +47,19 @@ static std::string source_of(const Config& c) {
     if (c.swap_ab) return concat(name_of(c.dtype), c.fused ? "_swap_ab_fused" : "_swap_ab");
     if (c.fused) return concat(name_of(c.dtype), '_', c.block_m, 'x', c.block_n, "_fused");
     return concat(name_of(c.dtype), '_', strategy_name(kernel_of(c)));
+}
+
+// The kernel for a short k, beside another one of a configuration.
+static KernelInfo short_k_info(KernelInfo kernel, const Config& c) {
+    kernel.name = kernel_name(Choice{.kernel = Kernel::short_k, .config = c});
+    kernel.fields["strategy"] = std::string(strategy_name(Kernel::short_k));
+    kernel.config = concat("tile ", c.block_m, 'x', c.block_n, 'x', short_k_block_k(c),
+                           ", no roles, operands of any alignment");
+    kernel.source = "short_k";
+    kernel.symbol = symbol_of("short_k_kernel", "Config", c);
+    kernel.threads = SHORT_K_THREADS;
+    kernel.shared_bytes = short_k_shared_bytes(c);
+    return kernel;
 }
 
 std::vector<KernelInfo> kernels() {
@@ -81,6 +95,7 @@ std::vector<KernelInfo> kernels() {
         };
         kernel.fields["strategy"] = std::string(strategy_name(kernel_of(c)));
         list.push_back(kernel);
+        if (has_short_k(c)) list.push_back(short_k_info(kernel, c));
         if (!has_single_wave(c) && !has_single_wave_64x64(c)) continue;
         // The single-wave kernel of the same source.
         KernelInfo single = kernel;

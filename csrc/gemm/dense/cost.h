@@ -421,4 +421,42 @@ inline SplitKTiles stream_k_tiles(const Problem& p, int sm_count, double limit) 
     return best;
 }
 
+// The kernel for a short k: a latency of memory for each of its steps, which another block of the
+// SM hides in part, then reading the operands from the L2 cache and writing the output. A first
+// guess, by what single parts are known to take; not fitted yet.
+struct ShortKTiles {
+    const TileShape* shape = nullptr;
+    double cycles = std::numeric_limits<double>::infinity();
+};
+constexpr TileShape SHORT_K_SHAPES[] = {tile_shape(64, 64), tile_shape(64, 128)};
+constexpr int SHORT_K_BLOCKS = 2;  // of an SM
+inline double short_k_cycles(const TileShape& shape, const Problem& p, int sm_count) {
+    constexpr double startup = 3000, fixed = 500, step = 900, read_bytes = 24, written_bytes = 13;
+    const double tiles = double(p.batch) * double(ceil_div(p.m, shape.block_m)) *
+                         double(ceil_div(p.n, shape.block_n));
+    const double of_sm = std::ceil(tiles / sm_count);
+    const int block_k = short_k_block_k(make_config(shape, p.dtype, p.a_m_major, p.b_n_major));
+    const auto more_steps = static_cast<double>(ceil_div(p.k, block_k) - 1);
+    const double read = 2 * double(shape.block_m + shape.block_n) * double(p.k) / read_bytes;
+    const double written =
+        double(shape.block_m * shape.block_n * size_in_bytes(p.out_dtype)) / written_bytes;
+    return startup + more_steps * step * std::ceil(of_sm / SHORT_K_BLOCKS) +
+           of_sm * (fixed + std::max(read, written));
+}
+inline ShortKTiles short_k_tiles(const Problem& p, int sm_count) {
+    ShortKTiles best;
+    for (const TileShape& shape : SHORT_K_SHAPES) {
+        const double cycles = short_k_cycles(shape, p, sm_count);
+        if (cycles < best.cycles) best = {&shape, cycles};
+    }
+    return best;
+}
+
+// Copies of the operands that TMA cannot read: a launch, reading and writing.
+inline double copy_cycles(const Problem& p) {
+    constexpr double startup = 4000;
+    if (!p.a_needs_copy && !p.b_needs_copy) return 0;
+    const double rows = double(p.a_needs_copy ? p.m : 0) + double(p.b_needs_copy ? p.n : 0);
+    return startup + double(p.batch) * rows * double(p.k) * 4 / 1765;
+}
 }  // namespace thunderkittens::gemm

@@ -65,6 +65,9 @@ bool launch_kernel(Kernel kernel, const Params& params, Stream stream) {
             if constexpr (own == Kernel::cluster_tile)
                 return launch_cluster_tile<c>(params, stream), true;
             break;
+        case Kernel::short_k:
+            if constexpr (has_short_k(c)) return launch_short_k<c>(params, stream), true;
+            break;
         case Kernel::balanced:
             if constexpr (own == Kernel::balanced) return launch_balanced<c>(params, stream), true;
             break;

@@ -35,6 +35,9 @@ struct Problem {
     bool fused = false;  // the epilogue does more than to scale and to add a bias
     // Bytes that an operand's rows, as they lie in memory, begin at multiples of: 16 to 128.
     int64_t a_alignment = 128, b_alignment = 128;
+    // Whether TMA cannot read an operand where it lies: all kernels but that for a short k then
+    // read a copy, to whose rows the two fields before refer.
+    bool a_needs_copy = false, b_needs_copy = false;
 };
 
 // What one kernel is compiled for. A block computes block_m x block_n tiles, 64 of k at a time,
@@ -95,12 +98,13 @@ enum class Kernel : int {
     balanced,
     split_k,
     cluster_tile,
-    swap_ab
+    swap_ab,
+    short_k
 };
 constexpr const char* strategy_name(Kernel kernel) {
-    constexpr const char* names[] = {"persistent",        "one_consumer", "single_wave",
-                                     "single_wave_64x64", "balanced",     "split_k",
-                                     "cluster_tile",      "swap_ab",      nullptr};
+    constexpr const char* names[] = {
+        "persistent", "one_consumer", "single_wave", "single_wave_64x64", "balanced",
+        "split_k",    "cluster_tile", "swap_ab",     "short_k",           nullptr};
     return names[static_cast<int>(kernel)];
 }
 
@@ -114,8 +118,8 @@ struct Choice {
 
 // One call. Strides count elements: a_stride and b_stride lie between neighbours in the dimension
 // that is not contiguous. An operand that is the same for the whole batch has batch stride 0. The
-// operands must satisfy TMA: base and strides multiples of 16 bytes. Rows of out and residual are
-// contiguous.
+// operands must satisfy TMA: base and strides multiples of 16 bytes; not for the kernel for a short
+// k. Rows of out and residual are contiguous.
 struct Params {
     const void* a = nullptr;
     const void* b = nullptr;
@@ -144,6 +148,8 @@ void visit_fields(Problem& p, Visitor&& visit) {
     visit("fused", p.fused);
     visit("a_alignment", p.a_alignment);
     visit("b_alignment", p.b_alignment);
+    visit("a_needs_copy", p.a_needs_copy);
+    visit("b_needs_copy", p.b_needs_copy);
 }
 
 template <typename Visitor>
@@ -374,6 +380,35 @@ constexpr bool has_two_widths(const Config& c) {
            (c.block_n == 256 || c.block_n == 176);
 }
 
+// The kernel for a short k, unaligned/short_k_sm90.cuh. It has the tiles of other kernels'
+// configurations, but neither stages nor consumers.
+constexpr int SHORT_K_THREADS = 256;
+constexpr bool has_short_k(const Config& c) {
+    const bool plain =
+        !c.swap_ab && !c.fused && !c.masked && !c.balanced && !c.cluster_tile && c.cluster_m == 1;
+    return plain && c.block_m == 64 && (c.block_n == 64 || c.block_n == 128);
+}
+// The k that is in shared memory at a time: as much as a thread's registers hold on the way.
+constexpr int short_k_block_k(const Config& c) { return c.block_n == 64 ? 128 : 64; }
+// The tiles of the operands, the output's rows, the bias.
+constexpr int short_k_shared_bytes(const Config& c) {
+    const int operands = (c.block_m + c.block_n) * short_k_block_k(c) * 2;
+    return operands + c.block_m * (c.block_n * 4 + 16) + (c.block_n * 4 + 127) / 128 * 128;
+}
+// Whether it computes a problem. Its grid has the rows of tiles in the second dimension and the
+// batch in the third, which end at 65535.
+constexpr bool fits_short_k(const Problem& p) {
+    constexpr int64_t most = 65535, limit = INT32_MAX - 1024;
+    return !p.fused && p.m <= most * 64 && p.batch <= most && p.n <= limit && p.k <= limit;
+}
+// The elements from an operand's first to its last: the kernel counts their bytes in 31 bits, and
+// those of 64 rows of the output in 32.
+constexpr int64_t short_k_extent(int64_t batch, int64_t rows, int64_t columns, int64_t stride,
+                                 int64_t batch_stride) {
+    return (batch - 1) * batch_stride + (rows - 1) * stride + columns;
+}
+constexpr int64_t SHORT_K_EXTENT = int64_t{1} << 30, SHORT_K_OUT_STRIDE = int64_t{1} << 24;
+
 // Dynamic shared memory of a block: the ring of stages, two staging buffers of 16 rows of 128 bytes
 // per consumer warp, a row of bias per consumer, two semaphores per stage, and with epilogue warps
 // two per staging buffer. With swap-AB: the ring, the sums as rows of fp32 that are 4 longer than
@@ -436,6 +471,8 @@ template <Config config>
 void launch_single_wave_64x64(const Params& params, Stream stream);
 template <Config config>
 void launch_cluster_tile(const Params& params, Stream stream);
+template <Config config>
+void launch_short_k(const Params& params, Stream stream);
 template <Config config>
 void launch_balanced(const Params& params, Stream stream);
 template <Config config>

@@ -43,6 +43,13 @@ Operand<Tensor> zeros(const Tensor& like, bool swapped) {
     return result;
 }
 
+template <class Tensor>
+bool fits_short_k(const Operand<Tensor>& x) {
+    const auto& size = x.view.size;
+    return short_k_extent(x.batch_stride() != 0 ? size[1] : 1, size[2], size[3], x.stride(),
+                          x.batch_stride()) <= SHORT_K_EXTENT;
+}
+
 // What a call is, once it has been checked.
 struct Shape {
     int64_t m, n, k, batch, out_n;
@@ -150,14 +157,18 @@ Outputs<Tensor> gemm_body(const Backend<Tensor>& on, const Tensor& a, const Tens
 
     // k = 0 is a product of zeros.
     const bool nothing = s.k == 0;
-    const Operand<Tensor> left = nothing ? zeros(a, false) : operand(a);
-    Operand<Tensor> right = nothing ? zeros(b, true) : operand(b);
+    Operand<Tensor> left = nothing ? zeros(a, false) : operand_in_place(a);
+    Operand<Tensor> right = nothing ? zeros(b, true) : operand_in_place(b);
     if (s.gate == Gate::blocked && !right.swapped && s.out_n % 8 != 0) right = along_k(b);
-    align(on, left, a, right, b);
     std::optional<Tensor> row;
     if (bias) row = s.n > 1 && bias->stride(0) != 1 ? packed(*bias) : *bias;
     TK_CHECK(s.out_n == 1 || result.out.stride(-1) == 1, OP,
              ": out must have adjacent elements in its last dimension");
+    // What the kernel for a short k cannot count is copied as for the others.
+    const View out = as_4d(result.out);
+    if (!fits_short_k(left) || !fits_short_k(right) || out.stride[2] > SHORT_K_OUT_STRIDE) {
+        left = readable(left), right = readable(right);
+    }
     const Problem problem{.m = s.m,
                           .n = s.n,
                           .k = nothing ? 8 : s.k,
@@ -170,12 +181,16 @@ Outputs<Tensor> gemm_body(const Backend<Tensor>& on, const Tensor& a, const Tens
                           .fused = options.residual || options.activation != 0 ||
                                    s.gate != Gate::none || options.store_aux,
                           .a_alignment = left.alignment(),
-                          .b_alignment = right.alignment()};
+                          .b_alignment = right.alignment(),
+                          .a_needs_copy = left.needs_copy,
+                          .b_needs_copy = right.needs_copy};
     const DeviceProperties& device = on.device(a);
     check_supported(OP, unsupported(problem, device));
     const Choice chosen = on.chosen("gemm", choose(problem, device));
+    if (chosen.kernel != Kernel::short_k) left = readable(left), right = readable(right);
+    align(on, left, a, right, b);
     const auto residual = readable_residual(options.residual, chosen.kernel);
-    const View out = as_4d(result.out), added = residual ? as_4d(*residual) : View{};
+    const View added = residual ? as_4d(*residual) : View{};
     const Params params{.a = left.view.data,
                         .b = right.view.data,
                         .out = result.out.data_ptr(),

@@ -188,6 +188,17 @@ template <class T>
 __device__ __forceinline__ T load_global_readonly(const T* pointer) {
     return bit_cast<T>(__ldg(reinterpret_cast<const word_of<T>*>(pointer)));
 }
+// Such data where a condition holds, else zeros: without a branch, so that several such loads are
+// on their way together.
+__device__ __forceinline__ uint4 load_global_readonly_if(bool condition, const uint4* pointer) {
+    uint4 v{};
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
+        "@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n}\n"
+        : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+        : "l"(pointer), "r"(static_cast<int>(condition)));
+    return v;
+}
 
 // Counters by which blocks hand memory over to each other, see fences.cuh. claim_global is
 // fetch_add_global of 1 below 2^31, whose answer may come later: additions by one lane of a warp

@@ -65,6 +65,9 @@ template <class T>
 inline T load_global_readonly(const T* pointer) {
     return load_global(pointer);
 }
+inline uint4 load_global_readonly_if(bool condition, const uint4* pointer) {
+    return condition ? load_global(pointer) : uint4{};
+}
 
 inline uint64_t load_acquire_global(const uint64_t* pointer) {
     return emulated::load_flag(pointer, false, "load_acquire_global");

@@ -198,6 +198,8 @@ def drawn(draw: Draw) -> Case:
         "fused": bool(epilogue),
         "a_alignment": alignment(pitches[0], padding[0]),
         "b_alignment": alignment(pitches[1], padding[1]),
+        "a_needs_copy": pitches[0] % 8 != 0,
+        "b_needs_copy": pitches[1] % 8 != 0,
     }
     return draw.case(case, f"{text}, {draw.code}", layout, problem=problem, pitches=list(pitches))
 
