@@ -123,12 +123,22 @@ KERNEL = """template <int n> [[gnu::always_inline]] inline int f(int x) {
     return x + 3;
 }
 """
-CLANG = next(
-    filter(None, map(shutil.which, ("clang++", *(f"clang++-{n}" for n in range(16, 31))))), ""
-)
 
 
-@pytest.mark.skipif(not CLANG, reason="needs clang++")
+def clang_that_counts():
+    """One whose llvm-cov is there."""
+    for name in ("clang++", *(f"clang++-{n}" for n in range(30, 15, -1))):
+        if path := shutil.which(name):
+            command = [path, "-print-prog-name=llvm-cov"]
+            if shutil.which(subprocess.check_output(command, text=True).strip()):
+                return path
+    return None
+
+
+CLANG = clang_that_counts()
+
+
+@pytest.mark.skipif(CLANG is None, reason="needs clang++ and llvm-cov")
 def test_branches_of_all_instances_are_added_up(tmp_path):
     """A branch is one of the source: what one instance takes, the others need not."""
     build, kernel = tmp_path / "build", tmp_path / "csrc/f_sm90.cuh"
