@@ -55,23 +55,6 @@ def test_clusters_share_loads(block_n, dtype, policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("b_n_major", [False, True])
-def test_clusters_with_tiles_of_two_widths(b_n_major, policy):
-    """The second block of a cluster loads the part that is narrower, for both."""
-    dtype = DTYPES[b_n_major]
-    a, b = integers(520, 200, dtype=dtype), integers(200, 608, dtype=dtype)
-    left, right = laid_out(a, b, False, b_n_major)
-    config = {"block_m": 128, "block_n": 256, "stages": 4, "consumers": 2, "cluster_m": 2}
-    config |= {"blocks": 4, "raster_group": 2, "columns": 2, "extra_rows": 1}
-    for evict_first_b in (False, True):
-        with tk.emulate(policy, config=config | {"evict_first_b": evict_first_b}) as run:
-            out = tk.gemm(left, right)
-        assert torch.equal(out, (a.float() @ b.float()).to(dtype))
-        assert run.kernels[0]["columns"] == 2
-        assert run.kernels[0]["kernel"].endswith("_128x256_2x1")
-
-
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_clusters_with_balanced_tiling(dtype, policy):
     """Tiles of two widths, whose second part the second block loads."""
