@@ -97,13 +97,14 @@ def branches_of(report: dict) -> dict[str, dict[Place, list[bool]]]:
 
 
 def outcomes(name: str, branches: dict[Place, list[bool]]) -> Iterator[tuple[int, str, bool]]:
-    """Line, outcome and whether it is taken. That a label is not taken is no outcome."""
+    """Line, outcome and whether it is taken. That a label is not taken is no outcome, nor that none
+    of a switch is, which clang has from 19 on."""
     source = Path(name).read_text().splitlines()
     for (line, column), taken in sorted(branches.items()):
-        text = source[line - 1][column - 1 :]
+        before, text = source[line - 1][: column - 1], source[line - 1][column - 1 :]
         if text.startswith(("case ", "default:")):
             yield line, text.split(":")[0], taken[0]
-        else:
+        elif not before.endswith("switch ("):
             yield from ((line, text, t) for text, t in zip(("true", "false"), taken, strict=True))
 
 
