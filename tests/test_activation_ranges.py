@@ -197,6 +197,20 @@ def test_float32_arguments(device, activation, out_dtype):
         check_ranges(of_fp8(z, m, activation, out_dtype), z, activation)
 
 
+@pytest.mark.emulator
+@pytest.mark.parametrize("out_dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_fp8_in_ping_pong(activation, out_dtype):
+    """Which takes long activations an eighth of its values at a time."""
+    z = values(BF16, "cpu")
+    config = {"block_m": 128, "block_n": 176, "block_k": 128, "stages": 5, "buffers": 2}
+    config |= {"consumers": 2, "swap_ab": False, "splits": 1, "raster_group": 1, "blocks": 2}
+    with tk.emulate(seed=1, config=config) as run:
+        out = of_fp8(z, 200, activation, out_dtype, accurate=False)
+    assert run.kernels[0]["kernel"] == "e4m3_e4m3_fast_128x176"
+    check_ranges(out, z, activation)
+
+
 @pytest.mark.parametrize("gate_layout", ["blocked", "interleaved"])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("activation", GATED)

@@ -163,28 +163,23 @@ def test_gradients(device, dtype, states, columns, normalize):
             assert float(error / y.square().mean().sqrt()) < (1e-2 if dtype == BF16 else 3e-3)
 
 
-def gradients(function, tensors, normalize, states):
-    leaves = [x.detach().requires_grad_() for x in tensors]
-    state = tk.BasedState(*leaves[3:]) if states else None
+def gradients(function, tensors, normalize, states, wanted=None):
+    """Of all tensors, or of those whose numbers are wanted."""
+    wanted = range(len(tensors)) if wanted is None else wanted
+    leaves = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(tensors)]
+    state = tk.BasedState(*leaves[3:]) if len(leaves) > 3 else None
     result = function(*leaves[:3], normalize=normalize, initial_state=state, return_state=states)
     outputs = [result[0], *result[1]] if states else [result]
     weights = [torch.cos(torch.arange(y.numel(), device=y.device)).view(y.shape) for y in outputs]
     loss = sum((y * w.to(y.dtype)).sum() for y, w in zip(outputs, weights, strict=True))
-    return torch.autograd.grad(loss, leaves)
+    return torch.autograd.grad(loss, [leaves[i] for i in wanted])
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (3,)])
 def test_some_gradients(device, wanted):
     tensors = [*operands((1, 2, 70), 64, BF16, device), *some_state((1, 2), 64, device)]
     everything = gradients(tk.based, tensors, True, True)
-    leaves = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(tensors)]
-    out, state = tk.based(
-        *leaves[:3], normalize=True, initial_state=tuple(leaves[3:]), return_state=True
-    )
-    outputs = [out, *state]
-    weights = [torch.cos(torch.arange(y.numel(), device=y.device)).view(y.shape) for y in outputs]
-    loss = sum((y * w.to(y.dtype)).sum() for y, w in zip(outputs, weights, strict=True))
-    for i, x in zip(wanted, torch.autograd.grad(loss, [leaves[i] for i in wanted]), strict=True):
+    for i, x in zip(wanted, gradients(tk.based, tensors, True, True, wanted), strict=True):
         assert torch.equal(x, everything[i])
 
 
@@ -334,6 +329,19 @@ def test_emulated_gradients(dtype, length, columns, normalize, states, segments,
         error = (x.double() - y).square().mean().sqrt()
         if length > 1:
             assert float(error / y.square().mean().sqrt()) < (1e-2 if dtype == BF16 else 3e-3)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (3,)])
+@pytest.mark.parametrize(("columns", "segments"), [(64, 2), (128, 1)])
+def test_emulated_some_gradients(columns, segments, wanted):
+    """The same bits, from those kernels alone that are needed."""
+    tensors = [*operands((1, 2, 150), columns, BF16, "cpu"), *some_state((1, 2), columns, "cpu")]
+    with tk.emulate("random", config={"segments": segments}):
+        everything = gradients(tk.based, tensors, True, True)
+        found = gradients(tk.based, tensors, True, True, wanted)
+    for i, x in zip(wanted, found, strict=True):
+        assert torch.equal(x, everything[i])
 
 
 @pytest.mark.emulator

@@ -50,6 +50,30 @@ def test_bits(device, case):
     assert_same_bits(actual, expected)
 
 
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("format", [E4M3, E5M2])
+@pytest.mark.parametrize("odd", [0, 1])
+def test_long_rows(device, granularity, format, odd):
+    """Which one to eight warps share, with a chunk or several for each; aligned or not."""
+    for k in (1024, 1032, 2056, 4104, 8208):
+        x = torch.randn(9, k + odd, device=device).to(BF16 if k % 16 else FP32)
+        actual = tk.fp8_quantize(x, granularity, dtype=format)
+        assert_same_bits(actual, tk.reference.fp8_quantize(x.cpu(), granularity, dtype=format))
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("format", [E4M3, E5M2])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_whole_tiles(device, granularity, format, dtype):
+    """With the transpose: tiles without an edge, beside others with one, and whose transposed rows
+    do not begin at 16 bytes."""
+    for shape in ((256, 136), (272, 256), (136, 128)):
+        x = torch.randn(shape, device=device).to(dtype)
+        options = {"dtype": format, "transposed": True}
+        actual = tk.fp8_quantize(x, granularity, **options)
+        assert_same_bits(actual, tk.reference.fp8_quantize(x.cpu(), granularity, **options))
+
+
 EDGES = [0.0, -0.0, 1e-45, -1e-45, 1e-39, 2.0**-126, 2.0**-110, 448.0, -448.0, 1e-9, 57344.0, 1.0]
 
 

@@ -386,6 +386,30 @@ def test_every_fused_kernel(name):
     assert run.kernels[0]["kernel"] == name[0]
 
 
+@pytest.mark.parametrize("out_dtype", [*DTYPES, torch.float32], ids=str)
+@pytest.mark.parametrize("activation", ["relu", "geglu"])
+def test_values_kept_in_rows_of_odd_length(activation, out_dtype):
+    """What the fused epilogue stores for the gradient lies one element off every second row; with
+    a gate, the last column of the gates has a neighbour that is none."""
+    dtype = torch.float16 if out_dtype == torch.float16 else torch.bfloat16
+    config = {"block_m": 64, "block_n": 128, "stages": 8, "consumers": 1, "block_k": 64}
+    config |= {"fused": True, "swap_ab": False, "splits": 1}
+    a = torch.randint(-2, 3, (70, 40)).to(dtype)
+    b = torch.randint(-2, 3, (40, 131 if activation == "relu" else 262)).to(dtype)
+    residual = integers(70, 131, dtype=out_dtype)
+    options = {"residual": residual, "activation": activation, "out_dtype": out_dtype}
+    saved: list[torch.Tensor] = []
+    with (
+        tk.emulate("late_mma", seed=1, config=config, sm_count=2) as run,
+        torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x),
+    ):
+        out = tk.gemm(a.clone().requires_grad_(), b, **options)
+    assert run.kernels[0]["kernel"].endswith("_64x128_fused")
+    z = a.float() @ b.float()
+    assert any(torch.equal(x, z.to(out_dtype)) for x in saved if x.shape == z.shape)
+    assert activation != "relu" or torch.equal(out, (z.relu() + residual).to(out_dtype))
+
+
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 

@@ -312,6 +312,19 @@ def test_emulated(dtype, length, dim, features, before, segments, policy):
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("segments", [1, 2])
+def test_emulated_half_does_not_overflow(segments):
+    """Sums of many large values are scaled before they are rounded to be an operand."""
+    inputs = operands(1, 2, 1, 330, 64, 32, FP16)
+    inputs[2] = (2e4 + 100 * inputs[2].float()).to(FP16)
+    whole, end = exact(inputs)
+    assert end.numerator.amax() > torch.finfo(FP16).max
+    with tk.emulate("random", config={"segments": segments}):
+        out, _ = tk.lolcats(*inputs, return_state=True)
+    assert error(out, whole) < LIMIT[FP16]
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("segments", [1, 2])
 def test_emulated_batch(segments):
     """Every head of every sequence has its own keys, caches and state; lengths differ."""
     before, length = [70, 130], 60

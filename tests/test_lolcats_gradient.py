@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import thunderkittens as tk
-from helpers.lolcats import operands, plain, rounding_of_factors
+from helpers.lolcats import operands, part, plain, rounding_of_factors
 from helpers.numerics import assert_accurate
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -184,6 +184,42 @@ def test_emulated_without_groups(policy):
     with tk.emulate(policy, config={"segments": 2}):
         found = gradients(tk.lolcats, inputs)
     assert_gradients(found, inputs)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(
+    ("before", "length", "kv_heads", "segments", "policy"),
+    [
+        (200, 70, 1, 1, "on_wait"),
+        (64, 230, 2, 2, "late_mma"),
+        (63, 130, 2, 1, "random"),
+        (300, 150, 1, 2, "eager"),
+    ],
+)
+def test_emulated_from_a_state(before, length, kv_heads, segments, policy, dtype):
+    """The cached rows before the first query are no keys of the call: they get no gradient."""
+    inputs = operands(1, 2, kv_heads, before + length, 64, 32, dtype)
+    _, state = tk.reference.lolcats(*part(inputs, 0, before), return_state=True)
+    after = part(inputs, before)
+    with tk.emulate(policy, config={"segments": segments}):
+        found = gradients(tk.lolcats, after, initial_state=state)
+    assert_gradients(found, after, initial_state=state)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (4,), (5, 6), (0, 3), (1, 2, 4)])
+def test_emulated_some_gradients(wanted):
+    """Of each operand apart: the same bits, and nothing else is computed or stored."""
+    inputs = operands(1, 2, 1, 130, 64, 32)
+    with tk.emulate("random", config={"segments": 2}):
+        everything = gradients(tk.lolcats, inputs)
+        leaves = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(inputs)]
+        out = tk.lolcats(*leaves)
+        weights = weights_of(out).to(out.dtype)
+        found = torch.autograd.grad(out, [leaves[i] for i in wanted], weights)
+    for i, x in zip(wanted, found, strict=True):
+        assert torch.equal(x, everything[i]), NAMES[i]
 
 
 @pytest.mark.emulator

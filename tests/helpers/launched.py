@@ -43,6 +43,10 @@ def _attention_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[L
     yield from (("attention_backward", f"backward_{x}") for x in beside)
 
 
+def _wanted(call: Mapping, *names: str) -> bool:
+    return any(call.get(f"needs_{name}", True) for name in names)
+
+
 def _based(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
     yield "based", name
     if choice["segments"] > 1:
@@ -53,14 +57,17 @@ def _based(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
 
 
 def _based_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
-    yield "based_backward", name
-    yield "based_backward", name.replace("key", "query")
+    keys = _wanted(call, "k", "v", "state")
+    if keys:
+        yield "based_backward", name
+    if _wanted(call, "q"):
+        yield "based_backward", name.replace("key", "query")
     dtype, denominator = choice["dtype"], "_denominator" in name
     if denominator:
         yield "based_backward", f"preprocess_{dtype}"
     if call["v"].shape[-1] > 64:
         yield "based_backward", f"reduce_partials_{dtype}"
-    if choice["segments"] > 1:
+    if choice["segments"] > 1 and keys:
         yield "based", f"segment_states_{dtype}{'_weighted' if denominator else ''}"
 
 
@@ -75,9 +82,12 @@ def _lolcats(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
 
 
 def _lolcats_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
-    kinds = ["key_gradient", "query_gradient", "feature_map_gradient"]
+    kinds = ["query_gradient"]
+    if _wanted(call, "k", "v", "k_map"):
+        kinds += ["key_gradient"] + ["segment_state_gradients"] * (choice["segments"] > 1)
+    if _wanted(call, "q_map", "k_map"):
+        kinds.append("feature_map_gradient")
     if choice["segments"] > 1:
-        kinds.append("segment_state_gradients")
         yield "lolcats_backward", "scan"
     yield from (("lolcats_backward", name.replace("key_gradient", kind)) for kind in kinds)
     yield "lolcats_backward", f"reduce_partials_{choice['dtype']}"

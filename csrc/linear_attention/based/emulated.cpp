@@ -23,11 +23,15 @@ emulated::Result run_based(const emulated::Call& call) {
 
 emulated::Result run_based_backward(const emulated::Call& call) {
     const Backend<Array> on(call);
+    std::vector<bool> needs;
+    for (const char* name : {"needs_q", "needs_k", "needs_v", "needs_state"}) {
+        needs.push_back(call.scalar(name, true));
+    }
     const auto [dq, dk, dv, numerator, denominator] = based_backward_body(
         on, call.array("grad_out"), call.if_given("grad_numerator"),
         call.if_given("grad_denominator"), call.array("q"), call.array("k"), call.array("v"),
         call.array("out"), call.array("denominators"), call.scalar("normalize", false),
-        call.if_given("numerator"), call.if_given("denominator"), {true, true, true, true});
+        call.if_given("numerator"), call.if_given("denominator"), needs);
     return on.result({{"dq", dq},
                       {"dk", dk},
                       {"dv", dv},

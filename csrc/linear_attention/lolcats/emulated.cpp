@@ -32,11 +32,15 @@ emulated::Result run_forward(const emulated::Call& call) {
 
 emulated::Result run_backward(const emulated::Call& call) {
     const Backend<Array> on(call);
+    std::vector<bool> needs;
+    for (const char* name : {"needs_q", "needs_k", "needs_v", "needs_q_map", "needs_k_map",
+                             "needs_alpha", "needs_beta"}) {
+        needs.push_back(call.scalar(name, true));
+    }
     const auto [dq, dk, dv, dq_map, dk_map, grad_alpha, grad_beta] = lolcats_backward_body<Array>(
         on, call.array("grad_out"), call.array("q"), call.array("k"), call.array("v"),
         call.array("q_map"), call.array("k_map"), call.array("alpha"), call.array("beta"),
-        call.array("out"), call.array("maxima"), call.array("denominators"), state_of(call),
-        std::vector<bool>(7, true));
+        call.array("out"), call.array("maxima"), call.array("denominators"), state_of(call), needs);
     return on.result({{"dq", dq},
                       {"dk", dk},
                       {"dv", dv},

@@ -63,14 +63,15 @@ def _cpu(*args: Any) -> tuple[Tensor, ...]:
     args = _arguments(args)
     results = _empty_gradients(args)
     grad_out, *operands = args[:8]
-    out, maxima, denominators, *state, _ = args[8:]
+    out, maxima, denominators, *state, needs = args[8:]
     values: Any
     if emulation.active() and out.numel() > 0:
         arrays = {"grad_out": grad_out, **dict(zip(OPERANDS, operands, strict=True))}
         arrays |= {"out": out, "maxima": maxima, "denominators": denominators}
         arrays |= dict(zip(LolcatsState._fields, state, strict=True))
-        found = emulation.run("lolcats_backward", arrays)
-        values = [found[n] for n in RESULTS]
+        wanted = {f"needs_{n}": bool(x) for n, x in zip(OPERANDS, needs, strict=True)}
+        found = emulation.run("lolcats_backward", arrays, **wanted)
+        values = [found.get(n) for n in RESULTS]
     else:
         initial = None if state[0] is None else LolcatsState(*state)
         with torch.enable_grad(), _autograd_allowed():

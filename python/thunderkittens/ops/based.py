@@ -347,7 +347,7 @@ def _cpu_backward(*args: Any) -> tuple[Tensor, ...]:
     results = _empty_gradients(args)
     args = (*args, *_BACKWARD_DEFAULTS[len(args) - 8 :])
     grad_out, grad_numerator, grad_denominator, q, k, v, out, denominators = args[:8]
-    normalize, numerator, denominator, _ = args[8:]
+    normalize, numerator, denominator, needs = args[8:]
     values: list[Tensor | None]
     if emulation.active() and out.numel() > 0:
         rows = denominators if normalize else q.new_zeros(1).float()
@@ -363,7 +363,9 @@ def _cpu_backward(*args: Any) -> tuple[Tensor, ...]:
             "numerator": numerator,
             "denominator": denominator,
         }
-        found = emulation.run("based_backward", arrays, normalize=normalize)
+        names = ("q", "k", "v", "state")
+        wanted = {f"needs_{n}": bool(x) for n, x in zip(names, needs, strict=True)}
+        found = emulation.run("based_backward", arrays, normalize=normalize, **wanted)
         values = [found.get(n) for n in ("dq", "dk", "dv", "numerator", "denominator")]
     else:
         values = _reference_gradients(args)
