@@ -18,6 +18,7 @@
 #include <iterator>
 #include <string>
 
+#include "csrc/common/math.h"
 #include "csrc/gemm/dense/gemm.h"
 #include "csrc/gemm/fp8/fp8_gemm.h"
 #include "csrc/gemm/fused_dequant/fused_dequant.h"
@@ -290,10 +291,7 @@ void visit_fields(PrepareChoice& c, Visitor&& visit) {
     visit("threads", c.threads);
 }
 
-constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-constexpr int64_t mask_words(int64_t rows) {
-    return (rows + gemm::MASK_ROWS - 1) / gemm::MASK_ROWS;
-}
+constexpr int64_t mask_words(int64_t rows) { return ceil_div(rows, gemm::MASK_ROWS); }
 inline int rescale_blocks(const block_scaled::Matrix& m) {
     return static_cast<int>(mask_words(m.rows) * MASK_BYTES * m.batch);
 }
