@@ -108,7 +108,7 @@ template <class Traits>
 __device__ __forceinline__ void produce_dequant(const typename Traits::Globals& g,
                                                 typename Traits::Shared& shared) {
     constexpr auto C = Traits::config;
-    const int2 range = swap_ab::range_of_k(g, swap_ab::rank_in_cluster(g));
+    const int2 range = swap_ab::range_of_k(g);
     int slot = 0, phase = 1;
     int early = -1;  // stages whose weights are on their way; not known before the first tile
     nvfp4_gemm::sm90::for_each_tile<Traits>(g, [&](const nvfp4_gemm::sm90::Tile& tile) {
@@ -223,7 +223,7 @@ template <class Traits>
 __device__ __forceinline__ void consume_dequant(const typename Traits::Globals& g,
                                                 typename Traits::Shared& shared) {
     constexpr auto C = Traits::config;
-    const int2 range = swap_ab::range_of_k(g, swap_ab::rank_in_cluster(g));
+    const int2 range = swap_ab::range_of_k(g);
     const int row_group = warpgroup::groupid() % C.row_groups,
               k_group = warpgroup::groupid() / C.row_groups;
     DequantMainloop<Traits> loop;

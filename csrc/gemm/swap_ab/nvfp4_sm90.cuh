@@ -34,14 +34,15 @@ __device__ __forceinline__ void produce(const typename Traits::Globals& g,
         const auto row = static_cast<int>(tile.group * g.row_pieces + tile.row_tile * C.row_groups);
         // With many rows of a, blocks begin at the same k, to find in the L2 cache what others have
         // just read.
-        swap_ab::RotatedK at(range);
-        if (C.tokens <= 64) at = {range, tile.row_tile / g.multicast};
+        int k = range.x;
+        if (C.tokens <= 64)
+            k += static_cast<int>(tile.row_tile / g.multicast * 37u % uint32_t(range.y - range.x));
         for (int step = range.x; step < range.y; ++step) {
 #pragma unroll 1
             for (int i = 0; i < Traits::step_stages; ++i) {
                 auto& stage = shared.stages[slot];
                 semaphore& full = shared.full[slot];
-                const int first = (at.k * Traits::step_stages + i) * C.pieces;
+                const int first = (k * Traits::step_stages + i) * C.pieces;
                 wait(shared.empty[slot], phase);
                 tma::expect_bytes(full, Traits::stage_bytes);
                 arch::tma_load<tma::CachePolicy::normal>(
@@ -67,7 +68,7 @@ __device__ __forceinline__ void produce(const typename Traits::Globals& g,
                 }
                 if (++slot == C.stages) slot = 0, phase ^= 1;
             }
-            at.advance();
+            if (++k == range.y) k = range.x;
         }
     });
 }

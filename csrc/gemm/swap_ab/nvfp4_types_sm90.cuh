@@ -113,7 +113,7 @@ __device__ __forceinline__ void for_each_tile(const typename Traits::Globals& g,
     bool equal = false;
     constexpr bool STREAM_K = requires { g.stream_k; };
     if constexpr (STREAM_K) {
-        range = swap_ab::range_of_k(g, swap_ab::rank_in_cluster(g));
+        range = swap_ab::range_of_k(g);
         equal = g.stream_k.on();
         if (equal) {
             limits = g.stream_k.of(index);

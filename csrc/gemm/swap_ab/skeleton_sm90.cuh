@@ -20,20 +20,25 @@ template <class Globals>
 __device__ __forceinline__ int rank_in_cluster(const Globals& g) {
     return g.splits > 1 ? static_cast<int>(arch::cluster_rank()) : 0;
 }
+template <class Globals>
+__device__ __forceinline__ int2 range_of_k(const Globals& g) {
+    const int rank = g.splits > 1 ? static_cast<int>(arch::cluster_rank()) : 0;
+    return {g.k_steps * rank / g.splits, g.k_steps * (rank + 1) / g.splits};
+}
 
-// The walk over a range of k, which begins at a place of it that `turn` determines: blocks begin at
-// different k, so that not all of them read the same lines of a at the same time.
+// By how many of its steps a walk over a range of k is rotated, which `turn` determines: blocks
+// begin at different k, so that not all of them read the same lines of a at the same time.
+__device__ __forceinline__ int rotation(uint32_t turn, int steps) {
+    return static_cast<int>(turn * 37u % uint32_t(steps));
+}
+
+// The walk over a range of k.
 struct RotatedK {
     int k, begin, end;
 
     RotatedK() = default;
-    // Begins at the range's beginning.
-    __device__ __forceinline__ explicit RotatedK(const int2 range)
-        : k(range.x), begin(range.x), end(range.y) {}
     __device__ __forceinline__ RotatedK(const int2 range, uint32_t turn)
-        : k(range.x + static_cast<int>(turn * 37u % uint32_t(range.y - range.x))),
-          begin(range.x),
-          end(range.y) {}
+        : k(range.x + rotation(turn, range.y - range.x)), begin(range.x), end(range.y) {}
     __device__ __forceinline__ int steps() const { return end - begin; }
     __device__ __forceinline__ int after(int at) const { return at + 1 == end ? begin : at + 1; }
     __device__ __forceinline__ void advance() {
