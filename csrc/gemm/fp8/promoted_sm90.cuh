@@ -66,6 +66,14 @@ struct Operands {
         issue_product<Traits, Traits::product_cols - narrow_by>(d, rows, columns, false);
         warpgroup::mma_commit_group();
     }
+    // The last product of a row of products, which a narrow tile has narrower.
+    __device__ __forceinline__ void multiply_last(rt_fl<16, Traits::product_cols>& d, int in_m,
+                                                  int in_n, bool narrow) const {
+        if (Traits::two_widths && narrow)
+            multiply<Traits::narrow_by>(d, in_m, in_n);
+        else
+            multiply(d, in_m, in_n);
+    }
 };
 
 // The factors of a stage's products, for each of its blocks of columns; with 1D1D scales, of its
