@@ -357,17 +357,7 @@ struct WindowRole {
     __device__ __forceinline__ void store_chunk(rt_fl<16, K::head_dim>& out,
                                                 typename K::token_tile& q, int first_row, int row) {
         if (first_row >= 0) {
-            const MatrixRows<typename K::token_tile> rows(q, 16 * warpgroup::warpid());
-#pragma unroll
-            for (int j = 0; j < K::head_dim / 16; ++j) {
-                packed_type<T> part[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float2 pair = out.tiles[0][j].data[i];
-                    part[i] = pack_pair<T>(pair.x, pair.y);
-                }
-                rows.store(j, part);
-            }
+            MatrixRows<typename K::token_tile>(q, 16 * warpgroup::warpid()).store(out);
             warpgroup::sync(WINDOW_BARRIER);
             if (warpgroup::laneid() == 0)
                 tma::store_async(g.out, q, elements(work.b, work.head, first_row, 0));
