@@ -10,8 +10,8 @@ namespace sm90 {
 
 using namespace kittens;
 
-// Stores an accumulator to a tile in shared memory whose rows are its columns, `pitch` floats apart,
-// from column `first` of the tile on.
+// Stores an accumulator to a tile in shared memory whose rows are its columns, `pitch` floats
+// apart, from column `first` of the tile on.
 template <int pitch, int rows>
 __device__ __forceinline__ void store_sums(uint32_t to, const rt_fl<16, rows>& d, int first) {
 #pragma unroll

@@ -20,8 +20,8 @@
 namespace thunderkittens::fp8_gemm {
 namespace sm90 {
 
-// Scales and rounds half i of a tile in one sequence, because rounding has half the rate and another
-// pipe.
+// Scales and rounds half i of a tile in one sequence, because rounding has half the rate and
+// another pipe.
 template <Config C, int i, class O, bool per_column, int cols>
 __device__ __forceinline__ void scale_and_round(typename KernelTraits<C>::Shared& shared,
                                                 const Epilogue<C>& epilogue,

@@ -161,8 +161,8 @@ __device__ __forceinline__ void find_lines(const Params& p) {
     if (threadIdx.x < GROUP && own < p.k) arch::reduce_max_global(p.amax_cols + own, total);
 }
 
-// The factors of a tile's rows, each of a group of 128 elements, and in shared memory, at `of_cols`,
-// those of its columns.
+// The factors of a tile's rows, each of a group of 128 elements, and in shared memory, at
+// `of_cols`, those of its columns.
 template <class T>
 __device__ __forceinline__ void find_factors(const Params& p, TileShared& shared, const InTile& at,
                                              const Unit<T> (&x)[UNITS], int64_t tile_row,

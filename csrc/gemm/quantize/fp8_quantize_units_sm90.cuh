@@ -124,8 +124,8 @@ struct Scale {
     __device__ __forceinline__ explicit Scale(float given) : scale(given), factor(1.f / given) {}
 };
 
-// The factor of all elements, from the given scale or the largest magnitude; the first thread stores
-// the scale.
+// The factor of all elements, from the given scale or the largest magnitude; the first thread
+// stores the scale.
 __device__ __forceinline__ float factor_of_matrix(const Params& p) {
     const Scale scale = p.given != nullptr ? Scale(arch::load_global(p.given))
                                            : Scale(p.out_dtype, arch::load_global(p.amax));

@@ -82,8 +82,8 @@ struct QueryRows {
     }
 };
 
-// Calls work(j, i, low, sum) for each pair i of a lane's elements in block j of one sign's features,
-// `low` in its lower row, and the sums of the pair's features.
+// Calls work(j, i, low, sum) for each pair i of a lane's elements in block j of one sign's
+// features, `low` in its lower row, and the sums of the pair's features.
 template <class K, int sign, class Work>
 __device__ __forceinline__ void for_each_with_sums(const sv<float, 2 * K::features>& sums,
                                                    Work work) {
