@@ -8,6 +8,7 @@
 
 #include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
+#include "csrc/common/fields.h"
 
 namespace thunderkittens {
 struct KernelInfo;  // registry.h
@@ -76,24 +77,8 @@ struct Sequences {
     int64_t total_q = 0, total_k = 0;
 };
 
-template <typename Visitor>
-void visit_fields(Problem& p, Visitor visit) {
-    visit("dtype", p.dtype);
-    visit("batch", p.batch);
-    visit("q_heads", p.q_heads);
-    visit("kv_heads", p.kv_heads);
-    visit("q_length", p.q_length);
-    visit("k_length", p.k_length);
-    visit("head_dim", p.head_dim);
-    visit("value_dim", p.value_dim);
-    visit("causal", p.causal);
-    visit("window_left", p.window_left);
-    visit("window_right", p.window_right);
-    visit("softcap", p.softcap);
-    visit("alibi", p.alibi);
-    visit("sink", p.sink);
-    visit("varlen", p.varlen);
-}
+TK_FIELDS(Problem, dtype, batch, q_heads, kv_heads, q_length, k_length, head_dim, value_dim, causal,
+          window_left, window_right, softcap, alibi, sink, varlen)
 
 // A section of work tiles, of `blocks` in a head, that go longest first.
 struct SectionSearch {

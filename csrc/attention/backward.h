@@ -2,6 +2,7 @@
 #pragma once
 
 #include "csrc/attention/attention.h"
+#include "csrc/common/fields.h"
 
 namespace thunderkittens::attention {
 
@@ -167,15 +168,7 @@ template <DType dtype>
 void launch_postprocess(const BackwardParams& params, const Workspace& workspace,
                         const DqTiles& tiles, const BackwardConfig& config, Stream stream);
 
-template <typename Visitor>
-void visit_fields(BackwardConfig& c, Visitor&& visit) {
-    visit("head_dim", c.head_dim);
-    visit("block_m", c.block_m);
-    visit("stages", c.stages);
-    visit("dtype", c.dtype);
-    visit("score_mod", c.score_mod);
-    visit("value_dim", c.value_dim);
-}
+TK_FIELDS(BackwardConfig, head_dim, block_m, stages, dtype, score_mod, value_dim)
 template <typename Visitor>
 void visit_fields(BackwardChoice& c, Visitor&& visit) {
     visit_fields(c.config, visit);

@@ -211,9 +211,11 @@ struct BackwardD256Producer {
 #pragma unroll
         for (int stripe = 0; stripe < Tile::stripes; ++stripe) {
             auto* to = tile.data + (stripe * Kernel::block_m + rank * share::rows) * share::cols;
-            source.load_to_blocks(reinterpret_cast<share&>(*to), read(work.b), head,
-                                  read(work.q_begin), read(work.q_length), row + rank * share::rows,
-                                  full, column + stripe * share::cols, (1 << Kernel::blocks) - 1);
+            const int b = read(work.b);
+            const ragged_coord at{head, read(work.q_begin), read(work.q_length),
+                                  row + rank * share::rows, column + stripe * share::cols};
+            source.load_to_blocks(reinterpret_cast<share&>(*to), b, at, full,
+                                  (1 << Kernel::blocks) - 1);
         }
     }
 

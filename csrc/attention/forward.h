@@ -2,6 +2,7 @@
 #pragma once
 
 #include "csrc/attention/attention.h"
+#include "csrc/common/fields.h"
 
 namespace thunderkittens::attention {
 
@@ -141,17 +142,7 @@ constexpr int64_t partial_rows(const Problem& p, const Sequences& s) {
     return p.q_heads * (p.varlen ? s.total_q : p.batch * p.q_length);
 }
 
-template <typename Visitor>
-void visit_fields(Config& c, Visitor&& visit) {
-    visit("head_dim", c.head_dim);
-    visit("value_dim", c.value_dim);
-    visit("warpgroups", c.warpgroups);
-    visit("block_n", c.block_n);
-    visit("stages", c.stages);
-    visit("score_mod", c.score_mod);
-    visit("dtype", c.dtype);
-    visit("softcap_only", c.softcap_only);
-}
+TK_FIELDS(Config, head_dim, value_dim, warpgroups, block_n, stages, score_mod, dtype, softcap_only)
 template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
     visit_fields(c.config, visit);

@@ -65,14 +65,13 @@ struct Layout {
             tma::load_async(tile, dense, elements(b, head, row, column), arrived);
     }
     // The same tile into all blocks of the cluster whose bit is set, at the same place.
-    __device__ __forceinline__ void load_to_blocks(Tile& tile, int b, int head, int begin,
-                                                   int length, int row, semaphore& arrived,
-                                                   int column, uint16_t blocks) const {
+    __device__ __forceinline__ void load_to_blocks(Tile& tile, int b, const ragged_coord& at,
+                                                   semaphore& arrived, uint16_t blocks) const {
         if (packed) {
-            tma::cluster::load_async(tile, ragged, ragged_coord{head, begin, length, row, column},
-                                     arrived, blocks);
+            tma::cluster::load_async(tile, ragged, at, arrived, blocks);
         } else {
-            tma::cluster::load_async(tile, dense, elements(b, head, row, column), arrived, blocks);
+            tma::cluster::load_async(tile, dense, elements(b, at.head, at.row, at.col), arrived,
+                                     blocks);
         }
     }
     __device__ __forceinline__ void store(const Tile& tile, int b, int head, int begin, int length,

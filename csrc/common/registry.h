@@ -3,7 +3,8 @@
 //
 //   struct Problem; struct Config;             plain fields
 //   void visit_fields(Problem&, visitor);      calls visitor("name", field) for each field
-//   void visit_fields(Config&, visitor);       in the order in which they are declared
+//   void visit_fields(Config&, visitor);       in the order in which they are declared; TK_FIELDS
+//                                              of fields.h defines it
 //   std::string unsupported(const Problem&, const DeviceProperties&);    empty, or the reason
 //   Config choose(const Problem&, const DeviceProperties&);
 //   std::string kernel_name(const Config&);    of the kernel that runs it, as in kernels()

@@ -3,38 +3,26 @@
 // blocks, so that reruns give the same bits. On the way the sums are transposed back.
 #pragma once
 
-#include "kittens/kittens.cuh"
+#include "csrc/gemm/common/vec4_sm90.cuh"
 
 namespace thunderkittens::gemm {
 namespace sm90 {
 
 using namespace kittens;
 
-// Loads four neighbouring values, or those of them that exist.
-template <class T>
-__device__ __forceinline__ void load_four(float (&to)[4], const T* from, bool aligned, int count) {
-    if (aligned && count >= 4) {
-        const auto run = arch::load_global(reinterpret_cast<const detail::elements<T, 4>*>(from));
+// Stores an accumulator to a tile in shared memory whose rows are its columns, `pitch` floats
+// apart, from column `first` of the tile on.
+template <int pitch, int rows>
+__device__ __forceinline__ void store_sums(uint32_t to, const rt_fl<16, rows>& d, int first) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) to[i] = convert<float>(run.v[i]);
-    } else {
+    for (int j = 0; j < rows / 16; ++j) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            to[i] = i < count ? convert<float>(arch::load_global(from + i)) : 0.f;
-        }
-    }
-}
-template <class T>
-__device__ __forceinline__ void store_four(T* to, const float (&from)[4], bool aligned, int count) {
-    if (aligned && count >= 4) {
-        detail::elements<T, 4> run;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) run.v[i] = convert<T>(from[i]);
-        arch::store_global(reinterpret_cast<detail::elements<T, 4>*>(to), run);
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (i < count) arch::store_global(to + i, convert<T>(from[i]));
+        for (int r = 0; r < 4; ++r) {
+            const int col = first + warpgroup::warpid() * 16 + laneid() / 4 + r % 2 * 8;
+            const int row = j * 16 + r / 2 * 8 + laneid() % 4 * 2;
+            const float2 pair = d.tiles[0][j].data[r];
+            arch::store_shared(to + (row * pitch + col) * 4, pair.x);
+            arch::store_shared(to + ((row + 1) * pitch + col) * 4, pair.y);
         }
     }
 }
@@ -56,21 +44,10 @@ struct ClusterReduce {
         else if (round > 0)
             wait_cluster(read, (round - 1) % 2);
     }
-    // Stores the accumulators, whose columns are rows of the tile, from column `first` of the tile
-    // on.
+    // Stores the accumulators from column `first` of the tile on.
     template <int rows>
     __device__ __forceinline__ void store(const rt_fl<16, rows>& d, int first) const {
-#pragma unroll
-        for (int j = 0; j < rows / 16; ++j) {
-#pragma unroll
-            for (int r = 0; r < 4; ++r) {
-                const int col = first + warpgroup::warpid() * 16 + laneid() / 4 + r % 2 * 8;
-                const int row = j * 16 + r / 2 * 8 + laneid() % 4 * 2;
-                const float2 pair = d.tiles[0][j].data[r];
-                arch::store_shared(base + (row * pitch + col) * 4, pair.x);
-                arch::store_shared(base + ((row + 1) * pitch + col) * 4, pair.y);
-            }
-        }
+        store_sums<pitch>(base, d, first);
     }
     // Waits until all blocks of the cluster have stored their sums.
     __device__ __forceinline__ void sync_cluster() {
@@ -122,10 +99,7 @@ struct ClusterGather {
             arch::map_shared_rank(base + (rank - 1) * bytes + warpgroup::laneid() * 16, 0);
 #pragma unroll
         for (int i = 0; i < vec4s; ++i) {
-            const auto& data = d.tiles[0][i / 2].data;
-            const float2 low = data[i % 2 * 2], high = data[i % 2 * 2 + 1];
-            arch::store_cluster_shared(to + i * WARPGROUP_THREADS * 16,
-                                       make_float4(low.x, low.y, high.x, high.y));
+            arch::store_cluster_shared(to + i * WARPGROUP_THREADS * 16, vec4_of(d, i));
         }
         arch::sync_warp();
         if (laneid() == 0) arrive_remote(summed, 0);
@@ -138,10 +112,7 @@ struct ClusterGather {
         for (int rank = 1; rank < splits; ++rank, from += bytes) {
 #pragma unroll
             for (int i = 0; i < vec4s; ++i) {
-                const auto more = arch::load_shared<float4>(from + i * WARPGROUP_THREADS * 16);
-                auto& data = d.tiles[0][i / 2].data;
-                float2 &low = data[i % 2 * 2], &high = data[i % 2 * 2 + 1];
-                low.x += more.x, low.y += more.y, high.x += more.z, high.y += more.w;
+                add_vec4(d, i, arch::load_shared<float4>(from + i * WARPGROUP_THREADS * 16));
             }
         }
     }

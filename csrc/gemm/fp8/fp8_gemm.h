@@ -13,6 +13,7 @@
 
 #include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
+#include "csrc/common/fields.h"
 
 namespace thunderkittens {
 struct KernelInfo;  // registry.h
@@ -112,21 +113,8 @@ struct Params {
     Schedule schedule;
 };
 
-template <typename Visitor>
-void visit_fields(Problem& p, Visitor&& visit) {
-    visit("m", p.m);
-    visit("n", p.n);
-    visit("k", p.k);
-    visit("groups", p.groups);
-    visit("a_dtype", p.a_dtype);
-    visit("b_dtype", p.b_dtype);
-    visit("out_dtype", p.out_dtype);
-    visit("accurate", p.accurate);
-    visit("blockwise", p.blockwise);
-    visit("blockwise_1d1d", p.blockwise_1d1d);
-    visit("grouped", p.grouped);
-    visit("activated", p.activated);
-}
+TK_FIELDS(Problem, m, n, k, groups, a_dtype, b_dtype, out_dtype, accurate, blockwise,
+          blockwise_1d1d, grouped, activated)
 
 template <typename Visitor>
 void visit_fields(Config& c, Visitor&& visit) {

@@ -15,6 +15,7 @@
 // ping-pong pingpong_rowwise_sm90.cuh.
 #pragma once
 
+#include "csrc/gemm/common/launch_sm90.cuh"
 #include "csrc/gemm/fp8/pingpong_rowwise_sm90.cuh"
 #include "csrc/gemm/fp8/pingpong_sm90.cuh"
 #include "csrc/gemm/fp8/promoted_blockwise_sm90.cuh"
@@ -376,15 +377,6 @@ __global__ __launch_bounds__(Traits::threads, 1) void fp8_gemm_kernel(const __gr
         run_tiles<Traits, rowwise>(g, shared);
 }
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-template <class GL>
-GL make_matrix(const void* data, int64_t batch, int64_t rows, int64_t cols, int64_t stride,
-               int64_t batch_stride) {
-    return GL(static_cast<typename GL::T*>(const_cast<void*>(data)), batch, nullptr, rows, cols,
-              gl_strides{batch_stride, 0, stride});
-}
-
 template <Config C>
 typename KernelTraits<C>::Globals make_globals(const Params& p, bool rowwise) {
     using Traits = KernelTraits<C>;
@@ -416,10 +408,10 @@ typename KernelTraits<C>::Globals make_globals(const Params& p, bool rowwise) {
         }
     }();
     return {
-        .a = make_matrix<decltype(Globals::a)>(p.a, 1, p.m, p.k, p.a_stride, 0),
-        .b = make_matrix<decltype(Globals::b)>(p.b, p.groups, p.n, p.k, p.b_stride,
-                                               p.b_group_stride),
-        .out = make_matrix<decltype(Globals::out)>(p.out, 1, p.m, map_words, map_words, 0),
+        .a = gemm::matrix_of<decltype(Globals::a)>(p.a, p.m, p.k, p.a_stride),
+        .b = gemm::matrix_of<decltype(Globals::b)>(p.b, p.n, p.k, p.b_stride, p.groups,
+                                                   p.b_group_stride),
+        .out = gemm::matrix_of<decltype(Globals::out)>(p.out, p.m, map_words, map_words),
         .scale_a = p.scale_a,
         .scale_b = p.scale_b,
         .bias = p.bias,
@@ -447,10 +439,9 @@ template <Config C, bool rowwise = false>
 void launch_persistent(const Params& params, Stream stream) {
     using Traits = sm90::KernelTraits<C>;
     const Schedule& s = params.schedule;
-    kittens::launch(kittens::LaunchOptions{.dependent = true},
-                    sm90::fp8_gemm_kernel<Traits, rowwise>, dim3(s.blocks), dim3(Traits::threads),
-                    dim3(s.cluster_m * s.cluster_n), sizeof(typename Traits::Shared), stream,
-                    sm90::make_globals<C>(params, rowwise));
+    gemm::launch_dependent<Traits>(sm90::fp8_gemm_kernel<Traits, rowwise>, dim3(s.blocks),
+                                   dim3(s.cluster_m * s.cluster_n), stream,
+                                   sm90::make_globals<C>(params, rowwise));
 }
 
 template <Config C>

@@ -80,6 +80,34 @@ __device__ __forceinline__ void add_product(rt_fl<16, cols>& sum, const rt_fl<16
     }
 }
 
+// Adds the bias, rounds and stages half i of a tile. Each thread has fetched the bias of one of the
+// half's columns, and sees all of them in the staging buffers.
+template <Config C, int i, int cols>
+__device__ __forceinline__ void stage_biased_half(const typename KernelTraits<C>::Globals& g,
+                                                  typename KernelTraits<C>::Shared& shared,
+                                                  rt_fl<16, cols>& sums, float bias, int consumer) {
+    arch::named_barrier_sync(HALF_STORED + consumer, STORE_THREADS);
+    if (g.bias != nullptr) {
+        auto& columns = columns_of<C>(shared);
+        columns.set(place_of(warpgroup::laneid()), bias);
+        warpgroup::sync(READY + 1 + consumer);
+        with_columns<1, KernelTraits<C>::columns_placed>(
+            reinterpret_cast<rt_fl<16, cols>(&)[1]>(sums), columns.address(),
+            [](float2& x, int, int, float2 b) {
+                x.x += b.x;
+                x.y += b.y;
+            });
+        warpgroup::sync(READY + 1 + consumer);
+    }
+    rt_bf<16, cols> rounded;
+    if (g.out_dtype == DType::bf16)
+        gemm::sm90::round_to<bf16>(rounded, sums);
+    else
+        gemm::sm90::round_to<half>(rounded, sums);
+    stage_rounded<C, i>(shared, rounded, false);
+    arch::named_barrier_arrive(HALF_STAGED + consumer, STORE_THREADS);
+}
+
 // Two products side by side in a step. The epilogue of a tile's halves overlaps with products: that
 // of the left half with the last product, which belongs to the right one, and that of the right
 // half with the next tile's first.
@@ -117,30 +145,9 @@ __device__ __forceinline__ void consume_blockwise_halves(const typename KernelTr
             if (at < g.n) bias[i] = load_any(g.bias, g.bias_dtype, at);
         }
     };
-    // Adds the bias, rounds and stages a half. Each thread has fetched the bias of one of a half's
-    // columns, and sees all of them in the staging buffers.
     const auto stage_half = [&](auto which) {
         constexpr int i = decltype(which)::value;
-        arch::named_barrier_sync(HALF_STORED + consumer, STORE_THREADS);
-        if (g.bias != nullptr) {
-            auto& columns = columns_of<C>(shared);
-            columns.set(place_of(warpgroup::laneid()), bias[i]);
-            warpgroup::sync(READY + 1 + consumer);
-            with_columns<1, Traits::columns_placed>(
-                reinterpret_cast<rt_fl<16, cols>(&)[1]>(sums[i]), columns.address(),
-                [](float2& x, int, int, float2 b) {
-                    x.x += b.x;
-                    x.y += b.y;
-                });
-            warpgroup::sync(READY + 1 + consumer);
-        }
-        rt_bf<16, cols> rounded;
-        if (g.out_dtype == DType::bf16)
-            gemm::sm90::round_to<bf16>(rounded, sums[i]);
-        else
-            gemm::sm90::round_to<half>(rounded, sums[i]);
-        stage_rounded<C, i>(shared, rounded, false);
-        arch::named_barrier_arrive(HALF_STAGED + consumer, STORE_THREADS);
+        stage_biased_half<C, i>(g, shared, sums[i], bias[i], consumer);
     };
     using Left = std::integral_constant<int, 0>;
     using Right = std::integral_constant<int, 1>;

@@ -20,6 +20,59 @@
 namespace thunderkittens::fp8_gemm {
 namespace sm90 {
 
+// Scales and rounds half i of a tile in one sequence, because rounding has half the rate and
+// another pipe.
+template <Config C, int i, class O, bool per_column, int cols>
+__device__ __forceinline__ void scale_and_round(typename KernelTraits<C>::Shared& shared,
+                                                const Epilogue<C>& epilogue,
+                                                const rt_fl<16, cols>& sums,
+                                                rt_bf<16, cols>& rounded) {
+    constexpr int before = i * cols * int(sizeof(float));
+    const uint32_t own = TileScales<C>::columns(shared) + before + laneid() % 4 * sizeof(float4);
+#pragma unroll
+    for (int j = 0; j < cols / 16; ++j) {
+        float4 four{};
+        if constexpr (per_column) four = arch::load_shared<float4>(own + j * 16 * sizeof(float));
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            float2 x = sums.tiles[0][j].data[r];
+            x.x *= epilogue.rows[0][r % 2];
+            x.y *= epilogue.rows[0][r % 2];
+            if constexpr (per_column) {
+                x.x *= r / 2 == 0 ? four.x : four.z;
+                x.y *= r / 2 == 0 ? four.y : four.w;
+            }
+            rounded.tiles[0][j].data[r] = arch::bit_cast<bf16_2>(pack_pair<O>(x.x, x.y));
+        }
+    }
+}
+template <Config C, int i, int cols>
+__device__ __forceinline__ void round_half(const typename KernelTraits<C>::Globals& g,
+                                           typename KernelTraits<C>::Shared& shared,
+                                           const Epilogue<C>& epilogue, const rt_fl<16, cols>& sums,
+                                           rt_bf<16, cols>& rounded) {
+    if (g.scale_b.outer == 0) {
+        if (g.out_dtype == DType::bf16)
+            scale_and_round<C, i, bf16, false>(shared, epilogue, sums, rounded);
+        else
+            scale_and_round<C, i, half, false>(shared, epilogue, sums, rounded);
+    } else {
+        if (g.out_dtype == DType::bf16)
+            scale_and_round<C, i, bf16, true>(shared, epilogue, sums, rounded);
+        else
+            scale_and_round<C, i, half, true>(shared, epilogue, sums, rounded);
+    }
+}
+
+// Hands half i of a tile over to the store warp.
+template <Config C, int i, class Rounded>
+__device__ __forceinline__ void stage_half(typename KernelTraits<C>::Shared& shared,
+                                           const Rounded& rounded, int consumer, bool narrow) {
+    arch::named_barrier_sync(HALF_STORED + consumer, STORE_THREADS);
+    stage_rounded<C, i>(shared, rounded, narrow);
+    arch::named_barrier_arrive(HALF_STAGED + consumer, STORE_THREADS);
+}
+
 // Two products side by side in a step. The end of a tile is spread over three products: under its
 // last one the left half is scaled, rounded and staged; under the next tile's first one the right
 // half is scaled and rounded, and under the second one staged.
@@ -46,53 +99,14 @@ __device__ __forceinline__ void consume_rowwise_halves(const typename KernelTrai
     float one[2] = {1.f, 1.f};
     Epilogue<C> epilogue;
     int phase = 0;
-    // Scales and rounds a half in one sequence, because rounding has half the rate and another
-    // pipe.
-    const auto round_half = [&](auto which) {
+    const auto finish_half = [&](auto which) {
         constexpr int i = decltype(which)::value;
         epilogue.take_scales(g, shared, own_row, phase);
-        constexpr int before = i * cols * int(sizeof(float));
-        const auto scale_and_round = [&]<class O, bool per_column>() {
-            const uint32_t own = Where::columns(shared) + before + laneid() % 4 * sizeof(float4);
-#pragma unroll
-            for (int j = 0; j < cols / 16; ++j) {
-                float4 four{};
-                if constexpr (per_column)
-                    four = arch::load_shared<float4>(own + j * 16 * sizeof(float));
-#pragma unroll
-                for (int r = 0; r < 4; ++r) {
-                    float2 x = sums[i].tiles[0][j].data[r];
-                    x.x *= epilogue.rows[0][r % 2];
-                    x.y *= epilogue.rows[0][r % 2];
-                    if constexpr (per_column) {
-                        x.x *= r / 2 == 0 ? four.x : four.z;
-                        x.y *= r / 2 == 0 ? four.y : four.w;
-                    }
-                    rounded.tiles[0][j].data[r] = arch::bit_cast<bf16_2>(pack_pair<O>(x.x, x.y));
-                }
-            }
-        };
-        if (g.scale_b.outer == 0) {
-            if (g.out_dtype == DType::bf16)
-                scale_and_round.template operator()<bf16, false>();
-            else
-                scale_and_round.template operator()<half, false>();
-        } else {
-            if (g.out_dtype == DType::bf16)
-                scale_and_round.template operator()<bf16, true>();
-            else
-                scale_and_round.template operator()<half, true>();
-        }
+        round_half<C, i>(g, shared, epilogue, sums[i], rounded);
         if constexpr (i == 1) {
             Where::release(shared);
             phase ^= 1;
         }
-    };
-    const auto stage = [&](auto which, bool narrow) {
-        constexpr int i = decltype(which)::value;
-        arch::named_barrier_sync(HALF_STORED + consumer, STORE_THREADS);
-        stage_rounded<C, i>(shared, rounded, narrow);
-        arch::named_barrier_arrive(HALF_STAGED + consumer, STORE_THREADS);
     };
     using Left = std::integral_constant<int, 0>;
     using Right = std::integral_constant<int, 1>;
@@ -103,12 +117,6 @@ __device__ __forceinline__ void consume_rowwise_halves(const typename KernelTrai
         return Traits::two_widths && arch::shuffle(int(tile_at<C>(g, place, index).narrow), 0) != 0;
     };
     bool narrow = is_narrow(index);
-    const auto multiply_right = [&] {
-        if (Traits::two_widths && narrow)
-            operands.template multiply<Traits::narrow_by>(product, 0, 1);
-        else
-            operands.multiply(product, 0, 1);
-    };
     wait(shared.full[ring.stage], ring.phase);
     operands.find(ring.stage);
     operands.multiply(product, 0, 0);
@@ -120,8 +128,8 @@ __device__ __forceinline__ void consume_rowwise_halves(const typename KernelTrai
     for (;;) {
         warpgroup::mma_async_wait(product);
         promote<true>(sums[0], product, 0, cols, one);
-        multiply_right();
-        stage(Right{}, before_narrow);
+        operands.multiply_last(product, 0, 1, narrow);
+        stage_half<C, 1>(shared, rounded, consumer, before_narrow);
         kittens::warp::zero(sums[1]);
         // A step ends where its last product is issued: so between an addition and the next product
         // there is no branch, and what that needs is found on the way.
@@ -136,12 +144,12 @@ __device__ __forceinline__ void consume_rowwise_halves(const typename KernelTrai
             release(previous);
             warpgroup::mma_async_wait(product);
             promote<false>(sums[0], product, 0, cols, one);
-            multiply_right();
+            operands.multiply_last(product, 0, 1, narrow);
         }
         const int previous = ring.stage;
         ring.advance();
-        round_half(Left{});
-        stage(Left{}, false);
+        finish_half(Left{});
+        stage_half<C, 0>(shared, rounded, consumer, false);
         index += g.clusters;
         const bool more = arch::shuffle(int(index < g.order.total), 0) != 0;
         bool next_narrow = false;
@@ -158,12 +166,12 @@ __device__ __forceinline__ void consume_rowwise_halves(const typename KernelTrai
         ring.stage = arch::shuffle(ring.stage, 0), ring.phase = arch::shuffle(ring.phase, 0);
         operands.find(ring.stage);
         operands.multiply(product, 0, 0);
-        round_half(Right{});
+        finish_half(Right{});
         before_narrow = narrow;
         narrow = next_narrow;
     }
-    round_half(Right{});
-    stage(Right{}, narrow);
+    finish_half(Right{});
+    stage_half<C, 1>(shared, rounded, consumer, narrow);
     arch::named_barrier_sync(HALF_STORED + consumer, STORE_THREADS);
 }
 
@@ -200,10 +208,7 @@ __device__ __forceinline__ void consume_rowwise_tiles(const typename KernelTrait
         };
         const auto step = [&]<bool begins>() {
             next_stage();
-            if (Traits::two_widths && narrow)
-                operands.template multiply<Traits::narrow_by>(product, 0, 0);
-            else
-                operands.multiply(product, 0, 0);
+            operands.multiply_last(product, 0, 0, narrow);
             if constexpr (begins)
                 deferred.send(g, shared, 0, deferred.subtiles);
             else

@@ -66,18 +66,115 @@ struct Operands {
         issue_product<Traits, Traits::product_cols - narrow_by>(d, rows, columns, false);
         warpgroup::mma_commit_group();
     }
+    // The last product of a row of products, which a narrow tile has narrower.
+    __device__ __forceinline__ void multiply_last(rt_fl<16, Traits::product_cols>& d, int in_m,
+                                                  int in_n, bool narrow) const {
+        if (Traits::two_widths && narrow)
+            multiply<Traits::narrow_by>(d, in_m, in_n);
+        else
+            multiply(d, in_m, in_n);
+    }
 };
+
+// The factors of a stage's products, for each of its blocks of columns; with 1D1D scales, of its
+// rows alone.
+template <Config C>
+struct PromotedFactors {
+    using Traits = KernelTraits<C>;
+    static constexpr int sets = Traits::is_1d1d ? 1 : Traits::column_scales;
+    float of[sets][2 * Traits::products_m];
+
+    // `row` is the thread's first row in the tile.
+    __device__ __forceinline__ void read(uint32_t scales, int row) {
+        float rows[2 * Traits::products_m], columns[sets];
+#pragma unroll
+        for (int r = 0; r < 2 * Traits::products_m; ++r) {
+            const int at = row + r / 2 * 64 + r % 2 * 8;
+            rows[r] = arch::load_shared<float>(scales + at * 4);
+        }
+#pragma unroll
+        for (int c = 0; c < sets; ++c) {
+            if (!Traits::is_1d1d)
+                columns[c] = arch::load_shared<float>(scales + (C.block_m + c) * 4);
+        }
+#pragma unroll
+        for (int c = 0; c < sets; ++c) {
+#pragma unroll
+            for (int r = 0; r < 2 * Traits::products_m; ++r) {
+                of[c][r] = Traits::is_1d1d ? rows[r] : rows[r] * columns[c];
+                arch::pin_register(of[c][r]);
+            }
+        }
+    }
+    // Those of a product's first and second block of columns.
+    __device__ __forceinline__ void take(int in_m, int in_n, float (&first)[2],
+                                         float (&second)[2]) const {
+        constexpr bool wide = Traits::product_cols > 128;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            first[r] = of[Traits::is_1d1d || wide ? 0 : in_n][2 * in_m + r];
+            second[r] = of[wide ? 1 : 0][2 * in_m + r];
+        }
+    }
+};
+
+// Adds a product of the columns from `in_n` on, times the factors `first` of its first block of
+// columns and `second` of its second one, to its sums. With 1D1D scales those of columns, which lie
+// at `columns`, come first.
+template <Config C, bool blockwise, bool begins, int cols>
+__device__ __forceinline__ void add_promoted(rt_fl<16, cols>& sums, rt_fl<16, cols>& product,
+                                             float (&first)[2], float (&second)[2],
+                                             uint32_t columns, bool begins_block) {
+    using Traits = KernelTraits<C>;
+    if constexpr (Traits::is_1d1d) {
+        with_columns<1, false>(reinterpret_cast<rt_fl<16, cols>(&)[1]>(product), columns,
+                               [&](float2& x, int, int r, float2 s) {
+                                   x.x *= s.x * first[r];
+                                   x.y *= s.y * first[r];
+                               });
+        first[0] = first[1] = 1.f;
+    }
+    if constexpr (!blockwise || Traits::is_1d1d || cols <= 128) {
+        promote<begins>(sums, product, 0, cols, first);
+    } else if (begins_block) {
+        promote<begins>(sums, product, 0, 128, first);
+        promote<begins>(sums, product, 128, cols, second);
+    } else {
+        promote<begins>(sums, product, 0, 64, first);
+        promote<begins>(sums, product, 64, cols, second);
+    }
+}
+
+// Releases a stage, of which each warp has read scales itself.
+template <Config C>
+__device__ __forceinline__ void release_scaled(typename KernelTraits<C>::Shared& shared,
+                                               int stage) {
+    arch::sync_warp();
+    if (laneid() == 0) arrive(shared.empty[stage]);
+    if constexpr (KernelTraits<C>::is_1d1d) {
+        if (laneid() == 0) arrive(shared.scales_read[stage]);
+    }
+}
+
+// Stores a tile at once; `row` is the warp's first one.
+template <Config C, int count, int cols>
+__device__ __forceinline__ void store_products_now(const typename KernelTraits<C>::Globals& g,
+                                                   typename KernelTraits<C>::Shared& shared,
+                                                   const rt_fl<16, cols> (&sums)[count],
+                                                   const Tile& tile, uint32_t row) {
+    constexpr int across = KernelTraits<C>::products_n;
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+        store_now<C>(g, shared, sums[i], row + i / across * 64, tile.col + i % across * cols,
+                     tile.end, i);
+    }
+}
 
 template <Config C>
 __device__ __forceinline__ void consume_promoted(const typename KernelTraits<C>::Globals& g,
                                                  typename KernelTraits<C>::Shared& shared) {
     using Traits = KernelTraits<C>;
     const ClusterPosition place(g);
-    // Each warp has read scales itself.
-    const auto release = [&](int stage) {
-        arch::sync_warp();
-        if (laneid() == 0) arrive(shared.empty[stage]);
-    };
     const int consumer = warpgroup::groupid();
     Ring<C.stages> ring;
     constexpr int cols = Traits::product_cols;
@@ -93,43 +190,14 @@ __device__ __forceinline__ void consume_promoted(const typename KernelTraits<C>:
         ring.stage = arch::shuffle(ring.stage, 0), ring.phase = arch::shuffle(ring.phase, 0);
         const uint32_t row =
             tile.row + consumer * (Traits::products_m * 64) + warpgroup::warpid() * 16;
-        const uint32_t own_row = row + laneid() / 4;
-        const int in_tile = int(own_row - tile.row);
+        const int in_tile = int(row + laneid() / 4 - tile.row);
         const int k_blocks = tile.nothing ? 0 : g.k_blocks;
         const bool narrow = Traits::narrows_promoted && arch::shuffle(int(tile.narrow), 0) != 0;
         int stage = ring.stage;
         Epilogue<C> epilogue;
-        const auto release_with_scales = [&](int which) {
-            release(which);
-            if constexpr (Traits::is_1d1d) {
-                if (laneid() == 0) arrive(shared.scales_read[which]);
-            }
-        };
-        // The factors of a stage's products, for each of its blocks of columns: found while the
-        // last product of the stage before runs.
-        constexpr int factor_sets = Traits::is_1d1d ? 1 : Traits::column_scales;
-        float factors[factor_sets][2 * Traits::products_m];
+        PromotedFactors<C> factors;  // found while the last product of the stage before runs
         const auto read_scales = [&](int which) {
-            float rows[2 * Traits::products_m], columns[factor_sets];
-            const uint32_t scales = shared.scales[which].address();
-#pragma unroll
-            for (int r = 0; r < 2 * Traits::products_m; ++r) {
-                const int at = in_tile + r / 2 * 64 + r % 2 * 8;
-                rows[r] = arch::load_shared<float>(scales + at * 4);
-            }
-#pragma unroll
-            for (int c = 0; c < factor_sets; ++c) {
-                if (!Traits::is_1d1d)
-                    columns[c] = arch::load_shared<float>(scales + (C.block_m + c) * 4);
-            }
-#pragma unroll
-            for (int c = 0; c < factor_sets; ++c) {
-#pragma unroll
-                for (int r = 0; r < 2 * Traits::products_m; ++r) {
-                    factors[c][r] = Traits::is_1d1d ? rows[r] : rows[r] * columns[c];
-                    arch::pin_register(factors[c][r]);
-                }
-            }
+            factors.read(shared.scales[which].address(), in_tile);
         };
         const auto step = [&]<bool blockwise, bool begins>(int left) {
             const int previous = stage;
@@ -147,18 +215,10 @@ __device__ __forceinline__ void consume_promoted(const typename KernelTraits<C>:
                     deferred.send(g, shared, deferred.subtiles * i / Traits::products,
                                   deferred.subtiles * (i + 1) / Traits::products);
                 } else if (i == 0) {
-                    release_with_scales(previous);
+                    release_scaled<C>(shared, previous);
                 }
-                // The factors of the product's first and second block of columns.
                 float first[2] = {1.f, 1.f}, second[2];
-                if constexpr (blockwise) {
-                    constexpr bool wide = cols > 128;
-#pragma unroll
-                    for (int r = 0; r < 2; ++r) {
-                        first[r] = factors[Traits::is_1d1d || wide ? 0 : in_n][2 * in_m + r];
-                        second[r] = factors[wide ? 1 : 0][2 * in_m + r];
-                    }
-                }
+                if constexpr (blockwise) factors.take(in_m, in_n, first, second);
                 if (i == Traits::products - 1) {
                     ring.advance();
                     operands.find(ring.stage);
@@ -174,25 +234,10 @@ __device__ __forceinline__ void consume_promoted(const typename KernelTraits<C>:
                     }
                 }
                 warpgroup::mma_async_wait(product);
-                if constexpr (Traits::is_1d1d) {
-                    with_columns<1, false>(
-                        reinterpret_cast<rt_fl<16, cols>(&)[1]>(product),
-                        shared.scales[stage].address() + (C.block_m + in_n * cols) * sizeof(float),
-                        [&](float2& x, int, int r, float2 s) {
-                            x.x *= s.x * first[r];
-                            x.y *= s.y * first[r];
-                        });
-                    first[0] = first[1] = 1.f;
-                }
-                if constexpr (!blockwise || Traits::is_1d1d || cols <= 128) {
-                    promote<begins>(sums[i], product, 0, cols, first);
-                } else if (tile.col % 128 == 0) {
-                    promote<begins>(sums[i], product, 0, 128, first);
-                    promote<begins>(sums[i], product, 128, cols, second);
-                } else {
-                    promote<begins>(sums[i], product, 0, 64, first);
-                    promote<begins>(sums[i], product, 64, cols, second);
-                }
+                add_promoted<C, blockwise, begins>(
+                    sums[i], product, first, second,
+                    shared.scales[stage].address() + (C.block_m + in_n * cols) * sizeof(float),
+                    tile.col % 128 == 0);
             }
         };
         const auto multiply = [&]<bool blockwise>() {
@@ -202,7 +247,7 @@ __device__ __forceinline__ void consume_promoted(const typename KernelTraits<C>:
             int left = arch::shuffle(k_blocks, 0) - 1;  // steps after this one
             step.template operator()<blockwise, true>(left);
             for (--left; left >= 0; --left) step.template operator()<blockwise, false>(left);
-            release_with_scales(stage);
+            release_scaled<C>(shared, stage);
         };
         if (k_blocks == 0) {
 #pragma unroll
@@ -220,11 +265,7 @@ __device__ __forceinline__ void consume_promoted(const typename KernelTraits<C>:
             deferred.narrow = narrow;
             return;
         }
-#pragma unroll
-        for (int i = 0; i < Traits::products; ++i) {
-            store_now<C>(g, shared, sums[i], row + i / Traits::products_n * 64,
-                         tile.col + i % Traits::products_n * cols, tile.end, i);
-        }
+        store_products_now<C>(g, shared, sums, tile, row);
         deferred.clear();
     });
     deferred.send(g, shared, 0, deferred.subtiles);

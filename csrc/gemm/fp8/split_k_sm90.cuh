@@ -9,6 +9,7 @@
 // bits.
 #pragma once
 
+#include "csrc/gemm/common/launch_sm90.cuh"
 #include "csrc/gemm/common/reduce_cluster_sm90.cuh"
 #include "csrc/gemm/dense/prologue_sm90.cuh"
 #include "csrc/gemm/fp8/products_sm90.cuh"
@@ -422,7 +423,6 @@ void launch_split_k(const Config& config, const Params& p, Stream stream) {
     const int width = config.block_n, splits = p.schedule.splits;
     const int rows = static_cast<int>(std::min<int64_t>(p.m, Traits::rows));
     const int columns = static_cast<int>(std::min<int64_t>(p.n, width));
-    const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
     // With more than two splits the order of the additions depends on a row's place in its tile. So
     // tiles share no rows then: the bits of a shared row would be those of the tile that stores it
     // last.
@@ -430,29 +430,28 @@ void launch_split_k(const Config& config, const Params& p, Stream stream) {
     const int steps = static_cast<int>(ceil_div(p.k, BLOCK_K));
     const dim3 grid(static_cast<unsigned>(ceil_div(p.m, Traits::rows)),
                     static_cast<unsigned>(ceil_div(p.n, width)), splits);
-    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::fp8_split_k_kernel<Traits>,
-                    grid, dim3(Traits::threads), dim3(1, 1, splits),
-                    sizeof(typename Traits::Shared), stream,
-                    typename Traits::Globals{
-                        .k_each = steps / splits,
-                        .k_extra = steps % splits,
-                        .width = width,
-                        .stages = split_k_stages(width, splits),
-                        .stage_bytes = (rows + columns) * BLOCK_K,
-                        .last_row = static_cast<uint32_t>(last_row),
-                        .last_col = static_cast<uint32_t>(p.n - columns),
-                        .a = map(p.a, p.m, p.a_stride, rows),
-                        .b = map(p.b, p.n, p.b_stride, columns),
-                        .scale_a = p.scale_a,
-                        .scale_b = p.scale_b,
-                        .bias = p.bias,
-                        .out_dtype = p.out_dtype,
-                        .bias_dtype = p.bias_dtype,
-                        .vec4_aligned = p.n % 4 == 0,
-                        .out = p.out,
-                        .m = static_cast<uint32_t>(p.m),
-                        .n = static_cast<uint32_t>(p.n),
-                    });
+    const typename Traits::Globals globals{
+        .k_each = steps / splits,
+        .k_extra = steps % splits,
+        .width = width,
+        .stages = split_k_stages(width, splits),
+        .stage_bytes = (rows + columns) * BLOCK_K,
+        .last_row = static_cast<uint32_t>(last_row),
+        .last_col = static_cast<uint32_t>(p.n - columns),
+        .a = map(p.a, p.m, p.a_stride, rows),
+        .b = map(p.b, p.n, p.b_stride, columns),
+        .scale_a = p.scale_a,
+        .scale_b = p.scale_b,
+        .bias = p.bias,
+        .out_dtype = p.out_dtype,
+        .bias_dtype = p.bias_dtype,
+        .vec4_aligned = p.n % 4 == 0,
+        .out = p.out,
+        .m = static_cast<uint32_t>(p.m),
+        .n = static_cast<uint32_t>(p.n),
+    };
+    gemm::launch_dependent<Traits>(sm90::fp8_split_k_kernel<Traits>, grid, dim3(1, 1, splits),
+                                   stream, globals);
 }
 
 }  // namespace thunderkittens::fp8_gemm

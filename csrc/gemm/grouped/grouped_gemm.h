@@ -7,6 +7,7 @@
 // or before the last group's, are moved there. What belongs to no group is zero.
 #pragma once
 
+#include "csrc/common/fields.h"
 #include "csrc/gemm/dense/gemm.h"
 
 namespace thunderkittens::grouped_gemm {
@@ -40,17 +41,7 @@ struct Params {
     bool two_widths = false;
 };
 
-template <typename Visitor>
-void visit_fields(Problem& p, Visitor&& visit) {
-    visit("m", p.m);
-    visit("n", p.n);
-    visit("k", p.k);
-    visit("groups", p.groups);
-    visit("grouped", p.grouped);
-    visit("dtype", p.dtype);
-    visit("a_m_major", p.a_m_major);
-    visit("b_n_major", p.b_n_major);
-}
+TK_FIELDS(Problem, m, n, k, groups, grouped, dtype, a_m_major, b_n_major)
 
 template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {

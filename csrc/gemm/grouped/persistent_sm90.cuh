@@ -180,11 +180,27 @@ __device__ __forceinline__ void send_subtile(const typename Traits::Globals& g,
         deferred.at.col + DeferredStore::first_of(subtile, deferred.narrow));
 }
 
+// Multiplies a whole stage.
+template <class Traits, class Sums>
+__device__ __forceinline__ void multiply_stage(const typename Traits::Globals& g, Sums& d,
+                                               typename Traits::Stage& stage, int consumer,
+                                               bool accumulate, bool narrow) {
+    constexpr bool transpose_b = !Traits::config.b_n_major;
+    if constexpr (Traits::config.a_m_major) {
+        auto rows = stage.a.template subtile<BLOCK_K, Traits::consumer_rows>({0, consumer});
+        gemm::sm90::multiply<Traits, Traits::two_widths, true, transpose_b>(g, d, rows, stage.b,
+                                                                            accumulate, narrow);
+    } else {
+        auto rows = stage.a.template subtile<Traits::consumer_rows, BLOCK_K>({consumer, 0});
+        gemm::sm90::multiply<Traits, Traits::two_widths, false, transpose_b>(g, d, rows, stage.b,
+                                                                             accumulate, narrow);
+    }
+}
+
 template <class Traits>
 __device__ __forceinline__ void consume(const typename Traits::Globals& g,
                                         typename Traits::Shared& shared) {
     constexpr gemm::Config C = Traits::config;
-    constexpr bool transpose_b = !C.b_n_major;
     const int consumer = warpgroup::groupid();
     const auto release = [&](int stage) { gemm::sm90::release_stage(shared.empty[stage]); };
     Ring<C.stages> ring;
@@ -205,17 +221,7 @@ __device__ __forceinline__ void consume(const typename Traits::Globals& g,
             for (int k = 0; k < whole_steps; ++k, ring.advance()) {
                 auto& stage = shared.stages[ring.stage];
                 wait(shared.full[ring.stage], ring.phase);
-                if constexpr (Traits::config.a_m_major) {
-                    auto rows =
-                        stage.a.template subtile<BLOCK_K, Traits::consumer_rows>({0, consumer});
-                    gemm::sm90::multiply<Traits, Traits::two_widths, true, transpose_b>(
-                        g, d, rows, stage.b, k > 0, narrow);
-                } else {
-                    auto rows =
-                        stage.a.template subtile<Traits::consumer_rows, BLOCK_K>({consumer, 0});
-                    gemm::sm90::multiply<Traits, Traits::two_widths, false, transpose_b>(
-                        g, d, rows, stage.b, k > 0, narrow);
-                }
+                multiply_stage<Traits>(g, d, stage, consumer, k > 0, narrow);
                 if (deferred.any && (k & spread) == 0 && k >> spread < deferred.subtiles) {
                     send_subtile<Traits>(g, shared, deferred, k >> spread);
                 }

@@ -3,6 +3,7 @@
 #include <initializer_list>
 
 #include "csrc/common/check.h"
+#include "csrc/common/math.h"
 #include "csrc/common/registry.h"
 #include "csrc/gemm/mxfp8/mxfp8_gemm.h"
 
@@ -87,7 +88,6 @@ std::vector<KernelInfo> gemm_kernels() {
 // tile has a cluster at once.
 void schedule_swap_ab(int64_t tiles, int64_t stages, int64_t sm_count, Choice& choice,
                       std::initializer_list<int> divisions = {1, 2, 4, 8}, int most = 8) {
-    const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
     double least = 0;
     for (const int splits : divisions) {
         if (splits > most || splits > sm_count || splits > stages) break;
@@ -107,7 +107,6 @@ void schedule_swap_ab(int64_t tiles, int64_t stages, int64_t sm_count, Choice& c
 
 // Skinny m, dequantized in registers: all SMs have to read and to convert.
 void choose_dequant(const Problem& p, const DeviceProperties& device, Choice& choice) {
-    const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
     // Only the device knows the rows of groups.
     const int64_t rows = ceil_div(p.m, std::max<int64_t>(p.groups, 1));
     const DequantShape* shape = nullptr;
@@ -129,7 +128,6 @@ void choose_dequant(const Problem& p, const DeviceProperties& device, Choice& ch
 }
 // The same on the native fp8 tensor cores.
 void choose_native(const Problem& p, const DeviceProperties& device, Choice& choice) {
-    const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
     const int64_t sm_count = std::max(1, device.sm_count), columns = ceil_div(p.n, NATIVE_TILE);
     const auto tiles = [&] { return ceil_div(p.m, choice.native_shape.tokens) * columns; };
     for (const NativeShape& candidate : NATIVE_SHAPES) {

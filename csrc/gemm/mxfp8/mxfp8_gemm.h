@@ -18,6 +18,8 @@
 #include <iterator>
 #include <string>
 
+#include "csrc/common/fields.h"
+#include "csrc/common/math.h"
 #include "csrc/gemm/dense/gemm.h"
 #include "csrc/gemm/fp8/fp8_gemm.h"
 #include "csrc/gemm/fused_dequant/fused_dequant.h"
@@ -241,36 +243,10 @@ struct DequantizePassParams {
     int blocks = 0;  // of the grid
 };
 
-template <typename Visitor>
-void visit_fields(Problem& p, Visitor&& visit) {
-    visit("m", p.m);
-    visit("n", p.n);
-    visit("k", p.k);
-    visit("a_dtype", p.a_dtype);
-    visit("b_dtype", p.b_dtype);
-    visit("out_dtype", p.out_dtype);
-    visit("fused", p.fused);
-    visit("rescaled", p.rescaled);
-    visit("readable_a", p.readable_a);
-    visit("readable", p.readable);
-    visit("short_rows", p.short_rows);
-    visit("groups", p.groups);
-    visit("grouped", p.grouped);
-}
-template <typename Visitor>
-void visit_fields(PrepareProblem& p, Visitor&& visit) {
-    visit("rows", p.rows);
-    visit("columns", p.columns);
-    visit("batch", p.batch);
-    visit("data_dtype", p.data_dtype);
-}
-template <typename Visitor>
-void visit_fields(NativeShape& s, Visitor&& visit) {
-    visit("tokens", s.tokens);
-    visit("k_groups", s.k_groups);
-    visit("stage_k", s.stage_k);
-    visit("stages", s.stages);
-}
+TK_FIELDS(Problem, m, n, k, a_dtype, b_dtype, out_dtype, fused, rescaled, readable_a, readable,
+          short_rows, groups, grouped)
+TK_FIELDS(PrepareProblem, rows, columns, batch, data_dtype)
+TK_FIELDS(NativeShape, tokens, k_groups, stage_k, stages)
 template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
     visit("strategy", c.kernel);
@@ -284,16 +260,9 @@ void visit_fields(Choice& c, Visitor&& visit) {
           rescales ? c.product.schedule.raster_group : c.exact.schedule.raster_group);
     visit("blocks", rescales ? c.product.schedule.blocks : c.exact.schedule.blocks);
 }
-template <typename Visitor>
-void visit_fields(PrepareChoice& c, Visitor&& visit) {
-    visit("rows", c.rows);
-    visit("threads", c.threads);
-}
+TK_FIELDS(PrepareChoice, rows, threads)
 
-constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-constexpr int64_t mask_words(int64_t rows) {
-    return (rows + gemm::MASK_ROWS - 1) / gemm::MASK_ROWS;
-}
+constexpr int64_t mask_words(int64_t rows) { return ceil_div(rows, gemm::MASK_ROWS); }
 inline int rescale_blocks(const block_scaled::Matrix& m) {
     return static_cast<int>(mask_words(m.rows) * MASK_BYTES * m.batch);
 }

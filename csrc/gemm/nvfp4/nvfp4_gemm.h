@@ -16,6 +16,7 @@
 
 #include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
+#include "csrc/common/fields.h"
 
 namespace thunderkittens {
 struct KernelInfo;  // registry.h
@@ -100,26 +101,8 @@ struct Params {
     Schedule schedule;
 };
 
-template <typename Visitor>
-void visit_fields(Problem& p, Visitor&& visit) {
-    visit("m", p.m);
-    visit("n", p.n);
-    visit("k", p.k);
-    visit("groups", p.groups);
-    visit("dtype", p.dtype);
-    visit("out_dtype", p.out_dtype);
-    visit("grouped", p.grouped);
-}
-template <typename Visitor>
-void visit_fields(Config& c, Visitor&& visit) {
-    visit("tokens", c.tokens);
-    visit("row_groups", c.row_groups);
-    visit("k_groups", c.k_groups);
-    visit("pieces", c.pieces);
-    visit("stages", c.stages);
-    visit("split_k", c.split_k);
-    visit("dtype", c.dtype);
-}
+TK_FIELDS(Problem, m, n, k, groups, dtype, out_dtype, grouped)
+TK_FIELDS(Config, tokens, row_groups, k_groups, pieces, stages, split_k, dtype)
 template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
     visit("strategy", c.kernel);
@@ -307,17 +290,8 @@ struct Nvfp4Weight {
 struct Nvfp4Preparation {
     Nvfp4Pass pass = Nvfp4Pass::prepare;
 };
-template <typename Visitor>
-void visit_fields(Nvfp4Weight& p, Visitor&& visit) {
-    visit("n", p.n);
-    visit("k", p.k);
-    visit("groups", p.groups);
-    visit("restore", p.restore);
-}
-template <typename Visitor>
-void visit_fields(Nvfp4Preparation& c, Visitor&& visit) {
-    visit("pass", c.pass);
-}
+TK_FIELDS(Nvfp4Weight, n, k, groups, restore)
+TK_FIELDS(Nvfp4Preparation, pass)
 std::string unsupported(const Nvfp4Weight& weight, const DeviceProperties& device);
 Nvfp4Preparation choose(const Nvfp4Weight& weight, const DeviceProperties& device);
 std::string kernel_name(const Nvfp4Preparation& config);

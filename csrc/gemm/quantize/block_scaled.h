@@ -13,6 +13,7 @@
 
 #include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
+#include "csrc/common/fields.h"
 
 namespace thunderkittens {
 struct KernelInfo;  // registry.h
@@ -106,46 +107,12 @@ struct DequantizeParams {
     bool swizzle = true;
 };
 
-template <typename Visitor>
-void visit_fields(Mxfp8Problem& p, Visitor&& visit) {
-    visit("rows", p.rows);
-    visit("columns", p.columns);
-    visit("batch", p.batch);
-    visit("dtype", p.dtype);
-    visit("data_dtype", p.data_dtype);
-    visit("transpose", p.transpose);
-    visit("row_major", p.row_major);
-}
-template <typename Visitor>
-void visit_fields(Nvfp4Problem& p, Visitor&& visit) {
-    visit("rows", p.rows);
-    visit("columns", p.columns);
-    visit("batch", p.batch);
-    visit("dtype", p.dtype);
-    visit("square", p.square);
-    visit("stochastic", p.stochastic);
-}
-template <typename Visitor>
-void visit_fields(Mxfp8Quantize& c, Visitor&& visit) {
-    visit("dtype", c.dtype);
-    visit("data_dtype", c.data_dtype);
-    visit("down", c.down);
-}
-template <typename Visitor>
-void visit_fields(Mxfp8Dequantize& c, Visitor&& visit) {
-    visit("dtype", c.dtype);
-    visit("data_dtype", c.data_dtype);
-}
-template <typename Visitor>
-void visit_fields(Nvfp4Quantize& c, Visitor&& visit) {
-    visit("dtype", c.dtype);
-    visit("square", c.square);
-    visit("stochastic", c.stochastic);
-}
-template <typename Visitor>
-void visit_fields(Nvfp4Dequantize& c, Visitor&& visit) {
-    visit("dtype", c.dtype);
-}
+TK_FIELDS(Mxfp8Problem, rows, columns, batch, dtype, data_dtype, transpose, row_major)
+TK_FIELDS(Nvfp4Problem, rows, columns, batch, dtype, square, stochastic)
+TK_FIELDS(Mxfp8Quantize, dtype, data_dtype, down)
+TK_FIELDS(Mxfp8Dequantize, dtype, data_dtype)
+TK_FIELDS(Nvfp4Quantize, dtype, square, stochastic)
+TK_FIELDS(Nvfp4Dequantize, dtype)
 
 // Tiles of a batch of matrices; the kernels count them in 31 bits.
 constexpr int64_t tiles(int64_t rows, int64_t columns, int64_t batch) {

@@ -12,6 +12,7 @@
 
 #include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
+#include "csrc/common/fields.h"
 
 namespace thunderkittens {
 struct KernelInfo;  // registry.h
@@ -86,20 +87,8 @@ struct Params {
     int blocks = 0;  // of the grid, per matrix
 };
 
-template <typename Visitor>
-void visit_fields(Problem& p, Visitor&& visit) {
-    visit("m", p.m);
-    visit("k", p.k);
-    visit("dtype", p.dtype);
-    visit("out_dtype", p.out_dtype);
-    visit("granularity", p.granularity);
-    visit("given_scale", p.given_scale);
-    visit("transposed", p.transposed);
-}
-template <typename Visitor>
-void visit_fields(Config& c, Visitor&& visit) {
-    visit("dtype", c.dtype);
-}
+TK_FIELDS(Problem, m, k, dtype, out_dtype, granularity, given_scale, transposed)
+TK_FIELDS(Config, dtype)
 
 // Every pass that is compiled, by number, but for the transpose.
 constexpr DType DTYPES[] = {DType::bf16, DType::fp16, DType::fp32};

@@ -38,13 +38,7 @@ __device__ __forceinline__ void quantize_aligned_rows(const Params& p, BlockShar
     };
     float factor = 1.f;
     if constexpr (pass == Pass::given) {
-        const Scale scale = p.given != nullptr ? Scale(arch::load_global(p.given))
-                                               : Scale(p.out_dtype, arch::load_global(p.amax));
-        factor = scale.factor;
-        if (blockIdx.x == 0 && threadIdx.x == 0) {
-            arch::store_global(p.scales, scale.scale);
-            if (p.scales_t != nullptr) arch::store_global(p.scales_t, scale.scale);
-        }
+        factor = factor_of_matrix(p);
     } else if constexpr (pass == Pass::row) {
         Largest<T> largest;
         for (int begin = 0; begin < units; begin += chunk) {
@@ -92,13 +86,7 @@ __device__ __forceinline__ void quantize_any_rows(const Params& p, BlockShared& 
     const int first = static_cast<int>(threadIdx.x) % lanes;
     float factor = 1.f;
     if constexpr (pass == Pass::given) {
-        const Scale scale = p.given != nullptr ? Scale(arch::load_global(p.given))
-                                               : Scale(p.out_dtype, arch::load_global(p.amax));
-        factor = scale.factor;
-        if (blockIdx.x == 0 && threadIdx.x == 0) {
-            arch::store_global(p.scales, scale.scale);
-            if (p.scales_t != nullptr) arch::store_global(p.scales_t, scale.scale);
-        }
+        factor = factor_of_matrix(p);
     } else if constexpr (pass == Pass::row) {
         Largest<T> largest;
         for (int64_t i = first; i < units; i += lanes) {

@@ -161,6 +161,55 @@ __device__ __forceinline__ void find_lines(const Params& p) {
     if (threadIdx.x < GROUP && own < p.k) arch::reduce_max_global(p.amax_cols + own, total);
 }
 
+// The factors of a tile's rows, each of a group of 128 elements, and in shared memory, at
+// `of_cols`, those of its columns.
+template <class T>
+__device__ __forceinline__ void find_factors(const Params& p, TileShared& shared, const InTile& at,
+                                             const Unit<T> (&x)[UNITS], int64_t tile_row,
+                                             int64_t tile_col, uint32_t of_cols,
+                                             float (&factors)[UNITS]) {
+    const int thread = static_cast<int>(threadIdx.x);
+    const int64_t row = tile_row * GROUP + at.eight * UNITS;
+    ColumnMaxima<T> columns;
+    columns.add(x);
+    const uint32_t total = columns.of_block(shared, at);
+    if (thread < GROUP) {
+        const Scale scale(p.out_dtype, total);
+        const int64_t own = tile_col * GROUP + thread;
+        arch::store_shared(of_cols + 4 * thread, scale.factor);
+        if (own < p.k) {
+            arch::store_global(p.scales_t + (tile_row * p.scale_stride_t + own), scale.scale);
+        }
+    }
+    uint32_t most[UNITS];
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u) most[u] = magnitude(x[u]);
+    const GroupScales groups(p.out_dtype, most);
+    if (laneid() % 2 == 0 && row + groups.own < p.m) {
+        arch::store_global(p.scales + (tile_col * p.scale_stride + row + groups.own), groups.scale);
+    }
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u) factors[u] = groups.factors[u];
+}
+// The one factor of a tile.
+template <class T>
+__device__ __forceinline__ float find_factor(const Params& p, TileShared& shared,
+                                             const Unit<T> (&x)[UNITS], int64_t tile_row,
+                                             int64_t tile_col) {
+    Largest<T> most;
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u) most.add(x[u]);
+    auto& block = reinterpret_cast<BlockShared&>(shared.cols);
+    const Scale scale(p.out_dtype, largest_of_team(block, most.magnitude(), WARPS));
+    if (threadIdx.x == 0) {
+        arch::store_global(p.scales + (tile_row * p.scale_stride + tile_col), scale.scale);
+        if (p.out_t != nullptr) {
+            arch::store_global(p.scales_t + (tile_col * p.scale_stride_t + tile_row), scale.scale);
+        }
+    }
+    return scale.factor;
+}
+
 // A tile of 128 x 128 elements; `whole` are those that nothing is missing of, aligned.
 template <class T, Pass pass, class F, bool whole>
 __device__ __forceinline__ void quantize_tile_as(const Params& p) {
@@ -186,41 +235,9 @@ __device__ __forceinline__ void quantize_tile_as(const Params& p) {
     float factor = 1.f, factors[UNITS];
     bool one_factor = pass == Pass::tile_block;
     if constexpr (pass == Pass::tile_row_block) {
-        ColumnMaxima<T> columns;
-        columns.add(x);
-        const uint32_t total = columns.of_block(shared, at);
-        if (thread < GROUP) {
-            const Scale scale(p.out_dtype, total);
-            const int64_t own = tile_col * GROUP + thread;
-            arch::store_shared(of_cols + 4 * thread, scale.factor);
-            if (own < p.k) {
-                arch::store_global(p.scales_t + (tile_row * p.scale_stride_t + own), scale.scale);
-            }
-        }
-        uint32_t most[UNITS];
-#pragma unroll
-        for (int u = 0; u < UNITS; ++u) most[u] = magnitude(x[u]);
-        const GroupScales groups(p.out_dtype, most);
-        if (laneid() % 2 == 0 && row + groups.own < p.m) {
-            arch::store_global(p.scales + (tile_col * p.scale_stride + row + groups.own),
-                               groups.scale);
-        }
-#pragma unroll
-        for (int u = 0; u < UNITS; ++u) factors[u] = groups.factors[u];
+        find_factors(p, shared, at, x, tile_row, tile_col, of_cols, factors);
     } else if constexpr (pass == Pass::tile_block) {
-        Largest<T> most;
-#pragma unroll
-        for (int u = 0; u < UNITS; ++u) most.add(x[u]);
-        auto& block = reinterpret_cast<BlockShared&>(shared.cols);
-        const Scale scale(p.out_dtype, largest_of_team(block, most.magnitude(), WARPS));
-        factor = scale.factor;
-        if (thread == 0) {
-            arch::store_global(p.scales + (tile_row * p.scale_stride + tile_col), scale.scale);
-            if (p.out_t != nullptr) {
-                arch::store_global(p.scales_t + (tile_col * p.scale_stride_t + tile_row),
-                                   scale.scale);
-            }
-        }
+        factor = find_factor(p, shared, x, tile_row, tile_col);
     } else if (p.amax_cols == nullptr) {
         one_factor = true;
         const Scale scale = p.given != nullptr ? Scale(arch::load_global(p.given))

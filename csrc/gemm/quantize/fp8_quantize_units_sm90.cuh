@@ -124,6 +124,18 @@ struct Scale {
     __device__ __forceinline__ explicit Scale(float given) : scale(given), factor(1.f / given) {}
 };
 
+// The factor of all elements, from the given scale or the largest magnitude; the first thread
+// stores the scale.
+__device__ __forceinline__ float factor_of_matrix(const Params& p) {
+    const Scale scale = p.given != nullptr ? Scale(arch::load_global(p.given))
+                                           : Scale(p.out_dtype, arch::load_global(p.amax));
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+        arch::store_global(p.scales, scale.scale);
+        if (p.scales_t != nullptr) arch::store_global(p.scales_t, scale.scale);
+    }
+    return scale.factor;
+}
+
 // The largest magnitudes of eight groups that 16 lanes hold together, a unit of each per lane:
 // lanes 2 u and 2 u + 1 find that of group u, in bit-reversed order.
 struct GroupMaximum {

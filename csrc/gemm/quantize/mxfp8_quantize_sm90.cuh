@@ -69,6 +69,24 @@ __device__ __forceinline__ int place_in_transposed(int column, int row) {
     return column * TILE + ((row / 16) ^ (column / 8 % 8)) * 16 + row % 16;
 }
 
+// Stores the codes along columns, which are rows of the transposed tile.
+__device__ __forceinline__ void store_transposed(const Mxfp8Params& p, const Tile& tile,
+                                                 uint32_t transposed) {
+    const int chunk = static_cast<int>(threadIdx.x) % 8;
+    const int64_t first = tile.row + chunk * 16;
+#pragma unroll
+    for (int i = 0; i < TILE; i += THREADS / 8) {
+        const int row = static_cast<int>(threadIdx.x) / 8 + i;  // a column of x
+        const auto word =
+            arch::load_shared<uint4>(transposed + place_in_transposed(row, chunk * 16));
+        if (tile.column + row < p.x.columns && first < p.x.rows) {
+            auto* to = static_cast<uint8_t*>(p.down_data) +
+                       (tile.batch * p.x.columns + tile.column + row) * p.x.rows + first;
+            store_bytes(to, word, p.x.rows % 16 == 0, p.x.rows - first);
+        }
+    }
+}
+
 template <int INPUT, int DATA, bool DOWN>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<INPUT>)
     mxfp8_quantize_kernel(Mxfp8Params p) {
@@ -157,19 +175,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<INPUT>)
         const int64_t blocks = (p.x.rows + MX_BLOCK - 1) / MX_BLOCK;
         store_scales<1>(static_cast<uint8_t*>(p.down_scale), down_scales, p.swizzle, tile.batch,
                         p.x.columns, blocks, tile.column, tile.row / MX_BLOCK);
-        const int chunk = static_cast<int>(threadIdx.x) % 8;
-        const int64_t first = tile.row + chunk * 16;
-#pragma unroll
-        for (int i = 0; i < TILE; i += THREADS / 8) {
-            const int row = static_cast<int>(threadIdx.x) / 8 + i;  // a column of x
-            const auto word =
-                arch::load_shared<uint4>(transposed + place_in_transposed(row, chunk * 16));
-            if (tile.column + row < p.x.columns && first < p.x.rows) {
-                auto* to = static_cast<uint8_t*>(p.down_data) +
-                           (tile.batch * p.x.columns + tile.column + row) * p.x.rows + first;
-                store_bytes(to, word, p.x.rows % 16 == 0, p.x.rows - first);
-            }
-        }
+        store_transposed(p, tile, transposed);
     }
 }
 

@@ -95,26 +95,17 @@ __device__ __forceinline__ uint4 random_of_rows(const Tile& tile, const Place<16
         keys);
 }
 
-// Codes and scales of a tile, of which a thread has `chunks`. `random_of(i)` are the random words
-// of two rows; `factors` is a table in shared memory; `sixth` is a sixth of the matrix's factor.
-template <bool SQUARE, bool STOCHASTIC, class T, class Random>
-__device__ __forceinline__ void quantize_tile(const Nvfp4Params& p, const Tile& tile,
-                                              const Place<16>& place,
-                                              const Chunk<T> (&chunks)[CHUNK_ROWS],
-                                              Random random_of, uint32_t factors, float sixth) {
-    constexpr int LANES = 16;
-    const int64_t row = tile.row + place.row, column = tile.column + place.column;
-    const int rows = static_cast<int>(min(p.x.rows - row, int64_t{CHUNK_ROWS}));
-    const bool whole = tile.whole(p.x);
-
-    uint32_t block[CHUNK_ROWS];
+// The scales of the blocks that a thread's chunks lie in.
+template <bool SQUARE, class T>
+__device__ __forceinline__ void find_block_scales(const Chunk<T> (&chunks)[CHUNK_ROWS], float sixth,
+                                                  uint32_t (&block)[CHUNK_ROWS]) {
     if constexpr (SQUARE) {
         uint32_t word = largest_word(chunks[0]);
 #pragma unroll
         for (int i = 1; i < CHUNK_ROWS; ++i) word = larger<T>(word, largest_word(chunks[i]));
         word = largest_of<T>(word);
         word = max(word, arch::shuffle_xor(word, 1));
-        word = max(word, arch::shuffle_xor(word, LANES));
+        word = max(word, arch::shuffle_xor(word, 16));
         const uint32_t square = block_scale(magnitude_value<T>(word, 0), sixth);
 #pragma unroll
         for (int i = 0; i < CHUNK_ROWS; ++i) block[i] = square;
@@ -124,6 +115,21 @@ __device__ __forceinline__ void quantize_tile(const Nvfp4Params& p, const Tile& 
 #pragma unroll
         for (int i = 0; i < CHUNK_ROWS; ++i) block[i] = block_scale(largest[i], sixth);
     }
+}
+
+// Codes and scales of a tile, of which a thread has `chunks`. `random_of(i)` are the random words
+// of two rows; `factors` is a table in shared memory; `sixth` is a sixth of the matrix's factor.
+template <bool SQUARE, bool STOCHASTIC, class T, class Random>
+__device__ __forceinline__ void quantize_tile(const Nvfp4Params& p, const Tile& tile,
+                                              const Place<16>& place,
+                                              const Chunk<T> (&chunks)[CHUNK_ROWS],
+                                              Random random_of, uint32_t factors, float sixth) {
+    const int64_t row = tile.row + place.row, column = tile.column + place.column;
+    const int rows = static_cast<int>(min(p.x.rows - row, int64_t{CHUNK_ROWS}));
+    const bool whole = tile.whole(p.x);
+
+    uint32_t block[CHUNK_ROWS];
+    find_block_scales<SQUARE>(chunks, sixth, block);
     const uint32_t scales = arch::shared_address(&arch::static_shared<Nvfp4Shared>());
     // Consecutive rows of a thread lie 16 bytes apart in an atom.
     const uint32_t scale_at =

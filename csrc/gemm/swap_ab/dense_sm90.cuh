@@ -15,9 +15,8 @@
 #pragma once
 
 #include "csrc/gemm/common/activation_sm90.cuh"
-#include "csrc/gemm/common/raster.h"
-#include "csrc/gemm/common/reduce_cluster_sm90.cuh"
 #include "csrc/gemm/dense/gemm.h"
+#include "csrc/gemm/swap_ab/skeleton_sm90.cuh"
 
 namespace thunderkittens::gemm {
 namespace sm90 {
@@ -63,7 +62,7 @@ struct SwapAbTraits {
         uint32_t m, n, out_n;
         uint32_t tiles, clusters;
         Divisor m_tiles;
-        int k_blocks, splits;
+        int k_steps, splits;
     };
 
     static constexpr int threads = gemm::threads(C);
@@ -92,16 +91,6 @@ __device__ __forceinline__ void for_each_swap_ab_tile(const Globals& g, Work wor
     for (uint32_t i = blockIdx.x / g.splits; i < g.tiles; i += g.clusters) work(i);
 }
 
-// Split-K: the range of k of a block of the cluster.
-template <class Globals>
-__device__ __forceinline__ int2 range_of_k(const Globals& g, int rank) {
-    return {g.k_blocks * rank / g.splits, g.k_blocks * (rank + 1) / g.splits};
-}
-template <class Globals>
-__device__ __forceinline__ int rank_in_cluster(const Globals& g) {
-    return g.splits > 1 ? static_cast<int>(arch::cluster_rank()) : 0;
-}
-
 template <Config C, tma::CachePolicy policy>
 __device__ __forceinline__ void load_weights(const typename SwapAbTraits<C>::Globals& g,
                                              typename SwapAbTraits<C>::Stage& stage,
@@ -117,30 +106,27 @@ __device__ __forceinline__ void load_weights(const typename SwapAbTraits<C>::Glo
 template <Config C>
 __device__ __forceinline__ void produce_swap_ab(const typename SwapAbTraits<C>::Globals& g,
                                                 typename SwapAbTraits<C>::Shared& shared) {
-    using Traits = SwapAbTraits<C>;
-    const int2 range = range_of_k(g, rank_in_cluster(g));
+    const int2 range = swap_ab::range_of_k(g, swap_ab::rank_in_cluster(g));
     int slot = 0, phase = 1;
     for_each_swap_ab_tile(g, [&](uint32_t index) {
         const SwapAbTile<C> tile(g, index);
-        // Columns of tiles begin at different k, so that not all of them read the same lines of a
-        // at the same time. But where b's rows lie along n each block reads a little of all rows,
-        // and memory is fast where neighbouring columns are read together.
-        const uint32_t turn = !C.b_n_major ? tile.n_tile : C.fused ? tile.n_tile / 4 : 0;
-        int k = range.x + static_cast<int>(turn * 37 % uint32_t(range.y - range.x));
-        for (int step = range.x; step < range.y; ++step) {
+        // Where b's rows lie along n each block reads a little of all rows, and memory is fast
+        // where neighbouring columns are read together: tiles begin at the same k, or few at
+        // others.
+        swap_ab::RotatedK at(range, !C.b_n_major ? tile.n_tile : C.fused ? tile.n_tile / 4 : 0);
+        for (int step = range.x; step < range.y; ++step, at.advance()) {
             auto& stage = shared.stages[slot];
             semaphore& full = shared.full[slot];
             wait(shared.empty[slot], phase);
             tma::expect(full, stage);
-            const int at = k * C.block_k;
+            const int k = at.k * C.block_k;
             if (g.evict_first_b)
-                load_weights<C, tma::CachePolicy::evict_first>(g, stage, tile, at, full);
+                load_weights<C, tma::CachePolicy::evict_first>(g, stage, tile, k, full);
             else
-                load_weights<C, tma::CachePolicy::normal>(g, stage, tile, at, full);
+                load_weights<C, tma::CachePolicy::normal>(g, stage, tile, k, full);
             tma::load_async<2, tma::CachePolicy::evict_last>(
-                stage.a, g.a, elements(0, 0, static_cast<int>(tile.row), at), full);
+                stage.a, g.a, elements(0, 0, static_cast<int>(tile.row), k), full);
             if (++slot == C.stages) slot = 0, phase ^= 1;
-            if (++k == range.y) k = range.x;
         }
     });
 }
@@ -224,8 +210,7 @@ struct TransposedStore {
         for (int i = 0; i < Traits::products; ++i) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const uint32_t n =
-                    tile.part(g, i) + warpgroup::warpid() * 16 + laneid() / 4 + half * 8;
+                const uint32_t n = tile.part(g, i) + swap_ab::column_of_thread(half);
                 bias[i][half] =
                     from != nullptr && n < g.n ? convert<float>(arch::load_global(from + n)) : 0.f;
             }
@@ -296,11 +281,8 @@ __device__ __forceinline__ void consume_swap_ab(const typename SwapAbTraits<C>::
                                                 typename SwapAbTraits<C>::Shared& shared) {
     using Traits = SwapAbTraits<C>;
     constexpr int SUMS = 2;  // named barrier of the consumer
-    const int rank = rank_in_cluster(g);
-    const int2 range = range_of_k(g, rank);
-    const auto release = [&](int stage) {
-        if (warpgroup::laneid() == 0) arrive(shared.empty[stage]);
-    };
+    const int rank = swap_ab::rank_in_cluster(g);
+    const int2 range = swap_ab::range_of_k(g, rank);
     ClusterReduce<Traits::pitch> sums{shared.sums.address(), g.splits, SUMS, shared.summed,
                                       shared.read};
     int slot = 0, phase = 0;
@@ -318,25 +300,21 @@ __device__ __forceinline__ void consume_swap_ab(const typename SwapAbTraits<C>::
                 warpgroup::product<C.b_n_major, true>(d[i], stage.b[i], stage.a, k > range.x);
             }
             warpgroup::mma_async_wait<Traits::products>();
-            if (k > range.x) release(previous);
+            if (k > range.x) release_stage(shared.empty[previous]);
             previous = slot;
             if (++slot == C.stages) slot = 0, phase ^= 1;
         }
 #pragma unroll
         for (int i = 0; i < Traits::products; ++i) warpgroup::mma_async_wait(d[i]);
-        release(previous);
+        release_stage(shared.empty[previous]);
 
         if (g.store_by_tma) return transposed.store(g, shared, d, tile, SUMS);
         sums.begin();
 #pragma unroll
         for (int i = 0; i < Traits::products; ++i) sums.store(d[i], i * 64);
         sums.sync_cluster();
-        if (g.out_dtype == DType::bf16)
-            swap_ab_epilogue<C, bf16>(g, sums, tile, rank);
-        else if (g.out_dtype == DType::fp16)
-            swap_ab_epilogue<C, half>(g, sums, tile, rank);
-        else
-            swap_ab_epilogue<C, float>(g, sums, tile, rank);
+        with_type(g.out, g.out_dtype,
+                  [&]<class O>(O*) { swap_ab_epilogue<C, O>(g, sums, tile, rank); });
         sums.end();
     });
     if (g.store_by_tma && warpgroup::laneid() == 0) tma::store_async_read_wait();
@@ -387,39 +365,28 @@ __global__ __launch_bounds__(Traits::threads, 1) void swap_ab_kernel(const __gri
 template <Config C>
 void launch_swap_ab(const Params& p, Stream stream) {
     using Traits = sm90::SwapAbTraits<C>;
-    using namespace kittens;
-    const auto matrix = [&]<class GL>(const void* data, int64_t rows, int64_t cols,
-                                      int64_t stride) {
-        return GL(static_cast<typename GL::T*>(const_cast<void*>(data)), nullptr, nullptr, rows,
-                  cols, gl_strides{0, 0, stride});
-    };
+    using Globals = typename Traits::Globals;
     const Epilogue& e = p.epilogue;
     const int64_t out_n = e.gate == Gate::none ? p.n : p.n / 2;
     const int64_t covered = e.gate == Gate::blocked ? 64 : C.block_n;
     const int64_t columns = e.gate == Gate::blocked ? out_n : p.n;
-    const auto m_tiles = static_cast<uint32_t>((p.m + C.block_m - 1) / C.block_m);
+    const auto m_tiles = static_cast<uint32_t>(ceil_div(p.m, C.block_m));
     const auto aligned = [&](const void* data, int64_t stride) {
-        const int64_t bytes = 4 * size_in_bytes(p.out_dtype);
-        return reinterpret_cast<uintptr_t>(data) % bytes == 0 && stride % 4 == 0;
+        return data == nullptr || is_vec4_aligned(data, stride, p.out_dtype);
     };
     const bool vec4_aligned = aligned(p.out, p.out_stride) &&
-                              aligned(e.residual, e.residual ? e.residual_stride : 0) &&
-                              aligned(e.aux, e.aux ? p.n / (1 + (e.gate == Gate::blocked)) : 0);
+                              aligned(e.residual, e.residual_stride) &&
+                              aligned(e.aux, p.n / (1 + (e.gate == Gate::blocked)));
     const int64_t words = size_in_bytes(p.out_dtype) / 2;
     const bool store_by_tma = words == 1 && p.schedule.splits == 1 && !e.residual && !e.aux &&
                               e.gate != Gate::interleaved && p.out_stride % 8 == 0 &&
                               out_n % 8 == 0 && reinterpret_cast<uintptr_t>(p.out) % 16 == 0;
-    // Where TMA does not store, the map is a stand-in that nobody uses.
-    const auto out_map = matrix.template operator()<decltype(Traits::Globals::out_map)>(
-        store_by_tma ? p.out : p.a, store_by_tma ? p.m : 1, store_by_tma ? out_n : 64,
-        store_by_tma ? p.out_stride : 64);
-    const typename Traits::Globals globals {
-        .a = matrix.template operator()<decltype(Traits::Globals::a)>(p.a, p.m, p.k, p.a_stride),
-        .b = C.b_n_major ? matrix.template operator()<decltype(Traits::Globals::b)>(p.b, p.k, p.n,
-                                                                                    p.b_stride)
-                         : matrix.template operator()<decltype(Traits::Globals::b)>(p.b, p.n, p.k,
-                                                                                    p.b_stride),
-        .out_map = out_map,
+    const Globals globals{
+        .a = matrix_of<decltype(Globals::a)>(p.a, p.m, p.k, p.a_stride),
+        .b = matrix_of<decltype(Globals::b)>(p.b, C.b_n_major ? p.k : p.n, C.b_n_major ? p.n : p.k,
+                                             p.b_stride),
+        .out_map = output_of<decltype(Globals::out_map)>(store_by_tma, p.out, p.m, out_n,
+                                                         p.out_stride, p.a),
         .out = p.out,
         .out_stride = p.out_stride,
         .out_dtype = p.out_dtype,
@@ -430,15 +397,14 @@ void launch_swap_ab(const Params& p, Stream stream) {
         .m = static_cast<uint32_t>(p.m),
         .n = static_cast<uint32_t>(p.n),
         .out_n = static_cast<uint32_t>(out_n),
-        .tiles = m_tiles * static_cast<uint32_t>((columns + covered - 1) / covered),
+        .tiles = m_tiles * static_cast<uint32_t>(ceil_div(columns, covered)),
         .clusters = static_cast<uint32_t>(p.schedule.blocks / p.schedule.splits),
         .m_tiles = Divisor(m_tiles),
-        .k_blocks = static_cast<int>((p.k + C.block_k - 1) / C.block_k),
+        .k_steps = static_cast<int>(ceil_div(p.k, C.block_k)),
         .splits = p.schedule.splits,
     };
-    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::swap_ab_kernel<Traits>,
-                    dim3(p.schedule.blocks), dim3(Traits::threads), dim3(p.schedule.splits),
-                    sizeof(typename Traits::Shared), stream, globals);
+    launch_dependent<Traits>(sm90::swap_ab_kernel<Traits>, dim3(p.schedule.blocks),
+                             dim3(p.schedule.splits), stream, globals);
 }
 
 }  // namespace thunderkittens::gemm

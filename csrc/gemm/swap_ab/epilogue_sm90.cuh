@@ -187,19 +187,13 @@ struct TileEpilogue {
                     gemm::sm90::activate(g.activation, x[i]);
                 }
             }
-            const auto store = [&](auto* out) {
+            gemm::sm90::with_type(g.out, g.out_dtype, [&](auto* out) {
 #pragma unroll
                 for (int i = 0; i < AT_A_TIME; ++i) {
                     if (row + i * step >= end) continue;
-                    store_four(out + at + i * apart, x[i], g.vec4_aligned, count);
+                    gemm::sm90::store_four(out + at + i * apart, x[i], g.vec4_aligned, count);
                 }
-            };
-            if (g.out_dtype == DType::bf16)
-                store(static_cast<bf16*>(g.out));
-            else if (g.out_dtype == DType::fp16)
-                store(static_cast<half*>(g.out));
-            else
-                store(static_cast<float*>(g.out));
+            });
             from += AT_A_TIME * step * Traits::pitch * 4;
             at += AT_A_TIME * apart;
         }
@@ -231,9 +225,7 @@ struct StreamKPartials {
         float4* to = place(g, blockIdx.x);
 #pragma unroll
         for (int i = 0; i < VEC4S; ++i) {
-            const auto& data = d.tiles[0][i / 2].data;
-            const float2 low = data[i % 2 * 2], high = data[i % 2 * 2 + 1];
-            arch::store_global(to + i * THREADS, make_float4(low.x, low.y, high.x, high.y));
+            arch::store_global(to + i * THREADS, gemm::sm90::vec4_of(d, i));
         }
         arch::sync_warp();
         if (laneid() == 0) arch::store_release_global(flag(g, blockIdx.x), g.epoch);
@@ -259,10 +251,7 @@ struct StreamKPartials {
             const float4* partials = place(g, block);
 #pragma unroll
             for (int i = 0; i < VEC4S; ++i) {
-                const auto more = arch::load_global(partials + i * THREADS);
-                auto& data = d.tiles[0][i / 2].data;
-                float2 &low = data[i % 2 * 2], &high = data[i % 2 * 2 + 1];
-                low.x += more.x, low.y += more.y, high.x += more.z, high.y += more.w;
+                gemm::sm90::add_vec4(d, i, arch::load_global(partials + i * THREADS));
             }
         } while (x > begin);
     }

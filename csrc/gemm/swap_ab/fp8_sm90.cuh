@@ -13,8 +13,8 @@
 #pragma once
 
 #include "csrc/gemm/common/activation_sm90.cuh"
-#include "csrc/gemm/common/reduce_cluster_sm90.cuh"
 #include "csrc/gemm/fp8/types_sm90.cuh"
+#include "csrc/gemm/swap_ab/skeleton_sm90.cuh"
 
 namespace thunderkittens::fp8_gemm {
 namespace sm90 {
@@ -69,29 +69,7 @@ struct SwapAbTraits {
 };
 
 template <Config C>
-struct SwapAbTile {
-    uint32_t row, col;
-    int first, begin, end;  // the steps of k: the first of them, their range
-
-    template <class Globals>
-    __device__ __forceinline__ SwapAbTile(const Globals& g, uint32_t index, int rank) {
-        const uint32_t n_tile = g.m_tiles.divide(index);
-        row = (index - n_tile * g.m_tiles.value) * C.block_m;
-        col = n_tile * C.block_n;
-        begin = g.k_steps * rank / g.splits, end = g.k_steps * (rank + 1) / g.splits;
-        // Tiles begin at different k, so that not all blocks read the same lines of a at the same
-        // time.
-        first = begin + static_cast<int>(index * 37 % uint32_t(end - begin));
-    }
-    __device__ __forceinline__ int after(int k) const { return k + 1 == end ? begin : k + 1; }
-};
-
-template <Config C, class Globals, class Work>
-__device__ __forceinline__ void for_each_swap_ab_tile(const Globals& g, int rank, Work work) {
-    for (uint32_t i = blockIdx.x / g.splits; i < g.tiles; i += g.clusters) {
-        work(SwapAbTile<C>(g, i, rank));
-    }
-}
+using SwapAbTile = swap_ab::Tile<C.block_m, C.block_n>;
 
 template <Config C>
 __device__ __forceinline__ void load_stage(const typename SwapAbTraits<C>::Globals& g,
@@ -100,47 +78,9 @@ __device__ __forceinline__ void load_stage(const typename SwapAbTraits<C>::Globa
     auto& stage = shared.stages[which];
     semaphore& full = shared.full[which];
     tma::expect(full, stage);
-    const auto weights = elements(0, 0, static_cast<int>(tile.col), k * C.block_k);
-    if (g.m_tiles.value == 1)
-        tma::load_async<2, tma::CachePolicy::evict_first>(stage.b, g.b, weights, full);
-    else  // the other tiles of the same columns find it in the L2 cache
-        tma::load_async<2>(stage.b, g.b, weights, full);
+    swap_ab::load_weight(g, stage.b, g.b, static_cast<int>(tile.col), k * C.block_k, full);
     tma::load_async<2, tma::CachePolicy::evict_last>(
         stage.a, g.a, elements(0, 0, static_cast<int>(tile.row), k * C.block_k), full);
-}
-
-// Loads the first stages, by instructions that lie close to the kernel's first: those of
-// produce_swap_ab come from memory when it begins. Blocks of a cluster are slower for it, and do
-// without.
-template <Config C>
-__device__ __forceinline__ void begin_swap_ab(const typename SwapAbTraits<C>::Globals& g,
-                                              typename SwapAbTraits<C>::Shared& shared) {
-    if (blockIdx.x >= g.tiles) return;
-    const SwapAbTile<C> tile(g, blockIdx.x, 0);
-    const int count = min(C.stages, tile.end - tile.begin);
-    int k = tile.first;
-#pragma unroll 1
-    for (int i = 0; i < count; ++i, k = tile.after(k)) load_stage<C>(g, shared, i, tile, k);
-}
-
-template <Config C>
-__device__ __forceinline__ void produce_swap_ab(const typename SwapAbTraits<C>::Globals& g,
-                                                typename SwapAbTraits<C>::Shared& shared,
-                                                int rank) {
-    Ring<C.stages> ring;
-    int begun = -1;  // stages that begin_swap_ab has filled; not known before the first tile
-    for_each_swap_ab_tile<C>(g, rank, [&](const SwapAbTile<C> tile) {
-        if (begun < 0) begun = g.splits == 1 ? min(C.stages, tile.end - tile.begin) : 0;
-        int k = tile.first;
-        for (int step = tile.begin; step < tile.end; ++step, ring.advance(), k = tile.after(k)) {
-            if (begun > 0) {
-                --begun;
-                continue;
-            }
-            wait(shared.empty[ring.stage], ring.phase ^ 1);
-            load_stage<C>(g, shared, ring.stage, tile, k);
-        }
-    });
 }
 
 // The producer of block-wise scales: a second warp copies those of a stage from wherever they lie,
@@ -152,9 +92,10 @@ __device__ __forceinline__ void produce_scales_swap_ab(const typename SwapAbTrai
                                                        int rank) {
     using Traits = SwapAbTraits<C>;
     Ring<C.stages> ring;
-    for_each_swap_ab_tile<C>(g, rank, [&](const SwapAbTile<C> tile) {
-        int k = tile.first;
-        for (int step = tile.begin; step < tile.end; ++step, ring.advance(), k = tile.after(k)) {
+    swap_ab::for_each_tile<SwapAbTile<C>>(g, rank, [&](const SwapAbTile<C> tile) {
+        const swap_ab::RotatedK& ks = tile.ks;
+        int k = ks.k;
+        for (int step = ks.begin; step < ks.end; ++step, ring.advance(), k = ks.after(k)) {
             const uint32_t to = shared.scales[ring.stage].address();
             wait(shared.empty[ring.stage], ring.phase ^ 1);
             const auto copy = [&](const Scales& from, uint32_t at, int product, uint32_t first,
@@ -194,7 +135,7 @@ __device__ __forceinline__ void promote(const typename SwapAbTraits<C>::Globals&
         const uint32_t columns = scales + Traits::products * C.block_m * 4;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int n = warpgroup::warpid() * 16 + laneid() / 4 + i * 8;
+            const int n = static_cast<int>(swap_ab::column_of_thread(i));
             column[i] =
                 arch::load_shared<float>(columns + (g.is_1d1d ? which * C.block_n + n : which) * 4);
         }
@@ -277,7 +218,7 @@ struct TransposedStore {
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const uint32_t n = tile.col + warpgroup::warpid() * 16 + laneid() / 4 + i * 8;
+            const uint32_t n = tile.col + swap_ab::column_of_thread(i);
             column[i] = !g.blockwise && n < g.n
                             ? arch::load_global(g.scale_b.data + int64_t(n) * g.scale_b.outer)
                             : 1.f;
@@ -291,22 +232,12 @@ struct TransposedStore {
         auto& buffer = reinterpret_cast<typename Traits::out_tile&>(shared.sums);
         if (warpgroup::laneid() == 0) tma::store_async_read_wait();
         warpgroup::sync(barrier);
-        rt_bf<C.block_m, 16, col_l> out;
-#pragma unroll
-        for (int j = 0; j < C.block_m / 16; ++j) {
-#pragma unroll
-            for (int r = 0; r < 4; ++r) {
-                const float2 pair = d.tiles[0][j].data[r];
-                const int i = 4 * j + r / 2 * 2;
-                const float low = pair.x * (row[i] * column[r % 2]) + bias[r % 2];
-                const float high = pair.y * (row[i + 1] * column[r % 2]) + bias[r % 2];
-                out.tiles[j][0].data[r] = g.out_dtype == DType::bf16
-                                              ? arch::pack_bf16(low, high)
-                                              : arch::bit_cast<bf16_2>(arch::pack_half(low, high));
-            }
-        }
-        auto columns = buffer.template subtile<C.block_m, 16>({0, warpgroup::warpid()});
-        kittens::warp::store(columns, out);
+        swap_ab::store_transposed<C.block_m>(buffer, g.out_dtype, [&](int j, int r) {
+            const float2 pair = d.tiles[0][j].data[r];
+            const int i = 4 * j + r / 2 * 2;
+            return make_float2(pair.x * (row[i] * column[r % 2]) + bias[r % 2],
+                               pair.y * (row[i + 1] * column[r % 2]) + bias[r % 2]);
+        });
         arch::fence_async_shared();
         warpgroup::sync(barrier);
         if (warpgroup::laneid() == 0) {
@@ -328,10 +259,10 @@ __device__ __forceinline__ void consume_swap_ab(const typename SwapAbTraits<C>::
                                                     shared.summed, shared.read};
     rt_fl<16, C.block_m> sums, products[Traits::products];
     TransposedStore<C> transposed;
-    for_each_swap_ab_tile<C>(g, rank, [&](const SwapAbTile<C> tile) {
+    swap_ab::for_each_tile<SwapAbTile<C>>(g, rank, [&](const SwapAbTile<C> tile) {
         kittens::warp::zero(sums);
         if (g.store_by_tma) transposed.fetch(g, tile);
-        for (int step = tile.begin; step < tile.end; ++step, ring.advance()) {
+        for (int step = tile.ks.begin; step < tile.ks.end; ++step, ring.advance()) {
             auto& stage = shared.stages[ring.stage];
             wait(shared.full[ring.stage], ring.phase);
 #pragma unroll
@@ -365,12 +296,8 @@ __device__ __forceinline__ void consume_swap_ab(const typename SwapAbTraits<C>::
         reduce.begin();
         reduce.store(sums, 0);
         reduce.sync_cluster();
-        if (g.out_dtype == DType::bf16)
-            swap_ab_epilogue<C, bf16>(g, reduce, tile, rank);
-        else if (g.out_dtype == DType::fp16)
-            swap_ab_epilogue<C, half>(g, reduce, tile, rank);
-        else
-            swap_ab_epilogue<C, float>(g, reduce, tile, rank);
+        gemm::sm90::with_type(g.out, g.out_dtype,
+                              [&]<class O>(O*) { swap_ab_epilogue<C, O>(g, reduce, tile, rank); });
         reduce.end();
     });
     if (g.store_by_tma && warpgroup::laneid() == 0) tma::store_async_read_wait();
@@ -384,7 +311,11 @@ __global__ __launch_bounds__(Traits::threads,
     shared_allocator allocator(shared_memory());
     auto& shared = allocator.template allocate<typename Traits::Shared>();
     const bool produces = warpgroup::groupid() == 1;
-    const int rank = g.splits > 1 ? static_cast<int>(arch::cluster_rank()) : 0;
+    const int rank = swap_ab::rank_in_cluster(g);
+    using Tile = SwapAbTile<C>;
+    const auto load = [&](int stage, const Tile& tile, int k) {
+        load_stage<Traits::config>(g, shared, stage, tile, k);
+    };
     if (produces) {
         if (warpgroup::warpid() == 0 && arch::elect_one()) {
             tma::prefetch_map<typename Traits::weights>(g.b);
@@ -398,7 +329,7 @@ __global__ __launch_bounds__(Traits::threads,
             arch::mbarrier_init_fence();
             if (g.splits == 1) {
                 arch::wait_for_dependencies();
-                begin_swap_ab<C>(g, shared);
+                swap_ab::load_first_stages<C.stages, Tile>(g, load);
             }
         }
         arch::sync_warp();
@@ -417,7 +348,7 @@ __global__ __launch_bounds__(Traits::threads,
         if (warpgroup::warpid() == 1) {
             if (g.blockwise) produce_scales_swap_ab<C>(g, shared, rank);
         } else if (arch::elect_one()) {
-            produce_swap_ab<C>(g, shared, rank);
+            swap_ab::load_stages<C.stages, Tile>(g, shared.empty, rank, load);
         }
         arch::sync_warp();
         if (g.splits > 1) cluster::wait();
@@ -434,27 +365,20 @@ __global__ __launch_bounds__(Traits::threads,
 template <Config C>
 void launch_swap_ab(const Params& p, Stream stream) {
     using Traits = sm90::SwapAbTraits<C>;
-    using namespace kittens;
-    const auto matrix = [&]<class GL>(const void* data, int64_t rows, int64_t cols,
-                                      int64_t stride) {
-        return GL(static_cast<typename GL::T*>(const_cast<void*>(data)), nullptr, nullptr, rows,
-                  cols, gl_strides{0, 0, stride});
-    };
-    const auto tiles = [](int64_t size, int64_t tile) { return (size + tile - 1) / tile; };
+    using Globals = typename Traits::Globals;
     const int64_t bytes = size_in_bytes(p.out_dtype);
-    const auto m_tiles = static_cast<uint32_t>(tiles(p.m, C.block_m));
-    const auto all_tiles = m_tiles * static_cast<uint32_t>(tiles(p.n, C.block_n));
+    const auto m_tiles = static_cast<uint32_t>(ceil_div(p.m, C.block_m));
+    const auto all_tiles = m_tiles * static_cast<uint32_t>(ceil_div(p.n, C.block_n));
     const auto clusters = static_cast<uint32_t>(p.schedule.blocks / p.schedule.splits);
     // The gather works for one tile per cluster.
     const bool sent = all_tiles <= clusters && p.schedule.splits <= senders(C) + 1;
     const bool store_by_tma =
         bytes == 2 && (p.schedule.splits == 1 || sent) && p.activation == 0 && p.n % 8 == 0;
-    const typename Traits::Globals globals {
-        .a = matrix.template operator()<decltype(Traits::Globals::a)>(p.a, p.m, p.k, p.a_stride),
-        .b = matrix.template operator()<decltype(Traits::Globals::b)>(p.b, p.n, p.k, p.b_stride),
-        // Where TMA does not store, the map is a stand-in that nobody uses.
-        .out_map = matrix.template operator()<decltype(Traits::Globals::out_map)>(
-            p.out, store_by_tma ? p.m : 1, store_by_tma ? p.n : 64, store_by_tma ? p.n : 64),
+    const Globals globals{
+        .a = gemm::matrix_of<decltype(Globals::a)>(p.a, p.m, p.k, p.a_stride),
+        .b = gemm::matrix_of<decltype(Globals::b)>(p.b, p.n, p.k, p.b_stride),
+        .out_map =
+            gemm::output_of<decltype(Globals::out_map)>(store_by_tma, p.out, p.m, p.n, p.n, p.out),
         .out = p.out,
         .scale_a = p.scale_a,
         .scale_b = p.scale_b,
@@ -471,13 +395,12 @@ void launch_swap_ab(const Params& p, Stream stream) {
         .tiles = all_tiles,
         .clusters = clusters,
         .m_tiles = gemm::Divisor(m_tiles),
-        .k_blocks = static_cast<int>(tiles(p.k, BLOCK_K)),
-        .k_steps = static_cast<int>(tiles(p.k, C.block_k)),
+        .k_blocks = static_cast<int>(ceil_div(p.k, BLOCK_K)),
+        .k_steps = static_cast<int>(ceil_div(p.k, C.block_k)),
         .splits = p.schedule.splits,
     };
-    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::fp8_swap_ab_kernel<Traits>,
-                    dim3(p.schedule.blocks), dim3(Traits::threads), dim3(p.schedule.splits),
-                    sizeof(typename Traits::Shared), stream, globals);
+    gemm::launch_dependent<Traits>(sm90::fp8_swap_ab_kernel<Traits>, dim3(p.schedule.blocks),
+                                   dim3(p.schedule.splits), stream, globals);
 }
 
 }  // namespace thunderkittens::fp8_gemm

@@ -19,7 +19,7 @@ namespace thunderkittens::mxfp8_gemm {
 namespace sm90 {
 
 using namespace kittens;
-using nvfp4_gemm::sm90::range_of_k;
+using swap_ab::RotatedK;
 
 template <DequantConfig F>
 struct DequantTraits {
@@ -83,18 +83,6 @@ struct DequantTraits {
     };
 };
 
-// The walk over the k of the stages, the same for the warp that loads and the consumers.
-struct Walk {
-    int k, begin, end;
-    __device__ __forceinline__ Walk(const int2 range, uint32_t row_tile)
-        : k(range.x + static_cast<int>(row_tile * 37u % uint32_t(range.y - range.x))),
-          begin(range.x),
-          end(range.y) {}
-    __device__ __forceinline__ void advance() {
-        if (++k == end) k = begin;
-    }
-};
-
 // Loads the weight's half of a stage, and announces the bytes of both; a's is still to come.
 template <class Traits>
 __device__ __forceinline__ void load_weight(const typename Traits::Globals& g,
@@ -120,18 +108,16 @@ template <class Traits>
 __device__ __forceinline__ void produce_dequant(const typename Traits::Globals& g,
                                                 typename Traits::Shared& shared) {
     constexpr auto C = Traits::config;
-    const int2 range = range_of_k(g);
+    const int2 range = swap_ab::range_of_k(g);
     int slot = 0, phase = 1;
     int early = -1;  // stages whose weights are on their way; not known before the first tile
     nvfp4_gemm::sm90::for_each_tile<Traits>(g, [&](const nvfp4_gemm::sm90::Tile& tile) {
         if (tile.group >= g.groups) return;
-        // Blocks begin at different k, so that not all of them read the same lines of a at the same
-        // time.
-        Walk walk(range, tile.row_tile);
+        RotatedK walk(range, tile.row_tile);
         if (early < 0) {
             // The first weights need not wait for the pass over a: they were there before it began.
             early = min(C.stages, range.y - range.x);
-            Walk ahead = walk;
+            RotatedK ahead = walk;
             for (int i = 0; i < early; ++i, ahead.advance())
                 load_weight<Traits>(g, shared, i, ahead.k, tile);
             arch::wait_for_dependencies();
@@ -195,7 +181,7 @@ struct DequantMainloop {
         // The row in the atom of scales, of which this tile's rows may be the upper half.
         const int in_atom = static_cast<int>(tile.row_tile) * Traits::block_rows % 128 + row;
         const int scale_at = block_scaled::sm90::place_in_atom(in_atom, quad);
-        Walk walk(range, tile.row_tile);
+        RotatedK walk(range, tile.row_tile);
         int previous = 0;
 #pragma unroll 1
         for (int step = range.x; step < range.y; ++step, walk.advance()) {
@@ -237,7 +223,7 @@ template <class Traits>
 __device__ __forceinline__ void consume_dequant(const typename Traits::Globals& g,
                                                 typename Traits::Shared& shared) {
     constexpr auto C = Traits::config;
-    const int2 range = range_of_k(g);
+    const int2 range = swap_ab::range_of_k(g);
     const int row_group = warpgroup::groupid() % C.row_groups,
               k_group = warpgroup::groupid() / C.row_groups;
     DequantMainloop<Traits> loop;
@@ -286,16 +272,12 @@ __global__ __launch_bounds__(Traits::threads,
 template <DequantConfig F>
 void launch_dequant(const DequantParams& p, Stream stream) {
     using Traits = sm90::DequantTraits<F>;
-    using A = decltype(Traits::Globals::a);
-    using B = decltype(Traits::Globals::weight);
-    const auto ceil_div = [](int64_t x, int64_t y) { return (x + y - 1) / y; };
-    const int64_t quad = 4 * size_in_bytes(p.out_dtype);
-    const bool vec4_aligned = reinterpret_cast<uintptr_t>(p.out) % quad == 0 && p.n % 4 == 0;
-    const typename Traits::Globals globals{
-        .a = A(static_cast<typename A::T*>(const_cast<void*>(p.a)), nullptr, nullptr, p.m,
-               round_up(p.k, CHUNK_K), kittens::gl_strides{0, 0, round_up(p.k, CHUNK_K)}),
-        .weight = B(static_cast<typename B::T*>(const_cast<void*>(p.weight)), p.groups, nullptr,
-                    p.n, p.k, kittens::gl_strides{p.group_stride, 0, p.weight_stride}),
+    using Globals = typename Traits::Globals;
+    const Globals globals{
+        .a = gemm::matrix_of<decltype(Globals::a)>(p.a, p.m, round_up(p.k, CHUNK_K),
+                                                   round_up(p.k, CHUNK_K)),
+        .weight = gemm::matrix_of<decltype(Globals::weight)>(p.weight, p.n, p.k, p.weight_stride,
+                                                             p.groups, p.group_stride),
         .scales = static_cast<const uint8_t*>(p.scales),
         .scale = p.scale,
         .bias = p.bias,
@@ -303,7 +285,7 @@ void launch_dequant(const DequantParams& p, Stream stream) {
         .out = p.out,
         .out_dtype = p.out_dtype,
         .activation = static_cast<gemm::Activation>(p.activation),
-        .vec4_aligned = vec4_aligned,
+        .vec4_aligned = gemm::is_vec4_aligned(p.out, p.n, p.out_dtype),
         .m = static_cast<uint32_t>(p.m),
         .n = static_cast<uint32_t>(p.n),
         .groups = static_cast<uint32_t>(p.groups),
@@ -314,9 +296,8 @@ void launch_dequant(const DequantParams& p, Stream stream) {
         .k_steps = static_cast<int>(ceil_div(p.k, CHUNK_K * Traits::k_groups)),
         .splits = p.schedule.splits,
     };
-    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::mxfp8_dequant_kernel<Traits>,
-                    dim3(p.schedule.blocks), dim3(Traits::threads), dim3(p.schedule.splits),
-                    sizeof(typename Traits::Shared), stream, globals);
+    gemm::launch_dependent<Traits>(sm90::mxfp8_dequant_kernel<Traits>, dim3(p.schedule.blocks),
+                                   dim3(p.schedule.splits), stream, globals);
 }
 
 }  // namespace thunderkittens::mxfp8_gemm

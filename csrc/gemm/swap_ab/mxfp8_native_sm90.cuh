@@ -38,52 +38,15 @@ __device__ __forceinline__ void load_stage(const typename Traits::Globals& g,
     const int first = k * Traits::atoms;
     const int bytes = min(Traits::atoms, g.k_chunks - first) * ATOM;
     tma::expect_bytes(full, sizeof(typename Traits::Stage) + 2 * bytes);
-    const auto weight = elements(0, 0, tile.row, k * Traits::shape.stage_k);
-    if (g.m_tiles.value == 1)
-        tma::load_async<2, tma::CachePolicy::evict_first>(stage.weight, g.weight, weight, full);
-    else  // the other tiles of the same rows find it in the L2 cache
-        tma::load_async<2>(stage.weight, g.weight, weight, full);
+    swap_ab::load_weight(g, stage.weight, g.weight, tile.col, k * Traits::shape.stage_k, full);
     const auto load = [&](const uint8_t* to, const uint8_t* from, int line) {
         from += (line / 128 * int64_t{g.k_chunks} + first) * ATOM;
         arch::bulk_load(arch::shared_address(to), from, bytes, full.address());
     };
-    load(scales.weight, g.scales_weight, tile.row);
+    load(scales.weight, g.scales_weight, tile.col);
     tma::load_async<2, tma::CachePolicy::evict_last>(
-        stage.a, g.a, elements(0, 0, tile.token, k * Traits::shape.stage_k), full);
-    load(scales.a, g.scales_a, tile.token);
-}
-
-// Loads the first stages, by instructions that lie close to the kernel's first: those of
-// produce_native come from memory when it begins. Blocks of a cluster are slower for it, and do
-// without.
-template <class Traits>
-__device__ __forceinline__ void begin_native(const typename Traits::Globals& g,
-                                             typename Traits::Shared& shared) {
-    if (blockIdx.x >= g.tiles) return;
-    const NativeTile<Traits> tile(g, blockIdx.x, 0);
-    const int count = min(Traits::shape.stages, tile.end - tile.begin);
-    int k = tile.first;
-#pragma unroll 1
-    for (int i = 0; i < count; ++i, k = tile.after(k)) load_stage<Traits>(g, shared, i, tile, k);
-}
-
-template <class Traits>
-__device__ __forceinline__ void produce_native(const typename Traits::Globals& g,
-                                               typename Traits::Shared& shared, int rank) {
-    gemm::sm90::Ring<Traits::shape.stages> ring;
-    int begun = -1;  // stages that begin_native has filled; not known before the first tile
-    for_each_native_tile<Traits>(g, rank, [&](const NativeTile<Traits> tile) {
-        if (begun < 0) begun = g.splits == 1 ? min(Traits::shape.stages, tile.end - tile.begin) : 0;
-        int k = tile.first;
-        for (int step = tile.begin; step < tile.end; ++step, ring.advance(), k = tile.after(k)) {
-            if (begun > 0) {
-                --begun;
-                continue;
-            }
-            wait(shared.empty[ring.stage], ring.phase ^ 1);
-            load_stage<Traits>(g, shared, ring.stage, tile, k);
-        }
-    });
+        stage.a, g.a, elements(0, 0, tile.row, k * Traits::shape.stage_k), full);
+    load(scales.a, g.scales_a, tile.row);
 }
 
 // The main loop: the sums of a tile, from all k that fall to this warpgroup.
@@ -106,7 +69,7 @@ struct NativeMainloop {
             if (ITEMS % WARPGROUP_THREADS != 0 && item >= ITEMS) break;
             const int which = item / ROWS, i = item % ROWS;
             const bool of_a = i >= Traits::ROWS;
-            const int row = of_a ? tile.token + i - Traits::ROWS : tile.row + i;
+            const int row = of_a ? tile.row + i - Traits::ROWS : tile.col + i;
             const uint32_t from = arch::shared_address(of_a ? scales.a : scales.weight) +
                                   (atom + which) * block_scaled::sm90::ATOM;
             const auto word =
@@ -173,10 +136,11 @@ struct NativeMainloop {
                                         typename Traits::Shared& shared,
                                         const NativeTile<Traits>& tile, int group) {
         kittens::warp::zero(d);
-        int k = tile.first;
+        const swap_ab::RotatedK& ks = tile.ks;
+        int k = ks.k;
 #pragma unroll 1
-        for (int step = tile.begin; step < tile.end; ++step, k = tile.after(k)) {
-            if (step > tile.begin) {
+        for (int step = ks.begin; step < ks.end; ++step, k = ks.after(k)) {
+            if (step > ks.begin) {
                 if (laneid() == 0) arrive(shared.empty[ring.stage]);
                 ring.advance();
             }
@@ -232,7 +196,11 @@ __global__ __launch_bounds__(Traits::threads,
     shared_allocator allocator(shared_memory());
     auto& shared = allocator.template allocate<typename Traits::Shared>();
     const bool produces = warpgroup::groupid() == Traits::consumers;
-    const int rank = g.splits > 1 ? static_cast<int>(arch::cluster_rank()) : 0;
+    const int rank = swap_ab::rank_in_cluster(g);
+    using Tile = NativeTile<Traits>;
+    const auto load = [&](int stage, const Tile& tile, int k) {
+        load_stage<Traits>(g, shared, stage, tile, k);
+    };
     if (produces) {
         if (warpgroup::warpid() == 0 && arch::elect_one()) {
             tma::prefetch_map<typename Traits::rows>(g.a);
@@ -245,7 +213,7 @@ __global__ __launch_bounds__(Traits::threads,
             arch::mbarrier_init_fence();
             if (g.splits == 1) {
                 arch::wait_for_dependencies();
-                begin_native<Traits>(g, shared);
+                swap_ab::load_first_stages<Traits::shape.stages, Tile>(g, load);
             }
         }
         arch::sync_warp();
@@ -261,7 +229,8 @@ __global__ __launch_bounds__(Traits::threads,
     if (produces) {
         if constexpr (Traits::moves_registers)
             warpgroup::decrease_registers<Traits::producer_registers>();
-        if (warpgroup::warpid() == 0 && arch::elect_one()) produce_native<Traits>(g, shared, rank);
+        if (warpgroup::warpid() == 0 && arch::elect_one())
+            swap_ab::load_stages<Traits::shape.stages, Tile>(g, shared.empty, rank, load);
         arch::sync_warp();
         if (g.splits > 1) cluster::wait();
     } else {
@@ -269,7 +238,7 @@ __global__ __launch_bounds__(Traits::threads,
             warpgroup::increase_registers<Traits::consumer_registers>();
         const int group = Traits::consumers > 1 ? warpgroup::groupid() : 0;
         NativeMainloop<Traits> loop;
-        for_each_native_tile<Traits>(g, rank, [&](const NativeTile<Traits> tile) {
+        swap_ab::for_each_tile<Tile>(g, rank, [&](const Tile tile) {
             loop.run(g, shared, tile, group);
             const int slot = loop.ring.stage;
             loop.ring.advance();
@@ -284,12 +253,7 @@ __global__ __launch_bounds__(Traits::threads,
 template <NativeShape S>
 void launch_native(const NativeParams& p, Stream stream) {
     using Traits = sm90::NativeTraits<S>;
-    const auto ceil_div = [](int64_t x, int64_t y) { return (x + y - 1) / y; };
-    const auto matrix = [&]<class GL>(const void* data, int64_t rows, int64_t cols,
-                                      int64_t stride) {
-        return GL(static_cast<typename GL::T*>(const_cast<void*>(data)), nullptr, nullptr, rows,
-                  cols, kittens::gl_strides{0, 0, stride});
-    };
+    using Globals = typename Traits::Globals;
     const int64_t bytes = size_in_bytes(p.out_dtype);
     const auto address = reinterpret_cast<uintptr_t>(p.out);
     const bool stores_by_tma = bytes == 2 && p.activation == 0 && p.n % 8 == 0 && address % 16 == 0;
@@ -300,14 +264,11 @@ void launch_native(const NativeParams& p, Stream stream) {
         (all_tiles > clusters || p.schedule.splits > native_senders(S) + 1)) {
         throw std::invalid_argument("mxfp8_gemm: blocks divide k only of one tile per cluster");
     }
-    const typename Traits::Globals globals {
-        .a = matrix.template operator()<decltype(Traits::Globals::a)>(p.a, p.m, p.k, p.a_stride),
-        .weight = matrix.template operator()<decltype(Traits::Globals::weight)>(p.weight, p.n, p.k,
-                                                                                p.weight_stride),
-        // Where TMA does not store, the map is a stand-in that nobody uses.
-        .out_map = matrix.template operator()<decltype(Traits::Globals::out_map)>(
-            stores_by_tma ? p.out : p.weight, stores_by_tma ? p.m : 1, stores_by_tma ? p.n : 64,
-            stores_by_tma ? p.n : 64),
+    const Globals globals{
+        .a = gemm::matrix_of<decltype(Globals::a)>(p.a, p.m, p.k, p.a_stride),
+        .weight = gemm::matrix_of<decltype(Globals::weight)>(p.weight, p.n, p.k, p.weight_stride),
+        .out_map = gemm::output_of<decltype(Globals::out_map)>(stores_by_tma, p.out, p.m, p.n, p.n,
+                                                               p.weight),
         .scales_a = static_cast<const uint8_t*>(p.scales_a),
         .scales_weight = static_cast<const uint8_t*>(p.scales_weight),
         .bias = static_cast<const kittens::bf16*>(p.bias),
@@ -315,7 +276,7 @@ void launch_native(const NativeParams& p, Stream stream) {
         .out_dtype = p.out_dtype,
         .activation = static_cast<gemm::Activation>(p.activation),
         .stores_by_tma = stores_by_tma,
-        .vec4_aligned = address % (4 * bytes) == 0 && p.n % 4 == 0,
+        .vec4_aligned = gemm::is_vec4_aligned(p.out, p.n, p.out_dtype),
         .m = static_cast<uint32_t>(p.m),
         .n = static_cast<uint32_t>(p.n),
         .tiles = all_tiles,
@@ -323,12 +284,11 @@ void launch_native(const NativeParams& p, Stream stream) {
         .m_tiles = gemm::Divisor(m_tiles),
         .k_blocks = static_cast<int>(ceil_div(p.k, BLOCK)),
         .k_chunks = static_cast<int>(ceil_div(p.k, CHUNK_K)),
-        .k_stages = static_cast<int>(ceil_div(p.k, S.stage_k)),
+        .k_steps = static_cast<int>(ceil_div(p.k, S.stage_k)),
         .splits = p.schedule.splits,
     };
-    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::mxfp8_native_kernel<Traits>,
-                    dim3(p.schedule.blocks), dim3(Traits::threads), dim3(p.schedule.splits),
-                    sizeof(typename Traits::Shared), stream, globals);
+    gemm::launch_dependent<Traits>(sm90::mxfp8_native_kernel<Traits>, dim3(p.schedule.blocks),
+                                   dim3(p.schedule.splits), stream, globals);
 }
 
 }  // namespace thunderkittens::mxfp8_gemm

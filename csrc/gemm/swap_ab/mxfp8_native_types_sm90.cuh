@@ -4,11 +4,9 @@
 #include <bit>
 
 #include "csrc/gemm/common/activation_sm90.cuh"
-#include "csrc/gemm/common/cluster_sm90.cuh"
-#include "csrc/gemm/common/raster.h"
-#include "csrc/gemm/common/reduce_cluster_sm90.cuh"
 #include "csrc/gemm/mxfp8/mxfp8_gemm.h"
 #include "csrc/gemm/quantize/mxfp8_quantize_sm90.cuh"
+#include "csrc/gemm/swap_ab/skeleton_sm90.cuh"
 
 namespace thunderkittens::mxfp8_gemm {
 namespace sm90 {
@@ -85,35 +83,12 @@ struct NativeTraits {
         bool vec4_aligned;   // four neighbouring elements of out are aligned
         uint32_t m, n, tiles, clusters;
         gemm::Divisor m_tiles;
-        int k_blocks, k_chunks, k_stages, splits;
+        int k_blocks, k_chunks, k_steps, splits;
     };
 };
 
 template <class Traits>
-struct NativeTile {
-    int token, row;
-    int first, begin, end;  // the stages of k: the first of them, their range
-
-    __device__ __forceinline__ NativeTile(const typename Traits::Globals& g, uint32_t index,
-                                          int rank) {
-        const uint32_t row_tile = g.m_tiles.divide(index);
-        token = static_cast<int>(index - row_tile * g.m_tiles.value) * Traits::tokens;
-        row = static_cast<int>(row_tile) * Traits::ROWS;
-        begin = g.k_stages * rank / g.splits, end = g.k_stages * (rank + 1) / g.splits;
-        // Tiles begin at different k, so that not all blocks read the same lines of a at the same
-        // time.
-        first = begin + static_cast<int>(index * 37 % uint32_t(end - begin));
-    }
-    __device__ __forceinline__ int after(int k) const { return k + 1 == end ? begin : k + 1; }
-};
-
-template <class Traits, class Work>
-__device__ __forceinline__ void for_each_native_tile(const typename Traits::Globals& g, int rank,
-                                                     Work work) {
-    for (uint32_t i = blockIdx.x / g.splits; i < g.tiles; i += g.clusters) {
-        work(NativeTile<Traits>(g, i, rank));
-    }
-}
+using NativeTile = swap_ab::Tile<Traits::tokens, Traits::ROWS, int>;
 
 // The reduction and the epilogue of a tile. The last stage, `slot`, belongs to the consumers until
 // it is released here.
@@ -143,10 +118,8 @@ struct NativeEpilogue {
             if (group > 0) {
 #pragma unroll
                 for (int i = 0; i < VEC4S; ++i) {
-                    const auto& data = d.tiles[0][i / 2].data;
-                    const float2 low = data[i % 2 * 2], high = data[i % 2 * 2 + 1];
                     arch::store_shared(mine + (group - 1) * BYTES + i * (WARPGROUP_THREADS * 16),
-                                       make_float4(low.x, low.y, high.x, high.y));
+                                       gemm::sm90::vec4_of(d, i));
                 }
                 arch::named_barrier_arrive(SUMS, THREADS);
                 return release(empty);
@@ -156,11 +129,9 @@ struct NativeEpilogue {
             for (int other = 1; other < Traits::consumers; ++other) {
 #pragma unroll
                 for (int i = 0; i < VEC4S; ++i) {
-                    const auto more = arch::load_shared<float4>(mine + (other - 1) * BYTES +
-                                                                i * (WARPGROUP_THREADS * 16));
-                    auto& data = d.tiles[0][i / 2].data;
-                    float2 &low = data[i % 2 * 2], &high = data[i % 2 * 2 + 1];
-                    low.x += more.x, low.y += more.y, high.x += more.z, high.y += more.w;
+                    gemm::sm90::add_vec4(d, i,
+                                         arch::load_shared<float4>(mine + (other - 1) * BYTES +
+                                                                   i * (WARPGROUP_THREADS * 16)));
                 }
             }
         }
@@ -191,28 +162,18 @@ struct NativeEpilogue {
         float bias[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const uint32_t n = tile.row + warpgroup::warpid() * 16 + laneid() / 4 + i * 8;
+            const uint32_t n = tile.col + warpgroup::warpid() * 16 + laneid() / 4 + i * 8;
             bias[i] =
                 g.bias != nullptr && n < g.n ? convert<float>(arch::load_global(g.bias + n)) : 0.f;
         }
-        rt_bf<Traits::tokens, 16, col_l> out;
-#pragma unroll
-        for (int j = 0; j < Traits::tokens / 16; ++j) {
-#pragma unroll
-            for (int r = 0; r < 4; ++r) {
-                const float2 pair = d.tiles[0][j].data[r];
-                const float low = pair.x + bias[r % 2], high = pair.y + bias[r % 2];
-                out.tiles[j][0].data[r] = g.out_dtype == DType::bf16
-                                              ? arch::pack_bf16(low, high)
-                                              : arch::bit_cast<bf16_2>(arch::pack_half(low, high));
-            }
-        }
-        auto columns = buffer.template subtile<Traits::tokens, 16>({0, warpgroup::warpid()});
-        kittens::warp::store(columns, out);
+        swap_ab::store_transposed<Traits::tokens>(buffer, g.out_dtype, [&](int j, int r) {
+            const float2 pair = d.tiles[0][j].data[r];
+            return make_float2(pair.x + bias[r % 2], pair.y + bias[r % 2]);
+        });
         arch::fence_async_shared();
         warpgroup::sync(SUMS + 1);
         if (warpgroup::laneid() == 0) {
-            tma::store_async(g.out_map, buffer, elements(0, 0, tile.token, tile.row));
+            tma::store_async(g.out_map, buffer, elements(0, 0, tile.row, tile.col));
             tma::store_async_read_wait();
         }
     }
@@ -220,22 +181,12 @@ struct NativeEpilogue {
                                                       const Sums& d, const NativeTile<Traits>& tile,
                                                       uint32_t workspace) {
         constexpr int fours = Traits::ROWS / 4;
-#pragma unroll
-        for (int j = 0; j < Traits::tokens / 16; ++j) {
-#pragma unroll
-            for (int r = 0; r < 4; ++r) {
-                const int col = warpgroup::warpid() * 16 + laneid() / 4 + r % 2 * 8;
-                const int row = j * 16 + r / 2 * 8 + laneid() % 4 * 2;
-                const float2 pair = d.tiles[0][j].data[r];
-                arch::store_shared(workspace + (row * Traits::pitch + col) * 4, pair.x);
-                arch::store_shared(workspace + ((row + 1) * Traits::pitch + col) * 4, pair.y);
-            }
-        }
+        gemm::sm90::store_sums<Traits::pitch>(workspace, d, 0);
         warpgroup::sync(SUMS + 1);
 #pragma unroll 1
         for (int i = warpgroup::laneid(); i < Traits::tokens * fours; i += WARPGROUP_THREADS) {
             const int row = i / fours, col = i % fours * 4;
-            const uint32_t m = tile.token + row, n = tile.row + col;
+            const uint32_t m = tile.row + row, n = tile.col + col;
             if (m >= g.m || n >= g.n) continue;
             const auto sum = arch::load_shared<float4>(workspace + (row * Traits::pitch + col) * 4);
             float x[4] = {sum.x, sum.y, sum.z, sum.w};
@@ -248,12 +199,9 @@ struct NativeEpilogue {
             }
             gemm::sm90::activate(g.activation, x);
             const int64_t at = int64_t(m) * g.n + n;
-            if (g.out_dtype == DType::bf16)
-                gemm::sm90::store_four(static_cast<bf16*>(g.out) + at, x, g.vec4_aligned, count);
-            else if (g.out_dtype == DType::fp16)
-                gemm::sm90::store_four(static_cast<half*>(g.out) + at, x, g.vec4_aligned, count);
-            else
-                gemm::sm90::store_four(static_cast<float*>(g.out) + at, x, g.vec4_aligned, count);
+            gemm::sm90::with_type(g.out, g.out_dtype, [&](auto* out) {
+                gemm::sm90::store_four(out + at, x, g.vec4_aligned, count);
+            });
         }
     }
 };

@@ -452,10 +452,6 @@ template <Config C>
 void launch_gemv(const Params& p, const GemvPlan& plan, Stream stream) {
     using Traits = sm90::GemvTraits<C>;
     using T = typename Traits::T;
-    const auto ceil_div = [](int64_t x, int64_t y) {
-        return static_cast<uint32_t>((x + y - 1) / y);
-    };
-    const int64_t quad = 4 * size_in_bytes(p.out_dtype);
     // A stage's rows of a come in one copy, if no part of it has to be filled with zeros.
     const bool whole = p.k % PIECE == 0;
     const auto count = static_cast<uint32_t>(plan.pieces);
@@ -491,12 +487,12 @@ void launch_gemv(const Params& p, const GemvPlan& plan, Stream stream) {
         .out = p.out,
         .out_dtype = p.out_dtype,
         .activation = static_cast<gemm::Activation>(p.activation),
-        .vec4_aligned = reinterpret_cast<uintptr_t>(p.out) % quad == 0 && p.n % 4 == 0,
+        .vec4_aligned = gemm::is_vec4_aligned(p.out, p.n, p.out_dtype),
         .m = static_cast<uint32_t>(p.m),
         .n = static_cast<uint32_t>(p.n),
         .groups = static_cast<uint32_t>(p.groups),
         .row_pieces = static_cast<uint32_t>(pieces(p.n)),
-        .row_tiles = ceil_div(p.n, STRIP_ROWS * p.schedule.strips),
+        .row_tiles = static_cast<uint32_t>(ceil_div(p.n, STRIP_ROWS * p.schedule.strips)),
         .blocks = static_cast<uint32_t>(p.schedule.blocks),
         .k_pieces = static_cast<int>(k_pieces),
         .k_stages = static_cast<int>(ceil_div(k_pieces, plan.pieces)),

@@ -31,10 +31,9 @@ __device__ __forceinline__ void produce(const typename Traits::Globals& g,
     int slot = 0, phase = 1;
     for_each_tile<Traits>(g, [&](const Tile& tile, const int2 range) {
         if (tile.group >= g.groups || range.x >= range.y) return;
-        // With few rows of a, blocks begin at different k, so that not all of them read the same
-        // lines of it at the same time; with many, at the same, to find in the L2 cache what others
-        // have just read.
         const auto row = static_cast<int>(tile.group * g.row_pieces + tile.row_tile * C.row_groups);
+        // With many rows of a, blocks begin at the same k, to find in the L2 cache what others have
+        // just read.
         int k = range.x;
         if (C.tokens <= 64)
             k += static_cast<int>(tile.row_tile / g.multicast * 37u % uint32_t(range.y - range.x));
@@ -193,18 +192,13 @@ __global__ __launch_bounds__(Traits::threads,
 template <Config C>
 void launch(const Params& p, Stream stream) {
     using Traits = sm90::KernelTraits<C>;
-    using A = decltype(Traits::Globals::a);
-    const auto ceil_div = [](int64_t x, int64_t y) {
-        return static_cast<uint32_t>((x + y - 1) / y);
-    };
-    const int64_t quad = 4 * size_in_bytes(p.out_dtype);
+    using Globals = typename Traits::Globals;
     const int in_cluster = p.schedule.splits * p.schedule.multicast;
-    const bool vec4_aligned = reinterpret_cast<uintptr_t>(p.out) % quad == 0 && p.n % 4 == 0;
     const int64_t k_steps = ceil_div(pieces(p.k), C.pieces * Traits::step_stages);
     sm90::StreamKRanges stream_k;
     if (p.schedule.stream_k) {
-        const int64_t all = ceil_div(p.n, block_rows(C) * p.schedule.multicast) *
-                            int64_t{ceil_div(p.m, C.tokens)} * k_steps;
+        const int64_t all =
+            ceil_div(p.n, block_rows(C) * p.schedule.multicast) * ceil_div(p.m, C.tokens) * k_steps;
         const int clusters = p.schedule.blocks / in_cluster;
         stream_k = {static_cast<int>(all / clusters), static_cast<int>(all % clusters)};
     }
@@ -220,9 +214,8 @@ void launch(const Params& p, Stream stream) {
         .box = {WORDS, uint32_t(C.pieces * Traits::lines), uint32_t(C.row_groups), 1},
         .swizzle_bytes = 0,
     };
-    const typename Traits::Globals globals{
-        .a = A(static_cast<typename A::T*>(const_cast<void*>(p.a)), nullptr, nullptr, p.m, p.k,
-               kittens::gl_strides{0, 0, p.a_stride}),
+    const Globals globals{
+        .a = gemm::matrix_of<decltype(Globals::a)>(p.a, p.m, p.k, p.a_stride),
         .weight = kittens::host::encode_tensor_map(weight),
         .scale = p.scale,
         .bias = p.bias,
@@ -230,18 +223,18 @@ void launch(const Params& p, Stream stream) {
         .out = p.out,
         .out_dtype = p.out_dtype,
         .activation = static_cast<gemm::Activation>(p.activation),
-        .vec4_aligned = vec4_aligned,
+        .vec4_aligned = gemm::is_vec4_aligned(p.out, p.n, p.out_dtype),
         .m = static_cast<uint32_t>(p.m),
         .n = static_cast<uint32_t>(p.n),
         .groups = static_cast<uint32_t>(p.groups),
         .row_pieces = static_cast<uint32_t>(pieces(p.n)),
-        .row_tiles = ceil_div(p.n, block_rows(C) * p.schedule.multicast),
+        .row_tiles = static_cast<uint32_t>(ceil_div(p.n, block_rows(C) * p.schedule.multicast)),
         .clusters = static_cast<uint32_t>(p.schedule.blocks / in_cluster),
         .k_steps = static_cast<int>(k_steps),
         .splits = p.schedule.splits,
         .multicast = p.schedule.multicast,
         .one_pass = p.schedule.splits > 1 && p.offs == nullptr &&
-                    ceil_div(p.n, block_rows(C)) * int64_t{ceil_div(p.m, C.tokens)} <=
+                    ceil_div(p.n, block_rows(C)) * ceil_div(p.m, C.tokens) <=
                         p.schedule.blocks / in_cluster,
         .stream_k = stream_k,
         .partials = static_cast<float4*>(p.workspace),
@@ -255,9 +248,8 @@ void launch(const Params& p, Stream stream) {
         else
             return sm90::nvfp4_gemm_kernel<Traits>;
     }();
-    kittens::launch(kittens::LaunchOptions{.dependent = true}, kernel, dim3(p.schedule.blocks),
-                    dim3(Traits::threads), dim3(in_cluster * sm90::split_k_cluster(C)),
-                    sizeof(typename Traits::Shared), stream, globals);
+    gemm::launch_dependent<Traits>(kernel, dim3(p.schedule.blocks),
+                                   dim3(in_cluster * sm90::split_k_cluster(C)), stream, globals);
 }
 
 }  // namespace thunderkittens::nvfp4_gemm

@@ -108,11 +108,6 @@ struct SplitKReduce {
         const int rank = blockIdx.x % C.split_k;
         return {g.k_steps * rank / C.split_k, g.k_steps * (rank + 1) / C.split_k};
     }
-    static __device__ __forceinline__ float4 vec4_of(const rt_fl<16, C.tokens>& d, int i) {
-        const auto& data = d.tiles[0][i / 2].data;
-        const float2 low = data[i % 2 * 2], high = data[i % 2 * 2 + 1];
-        return make_float4(low.x, low.y, high.x, high.y);
-    }
     static __device__ __forceinline__ float4* place(const typename Traits::Globals& g,
                                                     uint32_t block) {
         return g.partials + (int64_t(block) * VEC4S * THREADS + threadIdx.x);
@@ -135,9 +130,9 @@ struct SplitKReduce {
 #pragma unroll
         for (int i = 0; i < VEC4S; ++i) {
             if (i / OWN == rank)
-                own[i % OWN] = vec4_of(d, i);
+                own[i % OWN] = gemm::sm90::vec4_of(d, i);
             else
-                arch::store_global(to + i * THREADS, vec4_of(d, i));
+                arch::store_global(to + i * THREADS, gemm::sm90::vec4_of(d, i));
         }
         // One release for the block, because those of sixteen warps take longer; each lane raises
         // the flag for one block, and waits for its flag.

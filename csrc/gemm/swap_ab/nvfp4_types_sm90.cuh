@@ -4,6 +4,7 @@
 #include "csrc/gemm/common/activation_sm90.cuh"
 #include "csrc/gemm/dense/gemm.h"
 #include "csrc/gemm/nvfp4/weights_sm90.cuh"
+#include "csrc/gemm/swap_ab/skeleton_sm90.cuh"
 
 namespace thunderkittens::nvfp4_gemm {
 namespace sm90 {
@@ -97,13 +98,6 @@ struct Tile {
     uint32_t group, row_tile, token, end;
 };
 
-// Split-K: the steps of k that fall to a block of the cluster.
-template <class Globals>
-__device__ __forceinline__ int2 range_of_k(const Globals& g) {
-    const int rank = g.splits > 1 ? static_cast<int>(arch::cluster_rank()) : 0;
-    return {g.k_steps * rank / g.splits, g.k_steps * (rank + 1) / g.splits};
-}
-
 // Calls work(tile, k) for each of this block's tiles and the range of k that falls to it: of each
 // group in turn, in raster groups of a few tiles of rows of a, tiles of the same rows of the weight
 // one after the other. With stream-K the last tile comes first, see epilogue_sm90.cuh.
@@ -119,7 +113,7 @@ __device__ __forceinline__ void for_each_tile(const typename Traits::Globals& g,
     bool equal = false;
     constexpr bool STREAM_K = requires { g.stream_k; };
     if constexpr (STREAM_K) {
-        range = range_of_k(g);
+        range = swap_ab::range_of_k(g);
         equal = g.stream_k.on();
         if (equal) {
             limits = g.stream_k.of(index);
@@ -189,23 +183,6 @@ __device__ __forceinline__ void make_semaphores(typename Traits::Shared& shared,
     }
 }
 
-template <class O>
-__device__ __forceinline__ void store_four(O* to, const float (&from)[4], bool aligned, int count) {
-    if (aligned && count >= 4) {
-        struct alignas(4 * sizeof(O)) Four {
-            O v[4];
-        } four;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) four.v[i] = convert<O>(from[i]);
-        arch::store_global(reinterpret_cast<Four*>(to), four);
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (i < count) arch::store_global(to + i, convert<O>(from[i]));
-        }
-    }
-}
-
 // The scale of a group's sums; that of rows without a group is zero.
 template <class Globals>
 __device__ __forceinline__ float scale_of(const Globals& g, uint32_t group) {
@@ -232,12 +209,9 @@ __device__ __forceinline__ void store_results(const typename Traits::Globals& g,
     }
     gemm::sm90::activate(g.activation, x);
     const int64_t at = int64_t(m) * g.n + n;
-    if (g.out_dtype == DType::bf16)
-        store_four(static_cast<bf16*>(g.out) + at, x, g.vec4_aligned, count);
-    else if (g.out_dtype == DType::fp16)
-        store_four(static_cast<half*>(g.out) + at, x, g.vec4_aligned, count);
-    else
-        store_four(static_cast<float*>(g.out) + at, x, g.vec4_aligned, count);
+    gemm::sm90::with_type(g.out, g.out_dtype, [&](auto* out) {
+        gemm::sm90::store_four(out + at, x, g.vec4_aligned, count);
+    });
 }
 
 }  // namespace sm90

@@ -65,8 +65,11 @@ __device__ __forceinline__ void load_backward_chunk(const BackwardGlobals<T>& g,
     }
 }
 
-template <class T>
-__device__ __forceinline__ void prepare_backward(BackwardShared<T>& shared) {
+// The prologue, with the loads of the first chunks.
+template <class T, class Load>
+__device__ __forceinline__ void start_backward(BackwardShared<T>& shared,
+                                               const Segments::WorkTile& work,
+                                               const Load& load_chunk) {
     if (first_thread()) {
         for (int s = 0; s < BACKWARD_STAGES; ++s) init_semaphore(shared.full[s], 1);
         arch::mbarrier_init_fence();
@@ -74,6 +77,9 @@ __device__ __forceinline__ void prepare_backward(BackwardShared<T>& shared) {
     shared.transposed.fill_constants();
     shared.scaled.fill_constants();
     arch::wait_for_dependencies();
+    if (first_thread()) {
+        for (int i = 0; i < BACKWARD_STAGES - 1 && i < work.chunks(); ++i) load_chunk(i);
+    }
 }
 
 // Gradients of elements 4c to 4c + 3 of the lane's two rows.
@@ -146,10 +152,7 @@ __global__ __launch_bounds__(WARPGROUP_THREADS, BLOCKS_PER_SM) void based_query_
     const auto load_chunk = [&](int i) {
         load_backward_chunk<T, weighted>(g, block, work, work.begin + i, i);
     };
-    prepare_backward(block);
-    if (first_thread()) {
-        for (int i = 0; i < BACKWARD_STAGES - 1 && i < work.chunks(); ++i) load_chunk(i);
-    }
+    start_backward(block, work, load_chunk);
     RunningState<T, false> state;
     RunningDenominator<T> running_denominator;
     const StateView initial = g.initial.at(g.segments.state(work));
@@ -271,10 +274,7 @@ __global__ __launch_bounds__(WARPGROUP_THREADS, BLOCKS_PER_SM) void based_key_gr
     const auto load_chunk = [&](int i) {
         load_backward_chunk<T, weighted>(g, block, work, work.end - 1 - i, i);
     };
-    prepare_backward(block);
-    if (first_thread()) {
-        for (int i = 0; i < BACKWARD_STAGES - 1 && i < work.chunks(); ++i) load_chunk(i);
-    }
+    start_backward(block, work, load_chunk);
     RunningState<T, weighted> state;
     RunningDenominator<T> running_denominator;
     const StateView initial = g.initial.at(g.segments.state(work));

@@ -12,8 +12,8 @@ std::tuple<Tensor, Tensor, Tensor> based_forward(const Tensor& q, const Tensor& 
                                                  std::optional<Tensor> numerator,
                                                  std::optional<Tensor> denominator,
                                                  bool return_state) {
-    const auto r =
-        based_body(gpu, q, k, v, normalize, eps, numerator, denominator, return_state, false);
+    const auto r = based_body<Tensor>(gpu, {q, k, v}, normalize, eps, {numerator, denominator},
+                                      return_state, false);
     return {r.out, r.numerator, r.denominator};
 }
 
@@ -22,8 +22,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> based(const Tensor& q, const Tensor& 
                                                  std::optional<Tensor> numerator,
                                                  std::optional<Tensor> denominator,
                                                  bool return_state) {
-    const auto r =
-        based_body(gpu, q, k, v, normalize, eps, numerator, denominator, return_state, true);
+    const auto r = based_body<Tensor>(gpu, {q, k, v}, normalize, eps, {numerator, denominator},
+                                      return_state, true);
     return {r.out, r.numerator, r.denominator, r.denominators};
 }
 
@@ -32,8 +32,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> based_backward(
     std::optional<Tensor> grad_denominator, const Tensor& q, const Tensor& k, const Tensor& v,
     const Tensor& out, const Tensor& denominators, bool normalize, std::optional<Tensor> numerator,
     std::optional<Tensor> denominator, std::vector<bool> needs) {
-    return based_backward_body(gpu, grad_out, grad_numerator, grad_denominator, q, k, v, out,
-                               denominators, normalize, numerator, denominator, needs);
+    return based_backward_body<Tensor>(gpu, grad_out, {grad_numerator, grad_denominator}, {q, k, v},
+                                       {out, denominators}, normalize, {numerator, denominator},
+                                       needs);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(thunderkittens, CUDA, m) {

@@ -40,22 +40,32 @@ BasedProblem checked_problem(const char* op, const Tensor& q, const Tensor& k, c
     return p;
 }
 
+// The operands, and the parts of a state, as they are given.
+template <class Tensor>
+struct BasedTensors {
+    const Tensor &q, &k, &v;
+};
+template <class Tensor>
+struct BasedStateTensors {
+    const std::optional<Tensor>&numerator, &denominator;
+};
+
 // Both parts of a state, packed, or none.
 template <class Tensor>
 struct BasedState {
     std::optional<Tensor> numerator, denominator;
 
-    BasedState(const char* op, const BasedProblem& p, const std::optional<Tensor>& _numerator,
-               const std::optional<Tensor>& _denominator, const Tensor& q) {
-        if (_numerator) {
-            check_tensor(op, "the state's numerator", *_numerator,
+    BasedState(const char* op, const BasedProblem& p, const BasedStateTensors<Tensor>& given,
+               const Tensor& q) {
+        if (given.numerator) {
+            check_tensor(op, "the state's numerator", *given.numerator,
                          {p.batch, p.heads, FEATURES, p.value_dim}, DType::fp32, q);
-            numerator = aligned_and_contiguous(*_numerator);
+            numerator = aligned_and_contiguous(*given.numerator);
         }
-        if (_denominator) {
-            check_tensor(op, "the state's denominator", *_denominator, {p.batch, p.heads, FEATURES},
-                         DType::fp32, q);
-            denominator = aligned_and_contiguous(*_denominator);
+        if (given.denominator) {
+            check_tensor(op, "the state's denominator", *given.denominator,
+                         {p.batch, p.heads, FEATURES}, DType::fp32, q);
+            denominator = aligned_and_contiguous(*given.denominator);
         }
     }
     StatePointers pointers() const {
@@ -74,30 +84,29 @@ struct BasedResults {
 };
 
 template <class Tensor>
-BasedResults<Tensor> based_body(const Backend<Tensor>& on, const Tensor& q_in, const Tensor& k_in,
-                                const Tensor& v_in, bool normalize, double eps,
-                                const std::optional<Tensor>& numerator,
-                                const std::optional<Tensor>& denominator, bool return_state,
-                                bool keep_rows) {
+BasedResults<Tensor> based_body(const Backend<Tensor>& on, const BasedTensors<Tensor>& given,
+                                bool normalize, double eps, const BasedStateTensors<Tensor>& state,
+                                bool return_state, bool keep_rows) {
     constexpr const char* OP = "tk.based";
     BasedParams params;
     BasedProblem& p = params.problem;
-    p = checked_problem(OP, q_in, k_in, v_in, normalize);
-    TK_CHECK(numerator.has_value() == denominator.has_value(), OP,
+    p = checked_problem(OP, given.q, given.k, given.v, normalize);
+    TK_CHECK(state.numerator.has_value() == state.denominator.has_value(), OP,
              ": a state has both a numerator and a denominator");
     p.denominator = normalize || return_state;
-    const BasedState<Tensor> initial(OP, p, numerator, denominator, q_in);
-    const auto guard = on.guard(q_in);
-    const DeviceProperties& device = on.device(q_in);
+    const BasedState<Tensor> initial(OP, p, state, given.q);
+    const auto guard = on.guard(given.q);
+    const DeviceProperties& device = on.device(given.q);
     const std::string reason = unsupported(p, device);
     TK_CHECK(reason.empty(), OP, ": ", reason);
     keep_rows = keep_rows && normalize;
     BasedResults<Tensor> r{
-        .out = empty({p.batch, p.heads, p.length, p.value_dim}, q_in.scalar_type(), q_in),
-        .denominators = empty({keep_rows ? p.batch : 0, p.heads, p.length}, DType::fp32, q_in),
-        .numerator =
-            empty({return_state ? p.batch : 0, p.heads, FEATURES, p.value_dim}, DType::fp32, q_in),
-        .denominator = empty({return_state ? p.batch : 0, p.heads, FEATURES}, DType::fp32, q_in)};
+        .out = empty({p.batch, p.heads, p.length, p.value_dim}, given.q.scalar_type(), given.q),
+        .denominators = empty({keep_rows ? p.batch : 0, p.heads, p.length}, DType::fp32, given.q),
+        .numerator = empty({return_state ? p.batch : 0, p.heads, FEATURES, p.value_dim},
+                           DType::fp32, given.q),
+        .denominator =
+            empty({return_state ? p.batch : 0, p.heads, FEATURES}, DType::fp32, given.q)};
     if (r.out.numel() == 0) {
         for (auto [to, from] : {std::pair{&r.numerator, &initial.numerator},
                                 std::pair{&r.denominator, &initial.denominator}}) {
@@ -109,7 +118,8 @@ BasedResults<Tensor> based_body(const Backend<Tensor>& on, const Tensor& q_in, c
         }
         return r;
     }
-    const Tensor q = for_tensor_map(q_in), k = for_tensor_map(k_in), v = for_tensor_map(v_in);
+    const Tensor q = for_tensor_map(given.q), k = for_tensor_map(given.k),
+                 v = for_tensor_map(given.v);
     const BasedChoice choice = on.chosen("based", choose(p, device));
     const Tensor workspace = empty({forward_workspace(p, choice.segments)}, DType::fp32, q);
     params.segments = choice.segments;
@@ -136,47 +146,53 @@ BasedResults<Tensor> based_body(const Backend<Tensor>& on, const Tensor& q_in, c
     return r;
 }
 
+// What the forward op has kept for the gradient.
+template <class Tensor>
+struct BasedKept {
+    const Tensor &out, &denominators;
+};
+
 template <class Tensor>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> based_backward_body(
     const Backend<Tensor>& on, const Tensor& grad_out_in,
-    const std::optional<Tensor>& grad_numerator, const std::optional<Tensor>& grad_denominator,
-    const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& out_in,
-    const Tensor& denominators_in, bool normalize, const std::optional<Tensor>& numerator,
-    const std::optional<Tensor>& denominator, const std::vector<bool>& needs) {
+    const BasedStateTensors<Tensor>& grad_state, const BasedTensors<Tensor>& given,
+    const BasedKept<Tensor>& kept, bool normalize, const BasedStateTensors<Tensor>& state,
+    const std::vector<bool>& needs) {
     constexpr const char* OP = "tk.based";
     BasedBackwardParams params;
     BasedParams& call = params.forward;
     BasedProblem& p = call.problem;
-    p = checked_problem(OP, q_in, k_in, v_in, normalize);
+    p = checked_problem(OP, given.q, given.k, given.v, normalize);
     const std::vector<int64_t> shape = {p.batch, p.heads, p.length, p.value_dim};
-    check_tensor(OP, "grad_out", grad_out_in, shape, p.dtype, q_in);
-    check_tensor(OP, "out", out_in, shape, p.dtype, q_in);
+    check_tensor(OP, "grad_out", grad_out_in, shape, p.dtype, given.q);
+    check_tensor(OP, "out", kept.out, shape, p.dtype, given.q);
     if (normalize)
-        check_tensor(OP, "denominators", denominators_in, {p.batch, p.heads, p.length}, DType::fp32,
-                     q_in);
+        check_tensor(OP, "denominators", kept.denominators, {p.batch, p.heads, p.length},
+                     DType::fp32, given.q);
     TK_CHECK(needs.size() == 4, OP, ": needs must have 4 elements, got ", needs.size());
-    TK_CHECK(numerator.has_value() == denominator.has_value(), OP,
+    TK_CHECK(state.numerator.has_value() == state.denominator.has_value(), OP,
              ": a state has both a numerator and a denominator");
-    p.denominator = normalize || grad_denominator.has_value();
-    const BasedState<Tensor> initial(OP, p, numerator, denominator, q_in);
-    const BasedState<Tensor> grad_final(OP, p, grad_numerator, grad_denominator, q_in);
-    const auto guard = on.guard(q_in);
-    const DeviceProperties& device = on.device(q_in);
+    p.denominator = normalize || grad_state.denominator.has_value();
+    const BasedState<Tensor> initial(OP, p, state, given.q);
+    const BasedState<Tensor> grad_final(OP, p, grad_state, given.q);
+    const auto guard = on.guard(given.q);
+    const DeviceProperties& device = on.device(given.q);
     const std::string reason = unsupported(p, device);
     TK_CHECK(reason.empty(), OP, ": ", reason);
 
     // One kernel gives the gradients of k, v and the state.
-    const bool states = needs[3] && numerator.has_value();
+    const bool states = needs[3] && state.numerator.has_value();
     const bool queries = needs[0], keys = needs[1] || needs[2] || states;
     const auto gradient = [&](const Tensor& like, bool wanted) {
         return wanted ? empty(like.sizes(), like.scalar_type(), like)
                       : empty({0}, like.scalar_type(), like);
     };
-    Tensor dq = gradient(q_in, queries), dk = gradient(k_in, keys), dv = gradient(v_in, keys);
+    Tensor dq = gradient(given.q, queries), dk = gradient(given.k, keys),
+           dv = gradient(given.v, keys);
     Tensor grad_initial =
-        empty({states ? p.batch : 0, p.heads, FEATURES, p.value_dim}, DType::fp32, q_in);
+        empty({states ? p.batch : 0, p.heads, FEATURES, p.value_dim}, DType::fp32, given.q);
     Tensor grad_initial_denominator =
-        empty({states ? p.batch : 0, p.heads, FEATURES}, DType::fp32, q_in);
+        empty({states ? p.batch : 0, p.heads, FEATURES}, DType::fp32, given.q);
     const auto results = [&] {
         const auto wanted = [&](const Tensor& x, bool need) {
             return need ? x : empty({0}, x.scalar_type(), x);
@@ -185,15 +201,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> based_backward_body(
                           grad_initial_denominator};
     };
     if (states && !p.denominator) zero_(grad_initial_denominator);
-    if (out_in.numel() == 0) {
+    if (kept.out.numel() == 0) {
         for (Tensor* x : {&dq, &dk, &dv, &grad_initial, &grad_initial_denominator}) zero_(*x);
-        if (states && grad_numerator) copy_(grad_initial, *grad_numerator);
-        if (states && grad_denominator) copy_(grad_initial_denominator, *grad_denominator);
+        if (states && grad_state.numerator) copy_(grad_initial, *grad_state.numerator);
+        if (states && grad_state.denominator)
+            copy_(grad_initial_denominator, *grad_state.denominator);
         return results();
     }
-    const Tensor q = for_tensor_map(q_in), k = for_tensor_map(k_in), v = for_tensor_map(v_in);
-    const Tensor grad_out = for_tensor_map(grad_out_in), out = for_tensor_map(out_in);
-    const Tensor denominators = packed(denominators_in);
+    const Tensor q = for_tensor_map(given.q), k = for_tensor_map(given.k),
+                 v = for_tensor_map(given.v);
+    const Tensor grad_out = for_tensor_map(grad_out_in), out = for_tensor_map(kept.out);
+    const Tensor denominators = packed(kept.denominators);
     const BasedBackwardChoice choice = on.chosen("based_backward", choose_backward(p, device));
     const Tensor workspace = empty({backward_workspace(p, choice.segments)}, DType::fp32, q);
     call.segments = choice.segments;

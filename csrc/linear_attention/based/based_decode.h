@@ -2,6 +2,7 @@
 // kernel share. Host C++ only.
 #pragma once
 
+#include "csrc/common/fields.h"
 #include "csrc/common/view.h"
 #include "csrc/linear_attention/common/linear_attention.h"
 
@@ -20,19 +21,8 @@ struct BasedDecodeChoice {
     int threads = 256;  // of a block
 };
 
-template <typename Visitor>
-void visit_fields(BasedDecodeProblem& p, Visitor visit) {
-    visit("dtype", p.dtype);
-    visit("batch", p.batch);
-    visit("heads", p.heads);
-    visit("value_dim", p.value_dim);
-    visit("normalize", p.normalize);
-}
-template <typename Visitor>
-void visit_fields(BasedDecodeChoice& c, Visitor visit) {
-    visit("dtype", c.dtype);
-    visit("threads", c.threads);
-}
+TK_FIELDS(BasedDecodeProblem, dtype, batch, heads, value_dim, normalize)
+TK_FIELDS(BasedDecodeChoice, dtype, threads)
 
 // (batch, heads, 1, columns); strides in elements.
 struct Token {

@@ -11,10 +11,10 @@ using emulated::Array;
 emulated::Result run_based(const emulated::Call& call) {
     const Backend<Array> on(call);
     const bool return_state = call.scalar("return_state", false);
-    const auto r =
-        based_body(on, call.array("q"), call.array("k"), call.array("v"),
-                   call.scalar("normalize", false), call.scalar("eps", 1e-12),
-                   call.if_given("numerator"), call.if_given("denominator"), return_state, true);
+    const auto r = based_body<Array>(on, {call.array("q"), call.array("k"), call.array("v")},
+                                     call.scalar("normalize", false), call.scalar("eps", 1e-12),
+                                     {call.if_given("numerator"), call.if_given("denominator")},
+                                     return_state, true);
     return on.result({{"out", r.out},
                       {"denominators", r.denominators},
                       {"numerator", r.numerator},
@@ -27,11 +27,12 @@ emulated::Result run_based_backward(const emulated::Call& call) {
     for (const char* name : {"needs_q", "needs_k", "needs_v", "needs_state"}) {
         needs.push_back(call.scalar(name, true));
     }
-    const auto [dq, dk, dv, numerator, denominator] = based_backward_body(
-        on, call.array("grad_out"), call.if_given("grad_numerator"),
-        call.if_given("grad_denominator"), call.array("q"), call.array("k"), call.array("v"),
-        call.array("out"), call.array("denominators"), call.scalar("normalize", false),
-        call.if_given("numerator"), call.if_given("denominator"), needs);
+    const auto [dq, dk, dv, numerator, denominator] = based_backward_body<Array>(
+        on, call.array("grad_out"),
+        {call.if_given("grad_numerator"), call.if_given("grad_denominator")},
+        {call.array("q"), call.array("k"), call.array("v")},
+        {call.array("out"), call.array("denominators")}, call.scalar("normalize", false),
+        {call.if_given("numerator"), call.if_given("denominator")}, needs);
     return on.result({{"dq", dq},
                       {"dk", dk},
                       {"dv", dv},

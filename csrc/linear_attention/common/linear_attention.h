@@ -15,6 +15,7 @@
 
 #include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
+#include "csrc/common/fields.h"
 
 namespace thunderkittens {
 struct KernelInfo;  // registry.h
@@ -43,22 +44,8 @@ struct BasedChoice {
 };
 struct BasedBackwardChoice : BasedChoice {};
 
-template <typename Visitor>
-void visit_fields(BasedProblem& p, Visitor visit) {
-    visit("dtype", p.dtype);
-    visit("batch", p.batch);
-    visit("heads", p.heads);
-    visit("length", p.length);
-    visit("value_dim", p.value_dim);
-    visit("normalize", p.normalize);
-    visit("denominator", p.denominator);
-}
-template <typename Visitor>
-void visit_fields(BasedChoice& c, Visitor visit) {
-    visit("dtype", c.dtype);
-    visit("denominator", c.denominator);
-    visit("segments", c.segments);
-}
+TK_FIELDS(BasedProblem, dtype, batch, heads, length, value_dim, normalize, denominator)
+TK_FIELDS(BasedChoice, dtype, denominator, segments)
 constexpr int64_t chunks_of(const BasedProblem& p) { return (p.length + CHUNK - 1) / CHUNK; }
 constexpr int64_t slices_of(const BasedProblem& p) { return (p.value_dim + VALUES - 1) / VALUES; }
 constexpr int64_t padded_length(const BasedProblem& p) { return chunks_of(p) * CHUNK; }

@@ -16,10 +16,11 @@ std::array<std::optional<Array>, 5> state_of(const emulated::Call& call) {
 
 emulated::Result run_forward(const emulated::Call& call) {
     const Backend<Array> on(call);
-    const auto r = lolcats_body<Array>(on, call.array("q"), call.array("k"), call.array("v"),
-                                       call.array("q_map"), call.array("k_map"),
-                                       call.array("alpha"), call.array("beta"), state_of(call),
-                                       call.scalar("return_state", false), true);
+    const auto r =
+        lolcats_body<Array>(on,
+                            {call.array("q"), call.array("k"), call.array("v"), call.array("q_map"),
+                             call.array("k_map"), call.array("alpha"), call.array("beta")},
+                            state_of(call), call.scalar("return_state", false), true);
     return on.result({{"out", r.out},
                       {"numerator", r.numerator},
                       {"denominator", r.denominator},
@@ -38,9 +39,11 @@ emulated::Result run_backward(const emulated::Call& call) {
         needs.push_back(call.scalar(name, true));
     }
     const auto [dq, dk, dv, dq_map, dk_map, grad_alpha, grad_beta] = lolcats_backward_body<Array>(
-        on, call.array("grad_out"), call.array("q"), call.array("k"), call.array("v"),
-        call.array("q_map"), call.array("k_map"), call.array("alpha"), call.array("beta"),
-        call.array("out"), call.array("maxima"), call.array("denominators"), state_of(call), needs);
+        on, call.array("grad_out"),
+        {call.array("q"), call.array("k"), call.array("v"), call.array("q_map"),
+         call.array("k_map"), call.array("alpha"), call.array("beta")},
+        {call.array("out"), call.array("maxima"), call.array("denominators")}, state_of(call),
+        needs);
     return on.result({{"dq", dq},
                       {"dk", dk},
                       {"dv", dv},
@@ -59,10 +62,11 @@ emulated::Result run_decode(const emulated::Call& call) {
         state[i] = empty(given[i].value().sizes(), given[i]->dtype, *given[i]);
         copy_(state[i], *given[i]);
     }
-    const Array out =
-        lolcats_decode_body<Array>(on, call.array("q"), call.array("k"), call.array("v"),
-                                   call.array("q_map"), call.array("k_map"), call.array("alpha"),
-                                   call.array("beta"), state, call.scalar("sliding", false));
+    const Array out = lolcats_decode_body<Array>(
+        on,
+        {call.array("q"), call.array("k"), call.array("v"), call.array("q_map"),
+         call.array("k_map"), call.array("alpha"), call.array("beta")},
+        state, call.scalar("sliding", false));
     return on.result({{"out", out},
                       {"numerator", state[0]},
                       {"denominator", state[1]},

@@ -353,6 +353,19 @@ struct WindowRole {
         }
     }
 
+    // Stores rows from `first_row` on, by TMA from the query's slot; `row` is the lane's first one.
+    __device__ __forceinline__ void store_chunk(rt_fl<16, K::head_dim>& out,
+                                                typename K::token_tile& q, int first_row, int row) {
+        if (first_row >= 0) {
+            MatrixRows<typename K::token_tile>(q, 16 * warpgroup::warpid()).store(out);
+            warpgroup::sync(WINDOW_BARRIER);
+            if (warpgroup::laneid() == 0)
+                tma::store_async(g.out, q, elements(work.b, work.head, first_row, 0));
+        } else {
+            store_new_rows(out, first_row + row);
+        }
+    }
+
     __device__ __forceinline__ void run() {
         constexpr float scale = K::head_dim == 128 ? 0.08838834764831845f : 0.125f;
         constexpr float unit = scale * LOG2_E;
@@ -435,24 +448,7 @@ struct WindowRole {
             for_each_element(
                 out, [&](float& x, int, bool low) { x *= low ? reciprocal.y : reciprocal.x; });
             const int first_row = work.terrace.row(work.begin + n);
-            if (first_row >= 0) {
-                const MatrixRows<typename K::token_tile> rows(q, 16 * warpgroup::warpid());
-#pragma unroll
-                for (int j = 0; j < K::head_dim / 16; ++j) {
-                    packed_type<T> part[4];
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const float2 pair = out.tiles[0][j].data[i];
-                        part[i] = pack_pair<T>(pair.x, pair.y);
-                    }
-                    rows.store(j, part);
-                }
-                warpgroup::sync(WINDOW_BARRIER);
-                if (warpgroup::laneid() == 0)
-                    tma::store_async(g.out, q, elements(work.b, work.head, first_row, 0));
-            } else {
-                store_new_rows(out, first_row + row);
-            }
+            store_chunk(out, q, first_row, row);
         }
         if (warpgroup::laneid() == 0) tma::store_async_wait();
     }

@@ -82,6 +82,25 @@ struct QueryRows {
     }
 };
 
+// Calls work(j, i, low, sum) for each pair i of a lane's elements in block j of one sign's
+// features, `low` in its lower row, and the sums of the pair's features.
+template <class K, int sign, class Work>
+__device__ __forceinline__ void for_each_with_sums(const sv<float, 2 * K::features>& sums,
+                                                   Work work) {
+#pragma unroll
+    for (int j = 0; j < K::features / 16; ++j) {
+        arch::sync_warp();  // else all of the sums are loaded before, into registers
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int column = 16 * j + 8 * half + 2 * (laneid() % 4);
+            const float2 s =
+                arch::load_shared<float2>(sums.address_of(sign * K::features + column));
+#pragma unroll
+            for (int low = 0; low < 2; ++low) work(j, 2 * half + low, low != 0, s);
+        }
+    }
+}
+
 // Of one sign of the feature map, whose features phi have the gradient y / denominator, y = g -
 // range delta sums: the lane's part of phi . gradient; g becomes sign factor phi (y - phi . y) /
 // denominator, plus `first` for the second sign. With
@@ -112,28 +131,16 @@ __device__ __forceinline__ float softmax_gradient(typename K::projection& g,
     float2 sum = {0.0f, 0.0f}, dot = {0.0f, 0.0f};
     float2 delta = QueryRows(rows).delta;
     delta = {range * delta.x, range * delta.y};
-#pragma unroll
-    for (int j = 0; j < K::features / 16; ++j) {
-        arch::sync_warp();  // else all of the sums are loaded before, into registers
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int column = 16 * j + 8 * half + 2 * (laneid() % 4);
-            const float2 s =
-                arch::load_shared<float2>(sums.address_of(sign * K::features + column));
-#pragma unroll
-            for (int low = 0; low < 2; ++low) {
-                const float d = low ? delta.y : delta.x, shift = low ? top.y : top.x;
-                float2 &pair = z.tiles[0][j].data[2 * half + low],
-                       &y = g.tiles[0][j].data[2 * half + low];
-                const float2 e = {exponential(pair.x, shift), exponential(pair.y, shift)};
-                if constexpr (plain_exponentials) pair = e;
-                y = {fmaf(-d, s.x, y.x), fmaf(-d, s.y, y.y)};
-                float &t = low ? sum.y : sum.x, &p = low ? dot.y : dot.x;
-                t += e.x + e.y;
-                p = fmaf(e.x, y.x, fmaf(e.y, y.y, p));
-            }
-        }
-    }
+    for_each_with_sums<K, sign>(sums, [&](int j, int i, bool low, float2 s) {
+        const float d = low ? delta.y : delta.x, shift = low ? top.y : top.x;
+        float2 &pair = z.tiles[0][j].data[i], &y = g.tiles[0][j].data[i];
+        const float2 e = {exponential(pair.x, shift), exponential(pair.y, shift)};
+        if constexpr (plain_exponentials) pair = e;
+        y = {fmaf(-d, s.x, y.x), fmaf(-d, s.y, y.y)};
+        float &t = low ? sum.y : sum.x, &p = low ? dot.y : dot.x;
+        t += e.x + e.y;
+        p = fmaf(e.x, y.x, fmaf(e.y, y.y, p));
+    });
     const float2 r = {arch::reciprocal_approx(quad_sum(sum.x)),
                       arch::reciprocal_approx(quad_sum(sum.y))};
     dot = {quad_sum(dot.x) * r.x, quad_sum(dot.y) * r.y};
@@ -185,6 +192,34 @@ __device__ __forceinline__ float range_factor(LolcatsRunningState<K>& sums, sv<f
         if (exponent < -60 || exponent > 127) return 1.0f;
         return arch::bit_cast<float>(uint32_t(127 + 13 - exponent) << 23);
     }
+}
+
+// The sums over 64 tokens of weight(token) times two neighbouring features, those from `feature` on
+// of a tile. A warp has `pairs` pairs of features, and so many lanes divide the tokens of each.
+template <int pairs, bool few_registers, class Tile, class Weight>
+__device__ __forceinline__ float2 weighted_feature_sum(const Tile& tile, int feature,
+                                                       Weight weight) {
+    using T = typename Tile::T;
+    constexpr int parts = WARP_THREADS / pairs;
+    constexpr int run = 8 / parts;  // tokens; so that the parts of a warp use different banks
+    const int part = laneid() / pairs;
+    float2 sum = {0.0f, 0.0f};
+#pragma unroll
+    for (int t = 0; t < CHUNK / parts; ++t) {
+        // Else all are loaded before, into registers.
+        if (few_registers && t % 4 == 0) arch::sync_warp();
+        const int token = t / run * 8 + part * run + t % run;
+        const float2 x =
+            unpack_pair<T>(arch::load_shared<packed_type<T>>(tile.address_of(token, feature)));
+        const float w = weight(token);
+        sum = {fmaf(w, x.x, sum.x), fmaf(w, x.y, sum.y)};
+    }
+#pragma unroll
+    for (int distance = pairs; distance < WARP_THREADS; distance *= 2) {
+        sum.x += arch::shuffle_xor(sum.x, distance);
+        sum.y += arch::shuffle_xor(sum.y, distance);
+    }
+    return sum;
 }
 
 // The sums of a warp's own features over a chunk, each times one number of its token, on the tensor
@@ -283,23 +318,10 @@ __device__ __forceinline__ void add_delta(LolcatsRunningState<K>& sums,
                                           const typename K::feature_tile (&features)[K::groups],
                                           const WeightVector& weights) {
     using Sums = LolcatsRunningState<K>;
-    constexpr int run = 8 / Sums::parts;  // as LolcatsRunningState::add_denominator
-    const int feature = Sums::own_feature(), part = laneid() / Sums::warp_pairs;
+    const int feature = Sums::own_feature();
     const auto& tile = features[K::groups > 1 ? feature / 64 : 0];
-    float2 sum = {0.0f, 0.0f};
-#pragma unroll
-    for (int t = 0; t < CHUNK / Sums::parts; ++t) {
-        const int token = t / run * 8 + part * run + t % run;
-        const float2 x = unpack_pair<typename K::T>(
-            arch::load_shared<packed_type<typename K::T>>(tile.address_of(token, feature % 64)));
-        const float delta = weights.get(2 * token + 1);
-        sum = {fmaf(delta, x.x, sum.x), fmaf(delta, x.y, sum.y)};
-    }
-#pragma unroll
-    for (int distance = Sums::warp_pairs; distance < WARP_THREADS; distance *= 2) {
-        sum.x += arch::shuffle_xor(sum.x, distance);
-        sum.y += arch::shuffle_xor(sum.y, distance);
-    }
+    const float2 sum = weighted_feature_sum<Sums::warp_pairs, false>(
+        tile, feature % 64, [&](int token) { return weights.get(2 * token + 1); });
     sums.denominator = {sums.denominator.x + sum.x, sums.denominator.y + sum.y};
 }
 

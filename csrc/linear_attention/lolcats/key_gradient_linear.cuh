@@ -40,25 +40,14 @@ __device__ __forceinline__ float2 sign_gradient(typename K::projection& g,
                                                 const sv<float, 2 * K::features>& sums, float2 a,
                                                 float2 b) {
     float2 dot = {0.0f, 0.0f};
-#pragma unroll
-    for (int j = 0; j < K::features / 16; ++j) {
-        arch::sync_warp();  // else all of the sums are loaded before, into registers
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int column = 16 * j + 8 * half + 2 * (laneid() % 4);
-            const float2 s =
-                arch::load_shared<float2>(sums.address_of(sign * K::features + column));
-#pragma unroll
-            for (int low = 0; low < 2; ++low) {
-                const float ar = low ? a.y : a.x, br = low ? b.y : b.x;
-                const float2 p = unpack_pair<typename K::T>(phi.tiles[0][j].data[2 * half + low]);
-                float2& x = g.tiles[0][j].data[2 * half + low];
-                x = {fmaf(ar, x.x, -br * s.x), fmaf(ar, x.y, -br * s.y)};
-                float& d = low ? dot.y : dot.x;
-                d = fmaf(p.x, x.x, fmaf(p.y, x.y, d));
-            }
-        }
-    }
+    for_each_with_sums<K, sign>(sums, [&](int j, int i, bool low, float2 s) {
+        const float ar = low ? a.y : a.x, br = low ? b.y : b.x;
+        const float2 p = unpack_pair<typename K::T>(phi.tiles[0][j].data[i]);
+        float2& x = g.tiles[0][j].data[i];
+        x = {fmaf(ar, x.x, -br * s.x), fmaf(ar, x.y, -br * s.y)};
+        float& d = low ? dot.y : dot.x;
+        d = fmaf(p.x, x.x, fmaf(p.y, x.y, d));
+    });
     dot = {quad_sum(dot.x), quad_sum(dot.y)};
     constexpr float factor = sign == 0 ? 1.0f : -1.0f;
 #pragma unroll
@@ -116,38 +105,12 @@ struct SignSums {
     template <class Weight>
     __device__ __forceinline__ void add_denominator(const typename K::feature_tile& tile,
                                                     Weight weight) {
-        constexpr int run = 8 / parts;  // tokens; so that the parts of a warp use different banks
-        const int feature = own_feature(), part = laneid() / warp_pairs;
-        float2 sum = {0.0f, 0.0f};
-#pragma unroll
-        for (int t = 0; t < CHUNK / parts; ++t) {
-            if (t % 4 == 0) arch::sync_warp();  // else all are loaded before, into registers
-            const int token = t / run * 8 + part * run + t % run;
-            const float2 x = unpack_pair<typename K::T>(
-                arch::load_shared<packed_type<typename K::T>>(tile.address_of(token, feature)));
-            const float w = weight(token);
-            sum = {fmaf(w, x.x, sum.x), fmaf(w, x.y, sum.y)};
-        }
-#pragma unroll
-        for (int distance = warp_pairs; distance < WARP_THREADS; distance *= 2) {
-            sum.x += arch::shuffle_xor(sum.x, distance);
-            sum.y += arch::shuffle_xor(sum.y, distance);
-        }
+        const float2 sum = weighted_feature_sum<warp_pairs, true>(tile, own_feature(), weight);
         denominator = {denominator.x + sum.x, denominator.y + sum.y};
     }
     // Writes factor * numerator as an operand, in 16 bits.
     __device__ __forceinline__ void store_operand(typename K::state_tile& to, float factor) const {
-        const MatrixRows<typename K::state_tile> rows(to, 16 * warpgroup::warpid());
-#pragma unroll
-        for (int j = 0; j < K::head_dim / 16; ++j) {
-            packed_type<typename K::T> part[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float2 pair = numerator.tiles[0][j].data[i];
-                part[i] = pack_pair<typename K::T>(factor * pair.x, factor * pair.y);
-            }
-            rows.store(j, part);
-        }
+        MatrixRows<typename K::state_tile>(to, 16 * warpgroup::warpid()).store(numerator, factor);
     }
     __device__ __forceinline__ void store_denominator(sv<float, 2 * features>& to) const {
         if (laneid() < warp_pairs)

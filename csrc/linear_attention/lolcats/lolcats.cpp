@@ -16,7 +16,7 @@ namespace thunderkittens::linear_attention {
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lolcats_forward(OPERANDS, STATE,
                                                                            bool return_state) {
     const auto r =
-        lolcats_body<Tensor>(gpu, q, k, v, q_map, k_map, alpha, beta,
+        lolcats_body<Tensor>(gpu, {q, k, v, q_map, k_map, alpha, beta},
                              {numerator, denominator, keys, values, lengths}, return_state, false);
     return {r.out, r.numerator, r.denominator, r.keys, r.values, r.lengths};
 }
@@ -24,7 +24,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lolcats_forward(OPERA
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lolcats(
     OPERANDS, STATE, bool return_state) {
     const auto r =
-        lolcats_body<Tensor>(gpu, q, k, v, q_map, k_map, alpha, beta,
+        lolcats_body<Tensor>(gpu, {q, k, v, q_map, k_map, alpha, beta},
                              {numerator, denominator, keys, values, lengths}, return_state, true);
     return {r.out,    r.numerator, r.denominator, r.keys,
             r.values, r.lengths,   r.maxima,      r.denominators};

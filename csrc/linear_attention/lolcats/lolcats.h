@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "csrc/common/fields.h"
 #include "csrc/linear_attention/common/linear_attention.h"
 
 namespace thunderkittens::linear_attention {
@@ -44,39 +45,10 @@ struct LolcatsDecodeChoice {
     int head_dim = 128, features = 64;
 };
 
-template <typename Visitor>
-void visit_fields(LolcatsProblem& p, Visitor visit) {
-    visit("dtype", p.dtype);
-    visit("batch", p.batch);
-    visit("heads", p.heads);
-    visit("kv_heads", p.kv_heads);
-    visit("length", p.length);
-    visit("head_dim", p.head_dim);
-    visit("features", p.features);
-    visit("continued", p.continued);
-}
-template <typename Visitor>
-void visit_fields(LolcatsChoice& c, Visitor visit) {
-    visit("dtype", c.dtype);
-    visit("head_dim", c.head_dim);
-    visit("features", c.features);
-    visit("segments", c.segments);
-}
-template <typename Visitor>
-void visit_fields(LolcatsDecodeProblem& p, Visitor visit) {
-    visit("dtype", p.dtype);
-    visit("batch", p.batch);
-    visit("heads", p.heads);
-    visit("kv_heads", p.kv_heads);
-    visit("head_dim", p.head_dim);
-    visit("features", p.features);
-}
-template <typename Visitor>
-void visit_fields(LolcatsDecodeChoice& c, Visitor visit) {
-    visit("dtype", c.dtype);
-    visit("head_dim", c.head_dim);
-    visit("features", c.features);
-}
+TK_FIELDS(LolcatsProblem, dtype, batch, heads, kv_heads, length, head_dim, features, continued)
+TK_FIELDS(LolcatsChoice, dtype, head_dim, features, segments)
+TK_FIELDS(LolcatsDecodeProblem, dtype, batch, heads, kv_heads, head_dim, features)
+TK_FIELDS(LolcatsDecodeChoice, dtype, head_dim, features)
 
 // At most so many blocks of tokens: of those in the caches, up to 127, and the new ones.
 constexpr int64_t chunks_of(const LolcatsProblem& p) {

@@ -13,8 +13,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lolcats_backw
     const Tensor& maxima, const Tensor& denominators, std::optional<Tensor> numerator,
     std::optional<Tensor> denominator, std::optional<Tensor> keys, std::optional<Tensor> values,
     std::optional<Tensor> lengths, std::vector<bool> needs) {
-    return lolcats_backward_body<Tensor>(gpu, grad_out, q, k, v, q_map, k_map, alpha, beta, out,
-                                         maxima, denominators,
+    return lolcats_backward_body<Tensor>(gpu, grad_out, {q, k, v, q_map, k_map, alpha, beta},
+                                         {out, maxima, denominators},
                                          {numerator, denominator, keys, values, lengths}, needs);
 }
 

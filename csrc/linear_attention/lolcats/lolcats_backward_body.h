@@ -11,37 +11,41 @@
 
 namespace thunderkittens::linear_attention {
 
+// What the forward op has kept for the gradient.
+template <class Tensor>
+struct LolcatsKept {
+    const Tensor &out, &maxima, &denominators;
+};
+
 template <class Tensor>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lolcats_backward_body(
-    const Backend<Tensor>& on, const Tensor& grad_out_in, const Tensor& q_in, const Tensor& k_in,
-    const Tensor& v_in, const Tensor& q_map_in, const Tensor& k_map_in, const Tensor& alpha_in,
-    const Tensor& beta_in, const Tensor& out_in, const Tensor& maxima,
-    const Tensor& denominators_in, const std::array<std::optional<Tensor>, 5>& initial_in,
+    const Backend<Tensor>& on, const Tensor& grad_out_in, const LolcatsTensors<Tensor>& given,
+    const LolcatsKept<Tensor>& kept, const std::array<std::optional<Tensor>, 5>& initial_in,
     const std::vector<bool>& needs) {
     constexpr const char* OP = "tk.lolcats";
     enum { DQ, DK, DV, DQ_MAP, DK_MAP, DALPHA, DBETA };  // of the gradients
     LolcatsBackwardParams params;
     LolcatsParams& call = params.forward;
     LolcatsProblem& p = call.problem;
-    p = checked_lolcats(OP, q_in, k_in, v_in, q_map_in, k_map_in, alpha_in, beta_in);
+    p = checked_lolcats(OP, given);
     p.continued = initial_in[4].has_value();
-    const LolcatsState<Tensor> initial(OP, p, initial_in, q_in);
+    const LolcatsState<Tensor> initial(OP, p, initial_in, given.q);
     const std::vector<int64_t> shape = {p.batch, p.heads, p.length, p.head_dim};
     const std::vector<int64_t> rows = {p.batch, p.heads, p.length};
-    check_tensor(OP, "grad_out", grad_out_in, shape, p.dtype, q_in);
-    check_tensor(OP, "out", out_in, shape, p.dtype, q_in);
-    check_tensor(OP, "maxima", maxima, rows, DType::fp32, q_in);
-    check_tensor(OP, "denominators", denominators_in, rows, DType::fp32, q_in);
+    check_tensor(OP, "grad_out", grad_out_in, shape, p.dtype, given.q);
+    check_tensor(OP, "out", kept.out, shape, p.dtype, given.q);
+    check_tensor(OP, "maxima", kept.maxima, rows, DType::fp32, given.q);
+    check_tensor(OP, "denominators", kept.denominators, rows, DType::fp32, given.q);
     TK_CHECK(needs.size() == 7, OP, ": needs must have 7 elements, got ", needs.size());
-    const auto guard = on.guard(q_in);
-    const DeviceProperties& device = on.device(q_in);
+    const auto guard = on.guard(given.q);
+    const DeviceProperties& device = on.device(given.q);
     const std::string reason = unsupported(p, device);
     TK_CHECK(reason.empty(), OP, ": ", reason);
 
     // One kernel gives the gradients of k and v.
     const bool of_keys = needs[DK] || needs[DV];
-    const std::array<const Tensor*, 7> operands = {&q_in,     &k_in,     &v_in,   &q_map_in,
-                                                   &k_map_in, &alpha_in, &beta_in};
+    const std::array<const Tensor*, 7> operands = {
+        &given.q, &given.k, &given.v, &given.q_map, &given.k_map, &given.alpha, &given.beta};
     const auto gradient = [&](int i, bool wanted) {
         const Tensor& like = *operands[std::size_t(i)];
         return wanted ? empty(like.sizes(), like.scalar_type(), like)
@@ -57,13 +61,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lolcats_backw
         return std::tuple{grads[DQ],     dk,          dv, grads[DQ_MAP], grads[DK_MAP],
                           grads[DALPHA], grads[DBETA]};
     };
-    if (out_in.numel() == 0) {
+    if (kept.out.numel() == 0) {
         for (Tensor& x : grads) zero_(x);
         return results();
     }
-    const LolcatsOperands<Tensor> in(q_in, k_in, v_in, q_map_in, k_map_in, alpha_in, beta_in);
-    const Tensor grad_out = for_tensor_map(grad_out_in), out = for_tensor_map(out_in);
-    const Tensor denominators = packed(denominators_in);
+    const LolcatsOperands<Tensor> in(given);
+    const Tensor grad_out = for_tensor_map(grad_out_in), out = for_tensor_map(kept.out);
+    const Tensor denominators = packed(kept.denominators);
     const LolcatsBackwardChoice choice =
         on.chosen("lolcats_backward", choose_lolcats_backward(p, device));
     const Tensor workspace = empty(

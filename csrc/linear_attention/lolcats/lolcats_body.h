@@ -15,34 +15,31 @@ struct LolcatsResults {
 };
 
 template <class Tensor>
-LolcatsResults<Tensor> lolcats_body(const Backend<Tensor>& on, const Tensor& q_in,
-                                    const Tensor& k_in, const Tensor& v_in, const Tensor& q_map_in,
-                                    const Tensor& k_map_in, const Tensor& alpha_in,
-                                    const Tensor& beta_in,
+LolcatsResults<Tensor> lolcats_body(const Backend<Tensor>& on, const LolcatsTensors<Tensor>& given,
                                     const std::array<std::optional<Tensor>, 5>& initial_in,
                                     bool return_state, bool keep_rows) {
     constexpr const char* OP = "tk.lolcats";
     LolcatsParams params;
     LolcatsProblem& p = params.problem;
-    p = checked_lolcats(OP, q_in, k_in, v_in, q_map_in, k_map_in, alpha_in, beta_in);
+    p = checked_lolcats(OP, given);
     p.continued = initial_in[4].has_value();
-    const LolcatsState<Tensor> initial(OP, p, initial_in, q_in);
-    const auto guard = on.guard(q_in);
-    const DeviceProperties& device = on.device(q_in);
+    const LolcatsState<Tensor> initial(OP, p, initial_in, given.q);
+    const auto guard = on.guard(given.q);
+    const DeviceProperties& device = on.device(given.q);
     const std::string reason = unsupported(p, device);
     TK_CHECK(reason.empty(), OP, ": ", reason);
     const int64_t states = return_state ? p.batch : 0, rows = keep_rows ? p.batch : 0;
-    const auto dtype = q_in.scalar_type();
+    const auto dtype = given.q.scalar_type();
     const DType wide = DType::fp32;
     LolcatsResults<Tensor> r{
-        .out = empty({p.batch, p.heads, p.length, p.head_dim}, dtype, q_in),
-        .numerator = empty({states, p.heads, 2 * p.features, p.head_dim}, wide, q_in),
-        .denominator = empty({states, p.heads, 2 * p.features}, wide, q_in),
-        .keys = empty({states, p.kv_heads, CACHE, p.head_dim}, dtype, q_in),
-        .values = empty({states, p.kv_heads, CACHE, p.head_dim}, dtype, q_in),
-        .lengths = empty({states}, DType::int32, q_in),
-        .maxima = empty({rows, p.heads, p.length}, wide, q_in),
-        .denominators = empty({rows, p.heads, p.length}, wide, q_in),
+        .out = empty({p.batch, p.heads, p.length, p.head_dim}, dtype, given.q),
+        .numerator = empty({states, p.heads, 2 * p.features, p.head_dim}, wide, given.q),
+        .denominator = empty({states, p.heads, 2 * p.features}, wide, given.q),
+        .keys = empty({states, p.kv_heads, CACHE, p.head_dim}, dtype, given.q),
+        .values = empty({states, p.kv_heads, CACHE, p.head_dim}, dtype, given.q),
+        .lengths = empty({states}, DType::int32, given.q),
+        .maxima = empty({rows, p.heads, p.length}, wide, given.q),
+        .denominators = empty({rows, p.heads, p.length}, wide, given.q),
     };
     const std::array<Tensor*, 5> final = {&r.numerator, &r.denominator, &r.keys, &r.values,
                                           &r.lengths};
@@ -56,7 +53,7 @@ LolcatsResults<Tensor> lolcats_body(const Backend<Tensor>& on, const Tensor& q_i
         if (return_state) Backend<Tensor>::add(r.lengths, p.length);
         return r;
     }
-    const LolcatsOperands<Tensor> in(q_in, k_in, v_in, q_map_in, k_map_in, alpha_in, beta_in);
+    const LolcatsOperands<Tensor> in(given);
     const LolcatsChoice choice = on.chosen("lolcats", choose(p, device));
     const Tensor workspace = empty({lolcats_workspace(p, choice.segments)}, wide, in.q);
     params.segments = choice.segments;

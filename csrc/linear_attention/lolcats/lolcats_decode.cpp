@@ -8,7 +8,7 @@ Tensor lolcats_decode(const Tensor& q, const Tensor& k, const Tensor& v, const T
                       const Tensor& k_map, const Tensor& alpha, const Tensor& beta,
                       const Tensor& numerator, const Tensor& denominator, const Tensor& keys,
                       const Tensor& values, const Tensor& lengths, bool sliding) {
-    return lolcats_decode_body<Tensor>(gpu, q, k, v, q_map, k_map, alpha, beta,
+    return lolcats_decode_body<Tensor>(gpu, {q, k, v, q_map, k_map, alpha, beta},
                                        {numerator, denominator, keys, values, lengths}, sliding);
 }
 

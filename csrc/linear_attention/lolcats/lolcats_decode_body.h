@@ -9,16 +9,13 @@
 namespace thunderkittens::linear_attention {
 
 template <class Tensor>
-Tensor lolcats_decode_body(const Backend<Tensor>& on, const Tensor& q_in, const Tensor& k_in,
-                           const Tensor& v_in, const Tensor& q_map_in, const Tensor& k_map_in,
-                           const Tensor& alpha_in, const Tensor& beta_in,
+Tensor lolcats_decode_body(const Backend<Tensor>& on, const LolcatsTensors<Tensor>& given,
                            std::array<Tensor, 5> state, bool sliding) {
     constexpr const char* OP = "tk.lolcats_decode";
-    const LolcatsProblem call =
-        checked_lolcats(OP, q_in, k_in, v_in, q_map_in, k_map_in, alpha_in, beta_in);
-    TK_CHECK(call.length == 1, OP, ": q must have one token, got shape ", shape_text(q_in));
+    const LolcatsProblem call = checked_lolcats(OP, given);
+    TK_CHECK(call.length == 1, OP, ": q must have one token, got shape ", shape_text(given.q));
     for (std::size_t i = 0; i < state.size(); ++i) {
-        check_lolcats_part(OP, i, state[i], call, q_in);
+        check_lolcats_part(OP, i, state[i], call, given.q);
         TK_CHECK(state[i].is_contiguous(), OP, ": ", STATE_PARTS[i], " must be contiguous");
         TK_CHECK(reinterpret_cast<uintptr_t>(state[i].data_ptr()) % 16 == 0 || i == 4, OP, ": ",
                  STATE_PARTS[i], " must be aligned to 16 bytes");
@@ -26,16 +23,16 @@ Tensor lolcats_decode_body(const Backend<Tensor>& on, const Tensor& q_in, const 
     LolcatsDecodeParams params;
     LolcatsDecodeProblem& p = params.problem;
     p = {call.dtype, call.batch, call.heads, call.kv_heads, call.head_dim, call.features};
-    const auto guard = on.guard(q_in);
-    const DeviceProperties& device = on.device(q_in);
+    const auto guard = on.guard(given.q);
+    const DeviceProperties& device = on.device(given.q);
     const std::string reason = unsupported(p, device);
     TK_CHECK(reason.empty(), OP, ": ", reason);
-    Tensor out = empty({p.batch, p.heads, 1, p.head_dim}, q_in.scalar_type(), q_in);
+    Tensor out = empty({p.batch, p.heads, 1, p.head_dim}, given.q.scalar_type(), given.q);
     if (out.numel() == 0) {
         Backend<Tensor>::add(state[4], 1);
         return out;
     }
-    const LolcatsOperands<Tensor> in(q_in, k_in, v_in, q_map_in, k_map_in, alpha_in, beta_in);
+    const LolcatsOperands<Tensor> in(given);
     in.fill(params);
     params.out = operand(out);
     params.state = pointers_of<Tensor>({&state[0], &state[1], &state[2], &state[3], &state[4]});

@@ -10,10 +10,15 @@
 
 namespace thunderkittens::linear_attention {
 
+// The tensors that every op of LoLCATS takes, as they are given.
 template <class Tensor>
-LolcatsProblem checked_lolcats(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
-                               const Tensor& q_map, const Tensor& k_map, const Tensor& alpha,
-                               const Tensor& beta) {
+struct LolcatsTensors {
+    const Tensor &q, &k, &v, &q_map, &k_map, &alpha, &beta;
+};
+
+template <class Tensor>
+LolcatsProblem checked_lolcats(const char* op, const LolcatsTensors<Tensor>& given) {
+    const auto& [q, k, v, q_map, k_map, alpha, beta] = given;
     check_cuda(op, "q", q);
     check_dims(op, "q", q, {4});
     check_dims(op, "k", k, {4});
@@ -37,20 +42,19 @@ LolcatsProblem checked_lolcats(const char* op, const Tensor& q, const Tensor& k,
     return p;
 }
 
-// The tensors that every op of LoLCATS takes, as its kernels can read them.
+// The same tensors as the kernels can read them.
 template <class Tensor>
 struct LolcatsOperands {
     Tensor q, k, v, q_map, k_map, alpha, beta;
 
-    LolcatsOperands(const Tensor& _q, const Tensor& _k, const Tensor& _v, const Tensor& _q_map,
-                    const Tensor& _k_map, const Tensor& _alpha, const Tensor& _beta)
-        : q(for_tensor_map(_q)),
-          k(for_tensor_map(_k)),
-          v(for_tensor_map(_v)),
-          q_map(for_tensor_map(_q_map)),
-          k_map(for_tensor_map(_k_map)),
-          alpha(packed(_alpha)),
-          beta(packed(_beta)) {}
+    explicit LolcatsOperands(const LolcatsTensors<Tensor>& given)
+        : q(for_tensor_map(given.q)),
+          k(for_tensor_map(given.k)),
+          v(for_tensor_map(given.v)),
+          q_map(for_tensor_map(given.q_map)),
+          k_map(for_tensor_map(given.k_map)),
+          alpha(packed(given.alpha)),
+          beta(packed(given.beta)) {}
     template <class Params>
     void fill(Params& params) const {
         params.q = operand(q);
