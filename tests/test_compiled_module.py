@@ -151,9 +151,9 @@ SYMBOLS = {
     "backward_postprocess_64x2x48_fp16": (
         "18postprocess_kernelI6__halfLi64ELi2ELi48EEEvNS0_18PostprocessGlobalsIT_XT2_EEE"
     ),
-    "fp16_tt_64x64_split_k": (
-        "22cluster_split_k_kernelINS1_19ClusterSplitKTraitsIXtlNS0_6ConfigELi64ELi64ELi10ELi1ELb0E"
-        "Li64ELb0ELNS_5DTypeE1ELb1ELb0ELb0ELb0ELi1EEEEEEEvNT_7GlobalsE"
+    "fp16_tt_64x64_cluster": (
+        "19cluster_tile_kernelINS1_17ClusterTileTraitsIXtlNS0_6ConfigELi64ELi64ELi14ELi1ELb0E"
+        "Li64ELb0ELNS_5DTypeE1ELb1ELb0ELb0ELb0ELi1ELb1EEEEEEEvNT_7GlobalsE"
     ),
     "bf16_nt_64x128_short_k": (
         "14short_k_kernelINS1_12ShortKTraitsIXtlNS0_6ConfigELi64ELi128ELi8ELi1ELb0ELi64ELb0E"

@@ -113,8 +113,8 @@ def test_split_k_over_a_cluster(tile, splits, dtype, policy):
     assert run.kernels[0]["kernel"].endswith(f"_{tile[0]}x{tile[1]}_cluster")
 
 
-# Rows and columns of a tile, stages, consumers; blocks of a cluster that share b's and a's tiles, and
-# that share the k of one.
+# Rows and columns of a tile, stages, consumers; blocks of a cluster that share b's and a's tiles,
+# and that share the k of one.
 SHARES = [((64, 64, 14, 1), *cluster) for cluster in ((2, 1, 1), (1, 2, 3), (2, 2, 2), (8, 1, 1))]
 SHARES += [((64, 128, 9, 1), *cluster) for cluster in ((1, 4, 1), (2, 2, 1))]
 SHARES += [((128, 128, 7, 2), *cluster) for cluster in ((2, 1, 2), (4, 2, 1))]

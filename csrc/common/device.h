@@ -20,6 +20,8 @@ struct DeviceProperties {
     int l2_bytes = 0;
     int major = 0;  // compute capability
     int minor = 0;
+
+    bool operator==(const DeviceProperties&) const = default;
 };
 
 // Properties of a CUDA device, read once per device; safe to call from several threads. Needs the

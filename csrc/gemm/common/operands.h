@@ -20,7 +20,8 @@ struct Operand {
 
     int64_t stride() const { return view.stride[2]; }
     int64_t batch_stride() const { return view.size[1] > 1 ? view.stride[1] : 0; }
-    // Bytes, at most 128, that its rows begin at multiples of; where it needs a copy, those of that.
+    // Bytes, at most 128, that its rows begin at multiples of; where it needs a copy, those of the
+    // copy.
     int64_t alignment(int element_bytes = 2) const {
         const auto all = needs_copy
                              ? static_cast<uint64_t>(aligned_pitch(view.size[3] * element_bytes))

@@ -123,7 +123,7 @@ Choice cluster_tile_choice(const ClusterTile& tile, const Problem& p) {
 }
 
 // A short k is one that the kernel reads in few steps.
-constexpr int64_t MOST_SHORT_K = 256;
+constexpr int64_t MOST_SHORT_K = 512;
 Choice short_k_choice(const TileShape& shape, const Problem& p) {
     Choice choice{.kernel = Kernel::short_k,
                   .config = make_config(shape, p.dtype, p.a_m_major, p.b_n_major)};
@@ -221,7 +221,9 @@ std::pair<Choice, double> choose_unsplit(const Problem& p, const DevicePropertie
 
 }  // namespace
 
-Choice choose(const Problem& p, const DeviceProperties& device) {
+namespace {
+
+Choice cheapest(const Problem& p, const DeviceProperties& device) {
     const int sm_count = std::max(1, device.sm_count);
     const auto [unsplit, whole] = choose_unsplit(p, device);
     SplitKTiles tiles;
@@ -240,6 +242,25 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     if (cluster.cycles < std::min(whole, tiles.cycles)) return cluster_tile_choice(cluster, p);
     if (tiles.shape == nullptr || tiles.cycles > whole) return unsplit;
     return split_k_choice(*tiles.shape, tiles.splits, tiles.blocks, p, device);
+}
+
+}  // namespace
+
+// A model calls the same products again and again, and a comparison of all kernels takes longer
+// than a launch: each thread keeps the choices of its latest problems.
+Choice choose(const Problem& p, const DeviceProperties& device) {
+    struct Known {
+        Problem problem{.m = -1};
+        DeviceProperties device;
+        Choice choice;
+    };
+    constexpr uint64_t entries = 64, mixer = 0x9e3779b97f4a7c15;
+    thread_local Known known[entries];
+    const auto sizes = static_cast<uint64_t>(p.m * 31 + p.n * 1009 + p.k * 65537 + p.batch * 7 +
+                                             p.a_m_major * 3 + p.b_n_major * 5 + int(p.dtype));
+    Known& entry = known[sizes * mixer >> 58];
+    if (!(entry.problem == p && entry.device == device)) entry = {p, device, cheapest(p, device)};
+    return entry.choice;
 }
 
 namespace {
@@ -288,7 +309,7 @@ std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device)
     for_each_cluster_tile(p, device.sm_count,
                           [&](const ClusterTile& tile) { add(cluster_tile_choice(tile, p)); });
     for (const TileShape& shape : SHORT_K_SHAPES) {
-        if (fits_short_k(p) && p.k <= 2 * MOST_SHORT_K) add(short_k_choice(shape, p));
+        if (fits_short_k(p) && p.k <= MOST_SHORT_K) add(short_k_choice(shape, p));
     }
     if (p.a_m_major) return list;
     if (!p.fused && p.b_n_major) add_tiles(NN_SHAPE);

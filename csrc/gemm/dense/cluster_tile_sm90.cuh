@@ -49,7 +49,8 @@ struct ClusterTileTraits {
                   "gemm.h knows another size");
 
     // What one copy of TMA brings: 64 elements, 128 bytes, of some rows as they lie in memory. The
-    // tile of a consumer in a has one such stripe; that in b has several where its rows lie along n.
+    // tile of a consumer in a has one such stripe; that in b has several where its rows lie along
+    // n.
     static constexpr int stripe = 64;
     static constexpr int b_stripes = C.b_n_major ? C.block_n / stripe : 1;
     static constexpr int a_rows = 64, b_rows = C.b_n_major ? BLOCK_K : C.block_n;  // of a stripe
@@ -62,8 +63,9 @@ struct ClusterTileTraits {
         int a_slice, b_slice;         // rows of a stripe that a block loads for those
         int part, longer;             // steps of k of a block, and blocks that have one more
         bool a_batched, b_batched;
-        bool vec4_aligned;  // four neighbouring elements of the output are aligned
-        bool store_only;  // sums are rounded to the operands' type, rows are multiples of 16 bytes
+        bool vec4_aligned;                // four neighbouring elements of the output are aligned
+        bool store_only;                  // sums are only rounded, to the operands' type
+        bool vec8_aligned, vec2_aligned;  // the same of eight of them, and of two
         uint32_t m, n;
         DType out_dtype;
         void* out;
@@ -220,7 +222,7 @@ __device__ __forceinline__ void share_sums(typename Traits::Shared& shared,
 }
 
 // Stores a tile that is not divided, by warp, through shared memory where the consumer's rows of a
-// were: 16 bytes per lane.
+// were: 16 bytes per lane, or neighbouring words where rows are not aligned.
 template <class Traits>
 __device__ __forceinline__ void store_tile(const typename Traits::Globals& g,
                                            typename Traits::Shared& shared,
@@ -247,6 +249,25 @@ __device__ __forceinline__ void store_tile(const typename Traits::Globals& g,
         kittens::warp::store(buffer(subtile), values);
     }
     arch::sync_warp();
+    if (!g.vec8_aligned) {
+        const uint32_t row = at.m + kittens::warpid() * 16;
+        if (row >= g.m) return;
+#pragma unroll 1
+        for (uint32_t subtile = 0; subtile < subtiles; ++subtile) {
+            const uint32_t n = at.n + subtile * staging::cols;
+            if (n >= g.n) return;
+            auto* to = static_cast<bf16*>(g.out) +
+                       (at.batch * g.out_batch_stride + int64_t(row) * g.out_stride + n);
+            if (g.vec2_aligned) {
+                copy_rows(buffer(subtile), reinterpret_cast<uint32_t*>(to), g.out_stride / 2,
+                          g.m - row, (g.n - n) / 2);
+            } else {
+                copy_rows(buffer(subtile), reinterpret_cast<uint16_t*>(to), g.out_stride, g.m - row,
+                          g.n - n);
+            }
+        }
+        return;
+    }
     const int first = laneid() / 8, col = laneid() % 8 * 8;
     const uint32_t m = at.m + kittens::warpid() * 16 + first, n = at.n + col;
     auto* to =
@@ -450,8 +471,10 @@ void launch_cluster_tile(const Params& p, Stream stream) {
     const int64_t words = 4 * size_in_bytes(p.out_dtype);
     const bool vec4_aligned = reinterpret_cast<uintptr_t>(p.out) % words == 0 &&
                               p.out_stride % 4 == 0 && p.out_batch_stride % 4 == 0;
-    const bool vec8_aligned = reinterpret_cast<uintptr_t>(p.out) % 16 == 0 && p.n % 8 == 0 &&
-                              p.out_stride % 8 == 0 && p.out_batch_stride % 8 == 0;
+    const auto aligned = [&](int64_t elements) {
+        return reinterpret_cast<uintptr_t>(p.out) % (elements * 2) == 0 && p.n % elements == 0 &&
+               p.out_stride % elements == 0 && p.out_batch_stride % elements == 0;
+    };
     const auto ceil = [](int64_t a, int64_t b) { return static_cast<unsigned>((a + b - 1) / b); };
     const int k_blocks = static_cast<int>(ceil(p.k, BLOCK_K));
     // A ring of no more stages than there are steps leaves room for blocks of the next kernel.
@@ -478,8 +501,10 @@ void launch_cluster_tile(const Params& p, Stream stream) {
         .a_batched = p.a_batch_stride != 0,
         .b_batched = p.b_batch_stride != 0,
         .vec4_aligned = vec4_aligned,
-        .store_only = vec8_aligned && p.out_dtype == C.dtype && p.epilogue.bias == nullptr &&
-                      p.epilogue.alpha == 1.f,
+        .store_only =
+            p.out_dtype == C.dtype && p.epilogue.bias == nullptr && p.epilogue.alpha == 1.f,
+        .vec8_aligned = aligned(8),
+        .vec2_aligned = aligned(2),
         .m = static_cast<uint32_t>(p.m),
         .n = static_cast<uint32_t>(p.n),
         .out_dtype = p.out_dtype,

@@ -38,6 +38,8 @@ struct Problem {
     // Whether TMA cannot read an operand where it lies: all kernels but that for a short k then
     // read a copy, to whose rows the two fields before refer.
     bool a_needs_copy = false, b_needs_copy = false;
+
+    bool operator==(const Problem&) const = default;
 };
 
 // What one kernel is compiled for. A block computes block_m x block_n tiles, 64 of k at a time,
@@ -433,8 +435,8 @@ constexpr int threads(const Config& c) {
 }
 
 // Cluster tiles: the stages of a block's ring where an SM of 228 KB of shared memory holds so many
-// blocks, which need 1 KB each, and their semaphores as much; and the most of them, with rings of at
-// least three stages.
+// blocks, which need 1 KB each, and their semaphores as much; and the most of them, with rings of
+// at least three stages.
 constexpr int cluster_tile_stages(const Config& c, int per_sm) {
     const int stage = (c.block_m + c.block_n) * BLOCK_K * 2;
     return std::min(c.stages, (228 * 1024 / per_sm - 2048) / stage);
