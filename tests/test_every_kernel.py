@@ -158,6 +158,21 @@ def test_native_swap_ab_stores_beside_its_loads(m):
         assert run.kernels[0]["kernel"].startswith("native_swap_ab_")
 
 
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("n", [392, 197])
+@pytest.mark.parametrize("m", [16, 61])
+def test_native_swap_ab_adds_the_bias(m, n, out_dtype):
+    """To tiles that TMA stores, and to rows of odd length, which threads do."""
+    a, scale_a = operand(m, 544, KINDS["e4m3"], True, "cpu")
+    b, scale_b = operand(n, 544, KINDS["e4m3"], True, "cpu")
+    options = {"bias": torch.randint(-4, 5, (n,)).bfloat16(), "out_dtype": out_dtype}
+    config = {"strategy": "swap_ab_native", "splits": 1, "swap_ab_blocks": 2}
+    with tk.emulate("late_mma", seed=m, config=config, sm_count=4) as run:
+        out = tk.mxfp8_gemm(a, b.t(), scale_a, scale_b, path="rebased", **options)
+    assert torch.equal(out, tk.reference.mxfp8_gemm(a, b.t(), scale_a, scale_b, **options))
+    assert run.kernels[0]["kernel"].startswith("native_swap_ab_")
+
+
 # ---- the record of what has run ----
 
 

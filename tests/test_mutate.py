@@ -138,8 +138,9 @@ CLANG = clang_that_counts()
 
 
 @pytest.mark.skipif(CLANG is None, reason="needs clang++ and llvm-cov")
-def test_branches_of_all_instances_are_added_up(tmp_path):
+def test_branches_of_all_instances_are_added_up(tmp_path, monkeypatch):
     """A branch is one of the source: what one instance takes, the others need not."""
+    monkeypatch.delenv("LLVM_PROFILE_FILE", raising=False)
     build, kernel = tmp_path / "build", tmp_path / "csrc/f_sm90.cuh"
     for folder in (build, kernel.parent):
         folder.mkdir(parents=True)

@@ -1,6 +1,6 @@
 """Runs every kernel on the emulator under every policy, with many seeds: no alarm may be raised.
 
-    seeds.py record [TEST_FILE...]   keeps the quickest call of each kernel that the tests make
+    seeds.py record [TEST_FILE...]   keeps the quickest calls of each kernel that the tests make
     seeds.py run --seeds 20          each under every policy with so many seeds, the quickest first
     seeds.py list                    what has become of each kernel of the registry
 
@@ -65,8 +65,16 @@ def bits(results: dict[str, np.ndarray]) -> dict[str, bytes]:
     return {name: x.tobytes() for name, x in results.items()}
 
 
+def way(choice: dict[str, Any], scalars: dict[str, Any]) -> str:
+    """What else decides which kernels run beside the one that is chosen: parts of a sequence or of
+    a sum, and what is asked for."""
+    parts = [key for key in ("segments", "splits", "head_splits") if choice.get(key, 1) > 1]
+    parts += [f"{key}_{value:d}" for key, value in scalars.items() if isinstance(value, bool)]
+    return "".join(f"+{part}" for part in sorted(parts))
+
+
 class Recorder:
-    """A plugin of pytest that keeps the quickest call of each kernel."""
+    """A plugin of pytest that keeps the quickest call of each kernel in each way to call it."""
 
     def __init__(self) -> None:
         from thunderkittens import emulation
@@ -83,7 +91,7 @@ class Recorder:
         started = time.process_time()
         results, choice = self.run(op, arrays, scalars or {}, **options)
         seconds = time.process_time() - started
-        name = f"{op}.{choice.get('kernel', 'all')}"
+        name = f"{op}.{choice.get('kernel', 'all')}{way(choice, scalars or {})}"
         checked = options.get("check_order", True) and options.get("host_threads", 1) == 1
         if checked and seconds < self.seconds.get(name, 1e9):
             self.seconds[name] = seconds
@@ -174,7 +182,7 @@ def show(args: argparse.Namespace) -> int:
     from thunderkittens import _C
 
     found = {k: v for k, v in results().items() if re.search(args.only, k)}
-    recorded = {path.stem for path in calls()}
+    recorded = {path.stem.partition("+")[0] for path in calls()}
     missing = [
         name
         for name in (f"{kernel['op']}.{kernel['name']}" for kernel in _C.kernels())
@@ -187,7 +195,7 @@ def show(args: argparse.Namespace) -> int:
             print(entry["problem"])
     problems = sum("problem" in entry for entry in found.values())
     runs = sum(entry["runs"] for entry in found.values())
-    print(f"{runs} runs of {len(found)} of {len(recorded)} recorded calls: {problems} problems")
+    print(f"{runs} runs of {len(found)} of {len(calls())} recorded calls: {problems} problems")
     return int(problems > 0)
 
 
