@@ -233,14 +233,23 @@ Choice cheapest(const Problem& p, const DeviceProperties& device) {
             stream_k_tiles(p, sm_count, 0.97 * std::min(whole, split_k.cycles));
         tiles = stream_k.shape != nullptr ? stream_k : split_k;
     }
-    const ClusterTile cluster = best_cluster_tile(p, sm_count);
+    const bool in_lines = !shares_lines(p);
+    const ClusterTile cluster =
+        in_lines ? best_cluster_in_lines(p, sm_count) : best_cluster_tile(p, sm_count);
     if ((p.a_needs_copy || p.b_needs_copy) && p.k <= MOST_SHORT_K && fits_short_k(p)) {
         const ShortKTiles short_k = short_k_tiles(p, sm_count);
         const double others = std::min({whole, tiles.cycles, cluster.cycles}) + copy_cycles(p);
         if (short_k.cycles < others) return short_k_choice(*short_k.shape, p);
     }
-    if (cluster.cycles < std::min(whole, tiles.cycles)) return cluster_tile_choice(cluster, p);
-    if (tiles.shape == nullptr || tiles.cycles > whole) return unsplit;
+    if (in_lines && unsplit.kernel == Kernel::swap_ab) {
+        // So few tiles that a cluster for each reads as fast as swap-AB, and ends sooner.
+        const int64_t few = ceil_div(p.m, 64) * ceil_div(p.n, 64) * MAX_CLUSTER_BLOCKS;
+        const bool small = cluster.splits > 1 && few <= sm_count && p.k >= 512;
+        return small ? cluster_tile_choice(cluster, p) : unsplit;
+    }
+    const double others = std::min(whole, tiles.cycles);
+    if (cluster.cycles < (in_lines ? 0.97 : 1) * others) return cluster_tile_choice(cluster, p);
+    if (tiles.shape == nullptr || tiles.cycles > (in_lines ? 0.97 : 1) * whole) return unsplit;
     return split_k_choice(*tiles.shape, tiles.splits, tiles.blocks, p, device);
 }
 

@@ -123,15 +123,19 @@ inline double tiling_cycles(const Tiling& t, const Problem& p, int sm_count, dou
            (t.splits > 1 ? FIT.split + FIT.split_element * size : 0);
 }
 
+// Whether blocks may gain by sharing lines, and the fitted model holds. Where all rows begin at lines
+// a cluster costs more by its lockstep than it saves; there, and for fused epilogues, the choice is
+// that of a model of waves, which was tuned to the weights of language models and to squares.
+inline bool shares_lines(const Problem& p) {
+    return !p.fused &&
+           (p.a_alignment < 128 || p.b_alignment < 128 || p.a_needs_copy || p.b_needs_copy);
+}
+constexpr double LINE_IN_LINES = 1.73;
+
 // Balanced tiling's narrow and wide tiles, split-K and stream-K: a step's requests to the L2 cache.
 inline double line_cycles(const Problem& p, double rows, double columns, int cluster_m) {
-    return FIT.wide_lines *
+    return (shares_lines(p) ? FIT.wide_lines : LINE_IN_LINES) *
            (rows * lines_of(p.a_alignment) + columns * lines_of(p.b_alignment) / cluster_m);
-}
-// Where operands begin at lines, a cluster costs more by its lockstep than it saves; and it begins
-// later than single blocks.
-inline bool shares_lines(const Problem& p) {
-    return !p.fused && (p.a_alignment < 128 || p.b_alignment < 128);
 }
 constexpr double LOCKSTEP = 1.02, CLUSTER_STARTUP = 1500;
 
@@ -178,15 +182,20 @@ inline Tiling tiling_of(const Choice& choice) {
             .persistent = !c.cluster_tile && !c.swap_ab};
 }
 
-// Fused epilogues: waves of tiles of one per SM, block_m * block_n / 32 cycles for the products of
-// 64 steps of k, times what smaller tiles lose.
-inline double fused_cycles(const Config& config, const Problem& p, int sm_count) {
+// Where all rows begin at lines, and for fused epilogues: waves of tiles of one per SM,
+// block_m * block_n / 32 cycles for the products of 64 steps of k, times what smaller tiles lose.
+inline double cycles_in_lines(const Config& config, const Problem& p, int sm_count) {
     const int size = config.block_m * config.block_n;
-    const double per_product = size >= 128 * 256 ? 1.0 : size >= 128 * 128 ? 1.05 : 1.32;
+    const double per_product = size >= 128 * 256   ? 1.0
+                               : size >= 128 * 224 ? 1.03
+                               : size >= 128 * 128 ? 1.05
+                               : size >= 128 * 112 ? 1.1
+                               : size >= 64 * 128  ? 1.32
+                                                   : 2.16;
     const int64_t tiles = p.batch * ceil_div(p.m, config.block_m) * ceil_div(p.n, config.block_n);
     const auto steps = static_cast<double>(std::max<int64_t>(1, ceil_div(p.k, BLOCK_K)));
-    const double lines = 1.73 * (config.block_m * (p.a_alignment < 128 ? 2 : 1) +
-                                 config.block_n * (p.b_alignment < 128 ? 2 : 1));
+    const double lines = LINE_IN_LINES * (config.block_m * (p.a_alignment < 128 ? 2 : 1) +
+                                          config.block_n * (p.b_alignment < 128 ? 2 : 1));
     const double tile = steps * std::max(size / 32 * per_product, lines);
     return double(ceil_div(tiles, sm_count)) *
                (tile * two_widths(config, p, sm_count).share + 600) +
@@ -195,12 +204,17 @@ inline double fused_cycles(const Config& config, const Problem& p, int sm_count)
 
 // The cycles of the persistent and the single-wave kernels.
 inline double fixed_width_cycles(const Config& config, const Problem& p, int sm_count) {
-    if (p.fused) return fused_cycles(config, p, sm_count);
+    if (!shares_lines(p)) return cycles_in_lines(config, p, sm_count);
     const Tiling tiling = tiling_of({.config = config});
     const bool single_wave = has_single_wave(config) && blocks_of(tiling, p) <= sm_count &&
                              p.out_dtype == p.dtype && p.n % 8 == 0 && p.k > 3 * BLOCK_K;
     return tiling_cycles(tiling, p, sm_count, two_widths(config, p, sm_count).share) +
            (single_wave ? FIT.single_wave : 0);
+}
+
+// The cycles that reading the operands from memory takes.
+inline double operand_cycles(const Problem& p) {
+    return 2 * double(p.m + p.n) * double(p.k) / 1765;
 }
 
 // A way to divide a problem into cluster tiles, and the cycles that it needs.
@@ -245,6 +259,24 @@ inline ClusterTile best_cluster_tile(const Problem& p, int sm_count) {
         tile.cycles = tiling_cycles(tile.tiling(), p, sm_count);
         if (tile.cycles < best.cycles) best = tile;
     });
+    return best;
+}
+// The same where all rows begin at lines: split-K alone, for few tiles of 64 x 64.
+inline ClusterTile best_cluster_in_lines(const Problem& p, int sm_count) {
+    ClusterTile best;
+    const TileShape& shape = CLUSTER_TILE_SHAPES[0];
+    const int64_t tiles = p.batch * ceil_div(p.m, shape.block_m) * ceil_div(p.n, shape.block_n);
+    const int64_t steps = ceil_div(p.k, BLOCK_K);
+    if (p.fused || tiles < 1) return best;
+    const double step = shape.block_m * shape.block_n / 32 * 2.16;
+    const int64_t most = std::min({sm_count / tiles, steps, int64_t{MAX_CLUSTER_BLOCKS}});
+    for (int64_t splits = 2; splits <= most; ++splits) {
+        const double products = double(ceil_div(steps, splits)) * step;
+        const double cycles = std::max(products, double(p.batch) * operand_cycles(p)) + 5900;
+        if (cycles < best.cycles) {
+            best = {.shape = &shape, .splits = static_cast<int>(splits), .cycles = cycles};
+        }
+    }
     return best;
 }
 
@@ -292,9 +324,10 @@ inline double balanced_cycles(const Config& config, const Problem& p, int64_t co
     const double tiles = std::ceil(double(rows * columns + extra_rows) / clusters);
     const double work =
         steps * config.block_m / 32 * balanced_load(config, p, rows, columns, extra_rows, clusters);
-    return std::max(work, memory_cycles(p)) + tiles * 900 + 2500 +
-           0.12 * config.block_m * config.block_n + (config.cluster_m > 1 ? CLUSTER_STARTUP : 0) +
-           FIT.balanced;
+    const bool in_lines = !shares_lines(p);
+    return (in_lines ? work : std::max(work, memory_cycles(p)) + FIT.balanced) + tiles * 900 +
+           2500 + 0.12 * config.block_m * config.block_n +
+           (config.cluster_m > 1 ? CLUSTER_STARTUP : 0);
 }
 
 inline BalancedTiles balance_tiles(const Config& config, const Problem& p, int sm_count) {
@@ -344,11 +377,6 @@ struct SplitKTiles {
     int blocks = 0;
 };
 
-// The cycles that reading the operands from memory takes.
-inline double operand_cycles(const Problem& p) {
-    return 2 * double(p.m + p.n) * double(p.k) / 1765;
-}
-
 // Split-K. Fitted to an H200: the products, or reading the operands from memory; a start and an end
 // that grow with the partial sums which are stored; and the partial sums which are added, one unit
 // of columns of each peer at a time. All blocks run at a time, so there are no more of them than
@@ -359,7 +387,8 @@ inline double split_k_cycles(const TileShape& shape, int64_t splits, const Probl
     const double step = std::max(size / 32 * 1.04, line_cycles(p, shape.block_m, shape.block_n, 1));
     const double products = double(ceil_div(steps, splits)) * step;
     const auto taken = static_cast<double>(ceil_div(units, splits) * (splits - 1));
-    return std::max(products, operand_cycles(p)) + 7500 + 0.55 * size + 160 * taken + FIT.split_k;
+    return std::max(products, operand_cycles(p)) + 7500 + 0.55 * size + 160 * taken +
+           (shares_lines(p) ? FIT.split_k : 0);
 }
 inline SplitKTiles split_k_tiles(const Problem& p, int sm_count) {
     SplitKTiles best;
@@ -399,7 +428,7 @@ inline double stream_k_cycles(const TileShape& shape, int splits, const Problem&
     const double own_steps = double(steps - helped_steps) * step;
     const int partials = (group.partials() + group.shared_tiles - 1) / group.shared_tiles;
     return std::max(group.whole_tiles * whole + own_steps, operand_cycles(p)) + 4500 +
-           (0.16 + 0.2 * partials) * size + FIT.split_k;
+           (0.16 + 0.2 * partials) * size + (shares_lines(p) ? FIT.split_k : 0);
 }
 // The best, if it needs fewer cycles than `limit`.
 inline SplitKTiles stream_k_tiles(const Problem& p, int sm_count, double limit) {
