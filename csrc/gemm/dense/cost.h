@@ -123,8 +123,8 @@ inline double tiling_cycles(const Tiling& t, const Problem& p, int sm_count, dou
            (t.splits > 1 ? FIT.split + FIT.split_element * size : 0);
 }
 
-// Whether blocks may gain by sharing lines, and the fitted model holds. Where all rows begin at lines
-// a cluster costs more by its lockstep than it saves; there, and for fused epilogues, the choice is
+// Whether blocks may gain by sharing lines, and the fitted model holds. Where all rows begin at
+// lines a cluster costs more by its lockstep than it saves; there, and for fused epilogues, the choice is
 // that of a model of waves, which was tuned to the weights of language models and to squares.
 inline bool shares_lines(const Problem& p) {
     return !p.fused &&
