@@ -45,7 +45,11 @@ static std::string source_of(const Config& c) {
     if (c.balanced) return c.cluster_m == 1 ? "balanced" : "balanced_clusters";
     if (c.cluster_m > 1) return concat(name_of(c.dtype), "_clusters");
     if (c.swap_ab) return concat(name_of(c.dtype), c.fused ? "_swap_ab_fused" : "_swap_ab");
-    if (c.fused) return concat(name_of(c.dtype), '_', c.block_m, 'x', c.block_n, "_fused");
+    if (c.fused) {
+        const bool apart = c.block_n == 256 && c.a_m_major;
+        return concat(name_of(c.dtype), '_', c.block_m, 'x', c.block_n, "_fused",
+                      apart ? "_a_transposed" : "");
+    }
     return concat(name_of(c.dtype), '_', strategy_name(kernel_of(c)));
 }
 
