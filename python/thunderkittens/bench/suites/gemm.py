@@ -11,8 +11,8 @@ a weight.
 
 from __future__ import annotations
 
-import math
 import argparse
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
