@@ -157,7 +157,7 @@ SYMBOLS = {
     ),
     "bf16_nt_64x128_short_k": (
         "14short_k_kernelINS1_12ShortKTraitsIXtlNS0_6ConfigELi64ELi128ELi8ELi1ELb0ELi64ELb0E"
-        "LNS_5DTypeE0ELb0ELb0ELb0ELb0ELi1EEEEEEEvNT_7GlobalsE"
+        "LNS_5DTypeE0ELb0ELb0ELb0ELb0ELi1ELb0EEEEEEEvNT_7GlobalsE"
     ),
     "fp16_split_k": "14split_k_kernelINS1_12SplitKTraitsILNS_5DTypeE1EEEEEvNT_7GlobalsE",
     "nvfp4_fp16_256x64_split_k": (
@@ -166,16 +166,16 @@ SYMBOLS = {
     ),
     "nvfp4_fp16_fused_dequant": (
         "20fused_dequant_kernelINS1_12KernelTraitsIXtlNS0_6ConfigELi128ELi256ELi4ELi2ELb0ELi64E"
-        "Lb0ELNS_5DTypeE1ELb0ELb0ELb0ELb0ELi1EEEEENS0_11Nvfp4SourceEEEvNT_7GlobalsE"
+        "Lb0ELNS_5DTypeE1ELb0ELb0ELb0ELb0ELi1ELb0EEEEENS0_11Nvfp4SourceEEEvNT_7GlobalsE"
         "NS1_11DequantPlanINS8_1TET0_EE"
     ),
     "bf16_nn_64x64": (
         "19one_consumer_kernelINS1_12KernelTraitsIXtlNS0_6ConfigELi64ELi64ELi10ELi1ELb0ELi64ELb0E"
-        "LNS_5DTypeE0ELb0ELb1ELb0ELb0ELi1EEEEEEEvNT_7GlobalsE"
+        "LNS_5DTypeE0ELb0ELb1ELb0ELb0ELi1ELb0EEEEEEEvNT_7GlobalsE"
     ),
     "fp16_tt_64x64_single_wave": (
         "24single_wave_64x64_kernelINS1_16SingleWaveTraitsIXtlNS0_6ConfigELi64ELi64ELi10ELi1ELb0E"
-        "Li64ELb0ELNS_5DTypeE1ELb1ELb0ELb0ELb0ELi1EEEEEEEvNT_7GlobalsE"
+        "Li64ELb0ELNS_5DTypeE1ELb1ELb0ELb0ELb0ELi1ELb0EEEEEEEvNT_7GlobalsE"
     ),
     "e4m3_e4m3_fast_128x176": (
         "15fp8_gemm_kernelINS1_12KernelTraitsIXtlNS0_6ConfigELi128ELi176ELi5ELi2ELi2ELb0ELi128E"

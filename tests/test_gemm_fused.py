@@ -12,6 +12,8 @@ import thunderkittens as tk
 from helpers.cover import cover, over
 from helpers.layouts import matrix
 from helpers.numerics import accumulation_slack, assert_accurate, integers
+from test_gemm_kernels import H200
+from thunderkittens import _C
 from thunderkittens.emulation import POLICIES
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -185,6 +187,16 @@ def test_finished_beside_the_main_loop(device, case):
 FEW_ROWS = {1: (64, 8199, 1031), 2: (16, 2112, 7177), 3: (61, 2056, 2047)}
 
 
+def swap_ab(fused: bool, m: int, **problem: object) -> dict[str, object]:
+    """The fields of swap-AB's kernel for so many rows, to force it where another one is chosen."""
+    names = ("strategy", "block_m", "block_n", "block_k", "stages", "consumers", "swap_ab")
+    names += ("cluster_tile", "share_m", "share_n", "per_sm")
+    problem |= {"m": m, "n": 4096, "k": 4096, "fused": fused}
+    found = [c for c in _C.candidates("gemm", problem, H200) if c["swap_ab"]]
+    best = min(found, key=lambda c: (c["block_m"], c["splits"]))
+    return {name: best[name] for name in names}
+
+
 @pytest.mark.parametrize("layout", ["sliced", "sliced_t"])
 @pytest.mark.parametrize("splits", FEW_ROWS)
 def test_few_rows_are_exact(device, layout, splits):
@@ -203,9 +215,12 @@ def test_few_rows_are_exact(device, layout, splits):
                 exact = a.float() @ b.float() + bias.float()
                 left, right = matrix(a, "sliced"), matrix(b, layout)
                 wide = FP32 if dtype == BF16 else BF16
-                with emulate(policy, config=config) if emulated else nullcontext() as run:
+                b_n_major = layout == "sliced"
+                plain, fused = (config | swap_ab(x, m, b_n_major=b_n_major) for x in (False, True))
+                with emulate(policy, config=plain) if emulated else nullcontext() as run:
                     out = tk.gemm(left, right, bias=bias)
                     out_wide = tk.gemm(left, right, bias=bias, out_dtype=wide)
+                with emulate(policy, config=fused) if emulated else nullcontext():
                     out_sum = tk.gemm(left, right, bias=bias, residual=residual)
                 assert torch.equal(out, exact.to(dtype))
                 assert torch.equal(out_wide, exact.to(wide))
@@ -227,10 +242,17 @@ def test_reruns_of_divided_sums(device, layout):
         residual = normal((m, n), FP32, device)
         runs = []
         for policy in POLICIES if emulated else range(5):
-            options = {"config": {"splits": 3, "blocks": 6, "swap_ab": True}, "sm_count": 16}
-            with tk.emulate(policy, seed=number, **options) if emulated else nullcontext() as run:
-                runs.append((tk.gemm(a, b, out_dtype=FP32), tk.gemm(a, b, activation="silu"),
-                             tk.gemm(a, b, residual=residual, out_dtype=FP32)))  # fmt: skip
+            b_n_major = layout == "packed"
+            plain, fused = (
+                {"splits": 3, "blocks": 6} | swap_ab(x, m, b_n_major=b_n_major)
+                for x in (False, True)
+            )
+            emulate = partial(tk.emulate, policy, seed=number, sm_count=16)
+            with emulate(config=plain) if emulated else nullcontext() as run:
+                sums = tk.gemm(a, b, out_dtype=FP32)
+            with emulate(config=fused) if emulated else nullcontext():
+                activated = tk.gemm(a, b, activation="silu")
+                runs.append((sums, activated, tk.gemm(a, b, residual=residual, out_dtype=FP32)))
             assert not emulated or run.kernels[0]["splits"] == 3
         for again in runs[1:]:
             assert all(torch.equal(x, y) for x, y in zip(again, runs[0], strict=True))

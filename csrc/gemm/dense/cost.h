@@ -125,7 +125,8 @@ inline double tiling_cycles(const Tiling& t, const Problem& p, int sm_count, dou
 
 // Whether blocks may gain by sharing lines, and the fitted model holds. Where all rows begin at
 // lines a cluster costs more by its lockstep than it saves. There, and for fused epilogues, the
-// choice is that of a model of waves, which was tuned to the weights of language models and squares.
+// choice is that of a model of waves, which was tuned to the weights of language models and to
+// squares.
 inline bool shares_lines(const Problem& p) {
     return !p.fused &&
            (p.a_alignment < 128 || p.b_alignment < 128 || p.a_needs_copy || p.b_needs_copy);
