@@ -51,6 +51,7 @@ EMULATED_SUITES = (
     "test_fp8_quantize",
     "test_gemm",
     "test_gemm_backward",
+    "test_gemm_few_rows",
     "test_gemm_fused",
     "test_gemm_short_k",
     "test_grouped_gemm",
