@@ -28,14 +28,15 @@ def integers(*shape: int, dtype: torch.dtype, limit: int = 4) -> torch.Tensor:
     return torch.randint(-limit, limit + 1, shape).to(dtype)
 
 
-# ---- gemm; kernels for one tile per block are in test_gemm_kernels.py ----
+# ---- gemm; kernels for one tile per block have files of their own, test_gemm_*.py ----
 
+OTHERS = "swap_ab|fused|split_k|align_rows|_cluster|short_k"
 TILE = ("block_m", "block_n", "stages", "consumers")
 TILES = sorted(
     {
         tuple(int(k["fields"][name]) for name in TILE)
         for k in _C.kernels()
-        if k["op"] == "gemm" and not re.search("swap_ab|fused|split_k|align_rows", k["name"])
+        if k["op"] == "gemm" and not re.search(OTHERS, k["name"])
     }
 )
 
