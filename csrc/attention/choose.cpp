@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "csrc/common/check.h"
+#include "csrc/common/math.h"
 #include "csrc/common/registry.h"
 
 namespace thunderkittens::attention {
@@ -15,8 +16,6 @@ namespace {
 
 constexpr int64_t MAX_LENGTH = int64_t{1} << 28;
 constexpr int64_t SHORT_QUERY = 64;  // rows that a tile of the kernels that split keys holds
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Which heads are worked on at a time. Without a causal mask all query blocks cost the same, and
 // those of one head after the other keep its keys in L2. With one, blocks of a section go longest

@@ -219,10 +219,6 @@ std::pair<Choice, double> choose_unsplit(const Problem& p, const DevicePropertie
     return best;
 }
 
-}  // namespace
-
-namespace {
-
 Choice cheapest(const Problem& p, const DeviceProperties& device) {
     const int sm_count = std::max(1, device.sm_count);
     const auto [unsplit, whole] = choose_unsplit(p, device);
@@ -247,9 +243,11 @@ Choice cheapest(const Problem& p, const DeviceProperties& device) {
         const bool small = cluster.splits > 1 && few <= sm_count && p.k >= 512;
         return small ? cluster_tile_choice(cluster, p) : unsplit;
     }
-    const double others = std::min(whole, tiles.cycles);
-    if (cluster.cycles < (in_lines ? 0.97 : 1) * others) return cluster_tile_choice(cluster, p);
-    if (tiles.shape == nullptr || tiles.cycles > (in_lines ? 0.97 : 1) * whole) return unsplit;
+    const double margin = in_lines ? 0.97 : 1;  // by which another kernel has to be cheaper
+    if (cluster.cycles < margin * std::min(whole, tiles.cycles)) {
+        return cluster_tile_choice(cluster, p);
+    }
+    if (tiles.shape == nullptr || tiles.cycles > margin * whole) return unsplit;
     return split_k_choice(*tiles.shape, tiles.splits, tiles.blocks, p, device);
 }
 

@@ -1,13 +1,14 @@
 // Matrix product on Hopper, a tile per block, over a cluster: blocks with tiles beside each other
 // share loads by multicast, and blocks with the same tile divide its k (split-K). Of a tile that is
 // divided each block finishes a share of the elements, reduced over the cluster's shared memory in
-// the order of the blocks, so that reruns give the same bits. Roles: one warp loads, one or two
-// warpgroups multiply 64 rows each, reduce and store.
+// the order of the blocks, so that reruns give the same bits. Roles: one warp loads, one to
+// three warpgroups multiply 64 rows each, reduce and store.
 //
 // It is for few tiles, in all layouts. The ring of stages becomes the memory of the sums.
 #pragma once
 
 #include "csrc/gemm/common/cluster_sm90.cuh"
+#include "csrc/gemm/common/launch_sm90.cuh"
 #include "csrc/gemm/common/reduce_cluster_sm90.cuh"
 #include "csrc/gemm/common/subtile_sm90.cuh"
 #include "csrc/gemm/dense/gemm.h"
@@ -289,7 +290,7 @@ __device__ __forceinline__ void store_tile(const typename Traits::Globals& g,
 }
 
 // Stores neighbouring values as the output's type, those of them that the output has.
-template <class T, int width>
+template <int width>
 __device__ __forceinline__ void store_values(DType type, void* out, int64_t at,
                                              const float (&values)[width], int count) {
     if (type == DType::fp32) {
@@ -300,7 +301,6 @@ __device__ __forceinline__ void store_values(DType type, void* out, int64_t at,
             arch::store_global(to, values[0]);
         return;
     }
-    // bf16 stands for both types of 16 bits.
     uint16_t words[width];
 #pragma unroll
     for (int i = 0; i < width; ++i) {
@@ -369,9 +369,9 @@ __device__ __forceinline__ void finish_share(const typename Traits::Globals& g,
             if (bias != nullptr && j < count)
                 sum[j] += convert<float>(arch::load_global(bias + n + j));
         }
-        store_values<T>(g.out_dtype, g.out,
-                        at.batch * g.out_batch_stride + int64_t(at.m + row) * g.out_stride + n, sum,
-                        count);
+        store_values(g.out_dtype, g.out,
+                     at.batch * g.out_batch_stride + int64_t(at.m + row) * g.out_stride + n, sum,
+                     count);
     }
 }
 
@@ -468,18 +468,14 @@ void launch_cluster_tile(const Params& p, Stream stream) {
              .swizzle_bytes = 128});
     };
     using Globals = typename Traits::Globals;
-    const int64_t words = 4 * size_in_bytes(p.out_dtype);
-    const bool vec4_aligned = reinterpret_cast<uintptr_t>(p.out) % words == 0 &&
-                              p.out_stride % 4 == 0 && p.out_batch_stride % 4 == 0;
     const auto aligned = [&](int64_t elements) {
         return reinterpret_cast<uintptr_t>(p.out) % (elements * 2) == 0 && p.n % elements == 0 &&
                p.out_stride % elements == 0 && p.out_batch_stride % elements == 0;
     };
-    const auto ceil = [](int64_t a, int64_t b) { return static_cast<unsigned>((a + b - 1) / b); };
-    const int k_blocks = static_cast<int>(ceil(p.k, BLOCK_K));
+    const int k_blocks = static_cast<int>(ceil_div(p.k, BLOCK_K));
     // A ring of no more stages than there are steps leaves room for blocks of the next kernel.
     const int stages =
-        std::clamp((k_blocks + schedule.splits - 1) / schedule.splits, Traits::least_stages,
+        std::clamp(static_cast<int>(ceil_div(k_blocks, schedule.splits)), Traits::least_stages,
                    cluster_tile_stages(C, std::min(schedule.per_sm, Traits::most_per_sm)));
     unsigned a_blocks = 0;
     for (unsigned n = 0; n < share_n; ++n) a_blocks |= 1u << n * share_m;
@@ -500,7 +496,8 @@ void launch_cluster_tile(const Params& p, Stream stream) {
         .longer = k_blocks % schedule.splits,
         .a_batched = p.a_batch_stride != 0,
         .b_batched = p.b_batch_stride != 0,
-        .vec4_aligned = vec4_aligned,
+        .vec4_aligned =
+            is_vec4_aligned(p.out, p.out_stride, p.out_dtype) && p.out_batch_stride % 4 == 0,
         .store_only =
             p.out_dtype == C.dtype && p.epilogue.bias == nullptr && p.epilogue.alpha == 1.f,
         .vec8_aligned = aligned(8),
@@ -515,7 +512,7 @@ void launch_cluster_tile(const Params& p, Stream stream) {
         .alpha = p.epilogue.alpha,
     };
     const auto clusters = [&](int64_t size, int block, unsigned blocks) {
-        return ceil(ceil(size, block), blocks) * blocks;
+        return static_cast<unsigned>(round_up(ceil_div(size, block), blocks));
     };
     kittens::launch(LaunchOptions{.dependent = true}, sm90::cluster_tile_kernel<Traits>,
                     dim3(clusters(p.m, C.block_m, share_m), clusters(p.n, C.block_n, share_n),

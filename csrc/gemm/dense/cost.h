@@ -6,14 +6,13 @@
 #include <cmath>
 #include <limits>
 
+#include "csrc/common/math.h"
 #include "csrc/gemm/common/balanced_tiles.h"
 #include "csrc/gemm/dense/balanced_order.h"
 #include "csrc/gemm/dense/single_wave.h"
 #include "csrc/gemm/dense/split_k.h"
 
 namespace thunderkittens::gemm {
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Tiles count by cluster, those of its blocks together.
 inline int clusters_of(const Config& c, int sm_count) {
@@ -85,10 +84,8 @@ inline double step_cycles(const Tiling& t, const Problem& p, double blocks) {
 
 // Blocks of a grid, of whole clusters.
 inline int64_t blocks_of(const Tiling& t, const Problem& p) {
-    const auto whole = [](int64_t size, int block, int blocks) {
-        return ceil_div(ceil_div(size, block), blocks) * blocks;
-    };
-    return p.batch * whole(p.m, t.block_m, t.share_m) * whole(p.n, t.block_n, t.share_n) * t.splits;
+    return p.batch * round_up(ceil_div(p.m, t.block_m), t.share_m) *
+           round_up(ceil_div(p.n, t.block_n), t.share_n) * t.splits;
 }
 
 // The cycles in which the operands are read and the result is written.
@@ -366,8 +363,6 @@ inline bool is_rounded(const Problem& p, int64_t least_k = 1536) {
     return !p.fused && !p.a_m_major && p.batch == 1 && p.k >= least_k && p.m >= 1 && p.n >= 1 &&
            p.n % 8 == 0 && p.out_dtype == p.dtype;
 }
-
-TileShape shape_of(const Config& c) { return {c.block_m, c.block_n, c.stages, c.consumers}; }
 
 // Split-K or stream-K: the tiles, the blocks that share the k of one, and the cycles that they
 // need.

@@ -15,6 +15,7 @@
 // nothing there.
 #pragma once
 
+#include "csrc/common/math.h"
 #include "csrc/gemm/common/tile_mask_sm90.cuh"
 #include "csrc/gemm/dense/epilogue_warps_sm90.cuh"
 #include "csrc/gemm/dense/prologue_sm90.cuh"
@@ -365,8 +366,6 @@ __global__ __launch_bounds__(Traits::threads,
     // The other block loads into this one's stages and arrives at its semaphores.
     if constexpr (C.cluster_m > 1) cluster::sync();
 }
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The timing of the deferred store or of the epilogue pipeline. With a gate there are half as many
 // subtiles; with epilogue warps a pair of those that are handed over becomes one, and the two

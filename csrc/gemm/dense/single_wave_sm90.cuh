@@ -154,9 +154,9 @@ void launch_single_wave(const Params& p, Stream stream) {
     static_assert(has_single_wave(C) && C.consumers == 2);
     const sm90::SingleWaveGlobals<C> g{
         .a = sm90::lines_of(p.a, !C.a_m_major, p.m, p.k, p.a_stride, p.a_batch_stride, C.block_m,
-                            sm90::ceil_div(p.n, C.block_n)),
+                            ceil_div(p.n, C.block_n)),
         .b = sm90::lines_of(p.b, !C.b_n_major, p.n, p.k, p.b_stride, p.b_batch_stride, C.block_n,
-                            sm90::ceil_div(p.m, C.block_m)),
+                            ceil_div(p.m, C.block_m)),
         .last_row = last_row(static_cast<uint32_t>(p.m), C.block_m, C.a_m_major),
         .product = sm90::make_globals<C>(p)};
     const dim3 grid = sm90::grid_of<C>(p, g.product.one_wave);

@@ -8,6 +8,7 @@
 // common/reduce_workspace_sm90.cuh.
 #pragma once
 
+#include "csrc/common/math.h"
 #include "csrc/gemm/common/raster.h"
 #include "csrc/gemm/common/reduce_workspace_sm90.cuh"
 #include "csrc/gemm/dense/prologue_sm90.cuh"
@@ -246,7 +247,6 @@ bool launch_split_k(const Config& config, const Params& p, const Workspace& work
              .box = {64, height, 1, 1},
              .swizzle_bytes = 128});
     };
-    const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
     constexpr int height = Traits::config.block_m;
     const int splits = p.schedule.splits;
     const uint32_t units = width / SPLIT_K_UNIT;

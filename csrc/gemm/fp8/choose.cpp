@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "csrc/common/check.h"
+#include "csrc/common/math.h"
 #include "csrc/common/registry.h"
 #include "csrc/gemm/common/balanced_tiles.h"
 #include "csrc/gemm/common/limits.h"
@@ -12,8 +13,6 @@
 
 namespace thunderkittens::fp8_gemm {
 namespace {
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 Sums sums_of(const Problem& p) {
     if (p.blockwise_1d1d) return Sums::promoted_1d1d;

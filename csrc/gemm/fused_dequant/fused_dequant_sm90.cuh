@@ -286,7 +286,7 @@ void launch_fused_dequant(const FusedDequantParams<Sources>& p, Stream stream) {
         .pitch_a = static_cast<int>(product.a_stride),
         .pitch_b = static_cast<int>(product.b_stride),
         .m = static_cast<int>(product.m),
-        .n = static_cast<int>(sm90::ceil_div(product.n, E::rows) * E::rows),
+        .n = static_cast<int>(ceil_div(product.n, E::rows) * E::rows),
         .k = static_cast<int>(product.k),
         .items = static_cast<int>(order.total()) * REGION_ITEMS,
         .early = static_cast<int>(

@@ -5,14 +5,13 @@
 #include <limits>
 
 #include "csrc/common/check.h"
+#include "csrc/common/math.h"
 #include "csrc/common/registry.h"
 #include "csrc/gemm/common/limits.h"
 #include "csrc/gemm/grouped/grouped_gemm.h"
 
 namespace thunderkittens::grouped_gemm {
 namespace {
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The tiles of all groups; along the dimension that the groups divide, each group's last tile is
 // half full.

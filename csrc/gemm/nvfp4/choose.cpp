@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "csrc/common/check.h"
+#include "csrc/common/math.h"
 #include "csrc/common/registry.h"
 #include "csrc/gemm/common/limits.h"
 #include "csrc/gemm/fused_dequant/fused_dequant.h"
@@ -12,8 +13,6 @@
 
 namespace thunderkittens::nvfp4_gemm {
 namespace {
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Blocks that fit the GPU at a time in clusters of `splits`: measured, an H200 of 132 SMs holds 66
 // clusters of two, 30 of four and 15 of eight.

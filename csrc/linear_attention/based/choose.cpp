@@ -4,13 +4,9 @@
 #include <algorithm>
 #include <limits>
 
+#include "csrc/common/math.h"
+
 namespace thunderkittens::linear_attention {
-namespace {
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-}  // namespace
-
 std::string unsupported_problem(DType dtype, int64_t batch, int64_t heads, int64_t length,
                                 int64_t value_dim, const DeviceProperties& device) {
     if (std::string reason = no_code_for(device); !reason.empty()) return reason;

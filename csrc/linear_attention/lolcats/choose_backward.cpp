@@ -1,13 +1,12 @@
 // Which kernels run LoLCATS's gradient, and in how many segments. Pure functions.
 #include <algorithm>
 
+#include "csrc/common/math.h"
 #include "csrc/linear_attention/common/choose.h"
 #include "csrc/linear_attention/lolcats/backward.h"
 
 namespace thunderkittens::linear_attention {
 namespace {
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Cycles, of an H200; both main kernels together.
 constexpr Costs COSTS{.chunk = 10000, .sum = 3000, .launches = 16000, .segment = 300};
