@@ -79,11 +79,16 @@ Config choose_split_kv_config(const Problem& p) {
     return {};
 }
 
+// Tiles of 64 rows, in which the heads that share keys lie side by side.
+int64_t tiles_of_groups(const Problem& p) {
+    const int64_t group = p.q_heads / std::max<int64_t>(p.kv_heads, 1);
+    return ceil_div(p.q_length * group, 64) * p.kv_heads * p.batch;
+}
+
 // Into how many ranges the keys of short queries are cut: the least time, in units of a key block,
 // of the waves that the blocks take, each with its start and end, and of the combination.
 int choose_splits(const Problem& p, int block_n, int sm_count) {
-    const int64_t group = p.q_heads / std::max<int64_t>(p.kv_heads, 1);
-    const int64_t tiles = ceil_div(p.q_length * group, 64) * p.kv_heads * p.batch;
+    const int64_t tiles = tiles_of_groups(p);
     const int64_t keys =
         p.window_left < 0 ? p.k_length : std::min(p.k_length, p.window_left + p.q_length + block_n);
     const int64_t blocks = std::max<int64_t>(ceil_div(keys, block_n), 1);
@@ -173,10 +178,14 @@ std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device)
         choice.config.dtype = p.dtype;
         if (std::find(list.begin(), list.end(), choice) == list.end()) list.push_back(choice);
     };
-    if (p.q_length <= SHORT_QUERY) {
-        const Config config = choose_split_kv_config(p);
-        for (const int splits : {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128}) {
-            if (splits > MAX_SPLITS || splits > ceil_div(p.k_length, config.block_n)) break;
+    const Config smallest = choose_split_kv_config(p);
+    for (const Config& config : SPLIT_KV_CONFIGS) {
+        if (config.head_dim != smallest.head_dim) continue;
+        for (const int splits : {1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128}) {
+            if (splits > ceil_div(p.k_length, config.block_n)) break;
+            // Of longer queries the partial results should stay in the cache.
+            if (p.q_length > SHORT_QUERY && (tiles_of_groups(p) * splits > 8 * device.sm_count))
+                break;
             add({.config = config, .splits = splits});
         }
     }

@@ -40,10 +40,11 @@ constexpr bool has_softcap_only(const Config& config) {
     }
     return false;
 }
-// Split-KV, for short queries: 64 rows, the keys split among blocks.
+// Split-KV, for short queries: 64 rows, the keys split among blocks, of which several share a
+// multiprocessor where registers allow it.
 constexpr Config SPLIT_KV_CONFIGS[] = {
-    {64, 64, 1, 128, 6, true},
-    {128, 128, 1, 128, 3, true},
+    {64, 64, 1, 64, 4, true},
+    {128, 128, 1, 64, 2, true},
     {256, 256, 1, 64, 3, true},
 };
 constexpr int MAX_SPLITS = 128;  // of the keys
@@ -105,10 +106,16 @@ constexpr ForwardMemory forward_memory(const Config& c) {
     constexpr int overhead = 2048;
     const int q = c.warpgroups * 64 * c.head_dim * 2, out = c.warpgroups * 64 * c.value_dim * 2;
     const int fixed = c.stages * c.block_n * (c.head_dim + c.value_dim) * 2 + overhead;
-    if (!split && 2 * q + out + fixed <= limit) return {2, 1, 2 * q + out + fixed};
+    if (split) return {1, 0, q + fixed};
+    if (2 * q + out + fixed <= limit) return {2, 1, 2 * q + out + fixed};
     if (q + out + fixed <= limit) return {1, 1, q + out + fixed};
     if (c.value_dim % 128 == 0 && q + out / 2 + fixed <= limit) return {1, 2, q + out / 2 + fixed};
     return {1, 0, (q > out ? q : out) + fixed};
+}
+
+// Of the kernels that split keys.
+constexpr int split_kv_blocks_per_sm(const Config& c) {
+    return std::min(3, 228 * 1024 / (forward_memory(c).bytes + 1024));
 }
 
 struct Choice {

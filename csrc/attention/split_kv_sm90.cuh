@@ -28,6 +28,7 @@ struct SplitKvKernel {
     static constexpr int block_n = config.block_n;
     static constexpr int stages = config.stages;
     static constexpr int threads = WARPGROUP_THREADS + WARP_THREADS;
+    static constexpr int blocks_per_sm = split_kv_blocks_per_sm(config);
 
     using q_tile = st<T, 64, head_dim>;
     using k_tile = st<T, block_n, head_dim>;
@@ -273,7 +274,7 @@ struct SplitKvConsumer {
 };
 
 template <class Kernel>
-__global__ __launch_bounds__(Kernel::threads, 1) void split_kv_kernel(
+__global__ __launch_bounds__(Kernel::threads, Kernel::blocks_per_sm) void split_kv_kernel(
     const __grid_constant__ SplitKvGlobals<Kernel> g) {
     shared_allocator allocator(shared_memory());
     auto& shared = allocator.template allocate<SplitKvShared<Kernel>>();

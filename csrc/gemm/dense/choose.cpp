@@ -229,7 +229,8 @@ Choice cheapest(const Problem& p, const DeviceProperties& device) {
             stream_k_tiles(p, sm_count, 0.97 * std::min(whole, split_k.cycles));
         tiles = stream_k.shape != nullptr ? stream_k : split_k;
     }
-    const bool in_lines = !shares_lines(p);
+    // A fused epilogue costs more from shared memory than in the registers of the other kernels.
+    const bool in_lines = !shares_lines(p) && !p.fused;
     const ClusterTile cluster =
         in_lines ? best_cluster_in_lines(p, sm_count) : best_cluster_tile(p, sm_count);
     if ((p.a_needs_copy || p.b_needs_copy) && p.k <= MOST_SHORT_K && fits_short_k(p)) {
@@ -243,7 +244,7 @@ Choice cheapest(const Problem& p, const DeviceProperties& device) {
         const bool small = cluster.splits > 1 && few <= sm_count && p.k >= 512;
         return small ? cluster_tile_choice(cluster, p) : unsplit;
     }
-    const double margin = in_lines ? 0.97 : 1;  // by which another kernel has to be cheaper
+    const double margin = in_lines || p.fused ? 0.97 : 1;  // by which another kernel is cheaper
     if (cluster.cycles < margin * std::min(whole, tiles.cycles)) {
         return cluster_tile_choice(cluster, p);
     }

@@ -7,103 +7,10 @@
 // It is for few tiles, in all layouts. The ring of stages becomes the memory of the sums.
 #pragma once
 
-#include "csrc/gemm/common/cluster_sm90.cuh"
-#include "csrc/gemm/common/launch_sm90.cuh"
-#include "csrc/gemm/common/reduce_cluster_sm90.cuh"
-#include "csrc/gemm/common/subtile_sm90.cuh"
-#include "csrc/gemm/dense/gemm.h"
+#include "csrc/gemm/dense/cluster_tile_epilogue_sm90.cuh"
 
 namespace thunderkittens::gemm {
 namespace sm90 {
-
-template <Config C>
-struct ClusterTileTraits {
-    static constexpr Config config = C;
-    using T = std::conditional_t<C.dtype == DType::bf16, bf16, half>;
-    static constexpr int rows = C.block_m / C.consumers;  // of a consumer
-    using a_tile = std::conditional_t<C.a_m_major, st<T, BLOCK_K, rows>, st<T, rows, BLOCK_K>>;
-    using b_tile =
-        std::conditional_t<C.b_n_major, st<T, BLOCK_K, C.block_n>, st<T, C.block_n, BLOCK_K>>;
-    static constexpr int threads = gemm::threads(C), stages = C.stages;
-    static constexpr int consumer_threads = C.consumers * WARPGROUP_THREADS;
-    static constexpr int pitch = C.block_n + 4;  // of the sums, in floats
-    static constexpr int stage_bytes = (C.block_m + C.block_n) * BLOCK_K * 2;
-    static constexpr int most_per_sm = most_cluster_tiles_per_sm(C);
-    // What the sums, or the tile that is stored, needs.
-    static constexpr int least_stages =
-        std::max(C.block_n / 64, (C.block_m * pitch * 4 + stage_bytes - 1) / stage_bytes);
-    struct Stage {
-        a_tile a[C.consumers];
-        b_tile b;
-    };
-    struct Semaphores {
-        semaphore full[stages], empty[stages];
-    };
-    struct Shared {
-        Semaphores& semaphores;
-        Stage* ring;  // and then the sums
-    };
-    static_assert(sizeof(Stage) % 1024 == 0 && rows == 64 && stages <= WARP_THREADS);
-    static_assert(sizeof(Stage) == stage_bytes &&
-                  least_stages <= cluster_tile_stages(C, most_per_sm));
-    static_assert(sizeof(Semaphores) <= 1024 && 1024 + sizeof(Stage) * stages == shared_bytes(C),
-                  "gemm.h knows another size");
-
-    // What one copy of TMA brings: 64 elements, 128 bytes, of some rows as they lie in memory. The
-    // tile of a consumer in a has one such stripe; that in b has several where its rows lie along
-    // n.
-    static constexpr int stripe = 64;
-    static constexpr int b_stripes = C.b_n_major ? C.block_n / stripe : 1;
-    static constexpr int a_rows = 64, b_rows = C.b_n_major ? BLOCK_K : C.block_n;  // of a stripe
-
-    struct Globals {
-        CUtensorMap a, b;
-        int stages, splits;
-        uint32_t share_m, share_n;    // blocks that share b's and a's tiles: the cluster along m, n
-        uint32_t a_blocks, b_blocks;  // masks of those of the cluster's first block
-        int a_slice, b_slice;         // rows of a stripe that a block loads for those
-        int part, longer;             // steps of k of a block, and blocks that have one more
-        bool a_batched, b_batched;
-        bool vec4_aligned;                // four neighbouring elements of the output are aligned
-        bool store_only;                  // sums are only rounded, to the operands' type
-        bool vec8_aligned, vec2_aligned;  // the same of eight of them, and of two
-        uint32_t m, n;
-        DType out_dtype;
-        void* out;
-        int64_t out_stride, out_batch_stride;
-        const void* bias;
-        float alpha;
-
-        __device__ __forceinline__ uint32_t cluster_blocks() const {
-            return share_m * share_n * splits;
-        }
-    };
-};
-
-// The position of a block: its tile, its place in the cluster, whose sizes along m and n are powers
-// of two, and the range of k that it multiplies. Divisions would delay the first load.
-struct ClusterTilePosition {
-    uint32_t batch, m, n;
-    uint32_t in_m, in_n, part_rank;  // of the first block that has this block's part of k
-    int rank, first, end;
-
-    template <class Traits>
-    static __device__ __forceinline__ ClusterTilePosition of(const typename Traits::Globals& g) {
-        ClusterTilePosition at{.batch = blockIdx.z,
-                               .m = blockIdx.x * Traits::config.block_m,
-                               .n = blockIdx.y * Traits::config.block_n,
-                               .in_m = blockIdx.x & (g.share_m - 1),
-                               .in_n = blockIdx.y & (g.share_n - 1)};
-        if (g.splits > 1) {
-            at.batch = blockIdx.z / g.splits;
-            at.rank = static_cast<int>(blockIdx.z - at.batch * g.splits);
-            at.part_rank = at.rank * g.share_m * g.share_n;
-        }
-        at.first = at.rank * g.part + min(at.rank, g.longer);
-        at.end = at.first + g.part + (at.rank < g.longer);
-        return at;
-    }
-};
 
 // Loads rows of a stripe, for the blocks of the mask, or for this one alone.
 __device__ __forceinline__ void load_slice(uint32_t to, const CUtensorMap* map,
@@ -178,11 +85,6 @@ struct StageRelease {
     }
 };
 
-template <class Traits>
-__device__ __forceinline__ void sync_consumers() {
-    arch::named_barrier_sync(READY + 1, Traits::consumer_threads);
-}
-
 // The products of the block's range of k.
 template <class Traits>
 __device__ __forceinline__ void multiply_range(const typename Traits::Globals& g,
@@ -203,176 +105,6 @@ __device__ __forceinline__ void multiply_range(const typename Traits::Globals& g
         if (++slot == g.stages) slot = 0, phase ^= 1;
     }
     warpgroup::mma_async_wait(d);
-}
-
-// The sums go to shared memory, where the stages were.
-template <class Traits>
-__device__ __forceinline__ void share_sums(typename Traits::Shared& shared,
-                                           const rt_fl<16, Traits::config.block_n>& d) {
-    sync_consumers<Traits>();
-    const uint32_t sums = shared.ring[0].a[0].address();
-    const int row = kittens::warpid() * 16 + laneid() / 4, col = laneid() % 4 * 2;
-#pragma unroll
-    for (int j = 0; j < d.width; ++j) {
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-            const int at = (row + r % 2 * 8) * Traits::pitch + j * 16 + r / 2 * 8 + col;
-            arch::store_shared(sums + at * 4, d.tiles[0][j].data[r]);
-        }
-    }
-}
-
-// Stores a tile that is not divided, by warp, through shared memory where the consumer's rows of a
-// were: 16 bytes per lane, or neighbouring words where rows are not aligned.
-template <class Traits>
-__device__ __forceinline__ void store_tile(const typename Traits::Globals& g,
-                                           typename Traits::Shared& shared,
-                                           const ClusterTilePosition& at,
-                                           const rt_fl<16, Traits::config.block_n>& d) {
-    constexpr Config C = Traits::config;
-    using staging = st<bf16, 16, 64>;
-    constexpr int subtiles = C.block_n / staging::cols;
-    static_assert(subtiles <= Traits::least_stages);
-    const int consumer = warpgroup::groupid();
-    // Where a's rows are adjacent in memory, a warp's share of a stage holds rows of other warps.
-    if constexpr (C.a_m_major) warpgroup::sync(READY + 2 + consumer);
-    const auto buffer = [&](int subtile) -> staging& {
-        auto& buffers =
-            reinterpret_cast<staging(&)[WARPGROUP_WARPS]>(shared.ring[subtile].a[consumer]);
-        return buffers[warpgroup::warpid()];
-    };
-#pragma unroll
-    for (int subtile = 0; subtile < subtiles; ++subtile) {
-        rt_fl<16, staging::cols> sums;
-        rt_bf<16, staging::cols> values;
-        take_subtile(sums, d, subtile * staging::cols);
-        round_to<typename Traits::T>(values, sums);
-        kittens::warp::store(buffer(subtile), values);
-    }
-    arch::sync_warp();
-    if (!g.vec8_aligned) {
-        const uint32_t row = at.m + kittens::warpid() * 16;
-        if (row >= g.m) return;
-#pragma unroll 1
-        for (uint32_t subtile = 0; subtile < subtiles; ++subtile) {
-            const uint32_t n = at.n + subtile * staging::cols;
-            if (n >= g.n) return;
-            auto* to = static_cast<bf16*>(g.out) +
-                       (at.batch * g.out_batch_stride + int64_t(row) * g.out_stride + n);
-            if (g.vec2_aligned) {
-                copy_rows(buffer(subtile), reinterpret_cast<uint32_t*>(to), g.out_stride / 2,
-                          g.m - row, (g.n - n) / 2);
-            } else {
-                copy_rows(buffer(subtile), reinterpret_cast<uint16_t*>(to), g.out_stride, g.m - row,
-                          g.n - n);
-            }
-        }
-        return;
-    }
-    const int first = laneid() / 8, col = laneid() % 8 * 8;
-    const uint32_t m = at.m + kittens::warpid() * 16 + first, n = at.n + col;
-    auto* to =
-        static_cast<bf16*>(g.out) + (at.batch * g.out_batch_stride + int64_t(m) * g.out_stride + n);
-#pragma unroll
-    for (int row = 0; row < 16; row += 4) {
-        if (m + row < g.m) {
-#pragma unroll
-            for (int subtile = 0; subtile < subtiles; ++subtile) {
-                if (n + subtile * staging::cols < g.n) {
-                    arch::store_global_whole(
-                        to + subtile * staging::cols,
-                        arch::load_shared<uint4>(buffer(subtile).address_of(first + row, col)));
-                }
-            }
-        }
-        to += 4 * g.out_stride;
-    }
-}
-
-// Stores neighbouring values as the output's type, those of them that the output has.
-template <int width>
-__device__ __forceinline__ void store_values(DType type, void* out, int64_t at,
-                                             const float (&values)[width], int count) {
-    if (type == DType::fp32) {
-        auto* to = static_cast<float*>(out) + at;
-        if constexpr (width == 4)
-            store_four(to, values, true, count);
-        else
-            arch::store_global(to, values[0]);
-        return;
-    }
-    uint16_t words[width];
-#pragma unroll
-    for (int i = 0; i < width; ++i) {
-        words[i] = type == DType::bf16 ? arch::bit_cast<uint16_t>(convert<bf16>(values[i]))
-                                       : arch::bit_cast<uint16_t>(convert<half>(values[i]));
-    }
-    auto* to = static_cast<uint16_t*>(out) + at;
-    if (width == 4 && count >= 4) {
-        arch::store_global(reinterpret_cast<uint2*>(to),
-                           uint2{words[0] | uint32_t{words[1 % width]} << 16,
-                                 words[2 % width] | uint32_t{words[3 % width]} << 16});
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < width; ++i) {
-        if (i < count) arch::store_global(to + i, words[i]);
-    }
-}
-
-// Reduces and stores the block's share of the tile: `width` neighbours of a row at a time.
-template <class Traits, int width>
-__device__ __forceinline__ void finish_share(const typename Traits::Globals& g,
-                                             typename Traits::Shared& shared,
-                                             const ClusterTilePosition& at) {
-    constexpr Config C = Traits::config;
-    using T = typename Traits::T;
-    constexpr int groups = C.block_n / width;
-    using Sums = std::conditional_t<width == 4, float4, float>;
-    const uint32_t sums = shared.ring[0].a[0].address();
-    const int rows = min(int(g.m) - int(at.m), C.block_m);
-    const auto* bias = static_cast<const T*>(g.bias);
-    const uint32_t block = at.in_m + g.share_m * at.in_n, next = g.share_m * g.share_n;
-#pragma unroll 1
-    for (int i = at.rank * Traits::consumer_threads + int(threadIdx.x); i < rows * groups;
-         i += g.splits * Traits::consumer_threads) {
-        const int row = i / groups, col = i % groups * width;
-        const uint32_t n = at.n + col;
-        if (n >= g.n) continue;
-        const uint32_t from = sums + (row * Traits::pitch + col) * 4;
-        float sum[width] = {};
-        const auto add = [&](const Sums& part) {
-            const auto values = arch::bit_cast<detail::elements<float, width>>(part);
-#pragma unroll
-            for (int j = 0; j < width; ++j) sum[j] += values.v[j];
-        };
-        if (g.splits == 1) {
-            add(arch::load_shared<Sums>(from));
-        } else {
-            Sums parts[MAX_CLUSTER_BLOCKS];
-#pragma unroll
-            for (int rank = 0; rank < MAX_CLUSTER_BLOCKS; ++rank) {
-                if (rank < g.splits) {
-                    parts[rank] = arch::load_cluster_shared<Sums>(
-                        arch::map_shared_rank(from, block + next * rank));
-                }
-            }
-#pragma unroll
-            for (int rank = 0; rank < MAX_CLUSTER_BLOCKS; ++rank) {
-                if (rank < g.splits) add(parts[rank]);
-            }
-        }
-        const int count = min(int(g.n - n), width);
-#pragma unroll
-        for (int j = 0; j < width; ++j) {
-            sum[j] *= g.alpha;
-            if (bias != nullptr && j < count)
-                sum[j] += convert<float>(arch::load_global(bias + n + j));
-        }
-        store_values(g.out_dtype, g.out,
-                     at.batch * g.out_batch_stride + int64_t(at.m + row) * g.out_stride + n, sum,
-                     count);
-    }
 }
 
 // The blocks of a cluster whose semaphores have been initialised meet.
@@ -477,6 +209,8 @@ void launch_cluster_tile(const Params& p, Stream stream) {
     const int stages =
         std::clamp(static_cast<int>(ceil_div(k_blocks, schedule.splits)), Traits::least_stages,
                    cluster_tile_stages(C, std::min(schedule.per_sm, Traits::most_per_sm)));
+    const bool fused = p.epilogue.aux != nullptr || p.epilogue.residual != nullptr ||
+                       p.epilogue.activation != Activation::none;
     unsigned a_blocks = 0;
     for (unsigned n = 0; n < share_n; ++n) a_blocks |= 1u << n * share_m;
     const Globals globals{
@@ -497,9 +231,13 @@ void launch_cluster_tile(const Params& p, Stream stream) {
         .a_batched = p.a_batch_stride != 0,
         .b_batched = p.b_batch_stride != 0,
         .vec4_aligned =
-            is_vec4_aligned(p.out, p.out_stride, p.out_dtype) && p.out_batch_stride % 4 == 0,
-        .store_only =
-            p.out_dtype == C.dtype && p.epilogue.bias == nullptr && p.epilogue.alpha == 1.f,
+            is_vec4_aligned(p.out, p.out_stride, p.out_dtype) && p.out_batch_stride % 4 == 0 &&
+            (p.epilogue.aux == nullptr || is_vec4_aligned(p.epilogue.aux, p.n, p.out_dtype)) &&
+            (p.epilogue.residual == nullptr ||
+             (is_vec4_aligned(p.epilogue.residual, p.epilogue.residual_stride, p.out_dtype) &&
+              p.epilogue.residual_batch_stride % 4 == 0)),
+        .store_only = p.out_dtype == C.dtype && p.epilogue.bias == nullptr &&
+                      p.epilogue.alpha == 1.f && !fused,
         .vec8_aligned = aligned(8),
         .vec2_aligned = aligned(2),
         .m = static_cast<uint32_t>(p.m),
@@ -508,8 +246,8 @@ void launch_cluster_tile(const Params& p, Stream stream) {
         .out = p.out,
         .out_stride = p.out_stride,
         .out_batch_stride = p.out_batch_stride,
-        .bias = p.epilogue.bias,
-        .alpha = p.epilogue.alpha,
+        .epilogue = p.epilogue,
+        .fused = fused,
     };
     const auto clusters = [&](int64_t size, int block, unsigned blocks) {
         return static_cast<unsigned>(round_up(ceil_div(size, block), blocks));

@@ -229,7 +229,7 @@ template <class Visit>
 void for_each_cluster_tile(const Problem& p, int sm_count, Visit visit) {
     constexpr int most = MAX_CLUSTER_BLOCKS, grid_limit = 65535;
     const int64_t steps = ceil_div(p.k, BLOCK_K);
-    if (p.fused || p.batch > grid_limit / most) return;
+    if (p.gate != Gate::none || p.batch > grid_limit / most) return;
     for (const TileShape& shape : CLUSTER_TILE_SHAPES) {
         const int64_t rows = ceil_div(p.m, shape.block_m), columns = ceil_div(p.n, shape.block_n);
         const int64_t tiles = p.batch * rows * columns;

@@ -1,11 +1,13 @@
 // Which kernels multiply MXFP8 matrices: pure functions of the problem and the device.
 #include <algorithm>
-#include <initializer_list>
+#include <cmath>
 
 #include "csrc/common/check.h"
 #include "csrc/common/math.h"
 #include "csrc/common/registry.h"
+#include "csrc/gemm/common/limits.h"
 #include "csrc/gemm/mxfp8/mxfp8_gemm.h"
+#include "csrc/gemm/nvfp4/cost.h"
 
 namespace thunderkittens::mxfp8_gemm {
 namespace {
@@ -85,50 +87,93 @@ std::vector<KernelInfo> gemm_kernels() {
 }
 
 // Split-K over a cluster where that fills more of the SMs, each block has some steps, and every
-// tile has a cluster at once.
-void schedule_swap_ab(int64_t tiles, int64_t stages, int64_t sm_count, Choice& choice,
-                      std::initializer_list<int> divisions = {1, 2, 4, 8}, int most = 8) {
+// tile has a cluster at once. `cycles(splits, clusters)` is what so many splits cost; returns the
+// least.
+template <class Cycles>
+double schedule_swap_ab(int64_t tiles, int64_t stages, int sm_count, int most, Choice& choice,
+                        Cycles cycles) {
     double least = 0;
-    for (const int splits : divisions) {
-        if (splits > most || splits > sm_count || splits > stages) break;
-        // Clusters of more than two blocks do not come out even with the SMs that they can share.
-        const int64_t clusters =
-            std::max<int64_t>(sm_count / splits * (splits > 2 ? 10 : 11) / 11, 1);
-        const int64_t waves = ceil_div(tiles, clusters);
-        // A tile's steps, and what it costs to begin and to end one.
-        const double cost =
-            double(waves) * (double(ceil_div(stages, splits)) + (splits > 1 ? 3 : 2));
-        if (splits > 1 && (waves > 1 || cost >= least)) continue;
+    for (int splits = 1; splits <= std::min<int64_t>({most, sm_count, stages}); ++splits) {
+        const int64_t clusters = gemm::clusters_at_a_time(splits, sm_count);
+        if (splits > 1 && tiles > clusters) continue;
+        const double cost = cycles(splits, clusters);
+        if (splits > 1 && cost >= least) continue;
         least = cost;
+        const int64_t waves = ceil_div(tiles, clusters);
         choice.swap_ab_schedule = {.blocks = static_cast<int>(ceil_div(tiles, waves) * splits),
                                    .splits = splits};
     }
+    return least;
 }
 
-// Skinny m, dequantized in registers: all SMs have to read and to convert.
-void choose_dequant(const Problem& p, const DeviceProperties& device, Choice& choice) {
+// Of a stage, by rows of a; a pass over a comes before.
+nvfp4_gemm::SwapAbCosts dequant_costs(int tokens) {
+    if (tokens <= 32) return {10769, 1642, 1072, 3726};
+    if (tokens <= 64) return {8920, 1221, 2540, 5555};
+    return {13861, 1328, 1484, 4253};
+}
+constexpr double PASS_CYCLES = 0.0016;  // of an element of a
+
+// Skinny m, dequantized in registers: all SMs have to read and to convert. Returns its cycles.
+double choose_dequant(const Problem& p, const DeviceProperties& device, Choice& choice) {
     // Only the device knows the rows of groups.
     const int64_t rows = ceil_div(p.m, std::max<int64_t>(p.groups, 1));
-    const DequantShape* shape = nullptr;
-    for (const DequantShape& candidate : DEQUANT_SHAPES) {
-        shape = &candidate;
-        if (candidate.tokens >= rows) break;
-    }
+    const int sm_count = std::max(1, device.sm_count);
+    const int most_tokens = std::end(DEQUANT_SHAPES)[-1].tokens;
     choice.kernel = Kernel::swap_ab_dequant;
-    choice.dequant_config = make_dequant_config(*shape, p.b_dtype);
-    const nvfp4_gemm::Config& c = choice.dequant_config.tile;
-    const int64_t sm_count = std::max(1, device.sm_count);
-    const int64_t tiles = ceil_div(p.m, c.tokens) * ceil_div(p.n, nvfp4_gemm::block_rows(c));
-    const int64_t stages = ceil_div(p.k, CHUNK_K * c.k_groups);
-    if (p.grouped) {
-        choice.swap_ab_schedule = {.blocks = static_cast<int>(sm_count), .splits = 1};
-        return;
+    double least = 0;
+    for (const DequantShape& shape : DEQUANT_SHAPES) {
+        // The smallest that takes all rows, or one of half of them.
+        if (shape.tokens * 2 < std::min<int64_t>(rows, most_tokens)) continue;
+        Choice candidate = choice;
+        candidate.dequant_config = make_dequant_config(shape, p.b_dtype);
+        const nvfp4_gemm::Config& c = candidate.dequant_config.tile;
+        const int64_t token_tiles = ceil_div(rows, c.tokens), stage_k = CHUNK_K * c.k_groups;
+        const nvfp4_gemm::SwapAbWork work{
+            .tiles = token_tiles * ceil_div(p.n, nvfp4_gemm::block_rows(c)),
+            .steps = ceil_div(p.k, stage_k),
+            .weight = double(stage_k) * nvfp4_gemm::block_rows(c),
+            .rows = double(stage_k) * c.tokens * 2,
+            .readers = double(std::min<int64_t>(token_tiles, 4))};
+        const auto cycles = [&](int splits, int64_t clusters) {
+            return work.cycles(dequant_costs(c.tokens), splits, splits, clusters) +
+                   PASS_CYCLES * double(p.m) * double(p.k);
+        };
+        double cost = 0;
+        if (p.grouped) {
+            candidate.swap_ab_schedule = {.blocks = sm_count, .splits = 1};
+            cost = cycles(1, sm_count);
+        } else {
+            cost = schedule_swap_ab(work.tiles, work.steps, sm_count, 8, candidate, cycles);
+        }
+        if (least > 0 && cost >= least) break;
+        least = cost;
+        choice = candidate;
+        if (shape.tokens >= rows) break;
     }
-    schedule_swap_ab(tiles, stages, sm_count, choice);
+    return least;
+}
+
+// Cycles of a pass that dequantizes both operands in memory, and of the product behind it, or over
+// it.
+double dequantize_cycles(const Problem& p, const Choice& choice, int sm_count) {
+    const gemm::Config& c = choice.exact.config;
+    const double pass = double(p.m + p.n) * double(p.k) * 3 / (14.4 * sm_count);
+    const double waves =
+        double(ceil_div(p.m, c.block_m) * ceil_div(p.n, c.block_n)) / double(sm_count);
+    if (choice.kernel == Kernel::fused_dequant) {
+        const double product =
+            std::ceil(waves) * (double(p.k) * c.block_m * c.block_n / 2048 * 1.05 + 1500);
+        return std::max(pass, product) + 0.15 * std::min(pass, product) + 9000;
+    }
+    const double product = double(p.m) * double(p.n) * double(p.k) / (2048 * 0.8 * sm_count) *
+                           std::max(1.0, std::ceil(waves) / waves);
+    return pass + std::max(product, double(p.k) * 8) + 14000;
 }
 // The same on the native fp8 tensor cores.
 void choose_native(const Problem& p, const DeviceProperties& device, Choice& choice) {
-    const int64_t sm_count = std::max(1, device.sm_count), columns = ceil_div(p.n, NATIVE_TILE);
+    const int sm_count = std::max(1, device.sm_count);
+    const int64_t columns = ceil_div(p.n, NATIVE_TILE);
     const auto tiles = [&] { return ceil_div(p.m, choice.native_shape.tokens) * columns; };
     for (const NativeShape& candidate : NATIVE_SHAPES) {
         choice.native_shape = candidate;
@@ -137,8 +182,13 @@ void choose_native(const Problem& p, const DeviceProperties& device, Choice& cho
         if (candidate.tokens * 2 >= p.m && candidate.tokens >= 32 && tiles() <= sm_count) break;
     }
     choice.kernel = Kernel::swap_ab_native;
-    schedule_swap_ab(tiles(), ceil_div(p.k, choice.native_shape.stage_k), sm_count, choice,
-                     {1, 2, 3, 4, 5, 6, 7, 8}, native_senders(choice.native_shape) + 1);
+    const int64_t stages = ceil_div(p.k, choice.native_shape.stage_k);
+    // A tile's stages, and what it costs to begin and to end one.
+    schedule_swap_ab(tiles(), stages, sm_count, native_senders(choice.native_shape) + 1, choice,
+                     [&](int splits, int64_t clusters) {
+                         return double(ceil_div(tiles(), clusters)) *
+                                (double(ceil_div(stages, splits)) + (splits > 1 ? 3 : 2));
+                     });
 }
 std::vector<KernelInfo> prepare_kernels() {
     return {pass("rescale", "16 rows, 256 threads, two operands")};
@@ -182,11 +232,12 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
 
 Choice choose(const Problem& p, const DeviceProperties& device) {
     Choice choice;
+    choice.dequant_config.data = p.b_dtype;
     if (p.native()) {
         choose_native(p, device, choice);
         return choice;
     }
-    if (!p.rescaled && p.skinny()) {
+    if (!p.rescaled && p.skinny() && (p.grouped || p.m <= 64)) {
         choose_dequant(p, device, choice);
         return choice;
     }
@@ -205,6 +256,11 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
         if (fused && narrow && columns <= choice.exact.schedule.blocks) {
             choice.exact.schedule.raster_group = choice.exact.schedule.blocks / columns;
         }
+        if (p.skinny()) {
+            Choice swap_ab = choice;
+            const double cycles = choose_dequant(p, device, swap_ab);
+            if (cycles < dequantize_cycles(p, choice, std::max(1, device.sm_count))) return swap_ab;
+        }
         return choice;
     }
     choice.kernel = Kernel::rescale;
@@ -216,6 +272,14 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
 }
 
 void follow_forced(Choice& choice, const Choice&, bool) {
+    if (choice.kernel == Kernel::swap_ab_dequant) {
+        const nvfp4_gemm::Config& tile = choice.dequant_config.tile;
+        for (const DequantShape& shape : DEQUANT_SHAPES) {
+            if (shape.tokens != tile.tokens) continue;
+            choice.dequant_config = make_dequant_config(shape, choice.dequant_config.data);
+            break;
+        }
+    }
     if (choice.kernel != Kernel::fused_dequant) return;
     gemm::Config& config = choice.exact.config;
     config = config.block_n == 176 ? gemm::narrow_fused_dequant_config(DType::bf16)

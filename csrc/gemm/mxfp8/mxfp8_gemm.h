@@ -38,8 +38,8 @@ constexpr int THREADS = 256;
 // Exponents of the scales of rows stay within this range, so that their products with sums stay in
 // the range of fp32; rows beyond it are put into the mask.
 constexpr int MAX_EXPONENT = 96;
-// The most rows of the swap-AB kernel that dequantizes, and how much of k it takes at a time.
-constexpr int64_t SKINNY_ROWS = 64;
+// The most rows of the swap-AB kernel that dequantizes; how much of k it takes at a time.
+constexpr int64_t SKINNY_ROWS = 1024;
 constexpr int CHUNK_K = 128;
 // The most rows of the native swap-AB kernel.
 constexpr int64_t NATIVE_ROWS = 64;
@@ -79,7 +79,8 @@ struct DequantConfig {
 struct DequantShape {
     int tokens, row_groups, k_groups, stages;
 };
-constexpr DequantShape DEQUANT_SHAPES[] = {{16, 1, 4, 4}, {32, 1, 4, 3}, {64, 2, 1, 6}};
+constexpr DequantShape DEQUANT_SHAPES[] = {
+    {16, 1, 4, 4}, {32, 1, 4, 3}, {64, 2, 1, 6}, {128, 2, 1, 4}};
 constexpr DequantConfig make_dequant_config(const DequantShape& s, DType data) {
     return {{.tokens = s.tokens,
              .row_groups = s.row_groups,
@@ -104,8 +105,8 @@ consteval DequantConfig dequant_config_of(const DequantName& name) {
     }
     throw "no such configuration is listed";
 }
-// Rows of a whose sums pass through shared memory at a time: 16, which leaves more for the ring.
-constexpr int dequant_pass(const nvfp4_gemm::Config&) { return 16; }
+// Rows of a whose sums pass through shared memory at a time, as many as the ring leaves room for.
+constexpr int dequant_pass(const nvfp4_gemm::Config& c) { return std::max(16, c.tokens / 4); }
 // The ring and its scales, the sums as rows of fp32 that are 4 longer than the tile's, semaphores.
 constexpr int dequant_shared_bytes(const DequantConfig& f) {
     const nvfp4_gemm::Config& c = f.tile;

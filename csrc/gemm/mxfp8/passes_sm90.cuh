@@ -1,9 +1,9 @@
 // Passes over MXFP8 operands before a product, on Hopper: to bf16 (dequantize), and to e4m3 codes
 // with one scale per row (rescale). One launch serves both operands of a product.
 //
-// Rescaling: a warp has two rows. It finds the largest scale of each, then multiplies the codes of
-// each block by 2^(byte - largest), in fp16, which is exact where it matters, and rounds them to
-// e4m3. Lanes have 16 neighbours each, two of them a block.
+// Rescaling: a warp has two rows, or where rows are few a half of one. It finds the largest scale
+// of each, then multiplies the codes of each block by 2^(byte - largest), in fp16, which is exact
+// where it matters, and rounds them to e4m3. Lanes have 16 neighbours each, two of them a block.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -19,7 +19,8 @@ using namespace block_scaled;
 using namespace block_scaled::sm90;
 
 constexpr int LANE_CODES = 16;
-constexpr int WARP_ROWS = 2;
+// Warps of a block that rescales; where they are more than its rows, several share a row.
+constexpr int RESCALE_WARPS = THREADS / 32, MOST_RESCALE_WARPS = 32;
 constexpr int STEPS = 4;       // of a warp's row, loaded before the first is used
 constexpr int E5M2_SHIFT = 7;  // between the largest exponents of e5m2 and e4m3
 
@@ -124,12 +125,16 @@ __device__ __forceinline__ bool rescale_codes(Words& codes, uint32_t byte, const
     return (bits & 4) != 0 || ((bits & 1) != 0 && (base.masked || (moves && (bits & 2) == 0)));
 }
 
-// Rescales two rows of a warp; returns whether they are to be put into the mask.
-template <int DATA>
+// Rescales the rows of a warp, or its share of one; returns whether they are to be put into the
+// mask.
+template <int DATA, int WARPS>
 __device__ __forceinline__ bool rescale_rows(const Rescale& o, int64_t batch, int64_t group,
                                              int first) {
+    constexpr int WARP_ROWS = WARPS < ROWS ? ROWS / WARPS : 1;
+    constexpr int SHARES = WARPS < ROWS ? 1 : WARPS / ROWS;
     const Matrix& m = o.data;
     const int64_t blocks = (m.columns + BLOCK - 1) / BLOCK, atoms = (blocks + 3) / 4;
+    const int share = kittens::warpid() % SHARES;
     const uint8_t* data[WARP_ROWS];
     uint8_t* to[WARP_ROWS];
     bool there[WARP_ROWS];
@@ -137,7 +142,7 @@ __device__ __forceinline__ bool rescale_rows(const Rescale& o, int64_t batch, in
     Base base[WARP_ROWS];
 #pragma unroll
     for (int i = 0; i < WARP_ROWS; ++i) {
-        const int number = kittens::warpid() * WARP_ROWS + i;
+        const int number = kittens::warpid() / SHARES * WARP_ROWS + i;
         const int in_group = first + number % 4 + number / 4 * 32;
         const int64_t row = group * TILE + in_group;
         there[i] = row < m.rows;
@@ -152,14 +157,15 @@ __device__ __forceinline__ bool rescale_rows(const Rescale& o, int64_t batch, in
         base[i] = base_of<DATA>(scales[i].largest());
         data[i] = static_cast<const uint8_t*>(m.data) + batch * m.batch_stride + row * m.row_stride;
         to[i] = static_cast<uint8_t*>(o.codes) + (batch * m.rows + row) * o.pitch;
-        if (there[i] && kittens::laneid() == 0) {
+        if (there[i] && share == 0 && kittens::laneid() == 0) {
             arch::store_global(o.factor + batch * m.rows + row, base[i].factor);
         }
     }
     const bool aligned =
         (reinterpret_cast<uintptr_t>(m.data) | m.batch_stride | m.row_stride) % LANE_CODES == 0;
     bool masked = false;
-    for (int64_t begin = 0; begin < o.pitch; begin += STEPS * 32 * LANE_CODES) {
+    constexpr int LOADED = STEPS * 32 * LANE_CODES;
+    for (int64_t begin = share * LOADED; begin < o.pitch; begin += SHARES * LOADED) {
         Words codes[STEPS][WARP_ROWS];
         uint32_t byte[STEPS][WARP_ROWS];
 #pragma unroll
@@ -190,30 +196,35 @@ __device__ __forceinline__ bool rescale_rows(const Rescale& o, int64_t batch, in
     return masked;
 }
 
+template <int WARPS>
 struct MaskedWarps {
-    uint32_t masked[THREADS / 32];
+    uint32_t masked[WARPS];
 };
 
 // A template, so that the kernel is where it is instantiated.
-template <class Params>
-__global__ void __launch_bounds__(mxfp8_gemm::THREADS, 2) mxfp8_rescale_pass_kernel(Params p) {
+template <class Params, int WARPS>
+__global__ void __launch_bounds__(WARPS * 32, WARPS < MOST_RESCALE_WARPS ? 2 : 1)
+    mxfp8_rescale_pass_kernel(Params p) {
+    arch::wait_for_dependencies();
+    // Blocks that are all there at once leave room for those of the kernel that multiplies.
+    if (WARPS == MOST_RESCALE_WARPS) arch::launch_dependents();
     const bool second = static_cast<int>(blockIdx.x) >= p.operands[0].blocks;
     const Rescale& o = p.operands[second ? 1 : 0];
     const int index = static_cast<int>(blockIdx.x) - (second ? p.operands[0].blocks : 0);
     const int groups = static_cast<int>((o.data.rows + TILE - 1) / TILE);
     const int64_t batch = index / MASK_BYTES / groups, group = index / MASK_BYTES % groups;
     const int first = index % MASK_BYTES * 4;
-    const bool masked = o.e5m2 ? rescale_rows<int(DType::e5m2)>(o, batch, group, first)
-                               : rescale_rows<int(DType::e4m3)>(o, batch, group, first);
+    const bool masked = o.e5m2 ? rescale_rows<int(DType::e5m2), WARPS>(o, batch, group, first)
+                               : rescale_rows<int(DType::e4m3), WARPS>(o, batch, group, first);
     const bool any = arch::any_lane(masked);
-    const uint32_t shared = arch::shared_address(&arch::static_shared<MaskedWarps>());
+    const uint32_t shared = arch::shared_address(&arch::static_shared<MaskedWarps<WARPS>>());
     if (kittens::laneid() == 0) {
         arch::store_shared(shared + kittens::warpid() * 4, any ? 1u : 0u);
     }
     arch::sync_block();
     if (threadIdx.x == 0) {
         uint32_t mask = 0;
-        for (int i = 0; i < THREADS / 32; ++i) {
+        for (int i = 0; i < WARPS; ++i) {
             mask |= arch::load_shared<uint32_t>(shared + i * 4);
         }
         arch::store_global(o.mask + index, static_cast<uint8_t>(mask));
@@ -271,8 +282,10 @@ __device__ __forceinline__ void dequantize_tile(const DequantizePass& o, int ind
 
 template <class Params>
 __global__ void __launch_bounds__(mxfp8_gemm::THREADS, 3) mxfp8_dequantize_pass_kernel(Params p) {
-    // The swap-AB kernel may begin early; the kernel for many rows would only be in the way.
-    if (p.ones != nullptr) arch::launch_dependents();
+    // The swap-AB kernel may begin early, and load what was there before the pass; and the one for
+    // the tiles of a mask, which are few. The kernel for many rows would only be in the way.
+    arch::wait_for_dependencies();
+    if (p.ones != nullptr || p.mask.rows != nullptr) arch::launch_dependents();
     if (p.mask.rows != nullptr &&
         !gemm::sm90::any_in_mask(p.mask, static_cast<uint32_t>(p.m), static_cast<uint32_t>(p.n))) {
         return;
@@ -295,16 +308,25 @@ __global__ void __launch_bounds__(mxfp8_gemm::THREADS, 3) mxfp8_dequantize_pass_
 
 }  // namespace sm90
 
+// A grid of at most so many blocks does not fill the SMs of a GPU.
+constexpr int FEW_RESCALE_BLOCKS = 128;
+
 template <class Params>
 void run_pass(const Params& params, Stream stream) {
     if constexpr (std::is_same_v<Params, RescaleParams>) {
         const int blocks = params.operands[0].blocks + params.operands[1].blocks;
         if (blocks == 0) return;
-        kittens::launch(sm90::mxfp8_rescale_pass_kernel<Params>, dim3(blocks), dim3(THREADS),
-                        dim3(1), 0, stream, params);
+        const auto launch = [&]<int WARPS>() {
+            kittens::launch({.dependent = true}, sm90::mxfp8_rescale_pass_kernel<Params, WARPS>,
+                            dim3(blocks), dim3(WARPS * 32), dim3(1), 0, stream, params);
+        };
+        if (blocks <= FEW_RESCALE_BLOCKS)
+            launch.template operator()<sm90::MOST_RESCALE_WARPS>();
+        else
+            launch.template operator()<sm90::RESCALE_WARPS>();
     } else {
-        kittens::launch(sm90::mxfp8_dequantize_pass_kernel<Params>, dim3(params.blocks),
-                        dim3(THREADS), dim3(1), 0, stream, params);
+        kittens::launch({.dependent = true}, sm90::mxfp8_dequantize_pass_kernel<Params>,
+                        dim3(params.blocks), dim3(THREADS), dim3(1), 0, stream, params);
     }
 }
 

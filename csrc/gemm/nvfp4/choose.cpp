@@ -9,53 +9,81 @@
 #include "csrc/common/registry.h"
 #include "csrc/gemm/common/limits.h"
 #include "csrc/gemm/fused_dequant/fused_dequant.h"
+#include "csrc/gemm/nvfp4/cost.h"
 #include "csrc/gemm/nvfp4/nvfp4_gemm.h"
 
 namespace thunderkittens::nvfp4_gemm {
 namespace {
 
-// Blocks that fit the GPU at a time in clusters of `splits`: measured, an H200 of 132 SMs holds 66
-// clusters of two, 30 of four and 15 of eight.
-int clusters_of(int splits, int sm_count) {
-    return std::max(1, splits <= 2 ? sm_count / splits : sm_count * 10 / 11 / splits);
+// Of a piece of k; and what stream-K costs besides.
+struct Costs {
+    int tokens, row_groups, split_k;
+    SwapAbCosts swap_ab;
+    double fix_up;
+};
+constexpr Costs COSTS[] = {
+    {32, 2, 1, {6113, 362, 595, 1600}, 7084},   {64, 2, 1, {4487, 520, 3257, 770}, 8386},
+    {64, 4, 1, {7649, 833, 1663, 1271}, 11071}, {64, 4, 4, {7000, 641, 0, 2800}, 0},
+    {128, 2, 1, {5724, 660, 3567, 959}, 11909}, {256, 2, 1, {5360, 1057, 8015, 408}, 21768},
+};
+const Costs& costs_of(const Config& c) {
+    return *std::ranges::find_if(COSTS, [&](const Costs& x) {
+        return x.tokens == c.tokens && x.row_groups == c.row_groups && x.split_k == c.split_k;
+    });
+}
+// A multicast cluster has as many tiles as blocks, side by side.
+SwapAbWork work_of(const Config& c, const Problem& p, int multicast) {
+    const int64_t row_tiles = ceil_div(ceil_div(p.n, block_rows(c)), multicast);
+    const int64_t token_tiles = ceil_div(p.m, c.tokens) + (p.grouped ? p.groups : 0);
+    return {.tiles = std::max<int64_t>(1, row_tiles * token_tiles),
+            .steps = std::max<int64_t>(1, pieces(p.k)),
+            .weight = double(c.row_groups) * PIECE_BYTES,
+            .rows = double(c.tokens) * PIECE * 2 / multicast,
+            .readers = double(std::min<int64_t>(token_tiles, 4))};
 }
 
-Schedule schedule_for(const Config& config, const Problem& p, int sm_count) {
-    const int64_t row_tiles = ceil_div(p.n, block_rows(config));
-    const int64_t token_tiles =
-        p.grouped ? ceil_div(p.m, config.tokens) + p.groups : ceil_div(p.m, config.tokens);
-    const int64_t tiles = std::max<int64_t>(1, row_tiles * token_tiles);
-    const int64_t k_stages = ceil_div(pieces(p.k), config.pieces);
-    // Split-K over a cluster where tiles are fewer than SMs, as long as each block still has some
-    // steps.
-    int splits = 1;
-    while (splits < 8 && tiles * splits * 4 < sm_count * 3 && k_stages >= splits * 2 * 2 &&
-           sm_count >= splits * 4) {
-        splits *= 2;
+struct Plan {
+    Choice choice;
+    double cycles = std::numeric_limits<double>::infinity();
+
+    void consider(const Choice& other, double its) {
+        if (its < cycles) choice = other, cycles = its;
     }
-    // Multicast cluster: where there are enough tiles, two neighbours share rows of a, as long as
-    // few tiles are left alone.
-    const bool share = splits == 1 && max_multicast(config) == 2 && sm_count >= 2 &&
-                       (row_tiles % 2 == 0 || row_tiles >= 16);
-    const int multicast = share ? 2 : 1, in_cluster = splits * multicast;
-    const int64_t work = std::max<int64_t>(1, ceil_div(row_tiles, multicast) * token_tiles);
-    const int64_t clusters = clusters_of(in_cluster, sm_count);
-    const int64_t waves = ceil_div(work, clusters);
-    // Stream-K where waves leave many SMs idle: the fix-up costs as much as some 16 pieces of k,
-    // and in many waves the ranges read what others read at other times.
-    const int64_t idle = (waves * clusters - work) * pieces(p.k);
-    const int64_t steps = work * k_stages;
-    if (!p.grouped && splits == 1 && waves <= 4 && idle >= 16 * clusters && steps >= 8 * clusters &&
-        steps < std::numeric_limits<int32_t>::max()) {
-        return {.blocks = static_cast<int>(clusters * in_cluster),
-                .splits = splits,
-                .multicast = multicast,
-                .stream_k = true};
+};
+
+// The schedules of a swap-AB kernel: split-K over a cluster where all tiles have one at a time,
+// multicast clusters, stream-K.
+void consider_swap_ab(const Config& c, const Problem& p, int sm_count, Plan& plan) {
+    const auto [tokens, row_groups, split_k, costs, fix_up] = costs_of(c);
+    const auto consider = [&](const Schedule& schedule, double cycles) {
+        plan.consider({.kernel = Kernel::swap_ab, .config = c, .schedule = schedule}, cycles);
+    };
+    for (int multicast = 1; multicast <= std::min(max_multicast(c), sm_count); ++multicast) {
+        const SwapAbWork work = work_of(c, p, multicast);
+        const int64_t stages = ceil_div(work.steps, c.pieces);
+        for (int splits = 1; splits <= (multicast == 1 ? 8 : 1); ++splits) {
+            const int in_cluster = splits * multicast;
+            const int64_t clusters = gemm::clusters_at_a_time(in_cluster, sm_count);
+            if (splits > 1 && (work.tiles > clusters || stages < 2 * splits)) continue;
+            const int64_t grid = p.grouped ? std::min(work.tiles, clusters)
+                                           : ceil_div(work.tiles, ceil_div(work.tiles, clusters));
+            consider({.blocks = static_cast<int>(grid * in_cluster),
+                      .splits = splits,
+                      .multicast = multicast},
+                     work.cycles(costs, splits, in_cluster, clusters));
+        }
+        // In many waves the ranges of stream-K read what others read at other times.
+        const int64_t clusters = gemm::clusters_at_a_time(multicast, sm_count);
+        const int64_t steps = work.tiles * stages;
+        if (p.grouped || work.tiles > 4 * clusters || steps < 8 * clusters ||
+            steps >= std::numeric_limits<int32_t>::max())
+            continue;
+        const auto blocks = static_cast<int>(clusters * multicast);
+        const double tiles = double(work.tiles) / double(clusters);  // of a cluster
+        consider({.blocks = blocks, .splits = 1, .multicast = multicast, .stream_k = true},
+                 costs.start + fix_up +
+                     tiles * (double(work.steps) * work.step_cycles(costs, blocks) + costs.tile));
     }
-    return {.blocks = static_cast<int>(
-                (p.grouped ? std::min(work, clusters) : ceil_div(work, waves)) * in_cluster),
-            .splits = splits,
-            .multicast = multicast};
 }
 
 // The GEMV kernel: strips per tile so that no SM has much more to do than others. The cost of a
@@ -82,65 +110,53 @@ Schedule schedule_gemv(const Config& config, const Problem& p, int sm_count) {
     return best;
 }
 
-// Split-K through the workspace: whether its blocks fill the GPU, each with one tile, all of them
-// at a time.
-bool split_k_pays(const Config& config, const Problem& p, int64_t tiles, int sm_count) {
-    const int64_t blocks = tiles * config.split_k;
-    return !p.grouped && p.m <= config.tokens && blocks <= sm_count && blocks * 4 >= sm_count * 3 &&
-           ceil_div(pieces(p.k), config.pieces) >= config.split_k * 4;
+// Split-K through the workspace, where all blocks, each with one tile, are there at a time.
+void consider_split_k(const Config& c, const Problem& p, int sm_count, Plan& plan) {
+    const SwapAbWork work = work_of(c, p, 1);
+    const int64_t blocks = work.tiles * c.split_k;
+    if (p.grouped || p.m > c.tokens || blocks > sm_count ||
+        ceil_div(work.steps, c.pieces) < c.split_k * 4)
+        return;
+    const SwapAbCosts& costs = costs_of(c).swap_ab;
+    const double steps =
+        double(ceil_div(work.steps, c.split_k)) * work.step_cycles(costs, double(blocks));
+    plan.consider(
+        {.kernel = Kernel::split_k, .config = c, .schedule = {.blocks = static_cast<int>(blocks)}},
+        costs.start + costs.reduction + steps);
 }
 
-// The smallest tile that takes all rows at once, of those the largest that still gives most SMs
-// work: it reads the rows of a less often.
-Choice best(const Problem& p, int sm_count) {
+// The least cycles of the tile shapes whose size is of the order of the rows.
+Plan best(const Problem& p, int sm_count) {
     // Only the device knows the rows of groups: assume equal ones.
     const int64_t rows = p.grouped ? ceil_div(p.m, std::max<int64_t>(1, p.groups)) : p.m;
-    int tokens = TILE_SHAPES[std::size(TILE_SHAPES) - 1].tokens;
+    Plan plan;
     for (const TileShape& shape : TILE_SHAPES) {
-        if (shape.tokens >= rows) tokens = std::min(tokens, shape.tokens);
-    }
-    // Tiles of 128 rows where those of 256 are too few even for two splits of k.
-    if (tokens == 256 && 4 * ceil_div(p.n, 128) * ceil_div(rows, 256) <= sm_count) tokens = 128;
-    Choice choice;
-    for (const TileShape& shape : TILE_SHAPES) {
-        if (shape.tokens != tokens) continue;
         const Config config = make_config(shape, p.dtype);
         const Kernel kernel = kernel_of(config);
-        if (kernel == Kernel::gemv) return {kernel, config, schedule_gemv(config, p, sm_count)};
-        const int64_t tiles = ceil_div(p.n, block_rows(config)) * ceil_div(rows, config.tokens);
-        if (kernel == Kernel::split_k) {
-            if (split_k_pays(config, p, tiles, sm_count)) {
-                choice = {kernel, config, {.blocks = static_cast<int>(tiles * config.split_k)}};
-            }
-            continue;
+        if (kernel == Kernel::gemv) {
+            if (shape.tokens < rows) continue;
+            plan.consider({kernel, config, schedule_gemv(config, p, sm_count)}, 0);
+            return plan;
         }
-        const bool first = choice.schedule.blocks == 0;
-        if (first || tiles * 4 >= sm_count * 3) {
-            choice = {kernel, config, schedule_for(config, p, sm_count)};
-        }
+        const int64_t least = std::min<int64_t>(rows, 256) / 4;
+        if (shape.tokens < least || (shape.tokens > 32 && shape.tokens >= 2 * rows)) continue;
+        if (kernel == Kernel::split_k)
+            consider_split_k(config, p, sm_count, plan);
+        else
+            consider_swap_ab(config, p, sm_count, plan);
     }
-    return choice;
+    return plan;
 }
 
 // A dequantized weight of more elements, a gigabyte, is more workspace than a product should take.
 constexpr int64_t DEQUANTIZED_ELEMENTS = int64_t{1} << 29;
 
-// Cycles of an SM, fitted to an H200. The weight is dequantized while products run, but not where
-// the blocks begin and where they wait for it.
-bool fused_dequant_pays(const Problem& p, const Choice& swap_ab, int sm_count) {
-    const Config& c = swap_ab.config;
-    const Schedule& s = swap_ab.schedule;
-    if (p.grouped || c.tokens < 256) return false;
+// The weight is dequantized while products run, but not where the blocks begin and where they wait
+// for it.
+bool fused_dequant_pays(const Problem& p, double without, int sm_count) {
+    if (p.grouped || p.m <= 128) return false;
     if (pieces(p.n) * pieces(p.k) > DEQUANTIZED_ELEMENTS / (PIECE * PIECE)) return false;
-    const int in_cluster = s.splits * s.multicast;
-    const int64_t work =
-        ceil_div(ceil_div(p.n, block_rows(c)), s.multicast) * ceil_div(p.m, c.tokens);
     const double tile = 1024 * double(pieces(p.k));
-    const int64_t clusters = std::max(1, s.blocks / in_cluster);
-    // Stream-K has no waves, but a fix-up.
-    const double waves =
-        s.stream_k ? double(work) / double(clusters) : double(ceil_div(work, clusters));
-    const double without = waves * (tile / s.splits + 10'000) + (s.stream_k ? 26'000 : 0);
     const int64_t tiles = ceil_div(p.m, 128) * ceil_div(p.n, 256);
     const double product = double(ceil_div(tiles, sm_count)) * (tile + 600) * 1.03;
     const double dequantization = double(p.n) * double(p.k) / (1.85 * sm_count);
@@ -186,11 +202,12 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
 
 Choice choose(const Problem& p, const DeviceProperties& device) {
     const int sm_count = std::max(1, device.sm_count);
-    const Choice choice = best(p, sm_count);
+    const Plan plan = best(p, sm_count);
     const bool fits =
         gemm::shared_bytes(gemm::fused_dequant_config(p.dtype)) <= device.shared_bytes_per_block;
-    return fits && fused_dequant_pays(p, choice, sm_count) ? fused_dequant(choice, p, sm_count)
-                                                           : choice;
+    return fits && fused_dequant_pays(p, plan.cycles, sm_count)
+               ? fused_dequant(plan.choice, p, sm_count)
+               : plan.choice;
 }
 
 void follow_forced(Choice& choice, const Choice&, bool kernel_is_forced) {

@@ -272,6 +272,14 @@ def plain_only(options: Mapping[str, Any]) -> None:
         raise NotApplicableError("the peer has no such option")
 
 
+def readable(x: Tensor) -> Tensor:
+    """x, or a copy where its rows are not at multiples of 16 bytes: FlashAttention-2 ends the
+    process's use of the GPU by a misaligned address then."""
+    rows = (stride * x.itemsize for stride in x.stride()[:-1])
+    aligned = x.data_ptr() % 16 == 0 and all(row % 16 == 0 for row in rows)
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
+
+
 def sdpa(backend: SDPBackend) -> Prepared:
     """PyTorch's scaled_dot_product_attention held to one back end."""
 
@@ -281,6 +289,8 @@ def sdpa(backend: SDPBackend) -> Prepared:
             raise NotApplicableError("its mask is aligned to the upper left")
         # Of one query row against all keys, `is_causal` would see the first.
         grouped = q.shape[1] != k.shape[1]
+        if backend is SDPBackend.FLASH_ATTENTION:
+            q, k, v = readable(q), readable(k), readable(v)
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(
                 q, k, v, is_causal=causal and q.shape[2] > 1, enable_gqa=grouped
@@ -300,7 +310,7 @@ def flash_attention_2() -> Prepared:
             left, right = options["window_size"]
             window = {"window_size_left": left, "window_size_right": right}
         rows, keys = q.shape[2], k.shape[2]
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        q, k, v = (readable(x).transpose(1, 2) for x in (q, k, v))
         out: Tensor = torch.ops.aten._flash_attention_forward(
             q, k, v, None, None, rows, keys, 0.0, causal, False, scale=q.shape[3] ** -0.5, **window
         )[0]

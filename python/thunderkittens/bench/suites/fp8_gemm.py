@@ -300,10 +300,11 @@ def _cublas_blocks(
 
     # Blocks of k adjacent in memory, and padded to a multiple of four.
     padded = torch.nn.functional.pad(scale_b.t(), (0, -scale_b.shape[0] % 4)).contiguous().t()
+    by_column = scale_a.t().contiguous().t()
     return lambda: functional.scaled_mm(
         a,
         b,
-        scale_a,
+        by_column,
         ScalingType.BlockWise1x128,
         padded,
         ScalingType.BlockWise128x128,
