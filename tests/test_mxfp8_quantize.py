@@ -14,7 +14,7 @@ import thunderkittens as tk
 from helpers import block_scaled as oracle
 from helpers.cover import cover, over
 from helpers.guard import assert_guards_intact
-from helpers.layouts import MATRIX_LAYOUTS, matrix
+from helpers.layouts import MATRIX_LAYOUTS, at_any_element, matrix
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -130,6 +130,24 @@ def test_options(device, case):
         of = x if along == -1 else x.mT
         expected = oracle_of(of, case["rule"], case["dtype"], case["swizzle"])
         assert_same((results[0] if along == -1 else results[0].mT, results[1]), expected)
+
+
+@pytest.mark.parametrize("source", [BF16, FP16, FP32])
+@pytest.mark.parametrize("offset", range(8))
+def test_rows_at_any_byte(device, offset, source):
+    """Read from any element, in tiles with and without edges, and written to any byte."""
+    sizes = [(129, 131), (130, 264), (145, 127), (128, 257), (3, 1), (1, 143), (272, 133)]
+    rows, columns = sizes[offset % len(sizes)]
+    for gap in (0, 1, 5):
+        x = torch.randn(rows, columns, device=device).to(source)
+        expected = tk.reference.mxfp8_quantize(x.cpu(), transpose=True)
+        placed = at_any_element(x, offset, gap)
+        assert_same(tk.mxfp8_quantize(placed, transpose=True), expected)
+        assert_same(tk.mxfp8_quantize(placed), expected[:2])
+        data, scale = tk.mxfp8_quantize(placed, axis=-2)
+        assert_same((data.mT, scale), expected[2:])
+        across = at_any_element(x.mT.contiguous(), offset, gap).mT
+        assert_same(tk.mxfp8_quantize(across, transpose=True), expected)
 
 
 def test_both_orientations_are_those_of_each(device):

@@ -77,7 +77,7 @@ struct Matrix {
     int64_t row_stride = 0, batch_stride = 0;
 };
 
-// Outputs are contiguous. x: base and strides multiples of 16 bytes.
+// Outputs are contiguous. Rows may begin at any byte, those of x at any element.
 struct Mxfp8Params {
     Matrix x;
     void* data = nullptr;  // (batch, rows, columns), blocks along the columns; or nullptr

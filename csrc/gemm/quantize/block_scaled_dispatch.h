@@ -70,8 +70,10 @@ inline void launch(const Nvfp4Dequantize& c, const DequantizeParams& params, Str
     TK_CHECK(found, "tk.nvfp4_dequantize: no kernel ", kernel_name(c));
 }
 
-// A batch of matrices as the kernels read it: rows of adjacent elements, base and strides multiples
-// of 16 bytes (what fits_tensor_map asks for).
+// Whether rows are of adjacent elements.
+inline bool rows_adjacent(const View& view) { return view.size[3] <= 1 || view.stride[3] == 1; }
+
+// A batch of matrices as the kernels read it: rows of adjacent elements, which may begin anywhere.
 inline Matrix matrix_of(const View& view) {
     return {.data = view.data,
             .rows = view.size[2],

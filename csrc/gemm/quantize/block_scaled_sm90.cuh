@@ -7,6 +7,7 @@
 #pragma once
 
 #include "csrc/gemm/common/chunk_sm90.cuh"
+#include "csrc/gemm/common/unaligned_rows_sm90.cuh"
 #include "csrc/gemm/quantize/block_scaled.h"
 
 namespace thunderkittens::block_scaled {
@@ -112,13 +113,48 @@ struct Place {
     }
 };
 
+// Whether base and strides are multiples of 16 bytes.
+template <class T>
+__device__ __forceinline__ bool in_vectors(const Matrix& x) {
+    const auto strides = static_cast<uint64_t>(x.row_stride | x.batch_stride) * sizeof(T);
+    return (reinterpret_cast<uint64_t>(x.data) | strides) % 16 == 0;
+}
+// Addresses around all elements.
+template <class T>
+__device__ __forceinline__ gemm::sm90::Span span_of(const Matrix& x, int64_t row_elements) {
+    const auto begin = reinterpret_cast<uint64_t>(x.data);
+    const int64_t elements =
+        (x.batch - 1) * x.batch_stride + (x.rows - 1) * x.row_stride + row_elements;
+    return {begin, begin + static_cast<uint64_t>(elements) * sizeof(T)};
+}
+
+// The chunks of a thread, of rows that begin at any element.
+template <class T, int LANES>
+__device__ __forceinline__ void load_unaligned_chunks(Chunk<T> (&chunks)[CHUNK_ROWS],
+                                                      const Matrix& x, const Tile& tile,
+                                                      const Place<LANES>& place) {
+    constexpr int BYTES = CHUNK * sizeof(T);
+    const int64_t row = tile.row + place.row, column = tile.column + place.column;
+    const T* at = static_cast<const T*>(x.data) + tile.batch * x.batch_stride +
+                  row * x.row_stride + column;
+    const int rows = static_cast<int>(min(x.rows - row, int64_t{CHUNK_ROWS}));
+    const int count = static_cast<int>(min(x.columns - column, int64_t{CHUNK})) * int{sizeof(T)};
+    gemm::sm90::load_unaligned<BYTES, sizeof(T), CHUNK_ROWS>(
+        span_of<T>(x, x.columns),
+        [&](int i) { return reinterpret_cast<uint64_t>(at + i * x.row_stride); },
+        [&](int i) { return i < rows ? count : 0; },
+        [&](int i) -> auto& { return chunks[i].words; });
+}
+
 // The chunks of a thread; rows past the end are zeros.
 template <class T, int LANES>
 __device__ __forceinline__ void load_chunks(Chunk<T> (&chunks)[CHUNK_ROWS], const Matrix& x,
                                             const Tile& tile, const Place<LANES>& place) {
     const int64_t row = tile.row + place.row;
     const T* at = static_cast<const T*>(x.data) + tile.batch * x.batch_stride + row * x.row_stride;
-    if (tile.whole(x)) {
+    if (!in_vectors<T>(x)) {
+        load_unaligned_chunks(chunks, x, tile, place);
+    } else if (tile.whole(x)) {
 #pragma unroll
         for (int i = 0; i < CHUNK_ROWS; ++i) {
             chunks[i] = load_whole_chunk(at + i * x.row_stride + tile.column + place.column);

@@ -1,5 +1,5 @@
-// The body of mxfp8_quantize, on any back end: checks, a copy of what cannot be read in words of 16
-// bytes, allocation, launch. Host C++ without torch.
+// The body of mxfp8_quantize, on any back end: checks, a copy of what has neither rows nor columns of
+// adjacent elements, allocation, launch. Host C++ without torch.
 #pragma once
 
 #include <tuple>
@@ -46,10 +46,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> mxfp8_quantize_body(
                   : Mxfp8Outputs<Tensor>{empty({0}, type, x), empty({0}, Backend<Tensor>::E8M0, x)};
     if (x.numel() == 0) return {data, scale, data_t, scale_t};
 
-    const Tensor source = for_tensor_map(x, true);
-    View view = as_4d(source);
-    const bool row_major = fits_tensor_map(view, static_cast<int>(x.element_size()));
-    if (!row_major) view = transposed(view);
+    // As it lies in memory; where both orders can be read, by that which is faster.
+    const auto fits = [&](const View& view) {
+        return fits_tensor_map(view, static_cast<int>(x.element_size()));
+    };
+    const View given = as_4d(x);
+    const bool down = !fits(given) && (fits(transposed(given)) ||
+                                       (!rows_adjacent(given) && rows_adjacent(transposed(given))));
+    const Tensor source = down || rows_adjacent(given) ? x : copy_for_tensor_map(x);
+    const bool row_major = !down;
+    const View view = down ? transposed(given) : as_4d(source);
     const Mxfp8Problem problem{.rows = rows,
                                .columns = columns,
                                .batch = batch,

@@ -3,7 +3,8 @@
 // The quantiser reads x once. With `down` it also makes, of the same registers, the blocks along
 // the rows: the eight rows of a thread and those of the lanes above and below it are such a block,
 // and its codes are packed along the rows, so that eight of them are one word of the transposed
-// tile. That tile passes through shared memory to leave in whole lines.
+// tile. That tile passes through shared memory to leave in whole lines; so do codes along the
+// columns where rows of them begin at any byte.
 #pragma once
 
 #include "csrc/gemm/quantize/block_scaled_sm90.cuh"
@@ -60,18 +61,34 @@ struct Mxfp8Shared {
 };
 struct Mxfp8SharedDown {
     uint4 scales[ATOM / 16];
+};
+struct StagedCodes {
     uint4 data[TILE * TILE / 16];
 };
 
 // Where eight codes of a column, from `row` on, lie in the transposed tile: chunks of 16 bytes,
 // swizzled so that neither the words written nor the chunks read meet in a bank.
 __device__ __forceinline__ int place_in_transposed(int column, int row) {
-    return column * TILE + ((row / 16) ^ (column / 8 % 8)) * 16 + row % 16;
+    return column * TILE + (row ^ column / 8 % 8 * 16);
 }
 
 // Stores the codes along columns, which are rows of the transposed tile.
 __device__ __forceinline__ void store_transposed(const Mxfp8Params& p, const Tile& tile,
                                                  uint32_t transposed) {
+    const int64_t line = tile.batch * p.x.columns + tile.column;
+    auto* data = static_cast<uint8_t*>(p.down_data) + line * p.x.rows;
+    if (p.x.rows % 16 != 0) {
+        const int count = static_cast<int>(min(p.x.rows - tile.row, int64_t{TILE}));
+#pragma unroll 4
+        for (int i = 0; i < TILE; i += THREADS / 32) {
+            const int row = kittens::warpid() + i;
+            if (tile.column + row >= p.x.columns) break;
+            gemm::sm90::store_unaligned<TILE>(data + row * p.x.rows + tile.row,
+                                              transposed + row * TILE,
+                                              place_in_transposed(row, 0) - row * TILE, count);
+        }
+        return;
+    }
     const int chunk = static_cast<int>(threadIdx.x) % 8;
     const int64_t first = tile.row + chunk * 16;
 #pragma unroll
@@ -80,10 +97,34 @@ __device__ __forceinline__ void store_transposed(const Mxfp8Params& p, const Til
         const auto word =
             arch::load_shared<uint4>(transposed + place_in_transposed(row, chunk * 16));
         if (tile.column + row < p.x.columns && first < p.x.rows) {
-            auto* to = static_cast<uint8_t*>(p.down_data) +
-                       (tile.batch * p.x.columns + tile.column + row) * p.x.rows + first;
-            store_bytes(to, word, p.x.rows % 16 == 0, p.x.rows - first);
+            arch::store_global(reinterpret_cast<uint4*>(data + row * p.x.rows + first), word);
         }
+    }
+}
+
+// Codes along the columns that a warp stages by itself: its rows of 16 or 8 lanes side by side.
+template <int LANES>
+__device__ __forceinline__ uint32_t staged_row(uint32_t staged, int row) {
+    constexpr int BYTES = LANES * CHUNK, ROWS = TILE * TILE / (THREADS / 32) / BYTES;
+    return staged + kittens::warpid() * (ROWS * BYTES) + row % ROWS * BYTES;
+}
+template <int LANES>
+__device__ __forceinline__ void store_staged(const Mxfp8Params& p, const Tile& tile,
+                                             const Place<LANES>& place, uint32_t staged) {
+    constexpr int BYTES = LANES * CHUNK, ROWS = TILE * TILE / (THREADS / 32) / BYTES;
+    constexpr int WORDS = BYTES / 4, STEP = 32 / WORDS;  // rows at once
+    const int first = place.row / ROWS * ROWS + kittens::laneid() / WORDS;
+    const int64_t column = tile.column + place.column / BYTES * BYTES;
+    const int count = static_cast<int>(min(p.x.columns - column, int64_t{BYTES}));
+    arch::sync_warp();
+    if (count <= 0) return;
+#pragma unroll 4
+    for (int i = 0; i < ROWS; i += STEP) {
+        const int64_t row = tile.row + first + i;
+        if (row >= p.x.rows) break;
+        auto* to = static_cast<uint8_t*>(p.data) +
+                   (tile.batch * p.x.rows + row) * p.x.columns + column;
+        gemm::sm90::store_unaligned<BYTES>(to, staged_row<LANES>(staged, first + i), 0, count);
     }
 }
 
@@ -98,7 +139,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<INPUT>)
     Chunk<T> chunks[CHUNK_ROWS];
     load_chunks(chunks, p.x, tile, place);
 
-    const bool whole_words = tile.whole(p.x) && p.x.columns % 8 == 0;
+    const bool words = p.x.columns % 8 == 0, whole_words = tile.whole(p.x) && words;
+    const uint32_t staged = arch::shared_address(arch::static_shared<StagedCodes>().data);
     const uint32_t scales = arch::shared_address(&arch::static_shared<Mxfp8Shared>());
     if (!DOWN || p.data != nullptr) {
         const int64_t row = tile.row + place.row, column = tile.column + place.column;
@@ -121,20 +163,26 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<INPUT>)
             const uint2 word{codes[0] | codes[1] << 16, codes[2] | codes[3] << 16};
             if (whole_words) {
                 arch::store_global(reinterpret_cast<uint2*>(at + i * p.x.columns), word);
-            } else if (row + i < p.x.rows) {
-                store_bytes(at + i * p.x.columns, word, p.x.columns % 8 == 0, p.x.columns - column);
+            } else if (!words) {
+                arch::store_shared(staged_row<LANES>(staged, place.row + i) +
+                                       place.column % (LANES * CHUNK),
+                                   word);
+            } else if (row + i < p.x.rows && column < p.x.columns) {
+                arch::store_global(reinterpret_cast<uint2*>(at + i * p.x.columns), word);
             }
             // Consecutive rows of a thread lie 16 bytes apart in an atom.
             if (kittens::laneid() % 4 == 0) {
                 arch::store_shared(scale_at + 16 * i, static_cast<uint8_t>(byte));
             }
         }
+        if (!words) store_staged<LANES>(p, tile, place, staged);
+        // What warps have staged makes room for the transposed tile.
+        if (DOWN && !words) arch::sync_block();
     }
-    uint32_t down_scales = 0, transposed = 0;
+    uint32_t down_scales = 0;
     if constexpr (DOWN) {
         auto& shared = arch::static_shared<Mxfp8SharedDown>();
         down_scales = arch::shared_address(shared.scales);
-        transposed = arch::shared_address(shared.data);
         Chunk<T> largest;
 #pragma unroll
         for (int w = 0; w < Chunk<T>::WORDS; ++w) {
@@ -158,7 +206,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<INPUT>)
             }
             const uint2 word{codes[0] | codes[1] << 16, codes[2] | codes[3] << 16};
             const int column = place.column + j;
-            arch::store_shared(transposed + place_in_transposed(column, place.row), word);
+            arch::store_shared(staged + place_in_transposed(column, place.row), word);
             if (kittens::laneid() / 8 == j / 2) {
                 const int in_atom = place_in_atom(column, place.row / MX_BLOCK);
                 arch::store_shared(down_scales + in_atom, static_cast<uint8_t>(byte));
@@ -175,7 +223,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<INPUT>)
         const int64_t blocks = (p.x.rows + MX_BLOCK - 1) / MX_BLOCK;
         store_scales<1>(static_cast<uint8_t*>(p.down_scale), down_scales, p.swizzle, tile.batch,
                         p.x.columns, blocks, tile.column, tile.row / MX_BLOCK);
-        store_transposed(p, tile, transposed);
+        store_transposed(p, tile, staged);
     }
 }
 
