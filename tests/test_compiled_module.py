@@ -135,7 +135,7 @@ SYMBOLS = {
         "14forward_kernelINS0_13ForwardKernelIXtlNS0_6ConfigELi128ELi128ELi2ELi128ELi2ELb0E"
         "LNS_5DTypeE1ELb1EEEEEEEvNS0_14ForwardGlobalsIT_EE"
     ),
-    "split_kv_bf16_d64_64x128": (
+    "split_kv_bf16_d64_64x64": (
         "15split_kv_kernelINS0_13SplitKvKernelIXtlNS0_6ConfigELi64ELi64ELi1ELi128ELi6ELb1E"
         "LNS_5DTypeE0ELb0EEEEEEEvNS0_14SplitKvGlobalsIT_EE"
     ),

@@ -143,6 +143,47 @@ def test_multicast_over_a_cluster(tile, share_m, share_n, splits, dtype, policy)
         assert run.kernels[0]["kernel"].partition("_")[2] == name
 
 
+# Each tile: alone, by several blocks that divide k, and where the tile's columns are few for all of
+# a consumer's threads or more than they are.
+FUSED = [((64, 64, 14, 1), 1), ((64, 128, 9, 1), 3), ((64, 192, 7, 1), 1), ((64, 192, 7, 1), 2)]
+FUSED += [((128, 128, 7, 2), 1), ((128, 192, 5, 2), 2), ((192, 192, 4, 3), 1)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tile", "splits"), FUSED, ids=str)
+def test_fused_cluster_tiles(tile, splits, dtype):
+    """What is kept for the gradient, activations, a residual that may be the output: rows in part,
+    columns that are and are not multiples of four, another type of output."""
+    names = ("block_m", "block_n", "stages", "consumers")
+    config = {**CLUSTER_TILE, **dict(zip(names, tile, strict=True)), "splits": splits}
+    for number, n in enumerate((tile[1] + 12, tile[1] + 35, tile[1] - 7)):
+        batch, m, k = 1 + number % 2, tile[0] + 9, 64 * (splits + 1) + 24
+        a, b = integers(batch, m, k, dtype=dtype), integers(batch, k, n, dtype=dtype)
+        out_dtype = torch.float32 if number == 0 else dtype
+        residual = integers(batch, m, n, dtype=out_dtype)
+        bias = integers(n, dtype=dtype)
+        z = 2 * (a.float() @ b.float()) + bias.float()
+        for activation in (None, "relu", "silu"):
+            into = residual.clone()
+            with tk.emulate("late_mma", seed=number, config=config) as run:
+                out = tk.gemm(
+                    a, b, bias=bias, activation=activation, residual=into, alpha=2.0, beta=0.5,
+                    out_dtype=out_dtype,
+                )  # fmt: skip
+            assert run.kernels[0]["kernel"].endswith(f"_{tile[0]}x{tile[1]}_cluster")
+            function = {None: lambda x: x, "relu": torch.relu, "silu": torch.nn.functional.silu}
+            expected = function[activation](z) + 0.5 * residual.float()
+            if activation == "silu":
+                torch.testing.assert_close(out, expected.to(out_dtype), rtol=1e-2, atol=1e-2)
+            else:
+                assert torch.equal(out, expected.to(out_dtype)), (n, activation)
+    kept = [x.clone().requires_grad_() for x in (a, b)]
+    with tk.emulate("late_mma", config=config) as run:
+        tk.gemm(*kept, activation="relu").sum().backward()
+    grad = (a.float() @ b.float() > 0).float()
+    assert torch.equal(kept[1].grad, (a.float().mT @ grad).to(dtype))
+
+
 def test_choice_of_clusters():
     """Clusters share loads where an operand's rows do not begin at lines of 128 bytes; split-K over
     a cluster is for few tiles and a long k, of any layout."""
@@ -151,6 +192,7 @@ def test_choice_of_clusters():
     fields = {"b_n_major": True, "a_alignment": 16, "b_alignment": 16}
     assert choose(4104, 4104, 4104, **fields)["cluster_m"] == 2
     assert choose(4104, 4104, 4104, **fields, fused=True)["cluster_m"] == 1
+    assert choose(56, 72, 7240, a_m_major=True, b_n_major=True, fused=True)["splits"] > 1
     for a_m_major, b_n_major in LAYOUTS:
         few = choose(312, 40, 6323, a_m_major=a_m_major, b_n_major=b_n_major)
         assert few["kernel"].endswith("_64x64_cluster")

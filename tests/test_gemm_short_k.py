@@ -131,6 +131,41 @@ def test_epilogue_and_rows_of_any_address(out_dtype, block_n, policy):
 
 
 @pytest.mark.parametrize("block_n", TILES)
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_fused_epilogue(out_dtype, block_n):
+    """What is kept for the gradient, activations, a residual of any address and pitch, which may be
+    the output."""
+    for number, (m, n, k) in enumerate(((65, 67, 24), (3, 200, 65), (70, 64, 9), (1, 5, 30))):
+        batch, dtype = 1 + number % 2, DTYPES[number % 2]
+        a_m_major, b_n_major = LAYOUTS[number]
+        a, b = integers(batch, m, k, dtype=dtype), integers(batch, k, n, dtype=dtype)
+        bias, residual = integers(n, dtype=dtype), integers(batch, m, n, dtype=out_dtype)
+        left = placed(a, not a_m_major, number, 1)
+        right = placed(b, b_n_major, 3, number)
+        z = (a.float() @ b.float() + bias.float()).to(torch.float32)
+        for activation, function in (("relu", torch.relu), (None, lambda x: x)):
+            into = placed(residual, True, 2 * number + 1, number)
+            expected = (function(z) - 2 * residual.float()).to(out_dtype)
+            arguments = {"bias": bias, "activation": activation, "residual": into, "beta": -2.0}
+            with tk.emulate("late_mma", seed=number, config=config(block_n)) as run:
+                out = tk.gemm(left, right, **arguments, out_dtype=out_dtype)
+                tk.gemm(left, right, **arguments, out=into)
+            assert torch.equal(out, expected), (m, n, k, activation)
+            assert torch.equal(into, expected), (m, n, k, activation)
+            assert all(x["kernel"].endswith("_short_k") for x in run.kernels)
+        kept = [x.clone().requires_grad_() for x in (a, b)]
+        with tk.emulate("on_wait", config=config(block_n)):
+            out = tk.gemm(*kept, activation="silu")
+        with tk.emulate("on_wait"):
+            out.float().square().sum().backward()
+        x = [x.detach().float().requires_grad_() for x in kept]
+        torch.nn.functional.silu(x[0] @ x[1]).square().sum().backward()
+        for ours, theirs in zip(kept, x, strict=True):
+            scale = theirs.grad.abs().max().item()
+            torch.testing.assert_close(ours.grad.float(), theirs.grad, rtol=0.05, atol=0.02 * scale)
+
+
+@pytest.mark.parametrize("block_n", TILES)
 def test_rows_that_are_one(block_n):
     """Expanded operands, whose rows lie on each other, no k, and operands that TMA could read."""
     row, b = integers(1, 21, dtype=torch.bfloat16), integers(21, 19, dtype=torch.bfloat16)
@@ -156,7 +191,9 @@ def test_choice():
     for fields in ({"a_needs_copy": True}, {"b_needs_copy": True}):
         assert choose(500, 700, 40, **fields)["kernel"].endswith("_short_k")
         assert not choose(500, 700, 4000, **fields)["kernel"].endswith("_short_k")
-        assert not choose(500, 700, 40, **fields, fused=True)["kernel"].endswith("_short_k")
+        assert choose(500, 700, 40, **fields, fused=True)["kernel"].endswith("_short_k")
+        gated = {"fused": True, "gate": 1}
+        assert not choose(500, 700, 40, **fields, **gated)["kernel"].endswith("_short_k")
     assert not choose(500, 700, 40)["kernel"].endswith("_short_k")
     # Its grid ends there.
     assert not choose(65535 * 64 + 1, 64, 40, a_needs_copy=True)["kernel"].endswith("_short_k")

@@ -3,6 +3,7 @@
 #include "csrc/attention/forward.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <utility>
 #include <vector>
@@ -46,8 +47,10 @@ bool prefers_short_blocks(const Problem& p, const Config& few, const Config& thr
     const auto items = [&](const Config& c) {
         return ceil_div(p.q_length, 64 * c.warpgroups) * p.batch * p.q_heads;
     };
-    if (few.head_dim == 64)
-        return p.q_length <= (banded ? 1024 : 256) || items(three) < 2 * sm_count;
+    if (few.head_dim == 64) {
+        const bool narrow = p.window_left >= 0 && p.window_left < 512;
+        return narrow || p.q_length <= (banded ? 1024 : 256) || items(three) < 2 * sm_count;
+    }
     if (banded) return p.q_length < 3072 || items(three) < 2 * sm_count;
     // All blocks cost the same: what counts are waves of all multiprocessors, and the time of a
     // wave, per row that of three is 0.94 of that of two.
@@ -85,25 +88,72 @@ int64_t tiles_of_groups(const Problem& p) {
     return ceil_div(p.q_length * group, 64) * p.kv_heads * p.batch;
 }
 
-// Into how many ranges the keys of short queries are cut: the least time, in units of a key block,
-// of the waves that the blocks take, each with its start and end, and of the combination.
-int choose_splits(const Problem& p, int block_n, int sm_count) {
-    const int64_t tiles = tiles_of_groups(p);
+// What a call takes, in microseconds of an H200: to begin and to end, a block, a step of a block
+// over a key block where it has the multiprocessor for itself, and where it shares it with one more
+// of its kind for each of these. Fitted to 656 timings of 150 drawn calls
+// (docs/experiments/attention.md).
+struct Costs {
+    bool splits;
+    int head_dim, block_m;
+    double start, block, step, shared_step;
+};
+constexpr Costs COSTS[] = {
+    {true, 64, 64, 3.15, 1.69, 0.52, 0.353},   {true, 128, 64, 3.81, 2.58, 0.62, 0.15},
+    {true, 256, 64, 4.21, 2.87, 1.04, 1.04},   {false, 64, 64, 0.74, 3.17, 0.37, 0.266},
+    {false, 64, 192, 3.42, 1.94, 1.27, 1.27},  {false, 96, 192, 2.23, 2.23, 1.21, 1.21},
+    {false, 128, 128, 2.51, 1.91, 1.37, 1.37}, {false, 128, 192, 2.93, 1.86, 0.93, 0.93},
+    {false, 192, 128, 1.28, 4.78, 1.26, 1.26}, {false, 256, 128, 3.29, 2.87, 1.05, 1.05},
+};
+constexpr double BYTES_PER_MICROSECOND = 4.1e6;  // of keys and values, by all multiprocessors
+constexpr double COMBINATION = 0.47, COMBINATION_SPLIT = 0.049, COMBINATION_BYTE = 1.2e-6;
+
+double microseconds(const Problem& p, const Choice& choice, int sm_count) {
+    const Config& c = choice.config;
+    const bool split = choice.splits > 0;
+    const int block_m = 64 * c.warpgroups;
+    const Costs& costs = *std::ranges::find_if(COSTS, [&](const Costs& x) {
+        return x.splits == split && x.head_dim == c.head_dim && x.block_m == block_m;
+    });
     const int64_t keys =
-        p.window_left < 0 ? p.k_length : std::min(p.k_length, p.window_left + p.q_length + block_n);
-    const int64_t blocks = std::max<int64_t>(ceil_div(keys, block_n), 1);
-    int best = 1;
-    double best_cost = 1e30;
-    for (int64_t s = 1; s <= std::min<int64_t>(blocks, MAX_SPLITS); ++s) {
-        const double waves = static_cast<double>(ceil_div(tiles * s, sm_count));
-        const double start = 3, combine = s > 1 ? 3 + 0.03 * static_cast<double>(s) : 0;
-        const double cost = waves * (static_cast<double>(ceil_div(blocks, s)) + start) + combine;
-        if (cost < best_cost) {
-            best_cost = cost;
-            best = static_cast<int>(s);
-        }
+        p.window_left < 0 ? p.k_length
+                          : std::min(p.k_length, p.window_left + p.q_length + int64_t{c.block_n});
+    double key_blocks = double(std::max<int64_t>(1, ceil_div(keys, c.block_n)));
+    int64_t blocks = ceil_div(p.q_length, block_m) * p.batch * p.q_heads;
+    if (split) {
+        blocks = tiles_of_groups(p) * choice.splits;
+        key_blocks = std::ceil(key_blocks / choice.splits);
+    } else if (p.causal != static_cast<int>(Causal::none) && p.q_length > 64) {
+        key_blocks = key_blocks * (1 - 0.5 * double(p.q_length) / double(p.k_length)) + 0.5;
     }
-    return best;
+    const int64_t per_sm = split ? split_kv_blocks_per_sm(c) : blocks_per_sm(c);
+    const auto time_of = [&](int64_t on_one) {
+        return costs.block + key_blocks * std::max(costs.step, double(on_one) * costs.shared_step);
+    };
+    const int64_t full = blocks / (sm_count * per_sm), rest = blocks % (sm_count * per_sm);
+    const double work = (full > 0 ? double(full) * time_of(per_sm) : 0) +
+                        (rest > 0 ? time_of(ceil_div(rest, sm_count)) : 0);
+    const double memory = double(p.batch * p.kv_heads * keys * (p.head_dim + p.value_dim)) * 2 /
+                          BYTES_PER_MICROSECOND;
+    double time = costs.start + std::max(work, memory) + 0.15 * std::min(work, memory);
+    if (split && combines(p, choice.splits)) {
+        const double bytes = double(p.batch * p.q_heads * p.q_length * p.value_dim) * 8;
+        time += COMBINATION + choice.splits * (COMBINATION_SPLIT + COMBINATION_BYTE * bytes);
+    }
+    return time;
+}
+
+// Whether keys are split: of the kernel for whole keys, `choice`, or of one that splits them into
+// so many ranges, what takes the least time.
+void consider_split_kv(const Problem& p, int sm_count, Choice& choice) {
+    const Config config = choose_split_kv_config(p);
+    const int64_t key_blocks = std::max<int64_t>(ceil_div(p.k_length, config.block_n), 1);
+    double least = microseconds(p, choice, sm_count);
+    for (int splits = 1; splits <= std::min<int64_t>(key_blocks, MAX_SPLITS);
+         splits += std::max(1, splits / 4)) {
+        const Choice candidate{.config = config, .splits = splits};
+        const double time = microseconds(p, candidate, sm_count);
+        if (time < least) choice = candidate, least = time;
+    }
 }
 
 }  // namespace
@@ -161,13 +211,13 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
 
 Choice choose(const Problem& p, const DeviceProperties& device) {
     Choice choice;
-    if (p.q_length <= SHORT_QUERY) {
-        choice.config = choose_split_kv_config(p);
-        choice.splits = choose_splits(p, choice.config.block_n, device.sm_count);
-    } else {
-        choice.config = choose_config(p, device.sm_count);
-        choice.section_heads = choose_section(p, 64 * choice.config.warpgroups, device);
-    }
+    choice.config = choose_config(p, device.sm_count);
+    choice.section_heads = choose_section(p, 64 * choice.config.warpgroups, device);
+    // Longer queries only where there are fewer blocks than multiprocessors.
+    const int64_t blocks =
+        ceil_div(p.q_length, 64 * choice.config.warpgroups) * p.batch * p.q_heads;
+    if (p.q_length <= SHORT_QUERY || blocks < device.sm_count)
+        consider_split_kv(p, std::max(1, device.sm_count), choice);
     choice.config.dtype = p.dtype;
     return choice;
 }

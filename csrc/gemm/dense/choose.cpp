@@ -238,7 +238,7 @@ Choice cheapest(const Problem& p, const DeviceProperties& device) {
         const double others = std::min({whole, tiles.cycles, cluster.cycles}) + copy_cycles(p);
         if (short_k.cycles < others) return short_k_choice(*short_k.shape, p);
     }
-    if (in_lines && unsplit.kernel == Kernel::swap_ab) {
+    if ((in_lines || p.fused) && unsplit.kernel == Kernel::swap_ab) {
         // So few tiles that a cluster for each reads as fast as swap-AB, and ends sooner.
         const int64_t few = ceil_div(p.m, 64) * ceil_div(p.n, 64) * MAX_CLUSTER_BLOCKS;
         const bool small = cluster.splits > 1 && few <= sm_count && p.k >= 512;

@@ -132,90 +132,124 @@ __device__ __forceinline__ void store_values(DType type, void* out, int64_t at,
     }
 }
 
-// Adds neighbouring values of the output's type, times a factor.
+// Neighbouring values of the output's type.
 template <int width>
-__device__ __forceinline__ void add_values(float (&sum)[width], DType type, const void* values,
-                                           int64_t at, float factor, int count) {
-    with_type(const_cast<void*>(values), type, [&](auto* from) {
-        float more[width];
+__device__ __forceinline__ void load_values(float (&values)[width], DType type, const void* from,
+                                            int64_t at, int count) {
+    with_type(const_cast<void*>(from), type, [&](auto* data) {
         if constexpr (width == 4)
-            load_four(more, from + at, true, count);
+            load_four(values, data + at, true, count);
         else
-            more[0] = convert<float>(arch::load_global(from + at));
-#pragma unroll
-        for (int i = 0; i < width; ++i) sum[i] += factor * more[i];
+            values[0] = convert<float>(arch::load_global(data + at));
     });
 }
 
-// What a fused epilogue does to neighbouring values of a row, behind the bias.
-template <class Globals, int width>
-__device__ __forceinline__ void fused_values(const Globals& g, uint32_t batch, uint32_t row,
-                                             uint32_t n, float (&sum)[width], int count) {
-    const Epilogue& e = g.epilogue;
-    if (e.aux != nullptr)
-        store_values(g.out_dtype, e.aux, (int64_t(batch) * g.m + row) * g.n + n, sum, count);
-    activate(e.activation, sum);
-    if (e.residual != nullptr) {
-        add_values(sum, g.out_dtype, e.residual,
-                   batch * e.residual_batch_stride + int64_t(row) * e.residual_stride + n, e.beta,
-                   count);
-    }
-}
-
-// Reduces and stores the block's share of the tile: `width` neighbours of a row at a time.
-template <class Traits, int width>
+// Reduces and stores the block's share of the tile: `width` neighbours of a row at a time, a thread
+// always the same columns. Of a tile that is not divided a thread loads several rows of the
+// residual at once, so that it waits once for them.
+template <class Traits, int width, bool divided>
 __device__ __forceinline__ void finish_share(const typename Traits::Globals& g,
                                              typename Traits::Shared& shared,
                                              const ClusterTilePosition& at) {
     constexpr Config C = Traits::config;
     using T = typename Traits::T;
-    constexpr int groups = C.block_n / width;
+    // Threads side by side in a row, and rows apart.
+    constexpr int groups = C.block_n / width, threads = Traits::consumer_threads;
+    constexpr int lanes = std::min(groups, threads), step = threads / lanes;
+    constexpr int rows_at_a_time = divided ? 1 : 4;
     using Sums = std::conditional_t<width == 4, float4, float>;
-    const uint32_t sums = shared.ring[0].a[0].address();
-    const int rows = min(int(g.m) - int(at.m), C.block_m);
-    const auto* bias = static_cast<const T*>(g.epilogue.bias);
+    const Epilogue& e = g.epilogue;
+    const int splits = divided ? g.splits : 1, rows = min(int(g.m) - int(at.m), C.block_m);
     const uint32_t block = at.in_m + g.share_m * at.in_n, next = g.share_m * g.share_n;
-#pragma unroll 1
-    for (int i = at.rank * Traits::consumer_threads + int(threadIdx.x); i < rows * groups;
-         i += g.splits * Traits::consumer_threads) {
-        const int row = i / groups, col = i % groups * width;
-        const uint32_t n = at.n + col;
-        if (n >= g.n) continue;
-        const uint32_t from = sums + (row * Traits::pitch + col) * 4;
-        float sum[width] = {};
+    const int lane = int(threadIdx.x) % lanes, line = int(threadIdx.x) / lanes;
+    if (line >= step) return;
+    const auto reduced = [&](int row, int col, float(&sum)[width]) {
         const auto add = [&](const Sums& part) {
             const auto values = arch::bit_cast<detail::elements<float, width>>(part);
 #pragma unroll
             for (int j = 0; j < width; ++j) sum[j] += values.v[j];
         };
-        if (g.splits == 1) {
+        const uint32_t from = shared.ring[0].a[0].address() + (row * Traits::pitch + col) * 4;
+        if constexpr (!divided) {
             add(arch::load_shared<Sums>(from));
         } else {
             Sums parts[MAX_CLUSTER_BLOCKS];
 #pragma unroll
             for (int rank = 0; rank < MAX_CLUSTER_BLOCKS; ++rank) {
-                if (rank < g.splits) {
+                if (rank < splits) {
                     parts[rank] = arch::load_cluster_shared<Sums>(
                         arch::map_shared_rank(from, block + next * rank));
                 }
             }
 #pragma unroll
             for (int rank = 0; rank < MAX_CLUSTER_BLOCKS; ++rank) {
-                if (rank < g.splits) add(parts[rank]);
+                if (rank < splits) add(parts[rank]);
             }
         }
-        const int count = min(int(g.n - n), width);
+    };
+#pragma unroll 1
+    for (int col = lane * width; col < C.block_n; col += lanes * width) {
+        const uint32_t n = at.n + col;
+        const int count = min(int(g.n) - int(n), width);
+        if (count <= 0) return;
+        float bias[width] = {};
+        if (e.bias != nullptr) {
 #pragma unroll
-        for (int j = 0; j < width; ++j) {
-            sum[j] *= g.epilogue.alpha;
-            if (bias != nullptr && j < count)
-                sum[j] += convert<float>(arch::load_global(bias + n + j));
+            for (int j = 0; j < width; ++j) {
+                const T* from = static_cast<const T*>(e.bias) + n + j;
+                if (j < count) bias[j] = convert<float>(arch::load_global(from));
+            }
         }
-        if (g.fused) fused_values(g, at.batch, at.m + row, n, sum, count);
-        store_values(g.out_dtype, g.out,
-                     at.batch * g.out_batch_stride + int64_t(at.m + row) * g.out_stride + n, sum,
-                     count);
+#pragma unroll 1
+        for (int first = at.rank * step + line; first < rows;
+             first += splits * step * rows_at_a_time) {
+            float residual[rows_at_a_time][width] = {};
+            if (e.residual != nullptr) {
+#pragma unroll
+                for (int i = 0; i < rows_at_a_time; ++i) {
+                    const int row = first + i * step;
+                    if (row >= rows) break;
+                    load_values(residual[i], g.out_dtype, e.residual,
+                                at.batch * e.residual_batch_stride +
+                                    int64_t(at.m + row) * e.residual_stride + n,
+                                count);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < rows_at_a_time; ++i) {
+                const int row = first + i * step;
+                if (row >= rows) break;
+                float sum[width] = {};
+                reduced(row, col, sum);
+#pragma unroll
+                for (int j = 0; j < width; ++j) sum[j] = sum[j] * e.alpha + bias[j];
+                if (e.aux != nullptr) {
+                    store_values(g.out_dtype, e.aux,
+                                 (int64_t(at.batch) * g.m + at.m + row) * g.n + n, sum, count);
+                }
+                activate(e.activation, sum);
+                if (e.residual != nullptr) {
+#pragma unroll
+                    for (int j = 0; j < width; ++j) sum[j] += e.beta * residual[i][j];
+                }
+                store_values(g.out_dtype, g.out,
+                             at.batch * g.out_batch_stride + int64_t(at.m + row) * g.out_stride + n,
+                             sum, count);
+            }
+        }
     }
+}
+template <class Traits>
+__device__ __forceinline__ void finish_share(const typename Traits::Globals& g,
+                                             typename Traits::Shared& shared,
+                                             const ClusterTilePosition& at) {
+    const bool divided = g.splits > 1;
+    if (g.vec4_aligned)
+        divided ? finish_share<Traits, 4, true>(g, shared, at)
+                : finish_share<Traits, 4, false>(g, shared, at);
+    else
+        divided ? finish_share<Traits, 1, true>(g, shared, at)
+                : finish_share<Traits, 1, false>(g, shared, at);
 }
 
 }  // namespace sm90

@@ -165,10 +165,7 @@ __global__ __launch_bounds__(Traits::threads, Traits::most_per_sm) void cluster_
             cluster::sync();
         else
             sync_consumers<Traits>();
-        if (g.vec4_aligned)
-            finish_share<Traits, 4>(g, shared, at);
-        else
-            finish_share<Traits, 1>(g, shared, at);
+        finish_share<Traits>(g, shared, at);
     }
     // The others read this block's sums, load into its stages and arrive at its semaphores.
     if (g.cluster_blocks() > 1) {
@@ -247,7 +244,6 @@ void launch_cluster_tile(const Params& p, Stream stream) {
         .out_stride = p.out_stride,
         .out_batch_stride = p.out_batch_stride,
         .epilogue = p.epilogue,
-        .fused = fused,
     };
     const auto clusters = [&](int64_t size, int block, unsigned blocks) {
         return static_cast<unsigned>(round_up(ceil_div(size, block), blocks));

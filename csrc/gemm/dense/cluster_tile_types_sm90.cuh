@@ -64,7 +64,6 @@ struct ClusterTileTraits {
         void* out;
         int64_t out_stride, out_batch_stride;
         Epilogue epilogue;
-        bool fused;  // the epilogue does more than to scale and to add a bias
 
         __device__ __forceinline__ uint32_t cluster_blocks() const {
             return share_m * share_n * splits;

@@ -401,7 +401,8 @@ constexpr int short_k_shared_bytes(const Config& c) {
 // batch in the third, which end at 65535.
 constexpr bool fits_short_k(const Problem& p) {
     constexpr int64_t most = 65535, limit = INT32_MAX - 1024;
-    return !p.fused && p.m <= most * 64 && p.batch <= most && p.n <= limit && p.k <= limit;
+    return p.gate == Gate::none && p.m <= most * 64 && p.batch <= most && p.n <= limit &&
+           p.k <= limit;
 }
 // The elements from an operand's first to its last: the kernel counts their bytes in 31 bits, and
 // those of 64 rows of the output in 32.

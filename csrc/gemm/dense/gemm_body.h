@@ -137,7 +137,10 @@ template <class Tensor>
 std::optional<Tensor> readable_residual(const std::optional<Tensor>& residual, Kernel kernel) {
     if (!residual) return std::nullopt;
     const View view = as_4d(*residual);
-    const bool readable = kernel == Kernel::swap_ab
+    // The others load it by TMA.
+    const bool by_threads =
+        kernel == Kernel::swap_ab || kernel == Kernel::cluster_tile || kernel == Kernel::short_k;
+    const bool readable = by_threads
                               ? view.size[3] <= 1 || view.stride[3] == 1
                               : fits_tensor_map(view, static_cast<int>(residual->element_size()));
     return readable ? *residual : copy_for_tensor_map(*residual);

@@ -108,6 +108,7 @@ double schedule_swap_ab(int64_t tiles, int64_t stages, int sm_count, int most, C
 
 // Of a stage, by rows of a; a pass over a comes before.
 nvfp4_gemm::SwapAbCosts dequant_costs(int tokens) {
+    if (tokens <= 16) return {10769, 1642, 1072, 800};
     if (tokens <= 32) return {10769, 1642, 1072, 3726};
     if (tokens <= 64) return {8920, 1221, 2540, 5555};
     return {13861, 1328, 1484, 4253};

@@ -39,7 +39,7 @@ constexpr int THREADS = 256;
 // the range of fp32; rows beyond it are put into the mask.
 constexpr int MAX_EXPONENT = 96;
 // The most rows of the swap-AB kernel that dequantizes; how much of k it takes at a time.
-constexpr int64_t SKINNY_ROWS = 1024;
+constexpr int64_t SKINNY_ROWS = 768;
 constexpr int CHUNK_K = 128;
 // The most rows of the native swap-AB kernel.
 constexpr int64_t NATIVE_ROWS = 64;

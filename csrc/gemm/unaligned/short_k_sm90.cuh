@@ -13,6 +13,8 @@
 
 #include <algorithm>
 
+#include "csrc/gemm/common/activation_sm90.cuh"
+#include "csrc/gemm/common/vec4_sm90.cuh"
 #include "csrc/gemm/dense/gemm.h"
 #include "kittens/kittens.cuh"
 
@@ -57,8 +59,8 @@ struct ShortKTraits {
     struct Globals {
         ShortKSource a, b;
         int m, n, k;
-        float alpha;
-        const void* bias;
+        Epilogue epilogue;
+        bool fused;  // the epilogue does more than to scale and to add a bias
         void* out;
         int64_t out_batch_stride;
         uint32_t out_stride;
@@ -280,6 +282,42 @@ struct ShortKStore {
     }
 };
 
+// What a fused epilogue does to the sums, behind the bias, in registers. z goes the way of the
+// output.
+template <class Traits>
+__device__ __forceinline__ void fuse_short_k(const typename Traits::Globals& g, uint32_t staging,
+                                             typename Traits::Sums& d, int first_column,
+                                             const auto& store) {
+    const Epilogue& e = g.epilogue;
+    if (e.aux != nullptr) {
+        store(e.aux, int64_t{g.m} * g.n, static_cast<uint32_t>(g.n));
+        arch::sync_block();  // the staging memory is the output's
+    }
+    activate(e.activation, reinterpret_cast<float(&)[d.width * 8]>(d));
+    if (e.residual == nullptr) return;
+    const int row = static_cast<int>(blockIdx.y * Traits::config.block_m) +
+                    warpgroup::warpid() * 16 + laneid() / 4;
+    const int column =
+        static_cast<int>(blockIdx.x * Traits::config.block_n) + first_column + laneid() % 4 * 2;
+    with_type(const_cast<void*>(e.residual), g.out_dtype, [&](auto* residual) {
+        const auto* from = residual + blockIdx.z * e.residual_batch_stride;
+        float2 more[d.width * 4] = {};
+#pragma unroll
+        for (int i = 0; i < d.width * 4; ++i) {
+            const int m = row + i % 2 * 8, n = column + i / 4 * 16 + i / 2 % 2 * 8;
+            if (m >= g.m || n >= g.n) continue;
+            const auto* pair = from + m * e.residual_stride + n;
+            more[i].x = convert<float>(arch::load_global(pair));
+            if (n + 1 < g.n) more[i].y = convert<float>(arch::load_global(pair + 1));
+        }
+#pragma unroll
+        for (int i = 0; i < d.width * 4; ++i) {
+            float2& sum = d.tiles[0][i / 4].data[i % 4];
+            sum = {sum.x + e.beta * more[i].x, sum.y + e.beta * more[i].y};
+        }
+    });
+}
+
 // Multiplies what lies in shared memory: the columns of the warpgroup.
 template <class Traits>
 __device__ __forceinline__ void multiply_short_k(typename Traits::Shared& shared,
@@ -340,8 +378,8 @@ __global__ __launch_bounds__(Traits::threads, 2) void short_k_kernel(const __gri
                                      k_left + Traits::block_k);
             if (k_left <= 0) break;
             arch::sync_block();
-        } else if (g.bias != nullptr && column < min(C.block_n, g.n - n)) {
-            bias = arch::load_global_readonly(static_cast<const T*>(g.bias) + n + column);
+        } else if (g.epilogue.bias != nullptr && column < min(C.block_n, g.n - n)) {
+            bias = arch::load_global_readonly(static_cast<const T*>(g.epilogue.bias) + n + column);
         }
         a.copy_ends(g.a);
         b.copy_ends(g.b);
@@ -354,7 +392,7 @@ __global__ __launch_bounds__(Traits::threads, 2) void short_k_kernel(const __gri
         arch::sync_block();
     }
 
-    if (g.alpha != 1.f || g.bias != nullptr) {
+    if (g.epilogue.alpha != 1.f || g.epilogue.bias != nullptr) {
 #pragma unroll
         for (int j = 0; j < d.width; ++j) {
 #pragma unroll
@@ -364,25 +402,22 @@ __global__ __launch_bounds__(Traits::threads, 2) void short_k_kernel(const __gri
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     float2& sum = d.tiles[0][j].data[2 * half + r];
-                    sum = {sum.x * g.alpha + add.x, sum.y * g.alpha + add.y};
+                    sum = {sum.x * g.epilogue.alpha + add.x, sum.y * g.epilogue.alpha + add.y};
                 }
             }
         }
     }
-    const auto store = [&]<class O>(O*) {
-        const int64_t first =
-            blockIdx.z * g.out_batch_stride + m * int64_t{g.out_stride} + int64_t{n};
-        ShortKStore<Traits, O>::store(static_cast<uint8_t*>(g.out) + first * int(sizeof(O)),
-                                      g.out_stride, staging, d, first_column,
-                                      static_cast<uint32_t>(g.m - m),
-                                      static_cast<uint32_t>(min(g.n - n, C.block_n)));
+    const auto store = [&](void* out, int64_t batch_stride, uint32_t stride) {
+        with_type(out, g.out_dtype, [&]<class O>(O* to) {
+            to += blockIdx.z * batch_stride + m * int64_t{stride} + int64_t{n};
+            ShortKStore<Traits, O>::store(reinterpret_cast<uint8_t*>(to), stride, staging, d,
+                                          first_column, static_cast<uint32_t>(g.m - m),
+                                          static_cast<uint32_t>(min(g.n - n, C.block_n)));
+        });
     };
-    if (g.out_dtype == DType::bf16)
-        store(static_cast<bf16*>(nullptr));
-    else if (g.out_dtype == DType::fp16)
-        store(static_cast<half*>(nullptr));
-    else
-        store(static_cast<float*>(nullptr));
+    if (g.fused) [[unlikely]]
+        fuse_short_k<Traits>(g, staging, d, first_column, store);
+    store(g.out, g.out_batch_stride, g.out_stride);
 }
 
 }  // namespace sm90
@@ -413,8 +448,9 @@ void launch_short_k(const Params& p, Stream stream) {
         .m = static_cast<int>(p.m),
         .n = static_cast<int>(p.n),
         .k = static_cast<int>(p.k),
-        .alpha = p.epilogue.alpha,
-        .bias = p.epilogue.bias,
+        .epilogue = p.epilogue,
+        .fused = p.epilogue.aux != nullptr || p.epilogue.residual != nullptr ||
+                 p.epilogue.activation != Activation::none,
         .out = p.out,
         .out_batch_stride = p.out_batch_stride,
         .out_stride = static_cast<uint32_t>(p.out_stride),

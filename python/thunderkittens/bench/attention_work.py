@@ -274,7 +274,7 @@ def plain_only(options: Mapping[str, Any]) -> None:
 
 def readable(x: Tensor) -> Tensor:
     """x, or a copy where its rows are not at multiples of 16 bytes: FlashAttention-2 ends the
-    process's use of the GPU by a misaligned address then."""
+    process's use of the GPU by a misaligned address then, and cuDNN's results are wrong."""
     rows = (stride * x.itemsize for stride in x.stride()[:-1])
     aligned = x.data_ptr() % 16 == 0 and all(row % 16 == 0 for row in rows)
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
@@ -289,7 +289,7 @@ def sdpa(backend: SDPBackend) -> Prepared:
             raise NotApplicableError("its mask is aligned to the upper left")
         # Of one query row against all keys, `is_causal` would see the first.
         grouped = q.shape[1] != k.shape[1]
-        if backend is SDPBackend.FLASH_ATTENTION:
+        if backend is not SDPBackend.MATH:
             q, k, v = readable(q), readable(k), readable(v)
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(
