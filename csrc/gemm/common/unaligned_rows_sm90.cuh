@@ -20,28 +20,6 @@ struct Span {
     uint64_t begin, end;
 };
 
-// A vector at a multiple of its size; bytes outside the span are zeros.
-template <class Vector>
-__device__ __forceinline__ Vector load_within(const Span& span, uint64_t at) {
-    constexpr uint32_t BYTES = sizeof(Vector);
-    if (at >= span.begin && at + BYTES <= span.end) {
-        return arch::load_global_readonly(reinterpret_cast<const Vector*>(at));
-    }
-    struct Words {
-        uint32_t word[BYTES / 4] = {};
-    } words;
-#pragma unroll 1
-    for (uint32_t i = 0; i < BYTES; ++i) {
-        if (at + i < span.begin || at + i >= span.end) continue;
-        const uint32_t byte = arch::load_global_readonly(reinterpret_cast<const uint8_t*>(at + i));
-#pragma unroll
-        for (uint32_t w = 0; w < BYTES / 4; ++w) {
-            if (i / 4 == w) words.word[w] |= byte << i % 4 * 8;
-        }
-    }
-    return arch::bit_cast<Vector>(words);
-}
-
 // BYTES at a multiple of ELEMENT on their way: the vectors that they lie in.
 template <int BYTES, int ELEMENT>
 struct Window {
@@ -52,17 +30,19 @@ struct Window {
     Vector vectors[COUNT + 1];
 
     static __device__ __forceinline__ uint32_t shift(uint64_t at) { return at % SIZE; }
+    // The vectors of the first byte and of the last.
+    static __device__ __forceinline__ uint64_t first(uint64_t at) { return at - shift(at); }
+    static __device__ __forceinline__ uint64_t last(uint64_t at) { return first(at + BYTES - 1); }
 
-    __device__ __forceinline__ void load(const Span& span, uint64_t at) {
-        const uint64_t first = at - shift(at);
+    __device__ __forceinline__ void load(uint64_t at) {
+        const auto* from = reinterpret_cast<const Vector*>(first(at));
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            vectors[i] = load_within<Vector>(span, first + i * SIZE);
-        }
-        if (shift(at) != 0) vectors[COUNT] = load_within<Vector>(span, first + COUNT * SIZE);
+        for (int i = 0; i < COUNT; ++i) vectors[i] = arch::load_global_readonly(from + i);
+        vectors[COUNT] = Vector{};
+        if (shift(at) != 0) vectors[COUNT] = arch::load_global_readonly(from + COUNT);
     }
-    // The words at `at`, which was loaded, of which the first `count` bytes are not zero.
-    __device__ __forceinline__ void words(uint64_t at, int count, uint32_t (&to)[WORDS]) const {
+    // The words at `at`, which was loaded.
+    __device__ __forceinline__ void words(uint64_t at, uint32_t (&to)[WORDS]) const {
         constexpr int ALL = WORDS + SIZE / 4;
         struct Words {
             uint32_t word[ALL];
@@ -85,35 +65,71 @@ struct Window {
                 to[i] = arch::permute_bytes(w[i], w[i + 1], 0x3210 + by % 4 * 0x1111);
             }
         }
-        if (count >= BYTES) return;
-#pragma unroll
-        for (int i = 0; i < WORDS; ++i) {
-            const int left = count - 4 * i;
-            if (left < 4) to[i] = left <= 0 ? 0 : to[i] & ((1u << 8 * left) - 1);
-        }
     }
 };
 
-// Pieces of BYTES, `pieces` of them, of which piece i lies at address at(i), and has count(i) bytes
-// (none where that is not positive), to the words to(i). So many are on their way at once as
-// registers suffice for.
-constexpr int WINDOWS = 4;
-template <int BYTES, int ELEMENT, int pieces, class At, class Count, class To>
-__device__ __forceinline__ void load_unaligned(const Span& span, At at, Count count, To to) {
-    static_assert(pieces % WINDOWS == 0);
+// Zeros from byte `count` on.
+template <int WORDS>
+__device__ __forceinline__ void clear_from(int count, uint32_t (&words)[WORDS]) {
 #pragma unroll
-    for (int first = 0; first < pieces; first += WINDOWS) {
-        Window<BYTES, ELEMENT> windows[WINDOWS];
+    for (int i = 0; i < WORDS; ++i) {
+        const int left = count - 4 * i;
+        if (left < 4) words[i] = left <= 0 ? 0 : words[i] & ((1u << 8 * left) - 1);
+    }
+}
+
+// The first `count` bytes at `at`, by elements, and zeros.
+template <int ELEMENT, int WORDS>
+__device__ __forceinline__ void load_elements(uint64_t at, int count, uint32_t (&to)[WORDS]) {
+    using Element = std::conditional_t<ELEMENT == 4, uint32_t,
+                                       std::conditional_t<ELEMENT == 2, uint16_t, uint8_t>>;
 #pragma unroll
-        for (int i = 0; i < WINDOWS; ++i) {
-            windows[i] = {};
-            if (count(first + i) > 0) windows[i].load(span, at(first + i));
+    for (int w = 0; w < WORDS; ++w) to[w] = 0;
+#pragma unroll
+    for (int i = 0; i < 4 * WORDS; i += ELEMENT) {
+        if (i >= count) break;
+        const uint32_t element =
+            arch::load_global_readonly(reinterpret_cast<const Element*>(at + i));
+        to[i / 4] |= element << i % 4 * 8;
+    }
+}
+
+// Pieces of BYTES, at most `PIECES` of them, of which `pieces` are there: piece i lies at address
+// at(i), which grows with i, and has count(i) bytes, the last of them the fewest, of which the words
+// to(i) are made; zeros are where there are fewer. WINDOWS of them are on their way at once, for
+// which 80 registers suffice. A thread whose vectors might reach beyond the span, because it has the
+// first bytes or the last, loads elements.
+constexpr int WINDOWS = 3;
+template <int BYTES, int ELEMENT, int PIECES, class At, class Count, class To>
+__device__ __forceinline__ void load_unaligned(const Span& span, int pieces, At at, Count count,
+                                               To to) {
+    using Pieces = Window<BYTES, ELEMENT>;
+    const bool inside = pieces > 0 && Pieces::first(at(0)) >= span.begin &&
+                        Pieces::last(at(pieces - 1)) + Pieces::SIZE <= span.end;
+    if (!inside) {
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) {
+            load_elements<ELEMENT>(at(i), i < pieces ? count(i) : 0, to(i));
         }
+        return;
+    }
 #pragma unroll
-        for (int i = 0; i < WINDOWS; ++i) {
-            windows[i].words(at(first + i), count(first + i), to(first + i));
+    for (int first = 0; first < PIECES; first += WINDOWS) {
+        // A branch, across which the compiler does not move loads: it would spill.
+        if (first >= pieces) break;
+        Pieces windows[WINDOWS];
+        // Where there is no piece, the last one is loaded again: that takes no branch.
+#pragma unroll
+        for (int i = 0; i < WINDOWS && first + i < PIECES; ++i)
+            windows[i].load(at(min(first + i, pieces - 1)));
+#pragma unroll
+        for (int i = 0; i < WINDOWS && first + i < PIECES; ++i) {
+            windows[i].words(at(first + i), to(first + i));
         }
     }
+    if (pieces >= PIECES && count(PIECES - 1) >= BYTES) return;
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i) clear_from(i < pieces ? count(i) : 0, to(i));
 }
 
 // The first `count` bytes of a row of BYTES in shared memory, at `row`, to any address. Called by

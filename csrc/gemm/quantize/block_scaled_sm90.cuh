@@ -62,25 +62,6 @@ __device__ __forceinline__ uint32_t largest_of(const Chunk<T>& chunk) {
     return largest_of<T>(largest_word(chunk));
 }
 
-// Elements from `column` on of a row, zeros past its end. The row is aligned to 16 bytes.
-template <class T>
-__device__ __forceinline__ Chunk<T> load_chunk(const T* row, int64_t column, int64_t columns) {
-    if (column + CHUNK <= columns) return load_whole_chunk(row + column);
-    Chunk<T> chunk{};
-    const int count = static_cast<int>(max(columns - column, int64_t{0}));
-#pragma unroll
-    for (int i = 0; i < CHUNK; ++i) {
-        if (i >= count) break;
-        if constexpr (Chunk<T>::PAIRS) {
-            const uint32_t bits = bit_cast<uint16_t>(arch::load_global_readonly(row + column + i));
-            chunk.words[i / 2] |= bits << 16 * (i % 2);
-        } else {
-            chunk.words[i] = bit_cast<uint32_t>(arch::load_global_readonly(row + column + i));
-        }
-    }
-    return chunk;
-}
-
 // A tile, and the place of a thread's chunks in it.
 struct Tile {
     int64_t batch, row, column;  // of its first element
@@ -128,44 +109,27 @@ __device__ __forceinline__ gemm::sm90::Span span_of(const Matrix& x, int64_t row
     return {begin, begin + static_cast<uint64_t>(elements) * sizeof(T)};
 }
 
-// The chunks of a thread, of rows that begin at any element.
-template <class T, int LANES>
-__device__ __forceinline__ void load_unaligned_chunks(Chunk<T> (&chunks)[CHUNK_ROWS],
-                                                      const Matrix& x, const Tile& tile,
-                                                      const Place<LANES>& place) {
-    constexpr int BYTES = CHUNK * sizeof(T);
-    const int64_t row = tile.row + place.row, column = tile.column + place.column;
-    const T* at = static_cast<const T*>(x.data) + tile.batch * x.batch_stride +
-                  row * x.row_stride + column;
-    const int rows = static_cast<int>(min(x.rows - row, int64_t{CHUNK_ROWS}));
-    const int count = static_cast<int>(min(x.columns - column, int64_t{CHUNK})) * int{sizeof(T)};
-    gemm::sm90::load_unaligned<BYTES, sizeof(T), CHUNK_ROWS>(
-        span_of<T>(x, x.columns),
-        [&](int i) { return reinterpret_cast<uint64_t>(at + i * x.row_stride); },
-        [&](int i) { return i < rows ? count : 0; },
-        [&](int i) -> auto& { return chunks[i].words; });
-}
-
-// The chunks of a thread; rows past the end are zeros.
+// The chunks of a thread, of rows that begin at any element; zeros past their ends.
 template <class T, int LANES>
 __device__ __forceinline__ void load_chunks(Chunk<T> (&chunks)[CHUNK_ROWS], const Matrix& x,
                                             const Tile& tile, const Place<LANES>& place) {
-    const int64_t row = tile.row + place.row;
-    const T* at = static_cast<const T*>(x.data) + tile.batch * x.batch_stride + row * x.row_stride;
-    if (!in_vectors<T>(x)) {
-        load_unaligned_chunks(chunks, x, tile, place);
-    } else if (tile.whole(x)) {
+    const int64_t row = tile.row + place.row, column = tile.column + place.column;
+    const int64_t first = tile.batch * x.batch_stride + row * x.row_stride + column;
+    if (tile.whole(x) && in_vectors<T>(x)) {
+        const T* at = static_cast<const T*>(x.data) + first;
 #pragma unroll
-        for (int i = 0; i < CHUNK_ROWS; ++i) {
-            chunks[i] = load_whole_chunk(at + i * x.row_stride + tile.column + place.column);
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < CHUNK_ROWS; ++i) {
-            chunks[i] = load_chunk(at + i * x.row_stride, tile.column + place.column,
-                                   row + i < x.rows ? x.columns : 0);
-        }
+        for (int i = 0; i < CHUNK_ROWS; ++i) chunks[i] = load_whole_chunk(at + i * x.row_stride);
+        return;
     }
+    const int64_t left = column < x.columns ? x.rows - row : 0;
+    const int rows = static_cast<int>(min(left, int64_t{CHUNK_ROWS}));
+    const int count = static_cast<int>(min(x.columns - column, int64_t{CHUNK})) * int{sizeof(T)};
+    const gemm::sm90::Span span = span_of<T>(x, x.columns);
+    const uint64_t at = span.begin + static_cast<uint64_t>(first) * sizeof(T);
+    const uint64_t pitch = static_cast<uint64_t>(x.row_stride) * sizeof(T);
+    gemm::sm90::load_unaligned<CHUNK * sizeof(T), sizeof(T), CHUNK_ROWS>(
+        span, rows, [&](int i) { return at + i * pitch; }, [&](int) { return count; },
+        [&](int i) -> auto& { return chunks[i].words; });
 }
 
 // Bytes of data from `at` on, as many as `count` says: whole words where those are aligned.

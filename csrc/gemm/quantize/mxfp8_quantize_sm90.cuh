@@ -122,8 +122,8 @@ __device__ __forceinline__ void store_staged(const Mxfp8Params& p, const Tile& t
     for (int i = 0; i < ROWS; i += STEP) {
         const int64_t row = tile.row + first + i;
         if (row >= p.x.rows) break;
-        auto* to = static_cast<uint8_t*>(p.data) +
-                   (tile.batch * p.x.rows + row) * p.x.columns + column;
+        auto* to =
+            static_cast<uint8_t*>(p.data) + (tile.batch * p.x.rows + row) * p.x.columns + column;
         gemm::sm90::store_unaligned<BYTES>(to, staged_row<LANES>(staged, first + i), 0, count);
     }
 }
@@ -164,9 +164,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<INPUT>)
             if (whole_words) {
                 arch::store_global(reinterpret_cast<uint2*>(at + i * p.x.columns), word);
             } else if (!words) {
-                arch::store_shared(staged_row<LANES>(staged, place.row + i) +
-                                       place.column % (LANES * CHUNK),
-                                   word);
+                arch::store_shared(
+                    staged_row<LANES>(staged, place.row + i) + place.column % (LANES * CHUNK),
+                    word);
             } else if (row + i < p.x.rows && column < p.x.columns) {
                 arch::store_global(reinterpret_cast<uint2*>(at + i * p.x.columns), word);
             }
