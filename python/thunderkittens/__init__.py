@@ -49,6 +49,7 @@ try:
     from .reference.lolcats import LolcatsState
     from .reference.mxfp8_prepare import Mxfp8Operand
     from .reference.nvfp4_prepare import Nvfp4Weight
+    from .support import is_supported
 
     _load.explain_missing_kernels()
 except ImportError as _error:
@@ -81,6 +82,7 @@ __all__ = [
     "get_include",
     "grouped_gemm",
     "hedgehog",
+    "is_supported",
     "lolcats",
     "lolcats_decode",
     "mxfp8_dequantize",
