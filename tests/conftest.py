@@ -47,6 +47,7 @@ EMULATED_SUITES = (
     "test_attention_gradient",
     "test_attention_options",
     "test_attention_varlen",
+    "test_compat",
     "test_fp8_gemm",
     "test_fp8_quantize",
     "test_gemm",

@@ -5,11 +5,12 @@
 linear attention for one more token. `fp8_gemm`, `mxfp8_gemm` and `nvfp4_gemm` multiply operands of
 8 and 4 bits, the latter two as they are or as `mxfp8_prepare` and `nvfp4_prepare` have prepared
 them; `fp8_quantize`, `mxfp8_quantize`, `nvfp4_quantize` and the inverses of the latter two convert
-to scaled formats and back. `nn` holds modules for models. All work under torch.compile, and take
-CPU tensors too, where they run the reference formula, or, inside `with emulate():`, the GPU's
-kernels on an emulator. `reference` holds every op in plain PyTorch. `get_include()` is the folder
-of the tile library's headers, for kernels of one's own. On the command line: `python -m
-thunderkittens` with `info`, `demo` or `bench`.
+to scaled formats and back. `nn` holds modules for models; `sdpa` has existing ones run `attention`,
+by what they call already, PyTorch's `scaled_dot_product_attention`, and `compat` has the functions
+of flash-attn. All ops work under torch.compile, and take CPU tensors too, where they run the
+reference formula, or, inside `with emulate():`, the GPU's kernels on an emulator. `reference` holds
+every op in plain PyTorch. `get_include()` is the folder of the tile library's headers, for kernels
+of one's own. On the command line: `python -m thunderkittens` with `info`, `demo` or `bench`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ __version__: str = _build.record()["version"]
 
 try:
     _load.load()
-    from . import nn, reference
+    from . import compat, nn, reference
     from .emulation import DeadlockError, EmulatorError, emulate
+    from .integrations.sdpa_hook import disable_sdpa, enable_sdpa, sdpa, sdpa_report
     from .ops._fp8_linear import Fp8Linear, fp8_linear
     from .ops.attention import attention
     from .ops.attention_varlen import attention_varlen
@@ -47,6 +49,7 @@ try:
     from .reference.lolcats import LolcatsState
     from .reference.mxfp8_prepare import Mxfp8Operand
     from .reference.nvfp4_prepare import Nvfp4Weight
+    from .support import is_supported
 
     _load.explain_missing_kernels()
 except ImportError as _error:
@@ -68,7 +71,10 @@ __all__ = [
     "based",
     "based_decode",
     "based_linear_prefill",
+    "compat",
+    "disable_sdpa",
     "emulate",
+    "enable_sdpa",
     "fp8_gemm",
     "fp8_linear",
     "fp8_quantize",
@@ -76,6 +82,7 @@ __all__ = [
     "get_include",
     "grouped_gemm",
     "hedgehog",
+    "is_supported",
     "lolcats",
     "lolcats_decode",
     "mxfp8_dequantize",
@@ -88,6 +95,8 @@ __all__ = [
     "nvfp4_prepare",
     "nvfp4_quantize",
     "reference",
+    "sdpa",
+    "sdpa_report",
 ]
 
 
