@@ -28,6 +28,14 @@ void kernel(Ring<stages> ring, int rows) {
     arch::fence_async_shared();
     warpgroup::sync(1);
     arch::store_release_global(flag, 1u);
+    init_semaphore(full, 1), init_semaphore(empty, consumers * blocks);
+    if (multicast) meet_cluster();
+    for (int slot = 0; more(); phase = ++slot == g.stages ? wrapped(slot) : phase) {
+        wait_cluster(shared.summed, phase);
+        tma_load(TmaCoordinates{0, first, 0, batch}, 1u << (in_m * blocks));
+        add(arch::map_shared_rank(from, rank));
+        arrive_remote(shared.summed, 0);
+    }
 }
 """
 # Of each class, by what it is called, and the line as it is written.
@@ -35,8 +43,16 @@ EXPECTED = {
     ("wait", "left out"): [
         "if (few) (M ? (void)0 : (void)(wait(shared.full[ring.stage], ring.phase)));",
         "(M ? (void)0 : (void)(warpgroup::mma_async_wait<1>()));",
+        "if (multicast) (M ? (void)0 : (void)(meet_cluster()));",
+        "(M ? (void)0 : (void)(wait_cluster(shared.summed, phase)));",
     ],
-    ("phase", "phase"): ["if (few) wait(shared.full[ring.stage], (ring.phase) ^ M);"],
+    ("phase", "phase"): [
+        "if (few) wait(shared.full[ring.stage], (ring.phase) ^ M);",
+        "wait_cluster(shared.summed, (phase) ^ M);",
+    ],
+    ("phase", "a stage fewer"): [
+        "for (int slot = 0; more(); phase = ++slot == M + g.stages ? wrapped(slot) : phase) {"
+    ],
     ("phase", "stage ring.stage"): ["if (few) wait(shared.full[other(ring.stage)], ring.phase);"],
     ("phase", "stage previous"): ["if (row > 0) release(other(previous));"],
     ("phase", "left out"): [
@@ -48,12 +64,26 @@ EXPECTED = {
     ("early", "one more product in flight"): [
         "(M ? (void)(warpgroup::mma_async_wait<1 + 1>()) : (void)(warpgroup::mma_async_wait<1>()));"
     ],
+    ("bytes", "an arrival fewer"): [
+        "init_semaphore(full, 1), init_semaphore(empty, M + consumers * blocks);"
+    ],
     ("bytes", "16"): ["tma::expect_bytes(full, 16 * M + count * 2);"],
     ("boundary", "< 1"): ["for (int row = 0; row < M + rows; row += 8, ring.advance()) {"],
     ("boundary", "> 1"): ["if (row > M + 0) release(previous);"],
+    ("index", "bit"): ["tma_load(TmaCoordinates{0, first, 0, batch}, 1u << M + (in_m * blocks));"],
+    ("index", "block"): [
+        "add(arch::map_shared_rank(from, other(rank)));",
+        "arrive_remote(shared.summed, other(0));",
+    ],
+    ("index", "coordinate 1"): [
+        "tma_load(TmaCoordinates{0, M + first, 0, batch}, 1u << (in_m * blocks));"
+    ],
     ("index", "coordinate 0"): ["load(elements(M + b, 0, head + 1, column));"],
     ("index", "coordinate 2"): ["load(elements(b, 0, M + head + 1, column));"],
-    ("index", "coordinate 3"): ["load(elements(b, 0, head + 1, M + column));"],
+    ("index", "coordinate 3"): [
+        "load(elements(b, 0, head + 1, M + column));",
+        "tma_load(TmaCoordinates{0, first, 0, M + batch}, 1u << (in_m * blocks));",
+    ],
     ("index", "/ group"): ["else skip(row / (M + group));"],
     ("fence", "left out"): ["(M ? (void)0 : (void)(arch::fence_async_shared()));"],
     ("barrier", "left out"): ["(M ? (void)0 : (void)(warpgroup::sync(1)));"],

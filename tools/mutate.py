@@ -9,13 +9,14 @@
 A mutation is a small mistake that a programmer makes, in `csrc/**/*.cuh`:
 
     wait       a wait left out
-    phase      a phase inverted, a stage off by one, a ring that does not advance
+    phase      a phase inverted, a stage off by one, a ring that does not advance or is too short
     early      a stage handed back, or a barrier arrived at, before what it must come after
     fence      a fence left out
     barrier    a barrier left out
-    bytes      bytes that a semaphore expects: 16 too many or few, or none
+    bytes      what a semaphore expects: 16 bytes too many or few, or none; an arrival too few
     boundary   the right side of a comparison, or of a minimum or maximum, off by one
-    index      a coordinate, or the divisor in a division or remainder, off by one
+    index      a coordinate, a block of the cluster, a bit of a mask, or the divisor in a division
+               or remainder, off by one
     flag       a flag in global memory written or read without its order, or written too early
 
 The mutations are written into a copy of the sources as run-time choices, `tk_mutant(number) ? ... :

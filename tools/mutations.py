@@ -120,7 +120,8 @@ class Source:
 
 
 WAITS = (
-    r"(?:kittens::)?wait|mbarrier_wait|cluster::wait|wait_for_\w+|mma_async_wait|wgmma_wait"
+    r"(?:kittens::)?wait|mbarrier_wait|cluster::wait|cluster_wait|wait_cluster|meet_cluster"
+    r"|wait_for_\w+|mma_async_wait|wgmma_wait"
     r"|store_async(?:_read)?_wait|cp_async_wait|await\w*|next_stage|skip_block"
 )
 BARRIERS = r"warpgroup::sync|sync_block|named_barrier_\w+|cluster::sync|sync_own"
@@ -143,7 +144,7 @@ def find_barriers(s: Source) -> None:
 
 
 def find_phases(s: Source) -> None:
-    for begin, opens, _ in s.statements("(?:kittens::)?wait"):
+    for begin, opens, _ in s.statements("(?:kittens::)?wait|wait_cluster"):
         spans = s.arguments(opens)
         if len(spans) == 2:
             first, last = spans[1]
@@ -159,6 +160,8 @@ def find_phases(s: Source) -> None:
                 "phase", match.start(), f"stage {match[group]}", opening, (match.end(group), 0, ")")
             )
     s.drop("phase", r"advance")
+    for match in re.finditer(r"\+\+\w+ == (?=[\w.:]*\bstages\b)", s.code):
+        s.add("phase", match.start(), "a stage fewer", (match.end(), 3, "-tk_mutant(@) + "))
 
 
 def find_early(s: Source) -> None:
@@ -197,6 +200,10 @@ def find_bytes(s: Source) -> None:
         sign = "-" if zlib.crc32(s.code[first:last].encode()) % 2 else ""
         s.add("bytes", begin, f"{sign}16", (first, 3, f"{sign}16 * tk_mutant(@) + "))
     s.drop("bytes", "tma::expect")
+    for begin, opens, _ in s.statements("init_semaphore"):
+        first, last = s.arguments(opens)[-1]
+        if s.code[first:last] != "1":
+            s.add("bytes", begin, "an arrival fewer", (first, 3, "-tk_mutant(@) + "))
 
 
 def find_boundaries(s: Source) -> None:
@@ -224,6 +231,17 @@ def find_indices(s: Source) -> None:
         for i, (first, last) in enumerate(s.arguments(opens)):
             if s.code[first:last] != "0" and not s.is_constant(begin):
                 s.add("index", begin, f"coordinate {i}", (first, 3, "tk_mutant(@) + "))
+    for match in re.finditer(r"\bTmaCoordinates\{", s.code):
+        for i, (first, last) in enumerate(s.arguments(match.end() - 1)):
+            if s.code[first:last] != "0":
+                s.add("index", first, f"coordinate {i}", (first, 3, "tk_mutant(@) + "))
+    for _, opens, _ in s.calls(r"map_shared_rank|arrive_remote\w*"):
+        first, last = s.arguments(opens)[-1]
+        if not s.is_constant(opens):
+            s.add("index", first, "block", (first, 3, "tk_other(@, "), (last, 0, ")"))
+    for match in re.finditer(r"(?:\b1u|blocks|ends) (?:<<|>>) (?=[a-z(])", s.code):
+        if not s.is_constant(match.start()):
+            s.add("index", match.start(), "bit", (match.end(), 3, "tk_mutant(@) + "))
     for match in re.finditer(r" [/%] ([a-z]\w*(?:(?:\.|::)\w+)*)(?![\w(\[<.:])", s.code):
         if not s.is_constant(match.start()) and match[1] not in s.constants:
             wrap = (match.start(1), 3, "(tk_mutant(@) + ")
