@@ -147,6 +147,27 @@ def test_rings_of_keys_wrap_twice(name, match, stages):
 
 
 @pytest.mark.emulator
+@pytest.mark.parametrize(("name", "match", "stages"), plain_kernels("attention", "split_kv"))
+def test_split_keys_of_longer_queries(name, match, stages):
+    """Several tiles of rows for a head, groups that tiles cut, ranges that a mask leaves empty."""
+    torch.manual_seed(zlib.crc32(name.encode()))
+    for rows, keys, heads, options in (
+        (150, 420, (2, 2), {}),
+        (97, 301, (6, 2), {"causal": True}),
+        (200, 200, (2, 1), {"causal": "upper_left"}),
+        (130, 390, (3, 1), {"window_size": (90, 20)}),
+    ):
+        q, k, v = (
+            normal((2, h, n, int(match[3])), torch.bfloat16, "cpu")
+            for h, n in ((heads[0], rows), (heads[1], keys), (heads[1], keys))
+        )
+        with tk.emulate("late_mma", config=fields(match, stages) | {"splits": 3}) as run:
+            result = tk.attention(q, k, v, **options, return_lse=True)
+        assert run.kernels[0]["kernel"] == name
+        assert_attention(result, q, k, v, **options)
+
+
+@pytest.mark.emulator
 @pytest.mark.parametrize("splits", [33, 71, 128])
 def test_many_splits(splits):
     """More than the lanes of a warp; some have no keys, and some rows nothing but the sink."""

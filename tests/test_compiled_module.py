@@ -136,7 +136,7 @@ SYMBOLS = {
         "LNS_5DTypeE1ELb1EEEEEEEvNS0_14ForwardGlobalsIT_EE"
     ),
     "split_kv_bf16_d64_64x64": (
-        "15split_kv_kernelINS0_13SplitKvKernelIXtlNS0_6ConfigELi64ELi64ELi1ELi128ELi6ELb1E"
+        "15split_kv_kernelINS0_13SplitKvKernelIXtlNS0_6ConfigELi64ELi64ELi1ELi64ELi4ELb1E"
         "LNS_5DTypeE0ELb0EEEEEEEvNS0_14SplitKvGlobalsIT_EE"
     ),
     "combine_bf16": "14combine_kernelI13__nv_bfloat16EEvNS0_14CombineGlobalsIT_EE",
@@ -257,6 +257,42 @@ def test_gemm_of_few_rows_divides_k(problem, splits, b_n_major):
     tiles = -(-sizes["n"] // choice["block_n"])
     assert choice["blocks"] <= min(132, splits * tiles)
     assert choice["blocks"] % splits == 0
+
+
+@pytest.mark.skipif("mxfp8_gemm" not in _C.ops(), reason="this build leaves gemm out")
+@pytest.mark.parametrize(
+    ("m", "n", "k", "fields", "kernel"),
+    [
+        (64, 8192, 8192, {}, "e4m3_swap_ab_64"),
+        (128, 8192, 8192, {}, "e4m3_swap_ab_128"),
+        (512, 8192, 8192, {}, "e4m3_swap_ab_128"),
+        (1024, 8192, 8192, {}, "fused_dequant"),
+        (160, 704, 2080, {}, "dequantize"),
+        (64, 8192, 8192, {"rescaled": True}, "native_swap_ab_64"),
+        (64, 8192, 8192, {"rescaled": True, "kept_b": True}, "dequantize"),  # its last pass
+        (64, 4096, 7168, {"rescaled": True, "kept_b": True}, "native_swap_ab_32"),
+    ],
+)
+def test_mxfp8_gemm_of_rows(m, n, k, fields, kernel):
+    assert _C.choose("mxfp8_gemm", {"m": m, "n": n, "k": k, **fields}, H200)["kernel"] == kernel
+
+
+@pytest.mark.skipif("attention" not in _C.ops(), reason="this build leaves attention out")
+@pytest.mark.parametrize(
+    ("batch", "heads", "rows", "keys", "split"),
+    [
+        (1, 32, 1, 8192, True),
+        (8, 32, 50, 64, False),  # as many blocks as fit, and nothing to split
+        (1, 4, 322, 6147, True),  # more queries, but few blocks
+        (4, 16, 2048, 2048, False),
+    ],
+)
+def test_attention_splits_keys_where_blocks_are_few(batch, heads, rows, keys, split):
+    sizes = {"batch": batch, "q_heads": heads, "kv_heads": heads, "q_length": rows}
+    sizes |= {"k_length": keys, "head_dim": 128, "value_dim": 128, "dtype": "bf16"}
+    choice = _C.choose("attention", sizes | {"causal": 0, "window_left": -1}, H200)
+    assert (choice["splits"] > 1) == split
+    assert choice["kernel"].startswith("split_kv" if split else "forward")
 
 
 @pytest.mark.skipif("gemm" not in _C.ops(), reason="this build leaves gemm out")

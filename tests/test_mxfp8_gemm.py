@@ -290,6 +290,17 @@ def test_prepared_operands(device, swizzle, kind):
     assert torch.equal(tk.mxfp8_gemm(left, right, path="exact"), exact)
 
 
+@pytest.mark.gpu
+def test_a_large_kept_weight(device):
+    """40 rows: beside a weight of so many elements that is kept, a is rescaled by a pass."""
+    x, w = torch.randn(40, 8192, device=device), torch.randn(6144, 8192, device=device)
+    a, scale_a = quantised(x.to(BF16))
+    b, scale_b = quantised(w.to(BF16))
+    exact = tk.mxfp8_gemm(a, b.t(), scale_a, scale_b, out_dtype=FP32)
+    out = tk.mxfp8_gemm(a, tk.mxfp8_prepare(b, scale_b), scale_a, out_dtype=FP32)
+    assert (out - exact).abs().max() <= 2.0**-7 * exact.abs().max()
+
+
 def test_state_dict_round_trip(device, tmp_path):
     class Layer(torch.nn.Module):
         def __init__(self, operand):

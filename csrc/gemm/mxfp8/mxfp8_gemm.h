@@ -53,6 +53,7 @@ struct Problem {
     // TMA can read the operand, and its scales are in the 128x4 layout.
     bool readable_a = true, readable = true;
     bool short_rows = true;  // strides of both operands are numbers of 31 bits
+    bool kept_b = false;     // b is rescaled already
     int64_t groups = 1;
     bool grouped = false;
 
@@ -62,10 +63,13 @@ struct Problem {
         return !rescaled && !fused && !grouped && readable_a && readable && short_rows &&
                std::min(m, n) >= gemm::ITEM_ROWS && k > 0 && k % 16 == 0;
     }
-    // Rescaled, where nothing has to be: the native kernel, from the codes as they are.
+    // Rescaled, where nothing has to be: the native kernel, from the codes as they are. With more
+    // than 32 rows its scaling of sums limits; beside a large weight that is kept, a pass over a
+    // costs less.
     bool native() const {
-        return rescaled && m <= NATIVE_ROWS && k > 0 && !grouped && readable_a && readable &&
-               a_dtype == DType::e4m3 && b_dtype == DType::e4m3;
+        const bool pass_pays = kept_b && m > 32 && double(n) * double(k) >= 48e6;
+        return rescaled && !pass_pays && m <= NATIVE_ROWS && k > 0 && !grouped && readable_a &&
+               readable && a_dtype == DType::e4m3 && b_dtype == DType::e4m3;
     }
 };
 
@@ -245,7 +249,7 @@ struct DequantizePassParams {
 };
 
 TK_FIELDS(Problem, m, n, k, a_dtype, b_dtype, out_dtype, fused, rescaled, readable_a, readable,
-          short_rows, groups, grouped)
+          short_rows, kept_b, groups, grouped)
 TK_FIELDS(PrepareProblem, rows, columns, batch, data_dtype)
 TK_FIELDS(NativeShape, tokens, k_groups, stage_k, stages)
 template <typename Visitor>

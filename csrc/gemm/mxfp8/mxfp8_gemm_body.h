@@ -326,6 +326,7 @@ Tensor mxfp8_gemm_body(const Backend<Tensor>& on, const Tensor& a, const Tensor&
                           .readable_a = left.readable(),
                           .readable = right.readable(),
                           .short_rows = left.short_rows() && right.short_rows(),
+                          .kept_b = options.b.codes.has_value(),
                           .groups = groups,
                           .grouped = grouped};
     const DeviceProperties& device = on.device(a);

@@ -64,6 +64,7 @@ void consider_swap_ab(const Config& c, const Problem& p, int sm_count, Plan& pla
         for (int splits = 1; splits <= (multicast == 1 ? 8 : 1); ++splits) {
             const int in_cluster = splits * multicast;
             const int64_t clusters = gemm::clusters_at_a_time(in_cluster, sm_count);
+            if (in_cluster > sm_count) break;
             if (splits > 1 && (work.tiles > clusters || stages < 2 * splits)) continue;
             const int64_t grid = p.grouped ? std::min(work.tiles, clusters)
                                            : ceil_div(work.tiles, ceil_div(work.tiles, clusters));
