@@ -23,6 +23,8 @@ SHAPES = [
     (129, 112, 272),
     (64, 264, 128),
     (130, 7, 144),
+    (530, 1032, 72),  # more tiles of 64 x 64 than SMs, from here on
+    (833, 640, 140),
     (0, 5, 7),
     (5, 0, 7),
     (5, 7, 0),
@@ -198,11 +200,12 @@ def test_bound_of_sums(device, fill, pair, kind):
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
 @pytest.mark.parametrize("accurate", [True, False])
 @pytest.mark.parametrize("out_dtype", [BF16, FP32])
-def test_activations(device, activation, accurate, out_dtype):
-    """Of exact sums, from -20 to 20."""
-    a = torch.randint(-2, 3, (70, 64), device=device).to(E4M3)
-    b = torch.randint(-2, 3, (64, 40), device=device).to(E4M3)
-    scale, bias = torch.tensor(0.5, device=device), torch.randn(40, device=device)
+@pytest.mark.parametrize(("m", "n"), [(70, 40), (770, 720)])
+def test_activations(device, activation, accurate, out_dtype, m, n):
+    """Of exact sums, from -20 to 20; few tiles and more than there are SMs."""
+    a = torch.randint(-2, 3, (m, 64), device=device).to(E4M3)
+    b = torch.randint(-2, 3, (64, n), device=device).to(E4M3)
+    scale, bias = torch.tensor(0.5, device=device), torch.randn(n, device=device)
     options = {"bias": bias, "activation": activation}
     expected = tk.reference.fp8_gemm(a, b, scale, scale, out_dtype=torch.float64, **options)
     plain = tk.reference.fp8_gemm(a, b, scale, scale, out_dtype=out_dtype, **options)

@@ -124,6 +124,20 @@ Choice choose_swap_ab(const Problem& p, int sm_count) {
     return choice;
 }
 
+// The cycles of the swap-AB kernel for more rows than a tile has, beside those of cycles(): of a
+// stage what its products take, or its bytes from the L2 cache, of all blocks. Infinite where tiles
+// are more than SMs.
+double swap_ab_cycles(const Problem& p, const Choice& choice, int sm_count) {
+    const Config& c = choice.config;
+    const int64_t tiles = ceil_div(p.m, c.block_m) * ceil_div(p.n, c.block_n);
+    const int splits = choice.schedule.splits;
+    if (tiles > sm_count) return std::numeric_limits<double>::infinity();
+    const double bytes = double(tiles * splits) * (c.block_m + c.block_n) * c.block_k;
+    const double stage = std::max(900.0, bytes / 3966);
+    return double(ceil_div(ceil_div(p.k, c.block_k), splits)) * stage + 1500 +
+           (splits > 1 ? 2500 : 0);
+}
+
 // Split-K over clusters, with a run-time tile N: the width that fits the problem, and the blocks
 // that share the k of a tile.
 struct SplitKTiles {
@@ -230,6 +244,10 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
                   .schedule = schedule_for(*best, p, sm_count)};
     if (!allows_rowwise(choice, p)) choice.kernel = kernel_of(*best);
     const SplitKTiles tiles = split_k_tiles(p, sm_count);
+    if (!p.grouped && p.k > 0) {
+        const Choice swap_ab = choose_swap_ab(p, sm_count);
+        if (swap_ab_cycles(p, swap_ab, sm_count) < std::min(least, tiles.cycles)) return swap_ab;
+    }
     if (tiles.cycles > std::max(least, cycles_to_read(p))) return choice;
     const int64_t all = ceil_div(p.m, 128) * ceil_div(p.n, tiles.width) * tiles.splits;
     return {.kernel = Kernel::split_k,
