@@ -9,7 +9,7 @@ import torch
 import thunderkittens as tk
 from helpers import block_scaled as oracle
 from helpers.cover import cover, over
-from helpers.layouts import matrix
+from helpers.layouts import at_any_element, matrix
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
@@ -81,6 +81,28 @@ def test_options(device, case):
     expected = tk.reference.mxfp8_dequantize(data, scale, dtype=case["dtype"], **options)
     assert torch.equal(out.cpu(), expected)
     assert (out if case["axis"] == -1 else out.mT).is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("offset", range(8))
+def test_rows_at_any_byte(device, offset, dtype):
+    """Read from any byte, and written to any element."""
+    shapes = [
+        (129, 131),
+        (130, 264),
+        (145, 127),
+        (128, 257),
+        (3, 1),
+        (1, 143),
+        (72, 672),
+        (20, 390),
+    ]
+    data, scale = tk.reference.mxfp8_quantize(torch.randn(shapes[offset]).to(BF16))
+    expected = tk.reference.mxfp8_dequantize(data, scale, dtype=dtype)
+    for gap in (0, 1, 8):
+        placed = at_any_element(data.view(torch.uint8).to(device), offset, gap).view(E4M3)
+        out = tk.mxfp8_dequantize(placed, scale.to(device), dtype=dtype)
+        assert torch.equal(out.cpu(), expected)
 
 
 def test_round_trip(device):

@@ -9,6 +9,7 @@ import torch
 import thunderkittens as tk
 from helpers import block_scaled as oracle
 from helpers.cover import cover, over
+from helpers.layouts import at_any_element
 from test_mxfp8_dequantize import LAYOUTS, place, same
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -63,6 +64,28 @@ def test_options(device, case):
     expected = tk.reference.nvfp4_dequantize(data, scale, factor, **options)
     assert torch.equal(out.cpu(), expected)
     assert out.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("offset", range(8))
+def test_rows_at_any_byte(device, offset, dtype):
+    """Read from any byte, and written to any element."""
+    shapes = [
+        (129, 130),
+        (130, 264),
+        (145, 126),
+        (128, 258),
+        (3, 2),
+        (1, 142),
+        (72, 672),
+        (20, 390),
+    ]
+    data, scale, factor = tk.reference.nvfp4_quantize(torch.randn(shapes[offset]).to(BF16))
+    expected = tk.reference.nvfp4_dequantize(data, scale, factor, dtype=dtype)
+    for gap in (0, 1, 4):
+        placed = at_any_element(data.view(BYTE).to(device), offset, gap)
+        out = tk.nvfp4_dequantize(placed, scale.to(device), factor.to(device), dtype=dtype)
+        assert torch.equal(out.cpu(), expected)
 
 
 def test_layouts_of_scales(device):

@@ -75,7 +75,9 @@ def test_every_element_at_every_scale(device, factor, dtype):
 
 
 @pytest.mark.parametrize("swizzle", [True, False])
-@pytest.mark.parametrize("shape", [(64, 64), (1, 16), (130, 208), (3, 65, 48), (0, 32), (2, 5, 0)])
+@pytest.mark.parametrize(
+    "shape", [(64, 64), (1, 16), (130, 208), (70, 336), (3, 65, 48), (0, 32), (2, 5, 0)]
+)
 def test_shapes(device, shape, swizzle):
     codes, scale = random_weight(*shape)
     if swizzle:

@@ -54,12 +54,13 @@ def odd_stride(values: Tensor) -> Tensor:
 
 def at_any_element(values: Tensor, offset: int, gap: int) -> Tensor:
     """Rows of `values` (rows, columns), the first at element `offset` of memory that begins at a
-    multiple of 16 bytes, `gap` elements between them; NaN in the gaps and in front, and where the
-    last row ends, the memory does."""
+    multiple of 16 bytes, `gap` elements between them; NaN, or bytes of ones, in the gaps and in
+    front, and where the last row ends, the memory does."""
     rows, columns = values.shape
-    flat = torch.full((offset + rows * (columns + gap),), NAN, dtype=torch.float32)
-    flat = flat.to(values.dtype).to(values.device)
-    view = flat[offset:].as_strided((rows, columns), (columns + gap, 1), offset)
+    nothing = NAN if values.dtype.is_floating_point else 0xFF
+    length = offset + (rows - 1) * (columns + gap) + columns
+    flat = torch.full((length,), nothing, dtype=values.dtype, device=values.device)
+    view = flat.as_strided((rows, columns), (columns + gap, 1), offset)
     view.copy_(values)
     return view
 

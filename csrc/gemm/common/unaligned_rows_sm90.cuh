@@ -96,11 +96,12 @@ __device__ __forceinline__ void load_elements(uint64_t at, int count, uint32_t (
 
 // Pieces of BYTES, at most `PIECES` of them, of which `pieces` are there: piece i lies at address
 // at(i), which grows with i, and has count(i) bytes, the last of them the fewest, of which the words
-// to(i) are made; zeros are where there are fewer. WINDOWS of them are on their way at once, for
-// which 80 registers suffice. A thread whose vectors might reach beyond the span, because it has the
+// to(i) are made; zeros are where there are fewer. AT_ONCE of them are on their way at once; 80
+// registers suffice for WINDOWS. A thread whose vectors might reach beyond the span, because it has the
 // first bytes or the last, loads elements.
 constexpr int WINDOWS = 3;
-template <int BYTES, int ELEMENT, int PIECES, class At, class Count, class To>
+template <int BYTES, int ELEMENT, int PIECES, int AT_ONCE = WINDOWS, class At, class Count,
+          class To>
 __device__ __forceinline__ void load_unaligned(const Span& span, int pieces, At at, Count count,
                                                To to) {
     using Pieces = Window<BYTES, ELEMENT>;
@@ -114,16 +115,16 @@ __device__ __forceinline__ void load_unaligned(const Span& span, int pieces, At 
         return;
     }
 #pragma unroll
-    for (int first = 0; first < PIECES; first += WINDOWS) {
+    for (int first = 0; first < PIECES; first += AT_ONCE) {
         // A branch, across which the compiler does not move loads: it would spill.
         if (first >= pieces) break;
-        Pieces windows[WINDOWS];
+        Pieces windows[AT_ONCE];
         // Where there is no piece, the last one is loaded again: that takes no branch.
 #pragma unroll
-        for (int i = 0; i < WINDOWS && first + i < PIECES; ++i)
+        for (int i = 0; i < AT_ONCE && first + i < PIECES; ++i)
             windows[i].load(at(min(first + i, pieces - 1)));
 #pragma unroll
-        for (int i = 0; i < WINDOWS && first + i < PIECES; ++i) {
+        for (int i = 0; i < AT_ONCE && first + i < PIECES; ++i) {
             windows[i].words(at(first + i), to(first + i));
         }
     }
@@ -157,6 +158,22 @@ __device__ __forceinline__ void store_unaligned(uint8_t* to, uint32_t row, uint3
     if (lane % 4 < (first ? head : lane < 8 ? tail : 0)) {
         const int at = lane % 4 + (first ? 0 : count - tail);
         arch::store_global(to + at, arch::load_shared<uint8_t>(row + (at ^ swizzle)));
+    }
+}
+
+// Rows of BYTES that a warp has staged one behind the other, at most ROWS of them, to rows that are
+// `pitch` bytes apart from `to` on; of each the first `count` bytes. Called by whole warps.
+template <int BYTES, int ROWS>
+__device__ __forceinline__ void store_unaligned_rows(uint8_t* to, int64_t pitch, int64_t rows,
+                                                     int64_t count, uint32_t staged) {
+    constexpr int AT_ONCE = BYTES < 128 ? 128 / BYTES : 1;
+    const int last = static_cast<int>(min(rows, int64_t{ROWS}));
+    const int bytes = static_cast<int>(min(count, int64_t{BYTES}));
+    arch::sync_warp();
+    if (bytes <= 0) return;
+#pragma unroll 4
+    for (int i = AT_ONCE == 1 ? 0 : kittens::laneid() / (BYTES / 4); i < last; i += AT_ONCE) {
+        store_unaligned<BYTES>(to + i * pitch, staged + i * BYTES, 0, bytes);
     }
 }
 

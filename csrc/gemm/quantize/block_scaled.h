@@ -38,6 +38,7 @@ struct Nvfp4Problem {
     DType dtype = DType::bf16;
     bool square = false;      // blocks of 16 x 16
     bool stochastic = false;  // rounding
+    bool unaligned = false;   // base or strides of x, which TMA cannot read
 };
 
 struct Mxfp8Quantize {
@@ -57,11 +58,12 @@ struct Nvfp4Quantize {
     DType dtype = DType::bf16;
     bool square = false;
     bool stochastic = false;
+    bool unaligned = false;
 
     bool operator==(const Nvfp4Quantize&) const = default;
 };
 // 16-bit elements come by TMA, in a ring of tiles of each of the blocks that stay on an SM.
-constexpr bool in_ring(const Nvfp4Quantize& c) { return c.dtype != DType::fp32; }
+constexpr bool in_ring(const Nvfp4Quantize& c) { return c.dtype != DType::fp32 && !c.unaligned; }
 constexpr int NVFP4_STAGES = 2, NVFP4_BLOCKS_PER_SM = 2;
 constexpr int NVFP4_RING_BYTES = NVFP4_STAGES * TILE * TILE * 2 + 128;
 struct Nvfp4Dequantize {
@@ -108,10 +110,10 @@ struct DequantizeParams {
 };
 
 TK_FIELDS(Mxfp8Problem, rows, columns, batch, dtype, data_dtype, transpose, row_major)
-TK_FIELDS(Nvfp4Problem, rows, columns, batch, dtype, square, stochastic)
+TK_FIELDS(Nvfp4Problem, rows, columns, batch, dtype, square, stochastic, unaligned)
 TK_FIELDS(Mxfp8Quantize, dtype, data_dtype, down)
 TK_FIELDS(Mxfp8Dequantize, dtype, data_dtype)
-TK_FIELDS(Nvfp4Quantize, dtype, square, stochastic)
+TK_FIELDS(Nvfp4Quantize, dtype, square, stochastic, unaligned)
 TK_FIELDS(Nvfp4Dequantize, dtype)
 
 // Tiles of a batch of matrices; the kernels count them in 31 bits.

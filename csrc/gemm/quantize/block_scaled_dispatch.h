@@ -57,10 +57,16 @@ inline void launch(const Nvfp4Quantize& c, const Nvfp4Params& params, Stream str
         constexpr DType D = W::dtype;
         if (c.dtype != D) return false;
         if (params.given_scale == nullptr) find_maxima<D>(params, stream);
-        return quantize_if<Nvfp4Quantize{D, false, false}>(c, params, stream) ||
-               quantize_if<Nvfp4Quantize{D, false, true}>(c, params, stream) ||
-               quantize_if<Nvfp4Quantize{D, true, false}>(c, params, stream) ||
-               quantize_if<Nvfp4Quantize{D, true, true}>(c, params, stream);
+        const auto any = [&]<bool unaligned>() {
+            return quantize_if<Nvfp4Quantize{D, false, false, unaligned}>(c, params, stream) ||
+                   quantize_if<Nvfp4Quantize{D, false, true, unaligned}>(c, params, stream) ||
+                   quantize_if<Nvfp4Quantize{D, true, false, unaligned}>(c, params, stream) ||
+                   quantize_if<Nvfp4Quantize{D, true, true, unaligned}>(c, params, stream);
+        };
+        if constexpr (D != DType::fp32) {
+            if (any.template operator()<true>()) return true;
+        }
+        return any.template operator()<false>();
     });
     TK_CHECK(found, "tk.nvfp4_quantize: no kernel ", kernel_name(c));
 }

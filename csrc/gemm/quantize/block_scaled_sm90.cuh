@@ -7,6 +7,7 @@
 #pragma once
 
 #include "csrc/gemm/common/chunk_sm90.cuh"
+#include "csrc/gemm/common/raster.h"
 #include "csrc/gemm/common/unaligned_rows_sm90.cuh"
 #include "csrc/gemm/quantize/block_scaled.h"
 
@@ -110,7 +111,7 @@ __device__ __forceinline__ gemm::sm90::Span span_of(const Matrix& x, int64_t row
 }
 
 // The chunks of a thread, of rows that begin at any element; zeros past their ends.
-template <class T, int LANES>
+template <int AT_ONCE = gemm::sm90::WINDOWS, class T, int LANES>
 __device__ __forceinline__ void load_chunks(Chunk<T> (&chunks)[CHUNK_ROWS], const Matrix& x,
                                             const Tile& tile, const Place<LANES>& place) {
     const int64_t row = tile.row + place.row, column = tile.column + place.column;
@@ -127,7 +128,7 @@ __device__ __forceinline__ void load_chunks(Chunk<T> (&chunks)[CHUNK_ROWS], cons
     const gemm::sm90::Span span = span_of<T>(x, x.columns);
     const uint64_t at = span.begin + static_cast<uint64_t>(first) * sizeof(T);
     const uint64_t pitch = static_cast<uint64_t>(x.row_stride) * sizeof(T);
-    gemm::sm90::load_unaligned<CHUNK * sizeof(T), sizeof(T), CHUNK_ROWS>(
+    gemm::sm90::load_unaligned<CHUNK * sizeof(T), sizeof(T), CHUNK_ROWS, AT_ONCE>(
         span, rows, [&](int i) { return at + i * pitch; }, [&](int) { return count; },
         [&](int i) -> auto& { return chunks[i].words; });
 }
@@ -281,6 +282,145 @@ __device__ __forceinline__ void store_rows(T* out, const Matrix& m, const Tile& 
             store_bytes(reinterpret_cast<uint8_t*>(out + i * m.columns) + 16 * w, words.words[w],
                         aligned, (m.columns - column) * int64_t{sizeof(T)} - 16 * w);
         }
+    }
+}
+
+// How a dequantiser takes a matrix: chunks of eight in the order of the result in memory, so that
+// what a warp stores are whole lines, wherever rows begin. Where rows are not of whole chunks, or
+// those of codes not of whole words, `chunks` is 0, and a block takes a tile.
+struct InOrder {
+    gemm::Divisor per_row, rows;  // chunks of a row, rows of a matrix
+    uint32_t chunks = 0;
+};
+inline InOrder in_order(const DequantizeParams& p, uint64_t word_bytes) {
+    const Matrix& m = p.data;
+    const int64_t chunks = m.batch * m.rows * (m.columns / CHUNK);
+    const auto strides = static_cast<uint64_t>(m.row_stride | m.batch_stride);
+    const bool words = (reinterpret_cast<uint64_t>(m.data) | strides) % word_bytes == 0;
+    if (m.columns % CHUNK != 0 || !words || chunks >= int64_t{1} << 31) return {};
+    return {gemm::Divisor(static_cast<uint32_t>(m.columns / CHUNK)),
+            gemm::Divisor(static_cast<uint32_t>(m.rows)), static_cast<uint32_t>(chunks)};
+}
+inline int dequantize_blocks(const DequantizeParams& p, const InOrder& order) {
+    constexpr uint32_t of_block = THREADS * CHUNK_ROWS;
+    if (order.chunks > 0) return static_cast<int>((order.chunks - 1) / of_block + 1);
+    return static_cast<int>(tiles(p.data.rows, p.data.columns, p.data.batch));
+}
+
+// Where the scale of a row and of a block of its columns lies.
+__device__ __forceinline__ const uint8_t* scale_address(const DequantizeParams& p, int64_t batch,
+                                                        int64_t row, int64_t block,
+                                                        int64_t blocks) {
+    int64_t at = (batch * p.data.rows + row) * blocks + block;
+    if (p.swizzle) {
+        const int64_t atoms = (blocks + 3) / 4, down = (p.data.rows + TILE - 1) / TILE;
+        at = ((batch * down + row / TILE) * atoms + block / 4) * ATOM +
+             place_in_atom(static_cast<int>(row % TILE), static_cast<int>(block % 4));
+    }
+    return static_cast<const uint8_t*>(p.scale) + at;
+}
+
+// values_of(codes, scale, batch, values) makes eight values of a Word of codes.
+template <class T, class Word, int BLOCK, class Values>
+__device__ __forceinline__ void dequantize_in_order(const DequantizeParams& p, const InOrder& order,
+                                                    Values values_of) {
+    const Matrix& m = p.data;
+    const uint32_t first = blockIdx.x * (THREADS * CHUNK_ROWS) + threadIdx.x;
+    const int64_t blocks = (m.columns + BLOCK - 1) / BLOCK;
+    Word codes[CHUNK_ROWS];
+    uint8_t scales[CHUNK_ROWS];
+#pragma unroll
+    for (int i = 0; i < CHUNK_ROWS; ++i) {
+        const uint32_t at = min(first + i * THREADS, order.chunks - 1);
+        const uint32_t line = order.per_row.divide(at), batch = order.rows.divide(line);
+        const uint32_t chunk = at - line * order.per_row.value;
+        const uint32_t row = line - batch * order.rows.value;
+        const auto* from = static_cast<const uint8_t*>(m.data) + batch * m.batch_stride +
+                           row * m.row_stride + uint64_t{chunk} * sizeof(Word);
+        codes[i] = arch::load_global_readonly(reinterpret_cast<const Word*>(from));
+        scales[i] = arch::load_global_readonly(
+            scale_address(p, batch, row, chunk / (BLOCK / CHUNK), blocks));
+    }
+#pragma unroll
+    for (int i = 0; i < CHUNK_ROWS; ++i) {
+        const uint32_t at = first + i * THREADS;
+        if (at >= order.chunks) break;
+        const uint32_t batch = order.rows.divide(order.per_row.divide(at));
+        float values[CHUNK];
+        values_of(codes[i], uint32_t{scales[i]}, int64_t{batch}, values);
+        const auto words = rounded<T>(values);
+        auto* to = reinterpret_cast<uint4*>(static_cast<T*>(p.out) + uint64_t{at} * CHUNK);
+#pragma unroll
+        for (int w = 0; w < int(sizeof(words) / 16); ++w)
+            arch::store_global(to + w, words.words[w]);
+    }
+}
+
+// The same of a tile, with codes from any byte on, and results to rows that begin at any element.
+template <class T, class Word, int BLOCK, class Values>
+__device__ __forceinline__ void dequantize_tile(const DequantizeParams& p, Values values_of) {
+    struct Words {
+        uint32_t word[sizeof(Word) / 4];
+    };
+    constexpr int BYTES = TILE * sizeof(T), ROWS = 32 / 16;  // of a warp at once
+    struct Staged {
+        uint4 rows[THREADS / 32][ROWS][BYTES / 16];
+    };
+    const Matrix& m = p.data;
+    const Tile tile = tile_at(static_cast<int>(blockIdx.x), m.rows, m.columns);
+    const Place<16> place;
+    const int64_t row = tile.row + place.row, column = tile.column + place.column;
+    const int64_t row_codes = m.columns * int64_t{sizeof(Word)} / CHUNK;
+    const int64_t left = row_codes - column / CHUNK * int64_t{sizeof(Word)};
+    const int rows = left > 0 ? static_cast<int>(min(m.rows - row, int64_t{CHUNK_ROWS})) : 0;
+    const int count = static_cast<int>(min(left, int64_t{sizeof(Word)}));
+    const gemm::sm90::Span span = span_of<uint8_t>(m, row_codes);
+    const uint64_t at = span.begin + tile.batch * m.batch_stride + row * m.row_stride +
+                        column / CHUNK * int64_t{sizeof(Word)};
+    Words codes[CHUNK_ROWS];
+    gemm::sm90::load_unaligned<sizeof(Word), 1, CHUNK_ROWS>(
+        span, rows, [&](int i) { return at + i * m.row_stride; }, [&](int) { return count; },
+        [&](int i) -> auto& { return codes[i].word; });
+    const int64_t blocks = (m.columns + BLOCK - 1) / BLOCK;
+    uint8_t scales[CHUNK_ROWS] = {};
+#pragma unroll
+    for (int i = 0; i < CHUNK_ROWS; ++i) {
+        if (i >= rows) continue;
+        scales[i] = arch::load_global_readonly(
+            scale_address(p, tile.batch, row + i, column / BLOCK, blocks));
+    }
+    const uint32_t staged =
+        arch::shared_address(&arch::static_shared<Staged>().rows[kittens::warpid()][0][0]);
+    const int half = kittens::laneid() / 16;
+    auto* out = reinterpret_cast<uint8_t*>(
+        static_cast<T*>(p.out) + ((tile.batch * m.rows + tile.row) * m.columns + tile.column));
+    const int64_t pitch = m.columns * int64_t{sizeof(T)};
+#pragma unroll
+    for (int i = 0; i < CHUNK_ROWS; ++i) {
+        float values[CHUNK];
+        values_of(bit_cast<Word>(codes[i]), uint32_t{scales[i]}, tile.batch, values);
+        const auto words = rounded<T>(values);
+        arch::sync_warp();
+#pragma unroll
+        for (int w = 0; w < int(sizeof(words) / 16); ++w) {
+            arch::store_shared(staged + half * BYTES + place.column * int(sizeof(T)) + 16 * w,
+                               words.words[w]);
+        }
+        // Rows i and i + 8 of the warp's 16.
+        const int64_t first = place.row / 16 * 16 + i;
+        gemm::sm90::store_unaligned_rows<BYTES, ROWS>(
+            out + first * pitch, CHUNK_ROWS * pitch,
+            (m.rows - tile.row - first + CHUNK_ROWS - 1) / CHUNK_ROWS,
+            (m.columns - tile.column) * int64_t{sizeof(T)}, staged);
+    }
+}
+template <class T, class Word, int BLOCK, class Values>
+__device__ __forceinline__ void dequantize(const DequantizeParams& p, const InOrder& order,
+                                           Values values_of) {
+    if (order.chunks > 0) {
+        dequantize_in_order<T, Word, BLOCK>(p, order, values_of);
+    } else {
+        dequantize_tile<T, Word, BLOCK>(p, values_of);
     }
 }
 

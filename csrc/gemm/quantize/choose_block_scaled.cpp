@@ -62,16 +62,14 @@ std::vector<KernelInfo> nvfp4_quantize_kernels() {
     std::vector<KernelInfo> list;
     for (const DType dtype : WIDE) {
         const std::string source = concat("nvfp4_", name_of(dtype));
-        for (const bool square : {false, true}) {
-            for (const bool stochastic : {false, true}) {
-                const Nvfp4Quantize config{dtype, square, stochastic};
-                const bool ring = in_ring(config);
-                list.push_back(kernel(
-                    kernel_name(config), ring ? RING_TEXT : TEXT, source,
-                    concat(ring ? "nvfp4_quantize_ring_kernelILi" : "nvfp4_quantize_kernelILi",
-                           int(dtype), flag(square), flag(stochastic), 'E')));
-                if (ring) list.back().shared_bytes = NVFP4_RING_BYTES;
-            }
+        for (int i = 0; i < (dtype == DType::fp32 ? 4 : 8); ++i) {
+            const Nvfp4Quantize config{dtype, (i & 1) != 0, (i & 2) != 0, (i & 4) != 0};
+            const bool ring = in_ring(config);
+            list.push_back(
+                kernel(kernel_name(config), ring ? RING_TEXT : TEXT, source,
+                       concat(ring ? "nvfp4_quantize_ring_kernelILi" : "nvfp4_quantize_kernelILi",
+                              int(dtype), flag(config.square), flag(config.stochastic), 'E')));
+            if (ring) list.back().shared_bytes = NVFP4_RING_BYTES;
         }
         list.push_back(kernel(concat("maxima_", name_of(dtype)), TEXT, source,
                               concat("nvfp4_maxima_kernelILi", int(dtype), 'E')));
@@ -115,7 +113,7 @@ Mxfp8Dequantize choose_mxfp8_dequantize(const Mxfp8Problem& p, const DevicePrope
     return {p.dtype, p.data_dtype};
 }
 Nvfp4Quantize choose_nvfp4_quantize(const Nvfp4Problem& p, const DeviceProperties&) {
-    return {p.dtype, p.square, p.stochastic};
+    return {p.dtype, p.square, p.stochastic, p.unaligned && p.dtype != DType::fp32};
 }
 Nvfp4Dequantize choose_nvfp4_dequantize(const Nvfp4Problem& p, const DeviceProperties&) {
     return {p.dtype};
@@ -139,7 +137,7 @@ std::string kernel_name(const Mxfp8Dequantize& c) {
 }
 std::string kernel_name(const Nvfp4Quantize& c) {
     return concat(name_of(c.dtype), c.square ? "_16x16" : "_1x16",
-                  c.stochastic ? "_stochastic" : "");
+                  c.stochastic ? "_stochastic" : "", c.unaligned ? "_unaligned" : "");
 }
 std::string kernel_name(const Nvfp4Dequantize& c) { return name_of(c.dtype); }
 

@@ -4,8 +4,8 @@
 //
 // A thread keeps eight units of eight neighbouring elements in registers, loaded at once, so that x
 // is read once and many loads are in flight. Along rows, a team of one to eight warps takes a row
-// (longer ones are read twice, the second time from the caches); tiles of 128 x 128 are in
-// fp8_quantize_tiles_sm90.cuh.
+// (longer ones, and those that begin at any element, are read twice, the second time from the
+// caches); tiles of 128 x 128 are in fp8_quantize_tiles_sm90.cuh.
 //
 // Magnitudes are compared as the integers that their bits are: NaN is then larger than infinity,
 // and finds its way to the scale.
@@ -16,18 +16,25 @@
 namespace thunderkittens::fp8_quantize {
 namespace sm90 {
 
-// Along rows, by a team of TEAM warps for each.
-template <class T, Pass pass, class F, int TEAM>
-__device__ __forceinline__ void quantize_aligned_rows(const Params& p, BlockShared& shared) {
+// Along rows, by a team of TEAM warps for each. Where they are not aligned, codes pass through shared
+// memory, in which a warp has room for what it makes at once.
+struct RowShared {
+    BlockShared block;
+    uint2 codes[WARPS][UNITS][WARP_THREADS];
+};
+template <class T, Pass pass, class F, int TEAM, bool aligned>
+__device__ __forceinline__ void quantize_rows_of(const Params& p, RowShared& shared, int64_t row) {
     constexpr int lanes = TEAM * WARP_THREADS, chunk = lanes * UNITS;
-    const int units = static_cast<int>(p.k / UNIT);
-    const int64_t row = int64_t{blockIdx.x} * (WARPS / TEAM) + warpid() / TEAM;
+    const int units = static_cast<int>((p.k + (aligned ? 0 : UNIT - 1)) / UNIT);
     const int first = static_cast<int>(threadIdx.x) % lanes;
     const bool there = row < p.m;
     const T* from = static_cast<const T*>(p.x) + ((there ? row : 0) * p.stride + first * UNIT);
     uint8_t* to = static_cast<uint8_t*>(p.out) + (row * p.k + first * UNIT);
     Unit<T> x[UNITS];
     const auto load = [&](int begin) {
+        if constexpr (!aligned) {
+            return load_unaligned_row<lanes>(p, row, (int64_t{begin} + first) * UNIT, x);
+        }
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {
             x[u] = Unit<T>{};
@@ -46,12 +53,13 @@ __device__ __forceinline__ void quantize_aligned_rows(const Params& p, BlockShar
 #pragma unroll
             for (int u = 0; u < UNITS; ++u) largest.add(x[u]);
         }
-        const Scale scale(p.out_dtype, largest_of_team(shared, largest.magnitude(), TEAM));
+        const Scale scale(p.out_dtype, largest_of_team(shared.block, largest.magnitude(), TEAM));
         factor = scale.factor;
         if (first == 0 && there) arch::store_global(p.scales + row, scale.scale);
     }
     for (int begin = 0; begin < units; begin += chunk) {
-        if (pass != Pass::row || units > chunk) load(begin);
+        // Where rows begin at any element, registers do not suffice for keeping them: they are in L1.
+        if (!aligned || pass != Pass::row || units > chunk) load(begin);
         float factors[UNITS];
         if constexpr (pass == Pass::row_block) {
             uint32_t most[UNITS];
@@ -65,70 +73,67 @@ __device__ __forceinline__ void quantize_aligned_rows(const Params& p, BlockShar
 #pragma unroll
             for (int u = 0; u < UNITS; ++u) factors[u] = groups.factors[u];
         }
+        const auto codes_of = [&](int u) {
+            const float f = pass == Pass::row_block ? factors[u] : factor;
+            return encode_as<F>(x[u], [&](int) { return f; });
+        };
+        if constexpr (aligned) {
 #pragma unroll
-        for (int u = 0; u < UNITS; ++u) {
-            if (begin + first + u * lanes < units && there) {
-                const float f = pass == Pass::row_block ? factors[u] : factor;
-                arch::store_global(
-                    reinterpret_cast<uint2*>(to + (int64_t{begin} + u * lanes) * UNIT),
-                    encode_as<F>(x[u], [&](int) { return f; }));
+            for (int u = 0; u < UNITS; ++u) {
+                if (begin + first + u * lanes < units && there) {
+                    arch::store_global(
+                        reinterpret_cast<uint2*>(to + (int64_t{begin} + u * lanes) * UNIT),
+                        codes_of(u));
+                }
             }
-        }
-    }
-}
-
-// The same for any alignment, element by element.
-template <class T, Pass pass>
-__device__ __forceinline__ void quantize_any_rows(const Params& p, BlockShared& shared, int team) {
-    const int lanes = team * WARP_THREADS;
-    const int64_t units = (p.k + UNIT - 1) / UNIT, whole = (units + lanes - 1) / lanes * lanes;
-    const int64_t row = int64_t{blockIdx.x} * (WARPS / team) + warpid() / team;
-    const int first = static_cast<int>(threadIdx.x) % lanes;
-    float factor = 1.f;
-    if constexpr (pass == Pass::given) {
-        factor = factor_of_matrix(p);
-    } else if constexpr (pass == Pass::row) {
-        Largest<T> largest;
-        for (int64_t i = first; i < units; i += lanes) {
-            largest.add(load_unit<T>(p, row, i * UNIT));
-        }
-        const Scale scale(p.out_dtype, largest_of_team(shared, largest.magnitude(), team));
-        factor = scale.factor;
-        if (first == 0 && row < p.m) arch::store_global(p.scales + row, scale.scale);
-    }
-    for (int64_t i = first; i < whole; i += lanes) {
-        const Unit<T> x = load_unit<T>(p, row, i * UNIT);
-        if constexpr (pass == Pass::row_block) {
-            const Scale scale(p.out_dtype, largest_of_lanes<LANES>(magnitude(x)));
-            factor = scale.factor;
-            if (i % LANES == 0 && i < units && row < p.m) {
-                arch::store_global(p.scales + (i / LANES * p.scale_stride + row), scale.scale);
+        } else {
+            constexpr int BYTES = WARP_THREADS * UNIT;
+            const uint32_t staged = arch::shared_address(&shared.codes[warpid()][0][0]);
+            arch::sync_warp();
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) {
+                arch::store_shared(staged + u * BYTES + laneid() * UNIT, codes_of(u));
             }
-        }
-        if (i < units) {
-            store_codes(p, row, i * UNIT, encode(p.out_dtype, x, [&](int) { return factor; }));
+            arch::sync_warp();
+            const int64_t col = (int64_t{begin} + first - laneid()) * UNIT;
+#pragma unroll 1
+            for (int u = 0; u < UNITS; ++u) {
+                const int64_t at = col + u * lanes * UNIT;
+                if (at >= p.k || !there) break;
+                gemm::sm90::store_unaligned<BYTES>(static_cast<uint8_t*>(p.out) + (row * p.k + at),
+                                                   staged + u * BYTES, 0,
+                                                   static_cast<int>(min(p.k - at, int64_t{BYTES})));
+            }
         }
     }
 }
 
 template <class T, Pass pass, class F>
-__device__ __forceinline__ void quantize_rows_as(const Params& p, BlockShared& shared, int team) {
+__device__ __forceinline__ void quantize_rows_as(const Params& p, RowShared& shared, int team) {
+    const int rows = WARPS / team;  // of a block
+    if (!p.aligned && team > 1) {
+        // One after the other, by all of the block: fewer variants.
+        for (int64_t i = 0; i < rows; ++i) {
+            quantize_rows_of<T, pass, F, WARPS, false>(p, shared, int64_t{blockIdx.x} * rows + i);
+        }
+        return;
+    }
+    const int64_t row = int64_t{blockIdx.x} * rows + warpid() / team;
+    if (!p.aligned) return quantize_rows_of<T, pass, F, 1, false>(p, shared, row);
     switch (team) {
-        case 1: return quantize_aligned_rows<T, pass, F, 1>(p, shared);
-        case 2: return quantize_aligned_rows<T, pass, F, 2>(p, shared);
-        case 4: return quantize_aligned_rows<T, pass, F, 4>(p, shared);
-        default: return quantize_aligned_rows<T, pass, F, 8>(p, shared);
+        case 1: return quantize_rows_of<T, pass, F, 1, true>(p, shared, row);
+        case 2: return quantize_rows_of<T, pass, F, 2, true>(p, shared, row);
+        case 4: return quantize_rows_of<T, pass, F, 4, true>(p, shared, row);
+        default: return quantize_rows_of<T, pass, F, 8, true>(p, shared, row);
     }
 }
 template <class T, Pass pass>
 __device__ __forceinline__ void quantize_rows(const Params& p) {
-    auto& shared = arch::static_shared<BlockShared>();
+    auto& shared = arch::static_shared<RowShared>();
     const int64_t units = (p.k + UNIT - 1) / UNIT;
     int team = 1;
     while (team < WARPS && units > int64_t{team} * WARP_THREADS * UNITS) team *= 2;
-    if (!p.aligned)
-        quantize_any_rows<T, pass>(p, shared, team);
-    else if (p.out_dtype == DType::e4m3)
+    if (p.out_dtype == DType::e4m3)
         quantize_rows_as<T, pass, fp8e4m3>(p, shared, team);
     else
         quantize_rows_as<T, pass, fp8e5m2>(p, shared, team);
@@ -146,9 +151,18 @@ __device__ __forceinline__ void find_amax(const Params& p) {
     for (int64_t i = blockIdx.x; i < p.m * parts; i += gridDim.x) {
         const int64_t row = p.m - 1 - i / parts, first = i % parts * THREADS * UNITS;
         Unit<T> x[UNITS];
+        const int64_t col = (first + threadIdx.x) * UNIT;
+        if (p.aligned) {
+            const T* from = static_cast<const T*>(p.x) + (row * p.stride + col);
 #pragma unroll
-        for (int u = 0; u < UNITS; ++u) {
-            x[u] = load_unit<T>(p, row, (first + u * THREADS + threadIdx.x) * UNIT);
+            for (int u = 0; u < UNITS; ++u) {
+                x[u] = Unit<T>{};
+                if (col + u * (THREADS * UNIT) < p.k) {
+                    x[u] = load_aligned(from + u * (THREADS * UNIT));
+                }
+            }
+        } else {
+            load_unaligned_row<THREADS>(p, row, col, x);
         }
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) most.add(x[u]);
@@ -158,12 +172,15 @@ __device__ __forceinline__ void find_amax(const Params& p) {
 }
 
 // Blocks of an SM that the registers must suffice for, so that enough loads are in flight. fp16
-// with factors of rows and of columns would spill a register with three.
+// with factors of rows and of columns would spill a register with three; scales of rows would with
+// four, where rows begin at any element.
 template <class T, Pass pass>
-constexpr int MIN_BLOCKS = sizeof(T) == 4                                             ? 1
-                           : pass == Pass::tile_row_block && std::is_same_v<T, half>  ? 2
-                           : pass == Pass::tile_row_block || pass == Pass::tile_given ? 3
-                                                                                      : 4;
+constexpr int MIN_BLOCKS = sizeof(T) == 4                                            ? 1
+                           : pass == Pass::tile_row_block && std::is_same_v<T, half> ? 2
+                           : pass == Pass::tile_row_block || pass == Pass::tile_given ||
+                                   pass == Pass::row || pass == Pass::row_block
+                               ? 3
+                               : 4;
 
 template <class T, Pass pass>
 __global__ __launch_bounds__(THREADS, MIN_BLOCKS<T, pass>) void fp8_quantize_kernel(

@@ -57,6 +57,20 @@ __device__ __forceinline__ void store_transposed(const Params& p, uint32_t codes
         }
     }
     arch::sync_block();
+    auto* out = static_cast<uint8_t*>(p.out_t) + (matrix * p.k + tile_col * GROUP) * p.pitch_t +
+                tile_row * GROUP;
+    if (p.pitch_t % 16 != 0) {
+        const int count = static_cast<int>(min(p.m - tile_row * GROUP, int64_t{GROUP}));
+#pragma unroll 4
+        for (int i = 0; i < GROUP; i += WARPS) {
+            const int c = warpid() + i;
+            if (!whole && tile_col * GROUP + c >= p.k) break;
+            const uint32_t line = codes_base + c * GROUP;
+            gemm::sm90::store_unaligned<GROUP>(out + c * p.pitch_t, line,
+                                               place_of(line, c, 0) - c * GROUP - line, count);
+        }
+        return;
+    }
 #pragma unroll
     for (int i = 0; i < GROUP * GROUP / 16 / THREADS; ++i) {
         const int index = i * THREADS + static_cast<int>(threadIdx.x);
@@ -66,19 +80,7 @@ __device__ __forceinline__ void store_transposed(const Params& p, uint32_t codes
         // Both halves at once: eight lanes read a line of 128 bytes.
         uint4 rows = arch::load_shared<uint4>(place_of(codes_base, c, 2 * chunk) & ~15u);
         if (c >= GROUP / 2) rows = make_uint4(rows.z, rows.w, rows.x, rows.y);
-        uint8_t* to =
-            static_cast<uint8_t*>(p.out_t) + ((matrix * p.k + to_col) * p.pitch_t + to_row);
-        if (whole || p.pitch_t % 16 == 0) {
-            arch::store_global(reinterpret_cast<uint4*>(to), rows);
-        } else {
-            const uint32_t words[4] = {rows.x, rows.y, rows.z, rows.w};
-#pragma unroll
-            for (int j = 0; j < 16; ++j) {
-                if (to_row + j < p.m) {
-                    arch::store_global(to + j, uint8_t(words[j / 4] >> (8 * (j % 4))));
-                }
-            }
-        }
+        arch::store_global(reinterpret_cast<uint4*>(out + c * p.pitch_t + chunk * 16), rows);
     }
 }
 
@@ -86,6 +88,22 @@ __device__ __forceinline__ void store_transposed(const Params& p, uint32_t codes
 struct InTile {
     int lane = laneid() % LANES, eight = warpid() * 2 + laneid() / LANES;
 };
+
+// Writes the rows of a tile where they begin at any byte: a warp stages its own 16.
+__device__ __forceinline__ void store_staged(const Params& p, uint32_t staged, const InTile& at,
+                                             const uint2 (&codes)[UNITS], int64_t tile_row,
+                                             int64_t tile_col) {
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u) {
+        arch::store_shared(staged + (at.eight * UNITS + u) * GROUP + at.lane * UNIT, codes[u]);
+    }
+    constexpr int ROWS = 2 * UNITS;
+    const int first = warpid() * ROWS;
+    const int64_t row = tile_row * GROUP + first, col = tile_col * GROUP;
+    gemm::sm90::store_unaligned_rows<GROUP, ROWS>(static_cast<uint8_t*>(p.out) + (row * p.k + col),
+                                                  p.k, p.m - row, p.k - col,
+                                                  staged + first * GROUP);
+}
 
 // The largest magnitudes of a tile's columns so far: a lane's eight, 16-bit ones in pairs.
 template <class T>
@@ -145,8 +163,7 @@ __device__ __forceinline__ void find_lines(const Params& p) {
     for (int64_t i = blockIdx.x / across; i < down; i += parts) {
         const int64_t row = (down - 1 - i) * GROUP + at.eight * UNITS;
         Unit<T> x[UNITS];
-#pragma unroll
-        for (int u = 0; u < UNITS; ++u) x[u] = load_unit<T>(p, row + u, col);
+        load_down(p, row, col, x);
         columns.add(x);
         uint32_t most[UNITS];
 #pragma unroll
@@ -223,12 +240,13 @@ __device__ __forceinline__ void quantize_tile_as(const Params& p) {
     const uint32_t of_cols = arch::shared_address(&shared.factors[1][0]);
     const int thread = static_cast<int>(threadIdx.x), in_half = thread % GROUP;
     Unit<T> x[UNITS];
+    if constexpr (whole) {
 #pragma unroll
-    for (int u = 0; u < UNITS; ++u) {
-        if constexpr (whole)
+        for (int u = 0; u < UNITS; ++u) {
             x[u] = load_aligned(static_cast<const T*>(p.x) + ((row + u) * p.stride + col));
-        else
-            x[u] = load_unit<T>(p, row + u, col);
+        }
+    } else {
+        load_down(p, row, col, x);
     }
 
     // The factors of the rows, and, where the transpose has others, of the columns.
@@ -266,18 +284,21 @@ __device__ __forceinline__ void quantize_tile_as(const Params& p) {
     }
 
     uint2 codes[UNITS];
+    const bool words = whole || p.k % UNIT == 0;
 #pragma unroll
     for (int u = 0; u < UNITS; ++u) {
         const float f = one_factor ? factor : factors[u];
         codes[u] = encode_as<F>(x[u], [&](int) { return f; });
-        if constexpr (whole) {
+        if (whole || (words && row + u < p.m && col < p.k)) {
             auto* to = static_cast<uint8_t*>(p.out) + ((row + u) * p.k + col);
             arch::store_global(reinterpret_cast<uint2*>(to), codes[u]);
-        } else {
-            store_codes(p, row + u, col, codes[u]);
         }
     }
+    const uint32_t staged = arch::shared_address(&shared.codes[0]);
+    if (!words) store_staged(p, staged, at, codes, tile_row, tile_col);
     if (p.out_t == nullptr) return;
+    // What warps have staged makes room for the transposed tile.
+    if (!words) arch::sync_block();
     if (!one_factor) {
         if constexpr (pass == Pass::tile_row_block) arch::sync_block();
             // Not to keep all elements as floats for the second time.
@@ -296,8 +317,7 @@ __device__ __forceinline__ void quantize_tile_as(const Params& p) {
             codes[u] = encode_as<F>(x[u], [&](int i) { return of_col[i]; });
         }
     }
-    store_transposed<whole>(p, arch::shared_address(&shared.codes[0]), codes, at.lane, at.eight,
-                            tile_row, tile_col);
+    store_transposed<whole>(p, staged, codes, at.lane, at.eight, tile_row, tile_col);
 }
 template <class T, Pass pass, class F>
 __device__ __forceinline__ void quantize_tile_as(const Params& p) {
@@ -305,7 +325,7 @@ __device__ __forceinline__ void quantize_tile_as(const Params& p) {
     if constexpr (pass != Pass::tile_block) {
         const uint32_t across = static_cast<uint32_t>((p.k + GROUP - 1) / GROUP);
         const bool whole = p.aligned && (blockIdx.x / across + 1) * int64_t{GROUP} <= p.m &&
-                           (blockIdx.x % across + 1) * int64_t{GROUP} <= p.k && p.pitch_t % 16 == 0;
+                           (blockIdx.x % across + 1) * int64_t{GROUP} <= p.k;
         if (whole) return quantize_tile_as<T, pass, F, true>(p);
     }
     quantize_tile_as<T, pass, F, false>(p);
@@ -330,23 +350,27 @@ __device__ __forceinline__ void transpose_tile(const Params& p) {
     const int64_t row = tile_row * GROUP + eight * UNITS, col = tile_col * GROUP + lane * UNIT;
     const auto* x = static_cast<const uint8_t*>(p.x) + matrix * p.batch_stride;
     uint2 codes[UNITS];
+    if (p.aligned) {
 #pragma unroll
-    for (int u = 0; u < UNITS; ++u) {
-        const uint8_t* from = x + ((row + u) * p.stride + col);
-        codes[u] = make_uint2(0, 0);
-        if (row + u >= p.m) continue;
-        if (p.aligned) {
-            if (col < p.k) codes[u] = arch::load_global(reinterpret_cast<const uint2*>(from));
-        } else {
-            uint32_t words[2] = {0, 0};
-#pragma unroll
-            for (int i = 0; i < UNIT; ++i) {
-                if (col + i < p.k) {
-                    words[i / 4] |= uint32_t{arch::load_global(from + i)} << (8 * (i % 4));
-                }
-            }
-            codes[u] = make_uint2(words[0], words[1]);
+        for (int u = 0; u < UNITS; ++u) {
+            const uint8_t* from = x + ((row + u) * p.stride + col);
+            codes[u] = make_uint2(0, 0);
+            if (row + u >= p.m || col >= p.k) continue;
+            codes[u] = arch::load_global(reinterpret_cast<const uint2*>(from));
         }
+    } else {
+        const auto begin = reinterpret_cast<uint64_t>(x), pitch = static_cast<uint64_t>(p.stride);
+        const gemm::sm90::Span span{begin,
+                                    begin + static_cast<uint64_t>((p.m - 1) * p.stride + p.k)};
+        const uint64_t at = begin + static_cast<uint64_t>(row * p.stride + col);
+        const int rows = static_cast<int>(min(col < p.k ? p.m - row : 0, int64_t{UNITS}));
+        const int count = static_cast<int>(min(p.k - col, int64_t{UNIT}));
+        uint32_t words[UNITS][2];
+        gemm::sm90::load_unaligned<UNIT, 1, UNITS>(
+            span, rows, [&](int i) { return at + i * pitch; }, [&](int) { return count; },
+            [&](int i) -> auto& { return words[i]; });
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) codes[u] = make_uint2(words[u][0], words[u][1]);
     }
     store_transposed<false>(p, arch::shared_address(&shared.codes[0]), codes, lane, eight, tile_row,
                             tile_col, matrix);

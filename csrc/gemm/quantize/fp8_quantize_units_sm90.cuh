@@ -2,6 +2,7 @@
 // scales and codes.
 #pragma once
 
+#include "csrc/gemm/common/unaligned_rows_sm90.cuh"
 #include "csrc/gemm/quantize/fp8_quantize.h"
 #include "kittens/kittens.cuh"
 
@@ -47,23 +48,48 @@ __device__ __forceinline__ Unit<T> load_aligned(const T* from) {
     }
     return unit;
 }
+// Units that begin at any element: `units` of them, from element `first` of x on and `step` apart,
+// of which unit i has count(i) elements. What is not there is zero.
+template <int AT_ONCE = gemm::sm90::WINDOWS, class T, class Count>
+__device__ __forceinline__ void load_unaligned_units(const Params& p, int64_t first, int64_t step,
+                                                     int units, Count count, Unit<T> (&x)[UNITS]) {
+    const auto begin = reinterpret_cast<uint64_t>(p.x);
+    const int64_t elements = (p.m - 1) * p.stride + p.k;
+    const gemm::sm90::Span span{begin, begin + static_cast<uint64_t>(elements) * sizeof(T)};
+    const uint64_t at = begin + static_cast<uint64_t>(first) * sizeof(T);
+    const uint64_t pitch = static_cast<uint64_t>(step) * sizeof(T);
+    gemm::sm90::load_unaligned<UNIT * sizeof(T), sizeof(T), UNITS, AT_ONCE>(
+        span, units, [&](int i) { return at + i * pitch; },
+        [&](int i) { return count(i) * int{sizeof(T)}; }, [&](int i) -> auto& { return x[i].w; });
+}
+// Of a row, from `col` on, `lanes` units apart; two at once, for 64 registers.
+template <int lanes, class T>
+__device__ __forceinline__ void load_unaligned_row(const Params& p, int64_t row, int64_t col,
+                                                   Unit<T> (&x)[UNITS]) {
+    constexpr int step = lanes * UNIT;
+    const int64_t left = row < p.m && col < p.k ? p.k - col : 0;
+    const int units = static_cast<int>(min((left + step - 1) / step, int64_t{UNITS}));
+    const int last = static_cast<int>(min(left - (units - 1) * step, int64_t{UNIT}));
+    load_unaligned_units<2>(
+        p, row * p.stride + col, step, units, [&](int i) { return i == units - 1 ? last : UNIT; },
+        x);
+}
+// Of eight rows, from `row` on.
 template <class T>
-__device__ __forceinline__ Unit<T> load_unit(const Params& p, int64_t row, int64_t col) {
-    Unit<T> unit{};
-    if (row >= p.m || col >= p.k) return unit;
-    const T* from = static_cast<const T*>(p.x) + (row * p.stride + col);
-    if (p.aligned) return load_aligned(from);
-    using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
+__device__ __forceinline__ void load_down(const Params& p, int64_t row, int64_t col,
+                                          Unit<T> (&x)[UNITS]) {
+    if (p.aligned) {
+        const T* from = static_cast<const T*>(p.x) + (row * p.stride + col);
 #pragma unroll
-    for (int i = 0; i < UNIT; ++i) {
-        if (col + i >= p.k) continue;
-        const uint32_t bits = arch::bit_cast<Bits>(arch::load_global(from + i));
-        if constexpr (sizeof(T) == 4)
-            unit.w[i] = bits;
-        else
-            unit.w[i / 2] |= bits << (16 * (i % 2));
+        for (int u = 0; u < UNITS; ++u) {
+            x[u] = Unit<T>{};
+            if (row + u < p.m && col < p.k) x[u] = load_aligned(from + u * p.stride);
+        }
+        return;
     }
-    return unit;
+    const int rows = static_cast<int>(min(col < p.k ? p.m - row : 0, int64_t{UNITS}));
+    const int count = static_cast<int>(min(p.k - col, int64_t{UNIT}));
+    load_unaligned_units(p, row * p.stride + col, p.stride, rows, [&](int) { return count; }, x);
 }
 
 __device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
@@ -199,21 +225,6 @@ template <class T, class Factor>
 __device__ __forceinline__ uint2 encode(DType format, const Unit<T>& unit, Factor factor) {
     if (format == DType::e4m3) return encode_as<fp8e4m3>(unit, factor);
     return encode_as<fp8e5m2>(unit, factor);
-}
-
-__device__ __forceinline__ void store_codes(const Params& p, int64_t row, int64_t col,
-                                            uint2 codes) {
-    uint8_t* to = static_cast<uint8_t*>(p.out) + (row * p.k + col);
-    if (row >= p.m) return;
-    if (p.aligned) {
-        if (col < p.k) arch::store_global(reinterpret_cast<uint2*>(to), codes);
-    } else {
-#pragma unroll
-        for (int i = 0; i < UNIT; ++i) {
-            const uint32_t word = i < 4 ? codes.x : codes.y;
-            if (col + i < p.k) arch::store_global(to + i, uint8_t(word >> (8 * (i % 4))));
-        }
-    }
 }
 
 struct BlockShared {

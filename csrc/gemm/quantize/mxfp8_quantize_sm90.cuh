@@ -102,32 +102,6 @@ __device__ __forceinline__ void store_transposed(const Mxfp8Params& p, const Til
     }
 }
 
-// Codes along the columns that a warp stages by itself: its rows of 16 or 8 lanes side by side.
-template <int LANES>
-__device__ __forceinline__ uint32_t staged_row(uint32_t staged, int row) {
-    constexpr int BYTES = LANES * CHUNK, ROWS = TILE * TILE / (THREADS / 32) / BYTES;
-    return staged + kittens::warpid() * (ROWS * BYTES) + row % ROWS * BYTES;
-}
-template <int LANES>
-__device__ __forceinline__ void store_staged(const Mxfp8Params& p, const Tile& tile,
-                                             const Place<LANES>& place, uint32_t staged) {
-    constexpr int BYTES = LANES * CHUNK, ROWS = TILE * TILE / (THREADS / 32) / BYTES;
-    constexpr int WORDS = BYTES / 4, STEP = 32 / WORDS;  // rows at once
-    const int first = place.row / ROWS * ROWS + kittens::laneid() / WORDS;
-    const int64_t column = tile.column + place.column / BYTES * BYTES;
-    const int count = static_cast<int>(min(p.x.columns - column, int64_t{BYTES}));
-    arch::sync_warp();
-    if (count <= 0) return;
-#pragma unroll 4
-    for (int i = 0; i < ROWS; i += STEP) {
-        const int64_t row = tile.row + first + i;
-        if (row >= p.x.rows) break;
-        auto* to =
-            static_cast<uint8_t*>(p.data) + (tile.batch * p.x.rows + row) * p.x.columns + column;
-        gemm::sm90::store_unaligned<BYTES>(to, staged_row<LANES>(staged, first + i), 0, count);
-    }
-}
-
 template <int INPUT, int DATA, bool DOWN>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<INPUT>)
     mxfp8_quantize_kernel(Mxfp8Params p) {
@@ -140,7 +114,11 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<INPUT>)
     load_chunks(chunks, p.x, tile, place);
 
     const bool words = p.x.columns % 8 == 0, whole_words = tile.whole(p.x) && words;
-    const uint32_t staged = arch::shared_address(arch::static_shared<StagedCodes>().data);
+    // Codes along the columns leave from rows that a warp stages by itself, as many lanes wide as it
+    // is; those along the rows from the whole tile.
+    constexpr int BYTES = LANES * CHUNK, ROWS = 32 / LANES * CHUNK_ROWS;
+    const uint32_t tile_codes = arch::shared_address(arch::static_shared<StagedCodes>().data);
+    const uint32_t staged = tile_codes + kittens::warpid() * (ROWS * BYTES);
     const uint32_t scales = arch::shared_address(&arch::static_shared<Mxfp8Shared>());
     if (!DOWN || p.data != nullptr) {
         const int64_t row = tile.row + place.row, column = tile.column + place.column;
@@ -164,9 +142,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<INPUT>)
             if (whole_words) {
                 arch::store_global(reinterpret_cast<uint2*>(at + i * p.x.columns), word);
             } else if (!words) {
-                arch::store_shared(
-                    staged_row<LANES>(staged, place.row + i) + place.column % (LANES * CHUNK),
-                    word);
+                arch::store_shared(staged + (place.row % ROWS + i) * BYTES + place.column % BYTES,
+                                   word);
             } else if (row + i < p.x.rows && column < p.x.columns) {
                 arch::store_global(reinterpret_cast<uint2*>(at + i * p.x.columns), word);
             }
@@ -175,9 +152,16 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<INPUT>)
                 arch::store_shared(scale_at + 16 * i, static_cast<uint8_t>(byte));
             }
         }
-        if (!words) store_staged<LANES>(p, tile, place, staged);
-        // What warps have staged makes room for the transposed tile.
-        if (DOWN && !words) arch::sync_block();
+        if (!words) {
+            const int64_t first = tile.row + place.row / ROWS * ROWS;
+            const int64_t left = tile.column + place.column / BYTES * BYTES;
+            gemm::sm90::store_unaligned_rows<BYTES, ROWS>(
+                static_cast<uint8_t*>(p.data) +
+                    ((tile.batch * p.x.rows + first) * p.x.columns + left),
+                p.x.columns, p.x.rows - first, p.x.columns - left, staged);
+            // What warps have staged makes room for the transposed tile.
+            if (DOWN) arch::sync_block();
+        }
     }
     uint32_t down_scales = 0;
     if constexpr (DOWN) {
@@ -206,7 +190,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<INPUT>)
             }
             const uint2 word{codes[0] | codes[1] << 16, codes[2] | codes[3] << 16};
             const int column = place.column + j;
-            arch::store_shared(staged + place_in_transposed(column, place.row), word);
+            arch::store_shared(tile_codes + place_in_transposed(column, place.row), word);
             if (kittens::laneid() / 8 == j / 2) {
                 const int in_atom = place_in_atom(column, place.row / MX_BLOCK);
                 arch::store_shared(down_scales + in_atom, static_cast<uint8_t>(byte));
@@ -223,29 +207,24 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<INPUT>)
         const int64_t blocks = (p.x.rows + MX_BLOCK - 1) / MX_BLOCK;
         store_scales<1>(static_cast<uint8_t*>(p.down_scale), down_scales, p.swizzle, tile.batch,
                         p.x.columns, blocks, tile.column, tile.row / MX_BLOCK);
-        store_transposed(p, tile, staged);
+        store_transposed(p, tile, tile_codes);
     }
 }
 
 template <int OUT, int DATA>
-__global__ void __launch_bounds__(THREADS) mxfp8_dequantize_kernel(DequantizeParams p) {
-    using T = element_of<OUT>;
-    const Matrix& m = p.data;
-    const Tile tile = tile_at(static_cast<int>(blockIdx.x), m.rows, m.columns);
-    const Place<16> place;
-    const int64_t row = tile.row + place.row, column = tile.column + place.column;
-    const auto codes = load_codes<uint2, MX_BLOCK>(p, tile, row, column);
-    T* out = static_cast<T*>(p.out) + (tile.batch * m.rows + row) * m.columns + column;
-    store_rows(out, m, tile, row, column, [&](int i, float(&values)[CHUNK]) {
-        const float scale = scale_of_byte(codes.scale[i]);
+__global__ void __launch_bounds__(THREADS, 4)
+    mxfp8_dequantize_kernel(DequantizeParams p, InOrder order) {
+    dequantize<element_of<OUT>, uint2, MX_BLOCK>(
+        p, order, [&](const uint2& codes, uint32_t byte, int64_t, float(&values)[CHUNK]) {
+            const float scale = scale_of_byte(byte);
 #pragma unroll
-        for (int j = 0; j < CHUNK; j += 2) {
-            const uint32_t word = j < 4 ? codes.word[i].x : codes.word[i].y;
-            const float2 pair = Fp8<DATA>::values(word >> 8 * (j % 4) & 0xffffu);
-            values[j] = pair.x * scale;
-            values[j + 1] = pair.y * scale;
-        }
-    });
+            for (int j = 0; j < CHUNK; j += 2) {
+                const uint32_t word = j < 4 ? codes.x : codes.y;
+                const float2 pair = Fp8<DATA>::values(word >> 8 * (j % 4) & 0xffffu);
+                values[j] = pair.x * scale;
+                values[j + 1] = pair.y * scale;
+            }
+        });
 }
 
 }  // namespace sm90
@@ -257,9 +236,10 @@ void quantize(const Mxfp8Params& params, Stream stream) {
 }
 template <Mxfp8Dequantize C>
 void dequantize(const DequantizeParams& params, Stream stream) {
+    const sm90::InOrder order = sm90::in_order(params, sizeof(uint2));
     kittens::launch(sm90::mxfp8_dequantize_kernel<int(C.dtype), int(C.data_dtype)>,
-                    dim3(sm90::tile_blocks(params.data)), dim3(THREADS), dim3(1), 0, stream,
-                    params);
+                    dim3(sm90::dequantize_blocks(params, order)), dim3(THREADS), dim3(1), 0, stream,
+                    params, order);
 }
 
 }  // namespace thunderkittens::block_scaled

@@ -1,5 +1,5 @@
-// The body of nvfp4_quantize, on any back end: checks, a copy of what cannot be read in words of 16
-// bytes, allocation, launch. Host C++ without torch.
+// The body of nvfp4_quantize, on any back end: checks, a copy of what has no rows of adjacent
+// elements, allocation, launch. Host C++ without torch.
 #pragma once
 
 #include <tuple>
@@ -33,12 +33,16 @@ std::tuple<Tensor, Tensor, Tensor> nvfp4_quantize_body(const Backend<Tensor>& on
         TK_CHECK(Types::is_int64(*seed), OP, ": seed must be one torch.int64, got ",
                  dtype_text_of(*seed), " of shape ", shape_text(*seed));
     }
+    const View given = as_4d(x);
+    const bool copied = !rows_adjacent(given);
+    const bool unaligned = !copied && !fits_tensor_map(given, static_cast<int>(x.element_size()));
     const Nvfp4Problem problem{.rows = rows,
                                .columns = columns,
                                .batch = batch,
                                .dtype = dtype,
                                .square = square,
-                               .stochastic = seed.has_value()};
+                               .stochastic = seed.has_value(),
+                               .unaligned = unaligned};
     const auto guard = on.guard(x);
     const DeviceProperties& device = on.device(x);
     if (const std::string reason = unsupported(problem, device); !reason.empty()) {
@@ -65,20 +69,20 @@ std::tuple<Tensor, Tensor, Tensor> nvfp4_quantize_body(const Backend<Tensor>& on
         }
         return {data, scale, global};
     }
-    const Tensor source = for_tensor_map(x);
-    std::optional<Tensor> given;
-    if (global_scale) given = packed(*global_scale);
+    const Tensor source = copied ? copy_for_tensor_map(x) : x;
+    std::optional<Tensor> scale_given;
+    if (global_scale) scale_given = packed(*global_scale);
     Nvfp4Params params{.x = matrix_of(as_4d(source)),
                        .data = data.data_ptr(),
                        .scale = scale.data_ptr(),
-                       .given_scale = given ? given->data_ptr() : nullptr,
+                       .given_scale = scale_given ? scale_given->data_ptr() : nullptr,
                        .global_scale = global.data_ptr(),
                        .maxima_count = maxima_count(problem, device),
                        .seed = seed ? seed->data_ptr() : nullptr,
                        .swizzle = swizzle,
                        .blocks = ring_blocks(device)};
     std::optional<Tensor> maxima;
-    if (!given) {
+    if (!scale_given) {
         maxima = empty({batch, params.maxima_count}, DType::int32, x);
         params.maxima = maxima->data_ptr();
     }
@@ -86,7 +90,7 @@ std::tuple<Tensor, Tensor, Tensor> nvfp4_quantize_body(const Backend<Tensor>& on
         on.chosen("nvfp4_quantize", choose_nvfp4_quantize(problem, device));
     auto scope = on.launch("nvfp4_quantize", config, x);
     scope.may_read("x", source);
-    scope.may_read("global_scale", given);
+    scope.may_read("global_scale", scale_given);
     scope.may_read("seed", seed);
     scope.may_write("maxima", maxima);
     scope.may_write("data", data);

@@ -85,6 +85,9 @@ __device__ __forceinline__ Encode matrix_encode(const Nvfp4Params& p, int64_t ma
 struct Nvfp4Shared {
     uint4 scales[2 * ATOM / 16];
 };
+struct Nvfp4Codes {
+    uint4 data[TILE * TILE / 2 / 16];
+};
 
 // The random words for rows 2 i and 2 i + 1 of a thread's chunks.
 __device__ __forceinline__ uint4 random_of_rows(const Tile& tile, const Place<16>& place, int i,
@@ -188,34 +191,54 @@ __device__ __forceinline__ void quantize_tile(const Nvfp4Params& p, const Tile& 
     }
     const int64_t pitch = p.x.columns / 2;
     auto* at = static_cast<uint8_t*>(p.data) + line * pitch + column / 2;
-    if (whole && p.x.columns % 8 == 0) {
+    const bool words = p.x.columns % 8 == 0;
+    if (whole && words) {
 #pragma unroll
         for (int i = 0; i < CHUNK_ROWS; ++i) {
             arch::store_global(reinterpret_cast<uint32_t*>(at + i * pitch), codes[i]);
         }
-    } else if (column < p.x.columns) {
+    } else if (words) {
 #pragma unroll
         for (int i = 0; i < CHUNK_ROWS; ++i) {
-            if (i < rows) {
-                store_bytes(at + i * pitch, codes[i], p.x.columns % 8 == 0, pitch - column / 2);
+            if (i < rows && column < p.x.columns) {
+                arch::store_global(reinterpret_cast<uint32_t*>(at + i * pitch), codes[i]);
             }
         }
+    } else {
+        // Rows that begin at any byte: a warp stages its own.
+        constexpr int BYTES = TILE / 2, ROWS = 2 * CHUNK_ROWS;
+        const uint32_t staged = arch::shared_address(arch::static_shared<Nvfp4Codes>().data) +
+                                kittens::warpid() * (ROWS * BYTES);
+#pragma unroll
+        for (int i = 0; i < CHUNK_ROWS; ++i) {
+            arch::store_shared(staged + (place.row % ROWS + i) * BYTES + place.column / 2,
+                               codes[i]);
+        }
+        const int64_t first = tile.row + place.row / ROWS * ROWS;
+        gemm::sm90::store_unaligned_rows<BYTES, ROWS>(
+            static_cast<uint8_t*>(p.data) +
+                ((tile.batch * p.x.rows + first) * pitch + tile.column / 2),
+            pitch, p.x.rows - first, pitch - tile.column / 2, staged);
     }
     arch::sync_block();
     store_scales<2>(static_cast<uint8_t*>(p.scale), scales, p.swizzle, tile.batch, p.x.rows,
                     (p.x.columns + NV_BLOCK - 1) / NV_BLOCK, tile.row, tile.column / NV_BLOCK);
 }
 
-// Square blocks with stochastic rounding leave no registers for one block more.
+// fp32, and 16-bit elements that TMA cannot read. Two blocks an SM have registers for all loads at
+// once; stochastic rounding of square blocks leaves those of fp32 room for one.
 template <int INPUT, bool SQUARE, bool STOCHASTIC>
-__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<INPUT> - int(SQUARE && STOCHASTIC))
+constexpr int QUANTIZE_BLOCKS_PER_SM =
+    INPUT == int(DType::fp32) && SQUARE && STOCHASTIC ? 1 : NVFP4_BLOCKS_PER_SM;
+template <int INPUT, bool SQUARE, bool STOCHASTIC>
+__global__ void __launch_bounds__(THREADS, (QUANTIZE_BLOCKS_PER_SM<INPUT, SQUARE, STOCHASTIC>))
     nvfp4_quantize_kernel(Nvfp4Params p) {
     using T = element_of<INPUT>;
     const int last = static_cast<int>(gridDim.x) - 1;
     const Tile tile = tile_at(last - static_cast<int>(blockIdx.x), p.x.rows, p.x.columns);
     const Place<16> place;
     Chunk<T> chunks[CHUNK_ROWS];
-    load_chunks(chunks, p.x, tile, place);
+    load_chunks<Chunk<T>::PAIRS ? CHUNK_ROWS : gemm::sm90::WINDOWS>(chunks, p.x, tile, place);
     uint32_t keys = 0;
     if constexpr (STOCHASTIC) {
         keys = make_keys(arch::load_global_readonly(static_cast<const uint2*>(p.seed)));
@@ -322,25 +345,23 @@ __global__ void __launch_bounds__(THREADS, NVFP4_BLOCKS_PER_SM)
 }
 
 template <int OUT>
-__global__ void __launch_bounds__(THREADS) nvfp4_dequantize_kernel(DequantizeParams p) {
-    using T = element_of<OUT>;
-    const Matrix& m = p.data;
-    const Tile tile = tile_at(static_cast<int>(blockIdx.x), m.rows, m.columns);
-    const Place<16> place;
-    const int64_t row = tile.row + place.row, column = tile.column + place.column;
-    const float global =
-        arch::load_global_readonly(static_cast<const float*>(p.global_scale) + tile.batch);
-    const auto codes = load_codes<uint32_t, NV_BLOCK>(p, tile, row, column);
-    T* out = static_cast<T*>(p.out) + (tile.batch * m.rows + row) * m.columns + column;
-    store_rows(out, m, tile, row, column, [&](int i, float(&values)[CHUNK]) {
-        const E2m1Values scaled = e2m1_values(codes.word[i]);
-        const float scale = e4m3_value(codes.scale[i]) * 0x1p14f;
+__global__ void __launch_bounds__(THREADS, 4)
+    nvfp4_dequantize_kernel(DequantizeParams p, InOrder order) {
+    const auto global_of = [&](int64_t batch) {
+        return arch::load_global_readonly(static_cast<const float*>(p.global_scale) + batch);
+    };
+    const float first = global_of(0);
+    dequantize<element_of<OUT>, uint32_t, NV_BLOCK>(
+        p, order, [&](uint32_t codes, uint32_t byte, int64_t batch, float(&values)[CHUNK]) {
+            const float global = batch == 0 ? first : global_of(batch);
+            const E2m1Values scaled = e2m1_values(codes);
+            const float scale = e4m3_value(byte) * 0x1p14f;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            values[j] = scaled.pair[j].x * scale * global;
-            values[j + 4] = scaled.pair[j].y * scale * global;
-        }
-    });
+            for (int j = 0; j < 4; ++j) {
+                values[j] = scaled.pair[j].x * scale * global;
+                values[j + 4] = scaled.pair[j].y * scale * global;
+            }
+        });
 }
 
 }  // namespace sm90
@@ -374,9 +395,10 @@ void find_maxima(const Nvfp4Params& params, Stream stream) {
 }
 template <Nvfp4Dequantize C>
 void dequantize(const DequantizeParams& params, Stream stream) {
+    const sm90::InOrder order = sm90::in_order(params, sizeof(uint32_t));
     kittens::launch(sm90::nvfp4_dequantize_kernel<int(C.dtype)>,
-                    dim3(sm90::tile_blocks(params.data)), dim3(THREADS), dim3(1), 0, stream,
-                    params);
+                    dim3(sm90::dequantize_blocks(params, order)), dim3(THREADS), dim3(1), 0, stream,
+                    params, order);
 }
 
 }  // namespace thunderkittens::block_scaled
