@@ -28,17 +28,7 @@ namespace sm90 {
 using namespace kittens;
 
 // Where the bits s, e, e, m of the elements of a half word lie, in the order of the fragment's
-// registers; an `s` of 16 or more is in the other half.
-struct Nvfp4Bits {
-    int sign, high, low, mantissa;
-};
-__device__ __forceinline__ constexpr Nvfp4Bits nvfp4_bits(int element) {
-    return element == 0   ? Nvfp4Bits{9, 2, 1, 0}
-           : element == 1 ? Nvfp4Bits{13, 6, 5, 4}
-           : element == 2 ? Nvfp4Bits{16 + 3, 12, 11, 10}
-                          : Nvfp4Bits{15, 8, 7, 14};
-}
-
+// registers: 9, 2, 1, 0; 13, 6, 5, 4; 3 of the other half, 12, 11, 10; 15, 8, 7, 14.
 struct Nvfp4Weights {
     static constexpr int BYTES = PIECE_BYTES;
     static constexpr int STRIP = STRIP_BYTES;
