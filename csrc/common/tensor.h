@@ -22,6 +22,7 @@
 #include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
 #include "csrc/common/forced.h"
+#include "csrc/common/launch_log.h"
 #include "csrc/common/throwing.h"
 #include "csrc/common/view.h"
 
@@ -192,7 +193,8 @@ struct Backend<Tensor> {
         void may_write(const char*, const T&) const {}
     };
     template <class Choice, class On>
-    static Launch launch(const char*, const Choice&, const On& on) {
+    static Launch launch(const char* op, const Choice& choice, const On& on) {
+        note_choice(op, choice);
         return {stream(on)};
     }
     template <class Choice, class On>
@@ -200,7 +202,8 @@ struct Backend<Tensor> {
         return {stream(on)};
     }
     template <class On>
-    static Launch launch(const char*, const On& on) {
+    static Launch launch(const char* kernel, const On& on) {
+        note_kernel(kernel);
         return {stream(on)};
     }
 };

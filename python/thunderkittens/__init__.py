@@ -23,7 +23,7 @@ __version__: str = _build.record()["version"]
 
 try:
     _load.load()
-    from . import compat, nn, reference
+    from . import _log, compat, nn, reference
     from .emulation import DeadlockError, EmulatorError, emulate
     from .integrations.sdpa_hook import disable_sdpa, enable_sdpa, sdpa, sdpa_report
     from .ops._fp8_linear import Fp8Linear, fp8_linear
@@ -52,6 +52,7 @@ try:
     from .support import is_supported
 
     _load.explain_missing_kernels()
+    _log.begin_if_asked()
 except ImportError as _error:
     if not _load.running_as_command():
         raise

@@ -190,6 +190,11 @@ def compiled_module() -> ModuleType:
         )
 
 
+def keep(library: object) -> None:
+    """Keeps what registers kernels as long as the process lives."""
+    _libraries.append(library)
+
+
 def explain_missing_kernels() -> None:
     """Gives every op that has no CUDA implementation one that raises the reason.
 
@@ -211,7 +216,7 @@ def explain_missing_kernels() -> None:
             f"{', '.join(_build.record()['families']) or 'no op'}"
         )
         fallbacks.impl(short, _raiser(short, reason), "CUDA")
-    _libraries.append(fallbacks)
+    keep(fallbacks)
 
 
 def _raiser(op: str, reason: str):

@@ -73,6 +73,11 @@ class Emulation:
 _active: ContextVar[Emulation | None] = ContextVar("thunderkittens_emulation", default=None)
 
 
+def current() -> Emulation | None:
+    """The emulation that CPU tensors go to here, if any."""
+    return _active.get()
+
+
 def active() -> bool:
     """Whether CPU tensors go to the emulated kernels here."""
     return _active.get() is not None

@@ -74,23 +74,38 @@ class SdpaReport(tuple[SdpaCall, ...]):
         )
 
 
+class _Tally(threading.local):
+    """The counts of one thread, which needs no lock to count."""
+
+    def __init__(self) -> None:
+        self.counts: dict[tuple[str, str | None], int] = {}
+        with _lock:
+            _tallies.append(self.counts)
+
+
 _lock = threading.Lock()
-_counts: Counter[tuple[str, str | None]] = Counter()
+_tallies: list[dict[tuple[str, str | None], int]] = []
+_reported: Counter[tuple[str, str | None]] = Counter()  # by a report that was the last of its kind
+_tally = _Tally()
 
 
 def _count(op: str, reason: str | None) -> None:
-    with _lock:
-        _counts[op, reason] += 1
+    counts, key = _tally.counts, (op, reason)
+    counts[key] = counts.get(key, 0) + 1
 
 
 def report(reset: bool) -> SdpaReport:
     with _lock:
-        counts = dict(_counts)
+        total: Counter[tuple[str, str | None]] = Counter()
+        for counts in _tallies:
+            total.update(dict(counts))
+        new = total - _reported
         if reset:
-            _counts.clear()
+            _reported.clear()
+            _reported.update(total)
     return SdpaReport(
-        SdpaCall(op, reason is None, reason or "", count)
-        for (op, reason), count in sorted(counts.items(), key=lambda x: (x[0][0], -x[1]))
+        SdpaCall(op, reason is None, reason or "", calls)
+        for (op, reason), calls in sorted(new.items(), key=lambda x: (x[0][0], -x[1]))
     )
 
 
@@ -137,8 +152,9 @@ def refusal(
         return "too many rows"
     if scale is not None and not -shared.FLOAT_MAX <= scale <= shared.FLOAT_MAX:
         return "a scale that is not finite"
-    if query.is_cuda:
-        return _device_refusal(query.get_device())
+    index = query.get_device()
+    if index >= 0:
+        return _device_refusal(index)
     return None if emulation.active() else "CPU tensors outside of tk.emulate()"
 
 
@@ -177,28 +193,34 @@ def _gradients(
     return _call(_gradient, *args)
 
 
-# Results beside those of the kernels. In eager calls that are recorded, autograd alone sees the
-# state of the random numbers, and one for each device will do. Elsewhere, as in compiled graphs,
-# whose memory may belong to a CUDA graph, each call has its own.
+# Results beside those of the kernels: the state of the random numbers, and for flash attention an
+# empty debug mask. In eager calls that are recorded, autograd alone sees them, and one of each for
+# a device will do. Elsewhere, as in compiled graphs, whose memory may belong to a CUDA graph, each
+# call has its own.
 
-_states: dict[tuple[torch.device, bool], tuple[Tensor, Tensor]] = {}
-
-
-def _new_state(x: Tensor, flash: bool) -> tuple[Tensor, Tensor]:
-    dtype = torch.uint64 if flash else torch.int64
-    return x.new_empty(2 if flash else (), dtype=dtype), x.new_empty((), dtype=dtype)
+Rest = tuple[Tensor, Tensor, Tensor | None]
+_rests: dict[tuple[int, torch.dtype, bool], Rest] = {}
 
 
-def _random_state(query: Tensor, key: Tensor, value: Tensor, flash: bool) -> tuple[Tensor, Tensor]:
-    recorded = torch.is_grad_enabled() and (
-        query.requires_grad or key.requires_grad or value.requires_grad
-    )
-    if not recorded:
-        return _new_state(query, flash)
-    state = _states.get((query.device, flash))
-    if state is None:
-        state = _states[query.device, flash] = _new_state(query, flash)
-    return state
+def _new_rest(query: Tensor, flash: bool) -> Rest:
+    if not flash:
+        seed, offset = (query.new_empty((), dtype=torch.int64) for _ in range(2))
+        return seed, offset, None
+    seed, offset = (query.new_empty(n, dtype=torch.uint64) for n in (2, ()))
+    return seed, offset, query.new_empty(0)
+
+
+def _rest(query: Tensor, key: Tensor, value: Tensor, flash: bool) -> Rest:
+    if not (
+        torch.is_grad_enabled()
+        and (query.requires_grad or key.requires_grad or value.requires_grad)
+    ):
+        return _new_rest(query, flash)
+    place = (query.get_device(), query.dtype, flash)
+    rest = _rests.get(place)
+    if rest is None:
+        rest = _rests[place] = _new_rest(query, flash)
+    return rest
 
 
 def _laid_out(x: Tensor, order: Sequence[int]) -> Tensor:
@@ -258,9 +280,8 @@ def flash_attention(torch_forward: Kernel, torch_backward: Kernel) -> tuple[Kern
             )
         causal = _LOWER_RIGHT if is_causal else _NONE
         out, lse = _call(_with_lse, query, key, value, causal, scale)
-        seed, offset = _random_state(query, key, value, True)
-        lengths = (query.shape[2], key.shape[2])
-        return out, lse, None, None, *lengths, seed, offset, query.new_empty(0)
+        rest = _rest(query, key, value, True)
+        return out, lse, None, None, query.shape[2], key.shape[2], *rest
 
     def backward(
         grad_out: Tensor,
@@ -325,8 +346,7 @@ def cudnn_attention(torch_forward: Kernel, torch_backward: Kernel) -> tuple[Kern
         state: tuple[Any, ...]
         if compute_log_sumexp:
             out, lse = _call(_with_lse, query, key, value, causal, scale)
-            seed, offset = _random_state(query, key, value, False)
-            state = (lse.unsqueeze(3), None, None, *lengths, seed, offset, None)
+            state = (lse.unsqueeze(3), None, None, *lengths, *_rest(query, key, value, False))
         else:
             out = _call(_forward, query, key, value, causal, scale)
             state = (None, None, None, *lengths, None, None, None)
@@ -402,7 +422,7 @@ def efficient_attention(torch_forward: Kernel, torch_backward: Kernel) -> tuple[
         else:
             out = _call(_forward, query, key, value, causal, scale)
             lse = out.new_empty((batch, heads, 0), dtype=torch.float32)
-        return _laid_out(out, _BY_ROWS), lse, *_random_state(query, key, value, False)
+        return _laid_out(out, _BY_ROWS), lse, *_rest(query, key, value, False)[:2]
 
     def backward(
         grad_out: Tensor,
