@@ -155,7 +155,7 @@ __device__ __forceinline__ void finish_share(const typename Traits::Globals& g,
     using T = typename Traits::T;
     // Threads side by side in a row, and rows apart.
     constexpr int groups = C.block_n / width, threads = Traits::consumer_threads;
-    constexpr int lanes = std::min(groups, threads), step = threads / lanes;
+    constexpr int lanes = groups < threads ? groups : threads, step = threads / lanes;
     constexpr int rows_at_a_time = divided ? 1 : 4;
     using Sums = std::conditional_t<width == 4, float4, float>;
     const Epilogue& e = g.epilogue;
