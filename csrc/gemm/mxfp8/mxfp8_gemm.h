@@ -67,7 +67,7 @@ struct Problem {
     // than 32 rows its scaling of sums limits; beside a large weight that is kept, a pass over a
     // costs less.
     bool native() const {
-        const bool pass_pays = kept_b && m > 32 && double(n) * double(k) >= 48e6;
+        const bool pass_pays = kept_b && m > 32 && double(n) * double(k) >= 120e6;
         return rescaled && !pass_pays && m <= NATIVE_ROWS && k > 0 && !grouped && readable_a &&
                readable && a_dtype == DType::e4m3 && b_dtype == DType::e4m3;
     }

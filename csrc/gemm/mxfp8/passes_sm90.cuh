@@ -50,24 +50,13 @@ struct RowScales {
         const auto number = [](uint32_t byte) { return byte == 255 ? 0u : byte; };
         uint32_t result = 0;
         if (swizzle) {
-            // Several words of a lane are on their way at a time.
-            constexpr int WORDS = 4;
-            const int64_t words = (blocks + 3) / 4;
-            for (int64_t first = kittens::laneid(); first < words; first += WORDS * 32) {
-                uint32_t bytes[WORDS] = {};
+            for (int64_t i = kittens::laneid(); 4 * i < blocks; i += 32) {
+                const auto* word = reinterpret_cast<const uint32_t*>(at + i * step);
+                const uint32_t bytes = arch::load_global_readonly(word);
+                const int count = static_cast<int>(min(blocks - 4 * i, int64_t{4}));
 #pragma unroll
-                for (int i = 0; i < WORDS; ++i) {
-                    const int64_t word = first + i * 32;
-                    const auto* from = reinterpret_cast<const uint32_t*>(at + word * step);
-                    if (word < words) bytes[i] = arch::load_global_readonly(from);
-                }
-#pragma unroll
-                for (int i = 0; i < WORDS; ++i) {
-                    const int64_t left = blocks - 4 * (first + i * 32);
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) {
-                        if (j < left) result = max(result, number(bytes[i] >> 8 * j & 255));
-                    }
+                for (int j = 0; j < 4; ++j) {
+                    if (j < count) result = max(result, number(bytes >> 8 * j & 255));
                 }
             }
         } else {
@@ -148,7 +137,6 @@ __device__ __forceinline__ bool rescale_rows(const Rescale& o, int64_t batch, in
     const int share = kittens::warpid() % SHARES;
     const uint8_t* data[WARP_ROWS];
     uint8_t* to[WARP_ROWS];
-    float* factor[WARP_ROWS];
     bool there[WARP_ROWS];
     RowScales scales[WARP_ROWS];
     Base base[WARP_ROWS];
@@ -166,16 +154,20 @@ __device__ __forceinline__ bool rescale_rows(const Rescale& o, int64_t batch, in
             scale += (batch * m.rows + row) * blocks;
         }
         scales[i] = {scale, o.swizzle ? ATOM : 4, there[i] ? blocks : 0, o.swizzle};
+        base[i] = base_of<DATA>(scales[i].largest());
         data[i] = static_cast<const uint8_t*>(m.data) + batch * m.batch_stride + row * m.row_stride;
         to[i] = static_cast<uint8_t*>(o.codes) + (batch * m.rows + row) * o.pitch;
-        factor[i] = o.factor + batch * m.rows + row;
+        if (there[i] && share == 0 && kittens::laneid() == 0) {
+            arch::store_global(o.factor + batch * m.rows + row, base[i].factor);
+        }
     }
     const bool aligned =
         (reinterpret_cast<uintptr_t>(m.data) | m.batch_stride | m.row_stride) % LANE_CODES == 0;
+    bool masked = false;
     constexpr int LOADED = STEPS * 32 * LANE_CODES;
-    Words codes[STEPS][WARP_ROWS];
-    uint32_t byte[STEPS][WARP_ROWS];
-    const auto load = [&](int64_t begin) {
+    for (int64_t begin = share * LOADED; begin < o.pitch; begin += SHARES * LOADED) {
+        Words codes[STEPS][WARP_ROWS];
+        uint32_t byte[STEPS][WARP_ROWS];
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             const int64_t column = begin + (step * 32 + kittens::laneid()) * LANE_CODES;
@@ -184,39 +176,22 @@ __device__ __forceinline__ bool rescale_rows(const Rescale& o, int64_t batch, in
                 const int64_t count = there[i] ? m.columns - column : 0;
                 codes[step][i] = bit_cast<Words>(
                     load_bytes<uint4>(data[i] + column, aligned, max(count, int64_t{0})));
-                byte[step][i] = count > 0 ? scales[i].byte(column / BLOCK) : 0;
+                // What is behind the row's end is zero, whatever its scale.
+                byte[step][i] = count > 0 ? scales[i].byte(column / BLOCK) : base[i].byte;
             }
         }
-    };
-    // The first codes are on their way while the largest scales are found.
-    int64_t begin = share * LOADED;
-    load(begin);
-#pragma unroll
-    for (int i = 0; i < WARP_ROWS; ++i) {
-        base[i] = base_of<DATA>(scales[i].largest());
-        if (there[i] && share == 0 && kittens::laneid() == 0) {
-            arch::store_global(factor[i], base[i].factor);
-        }
-    }
-    bool masked = false;
-#pragma unroll 1
-    for (; begin < o.pitch; begin += SHARES * LOADED) {
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             const int64_t column = begin + (step * 32 + kittens::laneid()) * LANE_CODES;
 #pragma unroll
             for (int i = 0; i < WARP_ROWS; ++i) {
-                // What is behind the row's end is zero, whatever its scale.
-                const bool inside = there[i] && column < m.columns;
-                masked |= rescale_codes<DATA>(codes[step][i], inside ? byte[step][i] : base[i].byte,
-                                              base[i]);
+                masked |= rescale_codes<DATA>(codes[step][i], byte[step][i], base[i]);
                 if (there[i] && column < o.pitch) {
                     arch::store_global(reinterpret_cast<uint4*>(to[i] + column),
                                        bit_cast<uint4>(codes[step][i]));
                 }
             }
         }
-        load(begin + SHARES * LOADED);
     }
     return masked;
 }
