@@ -286,20 +286,36 @@ __device__ __forceinline__ void store_rows(T* out, const Matrix& m, const Tile& 
 }
 
 // How a dequantiser takes a matrix: chunks of eight in the order of the result in memory, so that
-// what a warp stores are whole lines, wherever rows begin. Where rows are not of whole chunks, or
-// those of codes not of whole words, `chunks` is 0, and a block takes a tile.
+// what a warp stores are whole lines, wherever rows begin. Where rows are not of whole chunks, those
+// of codes not of whole words, or offsets need more than 32 bits, `chunks` is 0, and a block takes a
+// tile.
 struct InOrder {
     gemm::Divisor per_row, rows;  // chunks of a row, rows of a matrix
     uint32_t chunks = 0;
+    uint32_t row_stride = 0;                    // of codes, in bytes
+    uint32_t blocks = 0;                        // scales of a row
+    uint32_t atoms_across = 0, atoms_down = 0;  // of a matrix of them
 };
-inline InOrder in_order(const DequantizeParams& p, uint64_t word_bytes) {
+template <int BLOCK>
+InOrder in_order(const DequantizeParams& p, uint64_t word_bytes) {
+    constexpr int64_t LIMIT = int64_t{1} << 31;
     const Matrix& m = p.data;
     const int64_t chunks = m.batch * m.rows * (m.columns / CHUNK);
+    const int64_t blocks = (m.columns + BLOCK - 1) / BLOCK, across = (blocks + 3) / 4;
+    const int64_t down = (m.rows + TILE - 1) / TILE;
     const auto strides = static_cast<uint64_t>(m.row_stride | m.batch_stride);
     const bool words = (reinterpret_cast<uint64_t>(m.data) | strides) % word_bytes == 0;
-    if (m.columns % CHUNK != 0 || !words || chunks >= int64_t{1} << 31) return {};
-    return {gemm::Divisor(static_cast<uint32_t>(m.columns / CHUNK)),
-            gemm::Divisor(static_cast<uint32_t>(m.rows)), static_cast<uint32_t>(chunks)};
+    if (m.columns % CHUNK != 0 || !words || chunks >= LIMIT || m.row_stride >= LIMIT ||
+        m.batch * down * across * ATOM >= LIMIT) {
+        return {};
+    }
+    return {.per_row = gemm::Divisor(static_cast<uint32_t>(m.columns / CHUNK)),
+            .rows = gemm::Divisor(static_cast<uint32_t>(m.rows)),
+            .chunks = static_cast<uint32_t>(chunks),
+            .row_stride = static_cast<uint32_t>(m.row_stride),
+            .blocks = static_cast<uint32_t>(blocks),
+            .atoms_across = static_cast<uint32_t>(across),
+            .atoms_down = static_cast<uint32_t>(down)};
 }
 inline int dequantize_blocks(const DequantizeParams& p, const InOrder& order) {
     constexpr uint32_t of_block = THREADS * CHUNK_ROWS;
@@ -320,34 +336,40 @@ __device__ __forceinline__ const uint8_t* scale_address(const DequantizeParams& 
     return static_cast<const uint8_t*>(p.scale) + at;
 }
 
-// values_of(codes, scale, batch, values) makes eight values of a Word of codes.
-template <class T, class Word, int BLOCK, class Values>
+// values_of(codes, scale, batch, values) makes eight values of a Word of codes. Not all blocks are
+// whole, but those that are must not be asked: ptxas would put off loads behind the question.
+template <bool whole, class T, class Word, int BLOCK, class Values>
 __device__ __forceinline__ void dequantize_in_order(const DequantizeParams& p, const InOrder& order,
                                                     Values values_of) {
     const Matrix& m = p.data;
     const uint32_t first = blockIdx.x * (THREADS * CHUNK_ROWS) + threadIdx.x;
-    const int64_t blocks = (m.columns + BLOCK - 1) / BLOCK;
     Word codes[CHUNK_ROWS];
-    uint8_t scales[CHUNK_ROWS];
+    uint32_t scales[CHUNK_ROWS];
 #pragma unroll
     for (int i = 0; i < CHUNK_ROWS; ++i) {
-        const uint32_t at = min(first + i * THREADS, order.chunks - 1);
+        const uint32_t at =
+            whole ? first + i * THREADS : min(first + i * THREADS, order.chunks - 1);
         const uint32_t line = order.per_row.divide(at), batch = order.rows.divide(line);
         const uint32_t chunk = at - line * order.per_row.value;
         const uint32_t row = line - batch * order.rows.value;
         const auto* from = static_cast<const uint8_t*>(m.data) + batch * m.batch_stride +
-                           row * m.row_stride + uint64_t{chunk} * sizeof(Word);
+                           (uint64_t{row} * order.row_stride + chunk * uint32_t{sizeof(Word)});
         codes[i] = arch::load_global_readonly(reinterpret_cast<const Word*>(from));
-        scales[i] = arch::load_global_readonly(
-            scale_address(p, batch, row, chunk / (BLOCK / CHUNK), blocks));
+        const uint32_t block = chunk / (BLOCK / CHUNK);
+        const uint32_t atom =
+            (batch * order.atoms_down + row / TILE) * order.atoms_across + block / 4;
+        const uint32_t scale = p.swizzle
+                                   ? atom * ATOM + row % 32 * 16 + row % TILE / 32 * 4 + block % 4
+                                   : line * order.blocks + block;
+        scales[i] = arch::load_global_readonly(static_cast<const uint8_t*>(p.scale) + scale);
     }
 #pragma unroll
     for (int i = 0; i < CHUNK_ROWS; ++i) {
         const uint32_t at = first + i * THREADS;
-        if (at >= order.chunks) break;
+        if (!whole && at >= order.chunks) break;
         const uint32_t batch = order.rows.divide(order.per_row.divide(at));
         float values[CHUNK];
-        values_of(codes[i], uint32_t{scales[i]}, int64_t{batch}, values);
+        values_of(codes[i], scales[i], int64_t{batch}, values);
         const auto words = rounded<T>(values);
         auto* to = reinterpret_cast<uint4*>(static_cast<T*>(p.out) + uint64_t{at} * CHUNK);
 #pragma unroll
@@ -418,7 +440,11 @@ template <class T, class Word, int BLOCK, class Values>
 __device__ __forceinline__ void dequantize(const DequantizeParams& p, const InOrder& order,
                                            Values values_of) {
     if (order.chunks > 0) {
-        dequantize_in_order<T, Word, BLOCK>(p, order, values_of);
+        if ((blockIdx.x + 1) * uint32_t{THREADS * CHUNK_ROWS} <= order.chunks) {
+            dequantize_in_order<true, T, Word, BLOCK>(p, order, values_of);
+        } else {
+            dequantize_in_order<false, T, Word, BLOCK>(p, order, values_of);
+        }
     } else {
         dequantize_tile<T, Word, BLOCK>(p, values_of);
     }

@@ -236,7 +236,7 @@ void quantize(const Mxfp8Params& params, Stream stream) {
 }
 template <Mxfp8Dequantize C>
 void dequantize(const DequantizeParams& params, Stream stream) {
-    const sm90::InOrder order = sm90::in_order(params, sizeof(uint2));
+    const sm90::InOrder order = sm90::in_order<sm90::MX_BLOCK>(params, sizeof(uint2));
     kittens::launch(sm90::mxfp8_dequantize_kernel<int(C.dtype), int(C.data_dtype)>,
                     dim3(sm90::dequantize_blocks(params, order)), dim3(THREADS), dim3(1), 0, stream,
                     params, order);

@@ -395,7 +395,7 @@ void find_maxima(const Nvfp4Params& params, Stream stream) {
 }
 template <Nvfp4Dequantize C>
 void dequantize(const DequantizeParams& params, Stream stream) {
-    const sm90::InOrder order = sm90::in_order(params, sizeof(uint32_t));
+    const sm90::InOrder order = sm90::in_order<sm90::NV_BLOCK>(params, sizeof(uint32_t));
     kittens::launch(sm90::nvfp4_dequantize_kernel<int(C.dtype)>,
                     dim3(sm90::dequantize_blocks(params, order)), dim3(THREADS), dim3(1), 0, stream,
                     params, order);
