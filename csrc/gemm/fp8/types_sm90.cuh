@@ -47,8 +47,8 @@ struct ColumnValues<C> {
 template <Config C>
 struct KernelTraits {
     static constexpr Config config = C;
-    using TA = element<C.a>;
-    using TB = element<C.b>;
+    using TA = element<C.a_dtype>;
+    using TB = element<C.b_dtype>;
     static constexpr int consumers = C.consumers;
     static constexpr bool fast = C.sums == Sums::fast, is_1d1d = C.sums == Sums::promoted_1d1d;
     static constexpr bool pingpong = is_pingpong(C);

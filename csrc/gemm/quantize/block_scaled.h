@@ -15,10 +15,6 @@
 #include "csrc/common/dtype.h"
 #include "csrc/common/fields.h"
 
-namespace thunderkittens {
-struct KernelInfo;  // registry.h
-}
-
 namespace thunderkittens::block_scaled {
 
 constexpr int TILE = 128;

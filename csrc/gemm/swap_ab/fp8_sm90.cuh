@@ -22,8 +22,8 @@ namespace sm90 {
 template <Config C>
 struct SwapAbTraits {
     static constexpr Config config = C;
-    using TA = element<C.a>;
-    using TB = element<C.b>;
+    using TA = element<C.a_dtype>;
+    using TB = element<C.b_dtype>;
     static constexpr int products = C.block_k / BLOCK_K;  // products of a stage
     static constexpr int pitch = C.block_n + 4;  // of the sums, in floats: no bank conflicts
     static_assert(C.block_n == 64);
