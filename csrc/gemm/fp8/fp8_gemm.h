@@ -255,17 +255,14 @@ struct ScaleKind {
 // blocks of k) and (blocks of k, blocks of n) for 1D2D or (blocks of k, n) for 1D1D.
 constexpr ScaleKind scale_kind(const ScaleShapes& s, int64_t m, int64_t n, int64_t k) {
     const int64_t k_blocks = (k + 127) / 128, n_blocks = (n + 127) / 128;
-    if ((s.a_rows == 1 || s.a_rows == m) && s.a_cols == 1 && s.b_rows == 1 &&
-        (s.b_cols == 1 || s.b_cols == n) && (k_blocks <= 1 || k == 0)) {
-        return {true, k == 0, false};
-    }
+    const bool outer = (s.a_rows == 1 || s.a_rows == m) && s.a_cols == 1 && s.b_rows == 1 &&
+                       (s.b_cols == 1 || s.b_cols == n);
+    if (outer && k_blocks <= 1) return {true, k == 0, false};
     if (s.a_rows == m && s.a_cols == k_blocks && s.b_rows == k_blocks &&
         (s.b_cols == n_blocks || s.b_cols == n)) {
         return {true, true, s.b_cols != n_blocks};
     }
-    const bool valid = (s.a_rows == 1 || s.a_rows == m) && s.a_cols == 1 && s.b_rows == 1 &&
-                       (s.b_cols == 1 || s.b_cols == n);
-    return {valid, k == 0, false};
+    return {outer, k == 0, false};
 }
 
 // Every kernel that is compiled, by number: what the launchers are enumerated by.
