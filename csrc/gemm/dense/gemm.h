@@ -410,7 +410,7 @@ std::vector<KernelInfo> kernels();
 // is forced itself, and a grid is whole clusters.
 void follow_forced(Choice& choice, const Choice& before, bool kernel_is_forced);
 
-// Run a kernel of `config` on the stream, each the one of its file.
+// Run a kernel of `config` on the stream, each the one of its file; the first also balanced ones.
 template <Config config>
 void launch(const Params& params, Stream stream);
 template <Config config>
@@ -423,8 +423,6 @@ template <Config config>
 void launch_cluster_tile(const Params& params, Stream stream);
 template <Config config>
 void launch_short_k(const Params& params, Stream stream);
-template <Config config>
-void launch_balanced(const Params& params, Stream stream);
 template <Config config>
 void launch_swap_ab(const Params& params, Stream stream);
 

@@ -10,10 +10,7 @@ namespace thunderkittens::fp8_gemm {
 namespace sm90 {
 
 using namespace kittens;
-using gemm::sm90::ClusterPosition, gemm::sm90::Ring;
-
-// Named barrier: the semaphores are initialised. Those of the consumers come after it.
-constexpr int READY = 1;
+using gemm::sm90::arrive_by_warp, gemm::sm90::ClusterPosition, gemm::sm90::READY, gemm::sm90::Ring;
 
 template <DType dtype>
 using element = std::conditional_t<dtype == DType::e4m3, fp8e4m3, fp8e5m2>;
@@ -133,6 +130,14 @@ struct KernelTraits {
     static_assert(producer_registers + consumers * consumer_registers <=
                   (consumers + 1) * launch_registers);
 };
+
+// Called by one thread.
+template <class Traits>
+__device__ __forceinline__ void prefetch_maps(const typename Traits::Globals& g) {
+    tma::prefetch_map<typename Traits::a_part>(g.a);
+    tma::prefetch_map<typename Traits::b_part>(g.b);
+    tma::prefetch_map<typename Traits::out_tile>(g.out);
+}
 
 struct Tile {
     uint32_t group, row, col;

@@ -179,6 +179,20 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<INPUT>)
     }
 }
 
+// The values of row i of a thread's codes.
+template <int DATA>
+__device__ __forceinline__ void dequantize_row(const Codes<uint2>& codes, int i,
+                                               float (&values)[CHUNK]) {
+    const float scale = scale_of_byte(codes.scale[i]);
+#pragma unroll
+    for (int j = 0; j < CHUNK; j += 2) {
+        const uint32_t word = j < 4 ? codes.word[i].x : codes.word[i].y;
+        const float2 pair = Fp8<DATA>::values(word >> 8 * (j % 4) & 0xffffu);
+        values[j] = pair.x * scale;
+        values[j + 1] = pair.y * scale;
+    }
+}
+
 template <int OUT, int DATA>
 __global__ void __launch_bounds__(THREADS) mxfp8_dequantize_kernel(DequantizeParams p) {
     using T = element_of<OUT>;
@@ -188,16 +202,8 @@ __global__ void __launch_bounds__(THREADS) mxfp8_dequantize_kernel(DequantizePar
     const int64_t row = tile.row + place.row, column = tile.column + place.column;
     const auto codes = load_codes<uint2, MX_BLOCK>(p, tile, row, column);
     T* out = static_cast<T*>(p.out) + (tile.batch * m.rows + row) * m.columns + column;
-    store_rows(out, m, tile, row, column, [&](int i, float(&values)[CHUNK]) {
-        const float scale = scale_of_byte(codes.scale[i]);
-#pragma unroll
-        for (int j = 0; j < CHUNK; j += 2) {
-            const uint32_t word = j < 4 ? codes.word[i].x : codes.word[i].y;
-            const float2 pair = Fp8<DATA>::values(word >> 8 * (j % 4) & 0xffffu);
-            values[j] = pair.x * scale;
-            values[j + 1] = pair.y * scale;
-        }
-    });
+    store_rows(out, m, tile, row, column,
+               [&](int i, float(&values)[CHUNK]) { dequantize_row<DATA>(codes, i, values); });
 }
 
 }  // namespace sm90
