@@ -173,6 +173,13 @@ Tensor empty(std::initializer_list<int64_t> sizes, Type type, const Tensor& like
     return empty(std::span(sizes.begin(), sizes.size()), type, like);
 }
 
+// Matrices beside others: `sizes` without the first, the size of a batch, where there is none.
+template <class Tensor, class Type>
+Tensor empty_batch(bool batched, std::initializer_list<int64_t> sizes, Type type,
+                   const Tensor& like) {
+    return empty(std::span(sizes.begin(), sizes.size()).subspan(batched ? 0 : 1), type, like);
+}
+
 // An uninitialised tensor of the shape, dtype and strides of `x`, in the order of its strides where
 // these leave gaps or overlap: torch.empty_like.
 template <class Tensor>
@@ -186,6 +193,13 @@ Tensor empty_as(const Tensor& x) {
     return Backend<Tensor>::empty_strided(sizes, dense, x.scalar_type(), x);
 }
 
+// The tensor itself, filled with zeros.
+template <class Tensor>
+Tensor zeroed(Tensor x) {
+    zero_(x);
+    return x;
+}
+
 // The tensor itself where it is contiguous, else a copy. (torch::stable::contiguous and its like
 // allocate within the stable ABI: an exception does not come out of there.)
 template <class Tensor>
@@ -194,6 +208,10 @@ Tensor packed(const Tensor& x) {
     Tensor copy = empty(std::span(x.sizes().data(), x.sizes().size()), x.scalar_type(), x);
     copy_(copy, x);
     return copy;
+}
+template <class Tensor>
+std::optional<Tensor> packed(const std::optional<Tensor>& x) {
+    return x ? std::optional(packed(*x)) : std::nullopt;
 }
 
 // A copy that a tensor map can describe: row major, each row padded to a multiple of 16 bytes. The

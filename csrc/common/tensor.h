@@ -16,6 +16,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 
 #include "csrc/common/backend.h"
 #include "csrc/common/check.h"
@@ -209,5 +210,15 @@ struct Backend<Tensor> {
 };
 // It has no state: the devices of a call are those of its tensors.
 inline const Backend<Tensor> gpu{};
+
+// The body of an op for the dispatcher, which knows of no back end: OnGpu<&op_body<Tensor>>::call.
+template <auto body>
+struct OnGpu;
+template <class Result, class... Arguments, Result (*body)(const Backend<Tensor>&, Arguments...)>
+struct OnGpu<body> {
+    static Result call(Arguments... arguments) {
+        return body(gpu, std::forward<Arguments>(arguments)...);
+    }
+};
 
 }  // namespace thunderkittens

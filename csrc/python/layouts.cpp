@@ -16,7 +16,6 @@
 #if THUNDERKITTENS_HAS_GEMM
 #include "csrc/gemm/dense/balanced_order.h"
 #include "csrc/gemm/dense/gemm.h"
-#include "csrc/gemm/dense/tile_order.h"
 #endif
 
 namespace py = pybind11;
@@ -140,8 +139,9 @@ py::array_t<std::uint32_t> gemm_tile_order(const tk::Fields& fields,
         return tiles;
     }
     const bool halves = problem.gate == tk::gemm::Gate::blocked;
-    const auto order = tk::gemm::make_two_width_order(choice.config, choice.schedule, problem.m,
-                                                      problem.n, problem.batch, true, halves);
+    const auto order =
+        tk::gemm::make_two_width_order(tk::gemm::tile_walk(choice.config, choice.schedule),
+                                       problem.m, problem.n, problem.batch, true, halves);
     const auto width = static_cast<std::uint32_t>(choice.config.block_n / (halves ? 2 : 1));
     py::array_t<std::uint32_t> tiles({static_cast<py::ssize_t>(order.total), py::ssize_t{5}});
     auto out = tiles.mutable_unchecked<2>();

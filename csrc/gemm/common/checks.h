@@ -6,12 +6,13 @@
 
 namespace thunderkittens::gemm {
 
-// The dtype of the output, bf16 where the call says nothing.
+// The dtype of the output, `otherwise` where the call says nothing.
 template <class Tensor>
 DType checked_out_dtype(const char* op,
-                        std::optional<typename Backend<Tensor>::ScalarType> out_type) {
+                        std::optional<typename Backend<Tensor>::ScalarType> out_type,
+                        DType otherwise = DType::bf16) {
     using Types = Backend<Tensor>;
-    const std::optional<DType> dtype = out_type ? Types::dtype_of(*out_type) : DType::bf16;
+    const std::optional<DType> dtype = out_type ? Types::dtype_of(*out_type) : otherwise;
     TK_CHECK(dtype == DType::bf16 || dtype == DType::fp16 || dtype == DType::fp32, op,
              ": out_dtype is ", Types::dtype_text(*out_type),
              "; supported are torch.bfloat16, torch.float16 and torch.float32");
@@ -32,6 +33,17 @@ DType check_bias(const char* op, const Tensor& bias, const Tensor& a, int64_t n,
     TK_CHECK(bias.dim() == 1 && bias.size(0) == n, op, ": bias has shape ", shape_text(bias),
              "; expected (", n, ",)");
     return dtype;
+}
+
+// The factors in fp32 of `count` matrices, or of one that is no batch, beside the argument `name`.
+template <class Tensor>
+void check_global_scale(const char* op, const Tensor& scale, const char* name, const Tensor& x,
+                        bool batched, int64_t count) {
+    check_same_device(op, "global_scale", scale, name, x);
+    check_dtype(op, "global_scale", scale, {DType::fp32});
+    TK_CHECK(scale.dim() == (batched ? 1 : 0) && scale.numel() == count, op,
+             ": global_scale has shape ", shape_text(scale), "; expected one value per matrix of ",
+             name);
 }
 
 // The ends of the groups of rows of a.

@@ -16,21 +16,9 @@ namespace arch = kittens::arch;
 constexpr int CHUNK = 8;  // elements
 
 template <int DTYPE>
-struct element;
-template <>
-struct element<int(DType::bf16)> {
-    using type = kittens::bf16;
-};
-template <>
-struct element<int(DType::fp16)> {
-    using type = kittens::half;
-};
-template <>
-struct element<int(DType::fp32)> {
-    using type = float;
-};
-template <int DTYPE>
-using element_of = typename element<DTYPE>::type;
+using element_of =
+    std::conditional_t<DTYPE == int(DType::fp32), float,
+                       std::conditional_t<DTYPE == int(DType::bf16), kittens::bf16, kittens::half>>;
 
 // Eight neighbours as 32-bit words: pairs of 16-bit elements, or fp32.
 template <class T>

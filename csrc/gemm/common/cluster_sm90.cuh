@@ -19,6 +19,15 @@ constexpr int READY = 1;
 template <int stages>
 using Ring = pipeline_state<stages>;
 
+// Initialises the semaphores of a ring, for so many arrivals that fill and that release a stage.
+template <int stages, class Shared>
+__device__ __forceinline__ void init_stages(Shared& shared, int filling, int releasing) {
+    for (int i = 0; i < stages; ++i) {
+        init_semaphore(shared.full[i], filling);
+        init_semaphore(shared.empty[i], releasing);
+    }
+}
+
 // Releases a stage, by a consumer that has read it. One arrival stands for the warpgroup, because
 // wgmma reads shared memory for all of it.
 // In a cluster whose blocks load for each other, warp i arrives at block i.
@@ -30,6 +39,12 @@ __device__ __forceinline__ void release_stage(semaphore& empty) {
     } else {
         if (warpgroup::laneid() == 0) arrive(empty);
     }
+}
+
+// One arrival of a warp all of whose lanes have come.
+__device__ __forceinline__ void arrive_by_warp(semaphore& semaphore) {
+    arch::sync_warp();
+    if (laneid() == 0) arrive(semaphore);
 }
 
 // The position of this block in its multicast cluster, which has one or two by one or two blocks.

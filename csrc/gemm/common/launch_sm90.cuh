@@ -18,12 +18,33 @@ GL matrix_of(const void* data, int64_t rows, int64_t cols, int64_t stride, int64
               kittens::gl_strides{batch_stride, 0, stride});
 }
 
+// The same where one matrix may be all of the batch's, whose batch stride is 0 then.
+template <class GL>
+GL matrices_of(const void* data, int64_t rows, int64_t cols, int64_t stride, int64_t batch,
+               int64_t batch_stride) {
+    return matrix_of<GL>(data, rows, cols, stride, batch_stride != 0 ? batch : 1, batch_stride);
+}
+
 // The same for an output of 16 bits; where TMA does not store, a stand-in that nobody uses, at any
 // address that a tensor map may have.
 template <class GL>
 GL output_of(bool by_tma, const void* out, int64_t rows, int64_t cols, int64_t stride,
              const void* stand_in) {
     return by_tma ? matrix_of<GL>(out, rows, cols, stride) : matrix_of<GL>(stand_in, 1, 64, 64);
+}
+
+// The tensor map of a matrix of rows of adjacent elements, in boxes of so many rows of 128 bytes.
+template <class T>
+CUtensorMap map_of_lines(const void* data, int64_t rows, int64_t cols, int64_t stride,
+                         int64_t box_rows) {
+    return kittens::host::encode_tensor_map(
+        {.data = data,
+         .type = kittens::detail::tensor_map_type<T>(),
+         .element_bytes = sizeof(T),
+         .dims = {static_cast<uint64_t>(cols), static_cast<uint64_t>(rows), 1, 1},
+         .strides = {stride, 0, 0},
+         .box = {128 / sizeof(T), static_cast<uint32_t>(box_rows), 1, 1},
+         .swizzle_bytes = 128});
 }
 
 // Whether rows of a dtype, `stride` elements apart, can be read and written four elements at a

@@ -11,6 +11,7 @@
 
 #include "csrc/gemm/common/cluster_sm90.cuh"
 #include "csrc/gemm/common/stream_k.h"
+#include "csrc/gemm/common/vec4_sm90.cuh"
 
 namespace thunderkittens::gemm {
 namespace sm90 {
@@ -93,9 +94,7 @@ struct SplitKReduce {
 #pragma unroll
         for (uint32_t i = 0; i < Traits::max_n / Traits::unit; ++i) {
             if (int(i * Traits::unit) >= g.width) break;
-            const auto& data = d.tiles[0][i].data;
-            const float4 low = make_float4(data[0].x, data[0].y, data[1].x, data[1].y);
-            const float4 high = make_float4(data[2].x, data[2].y, data[3].x, data[3].y);
+            const float4 low = vec4_of(d, 2 * i), high = vec4_of(d, 2 * i + 1);
             if (i >= first && i < end) {
                 arch::store_shared(own_at(i), low);
                 arch::store_shared(own_at(i) + half_bytes, high);
@@ -200,11 +199,8 @@ struct StreamKFixup {
 #pragma unroll
         for (int i = 0; i < UNITS; ++i) {
             if (i * Traits::unit >= g.width) break;
-            const auto& data = d.tiles[0][i].data;
-            arch::store_global(to + i * 2 * THREADS,
-                               make_float4(data[0].x, data[0].y, data[1].x, data[1].y));
-            arch::store_global(to + (i * 2 + 1) * THREADS,
-                               make_float4(data[2].x, data[2].y, data[3].x, data[3].y));
+            arch::store_global(to + i * 2 * THREADS, vec4_of(d, 2 * i));
+            arch::store_global(to + (i * 2 + 1) * THREADS, vec4_of(d, 2 * i + 1));
         }
         arch::fence_async_global();
         warpgroup::sync(READY + 1 + consumer);
@@ -228,9 +224,8 @@ struct StreamKFixup {
                                              uint32_t(sizeof(float4));
                 const auto low = arch::load_shared<float4>(address);
                 const auto high = arch::load_shared<float4>(address + THREADS * sizeof(float4));
-                auto& data = d.tiles[0][i].data;
-                data[0].x += low.x, data[0].y += low.y, data[1].x += low.z, data[1].y += low.w;
-                data[2].x += high.x, data[2].y += high.y, data[3].x += high.z, data[3].y += high.w;
+                add_vec4(d, 2 * i, low);
+                add_vec4(d, 2 * i + 1, high);
                 if (i % Traits::units_at_a_time == Traits::units_at_a_time - 1) {
                     warpgroup::sync(READY + 1 + consumer);
                     release_stage(shared.empty[slot]);

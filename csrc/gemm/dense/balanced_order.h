@@ -1,6 +1,8 @@
-// Balanced tiling with run-time widths (Config::balanced): the raster of tiles whose two widths are
-// chosen for the problem, so that all SMs end together. It is the same on the host and in the
-// kernel.
+// The raster of a product's tiles (common/raster.h), as its configuration and its schedule say, the
+// same on the host and in the kernel.
+//
+// Balanced tiling with run-time widths (Config::balanced) has one of its own, of tiles whose two
+// widths are chosen for the problem, so that all SMs end together.
 //
 // Where b's rows lie along k, the two widths are NARROW_BY columns apart, and rows of tiles have
 // `columns` tiles or one more, as in TwoWidthOrder. Where they lie along n, every tile begins with
@@ -12,6 +14,15 @@
 #include "csrc/gemm/dense/gemm.h"
 
 namespace thunderkittens::gemm {
+
+constexpr TileWalk tile_walk(const Config& c, const Schedule& s) {
+    return {.block_m = c.block_m * c.cluster_m,
+            .block_n = c.block_n,
+            .raster_group = s.raster_group,
+            .raster_along_m = s.raster_along_m,
+            .columns = s.columns,
+            .extra_rows = s.extra_rows};
+}
 
 TK_HOST_DEVICE constexpr int balanced_step(const Config& c) {
     return c.b_n_major ? 64 : int(NARROW_BY);

@@ -53,19 +53,6 @@ static std::string source_of(const Config& c) {
     return concat(name_of(c.dtype), '_', strategy_name(kernel_of(c)));
 }
 
-// The kernel for a short k, beside another one of a configuration.
-static KernelInfo short_k_info(KernelInfo kernel, const Config& c) {
-    kernel.name = kernel_name(Choice{.kernel = Kernel::short_k, .config = c});
-    kernel.fields["strategy"] = std::string(strategy_name(Kernel::short_k));
-    kernel.config = concat("tile ", c.block_m, 'x', c.block_n, 'x', short_k_block_k(c),
-                           ", no roles, operands of any alignment");
-    kernel.source = "short_k";
-    kernel.symbol = symbol_of("short_k_kernel", "Config", c);
-    kernel.threads = SHORT_K_THREADS;
-    kernel.shared_bytes = short_k_shared_bytes(c);
-    return kernel;
-}
-
 std::vector<KernelInfo> kernels() {
     std::vector<KernelInfo> list;
     for (const DType dtype : {DType::bf16, DType::fp16}) list.push_back(split_k_info(dtype));
@@ -76,45 +63,46 @@ std::vector<KernelInfo> kernels() {
                     .threads = ALIGN_THREADS});
     for (std::size_t i = 0; i < CONFIGS; ++i) {
         const Config c = config_at(i);
-        const std::string tile = concat(c.block_m, 'x', c.block_n);
-        const std::string stages = concat("tile ", tile, 'x', c.block_k, ", ", c.stages, " stages");
-        const std::string roles =
-            c.swap_ab        ? "1 producer warp and 1 consumer warpgroup"
-            : c.cluster_tile ? concat("1 producer warp and ", c.consumers, " consumer warpgroup",
-                                      c.consumers > 1 ? "s" : "", ", clusters of up to ",
-                                      MAX_CLUSTER_BLOCKS, " blocks")
-                             : concat("1 producer and ", c.consumers, " consumer warpgroups");
-        KernelInfo kernel{
-            .name = kernel_name(c),
-            .config = concat(stages, ", ", roles),
-            .source = source_of(c),
-            .symbol = symbol_of(kernel_of(c) == Kernel::swap_ab        ? "swap_ab_kernel"
-                                : kernel_of(c) == Kernel::cluster_tile ? "cluster_tile_kernel"
-                                : kernel_of(c) == Kernel::one_consumer ? "one_consumer_kernel"
-                                                                       : "persistent_gemm_kernel",
-                                "Config", c),
-            .threads = threads(c),
-            .shared_bytes = shared_bytes(c),
-            .fields = detail::fields_of(c),
+        const auto add = [&](Kernel kernel, const std::string& config, const char* symbol,
+                             int threads, int shared_bytes) {
+            list.push_back({.name = kernel_name(Choice{.kernel = kernel, .config = c}),
+                            .config = config,
+                            .source = kernel == Kernel::short_k ? "short_k" : source_of(c),
+                            .symbol = symbol_of(symbol, "Config", c),
+                            .threads = threads,
+                            .shared_bytes = shared_bytes,
+                            .fields = detail::fields_of(c)});
+            list.back().fields["strategy"] = std::string(strategy_name(kernel));
         };
-        kernel.fields["strategy"] = std::string(strategy_name(kernel_of(c)));
-        list.push_back(kernel);
-        if (has_short_k(c)) list.push_back(short_k_info(kernel, c));
-        if (!has_single_wave(c) && !has_single_wave_64x64(c)) continue;
-        // The single-wave kernel of the same source.
-        KernelInfo single = kernel;
-        single.name = kernel_name(Choice{.kernel = preferred_kernel(c), .config = c});
-        single.fields["strategy"] = std::string(strategy_name(preferred_kernel(c)));
-        single.config = concat(stages, ", 1 producer warp and ", c.consumers, " consumer warpgroup",
-                               c.consumers > 1 ? "s" : "", ", single-wave");
-        single.threads = single_wave_threads(c);
-        if (has_single_wave(c)) {
-            single.symbol = symbol_of("single_wave_kernel", "Config", c);
+        const std::string tile = concat("tile ", c.block_m, 'x', c.block_n, 'x');
+        const std::string stages = concat(tile, c.block_k, ", ", c.stages, " stages");
+        const std::string warps = concat(stages, ", 1 producer warp and ", c.consumers,
+                                         " consumer warpgroup", c.consumers > 1 ? "s" : "");
+        const Kernel kernel = kernel_of(c);
+        if (kernel == Kernel::swap_ab) {
+            add(kernel, warps, "swap_ab_kernel", threads(c), shared_bytes(c));
+        } else if (kernel == Kernel::cluster_tile) {
+            add(kernel, concat(warps, ", clusters of up to ", MAX_CLUSTER_BLOCKS, " blocks"),
+                "cluster_tile_kernel", threads(c), shared_bytes(c));
         } else {
-            single.symbol = symbol_of("single_wave_64x64_kernel", "Config", c);
-            single.shared_bytes = single_wave_64x64_shared_bytes(c);
+            add(kernel, concat(stages, ", 1 producer and ", c.consumers, " consumer warpgroups"),
+                kernel == Kernel::one_consumer ? "one_consumer_kernel" : "persistent_gemm_kernel",
+                threads(c), shared_bytes(c));
         }
-        list.push_back(single);
+        if (has_short_k(c)) {
+            add(Kernel::short_k,
+                concat(tile, short_k_block_k(c), ", no roles, operands of any alignment"),
+                "short_k_kernel", SHORT_K_THREADS, short_k_shared_bytes(c));
+        }
+        // The single-wave kernels of the same source.
+        const std::string single = warps + ", single-wave";
+        if (has_single_wave(c)) {
+            add(Kernel::single_wave, single, "single_wave_kernel", single_wave_threads(c),
+                shared_bytes(c));
+        } else if (has_single_wave_64x64(c)) {
+            add(Kernel::single_wave_64x64, single, "single_wave_64x64_kernel",
+                single_wave_threads(c), single_wave_64x64_shared_bytes(c));
+        }
     }
     return list;
 }

@@ -69,7 +69,7 @@ bool launch_kernel(Kernel kernel, const Params& params, Stream stream) {
             if constexpr (has_short_k(c)) return launch_short_k<c>(params, stream), true;
             break;
         case Kernel::balanced:
-            if constexpr (own == Kernel::balanced) return launch_balanced<c>(params, stream), true;
+            if constexpr (own == Kernel::balanced) return launch<c>(params, stream), true;
             break;
         case Kernel::swap_ab:
             if constexpr (own == Kernel::swap_ab) return launch_swap_ab<c>(params, stream), true;

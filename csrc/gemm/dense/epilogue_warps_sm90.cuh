@@ -83,8 +83,7 @@ struct EpilogueWarps {
         const int pass = C.stages + warp * 2 + subtile % 2;
         wait(shared.empty[pass], subtile / 2 % 2 ^ 1);
         stage(g, deferred, subtile, shared.out[warp][subtile % 2]);
-        arch::sync_warp();
-        if (laneid() == 0) arrive(shared.full[pass]);
+        arrive_by_warp(shared.full[pass]);
     }
 
     // Called by an epilogue warp: each takes every third subtile of the output. A block's last tile
@@ -302,7 +301,7 @@ struct EpilogueWarps {
             first = pair.x, second = pair.y;
         });
         if (g.epilogue.activation > Activation::relu) {
-            with_serial_formula<T>(g.epilogue.activation, [&](auto function) {
+            with_formula<SerialFormulas<T>>(g.epilogue.activation, [&](auto function) {
 #pragma unroll
                 for (int i = 0; i < count * VEC_ELEMENTS; ++i) x[i] = function(x[i]);
             });

@@ -34,89 +34,79 @@ __device__ __forceinline__ void store_pair(void* data, int64_t index, DType dtyp
 // Short formulas of activations whose result is rounded to T, a 16-bit type, with one special
 // function each, which takes as long as eight other instructions. The highest coefficient of a
 // polynomial is 1, and no step has two constants, which would need registers.
-//
-// x / (1 + 2^-power), power having the sign of x. Of e, the smaller of 2^power and 2^-power times
-// a constant, e / (e + 1) is a polynomial. The relative error is below 2^-11.5 for bf16, 2^-16 for
-// fp16.
 template <class T>
-__device__ __forceinline__ float times_short_sigmoid(float x, float power) {
-    if constexpr (std::is_same_v<T, bf16>) {
-        // The constant, 2^SHIFT, keeps e from the subnormal numbers, which the instruction flushes,
-        // as long as the product with x is none.
-        constexpr float SHIFT = 8.f, FACTOR = 1.3846605e-13f;
-        constexpr float c[] = {2.8202498e+10f, -1.0852761e+08f, 372735.97f, -896.f};
-        const float e = arch::exp2_approx(SHIFT - fabsf(power));
-        return x * share_of(x, arch::multiply_rounded(e, FACTOR * monic(e, c)));
-    } else {
-        constexpr float SHIFT = -0.5431066f;
-        constexpr float c[] = {1.4570941f, -2.1213202f, 3.0485291f,
-                               -4.070811f, 4.3861504f,  -3.0883117f};
-        const float e = arch::exp2_approx(SHIFT - fabsf(power));
-        return x * share_of(x, arch::multiply_rounded(e, monic(e, c)));
+struct ShortFormulas {
+    // x / (1 + 2^-power), power having the sign of x. Of e, the smaller of 2^power and 2^-power
+    // times a constant, e / (e + 1) is a polynomial. The relative error is below 2^-11.5 for bf16,
+    // 2^-16 for fp16.
+    static __device__ __forceinline__ float times_sigmoid(float x, float power) {
+        if constexpr (std::is_same_v<T, bf16>) {
+            // The constant, 2^SHIFT, keeps e from the subnormal numbers, which the instruction
+            // flushes, as long as the product with x is none.
+            constexpr float SHIFT = 8.f, FACTOR = 1.3846605e-13f;
+            constexpr float c[] = {2.8202498e+10f, -1.0852761e+08f, 372735.97f, -896.f};
+            const float e = arch::exp2_approx(SHIFT - fabsf(power));
+            return x * share_of(x, arch::multiply_rounded(e, FACTOR * monic(e, c)));
+        } else {
+            constexpr float SHIFT = -0.5431066f;
+            constexpr float c[] = {1.4570941f, -2.1213202f, 3.0485291f,
+                                   -4.070811f, 4.3861504f,  -3.0883117f};
+            const float e = arch::exp2_approx(SHIFT - fabsf(power));
+            return x * share_of(x, arch::multiply_rounded(e, monic(e, c)));
+        }
     }
-}
-// x times the normal distribution, computed as in normal() from -|x| times a factor. The relative
-// error is below 2^-11 down to x = -5 and 2^-10 beyond for bf16, below 2^-16 for fp16 where its
-// steps are not wider.
-template <class T>
-__device__ __forceinline__ float times_short_normal(float x) {
-    if constexpr (std::is_same_v<T, bf16>) {
-        constexpr float c[] = {-1.0005989f, 9.560053f, -32.842533f, 26.511461f,
-                               27.75091f,   18.1425f,  6.5722585f};
-        return x * share_of(x, arch::exp2_approx(monic(-fabsf(0.11972123f * x), c)));
-    } else {
-        constexpr float c[] = {-0.9999962f, 7.7360044f, -20.706167f, 16.335928f,
-                               17.186502f,  12.405804f, 5.3204036f};
-        return x * share_of(x, arch::exp2_approx(monic(-fabsf(0.14881434f * x), c)));
+    // x times the normal distribution, computed as in normal() from -|x| times a factor. The
+    // relative error is below 2^-11 down to x = -5 and 2^-10 beyond for bf16, below 2^-16 for fp16
+    // where its steps are not wider.
+    static __device__ __forceinline__ float times_normal(float x) {
+        if constexpr (std::is_same_v<T, bf16>) {
+            constexpr float c[] = {-1.0005989f, 9.560053f, -32.842533f, 26.511461f,
+                                   27.75091f,   18.1425f,  6.5722585f};
+            return x * share_of(x, arch::exp2_approx(monic(-fabsf(0.11972123f * x), c)));
+        } else {
+            constexpr float c[] = {-0.9999962f, 7.7360044f, -20.706167f, 16.335928f,
+                                   17.186502f,  12.405804f, 5.3204036f};
+            return x * share_of(x, arch::exp2_approx(monic(-fabsf(0.14881434f * x), c)));
+        }
     }
-}
-// Passes the short formula of an activation to `use`. Comparisons are used because the table of a
-// switch would have to come from memory.
-template <class T, class Use>
-__device__ __forceinline__ void with_short_formula(Activation activation, Use use) {
-    if (activation == Activation::silu) {
-        use([](float x) { return times_short_sigmoid<T>(x, 1.44269504f * x); });
-    } else if (activation == Activation::gelu_tanh) {  // gelu_tanh_argument(x) in base 2
-        use([](float x) {
-            const float y = 0.32084769f * x;
-            return times_short_sigmoid<T>(x, x * (2.3022082f + y * y));
-        });
-    } else if (activation == Activation::gelu) {
-        use([](float x) { return times_short_normal<T>(x); });
-    } else {
-        use([](float x) { return x; });
-    }
-}
+};
 
 // Serial formulas, for warps that take one value after the other, as epilogue warps do: each
 // instruction costs its latency, and special functions are not what limits, so there are two of
-// these and few others. x / (1 + 2^-power), with a relative error of about 2^-22 on either side.
-__device__ __forceinline__ float times_sigmoid(float x, float power) {
-    return x * arch::reciprocal_approx(1.f + arch::exp2_approx(-power));
-}
+// these and few others.
 template <class T>
-__device__ __forceinline__ float times_serial_normal(float x) {
-    if constexpr (std::is_same_v<T, bf16>) {
-        // log2(Phi(x) / Phi(-x)) is nearly a polynomial of degree 7, here without the factor of the
-        // highest power. The relative error of Phi is below 2^-9.8 to x = -4.8, where PyTorch's
-        // formula has as much, and a few percent at -6; beyond, the result falls faster than Phi.
-        constexpr float c[] = {174300.39f, 8309.456f, -108.62424f};
-        return times_sigmoid(x, x * (1.3179569e-05f * monic(x * x, c)));
-    } else {
-        return times_short_normal<T>(x);
+struct SerialFormulas {
+    // x / (1 + 2^-power), with a relative error of about 2^-22 on either side.
+    static __device__ __forceinline__ float times_sigmoid(float x, float power) {
+        return x * arch::reciprocal_approx(1.f + arch::exp2_approx(-power));
     }
-}
-template <class T, class Use>
-__device__ __forceinline__ void with_serial_formula(Activation activation, Use use) {
+    static __device__ __forceinline__ float times_normal(float x) {
+        if constexpr (std::is_same_v<T, bf16>) {
+            // log2(Phi(x) / Phi(-x)) is nearly a polynomial of degree 7, here without the factor of
+            // the highest power. The relative error of Phi is below 2^-9.8 to x = -4.8, where
+            // PyTorch's formula has as much, and a few percent at -6; beyond, the result falls
+            // faster than Phi.
+            constexpr float c[] = {174300.39f, 8309.456f, -108.62424f};
+            return times_sigmoid(x, x * (1.3179569e-05f * monic(x * x, c)));
+        } else {
+            return ShortFormulas<T>::times_normal(x);
+        }
+    }
+};
+
+// Passes the formula of an activation to `use`. Comparisons are used because the table of a switch
+// would have to come from memory.
+template <class Formulas, class Use>
+__device__ __forceinline__ void with_formula(Activation activation, Use use) {
     if (activation == Activation::silu) {
-        use([](float x) { return times_sigmoid(x, 1.44269504f * x); });
-    } else if (activation == Activation::gelu_tanh) {
+        use([](float x) { return Formulas::times_sigmoid(x, 1.44269504f * x); });
+    } else if (activation == Activation::gelu_tanh) {  // gelu_tanh_argument(x) in base 2
         use([](float x) {
             const float y = 0.32084769f * x;
-            return times_sigmoid(x, x * (2.3022082f + y * y));
+            return Formulas::times_sigmoid(x, x * (2.3022082f + y * y));
         });
     } else if (activation == Activation::gelu) {
-        use([](float x) { return times_serial_normal<T>(x); });
+        use([](float x) { return Formulas::times_normal(x); });
     } else {
         use([](float x) { return x; });
     }
@@ -238,7 +228,7 @@ struct FusedEpilogue {
         if (activation == Activation::relu) {
             return each([](float2 pair) { return arch::pack_bf16_relu(pair.x, pair.y); });
         }
-        with_short_formula<bf16>(activation, [&](auto function) {
+        with_formula<ShortFormulas<bf16>>(activation, [&](auto function) {
             each([&](float2 pair) { return pack_pair<bf16>(function(pair.x), function(pair.y)); });
         });
     }
@@ -270,7 +260,7 @@ struct FusedEpilogue {
         if (C.masked || g.out_dtype != DType::bf16 || activation <= Activation::relu) {
             return activate<n>(activation, value);
         }
-        with_short_formula<bf16>(activation, [&](auto function) {
+        with_formula<ShortFormulas<bf16>>(activation, [&](auto function) {
 #pragma unroll
             for (int i = 0; i < n; ++i) value(i) = function(value(i));
         });

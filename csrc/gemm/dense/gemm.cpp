@@ -16,12 +16,7 @@ Tensor gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
 Tensor gemm_forward_fused(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
                           std::optional<ScalarType> out_type, const std::optional<Tensor>& residual,
                           int64_t activation, int64_t gate, double alpha, double beta) {
-    return gemm_body<Tensor>(gpu, a, b, bias, out_type,
-                             {.residual = residual,
-                              .activation = activation,
-                              .gate = gate,
-                              .alpha = alpha,
-                              .beta = beta})
+    return gemm_body<Tensor>(gpu, a, b, bias, out_type, {residual, activation, gate, alpha, beta})
         .out;
 }
 
@@ -30,12 +25,7 @@ void gemm_forward_out(const Tensor& a, const Tensor& b, const std::optional<Tens
                       int64_t activation, int64_t gate, double alpha, double beta,
                       const Tensor& out) {
     gemm_body<Tensor>(gpu, a, b, bias, out.scalar_type(),
-                      {.residual = residual,
-                       .activation = activation,
-                       .gate = gate,
-                       .alpha = alpha,
-                       .beta = beta,
-                       .out = out});
+                      {residual, activation, gate, alpha, beta, false, out});
 }
 
 // The gradient needs z where there is an activation.
@@ -46,12 +36,7 @@ std::tuple<Tensor, Tensor> gemm_fused(const Tensor& a, const Tensor& b,
                                       int64_t gate, double alpha, double beta) {
     const bool keep = activation != 0 || gate != 0;
     Outputs<Tensor> result = gemm_body<Tensor>(gpu, a, b, bias, out_type,
-                                               {.residual = residual,
-                                                .activation = activation,
-                                                .gate = gate,
-                                                .alpha = alpha,
-                                                .beta = beta,
-                                                .store_aux = keep});
+                                               {residual, activation, gate, alpha, beta, keep});
     if (!keep) result.aux = empty({0}, result.out.scalar_type(), a);
     return {result.out, *result.aux};
 }

@@ -16,12 +16,10 @@
 
 #include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
+#include "csrc/common/fields.h"
 #include "csrc/gemm/common/epilogue.h"
+#include "csrc/gemm/common/listed.h"
 #include "csrc/gemm/common/tile_mask.h"
-
-namespace thunderkittens {
-struct KernelInfo;  // registry.h
-}
 
 namespace thunderkittens::gemm {
 
@@ -136,57 +134,13 @@ struct Params {
     Schedule schedule;
 };
 
-template <typename Visitor>
-void visit_fields(Problem& p, Visitor&& visit) {
-    visit("m", p.m);
-    visit("n", p.n);
-    visit("k", p.k);
-    visit("batch", p.batch);
-    visit("dtype", p.dtype);
-    visit("out_dtype", p.out_dtype);
-    visit("a_m_major", p.a_m_major);
-    visit("b_n_major", p.b_n_major);
-    visit("gate", p.gate);
-    visit("fused", p.fused);
-    visit("a_alignment", p.a_alignment);
-    visit("b_alignment", p.b_alignment);
-    visit("a_needs_copy", p.a_needs_copy);
-    visit("b_needs_copy", p.b_needs_copy);
-}
-
-template <typename Visitor>
-void visit_fields(Config& c, Visitor&& visit) {
-    visit("block_m", c.block_m);
-    visit("block_n", c.block_n);
-    visit("stages", c.stages);
-    visit("consumers", c.consumers);
-    visit("swap_ab", c.swap_ab);
-    visit("block_k", c.block_k);
-    visit("fused", c.fused);
-    visit("dtype", c.dtype);
-    visit("a_m_major", c.a_m_major);
-    visit("b_n_major", c.b_n_major);
-    visit("masked", c.masked);
-    visit("balanced", c.balanced);
-    visit("cluster_m", c.cluster_m);
-    visit("cluster_tile", c.cluster_tile);
-}
-template <typename Visitor>
-void visit_fields(Choice& c, Visitor&& visit) {
-    visit("strategy", c.kernel);
-    visit_fields(c.config, visit);
-    visit("raster_group", c.schedule.raster_group);
-    visit("raster_along_m", c.schedule.raster_along_m);
-    visit("blocks", c.schedule.blocks);
-    visit("splits", c.schedule.splits);
-    visit("share_m", c.schedule.share_m);
-    visit("share_n", c.schedule.share_n);
-    visit("per_sm", c.schedule.per_sm);
-    visit("evict_first_b", c.schedule.evict_first_b);
-    visit("store_interval", c.schedule.store_interval);
-    visit("columns", c.schedule.columns);
-    visit("extra_rows", c.schedule.extra_rows);
-}
+TK_FIELDS(Problem, m, n, k, batch, dtype, out_dtype, a_m_major, b_n_major, gate, fused, a_alignment,
+          b_alignment, a_needs_copy, b_needs_copy)
+TK_FIELDS(Config, block_m, block_n, stages, consumers, swap_ab, block_k, fused, dtype, a_m_major,
+          b_n_major, masked, balanced, cluster_m, cluster_tile)
+TK_FIELDS(Schedule, raster_group, raster_along_m, blocks, splits, share_m, share_n, per_sm,
+          evict_first_b, store_interval, columns, extra_rows)
+TK_CHOICE_FIELDS(Choice)
 
 // Tile shapes that are compiled, each for both dtypes and the four layouts of the operands.
 struct TileShape {
@@ -354,13 +308,7 @@ struct ConfigName {
                balanced == c.balanced && cluster_m == c.cluster_m && cluster_tile == c.cluster_tile;
     }
 };
-// The one that has the name. One that is not compiled is an error of the compiler.
-consteval Config config_of(const ConfigName& name) {
-    for (std::size_t i = 0; i < CONFIGS; ++i) {
-        if (name.is_of(config_at(i))) return config_at(i);
-    }
-    throw "no such configuration is listed";
-}
+consteval Config config_of(const ConfigName& name) { return named<config_at, CONFIGS>(name); }
 
 // The kernel of a configuration that is listed, for all calls: some have a single-wave kernel
 // beside it.
@@ -463,7 +411,7 @@ std::vector<KernelInfo> kernels();
 // is forced itself, and a grid is whole clusters.
 void follow_forced(Choice& choice, const Choice& before, bool kernel_is_forced);
 
-// Run a kernel of `config` on the stream, each the one of its file.
+// Run a kernel of `config` on the stream, each the one of its file; the first also balanced ones.
 template <Config config>
 void launch(const Params& params, Stream stream);
 template <Config config>
@@ -476,8 +424,6 @@ template <Config config>
 void launch_cluster_tile(const Params& params, Stream stream);
 template <Config config>
 void launch_short_k(const Params& params, Stream stream);
-template <Config config>
-void launch_balanced(const Params& params, Stream stream);
 template <Config config>
 void launch_swap_ab(const Params& params, Stream stream);
 

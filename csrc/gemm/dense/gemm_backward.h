@@ -13,11 +13,8 @@
 
 #include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
+#include "csrc/common/fields.h"
 #include "csrc/gemm/common/epilogue.h"
-
-namespace thunderkittens {
-struct KernelInfo;  // registry.h
-}
 
 namespace thunderkittens::gemm_backward {
 
@@ -57,19 +54,8 @@ struct Params {
     bool aligned = false;  // eight gates, values and gradients lie at multiples of 16 bytes
 };
 
-template <typename Visitor>
-void visit_fields(Problem& p, Visitor&& visit) {
-    visit("rows", p.rows);
-    visit("columns", p.columns);
-    visit("dtype", p.dtype);
-    visit("activation", p.activation);
-    visit("gate", p.gate);
-}
-template <typename Visitor>
-void visit_fields(Config& c, Visitor&& visit) {
-    visit("dtype", c.dtype);
-    visit("gate", c.gate);
-}
+TK_FIELDS(Problem, rows, columns, dtype, activation, gate)
+TK_FIELDS(Config, dtype, gate)
 
 constexpr int64_t chunks_of(int64_t columns) { return (columns + CHUNK - 1) / CHUNK; }
 constexpr int64_t blocks_of(int64_t rows, int64_t columns) {

@@ -30,8 +30,7 @@ Tensor gemm_backward_body(const Backend<Tensor>& on, const Tensor& grad_in, cons
         .dtype = Backend<Tensor>::dtype_of(grad_in.scalar_type()).value_or(DType::int32),
         .activation = static_cast<Activation>(activation),
         .gate = static_cast<Gate>(gate)};
-    const std::string reason = unsupported(problem, device);
-    TK_CHECK(reason.empty(), OP, ": ", reason);
+    check_supported(OP, unsupported(problem, device));
     const Tensor out = empty(z_in.sizes(), z_in.scalar_type(), z_in);
     if (out.numel() == 0) return out;
     const bool in_place = grad_in.dim() == 2 && (columns == 1 || grad_in.stride(1) == 1);

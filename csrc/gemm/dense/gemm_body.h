@@ -2,6 +2,7 @@
 // launch. Host C++ without torch.
 #pragma once
 
+#include "csrc/gemm/common/checks.h"
 #include "csrc/gemm/common/operands.h"
 #include "csrc/gemm/dense/dispatch.h"
 
@@ -37,8 +38,8 @@ Operand<Tensor> along_k(const Tensor& b) {
 // column.
 template <class Tensor>
 Operand<Tensor> zeros(const Tensor& like, bool swapped) {
-    Operand<Tensor> result{.tensor = empty({8}, like.scalar_type(), like), .swapped = swapped};
-    zero_(result.tensor);
+    Operand<Tensor> result{.tensor = zeroed(empty({8}, like.scalar_type(), like)),
+                           .swapped = swapped};
     result.view = as_4d(result.tensor);
     return result;
 }
@@ -63,20 +64,13 @@ DType check_operands(const Tensor& a, const Tensor& b, const std::optional<Tenso
     check_same_device(OP, "b", b, "a", a);
     const DType dtype = check_dtype(OP, "a", a, {DType::bf16, DType::fp16});
     check_same_dtype(OP, "b", b, "a", a);
-    if (bias) {
-        check_same_device(OP, "bias", *bias, "a", a);
-        check_same_dtype(OP, "bias", *bias, "a", a);
-    }
     check_dims(OP, "a", a, {2, 3});
     check_dims(OP, "b", b, {2, 3});
     const bool batches_match = b.dim() == 2 || (a.dim() == 3 && a.size(0) == b.size(0));
     TK_CHECK(batches_match && a.size(-1) == b.size(-2), OP, ": a has shape ", shape_text(a),
              " and b has shape ", shape_text(b),
              "; expected (M, K) @ (K, N), (B, M, K) @ (K, N) or (B, M, K) @ (B, K, N)");
-    if (bias) {
-        TK_CHECK(bias->dim() == 1 && bias->size(0) == b.size(-1), OP, ": bias has shape ",
-                 shape_text(*bias), "; expected (", b.size(-1), ",), one value per column of b");
-    }
+    if (bias) check_bias(OP, *bias, a, b.size(-1), {dtype});
     return dtype;
 }
 
@@ -84,14 +78,9 @@ template <class Tensor>
 Shape check_call(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
                  std::optional<typename Backend<Tensor>::ScalarType> out_type,
                  const Options<Tensor>& options) {
-    using Types = Backend<Tensor>;
     const DType dtype = check_operands(a, b, bias);
-    const std::optional<DType> out_dtype = out_type ? Types::dtype_of(*out_type) : dtype;
-    TK_CHECK(out_dtype && *out_dtype != DType::int32 && !is_fp8(*out_dtype), OP, ": out_dtype is ",
-             Types::dtype_text(*out_type),
-             "; supported are torch.bfloat16, torch.float16 and torch.float32");
-    TK_CHECK(options.activation >= 0 && options.activation <= int64_t(Activation::silu), OP,
-             ": activation is ", options.activation, "; expected 0 to ", int(Activation::silu));
+    const DType out_dtype = checked_out_dtype<Tensor>(OP, out_type, dtype);
+    check_activation(OP, options.activation);
     TK_CHECK(options.gate >= 0 && options.gate <= int64_t(Gate::interleaved), OP, ": gate is ",
              options.gate, "; expected 0 to ", int(Gate::interleaved));
     const Gate gate = static_cast<Gate>(options.gate);
@@ -104,7 +93,7 @@ Shape check_call(const Tensor& a, const Tensor& b, const std::optional<Tensor>& 
             .batch = a.dim() == 3 ? a.size(0) : 1,
             .out_n = gate == Gate::none ? n : n / 2,
             .dtype = dtype,
-            .out_dtype = *out_dtype,
+            .out_dtype = out_dtype,
             .gate = gate};
 }
 

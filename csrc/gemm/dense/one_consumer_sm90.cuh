@@ -95,9 +95,8 @@ template <Config C>
 void launch_one_consumer(const Params& params, Stream stream) {
     using Traits = sm90::KernelTraits<C>;
     const auto globals = sm90::make_globals<C>(params);
-    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::one_consumer_kernel<Traits>,
-                    sm90::grid_of<C>(params, globals.one_wave), dim3(Traits::threads), dim3(1),
-                    sizeof(typename Traits::Shared), stream, globals);
+    launch_dependent<Traits>(sm90::one_consumer_kernel<Traits>,
+                             sm90::grid_of<C>(params, globals.one_wave), dim3(1), stream, globals);
 }
 
 }  // namespace thunderkittens::gemm

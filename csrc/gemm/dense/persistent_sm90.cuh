@@ -15,7 +15,7 @@
 // nothing there.
 #pragma once
 
-#include "csrc/common/math.h"
+#include "csrc/gemm/common/launch_sm90.cuh"
 #include "csrc/gemm/common/tile_mask_sm90.cuh"
 #include "csrc/gemm/dense/epilogue_warps_sm90.cuh"
 #include "csrc/gemm/dense/prologue_sm90.cuh"
@@ -121,12 +121,15 @@ __device__ __forceinline__ void multiply_balanced(D& d, const A& a, const B& b, 
     }
 }
 
-// The product of a step; for a narrow tile, of the first columns alone.
-template <class Traits, bool two_widths, bool transpose_a, bool transpose_b, class D, class A,
-          class B>
-__device__ __forceinline__ void multiply(const typename Traits::Globals& g, D& d, const A& a,
-                                         const B& b, bool accumulate,
-                                         typename Traits::Narrow narrow) {
+// A consumer's product of a step; for a narrow tile, of the first columns alone.
+template <class Traits, bool two_widths, class D>
+__device__ __forceinline__ void multiply(const typename Traits::Globals& g, D& d,
+                                         typename Traits::Stage& stage, int consumer,
+                                         bool accumulate, typename Traits::Narrow narrow) {
+    constexpr bool transpose_a = Traits::config.a_m_major, transpose_b = !Traits::config.b_n_major;
+    using B = typename Traits::b_tile;
+    const auto a = Traits::rows_of(stage, consumer);
+    const B& b = stage.b;
     if constexpr (Traits::config.balanced) {
         constexpr int least = D::cols - widest(Traits::config);
         return multiply_balanced<Traits, transpose_a, transpose_b, least>(d, a, b, accumulate,
@@ -206,15 +209,7 @@ __device__ __forceinline__ void consume(const typename KernelTraits<C>::Globals&
             }
             auto& stage = shared.stages[ring.stage];
             wait(shared.full[ring.stage], ring.phase);
-            if constexpr (C.a_m_major) {
-                auto rows = stage.a.template subtile<BLOCK_K, Traits::consumer_rows>({0, consumer});
-                multiply<Traits, two_widths, true, !C.b_n_major>(g, d, rows, stage.b, k > 0,
-                                                                 narrow);
-            } else {
-                auto rows = stage.a.template subtile<Traits::consumer_rows, BLOCK_K>({consumer, 0});
-                multiply<Traits, two_widths, false, !C.b_n_major>(g, d, rows, stage.b, k > 0,
-                                                                  narrow);
-            }
+            multiply<Traits, two_widths>(g, d, stage, consumer, k > 0, narrow);
             if constexpr (Traits::has_epilogue_warps) {
                 if (deferred.any && k <= g.store_pipeline.last_store) {
 #pragma unroll
@@ -236,8 +231,7 @@ __device__ __forceinline__ void consume(const typename KernelTraits<C>::Globals&
                     // The release of the row's stage, one arrival for the warpgroup, does not tell
                     // that all warps have read the row. A barrier here would serialise the products
                     // (C7511).
-                    arch::sync_warp();
-                    if (laneid() == 0) arrive(shared.empty[Traits::first_bias_row + row]);
+                    arrive_by_warp(shared.empty[Traits::first_bias_row + row]);
                 }
             } else if (deferred.any && k < deferred.sent(g) * steps) {
 #pragma unroll
@@ -407,14 +401,9 @@ Residual<C> residual_of(const Params& p, int64_t out_n) {
         using GL = decltype(Residual<C>::map);
         const Epilogue& e = p.epilogue;
         const int64_t words = size_in_bytes(p.out_dtype) / 2;
-        const auto at = [](const void* data) {
-            return static_cast<bf16*>(const_cast<void*>(data));
-        };
-        if (e.residual == nullptr) {
-            return {GL(at(p.a), 1, nullptr, 1, 64, gl_strides{0, 0, 64})};
-        }
-        return {GL(at(e.residual), p.batch, nullptr, p.m, out_n * words,
-                   gl_strides{e.residual_batch_stride * words, 0, e.residual_stride * words})};
+        if (e.residual == nullptr) return {matrix_of<GL>(p.a, 1, 64, 64)};
+        return {matrix_of<GL>(e.residual, p.m, out_n * words, e.residual_stride * words, p.batch,
+                              e.residual_batch_stride * words)};
     } else {
         return {};
     }
@@ -425,12 +414,8 @@ template <Config C>
 AuxOutput<C> aux_of(const Params& p, bool stores_aux) {
     if constexpr (has_epilogue_warps(C)) {
         using GL = decltype(AuxOutput<C>::map);
-        if (!stores_aux) {
-            void* any = const_cast<void*>(p.a);
-            return {GL(static_cast<bf16*>(any), 1, nullptr, 1, 64, gl_strides{0, 0, 64})};
-        }
-        return {GL(static_cast<bf16*>(p.epilogue.aux), p.batch, nullptr, p.m, p.n,
-                   gl_strides{p.m * p.n, 0, p.n})};
+        if (!stores_aux) return {matrix_of<GL>(p.a, 1, 64, 64)};
+        return {matrix_of<GL>(p.epilogue.aux, p.m, p.n, p.n, p.batch, p.m * p.n)};
     } else {
         return {};
     }
@@ -442,19 +427,11 @@ BalancedMaps<C> balanced_maps_of(const Params& p, const auto& order) {
     BalancedMaps<C> balanced{};
     if constexpr (C.balanced && !C.b_n_major) {
         constexpr int half = C.block_n / 2;
-        host::TensorMapSpec spec{
-            .data = p.b,
-            .type = kittens::detail::tensor_map_type<typename KernelTraits<C>::T>(),
-            .element_bytes = 2,
-            .dims = {uint64_t(p.k), uint64_t(p.n), 1, 1},
-            .strides = {p.b_stride, 0, 0},
-            .box = {BLOCK_K, 0, 1, 1},
-            .swizzle_bytes = 128};
         for (uint32_t kind = 0; kind < 4; ++kind) {
             const uint32_t width = order.width_of(kind);
             if (width <= half || width > static_cast<uint32_t>(widest(C))) continue;
-            spec.box[1] = width - half;
-            balanced.maps[kind] = host::encode_tensor_map(spec);
+            balanced.maps[kind] =
+                map_of_lines<typename KernelTraits<C>::T>(p.b, p.n, p.k, p.b_stride, width - half);
         }
     }
     return balanced;
@@ -465,13 +442,7 @@ inline bool is_one_wave(const Schedule&, const BalancedOrder&) { return false; }
 template <Config C>
 typename KernelTraits<C>::Globals make_globals(const Params& p) {
     using Traits = KernelTraits<C>;
-    const auto matrix = [&]<class GL>(const void* data, bool transposed, int64_t rows, int64_t cols,
-                                      int64_t stride, int64_t batch_stride) {
-        if (transposed) std::swap(rows, cols);
-        return GL(static_cast<typename GL::T*>(const_cast<void*>(data)),
-                  batch_stride != 0 ? p.batch : 1, nullptr, rows, cols,
-                  gl_strides{batch_stride, 0, stride});
-    };
+    using Globals = typename Traits::Globals;
     const Epilogue& e = p.epilogue;
     const int64_t out_n = e.gate == Gate::none ? p.n : p.n / 2;
     const int64_t size = size_in_bytes(p.out_dtype);
@@ -495,11 +466,11 @@ typename KernelTraits<C>::Globals make_globals(const Params& p) {
     // To TMA the output is a matrix of 16-bit words. Where TMA does not store, the map is a
     // stand-in that nobody uses.
     const int64_t words = size / 2;
-    const auto out = tma_store ? matrix.template operator()<decltype(Traits::Globals::out_map)>(
-                                     p.out, false, p.m, out_n * words, p.out_stride * words,
-                                     p.out_batch_stride * words)
-                               : matrix.template operator()<decltype(Traits::Globals::out_map)>(
-                                     p.a, false, 1, 64, 64, 0);
+    using OutMap = decltype(Globals::out_map);
+    const auto out = tma_store
+                         ? matrices_of<OutMap>(p.out, p.m, out_n * words, p.out_stride * words,
+                                               p.batch, p.out_batch_stride * words)
+                         : matrix_of<OutMap>(p.a, 1, 64, 64);
     const auto order = [&] {
         if constexpr (C.balanced) {
             return make_balanced_order(C, p.schedule, p.m, p.n);
@@ -508,10 +479,10 @@ typename KernelTraits<C>::Globals make_globals(const Params& p) {
             const bool no_alias =
                 by_epilogue_warps ? e.residual != p.out : e.gate == Gate::none && e.aux == nullptr;
             const bool allowed = tma_store && p.out_dtype == C.dtype && no_alias;
-            return make_two_width_order(C, p.schedule, p.m, p.n, p.batch, allowed,
+            return make_two_width_order(tile_walk(C, p.schedule), p.m, p.n, p.batch, allowed,
                                         e.gate == Gate::blocked);
         } else {
-            return make_order(C, p.schedule, p.m, p.n, p.batch);
+            return make_order(tile_walk(C, p.schedule), p.m, p.n, p.batch);
         }
     }();
     const bool one_wave = C.cluster_m == 1 && is_one_wave(p.schedule, order);
@@ -541,10 +512,12 @@ typename KernelTraits<C>::Globals make_globals(const Params& p) {
         .out_stride = p.out_stride,
         .out_batch_stride = p.out_batch_stride,
         .mask = p.mask,
-        .a = matrix.template operator()<decltype(Traits::Globals::a)>(p.a, C.a_m_major, p.m, p.k,
-                                                                      p.a_stride, p.a_batch_stride),
-        .b = matrix.template operator()<decltype(Traits::Globals::b)>(p.b, !C.b_n_major, p.k, p.n,
-                                                                      p.b_stride, p.b_batch_stride),
+        .a =
+            matrices_of<decltype(Globals::a)>(p.a, C.a_m_major ? p.k : p.m, C.a_m_major ? p.m : p.k,
+                                              p.a_stride, p.batch, p.a_batch_stride),
+        .b =
+            matrices_of<decltype(Globals::b)>(p.b, C.b_n_major ? p.k : p.n, C.b_n_major ? p.n : p.k,
+                                              p.b_stride, p.batch, p.b_batch_stride),
         .out_map = out,
         .residual = residual_of<C>(p, out_n),
         .aux = aux_of<C>(p, by_epilogue_warps && e.aux != nullptr),
@@ -565,10 +538,11 @@ dim3 grid_of(const Params& p, bool one_wave) {
 template <Config C>
 void launch(const Params& params, Stream stream) {
     using Traits = sm90::KernelTraits<C>;
+    static_assert(!C.balanced || sm90::DeferredStore<C>::subtiles == (C.block_n + 63) / 64);
     const auto globals = sm90::make_globals<C>(params);
-    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::persistent_gemm_kernel<Traits>,
-                    sm90::grid_of<C>(params, globals.one_wave), dim3(Traits::threads),
-                    dim3(C.cluster_m), sizeof(typename Traits::Shared), stream, globals);
+    launch_dependent<Traits>(sm90::persistent_gemm_kernel<Traits>,
+                             sm90::grid_of<C>(params, globals.one_wave), dim3(C.cluster_m), stream,
+                             globals);
 }
 
 }  // namespace thunderkittens::gemm

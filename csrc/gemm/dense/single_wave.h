@@ -4,8 +4,8 @@
 // configurations have one, its resources, and which calls it computes.
 #pragma once
 
+#include "csrc/gemm/common/raster.h"
 #include "csrc/gemm/dense/gemm.h"
-#include "csrc/gemm/dense/tile_order.h"
 
 namespace thunderkittens::gemm {
 

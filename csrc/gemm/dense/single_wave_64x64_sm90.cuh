@@ -146,10 +146,8 @@ template <Config C>
 void launch_single_wave_64x64(const Params& params, Stream stream) {
     using Traits = sm90::SingleWaveTraits<C>;
     const auto g = sm90::make_globals<C>(params);
-    kittens::launch(
-        kittens::LaunchOptions{.dependent = true}, sm90::single_wave_64x64_kernel<Traits>,
-        sm90::grid_of<C>(params, true), dim3(Traits::threads), dim3(1),
-        sizeof(typename Traits::Shared), stream,
+    launch_dependent<Traits>(
+        sm90::single_wave_64x64_kernel<Traits>, sm90::grid_of<C>(params, true), dim3(1), stream,
         typename Traits::Globals{
             .k_blocks = g.k_blocks,
             .last_row = last_row(static_cast<uint32_t>(params.m), C.block_m, C.a_m_major),

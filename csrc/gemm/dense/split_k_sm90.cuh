@@ -8,7 +8,7 @@
 // common/reduce_workspace_sm90.cuh.
 #pragma once
 
-#include "csrc/common/math.h"
+#include "csrc/gemm/common/launch_sm90.cuh"
 #include "csrc/gemm/common/raster.h"
 #include "csrc/gemm/common/reduce_workspace_sm90.cuh"
 #include "csrc/gemm/dense/prologue_sm90.cuh"
@@ -234,19 +234,9 @@ template <DType dtype>
 bool launch_split_k(const Config& config, const Params& p, const Workspace& workspace,
                     Stream stream) {
     using Traits = sm90::SplitKTraits<dtype>;
+    using T = typename Traits::T;
     const int width = config.block_n;
     const bool b_n_major = config.b_n_major;
-    const auto map = [](const void* data, int64_t rows, int64_t columns, int64_t stride,
-                        uint32_t height) {
-        return kittens::host::encode_tensor_map(
-            {.data = data,
-             .type = kittens::detail::tensor_map_type<typename Traits::T>(),
-             .element_bytes = 2,
-             .dims = {static_cast<uint64_t>(columns), static_cast<uint64_t>(rows), 1, 1},
-             .strides = {stride, 0, 0},
-             .box = {64, height, 1, 1},
-             .swizzle_bytes = 128});
-    };
     constexpr int height = Traits::config.block_m;
     const int splits = p.schedule.splits;
     const uint32_t units = width / SPLIT_K_UNIT;
@@ -271,9 +261,9 @@ bool launch_split_k(const Config& config, const Params& p, const Workspace& work
             .segments = segments,
             .units_each = units / splits,
             .units_more = units % splits,
-            .a = map(p.a, p.m, p.k, p.a_stride, height),
-            .b = b_n_major ? map(p.b, p.k, p.n, p.b_stride, BLOCK_K)
-                           : map(p.b, p.n, p.k, p.b_stride, width),
+            .a = map_of_lines<T>(p.a, p.m, p.k, p.a_stride, height),
+            .b = b_n_major ? map_of_lines<T>(p.b, p.k, p.n, p.b_stride, BLOCK_K)
+                           : map_of_lines<T>(p.b, p.n, p.k, p.b_stride, width),
             .partials = static_cast<float4*>(workspace.data),
             .flags = reinterpret_cast<uint64_t*>(static_cast<char*>(workspace.data) + sums),
             .epoch = workspace.epoch,

@@ -151,6 +151,13 @@ struct KernelTraits {
         a_tile a;
         b_tile b;
     };
+    // The rows of a stage that are a consumer's.
+    static __device__ __forceinline__ auto rows_of(Stage& stage, int consumer) {
+        if constexpr (C.a_m_major)
+            return stage.a.template subtile<BLOCK_K, consumer_rows>({0, consumer});
+        else
+            return stage.a.template subtile<consumer_rows, BLOCK_K>({consumer, 0});
+    }
     // As it is, a row for each stage that can be a tile's first (epilogue warps), or as fp32 for
     // each consumer.
     using Bias = std::conditional_t<has_epilogue_warps, sv<T, C.block_n>[C.stages],

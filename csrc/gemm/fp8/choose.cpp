@@ -261,13 +261,14 @@ void follow_forced(Choice& choice, const Choice& before, bool kernel_is_forced) 
 }
 
 std::string kernel_name(const Config& c) {
-    return concat(name_of(c.a), '_', name_of(c.b), '_', kind_of(c), '_', c.block_m, 'x', c.block_n);
+    return concat(name_of(c.a_dtype), '_', name_of(c.b_dtype), '_', kind_of(c), '_', c.block_m, 'x',
+                  c.block_n);
 }
 
 std::string kernel_name(const Choice& choice) {
     const Config& c = choice.config;
     if (choice.kernel == Kernel::split_k)
-        return concat(name_of(c.a), '_', name_of(c.b), "_split_k_", name_of(c.sums));
+        return concat(name_of(c.a_dtype), '_', name_of(c.b_dtype), "_split_k_", name_of(c.sums));
     return kernel_name(c) + (choice.kernel == Kernel::rowwise ? ROWWISE : "");
 }
 

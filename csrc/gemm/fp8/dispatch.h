@@ -24,7 +24,7 @@ inline Choice fallback(Choice choice) {
         const auto* whole = std::find_if(
             std::begin(TILE_SHAPES), std::end(TILE_SHAPES),
             [&](const TileShape& s) { return s.sums == choice.config.sums && s.block_n == 128; });
-        choice.config = make_config(*whole, {choice.config.a, choice.config.b});
+        choice.config = make_config(*whole, {choice.config.a_dtype, choice.config.b_dtype});
         choice.schedule = {.blocks = choice.schedule.blocks};
     }
     choice.kernel = kernel_of(choice.config);

@@ -113,6 +113,14 @@ struct DeferredStore {
     static __device__ __forceinline__ int first_of(int subtile, bool narrow) {
         return Cut::first(subtile) - (narrow && subtile == across - 1 ? Traits::narrow_by : 0);
     }
+    // Calls use(first) with the same as a constant, for indices of registers.
+    template <class Use>
+    static __device__ __forceinline__ void with_first(int subtile, bool narrow, Use use) {
+        if (Traits::two_widths && narrow && subtile == across - 1)
+            use(first_of(subtile, true));
+        else
+            use(first_of(subtile, false));
+    }
     template <class O>
     __device__ __forceinline__ void pack(
         const rt_fl<16, Traits::product_cols> (&d)[Traits::products]) {
@@ -150,10 +158,7 @@ struct DeferredStore {
         if (laneid() == 0) tma::store_async_read_wait<running>();
         arch::sync_warp();
         const int in_row = subtile % across;
-        if (Traits::two_widths && narrow && in_row == across - 1)
-            stage(buffer, subtile / across, first_of(in_row, true));
-        else
-            stage(buffer, subtile / across, first_of(in_row, false));
+        with_first(in_row, narrow, [&](int first) { stage(buffer, subtile / across, first); });
         send_by_tma<C>(g, buffer, row + subtile / across * 64, col + first_of(in_row, narrow));
     }
     __device__ __forceinline__ void stage(staging& buffer, int product, int first) const {
@@ -313,10 +318,7 @@ struct TileScales {
             return columns_of<C>(shared).address();
     }
     static __device__ __forceinline__ void release(typename Traits::Shared& shared) {
-        if constexpr (copied) {
-            arch::sync_warp();
-            if (laneid() == 0) arrive(used(shared));
-        }
+        if constexpr (copied) arrive_by_warp(used(shared));
     }
 };
 

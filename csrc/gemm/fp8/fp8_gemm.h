@@ -14,10 +14,7 @@
 #include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
 #include "csrc/common/fields.h"
-
-namespace thunderkittens {
-struct KernelInfo;  // registry.h
-}
+#include "csrc/gemm/common/listed.h"
 
 namespace thunderkittens::fp8_gemm {
 
@@ -54,7 +51,7 @@ struct Config {
     bool swap_ab = false;
     int block_k = 128;
     Sums sums = Sums::fast;
-    DType a = DType::e4m3, b = DType::e4m3;
+    DType a_dtype = DType::e4m3, b_dtype = DType::e4m3;
     // A kernel for block-wise 1D2D scales alone, and outputs of a 16-bit type, stored by TMA,
     // without activation.
     bool blockwise_only = false;
@@ -115,33 +112,10 @@ struct Params {
 
 TK_FIELDS(Problem, m, n, k, groups, a_dtype, b_dtype, out_dtype, accurate, blockwise,
           blockwise_1d1d, grouped, activated)
-
-template <typename Visitor>
-void visit_fields(Config& c, Visitor&& visit) {
-    visit("block_m", c.block_m);
-    visit("block_n", c.block_n);
-    visit("stages", c.stages);
-    visit("consumers", c.consumers);
-    visit("buffers", c.buffers);
-    visit("swap_ab", c.swap_ab);
-    visit("block_k", c.block_k);
-    visit("sums", c.sums);
-    visit("a_dtype", c.a);
-    visit("b_dtype", c.b);
-    visit("blockwise_only", c.blockwise_only);
-}
-template <typename Visitor>
-void visit_fields(Choice& c, Visitor&& visit) {
-    visit("strategy", c.kernel);
-    visit_fields(c.config, visit);
-    visit("cluster_m", c.schedule.cluster_m);
-    visit("cluster_n", c.schedule.cluster_n);
-    visit("raster_group", c.schedule.raster_group);
-    visit("blocks", c.schedule.blocks);
-    visit("splits", c.schedule.splits);
-    visit("columns", c.schedule.columns);
-    visit("extra_rows", c.schedule.extra_rows);
-}
+TK_FIELDS(Config, block_m, block_n, stages, consumers, buffers, swap_ab, block_k, sums, a_dtype,
+          b_dtype, blockwise_only)
+TK_FIELDS(Schedule, cluster_m, cluster_n, raster_group, blocks, splits, columns, extra_rows)
+TK_CHOICE_FIELDS(Choice)
 
 // Tile shapes that are compiled, each for the three pairs of dtypes.
 struct TileShape {
@@ -177,8 +151,8 @@ constexpr Config make_config(const SwapAbShape& shape, const DTypes& dtypes) {
             .swap_ab = true,
             .block_k = shape.block_k,
             .sums = Sums::promoted,
-            .a = dtypes.a,
-            .b = dtypes.b};
+            .a_dtype = dtypes.a,
+            .b_dtype = dtypes.b};
 }
 constexpr Config make_config(const TileShape& shape, const DTypes& dtypes,
                              bool blockwise_only = false) {
@@ -201,7 +175,9 @@ constexpr bool is_pingpong(const Config& c) {
 }
 // Whether a kernel has balanced tiling with two widths; and whether of a configuration only the
 // kernel for row-wise scales has it.
-constexpr bool is_first_pair(const Config& c) { return c.a == DType::e4m3 && c.b == DType::e4m3; }
+constexpr bool is_first_pair(const Config& c) {
+    return c.a_dtype == DType::e4m3 && c.b_dtype == DType::e4m3;
+}
 constexpr bool narrows_rowwise_only(const Config& c) {
     return !c.swap_ab && !c.blockwise_only && c.sums == Sums::promoted && c.block_n == 176 &&
            is_first_pair(c);
@@ -279,17 +255,14 @@ struct ScaleKind {
 // blocks of k) and (blocks of k, blocks of n) for 1D2D or (blocks of k, n) for 1D1D.
 constexpr ScaleKind scale_kind(const ScaleShapes& s, int64_t m, int64_t n, int64_t k) {
     const int64_t k_blocks = (k + 127) / 128, n_blocks = (n + 127) / 128;
-    if ((s.a_rows == 1 || s.a_rows == m) && s.a_cols == 1 && s.b_rows == 1 &&
-        (s.b_cols == 1 || s.b_cols == n) && (k_blocks <= 1 || k == 0)) {
-        return {true, k == 0, false};
-    }
+    const bool outer = (s.a_rows == 1 || s.a_rows == m) && s.a_cols == 1 && s.b_rows == 1 &&
+                       (s.b_cols == 1 || s.b_cols == n);
+    if (outer && k_blocks <= 1) return {true, k == 0, false};
     if (s.a_rows == m && s.a_cols == k_blocks && s.b_rows == k_blocks &&
         (s.b_cols == n_blocks || s.b_cols == n)) {
         return {true, true, s.b_cols != n_blocks};
     }
-    const bool valid = (s.a_rows == 1 || s.a_rows == m) && s.a_cols == 1 && s.b_rows == 1 &&
-                       (s.b_cols == 1 || s.b_cols == n);
-    return {valid, k == 0, false};
+    return {outer, k == 0, false};
 }
 
 // Every kernel that is compiled, by number: what the launchers are enumerated by.
@@ -308,19 +281,13 @@ struct ConfigName {
     Sums sums = Sums::promoted;
     DType a = DType::e4m3, b = DType::e4m3;
     bool swap_ab = false, blockwise_only = false;
-};
-// The one that has the name. One that is not compiled is an error of the compiler.
-consteval Config config_of(const ConfigName& name) {
-    for (std::size_t i = 0; i < CONFIGS; ++i) {
-        const Config c = config_at(i);
-        if (name.block_m == c.block_m && name.block_n == c.block_n && name.sums == c.sums &&
-            name.a == c.a && name.b == c.b && name.swap_ab == c.swap_ab &&
-            name.blockwise_only == c.blockwise_only) {
-            return c;
-        }
+
+    constexpr bool is_of(const Config& c) const {
+        return block_m == c.block_m && block_n == c.block_n && sums == c.sums && a == c.a_dtype &&
+               b == c.b_dtype && swap_ab == c.swap_ab && blockwise_only == c.blockwise_only;
     }
-    throw "no such configuration is listed";
-}
+};
+consteval Config config_of(const ConfigName& name) { return gemm::named<config_at, CONFIGS>(name); }
 
 // Empty when choose() has a kernel for the problem, else the reason in a sentence.
 std::string unsupported(const Problem& problem, const DeviceProperties& device);

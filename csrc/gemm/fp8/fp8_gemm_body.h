@@ -135,17 +135,12 @@ Tensor fp8_gemm_body(const Backend<Tensor>& on, const Tensor& a, const Tensor& b
                      const Tensor& scale_a, const Tensor& scale_b, const Options<Tensor>& options) {
     Shape s = check_operands(a, b, scale_a, scale_b, options.offs.has_value());
     check_options(a, options, s);
-    std::optional<Tensor> row, ends;
-    if (options.bias) row = packed(*options.bias);
-    if (options.offs) ends = packed(*options.offs);
+    const auto row = packed(options.bias), ends = packed(options.offs);
 
     const auto guard = on.guard(a);
     Tensor out = empty({s.m, s.n}, Backend<Tensor>::scalar_type(s.out_dtype), a);
     if (s.m == 0 || s.n == 0) return out;
-    if (s.groups == 0) {
-        zero_(out);
-        return out;
-    }
+    if (s.groups == 0) return zeroed(out);
     // Without k all sums are zero, which the kernel of promoted sums begins with.
     const bool blockwise = s.kind.blockwise, nothing = s.k == 0;
     const Problem problem{.m = s.m,

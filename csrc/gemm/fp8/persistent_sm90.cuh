@@ -164,8 +164,7 @@ __device__ __forceinline__ void produce_tile_scales(const typename KernelTraits<
                                    load_any(g.bias, g.bias_dtype, column(i)));
             }
         }
-        arch::sync_warp();
-        if (laneid() == 0) arrive(Where::there(shared));
+        arrive_by_warp(Where::there(shared));
     });
 }
 
@@ -235,16 +234,10 @@ __device__ __forceinline__ void run_tiles(const typename Traits::Globals& g,
     constexpr Config C = Traits::config;
     const bool alone = g.cluster_m * g.cluster_n == 1;
     const bool copies_scales = C.blockwise_only || (!Traits::fast && g.blockwise);
-
-    const auto prefetch_maps = [&] {
-        tma::prefetch_map<typename Traits::a_part>(g.a);
-        tma::prefetch_map<typename Traits::b_part>(g.b);
-        tma::prefetch_map<typename Traits::out_tile>(g.out);
-    };
     if (warpgroup::groupid() == Traits::consumers) {
         if (warpgroup::warpid() == 0) {
             if (arch::elect_one()) {
-                if constexpr (!Traits::pingpong) prefetch_maps();
+                if constexpr (!Traits::pingpong) prefetch_maps<Traits>(g);
                 for (int i = 0; i < C.stages; ++i) {
                     init_semaphore(shared.full[i], 1 + (copies_scales ? WARP_THREADS : 0));
                     const int blocks = Traits::fast ? g.cluster_m + g.cluster_n - 1 : 1;
@@ -264,7 +257,7 @@ __device__ __forceinline__ void run_tiles(const typename Traits::Globals& g,
         }
         if constexpr (Traits::pingpong) {
             if (warpgroup::warpid() == 1) {
-                if (arch::elect_one()) prefetch_maps();
+                if (arch::elect_one()) prefetch_maps<Traits>(g);
                 arch::sync_warp();
             }
         }
@@ -329,10 +322,7 @@ __device__ __forceinline__ void run_rowwise_tiles(const typename KernelTraits<C>
         const int warp = warpgroup::warpid();
         if (warp == 0) {
             if (arch::elect_one()) {
-                for (int i = 0; i < C.stages; ++i) {
-                    init_semaphore(shared.full[i], 1);
-                    init_semaphore(shared.empty[i], C.consumers);
-                }
+                gemm::sm90::init_stages<C.stages>(shared, 1, C.consumers);
                 init_semaphore(TileScales<C>::there(shared), TileScales<C>::arrivals);
                 init_semaphore(TileScales<C>::used(shared), C.consumers * WARPGROUP_WARPS);
                 arch::mbarrier_init_fence();
@@ -341,11 +331,7 @@ __device__ __forceinline__ void run_rowwise_tiles(const typename KernelTraits<C>
             arch::named_barrier_arrive(READY, ready_threads);
         }
         if (warp == 1) {
-            if (arch::elect_one()) {
-                tma::prefetch_map<typename Traits::a_part>(g.a);
-                tma::prefetch_map<typename Traits::b_part>(g.b);
-                tma::prefetch_map<typename Traits::out_tile>(g.out);
-            }
+            if (arch::elect_one()) prefetch_maps<Traits>(g);
             arch::sync_warp();
             arch::named_barrier_sync(READY, ready_threads);
         }

@@ -115,15 +115,11 @@ __device__ __forceinline__ void send_product(const typename KernelTraits<C>::Glo
 #pragma unroll
     for (int subtile = 0; subtile < F::across; ++subtile) {
         auto& buffer = shared.out[kittens::warpid()][(subtile + product) % C.buffers];
-        const auto stage = [&](int first) {
-            gemm::sm90::stage_subtile<rt_bf<16, staging::cols>>(values, first, buffer);
-        };
         if (laneid() == 0) tma::store_async_read_wait<C.buffers - 1>();
         arch::sync_warp();
-        if (narrow && subtile == F::across - 1)
-            stage(F::first_of(subtile, true));
-        else
-            stage(F::first_of(subtile, false));
+        F::with_first(subtile, narrow, [&](int first) {
+            gemm::sm90::stage_subtile<rt_bf<16, staging::cols>>(values, first, buffer);
+        });
         arch::sync_warp();
         if (laneid() == 0) {
             const int col = static_cast<int>(tile.col) + F::first_of(subtile, narrow);
@@ -218,21 +214,14 @@ __device__ __forceinline__ void run_pingpong_rowwise(const typename KernelTraits
     if (warpgroup::groupid() == C.consumers) {
         if (warpgroup::warpid() == 0) {
             if (arch::elect_one()) {
-                for (int i = 0; i < C.stages; ++i) {
-                    init_semaphore(shared.full[i], 1);
-                    init_semaphore(shared.empty[i], 1);
-                }
+                gemm::sm90::init_stages<C.stages>(shared, 1, 1);
                 arch::mbarrier_init_fence();
             }
             arch::sync_warp();
             arch::named_barrier_arrive(READY, ready_threads);
         }
         if (warpgroup::warpid() == 1) {
-            if (arch::elect_one()) {
-                tma::prefetch_map<typename Traits::a_part>(g.a);
-                tma::prefetch_map<typename Traits::b_part>(g.b);
-                tma::prefetch_map<typename Traits::out_tile>(g.out);
-            }
+            if (arch::elect_one()) prefetch_maps<Traits>(g);
             arch::sync_warp();
         }
         warpgroup::decrease_registers<Traits::producer_registers>();

@@ -120,10 +120,7 @@ __device__ __forceinline__ void consume_blockwise_halves(const typename KernelTr
     const ClusterPosition place(g);
     const int consumer = warpgroup::groupid();
     // Each warp has read scales itself.
-    const auto release = [&](int stage) {
-        arch::sync_warp();
-        if (laneid() == 0) arrive(shared.empty[stage]);
-    };
+    const auto release = [&](int stage) { arrive_by_warp(shared.empty[stage]); };
     const int own_row = consumer * 64 + warpgroup::warpid() * 16 + laneid() / 4;
     Ring<C.stages> ring;
     rt_fl<16, cols> sums[2], product;
@@ -212,10 +209,7 @@ __device__ __forceinline__ void consume_blockwise_tiles(const typename KernelTra
     constexpr int cols = Traits::product_cols;
     const int consumer = warpgroup::groupid();
     // Each warp has read scales itself.
-    const auto release = [&](int stage) {
-        arch::sync_warp();
-        if (laneid() == 0) arrive(shared.empty[stage]);
-    };
+    const auto release = [&](int stage) { arrive_by_warp(shared.empty[stage]); };
     const int row_in_tile = consumer * 64 + warpgroup::warpid() * 16;
     const int own_row = row_in_tile + laneid() / 4;
     Ring<C.stages> ring;

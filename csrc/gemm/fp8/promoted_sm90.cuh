@@ -149,8 +149,7 @@ __device__ __forceinline__ void add_promoted(rt_fl<16, cols>& sums, rt_fl<16, co
 template <Config C>
 __device__ __forceinline__ void release_scaled(typename KernelTraits<C>::Shared& shared,
                                                int stage) {
-    arch::sync_warp();
-    if (laneid() == 0) arrive(shared.empty[stage]);
+    arrive_by_warp(shared.empty[stage]);
     if constexpr (KernelTraits<C>::is_1d1d) {
         if (laneid() == 0) arrive(shared.scales_read[stage]);
     }

@@ -410,16 +410,6 @@ __global__ __launch_bounds__(Traits::threads,
 template <Sums sums>
 void launch_split_k(const Config& config, const Params& p, Stream stream) {
     using Traits = sm90::SplitKTraits<sums>;
-    const auto map = [&](const void* data, int64_t rows, int64_t stride, int height) {
-        return kittens::host::encode_tensor_map(
-            {.data = data,
-             .type = kittens::detail::tensor_map_type<typename Traits::TA>(),
-             .element_bytes = 1,
-             .dims = {static_cast<uint64_t>(p.k), static_cast<uint64_t>(rows), 1, 1},
-             .strides = {stride, 0, 0},
-             .box = {BLOCK_K, static_cast<uint32_t>(height), 1, 1},
-             .swizzle_bytes = 128});
-    };
     const int width = config.block_n, splits = p.schedule.splits;
     const int rows = static_cast<int>(std::min<int64_t>(p.m, Traits::rows));
     const int columns = static_cast<int>(std::min<int64_t>(p.n, width));
@@ -438,8 +428,8 @@ void launch_split_k(const Config& config, const Params& p, Stream stream) {
         .stage_bytes = (rows + columns) * BLOCK_K,
         .last_row = static_cast<uint32_t>(last_row),
         .last_col = static_cast<uint32_t>(p.n - columns),
-        .a = map(p.a, p.m, p.a_stride, rows),
-        .b = map(p.b, p.n, p.b_stride, columns),
+        .a = gemm::map_of_lines<typename Traits::TA>(p.a, p.m, p.k, p.a_stride, rows),
+        .b = gemm::map_of_lines<typename Traits::TB>(p.b, p.n, p.k, p.b_stride, columns),
         .scale_a = p.scale_a,
         .scale_b = p.scale_b,
         .bias = p.bias,

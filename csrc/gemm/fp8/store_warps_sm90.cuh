@@ -26,14 +26,10 @@ __device__ __forceinline__ void stage_rounded(
     for (int b = 0; b < C.buffers; ++b) {
         const int subtile = i * C.buffers + b;
         auto& buffer = buffers[b * WARPGROUP_WARPS + warpgroup::warpid()];
-        const auto stage = [&](int first) {
-            gemm::sm90::stage_subtile<rt_bf<16, staging::cols>>(values, first, buffer);
-        };
         constexpr int before = i * Traits::product_cols;
-        if (Traits::two_widths && narrow && subtile == F::across - 1)
-            stage(F::first_of(subtile, true) - before);
-        else
-            stage(F::first_of(subtile, false) - before);
+        F::with_first(subtile, narrow, [&](int first) {
+            gemm::sm90::stage_subtile<rt_bf<16, staging::cols>>(values, first - before, buffer);
+        });
     }
 }
 

@@ -10,10 +10,7 @@ namespace thunderkittens::fp8_gemm {
 namespace sm90 {
 
 using namespace kittens;
-using gemm::sm90::ClusterPosition, gemm::sm90::Ring;
-
-// Named barrier: the semaphores are initialised. Those of the consumers come after it.
-constexpr int READY = 1;
+using gemm::sm90::arrive_by_warp, gemm::sm90::ClusterPosition, gemm::sm90::READY, gemm::sm90::Ring;
 
 template <DType dtype>
 using element = std::conditional_t<dtype == DType::e4m3, fp8e4m3, fp8e5m2>;
@@ -47,8 +44,8 @@ struct ColumnValues<C> {
 template <Config C>
 struct KernelTraits {
     static constexpr Config config = C;
-    using TA = element<C.a>;
-    using TB = element<C.b>;
+    using TA = element<C.a_dtype>;
+    using TB = element<C.b_dtype>;
     static constexpr int consumers = C.consumers;
     static constexpr bool fast = C.sums == Sums::fast, is_1d1d = C.sums == Sums::promoted_1d1d;
     static constexpr bool pingpong = is_pingpong(C);
@@ -133,6 +130,14 @@ struct KernelTraits {
     static_assert(producer_registers + consumers * consumer_registers <=
                   (consumers + 1) * launch_registers);
 };
+
+// Called by one thread.
+template <class Traits>
+__device__ __forceinline__ void prefetch_maps(const typename Traits::Globals& g) {
+    tma::prefetch_map<typename Traits::a_part>(g.a);
+    tma::prefetch_map<typename Traits::b_part>(g.b);
+    tma::prefetch_map<typename Traits::out_tile>(g.out);
+}
 
 struct Tile {
     uint32_t group, row, col;

@@ -292,10 +292,8 @@ void launch_fused_dequant(const FusedDequantParams<Sources>& p, Stream stream) {
         .early = static_cast<int>(
             early_items(C, order, globals.order.total, s.blocks, globals.k_blocks)),
         .counters = p.counters};
-    kittens::launch(kittens::LaunchOptions{.dependent = true},
-                    sm90::fused_dequant_kernel<Traits, Sources>, dim3(s.blocks),
-                    dim3(Traits::threads), dim3(1), sizeof(typename Traits::Shared), stream,
-                    globals, plan);
+    launch_dependent<Traits>(sm90::fused_dequant_kernel<Traits, Sources>, dim3(s.blocks), dim3(1),
+                             stream, globals, plan);
 }
 
 }  // namespace thunderkittens::gemm

@@ -7,7 +7,6 @@
 // or before the last group's, are moved there. What belongs to no group is zero.
 #pragma once
 
-#include "csrc/common/fields.h"
 #include "csrc/gemm/dense/gemm.h"
 
 namespace thunderkittens::grouped_gemm {
@@ -65,13 +64,10 @@ constexpr gemm::Config config_at(std::size_t i) {
     return gemm::make_config(gemm::TILE_SHAPES[i / 8], i / 4 % 2 == 0 ? DType::bf16 : DType::fp16,
                              i / 2 % 2 != 0, i % 2 != 0);
 }
-// As instances.txt names it. One that is not compiled is an error of the compiler.
+// As instances.txt names it.
 using gemm::Layout;
 consteval gemm::Config config_of(const gemm::ConfigName& name) {
-    for (std::size_t i = 0; i < CONFIGS; ++i) {
-        if (name.is_of(config_at(i))) return config_at(i);
-    }
-    throw "no such configuration is listed";
+    return gemm::named<config_at, CONFIGS>(name);
 }
 
 // The tiles that the scheduling warp may be ahead by: a description of 32 bytes and two semaphores

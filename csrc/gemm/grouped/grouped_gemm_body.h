@@ -46,10 +46,7 @@ Tensor grouped_gemm_body(const Backend<Tensor>& on, const Tensor& a, const Tenso
     Tensor out = grouped == Grouped::k ? empty({groups, m, n}, a.scalar_type(), a)
                                        : empty({m, n}, a.scalar_type(), a);
     if (out.numel() == 0) return out;
-    if (groups == 0 || k == 0) {
-        zero_(out);
-        return out;
-    }
+    if (groups == 0 || k == 0) return zeroed(out);
     const Tensor offs = packed(given_offs);
     const auto left = operand(a), right = operand(b);
     align(on, left, a, right, b);
@@ -62,9 +59,7 @@ Tensor grouped_gemm_body(const Backend<Tensor>& on, const Tensor& a, const Tenso
                           .a_m_major = left.swapped,
                           .b_n_major = !right.swapped};
     const DeviceProperties& device = on.device(a);
-    if (const std::string reason = unsupported(problem, device); !reason.empty()) {
-        throw std::runtime_error(concat(OP, ": ", reason));
-    }
+    check_supported(OP, unsupported(problem, device));
     const Choice choice = on.chosen("grouped_gemm", choose(problem, device));
     const Params params{.product = {.a = left.view.data,
                                     .b = right.view.data,

@@ -29,7 +29,7 @@ __device__ __forceinline__ void produce(const typename Traits::Globals& g,
         const Steps steps = steps_of(shared, slot);
         if (steps.group == Steps::none) return;
         const Area area = area_of(shared, slot);
-        arrive(shared.read[slot.index]);
+        arrive(shared.read[slot.stage]);
         const int a_batch = g.a_batched ? steps.group : 0, b_batch = g.b_batched ? steps.group : 0;
         const bool narrow = Traits::two_widths && steps.narrow;
         for (int i = 0; i < steps.blocks; ++i, ring.advance()) {
@@ -180,23 +180,6 @@ __device__ __forceinline__ void send_subtile(const typename Traits::Globals& g,
         deferred.at.col + DeferredStore::first_of(subtile, deferred.narrow));
 }
 
-// Multiplies a whole stage.
-template <class Traits, class Sums>
-__device__ __forceinline__ void multiply_stage(const typename Traits::Globals& g, Sums& d,
-                                               typename Traits::Stage& stage, int consumer,
-                                               bool accumulate, bool narrow) {
-    constexpr bool transpose_b = !Traits::config.b_n_major;
-    if constexpr (Traits::config.a_m_major) {
-        auto rows = stage.a.template subtile<BLOCK_K, Traits::consumer_rows>({0, consumer});
-        gemm::sm90::multiply<Traits, Traits::two_widths, true, transpose_b>(g, d, rows, stage.b,
-                                                                            accumulate, narrow);
-    } else {
-        auto rows = stage.a.template subtile<Traits::consumer_rows, BLOCK_K>({consumer, 0});
-        gemm::sm90::multiply<Traits, Traits::two_widths, false, transpose_b>(g, d, rows, stage.b,
-                                                                             accumulate, narrow);
-    }
-}
-
 template <class Traits>
 __device__ __forceinline__ void consume(const typename Traits::Globals& g,
                                         typename Traits::Shared& shared) {
@@ -221,7 +204,8 @@ __device__ __forceinline__ void consume(const typename Traits::Globals& g,
             for (int k = 0; k < whole_steps; ++k, ring.advance()) {
                 auto& stage = shared.stages[ring.stage];
                 wait(shared.full[ring.stage], ring.phase);
-                multiply_stage<Traits>(g, d, stage, consumer, k > 0, narrow);
+                gemm::sm90::multiply<Traits, Traits::two_widths>(g, d, stage, consumer, k > 0,
+                                                                 narrow);
                 if (deferred.any && (k & spread) == 0 && k >> spread < deferred.subtiles) {
                     send_subtile<Traits>(g, shared, deferred, k >> spread);
                 }
@@ -268,8 +252,7 @@ __device__ __forceinline__ void consume(const typename Traits::Globals& g,
 
         deferred.template pack<typename Traits::T>(d);
         Area area = area_of(shared, done);
-        arch::sync_warp();
-        if (laneid() == 0) arrive(shared.read[done.index]);
+        gemm::sm90::arrive_by_warp(shared.read[done.stage]);
         const int offset = consumer * Traits::consumer_rows + warpgroup::warpid() * 16;
         deferred.at = {g.grouped == Grouped::k ? uint32_t(steps.group) : 0,
                        uint32_t(area.row + offset), uint32_t(area.col)};

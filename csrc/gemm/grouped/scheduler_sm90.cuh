@@ -5,6 +5,7 @@
 #pragma once
 
 #include "csrc/gemm/common/balanced_tiles.h"
+#include "csrc/gemm/common/cluster_sm90.cuh"
 #include "csrc/gemm/dense/types_sm90.cuh"
 #include "csrc/gemm/grouped/grouped_gemm.h"
 
@@ -67,24 +68,18 @@ struct KernelTraits : gemm::sm90::KernelTraits<C> {
 };
 
 // A position in the ring of descriptions, and the parity of the round.
-struct Slot {
-    int index = 0;
-    int phase = 0;
-    __device__ __forceinline__ void advance() {
-        if (++index == TILES_AHEAD) index = 0, phase ^= 1;
-    }
-};
+using Slot = gemm::sm90::Ring<TILES_AHEAD>;
 
 // What the scheduling warp has written about the tile in a slot, which it waits for.
 template <class Shared>
 __device__ __forceinline__ Steps steps_of(Shared& shared, const Slot slot) {
-    wait(shared.described[slot.index], slot.phase);
-    const uint32_t from = arch::shared_address(&shared.tiles[slot.index].steps);
+    wait(shared.described[slot.stage], slot.phase);
+    const uint32_t from = arch::shared_address(&shared.tiles[slot.stage].steps);
     return arch::bit_cast<Steps>(arch::load_shared<uint4>(from));
 }
 template <class Shared>
 __device__ __forceinline__ Area area_of(Shared& shared, const Slot slot) {
-    const uint32_t from = arch::shared_address(&shared.tiles[slot.index].area);
+    const uint32_t from = arch::shared_address(&shared.tiles[slot.stage].area);
     return arch::bit_cast<Area>(arch::load_shared<uint4>(from));
 }
 
@@ -308,12 +303,12 @@ __device__ __forceinline__ void schedule(const typename Traits::Globals& g,
                                          typename Traits::Shared& shared) {
     Slot slot;
     const auto publish = [&](const GroupTile& tile) {
-        wait(shared.read[slot.index], slot.phase ^ 1);
+        wait(shared.read[slot.stage], slot.phase ^ 1);
         if (laneid() == 0) {
-            const auto& to = shared.tiles[slot.index];
+            const auto& to = shared.tiles[slot.stage];
             arch::store_shared(arch::shared_address(&to.steps), arch::bit_cast<uint4>(tile.steps));
             arch::store_shared(arch::shared_address(&to.area), arch::bit_cast<uint4>(tile.area));
-            arrive(shared.described[slot.index]);
+            arrive(shared.described[slot.stage]);
         }
         arch::sync_warp();
         slot.advance();

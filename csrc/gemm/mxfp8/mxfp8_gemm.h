@@ -98,16 +98,17 @@ constexpr std::size_t DEQUANT_CONFIGS = 2 * std::size(DEQUANT_SHAPES);
 constexpr DequantConfig dequant_config_at(std::size_t i) {
     return make_dequant_config(DEQUANT_SHAPES[i / 2], i % 2 == 0 ? DType::e4m3 : DType::e5m2);
 }
-// As instances.txt names it. One that is not compiled is an error of the compiler.
+// As instances.txt names it.
 struct DequantName {
     int tokens;
     DType data;
+
+    constexpr bool is_of(const DequantConfig& c) const {
+        return tokens == c.tile.tokens && data == c.data;
+    }
 };
 consteval DequantConfig dequant_config_of(const DequantName& name) {
-    for (const DequantShape& shape : DEQUANT_SHAPES) {
-        if (shape.tokens == name.tokens) return make_dequant_config(shape, name.data);
-    }
-    throw "no such configuration is listed";
+    return gemm::named<dequant_config_at, DEQUANT_CONFIGS>(name);
 }
 // Rows of a whose sums pass through shared memory at a time, as many as the ring leaves room for.
 constexpr int dequant_pass(const nvfp4_gemm::Config& c) { return std::max(16, c.tokens / 4); }
@@ -129,15 +130,14 @@ struct NativeShape {
 };
 constexpr NativeShape NATIVE_SHAPES[] = {{16, 1, 512, 4}, {32, 4, 512, 3}, {64, 2, 512, 3}};
 constexpr NativeShape native_shape_at(std::size_t i) { return NATIVE_SHAPES[i]; }
-// As instances.txt names it. One that is not compiled is an error of the compiler.
+// As instances.txt names it.
 struct NativeName {
     int tokens;
+
+    constexpr bool is_of(const NativeShape& s) const { return tokens == s.tokens; }
 };
 consteval NativeShape native_shape(const NativeName& name) {
-    for (const NativeShape& shape : NATIVE_SHAPES) {
-        if (shape.tokens == name.tokens) return shape;
-    }
-    throw "no such shape is listed";
+    return gemm::named<native_shape_at, std::size(NATIVE_SHAPES)>(name);
 }
 constexpr int NATIVE_TILE = 64;  // rows of the weight
 // Blocks of a cluster that may send a tile's sums to the first one.

@@ -157,9 +157,8 @@ struct Product {
         const Tensor left = rows(a), right = rows(b);
         gemm::FusedDequantParams<gemm::Mxfp8Sources> params{.product = product(left, right),
                                                             .sources = {source(a), source(b)}};
-        Tensor counters =
-            empty({gemm::dequant_order(config, params).counters()}, DType::int32, out);
-        zero_(counters);
+        const Tensor counters =
+            zeroed(empty({gemm::dequant_order(config, params).counters()}, DType::int32, out));
         params.counters = data_as<int>(counters);
         auto launch = on.launch("mxfp8_gemm", choice, stream);
         a.read_by(launch);
@@ -300,9 +299,7 @@ Tensor mxfp8_gemm_body(const Backend<Tensor>& on, const Tensor& a, const Tensor&
     const DType out_dtype = check_call(a, b, scale_a, scale_b, options);
     const bool grouped = options.offs.has_value();
     const int64_t m = a.size(0), k = a.size(1), n = b.size(-1), groups = grouped ? b.size(0) : 1;
-    std::optional<Tensor> row, ends;
-    if (options.bias) row = packed(*options.bias);
-    if (options.offs) ends = packed(*options.offs);
+    const auto row = packed(options.bias), ends = packed(options.offs);
     const auto guard = on.guard(a);
     const Quantised<Tensor> left(OP, "a", a, scale_a, options.swizzle_a);
     // Groups have only the swap-AB kernel, whose b TMA loads.
@@ -311,10 +308,7 @@ Tensor mxfp8_gemm_body(const Backend<Tensor>& on, const Tensor& a, const Tensor&
                                   options.swizzle_b);
     Tensor out = empty({m, n}, Backend<Tensor>::scalar_type(out_dtype), a);
     if (m == 0 || n == 0) return out;
-    if (groups == 0) {
-        zero_(out);
-        return out;
-    }
+    if (groups == 0) return zeroed(out);
     const Problem problem{.m = m,
                           .n = n,
                           .k = k,

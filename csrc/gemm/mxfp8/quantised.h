@@ -6,6 +6,7 @@
 
 #include "csrc/common/backend.h"
 #include "csrc/gemm/mxfp8/mxfp8_gemm.h"
+#include "csrc/gemm/quantize/block_scaled_checks.h"
 #include "csrc/gemm/quantize/block_scaled_dispatch.h"
 
 namespace thunderkittens::mxfp8_gemm {
@@ -20,7 +21,7 @@ struct Quantised {
 
     Quantised(const char* op, const char* name, const Tensor& given, const Tensor& scales,
               bool swizzled)
-        : dtype(check(op, name, given, scales, swizzled)),
+        : dtype(block_scaled::check_mxfp8(op, name, given, scales, swizzled)),
           data(given.size(-1) <= 1 || given.stride(-1) == 1 ? given : packed(given)),
           scale(aligned_and_contiguous(scales)),
           matrix(block_scaled::matrix_of(as_4d(data))),
@@ -36,22 +37,6 @@ struct Quantised {
         launch.may_read("data", data);
         launch.may_read("scale", scale);
     }
-
-  private:
-    static DType check(const char* op, const char* name, const Tensor& given, const Tensor& scales,
-                       bool swizzled) {
-        const DType dtype = check_dtype(op, name, given, {DType::e4m3, DType::e5m2});
-        TK_CHECK(scales.element_size() == 1, op, ": the scale of ", name,
-                 " must be torch.float8_e8m0fnu, got ", dtype_text_of(scales));
-        const auto shape =
-            block_scaled::scale_shape(given.size(-2), given.size(-1), BLOCK, swizzled);
-        TK_CHECK(scales.dim() == given.dim() && scales.size(-2) == shape.rows &&
-                     scales.size(-1) == shape.columns &&
-                     (given.dim() == 2 || scales.size(0) == given.size(0)),
-                 op, ": the scale of ", name, " has shape ", shape_text(scales), "; expected ",
-                 shape.rows, " x ", shape.columns, " for ", shape_text(given));
-        return dtype;
-    }
 };
 
 // What mxfp8_prepare makes of an operand.
@@ -61,9 +46,8 @@ struct Prepared {
 
     static Prepared allocate(const Quantised<Tensor>& o) {
         const block_scaled::Matrix& m = o.matrix;
-        const auto make = [&](std::initializer_list<int64_t> whole, auto type) {
-            const std::span<const int64_t> sizes(whole.begin(), whole.size());
-            return empty(sizes.subspan(o.data.dim() == 3 ? 0 : 1), type, o.data);
+        const auto make = [&](std::initializer_list<int64_t> sizes, auto type) {
+            return empty_batch(o.data.dim() == 3, sizes, type, o.data);
         };
         return {make({m.batch, m.rows, round_up(m.columns, 16)}, DType::e4m3),
                 make({m.batch, m.rows}, DType::fp32),

@@ -17,10 +17,7 @@
 #include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
 #include "csrc/common/fields.h"
-
-namespace thunderkittens {
-struct KernelInfo;  // registry.h
-}
+#include "csrc/gemm/common/listed.h"
 
 namespace thunderkittens::nvfp4_gemm {
 
@@ -103,16 +100,13 @@ struct Params {
 
 TK_FIELDS(Problem, m, n, k, groups, dtype, out_dtype, grouped)
 TK_FIELDS(Config, tokens, row_groups, k_groups, pieces, stages, split_k, dtype)
+TK_FIELDS(Schedule, blocks, splits, multicast, strips, stream_k)
 template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
     visit("strategy", c.kernel);
     visit("raster_group", c.raster_group);
     visit_fields(c.config, visit);
-    visit("blocks", c.schedule.blocks);
-    visit("splits", c.schedule.splits);
-    visit("multicast", c.schedule.multicast);
-    visit("strips", c.schedule.strips);
-    visit("stream_k", c.schedule.stream_k);
+    visit_fields(c.schedule, visit);
 }
 
 // The kernel of swap_ab/nvfp4_gemv_sm90.cuh: 16 warps multiply, one loads.
@@ -232,22 +226,19 @@ constexpr std::size_t CONFIGS = 2 * std::size(TILE_SHAPES);
 constexpr Config config_at(std::size_t i) {
     return make_config(TILE_SHAPES[i / 2], i % 2 == 0 ? DType::bf16 : DType::fp16);
 }
-// A configuration for NVFP4 weights as instances.txt names it, by what tells it from the others:
-// rows of the weight (0 where a tile is some strips) and of the activations. One that is not
-// compiled is an error of the compiler.
+// A configuration for NVFP4 weights as instances.txt names it: rows of the weight (0 where a tile
+// is some strips) and of the activations.
 struct Nvfp4Name {
     int rows = 0, tokens = 0, split_k = 1;
     DType dtype = DType::bf16;
+
+    constexpr bool is_of(const Config& c) const {
+        return rows == block_rows(c) && tokens == c.tokens && split_k == c.split_k &&
+               dtype == c.dtype;
+    }
 };
 consteval Config nvfp4_config(const Nvfp4Name& name) {
-    for (std::size_t i = 0; i < CONFIGS; ++i) {
-        const Config c = config_at(i);
-        if (name.rows == block_rows(c) && name.tokens == c.tokens && name.split_k == c.split_k &&
-            name.dtype == c.dtype) {
-            return c;
-        }
-    }
-    throw "no such configuration is listed";
+    return gemm::named<config_at, CONFIGS>(name);
 }
 
 // Empty when choose() has a kernel for the problem, else the reason in a sentence.

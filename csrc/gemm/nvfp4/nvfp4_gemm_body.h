@@ -2,10 +2,11 @@
 // torch.
 #pragma once
 
-#include "csrc/common/backend.h"
+#include "csrc/gemm/common/checks.h"
 #include "csrc/gemm/common/listed.h"
 #include "csrc/gemm/common/workspace.h"
-#include "csrc/gemm/nvfp4/dequant_params.h"
+#include "csrc/gemm/fused_dequant/fused_dequant.h"
+#include "csrc/gemm/nvfp4/nvfp4_gemm.h"
 
 namespace thunderkittens::nvfp4_gemm {
 
@@ -19,13 +20,6 @@ struct Options {
     std::optional<typename Backend<Tensor>::ScalarType> out_type = {};
     std::optional<Tensor> offs = {};
 };
-
-template <class Tensor, class Type>
-Tensor zeros(std::initializer_list<int64_t> sizes, Type type, const Tensor& like) {
-    Tensor result = empty(sizes, type, like);
-    zero_(result);
-    return result;
-}
 
 // What a call is, once it has been checked.
 struct Shape {
@@ -47,40 +41,39 @@ Shape check_operands(const Tensor& a, const Tensor& b, const Tensor& global_scal
     TK_CHECK(
         n >= 0 && b.size(-3) == pieces(n) && b.size(-2) == pieces(k) && b.size(-1) == PIECE_BYTES,
         OP, ": b has shape ", shape_text(b), "; it is no prepared weight of ", n, " x ", k);
-    check_same_device(OP, "global_scale", global_scale, "a", a);
-    check_dtype(OP, "global_scale", global_scale, {DType::fp32});
-    TK_CHECK(global_scale.dim() == (grouped ? 1 : 0) && global_scale.numel() == groups, OP,
-             ": global_scale has shape ", shape_text(global_scale),
-             "; expected one value per matrix of b");
+    gemm::check_global_scale(OP, global_scale, "a", a, grouped, groups);
     return {.m = m, .n = n, .k = k, .groups = groups, .dtype = dtype, .out_dtype = dtype};
 }
 
 // The rest of a call: `shape` learns the type of the output.
 template <class Tensor>
 void check_options(const Tensor& a, const Options<Tensor>& options, Shape& shape) {
-    using Types = Backend<Tensor>;
-    if (options.bias) {
-        const Tensor& bias = *options.bias;
-        check_same_device(OP, "bias", bias, "a", a);
-        check_same_dtype(OP, "bias", bias, "a", a);
-        TK_CHECK(bias.dim() == 1 && bias.size(0) == shape.n, OP, ": bias has shape ",
-                 shape_text(bias), "; expected (", shape.n, ",)");
-    }
-    if (options.offs) {
-        const Tensor& offs = *options.offs;
-        check_same_device(OP, "offs", offs, "a", a);
-        check_dtype(OP, "offs", offs, {DType::int32});
-        TK_CHECK(offs.dim() == 1 && offs.size(0) == shape.groups, OP, ": offs has shape ",
-                 shape_text(offs), "; expected (", shape.groups, ",)");
-    }
-    TK_CHECK(options.activation >= 0 && options.activation <= 4, OP, ": activation is ",
-             options.activation, "; it is 0 to 4");
-    const std::optional<DType> out_dtype =
-        options.out_type ? Types::dtype_of(*options.out_type) : shape.dtype;
-    TK_CHECK(out_dtype == DType::bf16 || out_dtype == DType::fp16 || out_dtype == DType::fp32, OP,
-             ": out_dtype must be torch.bfloat16, torch.float16 or torch.float32, got ",
-             Types::dtype_text(*options.out_type));
-    shape.out_dtype = *out_dtype;
+    gemm::check_activation(OP, options.activation);
+    shape.out_dtype = gemm::checked_out_dtype<Tensor>(OP, options.out_type, shape.dtype);
+    if (options.bias) gemm::check_bias(OP, *options.bias, a, shape.n, {shape.dtype});
+    if (options.offs) gemm::check_ends(OP, *options.offs, a, shape.groups);
+}
+
+// A call as the fused dequantization sees it: a product of 16-bit operands, whose weight is
+// dequantized on the way. Its rows and columns in the workspace are whole pieces.
+inline gemm::FusedDequantParams<gemm::Nvfp4Source> fused_dequant_params(const Params& p,
+                                                                        int raster_group,
+                                                                        void* workspace) {
+    return {.product = {.a = p.a,
+                        .b = workspace,
+                        .out = p.out,
+                        .m = p.m,
+                        .n = p.n,
+                        .k = p.k,
+                        .a_stride = p.a_stride,
+                        .b_stride = pieces(p.k) * PIECE,
+                        .out_stride = p.n,
+                        .out_dtype = p.out_dtype,
+                        .epilogue = {.bias = p.bias,
+                                     .alpha = gemm::NVFP4_ALPHA,
+                                     .activation = static_cast<gemm::Activation>(p.activation)},
+                        .schedule = {.raster_group = raster_group, .blocks = p.schedule.blocks}},
+            .sources = {p.weight, p.scale}};
 }
 
 // Dequantizes the weight into a workspace under the product.
@@ -90,10 +83,9 @@ void multiply_fused_dequant(const Params& params, const Choice& choice, const Te
     constexpr gemm::Config config = gemm::fused_dequant_config(dtype);
     const Tensor workspace =
         empty({pieces(params.n) * PIECE, pieces(params.k) * PIECE}, like.scalar_type(), like);
-    auto fused_dequant =
-        gemm::fused_dequant_params(params, choice.raster_group, workspace.data_ptr());
+    auto fused_dequant = fused_dequant_params(params, choice.raster_group, workspace.data_ptr());
     const Tensor counters =
-        zeros({gemm::dequant_order(config, fused_dequant).counters()}, DType::int32, like);
+        zeroed(empty({gemm::dequant_order(config, fused_dequant).counters()}, DType::int32, like));
     fused_dequant.counters = data_as<int>(counters);
     launch.may_write("dequantized", workspace);
     launch.may_write("counters", counters);
@@ -122,19 +114,15 @@ Tensor nvfp4_gemm_body(const Backend<Tensor>& on, const Tensor& a, const Tensor&
     const auto guard = on.guard(a);
     Tensor out = empty({s.m, s.n}, Backend<Tensor>::scalar_type(s.out_dtype), a);
     if (out.numel() == 0) return out;
-    if (s.groups == 0) {
-        zero_(out);
-        return out;
-    }
+    if (s.groups == 0) return zeroed(out);
     // k = 0 is a product of zeros.
     const bool nothing = s.k == 0;
-    const Tensor rows = nothing ? zeros({s.m, 16}, a.scalar_type(), a) : for_tensor_map(a);
-    const Tensor weight = nothing ? zeros({s.groups, pieces(s.n), 1, PIECE_BYTES}, BYTE, a)
+    const Tensor rows = nothing ? zeroed(empty({s.m, 16}, a.scalar_type(), a)) : for_tensor_map(a);
+    const Tensor weight = nothing ? zeroed(empty({s.groups, pieces(s.n), 1, PIECE_BYTES}, BYTE, a))
                                   : aligned_and_contiguous(b);
     const Tensor scale = packed(global_scale);
-    std::optional<Tensor> row, ends, workspace;
-    if (options.bias) row = packed(*options.bias);
-    if (options.offs) ends = packed(*options.offs);
+    const auto row = packed(options.bias), ends = packed(options.offs);
+    std::optional<Tensor> workspace;
     const Problem problem{.m = s.m,
                           .n = s.n,
                           .k = rows.size(1),

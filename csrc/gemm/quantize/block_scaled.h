@@ -15,10 +15,6 @@
 #include "csrc/common/dtype.h"
 #include "csrc/common/fields.h"
 
-namespace thunderkittens {
-struct KernelInfo;  // registry.h
-}
-
 namespace thunderkittens::block_scaled {
 
 constexpr int TILE = 128;
@@ -71,6 +67,21 @@ struct Nvfp4Dequantize {
 
     bool operator==(const Nvfp4Dequantize&) const = default;
 };
+
+// Every kernel that is compiled, by number.
+constexpr DType WIDE[] = {DType::bf16, DType::fp16, DType::fp32};
+constexpr DType FP8[] = {DType::e4m3, DType::e5m2};
+constexpr std::size_t MXFP8_QUANTIZE = 12, MXFP8_DEQUANTIZE = 6;
+constexpr std::size_t NVFP4_QUANTIZE = 20, NVFP4_DEQUANTIZE = 3;
+constexpr Mxfp8Quantize mxfp8_quantize_at(std::size_t i) {
+    return {WIDE[i / 4], FP8[i / 2 % 2], i % 2 != 0};
+}
+constexpr Mxfp8Dequantize mxfp8_dequantize_at(std::size_t i) { return {WIDE[i / 2], FP8[i % 2]}; }
+constexpr Nvfp4Quantize nvfp4_quantize_at(std::size_t i) {
+    // Kernels of 16-bit elements also without TMA, behind all others.
+    return {WIDE[i / 4 % 3], i / 2 % 2 != 0, i % 2 != 0, i / 4 >= 3};
+}
+constexpr Nvfp4Dequantize nvfp4_dequantize_at(std::size_t i) { return {WIDE[i]}; }
 
 // A matrix in memory, or a batch of them: rows of adjacent elements; strides count elements.
 struct Matrix {

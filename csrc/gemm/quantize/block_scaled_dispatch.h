@@ -4,76 +4,33 @@
 
 #include "csrc/common/check.h"
 #include "csrc/common/view.h"
+#include "csrc/gemm/common/listed.h"
 #include "csrc/gemm/quantize/block_scaled.h"
 
 namespace thunderkittens::block_scaled {
 
-// Calls f with each dtype as a type's value; f says whether it is the one.
-template <DType value>
-struct Constant {
-    static constexpr DType dtype = value;
-};
-template <typename F>
-bool any_wide(F&& f) {
-    return f(Constant<DType::bf16>{}) || f(Constant<DType::fp16>{}) || f(Constant<DType::fp32>{});
+inline void launch(const Mxfp8Quantize& wanted, const Mxfp8Params& params, Stream stream) {
+    const bool found = gemm::launch_listed<mxfp8_quantize_at, MXFP8_QUANTIZE>(
+        wanted, [&]<Mxfp8Quantize c>() { return quantize<c>(params, stream), true; });
+    TK_CHECK(found, "tk.mxfp8_quantize: no kernel ", kernel_name(wanted));
 }
-template <typename F>
-bool any_fp8(F&& f) {
-    return f(Constant<DType::e4m3>{}) || f(Constant<DType::e5m2>{});
+inline void launch(const Mxfp8Dequantize& wanted, const DequantizeParams& params, Stream stream) {
+    const bool found = gemm::launch_listed<mxfp8_dequantize_at, MXFP8_DEQUANTIZE>(
+        wanted, [&]<Mxfp8Dequantize c>() { return dequantize<c>(params, stream), true; });
+    TK_CHECK(found, "tk.mxfp8_dequantize: no kernel ", kernel_name(wanted));
 }
-
-template <auto config, typename Config, typename Params>
-bool quantize_if(const Config& wanted, const Params& params, Stream stream) {
-    if (!(wanted == config)) return false;
-    quantize<config>(params, stream);
-    return true;
+inline void launch(const Nvfp4Quantize& wanted, const Nvfp4Params& params, Stream stream) {
+    const auto run = [&]<Nvfp4Quantize c>() {
+        if (params.given_scale == nullptr) find_maxima<c.dtype>(params, stream);
+        return quantize<c>(params, stream), true;
+    };
+    const bool found = gemm::launch_listed<nvfp4_quantize_at, NVFP4_QUANTIZE>(wanted, run);
+    TK_CHECK(found, "tk.nvfp4_quantize: no kernel ", kernel_name(wanted));
 }
-template <auto config, typename Config>
-bool dequantize_if(const Config& wanted, const DequantizeParams& params, Stream stream) {
-    if (!(wanted == config)) return false;
-    dequantize<config>(params, stream);
-    return true;
-}
-
-inline void launch(const Mxfp8Quantize& c, const Mxfp8Params& params, Stream stream) {
-    const bool found = any_wide([&]<typename W>(W) {
-        return any_fp8([&]<typename E>(E) {
-            return quantize_if<Mxfp8Quantize{W::dtype, E::dtype, false}>(c, params, stream) ||
-                   quantize_if<Mxfp8Quantize{W::dtype, E::dtype, true}>(c, params, stream);
-        });
-    });
-    TK_CHECK(found, "tk.mxfp8_quantize: no kernel ", kernel_name(c));
-}
-inline void launch(const Mxfp8Dequantize& c, const DequantizeParams& params, Stream stream) {
-    const bool found = any_wide([&]<typename W>(W) {
-        return any_fp8([&]<typename E>(E) {
-            return dequantize_if<Mxfp8Dequantize{W::dtype, E::dtype}>(c, params, stream);
-        });
-    });
-    TK_CHECK(found, "tk.mxfp8_dequantize: no kernel ", kernel_name(c));
-}
-inline void launch(const Nvfp4Quantize& c, const Nvfp4Params& params, Stream stream) {
-    const bool found = any_wide([&]<typename W>(W) {
-        constexpr DType D = W::dtype;
-        if (c.dtype != D) return false;
-        if (params.given_scale == nullptr) find_maxima<D>(params, stream);
-        const auto any = [&]<bool unaligned>() {
-            return quantize_if<Nvfp4Quantize{D, false, false, unaligned}>(c, params, stream) ||
-                   quantize_if<Nvfp4Quantize{D, false, true, unaligned}>(c, params, stream) ||
-                   quantize_if<Nvfp4Quantize{D, true, false, unaligned}>(c, params, stream) ||
-                   quantize_if<Nvfp4Quantize{D, true, true, unaligned}>(c, params, stream);
-        };
-        if constexpr (D != DType::fp32) {
-            if (any.template operator()<true>()) return true;
-        }
-        return any.template operator()<false>();
-    });
-    TK_CHECK(found, "tk.nvfp4_quantize: no kernel ", kernel_name(c));
-}
-inline void launch(const Nvfp4Dequantize& c, const DequantizeParams& params, Stream stream) {
-    const bool found = any_wide(
-        [&]<typename W>(W) { return dequantize_if<Nvfp4Dequantize{W::dtype}>(c, params, stream); });
-    TK_CHECK(found, "tk.nvfp4_dequantize: no kernel ", kernel_name(c));
+inline void launch(const Nvfp4Dequantize& wanted, const DequantizeParams& params, Stream stream) {
+    const bool found = gemm::launch_listed<nvfp4_dequantize_at, NVFP4_DEQUANTIZE>(
+        wanted, [&]<Nvfp4Dequantize c>() { return dequantize<c>(params, stream), true; });
+    TK_CHECK(found, "tk.nvfp4_dequantize: no kernel ", kernel_name(wanted));
 }
 
 // Whether rows are of adjacent elements.

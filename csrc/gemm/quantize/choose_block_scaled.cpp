@@ -9,9 +9,6 @@
 namespace thunderkittens::block_scaled {
 namespace {
 
-constexpr DType WIDE[] = {DType::bf16, DType::fp16, DType::fp32};
-constexpr DType FP8[] = {DType::e4m3, DType::e5m2};
-
 bool is_wide(DType dtype) { return std::ranges::find(WIDE, dtype) != std::end(WIDE); }
 
 std::string unsupported_sizes(int64_t rows, int64_t columns, int64_t batch, DType dtype,
@@ -24,66 +21,57 @@ std::string unsupported_sizes(int64_t rows, int64_t columns, int64_t batch, DTyp
     return "";
 }
 
-KernelInfo kernel(const std::string& name, const std::string& text, const std::string& source,
-                  const std::string& symbol) {
-    return {.name = name, .config = text, .source = source, .symbol = symbol, .threads = THREADS};
+// A kernel of 256 threads, a template over the fields of a configuration.
+template <class Config>
+KernelInfo kernel(const std::string& name, const char* source, const char* kernel, Config config) {
+    std::string symbol = concat(kernel, 'I');
+    visit_fields(config, [&](const char*, auto& field) {
+        constexpr bool flag = std::is_same_v<decltype(field), bool&>;
+        symbol += concat(flag ? "Lb" : "Li", int(field), 'E');
+    });
+    return {.name = name,
+            .config = "tile 128x128, 256 threads",
+            .source = concat(source, name_of(config.dtype)),
+            .symbol = symbol,
+            .threads = THREADS};
 }
-std::string flag(bool value) { return concat("ELb", int(value)); }
-
-constexpr const char* TEXT = "tile 128x128, 256 threads";
-constexpr const char* RING_TEXT = "tile 128x128, 2 stages, 256 threads";
+template <auto at, std::size_t count>
+std::vector<KernelInfo> kernels(const char* source, const char* name) {
+    std::vector<KernelInfo> list;
+    for (std::size_t i = 0; i < count; ++i) {
+        list.push_back(kernel(kernel_name(at(i)), source, name, at(i)));
+    }
+    return list;
+}
 
 std::vector<KernelInfo> mxfp8_quantize_kernels() {
-    std::vector<KernelInfo> list;
-    for (const DType dtype : WIDE) {
-        for (const DType data : FP8) {
-            for (const bool down : {false, true}) {
-                list.push_back(kernel(kernel_name(Mxfp8Quantize{dtype, data, down}), TEXT,
-                                      concat("mxfp8_", name_of(dtype)),
-                                      concat("mxfp8_quantize_kernelILi", int(dtype), "ELi",
-                                             int(data), flag(down), 'E')));
-            }
-        }
-    }
-    return list;
+    return kernels<mxfp8_quantize_at, MXFP8_QUANTIZE>("mxfp8_", "mxfp8_quantize_kernel");
 }
 std::vector<KernelInfo> mxfp8_dequantize_kernels() {
-    std::vector<KernelInfo> list;
-    for (const DType dtype : WIDE) {
-        for (const DType data : FP8) {
-            list.push_back(kernel(
-                kernel_name(Mxfp8Dequantize{dtype, data}), TEXT, concat("mxfp8_", name_of(dtype)),
-                concat("mxfp8_dequantize_kernelILi", int(dtype), "ELi", int(data), 'E')));
-        }
-    }
-    return list;
+    return kernels<mxfp8_dequantize_at, MXFP8_DEQUANTIZE>("mxfp8_", "mxfp8_dequantize_kernel");
 }
 std::vector<KernelInfo> nvfp4_quantize_kernels() {
     std::vector<KernelInfo> list;
+    for (std::size_t i = 0; i < NVFP4_QUANTIZE; ++i) {
+        const Nvfp4Quantize c = nvfp4_quantize_at(i);
+        const bool ring = in_ring(c);
+        list.push_back(kernel(kernel_name(c), "nvfp4_",
+                              ring ? "nvfp4_quantize_ring_kernel" : "nvfp4_quantize_kernel", c));
+        // The last field tells the kernels apart, and is no parameter of theirs.
+        std::string& symbol = list.back().symbol;
+        symbol.resize(symbol.size() - std::string_view("Lb0E").size());
+        if (!ring) continue;
+        list.back().config = "tile 128x128, 2 stages, 256 threads";
+        list.back().shared_bytes = NVFP4_RING_BYTES;
+    }
     for (const DType dtype : WIDE) {
-        const std::string source = concat("nvfp4_", name_of(dtype));
-        for (int i = 0; i < (dtype == DType::fp32 ? 4 : 8); ++i) {
-            const Nvfp4Quantize config{dtype, (i & 1) != 0, (i & 2) != 0, (i & 4) != 0};
-            const bool ring = in_ring(config);
-            list.push_back(
-                kernel(kernel_name(config), ring ? RING_TEXT : TEXT, source,
-                       concat(ring ? "nvfp4_quantize_ring_kernelILi" : "nvfp4_quantize_kernelILi",
-                              int(dtype), flag(config.square), flag(config.stochastic), 'E')));
-            if (ring) list.back().shared_bytes = NVFP4_RING_BYTES;
-        }
-        list.push_back(kernel(concat("maxima_", name_of(dtype)), TEXT, source,
-                              concat("nvfp4_maxima_kernelILi", int(dtype), 'E')));
+        list.push_back(kernel(concat("maxima_", name_of(dtype)), "nvfp4_", "nvfp4_maxima_kernel",
+                              Nvfp4Dequantize{dtype}));
     }
     return list;
 }
 std::vector<KernelInfo> nvfp4_dequantize_kernels() {
-    std::vector<KernelInfo> list;
-    for (const DType dtype : WIDE) {
-        list.push_back(kernel(kernel_name(Nvfp4Dequantize{dtype}), TEXT,
-                              concat("nvfp4_", name_of(dtype)),
-                              concat("nvfp4_dequantize_kernelILi", int(dtype), 'E')));
-    }
-    return list;
+    return kernels<nvfp4_dequantize_at, NVFP4_DEQUANTIZE>("nvfp4_", "nvfp4_dequantize_kernel");
 }
 
 }  // namespace

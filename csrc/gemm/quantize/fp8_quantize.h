@@ -14,10 +14,6 @@
 #include "csrc/common/dtype.h"
 #include "csrc/common/fields.h"
 
-namespace thunderkittens {
-struct KernelInfo;  // registry.h
-}
-
 namespace thunderkittens::fp8_quantize {
 
 // As the op's code of a granularity: its place in ("tensor", "row", "1x128", "128x128").

@@ -33,11 +33,16 @@ __device__ __forceinline__ uint32_t place_of(uint32_t base, int col, int eight) 
     return base + col * GROUP + chunk * 16 + half * 8;
 }
 
+// Where a thread's unit is in a tile of 128 x 128: eight rows of eight columns.
+struct InTile {
+    int lane = laneid() % LANES, eight = warpid() * 2 + laneid() / LANES;
+};
+
 // Writes the columns of a tile as rows of x^T: `codes` are eight rows of this thread's eight
 // columns.
 template <bool whole>
 __device__ __forceinline__ void store_transposed(const Params& p, uint32_t codes_base,
-                                                 const uint2 (&codes)[UNITS], int lane, int eight,
+                                                 const uint2 (&codes)[UNITS], const InTile& at,
                                                  int64_t tile_row, int64_t tile_col,
                                                  int64_t matrix = 0) {
 #pragma unroll
@@ -52,7 +57,7 @@ __device__ __forceinline__ void store_transposed(const Params& p, uint32_t codes
         transpose_bytes(bottom);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            arch::store_shared(place_of(codes_base, lane * UNIT + half * 4 + i, eight),
+            arch::store_shared(place_of(codes_base, at.lane * UNIT + half * 4 + i, at.eight),
                                make_uint2(top[i], bottom[i]));
         }
     }
@@ -83,11 +88,6 @@ __device__ __forceinline__ void store_transposed(const Params& p, uint32_t codes
         arch::store_global(reinterpret_cast<uint4*>(out + c * p.pitch_t + chunk * 16), rows);
     }
 }
-
-// Where a thread's unit is in a tile of 128 x 128: eight rows of eight columns.
-struct InTile {
-    int lane = laneid() % LANES, eight = warpid() * 2 + laneid() / LANES;
-};
 
 // Writes the rows of a tile where they begin at any byte: a warp stages its own 16.
 __device__ __forceinline__ void store_staged(const Params& p, uint32_t staged, const InTile& at,
@@ -317,7 +317,7 @@ __device__ __forceinline__ void quantize_tile_as(const Params& p) {
             codes[u] = encode_as<F>(x[u], [&](int i) { return of_col[i]; });
         }
     }
-    store_transposed<whole>(p, staged, codes, at.lane, at.eight, tile_row, tile_col);
+    store_transposed<whole>(p, staged, codes, at, tile_row, tile_col);
 }
 template <class T, Pass pass, class F>
 __device__ __forceinline__ void quantize_tile_as(const Params& p) {
@@ -346,8 +346,9 @@ __device__ __forceinline__ void transpose_tile(const Params& p) {
     const int64_t matrix = blockIdx.x / static_cast<uint32_t>(p.blocks);
     const int64_t tile = blockIdx.x - matrix * p.blocks;
     const int64_t tile_row = tile / across, tile_col = tile - tile_row * across;
-    const int lane = laneid() % LANES, eight = warpid() * 2 + laneid() / LANES;
-    const int64_t row = tile_row * GROUP + eight * UNITS, col = tile_col * GROUP + lane * UNIT;
+    const InTile at;
+    const int64_t row = tile_row * GROUP + at.eight * UNITS,
+                  col = tile_col * GROUP + at.lane * UNIT;
     const auto* x = static_cast<const uint8_t*>(p.x) + matrix * p.batch_stride;
     uint2 codes[UNITS];
     if (p.aligned) {
@@ -372,7 +373,7 @@ __device__ __forceinline__ void transpose_tile(const Params& p) {
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) codes[u] = make_uint2(words[u][0], words[u][1]);
     }
-    store_transposed<false>(p, arch::shared_address(&shared.codes[0]), codes, lane, eight, tile_row,
+    store_transposed<false>(p, arch::shared_address(&shared.codes[0]), codes, at, tile_row,
                             tile_col, matrix);
 }
 

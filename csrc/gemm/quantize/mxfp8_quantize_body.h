@@ -18,12 +18,9 @@ template <class Tensor>
 Mxfp8Outputs<Tensor> mxfp8_outputs(const Tensor& x, int64_t batch, int64_t rows, int64_t columns,
                                    DType type, bool swizzle) {
     const ScaleShape scale = scale_shape(rows, columns, 32, swizzle);
-    constexpr auto E8M0 = Backend<Tensor>::E8M0;
-    if (x.dim() == 2) {
-        return {empty({rows, columns}, type, x), empty({scale.rows, scale.columns}, E8M0, x)};
-    }
-    return {empty({batch, rows, columns}, type, x),
-            empty({batch, scale.rows, scale.columns}, E8M0, x)};
+    const bool batched = x.dim() == 3;
+    return {empty_batch(batched, {batch, rows, columns}, type, x),
+            empty_batch(batched, {batch, scale.rows, scale.columns}, Backend<Tensor>::E8M0, x)};
 }
 
 template <class Tensor>
@@ -64,16 +61,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> mxfp8_quantize_body(
                                .transpose = transpose,
                                .row_major = row_major};
     const DeviceProperties& device = on.device(x);
-    if (const std::string reason = unsupported(problem, device); !reason.empty()) {
-        throw std::runtime_error(concat(OP, ": ", reason));
-    }
-    Mxfp8Params params{.x = matrix_of(view), .swizzle = swizzle, .floor = floor};
-    params.data = data.data_ptr();
-    params.scale = scale.data_ptr();
-    if (transpose) {
-        params.down_data = data_t.data_ptr();
-        params.down_scale = scale_t.data_ptr();
-    }
+    check_supported(OP, unsupported(problem, device));
+    Mxfp8Params params{.x = matrix_of(view),
+                       .data = data.data_ptr(),
+                       .scale = scale.data_ptr(),
+                       .down_data = transpose ? data_t.data_ptr() : nullptr,
+                       .down_scale = transpose ? scale_t.data_ptr() : nullptr,
+                       .swizzle = swizzle,
+                       .floor = floor};
     if (!row_major) {
         std::swap(params.data, params.down_data);
         std::swap(params.scale, params.down_scale);

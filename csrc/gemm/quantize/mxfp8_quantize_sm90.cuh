@@ -211,6 +211,20 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<INPUT>)
     }
 }
 
+// The values of row i of a thread's codes.
+template <int DATA>
+__device__ __forceinline__ void dequantize_row(const Codes<uint2>& codes, int i,
+                                               float (&values)[CHUNK]) {
+    const float scale = scale_of_byte(codes.scale[i]);
+#pragma unroll
+    for (int j = 0; j < CHUNK; j += 2) {
+        const uint32_t word = j < 4 ? codes.word[i].x : codes.word[i].y;
+        const float2 pair = Fp8<DATA>::values(word >> 8 * (j % 4) & 0xffffu);
+        values[j] = pair.x * scale;
+        values[j + 1] = pair.y * scale;
+    }
+}
+
 template <int OUT, int DATA>
 __global__ void __launch_bounds__(THREADS, 4)
     mxfp8_dequantize_kernel(DequantizeParams p, InOrder order) {

@@ -2,7 +2,8 @@
 // torch.
 #pragma once
 
-#include "csrc/common/backend.h"
+#include "csrc/gemm/common/checks.h"
+#include "csrc/gemm/quantize/block_scaled_checks.h"
 #include "csrc/gemm/quantize/block_scaled_dispatch.h"
 
 namespace thunderkittens::block_scaled {
@@ -13,36 +14,18 @@ Tensor nvfp4_dequantize_body(const Backend<Tensor>& on, const Tensor& data,
                              typename Backend<Tensor>::ScalarType type, bool swizzle) {
     using Types = Backend<Tensor>;
     constexpr const char* OP = "thunderkittens::nvfp4_dequantize";
-    constexpr int BLOCK = 16;
     check_cuda(OP, "data", data);
-    TK_CHECK(data.scalar_type() == Types::E2M1X2 || data.scalar_type() == Types::BYTE, OP,
-             ": data must be torch.float4_e2m1fn_x2 or torch.uint8, got ", dtype_text_of(data));
-    check_dims(OP, "data", data, {2, 3});
-    check_same_device(OP, "block_scale", block_scale, "data", data);
-    check_same_device(OP, "global_scale", global_scale, "data", data);
-    check_dtype(OP, "block_scale", block_scale, {DType::e4m3});
-    check_dtype(OP, "global_scale", global_scale, {DType::fp32});
+    check_nvfp4(OP, data, block_scale, swizzle);
     const std::optional<DType> dtype = Types::dtype_of(type);
     const int64_t batch = data.dim() == 3 ? data.size(0) : 1;
     const int64_t rows = data.size(-2), columns = 2 * data.size(-1);
-    const ScaleShape shape = scale_shape(rows, columns, BLOCK, swizzle);
-    TK_CHECK(block_scale.dim() == data.dim() && block_scale.size(-1) == shape.columns &&
-                 block_scale.size(-2) == shape.rows &&
-                 (data.dim() == 2 || block_scale.size(0) == batch),
-             OP, ": block_scale has shape ", shape_text(block_scale), "; expected ", shape.rows,
-             " x ", shape.columns, " for data of shape ", shape_text(data));
-    TK_CHECK(global_scale.dim() == data.dim() - 2 && global_scale.numel() == batch, OP,
-             ": global_scale has shape ", shape_text(global_scale), ", data has shape ",
-             shape_text(data), "; expected one value per matrix");
+    gemm::check_global_scale(OP, global_scale, "data", data, data.dim() == 3, batch);
     const Nvfp4Problem problem{
         .rows = rows, .columns = columns, .batch = batch, .dtype = dtype.value_or(DType::int32)};
     const auto guard = on.guard(data);
     const DeviceProperties& device = on.device(data);
-    if (const std::string reason = unsupported(problem, device); !reason.empty()) {
-        throw std::runtime_error(concat(OP, ": ", reason));
-    }
-    const Tensor out = data.dim() == 3 ? empty({batch, rows, columns}, type, data)
-                                       : empty({rows, columns}, type, data);
+    check_supported(OP, unsupported(problem, device));
+    const Tensor out = empty_batch(data.dim() == 3, {batch, rows, columns}, type, data);
     if (out.numel() == 0) return out;
     const bool rows_adjacent = data.size(-1) == 1 || data.stride(-1) == 1;
     // As bytes, because torch has no copy of float4_e2m1fn_x2.

@@ -331,10 +331,7 @@ __global__ __launch_bounds__(Traits::threads, 1) void swap_ab_kernel(const __gri
         if (arch::elect_one()) {
             tma::prefetch_map<typename Traits::weights>(g.b);
             tma::prefetch_map<typename Traits::rows>(g.a);
-            for (int i = 0; i < C.stages; ++i) {
-                init_semaphore(shared.full[i], 1);
-                init_semaphore(shared.empty[i], 1);
-            }
+            init_stages<C.stages>(shared, 1, 1);
             init_semaphore(shared.summed, WARPGROUP_WARPS * g.splits);
             init_semaphore(shared.read, WARPGROUP_WARPS * g.splits);
             arch::mbarrier_init_fence();

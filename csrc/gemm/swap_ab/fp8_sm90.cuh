@@ -22,8 +22,8 @@ namespace sm90 {
 template <Config C>
 struct SwapAbTraits {
     static constexpr Config config = C;
-    using TA = element<C.a>;
-    using TB = element<C.b>;
+    using TA = element<C.a_dtype>;
+    using TB = element<C.b_dtype>;
     static constexpr int products = C.block_k / BLOCK_K;  // products of a stage
     static constexpr int pitch = C.block_n + 4;  // of the sums, in floats: no bank conflicts
     static_assert(C.block_n == 64);
@@ -278,10 +278,8 @@ __device__ __forceinline__ void consume_swap_ab(const typename SwapAbTraits<C>::
                 warpgroup::mma_async_wait(products[i]);
                 promote<C>(g, shared.scales[ring.stage].address(), sums, products[i], i);
             }
-            if (g.blockwise) {  // each warp has read the scales itself
-                arch::sync_warp();
-                if (laneid() == 0) arrive(shared.empty[ring.stage]);
-            }
+            // Each warp has read the scales itself.
+            if (g.blockwise) arrive_by_warp(shared.empty[ring.stage]);
         }
 
         if (g.store_by_tma) {
@@ -320,10 +318,8 @@ __global__ __launch_bounds__(Traits::threads,
         if (warpgroup::warpid() == 0 && arch::elect_one()) {
             tma::prefetch_map<typename Traits::weights>(g.b);
             tma::prefetch_map<typename Traits::rows>(g.a);
-            for (int i = 0; i < C.stages; ++i) {
-                init_semaphore(shared.full[i], 1 + (g.blockwise ? WARP_THREADS : 0));
-                init_semaphore(shared.empty[i], WARPGROUP_WARPS);
-            }
+            gemm::sm90::init_stages<C.stages>(shared, 1 + (g.blockwise ? WARP_THREADS : 0),
+                                              WARPGROUP_WARPS);
             init_semaphore(shared.summed, WARPGROUP_WARPS * max(1, g.splits - int(g.store_by_tma)));
             init_semaphore(shared.read, WARPGROUP_WARPS * g.splits);
             arch::mbarrier_init_fence();

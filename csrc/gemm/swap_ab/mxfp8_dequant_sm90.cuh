@@ -172,10 +172,7 @@ struct DequantMainloop {
                                         const nvfp4_gemm::sm90::Tile& tile, const int2 range,
                                         int row_group, int k_group) {
         // Every warp has read codes and scales.
-        const auto release = [&](int stage) {
-            arch::sync_warp();
-            if (laneid() == 0) arrive(shared.empty[stage]);
-        };
+        const auto release = [&](int stage) { gemm::sm90::arrive_by_warp(shared.empty[stage]); };
         const int lane = laneid(), quad = lane % 4;
         const int row = row_group * 64 + warpgroup::warpid() * 16 + lane / 4;
         // The row in the atom of scales, of which this tile's rows may be the upper half.

@@ -205,10 +205,7 @@ __global__ __launch_bounds__(Traits::threads,
         if (warpgroup::warpid() == 0 && arch::elect_one()) {
             tma::prefetch_map<typename Traits::rows>(g.a);
             tma::prefetch_map<typename Traits::codes>(g.weight);
-            for (int i = 0; i < Traits::shape.stages; ++i) {
-                init_semaphore(shared.full[i], 1);
-                init_semaphore(shared.empty[i], WARPS);
-            }
+            gemm::sm90::init_stages<Traits::shape.stages>(shared, 1, WARPS);
             init_semaphore(shared.summed, WARPGROUP_WARPS * max(1, g.splits - 1));
             arch::mbarrier_init_fence();
             if (g.splits == 1) {

@@ -102,8 +102,7 @@ struct NativeEpilogue {
 
     static __device__ __forceinline__ void release(semaphore& empty) {
         arch::fence_async_shared();  // the next copy comes after what has been written here
-        arch::sync_warp();
-        if (laneid() == 0) arrive(empty);
+        gemm::sm90::arrive_by_warp(empty);
     }
 
     static __device__ __forceinline__ void tile(const typename Traits::Globals& g,
@@ -197,11 +196,7 @@ struct NativeEpilogue {
                     if (j < count) x[j] += convert<float>(arch::load_global(g.bias + n + j));
                 }
             }
-            gemm::sm90::activate(g.activation, x);
-            const int64_t at = int64_t(m) * g.n + n;
-            gemm::sm90::with_type(g.out, g.out_dtype, [&](auto* out) {
-                gemm::sm90::store_four(out + at, x, g.vec4_aligned, count);
-            });
+            swap_ab::finish_four(g, m, n, x, count);
         }
     }
 };

@@ -303,8 +303,7 @@ struct GemvMainloop {
         at.advance(first, plan.stages);
         for_each_gemv_stage<Traits>(g, tile, first, by, [&](int k) {
             const auto release = [&] {
-                arch::sync_warp();
-                if (laneid() == 0) arrive(semaphores.empty[at.slot]);
+                gemm::sm90::arrive_by_warp(semaphores.empty[at.slot]);
                 at.advance_within(by, plan.stages);
             };
             wait(semaphores.full[at.slot], at.phase);

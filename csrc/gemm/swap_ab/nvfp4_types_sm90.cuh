@@ -168,10 +168,8 @@ __device__ __forceinline__ void make_semaphores(typename Traits::Shared& shared,
     if (produces) {
         if (warpgroup::warpid() == 0 && arch::elect_one()) {
             prefetch();
-            for (int i = 0; i < Traits::config.stages; ++i) {
-                init_semaphore(shared.full[i], 1);
-                init_semaphore(shared.empty[i], Traits::consumers * WARPGROUP_WARPS * readers);
-            }
+            gemm::sm90::init_stages<Traits::config.stages>(
+                shared, 1, Traits::consumers * WARPGROUP_WARPS * readers);
             init_semaphore(shared.summed, Traits::consumers * WARPGROUP_WARPS * splits);
             init_semaphore(shared.read, Traits::consumers * WARPGROUP_WARPS * splits);
             arch::mbarrier_init_fence();
@@ -207,11 +205,7 @@ __device__ __forceinline__ void store_results(const typename Traits::Globals& g,
             if (j < count) x[j] += convert<float>(arch::load_global(bias + n + j));
         }
     }
-    gemm::sm90::activate(g.activation, x);
-    const int64_t at = int64_t(m) * g.n + n;
-    gemm::sm90::with_type(g.out, g.out_dtype, [&](auto* out) {
-        gemm::sm90::store_four(out + at, x, g.vec4_aligned, count);
-    });
+    swap_ab::finish_four(g, m, n, x, count);
 }
 
 }  // namespace sm90

@@ -2,6 +2,7 @@
 // split-K over a cluster, the first loads of a block, and the transposed store.
 #pragma once
 
+#include "csrc/gemm/common/activation_sm90.cuh"
 #include "csrc/gemm/common/cluster_sm90.cuh"
 #include "csrc/gemm/common/launch_sm90.cuh"
 #include "csrc/gemm/common/raster.h"
@@ -22,23 +23,19 @@ __device__ __forceinline__ int rank_in_cluster(const Globals& g) {
 }
 template <class Globals>
 __device__ __forceinline__ int2 range_of_k(const Globals& g) {
-    const int rank = g.splits > 1 ? static_cast<int>(arch::cluster_rank()) : 0;
-    return {g.k_steps * rank / g.splits, g.k_steps * (rank + 1) / g.splits};
+    return range_of_k(g, rank_in_cluster(g));
 }
 
-// By how many of its steps a walk over a range of k is rotated, which `turn` determines: blocks
-// begin at different k, so that not all of them read the same lines of a at the same time.
-__device__ __forceinline__ int rotation(uint32_t turn, int steps) {
-    return static_cast<int>(turn * 37u % uint32_t(steps));
-}
-
-// The walk over a range of k.
+// The walk over a range of k, rotated by some of its steps, which `turn` determines: blocks begin
+// at different k, so that not all of them read the same lines of a at the same time.
 struct RotatedK {
     int k, begin, end;
 
     RotatedK() = default;
     __device__ __forceinline__ RotatedK(const int2 range, uint32_t turn)
-        : k(range.x + rotation(turn, range.y - range.x)), begin(range.x), end(range.y) {}
+        : k(range.x + static_cast<int>(turn * 37u % uint32_t(range.y - range.x))),
+          begin(range.x),
+          end(range.y) {}
     __device__ __forceinline__ int steps() const { return end - begin; }
     __device__ __forceinline__ int after(int at) const { return at + 1 == end ? begin : at + 1; }
     __device__ __forceinline__ void advance() {
@@ -111,6 +108,17 @@ __device__ __forceinline__ void load_weight(const Globals& g, Shared& to, const 
         tma::load_async<2, tma::CachePolicy::evict_first>(to, from, at, full);
     else
         tma::load_async<2>(to, from, at, full);
+}
+
+// Activates and stores four neighbouring elements of row m of out, those of them that it has.
+template <class Globals>
+__device__ __forceinline__ void finish_four(const Globals& g, uint32_t m, uint32_t n, float (&x)[4],
+                                            int count) {
+    gemm::sm90::activate(g.activation, x);
+    const int64_t at = int64_t(m) * g.n + n;
+    gemm::sm90::with_type(g.out, g.out_dtype, [&](auto* out) {
+        gemm::sm90::store_four(out + at, x, g.vec4_aligned, count);
+    });
 }
 
 // The transposed store of 16-bit results: an accumulator's rows are columns of the output. Writes

@@ -14,9 +14,9 @@
 #include <algorithm>
 
 #include "csrc/gemm/common/activation_sm90.cuh"
+#include "csrc/gemm/common/launch_sm90.cuh"
 #include "csrc/gemm/common/vec4_sm90.cuh"
 #include "csrc/gemm/dense/gemm.h"
-#include "kittens/kittens.cuh"
 
 namespace thunderkittens::gemm {
 namespace sm90 {
@@ -439,7 +439,9 @@ void launch_short_k(const Params& p, Stream stream) {
                                   .one_below = below(1),
                                   .two_below = below(2)};
     };
-    const auto ceil = [](int64_t a, int64_t b) { return static_cast<unsigned>((a + b - 1) / b); };
+    const dim3 grid(static_cast<unsigned>(ceil_div(p.n, C.block_n)),
+                    static_cast<unsigned>(ceil_div(p.m, C.block_m)),
+                    static_cast<unsigned>(p.batch));
     const typename Traits::Globals globals{
         .a = C.a_m_major ? source(p.a, p.k, p.m, p.a_stride, p.a_batch_stride)
                          : source(p.a, p.m, p.k, p.a_stride, p.a_batch_stride),
@@ -456,10 +458,7 @@ void launch_short_k(const Params& p, Stream stream) {
         .out_stride = static_cast<uint32_t>(p.out_stride),
         .out_dtype = p.out_dtype,
     };
-    kittens::launch(
-        kittens::LaunchOptions{.dependent = true}, sm90::short_k_kernel<Traits>,
-        dim3(ceil(p.n, C.block_n), ceil(p.m, C.block_m), static_cast<unsigned>(p.batch)),
-        dim3(Traits::threads), dim3(1), sizeof(typename Traits::Shared), stream, globals);
+    launch_dependent<Traits>(sm90::short_k_kernel<Traits>, grid, dim3(1), stream, globals);
 }
 
 }  // namespace thunderkittens::gemm
