@@ -337,6 +337,25 @@ def test_double_backward_is_refused_as_pytorch_refuses_it():
 
 
 @pytest.mark.emulator
+def test_inference_mode_leaves_nothing_behind():
+    """What is kept from call to call can be saved for a backward, whichever call was the first."""
+    override = sdpa_hook.Override("CPU", sdpa_hook._sdpa_ops.OPS["CUDA"])
+    try:
+        with tk.emulate():
+            for name in sdpa_hook._sdpa_ops.OPS["CUDA"]:
+                op = getattr(torch.ops.aten, name).default
+                args = () if "flash" in name else (None, True)
+                tensors = operands(length=8)
+                with torch.inference_mode():
+                    op(*(x.detach() for x in tensors), *args)
+                op(*tensors, *args)[0].sum().backward()
+    finally:
+        override.remove()
+    assert taken() == (6, 0)
+    assert taken(backward=True) == (3, 0)
+
+
+@pytest.mark.emulator
 def test_accuracy_is_that_of_attention():
     tensors = operands(length=70, grad=False)
     with tk.emulate():

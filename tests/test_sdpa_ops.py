@@ -12,6 +12,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import thunderkittens as tk
 from helpers.attention import BF16, FP16, FP32, normal
@@ -174,21 +175,27 @@ def test_values_and_gradients(on_cpu, name, causal, lengths):
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("name", CUDA_OPS)
-def test_recorded_calls_share_the_state_of_random_numbers(on_cpu, name):
-    """Other calls have tensors of their own, as memory of CUDA graphs needs."""
+def test_the_state_of_random_numbers_is_shared(on_cpu, name):
+    """It is on the CPU, as that of PyTorch's efficient attention, and costs no allocation."""
     places = {FLASH: (6, 7), CUDNN: (6, 7), EFFICIENT: (2, 3)}[name]
-    q, k, v = (laid_out("heads outside", (1, 1, 8, 64)) for _ in range(3))
-
-    def states():
-        results = call(name, q, k, v)
-        return [results[i] for i in places]
-
-    first, second = states(), states()
-    assert all(x.data_ptr() != y.data_ptr() for x, y in zip(first, second, strict=True))
-    q.requires_grad_()
-    first, second = states(), states()
+    q, k, v = (laid_out("heads outside", (1, 1, 8, 64)).requires_grad_() for _ in range(3))
+    first, second = ([call(name, q, k, v)[i] for i in places] for _ in range(2))
     assert all(x.data_ptr() == y.data_ptr() for x, y in zip(first, second, strict=True))
     assert not any(x.requires_grad for x in first)
+
+
+@pytest.mark.parametrize("flash", [True, False])
+def test_the_state_of_a_cuda_graph_is_its_own(flash, monkeypatch):
+    """Where a graph is recorded, its results must be on the GPU, in its memory."""
+    monkeypatch.setattr(_sdpa_ops, "_capturing", lambda: True)
+    with FakeTensorMode():
+        query = torch.empty(1, 1, 8, 64, dtype=BF16, device="cuda")
+        own = _sdpa_ops._random_state(query, flash)
+    monkeypatch.setattr(_sdpa_ops, "_capturing", lambda: False)
+    shared = _sdpa_ops._random_state(query, flash)
+    for x, y in zip(own, shared, strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        assert (x.device.type, y.device.type) == ("cuda", "cpu")
 
 
 @pytest.mark.emulator

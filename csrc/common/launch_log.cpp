@@ -27,13 +27,16 @@ void note_launch(const char* kernel, const Fields& fields) {
     if (!noted.empty()) noted += '\n';
     const auto named = fields.find("kernel");
     noted += named == fields.end() ? std::string(kernel) : text(named->second);
+    char before = '\t';
     for (const auto& [name, value] : fields) {
-        if (name != "kernel") noted += concat(' ', name, '=', text(value));
+        if (name == "kernel") continue;
+        noted += concat(before, name, '=', text(value));
+        before = ' ';
     }
 }
 
-// The launches of this thread since its last call, a line each: the kernel and the fields of its
-// choice, with blanks between. Valid until the thread's next call.
+// The launches of this thread since its last call, a line each: the kernel, a tab and, with blanks
+// between, the fields of its choice. Valid until the thread's next call.
 extern "C" __attribute__((visibility("default"))) const char* thunderkittens_launches() {
     static thread_local std::string answer;
     launches_noted.store(true, std::memory_order_relaxed);

@@ -81,7 +81,7 @@ def _noted_launches() -> Callable[[], Any]:
     function.argtypes, function.restype = [], ctypes.c_char_p
 
     def noted() -> list[str]:
-        return [_with_brackets(*line.partition(" ")) for line in function().decode().splitlines()]
+        return [_with_brackets(*line.partition("\t")) for line in function().decode().splitlines()]
 
     noted()
     return noted

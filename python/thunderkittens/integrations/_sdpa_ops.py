@@ -193,34 +193,34 @@ def _gradients(
     return _call(_gradient, *args)
 
 
-# Results beside those of the kernels: the state of the random numbers, and for flash attention an
-# empty debug mask. In eager calls that are recorded, autograd alone sees them, and one of each for
-# a device will do. Elsewhere, as in compiled graphs, whose memory may belong to a CUDA graph, each
-# call has its own.
+# Results beside those of the kernels: the state of the random numbers, which nothing reads, and for
+# flash attention an empty debug mask. PyTorch's efficient attention has its state on the CPU, and
+# while a CUDA graph is recorded, whose results must be there, on the GPU. So it is here for every
+# op; and as allocations cost more than all else here, calls share what is on the CPU. Autograd
+# saves it, which it cannot do with tensors that are made in inference mode.
 
-Rest = tuple[Tensor, Tensor, Tensor | None]
-_rests: dict[tuple[int, torch.dtype, bool], Rest] = {}
-
-
-def _new_rest(query: Tensor, flash: bool) -> Rest:
-    if not flash:
-        seed, offset = (query.new_empty((), dtype=torch.int64) for _ in range(2))
-        return seed, offset, None
-    seed, offset = (query.new_empty(n, dtype=torch.uint64) for n in (2, ()))
-    return seed, offset, query.new_empty(0)
+_capturing = torch.cuda.is_current_stream_capturing
+with torch.inference_mode(False):
+    _FLASH_STATE = tuple(torch.zeros(n, dtype=torch.uint64, device="cpu") for n in ((2,), ()))
+    _STATE = tuple(torch.zeros((), dtype=torch.int64, device="cpu") for _ in range(2))
+_debug_masks: dict[tuple[int, torch.dtype], Tensor] = {}
 
 
-def _rest(query: Tensor, key: Tensor, value: Tensor, flash: bool) -> Rest:
-    if not (
-        torch.is_grad_enabled()
-        and (query.requires_grad or key.requires_grad or value.requires_grad)
-    ):
-        return _new_rest(query, flash)
-    place = (query.get_device(), query.dtype, flash)
-    rest = _rests.get(place)
-    if rest is None:
-        rest = _rests[place] = _new_rest(query, flash)
-    return rest
+def _random_state(query: Tensor, flash: bool) -> tuple[Tensor, ...]:
+    state = _FLASH_STATE if flash else _STATE
+    if query.is_cuda and _capturing():
+        return tuple(query.new_empty(x.shape, dtype=x.dtype) for x in state)
+    return state
+
+
+def _debug_mask(query: Tensor) -> Tensor:
+    """An empty tensor, which has no memory that could belong to anything."""
+    place = (query.get_device(), query.dtype)
+    mask = _debug_masks.get(place)
+    if mask is None:
+        with torch.inference_mode(False):
+            mask = _debug_masks[place] = query.new_empty(0)
+    return mask
 
 
 def _laid_out(x: Tensor, order: Sequence[int]) -> Tensor:
@@ -280,8 +280,8 @@ def flash_attention(torch_forward: Kernel, torch_backward: Kernel) -> tuple[Kern
             )
         causal = _LOWER_RIGHT if is_causal else _NONE
         out, lse = _call(_with_lse, query, key, value, causal, scale)
-        rest = _rest(query, key, value, True)
-        return out, lse, None, None, query.shape[2], key.shape[2], *rest
+        lengths = (query.shape[2], key.shape[2])
+        return out, lse, None, None, *lengths, *_random_state(query, True), _debug_mask(query)
 
     def backward(
         grad_out: Tensor,
@@ -346,7 +346,8 @@ def cudnn_attention(torch_forward: Kernel, torch_backward: Kernel) -> tuple[Kern
         state: tuple[Any, ...]
         if compute_log_sumexp:
             out, lse = _call(_with_lse, query, key, value, causal, scale)
-            state = (lse.unsqueeze(3), None, None, *lengths, *_rest(query, key, value, False))
+            random_state = _random_state(query, False)
+            state = (lse.unsqueeze(3), None, None, *lengths, *random_state, None)
         else:
             out = _call(_forward, query, key, value, causal, scale)
             state = (None, None, None, *lengths, None, None, None)
@@ -422,7 +423,7 @@ def efficient_attention(torch_forward: Kernel, torch_backward: Kernel) -> tuple[
         else:
             out = _call(_forward, query, key, value, causal, scale)
             lse = out.new_empty((batch, heads, 0), dtype=torch.float32)
-        return _laid_out(out, _BY_ROWS), lse, *_rest(query, key, value, False)[:2]
+        return _laid_out(out, _BY_ROWS), lse, *_random_state(query, False)
 
     def backward(
         grad_out: Tensor,
