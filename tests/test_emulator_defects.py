@@ -102,6 +102,7 @@ FOUND = {
     "message_taken_by_a_relaxed_arrival": f"store_cluster_shared {OVERWRITES}",
     "store_before_the_peer_has_read": f"store_shared {OVERWRITES}",
     "store_before_the_peer_has_copied": "still reads|last read by a copy that signals mbarrier",
+    "block_ends_before_its_copy": "the block ends while a copy to another block still reads",
     "rows_of_another_warp": "stmatrix .* which an operation in flight .* still reads",
     "operand_before_all_parts_are_over": "which warp 1's part of a wgmma reads: no barrier",
     "one_part_tells_of_all": "store_shared .* which warp 1's part of a wgmma reads: no barrier",

@@ -184,6 +184,31 @@ def test_fused_cluster_tiles(tile, splits, dtype):
     assert torch.equal(kept[1].grad, (a.float().mT @ grad).to(dtype))
 
 
+# Columns, the pitches of rows and of batches, the output's type, blocks that divide k. Lengths and
+# pitches are multiples of other numbers than the vectors that are stored: each of them alone keeps
+# a store from being one of vectors.
+PITCHES = [(63, 64, 65 * 64, None, 1), (40, 45, 65 * 48, None, 1), (40, 40, 9 * 289, None, 1)]
+PITCHES += [(67, 72, 65 * 72, None, 2), (67, 67, 65 * 67, torch.float32, 2)]
+PITCHES += [(66, 68, 65 * 68, torch.float32, 2), (68, 68, 65 * 68 + 2, torch.float32, 2)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("n", "pitch", "batch_pitch", "out_dtype", "splits"), PITCHES, ids=str)
+def test_outputs_of_any_pitch(n, pitch, batch_pitch, out_dtype, splits, dtype):
+    """Nothing is written beside the output, and all of it is."""
+    out_dtype = out_dtype or dtype
+    a, b = integers(2, 65, 200, dtype=dtype), integers(2, 200, n + -n % 8, dtype=dtype)[..., :n]
+    memory = torch.full((2 * batch_pitch,), 77.0, dtype=out_dtype)
+    untouched = memory.clone()
+    place = (2, 65, n), (batch_pitch, pitch, 1)
+    untouched.as_strided(*place).copy_(a.float() @ b.float())
+    config = CLUSTER_TILE | {"block_m": 64, "block_n": 64, "stages": 14, "consumers": 1}
+    with tk.emulate("random", seed=n, config=config | {"splits": splits}) as run:
+        tk.gemm(a, b, out=memory.as_strided(*place))
+    assert run.kernels[0]["kernel"].endswith("_64x64_cluster")
+    assert torch.equal(memory, untouched)
+
+
 def test_choice_of_clusters():
     """Clusters share loads where an operand's rows do not begin at lines of 128 bytes; split-K over
     a cluster is for few tiles and a long k, of any layout."""

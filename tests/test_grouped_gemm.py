@@ -84,6 +84,20 @@ def test_integers_are_exact(device, case):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("transposed", [False, True])
+def test_one_element_before_an_edge(device, form, transposed):
+    """Groups of one less than what is multiplied, and stored, at a time: 16 of k, or 16 rows."""
+    sizes = [15, 64, 79]
+    a_shape, b_shape = shapes(form, sum(sizes), len(sizes), 40, 48, 72)
+    a = integers(*a_shape, low=-2, high=2, dtype=BF16, device=device)
+    b = integers(*b_shape, low=-2, high=2, dtype=BF16, device=device)
+    offs = offsets(sizes, device)
+    layout = "packed_t" if transposed else "packed"
+    out = tk.grouped_gemm(matrix(a, layout), matrix(b, layout), offs)
+    assert torch.equal(out, tk.reference.grouped_gemm(a.double(), b.double(), offs).to(BF16))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("transposed", [False, True])
 def test_a_neighbour_of_nan(device, form, transposed):
     """Groups of NaN beside others, that begin and end in the middle of tiles and of 16 bytes."""
     sizes = [3, 70, 1, 5, 0, 66]

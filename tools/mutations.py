@@ -223,11 +223,14 @@ def find_boundaries(s: Source) -> None:
             first, last = s.arguments(opens)[-1]
             sign = "-" if zlib.crc32(s.code[begin:last].encode()) % 2 else ""
             what = f"limit {sign or '+'}1"
-            s.add("boundary", begin, what, (first, 3, f"{sign}tk_mutant(@) + "))
+            opening = (first, 3, f"tk_moved(@, {sign or '+'}1, ")
+            s.add("boundary", begin, what, opening, (last, 0, ")"))
 
 
 def find_indices(s: Source) -> None:
     for begin, opens, _ in s.calls("elements"):
+        if "<" in s.code[begin:opens]:  # a type's name
+            continue
         for i, (first, last) in enumerate(s.arguments(opens)):
             if s.code[first:last] != "0" and not s.is_constant(begin):
                 s.add("index", begin, f"coordinate {i}", (first, 3, "tk_mutant(@) + "))
@@ -296,6 +299,10 @@ constexpr int tk_mutant(int number) {
 template <class T>
 constexpr T tk_other(int number, T x) {
     return tk_mutant(number) ? (x > 0 ? x - 1 : x + 1) : x;
+}
+template <class T>
+constexpr T tk_moved(int number, int by, T x) {
+    return tk_mutant(number) ? x + by : x;
 }
 """
 

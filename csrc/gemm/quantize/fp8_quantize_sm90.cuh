@@ -33,7 +33,8 @@ __device__ __forceinline__ void quantize_rows_of(const Params& p, RowShared& sha
     Unit<T> x[UNITS];
     const auto load = [&](int begin) {
         if constexpr (!aligned) {
-            return load_unaligned_row<lanes>(p, row, (int64_t{begin} + first) * UNIT, x);
+            constexpr int at_once = pass == Pass::given ? 1 : 2;
+            return load_unaligned_row<lanes, at_once>(p, row, (int64_t{begin} + first) * UNIT, x);
         }
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {

@@ -62,15 +62,15 @@ __device__ __forceinline__ void load_unaligned_units(const Params& p, int64_t fi
         span, units, [&](int i) { return at + i * pitch; },
         [&](int i) { return count(i) * int{sizeof(T)}; }, [&](int i) -> auto& { return x[i].w; });
 }
-// Of a row, from `col` on, `lanes` units apart; two at once, for 64 registers.
-template <int lanes, class T>
+// Of a row, from `col` on, `lanes` units apart; few at once, for 64 registers.
+template <int lanes, int AT_ONCE = 2, class T>
 __device__ __forceinline__ void load_unaligned_row(const Params& p, int64_t row, int64_t col,
                                                    Unit<T> (&x)[UNITS]) {
     constexpr int step = lanes * UNIT;
     const int64_t left = row < p.m && col < p.k ? p.k - col : 0;
     const int units = static_cast<int>(min((left + step - 1) / step, int64_t{UNITS}));
     const int last = static_cast<int>(min(left - (units - 1) * step, int64_t{UNIT}));
-    load_unaligned_units<2>(
+    load_unaligned_units<AT_ONCE>(
         p, row * p.stride + col, step, units, [&](int i) { return i == units - 1 ? last : UNIT; },
         x);
 }

@@ -72,6 +72,7 @@ enum class Defect {
     message_taken_by_a_relaxed_arrival,
     store_before_the_peer_has_read,
     store_before_the_peer_has_copied,
+    block_ends_before_its_copy,
     // parts_kernel
     rows_of_another_warp,
     operand_before_all_parts_are_over,

@@ -77,6 +77,7 @@ constexpr Name NAMES[] = {
     {"message_taken_by_a_relaxed_arrival", "remote"},
     {"store_before_the_peer_has_read", "remote"},
     {"store_before_the_peer_has_copied", "remote"},
+    {"block_ends_before_its_copy", "remote"},
     {"rows_of_another_warp", "parts"},
     {"operand_before_all_parts_are_over", "parts"},
     {"one_part_tells_of_all", "parts"},

@@ -190,9 +190,11 @@ void copy_to_cluster(uint32_t destination, uint32_t source, uint32_t bytes, uint
     note_async_read(from, bytes, what);
     note_copy_write(to, bytes, b, what);
     hold_source(*from.block, from.address, bytes, 1);
+    ++from.block->copies_to_others;
     const Thread& t = self();
     const uint32_t reader = b.index, phase = b.completed + 1;
     issue_copy(b, bytes, [=, &t] {
+        --from.block->copies_to_others;
         std::memcpy(to.block->shared + to.address, from.block->shared + from.address, bytes);
         release_source(*from.block, from.address, bytes, t, reader, phase);
     });

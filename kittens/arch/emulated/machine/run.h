@@ -23,7 +23,9 @@ inline void finish_thread(Thread& t) {
         if (!group.empty()) fail("the thread ends while its cp.async are in flight");
     }
     w.alive &= ~(1u << t.lane);
-    --t.block->alive;
+    if (--t.block->alive == 0 && t.block->copies_to_others > 0) {
+        fail("the block ends while a copy to another block still reads its shared memory");
+    }
     for (NamedBarrier& b : t.block->named) {
         if (b.whole_block && b.expected != 0 && is_complete(*t.block, b)) complete_named_barrier(b);
     }

@@ -323,6 +323,7 @@ struct Block {
     std::array<NamedBarrier, 16> named;
     int free_registers = 0;
     int alive = 0;
+    int copies_to_others = 0;  // in flight, from its shared memory
 };
 
 // A copy into shared memory that will signal a barrier.
