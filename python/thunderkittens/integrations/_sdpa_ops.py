@@ -195,9 +195,10 @@ def _gradients(
 
 # Results beside those of the kernels: the state of the random numbers, which nothing reads, and for
 # flash attention an empty debug mask. PyTorch's efficient attention has its state on the CPU, and
-# while a CUDA graph is recorded, whose results must be there, on the GPU. So it is here for every
-# op; and as allocations cost more than all else here, calls share what is on the CPU. Autograd
-# saves it, which it cannot do with tensors that are made in inference mode.
+# while a CUDA graph is recorded, whose results must be there, on the GPU; flash attention takes it
+# from either, and the gradient of cuDNN's from the GPU alone. As allocations cost more than all else
+# here, calls share what is on the CPU. Autograd saves it, which it cannot do with tensors that are
+# made in inference mode.
 
 _capturing = torch.cuda.is_current_stream_capturing
 with torch.inference_mode(False):
@@ -206,9 +207,10 @@ with torch.inference_mode(False):
 _debug_masks: dict[tuple[int, torch.dtype], Tensor] = {}
 
 
-def _random_state(query: Tensor, flash: bool) -> tuple[Tensor, ...]:
+def _random_state(query: Tensor, flash: bool, beside: bool = False) -> tuple[Tensor, ...]:
+    """`beside`: on the query's device in any case."""
     state = _FLASH_STATE if flash else _STATE
-    if query.is_cuda and _capturing():
+    if query.is_cuda and (beside or _capturing()):
         return tuple(query.new_empty(x.shape, dtype=x.dtype) for x in state)
     return state
 
@@ -346,7 +348,7 @@ def cudnn_attention(torch_forward: Kernel, torch_backward: Kernel) -> tuple[Kern
         state: tuple[Any, ...]
         if compute_log_sumexp:
             out, lse = _call(_with_lse, query, key, value, causal, scale)
-            random_state = _random_state(query, False)
+            random_state = _random_state(query, False, beside=True)
             state = (lse.unsqueeze(3), None, None, *lengths, *random_state, None)
         else:
             out = _call(_forward, query, key, value, causal, scale)
