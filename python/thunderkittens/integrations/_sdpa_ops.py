@@ -196,9 +196,9 @@ def _gradients(
 # Results beside those of the kernels: the state of the random numbers, which nothing reads, and for
 # flash attention an empty debug mask. PyTorch's efficient attention has its state on the CPU, and
 # while a CUDA graph is recorded, whose results must be there, on the GPU; flash attention takes it
-# from either, and the gradient of cuDNN's from the GPU alone. As allocations cost more than all else
-# here, calls share what is on the CPU. Autograd saves it, which it cannot do with tensors that are
-# made in inference mode.
+# from either, and the gradient of cuDNN's from the GPU alone. As allocations cost more than all
+# else here, calls share what is on the CPU. Autograd saves it, which it cannot do with tensors that
+# are made in inference mode.
 
 _capturing = torch.cuda.is_current_stream_capturing
 with torch.inference_mode(False):
