@@ -292,7 +292,6 @@ def test_attention_splits_keys_where_blocks_are_few(batch, heads, rows, keys, sp
     sizes |= {"k_length": keys, "head_dim": 128, "value_dim": 128, "dtype": "bf16"}
     choice = _C.choose("attention", sizes | {"causal": 0, "window_left": -1}, H200)
     assert (choice["splits"] > 1) == split
-    assert choice["kernel"].startswith("split_kv" if split else "forward")
 
 
 @pytest.mark.skipif("gemm" not in _C.ops(), reason="this build leaves gemm out")

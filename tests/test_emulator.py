@@ -367,7 +367,9 @@ def test_fp8_gemm_of_few_rows(m, splits, clusters, policy):
 
 
 def test_kernels_are_chosen_as_on_the_gpu():
-    a = torch.randn(512, 512, dtype=torch.bfloat16)
+    # At a multiple of 128 bytes, where a CPU's memory need not begin.
+    memory = torch.randn(512 * 512 + 64, dtype=torch.bfloat16)
+    a = memory[-memory.data_ptr() % 128 // 2 :][: 512 * 512].view(512, 512)
     device = _C.DeviceProperties(
         sm_count=132, shared_bytes_per_block=232448, l2_bytes=50 << 20, major=9, minor=0
     )

@@ -124,8 +124,8 @@ double choose_dequant(const Problem& p, const DeviceProperties& device, Choice& 
     choice.kernel = Kernel::swap_ab_dequant;
     double least = 0;
     for (const DequantShape& shape : DEQUANT_SHAPES) {
-        // The smallest that takes all rows, or one of half of them.
-        if (shape.tokens * 2 < std::min<int64_t>(rows, most_tokens)) continue;
+        // The smallest that takes all rows, or one of half of them; of more rows the largest.
+        if (shape.tokens * 2 < rows && shape.tokens < most_tokens) continue;
         Choice candidate = choice;
         candidate.dequant_config = make_dequant_config(shape, p.b_dtype);
         const nvfp4_gemm::Config& c = candidate.dequant_config.tile;
