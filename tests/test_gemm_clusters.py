@@ -178,8 +178,10 @@ def test_fused_cluster_tiles(tile, splits, dtype):
             else:
                 assert torch.equal(out, expected.to(out_dtype)), (n, activation)
     kept = [x.clone().requires_grad_() for x in (a, b)]
-    with tk.emulate("late_mma", config=config) as run:
-        tk.gemm(*kept, activation="relu").sum().backward()
+    with tk.emulate("late_mma", config=config):
+        out = tk.gemm(*kept, activation="relu")
+    with tk.emulate("late_mma"):  # whose products have fewer steps of k than blocks
+        out.sum().backward()
     grad = (a.float() @ b.float() > 0).float()
     assert torch.equal(kept[1].grad, (a.float().mT @ grad).to(dtype))
 
