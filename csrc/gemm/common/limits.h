@@ -31,9 +31,9 @@ inline std::string unsupported_resources(double tiles, int shared_bytes,
                   device.shared_bytes_per_block);
 }
 
-// Clusters of so many blocks that are there at a time, of blocks that fill an SM. From three on they
-// do not come out even with the SMs that they can share: an H200 of 132 SMs holds 66 clusters of
-// two, 30 of four, fewer than 24 of five and than 18 of six, and 15 of eight (measured).
+// Clusters of so many blocks that are there at a time, of blocks that fill an SM. From three on
+// they do not come out even with the SMs that they can share: an H200 of 132 SMs holds 66 clusters
+// of two, 30 of four, fewer than 24 of five and than 18 of six, and 15 of eight (measured).
 inline int clusters_at_a_time(int size, int sm_count) {
     const bool even = size <= 2 || sm_count < 16;
     const int clusters = even ? sm_count / size : sm_count / 16 * (16 / size) * 15 / 16;

@@ -95,10 +95,10 @@ __device__ __forceinline__ void load_elements(uint64_t at, int count, uint32_t (
 }
 
 // Pieces of BYTES, at most `PIECES` of them, of which `pieces` are there: piece i lies at address
-// at(i), which grows with i, and has count(i) bytes, the last of them the fewest, of which the words
-// to(i) are made; zeros are where there are fewer. AT_ONCE of them are on their way at once; 80
-// registers suffice for WINDOWS. A thread whose vectors might reach beyond the span, because it has the
-// first bytes or the last, loads elements.
+// at(i), which grows with i, and has count(i) bytes, the last of them the fewest, of which the
+// words to(i) are made; zeros are where there are fewer. AT_ONCE of them are on their way at once;
+// 80 registers suffice for WINDOWS. A thread whose vectors might reach beyond the span, because it
+// has the first bytes or the last, loads elements.
 constexpr int WINDOWS = 3;
 template <int BYTES, int ELEMENT, int PIECES, int AT_ONCE = WINDOWS, class At, class Count,
           class To>

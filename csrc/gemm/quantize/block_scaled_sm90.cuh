@@ -286,9 +286,9 @@ __device__ __forceinline__ void store_rows(T* out, const Matrix& m, const Tile& 
 }
 
 // How a dequantiser takes a matrix: chunks of eight in the order of the result in memory, so that
-// what a warp stores are whole lines, wherever rows begin. Where rows are not of whole chunks, those
-// of codes not of whole words, or offsets need more than 32 bits, `chunks` is 0, and a block takes a
-// tile.
+// what a warp stores are whole lines, wherever rows begin. Where rows are not of whole chunks,
+// those of codes not of whole words, or offsets need more than 32 bits, `chunks` is 0, and a block
+// takes a tile.
 struct InOrder {
     gemm::Divisor per_row, rows;  // chunks of a row, rows of a matrix
     uint32_t chunks = 0;

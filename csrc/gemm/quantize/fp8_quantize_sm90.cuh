@@ -16,8 +16,8 @@
 namespace thunderkittens::fp8_quantize {
 namespace sm90 {
 
-// Along rows, by a team of TEAM warps for each. Where they are not aligned, codes pass through shared
-// memory, in which a warp has room for what it makes at once.
+// Along rows, by a team of TEAM warps for each. Where they are not aligned, codes pass through
+// shared memory, in which a warp has room for what it makes at once.
 struct RowShared {
     BlockShared block;
     uint2 codes[WARPS][UNITS][WARP_THREADS];
@@ -59,7 +59,7 @@ __device__ __forceinline__ void quantize_rows_of(const Params& p, RowShared& sha
         if (first == 0 && there) arch::store_global(p.scales + row, scale.scale);
     }
     for (int begin = 0; begin < units; begin += chunk) {
-        // Where rows begin at any element, registers do not suffice for keeping them: they are in L1.
+        // Where rows begin at any element, registers do not suffice for keeping them. L1 has them.
         if (!aligned || pass != Pass::row || units > chunk) load(begin);
         float factors[UNITS];
         if constexpr (pass == Pass::row_block) {

@@ -1,5 +1,5 @@
-// The body of mxfp8_quantize, on any back end: checks, a copy of what has neither rows nor columns of
-// adjacent elements, allocation, launch. Host C++ without torch.
+// The body of mxfp8_quantize, on any back end: checks, a copy of what has neither rows nor columns
+// of adjacent elements, allocation, launch. Host C++ without torch.
 #pragma once
 
 #include <tuple>

@@ -114,8 +114,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<INPUT>)
     load_chunks(chunks, p.x, tile, place);
 
     const bool words = p.x.columns % 8 == 0, whole_words = tile.whole(p.x) && words;
-    // Codes along the columns leave from rows that a warp stages by itself, as many lanes wide as it
-    // is; those along the rows from the whole tile.
+    // Codes along the columns leave from rows that a warp stages by itself, as many lanes wide as
+    // it is; those along the rows from the whole tile.
     constexpr int BYTES = LANES * CHUNK, ROWS = 32 / LANES * CHUNK_ROWS;
     const uint32_t tile_codes = arch::shared_address(arch::static_shared<StagedCodes>().data);
     const uint32_t staged = tile_codes + kittens::warpid() * (ROWS * BYTES);
