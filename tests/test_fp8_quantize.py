@@ -8,7 +8,7 @@ import torch
 
 import thunderkittens as tk
 from helpers.cover import cover, over
-from helpers.layouts import at_any_element, matrix
+from helpers.layouts import RAGGED, at_any_element, matrix
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -79,16 +79,7 @@ def test_whole_tiles(device, granularity, format, dtype):
 @pytest.mark.parametrize("offset", range(8))
 def test_rows_at_any_byte(device, granularity, transposed, offset):
     """Read from any element, in tiles with and without edges, and written to any byte."""
-    shapes = [
-        (129, 131),
-        (130, 264),
-        (145, 127),
-        (128, 257),
-        (3, 1),
-        (1, 143),
-        (272, 133),
-        (9, 4105),
-    ]
+    shapes = [*RAGGED, (272, 133), (9, 4105)]
     dtype = (BF16, FP16, FP32)[(offset + transposed) % 3]
     for gap in (0, 1, 5):
         x = torch.randn(shapes[offset], device=device).to(dtype)

@@ -9,7 +9,7 @@ import torch
 import thunderkittens as tk
 from helpers import block_scaled as oracle
 from helpers.cover import cover, over
-from helpers.layouts import at_any_element
+from helpers.layouts import RAGGED_PAIRS, at_any_element
 from test_mxfp8_dequantize import LAYOUTS, place, same
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -70,16 +70,7 @@ def test_options(device, case):
 @pytest.mark.parametrize("offset", range(8))
 def test_rows_at_any_byte(device, offset, dtype):
     """Read from any byte, and written to any element."""
-    shapes = [
-        (129, 130),
-        (130, 264),
-        (145, 126),
-        (128, 258),
-        (3, 2),
-        (1, 142),
-        (72, 672),
-        (20, 390),
-    ]
+    shapes = [*RAGGED_PAIRS, (72, 672), (20, 390)]
     data, scale, factor = tk.reference.nvfp4_quantize(torch.randn(shapes[offset]).to(BF16))
     expected = tk.reference.nvfp4_dequantize(data, scale, factor, dtype=dtype)
     for gap in (0, 1, 4):

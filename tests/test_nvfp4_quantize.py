@@ -13,7 +13,7 @@ import thunderkittens as tk
 from helpers import block_scaled as oracle
 from helpers.cover import cover, over
 from helpers.guard import assert_guards_intact
-from helpers.layouts import MATRIX_LAYOUTS, at_any_element, matrix
+from helpers.layouts import MATRIX_LAYOUTS, RAGGED_PAIRS, at_any_element, matrix
 from thunderkittens.reference.nvfp4_quantize import philox
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -149,16 +149,7 @@ def test_options(device, case):
 @pytest.mark.parametrize("offset", range(8))
 def test_rows_at_any_byte(device, offset, source):
     """Read from any element, in tiles with and without edges, and written to any byte."""
-    shapes = [
-        (129, 130),
-        (130, 264),
-        (145, 126),
-        (128, 258),
-        (3, 2),
-        (1, 142),
-        (272, 134),
-        (40, 390),
-    ]
+    shapes = [*RAGGED_PAIRS, (272, 134), (40, 390)]
     for gap in (0, 1, 5):
         x = torch.randn(shapes[offset], device=device).to(source)
         options = {"block": ("1x16", "16x16")[(offset + gap) % 2]}

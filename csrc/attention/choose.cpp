@@ -233,10 +233,11 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     Choice choice;
     choice.config = choose_config(p, device.sm_count);
     choice.section_heads = choose_section(p, 64 * choice.config.warpgroups, device);
-    // Longer queries only where there are fewer blocks than multiprocessors.
+    // Longer queries only where there are fewer blocks than multiprocessors. Of packed sequences
+    // the lengths are bounds, which do not tell how many blocks have rows.
     const int64_t blocks =
         ceil_div(p.q_length, 64 * choice.config.warpgroups) * p.batch * p.q_heads;
-    if (p.q_length <= SHORT_QUERY || blocks < device.sm_count)
+    if (p.q_length <= SHORT_QUERY || (!p.varlen && blocks < device.sm_count))
         consider_split_kv(p, std::max(1, device.sm_count), choice);
     choice.config.dtype = p.dtype;
     return choice;

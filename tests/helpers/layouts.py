@@ -7,6 +7,11 @@ from torch import Tensor
 
 NAN = float("nan")
 
+# Rows and columns of matrices that end around the edges of tiles of 128 x 128, of vectors and of
+# words: columns of which some are odd, and even ones.
+RAGGED = [(129, 131), (130, 264), (145, 127), (128, 257), (3, 1), (1, 143)]
+RAGGED_PAIRS = [(129, 130), (130, 264), (145, 126), (128, 258), (3, 2), (1, 142)]
+
 
 def embed(values: Tensor, *, margin: int = 8, order: tuple[int, ...] | None = None) -> Tensor:
     """`values` as the middle of a larger tensor of NaN, `margin` elements away from its edges in

@@ -229,22 +229,23 @@ Choice cheapest(const Problem& p, const DeviceProperties& device) {
             stream_k_tiles(p, sm_count, 0.97 * std::min(whole, split_k.cycles));
         tiles = stream_k.shape != nullptr ? stream_k : split_k;
     }
-    // A fused epilogue costs more from shared memory than in the registers of the other kernels.
-    const bool in_lines = !shares_lines(p) && !p.fused;
+    const bool tuned = !shares_lines(p);
     const ClusterTile cluster =
-        in_lines ? best_cluster_in_lines(p, sm_count) : best_cluster_tile(p, sm_count);
+        tuned && !p.fused ? best_cluster_in_lines(p, sm_count) : best_cluster_tile(p, sm_count);
     if ((p.a_needs_copy || p.b_needs_copy) && p.k <= MOST_SHORT_K && fits_short_k(p)) {
         const ShortKTiles short_k = short_k_tiles(p, sm_count);
         const double others = std::min({whole, tiles.cycles, cluster.cycles}) + copy_cycles(p);
         if (short_k.cycles < others) return short_k_choice(*short_k.shape, p);
     }
-    if ((in_lines || p.fused) && unsplit.kernel == Kernel::swap_ab) {
+    if (tuned && unsplit.kernel == Kernel::swap_ab) {
         // So few tiles that a cluster for each reads as fast as swap-AB, and ends sooner.
         const int64_t few = ceil_div(p.m, 64) * ceil_div(p.n, 64) * MAX_CLUSTER_BLOCKS;
         const bool small = cluster.splits > 1 && few <= sm_count && p.k >= 512;
         return small ? cluster_tile_choice(cluster, p) : unsplit;
     }
-    const double margin = in_lines || p.fused ? 0.97 : 1;  // by which another kernel is cheaper
+    // By which another kernel has to be cheaper. A fused epilogue costs cluster tiles more, from
+    // shared memory, than the others, in registers.
+    const double margin = tuned ? 0.97 : 1;
     if (cluster.cycles < margin * std::min(whole, tiles.cycles)) {
         return cluster_tile_choice(cluster, p);
     }

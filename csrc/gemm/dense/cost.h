@@ -265,7 +265,7 @@ inline ClusterTile best_cluster_in_lines(const Problem& p, int sm_count) {
     const TileShape& shape = CLUSTER_TILE_SHAPES[0];
     const int64_t tiles = p.batch * ceil_div(p.m, shape.block_m) * ceil_div(p.n, shape.block_n);
     const int64_t steps = ceil_div(p.k, BLOCK_K);
-    if (p.fused || tiles < 1) return best;
+    if (tiles < 1) return best;
     const double step = shape.block_m * shape.block_n / 32 * 2.16;
     const int64_t most = std::min({sm_count / tiles, steps, int64_t{MAX_CLUSTER_BLOCKS}});
     for (int64_t splits = 2; splits <= most; ++splits) {

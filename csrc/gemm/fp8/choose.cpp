@@ -244,6 +244,7 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
                   .schedule = schedule_for(*best, p, sm_count)};
     if (!allows_rowwise(choice, p)) choice.kernel = kernel_of(*best);
     const SplitKTiles tiles = split_k_tiles(p, sm_count);
+    // Its sums are promoted.
     if (!p.grouped && p.k > 0 && sums_of(p) == Sums::promoted) {
         const Choice swap_ab = choose_swap_ab(p, sm_count);
         if (swap_ab_cycles(p, swap_ab, sm_count) < std::min(least, tiles.cycles)) return swap_ab;

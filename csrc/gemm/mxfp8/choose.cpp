@@ -192,7 +192,7 @@ void choose_native(const Problem& p, const DeviceProperties& device, Choice& cho
                      });
 }
 std::vector<KernelInfo> prepare_kernels() {
-    return {pass("rescale", "16 rows, 256 threads, two operands")};
+    return {pass("rescale", "16 rows, 256 threads, 1024 where rows are few, two operands")};
 }
 PrepareChoice choose_prepare(const PrepareProblem&, const DeviceProperties&) { return {}; }
 

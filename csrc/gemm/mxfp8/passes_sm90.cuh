@@ -251,7 +251,7 @@ __device__ __forceinline__ void dequantize_tile(const DequantizePass& o, int ind
         for (int i = 0; i < CHUNK_ROWS; ++i) {
             if (row + i >= m.rows) break;
             float values[CHUNK];
-            dequantize_row<DATA>(codes, i, values);
+            dequantize_chunk<DATA>(codes.word[i], codes.scale[i], values);
 #pragma unroll
             for (int j = 0; j < CHUNK; j += 2) {
                 const auto pair = kittens::pack_pair<kittens::bf16>(values[j], values[j + 1]);
@@ -263,8 +263,9 @@ __device__ __forceinline__ void dequantize_tile(const DequantizePass& o, int ind
     }
     Matrix to = m;
     to.columns = o.pitch;
-    store_rows(out + column, to, tile, row, column,
-               [&](int i, float(&values)[CHUNK]) { dequantize_row<DATA>(codes, i, values); });
+    store_rows(out + column, to, tile, row, column, [&](int i, float(&values)[CHUNK]) {
+        dequantize_chunk<DATA>(codes.word[i], codes.scale[i], values);
+    });
 }
 
 template <class Params>

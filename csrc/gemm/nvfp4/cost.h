@@ -1,5 +1,5 @@
 // What the swap-AB kernels that dequantize a weight in registers cost, NVFP4's and MXFP8's: cycles
-// of an SM, fitted to some 1500 timings of 80 products on an H200 (docs/experiments/nvfp4.md).
+// of an SM, fitted to 1129 timings of 80 products on an H200 (docs/experiments/nvfp4.md).
 // Pure functions; host C++ only.
 #pragma once
 

@@ -211,14 +211,14 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<INPUT>)
     }
 }
 
-// The values of row i of a thread's codes.
+// The values of eight codes with the byte of their scale.
 template <int DATA>
-__device__ __forceinline__ void dequantize_row(const Codes<uint2>& codes, int i,
-                                               float (&values)[CHUNK]) {
-    const float scale = scale_of_byte(codes.scale[i]);
+__device__ __forceinline__ void dequantize_chunk(const uint2& codes, uint32_t byte,
+                                                 float (&values)[CHUNK]) {
+    const float scale = scale_of_byte(byte);
 #pragma unroll
     for (int j = 0; j < CHUNK; j += 2) {
-        const uint32_t word = j < 4 ? codes.word[i].x : codes.word[i].y;
+        const uint32_t word = j < 4 ? codes.x : codes.y;
         const float2 pair = Fp8<DATA>::values(word >> 8 * (j % 4) & 0xffffu);
         values[j] = pair.x * scale;
         values[j + 1] = pair.y * scale;
@@ -230,14 +230,7 @@ __global__ void __launch_bounds__(THREADS, 4)
     mxfp8_dequantize_kernel(DequantizeParams p, InOrder order) {
     dequantize<element_of<OUT>, uint2, MX_BLOCK>(
         p, order, [&](const uint2& codes, uint32_t byte, int64_t, float(&values)[CHUNK]) {
-            const float scale = scale_of_byte(byte);
-#pragma unroll
-            for (int j = 0; j < CHUNK; j += 2) {
-                const uint32_t word = j < 4 ? codes.x : codes.y;
-                const float2 pair = Fp8<DATA>::values(word >> 8 * (j % 4) & 0xffffu);
-                values[j] = pair.x * scale;
-                values[j + 1] = pair.y * scale;
-            }
+            dequantize_chunk<DATA>(codes, byte, values);
         });
 }
 
