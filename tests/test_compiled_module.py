@@ -267,7 +267,8 @@ def test_gemm_of_few_rows_divides_k(problem, splits, b_n_major):
         (128, 8192, 8192, {}, "e4m3_swap_ab_128"),
         (512, 8192, 8192, {}, "e4m3_swap_ab_128"),
         (1024, 8192, 8192, {}, "fused_dequant"),
-        (160, 704, 2080, {}, "dequantize"),
+        (160, 704, 2080, {}, "e4m3_swap_ab_128"),
+        (800, 704, 2080, {}, "dequantize"),
         (64, 8192, 8192, {"rescaled": True}, "native_swap_ab_64"),
         (64, 28672, 8192, {"rescaled": True, "kept_b": True}, "dequantize"),  # its last pass
         (64, 8192, 8192, {"rescaled": True, "kept_b": True}, "native_swap_ab_64"),

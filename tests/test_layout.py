@@ -424,7 +424,7 @@ def test_launches_go_through_the_library():
 # Files whose grids have more than one dimension, and what keeps the others short.
 SHORT_DIMENSIONS = {
     "csrc/gemm/common/align_rows_sm90.cuh": "two operands",
-    "csrc/gemm/dense/cluster_tile_sm90.cuh": "tiles, no more than multiprocessors",
+    "csrc/gemm/dense/cluster_tile_types_sm90.cuh": "tiles, no more than multiprocessors",
     "csrc/gemm/common/reduce_workspace_sm90.cuh": "parts of k",
     "csrc/gemm/dense/one_consumer_sm90.cuh": "tiles, no more than multiprocessors",
     "csrc/gemm/dense/prologue_sm90.cuh": "tiles, no more than multiprocessors",

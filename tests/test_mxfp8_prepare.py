@@ -17,7 +17,7 @@ def cases(device, intensity):
     return cover(
         {
             "shape": [(1, 1), (128, 128), (129, 33), (127, 200), (3, 130, 70), (2, 64, 128)]
-            + [(0, 32), (5, 0), (0, 4, 4), (17, 2080)]
+            + [(0, 32), (5, 0), (0, 4, 4), (17, 2080), (9, 200, 40)]  # the last one many blocks
             + [(1000, 1032), (2048, 8192)] * (device == "cuda"),
             "layout": ["packed", "packed_t", "odd", "spread"],
             "kind": [E4M3, E5M2],

@@ -192,9 +192,16 @@ void choose_native(const Problem& p, const DeviceProperties& device, Choice& cho
                      });
 }
 std::vector<KernelInfo> prepare_kernels() {
-    return {pass("rescale", "16 rows, 256 threads, 1024 where rows are few, two operands")};
+    std::vector<KernelInfo> list;
+    for (const int threads : {THREADS, MOST_RESCALE_THREADS}) {
+        KernelInfo info = pass("rescale", concat("16 rows, ", threads, " threads, two operands"));
+        info.name = kernel_name(PrepareChoice{.threads = threads});
+        info.symbol = concat(info.symbol, "I*Li", threads / 32, "E");
+        info.threads = threads;
+        list.push_back(info);
+    }
+    return list;
 }
-PrepareChoice choose_prepare(const PrepareProblem&, const DeviceProperties&) { return {}; }
 
 }  // namespace
 
@@ -208,6 +215,10 @@ std::string unsupported_operand(const PrepareProblem& p, const DeviceProperties&
     if (blocks > 2e9)
         return concat("data needs some ", blocks, " blocks; at most 2e9 are supported");
     return "";
+}
+
+PrepareChoice choose_prepare(const PrepareProblem& p, const DeviceProperties&) {
+    return {.threads = rescale_threads(mask_words(p.rows) * MASK_BYTES * p.batch)};
 }
 
 std::string unsupported(const Problem& p, const DeviceProperties& device) {
@@ -295,7 +306,9 @@ std::string kernel_name(const Choice& c) {
         default: return "dequantize";  // the last pass
     }
 }
-std::string kernel_name(const PrepareChoice&) { return "rescale"; }
+std::string kernel_name(const PrepareChoice& c) {
+    return c.threads == THREADS ? "rescale" : "rescale_few_rows";
+}
 
 static const bool registered =
     register_op("mxfp8_gemm", "gemm", &gemm_kernels, &unsupported, &choose) &&

@@ -271,6 +271,11 @@ constexpr int64_t mask_words(int64_t rows) { return ceil_div(rows, gemm::MASK_RO
 inline int rescale_blocks(const block_scaled::Matrix& m) {
     return static_cast<int>(mask_words(m.rows) * MASK_BYTES * m.batch);
 }
+// Of a block that rescales. Few blocks do not fill the SMs of a GPU: there, two warps share a row.
+constexpr int FEW_RESCALE_BLOCKS = 128, MOST_RESCALE_THREADS = 1024;
+constexpr int rescale_threads(int64_t blocks) {
+    return blocks <= FEW_RESCALE_BLOCKS ? MOST_RESCALE_THREADS : THREADS;
+}
 
 // Copies of scales in bulk are of 16 bytes.
 inline bool aligned_scales(const void* scale) {
@@ -280,6 +285,7 @@ inline bool aligned_scales(const void* scale) {
 std::string unsupported(const Problem& problem, const DeviceProperties& device);
 std::string unsupported_operand(const PrepareProblem& problem, const DeviceProperties& device);
 Choice choose(const Problem& problem, const DeviceProperties& device);
+PrepareChoice choose_prepare(const PrepareProblem& problem, const DeviceProperties& device);
 std::string kernel_name(const Choice& choice);
 std::string kernel_name(const PrepareChoice& choice);
 // After fields of a choice have been forced: the configuration of the kernel that dequantizes

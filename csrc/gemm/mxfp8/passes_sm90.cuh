@@ -20,7 +20,7 @@ using namespace block_scaled::sm90;
 
 constexpr int LANE_CODES = 16;
 // Warps of a block that rescales; where they are more than its rows, several share a row.
-constexpr int RESCALE_WARPS = THREADS / 32, MOST_RESCALE_WARPS = 32;
+constexpr int RESCALE_WARPS = THREADS / 32, MOST_RESCALE_WARPS = MOST_RESCALE_THREADS / 32;
 constexpr int STEPS = 4;       // of a warp's row, loaded before the first is used
 constexpr int E5M2_SHIFT = 7;  // between the largest exponents of e5m2 and e4m3
 
@@ -296,9 +296,6 @@ __global__ void __launch_bounds__(mxfp8_gemm::THREADS, 3) mxfp8_dequantize_pass_
 
 }  // namespace sm90
 
-// A grid of at most so many blocks does not fill the SMs of a GPU.
-constexpr int FEW_RESCALE_BLOCKS = 128;
-
 template <class Params>
 void run_pass(const Params& params, Stream stream) {
     if constexpr (std::is_same_v<Params, RescaleParams>) {
@@ -308,10 +305,10 @@ void run_pass(const Params& params, Stream stream) {
             kittens::launch({.dependent = true}, sm90::mxfp8_rescale_pass_kernel<Params, WARPS>,
                             dim3(blocks), dim3(WARPS * 32), dim3(1), 0, stream, params);
         };
-        if (blocks <= FEW_RESCALE_BLOCKS)
-            launch.template operator()<sm90::MOST_RESCALE_WARPS>();
-        else
+        if (rescale_threads(blocks) == THREADS)
             launch.template operator()<sm90::RESCALE_WARPS>();
+        else
+            launch.template operator()<sm90::MOST_RESCALE_WARPS>();
     } else {
         kittens::launch({.dependent = true}, sm90::mxfp8_dequantize_pass_kernel<Params>,
                         dim3(params.blocks), dim3(THREADS), dim3(1), 0, stream, params);

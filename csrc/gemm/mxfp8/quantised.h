@@ -89,7 +89,8 @@ Prepared<Tensor> mxfp8_prepare_body(const Backend<Tensor>& on, const Tensor& dat
     check_supported(OP, unsupported_operand(problem, on.device(data)));
     auto prepared = Prepared<Tensor>::allocate(operand);
     if (prepared.factor.numel() > 0) {
-        auto launch = on.launch("mxfp8_prepare", PrepareChoice{}, data);
+        const PrepareChoice choice = choose_prepare(problem, on.device(data));
+        auto launch = on.launch("mxfp8_prepare", choice, data);
         run_pass(RescaleParams{.operands = {rescale(operand, prepared, launch)}}, launch.stream);
     }
     return prepared;

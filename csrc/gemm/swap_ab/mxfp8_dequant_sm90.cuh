@@ -236,7 +236,6 @@ template <class Traits>
 __global__ __launch_bounds__(Traits::threads,
                              1) void mxfp8_dequant_kernel(const __grid_constant__
                                                           typename Traits::Globals g) {
-    constexpr auto C = Traits::config;
     shared_allocator allocator(shared_memory());
     auto& shared = allocator.template allocate<typename Traits::Shared>();
     const bool produces = warpgroup::groupid() == Traits::consumers;

@@ -104,8 +104,8 @@ def report(reset: bool) -> SdpaReport:
             _reported.clear()
             _reported.update(total)
     return SdpaReport(
-        SdpaCall(op, reason is None, reason or "", calls)
-        for (op, reason), calls in sorted(new.items(), key=lambda x: (x[0][0], -x[1]))
+        SdpaCall(op, not reason, reason, calls)
+        for op, _, reason, calls in sorted((op, -n, why or "", n) for (op, why), n in new.items())
     )
 
 
@@ -238,10 +238,17 @@ def _laid_out(x: Tensor, order: Sequence[int]) -> Tensor:
     return x
 
 
-def _like(x: Tensor, query: Tensor) -> Tensor:
-    """`x` of other head dim than the query, in the order of the query's strides."""
-    strides = query.stride()
-    return _laid_out(x, sorted(range(4), key=strides.__getitem__, reverse=True))
+@functools.lru_cache(maxsize=256)
+def _cudnn_order(shape: torch.Size, strides: tuple[int, ...], value_dim: int) -> list[int]:
+    """The dimensions of cuDNN's output, the outermost in memory first, for a query of such strides.
+
+    Versions of PyTorch differ about expanded queries: the function for tensors without data tells.
+    """
+    query = torch.empty_strided(shape, strides, dtype=_BF16, device="meta")
+    value = query.new_empty((*shape[:3], value_dim))
+    op = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    planned: tuple[int, ...] = op(query, query, value, None, False)[0].stride()
+    return sorted(range(4), key=planned.__getitem__, reverse=True)
 
 
 _BY_ROWS = (0, 2, 1, 3)  # (B, S, H, D) in memory
@@ -354,7 +361,7 @@ def cudnn_attention(torch_forward: Kernel, torch_backward: Kernel) -> tuple[Kern
             out = _call(_forward, query, key, value, causal, scale)
             state = (None, None, None, *lengths, None, None, None)
         if value.shape[3] != query.shape[3]:
-            out = _like(out, query)
+            out = _laid_out(out, _cudnn_order(query.shape, query.stride(), value.shape[3]))
         return out, *state
 
     def backward(
