@@ -6,6 +6,7 @@ import argparse
 import io
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -142,6 +143,23 @@ def test_command(op, device, tmp_path, monkeypatch, capsys):
     assert (content["settings"]["tokens"], content["settings"]["shapes"]) == (32, None)
     for case in content["cases"]:
         assert case["results"]["thunderkittens"]["accuracy"]["passed"], case["name"]
+
+
+def test_all_ops(device, tmp_path, monkeypatch, capsys):
+    """Each with a file of its own; what the model does not have is named and left out."""
+    monkeypatch.setattr(cli, "suite_names", lambda: ["gemm", "grouped_gemm", "mxfp8_quantize"])
+    monkeypatch.setitem(models.MODELS, "small", replace(SMALL, experts=0))
+    options = ["all", "--device", device, "--model", "small", "--tokens", "32"]
+    assert run(*options, "--repetitions", "2", "--json", str(tmp_path)) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gemm.json", "mxfp8_quantize.json"]
+    assert "== grouped_gemm\nthe model has no experts" in capsys.readouterr().out
+    (tmp_path / "mxfp8_quantize.json").unlink()
+    options = ["all", "--device", device, "--quick", "--compare", str(tmp_path)]
+    assert run(*options) in (0, cli.REGRESSION)
+    printed = capsys.readouterr().out
+    assert "in all: " in printed
+    assert "== mxfp8_quantize" not in printed
+    assert run("all", "--device", "cpu", "--model", "llama9") == 2
 
 
 @pytest.mark.parametrize(

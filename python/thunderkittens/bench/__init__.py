@@ -8,6 +8,7 @@
     python -m thunderkittens bench gemm --model llama3-8b    shapes of a model's layer
     python -m thunderkittens bench gemm --compare FILE  a verdict on what has changed since
     python -m thunderkittens bench attention --profile  shares of the hardware's limits
+    python -m thunderkittens bench all --json FOLDER    every op
     python -m thunderkittens bench training             steps of a small transformer
 
 It is a library too: `compare(cases, implementations)` takes any callables, so that two variants of

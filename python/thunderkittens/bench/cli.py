@@ -1,5 +1,5 @@
 """The command line of the benchmarks: `python -m thunderkittens bench <op>`, or `training`, or
-`compare` for two result files."""
+`compare` for two result files, or `all` for every op."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WHOLE = ("training",)  # modules beside the suites, with a suite's interface, of
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 RESULTS = Path("benchmarks") / "results"
 DRAWN = "drawn"  # the set of shapes that a seed makes
-COMPARE = "compare"
+COMPARE, EVERY = "compare", "all"
 REGRESSION = 3  # exit status
 COUNT = 100
 REPETITIONS, SECONDS = 100, 0.5
@@ -60,37 +60,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ops = parser.add_subparsers(dest="op", metavar="op", required=True)
     two_files = "hold two result files against each other, without a run"
     comparison.add_arguments(ops.add_parser(COMPARE, help=two_files, description=two_files))
+    every = "all ops, one after the other; files of --json, --plot and --compare are folders"
+    add_common(ops.add_parser(EVERY, help=every, description=every), "default", SECONDS)
     for name in (*suite_names(), *WHOLE):
         suite = load_suite(name)
         summary = (suite.__doc__ or "").strip().splitlines()[0]
         op = ops.add_parser(name, help=summary, description=summary)
         op.set_defaults(dtype=None, host=False, protocol=None, regret=False, model=None)
-        seconds = getattr(suite, "SECONDS", SECONDS)
-        add = op.add_argument
-        more = "" if name in WHOLE else f", {DRAWN}"
-        add("--shapes", help=f"{', '.join(suite.SHAPES)}{more} (on a CPU: tiny)")
         suite.add_arguments(op)
+        more = "" if name in WHOLE else f", {DRAWN}"
+        shapes = f"{', '.join(suite.SHAPES)}{more} (on a CPU: tiny)"
+        add_common(op, shapes, getattr(suite, "SECONDS", SECONDS), of_op=name not in WHOLE)
         if name not in WHOLE:
-            add("--dtype", choices=DTYPES, help="input type (default: bf16; drawn: both)")
-            add("--host", action="store_true", help="host time of eager calls, not GPU times")
-            add_model(op)
-            add_profile(op, default=argparse.SUPPRESS)
-            add_protocol(op)
             add_drawing(op, suite)
-        add("--peers", help="names of the peers to run, with commas (default: all there are)")
-        add("--quick", action="store_true", help="few repetitions: a look, not a measurement")
-        count = f"per call and case (default: {REPETITIONS}; drawn: {DRAWN_REPETITIONS})"
-        add("--repetitions", type=int, help=count)
-        limit = f"limit per call and case (default: {seconds}; drawn: {DRAWN_SECONDS})"
-        add("--seconds", type=float, help=limit)
-        add("--seed", type=int, default=0, help="seed of the inputs and of draws (default: 0)")
-        add("--device", default="cuda", help="cuda, cuda:<index>, or cpu to try the tool")
-        add("--json", type=Path, metavar="FILE", help="write figures and machine as JSON")
-        add("--plot", type=Path, metavar="FILE", help="draw the figures: PNG, PDF or SVG")
-        add("--save", action="store_true", help=f"write JSON to {RESULTS}/<gpu>/ of a source tree")
-        old = f"hold the run against an older file of the same: exit status {REGRESSION} if slower"
-        add("--compare", type=Path, metavar="FILE", help=old)
-        comparison.add_confidence(op)
+
+
+def add_common(
+    parser: argparse.ArgumentParser, shapes: str, seconds: float, of_op: bool = True
+) -> None:
+    """The options that all suites have; some are of ops alone."""
+    add = parser.add_argument
+    add("--shapes", help=shapes)
+    if of_op:
+        add("--dtype", choices=DTYPES, help="input type (default: bf16; drawn: both)")
+        add("--host", action="store_true", help="host time of eager calls, not GPU times")
+        add_model(parser)
+        add_profile(parser, default=argparse.SUPPRESS)
+        add_protocol(parser)
+    add("--peers", help="names of the peers to run, with commas (default: all there are)")
+    add("--quick", action="store_true", help="few repetitions: a look, not a measurement")
+    count = f"per call and case (default: {REPETITIONS}; drawn: {DRAWN_REPETITIONS})"
+    add("--repetitions", type=int, help=count)
+    limit = f"limit per call and case (default: {seconds}; drawn: {DRAWN_SECONDS})"
+    add("--seconds", type=float, help=limit)
+    add("--seed", type=int, default=0, help="seed of the inputs and of draws (default: 0)")
+    add("--device", default="cuda", help="cuda, cuda:<index>, or cpu to try the tool")
+    add("--json", type=Path, metavar="FILE", help="write figures and machine as JSON")
+    add("--plot", type=Path, metavar="FILE", help="draw the figures: PNG, PDF or SVG")
+    add("--save", action="store_true", help=f"write JSON to {RESULTS}/<gpu>/ of a source tree")
+    old = f"hold the run against an older file of the same: exit status {REGRESSION} if slower"
+    add("--compare", type=Path, metavar="FILE", help=old)
+    comparison.add_confidence(parser)
 
 
 def add_profile(parser: argparse.ArgumentParser, default: Any) -> None:
@@ -426,11 +436,34 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else REGRESSION if verdicts.regression else 0
 
 
+def run_every(args: argparse.Namespace) -> int:
+    """The suites one after the other, each with its own defaults; the highest of their statuses. Of
+    a folder to compare with, what it has no file of is left out, and so are ops that a model does
+    not have."""
+    parser, worst = argparse.ArgumentParser(), 0
+    add_arguments(parser)
+    given = {name: value for name, value in vars(args).items() if name != "op"}
+    for op in suite_names():
+        one = parser.parse_args([op])
+        vars(one).update(given)
+        for option, suffix in (("json", "json"), ("compare", "json"), ("plot", "png")):
+            if given[option] is not None:
+                setattr(one, option, given[option] / f"{op}.{suffix}")
+        if one.compare and not one.compare.exists():
+            continue
+        print(f"== {op}", flush=True)
+        try:
+            worst = max(worst, run(one))
+        except models.NotInModelError as error:
+            print(error)
+    return worst
+
+
 def main(args: argparse.Namespace) -> int:
     """Run a benchmark; 0 when all went well, 1 when the op failed somewhere, 2 when it cannot, 3
     when it has become slower than in the file of --compare."""
     try:
-        return run(args)
+        return run_every(args) if args.op == EVERY else run(args)
     except (ValueError, ImportError, OSError) as error:
         print(f"thunderkittens bench: {error}", file=sys.stderr)
         return 2

@@ -28,6 +28,10 @@ TOKENS, SEQUENCES = 4096, 1
 LINEAR_DIMS = (64, 128)
 
 
+class NotInModelError(ValueError):
+    """The model has no such calls."""
+
+
 @dataclass(frozen=True)
 class Model:
     """A decoder's sizes. `intermediate` is the width of the feed-forward network, or of one of the
@@ -136,7 +140,7 @@ def _lines(work: Work) -> tuple[int, int, int]:
     """Batch, heads, heads of keys of a layer whose attention is made linear."""
     model = work.model
     if model.head_dim not in LINEAR_DIMS:
-        raise ValueError(
+        raise NotInModelError(
             f"linear attention has head dimensions {LINEAR_DIMS}, and the model {model.head_dim}"
         )
     return work.sequences, model.heads, model.kv_heads
@@ -209,7 +213,7 @@ def experts(work: Work) -> Sizes:
     """Experts, tokens of all of them, N, K, and whether they are spread evenly."""
     model = work.model
     if not model.experts:
-        raise ValueError("the model has no experts, and grouped products are of experts")
+        raise NotInModelError("the model has no experts, and grouped products are of experts")
     tokens = work.tokens * model.chosen
     down = (model.hidden, model.intermediate)
     layers = {"experts' gate_up": _up(model), "experts' down": down}
