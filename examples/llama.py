@@ -206,13 +206,16 @@ def make_steps(
 
 
 def oracle(task: str, mode: str, x: Tensor, size: Size, **inputs: Any) -> Iterator[bench.Expected]:
-    """The results on PyTorch's own ops, in fp32 and in the dtype of x."""
+    """The results on PyTorch's own ops, in fp32 and in the dtype of x. The errors of a few losses
+    are a matter of luck; they may differ by a rounding, and gradients say the rest."""
     exact, plain = (
         make_steps(steps.PEER, size=size, x=x.to(dtype), task=task, **inputs)()
         for dtype in (torch.float32, x.dtype)
     )
     for output, pair in enumerate(zip(exact, plain, strict=True)):
-        yield bench.Expected(output, slice(None), *pair)
+        losses = task == "training" and output == 0
+        allowance = torch.finfo(x.dtype).eps / 2 if losses else 0.0
+        yield bench.Expected(output, slice(None), *pair, allowance=allowance)
 
 
 def make_case(stack: str, task: str, mode: str) -> bench.Case:
