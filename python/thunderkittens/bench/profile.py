@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from .host import measure_host
 from .machine import peak_tflops
 from .report import Grid, number
 from .runner import Measurement
+from .stream import StreamTimer
 from .timing import Timer
 
 #: Dense FLOP per clock and SM by compute capability and operands. sm_90: a wgmma of 64 x 256 x 16
@@ -131,9 +133,11 @@ class Profile:
         call, self.call = self.call, None
         if call is None or measurement.failed:
             return
-        times = measure_host(
-            {"": call}, self.timer.synchronize, repetitions=HOST_CALLS, block=HOST_BLOCK
-        )
+        stream = self.timer.context() if isinstance(self.timer, StreamTimer) else nullcontext()
+        with stream:
+            times = measure_host(
+                {"": call}, self.timer.synchronize, repetitions=HOST_CALLS, block=HOST_BLOCK
+            )
         limits = limits_of(self.properties, self.bytes_per_us, measurement.clocks)
         time, host = measurement.timings[measurement.subject].median, times[""].median
         self.rows[measurement.case.name] = {
