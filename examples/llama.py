@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 import thunderkittens as tk
 from thunderkittens import bench
-from thunderkittens.bench import machine, steps
+from thunderkittens.bench import machine, progress, steps
 from thunderkittens.bench.timing import Within
 
 # The model.
@@ -254,23 +254,19 @@ def measure(
     modes: tuple[str, ...] = MODES,
     **limits: Any,
 ) -> list[bench.Measurement]:
-    """The figures of a stack, one measurement for each task, mode and way. fp8 is of the large one
-    alone: products of the small one are too short to gain from it."""
+    """The figures of a stack, one measurement for each task, mode and way; fp8 is not of the small
+    one."""
     ways = [way for way in CHANGES if way != FP8 or stack != "small"]
     # fp8 rounds, so that the accuracy rule for bf16 is none for it.
     implementations: dict[str, bench.Implementation] = {
         way: bench.Prepared(partial(make_steps, way), another_problem=way == FP8) for way in ways
     }
+    cases = [make_case(stack, task, mode) for task in tasks for mode in modes]
     found = []
-    for task in tasks:
-        for mode in modes:
-            torch.compiler.reset()
-            found += bench.compare(
-                [make_case(stack, task, mode)],
-                implementations,
-                timer=bench.StepTimer(device, SIZES[stack].steps),
-                **limits,
-            )
+    for case in progress.follow(cases, len(cases), lambda case: case.name):
+        torch.compiler.reset()
+        timer = bench.StepTimer(device, SIZES[stack].steps)
+        found += bench.compare([case], implementations, timer=timer, **limits)
     return [one for m in found for one in steps.apart(m, [w for w in WAYS if w in ways])]
 
 
