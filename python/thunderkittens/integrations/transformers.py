@@ -27,7 +27,7 @@ from torch import Tensor
 from .. import emulation
 from ..ops.attention import attention
 from ..ops.attention_varlen import attention_varlen
-from ._padding import dense_mask, packed_edges, token_range
+from ._padding import dense_mask, folded_edges, packed_edges, token_range
 from .sdpa import _suits
 
 NAME = "thunderkittens"
@@ -224,6 +224,8 @@ def attention_forward(
         options |= {"softcap": softcap or 0.0, "scale": scaling}
         if edges is None:
             return attention(query, key, value, **options).transpose(1, 2), None
+        if sink is None and _folds(query, key, value):
+            return _attend_to_cache(query, key, value, attention_mask, options), None
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         lengths = query.shape[2], key.shape[2]
         packed = attention_varlen(q, k, v, edges[0], edges[1], *lengths, **options)
@@ -254,6 +256,34 @@ def attention_forward(
             enable_gqa=query.shape[1] != key.shape[1],
         )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _folds(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether keys and values lie as in a cache, head by head, for one query per row: they need no
+    copy where every head is a sequence."""
+    return (
+        query.shape[2] == 1
+        and query.shape[0] > 1
+        and key.shape[1] > 1
+        and key.is_contiguous()
+        and value.is_contiguous()
+    )
+
+
+def _attend_to_cache(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
+) -> Tensor:
+    """The attention of one query per row, with a sequence for each head of keys."""
+    batch, heads, keys, dim = key.shape
+    edges = None if torch.compiler.is_compiling() else getattr(mask, "_tk_folded", None)
+    if edges is None or edges[0] != heads:
+        edges = heads, folded_edges(mask.flatten(0, 2), batch, heads, 1, keys)
+        if not torch.compiler.is_compiling():
+            mask._tk_folded = edges  # for the layers that follow
+    q = query.reshape(batch * heads, -1, dim)
+    k, v = (x.view(batch * heads * keys, 1, x.shape[3]) for x in (key, value))
+    out = attention_varlen(q, k, v, edges[1][0], edges[1][1], 1, keys, **options)
+    return out.reshape(batch, 1, query.shape[1], value.shape[3])
 
 
 def _takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
