@@ -135,8 +135,10 @@ def assert_as_good(actual, eager, exact):
         assert (x.float() - z).norm() <= 2 * own + 1e-4 * z.norm() + 1e-6
 
 
-@pytest.mark.parametrize("padding", [None, "both"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "padding"),
+    [*((name, "both") for name in MODELS), ("Mistral", None), ("Gemma2", None), ("GptOss", None)],
+)
 def test_logits_and_gradients(device, name, padding, saved, calls):
     tokens, mask = batch(padding or "left", device)
     keep = mask.bool() if padding else torch.ones_like(mask, dtype=torch.bool)
@@ -247,14 +249,25 @@ def test_encoder(device, calls):
     assert calls == (expected if device == "cpu" else {"scaled_dot_product_attention": 4})
 
 
-def test_compiled(device, saved, calls):
-    """One graph, for which no value of the mask is read."""
-    tokens, mask = batch("both", device)
-    model = load(saved("Mistral"), device, dtype=BF16).requires_grad_(False)
-    integration.attention_varlen = tk.attention_varlen  # the formula reads the lengths
-    expected = model(tokens, attention_mask=mask).logits
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(tokens, attention_mask=mask).logits, expected)
+def test_compiled(device, saved, calls, monkeypatch):
+    """The mask of a model with a window, and the attention of a layer: one graph, for which no
+    value of the mask is read."""
+    model = load(saved("Mistral"), device)
+    mask = batch("both", device)[1]
+    q = torch.randn(3, 4, LENGTH, 16, device=device, dtype=BF16)
+    k, v = torch.randn(2, 3, 2, LENGTH, 16, device=device, dtype=BF16)
+    # The formula reads the lengths, the op does not.
+    monkeypatch.setattr(integration, "attention_varlen", tk.attention_varlen)
+    create = transformers.masking_utils.create_sliding_window_causal_mask
+
+    def layer(q, k, v, mask):
+        given = {"config": model.config, "inputs_embeds": q[:, 0], "attention_mask": mask}
+        edges = create(**given, cache=None)
+        return integration.attention_forward(model, q, k, v, edges, sliding_window=WINDOW)[0]
+
+    expected = layer(q, k, v, mask)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(q, k, v, mask), expected)
 
 
 @pytest.mark.skipif(emulation.problem is not None, reason="no emulator")
