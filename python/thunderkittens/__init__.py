@@ -6,11 +6,12 @@ linear attention for one more token. `fp8_gemm`, `mxfp8_gemm` and `nvfp4_gemm` m
 8 and 4 bits, the latter two as they are or as `mxfp8_prepare` and `nvfp4_prepare` have prepared
 them; `fp8_quantize`, `mxfp8_quantize`, `nvfp4_quantize` and the inverses of the latter two convert
 to scaled formats and back. `nn` holds modules for models; `sdpa` has existing ones run `attention`,
-by what they call already, PyTorch's `scaled_dot_product_attention`, and `compat` has the functions
-of flash-attn. All ops work under torch.compile, and take CPU tensors too, where they run the
-reference formula, or, inside `with emulate():`, the GPU's kernels on an emulator. `reference` holds
-every op in plain PyTorch. `get_include()` is the folder of the tile library's headers, for kernels
-of one's own. On the command line: `python -m thunderkittens` with `info`, `demo` or `bench`.
+by what they call already, PyTorch's `scaled_dot_product_attention`, `convert` puts their linear
+layers on these products, and `compat` has the functions of flash-attn. All ops work under
+torch.compile, and take CPU tensors too, where they run the reference formula, or, inside `with
+emulate():`, the GPU's kernels on an emulator. `reference` holds every op in plain PyTorch.
+`get_include()` is the folder of the tile library's headers, for kernels of one's own. On the
+command line: `python -m thunderkittens` with `info`, `demo` or `bench`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ try:
     from . import _log, compat, nn, reference
     from .emulation import DeadlockError, EmulatorError, emulate
     from .integrations.sdpa_hook import disable_sdpa, enable_sdpa, sdpa, sdpa_report
+    from .nn.conversion import convert
     from .ops._fp8_linear import Fp8Linear, fp8_linear
     from .ops.attention import attention
     from .ops.attention_varlen import attention_varlen
@@ -73,6 +75,7 @@ __all__ = [
     "based_decode",
     "based_linear_prefill",
     "compat",
+    "convert",
     "disable_sdpa",
     "emulate",
     "enable_sdpa",
