@@ -11,7 +11,7 @@ The wheels of the other Pythons are that of the first with its two modules excha
 gives each the manylinux tag that the libc of this machine allows; the libraries of torch and CUDA
 stay out, because torch brings them.
 
-What the build needs is installed into .build/release/venv, from pyproject.toml's build requirements.
+What the build needs, by pyproject.toml, is installed into .build/release/venv.
 The version is that of pyproject.toml, and CHANGELOG.md must have an entry of it.
 """
 
@@ -93,7 +93,8 @@ def unpacked_sdist(python: Path, output: Path) -> Path:
     before = set(output.glob("*.tar.gz"))
     for old in before:
         old.unlink()
-    run(python, "-m", "build", "--sdist", "--no-isolation", "--outdir", output, ROOT)
+    command = [python, "-m", "build", "--sdist", "--no-isolation", "--skip-dependency-check"]
+    run(*command, "--outdir", output, ROOT)
     (archive,) = output.glob("*.tar.gz")
     source = WORK / "source"
     shutil.rmtree(source, ignore_errors=True)
