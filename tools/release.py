@@ -180,6 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("--python", action="append", help="an interpreter with headers; may be repeated")
+    add("--dirty", action="store_true", help="also of a tree with changes, to try it")
     add("--output", type=Path, default=ROOT / "dist")
     options = parser.parse_args(arguments)
     pythons = options.python or PYTHONS
@@ -189,6 +190,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     if not changes(version()):
         print(f"CHANGELOG.md has no entry of version {version()}", file=sys.stderr)
+        return 1
+    changed = subprocess.run(
+        ["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True
+    ).stdout
+    if changed and not options.dirty:
+        print(f"the tree has changes (--dirty makes it all the same):\n{changed}", file=sys.stderr)
         return 1
     WORK.mkdir(parents=True, exist_ok=True)
     options.output.mkdir(parents=True, exist_ok=True)
