@@ -14,6 +14,7 @@ import shlex
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from thunderkittens import emulation
 from thunderkittens.__main__ import COMMANDS
 
 sys.path.insert(0, str(ROOT / "tools"))
+import make_site
 import reference_pages as reference
 
 PYTHON = {path: [b for b in all_blocks("python") if b.path == path] for path in DOCUMENTS}
@@ -252,3 +254,20 @@ def test_page_of_an_op_is_whole(op):
     for name, parameter in parameters.items():
         if parameter.kind is not parameter.VAR_KEYWORD:
             assert f"- **`{name}`**: " in text, name
+
+
+def test_site_has_every_page(tmp_path):
+    """The tree that tools/make_site.py gives to Zensical, which checks the links (.ci/run)."""
+    make_site.assemble(tmp_path)
+    assert all((tmp_path / make_site.place(path.relative_to(ROOT))).exists() for path in DOCUMENTS)
+    pages = [page for _, part in make_site.nav() for page in make_site.part_pages(part)]
+    assert len(pages) == len(set(pages)) >= len(DOCUMENTS) + len(reference.pages())
+    assert all((tmp_path / make_site.place(Path(page))).exists() for page in pages)
+    assert (tmp_path / "examples/gemm/01_one_warp_cu.md").exists()
+
+
+def test_text_of_the_site_is_what_its_markdown_takes():
+    text = "<!-- for a test\n-->\nItems:\n- one\n  more\n- two\n\n1. first\n\n   below\n"
+    code = "\n```\n- x\n   y\n```\n"
+    expected = "Items:\n\n- one\n  more\n- two\n\n1. first\n\n    below\n"
+    assert make_site.dialect(text + code) == expected + code

@@ -94,17 +94,19 @@ def rewritten(text: str, path: Path) -> tuple[str, set[Path]]:
 
 def dialect(text: str) -> str:
     """The same text for Python-Markdown, which asks for more than GitHub does: an empty line before
-    a list, and four spaces before what belongs to an item of one with numbers."""
+    a list, and four spaces before what belongs to an item of one with numbers. Comments, which are
+    for the tests, go."""
+    text = re.sub(r"^ *<!--.*?-->\n", "", text, flags=re.DOTALL | re.MULTILINE)
     lines: list[str] = []
-    fence = numbered = False
+    fence = numbered = inside = False  # of code, of an item with a number, of a list's lines
     for line in text.split("\n"):
         fence ^= line.lstrip().startswith("```")
-        item = re.match(r"(- |\d+\. )", line)
-        before = lines[-1] if lines else ""
-        if item and not fence and re.match(r"(?!- |\d+\. |#|\||\s).", before):
+        item = not fence and bool(re.match(r"- |\d+\. ", line))
+        if item and not inside and lines and lines[-1]:
             lines.append("")
+        inside = item or (inside and bool(line.strip()))
         if line and not line.startswith(" "):
-            numbered = bool(re.match(r"\d+\. ", line)) or (numbered and fence)
+            numbered = item and line[0].isdigit()
         lines.append(f" {line}" if numbered and line.startswith("   ") else line)
     return "\n".join(lines)
 
