@@ -13,6 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
+import sysconfig
 from functools import cache
 from pathlib import Path
 
@@ -32,7 +33,8 @@ PYTHON = {path: [b for b in all_blocks("python") if b.path == path] for path in 
 PYTHON = {path: found for path, found in PYTHON.items() if found}
 CUDA = all_blocks("cuda", "cpp")
 SHELL = all_blocks("bash")
-CHECKED = {"python", "cuda", "cpp", "bash"}
+CMAKE = all_blocks("cmake")
+CHECKED = {"python", "cuda", "cpp", "bash", "cmake"}
 PICTURES = {"mermaid"}
 
 
@@ -45,7 +47,7 @@ def test_every_block_is_of_a_language_that_is_checked():
     languages = {
         match["language"] for path in DOCUMENTS for match in BLOCK.finditer(path.read_text())
     }
-    assert CHECKED - {"cpp"} <= languages <= CHECKED | PICTURES | {""}
+    assert {"python", "cuda", "bash"} <= languages <= CHECKED | PICTURES | {""}
     fences = sum(len(re.findall(r"^[ ]*```", path.read_text(), re.M)) for path in DOCUMENTS)
     assert fences == 2 * sum(len(BLOCK.findall(path.read_text())) for path in DOCUMENTS)
 
@@ -91,12 +93,16 @@ def prepared(code):
 
 
 def test_cuda_compiles(tmp_path):
-    """All in one file, each block in a namespace of its own; "#line" has errors name the page."""
+    """All in one file, each block in a namespace of its own, behind what all of them include.
+    "#line" has errors name the page."""
     assert len(CUDA) > 10
     if emulation.cuda_headers() is None:
         pytest.skip(emulation.NO_HEADERS)
     source = tmp_path / "blocks.cu"
-    parts = ['#include "kittens/kittens.cuh"\n#include "kittens/prototype.cuh"\n']
+    included = ['#include "kittens/kittens.cuh"', '#include "kittens/prototype.cuh"']
+    for block in CUDA:
+        included += re.findall(r"^#include [\"<].*[\">]$", block.code, re.MULTILINE)
+    parts = ["\n".join(dict.fromkeys(included)) + "\n"]
     for number, block in enumerate(CUDA):
         start = f'\n#line {block.line} "{block.name.split(":")[0]}"\n'
         inside = [
@@ -106,7 +112,8 @@ def test_cuda_compiles(tmp_path):
         parts.append(f"namespace block_{number} {{\nusing namespace kittens;\n")
         parts.append("\n".join(inside) + f"\n}}  // namespace block_{number}\n")
     source.write_text("".join(parts))
-    flags = ["-fsyntax-only", "-O0", "-Wno-unknown-pragmas"]
+    flags = ["-fsyntax-only", "-O0", "-Wno-unknown-pragmas", "-DTORCH_EXTENSION_NAME=blocks"]
+    flags += ["-isystem", sysconfig.get_path("include")]
     command = emulation.compile_command(source, output=tmp_path / "none", flags=flags)
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -157,7 +164,15 @@ def cmake_command(words):
     text = "".join(path.read_text() for path in lists)
     for word in words:
         option = re.match(r"-D(\w+)=", word)
-        assert not option or option[1] in text or option[1].startswith(("CMAKE_", "Python_")), word
+        known = "CMAKE_", "Python_"
+        assert (
+            not option
+            or option[1] in text
+            or option[1].startswith(known)
+            or (
+                option[1].endswith("_DIR")  # where find_package looks
+            )
+        ), word
 
 
 def pip_command(words):
@@ -203,6 +218,19 @@ def test_commands_exist(block):
         for command in re.split(r"&&|(?<!\|)\|(?!\|)", code):
             if command.strip():
                 check_command(re.sub(r"<[^>]*>", "x", command.strip()))
+
+
+# ---- CMake ----
+
+OF_CMAKE = {"add_executable", "add_library", "cmake_minimum_required", "enable_language"}
+OF_CMAKE |= {"find_package", "project", "set", "target_link_libraries"}
+
+
+@pytest.mark.parametrize("block", CMAKE, ids=lambda block: block.name)
+def test_functions_of_cmake_exist(block):
+    ours = "".join(path.read_text() for path in (ROOT / "cmake").rglob("*cmake*") if path.is_file())
+    defined = set(re.findall(r"^(?:function|macro)\((\w+)", ours, re.MULTILINE))
+    assert set(re.findall(r"^(\w+)\(", block.code, re.MULTILINE)) <= OF_CMAKE | defined
 
 
 # ---- names ----

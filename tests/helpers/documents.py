@@ -1,11 +1,12 @@
 """The documents, and the blocks of code in them.
 
 A block may need what the reader has from elsewhere. A comment before it says what, with the line
-<block> where it stands; the reader of the page does not see it:
+<block> where it stands; the reader of the page does not see it. An indentation of that line is the
+block's, so that one that cannot run, as it needs nvcc, can be in a function that nobody calls:
 
     <!-- around the block:
-    import torch
-    <block>
+    def build():
+        <block>
     -->
 """
 
@@ -48,8 +49,12 @@ class Block:
     @property
     def whole(self) -> str:
         """The block within what is around it."""
-        lines = [self.code if x.strip() == "<block>" else x for x in self.around.split("\n")]
-        return "\n".join(lines)
+        return "\n".join(
+            textwrap.indent(self.code, line.removesuffix("<block>"))
+            if line.strip() == "<block>"
+            else line
+            for line in self.around.split("\n")
+        )
 
 
 def blocks(path: Path) -> Iterator[Block]:
