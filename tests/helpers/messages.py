@@ -23,6 +23,7 @@ HOLE = "\0"
 PREFIX = re.compile(rf"^(?:tk\.[\w.{HOLE}]+|thunderkittens(?:::[\w{HOLE}]+)?|kittens|{HOLE}+): ")
 #: Functions that return a sentence, or nothing where all is well.
 PYTHON_SOURCES = re.compile(r"(_fault|problem|problem_of|_missing|refusal|refused|_unsupported)$")
+LITERALS = r'\breturn ((?:"(?:\\.|[^"\\])*"\s*)+);'
 CPP_SOURCES = re.compile(r"\bstd::string (unsupported\w*|no_code_for)\(")
 
 
@@ -170,7 +171,7 @@ def cpp_messages() -> Iterator[Message]:
                 line = code.count("\n", 0, match.start()) + 1
                 yield Message(text, f"{path.relative_to(ROOT).as_posix()}:{line}")
             for where in reasons:
-                for match in re.finditer(r"\breturn (\"[^;]*);", code[where.start : where.stop]):
+                for match in re.finditer(LITERALS, code[where.start : where.stop]):
                     yield Message(_cpp_text([match[1]]), path.relative_to(ROOT).as_posix())
 
 
