@@ -4,8 +4,8 @@ set(package ${PROJECT_NAME})
 
 # ---- the build record ----
 find_package(Git QUIET)
-set(commit "")
-if(Git_FOUND)
+set(commit "${THUNDERKITTENS_COMMIT}")
+if(Git_FOUND AND NOT commit)
   execute_process(
     COMMAND ${GIT_EXECUTABLE} describe --always --dirty --abbrev=40 --exclude=*
     WORKING_DIRECTORY ${PROJECT_SOURCE_DIR}

@@ -32,7 +32,7 @@ def files(folders: tuple[str, ...], patterns: tuple[str, ...]) -> list[Path]:
 
 
 CPP_FILES = files(("kittens", "csrc", "tests"), CPP)
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *files(("csrc", "docs"), ("*.md",))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *files(("csrc", "docs", "examples"), ("*.md",))]
 PYTHON_FILES = files(("python", "tests", "benchmarks", "tools", "examples"), ("*.py", "*.pyi"))
 LIBRARY_FILES = [p for p in CPP_FILES if "tests" not in p.relative_to(ROOT).parts[:1]]
 

@@ -20,6 +20,7 @@ from pathlib import Path as _Path
 
 from . import _build, _load
 
+#: The version of the package, as pyproject.toml has it.
 __version__: str = _build.record()["version"]
 
 try:

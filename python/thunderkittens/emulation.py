@@ -51,7 +51,11 @@ class _NoEmulatorError(RuntimeError):
     """Stands for the emulator's exceptions in a build without it."""
 
 
+#: What the emulator raises for a mistake of a kernel. The message names the kernel, the block, the
+#: warp, and the barrier or the address.
 EmulatorError: type[RuntimeError] = _module.EmulatorError if _module else _NoEmulatorError
+#: The `EmulatorError` of a kernel in which no thread can go on. The message lists what each warp
+#: waits for.
 DeadlockError: type[RuntimeError] = _module.DeadlockError if _module else _NoEmulatorError
 
 
