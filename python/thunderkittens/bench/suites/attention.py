@@ -9,6 +9,7 @@ deterministic order, what options cost, small batches, and decoding.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -71,7 +72,7 @@ def features() -> list[Point]:
         kind = "backward" if backward else "forward"
         causal = point(4, 16, 4096, 128, True, backward)
         long = point(1, 16, 16384, 128, True, backward)
-        add = lambda name, base, kind=kind, **changes: points.append(  # noqa: E731
+        add: Callable[..., None] = lambda name, base, kind=kind, **changes: points.append(  # noqa: E731
             base.against(name=f"{kind} {name}", groups=(f"{kind} options",), **changes)
         )
         add("window 1024, N=16384", long, options={"window_size": (1024, 0)})
