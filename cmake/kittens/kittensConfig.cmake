@@ -40,7 +40,8 @@ print(*(spec.submodule_search_locations if spec else []), sep=';')"
       list(APPEND folders ${of_pip})
     endforeach()
   endif()
-  foreach(folder IN LISTS folders ITEMS /usr/local/cuda/include)
+  set(toolkit cuda)  # the system's
+  foreach(folder IN LISTS folders ITEMS /usr/local/${toolkit}/include)
     if(EXISTS ${folder}/cuda_fp8.h AND EXISTS ${folder}/crt/host_config.h)
       set(${result} ${folder} PARENT_SCOPE)
       return()
