@@ -18,6 +18,7 @@ import torch
 import thunderkittens as tk
 from helpers.toolkit import find_tool
 from thunderkittens import emulation
+from thunderkittens.__main__ import main
 
 PROJECT = Path(__file__).with_name("own_kernel")
 
@@ -35,8 +36,7 @@ def build(folder: Path, target: str, *options: str) -> Path:
         pytest.skip("there is no cmake")
     if emulation.cuda_headers() is None:
         pytest.skip(emulation.NO_HEADERS)
-    found = run(sys.executable, "-m", "thunderkittens", "cmake-dir").strip()
-    options += (f"-DPython_EXECUTABLE={sys.executable}", f"-Dkittens_DIR={found}")
+    options += (f"-DPython_EXECUTABLE={sys.executable}", f"-Dkittens_DIR={tk.get_cmake_dir()}")
     options += (f"-DKITTENS_CUDA_INCLUDE={emulation.cuda_headers()}",)
     if shutil.which("ninja"):
         options += ("-GNinja",)
@@ -63,12 +63,14 @@ def operands(heads=2, length=20, device="cpu"):
     return x.to(torch.bfloat16), torch.ones(heads, length, 64, device=device)
 
 
-def test_package_is_found_by_its_prefix(tmp_path):
+def test_package_is_found_by_its_prefix(tmp_path, capsys):
     """CMAKE_PREFIX_PATH with the package's folder, too; and a version that is not there is not."""
     cmake = shutil.which("cmake")
     if cmake is None:
         pytest.skip("there is no cmake")
-    folder = Path(run(sys.executable, "-m", "thunderkittens", "cmake-dir").strip())
+    assert main(["cmake-dir"]) == 0
+    folder = Path(capsys.readouterr().out.strip())
+    assert folder == Path(tk.get_cmake_dir())
     assert (folder / "kittensConfig.cmake").is_file()
     script = tmp_path / "find.cmake"
     if folder.parent.name == "cmake" and folder.parent.parent.name == "share":
@@ -268,8 +270,9 @@ def test_operator_of_torch(own):
         return torch.empty_like(x)
 
     x, total = operands()
-    torch.library.opcheck(scale, (x, total, 2.0))
-    compiled = torch.compile(lambda x, total: scale(x, total, 2.0) + 1, backend="aot_eager")
+    compiled = torch.compile(
+        lambda x, total: scale(x, total, 2.0) + 1, backend="aot_eager", fullgraph=True
+    )
     assert torch.equal(compiled(x, total), 2 * x + 1)
 
 
