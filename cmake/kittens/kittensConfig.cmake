@@ -7,8 +7,8 @@
 #                       a Python module of sources with KITTENS_PYTHON_MODULE (kittens/python.cuh);
 #                       find_package(Python COMPONENTS Interpreter Development.Module) comes before
 #
-# KITTENS_CUDA_INCLUDE names the folder of CUDA 13's headers, which the emulator needs (no compiler of
-# CUDA's), where the search does not find it.
+# KITTENS_CUDA_INCLUDE names the folder of CUDA 13's headers, which the emulator needs (no nvcc),
+# where the search does not find it.
 cmake_minimum_required(VERSION 3.25)
 
 # The folder with kittens/kittens.cuh: of an installed package, or of a clone.
@@ -85,14 +85,14 @@ endif()
 function(kittens_add_python_module name)
   cmake_parse_arguments(PARSE_ARGV 1 arg EMULATED "" "")
   if(NOT Python_INCLUDE_DIRS)
-    message(FATAL_ERROR "kittens_add_python_module: call find_package(Python COMPONENTS Interpreter "
-                        "Development.Module) before find_package(kittens)")
+    message(FATAL_ERROR "kittens_add_python_module: call find_package(Python COMPONENTS "
+                        "Interpreter Development.Module) before find_package(kittens)")
   endif()
   set(sources ${arg_UNPARSED_ARGUMENTS})
   if(arg_EMULATED)
     if(NOT TARGET kittens::emulator)
-      message(FATAL_ERROR "kittens_add_python_module: the emulator needs CUDA 13's headers: pip install "
-                          "'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-crt==13.0.*', or set "
+      message(FATAL_ERROR "kittens_add_python_module: the emulator needs CUDA 13's headers: pip "
+                          "install 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-crt==13.0.*', or set "
                           "KITTENS_CUDA_INCLUDE")
     endif()
     # A file may be CUDA in one target and C++ in another, which CMake cannot say of the file.
@@ -107,7 +107,8 @@ function(kittens_add_python_module name)
     set(sources ${wrappers})
   endif()
   add_library(${name} MODULE ${sources})
-  target_link_libraries(${name} PRIVATE $<IF:$<BOOL:${arg_EMULATED}>,kittens::emulator,kittens::kittens>)
+  target_link_libraries(
+    ${name} PRIVATE $<IF:$<BOOL:${arg_EMULATED}>,kittens::emulator,kittens::kittens>)
   target_include_directories(${name} SYSTEM PRIVATE ${Python_INCLUDE_DIRS})
   # The limited API: one library for every Python from 3.10 on, and for every torch.
   target_compile_definitions(${name} PRIVATE TORCH_EXTENSION_NAME=${name}
