@@ -79,6 +79,8 @@ install(FILES ${PROJECT_BINARY_DIR}/_build.json ${PROJECT_BINARY_DIR}/kernels.js
         DESTINATION ${package})
 install(DIRECTORY kittens DESTINATION ${package}/include FILES_MATCHING PATTERN "*.cuh"
         PATTERN "*.h")
+install(FILES cmake/kittens/kittensConfig.cmake cmake/kittens/kittensConfigVersion.cmake
+        DESTINATION ${package}/share/cmake/kittens)
 if(NOT SKBUILD)
   # scikit-build-core packs the Python sources itself.
   install(DIRECTORY python/${package}/ DESTINATION ${package} PATTERN "__pycache__" EXCLUDE)

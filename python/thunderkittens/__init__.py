@@ -10,8 +10,9 @@ by what they call already, PyTorch's `scaled_dot_product_attention`, `convert` p
 layers on these products, and `compat` has the functions of flash-attn. All ops work under
 torch.compile, and take CPU tensors too, where they run the reference formula, or, inside `with
 emulate():`, the GPU's kernels on an emulator. `reference` holds every op in plain PyTorch.
-`get_include()` is the folder of the tile library's headers, for kernels of one's own. On the
-command line: `python -m thunderkittens` with `info`, `demo` or `bench`.
+`get_include()` is the folder of the tile library's headers, for kernels of one's own, and
+`get_cmake_dir()` that of its CMake package. On the command line: `python -m thunderkittens` with
+`info`, `demo`, `bench` or `cmake-dir`.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ __all__ = [
     "fp8_linear",
     "fp8_quantize",
     "gemm",
+    "get_cmake_dir",
     "get_include",
     "grouped_gemm",
     "hedgehog",
@@ -111,11 +113,28 @@ def get_include() -> str:
     Raises:
         FileNotFoundError: the installation has no headers.
     """
-    for name in ("include", "../../kittens/kittens.cuh"):
-        path = _build.find(name)
-        if path is not None:
-            return str(path if name == "include" else _Path(path).parents[1].resolve())
+    return _folder("include", "../../kittens/kittens.cuh", 1)
+
+
+def get_cmake_dir() -> str:
+    """The folder of the CMake package, `cmake -Dkittens_DIR=...`: it holds `kittensConfig.cmake`.
+
+    Raises:
+        FileNotFoundError: the installation has none.
+    """
+    return _folder("share/cmake/kittens", "../../cmake/kittens/kittensConfig.cmake", 0)
+
+
+def _folder(installed: str, source: str, parents: int) -> str:
+    """A folder of the package, or, of an editable installation, the one of the sources that a file
+    tells."""
+    path = _build.find(installed)
+    if path is not None:
+        return str(path)
+    path = _build.find(source)
+    if path is not None:
+        return str(_Path(path).parents[parents].resolve())
     raise FileNotFoundError(
-        f"this installation of thunderkittens {__version__} is damaged: the folder include is "
+        f"this installation of thunderkittens {__version__} is damaged: the folder {installed} is "
         f"missing; run {_load.REINSTALL}"
     )
