@@ -39,6 +39,8 @@ NAV: list[tuple[str, str | list[tuple[str, str]]]] = [
         "Writing kernels",
         [
             ("Manual of kittens", "docs/manual.md"),
+            ("From Python and CMake", "docs/own_kernels.md"),
+            ("From Python and CMake", "docs/own_kernels.md"),
             ("The GEMM ladder", "examples/gemm/README.md"),
             ("Contributing", "CONTRIBUTING.md"),
         ],
