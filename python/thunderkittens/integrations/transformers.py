@@ -282,7 +282,7 @@ def _attend_to_cache(
             mask._tk_folded = edges  # for the layers that follow
     q = query.reshape(batch * heads, -1, dim)
     k, v = (x.view(batch * heads * keys, 1, x.shape[3]) for x in (key, value))
-    out = attention_varlen(q, k, v, edges[1][0], edges[1][1], 1, keys, **options)
+    out: Tensor = attention_varlen(q, k, v, edges[1][0], edges[1][1], 1, keys, **options)
     return out.reshape(batch, 1, query.shape[1], value.shape[3])
 
 

@@ -346,4 +346,5 @@ def _error(linear: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
             made = CLASSES[linear]
             out = made.product(x.to(dtype), made.quantized(weight), weight.shape[0], row, None)
     norm = exact.norm()
-    return (out.double() - exact).norm() / norm.where(norm > 0, 1)
+    error: Tensor = (out.double() - exact).norm() / norm.where(norm > 0, 1)
+    return error

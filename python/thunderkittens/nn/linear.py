@@ -197,7 +197,8 @@ def _joined(first: Tensor, second: Tensor, x: Tensor) -> Tensor | None:
     traced = torch.compiler.is_compiling() or transform_active()
     if not traced and memory.has_addresses(first) and adjacent(first, second):
         learns = torch.is_grad_enabled() and (first.requires_grad or second.requires_grad)
-        result: Tensor = _Joined.apply(first, second) if learns else _behind(first, second)
+        join: Any = _Joined.apply if learns else _behind
+        result: Tensor = join(first, second)
         return result
     return torch.cat([first, second]) if wanted and first.dtype is second.dtype else None
 
@@ -205,8 +206,8 @@ def _joined(first: Tensor, second: Tensor, x: Tensor) -> Tensor | None:
 def _swiglu_gemm(gate: Any, up: Any, x: Tensor) -> Tensor:
     weight = _joined(gate.weight, up.weight, x)
     if weight is None:
-        opened = gemm(x, gate.weight.t(), bias=gate.bias, activation="silu")
-        return opened * gemm(x, up.weight.t(), bias=up.bias)
+        opened: Tensor = gemm(x, gate.weight.t(), bias=gate.bias, activation="silu")
+        return opened.mul(gemm(x, up.weight.t(), bias=up.bias))
     bias = None if gate.bias is None else torch.cat([gate.bias, up.bias])
     return gemm(x, weight.t(), bias=bias, activation="swiglu")
 
@@ -214,7 +215,8 @@ def _swiglu_gemm(gate: Any, up: Any, x: Tensor) -> Tensor:
 def _swiglu_fp8(gate: Fp8Linear, up: Fp8Linear, x: Tensor) -> Tensor:
     weight = _joined(gate.weight, up.weight, x)
     if weight is None:
-        return F.silu(gate(x)) * up(x)
+        product: Tensor = F.silu(gate(x)) * up(x)
+        return product
     bias = None if gate.bias is None else torch.cat([gate.bias, up.bias])
     options = {"grad_dtype": gate.grad_dtype, "accurate": gate.accurate}
     z = fp8_linear(x, weight, bias, scaling=gate.scaling, **options)  # type: ignore[arg-type]
