@@ -206,6 +206,17 @@ def test_what_is_fused(device):
     torch.testing.assert_close(model["plain"](x), once, atol=5e-2, rtol=5e-2)
 
 
+@pytest.mark.parametrize("factor", [1e-4, 1.0, 30.0, 0.0])
+def test_what_is_fused_does_not_depend_on_the_size_of_weights(factor):
+    """Weights of zero, which may be loaded later, do not tell one activation from another."""
+    blocks = nn.ModuleDict({"plain": Swiglu(64, 96, True), "gelu": Geglu(64, 96, True)}).to(BF16)
+    with torch.no_grad():
+        for parameter in blocks.parameters():
+            parameter *= factor
+    fused = {x.name for x in tk.convert(blocks).layers if x.fused}
+    assert fused == ({"plain.gate_proj", "plain.up_proj"} if factor else set())
+
+
 def test_float32_runs_by_autocast(device, tokens):
     model = Model().to(device)
     expected = model(tokens)

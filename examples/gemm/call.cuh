@@ -1,5 +1,5 @@
-// What is around the kernels: the matrices as a kernel gets them, and how Python calls a step. Every
-// step computes c = a b^T with a (m, k), b (n, k) and c (m, n), bf16, with sums in float.
+// What is around the kernels: the matrices as a kernel gets them, and how Python calls a step.
+// Every step computes c = a b^T with a (m, k), b (n, k) and c (m, n), bf16, with sums in float.
 #pragma once
 
 #include "kittens/prototype.cuh"

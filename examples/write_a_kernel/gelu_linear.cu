@@ -4,8 +4,8 @@
 // the first four, a warpgroup, multiply them with wgmma, add the bias, apply gelu and store the
 // tile by TMA. Ragged edges need no code: TMA reads zeros and writes nothing outside.
 //
-// The last lines make it a function of a Python module on torch's tensors. The same source runs on a
-// GPU (nvcc) and on a CPU (any C++ compiler, the emulator); run.py builds and calls both.
+// The last lines make it a function of a Python module on torch's tensors. The same source runs on
+// a GPU (nvcc) and on a CPU (any C++ compiler, the emulator); run.py builds and calls both.
 #include "kittens/python.cuh"
 
 namespace {
