@@ -1,0 +1,63 @@
+// A cache of keys and values as the ops take it, and its page table: checks, and the plain structs
+// that kernels take. Host C++ without torch.
+#pragma once
+
+#include "csrc/attention/decode/decode.h"
+#include "csrc/attention/operands.h"
+
+namespace thunderkittens::attention::decode {
+
+template <class Tensor>
+void check_caches(const char* op, const Tensor& k_cache, const Tensor& v_cache, int64_t heads,
+                  int64_t head_dim, int64_t value_dim) {
+    check_dims(op, "k_cache", k_cache, {4});
+    check_dims(op, "v_cache", v_cache, {4});
+    TK_CHECK(k_cache.size(2) == heads && k_cache.size(3) == head_dim, op,
+             ": k_cache must have ", heads, " heads of ", head_dim, ", got ", shape_text(k_cache));
+    for (int i = 0; i < 3; ++i) {
+        TK_CHECK(v_cache.size(i) == k_cache.size(i), op, ": v_cache must match k_cache's shape ",
+                 shape_text(k_cache), ", got ", shape_text(v_cache));
+    }
+    TK_CHECK(v_cache.size(3) == value_dim, op, ": v_cache must have the value dim ", value_dim,
+             ", got ", shape_text(v_cache));
+}
+
+// (pages, page_size, heads, dim)
+template <class Tensor>
+Cache cache_of(const char* op, const char* name, const Tensor& x) {
+    const View view = as_4d(x);
+    const int64_t bytes = x.element_size();
+    bool aligned = reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
+    for (int i = 0; i < 3; ++i) aligned &= view.stride[i] * bytes % 16 == 0 || view.size[i] <= 1;
+    TK_CHECK(x.numel() == 0 || (aligned && (view.stride[3] == 1 || view.size[3] == 1)), op, ": ",
+             name, " must have adjacent elements, and rows that begin at multiples of 16 bytes; got "
+             "strides ", tuple_text(x.strides()));
+    return {view.data, view.stride[0], view.stride[1], view.stride[2]};
+}
+
+// Of `batch` sequences; without a table each has a page. `first` is an operand on their device.
+template <class Tensor>
+Pages pages_of(const char* op, const char* first_name, const Tensor& first, const Tensor& k_cache,
+               const std::optional<Tensor>& table, const std::optional<Tensor>& rows,
+               int64_t batch) {
+    Pages pages{.page_size = std::max<int64_t>(k_cache.size(1), 1)};
+    int64_t lines = k_cache.size(0);
+    if (table) {
+        check_vector(op, "page_table", *table, DType::int32, first);
+        check_dims(op, "page_table", *table, {2});
+        lines = table->size(0);
+        pages.table = data_as<const int>(table);
+        pages.table_stride = table->stride(0);
+    }
+    if (rows) {
+        check_vector(op, "cache_batch_idx", *rows, DType::int32, first);
+        TK_CHECK(rows->dim() == 1 && rows->size(0) == batch, op, ": cache_batch_idx must be (",
+                 batch, ",), got ", shape_text(*rows));
+        pages.rows = data_as<const int>(rows);
+    }
+    TK_CHECK(rows || lines >= batch, op, ": ", table ? "page_table" : "k_cache", " has ", lines,
+             " sequences, ", first_name, " has ", batch);
+    return pages;
+}
+
+}  // namespace thunderkittens::attention::decode
