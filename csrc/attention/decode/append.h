@@ -6,16 +6,6 @@
 
 namespace thunderkittens::attention::decode {
 
-// Rotary embedding of the first `dim` elements of a row, by a table of cosines and sines of
-// (positions, dim / 2) in the operands' dtype. The pairs are neighbours if interleaved, else
-// elements i and i + dim / 2.
-struct Rotary {
-    const void *cos = nullptr, *sin = nullptr;  // null: none
-    int dim = 0;
-    bool interleaved = false;
-    int64_t positions = 0;
-};
-
 struct AppendProblem {
     DType dtype = DType::bf16;
     int64_t tokens = 0, kv_heads = 0;

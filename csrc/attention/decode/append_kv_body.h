@@ -13,28 +13,6 @@ struct AppendOptions {
     bool rotary_interleaved = false;
 };
 
-// A table for rows of so many columns, of which the first are rotated.
-template <class Tensor>
-Rotary rotary_of(const char* op, const Tensor& cos, const Tensor& sin, bool interleaved,
-                 const char* name, const Tensor& x, int64_t columns) {
-    for (const auto& [which, table] : {std::pair{"rotary_cos", &cos}, {"rotary_sin", &sin}}) {
-        check_same_device(op, which, *table, name, x);
-        check_same_dtype(op, which, *table, name, x);
-        check_dims(op, which, *table, {2});
-        TK_CHECK(table->is_contiguous(), op, ": ", which, " must be contiguous, got strides ",
-                 tuple_text(table->strides()));
-    }
-    TK_CHECK(cos.size(0) == sin.size(0) && cos.size(1) == sin.size(1) && cos.size(0) > 0, op,
-             ": rotary_cos and rotary_sin must have one shape, (positions, dim / 2), got ",
-             shape_text(cos), " and ", shape_text(sin));
-    const int64_t dim = 2 * cos.size(1);
-    TK_CHECK(dim > 0 && dim % 16 == 0 && dim <= columns, op,
-             ": rotary_cos must have a multiple of 8 columns, at most half of the head dim ",
-             columns, ", got ", shape_text(cos));
-    TK_CHECK(cos.size(0) <= INT32_MAX, op, ": rotary_cos has too many positions");
-    return {cos.data_ptr(), sin.data_ptr(), static_cast<int>(dim), interleaved, cos.size(0)};
-}
-
 template <class Tensor>
 void append_kv_body(const Backend<Tensor>& on, const Tensor& k_in, const Tensor& v_in,
                     const Tensor& k_cache, const Tensor& v_cache,
@@ -95,8 +73,8 @@ void append_kv_body(const Backend<Tensor>& on, const Tensor& k_in, const Tensor&
         }
         TK_CHECK(lengths.size(0) == params.batch, OP, ": seq_lens must be (", params.batch,
                  ",), got ", shape_text(lengths));
-        params.pages = pages_of(OP, "k", k_in, k_cache, options.page_table,
-                                options.cache_batch_idx, params.batch);
+        params.pages = pages_of(OP, "k", k_in, k_cache, options.page_table, options.cache_batch_idx,
+                                params.batch);
         const int64_t pages = options.page_table ? options.page_table->size(1) : 1;
         params.most_keys = std::min<int64_t>(pages * k_cache.size(1), INT32_MAX);
     }

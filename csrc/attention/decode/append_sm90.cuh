@@ -92,8 +92,7 @@ __global__ __launch_bounds__(APPEND_THREADS) void append_kernel(
         const int b = token / g.row_count, row = token - b * g.row_count;
         if (load < g.heads * k_loads) {
             const int head = load / k_loads, column = load % k_loads * per_load;
-            const uint4 value =
-                g.rotary.load(g.k.at(b, head, row, 0), column, place.position);
+            const uint4 value = g.rotary.load(g.k.at(b, head, row, 0), column, place.position);
             T* const to = g.k_cache + (place.page * g.k_strides.page_stride +
                                        place.offset * g.k_strides.token_stride +
                                        head * g.k_strides.head_stride + column);

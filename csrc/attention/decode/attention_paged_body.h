@@ -7,15 +7,15 @@
 
 namespace thunderkittens::attention::decode {
 
-// What a schedule depends on beside lengths.
-#define DECODE_SEQUENCES                                                                  \
-    const Tensor &seq_lens, std::optional<Tensor> cu_seqlens_q, int64_t max_seqlen_q,     \
-        std::optional<Tensor> cu_seqlens_k_new, int64_t new_keys,                             \
-        std::optional<Tensor> cache_leftpad, bool causal,                                 \
-        int64_t window_left, int64_t window_right, int64_t split_size
-#define DECODE_SEQUENCE_VALUES                                                            \
-    {seq_lens, cu_seqlens_q, max_seqlen_q, cu_seqlens_k_new, new_keys, cache_leftpad, causal, \
-     window_left, window_right, split_size}
+// The arguments of the ops that say which keys and queries there are, in the order of the schemas.
+#define DECODE_SEQUENCES                                                       \
+    std::optional<Tensor> cu_seqlens_q, int64_t max_seqlen_q,                  \
+        std::optional<Tensor> cu_seqlens_k_new, int64_t new_keys,              \
+        std::optional<Tensor> cache_leftpad, bool causal, int64_t window_left, \
+        int64_t window_right, int64_t split_size
+#define DECODE_SEQUENCE_VALUES                                              \
+    {seq_lens,      cu_seqlens_q, max_seqlen_q, cu_seqlens_k_new, new_keys, \
+     cache_leftpad, causal,       window_left,  window_right,     split_size}
 
 template <class Tensor>
 struct SequenceOptions {
@@ -32,8 +32,8 @@ struct SequenceOptions {
     void check(const char* op, const Tensor& first) const {
         check_vector(op, "seq_lens", seq_lens, DType::int32, first);
         check_dims(op, "seq_lens", seq_lens, {1});
-        for (const auto& [name, x] : {std::pair{"cu_seqlens_q", &cu_seqlens_q},
-                                      {"cu_seqlens_k_new", &cu_seqlens_k_new}}) {
+        for (const auto& [name, x] :
+             {std::pair{"cu_seqlens_q", &cu_seqlens_q}, {"cu_seqlens_k_new", &cu_seqlens_k_new}}) {
             if (!*x) continue;
             check_vector(op, name, **x, DType::int32, first);
             TK_CHECK((*x)->dim() == 1 && (*x)->size(0) == seq_lens.size(0) + 1, op, ": ", name,
@@ -79,6 +79,8 @@ struct CacheOptions {
     std::optional<double> scale;
     double softcap = 0;
     std::optional<Tensor> alibi_slopes, sink, mask, schedule;
+    std::optional<Tensor> rotary_cos, rotary_sin;  // of the queries
+    bool rotary_interleaved = false;
 };
 
 template <class Tensor>
@@ -97,7 +99,7 @@ Tensor write_schedule(const Backend<Tensor>& on, const SequenceOptions<Tensor>& 
 template <class Tensor>
 Tensor attention_schedule_body(const Backend<Tensor>& on, const SequenceOptions<Tensor>& sequences,
                                int64_t q_heads, int64_t kv_heads, int64_t head_dim,
-                               int64_t value_dim, bool mask, int64_t tokens) {
+                               int64_t value_dim, bool mask) {
     constexpr const char* OP = "tk.attention_schedule";
     check_cuda(OP, "seq_lens", sequences.seq_lens);
     sequences.check(OP, sequences.seq_lens);
@@ -111,7 +113,7 @@ Tensor attention_schedule_body(const Backend<Tensor>& on, const SequenceOptions<
     p.value_dim = value_dim;
     p.k_length = int64_t{1} << 28;
     p.mask = mask;
-    params.sequences.tokens = tokens;
+    params.sequences.tokens = INT32_MAX;
     check_supported(OP, unsupported(p, on.device(sequences.seq_lens)));
     const Choice choice = choose(p, on.device(sequences.seq_lens));
     params.parts = choice.parts;
@@ -146,8 +148,8 @@ Tensor attention_paged_body(const Backend<Tensor>& on, const Tensor& q_in, const
         p.q_length = q_in.size(1);
     }
     check_caches(OP, k_cache, v_cache, p.kv_heads, p.head_dim, p.value_dim);
-    params.pages = pages_of(OP, "q", q_in, k_cache, options.page_table, options.cache_batch_idx,
-                            p.batch);
+    params.pages =
+        pages_of(OP, "q", q_in, k_cache, options.page_table, options.cache_batch_idx, p.batch);
     params.sequences.tokens = p.varlen ? q_in.size(0) : 0;
     p.q_length = p.varlen ? std::min(p.q_length, q_in.size(0)) : p.q_length;
     const int64_t pages = options.page_table ? options.page_table->size(1) : 1;
@@ -163,17 +165,23 @@ Tensor attention_paged_body(const Backend<Tensor>& on, const Tensor& q_in, const
         params.mask_stride = options.mask->stride(0);
         params.mask_words = options.mask->size(1);
     }
+    if (options.rotary_cos || options.rotary_sin) {
+        TK_CHECK(options.rotary_cos && options.rotary_sin, OP,
+                 ": rotary_cos and rotary_sin must be given together");
+        params.rotary = rotary_of(OP, *options.rotary_cos, *options.rotary_sin,
+                                  options.rotary_interleaved, "q", q_in, p.head_dim);
+    }
     const DeviceProperties& device = on.device(q_in);
     const auto guard = on.guard(q_in);
-    Tensor out = p.varlen ? empty({q_in.size(0), p.q_heads, p.value_dim}, q_in.scalar_type(), q_in)
-                          : empty({p.batch, p.q_length, p.q_heads, p.value_dim},
-                                  q_in.scalar_type(), q_in);
+    Tensor out =
+        p.varlen ? empty({q_in.size(0), p.q_heads, p.value_dim}, q_in.scalar_type(), q_in)
+                 : empty({p.batch, p.q_length, p.q_heads, p.value_dim}, q_in.scalar_type(), q_in);
     if (lse) {
         *lse = p.varlen ? empty({p.q_heads, q_in.size(0)}, DType::fp32, q_in)
                         : empty({p.batch, p.q_heads, p.q_length}, DType::fp32, q_in);
     }
-    attention::Problem for_scores{.dtype = p.dtype, .batch = p.batch, .q_heads = p.q_heads,
-                                  .head_dim = p.head_dim};
+    attention::Problem for_scores{
+        .dtype = p.dtype, .batch = p.batch, .q_heads = p.q_heads, .head_dim = p.head_dim};
     const Options<Tensor> score_options{.scale = options.scale,
                                         .softcap = options.softcap,
                                         .alibi_slopes = options.alibi_slopes,
@@ -205,9 +213,8 @@ Tensor attention_paged_body(const Backend<Tensor>& on, const Tensor& q_in, const
         params.schedule = data_as<int>(*options.schedule);
     }
     const std::optional<Tensor> written =
-        options.schedule
-            ? std::nullopt
-            : std::optional(write_schedule(on, sequences, params, choice, q_in));
+        options.schedule ? std::nullopt
+                         : std::optional(write_schedule(on, sequences, params, choice, q_in));
     const int64_t partial_rows = shape.slots * p.tile_rows();
     Tensor partial = empty({partial_rows * (p.value_dim + 1)}, DType::fp32, q_in);
     params.partial_out = data_as<float>(partial);
@@ -223,14 +230,16 @@ Tensor attention_paged_body(const Backend<Tensor>& on, const Tensor& q_in, const
                                   {"mask", &options.mask},
                                   {"alibi_slopes", &options.alibi_slopes},
                                   {"sink", &options.sink},
+                                  {"rotary_cos", &options.rotary_cos},
+                                  {"rotary_sin", &options.rotary_sin},
                                   {"schedule", options.schedule ? &options.schedule : &written}}) {
         launch.may_read(name, *x);
     }
     launch.may_write("out", out);
     if (lse) launch.may_write("lse", *lse);
     launch.may_write("partial results", partial);
-    TK_CHECK(launch_choice(choice, params, launch.stream), OP, ": no kernel ",
-             kernel_name(choice), " in this build");
+    TK_CHECK(launch_choice(choice, params, launch.stream), OP, ": no kernel ", kernel_name(choice),
+             " in this build");
     if (shape.slots > 0) launch_combine_of(p.dtype, params, launch.stream);
     return out;
 }

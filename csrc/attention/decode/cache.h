@@ -12,8 +12,8 @@ void check_caches(const char* op, const Tensor& k_cache, const Tensor& v_cache, 
                   int64_t head_dim, int64_t value_dim) {
     check_dims(op, "k_cache", k_cache, {4});
     check_dims(op, "v_cache", v_cache, {4});
-    TK_CHECK(k_cache.size(2) == heads && k_cache.size(3) == head_dim, op,
-             ": k_cache must have ", heads, " heads of ", head_dim, ", got ", shape_text(k_cache));
+    TK_CHECK(k_cache.size(2) == heads && k_cache.size(3) == head_dim, op, ": k_cache must have ",
+             heads, " heads of ", head_dim, ", got ", shape_text(k_cache));
     for (int i = 0; i < 3; ++i) {
         TK_CHECK(v_cache.size(i) == k_cache.size(i), op, ": v_cache must match k_cache's shape ",
                  shape_text(k_cache), ", got ", shape_text(v_cache));
@@ -30,8 +30,10 @@ Cache cache_of(const char* op, const char* name, const Tensor& x) {
     bool aligned = reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
     for (int i = 0; i < 3; ++i) aligned &= view.stride[i] * bytes % 16 == 0 || view.size[i] <= 1;
     TK_CHECK(x.numel() == 0 || (aligned && (view.stride[3] == 1 || view.size[3] == 1)), op, ": ",
-             name, " must have adjacent elements, and rows that begin at multiples of 16 bytes; got "
-             "strides ", tuple_text(x.strides()));
+             name,
+             " must have adjacent elements, and rows that begin at multiples of 16 bytes; got "
+             "strides ",
+             tuple_text(x.strides()));
     return {view.data, view.stride[0], view.stride[1], view.stride[2]};
 }
 
@@ -58,6 +60,28 @@ Pages pages_of(const char* op, const char* first_name, const Tensor& first, cons
     TK_CHECK(rows || lines >= batch, op, ": ", table ? "page_table" : "k_cache", " has ", lines,
              " sequences, ", first_name, " has ", batch);
     return pages;
+}
+
+// A table for rows of so many columns, of which the first are rotated.
+template <class Tensor>
+Rotary rotary_of(const char* op, const Tensor& cos, const Tensor& sin, bool interleaved,
+                 const char* name, const Tensor& x, int64_t columns) {
+    for (const auto& [which, table] : {std::pair{"rotary_cos", &cos}, {"rotary_sin", &sin}}) {
+        check_same_device(op, which, *table, name, x);
+        check_same_dtype(op, which, *table, name, x);
+        check_dims(op, which, *table, {2});
+        TK_CHECK(table->is_contiguous(), op, ": ", which, " must be contiguous, got strides ",
+                 tuple_text(table->strides()));
+    }
+    TK_CHECK(cos.size(0) == sin.size(0) && cos.size(1) == sin.size(1) && cos.size(0) > 0, op,
+             ": rotary_cos and rotary_sin must have one shape, (positions, dim / 2), got ",
+             shape_text(cos), " and ", shape_text(sin));
+    const int64_t dim = 2 * cos.size(1);
+    TK_CHECK(dim > 0 && dim % 16 == 0 && dim <= columns, op,
+             ": rotary_cos must have a multiple of 8 columns, at most half of the head dim ",
+             columns, ", got ", shape_text(cos));
+    TK_CHECK(cos.size(0) <= INT32_MAX, op, ": rotary_cos has too many positions");
+    return {cos.data_ptr(), sin.data_ptr(), static_cast<int>(dim), interleaved, cos.size(0)};
 }
 
 }  // namespace thunderkittens::attention::decode

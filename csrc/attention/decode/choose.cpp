@@ -63,8 +63,8 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
         choice.config = with_dtype(c, p.dtype);
         break;
     }
-    choice.parts =
-        std::clamp(device.sm_count * choice.config.blocks_per_sm, 1, int{MOST_PARTS});
+    choice.parts = std::clamp(device.sm_count * choice.config.blocks_per_sm, 1, int{MOST_PARTS});
+    choice.schedule_ints = static_cast<int>(schedule_shape(p, choice.parts).ints());
     return choice;
 }
 

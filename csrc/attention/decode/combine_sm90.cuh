@@ -31,10 +31,10 @@ __device__ __forceinline__ void combine_row(const CombineGlobals<T>& g, const in
 #pragma unroll
     for (int d = WARP_THREADS / 2; d > 0; d /= 2) top = fmaxf(top, arch::shuffle_xor(top, d));
     const float base = top == -INFINITY ? 0.0f : top;
-    float sum = r.sink == nullptr
-                    ? 0.0f
-                    : arch::exp2_approx((arch::load_global_readonly(r.sink + row.head) - base) *
-                                        LOG2_E);
+    float sum =
+        r.sink == nullptr
+            ? 0.0f
+            : arch::exp2_approx((arch::load_global_readonly(r.sink + row.head) - base) * LOG2_E);
     float2 o[pairs];
 #pragma unroll
     for (float2& x : o) x = {0.0f, 0.0f};

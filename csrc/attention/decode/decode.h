@@ -61,7 +61,9 @@ consteval Config config_of(const ConfigName& name) {
     }
     throw "no such configuration is listed";
 }
-constexpr int slot_bytes(const Config& c) { return BLOCK_N * std::max(c.head_dim, c.value_dim) * 2; }
+constexpr int slot_bytes(const Config& c) {
+    return BLOCK_N * std::max(c.head_dim, c.value_dim) * 2;
+}
 constexpr int shared_bytes(const Config& c) {
     constexpr int semaphores = 1024, alignment = 1024;
     return TILE_ROWS * c.head_dim * 2 + c.slots * slot_bytes(c) + semaphores + alignment;
@@ -69,7 +71,8 @@ constexpr int shared_bytes(const Config& c) {
 
 struct Choice {
     Config config;
-    int parts = 1;  // of the work, a block each
+    int parts = 1;          // of the work, a block each
+    int schedule_ints = 0;  // of a schedule
 
     bool operator==(const Choice&) const = default;
 };
@@ -105,10 +108,10 @@ struct Cache {
 };
 
 struct Sequences {
-    const int* k_lengths = nullptr;  // (batch,)
-    const int* cu_q = nullptr;       // (batch + 1,) for packed queries
-    const int* cu_new = nullptr;     // (batch + 1,) keys that were appended: more than k_lengths
-    int64_t new_keys = 0;            // the same where all have as many
+    const int* k_lengths = nullptr;   // (batch,)
+    const int* cu_q = nullptr;        // (batch + 1,) for packed queries
+    const int* cu_new = nullptr;      // (batch + 1,) keys that were appended: more than k_lengths
+    int64_t new_keys = 0;             // the same where all have as many
     const int* first_keys = nullptr;  // (batch,) keys before are not seen; null: 0
     int64_t tokens = 0;               // of packed queries
 };
@@ -116,6 +119,16 @@ struct Pages {
     const int* table = nullptr;  // (sequences, pages); null: a page for each sequence
     const int* rows = nullptr;   // (batch,) which row of the table, or page; null: in order
     int64_t table_stride = 0, page_size = 1;
+};
+
+// Rotary embedding of the first `dim` elements of a row, by a table of cosines and sines of
+// (positions, dim / 2) in the operands' dtype. The pairs are neighbours if interleaved, else
+// elements i and i + dim / 2.
+struct Rotary {
+    const void *cos = nullptr, *sin = nullptr;  // null: none
+    int dim = 0;
+    bool interleaved = false;
+    int64_t positions = 0;
 };
 
 struct Params {
@@ -128,6 +141,7 @@ struct Params {
     ScoreOptions scores;
     const int* mask = nullptr;  // (tokens, mask_words): bits over the last keys of the sequence
     int64_t mask_stride = 0, mask_words = 0;
+    Rotary rotary;  // of the queries
     int parts = 1;
     int* schedule = nullptr;
     float *partial_out = nullptr, *partial_lse = nullptr;  // (slots, tile_rows, value_dim)
@@ -140,6 +154,7 @@ template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
     visit_fields(c.config, visit);
     visit("parts", c.parts);
+    visit("schedule_ints", c.schedule_ints);
 }
 
 std::string unsupported(const Problem& problem, const DeviceProperties& device);

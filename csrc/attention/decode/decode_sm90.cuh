@@ -14,6 +14,7 @@
 // page of one token is a row, and a look-up of 16 threads at a time costs less than the memory.
 #pragma once
 
+#include "csrc/attention/decode/rotary.cuh"
 #include "csrc/attention/decode/work_sm90.cuh"
 #include "csrc/attention/layouts.cuh"
 #include "csrc/attention/tile_scheduler.cuh"
@@ -103,6 +104,8 @@ struct Globals {
     Work work;
     Schedule schedule;
     ScoreMod score_mod;
+    RotaryTable<T> rotary;
+    bool rotary_moves;  // with the query's position; else all stand where the new keys begin
     Pages pages;
     const int* mask;
     int64_t mask_stride;
@@ -211,15 +214,16 @@ struct Consumer {
     __device__ __forceinline__ void load_query(const Segments& segment) {
         constexpr int per_load = 16 / int(sizeof(T));
         constexpr int row_loads = Kernel::head_dim / per_load;
+        const int begin = segment.s.k_length - g.work.added(segment.at.b);
         warpgroup::sync(1);  // the products that have read the last one are done
         for (int i = warpgroup::laneid(); i < TILE_ROWS * row_loads; i += WARPGROUP_THREADS) {
             const int column = i % row_loads * per_load;
             const Row row(g.work, segment.s, segment.item, i / row_loads);
             uint4 value = make_uint4(0, 0, 0, 0);
             if (row.exists && column < g.head_dim) {
-                const T* from =
-                    g.q.at(segment.at.b, row.head, segment.s.q_begin + row.position, column);
-                value = arch::load_global(reinterpret_cast<const uint4*>(from));
+                value = g.rotary.load(
+                    g.q.at(segment.at.b, row.head, segment.s.q_begin + row.position, 0), column,
+                    begin + (g.rotary_moves ? row.position : 0));
             }
             arch::store_shared(shared.q.address_of(i / row_loads, column), value);
         }
@@ -276,8 +280,8 @@ struct Consumer {
 
     // The newest keys, those of the queries themselves, are seen where the mask has a bit; all
     // before are.
-    __device__ __forceinline__ void apply_mask(scores& x, const Segments& segment,
-                                               const Row& upper, const Row& lower, int block) {
+    __device__ __forceinline__ void apply_mask(scores& x, const Segments& segment, const Row& upper,
+                                               const Row& lower, int block) {
         const int first_bit = block * BLOCK_N - segment.s.diagonal;  // of the block's first key
         const uint64_t visible[] = {mask_bits(segment, upper, first_bit),
                                     mask_bits(segment, lower, first_bit)};
@@ -290,9 +294,8 @@ struct Consumer {
     __device__ __forceinline__ uint64_t mask_bits(const Segments& segment, const Row& row,
                                                   int first) const {
         if (!row.exists) return 0;
-        const int64_t token = g.q.packed
-                                  ? segment.s.q_begin + row.position
-                                  : int64_t(segment.at.b) * g.work.q_length + row.position;
+        const int64_t token = g.q.packed ? segment.s.q_begin + row.position
+                                         : int64_t(segment.at.b) * g.work.q_length + row.position;
         const auto word = [&](int index) -> uint64_t {
             if (index < 0) return ~0u;
             if (index >= g.mask_words) return 0;
@@ -423,6 +426,8 @@ void launch(const Params& params, Stream stream) {
         .work = Work(params),
         .schedule = Schedule(params.schedule, schedule_shape(p, params.parts)),
         .score_mod = ScoreMod(params.scores),
+        .rotary = RotaryTable<T>(params.rotary),
+        .rotary_moves = p.causal || p.window_left >= 0 || p.window_right >= 0,
         .pages = params.pages,
         .mask = params.mask,
         .mask_stride = params.mask_stride,

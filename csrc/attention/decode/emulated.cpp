@@ -30,7 +30,10 @@ emulated::Result run_paged(const emulated::Call& call) {
                                 .alibi_slopes = call.if_given("alibi_slopes"),
                                 .sink = call.if_given("sink"),
                                 .mask = call.if_given("mask"),
-                                .schedule = call.if_given("schedule")};
+                                .schedule = call.if_given("schedule"),
+                                .rotary_cos = call.if_given("rotary_cos"),
+                                .rotary_sin = call.if_given("rotary_sin"),
+                                .rotary_interleaved = call.scalar("rotary_interleaved", false)};
     if (call.scalars.contains("scale")) options.scale = call.scalar("scale", 1.0);
     Array lse;
     const Array out =
@@ -44,7 +47,7 @@ emulated::Result run_schedule(const emulated::Call& call) {
     const auto number = [&](const char* name) { return call.scalar<int64_t>(name, 0); };
     const Array schedule = attention_schedule_body<Array>(
         on, sequences_of(call), number("q_heads"), number("kv_heads"), number("head_dim"),
-        number("value_dim"), call.scalar("mask", false), number("tokens"));
+        number("value_dim"), call.scalar("mask", false));
     return on.result({{"schedule", schedule}});
 }
 

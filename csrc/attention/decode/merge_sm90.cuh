@@ -37,7 +37,7 @@ __global__ __launch_bounds__(MERGE_THREADS) void merge_kernel(
     const int position = static_cast<int>(row % g.length);
     const int head = static_cast<int>(row / g.length % g.heads);
     const int64_t b = row / g.length / g.heads;
-    const auto at = [&](const int64_t (&strides)[3]) {
+    const auto at = [&](const int64_t(&strides)[3]) {
         return b * strides[0] + head * strides[1] + position * strides[2];
     };
     // A lane for each part.
@@ -63,8 +63,8 @@ __global__ __launch_bounds__(MERGE_THREADS) void merge_kernel(
             const float factor = arch::shuffle(weight, i);
             if (factor == 0.0f || column >= g.dim) continue;
             const T* const from = g.parts[i].out + at(g.parts[i].out_strides) + column;
-            const float2 x = unpack_pair<T>(
-                arch::load_global(reinterpret_cast<const packed_type<T>*>(from)));
+            const float2 x =
+                unpack_pair<T>(arch::load_global(reinterpret_cast<const packed_type<T>*>(from)));
             o = {fmaf(factor, x.x, o.x), fmaf(factor, x.y, o.y)};
         }
         if (column >= g.dim) continue;
@@ -79,22 +79,22 @@ __global__ __launch_bounds__(MERGE_THREADS) void merge_kernel(
 template <DType dtype>
 void launch_merge(const MergeParams& params, Stream stream) {
     using T = std::conditional_t<dtype == DType::bf16, bf16, half>;
-    MergeGlobals<T> globals{.out = static_cast<T*>(const_cast<void*>(params.out.data)),
-                            .out_strides = {params.out.batch_stride, params.out.head_stride,
-                                            params.out.row_stride},
-                            .lse = params.lse,
-                            .rows = params.batch * params.heads * params.length,
-                            .count = params.count,
-                            .heads = static_cast<int>(params.heads),
-                            .length = static_cast<int>(params.length),
-                            .dim = static_cast<int>(params.dim)};
+    MergeGlobals<T> globals{
+        .out = static_cast<T*>(const_cast<void*>(params.out.data)),
+        .out_strides = {params.out.batch_stride, params.out.head_stride, params.out.row_stride},
+        .lse = params.lse,
+        .rows = params.batch * params.heads * params.length,
+        .count = params.count,
+        .heads = static_cast<int>(params.heads),
+        .length = static_cast<int>(params.length),
+        .dim = static_cast<int>(params.dim)};
     for (int i = 0; i < params.count; ++i) {
         const Operand& part = params.parts[i];
-        globals.parts[i] = {static_cast<const T*>(part.data),
-                            {part.batch_stride, part.head_stride, part.row_stride},
-                            params.lses[i],
-                            {params.lse_strides[i][0], params.lse_strides[i][1],
-                             params.lse_strides[i][2]}};
+        globals.parts[i] = {
+            static_cast<const T*>(part.data),
+            {part.batch_stride, part.head_stride, part.row_stride},
+            params.lses[i],
+            {params.lse_strides[i][0], params.lse_strides[i][1], params.lse_strides[i][2]}};
     }
     const int64_t blocks = ceil_div(globals.rows, MERGE_WARPS);
     kittens::launch({.dependent = true}, merge_kernel<T>, dim3(unsigned(blocks)),

@@ -1,8 +1,8 @@
 // Rotary embedding of rows as they are loaded, 16 bytes of a row at a time. The table is that of
-// append.h; products are in fp32, rounded once.
+// decode.h; products are in fp32, rounded once.
 #pragma once
 
-#include "csrc/attention/decode/append.h"
+#include "csrc/attention/decode/decode.h"
 #include "kittens/kittens.cuh"
 
 namespace thunderkittens::attention::decode {
@@ -59,8 +59,7 @@ struct RotaryTable {
         const bool second = column >= half;
         const int in_half = second ? column - half : column;
         const auto load = [](const T* from) {
-            return arch::bit_cast<Vector>(
-                arch::load_global(reinterpret_cast<const uint4*>(from)));
+            return arch::bit_cast<Vector>(arch::load_global(reinterpret_cast<const uint4*>(from)));
         };
         Vector x = arch::bit_cast<Vector>(mine);
         const Vector other = load(row + (second ? in_half : column + half));
@@ -72,9 +71,8 @@ struct RotaryTable {
                 return float(arch::load_global_readonly(table + at + j));
             };
             const float sign = second ? 1.0f : -1.0f;
-            x.pairs[i] =
-                pack_pair<T>(a.x * value(cos, 0) + sign * b.x * value(sin, 0),
-                             a.y * value(cos, 1) + sign * b.y * value(sin, 1));
+            x.pairs[i] = pack_pair<T>(a.x * value(cos, 0) + sign * b.x * value(sin, 0),
+                                      a.y * value(cos, 1) + sign * b.y * value(sin, 1));
         }
         return arch::bit_cast<uint4>(x);
     }

@@ -159,8 +159,8 @@ struct Scheduler {
         return p > 0 && shared.positions[p].block > 0;
     }
     __device__ __forceinline__ bool first_cut(int p) const {
-        return cut_inside(p) && !(cut_inside(p - 1) &&
-                                  shared.positions[p - 1].same_item(shared.positions[p]));
+        return cut_inside(p) &&
+               !(cut_inside(p - 1) && shared.positions[p - 1].same_item(shared.positions[p]));
     }
     __device__ __forceinline__ void number_cuts() const {
         const int each = (work.parts + SCHEDULE_THREADS) / SCHEDULE_THREADS;

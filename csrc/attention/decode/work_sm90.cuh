@@ -35,8 +35,8 @@ struct Work {
     const int *k_lengths, *cu_q, *cu_new, *first_keys;
     int batch, q_length, tokens, new_keys, most_keys;
     int kv_heads, group;
-    int left, right;  // keys seen beside the diagonal; UNBOUNDED or more: all
-    bool masked;      // the mask says which of the newest keys are seen
+    int left, right;   // keys seen beside the diagonal; UNBOUNDED or more: all
+    bool masked;       // the mask says which of the newest keys are seen
     int split_blocks;  // of a split; 0: as the schedule cuts
     int parts;
     uint32_t hash;
@@ -53,13 +53,12 @@ struct Work {
           most_keys(static_cast<int>(params.problem.k_length)),
           kv_heads(static_cast<int>(params.problem.kv_heads)),
           group(static_cast<int>(params.problem.group())),
-          masked(params.mask != nullptr),
+          masked(params.problem.mask),
           split_blocks(static_cast<int>(params.problem.split_size / BLOCK_N)),
           parts(params.parts) {
         const Problem& p = params.problem;
-        const Band band = attention::band(
-            p.causal ? int(Causal::lower_right) : int(Causal::none), p.window_left,
-            p.window_right, 0, 0);
+        const Band band = attention::band(p.causal ? int(Causal::lower_right) : int(Causal::none),
+                                          p.window_left, p.window_right, 0, 0);
         left = -band.low;
         right = masked ? UNBOUNDED : band.high;
         hash = 2166136261u;
@@ -71,16 +70,16 @@ struct Work {
 
     // As they are now. Wrong numbers must not become wrong addresses.
     __device__ __forceinline__ int queries_of(int b) const {
-        return cu_q == nullptr ? q_length : ::min(::max(bound(cu_q, b + 1) - bound(cu_q, b), 0),
-                                                  q_length);
+        return cu_q == nullptr ? q_length
+                               : ::min(::max(bound(cu_q, b + 1) - bound(cu_q, b), 0), q_length);
     }
     __device__ __forceinline__ int keys_of(int b) const {
-        int added = new_keys;
-        if (cu_new != nullptr) {
-            added = arch::load_global_readonly(cu_new + b + 1) -
-                    arch::load_global_readonly(cu_new + b);
-        }
-        return ::min(::max(arch::load_global_readonly(k_lengths + b) + added, 0), most_keys);
+        return ::min(::max(arch::load_global_readonly(k_lengths + b) + added(b), 0), most_keys);
+    }
+    // Keys beside those that k_lengths counts.
+    __device__ __forceinline__ int added(int b) const {
+        if (cu_new == nullptr) return new_keys;
+        return arch::load_global_readonly(cu_new + b + 1) - arch::load_global_readonly(cu_new + b);
     }
     __device__ __forceinline__ Lengths lengths(int b, int keys, int queries) const {
         Lengths s{};

@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from .append_kv import rotate
 from .attention import band
 
 
@@ -20,6 +21,8 @@ def attention_paged(
     *,
     cu_seqlens_q: Tensor | None = None,
     max_seqlen_q: int | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    new_keys: int = 0,
     cache_batch_idx: Tensor | None = None,
     cache_leftpad: Tensor | None = None,
     causal: bool = True,
@@ -29,6 +32,9 @@ def attention_paged(
     sink: Tensor | None = None,
     mask: Tensor | None = None,
     scale: float | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
     split_size: int | None = None,
     schedule: Tensor | None = None,
     return_lse: bool = False,
@@ -41,9 +47,11 @@ def attention_paged(
         v_cache: (pages, page_size, Hkv, Dv).
         page_table: (sequences, pages of one), key j of a sequence is in page j // page_size of its
             row, at j % page_size; None: a page for each sequence.
-        seq_lens: (B,) keys of each sequence, those of its queries among them.
+        seq_lens: (B,) keys of each sequence, those of its queries among them, but for new ones.
         cu_seqlens_q: (B + 1,) for packed queries.
         max_seqlen_q: not needed here.
+        cu_seqlens_k_new: (B + 1,) where new keys of sequences began, which are in the cache now.
+        new_keys: their number where all sequences have as many.
         cache_batch_idx: (B,) row of the table, or page, of each sequence; None: in order.
         cache_leftpad: (B,) the first keys that are not seen.
         causal, window_size, softcap, alibi_slopes, sink, scale: as for `attention`, by the length
@@ -51,6 +59,9 @@ def attention_paged(
         mask: (tokens, words) int32, a row for each query: bit i % 32 of word i // 32 says whether
             it sees key n - s + i, where n and s are the sequence's keys and queries. Earlier keys
             are all seen; causal does not count.
+        rotary_cos, rotary_sin, rotary_interleaved: as for `append_kv`'s `rotate`, of the queries:
+            their first stands at the first new key, and so do the others unless the call is causal
+            or has a window.
         split_size, schedule: without effect.
         return_lse: also return the natural logarithm of the sum of exponentials.
 
@@ -69,7 +80,12 @@ def attention_paged(
     heads = q.shape[-2]
     out = q.new_zeros((*tokens.shape[:2], v_cache.shape[3]))
     lse = torch.full((heads, len(tokens)), -math.inf, dtype=wide, device=q.device)
-    for b, keys in enumerate(seq_lens.tolist()):
+    moves = causal or window_size != (-1, -1)
+    new = [new_keys] * len(seq_lens)
+    if cu_seqlens_k_new is not None:
+        new = cu_seqlens_k_new.diff().tolist()
+    for b, before in enumerate(seq_lens.tolist()):
+        keys = before + new[b]
         rows = slice(edges[b], edges[b + 1])
         queries = rows.stop - rows.start
         line = b if cache_batch_idx is None else int(cache_batch_idx[b])
@@ -92,8 +108,12 @@ def attention_paged(
             seen = seen & (offset <= high)
         if mask is not None:
             seen = seen & _bits(mask[rows], keys - queries, keys)
+        rotated = tokens[rows]
+        if rotary_cos is not None and rotary_sin is not None:
+            at = before + index.new_tensor(range(queries)) * moves
+            rotated = rotate(rotated, rotary_cos, rotary_sin, at, rotary_interleaved)
         group = heads // k.shape[1]
-        x = torch.einsum("shd,nhd->hsn", tokens[rows].to(wide), k.repeat_interleave(group, 1))
+        x = torch.einsum("shd,nhd->hsn", rotated.to(wide), k.repeat_interleave(group, 1))
         x = x * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
         if softcap:
             x = softcap * torch.tanh(x / softcap)
