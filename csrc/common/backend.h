@@ -43,7 +43,8 @@ inline std::string torch_name(DType dtype) {
 //                               names; BYTE, E8M0 and E2M1X2 are those that are no DType
 //   empty_strided(sizes, strides, type, like)     an uninitialised tensor on the device of `like`
 //   view_as(type, x)            the same bytes as elements of another type of the same size
-//   is_int64(x)                 whether it is one integer of 64 bits
+//   is_int64(x, count)          whether it is so many integers of 64 bits, which the emulator takes
+//                               as pairs of 32; one by default
 //   negate(x), add(x, number)   in place; add() of int32
 // and, of an object that stands for one call,
 //   guard(x)                    makes the device of x the current one, in a scope

@@ -170,9 +170,11 @@ def _fake(*args: Any) -> None:
 
 def _cpu(*args: Any) -> None:
     require_append(*args)
-    tensors = dict(zip(_TENSORS, args, strict=False))
+    tensors = dict(zip(_TENSORS, (*args, *(None,) * 8), strict=False))
     interleaved = bool(args[12]) if len(args) > 12 else False
     if emulation.active() and args[0].numel() > 0 and args[2].numel() > 0:
+        if tensors["slot_mapping"] is not None:  # the emulator has pairs of 32 bits
+            tensors["slot_mapping"] = tensors["slot_mapping"].view(torch.int32)
         emulation.run(_NAME, tensors, rotary_interleaved=interleaved)
         return
     operands = [tensors.pop(name) for name in _TENSORS[:4]]

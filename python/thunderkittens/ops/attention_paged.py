@@ -161,7 +161,7 @@ def attention_decode(
     cache_seqlens: Tensor,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`tk.attention_paged` on a cache without pages, in which every sequence has a place of its own.
+    """`tk.attention_paged` on a cache without pages: each sequence has a place of its own.
 
     Args:
         q: as for `tk.attention_paged`.

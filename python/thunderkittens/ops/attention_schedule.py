@@ -65,11 +65,13 @@ def attention_schedule(
         ValueError: shapes or numbers that do not fit, or that no kernel supports.
     """
     left, right = cache.window(_NAME, window_size)
-    result: Tensor = _op(
+    args = (
         *(seq_lens, q_heads, kv_heads, head_dim, head_dim if value_dim is None else value_dim),
         *(cu_seqlens_q, max_seqlen_q, cu_seqlens_k_new, new_keys, cache_leftpad, bool(causal)),
         *(left, right, cache.require_split_size(_NAME, split_size), bool(mask)),
     )
+    _check(args)
+    result: Tensor = _op(*args)
     return result
 
 
@@ -82,8 +84,8 @@ _DEFAULTS = (None, 1, None, 0, None, True, -1, -1, 0, False)
 _TENSORS = ("seq_lens", "cu_seqlens_q", "cu_seqlens_k_new", "cache_leftpad")
 
 
-def _checked(args: tuple[Any, ...]) -> tuple[dict[str, Any], int]:
-    """The arguments by name, and how many integers the schedule has."""
+def _check(args: tuple[Any, ...]) -> dict[str, Any]:
+    """The arguments by name; raises what `attention_schedule` documents."""
     given = dict(zip(_FIELDS, (*args, *_DEFAULTS[len(args) - 5 :]), strict=True))
     lengths = given["seq_lens"]
     cache.require_integers(_NAME, "seq_lens", lengths, lengths)
@@ -98,6 +100,13 @@ def _checked(args: tuple[Any, ...]) -> tuple[dict[str, Any], int]:
         cache.require_size(_NAME, name, given[name], least)
     shared.require_dims(_NAME, given["head_dim"], given["head_dim"], given["value_dim"])
     shared.require_heads(_NAME, given["q_heads"], given["kv_heads"])
+    return given
+
+
+def _checked(args: tuple[Any, ...]) -> tuple[dict[str, Any], int]:
+    """The arguments by name, and how many integers the schedule has."""
+    given = _check(args)
+    lengths, batch = given["seq_lens"], given["seq_lens"].shape[0]
     emulated = emulation.current()
     names = ("q_heads", "kv_heads", "head_dim", "value_dim", "split_size")
     problem = {name: int(given[name]) for name in names} | {"batch": int(batch)}

@@ -1,5 +1,5 @@
-"""`tk.attention_paged` and `tk.attention_decode` in plain PyTorch: keys are gathered from the cache,
-sequence by sequence."""
+"""`tk.attention_paged` and `tk.attention_decode` in plain PyTorch: sequence by sequence, keys are
+gathered from the cache."""
 
 from __future__ import annotations
 
