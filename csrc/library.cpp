@@ -135,17 +135,18 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
     // The newest queries of sequences over their keys in a cache: q (B, s, Hq, D) or packed (T, Hq,
     // D), caches (pages, page_size, Hkv, D or Dv), page_table int32 (sequences, pages) or none for a
     // page each, seq_lens int32 (B,), to which new_keys or cu_seqlens_k_new add; split_size: 0 is
-    // none; mask int32 (tokens, words); lse fp32 (B, Hq, s) or (Hq, T).
+    // none; mask int32 (tokens, words); scales fp32, of caches of 8 bits: one, (B, Hkv) or (pages,
+    // page_size, Hkv); lse fp32 (B, Hq, s) or (Hq, T).
     m.def(
         "attention_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? page_table, Tensor "
         "seq_lens, " DECODE_SEQUENCES
         ", Tensor? cache_batch_idx=None, float? scale=None, float softcap=0.0, Tensor? "
         "alibi_slopes=None, Tensor? sink=None, Tensor? mask=None, Tensor? schedule=None, Tensor? "
-        "rotary_cos=None, Tensor? rotary_sin=None, bool rotary_interleaved=False) -> (Tensor out, "
-        "Tensor lse)");
+        "rotary_cos=None, Tensor? rotary_sin=None, bool rotary_interleaved=False, Tensor? "
+        "k_scale=None, Tensor? v_scale=None) -> (Tensor out, Tensor lse)");
     m.def(
         "attention_schedule(Tensor seq_lens, SymInt q_heads, SymInt kv_heads, SymInt head_dim, "
-        "SymInt value_dim, " DECODE_SEQUENCES ", bool mask=False) -> Tensor");
+        "SymInt value_dim, " DECODE_SEQUENCES ", bool mask=False, bool codes=False) -> Tensor");
     // New keys and values into a cache: at slots int64 (T,), page * page_size + offset, or behind
     // the seq_lens keys that their sequence has.
     m.def(

@@ -143,7 +143,11 @@ WRONG = [
     ),
     ({"seq_lens": lambda k: torch.zeros(2).long()}, TypeError, "seq_lens is torch.int64"),
     ({"page_table": lambda k: torch.zeros(1, 2).int()}, ValueError, "page_table has 1 sequences"),
-    ({"rotary_cos": lambda k: k[0, :, 0, :8].clone()}, TypeError, "rotary_sin must be a torch.Tensor"),
+    (
+        {"rotary_cos": lambda k: k[0, :, 0, :8].clone()},
+        TypeError,
+        "rotary_sin must be a torch.Tensor",
+    ),
     ({"k_cache": lambda k: k, "v_cache": lambda k: k}, ValueError, "k_cache overlaps v_cache"),
 ]
 

@@ -270,6 +270,7 @@ struct Backend<emulated::Array> {
     static bool is_int64(const Array& x, int64_t count = 1) {
         return x.dtype == DType::int32 && x.numel() == 2 * count;
     }
+    static bool is_int8(const Array&) { return false; }
     // Of 16 bits, by their signs.
     static void negate(Array& x) {
         emulated::for_each_row(x, [&](int64_t at, int64_t, int64_t, int64_t) {

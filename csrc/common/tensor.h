@@ -150,6 +150,7 @@ struct Backend<Tensor> {
     static bool is_int64(const Tensor& x, int64_t count = 1) {
         return x.scalar_type() == ScalarType::Long && x.numel() == count;
     }
+    static bool is_int8(const Tensor& x) { return x.scalar_type() == ScalarType::Char; }
     static void negate(Tensor& x) {
         std::array<StableIValue, 1> stack{torch::stable::detail::from(x)};
         TORCH_ERROR_CODE_CHECK(

@@ -49,8 +49,8 @@ void append_kv_body(const Backend<Tensor>& on, const Tensor& k_in, const Tensor&
     if (by_slot) {
         const Tensor& slots = *options.slot_mapping;
         check_same_device(OP, "slot_mapping", slots, "k", k_in);
-        TK_CHECK(Backend<Tensor>::is_int64(slots, p.tokens) && slots.is_contiguous(),
-                 OP, ": slot_mapping must be contiguous int64 (", p.tokens, ",), got ",
+        TK_CHECK(Backend<Tensor>::is_int64(slots, p.tokens) && slots.is_contiguous(), OP,
+                 ": slot_mapping must be contiguous int64 (", p.tokens, ",), got ",
                  shape_text(slots), " of ", dtype_text_of(slots));
         params.slot_mapping = data_as<const int64_t>(slots);
         params.pages.page_size = std::max<int64_t>(k_cache.size(1), 1);

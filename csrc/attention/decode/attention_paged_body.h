@@ -81,6 +81,8 @@ struct CacheOptions {
     std::optional<Tensor> alibi_slopes, sink, mask, schedule;
     std::optional<Tensor> rotary_cos, rotary_sin;  // of the queries
     bool rotary_interleaved = false;
+    std::optional<Tensor> k_scale, v_scale;
+    bool int8 = false;  // codes that the emulator has as those of fp8
 };
 
 template <class Tensor>
@@ -99,7 +101,7 @@ Tensor write_schedule(const Backend<Tensor>& on, const SequenceOptions<Tensor>& 
 template <class Tensor>
 Tensor attention_schedule_body(const Backend<Tensor>& on, const SequenceOptions<Tensor>& sequences,
                                int64_t q_heads, int64_t kv_heads, int64_t head_dim,
-                               int64_t value_dim, bool mask) {
+                               int64_t value_dim, bool mask, bool codes) {
     constexpr const char* OP = "tk.attention_schedule";
     check_cuda(OP, "seq_lens", sequences.seq_lens);
     sequences.check(OP, sequences.seq_lens);
@@ -113,6 +115,7 @@ Tensor attention_schedule_body(const Backend<Tensor>& on, const SequenceOptions<
     p.value_dim = value_dim;
     p.k_length = int64_t{1} << 28;
     p.mask = mask;
+    p.codes = codes;
     params.sequences.tokens = INT32_MAX;
     check_supported(OP, unsupported(p, on.device(sequences.seq_lens)));
     const Choice choice = choose(p, on.device(sequences.seq_lens));
@@ -131,7 +134,6 @@ Tensor attention_paged_body(const Backend<Tensor>& on, const Tensor& q_in, const
     p.dtype = check_dtype(OP, "q", q_in, {DType::bf16, DType::fp16});
     for (const auto& [name, x] : {std::pair{"k_cache", &k_cache}, {"v_cache", &v_cache}}) {
         check_same_device(OP, name, *x, "q", q_in);
-        check_same_dtype(OP, name, *x, "q", q_in);
         check_dims(OP, name, *x, {4});
     }
     sequences.check(OP, q_in);
@@ -154,6 +156,10 @@ Tensor attention_paged_body(const Backend<Tensor>& on, const Tensor& q_in, const
     p.q_length = p.varlen ? std::min(p.q_length, q_in.size(0)) : p.q_length;
     const int64_t pages = options.page_table ? options.page_table->size(1) : 1;
     p.k_length = k_cache.size(0) == 0 ? 0 : pages * k_cache.size(1);
+    params.format = format_of(OP, k_cache, v_cache, q_in, options.int8);
+    p.codes = params.format != CacheFormat::same;
+    params.k_scale = scales_of(OP, "k_scale", options.k_scale, k_cache, p.batch, params.format);
+    params.v_scale = scales_of(OP, "v_scale", options.v_scale, v_cache, p.batch, params.format);
     p.mask = options.mask.has_value();
     if (p.mask) {
         check_vector(OP, "mask", *options.mask, DType::int32, q_in);
@@ -232,6 +238,8 @@ Tensor attention_paged_body(const Backend<Tensor>& on, const Tensor& q_in, const
                                   {"sink", &options.sink},
                                   {"rotary_cos", &options.rotary_cos},
                                   {"rotary_sin", &options.rotary_sin},
+                                  {"k_scale", &options.k_scale},
+                                  {"v_scale", &options.v_scale},
                                   {"schedule", options.schedule ? &options.schedule : &written}}) {
         launch.may_read(name, *x);
     }

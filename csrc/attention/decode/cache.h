@@ -37,6 +37,43 @@ Cache cache_of(const char* op, const char* name, const Tensor& x) {
     return {view.data, view.stride[0], view.stride[1], view.stride[2]};
 }
 
+// What both caches hold, beside queries of 16 bits.
+template <class Tensor>
+CacheFormat format_of(const char* op, const Tensor& k_cache, const Tensor& v_cache, const Tensor& q,
+                      bool int8) {
+    using Types = Backend<Tensor>;
+    check_same_dtype(op, "v_cache", v_cache, "k_cache", k_cache);
+    if (int8 || Types::is_int8(k_cache)) return CacheFormat::int8;
+    const auto dtype = Types::dtype_of(k_cache.scalar_type());
+    if (dtype == DType::e4m3) return CacheFormat::e4m3;
+    if (dtype == DType::e5m2) return CacheFormat::e5m2;
+    TK_CHECK(k_cache.scalar_type() == q.scalar_type(), op, ": k_cache is ", dtype_text_of(k_cache),
+             "; it must be q's ", dtype_text_of(q), ", or of 8 bits");
+    return CacheFormat::same;
+}
+// Of one factor, (batch, heads), or (pages, page_size, heads) as the cache has them.
+template <class Tensor>
+Scales scales_of(const char* op, const char* name, const std::optional<Tensor>& x,
+                 const Tensor& cache, int64_t batch, CacheFormat format) {
+    if (!x) return {};
+    check_same_device(op, name, *x, "k_cache", cache);
+    check_dtype(op, name, *x, {DType::fp32});
+    TK_CHECK(format != CacheFormat::same, op, ": ", name, " is for caches of 8 bits");
+    Scales scales{.data = data_as<const float>(x), .tokens = x->dim() == 3};
+    const int64_t heads = cache.size(2);
+    if (x->numel() == 1 && x->dim() <= 1) return scales;
+    const int64_t of_heads[] = {batch, heads};
+    const int64_t of_tokens[] = {cache.size(0), cache.size(1), heads};
+    bool fits = x->dim() == 2 || x->dim() == 3;
+    for (int64_t i = 0; fits && i < x->dim(); ++i) {
+        fits = x->size(i) == (scales.tokens ? of_tokens[i] : of_heads[i]);
+        scales.strides[i] = x->stride(i);
+    }
+    TK_CHECK(fits, op, ": ", name, " must have one element, or be (", batch, ", ", heads, ") or (",
+             cache.size(0), ", ", cache.size(1), ", ", heads, "), got ", shape_text(*x));
+    return scales;
+}
+
 // Of `batch` sequences; without a table each has a page. `first` is an operand on their device.
 template <class Tensor>
 Pages pages_of(const char* op, const char* first_name, const Tensor& first, const Tensor& k_cache,

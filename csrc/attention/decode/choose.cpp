@@ -14,7 +14,7 @@ KernelInfo kernel_info(const Config& c) {
             .config = concat("head_dim ", c.head_dim, ", value_dim ", c.value_dim, ", ", TILE_ROWS,
                              " query rows x ", BLOCK_N, " keys, ", c.slots,
                              " slots, 1 consumer warpgroup + 2 producer warps"),
-            .source = concat("decode_", name_of(c.dtype)),
+            .source = concat("decode_", name_of(c.dtype), c.staged > 0 ? "_codes" : ""),
             .symbol = symbol_of("decode_kernel", "Config", c),
             .threads = 192,
             .shared_bytes = shared_bytes(c)};
@@ -60,6 +60,7 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     Choice choice;
     for (const Config& c : CONFIGS) {
         if (c.head_dim < p.head_dim || c.value_dim < p.value_dim) continue;
+        if ((c.staged > 0) != p.codes) continue;
         choice.config = with_dtype(c, p.dtype);
         break;
     }
@@ -71,7 +72,8 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
 std::string kernel_name(const Choice& choice) {
     const Config& c = choice.config;
     const std::string value = c.value_dim == c.head_dim ? "" : concat("v", c.value_dim);
-    return concat("decode_", name_of(c.dtype), "_d", c.head_dim, value);
+    return concat("decode_", name_of(c.dtype), "_d", c.head_dim, value,
+                  c.staged > 0 ? "_codes" : "");
 }
 
 std::vector<KernelInfo> kernels() {

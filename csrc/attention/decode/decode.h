@@ -15,6 +15,9 @@ namespace thunderkittens::attention::decode {
 constexpr int BLOCK_N = 64;    // keys of a block: the unit in which work is cut
 constexpr int TILE_ROWS = 64;  // query positions and, in each, the heads that share keys
 
+// What a cache holds: elements as the queries have them, or codes of 8 bits.
+enum class CacheFormat : int { same, e4m3, e5m2, int8 };
+
 // A sequence has at most q_length new queries and k_length keys, these among them.
 struct Problem {
     DType dtype = DType::bf16;
@@ -25,6 +28,7 @@ struct Problem {
     int64_t window_left = -1, window_right = -1;  // keys seen beside the diagonal; -1: all
     int64_t split_size = 0;  // keys; 0: the keys are cut so that all parts have as much to do
     bool causal = true, mask = false, varlen = false;
+    bool codes = false;  // the cache has 8 bits
 
     int64_t group() const { return q_heads / std::max<int64_t>(kv_heads, 1); }
     int64_t tiles() const { return ceil_div(q_length * group(), TILE_ROWS); }  // of a key head
@@ -32,17 +36,21 @@ struct Problem {
     int64_t tile_rows() const { return std::min<int64_t>(TILE_ROWS, q_length * group()); }
 };
 
-// What one kernel is compiled for: a ring of `slots`, of which keys and values take turns.
+// What one kernel is compiled for: a ring of `slots`, of which keys and values take turns; before
+// them, where these are codes, slots for `staged` ones.
 struct Config {
     int head_dim = 0, value_dim = 0;
     int slots = 0;
+    int staged = 0;  // 0: a cache of 16 bits
     int blocks_per_sm = 1;
-    DType dtype = DType::bf16;
+    DType dtype = DType::bf16;  // of queries and results
 
     bool operator==(const Config&) const = default;
 };
 constexpr Config CONFIGS[] = {
-    {64, 64, 10, 2}, {128, 128, 5, 2}, {192, 128, 7, 1}, {256, 256, 5, 1}};
+    {64, 64, 10, 0, 2}, {128, 128, 5, 0, 2}, {192, 128, 7, 0, 1}, {256, 256, 5, 0, 1},
+    {64, 64, 4, 10, 2}, {128, 128, 3, 5, 2}, {192, 128, 4, 7, 1}, {256, 256, 3, 5, 1},
+};
 
 constexpr Config with_dtype(Config config, DType dtype) {
     config.dtype = dtype;
@@ -51,11 +59,12 @@ constexpr Config with_dtype(Config config, DType dtype) {
 // As instances.txt names it; value_dim 0 is head_dim.
 struct ConfigName {
     int head_dim, value_dim = 0;
+    bool codes = false;
     DType dtype = DType::bf16;
 };
 consteval Config config_of(const ConfigName& name) {
     for (const Config& c : CONFIGS) {
-        if (c.head_dim == name.head_dim &&
+        if (c.head_dim == name.head_dim && (c.staged > 0) == name.codes &&
             c.value_dim == (name.value_dim ? name.value_dim : name.head_dim))
             return with_dtype(c, name.dtype);
     }
@@ -65,8 +74,12 @@ constexpr int slot_bytes(const Config& c) {
     return BLOCK_N * std::max(c.head_dim, c.value_dim) * 2;
 }
 constexpr int shared_bytes(const Config& c) {
-    constexpr int semaphores = 1024, alignment = 1024;
-    return TILE_ROWS * c.head_dim * 2 + c.slots * slot_bytes(c) + semaphores + alignment;
+    constexpr int semaphores = 512, alignment = 1024;
+    // Codes, and a scale for each token of a slot; a factor for each row of queries.
+    const int staged = c.staged * (slot_bytes(c) / 2 + BLOCK_N * 4);
+    const int scales = c.staged > 0 ? c.slots * BLOCK_N * 4 + TILE_ROWS * 4 : 0;
+    return TILE_ROWS * c.head_dim * 2 + c.slots * slot_bytes(c) + staged + scales + semaphores +
+           alignment;
 }
 
 struct Choice {
@@ -107,6 +120,14 @@ struct Cache {
     int64_t page_stride = 0, token_stride = 0, head_stride = 0;
 };
 
+// Factors of the codes, fp32: one, or one for each sequence and head, or one for each token and head
+// of a cache.
+struct Scales {
+    const float* data = nullptr;  // null: 1
+    bool tokens = false;
+    int64_t strides[3] = {};  // (sequence, head), or (page, token, head)
+};
+
 struct Sequences {
     const int* k_lengths = nullptr;   // (batch,)
     const int* cu_q = nullptr;        // (batch + 1,) for packed queries
@@ -136,6 +157,8 @@ struct Params {
     Operand q, out;
     float* lse = nullptr;  // (batch, q_heads, q_length) or (q_heads, tokens); may be null
     Cache k, v;
+    CacheFormat format = CacheFormat::same;
+    Scales k_scale, v_scale;
     Sequences sequences;
     Pages pages;
     ScoreOptions scores;
@@ -148,8 +171,8 @@ struct Params {
 };
 
 TK_FIELDS(Problem, dtype, batch, q_heads, kv_heads, q_length, k_length, head_dim, value_dim,
-          window_left, window_right, split_size, causal, mask, varlen)
-TK_FIELDS(Config, head_dim, value_dim, slots, blocks_per_sm, dtype)
+          window_left, window_right, split_size, causal, mask, varlen, codes)
+TK_FIELDS(Config, head_dim, value_dim, slots, staged, blocks_per_sm, dtype)
 template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
     visit_fields(c.config, visit);

@@ -14,6 +14,7 @@
 // page of one token is a row, and a look-up of 16 threads at a time costs less than the memory.
 #pragma once
 
+#include "csrc/attention/decode/codes_sm90.cuh"
 #include "csrc/attention/decode/rotary.cuh"
 #include "csrc/attention/decode/work_sm90.cuh"
 #include "csrc/attention/layouts.cuh"
@@ -29,11 +30,14 @@ struct Kernel {
     static constexpr int producers = 2;  // warps
     static constexpr int threads = WARPGROUP_THREADS + producers * WARP_THREADS;
     static constexpr int blocks_per_sm = config.blocks_per_sm;
-    static constexpr int lag = slots - 2;  // copies of so many slots are on their way at a time
+    static constexpr bool codes = config.staged > 0;
+    // Copies of so many slots are on their way at a time.
+    static constexpr int lag = codes ? config.staged : slots - 2;
 
-    using q_tile = st<T, TILE_ROWS, head_dim>;
-    using k_tile = st<T, BLOCK_N, head_dim>;
-    using v_tile = st<T, BLOCK_N, value_dim>;
+    using Operand = std::conditional_t<codes, half, T>;  // of the tensor cores
+    using q_tile = st<Operand, TILE_ROWS, head_dim>;
+    using k_tile = st<Operand, BLOCK_N, head_dim>;
+    using v_tile = st<Operand, BLOCK_N, value_dim>;
     union slot {
         k_tile k;
         v_tile v;
@@ -80,26 +84,36 @@ struct Row {
     }
 };
 
-template <class T>
+// Elements, or codes.
+template <class E>
 struct CacheRows {
-    const T* data;
+    const E* data;
     int64_t page_stride, token_stride, head_stride;
 
     CacheRows(const Cache& cache)
-        : data(static_cast<const T*>(cache.data)),
+        : data(static_cast<const E*>(cache.data)),
           page_stride(cache.page_stride),
           token_stride(cache.token_stride),
           head_stride(cache.head_stride) {}
-    __device__ __forceinline__ const T* at(int page, int token, int head) const {
+    __device__ __forceinline__ const E* at(int page, int token, int head) const {
         return data + (page * page_stride + token * token_stride + head * head_stride);
     }
 };
 
+__device__ __forceinline__ float scale_of_head(const Scales& scales, int b, int head) {
+    if (scales.data == nullptr || scales.tokens) return 1.0f;
+    return arch::load_global_readonly(scales.data + b * scales.strides[0] +
+                                      head * scales.strides[1]);
+}
+
 template <class Kernel>
 struct Globals {
     using T = typename Kernel::T;
+    using Element = std::conditional_t<Kernel::codes, uint8_t, T>;
     StridedRows<T> q;
-    CacheRows<T> k, v;
+    CacheRows<Element> k, v;
+    CacheFormat format;
+    Scales k_scale, v_scale;
     Results<T> results;
     Work work;
     Schedule schedule;
@@ -113,24 +127,41 @@ struct Globals {
     int head_dim;
 };
 
+// What caches of 8 bits need besides: codes as they come, chunks of 16 by copy and thread; factors.
+template <class Kernel, bool codes = Kernel::codes>
+struct Staging {};
+template <class Kernel>
+struct Staging<Kernel, true> {
+    static constexpr int threads = Kernel::producers * WARP_THREADS;
+    static constexpr int columns = std::max(Kernel::head_dim, Kernel::value_dim);
+    uint4 codes[Kernel::lag][BLOCK_N * columns / 16 / threads][threads];
+    float staged_scales[Kernel::lag][BLOCK_N];
+    float scales[Kernel::slots][BLOCK_N];  // of the tokens of a slot
+    float q_factors[TILE_ROWS];
+};
+
 template <class Kernel>
 struct Shared {
     typename Kernel::q_tile q;
     typename Kernel::slot ring[Kernel::slots];
+    [[no_unique_address]] Staging<Kernel> staging;
     semaphore full[Kernel::slots], empty[Kernel::slots];
 };
 
 template <class Kernel>
 struct Producer {
-    using T = typename Kernel::T;
-    static constexpr int per_copy = 16 / int(sizeof(T));
+    using Element = typename Globals<Kernel>::Element;
+    static constexpr int per_copy = 16 / int(sizeof(Element));
     static constexpr int warp_rows = BLOCK_N / Kernel::producers;
     static_assert(warp_rows == WARP_THREADS);
 
     const Globals<Kernel>& g;
     Shared<Kernel>& shared;
     RingPosition<Kernel::slots> filling{}, arriving{};
-    int pending = 0;  // slots whose copies are on their way
+    RingPosition<Kernel::lag> staging{}, converting{};
+    int pending = 0;                              // slots whose copies are on their way
+    bool keys_are_next = true;                    // of what becomes operands
+    int first = warpgroup::warpid() * warp_rows;  // of the rows that this warp copies
 
     __device__ __forceinline__ void run(Segments& segments) {
         while (segments.next()) {
@@ -138,14 +169,13 @@ struct Producer {
                 load_block(segments, block);
             }
         }
-        while (pending > 0) arrive_oldest(0);
+        while (pending > 0) arrive_oldest<0>();
     }
 
   private:
-    // A lane looks up one of the rows that its warp copies.
+    // A lane looks up one of the rows.
     __device__ __forceinline__ void load_block(const Segments& at, int block) {
-        const int first = warpgroup::warpid() * warp_rows;
-        const int key = block * BLOCK_N + first + laneid();
+        const int key = block * BLOCK_N + first + laneid(), head = at.item.kv_head;
         const bool exists = key < at.s.k_length;
         int page = at.at.b, token = key;
         if (g.pages.rows != nullptr) page = arch::load_global_readonly(g.pages.rows + page);
@@ -155,46 +185,109 @@ struct Producer {
             token = key - index * size;
             page = arch::load_global_readonly(g.pages.table + page * g.pages.table_stride + index);
         }
-        const T* const k = exists ? g.k.at(page, token, at.item.kv_head) : nullptr;
-        const T* const v = exists ? g.v.at(page, token, at.item.kv_head) : nullptr;
-        load_rows(shared.ring[filling.stage].k, k, first, g.head_dim);
-        load_rows(shared.ring[filling.stage].v, v, first, g.results.value_dim);
+        const Element* const k = exists ? g.k.at(page, token, head) : nullptr;
+        const Element* const v = exists ? g.v.at(page, token, head) : nullptr;
+        if constexpr (Kernel::codes) {
+            const auto scale = [&](const Scales& scales) -> const float* {
+                if (!scales.tokens || !exists) return nullptr;
+                return scales.data + page * scales.strides[0] + token * scales.strides[1] +
+                       head * scales.strides[2];
+            };
+            stage_rows<typename Kernel::k_tile>(k, scale(g.k_scale), g.head_dim);
+            stage_rows<typename Kernel::v_tile>(v, scale(g.v_scale), g.results.value_dim);
+        } else {
+            load_rows(shared.ring[filling.stage].k, k, g.head_dim);
+            load_rows(shared.ring[filling.stage].v, v, g.results.value_dim);
+        }
     }
-    template <class Tile>
-    __device__ __forceinline__ void load_rows(Tile& tile, const T* mine, int first, int columns) {
+    // Calls f(i, row, column, its element) for each copy of this thread to a tile.
+    template <class Tile, class F>
+    __device__ __forceinline__ void for_each_copy(F f) const {
         constexpr int row_copies = Tile::cols / per_copy;
-        if (pending == Kernel::lag) arrive_oldest(Kernel::lag - 1);
-        wait(shared.empty[filling.stage], filling.phase ^ 1);
 #pragma unroll
         for (int i = 0; i < warp_rows * row_copies / WARP_THREADS; ++i) {
             const int copy = i * WARP_THREADS + laneid();
-            const int row = copy / row_copies, column = copy % row_copies * per_copy;
-            const T* const from = arch::shuffle(mine, row);
+            f(i, copy / row_copies, copy % row_copies * per_copy);
+        }
+    }
+
+    template <class Tile>
+    __device__ __forceinline__ void load_rows(Tile& tile, const Element* mine, int columns) {
+        if (pending == Kernel::lag) arrive_oldest<Kernel::lag - 1>();
+        wait(shared.empty[filling.stage], filling.phase ^ 1);
+        for_each_copy<Tile>([&](int, int row, int column) {
+            const Element* const from = arch::shuffle(mine, row);
             arch::cp_async<16>(tile.address_of(first + row, column), from + column,
                                from != nullptr && column < columns);
-        }
+        });
         arch::cp_async_commit();
         filling.advance();
         ++pending;
     }
-    // Of the oldest slot on its way, where at most `still` later ones are.
-    __device__ __forceinline__ void arrive_oldest(int still) {
-        if (still == 0)
-            arch::cp_async_wait<0>();
-        else
-            arch::cp_async_wait<Kernel::lag - 1>();
+    // Codes go to a place of this thread's own, scales to one that its lane has the row of.
+    template <class Tile>
+    __device__ __forceinline__ void stage_rows(const Element* mine, const float* scale,
+                                               int columns) {
+        if (pending == Kernel::lag) arrive_oldest<Kernel::lag - 1>();
+        auto& to = shared.staging;
+        const int thread = first + laneid();
+        for_each_copy<Tile>([&](int i, int row, int column) {
+            const Element* const from = arch::shuffle(mine, row);
+            arch::cp_async<16>(arch::shared_address(&to.codes[staging.stage][i][thread]),
+                               from + column, from != nullptr && column < columns);
+        });
+        arch::cp_async<4>(arch::shared_address(&to.staged_scales[staging.stage][thread]), scale,
+                          scale != nullptr);
+        arch::cp_async_commit();
+        staging.advance();
+        ++pending;
+    }
+    // The oldest slot on its way, behind which at most `still` are.
+    template <int still>
+    __device__ __forceinline__ void arrive_oldest() {
+        arch::cp_async_wait<still>();
+        if constexpr (Kernel::codes) {
+            wait(shared.empty[arriving.stage], arriving.phase ^ 1);
+            if (keys_are_next)
+                convert_rows(shared.ring[arriving.stage].k);
+            else
+                convert_rows(shared.ring[arriving.stage].v);
+            keys_are_next = !keys_are_next;
+        }
         arch::fence_async_shared();
         arrive(shared.full[arriving.stage]);
         arriving.advance();
         --pending;
+    }
+    template <class Tile>
+    __device__ __forceinline__ void convert_rows(Tile& tile) {
+        auto& from = shared.staging;
+        const int thread = first + laneid();
+        for_each_copy<Tile>([&](int i, int row, int column) {
+            Halves halves[2];
+            convert(g.format,
+                    arch::bit_cast<Codes>(arch::load_shared<uint4>(
+                        arch::shared_address(&from.codes[converting.stage][i][thread]))),
+                    halves);
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                arch::store_shared(tile.address_of(first + row, column + 8 * j),
+                                   arch::bit_cast<uint4>(halves[j]));
+            }
+        });
+        arch::store_shared(arch::shared_address(&from.scales[arriving.stage][thread]),
+                           arch::load_shared<float>(arch::shared_address(
+                               &from.staged_scales[converting.stage][thread])));
+        converting.advance();
     }
 };
 
 template <class Kernel>
 struct Consumer {
     using T = typename Kernel::T;
+    using Operand = typename Kernel::Operand;
     using scores = rt_fl<16, BLOCK_N>;
-    using weights = rt<T, 16, BLOCK_N>;
+    using weights = rt<Operand, 16, BLOCK_N>;
     using output = rt_fl<16, Kernel::value_dim>;
 
     const Globals<Kernel>& g;
@@ -206,29 +299,117 @@ struct Consumer {
     }
 
   private:
+    // Where a slot has scales, which threads read, every warp says when it is done.
     __device__ __forceinline__ void release() {
-        if (warpgroup::laneid() == 0) arrive(shared.empty[at.stage]);
+        if constexpr (Kernel::codes) arch::sync_warp();
+        if (Kernel::codes ? laneid() == 0 : warpgroup::laneid() == 0) {
+            arrive(shared.empty[at.stage]);
+        }
         at.advance();
     }
 
+    // Of a row, zeros where it or the column does not exist.
+    __device__ __forceinline__ uint4 load_query_chunk(const Segments& segment, int row,
+                                                      int column) const {
+        const Row r(g.work, segment.s, segment.item, row);
+        if (!r.exists || column >= g.head_dim) return make_uint4(0, 0, 0, 0);
+        const int begin = segment.s.k_length - g.work.added(segment.at.b);
+        return g.rotary.load(g.q.at(segment.at.b, r.head, segment.s.q_begin + r.position, 0),
+                             column, begin + (g.rotary_moves ? r.position : 0));
+    }
     __device__ __forceinline__ void load_query(const Segments& segment) {
         constexpr int per_load = 16 / int(sizeof(T));
         constexpr int row_loads = Kernel::head_dim / per_load;
-        const int begin = segment.s.k_length - g.work.added(segment.at.b);
         warpgroup::sync(1);  // the products that have read the last one are done
-        for (int i = warpgroup::laneid(); i < TILE_ROWS * row_loads; i += WARPGROUP_THREADS) {
-            const int column = i % row_loads * per_load;
-            const Row row(g.work, segment.s, segment.item, i / row_loads);
-            uint4 value = make_uint4(0, 0, 0, 0);
-            if (row.exists && column < g.head_dim) {
-                value = g.rotary.load(
-                    g.q.at(segment.at.b, row.head, segment.s.q_begin + row.position, 0), column,
-                    begin + (g.rotary_moves ? row.position : 0));
+        if constexpr (Kernel::codes) {
+            static_assert(row_loads <= WARP_THREADS);
+            // A warp has 16 rows, a lane a column.
+            const int column = laneid() * per_load;
+            for (int i = 0; i < 16; ++i) {
+                const int row = warpgroup::warpid() * 16 + i;
+                store_as_halves(row, column, load_query_chunk(segment, row, column));
             }
-            arch::store_shared(shared.q.address_of(i / row_loads, column), value);
+        } else {
+            for (int i = warpgroup::laneid(); i < TILE_ROWS * row_loads; i += WARPGROUP_THREADS) {
+                const int row = i / row_loads, column = i % row_loads * per_load;
+                arch::store_shared(shared.q.address_of(row, column),
+                                   load_query_chunk(segment, row, column));
+            }
         }
         arch::fence_async_shared();
         warpgroup::sync(1);
+    }
+    // Rows of any magnitude fit: they are brought to fp16 by a power of two, which scores get back.
+    __device__ __forceinline__ void store_as_halves(int row, int column, const uint4& chunk) {
+        const auto x = arch::bit_cast<typename RotaryTable<T>::Vector>(chunk);
+        float2 values[4];
+        float largest = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            values[i] = unpack_pair<T>(x.pairs[i]);
+            largest = fmaxf(largest, fmaxf(fabsf(values[i].x), fabsf(values[i].y)));
+        }
+#pragma unroll
+        for (int d = WARP_THREADS / 2; d > 0; d /= 2) {
+            largest = fmaxf(largest, arch::shuffle_xor(largest, d));
+        }
+        const int exponent = exponent_of(largest) - 10;
+        const float down = power_of_two(-exponent);
+        Halves halves;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            halves.pairs[i] =
+                arch::bit_cast<uint32_t>(pack_pair<half>(values[i].x * down, values[i].y * down));
+        }
+        if (column < Kernel::head_dim) {
+            arch::store_shared(shared.q.address_of(row, column), arch::bit_cast<uint4>(halves));
+        }
+        if (laneid() == 0) {
+            arch::store_shared(arch::shared_address(&shared.staging.q_factors[row]),
+                               power_of_two(exponent));
+        }
+    }
+    // Of the columns of this thread, two of every eight, in a slot.
+    __device__ __forceinline__ float2 token_scales(int stage, int j, int half) const {
+        const int column = 16 * j + 8 * half + 2 * (laneid() % 4);
+        return arch::load_shared<float2>(
+            arch::shared_address(&shared.staging.scales[stage][column]));
+    }
+    __device__ __forceinline__ void scale_columns(scores& x, int stage) const {
+#pragma unroll
+        for (int j = 0; j < scores::width; ++j) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const float2 scale = token_scales(stage, j, k / 2);
+                float2& pair = x.tiles[0][j].data[k];
+                pair = {pair.x * scale.x, pair.y * scale.y};
+            }
+        }
+    }
+    // The weights times the scales of the values, over a power of two that these do not exceed
+    // much: where they grow, so does it, and what has been added up becomes less.
+    __device__ __forceinline__ void scale_weights(scores& x, output& o, int stage,
+                                                  int& exponent) const {
+        float largest = 0.0f;
+#pragma unroll
+        for (int j = 0; j < scores::width; ++j) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float2 scale = token_scales(stage, j, half);
+                largest = fmaxf(largest, fmaxf(fabsf(scale.x), fabsf(scale.y)));
+            }
+        }
+        largest = fmaxf(largest, arch::shuffle_xor(largest, 1));
+        largest = fmaxf(largest, arch::shuffle_xor(largest, 2));
+        const int needed = exponent_of(largest);
+        if (needed > exponent) {
+            const float factor = power_of_two(exponent - needed);
+            scale_rows(o, {factor, factor});
+            exponent = needed;
+        }
+        scale_columns(x, stage);
+        const float down = power_of_two(-exponent);
+        scale_rows(x, {down, down});
     }
 
     __device__ __forceinline__ void run_segment(const Segments& segment) {
@@ -238,6 +419,16 @@ struct Consumer {
         const float2 slope = {g.score_mod.slope(segment.at.b, upper.exists ? upper.head : 0),
                               g.score_mod.slope(segment.at.b, lower.exists ? lower.head : 0)};
         if (segment.last > segment.first) load_query(segment);
+        float2 q_factor = {1.0f, 1.0f};
+        if constexpr (Kernel::codes) {
+            const float k_scale = scale_of_head(g.k_scale, segment.at.b, segment.item.kv_head);
+            const auto factor = [&](int r) {
+                return k_scale *
+                       arch::load_shared<float>(arch::shared_address(&shared.staging.q_factors[r]));
+            };
+            if (segment.last > segment.first) q_factor = {factor(row), factor(row + 8)};
+        }
+        int v_exponent = -126;
         OnlineSoftmax softmax;
         output o;
         zero_tile(o);
@@ -252,6 +443,10 @@ struct Consumer {
             wait(shared.full[at.stage], at.phase);
             warpgroup::mm_ABt(x, shared.q, shared.ring[at.stage].k);
             warpgroup::mma_async_wait<0>(x);
+            if constexpr (Kernel::codes) {
+                scale_rows(x, q_factor);
+                if (g.k_scale.tokens) scale_columns(x, at.stage);
+            }
             release();
             const Shift shift = g.score_mod.template apply<T>(x, columns(s.diagonal), slope);
             if (block >= keys.unmasked_end || block < keys.unmasked_begin) {
@@ -263,12 +458,20 @@ struct Consumer {
             }
             float2 rescale = {1.0f, 1.0f};
             if (softmax.update(x, g.score_mod.unit_log2, shift, rescale)) scale_rows(o, rescale);
+            wait(shared.full[at.stage], at.phase);
+            if constexpr (Kernel::codes) {
+                if (g.v_scale.tokens) scale_weights(x, o, at.stage, v_exponent);
+            }
             weights p;
             convert_scores(p, x);
-            wait(shared.full[at.stage], at.phase);
             warpgroup::mma_AB(o, p, shared.ring[at.stage].v);
             warpgroup::mma_async_wait<0>(o);
             release();
+        }
+        if constexpr (Kernel::codes) {
+            const float scale = scale_of_head(g.v_scale, segment.at.b, segment.item.kv_head) *
+                                (g.v_scale.tokens ? power_of_two(v_exponent) : 1.0f);
+            scale_rows(o, {scale, scale});
         }
         softmax.reduce_sum();
         if (segment.stale) softmax.sum = {NAN, NAN};
@@ -379,7 +582,7 @@ __global__ __launch_bounds__(Kernel::threads, Kernel::blocks_per_sm) void decode
     if (threadIdx.x == 0) {
         for (int i = 0; i < Kernel::slots; ++i) {
             init_semaphore(shared.full[i], Kernel::producers * WARP_THREADS);
-            init_semaphore(shared.empty[i], 1);
+            init_semaphore(shared.empty[i], Kernel::codes ? 4 : 1);
         }
         arch::mbarrier_init_fence();
     }
@@ -420,8 +623,11 @@ void launch(const Params& params, Stream stream) {
     const Problem& p = params.problem;
     const Globals<Kernel> globals{
         .q = StridedRows<T>(params.q, p.varlen),
-        .k = CacheRows<T>(params.k),
-        .v = CacheRows<T>(params.v),
+        .k = CacheRows<typename Globals<Kernel>::Element>(params.k),
+        .v = CacheRows<typename Globals<Kernel>::Element>(params.v),
+        .format = params.format,
+        .k_scale = params.k_scale,
+        .v_scale = params.v_scale,
         .results = Results<T>(params),
         .work = Work(params),
         .schedule = Schedule(params.schedule, schedule_shape(p, params.parts)),

@@ -33,7 +33,10 @@ emulated::Result run_paged(const emulated::Call& call) {
                                 .schedule = call.if_given("schedule"),
                                 .rotary_cos = call.if_given("rotary_cos"),
                                 .rotary_sin = call.if_given("rotary_sin"),
-                                .rotary_interleaved = call.scalar("rotary_interleaved", false)};
+                                .rotary_interleaved = call.scalar("rotary_interleaved", false),
+                                .k_scale = call.if_given("k_scale"),
+                                .v_scale = call.if_given("v_scale"),
+                                .int8 = call.scalar("int8", false)};
     if (call.scalars.contains("scale")) options.scale = call.scalar("scale", 1.0);
     Array lse;
     const Array out =
@@ -47,7 +50,7 @@ emulated::Result run_schedule(const emulated::Call& call) {
     const auto number = [&](const char* name) { return call.scalar<int64_t>(name, 0); };
     const Array schedule = attention_schedule_body<Array>(
         on, sequences_of(call), number("q_heads"), number("kv_heads"), number("head_dim"),
-        number("value_dim"), call.scalar("mask", false));
+        number("value_dim"), call.scalar("mask", false), call.scalar("codes", false));
     return on.result({{"schedule", schedule}});
 }
 

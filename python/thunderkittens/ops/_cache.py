@@ -12,6 +12,7 @@ from .. import _load
 from . import _attention as shared
 
 BLOCK = 64  # keys of a block of the kernels
+CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)  # of caches of 8 bits
 
 
 def require_integers(op: str, name: str, x: Any, like: Tensor, length: Any = None) -> None:
@@ -47,9 +48,10 @@ def require_caches(op: str, k_cache: Tensor, v_cache: Tensor, name: str, like: T
     for what, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if not isinstance(x, Tensor):
             raise TypeError(f"tk.{op}: {what} must be a torch.Tensor, got {type(x).__name__}")
-        if x.dtype is not like.dtype:
+        if x.dtype is not like.dtype and x.dtype not in CODES:
             raise TypeError(
-                f"tk.{op}: {what} is {x.dtype}, {name} is {like.dtype}; they must be equal"
+                f"tk.{op}: {what} is {x.dtype}, {name} is {like.dtype}; it must be that, or one of "
+                f"{', '.join(map(str, CODES))}"
             )
         if x.device != like.device:
             raise TypeError(
@@ -63,15 +65,42 @@ def require_caches(op: str, k_cache: Tensor, v_cache: Tensor, name: str, like: T
             )
         strides = [s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1]
         adjacent = x.shape[3] == 1 or x.stride(3) == 1
-        if not adjacent or any(s % 8 for s in strides):
+        step = 16 // x.element_size()
+        if not adjacent or any(s % step for s in strides):
             raise ValueError(
                 f"tk.{op}: {what} has strides {x.stride()}; a token's head must be adjacent, and "
-                "begin at a multiple of 8 elements"
+                f"begin at a multiple of {step} elements"
             )
+    if k_cache.dtype is not v_cache.dtype:
+        raise TypeError(
+            f"tk.{op}: k_cache is {k_cache.dtype}, v_cache is {v_cache.dtype}; they must be equal"
+        )
     if k_cache.shape[:3] != v_cache.shape[:3]:
         raise ValueError(
             f"tk.{op}: k_cache has shape {tuple(k_cache.shape)}, v_cache has "
             f"{tuple(v_cache.shape)}; all but their head dims must be equal"
+        )
+
+
+def require_scale(op: str, name: str, scale: Any, cache: Tensor, batch: Any) -> None:
+    """Raises unless a scale is fp32 of one element, (B, Hkv), or of the tokens of a cache."""
+    if scale is None:
+        return
+    if not isinstance(scale, Tensor) or scale.dtype is not torch.float32:
+        what = scale.dtype if isinstance(scale, Tensor) else type(scale).__name__
+        raise TypeError(f"tk.{op}: {name} is {what}; it must be torch.float32")
+    if scale.device != cache.device:
+        raise TypeError(
+            f"tk.{op}: {name} is on {scale.device}, the cache is on {cache.device}; they must be on "
+            "one device"
+        )
+    if cache.dtype not in CODES:
+        raise ValueError(f"tk.{op}: {name} is for caches of 8 bits; this one is {cache.dtype}")
+    shape, heads = tuple(scale.shape), cache.shape[2]
+    if shape not in ((), (1,), (batch, heads), tuple(cache.shape[:3])):
+        raise ValueError(
+            f"tk.{op}: {name} has shape {shape}; it must have one element, or be ({batch}, {heads})"
+            f", of sequences and heads, or {tuple(cache.shape[:3])}, of the cache's tokens"
         )
 
 

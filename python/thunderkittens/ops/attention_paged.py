@@ -49,6 +49,8 @@ def attention_paged(
     sink: Tensor | None = None,
     mask: Tensor | None = None,
     scale: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     schedule: Tensor | None = None,
     split_size: int | None = None,
     return_lse: bool = False,
@@ -63,8 +65,9 @@ def attention_paged(
     Args:
         q: (B, s, Hq, D), or packed (T, Hq, D) with cu_seqlens_q, bfloat16 or float16, any strides.
             D is a multiple of 8 from 8 to 256.
-        k_cache: (pages, page_size, Hkv, D), dtype and device of q, a page size from 1 on; strides of
-            the first three dimensions are free, in multiples of 8. Hq is a multiple of Hkv.
+        k_cache: (pages, page_size, Hkv, D), a page size from 1 on, dtype and device of q; or
+            float8_e4m3fn, float8_e5m2 or int8. Strides of the first three dimensions are free, in
+            multiples of 16 bytes. Hq is a multiple of Hkv.
         v_cache: (pages, page_size, Hkv, Dv), likewise, with strides of its own.
         page_table: (sequences, pages of one), int32: key j of a sequence is in page j // page_size
             of its row, at j % page_size. None: page b is sequence b.
@@ -90,6 +93,10 @@ def attention_paged(
         mask: (tokens, words), int32, a row for each query: bit i % 32 of word i // 32 says whether
             it sees key n - s + i, so that drafted tokens may be a tree. It sees all earlier keys;
             causal does not count.
+        k_scale: factor of a cache of 8 bits, float32: one, or (B, Hkv), or (pages, page_size, Hkv),
+            of each token and head, by strides. Keys are exactly code times factor; what is computed
+            with them is in float16, which values times their factors must fit.
+        v_scale: likewise.
         schedule: of `tk.attention_schedule`, from the same arguments, for all layers of a step.
             None: the call makes its own.
         split_size: a multiple of 64: keys are cut at multiples of it, and nowhere else, so that a
@@ -147,7 +154,7 @@ def attention_paged(
         *(cu_seqlens_k_new if k is not None and new_keys == 0 else None, new_keys, cache_leftpad),
         *(bool(causal), left, right, cache.require_split_size(_NAME, split_size)),
         *(cache_batch_idx, scale, softcap, alibi_slopes, sink, mask, schedule),
-        *(rotary_cos, rotary_sin, bool(rotary_interleaved)),
+        *(rotary_cos, rotary_sin, bool(rotary_interleaved), k_scale, v_scale),
     )
     _checked(args)
     out, lse = _op(*args)
@@ -196,16 +203,16 @@ _FIELDS = (
     *("q", "k_cache", "v_cache", "page_table", "seq_lens", "cu_seqlens_q", "max_seqlen_q"),
     *("cu_seqlens_k_new", "new_keys", "cache_leftpad", "causal", "window_left", "window_right"),
     *("split_size", "cache_batch_idx", "scale", "softcap", "alibi_slopes", "sink", "mask"),
-    *("schedule", "rotary_cos", "rotary_sin", "rotary_interleaved"),
+    *("schedule", "rotary_cos", "rotary_sin", "rotary_interleaved", "k_scale", "v_scale"),
 )
 _DEFAULTS = (
     *(None, 1, None, 0, None, True, -1, -1, 0, None, None, 0.0, None, None, None, None),
-    *(None, None, False),
+    *(None, None, False, None, None),
 )
 _TENSORS = (
     *("q", "k_cache", "v_cache", "page_table", "seq_lens", "cu_seqlens_q", "cu_seqlens_k_new"),
     *("cache_leftpad", "cache_batch_idx", "alibi_slopes", "sink", "mask", "schedule"),
-    *("rotary_cos", "rotary_sin"),
+    *("rotary_cos", "rotary_sin", "k_scale", "v_scale"),
 )
 
 
@@ -258,6 +265,8 @@ def _checked(args: tuple[Any, ...]) -> tuple[dict[str, Any], tuple[tuple[int, ..
     if given["schedule"] is not None:
         cache.require_integers(_NAME, "schedule", given["schedule"], q)
     cache.require_rotary(_NAME, given["rotary_cos"], given["rotary_sin"], "q", q)
+    cache.require_scale(_NAME, "k_scale", given["k_scale"], k_cache, batch)
+    cache.require_scale(_NAME, "v_scale", given["v_scale"], v_cache, batch)
     out_shape = (*q.shape[:-1], v_cache.shape[3])
     lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     return given, (out_shape, lse_shape)
@@ -273,7 +282,11 @@ def _cpu(*args: Any) -> tuple[Tensor, Tensor]:
     given, (out_shape, _) = _checked(args)
     if emulation.active() and 0 not in out_shape:
         arrays = {name: given.pop(name) for name in _TENSORS}
-        result = emulation.run(_NAME, arrays, **given)
+        int8 = arrays["k_cache"].dtype is torch.int8
+        if int8:  # whose numbers the emulator takes as those of another format of 8 bits
+            for name in ("k_cache", "v_cache"):
+                arrays[name] = arrays[name].view(torch.float8_e4m3fn)
+        result = emulation.run(_NAME, arrays, **given, int8=int8)
         return result["out"], result["lse"]
     left, right = given.pop("window_left"), given.pop("window_right")
     q, k_cache, v_cache, table, lengths = (given.pop(x) for x in _FIELDS[:5])

@@ -32,6 +32,7 @@ def attention_schedule(
     window_size: tuple[int, int] = (-1, -1),
     split_size: int | None = None,
     mask: bool = False,
+    codes: bool = False,
 ) -> Tensor:
     """The schedule of calls of `tk.attention_paged` and `tk.attention_decode` with these lengths,
     which all layers of a step share.
@@ -56,6 +57,7 @@ def attention_schedule(
         window_size: as the call has it.
         split_size: as the call has it.
         mask: whether the call has one.
+        codes: whether the cache has 8 bits.
 
     Returns:
         a tensor of int32, whose contents are the kernels' own.
@@ -68,7 +70,7 @@ def attention_schedule(
     args = (
         *(seq_lens, q_heads, kv_heads, head_dim, head_dim if value_dim is None else value_dim),
         *(cu_seqlens_q, max_seqlen_q, cu_seqlens_k_new, new_keys, cache_leftpad, bool(causal)),
-        *(left, right, cache.require_split_size(_NAME, split_size), bool(mask)),
+        *(left, right, cache.require_split_size(_NAME, split_size), bool(mask), bool(codes)),
     )
     _check(args)
     result: Tensor = _op(*args)
@@ -78,9 +80,9 @@ def attention_schedule(
 _FIELDS = (
     *("seq_lens", "q_heads", "kv_heads", "head_dim", "value_dim", "cu_seqlens_q", "max_seqlen_q"),
     *("cu_seqlens_k_new", "new_keys", "cache_leftpad", "causal", "window_left", "window_right"),
-    *("split_size", "mask"),
+    *("split_size", "mask", "codes"),
 )
-_DEFAULTS = (None, 1, None, 0, None, True, -1, -1, 0, False)
+_DEFAULTS = (None, 1, None, 0, None, True, -1, -1, 0, False, False)
 _TENSORS = ("seq_lens", "cu_seqlens_q", "cu_seqlens_k_new", "cache_leftpad")
 
 
@@ -110,7 +112,7 @@ def _checked(args: tuple[Any, ...]) -> tuple[dict[str, Any], int]:
     emulated = emulation.current()
     names = ("q_heads", "kv_heads", "head_dim", "value_dim", "split_size")
     problem = {name: int(given[name]) for name in names} | {"batch": int(batch)}
-    problem["q_length"] = int(given["max_seqlen_q"])
+    problem |= {"q_length": int(given["max_seqlen_q"]), "codes": bool(given["codes"])}
     sms = 1 if emulated is None else emulated.sm_count
     return given, cache.schedule_numbers(problem, lengths.device, sms)
 

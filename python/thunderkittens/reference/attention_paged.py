@@ -32,6 +32,8 @@ def attention_paged(
     sink: Tensor | None = None,
     mask: Tensor | None = None,
     scale: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None,
     rotary_interleaved: bool = False,
@@ -59,6 +61,8 @@ def attention_paged(
         mask: (tokens, words) int32, a row for each query: bit i % 32 of word i // 32 says whether
             it sees key n - s + i, where n and s are the sequence's keys and queries. Earlier keys
             are all seen; causal does not count.
+        k_scale, v_scale: factors of what the caches hold: one, (B, Hkv), or (pages, page_size,
+            Hkv).
         rotary_cos, rotary_sin, rotary_interleaved: as for `append_kv`'s `rotate`, of the queries:
             their first stands at the first new key, and so do the others unless the call is causal
             or has a window.
@@ -98,7 +102,11 @@ def attention_paged(
         else:
             size = k_cache.shape[1]
             pages, offsets = page_table[line][index // size].long(), index % size
-        k, v = (x[pages, offsets].to(wide) for x in (k_cache, v_cache))
+        k, v = (_elements(x, pages, offsets).to(wide) for x in (k_cache, v_cache))
+        k, v = (
+            x if s is None else x * _factor(s, b, pages, offsets).to(wide)
+            for x, s in ((k, k_scale), (v, v_scale))
+        )
         low, high, diagonal = band(bool(causal) and mask is None, window_size, queries, keys)
         offset = index - torch.arange(queries, device=q.device).unsqueeze(1)
         seen = (index >= first).expand(queries, keys)
@@ -132,6 +140,20 @@ def attention_paged(
         out = out.unflatten(0, q.shape[:2])
         lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
     return (out, lse) if return_lse else out
+
+
+def _elements(cache: Tensor, pages: Tensor, offsets: Tensor) -> Tensor:
+    """(keys, heads, dim) of a cache; PyTorch does not index all formats of 8 bits."""
+    if cache.element_size() > 1:
+        return cache[pages, offsets]
+    return cache.view(torch.uint8)[pages, offsets].view(cache.dtype)
+
+
+def _factor(scale: Tensor, b: int, pages: Tensor, offsets: Tensor) -> Tensor:
+    """What a sequence's keys (keys, heads, dim) are to be multiplied by."""
+    if scale.numel() == 1 and scale.dim() < 2:
+        return scale
+    return (scale[pages, offsets] if scale.dim() == 3 else scale[b]).unsqueeze(-1)
 
 
 def _bits(mask: Tensor, before: int, keys: int) -> Tensor:
