@@ -148,12 +148,14 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
         "attention_schedule(Tensor seq_lens, SymInt q_heads, SymInt kv_heads, SymInt head_dim, "
         "SymInt value_dim, " DECODE_SEQUENCES ", bool mask=False, bool codes=False) -> Tensor");
     // New keys and values into a cache: at slots int64 (T,), page * page_size + offset, or behind
-    // the seq_lens keys that their sequence has.
+    // the seq_lens keys that their sequence has. Scales of a cache of 8 bits are as above; those of
+    // tokens are written.
     m.def(
         "append_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? "
         "page_table=None, Tensor? seq_lens=None, Tensor? slot_mapping=None, Tensor? "
         "cache_batch_idx=None, Tensor? cu_seqlens_k_new=None, Tensor? rotary_cos=None, Tensor? "
-        "rotary_sin=None, Tensor? rotary_positions=None, bool rotary_interleaved=False) -> ()");
+        "rotary_sin=None, Tensor? rotary_positions=None, bool rotary_interleaved=False, Tensor(c!)? "
+        "k_scale=None, Tensor(d!)? v_scale=None) -> ()");
     // Attention over parts of the keys, outs of one shape with their lses.
     m.def("merge_attention(Tensor[] outs, Tensor[] lses) -> (Tensor out, Tensor lse)");
 

@@ -8,7 +8,7 @@ import torch
 import thunderkittens as tk
 from helpers.attention import emulated
 from helpers.cover import cover, over
-from helpers.paged import LAYOUTS, empty_caches, normal
+from helpers.paged import CODES, LAYOUTS, empty_caches, normal
 
 BF16, FP16 = torch.bfloat16, torch.float16
 FLAGS = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -84,6 +84,30 @@ def test_bits(device, case):
             torch.testing.assert_close(x, y, rtol=eps, atol=eps / 4, equal_nan=True)
         else:
             assert torch.equal(x.nan_to_num(7), y.nan_to_num(7))
+
+
+@pytest.mark.parametrize("format", CODES, ids=str)
+@pytest.mark.parametrize("scales", ["none", "one", "heads", "tokens"])
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128), (256, 80)])
+def test_codes(device, dims, scales, format):
+    """Bits of codes and scales; what is too large saturates."""
+    shape = (2, 3, 2)
+    k, v = (normal((*shape, dim), BF16, device) * 30 for dim in dims)
+    k[0, 0, 0, 0] = 1e6
+    v[1, 1, 1] = 0
+    caches = [torch.zeros(4, 8, 2, dim, device=device).to(format) for dim in dims]
+    options = {"page_table": ints([[3, 1], [0, 2]], device), "seq_lens": ints([7, 2], device)}
+    sizes = {"one": (), "heads": (2, 2), "tokens": (4, 8, 2)}.get(scales)
+    if sizes is not None:
+        options |= {name: torch.rand(sizes, device=device) + 0.1 for name in ("k_scale", "v_scale")}
+    expected = [x.clone() for x in caches]
+    wanted = {name: x.clone() for name, x in options.items()}
+    tk.append_kv(k, v, *caches, **options)
+    tk.reference.append_kv(k, v, *expected, **wanted)
+    for name, x in wanted.items():
+        assert torch.equal(options[name], x)
+    for x, y in zip(caches, expected, strict=True):
+        assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
 
 
 def test_memory_between_heads_is_not_written(device):

@@ -11,7 +11,7 @@ import torch
 import thunderkittens as tk
 from helpers.attention import emulated
 from helpers.cover import cover, over
-from helpers.paged import LAYOUTS, Case, normal
+from helpers.paged import CODES, LAYOUTS, Case, normal
 
 BF16, FP16 = torch.bfloat16, torch.float16
 FLAGS = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -86,6 +86,71 @@ def test_values(device, case):
     made = case_of(case, device)
     if made.q.numel() > 0:
         made.check(*made.run())
+
+
+def code_cases(device, intensity):
+    return cover(
+        {
+            "format": CODES,
+            "dims": [(64, 64), (128, 128), (80, 48), (192, 128), (256, 256)],
+            "k_scale": ["none", "one", "heads", "tokens"],
+            "v_scale": ["none", "one", "heads", "tokens"],
+            "magnitude": [1.0, 1e-4, 100.0],
+            "spread": [0.3, 3.0],
+            "query": [1.0, 1e-7],
+            "dtype": [BF16, FP16],
+            "split": [None, 128],
+            "softcap": [0.0, 4.0],
+        },
+        intensity,
+    )
+
+
+def scales_of(kind, made, magnitude, spread):
+    """Factors of values about as large as `magnitude`."""
+    device, (pages, size, heads) = made.device, made.k_cache.shape[:3]
+    if kind == "none":
+        return None
+    if kind == "one":
+        return torch.tensor(magnitude, device=device)
+    if kind == "heads":
+        return magnitude * (torch.rand(len(made.lengths), heads, device=device) + 0.2)
+    factors = magnitude * torch.exp(spread * torch.randn(pages, heads, size, device=device))
+    return factors.clamp(max=20 * magnitude).transpose(1, 2)
+
+
+@over(code_cases)
+def test_values_of_codes(device, case):
+    """Products are of fp16, the codes and the scales of keys exact; those of values are rounded
+    once, with the weights, and what is below 2^-15 of the largest loses bits."""
+    made = Case(
+        [300, 0, 77, 129], [2] * 4, (8, 2), case["dims"], dtype=case["dtype"], device=device
+    )
+    format = case["format"]
+    unit = {torch.int8: 60.0, torch.float8_e4m3fn: 60.0, torch.float8_e5m2: 3.0}[format]
+    wide = [x.nan_to_num(0).float() * unit for x in (made.k_cache, made.v_cache)]
+    if format is torch.int8:
+        wide = [x.round().clamp(-128, 127) for x in wide]
+    made.k_cache, made.v_cache = (x.to(format) for x in wide)
+    made.q *= 1.0 if case["dtype"] is FP16 else case["query"]
+    made.options |= {"split_size": case["split"], "softcap": case["softcap"]}
+    options = {
+        "k_scale": scales_of(case["k_scale"], made, 1 / unit, case["spread"]),
+        "v_scale": scales_of(case["v_scale"], made, case["magnitude"] / unit, case["spread"]),
+    }
+    out, lse = made.run(**options)
+    expected, expected_lse = made.expected(**options)
+    spread, _ = made.expected(torch.abs, **options)
+    least, most = torch.finfo(FP16).eps, torch.finfo(case["dtype"])
+    softcap = case["softcap"] * 2.0**-10 if case["dtype"] is BF16 else 0.0
+    largest = made.v_cache.float().abs().max() * (
+        1.0 if options["v_scale"] is None else float(options["v_scale"].max())
+    )
+    bound = (least + softcap) * spread + most.eps / 2 * expected.abs() + 2.0**-24 * largest
+    bound = bound + most.tiny * most.eps
+    assert bool(((out.double() - expected).abs() <= bound).all())
+    same = (lse.double() == expected_lse) | ((lse - expected_lse).abs() <= 1e-4 + softcap)
+    assert bool(same.all())
 
 
 @pytest.mark.emulator

@@ -1,4 +1,4 @@
-"""`tk.merge_attention`: parts of the keys give what all of them do; rows without keys; wrong calls."""
+"""`tk.merge_attention`: parts of the keys give what all of them do; wrong calls."""
 
 from __future__ import annotations
 

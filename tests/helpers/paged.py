@@ -12,6 +12,7 @@ from torch import Tensor
 
 import thunderkittens as tk
 
+CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 LAYOUTS = ("NHD", "HND", "joined", "spread")
 NOWHERE = (-1, 2147480000, -2147480000)
 

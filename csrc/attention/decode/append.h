@@ -10,9 +10,10 @@ struct AppendProblem {
     DType dtype = DType::bf16;
     int64_t tokens = 0, kv_heads = 0;
     int64_t head_dim = 0, value_dim = 0;
+    bool codes = false;  // into a cache of 8 bits
 };
 struct AppendChoice {
-    int threads = 256;
+    bool codes = false;
 };
 
 struct AppendParams {
@@ -28,12 +29,14 @@ struct AppendParams {
     const int* k_lengths = nullptr;  // (batch,)
     const int* cu_new = nullptr;     // (batch + 1,); null: row_count tokens each
     int64_t batch = 0, most_keys = 0;
+    CacheFormat format = CacheFormat::same;
+    Scales k_scale, v_scale;  // of tokens: they are written, too
     Rotary rotary;
     const int* rotary_positions = nullptr;  // (tokens,); null: where the token goes
 };
 
-TK_FIELDS(AppendProblem, dtype, tokens, kv_heads, head_dim, value_dim)
-TK_FIELDS(AppendChoice, threads)
+TK_FIELDS(AppendProblem, dtype, tokens, kv_heads, head_dim, value_dim, codes)
+TK_FIELDS(AppendChoice, codes)
 
 std::string unsupported_append(const AppendProblem& problem, const DeviceProperties& device);
 AppendChoice choose_append(const AppendProblem& problem, const DeviceProperties& device);

@@ -11,6 +11,8 @@ struct AppendOptions {
     std::optional<Tensor> page_table, seq_lens, slot_mapping, cache_batch_idx, cu_seqlens_k_new;
     std::optional<Tensor> rotary_cos, rotary_sin, rotary_positions;
     bool rotary_interleaved = false;
+    std::optional<Tensor> k_scale, v_scale;
+    bool int8 = false;  // codes that the emulator has as those of fp8
 };
 
 template <class Tensor>
@@ -26,8 +28,10 @@ void append_kv_body(const Backend<Tensor>& on, const Tensor& k_in, const Tensor&
         {"v", v_in}, {"k_cache", k_cache}, {"v_cache", v_cache}};
     for (const auto& [name, x] : others) {
         check_same_device(OP, name, x, "k", k_in);
-        check_same_dtype(OP, name, x, "k", k_in);
     }
+    check_same_dtype(OP, "v", v_in, "k", k_in);
+    params.format = format_of(OP, k_cache, v_cache, k_in, options.int8);
+    p.codes = params.format != CacheFormat::same;
     check_dims(OP, "k", k_in, {3, 4});
     check_dims(OP, "v", v_in, {k_in.dim()});
     const bool packed = k_in.dim() == 3;
@@ -77,6 +81,14 @@ void append_kv_body(const Backend<Tensor>& on, const Tensor& k_in, const Tensor&
         const int64_t pages = options.page_table ? options.page_table->size(1) : 1;
         params.most_keys = std::min<int64_t>(pages * k_cache.size(1), INT32_MAX);
     }
+    params.k_scale =
+        scales_of(OP, "k_scale", options.k_scale, k_cache, params.batch, params.format);
+    params.v_scale =
+        scales_of(OP, "v_scale", options.v_scale, v_cache, params.batch, params.format);
+    for (const Scales* scales : {&params.k_scale, &params.v_scale}) {
+        TK_CHECK(!by_slot || scales->tokens || scales->strides[0] + scales->strides[1] == 0, OP,
+                 ": with slot_mapping a scale is one, or that of each token of the cache");
+    }
     if (options.rotary_cos || options.rotary_sin) {
         TK_CHECK(options.rotary_cos && options.rotary_sin, OP,
                  ": rotary_cos and rotary_sin must be given together");
@@ -117,6 +129,14 @@ void append_kv_body(const Backend<Tensor>& on, const Tensor& k_in, const Tensor&
                                   {"rotary_sin", &options.rotary_sin},
                                   {"rotary_positions", &options.rotary_positions}}) {
         launch.may_read(name, *x);
+    }
+    for (const auto& [name, x, scales] : {std::tuple{"k_scale", &options.k_scale, &params.k_scale},
+                                          {"v_scale", &options.v_scale, &params.v_scale}}) {
+        if (!*x) continue;
+        if (scales->tokens)
+            launch.may_write(name, **x);
+        else
+            launch.may_read(name, **x);
     }
     launch.may_write("k_cache", k_cache);
     launch.may_write("v_cache", v_cache);

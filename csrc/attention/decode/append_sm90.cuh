@@ -1,6 +1,8 @@
 // Writes new keys and values into a cache, whose pages the device looks up: a thread has 16 bytes of
-// a row. Keys may be rotated on the way.
+// a row, or where the cache has 8 bits, a warp a whole one. Keys may be rotated on the way.
 #pragma once
+
+#include <cuda_fp8.h>
 
 #include "csrc/attention/decode/append.h"
 #include "csrc/attention/decode/rotary.cuh"
@@ -17,6 +19,8 @@ struct AppendGlobals {
     Cache k_strides, v_strides;
     Pages pages;
     RotaryTable<T> rotary;
+    CacheFormat format;
+    Scales k_scale, v_scale;
     const int64_t* slot_mapping;
     const int *k_lengths, *cu_new, *rotary_positions;
     int64_t slots;  // of the cache
@@ -26,7 +30,7 @@ struct AppendGlobals {
 // A token's place in the cache, and its position for rotary.
 struct Place {
     int64_t page;
-    int offset, position;
+    int offset, position, sequence;
     bool exists;
 };
 
@@ -54,6 +58,7 @@ __device__ __forceinline__ Place place_of(const AppendGlobals<T>& g, int token) 
         }
         const bool inside =
             g.cu_new == nullptr || token < arch::load_global_readonly(g.cu_new + g.batch);
+        place.sequence = b;
         place.position = arch::load_global_readonly(g.k_lengths + b) + in_sequence;
         place.exists = inside && place.position >= 0 && place.position < g.most_keys;
         int row = b;
@@ -110,6 +115,89 @@ __global__ __launch_bounds__(APPEND_THREADS) void append_kernel(
     }
 }
 
+constexpr float largest_code(CacheFormat format) {
+    return format == CacheFormat::e4m3 ? 448.0f : format == CacheFormat::e5m2 ? 57344.0f : 127.0f;
+}
+// What is beyond the largest code becomes that.
+__device__ __forceinline__ uint32_t code_pair(CacheFormat format, float2 x) {
+    if (format != CacheFormat::int8) {
+        return __nv_cvt_float2_to_fp8x2(x, __NV_SATFINITE,
+                                        format == CacheFormat::e4m3 ? __NV_E4M3 : __NV_E5M2);
+    }
+    const auto code = [](float v) {
+        return static_cast<uint32_t>(static_cast<int>(rintf(fminf(fmaxf(v, -128.0f), 127.0f)))) &
+               0xffu;
+    };
+    return code(x.x) | code(x.y) << 8;
+}
+
+// Lanes have eight elements each of a row.
+template <class T>
+__global__ __launch_bounds__(APPEND_THREADS) void append_codes_kernel(
+    const __grid_constant__ AppendGlobals<T> g) {
+    constexpr int per_lane = 8, warps = APPEND_THREADS / WARP_THREADS;
+    arch::wait_for_dependencies();
+    arch::launch_dependents();
+    const int64_t rows = int64_t{g.tokens} * g.heads * 2;
+    for (int64_t i = int64_t{blockIdx.x} * warps + warpid(); i < rows;
+         i += int64_t{gridDim.x} * warps) {
+        const bool value = i % 2 == 1;
+        const int head = static_cast<int>(i / 2 % g.heads);
+        const int token = static_cast<int>(i / 2 / g.heads);
+        const Place place = place_of(g, token);
+        if (!place.exists) continue;
+        const int b = token / g.row_count, row = token - b * g.row_count;
+        const int columns = value ? g.value_dim : g.head_dim, column = laneid() * per_lane;
+        const bool mine = column < columns;
+        uint4 chunk = make_uint4(0, 0, 0, 0);
+        if (mine) {
+            chunk = value ? arch::load_global(
+                                reinterpret_cast<const uint4*>(g.v.at(b, head, row, column)))
+                          : g.rotary.load(g.k.at(b, head, row, 0), column, place.position);
+        }
+        const auto x = arch::bit_cast<typename RotaryTable<T>::Vector>(chunk);
+        float2 pairs[per_lane / 2];
+        float largest = 0.0f;
+#pragma unroll
+        for (int j = 0; j < per_lane / 2; ++j) {
+            pairs[j] = unpack_pair<T>(x.pairs[j]);
+            largest = fmaxf(largest, fmaxf(fabsf(pairs[j].x), fabsf(pairs[j].y)));
+        }
+        const Scales& scales = value ? g.v_scale : g.k_scale;
+        float scale = 1.0f;
+        if (scales.tokens) {
+#pragma unroll
+            for (int d = WARP_THREADS / 2; d > 0; d /= 2) {
+                largest = fmaxf(largest, arch::shuffle_xor(largest, d));
+            }
+            scale = largest / largest_code(g.format);
+            if (laneid() == 0) {
+                arch::store_global(const_cast<float*>(scales.data) +
+                                       place.page * scales.strides[0] +
+                                       place.offset * scales.strides[1] + head * scales.strides[2],
+                                   scale);
+            }
+        } else if (scales.data != nullptr) {
+            scale = arch::load_global_readonly(scales.data + place.sequence * scales.strides[0] +
+                                               head * scales.strides[1]);
+        }
+        if (!mine) continue;
+        uint32_t words[2] = {};
+#pragma unroll
+        for (int j = 0; j < per_lane / 2; ++j) {
+            const float2 pair =
+                scale == 0.0f ? float2{0.0f, 0.0f} : float2{pairs[j].x / scale, pairs[j].y / scale};
+            words[j / 2] |= code_pair(g.format, pair) << 16 * (j % 2);
+        }
+        const Cache& to = value ? g.v_strides : g.k_strides;
+        auto* const data = reinterpret_cast<uint8_t*>(value ? g.v_cache : g.k_cache);
+        arch::store_global(reinterpret_cast<uint2*>(data + (place.page * to.page_stride +
+                                                            place.offset * to.token_stride +
+                                                            head * to.head_stride + column)),
+                           make_uint2(words[0], words[1]));
+    }
+}
+
 template <DType dtype>
 void launch_append(const AppendParams& params, Stream stream) {
     using T = std::conditional_t<dtype == DType::bf16, bf16, half>;
@@ -124,6 +212,9 @@ void launch_append(const AppendParams& params, Stream stream) {
         .v_strides = params.v_cache,
         .pages = params.pages,
         .rotary = RotaryTable<T>(params.rotary),
+        .format = params.format,
+        .k_scale = params.k_scale,
+        .v_scale = params.v_scale,
         .slot_mapping = params.slot_mapping,
         .k_lengths = params.k_lengths,
         .cu_new = params.cu_new,
@@ -136,10 +227,12 @@ void launch_append(const AppendParams& params, Stream stream) {
         .heads = static_cast<int>(p.kv_heads),
         .head_dim = static_cast<int>(p.head_dim),
         .value_dim = static_cast<int>(p.value_dim)};
-    const int64_t loads = p.tokens * p.kv_heads * (p.head_dim + p.value_dim) / 8;
-    const int64_t blocks = std::clamp<int64_t>(ceil_div(loads, APPEND_THREADS), 1, 1 << 16);
-    kittens::launch({.dependent = true}, append_kernel<T>, dim3(unsigned(blocks)),
-                    dim3(APPEND_THREADS), dim3(1), 0, stream, globals);
+    const bool codes = params.format != CacheFormat::same;
+    const int64_t threads = codes ? p.tokens * p.kv_heads * 2 * WARP_THREADS
+                                  : p.tokens * p.kv_heads * (p.head_dim + p.value_dim) / 8;
+    const int64_t blocks = std::clamp<int64_t>(ceil_div(threads, APPEND_THREADS), 1, 1 << 16);
+    kittens::launch({.dependent = true}, codes ? append_codes_kernel<T> : append_kernel<T>,
+                    dim3(unsigned(blocks)), dim3(APPEND_THREADS), dim3(1), 0, stream, globals);
 }
 
 }  // namespace thunderkittens::attention::decode

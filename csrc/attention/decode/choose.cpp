@@ -106,17 +106,19 @@ std::string unsupported_append(const AppendProblem& p, const DeviceProperties& d
     }
     return "";
 }
-AppendChoice choose_append(const AppendProblem&, const DeviceProperties&) { return {}; }
-std::string kernel_name(const AppendChoice&) { return "append"; }
+AppendChoice choose_append(const AppendProblem& p, const DeviceProperties&) { return {p.codes}; }
+std::string kernel_name(const AppendChoice& c) { return c.codes ? "append_codes" : "append"; }
 
 namespace {
 std::vector<KernelInfo> append_kernels() {
     std::vector<KernelInfo> list;
-    list.push_back({.name = "append",
-                    .config = "a thread for 16 bytes",
-                    .source = "append_kv",
-                    .symbol = "13append_kernelI",
-                    .threads = 256});
+    for (const bool codes : {false, true}) {
+        list.push_back({.name = kernel_name(AppendChoice{codes}),
+                        .config = codes ? "a warp for a row" : "a thread for 16 bytes",
+                        .source = "append_kv",
+                        .symbol = codes ? "19append_codes_kernelI" : "13append_kernelI",
+                        .threads = 256});
+    }
     return list;
 }
 }  // namespace

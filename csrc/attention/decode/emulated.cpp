@@ -66,7 +66,10 @@ emulated::Result run_append(const emulated::Call& call) {
                            .rotary_cos = call.if_given("rotary_cos"),
                            .rotary_sin = call.if_given("rotary_sin"),
                            .rotary_positions = call.if_given("rotary_positions"),
-                           .rotary_interleaved = call.scalar("rotary_interleaved", false)});
+                           .rotary_interleaved = call.scalar("rotary_interleaved", false),
+                           .k_scale = call.if_given("k_scale"),
+                           .v_scale = call.if_given("v_scale"),
+                           .int8 = call.scalar("int8", false)});
     return on.result({});
 }
 

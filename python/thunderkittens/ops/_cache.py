@@ -91,8 +91,8 @@ def require_scale(op: str, name: str, scale: Any, cache: Tensor, batch: Any) -> 
         raise TypeError(f"tk.{op}: {name} is {what}; it must be torch.float32")
     if scale.device != cache.device:
         raise TypeError(
-            f"tk.{op}: {name} is on {scale.device}, the cache is on {cache.device}; they must be on "
-            "one device"
+            f"tk.{op}: {name} is on {scale.device}, the cache is on {cache.device}; they must be "
+            "on one device"
         )
     if cache.dtype not in CODES:
         raise ValueError(f"tk.{op}: {name} is for caches of 8 bits; this one is {cache.dtype}")

@@ -33,6 +33,8 @@ def append_kv(
     rotary_sin: Tensor | None = None,
     rotary_positions: Tensor | None = None,
     rotary_interleaved: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     """Writes new keys and values into a cache, at places that the device looks up.
 
@@ -45,9 +47,9 @@ def append_kv(
         k: (B, s, Hkv, D), or packed (T, Hkv, D), bfloat16 or float16, any strides; D a multiple of
             8.
         v: (B, s, Hkv, Dv), or (T, Hkv, Dv), dtype and device of k.
-        k_cache: (pages, page_size, Hkv, D), dtype and device of k, of any strides of the first
-            three dimensions that are multiples of 8; changed in place. Without page_table a page
-            is a sequence.
+        k_cache: (pages, page_size, Hkv, D), dtype and device of k, or float8_e4m3fn, float8_e5m2
+            or int8; strides of the first three dimensions are multiples of 16 bytes. It is changed
+            in place. Without page_table a page is a sequence.
         v_cache: (pages, page_size, Hkv, Dv), likewise.
         page_table: (sequences, pages of one), int32: key j of a sequence is in page j // page_size
             of its row, at j % page_size. What is behind the new keys is not read.
@@ -64,6 +66,10 @@ def append_kv(
         rotary_positions: (T,), int32: rows of the table. None: where the token stands in its
             sequence. Needed with slot_mapping.
         rotary_interleaved: neighbouring columns are pairs, else columns i and i + R / 2.
+        k_scale: of a cache of 8 bits, float32: keys are divided by it and rounded, what is too
+            large to the largest code. One, or (B, Hkv), or (pages, page_size, Hkv), which is
+            written: the largest of a token's head, over 448, 57344 or 127. None: 1.
+        v_scale: likewise.
 
     Raises:
         TypeError: what is no dense tensor, dtypes, devices.
@@ -74,6 +80,7 @@ def append_kv(
     args = (
         *(k, v, k_cache, v_cache, page_table, seq_lens, slot_mapping, cache_batch_idx),
         *(cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_positions, bool(rotary_interleaved)),
+        *(k_scale, v_scale),
     )
     require_append(*args)
     if transform_active():
@@ -100,6 +107,8 @@ def require_append(
     rotary_sin: Any = None,
     rotary_positions: Any = None,
     rotary_interleaved: bool = False,
+    k_scale: Any = None,
+    v_scale: Any = None,
 ) -> None:
     """Raises what `append_kv` documents."""
     require_operands(_NAME, ("k", "v"), k, v)
@@ -150,6 +159,9 @@ def require_append(
                 )
             cache.require_integers(_NAME, "cu_seqlens_k_new", cu_seqlens_k_new, k, batch + 1)
         cache.require_pages(_NAME, k_cache, page_table, cache_batch_idx, batch, k)
+    batch = None if slot_mapping is not None else seq_lens.shape[0]
+    cache.require_scale(_NAME, "k_scale", k_scale, k_cache, batch)
+    cache.require_scale(_NAME, "v_scale", v_scale, v_cache, batch)
     cache.require_rotary(_NAME, rotary_cos, rotary_sin, "k", k)
     if rotary_cos is not None:
         if rotary_positions is not None:
@@ -158,10 +170,12 @@ def require_append(
             raise ValueError(f"tk.{_NAME}: with slot_mapping rotary needs rotary_positions")
 
 
-_TENSORS = (
+_FIELDS = (
     *("k", "v", "k_cache", "v_cache", "page_table", "seq_lens", "slot_mapping", "cache_batch_idx"),
-    *("cu_seqlens_k_new", "rotary_cos", "rotary_sin", "rotary_positions"),
+    *("cu_seqlens_k_new", "rotary_cos", "rotary_sin", "rotary_positions", "rotary_interleaved"),
+    *("k_scale", "v_scale"),
 )
+_DEFAULTS = (*(None,) * 8, False, None, None)
 
 
 def _fake(*args: Any) -> None:
@@ -170,15 +184,19 @@ def _fake(*args: Any) -> None:
 
 def _cpu(*args: Any) -> None:
     require_append(*args)
-    tensors = dict(zip(_TENSORS, (*args, *(None,) * 8), strict=False))
-    interleaved = bool(args[12]) if len(args) > 12 else False
+    given = dict(zip(_FIELDS, (*args, *_DEFAULTS[len(args) - 4 :]), strict=True))
     if emulation.active() and args[0].numel() > 0 and args[2].numel() > 0:
-        if tensors["slot_mapping"] is not None:  # the emulator has pairs of 32 bits
-            tensors["slot_mapping"] = tensors["slot_mapping"].view(torch.int32)
-        emulation.run(_NAME, tensors, rotary_interleaved=interleaved)
+        interleaved = given.pop("rotary_interleaved")
+        if given["slot_mapping"] is not None:  # the emulator has pairs of 32 bits
+            given["slot_mapping"] = given["slot_mapping"].view(torch.int32)
+        int8 = given["k_cache"].dtype is torch.int8
+        if int8:  # whose numbers it takes as those of another format of 8 bits
+            for name in ("k_cache", "v_cache"):
+                given[name] = given[name].view(torch.float8_e4m3fn)
+        emulation.run(_NAME, given, rotary_interleaved=interleaved, int8=int8)
         return
-    operands = [tensors.pop(name) for name in _TENSORS[:4]]
-    reference_append(*operands, **tensors, rotary_interleaved=interleaved)
+    operands = [given.pop(name) for name in _FIELDS[:4]]
+    reference_append(*operands, **given)
 
 
 def _flops(k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any) -> int:

@@ -76,7 +76,8 @@ def attention_paged(
         cu_seqlens_q: (B + 1,), int32: packed queries of sequence b are cu_seqlens_q[b] to
             cu_seqlens_q[b + 1] - 1.
         max_seqlen_q: at least the queries of any sequence, needed with cu_seqlens_q.
-        k: (B, s, Hkv, D), or packed (T, Hkv, D): new keys, written into the cache before.
+        k: (B, s, Hkv, D), or packed (T, Hkv, D), dtype of q: new keys, written into the cache
+            before, see `tk.append_kv`.
         v: (B, s, Hkv, Dv), or (T, Hkv, Dv): the new values; both or none.
         cu_seqlens_k_new: (B + 1,), int32, for packed new keys. None: cu_seqlens_q.
         slot_mapping: (T,), int64: where new keys go, see `tk.append_kv`. None: behind the others.
@@ -140,6 +141,8 @@ def attention_paged(
             rotary_cos=rotary_cos,
             rotary_sin=rotary_sin,
             rotary_interleaved=rotary_interleaved,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
     elif rotary_cos is not None or rotary_sin is not None or slot_mapping is not None:
         raise ValueError(f"tk.{_NAME}: rotary_cos, rotary_sin and slot_mapping need k and v")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# Of codes of 8 bits.
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
+
 
 def append_kv(
     k: Tensor,
@@ -21,6 +24,8 @@ def append_kv(
     rotary_sin: Tensor | None = None,
     rotary_positions: Tensor | None = None,
     rotary_interleaved: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     """Writes new keys, rotated if there is a table, and values into a cache.
 
@@ -35,10 +40,14 @@ def append_kv(
         cu_seqlens_k_new: (B + 1,) where packed tokens of a sequence are.
         rotary_cos, rotary_sin, rotary_interleaved: as for `rotate`.
         rotary_positions: (T,); None: where a token goes in its sequence.
+        k_scale, v_scale: of caches of 8 bits: one, or (B, Hkv), by which tokens are divided, or
+            (pages, page_size, Hkv), which is written: the largest of each head of a token over the
+            largest code.
     """
     size = k_cache.shape[1]
     tokens = [x.flatten(0, 1) if x.dim() == 4 else x for x in (k, v)]
     count = len(tokens[0])
+    owners = torch.zeros(count, dtype=torch.long, device=k.device)
     positions = torch.zeros(count, dtype=torch.long, device=k.device)
     if slot_mapping is not None:
         slots = slot_mapping.long()
@@ -63,15 +72,35 @@ def append_kv(
                 offsets = at % size
             slots[rows] = torch.where(inside & (pages >= 0), pages * size + offsets, -1)
             positions[rows] = at
+            owners[rows] = b
     if rotary_positions is not None:
         positions = rotary_positions.long()
     keys = tokens[0]
     if rotary_cos is not None and rotary_sin is not None:
         keys = rotate(keys, rotary_cos, rotary_sin, positions, rotary_interleaved)
     kept = (slots >= 0) & (slots < size * k_cache.shape[0])
-    where = slots[kept]
-    k_cache[where // size, where % size] = keys[kept]
-    v_cache[where // size, where % size] = tokens[1][kept]
+    places = slots[kept] // size, slots[kept] % size
+    for cache, x, scale in ((k_cache, keys, k_scale), (v_cache, tokens[1], v_scale)):
+        new = x[kept]
+        if cache.element_size() > 1:
+            cache[places] = new
+            continue
+        wide = new.float()
+        if scale is not None and scale.dim() == 3:
+            scale[places] = factor = wide.abs().amax(-1) / LARGEST[cache.dtype]
+        elif scale is None or scale.numel() == 1:
+            factor = torch.ones((), device=k.device) if scale is None else scale
+        else:
+            factor = scale[owners[kept]]
+        if factor.dim() > 1:
+            factor = factor.unsqueeze(-1)
+        quotient = torch.where(factor == 0, 0.0, wide / factor)
+        if cache.dtype is torch.int8:
+            codes = quotient.round().clamp(-128, 127).to(torch.int8)
+        else:
+            most = LARGEST[cache.dtype]
+            codes = quotient.clamp(-most, most).to(cache.dtype)
+        cache.view(torch.uint8)[places] = codes.view(torch.uint8)
 
 
 def rotate(
