@@ -11,10 +11,10 @@
 #define ATTENTION_GRADIENTS "(Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_sink)"
 #define ATTENTION_SEQUENCES \
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
-#define DECODE_SEQUENCES                                                                        \
-    "Tensor? cu_seqlens_q=None, SymInt max_seqlen_q=1, Tensor? cu_seqlens_k_new=None, SymInt "  \
-    "new_keys=0, Tensor? cache_leftpad=None, bool causal=True, SymInt window_left=-1, SymInt "  \
-    "window_right=-1, SymInt split_size=0"
+#define DECODE_SEQUENCES                                                                       \
+    "Tensor? cu_seqlens_q=None, SymInt max_seqlen_q=1, Tensor? cu_seqlens_k_new=None, SymInt " \
+    "new_keys=0, Tensor? cache_leftpad=None, bool causal=True, SymInt window_left=-1, SymInt " \
+    "window_right=-1, SymInt attention_chunk=0, SymInt split_size=0"
 #define BASED_OPTIONS                                                                           \
     "bool normalize=False, float eps=1e-12, Tensor? numerator=None, Tensor? denominator=None, " \
     "bool return_state=False"
@@ -143,7 +143,8 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
         ", Tensor? cache_batch_idx=None, float? scale=None, float softcap=0.0, Tensor? "
         "alibi_slopes=None, Tensor? sink=None, Tensor? mask=None, Tensor? schedule=None, Tensor? "
         "rotary_cos=None, Tensor? rotary_sin=None, bool rotary_interleaved=False, Tensor? "
-        "k_scale=None, Tensor? v_scale=None) -> (Tensor out, Tensor lse)");
+        "rotary_seqlens=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? q_scale=None) -> "
+        "(Tensor out, Tensor lse)");
     m.def(
         "attention_schedule(Tensor seq_lens, SymInt q_heads, SymInt kv_heads, SymInt head_dim, "
         "SymInt value_dim, " DECODE_SEQUENCES ", bool mask=False, bool codes=False) -> Tensor");
@@ -154,7 +155,8 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
         "append_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? "
         "page_table=None, Tensor? seq_lens=None, Tensor? slot_mapping=None, Tensor? "
         "cache_batch_idx=None, Tensor? cu_seqlens_k_new=None, Tensor? rotary_cos=None, Tensor? "
-        "rotary_sin=None, Tensor? rotary_positions=None, bool rotary_interleaved=False, Tensor(c!)? "
+        "rotary_sin=None, Tensor? rotary_positions=None, Tensor? rotary_seqlens=None, bool "
+        "rotary_interleaved=False, Tensor(c!)? "
         "k_scale=None, Tensor(d!)? v_scale=None) -> ()");
     // Attention over parts of the keys, outs of one shape with their lses.
     m.def("merge_attention(Tensor[] outs, Tensor[] lses) -> (Tensor out, Tensor lse)");

@@ -50,6 +50,7 @@ EMULATED_SUITES = (
     "test_attention_paged",
     "test_attention_varlen",
     "test_compat",
+    "test_compat_kvcache",
     "test_fp8_gemm",
     "test_fp8_quantize",
     "test_gemm",

@@ -41,7 +41,17 @@ def cases(device, intensity):
             "split": [None, 64, 192],
             "layout": LAYOUTS,
             "dtype": [BF16, FP16],
-            "options": ["plain", "window", "softcap", "sink", "alibi", "mask", "leftpad", "full"],
+            "options": [
+                "plain",
+                "window",
+                "softcap",
+                "sink",
+                "alibi",
+                "mask",
+                "leftpad",
+                "chunk",
+                "full",
+            ],
         },
         intensity,
     )
@@ -71,6 +81,10 @@ def case_of(case, device, seed=0):
     elif kind == "leftpad":
         first = [rng.randint(0, n) for n in lengths]
         options["cache_leftpad"] = torch.tensor(first, dtype=torch.int32, device=device)
+    elif kind == "chunk":
+        first = [rng.randint(0, n) for n in lengths]
+        options["cache_leftpad"] = torch.tensor(first, dtype=torch.int32, device=device)
+        options["attention_chunk"] = rng.choice((1, 30, 100, 10_000))
     elif kind == "full":
         options["causal"] = False
     fields = {name: case[name] for name in ("heads", "dims", "size", "dtype", "layout")}
@@ -95,6 +109,7 @@ def code_cases(device, intensity):
             "dims": [(64, 64), (128, 128), (80, 48), (192, 128), (256, 256)],
             "k_scale": ["none", "one", "heads", "tokens"],
             "v_scale": ["none", "one", "heads", "tokens"],
+            "q_scale": ["none", "one", "heads"],
             "magnitude": [1.0, 1e-4, 100.0],
             "spread": [0.3, 3.0],
             "query": [1.0, 1e-7],
@@ -137,6 +152,7 @@ def test_values_of_codes(device, case):
     options = {
         "k_scale": scales_of(case["k_scale"], made, 1 / unit, case["spread"]),
         "v_scale": scales_of(case["v_scale"], made, case["magnitude"] / unit, case["spread"]),
+        "q_scale": scales_of(case["q_scale"], made, 1.0, 0.0),
     }
     out, lse = made.run(**options)
     expected, expected_lse = made.expected(**options)
@@ -273,8 +289,8 @@ def with_new(made, new, device, **options):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("rotary", [0, 16, 64])
-def test_new_keys(device, rotary, interleaved):
+@pytest.mark.parametrize(("rotary", "begins"), [(0, False), (16, False), (64, True)])
+def test_new_keys(device, rotary, begins, interleaved):
     """Written, rotated, and seen by the queries, which are rotated, too."""
     made = Case([37, 0, 64], [2, 2, 2], capacity=90, size=9, device=device)
     for b in range(3):  # pages for what comes
@@ -284,6 +300,8 @@ def test_new_keys(device, rotary, interleaved):
         angle = torch.rand(100, rotary // 2, device=device) * 6
         new |= {"rotary_cos": angle.cos().to(BF16), "rotary_sin": angle.sin().to(BF16)}
         new["rotary_interleaved"] = interleaved
+        if begins:
+            new["rotary_seqlens"] = made.ints([50, 3, 0])
     caches = [x.clone() for x in (made.k_cache, made.v_cache)]
     out, lse = made.run(**new)
     options = {name: x for name, x in new.items() if name not in ("k", "v")}

@@ -30,7 +30,8 @@ struct AppendParams {
     const int* cu_new = nullptr;     // (batch + 1,); null: row_count tokens each
     int64_t batch = 0, most_keys = 0;
     CacheFormat format = CacheFormat::same;
-    Scales k_scale, v_scale;  // of tokens: they are written, too
+    Scales k_scale, v_scale;             // of tokens: they are written, too
+    const int* rotary_begins = nullptr;  // (batch,) positions of first tokens; null: k_lengths
     Rotary rotary;
     const int* rotary_positions = nullptr;  // (tokens,); null: where the token goes
 };

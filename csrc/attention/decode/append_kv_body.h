@@ -9,7 +9,7 @@ namespace thunderkittens::attention::decode {
 template <class Tensor>
 struct AppendOptions {
     std::optional<Tensor> page_table, seq_lens, slot_mapping, cache_batch_idx, cu_seqlens_k_new;
-    std::optional<Tensor> rotary_cos, rotary_sin, rotary_positions;
+    std::optional<Tensor> rotary_cos, rotary_sin, rotary_positions, rotary_seqlens;
     bool rotary_interleaved = false;
     std::optional<Tensor> k_scale, v_scale;
     bool int8 = false;  // codes that the emulator has as those of fp8
@@ -101,6 +101,14 @@ void append_kv_body(const Backend<Tensor>& on, const Tensor& k_in, const Tensor&
                      ": rotary_positions must be (", p.tokens, ",), got ", shape_text(positions));
             params.rotary_positions = data_as<const int>(positions);
         }
+        if (options.rotary_seqlens) {
+            const Tensor& begins = *options.rotary_seqlens;
+            check_vector(OP, "rotary_seqlens", begins, DType::int32, k_in);
+            TK_CHECK(!by_slot && begins.dim() == 1 && begins.size(0) == params.batch, OP,
+                     ": rotary_seqlens must be (", params.batch, ",), beside seq_lens, got ",
+                     shape_text(begins));
+            params.rotary_begins = data_as<const int>(begins);
+        }
         TK_CHECK(!by_slot || options.rotary_positions, OP,
                  ": with slot_mapping rotary needs rotary_positions");
     }
@@ -127,7 +135,8 @@ void append_kv_body(const Backend<Tensor>& on, const Tensor& k_in, const Tensor&
                                   {"cu_seqlens_k_new", &options.cu_seqlens_k_new},
                                   {"rotary_cos", &options.rotary_cos},
                                   {"rotary_sin", &options.rotary_sin},
-                                  {"rotary_positions", &options.rotary_positions}}) {
+                                  {"rotary_positions", &options.rotary_positions},
+                                  {"rotary_seqlens", &options.rotary_seqlens}}) {
         launch.may_read(name, *x);
     }
     for (const auto& [name, x, scales] : {std::tuple{"k_scale", &options.k_scale, &params.k_scale},

@@ -22,7 +22,7 @@ struct AppendGlobals {
     CacheFormat format;
     Scales k_scale, v_scale;
     const int64_t* slot_mapping;
-    const int *k_lengths, *cu_new, *rotary_positions;
+    const int *k_lengths, *cu_new, *rotary_begins, *rotary_positions;
     int64_t slots;  // of the cache
     int tokens, row_count, batch, most_keys, heads, head_dim, value_dim;
 };
@@ -72,6 +72,9 @@ __device__ __forceinline__ Place place_of(const AppendGlobals<T>& g, int token) 
             place.offset = place.position - index * size;
         }
         place.exists = place.exists && place.page >= 0 && place.page * size < g.slots;
+        if (g.rotary_begins != nullptr) {
+            place.position = arch::load_global_readonly(g.rotary_begins + b) + in_sequence;
+        }
     }
     if (g.rotary_positions != nullptr) {
         place.position = arch::load_global_readonly(g.rotary_positions + token);
@@ -218,6 +221,7 @@ void launch_append(const AppendParams& params, Stream stream) {
         .slot_mapping = params.slot_mapping,
         .k_lengths = params.k_lengths,
         .cu_new = params.cu_new,
+        .rotary_begins = params.rotary_begins,
         .rotary_positions = params.rotary_positions,
         .slots = params.pages_count * params.pages.page_size,
         .tokens = static_cast<int>(p.tokens),

@@ -12,7 +12,7 @@ namespace thunderkittens::attention::decode {
     std::optional<Tensor> cu_seqlens_q, int64_t max_seqlen_q,                  \
         std::optional<Tensor> cu_seqlens_k_new, int64_t new_keys,              \
         std::optional<Tensor> cache_leftpad, bool causal, int64_t window_left, \
-        int64_t window_right, int64_t split_size
+        int64_t window_right, int64_t attention_chunk, int64_t split_size
 #define DECODE_SEQUENCE_VALUES                                              \
     {seq_lens,      cu_seqlens_q, max_seqlen_q, cu_seqlens_k_new, new_keys, \
      cache_leftpad, causal,       window_left,  window_right,     split_size}
@@ -27,7 +27,7 @@ struct SequenceOptions {
     std::optional<Tensor> cache_leftpad;
     bool causal = true;
     int64_t window_left = -1, window_right = -1;
-    int64_t split_size = 0;
+    int64_t attention_chunk = 0, split_size = 0;
 
     void check(const char* op, const Tensor& first) const {
         check_vector(op, "seq_lens", seq_lens, DType::int32, first);
@@ -55,6 +55,7 @@ struct SequenceOptions {
         p.causal = causal;
         p.window_left = window_left;
         p.window_right = window_right;
+        p.attention_chunk = attention_chunk;
         p.split_size = split_size;
         p.varlen = cu_seqlens_q.has_value();
         params.sequences.k_lengths = data_as<const int>(seq_lens);
@@ -79,9 +80,9 @@ struct CacheOptions {
     std::optional<double> scale;
     double softcap = 0;
     std::optional<Tensor> alibi_slopes, sink, mask, schedule;
-    std::optional<Tensor> rotary_cos, rotary_sin;  // of the queries
+    std::optional<Tensor> rotary_cos, rotary_sin, rotary_seqlens;  // of the queries
     bool rotary_interleaved = false;
-    std::optional<Tensor> k_scale, v_scale;
+    std::optional<Tensor> k_scale, v_scale, q_scale;
     bool int8 = false;  // codes that the emulator has as those of fp8
 };
 
@@ -160,6 +161,9 @@ Tensor attention_paged_body(const Backend<Tensor>& on, const Tensor& q_in, const
     p.codes = params.format != CacheFormat::same;
     params.k_scale = scales_of(OP, "k_scale", options.k_scale, k_cache, p.batch, params.format);
     params.v_scale = scales_of(OP, "v_scale", options.v_scale, v_cache, p.batch, params.format);
+    params.q_scale = scales_of(OP, "q_scale", options.q_scale, k_cache, p.batch, params.format);
+    TK_CHECK(!params.q_scale.tokens, OP, ": q_scale must have one element, or be (", p.batch, ", ",
+             p.kv_heads, "), got ", shape_text(*options.q_scale));
     p.mask = options.mask.has_value();
     if (p.mask) {
         check_vector(OP, "mask", *options.mask, DType::int32, q_in);
@@ -176,6 +180,13 @@ Tensor attention_paged_body(const Backend<Tensor>& on, const Tensor& q_in, const
                  ": rotary_cos and rotary_sin must be given together");
         params.rotary = rotary_of(OP, *options.rotary_cos, *options.rotary_sin,
                                   options.rotary_interleaved, "q", q_in, p.head_dim);
+        if (options.rotary_seqlens) {
+            const Tensor& begins = *options.rotary_seqlens;
+            check_vector(OP, "rotary_seqlens", begins, DType::int32, q_in);
+            TK_CHECK(begins.dim() == 1 && begins.size(0) == p.batch, OP,
+                     ": rotary_seqlens must be (", p.batch, ",), got ", shape_text(begins));
+            params.sequences.rotary_begins = data_as<const int>(begins);
+        }
     }
     const DeviceProperties& device = on.device(q_in);
     const auto guard = on.guard(q_in);
@@ -240,6 +251,8 @@ Tensor attention_paged_body(const Backend<Tensor>& on, const Tensor& q_in, const
                                   {"rotary_sin", &options.rotary_sin},
                                   {"k_scale", &options.k_scale},
                                   {"v_scale", &options.v_scale},
+                                  {"q_scale", &options.q_scale},
+                                  {"rotary_seqlens", &options.rotary_seqlens},
                                   {"schedule", options.schedule ? &options.schedule : &written}}) {
         launch.may_read(name, *x);
     }

@@ -26,6 +26,7 @@ struct Problem {
     int64_t q_length = 0, k_length = 0;
     int64_t head_dim = 0, value_dim = 0;
     int64_t window_left = -1, window_right = -1;  // keys seen beside the diagonal; -1: all
+    int64_t attention_chunk = 0;                  // a query sees the keys of its own chunk; 0: all
     int64_t split_size = 0;  // keys; 0: the keys are cut so that all parts have as much to do
     bool causal = true, mask = false, varlen = false;
     bool codes = false;  // the cache has 8 bits
@@ -110,7 +111,7 @@ struct ScheduleShape {
     int64_t lengths() const { return positions() + POSITION_INTS * (parts + 1); }
     int64_t list() const { return lengths() + 2 * batch; }
     int64_t scratch() const { return round_up(list() + 4 * items, 2); }
-    int64_t ints() const { return scratch() + 6 * (batch + 1); }
+    int64_t ints() const { return round_up(scratch() + 6 * (batch + 1), 4); }
 };
 ScheduleShape schedule_shape(const Problem& problem, int parts);
 
@@ -134,7 +135,8 @@ struct Sequences {
     const int* cu_new = nullptr;      // (batch + 1,) keys that were appended: more than k_lengths
     int64_t new_keys = 0;             // the same where all have as many
     const int* first_keys = nullptr;  // (batch,) keys before are not seen; null: 0
-    int64_t tokens = 0;               // of packed queries
+    const int* rotary_begins = nullptr;  // (batch,) position of the first new key; null: k_lengths
+    int64_t tokens = 0;                  // of packed queries
 };
 struct Pages {
     const int* table = nullptr;  // (sequences, pages); null: a page for each sequence
@@ -158,7 +160,7 @@ struct Params {
     float* lse = nullptr;  // (batch, q_heads, q_length) or (q_heads, tokens); may be null
     Cache k, v;
     CacheFormat format = CacheFormat::same;
-    Scales k_scale, v_scale;
+    Scales k_scale, v_scale, q_scale;
     Sequences sequences;
     Pages pages;
     ScoreOptions scores;
@@ -171,7 +173,7 @@ struct Params {
 };
 
 TK_FIELDS(Problem, dtype, batch, q_heads, kv_heads, q_length, k_length, head_dim, value_dim,
-          window_left, window_right, split_size, causal, mask, varlen, codes)
+          window_left, window_right, attention_chunk, split_size, causal, mask, varlen, codes)
 TK_FIELDS(Config, head_dim, value_dim, slots, staged, blocks_per_sm, dtype)
 template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {

@@ -113,7 +113,7 @@ struct Globals {
     StridedRows<T> q;
     CacheRows<Element> k, v;
     CacheFormat format;
-    Scales k_scale, v_scale;
+    Scales k_scale, v_scale, q_scale;
     Results<T> results;
     Work work;
     Schedule schedule;
@@ -313,7 +313,7 @@ struct Consumer {
                                                       int column) const {
         const Row r(g.work, segment.s, segment.item, row);
         if (!r.exists || column >= g.head_dim) return make_uint4(0, 0, 0, 0);
-        const int begin = segment.s.k_length - g.work.added(segment.at.b);
+        const int begin = g.work.rotary_begin(segment.at.b, segment.s.k_length);
         return g.rotary.load(g.q.at(segment.at.b, r.head, segment.s.q_begin + r.position, 0),
                              column, begin + (g.rotary_moves ? r.position : 0));
     }
@@ -421,7 +421,8 @@ struct Consumer {
         if (segment.last > segment.first) load_query(segment);
         float2 q_factor = {1.0f, 1.0f};
         if constexpr (Kernel::codes) {
-            const float k_scale = scale_of_head(g.k_scale, segment.at.b, segment.item.kv_head);
+            const float k_scale = scale_of_head(g.k_scale, segment.at.b, segment.item.kv_head) *
+                                  scale_of_head(g.q_scale, segment.at.b, segment.item.kv_head);
             const auto factor = [&](int r) {
                 return k_scale *
                        arch::load_shared<float>(arch::shared_address(&shared.staging.q_factors[r]));
@@ -450,7 +451,14 @@ struct Consumer {
             release();
             const Shift shift = g.score_mod.template apply<T>(x, columns(s.diagonal), slope);
             if (block >= keys.unmasked_end || block < keys.unmasked_begin) {
-                const Int2 low = columns(s.low), high = columns(s.high);
+                Int2 low = columns(s.low), high = columns(s.high);
+                if (g.work.chunk > 0) {
+                    const int2 a = g.work.chunk_of(s, upper.position);
+                    const int2 b = g.work.chunk_of(s, lower.position);
+                    low = {::max(low.x, a.x - first_column), ::max(low.y, b.x - first_column)};
+                    high = {::min(high.x, a.y - 1 - first_column),
+                            ::min(high.y, b.y - 1 - first_column)};
+                }
                 const int begin = s.k_begin - first_column, end = s.k_length - 1 - first_column;
                 mask_outside(x, {::max(low.x, begin), ::max(low.y, begin)},
                              {::min(high.x, end), ::min(high.y, end)});
@@ -628,6 +636,7 @@ void launch(const Params& params, Stream stream) {
         .format = params.format,
         .k_scale = params.k_scale,
         .v_scale = params.v_scale,
+        .q_scale = params.q_scale,
         .results = Results<T>(params),
         .work = Work(params),
         .schedule = Schedule(params.schedule, schedule_shape(p, params.parts)),

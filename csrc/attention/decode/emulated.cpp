@@ -19,6 +19,7 @@ SequenceOptions<Array> sequences_of(const emulated::Call& call) {
             .causal = call.scalar("causal", true),
             .window_left = call.scalar<int64_t>("window_left", -1),
             .window_right = call.scalar<int64_t>("window_right", -1),
+            .attention_chunk = call.scalar<int64_t>("attention_chunk", 0),
             .split_size = call.scalar<int64_t>("split_size", 0)};
 }
 
@@ -33,9 +34,11 @@ emulated::Result run_paged(const emulated::Call& call) {
                                 .schedule = call.if_given("schedule"),
                                 .rotary_cos = call.if_given("rotary_cos"),
                                 .rotary_sin = call.if_given("rotary_sin"),
+                                .rotary_seqlens = call.if_given("rotary_seqlens"),
                                 .rotary_interleaved = call.scalar("rotary_interleaved", false),
                                 .k_scale = call.if_given("k_scale"),
                                 .v_scale = call.if_given("v_scale"),
+                                .q_scale = call.if_given("q_scale"),
                                 .int8 = call.scalar("int8", false)};
     if (call.scalars.contains("scale")) options.scale = call.scalar("scale", 1.0);
     Array lse;
@@ -66,6 +69,7 @@ emulated::Result run_append(const emulated::Call& call) {
                            .rotary_cos = call.if_given("rotary_cos"),
                            .rotary_sin = call.if_given("rotary_sin"),
                            .rotary_positions = call.if_given("rotary_positions"),
+                           .rotary_seqlens = call.if_given("rotary_seqlens"),
                            .rotary_interleaved = call.scalar("rotary_interleaved", false),
                            .k_scale = call.if_given("k_scale"),
                            .v_scale = call.if_given("v_scale"),

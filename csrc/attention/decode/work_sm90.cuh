@@ -32,10 +32,11 @@ struct Item {
 
 // What every kernel of a call knows of its sequences.
 struct Work {
-    const int *k_lengths, *cu_q, *cu_new, *first_keys;
+    const int *k_lengths, *cu_q, *cu_new, *first_keys, *rotary_begins;
     int batch, q_length, tokens, new_keys, most_keys;
     int kv_heads, group;
     int left, right;   // keys seen beside the diagonal; UNBOUNDED or more: all
+    int chunk;         // 0: none
     bool masked;       // the mask says which of the newest keys are seen
     int split_blocks;  // of a split; 0: as the schedule cuts
     int parts;
@@ -46,6 +47,7 @@ struct Work {
           cu_q(params.sequences.cu_q),
           cu_new(params.sequences.cu_new),
           first_keys(params.sequences.first_keys),
+          rotary_begins(params.sequences.rotary_begins),
           batch(static_cast<int>(params.problem.batch)),
           q_length(static_cast<int>(params.problem.q_length)),
           tokens(static_cast<int>(params.sequences.tokens)),
@@ -53,6 +55,7 @@ struct Work {
           most_keys(static_cast<int>(params.problem.k_length)),
           kv_heads(static_cast<int>(params.problem.kv_heads)),
           group(static_cast<int>(params.problem.group())),
+          chunk(static_cast<int>(std::min<int64_t>(params.problem.attention_chunk, UNBOUNDED))),
           masked(params.problem.mask),
           split_blocks(static_cast<int>(params.problem.split_size / BLOCK_N)),
           parts(params.parts) {
@@ -63,7 +66,7 @@ struct Work {
         right = masked ? UNBOUNDED : band.high;
         hash = 2166136261u;
         for (const int x : {batch, q_length, kv_heads, group, left, right, split_blocks, parts,
-                            int(masked), int(cu_q != nullptr)}) {
+                            chunk, int(masked), int(cu_q != nullptr)}) {
             hash = (hash ^ static_cast<uint32_t>(x)) * 16777619u;
         }
     }
@@ -102,10 +105,30 @@ struct Work {
         const int first_row = tile * TILE_ROWS;
         const int last = ::min((first_row + TILE_ROWS - 1) / group, s.q_length - 1);
         KeyBlocks keys = key_blocks<BLOCK_N>(s, first_row / group, last);
+        if (chunk > 0) cut_to_chunks(keys, s, first_row / group, last);
         keys.begin = ::min(::max(keys.begin, s.k_begin / BLOCK_N), keys.end);
         keys.unmasked_begin = ::max(keys.unmasked_begin, (s.k_begin + BLOCK_N - 1) / BLOCK_N);
         if (masked) keys.unmasked_end = ::min(keys.unmasked_end, ::max(s.diagonal, 0) / BLOCK_N);
         return keys;
+    }
+    // The keys [first, end) of the chunk of a query; chunks begin with the first key that is seen.
+    __device__ __forceinline__ int2 chunk_of(const Lengths& s, int position) const {
+        const int own = ::max(position + s.diagonal - s.k_begin, 0);
+        const int begin = s.k_begin + own / chunk * chunk;
+        return {begin, begin > INT32_MAX - chunk ? INT32_MAX : begin + chunk};
+    }
+    __device__ __forceinline__ void cut_to_chunks(KeyBlocks& keys, const Lengths& s, int first,
+                                                  int last) const {
+        const int2 low = chunk_of(s, first), high = chunk_of(s, last);
+        keys.end = ::min(keys.end, (high.y - 1) / BLOCK_N + 1);
+        keys.begin = ::min(::max(keys.begin, low.x / BLOCK_N), keys.end);
+        keys.unmasked_begin = ::max(keys.unmasked_begin, (high.x + BLOCK_N - 1) / BLOCK_N);
+        keys.unmasked_end = ::min(keys.unmasked_end, low.y / BLOCK_N);
+    }
+    // Where the first new key of a sequence stands for rotary.
+    __device__ __forceinline__ int rotary_begin(int b, int keys) const {
+        return rotary_begins == nullptr ? keys - added(b)
+                                        : arch::load_global_readonly(rotary_begins + b);
     }
     __device__ __forceinline__ Item item(const Lengths& s, int index) const {
         const int count = tiles(s.q_length), tile = index % count;

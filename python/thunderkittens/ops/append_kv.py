@@ -32,6 +32,7 @@ def append_kv(
     rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None,
     rotary_positions: Tensor | None = None,
+    rotary_seqlens: Tensor | None = None,
     rotary_interleaved: bool = False,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
@@ -65,6 +66,7 @@ def append_kv(
         rotary_sin: likewise.
         rotary_positions: (T,), int32: rows of the table. None: where the token stands in its
             sequence. Needed with slot_mapping.
+        rotary_seqlens: (B,), int32: the position of each sequence's first new token. None: seq_lens.
         rotary_interleaved: neighbouring columns are pairs, else columns i and i + R / 2.
         k_scale: of a cache of 8 bits, float32: keys are divided by it and rounded, what is too
             large to the largest code. One, or (B, Hkv), or (pages, page_size, Hkv), which is
@@ -79,7 +81,14 @@ def append_kv(
     """
     args = (
         *(k, v, k_cache, v_cache, page_table, seq_lens, slot_mapping, cache_batch_idx),
-        *(cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_positions, bool(rotary_interleaved)),
+        *(
+            cu_seqlens_k_new,
+            rotary_cos,
+            rotary_sin,
+            rotary_positions,
+            rotary_seqlens,
+            bool(rotary_interleaved),
+        ),
         *(k_scale, v_scale),
     )
     require_append(*args)
@@ -106,6 +115,7 @@ def require_append(
     rotary_cos: Any = None,
     rotary_sin: Any = None,
     rotary_positions: Any = None,
+    rotary_seqlens: Any = None,
     rotary_interleaved: bool = False,
     k_scale: Any = None,
     v_scale: Any = None,
@@ -166,16 +176,18 @@ def require_append(
     if rotary_cos is not None:
         if rotary_positions is not None:
             cache.require_integers(_NAME, "rotary_positions", rotary_positions, k, tokens)
-        elif slot_mapping is not None:
+        if rotary_seqlens is not None:
+            cache.require_integers(_NAME, "rotary_seqlens", rotary_seqlens, k, batch)
+        if rotary_positions is None and slot_mapping is not None:
             raise ValueError(f"tk.{_NAME}: with slot_mapping rotary needs rotary_positions")
 
 
 _FIELDS = (
     *("k", "v", "k_cache", "v_cache", "page_table", "seq_lens", "slot_mapping", "cache_batch_idx"),
-    *("cu_seqlens_k_new", "rotary_cos", "rotary_sin", "rotary_positions", "rotary_interleaved"),
-    *("k_scale", "v_scale"),
+    *("cu_seqlens_k_new", "rotary_cos", "rotary_sin", "rotary_positions", "rotary_seqlens"),
+    *("rotary_interleaved", "k_scale", "v_scale"),
 )
-_DEFAULTS = (*(None,) * 8, False, None, None)
+_DEFAULTS = (*(None,) * 9, False, None, None)
 
 
 def _fake(*args: Any) -> None:

@@ -40,10 +40,12 @@ def attention_paged(
     rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None,
     rotary_interleaved: bool = False,
+    rotary_seqlens: Tensor | None = None,
     cache_batch_idx: Tensor | None = None,
     cache_leftpad: Tensor | None = None,
     causal: bool = True,
     window_size: tuple[int, int] = shared.UNBOUNDED,
+    attention_chunk: int | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
@@ -51,6 +53,7 @@ def attention_paged(
     scale: float | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    q_scale: Tensor | None = None,
     schedule: Tensor | None = None,
     split_size: int | None = None,
     return_lse: bool = False,
@@ -86,10 +89,13 @@ def attention_paged(
             causal or has a window.
         rotary_sin: likewise.
         rotary_interleaved: neighbouring columns are pairs, else columns i and i + R / 2.
+        rotary_seqlens: (B,), int32: the position of each sequence's first new key. None: seq_lens.
         cache_batch_idx: (B,), int32: which row of the table, or which page, a sequence has.
         cache_leftpad: (B,), int32: keys before are not seen.
         causal: row i of s sees the keys j <= i + n - s, where n are the sequence's keys.
         window_size: as for `tk.attention`, beside the diagonal j = i + n - s.
+        attention_chunk: a query sees the keys of its own chunk of so many, counted from the first key
+            that is seen, by the position of its diagonal. None: all keys.
         softcap, alibi_slopes, sink, scale: as for `tk.attention`; slopes are (Hq,) or (B, Hq).
         mask: (tokens, words), int32, a row for each query: bit i % 32 of word i // 32 says whether
             it sees key n - s + i, so that drafted tokens may be a tree. It sees all earlier keys;
@@ -98,6 +104,8 @@ def attention_paged(
             of each token and head, by strides. Keys are exactly code times factor; what is computed
             with them is in float16, which values times their factors must fit.
         v_scale: likewise.
+        q_scale: factor of the queries, float32, one or (B, Hkv), with such a cache: queries that
+            are fp8 may be given as bfloat16, which holds them exactly.
         schedule: of `tk.attention_schedule`, from the same arguments, for all layers of a step.
             None: the call makes its own.
         split_size: a multiple of 64: keys are cut at multiples of it, and nowhere else, so that a
@@ -118,7 +126,10 @@ def attention_paged(
     """
     _refuse_gradients(q, k, v, k_cache, v_cache, sink)
     left, right = cache.window(_NAME, window_size)
-    new_keys = 0
+    new_keys, chunk = 0, 0
+    if attention_chunk is not None:
+        cache.require_size(_NAME, "attention_chunk", attention_chunk, 1)
+        chunk = attention_chunk
     if (k is None) != (v is None):
         raise ValueError(f"tk.{_NAME}: k and v must be given together")
     if k is not None and v is not None:
@@ -141,6 +152,7 @@ def attention_paged(
             rotary_cos=rotary_cos,
             rotary_sin=rotary_sin,
             rotary_interleaved=rotary_interleaved,
+            rotary_seqlens=None if by_slot else rotary_seqlens,
             k_scale=k_scale,
             v_scale=v_scale,
         )
@@ -155,9 +167,10 @@ def attention_paged(
     args = (
         *(q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q),
         *(cu_seqlens_k_new if k is not None and new_keys == 0 else None, new_keys, cache_leftpad),
-        *(bool(causal), left, right, cache.require_split_size(_NAME, split_size)),
+        *(bool(causal), left, right, chunk, cache.require_split_size(_NAME, split_size)),
         *(cache_batch_idx, scale, softcap, alibi_slopes, sink, mask, schedule),
-        *(rotary_cos, rotary_sin, bool(rotary_interleaved), k_scale, v_scale),
+        *(rotary_cos, rotary_sin, bool(rotary_interleaved), rotary_seqlens, k_scale, v_scale),
+        q_scale,
     )
     _checked(args)
     out, lse = _op(*args)
@@ -205,17 +218,27 @@ def _refuse_gradients(*tensors: Tensor | None) -> None:
 _FIELDS = (
     *("q", "k_cache", "v_cache", "page_table", "seq_lens", "cu_seqlens_q", "max_seqlen_q"),
     *("cu_seqlens_k_new", "new_keys", "cache_leftpad", "causal", "window_left", "window_right"),
-    *("split_size", "cache_batch_idx", "scale", "softcap", "alibi_slopes", "sink", "mask"),
-    *("schedule", "rotary_cos", "rotary_sin", "rotary_interleaved", "k_scale", "v_scale"),
+    *(
+        "attention_chunk",
+        "split_size",
+        "cache_batch_idx",
+        "scale",
+        "softcap",
+        "alibi_slopes",
+        "sink",
+        "mask",
+    ),
+    *("schedule", "rotary_cos", "rotary_sin", "rotary_interleaved", "rotary_seqlens"),
+    *("k_scale", "v_scale", "q_scale"),
 )
 _DEFAULTS = (
-    *(None, 1, None, 0, None, True, -1, -1, 0, None, None, 0.0, None, None, None, None),
-    *(None, None, False, None, None),
+    *(None, 1, None, 0, None, True, -1, -1, 0, 0, None, None, 0.0, None, None, None, None),
+    *(None, None, False, None, None, None, None),
 )
 _TENSORS = (
     *("q", "k_cache", "v_cache", "page_table", "seq_lens", "cu_seqlens_q", "cu_seqlens_k_new"),
     *("cache_leftpad", "cache_batch_idx", "alibi_slopes", "sink", "mask", "schedule"),
-    *("rotary_cos", "rotary_sin", "k_scale", "v_scale"),
+    *("rotary_cos", "rotary_sin", "rotary_seqlens", "k_scale", "v_scale", "q_scale"),
 )
 
 
@@ -270,6 +293,11 @@ def _checked(args: tuple[Any, ...]) -> tuple[dict[str, Any], tuple[tuple[int, ..
     cache.require_rotary(_NAME, given["rotary_cos"], given["rotary_sin"], "q", q)
     cache.require_scale(_NAME, "k_scale", given["k_scale"], k_cache, batch)
     cache.require_scale(_NAME, "v_scale", given["v_scale"], v_cache, batch)
+    cache.require_scale(_NAME, "q_scale", given["q_scale"], k_cache, batch)
+    if given["q_scale"] is not None and given["q_scale"].dim() == 3:
+        raise ValueError(f"tk.{_NAME}: q_scale must have one element, or be of sequences and heads")
+    if given["rotary_seqlens"] is not None:
+        cache.require_integers(_NAME, "rotary_seqlens", given["rotary_seqlens"], q, batch)
     out_shape = (*q.shape[:-1], v_cache.shape[3])
     lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     return given, (out_shape, lse_shape)

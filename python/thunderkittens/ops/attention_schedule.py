@@ -30,6 +30,7 @@ def attention_schedule(
     cache_leftpad: Tensor | None = None,
     causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int | None = None,
     split_size: int | None = None,
     mask: bool = False,
     codes: bool = False,
@@ -55,6 +56,7 @@ def attention_schedule(
         cache_leftpad: as the call has it.
         causal: as the call has it.
         window_size: as the call has it.
+        attention_chunk: as the call has it.
         split_size: as the call has it.
         mask: whether the call has one.
         codes: whether the cache has 8 bits.
@@ -70,7 +72,14 @@ def attention_schedule(
     args = (
         *(seq_lens, q_heads, kv_heads, head_dim, head_dim if value_dim is None else value_dim),
         *(cu_seqlens_q, max_seqlen_q, cu_seqlens_k_new, new_keys, cache_leftpad, bool(causal)),
-        *(left, right, cache.require_split_size(_NAME, split_size), bool(mask), bool(codes)),
+        *(
+            left,
+            right,
+            attention_chunk or 0,
+            cache.require_split_size(_NAME, split_size),
+            bool(mask),
+            bool(codes),
+        ),
     )
     _check(args)
     result: Tensor = _op(*args)
@@ -80,9 +89,9 @@ def attention_schedule(
 _FIELDS = (
     *("seq_lens", "q_heads", "kv_heads", "head_dim", "value_dim", "cu_seqlens_q", "max_seqlen_q"),
     *("cu_seqlens_k_new", "new_keys", "cache_leftpad", "causal", "window_left", "window_right"),
-    *("split_size", "mask", "codes"),
+    *("attention_chunk", "split_size", "mask", "codes"),
 )
-_DEFAULTS = (None, 1, None, 0, None, True, -1, -1, 0, False, False)
+_DEFAULTS = (None, 1, None, 0, None, True, -1, -1, 0, 0, False, False)
 _TENSORS = ("seq_lens", "cu_seqlens_q", "cu_seqlens_k_new", "cache_leftpad")
 
 

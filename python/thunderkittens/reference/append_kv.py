@@ -23,6 +23,7 @@ def append_kv(
     rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None,
     rotary_positions: Tensor | None = None,
+    rotary_seqlens: Tensor | None = None,
     rotary_interleaved: bool = False,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
@@ -40,6 +41,7 @@ def append_kv(
         cu_seqlens_k_new: (B + 1,) where packed tokens of a sequence are.
         rotary_cos, rotary_sin, rotary_interleaved: as for `rotate`.
         rotary_positions: (T,); None: where a token goes in its sequence.
+        rotary_seqlens: (B,) positions of the sequences' first new tokens; None: seq_lens.
         k_scale, v_scale: of caches of 8 bits: one, or (B, Hkv), by which tokens are divided, or
             (pages, page_size, Hkv), which is written: the largest of each head of a token over the
             largest code.
@@ -71,7 +73,8 @@ def append_kv(
                 pages = page_table[line][(at // size).clamp(max=page_table.shape[1] - 1)].long()
                 offsets = at % size
             slots[rows] = torch.where(inside & (pages >= 0), pages * size + offsets, -1)
-            positions[rows] = at
+            begin = before if rotary_seqlens is None else int(rotary_seqlens[b])
+            positions[rows] = at - before + begin
             owners[rows] = b
     if rotary_positions is not None:
         positions = rotary_positions.long()

@@ -27,6 +27,7 @@ def attention_paged(
     cache_leftpad: Tensor | None = None,
     causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
@@ -34,9 +35,11 @@ def attention_paged(
     scale: float | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    q_scale: Tensor | None = None,
     rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None,
     rotary_interleaved: bool = False,
+    rotary_seqlens: Tensor | None = None,
     split_size: int | None = None,
     schedule: Tensor | None = None,
     return_lse: bool = False,
@@ -58,14 +61,17 @@ def attention_paged(
         cache_leftpad: (B,) the first keys that are not seen.
         causal, window_size, softcap, alibi_slopes, sink, scale: as for `attention`, by the length
             of each sequence; masks are aligned to its end.
+        attention_chunk: a query sees the keys of its own chunk of so many alone, counted from
+            the first key that is seen; 0 or None: all.
         mask: (tokens, words) int32, a row for each query: bit i % 32 of word i // 32 says whether
             it sees key n - s + i, where n and s are the sequence's keys and queries. Earlier keys
             are all seen; causal does not count.
         k_scale, v_scale: factors of what the caches hold: one, (B, Hkv), or (pages, page_size,
             Hkv).
+        q_scale: factor of the queries, one or (B, Hkv).
         rotary_cos, rotary_sin, rotary_interleaved: as for `append_kv`'s `rotate`, of the queries:
             their first stands at the first new key, and so do the others unless the call is causal
-            or has a window.
+            or has a window. rotary_seqlens: (B,), where that stands; None: seq_lens.
         split_size, schedule: without effect.
         return_lse: also return the natural logarithm of the sum of exponentials.
 
@@ -114,15 +120,23 @@ def attention_paged(
             seen = seen & (offset >= low)
         if high is not None:
             seen = seen & (offset <= high)
+        if attention_chunk:
+            own = (torch.arange(queries, device=q.device) + diagonal - first).clamp(min=0)
+            chunks = (index - first).clamp(min=0) // attention_chunk
+            seen = seen & (chunks == (own // attention_chunk).unsqueeze(1))
         if mask is not None:
             seen = seen & _bits(mask[rows], keys - queries, keys)
         rotated = tokens[rows]
         if rotary_cos is not None and rotary_sin is not None:
-            at = before + index.new_tensor(range(queries)) * moves
+            begin = before if rotary_seqlens is None else int(rotary_seqlens[b])
+            at = begin + index.new_tensor(range(queries)) * moves
             rotated = rotate(rotated, rotary_cos, rotary_sin, at, rotary_interleaved)
         group = heads // k.shape[1]
         x = torch.einsum("shd,nhd->hsn", rotated.to(wide), k.repeat_interleave(group, 1))
         x = x * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+        if q_scale is not None:
+            factor = q_scale if q_scale.dim() < 2 else q_scale[b].repeat_interleave(group)
+            x = x * factor.to(wide).reshape(-1, 1, 1)
         if softcap:
             x = softcap * torch.tanh(x / softcap)
         if alibi_slopes is not None:
