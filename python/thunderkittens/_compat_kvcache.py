@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .ops._cache import BLOCK
 from .ops.attention_paged import attention_paged
 from .ops.attention_schedule import attention_schedule
 
@@ -143,7 +142,7 @@ def flash_attn_with_kvcache(
             v_scale=v_descale,
             q_scale=q_descale,
             schedule=scheduler_metadata,
-            split_size=_split_size(num_splits, capacity),
+            split_size=_split_size(num_splits),
             return_lse=return_softmax_lse,
         )
 
@@ -177,7 +176,7 @@ def get_scheduler_metadata(
     Args:
         batch_size: sequences; cache_seqlens says it, too.
         max_seqlen_q: as the call has it; of queries that are not packed their number.
-        max_seqlen_k: the cache's capacity.
+        max_seqlen_k: without effect.
         num_heads_q, num_heads_kv, headdim, headdim_v: of the call.
         cache_seqlens, cu_seqlens_q, cu_seqlens_k_new, cache_leftpad: as the call has them.
         qkv_dtype: of the cache.
@@ -195,7 +194,7 @@ def get_scheduler_metadata(
         "causal": causal,
         "window_size": _window(window_size),
         "attention_chunk": attention_chunk or None,
-        "split_size": _split_size(num_splits, max_seqlen_k),
+        "split_size": _split_size(num_splits),
         "codes": qkv_dtype in (*_FP8, torch.int8),
     }
     appended: dict[str, Any] = {"cu_seqlens_k_new": cu_seqlens_k_new}
@@ -221,5 +220,6 @@ def _window(window_size: Any) -> tuple[int, int]:
     return left, right
 
 
-def _split_size(num_splits: int, capacity: int) -> int | None:
-    return -(-max(capacity, 1) // BLOCK) * BLOCK if num_splits == 1 else None
+def _split_size(num_splits: int) -> int | None:
+    """More keys than there are: none are split."""
+    return 1 << 27 if num_splits == 1 else None

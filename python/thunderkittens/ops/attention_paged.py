@@ -94,8 +94,8 @@ def attention_paged(
         cache_leftpad: (B,), int32: keys before are not seen.
         causal: row i of s sees the keys j <= i + n - s, where n are the sequence's keys.
         window_size: as for `tk.attention`, beside the diagonal j = i + n - s.
-        attention_chunk: a query sees the keys of its own chunk of so many, counted from the first key
-            that is seen, by the position of its diagonal. None: all keys.
+        attention_chunk: a query sees the keys of its own chunk of so many alone, counted from the
+            first key that is seen, by the position of its diagonal. None: all keys.
         softcap, alibi_slopes, sink, scale: as for `tk.attention`; slopes are (Hq,) or (B, Hq).
         mask: (tokens, words), int32, a row for each query: bit i % 32 of word i // 32 says whether
             it sees key n - s + i, so that drafted tokens may be a tree. It sees all earlier keys;
