@@ -66,7 +66,8 @@ def append_kv(
         rotary_sin: likewise.
         rotary_positions: (T,), int32: rows of the table. None: where the token stands in its
             sequence. Needed with slot_mapping.
-        rotary_seqlens: (B,), int32: the position of each sequence's first new token. None: seq_lens.
+        rotary_seqlens: (B,), int32: the position of each sequence's first new token. None:
+            seq_lens.
         rotary_interleaved: neighbouring columns are pairs, else columns i and i + R / 2.
         k_scale: of a cache of 8 bits, float32: keys are divided by it and rounded, what is too
             large to the largest code. One, or (B, Hkv), or (pages, page_size, Hkv), which is
