@@ -5,6 +5,10 @@
     python -m thunderkittens bench gemm --shapes drawn  sizes and layouts that a seed draws
     python -m thunderkittens bench gemm --regret        all kernels that could run, and the choice
     python -m thunderkittens bench gemm --host          host time of eager calls
+    python -m thunderkittens bench gemm --model llama3-8b    shapes of a model's layer
+    python -m thunderkittens bench gemm --compare FILE  a verdict on what has changed since
+    python -m thunderkittens bench attention --profile  shares of the hardware's limits
+    python -m thunderkittens bench all --json FOLDER    every op
     python -m thunderkittens bench training             steps of a small transformer
 
 It is a library too: `compare(cases, implementations)` takes any callables, so that two variants of

@@ -140,6 +140,8 @@ class Point:
             groups=self.groups,
             parameters=parameters,
             oracle=oracle,
+            # Those of the weights, which a gradient computes again.
+            exponentials=self.batch * self.heads * self.visible,
         )
 
 

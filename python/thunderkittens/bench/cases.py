@@ -35,10 +35,11 @@ class Expected:
 class Case:
     """One problem; an implementation is called with `**make_inputs(device, generator)`.
 
-    `flops` and `bytes` are the least the problem needs (every input read once, every output written
-    once); `groups` are the sets of cases over which ratios are averaged, the first one also heads a
-    section of the table; `oracle` yields the expected outputs piece by piece, so that a reference
-    never needs the memory of all at once.
+    `flops`, `bytes` and `exponentials` are the least the problem needs (every input read once,
+    every output written once), and `operands` what the tensor cores multiply, bf16 or fp8: all that
+    tables and profiles take shares of. `groups` are the sets of cases over which ratios are
+    averaged, the first one also heads a section of the table; `oracle` yields the expected outputs
+    piece by piece, so that a reference never needs the memory of all at once.
     """
 
     name: str
@@ -48,6 +49,8 @@ class Case:
     groups: tuple[str, ...] = ()
     parameters: Mapping[str, Any] = field(default_factory=dict)
     oracle: Callable[..., Iterator[Expected]] | None = None
+    exponentials: float = 0.0
+    operands: str = "bf16"
 
 
 @dataclass(frozen=True)

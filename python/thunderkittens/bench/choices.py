@@ -36,8 +36,12 @@ PRODUCTS: dict[str, list[tuple[int, int, int]]] = {
 }
 
 
-def sizes_of(sets: Mapping[str, T], shapes: str) -> T:
-    """The sizes of a set of shapes. ValueError for a name there is not."""
+def sizes_of(sets: Mapping[str, T], shapes: Any) -> T:
+    """The sizes of a set of shapes by its name, or those given. ValueError for a name there is
+    not."""
+    if not isinstance(shapes, str):
+        given: T = shapes
+        return given
     if shapes not in sets:
         raise ValueError(f"shapes {shapes!r} is unknown; expected one of {', '.join(sets)}")
     return sets[shapes]
@@ -84,6 +88,7 @@ def product_case(
     *,
     groups: int = 0,
     bytes_moved: float,
+    operands: str = "bf16",
     make_inputs: Callable[[torch.device, torch.Generator], Inputs],
     oracle: Callable[..., Iterator[Expected]],
 ) -> Case:
@@ -94,6 +99,7 @@ def product_case(
         make_inputs=make_inputs,
         flops=2.0 * m * n * k * max(groups, 1),
         bytes=bytes_moved,
+        operands=operands,
         groups=(kind,),
         parameters={
             "label": f"{lead}{m} x {n}".replace(" ", "") + f"\nx{k}",

@@ -9,7 +9,7 @@ missing. A kernel's worth is what the best of the others would need more on the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,7 +113,7 @@ def measure_case(
 
 def measure(
     op: str,
-    cases: Sequence[Case],
+    cases: Iterable[Case],
     implementation: Implementation,
     force: Any,
     gpu: Mapping[str, Any],
@@ -123,7 +123,6 @@ def measure(
     repetitions: int,
     seconds: float,
     seed: int,
-    progress: Callable[[Regret], None] | None = None,
 ) -> list[Regret]:
     """The regret of each case whose op says what could run."""
     result = []
@@ -140,8 +139,6 @@ def measure(
             repetitions=repetitions, seconds=seconds, seed=seed,
         )  # fmt: skip
         result.append(regret)
-        if progress is not None:
-            progress(regret)
     return result
 
 

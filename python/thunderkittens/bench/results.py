@@ -3,6 +3,7 @@
 Schema 1: `op`, `machine` (the record), `settings`, and either `cases` with `geometric_means`, or
 `host_time_us`. Times are in microseconds; a figure that does not exist is null. A case names the
 protocol of its times; in files without one it is `dirty`. Drawn shapes have a summary, `drawn`.
+A time's `blocks`, which older files lack, are what `comparison` takes its uncertainty from.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ def finite(value: float) -> float | None:
 
 def plain(record: Any) -> dict[str, Any] | None:
     """A dataclass of figures as a dictionary; None stays None."""
-    if record is None:
-        return None
-    entries = asdict(record).items()
-    return {key: finite(value) if isinstance(value, float) else value for key, value in entries}
+
+    def rounded(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return [rounded(item) for item in value]
+        return finite(value) if isinstance(value, float) else value
+
+    return None if record is None else {k: rounded(x) for k, x in asdict(record).items()}
 
 
 def result(measurement: Measurement, name: str) -> dict[str, Any]:
@@ -55,6 +59,8 @@ def entry(measurement: Measurement) -> dict[str, Any]:
         "parameters": dict(case.parameters),
         "flops": case.flops,
         "bytes": case.bytes,
+        "exponentials": case.exponentials,
+        "operands": case.operands,
         "protocol": measurement.protocol,
         "kernel": measurement.kernel,
         "failed": measurement.failed,

@@ -11,6 +11,7 @@ is doubled. Protocol `stream` is in stream.py.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
 import time
 from collections import Counter
@@ -24,14 +25,25 @@ Calls = dict[str, Callable[[], Any]]
 
 FLUSH_BYTES = 256 << 20
 BATCH_SECONDS = 0.05
+BLOCKS = 10
 MAX_ROUNDS = 20
 MAX_FLUSHES = 16
 DIRTY, COLD, STREAM, WALL_CLOCK = "dirty", "cold", "stream", "wall clock"
 
 
+def medians_of_blocks(samples: list[float]) -> tuple[float, ...]:
+    """The medians of so many equal runs of samples, one after the other: where samples drift with
+    clocks and temperature, these differ by what a median is uncertain by."""
+    count = min(BLOCKS, len(samples))
+    edges = [len(samples) * place // count for place in range(count + 1)]
+    return tuple(statistics.median(samples[begin:end]) for begin, end in itertools.pairwise(edges))
+
+
 @dataclass(frozen=True)
 class Timing:
-    """Statistics of repetitions, in microseconds; `late` when they include launch gaps."""
+    """Statistics of repetitions, in microseconds; `late` when they include launch gaps. `blocks`
+    are the medians of up to `BLOCKS` runs of repetitions, which the calls of a case had in the same
+    rounds."""
 
     median: float
     quartile_1: float
@@ -39,6 +51,7 @@ class Timing:
     minimum: float
     repetitions: int
     late: bool = False
+    blocks: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, samples: list[float], late: bool = False) -> Timing:
@@ -50,18 +63,37 @@ class Timing:
             else samples * 3
         )
         return cls(
-            statistics.median(samples), quartiles[0], quartiles[2], min(samples), len(samples), late
+            statistics.median(samples),
+            quartiles[0],
+            quartiles[2],
+            min(samples),
+            len(samples),
+            late,
+            medians_of_blocks(samples),
         )
 
     def of_each(self, parts: int) -> Timing:
         """The statistics of one of `parts` equal parts."""
         names = ("median", "quartile_1", "quartile_3", "minimum")
-        return replace(self, **{name: getattr(self, name) / parts for name in names})
+        blocks = tuple(block / parts for block in self.blocks)
+        return replace(self, blocks=blocks, **{name: getattr(self, name) / parts for name in names})
 
     @property
     def spread(self) -> float:
         """Interquartile range over median."""
         return (self.quartile_3 - self.quartile_1) / self.median if self.median else 0.0
+
+
+@dataclass(frozen=True)
+class Within:
+    """A call inside a context, which is no part of its time by a wall clock."""
+
+    call: Callable[[], Any]
+    context: Callable[[], contextlib.AbstractContextManager[Any]]
+
+    def __call__(self) -> Any:
+        with self.context():
+            return self.call()
 
 
 @dataclass(frozen=True)
@@ -108,9 +140,12 @@ class CpuTimer:
         deadline = self.clock() + seconds * len(calls)
         for turn in range(repetitions):
             for name in rotated(list(calls), turn):
-                start = self.clock()
-                calls[name]()
-                samples[name].append((self.clock() - start) * 1e6)
+                call = calls[name]
+                inner = call if isinstance(call, Within) else Within(call, contextlib.nullcontext)
+                with inner.context():
+                    start = self.clock()
+                    inner.call()
+                    samples[name].append((self.clock() - start) * 1e6)
             if self.clock() > deadline:
                 break
         timings = {name: Timing.of(values) for name, values in samples.items()}
@@ -141,6 +176,9 @@ class StepTimer(CpuTimer):
 
     def measure(self, calls: Calls, *, repetitions: int, seconds: float) -> Rounds:
         def whole(call: Callable[[], Any]) -> Callable[[], None]:
+            if isinstance(call, Within):
+                return Within(whole(call.call), call.context)
+
             def run() -> None:
                 call()
                 self.synchronize()

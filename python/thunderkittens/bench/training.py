@@ -22,8 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import steps
 from .cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
 from .choices import add_kinds, check_part, dtype_name, kinds_option, sizes_of
+from .steps import compiler
 from .timing import StepTimer
 
 MODES = ("eager", "compiled")
@@ -125,42 +127,11 @@ def make_training(
     mode: str = "eager",
     ops: Sequence[str] = (),
 ) -> Callable[[], tuple[Tensor, ...]]:
-    """A call that trains for `STEPS` more steps, in the dtype of `x`.
-
-    It returns their losses, and behind them the gradients at the given weights, which are computed
-    here, before any call: of each matrix, and of all vectors as one, because the largest of a few
-    errors says little.
-    """
+    """A call that trains for `STEPS` more steps, in the dtype of `x`."""
     model = make_model(size, ops).to(x.device, x.dtype)
     model.load_state_dict(weights)
-    parameters = list(model.parameters())
-    run: Callable[[Tensor], Tensor] = model
-    if mode == "compiled":
-        # On a CPU the tool is only tried: without a compiler of C++.
-        backend = "inductor" if x.device.type == "cuda" else "aot_eager"
-        run = torch.compile(model, fullgraph=True, backend=backend)
-    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
-
-    @torch.enable_grad()
-    def loss_of_a_step() -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        loss = F.mse_loss(run(x).float(), target)
-        torch.autograd.backward(loss)
-        return loss.detach()
-
-    loss_of_a_step()
-    given = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    vectors = torch.cat([gradient for gradient in given if gradient.ndim == 1])
-    gradients = [*(gradient for gradient in given if gradient.ndim > 1), vectors]
-
-    def train() -> tuple[Tensor, ...]:
-        losses = []
-        for _ in range(STEPS):
-            losses.append(loss_of_a_step())
-            optimizer.step()
-        return torch.stack(losses), *gradients
-
-    return train
+    run = torch.compile(model, **compiler(x.device)) if mode == "compiled" else model
+    return steps.training(model, run, x, target, count=STEPS, learning_rate=LEARNING_RATE)
 
 
 # Cases and implementations, as a suite has them.

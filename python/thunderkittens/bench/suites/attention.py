@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .. import models
 from ..attention_work import Point, implementations, oracle, sdpa, work
 from ..cases import Case
 from ..choices import sizes_of
@@ -175,6 +176,7 @@ DRAWN_PEERS = (
     "flash-attn-4",
     "PyTorch",
 )
+OF_MODEL = models.attention
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -192,7 +194,9 @@ def make_case(
     return point(batch, heads, length, dim, causal).case(dtype)
 
 
-def cases(shapes: str = "default", *, dtype: torch.dtype = torch.bfloat16) -> list[Case]:
+def cases(
+    shapes: str | list[Any] = "default", *, dtype: torch.dtype = torch.bfloat16
+) -> list[Case]:
     """The cases of a set of shapes. ValueError for a name there is not."""
     return [p.case(dtype) for p in sizes_of(SHAPES, shapes)]
 

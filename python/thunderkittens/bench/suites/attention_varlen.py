@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import models
 from ..attention_work import formula
 from ..cases import Case, Expected, Implementation, Inputs, NotApplicableError, Prepared
 from ..cases import random_normal as draw
@@ -54,6 +55,7 @@ SHAPES: dict[str, list[Point]] = {
 DRAWN_FORMS = ("forward", "backward")
 DRAWN_CLASSES = (ANY,)
 DRAWN_PEERS = ("torch varlen",)
+OF_MODEL = models.packed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,17 +93,20 @@ def oracle(**inputs: Any) -> Iterator[Expected]:
             yield Expected(place, tokens, exact[0].transpose(0, 1), plain[0].transpose(0, 1))
 
 
-def make_case(point: Point, dtype: torch.dtype, heads: int = 0) -> Case:
+def make_case(point: Point, dtype: torch.dtype, heads: int = 0, kv_heads: int = 0) -> Case:
     """Self-attention of sequences of the given lengths."""
     lengths, dim, causal, backward = point
     heads = heads or (WIDTH // dim if sum(lengths) == TOKENS else 2)
+    kv_heads = kv_heads or heads
     kind, mask = "backward" if backward else "forward", "causal" if causal else "full"
     equal = len(set(lengths)) == 1
     text = f"{len(lengths)} x {lengths[0]}" if equal else f"{len(lengths)} mixed"
 
     def make_inputs(device: torch.device, generator: torch.Generator) -> Inputs:
-        shape = (sum(lengths), heads, dim)
-        q, k, v, grad = (draw(*shape, dtype=dtype, generator=generator) for _ in range(4))
+        q, k, v, grad = (
+            draw(sum(lengths), count, dim, dtype=dtype, generator=generator)
+            for count in (heads, kv_heads, kv_heads, heads)
+        )
         edges = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
         return {
             "q": q,
@@ -113,12 +118,13 @@ def make_case(point: Point, dtype: torch.dtype, heads: int = 0) -> Case:
             "grad_out": grad if backward else None,
         }
 
+    text += f", {heads} heads on {kv_heads}" if kv_heads < heads else ""
     pairs = float(sum(n * n for n in lengths)) / (2 if causal else 1)
     return Case(
         name=f"{kind} D={dim} {mask} {text}",
         make_inputs=make_inputs,
         flops=(10.0 if backward else 4.0) * heads * dim * pairs,
-        bytes=(8.0 if backward else 4.0) * dtype.itemsize * sum(lengths) * heads * dim,
+        bytes=(4.0 if backward else 2.0) * dtype.itemsize * sum(lengths) * (heads + kv_heads) * dim,
         groups=(f"{kind} D={dim}", f"{kind}, {'equal' if equal else 'mixed'} lengths"),
         parameters={
             "label": text,
@@ -130,12 +136,16 @@ def make_case(point: Point, dtype: torch.dtype, heads: int = 0) -> Case:
             "dtype": dtype_name(dtype),
         },
         oracle=oracle,
+        exponentials=heads * pairs,
     )
 
 
-def cases(shapes: str = "default", *, dtype: torch.dtype = torch.bfloat16) -> list[Case]:
-    """The cases of a set of shapes. ValueError for a name there is not."""
-    return [make_case(point, dtype) for point in sizes_of(SHAPES, shapes)]
+def cases(
+    shapes: str | list[Any] = "default", *, dtype: torch.dtype = torch.bfloat16
+) -> list[Case]:
+    """The cases of a set of shapes, or of given points, behind which numbers of heads may stand.
+    ValueError for a name there is not."""
+    return [make_case(size[:4], dtype, *size[4:]) for size in sizes_of(SHAPES, shapes)]
 
 
 def drawn(draw: Draw) -> Case:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import models
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
 from ..choices import dtype_name, sizes_of
 from ..drawn import ANY, Draw, within
@@ -36,6 +37,7 @@ SHAPES: dict[str, list[tuple[int, int, int, int]]] = {
 
 DRAWN_CLASSES = (ANY,)
 DRAWN_PEERS: tuple[str, ...] = ()  # work per time, over the best of the run
+OF_MODEL = models.based
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -116,7 +118,10 @@ def make_case(
 
 
 def cases(
-    shapes: str = "default", *, dtype: torch.dtype = torch.bfloat16, normalize: bool = False
+    shapes: str | list[Any] = "default",
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    normalize: bool = False,
 ) -> list[Case]:
     """The cases of a set of shapes. ValueError for a name there is not."""
     return [make_case(*shape, normalize, dtype) for shape in sizes_of(SHAPES, shapes)]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import models
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
 from ..choices import dtype_name, sizes_of
 from ..drawn import ANY, Draw, within
@@ -28,6 +29,7 @@ SHAPES: dict[str, list[tuple[int, int, int]]] = {
 
 DRAWN_CLASSES = (ANY,)
 DRAWN_PEERS = ("copy",)
+OF_MODEL = models.based_decode
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,7 +105,10 @@ def make_case(batch: int, heads: int, columns: int, normalize: bool, dtype: torc
 
 
 def cases(
-    shapes: str = "default", *, dtype: torch.dtype = torch.bfloat16, normalize: bool = False
+    shapes: str | list[Any] = "default",
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    normalize: bool = False,
 ) -> list[Case]:
     """The cases of a set of shapes. ValueError for a name there is not."""
     return [make_case(*shape, normalize, dtype) for shape in sizes_of(SHAPES, shapes)]

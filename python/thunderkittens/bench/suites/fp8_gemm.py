@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import models
 from ..cases import (
     Case,
     Expected,
@@ -64,6 +65,7 @@ DRAWN_PEERS = (
     "PyTorch grouped",
     "PyTorch",
 )
+OF_MODEL = models.quantised_and_experts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,6 +121,7 @@ def make_case(m: int, n: int, k: int, kind: str, dtype: torch.dtype, major: str 
         k,
         f"{kind} {major}".rstrip(),
         dtype,
+        operands="fp8",
         bytes_moved=float(m * k + k * n + 2 * m * n),
         make_inputs=make_inputs,
         oracle=oracle,
@@ -166,6 +169,7 @@ def make_grouped_case(groups: int, m: int, n: int, k: int, kind: str, dtype: tor
         kind,
         dtype,
         groups=groups,
+        operands="fp8",
         bytes_moved=float(groups * (m * k + k * n + 2 * m * n)),
         make_inputs=make_inputs,
         oracle=oracle,
@@ -173,18 +177,23 @@ def make_grouped_case(groups: int, m: int, n: int, k: int, kind: str, dtype: tor
 
 
 def cases(
-    shapes: str = "default",
+    shapes: str | list[Any] = "default",
     *,
     dtype: torch.dtype = torch.bfloat16,
     kinds: Sequence[str] = KINDS,
 ) -> list[Case]:
-    """The cases of a set of shapes of each kind. ValueError for a name there is not."""
+    """The cases of a set of shapes of each kind, or of given sizes, four of a grouped product.
+    ValueError for a name there is not."""
     check_part("kind", kinds, KINDS)
-    sizes = sizes_of(SHAPES, shapes)
+    if isinstance(shapes, str):
+        sizes, grouped = sizes_of(SHAPES, shapes), GROUPED[shapes]
+    else:
+        sizes = [size for size in shapes if len(size) == 3]
+        grouped = [size for size in shapes if len(size) == 4]
     selected = []
     for kind in kinds:
         if kind.startswith("grouped"):
-            selected += [make_grouped_case(*size, kind, dtype) for size in GROUPED[shapes]]
+            selected += [make_grouped_case(*size, kind, dtype) for size in grouped]
         elif shapes == "majors":
             majors = MAJORS if kind in KINDS_OF_MAJORS else ()
             selected += [make_case(*s, kind, dtype, major) for s in sizes for major in majors]

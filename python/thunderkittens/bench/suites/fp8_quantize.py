@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import models
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
 from ..choices import add_kinds, check_part, dtype_name, kinds_option, sizes_of
 from ..drawn import Draw, matrix
@@ -23,6 +24,7 @@ SHAPES: dict[str, list[tuple[int, int]]] = {
 
 DRAWN_FORMS = KINDS
 DRAWN_PEERS = ("copy",)
+OF_MODEL = models.matrices
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +68,7 @@ def make_case(m: int, k: int, kind: str, transposed: bool, dtype: torch.dtype) -
 
 
 def cases(
-    shapes: str = "default",
+    shapes: str | list[Any] = "default",
     *,
     dtype: torch.dtype = torch.bfloat16,
     kinds: Sequence[str] = KINDS,

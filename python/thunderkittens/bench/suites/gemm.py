@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import models
 from ..cases import Case, Expected, Implementation, Inputs, random_normal
 from ..choices import FEW_ROWS, WEIGHTS, add_kinds, check_part, dtype_name, sizes_of
 from ..drawn import Draw
@@ -28,6 +29,8 @@ LAYOUTS = ("NN", "NT", "TN", "TT")
 SQUARES = (512, 1024, 2048, 4096, 8192)
 RATED = (2048, 4096, 8192)  # sizes whose mean ratio is the op's headline
 EPILOGUES = ("none", "relu", "gelu", "gelu_tanh", "silu", "swiglu", "residual")
+# Of an element of the product; that of swiglu has as many gates as values.
+EXPONENTIALS = {"gelu_tanh": 1.0, "silu": 1.0, "swiglu": 0.5}
 BATCH = 64  # of the batched products
 SHAPES: dict[str, list[tuple[int, int, int]]] = {
     "default": [*((size,) * 3 for size in SQUARES), (4096, 11008, 4096), (4097, 1003, 777)],
@@ -49,6 +52,7 @@ SAVED = ("default", "small", "batched", "few", "weights", "fused")
 DRAWN_FORMS = ("plain", "batched", "fused")
 DRAWN_DEFAULT = ("plain",)
 DRAWN_PEERS = ("cuBLAS", "PyTorch")
+OF_MODEL = models.dense_and_fused
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -143,18 +147,34 @@ def make_case(
             "dtype": dtype_name(dtype),
         },
         oracle=oracle,
+        exponentials=float(m * n * max(batch, 1)) * EXPONENTIALS.get(epilogue, 0.0),
     )
 
 
+def linear(sizes: Sequence[int], layout: str) -> tuple[int, int, int]:
+    """(M, N, K) of the product that has this layout where a linear layer takes k elements of each
+    token to n: the layer's is NT, that of its input's gradient NN, of its weight's TN."""
+    tokens, n, k = sizes
+    return {"NN": (tokens, k, n), "TN": (n, k, tokens)}.get(layout, (tokens, n, k))
+
+
 def cases(
-    shapes: str = "default",
+    shapes: str | list[Any] = "default",
     *,
     dtype: torch.dtype = torch.bfloat16,
     layouts: Sequence[str] = ("NN", "NT"),
     large: bool = False,
 ) -> list[Case]:
-    """The cases of a set of shapes in each layout. ValueError for a name there is not."""
+    """The cases of a set of shapes in each layout, or of the given linear layers. ValueError for a
+    name there is not."""
     check_part("layout", layouts, LAYOUTS)
+    if not isinstance(shapes, str):
+        return [
+            make_case(*linear(size[:3], layout), layout, dtype, epilogue=(*size, "")[3])
+            for layout in layouts
+            for size in shapes
+            if layout == "NT" or len(size) == 3
+        ]
     sizes = sizes_of(SHAPES, shapes) + ([LARGE] if large else [])
     batch = BATCH if shapes == "batched" else 0
     epilogues = EPILOGUES if shapes == "fused" else ("",)

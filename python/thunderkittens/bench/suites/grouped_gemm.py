@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import models
 from ..cases import (
     Case,
     Expected,
@@ -47,6 +48,7 @@ SHAPES: dict[str, list[tuple[int, int, int, int, bool]]] = {
 
 DRAWN_FORMS = FORMS
 DRAWN_PEERS = ("PyTorch",)
+OF_MODEL = models.experts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -126,7 +128,7 @@ def make_case(
 
 
 def cases(
-    shapes: str = "default",
+    shapes: str | list[Any] = "default",
     *,
     dtype: torch.dtype = torch.bfloat16,
     forms: Sequence[str] = FORMS,

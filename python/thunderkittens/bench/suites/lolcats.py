@@ -16,6 +16,7 @@ import torch._functorch.config as functorch_config
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import models
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
 from ..choices import dtype_name, sizes_of
 from ..drawn import ANY, Draw, within
@@ -47,6 +48,7 @@ SAVED = ("default", "backward")
 DRAWN_FORMS = ("forward", "backward")
 DRAWN_CLASSES = (ANY,)
 DRAWN_PEERS: tuple[str, ...] = ()  # work per time, over the best of the run
+OF_MODEL = models.lolcats
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -195,10 +197,14 @@ def make_case(
             "dtype": dtype_name(dtype),
         },
         oracle=oracle,
+        # Of the window, and of both signs of features of queries and, as often, of keys.
+        exponentials=tokens * (1.5 * WINDOW + 4.0 * features),
     )
 
 
-def cases(shapes: str = "default", *, dtype: torch.dtype = torch.bfloat16) -> list[Case]:
+def cases(
+    shapes: str | list[Any] = "default", *, dtype: torch.dtype = torch.bfloat16
+) -> list[Case]:
     """The cases of a set of shapes. ValueError for a name there is not."""
     backward = "backward" in shapes
     return [make_case(*shape, dtype, backward) for shape in sizes_of(SHAPES, shapes)]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import models
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
 from ..choices import dtype_name, sizes_of
 from ..drawn import ANY, Draw, within
@@ -30,6 +31,7 @@ STATE = ("numerator", "denominator", "keys", "values", "lengths")
 
 DRAWN_CLASSES = (ANY,)
 DRAWN_PEERS = ("copy",)
+OF_MODEL = models.lolcats_decode
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,10 +102,13 @@ def make_case(
             "dtype": dtype_name(dtype),
         },
         oracle=oracle,
+        exponentials=batch * heads * (96 + 4.0 * features),
     )
 
 
-def cases(shapes: str = "default", *, dtype: torch.dtype = torch.bfloat16) -> list[Case]:
+def cases(
+    shapes: str | list[Any] = "default", *, dtype: torch.dtype = torch.bfloat16
+) -> list[Case]:
     """The cases of a set of shapes. ValueError for a name there is not."""
     return [make_case(*shape, dtype) for shape in sizes_of(SHAPES, shapes)]
 

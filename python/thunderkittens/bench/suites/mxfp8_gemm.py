@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import models
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
 from ..choices import PRODUCTS, add_kinds, check_part, kinds_option, product_case, sizes_of
 from ..drawn import Draw, product
@@ -26,6 +27,7 @@ SAVED = ("default", "skinny")
 
 DRAWN_FORMS = KINDS
 DRAWN_PEERS = ("torch.matmul bf16",)
+OF_MODEL = models.quantised
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +64,7 @@ def make_case(m: int, n: int, k: int, kind: str, dtype: torch.dtype) -> Case:
         k,
         kind,
         dtype,
+        operands="bf16" if kind == "exact" else "fp8",
         bytes_moved=float((m * k + k * n) * 33 / 32 + 2 * m * n),
         make_inputs=make_inputs,
         oracle=oracle,
@@ -69,7 +72,7 @@ def make_case(m: int, n: int, k: int, kind: str, dtype: torch.dtype) -> Case:
 
 
 def cases(
-    shapes: str = "default",
+    shapes: str | list[Any] = "default",
     *,
     dtype: torch.dtype = torch.bfloat16,
     kinds: Sequence[str] = KINDS,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import models
 from ..block_scaled_work import SHAPES, copy_of, exactly, make_case
 from ..cases import Case, Expected, Implementation, Inputs
 from ..choices import sizes_of
@@ -18,6 +19,7 @@ __all__ = ["SHAPES", "add_arguments", "cases", "host_calls", "implementations", 
 
 
 DRAWN_PEERS = ("copy",)
+OF_MODEL = models.kept
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +43,9 @@ def inputs(x: Tensor) -> Inputs:
     return {"x": x, "data": data, "scale": scale}
 
 
-def cases(shapes: str = "default", *, dtype: torch.dtype = torch.bfloat16) -> list[Case]:
+def cases(
+    shapes: str | list[Any] = "default", *, dtype: torch.dtype = torch.bfloat16
+) -> list[Case]:
     """The cases of a set of shapes. ValueError for a name there is not."""
     return [
         make_case(*size, "rows", 2 + 1 / 32, dtype, inputs, oracle)

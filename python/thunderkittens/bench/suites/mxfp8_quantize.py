@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import models
 from ..block_scaled_work import SHAPES, copy_of, exactly, make_case
 from ..cases import Case, Expected, Implementation, Inputs
 from ..choices import sizes_of
@@ -25,6 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 DRAWN_FORMS = tuple(OPTIONS)
 DRAWN_PEERS = ("copy",)
+OF_MODEL = models.matrices
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +48,9 @@ def inputs_of(variant: str) -> Callable[[Tensor], Inputs]:
     return lambda x: {"x": x, **OPTIONS[variant]}
 
 
-def cases(shapes: str = "default", *, dtype: torch.dtype = torch.bfloat16) -> list[Case]:
+def cases(
+    shapes: str | list[Any] = "default", *, dtype: torch.dtype = torch.bfloat16
+) -> list[Case]:
     """The cases of a set of shapes. ValueError for a name there is not."""
     return [
         make_case(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import models
 from ..cases import Case, Expected, Implementation, Inputs, random_normal
 from ..choices import add_kinds, check_part, kinds_option, product_case, sizes_of
 from ..drawn import Draw, product
@@ -33,6 +34,7 @@ SHAPES: dict[str, list[tuple[int, int, int]]] = {
 DRAWN_FORMS = KINDS
 DRAWN_DEFAULT = ("weight",)
 DRAWN_PEERS = ("torch.matmul",)
+OF_MODEL = models.quantised
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +92,7 @@ def make_case(m: int, n: int, k: int, kind: str, dtype: torch.dtype) -> Case:
 
 
 def cases(
-    shapes: str = "default",
+    shapes: str | list[Any] = "default",
     *,
     dtype: torch.dtype = torch.bfloat16,
     kinds: Sequence[str] = ("weight",),
