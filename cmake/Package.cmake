@@ -4,8 +4,8 @@ set(package ${PROJECT_NAME})
 
 # ---- the build record ----
 find_package(Git QUIET)
-set(commit "")
-if(Git_FOUND)
+set(commit "${THUNDERKITTENS_COMMIT}")
+if(Git_FOUND AND NOT commit)
   execute_process(
     COMMAND ${GIT_EXECUTABLE} describe --always --dirty --abbrev=40 --exclude=*
     WORKING_DIRECTORY ${PROJECT_SOURCE_DIR}
@@ -79,6 +79,8 @@ install(FILES ${PROJECT_BINARY_DIR}/_build.json ${PROJECT_BINARY_DIR}/kernels.js
         DESTINATION ${package})
 install(DIRECTORY kittens DESTINATION ${package}/include FILES_MATCHING PATTERN "*.cuh"
         PATTERN "*.h")
+install(FILES cmake/kittens/kittensConfig.cmake cmake/kittens/kittensConfigVersion.cmake
+        DESTINATION ${package}/share/cmake/kittens)
 if(NOT SKBUILD)
   # scikit-build-core packs the Python sources itself.
   install(DIRECTORY python/${package}/ DESTINATION ${package} PATTERN "__pycache__" EXCLUDE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 
 import pytest
 import torch
@@ -37,9 +36,6 @@ def calls(monkeypatch):
         monkeypatch.setattr(module, "attention", call)
 
     spy(sdpa, sdpa.attention)
-    module = sys.modules.get("thunderkittens.integrations.transformers")
-    if module is not None:
-        spy(module, module.attention)
     return seen
 
 
@@ -87,35 +83,3 @@ def test_sdpa_groups_and_errors(device, calls):
     sdpa.scaled_dot_product_attention(*odd)
     sdpa.scaled_dot_product_attention(q[0], q[0], q[0])
     assert len(calls) == (device == "cuda")
-
-
-@pytest.mark.parametrize("window", [None, 8])
-@pytest.mark.parametrize("masked", [False, True])
-def test_transformers_model(device, masked, window, monkeypatch):
-    """A small model gives the same with its own attention and with ours."""
-    transformers = pytest.importorskip("transformers")
-    import thunderkittens.integrations.transformers as integration
-
-    seen = []
-    attention = integration.attention
-    monkeypatch.setattr(
-        integration, "attention", lambda *a, **o: (seen.append(o), attention(*a, **o))[1]
-    )
-    monkeypatch.setattr(integration, "_fits", lambda q, *rest: q.dtype == BF16)
-    integration.register()
-    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    config = transformers.MistralConfig(**sizes, **heads, vocab_size=259, sliding_window=window)
-    torch.manual_seed(0)
-    model = transformers.MistralForCausalLM(config).to(device, BF16)
-    tokens = torch.randint(0, 259, (2, 40), device=device)
-    mask = torch.ones_like(tokens)
-    if masked:
-        mask[1, :7] = 0
-    results = []
-    for name in ("eager", "thunderkittens"):
-        model.set_attn_implementation(name)
-        results.append(model(tokens, attention_mask=mask).logits.float())
-    keep = mask.bool()
-    torch.testing.assert_close(results[0][keep], results[1][keep], atol=5e-2, rtol=5e-2)
-    assert bool(seen) == (not masked and window is None)

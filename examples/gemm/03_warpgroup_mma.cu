@@ -14,14 +14,14 @@ using namespace kittens;
 
 constexpr int TILE = 128, DEPTH = 64, HALVES = TILE / 64;  // a warpgroup's product has 64 rows
 using tile = st_bf<TILE, DEPTH>;
+using Globals = Matrices<tile, tile>;
 
 struct Shared {
     tile a, b;
     semaphore arrived;
 };
 
-__global__ __launch_bounds__(WARPGROUP_THREADS) void product(
-    const __grid_constant__ Matrices<tile, tile> g) {
+__global__ __launch_bounds__(WARPGROUP_THREADS) void product(const __grid_constant__ Globals g) {
     shared_allocator allocator(shared_memory());
     Shared& shared = allocator.allocate<Shared>();
     if (threadIdx.x == 0) init_semaphore(shared.arrived, 1);
@@ -47,12 +47,9 @@ __global__ __launch_bounds__(WARPGROUP_THREADS) void product(
     for (int i = 0; i < HALVES; ++i) warpgroup::store(g.c, sum[i], {HALVES * row + i, col});
 }
 
-void run(const Call& call) {
-    require(call.k % 8 == 0, "step 3: k must be a multiple of 8");
-    launch(product, block_per_tile(call, TILE, TILE), WARPGROUP_THREADS, 1, sizeof(Shared) + 1024,
-           call.stream, Matrices<tile, tile>(call));
+void run(const Globals& g, cudaStream_t stream) {
+    launch(product, block_per_tile(g.c, TILE, TILE), WARPGROUP_THREADS, 1, sizeof(Shared) + 1024,
+           stream, g);
 }
 
 }  // namespace step_03
-
-extern "C" const char* run_step_03(const Call& call) { return attempt(call, step_03::run); }

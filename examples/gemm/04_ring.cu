@@ -64,12 +64,8 @@ __global__ __launch_bounds__(THREADS,
     }
 }
 
-void run(const Call& call) {
-    require(call.k % 8 == 0, "step 4: k must be a multiple of 8");
-    launch(product, block_per_tile(call, TILE, TILE), THREADS, 1, sizeof(Shared) + 1024,
-           call.stream, Globals(call));
+void run(const Globals& g, cudaStream_t stream) {
+    launch(product, block_per_tile(g.c, TILE, TILE), THREADS, 1, sizeof(Shared) + 1024, stream, g);
 }
 
 }  // namespace step_04
-
-extern "C" const char* run_step_04(const Call& call) { return attempt(call, step_04::run); }

@@ -38,12 +38,8 @@ __global__ __launch_bounds__(THREADS, 1) void product(const __grid_constant__ Gl
     by_role<stages>(produce, consume);
 }
 
-void run(const Call& call) {
-    require(call.k % 8 == 0, "step 6: k must be a multiple of 8");
-    launch(product, block_per_tile(call, ROWS, COLS), THREADS, 1, sizeof(stages) + 1024,
-           call.stream, Globals(call));
+void run(const Globals& g, cudaStream_t stream) {
+    launch(product, block_per_tile(g.c, ROWS, COLS), THREADS, 1, sizeof(stages) + 1024, stream, g);
 }
 
 }  // namespace step_06
-
-extern "C" const char* run_step_06(const Call& call) { return attempt(call, step_06::run); }

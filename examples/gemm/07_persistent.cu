@@ -53,13 +53,10 @@ __global__ __launch_bounds__(THREADS, 1) void product(const __grid_constant__ Gl
     by_role<stages>(produce, consume);
 }
 
-void run(const Call& call) {
-    require(call.k % 8 == 0, "step 7: k must be a multiple of 8");
-    const int tiles = ceil_div(call.m, ROWS) * ceil_div(call.n, COLS);
-    launch(product, schedule::persistent_blocks(tiles, call.multiprocessors), THREADS, 1,
-           sizeof(stages) + 1024, call.stream, Globals(call));
+void run(const Globals& g, cudaStream_t stream) {
+    const int tiles = ceil_div(g.c.rows(), ROWS) * ceil_div(g.c.cols(), COLS);
+    launch(product, schedule::persistent_blocks(tiles, g.multiprocessors), THREADS, 1,
+           sizeof(stages) + 1024, stream, g);
 }
 
 }  // namespace step_07
-
-extern "C" const char* run_step_07(const Call& call) { return attempt(call, step_07::run); }

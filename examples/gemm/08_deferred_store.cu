@@ -95,13 +95,10 @@ __global__ __launch_bounds__(THREADS, 1) void product(const __grid_constant__ Gl
     by_role<Shared>(produce, consume);
 }
 
-void run(const Call& call) {
-    require(call.k % 8 == 0 && call.n % 8 == 0, "step 8: k and n must be multiples of 8");
-    const int tiles = ceil_div(call.m, ROWS) * ceil_div(call.n, COLS);
-    launch(product, schedule::persistent_blocks(tiles, call.multiprocessors), THREADS, 1,
-           sizeof(Shared) + 1024, call.stream, Globals(call));
+void run(const Globals& g, cudaStream_t stream) {
+    const int tiles = ceil_div(g.c.rows(), ROWS) * ceil_div(g.c.cols(), COLS);
+    launch(product, schedule::persistent_blocks(tiles, g.multiprocessors), THREADS, 1,
+           sizeof(Shared) + 1024, stream, g);
 }
 
 }  // namespace step_08
-
-extern "C" const char* run_step_08(const Call& call) { return attempt(call, step_08::run); }

@@ -15,8 +15,8 @@ torch.matmul take turns in random order, on the same random normal inputs.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import datetime
+import importlib.util
 import json
 import os
 import random
@@ -24,9 +24,11 @@ import re
 import shutil
 import statistics
 import subprocess
+import sysconfig
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -42,38 +44,27 @@ SHAPES = ((64, 128, 64), (200, 520, 328), (257, 264, 72))  # small, and with rag
 SIZES = (4096, 8192)
 PEER = "torch.matmul"
 ROUNDS, SECONDS_EACH = 15, 0.02
-LIBRARY = "gemm_steps.so"
-
-
-class Call(ctypes.Structure):
-    """The struct of that name in call.cuh."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("a", "b", "c")),
-        *((name, ctypes.c_int) for name in ("m", "n", "k", "multiprocessors")),
-        ("stream", ctypes.c_void_p),
-    )
+MODULE = "gemm_steps"
+LIBRARY = f"{MODULE}.so"
 
 
 # ---- building ----
 
 
 def write_source(steps: Sequence[int], folder: Path) -> Path:
-    """One source of several steps."""
+    """One source of several steps, a module of Python with a function for each."""
     source = folder / "gemm_steps.cu"
-    source.write_text("".join(f'#include "{STEPS[step]}"\n' for step in steps))
+    lines = [f'#include "{STEPS[step]}"' for step in steps]
+    lines += ["KITTENS_PYTHON_MODULE(TORCH_EXTENSION_NAME, m) {"]
+    lines += [f'    add_step(m, "step_{step:02}", step_{step:02}::run);' for step in steps]
+    source.write_text("\n".join([*lines, "}\n"]))
     return source
 
 
-def build_for_emulator(steps: Sequence[int], folder: Path) -> Path:
+def build_for_emulator(steps: Sequence[int], folder: Path) -> ModuleType:
     from thunderkittens import emulation
 
-    library = folder / f"emulated_{LIBRARY}"
-    source = write_source(steps, folder)
-    flags = ["-Wno-unknown-pragmas"]
-    command = emulation.compile_command(source, output=library, shared=True, flags=flags)
-    subprocess.run(command, check=True)
-    return library
+    return emulation.load(MODULE, write_source(steps, folder))
 
 
 def find_nvcc() -> str | None:
@@ -86,7 +77,9 @@ def build_for_gpu(steps: Sequence[int], folder: Path, nvcc: str) -> Path:
     source = write_source(steps, folder)
     command = [nvcc, "-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xptxas=-v"]
     command += ["-gencode=arch=compute_90a,code=sm_90a", "-shared", "-Xcompiler=-fPIC"]
-    command += [f"-I{ROOT}/kittens", str(source), "-o", str(library)]
+    # The limited API: the library serves every Python from 3.10 on.
+    command += [f"-DTORCH_EXTENSION_NAME={MODULE}", "-DPy_LIMITED_API=0x030a0000"]
+    command += [f"-I{ROOT}", f"-I{sysconfig.get_path('include')}", str(source), "-o", str(library)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise RuntimeError(f"nvcc failed:\n{result.stderr}")
@@ -99,10 +92,19 @@ def build_for_gpu(steps: Sequence[int], folder: Path, nvcc: str) -> Path:
 
 
 class Ladder:
-    """The steps of a built library, as functions of tensors."""
+    """The steps of a built module, as functions of tensors."""
 
-    def __init__(self, library: Path) -> None:
-        self.library = ctypes.CDLL(str(library.resolve()))
+    def __init__(self, module: ModuleType) -> None:
+        self.module = module
+
+    @classmethod
+    def from_library(cls, library: Path) -> Ladder:
+        spec = importlib.util.spec_from_file_location(MODULE, library.resolve())
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return cls(module)
 
     def run(
         self,
@@ -115,18 +117,11 @@ class Ladder:
         """c = a b^T. `multiprocessors`: those of the GPU, unless told otherwise.
 
         Raises:
-            RuntimeError: what the step or the emulator says.
+            TypeError, ValueError: a step does not take such tensors.
         """
-        function = getattr(self.library, f"run_step_{step:02}")
-        function.restype = ctypes.c_char_p
-        stream = torch.cuda.current_stream().cuda_stream if a.is_cuda else None
         if multiprocessors is None:
             multiprocessors = torch.cuda.get_device_properties(a.device).multi_processor_count
-        (m, k), n = a.shape, b.shape[0]
-        pointers = (a.data_ptr(), b.data_ptr(), c.data_ptr())
-        error = function(ctypes.byref(Call(*pointers, m, n, k, multiprocessors, stream)))
-        if error is not None:
-            raise RuntimeError(error.decode())
+        getattr(self.module, f"step_{step:02}")(a, b, c, multiprocessors=multiprocessors)
 
 
 def check(ladder: Ladder, step: int, shape: tuple[int, int, int], device: str) -> None:
@@ -316,14 +311,15 @@ def main() -> None:
         print(build_for_gpu(args.steps, args.build_only, nvcc))
         return
     if args.prebuilt:
-        return run_on_gpu(Ladder(args.prebuilt / LIBRARY), args.steps, args.save)
+        return run_on_gpu(Ladder.from_library(args.prebuilt / LIBRARY), args.steps, args.save)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run_on_emulator(args.steps, folder)
         if not torch.cuda.is_available() or nvcc is None:
             print("no GPU or no nvcc: that is all here")
             return
-        run_on_gpu(Ladder(build_for_gpu(args.steps, folder, nvcc)), args.steps, args.save)
+        ladder = Ladder.from_library(build_for_gpu(args.steps, folder, nvcc))
+        run_on_gpu(ladder, args.steps, args.save)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@
 // the first four, a warpgroup, multiply them with wgmma, add the bias, apply gelu and store the
 // tile by TMA. Ragged edges need no code: TMA reads zeros and writes nothing outside.
 //
-// The same source runs on a GPU (nvcc) and on a CPU (any C++ compiler, the emulator); run.py builds
-// and calls both.
-#include "kittens.cuh"
+// The last lines make it a function of a Python module on torch's tensors. The same source runs on a
+// GPU (nvcc) and on a CPU (any C++ compiler, the emulator); run.py builds and calls both.
+#include "kittens/python.cuh"
 
 namespace {
 
@@ -86,23 +86,17 @@ __global__ __launch_bounds__(THREADS) void gelu_linear_kernel(const __grid_const
         load(g, shared, row, col, steps);
 }
 
+// Runs it for the tensors of a call.
+void gelu_linear(const Globals& g, cudaStream_t stream) {
+    const dim3 blocks(unsigned(g.y.cols() + 127) / 128, unsigned(g.y.rows() + 63) / 64);
+    launch(gelu_linear_kernel, blocks, THREADS, 1, sizeof(Shared) + 1024, stream, g);
+}
+
 }  // namespace
 
-// x (m, k), w (n, k), bias (n), y (m, n), contiguous; k and n multiples of 8. Returns nullptr, or
-// what went wrong.
-extern "C" const char* gelu_linear(void* x, void* w, void* bias, void* y, int m, int n, int k,
-                                   void* stream) {
-    static thread_local std::string error;
-    try {
-        const Globals g{{static_cast<bf16*>(x), nullptr, nullptr, m, k},
-                        {static_cast<bf16*>(w), nullptr, nullptr, n, k},
-                        {static_cast<bf16*>(y), nullptr, nullptr, m, n},
-                        {static_cast<float*>(bias), nullptr, nullptr, nullptr, n}};
-        launch(gelu_linear_kernel, dim3(unsigned(n + 127) / 128, unsigned(m + 63) / 64), THREADS, 1,
-               sizeof(Shared) + 1024, static_cast<cudaStream_t>(stream), g);
-        return nullptr;
-    } catch (const std::exception& failure) {
-        error = failure.what();
-        return error.c_str();
-    }
+KITTENS_PYTHON_MODULE(TORCH_EXTENSION_NAME, m) {
+    using namespace kittens::python;
+    m.function("gelu_linear", "y = gelu(x w^T + bias)", gelu_linear, input("x", &Globals::x, "m k"),
+               input("w", &Globals::w, "n k"), input("bias", &Globals::bias, "n"),
+               output("y", &Globals::y, "m n"));
 }

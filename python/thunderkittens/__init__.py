@@ -6,11 +6,13 @@ linear attention for one more token. `fp8_gemm`, `mxfp8_gemm` and `nvfp4_gemm` m
 8 and 4 bits, the latter two as they are or as `mxfp8_prepare` and `nvfp4_prepare` have prepared
 them; `fp8_quantize`, `mxfp8_quantize`, `nvfp4_quantize` and the inverses of the latter two convert
 to scaled formats and back. `nn` holds modules for models; `sdpa` has existing ones run `attention`,
-by what they call already, PyTorch's `scaled_dot_product_attention`, and `compat` has the functions
-of flash-attn. All ops work under torch.compile, and take CPU tensors too, where they run the
-reference formula, or, inside `with emulate():`, the GPU's kernels on an emulator. `reference` holds
-every op in plain PyTorch. `get_include()` is the folder of the tile library's headers, for kernels
-of one's own. On the command line: `python -m thunderkittens` with `info`, `demo` or `bench`.
+by what they call already, PyTorch's `scaled_dot_product_attention`, `convert` puts their linear
+layers on these products, and `compat` has the functions of flash-attn. All ops work under
+torch.compile, and take CPU tensors too, where they run the reference formula, or, inside `with
+emulate():`, the GPU's kernels on an emulator. `reference` holds every op in plain PyTorch.
+`get_include()` is the folder of the tile library's headers, for kernels of one's own, and
+`get_cmake_dir()` that of its CMake package. On the command line: `python -m thunderkittens` with
+`info`, `demo`, `bench` or `cmake-dir`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pathlib import Path as _Path
 
 from . import _build, _load
 
+#: The version of the package, as pyproject.toml has it.
 __version__: str = _build.record()["version"]
 
 try:
@@ -26,6 +29,7 @@ try:
     from . import _log, compat, nn, reference
     from .emulation import DeadlockError, EmulatorError, emulate
     from .integrations.sdpa_hook import disable_sdpa, enable_sdpa, sdpa, sdpa_report
+    from .nn.conversion import convert
     from .ops._fp8_linear import Fp8Linear, fp8_linear
     from .ops.append_kv import append_kv
     from .ops.attention import attention
@@ -81,6 +85,7 @@ __all__ = [
     "based_decode",
     "based_linear_prefill",
     "compat",
+    "convert",
     "disable_sdpa",
     "emulate",
     "enable_sdpa",
@@ -88,6 +93,7 @@ __all__ = [
     "fp8_linear",
     "fp8_quantize",
     "gemm",
+    "get_cmake_dir",
     "get_include",
     "grouped_gemm",
     "hedgehog",
@@ -116,11 +122,28 @@ def get_include() -> str:
     Raises:
         FileNotFoundError: the installation has no headers.
     """
-    for name in ("include", "../../kittens/kittens.cuh"):
-        path = _build.find(name)
-        if path is not None:
-            return str(path if name == "include" else _Path(path).parents[1].resolve())
+    return _folder("include", "../../kittens/kittens.cuh", 1)
+
+
+def get_cmake_dir() -> str:
+    """The folder of the CMake package, `cmake -Dkittens_DIR=...`: it holds `kittensConfig.cmake`.
+
+    Raises:
+        FileNotFoundError: the installation has none.
+    """
+    return _folder("share/cmake/kittens", "../../cmake/kittens/kittensConfig.cmake", 0)
+
+
+def _folder(installed: str, source: str, parents: int) -> str:
+    """A folder of the package, or, of an editable installation, the one of the sources that a file
+    tells."""
+    path = _build.find(installed)
+    if path is not None:
+        return str(path)
+    path = _build.find(source)
+    if path is not None:
+        return str(_Path(path).parents[parents].resolve())
     raise FileNotFoundError(
-        f"this installation of thunderkittens {__version__} is damaged: the folder include is "
+        f"this installation of thunderkittens {__version__} is damaged: the folder {installed} is "
         f"missing; run {_load.REINSTALL}"
     )

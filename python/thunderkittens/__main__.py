@@ -1,4 +1,4 @@
-"""The command line: `python -m thunderkittens info | demo | bench`."""
+"""The command line: `python -m thunderkittens info | demo | bench | cmake-dir`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ COMMANDS = {
     "info": "versions, GPU, and which kernel each op would use here",
     "demo": "train a small transformer on this package's ops, beside PyTorch's own",
     "bench": "time an op beside its best peers",
+    "cmake-dir": "print the folder for cmake -Dkittens_DIR=..., for kernels of one's own",
 }
 
 
@@ -29,10 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=text, description=text)
         if name != wanted:
             continue
-        if name != "info" and _load.import_problem:
+        if name not in ("info", "cmake-dir") and _load.import_problem:
             print(_load.import_problem, file=sys.stderr)
             return 1
-        modules[name] = importlib.import_module(f".{name}", __package__)
+        modules[name] = importlib.import_module(f".{name.replace('-', '_')}", __package__)
         modules[name].add_arguments(command)
     args = parser.parse_args(arguments)
     return int(modules[args.command].main(args))

@@ -14,6 +14,7 @@ import platform
 import re
 import sys
 import sysconfig
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -219,7 +220,7 @@ def explain_missing_kernels() -> None:
     keep(fallbacks)
 
 
-def _raiser(op: str, reason: str):
+def _raiser(op: str, reason: str) -> Callable[..., NoReturn]:
     def no_kernel(*args: object, **kwargs: object) -> NoReturn:
         raise RuntimeError(f"tk.{op.removesuffix('_forward')}: {reason}")
 

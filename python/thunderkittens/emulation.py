@@ -15,7 +15,9 @@ import importlib
 import importlib.util
 import os
 import shlex
+import subprocess
 import sysconfig
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -51,7 +53,11 @@ class _NoEmulatorError(RuntimeError):
     """Stands for the emulator's exceptions in a build without it."""
 
 
+#: What the emulator raises for a mistake of a kernel. The message names the kernel, the block, the
+#: warp, and the barrier or the address.
 EmulatorError: type[RuntimeError] = _module.EmulatorError if _module else _NoEmulatorError
+#: The `EmulatorError` of a kernel in which no thread can go on. The message lists what each warp
+#: waits for.
 DeadlockError: type[RuntimeError] = _module.DeadlockError if _module else _NoEmulatorError
 
 
@@ -252,3 +258,42 @@ def compile_command(
         *("-x", "c++", *map(str, sources), "-x", "none"),
         *("-o", str(output), "-ldl", "-pthread"),
     ]
+
+
+def load(
+    name: str, *sources: str | Path, flags: Sequence[str] = (), output: str | Path | None = None
+) -> ModuleType:
+    """Compiles kernels of one's own for the emulator and imports them as the module `name`.
+
+    The sources end with `KITTENS_PYTHON_MODULE(TORCH_EXTENSION_NAME, m)` (kittens/python.cuh); the
+    functions of the module take CPU tensors and run, inside `with tk.emulate(...)`, by its policy,
+    elsewhere by that of the environment. `torch.utils.cpp_extension.load` does the same for a GPU.
+
+    Args:
+        name: the module's name, of which TORCH_EXTENSION_NAME is made.
+        sources, flags: as `compile_command` takes them.
+        output: where the library stays; by default nothing does.
+
+    Raises:
+        FileNotFoundError: there are no CUDA headers, or none of Python.
+        RuntimeError: the compiler fails; the message is its own.
+    """
+    python = Path(sysconfig.get_path("include"))
+    if not (python / "Python.h").is_file():
+        raise FileNotFoundError(
+            f"{python / 'Python.h'} is missing: install the headers of this Python (python3-dev)"
+        )
+    own = [f"-I{python}", f"-DTORCH_EXTENSION_NAME={name}", "-fvisibility=hidden"]
+    own += ["-Wno-unknown-pragmas"]
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(output) if output is not None else Path(folder, f"{name}.so")
+        command = compile_command(*sources, output=library, shared=True, flags=[*own, *flags])
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"{shlex.join(command)} failed:\n{done.stderr}")
+        spec = importlib.util.spec_from_file_location(name, library.resolve())
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module

@@ -65,7 +65,8 @@ class Point:
             return float(rows * self.length)
         if left >= 0:
             band = min(left, self.length)
-            return float(rows) * (band + 1) - band * (band + 1) / 2
+            value: float = float(rows) * (band + 1) - band * (band + 1) / 2
+            return value
         return rows * (self.length if rows == 1 else self.length / 2)
 
     @property
@@ -172,7 +173,8 @@ def formula(operands: Sequence[Tensor], causal: bool, options: Mapping[str, Any]
                 hidden |= ahead < -left
             scores = scores.masked_fill(hidden, -torch.inf)
     if sink is None:
-        return scores.softmax(-1) @ v
+        result: Tensor = scores.softmax(-1) @ v
+        return result
     column = sink.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
     return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v
 
@@ -349,7 +351,8 @@ def implementations(device: torch.device) -> dict[str, Implementation]:
     import thunderkittens as tk
 
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, options: Mapping[str, Any]) -> Tensor:
-        return tk.attention(q, k, v, causal=causal, **options)
+        result: Tensor = tk.attention(q, k, v, causal=causal, **options)
+        return result
 
     ours = work(attend)
     own = {"thunderkittens": ours, "baseline": on_baseline(ours)}

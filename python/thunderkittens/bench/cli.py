@@ -145,7 +145,8 @@ def add_drawing(parser: argparse.ArgumentParser, suite: Any) -> None:
 
 
 def is_drawn(args: argparse.Namespace) -> bool:
-    return args.regret or args.shapes == DRAWN
+    answer: bool = args.regret or args.shapes == DRAWN
+    return answer
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -66,8 +66,13 @@ def scaled_dot_product_attention(
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
-    """Whether `tk.attention` takes the operands."""
-    if not query.is_cuda or query.dtype not in _DTYPES:
+    """Whether `tk.attention` takes the operands on a GPU."""
+    return query.is_cuda and _suits(query, key, value, enable_gqa)
+
+
+def _suits(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
+    """Whether shapes and dtypes are those of `tk.attention`."""
+    if query.dtype not in _DTYPES:
         return False
     for x in (query, key, value):
         # Nested tensors are PyTorch's; other shapes broadcast there.

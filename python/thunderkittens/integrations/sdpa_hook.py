@@ -79,7 +79,7 @@ def _hide_from_dynamo(kernel: Kernel) -> None:
     """Where a function that is being compiled breaks its graph, Dynamo compiles the frames that it
     meets later; those of a kernel and of what it calls, which the dispatcher has called, are none
     of its business."""
-    code: CodeType = kernel.__code__  # type: ignore[attr-defined]
+    code: CodeType = kernel.__code__
     with contextlib.suppress(ImportError, AttributeError):
         from torch._C._dynamo import eval_frame
 

@@ -5,35 +5,165 @@
     integration.register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="thunderkittens")
 
-The names that models pass to their attention function are those of transformers 5 (and of 4.48 and
-later); masks are made as for PyTorch's `scaled_dot_product_attention`.
+The names that models pass to their attention function are those of transformers 5. Models make
+their masks by a function of ours, `attention_mask`. Plain causal masks, with a window or without,
+and those of encoders need no tensor. Of a padded batch the edges are computed on the device, once
+for all layers, and `tk.attention_varlen` reads them there. Other masks are tensors as PyTorch's
+`scaled_dot_product_attention` takes them.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import emulation
 from ..ops.attention import attention
-from .sdpa import _fits
+from ..ops.attention_varlen import attention_varlen
+from ._padding import dense_mask, folded_edges, packed_edges, token_range
+from .sdpa import _suits
 
 NAME = "thunderkittens"
+PADDING = ("contiguous", "any")
+_HOLES = (
+    "thunderkittens: the attention mask has padding between the tokens of a row, as where prompts "
+    "are padded on the right and text is generated; pad them on the left, or call "
+    "integrations.transformers.register(padding='any')"
+)
 
 
-def register(name: str = NAME) -> None:
-    """Makes `attention_forward` known to transformers under a name.
+def register(name: str = NAME, *, padding: str = "contiguous") -> None:
+    """Makes `attention_forward` and `attention_mask` known to transformers under a name.
+
+    Args:
+        name: what models are given as `attn_implementation`.
+        padding: what the masks of padded batches may be. "contiguous": the tokens of a row stand
+            together, with padding before them, after them, or both. The host never reads a mask. If
+            padding stands between tokens, a mask on a CPU is taken as with "any", and one on a GPU
+            fails an assertion there, with a message. "any": also between the tokens. Padded batches
+            go to PyTorch's attention, with masks of the full size.
 
     Raises:
         ImportError: transformers is not installed, or has no attention interface.
+        ValueError: padding is none of the above.
     """
+    if padding not in PADDING:
+        raise ValueError(f"thunderkittens: padding is {padding!r}; it must be one of {PADDING}")
     transformers = importlib.import_module("transformers")
     masks = importlib.import_module("transformers.masking_utils")
     transformers.AttentionInterface.register(name, attention_forward)
-    masks.AttentionMaskInterface.register(name, masks.sdpa_mask)
+    function = attention_mask if padding == "contiguous" else partial(attention_mask, holes=True)
+    masks.AttentionMaskInterface.register(name, function)
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    device: torch.device | str = "cpu",
+    holes: bool = False,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask of a model's layers, as transformers asks for it.
+
+    Args:
+        batch_size: B.
+        q_length: how many queries there are.
+        kv_length: how many keys.
+        q_offset: the position of the first query.
+        kv_offset: the position of the first key.
+        mask_function: which keys a query sees.
+        attention_mask: (B, positions), bool: which tokens are no padding.
+        local_size: the window of a layer that has one.
+        device: where the mask is needed.
+        holes: whether padding may stand between tokens.
+        kwargs: what else transformers passes to its own functions.
+
+    Returns:
+        None, where the causal mask, the window and the lengths say all. Of a padded batch, the
+        edges of its sequences, int32, (1, 1, 2, 4 * B + 1), or (1, 2, 1, 4 * B + 1) where queries
+        see later keys too: models pass on what has four dimensions. Otherwise a mask as
+        `scaled_dot_product_attention` takes it.
+    """
+    masks = _masking()
+    causal = mask_function is masks.causal_mask_function or (
+        local_size is not None and _is_window(masks, mask_function, local_size, kwargs)
+    )
+    dense = partial(
+        masks.sdpa_mask,
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        device=device,
+        # None would mean that a mask is causal, or not, as PyTorch's function aligns it.
+        **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
+    )
+    if not causal and mask_function is not masks.bidirectional_mask_function:
+        made: Tensor | None = dense()
+        return made
+    # How many keys there are up to the last query's; a static cache has more.
+    used = q_offset - kv_offset + q_length if causal else kv_length
+    if attention_mask is None and isinstance(used, int) and used == kv_length:
+        return None
+    real = masks.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if real is not None:
+        if holes:
+            made = dense()
+            return made
+        real = real[:, kv_offset : kv_offset + kv_length]
+    begin, end, broken = token_range(real, batch_size, kv_length, used, device)
+    if broken is not None:
+        if broken.device.type == "cpu" and not torch.compiler.is_compiling():
+            if bool(broken.any()):
+                made = dense()
+                return made
+        else:
+            torch._assert_async(~broken.any(), _HOLES)
+    edges = packed_edges(begin, end, q_offset - kv_offset, q_length, kv_length, every=not causal)
+    return edges[None, None] if causal else edges[None, :, None]
+
+
+def _masking() -> Any:
+    """transformers' module of masks, which is loaded when `attention_mask` is asked for one."""
+    return sys.modules["transformers.masking_utils"]
+
+
+def _is_window(masks: Any, function: Any, size: int, given: dict[str, Any]) -> bool:
+    """Whether a mask function is that of a causal window, and nothing is added to it."""
+    if torch.compiler.is_compiling():
+        # Closures cannot be looked into here. A window that may be left to PyTorch's causal flag,
+        # and is no chunk, has nothing added; a compiled step on a static cache does not say so.
+        plain = given.get("allow_is_causal_skip") and not given.get("use_vmap")
+        config = given.get("config")
+        chunks = config is None or getattr(config, "attention_chunk_size", None) is not None
+        return bool(plain) and not chunks
+    window = masks.sliding_window_causal_mask_function(size)
+    if getattr(function, "__code__", None) is not window.__code__:
+        return False
+    parts, expected = (f.__closure__[0].cell_contents for f in (function, window))
+    return (
+        len(parts) == 2
+        and parts[1] is expected[1]
+        and parts[0].__code__ is expected[0].__code__
+        and parts[0].__closure__[0].cell_contents == size
+    )
 
 
 def attention_forward(
@@ -48,61 +178,148 @@ def attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention of a layer, as transformers calls it.
 
-    Calls without a mask tensor, in bfloat16 or float16 on a GPU, go to `tk.attention`: causal,
-    with windows, softcap and sinks. Masks of padded batches, dropout, other dtypes and CPU tensors
-    go to `torch.nn.functional.scaled_dot_product_attention`.
+    Calls in bfloat16 or float16 on a GPU, or on the emulator inside of `tk.emulate()`, go to
+    `tk.attention`, and those of padded batches to `tk.attention_varlen`: causal, with windows,
+    softcap and sinks. Masks that are tensors of the full size, dropout, biases, other dtypes and
+    CPU tensors go to PyTorch: to `torch.nn.functional.scaled_dot_product_attention`, or, with
+    softcap or sinks, which that has not, to the formula.
 
     Args:
         module: the layer; its `is_causal` is used when the argument is None.
         query: (B, Hq, Sq, D).
         key: (B, Hkv, Sk, D).
         value: (B, Hkv, Sk, Dv).
-        attention_mask: None, or a mask as `scaled_dot_product_attention` takes it.
+        attention_mask: what this module's `attention_mask` returns, or a mask as
+            `scaled_dot_product_attention` takes it.
         dropout: probability of dropping a weight.
         scaling: factor of the scores; None is 1 / sqrt(D).
-        is_causal: whether a row sees no later keys, where there is no mask.
+        is_causal: whether a row sees no later keys, where there is no mask. The last row sees all.
         sliding_window: a row sees so many keys, its own included.
         softcap: cap of the scores.
         s_aux: (Hq,), logits of attention sinks.
+        position_bias: broadcast to (B, Hq, Sq, Sk), added to the scores.
         kwargs: what else models pass is not needed.
 
     Returns:
-        (B, Sq, Hq, Dv), and None for the weights.
-
-    Raises:
-        ValueError: a softcap or sinks together with what goes to PyTorch's function, which has
-            neither.
+        (B, Sq, Hq, Dv), and None for the weights. Rows of padding hold finite values.
     """
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if attention_mask is None and not dropout and _fits(query, key, value, True):
-        out = attention(
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    edges = None
+    if attention_mask is not None and attention_mask.dtype is torch.int32:
+        causal = attention_mask.shape[1] == 1
+        edges = attention_mask.flatten(0, 2)
+    left = sliding_window - 1 if sliding_window else -1
+    window = (left, -1 if causal else left)
+    plain = attention_mask is None or edges is not None
+    if plain and not dropout and position_bias is None and _takes(query, key, value):
+        sink = s_aux
+        if sink is not None and sink.dtype is not torch.float32:
+            sink = sink.to(query.dtype)
+        options: dict[str, Any] = {"causal": causal, "window_size": window, "sink": sink}
+        options |= {"softcap": softcap or 0.0, "scale": scaling}
+        if edges is None:
+            return attention(query, key, value, **options).transpose(1, 2), None
+        if sink is None and _folds(query, key, value):
+            return _attend_to_cache(query, key, value, attention_mask, options), None
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        lengths = query.shape[2], key.shape[2]
+        packed = attention_varlen(q, k, v, edges[0], edges[1], *lengths, **options)
+        return packed.unflatten(0, (query.shape[0], lengths[0])), None
+    mask = attention_mask
+    # PyTorch's own causal mask is aligned to the upper left corner, and it has no windows.
+    square = query.shape[2] == key.shape[2]
+    simple = causal and mask is None and left < 0 and square
+    if edges is not None or (mask is None and not simple and (causal or left >= 0)):
+        sizes = query.shape[0], query.shape[2], key.shape[2]
+        mask = dense_mask(edges, *sizes, causal, window, query.device)
+    if softcap or s_aux is not None or position_bias is not None:
+        if simple:
+            sizes = query.shape[0], query.shape[2], key.shape[2]
+            mask = dense_mask(None, *sizes, True, window, query.device)
+        out = _formula(
+            query, key, value, mask, dropout, scaling, softcap or 0.0, s_aux, position_bias
+        )
+    else:
+        out = F.scaled_dot_product_attention(
             query,
             key,
             value,
-            causal=bool(causal),
-            window_size=(sliding_window - 1 if sliding_window else -1, -1),
-            softcap=softcap or 0.0,
-            sink=None if s_aux is None else s_aux.to(query.dtype),
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=simple,
             scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
-        return out.transpose(1, 2), None
-    if softcap or s_aux is not None:
-        raise ValueError(
-            "thunderkittens: softcap and sinks need a call without mask tensor and dropout, in "
-            "bfloat16 or float16 on a GPU; attn_implementation='eager' has them elsewhere"
-        )
-    out = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=attention_mask,
-        dropout_p=dropout,
-        is_causal=bool(causal) and attention_mask is None and query.shape[2] > 1,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _folds(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether keys and values lie as in a cache, head by head, for one query per row: they need no
+    copy where every head is a sequence."""
+    return (
+        query.shape[2] == 1
+        and query.shape[0] > 1
+        and key.shape[1] > 1
+        and key.is_contiguous()
+        and value.is_contiguous()
+    )
+
+
+def _attend_to_cache(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
+) -> Tensor:
+    """The attention of one query per row, with a sequence for each head of keys."""
+    batch, heads, keys, dim = key.shape
+    edges = None if torch.compiler.is_compiling() else getattr(mask, "_tk_folded", None)
+    if edges is None or edges[0] != heads:
+        edges = heads, folded_edges(mask.flatten(0, 2), batch, heads, 1, keys)
+        if not torch.compiler.is_compiling():
+            mask._tk_folded = edges  # for the layers that follow
+    q = query.reshape(batch * heads, -1, dim)
+    k, v = (x.view(batch * heads * keys, 1, x.shape[3]) for x in (key, value))
+    out: Tensor = attention_varlen(q, k, v, edges[1][0], edges[1][1], 1, keys, **options)
+    return out.reshape(batch, 1, query.shape[1], value.shape[3])
+
+
+def _takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the kernels take the operands."""
+    return (query.is_cuda or emulation.active()) and _suits(query, key, value, True)
+
+
+def _formula(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scale: float | None,
+    softcap: float,
+    sink: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """Attention in PyTorch, with what its own function lacks; the softmax is in float32."""
+    batch, heads, rows, dim = query.shape
+    groups = heads // key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
+    scores = query @ key.mT * (dim**-0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    if mask is not None:
+        if mask.dtype is torch.bool:
+            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        else:
+            scores = scores + mask
+    if sink is not None:
+        column = sink.to(scores.dtype).view(1, heads, 1, 1).expand(batch, heads, rows, 1)
+        scores = torch.cat([scores, column], -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    if sink is not None:
+        weights = weights[..., :-1]
+    return F.dropout(weights, dropout) @ value

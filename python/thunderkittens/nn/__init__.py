@@ -5,9 +5,14 @@ checkpoints; `BasedAttention` and `SlidingAttention` are the two mixers of the p
 models. In bfloat16 and float16 (also by autocast) they call `tk.lolcats`, `tk.based` and
 `tk.attention`. In float32 and float64 they call `tk.reference`, whose time and memory grow with the
 square of the length: for tests, and for training on a CPU at small sizes.
+
+`tk.convert` makes the linear layers of a model `GemmLinear`, `tk.Fp8Linear`, `Nvfp4Linear` or
+`Mxfp8Linear`, and returns a `ConvertReport`.
 """
 
 from .based import BasedAttention, BasedCache
+from .conversion import ConvertReport, LinearReport
+from .linear import GemmLinear, Mxfp8Linear, Nvfp4Linear
 from .lolcats import FeatureMap, LolcatsAttention, LolcatsCache
 from .rotary import Rotary
 from .sliding import SlidingAttention, SlidingCache
@@ -15,9 +20,14 @@ from .sliding import SlidingAttention, SlidingCache
 __all__ = [
     "BasedAttention",
     "BasedCache",
+    "ConvertReport",
     "FeatureMap",
+    "GemmLinear",
+    "LinearReport",
     "LolcatsAttention",
     "LolcatsCache",
+    "Mxfp8Linear",
+    "Nvfp4Linear",
     "Rotary",
     "SlidingAttention",
     "SlidingCache",

@@ -4,7 +4,7 @@ half of the rotated elements goes with the second."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -46,7 +46,8 @@ class Rotary(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Rotary:
         """Moves to devices, and stays in float32."""
         frequencies = self.frequencies
-        super()._apply(fn, recurse)
+        apply: Callable[..., Any] = super()._apply
+        apply(fn, recurse)
         self.frequencies = frequencies.to(self.frequencies.device)
         return self
 

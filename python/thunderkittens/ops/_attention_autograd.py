@@ -86,7 +86,8 @@ def _fold(x: Tensor | None, dim: int | None, size: int, at: int) -> Tensor | Non
 
 
 def _unfold(x: Tensor, size: int, at: int) -> Tensor:
-    return x.unflatten(at, (size, x.shape[at] // size))
+    result: Tensor = x.unflatten(at, (size, x.shape[at] // size))
+    return result
 
 
 def _fold_options(options: Options, dims: Any, size: int, batch: int, at: int) -> tuple[Any, ...]:

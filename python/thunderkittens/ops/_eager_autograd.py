@@ -101,7 +101,7 @@ def differentiable(
             return below_autocast(op, *args) if autocast_active() else op(*args)
         if of_op and not (transform_active() and vmap_rule is not None):
             return call(*args)
-        return Transformed.apply(*args)
+        return apply(*args)
 
     class Transformed(Function):
         @staticmethod
@@ -110,6 +110,7 @@ def differentiable(
 
         setup_context = staticmethod(save)
 
+    apply: Call = Transformed.apply
     Transformed.backward = staticmethod(backward)  # type: ignore[method-assign]
     if vmap_rule is not None:
         Transformed.vmap = staticmethod(vmap_rule(recorded))  # type: ignore[method-assign]

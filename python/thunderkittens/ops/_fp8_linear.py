@@ -74,7 +74,8 @@ def fp8_linear(
     if _composed is not None and plain():
         of_x, of_weight = (GRANULARITIES.index(of) for of in SCALING[scaling])
         out = _composed(rows, weight, bias, cast, of_x, of_weight, grad_dtype, accurate)
-        return out.reshape(*x.shape[:-1], weight.shape[0])
+        result: Tensor = out.reshape(*x.shape[:-1], weight.shape[0])
+        return result
     # Under the transforms of torch.func, tensors do not tell whose gradient will be wanted.
     needs_x = needs_weight = transform_active()
     if not needs_x and torch.is_grad_enabled():

@@ -27,29 +27,34 @@ _through_gate = torch.ops.thunderkittens.gemm_backward.default
 def activation_gradient(grad: Tensor, z: Tensor, activation: int, gate: int) -> Tensor:
     """The gradient with respect to z."""
     if gate and not torch.is_grad_enabled():
-        return _through_gate(grad, z, activation, gate)
+        result: Tensor = _through_gate(grad, z, activation, gate)
+        return result
     return _composed(grad, z, activation, gate)
 
 
 def _composed(grad: Tensor, z: Tensor, activation: int, gate: int) -> Tensor:
     aten = torch.ops.aten
+    result: Tensor
     if gate:
         gates, values = z.chunk(2, dim=-1) if gate == 1 else (z[..., ::2], z[..., 1::2])
         activated = activate(gates, NAMES[activation])
         pair = (_composed(grad * values, gates, activation, 0), grad * activated)
         return torch.cat(pair, -1) if gate == 1 else torch.stack(pair, -1).flatten(-2)
     if NAMES[activation] == "relu":
-        return aten.threshold_backward(grad, z, 0)
+        result = aten.threshold_backward(grad, z, 0)
+        return result
     if NAMES[activation] == "silu":
         if not torch.is_grad_enabled():
-            return aten.silu_backward(grad, z)
+            result = aten.silu_backward(grad, z)
+            return result
         wide = z.float()  # PyTorch's kernel has no derivative
         sigmoid = torch.sigmoid(wide)
         return (grad.float() * sigmoid * (1 + wide * (1 - sigmoid))).to(grad.dtype)
     if activation == 0:
         return grad
     approximate = "tanh" if NAMES[activation] == "gelu_tanh" else "none"
-    return aten.gelu_backward(grad, z, approximate=approximate)
+    result = aten.gelu_backward(grad, z, approximate=approximate)
+    return result
 
 
 def _check(grad: Tensor, z: Tensor, activation: int, gate: int) -> None:
@@ -84,7 +89,8 @@ def _cpu(grad: Tensor, z: Tensor, activation: int, gate: int) -> Tensor:
 
 def _flops(grad_shape: Any, *args: Any, **kwargs: Any) -> int:
     """Two multiplications per gate; those of the activation are not counted."""
-    return 2 * math.prod(grad_shape)
+    operations: int = 2 * math.prod(grad_shape)
+    return operations
 
 
 register("gemm_backward", fake=_fake, cpu=_cpu, flops=_flops, vmap=one_by_one(_through_gate))

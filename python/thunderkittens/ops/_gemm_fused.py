@@ -218,7 +218,8 @@ def fused_product(
     if wanted:
         result: Tensor = _recorded(a, b, *options)[0]
         return result
-    return _forward(a, b, *options)
+    value: Tensor = _forward(a, b, *options)
+    return value
 
 
 def composed(
@@ -355,7 +356,8 @@ def _fake_out(a: Tensor, b: Tensor, *options: Any, out: Tensor, **named: Any) ->
 
 
 def _flops(a_shape: Any, b_shape: Any, *args: Any, **kwargs: Any) -> int:
-    return 2 * math.prod(a_shape) * b_shape[-1]
+    operations: int = 2 * math.prod(a_shape) * b_shape[-1]
+    return operations
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -134,7 +134,8 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | 
     ) or transform_active():
         result: Tensor = _recorded(a, b, bias, out_dtype)
         return result
-    return forward(a, b, bias, out_dtype)
+    value: Tensor = forward(a, b, bias, out_dtype)
+    return value
 
 
 def op_shape(

@@ -138,7 +138,8 @@ def lolcats_flops(q_shape: Any, k_shape: Any, v_shape: Any, map_shape: Any, *_: 
     """Of the features, two blocks of scores and values, and the state, each product as a
     multiplication and an addition."""
     tokens, dim, features = math.prod(q_shape[:3]), q_shape[3], map_shape[2]
-    return 2 * tokens * dim * (2 * features + 2 * 2 * WINDOW + 2 * 2 * features)
+    operations: int = 2 * tokens * dim * (2 * features + 2 * 2 * WINDOW + 2 * 2 * features)
+    return operations
 
 
 def fold_rule(call: Any, shared: range) -> Any:

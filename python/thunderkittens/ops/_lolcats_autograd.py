@@ -93,7 +93,8 @@ def _flops(*args: Any, **kwargs: Any) -> int:
     q_shape, _, _, map_shape = args[1:5]
     dim, features = q_shape[3], map_shape[2]
     tokens = q_shape[0] * q_shape[1] * q_shape[2]
-    return 2 * tokens * dim * (7 * 128 + 10 * features + 8 * features)
+    operations: int = 2 * tokens * dim * (7 * 128 + 10 * features + 8 * features)
+    return operations
 
 
 def _vmap_rule(call: Any) -> Any:

@@ -9,6 +9,7 @@ because the second block has the first in its window.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,7 +52,8 @@ def published_prompt(
     if len(after) > 5:
         queries, denominators = q[:, :, first + WINDOW :], after[-1][:, :, WINDOW:]
         rows = end.detach(), queries.detach(), denominators.detach()
-        end = end + ThroughSums.apply(*sums, *rows, factors[0].detach(), factors[2].detach())
+        through_sums: Callable[..., Tensor] = ThroughSums.apply
+        end = end + through_sums(*sums, *rows, factors[0].detach(), factors[2].detach())
     out = torch.cat([begin, end], 2)
     if not return_state:
         return out, None

@@ -193,7 +193,8 @@ def attention(
     ):
         out, lse = _recorded(q, k, v, mode, scale, *options)
         return (out, lse) if return_lse else out
-    return _forward(q, k, v, mode, scale, *options)
+    result: Tensor | tuple[Tensor, Tensor] = _forward(q, k, v, mode, scale, *options)
+    return result
 
 
 shared.hide_catch_all(attention)
@@ -317,21 +318,25 @@ def _gradient_of(*args: Any) -> tuple[Tensor, ...]:
     """The gradient by its kernel, where there is one."""
     q, v = args[2], args[4]
     if q.is_cuda and not shared.has_kernel(q, v, args[7:], varlen=False):
-        return _blocked(*args)
-    return _gradient(*args)
+        result: tuple[Tensor, ...] = _blocked(*args)
+    else:
+        result = _gradient(*args)
+    return result
 
 
 def _flops(q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any) -> int:
     """Two products, masked scores included, as in PyTorch's formula of its own attention."""
-    return 2 * math.prod(q_shape[:3]) * k_shape[2] * (q_shape[3] + v_shape[3])
+    operations: int = 2 * math.prod(q_shape[:3]) * k_shape[2] * (q_shape[3] + v_shape[3])
+    return operations
 
 
 def _flops_backward(*args: Any, **kwargs: Any) -> int:
     _, _, q_shape, k_shape, v_shape, *_ = args
     needs = kwargs.get("needs") or shared.split_backward(args, False)[3]
-    return (
+    operations: int = (
         math.prod(q_shape[:3]) * k_shape[2] * shared.flops_backward(q_shape[3], v_shape[3], needs)
     )
+    return operations
 
 
 _recorded, _ = autograd.functions("attention", _differentiable, _gradient_of, False)

@@ -181,7 +181,8 @@ def attention_varlen(
     ):
         out, lse = _recorded(q, k, v, *packing, mode, scale, *options)
         return (out, lse) if return_lse else out
-    return _forward(q, k, v, *packing, mode, scale, *options)
+    result: Tensor | tuple[Tensor, Tensor] = _forward(q, k, v, *packing, mode, scale, *options)
+    return result
 
 
 shared.hide_catch_all(attention_varlen)
@@ -366,20 +367,24 @@ def _gradient_of(*args: Any) -> tuple[Tensor, ...]:
     """The gradient by its kernel, where there is one."""
     q, v = args[2], args[4]
     if q.is_cuda and not shared.has_kernel(q, v, args[11:], varlen=True):
-        return _blocked(*args)
-    return _gradient(*args)
+        result: tuple[Tensor, ...] = _blocked(*args)
+    else:
+        result = _gradient(*args)
+    return result
 
 
 def _flops(q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any) -> int:
     """Two products, as if every sequence had max_seqlen_k keys, and masked scores included."""
     tokens, heads, dim = q_shape
-    return 2 * tokens * heads * args[3] * (dim + v_shape[2])
+    operations: int = 2 * tokens * heads * args[3] * (dim + v_shape[2])
+    return operations
 
 
 def _flops_backward(*args: Any, **kwargs: Any) -> int:
     (_, _, q_shape, _, v_shape, _, _), packing, _, needs = shared.split_backward(args, True)
     tokens, heads, dim = q_shape
-    return tokens * heads * packing[3] * shared.flops_backward(dim, v_shape[2], needs)
+    operations: int = tokens * heads * packing[3] * shared.flops_backward(dim, v_shape[2], needs)
+    return operations
 
 
 _recorded, _ = autograd.functions(_NAME, _differentiable, _gradient_of, True)

@@ -401,14 +401,16 @@ def _flops(q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any) 
     """Products within chunks of 64 tokens, and of the features with the state, as a multiplication
     and an addition each."""
     tokens = math.prod(q_shape[:3])
-    return 2 * tokens * (64 * (ELEMENTS + v_shape[3]) + 2 * FEATURES * v_shape[3])
+    operations: int = 2 * tokens * (64 * (ELEMENTS + v_shape[3]) + 2 * FEATURES * v_shape[3])
+    return operations
 
 
 def _flops_backward(*args: Any, **kwargs: Any) -> int:
     q_shape, _, v_shape = args[3:6]
     tokens, columns = math.prod(q_shape[:3]), v_shape[3]
     within = 64 * (2 * (2 * ELEMENTS + columns) + columns)
-    return 2 * tokens * (within + 5 * FEATURES * columns)
+    operations: int = 2 * tokens * (within + 5 * FEATURES * columns)
+    return operations
 
 
 def _save_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -146,7 +146,8 @@ def _cpu(
 def _flops(q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any) -> int:
     """The state's change and its product with the features, a multiplication and an addition per
     element each."""
-    return 4 * math.prod(v_shape) * FEATURES
+    operations: int = 4 * math.prod(v_shape) * FEATURES
+    return operations
 
 
 register("based_decode", fake=_fake, cpu=_cpu, flops=_flops, autocast=3, differentiable=False)

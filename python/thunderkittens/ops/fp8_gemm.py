@@ -75,7 +75,8 @@ def fp8_gemm(
     scale_a, scale_b = _matrix(scale_a), _matrix(scale_b)
     _check_scales(a, b, scale_a, scale_b)
     code = ACTIVATIONS.index(activation)
-    return _op(a, b, scale_a, scale_b, bias, code, out_dtype, accurate, offs)
+    result: Tensor = _op(a, b, scale_a, scale_b, bias, code, out_dtype, accurate, offs)
+    return result
 
 
 def _matrix(scale: Tensor) -> Tensor:
@@ -227,7 +228,8 @@ def _cpu(
 
 def _flops(a_shape: Any, b_shape: Any, *args: Any, **kwargs: Any) -> int:
     """2 M N K."""
-    return 2 * a_shape[0] * a_shape[1] * b_shape[-1]
+    operations: int = 2 * a_shape[0] * a_shape[1] * b_shape[-1]
+    return operations
 
 
 register(

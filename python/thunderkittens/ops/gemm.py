@@ -131,7 +131,8 @@ def _cpu(
 
 def _flops(a_shape: Any, b_shape: Any, *args: Any, **kwargs: Any) -> int:
     """2 M N K per matrix; the bias is not counted, as in PyTorch's formula of addmm."""
-    return 2 * math.prod(a_shape) * b_shape[-1]
+    operations: int = 2 * math.prod(a_shape) * b_shape[-1]
+    return operations
 
 
 for _name, _op in (("gemm_forward", forward), ("gemm", differentiable_op)):

@@ -118,7 +118,8 @@ def _product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     if (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)) or transform_active():
         result: Tensor = _recorded(a, b, offs)
         return result
-    return _forward(a, b, offs)
+    value: Tensor = _forward(a, b, offs)
+    return value
 
 
 # What the ops thunderkittens::grouped_gemm_forward and thunderkittens::grouped_gemm do beside the
@@ -138,7 +139,8 @@ def _cpu(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 
 def _flops(a_shape: Any, b_shape: Any, *args: Any, **kwargs: Any) -> int:
     """2 M N K, as if the groups filled the dimension that they divide."""
-    return 2 * math.prod(a_shape[-2:]) * b_shape[-1]
+    operations: int = 2 * math.prod(a_shape[-2:]) * b_shape[-1]
+    return operations
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -129,10 +129,11 @@ def mxfp8_gemm(
         call = _Groups.apply if transform_active() else _groups
         out: Tensor = call(left, right, of_left, of_right, bias, code, out_dtype, swizzle, offs)
         return out
-    return _op(
+    result: Tensor = _op(
         *(left, right, of_left, of_right, bias, code, out_dtype, rebased, swizzle_a, swizzle_b),
         *(*prepared_a, *prepared_b, None),
     )
+    return result
 
 
 def _groups(
@@ -336,7 +337,8 @@ def _cpu(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *args: Any, **k
 
 def _flops(a_shape: Any, b_shape: Any, *args: Any, **kwargs: Any) -> int:
     """2 M N K."""
-    return 2 * a_shape[0] * a_shape[1] * b_shape[-1]
+    operations: int = 2 * a_shape[0] * a_shape[1] * b_shape[-1]
+    return operations
 
 
 register(_NAME, fake=_fake, cpu=_cpu, flops=_flops, vmap=one_by_one(_op), differentiable=False)

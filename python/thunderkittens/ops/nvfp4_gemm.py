@@ -141,7 +141,8 @@ def nvfp4_gemm(
         out = _recorded(rows, b.data, scale, b.rows, bias, code, out_dtype)
     else:
         out = _op(rows, b.data, scale, b.rows, bias, code, out_dtype, offs)
-    return out if a.dim() == 2 else out.view(*a.shape[:-1], b.rows)
+    result: Tensor = out if a.dim() == 2 else out.view(*a.shape[:-1], b.rows)
+    return result
 
 
 def _require_tensor(name: str, x: Any) -> None:
@@ -258,7 +259,8 @@ def _forward(
     activation: int,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
-    return _op(a, data, scale, n, bias, activation, out_dtype, None)
+    result: Tensor = _op(a, data, scale, n, bias, activation, out_dtype, None)
+    return result
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -343,7 +345,8 @@ def _cpu(
 
 def _flops(a_shape: Any, b_shape: Any, scale_shape: Any, n: int, *args: Any, **kwargs: Any) -> int:
     """2 M N K."""
-    return 2 * a_shape[0] * a_shape[1] * n
+    operations: int = 2 * a_shape[0] * a_shape[1] * n
+    return operations
 
 
 register("nvfp4_gemm", fake=_fake, cpu=_cpu, flops=_flops, vmap=one_by_one(_op))

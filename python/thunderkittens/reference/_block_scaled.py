@@ -13,7 +13,8 @@ FP8_MAX_EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
 
 def blocks_of(x: Tensor, block: int) -> Tensor:
     """(..., K) as (..., ceil(K / block), block), zeros past the end."""
-    return F.pad(x, (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))
+    result: Tensor = F.pad(x, (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))
+    return result
 
 
 def bits_of(x: Tensor) -> Tensor:

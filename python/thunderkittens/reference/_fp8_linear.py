@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ def fp8_linear(
         (..., N), of x's dtype.
     """
     rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
-    out: Tensor = _Linear.apply(rows, weight, bias, scaling, grad_dtype)
+    linear: Callable[..., Tensor] = _Linear.apply
+    out = linear(rows, weight, bias, scaling, grad_dtype)
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 

@@ -72,9 +72,11 @@ def features() -> list[Point]:
         kind = "backward" if backward else "forward"
         causal = point(4, 16, 4096, 128, True, backward)
         long = point(1, 16, 16384, 128, True, backward)
-        add = lambda name, base, kind=kind, **changes: points.append(  # noqa: E731
-            base.against(name=f"{kind} {name}", groups=(f"{kind} options",), **changes)
-        )
+
+        def add(name: str, base: Point, kind: str = kind, **changes: Any) -> None:
+            changes |= {"name": f"{kind} {name}", "groups": (f"{kind} options",)}
+            points.append(base.against(**changes))
+
         add("window 1024, N=16384", long, options={"window_size": (1024, 0)})
         add("softcap", causal, options={"softcap": 20.0})
         add("ALiBi", causal, options={"alibi": True})

@@ -73,13 +73,13 @@ def plain(
         gate, value = z.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * value
     if activation is not None:
-        function = {
+        functions: dict[str, Callable[[Tensor], Tensor]] = {
             "relu": torch.relu,
             "gelu": torch.nn.functional.gelu,
             "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
             "silu": torch.nn.functional.silu,
-        }[activation]
-        z = function(z)
+        }
+        z = functions[activation](z)
     return z if residual is None else z + residual
 
 

@@ -1,0 +1,17 @@
+# The version is the package's, of which its record or, in a clone, pyproject.toml tells.
+foreach(file ../../../_build.json ../../pyproject.toml)
+  if(EXISTS ${CMAKE_CURRENT_LIST_DIR}/${file})
+    file(STRINGS ${CMAKE_CURRENT_LIST_DIR}/${file} line REGEX "^ *\"?version\"? *[:=]" LIMIT_COUNT 1)
+    string(REGEX MATCH "[0-9]+(\\.[0-9]+)+" PACKAGE_VERSION "${line}")
+    break()
+  endif()
+endforeach()
+# Before 1.0 a minor version may change what there is.
+string(REGEX MATCH "^[0-9]+\\.[0-9]+" this "${PACKAGE_VERSION}")
+string(REGEX MATCH "^[0-9]+\\.[0-9]+" wanted "${PACKAGE_FIND_VERSION}.0")
+if(NOT PACKAGE_VERSION VERSION_LESS PACKAGE_FIND_VERSION AND this STREQUAL wanted)
+  set(PACKAGE_VERSION_COMPATIBLE TRUE)
+endif()
+if(PACKAGE_VERSION VERSION_EQUAL PACKAGE_FIND_VERSION)
+  set(PACKAGE_VERSION_EXACT TRUE)
+endif()
