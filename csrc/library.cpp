@@ -133,8 +133,8 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
         ", bool[4] needs=[True, True, True, True]) -> " ATTENTION_GRADIENTS);
 
     // The newest queries of sequences over their keys in a cache: q (B, s, Hq, D) or packed (T, Hq,
-    // D), caches (pages, page_size, Hkv, D or Dv), page_table int32 (sequences, pages) or none for a
-    // page each, seq_lens int32 (B,), to which new_keys or cu_seqlens_k_new add; split_size: 0 is
+    // D), caches (pages, page_size, Hkv, D or Dv), page_table int32 (sequences, pages) or none for
+    // a page each, seq_lens int32 (B,), to which new_keys or cu_seqlens_k_new add; split_size: 0 is
     // none; mask int32 (tokens, words); scales fp32, of caches of 8 bits: one, (B, Hkv) or (pages,
     // page_size, Hkv); lse fp32 (B, Hq, s) or (Hq, T).
     m.def(

@@ -14,6 +14,7 @@ struct AppendProblem {
 };
 struct AppendChoice {
     bool codes = false;
+    DType dtype = DType::bf16;
 };
 
 struct AppendParams {
@@ -37,7 +38,7 @@ struct AppendParams {
 };
 
 TK_FIELDS(AppendProblem, dtype, tokens, kv_heads, head_dim, value_dim, codes)
-TK_FIELDS(AppendChoice, codes)
+TK_FIELDS(AppendChoice, codes, dtype)
 
 std::string unsupported_append(const AppendProblem& problem, const DeviceProperties& device);
 AppendChoice choose_append(const AppendProblem& problem, const DeviceProperties& device);
@@ -47,6 +48,19 @@ template <DType dtype>
 void launch_append(const AppendParams& params, Stream stream);
 
 constexpr int MOST_MERGED = 16;
+struct MergeProblem {
+    DType dtype = DType::bf16;
+};
+struct MergeChoice {
+    DType dtype = DType::bf16;
+};
+TK_FIELDS(MergeProblem, dtype)
+TK_FIELDS(MergeChoice, dtype)
+
+std::string unsupported_merge(const MergeProblem& problem, const DeviceProperties& device);
+MergeChoice choose_merge(const MergeProblem& problem, const DeviceProperties& device);
+std::string kernel_name(const MergeChoice& choice);
+
 struct MergeParams {
     DType dtype = DType::bf16;
     int64_t batch = 0, heads = 0, length = 0, dim = 0;

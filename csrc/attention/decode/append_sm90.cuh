@@ -1,5 +1,5 @@
-// Writes new keys and values into a cache, whose pages the device looks up: a thread has 16 bytes of
-// a row, or where the cache has 8 bits, a warp a whole one. Keys may be rotated on the way.
+// Writes new keys and values into a cache, whose pages the device looks up: a thread has 16 bytes
+// of a row, or where the cache has 8 bits, a warp a whole one. Keys may be rotated on the way.
 #pragma once
 
 #include <cuda_fp8.h>

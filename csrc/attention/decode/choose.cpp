@@ -106,25 +106,56 @@ std::string unsupported_append(const AppendProblem& p, const DeviceProperties& d
     }
     return "";
 }
-AppendChoice choose_append(const AppendProblem& p, const DeviceProperties&) { return {p.codes}; }
-std::string kernel_name(const AppendChoice& c) { return c.codes ? "append_codes" : "append"; }
+AppendChoice choose_append(const AppendProblem& p, const DeviceProperties&) {
+    return {p.codes, p.dtype};
+}
+std::string kernel_name(const AppendChoice& c) {
+    return concat(c.codes ? "append_codes_" : "append_", name_of(c.dtype));
+}
+std::string unsupported_merge(const MergeProblem&, const DeviceProperties& device) {
+    return no_code_for(device);
+}
+MergeChoice choose_merge(const MergeProblem& p, const DeviceProperties&) { return {p.dtype}; }
+std::string kernel_name(const MergeChoice& c) { 
+    const bool bf16 = c.dtype == DType::bf16;
+    return bf16 ? "merge_bf16" : "merge_fp16";
+}
 
 namespace {
+
+const char* mangled(DType dtype) { return dtype == DType::bf16 ? "13__nv_bfloat16" : "6__half"; }
+
 std::vector<KernelInfo> append_kernels() {
     std::vector<KernelInfo> list;
-    for (const bool codes : {false, true}) {
-        list.push_back({.name = kernel_name(AppendChoice{codes}),
-                        .config = codes ? "a warp for a row" : "a thread for 16 bytes",
-                        .source = "append_kv",
-                        .symbol = codes ? "19append_codes_kernelI" : "13append_kernelI",
-                        .threads = 256});
+    for (const DType dtype : {DType::bf16, DType::fp16}) {
+        for (const bool codes : {false, true}) {
+            const char* const kernel = codes ? "19append_codes_kernelI" : "13append_kernelI";
+            list.push_back({.name = kernel_name(AppendChoice{codes, dtype}),
+                            .config = codes ? "a warp for a row" : "a thread for 16 bytes",
+                            .source = "append_kv",
+                            .symbol = concat(kernel, mangled(dtype)),
+                            .threads = 256});
+        }
     }
     return list;
 }
+std::vector<KernelInfo> merge_kernels() {
+    std::vector<KernelInfo> list;
+    for (const DType dtype : {DType::bf16, DType::fp16}) {
+        list.push_back({.name = kernel_name(MergeChoice{dtype}),
+                        .config = "a warp for a row",
+                        .source = "merge_attention",
+                        .symbol = concat("12merge_kernelI", mangled(dtype)),
+                        .threads = 128});
+    }
+    return list;
+}
+
 }  // namespace
 
 static const bool registered =
     register_op("attention_paged", "attention", &kernels, &unsupported, &choose) &&
-    register_op("append_kv", "attention", &append_kernels, &unsupported_append, &choose_append);
+    register_op("append_kv", "attention", &append_kernels, &unsupported_append, &choose_append) &&
+    register_op("merge_attention", "attention", &merge_kernels, &unsupported_merge, &choose_merge);
 
 }  // namespace thunderkittens::attention::decode

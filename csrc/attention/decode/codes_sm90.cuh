@@ -1,7 +1,7 @@
 // Caches of 8 bits: codes become fp16, exactly, on the way to the tensor cores. A producer's thread
 // copies 16 of them at a time to a place of its own in shared memory, and converts them when they
-// are there. Scales stay outside of products: those of keys go to scores, those of values to weights
-// (of tokens) or to the result (of heads).
+// are there. Scales stay outside of products: those of keys go to scores, those of values to
+// weights (of tokens) or to the result (of heads).
 #pragma once
 
 #include <cuda_fp8.h>
@@ -55,8 +55,7 @@ __device__ __forceinline__ void convert(CacheFormat format, const Codes& codes, 
         convert_by(codes, to, pair_of_int8);
 }
 
-// A power of two that brings the largest of a row to about 2^10 in fp16, so that nothing that counts
-// beside it is lost; and its inverse.
+// Of a number that is no subnormal; and the power of two of an exponent, within those of fp32.
 __device__ __forceinline__ int exponent_of(float largest) {
     return static_cast<int>(arch::bit_cast<uint32_t>(largest) >> 23 & 0xff) - 127;
 }

@@ -121,8 +121,8 @@ struct Cache {
     int64_t page_stride = 0, token_stride = 0, head_stride = 0;
 };
 
-// Factors of the codes, fp32: one, or one for each sequence and head, or one for each token and head
-// of a cache.
+// Factors of the codes, fp32: one, or one for each sequence and head, or one for each token and
+// head of a cache.
 struct Scales {
     const float* data = nullptr;  // null: 1
     bool tokens = false;

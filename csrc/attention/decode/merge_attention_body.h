@@ -69,7 +69,9 @@ Tensor merge_attention_body(const Backend<Tensor>& on, const std::vector<Tensor>
     }
     params.out = operand_of(out);
     params.lse = data_as<float>(lse);
-    auto launch = on.launch("merge_attention", first);
+    const DeviceProperties& device = on.device(first);
+    check_supported(OP, unsupported_merge({params.dtype}, device));
+    auto launch = on.launch("merge_attention", choose_merge({params.dtype}, device), first);
     for (std::size_t i = 0; i < outs.size(); ++i) {
         launch.may_read("outs", kept[i]);
         launch.may_read("lses", lses[i]);

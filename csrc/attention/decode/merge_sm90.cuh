@@ -1,6 +1,6 @@
 // Merges attention over parts of the keys, each with its LSE, into attention over all of them: a
-// warp has a row. Weights are exp(lse - the LSE of all); what has seen no key, whose LSE is infinite
-// of either sign, counts for nothing.
+// warp has a row. Weights are exp(lse - the LSE of all); what has seen no key, whose LSE is
+// infinite of either sign, counts for nothing.
 #pragma once
 
 #include "csrc/attention/decode/append.h"

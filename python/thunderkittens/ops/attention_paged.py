@@ -14,6 +14,7 @@ from . import _cache as cache
 from ._registration import (
     forward_mode_active,
     refuse_forward_mode,
+    one_by_one,
     register,
     require_operands,
     transform_active,
@@ -207,7 +208,7 @@ def _refuse_gradients(*tensors: Tensor | None) -> None:
     if forward_mode_active():
         refuse_forward_mode(_NAME, *given)
     if transform_active():
-        raise RuntimeError(f"tk.{_NAME} cannot be called under the transforms of torch.func")
+        raise RuntimeError(f"tk.{_NAME}: cannot be called under the transforms of torch.func")
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         raise RuntimeError(
             f"tk.{_NAME} has no gradient, and an operand requires one: call it under "
@@ -337,4 +338,11 @@ def _flops(q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any) 
     return 2 * int(rows) * int(keys) * (q_shape[-1] + v_shape[3])
 
 
-register(_NAME, fake=_fake, cpu=_cpu, flops=_flops, differentiable=False)
+register(
+    _NAME,
+    fake=_fake,
+    cpu=_cpu,
+    flops=_flops,
+    vmap=one_by_one(_op),
+    differentiable=False,
+)

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import emulation
 from . import _attention as shared
 from . import _cache as cache
-from ._registration import register
+from ._registration import one_by_one, register
 
 _NAME = "attention_schedule"
 _op = torch.ops.thunderkittens.attention_schedule.default
@@ -146,4 +146,11 @@ def _flops(*args: Any, **kwargs: Any) -> int:
     return 0
 
 
-register(_NAME, fake=_fake, cpu=_cpu, flops=_flops, differentiable=False)
+register(
+    _NAME,
+    fake=_fake,
+    cpu=_cpu,
+    flops=_flops,
+    vmap=one_by_one(_op),
+    differentiable=False,
+)

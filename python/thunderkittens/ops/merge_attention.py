@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import emulation
 from ..reference.merge_attention import merge_attention as reference_merge
-from ._registration import register, require_operands
+from ._registration import one_by_one, register, require_operands
 
 _op = torch.ops.thunderkittens.merge_attention.default
 _MOST = 16
@@ -97,4 +97,11 @@ def _flops(out_shapes: Any, lse_shapes: Any, *args: Any, **kwargs: Any) -> int:
     return 2 * sum(math.prod(shape) for shape in out_shapes)
 
 
-register("merge_attention", fake=_fake, cpu=_cpu, flops=_flops, differentiable=False)
+register(
+    "merge_attention",
+    fake=_fake,
+    cpu=_cpu,
+    flops=_flops,
+    vmap=one_by_one(_op),
+    differentiable=False,
+)
