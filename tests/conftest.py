@@ -188,7 +188,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         device = item.callspec.params.get("device") if hasattr(item, "callspec") else None
         if item.get_closest_marker("gpu"):
             device = "cuda"
-        if isinstance(device, Emulated) or item.get_closest_marker("emulator"):
+        elif isinstance(device, Emulated) or item.get_closest_marker("emulator"):
             device = "emulator"
         if device in missing:
             _deselected[f"{device}: {missing[device]}"] += 1

@@ -22,7 +22,11 @@ def test_version_stands_in_one_place_and_has_its_changes():
     version = release.version()
     assert release.changes(version)
     assert not release.changes("99.0")
-    sources = [*(ROOT / "python").rglob("*.py"), *(ROOT / "cmake").iterdir(), ROOT / "setup.cfg"]
+    sources = [
+        *(ROOT / "python").rglob("*.py"),
+        *(ROOT / "cmake").rglob("*.cmake*"),
+        ROOT / "setup.cfg",
+    ]
     sources += [ROOT / "CMakeLists.txt", *(ROOT / "csrc").rglob("*.cpp"), *ROOT.glob("docs/*.md")]
     assert not [p.name for p in sources if f'"{version}"' in p.read_text()]
 

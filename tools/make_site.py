@@ -40,7 +40,6 @@ NAV: list[tuple[str, str | list[tuple[str, str]]]] = [
         [
             ("Manual of kittens", "docs/manual.md"),
             ("From Python and CMake", "docs/own_kernels.md"),
-            ("From Python and CMake", "docs/own_kernels.md"),
             ("The GEMM ladder", "examples/gemm/README.md"),
             ("Contributing", "CONTRIBUTING.md"),
         ],
