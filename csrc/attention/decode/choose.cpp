@@ -116,7 +116,7 @@ std::string unsupported_merge(const MergeProblem&, const DeviceProperties& devic
     return no_code_for(device);
 }
 MergeChoice choose_merge(const MergeProblem& p, const DeviceProperties&) { return {p.dtype}; }
-std::string kernel_name(const MergeChoice& c) { 
+std::string kernel_name(const MergeChoice& c) {
     const bool bf16 = c.dtype == DType::bf16;
     return bf16 ? "merge_bf16" : "merge_fp16";
 }

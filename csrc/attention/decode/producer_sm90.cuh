@@ -1,6 +1,6 @@
 // The producer of attention over a cache: two warps, whose threads look pages up and copy rows of
-// keys and values, 16 bytes each, into the ring. Codes of 8 bits come to a place of the thread's own
-// first, and go on as fp16.
+// keys and values, 16 bytes each, into the ring. Codes of 8 bits come to a place of the thread's
+// own first, and go on as fp16.
 #pragma once
 
 #include "csrc/attention/decode/decode_types_sm90.cuh"

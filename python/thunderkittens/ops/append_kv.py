@@ -74,6 +74,9 @@ def append_kv(
             written: the largest of a token's head, over 448, 57344 or 127. None: 1.
         v_scale: likewise.
 
+    Returns:
+        nothing.
+
     Raises:
         TypeError: what is no dense tensor, dtypes, devices.
         ValueError: shapes and strides that do not fit, seq_lens and slot_mapping both or neither,

@@ -13,8 +13,8 @@ from . import _attention as shared
 from . import _cache as cache
 from ._registration import (
     forward_mode_active,
-    refuse_forward_mode,
     one_by_one,
+    refuse_forward_mode,
     register,
     require_operands,
     transform_active,
@@ -97,10 +97,13 @@ def attention_paged(
         window_size: as for `tk.attention`, beside the diagonal j = i + n - s.
         attention_chunk: a query sees the keys of its own chunk of so many alone, counted from the
             first key that is seen, by the position of its diagonal. None: all keys.
-        softcap, alibi_slopes, sink, scale: as for `tk.attention`; slopes are (Hq,) or (B, Hq).
+        softcap: as for `tk.attention`.
+        alibi_slopes: (Hq,) or (B, Hq), float32, as for `tk.attention`.
+        sink: (Hq,), as for `tk.attention`.
         mask: (tokens, words), int32, a row for each query: bit i % 32 of word i // 32 says whether
             it sees key n - s + i, so that drafted tokens may be a tree. It sees all earlier keys;
             causal does not count.
+        scale: as for `tk.attention`; None is 1 / sqrt(D).
         k_scale: factor of a cache of 8 bits, float32: one, or (B, Hkv), or (pages, page_size, Hkv),
             of each token and head, by strides. Keys are exactly code times factor; what is computed
             with them is in float16, which values times their factors must fit.
