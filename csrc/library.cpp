@@ -11,6 +11,10 @@
 #define ATTENTION_GRADIENTS "(Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_sink)"
 #define ATTENTION_SEQUENCES \
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
+#define DECODE_SEQUENCES                                                                       \
+    "Tensor? cu_seqlens_q=None, SymInt max_seqlen_q=1, Tensor? cu_seqlens_k_new=None, SymInt " \
+    "new_keys=0, Tensor? cache_leftpad=None, bool causal=True, SymInt window_left=-1, SymInt " \
+    "window_right=-1, SymInt attention_chunk=0, SymInt split_size=0"
 #define BASED_OPTIONS                                                                           \
     "bool normalize=False, float eps=1e-12, Tensor? numerator=None, Tensor? denominator=None, " \
     "bool return_state=False"
@@ -127,6 +131,35 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
         "attention_varlen_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor "
         "v, Tensor out, Tensor lse, " ATTENTION_SEQUENCES ", " ATTENTION_OPTIONS
         ", bool[4] needs=[True, True, True, True]) -> " ATTENTION_GRADIENTS);
+
+    // The newest queries of sequences over their keys in a cache: q (B, s, Hq, D) or packed (T, Hq,
+    // D), caches (pages, page_size, Hkv, D or Dv), page_table int32 (sequences, pages) or none for
+    // a page each, seq_lens int32 (B,), to which new_keys or cu_seqlens_k_new add; split_size: 0 is
+    // none; mask int32 (tokens, words); scales fp32, of caches of 8 bits: one, (B, Hkv) or (pages,
+    // page_size, Hkv); lse fp32 (B, Hq, s) or (Hq, T).
+    m.def(
+        "attention_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? page_table, Tensor "
+        "seq_lens, " DECODE_SEQUENCES
+        ", Tensor? cache_batch_idx=None, float? scale=None, float softcap=0.0, Tensor? "
+        "alibi_slopes=None, Tensor? sink=None, Tensor? mask=None, Tensor? schedule=None, Tensor? "
+        "rotary_cos=None, Tensor? rotary_sin=None, bool rotary_interleaved=False, Tensor? "
+        "rotary_seqlens=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? q_scale=None) -> "
+        "(Tensor out, Tensor lse)");
+    m.def(
+        "attention_schedule(Tensor seq_lens, SymInt q_heads, SymInt kv_heads, SymInt head_dim, "
+        "SymInt value_dim, " DECODE_SEQUENCES ", bool mask=False, bool codes=False) -> Tensor");
+    // New keys and values into a cache: at slots int64 (T,), page * page_size + offset, or behind
+    // the seq_lens keys that their sequence has. Scales of a cache of 8 bits are as above; those of
+    // tokens are written.
+    m.def(
+        "append_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? "
+        "page_table=None, Tensor? seq_lens=None, Tensor? slot_mapping=None, Tensor? "
+        "cache_batch_idx=None, Tensor? cu_seqlens_k_new=None, Tensor? rotary_cos=None, Tensor? "
+        "rotary_sin=None, Tensor? rotary_positions=None, Tensor? rotary_seqlens=None, bool "
+        "rotary_interleaved=False, Tensor(c!)? "
+        "k_scale=None, Tensor(d!)? v_scale=None) -> ()");
+    // Attention over parts of the keys, outs of one shape with their lses.
+    m.def("merge_attention(Tensor[] outs, Tensor[] lses) -> (Tensor out, Tensor lse)");
 
     // q and k (B, H, N, 16), v (B, H, N, Dv); a state is numerator (B, H, 153, Dv) and denominator
     // (B, H, 153), fp32, both or none, see csrc/linear_attention/common/linear_attention.h. A final

@@ -43,7 +43,10 @@ inline std::string torch_name(DType dtype) {
 //                               names; BYTE, E8M0 and E2M1X2 are those that are no DType
 //   empty_strided(sizes, strides, type, like)     an uninitialised tensor on the device of `like`
 //   view_as(type, x)            the same bytes as elements of another type of the same size
-//   is_int64(x)                 whether it is one integer of 64 bits
+//   is_int64(x, count)          whether it is so many integers of 64 bits, which the emulator takes
+//                               as pairs of 32; one by default
+//   is_int8(x)                  whether its elements are integers of 8 bits; of the emulator's
+//                               arrays a flag of the call says so
 //   negate(x), add(x, number)   in place; add() of int32
 // and, of an object that stands for one call,
 //   guard(x)                    makes the device of x the current one, in a scope

@@ -267,7 +267,10 @@ struct Backend<emulated::Array> {
         return a;
     }
     static Array view_as(DType, const Array& x) { return x; }
-    static bool is_int64(const Array& x) { return x.dtype == DType::int32 && x.numel() == 2; }
+    static bool is_int64(const Array& x, int64_t count = 1) {
+        return x.dtype == DType::int32 && x.numel() == 2 * count;
+    }
+    static bool is_int8(const Array&) { return false; }
     // Of 16 bits, by their signs.
     static void negate(Array& x) {
         emulated::for_each_row(x, [&](int64_t at, int64_t, int64_t, int64_t) {

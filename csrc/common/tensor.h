@@ -147,9 +147,10 @@ struct Backend<Tensor> {
     static Tensor view_as(ScalarType type, const Tensor& x) {
         return thunderkittens::view_as(type, x);
     }
-    static bool is_int64(const Tensor& x) {
-        return x.scalar_type() == ScalarType::Long && x.numel() == 1;
+    static bool is_int64(const Tensor& x, int64_t count = 1) {
+        return x.scalar_type() == ScalarType::Long && x.numel() == count;
     }
+    static bool is_int8(const Tensor& x) { return x.scalar_type() == ScalarType::Char; }
     static void negate(Tensor& x) {
         std::array<StableIValue, 1> stack{torch::stable::detail::from(x)};
         TORCH_ERROR_CODE_CHECK(

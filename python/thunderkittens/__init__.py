@@ -31,7 +31,10 @@ try:
     from .integrations.sdpa_hook import disable_sdpa, enable_sdpa, sdpa, sdpa_report
     from .nn.conversion import convert
     from .ops._fp8_linear import Fp8Linear, fp8_linear
+    from .ops.append_kv import append_kv
     from .ops.attention import attention
+    from .ops.attention_paged import attention_decode, attention_paged
+    from .ops.attention_schedule import attention_schedule
     from .ops.attention_varlen import attention_varlen
     from .ops.based import based, based_linear_prefill
     from .ops.based_decode import based_decode
@@ -41,6 +44,7 @@ try:
     from .ops.grouped_gemm import grouped_gemm
     from .ops.lolcats import hedgehog, lolcats
     from .ops.lolcats_decode import lolcats_decode
+    from .ops.merge_attention import merge_attention
     from .ops.mxfp8_dequantize import mxfp8_dequantize
     from .ops.mxfp8_gemm import mxfp8_gemm
     from .ops.mxfp8_prepare import mxfp8_prepare
@@ -71,7 +75,11 @@ __all__ = [
     "Mxfp8Operand",
     "Nvfp4Weight",
     "__version__",
+    "append_kv",
     "attention",
+    "attention_decode",
+    "attention_paged",
+    "attention_schedule",
     "attention_varlen",
     "based",
     "based_decode",
@@ -92,6 +100,7 @@ __all__ = [
     "is_supported",
     "lolcats",
     "lolcats_decode",
+    "merge_attention",
     "mxfp8_dequantize",
     "mxfp8_gemm",
     "mxfp8_prepare",

@@ -20,6 +20,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._compat_kvcache import flash_attn_with_kvcache, get_scheduler_metadata
 from .ops.attention import attention
 from .ops.attention_varlen import attention_varlen
 
@@ -28,6 +29,8 @@ __all__ = [
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
 ]
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]

@@ -18,16 +18,19 @@ KERNELS = {
     **{
         name: name
         for name in (
-            *("attention", "attention_varlen", "based", "based_decode", "fp8_gemm"),
+            *("append_kv", "attention", "attention_paged", "based", "based_decode", "fp8_gemm"),
             *("fp8_quantize", "gemm", "grouped_gemm", "lolcats", "lolcats_decode"),
             *("mxfp8_dequantize", "mxfp8_gemm", "mxfp8_prepare", "mxfp8_quantize"),
             *("nvfp4_dequantize", "nvfp4_gemm", "nvfp4_prepare", "nvfp4_quantize"),
         )
     },
+    "attention_decode": "attention_paged",
+    "attention_schedule": "attention_paged",
     "attention_varlen": "attention",
     "based_linear_prefill": "based",
     "fp8_linear": "fp8_gemm",
     "hedgehog": "lolcats",
+    "merge_attention": "attention_paged",
 }
 
 

@@ -43,6 +43,13 @@ def _attention_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[L
     yield from (("attention_backward", f"backward_{x}") for x in beside)
 
 
+def _attention_paged(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    yield "attention_paged", name
+    yield "attention_paged", f"combine_{choice['dtype']}"
+    if call.get("schedule") is None:
+        yield "attention_paged", "schedule"
+
+
 def _wanted(call: Mapping, *names: str) -> bool:
     return any(call.get(f"needs_{name}", True) for name in names)
 
@@ -151,6 +158,7 @@ def _fp8_gemm(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
 BESIDE: dict[str, Callable[[str, Mapping, Mapping], Iterator[Launch]]] = {
     "attention": _attention,
     "attention_backward": _attention_backward,
+    "attention_paged": _attention_paged,
     "based": _based,
     "based_backward": _based_backward,
     "fp8_gemm": _fp8_gemm,

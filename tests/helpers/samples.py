@@ -18,7 +18,7 @@ DIFFERENTIABLE = ("operand", "sink", "weight", "factor")
 # What autocast converts.
 CAST = ("operand", "weight", "token")
 # Ops that change a state, which calls of their samples copy first and return after the output.
-MUTATING = ("based_decode", "lolcats_decode")
+MUTATING = ("based_decode", "lolcats_decode", "append_kv")
 
 
 @dataclass(frozen=True)

@@ -168,6 +168,32 @@ def based_decode(work: Work) -> Sizes:
     return {"step": (batch, heads, work.model.head_dim)}
 
 
+def attention_paged(work: Work) -> Sizes:
+    """A step behind the tokens, and behind a cache of fp8."""
+    model, lengths = work.model, (work.length,) * work.sequences
+    point = (lengths, 1, (model.heads, model.kv_heads), model.head_dim, 64)
+    return {"step": (*point, "same"), "step, e4m3": (*point, "e4m3")}
+
+
+def append_kv(work: Work) -> Sizes:
+    """Of a step, and of all tokens."""
+    model = work.model
+    return {
+        "step": (work.sequences, 1, model.kv_heads, model.head_dim, "same"),
+        "prefill": (work.sequences, work.length, model.kv_heads, model.head_dim, "same"),
+    }
+
+
+def attention_schedule(work: Work) -> Sizes:
+    model = work.model
+    return {"step": ((work.length,) * work.sequences, model.heads, model.kv_heads, model.head_dim)}
+
+
+def merge_attention(work: Work) -> Sizes:
+    """A shared prefix and the rest, for a step."""
+    return {"step": (2, work.sequences, work.model.heads, work.model.head_dim)}
+
+
 # Linear layers.
 
 

@@ -7,7 +7,10 @@ implementations come from the compiled libraries, which the package loads before
 """
 
 from ._fp8_linear import Fp8Linear, fp8_linear
+from .append_kv import append_kv
 from .attention import attention
+from .attention_paged import attention_decode, attention_paged
+from .attention_schedule import attention_schedule
 from .attention_varlen import attention_varlen
 from .based import based, based_linear_prefill
 from .based_decode import based_decode
@@ -17,6 +20,7 @@ from .gemm import gemm
 from .grouped_gemm import grouped_gemm
 from .lolcats import hedgehog, lolcats
 from .lolcats_decode import lolcats_decode
+from .merge_attention import merge_attention
 from .mxfp8_dequantize import mxfp8_dequantize
 from .mxfp8_gemm import mxfp8_gemm
 from .mxfp8_prepare import mxfp8_prepare
@@ -28,7 +32,11 @@ from .nvfp4_quantize import nvfp4_quantize
 
 __all__ = [
     "Fp8Linear",
+    "append_kv",
     "attention",
+    "attention_decode",
+    "attention_paged",
+    "attention_schedule",
     "attention_varlen",
     "based",
     "based_decode",
@@ -41,6 +49,7 @@ __all__ = [
     "hedgehog",
     "lolcats",
     "lolcats_decode",
+    "merge_attention",
     "mxfp8_dequantize",
     "mxfp8_gemm",
     "mxfp8_prepare",

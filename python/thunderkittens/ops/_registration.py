@@ -77,6 +77,26 @@ def overload(name: str, overload_name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, _NAMESPACE), name), overload_name)
 
 
+def one_by_one(op: Any) -> Callable[..., tuple[Any, Any]]:
+    """A rule for `torch.func.vmap` that calls the op for each index of the mapped dimension."""
+
+    def taken(x: Any, dim: Any, index: int) -> Any:
+        if isinstance(x, list | tuple) and isinstance(dim, list | tuple):
+            return [taken(y, d, index) for y, d in zip(x, dim, strict=True)]
+        return x.select(dim, index) if isinstance(x, Tensor) and dim is not None else x
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        results = [
+            op(*(taken(x, dim, i) for x, dim in zip(args, in_dims, strict=True)))
+            for i in range(info.batch_size)
+        ]
+        if isinstance(results[0], Tensor):
+            return torch.stack(results), 0
+        return tuple(torch.stack(x) for x in zip(*results, strict=True)), (0,) * len(results[0])
+
+    return of_any_size(rule)
+
+
 def compiled(name: str) -> bool:
     """Whether an op has a compiled implementation for CUDA."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"{_NAMESPACE}::{name}", "CUDA")

@@ -5,7 +5,10 @@ differentiable by PyTorch's own autograd.
 """
 
 from ._fp8_linear import fp8_linear
+from .append_kv import append_kv
 from .attention import attention, attention_backward
+from .attention_paged import attention_paged
+from .attention_schedule import attention_schedule
 from .attention_varlen import attention_varlen, attention_varlen_backward
 from .based import BasedState, based, based_backward, based_features
 from .based_decode import based_decode
@@ -23,6 +26,7 @@ from .lolcats import (
     lolcats_rows,
 )
 from .lolcats_decode import lolcats_decode
+from .merge_attention import merge_attention
 from .mxfp8_dequantize import mxfp8_dequantize
 from .mxfp8_gemm import mxfp8_gemm
 from .mxfp8_prepare import Mxfp8Operand, mxfp8_prepare
@@ -37,8 +41,11 @@ __all__ = [
     "LolcatsState",
     "Mxfp8Operand",
     "Nvfp4Weight",
+    "append_kv",
     "attention",
     "attention_backward",
+    "attention_paged",
+    "attention_schedule",
     "attention_varlen",
     "attention_varlen_backward",
     "based",
@@ -57,6 +64,7 @@ __all__ = [
     "lolcats_decode",
     "lolcats_features",
     "lolcats_rows",
+    "merge_attention",
     "mxfp8_dequantize",
     "mxfp8_gemm",
     "mxfp8_prepare",

@@ -1,0 +1,242 @@
+// Writes new keys and values into a cache, whose pages the device looks up: a thread has 16 bytes
+// of a row, or where the cache has 8 bits, a warp a whole one. Keys may be rotated on the way.
+#pragma once
+
+#include <cuda_fp8.h>
+
+#include "csrc/attention/decode/append.h"
+#include "csrc/attention/decode/rotary.cuh"
+#include "csrc/attention/layouts.cuh"
+
+namespace thunderkittens::attention::decode {
+
+constexpr int APPEND_THREADS = 256;
+
+template <class T>
+struct AppendGlobals {
+    StridedRows<T> k, v;
+    T *k_cache, *v_cache;
+    Cache k_strides, v_strides;
+    Pages pages;
+    RotaryTable<T> rotary;
+    CacheFormat format;
+    Scales k_scale, v_scale;
+    const int64_t* slot_mapping;
+    const int *k_lengths, *cu_new, *rotary_begins, *rotary_positions;
+    int64_t slots;  // of the cache
+    int tokens, row_count, batch, most_keys, heads, head_dim, value_dim;
+};
+
+// A token's place in the cache, and its position for rotary.
+struct Place {
+    int64_t page;
+    int offset, position, sequence;
+    bool exists;
+};
+
+template <class T>
+__device__ __forceinline__ Place place_of(const AppendGlobals<T>& g, int token) {
+    const int size = static_cast<int>(g.pages.page_size);
+    Place place{};
+    if (g.slot_mapping != nullptr) {
+        const int64_t slot = arch::load_global_readonly(g.slot_mapping + token);
+        place.exists = slot >= 0 && slot < g.slots;
+        place.page = slot / size;
+        place.offset = static_cast<int>(slot - place.page * size);
+    } else {
+        int b = 0, in_sequence = 0;
+        if (g.cu_new == nullptr) {
+            b = token / g.row_count;
+            in_sequence = token - b * g.row_count;
+        } else {
+            int high = g.batch;  // the sequence is in [b, high)
+            while (high - b > 1) {
+                const int middle = (b + high) / 2;
+                (arch::load_global_readonly(g.cu_new + middle) <= token ? b : high) = middle;
+            }
+            in_sequence = token - arch::load_global_readonly(g.cu_new + b);
+        }
+        const bool inside =
+            g.cu_new == nullptr || token < arch::load_global_readonly(g.cu_new + g.batch);
+        place.sequence = b;
+        place.position = arch::load_global_readonly(g.k_lengths + b) + in_sequence;
+        place.exists = inside && place.position >= 0 && place.position < g.most_keys;
+        int row = b;
+        if (g.pages.rows != nullptr) row = arch::load_global_readonly(g.pages.rows + b);
+        place.page = row;
+        place.offset = place.position;
+        if (g.pages.table != nullptr && place.exists) {
+            const int index = place.position / size;
+            place.page =
+                arch::load_global_readonly(g.pages.table + row * g.pages.table_stride + index);
+            place.offset = place.position - index * size;
+        }
+        place.exists = place.exists && place.page >= 0 && place.page * size < g.slots;
+        if (g.rotary_begins != nullptr) {
+            place.position = arch::load_global_readonly(g.rotary_begins + b) + in_sequence;
+        }
+    }
+    if (g.rotary_positions != nullptr) {
+        place.position = arch::load_global_readonly(g.rotary_positions + token);
+    }
+    return place;
+}
+
+template <class T>
+__global__ __launch_bounds__(APPEND_THREADS) void append_kernel(
+    const __grid_constant__ AppendGlobals<T> g) {
+    constexpr int per_load = 16 / int(sizeof(T));
+    arch::wait_for_dependencies();
+    arch::launch_dependents();
+    const int k_loads = g.head_dim / per_load, v_loads = g.value_dim / per_load;
+    const int row_loads = g.heads * (k_loads + v_loads);
+    const int64_t count = int64_t{g.tokens} * row_loads;
+    for (int64_t i = int64_t{blockIdx.x} * APPEND_THREADS + threadIdx.x; i < count;
+         i += int64_t{gridDim.x} * APPEND_THREADS) {
+        const int token = static_cast<int>(i / row_loads);
+        int load = static_cast<int>(i - int64_t{token} * row_loads);
+        const Place place = place_of(g, token);
+        if (!place.exists) continue;
+        const int b = token / g.row_count, row = token - b * g.row_count;
+        if (load < g.heads * k_loads) {
+            const int head = load / k_loads, column = load % k_loads * per_load;
+            const uint4 value = g.rotary.load(g.k.at(b, head, row, 0), column, place.position);
+            T* const to = g.k_cache + (place.page * g.k_strides.page_stride +
+                                       place.offset * g.k_strides.token_stride +
+                                       head * g.k_strides.head_stride + column);
+            arch::store_global(reinterpret_cast<uint4*>(to), value);
+        } else {
+            load -= g.heads * k_loads;
+            const int head = load / v_loads, column = load % v_loads * per_load;
+            const T* const from = g.v.at(b, head, row, column);
+            T* const to = g.v_cache + (place.page * g.v_strides.page_stride +
+                                       place.offset * g.v_strides.token_stride +
+                                       head * g.v_strides.head_stride + column);
+            arch::store_global(reinterpret_cast<uint4*>(to),
+                               arch::load_global(reinterpret_cast<const uint4*>(from)));
+        }
+    }
+}
+
+constexpr float largest_code(CacheFormat format) {
+    return format == CacheFormat::e4m3 ? 448.0f : format == CacheFormat::e5m2 ? 57344.0f : 127.0f;
+}
+// What is beyond the largest code becomes that.
+__device__ __forceinline__ uint32_t code_pair(CacheFormat format, float2 x) {
+    if (format != CacheFormat::int8) {
+        return __nv_cvt_float2_to_fp8x2(x, __NV_SATFINITE,
+                                        format == CacheFormat::e4m3 ? __NV_E4M3 : __NV_E5M2);
+    }
+    const auto code = [](float v) {
+        return static_cast<uint32_t>(static_cast<int>(rintf(fminf(fmaxf(v, -128.0f), 127.0f)))) &
+               0xffu;
+    };
+    return code(x.x) | code(x.y) << 8;
+}
+
+// Lanes have eight elements each of a row.
+template <class T>
+__global__ __launch_bounds__(APPEND_THREADS) void append_codes_kernel(
+    const __grid_constant__ AppendGlobals<T> g) {
+    constexpr int per_lane = 8, warps = APPEND_THREADS / WARP_THREADS;
+    arch::wait_for_dependencies();
+    arch::launch_dependents();
+    const int64_t rows = int64_t{g.tokens} * g.heads * 2;
+    for (int64_t i = int64_t{blockIdx.x} * warps + warpid(); i < rows;
+         i += int64_t{gridDim.x} * warps) {
+        const bool value = i % 2 == 1;
+        const int head = static_cast<int>(i / 2 % g.heads);
+        const int token = static_cast<int>(i / 2 / g.heads);
+        const Place place = place_of(g, token);
+        if (!place.exists) continue;
+        const int b = token / g.row_count, row = token - b * g.row_count;
+        const int columns = value ? g.value_dim : g.head_dim, column = laneid() * per_lane;
+        const bool mine = column < columns;
+        uint4 chunk = make_uint4(0, 0, 0, 0);
+        if (mine) {
+            chunk = value ? arch::load_global(
+                                reinterpret_cast<const uint4*>(g.v.at(b, head, row, column)))
+                          : g.rotary.load(g.k.at(b, head, row, 0), column, place.position);
+        }
+        const auto x = arch::bit_cast<typename RotaryTable<T>::Vector>(chunk);
+        float2 pairs[per_lane / 2];
+        float largest = 0.0f;
+#pragma unroll
+        for (int j = 0; j < per_lane / 2; ++j) {
+            pairs[j] = unpack_pair<T>(x.pairs[j]);
+            largest = fmaxf(largest, fmaxf(fabsf(pairs[j].x), fabsf(pairs[j].y)));
+        }
+        const Scales& scales = value ? g.v_scale : g.k_scale;
+        float scale = 1.0f;
+        if (scales.tokens) {
+#pragma unroll
+            for (int d = WARP_THREADS / 2; d > 0; d /= 2) {
+                largest = fmaxf(largest, arch::shuffle_xor(largest, d));
+            }
+            scale = largest / largest_code(g.format);
+            if (laneid() == 0) {
+                arch::store_global(const_cast<float*>(scales.data) +
+                                       place.page * scales.strides[0] +
+                                       place.offset * scales.strides[1] + head * scales.strides[2],
+                                   scale);
+            }
+        } else if (scales.data != nullptr) {
+            scale = arch::load_global_readonly(scales.data + place.sequence * scales.strides[0] +
+                                               head * scales.strides[1]);
+        }
+        if (!mine) continue;
+        uint32_t words[2] = {};
+#pragma unroll
+        for (int j = 0; j < per_lane / 2; ++j) {
+            const float2 pair =
+                scale == 0.0f ? float2{0.0f, 0.0f} : float2{pairs[j].x / scale, pairs[j].y / scale};
+            words[j / 2] |= code_pair(g.format, pair) << 16 * (j % 2);
+        }
+        const Cache& to = value ? g.v_strides : g.k_strides;
+        auto* const data = reinterpret_cast<uint8_t*>(value ? g.v_cache : g.k_cache);
+        arch::store_global(reinterpret_cast<uint2*>(data + (place.page * to.page_stride +
+                                                            place.offset * to.token_stride +
+                                                            head * to.head_stride + column)),
+                           make_uint2(words[0], words[1]));
+    }
+}
+
+template <DType dtype>
+void launch_append(const AppendParams& params, Stream stream) {
+    using T = std::conditional_t<dtype == DType::bf16, bf16, half>;
+    const AppendProblem& p = params.problem;
+    const bool packed = params.row_count == p.tokens;
+    const AppendGlobals<T> globals{
+        .k = StridedRows<T>(params.k, packed),
+        .v = StridedRows<T>(params.v, packed),
+        .k_cache = static_cast<T*>(const_cast<void*>(params.k_cache.data)),
+        .v_cache = static_cast<T*>(const_cast<void*>(params.v_cache.data)),
+        .k_strides = params.k_cache,
+        .v_strides = params.v_cache,
+        .pages = params.pages,
+        .rotary = RotaryTable<T>(params.rotary),
+        .format = params.format,
+        .k_scale = params.k_scale,
+        .v_scale = params.v_scale,
+        .slot_mapping = params.slot_mapping,
+        .k_lengths = params.k_lengths,
+        .cu_new = params.cu_new,
+        .rotary_begins = params.rotary_begins,
+        .rotary_positions = params.rotary_positions,
+        .slots = params.pages_count * params.pages.page_size,
+        .tokens = static_cast<int>(p.tokens),
+        .row_count = static_cast<int>(std::max<int64_t>(params.row_count, 1)),
+        .batch = static_cast<int>(params.batch),
+        .most_keys = static_cast<int>(params.most_keys),
+        .heads = static_cast<int>(p.kv_heads),
+        .head_dim = static_cast<int>(p.head_dim),
+        .value_dim = static_cast<int>(p.value_dim)};
+    const bool codes = params.format != CacheFormat::same;
+    const int64_t threads = codes ? p.tokens * p.kv_heads * 2 * WARP_THREADS
+                                  : p.tokens * p.kv_heads * (p.head_dim + p.value_dim) / 8;
+    const int64_t blocks = std::clamp<int64_t>(ceil_div(threads, APPEND_THREADS), 1, 1 << 16);
+    kittens::launch({.dependent = true}, codes ? append_codes_kernel<T> : append_kernel<T>,
+                    dim3(unsigned(blocks)), dim3(APPEND_THREADS), dim3(1), 0, stream, globals);
+}
+
+}  // namespace thunderkittens::attention::decode

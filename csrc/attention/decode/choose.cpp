@@ -1,0 +1,161 @@
+// Which kernel runs attention over a cache, and in how many parts. Pure functions.
+#include "csrc/attention/decode/append.h"
+
+#include "csrc/common/check.h"
+#include "csrc/common/registry.h"
+
+namespace thunderkittens::attention::decode {
+namespace {
+
+constexpr int64_t MAX_LENGTH = int64_t{1} << 28;
+
+KernelInfo kernel_info(const Config& c) {
+    return {.name = kernel_name({.config = c}),
+            .config = concat("head_dim ", c.head_dim, ", value_dim ", c.value_dim, ", ", TILE_ROWS,
+                             " query rows x ", BLOCK_N, " keys, ", c.slots,
+                             " slots, 1 consumer warpgroup + 2 producer warps"),
+            .source = concat("decode_", name_of(c.dtype), c.staged > 0 ? "_codes" : ""),
+            .symbol = symbol_of("decode_kernel", "Config", c),
+            .threads = 192,
+            .shared_bytes = shared_bytes(c)};
+}
+
+}  // namespace
+
+ScheduleShape schedule_shape(const Problem& p, int parts) {
+    ScheduleShape shape{.parts = parts, .batch = p.batch, .items = parts, .slots = 2 * parts};
+    if (p.split_size > 0) {
+        shape.items = p.batch * p.kv_heads * p.tiles();
+        shape.slots = shape.items * ceil_div(p.k_length, p.split_size);
+    }
+    return shape;
+}
+
+std::string unsupported(const Problem& p, const DeviceProperties& device) {
+    attention::Problem same{.dtype = p.dtype,
+                            .batch = p.batch,
+                            .q_heads = p.q_heads,
+                            .kv_heads = p.kv_heads,
+                            .q_length = p.q_length,
+                            .k_length = p.k_length,
+                            .head_dim = p.head_dim,
+                            .value_dim = p.value_dim};
+    if (std::string reason = unsupported_problem(same, device); !reason.empty()) return reason;
+    if (p.split_size < 0 || p.split_size % BLOCK_N != 0) {
+        return concat("split_size must be a multiple of ", BLOCK_N, ", or 0, got ", p.split_size);
+    }
+    if (p.q_length * p.group() > MAX_LENGTH) {
+        return concat("query rows of a key head must be at most ", MAX_LENGTH, ", got ",
+                      p.q_length * p.group());
+    }
+    const ScheduleShape shape = schedule_shape(p, MOST_PARTS);
+    if (shape.ints() > INT32_MAX || shape.slots * p.tile_rows() > INT32_MAX) {
+        return concat("split_size ", p.split_size, " cuts ", p.batch, " sequences of up to ",
+                      p.k_length, " keys into too many splits");
+    }
+    return "";
+}
+
+Choice choose(const Problem& p, const DeviceProperties& device) {
+    Choice choice;
+    for (const Config& c : CONFIGS) {
+        if (c.head_dim < p.head_dim || c.value_dim < p.value_dim) continue;
+        if ((c.staged > 0) != p.codes) continue;
+        choice.config = with_dtype(c, p.dtype);
+        break;
+    }
+    choice.parts = std::clamp(device.sm_count * choice.config.blocks_per_sm, 1, int{MOST_PARTS});
+    choice.schedule_ints = static_cast<int>(schedule_shape(p, choice.parts).ints());
+    return choice;
+}
+
+std::string kernel_name(const Choice& choice) {
+    const Config& c = choice.config;
+    const std::string value = c.value_dim == c.head_dim ? "" : concat("v", c.value_dim);
+    return concat("decode_", name_of(c.dtype), "_d", c.head_dim, value,
+                  c.staged > 0 ? "_codes" : "");
+}
+
+std::vector<KernelInfo> kernels() {
+    std::vector<KernelInfo> list{{.name = "schedule",
+                                  .config = "one block of 256 threads",
+                                  .source = "decode_schedule",
+                                  .symbol = "15schedule_kernelI",
+                                  .threads = SCHEDULE_THREADS}};
+    for (const DType dtype : {DType::bf16, DType::fp16}) {
+        for (const Config& c : CONFIGS) list.push_back(kernel_info(with_dtype(c, dtype)));
+        list.push_back({.name = concat("combine_", name_of(dtype)),
+                        .config = "a warp for a row",
+                        .source = concat("decode_", name_of(dtype)),
+                        .symbol = "14combine_kernelI",
+                        .threads = 128});
+    }
+    return list;
+}
+
+std::string unsupported_append(const AppendProblem& p, const DeviceProperties& device) {
+    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
+    for (const auto& [name, dim] : {std::pair{"head", p.head_dim}, {"value", p.value_dim}}) {
+        if (dim % 8 != 0) {
+            return concat("the ", name, " dimension must be a multiple of 8, got ", dim);
+        }
+    }
+    if (p.tokens > INT32_MAX / 2 || p.kv_heads * (p.head_dim + p.value_dim) > INT32_MAX / 2) {
+        return concat("too many tokens or elements of one: ", p.tokens, " of ", p.kv_heads,
+                      " heads");
+    }
+    return "";
+}
+AppendChoice choose_append(const AppendProblem& p, const DeviceProperties&) {
+    return {p.codes, p.dtype};
+}
+std::string kernel_name(const AppendChoice& c) {
+    return concat(c.codes ? "append_codes_" : "append_", name_of(c.dtype));
+}
+std::string unsupported_merge(const MergeProblem&, const DeviceProperties& device) {
+    return no_code_for(device);
+}
+MergeChoice choose_merge(const MergeProblem& p, const DeviceProperties&) { return {p.dtype}; }
+std::string kernel_name(const MergeChoice& c) {
+    const bool bf16 = c.dtype == DType::bf16;
+    return bf16 ? "merge_bf16" : "merge_fp16";
+}
+
+namespace {
+
+const char* mangled(DType dtype) { return dtype == DType::bf16 ? "13__nv_bfloat16" : "6__half"; }
+
+std::vector<KernelInfo> append_kernels() {
+    std::vector<KernelInfo> list;
+    for (const DType dtype : {DType::bf16, DType::fp16}) {
+        for (const bool codes : {false, true}) {
+            const char* const kernel = codes ? "19append_codes_kernelI" : "13append_kernelI";
+            list.push_back({.name = kernel_name(AppendChoice{codes, dtype}),
+                            .config = codes ? "a warp for a row" : "a thread for 16 bytes",
+                            .source = "append_kv",
+                            .symbol = concat(kernel, mangled(dtype)),
+                            .threads = 256});
+        }
+    }
+    return list;
+}
+std::vector<KernelInfo> merge_kernels() {
+    std::vector<KernelInfo> list;
+    for (const DType dtype : {DType::bf16, DType::fp16}) {
+        list.push_back({.name = kernel_name(MergeChoice{dtype}),
+                        .config = "a warp for a row",
+                        .source = "merge_attention",
+                        .symbol = concat("12merge_kernelI", mangled(dtype)),
+                        .threads = 128});
+    }
+    return list;
+}
+
+}  // namespace
+
+static const bool registered =
+    register_op("attention_paged", "attention", &kernels, &unsupported, &choose) &&
+    register_op("append_kv", "attention", &append_kernels, &unsupported_append, &choose_append) &&
+    register_op("merge_attention", "attention", &merge_kernels, &unsupported_merge, &choose_merge);
+
+}  // namespace thunderkittens::attention::decode

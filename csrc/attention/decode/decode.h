@@ -1,0 +1,197 @@
+// Attention of new queries over a cache of keys and values, paged or not: what is compiled, what is
+// chosen, and one call. Host C++ only.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "csrc/attention/attention.h"
+#include "csrc/common/math.h"
+
+namespace thunderkittens::attention::decode {
+
+constexpr int BLOCK_N = 64;    // keys of a block: the unit in which work is cut
+constexpr int TILE_ROWS = 64;  // query positions and, in each, the heads that share keys
+
+// What a cache holds: elements as the queries have them, or codes of 8 bits.
+enum class CacheFormat : int { same, e4m3, e5m2, int8 };
+
+// A sequence has at most q_length new queries and k_length keys, these among them.
+struct Problem {
+    DType dtype = DType::bf16;
+    int64_t batch = 0;
+    int64_t q_heads = 0, kv_heads = 0;
+    int64_t q_length = 0, k_length = 0;
+    int64_t head_dim = 0, value_dim = 0;
+    int64_t window_left = -1, window_right = -1;  // keys seen beside the diagonal; -1: all
+    int64_t attention_chunk = 0;                  // a query sees the keys of its own chunk; 0: all
+    int64_t split_size = 0;  // keys; 0: the keys are cut so that all parts have as much to do
+    bool causal = true, mask = false, varlen = false;
+    bool codes = false;  // the cache has 8 bits
+
+    int64_t group() const { return q_heads / std::max<int64_t>(kv_heads, 1); }
+    int64_t tiles() const { return ceil_div(q_length * group(), TILE_ROWS); }  // of a key head
+    // Rows of a tile that exist in any.
+    int64_t tile_rows() const { return std::min<int64_t>(TILE_ROWS, q_length * group()); }
+};
+
+// What one kernel is compiled for: a ring of `slots`, of which keys and values take turns; before
+// them, where these are codes, slots for `staged` ones.
+struct Config {
+    int head_dim = 0, value_dim = 0;
+    int slots = 0;
+    int staged = 0;  // 0: a cache of 16 bits
+    int blocks_per_sm = 1;
+    DType dtype = DType::bf16;  // of queries and results
+
+    bool operator==(const Config&) const = default;
+};
+constexpr Config CONFIGS[] = {
+    {64, 64, 10, 0, 2}, {128, 128, 5, 0, 2}, {192, 128, 7, 0, 1}, {256, 256, 5, 0, 1},
+    {64, 64, 4, 10, 2}, {128, 128, 3, 5, 2}, {192, 128, 4, 7, 1}, {256, 256, 3, 5, 1},
+};
+
+constexpr Config with_dtype(Config config, DType dtype) {
+    config.dtype = dtype;
+    return config;
+}
+// As instances.txt names it; value_dim 0 is head_dim.
+struct ConfigName {
+    int head_dim, value_dim = 0;
+    bool codes = false;
+    DType dtype = DType::bf16;
+};
+consteval Config config_of(const ConfigName& name) {
+    for (const Config& c : CONFIGS) {
+        if (c.head_dim == name.head_dim && (c.staged > 0) == name.codes &&
+            c.value_dim == (name.value_dim ? name.value_dim : name.head_dim))
+            return with_dtype(c, name.dtype);
+    }
+    throw "no such configuration is listed";
+}
+constexpr int slot_bytes(const Config& c) {
+    return BLOCK_N * std::max(c.head_dim, c.value_dim) * 2;
+}
+constexpr int shared_bytes(const Config& c) {
+    constexpr int semaphores = 512, alignment = 1024;
+    // Codes, and a scale for each token of a slot; a factor for each row of queries.
+    const int staged = c.staged * (slot_bytes(c) / 2 + BLOCK_N * 4);
+    const int scales = c.staged > 0 ? c.slots * BLOCK_N * 4 + TILE_ROWS * 4 : 0;
+    return TILE_ROWS * c.head_dim * 2 + c.slots * slot_bytes(c) + staged + scales + semaphores +
+           alignment;
+}
+
+struct Choice {
+    Config config;
+    int parts = 1;          // of the work, a block each
+    int schedule_ints = 0;  // of a schedule
+
+    bool operator==(const Choice&) const = default;
+};
+
+// A schedule cuts the work of all sequences, in their order, into parts of equal cost. It is an
+// array of 32-bit integers, which a kernel writes and others read:
+//   header      HEADER_INTS: what it was made for, as a hash; the number of split items
+//   positions   parts + 1 of 4: where a part begins, see Position
+//   lengths     2 for each sequence: keys and queries
+//   items       4 for each split item: sequence, item in it, first slot, number of slots
+//   scratch     of the kernel that writes it: 3 integers of 64 bits for each sequence, and 3
+// An item is a tile of rows of one key head of one sequence; it is split if more than one part, or
+// with a split size more than one split, has keys of it. Then each of them leaves a partial result
+// in a slot of its own; the slots of an item are neighbours.
+constexpr int HEADER_INTS = 4, POSITION_INTS = 4;
+constexpr int MOST_PARTS = 1024;
+constexpr int SCHEDULE_THREADS = 256;  // of the one block that writes it
+struct ScheduleShape {
+    int64_t parts = 0, batch = 0, items = 0, slots = 0;
+
+    int64_t positions() const { return HEADER_INTS; }
+    int64_t lengths() const { return positions() + POSITION_INTS * (parts + 1); }
+    int64_t list() const { return lengths() + 2 * batch; }
+    int64_t scratch() const { return round_up(list() + 4 * items, 2); }
+    int64_t ints() const { return round_up(scratch() + 6 * (batch + 1), 4); }
+};
+ScheduleShape schedule_shape(const Problem& problem, int parts);
+
+// By elements; tokens of a page, and heads, lie anywhere.
+struct Cache {
+    const void* data = nullptr;
+    int64_t page_stride = 0, token_stride = 0, head_stride = 0;
+};
+
+// Factors of the codes, fp32: one, or one for each sequence and head, or one for each token and
+// head of a cache.
+struct Scales {
+    const float* data = nullptr;  // null: 1
+    bool tokens = false;
+    int64_t strides[3] = {};  // (sequence, head), or (page, token, head)
+};
+
+struct Sequences {
+    const int* k_lengths = nullptr;   // (batch,)
+    const int* cu_q = nullptr;        // (batch + 1,) for packed queries
+    const int* cu_new = nullptr;      // (batch + 1,) keys that were appended: more than k_lengths
+    int64_t new_keys = 0;             // the same where all have as many
+    const int* first_keys = nullptr;  // (batch,) keys before are not seen; null: 0
+    const int* rotary_begins = nullptr;  // (batch,) position of the first new key; null: k_lengths
+    int64_t tokens = 0;                  // of packed queries
+};
+struct Pages {
+    const int* table = nullptr;  // (sequences, pages); null: a page for each sequence
+    const int* rows = nullptr;   // (batch,) which row of the table, or page; null: in order
+    int64_t table_stride = 0, page_size = 1;
+};
+
+// Rotary embedding of the first `dim` elements of a row, by a table of cosines and sines of
+// (positions, dim / 2) in the operands' dtype. The pairs are neighbours if interleaved, else
+// elements i and i + dim / 2.
+struct Rotary {
+    const void *cos = nullptr, *sin = nullptr;  // null: none
+    int dim = 0;
+    bool interleaved = false;
+    int64_t positions = 0;
+};
+
+struct Params {
+    Problem problem;
+    Operand q, out;
+    float* lse = nullptr;  // (batch, q_heads, q_length) or (q_heads, tokens); may be null
+    Cache k, v;
+    CacheFormat format = CacheFormat::same;
+    Scales k_scale, v_scale, q_scale;
+    Sequences sequences;
+    Pages pages;
+    ScoreOptions scores;
+    const int* mask = nullptr;  // (tokens, mask_words): bits over the last keys of the sequence
+    int64_t mask_stride = 0, mask_words = 0;
+    Rotary rotary;  // of the queries
+    int parts = 1;
+    int* schedule = nullptr;
+    float *partial_out = nullptr, *partial_lse = nullptr;  // (slots, tile_rows, value_dim)
+};
+
+TK_FIELDS(Problem, dtype, batch, q_heads, kv_heads, q_length, k_length, head_dim, value_dim,
+          window_left, window_right, attention_chunk, split_size, causal, mask, varlen, codes)
+TK_FIELDS(Config, head_dim, value_dim, slots, staged, blocks_per_sm, dtype)
+template <typename Visitor>
+void visit_fields(Choice& c, Visitor&& visit) {
+    visit_fields(c.config, visit);
+    visit("parts", c.parts);
+    visit("schedule_ints", c.schedule_ints);
+}
+
+std::string unsupported(const Problem& problem, const DeviceProperties& device);
+Choice choose(const Problem& problem, const DeviceProperties& device);
+std::string kernel_name(const Choice& choice);
+std::vector<KernelInfo> kernels();
+
+template <int threads>
+void launch_schedule(const Params& params, Stream stream);
+template <Config config>
+void launch(const Params& params, Stream stream);
+template <DType dtype>
+void launch_combine(const Params& params, Stream stream);
+
+}  // namespace thunderkittens::attention::decode

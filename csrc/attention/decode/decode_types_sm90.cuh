@@ -1,0 +1,141 @@
+// Attention over a cache, what its roles share: tiles, shared memory, and where queries, caches and
+// results are. What the kernel does is in decode_sm90.cuh.
+#pragma once
+
+#include <algorithm>
+
+#include "csrc/attention/decode/codes_sm90.cuh"
+#include "csrc/attention/decode/rotary.cuh"
+#include "csrc/attention/decode/work_sm90.cuh"
+#include "csrc/attention/layouts.cuh"
+#include "csrc/attention/tile_scheduler.cuh"
+
+namespace thunderkittens::attention::decode {
+
+template <Config config>
+struct Kernel {
+    using T = std::conditional_t<config.dtype == DType::bf16, bf16, half>;
+    static constexpr int head_dim = config.head_dim, value_dim = config.value_dim;
+    static constexpr int slots = config.slots;
+    static constexpr int producers = 2;  // warps
+    static constexpr int threads = WARPGROUP_THREADS + producers * WARP_THREADS;
+    static constexpr int blocks_per_sm = config.blocks_per_sm;
+    static constexpr bool codes = config.staged > 0;
+    // Copies of so many slots are on their way at a time.
+    static constexpr int lag = codes ? config.staged : slots - 2;
+
+    using Operand = std::conditional_t<codes, half, T>;  // of the tensor cores
+    using q_tile = st<Operand, TILE_ROWS, head_dim>;
+    using k_tile = st<Operand, BLOCK_N, head_dim>;
+    using v_tile = st<Operand, BLOCK_N, value_dim>;
+    union slot {
+        k_tile k;
+        v_tile v;
+        __device__ slot() {}
+    };
+};
+
+// Where the results of (batch, head, position) are, and partial ones: rows of a slot.
+template <class T>
+struct Results {
+    StridedRows<T> out;
+    float* lse;         // may be null
+    const float* sink;  // may be null
+    float *partial_out, *partial_lse;
+    int heads, positions, value_dim, slot_rows;
+
+    Results(const Params& params)
+        : out(params.out, params.problem.varlen),
+          lse(params.lse),
+          sink(params.scores.sink),
+          partial_out(params.partial_out),
+          partial_lse(params.partial_lse),
+          heads(static_cast<int>(params.problem.q_heads)),
+          positions(static_cast<int>(params.problem.varlen ? params.sequences.tokens
+                                                           : params.problem.q_length)),
+          value_dim(static_cast<int>(params.problem.value_dim)),
+          slot_rows(static_cast<int>(params.problem.tile_rows())) {}
+
+    __device__ __forceinline__ int64_t lse_row(int b, int head, int position) const {
+        return (out.packed ? head : int64_t(b) * heads + head) * positions + position;
+    }
+};
+
+// A row of a tile: a query and one of the heads that share its keys.
+struct Row {
+    int position, head;
+    bool exists;
+
+    __device__ __forceinline__ Row(const Work& work, const Lengths& s, const Item& item, int row) {
+        const int index = item.first_row + row;
+        position = index / work.group;
+        head = item.kv_head * work.group + index - position * work.group;
+        exists = position < s.q_length;
+    }
+};
+
+// Elements, or codes.
+template <class E>
+struct CacheRows {
+    const E* data;
+    int64_t page_stride, token_stride, head_stride;
+
+    CacheRows(const Cache& cache)
+        : data(static_cast<const E*>(cache.data)),
+          page_stride(cache.page_stride),
+          token_stride(cache.token_stride),
+          head_stride(cache.head_stride) {}
+    __device__ __forceinline__ const E* at(int page, int token, int head) const {
+        return data + (page * page_stride + token * token_stride + head * head_stride);
+    }
+};
+
+__device__ __forceinline__ float scale_of_head(const Scales& scales, int b, int head) {
+    if (scales.data == nullptr || scales.tokens) return 1.0f;
+    return arch::load_global_readonly(scales.data + b * scales.strides[0] +
+                                      head * scales.strides[1]);
+}
+
+template <class Kernel>
+struct Globals {
+    using T = typename Kernel::T;
+    using Element = std::conditional_t<Kernel::codes, uint8_t, T>;
+    StridedRows<T> q;
+    CacheRows<Element> k, v;
+    CacheFormat format;
+    Scales k_scale, v_scale, q_scale;
+    Results<T> results;
+    Work work;
+    Schedule schedule;
+    ScoreMod score_mod;
+    RotaryTable<T> rotary;
+    bool rotary_moves;  // with the query's position; else all stand where the new keys begin
+    Pages pages;
+    const int* mask;
+    int64_t mask_stride;
+    int mask_words;
+    int head_dim;
+};
+
+// What caches of 8 bits need besides: codes as they come, chunks of 16 by copy and thread; factors.
+template <class Kernel, bool codes = Kernel::codes>
+struct Staging {};
+template <class Kernel>
+struct Staging<Kernel, true> {
+    static constexpr int threads = Kernel::producers * WARP_THREADS;
+    static constexpr int columns = std::max(Kernel::head_dim, Kernel::value_dim);
+    uint4 codes[Kernel::lag][BLOCK_N * columns / 16 / threads][threads];
+    float staged_scales[Kernel::lag][BLOCK_N];
+    float scales[Kernel::slots][BLOCK_N];  // of the tokens of a slot
+    float q_factors[TILE_ROWS];
+};
+
+template <class Kernel>
+struct Shared {
+    typename Kernel::q_tile q;
+    typename Kernel::slot ring[Kernel::slots];
+    [[no_unique_address]] Staging<Kernel> staging;
+    semaphore full[Kernel::slots], empty[Kernel::slots];
+};
+
+}  // namespace thunderkittens::attention::decode

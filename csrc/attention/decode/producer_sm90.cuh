@@ -1,0 +1,144 @@
+// The producer of attention over a cache: two warps, whose threads look pages up and copy rows of
+// keys and values, 16 bytes each, into the ring. Codes of 8 bits come to a place of the thread's
+// own first, and go on as fp16.
+#pragma once
+
+#include "csrc/attention/decode/decode_types_sm90.cuh"
+
+namespace thunderkittens::attention::decode {
+
+template <class Kernel>
+struct Producer {
+    using Element = typename Globals<Kernel>::Element;
+    static constexpr int per_copy = 16 / int(sizeof(Element));
+    static constexpr int warp_rows = BLOCK_N / Kernel::producers;
+    static_assert(warp_rows == WARP_THREADS);
+
+    const Globals<Kernel>& g;
+    Shared<Kernel>& shared;
+    RingPosition<Kernel::slots> filling{}, arriving{};
+    RingPosition<Kernel::lag> staging{}, converting{};
+    int pending = 0;                              // slots whose copies are on their way
+    bool keys_are_next = true;                    // of what becomes operands
+    int first = warpgroup::warpid() * warp_rows;  // of the rows that this warp copies
+
+    __device__ __forceinline__ void run(Segments& segments) {
+        while (segments.next()) {
+            for (int block = segments.last - 1; block >= segments.first; --block) {
+                load_block(segments, block);
+            }
+        }
+        while (pending > 0) arrive_oldest<0>();
+    }
+
+  private:
+    // A lane looks up one of the rows.
+    __device__ __forceinline__ void load_block(const Segments& at, int block) {
+        const int key = block * BLOCK_N + first + laneid(), head = at.item.kv_head;
+        const bool exists = key < at.s.k_length;
+        int page = at.at.b, token = key;
+        if (g.pages.rows != nullptr) page = arch::load_global_readonly(g.pages.rows + page);
+        if (g.pages.table != nullptr && exists) {
+            const int size = static_cast<int>(g.pages.page_size);
+            const int index = key / size;
+            token = key - index * size;
+            page = arch::load_global_readonly(g.pages.table + page * g.pages.table_stride + index);
+        }
+        const Element* const k = exists ? g.k.at(page, token, head) : nullptr;
+        const Element* const v = exists ? g.v.at(page, token, head) : nullptr;
+        if constexpr (Kernel::codes) {
+            const auto scale = [&](const Scales& scales) -> const float* {
+                if (!scales.tokens || !exists) return nullptr;
+                return scales.data + page * scales.strides[0] + token * scales.strides[1] +
+                       head * scales.strides[2];
+            };
+            stage_rows<typename Kernel::k_tile>(k, scale(g.k_scale), g.head_dim);
+            stage_rows<typename Kernel::v_tile>(v, scale(g.v_scale), g.results.value_dim);
+        } else {
+            load_rows(shared.ring[filling.stage].k, k, g.head_dim);
+            load_rows(shared.ring[filling.stage].v, v, g.results.value_dim);
+        }
+    }
+    // Calls f(i, row, column, its element) for each copy of this thread to a tile.
+    template <class Tile, class F>
+    __device__ __forceinline__ void for_each_copy(F f) const {
+        constexpr int row_copies = Tile::cols / per_copy;
+#pragma unroll
+        for (int i = 0; i < warp_rows * row_copies / WARP_THREADS; ++i) {
+            const int copy = i * WARP_THREADS + laneid();
+            f(i, copy / row_copies, copy % row_copies * per_copy);
+        }
+    }
+
+    template <class Tile>
+    __device__ __forceinline__ void load_rows(Tile& tile, const Element* mine, int columns) {
+        if (pending == Kernel::lag) arrive_oldest<Kernel::lag - 1>();
+        wait(shared.empty[filling.stage], filling.phase ^ 1);
+        for_each_copy<Tile>([&](int, int row, int column) {
+            const Element* const from = arch::shuffle(mine, row);
+            arch::cp_async<16>(tile.address_of(first + row, column), from + column,
+                               from != nullptr && column < columns);
+        });
+        arch::cp_async_commit();
+        filling.advance();
+        ++pending;
+    }
+    // Codes go to a place of this thread's own, scales to one that its lane has the row of.
+    template <class Tile>
+    __device__ __forceinline__ void stage_rows(const Element* mine, const float* scale,
+                                               int columns) {
+        if (pending == Kernel::lag) arrive_oldest<Kernel::lag - 1>();
+        auto& to = shared.staging;
+        const int thread = first + laneid();
+        for_each_copy<Tile>([&](int i, int row, int column) {
+            const Element* const from = arch::shuffle(mine, row);
+            arch::cp_async<16>(arch::shared_address(&to.codes[staging.stage][i][thread]),
+                               from + column, from != nullptr && column < columns);
+        });
+        arch::cp_async<4>(arch::shared_address(&to.staged_scales[staging.stage][thread]), scale,
+                          scale != nullptr);
+        arch::cp_async_commit();
+        staging.advance();
+        ++pending;
+    }
+    // The oldest slot on its way, behind which at most `still` are.
+    template <int still>
+    __device__ __forceinline__ void arrive_oldest() {
+        arch::cp_async_wait<still>();
+        if constexpr (Kernel::codes) {
+            wait(shared.empty[arriving.stage], arriving.phase ^ 1);
+            if (keys_are_next)
+                convert_rows(shared.ring[arriving.stage].k);
+            else
+                convert_rows(shared.ring[arriving.stage].v);
+            keys_are_next = !keys_are_next;
+        }
+        arch::fence_async_shared();
+        arrive(shared.full[arriving.stage]);
+        arriving.advance();
+        --pending;
+    }
+    template <class Tile>
+    __device__ __forceinline__ void convert_rows(Tile& tile) {
+        auto& from = shared.staging;
+        const int thread = first + laneid();
+        for_each_copy<Tile>([&](int i, int row, int column) {
+            Halves halves[2];
+            convert(g.format,
+                    arch::bit_cast<Codes>(arch::load_shared<uint4>(
+                        arch::shared_address(&from.codes[converting.stage][i][thread]))),
+                    halves);
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                arch::store_shared(tile.address_of(first + row, column + 8 * j),
+                                   arch::bit_cast<uint4>(halves[j]));
+            }
+        });
+        arch::store_shared(arch::shared_address(&from.scales[arriving.stage][thread]),
+                           arch::load_shared<float>(arch::shared_address(
+                               &from.staged_scales[converting.stage][thread])));
+        converting.advance();
+    }
+};
+
+}  // namespace thunderkittens::attention::decode

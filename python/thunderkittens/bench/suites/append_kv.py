@@ -1,0 +1,144 @@
+"""New keys and values into a paged cache, beside a copy of as many bytes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import models
+from ..cases import Case, Implementation, Inputs, Prepared, random_normal
+from ..choices import dtype_name, sizes_of
+from ..drawn import ANY, Draw
+from .attention_paged import CACHES
+
+PAGE, BEFORE = 64, 1000  # tokens of a page, keys that a sequence has
+
+SHAPES: dict[str, list[tuple[int, int, int, int, str]]] = {
+    "default": [
+        *((batch, 1, 8, 128, "same") for batch in (1, 64, 256)),
+        (1, 4096, 8, 128, "same"),
+        (64, 1, 8, 128, "e4m3"),
+        (1, 4096, 8, 128, "e4m3"),
+        (1, 4096, 8, 128, "int8"),
+    ],
+    "tiny": [(2, 1, 2, 64, "same"), (1, 3, 2, 64, "e4m3")],
+}
+
+DRAWN_CLASSES = (ANY,)
+DRAWN_PEERS = ("copy",)
+OF_MODEL = models.append_kv
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Appending has no options of its own."""
+
+
+def options(args: argparse.Namespace) -> dict[str, Any]:
+    return {}
+
+
+def make_case(batch: int, count: int, heads: int, dim: int, cache: str, dtype: torch.dtype) -> Case:
+    """So many new tokens of each sequence; a cache of 8 bits has a scale for each token."""
+
+    def make_inputs(device: torch.device, generator: torch.Generator) -> Inputs:
+        pages = -(-(BEFORE + count) // PAGE)
+        order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(batch))
+        shape = (batch * pages, PAGE, heads)
+        codes = cache != "same"
+        return {
+            "k": random_normal(batch, count, heads, dim, dtype=dtype, generator=generator),
+            "v": random_normal(batch, count, heads, dim, dtype=dtype, generator=generator),
+            "caches": [
+                torch.zeros(*shape, dim, device=device).to(CACHES.get(cache, dtype))
+                for _ in range(2)
+            ],
+            "table": order.view(batch, pages).to(device, torch.int32),
+            "seq_lens": torch.full((batch,), BEFORE, dtype=torch.int32, device=device),
+            "scales": [torch.ones(shape, device=device) for _ in range(2 if codes else 0)],
+        }
+
+    size = dtype.itemsize if cache == "same" else 1
+    numbers = 2.0 * batch * count * heads * dim
+    name = f"{batch} x {count}, {heads} heads of {dim}"
+    return Case(
+        name=f"{name}, {cache}" if cache != "same" else name,
+        make_inputs=make_inputs,
+        flops=0.0,
+        bytes=numbers * (dtype.itemsize + size),
+        groups=("16 bits" if cache == "same" else cache,),
+        parameters={
+            "label": name,
+            "batch": batch,
+            "count": count,
+            "heads": heads,
+            "head_dim": dim,
+            "cache": cache,
+            "dtype": dtype_name(dtype),
+        },
+    )
+
+
+def cases(
+    shapes: str | list[Any] = "default", *, dtype: torch.dtype = torch.bfloat16
+) -> list[Case]:
+    """The cases of a set of shapes. ValueError for a name there is not."""
+    return [make_case(*shape, dtype) for shape in sizes_of(SHAPES, shapes)]
+
+
+def drawn(draw: Draw) -> Case:
+    """Sequences and tokens of any number."""
+    batch, count = draw.size(1, 256), draw.size(1, 64)
+    heads, dim = draw.size(1, 16), draw.choice((64, 128, 256))
+    cache = draw.choice(("same", *CACHES))
+    case = make_case(batch, count, heads, dim, cache, draw.dtype)
+    return draw.case(case, f"{case.name}, {draw.code}", peer_bytes=case.bytes)
+
+
+def ours(
+    k: Tensor,
+    v: Tensor,
+    caches: list[Tensor],
+    table: Tensor,
+    seq_lens: Tensor,
+    scales: list[Tensor],
+) -> Tensor:
+    import thunderkittens as tk
+
+    options: dict[str, Any] = dict(zip(("k_scale", "v_scale"), scales, strict=False))
+    tk.append_kv(k, v, caches[0], caches[1], page_table=table, seq_lens=seq_lens, **options)
+    return caches[0]
+
+
+def prepare_copy(k: Tensor, v: Tensor, **inputs: Any) -> Callable[[], Any]:
+    """Reads and writes the keys and values once."""
+    to = torch.empty_like(k), torch.empty_like(v)
+
+    def copy() -> Tensor:
+        to[0].copy_(k)
+        return to[1].copy_(v)
+
+    return copy
+
+
+def implementations(device: torch.device) -> dict[str, Implementation]:
+    """This package's op first, then the copy."""
+    return {
+        "thunderkittens": ours,
+        "copy": Prepared(prepare_copy, another_problem=True),
+    }
+
+
+def host_calls(device: torch.device) -> dict[str, Callable[[], Any]]:
+    """A call on a token."""
+    import thunderkittens as tk
+
+    k = torch.randn(1, 1, 1, 64, dtype=torch.bfloat16, device=device)
+    caches = [torch.zeros(1, 64, 1, 64, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    lengths = torch.zeros(1, dtype=torch.int32, device=device)
+    return {
+        "thunderkittens.append_kv": lambda: tk.append_kv(k, k, *caches, seq_lens=lengths),
+    }

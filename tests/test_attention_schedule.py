@@ -1,0 +1,88 @@
+"""`tk.attention_schedule`: that parts are equal, for any lengths; wrong calls. What calls do with a
+schedule is tested in test_attention_paged.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import thunderkittens as tk
+from helpers.attention import emulated
+
+FLAGS = ("test_schema", "test_autograd_registration", "test_faketensor")
+HEADER = 4  # integers before the positions, csrc/attention/decode/decode.h
+ITEM_COST, BLOCK = 3, 64
+
+
+def ints(values, device="cpu"):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def positions(schedule, parts):
+    """(sequence, item, block) where each part begins, and the end."""
+    return schedule[HEADER : HEADER + 4 * (parts + 1)].reshape(-1, 4)[:, :3].tolist()
+
+
+def cost_before(position, lengths, heads):
+    """Of what lies before a position, by the costs that the kernel counts."""
+    b, item, block = position
+    blocks = [-(-n // BLOCK) + ITEM_COST for n in lengths]
+    inside = item * blocks[b] + block if b < len(lengths) else 0
+    return sum(blocks[:b]) * heads + inside + (ITEM_COST if block > 0 else 0)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("sms", [1, 7, 40])
+@pytest.mark.parametrize(
+    "lengths", [[1000], [0, 0], [16, 8000, 500, 0, 64], [100] * 300, [64 * i for i in range(20)]]
+)
+def test_parts_are_equal(lengths, sms):
+    heads = 2
+    with tk.emulate(sm_count=sms) as run:
+        schedule = tk.attention_schedule(ints(lengths), 8, heads, 128)
+        made = tk.attention_schedule(ints(lengths), 8, heads, 128)
+    assert torch.equal(schedule[: HEADER + 4 * (2 * sms + 1)], made[: HEADER + 4 * (2 * sms + 1)])
+    parts = 2 * sms  # two blocks to a multiprocessor
+    at = positions(schedule, parts)
+    assert at[0][1:] == [0, 0]
+    assert at[-1] == [len(lengths), 0, 0]
+    assert at == sorted(at)
+    costs = [cost_before(position, lengths, heads) for position in at]
+    total = cost_before([len(lengths), 0, 0], lengths, heads)
+    for p, cost in enumerate(costs):
+        if at[p][0] < len(lengths):
+            assert abs(cost - total * p / min(parts, total)) <= ITEM_COST + 1
+    assert not run.kernels or all(k["kernel"] for k in run.kernels)
+
+
+@pytest.mark.emulator
+def test_a_split_size_cuts_at_its_multiples():
+    with tk.emulate(sm_count=5):
+        schedule = tk.attention_schedule(ints([1000, 10, 777]), 8, 2, 128, split_size=192)
+    assert all(block % 3 == 0 for _, _, block in positions(schedule, 10))
+
+
+def test_opcheck(device):
+    op = torch.ops.thunderkittens.attention_schedule.default
+    args = (ints([37, 5], device), 8, 2, 64, 64)
+    if not emulated(device):
+        torch.library.opcheck(op, args, test_utils=FLAGS)
+
+
+WRONG = [
+    (([1.0],), {}, TypeError, "seq_lens must be a torch.Tensor"),
+    ((torch.zeros(2),), {}, TypeError, "seq_lens is torch.float32; it must be torch.int32"),
+    ((ints([[1]]),), {}, ValueError, "it must have one dimension"),
+    ((ints([1]), 3, 2), {}, ValueError, "k has 2 heads, q has 3"),
+    ((ints([1]), 2, 2, 100), {}, ValueError, "q has head dim 100; it must be a multiple of 8"),
+    ((ints([1]), 2, 2, 64), {"split_size": 70}, ValueError, "split_size is 70; it must be a"),
+    ((ints([1]), 2, 2, 64), {"new_keys": -1}, ValueError, "new_keys is -1; it must be at least 0"),
+    ((ints([1]),), {"cu_seqlens_q": ints([1])}, ValueError, "cu_seqlens_q has 1 elements"),
+]
+
+
+@pytest.mark.parametrize(("args", "options", "error", "words"), WRONG)
+def test_wrong_calls(args, options, error, words):
+    args = (*args, *(8, 2, 64)[len(args) - 1 :])
+    with pytest.raises(error, match=f"tk.attention_schedule: .*{words}"):
+        tk.attention_schedule(*args, **options)
