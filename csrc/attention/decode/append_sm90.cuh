@@ -118,9 +118,10 @@ __global__ __launch_bounds__(APPEND_THREADS) void append_kernel(
     }
 }
 
-constexpr float largest_code(CacheFormat format) {
+__device__ __forceinline__ float largest_code(CacheFormat format) {
     return format == CacheFormat::e4m3 ? 448.0f : format == CacheFormat::e5m2 ? 57344.0f : 127.0f;
 }
+
 // What is beyond the largest code becomes that.
 __device__ __forceinline__ uint32_t code_pair(CacheFormat format, float2 x) {
     if (format != CacheFormat::int8) {

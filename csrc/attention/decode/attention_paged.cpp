@@ -28,7 +28,7 @@ Tensor attention_schedule(const Tensor& seq_lens, int64_t q_heads, int64_t kv_he
                           int64_t head_dim, int64_t value_dim, DECODE_SEQUENCES, bool mask,
                           bool codes) {
     return attention_schedule_body<Tensor>(gpu, DECODE_SEQUENCE_VALUES, q_heads, kv_heads, head_dim,
-                                           value_dim, mask);
+                                           value_dim, mask, codes);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(thunderkittens, CUDA, m) {
