@@ -8,6 +8,7 @@ import torch
 import thunderkittens as tk
 from helpers.cover import cover, over
 from helpers.paged import Case, normal
+from thunderkittens.reference.attention_paged import attention_of_cache
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -81,7 +82,7 @@ def test_values(device, case):
             places["cu_seqlens_k_new"] = options["cu_seqlens_k_new"]
         tk.reference.append_kv(new["k"], new["v"], *expected, **places)
     more = {} if case["packed"] or not appends else {"new_keys": count}
-    wanted, _ = tk.reference.attention_paged(
+    wanted, _ = attention_of_cache(
         made.q.double(),
         *expected,
         table,

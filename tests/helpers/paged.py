@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import thunderkittens as tk
+from thunderkittens.reference.attention_paged import attention_of_cache
 
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 LAYOUTS = ("NHD", "HND", "joined", "spread")
@@ -123,7 +124,7 @@ class Case:
             name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
             for name, x in options.items()
         }
-        out, lse = tk.reference.attention_paged(
+        out, lse = attention_of_cache(
             q.double(),
             k.double(),
             v if v_of is None else v_of(v),

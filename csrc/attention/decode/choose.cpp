@@ -85,10 +85,10 @@ std::vector<KernelInfo> kernels() {
     for (const DType dtype : {DType::bf16, DType::fp16}) {
         for (const Config& c : CONFIGS) list.push_back(kernel_info(with_dtype(c, dtype)));
         list.push_back({.name = concat("combine_", name_of(dtype)),
-                        .config = "a warp for a row",
+                        .config = "1 to 8 warps for a row",
                         .source = concat("decode_", name_of(dtype)),
                         .symbol = "14combine_kernelI",
-                        .threads = 128});
+                        .threads = 256});
     }
     return list;
 }

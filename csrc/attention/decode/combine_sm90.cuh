@@ -1,12 +1,13 @@
-// Adds up the partial results of items whose keys were cut, in the order of the keys. A warp has a
-// row: its lanes have the columns, and go through the slots of the item.
+// Adds up the partial results of items whose keys were cut, in the order of the keys. Some warps
+// have a row: each adds up every n-th of the item's slots, its lanes have the columns, and the first
+// of them adds up what the others have. Reruns are bit-equal.
 #pragma once
 
 #include "csrc/attention/decode/decode_sm90.cuh"
 
 namespace thunderkittens::attention::decode {
 
-constexpr int COMBINE_WARPS = 4, COMBINE_THREADS = COMBINE_WARPS * WARP_THREADS;
+constexpr int COMBINE_WARPS = 8, COMBINE_THREADS = COMBINE_WARPS * WARP_THREADS;
 constexpr int MOST_VALUE_DIM = 256;
 
 template <class T>
@@ -14,57 +15,87 @@ struct CombineGlobals {
     Results<T> results;
     Work work;
     Schedule schedule;
+    int row_warps;  // 1, 2, 4 or 8
 };
 
-// A row of a split item.
+// A row, or of some of its slots, relative to 2^base.
+struct CombinedRow {
+    static constexpr int pairs = MOST_VALUE_DIM / 2 / WARP_THREADS;
+    float2 o[pairs];
+    float sum;
+};
+
+struct CombineShared {
+    float2 o[COMBINE_WARPS][MOST_VALUE_DIM / 2];
+    float sums[COMBINE_WARPS];
+};
+
+// Of an item whose partial results are `count` slots from `first` on.
+struct Slots {
+    int first, count, row;
+
+    template <class T>
+    __device__ __forceinline__ const float* lse(const Results<T>& r, int i) const {
+        return r.partial_lse + (int64_t(first) + i) * r.slot_rows + row;
+    }
+    template <class T>
+    __device__ __forceinline__ const float* out(const Results<T>& r, int i) const {
+        return r.partial_out + ((int64_t(first) + i) * r.slot_rows + row) * r.value_dim;
+    }
+};
+
+// The largest LSE of all slots and the sink, 0 where there is none.
 template <class T>
-__device__ __forceinline__ void combine_row(const CombineGlobals<T>& g, const int4& entry,
-                                            const Lengths& s, const Row& row, int in_slot) {
-    constexpr int pairs = MOST_VALUE_DIM / 2 / WARP_THREADS;
-    const auto& r = g.results;
-    const int lane = laneid();
-    const float* const lse = r.partial_lse + int64_t(entry.z) * r.slot_rows + in_slot;
-    float top = r.sink == nullptr ? -INFINITY : arch::load_global_readonly(r.sink + row.head);
-    for (int i = lane; i < entry.w; i += WARP_THREADS) {
-        top = fmaxf(top, arch::load_global(lse + int64_t(i) * r.slot_rows));
+__device__ __forceinline__ float combined_base(const Results<T>& r, const Slots& slots, int head) {
+    float top = r.sink == nullptr ? -INFINITY : arch::load_global_readonly(r.sink + head);
+    for (int i = laneid(); i < slots.count; i += WARP_THREADS) {
+        top = fmaxf(top, arch::load_global(slots.lse(r, i)));
     }
 #pragma unroll
     for (int d = WARP_THREADS / 2; d > 0; d /= 2) top = fmaxf(top, arch::shuffle_xor(top, d));
-    const float base = top == -INFINITY ? 0.0f : top;
-    float sum =
-        r.sink == nullptr
-            ? 0.0f
-            : arch::exp2_approx((arch::load_global_readonly(r.sink + row.head) - base) * LOG2_E);
-    float2 o[pairs];
-#pragma unroll
-    for (float2& x : o) x = {0.0f, 0.0f};
+    return top == -INFINITY ? 0.0f : top;
+}
+
+// Slots begin, begin + step, and so on.
+template <class T>
+__device__ __forceinline__ CombinedRow combined_slots(const Results<T>& r, const Slots& slots,
+                                                      float base, int begin, int step) {
+    CombinedRow row{};
 #pragma unroll 4
-    for (int i = 0; i < entry.w; ++i) {
-        const float part = arch::load_global(lse + int64_t(i) * r.slot_rows);
-        const float weight = arch::exp2_approx((part - base) * LOG2_E);
-        sum += weight;
-        const float* const from =
-            r.partial_out + ((int64_t(entry.z) + i) * r.slot_rows + in_slot) * r.value_dim;
+    for (int i = begin; i < slots.count; i += step) {
+        const float weight =
+            arch::exp2_approx((arch::load_global(slots.lse(r, i)) - base) * LOG2_E);
+        row.sum += weight;
+        const float* const from = slots.out(r, i);
 #pragma unroll
-        for (int j = 0; j < pairs; ++j) {
-            const int column = 2 * (j * WARP_THREADS + lane);
+        for (int j = 0; j < CombinedRow::pairs; ++j) {
+            const int column = 2 * (j * WARP_THREADS + laneid());
             if (column >= r.value_dim) break;
             const float2 x = arch::load_global(reinterpret_cast<const float2*>(from + column));
-            o[j] = {fmaf(weight, x.x, o[j].x), fmaf(weight, x.y, o[j].y)};
+            row.o[j] = {fmaf(weight, x.x, row.o[j].x), fmaf(weight, x.y, row.o[j].y)};
         }
     }
+    return row;
+}
+
+template <class T>
+__device__ __forceinline__ void store_combined(const Results<T>& r, const CombinedRow& x,
+                                               float base, int b, int head, int position) {
+    float sum = x.sum;
+    if (r.sink != nullptr) {
+        sum += arch::exp2_approx((arch::load_global_readonly(r.sink + head) - base) * LOG2_E);
+    }
     const float reciprocal = sum == 0.0f ? 0.0f : 1.0f / sum;
-    const int position = s.q_begin + row.position;
-    T* const to = r.out.at(entry.x, row.head, position, 0);
+    T* const to = r.out.at(b, head, position, 0);
 #pragma unroll
-    for (int j = 0; j < pairs; ++j) {
-        const int column = 2 * (j * WARP_THREADS + lane);
+    for (int j = 0; j < CombinedRow::pairs; ++j) {
+        const int column = 2 * (j * WARP_THREADS + laneid());
         if (column >= r.value_dim) break;
         arch::store_global(reinterpret_cast<packed_type<T>*>(to + column),
-                           pack_pair<T>(o[j].x * reciprocal, o[j].y * reciprocal));
+                           pack_pair<T>(x.o[j].x * reciprocal, x.o[j].y * reciprocal));
     }
-    if (r.lse != nullptr && lane == 0) {
-        arch::store_global(r.lse + r.lse_row(entry.x, row.head, position),
+    if (r.lse != nullptr && laneid() == 0) {
+        arch::store_global(r.lse + r.lse_row(b, head, position),
                            sum == 0.0f ? -INFINITY : base + logf(sum));
     }
 }
@@ -72,14 +103,20 @@ __device__ __forceinline__ void combine_row(const CombineGlobals<T>& g, const in
 template <class T>
 __global__ __launch_bounds__(COMBINE_THREADS) void combine_kernel(
     const __grid_constant__ CombineGlobals<T> g) {
+    shared_allocator allocator(shared_memory());
+    auto& shared = allocator.template allocate<CombineShared>();
+    const int warp = warpid(), member = warp % g.row_warps;
     arch::wait_for_dependencies();
     arch::launch_dependents();
     if (!g.schedule.is_of(g.work)) return;
-    const int items = g.schedule.split_items(), rows = g.results.slot_rows;
-    const int warps = static_cast<int>(gridDim.x) * COMBINE_WARPS;
-    for (int64_t i = int64_t{blockIdx.x} * COMBINE_WARPS + warpid(); i < int64_t{items} * rows;
-         i += warps) {
-        const int index = static_cast<int>(i / rows), in_slot = static_cast<int>(i % rows);
+    const auto& r = g.results;
+    const int64_t rows = int64_t{g.schedule.split_items()} * r.slot_rows;
+    const int block_rows = COMBINE_WARPS / g.row_warps;
+    for (int64_t first = int64_t{blockIdx.x} * block_rows; first < rows;
+         first += int64_t{gridDim.x} * block_rows) {
+        const int64_t i = first + warp / g.row_warps;
+        const int index = static_cast<int>(::min(i, rows - 1) / r.slot_rows);
+        const int in_slot = static_cast<int>(i % r.slot_rows);
         const int* const from = g.schedule.data + g.schedule.list + 4 * int64_t{index};
         const int4 entry = {arch::load_global(from), arch::load_global(from + 1),
                             arch::load_global(from + 2), arch::load_global(from + 3)};
@@ -87,20 +124,53 @@ __global__ __launch_bounds__(COMBINE_THREADS) void combine_kernel(
         const Lengths s = g.work.lengths(entry.x, ::min(known.x, g.work.most_keys),
                                          ::min(known.y, g.work.q_length));
         const Row row(g.work, s, g.work.item(s, entry.y), in_slot);
-        if (row.exists) combine_row(g, entry, s, row, in_slot);
+        const bool exists = i < rows && row.exists;
+        const Slots slots{entry.z, entry.w, in_slot};
+        CombinedRow mine{};
+        float base = 0.0f;
+        if (exists) {
+            base = combined_base(r, slots, row.head);
+            mine = combined_slots(r, slots, base, member, g.row_warps);
+        }
+        if (g.row_warps > 1) {
+            arch::sync_block();  // what was there has been read
+#pragma unroll
+            for (int j = 0; j < CombinedRow::pairs; ++j) {
+                shared.o[warp][j * WARP_THREADS + laneid()] = mine.o[j];
+            }
+            if (laneid() == 0) shared.sums[warp] = mine.sum;
+            arch::sync_block();
+        }
+        if (!exists || member > 0) continue;
+        for (int other = warp + 1; other < warp + g.row_warps; ++other) {
+            mine.sum += shared.sums[other];
+#pragma unroll
+            for (int j = 0; j < CombinedRow::pairs; ++j) {
+                const float2 x = shared.o[other][j * WARP_THREADS + laneid()];
+                mine.o[j] = {mine.o[j].x + x.x, mine.o[j].y + x.y};
+            }
+        }
+        store_combined(r, mine, base, entry.x, row.head, s.q_begin + row.position);
     }
 }
 
 template <DType dtype>
 void launch_combine(const Params& params, Stream stream) {
     using T = std::conditional_t<dtype == DType::bf16, bf16, half>;
-    const ScheduleShape shape = schedule_shape(params.problem, params.parts);
+    const Problem& p = params.problem;
+    const ScheduleShape shape = schedule_shape(p, params.parts);
+    const int64_t all_items = p.batch * p.kv_heads * p.tiles();
+    // A warp for each four of the slots that an item may be expected to have.
+    const int64_t slots = p.split_size > 0 ? ceil_div(p.k_length, p.split_size)
+                                           : ceil_div(params.parts, all_items) + 1;
+    const int row_warps = slots > 16 ? 8 : slots > 8 ? 4 : slots > 4 ? 2 : 1;
     const CombineGlobals<T> globals{Results<T>(params), Work(params),
-                                    Schedule(params.schedule, shape)};
-    const int64_t rows = shape.items * params.problem.tile_rows();
-    const int64_t blocks = std::clamp<int64_t>(ceil_div(rows, COMBINE_WARPS), 1, 4 * params.parts);
+                                    Schedule(params.schedule, shape), row_warps};
+    const int64_t rows = std::min(shape.items, all_items) * p.tile_rows();
+    const int64_t blocks =
+        std::clamp<int64_t>(ceil_div(rows * row_warps, COMBINE_WARPS), 1, 4 * params.parts);
     kittens::launch({.dependent = true}, combine_kernel<T>, dim3(unsigned(blocks)),
-                    dim3(COMBINE_THREADS), dim3(1), 0, stream, globals);
+                    dim3(COMBINE_THREADS), dim3(1), sizeof(CombineShared) + 1024, stream, globals);
 }
 
 }  // namespace thunderkittens::attention::decode

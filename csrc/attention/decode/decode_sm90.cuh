@@ -333,8 +333,8 @@ __global__ __launch_bounds__(Kernel::threads, Kernel::blocks_per_sm) void decode
     arch::sync_block();
     arch::wait_for_dependencies();
     arch::launch_dependents();
-    if (!g.schedule.is_of(g.work)) return poison(g);
     Segments segments(g.work, g.schedule, static_cast<int>(blockIdx.x));
+    if (!g.schedule.is_of(g.work)) return poison(g);
     if (arch::warp_uniform(warpgroup::groupid()) == 0)
         Consumer<Kernel>{g, shared}.run(segments);
     else

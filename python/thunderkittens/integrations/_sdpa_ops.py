@@ -41,6 +41,14 @@ _UNBOUNDED = (-1, -1, 0.0, None, None)  # window, softcap, slopes and sink of a 
 _MOST_ROWS = 1 << 28  # of all heads and batches together; the kernels count tiles of 64 in as much
 _EFFICIENT_ROWS = 32  # the efficient op rounds the rows of its LSE up to a multiple
 
+# Ops of which csrc/autograd/sdpa.cpp, where it is built, takes the plain calls, before the kernels
+# below; in the order in which it counts.
+IN_CPP = tuple(
+    f"_scaled_dot_product_{name}_attention{backward}"
+    for name in ("flash", "cudnn")
+    for backward in ("", "_backward")
+)
+
 MASK = "a mask tensor"
 DEBUG_MASK = "the debug mask is asked for"
 EMPTY_ROWS = "rows that see no key"
@@ -99,6 +107,9 @@ def report(reset: bool) -> SdpaReport:
         total: Counter[tuple[str, str | None]] = Counter()
         for counts in _tallies:
             total.update(dict(counts))
+        if _load.has_nodes:
+            taken = torch.ops.thunderkittens_sdpa.counts()
+            total.update({(op, None): n for op, n in zip(IN_CPP, taken, strict=True) if n})
         new = total - _reported
         if reset:
             _reported.clear()
@@ -119,6 +130,8 @@ def _device_refusal(index: int) -> str | None:
     if "attention" not in _build.record()["families"]:
         return "this build has no kernels of attention"
     reason: str = _load.compiled_module().no_code_for(shared._device_properties(index))
+    if not reason and _load.has_nodes:
+        torch.ops.thunderkittens_sdpa.allow(index)
     return reason or None
 
 

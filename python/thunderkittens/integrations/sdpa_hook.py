@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.attention
 
+from .. import _load
 from . import _sdpa_ops
 from ._sdpa_ops import Kernel, SdpaCall, SdpaReport
 
@@ -70,8 +71,13 @@ class Override:
                     # That a kernel is registered over another one.
                     warnings.simplefilter("ignore")
                     self._library.impl(op, kernel, key, allow_override=True)
+        self._key_in_cpp = key if _load.has_nodes and set(_sdpa_ops.IN_CPP) & set(ops) else None
+        if self._key_in_cpp is not None:
+            torch.ops.thunderkittens_sdpa.install(self._key_in_cpp)
 
     def remove(self) -> None:
+        if self._key_in_cpp is not None:
+            torch.ops.thunderkittens_sdpa.remove(self._key_in_cpp)
         self._library._destroy()
 
 

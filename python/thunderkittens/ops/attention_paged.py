@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import emulation
-from ..reference.attention_paged import attention_paged as reference_attention
+from ..reference.attention_paged import attention_of_cache
 from . import _attention as shared
 from . import _cache as cache
 from ._registration import (
@@ -325,7 +325,7 @@ def _cpu(*args: Any) -> tuple[Tensor, Tensor]:
         return result["out"], result["lse"]
     left, right = given.pop("window_left"), given.pop("window_right")
     q, k_cache, v_cache, table, lengths = (given.pop(x) for x in _FIELDS[:5])
-    out, lse = reference_attention(
+    out, lse = attention_of_cache(
         q, k_cache, v_cache, table, lengths, **given, window_size=(left, right), return_lse=True
     )
     return out.contiguous(), lse.contiguous()

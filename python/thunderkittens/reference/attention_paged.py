@@ -8,11 +8,139 @@ import math
 import torch
 from torch import Tensor
 
-from .append_kv import rotate
+from .append_kv import append_kv, rotate
 from .attention import band
 
 
 def attention_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor | None,
+    seq_lens: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    slot_mapping: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    rotary_seqlens: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    schedule: Tensor | None = None,
+    split_size: int | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention_paged` when new keys are in the cache.
+
+    Args:
+        q: (B, s, Hq, D), or packed (T, Hq, D) with cu_seqlens_q.
+        k_cache: (pages, page_size, Hkv, D).
+        v_cache: (pages, page_size, Hkv, Dv).
+        page_table: (sequences, pages of one), key j of a sequence is in page j // page_size of its
+            row, at j % page_size; None: a page for each sequence.
+        seq_lens: (B,) keys of each sequence, those of its queries among them, but for new ones.
+        cu_seqlens_q: (B + 1,) for packed queries.
+        max_seqlen_q: not needed here.
+        k, v: (B, s_new, Hkv, D and Dv), or packed with cu_seqlens_k_new: new keys and values, which
+            `append_kv` writes into the cache first; seq_lens are without them.
+        cu_seqlens_k_new: (B + 1,) for packed new keys; None: cu_seqlens_q.
+        slot_mapping: as for `append_kv`, where they go.
+        cache_batch_idx: (B,) row of the table, or page, of each sequence; None: in order.
+        cache_leftpad: (B,) the first keys that are not seen.
+        causal, window_size, softcap, alibi_slopes, sink, scale: as for `attention`, by the length
+            of each sequence; masks are aligned to its end.
+        attention_chunk: a query sees the keys of its own chunk of so many alone, counted from
+            the first key that is seen; 0 or None: all.
+        mask: (tokens, words) int32, a row for each query: bit i % 32 of word i // 32 says whether
+            it sees key n - s + i, where n and s are the sequence's keys and queries. Earlier keys
+            are all seen; causal does not count.
+        k_scale, v_scale: factors of what the caches hold: one, (B, Hkv), or (pages, page_size,
+            Hkv).
+        q_scale: factor of the queries, one or (B, Hkv).
+        rotary_cos, rotary_sin, rotary_interleaved: as for `append_kv`'s `rotate`, of the queries:
+            their first stands at the first new key, and so do the others unless the call is causal
+            or has a window. rotary_seqlens: (B,), where that stands; None: seq_lens.
+        split_size, schedule: without effect.
+        return_lse: also return the natural logarithm of the sum of exponentials.
+
+    Returns:
+        out of q's shape with Dv columns, or (out, lse) with lse (B, Hq, s), or (Hq, T) of packed
+        queries, in the format of the computation. A row that sees no key gives 0 and -inf.
+    """
+    new_keys = 0
+    if k is not None and v is not None:
+        if k.dim() == 4:
+            new_keys = k.shape[1]
+        elif cu_seqlens_k_new is None:
+            cu_seqlens_k_new = cu_seqlens_q
+        places: dict[str, Tensor | None] = {"slot_mapping": slot_mapping}
+        if slot_mapping is None:
+            places = {
+                "page_table": page_table,
+                "seq_lens": seq_lens,
+                "cache_batch_idx": cache_batch_idx,
+                "cu_seqlens_k_new": None if new_keys else cu_seqlens_k_new,
+                "rotary_seqlens": rotary_seqlens,
+            }
+        append_kv(
+            k,
+            v,
+            k_cache,
+            v_cache,
+            **places,
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            rotary_interleaved=rotary_interleaved,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+    return attention_of_cache(
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k_new=cu_seqlens_k_new if k is not None and not new_keys else None,
+        new_keys=new_keys,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        causal=causal,
+        window_size=window_size,
+        attention_chunk=attention_chunk,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        mask=mask,
+        scale=scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        q_scale=q_scale,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved,
+        rotary_seqlens=rotary_seqlens,
+        return_lse=return_lse,
+    )
+
+
+def attention_of_cache(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -44,40 +172,13 @@ def attention_paged(
     schedule: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of the newest queries of each sequence over its keys in a cache.
+    """`attention_paged` when the new keys have been written.
 
     Args:
-        q: (B, s, Hq, D), or packed (T, Hq, D) with cu_seqlens_q.
-        k_cache: (pages, page_size, Hkv, D).
-        v_cache: (pages, page_size, Hkv, Dv).
-        page_table: (sequences, pages of one), key j of a sequence is in page j // page_size of its
-            row, at j % page_size; None: a page for each sequence.
-        seq_lens: (B,) keys of each sequence, those of its queries among them, but for new ones.
-        cu_seqlens_q: (B + 1,) for packed queries.
-        max_seqlen_q: not needed here.
-        cu_seqlens_k_new: (B + 1,) where new keys of sequences began, which are in the cache now.
+        cu_seqlens_k_new: (B + 1,) where new keys of sequences began.
         new_keys: their number where all sequences have as many.
-        cache_batch_idx: (B,) row of the table, or page, of each sequence; None: in order.
-        cache_leftpad: (B,) the first keys that are not seen.
-        causal, window_size, softcap, alibi_slopes, sink, scale: as for `attention`, by the length
-            of each sequence; masks are aligned to its end.
-        attention_chunk: a query sees the keys of its own chunk of so many alone, counted from
-            the first key that is seen; 0 or None: all.
-        mask: (tokens, words) int32, a row for each query: bit i % 32 of word i // 32 says whether
-            it sees key n - s + i, where n and s are the sequence's keys and queries. Earlier keys
-            are all seen; causal does not count.
-        k_scale, v_scale: factors of what the caches hold: one, (B, Hkv), or (pages, page_size,
-            Hkv).
-        q_scale: factor of the queries, one or (B, Hkv).
-        rotary_cos, rotary_sin, rotary_interleaved: as for `append_kv`'s `rotate`, of the queries:
-            their first stands at the first new key, and so do the others unless the call is causal
-            or has a window. rotary_seqlens: (B,), where that stands; None: seq_lens.
-        split_size, schedule: without effect.
-        return_lse: also return the natural logarithm of the sum of exponentials.
 
-    Returns:
-        out of q's shape with Dv columns, or (out, lse) with lse (B, Hq, s), or (Hq, T) of packed
-        queries, in the format of the computation. A row that sees no key gives 0 and -inf.
+    The others are those of `attention_paged`.
     """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     packed = cu_seqlens_q is not None

@@ -1,0 +1,250 @@
+// The plain calls behind `scaled_dot_product_attention`, which `tk.sdpa` takes, without Python.
+// Everything else goes to what was registered before, which is Python's kernel for the same op: it
+// takes more, and says why it leaves the rest to PyTorch (integrations/_sdpa_ops.py). Both give the
+// same results.
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include <array>
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace thunderkittens::sdpa {
+
+namespace {
+
+using at::Tensor;
+using c10::IValue;
+using torch::jit::Stack;
+
+constexpr int64_t NO_MASK = 0, LOWER_RIGHT = 1, UPPER_LEFT = 2;  // as the ops take `causal`
+constexpr int64_t MOST_ROWS = int64_t(1) << 28;
+constexpr int64_t MOST_HEAD_DIM = 256;
+
+// The ops of aten whose calls are taken, in the order in which they are counted.
+constexpr std::array OPS = {
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"};
+std::array<std::atomic<int64_t>, OPS.size()> calls{};
+
+// A bit for each GPU that there is code for. It is set when Python has looked at its properties,
+// which must not happen before a GPU is used.
+std::atomic<uint64_t> devices{};
+
+c10::OperatorHandle find(const std::string& name) {
+    return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
+}
+
+// An op of this package, called with some of its arguments by name; others have their defaults.
+class Callee {
+  public:
+    explicit Callee(const std::string& name) : op_(find("thunderkittens::" + name)) {}
+
+    int place(const std::string& argument) const {
+        return op_.schema().argumentIndexWithName(argument).value();
+    }
+    Stack arguments() const {
+        Stack stack;
+        stack.reserve(op_.schema().arguments().size());
+        for (const auto& argument : op_.schema().arguments()) {
+            stack.push_back(argument.default_value().value_or(IValue()));
+        }
+        return stack;
+    }
+    // Past autograd and autocast, which the call has behind it.
+    void call(Stack& stack, c10::DispatchKey key) const {
+        op_.redispatchBoxed(c10::DispatchKeySet(key), &stack);
+    }
+
+  private:
+    c10::OperatorHandle op_;
+};
+
+// The arguments of a call of one of aten's ops, by name.
+class Arguments {
+  public:
+    Arguments(const c10::OperatorHandle& op, const Stack& stack)
+        : schema_(op.schema()), first_(stack.data() + stack.size() - schema_.arguments().size()) {}
+
+    const IValue& operator[](const char* name) const {
+        return first_[schema_.argumentIndexWithName(name).value()];
+    }
+    bool given(const char* name) const {
+        const IValue& x = (*this)[name];
+        return x.isTensor() && x.toTensor().defined();
+    }
+    std::size_t count() const { return schema_.arguments().size(); }
+
+  private:
+    const c10::FunctionSchema& schema_;
+    const IValue* first_;
+};
+
+struct Problem {
+    const Tensor &query, &key, &value;
+    bool causal;
+    const IValue& scale;
+};
+
+bool plain(const Problem& x, double dropout) {
+    const auto type = x.query.scalar_type();
+    if (dropout != 0.0 || (type != at::kBFloat16 && type != at::kHalf)) return false;
+    if (x.key.scalar_type() != type || x.value.scalar_type() != type) return false;
+    if (x.query.dim() != 4 || x.key.dim() != 4 || x.value.dim() != 4) return false;
+    const auto q = x.query.sizes(), k = x.key.sizes(), v = x.value.sizes();
+    if (q[0] != k[0] || k.slice(0, 3) != v.slice(0, 3)) return false;
+    if (q[3] != k[3] || q[3] != v[3] || q[3] % 8 != 0 || q[3] < 8 || q[3] > MOST_HEAD_DIM) {
+        return false;
+    }
+    if (x.query.numel() == 0 || x.key.numel() == 0 || q[1] % k[1] != 0) return false;
+    if (q[0] * q[1] * q[2] > MOST_ROWS || k[2] > MOST_ROWS) return false;
+    if (!x.scale.isNone() && !(std::abs(x.scale.toDouble()) <= std::numeric_limits<float>::max())) {
+        return false;
+    }
+    if (x.key.device() != x.query.device() || x.value.device() != x.query.device()) return false;
+    return !x.query.is_cuda() || ((devices.load() >> x.query.get_device()) & 1) != 0;
+}
+
+struct Setup {
+    c10::DispatchKey key;
+    Callee forward{"attention_forward"}, with_lse{"attention"}, backward{"attention_backward"};
+    int causal = forward.place("causal"), scale = forward.place("scale");
+    int causal_back = backward.place("causal"), scale_back = backward.place("scale");
+    int deterministic_back = backward.place("deterministic");
+};
+
+struct Kernel : c10::OperatorKernel {
+    std::shared_ptr<const Setup> setup;
+    std::size_t index;
+    c10::SafeKernelFunction rest;
+    bool flash = index < 2;
+
+    Kernel(std::shared_ptr<const Setup> setup, std::size_t index, c10::SafeKernelFunction rest)
+        : setup(std::move(setup)), index(index), rest(std::move(rest)) {}
+
+    void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+        std::vector<IValue> results;
+        const Arguments given(op, *stack);
+        if (!(index % 2 == 0 ? forward(given, results) : backward(given, results))) {
+            rest.callBoxed(op, keys, stack);
+            return;
+        }
+        calls[index].fetch_add(1, std::memory_order_relaxed);
+        torch::jit::drop(*stack, given.count());
+        for (IValue& x : results) stack->push_back(std::move(x));
+    }
+
+    std::optional<Problem> taken(const Arguments& given) const {
+        const Problem x{given["query"].toTensor(), given["key"].toTensor(),
+                        given["value"].toTensor(), given["is_causal"].toBool(), given["scale"]};
+        if (!plain(x, given["dropout_p"].toDouble())) return std::nullopt;
+        if (flash) {
+            // Rows that see no key have another LSE with PyTorch.
+            if (x.causal && x.query.size(2) > x.key.size(2)) return std::nullopt;
+        } else if (given.given("attn_bias")) {
+            return std::nullopt;
+        }
+        return x;
+    }
+
+    int64_t mask(bool causal) const { return !causal ? NO_MASK : flash ? LOWER_RIGHT : UPPER_LEFT; }
+
+    bool forward(const Arguments& given, std::vector<IValue>& results) const {
+        const auto x = taken(given);
+        if (!x || given["return_debug_mask"].toBool()) return false;
+        const bool lse = flash || given["compute_log_sumexp"].toBool();
+        const Callee& callee = lse ? setup->with_lse : setup->forward;
+        Stack stack = callee.arguments();
+        stack[0] = x->query, stack[1] = x->key, stack[2] = x->value;
+        stack[setup->causal] = mask(x->causal), stack[setup->scale] = x->scale;
+        callee.call(stack, setup->key);
+        const int64_t queries = x->query.size(2), keys = x->key.size(2);
+        const auto device = x->query.options();
+        results = {std::move(stack[0])};
+        // The state of the random numbers, which nothing reads: without dropout there are none.
+        if (flash) {
+            results.insert(results.end(),
+                           {std::move(stack[1]), Tensor(), Tensor(), queries, keys,
+                            at::empty({2}, device.dtype(at::kUInt64)),
+                            at::empty({}, device.dtype(at::kUInt64)), at::empty({0}, device)});
+        } else if (lse) {
+            results.insert(results.end(), {stack[1].toTensor().unsqueeze(3), Tensor(), Tensor(),
+                                           queries, keys, at::empty({}, device.dtype(at::kLong)),
+                                           at::empty({}, device.dtype(at::kLong)), Tensor()});
+        } else {
+            results.insert(results.end(), {Tensor(), Tensor(), Tensor(), queries, keys, Tensor(),
+                                           Tensor(), Tensor()});
+        }
+        return true;
+    }
+
+    bool backward(const Arguments& given, std::vector<IValue>& results) const {
+        const auto x = taken(given);
+        if (!x) return false;
+        const Callee& callee = setup->backward;
+        Tensor lse = given["logsumexp"].toTensor();
+        if (lse.dim() == 4) lse = lse.squeeze(3);
+        Stack stack = callee.arguments();
+        // grad_out, grad_lse, q, k, v, out, lse
+        stack[0] = given["grad_out"], stack[2] = x->query, stack[3] = x->key, stack[4] = x->value;
+        stack[5] = given["out"], stack[6] = lse;
+        stack[setup->causal_back] = mask(x->causal), stack[setup->scale_back] = x->scale;
+        if (at::globalContext().deterministicAlgorithms()) {
+            stack[setup->deterministic_back] = true;
+        }
+        callee.call(stack, setup->key);
+        for (int i = 0; i < 3; ++i) results.push_back(std::move(stack[i]));
+        return true;
+    }
+};
+
+std::mutex mutex;
+std::map<std::string, std::unique_ptr<torch::Library>> installed;  // by the dispatch key
+
+// Registers the kernels for a dispatch key, over what is registered now.
+void install(const std::string& key_name) {
+    const auto key = c10::parseDispatchKey(key_name);
+    const auto setup = std::make_shared<const Setup>(Setup{key});
+    auto library =
+        std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
+    for (std::size_t i = 0; i < OPS.size(); ++i) {
+        const auto op = find(std::string("aten::") + OPS[i]);
+        if (!op.hasKernelForDispatchKey(key)) continue;
+        library->impl(OPS[i], torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(
+                                  setup, i, op.getComputedKernelForDispatchKey(key))));
+    }
+    const std::lock_guard lock(mutex);
+    installed[key_name] = std::move(library);
+}
+
+void remove(const std::string& key_name) {
+    const std::lock_guard lock(mutex);
+    installed.erase(key_name);
+}
+
+void allow(int64_t device) {
+    if (device < 64) devices.fetch_or(uint64_t(1) << device);
+}
+
+// How many calls of each of OPS have been taken.
+std::vector<int64_t> counts() { return {calls.begin(), calls.end()}; }
+
+}  // namespace
+
+TORCH_LIBRARY(thunderkittens_sdpa, library) {
+    library.def("install(str key) -> ()", install);
+    library.def("remove(str key) -> ()", remove);
+    library.def("allow(int device) -> ()", allow);
+    library.def("counts() -> int[]", counts);
+}
+
+}  // namespace thunderkittens::sdpa
