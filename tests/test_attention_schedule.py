@@ -8,6 +8,8 @@ import torch
 
 import thunderkittens as tk
 from helpers.attention import emulated
+from thunderkittens.bench.accuracy import check
+from thunderkittens.bench.suites import attention_schedule
 
 FLAGS = ("test_schema", "test_autograd_registration", "test_faketensor")
 HEADER = 4  # integers before the positions, csrc/attention/decode/decode.h
@@ -53,6 +55,20 @@ def test_parts_are_equal(lengths, sms):
         if at[p][0] < len(lengths):
             assert abs(cost - total * p / min(parts, total)) <= ITEM_COST + 1
     assert not run.kernels or all(k["kernel"] for k in run.kernels)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("sms", [1, 7, 132])
+@pytest.mark.parametrize("heads", [(8, 2), (128, 1), (130, 2)])
+def test_the_benchmark_knows_where_parts_begin(heads, sms):
+    lengths = (16, 8000, 500, 0, 64) * 30
+    case = attention_schedule.make_case(lengths, *heads, 128)
+    inputs = case.make_inputs(torch.device("cpu"), torch.Generator())
+    with tk.emulate(sm_count=sms):
+        schedule = attention_schedule.ours(**inputs)
+        assert check(case, inputs, {"op": (schedule,)})["op"].passed
+        schedule[HEADER + 4 * sms] += 1
+        assert not check(case, inputs, {"op": (schedule,)})["op"].passed
 
 
 @pytest.mark.emulator

@@ -24,6 +24,40 @@ OPTIONS = {
     "return_attn_probs": False,
 }
 PACKING = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+# Of flash-attn 3, up to `return_softmax_lse`; the last three are this package's, by keyword alone.
+CACHE = {
+    **dict.fromkeys(("q", "k_cache", "v_cache"), NONE),
+    **dict.fromkeys(("k", "v", "qv", "rotary_cos", "rotary_sin", "cache_seqlens")),
+    **dict.fromkeys(("cache_batch_idx", "cache_leftpad", "page_table", "cu_seqlens_q")),
+    **dict.fromkeys(("cu_seqlens_k_new", "max_seqlen_q", "rotary_seqlens")),
+    **dict.fromkeys(("q_descale", "k_descale", "v_descale", "softmax_scale")),
+    "causal": False,
+    "window_size": (-1, -1),
+    "attention_chunk": 0,
+    "softcap": 0.0,
+    "rotary_interleaved": True,
+    "scheduler_metadata": None,
+    "num_splits": 0,
+    "pack_gqa": None,
+    "sm_margin": 0,
+    "return_softmax_lse": False,
+}
+OURS = dict.fromkeys(("block_table", "alibi_slopes", "s_aux"))
+METADATA = {
+    **dict.fromkeys(("batch_size", "max_seqlen_q", "max_seqlen_k", "num_heads_q"), NONE),
+    **dict.fromkeys(("num_heads_kv", "headdim", "cache_seqlens"), NONE),
+    "qkv_dtype": BF16,
+    **dict.fromkeys(("headdim_v", "cu_seqlens_q", "cu_seqlens_k_new", "cache_leftpad")),
+    "page_size": None,
+    "max_seqlen_k_new": 0,
+    "causal": False,
+    "window_size": (-1, -1),
+    "attention_chunk": 0,
+    "has_softcap": False,
+    "num_splits": 0,
+    "pack_gqa": None,
+    "sm_margin": 0,
+}
 SIGNATURES = {
     "flash_attn_func": dict.fromkeys("qkv", NONE) | OPTIONS,
     "flash_attn_varlen_func": dict.fromkeys(("q", "k", "v", *PACKING), NONE)
@@ -32,6 +66,8 @@ SIGNATURES = {
     "flash_attn_qkvpacked_func": {"qkv": NONE} | OPTIONS,
     "flash_attn_varlen_qkvpacked_func": dict.fromkeys(("qkv", "cu_seqlens", "max_seqlen"), NONE)
     | OPTIONS,
+    "flash_attn_with_kvcache": CACHE | OURS,
+    "get_scheduler_metadata": METADATA,
 }
 
 
@@ -39,6 +75,8 @@ SIGNATURES = {
 def test_signatures(name):
     parameters = inspect.signature(getattr(compat, name)).parameters
     assert [(n, p.default) for n, p in parameters.items()] == list(SIGNATURES[name].items())
+    by_keyword = {n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+    assert by_keyword == (set(OURS) if name == "flash_attn_with_kvcache" else set())
     assert set(compat.__all__) == set(SIGNATURES)
 
 
@@ -220,7 +258,7 @@ def test_errors(device):
             function(args[0][0], *args[1:])
         with pytest.raises(TypeError, match="float32"):
             function(*(x.float() if x is args[0] else x for x in args))
-    with pytest.raises(TypeError, match="paged keys"):
+    with pytest.raises(TypeError, match=r"paged keys .*, or call tk.compat.flash_attn_with_kv"):
         compat.flash_attn_varlen_func(*calls["flash_attn_varlen_func"], block_table=edges)
     with pytest.raises(ValueError, match=r"must be \(B, S, 3, H, D\)"):
         compat.flash_attn_qkvpacked_func(torch.stack([q, q], 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 
 import pytest
 import torch
@@ -64,8 +65,33 @@ def test_reasons():
     assert "supported are torch.bfloat16" in tk.is_supported("attention", q, q, q).reason
     assert "dropout is not supported" in tk.is_supported("attention", q, q, q, dropout_p=0.1).reason
     assert "missing" in tk.is_supported("attention", q).reason
-    with pytest.raises(ValueError, match="there is no op 'atention'; it must be one of attention"):
+    names = ", ".join(support.KERNELS)
+    with pytest.raises(ValueError, match=f"there is no op 'atention'; it must be one of {names}$"):
         tk.is_supported("atention", q, q, q)
+
+
+@pytest.mark.parametrize("op", ["append_kv", "attention_decode", "attention_paged"])
+def test_caches(op, device):
+    """Answers for a call that changes a cache, or reads it, leave it as it is."""
+    x = normal((1, 3, 2, 64), BF16, device)
+    cache = torch.zeros(1, 64, 2, 64, dtype=BF16, device=device)
+    lengths = torch.zeros(1, dtype=torch.int32, device=device)
+    table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    calls = {
+        "append_kv": ((x, x, cache, cache.clone()), {"seq_lens": lengths}),
+        "attention_decode": ((x, cache, cache.clone(), lengths), {"k": x, "v": x}),
+        "attention_paged": ((x, cache, cache.clone(), table, lengths), {"k": x, "v": x}),
+    }
+    args, options = calls[op]
+    answer = tk.is_supported(op, *args, **options)
+    assert answer, answer.reason
+    assert not bool(cache.any())
+    getattr(tk, op)(*args, **options)
+    assert torch.equal(cache[:, :3], x)
+    wrong = tk.is_supported(op, *args[:2], cache[..., :60], *args[3:], **options)
+    assert not wrong
+    with pytest.raises(ValueError, match=re.escape(wrong.reason)):
+        getattr(tk, op)(*args[:2], cache[..., :60], *args[3:], **options)
 
 
 def test_gradients_that_are_not_computed():

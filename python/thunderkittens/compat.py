@@ -5,11 +5,15 @@ them needs another import and nothing else:
 
     from thunderkittens.compat import flash_attn_func, flash_attn_varlen_func
 
-Where the two differ: dropout and paged keys are not supported, a `TypeError` says so. The LSE of a
-row that sees no key is -inf (in flash-attn 2 it is +inf), and gradients through the LSE are
-computed, where flash-attn drops them. Head dimensions of value may differ from those of query and
-key. A gradient is deterministic also when `torch.use_deterministic_algorithms` says so. CPU tensors
-run the reference formula.
+Where the two differ: dropout is not supported, nor is `block_table` by `flash_attn_varlen_func`; a
+`TypeError` says so. The LSE of a row that sees no key is -inf (in flash-attn 2 it is +inf), and
+gradients through the LSE are computed, where flash-attn drops them. Head dimensions of value may
+differ from those of query and key. A gradient is deterministic also when
+`torch.use_deterministic_algorithms` says so. CPU tensors run the reference formula.
+
+Caches of keys and values, paged or not, are those of `flash_attn_with_kvcache` and
+`get_scheduler_metadata`, whose arguments and semantics are those of flash-attn 3. `block_table`,
+flash-attn 2's name of the page table, is taken, too.
 """
 
 from __future__ import annotations
@@ -125,7 +129,7 @@ def flash_attn_varlen_func(
         alibi_slopes: (Hq,) or (B, Hq), float32.
         deterministic: of the gradient.
         return_attn_probs: also return the LSE.
-        block_table: None; there are no paged keys.
+        block_table: None; `flash_attn_with_kvcache` takes paged keys.
 
     Returns:
         out (Tq, Hq, Dv), or (out, lse, empty) with lse (Hq, Tq), float32.
@@ -139,7 +143,7 @@ def flash_attn_varlen_func(
     if block_table is not None:
         raise TypeError(
             f"tk.compat.{name}: block_table is given; paged keys are not supported, pass packed "
-            "ones and no block_table"
+            "ones and no block_table, or call tk.compat.flash_attn_with_kvcache"
         )
     for operand, x in (("q", q), ("k", k), ("v", v)):
         _require_dims(name, operand, x, 3, "(tokens, H, D)")

@@ -110,6 +110,31 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
         }
         for op, dims in (("attention", (64, 128, 256)), ("attention_backward", (64, 128)))
     },
+    "attention_paged": {
+        f"bf16, 64 sequences of 4096, 32 heads of {dim} on 8{text}": {
+            "batch": 64,
+            "q_heads": 32,
+            "kv_heads": 8,
+            "q_length": 1,
+            "k_length": 4096,
+            "head_dim": dim,
+            "value_dim": dim,
+            "codes": codes,
+        }
+        for dim in (64, 128, 256)
+        for codes, text in ((False, ""), (True, ", a cache of 8 bits"))
+    },
+    "append_kv": {
+        f"bf16, 64 tokens, 8 heads of 128{text}": {
+            "tokens": 64,
+            "kv_heads": 8,
+            "head_dim": 128,
+            "value_dim": 128,
+            "codes": codes,
+        }
+        for codes, text in ((False, ""), (True, ", a cache of 8 bits"))
+    },
+    "merge_attention": {"bf16": {}},
 }
 
 #: What the examples are answered for where there is no GPU: an H200.

@@ -20,7 +20,13 @@ KERNELS = {
         for name in (
             *("append_kv", "attention", "attention_paged", "based", "based_decode", "fp8_gemm"),
             *("fp8_quantize", "gemm", "grouped_gemm", "lolcats", "lolcats_decode"),
-            *("mxfp8_dequantize", "mxfp8_gemm", "mxfp8_prepare", "mxfp8_quantize"),
+            *(
+                "merge_attention",
+                "mxfp8_dequantize",
+                "mxfp8_gemm",
+                "mxfp8_prepare",
+                "mxfp8_quantize",
+            ),
             *("nvfp4_dequantize", "nvfp4_gemm", "nvfp4_prepare", "nvfp4_quantize"),
         )
     },
@@ -30,7 +36,6 @@ KERNELS = {
     "based_linear_prefill": "based",
     "fp8_linear": "fp8_gemm",
     "hedgehog": "lolcats",
-    "merge_attention": "attention_paged",
 }
 
 

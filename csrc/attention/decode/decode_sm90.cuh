@@ -59,11 +59,13 @@ struct Consumer {
         warpgroup::sync(1);  // the products that have read the last one are done
         if constexpr (Kernel::codes) {
             static_assert(row_loads <= WARP_THREADS);
+            const float scale = scale_of_head(g.k_scale, segment.at.b, segment.item.kv_head) *
+                                scale_of_head(g.q_scale, segment.at.b, segment.item.kv_head);
             // A warp has 16 rows, a lane a column.
             const int column = laneid() * per_load;
             for (int i = 0; i < 16; ++i) {
                 const int row = warpgroup::warpid() * 16 + i;
-                store_as_halves(row, column, load_query_chunk(segment, row, column));
+                store_as_halves(row, column, load_query_chunk(segment, row, column), scale);
             }
         } else {
             for (int i = warpgroup::laneid(); i < TILE_ROWS * row_loads; i += WARPGROUP_THREADS) {
@@ -75,8 +77,10 @@ struct Consumer {
         arch::fence_async_shared();
         warpgroup::sync(1);
     }
-    // Rows of any magnitude fit: they are brought to fp16 by a power of two, which scores get back.
-    __device__ __forceinline__ void store_as_halves(int row, int column, const uint4& chunk) {
+    // Rows of any magnitude fit: they are brought to fp16 by a power of two, which scores get back
+    // with their scale.
+    __device__ __forceinline__ void store_as_halves(int row, int column, const uint4& chunk,
+                                                    float scale) {
         const auto x = arch::bit_cast<typename RotaryTable<T>::Vector>(chunk);
         float2 values[4];
         float largest = 0.0f;
@@ -102,8 +106,11 @@ struct Consumer {
         }
         if (laneid() == 0) {
             arch::store_shared(arch::shared_address(&shared.staging.q_factors[row]),
-                               power_of_two(exponent));
+                               power_of_two(exponent) * scale);
         }
+    }
+    __device__ __forceinline__ float query_factor(int row) const {
+        return arch::load_shared<float>(arch::shared_address(&shared.staging.q_factors[row]));
     }
     // Of the columns of this thread, two of every eight, in a slot.
     __device__ __forceinline__ float2 token_scales(int stage, int j, int half) const {
@@ -111,14 +118,14 @@ struct Consumer {
         return arch::load_shared<float2>(
             arch::shared_address(&shared.staging.scales[stage][column]));
     }
-    __device__ __forceinline__ void scale_columns(scores& x, int stage) const {
+    __device__ __forceinline__ void scale_columns(scores& x, int stage, float factor) const {
 #pragma unroll
         for (int j = 0; j < scores::width; ++j) {
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
                 const float2 scale = token_scales(stage, j, k / 2);
                 float2& pair = x.tiles[0][j].data[k];
-                pair = {pair.x * scale.x, pair.y * scale.y};
+                pair = {pair.x * (scale.x * factor), pair.y * (scale.y * factor)};
             }
         }
     }
@@ -143,28 +150,14 @@ struct Consumer {
             scale_rows(o, {factor, factor});
             exponent = needed;
         }
-        scale_columns(x, stage);
-        const float down = power_of_two(-exponent);
-        scale_rows(x, {down, down});
+        scale_columns(x, stage, power_of_two(-exponent));
     }
 
     __device__ __forceinline__ void run_segment(const Segments& segment) {
         const Lengths& s = segment.s;
         const int row = warpgroup::warpid() * 16 + laneid() / 4;
         const Row upper(g.work, s, segment.item, row), lower(g.work, s, segment.item, row + 8);
-        const float2 slope = {g.score_mod.slope(segment.at.b, upper.exists ? upper.head : 0),
-                              g.score_mod.slope(segment.at.b, lower.exists ? lower.head : 0)};
         if (segment.last > segment.first) load_query(segment);
-        float2 q_factor = {1.0f, 1.0f};
-        if constexpr (Kernel::codes) {
-            const float k_scale = scale_of_head(g.k_scale, segment.at.b, segment.item.kv_head) *
-                                  scale_of_head(g.q_scale, segment.at.b, segment.item.kv_head);
-            const auto factor = [&](int r) {
-                return k_scale *
-                       arch::load_shared<float>(arch::shared_address(&shared.staging.q_factors[r]));
-            };
-            if (segment.last > segment.first) q_factor = {factor(row), factor(row + 8)};
-        }
         int v_exponent = -126;
         OnlineSoftmax softmax;
         output o;
@@ -181,10 +174,13 @@ struct Consumer {
             warpgroup::mm_ABt(x, shared.q, shared.ring[at.stage].k);
             warpgroup::mma_async_wait<0>(x);
             if constexpr (Kernel::codes) {
-                scale_rows(x, q_factor);
-                if (g.k_scale.tokens) scale_columns(x, at.stage);
+                scale_rows(x, {query_factor(row), query_factor(row + 8)});
+                if (g.k_scale.tokens) scale_columns(x, at.stage, 1.0f);
             }
             release();
+            // Here rather than before, as registers are few.
+            const float2 slope = {g.score_mod.slope(segment.at.b, upper.exists ? upper.head : 0),
+                                  g.score_mod.slope(segment.at.b, lower.exists ? lower.head : 0)};
             const Shift shift = g.score_mod.template apply<T>(x, columns(s.diagonal), slope);
             if (block >= keys.unmasked_end || block < keys.unmasked_begin) {
                 Int2 low = columns(s.low), high = columns(s.high);

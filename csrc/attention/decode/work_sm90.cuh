@@ -175,7 +175,8 @@ struct Schedule {
 struct Segments {
     const Work& work;
     const Schedule& schedule;
-    Position at, end;
+    int part;
+    Position at;
     // Of the current segment.
     Lengths s{};
     Item item{};
@@ -183,14 +184,12 @@ struct Segments {
     bool whole = false;       // all keys of the item; else a partial result goes into at.slot
     bool stale = false;       // the sequence is not what it was when the schedule was made
 
-    __device__ __forceinline__ Segments(const Work& _work, const Schedule& _schedule, int part)
-        : work(_work),
-          schedule(_schedule),
-          at(_schedule.part(part)),
-          end(_schedule.part(part + 1)) {}
+    __device__ __forceinline__ Segments(const Work& _work, const Schedule& _schedule, int _part)
+        : work(_work), schedule(_schedule), part(_part), at(_schedule.part(_part)) {}
 
     // Goes to the next segment, or returns false.
     __device__ __forceinline__ bool next() {
+        const Position end = schedule.part(part + 1);  // again, as registers are few
         if (begun) {
             at.slot += whole ? 0 : 1;
             const bool item_ends = last >= item.keys.end;

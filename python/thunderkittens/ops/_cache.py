@@ -161,8 +161,8 @@ def require_rotary(op: str, cos: Any, sin: Any, name: str, like: Tensor) -> None
         )
 
 
-def schedule_numbers(problem: dict[str, Any], device: torch.device, sm_count: int) -> int:
-    """How many integers a schedule has, on a device, or on one with so many multiprocessors."""
+def choice(problem: dict[str, Any], device: torch.device, sm_count: int) -> dict[str, Any]:
+    """What is chosen for a problem on a device, or on one with so many multiprocessors."""
     module = _load.compiled_module()
     if device.type == "cuda":
         properties = shared._device_properties(
@@ -172,8 +172,13 @@ def schedule_numbers(problem: dict[str, Any], device: torch.device, sm_count: in
         from ..info import EXAMPLE_GPU
 
         properties = module.DeviceProperties(**{**EXAMPLE_GPU, "sm_count": sm_count})
-    choice = module.choose("attention_paged", problem, properties)
-    return int(choice["schedule_ints"])
+    chosen: dict[str, Any] = module.choose("attention_paged", problem, properties)
+    return chosen
+
+
+def schedule_numbers(problem: dict[str, Any], device: torch.device, sm_count: int) -> int:
+    """How many integers a schedule has, on a device, or on one with so many multiprocessors."""
+    return int(choice(problem, device, sm_count)["schedule_ints"])
 
 
 def window(op: str, window_size: Sequence[int]) -> tuple[int, int]:

@@ -217,7 +217,8 @@ def _cpu(*args: Any) -> None:
 
 def _flops(k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any) -> int:
     """Of the rotation: three operations for each element of a key at most."""
-    return 3 * math.prod(k_shape)
+    operations: int = 3 * math.prod(k_shape)
+    return operations
 
 
 register(_NAME, fake=_fake, cpu=_cpu, flops=_flops, differentiable=False)

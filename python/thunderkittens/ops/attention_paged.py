@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -335,10 +336,8 @@ def _flops(q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any) 
     """Two products, as if every sequence filled its pages."""
     table = args[0] if args else None
     keys = k_shape[1] * (table[1] if table is not None else 1)
-    rows = 1
-    for n in q_shape[:-1]:
-        rows *= n
-    return 2 * int(rows) * int(keys) * (q_shape[-1] + v_shape[3])
+    operations: int = 2 * math.prod(q_shape[:-1]) * keys * (q_shape[-1] + v_shape[3])
+    return operations
 
 
 register(

@@ -94,7 +94,8 @@ def _cpu(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor
 
 def _flops(out_shapes: Any, lse_shapes: Any, *args: Any, **kwargs: Any) -> int:
     """A multiplication and an addition for each element of a part."""
-    return 2 * sum(math.prod(shape) for shape in out_shapes)
+    operations: int = 2 * sum(math.prod(shape) for shape in out_shapes)
+    return operations
 
 
 register(

@@ -90,7 +90,9 @@ def append_kv(
             continue
         wide = new.float()
         if scale is not None and scale.dim() == 3:
-            scale[places] = factor = wide.abs().amax(-1) / LARGEST[cache.dtype]
+            # By a tensor: a Python number's reciprocal would be multiplied by on a GPU.
+            largest = wide.new_full((), LARGEST[cache.dtype])
+            scale[places] = factor = wide.abs().amax(-1) / largest
         elif scale is None or scale.numel() == 1:
             factor = torch.ones((), device=k.device) if scale is None else scale
         else:

@@ -1,21 +1,25 @@
-"""New keys and values into a paged cache, beside a copy of as many bytes."""
+"""New keys and values into a paged cache, beside a copy of as many bytes.
+
+All of the caches is checked: what is written, and that nothing else is.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import models
-from ..cases import Case, Implementation, Inputs, Prepared, random_normal
+from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
 from ..choices import dtype_name, sizes_of
 from ..drawn import ANY, Draw
 from .attention_paged import CACHES
 
 PAGE, BEFORE = 64, 1000  # tokens of a page, keys that a sequence has
+PIECE = 256  # pages that are checked at a time
 
 SHAPES: dict[str, list[tuple[int, int, int, int, str]]] = {
     "default": [
@@ -39,6 +43,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
     return {}
+
+
+def oracle(
+    k: Tensor,
+    v: Tensor,
+    caches: list[Tensor],
+    table: Tensor,
+    seq_lens: Tensor,
+    scales: list[Tensor],
+) -> Iterator[Expected]:
+    """Caches and scales after the formula, from what they were before the op."""
+    from ...reference import append_kv
+
+    made = [torch.zeros_like(x) for x in caches] + [torch.ones_like(x) for x in scales]
+    named: dict[str, Any] = dict(zip(("k_scale", "v_scale"), made[2:], strict=False))
+    append_kv(k, v, made[0], made[1], page_table=table, seq_lens=seq_lens, **named)
+    for output, x in enumerate(made):
+        for first in range(0, len(x), PIECE):
+            pages = slice(first, first + PIECE)
+            yield Expected(output, pages, x[pages].float(), x[pages])
 
 
 def make_case(batch: int, count: int, heads: int, dim: int, cache: str, dtype: torch.dtype) -> Case:
@@ -79,6 +103,7 @@ def make_case(batch: int, count: int, heads: int, dim: int, cache: str, dtype: t
             "cache": cache,
             "dtype": dtype_name(dtype),
         },
+        oracle=oracle,
     )
 
 
@@ -105,12 +130,12 @@ def ours(
     table: Tensor,
     seq_lens: Tensor,
     scales: list[Tensor],
-) -> Tensor:
+) -> tuple[Tensor, ...]:
     import thunderkittens as tk
 
     options: dict[str, Any] = dict(zip(("k_scale", "v_scale"), scales, strict=False))
     tk.append_kv(k, v, caches[0], caches[1], page_table=table, seq_lens=seq_lens, **options)
-    return caches[0]
+    return (*caches, *scales)
 
 
 def prepare_copy(k: Tensor, v: Tensor, **inputs: Any) -> Callable[[], Any]:

@@ -1,19 +1,27 @@
-"""Schedules of attention over caches, beside a copy of the lengths: what a launch costs."""
+"""Schedules of attention over caches, beside a copy of the lengths: what a launch costs.
+
+Where the parts of the work begin is checked. How a schedule lies in memory, and what an item costs,
+is said in csrc/attention/decode/decode.h and schedule_sm90.cuh.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import models
-from ..cases import Case, Implementation, Inputs, Prepared
+from ..cases import Case, Expected, Implementation, Inputs, Prepared
 from ..choices import sizes_of
 from ..drawn import ANY, Draw
 from .attention_paged import mixed
+
+HEADER, POSITION = 4, 4  # integers before the positions, and of each
+BLOCK, ROWS = 64, 64  # keys of a block, query heads of an item
+ITEM_COST = 3  # beside its blocks
 
 SHAPES: dict[str, list[Any]] = {
     "default": [
@@ -37,6 +45,44 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
     return {}
 
 
+def parts_of(seq_lens: Tensor, heads: int, kv_heads: int, dim: int) -> int:
+    """How many parts a schedule has where the lengths are; none where no kernel makes it."""
+    from ... import emulation
+    from ...ops import _cache
+
+    emulated = emulation.current()
+    if not seq_lens.is_cuda and emulated is None:
+        return 0
+    problem = {"batch": len(seq_lens), "q_heads": heads, "kv_heads": kv_heads, "q_length": 1}
+    problem |= {"head_dim": dim, "value_dim": dim}
+    sms = 0 if emulated is None else emulated.sm_count
+    return int(_cache.choice(problem, seq_lens.device, sms)["parts"])
+
+
+def oracle(seq_lens: Tensor, sizes: tuple[int, int, int]) -> Iterator[Expected]:
+    """The sequence, the item of it and the key block where each part begins, and the end of all.
+    Where no kernel runs there are no parts, and all is zero."""
+    device, (heads, kv_heads, _) = seq_lens.device, sizes
+    parts = parts_of(seq_lens, *sizes)
+    if parts == 0:
+        header = torch.zeros(HEADER, dtype=torch.float64, device=device)
+        yield Expected(0, slice(HEADER), header, header)
+        return
+    items = kv_heads * -(-heads // kv_heads // ROWS)  # of a sequence
+    cost = ((seq_lens.cpu().long() + BLOCK - 1) // BLOCK + ITEM_COST).repeat_interleave(items)
+    end = cost.cumsum(0)
+    total = int(end[-1])
+    used = min(parts, total)
+    before = total * torch.arange(used) // used
+    item = torch.searchsorted(end, before, right=True)
+    block = (before - (end - cost)[item] - ITEM_COST).clamp(min=0)
+    expected = torch.tensor([len(seq_lens), 0, 0]).repeat(parts + 1, 1)
+    expected[:used] = torch.stack((item // items, item % items, block), 1)
+    expected = expected.to(device, torch.float64)
+    index = HEADER + POSITION * torch.arange(parts + 1)[:, None] + torch.arange(3)
+    yield Expected(0, index.to(device), expected, expected)
+
+
 def make_case(lengths: tuple[int, ...], heads: int, kv_heads: int, dim: int) -> Case:
     """Of one query for each sequence."""
 
@@ -54,6 +100,7 @@ def make_case(lengths: tuple[int, ...], heads: int, kv_heads: int, dim: int) -> 
         bytes=4.0 * len(lengths),
         groups=("schedule",),
         parameters={"label": name, "lengths": len(lengths), "heads": heads},
+        oracle=oracle,
     )
 
 
