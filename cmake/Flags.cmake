@@ -111,7 +111,8 @@ function(tk_add_autograd_library target first)
   endif()
   add_library(${target} MODULE ${first} ${ARGN})
   tk_target_flags(${target})
-  set_target_properties(${target} PROPERTIES PREFIX "")
+  # As one unit: torch's headers take most of the time.
+  set_target_properties(${target} PROPERTIES PREFIX "" UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 0)
   target_include_directories(${target} SYSTEM PRIVATE ${TORCH_DIR}/include)
   target_link_options(${target} PRIVATE -Wl,--no-as-needed -Wl,--no-undefined
                       -Wl,--allow-shlib-undefined)

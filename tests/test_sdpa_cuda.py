@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import thunderkittens as tk
 from helpers.attention import BF16, FP16, FP32, normal
-from thunderkittens.integrations import _sdpa_ops, sdpa_hook
+from thunderkittens import _load
+from thunderkittens.integrations import sdpa_hook
 
 pytestmark = pytest.mark.gpu
 
@@ -406,14 +407,22 @@ def test_streams_and_strides():
     assert all(taken for _, taken in calls())
 
 
-def test_errors_of_kernels_are_python_exceptions(monkeypatch):
-    def fails(*args):
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(_sdpa_ops, "_forward", fails)
-    monkeypatch.setattr(_sdpa_ops, "_with_lse", fails)
-    with tk.sdpa(), pytest.raises(torch.OutOfMemoryError):
-        causally(*operands(grad=False))
+@pytest.mark.parametrize("in_cpp", [False, True])
+def test_errors_of_kernels_are_python_exceptions(in_cpp, monkeypatch):
+    """There is no memory for the results."""
+    if not in_cpp:
+        monkeypatch.setattr(_load, "has_nodes", False)
+    q, k, v = torch.randn(3, 2, 16, 4096, 128, device="cuda", dtype=torch.bfloat16)
+    whole = torch.cuda.get_device_properties(q.device).total_memory
+    with tk.sdpa():
+        causally(q, k, v)
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / whole)
+        try:
+            with pytest.raises(torch.OutOfMemoryError):
+                causally(q, k, v)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def test_activation_by_name():

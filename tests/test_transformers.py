@@ -130,11 +130,14 @@ def results(model, tokens, mask, keep):
 
 
 def assert_as_good(actual, eager, exact):
-    """Errors are those of the model's own attention at the same precision, at most twice."""
-    for x, y, z in zip(actual, eager, exact, strict=True):
+    """Errors are those of the model's own attention at the same precision, at most twice. Those of
+    a few values may be small by chance: each counts as at least the mean of all."""
+    norms = torch.stack([z.norm() for z in exact])
+    own = torch.stack([(y.float() - z).norm() for y, z in zip(eager, exact, strict=True)])
+    mean = (own / norms.clamp(min=1e-6)).square().mean().sqrt()
+    for x, z, error, norm in zip(actual, exact, own, norms, strict=True):
         assert x.isfinite().all()
-        own = (y.float() - z).norm()
-        assert (x.float() - z).norm() <= 2 * own + 1e-4 * z.norm() + 1e-6
+        assert (x.float() - z).norm() <= 2 * max(error, mean * norm) + 1e-4 * norm + 1e-6
 
 
 @pytest.mark.parametrize(

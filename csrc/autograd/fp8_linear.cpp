@@ -33,7 +33,7 @@ Tensor product(const Tensor& a, const Tensor& scale_a, const Tensor& b, const Te
 enum { WEIGHT, CODES_X, SCALE_X, CODES_WEIGHT, SCALE_WEIGHT };      // saved, of transposes
 enum { DTYPE_X, DTYPE_BIAS, GRANULARITY_X, GRAD_DTYPE, ACCURATE };  // arguments
 
-variable_list gradient(OpNode& node, const variable_list& gradients) {
+variable_list fp8_linear_gradient(OpNode& node, const variable_list& gradients) {
     variable_list result(3);
     const Tensor& grad = gradients[0];
     if (!grad.defined()) return result;
@@ -67,7 +67,7 @@ const Formula& formula() {
                                  .edges = {0, 1, 2},
                                  .edge_count = 3,
                                  .saved_inputs = {0, 1, 2, 3, 4},
-                                 .gradient = gradient};
+                                 .gradient = fp8_linear_gradient};
     return formula;
 }
 

@@ -8,7 +8,7 @@ namespace thunderkittens::autograd {
 
 namespace {
 
-variable_list gradient(OpNode& node, const variable_list& gradients) {
+variable_list nvfp4_gemm_gradient(OpNode& node, const variable_list& gradients) {
     variable_list result(2);  // of a and bias
     if (!gradients[0].defined()) return result;
     static const c10::OperatorHandle op = find_op("nvfp4_gemm"),
@@ -49,7 +49,7 @@ Formula of_nvfp4_gemm() {
             .edges = {0, -1, -1, -1, 1, -1, -1, -1},
             .edge_count = 2,
             .saved_inputs = {0, 1, 2, 4},
-            .gradient = gradient};
+            .gradient = nvfp4_gemm_gradient};
 }
 
 }  // namespace thunderkittens::autograd

@@ -18,13 +18,16 @@ struct LaunchOptions {
     // Start before the previous kernel of the stream has finished; the kernel must wait for it
     // itself.
     bool dependent = false;
+    // What the kernel's __launch_bounds__ says, if more than one. The compiler divides a
+    // multiprocessor's registers by it, and so does the emulator, which cannot see it there.
+    int blocks_per_sm = 1;
 };
 
 template <class... Parameters, class... Arguments>
 void launch(const LaunchOptions& options, void (*kernel)(Parameters...), dim3 grid, dim3 block,
             dim3 cluster, size_t shared_bytes, cudaStream_t stream, Arguments&&... arguments) {
-    arch::launch(options.dependent, kernel, grid, block, cluster, shared_bytes, stream,
-                 std::forward<Arguments>(arguments)...);
+    arch::launch(options.dependent, options.blocks_per_sm, kernel, grid, block, cluster,
+                 shared_bytes, stream, std::forward<Arguments>(arguments)...);
 }
 
 template <class... Parameters, class... Arguments>

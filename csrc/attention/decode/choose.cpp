@@ -11,12 +11,13 @@ constexpr int64_t MAX_LENGTH = int64_t{1} << 28;
 
 KernelInfo kernel_info(const Config& c) {
     return {.name = kernel_name({.config = c}),
-            .config = concat("head_dim ", c.head_dim, ", value_dim ", c.value_dim, ", ", TILE_ROWS,
-                             " query rows x ", BLOCK_N, " keys, ", c.slots,
-                             " slots, 1 consumer warpgroup + 2 producer warps"),
+            .config =
+                concat("head_dim ", c.head_dim, ", value_dim ", c.value_dim, ", ", TILE_ROWS,
+                       " query rows x ", BLOCK_N, " keys, ", c.slots,
+                       " slots, 1 consumer warpgroup + ", c.staged > 0 ? 4 : 2, " producer warps"),
             .source = concat("decode_", name_of(c.dtype), c.staged > 0 ? "_codes" : ""),
             .symbol = symbol_of("decode_kernel", "Config", c),
-            .threads = 192,
+            .threads = c.staged > 0 ? 256 : 192,
             .shared_bytes = shared_bytes(c)};
 }
 
@@ -88,7 +89,8 @@ std::vector<KernelInfo> kernels() {
                         .config = "1 to 8 warps for a row",
                         .source = concat("decode_", name_of(dtype)),
                         .symbol = "14combine_kernelI",
-                        .threads = 256});
+                        .threads = 32 * COMBINE_WARPS,
+                        .shared_bytes = COMBINE_SHARED_BYTES});
     }
     return list;
 }

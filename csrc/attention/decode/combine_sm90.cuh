@@ -1,14 +1,13 @@
-// Adds up the partial results of items whose keys were cut, in the order of the keys. Some warps
-// have a row: each adds up every n-th of the item's slots, its lanes have the columns, and the first
-// of them adds up what the others have. Reruns are bit-equal.
+// Adds up the partial results of items whose keys were cut. Some warps have a row: each adds up
+// every n-th of the item's slots, its lanes have the columns, and the first of them adds up what
+// the others have. Reruns are bit-equal.
 #pragma once
 
 #include "csrc/attention/decode/decode_sm90.cuh"
 
 namespace thunderkittens::attention::decode {
 
-constexpr int COMBINE_WARPS = 8, COMBINE_THREADS = COMBINE_WARPS * WARP_THREADS;
-constexpr int MOST_VALUE_DIM = 256;
+constexpr int COMBINE_THREADS = COMBINE_WARPS * WARP_THREADS;
 
 template <class T>
 struct CombineGlobals {
@@ -29,6 +28,7 @@ struct CombineShared {
     float2 o[COMBINE_WARPS][MOST_VALUE_DIM / 2];
     float sums[COMBINE_WARPS];
 };
+static_assert(sizeof(CombineShared) + 1024 <= COMBINE_SHARED_BYTES);
 
 // Of an item whose partial results are `count` slots from `first` on.
 struct Slots {
@@ -170,7 +170,7 @@ void launch_combine(const Params& params, Stream stream) {
     const int64_t blocks =
         std::clamp<int64_t>(ceil_div(rows * row_warps, COMBINE_WARPS), 1, 4 * params.parts);
     kittens::launch({.dependent = true}, combine_kernel<T>, dim3(unsigned(blocks)),
-                    dim3(COMBINE_THREADS), dim3(1), sizeof(CombineShared) + 1024, stream, globals);
+                    dim3(COMBINE_THREADS), dim3(1), COMBINE_SHARED_BYTES, stream, globals);
 }
 
 }  // namespace thunderkittens::attention::decode

@@ -103,6 +103,8 @@ struct Choice {
 // in a slot of its own; the slots of an item are neighbours.
 constexpr int HEADER_INTS = 4, POSITION_INTS = 4;
 constexpr int MOST_PARTS = 1024;
+constexpr int COMBINE_WARPS = 8, MOST_VALUE_DIM = 256;
+constexpr int COMBINE_SHARED_BYTES = COMBINE_WARPS * 4 * (MOST_VALUE_DIM + 1) + 1024;
 constexpr int SCHEDULE_THREADS = 256;  // of the one block that writes it
 struct ScheduleShape {
     int64_t parts = 0, batch = 0, items = 0, slots = 0;

@@ -4,11 +4,12 @@
 // tile of 64.
 //
 // Roles, in each of the blocks:
-//   producer   two warps: their threads look pages up, and bring keys and values by cp.async, 16
-//              bytes each, into a ring of slots; keys that do not exist become zeros
+//   producer   two warps, four where the cache has 8 bits: their threads look pages up, and bring
+//              keys and values by cp.async, 16 bytes each, into a ring of slots; keys that do not
+//              exist become zeros
 //   consumer   a warpgroup: loads Q itself, then S = Q K^T, softmax in registers, O += P V
 // Results of whole items go out; those of parts go to memory, normalised, with their LSEs, and a
-// second kernel combines them in the order of the keys: reruns are bit-equal.
+// second kernel combines them: reruns are bit-equal.
 //
 // Pages come by cp.async rather than by TMA, as that serves pages of any size with any strides: a
 // page of one token is a row, and a look-up of 16 threads at a time costs less than the memory.
@@ -331,10 +332,17 @@ __global__ __launch_bounds__(Kernel::threads, Kernel::blocks_per_sm) void decode
     arch::launch_dependents();
     Segments segments(g.work, g.schedule, static_cast<int>(blockIdx.x));
     if (!g.schedule.is_of(g.work)) return poison(g);
-    if (arch::warp_uniform(warpgroup::groupid()) == 0)
+    if (arch::warp_uniform(warpgroup::groupid()) == 0) {
+        if constexpr (Kernel::reallocates) {
+            warpgroup::increase_registers<Kernel::consumer_registers>();
+        }
         Consumer<Kernel>{g, shared}.run(segments);
-    else
+    } else {
+        if constexpr (Kernel::reallocates) {
+            warpgroup::decrease_registers<Kernel::producer_registers>();
+        }
         Producer<Kernel>{g, shared}.run(segments);
+    }
 }
 
 // The schedule was made for another call: a result that is no number shows it.
@@ -380,8 +388,9 @@ void launch(const Params& params, Stream stream) {
         .mask_stride = params.mask_stride,
         .mask_words = static_cast<int>(params.mask_words),
         .head_dim = static_cast<int>(p.head_dim)};
-    kittens::launch({.dependent = true}, decode_kernel<Kernel>, dim3(params.parts),
-                    dim3(Kernel::threads), dim3(1), shared_bytes(config), stream, globals);
+    kittens::launch({.dependent = true, .blocks_per_sm = Kernel::blocks_per_sm},
+                    decode_kernel<Kernel>, dim3(params.parts), dim3(Kernel::threads), dim3(1),
+                    shared_bytes(config), stream, globals);
 }
 
 }  // namespace thunderkittens::attention::decode

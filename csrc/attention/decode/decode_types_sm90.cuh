@@ -17,9 +17,13 @@ struct Kernel {
     using T = std::conditional_t<config.dtype == DType::bf16, bf16, half>;
     static constexpr int head_dim = config.head_dim, value_dim = config.value_dim;
     static constexpr int slots = config.slots;
-    static constexpr int producers = 2;  // warps
+    // Warps. Codes are much to convert; elements are only copied, for which half as many do.
+    static constexpr int producers = config.staged > 0 ? 4 : 2;
     static constexpr int threads = WARPGROUP_THREADS + producers * WARP_THREADS;
     static constexpr int blocks_per_sm = config.blocks_per_sm;
+    // Which a whole warpgroup of producers gives to the consumers, where registers are few.
+    static constexpr bool reallocates = producers == 4 && blocks_per_sm > 1;
+    static constexpr int producer_registers = 80, consumer_registers = 176;
     static constexpr bool codes = config.staged > 0;
     // Copies of so many slots are on their way at a time.
     static constexpr int lag = codes ? config.staged : slots - 2;

@@ -1,4 +1,4 @@
-// The producer of attention over a cache: two warps, whose threads look pages up and copy rows of
+// The producer of attention over a cache: warps whose threads look pages up and copy rows of
 // keys and values, 16 bytes each, into the ring. Codes of 8 bits come to a place of the thread's
 // own first, and go on as fp16.
 #pragma once
@@ -12,7 +12,7 @@ struct Producer {
     using Element = typename Globals<Kernel>::Element;
     static constexpr int per_copy = 16 / int(sizeof(Element));
     static constexpr int warp_rows = BLOCK_N / Kernel::producers;
-    static_assert(warp_rows == WARP_THREADS);
+    static_assert(warp_rows <= WARP_THREADS);
 
     const Globals<Kernel>& g;
     Shared<Kernel>& shared;
@@ -32,10 +32,11 @@ struct Producer {
     }
 
   private:
+    __device__ __forceinline__ bool has_row() const { return laneid() < warp_rows; }
     // A lane looks up one of the rows.
     __device__ __forceinline__ void load_block(const Segments& at, int block) {
         const int key = block * BLOCK_N + first + laneid(), head = at.item.kv_head;
-        const bool exists = key < at.s.k_length;
+        const bool exists = has_row() && key < at.s.k_length;
         int page = at.at.b, token = key;
         if (g.pages.rows != nullptr) page = arch::load_global_readonly(g.pages.rows + page);
         if (g.pages.table != nullptr && exists) {
@@ -89,14 +90,17 @@ struct Producer {
                                                int columns) {
         if (pending == Kernel::lag) arrive_oldest<Kernel::lag - 1>();
         auto& to = shared.staging;
-        const int thread = first + laneid();
+        const int thread = warpgroup::laneid();
         for_each_copy<Tile>([&](int i, int row, int column) {
             const Element* const from = arch::shuffle(mine, row);
             arch::cp_async<16>(arch::shared_address(&to.codes[staging.stage][i][thread]),
                                from + column, from != nullptr && column < columns);
         });
-        arch::cp_async<4>(arch::shared_address(&to.staged_scales[staging.stage][thread]), scale,
-                          scale != nullptr);
+        if (has_row()) {
+            arch::cp_async<4>(
+                arch::shared_address(&to.staged_scales[staging.stage][first + laneid()]), scale,
+                scale != nullptr);
+        }
         arch::cp_async_commit();
         staging.advance();
         ++pending;
@@ -121,7 +125,7 @@ struct Producer {
     template <class Tile>
     __device__ __forceinline__ void convert_rows(Tile& tile) {
         auto& from = shared.staging;
-        const int thread = first + laneid();
+        const int thread = warpgroup::laneid();
         for_each_copy<Tile>([&](int i, int row, int column) {
             Halves halves[2];
             convert(g.format,
@@ -134,9 +138,12 @@ struct Producer {
                                    arch::bit_cast<uint4>(halves[j]));
             }
         });
-        arch::store_shared(arch::shared_address(&from.scales[arriving.stage][thread]),
-                           arch::load_shared<float>(arch::shared_address(
-                               &from.staged_scales[converting.stage][thread])));
+        if (has_row()) {
+            const int row = first + laneid();
+            arch::store_shared(arch::shared_address(&from.scales[arriving.stage][row]),
+                               arch::load_shared<float>(arch::shared_address(
+                                   &from.staged_scales[converting.stage][row])));
+        }
         converting.advance();
     }
 };

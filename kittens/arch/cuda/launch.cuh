@@ -57,8 +57,9 @@ inline void allow_shared_bytes(const void* kernel, size_t bytes) {
 constexpr unsigned cluster_of_launch(int) { return 1; }
 
 template <class... Parameters, class... Arguments>
-void launch(bool dependent, void (*kernel)(Parameters...), dim3 grid, dim3 block, dim3 cluster,
-            size_t shared_bytes, cudaStream_t stream, Arguments&&... arguments) {
+void launch(bool dependent, int /*blocks_per_sm*/, void (*kernel)(Parameters...), dim3 grid,
+            dim3 block, dim3 cluster, size_t shared_bytes, cudaStream_t stream,
+            Arguments&&... arguments) {
     allow_shared_bytes(reinterpret_cast<const void*>(kernel), shared_bytes);
     cudaLaunchAttribute attributes[2];
     unsigned count = 0;

@@ -178,8 +178,8 @@ struct KernelCall {
     void (*run)(const void* arguments);
     const void* arguments;
 };
-KITTENS_CALL void launch(const KernelCall& call, bool dependent, dim3 grid, dim3 block,
-                         dim3 cluster, size_t shared_bytes);
+KITTENS_CALL void launch(const KernelCall& call, bool dependent, int blocks_per_sm, dim3 grid,
+                         dim3 block, dim3 cluster, size_t shared_bytes);
 [[noreturn]] KITTENS_CALL void throw_cuda_error(cudaError_t error, const char* what);
 
 }  // namespace emulated

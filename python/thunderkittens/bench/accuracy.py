@@ -91,7 +91,8 @@ def check(
     try:
         for piece in case.oracle(**inputs):
             for name, outputs in results.items():
-                part = outputs[piece.output][piece.index]
+                output, at = outputs[piece.output], piece.index
+                part = at(output) if callable(at) else output[at]
                 if part.shape != piece.exact.shape:
                     expected = f"expected {tuple(piece.exact.shape)} at {piece.index}"
                     raise ValueError(f"{case.name}: {name} has {tuple(part.shape)}, {expected}")

@@ -20,8 +20,8 @@ class NotApplicableError(ValueError):
 class Expected:
     """A part of the right answer: output number `output` should be `exact` at `index`.
 
-    `exact` is fp32 or fp64. `plain` is the same part by the op's formula in plain PyTorch at the
-    op's precision; its error is the yardstick.
+    `index` may also be a function, of the output. `exact` is fp32 or fp64. `plain` is the same part
+    by the op's formula in plain PyTorch at the op's precision; its error is the yardstick.
     """
 
     output: int

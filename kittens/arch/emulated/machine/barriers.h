@@ -344,9 +344,9 @@ void reallocate_registers(int count, bool increases) {
     if (count < t.registers) fail("increase_registers to " + std::to_string(count) + has);
     // Impossible even if every other warpgroup had the least that there is.
     const int others = static_cast<int>(block.threads.size()) - 128;
-    if (128 * count + others * 24 > BLOCK_REGISTERS) {
+    if (128 * count + others * 24 > block.registers) {
         fail("increase_registers to " + std::to_string(count) + " is past the block's budget of " +
-             std::to_string(BLOCK_REGISTERS));
+             std::to_string(block.registers));
     }
     while (block.free_registers < count - t.registers) {
         machine->registers_wanted.push_back(&t);

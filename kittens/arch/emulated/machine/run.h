@@ -198,9 +198,11 @@ class ClusterRun {
         block.warps = std::vector<Warp>((count + 31) / 32);
         block.warpgroups = std::vector<Warpgroup>((count + 127) / 128);
         block.alive = threads;
-        // What a kernel that is compiled for one block per multiprocessor gets.
+        // What the compiler gives a kernel of so many blocks per multiprocessor.
         const int registers =
-            std::min(255, BLOCK_REGISTERS / static_cast<int>((count + 127) / 128 * 128)) / 8 * 8;
+            std::min(255, grid.block_registers / static_cast<int>((count + 127) / 128 * 128)) / 8 *
+            8;
+        block.registers = grid.block_registers;
         for (size_t i = 0; i < count; ++i) {
             Thread& t = block.threads[i];
             const auto id = static_cast<unsigned>(i);
@@ -303,8 +305,8 @@ inline void run_grid(Grid grid) {
     if (error) std::rethrow_exception(error);
 }
 
-void launch(const KernelCall& call, bool dependent, dim3 grid, dim3 block, dim3 cluster,
-            size_t shared_bytes) {
+void launch(const KernelCall& call, bool dependent, int blocks_per_sm, dim3 grid, dim3 block,
+            dim3 cluster, size_t shared_bytes) {
     const Options chosen = chosen_options();
     Grid g;
     g.grid = grid;
@@ -312,6 +314,7 @@ void launch(const KernelCall& call, bool dependent, dim3 grid, dim3 block, dim3 
     g.cluster = cluster;
     g.shared_bytes = static_cast<uint32_t>(std::min<size_t>(shared_bytes, ~0u));
     g.dependent = dependent;
+    g.block_registers = SM_REGISTERS / blocks_per_sm;
     g.name = chosen.kernel.empty() ? symbol_name(call.kernel) : chosen.kernel;
     g.call = &call;
     g.options = &chosen;

@@ -27,7 +27,7 @@ namespace emulated {
 constexpr uint32_t SHARED_WINDOW = 1u << 24;  // between the windows of the blocks of a cluster
 constexpr uint32_t MAX_BLOCK_SHARED = 232448;
 constexpr uint32_t MAX_STATIC_SHARED = 48 << 10;
-constexpr int BLOCK_REGISTERS = 65536;
+constexpr int SM_REGISTERS = 65536;
 
 // What each thread, or each barrier's completed phases, is known to have done. `seen[i]` is the
 // time of i up to which its writes are visible; `fenced[i]` the same for the async proxy. One entry
@@ -321,7 +321,7 @@ struct Block {
     std::vector<Warpgroup> warpgroups;
     std::map<uint32_t, Barrier> barriers;
     std::array<NamedBarrier, 16> named;
-    int free_registers = 0;
+    int registers = 0, free_registers = 0;
     int alive = 0;
     int copies_to_others = 0;  // in flight, from its shared memory
 };
@@ -375,6 +375,7 @@ struct Grid {
     dim3 grid, block, cluster;
     uint32_t shared_bytes = 0;
     bool dependent = false;
+    int block_registers = SM_REGISTERS;
     std::string name;
     const KernelCall* call = nullptr;
     const Options* options = nullptr;

@@ -1,7 +1,7 @@
 """Schedules of attention over caches, beside a copy of the lengths: what a launch costs.
 
-Where the parts of the work begin is checked. How a schedule lies in memory, and what an item costs,
-is said in csrc/attention/decode/decode.h and schedule_sm90.cuh.
+That the parts of the work are equal is checked. How a schedule lies in memory, and what an item
+costs, is said in csrc/attention/decode/decode.h and schedule_sm90.cuh.
 """
 
 from __future__ import annotations
@@ -60,27 +60,35 @@ def parts_of(seq_lens: Tensor, heads: int, kv_heads: int, dim: int) -> int:
 
 
 def oracle(seq_lens: Tensor, sizes: tuple[int, int, int]) -> Iterator[Expected]:
-    """The sequence, the item of it and the key block where each part begins, and the end of all.
-    Where no kernel runs there are no parts, and all is zero."""
-    device, (heads, kv_heads, _) = seq_lens.device, sizes
-    parts = parts_of(seq_lens, *sizes)
+    """The cost of the largest part: that of equal parts, and what up to a sixteenth fewer parts and
+    a cut beside an item's blocks add. Where no kernel runs there are no parts, and all is zero."""
+    (heads, kv_heads, _), parts = sizes, parts_of(seq_lens, *sizes)
     if parts == 0:
-        header = torch.zeros(HEADER, dtype=torch.float64, device=device)
+        header = torch.zeros(HEADER, dtype=torch.float64, device=seq_lens.device)
         yield Expected(0, slice(HEADER), header, header)
         return
     items = kv_heads * -(-heads // kv_heads // ROWS)  # of a sequence
     cost = ((seq_lens.cpu().long() + BLOCK - 1) // BLOCK + ITEM_COST).repeat_interleave(items)
-    end = cost.cumsum(0)
-    total = int(end[-1])
-    used = min(parts, total)
-    before = total * torch.arange(used) // used
-    item = torch.searchsorted(end, before, right=True)
-    block = (before - (end - cost)[item] - ITEM_COST).clamp(min=0)
-    expected = torch.tensor([len(seq_lens), 0, 0]).repeat(parts + 1, 1)
-    expected[:used] = torch.stack((item // items, item % items, block), 1)
-    expected = expected.to(device, torch.float64)
-    index = HEADER + POSITION * torch.arange(parts + 1)[:, None] + torch.arange(3)
-    yield Expected(0, index.to(device), expected, expected)
+    begin = torch.cat((cost.new_zeros(1), cost.cumsum(0)))
+    total = int(begin[-1])
+
+    def largest(schedule: Tensor) -> Tensor:
+        """NaN unless the parts are all of the work, in its order."""
+        positions = schedule[HEADER : HEADER + POSITION * (parts + 1)].cpu().long()
+        b, item, block, _ = positions.view(-1, POSITION).unbind(1)
+        index = b * items + item
+        exist = (item >= 0) & (item < items) & (index >= 0) & (index <= len(cost)) & (block >= 0)
+        if not bool(exist.all()):
+            return torch.full((1,), torch.nan, dtype=torch.float64)
+        before = begin[index] + torch.where(block > 0, block + ITEM_COST, 0)
+        each = before.diff()
+        whole = int(before[0]) == 0 and int(before[-1]) == total and bool((each >= 0).all())
+        most = each.max() if whole else torch.tensor(torch.nan)
+        return most.double().reshape(1)
+
+    equal = torch.full((1,), total / parts, dtype=torch.float64)
+    slack = equal / 15 + ITEM_COST + 1
+    yield Expected(0, largest, equal, equal + slack / 2)
 
 
 def make_case(lengths: tuple[int, ...], heads: int, kv_heads: int, dim: int) -> Case:
