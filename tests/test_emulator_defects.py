@@ -67,6 +67,7 @@ FOUND = {
     "missing_store_fence": "no fence.proxy.async",
     "store_without_read_wait": "no tma_store_read_wait",
     "too_many_registers": "wants 256 per thread",
+    "registers_of_one_block": "increase_registers to 240 is past the block's budget of 32768",
     "registers_past_launch": "wants 240 per thread",
     "wrong_barrier_count": "named barrier 1: this thread counts",
     "early_access_to_global_memory": "before wait_for_dependencies",

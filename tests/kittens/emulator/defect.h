@@ -30,6 +30,7 @@ enum class Defect {
     missing_store_fence,
     store_without_read_wait,
     too_many_registers,
+    registers_of_one_block,
     registers_past_launch,
     wrong_barrier_count,
     early_access_to_global_memory,

@@ -42,6 +42,7 @@ constexpr Name NAMES[] = {
     {"missing_store_fence", "product"},
     {"store_without_read_wait", "product"},
     {"too_many_registers", "product"},
+    {"registers_of_one_block", "product"},
     {"registers_past_launch", "product"},
     {"wrong_barrier_count", "product"},
     {"early_access_to_global_memory", "product"},
@@ -115,7 +116,8 @@ bool run_product() {
     const ProductGlobals g{{a.data(), nullptr, nullptr, M, K},
                            {b.data(), nullptr, nullptr, K, N},
                            {c.data(), nullptr, nullptr, M, N}};
-    launch(LaunchOptions{.dependent = true}, product_kernel<D>, 1, 384, 1,
+    const int blocks = D == Defect::registers_of_one_block ? 2 : 1;
+    launch(LaunchOptions{.dependent = true, .blocks_per_sm = blocks}, product_kernel<D>, 1, 384, 1,
            sizeof(ProductShared) + 1024, nullptr, g);
     for (int i = 0; i < M; ++i) {
         for (int j = 0; j < N; ++j) {
