@@ -400,8 +400,8 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("changed", "error", "words"), WRONG)
-def test_wrong_calls(changed, error, words):
-    made = Case([37, 5], [2, 2])
+def test_wrong_calls(device, changed, error, words):
+    made = Case([37, 5], [2, 2], device=device)
     names = ("q", "k_cache", "v_cache", "page_table", "seq_lens")
     arguments = dict(zip(names, made.arguments, strict=True))
     arguments |= {name: x(made) if callable(x) else x for name, x in changed.items()}

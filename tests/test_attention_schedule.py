@@ -105,7 +105,11 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("args", "options", "error", "words"), WRONG)
-def test_wrong_calls(args, options, error, words):
-    args = (*args, *(8, 2, 64)[len(args) - 1 :])
+def test_wrong_calls(device, args, options, error, words):
+    def moved(x):
+        return x.to(device) if isinstance(x, torch.Tensor) else x
+
+    args = (*map(moved, args), *(8, 2, 64)[len(args) - 1 :])
+    options = {name: moved(x) for name, x in options.items()}
     with pytest.raises(error, match=f"tk.attention_schedule: .*{words}"):
         tk.attention_schedule(*args, **options)

@@ -176,6 +176,27 @@ def refuse_forward_mode(op: str, *operands: Tensor | None) -> None:
             )
 
 
+def call_checked(
+    op: Callable[..., Any], args: tuple[Any, ...], check: Callable[[tuple[Any, ...]], Any]
+) -> Any:
+    """A call of an op that checks its arguments itself, in C++ or in its CPU implementation.
+
+    `check` raises what is documented, with the public names. It takes as long as the call, so that
+    eager calls run it where the op has failed alone.
+    """
+    if torch.compiler.is_compiling():
+        check(args)
+        return op(*args)
+    try:
+        return op(*args)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, ValueError) as error:
+        problem = error
+    check(args)
+    raise problem
+
+
 def require_operands(op: str, names: Sequence[str], *operands: Any) -> None:
     """Raises TypeError unless the operands are dense tensors of one dtype, that the tensor cores
     multiply here, on one device."""

@@ -13,6 +13,7 @@ from ..reference.attention_paged import attention_of_cache
 from . import _attention as shared
 from . import _cache as cache
 from ._registration import (
+    call_checked,
     forward_mode_active,
     one_by_one,
     refuse_forward_mode,
@@ -177,8 +178,7 @@ def attention_paged(
         *(rotary_cos, rotary_sin, bool(rotary_interleaved), rotary_seqlens, k_scale, v_scale),
         q_scale,
     )
-    _checked(args)
-    out, lse = _op(*args)
+    out, lse = call_checked(_op, args, _checked)
     return (out, lse) if return_lse else out
 
 

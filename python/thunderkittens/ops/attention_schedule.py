@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import emulation
 from . import _attention as shared
 from . import _cache as cache
-from ._registration import one_by_one, register
+from ._registration import call_checked, one_by_one, register
 
 _NAME = "attention_schedule"
 _op = torch.ops.thunderkittens.attention_schedule.default
@@ -81,8 +81,7 @@ def attention_schedule(
             bool(codes),
         ),
     )
-    _check(args)
-    result: Tensor = _op(*args)
+    result: Tensor = call_checked(_op, args, _check)
     return result
 
 
