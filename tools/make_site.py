@@ -32,6 +32,7 @@ NAV: list[tuple[str, str | list[tuple[str, str]]]] = [
     ("Quickstart", "docs/quickstart.md"),
     ("Tour", "docs/tour.md"),
     ("What each op supports", "docs/ops.md"),
+    ("Serving", "docs/serving.md"),
     ("Reference", []),
     ("Troubleshooting", "docs/troubleshooting.md"),
     ("Numerics", "docs/numerics.md"),
