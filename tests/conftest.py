@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import tempfile
 import zlib
 from collections import Counter
 from typing import Any
@@ -87,6 +88,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if "THUNDERKITTENS_CACHE" not in os.environ:
+        # What is compiled for the emulator is that of this session: one folder for the processes
+        # that test side by side, which inherit the variable.
+        cache = tempfile.TemporaryDirectory(prefix="thunderkittens_cache_")
+        os.environ["THUNDERKITTENS_CACHE"] = cache.name
+        config.add_cleanup(cache.cleanup)
     for line in (
         "cases(function): the cases of a test, from the device and the intensity",
         "gpu: needs a CUDA device that the kernels are built for",

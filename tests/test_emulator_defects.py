@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.emulated import compile_program
 from thunderkittens import emulation
 
 if emulation.problem is not None:
@@ -26,14 +27,11 @@ HERE = Path(__file__).resolve().parent
 @pytest.fixture(scope="module")
 def defects(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
     """Runs a defect under a policy for some seeds; one line each."""
-    if emulation.cuda_headers() is None:
-        pytest.skip(emulation.NO_HEADERS)
-    program = tmp_path_factory.mktemp("defects") / "defects"
-    source = HERE / "kittens/emulator/defects.cpp"
-    command = emulation.compile_command(
-        source, output=program, flags=["-O1", "-Wno-unknown-pragmas"]
+    program = compile_program(
+        HERE / "kittens/emulator/defects.cpp",
+        output=tmp_path_factory.mktemp("defects") / "defects",
+        flags=["-Wno-unknown-pragmas"],
     )
-    subprocess.run(command, check=True)
 
     def run(*arguments: object) -> list[str]:
         line = [str(program), *map(str, arguments)]

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import thunderkittens as tk
+from helpers.emulated import compile_program
 from thunderkittens import emulation
 
 if emulation.problem is not None:
@@ -29,13 +30,11 @@ UNORDERED = r"no barrier or flag \(release and acquire\) in between"
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
     """Runs a defect under a policy for some seeds; one line each."""
-    if emulation.cuda_headers() is None:
-        pytest.skip(emulation.NO_HEADERS)
-    program = tmp_path_factory.mktemp("flags") / "flags"
-    command = emulation.compile_command(
-        HERE / "kittens/emulator/flags.cpp", output=program, flags=["-O1", "-Wno-unknown-pragmas"]
+    program = compile_program(
+        HERE / "kittens/emulator/flags.cpp",
+        output=tmp_path_factory.mktemp("flags") / "flags",
+        flags=["-Wno-unknown-pragmas"],
     )
-    subprocess.run(command, check=True)
 
     def run(*arguments: object) -> list[str]:
         line = [str(program), *map(str, arguments)]

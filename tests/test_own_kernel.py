@@ -329,3 +329,33 @@ def test_python_headers_that_are_missing(monkeypatch, tmp_path):
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"Python\.h is missing: install the headers"):
         emulation.load("anything", PROJECT / "scale.cu")
+
+
+def test_the_emulator_is_compiled_once(monkeypatch, tmp_path):
+    """For each compiler, flags and headers; a compilation that fails leaves nothing behind."""
+    if emulation.cuda_headers() is None:
+        pytest.skip(emulation.NO_HEADERS)
+    commands = []
+
+    def compile_nothing(command):
+        commands.append(command)
+        if "-DWRONG" in command:
+            raise RuntimeError("failed")
+        Path(command[-1]).touch()
+
+    monkeypatch.setattr(emulation, "_compile", compile_nothing)
+    monkeypatch.setenv("THUNDERKITTENS_CACHE", str(tmp_path / "cache"))
+    first = emulation._machine()
+    assert first.is_file()
+    assert emulation._machine() == first
+    assert len(commands) == 1
+    assert emulation._machine(["-O0"]) != first
+    assert emulation._machine(["-march=x86-64"]) != first
+    with pytest.raises(RuntimeError, match="failed"):
+        emulation._machine(["-DWRONG"])
+    assert len(list((tmp_path / "cache").glob("*.o"))) == 3
+
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("THUNDERKITTENS_CACHE", str(tmp_path / "file"))
+    with pytest.raises(OSError, match="file"):
+        emulation._machine()

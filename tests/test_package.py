@@ -21,6 +21,7 @@ import torch
 
 import thunderkittens as tk
 from thunderkittens import _build, _load, emulation, info
+from thunderkittens.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[1]
 MEGABYTE = 2**20
@@ -348,10 +349,15 @@ def test_damaged_installation(copy, damage):
     else:
         (copy / what).unlink()
     sentence = DAMAGES[damage]
-    output = run_python("import thunderkittens", copy.parent, check=not sentence)
-    report = run([sys.executable, "-m", "thunderkittens", "info"], copy.parent)
+    command = ["-m", "thunderkittens", "info"]
+    if not sentence:
+        # The import and what -m runs, in one process.
+        code = "import runpy, sys, thunderkittens\nsys.argv[1:] = ['info']\n"
+        command = ["-c", code + "runpy.run_module('thunderkittens.__main__', run_name='__main__')"]
+    report = run([sys.executable, *command], copy.parent)
     assert "Traceback" not in report
     if sentence:
+        output = run_python("import thunderkittens", copy.parent, check=False)
         assert f"is damaged: {sentence}" in output.split("\n")[-2]
         assert "pip install" in output
         assert sentence in report
@@ -406,14 +412,16 @@ def test_info_says_once_why_there_are_no_kernels(capsys):
     assert all(op in output for op in ops)
 
 
-def test_info_json_is_the_same_report():
-    report = json.loads(run([sys.executable, "-m", "thunderkittens", "info", "--json"]))
+def test_info_json_is_the_same_report(capsys):
+    assert main(["info", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
     assert report["thunderkittens"]["version"] == tk.__version__
     assert set(report["ops"]) == set(info.EXAMPLES)
 
 
-def test_info_table_of_kernels():
-    output = run([sys.executable, "-m", "thunderkittens", "info", "--kernels"])
+def test_info_table_of_kernels(capsys):
+    assert main(["info", "--kernels"]) == 0
+    output = capsys.readouterr().out
     kernels = info.kernels()
     assert len(kernels) == len(KERNELS)
     for kernel in kernels:
@@ -431,8 +439,11 @@ def test_info_does_not_fail_when_everything_does(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["info", "--help"], ["--version"]])
-def test_command_line_explains_itself(arguments):
-    assert "thunderkittens" in run([sys.executable, "-m", "thunderkittens", *arguments])
+def test_command_line_explains_itself(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 0
+    assert "thunderkittens" in capsys.readouterr().out
 
 
 def test_editable_install_is_found(tmp_path, monkeypatch):

@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers.emulated import compile_program
 from helpers.toolkit import find_tool
-from thunderkittens import emulation
 
 HERE = Path(__file__).resolve().parent
 FROZEN = np.load(HERE / "tensor_core.npz")
@@ -39,22 +39,19 @@ INSTRUCTIONS.remove(("e4m3_e4m3_f16", "mma"))  # the library has none
 PIECE, PIECES = 4, 16  # pieces lie on the diagonal of a 64 x 64 product
 
 
-def compile_program(back_end: str, output: Path) -> None:
+def build(back_end: str, output: Path) -> None:
     sources = [HERE / "kittens/instructions.cu"]
     if back_end == "emulator":
-        if emulation.cuda_headers() is None:
-            pytest.skip(emulation.NO_HEADERS)
         sources.append(HERE / "kittens/emulator/device_memory.cpp")
-        command = emulation.compile_command(*sources, output=output, flags=["-O1"])
-    else:
-        nvcc = find_tool("nvcc")
-        if nvcc is None:
-            pytest.skip("no nvcc: set CUDACXX")
-        sources.append(HERE / "kittens/device_memory.cu")
-        flags = ["-std=c++20", "-gencode", "arch=compute_90a,code=sm_90a"]
-        flags += ["--expt-relaxed-constexpr", f"-I{HERE.parent}/kittens"]
-        command = [nvcc, *flags, *map(str, sources), "-o", str(output)]
-    subprocess.run(command, check=True)
+        compile_program(*sources, output=output)
+        return
+    nvcc = find_tool("nvcc")
+    if nvcc is None:
+        pytest.skip("no nvcc: set CUDACXX")
+    sources.append(HERE / "kittens/device_memory.cu")
+    flags = ["-std=c++20", "-gencode", "arch=compute_90a,code=sm_90a"]
+    flags += ["--expt-relaxed-constexpr", f"-I{HERE.parent}/kittens"]
+    subprocess.run([nvcc, *flags, *map(str, sources), "-o", str(output)], check=True)
 
 
 @pytest.fixture(
@@ -62,7 +59,7 @@ def compile_program(back_end: str, output: Path) -> None:
 )
 def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("instructions") / request.param
-    compile_program(request.param, output)
+    build(request.param, output)
     return output
 
 

@@ -11,6 +11,8 @@ waits for.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import importlib
 import importlib.util
 import os
@@ -244,6 +246,13 @@ def compile_command(
     Raises:
         FileNotFoundError: there are no CUDA headers; the message says how to get them.
     """
+    kind = ("-shared", "-fPIC") if shared else ("-rdynamic",)
+    own = ("-x", "c++", *map(str, sources), "-x", "none")
+    return [*_compiler(), *kind, *flags, *own, "-o", str(output), "-ldl", "-pthread"]
+
+
+def _compiler() -> list[str]:
+    """The compiler, the flags of all that it compiles, and where the headers are."""
     from . import get_include
 
     headers = cuda_headers()
@@ -253,11 +262,52 @@ def compile_command(
         *shlex.split(os.environ.get("CXX", "c++")),
         *("-std=c++20", "-O2", "-g1", "-fno-strict-aliasing", "-Wno-psabi"),
         *(f"-I{get_include()}/kittens", f"-I{get_include()}", "-isystem", str(headers)),
-        *(("-shared", "-fPIC") if shared else ("-rdynamic",)),
-        *flags,
-        *("-x", "c++", *map(str, sources), "-x", "none"),
-        *("-o", str(output), "-ldl", "-pthread"),
     ]
+
+
+def _compile(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{shlex.join(command)} failed:\n{done.stderr}")
+
+
+_APART = "-DKITTENS_EMULATOR_APART"
+
+
+def _machine(flags: Sequence[str] = ()) -> Path:
+    """The emulator itself, which takes most of the time of a compilation, as an object file for
+    sources that are compiled with KITTENS_EMULATOR_APART: of the cache, or compiled into it.
+
+    Its name stands for all that it is made of: the compiler, the flags and the headers.
+
+    Raises:
+        OSError: the cache's folder cannot be written.
+    """
+    from . import get_include
+
+    command = [*_compiler(), "-fPIC", "-fvisibility=hidden", _APART, *flags, "-x", "c++"]
+    # What the compiler calls itself, and what it makes of flags such as -march=native.
+    dry_run = [*command, "-###", "-S", os.devnull, "-o", os.devnull]
+    made_of = hashlib.sha256(subprocess.run(dry_run, capture_output=True, check=False).stderr)
+    include = Path(get_include(), "kittens")
+    for header in sorted(include.rglob("*.*h")):
+        made_of.update(f"{header.relative_to(include)}\n".encode() + header.read_bytes())
+    for header in sorted(Path(str(cuda_headers())).glob("*.h*")):
+        state = header.stat()
+        made_of.update(f"{header} {state.st_size} {state.st_mtime_ns}\n".encode())
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(os.environ.get("THUNDERKITTENS_CACHE") or Path(cache, "thunderkittens"))
+    folder.mkdir(parents=True, exist_ok=True)
+    machine = folder / f"machine-{made_of.hexdigest()[:32]}.o"
+    # One process compiles, others wait for it; a file of this name is whole.
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not machine.exists():
+            part = machine.with_suffix(".part")
+            source = include / "arch/emulated/machine/machine.h"
+            _compile([*command, "-include", str(source), "-c", os.devnull, "-o", str(part)])
+            part.replace(machine)
+    return machine
 
 
 def load(
@@ -274,6 +324,9 @@ def load(
         sources, flags: as `compile_command` takes them.
         output: where the library stays; by default nothing does.
 
+    The emulator itself is compiled once for all modules, and kept in the folder
+    THUNDERKITTENS_CACHE, by default `thunderkittens` in the user's cache.
+
     Raises:
         FileNotFoundError: there are no CUDA headers, or none of Python.
         RuntimeError: the compiler fails; the message is its own.
@@ -285,12 +338,14 @@ def load(
         )
     own = [f"-I{python}", f"-DTORCH_EXTENSION_NAME={name}", "-fvisibility=hidden"]
     own += ["-Wno-unknown-pragmas"]
+    _compiler()  # without headers, the error is this one's
+    if _APART not in flags:
+        # Where nothing can be cached, the emulator is compiled with the sources.
+        with contextlib.suppress(OSError):
+            own += [_APART, str(_machine(flags))]
     with tempfile.TemporaryDirectory() as folder:
         library = Path(output) if output is not None else Path(folder, f"{name}.so")
-        command = compile_command(*sources, output=library, shared=True, flags=[*own, *flags])
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise RuntimeError(f"{shlex.join(command)} failed:\n{done.stderr}")
+        _compile(compile_command(*sources, output=library, shared=True, flags=[*own, *flags]))
         spec = importlib.util.spec_from_file_location(name, library.resolve())
         assert spec is not None
         assert spec.loader is not None

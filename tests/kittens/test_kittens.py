@@ -255,6 +255,7 @@ def emulated_program(tmp_path_factory: pytest.TempPathFactory) -> str:
         pytest.skip("no cmake to build the unit tests with")
     folder = tmp_path_factory.mktemp("emulated_unit")
     options = ["-DEMULATED=ON", f"-DCUDA_HEADERS={headers}", "-DINTENSITY=1"]
+    options.append(f"-DMACHINE={emulation._machine()}")
     for command in (
         [cmake, "-S", str(HERE), "-B", str(folder), "-DCMAKE_BUILD_TYPE=None", *options],
         [cmake, "--build", str(folder), "-j", str(os.cpu_count() or 2)],

@@ -2,6 +2,7 @@
 #include "unit.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdarg>
 #include <cstdio>
@@ -62,25 +63,31 @@ const Format& format(Type type) {
     return formats[static_cast<int>(type)];
 }
 
+// In the range of normal doubles.
+static double power_of_two(int exponent) {
+    return std::bit_cast<double>(static_cast<uint64_t>(exponent + 1023) << 52);
+}
+
 uint32_t encode(Type type, double value) {
     const Format& f = format(type);
     const uint32_t sign = std::signbit(value) ? 1u << (8 * f.bytes - 1) : 0;
     if (std::isnan(value)) return f.bytes == 4 ? ~0u : (1u << (8 * f.bytes)) - 1;
     const int bias = (1 << (f.exponent_bits - 1)) - 1;
-    const double magnitude = std::fabs(std::isinf(value) ? 4 * f.largest : value);
-    int exponent = magnitude == 0 ? 1 - bias : std::max(std::ilogb(magnitude), 1 - bias);
-    // In units of the last place; nearbyint rounds ties to even.
-    double mantissa = std::nearbyint(std::scalbn(magnitude, f.mantissa_bits - exponent));
-    const double value_after = std::scalbn(mantissa, exponent - f.mantissa_bits);
-    if (value_after > f.largest) {
-        if (f.bytes == 1) return sign | encode(type, f.largest);
-        return sign | (((1u << f.exponent_bits) - 1) << f.mantissa_bits);
-    }
-    if (mantissa == std::scalbn(1.0, f.mantissa_bits + 1)) mantissa /= 2, ++exponent;
-    const auto integer = static_cast<uint32_t>(mantissa);
-    const uint32_t hidden = 1u << f.mantissa_bits;
-    if (integer < hidden) return sign | integer;  // subnormal or zero
-    return sign | (static_cast<uint32_t>(exponent + bias) << f.mantissa_bits) | (integer - hidden);
+    const uint32_t all_ones = ((1u << f.exponent_bits) - 1) << f.mantissa_bits;
+    // The code behind that of the largest number: infinity, or what would be it.
+    const uint32_t beyond = type == Type::e4m3 ? 0x7F : all_ones;
+    const uint32_t last = f.bytes == 1 ? beyond - 1 : beyond;
+    const double magnitude = std::fabs(value);
+    if (magnitude > 2 * f.largest) return sign | last;
+    const int exponent =
+        std::max(static_cast<int>(std::bit_cast<uint64_t>(magnitude) >> 52) - 1023, 1 - bias);
+    // In units of the last place; nearbyint rounds ties to even. Added to the exponent of subnormal
+    // numbers, a mantissa's hidden bit makes it that of normal ones, and what was rounded up to the
+    // next power of two raises it once more.
+    const double mantissa = std::nearbyint(magnitude * power_of_two(f.mantissa_bits - exponent));
+    const uint32_t code = (static_cast<uint32_t>(exponent + bias - 1) << f.mantissa_bits) +
+                          static_cast<uint32_t>(mantissa);
+    return sign | std::min(code, last);
 }
 
 double decode(Type type, uint32_t bits) {
@@ -95,9 +102,9 @@ double decode(Type type, uint32_t bits) {
     } else if (exponent == (1 << f.exponent_bits) - 1) {
         return mantissa ? poison : sign * std::numeric_limits<double>::infinity();
     }
-    if (exponent == 0) return sign * std::scalbn(mantissa, 1 - bias - f.mantissa_bits);
-    return sign *
-           std::scalbn(mantissa + double(1u << f.mantissa_bits), exponent - bias - f.mantissa_bits);
+    if (exponent == 0) return sign * mantissa * power_of_two(1 - bias - f.mantissa_bits);
+    return sign * (mantissa + double(1u << f.mantissa_bits)) *
+           power_of_two(exponent - bias - f.mantissa_bits);
 }
 
 double rounded(Type type, double value) { return decode(type, encode(type, value)); }

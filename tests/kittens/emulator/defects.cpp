@@ -11,6 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "arch/emulated/machine/options.h"
+
 using namespace defects;
 namespace emu = kittens::emulated;
 

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "arch/emulated/machine/options.h"
+
 using namespace defects;
 namespace emu = kittens::emulated;
 
