@@ -340,8 +340,9 @@ def load(
     own += ["-Wno-unknown-pragmas"]
     _compiler()  # without headers, the error is this one's
     if _APART not in flags:
-        # Where nothing can be cached, the emulator is compiled with the sources.
-        with contextlib.suppress(OSError):
+        # Where nothing can be cached, the emulator is compiled with the sources; where it cannot be
+        # compiled, the error is that of the whole.
+        with contextlib.suppress(OSError, RuntimeError):
             own += [_APART, str(_machine(flags))]
     with tempfile.TemporaryDirectory() as folder:
         library = Path(output) if output is not None else Path(folder, f"{name}.so")
