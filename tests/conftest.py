@@ -97,6 +97,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for line in (
         "cases(function): the cases of a test, from the device and the intensity",
         "gpu: needs a CUDA device that the kernels are built for",
+        "intensity(n): is left out below this intensity",
         "large: needs some 40 GB of GPU memory",
     ):
         config.addinivalue_line("markers", line)
@@ -191,6 +192,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     missing = missing_back_ends()
     memory = 0 if "cuda" in missing else torch.cuda.mem_get_info()[1]
     kept, dropped = [], []
+    intensity = config.getoption("intensity")
     for item in items:
         device = item.callspec.params.get("device") if hasattr(item, "callspec") else None
         if item.get_closest_marker("gpu"):
@@ -199,6 +201,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             device = "emulator"
         if device in missing:
             _deselected[f"{device}: {missing[device]}"] += 1
+            dropped.append(item)
+        elif any(x.args[0] > intensity for x in item.iter_markers("intensity")):
             dropped.append(item)
         elif item.get_closest_marker("large") and memory < 60e9:
             _deselected["tests of large tensors: less than 60 GB of GPU memory"] += 1

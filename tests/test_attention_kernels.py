@@ -20,6 +20,7 @@ from helpers.attention import (
     score_options,
     sink_noise,
 )
+from helpers.policies import least_intensity
 from thunderkittens import _C, emulation, info
 
 if emulation.problem is not None:
@@ -77,16 +78,18 @@ def problems(match):
         yield (130, 200), {"causal": True, "window_size": (90, -1)}, ("sink",)
 
 
-def policies(name):
-    """All for bf16, and for fp16 the two that find the most."""
-    return emulation.POLICIES if "_bf16_" in name else emulation.POLICIES[:2]
-
-
 def cases(op, *kinds):
     return [
-        pytest.param(name, match, stages, policy, id=f"{name}-{policy}")
+        pytest.param(
+            name,
+            match,
+            stages,
+            policy,
+            id=f"{name}-{policy}",
+            marks=least_intensity(DTYPES[match[2]], policy),
+        )
         for name, match, stages in kernels(op, *kinds)
-        for policy in policies(name)
+        for policy in emulation.POLICIES
     ]
 
 

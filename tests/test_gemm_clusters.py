@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import thunderkittens as tk
+from helpers.policies import every_dtype_and_policy
 from test_gemm_kernels import DTYPES, H200, POLICIES, integers
 from thunderkittens import _C, emulation
 
@@ -34,8 +35,7 @@ def choose(m: int, n: int, k: int, **fields: object) -> dict[str, object]:
     return _C.choose("gemm", {"m": m, "n": n, "k": k, "batch": 1, **fields}, H200)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype_and_policy
 @pytest.mark.parametrize("block_n", STAGES)
 def test_clusters_share_loads(block_n, dtype, policy):
     """Two and a half clusters of rows, so that the second block of the last one has no rows of its
@@ -56,8 +56,7 @@ def test_clusters_share_loads(block_n, dtype, policy):
         assert run.kernels[0]["kernel"].partition("_")[2] == name
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype_and_policy
 def test_clusters_with_balanced_tiling(dtype, policy):
     """Tiles of two widths, whose second part the second block loads."""
     for b_n_major, n, columns, extra in (
@@ -84,8 +83,7 @@ SPLITS += [((64, 192, 7, 1), 1), ((192, 192, 4, 3), 2)]
 SPLITS += [((128, 128, 7, 2), splits) for splits in (1, 4)]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype_and_policy
 @pytest.mark.parametrize(("tile", "splits"), SPLITS, ids=str)
 def test_split_k_over_a_cluster(tile, splits, dtype, policy):
     """Rows and columns that tiles have in part, ranges of k of different lengths, rings that wrap;
@@ -121,8 +119,7 @@ SHARES += [((128, 128, 7, 2), *cluster) for cluster in ((2, 1, 2), (4, 2, 1))]
 SHARES += [((64, 192, 7, 1), 1, 2, 1), ((128, 192, 5, 2), 2, 2, 1), ((192, 192, 4, 3), 2, 1, 1)]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype_and_policy
 @pytest.mark.parametrize(("tile", "share_m", "share_n", "splits"), SHARES, ids=str)
 def test_multicast_over_a_cluster(tile, share_m, share_n, splits, dtype, policy):
     """Clusters whose last blocks have no rows or columns of their own, more steps than stages."""

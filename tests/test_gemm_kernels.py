@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import thunderkittens as tk
+from helpers.policies import every_dtype_and_policy
 from thunderkittens import _C, emulation
 
 if emulation.problem is not None:
@@ -52,8 +53,7 @@ def test_gemm_in_one_wave(tile, batch, dtype):
             assert run.kernels[0]["kernel"].partition("_")[2] == name
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype_and_policy
 def test_gemm_of_several_tiles(dtype, policy):
     """The four subtiles of a finished tile are stored in every step of the next one, or in every
     second where there are enough: too few, just enough, and many; sums as they are, and with a
@@ -72,8 +72,7 @@ def test_gemm_of_several_tiles(dtype, policy):
         assert run.kernels[0]["kernel"].endswith("_128x256")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype_and_policy
 def test_gemm_of_single_wave_64x64(dtype, policy):
     """Tiles of whole columns, one per block, have a kernel of their own, unless there is a bias or
     another type: fewer steps than stages, as many, and more; rows that two tiles compute."""
@@ -132,8 +131,7 @@ BALANCED = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype_and_policy
 @pytest.mark.parametrize("b_n_major", [False, True])
 def test_gemm_of_balanced_tiles(b_n_major, dtype, policy):
     """Also where rows of the output are not multiples of 16 bytes, or k is short, which other tiles
@@ -191,8 +189,7 @@ SPLIT_K = [
 ]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype_and_policy
 @pytest.mark.parametrize("b_n_major", [False, True])
 def test_gemm_split_k(b_n_major, dtype, policy):
     for number, ((block_n, stages), (m, n, k, splits, blocks)) in enumerate(SPLIT_K):

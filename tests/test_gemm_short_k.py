@@ -12,6 +12,7 @@ from torch import Tensor
 import thunderkittens as tk
 from helpers.cover import cover, over
 from helpers.layouts import NAN
+from helpers.policies import every_dtype_and_policy
 from test_gemm_kernels import DTYPES, H200, POLICIES
 from thunderkittens import _C, emulation
 from thunderkittens.bench import forced
@@ -67,8 +68,7 @@ SIZES = (
 )
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype_and_policy
 @pytest.mark.parametrize("block_n", TILES)
 def test_every_layout_address_and_pitch(block_n, dtype, policy):
     """Bits of the reference, though NaN lie around the operands; the memory of the operands ends

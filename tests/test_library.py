@@ -20,6 +20,7 @@ from helpers.samples import (
     assert_close,
     assert_equal,
     equal,
+    every_graph,
     every_sample,
     forward_and_backward,
     leaves,
@@ -422,7 +423,7 @@ def test_compile(device, case):
             assert_close(x, y)
 
 
-@every_sample
+@every_graph
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compile_with_dynamic_shapes(device, sample):
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

@@ -266,7 +266,10 @@ def emulated_program(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.timeout(1800)  # the first one waits for the build
-@pytest.mark.parametrize("policy", ["on_wait", "late_mma", "eager", "random"])
+@pytest.mark.parametrize(
+    "policy",
+    ["on_wait", "late_mma", pytest.param("eager", marks=pytest.mark.intensity(2)), "random"],
+)
 def test_emulated_sections(emulated_program, policy):
     environment = os.environ | {"KITTENS_POLICY": policy, "KITTENS_SEED": "1"}
     result = subprocess.run(

@@ -1,0 +1,29 @@
+"""The emulator's policies, for kernels that there are twice: of bfloat16 and of float16.
+
+At intensity 1 the two share the policies, two for each: their code is the same.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from thunderkittens.emulation import POLICIES
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def least_intensity(dtype: torch.dtype, policy: str) -> pytest.MarkDecorator:
+    """The mark of a test of a kernel of this dtype under this policy."""
+    shared = (DTYPES.index(dtype) + POLICIES.index(policy)) % 2 == 1
+    return pytest.mark.intensity(1 if shared else 2)
+
+
+every_dtype_and_policy = pytest.mark.parametrize(
+    ("dtype", "policy"),
+    [
+        pytest.param(dtype, policy, id=f"{dtype}-{policy}", marks=least_intensity(dtype, policy))
+        for dtype in DTYPES
+        for policy in POLICIES
+    ],
+)
