@@ -21,6 +21,7 @@ import thunderkittens as tk
 from helpers.samples import (
     SAMPLES,
     assert_equal,
+    every_differentiable_graph,
     every_differentiable_sample,
     forward_and_backward,
     leaves,
@@ -431,7 +432,7 @@ def test_a_gradient_through_a_returned_state_of_lolcats_is_refused(device):
         state.numerator.sum().backward()
 
 
-@every_differentiable_sample
+@every_differentiable_graph
 def test_compiled_autograd(device, sample):
     """An eager graph whose backward pass is compiled."""
     tensors = leaves(sample, device)

@@ -473,30 +473,34 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 every_sample = pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES)
-# For what compiles graphs: some samples are other graphs of an op that has one, and take long.
-every_graph = pytest.mark.parametrize(
-    "sample",
-    [
-        pytest.param(
-            sample,
-            id=name,
-            marks=pytest.mark.intensity(
-                2 if name in ("lolcats_published", "mxfp8_gemm_groups") else 1
-            ),
-        )
-        for name, sample in SAMPLES.items()
-    ],
-)
 every_mappable_sample = pytest.mark.parametrize(
     "sample",
     [s for s in SAMPLES.values() if s.op not in MUTATING],
     ids=[name for name, s in SAMPLES.items() if s.op not in MUTATING],
 )
+_differentiable = {
+    name: s
+    for name, s in SAMPLES.items()
+    if any(s.kind(i) in DIFFERENTIABLE for i in range(len(s.shapes)))
+}
 every_differentiable_sample = pytest.mark.parametrize(
-    "sample",
-    [s for s in SAMPLES.values() if any(s.kind(i) in DIFFERENTIABLE for i in range(len(s.shapes)))],
-    ids=lambda sample: next(name for name, s in SAMPLES.items() if s is sample),
+    "sample", _differentiable.values(), ids=_differentiable
 )
+
+
+def _graphs(samples: dict[str, Sample]) -> pytest.MarkDecorator:
+    """For what compiles graphs: some samples are other graphs of an op that has one, and take
+    long."""
+    late = ("lolcats_published", "mxfp8_gemm_groups")
+    parameters = [
+        pytest.param(s, id=name, marks=pytest.mark.intensity(2 if name in late else 1))
+        for name, s in samples.items()
+    ]
+    return pytest.mark.parametrize("sample", parameters)
+
+
+every_graph = _graphs(SAMPLES)
+every_differentiable_graph = _graphs(_differentiable)
 # Of the ops that have gradients.
 one_per_op = pytest.mark.parametrize(
     "sample",
