@@ -63,6 +63,26 @@ def test_parts_are_equal(lengths, sms):
 
 
 @pytest.mark.emulator
+@pytest.mark.parametrize(
+    ("batch", "heads", "used"),
+    [
+        (16, 8, 256),  # two parts to an item
+        (64, 8, 256),  # two items to a part
+        (1, 8, 264),  # 33 parts to an item
+        (1, 131, 262),
+        (1, 150, 264),  # 150 would be far fewer
+    ],
+)
+def test_parts_fit_equal_sequences(batch, heads, used):
+    with tk.emulate(sm_count=132):
+        schedule = tk.attention_schedule(ints([4096] * batch), heads, heads, 128)
+    at = positions(schedule, 264)
+    assert at.index([batch, 0, 0]) == used
+    if batch > 1:
+        assert sum(block > 0 for _, _, block in at) == (128 if batch == 16 else 0)
+
+
+@pytest.mark.emulator
 @pytest.mark.parametrize("sms", [1, 7, 132])
 @pytest.mark.parametrize("heads", [(8, 2), (128, 1), (130, 2)])
 @pytest.mark.parametrize("lengths", [(16, 8000, 500, 0, 64) * 30, (100,) * 300])

@@ -11,14 +11,13 @@ import pytest
 import torch
 
 import thunderkittens as tk
-from helpers.policies import every_dtype_and_policy
+from helpers.policies import DTYPES, every_dtype_and_policy
 from thunderkittens import _C, emulation
 
 if emulation.problem is not None:
     pytest.skip(emulation.problem, allow_module_level=True)
 
 POLICIES = emulation.POLICIES
-DTYPES = (torch.bfloat16, torch.float16)
 H200 = _C.DeviceProperties(
     sm_count=132, shared_bytes_per_block=232448, l2_bytes=50 << 20, major=9, minor=0
 )

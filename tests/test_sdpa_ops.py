@@ -28,6 +28,7 @@ CUDA_OPS = (FLASH, CUDNN, EFFICIENT)
 ALL_OPS = (*CUDA_OPS, FOR_CPU)
 MAKERS = {name: make for ops in _sdpa_ops.OPS.values() for name, make in ops.items()}
 LOWER_RIGHT = (FLASH,)
+KINDS = ("", "_backward")
 
 
 @pytest.fixture(params=["Python", "C++"])
@@ -43,6 +44,29 @@ def on_cpu(request, monkeypatch):
     with tk.emulate() as run:
         yield run
     override.remove()
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("name", [FLASH, CUDNN])
+def test_what_is_in_cpp_takes_plain_calls_alone(on_cpu, name):
+    """Others go on to Python's kernels."""
+    if not _load.has_nodes:
+        return  # the fixture's other parameter
+
+    def taken():
+        counts = torch.ops.thunderkittens_sdpa.counts()
+        return [dict(zip(_sdpa_ops.IN_CPP, counts, strict=True))[f"{name}{x}"] for x in KINDS]
+
+    before = taken()
+    q, k, v = (laid_out("heads outside", (1, 2, 8, 64)).requires_grad_() for _ in range(3))
+    call(name, q, k, v)[0].sum().backward()
+    assert taken() == [n + 1 for n in before]
+    if name == CUDNN:
+        call(name, q, k, laid_out("heads outside", (1, 2, 8, 72)))
+    else:  # rows that see no key, which Python leaves to PyTorch
+        with pytest.raises(NotImplementedError, match="no kernel for CPU"):
+            call(name, q, k[:, :, :4], v[:, :, :4], is_causal=True)
+    assert taken() == [n + 1 for n in before]
 
 
 def arguments(name, compute_lse=True):

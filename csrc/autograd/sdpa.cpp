@@ -3,7 +3,6 @@
 // takes more, and says why it leaves the rest to PyTorch (integrations/_sdpa_ops.py). Both give the
 // same results.
 #include <ATen/ATen.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include <array>
@@ -18,6 +17,9 @@
 #include <utility>
 #include <vector>
 
+#include "csrc/attention/attention.h"
+#include "csrc/autograd/node.h"
+
 namespace thunderkittens::sdpa {
 
 namespace {
@@ -26,7 +28,6 @@ using at::Tensor;
 using c10::IValue;
 using torch::jit::Stack;
 
-constexpr int64_t NO_MASK = 0, LOWER_RIGHT = 1, UPPER_LEFT = 2;  // as the ops take `causal`
 constexpr int64_t MOST_ROWS = int64_t(1) << 28;
 constexpr int64_t MOST_HEAD_DIM = 256;
 
@@ -40,14 +41,10 @@ std::array<std::atomic<int64_t>, OPS.size()> calls{};
 // which must not happen before a GPU is used.
 std::atomic<uint64_t> devices{};
 
-c10::OperatorHandle find(const std::string& name) {
-    return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
-}
-
 // An op of this package, called with some of its arguments by name; others have their defaults.
 class Callee {
   public:
-    explicit Callee(const std::string& name) : op_(find("thunderkittens::" + name)) {}
+    explicit Callee(const std::string& name) : op_(autograd::find_op(name)) {}
 
     int place(const std::string& argument) const {
         return op_.schema().argumentIndexWithName(argument).value();
@@ -60,10 +57,7 @@ class Callee {
         }
         return stack;
     }
-    // Past autograd and autocast, which the call has behind it.
-    void call(Stack& stack, c10::DispatchKey key) const {
-        op_.redispatchBoxed(c10::DispatchKeySet(key), &stack);
-    }
+    void call(Stack& stack) const { autograd::call_below(op_, stack); }
 
   private:
     c10::OperatorHandle op_;
@@ -115,7 +109,6 @@ bool plain(const Problem& x, double dropout) {
 }
 
 struct Setup {
-    c10::DispatchKey key;
     Callee forward{"attention_forward"}, with_lse{"attention"}, backward{"attention_backward"};
     int causal = forward.place("causal"), scale = forward.place("scale");
     int causal_back = backward.place("causal"), scale_back = backward.place("scale");
@@ -156,7 +149,10 @@ struct Kernel : c10::OperatorKernel {
         return x;
     }
 
-    int64_t mask(bool causal) const { return !causal ? NO_MASK : flash ? LOWER_RIGHT : UPPER_LEFT; }
+    int64_t mask(bool causal) const {
+        using attention::Causal;
+        return int64_t(!causal ? Causal::none : flash ? Causal::lower_right : Causal::upper_left);
+    }
 
     bool forward(const Arguments& given, std::vector<IValue>& results) const {
         const auto x = taken(given);
@@ -166,7 +162,7 @@ struct Kernel : c10::OperatorKernel {
         Stack stack = callee.arguments();
         stack[0] = x->query, stack[1] = x->key, stack[2] = x->value;
         stack[setup->causal] = mask(x->causal), stack[setup->scale] = x->scale;
-        callee.call(stack, setup->key);
+        callee.call(stack);
         const int64_t queries = x->query.size(2), keys = x->key.size(2);
         const auto device = x->query.options();
         results = {std::move(stack[0])};
@@ -201,7 +197,7 @@ struct Kernel : c10::OperatorKernel {
         if (at::globalContext().deterministicAlgorithms()) {
             stack[setup->deterministic_back] = true;
         }
-        callee.call(stack, setup->key);
+        callee.call(stack);
         for (int i = 0; i < 3; ++i) results.push_back(std::move(stack[i]));
         return true;
     }
@@ -213,11 +209,12 @@ std::map<std::string, std::unique_ptr<torch::Library>> installed;  // by the dis
 // Registers the kernels for a dispatch key, over what is registered now.
 void install(const std::string& key_name) {
     const auto key = c10::parseDispatchKey(key_name);
-    const auto setup = std::make_shared<const Setup>(Setup{key});
+    const auto setup = std::make_shared<const Setup>();
     auto library =
         std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
     for (std::size_t i = 0; i < OPS.size(); ++i) {
-        const auto op = find(std::string("aten::") + OPS[i]);
+        const std::string name = std::string("aten::") + OPS[i];
+        const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
         if (!op.hasKernelForDispatchKey(key)) continue;
         library->impl(OPS[i], torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(
                                   setup, i, op.getComputedKernelForDispatchKey(key))));

@@ -16,7 +16,7 @@ def compile_program(*sources: Path, output: Path, flags: Sequence[str] = ()) -> 
     once for all tests."""
     if emulation.cuda_headers() is None:
         pytest.skip(emulation.NO_HEADERS)
-    apart = ["-DKITTENS_EMULATOR_APART", str(emulation._machine())]
+    apart = [emulation._APART, str(emulation._machine())]
     # -Og takes half the compiler's time of -O1, and kernels that run for a second not much longer.
     flags = ["-Og", "-g0", *flags, *apart]
     command = emulation.compile_command(*sources, output=output, flags=flags)

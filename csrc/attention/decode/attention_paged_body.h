@@ -13,9 +13,18 @@ namespace thunderkittens::attention::decode {
         std::optional<Tensor> cu_seqlens_k_new, int64_t new_keys,              \
         std::optional<Tensor> cache_leftpad, bool causal, int64_t window_left, \
         int64_t window_right, int64_t attention_chunk, int64_t split_size
-#define DECODE_SEQUENCE_VALUES                                                         \
-    {seq_lens, cu_seqlens_q, max_seqlen_q, cu_seqlens_k_new, new_keys,  cache_leftpad, \
-     causal,   window_left,  window_right, attention_chunk,  split_size}
+#define DECODE_SEQUENCE_VALUES             \
+    {.seq_lens = seq_lens,                 \
+     .cu_seqlens_q = cu_seqlens_q,         \
+     .max_seqlen_q = max_seqlen_q,         \
+     .cu_seqlens_k_new = cu_seqlens_k_new, \
+     .new_keys = new_keys,                 \
+     .cache_leftpad = cache_leftpad,       \
+     .causal = causal,                     \
+     .window_left = window_left,           \
+     .window_right = window_right,         \
+     .attention_chunk = attention_chunk,   \
+     .split_size = split_size}
 
 template <class Tensor>
 struct SequenceOptions {

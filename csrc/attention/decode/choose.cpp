@@ -10,15 +10,15 @@ namespace {
 constexpr int64_t MAX_LENGTH = int64_t{1} << 28;
 
 KernelInfo kernel_info(const Config& c) {
-    return {.name = kernel_name({.config = c}),
-            .config =
-                concat("head_dim ", c.head_dim, ", value_dim ", c.value_dim, ", ", TILE_ROWS,
-                       " query rows x ", BLOCK_N, " keys, ", c.slots,
-                       " slots, 1 consumer warpgroup + ", c.staged > 0 ? 4 : 2, " producer warps"),
-            .source = concat("decode_", name_of(c.dtype), c.staged > 0 ? "_codes" : ""),
-            .symbol = symbol_of("decode_kernel", "Config", c),
-            .threads = c.staged > 0 ? 256 : 192,
-            .shared_bytes = shared_bytes(c)};
+    return {
+        .name = kernel_name({.config = c}),
+        .config = concat("head_dim ", c.head_dim, ", value_dim ", c.value_dim, ", ", TILE_ROWS,
+                         " query rows x ", BLOCK_N, " keys, ", c.slots,
+                         " slots, 1 consumer warpgroup + ", producer_warps(c), " producer warps"),
+        .source = concat("decode_", name_of(c.dtype), c.staged > 0 ? "_codes" : ""),
+        .symbol = symbol_of("decode_kernel", "Config", c),
+        .threads = 128 + 32 * producer_warps(c),
+        .shared_bytes = shared_bytes(c)};
 }
 
 }  // namespace

@@ -71,6 +71,8 @@ consteval Config config_of(const ConfigName& name) {
     }
     throw "no such configuration is listed";
 }
+// Warps. Codes are much to convert; elements are only copied, for which half as many do.
+constexpr int producer_warps(const Config& c) { return c.staged > 0 ? 4 : 2; }
 constexpr int slot_bytes(const Config& c) {
     return BLOCK_N * std::max(c.head_dim, c.value_dim) * 2;
 }

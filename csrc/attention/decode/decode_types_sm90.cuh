@@ -17,8 +17,7 @@ struct Kernel {
     using T = std::conditional_t<config.dtype == DType::bf16, bf16, half>;
     static constexpr int head_dim = config.head_dim, value_dim = config.value_dim;
     static constexpr int slots = config.slots;
-    // Warps. Codes are much to convert; elements are only copied, for which half as many do.
-    static constexpr int producers = config.staged > 0 ? 4 : 2;
+    static constexpr int producers = producer_warps(config);
     static constexpr int threads = WARPGROUP_THREADS + producers * WARP_THREADS;
     static constexpr int blocks_per_sm = config.blocks_per_sm;
     // Which a whole warpgroup of producers gives to the consumers, where registers are few.

@@ -59,7 +59,10 @@ __device__ __forceinline__ WorkSums sums_of_head(const Work& work, const Lengths
         const KeyBlocks keys = work.blocks_of(s, tile);
         const int splits = work.splits(keys);
         sums.cost += ITEM_COST + keys.end - keys.begin;
-        if (splits > 1) sums = {sums.cost, sums.slots + splits, sums.split_items + 1, 0};
+        if (splits > 1) {
+            sums.slots += splits;
+            ++sums.split_items;
+        }
     }
     return sums;
 }
