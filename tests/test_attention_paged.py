@@ -3,6 +3,7 @@ must not change a bit, and wrong calls."""
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -28,19 +29,19 @@ LONG = {
     "many": [100 + i % 7 for i in range(1500)],
 }
 DIMS = [(64, 64), (128, 128), (80, 80), (192, 128), (256, 256), (64, 40)]
+CODE_DIMS = [(64, 64), (128, 128), (80, 48), (192, 128), (256, 256)]
 
 
 def cases(device, intensity):
     return cover(
         {
             "lengths": [*LENGTHS, *(LONG if device == "cuda" else {})],
-            "dims": DIMS,
+            "dims_and_dtype": list(itertools.product(DIMS, (BF16, FP16))),
             "heads": [(1, 1), (8, 2), (6, 6), (20, 4), (5, 1)],
             "size": [1, 3, 16, 64, 100],
             "queries": [1, 4, 20, "mixed"],
             "split": [None, 64, 192],
             "layout": LAYOUTS,
-            "dtype": [BF16, FP16],
             "options": [
                 "plain",
                 "window",
@@ -87,7 +88,8 @@ def case_of(case, device, seed=0):
         options["attention_chunk"] = rng.choice((1, 30, 100, 10_000))
     elif kind == "full":
         options["causal"] = False
-    fields = {name: case[name] for name in ("heads", "dims", "size", "dtype", "layout")}
+    fields = {name: case[name] for name in ("heads", "size", "layout")}
+    fields["dims"], fields["dtype"] = case["dims_and_dtype"]
     return Case(
         lengths, queries, packed=packed, seed=seed, device=device, options=options, **fields
     )
@@ -106,14 +108,13 @@ def code_cases(device, intensity):
     return cover(
         {
             "format": CODES,
-            "dims": [(64, 64), (128, 128), (80, 48), (192, 128), (256, 256)],
+            "dims_and_dtype": list(itertools.product(CODE_DIMS, (BF16, FP16))),
             "k_scale": ["none", "one", "heads", "tokens"],
             "v_scale": ["none", "one", "heads", "tokens"],
             "q_scale": ["none", "one", "heads"],
             "magnitude": [1.0, 1e-4, 100.0],
             "spread": [0.3, 3.0],
             "query": [1.0, 1e-7],
-            "dtype": [BF16, FP16],
             "split": [None, 128],
             "softcap": [0.0, 4.0],
         },
@@ -138,16 +139,15 @@ def scales_of(kind, made, magnitude, spread):
 def test_values_of_codes(device, case):
     """Products are of fp16, the codes and the scales of keys exact; those of values are rounded
     once, with the weights, and what is below 2^-15 of the largest loses bits."""
-    made = Case(
-        [300, 0, 77, 129], [2] * 4, (8, 2), case["dims"], dtype=case["dtype"], device=device
-    )
+    dims, dtype = case["dims_and_dtype"]
+    made = Case([300, 0, 77, 129], [2] * 4, (8, 2), dims, dtype=dtype, device=device)
     format = case["format"]
     unit = {torch.int8: 60.0, torch.float8_e4m3fn: 60.0, torch.float8_e5m2: 3.0}[format]
     wide = [x.nan_to_num(0).float() * unit for x in (made.k_cache, made.v_cache)]
     if format is torch.int8:
         wide = [x.round().clamp(-128, 127) for x in wide]
     made.k_cache, made.v_cache = (x.to(format) for x in wide)
-    made.q *= 1.0 if case["dtype"] is FP16 else case["query"]
+    made.q *= 1.0 if dtype is FP16 else case["query"]
     made.options |= {"split_size": case["split"], "softcap": case["softcap"]}
     options = {
         "k_scale": scales_of(case["k_scale"], made, 1 / unit, case["spread"]),
@@ -157,8 +157,8 @@ def test_values_of_codes(device, case):
     out, lse = made.run(**options)
     expected, expected_lse = made.expected(**options)
     spread, _ = made.expected(torch.abs, **options)
-    least, most = torch.finfo(FP16).eps, torch.finfo(case["dtype"])
-    softcap = case["softcap"] * 2.0**-10 if case["dtype"] is BF16 else 0.0
+    least, most = torch.finfo(FP16).eps, torch.finfo(dtype)
+    softcap = case["softcap"] * 2.0**-10 if dtype is BF16 else 0.0
     largest = made.v_cache.float().abs().max() * (
         1.0 if options["v_scale"] is None else float(options["v_scale"].max())
     )
