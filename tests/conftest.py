@@ -49,6 +49,7 @@ EMULATED_SUITES = (
     "test_attention_options",
     "test_append_kv",
     "test_attention_paged",
+    "test_attention_prefill",
     "test_attention_varlen",
     "test_compat",
     "test_compat_kvcache",

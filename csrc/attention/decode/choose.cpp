@@ -1,5 +1,6 @@
 // Which kernel runs attention over a cache, and in how many parts. Pure functions.
 #include "csrc/attention/decode/append.h"
+#include "csrc/attention/forward.h"
 
 #include "csrc/common/check.h"
 #include "csrc/common/registry.h"
@@ -8,6 +9,8 @@ namespace thunderkittens::attention::decode {
 namespace {
 
 constexpr int64_t MAX_LENGTH = int64_t{1} << 28;
+// Queries of a sequence, on average, from which on tiles of more rows pay.
+constexpr int64_t PREFILL_QUERIES = 128;
 
 KernelInfo kernel_info(const Config& c) {
     return {
@@ -57,8 +60,15 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
     return "";
 }
 
+// A split size promises bits that no batch changes, so such calls keep to one kernel.
+bool can_prefill(const Problem& p) {
+    return !p.codes && !p.mask && !p.rotary && !p.leftpad && p.attention_chunk == 0 &&
+           p.split_size == 0 && p.page_size % attention::LEAST_PIECE == 0;
+}
+
 Choice choose(const Problem& p, const DeviceProperties& device) {
-    Choice choice;
+    Choice choice{.prefill =
+                      can_prefill(p) && p.tokens >= PREFILL_QUERIES * p.batch && p.batch > 0};
     for (const Config& c : CONFIGS) {
         if (c.head_dim < p.head_dim || c.value_dim < p.value_dim) continue;
         if ((c.staged > 0) != p.codes) continue;

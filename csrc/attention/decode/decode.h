@@ -29,7 +29,10 @@ struct Problem {
     int64_t attention_chunk = 0;                  // a query sees the keys of its own chunk; 0: all
     int64_t split_size = 0;  // keys; 0: the keys are cut so that all parts have as much to do
     bool causal = true, mask = false, varlen = false;
-    bool codes = false;  // the cache has 8 bits
+    bool codes = false;                    // the cache has 8 bits
+    bool rotary = false, leftpad = false;  // queries are rotated; sequences have a first key
+    int64_t tokens = 0;                    // queries of all sequences
+    int64_t page_size = 0;                 // 0: each sequence has a place of its own
 
     int64_t group() const { return q_heads / std::max<int64_t>(kv_heads, 1); }
     int64_t tiles() const { return ceil_div(q_length * group(), TILE_ROWS); }  // of a key head
@@ -89,6 +92,7 @@ struct Choice {
     Config config;
     int parts = 1;          // of the work, a block each
     int schedule_ints = 0;  // of a schedule
+    bool prefill = false;   // the kernels of attention instead, for many queries
 
     bool operator==(const Choice&) const = default;
 };
@@ -177,17 +181,21 @@ struct Params {
 };
 
 TK_FIELDS(Problem, dtype, batch, q_heads, kv_heads, q_length, k_length, head_dim, value_dim,
-          window_left, window_right, attention_chunk, split_size, causal, mask, varlen, codes)
+          window_left, window_right, attention_chunk, split_size, causal, mask, varlen, codes,
+          rotary, leftpad, tokens, page_size)
 TK_FIELDS(Config, head_dim, value_dim, slots, staged, blocks_per_sm, dtype)
 template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
     visit_fields(c.config, visit);
     visit("parts", c.parts);
     visit("schedule_ints", c.schedule_ints);
+    visit("prefill", c.prefill);
 }
 
 std::string unsupported(const Problem& problem, const DeviceProperties& device);
 Choice choose(const Problem& problem, const DeviceProperties& device);
+// Whether the kernels of attention can read the cache's pages and have what the call asks for.
+bool can_prefill(const Problem& problem);
 std::string kernel_name(const Choice& choice);
 std::vector<KernelInfo> kernels();
 
