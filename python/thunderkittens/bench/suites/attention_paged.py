@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from .. import models
-from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
+from ..cases import (
+    Case,
+    Expected,
+    Implementation,
+    Inputs,
+    NotApplicableError,
+    Prepared,
+    random_normal,
+)
 from ..choices import dtype_name, sizes_of
 from ..drawn import ANY, Draw, within
 
@@ -31,6 +39,7 @@ class Point(NamedTuple):
     cache: str = "same"
 
 
+PREFILL = 128  # queries from which on keys might as well be gathered
 CACHES = {
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
@@ -60,7 +69,9 @@ SHAPES: dict[str, list[Any]] = {
     "pages": [Point((4096,) * 16, page=page) for page in (1, 16, 64, 128, 256)],
     "e4m3": [point._replace(cache="e4m3") for point in EQUAL],
     "int8": [point._replace(cache="int8") for point in EQUAL],
-    "prefill": [Point((8192,), s) for s in (512, 1024, 2048, 4096)],
+    "prefill": [
+        Point((8192,), s, page=page) for page in (16, 64) for s in (128, 256, 512, 1024, 2048, 4096)
+    ],
     "tiny": [Point((40, 7), 1, (4, 2), 64, 16), Point((40,), 2, (4, 2), 64, 1, "e4m3")],
 }
 
@@ -210,6 +221,27 @@ def prepare_copy(
     return lambda: to.copy_(k_cache)
 
 
+def prepare_varlen(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, seq_lens: Tensor
+) -> Callable[[], Any]:
+    """`tk.attention_varlen` of many queries, on the same keys, which were gathered before."""
+    import thunderkittens as tk
+
+    batch, queries = q.shape[:2]
+    if queries < PREFILL:
+        raise NotApplicableError(f"of at least {PREFILL} queries a sequence")
+    lengths = seq_lens.tolist()
+    rows = list(zip(table, lengths, strict=True))
+    edges = torch.nn.functional.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+    keys, values = (
+        torch.cat([x[row.clamp(min=0)].flatten(0, 1)[:n] for row, n in rows])
+        for x in (k_cache, v_cache)
+    )
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * queries
+    packed = (q.flatten(0, 1), keys, values, starts, edges, queries, max(lengths))
+    return lambda: tk.attention_varlen(*packed, causal=True).unflatten(0, (batch, queries))
+
+
 def flash_attention_3() -> Prepared | None:
     """`flash_attn_with_kvcache` of flash-attention 3, with its metadata made before."""
     try:
@@ -245,6 +277,7 @@ def implementations(device: torch.device) -> dict[str, Implementation]:
     found: dict[str, Implementation] = {
         "thunderkittens": Prepared(prepare_ours),
         "copy": Prepared(prepare_copy, another_problem=True),
+        "attention_varlen": Prepared(prepare_varlen),
     }
     theirs = flash_attention_3() if device.type == "cuda" else None
     if theirs is not None:
