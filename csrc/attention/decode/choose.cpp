@@ -13,15 +13,15 @@ constexpr int64_t MAX_LENGTH = int64_t{1} << 28;
 constexpr int64_t PREFILL_QUERIES = 128;
 
 KernelInfo kernel_info(const Config& c) {
-    return {
-        .name = kernel_name({.config = c}),
-        .config = concat("head_dim ", c.head_dim, ", value_dim ", c.value_dim, ", ", TILE_ROWS,
-                         " query rows x ", BLOCK_N, " keys, ", c.slots,
-                         " slots, 1 consumer warpgroup + ", producer_warps(c), " producer warps"),
-        .source = concat("decode_", name_of(c.dtype), c.staged > 0 ? "_codes" : ""),
-        .symbol = symbol_of("decode_kernel", "Config", c),
-        .threads = 128 + 32 * producer_warps(c),
-        .shared_bytes = shared_bytes(c)};
+    return {.name = kernel_name({.config = c}),
+            .config = concat("head_dim ", c.head_dim, ", value_dim ", c.value_dim, ", ",
+                             c.few_rows ? FEW_ROWS : TILE_ROWS, " query rows x ", BLOCK_N,
+                             " keys, ", c.slots, " slots, 1 consumer warpgroup + ",
+                             producer_warps(c), " producer warps"),
+            .source = concat("decode_", name_of(c.dtype), has_codes(c) ? "_codes" : ""),
+            .symbol = symbol_of(c.few_rows ? "few_rows_kernel" : "decode_kernel", "Config", c),
+            .threads = 128 + 32 * producer_warps(c),
+            .shared_bytes = shared_bytes(c)};
 }
 
 }  // namespace
@@ -69,9 +69,10 @@ bool can_prefill(const Problem& p) {
 Choice choose(const Problem& p, const DeviceProperties& device) {
     Choice choice{.prefill =
                       can_prefill(p) && p.tokens >= PREFILL_QUERIES * p.batch && p.batch > 0};
+    const bool few_rows = p.codes && p.q_length * p.group() <= FEW_ROWS;
     for (const Config& c : CONFIGS) {
         if (c.head_dim < p.head_dim || c.value_dim < p.value_dim) continue;
-        if ((c.staged > 0) != p.codes) continue;
+        if (has_codes(c) != p.codes || c.few_rows != few_rows) continue;
         choice.config = with_dtype(c, p.dtype);
         break;
     }
@@ -84,7 +85,7 @@ std::string kernel_name(const Choice& choice) {
     const Config& c = choice.config;
     const std::string value = c.value_dim == c.head_dim ? "" : concat("v", c.value_dim);
     return concat("decode_", name_of(c.dtype), "_d", c.head_dim, value,
-                  c.staged > 0 ? "_codes" : "");
+                  has_codes(c) ? "_codes" : "", c.few_rows ? "_16_rows" : "");
 }
 
 std::vector<KernelInfo> kernels() {

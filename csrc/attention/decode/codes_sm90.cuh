@@ -7,6 +7,7 @@
 #include <cuda_fp8.h>
 
 #include "csrc/attention/decode/decode.h"
+#include "csrc/attention/softmax.cuh"
 #include "kittens/kittens.cuh"
 
 namespace thunderkittens::attention::decode {
@@ -18,7 +19,7 @@ struct Codes {
     uint32_t words[4];
 };
 // Eight elements in fp16.
-struct Halves {
+struct alignas(16) Halves {
     uint32_t pairs[4];
 };
 
@@ -62,6 +63,48 @@ __device__ __forceinline__ int exponent_of(float largest) {
 __device__ __forceinline__ float power_of_two(int exponent) {
     return arch::bit_cast<float>(static_cast<uint32_t>(::min(::max(exponent, -126), 127) + 127)
                                  << 23);
+}
+
+// Scales of the tokens that are a tile's columns, in shared memory; a thread has two of every eight.
+__device__ __forceinline__ float2 token_scales(const float* scales, int j, int half) {
+    const int column = 16 * j + 8 * half + 2 * (laneid() % 4);
+    return arch::load_shared<float2>(arch::shared_address(scales + column));
+}
+template <any_register_tile Tile>
+__device__ __forceinline__ void scale_columns(Tile& x, const float* scales, float factor) {
+#pragma unroll
+    for (int j = 0; j < Tile::width; ++j) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const float2 scale = token_scales(scales, j, k / 2);
+            float2& pair = x.tiles[0][j].data[k];
+            pair = {pair.x * (scale.x * factor), pair.y * (scale.y * factor)};
+        }
+    }
+}
+// The weights times the scales of the values, over a power of two that these do not exceed much:
+// where they grow, so does it, and what has been added up becomes less.
+template <any_register_tile Weights, any_register_tile Output>
+__device__ __forceinline__ void scale_weights(Weights& x, Output& o, const float* scales,
+                                              int& exponent) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int j = 0; j < Weights::width; ++j) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float2 scale = token_scales(scales, j, half);
+            largest = fmaxf(largest, fmaxf(fabsf(scale.x), fabsf(scale.y)));
+        }
+    }
+    largest = fmaxf(largest, arch::shuffle_xor(largest, 1));
+    largest = fmaxf(largest, arch::shuffle_xor(largest, 2));
+    const int needed = exponent_of(largest);
+    if (needed > exponent) {
+        const float factor = power_of_two(exponent - needed);
+        scale_rows(o, {factor, factor});
+        exponent = needed;
+    }
+    scale_columns(x, scales, power_of_two(-exponent));
 }
 
 }  // namespace thunderkittens::attention::decode

@@ -40,21 +40,37 @@ struct Problem {
     int64_t tile_rows() const { return std::min<int64_t>(TILE_ROWS, q_length * group()); }
 };
 
-// What one kernel is compiled for: a ring of `slots`, of which keys and values take turns; before
-// them, where these are codes, slots for `staged` ones.
+constexpr int FEW_ROWS = 16;  // of a tile of mma.sync
+
+// What one kernel is compiled for: a ring of `slots`, of which keys and values take turns. Codes
+// become 16 bits before them, in slots for `staged` ones, or, of few rows, behind them, in the
+// registers of those who multiply.
 struct Config {
     int head_dim = 0, value_dim = 0;
     int slots = 0;
-    int staged = 0;  // 0: a cache of 16 bits
+    int staged = 0;
     int blocks_per_sm = 1;
     DType dtype = DType::bf16;  // of queries and results
+    bool few_rows = false;
 
     bool operator==(const Config&) const = default;
 };
 constexpr Config CONFIGS[] = {
-    {64, 64, 10, 0, 2}, {128, 128, 5, 0, 2}, {192, 128, 7, 0, 1}, {256, 256, 5, 0, 1},
-    {64, 64, 4, 10, 2}, {128, 128, 3, 5, 2}, {192, 128, 4, 7, 1}, {256, 256, 3, 5, 1},
+    {64, 64, 10, 0, 2},
+    {128, 128, 5, 0, 2},
+    {192, 128, 7, 0, 1},
+    {256, 256, 5, 0, 1},
+    {64, 64, 4, 10, 2},
+    {128, 128, 3, 5, 2},
+    {192, 128, 4, 7, 1},
+    {256, 256, 3, 5, 1},
+    // Few rows.
+    {.head_dim = 64, .value_dim = 64, .slots = 20, .blocks_per_sm = 2, .few_rows = true},
+    {.head_dim = 128, .value_dim = 128, .slots = 9, .blocks_per_sm = 2, .few_rows = true},
+    {.head_dim = 192, .value_dim = 128, .slots = 15, .blocks_per_sm = 1, .few_rows = true},
+    {.head_dim = 256, .value_dim = 256, .slots = 9, .blocks_per_sm = 1, .few_rows = true},
 };
+constexpr bool has_codes(const Config& c) { return c.staged > 0 || c.few_rows; }
 
 constexpr Config with_dtype(Config config, DType dtype) {
     config.dtype = dtype;
@@ -63,24 +79,34 @@ constexpr Config with_dtype(Config config, DType dtype) {
 // As instances.txt names it; value_dim 0 is head_dim.
 struct ConfigName {
     int head_dim, value_dim = 0;
-    bool codes = false;
+    bool codes = false, few_rows = false;
     DType dtype = DType::bf16;
 };
 consteval Config config_of(const ConfigName& name) {
     for (const Config& c : CONFIGS) {
-        if (c.head_dim == name.head_dim && (c.staged > 0) == name.codes &&
+        if (c.head_dim == name.head_dim && has_codes(c) == name.codes &&
+            c.few_rows == name.few_rows &&
             c.value_dim == (name.value_dim ? name.value_dim : name.head_dim))
             return with_dtype(c, name.dtype);
     }
     throw "no such configuration is listed";
 }
-// Warps. Codes are much to convert; elements are only copied, for which half as many do.
-constexpr int producer_warps(const Config& c) { return c.staged > 0 ? 4 : 2; }
+// Warps. Codes are much to convert; what is only copied needs half as many. A whole warpgroup can
+// also leave registers to those who multiply.
+constexpr int producer_warps(const Config& c) {
+    return c.staged > 0 || (c.few_rows && c.blocks_per_sm > 1) ? 4 : 2;
+}
 constexpr int slot_bytes(const Config& c) {
-    return BLOCK_N * std::max(c.head_dim, c.value_dim) * 2;
+    return BLOCK_N * std::max(c.head_dim, c.value_dim) * (c.few_rows ? 1 : 2);
 }
 constexpr int shared_bytes(const Config& c) {
     constexpr int semaphores = 512, alignment = 1024;
+    if (c.few_rows) {
+        // Queries, and the results of four warps, with three numbers for each row.
+        const int queries = FEW_ROWS * (c.head_dim + 8) * 2;
+        const int results = 4 * FEW_ROWS * (c.value_dim + 3) * 4;
+        return c.slots * (slot_bytes(c) + BLOCK_N * 4) + queries + results + semaphores + alignment;
+    }
     // Codes, and a scale for each token of a slot; a factor for each row of queries.
     const int staged = c.staged * (slot_bytes(c) / 2 + BLOCK_N * 4);
     const int scales = c.staged > 0 ? c.slots * BLOCK_N * 4 + TILE_ROWS * 4 : 0;
@@ -183,7 +209,7 @@ struct Params {
 TK_FIELDS(Problem, dtype, batch, q_heads, kv_heads, q_length, k_length, head_dim, value_dim,
           window_left, window_right, attention_chunk, split_size, causal, mask, varlen, codes,
           rotary, leftpad, tokens, page_size)
-TK_FIELDS(Config, head_dim, value_dim, slots, staged, blocks_per_sm, dtype)
+TK_FIELDS(Config, head_dim, value_dim, slots, staged, blocks_per_sm, dtype, few_rows)
 template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
     visit_fields(c.config, visit);

@@ -22,12 +22,17 @@ struct Kernel {
     static constexpr int blocks_per_sm = config.blocks_per_sm;
     // Which a whole warpgroup of producers gives to the consumers, where registers are few.
     static constexpr bool reallocates = producers == 4 && blocks_per_sm > 1;
-    static constexpr int producer_registers = 80, consumer_registers = 176;
-    static constexpr bool codes = config.staged > 0;
+    static constexpr int producer_registers = config.few_rows ? 64 : 80;
+    static constexpr int consumer_registers = 256 - producer_registers;
+    // Of few rows, in registers.
+    static constexpr bool keeps_query = head_dim <= 192;
+    static constexpr bool codes = has_codes(config), few_rows = config.few_rows;
+    static constexpr bool staged = config.staged > 0;  // the producers convert codes
     // Copies of so many slots are on their way at a time.
-    static constexpr int lag = codes ? config.staged : slots - 2;
+    static constexpr int lag = staged ? config.staged : slots - 2;
 
-    using Operand = std::conditional_t<codes, half, T>;  // of the tensor cores
+    using Operand =  // what a slot has
+        std::conditional_t<staged, half, std::conditional_t<codes, fp8e4m3, T>>;
     using q_tile = st<Operand, TILE_ROWS, head_dim>;
     using k_tile = st<Operand, BLOCK_N, head_dim>;
     using v_tile = st<Operand, BLOCK_N, value_dim>;
@@ -118,10 +123,31 @@ struct Globals {
     int64_t mask_stride;
     int mask_words;
     int head_dim;
+
+    explicit Globals(const Params& params)
+        : q(params.q, params.problem.varlen),
+          k(params.k),
+          v(params.v),
+          format(params.format),
+          k_scale(params.k_scale),
+          v_scale(params.v_scale),
+          q_scale(params.q_scale),
+          results(params),
+          work(params),
+          schedule(params.schedule, schedule_shape(params.problem, params.parts)),
+          score_mod(params.scores),
+          rotary(params.rotary),
+          rotary_moves(params.problem.causal || params.problem.window_left >= 0 ||
+                       params.problem.window_right >= 0),
+          pages(params.pages),
+          mask(params.mask),
+          mask_stride(params.mask_stride),
+          mask_words(static_cast<int>(params.mask_words)),
+          head_dim(static_cast<int>(params.problem.head_dim)) {}
 };
 
 // What caches of 8 bits need besides: codes as they come, chunks of 16 by copy and thread; factors.
-template <class Kernel, bool codes = Kernel::codes>
+template <class Kernel, bool staged = Kernel::staged>
 struct Staging {};
 template <class Kernel>
 struct Staging<Kernel, true> {
@@ -133,11 +159,22 @@ struct Staging<Kernel, true> {
     float q_factors[TILE_ROWS];
 };
 
-template <class Kernel>
+template <class Kernel, bool few_rows = Kernel::few_rows>
 struct Shared {
     typename Kernel::q_tile q;
     typename Kernel::slot ring[Kernel::slots];
     [[no_unique_address]] Staging<Kernel> staging;
+    semaphore full[Kernel::slots], empty[Kernel::slots];
+};
+// Of few rows: what each of the warps that multiply has of an item's keys.
+template <class Kernel>
+struct Shared<Kernel, true> {
+    typename Kernel::slot ring[Kernel::slots];
+    float scales[Kernel::slots][BLOCK_N];  // of the tokens of a slot
+    float factors[FEW_ROWS];               // of the queries
+    float base[4][FEW_ROWS], sum[4][FEW_ROWS];
+    float4 out[4][FEW_ROWS][Kernel::value_dim / 4];
+    Halves query[FEW_ROWS][Kernel::head_dim / 8 + 1];
     semaphore full[Kernel::slots], empty[Kernel::slots];
 };
 

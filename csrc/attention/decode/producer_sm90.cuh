@@ -47,17 +47,17 @@ struct Producer {
         }
         const Element* const k = exists ? g.k.at(page, token, head) : nullptr;
         const Element* const v = exists ? g.v.at(page, token, head) : nullptr;
-        if constexpr (Kernel::codes) {
-            const auto scale = [&](const Scales& scales) -> const float* {
-                if (!scales.tokens || !exists) return nullptr;
-                return scales.data + page * scales.strides[0] + token * scales.strides[1] +
-                       head * scales.strides[2];
-            };
+        const auto scale = [&](const Scales& scales) -> const float* {
+            if (!Kernel::codes || !scales.tokens || !exists) return nullptr;
+            return scales.data + page * scales.strides[0] + token * scales.strides[1] +
+                   head * scales.strides[2];
+        };
+        if constexpr (Kernel::staged) {
             stage_rows<typename Kernel::k_tile>(k, scale(g.k_scale), g.head_dim);
             stage_rows<typename Kernel::v_tile>(v, scale(g.v_scale), g.results.value_dim);
         } else {
-            load_rows(shared.ring[filling.stage].k, k, g.head_dim);
-            load_rows(shared.ring[filling.stage].v, v, g.results.value_dim);
+            load_rows(shared.ring[filling.stage].k, k, scale(g.k_scale), g.head_dim);
+            load_rows(shared.ring[filling.stage].v, v, scale(g.v_scale), g.results.value_dim);
         }
     }
     // Calls f(i, row, column, its element) for each copy of this thread to a tile.
@@ -72,7 +72,8 @@ struct Producer {
     }
 
     template <class Tile>
-    __device__ __forceinline__ void load_rows(Tile& tile, const Element* mine, int columns) {
+    __device__ __forceinline__ void load_rows(Tile& tile, const Element* mine, const float* scale,
+                                              int columns) {
         if (pending == Kernel::lag) arrive_oldest<Kernel::lag - 1>();
         wait(shared.empty[filling.stage], filling.phase ^ 1);
         for_each_copy<Tile>([&](int, int row, int column) {
@@ -80,6 +81,13 @@ struct Producer {
             arch::cp_async<16>(tile.address_of(first + row, column), from + column,
                                from != nullptr && column < columns);
         });
+        if constexpr (Kernel::codes) {
+            if (has_row()) {
+                arch::cp_async<4>(
+                    arch::shared_address(&shared.scales[filling.stage][first + laneid()]), scale,
+                    scale != nullptr);
+            }
+        }
         arch::cp_async_commit();
         filling.advance();
         ++pending;
@@ -109,7 +117,7 @@ struct Producer {
     template <int still>
     __device__ __forceinline__ void arrive_oldest() {
         arch::cp_async_wait<still>();
-        if constexpr (Kernel::codes) {
+        if constexpr (Kernel::staged) {
             wait(shared.empty[arriving.stage], arriving.phase ^ 1);
             if (keys_are_next)
                 convert_rows(shared.ring[arriving.stage].k);

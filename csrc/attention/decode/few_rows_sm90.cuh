@@ -1,0 +1,350 @@
+// Attention of up to 16 rows of queries over a cache of 8 bits. What counts is how often a code passes
+// through shared memory: here twice, in and out, as codes. The producers copy them into the ring as
+// they would 16 bits. Each of the four warps that multiply has 16 of a block's 64 keys to itself:
+// it takes their codes to registers, makes fp16 of them, exactly, and multiplies by mma.sync, whose
+// operands both are registers. So the warps do not wait for each other, and have a softmax each,
+// until an item or a part of it ends: then they add up what they have.
+//
+//   S = Q K^T   A: 16 rows of queries, loaded once. B: keys. A product may add up the head dimension
+//               in any order that both operands have, so a thread takes 16 codes of a key that lie
+//               next to each other
+//   O = P V     A: the weights, as the softmax leaves them. B: values, whose transposition by
+//               ldmatrix has pairs of codes as elements: the columns of a product are every second
+//               one of 16
+#pragma once
+
+#include "csrc/attention/decode/producer_sm90.cuh"
+#include "csrc/attention/decode/rows_sm90.cuh"
+
+namespace thunderkittens::attention::decode {
+
+constexpr int WARP_KEYS = 16;  // of a block
+static_assert(WARP_KEYS * 4 == BLOCK_N);
+
+// Codes of a tile's row that a thread multiplies: chunks of 16, of which the four threads of a key
+// have neighbouring ones, so that their loads meet no bank twice.
+template <class Tile>
+struct RowChunks {
+    static constexpr int of_stripe = Tile::stripe_cols / 16 / 4;
+    static constexpr int count = Tile::cols / 16 / 4;
+
+    static __device__ __forceinline__ int column(int chunk) {
+        return chunk / of_stripe * Tile::stripe_cols +
+               16 * (of_stripe * (laneid() % 4) + chunk % of_stripe);
+    }
+};
+// The address of the i-th chunk of 16 codes behind the one at `address`, which is a multiple of as
+// many within its stripe: a swizzle exchanges the chunks of a row.
+template <class Tile>
+__device__ __forceinline__ uint32_t chunk_behind(uint32_t address, int i) {
+    constexpr int of_stripe = Tile::stripe_cols / 16;
+    return (address ^ static_cast<uint32_t>(16 * (i % of_stripe))) +
+           static_cast<uint32_t>(i / of_stripe * Tile::stripe_bytes);
+}
+
+template <class Kernel>
+struct FewRowsConsumer {
+    using T = typename Kernel::T;
+    using scores = rt_fl<16, WARP_KEYS>;
+    using weights = rt<half, 16, WARP_KEYS>;
+    using output = rt_fl<16, Kernel::value_dim>;
+    using k_tile = typename Kernel::k_tile;
+    using v_tile = typename Kernel::v_tile;
+    using chunks = RowChunks<k_tile>;
+    using product = arch::mma_sync<half, half>;
+    using Query = Halves[2][chunks::count][2];  // of the thread's upper and of its lower row
+
+    const Globals<Kernel>& g;
+    Shared<Kernel>& shared;
+    // What this thread reads first of the first slot.
+    const uint32_t first_codes =
+        shared.ring[0].k.address_of(first_key() + laneid() / 4, chunks::column(0));
+    const uint32_t first_rows =
+        shared.ring[0].v.address_of(first_key() + laneid() % 16, 16 * (laneid() / 16));
+    RingPosition<Kernel::slots> at{};
+    __device__ __forceinline__ void run(Segments& segments) {
+        if (g.format == CacheFormat::e4m3)
+            run_all<CacheFormat::e4m3>(segments);
+        else if (g.format == CacheFormat::e5m2)
+            run_all<CacheFormat::e5m2>(segments);
+        else
+            run_all<CacheFormat::int8>(segments);
+    }
+
+  private:
+    __device__ __forceinline__ void release() {
+        arch::sync_warp();
+        if (laneid() == 0) arrive(shared.empty[at.stage]);
+        at.advance();
+    }
+    template <CacheFormat format>
+    __device__ __forceinline__ void run_all(Segments& segments) {
+        while (segments.next()) run_segment<format>(segments);
+    }
+    __device__ __forceinline__ uint32_t slot_offset() const {
+        return static_cast<uint32_t>(at.stage) * uint32_t(sizeof(typename Kernel::slot));
+    }
+    static __device__ __forceinline__ int first_key() { return WARP_KEYS * warpgroup::warpid(); }
+
+    // Each warp brings four rows to fp16, through shared memory, where those stay that are too long
+    // for the registers.
+    __device__ __forceinline__ void load_query(const Segments& segment, Query& query) {
+        const float scale = scale_of_head(g.k_scale, segment.at.b, segment.item.kv_head) *
+                            scale_of_head(g.q_scale, segment.at.b, segment.item.kv_head);
+        for (int i = 0; i < 4; ++i) {
+            const int row = 4 * warpgroup::warpid() + i;
+            const auto halved = halved_row<T>(load_query_chunk(g, segment, row, 8 * laneid()));
+            if (8 * laneid() < Kernel::head_dim) {
+                arch::store_shared(arch::shared_address(&shared.query[row][laneid()]),
+                                   halved.elements);
+            }
+            if (laneid() == 0) {
+                arch::store_shared(arch::shared_address(&shared.factors[row]),
+                                   halved.factor * scale);
+            }
+        }
+        warpgroup::sync(1);
+        if constexpr (Kernel::keeps_query) {
+#pragma unroll
+            for (int i = 0; i < 4 * chunks::count; ++i) {
+                query[i % 2][i / 4][i / 2 % 2] = query_part(i % 2, i / 4, i / 2 % 2);
+            }
+        }
+    }
+    // Eight elements of the thread's upper or lower row.
+    __device__ __forceinline__ Halves query_part(int lower, int chunk, int part) const {
+        const int column = chunks::column(chunk) / 8 + part;
+        return arch::load_shared<Halves>(
+            arch::shared_address(&shared.query[laneid() / 4 + 8 * lower][column]));
+    }
+    __device__ __forceinline__ float query_factor(int row) const {
+        return arch::load_shared<float>(arch::shared_address(&shared.factors[row]));
+    }
+
+    static __device__ __forceinline__ void multiply(float2 (&d)[4], int half,
+                                                    const uint32_t (&a)[4], uint32_t b0,
+                                                    uint32_t b1) {
+        float2 &upper = d[2 * half], &lower = d[2 * half + 1];
+        const uint32_t b[2] = {b0, b1};
+        const float c[4] = {upper.x, upper.y, lower.x, lower.y};
+        float sum[4];
+        product::fma(sum, a, b, c);
+        upper = {sum[0], sum[1]};
+        lower = {sum[2], sum[3]};
+    }
+
+    template <CacheFormat format>
+    __device__ __forceinline__ void score_keys(scores& x, const Query& query) {
+        const uint32_t codes = first_codes + slot_offset();
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const uint32_t row = codes + 8 * half * k_tile::stripe_cols;
+#pragma unroll(Kernel::keeps_query ? chunks::count : 1)
+            for (int i = 0; i < chunks::count; ++i) {
+                const int chunk =
+                    i / chunks::of_stripe * (k_tile::stripe_cols / 16) + i % chunks::of_stripe;
+                Halves k[2];
+                convert(format,
+                        arch::bit_cast<Codes>(
+                            arch::load_shared<uint4>(chunk_behind<k_tile>(row, chunk))),
+                        k);
+#pragma unroll
+                for (int part = 0; part < 2; ++part) {
+                    const auto row_of = [&](int lower) {
+                        return Kernel::keeps_query ? query[lower][i][part]
+                                                   : query_part(lower, i, part);
+                    };
+                    const Halves upper = row_of(0), lower = row_of(1);
+#pragma unroll
+                    for (int j = 0; j < 4; j += 2) {  // four of a thread's elements at a time
+                        const uint32_t a[4] = {upper.pairs[j], lower.pairs[j], upper.pairs[j + 1],
+                                               lower.pairs[j + 1]};
+                        multiply(x.tiles[0][0].data, half, a, k[part].pairs[j],
+                                 k[part].pairs[j + 1]);
+                    }
+                }
+            }
+        }
+    }
+    // Of every 16 columns of the output the first half of a base tile has the even ones, the second
+    // half the odd ones.
+    template <CacheFormat format>
+    __device__ __forceinline__ void add_values(output& o, const weights& p) {
+        const uint32_t rows = first_rows + slot_offset();
+        uint32_t a[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[i] = arch::bit_cast<uint32_t>(p.tiles[0][0].data[i]);
+#pragma unroll
+        for (int j = 0; j < output::width; j += 2) {
+            // Keys 0 to 7 and 8 to 15 of 16 columns, then of the 16 behind.
+            uint32_t pairs[4];
+            arch::load_matrix_x4_transposed(pairs[0], pairs[1], pairs[2], pairs[3],
+                                            chunk_behind<v_tile>(rows, j));
+            Codes codes;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                codes.words[i] = arch::permute_bytes(pairs[i], 0u, 0x3120);
+            }
+            Halves v[2];
+            convert(format, codes, v);
+#pragma unroll
+            for (int half = 0; half < 4; ++half) {
+                const auto& x = v[half / 2];
+                multiply(o.tiles[0][j + half / 2].data, half % 2, a, x.pairs[half % 2],
+                         x.pairs[half % 2 + 2]);
+            }
+        }
+    }
+
+    template <CacheFormat format>
+    __device__ __forceinline__ void run_segment(const Segments& segment) {
+        Query query;
+        if (segment.last > segment.first) load_query(segment, query);
+        int v_exponent = -126;
+        OnlineSoftmax softmax;
+        output o;
+        zero_tile(o);
+        for (int block = segment.last - 1; block >= segment.first; --block) {
+            scores x;
+            zero_tile(x);
+            wait(shared.full[at.stage], at.phase);
+            score_keys<format>(x, query);
+            scale_rows(x, {query_factor(laneid() / 4), query_factor(laneid() / 4 + 8)});
+            if (g.k_scale.tokens) scale_columns(x, shared.scales[at.stage] + first_key(), 1.0f);
+            release();
+            // Here rather than before, as registers are few.
+            const int row = laneid() / 4;
+            const Row upper(g.work, segment.s, segment.item, row);
+            const Row lower(g.work, segment.s, segment.item, row + 8);
+            const Shift shift = VisibleKeys<Kernel>{g, segment, upper, lower}.apply(
+                x, block, block * BLOCK_N + first_key());
+            float2 rescale = {1.0f, 1.0f};
+            if (softmax.update(x, g.score_mod.unit_log2, shift, rescale)) scale_rows(o, rescale);
+            wait(shared.full[at.stage], at.phase);
+            if (g.v_scale.tokens) {
+                scale_weights(x, o, shared.scales[at.stage] + first_key(), v_exponent);
+            }
+            weights p;
+            convert_scores(p, x);
+            add_values<format>(o, p);
+            release();
+        }
+        const float scale = scale_of_head(g.v_scale, segment.at.b, segment.item.kv_head) *
+                            (g.v_scale.tokens ? power_of_two(v_exponent) : 1.0f);
+        scale_rows(o, {scale, scale});
+        softmax.reduce_sum();
+        if (segment.stale) softmax.sum = {NAN, NAN};
+        leave(o, softmax);
+        add_up(segment);
+    }
+
+    // What this warp has, relative to bases of its own.
+    __device__ __forceinline__ void leave(const output& o, const OnlineSoftmax& softmax) {
+        const int warp = warpgroup::warpid(), row = laneid() / 4;
+        warpgroup::sync(1);  // what was there has been read
+        const auto store = [](auto& to, const auto& value) {
+            arch::store_shared(arch::shared_address(&to), value);
+        };
+        if (laneid() % 4 == 0) {
+            store(shared.base[warp][row], softmax.base.x);
+            store(shared.base[warp][row + 8], softmax.base.y);
+            store(shared.sum[warp][row], softmax.sum.x);
+            store(shared.sum[warp][row + 8], softmax.sum.y);
+        }
+#pragma unroll
+        for (int j = 0; j < output::width; ++j) {
+            const auto& x = o.tiles[0][j].data;
+            const int column = 4 * j + laneid() % 4;
+            store(shared.out[warp][row][column], make_float4(x[0].x, x[2].x, x[0].y, x[2].y));
+            store(shared.out[warp][row + 8][column], make_float4(x[1].x, x[3].x, x[1].y, x[3].y));
+        }
+        warpgroup::sync(1);
+    }
+    // Rows, four columns at a time.
+    __device__ __forceinline__ void add_up(const Segments& segment) {
+        const auto& to = g.results;
+        const int row_parts = to.value_dim / 4;
+        for (int i = warpgroup::laneid(); i < FEW_ROWS * row_parts; i += WARPGROUP_THREADS) {
+            const int index = i / row_parts, part = i - index * row_parts;
+            if (index >= to.slot_rows) break;
+            const Row row(g.work, segment.s, segment.item, index);
+            const auto load = [](const auto& from) {
+                using X = std::remove_cvref_t<decltype(from)>;
+                return arch::load_shared<X>(arch::shared_address(&from));
+            };
+            float base = OnlineSoftmax::NO_KEY;
+            for (int w = 0; w < 4; ++w) base = fmaxf(base, load(shared.base[w][index]));
+            OnlineSoftmax softmax;
+            softmax.base = {base, base};
+            float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            for (int w = 0; w < 4; ++w) {
+                const float factor = arch::exp2_approx(load(shared.base[w][index]) - base);
+                softmax.sum.x = fmaf(load(shared.sum[w][index]), factor, softmax.sum.x);
+                const float4 x = load(shared.out[w][index][part]);
+                sum = {fmaf(x.x, factor, sum.x), fmaf(x.y, factor, sum.y), fmaf(x.z, factor, sum.z),
+                       fmaf(x.w, factor, sum.w)};
+            }
+            float factor = 1.0f;
+            if (segment.whole && to.sink != nullptr) {
+                const float logit =
+                    LOG2_E * arch::load_global_readonly(to.sink + (row.exists ? row.head : 0));
+                factor = softmax.add_sink({logit, logit}).x;
+            }
+            factor *= softmax.reciprocal_sum().x;
+            sum = {sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor};
+            if (segment.whole) {
+                if (row.exists) store_final(segment, row, part, sum, softmax.lse().x);
+            } else {
+                const int64_t slot_row = int64_t(segment.at.slot) * to.slot_rows + index;
+                arch::store_global(
+                    reinterpret_cast<float4*>(to.partial_out + slot_row * to.value_dim + 4 * part),
+                    sum);
+                if (part == 0) arch::store_global(to.partial_lse + slot_row, softmax.lse().x);
+            }
+        }
+    }
+    __device__ __forceinline__ void store_final(const Segments& segment, const Row& row, int part,
+                                                const float4& x, float lse) const {
+        const auto& to = g.results;
+        const int b = segment.at.b, position = segment.s.q_begin + row.position;
+        const uint2 packed = {arch::bit_cast<uint32_t>(pack_pair<T>(x.x, x.y)),
+                              arch::bit_cast<uint32_t>(pack_pair<T>(x.z, x.w))};
+        arch::store_global(reinterpret_cast<uint2*>(to.out.at(b, row.head, position, 4 * part)),
+                           packed);
+        if (part == 0 && to.lse != nullptr) {
+            arch::store_global(to.lse + to.lse_row(b, row.head, position), lse);
+        }
+    }
+};
+
+template <class Kernel>
+__global__ __launch_bounds__(Kernel::threads, Kernel::blocks_per_sm) void few_rows_kernel(
+    const __grid_constant__ Globals<Kernel> g) {
+    shared_allocator allocator(shared_memory());
+    auto& shared = allocator.template allocate<Shared<Kernel>>();
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < Kernel::slots; ++i) {
+            init_semaphore(shared.full[i], Kernel::producers * WARP_THREADS);
+            init_semaphore(shared.empty[i], 4);
+        }
+        arch::mbarrier_init_fence();
+    }
+    arch::sync_block();
+    arch::wait_for_dependencies();
+    arch::launch_dependents();
+    Segments segments(g.work, g.schedule, static_cast<int>(blockIdx.x));
+    if (!g.schedule.is_of(g.work)) return poison(g);
+    if (arch::warp_uniform(warpgroup::groupid()) == 0) {
+        if constexpr (Kernel::reallocates) {
+            warpgroup::increase_registers<Kernel::consumer_registers>();
+        }
+        FewRowsConsumer<Kernel>{g, shared}.run(segments);
+    } else {
+        if constexpr (Kernel::reallocates) {
+            warpgroup::decrease_registers<Kernel::producer_registers>();
+        }
+        Producer<Kernel>{g, shared}.run(segments);
+    }
+}
+
+}  // namespace thunderkittens::attention::decode
