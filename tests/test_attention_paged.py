@@ -90,9 +90,12 @@ def case_of(case, device, seed=0):
         options["causal"] = False
     fields = {name: case[name] for name in ("heads", "size", "layout")}
     fields["dims"], fields["dtype"] = case["dims_and_dtype"]
-    return Case(
+    made = Case(
         lengths, queries, packed=packed, seed=seed, device=device, options=options, **fields
     )
+    if "cache_leftpad" in options:
+        made.spoil(first)
+    return made
 
 
 @over(cases)

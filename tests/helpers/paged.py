@@ -95,6 +95,14 @@ class Case:
         if not self.pages:
             self.options["cache_batch_idx"] = self.table[:, 0].clamp(min=0).contiguous()
 
+    def spoil(self, first: list[int]) -> None:
+        """Makes NaN of the keys and values before the first that are seen."""
+        for b, count in enumerate(first):
+            for key in range(count):
+                page = int(self.table[b, key // self.size])
+                for cache in (self.k_cache, self.v_cache):
+                    cache[page, key % self.size] = torch.nan
+
     def ints(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 

@@ -36,7 +36,8 @@ struct Producer {
     // A lane looks up one of the rows.
     __device__ __forceinline__ void load_block(const Segments& at, int block) {
         const int key = block * BLOCK_N + first + laneid(), head = at.item.kv_head;
-        const bool exists = has_row() && key < at.s.k_length;
+        // Weights of what is not seen are 0, which no memory may make NaN.
+        const bool exists = has_row() && key >= at.s.k_begin && key < at.s.k_length;
         int page = at.at.b, token = key;
         if (g.pages.rows != nullptr) page = arch::load_global_readonly(g.pages.rows + page);
         if (g.pages.table != nullptr && exists) {

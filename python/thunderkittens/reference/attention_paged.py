@@ -214,6 +214,8 @@ def attention_of_cache(
             x if s is None else x * _factor(s, b, pages, offsets).to(wide)
             for x, s in ((k, k_scale), (v, v_scale))
         )
+        for x in (k, v):
+            x[:first] = 0  # may be no numbers
         low, high, diagonal = band(bool(causal) and mask is None, window_size, queries, keys)
         offset = index - torch.arange(queries, device=q.device).unsqueeze(1)
         seen = (index >= first).expand(queries, keys)
