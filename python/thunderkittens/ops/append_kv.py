@@ -12,7 +12,7 @@ from .. import emulation
 from ..reference.append_kv import append_kv as reference_append
 from . import _cache as cache
 from ._memory import require_apart
-from ._registration import register, require_operands, transform_active
+from ._registration import call_checked, register, require_operands, transform_active
 
 _NAME = "append_kv"
 _op = torch.ops.thunderkittens.append_kv.default
@@ -95,15 +95,15 @@ def append_kv(
         ),
         *(k_scale, v_scale),
     )
-    require_append(*args)
     if transform_active():
         raise RuntimeError(
             "tk.append_kv changes the caches in place and cannot be called under the transforms of "
             "torch.func"
         )
-    if not torch.compiler.is_compiling():
-        require_apart(_NAME, ("k_cache", "v_cache", "k", "v"), (k_cache, v_cache, k, v), written=2)
-    _op(*args)
+    operands = (k_cache, v_cache, k, v)
+    if not torch.compiler.is_compiling() and all(isinstance(x, Tensor) for x in operands):
+        require_apart(_NAME, ("k_cache", "v_cache", "k", "v"), operands, written=2)
+    call_checked(_op, args, lambda args: require_append(*args))
 
 
 def require_append(
