@@ -104,6 +104,27 @@ def test_values(device, case):
         made.check(*made.run())
 
 
+@pytest.mark.parametrize("leftpad", [0, 60])
+def test_queries_before_the_first_key_have_an_empty_chunk(device, leftpad):
+    """A sequence with more queries than keys: the first of them stand before its keys, and so do
+    their chunks. The last stands at the last key."""
+    lengths, count, chunk = [leftpad + 5, leftpad + 70, leftpad], 75, 3
+    options = {"causal": False, "attention_chunk": chunk}
+    made = Case(lengths, [count] * 3, (2, 1), device=device, options=options)
+    made.options["cache_leftpad"] = made.ints([leftpad] * 3)
+    out, lse = made.run()
+    made.check(out, lse)
+    for b, n in enumerate(lengths):
+        keys = n - leftpad
+        for i in range(count):
+            position = i + keys - count  # among the keys that are seen
+            if position < 0:
+                assert bool((lse[b, :, i] == -torch.inf).all())
+                assert bool((out[b, i] == 0).all())
+            else:
+                assert bool(lse[b, :, i].isfinite().all())
+
+
 def code_cases(device, intensity):
     return cover(
         {

@@ -98,7 +98,8 @@ def attention_paged(
         causal: row i of s sees the keys j <= i + n - s, where n are the sequence's keys.
         window_size: as for `tk.attention`, beside the diagonal j = i + n - s.
         attention_chunk: a query sees the keys of its own chunk of so many alone, counted from the
-            first key that is seen, by the position of its diagonal. None: all keys.
+            first key that is seen, by the position of its diagonal. One that stands before that
+            key, as where there are more queries than keys, sees none. None: all keys.
         softcap: as for `tk.attention`.
         alibi_slopes: (Hq,) or (B, Hq), float32, as for `tk.attention`.
         sink: (Hq,), as for `tk.attention`.

@@ -222,7 +222,8 @@ def attention_of_cache(
         if high is not None:
             seen = seen & (offset <= high)
         if attention_chunk:
-            own = (torch.arange(queries, device=q.device) + diagonal - first).clamp(min=0)
+            # Queries before the first key have chunks of negative numbers, and see none.
+            own = torch.arange(queries, device=q.device) + diagonal - first
             chunks = (index - first).clamp(min=0) // attention_chunk
             seen = seen & (chunks == (own // attention_chunk).unsqueeze(1))
         if mask is not None:
