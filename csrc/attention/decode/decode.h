@@ -15,8 +15,10 @@ namespace thunderkittens::attention::decode {
 constexpr int BLOCK_N = 64;    // keys of a block: the unit in which work is cut
 constexpr int TILE_ROWS = 64;  // query positions and, in each, the heads that share keys
 
-// What a cache holds: elements as the queries have them, or codes of 8 bits.
-enum class CacheFormat : int { same, e4m3, e5m2, int8 };
+// What a cache holds: elements as the queries have them, codes of 8 bits, or those of NVFP4: e2m1,
+// two to a byte, and an e4m3 scale for each NV_BLOCK neighbours of a row.
+enum class CacheFormat : int { same, e4m3, e5m2, int8, nvfp4 };
+constexpr int NV_BLOCK = 16;
 
 // A sequence has at most q_length new queries and k_length keys, these among them.
 struct Problem {
@@ -29,7 +31,8 @@ struct Problem {
     int64_t attention_chunk = 0;                  // a query sees the keys of its own chunk; 0: all
     int64_t split_size = 0;  // keys; 0: the keys are cut so that all parts have as much to do
     bool causal = true, mask = false, varlen = false;
-    bool codes = false;  // the cache has 8 bits
+    bool codes = false;  // the cache has 8 bits, or less
+    bool nvfp4 = false;  // it has 4
 
     int64_t group() const { return q_heads / std::max<int64_t>(kv_heads, 1); }
     int64_t tiles() const { return ceil_div(q_length * group(), TILE_ROWS); }  // of a key head
@@ -38,19 +41,23 @@ struct Problem {
 };
 
 // What one kernel is compiled for: a ring of `slots`, of which keys and values take turns; before
-// them, where these are codes, slots for `staged` ones.
+// them, where these are codes, slots for `staged` ones. NVFP4 has no kernel of its own for the head
+// dimensions 192 and 128, and takes that of 256.
 struct Config {
     int head_dim = 0, value_dim = 0;
     int slots = 0;
     int staged = 0;  // 0: a cache of 16 bits
     int blocks_per_sm = 1;
+    bool nvfp4 = false;
     DType dtype = DType::bf16;  // of queries and results
 
     bool operator==(const Config&) const = default;
 };
 constexpr Config CONFIGS[] = {
-    {64, 64, 10, 0, 2}, {128, 128, 5, 0, 2}, {192, 128, 7, 0, 1}, {256, 256, 5, 0, 1},
-    {64, 64, 4, 10, 2}, {128, 128, 3, 5, 2}, {192, 128, 4, 7, 1}, {256, 256, 3, 5, 1},
+    {64, 64, 10, 0, 2},        {128, 128, 5, 0, 2},       {192, 128, 7, 0, 1},
+    {256, 256, 5, 0, 1},       {64, 64, 4, 10, 2},        {128, 128, 3, 5, 2},
+    {192, 128, 4, 7, 1},       {256, 256, 3, 5, 1},       {64, 64, 4, 16, 2, true},
+    {128, 128, 3, 9, 2, true}, {256, 256, 3, 9, 1, true},
 };
 
 constexpr Config with_dtype(Config config, DType dtype) {
@@ -60,12 +67,13 @@ constexpr Config with_dtype(Config config, DType dtype) {
 // As instances.txt names it; value_dim 0 is head_dim.
 struct ConfigName {
     int head_dim, value_dim = 0;
-    bool codes = false;
+    bool codes = false, nvfp4 = false;
     DType dtype = DType::bf16;
 };
 consteval Config config_of(const ConfigName& name) {
     for (const Config& c : CONFIGS) {
-        if (c.head_dim == name.head_dim && (c.staged > 0) == name.codes &&
+        if (c.head_dim == name.head_dim && c.nvfp4 == name.nvfp4 &&
+            (c.staged > 0) == (name.codes || name.nvfp4) &&
             c.value_dim == (name.value_dim ? name.value_dim : name.head_dim))
             return with_dtype(c, name.dtype);
     }
@@ -78,9 +86,12 @@ constexpr int slot_bytes(const Config& c) {
 }
 constexpr int shared_bytes(const Config& c) {
     constexpr int semaphores = 512, alignment = 1024;
-    // Codes, and a scale for each token of a slot; a factor for each row of queries.
-    const int staged = c.staged * (slot_bytes(c) / 2 + BLOCK_N * 4);
-    const int scales = c.staged > 0 ? c.slots * BLOCK_N * 4 + TILE_ROWS * 4 : 0;
+    // Codes, and a scale for each token of a slot, or a word of scales for 32 codes of NVFP4; a
+    // factor for each row of queries.
+    const int codes = slot_bytes(c) / (c.nvfp4 ? 4 : 2);
+    const int staged = c.staged * (codes + (c.nvfp4 ? codes / 4 : BLOCK_N * 4));
+    const int token_scales = c.nvfp4 ? 0 : c.slots * BLOCK_N * 4;
+    const int scales = c.staged > 0 ? token_scales + TILE_ROWS * 4 : 0;
     return TILE_ROWS * c.head_dim * 2 + c.slots * slot_bytes(c) + staged + scales + semaphores +
            alignment;
 }
@@ -124,6 +135,9 @@ struct Cache {
     const void* data = nullptr;
     int64_t page_stride = 0, token_stride = 0, head_stride = 0;
 };
+struct BlockScales {
+    Cache k, v;  // by bytes
+};
 
 // Factors of the codes, fp32: one, or one for each sequence and head, or one for each token and
 // head of a cache.
@@ -164,6 +178,7 @@ struct Params {
     float* lse = nullptr;  // (batch, q_heads, q_length) or (q_heads, tokens); may be null
     Cache k, v;
     CacheFormat format = CacheFormat::same;
+    BlockScales block_scales;  // of NVFP4
     Scales k_scale, v_scale, q_scale;
     Sequences sequences;
     Pages pages;
@@ -177,8 +192,9 @@ struct Params {
 };
 
 TK_FIELDS(Problem, dtype, batch, q_heads, kv_heads, q_length, k_length, head_dim, value_dim,
-          window_left, window_right, attention_chunk, split_size, causal, mask, varlen, codes)
-TK_FIELDS(Config, head_dim, value_dim, slots, staged, blocks_per_sm, dtype)
+          window_left, window_right, attention_chunk, split_size, causal, mask, varlen, codes,
+          nvfp4)
+TK_FIELDS(Config, head_dim, value_dim, slots, staged, blocks_per_sm, nvfp4, dtype)
 template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
     visit_fields(c.config, visit);

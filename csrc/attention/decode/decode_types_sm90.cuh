@@ -24,6 +24,8 @@ struct Kernel {
     static constexpr bool reallocates = producers == 4 && blocks_per_sm > 1;
     static constexpr int producer_registers = 80, consumer_registers = 176;
     static constexpr bool codes = config.staged > 0;
+    static constexpr bool nvfp4 = config.nvfp4;
+    static constexpr bool token_scales = codes && !nvfp4;  // slots have them
     // Copies of so many slots are on their way at a time.
     static constexpr int lag = codes ? config.staged : slots - 2;
 
@@ -93,6 +95,17 @@ struct CacheRows {
     }
 };
 
+// Scales of the blocks of NVFP4. Of other caches, nothing.
+template <bool nvfp4>
+struct BlockScaleRows {
+    BlockScaleRows(const BlockScales&) {}
+};
+template <>
+struct BlockScaleRows<true> {
+    CacheRows<uint8_t> k, v;
+    BlockScaleRows(const BlockScales& scales) : k(scales.k), v(scales.v) {}
+};
+
 __device__ __forceinline__ float scale_of_head(const Scales& scales, int b, int head) {
     if (scales.data == nullptr || scales.tokens) return 1.0f;
     return arch::load_global_readonly(scales.data + b * scales.strides[0] +
@@ -118,18 +131,29 @@ struct Globals {
     int64_t mask_stride;
     int mask_words;
     int head_dim;
+    [[no_unique_address]] BlockScaleRows<Kernel::nvfp4> block_scales;
 };
 
-// What caches of 8 bits need besides: codes as they come, chunks of 16 by copy and thread; factors.
-template <class Kernel, bool codes = Kernel::codes>
+// What caches of codes need besides: codes as they come, 16 bytes by copy and thread; factors.
+template <class Kernel, bool codes = Kernel::codes, bool nvfp4 = Kernel::nvfp4>
 struct Staging {};
 template <class Kernel>
-struct Staging<Kernel, true> {
+struct Staging<Kernel, true, false> {
     static constexpr int threads = Kernel::producers * WARP_THREADS;
     static constexpr int columns = std::max(Kernel::head_dim, Kernel::value_dim);
     uint4 codes[Kernel::lag][BLOCK_N * columns / 16 / threads][threads];
     float staged_scales[Kernel::lag][BLOCK_N];
     float scales[Kernel::slots][BLOCK_N];  // of the tokens of a slot
+    float q_factors[TILE_ROWS];
+};
+// A copy has 32 codes, and the word of four scales that has those of its two blocks.
+template <class Kernel>
+struct Staging<Kernel, true, true> {
+    static constexpr int threads = Kernel::producers * WARP_THREADS;
+    static constexpr int columns = std::max(Kernel::head_dim, Kernel::value_dim);
+    static constexpr int copies = BLOCK_N * columns / 32 / threads;
+    uint4 codes[Kernel::lag][copies][threads];
+    uint32_t block_scales[Kernel::lag][copies][threads];
     float q_factors[TILE_ROWS];
 };
 

@@ -1,6 +1,6 @@
 // The producer of attention over a cache: warps whose threads look pages up and copy rows of
 // keys and values, 16 bytes each, into the ring. Codes of 8 bits come to a place of the thread's
-// own first, and go on as fp16.
+// own first, and go on as fp16; so do those of 4 bits, with the scales of their blocks.
 #pragma once
 
 #include "csrc/attention/decode/decode_types_sm90.cuh"
@@ -10,7 +10,7 @@ namespace thunderkittens::attention::decode {
 template <class Kernel>
 struct Producer {
     using Element = typename Globals<Kernel>::Element;
-    static constexpr int per_copy = 16 / int(sizeof(Element));
+    static constexpr int per_copy = Kernel::nvfp4 ? 32 : 16 / int(sizeof(Element));
     static constexpr int warp_rows = BLOCK_N / Kernel::producers;
     static_assert(warp_rows <= WARP_THREADS);
 
@@ -47,7 +47,13 @@ struct Producer {
         }
         const Element* const k = exists ? g.k.at(page, token, head) : nullptr;
         const Element* const v = exists ? g.v.at(page, token, head) : nullptr;
-        if constexpr (Kernel::codes) {
+        if constexpr (Kernel::nvfp4) {
+            const auto& scales = g.block_scales;
+            stage_blocks<typename Kernel::k_tile>(
+                k, exists ? scales.k.at(page, token, head) : nullptr, g.head_dim);
+            stage_blocks<typename Kernel::v_tile>(
+                v, exists ? scales.v.at(page, token, head) : nullptr, g.results.value_dim);
+        } else if constexpr (Kernel::codes) {
             const auto scale = [&](const Scales& scales) -> const float* {
                 if (!scales.tokens || !exists) return nullptr;
                 return scales.data + page * scales.strides[0] + token * scales.strides[1] +
@@ -105,6 +111,29 @@ struct Producer {
         staging.advance();
         ++pending;
     }
+    // Codes of NVFP4 and the scales of their blocks go to places of this thread's own. The scales
+    // of a row may end within a word.
+    template <class Tile>
+    __device__ __forceinline__ void stage_blocks(const Element* mine, const Element* scales,
+                                                 int columns) {
+        if (pending == Kernel::lag) arrive_oldest<Kernel::lag - 1>();
+        auto& to = shared.staging;
+        const int thread = warpgroup::laneid();
+        for_each_copy<Tile>([&](int i, int row, int column) {
+            const Element* const from = arch::shuffle(mine, row);
+            const Element* const scale = arch::shuffle(scales, row);
+            const bool exists = from != nullptr && column < columns;
+            arch::cp_async<16>(arch::shared_address(&to.codes[staging.stage][i][thread]),
+                               from + column / 2, exists);
+            const int word = column / (4 * NV_BLOCK) * 4;
+            arch::cp_async_partial<4>(
+                arch::shared_address(&to.block_scales[staging.stage][i][thread]), scale + word,
+                exists ? ::min(columns / NV_BLOCK - word, 4) : 0);
+        });
+        arch::cp_async_commit();
+        staging.advance();
+        ++pending;
+    }
     // The oldest slot on its way, behind which at most `still` are.
     template <int still>
     __device__ __forceinline__ void arrive_oldest() {
@@ -127,22 +156,29 @@ struct Producer {
         auto& from = shared.staging;
         const int thread = warpgroup::laneid();
         for_each_copy<Tile>([&](int i, int row, int column) {
-            Halves halves[2];
-            convert(g.format,
-                    arch::bit_cast<Codes>(arch::load_shared<uint4>(
-                        arch::shared_address(&from.codes[converting.stage][i][thread]))),
-                    halves);
+            const auto codes = arch::bit_cast<Codes>(arch::load_shared<uint4>(
+                arch::shared_address(&from.codes[converting.stage][i][thread])));
+            Halves halves[per_copy / 8];
+            if constexpr (Kernel::nvfp4) {
+                const auto scales = arch::load_shared<uint32_t>(
+                    arch::shared_address(&from.block_scales[converting.stage][i][thread]));
+                convert_nvfp4(codes, scales >> column / 2 % 32, halves);
+            } else {
+                convert(g.format, codes, halves);
+            }
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {
+            for (int j = 0; j < per_copy / 8; ++j) {
                 arch::store_shared(tile.address_of(first + row, column + 8 * j),
                                    arch::bit_cast<uint4>(halves[j]));
             }
         });
-        if (has_row()) {
-            const int row = first + laneid();
-            arch::store_shared(arch::shared_address(&from.scales[arriving.stage][row]),
-                               arch::load_shared<float>(arch::shared_address(
-                                   &from.staged_scales[converting.stage][row])));
+        if constexpr (Kernel::token_scales) {
+            if (has_row()) {
+                const int row = first + laneid();
+                arch::store_shared(arch::shared_address(&from.scales[arriving.stage][row]),
+                                   arch::load_shared<float>(arch::shared_address(
+                                       &from.staged_scales[converting.stage][row])));
+            }
         }
         converting.advance();
     }
