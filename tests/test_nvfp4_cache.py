@@ -139,6 +139,21 @@ def test_a_scale_that_is_not_a_number(device):
     assert torch.equal(out.isnan().cpu(), wrong)
 
 
+def test_nothing_behind_the_last_row_is_read(device):
+    """Scales of a head that end within a word, at the end of the memory."""
+    made = Case([16], [1], (2, 1), (96, 32), device=device)
+    to_nvfp4(made, "NHD")
+    made.table.zero_()
+    names = ("k_block_scale", "v_block_scale")
+    rows = [made.options[name] for name in names]
+    page = int(made.places[0, 0])
+    made.elements = tuple(x[page : page + 1] for x in made.elements)
+    made.k_cache, made.v_cache = (x[page : page + 1] for x in (made.k_cache, made.v_cache))
+    made.options |= {name: x[page : page + 1] for name, x in zip(names, rows, strict=True)}
+    largest = float(made.elements[1].abs().max())
+    made.check_of_halves(*made.run(), largest)
+
+
 def test_results_do_not_depend_on_the_batch(device):
     made = Case([400, 65, 3], [2] * 3, (8, 2), (128, 128), device=device)
     to_nvfp4(made, "joined")
