@@ -67,6 +67,7 @@ EMULATED_SUITES = (
     "test_mxfp8_groups",
     "test_mxfp8_prepare",
     "test_mxfp8_quantize",
+    "test_nvfp4_cache",
     "test_nvfp4_dequantize",
     "test_nvfp4_gemm",
     "test_nvfp4_groups",

@@ -93,6 +93,7 @@ struct CacheOptions {
     std::optional<Tensor> rotary_cos, rotary_sin, rotary_seqlens;  // of the queries
     bool rotary_interleaved = false;
     std::optional<Tensor> k_scale, v_scale, q_scale;
+    std::optional<Tensor> k_block_scale, v_block_scale;
     bool int8 = false;  // codes that the emulator has as those of fp8
 };
 
@@ -154,13 +155,17 @@ Tensor attention_paged_body(const Backend<Tensor>& on, const Tensor& q_in, const
     p.q_heads = q_in.size(rows - 2);
     p.kv_heads = k_cache.size(2);
     p.head_dim = q_in.size(rows - 1);
-    p.value_dim = v_cache.size(3);
+    params.format = format_of(OP, k_cache, v_cache, q_in, options.k_block_scale,
+                              options.v_block_scale, options.int8);
+    p.codes = params.format != CacheFormat::same;
+    p.nvfp4 = params.format == CacheFormat::nvfp4;
+    p.value_dim = columns_of(v_cache, params.format);
     if (!p.varlen) {
         TK_CHECK(q_in.size(0) == p.batch, OP, ": q must have as many sequences as seq_lens, ",
                  p.batch, ", got ", shape_text(q_in));
         p.q_length = q_in.size(1);
     }
-    check_caches(OP, k_cache, v_cache, p.kv_heads, p.head_dim, p.value_dim);
+    check_caches(OP, k_cache, v_cache, p.kv_heads, p.head_dim, p.value_dim, params.format);
     params.pages =
         pages_of(OP, "q", q_in, k_cache, options.page_table, options.cache_batch_idx, p.batch);
     params.sequences.tokens = p.varlen ? q_in.size(0) : 0;
@@ -170,8 +175,11 @@ Tensor attention_paged_body(const Backend<Tensor>& on, const Tensor& q_in, const
     p.tokens = p.varlen ? q_in.size(0) : p.batch * p.q_length;
     p.page_size = options.page_table ? k_cache.size(1) : 0;
     p.leftpad = sequences.cache_leftpad.has_value();
-    params.format = format_of(OP, k_cache, v_cache, q_in, options.int8);
-    p.codes = params.format != CacheFormat::same;
+    if (p.nvfp4) {
+        params.block_scales = {
+            block_scale_of(OP, "k_block_scale", *options.k_block_scale, "k_cache", k_cache),
+            block_scale_of(OP, "v_block_scale", *options.v_block_scale, "v_cache", v_cache)};
+    }
     params.k_scale = scales_of(OP, "k_scale", options.k_scale, k_cache, p.batch, params.format);
     params.v_scale = scales_of(OP, "v_scale", options.v_scale, v_cache, p.batch, params.format);
     params.q_scale = scales_of(OP, "q_scale", options.q_scale, k_cache, p.batch, params.format);
@@ -283,6 +291,8 @@ Tensor attention_paged_body(const Backend<Tensor>& on, const Tensor& q_in, const
                                   {"k_scale", &options.k_scale},
                                   {"v_scale", &options.v_scale},
                                   {"q_scale", &options.q_scale},
+                                  {"k_block_scale", &options.k_block_scale},
+                                  {"v_block_scale", &options.v_block_scale},
                                   {"rotary_seqlens", &options.rotary_seqlens},
                                   {"schedule", options.schedule ? &options.schedule : &written}}) {
         launch.may_read(name, *x);

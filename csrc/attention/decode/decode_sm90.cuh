@@ -4,9 +4,9 @@
 // tile of 64.
 //
 // Roles, in each of the blocks:
-//   producer   two warps, four where the cache has 8 bits: their threads look pages up, and bring
-//              keys and values by cp.async, 16 bytes each, into a ring of slots; keys that do not
-//              exist become zeros
+//   producer   two warps, four where the cache has 8 bits or 4: their threads look pages up, and
+//              bring keys and values by cp.async, 16 bytes each, into a ring of slots; keys that do
+//              not exist become zeros
 //   consumer   a warpgroup: loads Q itself, then S = Q K^T, softmax in registers, O += P V
 // Results of whole items go out; those of parts go to memory, normalised, with their LSEs, and a
 // second kernel combines them: reruns are bit-equal.
@@ -38,8 +38,8 @@ struct Consumer {
   private:
     // Where a slot has scales, which threads read, every warp says when it is done.
     __device__ __forceinline__ void release() {
-        if constexpr (Kernel::codes) arch::sync_warp();
-        if (Kernel::codes ? laneid() == 0 : warpgroup::laneid() == 0) {
+        if constexpr (Kernel::token_scales) arch::sync_warp();
+        if (Kernel::token_scales ? laneid() == 0 : warpgroup::laneid() == 0) {
             arrive(shared.empty[at.stage]);
         }
         at.advance();
@@ -52,7 +52,8 @@ struct Consumer {
         if constexpr (Kernel::codes) {
             static_assert(row_loads <= WARP_THREADS);
             const float scale = scale_of_head(g.k_scale, segment.at.b, segment.item.kv_head) *
-                                scale_of_head(g.q_scale, segment.at.b, segment.item.kv_head);
+                                scale_of_head(g.q_scale, segment.at.b, segment.item.kv_head) *
+                                (Kernel::nvfp4 ? 1.0f / NV_UNIT : 1.0f);
             // A warp has 16 rows, a lane a column.
             const int column = laneid() * per_load;
             for (int i = 0; i < 16; ++i) {
@@ -101,14 +102,16 @@ struct Consumer {
             warpgroup::mma_async_wait<0>(x);
             if constexpr (Kernel::codes) {
                 scale_rows(x, {query_factor(row), query_factor(row + 8)});
-                if (g.k_scale.tokens) scale_columns(x, shared.staging.scales[at.stage], 1.0f);
+                if constexpr (Kernel::token_scales) {
+                    if (g.k_scale.tokens) scale_columns(x, shared.staging.scales[at.stage], 1.0f);
+                }
             }
             release();
             const Shift shift = visible.apply(x, block, block * BLOCK_N);
             float2 rescale = {1.0f, 1.0f};
             if (softmax.update(x, g.score_mod.unit_log2, shift, rescale)) scale_rows(o, rescale);
             wait(shared.full[at.stage], at.phase);
-            if constexpr (Kernel::codes) {
+            if constexpr (Kernel::token_scales) {
                 if (g.v_scale.tokens)
                     scale_weights(x, o, shared.staging.scales[at.stage], v_exponent);
             }
@@ -120,7 +123,9 @@ struct Consumer {
         }
         if constexpr (Kernel::codes) {
             const float scale = scale_of_head(g.v_scale, segment.at.b, segment.item.kv_head) *
-                                (g.v_scale.tokens ? power_of_two(v_exponent) : 1.0f);
+                                (Kernel::nvfp4      ? 1.0f / NV_UNIT
+                                 : g.v_scale.tokens ? power_of_two(v_exponent)
+                                                    : 1.0f);
             scale_rows(o, {scale, scale});
         }
         softmax.reduce_sum();
@@ -203,7 +208,7 @@ __global__ __launch_bounds__(Kernel::threads, Kernel::blocks_per_sm) void decode
     if (threadIdx.x == 0) {
         for (int i = 0; i < Kernel::slots; ++i) {
             init_semaphore(shared.full[i], Kernel::producers * WARP_THREADS);
-            init_semaphore(shared.empty[i], Kernel::codes ? 4 : 1);
+            init_semaphore(shared.empty[i], Kernel::token_scales ? 4 : 1);
         }
         arch::mbarrier_init_fence();
     }

@@ -28,14 +28,17 @@ struct Kernel {
     static constexpr bool keeps_query = head_dim <= 192;
     static constexpr bool codes = has_codes(config), few_rows = config.few_rows;
     static constexpr bool staged = config.staged > 0;  // the producers convert codes
+    static constexpr bool nvfp4 = config.nvfp4;
+    static constexpr bool token_scales = codes && !nvfp4;  // slots have them
     // Copies of so many slots are on their way at a time.
     static constexpr int lag = staged ? config.staged : slots - 2;
 
-    using Operand =  // what a slot has
+    using Operand =  // what a slot has; of few rows, bytes
         std::conditional_t<staged, half, std::conditional_t<codes, fp8e4m3, T>>;
+    static constexpr int packed = few_rows && nvfp4 ? 2 : 1;  // codes of an operand
     using q_tile = st<Operand, TILE_ROWS, head_dim>;
-    using k_tile = st<Operand, BLOCK_N, head_dim>;
-    using v_tile = st<Operand, BLOCK_N, value_dim>;
+    using k_tile = st<Operand, BLOCK_N, head_dim / packed>;
+    using v_tile = st<Operand, BLOCK_N, value_dim / packed>;
     union slot {
         k_tile k;
         v_tile v;
@@ -98,6 +101,17 @@ struct CacheRows {
     }
 };
 
+// Scales of the blocks of NVFP4. Of other caches, nothing.
+template <bool nvfp4>
+struct BlockScaleRows {
+    BlockScaleRows(const BlockScales&) {}
+};
+template <>
+struct BlockScaleRows<true> {
+    CacheRows<uint8_t> k, v;
+    BlockScaleRows(const BlockScales& scales) : k(scales.k), v(scales.v) {}
+};
+
 __device__ __forceinline__ float scale_of_head(const Scales& scales, int b, int head) {
     if (scales.data == nullptr || scales.tokens) return 1.0f;
     return arch::load_global_readonly(scales.data + b * scales.strides[0] +
@@ -123,6 +137,7 @@ struct Globals {
     int64_t mask_stride;
     int mask_words;
     int head_dim;
+    [[no_unique_address]] BlockScaleRows<Kernel::nvfp4> block_scales;
 
     explicit Globals(const Params& params)
         : q(params.q, params.problem.varlen),
@@ -143,19 +158,30 @@ struct Globals {
           mask(params.mask),
           mask_stride(params.mask_stride),
           mask_words(static_cast<int>(params.mask_words)),
-          head_dim(static_cast<int>(params.problem.head_dim)) {}
+          head_dim(static_cast<int>(params.problem.head_dim)),
+          block_scales(params.block_scales) {}
 };
 
-// What caches of 8 bits need besides: codes as they come, chunks of 16 by copy and thread; factors.
-template <class Kernel, bool staged = Kernel::staged>
+// What caches of codes need besides: codes as they come, 16 bytes by copy and thread; factors.
+template <class Kernel, bool staged = Kernel::staged, bool nvfp4 = Kernel::nvfp4>
 struct Staging {};
 template <class Kernel>
-struct Staging<Kernel, true> {
+struct Staging<Kernel, true, false> {
     static constexpr int threads = Kernel::producers * WARP_THREADS;
     static constexpr int columns = std::max(Kernel::head_dim, Kernel::value_dim);
     uint4 codes[Kernel::lag][BLOCK_N * columns / 16 / threads][threads];
     float staged_scales[Kernel::lag][BLOCK_N];
     float scales[Kernel::slots][BLOCK_N];  // of the tokens of a slot
+    float q_factors[TILE_ROWS];
+};
+// A copy has 32 codes, and the word of four scales that has those of its two blocks.
+template <class Kernel>
+struct Staging<Kernel, true, true> {
+    static constexpr int threads = Kernel::producers * WARP_THREADS;
+    static constexpr int columns = std::max(Kernel::head_dim, Kernel::value_dim);
+    static constexpr int copies = BLOCK_N * columns / 32 / threads;
+    uint4 codes[Kernel::lag][copies][threads];
+    uint32_t block_scales[Kernel::lag][copies][threads];
     float q_factors[TILE_ROWS];
 };
 
@@ -166,12 +192,25 @@ struct Shared {
     [[no_unique_address]] Staging<Kernel> staging;
     semaphore full[Kernel::slots], empty[Kernel::slots];
 };
+// Scales of a slot's tokens, or of the blocks of their rows.
+template <class Kernel, bool nvfp4 = Kernel::nvfp4>
+struct SlotScales {
+    float of_tokens[BLOCK_N];
+};
+template <class Kernel>
+struct SlotScales<Kernel, true> {
+    static constexpr int words = std::max(Kernel::head_dim, Kernel::value_dim) / NV_BLOCK / 4;
+    struct alignas(words % 4 == 0 ? 16 : words % 2 == 0 ? 8 : 4) Row {
+        uint32_t words[SlotScales::words];
+    };
+    Row of_blocks[BLOCK_N];
+};
 // Of few rows: what each of the warps that multiply has of an item's keys.
 template <class Kernel>
 struct Shared<Kernel, true> {
     typename Kernel::slot ring[Kernel::slots];
-    float scales[Kernel::slots][BLOCK_N];  // of the tokens of a slot
-    float factors[FEW_ROWS];               // of the queries
+    SlotScales<Kernel> scales[Kernel::slots];
+    float factors[FEW_ROWS];  // of the queries
     float base[4][FEW_ROWS], sum[4][FEW_ROWS];
     float4 out[4][FEW_ROWS][Kernel::value_dim / 4];
     Halves query[FEW_ROWS][Kernel::head_dim / 8 + 1];

@@ -1,16 +1,18 @@
-// Attention of up to 16 rows of queries over a cache of 8 bits. What counts is how often a code passes
-// through shared memory: here twice, in and out, as codes. The producers copy them into the ring as
-// they would 16 bits. Each of the four warps that multiply has 16 of a block's 64 keys to itself:
-// it takes their codes to registers, makes fp16 of them, exactly, and multiplies by mma.sync, whose
-// operands both are registers. So the warps do not wait for each other, and have a softmax each,
-// until an item or a part of it ends: then they add up what they have.
+// Attention of up to 16 rows of queries over a cache of 8 or 4 bits. What counts is how often a code
+// passes through shared memory: here twice, in and out, as codes. The producers copy them into the
+// ring as they would 16 bits. Each of the four warps that multiply has 16 of a block's 64 keys to
+// itself: it takes their codes to registers, makes fp16 of them, exactly, and multiplies by
+// mma.sync, whose operands both are registers. So the warps do not wait for each other, and have a
+// softmax each, until an item or a part of it ends: then they add up what they have.
 //
 //   S = Q K^T   A: 16 rows of queries, loaded once. B: keys. A product may add up the head dimension
-//               in any order that both operands have, so a thread takes 16 codes of a key that lie
-//               next to each other
+//               in any order that both operands have, so a thread takes 16 bytes of a key
 //   O = P V     A: the weights, as the softmax leaves them. B: values, whose transposition by
-//               ldmatrix has pairs of codes as elements: the columns of a product are every second
-//               one of 16
+//               ldmatrix has two bytes as elements: the columns of a product are every second one of
+//               16, or of NVFP4 every fourth of 32
+//
+// Of NVFP4 a pair of operands are codes i and i + 4 of the eight of a word, which takes least: of a
+// key the elements are as many apart, of values they are those of two keys.
 #pragma once
 
 #include "csrc/attention/decode/producer_sm90.cuh"
@@ -52,7 +54,9 @@ struct FewRowsConsumer {
     using v_tile = typename Kernel::v_tile;
     using chunks = RowChunks<k_tile>;
     using product = arch::mma_sync<half, half>;
-    using Query = Halves[2][chunks::count][2];  // of the thread's upper and of its lower row
+    // Elements of 16 bytes, eight at a time.
+    static constexpr int chunk_codes = Kernel::nvfp4 ? 32 : 16, parts = chunk_codes / 8;
+    using Query = Halves[2][chunks::count][parts];  // of the thread's upper and of its lower row
 
     const Globals<Kernel>& g;
     Shared<Kernel>& shared;
@@ -63,7 +67,9 @@ struct FewRowsConsumer {
         shared.ring[0].v.address_of(first_key() + laneid() % 16, 16 * (laneid() / 16));
     RingPosition<Kernel::slots> at{};
     __device__ __forceinline__ void run(Segments& segments) {
-        if (g.format == CacheFormat::e4m3)
+        if constexpr (Kernel::nvfp4)
+            run_all<CacheFormat::nvfp4>(segments);
+        else if (g.format == CacheFormat::e4m3)
             run_all<CacheFormat::e4m3>(segments);
         else if (g.format == CacheFormat::e5m2)
             run_all<CacheFormat::e5m2>(segments);
@@ -81,6 +87,9 @@ struct FewRowsConsumer {
     __device__ __forceinline__ void run_all(Segments& segments) {
         while (segments.next()) run_segment<format>(segments);
     }
+    __device__ __forceinline__ const float* token_scales_of_slot() const {
+        return shared.scales[at.stage].of_tokens + first_key();
+    }
     __device__ __forceinline__ uint32_t slot_offset() const {
         return static_cast<uint32_t>(at.stage) * uint32_t(sizeof(typename Kernel::slot));
     }
@@ -90,13 +99,14 @@ struct FewRowsConsumer {
     // for the registers.
     __device__ __forceinline__ void load_query(const Segments& segment, Query& query) {
         const float scale = scale_of_head(g.k_scale, segment.at.b, segment.item.kv_head) *
-                            scale_of_head(g.q_scale, segment.at.b, segment.item.kv_head);
+                            scale_of_head(g.q_scale, segment.at.b, segment.item.kv_head) *
+                            (Kernel::nvfp4 ? 1.0f / NV_UNIT : 1.0f);
         for (int i = 0; i < 4; ++i) {
             const int row = 4 * warpgroup::warpid() + i;
             const auto halved = halved_row<T>(load_query_chunk(g, segment, row, 8 * laneid()));
             if (8 * laneid() < Kernel::head_dim) {
                 arch::store_shared(arch::shared_address(&shared.query[row][laneid()]),
-                                   halved.elements);
+                                   Kernel::nvfp4 ? four_apart(halved.elements) : halved.elements);
             }
             if (laneid() == 0) {
                 arch::store_shared(arch::shared_address(&shared.factors[row]),
@@ -106,16 +116,24 @@ struct FewRowsConsumer {
         warpgroup::sync(1);
         if constexpr (Kernel::keeps_query) {
 #pragma unroll
-            for (int i = 0; i < 4 * chunks::count; ++i) {
-                query[i % 2][i / 4][i / 2 % 2] = query_part(i % 2, i / 4, i / 2 % 2);
+            for (int i = 0; i < 2 * parts * chunks::count; ++i) {
+                const int lower = i % 2, part = i / 2 % parts, chunk = i / 2 / parts;
+                query[lower][chunk][part] = query_part(lower, chunk, part);
             }
         }
     }
+    // Pairs of elements i and i + 4 of eight.
+    static __device__ __forceinline__ Halves four_apart(const Halves& x) {
+        const auto pair = [&](int i, uint32_t selector) {
+            return arch::permute_bytes(x.pairs[i / 2], x.pairs[i / 2 + 2], selector);
+        };
+        return {{pair(0, 0x5410), pair(1, 0x7632), pair(2, 0x5410), pair(3, 0x7632)}};
+    }
     // Eight elements of the thread's upper or lower row.
     __device__ __forceinline__ Halves query_part(int lower, int chunk, int part) const {
-        const int column = chunks::column(chunk) / 8 + part;
+        const int index = chunks::column(chunk) * Kernel::packed / 8 + part;
         return arch::load_shared<Halves>(
-            arch::shared_address(&shared.query[laneid() / 4 + 8 * lower][column]));
+            arch::shared_address(&shared.query[laneid() / 4 + 8 * lower][index]));
     }
     __device__ __forceinline__ float query_factor(int row) const {
         return arch::load_shared<float>(arch::shared_address(&shared.factors[row]));
@@ -135,21 +153,25 @@ struct FewRowsConsumer {
 
     template <CacheFormat format>
     __device__ __forceinline__ void score_keys(scores& x, const Query& query) {
-        const uint32_t codes = first_codes + slot_offset();
+        const uint32_t first = first_codes + slot_offset();
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const uint32_t row = codes + 8 * half * k_tile::stripe_cols;
+            const uint32_t row = first + 8 * half * k_tile::stripe_cols;
 #pragma unroll(Kernel::keeps_query ? chunks::count : 1)
             for (int i = 0; i < chunks::count; ++i) {
                 const int chunk =
                     i / chunks::of_stripe * (k_tile::stripe_cols / 16) + i % chunks::of_stripe;
-                Halves k[2];
-                convert(format,
-                        arch::bit_cast<Codes>(
-                            arch::load_shared<uint4>(chunk_behind<k_tile>(row, chunk))),
-                        k);
+                const auto codes = arch::bit_cast<Codes>(
+                    arch::load_shared<uint4>(chunk_behind<k_tile>(row, chunk)));
+                Halves k[parts];
+                if constexpr (Kernel::nvfp4) {
+                    const auto scales = arch::load_shared<uint16_t>(block_scale_of_key(half, i));
+                    convert_four_apart(codes, scales, k);
+                } else {
+                    convert(format, codes, k);
+                }
 #pragma unroll
-                for (int part = 0; part < 2; ++part) {
+                for (int part = 0; part < parts; ++part) {
                     const auto row_of = [&](int lower) {
                         return Kernel::keeps_query ? query[lower][i][part]
                                                    : query_part(lower, i, part);
@@ -166,35 +188,80 @@ struct FewRowsConsumer {
             }
         }
     }
+    // Of the two blocks that a chunk of the thread's key has.
+    __device__ __forceinline__ uint32_t block_scale_of_key(int half, int chunk) const {
+        const auto& row = shared.scales[at.stage].of_blocks[first_key() + 8 * half + laneid() / 4];
+        return arch::shared_address(&row) + chunks::column(chunk) * Kernel::packed / NV_BLOCK;
+    }
     // Of every 16 columns of the output the first half of a base tile has the even ones, the second
-    // half the odd ones.
+    // half the odd ones. Of NVFP4 the halves of two base tiles have every fourth of 32.
     template <CacheFormat format>
     __device__ __forceinline__ void add_values(output& o, const weights& p) {
         const uint32_t rows = first_rows + slot_offset();
         uint32_t a[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) a[i] = arch::bit_cast<uint32_t>(p.tiles[0][0].data[i]);
+        constexpr int tiles = Kernel::packed;  // that 16 bytes of a value make
+        BlockScalesOfValues scales;
+        if constexpr (Kernel::nvfp4) scales.load(shared.scales[at.stage], first_key());
 #pragma unroll
-        for (int j = 0; j < output::width; j += 2) {
-            // Keys 0 to 7 and 8 to 15 of 16 columns, then of the 16 behind.
-            uint32_t pairs[4];
-            arch::load_matrix_x4_transposed(pairs[0], pairs[1], pairs[2], pairs[3],
+        for (int j = 0; j < output::width / tiles; j += 2) {
+            // Of the keys 0 to 7 and 8 to 15, then of the 16 bytes behind.
+            uint32_t words[4];
+            arch::load_matrix_x4_transposed(words[0], words[1], words[2], words[3],
                                             chunk_behind<v_tile>(rows, j));
-            Codes codes;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                codes.words[i] = arch::permute_bytes(pairs[i], 0u, 0x3120);
-            }
-            Halves v[2];
-            convert(format, codes, v);
+            for (int i = 0; i < 2; ++i) {
+                const uint32_t low = words[2 * i], high = words[2 * i + 1];  // keys
+                Halves v[tiles];  // of the low keys, then of the high ones, product by product
+                if constexpr (Kernel::nvfp4) {
+                    v[0] = four_apart_of(low, scales.pair(j + i, 0));
+                    v[1] = four_apart_of(high, scales.pair(j + i, 1));
+                } else {
+                    v[0] = even_and_odd<format>(low, high);
+                }
 #pragma unroll
-            for (int half = 0; half < 4; ++half) {
-                const auto& x = v[half / 2];
-                multiply(o.tiles[0][j + half / 2].data, half % 2, a, x.pairs[half % 2],
-                         x.pairs[half % 2 + 2]);
+                for (int k = 0; k < 2 * tiles; ++k) {
+                    auto& to = o.tiles[0][(j + i) * tiles + k / 2].data;
+                    if constexpr (Kernel::nvfp4)
+                        multiply(to, k % 2, a, v[0].pairs[k], v[1].pairs[k]);
+                    else
+                        multiply(to, k % 2, a, v[0].pairs[k], v[0].pairs[k + 2]);
+                }
             }
         }
     }
+    // Two codes of each of two keys, of low and of high ones: pairs of keys, of the even and of the
+    // odd code.
+    template <CacheFormat format>
+    static __device__ __forceinline__ Halves even_and_odd(uint32_t low, uint32_t high) {
+        const Codes codes{
+            {arch::permute_bytes(low, 0u, 0x3120), arch::permute_bytes(high, 0u, 0x3120), 0u, 0u}};
+        Halves to[2];
+        convert(format, codes, to);
+        return to[0];
+    }
+    // Of the blocks of a thread's four keys.
+    struct BlockScalesOfValues {
+        typename SlotScales<Kernel, true>::Row rows[4];
+
+        __device__ __forceinline__ void load(const SlotScales<Kernel, true>& slot, int first) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int key = first + 2 * (laneid() % 4) + i % 2 + i / 2 * 8;
+                rows[i] = arch::load_shared<std::remove_cvref_t<decltype(rows[i])>>(
+                    arch::shared_address(&slot.of_blocks[key]));
+            }
+        }
+        // Of a thread's columns in a chunk of 32, for its low or its high keys.
+        __device__ __forceinline__ __half2 pair(int chunk, int high) const {
+            const int word = chunk / 2;
+            const uint32_t byte = 2 * (chunk % 2) + laneid() / 16;
+            const uint32_t both = arch::permute_bytes(
+                rows[2 * high].words[word], rows[2 * high + 1].words[word], byte | (byte + 4) << 4);
+            return scale_of_blocks(both);
+        }
+    };
 
     template <CacheFormat format>
     __device__ __forceinline__ void run_segment(const Segments& segment) {
@@ -210,7 +277,9 @@ struct FewRowsConsumer {
             wait(shared.full[at.stage], at.phase);
             score_keys<format>(x, query);
             scale_rows(x, {query_factor(laneid() / 4), query_factor(laneid() / 4 + 8)});
-            if (g.k_scale.tokens) scale_columns(x, shared.scales[at.stage] + first_key(), 1.0f);
+            if constexpr (Kernel::token_scales) {
+                if (g.k_scale.tokens) scale_columns(x, token_scales_of_slot(), 1.0f);
+            }
             release();
             // Here rather than before, as registers are few.
             const int row = laneid() / 4;
@@ -221,8 +290,8 @@ struct FewRowsConsumer {
             float2 rescale = {1.0f, 1.0f};
             if (softmax.update(x, g.score_mod.unit_log2, shift, rescale)) scale_rows(o, rescale);
             wait(shared.full[at.stage], at.phase);
-            if (g.v_scale.tokens) {
-                scale_weights(x, o, shared.scales[at.stage] + first_key(), v_exponent);
+            if constexpr (Kernel::token_scales) {
+                if (g.v_scale.tokens) scale_weights(x, o, token_scales_of_slot(), v_exponent);
             }
             weights p;
             convert_scores(p, x);
@@ -230,7 +299,9 @@ struct FewRowsConsumer {
             release();
         }
         const float scale = scale_of_head(g.v_scale, segment.at.b, segment.item.kv_head) *
-                            (g.v_scale.tokens ? power_of_two(v_exponent) : 1.0f);
+                            (Kernel::nvfp4      ? 1.0f / NV_UNIT
+                             : g.v_scale.tokens ? power_of_two(v_exponent)
+                                                : 1.0f);
         scale_rows(o, {scale, scale});
         softmax.reduce_sum();
         if (segment.stale) softmax.sum = {NAN, NAN};
@@ -251,12 +322,26 @@ struct FewRowsConsumer {
             store(shared.sum[warp][row], softmax.sum.x);
             store(shared.sum[warp][row + 8], softmax.sum.y);
         }
+        const auto store_row = [&](int lower, int j, const float4& x) {
+            store(shared.out[warp][row + 8 * lower][j], x);
+        };
 #pragma unroll
-        for (int j = 0; j < output::width; ++j) {
-            const auto& x = o.tiles[0][j].data;
-            const int column = 4 * j + laneid() % 4;
-            store(shared.out[warp][row][column], make_float4(x[0].x, x[2].x, x[0].y, x[2].y));
-            store(shared.out[warp][row + 8][column], make_float4(x[1].x, x[3].x, x[1].y, x[3].y));
+        for (int i = 0; i < 2; ++i) {
+            if constexpr (Kernel::nvfp4) {
+#pragma unroll
+                for (int j = 0; j < output::width; j += 2) {
+                    const auto &x = o.tiles[0][j].data, &y = o.tiles[0][j + 1].data;
+                    const int column = 4 * j + 2 * (laneid() % 4);
+                    store_row(i, column, {x[i].x, x[i + 2].x, y[i].x, y[i + 2].x});
+                    store_row(i, column + 1, {x[i].y, x[i + 2].y, y[i].y, y[i + 2].y});
+                }
+            } else {
+#pragma unroll
+                for (int j = 0; j < output::width; ++j) {
+                    const auto& x = o.tiles[0][j].data;
+                    store_row(i, 4 * j + laneid() % 4, {x[i].x, x[i + 2].x, x[i].y, x[i + 2].y});
+                }
+            }
         }
         warpgroup::sync(1);
     }

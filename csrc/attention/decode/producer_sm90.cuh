@@ -1,6 +1,6 @@
 // The producer of attention over a cache: warps whose threads look pages up and copy rows of
 // keys and values, 16 bytes each, into the ring. Codes of 8 bits come to a place of the thread's
-// own first, and go on as fp16.
+// own first, and go on as fp16; so do those of 4 bits, with the scales of their blocks.
 #pragma once
 
 #include "csrc/attention/decode/decode_types_sm90.cuh"
@@ -10,7 +10,8 @@ namespace thunderkittens::attention::decode {
 template <class Kernel>
 struct Producer {
     using Element = typename Globals<Kernel>::Element;
-    static constexpr int per_copy = 16 / int(sizeof(Element));
+    static constexpr int per_copy =
+        Kernel::nvfp4 && Kernel::staged ? 32 : 16 / int(sizeof(Element));
     static constexpr int warp_rows = BLOCK_N / Kernel::producers;
     static_assert(warp_rows <= WARP_THREADS);
 
@@ -49,11 +50,23 @@ struct Producer {
         const Element* const k = exists ? g.k.at(page, token, head) : nullptr;
         const Element* const v = exists ? g.v.at(page, token, head) : nullptr;
         const auto scale = [&](const Scales& scales) -> const float* {
-            if (!Kernel::codes || !scales.tokens || !exists) return nullptr;
+            if (!Kernel::token_scales || !scales.tokens || !exists) return nullptr;
             return scales.data + page * scales.strides[0] + token * scales.strides[1] +
                    head * scales.strides[2];
         };
-        if constexpr (Kernel::staged) {
+        if constexpr (Kernel::nvfp4) {
+            const Element* const k_scales =
+                exists ? g.block_scales.k.at(page, token, head) : nullptr;
+            const Element* const v_scales =
+                exists ? g.block_scales.v.at(page, token, head) : nullptr;
+            if constexpr (Kernel::staged) {
+                stage_blocks<typename Kernel::k_tile>(k, k_scales, g.head_dim);
+                stage_blocks<typename Kernel::v_tile>(v, v_scales, g.results.value_dim);
+            } else {
+                load_rows(shared.ring[filling.stage].k, k, k_scales, g.head_dim / 2);
+                load_rows(shared.ring[filling.stage].v, v, v_scales, g.results.value_dim / 2);
+            }
+        } else if constexpr (Kernel::staged) {
             stage_rows<typename Kernel::k_tile>(k, scale(g.k_scale), g.head_dim);
             stage_rows<typename Kernel::v_tile>(v, scale(g.v_scale), g.results.value_dim);
         } else {
@@ -72,8 +85,9 @@ struct Producer {
         }
     }
 
-    template <class Tile>
-    __device__ __forceinline__ void load_rows(Tile& tile, const Element* mine, const float* scale,
+    // `scale`: of the lane's token, or of the blocks of its row.
+    template <class Tile, class Scale>
+    __device__ __forceinline__ void load_rows(Tile& tile, const Element* mine, const Scale* scale,
                                               int columns) {
         if (pending == Kernel::lag) arrive_oldest<Kernel::lag - 1>();
         wait(shared.empty[filling.stage], filling.phase ^ 1);
@@ -83,15 +97,25 @@ struct Producer {
                                from != nullptr && column < columns);
         });
         if constexpr (Kernel::codes) {
-            if (has_row()) {
-                arch::cp_async<4>(
-                    arch::shared_address(&shared.scales[filling.stage][first + laneid()]), scale,
-                    scale != nullptr);
-            }
+            if (has_row()) load_scales(scale, columns);
         }
         arch::cp_async_commit();
         filling.advance();
         ++pending;
+    }
+    __device__ __forceinline__ void load_scales(const float* scale, int) {
+        auto& to = shared.scales[filling.stage].of_tokens[first + laneid()];
+        arch::cp_async<4>(arch::shared_address(&to), scale, scale != nullptr);
+    }
+    // Those of a row of so many bytes may end within a word.
+    __device__ __forceinline__ void load_scales(const Element* scale, int bytes) {
+        auto& row = shared.scales[filling.stage].of_blocks[first + laneid()];
+        const int count = scale == nullptr ? 0 : bytes * 2 / NV_BLOCK;
+#pragma unroll
+        for (int i = 0; i < SlotScales<Kernel>::words; ++i) {
+            arch::cp_async_partial<4>(arch::shared_address(&row.words[i]), scale + 4 * i,
+                                      ::min(::max(count - 4 * i, 0), 4));
+        }
     }
     // Codes go to a place of this thread's own, scales to one that its lane has the row of.
     template <class Tile>
@@ -110,6 +134,29 @@ struct Producer {
                 arch::shared_address(&to.staged_scales[staging.stage][first + laneid()]), scale,
                 scale != nullptr);
         }
+        arch::cp_async_commit();
+        staging.advance();
+        ++pending;
+    }
+    // Codes of NVFP4 and the scales of their blocks go to places of this thread's own. The scales
+    // of a row may end within a word.
+    template <class Tile>
+    __device__ __forceinline__ void stage_blocks(const Element* mine, const Element* scales,
+                                                 int columns) {
+        if (pending == Kernel::lag) arrive_oldest<Kernel::lag - 1>();
+        auto& to = shared.staging;
+        const int thread = warpgroup::laneid();
+        for_each_copy<Tile>([&](int i, int row, int column) {
+            const Element* const from = arch::shuffle(mine, row);
+            const Element* const scale = arch::shuffle(scales, row);
+            const bool exists = from != nullptr && column < columns;
+            arch::cp_async<16>(arch::shared_address(&to.codes[staging.stage][i][thread]),
+                               from + column / 2, exists);
+            const int word = column / (4 * NV_BLOCK) * 4;
+            arch::cp_async_partial<4>(
+                arch::shared_address(&to.block_scales[staging.stage][i][thread]), scale + word,
+                exists ? ::min(columns / NV_BLOCK - word, 4) : 0);
+        });
         arch::cp_async_commit();
         staging.advance();
         ++pending;
@@ -136,22 +183,29 @@ struct Producer {
         auto& from = shared.staging;
         const int thread = warpgroup::laneid();
         for_each_copy<Tile>([&](int i, int row, int column) {
-            Halves halves[2];
-            convert(g.format,
-                    arch::bit_cast<Codes>(arch::load_shared<uint4>(
-                        arch::shared_address(&from.codes[converting.stage][i][thread]))),
-                    halves);
+            const auto codes = arch::bit_cast<Codes>(arch::load_shared<uint4>(
+                arch::shared_address(&from.codes[converting.stage][i][thread])));
+            Halves halves[per_copy / 8];
+            if constexpr (Kernel::nvfp4) {
+                const auto scales = arch::load_shared<uint32_t>(
+                    arch::shared_address(&from.block_scales[converting.stage][i][thread]));
+                convert_nvfp4(codes, scales >> column / 2 % 32, halves);
+            } else {
+                convert(g.format, codes, halves);
+            }
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {
+            for (int j = 0; j < per_copy / 8; ++j) {
                 arch::store_shared(tile.address_of(first + row, column + 8 * j),
                                    arch::bit_cast<uint4>(halves[j]));
             }
         });
-        if (has_row()) {
-            const int row = first + laneid();
-            arch::store_shared(arch::shared_address(&from.scales[arriving.stage][row]),
-                               arch::load_shared<float>(arch::shared_address(
-                                   &from.staged_scales[converting.stage][row])));
+        if constexpr (Kernel::token_scales) {
+            if (has_row()) {
+                const int row = first + laneid();
+                arch::store_shared(arch::shared_address(&from.scales[arriving.stage][row]),
+                                   arch::load_shared<float>(arch::shared_address(
+                                       &from.staged_scales[converting.stage][row])));
+            }
         }
         converting.advance();
     }
