@@ -120,7 +120,8 @@ __device__ __forceinline__ float power_of_two(int exponent) {
                                  << 23);
 }
 
-// Scales of the tokens that are a tile's columns, in shared memory; a thread has two of every eight.
+// Scales of the tokens that are a tile's columns, in shared memory; a thread has two of every
+// eight.
 __device__ __forceinline__ float2 token_scales(const float* scales, int j, int half) {
     const int column = 16 * j + 8 * half + 2 * (laneid() % 4);
     return arch::load_shared<float2>(arch::shared_address(scales + column));

@@ -1,15 +1,15 @@
-// Attention of up to 16 rows of queries over a cache of 8 or 4 bits. What counts is how often a code
-// passes through shared memory: here twice, in and out, as codes. The producers copy them into the
-// ring as they would 16 bits. Each of the four warps that multiply has 16 of a block's 64 keys to
-// itself: it takes their codes to registers, makes fp16 of them, exactly, and multiplies by
+// Attention of up to 16 rows of queries over a cache of 8 or 4 bits. What counts is how often a
+// code passes through shared memory: here twice, in and out, as codes. The producers copy them into
+// the ring as they would 16 bits. Each of the four warps that multiply has 16 of a block's 64 keys
+// to itself: it takes their codes to registers, makes fp16 of them, exactly, and multiplies by
 // mma.sync, whose operands both are registers. So the warps do not wait for each other, and have a
 // softmax each, until an item or a part of it ends: then they add up what they have.
 //
-//   S = Q K^T   A: 16 rows of queries, loaded once. B: keys. A product may add up the head dimension
-//               in any order that both operands have, so a thread takes 16 bytes of a key
+//   S = Q K^T   A: 16 rows of queries, loaded once. B: keys. A product may add up the head
+//               dimension in any order that both operands have: a thread takes 16 bytes of a key
 //   O = P V     A: the weights, as the softmax leaves them. B: values, whose transposition by
-//               ldmatrix has two bytes as elements: the columns of a product are every second one of
-//               16, or of NVFP4 every fourth of 32
+//               ldmatrix has two bytes as elements: the columns of a product are every second
+//               one of 16, or of NVFP4 every fourth of 32
 //
 // Of NVFP4 a pair of operands are codes i and i + 4 of the eight of a word, which takes least: of a
 // key the elements are as many apart, of values they are those of two keys.
