@@ -12,6 +12,8 @@ for all layers, and `tk.attention_varlen` reads them there. Of a few queries ove
 generation, it is lengths and a schedule, and `tk.attention_decode` reads the cache in place: up to
 64 queries of all heads that share a head of keys, which are one tile of its kernel. Other masks are
 tensors as PyTorch's `scaled_dot_product_attention` takes them.
+
+For continuous batching, `generate_batch`, the name is "thunderkittens_flash3": see `_paged`.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from ..ops._registration import forward_mode_active, transform_active
 from ..ops.attention import attention
 from ..ops.attention_paged import attention_decode
 from ..ops.attention_varlen import attention_varlen
-from . import _steps
+from . import _paged, _steps
 from ._padding import dense_mask, packed_edges, token_range
 from .sdpa import _suits
 
@@ -45,10 +47,12 @@ _HOLES = (
 
 
 def register(name: str = NAME, *, padding: str = "contiguous") -> None:
-    """Makes `attention_forward` and `attention_mask` known to transformers under a name.
+    """Makes `attention_forward` and `attention_mask` known to transformers under a name, and
+    `paged_attention_forward` under the name with "_flash3" behind it.
 
     Args:
-        name: what models are given as `attn_implementation`.
+        name: what models are given as `attn_implementation`. With "_flash3" behind it, it is for
+            continuous batching: transformers knows by that what to prepare.
         padding: what the masks of padded batches may be. "contiguous": the tokens of a row stand
             together, with padding before them, after them, or both. The host never reads a mask. If
             padding stands between tokens, a mask on a CPU is taken as with "any", and one on a GPU
@@ -66,6 +70,10 @@ def register(name: str = NAME, *, padding: str = "contiguous") -> None:
     transformers.AttentionInterface.register(name, attention_forward)
     function = attention_mask if padding == "contiguous" else partial(attention_mask, holes=True)
     masks.AttentionMaskInterface.register(name, function)
+    if hasattr(masks, "PagedAttentionCache"):
+        _paged.provide(name + _paged.SUFFIX)
+        transformers.AttentionInterface.register(name + _paged.SUFFIX, paged_attention_forward)
+        masks.AttentionMaskInterface.register(name + _paged.SUFFIX, function)
 
 
 def attention_mask(
@@ -286,6 +294,67 @@ def attention_forward(
             enable_gqa=query.shape[1] != key.shape[1],
         )
     return out.transpose(1, 2).contiguous(), None
+
+
+def paged_attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    block_table: Tensor | None = None,
+    k_cache: Tensor | None = None,
+    v_cache: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention of a layer under continuous batching, as transformers calls it.
+
+    With a block table, `tk.attention_paged` writes the new keys into the pages and attends to them
+    in place. Without, transformers has gathered the keys of the batch, and `tk.attention_varlen`
+    attends to that copy: the pages are not told. Calls of neither kind are `attention_forward`'s.
+
+    Args:
+        module: the layer.
+        query: (1, Hq, T, D), the new tokens of all sequences.
+        key: (1, Hkv, T, D) with a block table, else (1, Hkv, N, D), the keys of all sequences.
+        value: likewise.
+        attention_mask: None under continuous batching.
+        dropout: as for `attention_forward`.
+        cu_seq_lens_q: (B + 1,), int32: cumulative numbers of new tokens.
+        cu_seq_lens_k: (B + 1,), int32: cumulative numbers of keys, those of new tokens among them.
+        max_length_q: at least the new tokens of any sequence.
+        max_length_k: at least the keys of any.
+        block_table: (B, pages), int32, where each sequence has one new token.
+        k_cache: (pages, page size, Hkv, D), with a block table.
+        v_cache: likewise.
+        kwargs: those of `attention_forward`.
+
+    Returns:
+        (1, T, Hq, Dv), and None for the weights.
+    """
+    if not isinstance(cu_seq_lens_k, Tensor) or cu_seq_lens_q is None:
+        out = attention_forward(module, query, key, value, attention_mask, dropout, **kwargs)
+        return out
+    window, sink = kwargs.get("sliding_window"), kwargs.get("s_aux")
+    left = window - 1 if window else -1
+    if sink is not None and sink.dtype is not torch.float32:
+        sink = sink.to(query.dtype)
+    options: dict[str, Any] = {"window_size": (left, -1), "sink": sink}
+    options |= {"softcap": kwargs.get("softcap") or 0.0, "scale": kwargs.get("scaling")}
+    if block_table is not None and k_cache is not None and v_cache is not None:
+        pages = k_cache, v_cache, block_table, cu_seq_lens_k
+        return _paged.decode(module, query, key, value, *pages, options), None
+    edges, lengths = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q or 0, max_length_k or 0)
+    if not dropout and _takes(query, key, value):
+        causal = {"causal": True, **options}
+        return _paged.attend(query, key, value, *edges, lengths, causal), None
+    mask = _paged.packed_mask(*edges, query.shape[2], key.shape[2], True, left)
+    return attention_forward(module, query, key, value, mask, dropout, **kwargs)
 
 
 def _rows(cache: Tensor) -> Tensor:
