@@ -376,14 +376,19 @@ def _without_gradients(*operands: Tensor | None) -> bool:
 def _serves(device: torch.device | str, dtype: torch.dtype | None) -> bool:
     """Whether kernels will run on a model's tensors, of this dtype or by autocast."""
     kind = torch.device(device).type
-    if kind != "cuda" and not emulation.active():
+    if kind != "cuda" and not _emulated():
         return False
     return dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(kind)
 
 
 def _takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the kernels take the operands."""
-    return (query.is_cuda or emulation.active()) and _suits(query, key, value, True)
+    return (query.is_cuda or _emulated()) and _suits(query, key, value, True)
+
+
+def _emulated() -> bool:
+    """Whether CPU tensors go to the emulator; what is compiled does not."""
+    return not torch.compiler.is_compiling() and emulation.active()
 
 
 def _formula(
