@@ -24,6 +24,7 @@ from transformers.masking_utils import create_masks_for_generate  # noqa: E402
 import thunderkittens.integrations.transformers as integration  # noqa: E402
 from helpers import hf_models  # noqa: E402
 from helpers.hf_models import BF16, FP32, LENGTH, SIZES, assert_as_good, batch, load  # noqa: E402
+from helpers.numerics import assert_accurate  # noqa: E402
 
 STEPS = 4
 
@@ -181,6 +182,21 @@ def test_the_kernel_for_few_queries():
             assert integration.attention_mask(**step | {"dtype": FP32}) is None
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_without_padding(cache, tmp_path, kinds):
+    """Caches with windows and without, past the window, of one sequence and of two."""
+    path = hf_models.save(tmp_path, "Gemma3Text")
+    for rows in (1, 2):
+        tokens = batch("left", "cpu")[0][:rows].clamp(min=2)
+        made = []
+        for implementation in ("thunderkittens", "eager"):
+            options = {"max_new_tokens": STEPS, "do_sample": False, "disable_compile": True}
+            model = load(path, "cpu", implementation)
+            made.append(model.generate(tokens, cache_implementation=cache, **options))
+        assert torch.equal(*made)
+    assert len(kinds) >= 2 * 2 * (STEPS - 1)
+
+
 def test_gradients_behind_a_cache(tmp_path, kinds):
     """There is no gradient of the kernel for caches; other ops take such calls."""
     path = hf_models.save(tmp_path, "Llama")
@@ -243,6 +259,44 @@ def test_the_kernel_on_the_emulator(tmp_path):
         logits.append([out.logits])
     assert ran == ["decode_bf16_d64"] * 2
     assert_as_good(*logits)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_layer_on_the_emulator(window):
+    """32 heads on 8 of 128 columns over a static cache, padded on the left: the schedule comes with
+    the mask, and keys and values are read where they are."""
+    torch.manual_seed(0)
+    heads, kv_heads, dim, capacity, used = 32, 8, 128, 320, 260
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim}
+    config = SimpleNamespace(**sizes)
+    layer = SimpleNamespace(config=config, is_causal=True)
+    masks = pytest.importorskip("transformers.masking_utils")
+    padding = torch.tensor([0, 37])
+    real = torch.arange(used) >= padding[:, None]
+    function = masks.causal_mask_function
+    if window is not None:
+        function = masks.sliding_window_causal_mask_function(window)
+    asked = {"batch_size": 2, "q_length": 1, "kv_length": capacity, "mask_function": function}
+    asked |= {"q_offset": torch.tensor(used - 1), "attention_mask": real, "local_size": window}
+    q = torch.randn(2, heads, 1, dim).to(BF16)
+    k, v = (torch.randn(2, kv_heads, capacity, dim).to(BF16) for _ in range(2))
+    for x in (k, v):
+        x[:, :, used:] = torch.nan
+    with tk.emulate() as run:
+        mask = integration.attention_mask(**asked, config=config, dtype=BF16)
+        out, _ = integration.attention_forward(layer, q, k, v, mask, sliding_window=window)
+    (call,) = run.kernels
+    assert call["kernel"] == "decode_bf16_d128"
+    lengths = torch.full((2,), used, dtype=torch.int32)
+    options = {"cache_leftpad": padding.int(), "window_size": (window - 1 if window else -1, -1)}
+    exact, plain = (
+        tk.reference.attention_paged(
+            *(x.to(dtype).transpose(1, 2) for x in (q, k, v)), None, lengths, **options
+        )
+        for dtype in (torch.float64, BF16)
+    )
+    assert_accurate(out, exact, plain)
 
 
 @pytest.mark.gpu
