@@ -19,6 +19,9 @@ from .based import KERNEL_DTYPES
 
 _NAME = "tk.nn.PagedCache"
 SCALES = ("token", "tensor")
+# The length of a sequence that does not run: its new tokens are before the first key, where they
+# have no place. Nothing is written or read for them.
+IDLE = -(1 << 28)
 
 
 class PagedCache:
@@ -60,8 +63,7 @@ class PagedCache:
         k_scales, v_scales: of each layer, float32, (pages, page_size, Hkv) or (1,); None of a cache
             of 16 bits.
         page_table: (B, pages of a sequence), int32.
-        lengths: (B,), int32: keys of each sequence.
-        running: (B,), bool: sequences that take part in steps.
+        lengths: (B,), int32: keys of each sequence; negative where it does not run.
 
     Raises:
         TypeError: a dtype that no cache has.
@@ -118,7 +120,6 @@ class PagedCache:
             )
         self.page_table = memory(batch, most, dtype=torch.int32, value=-1)
         self.lengths = memory(batch, dtype=torch.int32, value=0)
-        self.running = memory(batch, dtype=torch.bool, value=1)
         self._runs = [True] * batch
         self._bounds = [0] * batch
         self._pages: list[list[int]] = [[] for _ in range(batch)]
@@ -188,7 +189,7 @@ class PagedCache:
     def synchronize(self) -> None:
         """The bounds that the host knows become the lengths, which are read from the device, and
         pages beyond them go back. It is of use where a step's tokens are often not accepted."""
-        for b, length in enumerate(self.lengths.tolist()):
+        for b, length in enumerate(self.lengths.clamp(min=0).tolist()):
             self._bounds[b] = length
             kept = -(-length // self.page_size)
             self._free.extend(self._pages[b][kept:])
@@ -200,26 +201,20 @@ class PagedCache:
             self._pages[b], self._bounds[b], self._runs[b] = [], 0, runs
         at = torch.tensor(rows, dtype=torch.int64).to(self.lengths.device)
         self.page_table[at] = -1
-        self.lengths[at] = 0
-        self.running[at] = runs
+        self.lengths[at] = 0 if runs else IDLE
 
 
 class PagedStep:
     """One step of a model over a `PagedCache`, as `PagedCache.step` makes it.
 
     Attributes:
-        lengths: (b,), int32: keys of each sequence before the step; -s of those that do not run.
+        lengths: (b,), int32: keys of each sequence before the step, until `advance` is called.
         positions: (b, s), int32: the positions of the new tokens.
     """
 
     def __init__(self, cache: PagedCache, tokens: int, rows: Tensor | None, prompt: bool) -> None:
         self.cache, self.tokens, self.rows, self.prompt = cache, tokens, rows, prompt
-        lengths, running = cache.lengths, cache.running
-        if rows is not None:
-            lengths, running = lengths[rows], running[rows]
-        # Tokens before the first key have no place: nothing is written or read for them.
-        self.lengths = torch.where(running, lengths, -tokens)
-        self._running = running
+        self.lengths = cache.lengths if rows is None else cache.lengths[rows]
         self._schedules: dict[tuple[Any, ...], Tensor] = {}
 
     @property
@@ -315,12 +310,12 @@ class PagedStep:
             accepted: (b,), int32: how many of each sequence's tokens, from the first one on, remain
                 in the cache, as with shorter prompts or drafted tokens. None: all.
         """
-        cache, count = self.cache, self.tokens if accepted is None else accepted
-        grown = self._running * count
+        count = self.tokens if accepted is None else accepted
+        grown = torch.where(self.lengths >= 0, count, 0).to(torch.int32)
         if self.rows is None:
-            cache.lengths.add_(grown)
+            self.cache.lengths.add_(grown)
         else:
-            cache.lengths.index_add_(0, self.rows, grown.to(torch.int32))
+            self.cache.lengths.index_add_(0, self.rows, grown)
 
     def _schedule(self, q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int]) -> Tensor:
         shape = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
