@@ -316,6 +316,10 @@ def test_wrong_calls():
             make(**options)
     with pytest.raises(TypeError, match=r"dtype is torch\.int32; it must be of 16 bits, or one of"):
         make(torch.int32)
+    cache = make()
+    cache.lengths[2] = 1
+    with pytest.raises(RuntimeError, match="prompt=True, and a sequence has keys, which its new"):
+        cache.step(3, prompt=True)
     cache = make(pages=4)
     with pytest.raises(ValueError, match="sequence 0 would have 41 keys; max_length is 40"):
         cache.reserve(41)

@@ -22,6 +22,10 @@ SCALES = ("token", "tensor")
 # The length of a sequence that does not run: its new tokens are before the first key, where they
 # have no place. Nothing is written or read for them.
 IDLE = -(1 << 28)
+_NOT_EMPTY = (
+    "tk.nn.PagedCache: prompt=True, and a sequence has keys, which its new tokens would not see; "
+    "leave it out behind the first step of a sequence"
+)
 
 
 class PagedCache:
@@ -166,7 +170,8 @@ class PagedCache:
             self.page_table[at[0].long(), at[1].long()] = at[2]
 
     def step(self, tokens: int, *, rows: Tensor | None = None, prompt: bool = False) -> PagedStep:
-        """A step of the model, in which each sequence gets so many tokens.
+        """A step of the model, in which each sequence gets so many tokens, which must have been
+        reserved: else the layers read pages that are nobody's.
 
         Args:
             tokens: how many, s.
@@ -174,7 +179,11 @@ class PagedCache:
                 among them: nothing is written for them, and their results mean nothing.
                 prompt: the sequences have no keys yet. The new tokens then attend to each other by
                 `tk.attention`, which is made for many queries. Prompts that are shorter than s are
-                padded behind their tokens, and `PagedStep.advance` is told how long they are.
+                padded behind their tokens, and `PagedStep.advance` is told how long they are. They
+                see keys as they are, also where the cache rounds them to 8 bits.
+
+        Raises:
+            RuntimeError: it is a prompt, and a sequence has keys; an assertion on the device.
         """
         return PagedStep(self, tokens, rows, prompt)
 
@@ -216,6 +225,8 @@ class PagedStep:
         self.cache, self.tokens, self.rows, self.prompt = cache, tokens, rows, prompt
         self.lengths = cache.lengths if rows is None else cache.lengths[rows]
         self._schedules: dict[tuple[Any, ...], Tensor] = {}
+        if prompt:
+            torch._assert_async((self.lengths <= 0).all(), _NOT_EMPTY)
 
     @property
     def positions(self) -> Tensor:
