@@ -19,6 +19,7 @@ from thunderkittens.integrations import _steps
 
 transformers = pytest.importorskip("transformers")
 
+from transformers import masking_utils as masking  # noqa: E402
 from transformers.masking_utils import create_masks_for_generate  # noqa: E402
 
 import thunderkittens.integrations.transformers as integration  # noqa: E402
@@ -114,8 +115,9 @@ more = pytest.mark.intensity(2)
 @pytest.mark.parametrize(
     ("name", "inside"),
     [
-        ("Llama", True),
+        ("Gemma2", True),
         ("Gemma2", False),
+        pytest.param("Llama", True, marks=more),
         *(pytest.param(name, False, marks=more) for name in ("Llama", "Mistral", "GptOss")),
     ],
 )
@@ -130,7 +132,28 @@ def test_compiled_steps(name, inside, tmp_path, kinds):
     options = {"max_new_tokens": STEPS, "do_sample": False, "disable_compile": True}
     expected = eager.generate(tokens, attention_mask=mask, **options)
     assert torch.equal(made, expected[:, LENGTH:])
+    windows = {-1, hf_models.WINDOW - 1} if name in ("Gemma2", "GptOss") else {kinds[0]}
+    assert set(kinds) == windows
     assert len(kinds) >= model.config.num_hidden_layers
+
+
+def test_windows_in_a_graph(kinds):
+    """A window to which something is added is another mask, also where it is compiled."""
+    config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+    step = {"batch_size": 1, "q_length": 1, "kv_length": 9, "local_size": 3, "dtype": BF16}
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def made(blocks, offset):
+        function = masking.sliding_window_causal_mask_function(3)
+        if blocks is not None:
+            function = masking.or_masks(function, masking.blockwise_overlay(blocks))
+        options = {"mask_function": function, "q_offset": offset, "config": config}
+        return integration.attention_mask(**step, **options)
+
+    offset = torch.tensor(6)
+    assert made(None, offset).dtype is torch.int32
+    mask = made(torch.tensor([[0, 0, 0, 1, 1, 0, 0, 2, 2]]), offset)
+    assert mask.tolist() == [[[[True, True, True, False, True, True, True, False, False]]]]
 
 
 def test_layers_share_a_schedule(tmp_path, kinds):

@@ -113,7 +113,8 @@ def attention_mask(
     """
     masks = _masking()
     causal = mask_function is masks.causal_mask_function or (
-        local_size is not None and _is_window(masks, mask_function, local_size, kwargs)
+        local_size is not None
+        and _is_window(masks, mask_function, local_size, kwargs, kv_length > q_length)
     )
     dense = partial(
         masks.sdpa_mask,
@@ -168,16 +169,22 @@ def _masking() -> Any:
     return sys.modules["transformers.masking_utils"]
 
 
-def _is_window(masks: Any, function: Any, size: int, given: dict[str, Any]) -> bool:
-    """Whether a mask function is that of a causal window, and nothing is added to it."""
+def _is_window(
+    masks: Any, function: Any, size: int, given: dict[str, Any], behind: bool = False
+) -> bool:
+    """Whether a mask function is that of a causal window, and nothing is added to it; `behind` says
+    whether there are keys before the queries."""
+    window = masks.sliding_window_causal_mask_function(size)
     if torch.compiler.is_compiling():
         # Closures cannot be looked into here. A window that may be left to PyTorch's causal flag,
-        # and is no chunk, has nothing added; a compiled step on a static cache does not say so.
-        plain = given.get("allow_is_causal_skip") and not given.get("use_vmap")
+        # and is no chunk, has nothing added. A step on a static cache does not say so; behind a
+        # cache, what is added makes it another function.
+        plain = given.get("allow_is_causal_skip") or (
+            behind and function.__code__ is window.__code__
+        )
         config = given.get("config")
         chunks = config is None or getattr(config, "attention_chunk_size", None) is not None
-        return bool(plain) and not chunks
-    window = masks.sliding_window_causal_mask_function(size)
+        return bool(plain) and not given.get("use_vmap") and not chunks
     if getattr(function, "__code__", None) is not window.__code__:
         return False
     parts, expected = (f.__closure__[0].cell_contents for f in (function, window))
