@@ -177,7 +177,7 @@ class PagedCache:
             tokens: how many, s.
             rows: (b,), int32: which sequences take part; None: all. Those that do not run may be
                 among them: nothing is written for them, and their results mean nothing.
-                prompt: the sequences have no keys yet. The new tokens then attend to each other by
+            prompt: the sequences have no keys yet. The new tokens then attend to each other by
                 `tk.attention`, which is made for many queries. Prompts that are shorter than s are
                 padded behind their tokens, and `PagedStep.advance` is told how long they are. They
                 see keys as they are, also where the cache rounds them to 8 bits.
