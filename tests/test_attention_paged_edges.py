@@ -103,12 +103,15 @@ def test_rings_of_codes_wrap(dims, policy):
     assert torch.equal(out, expected.to(BF16))
 
 
+@pytest.mark.parametrize("others", [[70, 0], [70]])
 @pytest.mark.parametrize("keys", [1, 65, 200, 260, 330, 520, 600, 1030, 1100])
 @pytest.mark.parametrize("dims", [(64, 64), (256, 256)])
-def test_splits_of_any_number_are_combined(keys, dims):
-    """By one, two, four and eight warps for a row; rows that do not fill a block of warps."""
-    sink = torch.randn(6)
-    made = Case([keys, 70, 0], [1, 1, 1], (6, 2), dims, options={"split_size": 64, "sink": sink})
+def test_splits_of_any_number_are_combined(keys, others, dims):
+    """By one, two, four and eight warps for a row; rows that do not fill a block of warps; of some
+    items and of all."""
+    options = {"split_size": 64, "sink": torch.randn(6)}
+    lengths = [keys, *others]
+    made = Case(lengths, [1] * len(lengths), (6, 2), dims, options=options)
     with tk.emulate("random", seed=keys, sm_count=3):
         made.check(*made.run())
 
@@ -134,6 +137,21 @@ def test_lengths_and_offsets_that_are_out_of_range():
         out, lse = made.run()
     assert bool((out[:2] == 0).all())
     assert bool((lse[:, :2] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_schedule_of_another_call_spoils_every_row(packed):
+    queries = [3, 1, 2] if packed else [3, 3, 3]
+    made = Case([100, 30, 0], queries, (6, 2), (64, 40), packed=packed)
+    with tk.emulate(sm_count=2):
+        schedule = tk.attention_schedule(
+            made.seq_lens, 6, 2, 64, 40, max_seqlen_q=3,
+            cu_seqlens_q=made.options.get("cu_seqlens_q"),
+        )  # fmt: skip
+        out, lse = made.run(schedule=schedule, causal=False)
+    for x, integers in ((out, torch.int16), (lse, torch.int32)):
+        assert bool(x.isnan().all())
+        assert bool((x.view(integers) != -1).all())  # as memory is that nothing has written
 
 
 # ---- rotary ----
