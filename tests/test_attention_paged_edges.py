@@ -33,6 +33,7 @@ OPTIONS = {
     "both sides": {"causal": False, "window_size": (64, 3)},
     "chunk": {"attention_chunk": 64},
     "short chunk": {"attention_chunk": 7},
+    "chunks of one": {"attention_chunk": 1},
     "full": {"causal": False},
 }
 
@@ -49,8 +50,9 @@ def test_rows_see_the_keys_up_to_the_edge(options, split):
 @pytest.mark.parametrize("split", [None, 64, 192])
 def test_keys_before_the_first(split, more):
     """First keys at and beside the edges of blocks, of splits, and at the end."""
-    first = [0, 1, 63, 64, 65, 127, 128, 129, 192, 255, 256, 300, 301, 400]
-    made = Case([300] * len(first), [2] * len(first), options={"split_size": split, **more})
+    first = [0, 1, 63, 64, 65, 127, 128, 129, 192, 255, 256, 300, 301, 400, 200, 330, 64, 700]
+    lengths = [300] * 14 + [900] * 4
+    made = Case(lengths, [2] * len(first), options={"split_size": split, **more})
     made.options["cache_leftpad"] = ints(first)
     with tk.emulate("late_mma", seed=1, sm_count=3):
         made.check(*made.run())
@@ -92,15 +94,17 @@ def test_rings_of_codes_wrap(dims, policy):
         torch.randint_like(x, -n, n + 1) for n, x in ((1, made.k_cache), (9, made.v_cache))
     )
     made.q = torch.randint_like(made.q, 1, 3)
+    made.q[..., 8:16] *= 64  # one lane's
     for b, n in enumerate(made.lengths):
         keys[int(made.table[b, n // 3 // made.size]), n // 3 % made.size] = 127
     made.k_cache, made.v_cache = keys.to(torch.int8), values.to(torch.int8)
     shape = made.k_cache.shape[:3]
     options = {"k_scale": torch.ones(shape), "v_scale": 2.0 ** torch.randint(-5, 6, shape).float()}
     with tk.emulate(policy, seed=1, sm_count=1):
-        out, _ = made.run(**options)
-    expected, _ = made.expected(**options)
+        out, lse = made.run(**options)
+    expected, expected_lse = made.expected(**options)
     assert torch.equal(out, expected.to(BF16))
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("others", [[70, 0], [70]])
@@ -112,7 +116,7 @@ def test_splits_of_any_number_are_combined(keys, others, dims):
     options = {"split_size": 64, "sink": torch.randn(6)}
     lengths = [keys, *others]
     made = Case(lengths, [1] * len(lengths), (6, 2), dims, options=options)
-    with tk.emulate("random", seed=keys, sm_count=3):
+    with tk.emulate("random", seed=keys, sm_count=1):
         made.check(*made.run())
 
 
@@ -137,6 +141,7 @@ def test_lengths_and_offsets_that_are_out_of_range():
         out, lse = made.run()
     assert bool((out[:2] == 0).all())
     assert bool((lse[:, :2] == -torch.inf).all())
+    assert bool((out[4:].view(torch.int16) == -1).all())  # as memory is that nothing has written
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -151,7 +156,7 @@ def test_a_schedule_of_another_call_spoils_every_row(packed):
         out, lse = made.run(schedule=schedule, causal=False)
     for x, integers in ((out, torch.int16), (lse, torch.int32)):
         assert bool(x.isnan().all())
-        assert bool((x.view(integers) != -1).all())  # as memory is that nothing has written
+        assert bool((x.view(integers) != -1).all())  # not as memory that nothing has written
 
 
 # ---- rotary ----
@@ -177,6 +182,25 @@ def test_queries_turn_where_masks_depend_on_them(options, columns):
         made.table[b, -(-(made.lengths[b] + 3) // made.size) :] = -1
     expected, _ = made.expected(new_keys=3, **turn)
     torch.testing.assert_close(out.double(), expected, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("columns", [16, 64])
+def test_positions_outside_of_the_table(columns, interleaved):
+    """They turn as its nearest; all columns, or some."""
+    positions = ints([-5, -1, 0, 1, 18, 19, 20, 1000])
+    k = normal((8, 1, 64), FP16, "cpu")
+    angle = torch.rand(20, columns // 2) * 6
+    call = {"rotary_cos": angle.cos().half(), "rotary_sin": angle.sin().half()}
+    call |= {"rotary_interleaved": interleaved, "rotary_positions": positions}
+    caches = [torch.zeros(1, 8, 1, 64, dtype=FP16) for _ in range(4)]
+    slots = torch.arange(8)
+    tk.reference.append_kv(k, k, *caches[:2], slot_mapping=slots, **call)
+    with tk.emulate("on_wait"):
+        tk.append_kv(k, k, *caches[2:], slot_mapping=slots, **call)
+    eps = torch.finfo(FP16).eps
+    torch.testing.assert_close(caches[2], caches[0], rtol=eps, atol=eps / 4)
+    assert torch.equal(caches[3], caches[1])
 
 
 # ---- new keys ----
