@@ -73,6 +73,7 @@ def test_parts_are_equal(lengths, sms):
         (1, 150, 264),  # 150 would be far fewer
         (37, 1, 259),  # seven parts to an item
         (62, 8, 248),  # two items to a part; one part fewer would be too few
+        (124, 1, 248),  # two parts to an item, likewise
     ],
 )
 def test_parts_fit_equal_sequences(batch, heads, used):
