@@ -54,7 +54,7 @@ def test_keys_before_the_first(split, more):
     lengths = [300] * 14 + [900] * 4
     made = Case(lengths, [2] * len(first), options={"split_size": split, **more})
     made.options["cache_leftpad"] = ints(first)
-    with tk.emulate("late_mma", seed=1, sm_count=3):
+    with tk.emulate("late_mma", seed=1, sm_count=17):
         made.check(*made.run())
 
 
@@ -159,6 +159,39 @@ def test_a_schedule_of_another_call_spoils_every_row(packed):
         assert bool((x.view(integers) != -1).all())  # not as memory that nothing has written
 
 
+def test_numbers_of_a_schedule_that_are_out_of_range():
+    """They count as the nearest, and the sequence as one that has changed."""
+    made = Case([64, 100], [2, 2])
+    with tk.emulate("on_wait", sm_count=1):
+        schedule = tk.attention_schedule(made.seq_lens, *made.heads, *made.dims, max_seqlen_q=2)
+        for most in ([2**30, 2**30], [100, 2**30], [2**30, 2], [-1, 2]):
+            wrong = schedule.clone()
+            lengths = 4 + 4 * 3  # behind the header and the places of two parts
+            assert wrong[lengths : lengths + 4].tolist() == [64, 2, 100, 2]
+            wrong[lengths + 2 : lengths + 4] = ints(most)
+            out, lse = made.run(schedule=wrong)
+            assert not bool(out[0].isnan().any() | lse[0].isnan().any())
+            if most[0] != 100:
+                assert bool(out[1].isnan().all() & lse[1].isnan().all())
+
+
+@pytest.mark.parametrize("scales", ["none", "tokens"])
+def test_queries_of_zeros_see_all_keys_alike(scales):
+    made = Case([100, 30], [2, 2], size=16)
+    made.q[:, 1] = 0
+    made.k_cache, made.v_cache = (torch.randint(-9, 10, x.shape).to(torch.int8) for x in (
+        made.k_cache, made.v_cache))  # fmt: skip
+    shape = made.k_cache.shape[:3]
+    options = (
+        {} if scales == "none" else {"k_scale": torch.ones(shape), "v_scale": torch.ones(shape)}
+    )
+    with tk.emulate("on_wait", sm_count=1):
+        out, lse = made.run(**options)
+    _, expected = made.expected(**options)
+    torch.testing.assert_close(lse[..., 1].double(), expected[..., 1], rtol=1e-6, atol=0)
+    assert bool(out.isfinite().all())
+
+
 # ---- rotary ----
 
 
@@ -228,6 +261,20 @@ def test_packed_new_keys(counts, format):
         tk.append_kv(k, v, *caches, cu_seqlens_k_new=ints(edges), **options)
     for x, y in zip((*caches, *options.values()), (*expected, *wanted.values()), strict=True):
         assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+
+
+@pytest.mark.parametrize("format", [BF16, torch.int8], ids=str)
+def test_new_keys_of_any_strides(format):
+    """Sequences, tokens and heads lie apart."""
+    whole = normal((2, 5, 3, 3, 64), BF16, "cpu")
+    k, v = whole[:, :3, :2, 0], whole[:, 1:4, 1:, 2]
+    caches = [torch.zeros(2, 8, 2, 64).to(format) for _ in range(4)]
+    call = {"seq_lens": ints([3, 0])}
+    tk.reference.append_kv(k, v, *caches[:2], **call)
+    with tk.emulate("random"):
+        tk.append_kv(k, v, *caches[2:], **call)
+    for x, y in zip(caches[:2], caches[2:], strict=True):
+        assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("format", [BF16, torch.int8], ids=str)
