@@ -86,6 +86,17 @@ def test_parts_fit_equal_sequences(batch, heads, used):
 
 
 @pytest.mark.emulator
+@pytest.mark.parametrize("split", [None, 64])
+def test_no_part_has_sequences_without_queries(split):
+    offsets = ints([0, 0, 0])
+    with tk.emulate(sm_count=5):
+        schedule = tk.attention_schedule(
+            ints([300, 300]), 8, 2, 64, max_seqlen_q=4, cu_seqlens_q=offsets, split_size=split
+        )
+    assert positions(schedule, 10) == [[2, 0, 0]] * 11
+
+
+@pytest.mark.emulator
 @pytest.mark.parametrize("sms", [1, 7, 132])
 @pytest.mark.parametrize("heads", [(8, 2), (128, 1), (130, 2)])
 @pytest.mark.parametrize("lengths", [(16, 8000, 500, 0, 64) * 30, (100,) * 300])
@@ -103,9 +114,16 @@ def test_the_benchmark_checks_parts(lengths, heads, sms):
 
 @pytest.mark.emulator
 def test_a_split_size_cuts_at_its_multiples():
+    """Each part begins less than a split before it would without."""
+    lengths, heads, blocks = [1000, 10, 777], 2, 3
     with tk.emulate(sm_count=5):
-        schedule = tk.attention_schedule(ints([1000, 10, 777]), 8, 2, 128, split_size=192)
-    assert all(block % 3 == 0 for _, _, block in positions(schedule, 10))
+        schedule = tk.attention_schedule(ints(lengths), 8, heads, 128, split_size=64 * blocks)
+    at = positions(schedule, 10)
+    total = cost_before([len(lengths), 0, 0], lengths, heads)
+    for p, position in enumerate(at):
+        assert position[2] % blocks == 0
+        least = total * p / 10 - blocks - ITEM_COST
+        assert least < cost_before(position, lengths, heads) <= total * p / 10
 
 
 def test_opcheck(device):
