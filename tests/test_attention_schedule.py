@@ -71,6 +71,9 @@ def test_parts_are_equal(lengths, sms):
         (1, 8, 264),  # 33 parts to an item
         (1, 131, 262),
         (1, 150, 264),  # 150 would be far fewer
+        (37, 1, 259),  # seven parts to an item
+        (62, 8, 248),  # two items to a part; one part fewer would be too few
+        (124, 1, 248),  # two parts to an item, likewise
     ],
 )
 def test_parts_fit_equal_sequences(batch, heads, used):
@@ -79,7 +82,18 @@ def test_parts_fit_equal_sequences(batch, heads, used):
     at = positions(schedule, 264)
     assert at.index([batch, 0, 0]) == used
     if batch > 1:
-        assert sum(block > 0 for _, _, block in at) == (128 if batch == 16 else 0)
+        assert sum(block > 0 for _, _, block in at) == max(used - batch * heads, 0)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("split", [None, 64])
+def test_no_part_has_sequences_without_queries(split):
+    offsets = ints([0, 0, 0])
+    with tk.emulate(sm_count=5):
+        schedule = tk.attention_schedule(
+            ints([300, 300]), 8, 2, 64, max_seqlen_q=4, cu_seqlens_q=offsets, split_size=split
+        )
+    assert positions(schedule, 10) == [[2, 0, 0]] * 11
 
 
 @pytest.mark.emulator
@@ -100,9 +114,16 @@ def test_the_benchmark_checks_parts(lengths, heads, sms):
 
 @pytest.mark.emulator
 def test_a_split_size_cuts_at_its_multiples():
+    """Each part begins less than a split before it would without."""
+    lengths, heads, blocks = [1000, 10, 777], 2, 3
     with tk.emulate(sm_count=5):
-        schedule = tk.attention_schedule(ints([1000, 10, 777]), 8, 2, 128, split_size=192)
-    assert all(block % 3 == 0 for _, _, block in positions(schedule, 10))
+        schedule = tk.attention_schedule(ints(lengths), 8, heads, 128, split_size=64 * blocks)
+    at = positions(schedule, 10)
+    total = cost_before([len(lengths), 0, 0], lengths, heads)
+    for p, position in enumerate(at):
+        assert position[2] % blocks == 0
+        least = total * p / 10 - blocks - ITEM_COST
+        assert least < cost_before(position, lengths, heads) <= total * p / 10
 
 
 def test_opcheck(device):

@@ -324,15 +324,29 @@ def test_fp8_gemm_of_tiles_of_two_widths(tile, policy):
         assert (run.kernels[0]["columns"], name.endswith("_rowwise")) == (2, whole)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("cluster", [(2, 1), (1, 2), (2, 2)], ids=str)
-@pytest.mark.parametrize("kind", ["row", "block"])
-def test_fp8_gemm_in_clusters(cluster, kind, policy):
-    config = {"cluster_m": cluster[0], "cluster_n": cluster[1], "blocks": cluster[0] * cluster[1]}
-    a, b, scale_a, scale_b, expected = fp8_operands(300, 520, 368, kind)
-    with tk.emulate(policy, seed=1, config=config):
-        out = tk.fp8_gemm(a.to(E4M3), b.t().contiguous().t().to(E4M3), scale_a, scale_b)
+# Ways to add up a tile, with scales for each: clusters share the loads of all.
+SUMS = [("fast", "row"), ("promoted", "row"), ("promoted", "block"), ("blockwise", "block")]
+SUMS += [("1d1d", "fine")]
+CLUSTERS = [*(((2, 2), policy) for policy in POLICIES), ((2, 1), "late_mma"), ((1, 2), "on_wait")]
+
+
+@pytest.mark.parametrize(("cluster", "policy"), CLUSTERS, ids=str)
+@pytest.mark.parametrize(("sums", "kind"), SUMS)
+def test_fp8_gemm_in_clusters(sums, kind, cluster, policy):
+    """More steps than stages, clusters whose last blocks have no rows or columns of their own."""
+    tile = max(t for t in FP8_TILES if t[-1] == sums)
+    config = dict(zip(FP8_TILE, tile, strict=False)) | {"consumers": 2, "swap_ab": False}
+    config |= {"splits": 1, "blockwise_only": sums == "blockwise"}
+    config |= {"cluster_m": cluster[0], "cluster_n": cluster[1]}
+    config["blocks"] = cluster[0] * cluster[1]
+    a, b, scale_a, scale_b, expected = fp8_operands(300, 520, 720, kind)
+    a, b = a.to(E4M3), b.t().contiguous().t().to(E4M3)
+    with tk.emulate(policy, seed=1, config=config) as run:
+        out = tk.fp8_gemm(a, b, scale_a, scale_b, accurate=sums != "fast")
     assert torch.equal(out, expected.bfloat16())
+    chosen = run.kernels[0]
+    assert (chosen["cluster_m"], chosen["cluster_n"]) == cluster
+    assert f"_{sums}_" in chosen["kernel"]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

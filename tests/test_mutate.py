@@ -1,11 +1,8 @@
-"""The tools that judge the tests of kernels: mutations of sources, and what the tests execute."""
+"""The tools that judge the tests of kernels: mutations of sources, and calls that are repeated."""
 
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -137,60 +134,6 @@ def test_mutations_without_a_reason_to_survive_are_not_excused(mutations):
     for line in (ROOT / "tools/mutants_unseen.txt").read_text().splitlines():
         if line and not line.startswith("#"):
             assert line.rsplit(" | ", 1)[0] in keys
-
-
-KERNEL = """template <int n> [[gnu::always_inline]] inline int f(int x) {
-    if constexpr (n > 1) {
-        if (x > 5) return 1;
-    }
-    if (x > n) return x > 2 ? 2 : 3;
-    if (n == 1 && x < 9) x += 7;
-    switch (x) {
-        case 1: return 4;
-        case 5: x = 0; break;
-    }
-    return x + 3;
-}
-"""
-
-
-def clang_that_counts():
-    """One whose llvm-cov is there."""
-    for name in ("clang++", *(f"clang++-{n}" for n in range(30, 15, -1))):
-        if path := shutil.which(name):
-            command = [path, "-print-prog-name=llvm-cov"]
-            if shutil.which(subprocess.check_output(command, text=True).strip()):
-                return path
-    return None
-
-
-CLANG = clang_that_counts()
-
-
-@pytest.mark.skipif(CLANG is None, reason="needs clang++ and llvm-cov")
-def test_branches_of_all_instances_are_added_up(tmp_path, monkeypatch):
-    """A branch is one of the source: what one instance takes, the others need not."""
-    monkeypatch.delenv("LLVM_PROFILE_FILE", raising=False)
-    build, kernel = tmp_path / "build", tmp_path / "csrc/f_sm90.cuh"
-    for folder in (build, kernel.parent):
-        folder.mkdir(parents=True)
-    kernel.write_text(KERNEL)
-    calls = "int main() { return f<1>(2) + f<1>(1) + f<2>(1) == 18 ? 0 : 1; }\n"
-    (build / "main.cpp").write_text('#include "csrc/f_sm90.cuh"\n' + calls)
-    (build / "CMakeCache.txt").write_text(f"CMAKE_CXX_COMPILER:FILEPATH={CLANG}\n")
-    flags = ["-fcoverage-mapping", "-fprofile-instr-generate=.coverage.counts/%m.profraw", "-O1"]
-    flags += [f"-ffile-prefix-map={tmp_path}=.", "-fcoverage-compilation-dir=.", "-std=c++20"]
-    flags += [f"-I{tmp_path}"]
-    command = [CLANG, *flags, "main.cpp", "-o", "_emulator.so"]
-    subprocess.run(command, cwd=build, check=True)
-    subprocess.run([build / "_emulator.so"], cwd=tmp_path, check=True)
-    command = [sys.executable, ROOT / "tools/coverage.py", build, "--missing", "--fail-under"]
-    for level, status in (("60", 0), ("61", 1)):
-        result = subprocess.run([*command, level], cwd=tmp_path, capture_output=True, text=True)
-        assert result.returncode == status, result.stdout + result.stderr
-        assert re.search(r" 6/10 +60\.0%  csrc/f_sm90\.cuh\n", result.stdout), result.stdout
-        assert "lines 9\n" in result.stdout
-        assert "branches 3 true, 5 true, 6 false, 9 case 5\n" in result.stdout
 
 
 def test_recorded_arrays_lie_as_they_did(monkeypatch):

@@ -4,6 +4,7 @@
     cmake --build .build/coverage && cmake --install .build/coverage --prefix .dev/coverage
     PYTHONPATH=.dev/coverage pytest --intensity 1
     python tools/coverage.py .build/coverage --missing
+    python tools/coverage.py .build/coverage --record tools/coverage.json
 
 The emulator of such a build counts, in the folder `.coverage.counts` of the directory that the
 tests run in, what the code of `csrc/**/*_sm90.cuh` executes. The counts are clang's, of the source
@@ -17,11 +18,17 @@ and not of the machine code: what is inlined, unrolled or turned into a select c
 - A line is executed if a piece of code that begins on it, or goes on to it, is, in an instance.
 
 Code of templates without any instance is not seen at all.
+
+A record keeps what was measured: of each file the lines and branches, executed and all, and a hash
+of its code. With it a test holds the level where nothing can be measured: `problems()` names what
+has changed since. After some of the tests, `--only` updates the files that these are for, where the
+level is not lower than it was.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import re
 import shutil
@@ -33,6 +40,10 @@ from pathlib import Path
 
 Place = tuple[int, int]  # line and column
 KERNELS = "_sm90.cuh"
+RECORD = Path("tools/coverage.json")
+# What the record must hold: of all branches, in per cent, those that are taken, and those of files
+# that have changed since.
+BAR, MOST_CHANGED = 92, 10
 
 
 def llvm(build: Path, name: str) -> str:
@@ -108,16 +119,79 @@ def outcomes(name: str, branches: dict[Place, list[bool]]) -> Iterator[tuple[int
             yield from ((line, text, t) for text, t in zip(("true", "false"), taken, strict=True))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("build", type=Path, help="of CMake, with THUNDERKITTENS_COVERAGE")
-    parser.add_argument("--data", type=Path, default=Path(".coverage.counts"), help="the counts")
-    parser.add_argument("--missing", action="store_true", help="which lines and which branches")
-    parser.add_argument("--fail-under", type=float, default=0, help="per cent of all branches")
-    args = parser.parse_args()
-    report = export(args.build, args.data)
+# ---- the record ----
+
+
+def hash_of(source: str) -> str:
+    """Of the code: comments, blanks and what is included make no difference."""
+    pattern = r'("(?:\\.|[^"\\\n])*")|//[^\n]*|/\*.*?\*/|^[ ]*#[ ]*include[^\n]*'
+    code = re.sub(pattern, lambda m: m[1] or " ", source, flags=re.MULTILINE | re.DOTALL)
+    return hashlib.sha256("".join(code.split()).encode()).hexdigest()[:16]
+
+
+def hashes(root: Path) -> dict[str, str]:
+    """Of the kernels' files, by their names."""
+    files = sorted((root / "csrc").rglob("*" + KERNELS))
+    return {str(f.relative_to(root)): hash_of(f.read_text()) for f in files}
+
+
+def share_of(entry: dict) -> float:
+    taken, every = entry["branches"]
+    return taken / every if every else 1.0
+
+
+def entries(record: dict, now: dict[str, str]) -> dict[str, dict]:
+    """What the record has of files that are there. One that has moved keeps its code."""
+    gone = {entry["code"]: entry for name, entry in record.items() if name not in now}
+    found = {name: record.get(name) or gone.get(code) for name, code in now.items()}
+    return {name: entry for name, entry in found.items() if entry is not None}
+
+
+def updated(record: dict, rows: dict[str, list[int]], now: dict[str, str], only: str) -> dict:
+    """The record with the files that were measured: all, or some where it is no less."""
+    known = entries(record, now)
+    new = {}
+    for name, code in now.items():
+        row = rows.get(name, [0] * 4)
+        entry = {"code": code, "lines": row[:2], "branches": row[2:]}
+        before = known.get(name) if only else None
+        if not re.search(only, name):
+            entry = before
+        elif before is not None and share_of(entry) < share_of(before):
+            levels = share(*row[2:]), share(*before["branches"])
+            print("not recorded: {} has {}, in the record {}".format(name, *levels))
+            entry = before
+        if entry is not None:
+            new[name] = entry
+    return new
+
+
+def write_record(path: Path, record: dict) -> None:
+    """A file to a line, for the differences of versions."""
+    lines = [f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in record.items()]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def problems(record: dict, now: dict[str, str]) -> list[str]:
+    """Why a record does not hold for the files of now, given by their hashes."""
+    known = entries(record, now)
+    found = [f"{name} is not in the record" for name in now if name not in known]
+    taken, every = (sum(entry["branches"][i] for entry in known.values()) for i in (0, 1))
+    if 100 * taken < BAR * every:
+        found.append(f"the tests take {share(taken, every)} of the branches; the bar is {BAR}%")
+    changed = {name: e["branches"][1] for name, e in known.items() if e["code"] != now[name]}
+    if 100 * sum(changed.values()) >= MOST_CHANGED * every:
+        found.append(
+            f"files with {share(sum(changed.values()), every)} of the branches have changed since "
+            f"these were counted; it must be less than {MOST_CHANGED}%: {', '.join(changed)}"
+        )
+    return found
+
+
+def measured(report: dict, missing: bool) -> dict[str, list[int]]:
+    """Of each kernel's file: lines executed and all, branches taken and all; printed, too."""
     branches = branches_of(report)
-    sums = [0, 0, 0, 0]
+    rows: dict[str, list[int]] = {}
     print(f"{'lines':>14} {'branches':>16}")
     for file in sorted(report["files"], key=lambda f: f["filename"]):
         name = relative(file["filename"])
@@ -126,12 +200,31 @@ def main() -> int:
         lines = lines_of(file["segments"])
         every = list(outcomes(name, branches[name]))
         row = [sum(lines.values()), len(lines), sum(t for *_, t in every), len(every)]
-        sums = [a + b for a, b in zip(sums, row, strict=True)]
+        rows[name] = row
         print(f"{share(*row[:2]):>14} {share(*row[2:]):>16}  {name}")
-        if args.missing:
+        if missing:
             print_missing("lines", [str(n) for n, hit in lines.items() if not hit])
             print_missing("branches", [f"{n} {what}" for n, what, taken in every if not taken])
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("build", type=Path, help="of CMake, with THUNDERKITTENS_COVERAGE")
+    parser.add_argument("--data", type=Path, default=Path(".coverage.counts"), help="the counts")
+    parser.add_argument("--missing", action="store_true", help="which lines and which branches")
+    parser.add_argument("--fail-under", type=float, default=0, help="per cent of all branches")
+    parser.add_argument("--record", type=Path, help=f"write the levels to it: {RECORD}")
+    parser.add_argument(
+        "--only", default="", help="a regular expression for the files to record; else all"
+    )
+    args = parser.parse_args()
+    rows = measured(export(args.build, args.data), args.missing)
+    sums = [sum(row[i] for row in rows.values()) for i in range(4)]
     print(f"{share(*sums[:2]):>14} {share(*sums[2:]):>16}  all")
+    if args.record:
+        old = json.loads(args.record.read_text()) if args.record.is_file() else {}
+        write_record(args.record, updated(old, rows, hashes(Path()), args.only))
     level = 100 * sums[2] / max(sums[3], 1)
     if level < args.fail_under:
         print(f"fewer branches than {args.fail_under} %: a new kernel's, or a test is gone")

@@ -288,12 +288,13 @@ template <class Traits>
 __device__ __forceinline__ void fuse_short_k(const typename Traits::Globals& g, uint32_t staging,
                                              typename Traits::Sums& d, int first_column,
                                              const auto& store) {
+    constexpr int pairs = Traits::Sums::width * 4;
     const Epilogue& e = g.epilogue;
     if (e.aux != nullptr) {
         store(e.aux, int64_t{g.m} * g.n, static_cast<uint32_t>(g.n));
         arch::sync_block();  // the staging memory is the output's
     }
-    activate(e.activation, reinterpret_cast<float(&)[d.width * 8]>(d));
+    activate(e.activation, reinterpret_cast<float(&)[pairs * 2]>(d));
     if (e.residual == nullptr) return;
     const int row = static_cast<int>(blockIdx.y * Traits::config.block_m) +
                     warpgroup::warpid() * 16 + laneid() / 4;
@@ -301,9 +302,9 @@ __device__ __forceinline__ void fuse_short_k(const typename Traits::Globals& g, 
         static_cast<int>(blockIdx.x * Traits::config.block_n) + first_column + laneid() % 4 * 2;
     with_type(const_cast<void*>(e.residual), g.out_dtype, [&](auto* residual) {
         const auto* from = residual + blockIdx.z * e.residual_batch_stride;
-        float2 more[d.width * 4] = {};
+        float2 more[pairs] = {};
 #pragma unroll
-        for (int i = 0; i < d.width * 4; ++i) {
+        for (int i = 0; i < pairs; ++i) {
             const int m = row + i % 2 * 8, n = column + i / 4 * 16 + i / 2 % 2 * 8;
             if (m >= g.m || n >= g.n) continue;
             const auto* pair = from + m * e.residual_stride + n;
@@ -311,7 +312,7 @@ __device__ __forceinline__ void fuse_short_k(const typename Traits::Globals& g, 
             if (n + 1 < g.n) more[i].y = convert<float>(arch::load_global(pair + 1));
         }
 #pragma unroll
-        for (int i = 0; i < d.width * 4; ++i) {
+        for (int i = 0; i < pairs; ++i) {
             float2& sum = d.tiles[0][i / 4].data[i % 4];
             sum = {sum.x + e.beta * more[i].x, sum.y + e.beta * more[i].y};
         }
