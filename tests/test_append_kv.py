@@ -124,6 +124,19 @@ def test_memory_between_heads_is_not_written(device):
     assert int((whole != 5).any(-1).sum()) == 2 * 3 * 2
 
 
+def test_a_negative_length_leaves_tokens_out(device):
+    """As engines have it where a batch is padded: what lies before the first key has no place."""
+    k = normal((3, 2, 1, 64), BF16, device)
+    for table in (ints([[3, 1], [0, 2], [4, 5]], device), None):
+        caches = [torch.zeros(6, 8, 1, 64, dtype=BF16, device=device) for _ in range(2)]
+        tk.append_kv(k, k, *caches, page_table=table, seq_lens=ints([3, -2, -1], device))
+        first, third = (3, 4) if table is not None else (0, 2)
+        for cache in caches:
+            assert torch.equal(cache[first, 3:5], k[0])
+            assert torch.equal(cache[third, 0], k[2, 1])
+            assert int((cache != 0).any(-1).sum()) == 3
+
+
 @pytest.mark.gpu
 def test_a_graph_replays_with_other_lengths():
     k = normal((2, 1, 2, 64), BF16, "cuda")

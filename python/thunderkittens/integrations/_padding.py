@@ -74,16 +74,6 @@ def packed_edges(
     return torch.nn.functional.pad(edges.flatten(1), (1, 0)).to(torch.int32)
 
 
-def folded_edges(edges: Tensor, batch: int, heads: int, queries: int, keys: int) -> Tensor:
-    """The cumulative lengths where each head of a row is a row of its own, as in a cache, whose
-    tokens lie behind each other head by head: (2, 4 * B * heads + 1) int32."""
-    rows = torch.arange(batch * heads, dtype=torch.int32, device=edges.device).view(batch, heads, 1)
-    moved = rows - torch.arange(batch, dtype=torch.int32, device=edges.device).view(batch, 1, 1)
-    of_row = edges[:, 1:].view(2, batch, 1, PARTS)
-    both = torch.stack([of_row[0] + moved * queries, of_row[1] + moved * keys])
-    return torch.nn.functional.pad(both.flatten(1), (1, 0))
-
-
 def dense_mask(
     edges: Tensor | None,
     batch: int,

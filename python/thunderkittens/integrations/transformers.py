@@ -8,8 +8,12 @@
 The names that models pass to their attention function are those of transformers 5. Models make
 their masks by a function of ours, `attention_mask`. Plain causal masks, with a window or without,
 and those of encoders need no tensor. Of a padded batch the edges are computed on the device, once
-for all layers, and `tk.attention_varlen` reads them there. Other masks are tensors as PyTorch's
-`scaled_dot_product_attention` takes them.
+for all layers, and `tk.attention_varlen` reads them there. Of a few queries over a cache, as in
+generation, it is lengths and a schedule, and `tk.attention_decode` reads the cache in place: up to
+64 queries of all heads that share a head of keys, which are one tile of its kernel. Other masks are
+tensors as PyTorch's `scaled_dot_product_attention` takes them.
+
+For continuous batching, `generate_batch`, the name is "thunderkittens_flash3": see `_paged`.
 """
 
 from __future__ import annotations
@@ -25,9 +29,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import emulation
+from ..ops._registration import forward_mode_active, transform_active
 from ..ops.attention import attention
+from ..ops.attention_paged import attention_decode
 from ..ops.attention_varlen import attention_varlen
-from ._padding import dense_mask, folded_edges, packed_edges, token_range
+from . import _paged, _steps
+from ._padding import dense_mask, packed_edges, token_range
 from .sdpa import _suits
 
 NAME = "thunderkittens"
@@ -40,10 +47,12 @@ _HOLES = (
 
 
 def register(name: str = NAME, *, padding: str = "contiguous") -> None:
-    """Makes `attention_forward` and `attention_mask` known to transformers under a name.
+    """Makes `attention_forward` and `attention_mask` known to transformers under a name, and
+    `paged_attention_forward` under the name with "_flash3" behind it.
 
     Args:
-        name: what models are given as `attn_implementation`.
+        name: what models are given as `attn_implementation`. With "_flash3" behind it, it is for
+            continuous batching: transformers knows by that what to prepare.
         padding: what the masks of padded batches may be. "contiguous": the tokens of a row stand
             together, with padding before them, after them, or both. The host never reads a mask. If
             padding stands between tokens, a mask on a CPU is taken as with "any", and one on a GPU
@@ -61,6 +70,10 @@ def register(name: str = NAME, *, padding: str = "contiguous") -> None:
     transformers.AttentionInterface.register(name, attention_forward)
     function = attention_mask if padding == "contiguous" else partial(attention_mask, holes=True)
     masks.AttentionMaskInterface.register(name, function)
+    if hasattr(masks, "PagedAttentionCache"):
+        _paged.provide(name + _paged.SUFFIX)
+        transformers.AttentionInterface.register(name + _paged.SUFFIX, paged_attention_forward)
+        masks.AttentionMaskInterface.register(name + _paged.SUFFIX, function)
 
 
 def attention_mask(
@@ -94,12 +107,14 @@ def attention_mask(
     Returns:
         None, where the causal mask, the window and the lengths say all. Of a padded batch, the
         edges of its sequences, int32, (1, 1, 2, 4 * B + 1), or (1, 2, 1, 4 * B + 1) where queries
-        see later keys too: models pass on what has four dimensions. Otherwise a mask as
+        see later keys too: models pass on what has four dimensions. Of a few queries over a cache,
+        where kernels run, lengths and a schedule as `_steps` packs them. Otherwise a mask as
         `scaled_dot_product_attention` takes it.
     """
     masks = _masking()
     causal = mask_function is masks.causal_mask_function or (
-        local_size is not None and _is_window(masks, mask_function, local_size, kwargs)
+        local_size is not None
+        and _is_window(masks, mask_function, local_size, kwargs, kv_length > q_length)
     )
     dense = partial(
         masks.sdpa_mask,
@@ -120,7 +135,11 @@ def attention_mask(
         return made
     # How many keys there are up to the last query's; a static cache has more.
     used = q_offset - kv_offset + q_length if causal else kv_length
-    if attention_mask is None and isinstance(used, int) and used == kv_length:
+    config = kwargs.get("config")
+    step = _serves(device, kwargs.get("dtype"))
+    step = step and _steps.is_step(config, batch_size, q_length, kv_length)
+    plain = attention_mask is None and isinstance(used, int) and used == kv_length
+    if plain and not (step and causal):
         return None
     real = masks.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if real is not None:
@@ -136,6 +155,11 @@ def attention_mask(
                 return made
         else:
             torch._assert_async(~broken.any(), _HOLES)
+    if step:
+        # Padding behind a row's tokens is seen by queries that are padding alone.
+        keys = token_range(None, batch_size, kv_length, used, device)[1] if causal else end
+        left = local_size - 1 if causal and local_size is not None else -1
+        return _steps.pack(keys, begin, q_length, causal, left, config)
     edges = packed_edges(begin, end, q_offset - kv_offset, q_length, kv_length, every=not causal)
     return edges[None, None] if causal else edges[None, :, None]
 
@@ -145,16 +169,22 @@ def _masking() -> Any:
     return sys.modules["transformers.masking_utils"]
 
 
-def _is_window(masks: Any, function: Any, size: int, given: dict[str, Any]) -> bool:
-    """Whether a mask function is that of a causal window, and nothing is added to it."""
+def _is_window(
+    masks: Any, function: Any, size: int, given: dict[str, Any], behind: bool = False
+) -> bool:
+    """Whether a mask function is that of a causal window, and nothing is added to it; `behind` says
+    whether there are keys before the queries."""
+    window = masks.sliding_window_causal_mask_function(size)
     if torch.compiler.is_compiling():
         # Closures cannot be looked into here. A window that may be left to PyTorch's causal flag,
-        # and is no chunk, has nothing added; a compiled step on a static cache does not say so.
-        plain = given.get("allow_is_causal_skip") and not given.get("use_vmap")
+        # and is no chunk, has nothing added. A step on a static cache does not say so; behind a
+        # cache, what is added makes it another function.
+        plain = given.get("allow_is_causal_skip") or (
+            behind and function.__code__ is window.__code__
+        )
         config = given.get("config")
         chunks = config is None or getattr(config, "attention_chunk_size", None) is not None
-        return bool(plain) and not chunks
-    window = masks.sliding_window_causal_mask_function(size)
+        return bool(plain) and not given.get("use_vmap") and not chunks
     if getattr(function, "__code__", None) is not window.__code__:
         return False
     parts, expected = (f.__closure__[0].cell_contents for f in (function, window))
@@ -184,10 +214,11 @@ def attention_forward(
     """The attention of a layer, as transformers calls it.
 
     Calls in bfloat16 or float16 on a GPU, or on the emulator inside of `tk.emulate()`, go to
-    `tk.attention`, and those of padded batches to `tk.attention_varlen`: causal, with windows,
-    softcap and sinks. Masks that are tensors of the full size, dropout, biases, other dtypes and
-    CPU tensors go to PyTorch: to `torch.nn.functional.scaled_dot_product_attention`, or, with
-    softcap or sinks, which that has not, to the formula.
+    `tk.attention`, those of padded batches to `tk.attention_varlen`, and steps of generation to
+    `tk.attention_decode`: causal, with windows, softcap and sinks. Masks that are tensors of the
+    full size, dropout, biases, other dtypes and CPU tensors go to PyTorch: to
+    `torch.nn.functional.scaled_dot_product_attention`, or, with softcap or sinks, which that has
+    not, to the formula.
 
     Args:
         module: the layer; its `is_causal` is used when the argument is None.
@@ -209,23 +240,37 @@ def attention_forward(
         (B, Sq, Hq, Dv), and None for the weights. Rows of padding hold finite values.
     """
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    edges = None
-    if attention_mask is not None and attention_mask.dtype is torch.int32:
-        causal = attention_mask.shape[1] == 1
-        edges = attention_mask.flatten(0, 2)
     left = sliding_window - 1 if sliding_window else -1
+    edges, step = None, None
+    if attention_mask is not None and attention_mask.dtype is torch.int32:
+        found = _steps.unpack(attention_mask, query.shape[0])
+        if found is None:
+            causal = attention_mask.shape[1] == 1
+            edges = attention_mask.flatten(0, 2)
+        else:
+            causal = found[1]
+            step = _steps.of_layer(*found, query, key, left, getattr(module, "config", None))
     window = (left, -1 if causal else left)
-    plain = attention_mask is None or edges is not None
-    if plain and not dropout and position_bias is None and _takes(query, key, value):
+    plain = attention_mask is None or edges is not None or step is not None
+    taken = plain and not dropout and position_bias is None and _takes(query, key, value)
+    if step is not None and not (taken and _without_gradients(query, key, value, s_aux)):
+        begin, end, queries = step.leftpad, step.seq_lens, query.shape[2]
+        first, every = end - queries, not causal
+        edges = packed_edges(begin, end, first, queries, key.shape[2], every=every)
+        step = None
+    if taken:
         sink = s_aux
         if sink is not None and sink.dtype is not torch.float32:
             sink = sink.to(query.dtype)
         options: dict[str, Any] = {"causal": causal, "window_size": window, "sink": sink}
         options |= {"softcap": softcap or 0.0, "scale": scaling}
+        if step is not None:
+            q, k, v = query.transpose(1, 2), _rows(key), _rows(value)
+            options |= {"cache_leftpad": step.leftpad, "schedule": step.schedule}
+            stepped: Any = attention_decode(q, k, v, step.seq_lens, **options)
+            return stepped, None
         if edges is None:
             return attention(query, key, value, **options).transpose(1, 2), None
-        if sink is None and _folds(query, key, value):
-            return _attend_to_cache(query, key, value, attention_mask, options), None
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         lengths = query.shape[2], key.shape[2]
         packed = attention_varlen(q, k, v, edges[0], edges[1], *lengths, **options)
@@ -258,37 +303,99 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _folds(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether keys and values lie as in a cache, head by head, for one query per row: they need no
-    copy where every head is a sequence."""
-    return (
-        query.shape[2] == 1
-        and query.shape[0] > 1
-        and key.shape[1] > 1
-        and key.is_contiguous()
-        and value.is_contiguous()
-    )
+def paged_attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    block_table: Tensor | None = None,
+    k_cache: Tensor | None = None,
+    v_cache: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention of a layer under continuous batching, as transformers calls it.
+
+    With a block table, `tk.attention_paged` writes the new keys into the pages and attends to them
+    in place. Without, transformers has gathered the keys of the batch, and `tk.attention_varlen`
+    attends to that copy: the pages are not told. Calls of neither kind are `attention_forward`'s.
+
+    Args:
+        module: the layer.
+        query: (1, Hq, T, D), the new tokens of all sequences.
+        key: (1, Hkv, T, D) with a block table, else (1, Hkv, N, D), the keys of all sequences.
+        value: likewise.
+        attention_mask: None under continuous batching.
+        dropout: as for `attention_forward`.
+        cu_seq_lens_q: (B + 1,), int32: cumulative numbers of new tokens.
+        cu_seq_lens_k: (B + 1,), int32: cumulative numbers of keys, those of new tokens among them.
+        max_length_q: at least the new tokens of any sequence.
+        max_length_k: at least the keys of any.
+        block_table: (B, pages), int32, where each sequence has one new token.
+        k_cache: (pages, page size, Hkv, D), with a block table.
+        v_cache: likewise.
+        kwargs: those of `attention_forward`.
+
+    Returns:
+        (1, T, Hq, Dv), and None for the weights.
+    """
+    if not isinstance(cu_seq_lens_k, Tensor) or cu_seq_lens_q is None:
+        out = attention_forward(module, query, key, value, attention_mask, dropout, **kwargs)
+        return out
+    window, sink = kwargs.get("sliding_window"), kwargs.get("s_aux")
+    left = window - 1 if window else -1
+    if sink is not None and sink.dtype is not torch.float32:
+        sink = sink.to(query.dtype)
+    options: dict[str, Any] = {"window_size": (left, -1), "sink": sink}
+    options |= {"softcap": kwargs.get("softcap") or 0.0, "scale": kwargs.get("scaling")}
+    if block_table is not None and k_cache is not None and v_cache is not None:
+        pages = k_cache, v_cache, block_table, cu_seq_lens_k
+        return _paged.decode(module, query, key, value, *pages, options), None
+    edges, lengths = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q or 0, max_length_k or 0)
+    if not dropout and _takes(query, key, value):
+        causal = {"causal": True, **options}
+        return _paged.attend(query, key, value, *edges, lengths, causal), None
+    mask = _paged.packed_mask(*edges, query.shape[2], key.shape[2], True, left)
+    return attention_forward(module, query, key, value, mask, dropout, **kwargs)
 
 
-def _attend_to_cache(
-    query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
-) -> Tensor:
-    """The attention of one query per row, with a sequence for each head of keys."""
-    batch, heads, keys, dim = key.shape
-    edges = None if torch.compiler.is_compiling() else getattr(mask, "_tk_folded", None)
-    if edges is None or edges[0] != heads:
-        edges = heads, folded_edges(mask.flatten(0, 2), batch, heads, 1, keys)
-        if not torch.compiler.is_compiling():
-            mask._tk_folded = edges  # for the layers that follow
-    q = query.reshape(batch * heads, -1, dim)
-    k, v = (x.view(batch * heads * keys, 1, x.shape[3]) for x in (key, value))
-    out: Tensor = attention_varlen(q, k, v, edges[1][0], edges[1][1], 1, keys, **options)
-    return out.reshape(batch, 1, query.shape[1], value.shape[3])
+def _rows(cache: Tensor) -> Tensor:
+    """Keys or values (B, H, N, D) as a cache (B, N, H, D), in place where rows are of 16 bytes."""
+    strides = [s for n, s in zip(cache.shape[:3], cache.stride()[:3], strict=True) if n > 1]
+    if cache.stride(3) != 1 or any(s % 8 for s in strides):
+        cache = cache.contiguous()
+    return cache.transpose(1, 2)
+
+
+def _without_gradients(*operands: Tensor | None) -> bool:
+    """Whether nothing is differentiated or transformed: the kernel for caches has no gradient."""
+    if transform_active() or forward_mode_active():
+        return False
+    wanted = any(x.requires_grad for x in operands if x is not None)
+    return not (torch.is_grad_enabled() and wanted)
+
+
+def _serves(device: torch.device | str, dtype: torch.dtype | None) -> bool:
+    """Whether kernels will run on a model's tensors, of this dtype or by autocast."""
+    kind = torch.device(device).type
+    if kind != "cuda" and not _emulated():
+        return False
+    return dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(kind)
 
 
 def _takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the kernels take the operands."""
-    return (query.is_cuda or emulation.active()) and _suits(query, key, value, True)
+    return (query.is_cuda or _emulated()) and _suits(query, key, value, True)
+
+
+def _emulated() -> bool:
+    """Whether CPU tensors go to the emulator; what is compiled does not."""
+    return not torch.compiler.is_compiling() and emulation.active()
 
 
 def _formula(

@@ -6,6 +6,9 @@ models. In bfloat16 and float16 (also by autocast) they call `tk.lolcats`, `tk.b
 `tk.attention`. In float32 and float64 they call `tk.reference`, whose time and memory grow with the
 square of the length: for tests, and for training on a CPU at small sizes.
 
+`PagedCache` holds the keys and values of a model's layers in pages, for generation loops of one's
+own.
+
 `tk.convert` makes the linear layers of a model `GemmLinear`, `tk.Fp8Linear`, `Nvfp4Linear` or
 `Mxfp8Linear`, and returns a `ConvertReport`.
 """
@@ -14,6 +17,7 @@ from .based import BasedAttention, BasedCache
 from .conversion import ConvertReport, LinearReport
 from .linear import GemmLinear, Mxfp8Linear, Nvfp4Linear
 from .lolcats import FeatureMap, LolcatsAttention, LolcatsCache
+from .paged import PagedCache, PagedStep
 from .rotary import Rotary
 from .sliding import SlidingAttention, SlidingCache
 
@@ -28,6 +32,8 @@ __all__ = [
     "LolcatsCache",
     "Mxfp8Linear",
     "Nvfp4Linear",
+    "PagedCache",
+    "PagedStep",
     "Rotary",
     "SlidingAttention",
     "SlidingCache",

@@ -54,7 +54,8 @@ def append_kv(
         v_cache: (pages, page_size, Hkv, Dv), likewise.
         page_table: (sequences, pages of one), int32: key j of a sequence is in page j // page_size
             of its row, at j % page_size. What is behind the new keys is not read.
-        seq_lens: (B,), int32: keys that each sequence has before.
+        seq_lens: (B,), int32: keys that each sequence has before. Tokens of a negative one are left
+            out until the first key.
         slot_mapping: (T,), int64, contiguous, in place of seq_lens and page_table: page * page_size
             + offset of each token; a negative one is left out.
         cache_batch_idx: (B,), int32: which row of the table, or which page, a sequence has. None:

@@ -78,7 +78,8 @@ def attention_paged(
         page_table: (sequences, pages of one), int32: key j of a sequence is in page j // page_size
             of its row, at j % page_size. None: page b is sequence b.
         seq_lens: (B,), int32: keys of each sequence, those of the queries among them; with `k` the
-            keys before these are appended.
+            keys before these are appended. Where it ends up below 0 there are none, as of a row
+            that only fills the batch.
         cu_seqlens_q: (B + 1,), int32: packed queries of sequence b are cu_seqlens_q[b] to
             cu_seqlens_q[b + 1] - 1.
         max_seqlen_q: at least the queries of any sequence, needed with cu_seqlens_q.

@@ -67,10 +67,10 @@ def append_kv(
             line = b if cache_batch_idx is None else int(cache_batch_idx[b])
             if page_table is None:
                 pages, offsets = torch.full_like(at, line), at
-                inside = at < size
+                inside = (at >= 0) & (at < size)
             else:
-                inside = at < size * page_table.shape[1]
-                pages = page_table[line][(at // size).clamp(max=page_table.shape[1] - 1)].long()
+                inside = (at >= 0) & (at < size * page_table.shape[1])
+                pages = page_table[line][(at // size).clamp(0, page_table.shape[1] - 1)].long()
                 offsets = at % size
             slots[rows] = torch.where(inside & (pages >= 0), pages * size + offsets, -1)
             begin = before if rotary_seqlens is None else int(rotary_seqlens[b])

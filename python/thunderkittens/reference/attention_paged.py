@@ -196,7 +196,7 @@ def attention_of_cache(
     if cu_seqlens_k_new is not None:
         new = cu_seqlens_k_new.diff().tolist()
     for b, before in enumerate(seq_lens.tolist()):
-        keys = before + new[b]
+        keys = max(before + new[b], 0)
         rows = slice(edges[b], edges[b + 1])
         queries = rows.stop - rows.start
         line = b if cache_batch_idx is None else int(cache_batch_idx[b])
