@@ -140,6 +140,7 @@ struct ScoreMod {
           slopes(s.alibi_slopes),
           slopes_batch_stride(s.alibi_batch_stride) {}
 
+    __device__ __forceinline__ bool has_slopes() const { return slopes != nullptr; }
     // In units of the scores.
     __device__ __forceinline__ float slope(int b, int head) const {
         if (slopes == nullptr) return 0.0f;

@@ -124,7 +124,7 @@ constexpr int shared_bytes(const Config& c) {
     constexpr int semaphores = 512, alignment = 1024;
     if (c.few_rows) {
         // Queries, and the results of four warps, with three numbers for each row.
-        const int queries = FEW_ROWS * (c.head_dim + 8) * 2;
+        const int queries = FEW_ROWS * c.head_dim * 2;
         const int results = 4 * FEW_ROWS * (c.value_dim + 3) * 4;
         const int scales =
             c.nvfp4 ? BLOCK_N * std::max(c.head_dim, c.value_dim) / NV_BLOCK : BLOCK_N * 4;

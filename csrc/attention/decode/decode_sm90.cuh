@@ -94,7 +94,8 @@ struct Consumer {
         OnlineSoftmax softmax;
         output o;
         zero_tile(o);
-        const VisibleKeys<Kernel> visible{g, segment, upper, lower};
+        const auto row_of = [&](int low) { return low ? lower : upper; };
+        const VisibleKeys<Kernel, decltype(row_of)> visible{g, segment, row_of};
         for (int block = segment.last - 1; block >= segment.first; --block) {
             scores x;
             wait(shared.full[at.stage], at.phase);

@@ -205,6 +205,10 @@ struct SlotScales<Kernel, true> {
     };
     Row of_blocks[BLOCK_N];
 };
+// What a thread has of 16 rows and 16 columns: two pairs of columns, of an upper and a lower row.
+struct alignas(16) QueryOperand {
+    uint32_t pairs[2][2];
+};
 // Of few rows: what each of the warps that multiply has of an item's keys.
 template <class Kernel>
 struct Shared<Kernel, true> {
@@ -213,7 +217,7 @@ struct Shared<Kernel, true> {
     float factors[FEW_ROWS];  // of the queries
     float base[4][FEW_ROWS], sum[4][FEW_ROWS];
     float4 out[4][FEW_ROWS][Kernel::value_dim / 4];
-    Halves query[FEW_ROWS][Kernel::head_dim / 8 + 1];
+    QueryOperand query[Kernel::head_dim / 16][WARP_THREADS];
     semaphore full[Kernel::slots], empty[Kernel::slots];
 };
 

@@ -56,7 +56,8 @@ struct FewRowsConsumer {
     using product = arch::mma_sync<half, half>;
     // Elements of 16 bytes, eight at a time.
     static constexpr int chunk_codes = Kernel::nvfp4 ? 32 : 16, parts = chunk_codes / 8;
-    using Query = Halves[2][chunks::count][parts];  // of the thread's upper and of its lower row
+    // Of all products of 16 elements of the head dimension.
+    using Query = QueryOperand[2 * parts * chunks::count];
 
     const Globals<Kernel>& g;
     Shared<Kernel>& shared;
@@ -104,10 +105,7 @@ struct FewRowsConsumer {
         for (int i = 0; i < 4; ++i) {
             const int row = 4 * warpgroup::warpid() + i;
             const auto halved = halved_row<T>(load_query_chunk(g, segment, row, 8 * laneid()));
-            if (8 * laneid() < Kernel::head_dim) {
-                arch::store_shared(arch::shared_address(&shared.query[row][laneid()]),
-                                   Kernel::nvfp4 ? four_apart(halved.elements) : halved.elements);
-            }
+            if (8 * laneid() < Kernel::head_dim) store_query(row, 8 * laneid(), halved.elements);
             if (laneid() == 0) {
                 arch::store_shared(arch::shared_address(&shared.factors[row]),
                                    halved.factor * scale);
@@ -116,11 +114,24 @@ struct FewRowsConsumer {
         warpgroup::sync(1);
         if constexpr (Kernel::keeps_query) {
 #pragma unroll
-            for (int i = 0; i < 2 * parts * chunks::count; ++i) {
-                const int lower = i % 2, part = i / 2 % parts, chunk = i / 2 / parts;
-                query[lower][chunk][part] = query_part(lower, chunk, part);
-            }
+            for (int i = 0; i < int(std::extent_v<Query>); ++i) query[i] = query_operand(i);
         }
+    }
+    // In the order in which threads have them as operands.
+    __device__ __forceinline__ void store_query(int row, int element, const Halves& x) {
+        constexpr int stripe = k_tile::stripe_cols * Kernel::packed;  // elements
+        const int chunk = element % stripe / chunk_codes, thread = chunk / chunks::of_stripe;
+        const int index = element / stripe * chunks::of_stripe + chunk % chunks::of_stripe;
+        const int first = 2 * (index * parts + element % chunk_codes / 8);
+        const Halves pairs = Kernel::nvfp4 ? four_apart(x) : x;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            auto& to = shared.query[first + i / 2][row % 8 * 4 + thread].pairs[i % 2][row / 8];
+            arch::store_shared(arch::shared_address(&to), pairs.pairs[i]);
+        }
+    }
+    __device__ __forceinline__ QueryOperand query_operand(int i) const {
+        return arch::load_shared<QueryOperand>(arch::shared_address(&shared.query[i][laneid()]));
     }
     // Pairs of elements i and i + 4 of eight.
     static __device__ __forceinline__ Halves four_apart(const Halves& x) {
@@ -128,12 +139,6 @@ struct FewRowsConsumer {
             return arch::permute_bytes(x.pairs[i / 2], x.pairs[i / 2 + 2], selector);
         };
         return {{pair(0, 0x5410), pair(1, 0x7632), pair(2, 0x5410), pair(3, 0x7632)}};
-    }
-    // Eight elements of the thread's upper or lower row.
-    __device__ __forceinline__ Halves query_part(int lower, int chunk, int part) const {
-        const int index = chunks::column(chunk) * Kernel::packed / 8 + part;
-        return arch::load_shared<Halves>(
-            arch::shared_address(&shared.query[laneid() / 4 + 8 * lower][index]));
     }
     __device__ __forceinline__ float query_factor(int row) const {
         return arch::load_shared<float>(arch::shared_address(&shared.factors[row]));
@@ -171,19 +176,14 @@ struct FewRowsConsumer {
                     convert(format, codes, k);
                 }
 #pragma unroll
-                for (int part = 0; part < parts; ++part) {
-                    const auto row_of = [&](int lower) {
-                        return Kernel::keeps_query ? query[lower][i][part]
-                                                   : query_part(lower, i, part);
-                    };
-                    const Halves upper = row_of(0), lower = row_of(1);
-#pragma unroll
-                    for (int j = 0; j < 4; j += 2) {  // four of a thread's elements at a time
-                        const uint32_t a[4] = {upper.pairs[j], lower.pairs[j], upper.pairs[j + 1],
-                                               lower.pairs[j + 1]};
-                        multiply(x.tiles[0][0].data, half, a, k[part].pairs[j],
-                                 k[part].pairs[j + 1]);
-                    }
+                for (int j = 0; j < 2 * parts; ++j) {
+                    const int product = 2 * parts * i + j;
+                    const QueryOperand q =
+                        Kernel::keeps_query ? query[product] : query_operand(product);
+                    const uint32_t a[4] = {q.pairs[0][0], q.pairs[0][1], q.pairs[1][0],
+                                           q.pairs[1][1]};
+                    const auto& pairs = k[j / 2].pairs;
+                    multiply(x.tiles[0][0].data, half, a, pairs[j % 2 * 2], pairs[j % 2 * 2 + 1]);
                 }
             }
         }
@@ -281,11 +281,10 @@ struct FewRowsConsumer {
                 if (g.k_scale.tokens) scale_columns(x, token_scales_of_slot(), 1.0f);
             }
             release();
-            // Here rather than before, as registers are few.
-            const int row = laneid() / 4;
-            const Row upper(g.work, segment.s, segment.item, row);
-            const Row lower(g.work, segment.s, segment.item, row + 8);
-            const Shift shift = VisibleKeys<Kernel>{g, segment, upper, lower}.apply(
+            const auto row = [&](int lower) {
+                return Row(g.work, segment.s, segment.item, laneid() / 4 + 8 * lower);
+            };
+            const Shift shift = VisibleKeys<Kernel, decltype(row)>{g, segment, row}.apply(
                 x, block, block * BLOCK_N + first_key());
             float2 rescale = {1.0f, 1.0f};
             if (softmax.update(x, g.score_mod.unit_log2, shift, rescale)) scale_rows(o, rescale);

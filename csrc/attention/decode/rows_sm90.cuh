@@ -50,33 +50,36 @@ __device__ __forceinline__ HalvedRow halved_row(const uint4& chunk) {
     return row;
 }
 
-// Scores of a tile that a warp has, whose upper and lower rows a thread has parts of.
-template <class Kernel>
+// Scores of a tile that a warp has. `row` tells which the thread's upper (0) and lower (1) row are:
+// most blocks need it not.
+template <class Kernel, class RowOf>
 struct VisibleKeys {
     const Globals<Kernel>& g;
     const Segments& segment;
-    const Row &upper, &lower;
+    RowOf row;
 
-    // A key's distance from the diagonal in each of the two rows, for the thread's first column.
-    __device__ __forceinline__ Int2 columns(int first_key, int offset) const {
-        const int first_column = first_key + 2 * (laneid() % 4);
-        return {upper.position - first_column + offset, lower.position - first_column + offset};
-    }
     // Softcap and ALiBi, then -inf where a row does not see a key, of the tile from `first_key` on
     // in a block.
     template <any_register_tile Tile>
     __device__ __forceinline__ Shift apply(Tile& x, int block, int first_key) const {
-        const Lengths& s = segment.s;
+        using T = typename Kernel::T;
         const KeyBlocks& keys = segment.item.keys;
-        const int b = segment.at.b;
-        // Here rather than before, as registers are few.
+        const bool cut = block >= keys.unmasked_end || block < keys.unmasked_begin;
+        if (!cut && !g.score_mod.has_slopes()) {
+            return g.score_mod.template apply<T>(x, {0, 0}, {0.0f, 0.0f});
+        }
+        const Row upper = row(0), lower = row(1);
+        const Lengths& s = segment.s;
+        const int b = segment.at.b, first_column = first_key + 2 * (laneid() % 4);
+        // A key's distance from the diagonal, for the thread's first column.
+        const auto columns = [&](int offset) -> Int2 {
+            return {upper.position - first_column + offset, lower.position - first_column + offset};
+        };
         const float2 slope = {g.score_mod.slope(b, upper.exists ? upper.head : 0),
                               g.score_mod.slope(b, lower.exists ? lower.head : 0)};
-        const Shift shift = g.score_mod.template apply<typename Kernel::T>(
-            x, columns(first_key, s.diagonal), slope);
-        if (block >= keys.unmasked_end || block < keys.unmasked_begin) {
-            const int first_column = first_key + 2 * (laneid() % 4);
-            Int2 low = columns(first_key, s.low), high = columns(first_key, s.high);
+        const Shift shift = g.score_mod.template apply<T>(x, columns(s.diagonal), slope);
+        if (cut) {
+            Int2 low = columns(s.low), high = columns(s.high);
             if (g.work.chunk > 0) {
                 const int2 a = g.work.chunk_of(s, upper.position);
                 const int2 c = g.work.chunk_of(s, lower.position);
@@ -87,7 +90,7 @@ struct VisibleKeys {
             const int begin = s.k_begin - first_column, end = s.k_length - 1 - first_column;
             mask_outside(x, {::max(low.x, begin), ::max(low.y, begin)},
                          {::min(high.x, end), ::min(high.y, end)});
-            if (g.mask != nullptr) apply_mask(x, first_key);
+            if (g.mask != nullptr) apply_mask(x, upper, lower, first_key);
         }
         return shift;
     }
@@ -96,7 +99,8 @@ struct VisibleKeys {
     // The newest keys, those of the queries themselves, are seen where the mask has a bit; all
     // before are.
     template <any_register_tile Tile>
-    __device__ __forceinline__ void apply_mask(Tile& x, int first_key) const {
+    __device__ __forceinline__ void apply_mask(Tile& x, const Row& upper, const Row& lower,
+                                               int first_key) const {
         const int first_bit = first_key - segment.s.diagonal;
         const uint64_t visible[] = {mask_bits(upper, first_bit), mask_bits(lower, first_bit)};
         const int mine = 2 * (laneid() % 4);
