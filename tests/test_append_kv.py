@@ -188,6 +188,16 @@ WRONG = [
         "rotary_sin must be a torch.Tensor",
     ),
     ({"k_cache": lambda k: k, "v_cache": lambda k: k}, ValueError, "k_cache overlaps v_cache"),
+    (
+        {
+            **{name: lambda k: k.repeat(1, 1, 1, 5) for name in ("k", "v")},
+            **dict.fromkeys(
+                ("k_cache", "v_cache"), lambda k: torch.zeros(2, 8, 2, 320).to(torch.int8)
+            ),
+        },
+        ValueError,
+        "head dims are 320 and 320; those of caches of 8 bits must be at most 256",
+    ),
 ]
 
 

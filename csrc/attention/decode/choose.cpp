@@ -8,6 +8,7 @@ namespace thunderkittens::attention::decode {
 namespace {
 
 constexpr int64_t MAX_LENGTH = int64_t{1} << 28;
+constexpr int MAX_CODES = 256;  // of a row, which a warp quantises
 
 KernelInfo kernel_info(const Config& c) {
     return {
@@ -101,6 +102,10 @@ std::string unsupported_append(const AppendProblem& p, const DeviceProperties& d
         if (dim % 8 != 0) {
             return concat("the ", name, " dimension must be a multiple of 8, got ", dim);
         }
+    }
+    if (p.codes && std::max(p.head_dim, p.value_dim) > MAX_CODES) {
+        return concat("head dimensions of caches of 8 bits must be at most ", MAX_CODES, ", got ",
+                      p.head_dim, " and ", p.value_dim);
     }
     if (p.tokens > INT32_MAX / 2 || p.kv_heads * (p.head_dim + p.value_dim) > INT32_MAX / 2) {
         return concat("too many tokens or elements of one: ", p.tokens, " of ", p.kv_heads,

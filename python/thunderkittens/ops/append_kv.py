@@ -15,6 +15,7 @@ from ._memory import require_apart
 from ._registration import register, require_operands, transform_active
 
 _NAME = "append_kv"
+MOST_CODES = 256  # of a row of a cache of 8 bits, which a warp writes
 _op = torch.ops.thunderkittens.append_kv.default
 
 
@@ -49,8 +50,8 @@ def append_kv(
             8.
         v: (B, s, Hkv, Dv), or (T, Hkv, Dv), dtype and device of k.
         k_cache: (pages, page_size, Hkv, D), dtype and device of k, or float8_e4m3fn, float8_e5m2
-            or int8; strides of the first three dimensions are multiples of 16 bytes. It is changed
-            in place. Without page_table a page is a sequence.
+            or int8, with D up to 256; strides of the first three dimensions are multiples of 16
+            bytes. It is changed in place. Without page_table a page is a sequence.
         v_cache: (pages, page_size, Hkv, Dv), likewise.
         page_table: (sequences, pages of one), int32: key j of a sequence is in page j // page_size
             of its row, at j % page_size. What is behind the new keys is not read.
@@ -144,6 +145,11 @@ def require_append(
             f"tk.{_NAME}: k_cache has shape {tuple(k_cache.shape)} and v_cache has "
             f"{tuple(v_cache.shape)}; they must have {expected[0]} heads of {expected[1]} and "
             f"{expected[2]}"
+        )
+    if k_cache.element_size() == 1 and max(expected[1:]) > MOST_CODES:
+        raise ValueError(
+            f"tk.{_NAME}: head dims are {expected[1]} and {expected[2]}; those of caches of 8 bits "
+            f"must be at most {MOST_CODES}"
         )
     tokens = k.shape[0] * k.shape[1] if k.dim() == 4 else k.shape[0]
     if (seq_lens is None) == (slot_mapping is None):
