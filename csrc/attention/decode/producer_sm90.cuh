@@ -25,8 +25,12 @@ struct Producer {
 
     __device__ __forceinline__ void run(Segments& segments) {
         while (segments.next()) {
+            // A page is looked up while the block before is loaded.
+            Place next = place_of(segments, segments.last - 1);
             for (int block = segments.last - 1; block >= segments.first; --block) {
-                load_block(segments, block);
+                const Place place = next;
+                if (block > segments.first) next = place_of(segments, block - 1);
+                load_block(segments, place);
             }
         }
         while (pending > 0) arrive_oldest<0>();
@@ -34,19 +38,28 @@ struct Producer {
 
   private:
     __device__ __forceinline__ bool has_row() const { return laneid() < warp_rows; }
-    // A lane looks up one of the rows.
-    __device__ __forceinline__ void load_block(const Segments& at, int block) {
-        const int key = block * BLOCK_N + first + laneid(), head = at.item.kv_head;
+    // Where the row of a lane is.
+    struct Place {
+        int page, token;
+        bool exists;
+    };
+    __device__ __forceinline__ Place place_of(const Segments& at, int block) const {
+        const int key = block * BLOCK_N + first + laneid();
         // Weights of what is not seen are 0, which no memory may make NaN.
-        const bool exists = has_row() && key >= at.s.k_begin && key < at.s.k_length;
-        int page = at.at.b, token = key;
+        Place place{at.at.b, key, has_row() && key >= at.s.k_begin && key < at.s.k_length};
+        int& page = place.page;
         if (g.pages.rows != nullptr) page = arch::load_global_readonly(g.pages.rows + page);
-        if (g.pages.table != nullptr && exists) {
+        if (g.pages.table != nullptr && place.exists) {
             const int size = static_cast<int>(g.pages.page_size);
             const int index = key / size;
-            token = key - index * size;
+            place.token = key - index * size;
             page = arch::load_global_readonly(g.pages.table + page * g.pages.table_stride + index);
         }
+        return place;
+    }
+    __device__ __forceinline__ void load_block(const Segments& at, const Place& place) {
+        const auto [page, token, exists] = place;
+        const int head = at.item.kv_head;
         const Element* const k = exists ? g.k.at(page, token, head) : nullptr;
         const Element* const v = exists ? g.v.at(page, token, head) : nullptr;
         const auto scale = [&](const Scales& scales) -> const float* {
