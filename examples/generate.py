@@ -311,6 +311,12 @@ class ExactStep:
         return keys, values
 
 
+def name_of_cache(module: nn.Module) -> str:
+    """Of the argument, which depends on the version of transformers."""
+    known = inspect.signature(module.forward).parameters
+    return "cache" if "cache" in known else "past_key_values"
+
+
 class TransformersLoop:
     """`LlamaForCausalLM` of transformers, with one static cache for both ways."""
 
@@ -363,8 +369,7 @@ class TransformersLoop:
         model.model.rotary_emb = self.model.model.rotary_emb
         model.set_attn_implementation("sdpa" if way == steps.PEER else "thunderkittens")
         run: Any = model.eval()
-        name = "cache" if "cache" in inspect.signature(model.forward).parameters else None
-        options = {name or "past_key_values": self.cache}
+        options = {name_of_cache(model): self.cache}
         if compiled:
             run = torch.compile(run, **steps.compiler(self.device))
 
@@ -381,8 +386,7 @@ class TransformersLoop:
         turns = inner.rotary_emb(x, torch.full_like(self.tokens, self.size.context))
         for layer in inner.layers:
             wide = copy.deepcopy(layer).float()
-            name = "cache" if "cache" in inspect.signature(wide.forward).parameters else None
-            x = wide(x, position_embeddings=turns, **{name or "past_key_values": step})
+            x = wide(x, position_embeddings=turns, **{name_of_cache(wide): step})
         norm, head = (copy.deepcopy(y).float() for y in (inner.norm, self.model.lm_head))
         return head(norm(x[:, -1]))
 

@@ -259,11 +259,7 @@ def attention_forward(
         edges = packed_edges(begin, end, first, queries, key.shape[2], every=every)
         step = None
     if taken:
-        sink = s_aux
-        if sink is not None and sink.dtype is not torch.float32:
-            sink = sink.to(query.dtype)
-        options: dict[str, Any] = {"causal": causal, "window_size": window, "sink": sink}
-        options |= {"softcap": softcap or 0.0, "scale": scaling}
+        options = {"causal": causal, **_options(query, window, softcap, scaling, s_aux)}
         if step is not None:
             q, k, v = query.transpose(1, 2), _rows(key), _rows(value)
             options |= {"cache_leftpad": step.leftpad, "schedule": step.schedule}
@@ -347,12 +343,10 @@ def paged_attention_forward(
     if not isinstance(cu_seq_lens_k, Tensor) or cu_seq_lens_q is None:
         out = attention_forward(module, query, key, value, attention_mask, dropout, **kwargs)
         return out
-    window, sink = kwargs.get("sliding_window"), kwargs.get("s_aux")
+    window = kwargs.get("sliding_window")
     left = window - 1 if window else -1
-    if sink is not None and sink.dtype is not torch.float32:
-        sink = sink.to(query.dtype)
-    options: dict[str, Any] = {"window_size": (left, -1), "sink": sink}
-    options |= {"softcap": kwargs.get("softcap") or 0.0, "scale": kwargs.get("scaling")}
+    scores = (kwargs.get(name) for name in ("softcap", "scaling", "s_aux"))
+    options = _options(query, (left, -1), *scores)
     if block_table is not None and k_cache is not None and v_cache is not None:
         pages = k_cache, v_cache, block_table, cu_seq_lens_k
         return _paged.decode(module, query, key, value, *pages, options), None
@@ -362,6 +356,19 @@ def paged_attention_forward(
         return _paged.attend(query, key, value, *edges, lengths, causal), None
     mask = _paged.packed_mask(*edges, query.shape[2], key.shape[2], True, left)
     return attention_forward(module, query, key, value, mask, dropout, **kwargs)
+
+
+def _options(
+    query: Tensor,
+    window: tuple[int, int],
+    softcap: float | None,
+    scale: float | None,
+    sink: Tensor | None,
+) -> dict[str, Any]:
+    """What the ops take of a layer's scores."""
+    if sink is not None and sink.dtype is not torch.float32:
+        sink = sink.to(query.dtype)
+    return {"window_size": window, "softcap": softcap or 0.0, "scale": scale, "sink": sink}
 
 
 def _rows(cache: Tensor) -> Tensor:
