@@ -32,12 +32,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from llama import GatedMlp, angles, names, rotated
+from llama import GatedMlp, angles, names, report, rotated
 from torch import Tensor, nn
 
 import thunderkittens as tk
 from thunderkittens import bench
-from thunderkittens.bench import machine, progress, steps
+from thunderkittens.bench import progress, steps
 from thunderkittens.bench.models import MODELS, Model, weights
 
 # The model, and a cache in plain PyTorch.
@@ -503,15 +503,8 @@ def main() -> None:
     found = []
     for case in progress.follow(cases, len(cases), lambda case: make_case(*case).name):
         found += measure(*case, device, **limits)
-    record = machine.record(device)
-    print(bench.table(found, peak=record["peak_tflops"]))
+    report("generate", found, device, limits, args.json)
     print("tokens per second", *speeds(found), sep="\n  ")
-    if args.json:
-        settings = {**limits, **bench.StepTimer(device, 1).protocol(), "seed": 0}
-        del settings["steps"]  # the cases have theirs
-        bench.write_json(
-            args.json, bench.document("generate", found, machine=record, settings=settings)
-        )
 
 
 if __name__ == "__main__":

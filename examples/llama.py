@@ -293,6 +293,22 @@ def names(text: str, known: tuple[str, ...]) -> tuple[str, ...]:
     return chosen
 
 
+def report(
+    name: str,
+    found: list[bench.Measurement],
+    device: torch.device,
+    limits: dict[str, Any],
+    path: Path | None,
+) -> None:
+    """Prints the figures as a table, and writes them to a file if there is a path."""
+    record = machine.record(device)
+    print(bench.table(found, peak=record["peak_tflops"]))
+    if path:
+        settings = {**limits, **bench.StepTimer(device, 1).protocol(), "seed": 0}
+        del settings["steps"]  # the cases have theirs
+        bench.write_json(path, bench.document(name, found, machine=record, settings=settings))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
@@ -316,14 +332,7 @@ def main() -> None:
         for stack in names(args.stacks, tuple(SIZES))
         for m in measure(stack, device, *chosen, **limits)
     ]
-    record = machine.record(device)
-    print(bench.table(found, peak=record["peak_tflops"]))
-    if args.json:
-        settings = {**limits, **bench.StepTimer(device, 1).protocol(), "seed": 0}
-        del settings["steps"]  # the cases have theirs
-        bench.write_json(
-            args.json, bench.document("llama", found, machine=record, settings=settings)
-        )
+    report("llama", found, device, limits, args.json)
 
 
 if __name__ == "__main__":
