@@ -136,28 +136,29 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
     // D), caches (pages, page_size, Hkv, D or Dv), page_table int32 (sequences, pages) or none for
     // a page each, seq_lens int32 (B,), to which new_keys or cu_seqlens_k_new add; split_size: 0 is
     // none; mask int32 (tokens, words); scales fp32, of caches of 8 bits: one, (B, Hkv) or (pages,
-    // page_size, Hkv); lse fp32 (B, Hq, s) or (Hq, T).
+    // page_size, Hkv); caches of NVFP4 have half as many columns, and block scales e4m3 (pages,
+    // page_size, Hkv, D / 16 or Dv / 16); lse fp32 (B, Hq, s) or (Hq, T).
     m.def(
         "attention_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? page_table, Tensor "
         "seq_lens, " DECODE_SEQUENCES
         ", Tensor? cache_batch_idx=None, float? scale=None, float softcap=0.0, Tensor? "
         "alibi_slopes=None, Tensor? sink=None, Tensor? mask=None, Tensor? schedule=None, Tensor? "
         "rotary_cos=None, Tensor? rotary_sin=None, bool rotary_interleaved=False, Tensor? "
-        "rotary_seqlens=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? q_scale=None) -> "
-        "(Tensor out, Tensor lse)");
+        "rotary_seqlens=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? q_scale=None, "
+        "Tensor? k_block_scale=None, Tensor? v_block_scale=None) -> (Tensor out, Tensor lse)");
     m.def(
         "attention_schedule(Tensor seq_lens, SymInt q_heads, SymInt kv_heads, SymInt head_dim, "
         "SymInt value_dim, " DECODE_SEQUENCES ", bool mask=False, bool codes=False) -> Tensor");
     // New keys and values into a cache: at slots int64 (T,), page * page_size + offset, or behind
-    // the seq_lens keys that their sequence has. Scales of a cache of 8 bits are as above; those of
-    // tokens are written.
+    // the seq_lens keys that their sequence has. Scales of a cache of codes are as above; those of
+    // tokens and of blocks are written.
     m.def(
         "append_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? "
         "page_table=None, Tensor? seq_lens=None, Tensor? slot_mapping=None, Tensor? "
         "cache_batch_idx=None, Tensor? cu_seqlens_k_new=None, Tensor? rotary_cos=None, Tensor? "
         "rotary_sin=None, Tensor? rotary_positions=None, Tensor? rotary_seqlens=None, bool "
-        "rotary_interleaved=False, Tensor(c!)? "
-        "k_scale=None, Tensor(d!)? v_scale=None) -> ()");
+        "rotary_interleaved=False, Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None, Tensor(e!)? "
+        "k_block_scale=None, Tensor(f!)? v_block_scale=None) -> ()");
     // Attention over parts of the keys, outs of one shape with their lses.
     m.def("merge_attention(Tensor[] outs, Tensor[] lses) -> (Tensor out, Tensor lse)");
 

@@ -196,17 +196,19 @@ WRONG = [
             ),
         },
         ValueError,
-        "head dims are 320 and 320; those of caches of 8 bits must be at most 256",
+        "head dims are 320 and 320; those of caches of 8 and 4 bits must be at most 256",
     ),
 ]
 
 
 @pytest.mark.parametrize(("changed", "error", "words"), WRONG)
-def test_wrong_calls(changed, error, words):
-    k = normal((2, 2, 2, 64), BF16, "cpu")
-    call = {"k": k, "v": k, "k_cache": torch.zeros(2, 8, 2, 64, dtype=BF16)}
-    call |= {"v_cache": torch.zeros(2, 8, 2, 64, dtype=BF16), "seq_lens": torch.zeros(2).int()}
+def test_wrong_calls(device, changed, error, words):
+    k = normal((2, 2, 2, 64), BF16, device)
+    call = {"k": k, "v": k, "seq_lens": torch.zeros(2, device=device).int()}
+    call |= {x: torch.zeros(2, 8, 2, 64, dtype=BF16, device=device) for x in ("k_cache", "v_cache")}
     other = k.clone()
-    call |= {name: x(other) if callable(x) else x for name, x in changed.items()}
+    for name, x in changed.items():
+        made = x(other) if callable(x) else x
+        call[name] = made.to(device) if isinstance(made, torch.Tensor) else made
     with pytest.raises(error, match=f"tk.append_kv: .*{words}"):
         tk.append_kv(**call)

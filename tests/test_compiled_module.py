@@ -145,8 +145,15 @@ SYMBOLS = {
         "14combine_kernelI13__nv_bfloat16EEvNS1_14CombineGlobalsIT_EE"
     ),
     "decode_fp16_d192v128_codes": (
-        "13decode_kernelINS1_6KernelIXtlNS1_6ConfigELi192ELi128ELi4ELi7ELi1ELNS_5DTypeE1EEEEEEE"
-        "vNS1_7GlobalsIT_EE"
+        "13decode_kernelINS1_6KernelIXtlNS1_6ConfigELi192ELi128ELi4ELi7ELi1ELb0ELNS_5DTypeE1E"
+        "Lb0EEEEEEEvNS1_7GlobalsIT_EE"
+    ),
+    "decode_fp16_d128_nvfp4": (
+        "13decode_kernelINS1_6KernelIXtlNS1_6ConfigELi128ELi128ELi3ELi9ELi2ELb1ELNS_5DTypeE1E"
+        "Lb0EEEEEEEvNS1_7GlobalsIT_EE"
+    ),
+    "append_nvfp4_bf16": (
+        "19append_nvfp4_kernelI13__nv_bfloat16EEvNS1_13AppendGlobalsIT_EENS1_11BlockScalesE"
     ),
     "backward_bf16_d64_128x128_deterministic": (
         "15backward_kernelINS0_14BackwardKernelIXtlNS0_14BackwardConfigELi64ELi128ELi2E"

@@ -95,7 +95,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("change", "error", "words"), WRONG)
-def test_wrong_calls(change, error, words):
-    outs, lses = parts_of((2, 3, 4, 64), 2, BF16, "cpu")
+def test_wrong_calls(device, change, error, words):
+    outs, lses = parts_of((2, 3, 4, 64), 2, BF16, device)
     with pytest.raises(error, match=f"tk.merge_attention: .*{words}"):
         tk.merge_attention(*change(outs, lses))

@@ -171,6 +171,7 @@ def test_layers_share_a_schedule(monkeypatch):
         (torch.float8_e4m3fn, "token"),
         (torch.int8, "token"),
         (torch.int8, "tensor"),
+        (torch.float4_e2m1fn_x2, "token"),
     ],
 )
 def test_kernels(dtype, scales):
@@ -205,6 +206,9 @@ def test_kernels(dtype, scales):
         factors = {}
         if ours.codes:
             factors = {"k_scale": theirs.k_scales[0], "v_scale": theirs.v_scales[0]}
+        if theirs.k_block_scales:
+            factors["k_block_scale"] = theirs.k_block_scales[0]
+            factors["v_block_scale"] = theirs.v_block_scales[0]
         if prompt:
             operands = (x.double().transpose(1, 2) for x in (q, k, v))
             exact = reference.attention(*operands, causal=True).transpose(1, 2)
@@ -246,7 +250,7 @@ def test_compiled():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [BF16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [BF16, torch.float8_e4m3fn, torch.float4_e2m1fn_x2])
 @pytest.mark.parametrize("mode", ["graph", "reduce-overhead"])
 def test_cuda_graphs(dtype, mode):
     """One graph replays over pages that are new, sequences that end and that begin."""
@@ -316,6 +320,8 @@ def test_wrong_calls():
             make(**options)
     with pytest.raises(TypeError, match=r"dtype is torch\.int32; it must be of 16 bits, or one of"):
         make(torch.int32)
+    with pytest.raises(ValueError, match=r"head dims of NVFP4 are \(96, 64\); they must be mult"):
+        make(torch.float4_e2m1fn_x2, head_dim=96, value_dim=64)
     cache = make()
     cache.lengths[2] = 1
     with pytest.raises(RuntimeError, match="prompt=True, and a sequence has keys, which its new"):

@@ -229,10 +229,15 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
     return unsupported_problem(p, device);
 }
 
-Choice choose(const Problem& p, const DeviceProperties& device) {
+Choice choose_whole(const Problem& p, const DeviceProperties& device) {
     Choice choice;
-    choice.config = choose_config(p, device.sm_count);
+    choice.config = with_dtype(choose_config(p, device.sm_count), p.dtype);
     choice.section_heads = choose_section(p, 64 * choice.config.warpgroups, device);
+    return choice;
+}
+
+Choice choose(const Problem& p, const DeviceProperties& device) {
+    Choice choice = choose_whole(p, device);
     // Longer queries only where there are fewer blocks than multiprocessors. Of packed sequences
     // the lengths are bounds, which do not tell how many blocks have rows.
     const int64_t blocks =

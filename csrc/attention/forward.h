@@ -1,6 +1,8 @@
 // Attention forward: what is compiled, what is chosen, and one call. Host C++ only.
 #pragma once
 
+#include <numeric>
+
 #include "csrc/attention/attention.h"
 #include "csrc/common/fields.h"
 
@@ -127,12 +129,31 @@ struct Choice {
     bool operator==(const Choice&) const = default;
 };
 
+// Keys and values that are pages of a cache, in place of the keys of Sequences. k and v are then
+// rows of tokens, and a page is so many of them that lie next to each other.
+struct PagedKeys {
+    const int* k_lengths = nullptr;  // (batch,); null: keys are not paged
+    const int* cu_new = nullptr;     // (batch + 1,) keys beside those; null: new_keys each
+    int64_t new_keys = 0, most_keys = 0;
+    const int* table = nullptr;  // (sequences, pages); null: a page for each sequence
+    const int* rows = nullptr;   // (batch,) which row of the table, or page; null: in order
+    int64_t table_stride = 0;
+    int64_t pages = 0, page_size = 0;
+    int64_t k_page_rows = 0, v_page_rows = 0;  // from a page to the next
+};
+constexpr int64_t LEAST_PIECE = 8;  // rows that one transfer moves
+// How many rows of a tile one transfer moves: a tile may have several pages.
+constexpr int64_t piece_rows(const PagedKeys& keys, int64_t block_n) {
+    return keys.table == nullptr ? block_n : std::gcd(keys.page_size, block_n);
+}
+
 struct ForwardParams {
     Problem problem;
     Operand q, k, v, out;
     float* lse = nullptr;  // (batch, q_heads, q_length) or (q_heads, total_q); may be null
     ScoreOptions scores;
     Sequences sequences;
+    PagedKeys pages;
     int section_heads = 1;
     int sm_count = 0;
     // Of kernels that split keys, where combines(): (splits, partial_rows(), value_dim) and
@@ -159,6 +180,8 @@ void visit_fields(Choice& c, Visitor&& visit) {
 
 std::string unsupported(const Problem& problem, const DeviceProperties& device);
 Choice choose(const Problem& problem, const DeviceProperties& device);
+// Among the kernels of whole keys.
+Choice choose_whole(const Problem& problem, const DeviceProperties& device);
 // The choice and what else could run, for measurements of the choice.
 std::vector<Choice> candidates(const Problem& problem, const DeviceProperties& device);
 std::string kernel_name(const Choice& choice);

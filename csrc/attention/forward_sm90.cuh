@@ -23,6 +23,7 @@
 #include "csrc/attention/forward.h"
 #include "csrc/attention/forward_scheduler.cuh"
 #include "csrc/attention/layouts.cuh"
+#include "csrc/attention/paged_keys.cuh"
 #include "csrc/attention/scores.cuh"
 #include "csrc/attention/softcap_polynomial.cuh"
 #include "kittens/kittens.cuh"
@@ -71,7 +72,8 @@ struct ForwardGlobals {
     float* lse;
     const float* sink;
     ForwardScheduler scheduler;
-    SequenceTable sequences;
+    ForwardSequences sequences;
+    PageTable pages;
     ScoreMod score_mod;
     SoftcapPolynomial<typename Kernel::T> softcap_polynomial;
     int group;  // query heads per key head
@@ -127,30 +129,44 @@ struct ForwardShared : QueryTiles<Kernel, Kernel::separate_out> {
     semaphore v_full[Kernel::stages], v_empty[Kernel::stages];
 };
 
-template <class Kernel>
+// By one thread; of paged keys by a warp, whose lanes look up and load a piece of a tile each.
+template <bool PAGED, class Kernel>
 __device__ __forceinline__ void produce(const ForwardGlobals<Kernel>& g,
                                         ForwardShared<Kernel>& shared) {
+    const bool leads = !PAGED || laneid() == 0;
+    const auto load_keys = [&](auto& tile, const auto& from, const ForwardWorkTile<Kernel>& work,
+                               int block, int page_rows, semaphore& full) {
+        const int head = work.head / g.group, first = block * Kernel::block_n;
+        const Lengths& s = work.s;
+        if (leads) tma::expect(full, tile);
+        if constexpr (PAGED) {
+            arch::sync_warp();
+            const int row = laneid() * g.pages.piece;
+            if (row < Kernel::block_n) {
+                tma::load_piece_async(
+                    tile, row, from.ragged,
+                    g.pages.place(work.b, head, first + row, s.k_length, page_rows), full);
+            }
+        } else {
+            from.load(tile, work.b, head, s.k_begin, s.k_length, first, full);
+        }
+    };
     RingPosition<Kernel::stages> k_at, v_at;
     RingPosition<Kernel::q_slots> q_at;
     g.scheduler.for_each_work_tile([&](TileScheduler::WorkTile tile) {
         const ForwardWorkTile<Kernel> work(g, tile);
         if (!work.sees_keys()) return;
-        const auto [b, head, row, s, keys] = work;
-        const int kv_head = head / g.group;
+        const KeyBlocks& keys = work.keys;
         const auto load_k = [&](int block) {
             wait(shared.k_empty[k_at.stage], k_at.phase ^ 1);
-            auto& tile = shared.k[k_at.stage];
-            tma::expect(shared.k_full[k_at.stage], tile);
-            g.k.load(tile, b, kv_head, s.k_begin, s.k_length, block * Kernel::block_n,
-                     shared.k_full[k_at.stage]);
+            load_keys(shared.k[k_at.stage], g.k, work, block, g.pages.k_page_rows,
+                      shared.k_full[k_at.stage]);
             k_at.advance();
         };
         const auto load_v = [&](int block) {
             wait(shared.v_empty[v_at.stage], v_at.phase ^ 1);
-            auto& tile = shared.v[v_at.stage];
-            tma::expect(shared.v_full[v_at.stage], tile);
-            g.v.load(tile, b, kv_head, s.k_begin, s.k_length, block * Kernel::block_n,
-                     shared.v_full[v_at.stage]);
+            load_keys(shared.v[v_at.stage], g.v, work, block, g.pages.v_page_rows,
+                      shared.v_full[v_at.stage]);
             v_at.advance();
         };
 #pragma unroll
@@ -158,8 +174,11 @@ __device__ __forceinline__ void produce(const ForwardGlobals<Kernel>& g,
             auto& tile = shared.query(q_at.stage, w);
             auto& full = shared.q_full[q_at.stage][w];
             wait(shared.q_empty[q_at.stage][w], q_at.phase ^ 1);
-            tma::expect(full, tile);
-            g.q.load(tile, b, head, s.q_begin, s.q_length, row + 64 * w, full);
+            if (leads) {
+                tma::expect(full, tile);
+                g.q.load(tile, work.b, work.head, work.s.q_begin, work.s.q_length,
+                         work.row + 64 * w, full);
+            }
             if (w == 0) load_k(keys.end - 1);
         }
         q_at.advance();
@@ -516,7 +535,11 @@ __global__ __launch_bounds__(Kernel::threads, Kernel::blocks_per_sm) void forwar
     if (role == Kernel::warpgroups) {
         if constexpr (Kernel::moves_registers)
             warpgroup::decrease_registers<Kernel::producer_registers>();
-        if (warpgroup::elect_leader()) produce(g, shared);
+        if (g.pages.piece > 0) {
+            if (warpgroup::warpid() == 0) produce<true>(g, shared);
+        } else if (warpgroup::elect_leader()) {
+            produce<false>(g, shared);
+        }
     } else {
         if constexpr (Kernel::moves_registers)
             warpgroup::increase_registers<Kernel::consumer_registers>();
@@ -533,10 +556,19 @@ void launch_forward(const ForwardParams& params, Stream stream) {
     const Sequences& s = params.sequences;
     const int64_t q_rows = p.varlen ? s.total_q : p.q_length;
     const int64_t k_rows = p.varlen ? s.total_k : p.k_length;
-    const ForwardGlobals<Kernel> globals{
+    const PagedKeys& pages = params.pages;
+    const auto keys_of = [&]<class Tile>(const Operand& x, int64_t columns, int64_t page_rows) {
+        if (pages.k_lengths == nullptr)
+            return Layout<Tile>(x, p.varlen, p.batch, p.kv_heads, k_rows, columns);
+        return Layout<Tile>(x, p.kv_heads, (pages.pages - 1) * page_rows + pages.page_size, columns,
+                            int(piece_rows(pages, Kernel::block_n)));
+    };
+    const ForwardGlobals<Kernel> globals {
         .q = {params.q, p.varlen, p.batch, p.q_heads, q_rows, p.head_dim},
-        .k = {params.k, p.varlen, p.batch, p.kv_heads, k_rows, p.head_dim},
-        .v = {params.v, p.varlen, p.batch, p.kv_heads, k_rows, p.value_dim},
+        .k = keys_of.template operator()<typename Kernel::k_tile>(params.k, p.head_dim,
+                                                                  pages.k_page_rows),
+        .v = keys_of.template operator()<typename Kernel::v_tile>(params.v, p.value_dim,
+                                                                  pages.v_page_rows),
         .out = {params.out, p.varlen, p.batch, p.q_heads, q_rows, p.value_dim},
         .lse = params.lse,
         .sink = params.scores.sink,
@@ -545,10 +577,12 @@ void launch_forward(const ForwardParams& params, Stream stream) {
              .heads = int(p.q_heads),
              .batch = int(p.batch),
              .section_heads = params.section_heads}),
-        .sequences = {p, s},
+        .sequences = {p, s, pages},
+        .pages = {pages, Kernel::block_n},
         .score_mod = ScoreMod(params.scores),
         .softcap_polynomial = SoftcapPolynomial<typename Kernel::T>(params.scores),
-        .group = int(p.q_heads / p.kv_heads)};
+        .group = int(p.q_heads / p.kv_heads)
+    };
     const auto blocks = unsigned(
         std::clamp(globals.scheduler.work_tiles(), 1, Kernel::blocks_per_sm * params.sm_count));
     kittens::launch(forward_kernel<Kernel>, dim3(blocks), dim3(Kernel::threads), dim3(1),

@@ -55,6 +55,14 @@ struct Layout {
         }
     }
 
+    // Pages of a cache: segments of so many rows in all, of which a transfer moves `piece`.
+    Layout(const Operand& x, int64_t heads, int64_t rows, int64_t columns, int piece)
+        : packed(true) {
+        T* data = static_cast<T*>(const_cast<void*>(x.data));
+        new (&ragged)
+            Ragged(data, int(heads), int(rows), int(columns), {x.head_stride, x.row_stride}, piece);
+    }
+
     // The tile's rows are those of one sequence from `row` on; a packed one is the tokens
     // [begin, begin + length).
     __device__ __forceinline__ void load(Tile& tile, int b, int head, int begin, int length,

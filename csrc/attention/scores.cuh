@@ -39,15 +39,25 @@ struct SequenceTable {
 
     // Packed sequences have one more, whose rows are those behind the last: they see nothing.
     __device__ __forceinline__ Lengths lengths(int b) const {
-        Lengths s{0, q_length, 0, k_length, 0, 0, 0};
+        Lengths s = queries(b);
+        if (cu_q == nullptr) return with_keys(s, k_length);
+        s.k_begin = begin_of(cu_k, b, k_length);
+        const int end = b < batch ? begin_of(cu_k, b + 1, k_length) : s.k_begin;
+        return with_keys(s, ::max(end - s.k_begin, 0));
+    }
+
+  protected:
+    __device__ __forceinline__ Lengths queries(int b) const {
+        Lengths s{0, q_length, 0, 0, 0, 0, 0};
         if (cu_q != nullptr) {
             s.q_begin = begin_of(cu_q, b, q_length);
-            s.q_length = (b < batch ? begin_of(cu_q, b + 1, q_length) : q_length) - s.q_begin;
-            s.k_begin = begin_of(cu_k, b, k_length);
-            s.k_length = (b < batch ? begin_of(cu_k, b + 1, k_length) : s.k_begin) - s.k_begin;
-            s.q_length = ::max(s.q_length, 0);
-            s.k_length = ::max(s.k_length, 0);
+            const int end = b < batch ? begin_of(cu_q, b + 1, q_length) : q_length;
+            s.q_length = ::max(end - s.q_begin, 0);
         }
+        return s;
+    }
+    __device__ __forceinline__ Lengths with_keys(Lengths s, int keys) const {
+        s.k_length = keys;
         s.diagonal = upper_left ? 0 : s.k_length - s.q_length;
         s.low = s.diagonal - left;
         s.high = s.diagonal + right;
@@ -130,6 +140,7 @@ struct ScoreMod {
           slopes(s.alibi_slopes),
           slopes_batch_stride(s.alibi_batch_stride) {}
 
+    __device__ __forceinline__ bool has_slopes() const { return slopes != nullptr; }
     // In units of the scores.
     __device__ __forceinline__ float slope(int b, int head) const {
         if (slopes == nullptr) return 0.0f;

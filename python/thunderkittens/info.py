@@ -19,6 +19,9 @@ from typing import Any
 
 from . import _build, _load
 
+# Of caches of keys and values.
+CACHE_BITS = ((16, ""), (8, ", a cache of 8 bits"), (4, ", a cache of NVFP4"))
+
 #: A problem of each op to ask the choosing function about. Fields that are not named keep their
 #: defaults.
 EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
@@ -119,10 +122,11 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
             "k_length": 4096,
             "head_dim": dim,
             "value_dim": dim,
-            "codes": codes,
+            "codes": bits < 16,
+            "nvfp4": bits == 4,
         }
         for dim in (64, 128, 256)
-        for codes, text in ((False, ""), (True, ", a cache of 8 bits"))
+        for bits, text in CACHE_BITS
     },
     "append_kv": {
         f"bf16, 64 tokens, 8 heads of 128{text}": {
@@ -130,9 +134,10 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
             "kv_heads": 8,
             "head_dim": 128,
             "value_dim": 128,
-            "codes": codes,
+            "codes": bits < 16,
+            "nvfp4": bits == 4,
         }
-        for codes, text in ((False, ""), (True, ", a cache of 8 bits"))
+        for bits, text in CACHE_BITS
     },
     "merge_attention": {"bf16": {}},
 }

@@ -44,6 +44,9 @@ def _attention_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[L
 
 
 def _attention_paged(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    if name.startswith("forward_"):
+        yield "attention", name
+        return
     yield "attention_paged", name
     yield "attention_paged", f"combine_{choice['dtype']}"
     if call.get("schedule") is None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import thunderkittens as tk
+from helpers.block_scaled import E2M1, E4M3
 from thunderkittens.reference.attention_paged import attention_of_cache
 
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
@@ -55,6 +56,8 @@ class Case:
     seed: int = 0
     device: Any = "cpu"
     options: dict[str, Any] = field(default_factory=dict)
+    # What the caches hold, in float64, where the reference is not to find it out itself.
+    elements: tuple[Tensor, Tensor] | None = None
 
     def __post_init__(self) -> None:
         rng = random.Random(self.seed)
@@ -95,6 +98,14 @@ class Case:
         if not self.pages:
             self.options["cache_batch_idx"] = self.table[:, 0].clamp(min=0).contiguous()
 
+    def spoil(self, first: list[int]) -> None:
+        """Makes NaN of the keys and values before the first that are seen."""
+        for b, count in enumerate(first):
+            for key in range(count):
+                page = int(self.table[b, key // self.size])
+                for cache in (self.k_cache, self.v_cache):
+                    cache[page, key % self.size] = torch.nan
+
     def ints(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
@@ -118,8 +129,11 @@ class Case:
     def expected(self, v_of: Any = None, **more: Any) -> tuple[Tensor, Tensor]:
         """The reference in float64, on the values or on a function of them."""
         q, k, v, table, lengths = self.arguments
-        v = v.double()
         options = {**self.options, **more}
+        if self.elements is not None:
+            k, v = self.elements
+            options = {name: x for name, x in options.items() if "block_scale" not in name}
+        v = v.double()
         wide = {
             name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
             for name, x in options.items()
@@ -148,3 +162,86 @@ class Case:
         slack = 1e-4 + softcap * 2.0**-10
         same = (lse.double() == expected_lse) | ((lse - expected_lse).abs() <= slack)
         assert bool(same.all())
+
+    def check_of_halves(
+        self, out: Tensor, lse: Tensor, largest: float, softcap: float = 0.0, **more: Any
+    ) -> None:
+        """Products are of fp16, the elements and the scales of keys exact; those of values are
+        rounded once, with the weights, and what is below 2^-15 of the largest loses bits."""
+        expected, expected_lse = self.expected(**more)
+        spread, _ = self.expected(torch.abs, **more)
+        least, most = torch.finfo(torch.float16).eps, torch.finfo(self.dtype)
+        softcap = softcap * 2.0**-10 if self.dtype is torch.bfloat16 else 0.0
+        bound = (least + softcap) * spread + most.eps / 2 * expected.abs() + 2.0**-24 * largest
+        bound = bound + most.tiny * most.eps
+        assert bool(((out.double() - expected).abs() <= bound).all())
+        same = (lse.double() == expected_lse) | ((lse - expected_lse).abs() <= 1e-4 + softcap)
+        assert bool(same.all())
+
+
+# ---- NVFP4 ----
+
+NAN_SCALE = 0x7F
+
+
+def lay_out(parts: tuple[Tensor, Tensor], layout: str, step: int) -> tuple[Tensor, Tensor]:
+    """Bytes of K and of V, (pages, size, heads, columns), in some layout of memory, in which rows
+    begin at multiples of `step`. What lies between them is NaN of e4m3."""
+    widths = [-(-x.shape[3] // step) * step for x in parts]
+    pages, size, heads = parts[0].shape[:3]
+
+    def filled(*shape: int) -> Tensor:
+        return parts[0].new_full(shape, NAN_SCALE)
+
+    if layout == "joined":
+        whole = filled(pages, heads, size, sum(widths)).transpose(1, 2)
+        places = [whole[..., : widths[0]], whole[..., widths[0] :]]
+    elif layout == "HND":
+        places = [filled(pages, heads, size, n).transpose(1, 2) for n in widths]
+    elif layout == "spread":
+        places = [filled(pages, 3, size, heads, n)[:, 1] for n in widths]
+    else:
+        places = [filled(pages, size, heads, n) for n in widths]
+    places = [place[..., : x.shape[3]] for place, x in zip(places, parts, strict=True)]
+    for place, x in zip(places, parts, strict=True):
+        place.copy_(x)
+    return places[0], places[1]
+
+
+def nvfp4_elements(codes: Tensor, scales: Tensor) -> Tensor:
+    """What bytes of codes and of scales are, in float64."""
+    values = torch.tensor([*E2M1, *-E2M1], dtype=torch.float64, device=codes.device)
+    pairs = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).long()
+    magnitudes = torch.tensor([*E4M3, torch.nan], dtype=torch.float64, device=codes.device)
+    signs = torch.where(scales >= 128, -1.0, 1.0)
+    factors = magnitudes[(scales & 127).long()] * signs
+    return values[pairs] * factors.repeat_interleave(16, -1)
+
+
+def to_nvfp4(made: Case, layout: str) -> None:
+    """Makes the caches of a case NVFP4: any codes, scales of keys and values that are there about
+    as large as 1 over some codes, of all others NaN."""
+    caches = (made.k_cache, made.v_cache)
+    codes, scales = [], []
+    for cache in caches:
+        *shape, dim = cache.shape
+        codes.append(torch.randint(0, 256, (*shape, dim // 2), dtype=torch.uint8))
+        drawn = torch.randint(0x20, 0x30, (*shape, dim // 16))  # 2^-3 to 2^-1
+        drawn[torch.rand(drawn.shape) < 0.05] = 0
+        missing = cache.isnan().all(-1, keepdim=True).cpu()
+        scales.append(torch.where(missing, NAN_SCALE, drawn).to(torch.uint8))
+    made.elements = tuple(
+        nvfp4_elements(c, s).to(made.device) for c, s in zip(codes, scales, strict=True)
+    )
+    put_nvfp4(made, codes, scales, layout)
+
+
+def put_nvfp4(made: Case, codes: Any, scales: Any, layout: str = "NHD") -> None:
+    """Gives a case caches of these bytes."""
+    on_device = [tuple(x.to(made.device) for x in pair) for pair in (codes, scales)]
+    made.k_cache, made.v_cache = (
+        x.view(torch.float4_e2m1fn_x2) for x in lay_out(on_device[0], layout, 16)
+    )
+    made.options["k_block_scale"], made.options["v_block_scale"] = (
+        x.view(torch.float8_e4m3fn) for x in lay_out(on_device[1], layout, 4)
+    )

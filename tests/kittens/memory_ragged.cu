@@ -28,6 +28,30 @@ __global__ void ragged_load_kernel(const __grid_constant__ ragged<ST> source,
     write(seen, tile);
 }
 
+// The places of a tile's pieces, each loaded by a thread of its own.
+struct Places {
+    ragged_coord of[32];
+};
+template <class ST>
+__global__ void ragged_pieces_kernel(const __grid_constant__ ragged<ST> source,
+                                     const __grid_constant__ global<typename ST::T> seen,
+                                     const __grid_constant__ Places places, const int piece) {
+    shared_allocator<> al(shared_memory());
+    ST& tile = al.allocate<ST>();
+    semaphore& arrived = al.allocate<semaphore>();
+    poison_shared(tile);
+    if (threadIdx.x == 0) {
+        init_semaphore(arrived, 0, 1);
+        arch::mbarrier_init_fence();
+        tma::expect(arrived, tile);
+    }
+    arch::sync_block();
+    const int row = static_cast<int>(threadIdx.x) * piece;
+    if (row < ST::rows) tma::load_piece_async(tile, row, source, places.of[threadIdx.x], arrived);
+    wait(arrived, 0);
+    write(seen, tile);
+}
+
 template <class ST>
 __global__ void ragged_store_kernel(const __grid_constant__ ragged<ST> destination,
                                     const __grid_constant__ global<typename ST::T> values,
@@ -61,9 +85,9 @@ void for_each_in_segment(const Shape& s, const ragged_coord& at, int cols, F f) 
 }
 
 template <class ST>
-ragged<ST> layout(typename ST::T* data, const Shape& s) {
+ragged<ST> layout(typename ST::T* data, const Shape& s, int piece = 0) {
     return ragged<ST>(data, s.heads, s.rows, s.cols,
-                      ragged_strides{s.view.depth_stride, s.view.row_stride});
+                      ragged_strides{s.view.depth_stride, s.view.row_stride}, piece);
 }
 
 template <class ST>
@@ -80,6 +104,30 @@ void load_case(const Shape& s, const ragged_coord& at, const std::string& name) 
         c.launch([&] {
             kittens::launch(ragged_load_kernel<ST>, 1, 128, 1, sizeof(ST) + 4096, nullptr,
                             layout<ST>(source, s), matrix(seen, ST::rows, ST::cols), at);
+        });
+    });
+}
+template <class ST>
+void pieces_case(const Shape& s, const Places& places, int piece, const std::string& name) {
+    using T = typename ST::T;
+    run("load pieces " + name, [&](Case& c) {
+        const Values values = c.uniform(type_of<T>, s.view, -8, 8);
+        T* source = c.input<T>("source", values);
+        T* seen = c.output<T>("tile", size_t(ST::num_elements));
+        Values expected(ST::num_elements, 0.0);
+        for (int i = 0; i < ST::rows; ++i) {
+            const ragged_coord& at = places.of[i / piece];
+            const int row = at.row + i % piece;
+            for (int j = 0; row < at.length && j < ST::cols && at.col + j < s.cols; ++j) {
+                expected[static_cast<size_t>(i) * ST::cols + j] =
+                    values[s.view.index(0, at.head, at.begin + row, at.col + j)];
+            }
+        }
+        c.expect(expected, bit_exact, ST::cols);
+        c.launch([&] {
+            kittens::launch(ragged_pieces_kernel<ST>, 1, 128, 1, sizeof(ST) + 4096, nullptr,
+                            layout<ST>(source, s, piece), matrix(seen, ST::rows, ST::cols), places,
+                            piece);
         });
     });
 }
@@ -140,6 +188,18 @@ void cases(bool heads_inside) {
             }
         }
         begin += length;
+    }
+    for (int piece = 8; piece <= rows; piece *= 2) {
+        if (rows / piece > 32) continue;
+        Places places;
+        for (int i = 0; i < rows / piece; ++i) {
+            const int which = (5 * i + 3) % 6, length = lengths[which];
+            places.of[i] = {.head = i % 3, .length = length, .row = i % 4 * 5, .col = 0};
+            for (int j = 0; j < which; ++j) places.of[i].begin += lengths[j];
+        }
+        pieces_case<ST>(
+            s, places, piece,
+            tile_name<ST>() + text(" of %d rows%s", piece, heads_inside ? " heads inside" : ""));
     }
 }
 

@@ -10,10 +10,11 @@ struct AppendProblem {
     DType dtype = DType::bf16;
     int64_t tokens = 0, kv_heads = 0;
     int64_t head_dim = 0, value_dim = 0;
-    bool codes = false;  // into a cache of 8 bits
+    bool codes = false;  // into a cache of 8 bits, or less
+    bool nvfp4 = false;  // of 4
 };
 struct AppendChoice {
-    bool codes = false;
+    bool codes = false, nvfp4 = false;
     DType dtype = DType::bf16;
 };
 
@@ -31,14 +32,15 @@ struct AppendParams {
     const int* cu_new = nullptr;     // (batch + 1,); null: row_count tokens each
     int64_t batch = 0, most_keys = 0;
     CacheFormat format = CacheFormat::same;
+    BlockScales block_scales;            // of NVFP4: they are written
     Scales k_scale, v_scale;             // of tokens: they are written, too
     const int* rotary_begins = nullptr;  // (batch,) positions of first tokens; null: k_lengths
     Rotary rotary;
     const int* rotary_positions = nullptr;  // (tokens,); null: where the token goes
 };
 
-TK_FIELDS(AppendProblem, dtype, tokens, kv_heads, head_dim, value_dim, codes)
-TK_FIELDS(AppendChoice, codes, dtype)
+TK_FIELDS(AppendProblem, dtype, tokens, kv_heads, head_dim, value_dim, codes, nvfp4)
+TK_FIELDS(AppendChoice, codes, nvfp4, dtype)
 
 std::string unsupported_append(const AppendProblem& problem, const DeviceProperties& device);
 AppendChoice choose_append(const AppendProblem& problem, const DeviceProperties& device);

@@ -11,7 +11,7 @@ struct AppendOptions {
     std::optional<Tensor> page_table, seq_lens, slot_mapping, cache_batch_idx, cu_seqlens_k_new;
     std::optional<Tensor> rotary_cos, rotary_sin, rotary_positions, rotary_seqlens;
     bool rotary_interleaved = false;
-    std::optional<Tensor> k_scale, v_scale;
+    std::optional<Tensor> k_scale, v_scale, k_block_scale, v_block_scale;
     bool int8 = false;  // codes that the emulator has as those of fp8
 };
 
@@ -30,8 +30,10 @@ void append_kv_body(const Backend<Tensor>& on, const Tensor& k_in, const Tensor&
         check_same_device(OP, name, x, "k", k_in);
     }
     check_same_dtype(OP, "v", v_in, "k", k_in);
-    params.format = format_of(OP, k_cache, v_cache, k_in, options.int8);
+    params.format = format_of(OP, k_cache, v_cache, k_in, options.k_block_scale,
+                              options.v_block_scale, options.int8);
     p.codes = params.format != CacheFormat::same;
+    p.nvfp4 = params.format == CacheFormat::nvfp4;
     check_dims(OP, "k", k_in, {3, 4});
     check_dims(OP, "v", v_in, {k_in.dim()});
     const bool packed = k_in.dim() == 3;
@@ -45,7 +47,12 @@ void append_kv_body(const Backend<Tensor>& on, const Tensor& k_in, const Tensor&
     p.kv_heads = k_in.size(k_in.dim() - 2);
     p.head_dim = k_in.size(k_in.dim() - 1);
     p.value_dim = v_in.size(v_in.dim() - 1);
-    check_caches(OP, k_cache, v_cache, p.kv_heads, p.head_dim, p.value_dim);
+    check_caches(OP, k_cache, v_cache, p.kv_heads, p.head_dim, p.value_dim, params.format);
+    if (p.nvfp4) {
+        params.block_scales = {
+            block_scale_of(OP, "k_block_scale", *options.k_block_scale, "k_cache", k_cache),
+            block_scale_of(OP, "v_block_scale", *options.v_block_scale, "v_cache", v_cache)};
+    }
     params.pages_count = k_cache.size(0);
     const bool by_slot = options.slot_mapping.has_value();
     TK_CHECK(by_slot != options.seq_lens.has_value(), OP,
@@ -149,6 +156,8 @@ void append_kv_body(const Backend<Tensor>& on, const Tensor& k_in, const Tensor&
     }
     launch.may_write("k_cache", k_cache);
     launch.may_write("v_cache", v_cache);
+    launch.may_write("k_block_scale", options.k_block_scale);
+    launch.may_write("v_block_scale", options.v_block_scale);
     if (p.dtype == DType::bf16)
         launch_append<DType::bf16>(params, launch.stream);
     else

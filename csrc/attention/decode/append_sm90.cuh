@@ -1,5 +1,5 @@
 // Writes new keys and values into a cache, whose pages the device looks up: a thread has 16 bytes
-// of a row, or where the cache has 8 bits, a warp a whole one. Keys may be rotated on the way.
+// of a row, or where the cache has 8 bits or 4, a warp a whole one. Keys may be rotated on the way.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -7,6 +7,7 @@
 #include "csrc/attention/decode/append.h"
 #include "csrc/attention/decode/rotary.cuh"
 #include "csrc/attention/layouts.cuh"
+#include "csrc/gemm/quantize/nvfp4_values_sm90.cuh"
 
 namespace thunderkittens::attention::decode {
 
@@ -202,6 +203,65 @@ __global__ __launch_bounds__(APPEND_THREADS) void append_codes_kernel(
     }
 }
 
+// NVFP4, of which a lane has half a block: the arithmetic is that of nvfp4_quantize, with a scale
+// of the whole that is given.
+template <class T>
+__global__ __launch_bounds__(APPEND_THREADS) void append_nvfp4_kernel(
+    const __grid_constant__ AppendGlobals<T> g, const __grid_constant__ BlockScales block_scales) {
+    namespace values = block_scaled::sm90;
+    constexpr int per_lane = 8, warps = APPEND_THREADS / WARP_THREADS;
+    arch::wait_for_dependencies();
+    arch::launch_dependents();
+    const int64_t rows = int64_t{g.tokens} * g.heads * 2;
+    for (int64_t i = int64_t{blockIdx.x} * warps + warpid(); i < rows;
+         i += int64_t{gridDim.x} * warps) {
+        const bool value = i % 2 == 1;
+        const int head = static_cast<int>(i / 2 % g.heads);
+        const int token = static_cast<int>(i / 2 / g.heads);
+        const Place place = place_of(g, token);
+        if (!place.exists) continue;
+        const int b = token / g.row_count, row = token - b * g.row_count;
+        const int columns = value ? g.value_dim : g.head_dim, column = laneid() * per_lane;
+        const bool mine = column < columns;
+        uint4 words = make_uint4(0, 0, 0, 0);
+        if (mine) {
+            words = value ? arch::load_global(
+                                reinterpret_cast<const uint4*>(g.v.at(b, head, row, column)))
+                          : g.rotary.load(g.k.at(b, head, row, 0), column, place.position);
+        }
+        const auto chunk = arch::bit_cast<values::Chunk<T>>(words);
+        uint32_t largest = values::largest_of(chunk);
+        largest = ::max(largest, arch::shuffle_xor(largest, 1));
+        const Scales& scales = value ? g.v_scale : g.k_scale;
+        float scale = 1.0f;
+        if (scales.data != nullptr) {
+            scale = arch::load_global_readonly(scales.data + place.sequence * scales.strides[0] +
+                                               head * scales.strides[1]);
+        }
+        if (!mine) continue;
+        const values::Encode encode = values::encode_of_scale(scale);
+        const uint32_t block = values::block_scale(values::magnitude_value<T>(largest, 0),
+                                                   encode.factor * (1.0f / 6.0f));
+        const float factor =
+            ::min(1 / (values::e4m3_value(block) * encode.inverse), values::LARGEST_FLOAT);
+        uint32_t codes = values::nearest_codes<true>(chunk, factor);
+        if (block == 0x7f) codes = 0x77777777u;  // NaN, as its scale
+        const auto row_of = [&](const Cache& to, const void* data) {
+            return static_cast<uint8_t*>(const_cast<void*>(data)) +
+                   (place.page * to.page_stride + place.offset * to.token_stride +
+                    head * to.head_stride);
+        };
+        const Cache& to = value ? block_scales.v : block_scales.k;
+        uint8_t* const data =
+            value ? row_of(g.v_strides, g.v_cache) : row_of(g.k_strides, g.k_cache);
+        arch::store_global(reinterpret_cast<uint32_t*>(data + column / 2), codes);
+        if (laneid() % 2 == 0) {
+            arch::store_global(row_of(to, to.data) + column / NV_BLOCK,
+                               static_cast<uint8_t>(block));
+        }
+    }
+}
+
 template <DType dtype>
 void launch_append(const AppendParams& params, Stream stream) {
     using T = std::conditional_t<dtype == DType::bf16, bf16, half>;
@@ -236,8 +296,14 @@ void launch_append(const AppendParams& params, Stream stream) {
     const int64_t threads = codes ? p.tokens * p.kv_heads * 2 * WARP_THREADS
                                   : p.tokens * p.kv_heads * (p.head_dim + p.value_dim) / 8;
     const int64_t blocks = std::clamp<int64_t>(ceil_div(threads, APPEND_THREADS), 1, 1 << 16);
-    kittens::launch({.dependent = true}, codes ? append_codes_kernel<T> : append_kernel<T>,
-                    dim3(unsigned(blocks)), dim3(APPEND_THREADS), dim3(1), 0, stream, globals);
+    const dim3 grid(static_cast<unsigned>(blocks));
+    if (params.format == CacheFormat::nvfp4) {
+        kittens::launch({.dependent = true}, append_nvfp4_kernel<T>, grid, dim3(APPEND_THREADS),
+                        dim3(1), 0, stream, globals, params.block_scales);
+    } else {
+        kittens::launch({.dependent = true}, codes ? append_codes_kernel<T> : append_kernel<T>,
+                        grid, dim3(APPEND_THREADS), dim3(1), 0, stream, globals);
+    }
 }
 
 }  // namespace thunderkittens::attention::decode

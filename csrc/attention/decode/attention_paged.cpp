@@ -13,11 +13,12 @@ std::tuple<Tensor, Tensor> attention_paged(
     std::optional<Tensor> sink, std::optional<Tensor> mask, std::optional<Tensor> schedule,
     std::optional<Tensor> rotary_cos, std::optional<Tensor> rotary_sin, bool rotary_interleaved,
     std::optional<Tensor> rotary_seqlens, std::optional<Tensor> k_scale,
-    std::optional<Tensor> v_scale, std::optional<Tensor> q_scale) {
+    std::optional<Tensor> v_scale, std::optional<Tensor> q_scale,
+    std::optional<Tensor> k_block_scale, std::optional<Tensor> v_block_scale) {
     const CacheOptions<Tensor> options{
-        page_table, cache_batch_idx, scale,      softcap,    alibi_slopes,   sink,
-        mask,       schedule,        rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved,
-        k_scale,    v_scale,         q_scale};
+        page_table, cache_batch_idx, scale,      softcap,       alibi_slopes,   sink,
+        mask,       schedule,        rotary_cos, rotary_sin,    rotary_seqlens, rotary_interleaved,
+        k_scale,    v_scale,         q_scale,    k_block_scale, v_block_scale};
     Tensor lse;
     Tensor out = attention_paged_body<Tensor>(gpu, q, k_cache, v_cache, DECODE_SEQUENCE_VALUES,
                                               options, &lse);

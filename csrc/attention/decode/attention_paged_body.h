@@ -4,6 +4,7 @@
 
 #include "csrc/attention/decode/cache.h"
 #include "csrc/attention/decode/dispatch.h"
+#include "csrc/attention/decode/prefill.h"
 
 namespace thunderkittens::attention::decode {
 
@@ -92,6 +93,7 @@ struct CacheOptions {
     std::optional<Tensor> rotary_cos, rotary_sin, rotary_seqlens;  // of the queries
     bool rotary_interleaved = false;
     std::optional<Tensor> k_scale, v_scale, q_scale;
+    std::optional<Tensor> k_block_scale, v_block_scale;
     bool int8 = false;  // codes that the emulator has as those of fp8
 };
 
@@ -153,21 +155,31 @@ Tensor attention_paged_body(const Backend<Tensor>& on, const Tensor& q_in, const
     p.q_heads = q_in.size(rows - 2);
     p.kv_heads = k_cache.size(2);
     p.head_dim = q_in.size(rows - 1);
-    p.value_dim = v_cache.size(3);
+    params.format = format_of(OP, k_cache, v_cache, q_in, options.k_block_scale,
+                              options.v_block_scale, options.int8);
+    p.codes = params.format != CacheFormat::same;
+    p.nvfp4 = params.format == CacheFormat::nvfp4;
+    p.value_dim = columns_of(v_cache, params.format);
     if (!p.varlen) {
         TK_CHECK(q_in.size(0) == p.batch, OP, ": q must have as many sequences as seq_lens, ",
                  p.batch, ", got ", shape_text(q_in));
         p.q_length = q_in.size(1);
     }
-    check_caches(OP, k_cache, v_cache, p.kv_heads, p.head_dim, p.value_dim);
+    check_caches(OP, k_cache, v_cache, p.kv_heads, p.head_dim, p.value_dim, params.format);
     params.pages =
         pages_of(OP, "q", q_in, k_cache, options.page_table, options.cache_batch_idx, p.batch);
     params.sequences.tokens = p.varlen ? q_in.size(0) : 0;
     p.q_length = p.varlen ? std::min(p.q_length, q_in.size(0)) : p.q_length;
     const int64_t pages = options.page_table ? options.page_table->size(1) : 1;
     p.k_length = k_cache.size(0) == 0 ? 0 : pages * k_cache.size(1);
-    params.format = format_of(OP, k_cache, v_cache, q_in, options.int8);
-    p.codes = params.format != CacheFormat::same;
+    p.tokens = p.varlen ? q_in.size(0) : p.batch * p.q_length;
+    p.page_size = options.page_table ? k_cache.size(1) : 0;
+    p.leftpad = sequences.cache_leftpad.has_value();
+    if (p.nvfp4) {
+        params.block_scales = {
+            block_scale_of(OP, "k_block_scale", *options.k_block_scale, "k_cache", k_cache),
+            block_scale_of(OP, "v_block_scale", *options.v_block_scale, "v_cache", v_cache)};
+    }
     params.k_scale = scales_of(OP, "k_scale", options.k_scale, k_cache, p.batch, params.format);
     params.v_scale = scales_of(OP, "v_scale", options.v_scale, v_cache, p.batch, params.format);
     params.q_scale = scales_of(OP, "q_scale", options.q_scale, k_cache, p.batch, params.format);
@@ -177,14 +189,14 @@ Tensor attention_paged_body(const Backend<Tensor>& on, const Tensor& q_in, const
     if (p.mask) {
         check_vector(OP, "mask", *options.mask, DType::int32, q_in);
         check_dims(OP, "mask", *options.mask, {2});
-        const int64_t tokens = p.varlen ? q_in.size(0) : p.batch * p.q_length;
-        TK_CHECK(options.mask->size(0) == tokens, OP, ": mask must have a row for each of the ",
-                 tokens, " queries, got ", shape_text(*options.mask));
+        TK_CHECK(options.mask->size(0) == p.tokens, OP, ": mask must have a row for each of the ",
+                 p.tokens, " queries, got ", shape_text(*options.mask));
         params.mask = data_as<const int>(options.mask);
         params.mask_stride = options.mask->stride(0);
         params.mask_words = options.mask->size(1);
     }
-    if (options.rotary_cos || options.rotary_sin) {
+    p.rotary = options.rotary_cos || options.rotary_sin;
+    if (p.rotary) {
         TK_CHECK(options.rotary_cos && options.rotary_sin, OP,
                  ": rotary_cos and rotary_sin must be given together");
         params.rotary = rotary_of(OP, *options.rotary_cos, *options.rotary_sin,
@@ -227,6 +239,32 @@ Tensor attention_paged_body(const Backend<Tensor>& on, const Tensor& q_in, const
     params.out = operand_of(out);
     params.lse = lse ? data_as<float>(*lse) : nullptr;
     const Choice choice = on.chosen("attention_paged", choose(p, device));
+    const auto reads_operands = [&](auto& launch) {
+        sequences.may_be_read_by(launch);
+        for (const auto& [name, x] :
+             {std::pair{"q", &q}, {"k_cache", &k_cache}, {"v_cache", &v_cache}}) {
+            launch.may_read(name, *x);
+        }
+        for (const auto& [name, x] : {std::pair{"page_table", &options.page_table},
+                                      {"cache_batch_idx", &options.cache_batch_idx},
+                                      {"alibi_slopes", &options.alibi_slopes},
+                                      {"sink", &options.sink}}) {
+            launch.may_read(name, *x);
+        }
+        launch.may_write("out", out);
+        if (lse) launch.may_write("lse", *lse);
+    };
+    const int64_t k_page_rows = page_rows_of(k_cache), v_page_rows = page_rows_of(v_cache);
+    if (choice.prefill && can_prefill(p) && k_page_rows >= 0 && v_page_rows >= 0) {
+        ForwardParams whole =
+            forward_params(params, k_page_rows, v_page_rows, k_cache.size(0), device.sm_count);
+        const attention::Choice kernel = attention::choose_whole(whole.problem, device);
+        whole.section_heads = kernel.section_heads;
+        auto launch = on.launch("attention_paged", kernel, q_in);
+        reads_operands(launch);
+        attention::launch_choice(OP, kernel, whole, launch.stream);
+        return out;
+    }
     params.parts = choice.parts;
     const ScheduleShape shape = schedule_shape(p, choice.parts);
     if (options.schedule) {
@@ -246,27 +284,19 @@ Tensor attention_paged_body(const Backend<Tensor>& on, const Tensor& q_in, const
     params.partial_out = data_as<float>(partial);
     params.partial_lse = params.partial_out + partial_rows * p.value_dim;
     auto launch = on.launch("attention_paged", choice, q_in);
-    sequences.may_be_read_by(launch);
-    for (const auto& [name, x] :
-         {std::pair{"q", &q}, {"k_cache", &k_cache}, {"v_cache", &v_cache}}) {
-        launch.may_read(name, *x);
-    }
-    for (const auto& [name, x] : {std::pair{"page_table", &options.page_table},
-                                  {"cache_batch_idx", &options.cache_batch_idx},
-                                  {"mask", &options.mask},
-                                  {"alibi_slopes", &options.alibi_slopes},
-                                  {"sink", &options.sink},
+    reads_operands(launch);
+    for (const auto& [name, x] : {std::pair{"mask", &options.mask},
                                   {"rotary_cos", &options.rotary_cos},
                                   {"rotary_sin", &options.rotary_sin},
                                   {"k_scale", &options.k_scale},
                                   {"v_scale", &options.v_scale},
                                   {"q_scale", &options.q_scale},
+                                  {"k_block_scale", &options.k_block_scale},
+                                  {"v_block_scale", &options.v_block_scale},
                                   {"rotary_seqlens", &options.rotary_seqlens},
                                   {"schedule", options.schedule ? &options.schedule : &written}}) {
         launch.may_read(name, *x);
     }
-    launch.may_write("out", out);
-    if (lse) launch.may_write("lse", *lse);
     launch.may_write("partial results", partial);
     TK_CHECK(launch_choice(choice, params, launch.stream), OP, ": no kernel ", kernel_name(choice),
              " in this build");

@@ -7,19 +7,25 @@
 
 namespace thunderkittens::attention::decode {
 
+// How many elements a row of a cache has.
+template <class Tensor>
+int64_t columns_of(const Tensor& cache, CacheFormat format) {
+    return cache.size(3) * (format == CacheFormat::nvfp4 ? 2 : 1);
+}
+
 template <class Tensor>
 void check_caches(const char* op, const Tensor& k_cache, const Tensor& v_cache, int64_t heads,
-                  int64_t head_dim, int64_t value_dim) {
+                  int64_t head_dim, int64_t value_dim, CacheFormat format) {
     check_dims(op, "k_cache", k_cache, {4});
     check_dims(op, "v_cache", v_cache, {4});
-    TK_CHECK(k_cache.size(2) == heads && k_cache.size(3) == head_dim, op, ": k_cache must have ",
-             heads, " heads of ", head_dim, ", got ", shape_text(k_cache));
+    TK_CHECK(k_cache.size(2) == heads && columns_of(k_cache, format) == head_dim, op,
+             ": k_cache must have ", heads, " heads of ", head_dim, ", got ", shape_text(k_cache));
     for (int i = 0; i < 3; ++i) {
         TK_CHECK(v_cache.size(i) == k_cache.size(i), op, ": v_cache must match k_cache's shape ",
                  shape_text(k_cache), ", got ", shape_text(v_cache));
     }
-    TK_CHECK(v_cache.size(3) == value_dim, op, ": v_cache must have the value dim ", value_dim,
-             ", got ", shape_text(v_cache));
+    TK_CHECK(columns_of(v_cache, format) == value_dim, op, ": v_cache must have the value dim ",
+             value_dim, ", got ", shape_text(v_cache));
 }
 
 // (pages, page_size, heads, dim)
@@ -37,19 +43,51 @@ Cache cache_of(const char* op, const char* name, const Tensor& x) {
     return {view.data, view.stride[0], view.stride[1], view.stride[2]};
 }
 
-// What both caches hold, beside queries of 16 bits.
+// What both caches hold, beside queries of 16 bits: NVFP4 where there are scales of blocks.
 template <class Tensor>
 CacheFormat format_of(const char* op, const Tensor& k_cache, const Tensor& v_cache, const Tensor& q,
-                      bool int8) {
+                      const std::optional<Tensor>& k_block_scale,
+                      const std::optional<Tensor>& v_block_scale, bool int8) {
     using Types = Backend<Tensor>;
     check_same_dtype(op, "v_cache", v_cache, "k_cache", k_cache);
+    TK_CHECK(k_block_scale.has_value() == v_block_scale.has_value(), op,
+             ": k_block_scale and v_block_scale must be given together");
+    if (k_block_scale) {
+        const auto type = k_cache.scalar_type();
+        TK_CHECK(type == Types::E2M1X2 || type == Types::BYTE, op, ": k_cache is ",
+                 dtype_text_of(k_cache),
+                 "; with k_block_scale it must be torch.float4_e2m1fn_x2 or torch.uint8");
+        return CacheFormat::nvfp4;
+    }
     if (int8 || Types::is_int8(k_cache)) return CacheFormat::int8;
     const auto dtype = Types::dtype_of(k_cache.scalar_type());
     if (dtype == DType::e4m3) return CacheFormat::e4m3;
     if (dtype == DType::e5m2) return CacheFormat::e5m2;
     TK_CHECK(k_cache.scalar_type() == q.scalar_type(), op, ": k_cache is ", dtype_text_of(k_cache),
-             "; it must be q's ", dtype_text_of(q), ", or of 8 bits");
+             "; it must be q's ", dtype_text_of(q), ", or of 8 bits, or NVFP4 with k_block_scale");
     return CacheFormat::same;
+}
+// Of NVFP4: (pages, page_size, heads, dim / 16) beside a cache.
+template <class Tensor>
+Cache block_scale_of(const char* op, const char* name, const Tensor& x, const char* cache_name,
+                     const Tensor& cache) {
+    check_same_device(op, name, x, cache_name, cache);
+    check_dtype(op, name, x, {DType::e4m3});
+    check_dims(op, name, x, {4});
+    bool fits = 2 * cache.size(3) == NV_BLOCK * x.size(3);
+    bool aligned = reinterpret_cast<uintptr_t>(x.data_ptr()) % 4 == 0;
+    for (int i = 0; i < 3; ++i) {
+        fits &= x.size(i) == cache.size(i);
+        aligned &= x.stride(i) % 4 == 0 || x.size(i) <= 1;
+    }
+    TK_CHECK(fits, op, ": ", name, " must have a scale for each 16 elements of ", cache_name, ", ",
+             shape_text(cache), " bytes, got ", shape_text(x));
+    TK_CHECK(x.numel() == 0 || (aligned && (x.stride(3) == 1 || x.size(3) == 1)), op, ": ", name,
+             " must have adjacent elements, and rows that begin at multiples of 4 bytes; got "
+             "strides ",
+             tuple_text(x.strides()));
+    const View view = as_4d(x);
+    return {view.data, view.stride[0], view.stride[1], view.stride[2]};
 }
 // Of one factor, (batch, heads), or (pages, page_size, heads) as the cache has them.
 template <class Tensor>
@@ -58,8 +96,10 @@ Scales scales_of(const char* op, const char* name, const std::optional<Tensor>& 
     if (!x) return {};
     check_same_device(op, name, *x, "k_cache", cache);
     check_dtype(op, name, *x, {DType::fp32});
-    TK_CHECK(format != CacheFormat::same, op, ": ", name, " is for caches of 8 bits");
+    TK_CHECK(format != CacheFormat::same, op, ": ", name, " is for caches of 8 or 4 bits");
     Scales scales{.data = data_as<const float>(x), .tokens = x->dim() == 3};
+    TK_CHECK(!scales.tokens || format != CacheFormat::nvfp4, op, ": ", name,
+             " of a cache of NVFP4 must have one element, or be of sequences and heads");
     const int64_t heads = cache.size(2);
     if (x->numel() == 1 && x->dim() <= 1) return scales;
     const int64_t of_heads[] = {batch, heads};

@@ -1,5 +1,6 @@
 // Which kernel runs attention over a cache, and in how many parts. Pure functions.
 #include "csrc/attention/decode/append.h"
+#include "csrc/attention/forward.h"
 
 #include "csrc/common/check.h"
 #include "csrc/common/registry.h"
@@ -8,18 +9,30 @@ namespace thunderkittens::attention::decode {
 namespace {
 
 constexpr int64_t MAX_LENGTH = int64_t{1} << 28;
+// Queries of a sequence, on average, from which on tiles of more rows pay.
+constexpr int64_t PREFILL_QUERIES = 128;
 constexpr int MAX_CODES = 256;  // of a row, which a warp quantises
 
+// Of either problem. A copy of 16 bytes has 32 codes.
+template <class P>
+std::string unsupported_nvfp4(const P& p) {
+    if (!p.nvfp4 || (p.head_dim % 32 == 0 && p.value_dim % 32 == 0)) return "";
+    return concat("head dimensions of NVFP4 must be multiples of 32, got ", p.head_dim, " and ",
+                  p.value_dim);
+}
+
+const char* suffix(const Config& c) { return c.nvfp4 ? "_nvfp4" : has_codes(c) ? "_codes" : ""; }
+
 KernelInfo kernel_info(const Config& c) {
-    return {
-        .name = kernel_name({.config = c}),
-        .config = concat("head_dim ", c.head_dim, ", value_dim ", c.value_dim, ", ", TILE_ROWS,
-                         " query rows x ", BLOCK_N, " keys, ", c.slots,
-                         " slots, 1 consumer warpgroup + ", producer_warps(c), " producer warps"),
-        .source = concat("decode_", name_of(c.dtype), c.staged > 0 ? "_codes" : ""),
-        .symbol = symbol_of("decode_kernel", "Config", c),
-        .threads = 128 + 32 * producer_warps(c),
-        .shared_bytes = shared_bytes(c)};
+    return {.name = kernel_name({.config = c}),
+            .config = concat("head_dim ", c.head_dim, ", value_dim ", c.value_dim, ", ",
+                             c.few_rows ? FEW_ROWS : TILE_ROWS, " query rows x ", BLOCK_N,
+                             " keys, ", c.slots, " slots, 1 consumer warpgroup + ",
+                             producer_warps(c), " producer warps"),
+            .source = concat("decode_", name_of(c.dtype), suffix(c)),
+            .symbol = symbol_of(c.few_rows ? "few_rows_kernel" : "decode_kernel", "Config", c),
+            .threads = 128 + 32 * producer_warps(c),
+            .shared_bytes = shared_bytes(c)};
 }
 
 }  // namespace
@@ -43,6 +56,7 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
                             .head_dim = p.head_dim,
                             .value_dim = p.value_dim};
     if (std::string reason = unsupported_problem(same, device); !reason.empty()) return reason;
+    if (std::string reason = unsupported_nvfp4(p); !reason.empty()) return reason;
     if (p.split_size < 0 || p.split_size % BLOCK_N != 0) {
         return concat("split_size must be a multiple of ", BLOCK_N, ", or 0, got ", p.split_size);
     }
@@ -58,11 +72,19 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
     return "";
 }
 
+// A split size promises bits that no batch changes, so such calls keep to one kernel.
+bool can_prefill(const Problem& p) {
+    return !p.codes && !p.mask && !p.rotary && !p.leftpad && p.attention_chunk == 0 &&
+           p.split_size == 0 && p.page_size % attention::LEAST_PIECE == 0;
+}
+
 Choice choose(const Problem& p, const DeviceProperties& device) {
-    Choice choice;
+    Choice choice{.prefill =
+                      can_prefill(p) && p.tokens >= PREFILL_QUERIES * p.batch && p.batch > 0};
+    const bool few_rows = p.codes && p.q_length * p.group() <= FEW_ROWS;
     for (const Config& c : CONFIGS) {
         if (c.head_dim < p.head_dim || c.value_dim < p.value_dim) continue;
-        if ((c.staged > 0) != p.codes) continue;
+        if (has_codes(c) != p.codes || c.nvfp4 != p.nvfp4 || c.few_rows != few_rows) continue;
         choice.config = with_dtype(c, p.dtype);
         break;
     }
@@ -74,8 +96,8 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
 std::string kernel_name(const Choice& choice) {
     const Config& c = choice.config;
     const std::string value = c.value_dim == c.head_dim ? "" : concat("v", c.value_dim);
-    return concat("decode_", name_of(c.dtype), "_d", c.head_dim, value,
-                  c.staged > 0 ? "_codes" : "");
+    return concat("decode_", name_of(c.dtype), "_d", c.head_dim, value, suffix(c),
+                  c.few_rows ? "_16_rows" : "");
 }
 
 std::vector<KernelInfo> kernels() {
@@ -103,9 +125,10 @@ std::string unsupported_append(const AppendProblem& p, const DeviceProperties& d
             return concat("the ", name, " dimension must be a multiple of 8, got ", dim);
         }
     }
-    if (p.codes && std::max(p.head_dim, p.value_dim) > MAX_CODES) {
-        return concat("head dimensions of caches of 8 bits must be at most ", MAX_CODES, ", got ",
-                      p.head_dim, " and ", p.value_dim);
+    if (std::string reason = unsupported_nvfp4(p); !reason.empty()) return reason;
+    if ((p.codes || p.nvfp4) && std::max(p.head_dim, p.value_dim) > MAX_CODES) {
+        return concat("head dimensions of caches of 8 and 4 bits must be at most ", MAX_CODES,
+                      ", got ", p.head_dim, " and ", p.value_dim);
     }
     if (p.tokens > INT32_MAX / 2 || p.kv_heads * (p.head_dim + p.value_dim) > INT32_MAX / 2) {
         return concat("too many tokens or elements of one: ", p.tokens, " of ", p.kv_heads,
@@ -114,10 +137,13 @@ std::string unsupported_append(const AppendProblem& p, const DeviceProperties& d
     return "";
 }
 AppendChoice choose_append(const AppendProblem& p, const DeviceProperties&) {
-    return {p.codes, p.dtype};
+    return {p.codes && !p.nvfp4, p.nvfp4, p.dtype};
 }
 std::string kernel_name(const AppendChoice& c) {
-    return concat(c.codes ? "append_codes_" : "append_", name_of(c.dtype));
+    return concat(c.nvfp4   ? "append_nvfp4_"
+                  : c.codes ? "append_codes_"
+                            : "append_",
+                  name_of(c.dtype));
 }
 std::string unsupported_merge(const MergeProblem&, const DeviceProperties& device) {
     return no_code_for(device);
@@ -135,10 +161,12 @@ const char* mangled(DType dtype) { return dtype == DType::bf16 ? "13__nv_bfloat1
 std::vector<KernelInfo> append_kernels() {
     std::vector<KernelInfo> list;
     for (const DType dtype : {DType::bf16, DType::fp16}) {
-        for (const bool codes : {false, true}) {
-            const char* const kernel = codes ? "19append_codes_kernelI" : "13append_kernelI";
-            list.push_back({.name = kernel_name(AppendChoice{codes, dtype}),
-                            .config = codes ? "a warp for a row" : "a thread for 16 bytes",
+        for (const char* const kernel :
+             {"13append_kernelI", "19append_codes_kernelI", "19append_nvfp4_kernelI"}) {
+            const bool codes = kernel == std::string("19append_codes_kernelI");
+            const bool nvfp4 = kernel == std::string("19append_nvfp4_kernelI");
+            list.push_back({.name = kernel_name(AppendChoice{codes, nvfp4, dtype}),
+                            .config = codes || nvfp4 ? "a warp for a row" : "a thread for 16 bytes",
                             .source = "append_kv",
                             .symbol = concat(kernel, mangled(dtype)),
                             .threads = 256});

@@ -1,12 +1,14 @@
-// Caches of 8 bits: codes become fp16, exactly, on the way to the tensor cores. A producer's thread
-// copies 16 of them at a time to a place of its own in shared memory, and converts them when they
-// are there. Scales stay outside of products: those of keys go to scores, those of values to
-// weights (of tokens) or to the result (of heads).
+// Caches of 8 and 4 bits: codes become fp16, exactly, on the way to the tensor cores. A producer's
+// thread copies 16 bytes of them at a time to a place of its own in shared memory, and converts
+// them when they are there. Scales stay outside of products: those of keys go to scores, those of
+// values to weights (of tokens) or to the result (of heads). Those of the blocks of NVFP4 go into
+// the elements: a code has two significant bits, its scale four, which fp16 holds as one number.
 #pragma once
 
 #include <cuda_fp8.h>
 
 #include "csrc/attention/decode/decode.h"
+#include "csrc/attention/softmax.cuh"
 #include "kittens/kittens.cuh"
 
 namespace thunderkittens::attention::decode {
@@ -18,7 +20,7 @@ struct Codes {
     uint32_t words[4];
 };
 // Eight elements in fp16.
-struct Halves {
+struct alignas(16) Halves {
     uint32_t pairs[4];
 };
 
@@ -55,6 +57,60 @@ __device__ __forceinline__ void convert(CacheFormat format, const Codes& codes, 
         convert_by(codes, to, pair_of_int8);
 }
 
+// The eight codes of a word of NVFP4 as bytes of e5m2, times 2^-14: the three bits of a magnitude
+// are the last two of an exponent and the first of a mantissa. In the order of the elements.
+__device__ __forceinline__ uint2 e5m2_of_e2m1(uint32_t word) {
+    const auto upper = [](uint32_t x) { return (x & 0x80808080u) | (x >> 3 & 0x0e0e0e0eu); };
+    const uint32_t even = upper(word << 4), odd = upper(word);
+    return {arch::permute_bytes(even, odd, 0x5140), arch::permute_bytes(even, odd, 0x7362)};
+}
+// Scales of two blocks, or of one block of two rows.
+__device__ __forceinline__ __half2 scale_of_blocks(uint32_t scales) {
+    return __hmul2(arch::bit_cast<__half2>(pair_of_e4m3(scales, 0)),
+                   __floats2half2_rn(128.0f, 128.0f));
+}
+// 32 codes of NVFP4, with the scales of their two blocks in the lower half of `scales`, become
+// their values times NV_UNIT, so that one product is enough: a scale times 2^7 is in the range of
+// fp16, and so is what comes out, from 2^-17 to 21.
+constexpr float NV_UNIT = 0x1p-7f;
+__device__ __forceinline__ void convert_nvfp4(const Codes& codes, uint32_t scales,
+                                              Halves (&to)[4]) {
+    const __half2 both = scale_of_blocks(scales);
+    const __half2 of_block[] = {__low2half2(both), __high2half2(both)};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const uint2 bytes = e5m2_of_e2m1(codes.words[i]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const auto pair =
+                arch::bit_cast<__half2>(pair_of_e5m2(j < 2 ? bytes.x : bytes.y, j % 2));
+            to[i].pairs[j] = arch::bit_cast<uint32_t>(__hmul2(pair, of_block[i / 2]));
+        }
+    }
+}
+
+// The same in another order, which takes less: pairs of codes i and i + 4 of the eight of a word,
+// which may be those of two rows.
+__device__ __forceinline__ Halves four_apart_of(uint32_t word, __half2 scale) {
+    const auto upper = [](uint32_t x) { return (x & 0x80808080u) | (x >> 3 & 0x0e0e0e0eu); };
+    const uint32_t even = upper(word << 4), odd = upper(word);
+    Halves to;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const uint32_t bytes = i % 2 == 0 ? even : odd;
+        const uint32_t pair = arch::permute_bytes(bytes, 0u, i < 2 ? 0x2404 : 0x3414);
+        to.pairs[i] = arch::bit_cast<uint32_t>(__hmul2(arch::bit_cast<__half2>(pair), scale));
+    }
+    return to;
+}
+__device__ __forceinline__ void convert_four_apart(const Codes& codes, uint32_t scales,
+                                                   Halves (&to)[4]) {
+    const __half2 both = scale_of_blocks(scales);
+    const __half2 of_block[] = {__low2half2(both), __high2half2(both)};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[i] = four_apart_of(codes.words[i], of_block[i / 2]);
+}
+
 // Of a number that is no subnormal; and the power of two of an exponent, within those of fp32.
 __device__ __forceinline__ int exponent_of(float largest) {
     return static_cast<int>(arch::bit_cast<uint32_t>(largest) >> 23 & 0xff) - 127;
@@ -62,6 +118,49 @@ __device__ __forceinline__ int exponent_of(float largest) {
 __device__ __forceinline__ float power_of_two(int exponent) {
     return arch::bit_cast<float>(static_cast<uint32_t>(::min(::max(exponent, -126), 127) + 127)
                                  << 23);
+}
+
+// Scales of the tokens that are a tile's columns, in shared memory; a thread has two of every
+// eight.
+__device__ __forceinline__ float2 token_scales(const float* scales, int j, int half) {
+    const int column = 16 * j + 8 * half + 2 * (laneid() % 4);
+    return arch::load_shared<float2>(arch::shared_address(scales + column));
+}
+template <any_register_tile Tile>
+__device__ __forceinline__ void scale_columns(Tile& x, const float* scales, float factor) {
+#pragma unroll
+    for (int j = 0; j < Tile::width; ++j) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const float2 scale = token_scales(scales, j, k / 2);
+            float2& pair = x.tiles[0][j].data[k];
+            pair = {pair.x * (scale.x * factor), pair.y * (scale.y * factor)};
+        }
+    }
+}
+// The weights times the scales of the values, over a power of two that these do not exceed much:
+// where they grow, so does it, and what has been added up becomes less.
+template <any_register_tile Weights, any_register_tile Output>
+__device__ __forceinline__ void scale_weights(Weights& x, Output& o, const float* scales,
+                                              int& exponent) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int j = 0; j < Weights::width; ++j) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float2 scale = token_scales(scales, j, half);
+            largest = fmaxf(largest, fmaxf(fabsf(scale.x), fabsf(scale.y)));
+        }
+    }
+    largest = fmaxf(largest, arch::shuffle_xor(largest, 1));
+    largest = fmaxf(largest, arch::shuffle_xor(largest, 2));
+    const int needed = exponent_of(largest);
+    if (needed > exponent) {
+        const float factor = power_of_two(exponent - needed);
+        scale_rows(o, {factor, factor});
+        exponent = needed;
+    }
+    scale_columns(x, scales, power_of_two(-exponent));
 }
 
 }  // namespace thunderkittens::attention::decode

@@ -136,17 +136,20 @@ __global__ __launch_bounds__(COMBINE_THREADS) void combine_kernel(
             arch::sync_block();  // what was there has been read
 #pragma unroll
             for (int j = 0; j < CombinedRow::pairs; ++j) {
-                shared.o[warp][j * WARP_THREADS + laneid()] = mine.o[j];
+                arch::store_shared(
+                    arch::shared_address(&shared.o[warp][j * WARP_THREADS + laneid()]), mine.o[j]);
             }
-            if (laneid() == 0) shared.sums[warp] = mine.sum;
+            if (laneid() == 0)
+                arch::store_shared(arch::shared_address(&shared.sums[warp]), mine.sum);
             arch::sync_block();
         }
         if (!exists || member > 0) continue;
         for (int other = warp + 1; other < warp + g.row_warps; ++other) {
-            mine.sum += shared.sums[other];
+            mine.sum += arch::load_shared<float>(arch::shared_address(&shared.sums[other]));
 #pragma unroll
             for (int j = 0; j < CombinedRow::pairs; ++j) {
-                const float2 x = shared.o[other][j * WARP_THREADS + laneid()];
+                const auto x = arch::load_shared<float2>(
+                    arch::shared_address(&shared.o[other][j * WARP_THREADS + laneid()]));
                 mine.o[j] = {mine.o[j].x + x.x, mine.o[j].y + x.y};
             }
         }

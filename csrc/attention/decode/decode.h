@@ -15,8 +15,10 @@ namespace thunderkittens::attention::decode {
 constexpr int BLOCK_N = 64;    // keys of a block: the unit in which work is cut
 constexpr int TILE_ROWS = 64;  // query positions and, in each, the heads that share keys
 
-// What a cache holds: elements as the queries have them, or codes of 8 bits.
-enum class CacheFormat : int { same, e4m3, e5m2, int8 };
+// What a cache holds: elements as the queries have them, codes of 8 bits, or those of NVFP4: e2m1,
+// two to a byte, and an e4m3 scale for each NV_BLOCK neighbours of a row.
+enum class CacheFormat : int { same, e4m3, e5m2, int8, nvfp4 };
+constexpr int NV_BLOCK = 16;
 
 // A sequence has at most q_length new queries and k_length keys, these among them.
 struct Problem {
@@ -29,7 +31,11 @@ struct Problem {
     int64_t attention_chunk = 0;                  // a query sees the keys of its own chunk; 0: all
     int64_t split_size = 0;  // keys; 0: the keys are cut so that all parts have as much to do
     bool causal = true, mask = false, varlen = false;
-    bool codes = false;  // the cache has 8 bits
+    bool codes = false;                    // the cache has 8 bits, or less
+    bool nvfp4 = false;                    // it has 4
+    bool rotary = false, leftpad = false;  // queries are rotated; sequences have a first key
+    int64_t tokens = 0;                    // queries of all sequences
+    int64_t page_size = 0;                 // 0: each sequence has a place of its own
 
     int64_t group() const { return q_heads / std::max<int64_t>(kv_heads, 1); }
     int64_t tiles() const { return ceil_div(q_length * group(), TILE_ROWS); }  // of a key head
@@ -37,21 +43,54 @@ struct Problem {
     int64_t tile_rows() const { return std::min<int64_t>(TILE_ROWS, q_length * group()); }
 };
 
-// What one kernel is compiled for: a ring of `slots`, of which keys and values take turns; before
-// them, where these are codes, slots for `staged` ones.
+constexpr int FEW_ROWS = 16;  // of a tile of mma.sync
+
+// What one kernel is compiled for: a ring of `slots`, of which keys and values take turns. Codes
+// become 16 bits before them, in slots for `staged` ones, or, of few rows, behind them, in the
+// registers of those who multiply. NVFP4 has no kernels of its own for the head dimensions 192 and
+// 128, nor for 64 and few rows, and takes those of the next dimensions.
 struct Config {
     int head_dim = 0, value_dim = 0;
     int slots = 0;
-    int staged = 0;  // 0: a cache of 16 bits
+    int staged = 0;
     int blocks_per_sm = 1;
+    bool nvfp4 = false;
     DType dtype = DType::bf16;  // of queries and results
+    bool few_rows = false;
 
     bool operator==(const Config&) const = default;
 };
 constexpr Config CONFIGS[] = {
-    {64, 64, 10, 0, 2}, {128, 128, 5, 0, 2}, {192, 128, 7, 0, 1}, {256, 256, 5, 0, 1},
-    {64, 64, 4, 10, 2}, {128, 128, 3, 5, 2}, {192, 128, 4, 7, 1}, {256, 256, 3, 5, 1},
+    {64, 64, 10, 0, 2},
+    {128, 128, 5, 0, 2},
+    {192, 128, 7, 0, 1},
+    {256, 256, 5, 0, 1},
+    {64, 64, 4, 10, 2},
+    {128, 128, 3, 5, 2},
+    {192, 128, 4, 7, 1},
+    {256, 256, 3, 5, 1},
+    {64, 64, 4, 16, 2, true},
+    {128, 128, 3, 9, 2, true},
+    {256, 256, 3, 9, 1, true},
+    // Few rows.
+    {.head_dim = 64, .value_dim = 64, .slots = 20, .blocks_per_sm = 2, .few_rows = true},
+    {.head_dim = 128, .value_dim = 128, .slots = 9, .blocks_per_sm = 2, .few_rows = true},
+    {.head_dim = 192, .value_dim = 128, .slots = 15, .blocks_per_sm = 1, .few_rows = true},
+    {.head_dim = 256, .value_dim = 256, .slots = 9, .blocks_per_sm = 1, .few_rows = true},
+    {.head_dim = 128,
+     .value_dim = 128,
+     .slots = 16,
+     .blocks_per_sm = 2,
+     .nvfp4 = true,
+     .few_rows = true},
+    {.head_dim = 256,
+     .value_dim = 256,
+     .slots = 14,
+     .blocks_per_sm = 1,
+     .nvfp4 = true,
+     .few_rows = true},
 };
+constexpr bool has_codes(const Config& c) { return c.staged > 0 || c.few_rows; }
 
 constexpr Config with_dtype(Config config, DType dtype) {
     config.dtype = dtype;
@@ -60,27 +99,43 @@ constexpr Config with_dtype(Config config, DType dtype) {
 // As instances.txt names it; value_dim 0 is head_dim.
 struct ConfigName {
     int head_dim, value_dim = 0;
-    bool codes = false;
+    bool codes = false, nvfp4 = false, few_rows = false;
     DType dtype = DType::bf16;
 };
 consteval Config config_of(const ConfigName& name) {
     for (const Config& c : CONFIGS) {
-        if (c.head_dim == name.head_dim && (c.staged > 0) == name.codes &&
+        if (c.head_dim == name.head_dim && c.nvfp4 == name.nvfp4 &&
+            has_codes(c) == (name.codes || name.nvfp4) && c.few_rows == name.few_rows &&
             c.value_dim == (name.value_dim ? name.value_dim : name.head_dim))
             return with_dtype(c, name.dtype);
     }
     throw "no such configuration is listed";
 }
-// Warps. Codes are much to convert; elements are only copied, for which half as many do.
-constexpr int producer_warps(const Config& c) { return c.staged > 0 ? 4 : 2; }
+// Warps. Codes are much to convert; what is only copied needs half as many. A whole warpgroup can
+// also leave registers to those who multiply.
+constexpr int producer_warps(const Config& c) {
+    return c.staged > 0 || (c.few_rows && c.blocks_per_sm > 1) ? 4 : 2;
+}
 constexpr int slot_bytes(const Config& c) {
-    return BLOCK_N * std::max(c.head_dim, c.value_dim) * 2;
+    const int elements = BLOCK_N * std::max(c.head_dim, c.value_dim);
+    return !c.few_rows ? 2 * elements : c.nvfp4 ? elements / 2 : elements;
 }
 constexpr int shared_bytes(const Config& c) {
     constexpr int semaphores = 512, alignment = 1024;
-    // Codes, and a scale for each token of a slot; a factor for each row of queries.
-    const int staged = c.staged * (slot_bytes(c) / 2 + BLOCK_N * 4);
-    const int scales = c.staged > 0 ? c.slots * BLOCK_N * 4 + TILE_ROWS * 4 : 0;
+    if (c.few_rows) {
+        // Queries, and the results of four warps, with three numbers for each row.
+        const int queries = FEW_ROWS * c.head_dim * 2;
+        const int results = 4 * FEW_ROWS * (c.value_dim + 3) * 4;
+        const int scales =
+            c.nvfp4 ? BLOCK_N * std::max(c.head_dim, c.value_dim) / NV_BLOCK : BLOCK_N * 4;
+        return c.slots * (slot_bytes(c) + scales) + queries + results + semaphores + alignment;
+    }
+    // Codes, and a scale for each token of a slot, or a word of scales for 32 codes of NVFP4; a
+    // factor for each row of queries.
+    const int codes = slot_bytes(c) / (c.nvfp4 ? 4 : 2);
+    const int staged = c.staged * (codes + (c.nvfp4 ? codes / 4 : BLOCK_N * 4));
+    const int token_scales = c.nvfp4 ? 0 : c.slots * BLOCK_N * 4;
+    const int scales = c.staged > 0 ? token_scales + TILE_ROWS * 4 : 0;
     return TILE_ROWS * c.head_dim * 2 + c.slots * slot_bytes(c) + staged + scales + semaphores +
            alignment;
 }
@@ -89,6 +144,7 @@ struct Choice {
     Config config;
     int parts = 1;          // of the work, a block each
     int schedule_ints = 0;  // of a schedule
+    bool prefill = false;   // the kernels of attention instead, for many queries
 
     bool operator==(const Choice&) const = default;
 };
@@ -123,6 +179,9 @@ ScheduleShape schedule_shape(const Problem& problem, int parts);
 struct Cache {
     const void* data = nullptr;
     int64_t page_stride = 0, token_stride = 0, head_stride = 0;
+};
+struct BlockScales {
+    Cache k, v;  // by bytes
 };
 
 // Factors of the codes, fp32: one, or one for each sequence and head, or one for each token and
@@ -164,6 +223,7 @@ struct Params {
     float* lse = nullptr;  // (batch, q_heads, q_length) or (q_heads, tokens); may be null
     Cache k, v;
     CacheFormat format = CacheFormat::same;
+    BlockScales block_scales;  // of NVFP4
     Scales k_scale, v_scale, q_scale;
     Sequences sequences;
     Pages pages;
@@ -177,17 +237,21 @@ struct Params {
 };
 
 TK_FIELDS(Problem, dtype, batch, q_heads, kv_heads, q_length, k_length, head_dim, value_dim,
-          window_left, window_right, attention_chunk, split_size, causal, mask, varlen, codes)
-TK_FIELDS(Config, head_dim, value_dim, slots, staged, blocks_per_sm, dtype)
+          window_left, window_right, attention_chunk, split_size, causal, mask, varlen, codes,
+          nvfp4, rotary, leftpad, tokens, page_size)
+TK_FIELDS(Config, head_dim, value_dim, slots, staged, blocks_per_sm, nvfp4, dtype, few_rows)
 template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
     visit_fields(c.config, visit);
     visit("parts", c.parts);
     visit("schedule_ints", c.schedule_ints);
+    visit("prefill", c.prefill);
 }
 
 std::string unsupported(const Problem& problem, const DeviceProperties& device);
 Choice choose(const Problem& problem, const DeviceProperties& device);
+// Whether the kernels of attention can read the cache's pages and have what the call asks for.
+bool can_prefill(const Problem& problem);
 std::string kernel_name(const Choice& choice);
 std::vector<KernelInfo> kernels();
 

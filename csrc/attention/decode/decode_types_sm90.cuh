@@ -22,15 +22,23 @@ struct Kernel {
     static constexpr int blocks_per_sm = config.blocks_per_sm;
     // Which a whole warpgroup of producers gives to the consumers, where registers are few.
     static constexpr bool reallocates = producers == 4 && blocks_per_sm > 1;
-    static constexpr int producer_registers = 80, consumer_registers = 176;
-    static constexpr bool codes = config.staged > 0;
+    static constexpr int producer_registers = config.few_rows ? 64 : 80;
+    static constexpr int consumer_registers = 256 - producer_registers;
+    // Of few rows, in registers.
+    static constexpr bool keeps_query = head_dim <= 192;
+    static constexpr bool codes = has_codes(config), few_rows = config.few_rows;
+    static constexpr bool staged = config.staged > 0;  // the producers convert codes
+    static constexpr bool nvfp4 = config.nvfp4;
+    static constexpr bool token_scales = codes && !nvfp4;  // slots have them
     // Copies of so many slots are on their way at a time.
-    static constexpr int lag = codes ? config.staged : slots - 2;
+    static constexpr int lag = staged ? config.staged : slots - 2;
 
-    using Operand = std::conditional_t<codes, half, T>;  // of the tensor cores
+    using Operand =  // what a slot has; of few rows, bytes
+        std::conditional_t<staged, half, std::conditional_t<codes, fp8e4m3, T>>;
+    static constexpr int packed = few_rows && nvfp4 ? 2 : 1;  // codes of an operand
     using q_tile = st<Operand, TILE_ROWS, head_dim>;
-    using k_tile = st<Operand, BLOCK_N, head_dim>;
-    using v_tile = st<Operand, BLOCK_N, value_dim>;
+    using k_tile = st<Operand, BLOCK_N, head_dim / packed>;
+    using v_tile = st<Operand, BLOCK_N, value_dim / packed>;
     union slot {
         k_tile k;
         v_tile v;
@@ -93,6 +101,17 @@ struct CacheRows {
     }
 };
 
+// Scales of the blocks of NVFP4. Of other caches, nothing.
+template <bool nvfp4>
+struct BlockScaleRows {
+    BlockScaleRows(const BlockScales&) {}
+};
+template <>
+struct BlockScaleRows<true> {
+    CacheRows<uint8_t> k, v;
+    BlockScaleRows(const BlockScales& scales) : k(scales.k), v(scales.v) {}
+};
+
 __device__ __forceinline__ float scale_of_head(const Scales& scales, int b, int head) {
     if (scales.data == nullptr || scales.tokens) return 1.0f;
     return arch::load_global_readonly(scales.data + b * scales.strides[0] +
@@ -118,13 +137,36 @@ struct Globals {
     int64_t mask_stride;
     int mask_words;
     int head_dim;
+    [[no_unique_address]] BlockScaleRows<Kernel::nvfp4> block_scales;
+
+    explicit Globals(const Params& params)
+        : q(params.q, params.problem.varlen),
+          k(params.k),
+          v(params.v),
+          format(params.format),
+          k_scale(params.k_scale),
+          v_scale(params.v_scale),
+          q_scale(params.q_scale),
+          results(params),
+          work(params),
+          schedule(params.schedule, schedule_shape(params.problem, params.parts)),
+          score_mod(params.scores),
+          rotary(params.rotary),
+          rotary_moves(params.problem.causal || params.problem.window_left >= 0 ||
+                       params.problem.window_right >= 0),
+          pages(params.pages),
+          mask(params.mask),
+          mask_stride(params.mask_stride),
+          mask_words(static_cast<int>(params.mask_words)),
+          head_dim(static_cast<int>(params.problem.head_dim)),
+          block_scales(params.block_scales) {}
 };
 
-// What caches of 8 bits need besides: codes as they come, chunks of 16 by copy and thread; factors.
-template <class Kernel, bool codes = Kernel::codes>
+// What caches of codes need besides: codes as they come, 16 bytes by copy and thread; factors.
+template <class Kernel, bool staged = Kernel::staged, bool nvfp4 = Kernel::nvfp4>
 struct Staging {};
 template <class Kernel>
-struct Staging<Kernel, true> {
+struct Staging<Kernel, true, false> {
     static constexpr int threads = Kernel::producers * WARP_THREADS;
     static constexpr int columns = std::max(Kernel::head_dim, Kernel::value_dim);
     uint4 codes[Kernel::lag][BLOCK_N * columns / 16 / threads][threads];
@@ -132,12 +174,50 @@ struct Staging<Kernel, true> {
     float scales[Kernel::slots][BLOCK_N];  // of the tokens of a slot
     float q_factors[TILE_ROWS];
 };
-
+// A copy has 32 codes, and the word of four scales that has those of its two blocks.
 template <class Kernel>
+struct Staging<Kernel, true, true> {
+    static constexpr int threads = Kernel::producers * WARP_THREADS;
+    static constexpr int columns = std::max(Kernel::head_dim, Kernel::value_dim);
+    static constexpr int copies = BLOCK_N * columns / 32 / threads;
+    uint4 codes[Kernel::lag][copies][threads];
+    uint32_t block_scales[Kernel::lag][copies][threads];
+    float q_factors[TILE_ROWS];
+};
+
+template <class Kernel, bool few_rows = Kernel::few_rows>
 struct Shared {
     typename Kernel::q_tile q;
     typename Kernel::slot ring[Kernel::slots];
     [[no_unique_address]] Staging<Kernel> staging;
+    semaphore full[Kernel::slots], empty[Kernel::slots];
+};
+// Scales of a slot's tokens, or of the blocks of their rows.
+template <class Kernel, bool nvfp4 = Kernel::nvfp4>
+struct SlotScales {
+    float of_tokens[BLOCK_N];
+};
+template <class Kernel>
+struct SlotScales<Kernel, true> {
+    static constexpr int words = std::max(Kernel::head_dim, Kernel::value_dim) / NV_BLOCK / 4;
+    struct alignas(words % 4 == 0 ? 16 : words % 2 == 0 ? 8 : 4) Row {
+        uint32_t words[SlotScales::words];
+    };
+    Row of_blocks[BLOCK_N];
+};
+// What a thread has of 16 rows and 16 columns: two pairs of columns, of an upper and a lower row.
+struct alignas(16) QueryOperand {
+    uint32_t pairs[2][2];
+};
+// Of few rows: what each of the warps that multiply has of an item's keys.
+template <class Kernel>
+struct Shared<Kernel, true> {
+    typename Kernel::slot ring[Kernel::slots];
+    SlotScales<Kernel> scales[Kernel::slots];
+    float factors[FEW_ROWS];  // of the queries
+    float base[4][FEW_ROWS], sum[4][FEW_ROWS];
+    float4 out[4][FEW_ROWS][Kernel::value_dim / 4];
+    QueryOperand query[Kernel::head_dim / 16][WARP_THREADS];
     semaphore full[Kernel::slots], empty[Kernel::slots];
 };
 

@@ -39,6 +39,8 @@ emulated::Result run_paged(const emulated::Call& call) {
                                 .k_scale = call.if_given("k_scale"),
                                 .v_scale = call.if_given("v_scale"),
                                 .q_scale = call.if_given("q_scale"),
+                                .k_block_scale = call.if_given("k_block_scale"),
+                                .v_block_scale = call.if_given("v_block_scale"),
                                 .int8 = call.scalar("int8", false)};
     if (call.scalars.contains("scale")) options.scale = call.scalar("scale", 1.0);
     Array lse;
@@ -73,6 +75,8 @@ emulated::Result run_append(const emulated::Call& call) {
                            .rotary_interleaved = call.scalar("rotary_interleaved", false),
                            .k_scale = call.if_given("k_scale"),
                            .v_scale = call.if_given("v_scale"),
+                           .k_block_scale = call.if_given("k_block_scale"),
+                           .v_block_scale = call.if_given("v_block_scale"),
                            .int8 = call.scalar("int8", false)});
     return on.result({});
 }

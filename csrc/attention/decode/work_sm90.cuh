@@ -112,15 +112,17 @@ struct Work {
         return keys;
     }
     // The keys [first, end) of the chunk of a query; chunks begin with the first key that is seen.
+    // A query before it, of which a sequence with more queries than keys has some, has no key.
     __device__ __forceinline__ int2 chunk_of(const Lengths& s, int position) const {
-        const int own = ::max(position + s.diagonal - s.k_begin, 0);
+        const int own = position + s.diagonal - s.k_begin;
+        if (own < 0) return {0, 0};
         const int begin = s.k_begin + own / chunk * chunk;
         return {begin, begin > INT32_MAX - chunk ? INT32_MAX : begin + chunk};
     }
     __device__ __forceinline__ void cut_to_chunks(KeyBlocks& keys, const Lengths& s, int first,
                                                   int last) const {
         const int2 low = chunk_of(s, first), high = chunk_of(s, last);
-        keys.end = ::min(keys.end, (high.y - 1) / BLOCK_N + 1);
+        keys.end = ::min(keys.end, high.y > 0 ? (high.y - 1) / BLOCK_N + 1 : 0);
         keys.begin = ::min(::max(keys.begin, low.x / BLOCK_N), keys.end);
         keys.unmasked_begin = ::max(keys.unmasked_begin, (high.x + BLOCK_N - 1) / BLOCK_N);
         keys.unmasked_end = ::min(keys.unmasked_end, low.y / BLOCK_N);

@@ -115,12 +115,19 @@ __device__ __forceinline__ void store_async(const GL& destination, const Object&
 
 // Segments of rows. Rows of the tile beyond the segment's end load as zeros and are not stored; the
 // tile must not begin before the segment. Columns are clipped as in other layouts.
-template <any_shared_tile Tile, class Transfer>
-__device__ __forceinline__ void for_each_box(const ragged_coord& at, int rows, Transfer transfer) {
+__device__ __forceinline__ arch::TmaCoordinates5 ragged_box(const ragged_coord& at, int col,
+                                                            int row) {
+    return {col, host::RAGGED_WINDOW - at.length + at.row + row, at.begin + at.length,
+            host::RAGGED_WINDOW, at.head};
+}
+__device__ __forceinline__ void require_segment(const ragged_coord& at, int rows) {
     arch::require(at.row >= 0, "a tile begins before its segment: ragged_coord's row is negative");
     arch::require(at.begin >= 0 && at.length >= 0 && at.length <= rows - at.begin,
                   "ragged_coord's segment is not within the layout's rows");
-    const int first = host::RAGGED_WINDOW - at.length + at.row;
+}
+template <any_shared_tile Tile, class Transfer>
+__device__ __forceinline__ void for_each_box(const ragged_coord& at, int rows, Transfer transfer) {
+    require_segment(at, rows);
     constexpr int box = kittens::detail::box_rows<Tile>;
 #pragma unroll
     for (int stripe = 0; stripe < Tile::stripes; ++stripe) {
@@ -128,8 +135,7 @@ __device__ __forceinline__ void for_each_box(const ragged_coord& at, int rows, T
         for (int row = 0; row < Tile::rows; row += box) {
             constexpr int row_bytes = Tile::stripe_cols * int(sizeof(typename Tile::T));
             transfer(uint32_t(stripe * Tile::stripe_bytes + row * row_bytes),
-                     arch::TmaCoordinates5{at.col + stripe * Tile::stripe_cols, first + row,
-                                           at.begin + at.length, host::RAGGED_WINDOW, at.head});
+                     ragged_box(at, at.col + stripe * Tile::stripe_cols, row));
         }
     }
 }
@@ -141,6 +147,24 @@ __device__ __forceinline__ void load_async(Tile& destination, const G& source,
     for_each_box<Tile>(at, source.rows, [&](uint32_t offset, arch::TmaCoordinates5 from) {
         arch::tma_load_5d<policy>(to + offset, map, from, barrier);
     });
+}
+// The rows of a tile from `tile_row` on, as many as a transfer of the layout moves: of a segment
+// of their own. All transfers to a tile together bring its bytes.
+template <CachePolicy policy = CachePolicy::normal, any_shared_tile Tile, ragged_layout_type G>
+__device__ __forceinline__ void load_piece_async(Tile& destination, int tile_row, const G& source,
+                                                 const ragged_coord& at, semaphore& arrived) {
+    constexpr int row_bytes = Tile::stripe_cols * int(sizeof(typename Tile::T));
+    require_segment(at, source.rows);
+    arch::require(tile_row >= 0 && tile_row < Tile::rows && tile_row % 8 == 0,
+                  "a piece of a tile begins at one of its rows, a multiple of 8");
+    const CUtensorMap* map = source.template tensor_map<Tile>();
+    const uint32_t to = destination.address() + static_cast<uint32_t>(tile_row * row_bytes);
+#pragma unroll
+    for (int stripe = 0; stripe < Tile::stripes; ++stripe) {
+        arch::tma_load_5d<policy>(to + stripe * Tile::stripe_bytes, map,
+                                  ragged_box(at, at.col + stripe * Tile::stripe_cols, 0),
+                                  arrived.address());
+    }
 }
 template <CachePolicy policy = CachePolicy::normal, any_shared_tile Tile, ragged_layout_type G>
 __device__ __forceinline__ void store_async(const G& destination, const Tile& source,

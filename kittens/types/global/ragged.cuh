@@ -31,15 +31,17 @@ struct ragged_gl {
     int64_t head_stride, row_stride;
     detail::tensor_maps<Tiles...> maps;
 
-    // At most 2^30 rows, those of all segments.
-    __host__ inline ragged_gl(T* data, int _heads, int _rows, int _cols, ragged_strides strides)
+    // At most 2^30 rows, those of all segments. A transfer moves box_rows of them: those of a tile
+    // (0), or of a piece of one, a multiple of 8 that divides its rows.
+    __host__ inline ragged_gl(T* data, int _heads, int _rows, int _cols, ragged_strides strides,
+                              int box_rows = 0)
         : raw_ptr(data),
           heads(_heads),
           rows(_rows),
           cols(_cols),
           head_stride(strides.head),
           row_stride(strides.row) {
-        encode(maps);
+        encode(maps, box_rows);
     }
 
     // Address of an element; `row` counts from the layout's first.
@@ -52,26 +54,27 @@ struct ragged_gl {
     }
 
   private:
-    __host__ inline void encode(detail::tensor_maps<>&) {}
+    __host__ inline void encode(detail::tensor_maps<>&, int) {}
     template <class Tile, class... Rest>
-    __host__ inline void encode(detail::tensor_maps<Tile, Rest...>& list) {
+    __host__ inline void encode(detail::tensor_maps<Tile, Rest...>& list, int box_rows) {
         static_assert(std::same_as<typename Tile::T, T>,
                       "a TMA type must have the element type of its global layout");
         static_assert(Tile::stripe_cols <= 256, "TMA copies at most 256 columns without a swizzle");
         static_assert(Tile::rows % detail::box_rows<Tile> == 0,
                       "a TMA tile of more than 256 rows needs a multiple of 256 rows");
-        list.map = host::encode_ragged_tensor_map({.data = raw_ptr,
-                                                   .type = detail::tensor_map_type<T>(),
-                                                   .element_bytes = int(sizeof(T)),
-                                                   .cols = cols,
-                                                   .rows = rows,
-                                                   .heads = heads,
-                                                   .row_stride = row_stride,
-                                                   .head_stride = head_stride,
-                                                   .box_cols = Tile::stripe_cols,
-                                                   .box_rows = detail::box_rows<Tile>,
-                                                   .swizzle_bytes = Tile::swizzle_bytes});
-        encode(list.rest);
+        list.map = host::encode_ragged_tensor_map(
+            {.data = raw_ptr,
+             .type = detail::tensor_map_type<T>(),
+             .element_bytes = int(sizeof(T)),
+             .cols = cols,
+             .rows = rows,
+             .heads = heads,
+             .row_stride = row_stride,
+             .head_stride = head_stride,
+             .box_cols = Tile::stripe_cols,
+             .box_rows = box_rows > 0 ? box_rows : detail::box_rows<Tile>,
+             .swizzle_bytes = Tile::swizzle_bytes});
+        encode(list.rest, box_rows);
     }
 };
 

@@ -55,17 +55,20 @@ class PagedCache:
         value_dim: columns of a value, Dv; None is D.
         pages: pages of a layer, which all sequences share. None: as many as all of them may need.
         page_size: tokens of a page, from 1 on.
-        dtype: of the cache: bfloat16, float16, or 8 bits: float8_e4m3fn, float8_e5m2, int8.
+        dtype: of the cache: bfloat16, float16, or 8 bits: float8_e4m3fn, float8_e5m2, int8; or
+            float4_e2m1fn_x2 for NVFP4, with D and Dv multiples of 64.
         scales: of a cache of 8 bits. "token": a factor for each token and head, found when it is
             written. "tensor": one for each layer, `k_scales[layer]` and `v_scales[layer]`, 1 at
-            first.
+            first, and so it always is of NVFP4, whose blocks have scales besides.
         split_size: as for `tk.attention_paged`; a number makes results batch-invariant.
         device: where the cache is.
 
     Attributes:
-        k, v: of each layer, (pages, page_size, Hkv, D) and (.., Dv).
+        k, v: of each layer, (pages, page_size, Hkv, D) and (.., Dv); of NVFP4 half as many columns.
         k_scales, v_scales: of each layer, float32, (pages, page_size, Hkv) or (1,); None of a cache
             of 16 bits.
+        k_block_scales, v_block_scales: of NVFP4, of each layer, float8_e4m3fn, (pages, page_size,
+            Hkv, D / 16) and (.., Dv / 16); else None.
         page_table: (B, pages of a sequence), int32.
         lengths: (B,), int32: keys of each sequence; negative where it does not run.
 
@@ -97,7 +100,8 @@ class PagedCache:
                 raise ValueError(f"{_NAME}: {name} is {size}; it must be at least 1")
         if scales not in SCALES:
             raise ValueError(f"{_NAME}: scales is {scales!r}; it must be one of {SCALES}")
-        if dtype not in (*CODES, *KERNEL_DTYPES, torch.float32, torch.float64):
+        nvfp4 = dtype is torch.float4_e2m1fn_x2
+        if not nvfp4 and dtype not in (*CODES, *KERNEL_DTYPES, torch.float32, torch.float64):
             raise TypeError(f"{_NAME}: dtype is {dtype}; it must be of 16 bits, or one of {CODES}")
         self.max_length, self.page_size, self.split_size = max_length, page_size, split_size
         most = -(-max_length // page_size)
@@ -113,12 +117,26 @@ class PagedCache:
             return x
 
         dims = head_dim, head_dim if value_dim is None else value_dim
-        self.k, self.v = ([memory(*shape, dim, dtype=dtype) for _ in range(layers)] for dim in dims)
-        self.codes = dtype in CODES
+        if nvfp4 and any(dim % 64 for dim in dims):
+            raise ValueError(
+                f"{_NAME}: head dims of NVFP4 are {dims}; they must be multiples of 64"
+            )
+        self.k, self.v = (
+            [memory(*shape, dim // 2 if nvfp4 else dim, dtype=dtype) for _ in range(layers)]
+            for dim in dims
+        )
+        self.codes = nvfp4 or dtype in CODES
         self.k_scales: list[Tensor] | None = None
         self.v_scales: list[Tensor] | None = None
+        self.k_block_scales: list[Tensor] | None = None
+        self.v_block_scales: list[Tensor] | None = None
+        if nvfp4:
+            self.k_block_scales, self.v_block_scales = (
+                [memory(*shape, dim // 16, dtype=torch.float8_e4m3fn) for _ in range(layers)]
+                for dim in dims
+            )
         if self.codes:
-            of = shape if scales == "token" else (1,)
+            of = shape if scales == "token" and not nvfp4 else (1,)
             self.k_scales, self.v_scales = (
                 [memory(*of, dtype=torch.float32, value=1) for _ in range(layers)] for _ in dims
             )
@@ -282,6 +300,9 @@ class PagedStep:
         place: dict[str, Any] = {"cache_batch_idx": self.rows}
         if cache.k_scales is not None and cache.v_scales is not None:
             place |= {"k_scale": cache.k_scales[layer], "v_scale": cache.v_scales[layer]}
+        if cache.k_block_scales is not None and cache.v_block_scales is not None:
+            place["k_block_scale"] = cache.k_block_scales[layer]
+            place["v_block_scale"] = cache.v_block_scales[layer]
         options: dict[str, Any] = {"window_size": window_size, "softcap": softcap, "sink": sink}
         options |= {"alibi_slopes": alibi_slopes, "scale": scale}
         if self.prompt:

@@ -13,6 +13,8 @@ from . import _attention as shared
 
 BLOCK = 64  # keys of a block of the kernels
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)  # of caches of 8 bits
+NVFP4 = (torch.float4_e2m1fn_x2, torch.uint8)  # two elements each, with scales of blocks
+NV_BLOCK = 16  # elements of a scale
 
 
 def require_integers(op: str, name: str, x: Any, like: Tensor, length: Any = None) -> None:
@@ -43,15 +45,46 @@ def require_size(op: str, name: str, x: Any, least: int = 0) -> None:
         raise ValueError(f"tk.{op}: {name} is {x}; it must be at least {least}")
 
 
-def require_caches(op: str, k_cache: Tensor, v_cache: Tensor, name: str, like: Tensor) -> None:
-    """Raises unless the caches are (pages, page_size, Hkv, D) and (.., Dv), rows of 16 bytes."""
+def columns(cache: Tensor, block_scale: Tensor | None) -> int:
+    """How many elements a row of a cache has."""
+    return cache.shape[3] * (1 if block_scale is None else 2)
+
+
+def as_bytes(arrays: dict[str, Any]) -> bool:
+    """Gives the emulator the codes that it has no type of as those of another format of 8 bits;
+    whether they are int8."""
+    int8 = arrays["k_cache"].dtype is torch.int8
+    for name in ("k_cache", "v_cache"):
+        if int8 or arrays[name].dtype in NVFP4:
+            arrays[name] = arrays[name].view(torch.float8_e4m3fn)
+    return int8
+
+
+def require_caches(
+    op: str,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    name: str,
+    like: Tensor,
+    k_block_scale: Any = None,
+    v_block_scale: Any = None,
+) -> None:
+    """Raises unless the caches are (pages, page_size, Hkv, D) and (.., Dv), rows of 16 bytes; of
+    NVFP4, with scales of blocks, half as many columns."""
+    if (k_block_scale is None) != (v_block_scale is None):
+        raise ValueError(f"tk.{op}: k_block_scale and v_block_scale must be given together")
     for what, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if not isinstance(x, Tensor):
             raise TypeError(f"tk.{op}: {what} must be a torch.Tensor, got {type(x).__name__}")
-        if x.dtype is not like.dtype and x.dtype not in CODES:
+        if k_block_scale is None and x.dtype is not like.dtype and x.dtype not in CODES:
             raise TypeError(
                 f"tk.{op}: {what} is {x.dtype}, {name} is {like.dtype}; it must be that, or one of "
-                f"{', '.join(map(str, CODES))}"
+                f"{', '.join(map(str, CODES))}, or with k_block_scale torch.float4_e2m1fn_x2"
+            )
+        if k_block_scale is not None and x.dtype not in NVFP4:
+            raise TypeError(
+                f"tk.{op}: {what} is {x.dtype}; with k_block_scale it must be one of "
+                f"{', '.join(map(str, NVFP4))}"
             )
         if x.device != like.device:
             raise TypeError(
@@ -80,10 +113,47 @@ def require_caches(op: str, k_cache: Tensor, v_cache: Tensor, name: str, like: T
             f"tk.{op}: k_cache has shape {tuple(k_cache.shape)}, v_cache has "
             f"{tuple(v_cache.shape)}; all but their head dims must be equal"
         )
+    if k_block_scale is not None:
+        require_block_scale(op, "k", k_block_scale, k_cache)
+        require_block_scale(op, "v", v_block_scale, v_cache)
 
 
-def require_scale(op: str, name: str, scale: Any, cache: Tensor, batch: Any) -> None:
-    """Raises unless a scale is fp32 of one element, (B, Hkv), or of the tokens of a cache."""
+def require_block_scale(op: str, which: str, scale: Any, cache: Tensor) -> None:
+    """Raises unless a scale is e4m3, of each block of an NVFP4 cache, rows of 4 bytes."""
+    name = f"{which}_block_scale"
+    if not isinstance(scale, Tensor) or scale.dtype is not torch.float8_e4m3fn:
+        what = scale.dtype if isinstance(scale, Tensor) else type(scale).__name__
+        raise TypeError(f"tk.{op}: {name} is {what}; it must be torch.float8_e4m3fn")
+    if scale.device != cache.device:
+        raise TypeError(
+            f"tk.{op}: {name} is on {scale.device}, the cache is on {cache.device}; they must be "
+            "on one device"
+        )
+    dim = 2 * cache.shape[3]
+    if dim % 32:
+        raise ValueError(
+            f"tk.{op}: {which}_cache has {cache.shape[3]} columns, of two elements each; the head "
+            "dim of NVFP4 must be a multiple of 32"
+        )
+    expected = (*cache.shape[:3], dim // NV_BLOCK)
+    if tuple(scale.shape) != expected:
+        raise ValueError(
+            f"tk.{op}: {name} has shape {tuple(scale.shape)}; it must be {expected}, a scale for "
+            f"each {NV_BLOCK} elements of {which}_cache"
+        )
+    strides = [s for n, s in zip(scale.shape[:3], scale.stride()[:3], strict=True) if n > 1]
+    if scale.stride(3) != 1 or any(s % 4 for s in strides):
+        raise ValueError(
+            f"tk.{op}: {name} has strides {scale.stride()}; those of a token's head must be "
+            "adjacent, and begin at a multiple of 4"
+        )
+
+
+def require_scale(
+    op: str, name: str, scale: Any, cache: Tensor, batch: Any, nvfp4: bool = False
+) -> None:
+    """Raises unless a scale is fp32 of one element, (B, Hkv), or of the tokens of a cache of 8
+    bits."""
     if scale is None:
         return
     if not isinstance(scale, Tensor) or scale.dtype is not torch.float32:
@@ -94,9 +164,14 @@ def require_scale(op: str, name: str, scale: Any, cache: Tensor, batch: Any) -> 
             f"tk.{op}: {name} is on {scale.device}, the cache is on {cache.device}; they must be "
             "on one device"
         )
-    if cache.dtype not in CODES:
-        raise ValueError(f"tk.{op}: {name} is for caches of 8 bits; this one is {cache.dtype}")
+    if cache.dtype not in CODES and not nvfp4:
+        raise ValueError(f"tk.{op}: {name} is for caches of 8 or 4 bits; this one is {cache.dtype}")
     shape, heads = tuple(scale.shape), cache.shape[2]
+    if nvfp4 and shape not in ((), (1,), (batch, heads)):
+        raise ValueError(
+            f"tk.{op}: {name} has shape {shape}; with block scales it must have one element, or be "
+            f"({batch}, {heads}), of sequences and heads"
+        )
     if shape not in ((), (1,), (batch, heads), tuple(cache.shape[:3])):
         raise ValueError(
             f"tk.{op}: {name} has shape {shape}; it must have one element, or be ({batch}, {heads})"

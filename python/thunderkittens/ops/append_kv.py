@@ -12,10 +12,10 @@ from .. import emulation
 from ..reference.append_kv import append_kv as reference_append
 from . import _cache as cache
 from ._memory import require_apart
-from ._registration import register, require_operands, transform_active
+from ._registration import call_checked, register, require_operands, transform_active
 
 _NAME = "append_kv"
-MOST_CODES = 256  # of a row of a cache of 8 bits, which a warp writes
+MOST_CODES = 256  # of a row of a cache of 8 or 4 bits, which a warp writes
 _op = torch.ops.thunderkittens.append_kv.default
 
 
@@ -37,6 +37,8 @@ def append_kv(
     rotary_interleaved: bool = False,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    k_block_scale: Tensor | None = None,
+    v_block_scale: Tensor | None = None,
 ) -> None:
     """Writes new keys and values into a cache, at places that the device looks up.
 
@@ -50,8 +52,9 @@ def append_kv(
             8.
         v: (B, s, Hkv, Dv), or (T, Hkv, Dv), dtype and device of k.
         k_cache: (pages, page_size, Hkv, D), dtype and device of k, or float8_e4m3fn, float8_e5m2
-            or int8, with D up to 256; strides of the first three dimensions are multiples of 16
-            bytes. It is changed in place. Without page_table a page is a sequence.
+            or int8, with D up to 256; or NVFP4, with k_block_scale: (pages, page_size, Hkv, D / 2),
+            float4_e2m1fn_x2 or uint8, D a multiple of 32. Strides of the first three dimensions are
+            multiples of 16 bytes. It is changed in place. Without page_table a page is a sequence.
         v_cache: (pages, page_size, Hkv, Dv), likewise.
         page_table: (sequences, pages of one), int32: key j of a sequence is in page j // page_size
             of its row, at j % page_size. What is behind the new keys is not read.
@@ -73,8 +76,13 @@ def append_kv(
         rotary_interleaved: neighbouring columns are pairs, else columns i and i + R / 2.
         k_scale: of a cache of 8 bits, float32: keys are divided by it and rounded, what is too
             large to the largest code. One, or (B, Hkv), or (pages, page_size, Hkv), which is
-            written: the largest of a token's head, over 448, 57344 or 127. None: 1.
+            written: the largest of a token's head, over 448, 57344 or 127. None: 1. Of NVFP4 one,
+            or (B, Hkv): the global_scale of `tk.nvfp4_quantize`, the largest of all keys over 2688.
         v_scale: likewise.
+        k_block_scale: (pages, page_size, Hkv, D / 16), float8_e4m3fn, strides in multiples of 4
+            bytes: scales of blocks of 16 elements of NVFP4, which are written. Codes and scales are
+            those of `tk.nvfp4_quantize`, rounded to nearest even.
+        v_block_scale: (pages, page_size, Hkv, Dv / 16), likewise; both or none.
 
     Returns:
         nothing.
@@ -95,17 +103,21 @@ def append_kv(
             rotary_seqlens,
             bool(rotary_interleaved),
         ),
-        *(k_scale, v_scale),
+        *(k_scale, v_scale, k_block_scale, v_block_scale),
     )
-    require_append(*args)
     if transform_active():
         raise RuntimeError(
             "tk.append_kv changes the caches in place and cannot be called under the transforms of "
             "torch.func"
         )
-    if not torch.compiler.is_compiling():
-        require_apart(_NAME, ("k_cache", "v_cache", "k", "v"), (k_cache, v_cache, k, v), written=2)
-    _op(*args)
+    written = {"k_cache": k_cache, "v_cache": v_cache}
+    if k_block_scale is not None and v_block_scale is not None:
+        written |= {"k_block_scale": k_block_scale, "v_block_scale": v_block_scale}
+    operands = {**written, "k": k, "v": v}
+    there = all(isinstance(x, Tensor) for x in operands.values())
+    if there and not torch.compiler.is_compiling():
+        require_apart(_NAME, tuple(operands), tuple(operands.values()), written=len(written))
+    call_checked(_op, args, lambda args: require_append(*args))
 
 
 def require_append(
@@ -125,6 +137,8 @@ def require_append(
     rotary_interleaved: bool = False,
     k_scale: Any = None,
     v_scale: Any = None,
+    k_block_scale: Any = None,
+    v_block_scale: Any = None,
 ) -> None:
     """Raises what `append_kv` documents."""
     require_operands(_NAME, ("k", "v"), k, v)
@@ -138,17 +152,19 @@ def require_append(
             raise ValueError(
                 f"tk.{_NAME}: {name} has head dim {x.shape[-1]}; it must be a multiple of 8"
             )
-    cache.require_caches(_NAME, k_cache, v_cache, "k", k)
+    cache.require_caches(_NAME, k_cache, v_cache, "k", k, k_block_scale, v_block_scale)
+    nvfp4 = k_block_scale is not None
+    dims = cache.columns(k_cache, k_block_scale), cache.columns(v_cache, v_block_scale)
     expected = (k.shape[-2], k.shape[-1], v.shape[-1])
-    if (k_cache.shape[2], k_cache.shape[3], v_cache.shape[3]) != expected:
+    if (k_cache.shape[2], *dims) != expected:
         raise ValueError(
             f"tk.{_NAME}: k_cache has shape {tuple(k_cache.shape)} and v_cache has "
             f"{tuple(v_cache.shape)}; they must have {expected[0]} heads of {expected[1]} and "
             f"{expected[2]}"
         )
-    if k_cache.element_size() == 1 and max(expected[1:]) > MOST_CODES:
+    if k_cache.element_size() == 1 and max(dims) > MOST_CODES:
         raise ValueError(
-            f"tk.{_NAME}: head dims are {expected[1]} and {expected[2]}; those of caches of 8 bits "
+            f"tk.{_NAME}: head dims are {dims[0]} and {dims[1]}; those of caches of 8 and 4 bits "
             f"must be at most {MOST_CODES}"
         )
     tokens = k.shape[0] * k.shape[1] if k.dim() == 4 else k.shape[0]
@@ -181,8 +197,8 @@ def require_append(
             cache.require_integers(_NAME, "cu_seqlens_k_new", cu_seqlens_k_new, k, batch + 1)
         cache.require_pages(_NAME, k_cache, page_table, cache_batch_idx, batch, k)
     batch = None if slot_mapping is not None else seq_lens.shape[0]
-    cache.require_scale(_NAME, "k_scale", k_scale, k_cache, batch)
-    cache.require_scale(_NAME, "v_scale", v_scale, v_cache, batch)
+    cache.require_scale(_NAME, "k_scale", k_scale, k_cache, batch, nvfp4)
+    cache.require_scale(_NAME, "v_scale", v_scale, v_cache, batch, nvfp4)
     cache.require_rotary(_NAME, rotary_cos, rotary_sin, "k", k)
     if rotary_cos is not None:
         if rotary_positions is not None:
@@ -196,9 +212,9 @@ def require_append(
 _FIELDS = (
     *("k", "v", "k_cache", "v_cache", "page_table", "seq_lens", "slot_mapping", "cache_batch_idx"),
     *("cu_seqlens_k_new", "rotary_cos", "rotary_sin", "rotary_positions", "rotary_seqlens"),
-    *("rotary_interleaved", "k_scale", "v_scale"),
+    *("rotary_interleaved", "k_scale", "v_scale", "k_block_scale", "v_block_scale"),
 )
-_DEFAULTS = (*(None,) * 9, False, None, None)
+_DEFAULTS = (*(None,) * 9, False, *(None,) * 4)
 
 
 def _fake(*args: Any) -> None:
@@ -212,10 +228,7 @@ def _cpu(*args: Any) -> None:
         interleaved = given.pop("rotary_interleaved")
         if given["slot_mapping"] is not None:  # the emulator has pairs of 32 bits
             given["slot_mapping"] = given["slot_mapping"].view(torch.int32)
-        int8 = given["k_cache"].dtype is torch.int8
-        if int8:  # whose numbers it takes as those of another format of 8 bits
-            for name in ("k_cache", "v_cache"):
-                given[name] = given[name].view(torch.float8_e4m3fn)
+        int8 = cache.as_bytes(given)
         emulation.run(_NAME, given, rotary_interleaved=interleaved, int8=int8)
         return
     operands = [given.pop(name) for name in _FIELDS[:4]]

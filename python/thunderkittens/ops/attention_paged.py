@@ -57,6 +57,8 @@ def attention_paged(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     q_scale: Tensor | None = None,
+    k_block_scale: Tensor | None = None,
+    v_block_scale: Tensor | None = None,
     schedule: Tensor | None = None,
     split_size: int | None = None,
     return_lse: bool = False,
@@ -72,8 +74,10 @@ def attention_paged(
         q: (B, s, Hq, D), or packed (T, Hq, D) with cu_seqlens_q, bfloat16 or float16, any strides.
             D is a multiple of 8 from 8 to 256.
         k_cache: (pages, page_size, Hkv, D), a page size from 1 on, dtype and device of q; or
-            float8_e4m3fn, float8_e5m2 or int8. Strides of the first three dimensions are free, in
-            multiples of 16 bytes. Hq is a multiple of Hkv.
+            float8_e4m3fn, float8_e5m2 or int8; or NVFP4, with k_block_scale: (pages, page_size,
+            Hkv, D / 2), float4_e2m1fn_x2 or the same bytes as uint8, the element of even index in
+            the low four bits, D a multiple of 32. Strides of the first three dimensions are free,
+            in multiples of 16 bytes. Hq is a multiple of Hkv.
         v_cache: (pages, page_size, Hkv, Dv), likewise, with strides of its own.
         page_table: (sequences, pages of one), int32: key j of a sequence is in page j // page_size
             of its row, at j % page_size. None: page b is sequence b.
@@ -99,7 +103,8 @@ def attention_paged(
         causal: row i of s sees the keys j <= i + n - s, where n are the sequence's keys.
         window_size: as for `tk.attention`, beside the diagonal j = i + n - s.
         attention_chunk: a query sees the keys of its own chunk of so many alone, counted from the
-            first key that is seen, by the position of its diagonal. None: all keys.
+            first key that is seen, by the position of its diagonal. One that stands before that
+            key, as where there are more queries than keys, sees none. None: all keys.
         softcap: as for `tk.attention`.
         alibi_slopes: (Hq,) or (B, Hq), float32, as for `tk.attention`.
         sink: (Hq,), as for `tk.attention`.
@@ -107,12 +112,18 @@ def attention_paged(
             it sees key n - s + i, so that drafted tokens may be a tree. It sees all earlier keys;
             causal does not count.
         scale: as for `tk.attention`; None is 1 / sqrt(D).
-        k_scale: factor of a cache of 8 bits, float32: one, or (B, Hkv), or (pages, page_size, Hkv),
-            of each token and head, by strides. Keys are exactly code times factor; what is computed
-            with them is in float16, which values times their factors must fit.
+        k_scale: factor of a cache of 8 or 4 bits, float32: one, or (B, Hkv), or (pages, page_size,
+            Hkv), of each token and head, by strides; of NVFP4 one of the first two. Keys are
+            exactly code times factor; what is computed with them is in float16, which values times
+            their factors must fit.
         v_scale: likewise.
         q_scale: factor of the queries, float32, one or (B, Hkv), with such a cache: queries that
             are fp8 may be given as bfloat16, which holds them exactly.
+        k_block_scale: (pages, page_size, Hkv, D / 16), float8_e4m3fn: scales of blocks of 16
+            elements of a key, which make the cache one of NVFP4. An element is exactly code times
+            scale times k_scale. Strides are free, in multiples of 4 bytes; the layout is plain, not
+            that of 128x4 atoms.
+        v_block_scale: (pages, page_size, Hkv, Dv / 16), likewise; both or none.
         schedule: of `tk.attention_schedule`, from the same arguments, for all layers of a step.
             None: the call makes its own.
         split_size: a multiple of 64: keys are cut at multiples of it, and nowhere else, so that a
@@ -162,6 +173,8 @@ def attention_paged(
             rotary_seqlens=None if by_slot else rotary_seqlens,
             k_scale=k_scale,
             v_scale=v_scale,
+            k_block_scale=k_block_scale,
+            v_block_scale=v_block_scale,
         )
     elif rotary_cos is not None or rotary_sin is not None or slot_mapping is not None:
         raise ValueError(f"tk.{_NAME}: rotary_cos, rotary_sin and slot_mapping need k and v")
@@ -177,7 +190,7 @@ def attention_paged(
         *(bool(causal), left, right, chunk, cache.require_split_size(_NAME, split_size)),
         *(cache_batch_idx, scale, softcap, alibi_slopes, sink, mask, schedule),
         *(rotary_cos, rotary_sin, bool(rotary_interleaved), rotary_seqlens, k_scale, v_scale),
-        q_scale,
+        *(q_scale, k_block_scale, v_block_scale),
     )
     out, lse = call_checked(_op, args, _checked)
     return (out, lse) if return_lse else out
@@ -235,16 +248,17 @@ _FIELDS = (
         "mask",
     ),
     *("schedule", "rotary_cos", "rotary_sin", "rotary_interleaved", "rotary_seqlens"),
-    *("k_scale", "v_scale", "q_scale"),
+    *("k_scale", "v_scale", "q_scale", "k_block_scale", "v_block_scale"),
 )
 _DEFAULTS = (
     *(None, 1, None, 0, None, True, -1, -1, 0, 0, None, None, 0.0, None, None, None, None),
-    *(None, None, False, None, None, None, None),
+    *(None, None, False, None, None, None, None, None, None),
 )
 _TENSORS = (
     *("q", "k_cache", "v_cache", "page_table", "seq_lens", "cu_seqlens_q", "cu_seqlens_k_new"),
     *("cache_leftpad", "cache_batch_idx", "alibi_slopes", "sink", "mask", "schedule"),
     *("rotary_cos", "rotary_sin", "rotary_seqlens", "k_scale", "v_scale", "q_scale"),
+    *("k_block_scale", "v_block_scale"),
 )
 
 
@@ -259,8 +273,13 @@ def _checked(args: tuple[Any, ...]) -> tuple[dict[str, Any], tuple[tuple[int, ..
             "(tokens, heads, head dim) with cu_seqlens_q" if packed else "(B, s, heads, head dim)"
         )
         raise ValueError(f"tk.{_NAME}: q has shape {tuple(q.shape)}; it must be {form}")
-    cache.require_caches(_NAME, k_cache, v_cache, "q", q)
-    shared.require_dims(_NAME, q.shape[-1], k_cache.shape[3], v_cache.shape[3])
+    block_scales = given["k_block_scale"], given["v_block_scale"]
+    cache.require_caches(_NAME, k_cache, v_cache, "q", q, *block_scales)
+    nvfp4 = block_scales[0] is not None
+    key_dim, value_dim = (
+        cache.columns(x, s) for x, s in zip((k_cache, v_cache), block_scales, strict=True)
+    )
+    shared.require_dims(_NAME, q.shape[-1], key_dim, value_dim)
     shared.require_heads(_NAME, q.shape[-2], k_cache.shape[2])
     cache.require_integers(_NAME, "seq_lens", seq_lens, q, None if packed else q.shape[0])
     batch = seq_lens.shape[0]
@@ -297,14 +316,13 @@ def _checked(args: tuple[Any, ...]) -> tuple[dict[str, Any], tuple[tuple[int, ..
     if given["schedule"] is not None:
         cache.require_integers(_NAME, "schedule", given["schedule"], q)
     cache.require_rotary(_NAME, given["rotary_cos"], given["rotary_sin"], "q", q)
-    cache.require_scale(_NAME, "k_scale", given["k_scale"], k_cache, batch)
-    cache.require_scale(_NAME, "v_scale", given["v_scale"], v_cache, batch)
-    cache.require_scale(_NAME, "q_scale", given["q_scale"], k_cache, batch)
+    for name in ("k_scale", "v_scale", "q_scale"):
+        cache.require_scale(_NAME, name, given[name], k_cache, batch, nvfp4)
     if given["q_scale"] is not None and given["q_scale"].dim() == 3:
         raise ValueError(f"tk.{_NAME}: q_scale must have one element, or be of sequences and heads")
     if given["rotary_seqlens"] is not None:
         cache.require_integers(_NAME, "rotary_seqlens", given["rotary_seqlens"], q, batch)
-    out_shape = (*q.shape[:-1], v_cache.shape[3])
+    out_shape = (*q.shape[:-1], value_dim)
     lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     return given, (out_shape, lse_shape)
 
@@ -319,11 +337,7 @@ def _cpu(*args: Any) -> tuple[Tensor, Tensor]:
     given, (out_shape, _) = _checked(args)
     if emulation.active() and 0 not in out_shape:
         arrays = {name: given.pop(name) for name in _TENSORS}
-        int8 = arrays["k_cache"].dtype is torch.int8
-        if int8:  # whose numbers the emulator takes as those of another format of 8 bits
-            for name in ("k_cache", "v_cache"):
-                arrays[name] = arrays[name].view(torch.float8_e4m3fn)
-        result = emulation.run(_NAME, arrays, **given, int8=int8)
+        result = emulation.run(_NAME, arrays, **given, int8=cache.as_bytes(arrays))
         return result["out"], result["lse"]
     left, right = given.pop("window_left"), given.pop("window_right")
     q, k_cache, v_cache, table, lengths = (given.pop(x) for x in _FIELDS[:5])
@@ -337,7 +351,9 @@ def _flops(q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any) 
     """Two products, as if every sequence filled its pages."""
     table = args[0] if args else None
     keys = k_shape[1] * (table[1] if table is not None else 1)
-    operations: int = 2 * math.prod(q_shape[:-1]) * keys * (q_shape[-1] + v_shape[3])
+    # A cache of NVFP4 has two elements in each column.
+    value_dim = v_shape[3] * q_shape[-1] // k_shape[3]
+    operations: int = 2 * math.prod(q_shape[:-1]) * keys * (q_shape[-1] + value_dim)
     return operations
 
 

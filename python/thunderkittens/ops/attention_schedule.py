@@ -59,7 +59,7 @@ def attention_schedule(
         attention_chunk: as the call has it.
         split_size: as the call has it.
         mask: whether the call has one.
-        codes: whether the cache has 8 bits.
+        codes: whether the cache has 8 or 4 bits.
 
     Returns:
         a tensor of int32, whose contents are the kernels' own.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import emulation
 from ..reference.merge_attention import merge_attention as reference_merge
-from ._registration import one_by_one, register, require_operands
+from ._registration import call_checked, one_by_one, register, require_operands
 
 _op = torch.ops.thunderkittens.merge_attention.default
 _MOST = 16
@@ -38,9 +38,8 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 
     The formula is `tk.reference.merge_attention`.
     """
-    outs, lses = list(outs), list(lses)
-    merge_shape(outs, lses)
-    out, lse = _op(outs, lses)
+    args = (list(outs), list(lses))
+    out, lse = call_checked(_op, args, lambda args: merge_shape(*args))
     return out, lse
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .nvfp4_quantize import nvfp4_quantize
+
 # Of codes of 8 bits.
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 
@@ -27,6 +29,8 @@ def append_kv(
     rotary_interleaved: bool = False,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    k_block_scale: Tensor | None = None,
+    v_block_scale: Tensor | None = None,
 ) -> None:
     """Writes new keys, rotated if there is a table, and values into a cache.
 
@@ -44,7 +48,10 @@ def append_kv(
         rotary_seqlens: (B,) positions of the sequences' first new tokens; None: seq_lens.
         k_scale, v_scale: of caches of 8 bits: one, or (B, Hkv), by which tokens are divided, or
             (pages, page_size, Hkv), which is written: the largest of each head of a token over the
-            largest code.
+            largest code. Of caches of NVFP4: one, or (B, Hkv), the global scale of
+            `nvfp4_quantize`.
+        k_block_scale, v_block_scale: (pages, page_size, Hkv, D / 16 and Dv / 16), e4m3, which are
+            written: caches of NVFP4, of D / 2 and Dv / 2 bytes.
     """
     size = k_cache.shape[1]
     tokens = [x.flatten(0, 1) if x.dim() == 4 else x for x in (k, v)]
@@ -83,7 +90,10 @@ def append_kv(
         keys = rotate(keys, rotary_cos, rotary_sin, positions, rotary_interleaved)
     kept = (slots >= 0) & (slots < size * k_cache.shape[0])
     places = slots[kept] // size, slots[kept] % size
-    for cache, x, scale in ((k_cache, keys, k_scale), (v_cache, tokens[1], v_scale)):
+    for cache, x, scale, block_scale in (
+        (k_cache, keys, k_scale, k_block_scale),
+        (v_cache, tokens[1], v_scale, v_block_scale),
+    ):
         new = x[kept]
         if cache.element_size() > 1:
             cache[places] = new
@@ -97,6 +107,17 @@ def append_kv(
             factor = torch.ones((), device=k.device) if scale is None else scale
         else:
             factor = scale[owners[kept]]
+        if block_scale is not None:
+            # As matrices of one row, since each may have a scale of its own.
+            codes, blocks, _ = nvfp4_quantize(
+                new.flatten(0, 1).unsqueeze(1),
+                global_scale=factor.reshape(factor.shape or 1).expand(new.shape[:2]).flatten(),
+                swizzle=False,
+            )
+            for to, made in ((cache, codes), (block_scale, blocks)):
+                made = made.view(torch.uint8).squeeze(1).unflatten(0, new.shape[:2])
+                to.view(torch.uint8)[places] = made
+            continue
         if factor.dim() > 1:
             factor = factor.unsqueeze(-1)
         quotient = torch.where(factor == 0, 0.0, wide / factor)

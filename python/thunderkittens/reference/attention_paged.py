@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .append_kv import append_kv, rotate
 from .attention import band
+from .nvfp4_dequantize import nvfp4_dequantize
 
 
 def attention_paged(
@@ -42,6 +43,8 @@ def attention_paged(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     q_scale: Tensor | None = None,
+    k_block_scale: Tensor | None = None,
+    v_block_scale: Tensor | None = None,
     schedule: Tensor | None = None,
     split_size: int | None = None,
     return_lse: bool = False,
@@ -72,6 +75,8 @@ def attention_paged(
             are all seen; causal does not count.
         k_scale, v_scale: factors of what the caches hold: one, (B, Hkv), or (pages, page_size,
             Hkv).
+        k_block_scale, v_block_scale: (pages, page_size, Hkv, D / 16 and Dv / 16), e4m3, of caches
+            of NVFP4: these have D / 2 and Dv / 2 bytes, of two codes of e2m1 each.
         q_scale: factor of the queries, one or (B, Hkv).
         rotary_cos, rotary_sin, rotary_interleaved: as for `append_kv`'s `rotate`, of the queries:
             their first stands at the first new key, and so do the others unless the call is causal
@@ -109,6 +114,8 @@ def attention_paged(
             rotary_interleaved=rotary_interleaved,
             k_scale=k_scale,
             v_scale=v_scale,
+            k_block_scale=k_block_scale,
+            v_block_scale=v_block_scale,
         )
     return attention_of_cache(
         q,
@@ -132,6 +139,8 @@ def attention_paged(
         k_scale=k_scale,
         v_scale=v_scale,
         q_scale=q_scale,
+        k_block_scale=k_block_scale,
+        v_block_scale=v_block_scale,
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved,
@@ -164,6 +173,8 @@ def attention_of_cache(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     q_scale: Tensor | None = None,
+    k_block_scale: Tensor | None = None,
+    v_block_scale: Tensor | None = None,
     rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None,
     rotary_interleaved: bool = False,
@@ -189,7 +200,8 @@ def attention_of_cache(
         else [b * q.shape[1] for b in range(q.shape[0] + 1)]
     )
     heads = q.shape[-2]
-    out = q.new_zeros((*tokens.shape[:2], v_cache.shape[3]))
+    value_dim = v_cache.shape[3] * (1 if v_block_scale is None else 2)
+    out = q.new_zeros((*tokens.shape[:2], value_dim))
     lse = torch.full((heads, len(tokens)), -math.inf, dtype=wide, device=q.device)
     moves = causal or window_size != (-1, -1)
     new = [new_keys] * len(seq_lens)
@@ -209,11 +221,16 @@ def attention_of_cache(
         else:
             size = k_cache.shape[1]
             pages, offsets = page_table[line][index // size].long(), index % size
-        k, v = (_elements(x, pages, offsets).to(wide) for x in (k_cache, v_cache))
+        k, v = (
+            _elements(x, s, pages, offsets).to(wide)
+            for x, s in ((k_cache, k_block_scale), (v_cache, v_block_scale))
+        )
         k, v = (
             x if s is None else x * _factor(s, b, pages, offsets).to(wide)
             for x, s in ((k, k_scale), (v, v_scale))
         )
+        for x in (k, v):
+            x[:first] = 0  # may be no numbers
         low, high, diagonal = band(bool(causal) and mask is None, window_size, queries, keys)
         offset = index - torch.arange(queries, device=q.device).unsqueeze(1)
         seen = (index >= first).expand(queries, keys)
@@ -222,7 +239,8 @@ def attention_of_cache(
         if high is not None:
             seen = seen & (offset <= high)
         if attention_chunk:
-            own = (torch.arange(queries, device=q.device) + diagonal - first).clamp(min=0)
+            # Queries before the first key have chunks of negative numbers, and see none.
+            own = torch.arange(queries, device=q.device) + diagonal - first
             chunks = (index - first).clamp(min=0) // attention_chunk
             seen = seen & (chunks == (own // attention_chunk).unsqueeze(1))
         if mask is not None:
@@ -257,11 +275,16 @@ def attention_of_cache(
     return (out, lse) if return_lse else out
 
 
-def _elements(cache: Tensor, pages: Tensor, offsets: Tensor) -> Tensor:
+def _elements(cache: Tensor, block_scale: Tensor | None, pages: Tensor, offsets: Tensor) -> Tensor:
     """(keys, heads, dim) of a cache; PyTorch does not index all formats of 8 bits."""
     if cache.element_size() > 1:
         return cache[pages, offsets]
-    return cache.view(torch.uint8)[pages, offsets].view(cache.dtype)
+    rows = cache.view(torch.uint8)[pages, offsets]
+    if block_scale is None:
+        return rows.view(cache.dtype)
+    scales = block_scale.view(torch.uint8)[pages, offsets].view(torch.float8_e4m3fn)
+    one = torch.ones(len(rows), device=rows.device)  # the values are exact
+    return nvfp4_dequantize(rows, scales, one, swizzle=False, dtype=torch.float32)
 
 
 def _factor(scale: Tensor, b: int, pages: Tensor, offsets: Tensor) -> Tensor:

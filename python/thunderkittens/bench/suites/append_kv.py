@@ -16,7 +16,7 @@ from .. import models
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
 from ..choices import dtype_name, sizes_of
 from ..drawn import ANY, Draw
-from .attention_paged import CACHES
+from .attention_paged import BYTES, CACHES, SCALES
 
 PAGE, BEFORE = 64, 1000  # tokens of a page, keys that a sequence has
 PIECE = 256  # pages that are checked at a time
@@ -28,8 +28,10 @@ SHAPES: dict[str, list[tuple[int, int, int, int, str]]] = {
         (64, 1, 8, 128, "e4m3"),
         (1, 4096, 8, 128, "e4m3"),
         (1, 4096, 8, 128, "int8"),
+        (64, 1, 8, 128, "nvfp4"),
+        (1, 4096, 8, 128, "nvfp4"),
     ],
-    "tiny": [(2, 1, 2, 64, "same"), (1, 3, 2, 64, "e4m3")],
+    "tiny": [(2, 1, 2, 64, "same"), (1, 3, 2, 64, "e4m3"), (1, 3, 2, 64, "nvfp4")],
 }
 
 DRAWN_CLASSES = (ANY,)
@@ -57,7 +59,7 @@ def oracle(
     from ...reference import append_kv
 
     made = [torch.zeros_like(x) for x in caches] + [torch.ones_like(x) for x in scales]
-    named: dict[str, Any] = dict(zip(("k_scale", "v_scale"), made[2:], strict=False))
+    named: dict[str, Any] = dict(zip(SCALES, made[2:], strict=False))
     append_kv(k, v, made[0], made[1], page_table=table, seq_lens=seq_lens, **named)
     for output, x in enumerate(made):
         for first in range(0, len(x), PIECE):
@@ -66,26 +68,30 @@ def oracle(
 
 
 def make_case(batch: int, count: int, heads: int, dim: int, cache: str, dtype: torch.dtype) -> Case:
-    """So many new tokens of each sequence; a cache of 8 bits has a scale for each token."""
+    """So many new tokens of each sequence; a cache of 8 bits has a scale for each token, one of
+    NVFP4 bytes of codes, and for each 16 elements."""
 
     def make_inputs(device: torch.device, generator: torch.Generator) -> Inputs:
         pages = -(-(BEFORE + count) // PAGE)
         order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(batch))
         shape = (batch * pages, PAGE, heads)
-        codes = cache != "same"
+        columns, dtypes = dim, CACHES.get(cache, dtype)
+        scales = [torch.ones(shape, device=device) for _ in range(0 if cache == "same" else 2)]
+        if cache == "nvfp4":
+            columns, dtypes = dim // 2, torch.uint8
+            one = [torch.ones(1, device=device) for _ in range(2)]
+            blocks = torch.ones(*shape, dim // 16, device=device).to(torch.float8_e4m3fn)
+            scales = [*one, blocks, blocks.clone()]
         return {
             "k": random_normal(batch, count, heads, dim, dtype=dtype, generator=generator),
             "v": random_normal(batch, count, heads, dim, dtype=dtype, generator=generator),
-            "caches": [
-                torch.zeros(*shape, dim, device=device).to(CACHES.get(cache, dtype))
-                for _ in range(2)
-            ],
+            "caches": [torch.zeros(*shape, columns, device=device).to(dtypes) for _ in range(2)],
             "table": order.view(batch, pages).to(device, torch.int32),
             "seq_lens": torch.full((batch,), BEFORE, dtype=torch.int32, device=device),
-            "scales": [torch.ones(shape, device=device) for _ in range(2 if codes else 0)],
+            "scales": scales,
         }
 
-    size = dtype.itemsize if cache == "same" else 1
+    size = BYTES.get(cache, float(dtype.itemsize))
     numbers = 2.0 * batch * count * heads * dim
     name = f"{batch} x {count}, {heads} heads of {dim}"
     return Case(
@@ -118,7 +124,7 @@ def drawn(draw: Draw) -> Case:
     """Sequences and tokens of any number."""
     batch, count = draw.size(1, 256), draw.size(1, 64)
     heads, dim = draw.size(1, 16), draw.choice((64, 128, 256))
-    cache = draw.choice(("same", *CACHES))
+    cache = draw.choice(("same", *BYTES))
     case = make_case(batch, count, heads, dim, cache, draw.dtype)
     return draw.case(case, f"{case.name}, {draw.code}", peer_bytes=case.bytes)
 
@@ -133,7 +139,7 @@ def ours(
 ) -> tuple[Tensor, ...]:
     import thunderkittens as tk
 
-    options: dict[str, Any] = dict(zip(("k_scale", "v_scale"), scales, strict=False))
+    options: dict[str, Any] = dict(zip(SCALES, scales, strict=False))
     tk.append_kv(k, v, caches[0], caches[1], page_table=table, seq_lens=seq_lens, **options)
     return (*caches, *scales)
 

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from .. import models
-from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
+from ..cases import (
+    Case,
+    Expected,
+    Implementation,
+    Inputs,
+    NotApplicableError,
+    Prepared,
+    random_normal,
+)
 from ..choices import dtype_name, sizes_of
 from ..drawn import ANY, Draw, within
 
@@ -31,11 +39,14 @@ class Point(NamedTuple):
     cache: str = "same"
 
 
+PREFILL = 128  # queries from which on keys might as well be gathered
 CACHES = {
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
     "int8": torch.int8,
 }
+BYTES = {"nvfp4": 0.5 + 1 / 16, **dict.fromkeys(CACHES, 1.0)}  # of an element
+SCALES = ("k_scale", "v_scale", "k_block_scale", "v_block_scale")  # of NVFP4
 
 
 def mixed(count: int, least: int, most: int) -> tuple[int, ...]:
@@ -60,8 +71,15 @@ SHAPES: dict[str, list[Any]] = {
     "pages": [Point((4096,) * 16, page=page) for page in (1, 16, 64, 128, 256)],
     "e4m3": [point._replace(cache="e4m3") for point in EQUAL],
     "int8": [point._replace(cache="int8") for point in EQUAL],
-    "prefill": [Point((8192,), s) for s in (512, 1024, 2048, 4096)],
-    "tiny": [Point((40, 7), 1, (4, 2), 64, 16), Point((40,), 2, (4, 2), 64, 1, "e4m3")],
+    "nvfp4": [point._replace(cache="nvfp4") for point in EQUAL],
+    "prefill": [
+        Point((8192,), s, page=page) for page in (16, 64) for s in (128, 256, 512, 1024, 2048, 4096)
+    ],
+    "tiny": [
+        Point((40, 7), 1, (4, 2), 64, 16),
+        Point((40,), 2, (4, 2), 64, 1, "e4m3"),
+        Point((40,), 1, (4, 2), 64, 16, "nvfp4"),
+    ],
 }
 
 DRAWN_CLASSES = (ANY,)
@@ -78,17 +96,37 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def oracle(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, seq_lens: Tensor, **rest: Any
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    seq_lens: Tensor,
+    scales: list[Tensor],
+    **rest: Any,
 ) -> Iterator[Expected]:
     """In float32, and with weights and values rounded as they are for the tensor cores."""
     from ...reference import attention_paged
 
+    options = named(scales)
     for b in range(len(seq_lens)):
-        one = (table[b : b + 1], seq_lens[b : b + 1])
+        cache = (k_cache, v_cache, table[b : b + 1], seq_lens[b : b + 1])
         part = q[b : b + 1]
-        exact, _ = attention_paged(part.float(), k_cache, v_cache, *one, return_lse=True)
-        plain, _ = attention_paged(part, k_cache, v_cache, *one, return_lse=True)
+        exact, _ = attention_paged(part.float(), *cache, **options, return_lse=True)
+        plain, _ = attention_paged(part, *cache, **options, return_lse=True)
         yield Expected(0, slice(b, b + 1), exact, plain, 2.0**-8)
+
+
+def named(scales: list[Tensor]) -> dict[str, Any]:
+    """The scales as options of the op."""
+    return dict(zip(SCALES, scales, strict=False))
+
+
+def nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The codes of a cache, the scales of their blocks, and that of the whole."""
+    import thunderkittens as tk
+
+    codes, blocks, whole = tk.nvfp4_quantize(x.flatten(0, 2), swizzle=False)
+    return codes.view(*x.shape[:3], -1), blocks.view(*x.shape[:3], -1), whole
 
 
 def make_case(point: Point, dtype: torch.dtype) -> Case:
@@ -113,15 +151,23 @@ def make_case(point: Point, dtype: torch.dtype) -> Case:
                 return (x.float() * 30).round().clamp(-128, 127).to(torch.int8)
             return x.to(CACHES.get(cache, dtype))
 
+        q, k_cache, v_cache = normal(batch, queries, heads, dim), filled(), filled()
+        scales: list[Tensor] = []
+        if cache == "nvfp4":
+            (k_cache, k_blocks, k_scale), (v_cache, v_blocks, v_scale) = map(
+                nvfp4, (k_cache, v_cache)
+            )
+            scales = [k_scale, v_scale, k_blocks, v_blocks]
         return {
-            "q": normal(batch, queries, heads, dim),
-            "k_cache": filled(),
-            "v_cache": filled(),
+            "q": q,
+            "k_cache": k_cache,
+            "v_cache": v_cache,
             "table": table.to(device),
             "seq_lens": torch.tensor(lengths, dtype=torch.int32, device=device),
+            "scales": scales,
         }
 
-    size = 1 if cache != "same" else dtype.itemsize
+    size = BYTES.get(cache, float(dtype.itemsize))
     tokens = batch * queries
     equal = len(set(lengths)) == 1
     text = f"{batch} x {longest}" if equal else f"{batch} of {min(lengths)} to {longest}"
@@ -175,10 +221,10 @@ def drawn(draw: Draw) -> Case:
         draw, sizes, lambda s: sum(s[0]) * s[2] * s[4] <= 1 << 30
     )
     page = draw.choice((1, 16, 64, 256))
-    cache = draw.choice(("same", "same", *CACHES))
+    cache = draw.choice(("same", "same", *BYTES))
     point = Point(tuple(lengths), queries, (kv_heads * group, kv_heads), dim, page, cache)
     case = make_case(point, draw.dtype)
-    size = 1 if cache != "same" else 2
+    size = BYTES.get(cache, 2.0)
     return draw.case(
         case,
         f"{case.name}, {draw.code}",
@@ -190,24 +236,59 @@ Cache = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def prepare_ours(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, seq_lens: Tensor
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    seq_lens: Tensor,
+    scales: list[Tensor],
 ) -> Callable[[], Any]:
     """With a schedule that was made before."""
     import thunderkittens as tk
 
-    heads = q.shape[2], k_cache.shape[2]
-    codes = k_cache.element_size() == 1
-    dims = q.shape[3], v_cache.shape[3]
-    schedule = tk.attention_schedule(seq_lens, *heads, *dims, max_seqlen_q=q.shape[1], codes=codes)
-    return lambda: tk.attention_paged(q, k_cache, v_cache, table, seq_lens, schedule=schedule)
+    heads, options = (q.shape[2], k_cache.shape[2]), named(scales)
+    codes, dim = k_cache.element_size() == 1, q.shape[3]
+    schedule = tk.attention_schedule(seq_lens, *heads, dim, max_seqlen_q=q.shape[1], codes=codes)
+    return lambda: tk.attention_paged(
+        q, k_cache, v_cache, table, seq_lens, schedule=schedule, **options
+    )
 
 
 def prepare_copy(
-    k_cache: Tensor, table: Tensor, seq_lens: Tensor, **inputs: Any
+    k_cache: Tensor, table: Tensor, seq_lens: Tensor, scales: list[Tensor], **inputs: Any
 ) -> Callable[[], Any]:
     """Of the pages of keys: as many bytes, read and written, as are read of keys and values."""
-    to = torch.empty_like(k_cache)
-    return lambda: to.copy_(k_cache)
+    if not scales:
+        to = torch.empty_like(k_cache)
+        return lambda: to.copy_(k_cache)
+    pairs = [(torch.empty_like(x), x) for x in (y.view(torch.uint8) for y in (k_cache, scales[2]))]
+    return lambda: [place.copy_(x) for place, x in pairs]
+
+
+def prepare_varlen(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    seq_lens: Tensor,
+    scales: list[Tensor],
+) -> Callable[[], Any]:
+    """`tk.attention_varlen` of many queries, on the same keys, which were gathered before."""
+    import thunderkittens as tk
+
+    batch, queries = q.shape[:2]
+    if queries < PREFILL or scales:
+        raise NotApplicableError(f"of at least {PREFILL} queries a sequence, and not of NVFP4")
+    lengths = seq_lens.tolist()
+    rows = list(zip(table, lengths, strict=True))
+    edges = torch.nn.functional.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+    keys, values = (
+        torch.cat([x[row.clamp(min=0)].flatten(0, 1)[:n] for row, n in rows])
+        for x in (k_cache, v_cache)
+    )
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * queries
+    packed = (q.flatten(0, 1), keys, values, starts, edges, queries, max(lengths))
+    return lambda: tk.attention_varlen(*packed, causal=True).unflatten(0, (batch, queries))
 
 
 def flash_attention_3() -> Prepared | None:
@@ -218,8 +299,15 @@ def flash_attention_3() -> Prepared | None:
         return None
 
     def prepare(
-        q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, seq_lens: Tensor
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        table: Tensor,
+        seq_lens: Tensor,
+        scales: list[Tensor],
     ) -> Callable[[], Any]:
+        if scales:
+            raise NotApplicableError("flash-attention 3 has no caches of NVFP4")
         batch, queries, heads, dim = q.shape
         capacity = table.shape[1] * k_cache.shape[1]
         metadata = module.get_scheduler_metadata(
@@ -245,6 +333,7 @@ def implementations(device: torch.device) -> dict[str, Implementation]:
     found: dict[str, Implementation] = {
         "thunderkittens": Prepared(prepare_ours),
         "copy": Prepared(prepare_copy, another_problem=True),
+        "attention_varlen": Prepared(prepare_varlen),
     }
     theirs = flash_attention_3() if device.type == "cuda" else None
     if theirs is not None:

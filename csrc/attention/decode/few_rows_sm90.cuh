@@ -1,0 +1,434 @@
+// Attention of up to 16 rows of queries over a cache of 8 or 4 bits. What counts is how often a
+// code passes through shared memory: here twice, in and out, as codes. The producers copy them into
+// the ring as they would 16 bits. Each of the four warps that multiply has 16 of a block's 64 keys
+// to itself: it takes their codes to registers, makes fp16 of them, exactly, and multiplies by
+// mma.sync, whose operands both are registers. So the warps do not wait for each other, and have a
+// softmax each, until an item or a part of it ends: then they add up what they have.
+//
+//   S = Q K^T   A: 16 rows of queries, loaded once. B: keys. A product may add up the head
+//               dimension in any order that both operands have: a thread takes 16 bytes of a key
+//   O = P V     A: the weights, as the softmax leaves them. B: values, whose transposition by
+//               ldmatrix has two bytes as elements: the columns of a product are every second
+//               one of 16, or of NVFP4 every fourth of 32
+//
+// Of NVFP4 a pair of operands are codes i and i + 4 of the eight of a word, which takes least: of a
+// key the elements are as many apart, of values they are those of two keys.
+#pragma once
+
+#include "csrc/attention/decode/producer_sm90.cuh"
+#include "csrc/attention/decode/rows_sm90.cuh"
+
+namespace thunderkittens::attention::decode {
+
+constexpr int WARP_KEYS = 16;  // of a block
+static_assert(WARP_KEYS * 4 == BLOCK_N);
+
+// Codes of a tile's row that a thread multiplies: chunks of 16, of which the four threads of a key
+// have neighbouring ones, so that their loads meet no bank twice.
+template <class Tile>
+struct RowChunks {
+    static constexpr int of_stripe = Tile::stripe_cols / 16 / 4;
+    static constexpr int count = Tile::cols / 16 / 4;
+
+    static __device__ __forceinline__ int column(int chunk) {
+        return chunk / of_stripe * Tile::stripe_cols +
+               16 * (of_stripe * (laneid() % 4) + chunk % of_stripe);
+    }
+};
+// The address of the i-th chunk of 16 codes behind the one at `address`, which is a multiple of as
+// many within its stripe: a swizzle exchanges the chunks of a row.
+template <class Tile>
+__device__ __forceinline__ uint32_t chunk_behind(uint32_t address, int i) {
+    constexpr int of_stripe = Tile::stripe_cols / 16;
+    return (address ^ static_cast<uint32_t>(16 * (i % of_stripe))) +
+           static_cast<uint32_t>(i / of_stripe * Tile::stripe_bytes);
+}
+
+template <class Kernel>
+struct FewRowsConsumer {
+    using T = typename Kernel::T;
+    using scores = rt_fl<16, WARP_KEYS>;
+    using weights = rt<half, 16, WARP_KEYS>;
+    using output = rt_fl<16, Kernel::value_dim>;
+    using k_tile = typename Kernel::k_tile;
+    using v_tile = typename Kernel::v_tile;
+    using chunks = RowChunks<k_tile>;
+    using product = arch::mma_sync<half, half>;
+    // Elements of 16 bytes, eight at a time.
+    static constexpr int chunk_codes = Kernel::nvfp4 ? 32 : 16, parts = chunk_codes / 8;
+    // Of all products of 16 elements of the head dimension.
+    using Query = QueryOperand[2 * parts * chunks::count];
+
+    const Globals<Kernel>& g;
+    Shared<Kernel>& shared;
+    // What this thread reads first of the first slot.
+    const uint32_t first_codes =
+        shared.ring[0].k.address_of(first_key() + laneid() / 4, chunks::column(0));
+    const uint32_t first_rows =
+        shared.ring[0].v.address_of(first_key() + laneid() % 16, 16 * (laneid() / 16));
+    RingPosition<Kernel::slots> at{};
+    __device__ __forceinline__ void run(Segments& segments) {
+        if constexpr (Kernel::nvfp4)
+            run_all<CacheFormat::nvfp4>(segments);
+        else if (g.format == CacheFormat::e4m3)
+            run_all<CacheFormat::e4m3>(segments);
+        else if (g.format == CacheFormat::e5m2)
+            run_all<CacheFormat::e5m2>(segments);
+        else
+            run_all<CacheFormat::int8>(segments);
+    }
+
+  private:
+    __device__ __forceinline__ void release() {
+        arch::sync_warp();
+        if (laneid() == 0) arrive(shared.empty[at.stage]);
+        at.advance();
+    }
+    template <CacheFormat format>
+    __device__ __forceinline__ void run_all(Segments& segments) {
+        while (segments.next()) run_segment<format>(segments);
+    }
+    __device__ __forceinline__ const float* token_scales_of_slot() const {
+        return shared.scales[at.stage].of_tokens + first_key();
+    }
+    __device__ __forceinline__ uint32_t slot_offset() const {
+        return static_cast<uint32_t>(at.stage) * uint32_t(sizeof(typename Kernel::slot));
+    }
+    static __device__ __forceinline__ int first_key() { return WARP_KEYS * warpgroup::warpid(); }
+
+    // Each warp brings four rows to fp16, through shared memory, where those stay that are too long
+    // for the registers.
+    __device__ __forceinline__ void load_query(const Segments& segment, Query& query) {
+        const float scale = scale_of_head(g.k_scale, segment.at.b, segment.item.kv_head) *
+                            scale_of_head(g.q_scale, segment.at.b, segment.item.kv_head) *
+                            (Kernel::nvfp4 ? 1.0f / NV_UNIT : 1.0f);
+        for (int i = 0; i < 4; ++i) {
+            const int row = 4 * warpgroup::warpid() + i;
+            const auto halved = halved_row<T>(load_query_chunk(g, segment, row, 8 * laneid()));
+            if (8 * laneid() < Kernel::head_dim) store_query(row, 8 * laneid(), halved.elements);
+            if (laneid() == 0) {
+                arch::store_shared(arch::shared_address(&shared.factors[row]),
+                                   halved.factor * scale);
+            }
+        }
+        warpgroup::sync(1);
+        if constexpr (Kernel::keeps_query) {
+#pragma unroll
+            for (int i = 0; i < int(std::extent_v<Query>); ++i) query[i] = query_operand(i);
+        }
+    }
+    // In the order in which threads have them as operands.
+    __device__ __forceinline__ void store_query(int row, int element, const Halves& x) {
+        constexpr int stripe = k_tile::stripe_cols * Kernel::packed;  // elements
+        const int chunk = element % stripe / chunk_codes, thread = chunk / chunks::of_stripe;
+        const int index = element / stripe * chunks::of_stripe + chunk % chunks::of_stripe;
+        const int first = 2 * (index * parts + element % chunk_codes / 8);
+        const Halves pairs = Kernel::nvfp4 ? four_apart(x) : x;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            auto& to = shared.query[first + i / 2][row % 8 * 4 + thread].pairs[i % 2][row / 8];
+            arch::store_shared(arch::shared_address(&to), pairs.pairs[i]);
+        }
+    }
+    __device__ __forceinline__ QueryOperand query_operand(int i) const {
+        return arch::load_shared<QueryOperand>(arch::shared_address(&shared.query[i][laneid()]));
+    }
+    // Pairs of elements i and i + 4 of eight.
+    static __device__ __forceinline__ Halves four_apart(const Halves& x) {
+        const auto pair = [&](int i, uint32_t selector) {
+            return arch::permute_bytes(x.pairs[i / 2], x.pairs[i / 2 + 2], selector);
+        };
+        return {{pair(0, 0x5410), pair(1, 0x7632), pair(2, 0x5410), pair(3, 0x7632)}};
+    }
+    __device__ __forceinline__ float query_factor(int row) const {
+        return arch::load_shared<float>(arch::shared_address(&shared.factors[row]));
+    }
+
+    static __device__ __forceinline__ void multiply(float2 (&d)[4], int half,
+                                                    const uint32_t (&a)[4], uint32_t b0,
+                                                    uint32_t b1) {
+        float2 &upper = d[2 * half], &lower = d[2 * half + 1];
+        const uint32_t b[2] = {b0, b1};
+        const float c[4] = {upper.x, upper.y, lower.x, lower.y};
+        float sum[4];
+        product::fma(sum, a, b, c);
+        upper = {sum[0], sum[1]};
+        lower = {sum[2], sum[3]};
+    }
+
+    template <CacheFormat format>
+    __device__ __forceinline__ void score_keys(scores& x, const Query& query) {
+        const uint32_t first = first_codes + slot_offset();
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const uint32_t row = first + 8 * half * k_tile::stripe_cols;
+#pragma unroll(Kernel::keeps_query ? chunks::count : 1)
+            for (int i = 0; i < chunks::count; ++i) {
+                const int chunk =
+                    i / chunks::of_stripe * (k_tile::stripe_cols / 16) + i % chunks::of_stripe;
+                const auto codes = arch::bit_cast<Codes>(
+                    arch::load_shared<uint4>(chunk_behind<k_tile>(row, chunk)));
+                Halves k[parts];
+                if constexpr (Kernel::nvfp4) {
+                    const auto scales = arch::load_shared<uint16_t>(block_scale_of_key(half, i));
+                    convert_four_apart(codes, scales, k);
+                } else {
+                    convert(format, codes, k);
+                }
+#pragma unroll
+                for (int j = 0; j < 2 * parts; ++j) {
+                    const int product = 2 * parts * i + j;
+                    const QueryOperand q =
+                        Kernel::keeps_query ? query[product] : query_operand(product);
+                    const uint32_t a[4] = {q.pairs[0][0], q.pairs[0][1], q.pairs[1][0],
+                                           q.pairs[1][1]};
+                    const auto& pairs = k[j / 2].pairs;
+                    multiply(x.tiles[0][0].data, half, a, pairs[j % 2 * 2], pairs[j % 2 * 2 + 1]);
+                }
+            }
+        }
+    }
+    // Of the two blocks that a chunk of the thread's key has.
+    __device__ __forceinline__ uint32_t block_scale_of_key(int half, int chunk) const {
+        const auto& row = shared.scales[at.stage].of_blocks[first_key() + 8 * half + laneid() / 4];
+        return arch::shared_address(&row) + chunks::column(chunk) * Kernel::packed / NV_BLOCK;
+    }
+    // Of every 16 columns of the output the first half of a base tile has the even ones, the second
+    // half the odd ones. Of NVFP4 the halves of two base tiles have every fourth of 32.
+    template <CacheFormat format>
+    __device__ __forceinline__ void add_values(output& o, const weights& p) {
+        const uint32_t rows = first_rows + slot_offset();
+        uint32_t a[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[i] = arch::bit_cast<uint32_t>(p.tiles[0][0].data[i]);
+        constexpr int tiles = Kernel::packed;  // that 16 bytes of a value make
+        BlockScalesOfValues scales;
+        if constexpr (Kernel::nvfp4) scales.load(shared.scales[at.stage], first_key());
+#pragma unroll
+        for (int j = 0; j < output::width / tiles; j += 2) {
+            // Of the keys 0 to 7 and 8 to 15, then of the 16 bytes behind.
+            uint32_t words[4];
+            arch::load_matrix_x4_transposed(words[0], words[1], words[2], words[3],
+                                            chunk_behind<v_tile>(rows, j));
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const uint32_t low = words[2 * i], high = words[2 * i + 1];  // keys
+                Halves v[tiles];  // of the low keys, then of the high ones, product by product
+                if constexpr (Kernel::nvfp4) {
+                    v[0] = four_apart_of(low, scales.pair(j + i, 0));
+                    v[1] = four_apart_of(high, scales.pair(j + i, 1));
+                } else {
+                    v[0] = even_and_odd<format>(low, high);
+                }
+#pragma unroll
+                for (int k = 0; k < 2 * tiles; ++k) {
+                    auto& to = o.tiles[0][(j + i) * tiles + k / 2].data;
+                    if constexpr (Kernel::nvfp4)
+                        multiply(to, k % 2, a, v[0].pairs[k], v[1].pairs[k]);
+                    else
+                        multiply(to, k % 2, a, v[0].pairs[k], v[0].pairs[k + 2]);
+                }
+            }
+        }
+    }
+    // Two codes of each of two keys, of low and of high ones: pairs of keys, of the even and of the
+    // odd code.
+    template <CacheFormat format>
+    static __device__ __forceinline__ Halves even_and_odd(uint32_t low, uint32_t high) {
+        const Codes codes{
+            {arch::permute_bytes(low, 0u, 0x3120), arch::permute_bytes(high, 0u, 0x3120), 0u, 0u}};
+        Halves to[2];
+        convert(format, codes, to);
+        return to[0];
+    }
+    // Of the blocks of a thread's four keys.
+    struct BlockScalesOfValues {
+        typename SlotScales<Kernel, true>::Row rows[4];
+
+        __device__ __forceinline__ void load(const SlotScales<Kernel, true>& slot, int first) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int key = first + 2 * (laneid() % 4) + i % 2 + i / 2 * 8;
+                rows[i] = arch::load_shared<std::remove_cvref_t<decltype(rows[i])>>(
+                    arch::shared_address(&slot.of_blocks[key]));
+            }
+        }
+        // Of a thread's columns in a chunk of 32, for its low or its high keys.
+        __device__ __forceinline__ __half2 pair(int chunk, int high) const {
+            const int word = chunk / 2;
+            const uint32_t byte = 2 * (chunk % 2) + laneid() / 16;
+            const uint32_t both = arch::permute_bytes(
+                rows[2 * high].words[word], rows[2 * high + 1].words[word], byte | (byte + 4) << 4);
+            return scale_of_blocks(both);
+        }
+    };
+
+    template <CacheFormat format>
+    __device__ __forceinline__ void run_segment(const Segments& segment) {
+        Query query;
+        if (segment.last > segment.first) load_query(segment, query);
+        int v_exponent = -126;
+        OnlineSoftmax softmax;
+        output o;
+        zero_tile(o);
+        for (int block = segment.last - 1; block >= segment.first; --block) {
+            scores x;
+            zero_tile(x);
+            wait(shared.full[at.stage], at.phase);
+            score_keys<format>(x, query);
+            scale_rows(x, {query_factor(laneid() / 4), query_factor(laneid() / 4 + 8)});
+            if constexpr (Kernel::token_scales) {
+                if (g.k_scale.tokens) scale_columns(x, token_scales_of_slot(), 1.0f);
+            }
+            release();
+            const auto row = [&](int lower) {
+                return Row(g.work, segment.s, segment.item, laneid() / 4 + 8 * lower);
+            };
+            const Shift shift = VisibleKeys<Kernel, decltype(row)>{g, segment, row}.apply(
+                x, block, block * BLOCK_N + first_key());
+            float2 rescale = {1.0f, 1.0f};
+            if (softmax.update(x, g.score_mod.unit_log2, shift, rescale)) scale_rows(o, rescale);
+            wait(shared.full[at.stage], at.phase);
+            if constexpr (Kernel::token_scales) {
+                if (g.v_scale.tokens) scale_weights(x, o, token_scales_of_slot(), v_exponent);
+            }
+            weights p;
+            convert_scores(p, x);
+            add_values<format>(o, p);
+            release();
+        }
+        const float scale = scale_of_head(g.v_scale, segment.at.b, segment.item.kv_head) *
+                            (Kernel::nvfp4      ? 1.0f / NV_UNIT
+                             : g.v_scale.tokens ? power_of_two(v_exponent)
+                                                : 1.0f);
+        scale_rows(o, {scale, scale});
+        softmax.reduce_sum();
+        if (segment.stale) softmax.sum = {NAN, NAN};
+        leave(o, softmax);
+        add_up(segment);
+    }
+
+    // What this warp has, relative to bases of its own.
+    __device__ __forceinline__ void leave(const output& o, const OnlineSoftmax& softmax) {
+        const int warp = warpgroup::warpid(), row = laneid() / 4;
+        warpgroup::sync(1);  // what was there has been read
+        const auto store = [](auto& to, const auto& value) {
+            arch::store_shared(arch::shared_address(&to), value);
+        };
+        if (laneid() % 4 == 0) {
+            store(shared.base[warp][row], softmax.base.x);
+            store(shared.base[warp][row + 8], softmax.base.y);
+            store(shared.sum[warp][row], softmax.sum.x);
+            store(shared.sum[warp][row + 8], softmax.sum.y);
+        }
+        const auto store_row = [&](int lower, int j, const float4& x) {
+            store(shared.out[warp][row + 8 * lower][j], x);
+        };
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if constexpr (Kernel::nvfp4) {
+#pragma unroll
+                for (int j = 0; j < output::width; j += 2) {
+                    const auto &x = o.tiles[0][j].data, &y = o.tiles[0][j + 1].data;
+                    const int column = 4 * j + 2 * (laneid() % 4);
+                    store_row(i, column, {x[i].x, x[i + 2].x, y[i].x, y[i + 2].x});
+                    store_row(i, column + 1, {x[i].y, x[i + 2].y, y[i].y, y[i + 2].y});
+                }
+            } else {
+#pragma unroll
+                for (int j = 0; j < output::width; ++j) {
+                    const auto& x = o.tiles[0][j].data;
+                    store_row(i, 4 * j + laneid() % 4, {x[i].x, x[i + 2].x, x[i].y, x[i + 2].y});
+                }
+            }
+        }
+        warpgroup::sync(1);
+    }
+    // Rows, four columns at a time.
+    __device__ __forceinline__ void add_up(const Segments& segment) {
+        const auto& to = g.results;
+        const int row_parts = to.value_dim / 4;
+        for (int i = warpgroup::laneid(); i < FEW_ROWS * row_parts; i += WARPGROUP_THREADS) {
+            const int index = i / row_parts, part = i - index * row_parts;
+            if (index >= to.slot_rows) break;
+            const Row row(g.work, segment.s, segment.item, index);
+            const auto load = [](const auto& from) {
+                using X = std::remove_cvref_t<decltype(from)>;
+                return arch::load_shared<X>(arch::shared_address(&from));
+            };
+            float base = OnlineSoftmax::NO_KEY;
+            for (int w = 0; w < 4; ++w) base = fmaxf(base, load(shared.base[w][index]));
+            OnlineSoftmax softmax;
+            softmax.base = {base, base};
+            float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            for (int w = 0; w < 4; ++w) {
+                const float factor = arch::exp2_approx(load(shared.base[w][index]) - base);
+                softmax.sum.x = fmaf(load(shared.sum[w][index]), factor, softmax.sum.x);
+                const float4 x = load(shared.out[w][index][part]);
+                sum = {fmaf(x.x, factor, sum.x), fmaf(x.y, factor, sum.y), fmaf(x.z, factor, sum.z),
+                       fmaf(x.w, factor, sum.w)};
+            }
+            float factor = 1.0f;
+            if (segment.whole && to.sink != nullptr) {
+                const float logit =
+                    LOG2_E * arch::load_global_readonly(to.sink + (row.exists ? row.head : 0));
+                factor = softmax.add_sink({logit, logit}).x;
+            }
+            factor *= softmax.reciprocal_sum().x;
+            sum = {sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor};
+            if (segment.whole) {
+                if (row.exists) store_final(segment, row, part, sum, softmax.lse().x);
+            } else {
+                const int64_t slot_row = int64_t(segment.at.slot) * to.slot_rows + index;
+                arch::store_global(
+                    reinterpret_cast<float4*>(to.partial_out + slot_row * to.value_dim + 4 * part),
+                    sum);
+                if (part == 0) arch::store_global(to.partial_lse + slot_row, softmax.lse().x);
+            }
+        }
+    }
+    __device__ __forceinline__ void store_final(const Segments& segment, const Row& row, int part,
+                                                const float4& x, float lse) const {
+        const auto& to = g.results;
+        const int b = segment.at.b, position = segment.s.q_begin + row.position;
+        const uint2 packed = {arch::bit_cast<uint32_t>(pack_pair<T>(x.x, x.y)),
+                              arch::bit_cast<uint32_t>(pack_pair<T>(x.z, x.w))};
+        arch::store_global(reinterpret_cast<uint2*>(to.out.at(b, row.head, position, 4 * part)),
+                           packed);
+        if (part == 0 && to.lse != nullptr) {
+            arch::store_global(to.lse + to.lse_row(b, row.head, position), lse);
+        }
+    }
+};
+
+template <class Kernel>
+__global__ __launch_bounds__(Kernel::threads, Kernel::blocks_per_sm) void few_rows_kernel(
+    const __grid_constant__ Globals<Kernel> g) {
+    shared_allocator allocator(shared_memory());
+    auto& shared = allocator.template allocate<Shared<Kernel>>();
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < Kernel::slots; ++i) {
+            init_semaphore(shared.full[i], Kernel::producers * WARP_THREADS);
+            init_semaphore(shared.empty[i], 4);
+        }
+        arch::mbarrier_init_fence();
+    }
+    arch::sync_block();
+    arch::wait_for_dependencies();
+    arch::launch_dependents();
+    Segments segments(g.work, g.schedule, static_cast<int>(blockIdx.x));
+    if (!g.schedule.is_of(g.work)) return poison(g);
+    if (arch::warp_uniform(warpgroup::groupid()) == 0) {
+        if constexpr (Kernel::reallocates) {
+            warpgroup::increase_registers<Kernel::consumer_registers>();
+        }
+        FewRowsConsumer<Kernel>{g, shared}.run(segments);
+    } else {
+        if constexpr (Kernel::reallocates) {
+            warpgroup::decrease_registers<Kernel::producer_registers>();
+        }
+        Producer<Kernel>{g, shared}.run(segments);
+    }
+}
+
+}  // namespace thunderkittens::attention::decode

@@ -1,0 +1,72 @@
+// Keys of the forward's work tiles: those of a batch or of packed sequences, or pages of a cache,
+// whose lengths and places are on the device.
+#pragma once
+
+#include "csrc/attention/forward.h"
+#include "csrc/attention/scores.cuh"
+
+namespace thunderkittens::attention {
+
+using namespace kittens;
+
+struct ForwardSequences : SequenceTable {
+    const int *k_lengths, *cu_new;  // null: as SequenceTable has them; as many new keys for all
+    int new_keys, most_keys;
+
+    ForwardSequences(const Problem& p, const Sequences& s, const PagedKeys& keys)
+        : SequenceTable(p, s),
+          k_lengths(keys.k_lengths),
+          cu_new(keys.cu_new),
+          new_keys(static_cast<int>(keys.new_keys)),
+          most_keys(static_cast<int>(keys.most_keys)) {}
+
+    __device__ __forceinline__ Lengths lengths(int b) const {
+        return k_lengths == nullptr ? SequenceTable::lengths(b)
+                                    : with_keys(queries(b), b < batch ? keys_of(b) : 0);
+    }
+
+  private:
+    __device__ __forceinline__ int keys_of(int b) const {
+        const int added = cu_new == nullptr ? new_keys
+                                            : arch::load_global_readonly(cu_new + b + 1) -
+                                                  arch::load_global_readonly(cu_new + b);
+        return ::min(::max(arch::load_global_readonly(k_lengths + b) + added, 0), most_keys);
+    }
+};
+
+// Where a sequence's keys are in a cache: a page is a segment of a ragged layout, and a transfer
+// moves a piece of a tile, which lies within a page.
+struct PageTable {
+    const int *table, *rows;
+    int64_t stride;
+    int page_size, k_page_rows, v_page_rows;
+    int piece;  // 0: keys are not paged
+
+    PageTable(const PagedKeys& keys, int block_n)
+        : table(keys.table),
+          rows(keys.rows),
+          stride(keys.table_stride),
+          page_size(static_cast<int>(keys.page_size)),
+          k_page_rows(static_cast<int>(keys.k_page_rows)),
+          v_page_rows(static_cast<int>(keys.v_page_rows)),
+          piece(keys.k_lengths == nullptr ? 0 : static_cast<int>(piece_rows(keys, block_n))) {}
+
+    // Of the piece that begins with a key. What lies behind the last key comes as zeros.
+    __device__ __forceinline__ ragged_coord place(int b, int head, int key, int k_length,
+                                                  int page_rows) const {
+        if (key >= k_length) return {.head = head};
+        int page = rows == nullptr ? b : arch::load_global_readonly(rows + b);
+        int first = 0;
+        if (table != nullptr) {
+            const int index = key / page_size;
+            page = arch::load_global_readonly(table + page * stride + index);
+            first = index * page_size;
+        }
+        return {.head = head,
+                .begin = page * page_rows,
+                .length = ::min(page_size, k_length - first),
+                .row = key - first};
+    }
+};
+
+}  // namespace thunderkittens::attention
