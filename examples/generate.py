@@ -299,7 +299,7 @@ class ExactStep:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = self.joined(layer, k.transpose(1, 2), v.transpose(1, 2))
         rows = q.view(q.shape[0], k.shape[2], -1, q.shape[3])
-        return F.scaled_dot_product_attention(rows, keys, values).view(q.shape)
+        return F.scaled_dot_product_attention(rows, keys, values).reshape(q.shape)
 
     def update(self, k: Tensor, v: Tensor, layer: int, *args: Any, **options: Any) -> Any:
         """As the layers of transformers call their cache."""

@@ -7,24 +7,6 @@
 
 namespace thunderkittens::attention {
 
-// Division of numbers below 2^31 by one that the host knows, as a product. The multiplier is
-// rounded up by less than `by` units, too little to reach the next quotient (Granlund and
-// Montgomery, "Division by invariant integers using multiplication", 1994).
-struct Divisor {
-    uint32_t multiplier;
-    int shift = 0;
-
-    explicit Divisor(int by) {
-        by = by < 1 ? 1 : by;
-        while ((int64_t{1} << shift) < by) ++shift;
-        multiplier = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + by - 1) / by);
-    }
-    __device__ __forceinline__ int quotient(int n) const {
-        const uint64_t product = uint64_t{2 * static_cast<uint32_t>(n)} * multiplier;
-        return static_cast<int>(static_cast<uint32_t>(product >> 32) >> shift);
-    }
-};
-
 // The order of TileScheduler, dealt to the blocks of the grid back and forth, so that who got the
 // longest work tile of a wave gets the shortest of the next.
 struct ForwardScheduler : TileScheduler {

@@ -48,6 +48,7 @@ struct ForwardKernel {
     static constexpr int blocks_per_sm = attention::blocks_per_sm(config);
     static constexpr bool moves_registers = warpgroups > 1;
     static constexpr int threads = forward_threads(config);
+    static constexpr int producer_warps = threads / WARP_THREADS - 4 * warpgroups;
     static constexpr int producer_registers = warpgroups == 2 ? 24 : 32;
     static constexpr int consumer_registers = warpgroups == 2 ? 240 : 160;
 
@@ -129,23 +130,28 @@ struct ForwardShared : QueryTiles<Kernel, Kernel::separate_out> {
     semaphore v_full[Kernel::stages], v_empty[Kernel::stages];
 };
 
-// By one thread; of paged keys by a warp, whose lanes look up and load a piece of a tile each.
+// By one thread; of paged keys by all warps that there are, whose lanes look up and load a piece of
+// a tile each: a warp issues the transfers of its lanes one after the other. A look-up waits for
+// memory, so it is made one block of keys ahead, for keys and values.
 template <bool PAGED, class Kernel>
 __device__ __forceinline__ void produce(const ForwardGlobals<Kernel>& g,
                                         ForwardShared<Kernel>& shared) {
-    const bool leads = !PAGED || laneid() == 0;
+    const bool leads = !PAGED || warpgroup::laneid() == 0;
+    // Of the thread's piece, in a tile.
+    const int piece_row =
+        (laneid() * Kernel::producer_warps + warpgroup::warpid()) * g.pages.piece;
     const auto load_keys = [&](auto& tile, const auto& from, const ForwardWorkTile<Kernel>& work,
-                               int block, int page_rows, semaphore& full) {
+                               int block, const PageTable::Page& page, int page_rows,
+                               semaphore& full) {
         const int head = work.head / g.group, first = block * Kernel::block_n;
         const Lengths& s = work.s;
         if (leads) tma::expect(full, tile);
         if constexpr (PAGED) {
             arch::sync_warp();
-            const int row = laneid() * g.pages.piece;
-            if (row < Kernel::block_n) {
-                tma::load_piece_async(
-                    tile, row, from.ragged,
-                    g.pages.place(work.b, head, first + row, s.k_length, page_rows), full);
+            if (piece_row < Kernel::block_n) {
+                const int key = first + piece_row;
+                tma::load_piece_async(tile, piece_row, from.ragged,
+                                      g.pages.place(page, head, key, s.k_length, page_rows), full);
             }
         } else {
             from.load(tile, work.b, head, s.k_begin, s.k_length, first, full);
@@ -157,15 +163,22 @@ __device__ __forceinline__ void produce(const ForwardGlobals<Kernel>& g,
         const ForwardWorkTile<Kernel> work(g, tile);
         if (!work.sees_keys()) return;
         const KeyBlocks& keys = work.keys;
+        const auto look_up = [&](int block) -> PageTable::Page {
+            if constexpr (!PAGED) return {};
+            if (piece_row >= Kernel::block_n) return {};
+            return g.pages.page_of(work.b, block * Kernel::block_n + piece_row, work.s.k_length);
+        };
+        PageTable::Page k_page = look_up(keys.end - 1), v_page = k_page;
+        PageTable::Page next_page = look_up(keys.end - 2);
         const auto load_k = [&](int block) {
             wait(shared.k_empty[k_at.stage], k_at.phase ^ 1);
-            load_keys(shared.k[k_at.stage], g.k, work, block, g.pages.k_page_rows,
+            load_keys(shared.k[k_at.stage], g.k, work, block, k_page, g.pages.k_page_rows,
                       shared.k_full[k_at.stage]);
             k_at.advance();
         };
         const auto load_v = [&](int block) {
             wait(shared.v_empty[v_at.stage], v_at.phase ^ 1);
-            load_keys(shared.v[v_at.stage], g.v, work, block, g.pages.v_page_rows,
+            load_keys(shared.v[v_at.stage], g.v, work, block, v_page, g.pages.v_page_rows,
                       shared.v_full[v_at.stage]);
             v_at.advance();
         };
@@ -183,8 +196,11 @@ __device__ __forceinline__ void produce(const ForwardGlobals<Kernel>& g,
         }
         q_at.advance();
         for (int block = keys.end - 2; block >= keys.begin; --block) {
+            k_page = next_page;
+            next_page = look_up(block - 1);
             load_k(block);
             load_v(block + 1);
+            v_page = k_page;
         }
         load_v(keys.begin);
     });
@@ -536,7 +552,7 @@ __global__ __launch_bounds__(Kernel::threads, Kernel::blocks_per_sm) void forwar
         if constexpr (Kernel::moves_registers)
             warpgroup::decrease_registers<Kernel::producer_registers>();
         if (g.pages.piece > 0) {
-            if (warpgroup::warpid() == 0) produce<true>(g, shared);
+            produce<true>(g, shared);
         } else if (warpgroup::elect_leader()) {
             produce<false>(g, shared);
         }

@@ -51,21 +51,28 @@ struct PageTable {
           v_page_rows(static_cast<int>(keys.v_page_rows)),
           piece(keys.k_lengths == nullptr ? 0 : static_cast<int>(piece_rows(keys, block_n))) {}
 
-    // Of the piece that begins with a key. What lies behind the last key comes as zeros.
-    __device__ __forceinline__ ragged_coord place(int b, int head, int key, int k_length,
-                                                  int page_rows) const {
-        if (key >= k_length) return {.head = head};
-        int page = rows == nullptr ? b : arch::load_global_readonly(rows + b);
-        int first = 0;
+    struct Page {
+        int page = 0, first = 0;  // a page of the cache, and its first key in the sequence
+    };
+    __device__ __forceinline__ Page page_of(int b, int key, int k_length) const {
+        Page at;
+        if (key < 0 || key >= k_length) return at;
+        at.page = rows == nullptr ? b : arch::load_global_readonly(rows + b);
         if (table != nullptr) {
             const int index = key / page_size;
-            page = arch::load_global_readonly(table + page * stride + index);
-            first = index * page_size;
+            at.page = arch::load_global_readonly(table + at.page * stride + index);
+            at.first = index * page_size;
         }
+        return at;
+    }
+    // Of the piece that begins with a key. What lies behind the last key comes as zeros.
+    __device__ __forceinline__ ragged_coord place(const Page& at, int head, int key, int k_length,
+                                                  int page_rows) const {
+        if (key >= k_length) return {.head = head};
         return {.head = head,
-                .begin = page * page_rows,
-                .length = ::min(page_size, k_length - first),
-                .row = key - first};
+                .begin = at.page * page_rows,
+                .length = ::min(page_size, k_length - at.first),
+                .row = key - at.first};
     }
 };
 

@@ -30,8 +30,9 @@ struct Kernel {
     static constexpr bool staged = config.staged > 0;  // the producers convert codes
     static constexpr bool nvfp4 = config.nvfp4;
     static constexpr bool token_scales = codes && !nvfp4;  // slots have them
-    // Copies of so many slots are on their way at a time.
-    static constexpr int lag = staged ? config.staged : slots - 2;
+    // Codes of so many slots are on their way to the producers at a time.
+    static constexpr int lag = std::max(config.staged, 1);
+    static constexpr int producer_rows = BLOCK_N / producers;  // of a block, that a warp copies
 
     using Operand =  // what a slot has; of few rows, bytes
         std::conditional_t<staged, half, std::conditional_t<codes, fp8e4m3, T>>;
@@ -97,13 +98,19 @@ struct CacheRows {
           token_stride(cache.token_stride),
           head_stride(cache.head_stride) {}
     __device__ __forceinline__ const E* at(int page, int token, int head) const {
-        return data + (page * page_stride + token * token_stride + head * head_stride);
+        const auto times = [](int i, int64_t stride) {  // no sign, which would take more
+            return uint64_t{static_cast<uint32_t>(i)} * static_cast<uint64_t>(stride);
+        };
+        return data +
+               (times(page, page_stride) + times(token, token_stride) + times(head, head_stride));
     }
 };
 
 // Scales of the blocks of NVFP4. Of other caches, nothing.
 template <bool nvfp4>
 struct BlockScaleRows {
+    struct None {};
+    [[no_unique_address]] None k, v;
     BlockScaleRows(const BlockScales&) {}
 };
 template <>
@@ -133,11 +140,28 @@ struct Globals {
     RotaryTable<T> rotary;
     bool rotary_moves;  // with the query's position; else all stand where the new keys begin
     Pages pages;
+    Divisor by_page_size;
+    bool rows_share_page;     // those of a block that a producer warp copies
+    bool whole_block_scales;  // of a row, which come in one aligned piece
     const int* mask;
     int64_t mask_stride;
     int mask_words;
     int head_dim;
     [[no_unique_address]] BlockScaleRows<Kernel::nvfp4> block_scales;
+
+    // Of block scales: every row is aligned to its own size, and fills a row of a slot.
+    static bool has_whole_rows(const Params& params) {
+        constexpr int64_t bytes = std::max(Kernel::head_dim, Kernel::value_dim) / NV_BLOCK;
+        const auto aligned = [](const Cache& c) {
+            return (reinterpret_cast<uintptr_t>(c.data) | c.page_stride | c.token_stride |
+                    c.head_stride) %
+                       bytes ==
+                   0;
+        };
+        const Problem& p = params.problem;
+        return p.head_dim == p.value_dim && p.head_dim == bytes * NV_BLOCK &&
+               aligned(params.block_scales.k) && aligned(params.block_scales.v);
+    }
 
     explicit Globals(const Params& params)
         : q(params.q, params.problem.varlen),
@@ -155,6 +179,10 @@ struct Globals {
           rotary_moves(params.problem.causal || params.problem.window_left >= 0 ||
                        params.problem.window_right >= 0),
           pages(params.pages),
+          by_page_size(static_cast<int>(params.pages.page_size)),
+          rows_share_page(params.pages.table == nullptr ||
+                          params.pages.page_size % Kernel::producer_rows == 0),
+          whole_block_scales(Kernel::nvfp4 && has_whole_rows(params)),
           mask(params.mask),
           mask_stride(params.mask_stride),
           mask_words(static_cast<int>(params.mask_words)),

@@ -1,9 +1,10 @@
 // Attention of up to 16 rows of queries over a cache of 8 or 4 bits. What counts is how often a
 // code passes through shared memory: here twice, in and out, as codes. The producers copy them into
 // the ring as they would 16 bits. Each of the four warps that multiply has 16 of a block's 64 keys
-// to itself: it takes their codes to registers, makes fp16 of them, exactly, and multiplies by
-// mma.sync, whose operands both are registers. So the warps do not wait for each other, and have a
-// softmax each, until an item or a part of it ends: then they add up what they have.
+// to itself, or 32 of every second block: it takes their codes to registers, makes fp16 of them,
+// exactly, and multiplies by mma.sync, whose operands both are registers. So the warps do not wait
+// for each other, and have a softmax each, until an item or a part of it ends: then they add up
+// what they have.
 //
 //   S = Q K^T   A: 16 rows of queries, loaded once. B: keys. A product may add up the head
 //               dimension in any order that both operands have: a thread takes 16 bytes of a key
@@ -19,9 +20,6 @@
 #include "csrc/attention/decode/rows_sm90.cuh"
 
 namespace thunderkittens::attention::decode {
-
-constexpr int WARP_KEYS = 16;  // of a block
-static_assert(WARP_KEYS * 4 == BLOCK_N);
 
 // Codes of a tile's row that a thread multiplies: chunks of 16, of which the four threads of a key
 // have neighbouring ones, so that their loads meet no bank twice.
@@ -47,8 +45,12 @@ __device__ __forceinline__ uint32_t chunk_behind(uint32_t address, int i) {
 template <class Kernel>
 struct FewRowsConsumer {
     using T = typename Kernel::T;
-    using scores = rt_fl<16, WARP_KEYS>;
-    using weights = rt<half, 16, WARP_KEYS>;
+    // Conversions of NVFP4 are long chains, of which two are better on their way at a time.
+    static constexpr int warp_keys = Kernel::nvfp4 ? 32 : 16;  // of a block, for a warp
+    static constexpr int block_warps = BLOCK_N / warp_keys;    // that share a block
+    static constexpr int turns = 4 / block_warps;  // of the warps; one has each n-th block
+    using scores = rt_fl<16, warp_keys>;
+    using weights = rt<half, 16, warp_keys>;
     using output = rt_fl<16, Kernel::value_dim>;
     using k_tile = typename Kernel::k_tile;
     using v_tile = typename Kernel::v_tile;
@@ -94,19 +96,31 @@ struct FewRowsConsumer {
     __device__ __forceinline__ uint32_t slot_offset() const {
         return static_cast<uint32_t>(at.stage) * uint32_t(sizeof(typename Kernel::slot));
     }
-    static __device__ __forceinline__ int first_key() { return WARP_KEYS * warpgroup::warpid(); }
+    static __device__ __forceinline__ int first_key() {
+        return warp_keys * (warpgroup::warpid() % block_warps);
+    }
+    static __device__ __forceinline__ int own_turn() { return warpgroup::warpid() / block_warps; }
 
-    // Each warp brings four rows to fp16, through shared memory, where those stay that are too long
-    // for the registers.
+    // Rows come to fp16, through shared memory, where those stay that are too long for the
+    // registers.
     __device__ __forceinline__ void load_query(const Segments& segment, Query& query) {
+        constexpr int lanes = Kernel::head_dim > 128 ? 32 : Kernel::head_dim / 8;  // of a row
+        constexpr int rows = WARPGROUP_THREADS / lanes, passes = FEW_ROWS / rows;
         const float scale = scale_of_head(g.k_scale, segment.at.b, segment.item.kv_head) *
                             scale_of_head(g.q_scale, segment.at.b, segment.item.kv_head) *
                             (Kernel::nvfp4 ? 1.0f / NV_UNIT : 1.0f);
-        for (int i = 0; i < 4; ++i) {
-            const int row = 4 * warpgroup::warpid() + i;
-            const auto halved = halved_row<T>(load_query_chunk(g, segment, row, 8 * laneid()));
-            if (8 * laneid() < Kernel::head_dim) store_query(row, 8 * laneid(), halved.elements);
-            if (laneid() == 0) {
+        const int first = warpgroup::laneid() / lanes, lane = laneid() % lanes;
+        uint4 chunks[passes];  // all on their way together
+#pragma unroll
+        for (int i = 0; i < passes; ++i) {
+            chunks[i] = load_query_chunk(g, segment, first + i * rows, 8 * lane);
+        }
+#pragma unroll
+        for (int i = 0; i < passes; ++i) {
+            const int row = first + i * rows;
+            const auto halved = halved_row<T, lanes>(chunks[i]);
+            if (8 * lane < Kernel::head_dim) store_query(row, 8 * lane, halved.elements);
+            if (lane == 0) {
                 arch::store_shared(arch::shared_address(&shared.factors[row]),
                                    halved.factor * scale);
             }
@@ -160,8 +174,8 @@ struct FewRowsConsumer {
     __device__ __forceinline__ void score_keys(scores& x, const Query& query) {
         const uint32_t first = first_codes + slot_offset();
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const uint32_t row = first + 8 * half * k_tile::stripe_cols;
+        for (int eight = 0; eight < warp_keys / 8; ++eight) {
+            const uint32_t row = first + 8 * eight * k_tile::stripe_cols;
 #pragma unroll(Kernel::keeps_query ? chunks::count : 1)
             for (int i = 0; i < chunks::count; ++i) {
                 const int chunk =
@@ -170,7 +184,7 @@ struct FewRowsConsumer {
                     arch::load_shared<uint4>(chunk_behind<k_tile>(row, chunk)));
                 Halves k[parts];
                 if constexpr (Kernel::nvfp4) {
-                    const auto scales = arch::load_shared<uint16_t>(block_scale_of_key(half, i));
+                    const auto scales = arch::load_shared<uint16_t>(block_scale_of_key(eight, i));
                     convert_four_apart(codes, scales, k);
                 } else {
                     convert(format, codes, k);
@@ -183,27 +197,35 @@ struct FewRowsConsumer {
                     const uint32_t a[4] = {q.pairs[0][0], q.pairs[0][1], q.pairs[1][0],
                                            q.pairs[1][1]};
                     const auto& pairs = k[j / 2].pairs;
-                    multiply(x.tiles[0][0].data, half, a, pairs[j % 2 * 2], pairs[j % 2 * 2 + 1]);
+                    multiply(x.tiles[0][eight / 2].data, eight % 2, a, pairs[j % 2 * 2],
+                             pairs[j % 2 * 2 + 1]);
                 }
             }
         }
     }
     // Of the two blocks that a chunk of the thread's key has.
-    __device__ __forceinline__ uint32_t block_scale_of_key(int half, int chunk) const {
-        const auto& row = shared.scales[at.stage].of_blocks[first_key() + 8 * half + laneid() / 4];
+    __device__ __forceinline__ uint32_t block_scale_of_key(int eight, int chunk) const {
+        const auto& row = shared.scales[at.stage].of_blocks[first_key() + 8 * eight + laneid() / 4];
         return arch::shared_address(&row) + chunks::column(chunk) * Kernel::packed / NV_BLOCK;
     }
     // Of every 16 columns of the output the first half of a base tile has the even ones, the second
     // half the odd ones. Of NVFP4 the halves of two base tiles have every fourth of 32.
     template <CacheFormat format>
     __device__ __forceinline__ void add_values(output& o, const weights& p) {
-        const uint32_t rows = first_rows + slot_offset();
+#pragma unroll
+        for (int i = 0; i < weights::width; ++i) add_16_values<format>(o, p.tiles[0][i], i);
+    }
+    template <CacheFormat format, class Weights>
+    __device__ __forceinline__ void add_16_values(output& o, const Weights& p, int sixteen) {
+        const uint32_t rows =
+            first_rows + slot_offset() + uint32_t(16 * sixteen * v_tile::stripe_cols);
         uint32_t a[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) a[i] = arch::bit_cast<uint32_t>(p.tiles[0][0].data[i]);
+        for (int i = 0; i < 4; ++i) a[i] = arch::bit_cast<uint32_t>(p.data[i]);
         constexpr int tiles = Kernel::packed;  // that 16 bytes of a value make
         BlockScalesOfValues scales;
-        if constexpr (Kernel::nvfp4) scales.load(shared.scales[at.stage], first_key());
+        if constexpr (Kernel::nvfp4)
+            scales.load(shared.scales[at.stage], first_key() + 16 * sixteen);
 #pragma unroll
         for (int j = 0; j < output::width / tiles; j += 2) {
             // Of the keys 0 to 7 and 8 to 15, then of the 16 bytes behind.
@@ -266,12 +288,20 @@ struct FewRowsConsumer {
     template <CacheFormat format>
     __device__ __forceinline__ void run_segment(const Segments& segment) {
         Query query;
+        const float v_scale = scale_of_head(g.v_scale, segment.at.b, segment.item.kv_head);
         if (segment.last > segment.first) load_query(segment, query);
         int v_exponent = -126;
         OnlineSoftmax softmax;
         output o;
         zero_tile(o);
+        int turn = 0;
         for (int block = segment.last - 1; block >= segment.first; --block) {
+            const bool own = turn == own_turn();
+            turn = turn + 1 == turns ? 0 : turn + 1;
+            if (!own) {
+                at.advance(2);
+                continue;
+            }
             scores x;
             zero_tile(x);
             wait(shared.full[at.stage], at.phase);
@@ -297,10 +327,9 @@ struct FewRowsConsumer {
             add_values<format>(o, p);
             release();
         }
-        const float scale = scale_of_head(g.v_scale, segment.at.b, segment.item.kv_head) *
-                            (Kernel::nvfp4      ? 1.0f / NV_UNIT
-                             : g.v_scale.tokens ? power_of_two(v_exponent)
-                                                : 1.0f);
+        const float scale = v_scale * (Kernel::nvfp4      ? 1.0f / NV_UNIT
+                                       : g.v_scale.tokens ? power_of_two(v_exponent)
+                                                          : 1.0f);
         scale_rows(o, {scale, scale});
         softmax.reduce_sum();
         if (segment.stale) softmax.sum = {NAN, NAN};
@@ -326,6 +355,7 @@ struct FewRowsConsumer {
         };
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
+            if (8 * i >= g.results.slot_rows) break;
             if constexpr (Kernel::nvfp4) {
 #pragma unroll
                 for (int j = 0; j < output::width; j += 2) {
@@ -347,10 +377,11 @@ struct FewRowsConsumer {
     // Rows, four columns at a time.
     __device__ __forceinline__ void add_up(const Segments& segment) {
         const auto& to = g.results;
-        const int row_parts = to.value_dim / 4;
+        constexpr int row_parts = Kernel::value_dim / 4;
         for (int i = warpgroup::laneid(); i < FEW_ROWS * row_parts; i += WARPGROUP_THREADS) {
             const int index = i / row_parts, part = i - index * row_parts;
             if (index >= to.slot_rows) break;
+            if (4 * part >= to.value_dim) continue;
             const Row row(g.work, segment.s, segment.item, index);
             const auto load = [](const auto& from) {
                 using X = std::remove_cvref_t<decltype(from)>;
@@ -409,7 +440,7 @@ __global__ __launch_bounds__(Kernel::threads, Kernel::blocks_per_sm) void few_ro
     if (threadIdx.x == 0) {
         for (int i = 0; i < Kernel::slots; ++i) {
             init_semaphore(shared.full[i], Kernel::producers * WARP_THREADS);
-            init_semaphore(shared.empty[i], 4);
+            init_semaphore(shared.empty[i], FewRowsConsumer<Kernel>::block_warps);
         }
         arch::mbarrier_init_fence();
     }

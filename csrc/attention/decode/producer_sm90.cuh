@@ -1,6 +1,8 @@
 // The producer of attention over a cache: warps whose threads look pages up and copy rows of
-// keys and values, 16 bytes each, into the ring. Codes of 8 bits come to a place of the thread's
-// own first, and go on as fp16; so do those of 4 bits, with the scales of their blocks.
+// keys and values, 16 bytes each, into the ring. Where one page has all the rows of a block that a
+// warp copies, their addresses follow from the first; else a lane has the address of a row. Where
+// the producers convert, codes come to a place of the thread's own first, and go on as fp16; of
+// NVFP4 with the scales of their blocks.
 #pragma once
 
 #include "csrc/attention/decode/decode_types_sm90.cuh"
@@ -12,7 +14,7 @@ struct Producer {
     using Element = typename Globals<Kernel>::Element;
     static constexpr int per_copy =
         Kernel::nvfp4 && Kernel::staged ? 32 : 16 / int(sizeof(Element));
-    static constexpr int warp_rows = BLOCK_N / Kernel::producers;
+    static constexpr int warp_rows = Kernel::producer_rows;
     static_assert(warp_rows <= WARP_THREADS);
 
     const Globals<Kernel>& g;
@@ -24,68 +26,117 @@ struct Producer {
     int first = warpgroup::warpid() * warp_rows;  // of the rows that this warp copies
 
     __device__ __forceinline__ void run(Segments& segments) {
-        while (segments.next()) {
-            // A page is looked up while the block before is loaded.
-            Place next = place_of(segments, segments.last - 1);
-            for (int block = segments.last - 1; block >= segments.first; --block) {
-                const Place place = next;
-                if (block > segments.first) next = place_of(segments, block - 1);
-                load_block(segments, place);
+        if constexpr (!Kernel::staged) {
+            if (g.rows_share_page) {
+                return run_segments(segments,
+                                    [&](int block) { return shared_place_of(segments, block); });
             }
         }
-        while (pending > 0) arrive_oldest<0>();
+        run_segments(segments, [&](int block) { return place_of(segments, block); });
     }
 
   private:
+    // A page is looked up while the block before is loaded.
+    template <class PlaceOf>
+    __device__ __forceinline__ void run_segments(Segments& segments, PlaceOf place_of_block) {
+        while (segments.next()) {
+            auto next = place_of_block(segments.last - 1);
+            for (int block = segments.last - 1; block >= segments.first; --block) {
+                const auto place = next;
+                if (block > segments.first) next = place_of_block(block - 1);
+                load_block(segments, place);
+            }
+        }
+        if constexpr (Kernel::staged) {
+            while (pending > 0) arrive_oldest<0>();
+        } else {
+            arch::cp_async_commit();
+            arch::cp_async_wait<0>();
+        }
+    }
     __device__ __forceinline__ bool has_row() const { return laneid() < warp_rows; }
-    // Where the row of a lane is.
+    __device__ __forceinline__ void look_up(const Segments& at, int key, int& page,
+                                            int& token) const {
+        page = at.at.b;
+        token = key;
+        if (g.pages.rows != nullptr) page = arch::load_global_readonly(g.pages.rows + page);
+        if (g.pages.table == nullptr) return;
+        const int index = g.by_page_size.quotient(key);
+        token = key - index * static_cast<int>(g.pages.page_size);
+        page = arch::load_global_readonly(g.pages.table + page * g.pages.table_stride + index);
+    }
+    // Where the row of a lane is. Weights of what is not seen are 0, which no memory may make NaN:
+    // such rows do not exist.
     struct Place {
-        int page, token;
+        int page = 0, token = 0;
         bool exists;
     };
     __device__ __forceinline__ Place place_of(const Segments& at, int block) const {
         const int key = block * BLOCK_N + first + laneid();
-        // Weights of what is not seen are 0, which no memory may make NaN.
-        Place place{at.at.b, key, has_row() && key >= at.s.k_begin && key < at.s.k_length};
-        int& page = place.page;
-        if (g.pages.rows != nullptr) page = arch::load_global_readonly(g.pages.rows + page);
-        if (g.pages.table != nullptr && place.exists) {
-            const int size = static_cast<int>(g.pages.page_size);
-            const int index = key / size;
-            place.token = key - index * size;
-            page = arch::load_global_readonly(g.pages.table + page * g.pages.table_stride + index);
-        }
+        Place place{.exists = has_row() && key >= at.s.k_begin && key < at.s.k_length};
+        if (place.exists) look_up(at, key, place.page, place.token);
         return place;
     }
-    __device__ __forceinline__ void load_block(const Segments& at, const Place& place) {
-        const auto [page, token, exists] = place;
+    // Where the first of the rows of a warp is, which follow each other; of them, [begin, end)
+    // exist.
+    struct SharedPlace {
+        int page = 0, token = 0, begin, end;
+    };
+    __device__ __forceinline__ SharedPlace shared_place_of(const Segments& at, int block) const {
+        const int key = block * BLOCK_N + first;
+        SharedPlace place{.begin = ::min(::max(at.s.k_begin - key, 0), warp_rows),
+                          .end = ::min(::max(at.s.k_length - key, 0), warp_rows)};
+        if (place.begin < place.end) look_up(at, key, place.page, place.token);
+        return place;
+    }
+
+    // The lane's own row.
+    static __device__ __forceinline__ Place own(const Place& place) { return place; }
+    static __device__ __forceinline__ Place own(const SharedPlace& p) {
+        return {p.page, p.token + laneid(), laneid() >= p.begin && laneid() < p.end};
+    }
+
+    template <class AnyPlace>
+    __device__ __forceinline__ void load_block(const Segments& at, const AnyPlace& place) {
         const int head = at.item.kv_head;
-        const Element* const k = exists ? g.k.at(page, token, head) : nullptr;
-        const Element* const v = exists ? g.v.at(page, token, head) : nullptr;
-        const auto scale = [&](const Scales& scales) -> const float* {
-            if (!Kernel::token_scales || !scales.tokens || !exists) return nullptr;
-            return scales.data + page * scales.strides[0] + token * scales.strides[1] +
-                   head * scales.strides[2];
-        };
-        if constexpr (Kernel::nvfp4) {
-            const Element* const k_scales =
-                exists ? g.block_scales.k.at(page, token, head) : nullptr;
-            const Element* const v_scales =
-                exists ? g.block_scales.v.at(page, token, head) : nullptr;
-            if constexpr (Kernel::staged) {
-                stage_blocks<typename Kernel::k_tile>(k, k_scales, g.head_dim);
-                stage_blocks<typename Kernel::v_tile>(v, v_scales, g.results.value_dim);
-            } else {
-                load_rows(shared.ring[filling.stage].k, k, k_scales, g.head_dim / 2);
-                load_rows(shared.ring[filling.stage].v, v, v_scales, g.results.value_dim / 2);
-            }
-        } else if constexpr (Kernel::staged) {
-            stage_rows<typename Kernel::k_tile>(k, scale(g.k_scale), g.head_dim);
-            stage_rows<typename Kernel::v_tile>(v, scale(g.v_scale), g.results.value_dim);
+        if constexpr (Kernel::staged) {
+            stage<typename Kernel::k_tile>(address(g.k, place, head), g.block_scales.k, g.k_scale,
+                                           place, head, g.head_dim);
+            stage<typename Kernel::v_tile>(address(g.v, place, head), g.block_scales.v, g.v_scale,
+                                           place, head, g.results.value_dim);
         } else {
-            load_rows(shared.ring[filling.stage].k, k, scale(g.k_scale), g.head_dim);
-            load_rows(shared.ring[filling.stage].v, v, scale(g.v_scale), g.results.value_dim);
+            load(shared.ring[filling.stage].k, place, head, g.k, g.block_scales.k, g.k_scale,
+                 g.head_dim);
+            load(shared.ring[filling.stage].v, place, head, g.v, g.block_scales.v, g.v_scale,
+                 g.results.value_dim);
         }
+    }
+    // A slot is full when the copies of all threads have arrived.
+    template <class Tile, class AnyPlace, class BlockScales>
+    __device__ __forceinline__ void load(Tile& tile, const AnyPlace& place, int head,
+                                         const CacheRows<Element>& rows,
+                                         const BlockScales& block_scales,
+                                         const Scales& token_scales, int dim) {
+        wait(shared.empty[filling.stage], filling.phase ^ 1);
+        copy_rows(tile, place, head, rows, dim / Kernel::packed);
+        if constexpr (Kernel::nvfp4)
+            load_block_scales(address(block_scales, own(place), head), dim);
+        else if constexpr (Kernel::codes)
+            load_token_scale(address(token_scales, own(place), head));
+        arch::cp_async_mbarrier_arrive(shared.full[filling.stage].address());
+        filling.advance();
+    }
+    // Null where the row does not exist.
+    template <class Rows>
+    static __device__ __forceinline__ auto address(const Rows& rows, const Place& at,
+                                                   int head) -> decltype(rows.at(0, 0, 0)) {
+        return at.exists ? rows.at(at.page, at.token, head) : nullptr;
+    }
+    static __device__ __forceinline__ const float* address(const Scales& scales, const Place& at,
+                                                           int head) {
+        if (!scales.tokens || !at.exists) return nullptr;
+        return scales.data + at.page * scales.strides[0] + at.token * scales.strides[1] +
+               head * scales.strides[2];
     }
     // Calls f(i, row, column, its element) for each copy of this thread to a tile.
     template <class Tile, class F>
@@ -98,43 +149,86 @@ struct Producer {
         }
     }
 
-    // `scale`: of the lane's token, or of the blocks of its row.
-    template <class Tile, class Scale>
-    __device__ __forceinline__ void load_rows(Tile& tile, const Element* mine, const Scale* scale,
-                                              int columns) {
-        if (pending == Kernel::lag) arrive_oldest<Kernel::lag - 1>();
-        wait(shared.empty[filling.stage], filling.phase ^ 1);
+    template <class Tile>
+    __device__ __forceinline__ void copy_rows(Tile& tile, const Place& place, int head,
+                                              const CacheRows<Element>& rows, int columns) {
+        const Element* const mine = address(rows, place, head);
         for_each_copy<Tile>([&](int, int row, int column) {
             const Element* const from = arch::shuffle(mine, row);
             arch::cp_async<16>(tile.address_of(first + row, column), from + column,
                                from != nullptr && column < columns);
         });
-        if constexpr (Kernel::codes) {
-            if (has_row()) load_scales(scale, columns);
-        }
-        arch::cp_async_commit();
-        filling.advance();
-        ++pending;
     }
-    __device__ __forceinline__ void load_scales(const float* scale, int) {
+    template <class Tile>
+    __device__ __forceinline__ void copy_rows(Tile& tile, const SharedPlace& place, int head,
+                                              const CacheRows<Element>& rows, int columns) {
+        const Element* const base = rows.at(place.page, place.token, head);
+        constexpr int row_copies = Tile::cols / per_copy;
+        if constexpr (WARP_THREADS % row_copies == 0) {
+            // From one copy of a thread to the next there are `step` rows.
+            constexpr int step = WARP_THREADS / row_copies, period = step < 8 ? 8 / step : 1;
+            constexpr int pitch = Tile::stripe_cols * int(sizeof(typename Tile::dtype));
+            const int row = laneid() / row_copies, column = laneid() % row_copies * per_copy;
+            const auto count =
+                static_cast<uint32_t>(column < columns ? place.end - place.begin : 0);
+            const auto from = static_cast<uint32_t>(row - place.begin);
+            const Element* source = base + (row * rows.token_stride + column);
+            uint32_t to[period];  // a swizzle repeats after eight rows
+#pragma unroll
+            for (int i = 0; i < period; ++i)
+                to[i] = tile.address_of(first + row + i * step, column);
+#pragma unroll
+            for (int i = 0; i < warp_rows / step; ++i) {
+                arch::cp_async<16>(to[i % period] + i / period * period * step * pitch, source,
+                                   from + i * step < count);
+                source += step * rows.token_stride;
+            }
+        } else {
+            for_each_copy<Tile>([&](int, int row, int column) {
+                arch::cp_async<16>(tile.address_of(first + row, column),
+                                   base + row * rows.token_stride + column,
+                                   row >= place.begin && row < place.end && column < columns);
+            });
+        }
+    }
+    // Of the lane's token.
+    __device__ __forceinline__ void load_token_scale(const float* scale) {
+        if (!has_row()) return;
         auto& to = shared.scales[filling.stage].of_tokens[first + laneid()];
         arch::cp_async<4>(arch::shared_address(&to), scale, scale != nullptr);
     }
-    // Those of a row of so many bytes may end within a word.
-    __device__ __forceinline__ void load_scales(const Element* scale, int bytes) {
+    // Of the blocks of the lane's row, which may end within a word.
+    __device__ __forceinline__ void load_block_scales(const Element* scale, int dim) {
+        if (!has_row()) return;
         auto& row = shared.scales[filling.stage].of_blocks[first + laneid()];
-        const int count = scale == nullptr ? 0 : bytes * 2 / NV_BLOCK;
+        if (g.whole_block_scales) {
+            arch::cp_async<int(sizeof(row))>(arch::shared_address(&row), scale, scale != nullptr);
+            return;
+        }
+        const int count = scale == nullptr ? 0 : dim / NV_BLOCK;
 #pragma unroll
         for (int i = 0; i < SlotScales<Kernel>::words; ++i) {
             arch::cp_async_partial<4>(arch::shared_address(&row.words[i]), scale + 4 * i,
                                       ::min(::max(count - 4 * i, 0), 4));
         }
     }
+    template <class Tile, class BlockScales>
+    __device__ __forceinline__ void stage(const Element* mine, const BlockScales& block_scales,
+                                          const Scales& token_scales, const Place& place, int head,
+                                          int columns) {
+        if (pending == Kernel::lag) arrive_oldest<Kernel::lag - 1>();
+        if constexpr (Kernel::nvfp4)
+            stage_blocks<Tile>(mine, address(block_scales, place, head), columns);
+        else
+            stage_rows<Tile>(mine, address(token_scales, place, head), columns);
+        arch::cp_async_commit();
+        staging.advance();
+        ++pending;
+    }
     // Codes go to a place of this thread's own, scales to one that its lane has the row of.
     template <class Tile>
     __device__ __forceinline__ void stage_rows(const Element* mine, const float* scale,
                                                int columns) {
-        if (pending == Kernel::lag) arrive_oldest<Kernel::lag - 1>();
         auto& to = shared.staging;
         const int thread = warpgroup::laneid();
         for_each_copy<Tile>([&](int i, int row, int column) {
@@ -147,16 +241,12 @@ struct Producer {
                 arch::shared_address(&to.staged_scales[staging.stage][first + laneid()]), scale,
                 scale != nullptr);
         }
-        arch::cp_async_commit();
-        staging.advance();
-        ++pending;
     }
     // Codes of NVFP4 and the scales of their blocks go to places of this thread's own. The scales
     // of a row may end within a word.
     template <class Tile>
     __device__ __forceinline__ void stage_blocks(const Element* mine, const Element* scales,
                                                  int columns) {
-        if (pending == Kernel::lag) arrive_oldest<Kernel::lag - 1>();
         auto& to = shared.staging;
         const int thread = warpgroup::laneid();
         for_each_copy<Tile>([&](int i, int row, int column) {
@@ -170,22 +260,17 @@ struct Producer {
                 arch::shared_address(&to.block_scales[staging.stage][i][thread]), scale + word,
                 exists ? ::min(columns / NV_BLOCK - word, 4) : 0);
         });
-        arch::cp_async_commit();
-        staging.advance();
-        ++pending;
     }
     // The oldest slot on its way, behind which at most `still` are.
     template <int still>
     __device__ __forceinline__ void arrive_oldest() {
         arch::cp_async_wait<still>();
-        if constexpr (Kernel::staged) {
-            wait(shared.empty[arriving.stage], arriving.phase ^ 1);
-            if (keys_are_next)
-                convert_rows(shared.ring[arriving.stage].k);
-            else
-                convert_rows(shared.ring[arriving.stage].v);
-            keys_are_next = !keys_are_next;
-        }
+        wait(shared.empty[arriving.stage], arriving.phase ^ 1);
+        if (keys_are_next)
+            convert_rows(shared.ring[arriving.stage].k);
+        else
+            convert_rows(shared.ring[arriving.stage].v);
+        keys_are_next = !keys_are_next;
         arch::fence_async_shared();
         arrive(shared.full[arriving.stage]);
         arriving.advance();

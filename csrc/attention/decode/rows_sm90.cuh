@@ -23,8 +23,8 @@ struct HalvedRow {
     Halves elements;
     float factor;
 };
-// The lanes of a warp have a row.
-template <class T>
+// Neighbouring lanes of a warp have a row.
+template <class T, int lanes = WARP_THREADS>
 __device__ __forceinline__ HalvedRow halved_row(const uint4& chunk) {
     const auto x = arch::bit_cast<typename RotaryTable<T>::Vector>(chunk);
     float2 values[4];
@@ -35,7 +35,7 @@ __device__ __forceinline__ HalvedRow halved_row(const uint4& chunk) {
         largest = fmaxf(largest, fmaxf(fabsf(values[i].x), fabsf(values[i].y)));
     }
 #pragma unroll
-    for (int d = WARP_THREADS / 2; d > 0; d /= 2) {
+    for (int d = lanes / 2; d > 0; d /= 2) {
         largest = fmaxf(largest, arch::shuffle_xor(largest, d));
     }
     const int exponent = exponent_of(largest) - 10;

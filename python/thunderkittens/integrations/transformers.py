@@ -70,7 +70,7 @@ def register(name: str = NAME, *, padding: str = "contiguous") -> None:
     transformers.AttentionInterface.register(name, attention_forward)
     function = attention_mask if padding == "contiguous" else partial(attention_mask, holes=True)
     masks.AttentionMaskInterface.register(name, function)
-    if hasattr(masks, "PagedAttentionCache"):
+    if hasattr(transformers, "ContinuousBatchingConfig"):
         _paged.provide(name + _paged.SUFFIX)
         transformers.AttentionInterface.register(name + _paged.SUFFIX, paged_attention_forward)
         masks.AttentionMaskInterface.register(name + _paged.SUFFIX, function)
