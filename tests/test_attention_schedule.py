@@ -66,14 +66,14 @@ def test_parts_are_equal(lengths, sms):
 @pytest.mark.parametrize(
     ("batch", "heads", "used"),
     [
-        (16, 8, 128),  # an item to a part, and to a multiprocessor
+        (16, 8, 256),  # two parts to an item
         (64, 8, 256),  # two items to a part
         (1, 8, 264),  # 33 parts to an item
-        (1, 131, 131),
+        (1, 131, 262),
         (1, 150, 264),  # 150 would be far fewer
         (37, 1, 259),  # seven parts to an item
         (62, 8, 248),  # two items to a part; one part fewer would be too few
-        (124, 1, 124),  # an item to a part, likewise
+        (124, 1, 248),  # two parts to an item, likewise
     ],
 )
 def test_parts_fit_equal_sequences(batch, heads, used):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -63,7 +64,9 @@ def generated(model, **options):
     generation = transformers.GenerationConfig(
         max_new_tokens=STEPS, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
-    sizes = {"num_blocks": 16, "page_size": 16, "max_batch_tokens": 64}
+    names = {field.name for field in fields(transformers.ContinuousBatchingConfig)}
+    page_size = "page_size" if "page_size" in names else "block_size"  # of older releases
+    sizes = {"num_blocks": 16, page_size: 16, "max_batch_tokens": 64}
     config = transformers.ContinuousBatchingConfig(**sizes, **options)
     results = model.generate_batch(
         inputs=PROMPTS,

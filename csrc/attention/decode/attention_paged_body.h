@@ -103,8 +103,6 @@ Tensor write_schedule(const Backend<Tensor>& on, const SequenceOptions<Tensor>& 
     const ScheduleShape shape = schedule_shape(params.problem, choice.parts);
     Tensor schedule = empty({shape.ints()}, DType::int32, like);
     params.schedule = data_as<int>(schedule);
-    // Codes take too long to convert.
-    params.lone_parts = params.problem.codes ? 0 : choice.parts / choice.config.blocks_per_sm;
     auto launch = on.launch("attention_paged schedule", like);
     sequences.may_be_read_by(launch);
     launch.may_write("schedule", schedule);

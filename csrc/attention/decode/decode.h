@@ -232,7 +232,6 @@ struct Params {
     int64_t mask_stride = 0, mask_words = 0;
     Rotary rotary;  // of the queries
     int parts = 1;
-    int lone_parts = 0;  // as many multiprocessors, if a block alone on one keeps up with memory
     int* schedule = nullptr;
     float *partial_out = nullptr, *partial_lse = nullptr;  // (slots, tile_rows, value_dim)
 };

@@ -70,11 +70,9 @@ __device__ __forceinline__ WorkSums times(const WorkSums& sums, int64_t heads) {
     return {sums.cost * heads, sums.slots * heads, sums.split_items * heads, 0};
 }
 
-// Of so many items that cost the same, which are to be cut rarely: up to a sixteenth fewer parts, of
-// all or of those that are alone on a multiprocessor.
-__device__ __forceinline__ int64_t even_parts(int64_t parts, int64_t lone, int64_t items) {
+// Of so many items that cost the same, which are to be cut rarely: up to a sixteenth fewer parts.
+__device__ __forceinline__ int64_t even_parts(int64_t parts, int64_t items) {
     if (items <= 0) return parts;
-    if (items <= lone && items >= lone - lone / 16) return items;
     if (items < parts) {
         const int64_t even = parts / items * items;
         return even >= parts - parts / 16 ? even : parts;
@@ -173,9 +171,8 @@ struct Scheduler {
         int64_t parts = ::min(static_cast<int64_t>(work.parts), total);
         const bool equal = work.batch > 0 && shared.sums[SCHEDULE_THREADS - 1].unequal == 0;
         if (work.split_blocks == 0 && equal) {
-            parts =
-                even_parts(parts, work.lone_parts,
-                           int64_t{work.batch} * work.kv_heads * work.tiles(work.queries_of(0)));
+            parts = even_parts(
+                parts, int64_t{work.batch} * work.kv_heads * work.tiles(work.queries_of(0)));
         }
         for (int p = static_cast<int>(threadIdx.x); p <= work.parts; p += SCHEDULE_THREADS) {
             shared.positions[p] =

@@ -39,7 +39,7 @@ struct Work {
     int chunk;         // 0: none
     bool masked;       // the mask says which of the newest keys are seen
     int split_blocks;  // of a split; 0: as the schedule cuts
-    int parts, lone_parts;
+    int parts;
     uint32_t hash;
 
     explicit Work(const Params& params)
@@ -58,8 +58,7 @@ struct Work {
           chunk(static_cast<int>(std::min<int64_t>(params.problem.attention_chunk, UNBOUNDED))),
           masked(params.problem.mask),
           split_blocks(static_cast<int>(params.problem.split_size / BLOCK_N)),
-          parts(params.parts),
-          lone_parts(params.lone_parts) {
+          parts(params.parts) {
         const Problem& p = params.problem;
         const Band band = attention::band(p.causal ? int(Causal::lower_right) : int(Causal::none),
                                           p.window_left, p.window_right, 0, 0);
