@@ -135,7 +135,7 @@ Choice short_k_choice(const TileShape& shape, const Problem& p) {
 }  // namespace
 
 std::string unsupported(const Problem& p, const DeviceProperties& device) {
-    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
+    if (std::string reason = no_native_code_for(device); !reason.empty()) return reason;
     if (p.dtype == DType::fp32) {
         return "operands must be bf16 or fp16, got fp32; convert them, or use torch.matmul";
     }
