@@ -47,12 +47,12 @@ inline DeviceProperties restricted(DeviceProperties device) {
     return device;
 }
 
-// The architectures that this build holds kernels for, as THUNDERKITTENS_CUDA_ARCHS names them, with
-// commas between ("80,90a"), or "". There are two kinds of kernels. Native ones, with a letter, run on exactly
-// their own compute capability. Portable ones are machine code for later minor versions of their
+// The architectures that this build holds kernels for, as THUNDERKITTENS_CUDA_ARCHS names them,
+// with commas between ("80,90a"), or "". There are two kinds of kernels. Native ones, with a letter,
+// run on exactly their own compute capability. Portable ones are machine code for later minor versions of their
 // major one ("120-real"), code that the driver compiles for all later ones ("80-virtual"), or both
 // ("80").
-inline std::string_view built_architectures() { return THUNDERKITTENS_ARCHS; }
+constexpr std::string_view built_architectures() { return THUNDERKITTENS_ARCHS; }
 
 struct Architecture {
     int number = 0;
@@ -71,7 +71,7 @@ struct Architecture {
 };
 // Each entry of a list of architectures.
 template <class F>
-void for_each_architecture(std::string_view list, F f) {
+constexpr void for_each_architecture(std::string_view list, F f) {
     while (!list.empty()) {
         const std::string_view entry = list.substr(0, list.find(','));
         list.remove_prefix(std::min(entry.size() + 1, list.size()));
@@ -95,6 +95,14 @@ inline bool holds_code_for(const DeviceProperties& device, bool native,
     });
     return found;
 }
+
+// Whether this build has portable kernels: what calls them is left out where they are not there.
+constexpr bool BUILDS_PORTABLE = [] {
+    bool found = false;
+    for_each_architecture(built_architectures(),
+                          [&](const Architecture& a) { found |= !a.native; });
+    return found;
+}();
 
 // Whether an op's kernels for sm_90a run on a device; else its portable ones do. A build without
 // kernels answers as one that has them all.
