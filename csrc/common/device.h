@@ -48,10 +48,10 @@ inline DeviceProperties restricted(DeviceProperties device) {
 }
 
 // The architectures that this build holds kernels for, as THUNDERKITTENS_CUDA_ARCHS names them,
-// with commas between ("80,90a"), or "". There are two kinds of kernels. Native ones, with a letter,
-// run on exactly their own compute capability. Portable ones are machine code for later minor versions of their
-// major one ("120-real"), code that the driver compiles for all later ones ("80-virtual"), or both
-// ("80").
+// with commas between ("80,90a"), or "". There are two kinds of kernels. Native ones, with a
+// letter, run on exactly their own compute capability. Portable ones are machine code for later
+// minor versions of their major one ("120-real"), code that the driver compiles for all later ones
+// ("80-virtual"), or both ("80").
 constexpr std::string_view built_architectures() { return THUNDERKITTENS_ARCHS; }
 
 struct Architecture {

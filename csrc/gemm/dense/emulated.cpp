@@ -1,5 +1,5 @@
-// gemm and gemm_backward on the emulator. To gemm, `residual` and `out` may be given; with `keep`, z
-// comes back as `aux`.
+// gemm and gemm_backward on the emulator. To gemm, `residual` and `out` may be given; with `keep`,
+// z comes back as `aux`.
 #include "csrc/common/emulated.h"
 #include "csrc/gemm/dense/gemm_backward_body.h"
 #include "csrc/gemm/dense/gemm_body.h"
