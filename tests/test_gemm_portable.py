@@ -110,6 +110,22 @@ def test_operands_at_any_address(layout):
     assert run.kernels[0]["kernel"].endswith("_portable")
 
 
+@pytest.mark.parametrize(
+    "name", named("gemm_backward", "(bf16|fp16|fp32)_(blocked|interleaved)_portable"), ids=by_name
+)
+def test_the_gradient_through_a_gate(name):
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name[1]]
+    layout = 1 + ["blocked", "interleaved"].index(name[2])
+    for columns in (64, 21):
+        grad, z = integers(5, columns, dtype=dtype), integers(5, 2 * columns, dtype=dtype)
+        with tk.emulate(portable=True) as run:
+            out = torch.ops.thunderkittens.gemm_backward(grad, z, 4, layout)
+        with tk.emulate():
+            same = torch.ops.thunderkittens.gemm_backward(grad, z, 4, layout)
+        assert torch.equal(out, same)
+        assert run.kernels[0]["kernel"] == name[0]
+
+
 def test_the_environment_decides(monkeypatch):
     a, b = integers(40, 64, dtype=torch.float16), integers(64, 48, dtype=torch.float16)
     with tk.emulate() as run:

@@ -7,7 +7,7 @@ namespace thunderkittens::gemm {
 namespace sm80 {
 
 template <int matrices>
-__global__ __launch_bounds__(ALIGN_THREADS) void portable_align_rows_kernel(
+__global__ __launch_bounds__(ALIGN_THREADS, 3) void portable_align_rows_kernel(
     const __grid_constant__ sm90::AlignRowsGlobals g) {
     sm90::align_rows(g, [] {});
 }

@@ -76,26 +76,28 @@ struct WarpTile {
         }
     }
 
-    template <class Each>
-    __device__ __forceinline__ void for_each_row(int lanes, Each each) const {
-        const int step = WARP_THREADS / lanes;
-        for (int row = laneid() / lanes; row < rows && m + row < g.m; row += step) each(row);
-    }
-
-    // Sums that are only rounded, behind the bias.
+    // Sums that are only rounded, behind the bias; of several rows at a time.
     __device__ __forceinline__ void store_rounded() const {
-        constexpr int lanes = cols / 4;
+        constexpr int lanes = cols / 4, step = WARP_THREADS / lanes, at_a_time = 4;
+        static_assert(rows % (step * at_a_time) == 0);
         const int col = laneid() % lanes * 4, count = min(int(g.n - n) - col, 4);
-        if (int(g.n - n) <= col) return;
+        if (count <= 0) return;
         float bias[4];
         load_bias(bias, n + col);
         sm90::with_type(g.out, g.out_dtype, [&](auto* out) {
             auto* to = out + (batch * g.out_batch_stride + n + col);
-            for_each_row(lanes, [&](int row) {
-                float z[4];
-                load_sums(z, row, col, bias);
-                sm90::store_four(to + int64_t(m + row) * g.out_stride, z, g.out_aligned, count);
-            });
+#pragma unroll 1
+            for (int row = laneid() / lanes; row < rows; row += step * at_a_time) {
+                float z[at_a_time][4];
+#pragma unroll
+                for (int i = 0; i < at_a_time; ++i) load_sums(z[i], row + i * step, col, bias);
+#pragma unroll
+                for (int i = 0; i < at_a_time; ++i) {
+                    const uint32_t at = m + row + i * step;
+                    if (at >= g.m) break;
+                    sm90::store_four(to + at * g.out_stride, z[i], g.out_aligned, count);
+                }
+            }
         });
     }
 
@@ -123,7 +125,8 @@ struct WarpTile {
         float bias[2][4] = {};
         load_bias(bias[0], first_z);
         if (e.gate != Gate::none) load_bias(bias[1], second_z);
-        for_each_row(lanes, [&](int row) {
+#pragma unroll 1
+        for (int row = laneid() / lanes; row < rows && m + row < g.m; row += WARP_THREADS / lanes) {
             float x[4], y[4];
             load_sums(x, row, first, bias[0]);
             store_aux(m + row, first_z, x, side_by_side ? min(2 * count, 4) : count);
@@ -155,7 +158,7 @@ struct WarpTile {
             const int64_t at =
                 batch * g.out_batch_stride + int64_t(m + row) * g.out_stride + out_col;
             store_elements(g.out, g.out_dtype, at, x, g.out_aligned, count);
-        });
+        }
     }
 };
 
