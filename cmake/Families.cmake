@@ -62,10 +62,49 @@ foreach(family IN LISTS THUNDERKITTENS_OPS)
 endforeach()
 message(STATUS "families: ${TK_FAMILIES}")
 
-# An object library with the kernels of one architecture. Instances whose file name holds
-# _sm<number> are of that architecture, those without of sm90.
-function(tk_add_kernels target arch)
-  string(REGEX MATCH "^[0-9]+" number ${arch})
+# The kernels of an architecture family are those of the files whose names hold _sm<number>, that of
+# the least GPU that runs them, or no such word, which are of sm90 (tools/instances.py). What is made
+# of them, THUNDERKITTENS_CUDA_ARCHS lists:
+#
+#   90a       native kernels, for one compute capability: machine code of the files of sm90
+#   80        portable kernels, the files of sm80: machine code of 8.0, which 8.6 and 8.9 run, and PTX
+#             that the driver compiles for every later GPU
+#   120-real  machine code of the same files for 12.0, which spares the driver that
+#   80-virtual  the PTX alone
+#
+# Portable files of one name hold all that is listed for them, which the driver picks from. A file of
+# sm89 is made for what is listed from 89 on.
+function(tk_add_all_kernels library)
+  set(portable ${THUNDERKITTENS_CUDA_ARCHS})
+  list(FILTER portable INCLUDE REGEX "^[0-9]+(-real|-virtual)?$")
+  set(native ${THUNDERKITTENS_CUDA_ARCHS})
+  list(FILTER native INCLUDE REGEX "^[0-9]+[a-z]$")
+  foreach(arch IN LISTS THUNDERKITTENS_CUDA_ARCHS)
+    if(NOT arch IN_LIST portable AND NOT arch IN_LIST native)
+      message(FATAL_ERROR "THUNDERKITTENS_CUDA_ARCHS names '${arch}'; an architecture is a number, "
+                          "as 80, 120-real or 80-virtual, or one with a letter, as 90a")
+    endif()
+  endforeach()
+  foreach(arch IN LISTS native)
+    string(REGEX MATCH "^[0-9]+" number ${arch})
+    tk_add_kernels(${library} ${number} ${arch}-real)
+  endforeach()
+  foreach(number 80 89)
+    set(archs)
+    foreach(arch IN LISTS portable)
+      string(REGEX MATCH "^[0-9]+" least ${arch})
+      if(least GREATER_EQUAL number)
+        list(APPEND archs ${arch})
+      endif()
+    endforeach()
+    if(archs)
+      tk_add_kernels(${library} ${number} ${archs})
+    endif()
+  endforeach()
+endfunction()
+
+# Adds the kernels of an architecture family, compiled for CMake's architectures, to a library.
+function(tk_add_kernels library number)
   set(sources ${TK_KERNEL_SOURCES})
   if(number EQUAL 90)
     list(FILTER sources EXCLUDE REGEX "_sm(8|1)[0-9]+[^/]*\\.cu$")
@@ -75,13 +114,15 @@ function(tk_add_kernels target arch)
   if(NOT sources)
     return()
   endif()
+  set(target kernels_sm${number})
   add_library(${target} OBJECT ${sources})
   set_target_properties(
-    ${target} PROPERTIES CUDA_ARCHITECTURES ${arch}-real CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON
+    ${target} PROPERTIES CUDA_ARCHITECTURES "${ARGN}" CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON
                          CUDA_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON
                          POSITION_INDEPENDENT_CODE ON CUDA_COMPILER_LAUNCHER "${TK_CUDA_LAUNCHER}")
   target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR})
   target_compile_definitions(${target} PRIVATE THUNDERKITTENS_ARCHS="${TK_ARCHS_TEXT}")
   target_compile_options(${target} PRIVATE ${TK_CUDA_FLAGS})
+  target_sources(${library} PRIVATE $<TARGET_OBJECTS:${target}>)
   set_property(GLOBAL APPEND PROPERTY TK_KERNEL_TARGETS ${target})
 endfunction()

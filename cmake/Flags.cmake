@@ -5,7 +5,7 @@ set(CMAKE_SKIP_RPATH ON)
 
 set(TK_ARCHS_TEXT "")
 if(THUNDERKITTENS_CUDA)
-  string(REPLACE ";" "\\;" TK_ARCHS_TEXT "${THUNDERKITTENS_CUDA_ARCHS}")
+  string(REPLACE ";" "," TK_ARCHS_TEXT "${THUNDERKITTENS_CUDA_ARCHS}")
 endif()
 
 # What to cut from paths: <folder>=<what stands for it>. The longest first, because one may lie

@@ -8,12 +8,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from test_sass_hash import image
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
 
@@ -87,6 +90,35 @@ def test_table_gives_a_warning_to_the_kernel_that_it_names(tmp_path):
     assert (bad["family"], bad["source"], bad["symbol"]) == ("gemm", "x", "_Z3badv")
     assert len(bad["warnings"]) == 1
     assert good["warnings"] == []
+
+
+def fat_binary(*entries: tuple[int, int, bytes]) -> bytes:
+    """A fat binary of entries: of a kind, for an architecture, with their contents."""
+    body = b""
+    for kind, number, data in entries:
+        padded = data + b"\0" * (-len(data) % 8)
+        body += struct.pack("<HHIQIIHHI32x", kind, 0x101, 64, len(padded), 0, 0, 0, 0, number)
+        body += padded
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
+
+
+def test_kernels_of_several_architectures_are_told_apart():
+    """As nvcc writes them one after the other, in what it says and in the object."""
+    two = REPORT + REPORT.replace("sm_90a", "sm_120").replace("Used 168", "Used 190")
+    kernels = compile_kernel.parse_ptxas(two)["kernels"]
+    found = [(k["symbol"], k["arch"], k["registers"]) for k in kernels]
+    assert found == [
+        ("_Z4goodv", "sm_90a", 168),
+        ("_Z3badv", "sm_90a", 255),
+        ("_Z4goodv", "sm_120", 190),
+        ("_Z3badv", "sm_120", 255),
+    ]
+    images = [image({"one": (code, b"", 40)}) for code in (b"of 8.0", b"longer, of 12.0")]
+    entries = (2, 80, images[0]), (1, 80, b".target sm_80"), (2, 120, images[1])
+    file = b"\x7fELF\x02\x01 of the host " + fat_binary(*entries) + b"end"
+    assert compile_kernel.code_sizes(file) == {(80, "one"): 6, (120, "one"): 15}
+    kinds = [(e.kind, e.number) for e in compile_kernel.cuda_elf.entries(file)]
+    assert kinds == [("elf", 80), ("ptx", 80), ("elf", 120)]
 
 
 def test_paths_are_cut_to_the_same_length():

@@ -98,6 +98,8 @@ def test_only_what_changes_is_written_again(tmp_path):
         ("${dtype}_a", "${type}_a", "'type' is not given"),
         ("$rows>", "$columns>", "'columns' is not given"),
         ("instances = b", "instances = a-b", "'a-b' is no stem of a file"),
+        ("instances = b", "instances = b_sm80", "b_sm80 has to be named as its header, for room/b"),
+        ("header = room/b_sm90.cuh", "header = room/b_sm80.cuh", "b has to be named as its header"),
         ("instances = b", "instances = bf16_a", "bf16_a has another header or namespace before"),
     ],
 )

@@ -3,11 +3,12 @@
     compile_kernel.py [--compress OBJCOPY] --cut FOLDER ... -- [ccache] nvcc ... -o x.cu.o
 
 ptxas's report (registers, stack, spills, barriers) and the size of each kernel's code, read from
-the object file, are written beside the object as `x.cu.o.json` for kernel_table.py; warnings and
-errors are passed on. Each FOLDER that occurs in the object (line information holds absolute paths)
-is replaced by an equally long `./////`, which leaves every offset in the file as it is and the path
-valid relative to the source tree. --compress brings the object's GPU image to some eighth at the
-end, as `nvcc --compress-mode=size` would have done before its code could be measured."""
+the object file, are written beside the object as `x.cu.o.json` for kernel_table.py, a row for each
+architecture that the kernel is compiled for; warnings and errors are passed on. Each FOLDER that
+occurs in the object (line information holds absolute paths) is replaced by an equally long
+`./////`, which leaves every offset in the file as it is and the path valid relative to the source
+tree. --compress brings the object's GPU images, and its PTX, to some eighth at the end, as
+`nvcc --compress-mode=size` would have done before the code could be measured."""
 
 import json
 import re
@@ -34,8 +35,10 @@ SERIALISED = re.compile(r"wgmma.*serializ|\(C75\d\d\)|[Pp]otential [Pp]erformanc
 
 
 def parse_ptxas(text: str) -> dict:
-    """Kernels by mangled name, and the warnings, of the output of `ptxas -v`."""
-    kernels: dict[str, dict] = {}
+    """The kernels, of each architecture, and the warnings, of the output of `ptxas -v`."""
+    kernels: dict[str, dict] = {}  # of the architecture that the lines are about, by mangled name
+    found: list[dict] = []
+    arch = ""
     warnings = []
     entry = function = None
     for line in text.splitlines():
@@ -43,7 +46,10 @@ def parse_ptxas(text: str) -> dict:
             warnings.append(line.strip())
         if match := PTXAS_ENTRY.search(line):
             entry = match[1]
-            kernels[entry] = {"symbol": entry, "arch": match[2]}
+            if arch != match[2]:
+                arch, kernels = match[2], {}
+            kernels[entry] = {"symbol": entry, "arch": arch}
+            found.append(kernels[entry])
         elif match := PTXAS_PROPERTIES.search(line):
             function = match[1]
         elif (match := PTXAS_SPILLS.search(line)) and entry:
@@ -63,16 +69,24 @@ def parse_ptxas(text: str) -> dict:
                 ("barriers", PTXAS_BARRIERS),
                 ("static_shared_bytes", PTXAS_SHARED),
             ):
-                found = pattern.search(line)
-                kernel[key] = int(found[1]) if found else 0
-    return {"kernels": list(kernels.values()), "warnings": warnings}
+                number = pattern.search(line)
+                kernel[key] = int(number[1]) if number else 0
+    return {"kernels": found, "warnings": warnings}
 
 
-def code_sizes(image: bytes) -> dict[str, int]:
-    """Bytes of machine code by mangled kernel name, of all GPU images within an object file."""
+def number_of(arch: str) -> int:
+    """90 of "sm_90a"."""
+    return int(re.sub(r"\D", "", arch))
+
+
+def code_sizes(image: bytes) -> dict[tuple[int, str], int]:
+    """Bytes of machine code by architecture and mangled kernel name, of all GPU images within an
+    object file."""
     return {
-        section.name.removeprefix(".text."): len(section.data)
-        for sections in cuda_elf.images(image)
+        (entry.number, section.name.removeprefix(".text.")): len(section.data)
+        for entry in cuda_elf.entries(image)
+        if entry.kind == "elf"
+        for sections in cuda_elf.images(b"\0" + entry.data)
         for section in sections
         if section.name.startswith(".text.")
     }
@@ -89,21 +103,20 @@ def cut_paths(image: bytes, folders: list[str]) -> bytes:
     return image
 
 
-def compress(target: Path, fatbinary: Path, objcopy: str, arch: str) -> None:
-    """Replaces the GPU image of an object file by a compressed one. All else in the file refers to
-    the beginning of its section alone."""
-    found = list(cuda_elf.files(target.read_bytes()))
-    if len(found) != 1:
-        raise SystemExit(
-            f"compile_kernel.py: {target} holds {len(found)} GPU images instead of one"
-        )
+def compress(target: Path, fatbinary: Path, objcopy: str, archs: set[str]) -> None:
+    """Replaces the GPU images of an object file, and its PTX, by compressed ones. All else in the
+    file refers to the beginning of their section alone. `archs` are the images', in full."""
+    names = {number_of(arch): arch.removeprefix("sm_") for arch in archs}
     with tempfile.TemporaryDirectory() as folder:
-        image, packed = Path(folder, "image"), Path(folder, "packed")
-        image.write_bytes(found[0])
-        options = ["-64", "--compress-all", "--compress-mode=size"]
-        name = arch.removeprefix("sm_")
-        command = [fatbinary, f"--create={packed}", *options]
-        subprocess.run([*command, f"--image3=kind=elf,sm={name},file={image}"], check=True)
+        packed = Path(folder, "packed")
+        command = [str(fatbinary), f"--create={packed}", "-64"]
+        command += ["--compress-all", "--compress-mode=size"]
+        for i, entry in enumerate(cuda_elf.entries(target.read_bytes())):
+            image = Path(folder, f"image{i}")
+            image.write_bytes(entry.data)
+            name = names[entry.number] if entry.kind == "elf" else entry.number
+            command.append(f"--image3=kind={entry.kind},sm={name},file={image}")
+        subprocess.run(command, check=True)
         subprocess.run([objcopy, "--update-section", f".nv_fatbin={packed}", target], check=True)
 
 
@@ -127,14 +140,15 @@ def main(arguments: list[str]) -> int:
         report = {**parse_ptxas(output), "seconds": round(time.monotonic() - start, 1)}
         sizes = code_sizes(image)
         for kernel in report["kernels"]:
-            kernel["code_bytes"] = sizes.get(kernel["symbol"], 0)
+            at = (number_of(kernel["arch"]), kernel["symbol"])
+            kernel["code_bytes"] = sizes.get(at, 0)
         cut = cut_paths(image, folders)
         if cut != image:
             target.write_bytes(cut)
-        if objcopy and report["kernels"]:
+        if objcopy and b".nv_fatbin" in image:
             nvcc = next(Path(part) for part in command if Path(part).name == "nvcc")
-            arch = report["kernels"][0]["arch"]
-            compress(target, nvcc.with_name("fatbinary"), objcopy, arch)
+            archs = {kernel["arch"] for kernel in report["kernels"]}
+            compress(target, nvcc.with_name("fatbinary"), objcopy, archs)
         target.with_name(target.name + ".json").write_text(json.dumps(report, indent=1))
     return done.returncode
 

@@ -12,6 +12,19 @@ _EM_CUDA = 190
 _SHT_NOBITS = 8
 
 
+# Of a fat binary, and what its entries are.
+_FAT_MAGIC = struct.pack("<I", 0xBA55ED50)
+_KINDS = {1: "ptx", 2: "elf"}
+
+
+class Entry(NamedTuple):
+    """What a fat binary holds for an architecture: a GPU image ("elf"), or "ptx"."""
+
+    kind: str
+    number: int
+    data: bytes
+
+
 class Section(NamedTuple):
     """A section of a GPU image; `info` is the field sh_info of its header."""
 
@@ -26,16 +39,21 @@ def images(file: bytes) -> Iterator[list[Section]]:
         yield _sections(file, start)
 
 
-def files(file: bytes) -> Iterator[bytes]:
-    """The GPU images themselves. Each ends with a table of headers, of sections or of programs."""
-    for start in _starts(file):
-        tables = ((32, 54), (40, 58))  # where the header has a table's place, and its entries
-        ends = []
-        for place, entries in tables:
-            at = struct.unpack_from("<Q", file, start + place)[0]
-            size, count = struct.unpack_from("<HH", file, start + entries)
-            ends.append(at + size * count)
-        yield file[start : start + max(ends)]
+def entries(file: bytes) -> Iterator[Entry]:
+    """What the fat binaries within an object file or library hold, in their order."""
+    at = file.find(_FAT_MAGIC)
+    while at >= 0:
+        _, _, header_bytes, size = struct.unpack_from("<IHHQ", file, at)
+        first, end = at + header_bytes, at + header_bytes + size
+        while first < end:
+            kind, _, entry_header, entry_bytes = struct.unpack_from("<HHIQ", file, first)
+            number = struct.unpack_from("<I", file, first + 28)[0]
+            data = file[first + entry_header : first + entry_header + entry_bytes]
+            if kind not in _KINDS or not data:
+                raise ValueError("a fat binary of a form that is not known")
+            yield Entry(_KINDS[kind], number, data.rstrip(b"\0") if kind == 1 else data)
+            first += entry_header + entry_bytes
+        at = file.find(_FAT_MAGIC, end)
 
 
 def _starts(file: bytes) -> Iterator[int]:

@@ -25,8 +25,10 @@ enumeration a field is. Several functions, with the same fields, are separated b
 header without templates has none. Instances of the same stem are compiled together, those of
 several sections too if these have the same header and namespace.
 
-A file holds the kernels of one architecture, which is that of its header, `*_sm<number>.cuh`. One
-for another than sm90 has `_sm<number>` in its stem.
+A file holds the kernels of one architecture family, which is that of its header,
+`*_sm<number>.cuh`: sm90 are those for Hopper alone, sm80 those that every GPU of compute
+capability 8.0 and later runs. One for another than sm90 has `_sm<number>` in its stem, by which
+CMake knows what to compile it for.
 """
 
 from __future__ import annotations
@@ -99,6 +101,12 @@ def functions(section: configparser.SectionProxy, values: dict[str, str]) -> lis
     ]
 
 
+def family_of(stem: str) -> str:
+    """The architecture family of a file's stem."""
+    found = re.search(r"_sm(\d+)", stem)
+    return found[1] if found else "90"
+
+
 def add_section(
     files: dict[str, File], section: configparser.SectionProxy, enums: dict[str, str]
 ) -> None:
@@ -107,6 +115,8 @@ def add_section(
         for stem, values in combinations(*entry):
             if not re.fullmatch(r"\w+", stem):
                 raise ListError(f"'{stem}' is no stem of a file")
+            if family_of(stem) != family_of(Path(header).stem):
+                raise ListError(f"{stem} has to be named as its header, for {header}")
             file = files.setdefault(stem, File(header, namespace))
             if (file.header, file.namespace) != (header, namespace):
                 raise ListError(f"{stem} has another header or namespace before")

@@ -198,7 +198,7 @@ int best_section(const SectionSearch& search, int sm_count) {
 }
 
 std::string unsupported_problem(const Problem& p, const DeviceProperties& device) {
-    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
+    if (std::string reason = no_native_code_for(device); !reason.empty()) return reason;
     if (p.dtype != DType::bf16 && p.dtype != DType::fp16) {
         return concat("q must be bf16 or fp16, got ", name_of(p.dtype));
     }

@@ -18,13 +18,13 @@ int attribute(cudaDeviceAttr which, int index) {
 }
 
 DeviceProperties read_properties(int index) {
-    return {
+    return restricted({
         .sm_count = attribute(cudaDevAttrMultiProcessorCount, index),
         .shared_bytes_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, index),
         .l2_bytes = attribute(cudaDevAttrL2CacheSize, index),
         .major = attribute(cudaDevAttrComputeCapabilityMajor, index),
         .minor = attribute(cudaDevAttrComputeCapabilityMinor, index),
-    };
+    });
 }
 
 }  // namespace

@@ -45,6 +45,9 @@ namespace thunderkittens {
 using Value = std::variant<bool, std::int64_t, double, std::string>;
 using Fields = std::map<std::string, Value>;
 
+// The architectures of kernels: Hopper's, and the least that portable ones need.
+constexpr int NATIVE = 90, PORTABLE = 80;
+
 struct KernelInfo {
     std::string name;    // unique within the op, readable: "bf16_128x256x64_2cta"
     std::string config;  // one line for people: tile shape, stages, roles
@@ -52,7 +55,7 @@ struct KernelInfo {
     // Part of the mangled name, which tells it from the source's other kernels. `*` stands for any
     // letters and digits, `<enum>` for the name of an enumeration, see symbol_of().
     std::string symbol;
-    int arch = 90;
+    int arch = NATIVE;
     int threads = 0;       // per block
     int shared_bytes = 0;  // dynamic, per block
     Fields fields = {};    // of the Config, for tests and tools

@@ -35,6 +35,15 @@ py::list kernels() {
     return records;
 }
 
+// Of all ops, or of one, which may have no portable kernel.
+std::string no_code_for(const tk::DeviceProperties& device, const std::string& op) {
+    if (op.empty()) return tk::no_code_for(device);
+    for (const auto& kernel : tk::find_op(op).kernels()) {
+        if (kernel.arch == tk::PORTABLE) return tk::no_code_for(device);
+    }
+    return tk::no_native_code_for(device);
+}
+
 std::vector<std::string> ops() {
     std::vector<std::string> names;
     for (const auto& entry : tk::registry()) names.push_back(entry.op);
@@ -47,23 +56,36 @@ PYBIND11_MODULE(_C, m) {
     m.doc() = "Registry of thunderkittens' kernels, their choice, and the tile library's layouts.";
 
     py::class_<tk::DeviceProperties>(m, "DeviceProperties")
-        .def(py::init(
-                 [](int sm_count, int shared_bytes_per_block, int l2_bytes, int major, int minor) {
-                     return tk::DeviceProperties{sm_count, shared_bytes_per_block, l2_bytes, major,
-                                                 minor};
-                 }),
+        .def(py::init([](int sm_count, int shared_bytes_per_block, int l2_bytes, int major,
+                         int minor, bool portable_only) {
+                 return tk::DeviceProperties{sm_count, shared_bytes_per_block, l2_bytes, major,
+                                             minor,    portable_only};
+             }),
              py::kw_only(), py::arg("sm_count"), py::arg("shared_bytes_per_block"),
-             py::arg("l2_bytes"), py::arg("major"), py::arg("minor"))
+             py::arg("l2_bytes"), py::arg("major"), py::arg("minor"),
+             py::arg("portable_only") = false)
         .def_readonly("sm_count", &tk::DeviceProperties::sm_count)
         .def_readonly("shared_bytes_per_block", &tk::DeviceProperties::shared_bytes_per_block)
         .def_readonly("l2_bytes", &tk::DeviceProperties::l2_bytes)
         .def_readonly("major", &tk::DeviceProperties::major)
-        .def_readonly("minor", &tk::DeviceProperties::minor);
+        .def_readonly("minor", &tk::DeviceProperties::minor)
+        .def_readonly("portable_only", &tk::DeviceProperties::portable_only)
+        .def("restricted", &tk::restricted, "The device as the environment restricts it.");
 
     m.def("ops", &ops, "Names of the ops that have kernels in this build.");
     m.def("kernels", &kernels, "One dictionary per kernel of this build.");
     m.def("architectures", [] { return std::string(tk::built_architectures()); });
-    m.def("no_code_for", &tk::no_code_for, py::arg("device"));
+    m.def("no_code_for", &no_code_for, py::arg("device"), py::arg("op") = "",
+          "Why a device runs no kernel of an op, or of this build; empty if it does.");
+    m.def(
+        "holds_code_for",
+        [](const tk::DeviceProperties& device, bool native, const std::string& architectures) {
+            return tk::holds_code_for(device, native, architectures);
+        },
+        py::arg("device"), py::arg("native"), py::arg("architectures"),
+        "Whether a build for some architectures holds native, or portable, code for a device.");
+    m.def("runs_native", &tk::runs_native, py::arg("device"),
+          "Whether it runs kernels for sm_90a, or those that are portable.");
     m.def(
         "problem_fields", [](const std::string& op) { return tk::find_op(op).problem_fields; },
         py::arg("op"));

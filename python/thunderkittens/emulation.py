@@ -1,5 +1,5 @@
 """The GPU kernels on the CPU: `with tk.emulate(): tk.gemm(a, b)` runs, on CPU tensors, the very
-kernel that a Hopper GPU would run.
+kernel that a Hopper GPU would run, or with `portable` the one that other GPUs would.
 
 The emulator executes the kernel's source, compiled for the CPU, with the hardware's asynchrony made
 adversarial, and checks every access: a missing wait, a wrong phase, memory that is reused too
@@ -75,6 +75,7 @@ class Emulation:
     host_threads: int
     check_order: bool
     replay: bool = False
+    portable: bool = False
     kernels: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -101,6 +102,7 @@ def emulate(
     host_threads: int = 1,
     check_order: bool = True,
     replay: bool = False,
+    portable: bool = False,
 ) -> Iterator[Emulation]:
     """Ops on CPU tensors run their GPU kernels, on the emulator, until the end of the `with` block.
 
@@ -120,6 +122,8 @@ def emulate(
             between; without, emulation takes about half the time.
         replay: calls whose kernels have a workspace run twice on the same memory, as a replayed
             CUDA graph does; results are those of the second run.
+        portable: the emulated device runs the kernels for every GPU of compute capability 8.0 and
+            later alone, not those for a Hopper GPU.
 
     Returns:
         The `Emulation`; its `kernels` lists what has run.
@@ -139,7 +143,8 @@ def emulate(
     if policy not in POLICIES:
         raise ValueError(f"tk.emulate: policy is {policy!r}; it must be one of {POLICIES}")
     forced = dict(config or {})
-    emulation = Emulation(policy, seed, forced, sm_count, host_threads, check_order, replay)
+    options = (host_threads, check_order, replay, portable)
+    emulation = Emulation(policy, seed, forced, sm_count, *options)
     token = _active.set(emulation)
     try:
         yield emulation
@@ -152,9 +157,18 @@ def has(op: str) -> bool:
     return _module is not None and op in _module.ops()
 
 
+def _device(emulation: Emulation) -> dict[str, Any]:
+    """What is said of the emulated device."""
+    return {"sm_count": emulation.sm_count, "portable_only": emulation.portable}
+
+
 def supports(op: str, problem: Mapping[str, Any]) -> bool:
     """Whether the emulator has a kernel of an op for a problem."""
-    return _module is not None and op in _module.ops() and not _module.unsupported(op, problem)
+    if _module is None or op not in _module.ops():
+        return False
+    emulation = _active.get()
+    device = {} if emulation is None else _device(emulation)
+    return not _module.unsupported(op, problem, device)
 
 
 def run(op: str, arrays: Mapping[str, Tensor | None], **scalars: Any) -> dict[str, Tensor]:
@@ -168,7 +182,7 @@ def run(op: str, arrays: Mapping[str, Tensor | None], **scalars: Any) -> dict[st
         {name: _to_numpy(x) for name, x in arrays.items() if x is not None},
         values,
         config=emulation.config,
-        device={"sm_count": emulation.sm_count},
+        device=_device(emulation),
         policy=emulation.policy,
         seed=emulation.seed,
         host_threads=emulation.host_threads,

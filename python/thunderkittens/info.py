@@ -160,6 +160,13 @@ def _attempt(function: Callable[[], Any]) -> Any:
         return f"unavailable ({type(error).__name__}: {error})"
 
 
+def _architecture(entry: str) -> str:
+    """What an entry of THUNDERKITTENS_CUDA_ARCHS stands for, in words."""
+    number, _, kind = entry.partition("-")
+    native = not number.isdigit() or kind == "real"
+    return f"sm_{number}" if native else f"sm_{number} and later"
+
+
 def _package() -> dict[str, Any]:
     record = _build.record()
     return {
@@ -167,7 +174,7 @@ def _package() -> dict[str, Any]:
         "commit": record["commit"],
         "built for torch": f">= {record['torch_minimum']} (headers of {record['torch_headers']})",
         "built with": f"nvcc {record['nvcc']}" if record["nvcc"] else "no CUDA kernels",
-        "architectures": ", ".join(f"sm_{arch}" for arch in record["cuda_archs"]) or "none",
+        "architectures": ", ".join(map(_architecture, record["cuda_archs"])) or "none",
         "families": ", ".join(record["families"]) or "none",
         "kernels": len(_build.kernel_table()),
         "folder": str(Path(__file__).parent),
@@ -222,10 +229,16 @@ def _gpus() -> list[dict[str, Any]]:
     return gpus
 
 
+def _device(gpu: dict[str, Any]) -> Any:
+    """A GPU as the choosing functions take it, and as the environment restricts it."""
+    values = {key: int(gpu[key]) for key in EXAMPLE_GPU}
+    return _load.compiled_module().DeviceProperties(**values).restricted()
+
+
 def kernel_for(op: str, problem: dict[str, Any], gpu: dict[str, Any]) -> str:
     """The name of the kernel that `op` would use for a problem on a GPU, or why it has none."""
     _C = _load.compiled_module()
-    device = _C.DeviceProperties(**{key: int(gpu[key]) for key in EXAMPLE_GPU})
+    device = _device(gpu)
     reason = _C.unsupported(op, problem, device)
     return f"none: {reason}" if reason else str(_C.choose(op, problem, device)["kernel"])
 
@@ -268,8 +281,10 @@ def _cuda_state() -> str:
     gpus = _gpus()
     if not gpus:
         return "the kernels are loaded, but torch sees no GPU"
-    gpu = _C.DeviceProperties(**{key: int(gpus[0][key]) for key in EXAMPLE_GPU})
-    return _C.no_code_for(gpu) or "ready"
+    gpu = _device(gpus[0])
+    if reason := str(_C.no_code_for(gpu)):
+        return reason
+    return "ready" if _C.runs_native(gpu) else "ready (portable kernels, of the ops that have some)"
 
 
 def collect() -> dict[str, Any]:

@@ -138,5 +138,5 @@ def _missing(kernels: str, tensors: list[Tensor]) -> str:
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     index = torch.cuda.current_device() if device.index is None else device.index
-    reason: str = module.no_code_for(shared._device_properties(index))
+    reason: str = module.no_code_for(shared._device_properties(index), kernels)
     return reason

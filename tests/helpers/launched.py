@@ -147,7 +147,7 @@ def _rows_are_read(x: Any) -> bool:
 def _gemm(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
     yield "gemm", name
     if not name.endswith("_short_k") and not all(_rows_are_read(call[x]) for x in "ab"):
-        yield "gemm", "align_rows"
+        yield "gemm", "align_rows_portable" if name.endswith("_portable") else "align_rows"
 
 
 def _fp8_gemm(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:

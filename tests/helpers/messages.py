@@ -24,7 +24,7 @@ PREFIX = re.compile(rf"^(?:tk\.[\w.{HOLE}]+|thunderkittens(?:::[\w{HOLE}]+)?|kit
 #: Functions that return a sentence, or nothing where all is well.
 PYTHON_SOURCES = re.compile(r"(_fault|problem|problem_of|_missing|refusal|refused|_unsupported)$")
 LITERALS = r'\breturn ((?:"(?:\\.|[^"\\])*"\s*)+);'
-CPP_SOURCES = re.compile(r"\bstd::string (unsupported\w*|no_code_for)\(")
+CPP_SOURCES = re.compile(r"\bstd::string (unsupported\w*|no_(?:native_)?code_for)\(")
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ std::vector<KernelInfo> kernels() {
 }
 
 std::string unsupported_append(const AppendProblem& p, const DeviceProperties& device) {
-    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
+    if (std::string reason = no_native_code_for(device); !reason.empty()) return reason;
     for (const auto& [name, dim] : {std::pair{"head", p.head_dim}, {"value", p.value_dim}}) {
         if (dim % 8 != 0) {
             return concat("the ", name, " dimension must be a multiple of 8, got ", dim);
@@ -146,7 +146,7 @@ std::string kernel_name(const AppendChoice& c) {
                   name_of(c.dtype));
 }
 std::string unsupported_merge(const MergeProblem&, const DeviceProperties& device) {
-    return no_code_for(device);
+    return no_native_code_for(device);
 }
 MergeChoice choose_merge(const MergeProblem& p, const DeviceProperties&) { return {p.dtype}; }
 std::string kernel_name(const MergeChoice& c) {

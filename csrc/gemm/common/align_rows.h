@@ -33,8 +33,11 @@ constexpr bool can_align(const AlignRows& copy) {
 constexpr int MAX_ALIGNED = 2;  // matrices of a launch
 constexpr int ALIGN_THREADS = 256;
 
-// Runs the kernel of align_rows_sm90.cuh; those without rows are left out.
+// Run the kernel of align_rows_sm90.cuh, and of align_rows_sm80.cuh; matrices without rows are left
+// out.
 template <int matrices>
 void launch_align_rows(const AlignRows (&copies)[matrices], Stream stream);
+template <int matrices>
+void launch_portable_align_rows(const AlignRows (&copies)[matrices], Stream stream);
 
 }  // namespace thunderkittens::gemm

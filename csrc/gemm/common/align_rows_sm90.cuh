@@ -1,5 +1,6 @@
 // The kernel of align_rows.h: each thread reads the vectors of 16 bytes around those that belong
-// together in the copy, and shifts them into place. No roles.
+// together in the copy, and shifts them into place. No roles. All but its beginning is that of the
+// portable one, too.
 #pragma once
 
 #include "csrc/gemm/common/align_rows.h"
@@ -73,13 +74,12 @@ __device__ __forceinline__ uint4 shifted(const UnalignedVector& v) {
     return {w[0], w[1], w[2], w[3]};
 }
 
-template <int matrices>
-__global__ __launch_bounds__(ALIGN_THREADS) void align_rows_kernel(
-    const __grid_constant__ AlignRowsGlobals g) {
+// What a thread copies, after begin().
+template <class Begin>
+__device__ __forceinline__ void align_rows(const AlignRowsGlobals& g, Begin begin) {
     const AlignRowsGlobals::Matrix& matrix = g.matrices[blockIdx.y];
     const uint32_t first = blockIdx.x * (ALIGN_THREADS * ALIGN_VECTORS) + threadIdx.x;
-    arch::wait_for_dependencies();
-    arch::launch_dependents();
+    begin();
     if (first >= matrix.vectors) return;
     UnalignedVector vectors[ALIGN_VECTORS];
     uint4* to[ALIGN_VECTORS];
@@ -101,10 +101,22 @@ __global__ __launch_bounds__(ALIGN_THREADS) void align_rows_kernel(
     }
 }
 
+template <int matrices>
+__global__ __launch_bounds__(ALIGN_THREADS) void align_rows_kernel(
+    const __grid_constant__ AlignRowsGlobals g) {
+    align_rows(g, [] {
+        arch::wait_for_dependencies();
+        arch::launch_dependents();
+    });
+}
+
 }  // namespace sm90
 
-template <int matrices>
-void launch_align_rows(const AlignRows (&copies)[matrices], Stream stream) {
+// Launches a kernel that takes those parameters; one that waits for the kernel before it by itself
+// is `dependent`.
+template <int matrices, class Kernel>
+void launch_align_rows(Kernel kernel, bool dependent, const AlignRows (&copies)[matrices],
+                       Stream stream) {
     static_assert(matrices <= MAX_ALIGNED);
     constexpr auto of_block = uint32_t{ALIGN_THREADS * sm90::ALIGN_VECTORS};
     sm90::AlignRowsGlobals g{};
@@ -131,9 +143,14 @@ void launch_align_rows(const AlignRows (&copies)[matrices], Stream stream) {
         most = std::max(most, g.matrices[count - 1].vectors);
     }
     if (count == 0) return;
-    kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::align_rows_kernel<matrices>,
+    kittens::launch(kittens::LaunchOptions{.dependent = dependent}, kernel,
                     dim3((most - 1) / of_block + 1, count), dim3(ALIGN_THREADS), dim3(1), 0, stream,
                     g);
+}
+
+template <int matrices>
+void launch_align_rows(const AlignRows (&copies)[matrices], Stream stream) {
+    launch_align_rows(sm90::align_rows_kernel<matrices>, true, copies, stream);
 }
 
 }  // namespace thunderkittens::gemm

@@ -97,12 +97,16 @@ template <class Tensor>
 void align(const Backend<Tensor>& on, const Operand<Tensor>& a, const Tensor& a_source,
            const Operand<Tensor>& b, const Tensor& b_source) {
     if (a.copy.rows == 0 && b.copy.rows == 0) return;
-    auto launch = on.launch("align_rows", a_source);
+    const bool native = runs_native(on.device(a_source));
+    auto launch = on.launch(native ? "align_rows" : "align_rows_portable", a_source);
     launch.may_read("a", a_source);
     launch.may_read("b", b_source);
     if (a.copy.rows > 0) launch.may_write("copy of a", a.tensor);
     if (b.copy.rows > 0) launch.may_write("copy of b", b.tensor);
-    launch_align_rows<MAX_ALIGNED>({a.copy, b.copy}, launch.stream);
+    if (native) return launch_align_rows<MAX_ALIGNED>({a.copy, b.copy}, launch.stream);
+    if constexpr (BUILDS_PORTABLE) {
+        launch_portable_align_rows<MAX_ALIGNED>({a.copy, b.copy}, launch.stream);
+    }
 }
 
 }  // namespace thunderkittens::gemm

@@ -8,6 +8,7 @@
 #include "csrc/gemm/common/limits.h"
 #include "csrc/gemm/dense/cost.h"
 #include "csrc/gemm/dense/dispatch.h"
+#include "csrc/gemm/dense/portable.h"
 
 namespace thunderkittens::gemm {
 namespace {
@@ -141,6 +142,7 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
     }
     if (std::string reason = unsupported_sizes(p.m, p.n, p.k, "batch", p.batch); !reason.empty())
         return reason;
+    if (!runs_native(device)) return unsupported_portable(p, device);
     const Choice choice = choose(p, device);
     const double tiles = double(p.batch) * double(ceil_div(p.m, choice.config.block_m)) *
                          double(ceil_div(p.n, choice.config.block_n));
@@ -220,6 +222,7 @@ std::pair<Choice, double> choose_unsplit(const Problem& p, const DevicePropertie
 }
 
 Choice cheapest(const Problem& p, const DeviceProperties& device) {
+    if (!runs_native(device)) return choose_portable(p, device);
     const int sm_count = std::max(1, device.sm_count);
     const auto [unsplit, whole] = choose_unsplit(p, device);
     SplitKTiles tiles;
@@ -298,6 +301,7 @@ void add_split_k(const Problem& p, const DeviceProperties& device, Add&& add) {
 }  // namespace
 
 std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device) {
+    if (!runs_native(device)) return portable_candidates(p, device);
     std::vector<Choice> list{choose(p, device)};
     const auto add = [&](const Choice& choice) {
         if (std::find(list.begin(), list.end(), choice) == list.end()) list.push_back(choice);
@@ -365,7 +369,8 @@ void follow_forced(Choice& choice, const Choice& before, bool kernel_is_forced) 
     };
     if (config != before.config && config.cluster_tile && !listed()) config.cluster_tile = false;
     const bool same_split = choice.kernel == Kernel::split_k && choice.config == before.config;
-    if (!kernel_is_forced && !same_split) choice.kernel = preferred_kernel(choice.config);
+    const bool stays = same_split || choice.kernel == Kernel::portable;
+    if (!kernel_is_forced && !stays) choice.kernel = preferred_kernel(choice.config);
     const Kernel kernel = choice.kernel;
     const bool splits_k =
         kernel == Kernel::split_k || kernel == Kernel::cluster_tile || kernel == Kernel::swap_ab;

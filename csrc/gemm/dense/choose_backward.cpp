@@ -26,20 +26,26 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
     return "";
 }
 
-Config choose(const Problem& p, const DeviceProperties&) { return {p.dtype, p.gate}; }
+Config choose(const Problem& p, const DeviceProperties& device) {
+    return {p.dtype, p.gate, !runs_native(device)};
+}
 
 std::string kernel_name(const Config& c) {
-    return concat(name_of(c.dtype), c.gate == Gate::blocked ? "_blocked" : "_interleaved");
+    return concat(name_of(c.dtype), c.gate == Gate::blocked ? "_blocked" : "_interleaved",
+                  c.portable ? "_portable" : "");
 }
 
 std::vector<KernelInfo> kernels() {
     std::vector<KernelInfo> list;
-    for (const Config& c : CONFIGS) {
+    for (std::size_t i = 0; i < KERNELS; ++i) {
+        const Config c = config_at(i);
         list.push_back({
             .name = kernel_name(c),
             .config = concat(THREADS, " threads, ", CHUNK, " gates each"),
-            .source = "gemm_backward",
-            .symbol = concat("gate_gradient_kernelILi", int(c.dtype), "ELi", int(c.gate), 'E'),
+            .source = c.portable ? "gemm_backward_sm80" : "gemm_backward",
+            .symbol = concat(c.portable ? "29portable_" : "20", "gate_gradient_kernelILi",
+                             int(c.dtype), "ELi", int(c.gate), 'E'),
+            .arch = c.portable ? PORTABLE : NATIVE,
             .threads = THREADS,
         });
     }

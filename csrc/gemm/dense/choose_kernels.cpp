@@ -20,6 +20,7 @@ std::string kernel_name(const Choice& choice) {
         case Kernel::single_wave:
         case Kernel::single_wave_64x64: return kernel_name(choice.config) + "_single_wave";
         case Kernel::short_k: return kernel_name(choice.config) + "_short_k";
+        case Kernel::portable: return kernel_name(choice.config) + "_portable";
         default: return kernel_name(choice.config);
     }
 }
@@ -53,14 +54,40 @@ static std::string source_of(const Config& c) {
     return concat(name_of(c.dtype), '_', strategy_name(kernel_of(c)));
 }
 
+static KernelInfo portable_info(const PortableConfig& c) {
+    const Choice choice{.kernel = Kernel::portable, .config = choice_config(c)};
+    KernelInfo info{
+        .name = kernel_name(choice),
+        .config = concat("tile ", c.block_m, 'x', c.block_n, 'x', BLOCK_K, ", ", c.stages,
+                         " stages, ", c.warps(), " warps, no roles"),
+        .source = concat("portable_", c.block_m, 'x', c.block_n, '_', name_of(c.dtype), "_sm80"),
+        .symbol = symbol_of("portable_kernel", "PortableConfig", c),
+        .arch = PORTABLE,
+        .threads = c.threads(),
+        .shared_bytes = portable_shared_bytes(c),
+        .fields = detail::fields_of(choice.config)};
+    info.fields["strategy"] = std::string(strategy_name(Kernel::portable));
+    return info;
+}
+
+static KernelInfo align_rows_info(int arch) {
+    const bool native = arch == NATIVE;
+    return {.name = native ? "align_rows" : "align_rows_portable",
+            .config = "copies of operands whose rows begin at no multiples of 16 bytes",
+            .source = native ? "align_rows" : "align_rows_sm80",
+            .symbol = concat(native ? "17align_rows_kernelILi" : "26portable_align_rows_kernelILi",
+                             MAX_ALIGNED, 'E'),
+            .arch = arch,
+            .threads = ALIGN_THREADS};
+}
+
 std::vector<KernelInfo> kernels() {
     std::vector<KernelInfo> list;
     for (const DType dtype : {DType::bf16, DType::fp16}) list.push_back(split_k_info(dtype));
-    list.push_back({.name = "align_rows",
-                    .config = "copies of operands that TMA cannot read",
-                    .source = "align_rows",
-                    .symbol = concat("17align_rows_kernelILi", MAX_ALIGNED, 'E'),
-                    .threads = ALIGN_THREADS});
+    for (const int arch : {NATIVE, PORTABLE}) list.push_back(align_rows_info(arch));
+    for (std::size_t i = 0; i < PORTABLE_CONFIGS; ++i) {
+        list.push_back(portable_info(portable_config_at(i)));
+    }
     for (std::size_t i = 0; i < CONFIGS; ++i) {
         const Config c = config_at(i);
         const auto add = [&](Kernel kernel, const std::string& config, const char* symbol,

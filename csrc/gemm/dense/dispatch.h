@@ -3,6 +3,7 @@
 #pragma once
 
 #include "csrc/gemm/common/listed.h"
+#include "csrc/gemm/dense/portable.h"
 #include "csrc/gemm/dense/single_wave.h"
 #include "csrc/gemm/dense/split_k.h"
 
@@ -74,7 +75,9 @@ bool launch_kernel(Kernel kernel, const Params& params, Stream stream) {
         case Kernel::swap_ab:
             if constexpr (own == Kernel::swap_ab) return launch_swap_ab<c>(params, stream), true;
             break;
-        case Kernel::split_k: break;  // one kernel for all of its configurations
+        // One kernel for all of its configurations, and one with configurations of its own.
+        case Kernel::split_k:
+        case Kernel::portable: break;
     }
     return false;
 }
@@ -89,6 +92,13 @@ inline bool launch_choice(const Choice& choice, Params params, const Workspace& 
                                                                : &launch_split_k<DType::fp16>;
         return launch(choice.config, params, workspace, stream) ||
                launch_choice(fallback(choice), params, {}, stream);
+    }
+    if (choice.kernel == Kernel::portable) {
+        if constexpr (BUILDS_PORTABLE) {
+            return launch_listed<portable_config_at, PORTABLE_CONFIGS>(
+                portable_config(choice.config),
+                [&]<PortableConfig c>() { return launch_portable<c>(params, stream), true; });
+        }
     }
     return launch_listed<config_at, CONFIGS>(
         choice.config, [&]<Config c>() { return launch_kernel<c>(choice.kernel, params, stream); });

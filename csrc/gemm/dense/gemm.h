@@ -88,8 +88,9 @@ struct Schedule {
     bool operator==(const Schedule&) const = default;
 };
 
-// The kernel that runs, each that of its file, swap_ab that of swap_ab/dense_sm90.cuh. What a
-// single-wave, the balanced and the split-K kernel compute, dispatch.h says.
+// The kernel that runs, each that of its file, swap_ab that of swap_ab/dense_sm90.cuh, and portable
+// that of portable/multistage_sm80.cuh. What a single-wave, the balanced and the split-K kernel
+// compute, dispatch.h says.
 enum class Kernel : int {
     persistent,
     one_consumer,
@@ -99,12 +100,13 @@ enum class Kernel : int {
     split_k,
     cluster_tile,
     swap_ab,
-    short_k
+    short_k,
+    portable
 };
 constexpr const char* strategy_name(Kernel kernel) {
     constexpr const char* names[] = {
-        "persistent", "one_consumer", "single_wave", "single_wave_64x64", "balanced",
-        "split_k",    "cluster_tile", "swap_ab",     "short_k",           nullptr};
+        "persistent",   "one_consumer", "single_wave", "single_wave_64x64", "balanced", "split_k",
+        "cluster_tile", "swap_ab",      "short_k",     "portable",          nullptr};
     return names[static_cast<int>(kernel)];
 }
 

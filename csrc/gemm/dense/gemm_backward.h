@@ -31,6 +31,7 @@ struct Problem {
 struct Config {
     DType dtype = DType::bf16;
     Gate gate = Gate::blocked;
+    bool portable = false;
     bool operator==(const Config&) const = default;
 };
 
@@ -42,7 +43,12 @@ constexpr Config CONFIGS[] = {
     {DType::fp16, Gate::blocked}, {DType::fp16, Gate::interleaved},
     {DType::fp32, Gate::blocked}, {DType::fp32, Gate::interleaved},
 };
-constexpr Config config_at(std::size_t i) { return CONFIGS[i]; }
+constexpr std::size_t KERNELS = std::size(CONFIGS) * 2;  // each for Hopper, and portable
+constexpr Config config_at(std::size_t i) {
+    Config c = CONFIGS[i / 2];
+    c.portable = i % 2 != 0;
+    return c;
+}
 
 struct Params {
     const void* grad = nullptr;  // (rows, columns), rows `grad_stride` elements apart
@@ -55,7 +61,7 @@ struct Params {
 };
 
 TK_FIELDS(Problem, rows, columns, dtype, activation, gate)
-TK_FIELDS(Config, dtype, gate)
+TK_FIELDS(Config, dtype, gate, portable)
 
 constexpr int64_t chunks_of(int64_t columns) { return (columns + CHUNK - 1) / CHUNK; }
 constexpr int64_t blocks_of(int64_t rows, int64_t columns) {
@@ -71,8 +77,10 @@ std::vector<KernelInfo> kernels();
 Params params_of(const Problem& problem, const void* grad, int64_t grad_stride, const void* z,
                  void* out);
 
-// Runs the kernel of `config` on the stream.
+// Run the kernel of `config` on the stream, one that is portable or one that is not.
 template <Config config>
 void launch(const Params& params, Stream stream);
+template <Config config>
+void launch_portable(const Params& params, Stream stream);
 
 }  // namespace thunderkittens::gemm_backward

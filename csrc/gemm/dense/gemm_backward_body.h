@@ -43,8 +43,13 @@ Tensor gemm_backward_body(const Backend<Tensor>& on, const Tensor& grad_in, cons
     launch.may_read("grad", grad);
     launch.may_read("z", z);
     launch.may_write("out", out);
-    const bool found = gemm::launch_listed<config_at, std::size(CONFIGS)>(
-        config, [&]<Config c>() { return gemm_backward::launch<c>(params, launch.stream), true; });
+    const bool found = gemm::launch_listed<config_at, KERNELS>(config, [&]<Config c>() {
+        if constexpr (!c.portable)
+            gemm_backward::launch<c>(params, launch.stream);
+        else if constexpr (BUILDS_PORTABLE)
+            launch_portable<c>(params, launch.stream);
+        return true;
+    });
     TK_CHECK(found, OP, ": no kernel for ", name_of(problem.dtype));
     return out;
 }

@@ -1,6 +1,6 @@
 // The gradient through a gate, in one pass over memory. A thread has eight gates of a row, their
 // values and their gradients, which it reads 16 bytes at a time where they lie so, and computes in
-// fp32; results are rounded once.
+// fp32; results are rounded once. The portable kernel does the same.
 #pragma once
 
 #include "csrc/gemm/common/activation_sm90.cuh"
@@ -31,7 +31,7 @@ __device__ __forceinline__ WithDerivative gelu(float x) {
 }
 
 template <int DTYPE, int GATE>
-__global__ void __launch_bounds__(THREADS) gate_gradient_kernel(Params p) {
+__device__ __forceinline__ void gate_gradient(const Params& p) {
     using T = element_of<DTYPE>;
     constexpr bool BLOCKED = GATE == int(Gate::blocked);
     const int64_t chunk = int64_t{blockIdx.x} * THREADS + threadIdx.x;
@@ -89,13 +89,20 @@ __global__ void __launch_bounds__(THREADS) gate_gradient_kernel(Params p) {
     }
 }
 
+template <int DTYPE, int GATE>
+__global__ void __launch_bounds__(THREADS) gate_gradient_kernel(Params p) {
+    gate_gradient<DTYPE, GATE>(p);
+}
+
 }  // namespace sm90
 
+inline void launch_gradient(void (*kernel)(Params), const Params& params, Stream stream) {
+    kittens::launch(kernel, dim3(static_cast<unsigned>(blocks_of(params.rows, params.columns))),
+                    dim3(THREADS), dim3(1), 0, stream, params);
+}
 template <Config C>
 void launch(const Params& params, Stream stream) {
-    kittens::launch(sm90::gate_gradient_kernel<int(C.dtype), int(C.gate)>,
-                    dim3(static_cast<unsigned>(blocks_of(params.rows, params.columns))),
-                    dim3(THREADS), dim3(1), 0, stream, params);
+    launch_gradient(sm90::gate_gradient_kernel<int(C.dtype), int(C.gate)>, params, stream);
 }
 
 }  // namespace thunderkittens::gemm_backward

@@ -127,8 +127,8 @@ std::optional<Tensor> readable_residual(const std::optional<Tensor>& residual, K
     if (!residual) return std::nullopt;
     const View view = as_4d(*residual);
     // The others load it by TMA.
-    const bool by_threads =
-        kernel == Kernel::swap_ab || kernel == Kernel::cluster_tile || kernel == Kernel::short_k;
+    const bool by_threads = kernel == Kernel::swap_ab || kernel == Kernel::cluster_tile ||
+                            kernel == Kernel::short_k || kernel == Kernel::portable;
     const bool readable = by_threads
                               ? view.size[3] <= 1 || view.stride[3] == 1
                               : fits_tensor_map(view, static_cast<int>(residual->element_size()));

@@ -201,7 +201,7 @@ constexpr const char* ROWWISE = "_rowwise";
 }  // namespace
 
 std::string unsupported(const Problem& p, const DeviceProperties& device) {
-    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
+    if (std::string reason = no_native_code_for(device); !reason.empty()) return reason;
     const bool pair = is_fp8(p.a_dtype) && is_fp8(p.b_dtype) &&
                       (p.a_dtype == DType::e4m3 || p.b_dtype == DType::e4m3);
     if (!pair) {

@@ -63,7 +63,7 @@ Choice choice_of(const gemm::TileShape& shape, const Problem& p, const DevicePro
 }  // namespace
 
 std::string unsupported(const Problem& p, const DeviceProperties& device) {
-    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
+    if (std::string reason = no_native_code_for(device); !reason.empty()) return reason;
     if (p.dtype != DType::bf16 && p.dtype != DType::fp16) {
         return concat("operands must be bf16 or fp16, got ", name_of(p.dtype));
     }

@@ -206,7 +206,7 @@ std::vector<KernelInfo> prepare_kernels() {
 }  // namespace
 
 std::string unsupported_operand(const PrepareProblem& p, const DeviceProperties& device) {
-    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
+    if (std::string reason = no_native_code_for(device); !reason.empty()) return reason;
     if (std::string reason = unsupported_dtype("data", p.data_dtype); !reason.empty()) {
         return reason;
     }
@@ -222,7 +222,7 @@ PrepareChoice choose_prepare(const PrepareProblem& p, const DeviceProperties&) {
 }
 
 std::string unsupported(const Problem& p, const DeviceProperties& device) {
-    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
+    if (std::string reason = no_native_code_for(device); !reason.empty()) return reason;
     for (const auto& [name, dtype] : {std::pair{"a", p.a_dtype}, std::pair{"b", p.b_dtype}}) {
         if (std::string reason = unsupported_dtype(name, dtype); !reason.empty()) return reason;
     }

@@ -185,7 +185,7 @@ std::string fused_dequant_name(DType dtype) {
 }  // namespace
 
 std::string unsupported(const Problem& p, const DeviceProperties& device) {
-    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
+    if (std::string reason = no_native_code_for(device); !reason.empty()) return reason;
     if (p.dtype != DType::bf16 && p.dtype != DType::fp16) {
         return concat("activations must be bf16 or fp16, got ", name_of(p.dtype));
     }
@@ -229,7 +229,7 @@ std::string kernel_name(const Choice& choice) {
 }
 
 std::string unsupported(const Nvfp4Weight& p, const DeviceProperties& device) {
-    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
+    if (std::string reason = no_native_code_for(device); !reason.empty()) return reason;
     if (p.k % 16 != 0) return concat("k must be a multiple of 16, got ", p.k);
     const double count = double(pieces(p.n)) * double(pieces(p.k)) * double(p.groups);
     if (count > 2e9) return concat("the weight has ", count, " pieces; at most 2e9 are supported");

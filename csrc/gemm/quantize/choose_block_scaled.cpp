@@ -13,7 +13,7 @@ bool is_wide(DType dtype) { return std::ranges::find(WIDE, dtype) != std::end(WI
 
 std::string unsupported_sizes(int64_t rows, int64_t columns, int64_t batch, DType dtype,
                               const DeviceProperties& device) {
-    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
+    if (std::string reason = no_native_code_for(device); !reason.empty()) return reason;
     if (!is_wide(dtype)) return concat("x must be bf16, fp16 or fp32, got ", name_of(dtype));
     // Tiles are counted in 31 bits, matrices in 16.
     const double count = (double(rows) / TILE + 1) * (double(columns) / TILE + 1) * double(batch);

@@ -8,7 +8,7 @@
 namespace thunderkittens::fp8_quantize {
 
 std::string unsupported(const Problem& p, const DeviceProperties& device) {
-    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
+    if (std::string reason = no_native_code_for(device); !reason.empty()) return reason;
     if (p.dtype != DType::bf16 && p.dtype != DType::fp16 && p.dtype != DType::fp32) {
         return concat("x must be bf16, fp16 or fp32, got ", name_of(p.dtype));
     }

@@ -9,7 +9,7 @@
 namespace thunderkittens::linear_attention {
 std::string unsupported_problem(DType dtype, int64_t batch, int64_t heads, int64_t length,
                                 int64_t value_dim, const DeviceProperties& device) {
-    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
+    if (std::string reason = no_native_code_for(device); !reason.empty()) return reason;
     if (dtype != DType::bf16 && dtype != DType::fp16) {
         return concat("operands must be bf16 or fp16, got ", name_of(dtype));
     }

@@ -64,6 +64,19 @@ py::array array_to(const tk::emulated::Array& a) {
     return py::array(py::dtype(kind), a.size, strides, a.data, base);
 }
 
+// What a call may say of the emulated device, and what the environment says.
+tk::DeviceProperties device_from(const tk::Fields& fields) {
+    tk::DeviceProperties device = EMULATED_DEVICE;
+    const auto take = [&](const char* name, auto& property) {
+        const auto found = fields.find(name);
+        if (found != fields.end()) tk::detail::from_value(name, found->second, property);
+    };
+    take("sm_count", device.sm_count);
+    take("shared_bytes_per_block", device.shared_bytes_per_block);
+    take("portable_only", device.portable_only);
+    return tk::restricted(device);
+}
+
 emu::Policy policy_from(const std::string& name) {
     for (const auto p :
          {emu::Policy::on_wait, emu::Policy::late_mma, emu::Policy::eager, emu::Policy::random}) {
@@ -104,10 +117,7 @@ py::tuple run(const std::string& op, const std::map<std::string, py::array>& arr
     }
     tk::emulated::Call call{.scalars = scalars, .config = config};
     for (const auto& [name, array] : arrays) call.arrays[name] = array_from(name, array);
-    call.device = EMULATED_DEVICE;
-    if (const auto n = device.find("sm_count"); n != device.end()) {
-        tk::detail::from_value("sm_count", n->second, call.device.sm_count);
-    }
+    call.device = device_from(device);
     emu::Options options;
     options.policy = policy_from(policy);
     options.seed = seed;
@@ -139,10 +149,10 @@ PYBIND11_MODULE(_emulator, m) {
     m.def("ops", &ops, "Names of the ops that the emulator has.");
     m.def(
         "unsupported",
-        [](const std::string& op, const tk::Fields& problem) {
-            return tk::find_op(op).unsupported(problem, EMULATED_DEVICE);
+        [](const std::string& op, const tk::Fields& problem, const tk::Fields& device) {
+            return tk::find_op(op).unsupported(problem, device_from(device));
         },
-        py::arg("op"), py::arg("problem"),
+        py::arg("op"), py::arg("problem"), py::arg("device") = tk::Fields{},
         "Why an op has no kernel for a problem; empty if it has.");
     m.def("run", &run, py::arg("op"), py::arg("arrays"), py::arg("scalars") = tk::Fields{},
           py::kw_only(), py::arg("config") = tk::Fields{}, py::arg("device") = tk::Fields{},

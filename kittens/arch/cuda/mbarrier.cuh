@@ -1,4 +1,5 @@
-// mbarrier objects (PTX ISA, "mbarrier"): arrival counts, transaction bytes, phases.
+// mbarrier objects (PTX ISA, "mbarrier"): arrival counts, transaction bytes, phases. Before sm_90 a
+// waiting thread polls, an arrival counts one, and there are no transactions.
 #pragma once
 
 #include <cstdint>
@@ -20,9 +21,17 @@ __device__ __forceinline__ void mbarrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier, uint32_t count = 1) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+    for (uint32_t i = 0; i < count; ++i) {
+        asm volatile(
+            "{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier)
+            : "memory");
+    }
+#else
     asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
                  "r"(count)
                  : "memory");
+#endif
 }
 // Arrives at the barrier at the same offset in the block of rank `rank`.
 __device__ __forceinline__ void mbarrier_arrive_remote(uint32_t barrier, uint32_t rank,
@@ -60,7 +69,11 @@ __device__ __forceinline__ bool mbarrier_test_wait(uint32_t barrier, uint32_t ph
     uint32_t done;
     asm volatile(
         "{\n.reg .pred p;\n"
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+        "mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+#else
         "mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+#endif
         "selp.u32 %0, 1, 0, p;\n}\n"
         : "=r"(done)
         : "r"(barrier), "r"(phase)
@@ -91,8 +104,13 @@ __device__ __forceinline__ bool mbarrier_try_wait_cluster(uint32_t barrier, uint
     return done != 0;
 }
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t phase) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+    while (!mbarrier_test_wait(barrier, phase)) {
+    }
+#else
     while (!mbarrier_try_wait(barrier, phase)) {
     }
+#endif
 }
 // For barriers that other blocks of the cluster arrive at with data of theirs behind the arrival.
 __device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier, uint32_t phase) {

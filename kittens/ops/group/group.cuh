@@ -7,6 +7,7 @@
 #include "masks.cuh"
 #include "memory.cuh"
 #include "mma_sync.cuh"
+#include "operands.cuh"
 #include "reductions.cuh"
 #include "shared_register.cuh"
 #include "thread_verbs.cuh"

@@ -41,7 +41,8 @@ def kernel_of(op: str, case: Case, gpu: Mapping[str, Any]) -> str:
 def candidates(op: str, problem: Mapping[str, Any], gpu: Mapping[str, Any]) -> list[Fields]:
     """The fields of the choice, and of what else could run; empty where the op does not say."""
     module = _load.compiled_module()
-    device = module.DeviceProperties(**{key: int(gpu[key]) for key in info.EXAMPLE_GPU})
+    properties = {key: int(gpu[key]) for key in info.EXAMPLE_GPU}
+    device = module.DeviceProperties(**properties).restricted()
     if op not in module.ops() or module.unsupported(op, dict(problem), device):
         return []
     return [dict(fields) for fields in module.candidates(op, dict(problem), device)]

@@ -129,7 +129,8 @@ def _device_refusal(index: int) -> str | None:
         return _load.cuda_problem
     if "attention" not in _build.record()["families"]:
         return "this build has no kernels of attention"
-    reason: str = _load.compiled_module().no_code_for(shared._device_properties(index))
+    device = shared._device_properties(index)
+    reason: str = _load.compiled_module().no_code_for(device, "attention")
     if not reason and _load.has_nodes:
         torch.ops.thunderkittens_sdpa.allow(index)
     return reason or None

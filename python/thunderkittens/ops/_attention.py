@@ -307,13 +307,14 @@ def require_shapes(op: str, shapes: Sequence[tuple[str, Tensor, Sequence[int]]])
 @functools.cache
 def _device_properties(index: int) -> Any:
     properties: Any = torch.cuda.get_device_properties(index)
-    return _load.compiled_module().DeviceProperties(
+    device = _load.compiled_module().DeviceProperties(
         sm_count=properties.multi_processor_count,
         shared_bytes_per_block=properties.shared_memory_per_block_optin,
         l2_bytes=properties.L2_cache_size,
         major=properties.major,
         minor=properties.minor,
     )
+    return device.restricted()
 
 
 _PROBLEM = (
