@@ -77,6 +77,12 @@ __device__ __forceinline__ int lane_again() {
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     return lane;
 }
+// blockIdx.x, likewise.
+__device__ __forceinline__ int block_again() {
+    int block;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+    return block;
+}
 
 }  // namespace arch
 }  // namespace kittens::inline on_gpu
