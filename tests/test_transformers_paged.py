@@ -65,7 +65,10 @@ def generated(model, **options):
         max_new_tokens=STEPS, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
     names = {field.name for field in fields(transformers.ContinuousBatchingConfig)}
-    page_size = "page_size" if "page_size" in names else "block_size"  # of older releases
+    old = "page_size" not in names
+    if old and model.device.type == "cpu":
+        pytest.skip("this release of transformers finds no memory on a CPU")
+    page_size = "block_size" if old else "page_size"
     sizes = {"num_blocks": 16, page_size: 16, "max_batch_tokens": 64}
     config = transformers.ContinuousBatchingConfig(**sizes, **options)
     results = model.generate_batch(

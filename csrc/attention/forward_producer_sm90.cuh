@@ -15,6 +15,7 @@ struct Producer {
     ForwardShared<Kernel>& shared;
     RingPosition<Kernel::stages> k_at{}, v_at{};
     RingPosition<Kernel::q_slots> q_at{};
+    int kv_head = 0;
 
     // Tiles of keys, or of values.
     struct Side {
@@ -35,6 +36,7 @@ struct Producer {
             const ForwardWorkTile<Kernel> work(g.sequences, tile);
             if (!work.sees_keys()) return;
             const KeyBlocks& keys = work.keys;
+            kv_head = work.head / g.group;
             look_up(k, work, keys.end - 1);
             look_up(v, work, keys.end - 1);
 #pragma unroll
@@ -84,13 +86,13 @@ struct Producer {
                                          const ForwardWorkTile<Kernel>& work, int block,
                                          Position& at, semaphore (&empty)[Kernel::stages],
                                          semaphore (&full)[Kernel::stages]) {
-        const int head = work.head / g.group, first = block * Kernel::block_n;
+        const int first = block * Kernel::block_n;
         const Lengths& s = work.s;
         auto& tile = tiles[at.stage];
         if constexpr (PAGED) {
             if (side.has_piece(g.pages)) {
                 const ragged_coord place =
-                    g.pages.place(side.next, head, first + side.row, s.k_length, side.page_rows);
+                    g.pages.place(side.next, kv_head, first + side.row, s.k_length, side.page_rows);
                 look_up(side, work, block - 1);
                 wait(empty[at.stage], at.phase ^ 1);
                 if (side.row == 0) tma::expect(full[at.stage], tile);
@@ -101,7 +103,7 @@ struct Producer {
         } else {
             wait(empty[at.stage], at.phase ^ 1);
             tma::expect(full[at.stage], tile);
-            from.load(tile, work.b, head, s.k_begin, s.k_length, first, full[at.stage]);
+            from.load(tile, work.b, kv_head, s.k_begin, s.k_length, first, full[at.stage]);
         }
         at.advance();
     }

@@ -4,6 +4,7 @@
 
 #include "csrc/attention/forward.h"
 #include "csrc/attention/scores.cuh"
+#include "csrc/attention/tile_scheduler.cuh"
 
 namespace thunderkittens::attention {
 
@@ -40,6 +41,7 @@ struct PageTable {
     const int *table, *rows;
     int64_t stride;
     int page_size, k_page_rows, v_page_rows;
+    Divisor by_page_size;
     int piece;  // 0: keys are not paged
 
     PageTable(const PagedKeys& keys, int block_n)
@@ -49,6 +51,7 @@ struct PageTable {
           page_size(static_cast<int>(keys.page_size)),
           k_page_rows(static_cast<int>(keys.k_page_rows)),
           v_page_rows(static_cast<int>(keys.v_page_rows)),
+          by_page_size(page_size),
           piece(keys.k_lengths == nullptr ? 0 : static_cast<int>(piece_rows(keys, block_n))) {}
 
     struct Page {
@@ -59,7 +62,7 @@ struct PageTable {
         if (key < 0 || key >= k_length) return at;
         at.page = rows == nullptr ? b : arch::load_global_readonly(rows + b);
         if (table != nullptr) {
-            const int index = key / page_size;
+            const int index = by_page_size.quotient(key);
             at.page = arch::load_global_readonly(table + at.page * stride + index);
             at.first = index * page_size;
         }

@@ -71,9 +71,11 @@ def register(name: str = NAME, *, padding: str = "contiguous") -> None:
     function = attention_mask if padding == "contiguous" else partial(attention_mask, holes=True)
     masks.AttentionMaskInterface.register(name, function)
     if hasattr(transformers, "ContinuousBatchingConfig"):
-        _paged.provide(name + _paged.SUFFIX)
-        transformers.AttentionInterface.register(name + _paged.SUFFIX, paged_attention_forward)
-        masks.AttentionMaskInterface.register(name + _paged.SUFFIX, function)
+        # Releases before 5.18 put "paged|" before the name.
+        for paged in (name + _paged.SUFFIX, f"paged|{name}{_paged.SUFFIX}"):
+            _paged.provide(paged)
+            transformers.AttentionInterface.register(paged, paged_attention_forward)
+            masks.AttentionMaskInterface.register(paged, function)
 
 
 def attention_mask(
