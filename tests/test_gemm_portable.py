@@ -128,6 +128,7 @@ def test_the_gradient_through_a_gate(name):
 
 def test_the_environment_decides(monkeypatch):
     a, b = integers(40, 64, dtype=torch.float16), integers(64, 48, dtype=torch.float16)
+    monkeypatch.delenv("THUNDERKITTENS_PORTABLE", raising=False)
     with tk.emulate() as run:
         tk.gemm(a, b)
         monkeypatch.setenv("THUNDERKITTENS_PORTABLE", "1")

@@ -82,6 +82,8 @@ def test_an_op_says_whether_it_has_a_kernel(name):
 
 def test_portable_kernels_can_be_asked_for(monkeypatch):
     """Of every part of the package, by the environment."""
+    for name in ("PORTABLE", "SHARED_BYTES"):
+        monkeypatch.delenv(f"THUNDERKITTENS_{name}", raising=False)
     gpu = device("H100")
     assert not gpu.restricted().portable_only
     monkeypatch.setenv("THUNDERKITTENS_PORTABLE", "1")
@@ -100,6 +102,7 @@ def test_portable_kernels_can_be_asked_for(monkeypatch):
 @pytest.mark.skipif(emulation.problem is not None, reason=str(emulation.problem))
 def test_the_emulator_is_restricted_as_gpus_are(monkeypatch):
     ops = {*_C.ops()} & {*emulation._module.ops()}
+    monkeypatch.delenv("THUNDERKITTENS_PORTABLE", raising=False)
 
     def supported() -> set[str]:
         return {op for op in ops if emulation.supports(op, next(iter(info.EXAMPLES[op].values())))}

@@ -1,5 +1,5 @@
 """The kernels' machine code is the same whether the emulator is in the tree or not, and once it is
-compressed.
+compressed; and portable kernels have the instructions that they are written for.
 
 One instantiation of each family is compiled for sm_90a from this tree, and from a copy without the
 emulated back end; both are disassembled. It needs nvcc and cuobjdump (a CUDA toolkit's, or those
@@ -9,6 +9,7 @@ that pip installed, Triton's cuobjdump included), and no GPU.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -56,8 +57,9 @@ def written(file: str, field: str, folder: Path) -> Path:
     return path
 
 
-def machine_code(tree: Path, kernel: Path, output: Path) -> str:
-    flags = ["-std=c++20", "-O3", "-gencode", "arch=compute_90a,code=sm_90a", "-cubin", "-I."]
+def machine_code(tree: Path, kernel: Path, output: Path, arch: str = "90a") -> str:
+    target = f"arch=compute_{arch},code=sm_{arch}"
+    flags = ["-std=c++20", "-O3", "-gencode", target, "-cubin", "-I."]
     flags.append('-DTHUNDERKITTENS_ARCHS="90a"')
     command = [tool("nvcc"), *flags, str(kernel), "-o", str(output)]
     subprocess.run(command, cwd=tree, check=True)
@@ -76,8 +78,33 @@ def test_machine_code_does_not_depend_on_the_emulator(file, field, without_emula
     assert here == there
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("arch", ["80", "90", "120"])
+def test_portable_kernels_keep_the_tensor_cores_busy(arch, tmp_path):
+    """Of the loop over whole stages: 8 loads of fragments and 4 copies for 32 products, between
+    these, and no registers that are moved about or kept in memory."""
+    source = written("gemm/portable_128x128_bf16_sm80", "Layout::nt", tmp_path / "instances")
+    text = machine_code(ROOT, source, tmp_path / "x.cubin", arch)
+    code = re.findall(r"/\*([0-9a-f]{4,})\*/ +(?:@!?U?P\d+ +)?([A-Z][\w.]*)([^/]*)", text)
+    assert not {name for _, name, _ in code if name.startswith(("LDL", "STL"))}
+    places = {int(at, 16): i for i, (at, _, _) in enumerate(code)}
+    loops = [
+        [name for _, name, _ in code[places[target] : i + 1]]
+        for i, (at, name, rest) in enumerate(code)
+        if name.startswith("BRA") and (found := re.search(r"0x([0-9a-f]+)", rest))
+        if (target := int(found[1], 16)) < int(at, 16)
+    ]
+    loop = next(x for x in loops if sum(name.startswith("HMMA") for name in x) == 128)
+    assert sum(name.startswith("LDSM.16.M") and name.endswith(".4") for name in loop) == 32
+    copies = [name for name in loop if name.startswith("LDGSTS")]
+    assert len(copies) == 16
+    assert all("BYPASS" in name and name.endswith(".128") for name in copies)
+    assert sum(name.startswith(("MOV", "IMAD.MOV")) for name in loop) < 8
+    assert len(loop) < 300
+
+
 def test_compressed_machine_code_is_the_same(tmp_path):
-    """As the launcher of the compiler leaves an object file."""
+    """As the launcher of the compiler leaves an object file, which may be of several GPUs."""
     source, plain = tmp_path / "x.cu", tmp_path / "plain.o"
     lines = "\n".join(f"x[{i}] = __sinf(x[{i}] * {i}.5f);" for i in range(200))
     source.write_text(f"__global__ void kernel(float* x) {{ {lines} }}")
@@ -85,17 +112,21 @@ def test_compressed_machine_code_is_the_same(tmp_path):
     if objcopy is None:
         pytest.skip("no objcopy: it comes with g++'s binutils")
     flags = ["-gencode", "arch=compute_90a,code=sm_90a", "-Xptxas=-v", "--compress-mode=none"]
+    flags += ["-gencode", "arch=compute_80,code=[sm_80,compute_80]"]
     launcher = [sys.executable, str(ROOT / "tools/compile_kernel.py")]
     code = []
     for options, target in (([], plain), (["--compress", objcopy], tmp_path / "x.o")):
         command = [*launcher, *options, "--", nvcc, *flags, "-c", str(source), "-o", str(target)]
         subprocess.run(command, check=True)
-        command = [tool("cuobjdump"), "-sass", str(target)]
+        command = [tool("cuobjdump"), "-sass", "-ptx", str(target)]
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        code.append([line for line in text.splitlines() if line != "compressed"])
-    assert any("MUFU.SIN" in line for line in code[0])
+        code.append([x for x in text.splitlines() if x != "compressed" and "ptxasOptions" not in x])
+    assert sum("Function : " in line for line in code[0]) == 2
+    assert sum(".target sm_80" in line for line in code[0]) == 1
     assert code[0] == code[1]
     assert target.stat().st_size < plain.stat().st_size
     reports = [path.with_name(f"{path.name}.json").read_text() for path in (plain, target)]
     sizes = [[k["code_bytes"] for k in json.loads(report)["kernels"]] for report in reports]
-    assert sizes[0] == sizes[1] != [0]
+    assert sizes[0] == sizes[1]
+    assert len(sizes[0]) == 2
+    assert all(sizes[0])

@@ -284,7 +284,10 @@ def _cuda_state() -> str:
     gpu = _device(gpus[0])
     if reason := str(_C.no_code_for(gpu)):
         return reason
-    return "ready" if _C.runs_native(gpu) else "ready (portable kernels, of the ops that have some)"
+    if _C.runs_native(gpu):
+        return "ready"
+    compiled = "" if _C.holds_machine_code_for(gpu) else ", compiled by the driver at first use"
+    return f"ready (portable kernels, of the ops that have some{compiled})"
 
 
 def collect() -> dict[str, Any]:
