@@ -33,7 +33,7 @@ struct Producer {
 
     __device__ __forceinline__ void run() {
         g.scheduler.for_each_work_tile([&](TileScheduler::WorkTile tile) {
-            const ForwardWorkTile<Kernel> work(g.sequences, tile);
+            const ForwardWorkTile<Kernel> work(g, tile);
             if (!work.sees_keys()) return;
             const KeyBlocks& keys = work.keys;
             kv_head = work.head / g.group;

@@ -295,7 +295,7 @@ struct Consumer {
     // Rows behind the last packed sequence.
     __device__ __forceinline__ void attend_rest() const {
         const int heads = g.scheduler.heads, step = static_cast<int>(gridDim.x) * warpgroups;
-        ForwardWorkTile<Kernel> work(g.sequences, {0, 0, g.sequences.batch});
+        ForwardWorkTile<Kernel> work(g, {0, 0, g.sequences.batch});
         const int64_t row_tiles = int64_t(heads) * ((work.s.q_length + 63) / 64);
         for (int64_t i = int64_t(blockIdx.x) * warpgroups + id; i < row_tiles; i += step) {
             work.head = static_cast<int>(i % heads);
@@ -309,7 +309,7 @@ struct Consumer {
     __device__ __forceinline__ void run() {
         if (id == warpgroups - 1) pass_turn();
         g.scheduler.for_each_work_tile([&](TileScheduler::WorkTile tile) {
-            const ForwardWorkTile<Kernel> work(g.sequences, tile);
+            const ForwardWorkTile<Kernel> work(g, tile);
             if (work.sees_keys())
                 attend(work);
             else
