@@ -44,8 +44,9 @@ struct Consumer {
         int row;                           // of this thread: its upper one
         float slope;                       // of ALiBi
 
-        __device__ __forceinline__ Corner corner(int block) const {
-            return {row, block * Kernel::block_n};
+        __device__ __forceinline__ Int2 columns(int offset, int block) const {
+            const int column = block * Kernel::block_n + 2 * (laneid() % 4);
+            return {row + offset - column, row + 8 + offset - column};
         }
     };
 
@@ -90,13 +91,16 @@ struct Consumer {
     __device__ __forceinline__ Shift modify_and_mask(scores& s, const Rows& rows, int block) const {
         Shift shift;
         if constexpr (Kernel::score_mod) {
-            shift = g.score_mod.template apply<T>(s, rows.corner(block).columns(rows.s.diagonal),
+            shift = g.score_mod.template apply<T>(s, rows.columns(rows.s.diagonal, block),
                                                   {rows.slope, rows.slope});
         } else if constexpr (Kernel::softcap_only) {
             g.score_mod.template cap<T>(s);
         }
         if (MASKED && (block >= rows.unmasked_end || block < rows.unmasked_begin)) {
-            mask_keys(s, rows.s, rows.corner(block));
+            const Int2 last = rows.columns(rows.s.high, block);
+            const int end = rows.s.k_length - 1 - block * Kernel::block_n - 2 * (laneid() % 4);
+            mask_outside(s, rows.columns(rows.s.low, block),
+                         {::min(last.x, end), ::min(last.y, end)});
         }
         return shift;
     }
@@ -235,9 +239,12 @@ struct Consumer {
     }
     __device__ __forceinline__ void store_lse(float2 lse, const ForwardWorkTile<Kernel>& work,
                                               int row) const {
-        if (g.lse == nullptr) return;
-        store_row_lse(lse_rows(g.lse, work, g.sequences, g.scheduler.heads, g.out.packed), lse,
-                      work.s, row);
+        if (g.lse == nullptr || laneid() % 4 != 0) return;
+        const bool packed = g.out.packed;
+        const int64_t line = packed ? work.head : int64_t(work.b) * g.scheduler.heads + work.head;
+        float* rows = g.lse + line * g.sequences.q_length + work.s.q_begin;
+        if (row < work.s.q_length) arch::store_global(rows + row, lse.x);
+        if (row + 8 < work.s.q_length) arch::store_global(rows + row + 8, lse.y);
     }
     __device__ __forceinline__ float2 sink(int head) const {
         const float logit = arch::load_global_readonly(g.sink + head) * LOG2_E;
