@@ -89,7 +89,8 @@ struct SectionSearch {
 // step with whole pairs of waves of the SMs, then the one nearest to `target`.
 int best_section(const SectionSearch& search, int sm_count);
 
-// What both directions refuse; empty, or the reason.
+// What both directions refuse: sizes, or those and the device; empty, or the reason.
+std::string unsupported_sizes(const Problem& problem);
 std::string unsupported_problem(const Problem& problem, const DeviceProperties& device);
 
 }  // namespace thunderkittens::attention

@@ -176,6 +176,35 @@ void consider_split_kv(const Problem& p, int sm_count, Choice& choice) {
     }
 }
 
+// The portable kernels of the smallest dimensions that hold the problem's. The device has the memory
+// for all of them.
+std::vector<Config> fitting_portable(const Problem& p) {
+    std::vector<Config> fitting;
+    for (const Config& c : PORTABLE_CONFIGS) {
+        if (c.head_dim < p.head_dim || c.value_dim < p.value_dim) continue;
+        if (!fitting.empty() &&
+            (c.head_dim != fitting[0].head_dim || c.value_dim != fitting[0].value_dim))
+            break;
+        if (c.score_mod == has_score_mod(p)) fitting.push_back(with_dtype(c, p.dtype));
+    }
+    return fitting;
+}
+Choice portable_choice(const Problem& p, const Config& config, const DeviceProperties& device) {
+    return {.config = config, .section_heads = choose_section(p, 64 * config.warpgroups, device)};
+}
+// Of two, the one of more rows is the quicker where two of its blocks share a multiprocessor, and
+// there are blocks for all of these.
+Choice choose_portable(const Problem& p, const DeviceProperties& device) {
+    const std::vector<Config> fitting = fitting_portable(p);
+    const auto runs_well = [&](const Config& c) {
+        const int64_t blocks = ceil_div(p.q_length, 64 * c.warpgroups) * p.batch * p.q_heads;
+        return device.shared_bytes_per_block > PORTABLE_SHARED_BYTES &&
+               blocks >= portable_blocks_per_sm(c) * device.sm_count;
+    };
+    const bool larger = fitting.size() > 1 && runs_well(fitting.back());
+    return portable_choice(p, larger ? fitting.back() : fitting.front(), device);
+}
+
 }  // namespace
 
 int best_section(const SectionSearch& search, int sm_count) {
@@ -198,7 +227,11 @@ int best_section(const SectionSearch& search, int sm_count) {
 }
 
 std::string unsupported_problem(const Problem& p, const DeviceProperties& device) {
-    if (std::string reason = no_native_code_for(device); !reason.empty()) return reason;
+    const std::string reason = no_native_code_for(device);
+    return reason.empty() ? unsupported_sizes(p) : reason;
+}
+
+std::string unsupported_sizes(const Problem& p) {
     if (p.dtype != DType::bf16 && p.dtype != DType::fp16) {
         return concat("q must be bf16 or fp16, got ", name_of(p.dtype));
     }
@@ -226,7 +259,8 @@ std::string unsupported_problem(const Problem& p, const DeviceProperties& device
 }
 
 std::string unsupported(const Problem& p, const DeviceProperties& device) {
-    return unsupported_problem(p, device);
+    const std::string reason = no_code_for(device);
+    return reason.empty() ? unsupported_sizes(p) : reason;
 }
 
 Choice choose_whole(const Problem& p, const DeviceProperties& device) {
@@ -237,6 +271,7 @@ Choice choose_whole(const Problem& p, const DeviceProperties& device) {
 }
 
 Choice choose(const Problem& p, const DeviceProperties& device) {
+    if (!runs_native(device)) return choose_portable(p, device);
     Choice choice = choose_whole(p, device);
     // Longer queries only where there are fewer blocks than multiprocessors. Of packed sequences
     // the lengths are bounds, which do not tell how many blocks have rows.
@@ -254,6 +289,10 @@ std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device)
         choice.config.dtype = p.dtype;
         if (std::find(list.begin(), list.end(), choice) == list.end()) list.push_back(choice);
     };
+    if (!runs_native(device)) {
+        for (const Config& c : fitting_portable(p)) add(portable_choice(p, c, device));
+        return list;
+    }
     const Config smallest = choose_split_kv_config(p);
     for (const Config& config : SPLIT_KV_CONFIGS) {
         if (config.head_dim != smallest.head_dim) continue;
@@ -286,6 +325,7 @@ std::string kernel_name(const Choice& choice) {
     const std::string tile =
         concat(name_of(c.dtype), "_d", c.head_dim, value, "_", 64 * c.warpgroups, "x", c.block_n);
     if (choice.splits > 0) return concat("split_kv_", tile);
+    if (c.is_portable()) return concat("portable_", tile, c.score_mod ? "_score_mod" : "");
     return concat("forward_", tile, c.score_mod ? "_score_mod" : c.softcap_only ? "_softcap" : "");
 }
 
@@ -310,6 +350,23 @@ KernelInfo kernel_info(const Config& config, bool split) {
     return info;
 }
 
+KernelInfo portable_info(const Config& config) {
+    KernelInfo info;
+    info.name = kernel_name({config, 1, 0});
+    info.config = concat("head_dim ", config.head_dim, ", value_dim ", config.value_dim, ", ",
+                         64 * config.warpgroups, " query rows x ", config.block_n, " keys, ",
+                         config.stages, config.stages > 1 ? " stages, " : " stage, ",
+                         forward_threads(config) / 32, " warps of ", config.warp_rows, " rows",
+                         config.keeps_query ? ", query in registers" : "",
+                         config.score_mod ? ", softcap and ALiBi" : "");
+    info.source = concat("portable_", name_of(config.dtype), "_sm80");
+    info.symbol = symbol_of("portable_forward_kernel", "Config", config);
+    info.arch = PORTABLE;
+    info.threads = forward_threads(config);
+    info.shared_bytes = forward_memory(config).bytes;
+    return info;
+}
+
 // The kernel that combines the results of those that split the keys, in the same source.
 KernelInfo combining_info(DType dtype) {
     KernelInfo info;
@@ -329,6 +386,8 @@ std::vector<KernelInfo> kernels() {
         for (const Config& c : CONFIGS) list.push_back(kernel_info(with_dtype(c, dtype), false));
         for (const Config& c : SPLIT_KV_CONFIGS)
             list.push_back(kernel_info(with_dtype(c, dtype), true));
+        for (const Config& c : PORTABLE_CONFIGS)
+            list.push_back(portable_info(with_dtype(c, dtype)));
         list.push_back(combining_info(dtype));
     }
     return list;

@@ -19,6 +19,13 @@ bool launch_forward_any(const Config& config, const ForwardParams& params, Strea
             ...);
 }
 template <std::size_t... i>
+bool launch_portable_any(const Config& config, const ForwardParams& params, Stream stream,
+                         std::index_sequence<i...>) {
+    return ((config == config_at<PORTABLE_CONFIGS, i> &&
+             (launch_portable<config_at<PORTABLE_CONFIGS, i>>(params, stream), true)) ||
+            ...);
+}
+template <std::size_t... i>
 bool launch_split_kv_any(const Config& config, const ForwardParams& params, Stream stream,
                          std::index_sequence<i...>) {
     return ((config == config_at<SPLIT_KV_CONFIGS, i> &&
@@ -32,9 +39,12 @@ inline void launch_choice(const char* op, const Choice& choice, const ForwardPar
                           Stream stream) {
     constexpr std::make_index_sequence<2 * std::size(CONFIGS)> whole;
     constexpr std::make_index_sequence<2 * std::size(SPLIT_KV_CONFIGS)> split;
-    const bool found = choice.splits > 0
-                           ? dispatch::launch_split_kv_any(choice.config, params, stream, split)
-                           : dispatch::launch_forward_any(choice.config, params, stream, whole);
+    constexpr std::make_index_sequence<2 * std::size(PORTABLE_CONFIGS)> portable;
+    const Config& config = choice.config;
+    const bool found =
+        choice.splits > 0 ? dispatch::launch_split_kv_any(config, params, stream, split)
+        : config.is_portable() ? dispatch::launch_portable_any(config, params, stream, portable)
+                               : dispatch::launch_forward_any(config, params, stream, whole);
     TK_CHECK(found, op, ": no kernel ", kernel_name(choice), " in this build");
 }
 

@@ -1,6 +1,7 @@
 // Attention forward: what is compiled, what is chosen, and one call. Host C++ only.
 #pragma once
 
+#include <algorithm>
 #include <numeric>
 
 #include "csrc/attention/attention.h"
@@ -19,7 +20,11 @@ struct Config {
     bool score_mod = false;  // has softcap and ALiBi
     DType dtype = DType::bf16;
     bool softcap_only = false;  // has softcap alone
+    // Of portable kernels, whose `warpgroups` only count rows; 0: the kernel is for sm_90a.
+    int warp_rows = 0;         // query rows that a warp has, 16 or 32
+    bool keeps_query = false;  // in registers
 
+    constexpr bool is_portable() const { return warp_rows > 0; }
     bool operator==(const Config&) const = default;
 };
 
@@ -42,6 +47,31 @@ constexpr bool has_softcap_only(const Config& config) {
     }
     return false;
 }
+// The portable kernels, which hold at most 99 KB of shared memory: all that a block can have on
+// GPUs of compute capability 8.6, 8.9 and 12.x.
+constexpr Config portable_config(int head_dim, int value_dim, int block_m, int warp_rows,
+                                 int block_n, int stages, bool keeps_query, bool score_mod) {
+    Config c{head_dim, value_dim, block_m / 64, block_n, stages, score_mod};
+    c.warp_rows = warp_rows;
+    c.keeps_query = keeps_query;
+    return c;
+}
+constexpr Config PORTABLE_CONFIGS[] = {
+    portable_config(64, 64, 128, 32, 64, 2, true, false),
+    portable_config(64, 64, 128, 32, 64, 2, true, true),
+    portable_config(96, 96, 128, 32, 64, 1, false, false),
+    portable_config(96, 96, 128, 32, 64, 1, false, true),
+    portable_config(128, 128, 64, 16, 64, 1, true, false),
+    portable_config(128, 128, 128, 32, 64, 1, false, false),
+    portable_config(128, 128, 128, 32, 64, 1, false, true),
+    portable_config(192, 128, 64, 16, 64, 1, true, false),
+    portable_config(192, 128, 64, 16, 64, 1, true, true),
+    portable_config(192, 192, 64, 16, 64, 1, true, false),
+    portable_config(192, 192, 64, 16, 64, 1, true, true),
+    portable_config(256, 256, 64, 16, 64, 1, false, false),
+    portable_config(256, 256, 64, 16, 64, 1, false, true),
+};
+constexpr int PORTABLE_SHARED_BYTES = 99 * 1024;
 // Split-KV, for short queries: 64 rows, the keys split among blocks, of which several share a
 // multiprocessor where registers allow it.
 constexpr Config SPLIT_KV_CONFIGS[] = {
@@ -76,6 +106,12 @@ consteval Config config_of(const ConfigName& name) {
     }
     throw "no such configuration is listed";
 }
+consteval Config portable_config_of(const ConfigName& name) {
+    for (const Config& c : PORTABLE_CONFIGS) {
+        if (name.is_of(c)) return with_dtype(c, name.dtype);
+    }
+    throw "no such configuration is listed";
+}
 consteval Config split_kv_config_of(ConfigName name) {
     name.score_mod = true;
     for (const Config& c : SPLIT_KV_CONFIGS) {
@@ -91,6 +127,7 @@ constexpr int blocks_per_sm(const Config& c) {
     return c.block_n <= 64 ? 3 : 2;
 }
 constexpr int forward_threads(const Config& c) {
+    if (c.is_portable()) return 64 * c.warpgroups / c.warp_rows * 32;
     return 128 * c.warpgroups + (c.warpgroups > 1 ? 128 : 32);
 }
 
@@ -102,6 +139,11 @@ struct ForwardMemory {
     int bytes = 0;
 };
 constexpr ForwardMemory forward_memory(const Config& c) {
+    if (c.is_portable()) {
+        const int query = c.warpgroups * 64 * c.head_dim * 2;
+        const int rings = c.stages * c.block_n * (c.head_dim + c.value_dim) * 2;
+        return {1, 0, c.keeps_query ? std::max(query, rings) : query + rings};
+    }
     // A multiprocessor has 228 KB, of which every block takes one more.
     const int limit = 228 * 1024 / blocks_per_sm(c) - 1024;
     const bool split = c.warpgroups == 1 && c.score_mod;  // has one Q for all its keys
@@ -115,6 +157,8 @@ constexpr ForwardMemory forward_memory(const Config& c) {
     return {1, 0, (q > out ? q : out) + fixed};
 }
 
+// Of portable kernels: as many as registers allow, 255 a thread.
+constexpr int portable_blocks_per_sm(const Config& c) { return 256 / forward_threads(c); }
 // Of the kernels that split keys.
 constexpr int split_kv_blocks_per_sm(const Config& c) {
     return std::min(3, 228 * 1024 / (forward_memory(c).bytes + 1024));
@@ -170,7 +214,8 @@ constexpr int64_t partial_rows(const Problem& p, const Sequences& s) {
     return p.q_heads * (p.varlen ? s.total_q : p.batch * p.q_length);
 }
 
-TK_FIELDS(Config, head_dim, value_dim, warpgroups, block_n, stages, score_mod, dtype, softcap_only)
+TK_FIELDS(Config, head_dim, value_dim, warpgroups, block_n, stages, score_mod, dtype, softcap_only,
+          warp_rows, keeps_query)
 template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
     visit_fields(c.config, visit);
@@ -189,6 +234,8 @@ std::vector<KernelInfo> kernels();
 
 template <Config config>
 void launch_forward(const ForwardParams& params, Stream stream);
+template <Config config>
+void launch_portable(const ForwardParams& params, Stream stream);
 template <Config config>
 void launch_split_kv(const ForwardParams& params, Stream stream);
 

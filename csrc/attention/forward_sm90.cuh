@@ -21,9 +21,8 @@
 #include <algorithm>
 
 #include "csrc/attention/forward.h"
-#include "csrc/attention/forward_scheduler.cuh"
+#include "csrc/attention/forward_work.cuh"
 #include "csrc/attention/layouts.cuh"
-#include "csrc/attention/paged_keys.cuh"
 #include "csrc/attention/scores.cuh"
 #include "csrc/attention/softcap_polynomial.cuh"
 #include "kittens/kittens.cuh"
@@ -77,26 +76,6 @@ struct ForwardGlobals {
     ScoreMod score_mod;
     SoftcapPolynomial<typename Kernel::T> softcap_polynomial;
     int group;  // query heads per key head
-};
-
-// A work tile of the schedule: a block of queries of one head, with the keys they see. Blocks are
-// counted from a sequence's last: where it is shorter than others, the longest come first all the
-// same, and the surplus is below 0.
-template <class Kernel>
-struct ForwardWorkTile {
-    int b, head, row;
-    Lengths s;
-    KeyBlocks keys;
-
-    __device__ __forceinline__ ForwardWorkTile(const ForwardGlobals<Kernel>& g,
-                                               TileScheduler::WorkTile tile)
-        : b(tile.batch), head(tile.head), s(g.sequences.lengths(b)) {
-        constexpr int m = Kernel::block_m;
-        row = ((s.q_length + m - 1) / m - 1 - tile.level) * m;
-        keys = row < 0 ? KeyBlocks{0, 0, 0, 0}
-                       : key_blocks<Kernel::block_n>(s, row, ::min(row + m, s.q_length) - 1);
-    }
-    __device__ __forceinline__ bool sees_keys() const { return keys.end > keys.begin; }
 };
 
 template <class Kernel, bool SEPARATE>
@@ -154,7 +133,7 @@ __device__ __forceinline__ void produce(const ForwardGlobals<Kernel>& g,
     RingPosition<Kernel::stages> k_at, v_at;
     RingPosition<Kernel::q_slots> q_at;
     g.scheduler.for_each_work_tile([&](TileScheduler::WorkTile tile) {
-        const ForwardWorkTile<Kernel> work(g, tile);
+        const ForwardWorkTile<Kernel> work(g.sequences, tile);
         if (!work.sees_keys()) return;
         const KeyBlocks& keys = work.keys;
         const auto load_k = [&](int block) {
@@ -212,9 +191,8 @@ struct Consumer {
         int row;                           // of this thread: its upper one
         float slope;                       // of ALiBi
 
-        __device__ __forceinline__ Int2 columns(int offset, int block) const {
-            const int column = block * Kernel::block_n + 2 * (laneid() % 4);
-            return {row + offset - column, row + 8 + offset - column};
+        __device__ __forceinline__ Corner corner(int block) const {
+            return {row, block * Kernel::block_n};
         }
     };
 
@@ -259,16 +237,13 @@ struct Consumer {
     __device__ __forceinline__ Shift modify_and_mask(scores& s, const Rows& rows, int block) const {
         Shift shift;
         if constexpr (Kernel::score_mod) {
-            shift = g.score_mod.template apply<T>(s, rows.columns(rows.s.diagonal, block),
+            shift = g.score_mod.template apply<T>(s, rows.corner(block).columns(rows.s.diagonal),
                                                   {rows.slope, rows.slope});
         } else if constexpr (Kernel::softcap_only) {
             g.score_mod.template cap<T>(s);
         }
         if (MASKED && (block >= rows.unmasked_end || block < rows.unmasked_begin)) {
-            const Int2 last = rows.columns(rows.s.high, block);
-            const int end = rows.s.k_length - 1 - block * Kernel::block_n - 2 * (laneid() % 4);
-            mask_outside(s, rows.columns(rows.s.low, block),
-                         {::min(last.x, end), ::min(last.y, end)});
+            mask_keys(s, rows.s, rows.corner(block));
         }
         return shift;
     }
@@ -407,12 +382,9 @@ struct Consumer {
     }
     __device__ __forceinline__ void store_lse(float2 lse, const ForwardWorkTile<Kernel>& work,
                                               int row) const {
-        if (g.lse == nullptr || laneid() % 4 != 0) return;
-        const bool packed = g.out.packed;
-        const int64_t line = packed ? work.head : int64_t(work.b) * g.scheduler.heads + work.head;
-        float* rows = g.lse + line * g.sequences.q_length + work.s.q_begin;
-        if (row < work.s.q_length) arch::store_global(rows + row, lse.x);
-        if (row + 8 < work.s.q_length) arch::store_global(rows + row + 8, lse.y);
+        if (g.lse == nullptr) return;
+        store_row_lse(lse_rows(g.lse, work, g.sequences, g.scheduler.heads, g.out.packed), lse,
+                      work.s, row);
     }
     __device__ __forceinline__ float2 sink(int head) const {
         const float logit = arch::load_global_readonly(g.sink + head) * LOG2_E;
@@ -470,7 +442,7 @@ struct Consumer {
     // Rows behind the last packed sequence.
     __device__ __forceinline__ void attend_rest() const {
         const int heads = g.scheduler.heads, step = static_cast<int>(gridDim.x) * warpgroups;
-        ForwardWorkTile<Kernel> work(g, {0, 0, g.sequences.batch});
+        ForwardWorkTile<Kernel> work(g.sequences, {0, 0, g.sequences.batch});
         const int64_t row_tiles = int64_t(heads) * ((work.s.q_length + 63) / 64);
         for (int64_t i = int64_t(blockIdx.x) * warpgroups + id; i < row_tiles; i += step) {
             work.head = static_cast<int>(i % heads);
@@ -484,7 +456,7 @@ struct Consumer {
     __device__ __forceinline__ void run() {
         if (id == warpgroups - 1) pass_turn();
         g.scheduler.for_each_work_tile([&](TileScheduler::WorkTile tile) {
-            const ForwardWorkTile<Kernel> work(g, tile);
+            const ForwardWorkTile<Kernel> work(g.sequences, tile);
             if (work.sees_keys())
                 attend(work);
             else

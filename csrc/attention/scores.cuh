@@ -114,6 +114,25 @@ __device__ __forceinline__ void mask_outside(Tile& s, Int2 first, Int2 last) {
     });
 }
 
+// Where the scores of this thread begin: its upper row, and its first column in a block of keys.
+struct Corner {
+    int row, column;
+
+    __device__ __forceinline__ Corner(int _row, int first_key)
+        : row(_row), column(first_key + 2 * (laneid() % 4)) {}
+    // The columns, from the first one, of the keys that lie `offset` behind those of the rows.
+    __device__ __forceinline__ Int2 columns(int offset) const {
+        return {row + offset - column, row + 8 + offset - column};
+    }
+};
+// Scores of keys that the band cuts off, or that do not exist, become -inf.
+template <any_register_tile Tile>
+__device__ __forceinline__ void mask_keys(Tile& s, const Lengths& lengths, const Corner& corner) {
+    const Int2 last = corner.columns(lengths.high);
+    const int end = lengths.k_length - 1 - corner.column;
+    mask_outside(s, corner.columns(lengths.low), {::min(last.x, end), ::min(last.y, end)});
+}
+
 // tanh for softcap. Weights are rounded to T: for bf16 the instruction's 2^-11 is enough; for half
 // it takes two instructions, with an absolute error of 2^-22.
 template <class T>

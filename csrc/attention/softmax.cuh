@@ -75,16 +75,54 @@ struct OnlineSoftmax {
     __device__ __forceinline__ bool update(Tile& s, float scale_log2, const Shift& shift,
                                            float2& rescale) {
         const float2 top = thread_maximum(s, shift);
-        const bool grown = arch::any_lane(top.x * scale_log2 > base.x + RESCALE_THRESHOLD ||
-                                          top.y * scale_log2 > base.y + RESCALE_THRESHOLD);
-        if (grown) {
-            const float2 last = base;
-            raise_base(top, scale_log2);
-            rescale = {arch::exp2_approx(last.x - base.x), arch::exp2_approx(last.y - base.y)};
-            sum = {sum.x * rescale.x, sum.y * rescale.y};
-        }
+        const bool grown = arch::any_lane(outgrown(top, scale_log2));
+        if (grown) rescale = raise(top, scale_log2);
         add_weights(s, scale_log2, shift);
         return grown;
+    }
+    // The steps of update(), for kernels that do something in between: the largest logits of this
+    // thread, whether these ask for another base, and that base, after which everything
+    // accumulated so far must be multiplied by the result.
+    template <any_register_tile Tile>
+    static __device__ __forceinline__ float2 thread_maximum(const Tile& s, const Shift& shift) {
+        // Two partial maxima per row shorten the chain of dependent instructions.
+        float2 top[2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};
+#pragma unroll
+        for (int j = 0; j < Tile::width; ++j) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const float2 pair = s.tiles[0][j].data[k];
+                float& t = k % 2 == 1 ? top[k / 2].y : top[k / 2].x;
+                t = fmaxf(fmaxf(t, pair.x), pair.y);
+            }
+        }
+        float2 result = {fmaxf(top[0].x, top[1].x), fmaxf(top[0].y, top[1].y)};
+        if (shift.shifted) result = {result.x + shift.rows.x, result.y + shift.rows.y};
+        return result;
+    }
+    __device__ __forceinline__ bool outgrown(float2 top, float scale_log2) const {
+        return top.x * scale_log2 > base.x + RESCALE_THRESHOLD ||
+               top.y * scale_log2 > base.y + RESCALE_THRESHOLD;
+    }
+    __device__ __forceinline__ float2 raise(float2 top, float scale_log2) {
+        const float2 last = base;
+        raise_base(top, scale_log2);
+        const float2 rescale = {arch::exp2_approx(last.x - base.x),
+                                arch::exp2_approx(last.y - base.y)};
+        sum = {sum.x * rescale.x, sum.y * rescale.y};
+        return rescale;
+    }
+    // Makes weights of logits, of all of a block's keys or of some.
+    template <any_register_tile Tile>
+    __device__ __forceinline__ void add_weights(Tile& s, float scale_log2, const Shift& shift) {
+        float2 from = {-base.x, -base.y};
+        if (shift.shifted) {
+            from = {fmaf(shift.rows.x, scale_log2, from.x), fmaf(shift.rows.y, scale_log2, from.y)};
+        }
+        for_each_element(s, [&](float& x, int, bool low) {
+            x = arch::exp2_approx(fmaf(x, scale_log2, low ? from.y : from.x));
+            (low ? sum.y : sum.x) += x;
+        });
     }
     // The first block of keys.
     template <any_register_tile Tile>
@@ -112,39 +150,11 @@ struct OnlineSoftmax {
     }
 
   private:
-    // Two partial maxima per row shorten the chain of dependent instructions.
-    template <any_register_tile Tile>
-    static __device__ __forceinline__ float2 thread_maximum(const Tile& s, const Shift& shift) {
-        float2 top[2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};
-#pragma unroll
-        for (int j = 0; j < Tile::width; ++j) {
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const float2 pair = s.tiles[0][j].data[k];
-                float& t = k % 2 == 1 ? top[k / 2].y : top[k / 2].x;
-                t = fmaxf(fmaxf(t, pair.x), pair.y);
-            }
-        }
-        float2 result = {fmaxf(top[0].x, top[1].x), fmaxf(top[0].y, top[1].y)};
-        if (shift.shifted) result = {result.x + shift.rows.x, result.y + shift.rows.y};
-        return result;
-    }
     __device__ __forceinline__ void raise_base(float2 top, float scale_log2) {
         top.x = over_quad(top.x, [](float a, float b) { return fmaxf(a, b); });
         top.y = over_quad(top.y, [](float a, float b) { return fmaxf(a, b); });
         base = {fmaxf(base.x, arch::multiply_rounded(top.x, scale_log2)),
                 fmaxf(base.y, arch::multiply_rounded(top.y, scale_log2))};
-    }
-    template <any_register_tile Tile>
-    __device__ __forceinline__ void add_weights(Tile& s, float scale_log2, const Shift& shift) {
-        float2 from = {-base.x, -base.y};
-        if (shift.shifted) {
-            from = {fmaf(shift.rows.x, scale_log2, from.x), fmaf(shift.rows.y, scale_log2, from.y)};
-        }
-        for_each_element(s, [&](float& x, int, bool low) {
-            x = arch::exp2_approx(fmaf(x, scale_log2, low ? from.y : from.x));
-            (low ? sum.y : sum.x) += x;
-        });
     }
     static __device__ __forceinline__ float add_sink(float& base, float& sum, float logit) {
         const float top = fmaxf(base, logit);

@@ -1,0 +1,429 @@
+// Attention forward for every GPU from Ampere on: out = softmax(scale * q k^T) v, one pass over the
+// keys with a running maximum and sum, by cp.async, ldmatrix and mma.sync (Dao, "FlashAttention-2",
+// 2023).
+//
+// A block works on a tile of query rows of one head and walks the keys from the last visible block
+// to the first. There are no roles: every warp has 16 or 32 of the rows to itself, multiplies all
+// of a block's keys with them, and so needs no other warp for the softmax; the weights, as the
+// first product leaves them in registers, are an operand of the second. All threads copy.
+//
+//   rows of a warp   32 where the registers hold the output of so many, for then a fragment of keys
+//                    or values, which comes through shared memory, serves two products; else 16
+//   query            in registers, where it passes through the memory of the rings; or in memory of
+//                    its own
+//   stages           2: the keys and values of the next block come during all of this one, one
+//                    barrier a block. 1: values come under the product with the keys, the next keys
+//                    under the product with the values, two barriers a block, half of the memory
+//
+// In a warp the exponentials of 16 keys stand between the products with the values of the 16 before,
+// so that the tensor cores work meanwhile. A block of keys that none of a warp's rows see costs it
+// nothing, and only the blocks that the band cuts for its own rows are masked. The grid has a block
+// for each work tile, the longest first.
+#pragma once
+
+#include <algorithm>
+
+#include "csrc/attention/forward.h"
+#include "csrc/attention/forward_work.cuh"
+#include "csrc/attention/layouts.cuh"
+#include "csrc/attention/portable/copies_sm80.cuh"
+#include "csrc/attention/scores.cuh"
+#include "kittens/kittens.cuh"
+
+namespace thunderkittens::attention {
+
+using namespace kittens;
+
+template <Config config>
+struct PortableKernel {
+    using T = std::conditional_t<config.dtype == DType::bf16, bf16, half>;
+    static constexpr int head_dim = config.head_dim;
+    static constexpr int value_dim = config.value_dim;
+    static constexpr int warp_rows = config.warp_rows;
+    static constexpr int row_tiles = warp_rows / 16;  // of a warp
+    static constexpr int block_m = 64 * config.warpgroups;
+    static constexpr int block_n = config.block_n;
+    static constexpr int stages = config.stages;
+    static constexpr bool score_mod = config.score_mod;
+    static constexpr bool keeps_query = config.keeps_query;
+    static constexpr int threads = forward_threads(config);
+    static constexpr int blocks_per_sm = portable_blocks_per_sm(config);
+    static constexpr int shared_bytes = forward_memory(config).bytes;
+    static_assert(stages == 1 || stages == 2);
+
+    using q_tile = st<T, block_m, head_dim>;
+    using k_tile = st<T, block_n, head_dim>;
+    using v_tile = st<T, block_n, value_dim>;
+};
+
+template <class Kernel>
+struct PortableGlobals {
+    StridedRows<typename Kernel::T> q, k, v, out;
+    float* lse;
+    const float* sink;
+    ForwardScheduler scheduler;
+    ForwardSequences sequences;
+    ScoreMod score_mod;
+    int head_dim, value_dim;
+    int group;  // query heads per key head
+};
+
+template <class Kernel>
+struct PortableRings {
+    typename Kernel::v_tile v[Kernel::stages];
+    typename Kernel::k_tile k[Kernel::stages];
+};
+template <class Kernel, bool KEEPS_QUERY>
+struct PortableShared : PortableRings<Kernel> {
+    typename Kernel::q_tile q;
+};
+// Until it is in registers, the query has the place of values, and of keys if it is larger.
+template <class Kernel>
+struct PortableShared<Kernel, true> {
+    union {
+        PortableRings<Kernel> rings;
+        typename Kernel::q_tile q;
+    };
+};
+
+template <class Kernel>
+__device__ __forceinline__ ForwardWorkTile<Kernel> work_tile_of_block(
+    const PortableGlobals<Kernel>& g) {
+    return {g.sequences, g.scheduler.work_tile(arch::block_again())};
+}
+
+// What one warp does of a work tile.
+template <class Kernel>
+struct PortableWarp {
+    using T = typename Kernel::T;
+    using Shared = PortableShared<Kernel, Kernel::keeps_query>;
+    static constexpr int row_tiles = Kernel::row_tiles;
+    static constexpr int block_n = Kernel::block_n;
+    static constexpr int k_steps = Kernel::head_dim / 16;  // of the product with the keys
+    static constexpr int key_tiles = block_n / 16, value_tiles = Kernel::value_dim / 16;
+    using scores = rt_fl<16, block_n>;
+    using output = rt_fl<16, Kernel::value_dim>;
+    using q_reader = fragment_reader<typename Kernel::q_tile>;
+    using k_reader = fragment_reader<typename Kernel::k_tile, true>;
+    using v_reader = fragment_reader<typename Kernel::v_tile>;
+    using fragment = rt_base<T, row_l>;  // of 16 rows and 16 columns
+    template <class Tile>
+    using copy = TileCopy<Tile, Kernel::threads>;
+
+    const PortableGlobals<Kernel>& g;
+    Shared& shared;
+    const ForwardWorkTile<Kernel>& work;
+    const int first_row = work.row + Kernel::warp_rows * arch::warp_uniform(warpid());
+    // Those that this warp's rows see.
+    const KeyBlocks keys = key_blocks<block_n>(
+        work.s, first_row, ::min(first_row + Kernel::warp_rows, work.s.q_length) - 1);
+
+    __device__ __forceinline__ auto& rings() {
+        if constexpr (Kernel::keeps_query)
+            return shared.rings;
+        else
+            return static_cast<PortableRings<Kernel>&>(shared);
+    }
+
+    // ---- copies, by all threads of the block ----
+
+    static __device__ __forceinline__ int stage_of(int block) { return block % Kernel::stages; }
+    // Rows of keys or of values. A block before the first one is none, but for the commit.
+    template <class Tile>
+    __device__ __forceinline__ void load_rows(Tile (&ring)[Kernel::stages],
+                                              const StridedRows<T>& from, int block, int columns) {
+        if (block < work.keys.begin) return;
+        const int first = block * block_n;
+        copy<Tile>::load(ring[stage_of(block)],
+                         from.at(work.b, work.head / g.group, work.s.k_begin + first, 0),
+                         from.row_stride, work.s.k_length - first, columns);
+    }
+    __device__ __forceinline__ void load_k(int block) {
+        load_rows(rings().k, g.k, block, g.head_dim);
+    }
+    __device__ __forceinline__ void load_v(int block) {
+        load_rows(rings().v, g.v, block, g.value_dim);
+    }
+    __device__ __forceinline__ void load_query() {
+        copy<typename Kernel::q_tile>::load(
+            shared.q, g.q.at(work.b, work.head, work.s.q_begin + work.row, 0), g.q.row_stride,
+            work.s.q_length - work.row, g.head_dim);
+    }
+
+    // ---- the query's fragments ----
+
+    struct Query {
+        fragment of[Kernel::keeps_query ? k_steps : 1][row_tiles];
+    };
+    __device__ __forceinline__ q_reader query_reader() {
+        return q_reader(shared.q, Kernel::warp_rows * arch::warp_uniform(warpid()));
+    }
+    static __device__ __forceinline__ void load_step(fragment (&to)[row_tiles],
+                                                     const q_reader& reader, int step) {
+#pragma unroll
+        for (int m = 0; m < row_tiles; ++m) to[m] = reader.load(m, step);
+    }
+
+    // Everything that the first block of keys needs is on its way, and a query that is kept is in
+    // registers.
+    __device__ __forceinline__ void begin(Query& query) {
+        const int last = work.keys.end - 1;
+        load_query();
+        if constexpr (Kernel::keeps_query) {
+            constexpr bool keys_have_room = sizeof(typename Kernel::q_tile) <= sizeof(rings().v);
+            arch::cp_async_commit();
+            if constexpr (keys_have_room) {
+                load_k(last);
+                arch::cp_async_commit();
+            }
+            arch::cp_async_wait<keys_have_room ? 1 : 0>();
+            arch::sync_block();
+            const q_reader reader = query_reader();
+#pragma unroll
+            for (int step = 0; step < k_steps; ++step) load_step(query.of[step], reader, step);
+            if constexpr (!keys_have_room || Kernel::stages > 1) arch::sync_block();
+            if constexpr (!keys_have_room) load_k(last);
+        } else {
+            load_k(last);
+        }
+        if constexpr (Kernel::stages > 1) load_v(last);
+        arch::cp_async_commit();
+    }
+
+    // ---- the products, each fragment loaded one ahead ----
+
+    template <int COUNT, class Load, class Use>
+    static __device__ __forceinline__ void with_fragments(Load load, Use use) {
+        auto next = load(0);
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const auto now = next;
+            if (i + 1 < COUNT) next = load(i + 1);
+            use(i, now);
+        }
+    }
+    __device__ __forceinline__ void multiply_keys(scores (&s)[row_tiles], const Query& query,
+                                                  int block) {
+        const k_reader reader(rings().k[stage_of(block)]);
+        const q_reader queries = query_reader();
+        fragment q[2][row_tiles];  // of this step and the next
+        if constexpr (!Kernel::keeps_query) load_step(q[0], queries, 0);
+#pragma unroll
+        for (int m = 0; m < row_tiles; ++m) zero_tile(s[m]);
+        with_fragments<k_steps * key_tiles>(
+            [&](int i) { return reader.load(i % key_tiles, i / key_tiles); },
+            [&](int i, const auto& k) {
+                const int step = i / key_tiles, n = i % key_tiles;
+                if constexpr (!Kernel::keeps_query) {
+                    if (n == 0 && step + 1 < k_steps)
+                        load_step(q[(step + 1) % 2], queries, step + 1);
+                }
+#pragma unroll
+                for (int m = 0; m < row_tiles; ++m) {
+                    mma_fragments(s[m].tiles[0][n],
+                                  Kernel::keeps_query ? query.of[step][m] : q[step % 2][m], k);
+                }
+            });
+    }
+
+    // Of 16 keys.
+    struct Weights {
+        fragment of[row_tiles];
+    };
+    __device__ __forceinline__ Weights weigh(scores (&s)[row_tiles],
+                                             OnlineSoftmax (&softmax)[row_tiles],
+                                             const Shift (&shift)[row_tiles], int keys_at) const {
+        using part = rt_fl<16, 16>;
+        Weights p;
+#pragma unroll
+        for (int m = 0; m < row_tiles; ++m) {
+            auto& x = reinterpret_cast<part&>(s[m].tiles[0][keys_at]);
+            softmax[m].add_weights(x, g.score_mod.unit_log2, shift[m]);
+            convert_scores(reinterpret_cast<rt<T, 16, 16>&>(p.of[m]), x);
+        }
+        return p;
+    }
+    __device__ __forceinline__ void add_values(output (&o)[row_tiles], scores (&s)[row_tiles],
+                                               OnlineSoftmax (&softmax)[row_tiles],
+                                               const Shift (&shift)[row_tiles], int block) {
+        const v_reader reader(rings().v[stage_of(block)]);
+        Weights next = weigh(s, softmax, shift, 0), p;
+        with_fragments<key_tiles * value_tiles>(
+            [&](int i) { return reader.load_transposed(i / value_tiles, i % value_tiles); },
+            [&](int i, const auto& v) {
+                const int keys_at = i / value_tiles, n = i % value_tiles;
+                if (n == 0) {
+                    p = next;
+                    if (keys_at + 1 < key_tiles) next = weigh(s, softmax, shift, keys_at + 1);
+                }
+#pragma unroll
+                for (int m = 0; m < row_tiles; ++m) mma_fragments(o[m].tiles[0][n], p.of[m], v);
+            });
+    }
+
+    // ---- the softmax ----
+
+    // Softcap, ALiBi and masks; then a maximum that has grown too far rescales what there is.
+    __device__ __forceinline__ void prepare(scores (&s)[row_tiles], output (&o)[row_tiles],
+                                            OnlineSoftmax (&softmax)[row_tiles],
+                                            Shift (&shift)[row_tiles], float slope, int block) {
+        const auto corner = [&](int m) -> Corner {
+            return {first_row + 16 * m + laneid() / 4, block * block_n};
+        };
+        if constexpr (Kernel::score_mod) {
+#pragma unroll
+            for (int m = 0; m < row_tiles; ++m) {
+                shift[m] = g.score_mod.template apply<T>(
+                    s[m], corner(m).columns(work.s.diagonal), {slope, slope});
+            }
+        }
+        if (block >= keys.unmasked_end || block < keys.unmasked_begin) {
+#pragma unroll
+            for (int m = 0; m < row_tiles; ++m) mask_keys(s[m], work.s, corner(m));
+        }
+        const float unit = g.score_mod.unit_log2;
+        float2 top[row_tiles];
+        bool outgrown = false;
+#pragma unroll
+        for (int m = 0; m < row_tiles; ++m) {
+            top[m] = OnlineSoftmax::thread_maximum(s[m], shift[m]);
+            outgrown |= softmax[m].outgrown(top[m], unit);
+        }
+        if (arch::any_lane(outgrown)) {
+#pragma unroll
+            for (int m = 0; m < row_tiles; ++m)
+                scale_rows(o[m], softmax[m].raise(top[m], unit));
+        }
+    }
+
+    // ---- a work tile ----
+
+    __device__ __forceinline__ void attend() {
+        OnlineSoftmax softmax[row_tiles];
+        output o[row_tiles];
+#pragma unroll
+        for (int m = 0; m < row_tiles; ++m) zero_tile(o[m]);
+        if (work.sees_keys()) walk_keys(o, softmax);
+        finish(o, softmax, work_tile_of_block(g));
+    }
+    __device__ __forceinline__ void walk_keys(output (&o)[row_tiles],
+                                              OnlineSoftmax (&softmax)[row_tiles]) {
+        Query query;
+        begin(query);
+        const float slope =
+            Kernel::score_mod ? g.score_mod.slope(work.b, work.head) : 0.0f;
+#pragma unroll 1
+        for (int block = work.keys.end - 1; block >= work.keys.begin; --block) {
+            const bool sees = block >= keys.begin && block < keys.end;
+            scores s[row_tiles];
+            // This block's keys are here, and, for two stages, its values; nobody reads the memory
+            // of the block before any more.
+            arch::cp_async_wait<0>();
+            arch::sync_block();
+            if constexpr (Kernel::stages > 1) load_k(block - 1);
+            load_v(block - (Kernel::stages - 1));
+            arch::cp_async_commit();
+            if (sees) multiply_keys(s, query, block);
+            if constexpr (Kernel::stages == 1) {
+                arch::cp_async_wait<0>();
+                arch::sync_block();
+                load_k(block - 1);
+                arch::cp_async_commit();
+            }
+            if (sees) {
+                Shift shift[row_tiles];
+                prepare(s, o, softmax, shift, slope, block);
+                add_values(o, s, softmax, shift, block);
+            }
+        }
+    }
+    // `again`: the work tile, which has not been kept in registers.
+    __device__ __forceinline__ void finish(output (&o)[row_tiles],
+                                           OnlineSoftmax (&softmax)[row_tiles],
+                                           const ForwardWorkTile<Kernel>& again) const {
+        const auto& s = again.s;
+        float2 sink{};
+        if (g.sink != nullptr) {
+            sink.x = sink.y = arch::load_global_readonly(g.sink + again.head) * LOG2_E;
+        }
+#pragma unroll
+        for (int m = 0; m < row_tiles; ++m) {
+            softmax[m].reduce_sum();
+            float2 factor = {1.0f, 1.0f};
+            if (g.sink != nullptr) factor = softmax[m].add_sink(sink);
+            const float2 reciprocal = softmax[m].reciprocal_sum();
+            scale_rows(o[m], {factor.x * reciprocal.x, factor.y * reciprocal.y});
+            const int row = again.row + Kernel::warp_rows * warpid() + 16 * m;
+            store_rows<T>(o[m], g.out.at(again.b, again.head, s.q_begin + row, 0), g.out.row_stride,
+                          s.q_length - row, g.value_dim);
+            if (g.lse == nullptr) continue;
+            store_row_lse(lse_rows(g.lse, again, g.sequences, g.scheduler.heads, g.out.packed),
+                          softmax[m].lse(), s, row + laneid() / 4);
+        }
+    }
+};
+
+// Rows behind the last packed sequence.
+template <class Kernel>
+__device__ __forceinline__ void clear_rest(const PortableGlobals<Kernel>& g) {
+    ForwardWorkTile<Kernel> work(g.sequences, {0, 0, g.sequences.batch});
+    const int row_stores = g.value_dim / 8;
+    const int64_t stores = int64_t(g.scheduler.heads) * work.s.q_length * row_stores;
+    const int64_t step = int64_t(gridDim.x) * Kernel::threads;
+    for (int64_t i = int64_t(blockIdx.x) * Kernel::threads + threadIdx.x; i < stores; i += step) {
+        const int column = static_cast<int>(i % row_stores);
+        const int row = static_cast<int>(i / row_stores % work.s.q_length);
+        work.head = static_cast<int>(i / row_stores / work.s.q_length);
+        auto* const to = g.out.at(0, work.head, work.s.q_begin + row, 8 * column);
+        arch::store_global(reinterpret_cast<uint4*>(to), make_uint4(0, 0, 0, 0));
+        if (column == 0 && g.lse != nullptr) {
+            arch::store_global(lse_rows(g.lse, work, g.sequences, g.scheduler.heads, true) + row,
+                               -INFINITY);
+        }
+    }
+}
+
+template <class Kernel>
+__global__ __launch_bounds__(Kernel::threads, Kernel::blocks_per_sm) void portable_forward_kernel(
+    const __grid_constant__ PortableGlobals<Kernel> g) {
+    shared_allocator<128> allocator(shared_memory());
+    using Warp = PortableWarp<Kernel>;
+    auto& shared = allocator.template allocate<typename Warp::Shared>();
+    if (static_cast<int>(blockIdx.x) < g.scheduler.work_tiles()) {
+        const auto work = work_tile_of_block(g);
+        if (work.row >= 0) Warp{g, shared, work}.attend();
+    }
+    if (g.out.packed) clear_rest(g);
+}
+
+template <Config config>
+void launch_portable(const ForwardParams& params, Stream stream) {
+    using Kernel = PortableKernel<config>;
+    static_assert(sizeof(typename PortableWarp<Kernel>::Shared) == Kernel::shared_bytes,
+                  "forward_memory() must count all of the block's shared memory");
+    const Problem& p = params.problem;
+    const auto rows = [&](const Operand& x) { return StridedRows<typename Kernel::T>(x, p.varlen); };
+    const PortableGlobals<Kernel> globals{
+        .q = rows(params.q),
+        .k = rows(params.k),
+        .v = rows(params.v),
+        .out = rows(params.out),
+        .lse = params.lse,
+        .sink = params.scores.sink,
+        .scheduler = ForwardScheduler(
+            {.blocks = std::max(1, int((p.q_length + Kernel::block_m - 1) / Kernel::block_m)),
+             .heads = int(p.q_heads),
+             .batch = int(p.batch),
+             .section_heads = params.section_heads}),
+        .sequences = {p, params.sequences, params.pages},
+        .score_mod = ScoreMod(params.scores),
+        .head_dim = int(p.head_dim),
+        .value_dim = int(p.value_dim),
+        .group = int(p.q_heads / p.kv_heads)};
+    const auto blocks = unsigned(std::max(globals.scheduler.work_tiles(), 1));
+    kittens::launch({.blocks_per_sm = Kernel::blocks_per_sm}, portable_forward_kernel<Kernel>,
+                    dim3(blocks), dim3(Kernel::threads), dim3(1), Kernel::shared_bytes, stream,
+                    globals);
+}
+
+}  // namespace thunderkittens::attention
