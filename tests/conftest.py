@@ -3,7 +3,7 @@
 A test that takes `device` runs once per back end: "cpu" is the reference implementation, called
 through the op; "cuda" the kernels. In the suites of the ops with kernels there is "emulator"
 besides: the kernels on CPU tensors (`tk.emulate`), under one of the two policies that together find
-the most. With `helpers.cover.over` a test also takes `case`. Tests of a back end that is not there
+the most; and of the ops with kernels for every GPU "portable", the same of these. With `helpers.cover.over` a test also takes `case`. Tests of a back end that is not there
 are deselected, and the summary says so.
 
 Such tests find fresh memory filled with NaN. Random numbers are seeded by the test's name.
@@ -41,7 +41,16 @@ class Emulated(str):
     """The device of tests on the emulator: it is the CPU, but a back end of its own."""
 
 
-BACK_ENDS = {"cpu": "cpu", "emulator": Emulated("cpu"), "cuda": "cuda"}
+class Portable(Emulated):
+    """That of tests of the portable kernels, on the emulator."""
+
+
+BACK_ENDS = {
+    "cpu": "cpu",
+    "emulator": Emulated("cpu"),
+    "portable": Portable("cpu"),
+    "cuda": "cuda",
+}
 EMULATED_SUITES = (
     "test_activation_ranges",
     "test_attention",
@@ -75,6 +84,7 @@ EMULATED_SUITES = (
     "test_nvfp4_quantize",
     "test_zero_sizes",
 )
+PORTABLE_SUITES = ("test_attention", "test_attention_options", "test_attention_varlen")
 EMULATION_POLICIES = ("on_wait", "late_mma")
 
 
@@ -124,7 +134,7 @@ def missing_back_ends() -> dict[str, str]:
 
     missing = {}
     if emulation.problem is not None:
-        missing["emulator"] = emulation.problem
+        missing["emulator"] = missing["portable"] = emulation.problem
     if not torch.cuda.is_available():
         missing["cuda"] = "torch sees no CUDA device"
     elif _load.cuda_problem is not None:
@@ -138,8 +148,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     names = list(BACK_ENDS)
     if metafunc.definition.get_closest_marker("gpu") is not None:
         names = ["cuda"]
-    elif metafunc.module.__name__ not in EMULATED_SUITES:
-        names.remove("emulator")
+    else:
+        if metafunc.module.__name__ not in EMULATED_SUITES:
+            names.remove("emulator")
+        if metafunc.module.__name__ not in PORTABLE_SUITES:
+            names.remove("portable")
     marker = metafunc.definition.get_closest_marker("cases")
     if marker is None:
         metafunc.parametrize("device", [BACK_ENDS[name] for name in names], ids=names)
@@ -199,6 +212,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         device = item.callspec.params.get("device") if hasattr(item, "callspec") else None
         if item.get_closest_marker("gpu"):
             device = "cuda"
+        elif isinstance(device, Portable):
+            device = "portable"
         elif isinstance(device, Emulated) or item.get_closest_marker("emulator"):
             device = "emulator"
         if device in missing:
@@ -268,11 +283,13 @@ def hostile_environment(request: pytest.FixtureRequest):
         return
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
-    if isinstance(request.getfixturevalue("device"), Emulated):
+    device = request.getfixturevalue("device")
+    if isinstance(device, Emulated):
         import thunderkittens as tk
 
         number = zlib.crc32(request.node.nodeid.encode())
-        with tk.emulate(EMULATION_POLICIES[number % len(EMULATION_POLICIES)], seed=number):
+        policy, portable = EMULATION_POLICIES[number % 2], isinstance(device, Portable)
+        with tk.emulate(policy, seed=number, portable=portable):
             yield
     else:
         yield

@@ -58,7 +58,7 @@ def cases(device, intensity):
 
 def test_the_lengths_reach_every_kernel():
     """Of the kernels that a choice can name, in bf16: the lists serve the tests on a GPU."""
-    gpu = _C.DeviceProperties(**info.EXAMPLE_GPU)
+    gpus = [_C.DeviceProperties(**info.EXAMPLE_GPU, portable_only=only) for only in (False, True)]
     reached = set()
     for lengths, dims, heads_of, causal, scores in itertools.product(
         LONG, DIMS, HEADS, (0, 1), (None, "softcap", "alibi")
@@ -66,7 +66,7 @@ def test_the_lengths_reach_every_kernel():
         sizes = {"batch": 2, "q_heads": heads_of[0], "kv_heads": heads_of[1], "causal": causal}
         sizes |= {"q_length": lengths[0], "k_length": lengths[1]}
         sizes |= {"head_dim": dims[0], "value_dim": dims[1]} | ({scores: True} if scores else {})
-        reached.add(_C.choose("attention", sizes, gpu)["kernel"])
+        reached |= {_C.choose("attention", sizes, gpu)["kernel"] for gpu in gpus}
     names = [k["name"] for k in _C.kernels() if k["op"] == "attention"]
     assert {n for n in names if "_bf16_" in n and not n.startswith("combine")} == reached
 

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(300, method="thread")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PATTERN = re.compile(
-    r"(forward|split_kv|backward)_(bf16|fp16)_d(\d+)(?:v(\d+))?_(\d+)x(\d+)"
+    r"(forward|portable|split_kv|backward)_(bf16|fp16)_d(\d+)(?:v(\d+))?_(\d+)x(\d+)"
     r"(_score_mod|_softcap)?$"
 )
 
@@ -42,12 +42,14 @@ def kernels(op, *kinds):
     for kernel in _C.kernels():
         match = PATTERN.match(kernel["name"]) if kernel["op"] == op else None
         if match and match[1] in kinds:
-            stages = int(re.search(r"(\d+) stages", kernel["config"])[1])
+            stages = int(re.search(r"(\d+) stage", kernel["config"])[1])
             found.append((kernel["name"], match, stages))
     return found
 
 
 def fields(match, stages, **more):
+    if match[1] == "portable":
+        return next(k["fields"] for k in _C.kernels() if k["name"] == match[0])
     _, _, dim, value_dim, rows, keys, options = match.groups()
     config = {"head_dim": int(dim), "stages": stages, "score_mod": options == "_score_mod"}
     if match[1] == "backward":
@@ -102,7 +104,7 @@ def operands(match, lengths, batch=1):
 
 
 @pytest.mark.parametrize(
-    ("name", "match", "stages", "policy"), cases("attention", "forward", "split_kv")
+    ("name", "match", "stages", "policy"), cases("attention", "forward", "portable", "split_kv")
 )
 def test_forward(name, match, stages, policy):
     torch.manual_seed(zlib.crc32(name.encode()))

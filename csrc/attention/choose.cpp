@@ -364,6 +364,7 @@ KernelInfo portable_info(const Config& config) {
     info.arch = PORTABLE;
     info.threads = forward_threads(config);
     info.shared_bytes = forward_memory(config).bytes;
+    info.fields = detail::fields_of(config);
     return info;
 }
 

@@ -92,6 +92,12 @@ def active() -> bool:
     return _active.get() is not None
 
 
+def portable() -> bool:
+    """Whether these are portable kernels alone."""
+    emulation = _active.get()
+    return emulation is not None and emulation.portable
+
+
 @contextlib.contextmanager
 def emulate(
     policy: str = "on_wait",

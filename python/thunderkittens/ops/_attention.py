@@ -324,9 +324,9 @@ _PROBLEM = (
 
 
 @functools.cache
-def _supported(index: int | None, dtype: torch.dtype, *values: Any) -> bool:
+def _supported(index: int | None, portable: bool, dtype: torch.dtype, *values: Any) -> bool:
     """Whether the gradient has a kernel for a problem, whatever its lengths: on a GPU, or with
-    index None on the emulator."""
+    index None on the emulator, which may have portable kernels alone."""
     problem = dict(zip(_PROBLEM, (emulation.NAMES[dtype], *values), strict=True))
     problem |= dict.fromkeys(("batch", "q_heads", "kv_heads", "q_length", "k_length"), 1)
     if index is None:
@@ -344,6 +344,7 @@ def has_kernel(q: Tensor, v: Tensor, options: Sequence[Any], varlen: bool) -> bo
     # int(): head dimensions are fixed in compiled code, lengths are not.
     return _supported(
         q.device.index if q.is_cuda else None,
+        not q.is_cuda and emulation.portable(),
         q.dtype,
         int(q.shape[-1]),
         int(v.shape[-1]),
