@@ -176,8 +176,8 @@ void consider_split_kv(const Problem& p, int sm_count, Choice& choice) {
     }
 }
 
-// The portable kernels of the smallest dimensions that hold the problem's. The device has the memory
-// for all of them.
+// The portable kernels of the smallest dimensions that hold the problem's, those of fewer rows
+// first. Every device that runs them has the memory for all.
 std::vector<Config> fitting_portable(const Problem& p) {
     std::vector<Config> fitting;
     for (const Config& c : PORTABLE_CONFIGS) {
@@ -198,8 +198,9 @@ Choice choose_portable(const Problem& p, const DeviceProperties& device) {
     const std::vector<Config> fitting = fitting_portable(p);
     const auto runs_well = [&](const Config& c) {
         const int64_t blocks = ceil_div(p.q_length, 64 * c.warpgroups) * p.batch * p.q_heads;
-        return device.shared_bytes_per_block > PORTABLE_SHARED_BYTES &&
-               blocks >= portable_blocks_per_sm(c) * device.sm_count;
+        const int together = portable_blocks_per_sm(c);
+        return together * (forward_memory(c).bytes + 1024) <= device.shared_bytes_per_block &&
+               blocks >= together * device.sm_count;
     };
     const bool larger = fitting.size() > 1 && runs_well(fitting.back());
     return portable_choice(p, larger ? fitting.back() : fitting.front(), device);

@@ -65,13 +65,13 @@ constexpr Config PORTABLE_CONFIGS[] = {
     portable_config(128, 128, 128, 32, 64, 1, false, false),
     portable_config(128, 128, 128, 32, 64, 1, false, true),
     portable_config(192, 128, 64, 16, 64, 1, true, false),
+    portable_config(192, 128, 128, 32, 64, 1, false, false),
     portable_config(192, 128, 64, 16, 64, 1, true, true),
     portable_config(192, 192, 64, 16, 64, 1, true, false),
     portable_config(192, 192, 64, 16, 64, 1, true, true),
-    portable_config(256, 256, 64, 16, 64, 1, false, false),
+    portable_config(256, 256, 128, 16, 32, 2, true, false),
     portable_config(256, 256, 64, 16, 64, 1, false, true),
 };
-constexpr int PORTABLE_SHARED_BYTES = 99 * 1024;
 // Split-KV, for short queries: 64 rows, the keys split among blocks, of which several share a
 // multiprocessor where registers allow it.
 constexpr Config SPLIT_KV_CONFIGS[] = {
@@ -142,7 +142,8 @@ constexpr ForwardMemory forward_memory(const Config& c) {
     if (c.is_portable()) {
         const int query = c.warpgroups * 64 * c.head_dim * 2;
         const int rings = c.stages * c.block_n * (c.head_dim + c.value_dim) * 2;
-        return {1, 0, c.keeps_query ? std::max(query, rings) : query + rings};
+        const int task = (32 + 16 * (forward_threads(c) / 32) + 127) / 128 * 128;
+        return {1, 0, task + (c.keeps_query ? std::max(query, rings) : query + rings)};
     }
     // A multiprocessor has 228 KB, of which every block takes one more.
     const int limit = 228 * 1024 / blocks_per_sm(c) - 1024;

@@ -13,19 +13,21 @@ using namespace kittens;
 template <class Tile, int THREADS>
 struct TileCopy {
     using T = typename Tile::T;
-    static constexpr int per_copy = 16 / int(sizeof(T));
-    static constexpr int stripe_copies = Tile::stripe_cols / per_copy;
-    static constexpr int pass_rows = THREADS / stripe_copies;
+    static constexpr uint32_t per_copy = 16 / sizeof(T);
+    static constexpr uint32_t stripe_copies = Tile::stripe_cols / per_copy;
+    static constexpr int pass_rows = THREADS / int(stripe_copies);
     static_assert(Tile::rows % pass_rows == 0 && pass_rows % 8 == 0);
 
     // The first `rows` rows, and of them the first `columns`; others are zeros. `from` is the first
     // row. The next commit is that of these copies.
     static __device__ __forceinline__ void load(Tile& tile, const T* from, int64_t row_stride,
                                                 int rows, int columns) {
-        const int thread = arch::thread_again();  // registers are for the products
-        const int row = thread / stripe_copies, column = thread % stripe_copies * per_copy;
-        const uint32_t to = tile.address_of(row, column);
-        from += row * row_stride + column;
+        // The compiler does not move a shuffle: what follows from it takes no register elsewhere.
+        const uint32_t thread = arch::shuffle_xor(threadIdx.x, 0);
+        const uint32_t column = thread % stripe_copies * per_copy;
+        const int row = static_cast<int>(thread / stripe_copies);
+        const uint32_t to = tile.address_of(row, static_cast<int>(column));
+        from = from + row * row_stride + column;
 #pragma unroll
         for (int pass = 0; pass < Tile::rows / pass_rows; ++pass) {
 #pragma unroll
@@ -33,7 +35,8 @@ struct TileCopy {
                 const int first = stripe * Tile::stripe_cols;
                 const uint32_t offset =
                     stripe * Tile::stripe_bytes + pass * pass_rows * Tile::swizzle_bytes;
-                const bool exists = row + pass * pass_rows < rows && column + first < columns;
+                const bool exists =
+                    row + pass * pass_rows < rows && static_cast<int>(column) + first < columns;
                 arch::cp_async<16>(to + offset, from + first, exists);
             }
             from += pass_rows * row_stride;

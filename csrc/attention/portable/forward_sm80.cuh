@@ -74,29 +74,42 @@ struct PortableRings {
     typename Kernel::k_tile k[Kernel::stages];
 };
 template <class Kernel, bool KEEPS_QUERY>
-struct PortableShared : PortableRings<Kernel> {
+struct PortableTiles {
+    PortableRings<Kernel> rings;
     typename Kernel::q_tile q;
 };
 // Until it is in registers, the query has the place of values, and of keys if it is larger.
 template <class Kernel>
-struct PortableShared<Kernel, true> {
+struct PortableTiles<Kernel, true> {
     union {
         PortableRings<Kernel> rings;
         typename Kernel::q_tile q;
     };
 };
-
+// What the loop needs to know of a work tile, which would take a dozen registers.
+template <class T>
+struct alignas(16) PortableTask {
+    struct alignas(16) Keys {
+        const T *k, *v;  // the first ones
+    } keys;
+    struct alignas(16) Band {
+        int k_length, low, high, diagonal;
+    } band;
+};
 template <class Kernel>
-__device__ __forceinline__ ForwardWorkTile<Kernel> work_tile_of_block(
-    const PortableGlobals<Kernel>& g) {
-    return {g.sequences, g.scheduler.work_tile(arch::block_again())};
-}
+struct PortableShared : PortableTiles<Kernel, Kernel::keeps_query> {
+    PortableTask<typename Kernel::T> task;
+    // The key blocks that a warp's rows see.
+    struct alignas(16) {
+        KeyBlocks blocks;
+    } warps[Kernel::threads / 32];
+};
 
 // What one warp does of a work tile.
 template <class Kernel>
 struct PortableWarp {
     using T = typename Kernel::T;
-    using Shared = PortableShared<Kernel, Kernel::keeps_query>;
+    using Shared = PortableShared<Kernel>;
     static constexpr int row_tiles = Kernel::row_tiles;
     static constexpr int block_n = Kernel::block_n;
     static constexpr int k_steps = Kernel::head_dim / 16;  // of the product with the keys
@@ -113,36 +126,46 @@ struct PortableWarp {
     const PortableGlobals<Kernel>& g;
     Shared& shared;
     const ForwardWorkTile<Kernel>& work;
-    const int first_row = work.row + Kernel::warp_rows * arch::warp_uniform(warpid());
-    // Those that this warp's rows see.
-    const KeyBlocks keys = key_blocks<block_n>(
-        work.s, first_row, ::min(first_row + Kernel::warp_rows, work.s.q_length) - 1);
 
-    __device__ __forceinline__ auto& rings() {
-        if constexpr (Kernel::keeps_query)
-            return shared.rings;
-        else
-            return static_cast<PortableRings<Kernel>&>(shared);
+    template <class X>
+    static __device__ __forceinline__ X read(const X& x) {
+        return arch::load_shared<X>(arch::shared_address(&x));
     }
+    template <class X>
+    static __device__ __forceinline__ void write(X& to, const X& x) {
+        arch::store_shared(arch::shared_address(&to), x);
+    }
+    static __device__ __forceinline__ int first_row_of_warp() {
+        return Kernel::warp_rows * arch::warp_uniform(warpid());
+    }
+    __device__ __forceinline__ auto& of_warp() { return shared.warps[warpid()]; }
 
     // ---- copies, by all threads of the block ----
 
     static __device__ __forceinline__ int stage_of(int block) { return block % Kernel::stages; }
-    // Rows of keys or of values. A block before the first one is none, but for the commit.
+    // A block's rows of keys or of values, `from` the first of all on.
     template <class Tile>
-    __device__ __forceinline__ void load_rows(Tile (&ring)[Kernel::stages],
-                                              const StridedRows<T>& from, int block, int columns) {
-        if (block < work.keys.begin) return;
+    __device__ __forceinline__ void load_rows(Tile (&ring)[Kernel::stages], const T* from,
+                                              int64_t row_stride, int block, int k_length,
+                                              int columns) {
         const int first = block * block_n;
-        copy<Tile>::load(ring[stage_of(block)],
-                         from.at(work.b, work.head / g.group, work.s.k_begin + first, 0),
-                         from.row_stride, work.s.k_length - first, columns);
+        copy<Tile>::load(ring[stage_of(block)], from + first * row_stride, row_stride,
+                         k_length - first, columns);
     }
-    __device__ __forceinline__ void load_k(int block) {
-        load_rows(rings().k, g.k, block, g.head_dim);
+    __device__ __forceinline__ void load_k(int block, const T* from, int k_length) {
+        load_rows(shared.rings.k, from, g.k.row_stride, block, k_length, g.head_dim);
     }
-    __device__ __forceinline__ void load_v(int block) {
-        load_rows(rings().v, g.v, block, g.value_dim);
+    __device__ __forceinline__ void load_v(int block, const T* from, int k_length) {
+        load_rows(shared.rings.v, from, g.v.row_stride, block, k_length, g.value_dim);
+    }
+    // Behind a work tile's first barrier; there are none before its first block.
+    __device__ __forceinline__ void load_next_k(int block) {
+        if (block < work.keys.begin) return;
+        load_k(block, read(shared.task.keys.k), read(shared.task.band.k_length));
+    }
+    __device__ __forceinline__ void load_next_v(int block) {
+        if (block < work.keys.begin) return;
+        load_v(block, read(shared.task.keys.v), read(shared.task.band.k_length));
     }
     __device__ __forceinline__ void load_query() {
         copy<typename Kernel::q_tile>::load(
@@ -156,7 +179,7 @@ struct PortableWarp {
         fragment of[Kernel::keeps_query ? k_steps : 1][row_tiles];
     };
     __device__ __forceinline__ q_reader query_reader() {
-        return q_reader(shared.q, Kernel::warp_rows * arch::warp_uniform(warpid()));
+        return q_reader(shared.q, first_row_of_warp());
     }
     static __device__ __forceinline__ void load_step(fragment (&to)[row_tiles],
                                                      const q_reader& reader, int step) {
@@ -168,12 +191,25 @@ struct PortableWarp {
     // registers.
     __device__ __forceinline__ void begin(Query& query) {
         const int last = work.keys.end - 1;
+        const Lengths& s = work.s;
+        const auto first_of = [&](const StridedRows<T>& x) {
+            return x.at(work.b, work.head / g.group, s.k_begin, 0);
+        };
+        const T *const k = first_of(g.k), *const v = first_of(g.v);
+        if (threadIdx.x == 0) {
+            write(shared.task.keys, {k, v});
+            write(shared.task.band, {s.k_length, s.low, s.high, s.diagonal});
+        }
+        const int row = work.row + first_row_of_warp();
+        const KeyBlocks own =
+            key_blocks<block_n>(s, row, ::min(row + Kernel::warp_rows, s.q_length) - 1);
+        if (laneid() == 0) write(of_warp(), {own});
         load_query();
         if constexpr (Kernel::keeps_query) {
-            constexpr bool keys_have_room = sizeof(typename Kernel::q_tile) <= sizeof(rings().v);
+            constexpr bool keys_have_room = sizeof(typename Kernel::q_tile) <= sizeof(shared.rings.v);
             arch::cp_async_commit();
             if constexpr (keys_have_room) {
-                load_k(last);
+                load_k(last, k, s.k_length);
                 arch::cp_async_commit();
             }
             arch::cp_async_wait<keys_have_room ? 1 : 0>();
@@ -182,11 +218,11 @@ struct PortableWarp {
 #pragma unroll
             for (int step = 0; step < k_steps; ++step) load_step(query.of[step], reader, step);
             if constexpr (!keys_have_room || Kernel::stages > 1) arch::sync_block();
-            if constexpr (!keys_have_room) load_k(last);
+            if constexpr (!keys_have_room) load_k(last, k, s.k_length);
         } else {
-            load_k(last);
+            load_k(last, k, s.k_length);
         }
-        if constexpr (Kernel::stages > 1) load_v(last);
+        if constexpr (Kernel::stages > 1) load_v(last, v, s.k_length);
         arch::cp_async_commit();
     }
 
@@ -204,7 +240,7 @@ struct PortableWarp {
     }
     __device__ __forceinline__ void multiply_keys(scores (&s)[row_tiles], const Query& query,
                                                   int block) {
-        const k_reader reader(rings().k[stage_of(block)]);
+        const k_reader reader(shared.rings.k[stage_of(block)]);
         const q_reader queries = query_reader();
         fragment q[2][row_tiles];  // of this step and the next
         if constexpr (!Kernel::keeps_query) load_step(q[0], queries, 0);
@@ -246,7 +282,7 @@ struct PortableWarp {
     __device__ __forceinline__ void add_values(output (&o)[row_tiles], scores (&s)[row_tiles],
                                                OnlineSoftmax (&softmax)[row_tiles],
                                                const Shift (&shift)[row_tiles], int block) {
-        const v_reader reader(rings().v[stage_of(block)]);
+        const v_reader reader(shared.rings.v[stage_of(block)]);
         Weights next = weigh(s, softmax, shift, 0), p;
         with_fragments<key_tiles * value_tiles>(
             [&](int i) { return reader.load_transposed(i / value_tiles, i % value_tiles); },
@@ -268,18 +304,23 @@ struct PortableWarp {
                                             OnlineSoftmax (&softmax)[row_tiles],
                                             Shift (&shift)[row_tiles], float slope, int block) {
         const auto corner = [&](int m) -> Corner {
-            return {first_row + 16 * m + laneid() / 4, block * block_n};
+            return {work.row + first_row_of_warp() + 16 * m + laneid() / 4, block * block_n};
         };
+        const KeyBlocks own = read(of_warp()).blocks;
+        const bool masked = block >= own.unmasked_end || block < own.unmasked_begin;
         if constexpr (Kernel::score_mod) {
+            const int diagonal = read(shared.task.band.diagonal);
 #pragma unroll
             for (int m = 0; m < row_tiles; ++m) {
                 shift[m] = g.score_mod.template apply<T>(
-                    s[m], corner(m).columns(work.s.diagonal), {slope, slope});
+                    s[m], corner(m).columns(diagonal), {slope, slope});
             }
         }
-        if (block >= keys.unmasked_end || block < keys.unmasked_begin) {
+        if (masked) {
+            const auto band = read(shared.task.band);
+            const Lengths lengths{0, 0, 0, band.k_length, band.low, band.high, band.diagonal};
 #pragma unroll
-            for (int m = 0; m < row_tiles; ++m) mask_keys(s[m], work.s, corner(m));
+            for (int m = 0; m < row_tiles; ++m) mask_keys(s[m], lengths, corner(m));
         }
         const float unit = g.score_mod.unit_log2;
         float2 top[row_tiles];
@@ -304,7 +345,7 @@ struct PortableWarp {
 #pragma unroll
         for (int m = 0; m < row_tiles; ++m) zero_tile(o[m]);
         if (work.sees_keys()) walk_keys(o, softmax);
-        finish(o, softmax, work_tile_of_block(g));
+        finish(o, softmax, {g.sequences, g.scheduler.work_tile(arch::block_again())});
     }
     __device__ __forceinline__ void walk_keys(output (&o)[row_tiles],
                                               OnlineSoftmax (&softmax)[row_tiles]) {
@@ -314,20 +355,21 @@ struct PortableWarp {
             Kernel::score_mod ? g.score_mod.slope(work.b, work.head) : 0.0f;
 #pragma unroll 1
         for (int block = work.keys.end - 1; block >= work.keys.begin; --block) {
-            const bool sees = block >= keys.begin && block < keys.end;
             scores s[row_tiles];
             // This block's keys are here, and, for two stages, its values; nobody reads the memory
             // of the block before any more.
             arch::cp_async_wait<0>();
             arch::sync_block();
-            if constexpr (Kernel::stages > 1) load_k(block - 1);
-            load_v(block - (Kernel::stages - 1));
+            if constexpr (Kernel::stages > 1) load_next_k(block - 1);
+            load_next_v(block - (Kernel::stages - 1));
             arch::cp_async_commit();
+            const KeyBlocks own = read(of_warp()).blocks;
+            const bool sees = block >= own.begin && block < own.end;
             if (sees) multiply_keys(s, query, block);
             if constexpr (Kernel::stages == 1) {
                 arch::cp_async_wait<0>();
                 arch::sync_block();
-                load_k(block - 1);
+                load_next_k(block - 1);
                 arch::cp_async_commit();
             }
             if (sees) {
@@ -389,8 +431,9 @@ __global__ __launch_bounds__(Kernel::threads, Kernel::blocks_per_sm) void portab
     shared_allocator<128> allocator(shared_memory());
     using Warp = PortableWarp<Kernel>;
     auto& shared = allocator.template allocate<typename Warp::Shared>();
-    if (static_cast<int>(blockIdx.x) < g.scheduler.work_tiles()) {
-        const auto work = work_tile_of_block(g);
+    const int index = static_cast<int>(blockIdx.x);
+    if (index < g.scheduler.work_tiles()) {
+        const ForwardWorkTile<Kernel> work(g.sequences, g.scheduler.work_tile(index));
         if (work.row >= 0) Warp{g, shared, work}.attend();
     }
     if (g.out.packed) clear_rest(g);

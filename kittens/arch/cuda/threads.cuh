@@ -77,12 +77,7 @@ __device__ __forceinline__ int lane_again() {
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     return lane;
 }
-// threadIdx.x and blockIdx.x, likewise.
-__device__ __forceinline__ int thread_again() {
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread;
-}
+// blockIdx.x, likewise.
 __device__ __forceinline__ int block_again() {
     int block;
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));

@@ -43,7 +43,6 @@ inline void sleep(unsigned) { emulated::yield_turn(); }
 [[noreturn]] inline void trap() { emulated::fail("trap"); }
 
 inline int lane_again() { return kittens::laneid(); }
-inline int thread_again() { return static_cast<int>(threadIdx.x); }
 inline int block_again() { return static_cast<int>(blockIdx.x); }
 
 }  // namespace arch
