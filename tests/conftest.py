@@ -3,8 +3,9 @@
 A test that takes `device` runs once per back end: "cpu" is the reference implementation, called
 through the op; "cuda" the kernels. In the suites of the ops with kernels there is "emulator"
 besides: the kernels on CPU tensors (`tk.emulate`), under one of the two policies that together find
-the most; and of the ops with kernels for every GPU "portable", the same of these. With `helpers.cover.over` a test also takes `case`. Tests of a back end that is not there
-are deselected, and the summary says so.
+the most; and of the ops with kernels for every GPU "portable", the same of these. With
+`helpers.cover.over` a test also takes `case`. Tests of a back end that is not there are deselected,
+and the summary says so.
 
 Such tests find fresh memory filled with NaN. Random numbers are seeded by the test's name.
 """

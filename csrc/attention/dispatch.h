@@ -42,7 +42,7 @@ inline void launch_choice(const char* op, const Choice& choice, const ForwardPar
     constexpr std::make_index_sequence<2 * std::size(PORTABLE_CONFIGS)> portable;
     const Config& config = choice.config;
     const bool found =
-        choice.splits > 0 ? dispatch::launch_split_kv_any(config, params, stream, split)
+        choice.splits > 0      ? dispatch::launch_split_kv_any(config, params, stream, split)
         : config.is_portable() ? dispatch::launch_portable_any(config, params, stream, portable)
                                : dispatch::launch_forward_any(config, params, stream, whole);
     TK_CHECK(found, op, ": no kernel ", kernel_name(choice), " in this build");

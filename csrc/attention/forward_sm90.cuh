@@ -133,7 +133,7 @@ __device__ __forceinline__ void produce(const ForwardGlobals<Kernel>& g,
     RingPosition<Kernel::stages> k_at, v_at;
     RingPosition<Kernel::q_slots> q_at;
     g.scheduler.for_each_work_tile([&](TileScheduler::WorkTile tile) {
-        const ForwardWorkTile<Kernel> work(g.sequences, tile);
+        const ForwardWorkTile<Kernel> work(g, tile);
         if (!work.sees_keys()) return;
         const KeyBlocks& keys = work.keys;
         const auto load_k = [&](int block) {
@@ -191,8 +191,9 @@ struct Consumer {
         int row;                           // of this thread: its upper one
         float slope;                       // of ALiBi
 
-        __device__ __forceinline__ Corner corner(int block) const {
-            return {row, block * Kernel::block_n};
+        __device__ __forceinline__ Int2 columns(int offset, int block) const {
+            const int column = block * Kernel::block_n + 2 * (laneid() % 4);
+            return {row + offset - column, row + 8 + offset - column};
         }
     };
 
@@ -237,13 +238,16 @@ struct Consumer {
     __device__ __forceinline__ Shift modify_and_mask(scores& s, const Rows& rows, int block) const {
         Shift shift;
         if constexpr (Kernel::score_mod) {
-            shift = g.score_mod.template apply<T>(s, rows.corner(block).columns(rows.s.diagonal),
+            shift = g.score_mod.template apply<T>(s, rows.columns(rows.s.diagonal, block),
                                                   {rows.slope, rows.slope});
         } else if constexpr (Kernel::softcap_only) {
             g.score_mod.template cap<T>(s);
         }
         if (MASKED && (block >= rows.unmasked_end || block < rows.unmasked_begin)) {
-            mask_keys(s, rows.s, rows.corner(block));
+            const Int2 last = rows.columns(rows.s.high, block);
+            const int end = rows.s.k_length - 1 - block * Kernel::block_n - 2 * (laneid() % 4);
+            mask_outside(s, rows.columns(rows.s.low, block),
+                         {::min(last.x, end), ::min(last.y, end)});
         }
         return shift;
     }
@@ -382,9 +386,12 @@ struct Consumer {
     }
     __device__ __forceinline__ void store_lse(float2 lse, const ForwardWorkTile<Kernel>& work,
                                               int row) const {
-        if (g.lse == nullptr) return;
-        store_row_lse(lse_rows(g.lse, work, g.sequences, g.scheduler.heads, g.out.packed), lse,
-                      work.s, row);
+        if (g.lse == nullptr || laneid() % 4 != 0) return;
+        const bool packed = g.out.packed;
+        const int64_t line = packed ? work.head : int64_t(work.b) * g.scheduler.heads + work.head;
+        float* rows = g.lse + line * g.sequences.q_length + work.s.q_begin;
+        if (row < work.s.q_length) arch::store_global(rows + row, lse.x);
+        if (row + 8 < work.s.q_length) arch::store_global(rows + row + 8, lse.y);
     }
     __device__ __forceinline__ float2 sink(int head) const {
         const float logit = arch::load_global_readonly(g.sink + head) * LOG2_E;
@@ -442,7 +449,7 @@ struct Consumer {
     // Rows behind the last packed sequence.
     __device__ __forceinline__ void attend_rest() const {
         const int heads = g.scheduler.heads, step = static_cast<int>(gridDim.x) * warpgroups;
-        ForwardWorkTile<Kernel> work(g.sequences, {0, 0, g.sequences.batch});
+        ForwardWorkTile<Kernel> work(g, {0, 0, g.sequences.batch});
         const int64_t row_tiles = int64_t(heads) * ((work.s.q_length + 63) / 64);
         for (int64_t i = int64_t(blockIdx.x) * warpgroups + id; i < row_tiles; i += step) {
             work.head = static_cast<int>(i % heads);
@@ -456,7 +463,7 @@ struct Consumer {
     __device__ __forceinline__ void run() {
         if (id == warpgroups - 1) pass_turn();
         g.scheduler.for_each_work_tile([&](TileScheduler::WorkTile tile) {
-            const ForwardWorkTile<Kernel> work(g.sequences, tile);
+            const ForwardWorkTile<Kernel> work(g, tile);
             if (work.sees_keys())
                 attend(work);
             else
@@ -535,7 +542,7 @@ void launch_forward(const ForwardParams& params, Stream stream) {
         return Layout<Tile>(x, p.kv_heads, (pages.pages - 1) * page_rows + pages.page_size, columns,
                             int(piece_rows(pages, Kernel::block_n)));
     };
-    const ForwardGlobals<Kernel> globals {
+    const ForwardGlobals<Kernel> globals{
         .q = {params.q, p.varlen, p.batch, p.q_heads, q_rows, p.head_dim},
         .k = keys_of.template operator()<typename Kernel::k_tile>(params.k, p.head_dim,
                                                                   pages.k_page_rows),
@@ -553,8 +560,7 @@ void launch_forward(const ForwardParams& params, Stream stream) {
         .pages = {pages, Kernel::block_n},
         .score_mod = ScoreMod(params.scores),
         .softcap_polynomial = SoftcapPolynomial<typename Kernel::T>(params.scores),
-        .group = int(p.q_heads / p.kv_heads)
-    };
+        .group = int(p.q_heads / p.kv_heads)};
     const auto blocks = unsigned(
         std::clamp(globals.scheduler.work_tiles(), 1, Kernel::blocks_per_sm * params.sm_count));
     kittens::launch(forward_kernel<Kernel>, dim3(blocks), dim3(Kernel::threads), dim3(1),

@@ -115,6 +115,7 @@ __device__ __forceinline__ void mask_outside(Tile& s, Int2 first, Int2 last) {
 }
 
 // Where the scores of this thread begin: its upper row, and its first column in a block of keys.
+// (Of portable kernels: with these, the machine code of the Hopper kernel changes.)
 struct Corner {
     int row, column;
 

@@ -105,6 +105,21 @@ struct PortableShared : PortableTiles<Kernel, Kernel::keeps_query> {
     } warps[Kernel::threads / 32];
 };
 
+// Of the work tile's sequence: (batch, heads, rows), or of packed sequences (heads, tokens).
+template <class Kernel>
+__device__ __forceinline__ float* lse_rows(float* lse, const ForwardWorkTile<Kernel>& work,
+                                           const SequenceTable& sequences, int heads, bool packed) {
+    const int64_t line = packed ? work.head : int64_t(work.b) * heads + work.head;
+    return lse + line * sequences.q_length + work.s.q_begin;
+}
+// By the thread that has the first columns of a row and of that 8 below. (The Hopper kernel has its
+// own: with this one its machine code changes.)
+__device__ __forceinline__ void store_row_lse(float* rows, float2 lse, const Lengths& s, int row) {
+    if (laneid() % 4 != 0) return;
+    if (row < s.q_length) arch::store_global(rows + row, lse.x);
+    if (row + 8 < s.q_length) arch::store_global(rows + row + 8, lse.y);
+}
+
 // What one warp does of a work tile.
 template <class Kernel>
 struct PortableWarp {
@@ -168,9 +183,9 @@ struct PortableWarp {
         load_v(block, read(shared.task.keys.v), read(shared.task.band.k_length));
     }
     __device__ __forceinline__ void load_query() {
-        copy<typename Kernel::q_tile>::load(
-            shared.q, g.q.at(work.b, work.head, work.s.q_begin + work.row, 0), g.q.row_stride,
-            work.s.q_length - work.row, g.head_dim);
+        copy<typename Kernel::q_tile>::load(shared.q,
+                                            g.q.at(work.b, work.head, work.s.q_begin + work.row, 0),
+                                            g.q.row_stride, work.s.q_length - work.row, g.head_dim);
     }
 
     // ---- the query's fragments ----
@@ -206,7 +221,8 @@ struct PortableWarp {
         if (laneid() == 0) write(of_warp(), {own});
         load_query();
         if constexpr (Kernel::keeps_query) {
-            constexpr bool keys_have_room = sizeof(typename Kernel::q_tile) <= sizeof(shared.rings.v);
+            constexpr bool keys_have_room =
+                sizeof(typename Kernel::q_tile) <= sizeof(shared.rings.v);
             arch::cp_async_commit();
             if constexpr (keys_have_room) {
                 load_k(last, k, s.k_length);
@@ -312,8 +328,8 @@ struct PortableWarp {
             const int diagonal = read(shared.task.band.diagonal);
 #pragma unroll
             for (int m = 0; m < row_tiles; ++m) {
-                shift[m] = g.score_mod.template apply<T>(
-                    s[m], corner(m).columns(diagonal), {slope, slope});
+                shift[m] = g.score_mod.template apply<T>(s[m], corner(m).columns(diagonal),
+                                                         {slope, slope});
             }
         }
         if (masked) {
@@ -332,8 +348,7 @@ struct PortableWarp {
         }
         if (arch::any_lane(outgrown)) {
 #pragma unroll
-            for (int m = 0; m < row_tiles; ++m)
-                scale_rows(o[m], softmax[m].raise(top[m], unit));
+            for (int m = 0; m < row_tiles; ++m) scale_rows(o[m], softmax[m].raise(top[m], unit));
         }
     }
 
@@ -345,14 +360,13 @@ struct PortableWarp {
 #pragma unroll
         for (int m = 0; m < row_tiles; ++m) zero_tile(o[m]);
         if (work.sees_keys()) walk_keys(o, softmax);
-        finish(o, softmax, {g.sequences, g.scheduler.work_tile(arch::block_again())});
+        finish(o, softmax, {g, g.scheduler.work_tile(arch::block_again())});
     }
     __device__ __forceinline__ void walk_keys(output (&o)[row_tiles],
                                               OnlineSoftmax (&softmax)[row_tiles]) {
         Query query;
         begin(query);
-        const float slope =
-            Kernel::score_mod ? g.score_mod.slope(work.b, work.head) : 0.0f;
+        const float slope = Kernel::score_mod ? g.score_mod.slope(work.b, work.head) : 0.0f;
 #pragma unroll 1
         for (int block = work.keys.end - 1; block >= work.keys.begin; --block) {
             scores s[row_tiles];
@@ -408,7 +422,7 @@ struct PortableWarp {
 // Rows behind the last packed sequence.
 template <class Kernel>
 __device__ __forceinline__ void clear_rest(const PortableGlobals<Kernel>& g) {
-    ForwardWorkTile<Kernel> work(g.sequences, {0, 0, g.sequences.batch});
+    ForwardWorkTile<Kernel> work(g, {0, 0, g.sequences.batch});
     const int row_stores = g.value_dim / 8;
     const int64_t stores = int64_t(g.scheduler.heads) * work.s.q_length * row_stores;
     const int64_t step = int64_t(gridDim.x) * Kernel::threads;
@@ -433,7 +447,7 @@ __global__ __launch_bounds__(Kernel::threads, Kernel::blocks_per_sm) void portab
     auto& shared = allocator.template allocate<typename Warp::Shared>();
     const int index = static_cast<int>(blockIdx.x);
     if (index < g.scheduler.work_tiles()) {
-        const ForwardWorkTile<Kernel> work(g.sequences, g.scheduler.work_tile(index));
+        const ForwardWorkTile<Kernel> work(g, g.scheduler.work_tile(index));
         if (work.row >= 0) Warp{g, shared, work}.attend();
     }
     if (g.out.packed) clear_rest(g);
@@ -445,7 +459,9 @@ void launch_portable(const ForwardParams& params, Stream stream) {
     static_assert(sizeof(typename PortableWarp<Kernel>::Shared) == Kernel::shared_bytes,
                   "forward_memory() must count all of the block's shared memory");
     const Problem& p = params.problem;
-    const auto rows = [&](const Operand& x) { return StridedRows<typename Kernel::T>(x, p.varlen); };
+    const auto rows = [&](const Operand& x) {
+        return StridedRows<typename Kernel::T>(x, p.varlen);
+    };
     const PortableGlobals<Kernel> globals{
         .q = rows(params.q),
         .k = rows(params.k),
