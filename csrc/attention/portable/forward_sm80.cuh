@@ -15,10 +15,10 @@
 //                    barrier a block. 1: values come under the product with the keys, the next keys
 //                    under the product with the values, two barriers a block, half of the memory
 //
-// In a warp the exponentials of 16 keys stand between the products with the values of the 16 before,
-// so that the tensor cores work meanwhile. A block of keys that none of a warp's rows see costs it
-// nothing, and only the blocks that the band cuts for its own rows are masked. The grid has a block
-// for each work tile, the longest first.
+// In a warp the exponentials of 16 keys stand between the products of the 16 before with their
+// values, so that the tensor cores work meanwhile. A block of keys that none of a warp's rows see
+// costs it nothing, and only the blocks that the band cuts for its own rows are masked. The grid has
+// a block for each work tile, the longest first.
 #pragma once
 
 #include <algorithm>
