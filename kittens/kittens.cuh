@@ -2,7 +2,6 @@
 #pragma once
 
 #include "host/launch.h"
-#include "ops/fragment_reader.cuh"
 #include "ops/group/group.cuh"
 #include "ops/shared_allocator.cuh"
 #include "ops/thread/semaphore.cuh"

@@ -69,7 +69,8 @@ constexpr Config PORTABLE_CONFIGS[] = {
     portable_config(192, 128, 64, 16, 64, 1, true, true),
     portable_config(192, 192, 64, 16, 64, 1, true, false),
     portable_config(192, 192, 64, 16, 64, 1, true, true),
-    portable_config(256, 256, 128, 16, 32, 2, true, false),
+    portable_config(256, 256, 64, 16, 64, 1, false, false),
+    portable_config(256, 256, 128, 16, 32, 1, true, false),
     portable_config(256, 256, 64, 16, 64, 1, false, true),
 };
 // Split-KV, for short queries: 64 rows, the keys split among blocks, of which several share a

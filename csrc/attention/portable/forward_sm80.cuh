@@ -17,8 +17,8 @@
 //
 // In a warp the exponentials of 16 keys stand between the products of the 16 before with their
 // values, so that the tensor cores work meanwhile. A block of keys that none of a warp's rows see
-// costs it nothing, and only the blocks that the band cuts for its own rows are masked. The grid has
-// a block for each work tile, the longest first.
+// costs it nothing, and only the blocks that the band cuts for its own rows are masked. The grid
+// has a block for each work tile, the longest first.
 #pragma once
 
 #include <algorithm>
@@ -131,10 +131,10 @@ struct PortableWarp {
     static constexpr int key_tiles = block_n / 16, value_tiles = Kernel::value_dim / 16;
     using scores = rt_fl<16, block_n>;
     using output = rt_fl<16, Kernel::value_dim>;
-    using q_reader = fragment_reader<typename Kernel::q_tile>;
-    using k_reader = fragment_reader<typename Kernel::k_tile, true>;
-    using v_reader = fragment_reader<typename Kernel::v_tile>;
-    using fragment = rt_base<T, row_l>;  // of 16 rows and 16 columns
+    using q_walker = operand_walker<operand_a, true, typename Kernel::q_tile>;
+    using k_walker = operand_walker<operand_b, true, typename Kernel::k_tile>;
+    using v_walker = operand_walker<operand_b, false, typename Kernel::v_tile>;
+    using part = rt_fl<16, 16>;  // of scores or of the output
     template <class Tile>
     using copy = TileCopy<Tile, Kernel::threads>;
 
@@ -188,18 +188,18 @@ struct PortableWarp {
                                             g.q.row_stride, work.s.q_length - work.row, g.head_dim);
     }
 
-    // ---- the query's fragments ----
+    // ---- the query's operands ----
 
     struct Query {
-        fragment of[Kernel::keeps_query ? k_steps : 1][row_tiles];
+        operand_a<T> of[Kernel::keeps_query ? k_steps : 1][row_tiles];
     };
-    __device__ __forceinline__ q_reader query_reader() {
-        return q_reader(shared.q, first_row_of_warp());
+    __device__ __forceinline__ q_walker query_walker() {
+        return q_walker(shared.q, first_row_of_warp(), 0);
     }
-    static __device__ __forceinline__ void load_step(fragment (&to)[row_tiles],
-                                                     const q_reader& reader, int step) {
+    static __device__ __forceinline__ void load_step(operand_a<T> (&to)[row_tiles],
+                                                     const q_walker& walker, int step) {
 #pragma unroll
-        for (int m = 0; m < row_tiles; ++m) to[m] = reader.load(m, step);
+        for (int m = 0; m < row_tiles; ++m) walker.load(to[m], 16 * m, 16 * step, 0);
     }
 
     // Everything that the first block of keys needs is on its way, and a query that is kept is in
@@ -230,9 +230,9 @@ struct PortableWarp {
             }
             arch::cp_async_wait<keys_have_room ? 1 : 0>();
             arch::sync_block();
-            const q_reader reader = query_reader();
+            const q_walker walker = query_walker();
 #pragma unroll
-            for (int step = 0; step < k_steps; ++step) load_step(query.of[step], reader, step);
+            for (int step = 0; step < k_steps; ++step) load_step(query.of[step], walker, step);
             if constexpr (!keys_have_room || Kernel::stages > 1) arch::sync_block();
             if constexpr (!keys_have_room) load_k(last, k, s.k_length);
         } else {
@@ -242,28 +242,29 @@ struct PortableWarp {
         arch::cp_async_commit();
     }
 
-    // ---- the products, each fragment loaded one ahead ----
+    // ---- the products, each operand loaded one ahead ----
 
     template <int COUNT, class Load, class Use>
-    static __device__ __forceinline__ void with_fragments(Load load, Use use) {
-        auto next = load(0);
+    static __device__ __forceinline__ void with_operands(Load load, Use use) {
+        operand_b<T> next;
+        load(next, 0);
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             const auto now = next;
-            if (i + 1 < COUNT) next = load(i + 1);
+            if (i + 1 < COUNT) load(next, i + 1);
             use(i, now);
         }
     }
     __device__ __forceinline__ void multiply_keys(scores (&s)[row_tiles], const Query& query,
                                                   int block) {
-        const k_reader reader(shared.rings.k[stage_of(block)]);
-        const q_reader queries = query_reader();
-        fragment q[2][row_tiles];  // of this step and the next
+        const k_walker walker(shared.rings.k[stage_of(block)], 0, 0);
+        const q_walker queries = query_walker();
+        operand_a<T> q[2][row_tiles];  // of this step and the next
         if constexpr (!Kernel::keeps_query) load_step(q[0], queries, 0);
 #pragma unroll
         for (int m = 0; m < row_tiles; ++m) zero_tile(s[m]);
-        with_fragments<k_steps * key_tiles>(
-            [&](int i) { return reader.load(i % key_tiles, i / key_tiles); },
+        with_operands<k_steps * key_tiles>(
+            [&](auto& k, int i) { walker.load(k, 16 * (i % key_tiles), 16 * (i / key_tiles), 0); },
             [&](int i, const auto& k) {
                 const int step = i / key_tiles, n = i % key_tiles;
                 if constexpr (!Kernel::keeps_query) {
@@ -272,36 +273,37 @@ struct PortableWarp {
                 }
 #pragma unroll
                 for (int m = 0; m < row_tiles; ++m) {
-                    mma_fragments(s[m].tiles[0][n],
-                                  Kernel::keeps_query ? query.of[step][m] : q[step % 2][m], k);
+                    mma_operands(reinterpret_cast<part&>(s[m].tiles[0][n]),
+                                 Kernel::keeps_query ? query.of[step][m] : q[step % 2][m], k);
                 }
             });
     }
 
     // Of 16 keys.
     struct Weights {
-        fragment of[row_tiles];
+        operand_a<T> of[row_tiles];
     };
     __device__ __forceinline__ Weights weigh(scores (&s)[row_tiles],
                                              OnlineSoftmax (&softmax)[row_tiles],
                                              const Shift (&shift)[row_tiles], int keys_at) const {
-        using part = rt_fl<16, 16>;
         Weights p;
 #pragma unroll
         for (int m = 0; m < row_tiles; ++m) {
             auto& x = reinterpret_cast<part&>(s[m].tiles[0][keys_at]);
             softmax[m].add_weights(x, g.score_mod.unit_log2, shift[m]);
-            convert_scores(reinterpret_cast<rt<T, 16, 16>&>(p.of[m]), x);
+            convert_scores(reinterpret_cast<rt<T, 16, 16>&>(p.of[m].words), x);
         }
         return p;
     }
     __device__ __forceinline__ void add_values(output (&o)[row_tiles], scores (&s)[row_tiles],
                                                OnlineSoftmax (&softmax)[row_tiles],
                                                const Shift (&shift)[row_tiles], int block) {
-        const v_reader reader(shared.rings.v[stage_of(block)]);
+        const v_walker walker(shared.rings.v[stage_of(block)], 0, 0);
         Weights next = weigh(s, softmax, shift, 0), p;
-        with_fragments<key_tiles * value_tiles>(
-            [&](int i) { return reader.load_transposed(i / value_tiles, i % value_tiles); },
+        with_operands<key_tiles * value_tiles>(
+            [&](auto& v, int i) {
+                walker.load(v, 16 * (i / value_tiles), 16 * (i % value_tiles), 0);
+            },
             [&](int i, const auto& v) {
                 const int keys_at = i / value_tiles, n = i % value_tiles;
                 if (n == 0) {
@@ -309,7 +311,8 @@ struct PortableWarp {
                     if (keys_at + 1 < key_tiles) next = weigh(s, softmax, shift, keys_at + 1);
                 }
 #pragma unroll
-                for (int m = 0; m < row_tiles; ++m) mma_fragments(o[m].tiles[0][n], p.of[m], v);
+                for (int m = 0; m < row_tiles; ++m)
+                    mma_operands(reinterpret_cast<part&>(o[m].tiles[0][n]), p.of[m], v);
             });
     }
 

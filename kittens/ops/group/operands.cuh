@@ -42,7 +42,8 @@ struct operand_walker {
     using T = typename ST::T;
     using operand = Operand<T>;
     static_assert(sizeof(T) == 2, "ldmatrix loads elements of 16 bits");
-    static_assert(ST::swizzle_bytes == 128, "the shared tile must have a swizzle of 128 bytes");
+    static_assert(ST::swizzle_bytes >= 64,
+                  "the shared tile must have a swizzle of 64 or 128 bytes");
 
     uint32_t first;  // this lane's row of the operand at the origin
 
