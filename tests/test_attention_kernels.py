@@ -329,6 +329,13 @@ def test_a_fixed_order_ends_with_the_same_bits(name, match, stages, lengths):
             assert all(map(torch.equal, grads, first))
 
 
+def test_portable_kernels_fit_every_gpu():
+    """A block has at most 99 KB of shared memory where the compute capability is 8.6, 8.9 or 12."""
+    found = [k for k in _C.kernels() if k["op"] == "attention" and k["arch"] == 80]
+    assert found
+    assert all(k["shared_bytes"] <= 99 << 10 for k in found)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal", [0, 1])
 @pytest.mark.parametrize("length", [65, 1024, 16384])
