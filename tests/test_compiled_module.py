@@ -130,15 +130,15 @@ def test_the_chosen_kernel_is_in_the_registry(op):
 SYMBOLS = {
     "forward_bf16_d192v128_128x128": (
         "14forward_kernelINS0_13ForwardKernelIXtlNS0_6ConfigELi192ELi128ELi2ELi128ELi2ELb0E"
-        "LNS_5DTypeE0ELb0EEEEEEEvNS0_14ForwardGlobalsIT_EE"
+        "LNS_5DTypeE0ELb0ELi0ELb0EEEEEEEvNS0_14ForwardGlobalsIT_EE"
     ),
     "forward_fp16_d128_128x128_softcap": (
         "14forward_kernelINS0_13ForwardKernelIXtlNS0_6ConfigELi128ELi128ELi2ELi128ELi2ELb0E"
-        "LNS_5DTypeE1ELb1EEEEEEEvNS0_14ForwardGlobalsIT_EE"
+        "LNS_5DTypeE1ELb1ELi0ELb0EEEEEEEvNS0_14ForwardGlobalsIT_EE"
     ),
     "split_kv_bf16_d64_64x64": (
         "15split_kv_kernelINS0_13SplitKvKernelIXtlNS0_6ConfigELi64ELi64ELi1ELi64ELi4ELb1E"
-        "LNS_5DTypeE0ELb0EEEEEEEvNS0_14SplitKvGlobalsIT_EE"
+        "LNS_5DTypeE0ELb0ELi0ELb0EEEEEEEvNS0_14SplitKvGlobalsIT_EE"
     ),
     "attention/combine_bf16": "14combine_kernelI13__nv_bfloat16EEvNS0_14CombineGlobalsIT_EE",
     "attention_paged/combine_bf16": (

@@ -368,9 +368,9 @@ __global__ __launch_bounds__(Kernel::threads, Kernel::blocks_per_sm) void forwar
         if constexpr (Kernel::moves_registers)
             warpgroup::decrease_registers<Kernel::producer_registers>();
         if (g.pages.piece > 0) {
-            Producer<true, Kernel>{g, shared}.run();
+            produce<true>(g, shared);
         } else if (warpgroup::elect_leader()) {
-            Producer<false, Kernel>{g, shared}.run();
+            produce<false>(g, shared);
         }
     } else {
         if constexpr (Kernel::moves_registers)

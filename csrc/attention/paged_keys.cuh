@@ -23,7 +23,7 @@ struct ForwardSequences : SequenceTable {
 
     __device__ __forceinline__ Lengths lengths(int b) const {
         return k_lengths == nullptr ? SequenceTable::lengths(b)
-                                    : with_keys(queries(b), b < batch ? keys_of(b) : 0);
+                                    : lengths_with(b, b < batch ? keys_of(b) : 0);
     }
 
   private:

@@ -37,27 +37,33 @@ struct SequenceTable {
         right = band.high;
     }
 
-    // Packed sequences have one more, whose rows are those behind the last: they see nothing.
+    // Packed sequences have one more, whose rows are those behind the last: they see nothing. With
+    // the functions below instead, kernels of the gradient spill.
     __device__ __forceinline__ Lengths lengths(int b) const {
-        Lengths s = queries(b);
-        if (cu_q == nullptr) return with_keys(s, k_length);
-        s.k_begin = begin_of(cu_k, b, k_length);
-        const int end = b < batch ? begin_of(cu_k, b + 1, k_length) : s.k_begin;
-        return with_keys(s, ::max(end - s.k_begin, 0));
+        Lengths s{0, q_length, 0, k_length, 0, 0, 0};
+        if (cu_q != nullptr) {
+            s.q_begin = begin_of(cu_q, b, q_length);
+            s.q_length = (b < batch ? begin_of(cu_q, b + 1, q_length) : q_length) - s.q_begin;
+            s.k_begin = begin_of(cu_k, b, k_length);
+            s.k_length = (b < batch ? begin_of(cu_k, b + 1, k_length) : s.k_begin) - s.k_begin;
+            s.q_length = ::max(s.q_length, 0);
+            s.k_length = ::max(s.k_length, 0);
+        }
+        s.diagonal = upper_left ? 0 : s.k_length - s.q_length;
+        s.low = s.diagonal - left;
+        s.high = s.diagonal + right;
+        return s;
     }
 
   protected:
-    __device__ __forceinline__ Lengths queries(int b) const {
-        Lengths s{0, q_length, 0, 0, 0, 0, 0};
+    // The same, of a sequence with so many keys.
+    __device__ __forceinline__ Lengths lengths_with(int b, int keys) const {
+        Lengths s{0, q_length, 0, keys, 0, 0, 0};
         if (cu_q != nullptr) {
             s.q_begin = begin_of(cu_q, b, q_length);
             const int end = b < batch ? begin_of(cu_q, b + 1, q_length) : q_length;
             s.q_length = ::max(end - s.q_begin, 0);
         }
-        return s;
-    }
-    __device__ __forceinline__ Lengths with_keys(Lengths s, int keys) const {
-        s.k_length = keys;
         s.diagonal = upper_left ? 0 : s.k_length - s.q_length;
         s.low = s.diagonal - left;
         s.high = s.diagonal + right;

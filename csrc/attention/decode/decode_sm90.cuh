@@ -36,11 +36,6 @@ struct Consumer {
     }
 
   private:
-    // What cp.async has written is to be seen by products, which read through another proxy.
-    __device__ __forceinline__ void await_slot() {
-        wait(shared.full[at.stage], at.phase);
-        if constexpr (!Kernel::staged) arch::fence_async_shared();
-    }
     // Where a slot has scales, which threads read, every warp says when it is done.
     __device__ __forceinline__ void release() {
         if constexpr (Kernel::token_scales) arch::sync_warp();
@@ -103,7 +98,7 @@ struct Consumer {
         const VisibleKeys<Kernel, decltype(row_of)> visible{g, segment, row_of};
         for (int block = segment.last - 1; block >= segment.first; --block) {
             scores x;
-            await_slot();
+            wait(shared.full[at.stage], at.phase);
             warpgroup::mm_ABt(x, shared.q, shared.ring[at.stage].k);
             warpgroup::mma_async_wait<0>(x);
             if constexpr (Kernel::codes) {
@@ -116,7 +111,7 @@ struct Consumer {
             const Shift shift = visible.apply(x, block, block * BLOCK_N);
             float2 rescale = {1.0f, 1.0f};
             if (softmax.update(x, g.score_mod.unit_log2, shift, rescale)) scale_rows(o, rescale);
-            await_slot();
+            wait(shared.full[at.stage], at.phase);
             if constexpr (Kernel::token_scales) {
                 if (g.v_scale.tokens)
                     scale_weights(x, o, shared.staging.scales[at.stage], v_exponent);

@@ -30,8 +30,8 @@ struct Kernel {
     static constexpr bool staged = config.staged > 0;  // the producers convert codes
     static constexpr bool nvfp4 = config.nvfp4;
     static constexpr bool token_scales = codes && !nvfp4;  // slots have them
-    // Codes of so many slots are on their way to the producers at a time.
-    static constexpr int lag = std::max(config.staged, 1);
+    // Copies of so many slots are on their way at a time; of few rows, of all that are free.
+    static constexpr int lag = staged ? config.staged : slots - 2;
     static constexpr int producer_rows = BLOCK_N / producers;  // of a block, that a warp copies
 
     using Operand =  // what a slot has; of few rows, bytes
