@@ -289,8 +289,8 @@ def hostile_environment(request: pytest.FixtureRequest):
         import thunderkittens as tk
 
         number = zlib.crc32(request.node.nodeid.encode())
-        policy, portable = EMULATION_POLICIES[number % 2], isinstance(device, Portable)
-        with tk.emulate(policy, seed=number, portable=portable):
+        policy = EMULATION_POLICIES[number % len(EMULATION_POLICIES)]
+        with tk.emulate(policy, seed=number, portable=isinstance(device, Portable)):
             yield
     else:
         yield

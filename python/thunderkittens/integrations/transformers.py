@@ -71,7 +71,7 @@ def register(name: str = NAME, *, padding: str = "contiguous") -> None:
     function = attention_mask if padding == "contiguous" else partial(attention_mask, holes=True)
     masks.AttentionMaskInterface.register(name, function)
     if hasattr(transformers, "ContinuousBatchingConfig"):
-        # Releases before 5.18 put "paged|" before the name.
+        # Some releases, 5.17 for one, put "paged|" before the name.
         for paged in (name + _paged.SUFFIX, f"paged|{name}{_paged.SUFFIX}"):
             _paged.provide(paged)
             transformers.AttentionInterface.register(paged, paged_attention_forward)
