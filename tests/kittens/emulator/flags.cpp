@@ -38,6 +38,7 @@ constexpr Name NAMES[] = {
     {"addition_before_store", "sums"},
     {"copy_onto_addition", "sums"},
     {"overlapping_copies_differ", "overlap"},
+    {"store_differs_from_copy", "store below copy"},
 };
 static_assert(std::size(NAMES) == std::size_t(Defect::count));
 
@@ -109,6 +110,14 @@ bool run(const std::string& kernel) {
         !twice(
             4 * 32, [](const FlagGlobals& g) { launch(sums_kernel<D>, 3, 32, 1, 0, nullptr, g); },
             [](int i) { return 3.0f * float(i); }))
+        return false;
+    if (is("store below copy") && emu::options.host_threads > 1 &&
+        !twice(
+            VALUES,
+            [](const FlagGlobals& g) {
+                launch(store_below_copy_kernel<D>, 2, THREADS, 1, bytes, nullptr, g);
+            },
+            [](int i) { return float(i); }))
         return false;
     return !is("overlap") ||
            twice((OVERLAP_BLOCKS + 1) * OVERLAP_STEP,

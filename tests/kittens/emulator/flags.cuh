@@ -32,6 +32,8 @@ enum class Defect {
     copy_onto_addition,
     // overlap_kernel
     overlapping_copies_differ,
+    // store_below_copy_kernel
+    store_differs_from_copy,
     count
 };
 
@@ -208,6 +210,40 @@ __global__ void overlap_kernel(const FlagGlobals g) {
         tma::store_async_wait();
     else
         tma::store_async_read_wait();
+}
+
+// ---- one block stores where another's copy is in flight. Needs two host threads ----
+
+template <Defect D>
+__global__ void store_below_copy_kernel(const FlagGlobals g) {
+    shared_allocator<> al(shared_memory());
+    auto& shared = al.allocate<CopyShared>();
+    const int i = int(threadIdx.x);
+    const auto wait_for = [&](int value) {
+        while (arch::load_acquire_global(g.flags) != value) {
+        }
+    };
+    if (blockIdx.x == 1) {
+        if (i == 0) wait_for(1);
+        arch::sync_block();
+        for (int j = i; j < VALUES; j += THREADS) {
+            const bool wrong = D == Defect::store_differs_from_copy && j == 20;
+            arch::store_global(g.out + j, arch::load_global(g.in + j) + (wrong ? 1 : 0));
+        }
+        arch::sync_block();
+        if (i == 0) arch::store_release_global(g.flags, 2);
+        return;
+    }
+    for (int j = i; j < VALUES; j += THREADS) shared.values.set(j, arch::load_global(g.in + j));
+    arch::fence_async_shared();
+    arch::sync_block();
+    if (i != 0) return;
+    arch::bulk_store(g.out, shared.values.address(), VALUES * int(sizeof(float)));
+    tma::store_commit_group();
+    arch::store_release_global(g.flags, 1);
+    wait_for(2);
+    arch::store_release_global(g.flags, 0);
+    tma::store_async_wait();
 }
 
 }  // namespace defects

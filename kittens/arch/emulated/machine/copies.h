@@ -242,6 +242,22 @@ inline void issue_store(Store store) {
     t.stores.back().push_back(std::move(store));
     if (copies_at_issue()) carry_out(t.stores.back().back(), true);
 }
+// Held while a copy's bytes come to global memory.
+inline std::unique_lock<std::mutex> lock_order() {
+    GlobalOrder* order = machine->grid->order;
+    return order ? order->lock() : std::unique_lock<std::mutex>();
+}
+// Other clusters may have copied and stored to the same place, the same values.
+inline void check_landing(const GlobalConflicts& conflicts, const uint8_t* data, uint8_t* to,
+                          uint32_t bytes, Combine how, const char* what) {
+    GlobalOrder* order = machine->grid->order;
+    if (order == nullptr) return;
+    const auto first = reinterpret_cast<uintptr_t>(to);
+    for (const auto& [place, other] : conflicts) {
+        order->compare(place, other, data, first, bytes, what);
+    }
+    if (how == Combine::copy) order->land(data, first, bytes, what);
+}
 void store_box(const CUtensorMap* map, uint32_t source, const BoxOrigin& at, Combine how) {
     const char* what = how == Combine::copy ? "tma_store" : "tma_store_reduce";
     const TensorMap m = decode_map(map, at, what);
@@ -271,12 +287,10 @@ void store_box(const CUtensorMap* map, uint32_t source, const BoxOrigin& at, Com
     };
     s.write = [=] {
         const std::lock_guard lock(reduction_mutex());
+        const auto order_lock = lock_order();
         for_each_piece(m, at, [&](uint32_t offset, uint8_t* to, uint32_t) {
             if (!to) return;
-            for (const auto& [place, other] : *conflicts) {
-                machine->grid->order->compare(place, other, data->data() + offset,
-                                              reinterpret_cast<uintptr_t>(to), 16, what);
-            }
+            check_landing(*conflicts, data->data() + offset, to, 16, how, what);
             if (how == Combine::copy)
                 std::memcpy(to, data->data() + offset, 16);
             else
@@ -308,11 +322,9 @@ void store_range(void* destination, uint32_t source, uint32_t bytes, Combine how
     };
     s.write = [=] {
         const std::lock_guard lock(reduction_mutex());
+        const auto order_lock = lock_order();
         auto* to = static_cast<uint8_t*>(destination);
-        for (const auto& [place, other] : *conflicts) {
-            machine->grid->order->compare(place, other, data->data(),
-                                          reinterpret_cast<uintptr_t>(to), bytes, what);
-        }
+        check_landing(*conflicts, data->data(), to, bytes, how, what);
         if (how == Combine::copy)
             std::memcpy(to, data->data(), bytes);
         else

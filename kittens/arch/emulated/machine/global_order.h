@@ -43,6 +43,7 @@ struct GlobalMark {
     uint8_t bytes = 0;    // mask
     GlobalAccess how = GlobalAccess::write;
     bool is_one_of_several = false;  // unordered writes of one value
+    bool has_landed = false;         // of a copy in flight: its bytes are there
 };
 inline bool is_write_by_copy(const GlobalMark& m) { return m.how == GlobalAccess::async_write; }
 // Of a copy: where another cluster's may come before or after.
@@ -86,12 +87,18 @@ class GlobalOrder {
                     // Tiles of one thread or cluster may overlap, with one value; with what others
                     // have copied or stored it is compared when it is there.
                     if (conflicts && of_another) conflicts->push_back({first, m});
+                } else if (locks_ && how == GlobalAccess::write && from != nullptr && of_another &&
+                           is_write_by_copy(m) && m.time == GlobalMark::IN_FLIGHT &&
+                           !m.has_landed) {
+                    // The copy's bytes are not there yet: they are compared when they come.
+                    std::vector<uint8_t> stored(from + (first - begin), from + (end - begin));
+                    before_copies_[first].push_back({mine, std::move(stored)});
+                    note_equal(m, a, mine, mask);
+                    continue;
                 } else if (from != nullptr &&
                            std::memcmp(from + (first - begin), there, end - first) == 0) {
                     // Two writes of one value may come in any order: it is enough to know of one.
-                    m.is_one_of_several = true;
-                    equal_[a].push_back(mine);
-                    equal_[a].back().bytes = mask;
+                    note_equal(m, a, mine, mask);
                     continue;
                 } else {
                     complain(t, m, how, what, in->region, first);
@@ -109,14 +116,36 @@ class GlobalOrder {
                  uint32_t count, const char* what) {
         if (locks_ || place < first || place >= first + count) return;
         const size_t rest = std::min<size_t>(4, first + count - place);
-        if (std::memcmp(reinterpret_cast<const void*>(place), bytes + (place - first), rest) == 0) {
-            return;
+        if (std::memcmp(reinterpret_cast<const void*>(place), bytes + (place - first), rest) != 0) {
+            throw_differs(place, other, what);
         }
-        throw Error("kittens emulator: kernel " + machine->grid->name + ": " + what + " to byte " +
-                    std::to_string(place - find(place)->begin()) + " of '" +
-                    find(place)->region.name + "' brings another value than that of " +
-                    describe_writer(other) +
-                    ": no barrier or flag (release and acquire) in between");
+    }
+    // Held while a copy's bytes are stored, and before `land`.
+    std::unique_lock<std::mutex> lock() {
+        return locks_ ? std::unique_lock(mutex_) : std::unique_lock<std::mutex>();
+    }
+    // A copy's bytes come to `first`. What threads of other clusters, on other host threads, have
+    // stored there since it was issued is the same.
+    void land(const uint8_t* bytes, uintptr_t first, uint32_t count, const char* what) {
+        Marked* in = locks_ ? find(first) : nullptr;
+        if (in == nullptr) return;
+        for (uintptr_t a = first & ~uintptr_t(3); a < first + count; a += 4) {
+            GlobalMark& m = in->mark(a);
+            if (m.cluster == machine->number && m.time == GlobalMark::IN_FLIGHT) {
+                m.has_landed = true;
+            }
+        }
+        const auto end = before_copies_.lower_bound(first + count);
+        const auto begin = before_copies_.lower_bound(first);
+        for (auto at = begin; at != end; ++at) {
+            for (const auto& [writer, stored] : at->second) {
+                const size_t rest = std::min<size_t>(stored.size(), first + count - at->first);
+                if (std::memcmp(stored.data(), bytes + (at->first - first), rest) != 0) {
+                    throw_differs(at->first, writer, what);
+                }
+            }
+        }
+        before_copies_.erase(begin, end);
     }
     // The running thread has waited for its asynchronous writes.
     void finish(const void* pointer, uint32_t bytes) {
@@ -247,14 +276,23 @@ class GlobalOrder {
         (*all)[machine->number] = std::move(snapshot);
         return all;
     }
-    std::unique_lock<std::mutex> lock() {
-        return locks_ ? std::unique_lock(mutex_) : std::unique_lock<std::mutex>();
-    }
     Marked* find(uintptr_t address) {
         for (Marked& m : regions_) {
             if (address >= m.begin() && address < m.begin() + m.region.bytes) return &m;
         }
         return nullptr;
+    }
+    void note_equal(GlobalMark& m, uintptr_t place, const GlobalMark& other, uint8_t mask) {
+        m.is_one_of_several = true;
+        equal_[place].push_back(other);
+        equal_[place].back().bytes = mask;
+    }
+    [[noreturn]] void throw_differs(uintptr_t place, const GlobalMark& other, const char* what) {
+        const Marked& in = *find(place);
+        throw Error("kittens emulator: kernel " + machine->grid->name + ": " + what + " to byte " +
+                    std::to_string(place - in.begin()) + " of '" + in.region.name +
+                    "' brings another value than that of " + describe_writer(other) +
+                    ": no barrier or flag (release and acquire) in between");
     }
     // Of a thread's own writes and those of others alike; the async proxy sees what threads wrote
     // through a proxy fence.
@@ -314,6 +352,8 @@ class GlobalOrder {
     std::mutex mutex_;
     std::vector<Marked> regions_;
     std::map<uintptr_t, std::vector<GlobalMark>> equal_;  // the other writes of one value
+    // What other clusters have stored where a copy is in flight, by address.
+    std::map<uintptr_t, std::vector<std::pair<GlobalMark, std::vector<uint8_t>>>> before_copies_;
     std::map<uintptr_t, Flag> flags_;
 };
 
