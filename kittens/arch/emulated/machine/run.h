@@ -172,10 +172,10 @@ class ClusterRun {
         for (Block& block : cluster_.blocks) {
             for (Thread& t : block.threads) make_ready(&t);
         }
-        running.join();
+        running.change();
         const auto end = [&] {
             machine = nullptr;
-            running.leave();
+            running.change();
         };
         try {
             run_threads();
@@ -268,8 +268,6 @@ inline void check_launch(const Grid& g) {
 
 inline void run_grid(Grid grid) {
     check_launch(grid);
-    RunningClusters running;
-    grid.running = &running;
     std::optional<GlobalOrder> order;
     if (grid.options->check_order && !grid.options->regions.empty()) {
         grid.order = &order.emplace(*grid.options, grid.grid, grid.cluster,
@@ -278,6 +276,10 @@ inline void run_grid(Grid grid) {
     const dim3 clusters(grid.grid.x / grid.cluster.x, grid.grid.y / grid.cluster.y,
                         grid.grid.z / grid.cluster.z);
     const uint64_t count = uint64_t(clusters.x) * clusters.y * clusters.z;
+    const uint64_t host_threads =
+        std::min<uint64_t>(static_cast<uint64_t>(std::max(1, grid.options->host_threads)), count);
+    RunningClusters running(host_threads);
+    grid.running = &running;
     std::atomic<uint64_t> next{0};
     std::mutex mutex;
     std::exception_ptr error;
@@ -294,12 +296,10 @@ inline void run_grid(Grid grid) {
                 next = count;
             }
         }
+        running.leave();
     };
-    const auto helpers =
-        std::min<uint64_t>(static_cast<uint64_t>(std::max(1, grid.options->host_threads)), count) -
-        1;
     std::vector<std::thread> threads;
-    for (uint64_t i = 0; i < helpers; ++i) threads.emplace_back(work);
+    for (uint64_t i = 1; i < host_threads; ++i) threads.emplace_back(work);
     work();
     for (std::thread& t : threads) t.join();
     if (error) std::rethrow_exception(error);

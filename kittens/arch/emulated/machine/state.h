@@ -333,8 +333,9 @@ struct Copy {
     std::function<void()> move;
 };
 
-// The clusters that run at the same time, on threads of the host, where they may wait for each
-// other through global memory: whether any of them gets on.
+// The clusters that run at the same time, one on each of some threads of the host, where they may
+// wait for each other through global memory: whether any of them gets on. A thread that has yet to
+// begin its cluster may bring what the others wait for.
 class RunningClusters {
   public:
     // How often a cluster's threads have polled in vain since something last happened in any.
@@ -342,8 +343,18 @@ class RunningClusters {
         uint64_t epoch = 0;
         int count = 0;
     };
-    void join() { change(1); }
-    void leave() { change(-1); }
+    explicit RunningClusters(uint64_t host_threads) : running_(host_threads) {}
+    // A cluster begins or ends.
+    void change() {
+        const std::lock_guard lock(mutex_);
+        begin_epoch();
+    }
+    // The thread of the host has no more clusters.
+    void leave() {
+        const std::lock_guard lock(mutex_);
+        --running_;
+        begin_epoch();
+    }
     // `progress`: something has happened in the cluster since it last polled. False: in none for
     // long, however often each has polled.
     bool poll(Polls& polls, bool progress) {
@@ -357,18 +368,13 @@ class RunningClusters {
   private:
     static constexpr int LIMIT = 10000;
 
-    void change(int clusters) {
-        const std::lock_guard lock(mutex_);
-        running_ += clusters;
-        begin_epoch();
-    }
     void begin_epoch() {
         ++epoch_;
         stuck_ = 0;
     }
     std::mutex mutex_;
     uint64_t epoch_ = 1;
-    int running_ = 0, stuck_ = 0;  // stuck: have polled to the limit in this epoch
+    uint64_t running_, stuck_ = 0;  // stuck: have polled to the limit in this epoch
 };
 
 struct Grid {
