@@ -4,7 +4,8 @@
 
 The order and the widths of tiles are those of `thunderkittens._C`, which computes them by the code
 that the kernels run. So a picture cannot show what a kernel does not do. The causal schedule is
-computed here from what `choose()` says, by the rule of csrc/attention/forward_scheduler.cuh."""
+computed here from what `choose()` says, by the rule of
+csrc/attention/forward/forward_scheduler.cuh."""
 
 from __future__ import annotations
 

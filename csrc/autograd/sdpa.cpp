@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "csrc/attention/attention.h"
+#include "csrc/attention/common/attention.h"
 #include "csrc/autograd/node.h"
 
 namespace thunderkittens::sdpa {

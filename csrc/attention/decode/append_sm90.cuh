@@ -4,9 +4,9 @@
 
 #include <cuda_fp8.h>
 
+#include "csrc/attention/common/layouts.cuh"
 #include "csrc/attention/decode/append.h"
 #include "csrc/attention/decode/rotary.cuh"
-#include "csrc/attention/layouts.cuh"
 #include "csrc/gemm/quantize/nvfp4_values_sm90.cuh"
 
 namespace thunderkittens::attention::decode {

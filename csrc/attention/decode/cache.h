@@ -2,8 +2,8 @@
 // that kernels take. Host C++ without torch.
 #pragma once
 
+#include "csrc/attention/common/operands.h"
 #include "csrc/attention/decode/decode.h"
-#include "csrc/attention/operands.h"
 
 namespace thunderkittens::attention::decode {
 

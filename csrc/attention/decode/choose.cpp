@@ -1,6 +1,6 @@
 // Which kernel runs attention over a cache, and in how many parts. Pure functions.
 #include "csrc/attention/decode/append.h"
-#include "csrc/attention/forward.h"
+#include "csrc/attention/forward/forward.h"
 
 #include "csrc/common/check.h"
 #include "csrc/common/registry.h"

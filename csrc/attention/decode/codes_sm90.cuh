@@ -7,8 +7,8 @@
 
 #include <cuda_fp8.h>
 
+#include "csrc/attention/common/softmax.cuh"
 #include "csrc/attention/decode/decode.h"
-#include "csrc/attention/softmax.cuh"
 #include "kittens/kittens.cuh"
 
 namespace thunderkittens::attention::decode {

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "csrc/attention/attention.h"
+#include "csrc/attention/common/attention.h"
 #include "csrc/common/math.h"
 
 namespace thunderkittens::attention::decode {

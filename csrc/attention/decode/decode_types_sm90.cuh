@@ -4,11 +4,11 @@
 
 #include <algorithm>
 
+#include "csrc/attention/common/layouts.cuh"
+#include "csrc/attention/common/tile_scheduler.cuh"
 #include "csrc/attention/decode/codes_sm90.cuh"
 #include "csrc/attention/decode/rotary.cuh"
 #include "csrc/attention/decode/work_sm90.cuh"
-#include "csrc/attention/layouts.cuh"
-#include "csrc/attention/tile_scheduler.cuh"
 
 namespace thunderkittens::attention::decode {
 

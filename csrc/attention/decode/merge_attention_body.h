@@ -3,8 +3,8 @@
 
 #include <vector>
 
+#include "csrc/attention/common/operands.h"
 #include "csrc/attention/decode/append.h"
-#include "csrc/attention/operands.h"
 
 namespace thunderkittens::attention::decode {
 

@@ -3,8 +3,8 @@
 // infinite of either sign, counts for nothing.
 #pragma once
 
+#include "csrc/attention/common/layouts.cuh"
 #include "csrc/attention/decode/append.h"
-#include "csrc/attention/layouts.cuh"
 
 namespace thunderkittens::attention::decode {
 

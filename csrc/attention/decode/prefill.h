@@ -2,9 +2,9 @@
 // Host C++ without torch.
 #pragma once
 
+#include "csrc/attention/common/ragged.h"
 #include "csrc/attention/decode/decode.h"
-#include "csrc/attention/dispatch.h"
-#include "csrc/attention/ragged.h"
+#include "csrc/attention/forward/dispatch.h"
 
 namespace thunderkittens::attention::decode {
 

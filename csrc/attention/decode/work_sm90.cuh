@@ -2,8 +2,8 @@
 // a schedule cuts them all.
 #pragma once
 
+#include "csrc/attention/common/scores.cuh"
 #include "csrc/attention/decode/decode.h"
-#include "csrc/attention/scores.cuh"
 
 namespace thunderkittens::attention::decode {
 

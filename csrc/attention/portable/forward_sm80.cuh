@@ -23,11 +23,11 @@
 
 #include <algorithm>
 
-#include "csrc/attention/forward.h"
-#include "csrc/attention/forward_work.cuh"
-#include "csrc/attention/layouts.cuh"
+#include "csrc/attention/common/layouts.cuh"
+#include "csrc/attention/common/scores.cuh"
+#include "csrc/attention/forward/forward.h"
+#include "csrc/attention/forward/forward_work.cuh"
 #include "csrc/attention/portable/copies_sm80.cuh"
-#include "csrc/attention/scores.cuh"
 #include "kittens/kittens.cuh"
 
 namespace thunderkittens::attention {

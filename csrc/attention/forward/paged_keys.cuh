@@ -1,0 +1,82 @@
+// Keys of the forward's work tiles: those of a batch or of packed sequences, or pages of a cache,
+// whose lengths and places are on the device.
+#pragma once
+
+#include "csrc/attention/common/scores.cuh"
+#include "csrc/attention/common/tile_scheduler.cuh"
+#include "csrc/attention/forward/forward.h"
+
+namespace thunderkittens::attention {
+
+using namespace kittens;
+
+struct ForwardSequences : SequenceTable {
+    const int *k_lengths, *cu_new;  // null: as SequenceTable has them; as many new keys for all
+    int new_keys, most_keys;
+
+    ForwardSequences(const Problem& p, const Sequences& s, const PagedKeys& keys)
+        : SequenceTable(p, s),
+          k_lengths(keys.k_lengths),
+          cu_new(keys.cu_new),
+          new_keys(static_cast<int>(keys.new_keys)),
+          most_keys(static_cast<int>(keys.most_keys)) {}
+
+    __device__ __forceinline__ Lengths lengths(int b) const {
+        return k_lengths == nullptr ? SequenceTable::lengths(b)
+                                    : lengths_with(b, b < batch ? keys_of(b) : 0);
+    }
+
+  private:
+    __device__ __forceinline__ int keys_of(int b) const {
+        const int added = cu_new == nullptr ? new_keys
+                                            : arch::load_global_readonly(cu_new + b + 1) -
+                                                  arch::load_global_readonly(cu_new + b);
+        return ::min(::max(arch::load_global_readonly(k_lengths + b) + added, 0), most_keys);
+    }
+};
+
+// Where a sequence's keys are in a cache: a page is a segment of a ragged layout, and a transfer
+// moves a piece of a tile, which lies within a page.
+struct PageTable {
+    const int *table, *rows;
+    int64_t stride;
+    int page_size, k_page_rows, v_page_rows;
+    Divisor by_page_size;
+    int piece;  // 0: keys are not paged
+
+    PageTable(const PagedKeys& keys, int block_n)
+        : table(keys.table),
+          rows(keys.rows),
+          stride(keys.table_stride),
+          page_size(static_cast<int>(keys.page_size)),
+          k_page_rows(static_cast<int>(keys.k_page_rows)),
+          v_page_rows(static_cast<int>(keys.v_page_rows)),
+          by_page_size(page_size),
+          piece(keys.k_lengths == nullptr ? 0 : static_cast<int>(piece_rows(keys, block_n))) {}
+
+    struct Page {
+        int page = 0, first = 0;  // a page of the cache, and its first key in the sequence
+    };
+    __device__ __forceinline__ Page page_of(int b, int key, int k_length) const {
+        Page at;
+        if (key < 0 || key >= k_length) return at;
+        at.page = rows == nullptr ? b : arch::load_global_readonly(rows + b);
+        if (table != nullptr) {
+            const int index = by_page_size.quotient(key);
+            at.page = arch::load_global_readonly(table + at.page * stride + index);
+            at.first = index * page_size;
+        }
+        return at;
+    }
+    // Of the piece that begins with a key. What lies behind the last key comes as zeros.
+    __device__ __forceinline__ ragged_coord place(const Page& at, int head, int key, int k_length,
+                                                  int page_rows) const {
+        if (key >= k_length) return {.head = head};
+        return {.head = head,
+                .begin = at.page * page_rows,
+                .length = ::min(page_size, k_length - at.first),
+                .row = key - at.first};
+    }
+};
+
+}  // namespace thunderkittens::attention
