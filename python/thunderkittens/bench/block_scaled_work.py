@@ -8,13 +8,15 @@ plain PyTorch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .cases import Case, Expected, Inputs, Prepared, random_normal
-from .choices import dtype_name
+from .choices import dtype_name, sizes_of
+from .drawn import Draw, matrix
 
 SHAPES: dict[str, list[tuple[int, int]]] = {
     "default": [(8192, 8192), (4096, 4096), (16384, 8192), (4096, 28672), (8191, 8200)],
@@ -23,35 +25,67 @@ SHAPES: dict[str, list[tuple[int, int]]] = {
 }
 
 
-def make_case(
-    rows: int,
-    columns: int,
-    variant: str,
-    bytes_per_element: float,
-    dtype: torch.dtype,
-    inputs: Callable[[Tensor], Inputs],
-    oracle: Callable[..., Iterator[Expected]],
-) -> Case:
-    """A case whose inputs are made of a random matrix."""
+@dataclass(frozen=True)
+class Matrices:
+    """The cases of an op on a matrix, in some variants."""
 
-    def make_inputs(device: torch.device, generator: torch.Generator) -> Inputs:
-        return inputs(random_normal(rows, columns, dtype=dtype, generator=generator))
+    # By size of an element of the matrix and variant: bytes that move, for each element.
+    moved: Callable[[int, str], float]
+    inputs: Callable[[Tensor, str], Inputs]
+    oracle: Callable[..., Iterator[Expected]]
+    variants: tuple[str, ...] = ("rows",)
+    # Of drawn matrices: what their columns are a multiple of; the bytes that the copy moves, for
+    # each element, None: those of two matrices; what else tells problems apart.
+    multiple: int = 1
+    copied: float | None = None
+    problem: Callable[[int, int, Draw], dict[str, Any]] | None = None
 
-    return Case(
-        name=f"{variant} {rows} x {columns}",
-        make_inputs=make_inputs,
-        flops=0.0,
-        bytes=bytes_per_element * rows * columns,
-        groups=(variant,),
-        parameters={
-            "label": f"{rows}x{columns}",
-            "rows": rows,
-            "columns": columns,
-            "variant": variant,
-            "dtype": dtype_name(dtype),
-        },
-        oracle=oracle,
-    )
+    def make(self, rows: int, columns: int, variant: str, dtype: torch.dtype) -> Case:
+        """A case whose inputs are made of a random matrix."""
+
+        def make_inputs(device: torch.device, generator: torch.Generator) -> Inputs:
+            x = random_normal(rows, columns, dtype=dtype, generator=generator)
+            return self.inputs(x, variant)
+
+        return Case(
+            name=f"{variant} {rows} x {columns}",
+            make_inputs=make_inputs,
+            flops=0.0,
+            bytes=self.moved(dtype.itemsize, variant) * rows * columns,
+            groups=(variant,),
+            parameters={
+                "label": f"{rows}x{columns}",
+                "rows": rows,
+                "columns": columns,
+                "variant": variant,
+                "dtype": dtype_name(dtype),
+            },
+            oracle=self.oracle,
+        )
+
+    def cases(
+        self, shapes: str | list[Any] = "default", *, dtype: torch.dtype = torch.bfloat16
+    ) -> list[Case]:
+        """The cases of a set of shapes. ValueError for a name there is not."""
+        return [
+            self.make(*size, variant, dtype)
+            for variant in self.variants
+            for size in sizes_of(SHAPES, shapes)
+        ]
+
+    def drawn(self, draw: Draw) -> Case:
+        """A matrix, in the variant that is drawn, if there are several."""
+        rows, columns = matrix(draw, self.multiple)
+        variant = draw.form if len(self.variants) > 1 else self.variants[0]
+        case = self.make(rows, columns, variant, draw.dtype)
+        copied = 2 * draw.dtype.itemsize if self.copied is None else self.copied
+        problem: dict[str, Any] = {"rows": rows, "columns": columns, "dtype": draw.code}
+        return draw.case(
+            case,
+            f"{case.name}, {draw.code}",
+            peer_bytes=copied * rows * columns,
+            problem=self.problem(rows, columns, draw) if self.problem else problem,
+        )
 
 
 def exactly(results: tuple[Tensor, ...], outputs: tuple[int, ...]) -> Iterator[Expected]:

@@ -55,6 +55,18 @@ def load_suite(op: str) -> Any:
     return importlib.import_module(f"{package}.{op}")
 
 
+def add_options(parser: argparse.ArgumentParser, suite: Any) -> None:
+    """What only this suite has, if anything."""
+    if hasattr(suite, "add_arguments"):
+        suite.add_arguments(parser)
+
+
+def options_of(suite: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """The suite's own keywords of `cases`."""
+    given: dict[str, Any] = suite.options(args) if hasattr(suite, "options") else {}
+    return given
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_profile(parser, default=False)
     ops = parser.add_subparsers(dest="op", metavar="op", required=True)
@@ -67,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         summary = (suite.__doc__ or "").strip().splitlines()[0]
         op = ops.add_parser(name, help=summary, description=summary)
         op.set_defaults(dtype=None, host=False, protocol=None, regret=False, model=None)
-        suite.add_arguments(op)
+        add_options(op, suite)
         more = "" if name in WHOLE else f", {DRAWN}"
         shapes = f"{', '.join(suite.SHAPES)}{more} (on a CPU: tiny)"
         add_common(op, shapes, getattr(suite, "SECONDS", SECONDS), of_op=name not in WHOLE)
@@ -184,9 +196,9 @@ def cases_of(args: argparse.Namespace, shapes: str) -> list[Case]:
     if args.model is not None:
         work = models.find(args.model, args.tokens, args.sequences)
         dtype = DTYPES[args.dtype or "bf16"]
-        return models.cases(suite, work, dtype=dtype, options=suite.options(args))
+        return models.cases(suite, work, dtype=dtype, options=options_of(suite, args))
     cases: list[Case] = suite.cases(
-        shapes, dtype=DTYPES[args.dtype or "bf16"], **suite.options(args)
+        shapes, dtype=DTYPES[args.dtype or "bf16"], **options_of(suite, args)
     )
     return cases
 
@@ -228,8 +240,8 @@ def choose_peers(available: dict[str, Any], wanted: str | None) -> dict[str, Any
 def takes_part(suite: Any, args: argparse.Namespace) -> bool:
     """Whether an option of the suite that lists names, as --kinds, lacks some of its default."""
     parser = argparse.ArgumentParser()
-    suite.add_arguments(parser)
-    whole, chosen = suite.options(parser.parse_args([])), suite.options(args)
+    add_options(parser, suite)
+    whole, chosen = (options_of(suite, x) for x in (parser.parse_args([]), args))
     return any(
         isinstance(names, tuple) and set(names) - set(chosen[k]) for k, names in whole.items()
     )

@@ -5,7 +5,6 @@ All of the caches is checked: what is written, and that nothing else is.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,14 +36,6 @@ SHAPES: dict[str, list[tuple[int, int, int, int, str]]] = {
 DRAWN_CLASSES = (ANY,)
 DRAWN_PEERS = ("copy",)
 OF_MODEL = models.append_kv
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Appending has no options of its own."""
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return {}
 
 
 def oracle(

@@ -8,7 +8,6 @@ deterministic order, what options cost, small batches, and decoding.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -179,14 +178,6 @@ DRAWN_PEERS = (
     "PyTorch",
 )
 OF_MODEL = models.attention
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Attention has no options of its own."""
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return {}
 
 
 def make_case(

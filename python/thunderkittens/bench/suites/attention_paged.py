@@ -6,7 +6,6 @@ bytes, which also writes them. Schedules are made before, as once for all layers
 
 from __future__ import annotations
 
-import argparse
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -85,14 +84,6 @@ SHAPES: dict[str, list[Any]] = {
 DRAWN_CLASSES = (ANY,)
 DRAWN_PEERS = ("copy",)
 OF_MODEL = models.attention_paged
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Attention over caches has no options of its own."""
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return {}
 
 
 def oracle(

@@ -6,7 +6,6 @@ costs, is said in csrc/attention/decode/decode.h and schedule_sm90.cuh.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,14 +34,6 @@ SHAPES: dict[str, list[Any]] = {
 DRAWN_CLASSES = (ANY,)
 DRAWN_PEERS = ("copy",)
 OF_MODEL = models.attention_schedule
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Schedules have no options of their own."""
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return {}
 
 
 def parts_of(seq_lens: Tensor, heads: int, kv_heads: int, dim: int) -> int:

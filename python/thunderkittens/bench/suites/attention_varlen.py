@@ -6,7 +6,6 @@ Cases are 16k tokens of width 2048. "equal" packs sequences of one length; its b
 
 from __future__ import annotations
 
-import argparse
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -56,14 +55,6 @@ DRAWN_FORMS = ("forward", "backward")
 DRAWN_CLASSES = (ANY,)
 DRAWN_PEERS = ("torch varlen",)
 OF_MODEL = models.packed
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Packed attention has no options of its own."""
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return {}
 
 
 def parts(inputs: Inputs) -> Iterator[tuple[slice, list[Tensor]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,14 +21,6 @@ SHAPES: dict[str, list[tuple[int, int, int, int]]] = {
 DRAWN_CLASSES = (ANY,)
 DRAWN_PEERS = ("copy",)
 OF_MODEL = models.merge_attention
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Merging has no options."""
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return {}
 
 
 def oracle(outs: list[Tensor], lses: list[Tensor]) -> Iterator[Expected]:

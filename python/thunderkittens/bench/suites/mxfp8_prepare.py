@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,24 +9,14 @@ import torch
 from torch import Tensor
 
 from .. import models
-from ..block_scaled_work import SHAPES, copy_of, exactly, make_case
-from ..cases import Case, Expected, Implementation, Inputs
-from ..choices import sizes_of
-from ..drawn import Draw, matrix
+from ..block_scaled_work import SHAPES, Matrices, copy_of, exactly
+from ..cases import Expected, Implementation, Inputs
 
-__all__ = ["SHAPES", "add_arguments", "cases", "host_calls", "implementations", "options"]
+__all__ = ["SHAPES", "cases", "host_calls", "implementations"]
 
 
 DRAWN_PEERS = ("copy",)
 OF_MODEL = models.kept
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """No options of its own."""
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return {}
 
 
 def oracle(x: Tensor, data: Tensor, scale: Tensor) -> Iterator[Expected]:
@@ -36,33 +25,22 @@ def oracle(x: Tensor, data: Tensor, scale: Tensor) -> Iterator[Expected]:
     return exactly(tuple(tk.reference.mxfp8_prepare(data, scale))[2:], (0, 1))
 
 
-def inputs(x: Tensor) -> Inputs:
+def inputs(x: Tensor, variant: str) -> Inputs:
     import thunderkittens as tk
 
     data, scale = tk.mxfp8_quantize(x)
     return {"x": x, "data": data, "scale": scale}
 
 
-def cases(
-    shapes: str | list[Any] = "default", *, dtype: torch.dtype = torch.bfloat16
-) -> list[Case]:
-    """The cases of a set of shapes. ValueError for a name there is not."""
-    return [
-        make_case(*size, "rows", 2 + 1 / 32, dtype, inputs, oracle)
-        for size in sizes_of(SHAPES, shapes)
-    ]
-
-
-def drawn(draw: Draw) -> Case:
-    """An operand."""
-    rows, columns = matrix(draw, 32)
-    case = make_case(rows, columns, "rows", 2 + 1 / 32, draw.dtype, inputs, oracle)
-    return draw.case(
-        case,
-        f"{case.name}, {draw.code}",
-        peer_bytes=2 * rows * columns,
-        problem={"rows": rows, "columns": columns},
-    )
+_work = Matrices(
+    lambda size, _: 2 + 1 / 32,
+    inputs,
+    oracle,
+    multiple=32,
+    copied=2,
+    problem=lambda rows, columns, draw: {"rows": rows, "columns": columns},
+)
+cases, drawn = _work.cases, _work.drawn
 
 
 def implementations(device: torch.device) -> dict[str, Implementation]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,12 +9,10 @@ import torch
 from torch import Tensor
 
 from .. import models
-from ..block_scaled_work import SHAPES, copy_of, exactly, make_case
-from ..cases import Case, Expected, Implementation, Inputs
-from ..choices import sizes_of
-from ..drawn import Draw, matrix
+from ..block_scaled_work import SHAPES, Matrices, copy_of, exactly
+from ..cases import Expected, Implementation, Inputs
 
-__all__ = ["SHAPES", "add_arguments", "cases", "host_calls", "implementations", "options"]
+__all__ = ["SHAPES", "cases", "host_calls", "implementations"]
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "rows": {},
@@ -29,14 +26,6 @@ DRAWN_PEERS = ("copy",)
 OF_MODEL = models.matrices
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """No options of its own."""
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return {}
-
-
 def oracle(x: Tensor, **call: Any) -> Iterator[Expected]:
     import thunderkittens as tk
 
@@ -44,45 +33,24 @@ def oracle(x: Tensor, **call: Any) -> Iterator[Expected]:
     return exactly(results, tuple(range(len(results))))
 
 
-def inputs_of(variant: str) -> Callable[[Tensor], Inputs]:
-    return lambda x: {"x": x, **OPTIONS[variant]}
+def inputs(x: Tensor, variant: str) -> Inputs:
+    return {"x": x, **OPTIONS[variant]}
 
 
-def cases(
-    shapes: str | list[Any] = "default", *, dtype: torch.dtype = torch.bfloat16
-) -> list[Case]:
-    """The cases of a set of shapes. ValueError for a name there is not."""
-    return [
-        make_case(
-            *size,
-            variant,
-            dtype.itemsize + (2 if variant == "both" else 1) * (1 + 1 / 32),
-            dtype,
-            inputs_of(variant),
-            oracle,
-        )
-        for variant in OPTIONS
-        for size in sizes_of(SHAPES, shapes)
-    ]
-
-
-def drawn(draw: Draw) -> Case:
-    """A matrix, quantised in one orientation, the other, or both."""
-    rows, columns = matrix(draw)
-    moved = draw.dtype.itemsize + (2 if draw.form == "both" else 1) * (1 + 1 / 32)
-    case = make_case(rows, columns, draw.form, moved, draw.dtype, inputs_of(draw.form), oracle)
-    return draw.case(
-        case,
-        f"{case.name}, {draw.code}",
-        peer_bytes=2 * draw.dtype.itemsize * rows * columns,
-        problem={
-            "rows": rows,
-            "columns": columns,
-            "dtype": draw.code,
-            "transpose": draw.form == "both",
-            "row_major": draw.form != "columns",
-        },
-    )
+_work = Matrices(
+    lambda size, variant: size + (2 if variant == "both" else 1) * (1 + 1 / 32),
+    inputs,
+    oracle,
+    tuple(OPTIONS),
+    problem=lambda rows, columns, draw: {
+        "rows": rows,
+        "columns": columns,
+        "dtype": draw.code,
+        "transpose": draw.form == "both",
+        "row_major": draw.form != "columns",
+    },
+)
+cases, drawn = _work.cases, _work.drawn
 
 
 def implementations(device: torch.device) -> dict[str, Implementation]:

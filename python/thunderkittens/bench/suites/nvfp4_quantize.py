@@ -3,7 +3,6 @@ PyTorch. What is found takes a second reading of the matrix, and its bytes are c
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,12 +10,10 @@ import torch
 from torch import Tensor
 
 from .. import models
-from ..block_scaled_work import SHAPES, copy_of, exactly, make_case
-from ..cases import Case, Expected, Implementation, Inputs
-from ..choices import sizes_of
-from ..drawn import Draw, matrix
+from ..block_scaled_work import SHAPES, Matrices, copy_of, exactly
+from ..cases import Expected, Implementation, Inputs
 
-__all__ = ["SHAPES", "add_arguments", "cases", "host_calls", "implementations", "options"]
+__all__ = ["SHAPES", "cases", "host_calls", "implementations"]
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "given": {},
@@ -31,14 +28,6 @@ DRAWN_PEERS = ("copy",)
 OF_MODEL = models.matrices
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """No options of its own."""
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return {}
-
-
 def oracle(x: Tensor, **call: Any) -> Iterator[Expected]:
     """The scales; PyTorch has no arithmetic for the elements, which the tests check."""
     import thunderkittens as tk
@@ -46,53 +35,30 @@ def oracle(x: Tensor, **call: Any) -> Iterator[Expected]:
     return exactly(tk.reference.nvfp4_quantize(x, **call), (1, 2))
 
 
-def inputs_of(variant: str) -> Callable[[Tensor], Inputs]:
-    def inputs(x: Tensor) -> Inputs:
-        call = dict(VARIANTS[variant])
-        if variant != "found":
-            call["global_scale"] = torch.full((), 6.0 / 2688, device=x.device)
-        if "seed" in call:
-            call["seed"] = torch.tensor(call["seed"], device=x.device)
-        return {"x": x, **call}
-
-    return inputs
+def inputs(x: Tensor, variant: str) -> Inputs:
+    call = dict(VARIANTS[variant])
+    if variant != "found":
+        call["global_scale"] = torch.full((), 6.0 / 2688, device=x.device)
+    if "seed" in call:
+        call["seed"] = torch.tensor(call["seed"], device=x.device)
+    return {"x": x, **call}
 
 
-def cases(
-    shapes: str | list[Any] = "default", *, dtype: torch.dtype = torch.bfloat16
-) -> list[Case]:
-    """The cases of a set of shapes. ValueError for a name there is not."""
-    return [
-        make_case(
-            *size,
-            variant,
-            dtype.itemsize * (2 if variant == "found" else 1) + 1 / 2 + 1 / 16,
-            dtype,
-            inputs_of(variant),
-            oracle,
-        )
-        for variant in VARIANTS
-        for size in sizes_of(SHAPES, shapes)
-    ]
-
-
-def drawn(draw: Draw) -> Case:
-    """A matrix, with a global scale that is given or found."""
-    rows, columns = matrix(draw, 16)
-    moved = draw.dtype.itemsize * (2 if draw.form == "found" else 1) + 1 / 2 + 1 / 16
-    case = make_case(rows, columns, draw.form, moved, draw.dtype, inputs_of(draw.form), oracle)
-    return draw.case(
-        case,
-        f"{case.name}, {draw.code}",
-        peer_bytes=2 * draw.dtype.itemsize * rows * columns,
-        problem={
-            "rows": rows,
-            "columns": columns,
-            "dtype": draw.code,
-            "square": "16x16" in draw.form,
-            "stochastic": "stochastic" in draw.form,
-        },
-    )
+_work = Matrices(
+    lambda size, variant: size * (2 if variant == "found" else 1) + 1 / 2 + 1 / 16,
+    inputs,
+    oracle,
+    tuple(VARIANTS),
+    multiple=16,
+    problem=lambda rows, columns, draw: {
+        "rows": rows,
+        "columns": columns,
+        "dtype": draw.code,
+        "square": "16x16" in draw.form,
+        "stochastic": "stochastic" in draw.form,
+    },
+)
+cases, drawn = _work.cases, _work.drawn
 
 
 def implementations(device: torch.device) -> dict[str, Implementation]:
