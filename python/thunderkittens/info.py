@@ -357,7 +357,11 @@ def kernels() -> list[dict[str, Any]]:
 
     The registry adds `op`, `name`, `config`, `threads` and `shared_bytes` (dynamic, per block).
     """
-    rows = _build.kernel_table()
+    return with_registry(_build.kernel_table())
+
+
+def with_registry(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of `family`, `source` and `symbol`, each joined with the registry's entry."""
     registry = _attempt(lambda: _load.compiled_module().kernels())
     if not isinstance(registry, list):
         return rows
