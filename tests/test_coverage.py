@@ -40,11 +40,13 @@ KERNEL = """template <int n> [[gnu::always_inline]] inline int f(int x) {
 
 
 def clang_that_counts():
-    """One whose llvm-cov is there."""
+    """One that the build takes, and whose llvm-cov is there."""
     for name in ("clang++", *(f"clang++-{n}" for n in range(30, 15, -1))):
         if path := shutil.which(name):
+            version = subprocess.check_output([path, "-dumpversion"], text=True)
             command = [path, "-print-prog-name=llvm-cov"]
-            if shutil.which(subprocess.check_output(command, text=True).strip()):
+            program = subprocess.check_output(command, text=True).strip()
+            if int(version.split(".")[0]) >= 16 and shutil.which(program):
                 return path
     return None
 
