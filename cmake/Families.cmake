@@ -62,18 +62,20 @@ foreach(family IN LISTS THUNDERKITTENS_OPS)
 endforeach()
 message(STATUS "families: ${TK_FAMILIES}")
 
-# The kernels of an architecture family are those of the files whose names hold _sm<number>, that of
-# the least GPU that runs them, or no such word, which are of sm90 (tools/instances.py). What is made
-# of them, THUNDERKITTENS_CUDA_ARCHS lists:
+# The kernels of an architecture family are those of the files whose names hold _sm<number>, that
+# of the least GPU that runs them, or no such word, which are of sm90 (tools/instances.py). What is
+# made of them, THUNDERKITTENS_CUDA_ARCHS lists:
 #
 #   90a       native kernels, for one compute capability: machine code of the files of sm90
-#   80        portable kernels, the files of sm80: machine code of 8.0, which 8.6 and 8.9 run, and PTX
-#             that the driver compiles for every later GPU
+#   80        portable kernels, the files of sm80: machine code of 8.0, which 8.6 and 8.9 run, and
+#             PTX that the driver compiles for every later GPU
 #   120-real  machine code of the same files for 12.0, which spares the driver that
 #   80-virtual  the PTX alone
 #
-# Portable files of one name hold all that is listed for them, which the driver picks from. A file of
-# sm89 is made for what is listed from 89 on.
+# Portable files of one name hold all that is listed for them, which the driver picks from. A file
+# of sm89 is made for what is listed from 89 on. The compiler runs once for a file, for PTX of the
+# least architecture that is listed, and ptxas for each kind of machine code. Of several entries of
+# one major version the least serves the others too: 89 beside 80 is for files of sm89 alone.
 function(tk_add_all_kernels library)
   set(portable ${THUNDERKITTENS_CUDA_ARCHS})
   list(FILTER portable INCLUDE REGEX "^[0-9]+(-real|-virtual)?$")
@@ -90,24 +92,51 @@ function(tk_add_all_kernels library)
   endif()
   foreach(arch IN LISTS native)
     string(REGEX MATCH "^[0-9]+" number ${arch})
-    tk_add_kernels(${library} ${number} ${arch}-real)
+    tk_add_kernels(${library} ${number} "arch=compute_${arch},code=[sm_${arch}]")
   endforeach()
+  list(SORT portable COMPARE NATURAL)
   foreach(number 80 89)
-    set(archs)
-    foreach(arch IN LISTS portable)
-      string(REGEX MATCH "^[0-9]+" least ${arch})
-      if(least GREATER_EQUAL number)
-        list(APPEND archs ${arch})
-      endif()
-    endforeach()
-    if(archs)
-      tk_add_kernels(${library} ${number} ${archs})
+    tk_portable_code(${number} code ${portable})
+    if(code)
+      tk_add_kernels(${library} ${number} "${code}")
     endif()
   endforeach()
 endfunction()
 
-# Adds the kernels of an architecture family, compiled for CMake's architectures, to a library.
-function(tk_add_kernels library number)
+# What nvcc makes of the files of an architecture family, of entries in ascending order; "" if none
+# of them is for these files.
+function(tk_portable_code number result)
+  set(base)
+  set(codes)
+  set(majors)
+  foreach(arch IN LISTS ARGN)
+    string(REGEX MATCH "^[0-9]+" least ${arch})
+    if(least LESS number)
+      continue()
+    endif()
+    if(NOT base)
+      set(base ${least})
+    endif()
+    math(EXPR major "${least} / 10")
+    if(NOT arch MATCHES "-virtual$" AND NOT major IN_LIST majors)
+      list(APPEND majors ${major})
+      list(APPEND codes sm_${least})
+    endif()
+    if(NOT arch MATCHES "-real$")
+      list(APPEND codes compute_${base})
+    endif()
+  endforeach()
+  set(text "")
+  if(codes)
+    list(REMOVE_DUPLICATES codes)
+    list(JOIN codes "," codes)
+    set(text "arch=compute_${base},code=[${codes}]")
+  endif()
+  set(${result} "${text}" PARENT_SCOPE)
+endfunction()
+
+# Adds the kernels of an architecture family to a library; `code` is what nvcc makes of them.
+function(tk_add_kernels library number code)
   set(sources ${TK_KERNEL_SOURCES})
   if(number EQUAL 90)
     list(FILTER sources EXCLUDE REGEX "_sm(8|1)[0-9]+[^/]*\\.cu$")
@@ -120,12 +149,12 @@ function(tk_add_kernels library number)
   set(target kernels_sm${number})
   add_library(${target} OBJECT ${sources})
   set_target_properties(
-    ${target} PROPERTIES CUDA_ARCHITECTURES "${ARGN}" CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON
+    ${target} PROPERTIES CUDA_ARCHITECTURES OFF CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON
                          CUDA_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON
                          POSITION_INDEPENDENT_CODE ON CUDA_COMPILER_LAUNCHER "${TK_CUDA_LAUNCHER}")
   target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR})
   target_compile_definitions(${target} PRIVATE THUNDERKITTENS_ARCHS="${TK_ARCHS_TEXT}")
-  target_compile_options(${target} PRIVATE ${TK_CUDA_FLAGS})
+  target_compile_options(${target} PRIVATE "--generate-code=${code}" ${TK_CUDA_FLAGS})
   target_sources(${library} PRIVATE $<TARGET_OBJECTS:${target}>)
   set_property(GLOBAL APPEND PROPERTY TK_KERNEL_TARGETS ${target})
 endfunction()

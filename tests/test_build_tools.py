@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -149,3 +151,49 @@ def test_launcher_passes_on_the_compiler_s_status_and_errors(tmp_path, status):
     assert "serialized" in done.stderr
     assert ("Used 168" in done.stderr) == (status != 0), "what ptxas says is kept for the table"
     assert target.with_name("x.cu.o.json").exists() == (status == 0)
+
+
+CODES = [
+    # the entries, and what nvcc makes of the files of sm80 and of sm89
+    ("80", "arch=compute_80,code=[sm_80,compute_80]", ""),
+    (
+        "80 120-real",
+        "arch=compute_80,code=[sm_80,compute_80,sm_120]",
+        "arch=compute_120,code=[sm_120]",
+    ),
+    (
+        "120-real 89 80",
+        "arch=compute_80,code=[sm_80,compute_80,sm_120]",
+        "arch=compute_89,code=[sm_89,compute_89,sm_120]",
+    ),
+    ("80-virtual", "arch=compute_80,code=[compute_80]", ""),
+    (
+        "86-real 121-real 120-real",
+        "arch=compute_86,code=[sm_86,sm_120]",
+        "arch=compute_120,code=[sm_120]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("entries", "sm80", "sm89"), CODES)
+def test_what_portable_files_are_compiled_for(entries, sm80, sm89, tmp_path):
+    """The compiler runs once for a file, and a minor version has no machine code of its own where
+    an earlier one has."""
+    cmake = shutil.which("cmake")
+    if cmake is None:
+        pytest.skip("no cmake")
+    text = (TOOLS.parent / "cmake/Families.cmake").read_text()
+    function = re.search(r"function\(tk_portable_code .*?endfunction\(\)\n", text, re.DOTALL)
+    assert function is not None
+    ask = "".join(
+        f"set(portable {entries.replace(' ', ';')})\n"
+        "list(SORT portable COMPARE NATURAL)\n"
+        f"tk_portable_code({number} code ${{portable}})\nmessage(STATUS ${{code}})\n"
+        for number in (80, 89)
+    )
+    script = tmp_path / "ask.cmake"
+    script.write_text(function[0] + ask)
+    done = subprocess.run([cmake, "-P", script], check=True, capture_output=True, text=True)
+    found = [line.removeprefix("--").strip() for line in done.stdout.splitlines()]
+    assert found[0] == sm80
+    assert found[1] == sm89

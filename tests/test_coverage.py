@@ -40,11 +40,13 @@ KERNEL = """template <int n> [[gnu::always_inline]] inline int f(int x) {
 
 
 def clang_that_counts():
-    """One whose llvm-cov is there."""
+    """One that the build takes, and whose llvm-cov is there."""
     for name in ("clang++", *(f"clang++-{n}" for n in range(30, 15, -1))):
         if path := shutil.which(name):
+            version = subprocess.check_output([path, "-dumpversion"], text=True)
             command = [path, "-print-prog-name=llvm-cov"]
-            if shutil.which(subprocess.check_output(command, text=True).strip()):
+            program = subprocess.check_output(command, text=True).strip()
+            if int(version.split(".")[0]) >= 16 and shutil.which(program):
                 return path
     return None
 
@@ -53,19 +55,24 @@ CLANG = clang_that_counts()
 
 
 @pytest.mark.skipif(CLANG is None, reason="needs clang++ and llvm-cov")
-def test_branches_of_all_instances_are_added_up(tool, tmp_path, monkeypatch):
-    """A branch is one of the source: what one instance takes, the others need not."""
+@pytest.mark.parametrize("family", ["sm90", "sm80"])
+def test_branches_of_all_instances_are_added_up(family, tool, tmp_path, monkeypatch):
+    """A branch is one of the source: what one instance takes, the others need not. What counts is
+    what the build's list names."""
     monkeypatch.delenv("LLVM_PROFILE_FILE", raising=False)
-    build, kernel = tmp_path / "build", tmp_path / "csrc/f_sm90.cuh"
+    build, kernel = tmp_path / "build", tmp_path / f"csrc/f_{family}.cuh"
     for folder in (build, kernel.parent):
         folder.mkdir(parents=True)
     kernel.write_text(KERNEL)
     calls = "int main() { return f<1>(2) + f<1>(1) + f<2>(1) == 18 ? 0 : 1; }\n"
-    (build / "main.cpp").write_text('#include "csrc/f_sm90.cuh"\n' + calls)
+    (build / "main.cpp").write_text(f'#include "csrc/{kernel.name}"\n' + calls)
     (build / "CMakeCache.txt").write_text(f"CMAKE_CXX_COMPILER:FILEPATH={CLANG}\n")
     flags = ["-fcoverage-mapping", "-fprofile-instr-generate=.coverage.counts/%m.profraw", "-O1"]
     flags += [f"-ffile-prefix-map={tmp_path}=.", "-fcoverage-compilation-dir=.", "-std=c++20"]
     flags += [f"-I{tmp_path}"]
+    listed = re.search(r'"(\[clang\].*?)"', (ROOT / "CMakeLists.txt").read_text())
+    (build / "coverage.list").write_text(listed[1].replace(r"\n", "\n"))
+    flags += ["-fprofile-list=coverage.list"]
     command = [CLANG, *flags, "main.cpp", "-o", "_emulator.so"]
     subprocess.run(command, cwd=build, check=True)
     subprocess.run([build / "_emulator.so"], cwd=tmp_path, check=True)
@@ -73,11 +80,11 @@ def test_branches_of_all_instances_are_added_up(tool, tmp_path, monkeypatch):
     for level, status in (("60", 0), ("61", 1)):
         result = subprocess.run([*command, level], cwd=tmp_path, capture_output=True, text=True)
         assert result.returncode == status, result.stdout + result.stderr
-        assert re.search(r" 6/10 +60\.0%  csrc/f_sm90\.cuh\n", result.stdout), result.stdout
+        assert re.search(rf" 6/10 +60\.0%  csrc/f_{family}\.cuh\n", result.stdout), result.stdout
         assert "lines 9\n" in result.stdout
         assert "branches 3 true, 5 true, 6 false, 9 case 5\n" in result.stdout
     subprocess.run([*command, "0", "--record", "record.json"], cwd=tmp_path, check=True)
-    entry = json.loads((tmp_path / "record.json").read_text())["csrc/f_sm90.cuh"]
+    entry = json.loads((tmp_path / "record.json").read_text())[f"csrc/{kernel.name}"]
     assert entry["branches"] == [6, 10]
     assert entry["code"] == tool.hash_of(KERNEL)
 

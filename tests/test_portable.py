@@ -3,24 +3,37 @@ Ampere or later. What is asked is pure, so the GPUs need not be here."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 import thunderkittens as tk
 from thunderkittens import _C, emulation, info
 
+ROOT = Path(__file__).resolve().parents[1]
 #: Compute capability, multiprocessors, shared memory of a block and L2 cache, in bytes, of some
 #: GPUs (CUDA Programming Guide, technical specifications; data sheets).
 GPUS = {
     "A100": ((8, 0), 108, 163 << 10, 40 << 20),
     "A10": ((8, 6), 72, 99 << 10, 6 << 20),
+    "RTX 3090": ((8, 6), 82, 99 << 10, 6 << 20),
     "Orin": ((8, 7), 16, 163 << 10, 4 << 20),
     "L4": ((8, 9), 58, 99 << 10, 48 << 20),
+    "L40S": ((8, 9), 142, 99 << 10, 96 << 20),
     "RTX 4090": ((8, 9), 128, 99 << 10, 72 << 20),
     "H100": ((9, 0), 132, 227 << 10, 50 << 20),
     "B200": ((10, 0), 148, 227 << 10, 126 << 20),
     "RTX 5090": ((12, 0), 170, 99 << 10, 96 << 20),
+    "RTX PRO 6000": ((12, 0), 188, 99 << 10, 128 << 20),
     "GB10": ((12, 1), 48, 99 << 10, 24 << 20),
 }
+#: By the compute capability's major version.
+ADA = {"L4", "L40S", "RTX 4090"}
+AMPERE = {"A100", "A10", "RTX 3090", "Orin"}
+CONSUMER_BLACKWELL = {"RTX 5090", "RTX PRO 6000", "GB10"}
+#: What CMakeLists.txt has by default.
+DEFAULT = "80,90a,120-real"
 
 
 def device(name: str, **fields: int | bool) -> _C.DeviceProperties:
@@ -51,10 +64,11 @@ def test_hopper_alone_runs_native_kernels(name):
         ("90a", {"H100"}, set()),
         ("80,90a", {"H100"}, {*GPUS}),
         ("80-virtual", set(), {*GPUS}),
-        ("80-real", set(), {"A100", "A10", "Orin", "L4", "RTX 4090"}),
-        ("86-real,90-real", set(), {"A10", "Orin", "L4", "RTX 4090", "H100"}),
-        ("89,90a", {"H100"}, {"L4", "RTX 4090", "H100", "B200", "RTX 5090", "GB10"}),
-        ("90a,120-real", {"H100"}, {"RTX 5090", "GB10"}),
+        (DEFAULT, {"H100"}, {*GPUS}),
+        ("80-real", set(), AMPERE | ADA),
+        ("86-real,90-real", set(), (AMPERE | ADA | {"H100"}) - {"A100"}),
+        ("89,90a", {"H100"}, {*GPUS} - AMPERE),
+        ("90a,120-real", {"H100"}, CONSUMER_BLACKWELL),
         ("100a", {"B200"}, set()),
         ("", set(), set()),
     ],
@@ -66,6 +80,35 @@ def test_what_a_build_runs_on(architectures, native, portable):
         found = {name for name in GPUS if _C.holds_code_for(device(name), kind, architectures)}
         assert found == expected
     assert not _C.holds_code_for(device("H100", portable_only=True), True, architectures)
+
+
+def test_what_the_driver_compiles():
+    """Of the default: nothing for GPUs whose major version has machine code."""
+    text = (ROOT / "CMakeLists.txt").read_text()
+    listed = re.search(r'THUNDERKITTENS_CUDA_ARCHS "(.*)" CACHE', text)
+    assert listed is not None
+    assert listed[1].replace(";", ",") == DEFAULT
+    as_it_is = {name for name in GPUS if _C.holds_machine_code_for(device(name), DEFAULT)}
+    assert as_it_is == {*GPUS} - {"B200"}
+    for name in GPUS:
+        gpu = device(name, portable_only=True)
+        assert _C.holds_machine_code_for(gpu, DEFAULT) == (name not in ("H100", "B200"))
+        assert not _C.holds_machine_code_for(gpu, "80-virtual")
+        text = info._portable_state(gpu, DEFAULT)
+        how = "compiled by the driver" if name in ("H100", "B200") else "machine code"
+        assert f"portable kernels, {how}" in text
+        assert portable_ops() == set(text.removeprefix("ready for ").split(" (")[0].split(", "))
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_the_portable_kernels_that_are_chosen_fit(name):
+    """Within the shared memory that a block may have."""
+    gpu = device(name, portable_only=True)
+    shared = {(k["op"], k["name"]): k["shared_bytes"] for k in _C.kernels()}
+    for op in sorted(portable_ops()):
+        for problem in info.EXAMPLES[op].values():
+            kernel = _C.choose(op, problem, gpu)["kernel"]
+            assert shared[op, kernel] <= gpu.shared_bytes_per_block
 
 
 @pytest.mark.parametrize("name", GPUS)

@@ -7,7 +7,7 @@
     python tools/coverage.py .build/coverage --record tools/coverage.json
 
 The emulator of such a build counts, in the folder `.coverage.counts` of the directory that the
-tests run in, what the code of `csrc/**/*_sm90.cuh` executes. The counts are clang's, of the source
+tests run in, what the code of `csrc/**/*_sm*.cuh` executes. The counts are clang's, of the source
 and not of the machine code: what is inlined, unrolled or turned into a select counts as written.
 
 - A branch is one outcome of one condition of the source: true or false of an `if`, a loop, `?:` or
@@ -39,7 +39,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 Place = tuple[int, int]  # line and column
-KERNELS = "_sm90.cuh"
+KERNELS = "*_sm[0-9]*.cuh"  # files of every architecture family
 RECORD = Path("tools/coverage.json")
 # What the record must hold: of all branches, in per cent, those that are taken, and those of files
 # that have changed since.
@@ -131,7 +131,7 @@ def hash_of(source: str) -> str:
 
 def hashes(root: Path) -> dict[str, str]:
     """Of the kernels' files, by their names."""
-    files = sorted((root / "csrc").rglob("*" + KERNELS))
+    files = sorted((root / "csrc").rglob(KERNELS))
     return {str(f.relative_to(root)): hash_of(f.read_text()) for f in files}
 
 
@@ -195,7 +195,7 @@ def measured(report: dict, missing: bool) -> dict[str, list[int]]:
     print(f"{'lines':>14} {'branches':>16}")
     for file in sorted(report["files"], key=lambda f: f["filename"]):
         name = relative(file["filename"])
-        if not name.endswith(KERNELS):
+        if not Path(name).match(KERNELS):
             continue
         lines = lines_of(file["segments"])
         every = list(outcomes(name, branches[name]))

@@ -49,16 +49,21 @@ def collect(objects: list[Path]) -> list[dict]:
     return sorted(rows, key=lambda row: (row["family"], row["source"], row["symbol"]))
 
 
-def print_table(rows: list[dict]) -> None:
-    columns = ("family", "source", "arch", "registers", "spill_store_bytes", "spill_load_bytes")
-    columns += ("stack_bytes", "barriers", "code_bytes")
-    heads = ("family", "source", "arch", "regs", "spill st", "spill ld", "stack", "bars", "code")
-    cells = [heads, *(tuple(str(row[c]) for c in columns) for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(heads))]
+def print_columns(rows: list[dict], columns: dict[str, str]) -> None:
+    """Prints keys of the rows, each below its head."""
+    cells = [tuple(columns.values()), *(tuple(str(row[c]) for c in columns) for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     for line in cells:
         print(
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         )
+
+
+def print_table(rows: list[dict]) -> None:
+    columns = ("family", "source", "arch", "registers", "spill_store_bytes", "spill_load_bytes")
+    columns += ("stack_bytes", "barriers", "code_bytes")
+    heads = ("family", "source", "arch", "regs", "spill st", "spill ld", "stack", "bars", "code")
+    print_columns(rows, dict(zip(columns, heads, strict=True)))
     for row in rows:
         for warning in row["warnings"]:
             print(f"warning: {row['family']}/{row['source']}: {warning}", file=sys.stderr)

@@ -86,16 +86,17 @@ PYBIND11_MODULE(_C, m) {
         "Whether a build for some architectures holds native, or portable, code for a device.");
     m.def(
         "holds_machine_code_for",
-        [](const tk::DeviceProperties& device) {
-            bool found = tk::runs_native(device);
-            tk::for_each_architecture(tk::built_architectures(), [&](tk::Architecture a) {
+        [](const tk::DeviceProperties& device, const std::string& architectures) {
+            bool found = tk::holds_code_for(device, true, architectures);
+            tk::for_each_architecture(architectures, [&](tk::Architecture a) {
                 a.later = false;
                 found |= a.machine_code && a.runs_on(device);
             });
             return found;
         },
-        py::arg("device"),
-        "Whether kernels run as they are, or are compiled by the driver when they are first used.");
+        py::arg("device"), py::arg("architectures") = std::string(tk::built_architectures()),
+        "Whether kernels of a build for some architectures, else of this one, run as they are, or "
+        "are compiled by the driver when they are first used.");
     m.def("runs_native", &tk::runs_native, py::arg("device"),
           "Whether it runs kernels for sm_90a, or those that are portable.");
     m.def(

@@ -152,6 +152,10 @@ EXAMPLE_GPU = {
 }
 
 
+#: What the registry has as the architecture of kernels for sm_90a alone.
+NATIVE = 90
+
+
 def _attempt(function: Callable[[], Any]) -> Any:
     """The function's result, or a text with the reason where it fails."""
     try:
@@ -284,10 +288,18 @@ def _cuda_state() -> str:
     gpu = _device(gpus[0])
     if reason := str(_C.no_code_for(gpu)):
         return reason
-    if _C.runs_native(gpu):
-        return "ready"
-    compiled = "" if _C.holds_machine_code_for(gpu) else ", compiled by the driver at first use"
-    return f"ready (portable kernels, of the ops that have some{compiled})"
+    return "ready" if _C.runs_native(gpu) else _portable_state(gpu, _C.architectures())
+
+
+def _portable_state(device: Any, architectures: str) -> str:
+    """Which ops have kernels on a GPU that has none of its own, by a build for some architectures,
+    and who compiles them."""
+    _C = _load.compiled_module()
+    least = 10 * device.major + device.minor
+    found = {k["op"] for k in _C.kernels() if k["arch"] != NATIVE and k["arch"] <= least}
+    built = _C.holds_machine_code_for(device, architectures)
+    how = "machine code" if built else "compiled by the driver at first use"
+    return f"ready for {', '.join(sorted(found))} (portable kernels, {how})"
 
 
 def collect() -> dict[str, Any]:
@@ -357,7 +369,11 @@ def kernels() -> list[dict[str, Any]]:
 
     The registry adds `op`, `name`, `config`, `threads` and `shared_bytes` (dynamic, per block).
     """
-    rows = _build.kernel_table()
+    return with_registry(_build.kernel_table())
+
+
+def with_registry(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of `family`, `source` and `symbol`, each joined with the registry's entry."""
     registry = _attempt(lambda: _load.compiled_module().kernels())
     if not isinstance(registry, list):
         return rows
