@@ -58,12 +58,13 @@ def _wanted(call: Mapping, *names: str) -> bool:
 
 
 def _based(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    suffix = "_portable" * choice["portable"]
     yield "based", name
     if choice["segments"] > 1:
         yield "based", name.replace("forward", "segment_states")
-        yield "based", "scan"
-        if name.endswith("_denominator"):
-            yield "based", "scan_denominator"
+        yield "based", f"scan{suffix}"
+        if "_denominator" in name:
+            yield "based", f"scan_denominator{suffix}"
 
 
 def _based_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
@@ -73,12 +74,13 @@ def _based_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launc
     if _wanted(call, "q"):
         yield "based_backward", name.replace("key", "query")
     dtype, denominator = choice["dtype"], "_denominator" in name
+    suffix = "_portable" * choice["portable"]
     if denominator:
-        yield "based_backward", f"preprocess_{dtype}"
+        yield "based_backward", f"preprocess_{dtype}{suffix}"
     if call["v"].shape[-1] > 64:
-        yield "based_backward", f"reduce_partials_{dtype}"
+        yield "based_backward", f"reduce_partials_{dtype}{suffix}"
     if choice["segments"] > 1 and keys:
-        yield "based", f"segment_states_{dtype}{'_weighted' if denominator else ''}"
+        yield "based", f"segment_states_{dtype}{'_weighted' * denominator}{suffix}"
 
 
 def _lolcats(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:

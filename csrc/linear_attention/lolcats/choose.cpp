@@ -8,7 +8,11 @@ namespace {
 std::string unsupported_shape(DType dtype, int64_t batch, int64_t heads, int64_t kv_heads,
                               int64_t length, int64_t head_dim, int64_t features,
                               const DeviceProperties& device) {
-    std::string reason = unsupported_problem(dtype, batch, heads, length, head_dim, device);
+    std::string reason = no_native_code_for(device);
+    if (reason.empty()) {
+        reason =
+            unsupported_problem(dtype, batch, heads, length, head_dim, BACKWARD_BYTES, device);
+    }
     if (!reason.empty()) return reason;
     if (head_dim != 64 && head_dim != 128)
         return concat("the head dimension must be 64 or 128, got ", head_dim);
