@@ -107,7 +107,8 @@ def _lolcats_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Lau
 
 def _lolcats_decode(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
     yield "lolcats_decode", name
-    yield "lolcats_decode", f"lengths_{choice['dtype']}"
+    suffix = "_portable" * choice["portable"]
+    yield "lolcats_decode", f"lengths_{choice['dtype']}{suffix}"
     if call.get("sliding"):
         yield "lolcats_decode", name.replace("decode", "slide")
 

@@ -45,25 +45,35 @@ __device__ __forceinline__ operand_a<T> to_operand_a(const rt_fl<16, 16>& tile) 
     return a;
 }
 
-// The accumulator of a warp, times a factor and rounded, to 16 rows of a tile whose rows have 128
-// bytes in a stripe: every lane stores its pairs, 32 banks at a time. One address, because columns
-// change bits that nothing else does.
-template <any_shared_tile Tile, any_register_tile Accumulator>
-__device__ __forceinline__ void store_accumulator(const Tile& tile, int row,
-                                                  const Accumulator& from, float factor = 1.0f) {
-    using T = typename Tile::T;
-    static_assert(Tile::swizzle_bytes == 128 && sizeof(T) == 2);
+// Stores 16 rows of a warp to those of a tile whose rows have 128 bytes in a stripe: every lane its
+// pairs, 32 banks at a time. pair(j, i) is pair i of the lane's in block j of 16 columns. One
+// address, because columns change bits that nothing else does.
+template <int blocks, any_shared_tile Tile, class Pair>
+__device__ __forceinline__ void store_pairs(const Tile& tile, int row, Pair pair) {
+    static_assert(Tile::swizzle_bytes == 128 && sizeof(typename Tile::T) == 2);
     const uint32_t first = tile.address_of(row + laneid() / 4, 2 * (laneid() % 4));
 #pragma unroll
-    for (int j = 0; j < Accumulator::width; ++j) {
+    for (int j = 0; j < blocks; ++j) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const uint32_t at = (first ^ uint32_t(32 * (j % 4) + 16 * (i / 2))) +
                                 uint32_t(j / 4 * Tile::stripe_bytes + i % 2 * 8 * 128);
-            const float2 pair = from.tiles[0][j].data[i];
-            arch::store_shared(at, pack_pair<T>(factor * pair.x, factor * pair.y));
+            arch::store_shared(at, pair(j, i));
         }
     }
+}
+// Those of an accumulator, times a factor and rounded, and those of an operand.
+template <any_shared_tile Tile, any_register_tile Accumulator>
+__device__ __forceinline__ void store_accumulator(const Tile& tile, int row,
+                                                  const Accumulator& from, float factor = 1.0f) {
+    store_pairs<Accumulator::width>(tile, row, [&](int j, int i) {
+        const float2 pair = from.tiles[0][j].data[i];
+        return pack_pair<typename Tile::T>(factor * pair.x, factor * pair.y);
+    });
+}
+template <any_shared_tile Tile, any_register_tile Operand>
+__device__ __forceinline__ void store_operand_rows(const Tile& tile, int row, const Operand& from) {
+    store_pairs<Operand::width>(tile, row, [&](int j, int i) { return from.tiles[0][j].data[i]; });
 }
 
 }  // namespace sm80

@@ -6,13 +6,10 @@ namespace thunderkittens::linear_attention {
 namespace {
 
 std::string unsupported_shape(DType dtype, int64_t batch, int64_t heads, int64_t kv_heads,
-                              int64_t length, int64_t head_dim, int64_t features,
+                              int64_t length, int64_t head_dim, int64_t features, int shared_bytes,
                               const DeviceProperties& device) {
-    std::string reason = no_native_code_for(device);
-    if (reason.empty()) {
-        reason =
-            unsupported_problem(dtype, batch, heads, length, head_dim, BACKWARD_BYTES, device);
-    }
+    std::string reason =
+        unsupported_problem(dtype, batch, heads, length, head_dim, shared_bytes, device);
     if (!reason.empty()) return reason;
     if (head_dim != 64 && head_dim != 128)
         return concat("the head dimension must be 64 or 128, got ", head_dim);
@@ -21,11 +18,6 @@ std::string unsupported_shape(DType dtype, int64_t batch, int64_t heads, int64_t
     if (kv_heads < 0 || (kv_heads > 0 ? heads % kv_heads : heads) != 0 ||
         (kv_heads > 0 && heads == 0))
         return concat("q's heads must be a multiple of k's, got ", heads, " and ", kv_heads);
-    if (LOLCATS_FORWARD_BYTES > device.shared_bytes_per_block) {
-        return concat("the kernels need ", LOLCATS_FORWARD_BYTES,
-                      " bytes of shared memory per block, this GPU has ",
-                      device.shared_bytes_per_block);
-    }
     return "";
 }
 
@@ -58,11 +50,13 @@ KernelInfo kernel_info(const char* kind, const char* text, DType dtype, int head
 }  // namespace
 
 std::string unsupported(const LolcatsProblem& p, const DeviceProperties& device) {
+    if (std::string reason = no_native_code_for(device); !reason.empty()) return reason;
     return unsupported_shape(p.dtype, p.batch, p.heads, p.kv_heads, p.length, p.head_dim,
-                             p.features, device);
+                             p.features, LOLCATS_FORWARD_BYTES, device);
 }
 std::string unsupported(const LolcatsDecodeProblem& p, const DeviceProperties& device) {
-    return unsupported_shape(p.dtype, p.batch, p.heads, p.kv_heads, 1, p.head_dim, p.features,
+    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
+    return unsupported_shape(p.dtype, p.batch, p.heads, p.kv_heads, 1, p.head_dim, p.features, 0,
                              device);
 }
 
@@ -70,12 +64,14 @@ LolcatsChoice choose(const LolcatsProblem& p, const DeviceProperties& device) {
     const int segments = choose_segments(p.batch * p.heads, chunks_of(p), COSTS, device);
     return {p.dtype, int(p.head_dim), int(p.features), segments};
 }
-LolcatsDecodeChoice choose_decode(const LolcatsDecodeProblem& p, const DeviceProperties&) {
-    return {p.dtype, int(p.head_dim), int(p.features)};
+LolcatsDecodeChoice choose_decode(const LolcatsDecodeProblem& p, const DeviceProperties& device) {
+    return {p.dtype, int(p.head_dim), int(p.features), !runs_native(device)};
 }
 
 std::string kernel_name(const LolcatsChoice& c) { return name_of_kernel("forward", c); }
-std::string kernel_name(const LolcatsDecodeChoice& c) { return name_of_kernel("decode", c); }
+std::string kernel_name(const LolcatsDecodeChoice& c) {
+    return concat(name_of_kernel("decode", c), c.portable ? "_portable" : "");
+}
 
 std::vector<KernelInfo> lolcats_kernels() {
     std::vector<KernelInfo> list;
@@ -108,26 +104,31 @@ std::vector<KernelInfo> lolcats_kernels() {
 
 std::vector<KernelInfo> lolcats_decode_kernels() {
     std::vector<KernelInfo> list;
-    for_each_kernel([&](DType dtype, int head_dim, int features) {
-        for (const bool slide : {false, true}) {
-            const char* kind = slide ? "slide" : "decode";
-            const char* text =
-                slide ? "the token that leaves a head's sliding window" : "one token of one head";
-            KernelInfo info = kernel_info(kind, text, dtype, head_dim, features);
-            info.source = concat("lolcats_decode_", name_of(dtype));
-            info.symbol = concat("lolcats_", kind, "_kernelINS0_13", info.symbol);
-            info.threads = 256;
+    for (const bool portable : {false, true}) {
+        const auto enter = [&](KernelInfo info, DType dtype, const std::string& symbol) {
+            info.name += portable ? "_portable" : "";
+            info.source = concat("lolcats_decode_", name_of(dtype), portable ? "_sm80" : "");
+            info.symbol = concat("lolcats_", symbol, "Lb", int(portable), 'E');
+            info.arch = portable ? PORTABLE : NATIVE;
             list.push_back(info);
+        };
+        for_each_kernel([&](DType dtype, int head_dim, int features) {
+            for (const bool slide : {false, true}) {
+                const char* kind = slide ? "slide" : "decode";
+                const char* text = slide ? "the token that leaves a head's sliding window"
+                                         : "one token of one head";
+                KernelInfo info = kernel_info(kind, text, dtype, head_dim, features);
+                info.threads = 256;
+                enter(info, dtype, concat(kind, "_kernelINS0_13", info.symbol, 'E'));
+            }
+        });
+        for (const DType dtype : {DType::bf16, DType::fp16}) {
+            KernelInfo info;
+            info.name = concat("lengths_", name_of(dtype));
+            info.config = "counts the tokens";
+            info.threads = 128;
+            enter(info, dtype, concat("lengths_kernelI", symbol_of(dtype)));
         }
-    });
-    for (const DType dtype : {DType::bf16, DType::fp16}) {
-        KernelInfo info;
-        info.name = concat("lengths_", name_of(dtype));
-        info.config = "counts the tokens";
-        info.source = concat("lolcats_decode_", name_of(dtype));
-        info.symbol = concat("lolcats_lengths_kernelI", symbol_of(dtype));
-        info.threads = 128;
-        list.push_back(info);
     }
     return list;
 }

@@ -49,7 +49,10 @@ inline void run_lolcats(const LolcatsParams& params, Stream stream) {
 
 inline void run_lolcats_decode(const LolcatsDecodeParams& params, Stream stream) {
     dispatch_lolcats(params.problem, [&]<DType dtype, int head_dim, int features>() {
-        launch_lolcats_decode<dtype, head_dim, features>(params, stream);
+        if (!params.portable)
+            launch_lolcats_decode<dtype, head_dim, features>(params, stream);
+        else if constexpr (BUILDS_PORTABLE)
+            launch_portable_lolcats_decode<dtype, head_dim, features>(params, stream);
     });
 }
 

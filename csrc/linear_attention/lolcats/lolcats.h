@@ -43,12 +43,13 @@ struct LolcatsDecodeProblem {
 struct LolcatsDecodeChoice {
     DType dtype = DType::bf16;
     int head_dim = 128, features = 64;
+    bool portable = false;  // the kernels for every GPU from compute capability 8.0 on
 };
 
 TK_FIELDS(LolcatsProblem, dtype, batch, heads, kv_heads, length, head_dim, features, continued)
 TK_FIELDS(LolcatsChoice, dtype, head_dim, features, segments)
 TK_FIELDS(LolcatsDecodeProblem, dtype, batch, heads, kv_heads, head_dim, features)
-TK_FIELDS(LolcatsDecodeChoice, dtype, head_dim, features)
+TK_FIELDS(LolcatsDecodeChoice, dtype, head_dim, features, portable)
 
 // At most so many blocks of tokens: of those in the caches, up to 127, and the new ones.
 constexpr int64_t chunks_of(const LolcatsProblem& p) {
@@ -94,6 +95,7 @@ constexpr int64_t lolcats_workspace(const LolcatsProblem& p, int64_t segments) {
 
 struct LolcatsDecodeParams {
     LolcatsDecodeProblem problem;
+    bool portable = false;
     Operand q, k, v, out;  // one row each
     Operand q_map, k_map;
     const float *alpha = nullptr, *beta = nullptr;
@@ -135,5 +137,7 @@ void launch_lolcats_first_rows(const LolcatsParams& params, const LolcatsWorkspa
 void launch_lolcats_kv_cache(const LolcatsParams& params, Stream stream);
 template <DType dtype, int head_dim, int features>
 void launch_lolcats_decode(const LolcatsDecodeParams& params, Stream stream);
+template <DType dtype, int head_dim, int features>
+void launch_portable_lolcats_decode(const LolcatsDecodeParams& params, Stream stream);
 
 }  // namespace thunderkittens::linear_attention
