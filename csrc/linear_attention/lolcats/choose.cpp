@@ -1,6 +1,6 @@
 // Which kernels run a problem of LoLCATS, and in how many segments. Pure functions.
 #include "csrc/linear_attention/common/choose.h"
-#include "csrc/linear_attention/lolcats/lolcats.h"
+#include "csrc/linear_attention/lolcats/portable.h"
 
 namespace thunderkittens::linear_attention {
 namespace {
@@ -21,12 +21,19 @@ std::string unsupported_shape(DType dtype, int64_t batch, int64_t heads, int64_t
     return "";
 }
 
-// Cycles, of an H200.
+// Cycles, of an H200; of portable kernels as expected, for 64 columns of the values.
 constexpr Costs COSTS{.chunk = 4000, .sum = 1200, .launches = 8000, .segment = 150};
+constexpr Costs PORTABLE_COSTS{.chunk = 6000,
+                               .sum = 1500,
+                               .launches = 12000,
+                               .segment = 150,
+                               .alone = 0.65,
+                               .blocks_per_sm = 2};
 
 template <typename Choice>
 std::string name_of_kernel(const char* kind, const Choice& c) {
-    return concat(kind, "_", name_of(c.dtype), "_d", c.head_dim, "_f", c.features);
+    return concat(kind, "_", name_of(c.dtype), "_d", c.head_dim, "_f", c.features,
+                  c.portable ? "_portable" : "");
 }
 
 // Calls add(dtype, head_dim, features) for all that there are.
@@ -50,9 +57,10 @@ KernelInfo kernel_info(const char* kind, const char* text, DType dtype, int head
 }  // namespace
 
 std::string unsupported(const LolcatsProblem& p, const DeviceProperties& device) {
-    if (std::string reason = no_native_code_for(device); !reason.empty()) return reason;
+    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
+    const int bytes = runs_native(device) ? LOLCATS_FORWARD_BYTES : PORTABLE_LOLCATS_BYTES;
     return unsupported_shape(p.dtype, p.batch, p.heads, p.kv_heads, p.length, p.head_dim,
-                             p.features, LOLCATS_FORWARD_BYTES, device);
+                             p.features, bytes, device);
 }
 std::string unsupported(const LolcatsDecodeProblem& p, const DeviceProperties& device) {
     if (std::string reason = no_code_for(device); !reason.empty()) return reason;
@@ -61,17 +69,18 @@ std::string unsupported(const LolcatsDecodeProblem& p, const DeviceProperties& d
 }
 
 LolcatsChoice choose(const LolcatsProblem& p, const DeviceProperties& device) {
-    const int segments = choose_segments(p.batch * p.heads, chunks_of(p), COSTS, device);
-    return {p.dtype, int(p.head_dim), int(p.features), segments};
+    const bool portable = !runs_native(device);
+    const int64_t blocks = p.batch * p.heads * (portable ? p.head_dim / VALUES : 1);
+    const int segments =
+        choose_segments(blocks, chunks_of(p), portable ? PORTABLE_COSTS : COSTS, device);
+    return {p.dtype, int(p.head_dim), int(p.features), portable, segments};
 }
 LolcatsDecodeChoice choose_decode(const LolcatsDecodeProblem& p, const DeviceProperties& device) {
     return {p.dtype, int(p.head_dim), int(p.features), !runs_native(device)};
 }
 
 std::string kernel_name(const LolcatsChoice& c) { return name_of_kernel("forward", c); }
-std::string kernel_name(const LolcatsDecodeChoice& c) {
-    return concat(name_of_kernel("decode", c), c.portable ? "_portable" : "");
-}
+std::string kernel_name(const LolcatsDecodeChoice& c) { return name_of_kernel("decode", c); }
 
 std::vector<KernelInfo> lolcats_kernels() {
     std::vector<KernelInfo> list;
@@ -95,10 +104,39 @@ std::vector<KernelInfo> lolcats_kernels() {
         info.config = scan ? "prefix sums of the segments' states"
                            : "rows between caches and the order of tokens";
         info.source = "lolcats_kv_cache";
-        info.symbol = scan ? "based_scan_kernelI6float4" : "lolcats_kv_cache_kernel";
+        info.symbol = scan ? "based_scan_kernelI6float4" : "lolcats_kv_cache_kernelILb0E";
         info.threads = 128;
         list.push_back(info);
     }
+    // Those of portable kernels are entered with the sources that hold them.
+    const auto enter = [&](const char* kind, const char* text, DType dtype, int head_dim,
+                           int features, const char* source, const std::string& suffix, int threads,
+                           int bytes) {
+        KernelInfo info = kernel_info(kind, text, dtype, head_dim, features);
+        info.name += "_portable";
+        info.source = concat("lolcats_", source, '_', name_of(dtype), "_sm80");
+        info.symbol = concat("lolcats_portable_", kind, "_kernelINS0_13", info.symbol, 'E', suffix);
+        info.arch = PORTABLE;
+        info.threads = threads;
+        info.shared_bytes = bytes;
+        list.push_back(info);
+    };
+    for_each_kernel([&](DType dtype, int dim, int features) {
+        enter("features", "features of the tokens", dtype, dim, features, "features", "", 128,
+              PORTABLE_FEATURES_BYTES);
+        enter("forward", "output", dtype, dim, features, "forward", "", 128,
+              portable_lolcats_forward_bytes(dim, features));
+        enter("segment_states", "state of a segment", dtype, dim, features, "segments", "Lb0E", 128,
+              PORTABLE_LOLCATS_SEGMENTS_BYTES);
+    });
+    KernelInfo caches;
+    caches.name = "kv_cache_portable";
+    caches.config = "rows between caches and the order of tokens";
+    caches.source = "lolcats_kv_cache_sm80";
+    caches.symbol = "lolcats_kv_cache_kernelILb1E";
+    caches.arch = PORTABLE;
+    caches.threads = 128;
+    list.push_back(caches);
     return list;
 }
 
