@@ -319,9 +319,7 @@ def test_emulated(portable, dtype, length, columns, normalize, states, segments,
 @pytest.mark.parametrize(
     ("length", "columns", "normalize", "states", "segments", "policy"), EMULATED
 )
-def test_emulated_gradients(
-    portable, dtype, length, columns, normalize, states, segments, policy
-):
+def test_emulated_gradients(portable, dtype, length, columns, normalize, states, segments, policy):
     lines = (2, 3) if length < 140 else (1, 2)
     inputs = operands((*lines, length), columns, dtype, "cpu")
     initial = some_state(lines, columns, "cpu") if states else None

@@ -9,7 +9,7 @@ namespace thunderkittens::linear_attention {
 namespace sm80 {
 
 template <class K>
-struct MapGradientGlobals {
+struct MapGlobals {
     using T = typename K::T;
     QueryRowsOf<T> q;
     KeyRowsOf<T> k;
@@ -22,7 +22,7 @@ struct MapGradientGlobals {
 };
 
 template <class K>
-struct MapGradientShared {
+struct MapShared {
     struct Stage {
         typename K::token_tile x;
         st<typename K::T, CHUNK, K::features> projected;
@@ -32,17 +32,18 @@ struct MapGradientShared {
 template <class K>
 __global__ __launch_bounds__(
     PORTABLE_THREADS,
-    PORTABLE_BLOCKS_PER_SM) void lolcats_portable_feature_map_gradient_kernel(const __grid_constant__
-                                                                                  MapGradientGlobals<
-                                                                                      K>
-                                                                                      g) {
+    PORTABLE_BLOCKS_PER_SM) void lolcats_portable_map_gradient_kernel(const __grid_constant__
+                                                                          MapGlobals<K>
+                                                                              g) {
     using T = typename K::T;
     constexpr int groups = K::head_dim / 64, blocks = K::features / 16;
-    using projected_tile = decltype(MapGradientShared<K>::Stage::projected);
-    const bool keys = blockIdx.y == 1;
+    using projected_tile = decltype(MapShared<K>::Stage::projected);
+    // Blocks of the queries' map, then of the keys'.
+    const int of_each = int(gridDim.x) / 2, index = int(blockIdx.x) % of_each;
+    const bool keys = int(blockIdx.x) >= of_each;
     if (!(keys ? g.want_k : g.want_q)) return;
-    auto& shared = *reinterpret_cast<MapGradientShared<K>*>(shared_memory());
-    const LolcatsWorkTile work(int(blockIdx.x), g.heads, g.shares, g.lengths, g.length);
+    auto& shared = *reinterpret_cast<MapShared<K>*>(shared_memory());
+    const LolcatsWorkTile work(index, g.heads, g.shares, g.lengths, g.length);
     const T* projected = keys ? g.dk_projected : g.dq_projected;
     const auto load = [&](int chunk) {
         auto& to = shared.stages[chunk % 2];
@@ -81,8 +82,8 @@ __global__ __launch_bounds__(
             }
         }
     }
-    float* to = g.parts + ((keys ? g.batch_heads : 0) * g.shares + int64_t(blockIdx.x)) *
-                              K::head_dim * K::features;
+    float* to =
+        g.parts + ((keys ? g.batch_heads : 0) * g.shares + index) * K::head_dim * K::features;
 #pragma unroll
     for (int i = 0; i < groups; ++i)
         store_warp_rows(to, K::features, 64 * i + warp_row(), K::head_dim, sums[i]);
@@ -98,24 +99,23 @@ void launch_portable_lolcats_feature_map_gradient(const LolcatsBackwardParams& p
     using T = typename K::T;
     const LolcatsParams& call = params.forward;
     const LolcatsProblem& p = call.problem;
-    static_assert(sizeof(sm80::MapGradientShared<K>) <= PORTABLE_FEATURE_MAP_GRADIENT_BYTES);
-    const sm80::MapGradientGlobals<K> globals{
-        .q = sm80::query_rows<T>(call.q, p),
-        .k = sm80::key_rows<T>(call.k, w.forward.first_keys, p),
-        .dq_projected = static_cast<const T*>(w.dq_projected),
-        .dk_projected = static_cast<const T*>(w.dk_projected),
-        .lengths = call.initial.lengths,
-        .parts = w.map_partials,
-        .heads = int(p.heads),
-        .length = int(p.length),
-        .shares = params.map_splits,
-        .chunks = int(chunks_of(p)),
-        .batch_heads = p.batch * p.heads,
-        .want_q = params.dq_map != nullptr,
-        .want_k = params.dk_map != nullptr};
+    static_assert(sizeof(sm80::MapShared<K>) <= PORTABLE_FEATURE_MAP_GRADIENT_BYTES);
+    const sm80::MapGlobals<K> globals{.q = sm80::query_rows<T>(call.q, p),
+                                      .k = sm80::key_rows<T>(call.k, w.forward.first_keys, p),
+                                      .dq_projected = static_cast<const T*>(w.dq_projected),
+                                      .dk_projected = static_cast<const T*>(w.dk_projected),
+                                      .lengths = call.initial.lengths,
+                                      .parts = w.map_partials,
+                                      .heads = int(p.heads),
+                                      .length = int(p.length),
+                                      .shares = params.map_splits,
+                                      .chunks = int(chunks_of(p)),
+                                      .batch_heads = p.batch * p.heads,
+                                      .want_q = params.dq_map != nullptr,
+                                      .want_k = params.dk_map != nullptr};
     kittens::launch({.blocks_per_sm = sm80::PORTABLE_BLOCKS_PER_SM},
-                    sm80::lolcats_portable_feature_map_gradient_kernel<K>,
-                    dim3(unsigned(globals.batch_heads * params.map_splits), 2),
+                    sm80::lolcats_portable_map_gradient_kernel<K>,
+                    dim3(unsigned(2 * globals.batch_heads * params.map_splits)),
                     dim3(sm80::PORTABLE_THREADS), dim3(1), PORTABLE_FEATURE_MAP_GRADIENT_BYTES,
                     stream, globals);
 }

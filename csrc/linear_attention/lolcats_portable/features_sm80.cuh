@@ -32,8 +32,10 @@ __launch_bounds__(PORTABLE_THREADS, PORTABLE_BLOCKS_PER_SM) void lolcats_portabl
     const __grid_constant__ FeaturesGlobals<K> g) {
     using T = typename K::T;
     auto& shared = *reinterpret_cast<FeaturesShared<K>*>(shared_memory());
-    const bool keys = blockIdx.y == 1;
-    const LolcatsWorkTile work(int(blockIdx.x), g.heads, g.shares, g.lengths, g.length);
+    // Blocks of the queries, then of the keys.
+    const int of_each = int(gridDim.x) / 2, index = int(blockIdx.x) % of_each;
+    const bool keys = int(blockIdx.x) >= of_each;
+    const LolcatsWorkTile work(index, g.heads, g.shares, g.lengths, g.length);
     const auto load = [&](int chunk) {
         auto& to = shared.x[chunk % 2];
         if (keys)
@@ -70,10 +72,10 @@ __launch_bounds__(PORTABLE_THREADS, PORTABLE_BLOCKS_PER_SM) void lolcats_portabl
         typename K::Features features;
         make_scaled_features<K>(features, z, 1.0f);
 #pragma unroll
-        for (int block = 0; block < feature_blocks<K>; ++block) {
-            const auto& data = features.groups[block / 4].tiles[0][block % 4].data;
+        for (int b = 0; b < feature_blocks<K>; ++b) {
+            const auto& data = features.groups[b / 4].tiles[0][b % 4].data;
             arch::store_global(
-                to.at(work.batch_head, chunk, own_warp(), block),
+                to.at(work.batch_head, chunk, own_warp(), b),
                 make_uint4(arch::bit_cast<uint32_t>(data[0]), arch::bit_cast<uint32_t>(data[1]),
                            arch::bit_cast<uint32_t>(data[2]), arch::bit_cast<uint32_t>(data[3])));
         }
@@ -102,7 +104,7 @@ void launch_portable_lolcats_features(const LolcatsParams& params, const Lolcats
                                            .shares = int((chunks_of(p) + share - 1) / share)};
     kittens::launch(
         {.blocks_per_sm = sm80::PORTABLE_BLOCKS_PER_SM}, sm80::lolcats_portable_features_kernel<K>,
-        dim3(unsigned(p.batch * p.heads * globals.shares), 2), dim3(sm80::PORTABLE_THREADS),
+        dim3(unsigned(2 * p.batch * p.heads * globals.shares)), dim3(sm80::PORTABLE_THREADS),
         dim3(1), PORTABLE_FEATURES_BYTES, stream, globals);
 }
 

@@ -146,8 +146,8 @@ __launch_bounds__(PORTABLE_THREADS, PORTABLE_BLOCKS_PER_SM) void lolcats_portabl
     auto& shared = *reinterpret_cast<LolcatsForwardShared<K>*>(shared_memory());
     constexpr int slices = K::head_dim / VALUES;
     const int first_column = int(blockIdx.x) % slices * VALUES;
-    const LolcatsWorkTile work(int(blockIdx.x) / slices, int(blockIdx.y), g.heads, g.segments,
-                               g.initial.lengths, g.length);
+    const LolcatsWorkTile work(int(blockIdx.x) / slices, g.heads, g.segments, g.initial.lengths,
+                               g.length);
     if (work.begin >= work.end) return;
     const auto load_scores = [&](int chunk) {
         g.q.template copy<threads>(shared.q, work, chunk);
@@ -301,10 +301,10 @@ void launch_portable_lolcats_forward(const LolcatsParams& params, const LolcatsW
         .heads = int(p.heads),
         .length = int(p.length),
         .segments = params.segments};
-    kittens::launch(
-        {.blocks_per_sm = sm80::PORTABLE_BLOCKS_PER_SM}, sm80::lolcats_portable_forward_kernel<K>,
-        dim3(unsigned(p.batch * p.heads * (head_dim / VALUES)), unsigned(params.segments)),
-        dim3(sm80::PORTABLE_THREADS), dim3(1), bytes, stream, globals);
+    kittens::launch({.blocks_per_sm = sm80::PORTABLE_BLOCKS_PER_SM},
+                    sm80::lolcats_portable_forward_kernel<K>,
+                    dim3(unsigned(p.batch * p.heads * params.segments * (head_dim / VALUES))),
+                    dim3(sm80::PORTABLE_THREADS), dim3(1), bytes, stream, globals);
 }
 
 }  // namespace thunderkittens::linear_attention

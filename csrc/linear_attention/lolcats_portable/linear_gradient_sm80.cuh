@@ -131,8 +131,7 @@ __global__ __launch_bounds__(LINEAR_THREADS, 1) void lolcats_portable_linear_que
     const __grid_constant__ LinearGradientGlobals<K> g) {
     constexpr int64_t floats = int64_t(2 * K::features) * K::head_dim;
     auto& shared = *reinterpret_cast<LinearGradientShared<K>*>(shared_memory());
-    const LolcatsWorkTile work(int(blockIdx.x), int(blockIdx.y), g.heads, g.segments,
-                               g.initial.lengths, g.length);
+    const LolcatsWorkTile work(int(blockIdx.x), g.heads, g.segments, g.initial.lengths, g.length);
     const auto load_rows = [&](int chunk) {
         g.grad_out.template copy<LINEAR_THREADS>(shared.rows, work, chunk);
     };
@@ -219,8 +218,7 @@ __global__ __launch_bounds__(LINEAR_THREADS, 1) void lolcats_portable_linear_key
     constexpr int64_t floats = int64_t(2 * K::features) * K::head_dim;
     constexpr float unit = std::is_same_v<T, half> ? HALF_WEIGHT_UNIT : 1.0f;
     auto& shared = *reinterpret_cast<LinearGradientShared<K>*>(shared_memory());
-    const LolcatsWorkTile work(int(blockIdx.x), int(blockIdx.y), g.heads, g.segments,
-                               g.initial.lengths, g.length);
+    const LolcatsWorkTile work(int(blockIdx.x), g.heads, g.segments, g.initial.lengths, g.length);
     const int chunks = work.terrace.chunks();
     const auto load_rows = [&](int chunk) {
         g.v.template copy<LINEAR_THREADS>(shared.rows, work, chunk);
@@ -331,7 +329,7 @@ void launch_portable_linear(void (*kernel)(sm80::LinearGradientGlobals<K>), bool
         .heads = int(p.heads),
         .length = int(p.length),
         .segments = call.segments};
-    kittens::launch(kernel, dim3(unsigned(p.batch * p.heads), unsigned(call.segments)),
+    kittens::launch(kernel, dim3(unsigned(p.batch * p.heads * call.segments)),
                     dim3(sm80::LINEAR_THREADS), dim3(1), bytes, stream, globals);
 }
 template <DType dtype, int head_dim, int features>

@@ -34,8 +34,7 @@ __global__ __launch_bounds__(
     constexpr float unit = std::is_same_v<T, half> && of_queries ? HALF_WEIGHT_UNIT : 1.0f;
     auto* values = reinterpret_cast<value_slice<K>*>(shared_memory());
     const int first_column = int(blockIdx.x) % slices * VALUES;
-    const LolcatsWorkTile work(int(blockIdx.x) / slices, int(blockIdx.y), g.heads, g.segments,
-                               g.lengths, g.length);
+    const LolcatsWorkTile work(int(blockIdx.x) / slices, g.heads, g.segments, g.lengths, g.length);
     // Nobody needs those of the last segment, in the gradient of the first, or of segments without
     // chunks.
     int first, count = 0;
@@ -93,11 +92,11 @@ void launch_portable_segments(const LolcatsParams& params,
                               const sm80::LolcatsSegmentGlobals<K>& globals, Stream stream) {
     const LolcatsProblem& p = params.problem;
     static_assert(2 * sizeof(sm80::value_slice<K>) <= PORTABLE_LOLCATS_SEGMENTS_BYTES);
-    kittens::launch(
-        {.blocks_per_sm = sm80::PORTABLE_BLOCKS_PER_SM},
-        sm80::lolcats_portable_segment_states_kernel<K, of_queries>,
-        dim3(unsigned(p.batch * p.heads * (K::head_dim / VALUES)), unsigned(params.segments)),
-        dim3(sm80::PORTABLE_THREADS), dim3(1), PORTABLE_LOLCATS_SEGMENTS_BYTES, stream, globals);
+    kittens::launch({.blocks_per_sm = sm80::PORTABLE_BLOCKS_PER_SM},
+                    sm80::lolcats_portable_segment_states_kernel<K, of_queries>,
+                    dim3(unsigned(p.batch * p.heads * params.segments * (K::head_dim / VALUES))),
+                    dim3(sm80::PORTABLE_THREADS), dim3(1), PORTABLE_LOLCATS_SEGMENTS_BYTES, stream,
+                    globals);
     launch_scan<float4>({}, sm80::based_portable_scan_kernel<float4>,
                         {globals.segment_states, nullptr, nullptr, int(state_floats_of_head(p)),
                          params.segments, of_queries},
