@@ -278,7 +278,7 @@ def test_wrong_calls(args, options, error, words):
         tk.based(*args, **options)
 
 
-# The kernels on the emulator.
+# The kernels on the emulator, those for Hopper and the portable ones.
 
 EMULATED = [
     (64, 64, False, False, 1, "on_wait"),
@@ -291,20 +291,21 @@ EMULATED = [
 
 
 @pytest.mark.emulator
+@pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(
     ("length", "columns", "normalize", "states", "segments", "policy"), EMULATED
 )
-def test_emulated(dtype, length, columns, normalize, states, segments, policy):
+def test_emulated(portable, dtype, length, columns, normalize, states, segments, policy):
     lines = (2, 3) if length < 140 else (1, 2)
     inputs = operands((*lines, length), columns, dtype, "cpu")
     initial = some_state(lines, columns, "cpu") if states else None
-    with tk.emulate(policy, config={"segments": segments}) as run:
+    with tk.emulate(policy, portable=portable, config={"segments": segments}) as run:
         out, state = tk.based(
             *inputs, normalize=normalize, initial_state=initial, return_state=True
         )
-    name = "bf16" if dtype == BF16 else "fp16"
-    assert [x["kernel"] for x in run.kernels] == [f"forward_{name}_denominator"]
+    name = f"forward_{'bf16' if dtype == BF16 else 'fp16'}_denominator"
+    assert [x["kernel"] for x in run.kernels] == [name + "_portable" * portable]
     assert_based(out, *inputs, normalize=normalize, initial_state=initial)
     expected = tk.reference.based(*inputs, initial_state=initial, return_state=True)[1]
     scale = expected.numerator.square().mean().sqrt()
@@ -313,16 +314,17 @@ def test_emulated(dtype, length, columns, normalize, states, segments, policy):
 
 
 @pytest.mark.emulator
+@pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(
     ("length", "columns", "normalize", "states", "segments", "policy"), EMULATED
 )
-def test_emulated_gradients(dtype, length, columns, normalize, states, segments, policy):
+def test_emulated_gradients(portable, dtype, length, columns, normalize, states, segments, policy):
     lines = (2, 3) if length < 140 else (1, 2)
     inputs = operands((*lines, length), columns, dtype, "cpu")
     initial = some_state(lines, columns, "cpu") if states else None
     tensors = [*inputs, *(initial or ())]
-    with tk.emulate(policy, config={"segments": segments}):
+    with tk.emulate(policy, portable=portable, config={"segments": segments}):
         found = gradients(tk.based, tensors, normalize, states)
     expected = gradients(tk.reference.based, [x.double() for x in tensors], normalize, states)
     for x, y in zip(found, expected, strict=True):
@@ -332,12 +334,13 @@ def test_emulated_gradients(dtype, length, columns, normalize, states, segments,
 
 
 @pytest.mark.emulator
+@pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (3,)])
 @pytest.mark.parametrize(("columns", "segments"), [(64, 2), (128, 1)])
-def test_emulated_some_gradients(columns, segments, wanted):
+def test_emulated_some_gradients(portable, columns, segments, wanted):
     """The same bits, from those kernels alone that are needed."""
     tensors = [*operands((1, 2, 150), columns, BF16, "cpu"), *some_state((1, 2), columns, "cpu")]
-    with tk.emulate("random", config={"segments": segments}):
+    with tk.emulate("random", portable=portable, config={"segments": segments}):
         everything = gradients(tk.based, tensors, True, True)
         found = gradients(tk.based, tensors, True, True, wanted)
     for i, x in zip(wanted, found, strict=True):
@@ -345,14 +348,15 @@ def test_emulated_some_gradients(columns, segments, wanted):
 
 
 @pytest.mark.emulator
+@pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("column", [0, 2, 5, 63])
-def test_emulated_column_of_large_values(column):
+def test_emulated_column_of_large_values(portable, column):
     """Sums of one column far beyond the others, and beyond what half can hold: whichever thread has
     them, all are scaled by them."""
     inputs = operands((1, 1, 200), 64, FP16, "cpu")
     inputs[2] *= 2.0**-10
     inputs[2][..., column] = 30000
-    with tk.emulate("late_mma", config={"segments": 1}):
+    with tk.emulate("late_mma", portable=portable, config={"segments": 1}):
         out = tk.based(*inputs, normalize=True)
     expected = tk.reference.based(*(x.double() for x in inputs), normalize=True)[..., column]
     torch.testing.assert_close(out[..., column].double(), expected, rtol=1e-2, atol=0)

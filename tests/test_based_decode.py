@@ -261,24 +261,26 @@ def test_wrong_calls(args, options, error, words):
         tk.based_decode(*args, **options)
 
 
-# The kernel on the emulator.
+# The kernels on the emulator, that for Hopper and the portable one.
 
 
 @pytest.mark.emulator
+@pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("threads", [256, 512])
 @pytest.mark.parametrize(
     ("columns", "dtype", "normalize"),
     [(64, BF16, True), (112, BF16, False), (128, FP16, True), (8, FP16, False), (256, BF16, True)],
 )
-def test_emulated(columns, dtype, normalize, threads):
+def test_emulated(columns, dtype, normalize, threads, portable):
     state, tensors = some_state(2, 3, columns, "cpu"), token(2, 3, columns, dtype, "cpu")
-    with tk.emulate("random", config={"threads": threads}) as run:
+    with tk.emulate("random", portable=portable, config={"threads": threads}) as run:
         assert_step(tk.based_decode, tensors, state, normalize=normalize)
-    assert [x["threads"] for x in run.kernels] == [threads]
+    assert [(x["threads"], x["portable"]) for x in run.kernels] == [(threads, portable)]
 
 
 @pytest.mark.emulator
+@pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("layout", ["heads first", "in a cache", "unaligned"])
-def test_emulated_layouts(layout):
-    with tk.emulate():
+def test_emulated_layouts(layout, portable):
+    with tk.emulate(portable=portable):
         test_layouts("cpu", layout)

@@ -28,8 +28,7 @@ from helpers.source import (
     name,
 )
 
-MAX_LINES = 600
-MAX_COLUMNS = 100
+MAX_LINES, MAX_COLUMNS = 600, 100
 
 
 # ---- an op is one file of each kind ----
@@ -177,6 +176,7 @@ ROOMS = {
     },
     "linear_attention": {"common": set(), "based": {"common"}, "lolcats": {"common", "based"}},
 }
+ROOMS["linear_attention"]["lolcats_portable"] = {"common", "based", "lolcats"}
 MAX_FILES_OF_A_ROOM = 30
 
 

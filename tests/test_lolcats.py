@@ -268,7 +268,7 @@ def test_features_add_up():
     assert math.isclose(float(phi.sum()), 36, rel_tol=1e-5)
 
 
-# The kernels on the emulator.
+# The kernels on the emulator, those for Hopper and the portable ones.
 
 EMULATED = [
     (1, 128, 64, 0, 1, "eager"),
@@ -293,39 +293,42 @@ EMULATED = [
 
 
 @pytest.mark.emulator
+@pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(("length", "dim", "features", "before", "segments", "policy"), EMULATED)
-def test_emulated(dtype, length, dim, features, before, segments, policy):
+def test_emulated(portable, dtype, length, dim, features, before, segments, policy):
     lines = (2, 4, 2) if length <= 70 else (1, 2, 1)
     inputs = operands(*lines, before + length, dim, features, dtype)
     whole, end = exact(inputs)
     initial = None
     if before:
         _, initial = tk.reference.lolcats(*part(inputs, 0, before), return_state=True)
-    with tk.emulate(policy, config={"segments": segments}) as run:
+    with tk.emulate(policy, portable=portable, config={"segments": segments}) as run:
         out, state = tk.lolcats(*part(inputs, before), initial_state=initial, return_state=True)
-    name = "bf16" if dtype == BF16 else "fp16"
-    assert [x["kernel"] for x in run.kernels] == [f"forward_{name}_d{dim}_f{features}"]
+    name = f"forward_{'bf16' if dtype == BF16 else 'fp16'}_d{dim}_f{features}"
+    assert [x["kernel"] for x in run.kernels] == [name + "_portable" * portable]
     assert error(out, whole[:, :, before:]) < LIMIT[dtype]
     assert_states_match(state, end)
 
 
 @pytest.mark.emulator
+@pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("segments", [1, 2])
-def test_emulated_half_does_not_overflow(segments):
+def test_emulated_half_does_not_overflow(portable, segments):
     """Sums of many large values are scaled before they are rounded to be an operand."""
     inputs = operands(1, 2, 1, 330, 64, 32, FP16)
     inputs[2] = (2e4 + 100 * inputs[2].float()).to(FP16)
     whole, end = exact(inputs)
     assert end.numerator.amax() > torch.finfo(FP16).max
-    with tk.emulate("random", config={"segments": segments}):
+    with tk.emulate("random", portable=portable, config={"segments": segments}):
         out, _ = tk.lolcats(*inputs, return_state=True)
     assert error(out, whole) < LIMIT[FP16]
 
 
 @pytest.mark.emulator
+@pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("segments", [1, 2])
-def test_emulated_batch(segments):
+def test_emulated_batch(portable, segments):
     """Every head of every sequence has its own keys, caches and state; lengths differ."""
     before, length = [70, 130], 60
     inputs = operands(2, 4, 2, max(before) + length, 64, 32)
@@ -339,7 +342,7 @@ def test_emulated_batch(segments):
         torch.cat([x[b : b + 1, :, n : n + length] for b, n in enumerate(before)])
         for x in inputs[:3]
     ]
-    with tk.emulate("late_mma", config={"segments": segments}):
+    with tk.emulate("late_mma", portable=portable, config={"segments": segments}):
         out, state = tk.lolcats(*tokens, *inputs[3:], initial_state=together, return_state=True)
     for b, (n, (whole, end)) in enumerate(zip(before, alone, strict=True)):
         assert error(out[b : b + 1], whole[:, :, n:]) < LIMIT[BF16]
@@ -347,14 +350,15 @@ def test_emulated_batch(segments):
 
 
 @pytest.mark.emulator
+@pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("lengths", [(64, 64, 64, 64), (128, 64, 1, 63), (192, 128, 65), (1, 191)])
-def test_emulated_parts(lengths):
+def test_emulated_parts(portable, lengths):
     """The state of one call is that of the next, at the ends of chunks and beside them."""
     inputs = operands(1, 2, 1, sum(lengths), 64, 32)
     whole, end = exact(inputs)
     state, outs, at = None, [], 0
     for number, length in enumerate(lengths):
-        with tk.emulate(("on_wait", "late_mma")[number % 2]):
+        with tk.emulate(("on_wait", "late_mma")[number % 2], portable=portable):
             out, state = tk.lolcats(
                 *part(inputs, at, at + length), initial_state=state, return_state=True
             )
@@ -365,11 +369,12 @@ def test_emulated_parts(lengths):
 
 
 @pytest.mark.emulator
-def test_emulated_rows():
+@pytest.mark.parametrize("portable", [False, True])
+def test_emulated_rows(portable):
     """What the gradient is given of the rows."""
     inputs = operands(1, 2, 1, 140, 64, 32)
     _, rows, _ = tk.reference.lolcats_rows(*(x.double() for x in inputs))
-    with tk.emulate():
+    with tk.emulate(portable=portable):
         results = torch.ops.thunderkittens.lolcats(*inputs)
     torch.testing.assert_close(results[6].double(), rows.maxima, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(results[7].double(), rows.denominators, rtol=5e-3, atol=1e-4)

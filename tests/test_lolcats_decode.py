@@ -129,32 +129,34 @@ def test_wrong_calls():
         tk.lolcats_decode(one[0].requires_grad_(), *one[1:], state)
 
 
-# The kernel on the emulator.
+# The kernels on the emulator, those for Hopper and the portable ones.
 
 
 @pytest.mark.emulator
 @pytest.mark.parametrize(("dim", "features"), [(128, 64), (64, 64), (128, 32), (64, 32)])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_emulated(dtype, dim, features):
+@pytest.mark.parametrize("portable", [False, True])
+def test_emulated(portable, dtype, dim, features):
     """The steps around a block's end, at which sums are written."""
     inputs = operands(2, 2, 1, 195, dim, features, dtype)
     expected, end = exact(inputs)
     state = tk.lolcats(*part(inputs, 0, 190), return_state=True)[1]
-    with tk.emulate() as run:
+    with tk.emulate(portable=portable) as run:
         out = decode(inputs, state, 190, 195)
-    name = "bf16" if dtype == BF16 else "fp16"
-    assert {x["kernel"] for x in run.kernels} == {f"decode_{name}_d{dim}_f{features}"}
+    name = f"decode_{'bf16' if dtype == BF16 else 'fp16'}_d{dim}_f{features}"
+    assert {x["kernel"] for x in run.kernels} == {name + "_portable" * portable}
     assert error(out, expected[:, :, 190:]) < LIMIT[dtype]
     assert_states_match(state, end)
 
 
 @pytest.mark.emulator
-def test_emulated_lengths():
+@pytest.mark.parametrize("portable", [False, True])
+def test_emulated_lengths(portable):
     inputs, state = mixed("cpu", [0, 1, 63, 127])
     expected_state = tk.LolcatsState(*(x.clone() for x in state))
     one = part(inputs, 0, 1)
     expected = tk.lolcats_decode(*one, expected_state)
-    with tk.emulate("random"):
+    with tk.emulate("random", portable=portable):
         out = tk.lolcats_decode(*one, state)
     assert error(out, expected) < LIMIT[BF16]
     assert_states_match(state, expected_state)

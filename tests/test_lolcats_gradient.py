@@ -166,27 +166,30 @@ EMULATED = [
 
 
 @pytest.mark.emulator
+@pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(("length", "dim", "features", "segments", "policy"), EMULATED)
-def test_emulated(dtype, length, dim, features, segments, policy):
+def test_emulated(portable, dtype, length, dim, features, segments, policy):
     lines = (2, 4, 2) if length <= 64 else (1, 2, 1)
     inputs = operands(*lines, length, dim, features, dtype)
-    with tk.emulate(policy, config={"segments": segments}):
+    with tk.emulate(policy, portable=portable, config={"segments": segments}):
         found = gradients(tk.lolcats, inputs)
     assert_gradients(found, inputs)
 
 
 @pytest.mark.emulator
+@pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("policy", ["on_wait", "late_mma"])
-def test_emulated_without_groups(policy):
+def test_emulated_without_groups(portable, policy):
     """Each head with keys of its own, whose gradients go to memory by TMA."""
     inputs = operands(1, 2, 2, 230, 64, 32, BF16)
-    with tk.emulate(policy, config={"segments": 2}):
+    with tk.emulate(policy, portable=portable, config={"segments": 2}):
         found = gradients(tk.lolcats, inputs)
     assert_gradients(found, inputs)
 
 
 @pytest.mark.emulator
+@pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(
     ("before", "length", "kv_heads", "segments", "policy"),
@@ -197,22 +200,23 @@ def test_emulated_without_groups(policy):
         (300, 150, 1, 2, "eager"),
     ],
 )
-def test_emulated_from_a_state(before, length, kv_heads, segments, policy, dtype):
+def test_emulated_from_a_state(portable, before, length, kv_heads, segments, policy, dtype):
     """The cached rows before the first query are no keys of the call: they get no gradient."""
     inputs = operands(1, 2, kv_heads, before + length, 64, 32, dtype)
     _, state = tk.reference.lolcats(*part(inputs, 0, before), return_state=True)
     after = part(inputs, before)
-    with tk.emulate(policy, config={"segments": segments}):
+    with tk.emulate(policy, portable=portable, config={"segments": segments}):
         found = gradients(tk.lolcats, after, initial_state=state)
     assert_gradients(found, after, initial_state=state)
 
 
 @pytest.mark.emulator
+@pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (4,), (5, 6), (0, 3), (1, 2, 4)])
-def test_emulated_some_gradients(wanted):
+def test_emulated_some_gradients(portable, wanted):
     """Of each operand apart: the same bits, and nothing else is computed or stored."""
     inputs = operands(1, 2, 1, 130, 64, 32)
-    with tk.emulate("random", config={"segments": 2}):
+    with tk.emulate("random", portable=portable, config={"segments": 2}):
         everything = gradients(tk.lolcats, inputs)
         leaves = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(inputs)]
         out = tk.lolcats(*leaves)
@@ -223,8 +227,9 @@ def test_emulated_some_gradients(wanted):
 
 
 @pytest.mark.emulator
-def test_emulated_large_projections():
+@pytest.mark.parametrize("portable", [False, True])
+def test_emulated_large_projections(portable):
     inputs = large_projections()
-    with tk.emulate("on_wait"):
+    with tk.emulate("on_wait", portable=portable):
         found = gradients(tk.lolcats, inputs)
     assert_gradients(found, inputs)

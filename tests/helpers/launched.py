@@ -58,12 +58,13 @@ def _wanted(call: Mapping, *names: str) -> bool:
 
 
 def _based(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    suffix = "_portable" * choice["portable"]
     yield "based", name
     if choice["segments"] > 1:
         yield "based", name.replace("forward", "segment_states")
-        yield "based", "scan"
-        if name.endswith("_denominator"):
-            yield "based", "scan_denominator"
+        yield "based", f"scan{suffix}"
+        if "_denominator" in name:
+            yield "based", f"scan_denominator{suffix}"
 
 
 def _based_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
@@ -73,39 +74,49 @@ def _based_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launc
     if _wanted(call, "q"):
         yield "based_backward", name.replace("key", "query")
     dtype, denominator = choice["dtype"], "_denominator" in name
+    suffix = "_portable" * choice["portable"]
     if denominator:
-        yield "based_backward", f"preprocess_{dtype}"
+        yield "based_backward", f"preprocess_{dtype}{suffix}"
     if call["v"].shape[-1] > 64:
-        yield "based_backward", f"reduce_partials_{dtype}"
+        yield "based_backward", f"reduce_partials_{dtype}{suffix}"
     if choice["segments"] > 1 and keys:
-        yield "based", f"segment_states_{dtype}{'_weighted' if denominator else ''}"
+        yield "based", f"segment_states_{dtype}{'_weighted' * denominator}{suffix}"
 
 
 def _lolcats(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    portable, split = choice["portable"], choice["segments"] > 1
+    suffix = "_portable" * portable
     yield "lolcats", name
-    if choice["segments"] > 1:
+    if portable:
+        yield "lolcats", name.replace("forward", "features")
+    if split:
         yield "lolcats", name.replace("forward", "segment_states")
-    if choice["segments"] > 4:
+    if split and portable:
+        yield "lolcats_backward", f"scan_{choice['dtype']}_portable"
+    elif choice["segments"] > 4:
         yield "lolcats", "scan"
     if call.get("return_state") or call.get("lengths") is not None:
-        yield "lolcats", "kv_cache"
+        yield "lolcats", f"kv_cache{suffix}"
 
 
 def _lolcats_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
-    kinds = ["query_gradient"]
+    portable, split = choice["portable"], choice["segments"] > 1
+    kinds = ["query_gradient"] + ["rows", "linear_queries"] * portable
     if _wanted(call, "k", "v", "k_map"):
-        kinds += ["key_gradient"] + ["segment_state_gradients"] * (choice["segments"] > 1)
+        kinds += ["key_gradient"] * (not portable or _wanted(call, "k", "v"))
+        kinds += ["linear_keys"] * portable + ["segment_state_gradients"] * split
     if _wanted(call, "q_map", "k_map"):
         kinds.append("feature_map_gradient")
-    if choice["segments"] > 1:
+    if split and not portable:
         yield "lolcats_backward", "scan"
     yield from (("lolcats_backward", name.replace("key_gradient", kind)) for kind in kinds)
-    yield "lolcats_backward", f"reduce_partials_{choice['dtype']}"
+    yield "lolcats_backward", f"reduce_partials_{choice['dtype']}{'_portable' * portable}"
 
 
 def _lolcats_decode(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
     yield "lolcats_decode", name
-    yield "lolcats_decode", f"lengths_{choice['dtype']}"
+    suffix = "_portable" * choice["portable"]
+    yield "lolcats_decode", f"lengths_{choice['dtype']}{suffix}"
     if call.get("sliding"):
         yield "lolcats_decode", name.replace("decode", "slide")
 

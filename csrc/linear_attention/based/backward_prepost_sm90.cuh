@@ -1,5 +1,6 @@
 // What Based's backward does token by token, before and after its main kernels: the weights of the
-// tokens, which the denominator gives, and the sum of the parts of dQ and dK.
+// tokens, which the denominator gives, and the sum of the parts of dQ and dK. The portable kernels
+// are these, under names of their own.
 #pragma once
 
 #include "csrc/linear_attention/based/segments.cuh"
@@ -8,25 +9,9 @@ namespace thunderkittens::linear_attention {
 
 constexpr int ROW_THREADS = 256;
 
-// Rows that threads read themselves.
-template <class T>
-struct StridedRows {
-    const T* data;
-    int64_t batch_stride, head_stride, row_stride;
-
-    StridedRows(const Operand& x)
-        : data(static_cast<const T*>(x.data)),
-          batch_stride(x.batch_stride),
-          head_stride(x.head_stride),
-          row_stride(x.row_stride) {}
-    __device__ __forceinline__ const T* at(int b, int head, int row, int column) const {
-        return data + (b * batch_stride + head * head_stride + row * row_stride + column);
-    }
-};
-
 template <class T>
 struct RowWeightGlobals {
-    StridedRows<T> out, grad_out;
+    StridedRows<const T> out, grad_out;
     const float*
         denominators;  // (batch_heads, length), or null: no weights but those of the padding
     float* weights;    // (2, batch_heads, padded length)
@@ -38,7 +23,7 @@ struct RowWeightGlobals {
 
 // w = 1 / denominator, and the denominator's gradient -(dO . O) / denominator. Eight lanes share a
 // row; rows behind the last get zeros.
-template <class T>
+template <class T, bool portable>
 __global__ __launch_bounds__(ROW_THREADS) void based_preprocess_kernel(
     const __grid_constant__ RowWeightGlobals<T> g) {
     constexpr int lanes = 8;
@@ -76,9 +61,9 @@ __global__ __launch_bounds__(ROW_THREADS) void based_preprocess_kernel(
     arch::store_global(to + g.batch_heads * g.padded, -w * sum);
 }
 
-template <DType dtype>
-void launch_based_preprocess(const BasedBackwardParams& params, float* weights, Stream stream) {
-    using T = type_of<dtype>;
+template <class T>
+void launch_preprocess(void (*kernel)(RowWeightGlobals<T>), const BasedBackwardParams& params,
+                       float* weights, Stream stream) {
     const BasedProblem& p = params.forward.problem;
     const int64_t padded = padded_length(p), batch_heads = p.batch * p.heads;
     const RowWeightGlobals<T> globals{
@@ -92,8 +77,12 @@ void launch_based_preprocess(const BasedBackwardParams& params, float* weights, 
         .value_dim = int(p.value_dim),
         .batch_heads = batch_heads,
         .blocks = unsigned((padded * 8 + ROW_THREADS - 1) / ROW_THREADS)};
-    kittens::launch(based_preprocess_kernel<T>, dim3(unsigned(batch_heads * globals.blocks)),
-                    dim3(ROW_THREADS), dim3(1), 0, stream, globals);
+    kittens::launch(kernel, dim3(unsigned(batch_heads * globals.blocks)), dim3(ROW_THREADS),
+                    dim3(1), 0, stream, globals);
+}
+template <DType dtype>
+void launch_based_preprocess(const BasedBackwardParams& params, float* weights, Stream stream) {
+    launch_preprocess(based_preprocess_kernel<type_of<dtype>, false>, params, weights, stream);
 }
 
 template <class T>
@@ -104,7 +93,7 @@ struct CombineGlobals {
     int64_t count;
 };
 
-template <class T>
+template <class T, bool portable>
 __global__ __launch_bounds__(ROW_THREADS) void based_reduce_partials_kernel(
     const __grid_constant__ CombineGlobals<T> g) {
     const int which = blockIdx.y;
@@ -121,19 +110,25 @@ __global__ __launch_bounds__(ROW_THREADS) void based_reduce_partials_kernel(
     arch::store_global(reinterpret_cast<uint2*>(g.results[which] + at), word);
 }
 
-template <DType dtype>
-void launch_based_reduce_partials(const BasedBackwardParams& params,
-                                  const BackwardKernelParams& kernel, Stream stream) {
-    using T = type_of<dtype>;
+template <class T>
+void launch_reduce_partials(void (*kernel)(CombineGlobals<T>), const BasedBackwardParams& params,
+                            const BackwardKernelParams& parts, Stream stream) {
     const BasedProblem& p = params.forward.problem;
     const auto target = [](const Operand& x) { return static_cast<T*>(const_cast<void*>(x.data)); };
-    const CombineGlobals<T> globals{{kernel.partial_dq, kernel.partial_dk},
+    const CombineGlobals<T> globals{{parts.partial_dq, parts.partial_dk},
                                     {target(params.dq), target(params.dk)},
                                     int(slices_of(p)),
                                     p.batch * p.heads * p.length * ELEMENTS};
-    kittens::launch(based_reduce_partials_kernel<T>,
+    kittens::launch(kernel,
                     dim3(unsigned((globals.count + 4 * ROW_THREADS - 1) / (4 * ROW_THREADS)), 2),
                     dim3(ROW_THREADS), dim3(1), 0, stream, globals);
+}
+
+template <DType dtype>
+void launch_based_reduce_partials(const BasedBackwardParams& params,
+                                  const BackwardKernelParams& kernel, Stream stream) {
+    launch_reduce_partials(based_reduce_partials_kernel<type_of<dtype>, false>, params, kernel,
+                           stream);
 }
 
 }  // namespace thunderkittens::linear_attention

@@ -83,10 +83,10 @@ __device__ __forceinline__ void start_backward(BackwardShared<T>& shared,
 }
 
 // Gradients of elements 4c to 4c + 3 of the lane's two rows.
-template <class T>
-__device__ __forceinline__ void store_elements(const BackwardGlobals<T>& g,
-                                               const Segments::WorkTile& work, int chunk,
-                                               const float4 (&rows)[2]) {
+template <class Globals>
+__device__ __forceinline__ void store_elements(const Globals& g, const Segments::WorkTile& work,
+                                               int chunk, const float4 (&rows)[2]) {
+    using T = std::remove_pointer_t<decltype(g.elements)>;
     const int first = chunk * CHUNK + 16 * warpgroup::warpid() + laneid() / 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -121,13 +121,12 @@ __device__ __forceinline__ void add_features(ElementGradient<T>& gradient,
     }
 }
 
-// The gradient of a chunk's elements: through the features, of which the gradient is the product of
-// `values` and the published state, and what `within` has been added up to.
-template <int blocks, class T>
-__device__ __forceinline__ void finish_elements(float4 (&result)[2], ElementGradient<T>& gradient,
-                                                const value_tile<T>& values, state_tile<T>& state,
-                                                const rt_fl<16, 16>& within, float2 factor) {
-    add_features<blocks, 0>(gradient, values, state);
+// The gradient of a chunk's elements: through the features, times the rows' factors, and what
+// `within` has been added up to.
+template <class T>
+__device__ __forceinline__ void sum_elements(float4 (&result)[2],
+                                             const ElementGradient<T>& gradient,
+                                             const rt_fl<16, 16>& within, float2 factor) {
     float4 before[2];
     gradient.finish(before, factor);
     own_elements(result, within);
@@ -141,6 +140,14 @@ __device__ __forceinline__ void finish_elements(float4 (&result)[2], ElementGrad
         arch::pin_register(result[r].z);
         arch::pin_register(result[r].w);
     }
+}
+// The same, where the features' gradient is the product of `values` and the published state.
+template <int blocks, class T>
+__device__ __forceinline__ void finish_elements(float4 (&result)[2], ElementGradient<T>& gradient,
+                                                const value_tile<T>& values, state_tile<T>& state,
+                                                const rt_fl<16, 16>& within, float2 factor) {
+    add_features<blocks, 0>(gradient, values, state);
+    sum_elements(result, gradient, within, factor);
 }
 
 template <class T, bool weighted>

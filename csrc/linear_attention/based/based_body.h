@@ -122,6 +122,7 @@ BasedResults<Tensor> based_body(const Backend<Tensor>& on, const BasedTensors<Te
                  v = for_tensor_map(given.v);
     const BasedChoice choice = on.chosen("based", choose(p, device));
     const Tensor workspace = empty({forward_workspace(p, choice.segments)}, DType::fp32, q);
+    params.portable = choice.portable;
     params.segments = choice.segments;
     params.q = operand(q);
     params.k = operand(k);
@@ -214,6 +215,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> based_backward_body(
     const Tensor denominators = packed(kept.denominators);
     const BasedBackwardChoice choice = on.chosen("based_backward", choose_backward(p, device));
     const Tensor workspace = empty({backward_workspace(p, choice.segments)}, DType::fp32, q);
+    call.portable = choice.portable;
     call.segments = choice.segments;
     call.q = operand(q);
     call.k = operand(k);

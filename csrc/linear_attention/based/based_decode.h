@@ -18,11 +18,12 @@ struct BasedDecodeProblem {
 // A block works on the state of one head.
 struct BasedDecodeChoice {
     DType dtype = DType::bf16;
-    int threads = 256;  // of a block
+    bool portable = false;  // the kernel for every GPU from compute capability 8.0 on
+    int threads = 256;      // of a block
 };
 
 TK_FIELDS(BasedDecodeProblem, dtype, batch, heads, value_dim, normalize)
-TK_FIELDS(BasedDecodeChoice, dtype, threads)
+TK_FIELDS(BasedDecodeChoice, dtype, portable, threads)
 
 // (batch, heads, 1, columns); strides in elements.
 struct Token {
@@ -38,6 +39,7 @@ struct StateOperand {
 
 struct BasedDecodeParams {
     BasedDecodeProblem problem;
+    bool portable = false;
     int threads = 256;
     Token q, k, v;
     StateOperand numerator, denominator;
@@ -75,12 +77,7 @@ std::vector<KernelInfo> based_decode_kernels();
 
 template <DType dtype>
 void launch_based_decode(const BasedDecodeParams& params, Stream stream);
-
-inline void run_decode(const BasedDecodeParams& params, Stream stream) {
-    if (params.problem.dtype == DType::bf16)
-        launch_based_decode<DType::bf16>(params, stream);
-    else
-        launch_based_decode<DType::fp16>(params, stream);
-}
+template <DType dtype>
+void launch_portable_based_decode(const BasedDecodeParams& params, Stream stream);
 
 }  // namespace thunderkittens::linear_attention

@@ -9,6 +9,20 @@
 
 namespace thunderkittens::linear_attention {
 
+template <DType dtype>
+void run_decode(const BasedDecodeParams& params, Stream stream) {
+    if (!params.portable)
+        launch_based_decode<dtype>(params, stream);
+    else if constexpr (BUILDS_PORTABLE)
+        launch_portable_based_decode<dtype>(params, stream);
+}
+inline void run_decode(const BasedDecodeParams& params, Stream stream) {
+    if (params.problem.dtype == DType::bf16)
+        run_decode<DType::bf16>(params, stream);
+    else
+        run_decode<DType::fp16>(params, stream);
+}
+
 template <class Tensor>
 Tensor based_decode_body(const Backend<Tensor>& on, const Tensor& q, const Tensor& k,
                          const Tensor& v, Tensor& numerator, Tensor& denominator, bool normalize,
@@ -54,6 +68,7 @@ Tensor based_decode_body(const Backend<Tensor>& on, const Tensor& q, const Tenso
     const Tensor numerators = in_place ? numerator : packed(numerator);
     const Tensor denominators = in_place ? denominator : packed(denominator);
     const BasedDecodeChoice choice = on.chosen("based_decode", choose_decode(p, device));
+    params.portable = choice.portable;
     params.threads = choice.threads;
     params.q = token(as_4d(q));
     params.k = token(as_4d(k));

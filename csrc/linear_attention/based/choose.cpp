@@ -8,8 +8,8 @@
 
 namespace thunderkittens::linear_attention {
 std::string unsupported_problem(DType dtype, int64_t batch, int64_t heads, int64_t length,
-                                int64_t value_dim, const DeviceProperties& device) {
-    if (std::string reason = no_native_code_for(device); !reason.empty()) return reason;
+                                int64_t value_dim, int shared_bytes,
+                                const DeviceProperties& device) {
     if (dtype != DType::bf16 && dtype != DType::fp16) {
         return concat("operands must be bf16 or fp16, got ", name_of(dtype));
     }
@@ -25,8 +25,8 @@ std::string unsupported_problem(DType dtype, int64_t batch, int64_t heads, int64
     if (double(batch) * double(heads) * double(ceil_div(value_dim, VALUES)) > 2e9) {
         return concat("batch ", batch, " times ", heads, " heads are too many");
     }
-    if (BACKWARD_BYTES > device.shared_bytes_per_block) {
-        return concat("the kernels need ", BACKWARD_BYTES,
+    if (shared_bytes > device.shared_bytes_per_block) {
+        return concat("the kernels need ", shared_bytes,
                       " bytes of shared memory per block, this GPU has ",
                       device.shared_bytes_per_block);
     }
@@ -54,56 +54,72 @@ int choose_segments(int64_t heads, int64_t chunks, const Costs& costs,
 }
 
 std::string unsupported(const BasedProblem& p, const DeviceProperties& device) {
-    return unsupported_problem(p.dtype, p.batch, p.heads, p.length, p.value_dim, device);
+    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
+    const int bytes = runs_native(device) ? BACKWARD_BYTES : PORTABLE_BACKWARD_BYTES;
+    return unsupported_problem(p.dtype, p.batch, p.heads, p.length, p.value_dim, bytes, device);
 }
 
-// Cycles, of an H200.
+// Cycles, of an H200; of portable kernels as expected from their products and loads.
 BasedChoice choose(const BasedProblem& p, const DeviceProperties& device) {
-    constexpr Costs costs{.chunk = 2000,
-                          .sum = 1000,
-                          .launches = 8000,
-                          .segment = 100,
-                          .alone = 0.65,
-                          .blocks_per_sm = 2};
-    return {p.dtype, p.denominator,
-            choose_segments(p.batch * p.heads * slices_of(p), chunks_of(p), costs, device)};
+    constexpr Costs native{.chunk = 2000,
+                           .sum = 1000,
+                           .launches = 8000,
+                           .segment = 100,
+                           .alone = 0.65,
+                           .blocks_per_sm = 2};
+    constexpr Costs portable{.chunk = 3400,
+                             .sum = 2000,
+                             .launches = 12000,
+                             .segment = 100,
+                             .alone = 0.65,
+                             .blocks_per_sm = 2};
+    const bool is_native = runs_native(device);
+    return {p.dtype, p.denominator, !is_native,
+            choose_segments(p.batch * p.heads * slices_of(p), chunks_of(p),
+                            is_native ? native : portable, device)};
 }
 
 std::string kernel_name(const BasedChoice& c) {
-    return concat("forward_", name_of(c.dtype), c.denominator ? "_denominator" : "");
+    return concat("forward_", name_of(c.dtype), c.denominator ? "_denominator" : "",
+                  c.portable ? "_portable" : "");
 }
 
 std::vector<KernelInfo> based_kernels() {
     std::vector<KernelInfo> list;
-    for (const DType dtype : {DType::bf16, DType::fp16}) {
-        const auto add = [&](const char* kind, const char* text, const char* suffix,
-                             const char* symbol, int bytes) {
-            KernelInfo info;
-            info.name = concat(kind, "_", name_of(dtype), suffix);
-            info.config = concat(text, ": chunks of ", CHUNK, " tokens, ", VALUES,
-                                 " columns of values, 1 warpgroup");
-            info.source = concat("based_", kind);
-            info.symbol = concat("based_", kind, "_kernelI", symbol_of(dtype), symbol);
-            info.threads = 128;
-            info.shared_bytes = bytes;
-            list.push_back(info);
-        };
-        add("forward", "output", "", "Lb0E", FORWARD_BYTES);
-        add("forward", "output, and sum of its weights", "_denominator", "Lb1E", FORWARD_BYTES);
-        add("segment_states", "state of a segment", "", "Lb0ELb0E", SEGMENT_STATES_BYTES);
-        add("segment_states", "state of a segment, with the denominator's", "_denominator",
-            "Lb1ELb0E", SEGMENT_STATES_BYTES);
-        add("segment_states", "the same with weights of the tokens", "_weighted", "Lb1ELb1E",
-            SEGMENT_STATES_BYTES);
-    }
-    for (const bool denominator : {false, true}) {
+    const auto enter = [&](const std::string& name, const std::string& text,
+                           const std::string& kind, const std::string& arguments, bool portable,
+                           int bytes) {
         KernelInfo info;
-        info.name = denominator ? "scan_denominator" : "scan";
-        info.config = "prefix sums of the segments' states";
-        info.source = "based_scan";
-        info.symbol = denominator ? "based_scan_kernelIf" : "based_scan_kernelI6float4";
+        info.name = concat(name, portable ? "_portable" : "");
+        info.config = text;
+        info.source = concat("based_", kind, portable ? "_sm80" : "");
+        info.symbol = concat(portable ? "based_portable_" : "based_", kind, "_kernelI", arguments);
+        info.arch = portable ? PORTABLE : NATIVE;
         info.threads = 128;
+        info.shared_bytes = bytes;
         list.push_back(info);
+    };
+    for (const bool portable : {false, true}) {
+        const int forward = portable ? PORTABLE_FORWARD_BYTES : FORWARD_BYTES;
+        const int states = portable ? PORTABLE_SEGMENT_STATES_BYTES : SEGMENT_STATES_BYTES;
+        for (const DType dtype : {DType::bf16, DType::fp16}) {
+            const auto add = [&](const char* kind, const char* text, const char* suffix,
+                                 const char* symbol, int bytes) {
+                enter(concat(kind, "_", name_of(dtype), suffix),
+                      concat(text, ": chunks of ", CHUNK, " tokens, ", VALUES,
+                             " columns of values, ", portable ? "4 warps" : "1 warpgroup"),
+                      kind, concat(symbol_of(dtype), symbol), portable, bytes);
+            };
+            add("forward", "output", "", "Lb0E", forward);
+            add("forward", "output, and sum of its weights", "_denominator", "Lb1E", forward);
+            add("segment_states", "state of a segment", "", "Lb0ELb0E", states);
+            add("segment_states", "state of a segment, with the denominator's", "_denominator",
+                "Lb1ELb0E", states);
+            add("segment_states", "the same with weights of the tokens", "_weighted", "Lb1ELb1E",
+                states);
+        }
+        enter("scan", "prefix sums of the segments' states", "scan", "6float4", portable, 0);
+        enter("scan_denominator", "prefix sums of the segments' states", "scan", "f", portable, 0);
     }
     return list;
 }

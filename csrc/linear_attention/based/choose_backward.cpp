@@ -3,54 +3,67 @@
 
 namespace thunderkittens::linear_attention {
 
-// Cycles, of an H200; both main kernels together.
+// Cycles, of an H200; both main kernels together. Of portable kernels as expected.
 BasedBackwardChoice choose_backward(const BasedProblem& p, const DeviceProperties& device) {
-    constexpr Costs costs{.chunk = 6000,
-                          .sum = 2000,
-                          .launches = 16000,
-                          .segment = 200,
-                          .alone = 0.65,
-                          .blocks_per_sm = 2};
-    return {{p.dtype, p.denominator,
-             choose_segments(p.batch * p.heads * slices_of(p), chunks_of(p), costs, device)}};
+    constexpr Costs native{.chunk = 6000,
+                           .sum = 2000,
+                           .launches = 16000,
+                           .segment = 200,
+                           .alone = 0.65,
+                           .blocks_per_sm = 2};
+    constexpr Costs portable{.chunk = 10000,
+                             .sum = 4000,
+                             .launches = 24000,
+                             .segment = 200,
+                             .alone = 0.65,
+                             .blocks_per_sm = 2};
+    const bool is_native = runs_native(device);
+    return {{p.dtype, p.denominator, !is_native,
+             choose_segments(p.batch * p.heads * slices_of(p), chunks_of(p),
+                             is_native ? native : portable, device)}};
 }
 
 std::string kernel_name(const BasedBackwardChoice& c) {
-    return concat("key_gradient_", c.denominator ? "denominator_" : "", name_of(c.dtype));
+    return concat("key_gradient_", c.denominator ? "denominator_" : "", name_of(c.dtype),
+                  c.portable ? "_portable" : "");
 }
 
 std::vector<KernelInfo> based_backward_kernels() {
     std::vector<KernelInfo> list;
-    for (const DType dtype : {DType::bf16, DType::fp16}) {
-        const auto add = [&](const std::string& source, const std::string& name,
-                             const std::string& symbol, const std::string& text, int threads,
-                             int bytes) {
-            KernelInfo info;
-            info.name = concat(name, "_", name_of(dtype));
-            info.config = text;
-            info.source = concat("based_", source);
-            info.symbol = symbol;
-            info.threads = threads;
-            info.shared_bytes = bytes;
-            list.push_back(info);
-        };
-        for (const char* part : {"query", "key"}) {
-            for (const bool denominator : {false, true}) {
-                const std::string source = concat(part, "_gradient");
-                add(source, source + (denominator ? "_denominator" : ""),
-                    concat("based_", source, "_kernelI", symbol_of(dtype), "Lb", int(denominator),
-                           'E'),
-                    concat(part[0] == 'q' ? "dQ" : "dK and dV", ": chunks of ", CHUNK, " tokens, ",
-                           VALUES, " columns of values, 1 warpgroup",
-                           denominator ? ", with the denominator" : ""),
-                    128, BACKWARD_BYTES);
+    for (const bool portable : {false, true}) {
+        for (const DType dtype : {DType::bf16, DType::fp16}) {
+            const auto add = [&](const std::string& source, const std::string& name,
+                                 const std::string& kernel, const std::string& arguments,
+                                 const std::string& text, int threads, int bytes) {
+                KernelInfo info;
+                info.name = concat(name, "_", name_of(dtype), portable ? "_portable" : "");
+                info.config = text;
+                info.source = concat("based_", source, portable ? "_sm80" : "");
+                info.symbol = concat(kernel, "_kernelI", symbol_of(dtype), arguments);
+                info.arch = portable ? PORTABLE : NATIVE;
+                info.threads = threads;
+                info.shared_bytes = bytes;
+                list.push_back(info);
+            };
+            for (const char* part : {"query", "key"}) {
+                for (const bool denominator : {false, true}) {
+                    const std::string source = concat(part, "_gradient");
+                    add(source, source + (denominator ? "_denominator" : ""),
+                        concat(portable ? "based_portable_" : "based_", source),
+                        concat("Lb", int(denominator), 'E'),
+                        concat(part[0] == 'q' ? "dQ" : "dK and dV", ": chunks of ", CHUNK,
+                               " tokens, ", VALUES, " columns of values, ",
+                               portable ? "4 warps" : "1 warpgroup",
+                               denominator ? ", with the denominator" : ""),
+                        128, portable ? PORTABLE_BACKWARD_BYTES : BACKWARD_BYTES);
+                }
             }
+            const std::string which = concat("Lb", int(portable), 'E');
+            add("backward_prepost", "preprocess", "based_preprocess", which,
+                "weights of the tokens, from the denominators", 256, 0);
+            add("backward_prepost", "reduce_partials", "based_reduce_partials", which,
+                "sums of the partial dQ and dK of the value slices", 256, 0);
         }
-        add("backward_prepost", "preprocess", concat("based_preprocess_kernelI", symbol_of(dtype)),
-            "weights of the tokens, from the denominators", 256, 0);
-        add("backward_prepost", "reduce_partials",
-            concat("based_reduce_partials_kernelI", symbol_of(dtype)),
-            "sums of the partial dQ and dK of the value slices", 256, 0);
     }
     return list;
 }

@@ -3,7 +3,8 @@
 //
 // The state is all that takes time. A block has one head's; a thread has four neighbouring columns
 // of every so many rows, and keeps AHEAD of its loads in flight while it adds, stores, and sums its
-// part of the output. The features are made meanwhile, one or two per thread.
+// part of the output. The features are made meanwhile, one or two per thread. The portable kernel
+// does the same.
 #pragma once
 
 #include "csrc/linear_attention/based/based_decode.h"
@@ -62,8 +63,7 @@ __device__ __forceinline__ void add_product(float4& sum, float factor, const flo
 }
 
 template <class T>
-__global__ __launch_bounds__(MAX_BASED_DECODE_THREADS) void based_decode_kernel(
-    const __grid_constant__ BasedDecodeGlobals<T> g) {
+__device__ __forceinline__ void decode_token(const BasedDecodeGlobals<T>& g) {
     shared_allocator<> allocator(shared_memory());
     auto& shared = allocator.template allocate<BasedDecodeShared>();
     const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
@@ -142,9 +142,15 @@ __global__ __launch_bounds__(MAX_BASED_DECODE_THREADS) void based_decode_kernel(
                        word);
 }
 
-template <DType dtype>
-void launch_based_decode(const BasedDecodeParams& params, Stream stream) {
-    using T = type_of<dtype>;
+template <class T>
+__global__ __launch_bounds__(MAX_BASED_DECODE_THREADS) void based_decode_kernel(
+    const __grid_constant__ BasedDecodeGlobals<T> g) {
+    decode_token(g);
+}
+
+template <class T>
+void launch_decode(void (*kernel)(BasedDecodeGlobals<T>), const BasedDecodeParams& params,
+                   Stream stream) {
     const BasedDecodeProblem& p = params.problem;
     const BasedDecodeGlobals<T> globals{.q = params.q,
                                         .k = params.k,
@@ -157,8 +163,12 @@ void launch_based_decode(const BasedDecodeParams& params, Stream stream) {
                                         .normalize = p.normalize,
                                         .eps = params.eps};
     static_assert(sizeof(BasedDecodeShared) + 1024 <= BASED_DECODE_BYTES);
-    kittens::launch(based_decode_kernel<T>, dim3(unsigned(p.batch * p.heads)),
-                    dim3(unsigned(params.threads)), dim3(1), BASED_DECODE_BYTES, stream, globals);
+    kittens::launch(kernel, dim3(unsigned(p.batch * p.heads)), dim3(unsigned(params.threads)),
+                    dim3(1), BASED_DECODE_BYTES, stream, globals);
+}
+template <DType dtype>
+void launch_based_decode(const BasedDecodeParams& params, Stream stream) {
+    launch_decode(based_decode_kernel<type_of<dtype>>, params, stream);
 }
 
 }  // namespace thunderkittens::linear_attention

@@ -112,11 +112,9 @@ struct RunningState {
         pin(sums[2]);
     }
 
-    // Writes the state as an operand, in 16 bits. What is multiplied with it must be multiplied by
-    // the result: sums in half are brought into its range by a power of two, the same for all.
+    // The power of two that brings sums in half into its range, the same for all; else 1.
     template <bool scaled_always = false>
-    __device__ __forceinline__ float store_operand(state_tile<T>& tile,
-                                                   sv<float, 16>& scratch) const {
+    __device__ __forceinline__ float operand_scale(sv<float, 16>& scratch) const {
         float scale = 1.0f;
         if constexpr (scaled_always || std::is_same_v<T, half>) {
             float most = 0.0f;
@@ -143,6 +141,14 @@ struct RunningState {
             if (exponent > -100 && exponent < 128)
                 scale = arch::bit_cast<float>(uint32_t(127 + 13 - exponent) << 23);
         }
+        return scale;
+    }
+    // Writes the state as an operand, in 16 bits. What is multiplied with it must be multiplied by
+    // the result.
+    template <bool scaled_always = false>
+    __device__ __forceinline__ float store_operand(state_tile<T>& tile,
+                                                   sv<float, 16>& scratch) const {
+        const float scale = operand_scale<scaled_always>(scratch);
 #pragma unroll
         for (int group = 0; group < 3; ++group) {
             const int block = 4 * group + warpgroup::warpid();

@@ -1,5 +1,6 @@
 // Turns the sums of segments into the state before each of them (after each, when backwards), in
-// place, and gives the state at the end. One thread per four values.
+// place, and gives the state at the end. One thread per four values. The portable kernel does the
+// same.
 #pragma once
 
 #include "csrc/linear_attention/based/segments.cuh"
@@ -31,11 +32,8 @@ struct ScanWord {
 };
 
 template <class Word>
-__global__ __launch_bounds__(SCAN_THREADS) void based_scan_kernel(
-    const __grid_constant__ ScanGlobals g) {
+__device__ __forceinline__ void scan_states(const ScanGlobals& g) {
     constexpr int width = sizeof(Word) / sizeof(float), ahead = 8;
-    arch::launch_dependents();
-    arch::wait_for_dependencies();
     const int at = width * (int(blockIdx.y) * SCAN_THREADS + int(threadIdx.x));
     const int64_t batch_head = blockIdx.x;
     if (at >= g.size) return;
@@ -61,27 +59,47 @@ __global__ __launch_bounds__(SCAN_THREADS) void based_scan_kernel(
     if (g.final != nullptr) arch::store_global(word(g.final + batch_head * g.size + at), sum);
 }
 
+template <class Word>
+__global__ __launch_bounds__(SCAN_THREADS) void based_scan_kernel(
+    const __grid_constant__ ScanGlobals g) {
+    arch::launch_dependents();
+    arch::wait_for_dependencies();
+    scan_states<Word>(g);
+}
+
 // Of states of `batch_heads`. These come first in the grid: its other dimensions end at 65535, and
 // a state has a few hundred parts.
 template <class Word>
-void launch_scan(const ScanGlobals& globals, int64_t batch_heads, Stream stream) {
+void launch_scan(const kittens::LaunchOptions& options, void (*kernel)(ScanGlobals),
+                 const ScanGlobals& globals, int64_t batch_heads, Stream stream) {
     constexpr int block = int(sizeof(Word) / sizeof(float)) * SCAN_THREADS;
-    kittens::launch({.dependent = true}, based_scan_kernel<Word>,
+    kittens::launch(options, kernel,
                     dim3(unsigned(batch_heads), unsigned((globals.size + block - 1) / block)),
                     dim3(SCAN_THREADS), dim3(1), 0, stream, globals);
 }
 
+template <class Word>
+void launch_scan(const ScanGlobals& globals, int64_t batch_heads, Stream stream) {
+    launch_scan<Word>({.dependent = true}, based_scan_kernel<Word>, globals, batch_heads, stream);
+}
+
+// Of numerators or denominators.
 template <bool denominator>
-void launch_based_scan(const BasedParams& params, const ScanParams& scan, Stream stream) {
-    using Word = std::conditional_t<denominator, float, float4>;
+using scan_word = std::conditional_t<denominator, float, float4>;
+template <bool denominator>
+ScanGlobals scan_globals(const BasedParams& params, const ScanParams& scan) {
     const BasedProblem& p = params.problem;
     const int size = denominator ? FEATURES : FEATURES * int(p.value_dim);
     const auto part = [](const StatePointers& s) {
         return denominator ? s.denominator : s.numerator;
     };
-    const ScanGlobals globals{part(scan.states), part(scan.initial), part(scan.final), size,
-                              params.segments,   scan.backwards};
-    launch_scan<Word>(globals, p.batch * p.heads, stream);
+    return {part(scan.states), part(scan.initial), part(scan.final), size,
+            params.segments,   scan.backwards};
+}
+template <bool denominator>
+void launch_based_scan(const BasedParams& params, const ScanParams& scan, Stream stream) {
+    launch_scan<scan_word<denominator>>(scan_globals<denominator>(params, scan),
+                                        params.problem.batch * params.problem.heads, stream);
 }
 
 }  // namespace thunderkittens::linear_attention

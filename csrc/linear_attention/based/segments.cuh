@@ -51,6 +51,22 @@ struct Segments {
     }
 };
 
+// Rows that threads read or write themselves.
+template <class T>
+struct StridedRows {
+    T* data;
+    int64_t batch_stride, head_stride, row_stride;
+
+    StridedRows(const Operand& x)
+        : data(static_cast<T*>(const_cast<void*>(x.data))),
+          batch_stride(x.batch_stride),
+          head_stride(x.head_stride),
+          row_stride(x.row_stride) {}
+    __device__ __forceinline__ T* at(int b, int head, int row, int column) const {
+        return data + (b * batch_stride + head * head_stride + row * row_stride + column);
+    }
+};
+
 template <class T>
 using ElementLayout = gl<T, -1, -1, -1, ELEMENTS, element_tile<T>>;
 template <class T>

@@ -21,9 +21,10 @@ struct Costs {
 int choose_segments(int64_t heads, int64_t chunks, const Costs& costs,
                     const DeviceProperties& device);
 
-// What all ops refuse; empty, or the reason.
+// What all ops refuse whose kernels take so much shared memory; empty, or the reason.
 std::string unsupported_problem(DType dtype, int64_t batch, int64_t heads, int64_t length,
-                                int64_t value_dim, const DeviceProperties& device);
+                                int64_t value_dim, int shared_bytes,
+                                const DeviceProperties& device);
 
 constexpr const char* symbol_of(DType dtype) {
     return dtype == DType::bf16 ? "13__nv_bfloat16" : "6__half";

@@ -40,12 +40,13 @@ struct BasedProblem {
 struct BasedChoice {
     DType dtype = DType::bf16;
     bool denominator = false;
+    bool portable = false;  // the kernels for every GPU from compute capability 8.0 on
     int segments = 1;
 };
 struct BasedBackwardChoice : BasedChoice {};
 
 TK_FIELDS(BasedProblem, dtype, batch, heads, length, value_dim, normalize, denominator)
-TK_FIELDS(BasedChoice, dtype, denominator, segments)
+TK_FIELDS(BasedChoice, dtype, denominator, portable, segments)
 constexpr int64_t chunks_of(const BasedProblem& p) { return (p.length + CHUNK - 1) / CHUNK; }
 constexpr int64_t slices_of(const BasedProblem& p) { return (p.value_dim + VALUES - 1) / VALUES; }
 constexpr int64_t padded_length(const BasedProblem& p) { return chunks_of(p) * CHUNK; }
@@ -64,6 +65,7 @@ struct StatePointers {
 
 struct BasedParams {
     BasedProblem problem;
+    bool portable = false;
     int segments = 1;
     Operand q, k, v, out;
     StatePointers initial, final;       // of each head; for kernels: of each segment
@@ -104,6 +106,10 @@ constexpr int64_t backward_workspace(const BasedProblem& p, int64_t segments) {
 // Dynamic shared memory of a block.
 constexpr int FORWARD_BYTES = 70 * 1024, SEGMENT_STATES_BYTES = 52 * 1024,
               BACKWARD_BYTES = 102 * 1024;
+// Of portable kernels: two blocks fit the 100 KB that a multiprocessor has at least, of which the
+// system takes 1 KB for each.
+constexpr int PORTABLE_FORWARD_BYTES = 48 * 1024, PORTABLE_SEGMENT_STATES_BYTES = 27 * 1024,
+              PORTABLE_BACKWARD_BYTES = 48 * 1024;
 
 std::string unsupported(const BasedProblem& problem, const DeviceProperties& device);
 BasedChoice choose(const BasedProblem& problem, const DeviceProperties& device);
@@ -128,6 +134,7 @@ struct BackwardKernelParams {
     float *partial_dq = nullptr, *partial_dk = nullptr;  // (slices, batch, heads, length, 16)
 };
 
+// Each for Hopper, and for every GPU from compute capability 8.0 on.
 template <DType dtype>
 void launch_based_forward(const BasedParams& params, Stream stream);
 template <DType dtype>
@@ -150,5 +157,24 @@ void launch_based_key_gradient(const BasedBackwardParams& params,
 template <DType dtype>
 void launch_based_reduce_partials(const BasedBackwardParams& params,
                                   const BackwardKernelParams& kernel, Stream stream);
+template <DType dtype>
+void launch_portable_based_forward(const BasedParams& params, Stream stream);
+template <DType dtype>
+void launch_portable_based_segment_states(const BasedParams& params,
+                                          const SegmentStatesParams& call, Stream stream);
+template <bool denominator>
+void launch_portable_based_scan(const BasedParams& params, const ScanParams& scan, Stream stream);
+template <DType dtype>
+void launch_portable_based_preprocess(const BasedBackwardParams& params, float* weights,
+                                      Stream stream);
+template <DType dtype>
+void launch_portable_based_query_gradient(const BasedBackwardParams& params,
+                                          const BackwardKernelParams& kernel, Stream stream);
+template <DType dtype>
+void launch_portable_based_key_gradient(const BasedBackwardParams& params,
+                                        const BackwardKernelParams& kernel, Stream stream);
+template <DType dtype>
+void launch_portable_based_reduce_partials(const BasedBackwardParams& params,
+                                           const BackwardKernelParams& kernel, Stream stream);
 
 }  // namespace thunderkittens::linear_attention

@@ -44,6 +44,9 @@ struct LolcatsBackwardWorkspace {
     void *dq_projected = nullptr, *dk_projected = nullptr;  // (batch_heads, chunks * 64, features)
     float* map_partials = nullptr;     // (2, batch_heads, map_splits, head_dim, features)
     float* factor_partials = nullptr;  // (2, batch_heads, segments): of alpha and beta
+    // Of portable kernels: beta's for each chunk, (batch_heads, chunks); and the linear part of the
+    // values' gradient, (batch_heads, chunks * 64, head_dim).
+    float *beta_partials = nullptr, *linear_dv = nullptr;
     float *dk_partials = nullptr,
           *dv_partials = nullptr;  // (batch_heads, length, head_dim); null: no groups
     // (batch_heads,): 1 when a head's block has left what other kernels need; null: more than one
@@ -56,7 +59,7 @@ constexpr int64_t aligned_floats(int64_t floats) { return (floats + 31) / 32 * 3
 // Calls take(floats) for each part in turn.
 template <typename Take>
 LolcatsBackwardWorkspace split_workspace(const LolcatsProblem& p, int64_t segments,
-                                         int64_t map_splits, Take take) {
+                                         int64_t map_splits, bool portable, Take take) {
     const int64_t batch_heads = p.batch * p.heads, chunks = chunks_of(p);
     const int64_t projected = (batch_heads * chunks * CHUNK * p.features + 1) / 2;
     LolcatsBackwardWorkspace w;
@@ -70,18 +73,24 @@ LolcatsBackwardWorkspace split_workspace(const LolcatsProblem& p, int64_t segmen
     w.dk_projected = take(projected);
     w.map_partials = take(2 * batch_heads * map_splits * p.head_dim * p.features);
     w.factor_partials = take(2 * batch_heads * segments);
+    if (portable) {
+        w.forward.q_features = take(feature_floats(p));
+        w.forward.k_features = take(feature_floats(p));
+        w.beta_partials = take(batch_heads * chunks);
+        w.linear_dv = take(batch_heads * chunks * CHUNK * p.head_dim);
+    }
     const int64_t tokens = p.heads == p.kv_heads ? 0 : batch_heads * p.length * p.head_dim;
     w.dk_partials = take(tokens);
     w.dv_partials = take(tokens);
-    const int64_t flags = segments > 1 ? 0 : batch_heads;
+    const int64_t flags = segments > 1 || portable ? 0 : batch_heads;
     w.queries_done = reinterpret_cast<int*>(take(flags));
     w.keys_done = reinterpret_cast<int*>(take(flags));
     return w;
 }
 inline int64_t lolcats_backward_workspace(const LolcatsProblem& p, int64_t segments,
-                                          int64_t map_splits) {
+                                          int64_t map_splits, bool portable) {
     int64_t total = 0;
-    split_workspace(p, segments, map_splits, [&](int64_t floats) -> float* {
+    split_workspace(p, segments, map_splits, portable, [&](int64_t floats) -> float* {
         total += aligned_floats(floats);
         return nullptr;
     });
@@ -90,7 +99,7 @@ inline int64_t lolcats_backward_workspace(const LolcatsProblem& p, int64_t segme
 inline LolcatsBackwardWorkspace workspace_of(const LolcatsBackwardParams& params) {
     float* next = params.workspace;
     return split_workspace(params.forward.problem, params.forward.segments, params.map_splits,
-                           [&](int64_t floats) -> float* {
+                           params.forward.portable, [&](int64_t floats) -> float* {
                                float* part = floats > 0 ? next : nullptr;
                                next += aligned_floats(floats);
                                return part;
@@ -121,7 +130,7 @@ template <DType dtype, int head_dim, int features>
 void launch_lolcats_feature_map_gradient(const LolcatsBackwardParams& params,
                                          const LolcatsBackwardWorkspace& w, Stream stream);
 // The sums of the parts of both maps', the factors' and grouped heads' gradients.
-template <DType dtype>
+template <DType dtype, bool portable>
 void launch_lolcats_reduce_partials(const LolcatsBackwardParams& params,
                                     const LolcatsBackwardWorkspace& w, Stream stream);
 

@@ -1,14 +1,15 @@
 // Which kernels run a problem of LoLCATS, and in how many segments. Pure functions.
 #include "csrc/linear_attention/common/choose.h"
-#include "csrc/linear_attention/lolcats/lolcats.h"
+#include "csrc/linear_attention/lolcats/portable.h"
 
 namespace thunderkittens::linear_attention {
 namespace {
 
 std::string unsupported_shape(DType dtype, int64_t batch, int64_t heads, int64_t kv_heads,
-                              int64_t length, int64_t head_dim, int64_t features,
+                              int64_t length, int64_t head_dim, int64_t features, int shared_bytes,
                               const DeviceProperties& device) {
-    std::string reason = unsupported_problem(dtype, batch, heads, length, head_dim, device);
+    std::string reason =
+        unsupported_problem(dtype, batch, heads, length, head_dim, shared_bytes, device);
     if (!reason.empty()) return reason;
     if (head_dim != 64 && head_dim != 128)
         return concat("the head dimension must be 64 or 128, got ", head_dim);
@@ -17,20 +18,22 @@ std::string unsupported_shape(DType dtype, int64_t batch, int64_t heads, int64_t
     if (kv_heads < 0 || (kv_heads > 0 ? heads % kv_heads : heads) != 0 ||
         (kv_heads > 0 && heads == 0))
         return concat("q's heads must be a multiple of k's, got ", heads, " and ", kv_heads);
-    if (LOLCATS_FORWARD_BYTES > device.shared_bytes_per_block) {
-        return concat("the kernels need ", LOLCATS_FORWARD_BYTES,
-                      " bytes of shared memory per block, this GPU has ",
-                      device.shared_bytes_per_block);
-    }
     return "";
 }
 
-// Cycles, of an H200.
+// Cycles, of an H200; of portable kernels as expected, for 64 columns of the values.
 constexpr Costs COSTS{.chunk = 4000, .sum = 1200, .launches = 8000, .segment = 150};
+constexpr Costs PORTABLE_COSTS{.chunk = 6000,
+                               .sum = 1500,
+                               .launches = 12000,
+                               .segment = 150,
+                               .alone = 0.65,
+                               .blocks_per_sm = 2};
 
 template <typename Choice>
 std::string name_of_kernel(const char* kind, const Choice& c) {
-    return concat(kind, "_", name_of(c.dtype), "_d", c.head_dim, "_f", c.features);
+    return concat(kind, "_", name_of(c.dtype), "_d", c.head_dim, "_f", c.features,
+                  c.portable ? "_portable" : "");
 }
 
 // Calls add(dtype, head_dim, features) for all that there are.
@@ -54,20 +57,26 @@ KernelInfo kernel_info(const char* kind, const char* text, DType dtype, int head
 }  // namespace
 
 std::string unsupported(const LolcatsProblem& p, const DeviceProperties& device) {
+    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
+    const int bytes = runs_native(device) ? LOLCATS_FORWARD_BYTES : PORTABLE_LOLCATS_BYTES;
     return unsupported_shape(p.dtype, p.batch, p.heads, p.kv_heads, p.length, p.head_dim,
-                             p.features, device);
+                             p.features, bytes, device);
 }
 std::string unsupported(const LolcatsDecodeProblem& p, const DeviceProperties& device) {
-    return unsupported_shape(p.dtype, p.batch, p.heads, p.kv_heads, 1, p.head_dim, p.features,
+    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
+    return unsupported_shape(p.dtype, p.batch, p.heads, p.kv_heads, 1, p.head_dim, p.features, 0,
                              device);
 }
 
 LolcatsChoice choose(const LolcatsProblem& p, const DeviceProperties& device) {
-    const int segments = choose_segments(p.batch * p.heads, chunks_of(p), COSTS, device);
-    return {p.dtype, int(p.head_dim), int(p.features), segments};
+    const bool portable = !runs_native(device);
+    const int64_t blocks = p.batch * p.heads * (portable ? p.head_dim / VALUES : 1);
+    const int segments =
+        choose_segments(blocks, chunks_of(p), portable ? PORTABLE_COSTS : COSTS, device);
+    return {p.dtype, int(p.head_dim), int(p.features), portable, segments};
 }
-LolcatsDecodeChoice choose_decode(const LolcatsDecodeProblem& p, const DeviceProperties&) {
-    return {p.dtype, int(p.head_dim), int(p.features)};
+LolcatsDecodeChoice choose_decode(const LolcatsDecodeProblem& p, const DeviceProperties& device) {
+    return {p.dtype, int(p.head_dim), int(p.features), !runs_native(device)};
 }
 
 std::string kernel_name(const LolcatsChoice& c) { return name_of_kernel("forward", c); }
@@ -95,35 +104,69 @@ std::vector<KernelInfo> lolcats_kernels() {
         info.config = scan ? "prefix sums of the segments' states"
                            : "rows between caches and the order of tokens";
         info.source = "lolcats_kv_cache";
-        info.symbol = scan ? "based_scan_kernelI6float4" : "lolcats_kv_cache_kernel";
+        info.symbol = scan ? "based_scan_kernelI6float4" : "lolcats_kv_cache_kernelILb0E";
         info.threads = 128;
         list.push_back(info);
     }
+    // Those of portable kernels are entered with the sources that hold them.
+    const auto enter = [&](const char* kind, const char* text, DType dtype, int head_dim,
+                           int features, const char* source, const std::string& suffix, int threads,
+                           int bytes) {
+        KernelInfo info = kernel_info(kind, text, dtype, head_dim, features);
+        info.name += "_portable";
+        info.source = concat("lolcats_", source, '_', name_of(dtype), "_sm80");
+        info.symbol = concat("lolcats_portable_", kind, "_kernelINS0_13", info.symbol, 'E', suffix);
+        info.arch = PORTABLE;
+        info.threads = threads;
+        info.shared_bytes = bytes;
+        list.push_back(info);
+    };
+    for_each_kernel([&](DType dtype, int dim, int features) {
+        enter("features", "features of the tokens", dtype, dim, features, "features", "", 128,
+              PORTABLE_FEATURES_BYTES);
+        enter("forward", "output", dtype, dim, features, "forward", "", 128,
+              portable_lolcats_forward_bytes(dim, features));
+        enter("segment_states", "state of a segment", dtype, dim, features, "segments", "Lb0E", 128,
+              PORTABLE_LOLCATS_SEGMENTS_BYTES);
+    });
+    KernelInfo caches;
+    caches.name = "kv_cache_portable";
+    caches.config = "rows between caches and the order of tokens";
+    caches.source = "lolcats_kv_cache_sm80";
+    caches.symbol = "lolcats_kv_cache_kernelILb1E";
+    caches.arch = PORTABLE;
+    caches.threads = 128;
+    list.push_back(caches);
     return list;
 }
 
 std::vector<KernelInfo> lolcats_decode_kernels() {
     std::vector<KernelInfo> list;
-    for_each_kernel([&](DType dtype, int head_dim, int features) {
-        for (const bool slide : {false, true}) {
-            const char* kind = slide ? "slide" : "decode";
-            const char* text =
-                slide ? "the token that leaves a head's sliding window" : "one token of one head";
-            KernelInfo info = kernel_info(kind, text, dtype, head_dim, features);
-            info.source = concat("lolcats_decode_", name_of(dtype));
-            info.symbol = concat("lolcats_", kind, "_kernelINS0_13", info.symbol);
-            info.threads = 256;
+    for (const bool portable : {false, true}) {
+        const auto enter = [&](KernelInfo info, DType dtype, const std::string& symbol) {
+            info.name += portable ? "_portable" : "";
+            info.source = concat("lolcats_decode_", name_of(dtype), portable ? "_sm80" : "");
+            info.symbol = concat("lolcats_", symbol, "Lb", int(portable), 'E');
+            info.arch = portable ? PORTABLE : NATIVE;
             list.push_back(info);
+        };
+        for_each_kernel([&](DType dtype, int head_dim, int features) {
+            for (const bool slide : {false, true}) {
+                const char* kind = slide ? "slide" : "decode";
+                const char* text = slide ? "the token that leaves a head's sliding window"
+                                         : "one token of one head";
+                KernelInfo info = kernel_info(kind, text, dtype, head_dim, features);
+                info.threads = 256;
+                enter(info, dtype, concat(kind, "_kernelINS0_13", info.symbol, 'E'));
+            }
+        });
+        for (const DType dtype : {DType::bf16, DType::fp16}) {
+            KernelInfo info;
+            info.name = concat("lengths_", name_of(dtype));
+            info.config = "counts the tokens";
+            info.threads = 128;
+            enter(info, dtype, concat("lengths_kernelI", symbol_of(dtype)));
         }
-    });
-    for (const DType dtype : {DType::bf16, DType::fp16}) {
-        KernelInfo info;
-        info.name = concat("lengths_", name_of(dtype));
-        info.config = "counts the tokens";
-        info.source = concat("lolcats_decode_", name_of(dtype));
-        info.symbol = concat("lolcats_lengths_kernelI", symbol_of(dtype));
-        info.threads = 128;
-        list.push_back(info);
     }
     return list;
 }

@@ -3,13 +3,15 @@
 
 #include "csrc/common/math.h"
 #include "csrc/linear_attention/common/choose.h"
-#include "csrc/linear_attention/lolcats/backward.h"
+#include "csrc/linear_attention/lolcats/portable.h"
 
 namespace thunderkittens::linear_attention {
 namespace {
 
-// Cycles, of an H200; both main kernels together.
+// Cycles, of an H200; both main kernels together. Of portable kernels those of the linear part, as
+// expected.
 constexpr Costs COSTS{.chunk = 10000, .sum = 3000, .launches = 16000, .segment = 300};
+constexpr Costs PORTABLE_COSTS{.chunk = 10000, .sum = 6000, .launches = 24000, .segment = 300};
 
 }  // namespace
 
@@ -17,8 +19,11 @@ LolcatsBackwardChoice choose_lolcats_backward(const LolcatsProblem& p,
                                               const DeviceProperties& device) {
     const int64_t chunks = chunks_of(p), batch_heads = p.batch * p.heads;
     const int64_t sms = std::max(1, device.sm_count);
-    const int segments = choose_segments(batch_heads, chunks, COSTS, device);
-    LolcatsBackwardChoice choice{{p.dtype, int(p.head_dim), int(p.features), segments}, 1};
+    const bool portable = !runs_native(device);
+    const int segments =
+        choose_segments(batch_heads, chunks, portable ? PORTABLE_COSTS : COSTS, device);
+    LolcatsBackwardChoice choice{{p.dtype, int(p.head_dim), int(p.features), portable, segments},
+                                 1};
     // Two blocks share a multiprocessor, and those of both maps run at once; two waves of them.
     const int64_t parts = ceil_div(2 * sms, std::max<int64_t>(batch_heads, 1));
     choice.map_splits = int(std::clamp<int64_t>(parts, 1, std::max<int64_t>(chunks, 1)));
@@ -26,7 +31,58 @@ LolcatsBackwardChoice choose_lolcats_backward(const LolcatsProblem& p,
 }
 
 std::string kernel_name(const LolcatsBackwardChoice& c) {
-    return concat("key_gradient_", name_of(c.dtype), "_d", c.head_dim, "_f", c.features);
+    return concat("key_gradient_", name_of(c.dtype), "_d", c.head_dim, "_f", c.features,
+                  c.portable ? "_portable" : "");
+}
+
+// Those of portable kernels of a dtype.
+static void add_portable(std::vector<KernelInfo>& list, DType dtype) {
+    for (const int dim : {64, 128}) {
+        for (const int features : {32, 64}) {
+            const auto enter = [&](const char* kind, const char* text, const char* source,
+                                   const char* kernel, const char* suffix, int threads, int bytes) {
+                KernelInfo info;
+                info.name =
+                    concat(kind, "_", name_of(dtype), "_d", dim, "_f", features, "_portable");
+                info.config =
+                    concat(text, ", head dimension ", dim, ", ", features, " features twice");
+                info.source = concat("lolcats_", source, '_', name_of(dtype), "_sm80");
+                info.symbol =
+                    concat("lolcats_portable_", kernel, "_kernelINS0_13LolcatsKernelILNS_5DTypeE",
+                           int(dtype), "ELi", dim, "ELi", features, "EE", suffix);
+                info.arch = PORTABLE;
+                info.threads = threads;
+                info.shared_bytes = bytes;
+                list.push_back(info);
+            };
+            const int window = portable_window_gradient_bytes(dim),
+                      linear = portable_linear_gradient_bytes(dim, features);
+            enter("rows", "delta of the rows", "window_gradient", "rows", "", 256, 0);
+            enter("query_gradient", "dQ", "window_gradient", "query_gradient", "", 128, window);
+            enter("key_gradient", "dK and dV", "window_gradient", "key_gradient", "", 128, window);
+            enter("linear_queries", "through the queries' features", "linear_gradient",
+                  "linear_queries", "", 256, linear);
+            enter("linear_keys", "through the keys' features", "linear_gradient", "linear_keys", "",
+                  256, linear);
+            enter("segment_state_gradients", "sums over the queries of a segment", "segments",
+                  "segment_states", "Lb1E", 128, PORTABLE_LOLCATS_SEGMENTS_BYTES);
+            enter("feature_map_gradient", "partial gradients of the feature maps",
+                  "feature_map_gradient", "map_gradient", "", 128,
+                  PORTABLE_FEATURE_MAP_GRADIENT_BYTES);
+        }
+    }
+    list.push_back({.name = concat("reduce_partials_", name_of(dtype), "_portable"),
+                    .config = "sums of the partial gradients",
+                    .source = "lolcats_reduce_partials_sm80",
+                    .symbol = concat("lolcats_reduce_partials_kernelI", symbol_of(dtype)),
+                    .arch = PORTABLE,
+                    .threads = 256});
+    list.push_back({.name = concat("scan_", name_of(dtype), "_portable"),
+                    .config = "sums of the segments before or behind each",
+                    .source = concat("lolcats_segments_", name_of(dtype), "_sm80"),
+                    .symbol = "based_portable_scan_kernelI6float4E",
+                    .arch = PORTABLE,
+                    .threads = 128});
 }
 
 std::vector<KernelInfo> lolcats_backward_kernels() {
@@ -68,6 +124,7 @@ std::vector<KernelInfo> lolcats_backward_kernels() {
                         .source = "lolcats_reduce_partials",
                         .symbol = concat("lolcats_reduce_partials_kernelI", symbol_of(dtype)),
                         .threads = 256});
+        add_portable(list, dtype);
     }
     list.push_back({.name = "scan",
                     .config = "sums of the segments behind each",

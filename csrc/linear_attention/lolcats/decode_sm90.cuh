@@ -7,8 +7,11 @@
 //
 // With the sliding window, of the last 64 tokens, a kernel of its own first adds the token that the
 // new one pushes out of it, in every step.
+//
+// The portable kernels are these without stmatrix and programmatic launches.
 #pragma once
 
+#include "csrc/linear_attention/common/products_sm80.cuh"
 #include "csrc/linear_attention/lolcats/feature_map.cuh"
 
 namespace thunderkittens::linear_attention {
@@ -71,7 +74,7 @@ struct LolcatsDecodeShared {
     };
 };
 
-template <class K>
+template <class K, bool portable>
 struct LolcatsDecode {
     using T = typename K::T;
     using Globals = LolcatsDecodeGlobals<T>;
@@ -377,7 +380,13 @@ struct LolcatsDecode {
                 }
             }
             make_features<K>(features, z);
-            store_features<K>(fold.features, features);
+            if constexpr (portable) {
+#pragma unroll
+                for (int t = 0; t < K::groups; ++t)
+                    sm80::store_operand_rows(fold.features[t], 16 * warp_index, features.groups[t]);
+            } else {
+                store_features<K>(fold.features, features);
+            }
         }
         arch::sync_block();
 #pragma unroll
@@ -422,8 +431,8 @@ struct LolcatsDecode {
     }
 };
 
-template <class K>
-__device__ __forceinline__ LolcatsDecode<K> lolcats_decode_of(
+template <bool portable, class K>
+__device__ __forceinline__ LolcatsDecode<K, portable> lolcats_decode_of(
     const LolcatsDecodeGlobals<typename K::T>& g, LolcatsDecodeShared<K>& shared) {
     const int index = int(blockIdx.x), b = index / g.heads, head = index % g.heads;
     const int2 tokens = g.tokens(b);
@@ -431,19 +440,19 @@ __device__ __forceinline__ LolcatsDecode<K> lolcats_decode_of(
             tokens.x, tokens.y};
 }
 
-template <class K>
+template <class K, bool portable>
 __global__ __launch_bounds__(LOLCATS_DECODE_THREADS, 2) void lolcats_decode_kernel(
     const __grid_constant__ LolcatsDecodeGlobals<typename K::T> g) {
     auto& shared = arch::static_shared<LolcatsDecodeShared<K>>();
-    arch::launch_dependents();
-    lolcats_decode_of<K>(g, shared).run();
+    if constexpr (!portable) arch::launch_dependents();
+    lolcats_decode_of<portable, K>(g, shared).run();
 }
 
-template <class K>
+template <class K, bool portable>
 __global__ __launch_bounds__(LOLCATS_DECODE_THREADS, 2) void lolcats_slide_kernel(
     const __grid_constant__ LolcatsDecodeGlobals<typename K::T> g) {
     auto& shared = arch::static_shared<LolcatsDecodeShared<K>>();
-    auto decode = lolcats_decode_of<K>(g, shared);
+    auto decode = lolcats_decode_of<portable, K>(g, shared);
     if (decode.before >= WINDOW) decode.slide();
 }
 
@@ -451,17 +460,16 @@ struct LengthsGlobals {
     int* lengths;
     int count;
 };
-template <class>
+template <class, bool portable>
 __global__ __launch_bounds__(128) void lolcats_lengths_kernel(
     const __grid_constant__ LengthsGlobals g) {
-    arch::wait_for_dependencies();
+    if constexpr (!portable) arch::wait_for_dependencies();
     const int i = int(blockIdx.x) * 128 + int(threadIdx.x);
     if (i < g.count) arch::store_global(g.lengths + i, arch::load_global(g.lengths + i) + 1);
 }
 
-template <DType dtype, int head_dim, int features>
-void launch_lolcats_decode(const LolcatsDecodeParams& params, Stream stream) {
-    using K = LolcatsKernel<dtype, head_dim, features>;
+template <class K, bool portable>
+void launch_decode_kernels(const LolcatsDecodeParams& params, Stream stream) {
     const LolcatsDecodeProblem& p = params.problem;
     const LolcatsDecodeGlobals<typename K::T> globals{.q = params.q,
                                                       .k = params.k,
@@ -476,13 +484,17 @@ void launch_lolcats_decode(const LolcatsDecodeParams& params, Stream stream) {
                                                       .kv_heads = int(p.kv_heads),
                                                       .sliding = params.sliding};
     if (params.sliding)
-        kittens::launch(lolcats_slide_kernel<K>, dim3(unsigned(p.batch * p.heads)),
+        kittens::launch(lolcats_slide_kernel<K, portable>, dim3(unsigned(p.batch * p.heads)),
                         dim3(LOLCATS_DECODE_THREADS), dim3(1), 0, stream, globals);
-    kittens::launch(lolcats_decode_kernel<K>, dim3(unsigned(p.batch * p.heads)),
+    kittens::launch(lolcats_decode_kernel<K, portable>, dim3(unsigned(p.batch * p.heads)),
                     dim3(LOLCATS_DECODE_THREADS), dim3(1), 0, stream, globals);
-    kittens::launch({.dependent = true}, lolcats_lengths_kernel<typename K::T>,
+    kittens::launch({.dependent = !portable}, lolcats_lengths_kernel<typename K::T, portable>,
                     dim3(unsigned((p.batch + 127) / 128)), dim3(128), dim3(1), 0, stream,
                     LengthsGlobals{params.state.lengths, int(p.batch)});
+}
+template <DType dtype, int head_dim, int features>
+void launch_lolcats_decode(const LolcatsDecodeParams& params, Stream stream) {
+    launch_decode_kernels<LolcatsKernel<dtype, head_dim, features>, false>(params, stream);
 }
 
 }  // namespace thunderkittens::linear_attention

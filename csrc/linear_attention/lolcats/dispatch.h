@@ -1,7 +1,7 @@
 // The launches that make up one call of LoLCATS, for the ops and for the emulator. Host C++ only.
 #pragma once
 
-#include "csrc/linear_attention/lolcats/lolcats.h"
+#include "csrc/linear_attention/lolcats/portable.h"
 
 namespace thunderkittens::linear_attention {
 
@@ -31,25 +31,47 @@ inline LolcatsWorkspace workspace_of(const LolcatsParams& params) {
         w.first_keys = params.workspace + sums;
         w.first_values = params.workspace + sums + rows;
     }
+    if (params.portable) {
+        w.q_features = params.workspace + sums + 2 * rows;
+        w.k_features = params.workspace + sums + 2 * rows + feature_floats(p);
+    }
     return w;
 }
 
-inline void run_lolcats(const LolcatsParams& params, Stream stream) {
-    const LolcatsWorkspace w = workspace_of(params);
-    if (params.final.keys != nullptr) launch_lolcats_kv_cache(params, stream);
-    if (params.problem.continued) launch_lolcats_first_rows(params, w, stream);
+inline void run_native_lolcats(const LolcatsParams& params, const LolcatsWorkspace& w,
+                               Stream stream) {
+    if (params.final.keys != nullptr) launch_lolcats_kv_cache<false>(params, stream);
+    if (params.problem.continued) launch_lolcats_first_rows<false>(params, w, stream);
     dispatch_lolcats(params.problem, [&]<DType dtype, int head_dim, int features>() {
         if (params.segments > 1) {
             launch_lolcats_segment_states<dtype, head_dim, features>(params, w, stream);
-            if (scans(params.segments)) launch_lolcats_scan(params, w, stream);
+            if (scans(params.segments)) launch_lolcats_scan<false>(params, w, stream);
         }
         launch_lolcats_forward<dtype, head_dim, features>(params, w, stream);
     });
 }
+inline void run_lolcats(const LolcatsParams& params, Stream stream) {
+    const LolcatsWorkspace w = workspace_of(params);
+    if (!params.portable) return run_native_lolcats(params, w, stream);
+    if constexpr (BUILDS_PORTABLE) {
+        if (params.final.keys != nullptr) launch_lolcats_kv_cache<true>(params, stream);
+        if (params.problem.continued) launch_lolcats_first_rows<true>(params, w, stream);
+        dispatch_lolcats(params.problem, [&]<DType dtype, int head_dim, int features>() {
+            launch_portable_lolcats_features<dtype, head_dim, features>(params, w, stream);
+            if (params.segments > 1)
+                launch_portable_lolcats_segment_states<dtype, head_dim, features>(params, w,
+                                                                                  stream);
+            launch_portable_lolcats_forward<dtype, head_dim, features>(params, w, stream);
+        });
+    }
+}
 
 inline void run_lolcats_decode(const LolcatsDecodeParams& params, Stream stream) {
     dispatch_lolcats(params.problem, [&]<DType dtype, int head_dim, int features>() {
-        launch_lolcats_decode<dtype, head_dim, features>(params, stream);
+        if (!params.portable)
+            launch_lolcats_decode<dtype, head_dim, features>(params, stream);
+        else if constexpr (BUILDS_PORTABLE)
+            launch_portable_lolcats_decode<dtype, head_dim, features>(params, stream);
     });
 }
 

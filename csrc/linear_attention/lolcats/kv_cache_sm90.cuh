@@ -1,6 +1,6 @@
 // Rows of keys and values between the caches of a state and the order of tokens: the first 128 rows
 // that a continued call sees, and the caches of the state after the last token. A warp copies rows
-// of both, 16 bytes per lane. And the launch of the prefix sums.
+// of both, 16 bytes per lane. And the launch of the prefix sums. The portable kernel is this one.
 #pragma once
 
 #include "csrc/linear_attention/based/scan_sm90.cuh"
@@ -19,6 +19,7 @@ struct KvCacheGlobals {
     int kv_heads, length, words;  // words of 16 bytes per row
 };
 
+template <bool portable>
 __global__ __launch_bounds__(KV_CACHE_THREADS) void lolcats_kv_cache_kernel(
     const __grid_constant__ KvCacheGlobals g) {
     const int batch_head = int(blockIdx.x), b = batch_head / g.kv_heads,
@@ -53,8 +54,9 @@ __global__ __launch_bounds__(KV_CACHE_THREADS) void lolcats_kv_cache_kernel(
     copy(g.values, g.cached_values, g.v);
 }
 
-inline void launch_kv_cache(const LolcatsParams& params, void* keys, void* values,
-                            int* lengths_after, Stream stream) {
+template <bool portable>
+void launch_kv_cache(const LolcatsParams& params, void* keys, void* values, int* lengths_after,
+                     Stream stream) {
     const LolcatsProblem& p = params.problem;
     const KvCacheGlobals globals{.k = params.k,
                                  .v = params.v,
@@ -68,20 +70,26 @@ inline void launch_kv_cache(const LolcatsParams& params, void* keys, void* value
                                  .length = int(p.length),
                                  .words = int(p.head_dim / 8)};
     const auto blocks = unsigned(CACHE * globals.words / KV_CACHE_THREADS);
-    kittens::launch(lolcats_kv_cache_kernel, dim3(unsigned(p.batch * p.kv_heads), blocks),
+    kittens::launch(lolcats_kv_cache_kernel<portable>, dim3(unsigned(p.batch * p.kv_heads), blocks),
                     dim3(KV_CACHE_THREADS), dim3(1), 0, stream, globals);
 }
 
+template <bool portable>
 void launch_lolcats_first_rows(const LolcatsParams& params, const LolcatsWorkspace& workspace,
                                Stream stream) {
-    launch_kv_cache(params, workspace.first_keys, workspace.first_values, nullptr, stream);
+    launch_kv_cache<portable>(params, workspace.first_keys, workspace.first_values, nullptr,
+                              stream);
 }
+template <bool portable>
 void launch_lolcats_kv_cache(const LolcatsParams& params, Stream stream) {
-    launch_kv_cache(params, params.final.keys, params.final.values, params.final.lengths, stream);
+    launch_kv_cache<portable>(params, params.final.keys, params.final.values, params.final.lengths,
+                              stream);
 }
 
+template <bool portable>
 void launch_lolcats_scan(const LolcatsParams& params, const LolcatsWorkspace& workspace,
                          Stream stream) {
+    static_assert(!portable, "what makes the sums has a scan of its own");
     const LolcatsProblem& p = params.problem;
     launch_scan<float4>({workspace.segment_states, nullptr, nullptr, int(state_floats_of_head(p)),
                          params.segments, false},

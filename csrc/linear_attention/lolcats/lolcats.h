@@ -32,6 +32,7 @@ struct LolcatsProblem {
 struct LolcatsChoice {
     DType dtype = DType::bf16;
     int head_dim = 128, features = 64;
+    bool portable = false;  // the kernels for every GPU from compute capability 8.0 on
     int segments = 1;
 };
 
@@ -43,12 +44,13 @@ struct LolcatsDecodeProblem {
 struct LolcatsDecodeChoice {
     DType dtype = DType::bf16;
     int head_dim = 128, features = 64;
+    bool portable = false;
 };
 
 TK_FIELDS(LolcatsProblem, dtype, batch, heads, kv_heads, length, head_dim, features, continued)
-TK_FIELDS(LolcatsChoice, dtype, head_dim, features, segments)
+TK_FIELDS(LolcatsChoice, dtype, head_dim, features, portable, segments)
 TK_FIELDS(LolcatsDecodeProblem, dtype, batch, heads, kv_heads, head_dim, features)
-TK_FIELDS(LolcatsDecodeChoice, dtype, head_dim, features)
+TK_FIELDS(LolcatsDecodeChoice, dtype, head_dim, features, portable)
 
 // At most so many blocks of tokens: of those in the caches, up to 127, and the new ones.
 constexpr int64_t chunks_of(const LolcatsProblem& p) {
@@ -68,6 +70,7 @@ struct LolcatsStatePointers {
 
 struct LolcatsParams {
     LolcatsProblem problem;
+    bool portable = false;
     int segments = 1;
     Operand q, k, v, out;
     Operand q_map, k_map;  // (heads, head_dim, features), without a batch stride
@@ -88,12 +91,18 @@ constexpr int64_t segment_floats(const LolcatsProblem& p, int64_t segments) {
 constexpr int64_t first_rows_floats(const LolcatsProblem& p) {
     return p.continued ? p.batch * p.kv_heads * CACHE * p.head_dim / 2 : 0;
 }
-constexpr int64_t lolcats_workspace(const LolcatsProblem& p, int64_t segments) {
-    return segment_floats(p, segments) + 2 * first_rows_floats(p);
+// The features of the queries, or of the keys, of which portable kernels have those of all tokens.
+constexpr int64_t feature_floats(const LolcatsProblem& p) {
+    return p.batch * p.heads * chunks_of(p) * CHUNK * p.features;
+}
+constexpr int64_t lolcats_workspace(const LolcatsProblem& p, int64_t segments, bool portable) {
+    return segment_floats(p, segments) + 2 * first_rows_floats(p) +
+           (portable ? 2 * feature_floats(p) : 0);
 }
 
 struct LolcatsDecodeParams {
     LolcatsDecodeProblem problem;
+    bool portable = false;
     Operand q, k, v, out;  // one row each
     Operand q_map, k_map;
     const float *alpha = nullptr, *beta = nullptr;
@@ -117,6 +126,7 @@ std::vector<KernelInfo> lolcats_decode_kernels();
 struct LolcatsWorkspace {
     float* segment_states = nullptr;                      // of each segment; null: there is one
     void *first_keys = nullptr, *first_values = nullptr;  // null: no initial state
+    void *q_features = nullptr, *k_features = nullptr;    // of portable kernels
 };
 
 template <DType dtype, int head_dim, int features>
@@ -127,13 +137,18 @@ template <DType dtype, int head_dim, int features>
 void launch_lolcats_segment_states(const LolcatsParams& params, const LolcatsWorkspace& workspace,
                                    Stream stream);
 // Replaces them by the sums of all segments before.
+template <bool portable>
 void launch_lolcats_scan(const LolcatsParams& params, const LolcatsWorkspace& workspace,
                          Stream stream);
 // The rows of the caches and the first new ones, in order; and the final state's caches.
+template <bool portable>
 void launch_lolcats_first_rows(const LolcatsParams& params, const LolcatsWorkspace& workspace,
                                Stream stream);
+template <bool portable>
 void launch_lolcats_kv_cache(const LolcatsParams& params, Stream stream);
 template <DType dtype, int head_dim, int features>
 void launch_lolcats_decode(const LolcatsDecodeParams& params, Stream stream);
+template <DType dtype, int head_dim, int features>
+void launch_portable_lolcats_decode(const LolcatsDecodeParams& params, Stream stream);
 
 }  // namespace thunderkittens::linear_attention

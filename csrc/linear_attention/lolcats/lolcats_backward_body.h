@@ -70,8 +70,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lolcats_backw
     const Tensor denominators = packed(kept.denominators);
     const LolcatsBackwardChoice choice =
         on.chosen("lolcats_backward", choose_lolcats_backward(p, device));
-    const Tensor workspace = empty(
-        {lolcats_backward_workspace(p, choice.segments, choice.map_splits)}, DType::fp32, in.q);
+    const Tensor workspace =
+        empty({lolcats_backward_workspace(p, choice.segments, choice.map_splits, choice.portable)},
+              DType::fp32, in.q);
+    call.portable = choice.portable;
     call.segments = choice.segments;
     in.fill(call);
     call.out = operand(out);

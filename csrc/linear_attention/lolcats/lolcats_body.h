@@ -55,7 +55,9 @@ LolcatsResults<Tensor> lolcats_body(const Backend<Tensor>& on, const LolcatsTens
     }
     const LolcatsOperands<Tensor> in(given);
     const LolcatsChoice choice = on.chosen("lolcats", choose(p, device));
-    const Tensor workspace = empty({lolcats_workspace(p, choice.segments)}, wide, in.q);
+    const Tensor workspace =
+        empty({lolcats_workspace(p, choice.segments, choice.portable)}, wide, in.q);
+    params.portable = choice.portable;
     params.segments = choice.segments;
     in.fill(params);
     params.out = operand(r.out);

@@ -37,8 +37,9 @@ Tensor lolcats_decode_body(const Backend<Tensor>& on, const LolcatsTensors<Tenso
     params.out = operand(out);
     params.state = pointers_of<Tensor>({&state[0], &state[1], &state[2], &state[3], &state[4]});
     params.sliding = sliding;
-    auto launch =
-        on.launch("lolcats_decode", on.chosen("lolcats_decode", choose_decode(p, device)), in.q);
+    const LolcatsDecodeChoice choice = on.chosen("lolcats_decode", choose_decode(p, device));
+    params.portable = choice.portable;
+    auto launch = on.launch("lolcats_decode", choice, in.q);
     in.may_read(launch);
     for (std::size_t i = 0; i < state.size(); ++i) launch.may_write(STATE_PARTS[i], state[i]);
     launch.may_write("out", out);

@@ -1,5 +1,6 @@
 // The sums of parts that LoLCATS's gradient ends with, in a fixed order: of the maps', of the
-// factors', and of the keys' and values' gradients over the heads that share them. One launch.
+// factors', and of the keys' and values' gradients over the heads that share them. One launch. The
+// portable kernel is this one.
 #pragma once
 
 #include "csrc/linear_attention/lolcats/backward.h"
@@ -29,10 +30,10 @@ struct PartialsGlobals {
     int count;
 };
 
-template <class T>
+template <class T, bool portable>
 __global__ __launch_bounds__(LOLCATS_ROW_THREADS) void lolcats_reduce_partials_kernel(
     const __grid_constant__ PartialsGlobals<T> g) {
-    arch::wait_for_dependencies();
+    if constexpr (!portable) arch::wait_for_dependencies();
     int own = 0;
     while (own + 1 < g.count && int64_t(blockIdx.x) >= g.sums[own + 1].first) ++own;
     const PartialsSum& s = g.sums[own];
@@ -53,7 +54,7 @@ __global__ __launch_bounds__(LOLCATS_ROW_THREADS) void lolcats_reduce_partials_k
         arch::store_global(static_cast<T*>(s.result) + at, convert<T>(sum));
 }
 
-template <DType dtype>
+template <DType dtype, bool portable>
 void launch_lolcats_reduce_partials(const LolcatsBackwardParams& params,
                                     const LolcatsBackwardWorkspace& w, Stream stream) {
     using T = std::conditional_t<dtype == DType::bf16, bf16, half>;
@@ -79,11 +80,11 @@ void launch_lolcats_reduce_partials(const LolcatsBackwardParams& params,
     add(w.map_partials, params.dq_map, p.batch, p.heads, params.map_splits, map, false);
     add(key_maps, params.dk_map, p.batch, p.heads, params.map_splits, map, false);
     add(w.factor_partials, params.grad_alpha, p.batch, p.heads, segments, 1, true);
-    add(w.factor_partials + batch_heads * segments, params.grad_beta, p.batch, p.heads, segments, 1,
-        true);
+    const float* betas = portable ? w.beta_partials : w.factor_partials + batch_heads * segments;
+    add(betas, params.grad_beta, p.batch, p.heads, portable ? chunks_of(p) : segments, 1, true);
     if (blocks == 0) return;
-    kittens::launch({.dependent = true}, lolcats_reduce_partials_kernel<T>, dim3(unsigned(blocks)),
-                    dim3(LOLCATS_ROW_THREADS), dim3(1), 0, stream, globals);
+    kittens::launch({.dependent = !portable}, lolcats_reduce_partials_kernel<T, portable>,
+                    dim3(unsigned(blocks)), dim3(LOLCATS_ROW_THREADS), dim3(1), 0, stream, globals);
 }
 
 }  // namespace thunderkittens::linear_attention
