@@ -53,13 +53,40 @@ __device__ __forceinline__ bool rows_apart(const Globals<Kernel>& g) {
     return Kernel::portable && g.results.slot_rows > FEW_ROWS;
 }
 
-template <class Kernel>
-struct FewRowsConsumer {
-    using T = typename Kernel::T;
+// The part of a block's keys that a warp has: its own.
+template <class Kernel, bool portable = Kernel::portable>
+struct PartOfBlock {
     // Conversions of NVFP4 are long chains, of which two are better on their way at a time.
-    static constexpr int warp_keys = Kernel::nvfp4 ? 32 : 16;  // of a block, for a warp
-    static constexpr int block_parts = BLOCK_N / warp_keys;    // of a block, one a warp
+    static constexpr int warp_keys = Kernel::nvfp4 ? 32 : 16;
+    static constexpr int block_parts = BLOCK_N / warp_keys;
     static constexpr int turns = CONSUMER_WARPS / block_parts;  // of the warps: each n-th block
+
+    static __device__ __forceinline__ int own_part() { return warpgroup::warpid() % block_parts; }
+    static __device__ __forceinline__ int own_turn() { return warpgroup::warpid() / block_parts; }
+    static __device__ __forceinline__ int first_key() {
+        return warp_keys * (warpgroup::warpid() % block_parts);
+    }
+    // Of what a thread reads first.
+    static __device__ __forceinline__ int base_key() { return first_key(); }
+};
+// Where warps have rows to themselves, one part after the other.
+template <class Kernel>
+struct PartOfBlock<Kernel, true> : PartOfBlock<Kernel, false> {
+    int part = 0;
+
+    __device__ __forceinline__ int first_key() const {
+        return PartOfBlock<Kernel, false>::warp_keys * part;
+    }
+    static __device__ __forceinline__ int base_key() { return 0; }
+};
+
+template <class Kernel>
+struct FewRowsConsumer : PartOfBlock<Kernel> {
+    using T = typename Kernel::T;
+    using Part = PartOfBlock<Kernel>;
+    using Part::base_key, Part::first_key, Part::own_part, Part::own_turn;
+    static constexpr int warp_keys = Part::warp_keys, block_parts = Part::block_parts;
+    static constexpr int turns = Part::turns;
     using Element = std::conditional_t<Kernel::codes, half, T>;  // of a product
     using scores = rt_fl<16, warp_keys>;
     using weights = rt<Element, 16, warp_keys>;
@@ -78,11 +105,10 @@ struct FewRowsConsumer {
     Shared<Kernel>& shared;
     // What this thread reads first of the first slot.
     const uint32_t first_codes =
-        shared.ring[0].k.address_of(own_key() + laneid() / 4, chunks::column(0));
+        shared.ring[0].k.address_of(base_key() + laneid() / 4, chunks::column(0));
     const uint32_t first_rows = shared.ring[0].v.address_of(
-        own_key() + laneid() % 16, RowChunks<v_tile>::columns * (laneid() / 16));
+        base_key() + laneid() % 16, RowChunks<v_tile>::columns * (laneid() / 16));
     RingPosition<Kernel::slots> at{};
-    int part = 0;  // of a block, at which portable kernels are
     __device__ __forceinline__ void run(Segments& segments) {
         if constexpr (!Kernel::codes)
             run_all<CacheFormat::same>(segments);
@@ -111,17 +137,12 @@ struct FewRowsConsumer {
     }
     template <class Tile>
     __device__ __forceinline__ uint32_t slot_offset() const {
-        const int keys = Kernel::portable ? first_key() : 0;
-        return static_cast<uint32_t>(at.stage) * uint32_t(sizeof(typename Kernel::slot)) +
-               static_cast<uint32_t>(keys * row_bytes<Tile>);
-    }
-    static __device__ __forceinline__ int own_part() { return warpgroup::warpid() % block_parts; }
-    static __device__ __forceinline__ int own_turn() { return warpgroup::warpid() / block_parts; }
-    static __device__ __forceinline__ int own_key() {
-        return Kernel::portable ? 0 : warp_keys * own_part();
-    }
-    __device__ __forceinline__ int first_key() const {
-        return warp_keys * (Kernel::portable ? part : own_part());
+        const uint32_t slot =
+            static_cast<uint32_t>(at.stage) * uint32_t(sizeof(typename Kernel::slot));
+        if constexpr (Kernel::portable)
+            return slot + static_cast<uint32_t>(first_key() * row_bytes<Tile>);
+        else
+            return slot;
     }
     __device__ __forceinline__ bool rows_apart() const { return decode::rows_apart(g); }
     // Which 16 of a tile's rows this warp has, and the first of them.
@@ -403,6 +424,7 @@ struct FewRowsConsumer {
                                                int& v_exponent) {
         const int first = rows_apart() ? 0 : own_part();
         const int last = rows_apart() ? block_parts - 1 : first;
+        int& part = this->part;
         const auto keys_at = at;
         auto values_at = at;
         values_at.advance();
@@ -501,17 +523,8 @@ struct FewRowsConsumer {
         }
         warpgroup::sync(1);
     }
-    // Those that have some of a row.
-    template <class F>
-    __device__ __forceinline__ void for_each_warp_of(int row, F f) const {
-        if constexpr (Kernel::portable) {
-            const int first = rows_apart() ? row / FEW_ROWS : 0;
-            const int last = rows_apart() ? first : CONSUMER_WARPS - 1;
-#pragma unroll 1
-            for (int w = first; w <= last; ++w) f(w);
-        } else {
-            for (int w = 0; w < CONSUMER_WARPS; ++w) f(w);
-        }
+    __device__ __forceinline__ bool has_none(int warp, int row) const {
+        return rows_apart() && warp != row / FEW_ROWS;
     }
     // Rows, four columns at a time.
     __device__ __forceinline__ void add_up(const Segments& segment, int first) {
@@ -530,17 +543,21 @@ struct FewRowsConsumer {
             };
             const int own = rows_apart() ? index % FEW_ROWS : index;
             float base = OnlineSoftmax::NO_KEY;
-            for_each_warp_of(index, [&](int w) { base = fmaxf(base, load(shared.base[w][own])); });
+            for (int w = 0; w < CONSUMER_WARPS; ++w) {
+                if (has_none(w, index)) continue;
+                base = fmaxf(base, load(shared.base[w][own]));
+            }
             OnlineSoftmax softmax;
             softmax.base = {base, base};
             float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            for_each_warp_of(index, [&](int w) {
+            for (int w = 0; w < CONSUMER_WARPS; ++w) {
+                if (has_none(w, index)) continue;
                 const float factor = arch::exp2_approx(load(shared.base[w][own]) - base);
                 softmax.sum.x = fmaf(load(shared.sum[w][own]), factor, softmax.sum.x);
                 const float4 x = load(shared.rows.out[w][own][part]);
                 sum = {fmaf(x.x, factor, sum.x), fmaf(x.y, factor, sum.y), fmaf(x.z, factor, sum.z),
                        fmaf(x.w, factor, sum.w)};
-            });
+            }
             float factor = 1.0f;
             if (segment.whole && to.sink != nullptr) {
                 const float logit =
@@ -595,7 +612,7 @@ __global__ __launch_bounds__(Kernel::threads, Kernel::blocks_per_sm) void few_ro
         if constexpr (Kernel::reallocates) {
             warpgroup::increase_registers<Kernel::consumer_registers>();
         }
-        FewRowsConsumer<Kernel>{g, shared}.run(segments);
+        FewRowsConsumer<Kernel>{{}, g, shared}.run(segments);
     } else {
         if constexpr (Kernel::reallocates) {
             warpgroup::decrease_registers<Kernel::producer_registers>();
