@@ -126,8 +126,13 @@ def test_choices_fit_the_gpu(kind, dims, name):
     blocks = choice["parts"] // gpu.sm_count
     assert blocks == (2 if dims[0] <= 128 and gpu.shared_bytes_per_block > 99 << 10 else 1)
     assert blocks * (kernel["shared_bytes"] + 1024) <= gpu.shared_bytes_per_block + 1024
-    assert choice["schedule_ints"] == (
-        _C.choose("attention_paged", problem(dims, codes=kind != "16 bits"), gpu)["schedule_ints"]
+    assert (
+        choice["schedule_ints"]
+        == (
+            _C.choose("attention_paged", problem(dims, codes=kind != "16 bits"), gpu)[
+                "schedule_ints"
+            ]
+        )
     )
 
 
@@ -139,7 +144,12 @@ def test_portable_kernels_fit_every_gpu():
 
 @pytest.mark.parametrize(
     ("queries", "more", "prefills"),
-    [(127, {}, False), (128, {}, True), (128, {"mask": True}, False), (128, {"codes": True}, False)],
+    [
+        (127, {}, False),
+        (128, {}, True),
+        (128, {"mask": True}, False),
+        (128, {"codes": True}, False),
+    ],
 )
 def test_many_queries_take_the_kernels_of_attention(queries, more, prefills):
     gpu = device("A100")

@@ -363,13 +363,12 @@ KernelInfo kernel_info(const Config& config, bool split) {
 KernelInfo portable_info(const Config& config) {
     KernelInfo info;
     info.name = kernel_name({config, 1, 0});
-    info.config = concat("head_dim ", config.head_dim, ", value_dim ", config.value_dim, ", ",
-                         64 * config.warpgroups, " query rows x ", config.block_n, " keys, ",
-                         config.stages, config.stages > 1 ? " stages, " : " stage, ",
-                         forward_threads(config) / 32, " warps of ", config.warp_rows, " rows",
-                         config.keeps_query ? ", query in registers" : "",
-                         config.score_mod ? ", softcap and ALiBi" : "",
-                         config.paged ? ", pages of a cache" : "");
+    info.config = concat(
+        "head_dim ", config.head_dim, ", value_dim ", config.value_dim, ", ",
+        64 * config.warpgroups, " query rows x ", config.block_n, " keys, ", config.stages,
+        config.stages > 1 ? " stages, " : " stage, ", forward_threads(config) / 32, " warps of ",
+        config.warp_rows, " rows", config.keeps_query ? ", query in registers" : "",
+        config.score_mod ? ", softcap and ALiBi" : "", config.paged ? ", pages of a cache" : "");
     info.source = concat("portable_", config.paged ? "paged_" : "", name_of(config.dtype), "_sm80");
     info.symbol = symbol_of("portable_forward_kernel", "Config", config);
     info.arch = PORTABLE;

@@ -319,8 +319,8 @@ void launch_append_by(const AppendKernels<T>& kernels, const AppendParams& param
     const int64_t blocks = std::clamp<int64_t>(ceil_div(threads, APPEND_THREADS), 1, 1 << 16);
     const dim3 grid(static_cast<unsigned>(blocks));
     if (params.format == CacheFormat::nvfp4) {
-        kittens::launch({.dependent = kernels.dependent}, kernels.nvfp4, grid,
-                        dim3(APPEND_THREADS), dim3(1), 0, stream, globals, params.block_scales);
+        kittens::launch({.dependent = kernels.dependent}, kernels.nvfp4, grid, dim3(APPEND_THREADS),
+                        dim3(1), 0, stream, globals, params.block_scales);
     } else {
         kittens::launch({.dependent = kernels.dependent}, codes ? kernels.codes : kernels.elements,
                         grid, dim3(APPEND_THREADS), dim3(1), 0, stream, globals);
@@ -330,8 +330,8 @@ void launch_append_by(const AppendKernels<T>& kernels, const AppendParams& param
 template <DType dtype>
 void launch_append(const AppendParams& params, Stream stream) {
     using T = std::conditional_t<dtype == DType::bf16, bf16, half>;
-    launch_append_by<T>(
-        {append_kernel<T>, append_codes_kernel<T>, append_nvfp4_kernel<T>, true}, params, stream);
+    launch_append_by<T>({append_kernel<T>, append_codes_kernel<T>, append_nvfp4_kernel<T>, true},
+                        params, stream);
 }
 
 }  // namespace thunderkittens::attention::decode

@@ -109,8 +109,8 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
         choice.config = with_dtype(c, p.dtype);
         break;
     }
-    const int blocks_per_sm = native ? choice.config.blocks_per_sm
-                                     : portable_blocks_per_sm(choice.config, device);
+    const int blocks_per_sm =
+        native ? choice.config.blocks_per_sm : portable_blocks_per_sm(choice.config, device);
     choice.parts = std::clamp(device.sm_count * blocks_per_sm, 1, int{MOST_PARTS});
     choice.schedule_ints = static_cast<int>(schedule_shape(p, choice.parts).ints());
     return choice;

@@ -43,7 +43,7 @@ struct Problem {
     int64_t tile_rows() const { return std::min<int64_t>(TILE_ROWS, q_length * group()); }
 };
 
-constexpr int FEW_ROWS = 16;    // of a tile of mma.sync
+constexpr int FEW_ROWS = 16;       // of a tile of mma.sync
 constexpr int CONSUMER_WARPS = 4;  // of every kernel here
 
 // What one kernel is compiled for: a ring of `slots`, of which keys and values take turns. Codes
@@ -58,8 +58,8 @@ struct Config {
     bool nvfp4 = false;
     DType dtype = DType::bf16;  // of queries and results
     bool few_rows = false;
-    // For every GPU from Ampere on. The kernel of few rows then has as many as there are, and a cache
-    // of sixteen_bits too.
+    // For every GPU from Ampere on. The kernel of few rows then has as many as there are, and a
+    // cache of sixteen_bits too.
     bool portable = false;
     bool sixteen_bits = false;
 
@@ -109,10 +109,10 @@ constexpr Config portable_config(int head_dim, int value_dim, int slots, int blo
             .sixteen_bits = sixteen_bits};
 }
 constexpr Config PORTABLE_CONFIGS[] = {
-    portable_config(64, 64, 8, 2, true),         portable_config(128, 128, 4, 2, true),
-    portable_config(192, 128, 3, 1, true),       portable_config(256, 256, 2, 1, true),
-    portable_config(64, 64, 14, 2, false),       portable_config(128, 128, 7, 2, false),
-    portable_config(192, 128, 6, 1, false),      portable_config(256, 256, 4, 1, false),
+    portable_config(64, 64, 8, 2, true),           portable_config(128, 128, 4, 2, true),
+    portable_config(192, 128, 3, 1, true),         portable_config(256, 256, 2, 1, true),
+    portable_config(64, 64, 14, 2, false),         portable_config(128, 128, 7, 2, false),
+    portable_config(192, 128, 6, 1, false),        portable_config(256, 256, 4, 1, false),
     portable_config(128, 128, 14, 2, false, true), portable_config(256, 256, 7, 1, false, true),
 };
 constexpr bool has_codes(const Config& c) {
@@ -168,8 +168,8 @@ constexpr int shared_bytes(const Config& c) {
                            : c.nvfp4     ? BLOCK_N * std::max(c.head_dim, c.value_dim) / NV_BLOCK
                                          : BLOCK_N * 4;
         const int of_rows = 3 * TILE_ROWS * 4;  // three numbers for each
-        const int bytes = c.slots * (slot_bytes(c) + scales + 16) + std::max(queries, results) +
-                          of_rows;
+        const int bytes =
+            c.slots * (slot_bytes(c) + scales + 16) + std::max(queries, results) + of_rows;
         return (bytes + 127) / 128 * 128;
     }
     if (c.few_rows) {
@@ -289,8 +289,8 @@ struct Params {
 TK_FIELDS(Problem, dtype, batch, q_heads, kv_heads, q_length, k_length, head_dim, value_dim,
           window_left, window_right, attention_chunk, split_size, causal, mask, varlen, codes,
           nvfp4, rotary, leftpad, tokens, page_size)
-TK_FIELDS(Config, head_dim, value_dim, slots, staged, blocks_per_sm, nvfp4, dtype, few_rows, portable,
-          sixteen_bits)
+TK_FIELDS(Config, head_dim, value_dim, slots, staged, blocks_per_sm, nvfp4, dtype, few_rows,
+          portable, sixteen_bits)
 template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
     visit_fields(c.config, visit);

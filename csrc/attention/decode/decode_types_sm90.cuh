@@ -240,8 +240,8 @@ struct SlotScales<Kernel, true> {
 struct alignas(16) QueryOperand {
     uint32_t pairs[2][2];
 };
-// Of few rows: the queries, and what each of the warps that multiply has of an item's keys. Portable
-// kernels need not have room for both: results come when the queries have gone.
+// Of few rows: the queries, and what each of the warps that multiply has of an item's keys.
+// Portable kernels have one place for both: results come when the queries have gone.
 template <class Kernel, bool portable = Kernel::portable>
 struct RowsShared {
     float4 out[CONSUMER_WARPS][FEW_ROWS][Kernel::value_dim / 4];

@@ -107,7 +107,7 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
     const uint32_t first_codes =
         shared.ring[0].k.address_of(base_key() + laneid() / 4, chunks::column(0));
     const uint32_t first_rows = shared.ring[0].v.address_of(
-        base_key() + laneid() % 16, RowChunks<v_tile>::columns * (laneid() / 16));
+        base_key() + laneid() % 16, RowChunks<v_tile>::columns*(laneid() / 16));
     RingPosition<Kernel::slots> at{};
     __device__ __forceinline__ void run(Segments& segments) {
         if constexpr (!Kernel::codes)
@@ -146,7 +146,9 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
     }
     __device__ __forceinline__ bool rows_apart() const { return decode::rows_apart(g); }
     // Which 16 of a tile's rows this warp has, and the first of them.
-    __device__ __forceinline__ int own_rows() const { return rows_apart() ? warpgroup::warpid() : 0; }
+    __device__ __forceinline__ int own_rows() const {
+        return rows_apart() ? warpgroup::warpid() : 0;
+    }
     __device__ __forceinline__ int first_row() const { return FEW_ROWS * own_rows(); }
 
     // Rows come to fp16, unless the cache has 16 bits, through shared memory, where those stay that
@@ -599,7 +601,9 @@ __global__ __launch_bounds__(Kernel::threads, Kernel::blocks_per_sm) void few_ro
     if (threadIdx.x == 0) {
         for (int i = 0; i < Kernel::slots; ++i) {
             init_semaphore(shared.full[i], Kernel::producers * WARP_THREADS);
-            init_semaphore(shared.empty[i], decode::rows_apart(g) ? CONSUMER_WARPS : FewRowsConsumer<Kernel>::block_parts);
+            init_semaphore(shared.empty[i], decode::rows_apart(g)
+                                                ? CONSUMER_WARPS
+                                                : FewRowsConsumer<Kernel>::block_parts);
         }
         arch::mbarrier_init_fence();
     }

@@ -1,5 +1,5 @@
-// The kernels around attention over a cache, for every GPU from Ampere on: the schedule, new keys and
-// values, and what merges results.
+// The kernels around attention over a cache, for every GPU from Ampere on: the schedule, new keys
+// and values, and what merges results.
 #pragma once
 
 #include "csrc/attention/decode/append_sm90.cuh"

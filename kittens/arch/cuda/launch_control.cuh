@@ -1,5 +1,5 @@
-// Programmatic dependent launch (PTX ISA, "griddepcontrol"). Before sm_90 there is none, and these do
-// nothing: kernels for that are launched behind all that is before them.
+// Programmatic dependent launch (PTX ISA, "griddepcontrol"). Before sm_90 there is none, and
+// these do nothing: kernels for that are launched behind all that is before them.
 #pragma once
 
 namespace kittens::inline on_gpu {
