@@ -245,7 +245,9 @@ struct alignas(16) QueryOperand {
 template <class Kernel, bool portable = Kernel::portable>
 struct RowsShared {
     float4 out[CONSUMER_WARPS][FEW_ROWS][Kernel::value_dim / 4];
-    QueryOperand query[1][Kernel::head_dim / 16][WARP_THREADS];  // of 16 rows
+    QueryOperand query[Kernel::head_dim / 16][WARP_THREADS];  // of 16 rows
+
+    __device__ __forceinline__ auto& query_of(int) { return query; }
 };
 template <class Kernel>
 struct RowsShared<Kernel, true> {
@@ -254,6 +256,7 @@ struct RowsShared<Kernel, true> {
         QueryOperand query[CONSUMER_WARPS][Kernel::head_dim / 16][WARP_THREADS];
     };
     __device__ RowsShared() {}
+    __device__ __forceinline__ auto& query_of(int sixteen) { return query[sixteen]; }
 };
 template <class Kernel>
 struct Shared<Kernel, true> {

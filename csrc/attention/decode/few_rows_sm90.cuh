@@ -153,14 +153,14 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
         const Halves pairs = Kernel::nvfp4 ? four_apart(x) : x;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            auto& operand = shared.rows.query[sixteen][first + i / 2][row % 8 * 4 + thread];
+            auto& operand = shared.rows.query_of(sixteen)[first + i / 2][row % 8 * 4 + thread];
             auto& to = operand.pairs[i % 2][row / 8];
             arch::store_shared(arch::shared_address(&to), pairs.pairs[i]);
         }
     }
     __device__ __forceinline__ QueryOperand query_operand(int i) const {
         return arch::load_shared<QueryOperand>(
-            arch::shared_address(&shared.rows.query[own_rows()][i][laneid()]));
+            arch::shared_address(&shared.rows.query_of(own_rows())[i][laneid()]));
     }
     // Pairs of elements i and i + 4 of eight.
     static __device__ __forceinline__ Halves four_apart(const Halves& x) {
@@ -345,7 +345,12 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
                 release();
                 weigh(x, segment, block, o, softmax);
                 wait(shared.full[at.stage], at.phase);
-                add<format>(o, x, v_exponent);
+                if constexpr (Kernel::token_scales) {
+                    if (g.v_scale.tokens) scale_weights(x, o, token_scales_of_slot(), v_exponent);
+                }
+                weights p;
+                convert_scores(p, x);
+                add_values<format>(o, p);
                 release();
             }
         }
@@ -385,7 +390,12 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
             weigh(x, segment, block, o, softmax);
             at = values_at;
             if (part == first) wait(shared.full[at.stage], at.phase);
-            add<format>(o, x, v_exponent);
+            if constexpr (Kernel::token_scales) {
+                if (g.v_scale.tokens) scale_weights(x, o, token_scales_of_slot(), v_exponent);
+            }
+            weights p;
+            convert_scores(p, x);
+            add_values<format>(o, p);
         }
         release();
     }
@@ -408,15 +418,6 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
             x, block, block * BLOCK_N + first_key());
         float2 rescale = {1.0f, 1.0f};
         if (softmax.update(x, g.score_mod.unit_log2, shift, rescale)) scale_rows(o, rescale);
-    }
-    template <CacheFormat format>
-    __device__ __forceinline__ void add(output& o, scores& x, int& v_exponent) {
-        if constexpr (Kernel::token_scales) {
-            if (g.v_scale.tokens) scale_weights(x, o, token_scales_of_slot(), v_exponent);
-        }
-        weights p;
-        convert_scores(p, x);
-        add_values<format>(o, p);
     }
 
     // What this warp has, relative to bases of its own, of the columns from `first` on that pass
