@@ -25,7 +25,6 @@ struct Kernel {
     static constexpr bool reallocates = producers == 4 && blocks_per_sm > 1;
     static constexpr int producer_registers = config.few_rows ? 64 : 80;
     static constexpr int consumer_registers = 256 - producer_registers;
-    static constexpr int query_rows = portable ? TILE_ROWS : FEW_ROWS;
     static constexpr int pass_columns = decode::pass_columns(config);
     // Of few rows, in registers.
     static constexpr bool keeps_query = head_dim <= 192 && !(portable && head_dim == 128);
@@ -216,7 +215,7 @@ struct Staging<Kernel, true, true> {
     float q_factors[TILE_ROWS];
 };
 
-template <class Kernel, bool few_rows = Kernel::few_rows>
+template <class Kernel, bool few_rows = Kernel::few_rows, bool portable = Kernel::portable>
 struct Shared {
     typename Kernel::q_tile q;
     typename Kernel::slot ring[Kernel::slots];
@@ -241,33 +240,36 @@ struct alignas(16) QueryOperand {
     uint32_t pairs[2][2];
 };
 // Of few rows: the queries, and what each of the warps that multiply has of an item's keys.
-// Portable kernels have one place for both: results come when the queries have gone.
-template <class Kernel, bool portable = Kernel::portable>
-struct RowsShared {
+template <class Kernel>
+struct Shared<Kernel, true, false> {
+    typename Kernel::slot ring[Kernel::slots];
+    SlotScales<Kernel> scales[Kernel::slots];
+    float factors[FEW_ROWS];  // of the queries
+    float base[CONSUMER_WARPS][FEW_ROWS], sum[CONSUMER_WARPS][FEW_ROWS];
     float4 out[CONSUMER_WARPS][FEW_ROWS][Kernel::value_dim / 4];
-    QueryOperand query[Kernel::head_dim / 16][WARP_THREADS];  // of 16 rows
+    QueryOperand query[Kernel::head_dim / 16][WARP_THREADS];
+    semaphore full[Kernel::slots], empty[Kernel::slots];
 
+    // Of the n-th 16 rows.
     __device__ __forceinline__ auto& query_of(int) { return query; }
 };
+// Portable kernels have one place for both: results come when the queries have gone.
 template <class Kernel>
-struct RowsShared<Kernel, true> {
-    union {
-        float4 out[CONSUMER_WARPS][FEW_ROWS][Kernel::pass_columns / 4];
-        QueryOperand query[CONSUMER_WARPS][Kernel::head_dim / 16][WARP_THREADS];
-    };
-    __device__ RowsShared() {}
-    __device__ __forceinline__ auto& query_of(int sixteen) { return query[sixteen]; }
-};
-template <class Kernel>
-struct Shared<Kernel, true> {
+struct Shared<Kernel, true, true> {
     struct NoScales {};
     typename Kernel::slot ring[Kernel::slots];
     [[no_unique_address]] std::conditional_t<Kernel::codes, SlotScales<Kernel>[Kernel::slots],
                                              NoScales> scales;
-    float factors[Kernel::query_rows];
+    float factors[TILE_ROWS];
     float base[CONSUMER_WARPS][FEW_ROWS], sum[CONSUMER_WARPS][FEW_ROWS];
-    RowsShared<Kernel> rows;
+    union {
+        float4 out[CONSUMER_WARPS][FEW_ROWS][Kernel::pass_columns / 4];
+        QueryOperand query[CONSUMER_WARPS][Kernel::head_dim / 16][WARP_THREADS];
+    };
     semaphore full[Kernel::slots], empty[Kernel::slots];
+
+    __device__ Shared() {}
+    __device__ __forceinline__ auto& query_of(int sixteen) { return query[sixteen]; }
 };
 
 }  // namespace thunderkittens::attention::decode

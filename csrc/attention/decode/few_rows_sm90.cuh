@@ -153,14 +153,14 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
         const Halves pairs = Kernel::nvfp4 ? four_apart(x) : x;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            auto& operand = shared.rows.query_of(sixteen)[first + i / 2][row % 8 * 4 + thread];
+            auto& operand = shared.query_of(sixteen)[first + i / 2][row % 8 * 4 + thread];
             auto& to = operand.pairs[i % 2][row / 8];
             arch::store_shared(arch::shared_address(&to), pairs.pairs[i]);
         }
     }
     __device__ __forceinline__ QueryOperand query_operand(int i) const {
         return arch::load_shared<QueryOperand>(
-            arch::shared_address(&shared.rows.query_of(own_rows())[i][laneid()]));
+            arch::shared_address(&shared.query_of(own_rows())[i][laneid()]));
     }
     // Pairs of elements i and i + 4 of eight.
     static __device__ __forceinline__ Halves four_apart(const Halves& x) {
@@ -437,10 +437,10 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
             store(shared.sum[warp][row + 8], softmax.sum.y);
         }
         const auto store_row = [&](int lower, int j, const float4& x) {
-            store(shared.rows.out[warp][row + 8 * lower][j], x);
+            store(shared.out[warp][row + 8 * lower][j], x);
         };
         const auto store_pair = [&](int lower, int column, const float2& x) {
-            auto* const to = reinterpret_cast<float2*>(shared.rows.out[warp][row + 8 * lower]);
+            auto* const to = reinterpret_cast<float2*>(shared.out[warp][row + 8 * lower]);
             store(to[column / 2], x);
         };
 #pragma unroll
@@ -502,7 +502,7 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
                 if (has_none(w, index)) continue;
                 const float factor = arch::exp2_approx(load(shared.base[w][own]) - base);
                 softmax.sum.x = fmaf(load(shared.sum[w][own]), factor, softmax.sum.x);
-                const float4 x = load(shared.rows.out[w][own][part]);
+                const float4 x = load(shared.out[w][own][part]);
                 sum = {fmaf(x.x, factor, sum.x), fmaf(x.y, factor, sum.y), fmaf(x.z, factor, sum.z),
                        fmaf(x.w, factor, sum.w)};
             }
