@@ -85,7 +85,17 @@ EMULATED_SUITES = (
     "test_nvfp4_quantize",
     "test_zero_sizes",
 )
-PORTABLE_SUITES = ("test_attention", "test_attention_options", "test_attention_varlen")
+PORTABLE_SUITES = (
+    "test_append_kv",
+    "test_attention",
+    "test_attention_options",
+    "test_attention_paged",
+    "test_attention_prefill",
+    "test_attention_varlen",
+    "test_compat_kvcache",
+    "test_merge_attention",
+    "test_nvfp4_cache",
+)
 EMULATION_POLICIES = ("on_wait", "late_mma")
 
 

@@ -130,15 +130,15 @@ def test_the_chosen_kernel_is_in_the_registry(op):
 SYMBOLS = {
     "forward_bf16_d192v128_128x128": (
         "14forward_kernelINS0_13ForwardKernelIXtlNS0_6ConfigELi192ELi128ELi2ELi128ELi2ELb0E"
-        "LNS_5DTypeE0ELb0ELi0ELb0EEEEEEEvNS0_14ForwardGlobalsIT_EE"
+        "LNS_5DTypeE0ELb0ELi0ELb0ELb0EEEEEEEvNS0_14ForwardGlobalsIT_EE"
     ),
     "forward_fp16_d128_128x128_softcap": (
         "14forward_kernelINS0_13ForwardKernelIXtlNS0_6ConfigELi128ELi128ELi2ELi128ELi2ELb0E"
-        "LNS_5DTypeE1ELb1ELi0ELb0EEEEEEEvNS0_14ForwardGlobalsIT_EE"
+        "LNS_5DTypeE1ELb1ELi0ELb0ELb0EEEEEEEvNS0_14ForwardGlobalsIT_EE"
     ),
     "split_kv_bf16_d64_64x64": (
         "15split_kv_kernelINS0_13SplitKvKernelIXtlNS0_6ConfigELi64ELi64ELi1ELi64ELi4ELb1E"
-        "LNS_5DTypeE0ELb0ELi0ELb0EEEEEEEvNS0_14SplitKvGlobalsIT_EE"
+        "LNS_5DTypeE0ELb0ELi0ELb0ELb0EEEEEEEvNS0_14SplitKvGlobalsIT_EE"
     ),
     "attention/combine_bf16": "14combine_kernelI13__nv_bfloat16EEvNS0_14CombineGlobalsIT_EE",
     "attention_paged/combine_bf16": (
@@ -146,12 +146,18 @@ SYMBOLS = {
     ),
     "decode_fp16_d192v128_codes": (
         "13decode_kernelINS1_6KernelIXtlNS1_6ConfigELi192ELi128ELi4ELi7ELi1ELb0ELNS_5DTypeE1E"
-        "Lb0EEEEEEEvNS1_7GlobalsIT_EE"
+        "Lb0ELb0ELb0EEEEEEEvNS1_7GlobalsIT_EE"
     ),
     "decode_fp16_d128_nvfp4": (
         "13decode_kernelINS1_6KernelIXtlNS1_6ConfigELi128ELi128ELi3ELi9ELi2ELb1ELNS_5DTypeE1E"
-        "Lb0EEEEEEEvNS1_7GlobalsIT_EE"
+        "Lb0ELb0ELb0EEEEEEEvNS1_7GlobalsIT_EE"
     ),
+    "decode_portable_bf16_d64_codes": (
+        "15few_rows_kernelINS1_6KernelIXtlNS1_6ConfigELi64ELi64ELi14ELi0ELi2ELb0ELNS_5DTypeE0E"
+        "Lb1ELb1ELb0EEEEEEEvNS1_7GlobalsIT_EE"
+    ),
+    "combine_portable_fp16": "23portable_combine_kernelI6__halfEEvNS1_14CombineGlobalsIT_EE",
+    "merge_portable_fp16": "12merge_kernelI6__halfLb1EEEvNS1_12MergeGlobalsIT_EE",
     "append_nvfp4_bf16": (
         "19append_nvfp4_kernelI13__nv_bfloat16EEvNS1_13AppendGlobalsIT_EENS1_11BlockScalesE"
     ),

@@ -172,7 +172,7 @@ ROOMS = {
         "forward": {"common"},
         "backward": {"common"},
         "decode": {"common", "forward"},
-        "portable": {"common", "forward", "backward"},
+        "portable": {"common", "forward", "backward", "decode"},
     },
     "linear_attention": {"common": set(), "based": {"common"}, "lolcats": {"common", "based"}},
 }

@@ -44,13 +44,14 @@ def _attention_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[L
 
 
 def _attention_paged(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
-    if name.startswith("forward_"):
+    if name.startswith(("forward_", "portable_")):
         yield "attention", name
         return
+    portable = "portable_" if choice["portable"] else ""
     yield "attention_paged", name
-    yield "attention_paged", f"combine_{choice['dtype']}"
+    yield "attention_paged", f"combine_{portable}{choice['dtype']}"
     if call.get("schedule") is None:
-        yield "attention_paged", "schedule"
+        yield "attention_paged", "schedule_portable" if portable else "schedule"
 
 
 def _wanted(call: Mapping, *names: str) -> bool:

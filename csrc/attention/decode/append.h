@@ -16,6 +16,7 @@ struct AppendProblem {
 struct AppendChoice {
     bool codes = false, nvfp4 = false;
     DType dtype = DType::bf16;
+    bool portable = false;
 };
 
 struct AppendParams {
@@ -40,7 +41,7 @@ struct AppendParams {
 };
 
 TK_FIELDS(AppendProblem, dtype, tokens, kv_heads, head_dim, value_dim, codes, nvfp4)
-TK_FIELDS(AppendChoice, codes, nvfp4, dtype)
+TK_FIELDS(AppendChoice, codes, nvfp4, dtype, portable)
 
 std::string unsupported_append(const AppendProblem& problem, const DeviceProperties& device);
 AppendChoice choose_append(const AppendProblem& problem, const DeviceProperties& device);
@@ -48,6 +49,8 @@ std::string kernel_name(const AppendChoice& choice);
 
 template <DType dtype>
 void launch_append(const AppendParams& params, Stream stream);
+template <DType dtype>
+void launch_portable_append(const AppendParams& params, Stream stream);
 
 constexpr int MOST_MERGED = 16;
 struct MergeProblem {
@@ -55,9 +58,10 @@ struct MergeProblem {
 };
 struct MergeChoice {
     DType dtype = DType::bf16;
+    bool portable = false;
 };
 TK_FIELDS(MergeProblem, dtype)
-TK_FIELDS(MergeChoice, dtype)
+TK_FIELDS(MergeChoice, dtype, portable)
 
 std::string unsupported_merge(const MergeProblem& problem, const DeviceProperties& device);
 MergeChoice choose_merge(const MergeProblem& problem, const DeviceProperties& device);
@@ -76,5 +80,7 @@ struct MergeParams {
 
 template <DType dtype>
 void launch_merge(const MergeParams& params, Stream stream);
+template <DType dtype>
+void launch_portable_merge(const MergeParams& params, Stream stream);
 
 }  // namespace thunderkittens::attention::decode

@@ -1,8 +1,8 @@
 // The body of append_kv, on any back end. Host C++ without torch.
 #pragma once
 
-#include "csrc/attention/decode/append.h"
 #include "csrc/attention/decode/cache.h"
+#include "csrc/attention/decode/dispatch.h"
 
 namespace thunderkittens::attention::decode {
 
@@ -131,8 +131,8 @@ void append_kv_body(const Backend<Tensor>& on, const Tensor& k_in, const Tensor&
     params.v = operand_of(v);
     params.k_cache = cache_of(OP, "k_cache", k_cache);
     params.v_cache = cache_of(OP, "v_cache", v_cache);
-    auto launch =
-        on.launch("append_kv", on.chosen("append_kv", choose_append(p, on.device(k_in))), k_in);
+    const AppendChoice choice = on.chosen("append_kv", choose_append(p, on.device(k_in)));
+    auto launch = on.launch("append_kv", choice, k_in);
     launch.may_read("k", k);
     launch.may_read("v", v);
     for (const auto& [name, x] : {std::pair{"page_table", &options.page_table},
@@ -158,10 +158,7 @@ void append_kv_body(const Backend<Tensor>& on, const Tensor& k_in, const Tensor&
     launch.may_write("v_cache", v_cache);
     launch.may_write("k_block_scale", options.k_block_scale);
     launch.may_write("v_block_scale", options.v_block_scale);
-    if (p.dtype == DType::bf16)
-        launch_append<DType::bf16>(params, launch.stream);
-    else
-        launch_append<DType::fp16>(params, launch.stream);
+    launch_append_of(choice, params, launch.stream);
 }
 
 }  // namespace thunderkittens::attention::decode

@@ -84,8 +84,7 @@ __device__ __forceinline__ Place place_of(const AppendGlobals<T>& g, int token) 
 }
 
 template <class T>
-__global__ __launch_bounds__(APPEND_THREADS) void append_kernel(
-    const __grid_constant__ AppendGlobals<T> g) {
+__device__ __forceinline__ void append(const AppendGlobals<T>& g) {
     constexpr int per_load = 16 / int(sizeof(T));
     arch::wait_for_dependencies();
     arch::launch_dependents();
@@ -138,8 +137,7 @@ __device__ __forceinline__ uint32_t code_pair(CacheFormat format, float2 x) {
 
 // Lanes have eight elements each of a row.
 template <class T>
-__global__ __launch_bounds__(APPEND_THREADS) void append_codes_kernel(
-    const __grid_constant__ AppendGlobals<T> g) {
+__device__ __forceinline__ void append_codes(const AppendGlobals<T>& g) {
     constexpr int per_lane = 8, warps = APPEND_THREADS / WARP_THREADS;
     arch::wait_for_dependencies();
     arch::launch_dependents();
@@ -206,8 +204,8 @@ __global__ __launch_bounds__(APPEND_THREADS) void append_codes_kernel(
 // NVFP4, of which a lane has half a block: the arithmetic is that of nvfp4_quantize, with a scale
 // of the whole that is given.
 template <class T>
-__global__ __launch_bounds__(APPEND_THREADS) void append_nvfp4_kernel(
-    const __grid_constant__ AppendGlobals<T> g, const __grid_constant__ BlockScales block_scales) {
+__device__ __forceinline__ void append_nvfp4(const AppendGlobals<T>& g,
+                                             const BlockScales& block_scales) {
     namespace values = block_scaled::sm90;
     constexpr int per_lane = 8, warps = APPEND_THREADS / WARP_THREADS;
     arch::wait_for_dependencies();
@@ -262,9 +260,32 @@ __global__ __launch_bounds__(APPEND_THREADS) void append_nvfp4_kernel(
     }
 }
 
-template <DType dtype>
-void launch_append(const AppendParams& params, Stream stream) {
-    using T = std::conditional_t<dtype == DType::bf16, bf16, half>;
+template <class T>
+__global__ __launch_bounds__(APPEND_THREADS) void append_kernel(
+    const __grid_constant__ AppendGlobals<T> g) {
+    append(g);
+}
+template <class T>
+__global__ __launch_bounds__(APPEND_THREADS) void append_codes_kernel(
+    const __grid_constant__ AppendGlobals<T> g) {
+    append_codes(g);
+}
+template <class T>
+__global__ __launch_bounds__(APPEND_THREADS) void append_nvfp4_kernel(
+    const __grid_constant__ AppendGlobals<T> g, const __grid_constant__ BlockScales block_scales) {
+    append_nvfp4(g, block_scales);
+}
+
+template <class T>
+struct AppendKernels {
+    void (*elements)(AppendGlobals<T>);
+    void (*codes)(AppendGlobals<T>);
+    void (*nvfp4)(AppendGlobals<T>, BlockScales);
+    bool dependent;
+};
+
+template <class T>
+void launch_append_by(const AppendKernels<T>& kernels, const AppendParams& params, Stream stream) {
     const AppendProblem& p = params.problem;
     const bool packed = params.row_count == p.tokens;
     const AppendGlobals<T> globals{
@@ -298,12 +319,19 @@ void launch_append(const AppendParams& params, Stream stream) {
     const int64_t blocks = std::clamp<int64_t>(ceil_div(threads, APPEND_THREADS), 1, 1 << 16);
     const dim3 grid(static_cast<unsigned>(blocks));
     if (params.format == CacheFormat::nvfp4) {
-        kittens::launch({.dependent = true}, append_nvfp4_kernel<T>, grid, dim3(APPEND_THREADS),
+        kittens::launch({.dependent = kernels.dependent}, kernels.nvfp4, grid, dim3(APPEND_THREADS),
                         dim3(1), 0, stream, globals, params.block_scales);
     } else {
-        kittens::launch({.dependent = true}, codes ? append_codes_kernel<T> : append_kernel<T>,
+        kittens::launch({.dependent = kernels.dependent}, codes ? kernels.codes : kernels.elements,
                         grid, dim3(APPEND_THREADS), dim3(1), 0, stream, globals);
     }
+}
+
+template <DType dtype>
+void launch_append(const AppendParams& params, Stream stream) {
+    using T = std::conditional_t<dtype == DType::bf16, bf16, half>;
+    launch_append_by<T>({append_kernel<T>, append_codes_kernel<T>, append_nvfp4_kernel<T>, true},
+                        params, stream);
 }
 
 }  // namespace thunderkittens::attention::decode

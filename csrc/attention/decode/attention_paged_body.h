@@ -106,7 +106,7 @@ Tensor write_schedule(const Backend<Tensor>& on, const SequenceOptions<Tensor>& 
     auto launch = on.launch("attention_paged schedule", like);
     sequences.may_be_read_by(launch);
     launch.may_write("schedule", schedule);
-    launch_schedule<SCHEDULE_THREADS>(params, launch.stream);
+    launch_schedule_of(choice.config.portable, params, launch.stream);
     return schedule;
 }
 
@@ -258,7 +258,7 @@ Tensor attention_paged_body(const Backend<Tensor>& on, const Tensor& q_in, const
     if (choice.prefill && can_prefill(p) && k_page_rows >= 0 && v_page_rows >= 0) {
         ForwardParams whole =
             forward_params(params, k_page_rows, v_page_rows, k_cache.size(0), device.sm_count);
-        const attention::Choice kernel = attention::choose_whole(whole.problem, device);
+        const attention::Choice kernel = attention::choose_paged(whole.problem, device);
         whole.section_heads = kernel.section_heads;
         auto launch = on.launch("attention_paged", kernel, q_in);
         reads_operands(launch);
@@ -300,7 +300,7 @@ Tensor attention_paged_body(const Backend<Tensor>& on, const Tensor& q_in, const
     launch.may_write("partial results", partial);
     TK_CHECK(launch_choice(choice, params, launch.stream), OP, ": no kernel ", kernel_name(choice),
              " in this build");
-    if (shape.slots > 0) launch_combine_of(p.dtype, params, launch.stream);
+    if (shape.slots > 0) launch_combine_of(choice.config.portable, p.dtype, params, launch.stream);
     return out;
 }
 

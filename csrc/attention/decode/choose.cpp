@@ -1,4 +1,6 @@
 // Which kernel runs attention over a cache, and in how many parts. Pure functions.
+#include <span>
+
 #include "csrc/attention/decode/append.h"
 #include "csrc/attention/forward/forward.h"
 
@@ -23,14 +25,24 @@ std::string unsupported_nvfp4(const P& p) {
 
 const char* suffix(const Config& c) { return c.nvfp4 ? "_nvfp4" : has_codes(c) ? "_codes" : ""; }
 
+int arch_of(bool portable) { return portable ? PORTABLE : NATIVE; }
+// Of kernels of which the portable one has a name of its own.
+std::string symbol_of_either(const std::string& kernel, bool portable) {
+    const std::string name = portable ? "portable_" + kernel : kernel;
+    return concat(name.size(), name, 'I');
+}
+const char* portable_name(bool portable) { return portable ? "portable_" : ""; }
+
 KernelInfo kernel_info(const Config& c) {
     return {.name = kernel_name({.config = c}),
             .config = concat("head_dim ", c.head_dim, ", value_dim ", c.value_dim, ", ",
-                             c.few_rows ? FEW_ROWS : TILE_ROWS, " query rows x ", BLOCK_N,
-                             " keys, ", c.slots, " slots, 1 consumer warpgroup + ",
+                             c.few_rows && !c.portable ? FEW_ROWS : TILE_ROWS, " query rows x ",
+                             BLOCK_N, " keys, ", c.slots, " slots, ",
+                             c.portable ? "4 consumer warps" : "1 consumer warpgroup", " + ",
                              producer_warps(c), " producer warps"),
-            .source = concat("decode_", name_of(c.dtype), suffix(c)),
+            .source = concat("decode_", name_of(c.dtype), suffix(c), c.portable ? "_sm80" : ""),
             .symbol = symbol_of(c.few_rows ? "few_rows_kernel" : "decode_kernel", "Config", c),
+            .arch = arch_of(c.portable),
             .threads = 128 + 32 * producer_warps(c),
             .shared_bytes = shared_bytes(c)};
 }
@@ -55,7 +67,7 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
                             .k_length = p.k_length,
                             .head_dim = p.head_dim,
                             .value_dim = p.value_dim};
-    if (std::string reason = unsupported_problem(same, device); !reason.empty()) return reason;
+    if (std::string reason = attention::unsupported(same, device); !reason.empty()) return reason;
     if (std::string reason = unsupported_nvfp4(p); !reason.empty()) return reason;
     if (p.split_size < 0 || p.split_size % BLOCK_N != 0) {
         return concat("split_size must be a multiple of ", BLOCK_N, ", or 0, got ", p.split_size);
@@ -72,6 +84,12 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
     return "";
 }
 
+// A multiprocessor has 1 KB more than one block can have, and takes 1 KB of every block.
+static int portable_blocks_per_sm(const Config& c, const DeviceProperties& device) {
+    const int fitting = (device.shared_bytes_per_block + 1024) / (shared_bytes(c) + 1024);
+    return std::clamp(fitting, 1, c.blocks_per_sm);
+}
+
 // A split size promises bits that no batch changes, so such calls keep to one kernel.
 bool can_prefill(const Problem& p) {
     return !p.codes && !p.mask && !p.rotary && !p.leftpad && p.attention_chunk == 0 &&
@@ -79,16 +97,21 @@ bool can_prefill(const Problem& p) {
 }
 
 Choice choose(const Problem& p, const DeviceProperties& device) {
+    const bool native = runs_native(device);
     Choice choice{.prefill =
                       can_prefill(p) && p.tokens >= PREFILL_QUERIES * p.batch && p.batch > 0};
-    const bool few_rows = p.codes && p.q_length * p.group() <= FEW_ROWS;
-    for (const Config& c : CONFIGS) {
+    const bool few_rows = !native || (p.codes && p.q_length * p.group() <= FEW_ROWS);
+    const std::span<const Config> configs =
+        native ? std::span<const Config>(CONFIGS) : std::span<const Config>(PORTABLE_CONFIGS);
+    for (const Config& c : configs) {
         if (c.head_dim < p.head_dim || c.value_dim < p.value_dim) continue;
         if (has_codes(c) != p.codes || c.nvfp4 != p.nvfp4 || c.few_rows != few_rows) continue;
         choice.config = with_dtype(c, p.dtype);
         break;
     }
-    choice.parts = std::clamp(device.sm_count * choice.config.blocks_per_sm, 1, int{MOST_PARTS});
+    const int blocks_per_sm =
+        native ? choice.config.blocks_per_sm : portable_blocks_per_sm(choice.config, device);
+    choice.parts = std::clamp(device.sm_count * blocks_per_sm, 1, int{MOST_PARTS});
     choice.schedule_ints = static_cast<int>(schedule_shape(p, choice.parts).ints());
     return choice;
 }
@@ -96,30 +119,39 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
 std::string kernel_name(const Choice& choice) {
     const Config& c = choice.config;
     const std::string value = c.value_dim == c.head_dim ? "" : concat("v", c.value_dim);
-    return concat("decode_", name_of(c.dtype), "_d", c.head_dim, value, suffix(c),
-                  c.few_rows ? "_16_rows" : "");
+    return concat("decode_", portable_name(c.portable), name_of(c.dtype), "_d", c.head_dim, value,
+                  suffix(c), c.few_rows && !c.portable ? "_16_rows" : "");
 }
 
 std::vector<KernelInfo> kernels() {
-    std::vector<KernelInfo> list{{.name = "schedule",
-                                  .config = "one block of 256 threads",
-                                  .source = "decode_schedule",
-                                  .symbol = "15schedule_kernelI",
-                                  .threads = SCHEDULE_THREADS}};
+    std::vector<KernelInfo> list;
+    for (const bool portable : {false, true}) {
+        const char* const suffix = portable ? "_sm80" : "";
+        list.push_back({.name = portable ? "schedule_portable" : "schedule",
+                        .config = "one block of 256 threads",
+                        .source = concat("decode_schedule", suffix),
+                        .symbol = symbol_of_either("schedule_kernel", portable),
+                        .arch = arch_of(portable),
+                        .threads = SCHEDULE_THREADS});
+        for (const DType dtype : {DType::bf16, DType::fp16}) {
+            list.push_back({.name = concat("combine_", portable_name(portable), name_of(dtype)),
+                            .config = "1 to 8 warps for a row",
+                            .source = concat("decode_", name_of(dtype), suffix),
+                            .symbol = symbol_of_either("combine_kernel", portable),
+                            .arch = arch_of(portable),
+                            .threads = 32 * COMBINE_WARPS,
+                            .shared_bytes = COMBINE_SHARED_BYTES});
+        }
+    }
     for (const DType dtype : {DType::bf16, DType::fp16}) {
         for (const Config& c : CONFIGS) list.push_back(kernel_info(with_dtype(c, dtype)));
-        list.push_back({.name = concat("combine_", name_of(dtype)),
-                        .config = "1 to 8 warps for a row",
-                        .source = concat("decode_", name_of(dtype)),
-                        .symbol = "14combine_kernelI",
-                        .threads = 32 * COMBINE_WARPS,
-                        .shared_bytes = COMBINE_SHARED_BYTES});
+        for (const Config& c : PORTABLE_CONFIGS) list.push_back(kernel_info(with_dtype(c, dtype)));
     }
     return list;
 }
 
 std::string unsupported_append(const AppendProblem& p, const DeviceProperties& device) {
-    if (std::string reason = no_native_code_for(device); !reason.empty()) return reason;
+    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
     for (const auto& [name, dim] : {std::pair{"head", p.head_dim}, {"value", p.value_dim}}) {
         if (dim % 8 != 0) {
             return concat("the ", name, " dimension must be a multiple of 8, got ", dim);
@@ -136,22 +168,23 @@ std::string unsupported_append(const AppendProblem& p, const DeviceProperties& d
     }
     return "";
 }
-AppendChoice choose_append(const AppendProblem& p, const DeviceProperties&) {
-    return {p.codes && !p.nvfp4, p.nvfp4, p.dtype};
+AppendChoice choose_append(const AppendProblem& p, const DeviceProperties& device) {
+    return {p.codes && !p.nvfp4, p.nvfp4, p.dtype, !runs_native(device)};
 }
 std::string kernel_name(const AppendChoice& c) {
     return concat(c.nvfp4   ? "append_nvfp4_"
                   : c.codes ? "append_codes_"
                             : "append_",
-                  name_of(c.dtype));
+                  portable_name(c.portable), name_of(c.dtype));
 }
 std::string unsupported_merge(const MergeProblem&, const DeviceProperties& device) {
-    return no_native_code_for(device);
+    return no_code_for(device);
 }
-MergeChoice choose_merge(const MergeProblem& p, const DeviceProperties&) { return {p.dtype}; }
+MergeChoice choose_merge(const MergeProblem& p, const DeviceProperties& device) {
+    return {p.dtype, !runs_native(device)};
+}
 std::string kernel_name(const MergeChoice& c) {
-    const bool bf16 = c.dtype == DType::bf16;
-    return bf16 ? "merge_bf16" : "merge_fp16";
+    return concat("merge_", portable_name(c.portable), name_of(c.dtype));
 }
 
 namespace {
@@ -160,28 +193,35 @@ const char* mangled(DType dtype) { return dtype == DType::bf16 ? "13__nv_bfloat1
 
 std::vector<KernelInfo> append_kernels() {
     std::vector<KernelInfo> list;
-    for (const DType dtype : {DType::bf16, DType::fp16}) {
-        for (const char* const kernel :
-             {"13append_kernelI", "19append_codes_kernelI", "19append_nvfp4_kernelI"}) {
-            const bool codes = kernel == std::string("19append_codes_kernelI");
-            const bool nvfp4 = kernel == std::string("19append_nvfp4_kernelI");
-            list.push_back({.name = kernel_name(AppendChoice{codes, nvfp4, dtype}),
-                            .config = codes || nvfp4 ? "a warp for a row" : "a thread for 16 bytes",
-                            .source = "append_kv",
-                            .symbol = concat(kernel, mangled(dtype)),
-                            .threads = 256});
+    for (const bool portable : {false, true}) {
+        for (const DType dtype : {DType::bf16, DType::fp16}) {
+            for (const char* const kernel :
+                 {"append_kernel", "append_codes_kernel", "append_nvfp4_kernel"}) {
+                const bool codes = kernel == std::string("append_codes_kernel");
+                const bool nvfp4 = kernel == std::string("append_nvfp4_kernel");
+                list.push_back(
+                    {.name = kernel_name(AppendChoice{codes, nvfp4, dtype, portable}),
+                     .config = codes || nvfp4 ? "a warp for a row" : "a thread for 16 bytes",
+                     .source = portable ? "append_kv_sm80" : "append_kv",
+                     .symbol = concat(symbol_of_either(kernel, portable), mangled(dtype)),
+                     .arch = arch_of(portable),
+                     .threads = 256});
+            }
         }
     }
     return list;
 }
 std::vector<KernelInfo> merge_kernels() {
     std::vector<KernelInfo> list;
-    for (const DType dtype : {DType::bf16, DType::fp16}) {
-        list.push_back({.name = kernel_name(MergeChoice{dtype}),
-                        .config = "a warp for a row",
-                        .source = "merge_attention",
-                        .symbol = concat("12merge_kernelI", mangled(dtype)),
-                        .threads = 128});
+    for (const bool portable : {false, true}) {
+        for (const DType dtype : {DType::bf16, DType::fp16}) {
+            list.push_back({.name = kernel_name(MergeChoice{dtype, portable}),
+                            .config = "a warp for a row",
+                            .source = portable ? "merge_attention_sm80" : "merge_attention",
+                            .symbol = concat("12merge_kernelI", mangled(dtype)),
+                            .arch = arch_of(portable),
+                            .threads = 128});
+        }
     }
     return list;
 }

@@ -40,6 +40,28 @@ __device__ __forceinline__ uint32_t pair_of_e4m3(uint32_t word, int half) {
     return arch::bit_cast<uint32_t>(__nv_cvt_fp8x2_to_halfraw2(codes, __NV_E4M3));
 }
 
+// The same of a word, without an instruction for it, which GPUs before 8.9 do not have: as an fp16
+// of 2^-8 the value, where bit 14 is set of what is no number.
+__device__ __forceinline__ uint32_t magnitudes_of_e4m3(uint32_t word) {
+    const uint32_t magnitudes = word & 0x7f7f7f7fu;
+    return magnitudes | ((magnitudes + 0x01010101u) & 0x80808080u);
+}
+__device__ __forceinline__ uint32_t pair_of_magnitudes(uint32_t magnitudes, uint32_t word,
+                                                       int half) {
+    const uint32_t selector = half == 0 ? 0x1404 : 0x3424;
+    const uint32_t bits = arch::permute_bytes(magnitudes, 0u, selector) >> 1 |
+                          (arch::permute_bytes(word, 0u, selector) & 0x80008000u);
+    return arch::bit_cast<uint32_t>(
+        __hmul2(arch::bit_cast<__half2>(bits), __floats2half2_rn(256.0f, 256.0f)));
+}
+template <bool portable>
+__device__ __forceinline__ uint32_t low_pair_of_e4m3(uint32_t word) {
+    if constexpr (portable)
+        return pair_of_magnitudes(magnitudes_of_e4m3(word), word, 0);
+    else
+        return pair_of_e4m3(word, 0);
+}
+
 template <class F>
 __device__ __forceinline__ void convert_by(const Codes& codes, Halves (&to)[2], F pair) {
 #pragma unroll
@@ -48,8 +70,13 @@ __device__ __forceinline__ void convert_by(const Codes& codes, Halves (&to)[2], 
         to[i / 2].pairs[i % 2 * 2 + 1] = pair(codes.words[i], 1);
     }
 }
+template <bool portable = false>
 __device__ __forceinline__ void convert(CacheFormat format, const Codes& codes, Halves (&to)[2]) {
-    if (format == CacheFormat::e4m3)
+    if (format == CacheFormat::e4m3 && portable)
+        convert_by(codes, to, [](uint32_t word, int half) {
+            return pair_of_magnitudes(magnitudes_of_e4m3(word), word, half);
+        });
+    else if (format == CacheFormat::e4m3)
         convert_by(codes, to, pair_of_e4m3);
     else if (format == CacheFormat::e5m2)
         convert_by(codes, to, pair_of_e5m2);
@@ -65,8 +92,9 @@ __device__ __forceinline__ uint2 e5m2_of_e2m1(uint32_t word) {
     return {arch::permute_bytes(even, odd, 0x5140), arch::permute_bytes(even, odd, 0x7362)};
 }
 // Scales of two blocks, or of one block of two rows.
+template <bool portable = false>
 __device__ __forceinline__ __half2 scale_of_blocks(uint32_t scales) {
-    return __hmul2(arch::bit_cast<__half2>(pair_of_e4m3(scales, 0)),
+    return __hmul2(arch::bit_cast<__half2>(low_pair_of_e4m3<portable>(scales)),
                    __floats2half2_rn(128.0f, 128.0f));
 }
 // 32 codes of NVFP4, with the scales of their two blocks in the lower half of `scales`, become
@@ -103,9 +131,10 @@ __device__ __forceinline__ Halves four_apart_of(uint32_t word, __half2 scale) {
     }
     return to;
 }
+template <bool portable = false>
 __device__ __forceinline__ void convert_four_apart(const Codes& codes, uint32_t scales,
                                                    Halves (&to)[4]) {
-    const __half2 both = scale_of_blocks(scales);
+    const __half2 both = scale_of_blocks<portable>(scales);
     const __half2 of_block[] = {__low2half2(both), __high2half2(both)};
 #pragma unroll
     for (int i = 0; i < 4; ++i) to[i] = four_apart_of(codes.words[i], of_block[i / 2]);

@@ -101,8 +101,7 @@ __device__ __forceinline__ void store_combined(const Results<T>& r, const Combin
 }
 
 template <class T>
-__global__ __launch_bounds__(COMBINE_THREADS) void combine_kernel(
-    const __grid_constant__ CombineGlobals<T> g) {
+__device__ __forceinline__ void combine(const CombineGlobals<T>& g) {
     shared_allocator allocator(shared_memory());
     auto& shared = allocator.template allocate<CombineShared>();
     const int warp = warpid(), member = warp % g.row_warps;
@@ -157,9 +156,15 @@ __global__ __launch_bounds__(COMBINE_THREADS) void combine_kernel(
     }
 }
 
-template <DType dtype>
-void launch_combine(const Params& params, Stream stream) {
-    using T = std::conditional_t<dtype == DType::bf16, bf16, half>;
+template <class T>
+__global__ __launch_bounds__(COMBINE_THREADS) void combine_kernel(
+    const __grid_constant__ CombineGlobals<T> g) {
+    combine(g);
+}
+
+template <class T>
+void launch_combine_by(void (*kernel)(CombineGlobals<T>), bool dependent, const Params& params,
+                       Stream stream) {
     const Problem& p = params.problem;
     const ScheduleShape shape = schedule_shape(p, params.parts);
     const int64_t all_items = p.batch * p.kv_heads * p.tiles();
@@ -172,8 +177,14 @@ void launch_combine(const Params& params, Stream stream) {
     const int64_t rows = std::min(shape.items, all_items) * p.tile_rows();
     const int64_t blocks =
         std::clamp<int64_t>(ceil_div(rows * row_warps, COMBINE_WARPS), 1, 4 * params.parts);
-    kittens::launch({.dependent = true}, combine_kernel<T>, dim3(unsigned(blocks)),
-                    dim3(COMBINE_THREADS), dim3(1), COMBINE_SHARED_BYTES, stream, globals);
+    kittens::launch({.dependent = dependent}, kernel, dim3(unsigned(blocks)), dim3(COMBINE_THREADS),
+                    dim3(1), COMBINE_SHARED_BYTES, stream, globals);
+}
+
+template <DType dtype>
+void launch_combine(const Params& params, Stream stream) {
+    using T = std::conditional_t<dtype == DType::bf16, bf16, half>;
+    launch_combine_by<T>(combine_kernel<T>, true, params, stream);
 }
 
 }  // namespace thunderkittens::attention::decode

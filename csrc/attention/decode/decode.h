@@ -43,7 +43,8 @@ struct Problem {
     int64_t tile_rows() const { return std::min<int64_t>(TILE_ROWS, q_length * group()); }
 };
 
-constexpr int FEW_ROWS = 16;  // of a tile of mma.sync
+constexpr int FEW_ROWS = 16;       // of a tile of mma.sync
+constexpr int CONSUMER_WARPS = 4;  // of every kernel here
 
 // What one kernel is compiled for: a ring of `slots`, of which keys and values take turns. Codes
 // become 16 bits before them, in slots for `staged` ones, or, of few rows, behind them, in the
@@ -57,6 +58,10 @@ struct Config {
     bool nvfp4 = false;
     DType dtype = DType::bf16;  // of queries and results
     bool few_rows = false;
+    // For every GPU from Ampere on. The kernel of few rows then has as many as there are, and a
+    // cache of sixteen_bits too.
+    bool portable = false;
+    bool sixteen_bits = false;
 
     bool operator==(const Config&) const = default;
 };
@@ -90,7 +95,29 @@ constexpr Config CONFIGS[] = {
      .nvfp4 = true,
      .few_rows = true},
 };
-constexpr bool has_codes(const Config& c) { return c.staged > 0 || c.few_rows; }
+// The portable kernels. Those of head dimensions to 128 have a multiprocessor for two where a block
+// can have 163 KB, those above one; 99 KB are enough for any.
+constexpr Config portable_config(int head_dim, int value_dim, int slots, int blocks_per_sm,
+                                 bool sixteen_bits, bool nvfp4 = false) {
+    return {.head_dim = head_dim,
+            .value_dim = value_dim,
+            .slots = slots,
+            .blocks_per_sm = blocks_per_sm,
+            .nvfp4 = nvfp4,
+            .few_rows = true,
+            .portable = true,
+            .sixteen_bits = sixteen_bits};
+}
+constexpr Config PORTABLE_CONFIGS[] = {
+    portable_config(64, 64, 8, 2, true),           portable_config(128, 128, 4, 2, true),
+    portable_config(192, 128, 3, 1, true),         portable_config(256, 256, 2, 1, true),
+    portable_config(64, 64, 14, 2, false),         portable_config(128, 128, 7, 2, false),
+    portable_config(192, 128, 6, 1, false),        portable_config(256, 256, 4, 1, false),
+    portable_config(128, 128, 14, 2, false, true), portable_config(256, 256, 7, 1, false, true),
+};
+constexpr bool has_codes(const Config& c) {
+    return c.staged > 0 || (c.few_rows && !c.sixteen_bits);
+}
 
 constexpr Config with_dtype(Config config, DType dtype) {
     config.dtype = dtype;
@@ -101,27 +128,50 @@ struct ConfigName {
     int head_dim, value_dim = 0;
     bool codes = false, nvfp4 = false, few_rows = false;
     DType dtype = DType::bf16;
+
+    constexpr bool is_of(const Config& c) const {
+        return c.head_dim == head_dim && c.nvfp4 == nvfp4 && has_codes(c) == (codes || nvfp4) &&
+               c.value_dim == (value_dim ? value_dim : head_dim) &&
+               (c.portable || c.few_rows == few_rows);
+    }
 };
-consteval Config config_of(const ConfigName& name) {
-    for (const Config& c : CONFIGS) {
-        if (c.head_dim == name.head_dim && c.nvfp4 == name.nvfp4 &&
-            has_codes(c) == (name.codes || name.nvfp4) && c.few_rows == name.few_rows &&
-            c.value_dim == (name.value_dim ? name.value_dim : name.head_dim))
-            return with_dtype(c, name.dtype);
+template <std::size_t n>
+consteval Config config_among(const Config (&configs)[n], const ConfigName& name) {
+    for (const Config& c : configs) {
+        if (name.is_of(c)) return with_dtype(c, name.dtype);
     }
     throw "no such configuration is listed";
+}
+consteval Config config_of(const ConfigName& name) { return config_among(CONFIGS, name); }
+consteval Config portable_config_of(const ConfigName& name) {
+    return config_among(PORTABLE_CONFIGS, name);
 }
 // Warps. Codes are much to convert; what is only copied needs half as many. A whole warpgroup can
 // also leave registers to those who multiply.
 constexpr int producer_warps(const Config& c) {
-    return c.staged > 0 || (c.few_rows && c.blocks_per_sm > 1) ? 4 : 2;
+    return c.staged > 0 || (c.few_rows && !c.portable && c.blocks_per_sm > 1) ? 4 : 2;
 }
 constexpr int slot_bytes(const Config& c) {
     const int elements = BLOCK_N * std::max(c.head_dim, c.value_dim);
-    return !c.few_rows ? 2 * elements : c.nvfp4 ? elements / 2 : elements;
+    return !has_codes(c) || !c.few_rows ? 2 * elements : c.nvfp4 ? elements / 2 : elements;
+}
+// Columns of the results that pass through shared memory at a time, of kernels of few rows. Of
+// portable ones they do in the place of the queries.
+constexpr int pass_columns(const Config& c) {
+    return !c.portable ? c.value_dim : c.value_dim > 128 ? 128 : 64;
 }
 constexpr int shared_bytes(const Config& c) {
     constexpr int semaphores = 512, alignment = 1024;
+    if (c.portable) {
+        const int queries = TILE_ROWS * c.head_dim * 2, results = TILE_ROWS * pass_columns(c) * 4;
+        const int scales = !has_codes(c) ? 0
+                           : c.nvfp4     ? BLOCK_N * std::max(c.head_dim, c.value_dim) / NV_BLOCK
+                                         : BLOCK_N * 4;
+        const int of_rows = 3 * TILE_ROWS * 4;  // three numbers for each
+        const int bytes =
+            c.slots * (slot_bytes(c) + scales + 16) + std::max(queries, results) + of_rows;
+        return (bytes + 127) / 128 * 128;
+    }
     if (c.few_rows) {
         // Queries, and the results of four warps, with three numbers for each row.
         const int queries = FEW_ROWS * c.head_dim * 2;
@@ -239,7 +289,8 @@ struct Params {
 TK_FIELDS(Problem, dtype, batch, q_heads, kv_heads, q_length, k_length, head_dim, value_dim,
           window_left, window_right, attention_chunk, split_size, causal, mask, varlen, codes,
           nvfp4, rotary, leftpad, tokens, page_size)
-TK_FIELDS(Config, head_dim, value_dim, slots, staged, blocks_per_sm, nvfp4, dtype, few_rows)
+TK_FIELDS(Config, head_dim, value_dim, slots, staged, blocks_per_sm, nvfp4, dtype, few_rows,
+          portable, sixteen_bits)
 template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
     visit_fields(c.config, visit);
@@ -261,5 +312,12 @@ template <Config config>
 void launch(const Params& params, Stream stream);
 template <DType dtype>
 void launch_combine(const Params& params, Stream stream);
+// The same of portable kernels.
+template <int threads>
+void launch_portable_schedule(const Params& params, Stream stream);
+template <Config config>
+void launch_portable(const Params& params, Stream stream);
+template <DType dtype>
+void launch_portable_combine(const Params& params, Stream stream);
 
 }  // namespace thunderkittens::attention::decode

@@ -17,6 +17,7 @@ struct Kernel {
     using T = std::conditional_t<config.dtype == DType::bf16, bf16, half>;
     static constexpr int head_dim = config.head_dim, value_dim = config.value_dim;
     static constexpr int slots = config.slots;
+    static constexpr bool portable = config.portable;
     static constexpr int producers = producer_warps(config);
     static constexpr int threads = WARPGROUP_THREADS + producers * WARP_THREADS;
     static constexpr int blocks_per_sm = config.blocks_per_sm;
@@ -24,14 +25,15 @@ struct Kernel {
     static constexpr bool reallocates = producers == 4 && blocks_per_sm > 1;
     static constexpr int producer_registers = config.few_rows ? 64 : 80;
     static constexpr int consumer_registers = 256 - producer_registers;
+    static constexpr int pass_columns = decode::pass_columns(config);
     // Of few rows, in registers.
-    static constexpr bool keeps_query = head_dim <= 192;
+    static constexpr bool keeps_query = head_dim <= 192 && !(portable && head_dim == 128);
     static constexpr bool codes = has_codes(config), few_rows = config.few_rows;
     static constexpr bool staged = config.staged > 0;  // the producers convert codes
     static constexpr bool nvfp4 = config.nvfp4;
     static constexpr bool token_scales = codes && !nvfp4;  // slots have them
     // Copies of so many slots are on their way at a time; of few rows, of all that are free.
-    static constexpr int lag = staged ? config.staged : slots - 2;
+    static constexpr int lag = staged ? config.staged : std::max(slots - 2, 1);
     static constexpr int producer_rows = BLOCK_N / producers;  // of a block, that a warp copies
 
     using Operand =  // what a slot has; of few rows, bytes
@@ -213,7 +215,7 @@ struct Staging<Kernel, true, true> {
     float q_factors[TILE_ROWS];
 };
 
-template <class Kernel, bool few_rows = Kernel::few_rows>
+template <class Kernel, bool few_rows = Kernel::few_rows, bool portable = Kernel::portable>
 struct Shared {
     typename Kernel::q_tile q;
     typename Kernel::slot ring[Kernel::slots];
@@ -237,16 +239,37 @@ struct SlotScales<Kernel, true> {
 struct alignas(16) QueryOperand {
     uint32_t pairs[2][2];
 };
-// Of few rows: what each of the warps that multiply has of an item's keys.
+// Of few rows: the queries, and what each of the warps that multiply has of an item's keys.
 template <class Kernel>
-struct Shared<Kernel, true> {
+struct Shared<Kernel, true, false> {
     typename Kernel::slot ring[Kernel::slots];
     SlotScales<Kernel> scales[Kernel::slots];
     float factors[FEW_ROWS];  // of the queries
-    float base[4][FEW_ROWS], sum[4][FEW_ROWS];
-    float4 out[4][FEW_ROWS][Kernel::value_dim / 4];
+    float base[CONSUMER_WARPS][FEW_ROWS], sum[CONSUMER_WARPS][FEW_ROWS];
+    float4 out[CONSUMER_WARPS][FEW_ROWS][Kernel::value_dim / 4];
     QueryOperand query[Kernel::head_dim / 16][WARP_THREADS];
     semaphore full[Kernel::slots], empty[Kernel::slots];
+
+    // Of the n-th 16 rows.
+    __device__ __forceinline__ auto& query_of(int) { return query; }
+};
+// Portable kernels have one place for both: results come when the queries have gone.
+template <class Kernel>
+struct Shared<Kernel, true, true> {
+    struct NoScales {};
+    typename Kernel::slot ring[Kernel::slots];
+    [[no_unique_address]] std::conditional_t<Kernel::codes, SlotScales<Kernel>[Kernel::slots],
+                                             NoScales> scales;
+    float factors[TILE_ROWS];
+    float base[CONSUMER_WARPS][FEW_ROWS], sum[CONSUMER_WARPS][FEW_ROWS];
+    union {
+        float4 out[CONSUMER_WARPS][FEW_ROWS][Kernel::pass_columns / 4];
+        QueryOperand query[CONSUMER_WARPS][Kernel::head_dim / 16][WARP_THREADS];
+    };
+    semaphore full[Kernel::slots], empty[Kernel::slots];
+
+    __device__ Shared() {}
+    __device__ __forceinline__ auto& query_of(int sixteen) { return query[sixteen]; }
 };
 
 }  // namespace thunderkittens::attention::decode

@@ -14,50 +14,35 @@
 //
 // Of NVFP4 a pair of operands are codes i and i + 4 of the eight of a word, which takes least: of a
 // key the elements are as many apart, of values they are those of two keys.
+//
+// The portable kernels also have caches of 16 bits, whose elements are operands as they come, and
+// tiles of more rows: then each of the warps has 16 to itself, and all keys, part by part.
 #pragma once
 
+#include "csrc/attention/decode/parts_sm90.cuh"
 #include "csrc/attention/decode/producer_sm90.cuh"
 #include "csrc/attention/decode/rows_sm90.cuh"
 
 namespace thunderkittens::attention::decode {
 
-// Codes of a tile's row that a thread multiplies: chunks of 16, of which the four threads of a key
-// have neighbouring ones, so that their loads meet no bank twice.
-template <class Tile>
-struct RowChunks {
-    static constexpr int of_stripe = Tile::stripe_cols / 16 / 4;
-    static constexpr int count = Tile::cols / 16 / 4;
-
-    static __device__ __forceinline__ int column(int chunk) {
-        return chunk / of_stripe * Tile::stripe_cols +
-               16 * (of_stripe * (laneid() % 4) + chunk % of_stripe);
-    }
-};
-// The address of the i-th chunk of 16 codes behind the one at `address`, which is a multiple of as
-// many within its stripe: a swizzle exchanges the chunks of a row.
-template <class Tile>
-__device__ __forceinline__ uint32_t chunk_behind(uint32_t address, int i) {
-    constexpr int of_stripe = Tile::stripe_cols / 16;
-    return (address ^ static_cast<uint32_t>(16 * (i % of_stripe))) +
-           static_cast<uint32_t>(i / of_stripe * Tile::stripe_bytes);
-}
-
 template <class Kernel>
-struct FewRowsConsumer {
+struct FewRowsConsumer : PartOfBlock<Kernel> {
     using T = typename Kernel::T;
-    // Conversions of NVFP4 are long chains, of which two are better on their way at a time.
-    static constexpr int warp_keys = Kernel::nvfp4 ? 32 : 16;  // of a block, for a warp
-    static constexpr int block_warps = BLOCK_N / warp_keys;    // that share a block
-    static constexpr int turns = 4 / block_warps;  // of the warps; one has each n-th block
+    using Part = PartOfBlock<Kernel>;
+    using Part::base_key, Part::first_key, Part::own_part, Part::own_turn;
+    static constexpr int warp_keys = Part::warp_keys, block_parts = Part::block_parts;
+    static constexpr int turns = Part::turns;
+    using Element = std::conditional_t<Kernel::codes, half, T>;  // of a product
     using scores = rt_fl<16, warp_keys>;
-    using weights = rt<half, 16, warp_keys>;
+    using weights = rt<Element, 16, warp_keys>;
     using output = rt_fl<16, Kernel::value_dim>;
     using k_tile = typename Kernel::k_tile;
     using v_tile = typename Kernel::v_tile;
     using chunks = RowChunks<k_tile>;
-    using product = arch::mma_sync<half, half>;
+    using product = arch::mma_sync<Element, Element>;
     // Elements of 16 bytes, eight at a time.
-    static constexpr int chunk_codes = Kernel::nvfp4 ? 32 : 16, parts = chunk_codes / 8;
+    static constexpr int chunk_elements = Kernel::packed * chunks::columns;
+    static constexpr int parts = chunk_elements / 8;
     // Of all products of 16 elements of the head dimension.
     using Query = QueryOperand[2 * parts * chunks::count];
 
@@ -65,12 +50,14 @@ struct FewRowsConsumer {
     Shared<Kernel>& shared;
     // What this thread reads first of the first slot.
     const uint32_t first_codes =
-        shared.ring[0].k.address_of(first_key() + laneid() / 4, chunks::column(0));
-    const uint32_t first_rows =
-        shared.ring[0].v.address_of(first_key() + laneid() % 16, 16 * (laneid() / 16));
+        shared.ring[0].k.address_of(base_key() + laneid() / 4, chunks::column(0));
+    const uint32_t first_rows = shared.ring[0].v.address_of(
+        base_key() + laneid() % 16, RowChunks<v_tile>::columns*(laneid() / 16));
     RingPosition<Kernel::slots> at{};
     __device__ __forceinline__ void run(Segments& segments) {
-        if constexpr (Kernel::nvfp4)
+        if constexpr (!Kernel::codes)
+            run_all<CacheFormat::same>(segments);
+        else if constexpr (Kernel::nvfp4)
             run_all<CacheFormat::nvfp4>(segments);
         else if (g.format == CacheFormat::e4m3)
             run_all<CacheFormat::e4m3>(segments);
@@ -93,37 +80,35 @@ struct FewRowsConsumer {
     __device__ __forceinline__ const float* token_scales_of_slot() const {
         return shared.scales[at.stage].of_tokens + first_key();
     }
+    template <class Tile>
     __device__ __forceinline__ uint32_t slot_offset() const {
-        return static_cast<uint32_t>(at.stage) * uint32_t(sizeof(typename Kernel::slot));
+        const uint32_t slot =
+            static_cast<uint32_t>(at.stage) * uint32_t(sizeof(typename Kernel::slot));
+        if constexpr (Kernel::portable)
+            return slot + static_cast<uint32_t>(first_key() * row_bytes<Tile>);
+        else
+            return slot;
     }
-    static __device__ __forceinline__ int first_key() {
-        return warp_keys * (warpgroup::warpid() % block_warps);
+    __device__ __forceinline__ bool rows_apart() const { return decode::rows_apart(g); }
+    // Which 16 of a tile's rows this warp has, and the first of them.
+    __device__ __forceinline__ int own_rows() const {
+        return rows_apart() ? warpgroup::warpid() : 0;
     }
-    static __device__ __forceinline__ int own_turn() { return warpgroup::warpid() / block_warps; }
+    __device__ __forceinline__ int first_row() const { return FEW_ROWS * own_rows(); }
 
-    // Rows come to fp16, through shared memory, where those stay that are too long for the
-    // registers.
+    // Rows come to fp16, unless the cache has 16 bits, through shared memory, where those stay that
+    // are too long for the registers.
     __device__ __forceinline__ void load_query(const Segments& segment, Query& query) {
-        constexpr int lanes = Kernel::head_dim > 128 ? 32 : Kernel::head_dim / 8;  // of a row
-        constexpr int rows = WARPGROUP_THREADS / lanes, passes = FEW_ROWS / rows;
         const float scale = scale_of_head(g.k_scale, segment.at.b, segment.item.kv_head) *
                             scale_of_head(g.q_scale, segment.at.b, segment.item.kv_head) *
                             (Kernel::nvfp4 ? 1.0f / NV_UNIT : 1.0f);
-        const int first = warpgroup::laneid() / lanes, lane = laneid() % lanes;
-        uint4 chunks[passes];  // all on their way together
-#pragma unroll
-        for (int i = 0; i < passes; ++i) {
-            chunks[i] = load_query_chunk(g, segment, first + i * rows, 8 * lane);
-        }
-#pragma unroll
-        for (int i = 0; i < passes; ++i) {
-            const int row = first + i * rows;
-            const auto halved = halved_row<T, lanes>(chunks[i]);
-            if (8 * lane < Kernel::head_dim) store_query(row, 8 * lane, halved.elements);
-            if (lane == 0) {
-                arch::store_shared(arch::shared_address(&shared.factors[row]),
-                                   halved.factor * scale);
-            }
+        if constexpr (Kernel::portable) {
+            warpgroup::sync(1);  // results that were there have gone
+#pragma unroll 1
+            for (int i = 0; i < (rows_apart() ? CONSUMER_WARPS : 1); ++i)
+                load_sixteen(segment, i, scale);
+        } else {
+            load_sixteen(segment, 0, scale);
         }
         warpgroup::sync(1);
         if constexpr (Kernel::keeps_query) {
@@ -131,21 +116,51 @@ struct FewRowsConsumer {
             for (int i = 0; i < int(std::extent_v<Query>); ++i) query[i] = query_operand(i);
         }
     }
+    __device__ __forceinline__ void load_sixteen(const Segments& segment, int sixteen,
+                                                 float scale) {
+        constexpr int lanes = Kernel::head_dim > 128 ? 32 : Kernel::head_dim / 8;  // of a row
+        constexpr int rows = WARPGROUP_THREADS / lanes, passes = FEW_ROWS / rows;
+        const int first = warpgroup::laneid() / lanes, lane = laneid() % lanes;
+        uint4 chunks[passes];  // all on their way together
+#pragma unroll
+        for (int i = 0; i < passes; ++i) {
+            chunks[i] =
+                load_query_chunk(g, segment, FEW_ROWS * sixteen + first + i * rows, 8 * lane);
+        }
+#pragma unroll
+        for (int i = 0; i < passes; ++i) {
+            const int row = first + i * rows;
+            if constexpr (Kernel::codes) {
+                const auto halved = halved_row<T, lanes>(chunks[i]);
+                if (8 * lane < Kernel::head_dim)
+                    store_query(sixteen, row, 8 * lane, halved.elements);
+                if (lane == 0) {
+                    auto& to = shared.factors[FEW_ROWS * sixteen + row];
+                    arch::store_shared(arch::shared_address(&to), halved.factor * scale);
+                }
+            } else if (8 * lane < Kernel::head_dim) {
+                store_query(sixteen, row, 8 * lane, arch::bit_cast<Halves>(chunks[i]));
+            }
+        }
+    }
     // In the order in which threads have them as operands.
-    __device__ __forceinline__ void store_query(int row, int element, const Halves& x) {
+    __device__ __forceinline__ void store_query(int sixteen, int row, int element,
+                                                const Halves& x) {
         constexpr int stripe = k_tile::stripe_cols * Kernel::packed;  // elements
-        const int chunk = element % stripe / chunk_codes, thread = chunk / chunks::of_stripe;
+        const int chunk = element % stripe / chunk_elements, thread = chunk / chunks::of_stripe;
         const int index = element / stripe * chunks::of_stripe + chunk % chunks::of_stripe;
-        const int first = 2 * (index * parts + element % chunk_codes / 8);
+        const int first = 2 * (index * parts + element % chunk_elements / 8);
         const Halves pairs = Kernel::nvfp4 ? four_apart(x) : x;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            auto& to = shared.query[first + i / 2][row % 8 * 4 + thread].pairs[i % 2][row / 8];
+            auto& operand = shared.query_of(sixteen)[first + i / 2][row % 8 * 4 + thread];
+            auto& to = operand.pairs[i % 2][row / 8];
             arch::store_shared(arch::shared_address(&to), pairs.pairs[i]);
         }
     }
     __device__ __forceinline__ QueryOperand query_operand(int i) const {
-        return arch::load_shared<QueryOperand>(arch::shared_address(&shared.query[i][laneid()]));
+        return arch::load_shared<QueryOperand>(
+            arch::shared_address(&shared.query_of(own_rows())[i][laneid()]));
     }
     // Pairs of elements i and i + 4 of eight.
     static __device__ __forceinline__ Halves four_apart(const Halves& x) {
@@ -155,7 +170,7 @@ struct FewRowsConsumer {
         return {{pair(0, 0x5410), pair(1, 0x7632), pair(2, 0x5410), pair(3, 0x7632)}};
     }
     __device__ __forceinline__ float query_factor(int row) const {
-        return arch::load_shared<float>(arch::shared_address(&shared.factors[row]));
+        return arch::load_shared<float>(arch::shared_address(&shared.factors[first_row() + row]));
     }
 
     static __device__ __forceinline__ void multiply(float2 (&d)[4], int half,
@@ -172,22 +187,24 @@ struct FewRowsConsumer {
 
     template <CacheFormat format>
     __device__ __forceinline__ void score_keys(scores& x, const Query& query) {
-        const uint32_t first = first_codes + slot_offset();
+        const uint32_t first = first_codes + slot_offset<k_tile>();
 #pragma unroll
         for (int eight = 0; eight < warp_keys / 8; ++eight) {
-            const uint32_t row = first + 8 * eight * k_tile::stripe_cols;
-#pragma unroll(Kernel::keeps_query ? chunks::count : 1)
+            const uint32_t row = first + 8 * eight * row_bytes<k_tile>;
+#pragma unroll(Kernel::keeps_query || Kernel::head_dim <= 128 ? chunks::count : 1)
             for (int i = 0; i < chunks::count; ++i) {
                 const int chunk =
-                    i / chunks::of_stripe * (k_tile::stripe_cols / 16) + i % chunks::of_stripe;
+                    i / chunks::of_stripe * chunks::row_of_stripe + i % chunks::of_stripe;
                 const auto codes = arch::bit_cast<Codes>(
                     arch::load_shared<uint4>(chunk_behind<k_tile>(row, chunk)));
                 Halves k[parts];
                 if constexpr (Kernel::nvfp4) {
                     const auto scales = arch::load_shared<uint16_t>(block_scale_of_key(eight, i));
-                    convert_four_apart(codes, scales, k);
+                    convert_four_apart<Kernel::portable>(codes, scales, k);
+                } else if constexpr (Kernel::codes) {
+                    convert<Kernel::portable>(format, codes, k);
                 } else {
-                    convert(format, codes, k);
+                    k[0] = arch::bit_cast<Halves>(codes);
                 }
 #pragma unroll
                 for (int j = 0; j < 2 * parts; ++j) {
@@ -213,15 +230,32 @@ struct FewRowsConsumer {
     template <CacheFormat format>
     __device__ __forceinline__ void add_values(output& o, const weights& p) {
 #pragma unroll
-        for (int i = 0; i < weights::width; ++i) add_16_values<format>(o, p.tiles[0][i], i);
-    }
-    template <CacheFormat format, class Weights>
-    __device__ __forceinline__ void add_16_values(output& o, const Weights& p, int sixteen) {
-        const uint32_t rows =
-            first_rows + slot_offset() + uint32_t(16 * sixteen * v_tile::stripe_cols);
-        uint32_t a[4];
+        for (int i = 0; i < weights::width; ++i) {
+            uint32_t a[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) a[i] = arch::bit_cast<uint32_t>(p.data[i]);
+            for (int k = 0; k < 4; ++k) a[k] = arch::bit_cast<uint32_t>(p.tiles[0][i].data[k]);
+            const uint32_t rows =
+                first_rows + slot_offset<v_tile>() + uint32_t(16 * i * row_bytes<v_tile>);
+            if constexpr (Kernel::codes)
+                add_16_values<format>(o, a, rows, i);
+            else
+                add_16_values(o, a, rows);
+        }
+    }
+    static __device__ __forceinline__ void add_16_values(output& o, const uint32_t (&a)[4],
+                                                         uint32_t rows) {
+#pragma unroll
+        for (int j = 0; j < output::width; ++j) {
+            uint32_t v[4];
+            arch::load_matrix_x4_transposed(v[0], v[1], v[2], v[3],
+                                            chunk_behind<v_tile>(rows, 2 * j));
+            multiply(o.tiles[0][j].data, 0, a, v[0], v[1]);
+            multiply(o.tiles[0][j].data, 1, a, v[2], v[3]);
+        }
+    }
+    template <CacheFormat format>
+    __device__ __forceinline__ void add_16_values(output& o, const uint32_t (&a)[4], uint32_t rows,
+                                                  int sixteen) {
         constexpr int tiles = Kernel::packed;  // that 16 bytes of a value make
         BlockScalesOfValues scales;
         if constexpr (Kernel::nvfp4)
@@ -260,7 +294,7 @@ struct FewRowsConsumer {
         const Codes codes{
             {arch::permute_bytes(low, 0u, 0x3120), arch::permute_bytes(high, 0u, 0x3120), 0u, 0u}};
         Halves to[2];
-        convert(format, codes, to);
+        convert<Kernel::portable>(format, codes, to);
         return to[0];
     }
     // Of the blocks of a thread's four keys.
@@ -281,7 +315,7 @@ struct FewRowsConsumer {
             const uint32_t byte = 2 * (chunk % 2) + laneid() / 16;
             const uint32_t both = arch::permute_bytes(
                 rows[2 * high].words[word], rows[2 * high + 1].words[word], byte | (byte + 4) << 4);
-            return scale_of_blocks(both);
+            return scale_of_blocks<Kernel::portable>(both);
         }
     };
 
@@ -296,55 +330,107 @@ struct FewRowsConsumer {
         zero_tile(o);
         int turn = 0;
         for (int block = segment.last - 1; block >= segment.first; --block) {
-            const bool own = turn == own_turn();
+            const bool own = rows_apart() || turn == own_turn();
             turn = turn + 1 == turns ? 0 : turn + 1;
             if (!own) {
                 at.advance(2);
                 continue;
             }
-            scores x;
-            zero_tile(x);
-            wait(shared.full[at.stage], at.phase);
-            score_keys<format>(x, query);
-            scale_rows(x, {query_factor(laneid() / 4), query_factor(laneid() / 4 + 8)});
-            if constexpr (Kernel::token_scales) {
-                if (g.k_scale.tokens) scale_columns(x, token_scales_of_slot(), 1.0f);
+            if constexpr (Kernel::portable) {
+                walk_parts<format>(segment, query, block, o, softmax, v_exponent);
+            } else {
+                scores x;
+                wait(shared.full[at.stage], at.phase);
+                score<format>(x, query);
+                release();
+                weigh(x, segment, block, o, softmax);
+                wait(shared.full[at.stage], at.phase);
+                if constexpr (Kernel::token_scales) {
+                    if (g.v_scale.tokens) scale_weights(x, o, token_scales_of_slot(), v_exponent);
+                }
+                weights p;
+                convert_scores(p, x);
+                add_values<format>(o, p);
+                release();
             }
-            release();
-            const auto row = [&](int lower) {
-                return Row(g.work, segment.s, segment.item, laneid() / 4 + 8 * lower);
-            };
-            const Shift shift = VisibleKeys<Kernel, decltype(row)>{g, segment, row}.apply(
-                x, block, block * BLOCK_N + first_key());
-            float2 rescale = {1.0f, 1.0f};
-            if (softmax.update(x, g.score_mod.unit_log2, shift, rescale)) scale_rows(o, rescale);
-            wait(shared.full[at.stage], at.phase);
+        }
+        if constexpr (Kernel::codes) {
+            const float scale = v_scale * (Kernel::nvfp4      ? 1.0f / NV_UNIT
+                                           : g.v_scale.tokens ? power_of_two(v_exponent)
+                                                              : 1.0f);
+            scale_rows(o, {scale, scale});
+        }
+        softmax.reduce_sum();
+        if (segment.stale) softmax.sum = {NAN, NAN};
+#pragma unroll
+        for (int first = 0; first < Kernel::value_dim; first += Kernel::pass_columns) {
+            if (first > 0 && first >= g.results.value_dim) break;
+            leave(o, softmax, first);
+            add_up(segment, first);
+        }
+    }
+    // One part of a block's keys, or where the warps have rows of their own, all.
+    template <CacheFormat format>
+    __device__ __forceinline__ void walk_parts(const Segments& segment, const Query& query,
+                                               int block, output& o, OnlineSoftmax& softmax,
+                                               int& v_exponent) {
+        const int first = rows_apart() ? 0 : own_part();
+        const int last = rows_apart() ? block_parts - 1 : first;
+        int& part = this->part;
+        const auto keys_at = at;
+        auto values_at = at;
+        values_at.advance();
+#pragma unroll 1
+        for (part = first; part <= last; ++part) {
+            scores x;
+            at = keys_at;
+            if (part == first) wait(shared.full[at.stage], at.phase);
+            score<format>(x, query);
+            if (part == last) release();
+            weigh(x, segment, block, o, softmax);
+            at = values_at;
+            if (part == first) wait(shared.full[at.stage], at.phase);
             if constexpr (Kernel::token_scales) {
                 if (g.v_scale.tokens) scale_weights(x, o, token_scales_of_slot(), v_exponent);
             }
             weights p;
             convert_scores(p, x);
             add_values<format>(o, p);
-            release();
         }
-        const float scale = v_scale * (Kernel::nvfp4      ? 1.0f / NV_UNIT
-                                       : g.v_scale.tokens ? power_of_two(v_exponent)
-                                                          : 1.0f);
-        scale_rows(o, {scale, scale});
-        softmax.reduce_sum();
-        if (segment.stale) softmax.sum = {NAN, NAN};
-        leave(o, softmax);
-        add_up(segment);
+        release();
+    }
+    template <CacheFormat format>
+    __device__ __forceinline__ void score(scores& x, const Query& query) {
+        zero_tile(x);
+        score_keys<format>(x, query);
+        if constexpr (Kernel::codes)
+            scale_rows(x, {query_factor(laneid() / 4), query_factor(laneid() / 4 + 8)});
+        if constexpr (Kernel::token_scales) {
+            if (g.k_scale.tokens) scale_columns(x, token_scales_of_slot(), 1.0f);
+        }
+    }
+    __device__ __forceinline__ void weigh(scores& x, const Segments& segment, int block, output& o,
+                                          OnlineSoftmax& softmax) {
+        const auto row = [&](int lower) {
+            return Row(g.work, segment.s, segment.item, first_row() + laneid() / 4 + 8 * lower);
+        };
+        const Shift shift = VisibleKeys<Kernel, decltype(row)>{g, segment, row}.apply(
+            x, block, block * BLOCK_N + first_key());
+        float2 rescale = {1.0f, 1.0f};
+        if (softmax.update(x, g.score_mod.unit_log2, shift, rescale)) scale_rows(o, rescale);
     }
 
-    // What this warp has, relative to bases of its own.
-    __device__ __forceinline__ void leave(const output& o, const OnlineSoftmax& softmax) {
+    // What this warp has, relative to bases of its own, of the columns from `first` on that pass
+    // through shared memory together.
+    __device__ __forceinline__ void leave(const output& o, const OnlineSoftmax& softmax,
+                                          int first) {
+        constexpr int width = Kernel::pass_columns / 16;  // in tiles
         const int warp = warpgroup::warpid(), row = laneid() / 4;
         warpgroup::sync(1);  // what was there has been read
         const auto store = [](auto& to, const auto& value) {
             arch::store_shared(arch::shared_address(&to), value);
         };
-        if (laneid() % 4 == 0) {
+        if (laneid() % 4 == 0 && first == 0) {
             store(shared.base[warp][row], softmax.base.x);
             store(shared.base[warp][row + 8], softmax.base.y);
             store(shared.sum[warp][row], softmax.sum.x);
@@ -353,49 +439,70 @@ struct FewRowsConsumer {
         const auto store_row = [&](int lower, int j, const float4& x) {
             store(shared.out[warp][row + 8 * lower][j], x);
         };
+        const auto store_pair = [&](int lower, int column, const float2& x) {
+            auto* const to = reinterpret_cast<float2*>(shared.out[warp][row + 8 * lower]);
+            store(to[column / 2], x);
+        };
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            if (8 * i >= g.results.slot_rows) break;
+            if (first_row() + 8 * i >= g.results.slot_rows) break;
             if constexpr (Kernel::nvfp4) {
 #pragma unroll
-                for (int j = 0; j < output::width; j += 2) {
-                    const auto &x = o.tiles[0][j].data, &y = o.tiles[0][j + 1].data;
+                for (int j = 0; j < width; j += 2) {
+                    const auto &x = o.tiles[0][first / 16 + j].data,
+                               &y = o.tiles[0][first / 16 + j + 1].data;
                     const int column = 4 * j + 2 * (laneid() % 4);
                     store_row(i, column, {x[i].x, x[i + 2].x, y[i].x, y[i + 2].x});
                     store_row(i, column + 1, {x[i].y, x[i + 2].y, y[i].y, y[i + 2].y});
                 }
             } else {
 #pragma unroll
-                for (int j = 0; j < output::width; ++j) {
-                    const auto& x = o.tiles[0][j].data;
-                    store_row(i, 4 * j + laneid() % 4, {x[i].x, x[i + 2].x, x[i].y, x[i + 2].y});
+                for (int j = 0; j < width; ++j) {
+                    const auto& x = o.tiles[0][first / 16 + j].data;
+                    if constexpr (Kernel::codes) {
+                        store_row(i, 4 * j + laneid() % 4,
+                                  {x[i].x, x[i + 2].x, x[i].y, x[i + 2].y});
+                    } else {
+                        store_pair(i, 16 * j + 2 * (laneid() % 4), x[i]);
+                        store_pair(i, 16 * j + 2 * (laneid() % 4) + 8, x[i + 2]);
+                    }
                 }
             }
         }
         warpgroup::sync(1);
     }
+    __device__ __forceinline__ bool has_none(int warp, int row) const {
+        return rows_apart() && warp != row / FEW_ROWS;
+    }
     // Rows, four columns at a time.
-    __device__ __forceinline__ void add_up(const Segments& segment) {
+    __device__ __forceinline__ void add_up(const Segments& segment, int first) {
         const auto& to = g.results;
-        constexpr int row_parts = Kernel::value_dim / 4;
-        for (int i = warpgroup::laneid(); i < FEW_ROWS * row_parts; i += WARPGROUP_THREADS) {
+        constexpr int row_parts = Kernel::pass_columns / 4;
+        const int rows = rows_apart() ? TILE_ROWS : FEW_ROWS;
+        for (int i = warpgroup::laneid(); i < rows * row_parts; i += WARPGROUP_THREADS) {
             const int index = i / row_parts, part = i - index * row_parts;
+            const int column = first + 4 * part;
             if (index >= to.slot_rows) break;
-            if (4 * part >= to.value_dim) continue;
+            if (column >= to.value_dim) continue;
             const Row row(g.work, segment.s, segment.item, index);
             const auto load = [](const auto& from) {
                 using X = std::remove_cvref_t<decltype(from)>;
                 return arch::load_shared<X>(arch::shared_address(&from));
             };
+            const int own = rows_apart() ? index % FEW_ROWS : index;
             float base = OnlineSoftmax::NO_KEY;
-            for (int w = 0; w < 4; ++w) base = fmaxf(base, load(shared.base[w][index]));
+            for (int w = 0; w < CONSUMER_WARPS; ++w) {
+                if (has_none(w, index)) continue;
+                base = fmaxf(base, load(shared.base[w][own]));
+            }
             OnlineSoftmax softmax;
             softmax.base = {base, base};
             float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            for (int w = 0; w < 4; ++w) {
-                const float factor = arch::exp2_approx(load(shared.base[w][index]) - base);
-                softmax.sum.x = fmaf(load(shared.sum[w][index]), factor, softmax.sum.x);
-                const float4 x = load(shared.out[w][index][part]);
+            for (int w = 0; w < CONSUMER_WARPS; ++w) {
+                if (has_none(w, index)) continue;
+                const float factor = arch::exp2_approx(load(shared.base[w][own]) - base);
+                softmax.sum.x = fmaf(load(shared.sum[w][own]), factor, softmax.sum.x);
+                const float4 x = load(shared.out[w][own][part]);
                 sum = {fmaf(x.x, factor, sum.x), fmaf(x.y, factor, sum.y), fmaf(x.z, factor, sum.z),
                        fmaf(x.w, factor, sum.w)};
             }
@@ -408,25 +515,25 @@ struct FewRowsConsumer {
             factor *= softmax.reciprocal_sum().x;
             sum = {sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor};
             if (segment.whole) {
-                if (row.exists) store_final(segment, row, part, sum, softmax.lse().x);
+                if (row.exists) store_final(segment, row, column, sum, softmax.lse().x);
             } else {
                 const int64_t slot_row = int64_t(segment.at.slot) * to.slot_rows + index;
                 arch::store_global(
-                    reinterpret_cast<float4*>(to.partial_out + slot_row * to.value_dim + 4 * part),
+                    reinterpret_cast<float4*>(to.partial_out + slot_row * to.value_dim + column),
                     sum);
-                if (part == 0) arch::store_global(to.partial_lse + slot_row, softmax.lse().x);
+                if (column == 0) arch::store_global(to.partial_lse + slot_row, softmax.lse().x);
             }
         }
     }
-    __device__ __forceinline__ void store_final(const Segments& segment, const Row& row, int part,
+    __device__ __forceinline__ void store_final(const Segments& segment, const Row& row, int column,
                                                 const float4& x, float lse) const {
         const auto& to = g.results;
         const int b = segment.at.b, position = segment.s.q_begin + row.position;
         const uint2 packed = {arch::bit_cast<uint32_t>(pack_pair<T>(x.x, x.y)),
                               arch::bit_cast<uint32_t>(pack_pair<T>(x.z, x.w))};
-        arch::store_global(reinterpret_cast<uint2*>(to.out.at(b, row.head, position, 4 * part)),
+        arch::store_global(reinterpret_cast<uint2*>(to.out.at(b, row.head, position, column)),
                            packed);
-        if (part == 0 && to.lse != nullptr) {
+        if (column == 0 && to.lse != nullptr) {
             arch::store_global(to.lse + to.lse_row(b, row.head, position), lse);
         }
     }
@@ -435,12 +542,14 @@ struct FewRowsConsumer {
 template <class Kernel>
 __global__ __launch_bounds__(Kernel::threads, Kernel::blocks_per_sm) void few_rows_kernel(
     const __grid_constant__ Globals<Kernel> g) {
-    shared_allocator allocator(shared_memory());
+    shared_allocator<Kernel::portable ? 128 : 1024> allocator(shared_memory());
     auto& shared = allocator.template allocate<Shared<Kernel>>();
     if (threadIdx.x == 0) {
         for (int i = 0; i < Kernel::slots; ++i) {
             init_semaphore(shared.full[i], Kernel::producers * WARP_THREADS);
-            init_semaphore(shared.empty[i], FewRowsConsumer<Kernel>::block_warps);
+            init_semaphore(shared.empty[i], decode::rows_apart(g)
+                                                ? CONSUMER_WARPS
+                                                : FewRowsConsumer<Kernel>::block_parts);
         }
         arch::mbarrier_init_fence();
     }
@@ -453,7 +562,7 @@ __global__ __launch_bounds__(Kernel::threads, Kernel::blocks_per_sm) void few_ro
         if constexpr (Kernel::reallocates) {
             warpgroup::increase_registers<Kernel::consumer_registers>();
         }
-        FewRowsConsumer<Kernel>{g, shared}.run(segments);
+        FewRowsConsumer<Kernel>{{}, g, shared}.run(segments);
     } else {
         if constexpr (Kernel::reallocates) {
             warpgroup::decrease_registers<Kernel::producer_registers>();

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "csrc/attention/common/operands.h"
-#include "csrc/attention/decode/append.h"
+#include "csrc/attention/decode/dispatch.h"
 
 namespace thunderkittens::attention::decode {
 
@@ -71,17 +71,15 @@ Tensor merge_attention_body(const Backend<Tensor>& on, const std::vector<Tensor>
     params.lse = data_as<float>(lse);
     const DeviceProperties& device = on.device(first);
     check_supported(OP, unsupported_merge({params.dtype}, device));
-    auto launch = on.launch("merge_attention", choose_merge({params.dtype}, device), first);
+    const MergeChoice choice = choose_merge({params.dtype}, device);
+    auto launch = on.launch("merge_attention", choice, first);
     for (std::size_t i = 0; i < outs.size(); ++i) {
         launch.may_read("outs", kept[i]);
         launch.may_read("lses", lses[i]);
     }
     launch.may_write("out", out);
     launch.may_write("lse", lse);
-    if (params.dtype == DType::bf16)
-        launch_merge<DType::bf16>(params, launch.stream);
-    else
-        launch_merge<DType::fp16>(params, launch.stream);
+    launch_merge_of(choice, params, launch.stream);
     return out;
 }
 

@@ -26,7 +26,8 @@ struct MergeGlobals {
     int count, heads, length, dim;
 };
 
-template <class T>
+// (Two kernels of one body: with a function for it, the machine code for Hopper changes.)
+template <class T, bool PORTABLE>
 __global__ __launch_bounds__(MERGE_THREADS) void merge_kernel(
     const __grid_constant__ MergeGlobals<T> g) {
     arch::wait_for_dependencies();
@@ -76,8 +77,8 @@ __global__ __launch_bounds__(MERGE_THREADS) void merge_kernel(
     }
 }
 
-template <DType dtype>
-void launch_merge(const MergeParams& params, Stream stream) {
+template <DType dtype, bool PORTABLE>
+void launch_merge_kernel(const MergeParams& params, Stream stream) {
     using T = std::conditional_t<dtype == DType::bf16, bf16, half>;
     MergeGlobals<T> globals{
         .out = static_cast<T*>(const_cast<void*>(params.out.data)),
@@ -97,8 +98,13 @@ void launch_merge(const MergeParams& params, Stream stream) {
             {params.lse_strides[i][0], params.lse_strides[i][1], params.lse_strides[i][2]}};
     }
     const int64_t blocks = ceil_div(globals.rows, MERGE_WARPS);
-    kittens::launch({.dependent = true}, merge_kernel<T>, dim3(unsigned(blocks)),
+    kittens::launch({.dependent = !PORTABLE}, merge_kernel<T, PORTABLE>, dim3(unsigned(blocks)),
                     dim3(MERGE_THREADS), dim3(1), 0, stream, globals);
+}
+
+template <DType dtype>
+void launch_merge(const MergeParams& params, Stream stream) {
+    launch_merge_kernel<dtype, false>(params, stream);
 }
 
 }  // namespace thunderkittens::attention::decode

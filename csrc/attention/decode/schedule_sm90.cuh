@@ -253,9 +253,7 @@ struct Scheduler {
     }
 };
 
-template <int THREADS>  // a template, so that the kernel is where it is instantiated
-__global__ __launch_bounds__(THREADS) void schedule_kernel(
-    const __grid_constant__ ScheduleGlobals g) {
+__device__ __forceinline__ void write_schedule(const ScheduleGlobals& g) {
     auto& shared = arch::static_shared<ScheduleShared>();
     arch::wait_for_dependencies();
     arch::launch_dependents();
@@ -269,14 +267,24 @@ __global__ __launch_bounds__(THREADS) void schedule_kernel(
     if (threadIdx.x == 0) arch::store_global(g.schedule.data, static_cast<int>(g.work.hash));
 }
 
-template <int threads>
-void launch_schedule(const Params& params, Stream stream) {
-    static_assert(threads == SCHEDULE_THREADS);
+template <int THREADS>  // a template, so that the kernel is where it is instantiated
+__global__ __launch_bounds__(THREADS) void schedule_kernel(
+    const __grid_constant__ ScheduleGlobals g) {
+    write_schedule(g);
+}
+
+inline void launch_schedule_by(void (*kernel)(ScheduleGlobals), bool dependent,
+                               const Params& params, Stream stream) {
     const ScheduleShape shape = schedule_shape(params.problem, params.parts);
     const ScheduleGlobals globals{Work(params), Schedule(params.schedule, shape),
                                   static_cast<int>(shape.items)};
-    kittens::launch({.dependent = true}, schedule_kernel<threads>, dim3(1), dim3(threads), dim3(1),
-                    0, stream, globals);
+    kittens::launch({.dependent = dependent}, kernel, dim3(1), dim3(SCHEDULE_THREADS), dim3(1), 0,
+                    stream, globals);
+}
+template <int threads>
+void launch_schedule(const Params& params, Stream stream) {
+    static_assert(threads == SCHEDULE_THREADS);
+    launch_schedule_by(schedule_kernel<threads>, true, params, stream);
 }
 
 }  // namespace thunderkittens::attention::decode

@@ -178,14 +178,15 @@ void consider_split_kv(const Problem& p, int sm_count, Choice& choice) {
 
 // The portable kernels of the smallest dimensions that hold the problem's, those of fewer rows
 // first. Every device that runs them has the memory for all.
-std::vector<Config> fitting_portable(const Problem& p) {
+std::vector<Config> fitting_portable(const Problem& p, bool paged = false) {
     std::vector<Config> fitting;
     for (const Config& c : PORTABLE_CONFIGS) {
         if (c.head_dim < p.head_dim || c.value_dim < p.value_dim) continue;
         if (!fitting.empty() &&
             (c.head_dim != fitting[0].head_dim || c.value_dim != fitting[0].value_dim))
             break;
-        if (c.score_mod == has_score_mod(p)) fitting.push_back(with_dtype(c, p.dtype));
+        if (c.paged != paged) continue;
+        if (paged || c.score_mod == has_score_mod(p)) fitting.push_back(with_dtype(c, p.dtype));
     }
     return fitting;
 }
@@ -264,11 +265,17 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
     return reason.empty() ? unsupported_sizes(p) : reason;
 }
 
-Choice choose_whole(const Problem& p, const DeviceProperties& device) {
+// Among the kernels of whole keys.
+static Choice choose_whole(const Problem& p, const DeviceProperties& device) {
     Choice choice;
     choice.config = with_dtype(choose_config(p, device.sm_count), p.dtype);
     choice.section_heads = choose_section(p, 64 * choice.config.warpgroups, device);
     return choice;
+}
+
+Choice choose_paged(const Problem& p, const DeviceProperties& device) {
+    if (runs_native(device)) return choose_whole(p, device);
+    return portable_choice(p, fitting_portable(p, true).front(), device);
 }
 
 Choice choose(const Problem& p, const DeviceProperties& device) {
@@ -326,7 +333,9 @@ std::string kernel_name(const Choice& choice) {
     const std::string tile =
         concat(name_of(c.dtype), "_d", c.head_dim, value, "_", 64 * c.warpgroups, "x", c.block_n);
     if (choice.splits > 0) return concat("split_kv_", tile);
-    if (c.is_portable()) return concat("portable_", tile, c.score_mod ? "_score_mod" : "");
+    if (c.is_portable()) {
+        return concat("portable_", tile, c.paged ? "_paged" : c.score_mod ? "_score_mod" : "");
+    }
     return concat("forward_", tile, c.score_mod ? "_score_mod" : c.softcap_only ? "_softcap" : "");
 }
 
@@ -354,13 +363,13 @@ KernelInfo kernel_info(const Config& config, bool split) {
 KernelInfo portable_info(const Config& config) {
     KernelInfo info;
     info.name = kernel_name({config, 1, 0});
-    info.config = concat("head_dim ", config.head_dim, ", value_dim ", config.value_dim, ", ",
-                         64 * config.warpgroups, " query rows x ", config.block_n, " keys, ",
-                         config.stages, config.stages > 1 ? " stages, " : " stage, ",
-                         forward_threads(config) / 32, " warps of ", config.warp_rows, " rows",
-                         config.keeps_query ? ", query in registers" : "",
-                         config.score_mod ? ", softcap and ALiBi" : "");
-    info.source = concat("portable_", name_of(config.dtype), "_sm80");
+    info.config = concat(
+        "head_dim ", config.head_dim, ", value_dim ", config.value_dim, ", ",
+        64 * config.warpgroups, " query rows x ", config.block_n, " keys, ", config.stages,
+        config.stages > 1 ? " stages, " : " stage, ", forward_threads(config) / 32, " warps of ",
+        config.warp_rows, " rows", config.keeps_query ? ", query in registers" : "",
+        config.score_mod ? ", softcap and ALiBi" : "", config.paged ? ", pages of a cache" : "");
+    info.source = concat("portable_", config.paged ? "paged_" : "", name_of(config.dtype), "_sm80");
     info.symbol = symbol_of("portable_forward_kernel", "Config", config);
     info.arch = PORTABLE;
     info.threads = forward_threads(config);

@@ -23,6 +23,7 @@ struct Config {
     // Of portable kernels, whose `warpgroups` only count rows; 0: the kernel is for sm_90a.
     int warp_rows = 0;         // query rows that a warp has, 16 or 32
     bool keeps_query = false;  // in registers
+    bool paged = false;        // keys are pages of a cache
 
     constexpr bool is_portable() const { return warp_rows > 0; }
     bool operator==(const Config&) const = default;
@@ -50,10 +51,12 @@ constexpr bool has_softcap_only(const Config& config) {
 // The portable kernels, which hold at most 99 KB of shared memory: all that a block can have on
 // GPUs of compute capability 8.6, 8.9 and 12.x.
 constexpr Config portable_config(int head_dim, int value_dim, int block_m, int warp_rows,
-                                 int block_n, int stages, bool keeps_query, bool score_mod) {
+                                 int block_n, int stages, bool keeps_query, bool score_mod,
+                                 bool paged = false) {
     Config c{head_dim, value_dim, block_m / 64, block_n, stages, score_mod};
     c.warp_rows = warp_rows;
     c.keeps_query = keeps_query;
+    c.paged = paged;
     return c;
 }
 constexpr Config PORTABLE_CONFIGS[] = {
@@ -72,6 +75,13 @@ constexpr Config PORTABLE_CONFIGS[] = {
     portable_config(256, 256, 64, 16, 64, 1, false, false),
     portable_config(256, 256, 128, 16, 32, 1, true, false),
     portable_config(256, 256, 64, 16, 64, 1, false, true),
+    // Of pages, with softcap and ALiBi or without.
+    portable_config(64, 64, 128, 32, 64, 2, true, true, true),
+    portable_config(96, 96, 128, 32, 64, 1, false, true, true),
+    portable_config(128, 128, 128, 32, 64, 1, false, true, true),
+    portable_config(192, 128, 64, 16, 64, 1, true, true, true),
+    portable_config(192, 192, 64, 16, 64, 1, true, true, true),
+    portable_config(256, 256, 64, 16, 64, 1, false, true, true),
 };
 // Split-KV, for short queries: 64 rows, the keys split among blocks, of which several share a
 // multiprocessor where registers allow it.
@@ -91,12 +101,12 @@ constexpr Config with_dtype(Config config, DType dtype) {
 struct ConfigName {
     int head_dim, value_dim = 0, block_m = 64, block_n;
     DType dtype = DType::bf16;
-    bool score_mod = false, softcap_only = false;
+    bool score_mod = false, softcap_only = false, paged = false;
 
     constexpr bool is_of(const Config& c) const {
         return head_dim == c.head_dim && (value_dim ? value_dim : head_dim) == c.value_dim &&
                block_m == c.warpgroups * 64 && block_n == c.block_n && score_mod == c.score_mod &&
-               softcap_only == c.softcap_only;
+               softcap_only == c.softcap_only && paged == c.paged;
     }
 };
 // Those that have the name, for whole keys and for split ones, all of which have score_mod. One
@@ -143,7 +153,8 @@ constexpr ForwardMemory forward_memory(const Config& c) {
     if (c.is_portable()) {
         const int query = c.warpgroups * 64 * c.head_dim * 2;
         const int rings = c.stages * c.block_n * (c.head_dim + c.value_dim) * 2;
-        const int task = (32 + 16 * (forward_threads(c) / 32) + 127) / 128 * 128;
+        const int warps = forward_threads(c) / 32;
+        const int task = (32 + (c.paged ? 16 : 0) + 16 * warps + 127) / 128 * 128;
         return {1, 0, task + (c.keeps_query ? std::max(query, rings) : query + rings)};
     }
     // A multiprocessor has 228 KB, of which every block takes one more.
@@ -217,7 +228,7 @@ constexpr int64_t partial_rows(const Problem& p, const Sequences& s) {
 }
 
 TK_FIELDS(Config, head_dim, value_dim, warpgroups, block_n, stages, score_mod, dtype, softcap_only,
-          warp_rows, keeps_query)
+          warp_rows, keeps_query, paged)
 template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
     visit_fields(c.config, visit);
@@ -227,8 +238,8 @@ void visit_fields(Choice& c, Visitor&& visit) {
 
 std::string unsupported(const Problem& problem, const DeviceProperties& device);
 Choice choose(const Problem& problem, const DeviceProperties& device);
-// Among the kernels of whole keys.
-Choice choose_whole(const Problem& problem, const DeviceProperties& device);
+// Among the kernels of whole keys, which are pages of a cache.
+Choice choose_paged(const Problem& problem, const DeviceProperties& device);
 // The choice and what else could run, for measurements of the choice.
 std::vector<Choice> candidates(const Problem& problem, const DeviceProperties& device);
 std::string kernel_name(const Choice& choice);

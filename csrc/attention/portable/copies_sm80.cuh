@@ -16,6 +16,7 @@ struct TileCopy {
     static constexpr uint32_t per_copy = 16 / sizeof(T);
     static constexpr uint32_t stripe_copies = Tile::stripe_cols / per_copy;
     static constexpr int pass_rows = THREADS / int(stripe_copies);
+    static constexpr int passes = Tile::rows / pass_rows;
     static_assert(Tile::rows % pass_rows == 0 && pass_rows % 8 == 0);
 
     // The first `rows` rows, and of them the first `columns`; others are zeros. `from` is the first
@@ -29,7 +30,7 @@ struct TileCopy {
         const uint32_t to = tile.address_of(row, static_cast<int>(column));
         from = from + row * row_stride + column;
 #pragma unroll
-        for (int pass = 0; pass < Tile::rows / pass_rows; ++pass) {
+        for (int pass = 0; pass < passes; ++pass) {
 #pragma unroll
             for (int stripe = 0; stripe < Tile::stripes; ++stripe) {
                 const int first = stripe * Tile::stripe_cols;
@@ -40,6 +41,33 @@ struct TileCopy {
                 arch::cp_async<16>(to + offset, from + first, exists);
             }
             from += pass_rows * row_stride;
+        }
+    }
+    // The same of rows that lie anywhere: `address_of_row` is called for the rows that exist.
+    template <class AddressOf>
+    static __device__ __forceinline__ void load_scattered(Tile& tile, AddressOf address_of_row,
+                                                          int rows, int columns) {
+        const uint32_t thread = arch::shuffle_xor(threadIdx.x, 0);
+        const uint32_t column = thread % stripe_copies * per_copy;
+        const int row = static_cast<int>(thread / stripe_copies);
+        const uint32_t to = tile.address_of(row, static_cast<int>(column));
+        const T* from[passes] = {};  // looked up together
+#pragma unroll
+        for (int pass = 0; pass < passes; ++pass) {
+            const int at = row + pass * pass_rows;
+            if (at < rows) from[pass] = address_of_row(at) + column;
+        }
+#pragma unroll
+        for (int pass = 0; pass < passes; ++pass) {
+#pragma unroll
+            for (int stripe = 0; stripe < Tile::stripes; ++stripe) {
+                const int first = stripe * Tile::stripe_cols;
+                const uint32_t offset =
+                    stripe * Tile::stripe_bytes + pass * pass_rows * Tile::swizzle_bytes;
+                arch::cp_async<16>(
+                    to + offset, from[pass] + first,
+                    from[pass] != nullptr && static_cast<int>(column) + first < columns);
+            }
         }
     }
 };

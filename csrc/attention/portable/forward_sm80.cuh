@@ -28,6 +28,7 @@
 #include "csrc/attention/forward/forward.h"
 #include "csrc/attention/forward/forward_work.cuh"
 #include "csrc/attention/portable/copies_sm80.cuh"
+#include "csrc/attention/portable/paged_rows_sm80.cuh"
 #include "kittens/kittens.cuh"
 
 namespace thunderkittens::attention {
@@ -46,6 +47,7 @@ struct PortableKernel {
     static constexpr int stages = config.stages;
     static constexpr bool score_mod = config.score_mod;
     static constexpr bool keeps_query = config.keeps_query;
+    static constexpr bool paged = config.paged;
     static constexpr int threads = forward_threads(config);
     static constexpr int blocks_per_sm = portable_blocks_per_sm(config);
     static constexpr int shared_bytes = forward_memory(config).bytes;
@@ -66,6 +68,7 @@ struct PortableGlobals {
     ScoreMod score_mod;
     int head_dim, value_dim;
     int group;  // query heads per key head
+    [[no_unique_address]] PagedRows<Kernel::paged> pages;
 };
 
 template <class Kernel>
@@ -99,6 +102,7 @@ struct alignas(16) PortableTask {
 template <class Kernel>
 struct PortableShared : PortableTiles<Kernel, Kernel::keeps_query> {
     PortableTask<typename Kernel::T> task;
+    [[no_unique_address]] typename PagedRows<Kernel::paged>::Pages pages;
     // The key blocks that a warp's rows see.
     struct alignas(16) {
         KeyBlocks blocks;
@@ -137,6 +141,7 @@ struct PortableWarp {
     using part = rt_fl<16, 16>;  // of scores or of the output
     template <class Tile>
     using copy = TileCopy<Tile, Kernel::threads>;
+    using Pages = typename PagedRows<Kernel::paged>::Pages;
 
     const PortableGlobals<Kernel>& g;
     Shared& shared;
@@ -158,7 +163,7 @@ struct PortableWarp {
     // ---- copies, by all threads of the block ----
 
     static __device__ __forceinline__ int stage_of(int block) { return block % Kernel::stages; }
-    // A block's rows of keys or of values, `from` the first of all on.
+    // A block's rows of keys or of values, `from` the first of all on, or the first of the cache.
     template <class Tile>
     __device__ __forceinline__ void load_rows(Tile (&ring)[Kernel::stages], const T* from,
                                               int64_t row_stride, int block, int k_length,
@@ -167,20 +172,47 @@ struct PortableWarp {
         copy<Tile>::load(ring[stage_of(block)], from + first * row_stride, row_stride,
                          k_length - first, columns);
     }
-    __device__ __forceinline__ void load_k(int block, const T* from, int k_length) {
-        load_rows(shared.rings.k, from, g.k.row_stride, block, k_length, g.head_dim);
+    template <class Tile>
+    __device__ __forceinline__ void load_paged_rows(Tile (&ring)[Kernel::stages], const T* from,
+                                                    int64_t row_stride, int block, int k_length,
+                                                    int columns, const Pages& pages,
+                                                    int page_rows) {
+        const int first = block * block_n;
+        const auto address = [&](int row) {
+            return from + g.pages.row_of(pages, first + row, page_rows) * row_stride;
+        };
+        copy<Tile>::load_scattered(ring[stage_of(block)], address, k_length - first, columns);
     }
-    __device__ __forceinline__ void load_v(int block, const T* from, int k_length) {
-        load_rows(shared.rings.v, from, g.v.row_stride, block, k_length, g.value_dim);
+    __device__ __forceinline__ void load_k(int block, const T* from, int k_length,
+                                           const Pages& pages) {
+        if constexpr (Kernel::paged)
+            load_paged_rows(shared.rings.k, from, g.k.row_stride, block, k_length, g.head_dim,
+                            pages, g.pages.k_page_rows);
+        else
+            load_rows(shared.rings.k, from, g.k.row_stride, block, k_length, g.head_dim);
+    }
+    __device__ __forceinline__ void load_v(int block, const T* from, int k_length,
+                                           const Pages& pages) {
+        if constexpr (Kernel::paged)
+            load_paged_rows(shared.rings.v, from, g.v.row_stride, block, k_length, g.value_dim,
+                            pages, g.pages.v_page_rows);
+        else
+            load_rows(shared.rings.v, from, g.v.row_stride, block, k_length, g.value_dim);
+    }
+    __device__ __forceinline__ Pages known_pages() const {
+        if constexpr (Kernel::paged)
+            return read(shared.pages);
+        else
+            return {};
     }
     // Behind a work tile's first barrier; there are none before its first block.
     __device__ __forceinline__ void load_next_k(int block) {
         if (block < work.keys.begin) return;
-        load_k(block, read(shared.task.keys.k), read(shared.task.band.k_length));
+        load_k(block, read(shared.task.keys.k), read(shared.task.band.k_length), known_pages());
     }
     __device__ __forceinline__ void load_next_v(int block) {
         if (block < work.keys.begin) return;
-        load_v(block, read(shared.task.keys.v), read(shared.task.band.k_length));
+        load_v(block, read(shared.task.keys.v), read(shared.task.band.k_length), known_pages());
     }
     __device__ __forceinline__ void load_query() {
         copy<typename Kernel::q_tile>::load(shared.q,
@@ -211,6 +243,11 @@ struct PortableWarp {
             return x.at(work.b, work.head / g.group, s.k_begin, 0);
         };
         const T *const k = first_of(g.k), *const v = first_of(g.v);
+        Pages pages;
+        if constexpr (Kernel::paged) {
+            pages = g.pages.pages_of(work.b);
+            if (threadIdx.x == 0) write(shared.pages, pages);
+        }
         if (threadIdx.x == 0) {
             write(shared.task.keys, {k, v});
             write(shared.task.band, {s.k_length, s.low, s.high, s.diagonal});
@@ -225,7 +262,7 @@ struct PortableWarp {
                 sizeof(typename Kernel::q_tile) <= sizeof(shared.rings.v);
             arch::cp_async_commit();
             if constexpr (keys_have_room) {
-                load_k(last, k, s.k_length);
+                load_k(last, k, s.k_length, pages);
                 arch::cp_async_commit();
             }
             arch::cp_async_wait<keys_have_room ? 1 : 0>();
@@ -234,11 +271,11 @@ struct PortableWarp {
 #pragma unroll
             for (int step = 0; step < k_steps; ++step) load_step(query.of[step], walker, step);
             if constexpr (!keys_have_room || Kernel::stages > 1) arch::sync_block();
-            if constexpr (!keys_have_room) load_k(last, k, s.k_length);
+            if constexpr (!keys_have_room) load_k(last, k, s.k_length, pages);
         } else {
-            load_k(last, k, s.k_length);
+            load_k(last, k, s.k_length, pages);
         }
-        if constexpr (Kernel::stages > 1) load_v(last, v, s.k_length);
+        if constexpr (Kernel::stages > 1) load_v(last, v, s.k_length, pages);
         arch::cp_async_commit();
     }
 
@@ -481,7 +518,8 @@ void launch_portable(const ForwardParams& params, Stream stream) {
         .score_mod = ScoreMod(params.scores),
         .head_dim = int(p.head_dim),
         .value_dim = int(p.value_dim),
-        .group = int(p.q_heads / p.kv_heads)};
+        .group = int(p.q_heads / p.kv_heads),
+        .pages = PagedRows<Kernel::paged>(params.pages)};
     const auto blocks = unsigned(std::max(globals.scheduler.work_tiles(), 1));
     kittens::launch({.blocks_per_sm = Kernel::blocks_per_sm}, portable_forward_kernel<Kernel>,
                     dim3(blocks), dim3(Kernel::threads), dim3(1), Kernel::shared_bytes, stream,

@@ -16,9 +16,12 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrival
 __device__ __forceinline__ void mbarrier_invalidate(uint32_t barrier) {
     asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
-// Makes initialised barriers visible to the other blocks of the cluster and to the copy engine.
+// Makes initialised barriers visible to the other blocks of the cluster and to the copy engine,
+// neither of which there is before sm_90.
 __device__ __forceinline__ void mbarrier_init_fence() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
 }
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier, uint32_t count = 1) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900

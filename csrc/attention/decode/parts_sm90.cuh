@@ -1,0 +1,67 @@
+// Attention of few rows over a cache, what each of its warps and threads has of a block of keys.
+#pragma once
+
+#include "csrc/attention/decode/decode_types_sm90.cuh"
+
+namespace thunderkittens::attention::decode {
+
+// What a thread multiplies of a tile's row: chunks of 16 bytes, of which the four threads of a key
+// have neighbouring ones, so that their loads meet no bank twice.
+template <class Tile>
+struct RowChunks {
+    static constexpr int columns = 16 / int(sizeof(typename Tile::dtype));  // of a chunk
+    static constexpr int row_of_stripe = Tile::stripe_cols / columns;       // of all threads
+    static constexpr int of_stripe = row_of_stripe / 4;
+    static constexpr int count = Tile::cols / columns / 4;
+
+    static __device__ __forceinline__ int column(int chunk) {
+        return chunk / of_stripe * Tile::stripe_cols +
+               columns * (of_stripe * (laneid() % 4) + chunk % of_stripe);
+    }
+};
+// From a row to the next, within a stripe.
+template <class Tile>
+constexpr int row_bytes = Tile::stripe_cols * int(sizeof(typename Tile::dtype));
+// The address of the i-th chunk of 16 bytes behind the one at `address`, which is a multiple of as
+// many within its stripe: a swizzle exchanges the chunks of a row.
+template <class Tile>
+__device__ __forceinline__ uint32_t chunk_behind(uint32_t address, int i) {
+    constexpr int of_stripe = RowChunks<Tile>::row_of_stripe;
+    return (address ^ static_cast<uint32_t>(16 * (i % of_stripe))) +
+           static_cast<uint32_t>(i / of_stripe * Tile::stripe_bytes);
+}
+
+// Whether every warp has 16 rows of a tile to itself, and all of its keys: where there are more.
+template <class Kernel>
+__device__ __forceinline__ bool rows_apart(const Globals<Kernel>& g) {
+    return Kernel::portable && g.results.slot_rows > FEW_ROWS;
+}
+
+// The part of a block's keys that a warp has: its own.
+template <class Kernel, bool portable = Kernel::portable>
+struct PartOfBlock {
+    // Conversions of NVFP4 are long chains, of which two are better on their way at a time.
+    static constexpr int warp_keys = Kernel::nvfp4 ? 32 : 16;
+    static constexpr int block_parts = BLOCK_N / warp_keys;
+    static constexpr int turns = CONSUMER_WARPS / block_parts;  // of the warps: each n-th block
+
+    static __device__ __forceinline__ int own_part() { return warpgroup::warpid() % block_parts; }
+    static __device__ __forceinline__ int own_turn() { return warpgroup::warpid() / block_parts; }
+    static __device__ __forceinline__ int first_key() {
+        return warp_keys * (warpgroup::warpid() % block_parts);
+    }
+    // Of what a thread reads first.
+    static __device__ __forceinline__ int base_key() { return first_key(); }
+};
+// Where warps have rows to themselves, one part after the other.
+template <class Kernel>
+struct PartOfBlock<Kernel, true> : PartOfBlock<Kernel, false> {
+    int part = 0;
+
+    __device__ __forceinline__ int first_key() const {
+        return PartOfBlock<Kernel, false>::warp_keys * part;
+    }
+    static __device__ __forceinline__ int base_key() { return 0; }
+};
+
+}  // namespace thunderkittens::attention::decode

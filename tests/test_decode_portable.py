@@ -1,0 +1,186 @@
+"""The portable kernels of attention over a cache and of what is around it, on the emulator: every
+format of a cache, rows that warps share and rows that they have to themselves, and the choice for
+GPUs of each size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import thunderkittens as tk
+from helpers.paged import Case
+from helpers.policies import every_dtype_and_policy
+from test_portable import GPUS, device
+from thunderkittens import _C, emulation
+
+if emulation.problem is not None:
+    pytest.skip(emulation.problem, allow_module_level=True)
+
+BF16, FP16 = torch.bfloat16, torch.float16
+DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
+FORMATS = {"16 bits": {}, "8 bits": {"codes": True}, "NVFP4": {"codes": True, "nvfp4": True}}
+
+
+def problem(dims=(128, 128), queries=1, **more):
+    base = {"dtype": "bf16", "batch": 4, "q_heads": 8, "kv_heads": 2, "tokens": 4 * queries}
+    base |= {"q_length": queries, "k_length": 4096, "head_dim": dims[0], "value_dim": dims[1]}
+    return base | {"page_size": 16} | more
+
+
+# ---- rows ----
+
+
+@every_dtype_and_policy
+@pytest.mark.parametrize("queries", [4, 17])  # 16 rows, 68
+@pytest.mark.parametrize("dims", DIMS)
+def test_rows_of_a_tile(dims, queries, dtype, policy):
+    """Warps share the keys of 16 rows, and have more rows to themselves; 68 are two tiles. Parts
+    begin inside of items, and a ring wraps."""
+    shape = (dims[0] - 8, dims[1])
+    made = Case([400, 70, 17, 0], [queries] * 4, (4, 1), shape, size=24, dtype=dtype)
+    with tk.emulate(policy, seed=queries, sm_count=3, portable=True) as run:
+        made.check(*made.run())
+    value = f"v{dims[1]}" if dims[1] != dims[0] else ""
+    name = {BF16: "bf16", FP16: "fp16"}[dtype]
+    assert [x["kernel"] for x in run.kernels] == [f"decode_portable_{name}_d{dims[0]}{value}"]
+
+
+@pytest.mark.parametrize("queries", [1, 9])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+@pytest.mark.parametrize("of_q", [BF16, FP16])
+def test_results_are_those_of_the_kernels_for_hopper(of_q, dtype, queries):
+    """Of caches of 8 bits the products are the same, key by key, where one split has them all, and
+    integers make sums exact."""
+    made = Case([150, 64], [queries] * 2, (4, 2), (128, 128), dtype=of_q)
+    for name in ("k_cache", "v_cache"):
+        codes = torch.randint_like(getattr(made, name), -2, 3)
+        setattr(made, name, codes.to(torch.int8) if dtype is torch.int8 else codes.to(dtype))
+    made.q = torch.zeros_like(made.q)
+    with tk.emulate(portable=True, sm_count=2):
+        out, lse = made.run()
+    with tk.emulate(sm_count=2):
+        expected, expected_lse = made.run()
+    torch.testing.assert_close(out, expected, rtol=torch.finfo(of_q).eps, atol=0)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=0)
+
+
+# ---- codes, of which GPUs before 8.9 have no conversion ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_every_code_becomes_its_value(dtype):
+    """The only key of a sequence gives its values back: all 256 codes, with NaN and subnormals. Its
+    LSE against queries of one element each gives the key's."""
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype)
+    v_cache = codes.reshape(1, 1, 1, 256)
+    finite = torch.where(codes.float().isfinite(), codes.float(), 0.0).to(dtype)
+    k_cache = finite.reshape(1, 1, 1, 256)
+    q = torch.eye(256, dtype=FP16).reshape(1, 256, 1, 256)
+    caches = k_cache, v_cache, None, torch.ones(1, dtype=torch.int32)
+    with tk.emulate(portable=True) as run:
+        out = tk.attention_paged(torch.zeros_like(q[:, :1]), *caches)
+        _, lse = tk.attention_paged(q, *caches, causal=False, scale=1.0, return_lse=True)
+    assert {x["kernel"] for x in run.kernels} == {"decode_portable_fp16_d256_codes"}
+    expected = codes.to(FP16).expand_as(out)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(lse[0, 0], finite.float(), rtol=1e-6, atol=1e-9)
+
+
+def test_every_scale_of_a_block_becomes_its_value():
+    """Of NVFP4, whose scales are e4m3, without a sign."""
+    scales = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    values = torch.full((127, 1, 1, 16), 0x22, dtype=torch.uint8)  # ones, two to a byte
+    lengths = torch.ones(127, dtype=torch.int32)
+    block_scales = scales.reshape(127, 1, 1, 1).repeat(1, 1, 1, 4)[..., :2].contiguous()
+    padded = torch.zeros(127, 1, 1, 4, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    padded[..., :2] = block_scales
+    q = torch.zeros(127, 1, 1, 32, dtype=FP16)
+    with tk.emulate(portable=True) as run:
+        out = tk.attention_paged(
+            q,
+            values,
+            values,
+            None,
+            lengths,
+            k_block_scale=padded[..., :2],
+            v_block_scale=padded[..., :2],
+        )
+    assert [x["kernel"] for x in run.kernels] == ["decode_portable_fp16_d128_nvfp4"]
+    assert torch.equal(out[:, 0, 0], scales.to(FP16)[:, None].expand(127, 32))
+
+
+# ---- the choice ----
+
+
+@pytest.mark.parametrize("name", GPUS)
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_choices_fit_the_gpu(kind, dims, name):
+    """A schedule is of all formats of codes, so they are cut into as many parts."""
+    gpu = device(name, portable_only=True)
+    asked = problem(dims, **FORMATS[kind])
+    assert _C.unsupported("attention_paged", asked, gpu) == _C.no_code_for(gpu)
+    choice = _C.choose("attention_paged", asked, gpu)
+    kernel = next(k for k in _C.kernels() if k["name"] == choice["kernel"])
+    assert kernel["arch"] == 80
+    blocks = choice["parts"] // gpu.sm_count
+    assert blocks == (2 if dims[0] <= 128 and gpu.shared_bytes_per_block > 99 << 10 else 1)
+    assert blocks * (kernel["shared_bytes"] + 1024) <= gpu.shared_bytes_per_block + 1024
+    assert (
+        choice["schedule_ints"]
+        == (
+            _C.choose("attention_paged", problem(dims, codes=kind != "16 bits"), gpu)[
+                "schedule_ints"
+            ]
+        )
+    )
+
+
+def test_portable_kernels_fit_every_gpu():
+    found = [k for k in _C.kernels() if k["op"] == "attention_paged" and k["arch"] == 80]
+    assert found
+    assert all(k["shared_bytes"] <= 99 << 10 for k in found)
+
+
+@pytest.mark.parametrize(
+    ("queries", "more", "prefills"),
+    [
+        (127, {}, False),
+        (128, {}, True),
+        (128, {"mask": True}, False),
+        (128, {"codes": True}, False),
+    ],
+)
+def test_many_queries_take_the_kernels_of_attention(queries, more, prefills):
+    gpu = device("A100")
+    choice = _C.choose("attention_paged", problem(queries=queries, **more), gpu)
+    assert choice["prefill"] == prefills
+    assert choice["kernel"].startswith("decode_portable_")
+
+
+@pytest.mark.parametrize("op", ["append_kv", "merge_attention"])
+def test_kernels_around_it_have_portable_twins(op):
+    names = {k["arch"]: set() for k in _C.kernels()}
+    for kernel in (k for k in _C.kernels() if k["op"] == op):
+        names[kernel["arch"]].add(kernel["name"].replace("portable_", ""))
+    assert names[80] == names[90]
+
+
+# ---- pages of prefill ----
+
+
+@every_dtype_and_policy
+@pytest.mark.parametrize("dims", [*DIMS, (96, 96), (192, 192)])
+def test_prefill_of_pages(dims, dtype, policy):
+    """Pages of another size than a block of keys, that lie anywhere, and lead nowhere behind."""
+    options = {"softcap": 20.0, "alibi_slopes": torch.rand(2), "sink": torch.randn(2)}
+    shape = {"heads": (2, 1), "dims": dims, "dtype": dtype}
+    queries = [250, 0, 140, 129]
+    made = Case([300, 5, 140, 190], queries, size=24, packed=True, options=options, **shape)
+    with tk.emulate(policy, seed=1, sm_count=3, portable=True) as run:
+        made.check(*made.run())
+    assert run.kernels[0]["kernel"].endswith("_paged")
+    made = Case([200, 170], [140, 140], pages=False, options={"window_size": (99, 3)}, **shape)
+    with tk.emulate(policy, seed=2, portable=True) as run:
+        made.check(*made.run())
+    assert run.kernels[0]["kernel"].endswith("_paged")
