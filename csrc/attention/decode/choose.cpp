@@ -36,7 +36,7 @@ const char* portable_name(bool portable) { return portable ? "portable_" : ""; }
 KernelInfo kernel_info(const Config& c) {
     return {.name = kernel_name({.config = c}),
             .config = concat("head_dim ", c.head_dim, ", value_dim ", c.value_dim, ", ",
-                             c.few_rows && !c.portable ? FEW_ROWS : TILE_ROWS, " query rows x ",
+                             c.few_rows && !c.portable ? c.few_rows : TILE_ROWS, " query rows x ",
                              BLOCK_N, " keys, ", c.slots, " slots, ",
                              c.portable ? "4 consumer warps" : "1 consumer warpgroup", " + ",
                              producer_warps(c), " producer warps"),
@@ -100,7 +100,10 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     const bool native = runs_native(device);
     Choice choice{.prefill =
                       can_prefill(p) && p.tokens >= PREFILL_QUERIES * p.batch && p.batch > 0};
-    const bool few_rows = !native || (p.codes && p.q_length * p.group() <= FEW_ROWS);
+    const int64_t rows = p.q_length * p.group();
+    const int few_rows = !native                       ? FEW_ROWS
+                         : !p.codes || rows > FEW_ROWS ? 0
+                                                       : (rows > 8 ? FEW_ROWS : 8);
     const std::span<const Config> configs =
         native ? std::span<const Config>(CONFIGS) : std::span<const Config>(PORTABLE_CONFIGS);
     for (const Config& c : configs) {
@@ -120,7 +123,7 @@ std::string kernel_name(const Choice& choice) {
     const Config& c = choice.config;
     const std::string value = c.value_dim == c.head_dim ? "" : concat("v", c.value_dim);
     return concat("decode_", portable_name(c.portable), name_of(c.dtype), "_d", c.head_dim, value,
-                  suffix(c), c.few_rows && !c.portable ? "_16_rows" : "");
+                  suffix(c), c.few_rows && !c.portable ? concat("_", c.few_rows, "_rows") : "");
 }
 
 std::vector<KernelInfo> kernels() {

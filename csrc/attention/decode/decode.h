@@ -43,7 +43,7 @@ struct Problem {
     int64_t tile_rows() const { return std::min<int64_t>(TILE_ROWS, q_length * group()); }
 };
 
-constexpr int FEW_ROWS = 16;       // of a tile of mma.sync
+constexpr int FEW_ROWS = 16;       // the wider side of mma.sync; the narrower one has 8
 constexpr int CONSUMER_WARPS = 4;  // of every kernel here
 
 // What one kernel is compiled for: a ring of `slots`, of which keys and values take turns. Codes
@@ -57,7 +57,7 @@ struct Config {
     int blocks_per_sm = 1;
     bool nvfp4 = false;
     DType dtype = DType::bf16;  // of queries and results
-    bool few_rows = false;
+    int few_rows = 0;           // of an operand of mma.sync: 8 or 16; 0: TILE_ROWS, by wgmma
     // For every GPU from Ampere on. The kernel of few rows then has as many as there are, and a
     // cache of sixteen_bits too.
     bool portable = false;
@@ -78,22 +78,38 @@ constexpr Config CONFIGS[] = {
     {128, 128, 3, 9, 2, true},
     {256, 256, 3, 9, 1, true},
     // Few rows.
-    {.head_dim = 64, .value_dim = 64, .slots = 20, .blocks_per_sm = 2, .few_rows = true},
-    {.head_dim = 128, .value_dim = 128, .slots = 9, .blocks_per_sm = 2, .few_rows = true},
-    {.head_dim = 192, .value_dim = 128, .slots = 15, .blocks_per_sm = 1, .few_rows = true},
-    {.head_dim = 256, .value_dim = 256, .slots = 9, .blocks_per_sm = 1, .few_rows = true},
+    {.head_dim = 64, .value_dim = 64, .slots = 20, .blocks_per_sm = 2, .few_rows = 16},
+    {.head_dim = 128, .value_dim = 128, .slots = 9, .blocks_per_sm = 2, .few_rows = 16},
+    {.head_dim = 192, .value_dim = 128, .slots = 15, .blocks_per_sm = 1, .few_rows = 16},
+    {.head_dim = 256, .value_dim = 256, .slots = 9, .blocks_per_sm = 1, .few_rows = 16},
     {.head_dim = 128,
      .value_dim = 128,
      .slots = 16,
      .blocks_per_sm = 2,
      .nvfp4 = true,
-     .few_rows = true},
+     .few_rows = 16},
     {.head_dim = 256,
      .value_dim = 256,
      .slots = 14,
      .blocks_per_sm = 1,
      .nvfp4 = true,
-     .few_rows = true},
+     .few_rows = 16},
+    {.head_dim = 64, .value_dim = 64, .slots = 14, .blocks_per_sm = 3, .few_rows = 8},
+    {.head_dim = 128, .value_dim = 128, .slots = 6, .blocks_per_sm = 3, .few_rows = 8},
+    {.head_dim = 192, .value_dim = 128, .slots = 7, .blocks_per_sm = 2, .few_rows = 8},
+    {.head_dim = 256, .value_dim = 256, .slots = 4, .blocks_per_sm = 2, .few_rows = 8},
+    {.head_dim = 128,
+     .value_dim = 128,
+     .slots = 12,
+     .blocks_per_sm = 3,
+     .nvfp4 = true,
+     .few_rows = 8},
+    {.head_dim = 256,
+     .value_dim = 256,
+     .slots = 8,
+     .blocks_per_sm = 2,
+     .nvfp4 = true,
+     .few_rows = 8},
 };
 // The portable kernels. Those of head dimensions to 128 have a multiprocessor for two where a block
 // can have 163 KB, those above one; 99 KB are enough for any.
@@ -104,7 +120,7 @@ constexpr Config portable_config(int head_dim, int value_dim, int slots, int blo
             .slots = slots,
             .blocks_per_sm = blocks_per_sm,
             .nvfp4 = nvfp4,
-            .few_rows = true,
+            .few_rows = 16,
             .portable = true,
             .sixteen_bits = sixteen_bits};
 }
@@ -126,7 +142,8 @@ constexpr Config with_dtype(Config config, DType dtype) {
 // As instances.txt names it; value_dim 0 is head_dim.
 struct ConfigName {
     int head_dim, value_dim = 0;
-    bool codes = false, nvfp4 = false, few_rows = false;
+    bool codes = false, nvfp4 = false;
+    int few_rows = 0;
     DType dtype = DType::bf16;
 
     constexpr bool is_of(const Config& c) const {
@@ -160,6 +177,10 @@ constexpr int slot_bytes(const Config& c) {
 constexpr int pass_columns(const Config& c) {
     return !c.portable ? c.value_dim : c.value_dim > 128 ? 128 : 64;
 }
+// Of a row of results there. Those of 8 rows are written by columns, without bank conflicts.
+constexpr int result_columns(const Config& c) {
+    return pass_columns(c) + (c.few_rows == 8 ? 4 : 0);
+}
 constexpr int shared_bytes(const Config& c) {
     constexpr int semaphores = 512, alignment = 1024;
     if (c.portable) {
@@ -174,8 +195,8 @@ constexpr int shared_bytes(const Config& c) {
     }
     if (c.few_rows) {
         // Queries, and the results of four warps, with three numbers for each row.
-        const int queries = FEW_ROWS * c.head_dim * 2;
-        const int results = 4 * FEW_ROWS * (c.value_dim + 3) * 4;
+        const int queries = c.few_rows * c.head_dim * 2;
+        const int results = 4 * (c.few_rows * result_columns(c) + 3 * FEW_ROWS) * 4;
         const int scales =
             c.nvfp4 ? BLOCK_N * std::max(c.head_dim, c.value_dim) / NV_BLOCK : BLOCK_N * 4;
         return c.slots * (slot_bytes(c) + scales) + queries + results + semaphores + alignment;

@@ -15,7 +15,7 @@
 // page of one token is a row, and a look-up of 16 threads at a time costs less than the memory.
 #pragma once
 
-#include "csrc/attention/decode/few_rows_sm90.cuh"
+#include "csrc/attention/decode/eight_rows_sm90.cuh"
 
 namespace thunderkittens::attention::decode {
 

@@ -23,12 +23,16 @@ struct Kernel {
     static constexpr int blocks_per_sm = config.blocks_per_sm;
     // Which a whole warpgroup of producers gives to the consumers, where registers are few.
     static constexpr bool reallocates = producers == 4 && blocks_per_sm > 1;
-    static constexpr int producer_registers = config.few_rows ? 64 : 80;
-    static constexpr int consumer_registers = 256 - producer_registers;
+    static constexpr int launch_registers = 65536 / (256 * blocks_per_sm) / 8 * 8;
+    static constexpr int producer_registers = blocks_per_sm > 2 ? 48 : config.few_rows ? 64 : 80;
+    static constexpr int consumer_registers = 2 * launch_registers - producer_registers;
+    static constexpr int operand_rows = config.few_rows;  // of mma.sync
     static constexpr int pass_columns = decode::pass_columns(config);
+    static constexpr int result_columns = decode::result_columns(config);  // in shared memory
     // Of few rows, in registers.
-    static constexpr bool keeps_query = head_dim <= 192 && !(portable && head_dim == 128);
-    static constexpr bool codes = has_codes(config), few_rows = config.few_rows;
+    static constexpr bool keeps_query =
+        head_dim <= 192 && operand_rows == FEW_ROWS && !(portable && head_dim == 128);
+    static constexpr bool codes = has_codes(config), few_rows = config.few_rows > 0;
     static constexpr bool staged = config.staged > 0;  // the producers convert codes
     static constexpr bool nvfp4 = config.nvfp4;
     static constexpr bool token_scales = codes && !nvfp4;  // slots have them
@@ -235,9 +239,11 @@ struct SlotScales<Kernel, true> {
     };
     Row of_blocks[BLOCK_N];
 };
-// What a thread has of 16 rows and 16 columns: two pairs of columns, of an upper and a lower row.
-struct alignas(16) QueryOperand {
-    uint32_t pairs[2][2];
+// What a thread has of 16 or 8 rows and 16 columns: two pairs of columns, of an upper and a lower
+// row, or of one.
+template <int rows>
+struct alignas(rows) QueryOperand {
+    uint32_t pairs[2][rows / 8];
 };
 // Of few rows: the queries, and what each of the warps that multiply has of an item's keys.
 template <class Kernel>
@@ -246,8 +252,8 @@ struct Shared<Kernel, true, false> {
     SlotScales<Kernel> scales[Kernel::slots];
     float factors[FEW_ROWS];  // of the queries
     float base[CONSUMER_WARPS][FEW_ROWS], sum[CONSUMER_WARPS][FEW_ROWS];
-    float4 out[CONSUMER_WARPS][FEW_ROWS][Kernel::value_dim / 4];
-    QueryOperand query[Kernel::head_dim / 16][WARP_THREADS];
+    float4 out[CONSUMER_WARPS][Kernel::operand_rows][Kernel::result_columns / 4];
+    QueryOperand<Kernel::operand_rows> query[Kernel::head_dim / 16][WARP_THREADS];
     semaphore full[Kernel::slots], empty[Kernel::slots];
 
     // Of the n-th 16 rows.
@@ -264,7 +270,7 @@ struct Shared<Kernel, true, true> {
     float base[CONSUMER_WARPS][FEW_ROWS], sum[CONSUMER_WARPS][FEW_ROWS];
     union {
         float4 out[CONSUMER_WARPS][FEW_ROWS][Kernel::pass_columns / 4];
-        QueryOperand query[CONSUMER_WARPS][Kernel::head_dim / 16][WARP_THREADS];
+        QueryOperand<FEW_ROWS> query[CONSUMER_WARPS][Kernel::head_dim / 16][WARP_THREADS];
     };
     semaphore full[Kernel::slots], empty[Kernel::slots];
 

@@ -31,7 +31,7 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
     using Part = PartOfBlock<Kernel>;
     using Part::base_key, Part::first_key, Part::own_part, Part::own_turn;
     static constexpr int warp_keys = Part::warp_keys, block_parts = Part::block_parts;
-    static constexpr int turns = Part::turns;
+    static constexpr int turns = Part::turns, operand_rows = Kernel::operand_rows;
     using Element = std::conditional_t<Kernel::codes, half, T>;  // of a product
     using scores = rt_fl<16, warp_keys>;
     using weights = rt<Element, 16, warp_keys>;
@@ -43,6 +43,7 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
     // Elements of 16 bytes, eight at a time.
     static constexpr int chunk_elements = Kernel::packed * chunks::columns;
     static constexpr int parts = chunk_elements / 8;
+    using QueryOperand = decode::QueryOperand<Kernel::operand_rows>;
     // Of all products of 16 elements of the head dimension.
     using Query = QueryOperand[2 * parts * chunks::count];
 
@@ -55,27 +56,16 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
         base_key() + laneid() % 16, RowChunks<v_tile>::columns*(laneid() / 16));
     RingPosition<Kernel::slots> at{};
     __device__ __forceinline__ void run(Segments& segments) {
-        if constexpr (!Kernel::codes)
-            run_all<CacheFormat::same>(segments);
-        else if constexpr (Kernel::nvfp4)
-            run_all<CacheFormat::nvfp4>(segments);
-        else if (g.format == CacheFormat::e4m3)
-            run_all<CacheFormat::e4m3>(segments);
-        else if (g.format == CacheFormat::e5m2)
-            run_all<CacheFormat::e5m2>(segments);
-        else
-            run_all<CacheFormat::int8>(segments);
+        with_format(g, [&]<CacheFormat format>() {
+            while (segments.next()) run_segment<format>(segments);
+        });
     }
 
-  private:
+  protected:
     __device__ __forceinline__ void release() {
         arch::sync_warp();
         if (laneid() == 0) arrive(shared.empty[at.stage]);
         at.advance();
-    }
-    template <CacheFormat format>
-    __device__ __forceinline__ void run_all(Segments& segments) {
-        while (segments.next()) run_segment<format>(segments);
     }
     __device__ __forceinline__ const float* token_scales_of_slot() const {
         return shared.scales[at.stage].of_tokens + first_key();
@@ -119,23 +109,24 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
     __device__ __forceinline__ void load_sixteen(const Segments& segment, int sixteen,
                                                  float scale) {
         constexpr int lanes = Kernel::head_dim > 128 ? 32 : Kernel::head_dim / 8;  // of a row
-        constexpr int rows = WARPGROUP_THREADS / lanes, passes = FEW_ROWS / rows;
+        constexpr int rows = WARPGROUP_THREADS / lanes, passes = (operand_rows + rows - 1) / rows;
         const int first = warpgroup::laneid() / lanes, lane = laneid() % lanes;
         uint4 chunks[passes];  // all on their way together
 #pragma unroll
         for (int i = 0; i < passes; ++i) {
             chunks[i] =
-                load_query_chunk(g, segment, FEW_ROWS * sixteen + first + i * rows, 8 * lane);
+                load_query_chunk(g, segment, operand_rows * sixteen + first + i * rows, 8 * lane);
         }
 #pragma unroll
         for (int i = 0; i < passes; ++i) {
             const int row = first + i * rows;
+            if (operand_rows % rows != 0 && row >= operand_rows) break;
             if constexpr (Kernel::codes) {
                 const auto halved = halved_row<T, lanes>(chunks[i]);
                 if (8 * lane < Kernel::head_dim)
                     store_query(sixteen, row, 8 * lane, halved.elements);
                 if (lane == 0) {
-                    auto& to = shared.factors[FEW_ROWS * sixteen + row];
+                    auto& to = shared.factors[operand_rows * sixteen + row];
                     arch::store_shared(arch::shared_address(&to), halved.factor * scale);
                 }
             } else if (8 * lane < Kernel::head_dim) {
@@ -256,12 +247,22 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
     template <CacheFormat format>
     __device__ __forceinline__ void add_16_values(output& o, const uint32_t (&a)[4], uint32_t rows,
                                                   int sixteen) {
-        constexpr int tiles = Kernel::packed;  // that 16 bytes of a value make
+        for_each_code_operand<format>(rows, sixteen, [&](int product, const uint32_t(&v)[4]) {
+            auto& to = o.tiles[0][product].data;
+            multiply(to, 0, a, v[0], v[2]);
+            multiply(to, 1, a, v[1], v[3]);
+        });
+    }
+    // Calls f(product, operands) for the codes of 16 keys' values, which begin at `rows`: of both
+    // halves of its columns keys 0 to 7, then keys 8 to 15.
+    template <CacheFormat format, class F>
+    __device__ __forceinline__ void for_each_code_operand(uint32_t rows, int sixteen, F f) const {
+        constexpr int products = Kernel::packed;  // that 16 bytes of a value make
         BlockScalesOfValues scales;
         if constexpr (Kernel::nvfp4)
             scales.load(shared.scales[at.stage], first_key() + 16 * sixteen);
 #pragma unroll
-        for (int j = 0; j < output::width / tiles; j += 2) {
+        for (int j = 0; j < output::width / products; j += 2) {
             // Of the keys 0 to 7 and 8 to 15, then of the 16 bytes behind.
             uint32_t words[4];
             arch::load_matrix_x4_transposed(words[0], words[1], words[2], words[3],
@@ -269,20 +270,14 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const uint32_t low = words[2 * i], high = words[2 * i + 1];  // keys
-                Halves v[tiles];  // of the low keys, then of the high ones, product by product
                 if constexpr (Kernel::nvfp4) {
-                    v[0] = four_apart_of(low, scales.pair(j + i, 0));
-                    v[1] = four_apart_of(high, scales.pair(j + i, 1));
+                    const Halves a = four_apart_of(low, scales.pair(j + i, 0));
+                    const Halves b = four_apart_of(high, scales.pair(j + i, 1));
+                    const auto &x = a.pairs, &y = b.pairs;
+                    f((j + i) * products, {x[0], x[1], y[0], y[1]});
+                    f((j + i) * products + 1, {x[2], x[3], y[2], y[3]});
                 } else {
-                    v[0] = even_and_odd<format>(low, high);
-                }
-#pragma unroll
-                for (int k = 0; k < 2 * tiles; ++k) {
-                    auto& to = o.tiles[0][(j + i) * tiles + k / 2].data;
-                    if constexpr (Kernel::nvfp4)
-                        multiply(to, k % 2, a, v[0].pairs[k], v[1].pairs[k]);
-                    else
-                        multiply(to, k % 2, a, v[0].pairs[k], v[0].pairs[k + 2]);
+                    f(j + i, even_and_odd<format>(low, high).pairs);
                 }
             }
         }
@@ -478,7 +473,7 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
     __device__ __forceinline__ void add_up(const Segments& segment, int first) {
         const auto& to = g.results;
         constexpr int row_parts = Kernel::pass_columns / 4;
-        const int rows = rows_apart() ? TILE_ROWS : FEW_ROWS;
+        const int rows = rows_apart() ? TILE_ROWS : operand_rows;
         for (int i = warpgroup::laneid(); i < rows * row_parts; i += WARPGROUP_THREADS) {
             const int index = i / row_parts, part = i - index * row_parts;
             const int column = first + 4 * part;
@@ -538,37 +533,5 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
         }
     }
 };
-
-template <class Kernel>
-__global__ __launch_bounds__(Kernel::threads, Kernel::blocks_per_sm) void few_rows_kernel(
-    const __grid_constant__ Globals<Kernel> g) {
-    shared_allocator<Kernel::portable ? 128 : 1024> allocator(shared_memory());
-    auto& shared = allocator.template allocate<Shared<Kernel>>();
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < Kernel::slots; ++i) {
-            init_semaphore(shared.full[i], Kernel::producers * WARP_THREADS);
-            init_semaphore(shared.empty[i], decode::rows_apart(g)
-                                                ? CONSUMER_WARPS
-                                                : FewRowsConsumer<Kernel>::block_parts);
-        }
-        arch::mbarrier_init_fence();
-    }
-    arch::sync_block();
-    arch::wait_for_dependencies();
-    arch::launch_dependents();
-    Segments segments(g.work, g.schedule, static_cast<int>(blockIdx.x));
-    if (!g.schedule.is_of(g.work)) return poison(g);
-    if (arch::warp_uniform(warpgroup::groupid()) == 0) {
-        if constexpr (Kernel::reallocates) {
-            warpgroup::increase_registers<Kernel::consumer_registers>();
-        }
-        FewRowsConsumer<Kernel>{{}, g, shared}.run(segments);
-    } else {
-        if constexpr (Kernel::reallocates) {
-            warpgroup::decrease_registers<Kernel::producer_registers>();
-        }
-        Producer<Kernel>{g, shared}.run(segments);
-    }
-}
 
 }  // namespace thunderkittens::attention::decode

@@ -31,6 +31,21 @@ __device__ __forceinline__ uint32_t chunk_behind(uint32_t address, int i) {
            static_cast<uint32_t>(i / of_stripe * Tile::stripe_bytes);
 }
 
+// Calls f.operator()<format>() for the format of a call's cache.
+template <class Kernel, class F>
+__device__ __forceinline__ void with_format(const Globals<Kernel>& g, F f) {
+    if constexpr (!Kernel::codes)
+        f.template operator()<CacheFormat::same>();
+    else if constexpr (Kernel::nvfp4)
+        f.template operator()<CacheFormat::nvfp4>();
+    else if (g.format == CacheFormat::e4m3)
+        f.template operator()<CacheFormat::e4m3>();
+    else if (g.format == CacheFormat::e5m2)
+        f.template operator()<CacheFormat::e5m2>();
+    else
+        f.template operator()<CacheFormat::int8>();
+}
+
 // Whether every warp has 16 rows of a tile to itself, and all of its keys: where there are more.
 template <class Kernel>
 __device__ __forceinline__ bool rows_apart(const Globals<Kernel>& g) {
@@ -40,8 +55,9 @@ __device__ __forceinline__ bool rows_apart(const Globals<Kernel>& g) {
 // The part of a block's keys that a warp has: its own.
 template <class Kernel, bool portable = Kernel::portable>
 struct PartOfBlock {
-    // Conversions of NVFP4 are long chains, of which two are better on their way at a time.
-    static constexpr int warp_keys = Kernel::nvfp4 ? 32 : 16;
+    // Conversions of NVFP4 are long chains, of which two are better on their way at a time. Of 8
+    // rows there are other warps for that.
+    static constexpr int warp_keys = Kernel::nvfp4 && Kernel::operand_rows == FEW_ROWS ? 32 : 16;
     static constexpr int block_parts = BLOCK_N / warp_keys;
     static constexpr int turns = CONSUMER_WARPS / block_parts;  // of the warps: each n-th block
 

@@ -50,6 +50,24 @@ __device__ __forceinline__ HalvedRow halved_row(const uint4& chunk) {
     return row;
 }
 
+// Of the mask, bits [first, first + 64) of a row, those before the first set.
+template <class Kernel>
+__device__ __forceinline__ uint64_t mask_bits(const Globals<Kernel>& g, const Segments& segment,
+                                              const Row& row, int first) {
+    if (!row.exists) return 0;
+    const int64_t token = g.q.packed ? segment.s.q_begin + row.position
+                                     : int64_t(segment.at.b) * g.work.q_length + row.position;
+    const auto word = [&](int index) -> uint64_t {
+        if (index < 0) return ~0u;
+        if (index >= g.mask_words) return 0;
+        return static_cast<uint32_t>(
+            arch::load_global_readonly(g.mask + token * g.mask_stride + index));
+    };
+    const int index = first >> 5, offset = first & 31;
+    const uint64_t low = word(index) | word(index + 1) << 32;
+    return offset == 0 ? low : low >> offset | word(index + 2) << (64 - offset);
+}
+
 // Scores of a tile that a warp has. `row` tells which the thread's upper (0) and lower (1) row are:
 // most blocks need it not.
 template <class Kernel, class RowOf>
@@ -102,26 +120,12 @@ struct VisibleKeys {
     __device__ __forceinline__ void apply_mask(Tile& x, const Row& upper, const Row& lower,
                                                int first_key) const {
         const int first_bit = first_key - segment.s.diagonal;
-        const uint64_t visible[] = {mask_bits(upper, first_bit), mask_bits(lower, first_bit)};
+        const uint64_t visible[] = {mask_bits(g, segment, upper, first_bit),
+                                    mask_bits(g, segment, lower, first_bit)};
         const int mine = 2 * (laneid() % 4);
         for_each_element(x, [&](float& value, int column, bool low) {
             if ((visible[low] >> (column + mine) & 1) == 0) value = -INFINITY;
         });
-    }
-    // Bits [first, first + 64) of a row, those before the first set.
-    __device__ __forceinline__ uint64_t mask_bits(const Row& row, int first) const {
-        if (!row.exists) return 0;
-        const int64_t token = g.q.packed ? segment.s.q_begin + row.position
-                                         : int64_t(segment.at.b) * g.work.q_length + row.position;
-        const auto word = [&](int index) -> uint64_t {
-            if (index < 0) return ~0u;
-            if (index >= g.mask_words) return 0;
-            return static_cast<uint32_t>(
-                arch::load_global_readonly(g.mask + token * g.mask_stride + index));
-        };
-        const int index = first >> 5, offset = first & 31;
-        const uint64_t low = word(index) | word(index + 1) << 32;
-        return offset == 0 ? low : low >> offset | word(index + 2) << (64 - offset);
     }
 };
 
