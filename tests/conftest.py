@@ -85,7 +85,12 @@ EMULATED_SUITES = (
     "test_nvfp4_quantize",
     "test_zero_sizes",
 )
-PORTABLE_SUITES = ("test_attention", "test_attention_options", "test_attention_varlen")
+PORTABLE_SUITES = (
+    "test_attention",
+    "test_attention_gradient",
+    "test_attention_options",
+    "test_attention_varlen",
+)
 EMULATION_POLICIES = ("on_wait", "late_mma")
 
 
