@@ -270,18 +270,24 @@ struct PortableBackwardWarp {
             query, [](int) {});
     }
 
-    // Elements of a tile of 16 x 16 into P^T or dS^T.
-    static __device__ __forceinline__ void store_weights(const typename Kernel::p_tile& to,
-                                                         const rt<T, 16, 16>& tile, int key,
-                                                         int query) {
-        const int lane = laneid();
+    // Stores tiles of 16 x 16 into P^T or dS^T. 16 rows further the swizzle is the same, and columns
+    // further it exchanges bits of the address alone.
+    struct Writer {
+        uint32_t first;  // this thread's upper left element of the tile at the origin
+
+        __device__ __forceinline__ Writer(const typename Kernel::p_tile& to, int key, int query)
+            : first(to.address_of(key + laneid() / 4, query + 2 * (laneid() % 4))) {}
+        __device__ __forceinline__ void store(const rt<T, 16, 16>& tile, int rows,
+                                              int columns) const {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            arch::store_shared(to.address_of(key + lane / 4 + 8 * (i % 2),
-                                             query + 2 * (lane % 4) + 8 * (i / 2)),
-                               tile.tiles[0][0].data[i]);
+            for (int i = 0; i < 4; ++i) {
+                const uint32_t at = (first ^ uint32_t(2 * (columns + 8 * (i / 2)))) +
+                                    (rows + 8 * (i % 2)) * Kernel::p_tile::swizzle_bytes;
+                arch::store_shared(at, tile.tiles[0][0].data[i]);
+            }
         }
-    }
+    };
+    static_assert(Kernel::p_tile::stripes == 1);
 
     // S^T, dP^T, P^T and dS^T of queries from `query` on, and what they add to dV and dK.
     __device__ __forceinline__ void multiply_own(key_gradient (&dk)[key_tiles],
@@ -293,6 +299,14 @@ struct PortableBackwardWarp {
         scores s[key_tiles], dp[key_tiles];
         weights p[key_tiles], ds[key_tiles];
         constexpr int tiles = key_tiles * query_tiles;
+        const int of_tile = (m * Kernel::block_m + query) / 16;
+        const auto first_key_of = [](int row) {
+            return [row](const BackwardWorkTile& of) {
+                // Of one warp: those of other warps are not behind each other.
+                return read(of.block) * Kernel::block_n + first_key() + 16 * row -
+                       16 * warpgroup::warpid();
+            };
+        };
         const auto statistics = [&](const typename Kernel::statistics& rows, int tile) {
             return QueryStatistics{rows.address_of(query + 16 * (tile % query_tiles))};
         };
@@ -308,15 +322,11 @@ struct PortableBackwardWarp {
             const int row = tile / query_tiles, n = tile % query_tiles;
             auto& x = tile_at(s[row], n);
             auto& w = tile_at(p[row], n);
-            weighing.weigh(x, w, work(), (m * Kernel::block_m + query) / 16 + n, masked,
-                           statistics(shared.lse[stage], tile), [&](const BackwardWorkTile& of) {
-                               // Of one warp: those of other warps are not behind each other.
-                               return read(of.block) * Kernel::block_n + first_key() + 16 * row -
-                                      16 * warpgroup::warpid();
-                           });
+            weighing.weigh(x, w, work(), of_tile + n, Kernel::score_mod && masked,
+                           statistics(shared.lse[stage], tile), first_key_of(row));
             if constexpr (!Kernel::score_mod) convert_scores(w, x);
             if constexpr (Kernel::shares_keys)
-                store_weights(shared.p, w, first_key() + 16 * row, query + 16 * n);
+                Writer(shared.p, first_key(), query).store(w, 16 * row, 16 * n);
         };
         const auto differentiate = [&](int tile) {
             const int row = tile / query_tiles, n = tile % query_tiles;
@@ -330,11 +340,19 @@ struct PortableBackwardWarp {
                 const float2 a = w.tiles[0][0].data[i], b = x.tiles[0][0].data[i];
                 to.tiles[0][0].data[i] = pack_pair<T>(a.x * b.x, a.y * b.y);
             }
-            store_weights(shared.ds, to, first_key() + 16 * row, query + 16 * n);
+            Writer(shared.ds, first_key(), query).store(to, 16 * row, 16 * n);
         };
         using counts_keys = std::integral_constant<int, query_tiles * Kernel::value_dim / 16>;
         using counts_rows = std::integral_constant<int, query_tiles * value_gradient::width>;
         multiply_keys(s, shared.k, q, query, [](int) {});
+        // Softcap comes before the mask; else it is done here, with no branch among the products.
+        if (!Kernel::score_mod && masked) {
+#pragma unroll
+            for (int tile = 0; tile < tiles; ++tile) {
+                const int row = tile / query_tiles, n = tile % query_tiles;
+                Weighing::mask(tile_at(s[row], n), work(), of_tile + n, first_key_of(row));
+            }
+        }
         multiply_keys(dp, shared.v, grad_out, query, spread(counts_keys(), weigh));
         add_own(dv, p, grad_out, query, spread(counts_rows(), differentiate));
         add_own(dk, ds, q, query, [](int) {});
