@@ -146,7 +146,8 @@ def backward_cases():
             )
 
 
-@pytest.mark.parametrize(("name", "match", "stages", "policy", "deterministic"), [*backward_cases()]
+@pytest.mark.parametrize(
+    ("name", "match", "stages", "policy", "deterministic"), [*backward_cases()]
 )
 def test_backward(name, match, stages, policy, deterministic):
     torch.manual_seed(zlib.crc32(name.encode()))
@@ -311,9 +312,7 @@ PLAIN_KERNELS = [k for k in PLAIN_KERNELS if not k[0].endswith("_score_mod")]
 FIXED_ORDERS = [
     pytest.param(*k, lengths, id=f"{k[0]}-{len(lengths)}", marks=pytest.mark.intensity(least))
     for i, k in enumerate(PLAIN_KERNELS)
-    for j, lengths in enumerate(
-        ([(70, 290)], [(1, 140), (0, 9), (70, 200), (3, 0), (66, 129)])
-    )
+    for j, lengths in enumerate(([(70, 290)], [(1, 140), (0, 9), (70, 200), (3, 0), (66, 129)]))
     for least in (2 if k[0].startswith("portable") and (i + j) % 2 else 1,)
 ]
 

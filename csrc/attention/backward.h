@@ -43,22 +43,16 @@ constexpr BackwardConfig BACKWARD_CONFIGS[] = {
 constexpr BackwardConfig portable_backward(int head_dim, int block_m, int block_n, int stages,
                                            int warp_keys, int column_warps,
                                            bool score_mod = false) {
-    return {head_dim, block_m, stages,    DType::bf16,  score_mod,
+    return {head_dim, block_m, stages,    DType::bf16, score_mod,
             head_dim, block_n, warp_keys, column_warps};
 }
 constexpr BackwardConfig PORTABLE_BACKWARD_CONFIGS[] = {
-    portable_backward(64, 64, 128, 2, 32, 1),
-    portable_backward(64, 64, 128, 2, 32, 2),
-    portable_backward(64, 64, 128, 2, 32, 2, true),
-    portable_backward(128, 64, 128, 2, 32, 2),
-    portable_backward(128, 32, 128, 1, 32, 2),
-    portable_backward(128, 32, 128, 1, 32, 2, true),
-    portable_backward(192, 64, 64, 2, 32, 4),
-    portable_backward(192, 32, 32, 2, 16, 2),
-    portable_backward(192, 32, 32, 2, 16, 2, true),
-    portable_backward(256, 64, 64, 2, 32, 4),
-    portable_backward(256, 64, 64, 1, 32, 4),
-    portable_backward(256, 32, 32, 1, 16, 2),
+    portable_backward(64, 64, 128, 2, 32, 1),       portable_backward(64, 64, 128, 2, 32, 2),
+    portable_backward(64, 64, 128, 2, 32, 2, true), portable_backward(128, 64, 128, 2, 32, 2),
+    portable_backward(128, 32, 128, 1, 32, 2),      portable_backward(128, 32, 128, 1, 32, 2, true),
+    portable_backward(192, 64, 64, 2, 32, 4),       portable_backward(192, 32, 32, 2, 16, 2),
+    portable_backward(192, 32, 32, 2, 16, 2, true), portable_backward(256, 64, 64, 2, 32, 4),
+    portable_backward(256, 64, 64, 1, 32, 4),       portable_backward(256, 32, 32, 1, 16, 2),
     portable_backward(256, 32, 32, 1, 16, 2, true),
 };
 constexpr BackwardConfig with_dtype(BackwardConfig config, DType dtype) {

@@ -186,28 +186,28 @@ PreprocessGlobals<T> preprocess_globals(const BackwardParams& params, const Work
     const RowBlocks all{int(std::max<int64_t>(padded_rows(p.q_length), 128) / PREPROCESS_ROWS),
                         int(p.q_heads)};
     return {.out = StridedRows<T>(params.out, p.varlen),
-                                       .grad_out = StridedRows<T>(params.grad_out, p.varlen),
-                                       .value_dim = int(p.value_dim),
-                                       .lse = params.lse,
-                                       .grad_lse = params.grad_lse,
-                                       .sequences = SequenceTable(p, params.sequences),
-                                       .rows = PaddedRows(p, params.sequences),
-                                       .all = all,
-                                       .batch = int(p.batch),
-                                       .q_limit = int(p.q_length),
-                                       .lse_log2 = workspace.lse_log2,
-                                       .delta = workspace.delta,
-                                       .next_work_tile = workspace.next_work_tile,
-                                       .dq = params.deterministic ? nullptr : workspace.dq,
-                                       .dq_semaphores = workspace.dq_semaphores,
-                                       .block_m = tiles.block_m,
-                                       .parts = tiles.parts,
-                                       .dq_columns = tiles.columns(),
-                                       .tail_dq = StridedRows<T>(params.dq, p.varlen),
-                                       .tail_dk = StridedRows<T>(params.dk, p.varlen),
-                                       .tail_dv = StridedRows<T>(params.dv, p.varlen),
-                                       .head_dim = int(p.head_dim),
-                                       .kv_heads = int(p.kv_heads)};
+            .grad_out = StridedRows<T>(params.grad_out, p.varlen),
+            .value_dim = int(p.value_dim),
+            .lse = params.lse,
+            .grad_lse = params.grad_lse,
+            .sequences = SequenceTable(p, params.sequences),
+            .rows = PaddedRows(p, params.sequences),
+            .all = all,
+            .batch = int(p.batch),
+            .q_limit = int(p.q_length),
+            .lse_log2 = workspace.lse_log2,
+            .delta = workspace.delta,
+            .next_work_tile = workspace.next_work_tile,
+            .dq = params.deterministic ? nullptr : workspace.dq,
+            .dq_semaphores = workspace.dq_semaphores,
+            .block_m = tiles.block_m,
+            .parts = tiles.parts,
+            .dq_columns = tiles.columns(),
+            .tail_dq = StridedRows<T>(params.dq, p.varlen),
+            .tail_dk = StridedRows<T>(params.dk, p.varlen),
+            .tail_dv = StridedRows<T>(params.dv, p.varlen),
+            .head_dim = int(p.head_dim),
+            .kv_heads = int(p.kv_heads)};
 }
 inline dim3 preprocess_grid(const Problem& p, const RowBlocks& all) {
     return all.grid(p.batch + (p.varlen ? 1 : 0));
@@ -215,13 +215,13 @@ inline dim3 preprocess_grid(const Problem& p, const RowBlocks& all) {
 inline SinkGlobals sink_globals(const BackwardParams& params, const Workspace& workspace) {
     const Problem& p = params.problem;
     return {.lse_log2 = workspace.lse_log2,
-                              .delta = workspace.delta,
-                              .sink = params.scores.sink,
-                              .dsink = params.dsink,
-                              .sequences = SequenceTable(p, params.sequences),
-                              .rows = PaddedRows(p, params.sequences),
-                              .batch = int(p.batch),
-                              .q_limit = int(p.q_length)};
+            .delta = workspace.delta,
+            .sink = params.scores.sink,
+            .dsink = params.dsink,
+            .sequences = SequenceTable(p, params.sequences),
+            .rows = PaddedRows(p, params.sequences),
+            .batch = int(p.batch),
+            .q_limit = int(p.q_length)};
 }
 
 }  // namespace thunderkittens::attention

@@ -153,7 +153,7 @@ BackwardChoice choose_backward(const Problem& p, const DeviceProperties& device)
     const BackwardConfig& config = choice.config;
     // What works on a key block at a time: a multiprocessor, or a part of it, or two of them.
     const int units = config.above_d128() ? device.sm_count / 2
-                      : native ? device.sm_count
+                      : native            ? device.sm_count
                                : device.sm_count * portable_backward_blocks_per_sm(config);
     choice.head_splits = choose_head_splits(p, config, units);
     const int around = native ? device.sm_count : units;
@@ -174,8 +174,8 @@ std::string kernel_name(const BackwardChoice& choice) {
     const std::string dim = c.above_d128() && c.value_dim != c.head_dim
                                 ? concat(c.head_dim, "v", c.value_dim)
                                 : concat(c.head_dim);
-    return concat("backward_", name_of(c.dtype), "_d", dim, "_", c.block_m, "x",
-                  block_n_of(c), c.score_mod ? "_score_mod" : "");
+    return concat("backward_", name_of(c.dtype), "_d", dim, "_", c.block_m, "x", block_n_of(c),
+                  c.score_mod ? "_score_mod" : "");
 }
 
 KernelInfo backward_d256_info(const BackwardConfig& c) {
@@ -231,8 +231,8 @@ void add_portable_rows(DType dtype, std::vector<KernelInfo>& list) {
     add("sinks", symbol_of("portable_sinks_kernel", dtype), 512, 1024);
 }
 
-// A configuration for Hopper has three kernels: dQ summed in any order, in a fixed order, and not at all.
-// Above head dimension 128 one kernel does all three, and so does a portable one.
+// A configuration for Hopper has three kernels: dQ summed in any order, in a fixed order, and not at
+// all. Above head dimension 128 one kernel does all three, and so does a portable one.
 std::vector<KernelInfo> backward_kernels() {
     struct Variant {
         const char *name, *text;
@@ -258,10 +258,10 @@ std::vector<KernelInfo> backward_kernels() {
                 // backward_kernel<BackwardKernel<c, QueryGradient>>
                 info.symbol = concat(symbol_of("backward_kernel", "BackwardConfig", c), "EEL<enum>",
                                      variant.query_gradient, 'E');
-                info.config =
-                    concat("head_dim ", c.head_dim, ", ", c.block_m, " query rows x ",
-                           block_n_of(c), " keys, ", c.stages, " stages, 2 consumer warpgroups + 1 producer, ",
-                           variant.text, c.score_mod ? ", softcap and ALiBi" : "");
+                info.config = concat("head_dim ", c.head_dim, ", ", c.block_m, " query rows x ",
+                                     block_n_of(c), " keys, ", c.stages,
+                                     " stages, 2 consumer warpgroups + 1 producer, ", variant.text,
+                                     c.score_mod ? ", softcap and ALiBi" : "");
                 info.threads = 384;
                 info.shared_bytes = backward_memory(c);
                 list.push_back(info);

@@ -26,7 +26,7 @@ def _attention(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
 
 
 def _attention_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
-    if choice["block_n"] > 0:
+    if name.startswith("portable"):
         yield from _portable_backward(name, choice, call)
         return
     dim = choice["head_dim"]

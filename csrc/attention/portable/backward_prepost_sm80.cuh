@@ -76,8 +76,7 @@ void launch_portable_preprocess(const BackwardParams& params, const Workspace& w
     const Problem& p = params.problem;
     const int counters = PREPROCESS_ROWS / config.block_m;
     const auto globals = preprocess_globals<T>(
-        params, workspace,
-        DqTiles{PREPROCESS_ROWS, counters, config.head_dim / counters});
+        params, workspace, DqTiles{PREPROCESS_ROWS, counters, config.head_dim / counters});
     const auto kernel = p.value_dim > 128  ? portable_statistics_kernel<T, 32>
                         : p.value_dim > 64 ? portable_statistics_kernel<T, 16>
                                            : portable_statistics_kernel<T, 8>;
@@ -91,8 +90,7 @@ void launch_portable_postprocess(const BackwardParams& params, const Workspace& 
     using T = std::conditional_t<dtype == DType::bf16, bf16, half>;
     if (params.dsink != nullptr) {
         kittens::launch(portable_sinks_kernel<dtype>, dim3(unsigned(params.problem.q_heads)),
-                        dim3(SINK_THREADS), dim3(1), 1024, stream,
-                        sink_globals(params, workspace));
+                        dim3(SINK_THREADS), dim3(1), 1024, stream, sink_globals(params, workspace));
     }
     const auto launch = [&](const Problem& p, const Sequences& sequences, const Operand& to,
                             const float* sums, int sum_columns, int64_t columns, int splits,
@@ -112,8 +110,8 @@ void launch_portable_postprocess(const BackwardParams& params, const Workspace& 
                                                     .block_m = config.block_m,
                                                     .splits = splits,
                                                     .scale = scale};
-        kittens::launch(portable_sums_kernel<T>, all.grid(p.batch),
-                        dim3(POSTPROCESS_THREADS), dim3(1), 0, stream, globals);
+        kittens::launch(portable_sums_kernel<T>, all.grid(p.batch), dim3(POSTPROCESS_THREADS),
+                        dim3(1), 0, stream, globals);
     };
     const Problem& p = params.problem;
     launch(p, params.sequences, params.dq, workspace.dq, config.head_dim, p.head_dim, 1,

@@ -4,12 +4,13 @@
 //   P = exp(scale * Q K^T - LSE)     dV = P^T dO     dP = dO V^T
 //   dS = P * (dP - delta)            dQ = scale * dS K     dK = scale * dS^T Q
 //
-// A block owns the keys of one work tile, whose K and V are in shared memory and whose dK and dV are
-// in registers, and walks the query blocks that see them, over its query heads of the group. There
-// are no roles: all threads copy, and all warps multiply.
+// A block owns the keys of one work tile, whose K and V are in shared memory and whose dK and dV
+// are in registers, and walks the query blocks that see them, over its query heads of the group.
+// There are no roles: all threads copy, and all warps multiply.
 //
-//   S^T, dP^T  a warp has 16 or 32 keys and, of warps that share keys, a part of the queries. As the
-//              scores are transposed, P^T and dS^T are left in registers as operands of the next two
+//   S^T, dP^T  a warp has 16 or 32 keys and, of warps that share keys, a part of the queries. As
+//              the scores are transposed, P^T and dS^T are left in registers as operands of the
+//              next two
 //   dV, dK     a warp has its keys and a part of the columns, in turns of 16. With its own queries
 //              it begins from registers; what others have of P^T and dS^T comes through shared
 //              memory, behind the only barrier of a step beside that of the copies
@@ -23,106 +24,14 @@
 // semaphore, and work tiles are claimed, so that each waits for earlier ones alone.
 #pragma once
 
-#include <algorithm>
-
 #include "csrc/attention/backward_scores.cuh"
-#include "csrc/attention/layouts.cuh"
+#include "csrc/attention/portable/backward_types_sm80.cuh"
 #include "csrc/attention/portable/copies_sm80.cuh"
 #include "csrc/attention/portable/products_sm80.cuh"
-#include "kittens/arch/reduce.cuh"
 
 namespace thunderkittens::attention {
 
 using namespace kittens;
-
-template <BackwardConfig CONFIG>
-struct PortableBackwardKernel {
-    static constexpr BackwardConfig config = CONFIG;
-    static constexpr DType dtype = config.dtype;
-    using T = std::conditional_t<dtype == DType::bf16, bf16, half>;
-    static constexpr bool score_mod = config.score_mod;
-    static constexpr int head_dim = config.head_dim, value_dim = config.values();
-    static constexpr int block_m = config.block_m, block_n = config.block_n;
-    static constexpr int stages = config.stages;
-    static constexpr int warp_keys = config.warp_keys, column_warps = config.column_warps;
-    static constexpr int key_tiles = warp_keys / 16;  // of a warp
-    static constexpr int warps = portable_backward_warps(config);
-    static constexpr int threads = 32 * warps;
-    static constexpr int blocks_per_sm = portable_backward_blocks_per_sm(config);
-    static constexpr int shared_bytes = portable_backward_memory(config);
-    static constexpr bool shares_keys = column_warps > 1;
-    // Queries of a warp, and how many of them at a time: its scores must fit registers.
-    static constexpr int warp_queries = block_m / column_warps;
-    static constexpr int queries = std::min(warp_queries, 32);
-    static_assert(stages == 1 || stages == 2);
-    static_assert(!shares_keys || warp_queries == queries);
-
-    // dQ: rows and columns of a warp, 32 rows where the columns can be divided so.
-    static constexpr bool whole_rows = (head_dim / 16) % (warps * 32 / block_m) == 0;
-    static constexpr int dq_rows = whole_rows ? 32 : 16;
-    static constexpr int dq_column_warps = warps * dq_rows / block_m;
-    static constexpr int dq_tiles = head_dim / 16 / dq_column_warps;
-
-    using k_tile = st<T, block_n, head_dim>;
-    using v_tile = st<T, block_n, value_dim>;
-    using q_tile = st<T, block_m, head_dim>;
-    using grad_out_tile = st<T, block_m, value_dim>;
-    using p_tile = st<T, block_n, block_m>;  // P^T and dS^T
-    using statistics = sv<float, block_m>;
-    using Scheduler = BackwardScheduler<block_m, block_n>;
-};
-
-template <class Kernel>
-struct PortableBackwardGlobals {
-    StridedRows<typename Kernel::T> q, k, v, grad_out, dk, dv;
-    typename Kernel::Scheduler scheduler;
-    // As those of the kernel for Hopper; sums are in tiles of 16 x 16.
-    const float *lse_log2, *delta;
-    float *dq, *partial_dk, *partial_dv;
-    int* dq_semaphores;  // per tile of dQ: key blocks that have added theirs
-    ScoreMod score_mod;
-    float scale, scale_log2;
-    int head_dim, value_dim;
-    bool deterministic;
-};
-
-template <class Kernel, bool SHARES>
-struct PortableExchange {
-    typename Kernel::p_tile p, ds;
-};
-template <class Kernel>
-struct PortableExchange<Kernel, false> {
-    typename Kernel::p_tile ds;
-};
-template <class Kernel>
-struct PortableBackwardShared : PortableExchange<Kernel, Kernel::shares_keys> {
-    typename Kernel::k_tile k;
-    typename Kernel::v_tile v;
-    typename Kernel::q_tile q[Kernel::stages];
-    typename Kernel::grad_out_tile grad_out[Kernel::stages];
-    typename Kernel::statistics lse[Kernel::stages], delta[Kernel::stages];
-    BackwardWorkTile work;
-};
-
-// Statistics of some of a step's queries.
-struct QueryStatistics {
-    uint32_t first;
-
-    __device__ __forceinline__ uint32_t address_of(int query) const {
-        return first + uint32_t(query * int(sizeof(float)));
-    }
-};
-
-// One tile of 16 x 16 of sums in memory: the registers one after the other, of all lanes.
-template <class F>
-__device__ __forceinline__ void with_sums(const rt_fl<16, 16>& tile, float* to, F f) {
-    to += laneid();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        f(to + 64 * i, tile.tiles[0][0].data[i].x);
-        f(to + 64 * i + 32, tile.tiles[0][0].data[i].y);
-    }
-}
 
 template <class Kernel>
 struct PortableBackwardWarp {
@@ -240,9 +149,7 @@ struct PortableBackwardWarp {
         const rows_b<Rows> walker(rows, query, 16 * share());
         Product<T, key_tiles, Gradient::width, query_tiles>::add(
             load_a,
-            [&](auto& b, int n, int step) {
-                walker.load(b, 16 * step, 16 * column_warps * n, 0);
-            },
+            [&](auto& b, int n, int step) { walker.load(b, 16 * step, 16 * column_warps * n, 0); },
             [&](int m, int n) -> part& { return tile_at(sum[m], n); }, between);
     }
     template <class Gradient, class Rows, class Between>
@@ -264,14 +171,14 @@ struct PortableBackwardWarp {
                                                       const typename Kernel::p_tile& w,
                                                       const Rows& rows, int query) {
         const operand_walker<operand_a, true, typename Kernel::p_tile> walker(w, first_key(),
-                                                                             query);
+                                                                              query);
         add_rows(
             sum, [&](auto& a, int m, int step) { walker.load(a, 16 * m, 16 * step, 0); }, rows,
             query, [](int) {});
     }
 
-    // Stores tiles of 16 x 16 into P^T or dS^T. 16 rows further the swizzle is the same, and columns
-    // further it exchanges bits of the address alone.
+    // Stores tiles of 16 x 16 into P^T or dS^T. 16 rows further the swizzle is the same, and
+    // columns further it exchanges bits of the address alone.
     struct Writer {
         uint32_t first;  // this thread's upper left element of the tile at the origin
 
@@ -360,9 +267,8 @@ struct PortableBackwardWarp {
 
     // ---- dQ ----
 
-    __device__ __forceinline__ void multiply_dq(rt_fl<16, 16 * Kernel::dq_tiles> (
-                                                    &dq)[Kernel::dq_rows / 16],
-                                                int row, int column) {
+    __device__ __forceinline__ void multiply_dq(
+        rt_fl<16, 16 * Kernel::dq_tiles> (&dq)[Kernel::dq_rows / 16], int row, int column) {
         const operand_walker<operand_a, false, typename Kernel::p_tile> a_walker(shared.ds, 0, row);
         const rows_b<typename Kernel::k_tile> b_walker(shared.k, 0, column);
 #pragma unroll
@@ -387,9 +293,9 @@ struct PortableBackwardWarp {
             for (int m = 0; m < Kernel::dq_rows / 16; ++m) {
 #pragma unroll
                 for (int n = 0; n < Kernel::dq_tiles; ++n) {
-                    with_sums(
-                        tile_at(dq[m], n),
-                        to + 16 * m * Kernel::head_dim + 256 * Kernel::dq_column_warps * n, f);
+                    with_sums(tile_at(dq[m], n),
+                              to + 16 * m * Kernel::head_dim + 256 * Kernel::dq_column_warps * n,
+                              f);
                 }
             }
         };
@@ -398,8 +304,8 @@ struct PortableBackwardWarp {
             add(reduce);
             return;
         }
-        const int place = read(work().block) -
-                          Kernel::Scheduler::first_block(query_block(at), read(work().low));
+        const int place =
+            read(work().block) - Kernel::Scheduler::first_block(query_block(at), read(work().low));
         int* const semaphore = g.dq_semaphores + tile;
         if (threadIdx.x == 0) {
             while (arch::load_acquire_global(semaphore) < place) {
@@ -458,8 +364,8 @@ struct PortableBackwardWarp {
         }
     }
     template <class Gradient>
-    __device__ __forceinline__ void store(const Gradient (&sum)[key_tiles], const StridedRows<T>& to,
-                                          float* partial, int columns) {
+    __device__ __forceinline__ void store(const Gradient (&sum)[key_tiles],
+                                          const StridedRows<T>& to, float* partial, int columns) {
         const bool split = g.scheduler.head_splits > 1;
         if (split ? partial == nullptr : to.data == nullptr) return;
         const int block = read(work().block) * Kernel::block_n;
@@ -473,12 +379,12 @@ struct PortableBackwardWarp {
                 const int column = 16 * (n * column_warps + share());
                 const auto& tile = tile_at(sum[m], n);
                 if (split) {
-                    const int64_t row = g.scheduler.key_rows.first(
-                                            read(work().b), read(work().k_begin),
-                                            read(work().head)) +
-                                        key;
-                    with_sums(tile, partial + row * (16 * Gradient::width * column_warps) +
-                                        16 * column,
+                    const int64_t row =
+                        g.scheduler.key_rows.first(read(work().b), read(work().k_begin),
+                                                   read(work().head)) +
+                        key;
+                    with_sums(tile,
+                              partial + row * (16 * Gradient::width * column_warps) + 16 * column,
                               [](float* x, float value) { arch::store_global(x, value); });
                 } else {
                     store_tile<T>(tile,
@@ -506,8 +412,7 @@ struct PortableBackwardWarp {
 };
 
 template <class Kernel>
-__global__
-__launch_bounds__(Kernel::threads, Kernel::blocks_per_sm) void portable_backward_kernel(
+__global__ __launch_bounds__(Kernel::threads, Kernel::blocks_per_sm) void portable_backward_kernel(
     const __grid_constant__ PortableBackwardGlobals<Kernel> g) {
     shared_allocator<128> allocator(shared_memory());
     auto& shared = allocator.template allocate<PortableBackwardShared<Kernel>>();
