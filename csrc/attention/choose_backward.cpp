@@ -231,8 +231,8 @@ void add_portable_rows(DType dtype, std::vector<KernelInfo>& list) {
     add("sinks", symbol_of("portable_sinks_kernel", dtype), 512, 1024);
 }
 
-// A configuration for Hopper has three kernels: dQ summed in any order, in a fixed order, and not at
-// all. Above head dimension 128 one kernel does all three, and so does a portable one.
+// A configuration for Hopper has three kernels: dQ summed in any order, in a fixed order, and not
+// at all. Above head dimension 128 one kernel does all three, and so does a portable one.
 std::vector<KernelInfo> backward_kernels() {
     struct Variant {
         const char *name, *text;
