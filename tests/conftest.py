@@ -88,6 +88,7 @@ EMULATED_SUITES = (
 PORTABLE_SUITES = (
     "test_append_kv",
     "test_attention",
+    "test_attention_gradient",
     "test_attention_options",
     "test_attention_paged",
     "test_attention_prefill",

@@ -12,7 +12,7 @@ import torch
 
 import thunderkittens as tk
 from helpers.attention import assert_attention, normal, score_options
-from test_attention_kernels import fields, kernels
+from test_attention_kernels import BACKWARD, fields, kernels
 
 ROWS = 66  # of queries of a sequence: two blocks of 64
 OFFSETS = range(131)  # further keys: beyond those of one block
@@ -104,7 +104,7 @@ def test_rows_see_the_keys_up_to_the_edge(name, match, stages, mask):
 
 @pytest.mark.emulator
 @pytest.mark.parametrize(
-    ("name", "match", "stages", "mask"), masked_kernels("attention_backward", "backward")
+    ("name", "match", "stages", "mask"), masked_kernels("attention_backward", *BACKWARD)
 )
 def test_gradients_of_the_keys_up_to_the_edge(name, match, stages, mask):
     sequences = Sequences(match, MASKS[mask])

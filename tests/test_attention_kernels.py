@@ -3,6 +3,7 @@ score options, packed sequences, under every policy."""
 
 from __future__ import annotations
 
+import itertools
 import re
 import zlib
 from itertools import pairwise
@@ -21,6 +22,7 @@ from helpers.attention import (
     sink_noise,
 )
 from helpers.policies import least_intensity
+from test_portable import GPUS, device
 from thunderkittens import _C, emulation, info
 
 if emulation.problem is not None:
@@ -31,9 +33,10 @@ pytestmark = pytest.mark.timeout(300, method="thread")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PATTERN = re.compile(
-    r"(forward|portable|split_kv|backward)_(bf16|fp16)_d(\d+)(?:v(\d+))?_(\d+)x(\d+)"
-    r"(_score_mod|_softcap)?$"
+    r"(forward|portable|split_kv|backward|portable_backward)_(bf16|fp16)_d(\d+)(?:v(\d+))?"
+    r"_(\d+)x(\d+)(?:_\d+_warps_\d_stages?)?(_score_mod|_softcap)?$"
 )
+BACKWARD = ("backward", "portable_backward")
 
 
 def kernels(op, *kinds):
@@ -48,8 +51,8 @@ def kernels(op, *kinds):
 
 
 def fields(match, stages, **more):
-    if match[1] == "portable":
-        return next(k["fields"] for k in _C.kernels() if k["name"] == match[0])
+    if match[1].startswith("portable"):
+        return next(k["fields"] for k in _C.kernels() if k["name"] == match[0]) | more
     _, _, dim, value_dim, rows, keys, options = match.groups()
     config = {"head_dim": int(dim), "stages": stages, "score_mod": options == "_score_mod"}
     if match[1] == "backward":
@@ -129,10 +132,23 @@ def test_forward(name, match, stages, policy):
         assert_attention(part, q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], **options)
 
 
+def backward_cases():
+    """In both modes; of a portable kernel, which has one code for them, each under some policies at
+    the lowest intensity."""
+    for case in cases("attention_backward", *BACKWARD):
+        name, _, _, policy = case.values
+        for deterministic in (False, True):
+            half = deterministic != (policy in emulation.POLICIES[:2])
+            other = [pytest.mark.intensity(2)] * (name.startswith("portable") and half)
+            values = (*case.values, deterministic)
+            yield pytest.param(
+                *values, id=f"{case.id}-{deterministic}", marks=[*case.marks, *other]
+            )
+
+
 @pytest.mark.parametrize(
-    ("name", "match", "stages", "policy"), cases("attention_backward", "backward")
+    ("name", "match", "stages", "policy", "deterministic"), [*backward_cases()]
 )
-@pytest.mark.parametrize("deterministic", [False, True])
 def test_backward(name, match, stages, policy, deterministic):
     torch.manual_seed(zlib.crc32(name.encode()))
     for parts, (lengths, mask, scores) in enumerate(problems(match), 1):
@@ -173,7 +189,7 @@ def test_backward(name, match, stages, policy, deterministic):
         assert_gradients(actual[: len(tensors)], expected, plain, noise=noise)
 
 
-@pytest.mark.parametrize(("name", "match", "stages"), kernels("attention_backward", "backward"))
+@pytest.mark.parametrize(("name", "match", "stages"), kernels("attention_backward", *BACKWARD))
 def test_backward_without_that_of_q(name, match, stages):
     """As for frozen queries: the other gradients have the same bits."""
     torch.manual_seed(zlib.crc32(name.encode()))
@@ -201,7 +217,7 @@ def test_backward_without_that_of_q(name, match, stages):
 
 
 @pytest.mark.parametrize(
-    ("name", "match", "stages", "policy"), cases("attention_backward", "backward")
+    ("name", "match", "stages", "policy"), cases("attention_backward", *BACKWARD)
 )
 def test_backward_of_packed_sequences(name, match, stages, policy):
     """Some of which have no tokens, in a fixed order."""
@@ -290,14 +306,18 @@ WAYS = [
     (1, 1, 3, 2, "random"),
     (3, 2, 2, 2, "late_mma"),
 ]
-PLAIN_KERNELS = [k for k in kernels("attention_backward", "backward") if "_bf16_" in k[0]]
+PLAIN_KERNELS = [k for k in kernels("attention_backward", *BACKWARD) if "_bf16_" in k[0]]
 PLAIN_KERNELS = [k for k in PLAIN_KERNELS if not k[0].endswith("_score_mod")]
+# Of portable kernels some cases at the lowest intensity.
+FIXED_ORDERS = [
+    pytest.param(*k, lengths, id=f"{k[0]}-{len(lengths)}", marks=pytest.mark.intensity(least))
+    for i, k in enumerate(PLAIN_KERNELS)
+    for j, lengths in enumerate(([(70, 290)], [(1, 140), (0, 9), (70, 200), (3, 0), (66, 129)]))
+    for least in (2 if k[0].startswith("portable") and (i + j) % 2 else 1,)
+]
 
 
-@pytest.mark.parametrize("lengths", [[(70, 290)], [(1, 140), (0, 9), (70, 200), (3, 0), (66, 129)]])
-@pytest.mark.parametrize(
-    ("name", "match", "stages"), PLAIN_KERNELS, ids=[k[0] for k in PLAIN_KERNELS]
-)
+@pytest.mark.parametrize(("name", "match", "stages", "lengths"), FIXED_ORDERS)
 def test_a_fixed_order_ends_with_the_same_bits(name, match, stages, lengths):
     """However many blocks are at work, one after the other or at once, and in whatever order they
     begin: one alone only ends if no key block waits for another that is begun later."""
@@ -334,6 +354,22 @@ def test_portable_kernels_fit_every_gpu():
     found = [k for k in _C.kernels() if k["op"] == "attention" and k["arch"] == 80]
     assert found
     assert all(k["shared_bytes"] <= 99 << 10 for k in found)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_portable_gradients_fit_the_gpu(gpu):
+    """Larger tiles than there is memory for on every GPU are for those that have it."""
+    kernels = {k["name"]: k for k in _C.kernels() if k["op"] == "attention_backward"}
+    properties = device(gpu, portable_only=True)
+    for dim, value_dim, softcap in itertools.product((8, 64, 72, 136, 256), (64, 256), (0, 1)):
+        problem = {"batch": 1, "q_heads": 16, "kv_heads": 16, "q_length": 512, "k_length": 512}
+        problem |= {"head_dim": dim, "value_dim": value_dim, "softcap": softcap}
+        chosen = _C.choose("attention_backward", problem, properties)
+        kernel = kernels[chosen["kernel"]]
+        assert kernel["arch"] == 80
+        assert kernel["shared_bytes"] <= properties.shared_bytes_per_block
+        assert chosen["head_dim"] >= max(dim, value_dim)
+        assert chosen["score_mod"] == softcap
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

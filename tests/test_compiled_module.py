@@ -163,11 +163,15 @@ SYMBOLS = {
     ),
     "backward_bf16_d64_128x128_deterministic": (
         "15backward_kernelINS0_14BackwardKernelIXtlNS0_14BackwardConfigELi64ELi128ELi2E"
-        "LNS_5DTypeE0ELb0ELi0EEELNS0_13QueryGradientE2EEEEEvNS0_15BackwardGlobalsIT_EE"
+        "LNS_5DTypeE0ELb0ELi0ELi0ELi0ELi0EEELNS0_13QueryGradientE2EEEEEvNS0_15BackwardGlobalsIT_EE"
     ),
     "backward_bf16_d192v128_64x128_score_mod": (
         "20backward_d256_kernelINS0_18BackwardD256KernelIXtlNS0_14BackwardConfigELi192ELi64ELi3E"
-        "LNS_5DTypeE0ELb1ELi128EEEEEEEvNS0_19BackwardD256GlobalsIT_EE"
+        "LNS_5DTypeE0ELb1ELi128ELi0ELi0ELi0EEEEEEEvNS0_19BackwardD256GlobalsIT_EE"
+    ),
+    "portable_backward_bf16_d128_64x128_8_warps_2_stages": (
+        "24portable_backward_kernelINS0_22PortableBackwardKernelIXtlNS0_14BackwardConfigELi128E"
+        "Li64ELi2ELNS_5DTypeE0ELb0ELi128ELi128ELi32ELi2EEEEEEEvNS0_23PortableBackwardGlobalsIT_EE"
     ),
     "backward_postprocess_64x2x48_fp16": (
         "18postprocess_kernelI6__halfLi64ELi2ELi48EEEvNS0_18PostprocessGlobalsIT_XT2_EEE"

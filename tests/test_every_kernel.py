@@ -15,7 +15,7 @@ import test_mxfp8_quantize
 import test_nvfp4_quantize
 import thunderkittens as tk
 from helpers import launched
-from test_attention_kernels import DTYPES, fields, kernels
+from test_attention_kernels import BACKWARD, DTYPES, fields, kernels
 from test_gemm_kernels import by_name, named
 from test_mxfp8_gemm import operand
 from thunderkittens import _C, emulation
@@ -202,7 +202,7 @@ def test_the_record_names_kernels_of_the_registry():
 def test_every_kernel_of_a_gradient_can_be_recorded():
     """By the calls that there are: with and without dQ, in any order and in a fixed one."""
     found = set()
-    for name, match, stages in kernels("attention_backward", "backward"):
+    for name, match, stages in kernels("attention_backward", *BACKWARD):
         value_dim = int(match[4] or match[3])
         values = {n: torch.empty(1, 1, 1, n) for n in (value_dim, min(value_dim, 64))}
         for needs_q, deterministic in ((False, False), (True, False), (True, True)):

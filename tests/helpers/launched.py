@@ -26,6 +26,9 @@ def _attention(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
 
 
 def _attention_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    if name.startswith("portable"):
+        yield from _portable_backward(name, choice, call)
+        return
     dim = choice["head_dim"]
     suffix = (
         "_no_dq" if not call["needs_q"] else "_deterministic" if call.get("deterministic") else ""
@@ -41,6 +44,17 @@ def _attention_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[L
     if call.get("sink") is not None and call.get("needs_sink"):
         beside.append("sink")
     yield from (("attention_backward", f"backward_{x}") for x in beside)
+
+
+def _portable_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    columns = next(n for n in (64, 128, 256) if call["v"].shape[-1] <= n)
+    beside = [f"statistics_{columns}"]
+    if call["needs_q"]:
+        beside.append("sums")
+    if call.get("sink") is not None and call.get("needs_sink"):
+        beside.append("sinks")
+    yield "attention_backward", name
+    yield from (("attention_backward", f"portable_{x}_{choice['dtype']}") for x in beside)
 
 
 def _attention_paged(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:

@@ -14,9 +14,13 @@ struct BackwardConfig {
     DType dtype = DType::bf16;
     bool score_mod = false;  // softcap or ALiBi
     int value_dim = 0;       // 0: as head_dim; given for those of backward_d256_sm90.cuh
+    // Of portable kernels, 0 of those for Hopper: the keys of a block, those of a warp (16 or 32),
+    // and the warps that share keys, each of which has a part of the columns of dK and dV.
+    int block_n = 0, warp_keys = 0, column_warps = 0;
 
-    constexpr bool above_d128() const { return value_dim != 0; }
-    constexpr int values() const { return above_d128() ? value_dim : head_dim; }
+    constexpr bool is_portable() const { return block_n != 0; }
+    constexpr bool above_d128() const { return value_dim != 0 && !is_portable(); }
+    constexpr int values() const { return value_dim != 0 ? value_dim : head_dim; }
     bool operator==(const BackwardConfig&) const = default;
 };
 constexpr BackwardConfig BACKWARD_CONFIGS[] = {
@@ -32,6 +36,24 @@ constexpr BackwardConfig BACKWARD_CONFIGS[] = {
     {192, 64, 3, DType::bf16, true, 128},
     {192, 64, 2, DType::bf16, true, 192},
     {256, 64, 2, DType::bf16, true, 256},
+};
+// The portable kernels. Those with score_mod hold at most 99 KB of shared memory, all that a block
+// can have on GPUs of compute capability 8.6, 8.9 and 12.x; there is one such without score_mod for
+// each head dimension too, behind the others.
+constexpr BackwardConfig portable_backward(int head_dim, int block_m, int block_n, int stages,
+                                           int warp_keys, int column_warps,
+                                           bool score_mod = false) {
+    return {head_dim, block_m, stages,    DType::bf16, score_mod,
+            head_dim, block_n, warp_keys, column_warps};
+}
+constexpr BackwardConfig PORTABLE_BACKWARD_CONFIGS[] = {
+    portable_backward(64, 64, 128, 2, 32, 1),       portable_backward(64, 64, 128, 2, 32, 2),
+    portable_backward(64, 64, 128, 2, 32, 2, true), portable_backward(128, 64, 128, 2, 32, 2),
+    portable_backward(128, 32, 128, 1, 32, 2),      portable_backward(128, 32, 128, 1, 32, 2, true),
+    portable_backward(192, 64, 64, 2, 32, 4),       portable_backward(192, 32, 32, 2, 16, 2),
+    portable_backward(192, 32, 32, 2, 16, 2, true), portable_backward(256, 64, 64, 2, 32, 4),
+    portable_backward(256, 64, 64, 1, 32, 4),       portable_backward(256, 32, 32, 1, 16, 2),
+    portable_backward(256, 32, 32, 1, 16, 2, true),
 };
 constexpr BackwardConfig with_dtype(BackwardConfig config, DType dtype) {
     config.dtype = dtype;
@@ -53,6 +75,36 @@ consteval BackwardConfig backward_config_of(const BackwardName& name) {
         }
     }
     throw "no such configuration is listed";
+}
+struct PortableBackwardName {
+    int head_dim, block_m, block_n, stages, warps;
+    DType dtype = DType::bf16;
+    bool score_mod = false;
+};
+constexpr int portable_backward_warps(const BackwardConfig& c) {
+    return c.block_n / c.warp_keys * c.column_warps;
+}
+consteval BackwardConfig portable_backward_config_of(const PortableBackwardName& name) {
+    for (const BackwardConfig& c : PORTABLE_BACKWARD_CONFIGS) {
+        if (name.head_dim == c.head_dim && name.block_m == c.block_m && name.block_n == c.block_n &&
+            name.stages == c.stages && name.warps == portable_backward_warps(c) &&
+            name.score_mod == c.score_mod) {
+            return with_dtype(c, name.dtype);
+        }
+    }
+    throw "no such configuration is listed";
+}
+// Of a portable kernel: K and V, the ring of Q, dO and their statistics, P where warps share keys,
+// dS, and the work tile.
+constexpr int portable_backward_memory(const BackwardConfig& c) {
+    const int keys = c.block_n * (c.head_dim + c.values()) * 2;
+    const int queries = c.stages * c.block_m * ((c.head_dim + c.values()) * 2 + 8);
+    const int exchange = (c.column_warps > 1 ? 2 : 1) * c.block_n * c.block_m * 2;
+    return keys + queries + exchange + 128;
+}
+// As many as registers allow, 255 a thread.
+constexpr int portable_backward_blocks_per_sm(const BackwardConfig& c) {
+    return c.warp_keys == 32 ? 8 / portable_backward_warps(c) : 2;
 }
 // Dynamic shared memory of a block: K and V, the ring of Q and dO, what the consumers hand on, the
 // rows' statistics, semaphores and alignment.
@@ -168,7 +220,17 @@ template <DType dtype>
 void launch_postprocess(const BackwardParams& params, const Workspace& workspace,
                         const DqTiles& tiles, const BackwardConfig& config, Stream stream);
 
-TK_FIELDS(BackwardConfig, head_dim, block_m, stages, dtype, score_mod, value_dim)
+// The same for the portable kernels, whose sums are in tiles of 16 x 16, and whose counters are of
+// 32 or of 64 rows.
+template <DType dtype>
+void launch_portable_preprocess(const BackwardParams& params, const Workspace& workspace,
+                                const BackwardConfig& config, Stream stream);
+template <DType dtype>
+void launch_portable_postprocess(const BackwardParams& params, const Workspace& workspace,
+                                 const BackwardConfig& config, Stream stream);
+
+TK_FIELDS(BackwardConfig, head_dim, block_m, stages, dtype, score_mod, value_dim, block_n,
+          warp_keys, column_warps)
 template <typename Visitor>
 void visit_fields(BackwardChoice& c, Visitor&& visit) {
     visit_fields(c.config, visit);
@@ -186,10 +248,14 @@ template <BackwardConfig config>
 void launch_backward(const BackwardParams& params, Stream stream);
 template <BackwardConfig config>
 void launch_backward_d256(const BackwardParams& params, Stream stream);
-// The one of the two that has the configuration.
+template <BackwardConfig config>
+void launch_portable_backward(const BackwardParams& params, Stream stream);
+// The one of the three that has the configuration.
 template <BackwardConfig config>
 void launch_any_backward(const BackwardParams& params, Stream stream) {
-    if constexpr (config.above_d128())
+    if constexpr (config.is_portable()) {
+        if constexpr (BUILDS_PORTABLE) launch_portable_backward<config>(params, stream);
+    } else if constexpr (config.above_d128())
         launch_backward_d256<config>(params, stream);
     else
         launch_backward<config>(params, stream);

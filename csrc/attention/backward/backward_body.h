@@ -11,9 +11,13 @@
 
 namespace thunderkittens::attention {
 
-constexpr std::size_t BACKWARD_KERNELS = 2 * std::size(BACKWARD_CONFIGS);
+constexpr std::size_t BACKWARD_KERNELS =
+    2 * (std::size(BACKWARD_CONFIGS) + std::size(PORTABLE_BACKWARD_CONFIGS));
 constexpr BackwardConfig backward_config_at(std::size_t i) {
-    return with_dtype(BACKWARD_CONFIGS[i / 2], i % 2 == 0 ? DType::bf16 : DType::fp16);
+    constexpr std::size_t native = std::size(BACKWARD_CONFIGS);
+    const BackwardConfig& c =
+        i / 2 < native ? BACKWARD_CONFIGS[i / 2] : PORTABLE_BACKWARD_CONFIGS[i / 2 - native];
+    return with_dtype(c, i % 2 == 0 ? DType::bf16 : DType::fp16);
 }
 template <std::size_t... indices>
 void launch_any_of(const BackwardChoice& choice, const BackwardParams& params, Stream stream,

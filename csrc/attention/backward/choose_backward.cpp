@@ -5,12 +5,13 @@
 #include "csrc/attention/backward/backward_d256.h"
 #include "csrc/attention/backward/backward_deterministic.h"
 #include "csrc/common/check.h"
+#include "csrc/common/math.h"
 #include "csrc/common/registry.h"
 
 namespace thunderkittens::attention {
 namespace {
 
-constexpr int BLOCK_N = 128;
+int block_n_of(const BackwardConfig& c) { return c.is_portable() ? c.block_n : 128; }
 
 bool has_score_mod(const Problem& p) { return p.softcap || p.alibi; }
 bool banded(const Problem& p) {
@@ -18,24 +19,24 @@ bool banded(const Problem& p) {
 }
 
 int64_t group_heads(const Problem& p) { return p.kv_heads > 0 ? p.q_heads / p.kv_heads : 1; }
-int64_t key_blocks(const Problem& p) {
-    return std::max<int64_t>((p.k_length + BLOCK_N - 1) / BLOCK_N, 1);
+int64_t key_blocks(const Problem& p, const BackwardConfig& config) {
+    return std::max<int64_t>(ceil_div(p.k_length, block_n_of(config)), 1);
 }
 
 // The head splits of a group for which the GPU is busy for the shortest time, counted in steps (a
 // query block of a head). A work tile costs some steps to begin and to end, and more where its dK
 // and dV have to be added to others'. Without a mask work tiles come in waves; with one, longest
 // first, the last to end are about half a work tile apart.
-int choose_head_splits(const Problem& p, int block_m, int64_t units) {
+int choose_head_splits(const Problem& p, const BackwardConfig& config, int64_t units) {
     constexpr int64_t ITEM_STEPS = 3, SPLIT_STEPS = 5, REDUCE_STEPS = 4;
-    const int64_t heads = p.kv_heads * p.batch, blocks = key_blocks(p);
-    const int64_t group = group_heads(p);
+    const int64_t heads = p.kv_heads * p.batch, blocks = key_blocks(p, config);
+    const int64_t group = group_heads(p), block_m = config.block_m, block_n = block_n_of(config);
     if (group <= 1 || heads == 0 || heads * blocks >= 8 * units) return 1;
     const Band seen = band(p.causal, p.window_left, p.window_right, p.q_length, p.k_length);
     int64_t longest = 0, all = 0;  // steps of a key block, over those of a head
     for (int64_t block = 0; block < blocks; ++block) {
-        const int64_t first = std::max<int64_t>(0, block * BLOCK_N - seen.high);
-        const int64_t last = std::min(p.q_length, (block + 1) * BLOCK_N - seen.low) - 1;
+        const int64_t first = std::max<int64_t>(0, block * block_n - seen.high);
+        const int64_t last = std::min(p.q_length, (block + 1) * block_n - seen.low) - 1;
         const int64_t steps = first <= last ? last / block_m - first / block_m + 1 : 0;
         longest = std::max(longest, steps);
         all += steps;
@@ -62,10 +63,10 @@ int choose_head_splits(const Problem& p, int block_m, int64_t units) {
 // fills whole pairs of waves.
 // Clusters that claim their work tiles need no even waves: what they work on at a time stays in
 // L2.
-int choose_section(const Problem& p, int64_t heads, bool d256, int sm_count) {
+int choose_section(const Problem& p, int64_t heads, const BackwardConfig& config, int sm_count) {
     if (!banded(p)) return 1;
-    const int64_t blocks = key_blocks(p);
-    if (d256) return static_cast<int>(std::max<int64_t>(sm_count / 2 / blocks, 1));
+    const int64_t blocks = key_blocks(p, config);
+    if (config.above_d128()) return static_cast<int>(std::max<int64_t>(sm_count / 2 / blocks, 1));
     const int64_t target = std::max<int64_t>(sm_count / 4, 1);
     if (heads <= target + target / 2) return static_cast<int>(std::max<int64_t>(heads, 1));
     const int64_t least = std::max<int64_t>(target / 2, 1), most = target + target / 2;
@@ -80,7 +81,7 @@ bool unequal(const Problem& p) { return banded(p) && p.window_left < 0; }
 // Above head dimension 128: as many heads as begin a key block each in the time of a turn.
 int choose_deterministic_section(const Problem& p, int head_splits, const BackwardConfig& config,
                                  int sm_count) {
-    const int64_t blocks = key_blocks(p), heads = p.kv_heads * p.batch * head_splits;
+    const int64_t blocks = key_blocks(p, config), heads = p.kv_heads * p.batch * head_splits;
     int64_t together = 0;
     if (config.above_d128()) {
         const int64_t walked = unequal(p) ? std::max<int64_t>(group_heads(p) / head_splits, 1) : 1;
@@ -96,8 +97,8 @@ int choose_deterministic_section(const Problem& p, int head_splits, const Backwa
 }  // namespace
 
 std::string unsupported_backward(const Problem& p, const DeviceProperties& device) {
-    if (std::string reason = unsupported_problem(p, device); !reason.empty()) return reason;
-    return "";
+    const std::string reason = no_code_for(device);
+    return reason.empty() ? unsupported_sizes(p) : reason;
 }
 
 // In a fixed order, unequal key blocks that walk several query heads, one after the other, come to
@@ -106,7 +107,7 @@ std::string unsupported_backward(const Problem& p, const DeviceProperties& devic
 int deterministic_head_splits(const Problem& p, const BackwardConfig& config, int head_splits,
                               const DeviceProperties& device) {
     const int64_t group = group_heads(p), heads = p.kv_heads * p.batch;
-    if (!unequal(p) || key_blocks(p) <= 8 || heads == 0) return head_splits;
+    if (!unequal(p) || key_blocks(p, config) <= 8 || heads == 0) return head_splits;
     const auto enough = [&](int64_t n) {
         return group % n == 0 && heads * n >= device.sm_count / 5 &&
                (!config.above_d128() || group <= 2 * n);
@@ -116,32 +117,64 @@ int deterministic_head_splits(const Problem& p, const BackwardConfig& config, in
     return static_cast<int>(best);
 }
 
+namespace {
+
+bool fits(const Problem& p, const BackwardConfig& c) {
+    return c.head_dim >= p.head_dim && c.values() >= p.value_dim && c.score_mod == has_score_mod(p);
+}
+BackwardConfig native_config(const Problem& p) {
+    for (const BackwardConfig& c : BACKWARD_CONFIGS) {
+        if (fits(p, c)) return c;
+    }
+    return {};
+}
+// Of the smallest dimensions that hold the problem's: the first of whose blocks a multiprocessor
+// has the memory for as many as it has registers for, else the last, which every device can run.
+BackwardConfig portable_config(const Problem& p, const DeviceProperties& device) {
+    BackwardConfig found;
+    for (const BackwardConfig& c : PORTABLE_BACKWARD_CONFIGS) {
+        if (!fits(p, c)) continue;
+        if (found.head_dim != 0 && c.head_dim != found.head_dim) break;
+        found = c;
+        const int together = portable_backward_blocks_per_sm(c);
+        // A multiprocessor has a KB more than a block can have, and each takes one.
+        if (together * (portable_backward_memory(c) + 1024) <= device.shared_bytes_per_block + 1024)
+            break;
+    }
+    return found;
+}
+
+}  // namespace
+
 BackwardChoice choose_backward(const Problem& p, const DeviceProperties& device) {
     BackwardChoice choice;
-    for (const BackwardConfig& config : BACKWARD_CONFIGS) {
-        const int64_t value_dim = config.above_d128() ? config.value_dim : config.head_dim;
-        if (config.head_dim < p.head_dim || value_dim < p.value_dim) continue;
-        if (config.score_mod != has_score_mod(p)) continue;
-        choice.config = with_dtype(config, p.dtype);
-        break;
-    }
-    const bool d256 = choice.config.above_d128();
-    choice.head_splits =
-        choose_head_splits(p, choice.config.block_m, d256 ? device.sm_count / 2 : device.sm_count);
+    const bool native = runs_native(device);
+    choice.config = with_dtype(native ? native_config(p) : portable_config(p, device), p.dtype);
+    const BackwardConfig& config = choice.config;
+    // What works on a key block at a time: a multiprocessor, or a part of it, or two of them.
+    const int units = config.above_d128() ? device.sm_count / 2
+                      : native            ? device.sm_count
+                               : device.sm_count * portable_backward_blocks_per_sm(config);
+    choice.head_splits = choose_head_splits(p, config, units);
+    const int around = native ? device.sm_count : units;
     choice.section_heads =
-        choose_section(p, p.kv_heads * p.batch * choice.head_splits, d256, device.sm_count);
+        choose_section(p, p.kv_heads * p.batch * choice.head_splits, config, around);
     choice.deterministic_section_heads = choose_deterministic_section(
-        p, deterministic_head_splits(p, choice.config, choice.head_splits, device), choice.config,
-        device.sm_count);
+        p, deterministic_head_splits(p, config, choice.head_splits, device), config, around);
     return choice;
 }
 
 std::string kernel_name(const BackwardChoice& choice) {
     const BackwardConfig& c = choice.config;
+    if (c.is_portable()) {
+        return concat("portable_backward_", name_of(c.dtype), "_d", c.head_dim, "_", c.block_m, "x",
+                      c.block_n, "_", portable_backward_warps(c), "_warps_", c.stages,
+                      c.stages > 1 ? "_stages" : "_stage", c.score_mod ? "_score_mod" : "");
+    }
     const std::string dim = c.above_d128() && c.value_dim != c.head_dim
                                 ? concat(c.head_dim, "v", c.value_dim)
                                 : concat(c.head_dim);
-    return concat("backward_", name_of(c.dtype), "_d", dim, "_", c.block_m, "x", BLOCK_N,
+    return concat("backward_", name_of(c.dtype), "_d", dim, "_", c.block_m, "x", block_n_of(c),
                   c.score_mod ? "_score_mod" : "");
 }
 
@@ -151,7 +184,7 @@ KernelInfo backward_d256_info(const BackwardConfig& c) {
     info.source = concat("backward_d256_", name_of(c.dtype));
     info.symbol = symbol_of("backward_d256_kernel", "BackwardConfig", c);
     info.config = concat("head_dim ", c.head_dim, ", value_dim ", c.value_dim, ", ", c.block_m,
-                         " query rows x ", BLOCK_N, " keys of 2 blocks, ", c.stages,
+                         " query rows x ", block_n_of(c), " keys of 2 blocks, ", c.stages,
                          " stages, 3 consumer warpgroups + 1 producer, dQ in any or a fixed order",
                          c.score_mod ? ", softcap and ALiBi" : "");
     info.threads = 512;
@@ -159,8 +192,47 @@ KernelInfo backward_d256_info(const BackwardConfig& c) {
     return info;
 }
 
-// A configuration has three kernels: dQ summed in any order, in a fixed order, and not at all.
-// Above head dimension 128 one kernel does all three.
+KernelInfo portable_backward_info(const BackwardConfig& c) {
+    KernelInfo info;
+    info.name = kernel_name(BackwardChoice{c});
+    info.source = concat("portable_backward_", name_of(c.dtype), "_d", c.head_dim, "_sm80");
+    info.symbol = symbol_of("portable_backward_kernel", "BackwardConfig", c);
+    info.config = concat("head_dim ", c.head_dim, ", ", c.block_m, " query rows x ", c.block_n,
+                         " keys, ", c.stages, c.stages > 1 ? " stages, " : " stage, ",
+                         portable_backward_warps(c), " warps of ", c.warp_keys, " keys, ",
+                         c.column_warps, " of them share keys, dQ in any or a fixed order",
+                         c.score_mod ? ", softcap and ALiBi" : "");
+    info.arch = PORTABLE;
+    info.threads = 32 * portable_backward_warps(c);
+    info.shared_bytes = portable_backward_memory(c);
+    info.fields = detail::fields_of(c);
+    return info;
+}
+// Before and after the portable ones.
+void add_portable_rows(DType dtype, std::vector<KernelInfo>& list) {
+    const std::string type = dtype == DType::bf16 ? "13__nv_bfloat16" : "6__half";
+    const auto add = [&](const std::string& name, const std::string& symbol, int threads,
+                         int shared_bytes) {
+        KernelInfo info;
+        info.source = "portable_backward_prepost_sm80";
+        info.name = concat("portable_", name, "_", name_of(dtype));
+        info.config = "rows of the backward: " + name;
+        info.symbol = symbol;
+        info.arch = PORTABLE;
+        info.threads = threads;
+        info.shared_bytes = shared_bytes;
+        list.push_back(info);
+    };
+    for (const int lanes : {8, 16, 32}) {
+        add(concat("statistics_", 8 * lanes),
+            concat("portable_statistics_kernelI", type, "Li", lanes, "E"), 256, 0);
+    }
+    add("sums", concat("portable_sums_kernelI", type), 128, 0);
+    add("sinks", symbol_of("portable_sinks_kernel", dtype), 512, 1024);
+}
+
+// A configuration for Hopper has three kernels: dQ summed in any order, in a fixed order, and not
+// at all. Above head dimension 128 one kernel does all three, and so does a portable one.
 std::vector<KernelInfo> backward_kernels() {
     struct Variant {
         const char *name, *text;
@@ -186,16 +258,19 @@ std::vector<KernelInfo> backward_kernels() {
                 // backward_kernel<BackwardKernel<c, QueryGradient>>
                 info.symbol = concat(symbol_of("backward_kernel", "BackwardConfig", c), "EEL<enum>",
                                      variant.query_gradient, 'E');
-                info.config =
-                    concat("head_dim ", c.head_dim, ", ", c.block_m, " query rows x ", BLOCK_N,
-                           " keys, ", c.stages, " stages, 2 consumer warpgroups + 1 producer, ",
-                           variant.text, c.score_mod ? ", softcap and ALiBi" : "");
+                info.config = concat("head_dim ", c.head_dim, ", ", c.block_m, " query rows x ",
+                                     block_n_of(c), " keys, ", c.stages,
+                                     " stages, 2 consumer warpgroups + 1 producer, ", variant.text,
+                                     c.score_mod ? ", softcap and ALiBi" : "");
                 info.threads = 384;
                 info.shared_bytes = backward_memory(c);
                 list.push_back(info);
             }
         }
-        // Before and after all of them.
+        for (const BackwardConfig& c : PORTABLE_BACKWARD_CONFIGS)
+            list.push_back(portable_backward_info(with_dtype(c, dtype)));
+        add_portable_rows(dtype, list);
+        // Before and after all those for Hopper.
         const std::string type = dtype == DType::bf16 ? "bfloat16" : "6__half";
         const auto add = [&](const std::string& name, const std::string& symbol, int threads,
                              int shared_bytes) {

@@ -1,11 +1,12 @@
 // Attention of up to 8 rows of queries over a cache of 8 or 4 bits: what few_rows_sm90.cuh does for
-// 16, with the operands exchanged (swap-AB), since 8 is the narrower side of mma.sync. Producers, ring and the warps' shares of a block are the same. Half as many products,
-// weights and registers of the output are left.
+// 16, with the operands exchanged (swap-AB), since 8 is the narrower side of mma.sync. Half as many
+// products, weights and registers of the output are left.
 //
-//   S^T = K Q^T   A: 16 keys. B: the queries, in shared memory
-//   O^T = V^T P^T A: 16 columns of the values of 16 keys. B: the weights, which movmatrix transposes
+//   S^T = K Q^T    A: 16 keys. B: the queries, in shared memory
+//   O^T = V^T P^T  A: 16 columns of the values of 16 keys. B: the weights, transposed by movmatrix
 //
-// A thread has the scores of keys lane/4 and lane/4 + 8 of 16 for the rows 2 (lane % 4) and the next.
+// A thread has the scores of keys lane/4 and lane/4 + 8 of 16, for the row 2 (lane % 4) and the
+// next.
 #pragma once
 
 #include "csrc/attention/decode/few_rows_sm90.cuh"

@@ -116,4 +116,23 @@ __device__ __forceinline__ void store_rows(const Tile& tile, T* to, int64_t row_
     }
 }
 
+// One tile of 16 x 16 of an accumulator, of which the first `rows` and `columns` exist; `to` is its
+// first element. Each thread stores eight neighbours.
+template <class T>
+__device__ __forceinline__ void store_tile(const rt_fl<16, 16>& tile, T* to, int64_t row_stride,
+                                           int rows, int columns) {
+    uint32_t words[4];  // upper row, its right half, lower row, its right half
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 pair = tile.tiles[0][0].data[i % 2 * 2 + i / 2];
+        words[i] = arch::bit_cast<uint32_t>(pack_pair<T>(pair.x, pair.y));
+    }
+    transpose_quad(words);
+    const int lane = laneid(), row = lane / 4 + 8 * (lane % 4 / 2), column = 8 * (lane % 2);
+    if (row < rows && column < columns) {
+        arch::store_global(reinterpret_cast<uint4*>(to + row * row_stride + column),
+                           make_uint4(words[0], words[1], words[2], words[3]));
+    }
+}
+
 }  // namespace thunderkittens::attention

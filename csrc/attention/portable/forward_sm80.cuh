@@ -29,6 +29,7 @@
 #include "csrc/attention/forward/forward_work.cuh"
 #include "csrc/attention/portable/copies_sm80.cuh"
 #include "csrc/attention/portable/paged_rows_sm80.cuh"
+#include "csrc/attention/portable/products_sm80.cuh"
 #include "kittens/kittens.cuh"
 
 namespace thunderkittens::attention {
@@ -281,17 +282,6 @@ struct PortableWarp {
 
     // ---- the products, each operand loaded one ahead ----
 
-    template <int COUNT, class Load, class Use>
-    static __device__ __forceinline__ void with_operands(Load load, Use use) {
-        operand_b<T> next;
-        load(next, 0);
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            const auto now = next;
-            if (i + 1 < COUNT) load(next, i + 1);
-            use(i, now);
-        }
-    }
     __device__ __forceinline__ void multiply_keys(scores (&s)[row_tiles], const Query& query,
                                                   int block) {
         const k_walker walker(shared.rings.k[stage_of(block)], 0, 0);
@@ -300,7 +290,7 @@ struct PortableWarp {
         if constexpr (!Kernel::keeps_query) load_step(q[0], queries, 0);
 #pragma unroll
         for (int m = 0; m < row_tiles; ++m) zero_tile(s[m]);
-        with_operands<k_steps * key_tiles>(
+        with_operands<T, k_steps * key_tiles>(
             [&](auto& k, int i) { walker.load(k, 16 * (i % key_tiles), 16 * (i / key_tiles), 0); },
             [&](int i, const auto& k) {
                 const int step = i / key_tiles, n = i % key_tiles;
@@ -337,7 +327,7 @@ struct PortableWarp {
                                                const Shift (&shift)[row_tiles], int block) {
         const v_walker walker(shared.rings.v[stage_of(block)], 0, 0);
         Weights next = weigh(s, softmax, shift, 0), p;
-        with_operands<key_tiles * value_tiles>(
+        with_operands<T, key_tiles * value_tiles>(
             [&](auto& v, int i) {
                 walker.load(v, 16 * (i / value_tiles), 16 * (i % value_tiles), 0);
             },
