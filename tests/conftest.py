@@ -85,7 +85,16 @@ EMULATED_SUITES = (
     "test_nvfp4_quantize",
     "test_zero_sizes",
 )
-PORTABLE_SUITES = ("test_attention", "test_attention_options", "test_attention_varlen")
+PORTABLE_SUITES = (
+    "test_attention",
+    "test_attention_options",
+    "test_attention_varlen",
+    "test_fp8_quantize",
+    "test_mxfp8_dequantize",
+    "test_mxfp8_quantize",
+    "test_nvfp4_dequantize",
+    "test_nvfp4_quantize",
+)
 EMULATION_POLICIES = ("on_wait", "late_mma")
 
 

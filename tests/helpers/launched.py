@@ -19,6 +19,11 @@ TESTS = Path(__file__).resolve().parents[1]
 TENSOR, ROW = 0, 1  # granularities of fp8_quantize
 
 
+def _portable(name: str) -> str:
+    """How the names of kernels end that run beside one of this name."""
+    return "_portable" if name.endswith("_portable") else ""
+
+
 def _attention(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
     yield "attention", name
     if choice["splits"] > 1:
@@ -113,15 +118,15 @@ def _lolcats_decode(name: str, choice: Mapping, call: Mapping) -> Iterator[Launc
 def _fp8_quantize(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
     yield "fp8_quantize", name
     if call["granularity"] == TENSOR and call.get("scale") is None:
-        yield "fp8_quantize", f"{choice['dtype']}_amax"
+        yield "fp8_quantize", f"{choice['dtype']}_amax{_portable(name)}"
     if call["granularity"] == ROW and call.get("transposed"):
-        yield "fp8_quantize", f"{choice['dtype']}_amax_lines"
+        yield "fp8_quantize", f"{choice['dtype']}_amax_lines{_portable(name)}"
 
 
 def _nvfp4_quantize(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
     yield "nvfp4_quantize", name
     if call.get("global_scale") is None:
-        yield "nvfp4_quantize", f"maxima_{choice['dtype']}"
+        yield "nvfp4_quantize", f"maxima_{choice['dtype']}{_portable(name)}"
 
 
 def _mxfp8_gemm(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:

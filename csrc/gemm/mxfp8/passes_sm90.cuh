@@ -108,9 +108,8 @@ __device__ __forceinline__ bool rescale_codes(Words& codes, uint32_t byte, const
         uint32_t pairs[2];
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-            const auto code = static_cast<__nv_fp8x2_storage_t>(given >> 16 * j);
-            const __half2_raw value = __nv_cvt_fp8x2_to_halfraw2(code, F::FORMAT);
-            const __half2 moved = __hmul2(bit_cast<__half2>(value), factor);
+            const __half2 value = gemm::sm80::pair_of_fp8<typename F::Element>(given >> 16 * j);
+            const __half2 moved = __hmul2(value, factor);
             pairs[j] =
                 __nv_cvt_halfraw2_to_fp8x2(bit_cast<__half2_raw>(moved), __NV_SATFINITE, __NV_E4M3);
         }
