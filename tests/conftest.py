@@ -93,6 +93,9 @@ PORTABLE_SUITES = (
     "test_mxfp8_dequantize",
     "test_mxfp8_quantize",
     "test_nvfp4_dequantize",
+    "test_nvfp4_gemm",
+    "test_nvfp4_groups",
+    "test_nvfp4_prepare",
     "test_nvfp4_quantize",
 )
 EMULATION_POLICIES = ("on_wait", "late_mma")

@@ -204,7 +204,9 @@ class Record:
             before = len(emulated.kernels) if emulated else 0
             results = run(op, arrays, **scalars)
             if op in ALWAYS and all(x.numel() for x in results.values()):
-                self.launched.add(ALWAYS[op])
+                kernel_op, name = ALWAYS[op]
+                portable = emulated is not None and emulated.portable
+                self.launched.add((kernel_op, name + "_portable" * portable))
             for choice in emulated.kernels[before:] if emulated else ():
                 self.launched |= set(launches(op, choice, {**scalars, **arrays}))
             return results

@@ -21,9 +21,16 @@ struct Source {
     int64_t k_step;  // between the tiles of neighbouring stages
 };
 
-// Where a block's tile is: its first row of a, and its first column of the output.
+// Where a block's tile is: its first row of a, and its first column of the output. Rows from m_end
+// on are not its own.
 struct TileOrigin {
-    uint32_t batch, m, n;
+    uint32_t batch, m, n, m_end;
+};
+
+// What the sums of a tile are multiplied by, and the bias behind that.
+struct Affine {
+    float alpha;
+    const void* bias;
 };
 
 template <PortableConfig C>
@@ -72,6 +79,9 @@ struct Traits {
         int64_t out_stride, out_batch_stride;
         Epilogue epilogue;
     };
+    static __device__ __forceinline__ Affine affine(const Globals& g, const TileOrigin&) {
+        return {g.epilogue.alpha, g.epilogue.bias};
+    }
 };
 
 }  // namespace sm80

@@ -86,8 +86,8 @@ constexpr Mxfp8Dequantize mxfp8_dequantize_at(std::size_t i) {
     return {WIDE[i / 2 % 3], FP8[i % 2], i >= 6};
 }
 constexpr Nvfp4Quantize nvfp4_quantize_at(std::size_t i) {
-    // Kernels of 16-bit elements also without TMA, behind the others for Hopper; then portable ones,
-    // which do without it.
+    // Kernels of 16-bit elements also without TMA, behind the others for Hopper; then portable
+    // ones, which do without it.
     const bool portable = i >= 20;
     const std::size_t at = portable ? i - 20 : i;
     return {WIDE[at / 4 % 3], at / 2 % 2 != 0, at % 2 != 0, at / 4 >= 3, portable};
