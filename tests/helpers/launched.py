@@ -7,6 +7,7 @@ of the whole suite, `conftest.py` lists the kernels of the registry that have no
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,15 @@ def _mxfp8_gemm(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
         yield "gemm", "bf16_nt_128x128_fused_masked"
 
 
+def rescales(device: str) -> bool:
+    """Whether the path "rebased" is not exact: the reference's is, and that of portable kernels."""
+    from thunderkittens import emulation
+
+    if device == "cuda":
+        return os.environ.get("THUNDERKITTENS_PORTABLE") != "1"
+    return emulation.active() and not emulation.portable()
+
+
 def _rows_are_read(x: Any) -> bool:
     """Whether TMA reads a matrix of 16-bit elements as it lies."""
     if x.numel() == 0:
@@ -160,7 +170,7 @@ def _fp8_gemm(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
     a, b = call["a"], call["b"]
     # Operands whose rows are not along k are transposed, if they are columns of whole rows.
     if a.stride(-2) == 1 < min(a.shape) or b.stride(-1) == 1 < min(b.shape):
-        yield "fp8_quantize", "transpose"
+        yield "fp8_quantize", f"transpose{_portable(name)}"
 
 
 BESIDE: dict[str, Callable[[str, Mapping, Mapping], Iterator[Launch]]] = {

@@ -63,6 +63,12 @@ __device__ __forceinline__ uint32_t fp8_codes(const float4& x) {
     const uint32_t low = fp8_codes<F>(x.x, x.y), high = fp8_codes<F>(x.z, x.w);
     return low | high << 16;
 }
+template <class F>
+__device__ __forceinline__ uint32_t fp8_codes(const __half2& x) {
+    if constexpr (arch::CONVERTS_FP8) return arch::to_fp8<F>(x);
+    const float2 pair = __half22float2(x);
+    return fp8_codes<F>(pair.x, pair.y);
+}
 // The values of the codes in the two lowest bytes, and in the lowest one.
 template <class F>
 __device__ __forceinline__ __half2 pair_of_fp8(uint32_t codes) {

@@ -69,12 +69,12 @@ Choice choose_portable(const Problem& p, const DeviceProperties& device) {
         if (c.dtype != p.dtype) continue;
         const int bytes = weight_shared_bytes(c);
         if (bytes > device.shared_bytes_per_block) continue;
-        const int at_a_time = std::min(2, (device.shared_bytes_per_block + 1024) / (bytes + 1024));
-        const double waves = std::ceil(tiles_of(c.block_m, c.block_n, p) /
-                                       (std::max(1, device.sm_count) * at_a_time));
-        // What a block does beside its products, in steps of k: to fill the ring, and to store.
-        const double cost = waves * at_a_time * c.block_m * c.block_n * (double(pieces(p.k)) + 6) /
-                            PORTABLE_SHAPES[i / 2].rate;
+        // What the multiprocessor with the most tiles has to do; and of each tile, beside its
+        // products, to fill the ring and to store, in steps of k.
+        const double most =
+            std::ceil(tiles_of(c.block_m, c.block_n, p) / std::max(1, device.sm_count));
+        const double cost =
+            most * c.block_m * c.block_n * (double(pieces(p.k)) + 6) / PORTABLE_SHAPES[i / 2].rate;
         if (cost >= least) continue;
         least = cost;
         choice.config = weight_config(c);

@@ -55,7 +55,7 @@ struct FewRowsWarp {
     uint32_t to_next;  // bytes from the end of a piece to the next one of other columns
     int rows_left;
 
-    __device__ __forceinline__ FewRowsWarp(const FewRowsGlobals& globals, const Tile& tile)
+    __device__ __forceinline__ FewRowsWarp(const FewRowsGlobals& globals, const GroupTile& tile)
         : g(globals), rows_left(static_cast<int>(tile.end - tile.token)) {
         const int warp = kittens::warpid(), lane = laneid();
         uint8_t* const memory = reinterpret_cast<uint8_t*>(shared_memory());
@@ -156,7 +156,7 @@ struct FewRowsWarp {
 // Adds the sums of all warps, and stores the tile. Sums are rows of floats, `pitch` apart, FEW_ROWS
 // of each warp.
 template <class T>
-__device__ __forceinline__ void store_few_rows(const FewRowsGlobals& g, const Tile& tile,
+__device__ __forceinline__ void store_few_rows(const FewRowsGlobals& g, const GroupTile& tile,
                                                const rt_fl<16, 16> (&d)[FEW_ROWS_STRIPS],
                                                int count) {
     const int pitch = g.strips * STRIP_ROWS + 4, lane = laneid();
@@ -214,7 +214,7 @@ __global__ __launch_bounds__(
     FEW_ROWS_WARPS* WARP_THREADS,
     FEW_ROWS_PER_SM) void nvfp4_few_rows_kernel(const __grid_constant__ FewRowsGlobals g) {
     using T = std::conditional_t<DTYPE == int(DType::bf16), bf16, half>;
-    const Tile tile = g.groups.template at<FEW_ROWS>(blockIdx.x);
+    const GroupTile tile = g.groups.template at<FEW_ROWS>(blockIdx.x);
     if (tile.group > g.groups.count) return;
     typename FewRowsWarp<T>::Sums d;
 #pragma unroll
@@ -252,7 +252,7 @@ void launch_few_rows(const Config& config, const Params& p, Stream stream) {
         .stages = config.stages};
     kittens::launch(kittens::LaunchOptions{.blocks_per_sm = FEW_ROWS_PER_SM},
                     sm80::nvfp4_few_rows_kernel<int(dtype)>,
-                    dim3(sm80::blocks_of(p, FEW_ROWS, column_tiles)),
+                    dim3(gemm::sm80::blocks_of(globals.groups, FEW_ROWS)),
                     dim3(FEW_ROWS_WARPS * kittens::WARP_THREADS), dim3(1),
                     few_rows_shared_bytes(strips, config.stages), stream, globals);
 }

@@ -5,9 +5,9 @@
 // columns, and makes fragments of them between the products of 16 of k before.
 #pragma once
 
+#include "csrc/gemm/common/group_tiles_sm80.cuh"
 #include "csrc/gemm/common/launch_sm90.cuh"
 #include "csrc/gemm/nvfp4/portable.h"
-#include "csrc/gemm/nvfp4/tiles_sm80.cuh"
 #include "csrc/gemm/nvfp4/weights_sm90.cuh"
 #include "csrc/gemm/portable/multistage_sm80.cuh"
 
@@ -16,6 +16,7 @@ namespace sm80 {
 
 using namespace kittens;
 using gemm::PortableConfig, gemm::sm80::Source, gemm::sm80::TileOrigin;
+using gemm::sm80::Groups, gemm::sm80::GroupTile;
 using sm90::Nvfp4Weights;
 
 // The fragments of 16 columns and 16 of k as the second operand of products.
@@ -36,7 +37,7 @@ struct WeightTraits {
     static constexpr int warp_m = C.warp_m(), warp_n = C.warp_n();
     static constexpr int height = warp_m / 16, width = warp_n / 16;
     static constexpr int blocks_per_sm = 2;
-    static constexpr bool has_semaphores = false;
+    static constexpr bool has_semaphores = false, divides_k = false;
     static constexpr int pitch = warp_n + 8;
 
     using a_tile = st<T, C.block_m, gemm::BLOCK_K>;
@@ -136,10 +137,10 @@ template <class Traits>
 __global__ __launch_bounds__(Traits::threads, Traits::blocks_per_sm) void nvfp4_portable_kernel(
     const __grid_constant__ typename Traits::Globals g) {
     constexpr PortableConfig C = Traits::config;
-    const Tile tile = g.groups.template at<C.block_m>(blockIdx.x);
+    const GroupTile tile = g.groups.template at<C.block_m>(blockIdx.x);
     if (tile.group > g.groups.count) return;
     gemm::sm80::compute_tile<Traits>(
-        g, {tile.group, tile.token, tile.column_tile * C.block_n, tile.end},
+        g, {tile.group, tile.token, tile.column_tile * C.block_n, tile.end, g.n, 0, g.k},
         tile.group < g.groups.count);
 }
 
@@ -177,8 +178,8 @@ void launch_portable(const Params& p, Stream stream) {
                    static_cast<uint32_t>(column_tiles)}};
     kittens::launch(kittens::LaunchOptions{.blocks_per_sm = Traits::blocks_per_sm},
                     sm80::nvfp4_portable_kernel<Traits>,
-                    dim3(sm80::blocks_of(p, C.block_m, column_tiles)), dim3(C.threads()), dim3(1),
-                    weight_shared_bytes(C), stream, globals);
+                    dim3(gemm::sm80::blocks_of(globals.groups, C.block_m)), dim3(C.threads()),
+                    dim3(1), weight_shared_bytes(C), stream, globals);
 }
 
 }  // namespace thunderkittens::nvfp4_gemm

@@ -27,7 +27,7 @@ struct WarpTile {
     const typename Traits::Globals& g;
     uint32_t sums;         // address in shared memory
     uint32_t batch, m, n;  // its first row and column of the output
-    uint32_t m_end;
+    uint32_t m_end, n_end;
     Affine affine;
 
     __device__ __forceinline__ WarpTile(const typename Traits::Globals& globals, uint32_t memory,
@@ -38,6 +38,7 @@ struct WarpTile {
           m(at.m + kittens::warpid() / C.warps_n * rows),
           n(at.n + kittens::warpid() % C.warps_n * columns()),
           m_end(at.m_end),
+          n_end(at.n_end),
           affine(Traits::affine(globals, at)) {}
 
     // Of the output.
@@ -84,8 +85,9 @@ struct WarpTile {
     __device__ __forceinline__ void store_rounded() const {
         constexpr int lanes = cols / 4, step = WARP_THREADS / lanes, at_a_time = 4;
         static_assert(rows % (step * at_a_time) == 0);
-        const int col = laneid() % lanes * 4, count = min(int(g.n - n) - col, 4);
+        const int col = laneid() % lanes * 4, count = min(int(n_end - n) - col, 4);
         if (count <= 0) return;
+        const bool aligned = g.out_aligned && n % 4 == 0;
         float bias[4];
         load_bias(bias, n + col);
         sm90::with_type(g.out, g.out_dtype, [&](auto* out) {
@@ -99,7 +101,7 @@ struct WarpTile {
                 for (int i = 0; i < at_a_time; ++i) {
                     const uint32_t at = m + row + i * step;
                     if (at >= m_end) break;
-                    sm90::store_four(to + at * g.out_stride, z[i], g.out_aligned, count);
+                    sm90::store_four(to + at * g.out_stride, z[i], aligned, count);
                 }
             }
         });

@@ -30,7 +30,7 @@ struct OperandB {
     static constexpr PortableConfig C = Traits::config;
     using Walker = operand_walker<operand_b, !C.b_n_major, typename Traits::b_tile>;
     using Copies =
-        sm80::Copies<typename Traits::b_tile, Traits::threads, !C.b_n_major, Traits::warp_n>;
+        sm80::Copies<typename Traits::b_tile, Traits::threads, !C.b_n_major, Traits::b_unit>;
 };
 template <class Traits>
     requires requires { typename Traits::Weights; }
@@ -70,6 +70,7 @@ struct Multistage {
     int steps;           // stages of k
     uint32_t read = 0;   // offset of the slot that is multiplied, and its number
     uint32_t write = 0;  // and of the one that is copied to next
+    uint32_t marks = 0;  // of codes, see Traits::Codes
     pipeline_state<stages> reads{}, writes{};
 
     __device__ __forceinline__ Multistage(const typename Traits::Globals& globals, Shared& memory,
@@ -81,8 +82,14 @@ struct Multistage {
           b(memory.ring[0].b, globals.b, origin.batch, first_column(), columns_left(), to_values()),
           a_tiles(memory.ring[0].a, C.a_m_major ? 0 : warp_row(), C.a_m_major ? warp_row() : 0),
           b_tiles(memory.ring[0].b, C.b_n_major ? 0 : warp_col(), C.b_n_major ? warp_col() : 0),
-          k_left(static_cast<int>(globals.k)),
-          steps(static_cast<int>((globals.k + BLOCK_K - 1) / BLOCK_K)) {}
+          k_left(static_cast<int>(origin.k)),
+          steps(static_cast<int>((origin.k + BLOCK_K - 1) / BLOCK_K)) {
+        if constexpr (Traits::divides_k) {
+            static_assert(C.a_m_major && C.b_n_major);
+            a.from += origin.k_begin * globals.a.stride;
+            b.from += origin.k_begin * globals.b.stride;
+        }
+    }
 
     static __device__ __forceinline__ int warp_row() {
         return kittens::warpid() / C.warps_n * Traits::warp_m;
@@ -99,7 +106,7 @@ struct Multistage {
         return takes_pairs() ? 2 * at.n : at.n;
     }
     __device__ __forceinline__ uint32_t columns_left() const {
-        return (takes_pairs() ? g.n : g.out_n) - first_column();
+        return (takes_pairs() ? g.n : at.n_end) - first_column();
     }
     __device__ __forceinline__ uint32_t to_values() const {
         return g.epilogue.gate == Gate::blocked ? g.out_n : 0;
@@ -212,7 +219,10 @@ struct Multistage {
     // `read`, and what else there is to do between two columns of base tiles.
     template <bool loads, class Between>
     __device__ __forceinline__ void multiply(Sums& d, const Fragments& current, Fragments& next,
-                                             int k, Between between) const {
+                                             int k, Between between) {
+        if constexpr (requires { typename Traits::Codes; }) {
+            return multiply_codes<loads>(d, current, next, k, between);
+        }
         constexpr int a_loads = (height + width - 1) / width;  // beside one of b
 #pragma unroll
         for (int j = 0; j < width; ++j) {
@@ -226,6 +236,40 @@ struct Multistage {
             between(j);
 #pragma unroll
             for (int i = 0; i < height; ++i) mma_operands(d[i][j], current.a[i], current.b[j]);
+        }
+    }
+
+    // The same of elements of 8 bits, of which fragments have four in a word: 32 of k. In either
+    // half of that they become fragments of 16 bits, of a before and of b between the products.
+    template <bool loads, class Between>
+    __device__ __forceinline__ void multiply_codes(Sums& d, const Fragments& current,
+                                                   Fragments& next, int k, Between between) {
+        using Codes = typename Traits::Codes;
+        constexpr int a_loads = (height + width - 1) / width;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            operand_a<T> a[height];
+#pragma unroll
+            for (int i = 0; i < height; ++i) {
+                Codes::widen_a(a[i], current.a[i], half, marks);
+            }
+#pragma unroll
+            for (int j = 0; j < width; ++j) {
+                if (half == 0) {
+                    if constexpr (loads) {
+                        load_b(next, j, k);
+#pragma unroll
+                        for (int i = j * a_loads; i < (j + 1) * a_loads; ++i) {
+                            if (i < height) load_a(next, i, k);
+                        }
+                    }
+                    between(j);
+                }
+                operand_b<T> b;
+                Codes::widen_b(b, current.b[j], half, marks);
+#pragma unroll
+                for (int i = 0; i < height; ++i) mma_operands(d[i][j], a[i], b);
+            }
         }
     }
 
@@ -274,25 +318,33 @@ struct Multistage {
         multiply<false>(d, f[1], f[0], 0, [](int) {});
     }
 
-    // All products of the tile.
+    // All products of the tile. after() is called behind those of each stage.
     __device__ __forceinline__ void run(Sums& d) {
+        run(d, [] {});
+    }
+    template <class After>
+    __device__ __forceinline__ void run(Sums& d, After after) {
         Fragments f[2];
         fill();
         enter_stage();
         load_all(f[0], 0);
         const int whole = has_whole_columns() ? max(k_left, 0) / BLOCK_K : 0;
 #pragma unroll 1
-        for (int i = 0; i < whole; ++i) multiply_and_copy(d, f);
+        for (int i = 0; i < whole; ++i) {
+            multiply_and_copy(d, f);
+            after();
+        }
 #pragma unroll 1
-        for (int left = steps - whole; left > 0; --left) multiply_at_end(d, f, left == 1);
+        for (int left = steps - whole; left > 0; --left) {
+            multiply_at_end(d, f, left == 1);
+            after();
+        }
     }
 };
 
-// The tile at a place, if it has products; else it is zero, or what the epilogue makes of that.
+// The semaphores of a ring that has some. Called by all threads.
 template <class Traits>
-__device__ __forceinline__ void compute_tile(const typename Traits::Globals& g,
-                                             const TileOrigin& at, bool has_products = true) {
-    auto& shared = *reinterpret_cast<typename Traits::Shared*>(shared_memory());
+__device__ __forceinline__ void init_ring(typename Traits::Shared& shared) {
     if constexpr (Traits::has_semaphores) {
         if (threadIdx.x == 0) {
             for (int s = 0; s < Traits::stages; ++s) {
@@ -302,6 +354,14 @@ __device__ __forceinline__ void compute_tile(const typename Traits::Globals& g,
         }
         arch::sync_block();
     }
+}
+
+// The tile at a place, if it has products; else it is zero, or what the epilogue makes of that.
+template <class Traits>
+__device__ __forceinline__ void compute_tile(const typename Traits::Globals& g,
+                                             const TileOrigin& at, bool has_products = true) {
+    auto& shared = *reinterpret_cast<typename Traits::Shared*>(shared_memory());
+    init_ring<Traits>(shared);
     typename Multistage<Traits>::Sums d;
 #pragma unroll
     for (int i = 0; i < Traits::height; ++i) {
@@ -324,7 +384,8 @@ __global__ __launch_bounds__(Traits::threads, Traits::blocks_per_sm) void portab
     constexpr PortableConfig C = Traits::config;
     const TilePosition tile = g.order.at(blockIdx.x);
     const uint32_t columns = g.epilogue.gate == Gate::none ? C.block_n : C.block_n / 2;
-    compute_tile<Traits>(g, {tile.batch, tile.m * C.block_m, tile.n * columns, g.m});
+    compute_tile<Traits>(g,
+                         {tile.batch, tile.m * C.block_m, tile.n * columns, g.m, g.out_n, 0, g.k});
 }
 
 }  // namespace sm80

@@ -28,6 +28,10 @@ inline uint32_t to_fp8(float low, float high) {
     return __nv_cvt_float2_to_fp8x2(float2{low, high}, __NV_SATFINITE, fp8_format<F>);
 }
 template <class F>
+inline uint32_t to_fp8(const __half2& x) {
+    return __nv_cvt_halfraw2_to_fp8x2(bit_cast<__half2_raw>(x), __NV_SATFINITE, fp8_format<F>);
+}
+template <class F>
 inline uint32_t to_fp8(const float4& x) {
     if constexpr (std::is_same_v<F, __nv_fp8_e4m3>)
         return bit_cast<uint32_t>(__nv_fp8x4_e4m3(x));

@@ -1,17 +1,16 @@
 // Which tile a block of a portable kernel has, of groups whose ends are known on the device alone.
 #pragma once
 
-#include "csrc/gemm/nvfp4/nvfp4_gemm.h"
 #include "kittens/kittens.cuh"
 
-namespace thunderkittens::nvfp4_gemm {
+namespace thunderkittens::gemm {
 namespace sm80 {
 
 namespace arch = kittens::arch;
 
 // A tile of `tokens` rows of a, of which those below `end` belong to it. Group number `groups`
 // stands for the rows behind the last group, which are zero; a later one for no tile at all.
-struct Tile {
+struct GroupTile {
     uint32_t group, column_tile, token, end;
 };
 
@@ -21,7 +20,7 @@ struct Groups {
 
     // Tiles of the same columns of a group come one after the other.
     template <int tokens>
-    __device__ __forceinline__ Tile at(uint32_t index) const {
+    __device__ __forceinline__ GroupTile at(uint32_t index) const {
         uint32_t begin = 0;
 #pragma unroll 1
         for (uint32_t group = 0; group <= count; ++group) {
@@ -45,10 +44,11 @@ struct Groups {
 };
 
 // Blocks that suffice for the tiles, wherever groups end.
-inline unsigned blocks_of(const Params& p, int tokens, int64_t column_tiles) {
-    const int64_t more = p.offs == nullptr ? 0 : p.groups;
-    return static_cast<unsigned>(((p.m + tokens - 1) / tokens + more) * column_tiles);
+inline unsigned blocks_of(const Groups& groups, int tokens) {
+    const int64_t more = groups.offs == nullptr ? 0 : groups.count;
+    return static_cast<unsigned>(((int64_t{groups.m} + tokens - 1) / tokens + more) *
+                                 groups.column_tiles);
 }
 
 }  // namespace sm80
-}  // namespace thunderkittens::nvfp4_gemm
+}  // namespace thunderkittens::gemm
