@@ -94,8 +94,20 @@ PORTABLE_SUITES = (
     "test_attention_prefill",
     "test_attention_varlen",
     "test_compat_kvcache",
+    "test_fp8_gemm",
+    "test_fp8_quantize",
+    "test_grouped_gemm",
     "test_merge_attention",
+    "test_mxfp8_dequantize",
+    "test_mxfp8_gemm",
+    "test_mxfp8_prepare",
+    "test_mxfp8_quantize",
     "test_nvfp4_cache",
+    "test_nvfp4_dequantize",
+    "test_nvfp4_gemm",
+    "test_nvfp4_groups",
+    "test_nvfp4_prepare",
+    "test_nvfp4_quantize",
 )
 EMULATION_POLICIES = ("on_wait", "late_mma")
 

@@ -7,6 +7,7 @@ of the whole suite, `conftest.py` lists the kernels of the registry that have no
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,11 @@ Launch = tuple[str, str]  # op and name, as the registry has them
 
 TESTS = Path(__file__).resolve().parents[1]
 TENSOR, ROW = 0, 1  # granularities of fp8_quantize
+
+
+def _portable(name: str) -> str:
+    """How the names of kernels end that run beside one of this name."""
+    return "_portable" if name.endswith("_portable") else ""
 
 
 def _attention(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
@@ -139,15 +145,15 @@ def _lolcats_decode(name: str, choice: Mapping, call: Mapping) -> Iterator[Launc
 def _fp8_quantize(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
     yield "fp8_quantize", name
     if call["granularity"] == TENSOR and call.get("scale") is None:
-        yield "fp8_quantize", f"{choice['dtype']}_amax"
+        yield "fp8_quantize", f"{choice['dtype']}_amax{_portable(name)}"
     if call["granularity"] == ROW and call.get("transposed"):
-        yield "fp8_quantize", f"{choice['dtype']}_amax_lines"
+        yield "fp8_quantize", f"{choice['dtype']}_amax_lines{_portable(name)}"
 
 
 def _nvfp4_quantize(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
     yield "nvfp4_quantize", name
     if call.get("global_scale") is None:
-        yield "nvfp4_quantize", f"maxima_{choice['dtype']}"
+        yield "nvfp4_quantize", f"maxima_{choice['dtype']}{_portable(name)}"
 
 
 def _mxfp8_gemm(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
@@ -156,6 +162,15 @@ def _mxfp8_gemm(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
         yield "mxfp8_gemm", "dequantize"
     if call.get("rebased") and name == "dequantize":
         yield "gemm", "bf16_nt_128x128_fused_masked"
+
+
+def rescales(device: str) -> bool:
+    """Whether the path "rebased" is not exact: the reference's is, and that of portable kernels."""
+    from thunderkittens import emulation
+
+    if device == "cuda":
+        return os.environ.get("THUNDERKITTENS_PORTABLE") != "1"
+    return emulation.active() and not emulation.portable()
 
 
 def _rows_are_read(x: Any) -> bool:
@@ -181,7 +196,7 @@ def _fp8_gemm(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
     a, b = call["a"], call["b"]
     # Operands whose rows are not along k are transposed, if they are columns of whole rows.
     if a.stride(-2) == 1 < min(a.shape) or b.stride(-1) == 1 < min(b.shape):
-        yield "fp8_quantize", "transpose"
+        yield "fp8_quantize", f"transpose{_portable(name)}"
 
 
 BESIDE: dict[str, Callable[[str, Mapping, Mapping], Iterator[Launch]]] = {
@@ -225,7 +240,9 @@ class Record:
             before = len(emulated.kernels) if emulated else 0
             results = run(op, arrays, **scalars)
             if op in ALWAYS and all(x.numel() for x in results.values()):
-                self.launched.add(ALWAYS[op])
+                kernel_op, name = ALWAYS[op]
+                portable = emulated is not None and emulated.portable
+                self.launched.add((kernel_op, name + "_portable" * portable))
             for choice in emulated.kernels[before:] if emulated else ():
                 self.launched |= set(launches(op, choice, {**scalars, **arrays}))
             return results

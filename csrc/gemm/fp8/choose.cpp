@@ -201,7 +201,7 @@ constexpr const char* ROWWISE = "_rowwise";
 }  // namespace
 
 std::string unsupported(const Problem& p, const DeviceProperties& device) {
-    if (std::string reason = no_native_code_for(device); !reason.empty()) return reason;
+    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
     const bool pair = is_fp8(p.a_dtype) && is_fp8(p.b_dtype) &&
                       (p.a_dtype == DType::e4m3 || p.b_dtype == DType::e4m3);
     if (!pair) {
@@ -211,6 +211,7 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
     if (std::string reason = gemm::unsupported_sizes(p.m, p.n, p.k, "groups", p.groups);
         !reason.empty())
         return reason;
+    if (!runs_native(device)) return unsupported_portable(p, device);
     const Choice choice = choose(p, device);
     const double tiles = double(ceil_div(p.m, choice.config.block_m) + p.groups) *
                          double(ceil_div(p.n, choice.config.block_n));
@@ -220,6 +221,7 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
 }
 
 Choice choose(const Problem& p, const DeviceProperties& device) {
+    if (!runs_native(device)) return choose_portable(p, device);
     const int sm_count = std::max(1, device.sm_count);
     if (is_skinny(p)) return choose_swap_ab(p, sm_count);
     std::optional<Config> best;
@@ -257,6 +259,7 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
 }
 
 void follow_forced(Choice& choice, const Choice& before, bool kernel_is_forced) {
+    if (before.kernel == Kernel::portable) return;
     const bool same_split = choice.kernel == Kernel::split_k && choice.config == before.config;
     if (!kernel_is_forced && !same_split) choice.kernel = preferred_kernel(choice.config);
 }
@@ -268,6 +271,7 @@ std::string kernel_name(const Config& c) {
 
 std::string kernel_name(const Choice& choice) {
     const Config& c = choice.config;
+    if (choice.kernel == Kernel::portable) return portable_name(c);
     if (choice.kernel == Kernel::split_k)
         return concat(name_of(c.a_dtype), '_', name_of(c.b_dtype), "_split_k_", name_of(c.sums));
     return kernel_name(c) + (choice.kernel == Kernel::rowwise ? ROWWISE : "");
@@ -289,6 +293,7 @@ static KernelInfo split_k_info(Sums sums) {
 std::vector<KernelInfo> kernels() {
     std::vector<KernelInfo> list;
     for (const Sums sums : {Sums::fast, Sums::promoted}) list.push_back(split_k_info(sums));
+    for (KernelInfo& info : portable_kernels()) list.push_back(std::move(info));
     for (std::size_t i = 0; i < CONFIGS; ++i) {
         const Config c = config_at(i);
         const std::string kind = kind_of(c);

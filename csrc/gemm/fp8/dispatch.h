@@ -4,6 +4,7 @@
 
 #include "csrc/gemm/common/listed.h"
 #include "csrc/gemm/fp8/fp8_gemm.h"
+#include "csrc/gemm/fp8/portable.h"
 #include "csrc/gemm/fp8/split_k.h"
 
 namespace thunderkittens::fp8_gemm {
@@ -48,7 +49,9 @@ bool launch_kernel(Kernel kernel, const Params& params, Stream stream) {
         case Kernel::swap_ab:
             if constexpr (c.swap_ab) return launch_swap_ab<c>(params, stream), true;
             break;
-        case Kernel::split_k: break;  // one kernel for all of its configurations
+        // One kernel for all of its configurations, and one with configurations of its own.
+        case Kernel::split_k:
+        case Kernel::portable: break;
     }
     return false;
 }
@@ -60,6 +63,13 @@ inline bool launch_choice(const Choice& choice, Params params, Stream stream) {
         const auto launch = choice.config.sums == Sums::fast ? &launch_split_k<Sums::fast>
                                                              : &launch_split_k<Sums::promoted>;
         return launch(choice.config, params, stream), true;
+    }
+    if (choice.kernel == Kernel::portable) {
+        if constexpr (BUILDS_PORTABLE) {
+            return gemm::launch_listed<portable_config_at, PORTABLE_CONFIGS>(
+                choice.config,
+                [&]<Config c>() { return launch_portable<c>(params, stream), true; });
+        }
     }
     return gemm::launch_listed<config_at, CONFIGS>(
         choice.config, [&]<Config c>() { return launch_kernel<c>(choice.kernel, params, stream); });

@@ -76,9 +76,11 @@ struct Schedule {
 // The kernel that runs: of persistent_sm90.cuh, for all calls or for row-wise scales alone
 // (promoted_rowwise_sm90.cuh, pingpong_rowwise_sm90.cuh), of split_k_sm90.cuh, of
 // swap_ab/fp8_sm90.cuh.
-enum class Kernel : int { persistent, rowwise, split_k, swap_ab };
+// On other GPUs that of portable.h.
+enum class Kernel : int { persistent, rowwise, split_k, swap_ab, portable };
 constexpr const char* strategy_name(Kernel kernel) {
-    constexpr const char* names[] = {"persistent", "rowwise", "split_k", "swap_ab", nullptr};
+    constexpr const char* names[] = {"persistent", "rowwise",  "split_k",
+                                     "swap_ab",    "portable", nullptr};
     return names[static_cast<int>(kernel)];
 }
 

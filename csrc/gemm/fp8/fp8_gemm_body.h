@@ -47,17 +47,21 @@ Tensor transposed_by_kernel(const Backend<Tensor>& on, const Tensor& tensor, con
     auto launch = on.launch("fp8_gemm transpose", tensor);
     launch.may_read("operand", tensor);
     launch.may_write("copy", copy);
-    q::launch<q::TRANSPOSE>({.x = view.data,
-                             .m = k,
-                             .k = rows,
-                             .stride = columns.stride[2],
-                             .out_t = copy.data_ptr(),
-                             .aligned = aligned,
-                             .pitch_t = pitch,
-                             .batch_stride = columns.stride[1],
-                             .batches = static_cast<int>(groups),
-                             .blocks = static_cast<int>(blocks)},
-                            launch.stream);
+    const q::Params params{.x = view.data,
+                           .m = k,
+                           .k = rows,
+                           .stride = columns.stride[2],
+                           .out_t = copy.data_ptr(),
+                           .aligned = aligned,
+                           .pitch_t = pitch,
+                           .batch_stride = columns.stride[1],
+                           .batches = static_cast<int>(groups),
+                           .blocks = static_cast<int>(blocks)};
+    if (runs_native(on.device(tensor))) {
+        q::launch<q::TRANSPOSE>(params, launch.stream);
+    } else if constexpr (BUILDS_PORTABLE) {
+        q::launch<q::PORTABLE_TRANSPOSE>(params, launch.stream);
+    }
     return copy;
 }
 

@@ -8,7 +8,7 @@
 #include "csrc/common/math.h"
 #include "csrc/common/registry.h"
 #include "csrc/gemm/common/limits.h"
-#include "csrc/gemm/grouped/grouped_gemm.h"
+#include "csrc/gemm/grouped/portable.h"
 
 namespace thunderkittens::grouped_gemm {
 namespace {
@@ -63,7 +63,7 @@ Choice choice_of(const gemm::TileShape& shape, const Problem& p, const DevicePro
 }  // namespace
 
 std::string unsupported(const Problem& p, const DeviceProperties& device) {
-    if (std::string reason = no_native_code_for(device); !reason.empty()) return reason;
+    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
     if (p.dtype != DType::bf16 && p.dtype != DType::fp16) {
         return concat("operands must be bf16 or fp16, got ", name_of(p.dtype));
     }
@@ -74,6 +74,7 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
     if (p.grouped < 0 || p.grouped > int(Grouped::k)) {
         return concat("grouped must be 0 (rows), 1 (columns) or 2 (k), got ", p.grouped);
     }
+    if (!runs_native(device)) return unsupported_portable(p, device);
     // The kernels count tiles in 31 bits, up to one wave of blocks past the last.
     const gemm::Config config = choose(p, device).config;
     const double groups = double(p.groups) + 1;
@@ -86,6 +87,7 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
 }
 
 Choice choose(const Problem& p, const DeviceProperties& device) {
+    if (!runs_native(device)) return choose_portable(p, device);
     const int sm_count = std::max(1, device.sm_count);
     const gemm::TileShape* best = nullptr;
     double least = 0;
@@ -98,6 +100,7 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
 }
 
 std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device) {
+    if (!runs_native(device)) return portable_candidates(p, device);
     std::vector<Choice> list{choose(p, device)};
     const auto add = [&](const Choice& choice) {
         if (std::find(list.begin(), list.end(), choice) == list.end()) list.push_back(choice);
@@ -116,7 +119,9 @@ std::string kernel_name(const gemm::Config& c) {
                   c.block_m, 'x', c.block_n);
 }
 
-std::string kernel_name(const Choice& choice) { return grouped_gemm::kernel_name(choice.config); }
+std::string kernel_name(const Choice& choice) {
+    return concat(grouped_gemm::kernel_name(choice.config), choice.portable ? "_portable" : "");
+}
 
 std::vector<KernelInfo> kernels() {
     std::vector<KernelInfo> list;
@@ -134,6 +139,7 @@ std::vector<KernelInfo> kernels() {
             .shared_bytes = grouped_gemm::shared_bytes(c),
         });
     }
+    for (KernelInfo& info : portable_kernels()) list.push_back(std::move(info));
     return list;
 }
 

@@ -28,6 +28,7 @@ struct Choice {
     // Balanced tiling (common/balanced_tiles.h), if tiles of one width would leave SMs idle in the
     // last wave. The device counts the tiles.
     bool two_widths = false;
+    bool portable = false;  // the kernel of portable.h
 
     bool operator==(const Choice&) const = default;
 };
@@ -54,6 +55,7 @@ void visit_fields(Choice& c, Visitor&& visit) {
     visit("raster_group", c.raster_group);
     visit("blocks", c.blocks);
     visit("two_widths", c.two_widths);
+    visit("portable", c.portable);
 }
 
 // Every kernel that is compiled, by number: of the first shapes of dense/gemm.h, for both dtypes

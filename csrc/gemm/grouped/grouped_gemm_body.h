@@ -4,7 +4,7 @@
 
 #include "csrc/gemm/common/listed.h"
 #include "csrc/gemm/common/operands.h"
-#include "csrc/gemm/grouped/grouped_gemm.h"
+#include "csrc/gemm/grouped/portable.h"
 
 namespace thunderkittens::grouped_gemm {
 
@@ -30,6 +30,18 @@ Grouped check_shapes(const Tensor& a, const Tensor& b, const Tensor& offs) {
     return grouped;
 }
 
+// An operand in the order that a kernel reads, by a copy if it lies in the other one.
+template <class Tensor>
+gemm::Operand<Tensor> in_order(const Tensor& tensor, bool swapped) {
+    const auto in_place = gemm::operand_in_place(tensor);
+    if (in_place.swapped == swapped) return gemm::readable(in_place);
+    gemm::Operand<Tensor> copy{
+        .tensor = copy_for_tensor_map(swapped ? transpose(tensor, -2, -1) : tensor),
+        .swapped = swapped};
+    copy.view = as_4d(copy.tensor);
+    return copy;
+}
+
 template <class Tensor>
 Tensor grouped_gemm_body(const Backend<Tensor>& on, const Tensor& a, const Tensor& b,
                          const Tensor& given_offs) {
@@ -48,7 +60,12 @@ Tensor grouped_gemm_body(const Backend<Tensor>& on, const Tensor& a, const Tenso
     if (out.numel() == 0) return out;
     if (groups == 0 || k == 0) return zeroed(out);
     const Tensor offs = packed(given_offs);
-    const auto left = operand(a), right = operand(b);
+    const DeviceProperties& device = on.device(a);
+    const bool native = runs_native(device);
+    const auto right_in_place = gemm::operand_in_place(b);
+    const Order order = native ? Order{} : portable_order(grouped, !right_in_place.swapped);
+    const auto left = native ? operand(a) : in_order(a, order.a_m_major);
+    const auto right = native ? gemm::readable(right_in_place) : in_order(b, !order.b_n_major);
     align(on, left, a, right, b);
     const Problem problem{.m = m,
                           .n = n,
@@ -58,7 +75,6 @@ Tensor grouped_gemm_body(const Backend<Tensor>& on, const Tensor& a, const Tenso
                           .dtype = dtype,
                           .a_m_major = left.swapped,
                           .b_n_major = !right.swapped};
-    const DeviceProperties& device = on.device(a);
     check_supported(OP, unsupported(problem, device));
     const Choice choice = on.chosen("grouped_gemm", choose(problem, device));
     const Params params{.product = {.a = left.view.data,
@@ -85,9 +101,17 @@ Tensor grouped_gemm_body(const Backend<Tensor>& on, const Tensor& a, const Tenso
     launch.may_read("b", right.tensor);
     launch.may_read("offs", offs);
     launch.may_write("out", out);
-    const bool found = gemm::launch_listed<config_at, CONFIGS>(
-        choice.config,
-        [&]<gemm::Config c>() { return grouped_gemm::launch<c>(params, launch.stream), true; });
+    bool found = false;
+    if (!choice.portable) {
+        found = gemm::launch_listed<config_at, CONFIGS>(choice.config, [&]<gemm::Config c>() {
+            return grouped_gemm::launch<c>(params, launch.stream), true;
+        });
+    } else if constexpr (BUILDS_PORTABLE) {
+        found = gemm::launch_listed<portable_config_at, PORTABLE_CONFIGS>(
+            gemm::portable_config(choice.config), [&]<gemm::PortableConfig c>() {
+                return grouped_gemm::launch_portable<c>(params, launch.stream), true;
+            });
+    }
     TK_CHECK(found, OP, ": no kernel ", kernel_name(choice));
     return out;
 }

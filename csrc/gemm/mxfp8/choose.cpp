@@ -25,15 +25,18 @@ fp8_gemm::Problem rescaled(const Problem& p) {
     return {.m = p.m, .n = p.n, .k = p.k, .out_dtype = p.out_dtype, .activated = p.fused};
 }
 
+constexpr const char* PORTABLE_NAME = "_portable";
+
 std::string unsupported_dtype(const char* name, DType dtype) {
     return is_fp8(dtype) ? "" : concat(name, " must be e4m3 or e5m2, got ", name_of(dtype));
 }
 
-KernelInfo pass(const std::string& name, const std::string& what) {
-    return {.name = name,
+KernelInfo pass(const std::string& name, const std::string& what, bool portable) {
+    return {.name = portable ? name + PORTABLE_NAME : name,
             .config = what,
-            .source = "mxfp8_passes",
+            .source = portable ? "mxfp8_passes_sm80" : "mxfp8_passes",
             .symbol = concat("mxfp8_", name, "_pass_kernel"),
+            .arch = portable ? PORTABLE : NATIVE,
             .threads = THREADS};
 }
 std::string dequant_name(const DequantConfig& f) {
@@ -44,7 +47,10 @@ std::string fused_dequant_name(const gemm::Config& c) {
     return c.block_n == 256 ? "fused_dequant" : concat("fused_dequant_", c.block_n);
 }
 std::vector<KernelInfo> gemm_kernels() {
-    std::vector<KernelInfo> list{pass("dequantize", "tile 128x128, 256 threads, two operands")};
+    std::vector<KernelInfo> list;
+    for (const bool portable : {false, true}) {
+        list.push_back(pass("dequantize", "tile 128x128, 256 threads, two operands", portable));
+    }
     for (const gemm::Config& c : {gemm::fused_dequant_config(DType::bf16),
                                   gemm::narrow_fused_dequant_config(DType::bf16)}) {
         list.push_back({.name = fused_dequant_name(c),
@@ -193,12 +199,15 @@ void choose_native(const Problem& p, const DeviceProperties& device, Choice& cho
 }
 std::vector<KernelInfo> prepare_kernels() {
     std::vector<KernelInfo> list;
-    for (const int threads : {THREADS, MOST_RESCALE_THREADS}) {
-        KernelInfo info = pass("rescale", concat("16 rows, ", threads, " threads, two operands"));
-        info.name = kernel_name(PrepareChoice{.threads = threads});
-        info.symbol = concat(info.symbol, "I*Li", threads / 32, "E");
-        info.threads = threads;
-        list.push_back(info);
+    for (const bool portable : {false, true}) {
+        for (const int threads : {THREADS, MOST_RESCALE_THREADS}) {
+            KernelInfo info =
+                pass("rescale", concat("16 rows, ", threads, " threads, two operands"), portable);
+            info.name = kernel_name(PrepareChoice{.threads = threads, .portable = portable});
+            info.symbol = concat(info.symbol, "I*Li", threads / 32, "E");
+            info.threads = threads;
+            list.push_back(info);
+        }
     }
     return list;
 }
@@ -206,7 +215,7 @@ std::vector<KernelInfo> prepare_kernels() {
 }  // namespace
 
 std::string unsupported_operand(const PrepareProblem& p, const DeviceProperties& device) {
-    if (std::string reason = no_native_code_for(device); !reason.empty()) return reason;
+    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
     if (std::string reason = unsupported_dtype("data", p.data_dtype); !reason.empty()) {
         return reason;
     }
@@ -217,12 +226,13 @@ std::string unsupported_operand(const PrepareProblem& p, const DeviceProperties&
     return "";
 }
 
-PrepareChoice choose_prepare(const PrepareProblem& p, const DeviceProperties&) {
-    return {.threads = rescale_threads(mask_words(p.rows) * MASK_BYTES * p.batch)};
+PrepareChoice choose_prepare(const PrepareProblem& p, const DeviceProperties& device) {
+    return {.threads = rescale_threads(mask_words(p.rows) * MASK_BYTES * p.batch),
+            .portable = !runs_native(device)};
 }
 
 std::string unsupported(const Problem& p, const DeviceProperties& device) {
-    if (std::string reason = no_native_code_for(device); !reason.empty()) return reason;
+    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
     for (const auto& [name, dtype] : {std::pair{"a", p.a_dtype}, std::pair{"b", p.b_dtype}}) {
         if (std::string reason = unsupported_dtype(name, dtype); !reason.empty()) return reason;
     }
@@ -236,15 +246,21 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
         return "groups need k > 0, rows of b that are multiples of 16 bytes, and its scales in the "
                "128x4 layout";
     }
+    if (p.grouped && !runs_native(device)) return no_native_code_for(device);
     if (p.grouped && p.rescaled) return "groups are not multiplied by the rescaled path";
     if (std::string reason = gemm::unsupported(dequantized(p), device); !reason.empty())
         return reason;
-    return p.rescaled ? fp8_gemm::unsupported(rescaled(p), device) : "";
+    return p.rescaled && runs_native(device) ? fp8_gemm::unsupported(rescaled(p), device) : "";
 }
 
 Choice choose(const Problem& p, const DeviceProperties& device) {
     Choice choice;
     choice.dequant_config.data = p.b_dtype;
+    if (!runs_native(device)) {
+        // Exact on either path: without fp8 tensor cores rescaling has nothing to give.
+        choice.exact = gemm::choose(dequantized(p), device);
+        return choice;
+    }
     if (p.native()) {
         choose_native(p, device, choice);
         return choice;
@@ -303,11 +319,15 @@ std::string kernel_name(const Choice& c) {
         case Kernel::fused_dequant: return fused_dequant_name(c.exact.config);
         case Kernel::swap_ab_dequant: return dequant_name(c.dequant_config);
         case Kernel::swap_ab_native: return native_name(c.native_shape);
-        default: return "dequantize";  // the last pass
+        // The last pass.
+        default:
+            return concat("dequantize",
+                          c.exact.kernel == gemm::Kernel::portable ? PORTABLE_NAME : "");
     }
 }
 std::string kernel_name(const PrepareChoice& c) {
-    return c.threads == THREADS ? "rescale" : "rescale_few_rows";
+    return concat(c.threads == THREADS ? "rescale" : "rescale_few_rows",
+                  c.portable ? PORTABLE_NAME : "");
 }
 
 static const bool registered =

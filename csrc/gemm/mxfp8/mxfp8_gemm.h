@@ -182,6 +182,7 @@ struct PrepareProblem {
 struct PrepareChoice {
     int rows = ROWS;
     int threads = THREADS;
+    bool portable = false;
 };
 
 struct DequantParams {
@@ -265,7 +266,7 @@ void visit_fields(Choice& c, Visitor&& visit) {
           rescales ? c.product.schedule.raster_group : c.exact.schedule.raster_group);
     visit("blocks", rescales ? c.product.schedule.blocks : c.exact.schedule.blocks);
 }
-TK_FIELDS(PrepareChoice, rows, threads)
+TK_FIELDS(PrepareChoice, rows, threads, portable)
 
 constexpr int64_t mask_words(int64_t rows) { return ceil_div(rows, gemm::MASK_ROWS); }
 inline int rescale_blocks(const block_scaled::Matrix& m) {
@@ -304,7 +305,12 @@ inline int dequantize_blocks(const DequantizePassParams& p, const DeviceProperti
 }
 
 // Run a pass on the stream; templates, so that they are instantiated in one place.
-template <class Params>
+template <class Params, bool portable>
 void run_pass(const Params& params, Stream stream);
+template <class Params>
+void run_pass(const Params& params, const DeviceProperties& device, Stream stream) {
+    if (runs_native(device)) return run_pass<Params, false>(params, stream);
+    if constexpr (BUILDS_PORTABLE) run_pass<Params, true>(params, stream);
+}
 
 }  // namespace thunderkittens::mxfp8_gemm

@@ -87,7 +87,7 @@ struct Product {
             a.read_by(launch);
             launch.may_write("a", wide);
             launch.may_write("ones", ones);
-            run_pass(dequantize, stream);
+            run_pass(dequantize, device, stream);
         }
         const DequantParams params{.a = wide.data_ptr(),
                                    .weight = b.matrix.data,
@@ -200,7 +200,7 @@ struct Product {
             launch.may_write("a", wide_a);
             launch.may_write("b", wide_b);
             mask_read_by(launch);
-            run_pass(params, stream);
+            run_pass(params, device, stream);
         }
         gemm::Params params = product(wide_a, wide_b);
         params.mask = mask;
@@ -255,7 +255,7 @@ struct Product {
                 right = Prepared<Tensor>::allocate(b);
                 pass.operands[1] = rescale(b, *right, launch);
             }
-            run_pass(pass, stream);
+            run_pass(pass, device, stream);
         }
         multiply_rescaled(*left, *right);
         multiply_dequantized(&*left, &*right);

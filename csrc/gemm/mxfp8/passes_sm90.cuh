@@ -108,11 +108,8 @@ __device__ __forceinline__ bool rescale_codes(Words& codes, uint32_t byte, const
         uint32_t pairs[2];
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-            const auto code = static_cast<__nv_fp8x2_storage_t>(given >> 16 * j);
-            const __half2_raw value = __nv_cvt_fp8x2_to_halfraw2(code, F::FORMAT);
-            const __half2 moved = __hmul2(bit_cast<__half2>(value), factor);
-            pairs[j] =
-                __nv_cvt_halfraw2_to_fp8x2(bit_cast<__half2_raw>(moved), __NV_SATFINITE, __NV_E4M3);
+            const __half2 value = gemm::sm80::pair_of_fp8<typename F::Element>(given >> 16 * j);
+            pairs[j] = gemm::sm80::fp8_codes<kittens::fp8e4m3>(__hmul2(value, factor));
         }
         codes.word[i] = pairs[0] | pairs[1] << 16;
         large |= reaches(codes.word[i], 0x30);
@@ -202,12 +199,14 @@ struct MaskedWarps {
 };
 
 // A template, so that the kernel is where it is instantiated.
-template <class Params, int WARPS>
+template <class Params, int WARPS, bool PORTABLE>
 __global__ void __launch_bounds__(WARPS * 32, WARPS < MOST_RESCALE_WARPS ? 2 : 1)
     mxfp8_rescale_pass_kernel(Params p) {
-    arch::wait_for_dependencies();
-    // Blocks that are all there at once leave room for those of the kernel that multiplies.
-    if (WARPS == MOST_RESCALE_WARPS) arch::launch_dependents();
+    if constexpr (!PORTABLE) {
+        arch::wait_for_dependencies();
+        // Blocks that are all there at once leave room for those of the kernel that multiplies.
+        if (WARPS == MOST_RESCALE_WARPS) arch::launch_dependents();
+    }
     const bool second = static_cast<int>(blockIdx.x) >= p.operands[0].blocks;
     const Rescale& o = p.operands[second ? 1 : 0];
     const int index = static_cast<int>(blockIdx.x) - (second ? p.operands[0].blocks : 0);
@@ -268,12 +267,14 @@ __device__ __forceinline__ void dequantize_tile(const DequantizePass& o, int ind
     });
 }
 
-template <class Params>
+template <class Params, bool PORTABLE>
 __global__ void __launch_bounds__(mxfp8_gemm::THREADS, 3) mxfp8_dequantize_pass_kernel(Params p) {
     // The swap-AB kernel may begin early, and load what was there before the pass; and the one for
     // the tiles of a mask, which are few. The kernel for many rows would only be in the way.
-    arch::wait_for_dependencies();
-    if (p.ones != nullptr || p.mask.rows != nullptr) arch::launch_dependents();
+    if constexpr (!PORTABLE) {
+        arch::wait_for_dependencies();
+        if (p.ones != nullptr || p.mask.rows != nullptr) arch::launch_dependents();
+    }
     if (p.mask.rows != nullptr &&
         !gemm::sm90::any_in_mask(p.mask, static_cast<uint32_t>(p.m), static_cast<uint32_t>(p.n))) {
         return;
@@ -296,22 +297,24 @@ __global__ void __launch_bounds__(mxfp8_gemm::THREADS, 3) mxfp8_dequantize_pass_
 
 }  // namespace sm90
 
-template <class Params>
+template <class Params, bool PORTABLE>
 void run_pass(const Params& params, Stream stream) {
     if constexpr (std::is_same_v<Params, RescaleParams>) {
         const int blocks = params.operands[0].blocks + params.operands[1].blocks;
         if (blocks == 0) return;
         const auto launch = [&]<int WARPS>() {
-            kittens::launch({.dependent = true}, sm90::mxfp8_rescale_pass_kernel<Params, WARPS>,
-                            dim3(blocks), dim3(WARPS * 32), dim3(1), 0, stream, params);
+            kittens::launch({.dependent = !PORTABLE},
+                            sm90::mxfp8_rescale_pass_kernel<Params, WARPS, PORTABLE>, dim3(blocks),
+                            dim3(WARPS * 32), dim3(1), 0, stream, params);
         };
         if (rescale_threads(blocks) == THREADS)
             launch.template operator()<sm90::RESCALE_WARPS>();
         else
             launch.template operator()<sm90::MOST_RESCALE_WARPS>();
     } else {
-        kittens::launch({.dependent = true}, sm90::mxfp8_dequantize_pass_kernel<Params>,
-                        dim3(params.blocks), dim3(THREADS), dim3(1), 0, stream, params);
+        kittens::launch({.dependent = !PORTABLE},
+                        sm90::mxfp8_dequantize_pass_kernel<Params, PORTABLE>, dim3(params.blocks),
+                        dim3(THREADS), dim3(1), 0, stream, params);
     }
 }
 

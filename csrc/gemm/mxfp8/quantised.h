@@ -91,7 +91,8 @@ Prepared<Tensor> mxfp8_prepare_body(const Backend<Tensor>& on, const Tensor& dat
     if (prepared.factor.numel() > 0) {
         const PrepareChoice choice = choose_prepare(problem, on.device(data));
         auto launch = on.launch("mxfp8_prepare", choice, data);
-        run_pass(RescaleParams{.operands = {rescale(operand, prepared, launch)}}, launch.stream);
+        run_pass(RescaleParams{.operands = {rescale(operand, prepared, launch)}}, on.device(data),
+                 launch.stream);
     }
     return prepared;
 }

@@ -11,6 +11,7 @@
 #include "csrc/gemm/fused_dequant/fused_dequant.h"
 #include "csrc/gemm/nvfp4/cost.h"
 #include "csrc/gemm/nvfp4/nvfp4_gemm.h"
+#include "csrc/gemm/nvfp4/portable.h"
 
 namespace thunderkittens::nvfp4_gemm {
 namespace {
@@ -185,7 +186,7 @@ std::string fused_dequant_name(DType dtype) {
 }  // namespace
 
 std::string unsupported(const Problem& p, const DeviceProperties& device) {
-    if (std::string reason = no_native_code_for(device); !reason.empty()) return reason;
+    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
     if (p.dtype != DType::bf16 && p.dtype != DType::fp16) {
         return concat("activations must be bf16 or fp16, got ", name_of(p.dtype));
     }
@@ -193,6 +194,7 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
         !reason.empty())
         return reason;
     if (p.k % 16 != 0) return concat("k must be a multiple of 16, got ", p.k);
+    if (!runs_native(device)) return unsupported_portable(p, device);
     const Choice choice = choose(p, device);
     const int64_t tile_rows = choice.kernel == Kernel::gemv ? STRIP_ROWS * choice.schedule.strips
                                                             : block_rows(choice.config);
@@ -202,6 +204,7 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
 }
 
 Choice choose(const Problem& p, const DeviceProperties& device) {
+    if (!runs_native(device)) return choose_portable(p, device);
     const int sm_count = std::max(1, device.sm_count);
     const Plan plan = best(p, sm_count);
     const bool fits =
@@ -211,7 +214,8 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
                : plan.choice;
 }
 
-void follow_forced(Choice& choice, const Choice&, bool kernel_is_forced) {
+void follow_forced(Choice& choice, const Choice& before, bool kernel_is_forced) {
+    if (is_portable(before.kernel)) return follow_forced_portable(choice, kernel_is_forced);
     if (!kernel_is_forced) choice.kernel = kernel_of(choice.config);
     const int in_cluster = choice.schedule.splits * choice.schedule.multicast;
     choice.schedule.blocks = (choice.schedule.blocks + in_cluster - 1) / in_cluster * in_cluster;
@@ -225,21 +229,23 @@ std::string kernel_name(const Config& c) {
 
 std::string kernel_name(const Choice& choice) {
     if (choice.kernel == Kernel::fused_dequant) return fused_dequant_name(choice.config.dtype);
+    if (is_portable(choice.kernel)) return portable_name(choice);
     return kernel_name(choice.config);
 }
 
 std::string unsupported(const Nvfp4Weight& p, const DeviceProperties& device) {
-    if (std::string reason = no_native_code_for(device); !reason.empty()) return reason;
+    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
     if (p.k % 16 != 0) return concat("k must be a multiple of 16, got ", p.k);
     const double count = double(pieces(p.n)) * double(pieces(p.k)) * double(p.groups);
     if (count > 2e9) return concat("the weight has ", count, " pieces; at most 2e9 are supported");
     return "";
 }
-Nvfp4Preparation choose(const Nvfp4Weight& p, const DeviceProperties&) {
-    return {p.restore ? Nvfp4Pass::restore : Nvfp4Pass::prepare};
+Nvfp4Preparation choose(const Nvfp4Weight& p, const DeviceProperties& device) {
+    return {p.restore ? Nvfp4Pass::restore : Nvfp4Pass::prepare, !runs_native(device)};
 }
 std::string kernel_name(const Nvfp4Preparation& c) {
-    return c.pass == Nvfp4Pass::restore ? "restore" : "prepare";
+    return concat(c.pass == Nvfp4Pass::restore ? "restore" : "prepare",
+                  c.portable ? "_portable" : "");
 }
 
 namespace {
@@ -277,16 +283,21 @@ std::vector<KernelInfo> nvfp4_gemm_kernels() {
             .shared_bytes = shared_bytes(c),
         });
     }
+    for (KernelInfo& info : portable_kernels()) list.push_back(std::move(info));
     return list;
 }
 std::vector<KernelInfo> nvfp4_prepare_kernels() {
     std::vector<KernelInfo> list;
     for (const Nvfp4Pass pass : {Nvfp4Pass::prepare, Nvfp4Pass::restore}) {
-        list.push_back({.name = kernel_name(Nvfp4Preparation{pass}),
-                        .config = "a piece of 64x64, 128 threads",
-                        .source = "nvfp4_prepare",
-                        .symbol = concat("nvfp4_prepare_kernelILi", int(pass), 'E'),
-                        .threads = 128});
+        for (const bool portable : {false, true}) {
+            list.push_back(
+                {.name = kernel_name(Nvfp4Preparation{pass, portable}),
+                 .config = "a piece of 64x64, 128 threads",
+                 .source = portable ? "nvfp4_prepare_sm80" : "nvfp4_prepare",
+                 .symbol = concat("nvfp4_prepare_kernelILi", int(pass), "ELb", int(portable), 'E'),
+                 .arch = portable ? PORTABLE : NATIVE,
+                 .threads = 128});
+        }
     }
     return list;
 }

@@ -66,9 +66,11 @@ struct Schedule {
 
 // The kernel that runs: of swap_ab/, nvfp4_sm90.cuh, nvfp4_split_k_sm90.cuh, nvfp4_gemv_sm90.cuh,
 // or for many rows of fused_dequant/fused_dequant.h. Each computes every call of its problem.
-enum class Kernel : int { swap_ab, split_k, gemv, fused_dequant };
+// On other GPUs the kernels of portable.h.
+enum class Kernel : int { swap_ab, split_k, gemv, fused_dequant, portable, portable_few_rows };
 constexpr const char* strategy_name(Kernel kernel) {
-    constexpr const char* names[] = {"swap_ab", "split_k", "gemv", "fused_dequant", nullptr};
+    constexpr const char* names[] = {"swap_ab",  "split_k",           "gemv", "fused_dequant",
+                                     "portable", "portable_few_rows", nullptr};
     return names[static_cast<int>(kernel)];
 }
 
@@ -270,7 +272,7 @@ struct PrepareParams {
 };
 // The first makes `prepared`; the second reads it and makes `values`.
 enum class Nvfp4Pass : int { prepare, restore };
-template <Nvfp4Pass pass>
+template <Nvfp4Pass pass, bool portable>
 void run(const PrepareParams& params, Stream stream);
 
 // A preparation as the registry knows it.
@@ -280,9 +282,10 @@ struct Nvfp4Weight {
 };
 struct Nvfp4Preparation {
     Nvfp4Pass pass = Nvfp4Pass::prepare;
+    bool portable = false;
 };
 TK_FIELDS(Nvfp4Weight, n, k, groups, restore)
-TK_FIELDS(Nvfp4Preparation, pass)
+TK_FIELDS(Nvfp4Preparation, pass, portable)
 std::string unsupported(const Nvfp4Weight& weight, const DeviceProperties& device);
 Nvfp4Preparation choose(const Nvfp4Weight& weight, const DeviceProperties& device);
 std::string kernel_name(const Nvfp4Preparation& config);

@@ -6,7 +6,7 @@
 #include "csrc/gemm/common/listed.h"
 #include "csrc/gemm/common/workspace.h"
 #include "csrc/gemm/fused_dequant/fused_dequant.h"
-#include "csrc/gemm/nvfp4/nvfp4_gemm.h"
+#include "csrc/gemm/nvfp4/dispatch_portable.h"
 
 namespace thunderkittens::nvfp4_gemm {
 
@@ -160,6 +160,11 @@ Tensor nvfp4_gemm_body(const Backend<Tensor>& on, const Tensor& a, const Tensor&
     launch.may_read("offs", ends);
     launch.may_write("out", out);
     launch.may_write("workspace", workspace);
+    if (is_portable(choice.kernel)) {
+        TK_CHECK(launch_portable(choice, params, launch.stream), OP, ": no kernel ",
+                 kernel_name(choice));
+        return out;
+    }
     if (choice.kernel == Kernel::fused_dequant) {
         if (s.dtype == DType::bf16)
             multiply_fused_dequant<DType::bf16>(params, choice, a, launch);

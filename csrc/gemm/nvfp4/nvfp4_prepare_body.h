@@ -8,6 +8,12 @@
 
 namespace thunderkittens::nvfp4_gemm {
 
+template <Nvfp4Pass pass>
+void run_on(const DeviceProperties& device, const PrepareParams& params, Stream stream) {
+    if (runs_native(device)) return run<pass, false>(params, stream);
+    if constexpr (BUILDS_PORTABLE) run<pass, true>(params, stream);
+}
+
 template <class Tensor>
 Tensor nvfp4_prepare_body(const Backend<Tensor>& on, const Tensor& data, const Tensor& block_scale,
                           bool swizzle) {
@@ -32,16 +38,17 @@ Tensor nvfp4_prepare_body(const Backend<Tensor>& on, const Tensor& data, const T
     launch.may_read("data", codes);
     launch.may_read("block_scale", scales);
     launch.may_write("out", out);
-    run<Nvfp4Pass::prepare>({.codes = codes.data_ptr(),
-                             .scales = scales.data_ptr(),
-                             .prepared = out.data_ptr(),
-                             .n = n,
-                             .k = k,
-                             .groups = groups,
-                             .codes_stride = codes.stride(-2),
-                             .codes_group_stride = grouped ? codes.stride(0) : 0,
-                             .swizzle = swizzle},
-                            launch.stream);
+    run_on<Nvfp4Pass::prepare>(on.device(data),
+                               {.codes = codes.data_ptr(),
+                                .scales = scales.data_ptr(),
+                                .prepared = out.data_ptr(),
+                                .n = n,
+                                .k = k,
+                                .groups = groups,
+                                .codes_stride = codes.stride(-2),
+                                .codes_group_stride = grouped ? codes.stride(0) : 0,
+                                .swizzle = swizzle},
+                               launch.stream);
     return out;
 }
 
@@ -74,14 +81,15 @@ Tensor nvfp4_restore_body(const Backend<Tensor>& on, const Tensor& data, const T
     launch.may_read("data", prepared);
     launch.may_read("global_scale", scale);
     launch.may_write("out", out);
-    run<Nvfp4Pass::restore>({.prepared = prepared.data_ptr(),
-                             .values = out.data_ptr(),
-                             .global_scale = data_as<const float>(scale),
-                             .n = rows,
-                             .k = columns,
-                             .groups = groups,
-                             .values_dtype = dtype},
-                            launch.stream);
+    run_on<Nvfp4Pass::restore>(on.device(data),
+                               {.prepared = prepared.data_ptr(),
+                                .values = out.data_ptr(),
+                                .global_scale = data_as<const float>(scale),
+                                .n = rows,
+                                .k = columns,
+                                .groups = groups,
+                                .values_dtype = dtype},
+                               launch.stream);
     return out;
 }
 

@@ -178,7 +178,7 @@ __device__ __forceinline__ void restore(const PrepareParams& p) {
     }
 }
 
-template <int PASS>
+template <int PASS, bool PORTABLE>
 __global__ void __launch_bounds__(PREPARE_THREADS)
     nvfp4_prepare_kernel(const __grid_constant__ PrepareParams p) {
     if constexpr (PASS == int(Nvfp4Pass::prepare)) {
@@ -194,12 +194,13 @@ __global__ void __launch_bounds__(PREPARE_THREADS)
 
 }  // namespace sm90
 
-template <Nvfp4Pass pass>
+template <Nvfp4Pass pass, bool portable>
 void run(const PrepareParams& p, Stream stream) {
     const int64_t of_block = pass == Nvfp4Pass::prepare ? sm90::PREPARE_PIECES : 1;
     const int64_t blocks = pieces(p.n) * ((pieces(p.k) + of_block - 1) / of_block) * p.groups;
-    kittens::launch(sm90::nvfp4_prepare_kernel<int(pass)>, dim3(static_cast<unsigned>(blocks)),
-                    dim3(sm90::PREPARE_THREADS), dim3(1), 0, stream, p);
+    kittens::launch(sm90::nvfp4_prepare_kernel<int(pass), portable>,
+                    dim3(static_cast<unsigned>(blocks)), dim3(sm90::PREPARE_THREADS), dim3(1), 0,
+                    stream, p);
 }
 
 }  // namespace thunderkittens::nvfp4_gemm

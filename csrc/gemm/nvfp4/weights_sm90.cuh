@@ -51,19 +51,24 @@ struct Nvfp4Weights {
         return load_strip(piece + thread / WARP_THREADS * STRIP, thread % WARP_THREADS);
     }
 
+    // Of product k: (r, 2 q), (r + 8, 2 q), (r, 2 q + 8), (r + 8, 2 q + 8), pairs each.
+    template <class T>
+    static __device__ __forceinline__ void fragment(const Words& words, int k, uint32_t (&to)[4]) {
+        const uint32_t codes[4] = {words.codes.x, words.codes.y, words.codes.z, words.codes.w};
+        const uint32_t pairs = k < 2 ? words.scales.x : words.scales.y;
+        // Rows r and r + 8 in the two halves.
+        const uint32_t bytes = (k % 2 == 0 ? pairs : pairs >> 8) & 0x00ff00ffu;
+        if constexpr (std::same_as<T, bf16>)
+            elements_bf16(codes[k], bytes * 16 + 0x76007600u, to);
+        else
+            elements_fp16(codes[k], bytes * 128 + 0x30003000u, to);
+    }
     template <class T>
     static __device__ __forceinline__ void fragments(const Words& words, rt<T, 16, PIECE>& to) {
-        const uint32_t codes[4] = {words.codes.x, words.codes.y, words.codes.z, words.codes.w};
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            const uint32_t pairs = k < 2 ? words.scales.x : words.scales.y;
-            // Rows r and r + 8 in the two halves.
-            const uint32_t bytes = (k % 2 == 0 ? pairs : pairs >> 8) & 0x00ff00ffu;
             uint32_t results[4];
-            if constexpr (std::same_as<T, bf16>)
-                elements_bf16(codes[k], bytes * 16 + 0x76007600u, results);
-            else
-                elements_fp16(codes[k], bytes * 128 + 0x30003000u, results);
+            fragment<T>(words, k, results);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 to.tiles[0][k].data[i] = arch::bit_cast<packed_type<T>>(results[i]);

@@ -82,7 +82,8 @@ struct Copies {
                            : int(left) - int(behind(thread_col() + i / passes * STRIPE, to_values));
             const bool there = (exists >> bit & 1) != 0 &&
                                (k_adjacent || int(thread_row()) + i % passes * row_step < k_left);
-            const int bytes = there ? max(0, min(elements, VECTOR)) * 2 : 0;
+            const int missing = k_adjacent ? source.k_short : 0;
+            const int bytes = there ? max(0, min(elements * 2 - missing, VECTOR * 2)) : 0;
             // What is not read has to be an address nevertheless.
             arch::cp_async_partial<16>(to + slot + distance(i), bytes > 0 ? at : source.data,
                                        bytes);

@@ -27,6 +27,8 @@ struct WarpTile {
     const typename Traits::Globals& g;
     uint32_t sums;         // address in shared memory
     uint32_t batch, m, n;  // its first row and column of the output
+    uint32_t m_end, n_end;
+    Affine affine;
 
     __device__ __forceinline__ WarpTile(const typename Traits::Globals& globals, uint32_t memory,
                                         const TileOrigin& at)
@@ -34,7 +36,10 @@ struct WarpTile {
           sums(memory + uint32_t(kittens::warpid() * rows * pitch * 4)),
           batch(at.batch),
           m(at.m + kittens::warpid() / C.warps_n * rows),
-          n(at.n + kittens::warpid() % C.warps_n * columns()) {}
+          n(at.n + kittens::warpid() % C.warps_n * columns()),
+          m_end(at.m_end),
+          n_end(at.n_end),
+          affine(Traits::affine(globals, at)) {}
 
     // Of the output.
     __device__ __forceinline__ int columns() const {
@@ -63,11 +68,11 @@ struct WarpTile {
         const float4 v = arch::load_shared<float4>(sums + uint32_t((row * pitch + col) * 4));
         const float all[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) z[i] = all[i] * g.epilogue.alpha + bias[i];
+        for (int i = 0; i < 4; ++i) z[i] = all[i] * affine.alpha + bias[i];
     }
     // Of columns of z.
     __device__ __forceinline__ void load_bias(float (&bias)[4], uint32_t column) const {
-        const T* from = static_cast<const T*>(g.epilogue.bias);
+        const T* from = static_cast<const T*>(affine.bias);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             bias[i] = from != nullptr && column + i < g.n
@@ -80,8 +85,9 @@ struct WarpTile {
     __device__ __forceinline__ void store_rounded() const {
         constexpr int lanes = cols / 4, step = WARP_THREADS / lanes, at_a_time = 4;
         static_assert(rows % (step * at_a_time) == 0);
-        const int col = laneid() % lanes * 4, count = min(int(g.n - n) - col, 4);
+        const int col = laneid() % lanes * 4, count = min(int(n_end - n) - col, 4);
         if (count <= 0) return;
+        const bool aligned = g.out_aligned && n % 4 == 0;
         float bias[4];
         load_bias(bias, n + col);
         sm90::with_type(g.out, g.out_dtype, [&](auto* out) {
@@ -94,8 +100,8 @@ struct WarpTile {
 #pragma unroll
                 for (int i = 0; i < at_a_time; ++i) {
                     const uint32_t at = m + row + i * step;
-                    if (at >= g.m) break;
-                    sm90::store_four(to + at * g.out_stride, z[i], g.out_aligned, count);
+                    if (at >= m_end) break;
+                    sm90::store_four(to + at * g.out_stride, z[i], aligned, count);
                 }
             }
         });
@@ -126,7 +132,8 @@ struct WarpTile {
         load_bias(bias[0], first_z);
         if (e.gate != Gate::none) load_bias(bias[1], second_z);
 #pragma unroll 1
-        for (int row = laneid() / lanes; row < rows && m + row < g.m; row += WARP_THREADS / lanes) {
+        for (int row = laneid() / lanes; row < rows && m + row < m_end;
+             row += WARP_THREADS / lanes) {
             float x[4], y[4];
             load_sums(x, row, first, bias[0]);
             store_aux(m + row, first_z, x, side_by_side ? min(2 * count, 4) : count);

@@ -23,6 +23,22 @@
 namespace thunderkittens::gemm {
 namespace sm80 {
 
+// How b comes to shared memory, and from there to fragments. Traits of weights of few bits have a
+// `Weights` that says it: its walker begins a stage by loading codes, and makes fragments of them.
+template <class Traits>
+struct OperandB {
+    static constexpr PortableConfig C = Traits::config;
+    using Walker = operand_walker<operand_b, !C.b_n_major, typename Traits::b_tile>;
+    using Copies =
+        sm80::Copies<typename Traits::b_tile, Traits::threads, !C.b_n_major, Traits::b_unit>;
+};
+template <class Traits>
+    requires requires { typename Traits::Weights; }
+struct OperandB<Traits> {
+    using Walker = typename Traits::Weights::Walker;
+    using Copies = typename Traits::Weights::Copies;
+};
+
 template <class Traits>
 struct Multistage {
     static constexpr PortableConfig C = Traits::config;
@@ -33,9 +49,9 @@ struct Multistage {
     static constexpr uint32_t slot_bytes = sizeof(typename Traits::Stage);
 
     using ACopies = Copies<typename Traits::a_tile, Traits::threads, !C.a_m_major, C.block_m>;
-    using BCopies = Copies<typename Traits::b_tile, Traits::threads, !C.b_n_major, Traits::warp_n>;
+    using BCopies = typename OperandB<Traits>::Copies;
     using AWalker = operand_walker<operand_a, !C.a_m_major, typename Traits::a_tile>;
-    using BWalker = operand_walker<operand_b, !C.b_n_major, typename Traits::b_tile>;
+    using BWalker = typename OperandB<Traits>::Walker;
     // 16 of k.
     struct Fragments {
         operand_a<T> a[height];
@@ -54,6 +70,7 @@ struct Multistage {
     int steps;           // stages of k
     uint32_t read = 0;   // offset of the slot that is multiplied, and its number
     uint32_t write = 0;  // and of the one that is copied to next
+    uint32_t marks = 0;  // of codes, see Traits::Codes
     pipeline_state<stages> reads{}, writes{};
 
     __device__ __forceinline__ Multistage(const typename Traits::Globals& globals, Shared& memory,
@@ -61,12 +78,18 @@ struct Multistage {
         : g(globals),
           shared(memory),
           at(origin),
-          a(memory.ring[0].a, globals.a, origin.batch, origin.m, globals.m - origin.m, 0),
+          a(memory.ring[0].a, globals.a, origin.batch, origin.m, origin.m_end - origin.m, 0),
           b(memory.ring[0].b, globals.b, origin.batch, first_column(), columns_left(), to_values()),
           a_tiles(memory.ring[0].a, C.a_m_major ? 0 : warp_row(), C.a_m_major ? warp_row() : 0),
           b_tiles(memory.ring[0].b, C.b_n_major ? 0 : warp_col(), C.b_n_major ? warp_col() : 0),
-          k_left(static_cast<int>(globals.k)),
-          steps(static_cast<int>((globals.k + BLOCK_K - 1) / BLOCK_K)) {}
+          k_left(static_cast<int>(origin.k)),
+          steps(static_cast<int>((origin.k + BLOCK_K - 1) / BLOCK_K)) {
+        if constexpr (Traits::divides_k) {
+            static_assert(C.a_m_major && C.b_n_major);
+            a.from += origin.k_begin * globals.a.stride;
+            b.from += origin.k_begin * globals.b.stride;
+        }
+    }
 
     static __device__ __forceinline__ int warp_row() {
         return kittens::warpid() / C.warps_n * Traits::warp_m;
@@ -83,7 +106,7 @@ struct Multistage {
         return takes_pairs() ? 2 * at.n : at.n;
     }
     __device__ __forceinline__ uint32_t columns_left() const {
-        return (takes_pairs() ? g.n : g.out_n) - first_column();
+        return (takes_pairs() ? g.n : at.n_end) - first_column();
     }
     __device__ __forceinline__ uint32_t to_values() const {
         return g.epilogue.gate == Gate::blocked ? g.out_n : 0;
@@ -93,11 +116,11 @@ struct Multistage {
 
     // Whether no vector reaches over the end of a row, where columns do not lie along k.
     __device__ __forceinline__ bool has_whole_columns() const {
-        return (!C.a_m_major || g.a_whole || at.m + C.block_m <= g.m) &&
+        return (!C.a_m_major || g.a_whole || at.m + C.block_m <= at.m_end) &&
                (!C.b_n_major || g.b_whole || columns_left() >= uint32_t(C.block_n));
     }
     __device__ __forceinline__ void copy_ragged() const {
-        a.copy_ragged(g.a, write, k_left, g.m - at.m, 0);
+        a.copy_ragged(g.a, write, k_left, at.m_end - at.m, 0);
         b.copy_ragged(g.b, write, k_left, columns_left(), to_values());
     }
     // The pointers of a stage's copies, which are issued in parts.
@@ -154,6 +177,11 @@ struct Multistage {
             arch::sync_block();
         }
     }
+    // The same, and what has to be done before its first fragments are loaded.
+    __device__ __forceinline__ void enter_stage() {
+        await_stage();
+        if constexpr (requires { b_tiles.begin(read); }) b_tiles.begin(read);
+    }
     // Until the slot that is copied to next is free.
     __device__ __forceinline__ void await_slot() {
         if constexpr (Traits::has_semaphores) {
@@ -191,7 +219,10 @@ struct Multistage {
     // `read`, and what else there is to do between two columns of base tiles.
     template <bool loads, class Between>
     __device__ __forceinline__ void multiply(Sums& d, const Fragments& current, Fragments& next,
-                                             int k, Between between) const {
+                                             int k, Between between) {
+        if constexpr (requires { typename Traits::Codes; }) {
+            return multiply_codes<loads>(d, current, next, k, between);
+        }
         constexpr int a_loads = (height + width - 1) / width;  // beside one of b
 #pragma unroll
         for (int j = 0; j < width; ++j) {
@@ -205,6 +236,40 @@ struct Multistage {
             between(j);
 #pragma unroll
             for (int i = 0; i < height; ++i) mma_operands(d[i][j], current.a[i], current.b[j]);
+        }
+    }
+
+    // The same of elements of 8 bits, of which fragments have four in a word: 32 of k. In either
+    // half of that they become fragments of 16 bits, of a before and of b between the products.
+    template <bool loads, class Between>
+    __device__ __forceinline__ void multiply_codes(Sums& d, const Fragments& current,
+                                                   Fragments& next, int k, Between between) {
+        using Codes = typename Traits::Codes;
+        constexpr int a_loads = (height + width - 1) / width;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            operand_a<T> a[height];
+#pragma unroll
+            for (int i = 0; i < height; ++i) {
+                Codes::widen_a(a[i], current.a[i], half, marks);
+            }
+#pragma unroll
+            for (int j = 0; j < width; ++j) {
+                if (half == 0) {
+                    if constexpr (loads) {
+                        load_b(next, j, k);
+#pragma unroll
+                        for (int i = j * a_loads; i < (j + 1) * a_loads; ++i) {
+                            if (i < height) load_a(next, i, k);
+                        }
+                    }
+                    between(j);
+                }
+                operand_b<T> b;
+                Codes::widen_b(b, current.b[j], half, marks);
+#pragma unroll
+                for (int i = 0; i < height; ++i) mma_operands(d[i][j], a[i], b);
+            }
         }
     }
 
@@ -226,7 +291,7 @@ struct Multistage {
         finish_copies();
         release_stage();
         next_stage();
-        await_stage();
+        enter_stage();
         multiply<true>(d, f[1], f[0], 0, [](int) {});
     }
     // The same at the end of k, or at the end of rows: what is copied, if anything, is not whole,
@@ -247,31 +312,39 @@ struct Multistage {
         release_stage();
         if (!is_last) {
             next_stage();
-            await_stage();
+            enter_stage();
             load_all(f[0], 0);
         }
         multiply<false>(d, f[1], f[0], 0, [](int) {});
     }
 
-    // All products of the tile.
+    // All products of the tile. after() is called behind those of each stage.
     __device__ __forceinline__ void run(Sums& d) {
+        run(d, [] {});
+    }
+    template <class After>
+    __device__ __forceinline__ void run(Sums& d, After after) {
         Fragments f[2];
         fill();
-        await_stage();
+        enter_stage();
         load_all(f[0], 0);
         const int whole = has_whole_columns() ? max(k_left, 0) / BLOCK_K : 0;
 #pragma unroll 1
-        for (int i = 0; i < whole; ++i) multiply_and_copy(d, f);
+        for (int i = 0; i < whole; ++i) {
+            multiply_and_copy(d, f);
+            after();
+        }
 #pragma unroll 1
-        for (int left = steps - whole; left > 0; --left) multiply_at_end(d, f, left == 1);
+        for (int left = steps - whole; left > 0; --left) {
+            multiply_at_end(d, f, left == 1);
+            after();
+        }
     }
 };
 
+// The semaphores of a ring that has some. Called by all threads.
 template <class Traits>
-__global__ __launch_bounds__(Traits::threads, Traits::blocks_per_sm) void portable_kernel(
-    const __grid_constant__ typename Traits::Globals g) {
-    constexpr PortableConfig C = Traits::config;
-    auto& shared = *reinterpret_cast<typename Traits::Shared*>(shared_memory());
+__device__ __forceinline__ void init_ring(typename Traits::Shared& shared) {
     if constexpr (Traits::has_semaphores) {
         if (threadIdx.x == 0) {
             for (int s = 0; s < Traits::stages; ++s) {
@@ -281,16 +354,21 @@ __global__ __launch_bounds__(Traits::threads, Traits::blocks_per_sm) void portab
         }
         arch::sync_block();
     }
-    const TilePosition tile = g.order.at(blockIdx.x);
-    const uint32_t columns = g.epilogue.gate == Gate::none ? C.block_n : C.block_n / 2;
-    const TileOrigin at{tile.batch, tile.m * C.block_m, tile.n * columns};
+}
+
+// The tile at a place, if it has products; else it is zero, or what the epilogue makes of that.
+template <class Traits>
+__device__ __forceinline__ void compute_tile(const typename Traits::Globals& g,
+                                             const TileOrigin& at, bool has_products = true) {
+    auto& shared = *reinterpret_cast<typename Traits::Shared*>(shared_memory());
+    init_ring<Traits>(shared);
     typename Multistage<Traits>::Sums d;
 #pragma unroll
     for (int i = 0; i < Traits::height; ++i) {
 #pragma unroll
         for (int j = 0; j < Traits::width; ++j) zero(d[i][j]);
     }
-    Multistage<Traits>(g, shared, at).run(d);
+    if (has_products) Multistage<Traits>(g, shared, at).run(d);
     arch::sync_block();  // the ring becomes the memory of the sums
     const WarpTile<Traits> tile_of_warp(g, arch::shared_address(&shared), at);
     tile_of_warp.share(d);
@@ -298,6 +376,16 @@ __global__ __launch_bounds__(Traits::threads, Traits::blocks_per_sm) void portab
         tile_of_warp.store_rounded();
     else
         tile_of_warp.store_fused();
+}
+
+template <class Traits>
+__global__ __launch_bounds__(Traits::threads, Traits::blocks_per_sm) void portable_kernel(
+    const __grid_constant__ typename Traits::Globals g) {
+    constexpr PortableConfig C = Traits::config;
+    const TilePosition tile = g.order.at(blockIdx.x);
+    const uint32_t columns = g.epilogue.gate == Gate::none ? C.block_n : C.block_n / 2;
+    compute_tile<Traits>(g,
+                         {tile.batch, tile.m * C.block_m, tile.n * columns, g.m, g.out_n, 0, g.k});
 }
 
 }  // namespace sm80

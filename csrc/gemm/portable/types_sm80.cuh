@@ -18,12 +18,21 @@ struct Source {
     const uint8_t* data;
     int64_t batch_stride, stride;
     int64_t in_unit, to_half, to_unit;
-    int64_t k_step;  // between the tiles of neighbouring stages
+    int64_t k_step;   // between the tiles of neighbouring stages
+    int k_short = 0;  // bytes that the last element of k lacks, where it stands for two of 8 bits
 };
 
-// Where a block's tile is: its first row of a, and its first column of the output.
+// Where a block's tile is: its first row of a, and its first column of the output. Rows from m_end
+// and columns from n_end on are not its own. It sums k elements, from k_begin on.
 struct TileOrigin {
     uint32_t batch, m, n;
+    uint32_t m_end, n_end, k_begin, k;
+};
+
+// What the sums of a tile are multiplied by, and the bias behind that.
+struct Affine {
+    float alpha;
+    const void* bias;
 };
 
 template <PortableConfig C>
@@ -32,6 +41,10 @@ struct Traits {
     using T = std::conditional_t<C.dtype == DType::bf16, bf16, half>;
     static constexpr int warps = C.warps(), threads = C.threads(), stages = C.stages;
     static constexpr int warp_m = C.warp_m(), warp_n = C.warp_n();
+    // Columns in which a blocked gate takes turns.
+    static constexpr int b_unit = warp_n;
+    // Whether blocks begin at different k; not where k is adjacent in memory.
+    static constexpr bool divides_k = false;
     // Base tiles of a warp's rectangle.
     static constexpr int height = warp_m / 16, width = warp_n / 16;
     // Two blocks of four warps fill the registers of a multiprocessor.
@@ -72,6 +85,9 @@ struct Traits {
         int64_t out_stride, out_batch_stride;
         Epilogue epilogue;
     };
+    static __device__ __forceinline__ Affine affine(const Globals& g, const TileOrigin&) {
+        return {g.epilogue.alpha, g.epilogue.bias};
+    }
 };
 
 }  // namespace sm80

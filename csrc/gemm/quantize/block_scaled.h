@@ -41,12 +41,14 @@ struct Mxfp8Quantize {
     DType dtype = DType::bf16;
     DType data_dtype = DType::e4m3;
     bool down = false;  // blocks along the rows of the matrix in memory, too or alone
+    bool portable = false;
 
     bool operator==(const Mxfp8Quantize&) const = default;
 };
 struct Mxfp8Dequantize {
     DType dtype = DType::bf16;
     DType data_dtype = DType::e4m3;
+    bool portable = false;
 
     bool operator==(const Mxfp8Dequantize&) const = default;
 };
@@ -55,15 +57,19 @@ struct Nvfp4Quantize {
     bool square = false;
     bool stochastic = false;
     bool unaligned = false;
+    bool portable = false;
 
     bool operator==(const Nvfp4Quantize&) const = default;
 };
 // 16-bit elements come by TMA, in a ring of tiles of each of the blocks that stay on an SM.
-constexpr bool in_ring(const Nvfp4Quantize& c) { return c.dtype != DType::fp32 && !c.unaligned; }
+constexpr bool in_ring(const Nvfp4Quantize& c) {
+    return c.dtype != DType::fp32 && !c.unaligned && !c.portable;
+}
 constexpr int NVFP4_STAGES = 2, NVFP4_BLOCKS_PER_SM = 2;
 constexpr int NVFP4_RING_BYTES = NVFP4_STAGES * TILE * TILE * 2 + 128;
 struct Nvfp4Dequantize {
     DType dtype = DType::bf16;
+    bool portable = false;
 
     bool operator==(const Nvfp4Dequantize&) const = default;
 };
@@ -71,17 +77,22 @@ struct Nvfp4Dequantize {
 // Every kernel that is compiled, by number.
 constexpr DType WIDE[] = {DType::bf16, DType::fp16, DType::fp32};
 constexpr DType FP8[] = {DType::e4m3, DType::e5m2};
-constexpr std::size_t MXFP8_QUANTIZE = 12, MXFP8_DEQUANTIZE = 6;
-constexpr std::size_t NVFP4_QUANTIZE = 20, NVFP4_DEQUANTIZE = 3;
+constexpr std::size_t MXFP8_QUANTIZE = 24, MXFP8_DEQUANTIZE = 12;
+constexpr std::size_t NVFP4_QUANTIZE = 32, NVFP4_DEQUANTIZE = 6;
 constexpr Mxfp8Quantize mxfp8_quantize_at(std::size_t i) {
-    return {WIDE[i / 4], FP8[i / 2 % 2], i % 2 != 0};
+    return {WIDE[i / 4 % 3], FP8[i / 2 % 2], i % 2 != 0, i >= 12};
 }
-constexpr Mxfp8Dequantize mxfp8_dequantize_at(std::size_t i) { return {WIDE[i / 2], FP8[i % 2]}; }
+constexpr Mxfp8Dequantize mxfp8_dequantize_at(std::size_t i) {
+    return {WIDE[i / 2 % 3], FP8[i % 2], i >= 6};
+}
 constexpr Nvfp4Quantize nvfp4_quantize_at(std::size_t i) {
-    // Kernels of 16-bit elements also without TMA, behind all others.
-    return {WIDE[i / 4 % 3], i / 2 % 2 != 0, i % 2 != 0, i / 4 >= 3};
+    // Kernels of 16-bit elements also without TMA, behind the others for Hopper; then portable
+    // ones, which do without it.
+    const bool portable = i >= 20;
+    const std::size_t at = portable ? i - 20 : i;
+    return {WIDE[at / 4 % 3], at / 2 % 2 != 0, at % 2 != 0, at / 4 >= 3, portable};
 }
-constexpr Nvfp4Dequantize nvfp4_dequantize_at(std::size_t i) { return {WIDE[i]}; }
+constexpr Nvfp4Dequantize nvfp4_dequantize_at(std::size_t i) { return {WIDE[i % 3], i >= 3}; }
 
 // A matrix in memory, or a batch of them: rows of adjacent elements; strides count elements.
 struct Matrix {
@@ -122,10 +133,10 @@ struct DequantizeParams {
 
 TK_FIELDS(Mxfp8Problem, rows, columns, batch, dtype, data_dtype, transpose, row_major)
 TK_FIELDS(Nvfp4Problem, rows, columns, batch, dtype, square, stochastic, unaligned)
-TK_FIELDS(Mxfp8Quantize, dtype, data_dtype, down)
-TK_FIELDS(Mxfp8Dequantize, dtype, data_dtype)
-TK_FIELDS(Nvfp4Quantize, dtype, square, stochastic, unaligned)
-TK_FIELDS(Nvfp4Dequantize, dtype)
+TK_FIELDS(Mxfp8Quantize, dtype, data_dtype, down, portable)
+TK_FIELDS(Mxfp8Dequantize, dtype, data_dtype, portable)
+TK_FIELDS(Nvfp4Quantize, dtype, square, stochastic, unaligned, portable)
+TK_FIELDS(Nvfp4Dequantize, dtype, portable)
 
 // Tiles of a batch of matrices; the kernels count them in 31 bits.
 constexpr int64_t tiles(int64_t rows, int64_t columns, int64_t batch) {
@@ -168,7 +179,7 @@ template <Nvfp4Quantize config>
 void quantize(const Nvfp4Params& params, Stream stream);
 template <Nvfp4Dequantize config>
 void dequantize(const DequantizeParams& params, Stream stream);
-template <DType dtype>
+template <DType dtype, bool portable>
 void find_maxima(const Nvfp4Params& params, Stream stream);
 
 }  // namespace thunderkittens::block_scaled

@@ -10,26 +10,38 @@
 namespace thunderkittens::block_scaled {
 
 inline void launch(const Mxfp8Quantize& wanted, const Mxfp8Params& params, Stream stream) {
-    const bool found = gemm::launch_listed<mxfp8_quantize_at, MXFP8_QUANTIZE>(
-        wanted, [&]<Mxfp8Quantize c>() { return quantize<c>(params, stream), true; });
+    const bool found =
+        gemm::launch_listed<mxfp8_quantize_at, MXFP8_QUANTIZE>(wanted, [&]<Mxfp8Quantize c>() {
+            if constexpr (!c.portable || BUILDS_PORTABLE) quantize<c>(params, stream);
+            return true;
+        });
     TK_CHECK(found, "tk.mxfp8_quantize: no kernel ", kernel_name(wanted));
 }
 inline void launch(const Mxfp8Dequantize& wanted, const DequantizeParams& params, Stream stream) {
     const bool found = gemm::launch_listed<mxfp8_dequantize_at, MXFP8_DEQUANTIZE>(
-        wanted, [&]<Mxfp8Dequantize c>() { return dequantize<c>(params, stream), true; });
+        wanted, [&]<Mxfp8Dequantize c>() {
+            if constexpr (!c.portable || BUILDS_PORTABLE) dequantize<c>(params, stream);
+            return true;
+        });
     TK_CHECK(found, "tk.mxfp8_dequantize: no kernel ", kernel_name(wanted));
 }
 inline void launch(const Nvfp4Quantize& wanted, const Nvfp4Params& params, Stream stream) {
     const auto run = [&]<Nvfp4Quantize c>() {
-        if (params.given_scale == nullptr) find_maxima<c.dtype>(params, stream);
-        return quantize<c>(params, stream), true;
+        if constexpr (!c.portable || BUILDS_PORTABLE) {
+            if (params.given_scale == nullptr) find_maxima<c.dtype, c.portable>(params, stream);
+            quantize<c>(params, stream);
+        }
+        return true;
     };
     const bool found = gemm::launch_listed<nvfp4_quantize_at, NVFP4_QUANTIZE>(wanted, run);
     TK_CHECK(found, "tk.nvfp4_quantize: no kernel ", kernel_name(wanted));
 }
 inline void launch(const Nvfp4Dequantize& wanted, const DequantizeParams& params, Stream stream) {
     const bool found = gemm::launch_listed<nvfp4_dequantize_at, NVFP4_DEQUANTIZE>(
-        wanted, [&]<Nvfp4Dequantize c>() { return dequantize<c>(params, stream), true; });
+        wanted, [&]<Nvfp4Dequantize c>() {
+            if constexpr (!c.portable || BUILDS_PORTABLE) dequantize<c>(params, stream);
+            return true;
+        });
     TK_CHECK(found, "tk.nvfp4_dequantize: no kernel ", kernel_name(wanted));
 }
 

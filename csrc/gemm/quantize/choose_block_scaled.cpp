@@ -9,11 +9,13 @@
 namespace thunderkittens::block_scaled {
 namespace {
 
+constexpr const char* PORTABLE_NAME = "_portable";
+
 bool is_wide(DType dtype) { return std::ranges::find(WIDE, dtype) != std::end(WIDE); }
 
 std::string unsupported_sizes(int64_t rows, int64_t columns, int64_t batch, DType dtype,
                               const DeviceProperties& device) {
-    if (std::string reason = no_native_code_for(device); !reason.empty()) return reason;
+    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
     if (!is_wide(dtype)) return concat("x must be bf16, fp16 or fp32, got ", name_of(dtype));
     // Tiles are counted in 31 bits, matrices in 16.
     const double count = (double(rows) / TILE + 1) * (double(columns) / TILE + 1) * double(batch);
@@ -31,8 +33,9 @@ KernelInfo kernel(const std::string& name, const char* source, const char* kerne
     });
     return {.name = name,
             .config = "tile 128x128, 256 threads",
-            .source = concat(source, name_of(config.dtype)),
+            .source = concat(source, name_of(config.dtype), config.portable ? "_sm80" : ""),
             .symbol = symbol,
+            .arch = config.portable ? PORTABLE : NATIVE,
             .threads = THREADS};
 }
 template <auto at, std::size_t count>
@@ -57,16 +60,19 @@ std::vector<KernelInfo> nvfp4_quantize_kernels() {
         const bool ring = in_ring(c);
         list.push_back(kernel(kernel_name(c), "nvfp4_",
                               ring ? "nvfp4_quantize_ring_kernel" : "nvfp4_quantize_kernel", c));
-        // The last field tells the kernels apart, and is no parameter of theirs.
+        // `unaligned` tells kernels apart by what they are called; those of the ring have no
+        // portable twins.
         std::string& symbol = list.back().symbol;
-        symbol.resize(symbol.size() - std::string_view("Lb0E").size());
+        constexpr std::size_t flag = std::string_view("Lb0E").size();
+        symbol.erase(symbol.size() - 2 * flag, ring ? 2 * flag : flag);
         if (!ring) continue;
         list.back().config = "tile 128x128, 2 stages, 256 threads";
         list.back().shared_bytes = NVFP4_RING_BYTES;
     }
-    for (const DType dtype : WIDE) {
-        list.push_back(kernel(concat("maxima_", name_of(dtype)), "nvfp4_", "nvfp4_maxima_kernel",
-                              Nvfp4Dequantize{dtype}));
+    for (std::size_t i = 0; i < NVFP4_DEQUANTIZE; ++i) {
+        const Nvfp4Dequantize c = nvfp4_dequantize_at(i);
+        list.push_back(
+            kernel(concat("maxima_", kernel_name(c)), "nvfp4_", "nvfp4_maxima_kernel", c));
     }
     return list;
 }
@@ -94,17 +100,19 @@ std::string unsupported(const Nvfp4Problem& p, const DeviceProperties& device) {
     return unsupported_sizes(p.rows, p.columns, p.batch, p.dtype, device);
 }
 
-Mxfp8Quantize choose_mxfp8_quantize(const Mxfp8Problem& p, const DeviceProperties&) {
-    return {p.dtype, p.data_dtype, p.transpose || !p.row_major};
+Mxfp8Quantize choose_mxfp8_quantize(const Mxfp8Problem& p, const DeviceProperties& device) {
+    return {p.dtype, p.data_dtype, p.transpose || !p.row_major, !runs_native(device)};
 }
-Mxfp8Dequantize choose_mxfp8_dequantize(const Mxfp8Problem& p, const DeviceProperties&) {
-    return {p.dtype, p.data_dtype};
+Mxfp8Dequantize choose_mxfp8_dequantize(const Mxfp8Problem& p, const DeviceProperties& device) {
+    return {p.dtype, p.data_dtype, !runs_native(device)};
 }
-Nvfp4Quantize choose_nvfp4_quantize(const Nvfp4Problem& p, const DeviceProperties&) {
-    return {p.dtype, p.square, p.stochastic, p.unaligned && p.dtype != DType::fp32};
+Nvfp4Quantize choose_nvfp4_quantize(const Nvfp4Problem& p, const DeviceProperties& device) {
+    const bool portable = !runs_native(device);
+    return {p.dtype, p.square, p.stochastic, !portable && p.unaligned && p.dtype != DType::fp32,
+            portable};
 }
-Nvfp4Dequantize choose_nvfp4_dequantize(const Nvfp4Problem& p, const DeviceProperties&) {
-    return {p.dtype};
+Nvfp4Dequantize choose_nvfp4_dequantize(const Nvfp4Problem& p, const DeviceProperties& device) {
+    return {p.dtype, !runs_native(device)};
 }
 
 int maxima_count(const Nvfp4Problem& p, const DeviceProperties& device) {
@@ -118,16 +126,20 @@ int ring_blocks(const DeviceProperties& device) {
 }
 
 std::string kernel_name(const Mxfp8Quantize& c) {
-    return concat(name_of(c.dtype), '_', name_of(c.data_dtype), c.down ? "_down" : "");
+    return concat(name_of(c.dtype), '_', name_of(c.data_dtype), c.down ? "_down" : "",
+                  c.portable ? PORTABLE_NAME : "");
 }
 std::string kernel_name(const Mxfp8Dequantize& c) {
-    return concat(name_of(c.data_dtype), '_', name_of(c.dtype));
+    return concat(name_of(c.data_dtype), '_', name_of(c.dtype), c.portable ? PORTABLE_NAME : "");
 }
 std::string kernel_name(const Nvfp4Quantize& c) {
     return concat(name_of(c.dtype), c.square ? "_16x16" : "_1x16",
-                  c.stochastic ? "_stochastic" : "", c.unaligned ? "_unaligned" : "");
+                  c.stochastic ? "_stochastic" : "", c.unaligned ? "_unaligned" : "",
+                  c.portable ? PORTABLE_NAME : "");
 }
-std::string kernel_name(const Nvfp4Dequantize& c) { return name_of(c.dtype); }
+std::string kernel_name(const Nvfp4Dequantize& c) {
+    return concat(name_of(c.dtype), c.portable ? PORTABLE_NAME : "");
+}
 
 static const bool registered = register_op("mxfp8_quantize", "gemm", &mxfp8_quantize_kernels,
                                            &unsupported, &choose_mxfp8_quantize) &&

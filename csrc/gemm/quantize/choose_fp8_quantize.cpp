@@ -8,7 +8,7 @@
 namespace thunderkittens::fp8_quantize {
 
 std::string unsupported(const Problem& p, const DeviceProperties& device) {
-    if (std::string reason = no_native_code_for(device); !reason.empty()) return reason;
+    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
     if (p.dtype != DType::bf16 && p.dtype != DType::fp16 && p.dtype != DType::fp32) {
         return concat("x must be bf16, fp16 or fp32, got ", name_of(p.dtype));
     }
@@ -23,36 +23,42 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
     return "";
 }
 
-Config choose(const Problem& p, const DeviceProperties&) { return {p.dtype, last_pass(p)}; }
+Config choose(const Problem& p, const DeviceProperties& device) {
+    return {p.dtype, last_pass(p), !runs_native(device)};
+}
 
-std::string kernel_name(const Config& c) { return concat(name_of(c.dtype), '_', name_of(c.pass)); }
+std::string kernel_name(const Config& c) {
+    return concat(name_of(c.dtype), '_', name_of(c.pass), c.portable ? "_portable" : "");
+}
 
 std::vector<KernelInfo> kernels() {
     std::vector<KernelInfo> list;
-    const auto add = [&](const Config& c, const char* source) {
+    const auto add = [&](const Config& c) {
         const char* element = c.dtype == DType::bf16   ? "13__nv_bfloat16"
                               : c.dtype == DType::fp16 ? "6__half"
                                                        : "f";
         list.push_back({
             .name = kernel_name(c),
             .config = concat(THREADS, " threads, 64 elements each"),
-            .source = source,
-            .symbol = concat("fp8_quantize_kernelI", element, "LNS0_4PassE", int(c.pass), 'E'),
+            .source = concat("fp8_quantize_", name_of(c.dtype), c.portable ? "_sm80" : ""),
+            .symbol = concat("fp8_quantize_kernelI", element, "LNS0_4PassE", int(c.pass), "ELb",
+                             int(c.portable), 'E'),
+            .arch = c.portable ? PORTABLE : NATIVE,
             .threads = THREADS,
             .shared_bytes = 0,
         });
     };
-    for (const Pass pass : PASSES) {
-        add({DType::bf16, pass}, "fp8_quantize_bf16");
-        add({DType::fp16, pass}, "fp8_quantize_fp16");
-        add({DType::fp32, pass}, "fp8_quantize_fp32");
+    for (std::size_t i = 0; i < CONFIGS; ++i) add(config_at(i));
+    for (const bool portable : {false, true}) {
+        list.push_back(
+            {.name = portable ? "transpose_portable" : "transpose",
+             .config = "256 threads, 64 bytes each",
+             .source = portable ? "fp8_transpose_sm80" : "fp8_transpose",
+             .symbol = concat("LNS0_4PassE", int(Pass::transpose), "ELb", int(portable), 'E'),
+             .arch = portable ? PORTABLE : NATIVE,
+             .threads = THREADS,
+             .shared_bytes = 0});
     }
-    list.push_back({.name = "transpose",
-                    .config = "256 threads, 64 bytes each",
-                    .source = "fp8_transpose",
-                    .symbol = concat("LNS0_4PassE", int(Pass::transpose), 'E'),
-                    .threads = THREADS,
-                    .shared_bytes = 0});
     return list;
 }
 

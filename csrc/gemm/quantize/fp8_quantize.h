@@ -57,6 +57,7 @@ struct Problem {
 struct Config {
     DType dtype = DType::bf16;
     Pass pass = Pass::row;
+    bool portable = false;
     bool operator==(const Config&) const = default;
 };
 
@@ -84,15 +85,18 @@ struct Params {
 };
 
 TK_FIELDS(Problem, m, k, dtype, out_dtype, granularity, given_scale, transposed)
-TK_FIELDS(Config, dtype)
+TK_FIELDS(Config, dtype, portable)
 
-// Every pass that is compiled, by number, but for the transpose.
+// Every pass that is compiled, by number, but for the transpose: for Hopper, and portable.
 constexpr DType DTYPES[] = {DType::bf16, DType::fp16, DType::fp32};
-constexpr std::size_t CONFIGS = std::size(DTYPES) * std::size(PASSES);
+constexpr std::size_t PASSES_OF_ALL = std::size(DTYPES) * std::size(PASSES);
+constexpr std::size_t CONFIGS = 2 * PASSES_OF_ALL;
 constexpr Config config_at(std::size_t i) {
-    return {DTYPES[i / std::size(PASSES)], PASSES[i % std::size(PASSES)]};
+    return {DTYPES[i / std::size(PASSES) % std::size(DTYPES)], PASSES[i % std::size(PASSES)],
+            i >= PASSES_OF_ALL};
 }
 constexpr Config TRANSPOSE{DType::e4m3, Pass::transpose};
+constexpr Config PORTABLE_TRANSPOSE{DType::e4m3, Pass::transpose, true};
 
 // Blocks of the grid of a pass.
 constexpr int64_t blocks_of(Pass pass, int64_t m, int64_t k, int sm_count) {
@@ -134,10 +138,10 @@ constexpr int64_t amax_words(const Problem& p) {
 
 // Calls launch(config, params) for the passes of a problem; `params.amax` holds amax_words().
 template <class Launch>
-void run_passes(const Problem& p, Params params, int sm_count, Launch launch) {
+void run_passes(const Problem& p, Params params, int sm_count, bool portable, Launch launch) {
     const auto run = [&](Pass pass) {
         params.blocks = static_cast<int>(blocks_of(pass, params.m, params.k, sm_count));
-        launch(Config{p.dtype, pass}, params);
+        launch(Config{p.dtype, pass, portable}, params);
     };
     const auto granularity = static_cast<Granularity>(p.granularity);
     if (p.m == 0 || p.k == 0) {

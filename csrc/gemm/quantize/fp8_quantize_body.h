@@ -96,22 +96,24 @@ Quantised<Tensor> fp8_quantize_body(const Backend<Tensor>& on, const Tensor& inp
         .pitch_t = m,
     };
     const auto stream = on.stream(input);
-    run_passes(
-        problem, params, on.sms_of_pass(input), [&](const Config& config, const Params& pass) {
-            auto launch = on.launch("fp8_quantize", config, stream);
-            launch.may_read("x", x);
-            launch.may_read("scale", given);
-            launch.may_write("amax", amax);
-            launch.may_write("out", result.out);
-            launch.may_write("scales", result.scale);
-            launch.may_write("out_t", result.out_t);
-            launch.may_write("scales_t", result.scale_t);
-            const bool found = gemm::launch_listed<config_at, CONFIGS>(config, [&]<Config c>() {
-                fp8_quantize::launch<c>(pass, stream);
-                return true;
-            });
-            TK_CHECK(found, OP, ": no kernel ", kernel_name(config));
-        });
+    run_passes(problem, params, on.sms_of_pass(input), !runs_native(on.device(input)),
+               [&](const Config& config, const Params& pass) {
+                   auto launch = on.launch("fp8_quantize", config, stream);
+                   launch.may_read("x", x);
+                   launch.may_read("scale", given);
+                   launch.may_write("amax", amax);
+                   launch.may_write("out", result.out);
+                   launch.may_write("scales", result.scale);
+                   launch.may_write("out_t", result.out_t);
+                   launch.may_write("scales_t", result.scale_t);
+                   const bool found =
+                       gemm::launch_listed<config_at, CONFIGS>(config, [&]<Config c>() {
+                           if constexpr (!c.portable || BUILDS_PORTABLE)
+                               fp8_quantize::launch<c>(pass, stream);
+                           return true;
+                       });
+                   TK_CHECK(found, OP, ": no kernel ", kernel_name(config));
+               });
     return result;
 }
 

@@ -174,17 +174,19 @@ __device__ __forceinline__ void find_amax(const Params& p) {
 
 // Blocks of an SM that the registers must suffice for, so that enough loads are in flight. fp16
 // with factors of rows and of columns would spill a register with three; scales of rows would with
-// four, where rows begin at any element.
-template <class T, Pass pass>
-constexpr int MIN_BLOCKS = sizeof(T) == 4                                            ? 1
-                           : pass == Pass::tile_row_block && std::is_same_v<T, half> ? 2
-                           : pass == Pass::tile_row_block || pass == Pass::tile_given ||
-                                   pass == Pass::row || pass == Pass::row_block
-                               ? 3
-                               : 4;
+// four, where rows begin at any element; and conversions without instructions with three.
+template <class T, Pass pass, bool portable>
+constexpr int MIN_BLOCKS =
+    sizeof(T) == 4                                                           ? 1
+    : portable && (pass == Pass::tile_row_block || pass == Pass::tile_given) ? 2
+    : pass == Pass::tile_row_block && std::is_same_v<T, half>                ? 2
+    : pass == Pass::tile_row_block || pass == Pass::tile_given || pass == Pass::row ||
+            pass == Pass::row_block
+        ? 3
+        : 4;
 
-template <class T, Pass pass>
-__global__ __launch_bounds__(THREADS, MIN_BLOCKS<T, pass>) void fp8_quantize_kernel(
+template <class T, Pass pass, bool portable>
+__global__ __launch_bounds__(THREADS, (MIN_BLOCKS<T, pass, portable>)) void fp8_quantize_kernel(
     const __grid_constant__ Params p) {
     if constexpr (pass == Pass::amax)
         find_amax<T>(p);
@@ -202,7 +204,7 @@ __global__ __launch_bounds__(THREADS, MIN_BLOCKS<T, pass>) void fp8_quantize_ker
 
 template <Config C>
 void launch(const Params& params, Stream stream) {
-    kittens::launch(sm90::fp8_quantize_kernel<sm90::element<C.dtype>, C.pass>,
+    kittens::launch(sm90::fp8_quantize_kernel<sm90::element<C.dtype>, C.pass, C.portable>,
                     dim3(static_cast<unsigned>(int64_t{params.blocks} * params.batches)),
                     dim3(THREADS), dim3(1), 0, stream, params);
 }

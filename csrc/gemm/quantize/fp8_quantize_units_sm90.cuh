@@ -2,6 +2,7 @@
 // scales and codes.
 #pragma once
 
+#include "csrc/gemm/common/fp8_codes_sm80.cuh"
 #include "csrc/gemm/common/unaligned_rows_sm90.cuh"
 #include "csrc/gemm/quantize/fp8_quantize.h"
 #include "kittens/kittens.cuh"
@@ -215,9 +216,9 @@ __device__ __forceinline__ uint2 encode_as(const Unit<T>& unit, Factor factor) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const float2 low = unit.pair(2 * i), high = unit.pair(2 * i + 1);
-        words[i] = arch::bit_cast<uint32_t>(
-            packed_type<F>(make_float4(low.x * factor(4 * i), low.y * factor(4 * i + 1),
-                                       high.x * factor(4 * i + 2), high.y * factor(4 * i + 3))));
+        words[i] = gemm::sm80::fp8_codes<F>(
+            make_float4(low.x * factor(4 * i), low.y * factor(4 * i + 1),
+                        high.x * factor(4 * i + 2), high.y * factor(4 * i + 3)));
     }
     return make_uint2(words[0], words[1]);
 }

@@ -7,6 +7,7 @@
 // columns where rows of them begin at any byte.
 #pragma once
 
+#include "csrc/gemm/common/fp8_codes_sm80.cuh"
 #include "csrc/gemm/quantize/block_scaled_sm90.cuh"
 
 namespace thunderkittens::block_scaled {
@@ -17,7 +18,7 @@ constexpr int MX_BLOCK = 32;
 template <int DATA>
 struct Fp8 {
     static constexpr bool E4M3 = DATA == int(DType::e4m3);
-    static constexpr __nv_fp8_interpretation_t FORMAT = E4M3 ? __NV_E4M3 : __NV_E5M2;
+    using Element = std::conditional_t<E4M3, kittens::fp8e4m3, kittens::fp8e5m2>;
     static constexpr float RECIPROCAL_OF_MAX = 1.0f / (E4M3 ? 448.0f : 57344.0f);
     static constexpr int MAX_EXPONENT = E4M3 ? 8 : 15;
 
@@ -38,12 +39,10 @@ struct Fp8 {
     }
     // Two codes, rounded to nearest even, saturated; the first in the low byte.
     static __device__ __forceinline__ uint32_t codes(float low, float high) {
-        return __nv_cvt_float2_to_fp8x2(float2{low, high}, __NV_SATFINITE, FORMAT);
+        return gemm::sm80::fp8_codes<Element>(low, high);
     }
     static __device__ __forceinline__ float2 values(uint32_t codes) {
-        const __half2_raw pair =
-            __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), FORMAT);
-        return __half22float2(bit_cast<__half2>(pair));
+        return __half22float2(gemm::sm80::pair_of_fp8<Element>(codes));
     }
 };
 
@@ -102,7 +101,7 @@ __device__ __forceinline__ void store_transposed(const Mxfp8Params& p, const Til
     }
 }
 
-template <int INPUT, int DATA, bool DOWN>
+template <int INPUT, int DATA, bool DOWN, bool PORTABLE>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<INPUT>)
     mxfp8_quantize_kernel(Mxfp8Params p) {
     using T = element_of<INPUT>;
@@ -225,7 +224,7 @@ __device__ __forceinline__ void dequantize_chunk(const uint2& codes, uint32_t by
     }
 }
 
-template <int OUT, int DATA>
+template <int OUT, int DATA, bool PORTABLE>
 __global__ void __launch_bounds__(THREADS, 4)
     mxfp8_dequantize_kernel(DequantizeParams p, InOrder order) {
     dequantize<element_of<OUT>, uint2, MX_BLOCK>(
@@ -238,13 +237,14 @@ __global__ void __launch_bounds__(THREADS, 4)
 
 template <Mxfp8Quantize C>
 void quantize(const Mxfp8Params& params, Stream stream) {
-    kittens::launch(sm90::mxfp8_quantize_kernel<int(C.dtype), int(C.data_dtype), C.down>,
-                    dim3(sm90::tile_blocks(params.x)), dim3(THREADS), dim3(1), 0, stream, params);
+    kittens::launch(
+        sm90::mxfp8_quantize_kernel<int(C.dtype), int(C.data_dtype), C.down, C.portable>,
+        dim3(sm90::tile_blocks(params.x)), dim3(THREADS), dim3(1), 0, stream, params);
 }
 template <Mxfp8Dequantize C>
 void dequantize(const DequantizeParams& params, Stream stream) {
     const sm90::InOrder order = sm90::in_order<sm90::MX_BLOCK>(params, sizeof(uint2));
-    kittens::launch(sm90::mxfp8_dequantize_kernel<int(C.dtype), int(C.data_dtype)>,
+    kittens::launch(sm90::mxfp8_dequantize_kernel<int(C.dtype), int(C.data_dtype), C.portable>,
                     dim3(sm90::dequantize_blocks(params, order)), dim3(THREADS), dim3(1), 0, stream,
                     params, order);
 }

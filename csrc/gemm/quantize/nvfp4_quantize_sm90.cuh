@@ -30,7 +30,7 @@ __device__ __forceinline__ uint32_t largest_of_block(uint32_t word) {
     return word;
 }
 
-template <int INPUT>
+template <int INPUT, bool PORTABLE>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<INPUT>)
     nvfp4_maxima_kernel(Nvfp4Params p) {
     using T = element_of<INPUT>;
@@ -230,7 +230,7 @@ __device__ __forceinline__ void quantize_tile(const Nvfp4Params& p, const Tile& 
 template <int INPUT, bool SQUARE, bool STOCHASTIC>
 constexpr int QUANTIZE_BLOCKS_PER_SM =
     INPUT == int(DType::fp32) && SQUARE && STOCHASTIC ? 1 : NVFP4_BLOCKS_PER_SM;
-template <int INPUT, bool SQUARE, bool STOCHASTIC>
+template <int INPUT, bool SQUARE, bool STOCHASTIC, bool PORTABLE>
 __global__ void __launch_bounds__(THREADS, (QUANTIZE_BLOCKS_PER_SM<INPUT, SQUARE, STOCHASTIC>))
     nvfp4_quantize_kernel(Nvfp4Params p) {
     using T = element_of<INPUT>;
@@ -344,7 +344,7 @@ __global__ void __launch_bounds__(THREADS, NVFP4_BLOCKS_PER_SM)
     }
 }
 
-template <int OUT>
+template <int OUT, bool PORTABLE>
 __global__ void __launch_bounds__(THREADS, 4)
     nvfp4_dequantize_kernel(DequantizeParams p, InOrder order) {
     const auto global_of = [&](int64_t batch) {
@@ -382,21 +382,21 @@ void quantize(const Nvfp4Params& params, Stream stream) {
                         dim3(std::min(tiles, params.blocks)), dim3(THREADS), dim3(1),
                         NVFP4_RING_BYTES, stream, globals);
     } else {
-        kittens::launch(sm90::nvfp4_quantize_kernel<int(C.dtype), C.square, C.stochastic>,
-                        dim3(sm90::tile_blocks(params.x)), dim3(THREADS), dim3(1), 0, stream,
-                        params);
+        kittens::launch(
+            sm90::nvfp4_quantize_kernel<int(C.dtype), C.square, C.stochastic, C.portable>,
+            dim3(sm90::tile_blocks(params.x)), dim3(THREADS), dim3(1), 0, stream, params);
     }
 }
-template <DType dtype>
+template <DType dtype, bool portable>
 void find_maxima(const Nvfp4Params& params, Stream stream) {
-    kittens::launch(sm90::nvfp4_maxima_kernel<int(dtype)>,
+    kittens::launch(sm90::nvfp4_maxima_kernel<int(dtype), portable>,
                     dim3(static_cast<unsigned>(params.x.batch * params.maxima_count)),
                     dim3(THREADS), dim3(1), 0, stream, params);
 }
 template <Nvfp4Dequantize C>
 void dequantize(const DequantizeParams& params, Stream stream) {
     const sm90::InOrder order = sm90::in_order<sm90::NV_BLOCK>(params, sizeof(uint32_t));
-    kittens::launch(sm90::nvfp4_dequantize_kernel<int(C.dtype)>,
+    kittens::launch(sm90::nvfp4_dequantize_kernel<int(C.dtype), C.portable>,
                     dim3(sm90::dequantize_blocks(params, order)), dim3(THREADS), dim3(1), 0, stream,
                     params, order);
 }

@@ -3,6 +3,7 @@
 // Engine.
 #pragma once
 
+#include "csrc/gemm/common/fp8_codes_sm80.cuh"
 #include "csrc/gemm/quantize/block_scaled_sm90.cuh"
 
 namespace thunderkittens::block_scaled {
@@ -14,11 +15,10 @@ constexpr float LARGEST_FLOAT = 3.402823466e38f;
 
 // e4m3 of a number that is not negative, saturated, and back.
 __device__ __forceinline__ uint32_t e4m3_code(float x) {
-    return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
+    return gemm::sm80::fp8_codes<kittens::fp8e4m3>(x);
 }
 __device__ __forceinline__ float e4m3_value(uint32_t code) {
-    return __half2float(bit_cast<__half>(
-        __nv_cvt_fp8_to_halfraw(static_cast<__nv_fp8_storage_t>(code), __NV_E4M3)));
+    return __half2float(gemm::sm80::half_of_fp8<kittens::fp8e4m3>(code));
 }
 
 // The factor of a matrix, and its inverse.
