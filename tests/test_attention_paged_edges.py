@@ -15,6 +15,14 @@ if emulation.problem is not None:
 
 BF16, FP16 = torch.bfloat16, torch.float16
 POLICIES = emulation.POLICIES
+PORTABLE = pytest.param(True, id="portable", marks=pytest.mark.intensity(2))
+
+
+@pytest.fixture(autouse=True, params=[pytest.param(False, id="hopper"), PORTABLE])
+def kernels(request, monkeypatch):
+    """Those for Hopper, and those that other GPUs get."""
+    if request.param:
+        monkeypatch.setenv("THUNDERKITTENS_PORTABLE", "1")
 
 
 def ints(values, dtype=torch.int32):
