@@ -146,15 +146,19 @@ SYMBOLS = {
     ),
     "decode_fp16_d192v128_codes": (
         "13decode_kernelINS1_6KernelIXtlNS1_6ConfigELi192ELi128ELi4ELi7ELi1ELb0ELNS_5DTypeE1E"
-        "Lb0ELb0ELb0EEEEEEEvNS1_7GlobalsIT_EE"
+        "Li0ELb0ELb0EEEEEEEvNS1_7GlobalsIT_EE"
     ),
     "decode_fp16_d128_nvfp4": (
         "13decode_kernelINS1_6KernelIXtlNS1_6ConfigELi128ELi128ELi3ELi9ELi2ELb1ELNS_5DTypeE1E"
-        "Lb0ELb0ELb0EEEEEEEvNS1_7GlobalsIT_EE"
+        "Li0ELb0ELb0EEEEEEEvNS1_7GlobalsIT_EE"
+    ),
+    "decode_bf16_d128_nvfp4_8_rows": (
+        "15few_rows_kernelINS1_6KernelIXtlNS1_6ConfigELi128ELi128ELi12ELi0ELi3ELb1ELNS_5DTypeE0E"
+        "Li8ELb0ELb0EEEEEEEvNS1_7GlobalsIT_EE"
     ),
     "decode_portable_bf16_d64_codes": (
         "15few_rows_kernelINS1_6KernelIXtlNS1_6ConfigELi64ELi64ELi14ELi0ELi2ELb0ELNS_5DTypeE0E"
-        "Lb1ELb1ELb0EEEEEEEvNS1_7GlobalsIT_EE"
+        "Li16ELb1ELb0EEEEEEEvNS1_7GlobalsIT_EE"
     ),
     "combine_portable_fp16": "23portable_combine_kernelI6__halfEEvNS1_14CombineGlobalsIT_EE",
     "merge_portable_fp16": "12merge_kernelI6__halfLb1EEEvNS1_12MergeGlobalsIT_EE",
