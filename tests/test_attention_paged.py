@@ -132,8 +132,8 @@ def code_cases(device, intensity):
     return cover(
         {
             "format": CODES,
-            # Up to 16 rows of a key head, and more, have kernels of their own.
-            "kernel": list(itertools.product(CODE_DIMS, (BF16, FP16), (2, 5))),
+            # Up to 8 and 16 rows of a key head, and more, have kernels of their own.
+            "kernel": list(itertools.product(CODE_DIMS, (BF16, FP16), (2, 4, 5))),
             "k_scale": ["none", "one", "heads", "tokens"],
             "v_scale": ["none", "one", "heads", "tokens"],
             "q_scale": ["none", "one", "heads"],

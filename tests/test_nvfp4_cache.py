@@ -43,8 +43,8 @@ def scale_of(kind, made, magnitude):
 def cases(device, intensity):
     return cover(
         {
-            # Up to 16 rows of a key head, and more, have kernels of their own.
-            "kernel": list(itertools.product(DIMS, (BF16, FP16), (2, 5))),
+            # Up to 8 and 16 rows of a key head, and more, have kernels of their own.
+            "kernel": list(itertools.product(DIMS, (BF16, FP16), (2, 4, 5))),
             "k_scale": ["none", "one", "heads"],
             "v_scale": ["none", "one", "heads"],
             "q_scale": ["none", "one", "heads"],
