@@ -285,7 +285,8 @@ void launch_portable(const Params& p, Stream stream) {
     globals.out_dtype = p.out_dtype;
     globals.out = p.out;
     globals.out_stride = p.n;
-    globals.epilogue = {.bias = p.bias, .activation = static_cast<gemm::Activation>(p.activation)};
+    globals.epilogue.bias = p.bias;
+    globals.epilogue.activation = static_cast<gemm::Activation>(p.activation);
     globals.scale_a = p.scale_a;
     globals.scale_b = p.scale_b;
     globals.is_1d1d = p.is_1d1d;

@@ -176,14 +176,14 @@ __device__ __forceinline__ void find_amax(const Params& p) {
 // with factors of rows and of columns would spill a register with three; scales of rows would with
 // four, where rows begin at any element; and conversions without instructions with three.
 template <class T, Pass pass, bool portable>
-constexpr int MIN_BLOCKS =
-    sizeof(T) == 4                                                           ? 1
-    : portable && (pass == Pass::tile_row_block || pass == Pass::tile_given) ? 2
-    : pass == Pass::tile_row_block && std::is_same_v<T, half>                ? 2
-    : pass == Pass::tile_row_block || pass == Pass::tile_given || pass == Pass::row ||
-            pass == Pass::row_block
-        ? 3
-        : 4;
+constexpr int MIN_BLOCKS = sizeof(T) == 4                                            ? 1
+                           : portable && pass == Pass::tile_given                    ? 1
+                           : portable && pass == Pass::tile_row_block                ? 2
+                           : pass == Pass::tile_row_block && std::is_same_v<T, half> ? 2
+                           : pass == Pass::tile_row_block || pass == Pass::tile_given ||
+                                   pass == Pass::row || pass == Pass::row_block
+                               ? 3
+                               : 4;
 
 template <class T, Pass pass, bool portable>
 __global__ __launch_bounds__(THREADS, (MIN_BLOCKS<T, pass, portable>)) void fp8_quantize_kernel(
