@@ -217,7 +217,7 @@ FP8_TILES = sorted(
     {
         (*(int(k["fields"][name]) for name in FP8_TILE), k["name"].split("_")[2])
         for k in _C.kernels()
-        if k["op"] == "fp8_gemm" and not re.search("swap_ab|split_k", k["name"])
+        if k["op"] == "fp8_gemm" and not re.search("swap_ab|split_k|portable", k["name"])
     }
 )
 
