@@ -144,6 +144,18 @@ SYMBOLS = {
     "attention_paged/combine_bf16": (
         "14combine_kernelI13__nv_bfloat16EEvNS1_14CombineGlobalsIT_EE"
     ),
+    "slide_bf16_d128_f32_portable": (
+        "20lolcats_slide_kernelINS0_13LolcatsKernelILNS_5DTypeE0ELi128ELi32EEELb1EEEv"
+        "NS0_20LolcatsDecodeGlobalsINT_1TEEE"
+    ),
+    "decode_bf16_d64_f64": (
+        "21lolcats_decode_kernelINS0_13LolcatsKernelILNS_5DTypeE0ELi64ELi64EEELb0EEEv"
+        "NS0_20LolcatsDecodeGlobalsINT_1TEEE"
+    ),
+    "segment_state_gradients_fp16_d128_f32_portable": (
+        "38lolcats_portable_segment_states_kernelINS0_13LolcatsKernelILNS_5DTypeE1ELi128ELi32EEE"
+        "Lb1EEEvNS1_21LolcatsSegmentGlobalsIT_EE"
+    ),
     "decode_fp16_d192v128_codes": (
         "13decode_kernelINS1_6KernelIXtlNS1_6ConfigELi192ELi128ELi4ELi7ELi1ELb0ELNS_5DTypeE1E"
         "Li0ELb0ELb0EEEEEEEvNS1_7GlobalsIT_EE"

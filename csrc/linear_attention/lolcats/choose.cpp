@@ -115,7 +115,8 @@ std::vector<KernelInfo> lolcats_kernels() {
         KernelInfo info = kernel_info(kind, text, dtype, head_dim, features);
         info.name += "_portable";
         info.source = concat("lolcats_", source, '_', name_of(dtype), "_sm80");
-        info.symbol = concat("lolcats_portable_", kind, "_kernelINS0_13", info.symbol, 'E', suffix);
+        info.symbol =
+            concat("lolcats_portable_", kind, "_kernelINS0_13", info.symbol, "EE", suffix);
         info.arch = PORTABLE;
         info.threads = threads;
         info.shared_bytes = bytes;
@@ -157,7 +158,7 @@ std::vector<KernelInfo> lolcats_decode_kernels() {
                                          : "one token of one head";
                 KernelInfo info = kernel_info(kind, text, dtype, head_dim, features);
                 info.threads = 256;
-                enter(info, dtype, concat(kind, "_kernelINS0_13", info.symbol, 'E'));
+                enter(info, dtype, concat(kind, "_kernelINS0_13", info.symbol, "EE"));
             }
         });
         for (const DType dtype : {DType::bf16, DType::fp16}) {

@@ -49,7 +49,7 @@ static void add_portable(std::vector<KernelInfo>& list, DType dtype) {
                 info.source = concat("lolcats_", source, '_', name_of(dtype), "_sm80");
                 info.symbol =
                     concat("lolcats_portable_", kernel, "_kernelINS0_13LolcatsKernelILNS_5DTypeE",
-                           int(dtype), "ELi", dim, "ELi", features, "EE", suffix);
+                           int(dtype), "ELi", dim, "ELi", features, "EEE", suffix);
                 info.arch = PORTABLE;
                 info.threads = threads;
                 info.shared_bytes = bytes;
