@@ -272,14 +272,15 @@ def test_compiled(device):
     assert state.lengths.tolist() == [101]
 
 
-# The kernels on the emulator.
+# The kernels on the emulator, those for Hopper and the portable ones.
 
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("length", [100, 129, 200])
-def test_emulated_prompt(length):
+@pytest.mark.parametrize("portable", [False, True])
+def test_emulated_prompt(portable, length):
     inputs = operands(1, 2, 1, length, 64, 32)
-    with tk.emulate() as run:
+    with tk.emulate(portable=portable) as run:
         out, state = tk.lolcats(*inputs, return_state=True, **PUBLISHED)
     assert len(run.kernels) == (1 if length < 128 else 2)
     assert error(out, prompt_output(doubles(inputs))) < LIMIT[BF16]
@@ -289,7 +290,8 @@ def test_emulated_prompt(length):
 @pytest.mark.emulator
 @pytest.mark.parametrize(("dim", "features"), [(128, 64), (64, 64), (128, 32), (64, 32)])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_emulated_steps(dtype, dim, features):
+@pytest.mark.parametrize("portable", [False, True])
+def test_emulated_steps(portable, dtype, dim, features):
     """Sequences around the lengths from which tokens leave the window, and beyond the caches."""
     lengths = [0, 62, 63, 64, 65, 130]
     all_inputs = operands(len(lengths), 2, 1, max(lengths) + 2, dim, features, dtype)
@@ -308,9 +310,9 @@ def test_emulated_steps(dtype, dim, features):
             torch.stack([x[b, :, n + step] for b, n in enumerate(lengths)])[:, :, None]
             for x in all_inputs[:3]
         ]
-        with tk.emulate("random") as run:
+        with tk.emulate("random", portable=portable) as run:
             out = tk.lolcats_decode(*token, *all_inputs[3:], state, **PUBLISHED)
-        assert len(run.kernels) == 1
+        assert [x["portable"] for x in run.kernels] == [portable]
         for b, n in enumerate(lengths):
             one = [x[b : b + 1].double() for x in all_inputs[:3]] + doubles(all_inputs[3:])
             expected = step_outputs(one, n + step, n + step + 1)
