@@ -147,6 +147,20 @@ def test_training(device, linear, bias, tokens):
     assert torch.equal(model(tokens), fresh(tokens))
 
 
+@pytest.mark.parametrize("changed", ["gate_proj", "up_proj"])
+def test_no_gradient_after_a_change_in_place(device, changed):
+    """As of torch.nn.Linear: both weights are one operand, and either may have changed."""
+    for convert in (False, True):
+        mlp = Swiglu(64, 96, False).to(device, BF16)
+        if convert:
+            tk.convert(mlp, "gemm")
+        out = mlp(torch.randn(4, 64, device=device, dtype=BF16, requires_grad=True))
+        with torch.no_grad():
+            getattr(mlp, changed).weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
+            out.sum().backward()
+
+
 @pytest.mark.parametrize("linear", KINDS)
 def test_copies_pickles_and_casts(device, linear, model, tokens):
     tk.convert(model, linear)

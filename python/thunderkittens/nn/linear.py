@@ -146,16 +146,21 @@ class Mxfp8Linear(_Quantized):
 
 
 class _Joined(torch.autograd.Function):
-    """Two weights that lie behind each other, as one."""
+    """Two weights that lie behind each other, as one. The result shares the first weight's version
+    counter alone, so the second is kept where a product keeps the result (`kept`): autograd then
+    refuses a gradient after a change in place of either."""
 
     @staticmethod
-    def forward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
+    def forward(ctx: Any, first: Tensor, second: Tensor, kept: bool) -> Tensor:
         ctx.rows = first.shape[0]
+        if kept:
+            ctx.save_for_backward(second)
         return _behind(first, second)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        return grads[0][: ctx.rows], grads[0][ctx.rows :]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        ctx.saved_tensors  # noqa: B018, the access compares the versions
+        return grads[0][: ctx.rows], grads[0][ctx.rows :], None
 
 
 def _behind(first: Tensor, second: Tensor) -> Tensor:
@@ -191,20 +196,22 @@ def lay_behind(first: Tensor, second: Tensor, fresh: bool = False) -> bool:
     return True
 
 
-def _joined(first: Tensor, second: Tensor, x: Tensor) -> Tensor | None:
-    """The two weights as one: in place, or, where a gradient is worth a copy, copied."""
+def _joined(first: Tensor, second: Tensor, x: Tensor, kept: bool) -> Tensor | None:
+    """The two weights as one: in place, or, where a gradient is worth a copy, copied. `kept` says
+    whether the product keeps it for its gradient."""
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (first, second, x))
     traced = torch.compiler.is_compiling() or transform_active()
     if not traced and memory.has_addresses(first) and adjacent(first, second):
         learns = torch.is_grad_enabled() and (first.requires_grad or second.requires_grad)
-        join: Any = _Joined.apply if learns else _behind
-        result: Tensor = join(first, second)
+        if not learns:
+            return _behind(first, second)
+        result: Tensor = _Joined.apply(first, second, kept)  # type: ignore[no-untyped-call]
         return result
     return torch.cat([first, second]) if wanted and first.dtype is second.dtype else None
 
 
 def _swiglu_gemm(gate: Any, up: Any, x: Tensor) -> Tensor:
-    weight = _joined(gate.weight, up.weight, x)
+    weight = _joined(gate.weight, up.weight, x, kept=True)
     if weight is None:
         opened: Tensor = gemm(x, gate.weight.t(), bias=gate.bias, activation="silu")
         return opened.mul(gemm(x, up.weight.t(), bias=up.bias))
@@ -213,7 +220,7 @@ def _swiglu_gemm(gate: Any, up: Any, x: Tensor) -> Tensor:
 
 
 def _swiglu_fp8(gate: Fp8Linear, up: Fp8Linear, x: Tensor) -> Tensor:
-    weight = _joined(gate.weight, up.weight, x)
+    weight = _joined(gate.weight, up.weight, x, kept=False)
     if weight is None:
         product: Tensor = F.silu(gate(x)) * up(x)
         return product
