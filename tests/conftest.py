@@ -100,6 +100,7 @@ PORTABLE_SUITES = (
     "test_merge_attention",
     "test_mxfp8_dequantize",
     "test_mxfp8_gemm",
+    "test_mxfp8_groups",
     "test_mxfp8_prepare",
     "test_mxfp8_quantize",
     "test_nvfp4_cache",

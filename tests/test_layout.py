@@ -164,7 +164,7 @@ ROOMS = {
         "fp8": {"common", "quantize", "dense", "portable"},
         "fused_dequant": {"common", "quantize", "dense"},
         "nvfp4": {"common", "quantize", "dense", "portable", "fused_dequant"},
-        "mxfp8": {"common", "quantize", "dense", "fp8", "fused_dequant", "nvfp4"},
+        "mxfp8": {"common", "quantize", "dense", "grouped", "fp8", "fused_dequant", "nvfp4"},
         "swap_ab": {"common", "quantize", "dense", "fp8", "nvfp4", "mxfp8"},
     },
     "attention": {

@@ -2,9 +2,8 @@
 // choice, launch. Host C++ without torch.
 #pragma once
 
-#include "csrc/gemm/common/listed.h"
 #include "csrc/gemm/common/operands.h"
-#include "csrc/gemm/grouped/portable.h"
+#include "csrc/gemm/grouped/dispatch.h"
 
 namespace thunderkittens::grouped_gemm {
 
@@ -101,18 +100,7 @@ Tensor grouped_gemm_body(const Backend<Tensor>& on, const Tensor& a, const Tenso
     launch.may_read("b", right.tensor);
     launch.may_read("offs", offs);
     launch.may_write("out", out);
-    bool found = false;
-    if (!choice.portable) {
-        found = gemm::launch_listed<config_at, CONFIGS>(choice.config, [&]<gemm::Config c>() {
-            return grouped_gemm::launch<c>(params, launch.stream), true;
-        });
-    } else if constexpr (BUILDS_PORTABLE) {
-        found = gemm::launch_listed<portable_config_at, PORTABLE_CONFIGS>(
-            gemm::portable_config(choice.config), [&]<gemm::PortableConfig c>() {
-                return grouped_gemm::launch_portable<c>(params, launch.stream), true;
-            });
-    }
-    TK_CHECK(found, OP, ": no kernel ", kernel_name(choice));
+    TK_CHECK(launch_choice(choice, params, launch.stream), OP, ": no kernel ", kernel_name(choice));
     return out;
 }
 

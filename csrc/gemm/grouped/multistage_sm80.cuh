@@ -21,6 +21,12 @@ struct Traits : gemm::sm80::Traits<C> {
         Grouped grouped;
         gemm::sm80::Groups groups;
     };
+    // Of rows and columns without a group there is nothing.
+    static __device__ __forceinline__ gemm::sm80::Affine affine(const Globals& g,
+                                                                const TileOrigin& at) {
+        if (at.batch >= g.groups.count) return {0.f, nullptr};
+        return {g.epilogue.alpha, g.epilogue.bias};
+    }
 };
 
 // The tile of a block, if it has one, and whether that has products.
@@ -84,7 +90,7 @@ void launch_portable(const Params& params, Stream stream) {
     const int64_t four = 4 * size_in_bytes(p.out_dtype);
     globals.out_aligned = reinterpret_cast<uintptr_t>(p.out) % static_cast<uintptr_t>(four) == 0 &&
                           p.out_stride % 4 == 0 && p.out_batch_stride % 4 == 0;
-    globals.only_rounds = true;
+    globals.only_rounds = p.epilogue.activation == gemm::Activation::none;
     globals.out_dtype = p.out_dtype;
     globals.out = p.out;
     globals.out_stride = p.out_stride;

@@ -25,6 +25,15 @@ fp8_gemm::Problem rescaled(const Problem& p) {
     return {.m = p.m, .n = p.n, .k = p.k, .out_dtype = p.out_dtype, .activated = p.fused};
 }
 
+grouped_gemm::Problem dequantized_groups(const Problem& p) {
+    return {.m = p.m,
+            .n = p.n,
+            .k = p.k,
+            .groups = p.groups,
+            .grouped = static_cast<int>(grouped_gemm::Grouped::rows),
+            .b_n_major = false};
+}
+
 constexpr const char* PORTABLE_NAME = "_portable";
 
 std::string unsupported_dtype(const char* name, DType dtype) {
@@ -246,8 +255,10 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
         return "groups need k > 0, rows of b that are multiples of 16 bytes, and its scales in the "
                "128x4 layout";
     }
-    if (p.grouped && !runs_native(device)) return no_native_code_for(device);
     if (p.grouped && p.rescaled) return "groups are not multiplied by the rescaled path";
+    if (p.grouped && !runs_native(device)) {
+        return grouped_gemm::unsupported(dequantized_groups(p), device);
+    }
     if (std::string reason = gemm::unsupported(dequantized(p), device); !reason.empty())
         return reason;
     return p.rescaled && runs_native(device) ? fp8_gemm::unsupported(rescaled(p), device) : "";
@@ -259,6 +270,7 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     if (!runs_native(device)) {
         // Exact on either path: without fp8 tensor cores rescaling has nothing to give.
         choice.exact = gemm::choose(dequantized(p), device);
+        if (p.grouped) choice.groups = grouped_gemm::choose(dequantized_groups(p), device);
         return choice;
     }
     if (p.native()) {

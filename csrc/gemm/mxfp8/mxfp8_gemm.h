@@ -23,6 +23,7 @@
 #include "csrc/gemm/dense/gemm.h"
 #include "csrc/gemm/fp8/fp8_gemm.h"
 #include "csrc/gemm/fused_dequant/fused_dequant.h"
+#include "csrc/gemm/grouped/grouped_gemm.h"
 #include "csrc/gemm/nvfp4/nvfp4_gemm.h"
 #include "csrc/gemm/quantize/block_scaled.h"
 
@@ -171,8 +172,9 @@ struct Choice {
     DequantConfig dequant_config;
     NativeShape native_shape{};
     nvfp4_gemm::Schedule swap_ab_schedule;
-    gemm::Choice exact;        // of dequantized operands
-    fp8_gemm::Choice product;  // of rescaled ones
+    gemm::Choice exact;           // of dequantized operands
+    grouped_gemm::Choice groups;  // the same of groups, if `portable` is set
+    fp8_gemm::Choice product;     // of rescaled ones
 };
 
 struct PrepareProblem {
@@ -257,14 +259,19 @@ template <typename Visitor>
 void visit_fields(Choice& c, Visitor&& visit) {
     visit("strategy", c.kernel);
     const bool native = c.kernel == Kernel::swap_ab_native, rescales = c.kernel == Kernel::rescale;
+    const bool grouped = c.groups.portable;
     visit("tokens", native ? c.native_shape.tokens : c.dequant_config.tile.tokens);
     visit("splits", c.swap_ab_schedule.splits);
     visit("swap_ab_blocks", c.swap_ab_schedule.blocks);
-    visit("block_m", rescales ? c.product.config.block_m : c.exact.config.block_m);
-    visit("block_n", rescales ? c.product.config.block_n : c.exact.config.block_n);
-    visit("raster_group",
-          rescales ? c.product.schedule.raster_group : c.exact.schedule.raster_group);
-    visit("blocks", rescales ? c.product.schedule.blocks : c.exact.schedule.blocks);
+    gemm::Config& exact = grouped ? c.groups.config : c.exact.config;
+    visit("block_m", rescales ? c.product.config.block_m : exact.block_m);
+    visit("block_n", rescales ? c.product.config.block_n : exact.block_n);
+    visit("raster_group", rescales  ? c.product.schedule.raster_group
+                          : grouped ? c.groups.raster_group
+                                    : c.exact.schedule.raster_group);
+    visit("blocks", rescales  ? c.product.schedule.blocks
+                    : grouped ? c.groups.blocks
+                              : c.exact.schedule.blocks);
 }
 TK_FIELDS(PrepareChoice, rows, threads, portable)
 

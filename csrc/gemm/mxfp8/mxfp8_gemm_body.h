@@ -8,6 +8,7 @@
 #include "csrc/gemm/common/listed.h"
 #include "csrc/gemm/dense/dispatch.h"
 #include "csrc/gemm/fp8/dispatch.h"
+#include "csrc/gemm/grouped/dispatch.h"
 #include "csrc/gemm/mxfp8/quantised.h"
 
 namespace thunderkittens::mxfp8_gemm {
@@ -174,6 +175,40 @@ struct Product {
             gemm::launch_fused_dequant<narrow>(params, stream);
     }
 
+    // Both operands to bf16 rows, in one launch; nothing where the mask has no tile.
+    template <class Reads>
+    void dequantize(const Tensor& wide_a, const Tensor& wide_b, const gemm::TileMask& mask,
+                    Reads mask_read_by) const {
+        DequantizePassParams params{.operands = {pass(a, wide_a), pass(b, wide_b)},
+                                    .mask = mask,
+                                    .m = problem.m,
+                                    .n = problem.n};
+        params.blocks = dequantize_blocks(params, device);
+        auto launch = on.launch("mxfp8_gemm", choice, stream);
+        a.read_by(launch);
+        b.read_by(launch);
+        launch.may_write("a", wide_a);
+        launch.may_write("b", wide_b);
+        mask_read_by(launch);
+        run_pass(params, device, stream);
+    }
+    void multiply_dequantized_groups() const {
+        const Tensor wide_a = rows(a);
+        const Tensor wide_b = empty({problem.groups, problem.n, pitch()}, DType::bf16, out);
+        dequantize(wide_a, wide_b, {}, [](auto&) {});
+        grouped_gemm::Params params{.product = product(wide_a, wide_b),
+                                    .offs = data_as<const int32_t>(offs)};
+        params.product.batch = problem.groups;
+        params.product.b_batch_stride = problem.n * pitch();
+        auto launch = on.launch_part("mxfp8_gemm", choice.groups, stream);
+        launch.may_read("a", wide_a);
+        launch.may_read("b", wide_b);
+        launch.may_read("offs", offs);
+        multiplied_by(launch);
+        TK_CHECK(grouped_gemm::launch_choice(choice.groups, params, stream), OP, ": no kernel ",
+                 grouped_gemm::kernel_name(choice.groups));
+    }
+
     // With what is prepared of the operands: the tiles of its mask alone.
     void multiply_dequantized(const Prepared<Tensor>* left, const Prepared<Tensor>* right) const {
         gemm::TileMask mask;
@@ -189,18 +224,7 @@ struct Product {
             zero_(wide_a);
             zero_(wide_b);
         } else {
-            DequantizePassParams params{.operands = {pass(a, wide_a), pass(b, wide_b)},
-                                        .mask = mask,
-                                        .m = problem.m,
-                                        .n = problem.n};
-            params.blocks = dequantize_blocks(params, device);
-            auto launch = on.launch("mxfp8_gemm", choice, stream);
-            a.read_by(launch);
-            b.read_by(launch);
-            launch.may_write("a", wide_a);
-            launch.may_write("b", wide_b);
-            mask_read_by(launch);
-            run_pass(params, device, stream);
+            dequantize(wide_a, wide_b, mask, mask_read_by);
         }
         gemm::Params params = product(wide_a, wide_b);
         params.mask = mask;
@@ -267,7 +291,9 @@ struct Product {
             case Kernel::swap_ab_dequant: return multiply_swap_ab_dequant();
             case Kernel::fused_dequant: return multiply_fused_dequant();
             case Kernel::rescale: return rescale_and_multiply(options.a, options.b);
-            case Kernel::dequantize: return multiply_dequantized(nullptr, nullptr);
+            case Kernel::dequantize:
+                return problem.grouped ? multiply_dequantized_groups()
+                                       : multiply_dequantized(nullptr, nullptr);
         }
     }
 };
