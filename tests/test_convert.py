@@ -157,7 +157,7 @@ def test_no_gradient_after_a_change_in_place(device, changed):
         out = mlp(torch.randn(4, 64, device=device, dtype=BF16, requires_grad=True))
         with torch.no_grad():
             getattr(mlp, changed).weight.mul_(2)
-        with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
+        with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
             out.sum().backward()
 
 
