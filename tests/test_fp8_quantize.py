@@ -61,6 +61,25 @@ def test_long_rows(device, granularity, format, odd):
         assert_same_bits(actual, tk.reference.fp8_quantize(x.cpu(), granularity, dtype=format))
 
 
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_rows_that_mean_nothing(device, dtype, given):
+    """With one scale, x is taken as long rows if it has no gaps: with and without a rest, which may
+    hold the largest; and not where it has gaps, or begins between vectors."""
+    scale = torch.tensor(0.02, device=device) if given else None
+    for rows, columns, place in ((64, 96, -1), (32, 192, 0), (751, 700, -1), (725, 725, -1)):
+        x = torch.randn(rows * columns + 1, device=device).to(dtype)
+        for first in (0, 1):
+            one = x[first : first + rows * columns].view(rows, columns)
+            one.view(-1)[place] = 7.5
+            for y in (one, one[:, :-8]):
+                actual = tk.fp8_quantize(y, "tensor", scale=scale)
+                expected = tk.reference.fp8_quantize(
+                    y.cpu(), "tensor", scale=None if scale is None else scale.cpu()
+                )
+                assert_same_bits(actual, expected)
+
+
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("format", [E4M3, E5M2])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])

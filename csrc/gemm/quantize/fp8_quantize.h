@@ -136,12 +136,37 @@ constexpr int64_t amax_words(const Problem& p) {
     return granularity == Granularity::row && p.transposed ? p.m + p.k : 0;
 }
 
+// With one scale for all of x, rows mean nothing. Where they follow each other without gaps, x is
+// taken as rows of FLAT_ROW elements, all of which a warp has in registers, whatever k is; what is
+// left at the end is a row of its own, at the cost of more launches.
+constexpr int64_t FLAT_ROW = 2048, LEAST_WITH_REST = 1 << 19;
+inline bool is_flat(const Problem& p, const Params& params) {
+    const int64_t elements = p.m * p.k;
+    return static_cast<Granularity>(p.granularity) == Granularity::tensor && !p.transposed &&
+           params.stride == p.k && p.k % FLAT_ROW != 0 && elements >= FLAT_ROW &&
+           (elements % FLAT_ROW == 0 || elements >= LEAST_WITH_REST) &&
+           reinterpret_cast<uintptr_t>(params.x) % 16 == 0 &&
+           reinterpret_cast<uintptr_t>(params.out) % 16 == 0;
+}
+
 // Calls launch(config, params) for the passes of a problem; `params.amax` holds amax_words().
 template <class Launch>
 void run_passes(const Problem& p, Params params, int sm_count, bool portable, Launch launch) {
+    const auto run_on = [&](Pass pass, Params part) {
+        part.blocks = static_cast<int>(blocks_of(pass, part.m, part.k, sm_count));
+        launch(Config{p.dtype, pass, portable}, part);
+    };
     const auto run = [&](Pass pass) {
-        params.blocks = static_cast<int>(blocks_of(pass, params.m, params.k, sm_count));
-        launch(Config{p.dtype, pass, portable}, params);
+        if (!is_flat(p, params)) return run_on(pass, params);
+        const int64_t elements = p.m * p.k, rest = elements % FLAT_ROW, rows = elements - rest;
+        Params part = params;
+        part.m = rows / FLAT_ROW, part.k = part.stride = FLAT_ROW, part.aligned = true;
+        run_on(pass, part);
+        if (rest == 0) return;
+        part.x = static_cast<const uint8_t*>(params.x) + rows * size_in_bytes(p.dtype);
+        part.out = static_cast<uint8_t*>(params.out) + rows;
+        part.m = 1, part.k = part.stride = rest, part.aligned = rest % 8 == 0;
+        run_on(pass, part);
     };
     const auto granularity = static_cast<Granularity>(p.granularity);
     if (p.m == 0 || p.k == 0) {
