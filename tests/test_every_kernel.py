@@ -89,25 +89,29 @@ def test_every_gradient_of_a_gate(name):
 
 
 @pytest.mark.parametrize(
-    "name", named("mxfp8_quantize", r"(bf16|fp16|fp32)_(e4m3|e5m2)(_down)?"), ids=by_name
+    "name",
+    named("mxfp8_quantize", r"(bf16|fp16|fp32)_(e4m3|e5m2)(_down)?(_portable)?"),
+    ids=by_name,
 )
 def test_every_kernel_that_quantises_to_mxfp8(name):
     x = (torch.randn(70, 150) * torch.randn(70, 150).exp()).to(KINDS[name[1]])
     options = {"dtype": KINDS[name[2]], "transpose": name[3] is not None}
-    with tk.emulate("random", seed=1) as run:
+    with tk.emulate("random", seed=1, portable=name[4] is not None) as run:
         found = tk.mxfp8_quantize(x, **options)
     test_mxfp8_quantize.assert_same(found, tk.reference.mxfp8_quantize(x, **options))
     assert run.kernels[0]["kernel"] == name[0]
 
 
 @pytest.mark.parametrize(
-    "name", named("nvfp4_quantize", r"(bf16|fp16|fp32)_(1x16|16x16)(_stochastic)?"), ids=by_name
+    "name",
+    named("nvfp4_quantize", r"(bf16|fp16|fp32)_(1x16|16x16)(_stochastic)?(_portable)?"),
+    ids=by_name,
 )
 def test_every_kernel_that_quantises_to_nvfp4(name):
     """With the pass before it that finds the largest magnitude."""
     x = torch.randn(70, 144).to(KINDS[name[1]])
     options = {"block": name[2], "seed": torch.tensor(7) if name[3] else None}
-    with tk.emulate("random", seed=1) as run:
+    with tk.emulate("random", seed=1, portable=name[4] is not None) as run:
         found = tk.nvfp4_quantize(x, **options)
     test_nvfp4_quantize.assert_same(found, tk.reference.nvfp4_quantize(x, **options))
     assert run.kernels[0]["kernel"] == name[0]
