@@ -25,6 +25,13 @@
     "Tensor? lengths=None"
 #define LOLCATS_RESULTS \
     "Tensor out, Tensor numerator, Tensor denominator, Tensor keys, Tensor values, Tensor lengths"
+#define SSD_OPERANDS "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C"
+#define SSD_OPTIONS                                                                              \
+    "Tensor? D=None, Tensor? z=None, Tensor? dt_bias=None, Tensor? initial_state=None, Tensor? " \
+    "cu_seqlens=None, bool dt_softplus=False, float dt_min=0.0, float? dt_max=None"
+#define DECAY_OPTIONS                                                                           \
+    "Tensor? decay=None, Tensor? g=None, Tensor? initial_state=None, Tensor? cu_seqlens=None, " \
+    "float? scale=None, bool state_v_first=False"
 
 #define GEMM_EPILOGUE                                                                          \
     "Tensor? bias=None, ScalarType? out_dtype=None, Tensor? residual=None, int activation=0, " \
@@ -198,4 +205,41 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
     m.def("lolcats_decode(" LOLCATS_OPERANDS
           ", Tensor(a!) numerator, Tensor(b!) denominator, Tensor(c!) keys"
           ", Tensor(d!) values, Tensor(e!) lengths, bool sliding=False) -> Tensor");
+
+    // x and z (B, H, T, P), dt (B, H, T), A and dt_bias (H,), B and C (B, G, T, N), D (H,) or (H,
+    // P); states fp32 (B, H, P, N), of packed sequences (sequences, H, P, N) with cu_seqlens int32
+    // (sequences + 1,) and batch 1; dt_max None is infinity. A final state that is not asked for
+    // has no sequences.
+    m.def("ssd(" SSD_OPERANDS ", " SSD_OPTIONS
+          ", bool return_state=False) -> (Tensor out, Tensor final_state)");
+    m.def("ssd_forward(" SSD_OPERANDS ", " SSD_OPTIONS
+          ", bool return_state=False) -> (Tensor out, Tensor final_state)");
+    m.def("ssd_backward(Tensor grad_out, Tensor? grad_final_state, " SSD_OPERANDS ", " SSD_OPTIONS
+          ", bool[9] needs=[True, True, True, True, True, True, True, True, True]) -> "
+          "(Tensor grad_x, Tensor grad_dt, Tensor grad_A, Tensor grad_B, Tensor grad_C, Tensor "
+          "grad_D, Tensor grad_z, Tensor grad_dt_bias, Tensor grad_initial_state)");
+    // A few tokens per sequence; states (slots, H, P, N), of which state_indices int32 (B,) names
+    // one for each sequence, or none by -1; they are brought up to date in place.
+    m.def("ssd_decode(" SSD_OPERANDS
+          ", Tensor(a!) state, Tensor? D=None, Tensor? z=None, Tensor? dt_bias=None, Tensor? "
+          "state_indices=None, bool dt_softplus=False, float dt_min=0.0, float? dt_max=None) -> "
+          "Tensor");
+
+    // q and k (B, Hk, T, K), v (B, H, T, V), decay (H,) and g (B, H, T), log decays; states fp32
+    // (B, H, K, V), with state_v_first (B, H, V, K), of packed sequences as for ssd; scale None is
+    // K^-0.5.
+    m.def("linear_attention(Tensor q, Tensor k, Tensor v, " DECAY_OPTIONS
+          ", bool return_state=False) -> (Tensor out, Tensor final_state)");
+    m.def("linear_attention_forward(Tensor q, Tensor k, Tensor v, " DECAY_OPTIONS
+          ", bool return_state=False) -> (Tensor out, Tensor final_state)");
+    m.def(
+        "linear_attention_backward(Tensor grad_out, Tensor? grad_final_state, Tensor q, Tensor k, "
+        "Tensor v, " DECAY_OPTIONS
+        ", bool[6] needs=[True, True, True, True, True, True]) -> (Tensor grad_q, Tensor grad_k, "
+        "Tensor grad_v, Tensor grad_decay, Tensor grad_g, Tensor grad_initial_state)");
+    // As ssd_decode.
+    m.def(
+        "linear_attention_decode(Tensor q, Tensor k, Tensor v, Tensor(a!) state, Tensor? "
+        "decay=None, Tensor? g=None, Tensor? state_indices=None, float? scale=None, bool "
+        "state_v_first=False) -> Tensor");
 }

@@ -83,6 +83,7 @@ EMULATED_SUITES = (
     "test_nvfp4_groups",
     "test_nvfp4_prepare",
     "test_nvfp4_quantize",
+    "test_recurrent_gradient",
     "test_zero_sizes",
 )
 PORTABLE_SUITES = (

@@ -23,6 +23,7 @@ from helpers.samples import (
     every_sample,
     forward_and_backward,
     leaves,
+    state_of,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -183,14 +184,14 @@ def without_copies(sample, tensors):
     """The call, whose first allocation is the op's: not that of a copied state."""
     if sample.op not in MUTATING:
         return lambda: forward_and_backward(sample.function, tensors)
-    first = 3 if sample.op == "based_decode" else 7
+    first = MUTATING[sample.op]
     function = getattr(tk, sample.op)
 
     def call():
         # The state is written to as often as the call succeeds.
         for x, y in zip(state, tensors[first:], strict=True):
             x.copy_(y)
-        return [function(*tensors[:first], state, **sample.options)]
+        return [function(*tensors[:first], state_of(sample.op, state), **sample.options)]
 
     state = tuple(x.clone() for x in tensors[first:])
     return call

@@ -160,6 +160,21 @@ def lolcats_decode() -> Any:
     yield (lambda: call(batch)), (lambda: call(1))
 
 
+def ssd_decode() -> Any:
+    """Also of linear attention, which is the same kernel."""
+    for op, fixed in (("ssd_decode", (2,)), ("linear_attention_decode", ())):
+        sample = SAMPLES[op]
+        tensors = sample.tensors(str(torch.get_default_device()))
+        batch = tensors[0].shape[0]
+        assert batch > 1
+
+        def call(n: int, sample: Any = sample, tensors: Any = tensors, fixed: Any = fixed) -> Any:
+            parts = (x if i in fixed else x[:n] for i, x in enumerate(tensors))
+            return [y[:1] for y in sample.function(*parts)]
+
+        yield (lambda n=batch, call=call: call(n)), (lambda call=call: call(1))
+
+
 def append_kv() -> Any:
     """What lies in the pages, of two sequences or of the first alone."""
     k, v = rows(2, 3, 2, 64), rows(2, 3, 2, 64)
@@ -210,6 +225,7 @@ INVARIANT: dict[str, Callable[[], Any]] = {
         mxfp8_quantize,
         nvfp4_dequantize,
         nvfp4_quantize,
+        ssd_decode,
     )
 }
 
@@ -259,6 +275,11 @@ DEPENDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "threads",
         {"batch": 1, "heads": 32, "value_dim": 64},
         {"batch": 64, "heads": 32, "value_dim": 64},
+    ),
+    "ssd": (
+        "segments",
+        {"batch": 1, "heads": 16, "length": 8192},
+        {"batch": 64, "heads": 16, "length": 8192},
     ),
     "lolcats": (
         "segments",

@@ -39,7 +39,7 @@ COMPOSED = {
     ),
 }
 every_composed_call = pytest.mark.parametrize("name", COMPOSED)
-ONCE = ("attention", "attention_varlen", "based", "lolcats")
+ONCE = ("attention", "attention_varlen", "based", "lolcats", "ssd", "linear_attention")
 # The node of ours that these record is that of another sample, of no fewer outputs.
 SAME_NODES = (
     "gemm_bias",
@@ -336,7 +336,10 @@ def test_a_tensor_that_outlived_its_transform(device):
     assert torch.equal(grad, expected)
 
 
-OPS_WITH_NODES = ("attention", "attention_varlen", "based", "gemm", "grouped_gemm", "lolcats")
+OPS_WITH_NODES = (
+    *("attention", "attention_varlen", "based", "gemm", "grouped_gemm", "linear_attention"),
+    *("lolcats", "ssd"),
+)
 
 
 @pytest.mark.skipif(not _load.has_nodes, reason="there are no nodes in C++ for this torch")

@@ -19,6 +19,7 @@ from helpers.samples import (
     every_differentiable_sample,
     every_sample,
     leaves,
+    state_of,
 )
 from thunderkittens import emulation
 
@@ -59,11 +60,12 @@ def forward_of(sample, tensors):
     """The call, whose first work on the GPU is the op's: not the copy of a state."""
     if sample.op not in MUTATING:
         return lambda: sample.function(*tensors)
-    first = 3 if sample.op == "based_decode" else 7
+    first = MUTATING[sample.op]
     state = tuple(x.clone() for x in tensors[first:])
 
     def call():
-        out = getattr(tk, sample.op)(*tensors[:first], state, **sample.options)
+        own = state_of(sample.op, state)
+        out = getattr(tk, sample.op)(*tensors[:first], own, **sample.options)
         for x, y in zip(state, tensors[first:], strict=True):
             x.copy_(y)
         return [out]

@@ -280,6 +280,31 @@ QUANTISERS = {
 }
 
 
+def recurrent_calls(sample, device):
+    """Calls of the ops of SSD and linear attention: all tensors, in the order of the schemas."""
+    forward, op, backward = (
+        getattr(torch.ops.thunderkittens, sample.op + end) for end in ("_forward", "", "_backward")
+    )
+    count = len(sample.shapes) - len(sample.keywords)
+    names = ("D", "z", "dt_bias") if sample.op == "ssd" else ("decay", "g")
+
+    def arguments(tensors):
+        given = dict(zip(sample.keywords, tensors[count:], strict=True))
+        return (*tensors[:count], *(given.get(name) for name in names), None, None)
+
+    tensors = sample.tensors(device)
+    options = (sample.options.get("dt_softplus", False), 0.0, None)
+    if sample.op != "ssd":
+        options = (sample.options.get("scale"), sample.options.get("state_v_first", False))
+    yield forward, (*arguments(tensors), *options, True)
+    yield op, (*arguments(leaves(sample, device)), *options, True)
+    out, state = forward(*arguments(tensors), *options, True)
+    needs = [True] * (9 if sample.op == "ssd" else 6)
+    yield backward, (torch.randn_like(out), state, *arguments(tensors), *options, needs)
+    needs[0] = needs[2] = False
+    yield backward, (torch.randn_like(out), None, *arguments(tensors), *options, needs)
+
+
 def direct_calls(sample, device):
     """Calls of the ops behind a sample; tensors require gradients where that is allowed."""
     ops = torch.ops.thunderkittens
@@ -316,6 +341,9 @@ def direct_calls(sample, device):
         yield ops.based_backward, (*head, numerator, denominator, [True] * 4)
         yield ops.based_backward, (*head, None, None, [False, True, False, False])
         return
+    if sample.op in ("ssd", "linear_attention"):
+        yield from recurrent_calls(sample, device)
+        return
     if sample.op == "lolcats":
         flags = (*(None,) * 5, "return_state" in options or sample.public == "hedgehog")
         yield ops.lolcats_forward, (*tensors, *flags)
@@ -327,7 +355,9 @@ def direct_calls(sample, device):
         yield ops.lolcats_backward, (*head, *(None,) * 5, [False, True, *[False] * 4, True])
         return
     if sample.op in MUTATING:
-        flags = (options["normalize"], 1e-12) if sample.op == "based_decode" else (bool(options),)
+        flags = (bool(options),) if sample.op == "lolcats_decode" else ()
+        if sample.op == "based_decode":
+            flags = (options["normalize"], 1e-12)
         yield getattr(ops, sample.op), (*tensors, *flags)
         return
     if sample.op in QUANTISERS:

@@ -42,6 +42,8 @@ try:
     from .ops.fp8_quantize import fp8_quantize
     from .ops.gemm import gemm
     from .ops.grouped_gemm import grouped_gemm
+    from .ops.linear_attention import linear_attention
+    from .ops.linear_attention_decode import linear_attention_decode
     from .ops.lolcats import hedgehog, lolcats
     from .ops.lolcats_decode import lolcats_decode
     from .ops.merge_attention import merge_attention
@@ -53,6 +55,8 @@ try:
     from .ops.nvfp4_gemm import nvfp4_gemm
     from .ops.nvfp4_prepare import nvfp4_prepare
     from .ops.nvfp4_quantize import nvfp4_quantize
+    from .ops.ssd import ssd
+    from .ops.ssd_decode import ssd_decode
     from .reference.based import BasedState
     from .reference.lolcats import LolcatsState
     from .reference.mxfp8_prepare import Mxfp8Operand
@@ -98,6 +102,8 @@ __all__ = [
     "grouped_gemm",
     "hedgehog",
     "is_supported",
+    "linear_attention",
+    "linear_attention_decode",
     "lolcats",
     "lolcats_decode",
     "merge_attention",
@@ -113,6 +119,8 @@ __all__ = [
     "reference",
     "sdpa",
     "sdpa_report",
+    "ssd",
+    "ssd_decode",
 ]
 
 

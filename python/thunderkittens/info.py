@@ -91,6 +91,22 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
         }
         for op in ("lolcats", "lolcats_backward")
     },
+    **{
+        op: {
+            f"bf16 ({batch}, {heads}, {length}, 64), N 128": {
+                "batch": batch,
+                "heads": heads,
+                "length": length,
+                "key_dim": 128,
+                "value_dim": 64,
+            }
+            for batch, heads, length in ((1, 128, 8192), (16, 80, 4096))
+        }
+        for op in ("ssd", "ssd_backward")
+    },
+    "ssd_decode": {
+        f"bf16 ({batch}, 128, 1, 64), N 128": {"batch": batch, "heads": 128} for batch in (1, 64)
+    },
     "lolcats_decode": {"bf16 (64, 32, 1, 128)": {"batch": 64, "heads": 32, "kv_heads": 8}},
     "based_decode": {
         f"bf16 ({batch}, 32, 1, 64)": {"batch": batch, "heads": 32, "value_dim": 64}

@@ -142,6 +142,18 @@ def _lolcats_decode(name: str, choice: Mapping, call: Mapping) -> Iterator[Launc
         yield "lolcats_decode", name.replace("decode", "slide")
 
 
+def _recurrent_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    op, dtype = "ssd_backward", choice["dtype"]
+    for kernel in (name, name.replace("chunks", "states"), "gates", "finish"):
+        yield op, kernel
+    if choice["segments"] > 1:
+        yield op, "scan"
+    if choice["splits"] > 1:
+        yield op, f"sum_keys_{dtype}"
+    if call.get("z") is not None:
+        yield op, f"gate_{dtype}"
+
+
 def _fp8_quantize(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
     yield "fp8_quantize", name
     if call["granularity"] == TENSOR and call.get("scale") is None:
@@ -208,11 +220,15 @@ BESIDE: dict[str, Callable[[str, Mapping, Mapping], Iterator[Launch]]] = {
     "fp8_gemm": _fp8_gemm,
     "gemm": _gemm,
     "fp8_quantize": _fp8_quantize,
+    "linear_attention_backward": _recurrent_backward,
     "lolcats": _lolcats,
     "lolcats_backward": _lolcats_backward,
+    "linear_attention": lambda name, choice, call: iter([("ssd", name)]),
+    "linear_attention_decode": lambda name, choice, call: iter([("ssd_decode", name)]),
     "lolcats_decode": _lolcats_decode,
     "mxfp8_gemm": _mxfp8_gemm,
     "nvfp4_quantize": _nvfp4_quantize,
+    "ssd_backward": _recurrent_backward,
 }
 
 # Ops whose kernel needs no choice.

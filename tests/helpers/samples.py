@@ -17,8 +17,22 @@ from .layouts import heads, matrix
 DIFFERENTIABLE = ("operand", "sink", "weight", "factor")
 # What autocast converts.
 CAST = ("operand", "weight", "token")
-# Ops that change a state, which calls of their samples copy first and return after the output.
-MUTATING = ("based_decode", "lolcats_decode", "append_kv")
+# Ops that change a state, which calls of their samples copy first and return after the output, and
+# the first of its tensors; that of some ops is one tensor.
+MUTATING = {
+    "based_decode": 3,
+    "lolcats_decode": 7,
+    "append_kv": 7,
+    "ssd_decode": 5,
+    "linear_attention_decode": 3,
+}
+HEADS = ("attention", "based", "lolcats", "ssd", "linear_attention")
+ONE_TENSOR = ("ssd_decode", "linear_attention_decode")
+
+
+def state_of(op: str, tensors: Sequence[Tensor]) -> Any:
+    """A state as the public function takes it."""
+    return tensors[0] if op in ONE_TENSOR else tuple(tensors)
 
 
 @dataclass(frozen=True)
@@ -31,9 +45,9 @@ class Sample:
     positive float32, without a batch), "token" (an operand without a gradient), "cache" and
     "lengths" (of a state), "edges" (cumulative lengths whose last sequence grows), "ends" (of
     groups, the last of which grows; their layout is the sum), "source" (of a quantiser: no
-    gradient, no autocast), "codes" (bytes), and the dtype of what a quantiser has made or of a
-    state. `op_calls` counts the ops that a call is made of. `public` is the function where it has
-    not the op's name.
+    gradient, no autocast), "codes" (bytes), "rates" (of decays: negative, float32), and the dtype
+    of what a quantiser has made or of a state. `op_calls` counts the ops that a call is made of.
+    `public` is the function where it has not the op's name.
     """
 
     op: str
@@ -55,14 +69,14 @@ class Sample:
         """Which tensors `torch.func.vmap` may map."""
         plain_scale = 1 if self.op == "mxfp8_prepare" else -1
         places = range(len(self.shapes))
-        fixed = ("edges", "ends", "weight", "factor")
+        fixed = ("edges", "ends", "weight", "factor", "rates")
         return [self.kind(i) not in fixed and i != plain_scale for i in places]
 
     def tensors(
         self, device: str, longer: int = 0, dtype: torch.dtype | None = None
     ) -> list[Tensor]:
         """Random normal operands; the dynamic dimensions are `longer` than in `shapes`."""
-        place = heads if self.op in ("attention", "based", "lolcats") else matrix
+        place = heads if self.op in HEADS else matrix
         result = []
         for index, (shape, layout) in enumerate(zip(self.shapes, self.layouts, strict=True)):
             sizes = [n + longer * ((index, i) in self.dynamic) for i, n in enumerate(shape)]
@@ -84,6 +98,9 @@ class Sample:
             values = torch.randn(sizes, device=device)
             if kind == "codes":
                 result.append(torch.randint(100, 150, sizes, device=device).to(torch.uint8))
+                continue
+            if kind == "rates":
+                result.append(-values.abs() / 4)
                 continue
             if kind.startswith("float"):
                 result.append(values.abs().to(getattr(torch, kind)))
@@ -115,9 +132,10 @@ class Sample:
         def call(*tensors: Tensor) -> tuple[Tensor, ...]:
             named = dict(zip(self.keywords, tensors[positional:], strict=True))
             if self.op in MUTATING:
-                first = 3 if self.op == "based_decode" else 7
+                first = MUTATING[self.op]
                 state = tuple(x.clone() for x in tensors[first:])
-                return function(*tensors[:first], state, **self.options), *state
+                own = state_of(self.op, state)
+                return function(*tensors[:first], own, **self.options), *state
             result = function(*tensors[:positional], **named, **self.options)
             if self.op == "lolcats" and isinstance(result, tuple):
                 # There is no gradient through a state.
@@ -284,6 +302,54 @@ SAMPLES = {
         {"normalize": True},
         dtype=torch.float16,
         kinds=("token",) * 3 + ("float32",) * 2,
+    ),
+    "ssd": Sample(
+        "ssd",
+        ((2, 4, 70, 64), (2, 4, 70), (4,), (2, 2, 70, 64), (2, 2, 70, 64)),
+        ("bshd", "packed", "packed", "sliced", "packed"),
+        {"dt_softplus": True},
+        dynamic=((0, 2), (1, 2), (3, 2), (4, 2)),
+        kinds=("operand", "float32", "rates", "operand", "operand"),
+    ),
+    "ssd_state": Sample(
+        "ssd",
+        ((1, 2, 37, 40), (1, 2, 37), (2,), (1, 1, 37, 72), (1, 1, 37, 72), (2,), (1, 2, 37, 40)),
+        ("packed", "packed", "packed", "packed", "bshd", "packed", "packed"),
+        {"return_state": True},
+        keywords=("D", "z"),
+        dynamic=((0, 2), (1, 2), (3, 2), (4, 2), (6, 2)),
+        dtype=torch.float16,
+        kinds=("operand", "float32", "rates", "operand", "operand", "float32", "operand"),
+    ),
+    "ssd_decode": Sample(
+        "ssd_decode",
+        ((2, 4, 2, 64), (2, 4, 2), (4,), (2, 2, 2, 64), (2, 2, 2, 64), (2, 4, 64, 64)),
+        ("packed",) * 6,
+        kinds=("token", "float32", "rates", "token", "token", "float32"),
+    ),
+    "linear_attention": Sample(
+        "linear_attention",
+        ((2, 2, 70, 64), (2, 2, 70, 64), (2, 4, 70, 40)),
+        ("bshd", "packed", "sliced"),
+        {"scale": 0.5},
+        dynamic=((0, 2), (1, 2), (2, 2)),
+    ),
+    "linear_attention_state": Sample(
+        "linear_attention",
+        ((1, 2, 37, 72), (1, 2, 37, 72), (1, 2, 37, 40), (2,), (1, 2, 37)),
+        ("packed",) * 5,
+        {"return_state": True, "state_v_first": True},
+        keywords=("decay", "g"),
+        dynamic=((0, 2), (1, 2), (2, 2), (4, 2)),
+        dtype=torch.float16,
+        kinds=("operand", "operand", "operand", "rates", "rates"),
+    ),
+    "linear_attention_decode": Sample(
+        "linear_attention_decode",
+        ((2, 2, 1, 64), (2, 2, 1, 64), (2, 4, 1, 40), (2, 4, 64, 40)),
+        ("packed",) * 4,
+        dtype=torch.float16,
+        kinds=("token",) * 3 + ("float32",),
     ),
     "lolcats": Sample(
         "lolcats",

@@ -168,6 +168,30 @@ def based_decode(work: Work) -> Sizes:
     return {"step": (batch, heads, work.model.head_dim)}
 
 
+def ssd(work: Work) -> Sizes:
+    """The model's heads with SSD of Mamba-2's usual state in place of attention, in one group."""
+    batch, heads, _ = _lines(work)
+    return {"forward": (batch, heads, 1, work.length, work.model.head_dim, 128)}
+
+
+def ssd_decode(work: Work) -> Sizes:
+    batch, heads, _ = _lines(work)
+    return {"step": (batch, heads, 1, 1, work.model.head_dim, 128)}
+
+
+def linear_attention(work: Work) -> Sizes:
+    """The model's heads with linear attention in place of softmax."""
+    batch, heads, _ = _lines(work)
+    dim = work.model.head_dim
+    return {"forward": (batch, heads, work.length, dim, dim)}
+
+
+def linear_attention_decode(work: Work) -> Sizes:
+    batch, heads, _ = _lines(work)
+    dim = work.model.head_dim
+    return {"step": (batch, heads, 1, dim, dim)}
+
+
 def attention_paged(work: Work) -> Sizes:
     """A step behind the tokens, and behind a cache of fp8."""
     model, lengths = work.model, (work.length,) * work.sequences

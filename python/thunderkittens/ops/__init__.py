@@ -18,6 +18,8 @@ from .fp8_gemm import fp8_gemm
 from .fp8_quantize import fp8_quantize
 from .gemm import gemm
 from .grouped_gemm import grouped_gemm
+from .linear_attention import linear_attention
+from .linear_attention_decode import linear_attention_decode
 from .lolcats import hedgehog, lolcats
 from .lolcats_decode import lolcats_decode
 from .merge_attention import merge_attention
@@ -29,6 +31,8 @@ from .nvfp4_dequantize import nvfp4_dequantize
 from .nvfp4_gemm import nvfp4_gemm
 from .nvfp4_prepare import nvfp4_prepare
 from .nvfp4_quantize import nvfp4_quantize
+from .ssd import ssd
+from .ssd_decode import ssd_decode
 
 __all__ = [
     "Fp8Linear",
@@ -47,6 +51,8 @@ __all__ = [
     "gemm",
     "grouped_gemm",
     "hedgehog",
+    "linear_attention",
+    "linear_attention_decode",
     "lolcats",
     "lolcats_decode",
     "merge_attention",
@@ -58,4 +64,6 @@ __all__ = [
     "nvfp4_gemm",
     "nvfp4_prepare",
     "nvfp4_quantize",
+    "ssd",
+    "ssd_decode",
 ]

@@ -16,6 +16,8 @@ from .fp8_gemm import fp8_gemm
 from .fp8_quantize import fp8_quantize
 from .gemm import gemm
 from .grouped_gemm import grouped_gemm
+from .linear_attention import linear_attention
+from .linear_attention_decode import linear_attention_decode
 from .lolcats import (
     LolcatsState,
     cached_positions,
@@ -35,6 +37,8 @@ from .nvfp4_dequantize import nvfp4_dequantize
 from .nvfp4_gemm import nvfp4_gemm
 from .nvfp4_prepare import Nvfp4Weight, nvfp4_prepare
 from .nvfp4_quantize import nvfp4_quantize
+from .ssd import ssd
+from .ssd_decode import ssd_decode
 
 __all__ = [
     "BasedState",
@@ -60,6 +64,8 @@ __all__ = [
     "fp8_quantize",
     "gemm",
     "grouped_gemm",
+    "linear_attention",
+    "linear_attention_decode",
     "lolcats",
     "lolcats_decode",
     "lolcats_features",
@@ -73,4 +79,6 @@ __all__ = [
     "nvfp4_gemm",
     "nvfp4_prepare",
     "nvfp4_quantize",
+    "ssd",
+    "ssd_decode",
 ]
