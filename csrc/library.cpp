@@ -33,6 +33,10 @@
     "Tensor? decay=None, Tensor? g=None, Tensor? initial_state=None, Tensor? cu_seqlens=None, " \
     "float? scale=None, bool state_v_first=False"
 
+#define CONV_OPERANDS                                                                    \
+    "Tensor x, Tensor weight, Tensor? bias=None, int activation=0, Tensor? state=None, " \
+    "Tensor? cu_seqlens=None"
+
 #define GEMM_EPILOGUE                                                                          \
     "Tensor? bias=None, ScalarType? out_dtype=None, Tensor? residual=None, int activation=0, " \
     "int gate=0, float alpha=1.0, float beta=1.0"
@@ -242,4 +246,21 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
         "linear_attention_decode(Tensor q, Tensor k, Tensor v, Tensor(a!) state, Tensor? "
         "decay=None, Tensor? g=None, Tensor? state_indices=None, float? scale=None, bool "
         "state_v_first=False) -> Tensor");
+
+    // x (B, C, T), or packed sequences (1, C, T) with cumulative lengths int32 (N + 1,); weight (C,
+    // W), W from 2 to 4, and bias (C,) of the dtype of x or fp32; activation: 0 none, 4 silu; state
+    // (N, C, W - 1), the last inputs, of the dtype of x. A final state that is not asked for has
+    // batch size 0.
+    m.def("causal_conv1d(" CONV_OPERANDS
+          ", bool return_state=False) -> (Tensor out, Tensor state)");
+    m.def("causal_conv1d_forward(" CONV_OPERANDS
+          ", bool return_state=False) -> (Tensor out, Tensor state)");
+    m.def("causal_conv1d_backward(Tensor grad_out, Tensor? grad_state, " CONV_OPERANDS
+          ", bool[4] needs=[True, True, True, True]) -> (Tensor grad_x, Tensor grad_weight, Tensor "
+          "grad_bias, Tensor grad_state)");
+    // x (B, C) or (B, C, T), the next tokens; state (slots, C, W - 1 or more), brought up to date
+    // in place; slots int32 (B,), negative ones are left out.
+    m.def(
+        "causal_conv1d_update(Tensor x, Tensor(a!) state, Tensor weight, Tensor? bias=None, int "
+        "activation=0, Tensor? slots=None) -> Tensor");
 }

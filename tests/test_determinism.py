@@ -212,11 +212,34 @@ def merge_attention() -> Any:
     yield (lambda: call(4)), (lambda: call(1))
 
 
+def causal_conv1d() -> Any:
+    """Alone, the blocks of a sequence are cut in another way."""
+    x, weight = rows(3, 24, 200), rows(24, 4)
+
+    def call(n: int) -> Any:
+        orders = (x[:n], x[:n].transpose(1, 2).contiguous().transpose(1, 2))
+        return [tk.causal_conv1d(y, weight, activation="silu")[:1] for y in orders]
+
+    yield (lambda: call(3)), (lambda: call(1))
+
+
+def causal_conv1d_update() -> Any:
+    x, state, weight = rows(3, 40, 2), rows(3, 40, 5), rows(40, 4)
+
+    def call(count: int) -> Any:
+        mine = state[:count].clone()
+        return tk.causal_conv1d_update(x[:count], mine, weight)[:1], mine[:1]
+
+    yield (lambda: call(3)), (lambda: call(1))
+
+
 INVARIANT: dict[str, Callable[[], Any]] = {
     function.__name__: function
     for function in (
         append_kv,
         attention_paged,
+        causal_conv1d,
+        causal_conv1d_update,
         fp8_quantize,
         grouped_gemm,
         lolcats_decode,

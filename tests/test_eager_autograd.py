@@ -39,7 +39,8 @@ COMPOSED = {
     ),
 }
 every_composed_call = pytest.mark.parametrize("name", COMPOSED)
-ONCE = ("attention", "attention_varlen", "based", "lolcats", "ssd", "linear_attention")
+ONCE = ("attention", "attention_varlen", "based", "causal_conv1d", "lolcats", "ssd")
+ONCE += ("linear_attention",)
 # The node of ours that these record is that of another sample, of no fewer outputs.
 SAME_NODES = (
     "gemm_bias",
@@ -337,8 +338,8 @@ def test_a_tensor_that_outlived_its_transform(device):
 
 
 OPS_WITH_NODES = (
-    *("attention", "attention_varlen", "based", "gemm", "grouped_gemm", "linear_attention"),
-    *("lolcats", "ssd"),
+    *("attention", "attention_varlen", "based", "causal_conv1d", "gemm", "grouped_gemm"),
+    *("linear_attention", "lolcats", "ssd"),
 )
 
 

@@ -354,6 +354,21 @@ def direct_calls(sample, device):
         yield ops.lolcats_backward, (*head, *(None,) * 5, [True] * 7)
         yield ops.lolcats_backward, (*head, *(None,) * 5, [False, True, *[False] * 4, True])
         return
+    if sample.op == "causal_conv1d_update":
+        x, weight, state = tensors
+        yield ops.causal_conv1d_update, (x, state, weight, None, 4, None)
+        return
+    if sample.op == "causal_conv1d":
+        count = 2 + ("bias" in sample.keywords)
+        state, edges = (*tensors[count:], None, None)[:2]
+        options = (*(None,) * (3 - count), 4, state, edges)
+        yield ops.causal_conv1d_forward, (*tensors[:count], *options, True)
+        yield ops.causal_conv1d, (*leaves(sample, device)[:count], *options, True)
+        out, last = ops.causal_conv1d(*tensors[:count], *options, True)
+        for needs, grad_state in (([True] * 4, last), ([False, True, False, False], None)):
+            head = (torch.randn_like(out), grad_state, *tensors[:count])
+            yield ops.causal_conv1d_backward, (*head, *options, needs)
+        return
     if sample.op in MUTATING:
         flags = (bool(options),) if sample.op == "lolcats_decode" else ()
         if sample.op == "based_decode":

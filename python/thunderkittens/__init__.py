@@ -1,18 +1,18 @@
 """Fast GPU kernels for PyTorch, and the tile library that they are written on.
 
 `attention`, `attention_varlen` (of packed sequences), `based` and `lolcats` (linear attention),
-`gemm`, `grouped_gemm` and `fp8_linear` are differentiable; `based_decode` and `lolcats_decode` are
-linear attention for one more token. `fp8_gemm`, `mxfp8_gemm` and `nvfp4_gemm` multiply operands of
-8 and 4 bits, the latter two as they are or as `mxfp8_prepare` and `nvfp4_prepare` have prepared
-them; `fp8_quantize`, `mxfp8_quantize`, `nvfp4_quantize` and the inverses of the latter two convert
-to scaled formats and back. `nn` holds modules for models; `sdpa` has existing ones run `attention`,
-by what they call already, PyTorch's `scaled_dot_product_attention`, `convert` puts their linear
-layers on these products, and `compat` has the functions of flash-attn. All ops work under
-torch.compile, and take CPU tensors too, where they run the reference formula, or, inside `with
-emulate():`, the GPU's kernels on an emulator. `reference` holds every op in plain PyTorch.
-`get_include()` is the folder of the tile library's headers, for kernels of one's own, and
-`get_cmake_dir()` that of its CMake package. On the command line: `python -m thunderkittens` with
-`info`, `demo`, `bench` or `cmake-dir`.
+`causal_conv1d`, `gemm`, `grouped_gemm` and `fp8_linear` are differentiable; `based_decode`,
+`lolcats_decode` and `causal_conv1d_update` go on by a token. `fp8_gemm`, `mxfp8_gemm` and
+`nvfp4_gemm` multiply operands of 8 and 4 bits, the latter two as they are or as `mxfp8_prepare` and
+`nvfp4_prepare` have prepared them; `fp8_quantize`, `mxfp8_quantize`, `nvfp4_quantize` and the
+inverses of the latter two convert to scaled formats and back. `nn` holds modules for models; `sdpa`
+has existing ones run `attention`, by what they call already, PyTorch's
+`scaled_dot_product_attention`, `convert` puts their linear layers on these products, and `compat`
+has the functions of flash-attn. All ops work under torch.compile, and take CPU tensors too, where
+they run the reference formula, or, inside `with emulate():`, the GPU's kernels on an emulator.
+`reference` holds every op in plain PyTorch. `get_include()` is the folder of the tile library's
+headers, for kernels of one's own, and `get_cmake_dir()` that of its CMake package. On the command
+line: `python -m thunderkittens` with `info`, `demo`, `bench` or `cmake-dir`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ try:
     from .ops.attention_varlen import attention_varlen
     from .ops.based import based, based_linear_prefill
     from .ops.based_decode import based_decode
+    from .ops.causal_conv1d import causal_conv1d
+    from .ops.causal_conv1d_update import causal_conv1d_update
     from .ops.fp8_gemm import fp8_gemm
     from .ops.fp8_quantize import fp8_quantize
     from .ops.gemm import gemm
@@ -88,6 +90,8 @@ __all__ = [
     "based",
     "based_decode",
     "based_linear_prefill",
+    "causal_conv1d",
+    "causal_conv1d_update",
     "compat",
     "convert",
     "disable_sdpa",

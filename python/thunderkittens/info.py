@@ -108,6 +108,20 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
         f"bf16 ({batch}, 128, 1, 64), N 128": {"batch": batch, "heads": 128} for batch in (1, 64)
     },
     "lolcats_decode": {"bf16 (64, 32, 1, 128)": {"batch": 64, "heads": 32, "kv_heads": 8}},
+    **{
+        op: {
+            f"bf16 ({batch}, {channels}, {length}), {layout}": {
+                "batch": batch,
+                "channels": channels,
+                "length": length,
+                "layout": layout,
+            }
+            for batch, channels, length in ((1, 8192, 8192), (16, 2560, 2048))
+            for layout in ("channels", "tokens", "any")
+        }
+        for op in ("causal_conv1d", "causal_conv1d_backward")
+    },
+    "causal_conv1d_update": {"bf16 (256, 8192)": {"batch": 256, "channels": 8192}},
     "based_decode": {
         f"bf16 ({batch}, 32, 1, 64)": {"batch": batch, "heads": 32, "value_dim": 64}
         for batch in (1, 64)

@@ -19,6 +19,7 @@ KERNELS = {
         name: name
         for name in (
             *("append_kv", "attention", "attention_paged", "based", "based_decode", "fp8_gemm"),
+            *("causal_conv1d", "causal_conv1d_update"),
             *("fp8_quantize", "gemm", "grouped_gemm"),
             *("lolcats", "lolcats_decode"),
             *(

@@ -104,6 +104,13 @@ def _based_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launc
         yield "based", f"segment_states_{dtype}{'_weighted' * denominator}{suffix}"
 
 
+def _conv_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    yield "causal_conv1d_backward", name
+    bias = call.get("bias") is not None and call.get("needs_bias")
+    if call.get("needs_weight") or bias:
+        yield "causal_conv1d_backward", f"sums_{choice['dtype']}{_portable(name)}"
+
+
 def _lolcats(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
     portable, split = choice["portable"], choice["segments"] > 1
     suffix = "_portable" * portable
@@ -217,6 +224,7 @@ BESIDE: dict[str, Callable[[str, Mapping, Mapping], Iterator[Launch]]] = {
     "attention_paged": _attention_paged,
     "based": _based,
     "based_backward": _based_backward,
+    "causal_conv1d_backward": _conv_backward,
     "fp8_gemm": _fp8_gemm,
     "gemm": _gemm,
     "fp8_quantize": _fp8_quantize,

@@ -17,22 +17,30 @@ from .layouts import heads, matrix
 DIFFERENTIABLE = ("operand", "sink", "weight", "factor")
 # What autocast converts.
 CAST = ("operand", "weight", "token")
-# Ops that change a state, which calls of their samples copy first and return after the output, and
-# the first of its tensors; that of some ops is one tensor.
+# Ops that change a state in place, and where that is among the tensors of a call: to their end where
+# it is a tuple.
 MUTATING = {
-    "based_decode": 3,
-    "lolcats_decode": 7,
-    "append_kv": 7,
-    "ssd_decode": 5,
-    "linear_attention_decode": 3,
+    "append_kv": slice(7, None),
+    "based_decode": slice(3, None),
+    "lolcats_decode": slice(7, None),
+    "causal_conv1d_update": slice(1, 2),
+    "linear_attention_decode": slice(3, 4),
+    "ssd_decode": slice(5, 6),
 }
 HEADS = ("attention", "based", "lolcats", "ssd", "linear_attention")
-ONE_TENSOR = ("ssd_decode", "linear_attention_decode")
 
 
-def state_of(op: str, tensors: Sequence[Tensor]) -> Any:
-    """A state as the public function takes it."""
-    return tensors[0] if op in ONE_TENSOR else tuple(tensors)
+def state_of(op: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The tensors that a call changes."""
+    return tensors[MUTATING[op]]
+
+
+def with_state(op: str, tensors: Sequence[Tensor], state: Sequence[Tensor]) -> list[Any]:
+    """The arguments of a call with another state."""
+    part = MUTATING[op]
+    if part.stop is None:
+        return [*tensors[: part.start], tuple(state)]
+    return [*tensors[: part.start], *state, *tensors[part.stop :]]
 
 
 @dataclass(frozen=True)
@@ -132,10 +140,8 @@ class Sample:
         def call(*tensors: Tensor) -> tuple[Tensor, ...]:
             named = dict(zip(self.keywords, tensors[positional:], strict=True))
             if self.op in MUTATING:
-                first = MUTATING[self.op]
-                state = tuple(x.clone() for x in tensors[first:])
-                own = state_of(self.op, state)
-                return function(*tensors[:first], own, **self.options), *state
+                state = tuple(x.clone() for x in state_of(self.op, tensors))
+                return function(*with_state(self.op, tensors, state), **self.options), *state
             result = function(*tensors[:positional], **named, **self.options)
             if self.op == "lolcats" and isinstance(result, tuple):
                 # There is no gradient through a state.
@@ -350,6 +356,32 @@ SAMPLES = {
         ("packed",) * 4,
         dtype=torch.float16,
         kinds=("token",) * 3 + ("float32",),
+
+    "causal_conv1d": Sample(
+        "causal_conv1d",
+        ((2, 16, 40), (16, 4), (16,)),
+        ("packed_t", "packed", "packed"),
+        {"activation": "silu"},
+        keywords=("bias",),
+        dynamic=((0, 2),),
+        kinds=("operand", "factor", "factor"),
+    ),
+    "causal_conv1d_states": Sample(
+        "causal_conv1d",
+        ((1, 12, 37), (12, 3), (3, 12, 2), (4,)),
+        ("packed", "packed", "packed", "q"),
+        {"return_state": True},
+        keywords=("initial_state", "cu_seqlens"),
+        dynamic=((0, 2),),
+        dtype=torch.float16,
+        kinds=("operand", "factor", "operand", "edges"),
+    ),
+    "causal_conv1d_update": Sample(
+        "causal_conv1d_update",
+        ((3, 16), (3, 16, 5), (16, 4)),
+        ("packed", "packed_t", "packed"),
+        {"activation": "silu"},
+        kinds=("token", "cache", "float32"),
     ),
     "lolcats": Sample(
         "lolcats",

@@ -192,6 +192,21 @@ def linear_attention_decode(work: Work) -> Sizes:
     return {"step": (batch, heads, 1, dim, dim)}
 
 
+def _convolved(work: Work) -> int:
+    """Channels of q, k and v in one, as layers of linear attention convolve them."""
+    model = work.model
+    return (model.heads + 2 * model.kv_heads) * model.head_dim
+
+
+def causal_conv1d(work: Work) -> Sizes:
+    """Of q, k and v, where the layer's attention is linear."""
+    return {"forward": (work.sequences, _convolved(work), work.length, "channels")}
+
+
+def causal_conv1d_update(work: Work) -> Sizes:
+    return {"step": (work.sequences, _convolved(work))}
+
+
 def attention_paged(work: Work) -> Sizes:
     """A step behind the tokens, and behind a cache of fp8."""
     model, lengths = work.model, (work.length,) * work.sequences

@@ -14,6 +14,8 @@ from .attention_schedule import attention_schedule
 from .attention_varlen import attention_varlen
 from .based import based, based_linear_prefill
 from .based_decode import based_decode
+from .causal_conv1d import causal_conv1d
+from .causal_conv1d_update import causal_conv1d_update
 from .fp8_gemm import fp8_gemm
 from .fp8_quantize import fp8_quantize
 from .gemm import gemm
@@ -45,6 +47,8 @@ __all__ = [
     "based",
     "based_decode",
     "based_linear_prefill",
+    "causal_conv1d",
+    "causal_conv1d_update",
     "fp8_gemm",
     "fp8_linear",
     "fp8_quantize",

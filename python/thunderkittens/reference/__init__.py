@@ -12,6 +12,8 @@ from .attention_schedule import attention_schedule
 from .attention_varlen import attention_varlen, attention_varlen_backward
 from .based import BasedState, based, based_backward, based_features
 from .based_decode import based_decode
+from .causal_conv1d import causal_conv1d, causal_conv1d_backward
+from .causal_conv1d_update import causal_conv1d_update
 from .fp8_gemm import fp8_gemm
 from .fp8_quantize import fp8_quantize
 from .gemm import gemm
@@ -57,6 +59,9 @@ __all__ = [
     "based_decode",
     "based_features",
     "cached_positions",
+    "causal_conv1d",
+    "causal_conv1d_backward",
+    "causal_conv1d_update",
     "empty_state",
     "folded_tokens",
     "fp8_gemm",
