@@ -41,6 +41,19 @@
     "Tensor? bias=None, ScalarType? out_dtype=None, Tensor? residual=None, int activation=0, " \
     "int gate=0, float alpha=1.0, float beta=1.0"
 
+#define RMS_NORM_OPTIONS                                                                        \
+    "float eps=1e-6, float weight_offset=0.0, float dropout_p=0.0, bool gate_first=False, int " \
+    "group_size=0"
+#define RMS_NORM                                                                        \
+    "Tensor x, Tensor? weight=None, Tensor? residual=None, Tensor? gate=None, Tensor? " \
+    "seed=None, " RMS_NORM_OPTIONS ") -> (Tensor out, Tensor sum)"
+#define LAYER_NORM                                                                      \
+    "Tensor x, Tensor? weight=None, Tensor? bias=None, Tensor? residual=None, Tensor? " \
+    "seed=None, float eps=1e-5, float dropout_p=0.0) -> (Tensor out, Tensor sum)"
+#define ROTARY_OPTIONS                                                               \
+    "Tensor cos, Tensor sin, Tensor? positions=None, Tensor? offsets=None, Tensor? " \
+    "cu_seqlens=None, bool interleaved=False, bool inverse=False, SymInt heads=-1"
+
 STABLE_TORCH_LIBRARY(thunderkittens, m) {
     // (M, K) @ (K, N) or batched, fp32 accumulation; bias (N,); out_dtype None is the dtype of the
     // inputs.
@@ -263,4 +276,30 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
     m.def(
         "causal_conv1d_update(Tensor x, Tensor(a!) state, Tensor weight, Tensor? bias=None, int "
         "activation=0, Tensor? slots=None) -> Tensor");
+
+    // x (..., D), weight and bias (D,), of x's dtype or fp32; residual and gate of x's shape, seed
+    // int64, of a dropout of x. Statistics are those of group_size neighbours, or of all where it
+    // is 0. The sum of x and the residual has the residual's dtype; without one it is empty.
+    m.def("rms_norm(" RMS_NORM);
+    m.def("rms_norm_forward(" RMS_NORM);
+    // x is what was normalised, the sum where there was a residual; needs: of x, residual, weight,
+    // gate. Where the residual's gradient is that of x, it is empty.
+    m.def(
+        "rms_norm_backward(Tensor grad_out, Tensor? grad_sum, Tensor x, Tensor? weight, Tensor? "
+        "gate, Tensor? seed, " RMS_NORM_OPTIONS
+        ", bool[4] needs=[True, True, True, True]) -> (Tensor grad_x, Tensor grad_residual, Tensor "
+        "grad_weight, Tensor grad_gate)");
+    m.def("layer_norm(" LAYER_NORM);
+    m.def("layer_norm_forward(" LAYER_NORM);
+    m.def(
+        "layer_norm_backward(Tensor grad_out, Tensor? grad_sum, Tensor x, Tensor? weight, Tensor? "
+        "seed, float eps=1e-5, float dropout_p=0.0, bool[4] needs=[True, True, True, True]) -> "
+        "(Tensor grad_x, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)");
+
+    // x (B, H, T, D) or, packed, (T, H, D); cos and sin (positions, R / 2) or (B, T, R / 2), of x's
+    // dtype or fp32; positions int32 or int64 (T,) or (B, T), offsets (B,), cu_seqlens int32;
+    // heads: those that are rotated, -1 is all.
+    m.def("rotary(Tensor x, " ROTARY_OPTIONS ") -> Tensor");
+    m.def("rotary_forward(Tensor x, " ROTARY_OPTIONS ") -> Tensor");
+    m.def("rotary_forward.in_place(Tensor(a!) x, " ROTARY_OPTIONS ") -> ()");
 }

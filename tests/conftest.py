@@ -74,6 +74,7 @@ EMULATED_SUITES = (
     "test_gemm_fused",
     "test_gemm_short_k",
     "test_grouped_gemm",
+    "test_layer_norm",
     "test_merge_attention",
     "test_mxfp8_dequantize",
     "test_mxfp8_gemm",
@@ -87,6 +88,8 @@ EMULATED_SUITES = (
     "test_nvfp4_prepare",
     "test_nvfp4_quantize",
     "test_recurrent_gradient",
+    "test_rms_norm",
+    "test_rotary",
     "test_zero_sizes",
 )
 PORTABLE_SUITES = (
@@ -104,6 +107,7 @@ PORTABLE_SUITES = (
     "test_fp8_gemm",
     "test_fp8_quantize",
     "test_grouped_gemm",
+    "test_layer_norm",
     "test_merge_attention",
     "test_mxfp8_dequantize",
     "test_mxfp8_gemm",
@@ -116,6 +120,8 @@ PORTABLE_SUITES = (
     "test_nvfp4_groups",
     "test_nvfp4_prepare",
     "test_nvfp4_quantize",
+    "test_rms_norm",
+    "test_rotary",
 )
 EMULATION_POLICIES = ("on_wait", "late_mma")
 

@@ -56,7 +56,7 @@ def test_registration(name):
     assert has("CUDA")
     assert has("Meta")
     packet, _, overload = name.partition(".")
-    changes = overload == "out" or name in MUTATING
+    changes = overload in ("out", "in_place") or name in MUTATING
     assert has("FuncTorchBatched") or changes
     packet = getattr(torch.ops.thunderkittens, packet)
     assert packet in flop_registry
@@ -355,7 +355,7 @@ def direct_calls(sample, device):
         yield ops.lolcats_backward, (*head, *(None,) * 5, [False, True, *[False] * 4, True])
         return
     if sample.op == "causal_conv1d_update":
-        x, weight, state = tensors
+        x, state, weight = tensors
         yield ops.causal_conv1d_update, (x, state, weight, None, 4, None)
         return
     if sample.op == "causal_conv1d":
@@ -368,6 +368,15 @@ def direct_calls(sample, device):
         for needs, grad_state in (([True] * 4, last), ([False, True, False, False], None)):
             head = (torch.randn_like(out), grad_state, *tensors[:count])
             yield ops.causal_conv1d_backward, (*head, *options, needs)
+        return
+    if sample.op in ("rms_norm", "layer_norm"):
+        yield from norm_calls(sample, device)
+        return
+    if sample.op == "rotary":
+        numbers = (None, None, None, options["interleaved"], False, options["heads"])
+        yield ops.rotary_forward.default, (*tensors, *numbers)
+        yield ops.rotary.default, (*leaves(sample, device), *numbers)
+        yield ops.rotary_forward.in_place, (*tensors, *numbers)
         return
     if sample.op in MUTATING:
         flags = (bool(options),) if sample.op == "lolcats_decode" else ()
@@ -406,6 +415,38 @@ def direct_calls(sample, device):
     for needs, grad_lse in (([True] * 4, lse), ([False, True, False, False], None)):
         head = (torch.randn_like(out), grad_lse, *plain[:3], out, lse)
         yield backward, (*head, *plain[3:], None, needs)
+
+
+def norm_calls(sample, device):
+    ops, options = torch.ops.thunderkittens, sample.options
+    names = ("weight", "residual", "gate", "seed")
+    numbers = [options.get("eps", 1e-6)]
+    if sample.op == "layer_norm":
+        names = ("weight", "bias", "residual", "seed")
+    else:
+        numbers.append(options.get("weight_offset", 0.0))
+    numbers.append(options.get("dropout_p", 0.0))
+    if sample.op == "rms_norm":
+        numbers += [options.get("gate_first", False), options.get("group_size", 0)]
+
+    def arguments(tensors):
+        count = len(tensors) - len(sample.keywords)
+        named = dict(zip(names, tensors[1:count], strict=False))
+        named |= dict(zip(sample.keywords, tensors[count:], strict=True))
+        return tensors[0], *(named.get(name) for name in names)
+
+    plain = arguments(sample.tensors(device))
+    yield getattr(ops, sample.op + "_forward"), (*plain, *numbers)
+    yield getattr(ops, sample.op), (*arguments(leaves(sample, device)), *numbers)
+    given = dict(zip(names, plain[1:], strict=True))
+    grad = torch.randn_like(plain[0])
+    grad_sum = None if given["residual"] is None else torch.randn_like(given["residual"])
+    rest = [given[name] for name in names if name not in ("residual", "bias")]
+    for needs in ([True] * 4, [False, True, False, False]):
+        yield (
+            getattr(ops, sample.op + "_backward"),
+            (grad, grad_sum, plain[0], *rest, *numbers, needs),
+        )
 
 
 def comparable(arguments):

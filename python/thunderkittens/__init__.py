@@ -1,12 +1,13 @@
 """Fast GPU kernels for PyTorch, and the tile library that they are written on.
 
 `attention`, `attention_varlen` (of packed sequences), `based` and `lolcats` (linear attention),
-`causal_conv1d`, `gemm`, `grouped_gemm` and `fp8_linear` are differentiable; `based_decode`,
-`lolcats_decode` and `causal_conv1d_update` go on by a token. `fp8_gemm`, `mxfp8_gemm` and
-`nvfp4_gemm` multiply operands of 8 and 4 bits, the latter two as they are or as `mxfp8_prepare` and
-`nvfp4_prepare` have prepared them; `fp8_quantize`, `mxfp8_quantize`, `nvfp4_quantize` and the
-inverses of the latter two convert to scaled formats and back. `nn` holds modules for models; `sdpa`
-has existing ones run `attention`, by what they call already, PyTorch's
+`causal_conv1d`, `gemm`, `grouped_gemm`, `fp8_linear`, `rms_norm`, `layer_norm` and `rotary` are
+differentiable; `based_decode`, `lolcats_decode` and `causal_conv1d_update` go on by a token.
+`ssd` and `linear_attention` (with decay) are too, and have steps `ssd_decode` and
+`linear_attention_decode`. `fp8_gemm`, `mxfp8_gemm` and `nvfp4_gemm` multiply operands of 8 and 4
+bits, the latter two as they are or as `mxfp8_prepare` and `nvfp4_prepare` have prepared them;
+`fp8_quantize`, `mxfp8_quantize`, `nvfp4_quantize` and the inverses of the latter two convert to
+scaled formats and back. `nn` holds modules for models; `sdpa` has existing ones run `attention`, by what they call already, PyTorch's
 `scaled_dot_product_attention`, `convert` puts their linear layers on these products, and `compat`
 has the functions of flash-attn. All ops work under torch.compile, and take CPU tensors too, where
 they run the reference formula, or, inside `with emulate():`, the GPU's kernels on an emulator.
@@ -44,6 +45,7 @@ try:
     from .ops.fp8_quantize import fp8_quantize
     from .ops.gemm import gemm
     from .ops.grouped_gemm import grouped_gemm
+    from .ops.layer_norm import layer_norm
     from .ops.linear_attention import linear_attention
     from .ops.linear_attention_decode import linear_attention_decode
     from .ops.lolcats import hedgehog, lolcats
@@ -57,6 +59,8 @@ try:
     from .ops.nvfp4_gemm import nvfp4_gemm
     from .ops.nvfp4_prepare import nvfp4_prepare
     from .ops.nvfp4_quantize import nvfp4_quantize
+    from .ops.rms_norm import rms_norm
+    from .ops.rotary import rotary
     from .ops.ssd import ssd
     from .ops.ssd_decode import ssd_decode
     from .reference.based import BasedState
@@ -106,6 +110,7 @@ __all__ = [
     "grouped_gemm",
     "hedgehog",
     "is_supported",
+    "layer_norm",
     "linear_attention",
     "linear_attention_decode",
     "lolcats",
@@ -121,6 +126,8 @@ __all__ = [
     "nvfp4_prepare",
     "nvfp4_quantize",
     "reference",
+    "rms_norm",
+    "rotary",
     "sdpa",
     "sdpa_report",
     "ssd",

@@ -107,6 +107,27 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
     "ssd_decode": {
         f"bf16 ({batch}, 128, 1, 64), N 128": {"batch": batch, "heads": 128} for batch in (1, 64)
     },
+    **{
+        op: {
+            f"bf16 {rows} x {width}{text}": {"rows": rows, "width": width, **fields}
+            for rows, width, text, fields in (
+                (4096, 4096, "", {}),
+                (4096, 4096, ", layer norm", {"layer": True}),
+                (4096, 32768, "", {}),
+                (4096, 4095, "", {"aligned": False}),
+            )
+        }
+        for op in ("rms_norm", "rms_norm_backward")
+    },
+    "rotary": {
+        "bf16 (4, 32, 4096, 128)": {
+            "batch": 4,
+            "heads": 32,
+            "length": 4096,
+            "dim": 128,
+            "rotated": 128,
+        }
+    },
     "lolcats_decode": {"bf16 (64, 32, 1, 128)": {"batch": 64, "heads": 32, "kv_heads": 8}},
     **{
         op: {

@@ -31,6 +31,7 @@ KERNELS = {
             ),
             *("nvfp4_dequantize", "nvfp4_gemm", "nvfp4_prepare", "nvfp4_quantize"),
             *("ssd", "ssd_decode"),
+            *("rms_norm", "rotary"),
         )
     },
     "attention_decode": "attention_paged",
@@ -41,6 +42,7 @@ KERNELS = {
     "hedgehog": "lolcats",
     "linear_attention": "ssd",
     "linear_attention_decode": "ssd_decode",
+    "layer_norm": "rms_norm",
 }
 
 

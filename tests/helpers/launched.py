@@ -218,6 +218,17 @@ def _fp8_gemm(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
         yield "fp8_quantize", f"transpose{_portable(name)}"
 
 
+def _norm(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    yield "rms_norm", name
+
+
+def _norm_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    yield "rms_norm_backward", name
+    last = call.get("needs_last") and choice["layer"]
+    if call.get("weight") is not None and (call.get("needs_weight") or last):
+        yield "rms_norm_backward", f"reduce{_portable(name)}"
+
+
 BESIDE: dict[str, Callable[[str, Mapping, Mapping], Iterator[Launch]]] = {
     "attention": _attention,
     "attention_backward": _attention_backward,
@@ -227,6 +238,8 @@ BESIDE: dict[str, Callable[[str, Mapping, Mapping], Iterator[Launch]]] = {
     "causal_conv1d_backward": _conv_backward,
     "fp8_gemm": _fp8_gemm,
     "gemm": _gemm,
+    "layer_norm": _norm,
+    "layer_norm_backward": _norm_backward,
     "fp8_quantize": _fp8_quantize,
     "linear_attention_backward": _recurrent_backward,
     "lolcats": _lolcats,
@@ -237,6 +250,8 @@ BESIDE: dict[str, Callable[[str, Mapping, Mapping], Iterator[Launch]]] = {
     "mxfp8_gemm": _mxfp8_gemm,
     "nvfp4_quantize": _nvfp4_quantize,
     "ssd_backward": _recurrent_backward,
+    "rms_norm": _norm,
+    "rms_norm_backward": _norm_backward,
 }
 
 # Ops whose kernel needs no choice.

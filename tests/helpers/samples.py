@@ -14,11 +14,11 @@ import thunderkittens as tk
 
 from .layouts import heads, matrix
 
-DIFFERENTIABLE = ("operand", "sink", "weight", "factor")
+DIFFERENTIABLE = ("operand", "sink", "weight", "factor", "plain", "gain")
 # What autocast converts.
 CAST = ("operand", "weight", "token")
-# Ops that change a state in place, and where that is among the tensors of a call: to their end where
-# it is a tuple.
+# Ops that change a state in place, and where that is among the tensors of a call: to their end
+# where it is a tuple.
 MUTATING = {
     "append_kv": slice(7, None),
     "based_decode": slice(3, None),
@@ -27,7 +27,7 @@ MUTATING = {
     "linear_attention_decode": slice(3, 4),
     "ssd_decode": slice(5, 6),
 }
-HEADS = ("attention", "based", "lolcats", "ssd", "linear_attention")
+HEADS = ("attention", "based", "lolcats", "ssd", "linear_attention", "rotary")
 
 
 def state_of(op: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -50,7 +50,8 @@ class Sample:
     `shapes` and `layouts` describe the tensors; dimensions named in `dynamic`, as (tensor,
     dimension), may change together. `kinds` are "operand" (the default), and of other tensors
     "sink", "slopes" (float32; the latter have no gradient), "weight" and "factor" (operands, and
-    positive float32, without a batch), "token" (an operand without a gradient), "cache" and
+    positive float32, without a batch), "plain" and "gain" (operands that autocast leaves, the
+    latter without a batch), "seed", "token" (an operand without a gradient), "cache" and
     "lengths" (of a state), "edges" (cumulative lengths whose last sequence grows), "ends" (of
     groups, the last of which grows; their layout is the sum), "source" (of a quantiser: no
     gradient, no autocast), "codes" (bytes), "rates" (of decays: negative, float32), and the dtype
@@ -77,7 +78,7 @@ class Sample:
         """Which tensors `torch.func.vmap` may map."""
         plain_scale = 1 if self.op == "mxfp8_prepare" else -1
         places = range(len(self.shapes))
-        fixed = ("edges", "ends", "weight", "factor", "rates")
+        fixed = ("edges", "ends", "weight", "factor", "rates", "gain", "seed")
         return [self.kind(i) not in fixed and i != plain_scale for i in places]
 
     def tensors(
@@ -98,6 +99,9 @@ class Sample:
                 total = int(layout)
                 ends = [total // 3, total // 3, total + longer]
                 result.append(torch.tensor(ends, dtype=torch.int32, device=device))
+                continue
+            if kind == "seed":
+                result.append(torch.tensor([1234567890123], device=device))
                 continue
             if kind == "lengths":
                 lengths = 127 + 33 * torch.arange(shape[0], device=device, dtype=torch.int32)
@@ -356,7 +360,7 @@ SAMPLES = {
         ("packed",) * 4,
         dtype=torch.float16,
         kinds=("token",) * 3 + ("float32",),
-
+    ),
     "causal_conv1d": Sample(
         "causal_conv1d",
         ((2, 16, 40), (16, 4), (16,)),
@@ -382,6 +386,57 @@ SAMPLES = {
         ("packed", "packed_t", "packed"),
         {"activation": "silu"},
         kinds=("token", "cache", "float32"),
+    ),
+    "rms_norm": Sample(
+        "rms_norm",
+        ((2, 9, 72), (72,)),
+        ("sliced", "packed"),
+        {"eps": 1e-5, "weight_offset": 1.0},
+        dynamic=((0, 1),),
+        kinds=("plain", "gain"),
+    ),
+    "rms_norm_residual": Sample(
+        "rms_norm",
+        ((5, 64), (64,), (5, 64), (1,)),
+        ("packed", "packed", "sliced", "packed"),
+        {"dropout_p": 0.25},
+        keywords=("residual", "seed"),
+        dynamic=((0, 0), (2, 0)),
+        dtype=torch.float16,
+        kinds=("plain", "gain", "plain", "seed"),
+    ),
+    "rms_norm_gated": Sample(
+        "rms_norm",
+        ((2, 3, 64), (64,), (2, 3, 64)),
+        ("packed", "packed", "sliced"),
+        {"group_size": 16},
+        keywords=("gate",),
+        dynamic=((0, 1), (2, 1)),
+        kinds=("plain", "gain", "plain"),
+    ),
+    "layer_norm": Sample(
+        "layer_norm",
+        ((4, 40), (40,), (40,)),
+        ("packed_t", "packed", "packed"),
+        dynamic=((0, 0),),
+        kinds=("plain", "gain", "gain"),
+    ),
+    "layer_norm_residual": Sample(
+        "layer_norm",
+        ((2, 7, 33), (33,), (33,), (2, 7, 33)),
+        ("packed", "packed", "packed", "packed"),
+        keywords=("residual",),
+        dynamic=((0, 1), (3, 1)),
+        dtype=torch.float16,
+        kinds=("plain", "gain", "gain", "plain"),
+    ),
+    "rotary": Sample(
+        "rotary",
+        ((2, 4, 9, 32), (512, 8), (512, 8)),
+        ("bshd", "packed", "packed"),
+        {"interleaved": True, "heads": 3},
+        dynamic=((0, 2),),
+        kinds=("plain", "float32", "float32"),
     ),
     "lolcats": Sample(
         "lolcats",

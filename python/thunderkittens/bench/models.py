@@ -318,6 +318,30 @@ def matrices(work: Work) -> Sizes:
     }
 
 
+# Norms and positions.
+
+
+def rows(work: Work) -> Sizes:
+    """The norm before a layer, and that of the heads of queries and keys."""
+    model = work.model
+    heads = model.heads + model.kv_heads
+    return {
+        "hidden": (work.tokens, model.hidden),
+        "heads": (work.tokens * heads, model.head_dim),
+    }
+
+
+def rotary(work: Work) -> Sizes:
+    """Queries and keys, of all tokens and of a step."""
+    model = work.model
+    heads = model.heads + model.kv_heads
+    sizes = model.head_dim, model.head_dim
+    return {
+        "forward": (work.sequences, heads, work.length, *sizes),
+        "step": (work.sequences, heads, 1, *sizes),
+    }
+
+
 # Cases.
 
 

@@ -18,6 +18,7 @@ from .fp8_gemm import fp8_gemm
 from .fp8_quantize import fp8_quantize
 from .gemm import gemm
 from .grouped_gemm import grouped_gemm
+from .layer_norm import layer_norm
 from .linear_attention import linear_attention
 from .linear_attention_decode import linear_attention_decode
 from .lolcats import (
@@ -39,6 +40,8 @@ from .nvfp4_dequantize import nvfp4_dequantize
 from .nvfp4_gemm import nvfp4_gemm
 from .nvfp4_prepare import Nvfp4Weight, nvfp4_prepare
 from .nvfp4_quantize import nvfp4_quantize
+from .rms_norm import rms_norm
+from .rotary import rotary
 from .ssd import ssd
 from .ssd_decode import ssd_decode
 
@@ -69,6 +72,7 @@ __all__ = [
     "fp8_quantize",
     "gemm",
     "grouped_gemm",
+    "layer_norm",
     "linear_attention",
     "linear_attention_decode",
     "lolcats",
@@ -84,6 +88,8 @@ __all__ = [
     "nvfp4_gemm",
     "nvfp4_prepare",
     "nvfp4_quantize",
+    "rms_norm",
+    "rotary",
     "ssd",
     "ssd_decode",
 ]
