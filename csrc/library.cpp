@@ -37,6 +37,13 @@
     "Tensor x, Tensor weight, Tensor? bias=None, int activation=0, Tensor? state=None, " \
     "Tensor? cu_seqlens=None"
 
+#define DELTA_RULE_OPERANDS                                                                     \
+    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state=None, Tensor? " \
+    "A_log=None, Tensor? dt_bias=None, Tensor? cu_seqlens=None"
+#define DELTA_RULE_OPTIONS                                                    \
+    "float? scale=None, bool qk_l2norm=False, bool beta_sigmoid=False, bool " \
+    "allow_neg_eigval=False, bool state_v_first=False"
+
 #define GEMM_EPILOGUE                                                                          \
     "Tensor? bias=None, ScalarType? out_dtype=None, Tensor? residual=None, int activation=0, " \
     "int gate=0, float alpha=1.0, float beta=1.0"
@@ -302,4 +309,25 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
     m.def("rotary(Tensor x, " ROTARY_OPTIONS ") -> Tensor");
     m.def("rotary_forward(Tensor x, " ROTARY_OPTIONS ") -> Tensor");
     m.def("rotary_forward.in_place(Tensor(a!) x, " ROTARY_OPTIONS ") -> ()");
+
+    // q and k (B, H, T, K), v (B, HV, T, V), g and beta (B, HV, T), A_log and dt_bias fp32 (HV,);
+    // states (B, HV, K, V), or (B, HV, V, K) with state_v_first, of fp32 or bf16. With cu_seqlens,
+    // int32 (N + 1,), B is 1 and there are N states. A final state that is not asked for has batch
+    // size 0, and so has a gradient that is not.
+    m.def("gated_delta_rule(" DELTA_RULE_OPERANDS ", " DELTA_RULE_OPTIONS
+          ", bool return_state=False) -> (Tensor out, Tensor state)");
+    m.def("gated_delta_rule_forward(" DELTA_RULE_OPERANDS ", " DELTA_RULE_OPTIONS
+          ", bool return_state=False) -> (Tensor out, Tensor state)");
+    // needs: of q, k, v, g, beta, initial_state, A_log and dt_bias.
+    m.def("gated_delta_rule_backward(Tensor grad_out, Tensor? grad_state, " DELTA_RULE_OPERANDS
+          ", " DELTA_RULE_OPTIONS
+          ", bool[8] needs=[True, True, True, True, True, True, True, True]) -> "
+          "(Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_g, Tensor grad_beta, Tensor "
+          "grad_initial_state, Tensor grad_A_log, Tensor grad_dt_bias)");
+    // T of 1 to 8; state (B, HV, K, V), or (slots, ...) with state_indices int32 (B,), of which -1
+    // is skipped; it is brought up to date in place.
+    m.def(
+        "gated_delta_rule_decode(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) "
+        "state, Tensor? state_indices=None, Tensor? A_log=None, Tensor? "
+        "dt_bias=None, " DELTA_RULE_OPTIONS ") -> Tensor");
 }

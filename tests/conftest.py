@@ -68,6 +68,7 @@ EMULATED_SUITES = (
     "test_compat_kvcache",
     "test_fp8_gemm",
     "test_fp8_quantize",
+    "test_gated_delta_rule_gradient",
     "test_gemm",
     "test_gemm_backward",
     "test_gemm_few_rows",

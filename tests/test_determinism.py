@@ -175,6 +175,18 @@ def ssd_decode() -> Any:
         yield (lambda n=batch, call=call: call(n)), (lambda call=call: call(1))
 
 
+def gated_delta_rule_decode() -> Any:
+    sample = SAMPLES["gated_delta_rule_decode"]
+    tensors = sample.tensors(str(torch.get_default_device()))
+    batch = tensors[0].shape[0]
+    assert batch > 1
+
+    def call(n: int) -> Any:
+        return [y[:1] for y in sample.function(*(x[:n] for x in tensors))]
+
+    yield (lambda: call(batch)), (lambda: call(1))
+
+
 def append_kv() -> Any:
     """What lies in the pages, of two sequences or of the first alone."""
     k, v = rows(2, 3, 2, 64), rows(2, 3, 2, 64)
@@ -241,6 +253,7 @@ INVARIANT: dict[str, Callable[[], Any]] = {
         causal_conv1d,
         causal_conv1d_update,
         fp8_quantize,
+        gated_delta_rule_decode,
         grouped_gemm,
         lolcats_decode,
         merge_attention,
@@ -298,6 +311,11 @@ DEPENDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "threads",
         {"batch": 1, "heads": 32, "value_dim": 64},
         {"batch": 64, "heads": 32, "value_dim": 64},
+    ),
+    "gated_delta_rule": (
+        "segments",
+        {"sequences": 1, "heads": 8, "value_heads": 8, "length": 8192},
+        {"sequences": 32, "heads": 8, "value_heads": 8, "length": 8192},
     ),
     "ssd": (
         "segments",

@@ -39,8 +39,8 @@ COMPOSED = {
     ),
 }
 every_composed_call = pytest.mark.parametrize("name", COMPOSED)
-ONCE = ("attention", "attention_varlen", "based", "causal_conv1d", "layer_norm", "linear_attention")
-ONCE += ("lolcats", "rms_norm", "ssd")
+ONCE = ("attention", "attention_varlen", "based", "causal_conv1d", "gated_delta_rule")
+ONCE += ("layer_norm", "linear_attention", "lolcats", "rms_norm", "ssd")
 # The node of ours that these record is that of another sample, of no fewer outputs.
 SAME_NODES = (
     "gemm_bias",

@@ -177,6 +177,8 @@ ROOMS = {
     "linear_attention": {"common": set(), "based": {"common"}, "lolcats": {"common", "based"}},
     "recurrent": {
         "common": set(),
+        "gated_delta_rule": set(),
+        "gated_delta_rule_backward": {"gated_delta_rule"},
         "ssd": {"common"},
         "linear_attention": {"common", "ssd"},
         "gradient": {"common", "ssd", "linear_attention"},

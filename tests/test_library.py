@@ -378,6 +378,24 @@ def direct_calls(sample, device):
         yield ops.rotary.default, (*leaves(sample, device), *numbers)
         yield ops.rotary_forward.in_place, (*tensors, *numbers)
         return
+    if sample.op == "gated_delta_rule":
+        edges = tensors[5] if sample.keywords else None
+        count = 2 if edges is None else 3
+        state = torch.randn(count, 2, 64, tensors[2].shape[3], device=device)
+        heads = (torch.zeros(2, device=device), torch.ones(2, device=device))
+        rest = (*heads, edges, 0.5, True, True, True, False)
+        yield ops.gated_delta_rule_forward, (*tensors[:5], state, *rest, True)
+        yield ops.gated_delta_rule, (*leaves(sample, device)[:5], state, *rest, True)
+        out, after = ops.gated_delta_rule(*tensors[:5], state, *rest, True)
+        head = (torch.randn_like(out), after, *tensors[:5], state)
+        yield ops.gated_delta_rule_backward, (*head, *rest, [True] * 8)
+        some = [False, True, *[False] * 5, True]
+        yield ops.gated_delta_rule_backward, (head[0], None, *head[2:], *rest, some)
+        return
+    if sample.op == "gated_delta_rule_decode":
+        flags = (None, None, None, None, True, True)
+        yield ops.gated_delta_rule_decode, (*tensors, *flags)
+        return
     if sample.op in MUTATING:
         flags = (bool(options),) if sample.op == "lolcats_decode" else ()
         if sample.op == "based_decode":

@@ -31,6 +31,7 @@ NUMERICS = {
     "attention": "attention",
     "gemm": "gemm",
     "based": "based",
+    "gated": "gated-delta-rule",
     "lolcats": "lolcats",
     "mxfp8": "mxfp8-and-nvfp4",
     "nvfp4": "mxfp8-and-nvfp4",

@@ -1,19 +1,19 @@
 """Fast GPU kernels for PyTorch, and the tile library that they are written on.
 
-`attention`, `attention_varlen` (of packed sequences), `based` and `lolcats` (linear attention),
-`causal_conv1d`, `gemm`, `grouped_gemm`, `fp8_linear`, `rms_norm`, `layer_norm` and `rotary` are
-differentiable; `based_decode`, `lolcats_decode` and `causal_conv1d_update` go on by a token.
-`ssd` and `linear_attention` (with decay) are too, and have steps `ssd_decode` and
-`linear_attention_decode`. `fp8_gemm`, `mxfp8_gemm` and `nvfp4_gemm` multiply operands of 8 and 4
-bits, the latter two as they are or as `mxfp8_prepare` and `nvfp4_prepare` have prepared them;
+`attention`, `attention_varlen` (of packed sequences), `based`, `lolcats`, `linear_attention` (with
+decay), `ssd` (Mamba-2), `gated_delta_rule`, `causal_conv1d`, `rms_norm`, `layer_norm`, `rotary`,
+`gemm`, `grouped_gemm` and `fp8_linear` are differentiable; ops in `_decode` and `_update` go on by
+a token or a few. `fp8_gemm`, `mxfp8_gemm` and `nvfp4_gemm` multiply operands of 8 and 4 bits, the
+latter two as they are or as `mxfp8_prepare` and `nvfp4_prepare` have prepared them;
 `fp8_quantize`, `mxfp8_quantize`, `nvfp4_quantize` and the inverses of the latter two convert to
-scaled formats and back. `nn` holds modules for models; `sdpa` has existing ones run `attention`, by what they call already, PyTorch's
-`scaled_dot_product_attention`, `convert` puts their linear layers on these products, and `compat`
-has the functions of flash-attn. All ops work under torch.compile, and take CPU tensors too, where
-they run the reference formula, or, inside `with emulate():`, the GPU's kernels on an emulator.
-`reference` holds every op in plain PyTorch. `get_include()` is the folder of the tile library's
-headers, for kernels of one's own, and `get_cmake_dir()` that of its CMake package. On the command
-line: `python -m thunderkittens` with `info`, `demo`, `bench` or `cmake-dir`.
+scaled formats and back. `nn` holds modules for models; `sdpa` has existing ones run `attention`, by
+what they call already, PyTorch's `scaled_dot_product_attention`, `convert` puts their linear layers
+on these products, and `compat` has the functions of flash-attn. All ops work under torch.compile,
+and take CPU tensors too, where they run the reference formula, or, inside `with emulate():`, the
+GPU's kernels on an emulator. `reference` holds every op in plain PyTorch. `get_include()` is the
+folder of the tile library's headers, for kernels of one's own, and `get_cmake_dir()` that of its
+CMake package. On the command line: `python -m thunderkittens` with `info`, `demo`, `bench` or
+`cmake-dir`.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ try:
     from .ops.causal_conv1d_update import causal_conv1d_update
     from .ops.fp8_gemm import fp8_gemm
     from .ops.fp8_quantize import fp8_quantize
+    from .ops.gated_delta_rule import gated_delta_rule
+    from .ops.gated_delta_rule_decode import gated_delta_rule_decode
     from .ops.gemm import gemm
     from .ops.grouped_gemm import grouped_gemm
     from .ops.layer_norm import layer_norm
@@ -104,6 +106,8 @@ __all__ = [
     "fp8_gemm",
     "fp8_linear",
     "fp8_quantize",
+    "gated_delta_rule",
+    "gated_delta_rule_decode",
     "gemm",
     "get_cmake_dir",
     "get_include",

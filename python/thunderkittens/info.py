@@ -143,6 +143,18 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
         for op in ("causal_conv1d", "causal_conv1d_backward")
     },
     "causal_conv1d_update": {"bf16 (256, 8192)": {"batch": 256, "channels": 8192}},
+    "gated_delta_rule": {
+        f"bf16 ({sequences}, {heads}, {length}, 128)": {
+            "sequences": sequences,
+            "heads": heads // 2,
+            "value_heads": heads,
+            "length": length,
+        }
+        for sequences, heads, length in ((1, 32, 8192), (4, 64, 8192))
+    },
+    "gated_delta_rule_decode": {
+        "bf16 (64, 32, 1, 128)": {"batch": 64, "heads": 16, "value_heads": 32}
+    },
     "based_decode": {
         f"bf16 ({batch}, 32, 1, 64)": {"batch": batch, "heads": 32, "value_dim": 64}
         for batch in (1, 64)

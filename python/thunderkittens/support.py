@@ -20,8 +20,8 @@ KERNELS = {
         for name in (
             *("append_kv", "attention", "attention_paged", "based", "based_decode", "fp8_gemm"),
             *("causal_conv1d", "causal_conv1d_update"),
-            *("fp8_quantize", "gemm", "grouped_gemm"),
-            *("lolcats", "lolcats_decode"),
+            *("fp8_quantize", "gated_delta_rule", "gated_delta_rule_decode", "gemm"),
+            *("grouped_gemm", "lolcats", "lolcats_decode"),
             *(
                 "merge_attention",
                 "mxfp8_dequantize",

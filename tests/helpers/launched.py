@@ -88,6 +88,13 @@ def _based(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
             yield "based", f"scan_denominator{suffix}"
 
 
+def _gated_delta_rule(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    yield "gated_delta_rule", name
+    if choice["segments"] > 1:
+        yield "gated_delta_rule", f"segments_{choice['dtype']}_k{choice['key_dim']}"
+        yield "gated_delta_rule", "scan"
+
+
 def _based_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
     keys = _wanted(call, "k", "v", "state")
     if keys:
@@ -159,6 +166,13 @@ def _recurrent_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[L
         yield op, f"sum_keys_{dtype}"
     if call.get("z") is not None:
         yield op, f"gate_{dtype}"
+
+
+def _gated_delta_rule_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    kinds = f"{choice['dtype']}_k{choice['key_dim']}"
+    sums = any(call.get(x) is not None and _wanted(call, x) for x in ("A_log", "dt_bias"))
+    names = [name, f"prepare_{kinds}", f"states_{kinds}"] + ["gate_sums"] * sums
+    yield from (("gated_delta_rule_backward", x) for x in names)
 
 
 def _fp8_quantize(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
@@ -237,6 +251,8 @@ BESIDE: dict[str, Callable[[str, Mapping, Mapping], Iterator[Launch]]] = {
     "based_backward": _based_backward,
     "causal_conv1d_backward": _conv_backward,
     "fp8_gemm": _fp8_gemm,
+    "gated_delta_rule": _gated_delta_rule,
+    "gated_delta_rule_backward": _gated_delta_rule_backward,
     "gemm": _gemm,
     "layer_norm": _norm,
     "layer_norm_backward": _norm_backward,

@@ -14,7 +14,7 @@ import thunderkittens as tk
 
 from .layouts import heads, matrix
 
-DIFFERENTIABLE = ("operand", "sink", "weight", "factor", "plain", "gain")
+DIFFERENTIABLE = ("operand", "sink", "weight", "factor", "plain", "gain", "gate")
 # What autocast converts.
 CAST = ("operand", "weight", "token")
 # Ops that change a state in place, and where that is among the tensors of a call: to their end
@@ -24,10 +24,11 @@ MUTATING = {
     "based_decode": slice(3, None),
     "lolcats_decode": slice(7, None),
     "causal_conv1d_update": slice(1, 2),
+    "gated_delta_rule_decode": slice(5, 6),
     "linear_attention_decode": slice(3, 4),
     "ssd_decode": slice(5, 6),
 }
-HEADS = ("attention", "based", "lolcats", "ssd", "linear_attention", "rotary")
+HEADS = ("attention", "based", "gated_delta_rule", "linear_attention", "lolcats", "rotary", "ssd")
 
 
 def state_of(op: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -49,14 +50,14 @@ class Sample:
 
     `shapes` and `layouts` describe the tensors; dimensions named in `dynamic`, as (tensor,
     dimension), may change together. `kinds` are "operand" (the default), and of other tensors
-    "sink", "slopes" (float32; the latter have no gradient), "weight" and "factor" (operands, and
-    positive float32, without a batch), "plain" and "gain" (operands that autocast leaves, the
-    latter without a batch), "seed", "token" (an operand without a gradient), "cache" and
-    "lengths" (of a state), "edges" (cumulative lengths whose last sequence grows), "ends" (of
-    groups, the last of which grows; their layout is the sum), "source" (of a quantiser: no
-    gradient, no autocast), "codes" (bytes), "rates" (of decays: negative, float32), and the dtype
-    of what a quantiser has made or of a state. `op_calls` counts the ops that a call is made of.
-    `public` is the function where it has not the op's name.
+    "sink", "slopes" (float32; the latter have no gradient), "gate" (float32, negative), "weight"
+    and "factor" (operands, and positive float32, without a batch), "plain" and "gain" (operands
+    that autocast leaves, the latter without a batch), "seed", "token" (an operand without a
+    gradient), "cache" and "lengths" (of a state), "edges" (cumulative lengths whose last sequence
+    grows), "ends" (of groups, the last of which grows; their layout is the sum), "source" (of a
+    quantiser: no gradient, no autocast), "codes" (bytes), "rates" (of decays: negative, float32),
+    and the dtype of what a quantiser has made or of a state. `op_calls` counts the ops that a call
+    is made of. `public` is the function where it has not the op's name.
     """
 
     op: str
@@ -91,7 +92,9 @@ class Sample:
             sizes = [n + longer * ((index, i) in self.dynamic) for i, n in enumerate(shape)]
             kind = self.kind(index)
             if kind == "edges":
-                tokens = self.shapes[layout == "k"][0]
+                # Packed rows are the first dimension, or the third beside a batch of one.
+                rows = self.shapes[layout == "k"]
+                tokens = rows[2] if len(rows) == 4 else rows[0]
                 edges = [0, tokens // 3, tokens // 3, tokens + longer]
                 result.append(torch.tensor(edges, dtype=torch.int32, device=device))
                 continue
@@ -120,7 +123,9 @@ class Sample:
             if kind == "source":
                 result.append(place(values.to(self.dtype), layout))
                 continue
-            if kind in ("slopes", "factor"):
+            if kind == "gate":
+                result.append(values.abs() / -8)
+            elif kind in ("slopes", "factor"):
                 result.append(values.abs() / 8 + (kind == "factor"))
             elif kind == "sink":
                 result.append(values)
@@ -438,6 +443,32 @@ SAMPLES = {
         dynamic=((0, 2),),
         kinds=("plain", "float32", "float32"),
     ),
+    "gated_delta_rule": Sample(
+        "gated_delta_rule",
+        ((2, 1, 70, 64), (2, 1, 70, 64), (2, 2, 70, 64), (2, 2, 70), (2, 2, 70)),
+        ("bshd", "packed", "sliced", "packed", "packed"),
+        {"qk_l2norm": True, "beta_sigmoid": True},
+        dynamic=((0, 2), (1, 2), (2, 2), (3, 2), (4, 2)),
+        kinds=("operand",) * 3 + ("gate",) * 2,
+    ),
+    "gated_delta_rule_packed": Sample(
+        "gated_delta_rule",
+        ((1, 2, 80, 64), (1, 2, 80, 64), (1, 2, 80, 40), (1, 2, 80), (1, 2, 80), (4,)),
+        ("packed", "bshd", "packed", "packed", "packed", "edges"),
+        {"qk_l2norm": True, "beta_sigmoid": True, "return_state": True},
+        keywords=("cu_seqlens",),
+        dynamic=((0, 2), (1, 2), (2, 2), (3, 2), (4, 2)),
+        dtype=torch.float16,
+        kinds=("operand",) * 3 + ("gate",) * 2 + ("edges",),
+    ),
+    "gated_delta_rule_decode": Sample(
+        "gated_delta_rule_decode",
+        ((2, 1, 2, 64), (2, 1, 2, 64), (2, 2, 2, 72), (2, 2, 2), (2, 2, 2), (2, 2, 64, 72)),
+        ("packed",) * 6,
+        {"qk_l2norm": True, "beta_sigmoid": True},
+        dtype=torch.float16,
+        kinds=("token",) * 3 + ("float32",) * 3,
+    ),
     "lolcats": Sample(
         "lolcats",
         ((2, 2, 130, 64), (2, 1, 130, 64), (2, 1, 130, 64), (2, 64, 32), (2, 64, 32), (2,), (2,)),
@@ -663,6 +694,7 @@ one_per_op = pytest.mark.parametrize(
         SAMPLES["attention_varlen_sink"],
         SAMPLES["based"],
         SAMPLES["lolcats"],
+        SAMPLES["gated_delta_rule"],
     ],
-    ids=["gemm", "attention", "attention_varlen", "based", "lolcats"],
+    ids=["gemm", "attention", "attention_varlen", "based", "lolcats", "gated_delta_rule"],
 )

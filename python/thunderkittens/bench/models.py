@@ -207,6 +207,20 @@ def causal_conv1d_update(work: Work) -> Sizes:
     return {"step": (work.sequences, _convolved(work))}
 
 
+def gated_delta_rule(work: Work) -> Sizes:
+    """The model's heads with the gated delta rule in place of attention, grouped values where its
+    keys are."""
+    batch, heads, groups = _lines(work)
+    dim = work.model.head_dim
+    return {"forward": (batch, groups, heads, work.length, dim, dim, "mamba")}
+
+
+def gated_delta_rule_decode(work: Work) -> Sizes:
+    batch, heads, groups = _lines(work)
+    dim = work.model.head_dim
+    return {"step": (batch, groups, heads, 1, dim, dim, 4)}
+
+
 def attention_paged(work: Work) -> Sizes:
     """A step behind the tokens, and behind a cache of fp8."""
     model, lengths = work.model, (work.length,) * work.sequences

@@ -18,6 +18,8 @@ from .causal_conv1d import causal_conv1d
 from .causal_conv1d_update import causal_conv1d_update
 from .fp8_gemm import fp8_gemm
 from .fp8_quantize import fp8_quantize
+from .gated_delta_rule import gated_delta_rule
+from .gated_delta_rule_decode import gated_delta_rule_decode
 from .gemm import gemm
 from .grouped_gemm import grouped_gemm
 from .layer_norm import layer_norm
@@ -55,6 +57,8 @@ __all__ = [
     "fp8_gemm",
     "fp8_linear",
     "fp8_quantize",
+    "gated_delta_rule",
+    "gated_delta_rule_decode",
     "gemm",
     "grouped_gemm",
     "hedgehog",

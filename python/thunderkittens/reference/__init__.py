@@ -16,6 +16,16 @@ from .causal_conv1d import causal_conv1d, causal_conv1d_backward
 from .causal_conv1d_update import causal_conv1d_update
 from .fp8_gemm import fp8_gemm
 from .fp8_quantize import fp8_quantize
+from .gated_delta_rule import (
+    DeltaRuleOperands,
+    delta_rule_chunks,
+    delta_rule_gate,
+    delta_rule_operands,
+    delta_rule_tokens,
+    gated_delta_rule,
+    gated_delta_rule_chunked,
+)
+from .gated_delta_rule_decode import gated_delta_rule_decode
 from .gemm import gemm
 from .grouped_gemm import grouped_gemm
 from .layer_norm import layer_norm
@@ -47,6 +57,7 @@ from .ssd_decode import ssd_decode
 
 __all__ = [
     "BasedState",
+    "DeltaRuleOperands",
     "LolcatsState",
     "Mxfp8Operand",
     "Nvfp4Weight",
@@ -65,11 +76,18 @@ __all__ = [
     "causal_conv1d",
     "causal_conv1d_backward",
     "causal_conv1d_update",
+    "delta_rule_chunks",
+    "delta_rule_gate",
+    "delta_rule_operands",
+    "delta_rule_tokens",
     "empty_state",
     "folded_tokens",
     "fp8_gemm",
     "fp8_linear",
     "fp8_quantize",
+    "gated_delta_rule",
+    "gated_delta_rule_chunked",
+    "gated_delta_rule_decode",
     "gemm",
     "grouped_gemm",
     "layer_norm",
