@@ -245,6 +245,23 @@ def causal_conv1d_update() -> Any:
     yield (lambda: call(3)), (lambda: call(1))
 
 
+def rms_norm() -> Any:
+    """Also of layer norms, which are the same kernel; of rows in registers and of longer ones."""
+    for width in (33, 96, 4096, 8200, 33000):
+        x, weight = rows(40, width), rows(width)
+        for norm in (tk.rms_norm, tk.layer_norm):
+
+            def call(n: int, norm: Any = norm, x: Any = x, weight: Any = weight) -> Any:
+                return norm(x[:n], weight)[:1]
+
+            yield (lambda call=call: call(40)), (lambda call=call: call(1))
+
+
+def rotary() -> Any:
+    x, cos, sin = rows(3, 4, 9, 32), torch.randn(16, 8), torch.randn(16, 8)
+    yield (lambda: tk.rotary(x, cos, sin)[:1]), (lambda: tk.rotary(x[:1], cos, sin))
+
+
 INVARIANT: dict[str, Callable[[], Any]] = {
     function.__name__: function
     for function in (
@@ -261,6 +278,8 @@ INVARIANT: dict[str, Callable[[], Any]] = {
         mxfp8_quantize,
         nvfp4_dequantize,
         nvfp4_quantize,
+        rms_norm,
+        rotary,
         ssd_decode,
     )
 }

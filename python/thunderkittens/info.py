@@ -143,14 +143,17 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
         for op in ("causal_conv1d", "causal_conv1d_backward")
     },
     "causal_conv1d_update": {"bf16 (256, 8192)": {"batch": 256, "channels": 8192}},
-    "gated_delta_rule": {
-        f"bf16 ({sequences}, {heads}, {length}, 128)": {
-            "sequences": sequences,
-            "heads": heads // 2,
-            "value_heads": heads,
-            "length": length,
+    **{
+        op: {
+            f"bf16 ({sequences}, {heads}, {length}, 128)": {
+                "sequences": sequences,
+                "heads": heads // 2,
+                "value_heads": heads,
+                "length": length,
+            }
+            for sequences, heads, length in ((1, 32, 8192), (4, 64, 8192))
         }
-        for sequences, heads, length in ((1, 32, 8192), (4, 64, 8192))
+        for op in ("gated_delta_rule", "gated_delta_rule_backward")
     },
     "gated_delta_rule_decode": {
         "bf16 (64, 32, 1, 128)": {"batch": 64, "heads": 16, "value_heads": 32}

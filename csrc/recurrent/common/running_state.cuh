@@ -59,8 +59,8 @@ struct RunningState {
         }
     }
 
-    // A state in memory, by its strides; what it does not have is zero. Without branches, so that all
-    // loads are in flight together.
+    // A state in memory, by its strides; what it does not have is zero. Without branches, so that
+    // all loads are in flight together.
     __device__ __forceinline__ void load(const StateOperand& from, int64_t sequence, int head,
                                          int first_value, int values, int key_count) {
         for_each_pair([](float2& pair, int, int) { pair = {0.0f, 0.0f}; });

@@ -138,7 +138,7 @@ std::vector<KernelInfo> gradient_kernels() {
                 128, GRADIENT_STATES_BYTES);
         }
         add(concat("sum_keys_", name), "sums over the splits of a group's heads",
-            concat("recurrent_gradient_rest_", name), concat("gradient_sum_keys_kernelI", type),
+            concat("recurrent_gradient_sum_keys_", name), concat("gradient_sum_keys_kernelI", type),
             256, 0);
         add(concat("gate_", name), "gradient of the gate behind the output",
             concat("recurrent_gradient_gate_", name), concat("gradient_gate_kernelI", type), 256,
