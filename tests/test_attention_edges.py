@@ -12,7 +12,7 @@ import torch
 
 import thunderkittens as tk
 from helpers.attention import assert_attention, normal, score_options
-from test_attention_kernels import BACKWARD, fields, kernels
+from test_attention_kernels import BACKWARD, fields, kernels, spared
 
 ROWS = 66  # of queries of a sequence: two blocks of 64
 OFFSETS = range(131)  # further keys: beyond those of one block
@@ -40,9 +40,8 @@ def masked_kernels(op, *kinds):
         name, match, _ = kernel.values
         of_kernel = masks.get(match[3], ("causal",))
         for j, mask in enumerate(of_kernel):
-            waits = name.startswith("portable_backward") and i % len(of_kernel) != j
-            marks = pytest.mark.intensity(2 if waits else 1)
-            found.append(pytest.param(*kernel.values, mask, id=f"{name}-{mask}", marks=marks))
+            mark = spared(name, i % len(of_kernel) != j)
+            found.append(pytest.param(*kernel.values, mask, id=f"{name}-{mask}", marks=mark))
     return found
 
 

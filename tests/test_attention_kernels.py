@@ -132,6 +132,12 @@ def test_forward(name, match, stages, policy):
         assert_attention(part, q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], **options)
 
 
+def spared(name, spare):
+    """The mark of a test of a kernel that the lowest intensity is spared if it is portable, and so
+    has twins that run."""
+    return pytest.mark.intensity(2 if name.startswith("portable") and spare else 1)
+
+
 def backward_cases():
     """In both modes; of a portable kernel, which has one code for them, each under some policies at
     the lowest intensity."""
@@ -139,10 +145,9 @@ def backward_cases():
         name, _, _, policy = case.values
         for deterministic in (False, True):
             half = deterministic != (policy in emulation.POLICIES[:2])
-            other = [pytest.mark.intensity(2)] * (name.startswith("portable") and half)
-            values = (*case.values, deterministic)
+            marks = [*case.marks, spared(name, half)]
             yield pytest.param(
-                *values, id=f"{case.id}-{deterministic}", marks=[*case.marks, *other]
+                *case.values, deterministic, id=f"{case.id}-{deterministic}", marks=marks
             )
 
 
@@ -216,21 +221,14 @@ def test_backward_without_that_of_q(name, match, stages):
         assert torch.equal(x, y)
 
 
-# As above, of a portable kernel half of them at the lowest intensity.
-PACKED_CASES = [
-    pytest.param(
-        *case.values,
-        id=case.id,
-        marks=[
-            *case.marks,
-            *[pytest.mark.intensity(2)] * (case.values[0].startswith("portable") and i // 2 % 2),
-        ],
-    )
-    for i, case in enumerate(cases("attention_backward", *BACKWARD))
-]
+def packed_cases():
+    for case in cases("attention_backward", *BACKWARD):
+        name, _, _, policy = case.values
+        marks = [*case.marks, spared(name, policy not in emulation.POLICIES[:2])]
+        yield pytest.param(*case.values, id=case.id, marks=marks)
 
 
-@pytest.mark.parametrize(("name", "match", "stages", "policy"), PACKED_CASES)
+@pytest.mark.parametrize(("name", "match", "stages", "policy"), [*packed_cases()])
 def test_backward_of_packed_sequences(name, match, stages, policy):
     """Some of which have no tokens, in a fixed order."""
     torch.manual_seed(zlib.crc32(name.encode()))
@@ -322,10 +320,9 @@ PLAIN_KERNELS = [k for k in kernels("attention_backward", *BACKWARD) if "_bf16_"
 PLAIN_KERNELS = [k for k in PLAIN_KERNELS if not k[0].endswith("_score_mod")]
 # Of portable kernels some cases at the lowest intensity.
 FIXED_ORDERS = [
-    pytest.param(*k, lengths, id=f"{k[0]}-{len(lengths)}", marks=pytest.mark.intensity(least))
+    pytest.param(*k, lengths, id=f"{k[0]}-{len(lengths)}", marks=spared(k[0], (i + j) % 2))
     for i, k in enumerate(PLAIN_KERNELS)
     for j, lengths in enumerate(([(70, 290)], [(1, 140), (0, 9), (70, 200), (3, 0), (66, 129)]))
-    for least in (2 if k[0].startswith("portable") and (i + j) % 2 else 1,)
 ]
 
 

@@ -136,14 +136,14 @@ constexpr int64_t amax_words(const Problem& p) {
     return granularity == Granularity::row && p.transposed ? p.m + p.k : 0;
 }
 
-// With one scale for all of x, rows mean nothing. Where they follow each other without gaps, x is
-// taken as rows of FLAT_ROW elements, all of which a warp has in registers, whatever k is; what is
-// left at the end is a row of its own, at the cost of more launches.
+// With one scale for all of x, rows mean nothing. Where they follow each other without gaps, and
+// are not aligned or do not fill a warp's registers, x is taken as rows of FLAT_ROW elements, which
+// do; what is left at the end is a row of its own, at the cost of more launches.
 constexpr int64_t FLAT_ROW = 2048, LEAST_WITH_REST = 1 << 19;
 inline bool is_flat(const Problem& p, const Params& params) {
     const int64_t elements = p.m * p.k;
     return static_cast<Granularity>(p.granularity) == Granularity::tensor && !p.transposed &&
-           params.stride == p.k && p.k % FLAT_ROW != 0 && elements >= FLAT_ROW &&
+           params.stride == p.k && (!params.aligned || p.k < FLAT_ROW) && elements >= FLAT_ROW &&
            (elements % FLAT_ROW == 0 || elements >= LEAST_WITH_REST) &&
            reinterpret_cast<uintptr_t>(params.x) % 16 == 0 &&
            reinterpret_cast<uintptr_t>(params.out) % 16 == 0;
@@ -158,13 +158,13 @@ void run_passes(const Problem& p, Params params, int sm_count, bool portable, La
     };
     const auto run = [&](Pass pass) {
         if (!is_flat(p, params)) return run_on(pass, params);
-        const int64_t elements = p.m * p.k, rest = elements % FLAT_ROW, rows = elements - rest;
+        const int64_t elements = p.m * p.k, rest = elements % FLAT_ROW, whole = elements - rest;
         Params part = params;
-        part.m = rows / FLAT_ROW, part.k = part.stride = FLAT_ROW, part.aligned = true;
+        part.m = whole / FLAT_ROW, part.k = part.stride = FLAT_ROW, part.aligned = true;
         run_on(pass, part);
         if (rest == 0) return;
-        part.x = static_cast<const uint8_t*>(params.x) + rows * size_in_bytes(p.dtype);
-        part.out = static_cast<uint8_t*>(params.out) + rows;
+        part.x = static_cast<const uint8_t*>(params.x) + whole * size_in_bytes(p.dtype);
+        part.out = static_cast<uint8_t*>(params.out) + whole;
         part.m = 1, part.k = part.stride = rest, part.aligned = rest % 8 == 0;
         run_on(pass, part);
     };

@@ -86,11 +86,11 @@ def mxfp8_gemm(
         swizzle: whether scale_a and scale_b lie in the 128x4 layout, or plain.
         offs: int32 (E,), the ends of the groups of a's rows, ascending, as in `tk.fp8_gemm`: group
             e, which may be empty, is multiplied with b[e]. Rows behind the last group give 0. Read
-            on the device. For the exact path; the kernel is that for few rows, of each group. It
-            reads b where it is if its columns are adjacent along K and begin at multiples of 16
-            bytes, else a copy, and scales in the 128x4 layout: plain ones are brought to it in each
-            call. The op `thunderkittens::mxfp8_gemm` itself raises a RuntimeError for plain scales
-            of groups.
+            on the device. For the exact path. On Hopper the kernel is that for few rows, of each
+            group; on other GPUs all of b is made bfloat16 first, in memory of the call. b is read
+            where it is if its columns are adjacent along K and begin at multiples of 16 bytes, else
+            copied. Scales are in the 128x4 layout: plain ones are brought to it in each call. The
+            op `thunderkittens::mxfp8_gemm` itself raises a RuntimeError for plain scales of groups.
 
     Returns:
         (M, N) of out_dtype, contiguous.
