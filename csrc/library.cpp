@@ -25,10 +25,41 @@
     "Tensor? lengths=None"
 #define LOLCATS_RESULTS \
     "Tensor out, Tensor numerator, Tensor denominator, Tensor keys, Tensor values, Tensor lengths"
+#define SSD_OPERANDS "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C"
+#define SSD_OPTIONS                                                                              \
+    "Tensor? D=None, Tensor? z=None, Tensor? dt_bias=None, Tensor? initial_state=None, Tensor? " \
+    "cu_seqlens=None, bool dt_softplus=False, float dt_min=0.0, float? dt_max=None"
+#define DECAY_OPTIONS                                                                           \
+    "Tensor? decay=None, Tensor? g=None, Tensor? initial_state=None, Tensor? cu_seqlens=None, " \
+    "float? scale=None, bool state_v_first=False"
+
+#define CONV_OPERANDS                                                                    \
+    "Tensor x, Tensor weight, Tensor? bias=None, int activation=0, Tensor? state=None, " \
+    "Tensor? cu_seqlens=None"
+
+#define DELTA_RULE_OPERANDS                                                                     \
+    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state=None, Tensor? " \
+    "A_log=None, Tensor? dt_bias=None, Tensor? cu_seqlens=None"
+#define DELTA_RULE_OPTIONS                                                    \
+    "float? scale=None, bool qk_l2norm=False, bool beta_sigmoid=False, bool " \
+    "allow_neg_eigval=False, bool state_v_first=False"
 
 #define GEMM_EPILOGUE                                                                          \
     "Tensor? bias=None, ScalarType? out_dtype=None, Tensor? residual=None, int activation=0, " \
     "int gate=0, float alpha=1.0, float beta=1.0"
+
+#define RMS_NORM_OPTIONS                                                                        \
+    "float eps=1e-6, float weight_offset=0.0, float dropout_p=0.0, bool gate_first=False, int " \
+    "group_size=0"
+#define RMS_NORM                                                                        \
+    "Tensor x, Tensor? weight=None, Tensor? residual=None, Tensor? gate=None, Tensor? " \
+    "seed=None, " RMS_NORM_OPTIONS ") -> (Tensor out, Tensor sum)"
+#define LAYER_NORM                                                                      \
+    "Tensor x, Tensor? weight=None, Tensor? bias=None, Tensor? residual=None, Tensor? " \
+    "seed=None, float eps=1e-5, float dropout_p=0.0) -> (Tensor out, Tensor sum)"
+#define ROTARY_OPTIONS                                                               \
+    "Tensor cos, Tensor sin, Tensor? positions=None, Tensor? offsets=None, Tensor? " \
+    "cu_seqlens=None, bool interleaved=False, bool inverse=False, SymInt heads=-1"
 
 STABLE_TORCH_LIBRARY(thunderkittens, m) {
     // (M, K) @ (K, N) or batched, fp32 accumulation; bias (N,); out_dtype None is the dtype of the
@@ -198,4 +229,105 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
     m.def("lolcats_decode(" LOLCATS_OPERANDS
           ", Tensor(a!) numerator, Tensor(b!) denominator, Tensor(c!) keys"
           ", Tensor(d!) values, Tensor(e!) lengths, bool sliding=False) -> Tensor");
+
+    // x and z (B, H, T, P), dt (B, H, T), A and dt_bias (H,), B and C (B, G, T, N), D (H,) or (H,
+    // P); states fp32 (B, H, P, N), of packed sequences (sequences, H, P, N) with cu_seqlens int32
+    // (sequences + 1,) and batch 1; dt_max None is infinity. A final state that is not asked for
+    // has no sequences.
+    m.def("ssd(" SSD_OPERANDS ", " SSD_OPTIONS
+          ", bool return_state=False) -> (Tensor out, Tensor final_state)");
+    m.def("ssd_forward(" SSD_OPERANDS ", " SSD_OPTIONS
+          ", bool return_state=False) -> (Tensor out, Tensor final_state)");
+    m.def("ssd_backward(Tensor grad_out, Tensor? grad_final_state, " SSD_OPERANDS ", " SSD_OPTIONS
+          ", bool[9] needs=[True, True, True, True, True, True, True, True, True]) -> "
+          "(Tensor grad_x, Tensor grad_dt, Tensor grad_A, Tensor grad_B, Tensor grad_C, Tensor "
+          "grad_D, Tensor grad_z, Tensor grad_dt_bias, Tensor grad_initial_state)");
+    // A few tokens per sequence; states (slots, H, P, N), of which state_indices int32 (B,) names
+    // one for each sequence, or none by -1; they are brought up to date in place.
+    m.def("ssd_decode(" SSD_OPERANDS
+          ", Tensor(a!) state, Tensor? D=None, Tensor? z=None, Tensor? dt_bias=None, Tensor? "
+          "state_indices=None, bool dt_softplus=False, float dt_min=0.0, float? dt_max=None) -> "
+          "Tensor");
+
+    // q and k (B, Hk, T, K), v (B, H, T, V), decay (H,) and g (B, H, T), log decays; states fp32
+    // (B, H, K, V), with state_v_first (B, H, V, K), of packed sequences as for ssd; scale None is
+    // K^-0.5.
+    m.def("linear_attention(Tensor q, Tensor k, Tensor v, " DECAY_OPTIONS
+          ", bool return_state=False) -> (Tensor out, Tensor final_state)");
+    m.def("linear_attention_forward(Tensor q, Tensor k, Tensor v, " DECAY_OPTIONS
+          ", bool return_state=False) -> (Tensor out, Tensor final_state)");
+    m.def(
+        "linear_attention_backward(Tensor grad_out, Tensor? grad_final_state, Tensor q, Tensor k, "
+        "Tensor v, " DECAY_OPTIONS
+        ", bool[6] needs=[True, True, True, True, True, True]) -> (Tensor grad_q, Tensor grad_k, "
+        "Tensor grad_v, Tensor grad_decay, Tensor grad_g, Tensor grad_initial_state)");
+    // As ssd_decode.
+    m.def(
+        "linear_attention_decode(Tensor q, Tensor k, Tensor v, Tensor(a!) state, Tensor? "
+        "decay=None, Tensor? g=None, Tensor? state_indices=None, float? scale=None, bool "
+        "state_v_first=False) -> Tensor");
+
+    // x (B, C, T), or packed sequences (1, C, T) with cumulative lengths int32 (N + 1,); weight (C,
+    // W), W from 2 to 4, and bias (C,) of the dtype of x or fp32; activation: 0 none, 4 silu; state
+    // (N, C, W - 1), the last inputs, of the dtype of x. A final state that is not asked for has
+    // batch size 0.
+    m.def("causal_conv1d(" CONV_OPERANDS
+          ", bool return_state=False) -> (Tensor out, Tensor state)");
+    m.def("causal_conv1d_forward(" CONV_OPERANDS
+          ", bool return_state=False) -> (Tensor out, Tensor state)");
+    m.def("causal_conv1d_backward(Tensor grad_out, Tensor? grad_state, " CONV_OPERANDS
+          ", bool[4] needs=[True, True, True, True]) -> (Tensor grad_x, Tensor grad_weight, Tensor "
+          "grad_bias, Tensor grad_state)");
+    // x (B, C) or (B, C, T), the next tokens; state (slots, C, W - 1 or more), brought up to date
+    // in place; slots int32 (B,), negative ones are left out.
+    m.def(
+        "causal_conv1d_update(Tensor x, Tensor(a!) state, Tensor weight, Tensor? bias=None, int "
+        "activation=0, Tensor? slots=None) -> Tensor");
+
+    // x (..., D), weight and bias (D,), of x's dtype or fp32; residual and gate of x's shape, seed
+    // int64, of a dropout of x. Statistics are those of group_size neighbours, or of all where it
+    // is 0. The sum of x and the residual has the residual's dtype; without one it is empty.
+    m.def("rms_norm(" RMS_NORM);
+    m.def("rms_norm_forward(" RMS_NORM);
+    // x is what was normalised, the sum where there was a residual; needs: of x, residual, weight,
+    // gate. Where the residual's gradient is that of x, it is empty.
+    m.def(
+        "rms_norm_backward(Tensor grad_out, Tensor? grad_sum, Tensor x, Tensor? weight, Tensor? "
+        "gate, Tensor? seed, " RMS_NORM_OPTIONS
+        ", bool[4] needs=[True, True, True, True]) -> (Tensor grad_x, Tensor grad_residual, Tensor "
+        "grad_weight, Tensor grad_gate)");
+    m.def("layer_norm(" LAYER_NORM);
+    m.def("layer_norm_forward(" LAYER_NORM);
+    m.def(
+        "layer_norm_backward(Tensor grad_out, Tensor? grad_sum, Tensor x, Tensor? weight, Tensor? "
+        "seed, float eps=1e-5, float dropout_p=0.0, bool[4] needs=[True, True, True, True]) -> "
+        "(Tensor grad_x, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)");
+
+    // x (B, H, T, D) or, packed, (T, H, D); cos and sin (positions, R / 2) or (B, T, R / 2), of x's
+    // dtype or fp32; positions int32 or int64 (T,) or (B, T), offsets (B,), cu_seqlens int32;
+    // heads: those that are rotated, -1 is all.
+    m.def("rotary(Tensor x, " ROTARY_OPTIONS ") -> Tensor");
+    m.def("rotary_forward(Tensor x, " ROTARY_OPTIONS ") -> Tensor");
+    m.def("rotary_forward.in_place(Tensor(a!) x, " ROTARY_OPTIONS ") -> ()");
+
+    // q and k (B, H, T, K), v (B, HV, T, V), g and beta (B, HV, T), A_log and dt_bias fp32 (HV,);
+    // states (B, HV, K, V), or (B, HV, V, K) with state_v_first, of fp32 or bf16. With cu_seqlens,
+    // int32 (N + 1,), B is 1 and there are N states. A final state that is not asked for has batch
+    // size 0, and so has a gradient that is not.
+    m.def("gated_delta_rule(" DELTA_RULE_OPERANDS ", " DELTA_RULE_OPTIONS
+          ", bool return_state=False) -> (Tensor out, Tensor state)");
+    m.def("gated_delta_rule_forward(" DELTA_RULE_OPERANDS ", " DELTA_RULE_OPTIONS
+          ", bool return_state=False) -> (Tensor out, Tensor state)");
+    // needs: of q, k, v, g, beta, initial_state, A_log and dt_bias.
+    m.def("gated_delta_rule_backward(Tensor grad_out, Tensor? grad_state, " DELTA_RULE_OPERANDS
+          ", " DELTA_RULE_OPTIONS
+          ", bool[8] needs=[True, True, True, True, True, True, True, True]) -> "
+          "(Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_g, Tensor grad_beta, Tensor "
+          "grad_initial_state, Tensor grad_A_log, Tensor grad_dt_bias)");
+    // T of 1 to 8; state (B, HV, K, V), or (slots, ...) with state_indices int32 (B,), of which -1
+    // is skipped; it is brought up to date in place.
+    m.def(
+        "gated_delta_rule_decode(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) "
+        "state, Tensor? state_indices=None, Tensor? A_log=None, Tensor? "
+        "dt_bias=None, " DELTA_RULE_OPTIONS ") -> Tensor");
 }

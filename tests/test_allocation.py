@@ -23,6 +23,8 @@ from helpers.samples import (
     every_sample,
     forward_and_backward,
     leaves,
+    state_of,
+    with_state,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -183,16 +185,16 @@ def without_copies(sample, tensors):
     """The call, whose first allocation is the op's: not that of a copied state."""
     if sample.op not in MUTATING:
         return lambda: forward_and_backward(sample.function, tensors)
-    first = 3 if sample.op == "based_decode" else 7
-    function = getattr(tk, sample.op)
+    kept = state_of(sample.op, tensors)
+    state = tuple(x.clone() for x in kept)
+    arguments = with_state(sample.op, tensors, state)
 
     def call():
         # The state is written to as often as the call succeeds.
-        for x, y in zip(state, tensors[first:], strict=True):
+        for x, y in zip(state, kept, strict=True):
             x.copy_(y)
-        return [function(*tensors[:first], state, **sample.options)]
+        return [getattr(tk, sample.op)(*arguments, **sample.options)]
 
-    state = tuple(x.clone() for x in tensors[first:])
     return call
 
 

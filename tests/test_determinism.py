@@ -160,6 +160,33 @@ def lolcats_decode() -> Any:
     yield (lambda: call(batch)), (lambda: call(1))
 
 
+def ssd_decode() -> Any:
+    """Also of linear attention, which is the same kernel."""
+    for op, fixed in (("ssd_decode", (2,)), ("linear_attention_decode", ())):
+        sample = SAMPLES[op]
+        tensors = sample.tensors(str(torch.get_default_device()))
+        batch = tensors[0].shape[0]
+        assert batch > 1
+
+        def call(n: int, sample: Any = sample, tensors: Any = tensors, fixed: Any = fixed) -> Any:
+            parts = (x if i in fixed else x[:n] for i, x in enumerate(tensors))
+            return [y[:1] for y in sample.function(*parts)]
+
+        yield (lambda n=batch, call=call: call(n)), (lambda call=call: call(1))
+
+
+def gated_delta_rule_decode() -> Any:
+    sample = SAMPLES["gated_delta_rule_decode"]
+    tensors = sample.tensors(str(torch.get_default_device()))
+    batch = tensors[0].shape[0]
+    assert batch > 1
+
+    def call(n: int) -> Any:
+        return [y[:1] for y in sample.function(*(x[:n] for x in tensors))]
+
+    yield (lambda: call(batch)), (lambda: call(1))
+
+
 def append_kv() -> Any:
     """What lies in the pages, of two sequences or of the first alone."""
     k, v = rows(2, 3, 2, 64), rows(2, 3, 2, 64)
@@ -197,12 +224,53 @@ def merge_attention() -> Any:
     yield (lambda: call(4)), (lambda: call(1))
 
 
+def causal_conv1d() -> Any:
+    """Alone, the blocks of a sequence are cut in another way."""
+    x, weight = rows(3, 24, 200), rows(24, 4)
+
+    def call(n: int) -> Any:
+        orders = (x[:n], x[:n].transpose(1, 2).contiguous().transpose(1, 2))
+        return [tk.causal_conv1d(y, weight, activation="silu")[:1] for y in orders]
+
+    yield (lambda: call(3)), (lambda: call(1))
+
+
+def causal_conv1d_update() -> Any:
+    x, state, weight = rows(3, 40, 2), rows(3, 40, 5), rows(40, 4)
+
+    def call(count: int) -> Any:
+        mine = state[:count].clone()
+        return tk.causal_conv1d_update(x[:count], mine, weight)[:1], mine[:1]
+
+    yield (lambda: call(3)), (lambda: call(1))
+
+
+def rms_norm() -> Any:
+    """Also of layer norms, which are the same kernel; of rows in registers and of longer ones."""
+    for width in (33, 96, 4096, 8200, 33000):
+        x, weight = rows(40, width), rows(width)
+        for norm in (tk.rms_norm, tk.layer_norm):
+
+            def call(n: int, norm: Any = norm, x: Any = x, weight: Any = weight) -> Any:
+                return norm(x[:n], weight)[:1]
+
+            yield (lambda call=call: call(40)), (lambda call=call: call(1))
+
+
+def rotary() -> Any:
+    x, cos, sin = rows(3, 4, 9, 32), torch.randn(16, 8), torch.randn(16, 8)
+    yield (lambda: tk.rotary(x, cos, sin)[:1]), (lambda: tk.rotary(x[:1], cos, sin))
+
+
 INVARIANT: dict[str, Callable[[], Any]] = {
     function.__name__: function
     for function in (
         append_kv,
         attention_paged,
+        causal_conv1d,
+        causal_conv1d_update,
         fp8_quantize,
+        gated_delta_rule_decode,
         grouped_gemm,
         lolcats_decode,
         merge_attention,
@@ -210,6 +278,9 @@ INVARIANT: dict[str, Callable[[], Any]] = {
         mxfp8_quantize,
         nvfp4_dequantize,
         nvfp4_quantize,
+        rms_norm,
+        rotary,
+        ssd_decode,
     )
 }
 
@@ -259,6 +330,16 @@ DEPENDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "threads",
         {"batch": 1, "heads": 32, "value_dim": 64},
         {"batch": 64, "heads": 32, "value_dim": 64},
+    ),
+    "gated_delta_rule": (
+        "segments",
+        {"sequences": 1, "heads": 8, "value_heads": 8, "length": 8192},
+        {"sequences": 32, "heads": 8, "value_heads": 8, "length": 8192},
+    ),
+    "ssd": (
+        "segments",
+        {"batch": 1, "heads": 16, "length": 8192},
+        {"batch": 64, "heads": 16, "length": 8192},
     ),
     "lolcats": (
         "segments",

@@ -15,6 +15,7 @@ import test_mxfp8_quantize
 import test_nvfp4_quantize
 import thunderkittens as tk
 from helpers import launched
+from helpers.norms import assert_gradients, assert_norm
 from test_attention_kernels import BACKWARD, DTYPES, fields, kernels
 from test_gemm_kernels import by_name, named
 from test_mxfp8_gemm import operand
@@ -115,6 +116,41 @@ def test_every_kernel_that_quantises_to_nvfp4(name):
         found = tk.nvfp4_quantize(x, **options)
     test_nvfp4_quantize.assert_same(found, tk.reference.nvfp4_quantize(x, **options))
     assert run.kernels[0]["kernel"] == name[0]
+
+
+NORM = r"(bf16|fp16|fp32)(_sum_fp32)?(_layer)?(_gated)?_(registers|wide|memory)(_portable)?"
+
+
+def norm_call(name):
+    """Operands and options of a call that a kernel of the norms runs."""
+    dtype, kind, layer, gated, path, portable = (name[i] for i in range(1, 7))
+    width = 16416 if path == "wide" else 129 if path == "memory" else 128
+    x = torch.randn(3, width).to(KINDS[dtype])
+    tensors = {"x": x, "weight": torch.randn(width)}
+    if layer:
+        tensors["bias"] = torch.randn(width)
+    if gated:
+        tensors["gate"] = torch.randn_like(x)
+    else:
+        tensors["residual"] = torch.randn(3, width).to(torch.float32 if kind else x.dtype)
+    return tensors, portable is not None
+
+
+@pytest.mark.parametrize("name", named("rms_norm", NORM), ids=by_name)
+def test_every_norm(name):
+    tensors, portable = norm_call(name)
+    with tk.emulate("random", seed=1, portable=portable) as run:
+        assert_norm("rms_norm", tensors.pop("x"), tensors.pop("weight"), **tensors)
+    assert run.kernels[0]["kernel"] == name[0]
+
+
+@pytest.mark.parametrize("name", named("rms_norm_backward", NORM), ids=by_name)
+def test_every_gradient_of_a_norm(name):
+    tensors, portable = norm_call(name)
+    op = "layer_norm" if name[3] else "rms_norm"
+    with tk.emulate("random", seed=1, portable=portable) as run:
+        assert_gradients(op, tuple(tensors), list(tensors.values()))
+    assert run.kernels[1]["kernel"] == name[0]
 
 
 @pytest.mark.parametrize("name", named("mxfp8_gemm", r"(e4m3|e5m2)_swap_ab_(\d+)"), ids=by_name)

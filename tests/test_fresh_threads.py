@@ -19,6 +19,8 @@ from helpers.samples import (
     every_differentiable_sample,
     every_sample,
     leaves,
+    state_of,
+    with_state,
 )
 from thunderkittens import emulation
 
@@ -59,12 +61,13 @@ def forward_of(sample, tensors):
     """The call, whose first work on the GPU is the op's: not the copy of a state."""
     if sample.op not in MUTATING:
         return lambda: sample.function(*tensors)
-    first = 3 if sample.op == "based_decode" else 7
-    state = tuple(x.clone() for x in tensors[first:])
+    kept = state_of(sample.op, tensors)
+    state = tuple(x.clone() for x in kept)
+    arguments = with_state(sample.op, tensors, state)
 
     def call():
-        out = getattr(tk, sample.op)(*tensors[:first], state, **sample.options)
-        for x, y in zip(state, tensors[first:], strict=True):
+        out = getattr(tk, sample.op)(*arguments, **sample.options)
+        for x, y in zip(state, kept, strict=True):
             x.copy_(y)
         return [out]
 

@@ -175,6 +175,14 @@ ROOMS = {
         "portable": {"common", "forward", "backward", "decode"},
     },
     "linear_attention": {"common": set(), "based": {"common"}, "lolcats": {"common", "based"}},
+    "recurrent": {
+        "common": set(),
+        "gated_delta_rule": set(),
+        "gated_delta_rule_backward": {"gated_delta_rule"},
+        "ssd": {"common"},
+        "linear_attention": {"common", "ssd"},
+        "gradient": {"common", "ssd", "linear_attention"},
+    },
 }
 ROOMS["linear_attention"]["lolcats_portable"] = {"common", "based", "lolcats"}
 MAX_FILES_OF_A_ROOM = 30

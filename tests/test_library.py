@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 import thunderkittens as tk
+from helpers.direct_calls import direct_calls
 from helpers.samples import (
     CAST,
     MUTATING,
@@ -56,7 +57,7 @@ def test_registration(name):
     assert has("CUDA")
     assert has("Meta")
     packet, _, overload = name.partition(".")
-    changes = overload == "out" or name in MUTATING
+    changes = overload in ("out", "in_place") or name in MUTATING
     assert has("FuncTorchBatched") or changes
     packet = getattr(torch.ops.thunderkittens, packet)
     assert packet in flop_registry
@@ -240,127 +241,6 @@ def test_meta_tensors(device, sample):
 
 
 # PyTorch's own checks, compilation, export
-
-E4M3 = torch.float8_e4m3fn
-SWIZZLE = tk.reference._block_scaled.swizzle_scales
-# Arguments of the op from the options of the public function.
-QUANTISERS = {
-    "fp8_quantize": lambda options, x, scale=None: (
-        x,
-        ("tensor", "row", "1x128", "128x128").index(options["granularity"]),
-        options.get("dtype", E4M3),
-        scale,
-        options.get("transposed", False),
-    ),
-    "fp8_gemm": lambda options, a, b, scale_a, scale_b, bias=None, offs=None: (
-        *(a, b, scale_a, scale_b, bias, 0, options.get("out_dtype")),
-        *(options.get("accurate", True), offs),
-    ),
-    "mxfp8_quantize": lambda options, x: (
-        x.mT if options.get("axis") == -2 else x,
-        options.get("dtype", E4M3),
-        options.get("rule") == "floor",
-        options.get("swizzle", True),
-        options.get("transpose", False),
-    ),
-    "mxfp8_dequantize": lambda options, data, scale: (data, scale, torch.bfloat16, False),
-    "mxfp8_prepare": lambda options, data, scale: (data, scale, False),
-    "mxfp8_gemm": lambda options, a, b, scale_a, scale_b, offs=None: (
-        (a, b, scale_a, scale_b, None, 0, None, True, False, False)
-        if offs is None  # groups: the exact path alone, scales in the 128x4 layout
-        else (
-            *(a, b, SWIZZLE(scale_a), SWIZZLE(scale_b), None, 0, None),
-            *(False, True, True, *(None,) * 6, offs),
-        )
-    ),
-    "nvfp4_quantize": lambda options, x, global_scale=None: (
-        *(x, global_scale, "block" in options, global_scale is None),
-    ),
-    "nvfp4_dequantize": lambda options, *tensors: (*tensors, options["dtype"], False),
-}
-
-
-def direct_calls(sample, device):
-    """Calls of the ops behind a sample; tensors require gradients where that is allowed."""
-    ops = torch.ops.thunderkittens
-    tensors = sample.tensors(device)
-    if sample.op == "gemm" and "residual" in sample.keywords:
-        a, b, bias, residual = tensors
-        options = (None, residual, 4, 1, sample.options["alpha"], sample.options["beta"])
-        yield ops.gemm_forward.fused, (a, b, bias, *options)
-        a, b, bias, residual = (x.requires_grad_() for x in leaves(sample, device))
-        yield ops.gemm.fused, (a, b, bias, None, residual, *options[2:])
-        out, z = ops.gemm.fused(*(x.detach() for x in (a, b, bias)), *options)
-        if options[3]:
-            yield ops.gemm_backward, (torch.randn_like(out), z, *options[2:4])
-        return
-    if sample.op == "gemm":
-        arguments = (*tensors, *(None,) * (3 - len(tensors)), sample.options.get("out_dtype"))
-        yield ops.gemm_forward, arguments
-        yield (
-            ops.gemm,
-            (*(x.requires_grad_() for x in leaves(sample, device)), *arguments[len(tensors) :]),
-        )
-        return
-    if sample.op == "grouped_gemm":
-        yield ops.grouped_gemm_forward, tensors
-        yield ops.grouped_gemm, leaves(sample, device)
-        return
-    options = sample.options
-    if sample.op == "based":
-        flags = (options.get("normalize", False), 1e-12, None, None, True)
-        yield ops.based_forward, (*tensors, *flags)
-        yield ops.based, (*leaves(sample, device), *flags)
-        out, numerator, denominator, rows = ops.based(*tensors, *flags)
-        head = (torch.randn_like(out), numerator, denominator, *tensors, out, rows, flags[0])
-        yield ops.based_backward, (*head, numerator, denominator, [True] * 4)
-        yield ops.based_backward, (*head, None, None, [False, True, False, False])
-        return
-    if sample.op == "lolcats":
-        flags = (*(None,) * 5, "return_state" in options or sample.public == "hedgehog")
-        yield ops.lolcats_forward, (*tensors, *flags)
-        # There is no gradient through a state.
-        yield ops.lolcats, (*leaves(sample, device), *flags[:5], False)
-        out, *_, maxima, denominators = ops.lolcats(*tensors, *flags)
-        head = (torch.randn_like(out), *tensors, out, maxima, denominators)
-        yield ops.lolcats_backward, (*head, *(None,) * 5, [True] * 7)
-        yield ops.lolcats_backward, (*head, *(None,) * 5, [False, True, *[False] * 4, True])
-        return
-    if sample.op in MUTATING:
-        flags = (options["normalize"], 1e-12) if sample.op == "based_decode" else (bool(options),)
-        yield getattr(ops, sample.op), (*tensors, *flags)
-        return
-    if sample.op in QUANTISERS:
-        count = len(tensors) - len(sample.keywords)
-        named = dict(zip(sample.keywords, tensors[count:], strict=True))
-        yield getattr(ops, sample.op), QUANTISERS[sample.op](options, *tensors[:count], **named)
-        return
-    window_left, window_right = options.get("window_size", (-1, -1))
-
-    def arguments(tensors):
-        count = len(tensors) - len(sample.keywords)
-        named = dict(zip(sample.keywords, tensors[count:], strict=True))
-        maxima = [options[name] for name in ("max_seqlen_q", "max_seqlen_k") if name in options]
-        return (
-            *tensors[:count],
-            *maxima,
-            {False: 0, True: 1, "upper_left": 2}[options.get("causal", False)],
-            options.get("scale"),
-            window_left,
-            window_right,
-            options.get("softcap", 0.0),
-            named.get("alibi_slopes"),
-            named.get("sink"),
-        )
-
-    forward, op, backward = (getattr(ops, sample.op + end) for end in ("_forward", "", "_backward"))
-    yield forward, arguments(tensors)
-    yield op, arguments(leaves(sample, device))
-    plain = arguments(tensors)
-    out, lse = op(*plain)
-    for needs, grad_lse in (([True] * 4, lse), ([False, True, False, False], None)):
-        head = (torch.randn_like(out), grad_lse, *plain[:3], out, lse)
-        yield backward, (*head, *plain[3:], None, needs)
 
 
 def comparable(arguments):

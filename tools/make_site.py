@@ -54,6 +54,7 @@ NAV: list[tuple[str, str | list[tuple[str, str]]]] = [
             ("Family: attention", "csrc/attention/README.md"),
             ("Family: gemm", "csrc/gemm/README.md"),
             ("Family: linear attention", "csrc/linear_attention/README.md"),
+            ("Family: recurrent", "csrc/recurrent/README.md"),
         ],
     ),
     (

@@ -31,9 +31,13 @@ NUMERICS = {
     "attention": "attention",
     "gemm": "gemm",
     "based": "based",
+    "gated": "gated-delta-rule",
     "lolcats": "lolcats",
     "mxfp8": "mxfp8-and-nvfp4",
     "nvfp4": "mxfp8-and-nvfp4",
+    "rms_norm": "norms-and-rotary-embedding",
+    "layer_norm": "norms-and-rotary-embedding",
+    "rotary": "norms-and-rotary-embedding",
 }
 
 

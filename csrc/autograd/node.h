@@ -50,6 +50,8 @@ struct Formula {
     std::vector<int> edges{};  // which edge an argument of the op has; -1: it is no tensor
     int edge_count = 0;
     std::vector<int> saved_inputs{}, saved_outputs{};  // by their places
+    // Of the former, which are kept of a call; all, where this is not said.
+    std::function<bool(const c10::IValue* arguments, int place)> keeps{};
     std::function<variable_list(OpNode&, variable_list&)> gradient{};
 };
 
@@ -111,6 +113,12 @@ Formula by_backward_op(const std::string& op);
 Formula of_gemm();
 Formula of_fused_gemm();
 Formula of_grouped_gemm();
+
+// Of the norms, whose residual may have the gradient of what was normalised, and of rotations,
+// which are rotations back.
+Formula of_rms_norm();
+Formula of_layer_norm();
+Formula of_rotary();
 
 // Of tk.nvfp4_gemm: dense products of the weight's values.
 Formula of_nvfp4_gemm();

@@ -52,7 +52,8 @@ void save_arguments(OpNode& node, const c10::IValue* arguments) {
     node.saved.reserve(formula.saved_inputs.size() + formula.saved_outputs.size());
     for (const int i : formula.saved_inputs) {
         const c10::IValue& x = arguments[i];
-        node.saved.emplace_back(x.isTensor() ? x.toTensor() : Tensor(), false);
+        const bool kept = x.isTensor() && (!formula.keeps || formula.keeps(arguments, i));
+        node.saved.emplace_back(kept ? x.toTensor() : Tensor(), false);
     }
 }
 
@@ -227,7 +228,8 @@ void add(torch::Library& library, const std::string& name, Formula formula) {
 }
 
 void add_all(torch::Library& library) {
-    for (const std::string op : {"attention", "attention_varlen", "based", "lolcats"}) {
+    for (const std::string op : {"attention", "attention_varlen", "based", "causal_conv1d",
+                                 "lolcats", "ssd", "linear_attention"}) {
         add(library, op, by_backward_op(op));
         library.impl((op + "_backward").c_str(),
                      torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Refuser>(op)));
@@ -236,6 +238,13 @@ void add_all(torch::Library& library) {
     add(library, "gemm.fused", of_fused_gemm());
     add(library, "grouped_gemm", of_grouped_gemm());
     add(library, "nvfp4_gemm", of_nvfp4_gemm());
+    add(library, "rms_norm", of_rms_norm());
+    add(library, "layer_norm", of_layer_norm());
+    add(library, "rotary", of_rotary());
+    for (const std::string op : {"rms_norm", "layer_norm"}) {
+        library.impl((op + "_backward").c_str(),
+                     torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Refuser>(op)));
+    }
     library.impl("gemm_backward",
                  torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Refuser>("gemm")));
 }

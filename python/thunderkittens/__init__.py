@@ -1,18 +1,19 @@
 """Fast GPU kernels for PyTorch, and the tile library that they are written on.
 
-`attention`, `attention_varlen` (of packed sequences), `based` and `lolcats` (linear attention),
-`gemm`, `grouped_gemm` and `fp8_linear` are differentiable; `based_decode` and `lolcats_decode` are
-linear attention for one more token. `fp8_gemm`, `mxfp8_gemm` and `nvfp4_gemm` multiply operands of
-8 and 4 bits, the latter two as they are or as `mxfp8_prepare` and `nvfp4_prepare` have prepared
-them; `fp8_quantize`, `mxfp8_quantize`, `nvfp4_quantize` and the inverses of the latter two convert
-to scaled formats and back. `nn` holds modules for models; `sdpa` has existing ones run `attention`,
-by what they call already, PyTorch's `scaled_dot_product_attention`, `convert` puts their linear
-layers on these products, and `compat` has the functions of flash-attn. All ops work under
-torch.compile, and take CPU tensors too, where they run the reference formula, or, inside `with
-emulate():`, the GPU's kernels on an emulator. `reference` holds every op in plain PyTorch.
-`get_include()` is the folder of the tile library's headers, for kernels of one's own, and
-`get_cmake_dir()` that of its CMake package. On the command line: `python -m thunderkittens` with
-`info`, `demo`, `bench` or `cmake-dir`.
+`attention`, `attention_varlen` (of packed sequences), `based`, `lolcats`, `linear_attention` (with
+decay), `ssd` (Mamba-2), `gated_delta_rule`, `causal_conv1d`, `rms_norm`, `layer_norm`, `rotary`,
+`gemm`, `grouped_gemm` and `fp8_linear` are differentiable; ops in `_decode` and `_update` go on by
+a token or a few. `fp8_gemm`, `mxfp8_gemm` and `nvfp4_gemm` multiply operands of 8 and 4 bits, the
+latter two as they are or as `mxfp8_prepare` and `nvfp4_prepare` have prepared them;
+`fp8_quantize`, `mxfp8_quantize`, `nvfp4_quantize` and the inverses of the latter two convert to
+scaled formats and back. `nn` holds modules for models; `sdpa` has existing ones run `attention`, by
+what they call already, PyTorch's `scaled_dot_product_attention`, `convert` puts their linear layers
+on these products, and `compat` has the functions of flash-attn. All ops work under torch.compile,
+and take CPU tensors too, where they run the reference formula, or, inside `with emulate():`, the
+GPU's kernels on an emulator. `reference` holds every op in plain PyTorch. `get_include()` is the
+folder of the tile library's headers, for kernels of one's own, and `get_cmake_dir()` that of its
+CMake package. On the command line: `python -m thunderkittens` with `info`, `demo`, `bench` or
+`cmake-dir`.
 """
 
 from __future__ import annotations
@@ -38,10 +39,17 @@ try:
     from .ops.attention_varlen import attention_varlen
     from .ops.based import based, based_linear_prefill
     from .ops.based_decode import based_decode
+    from .ops.causal_conv1d import causal_conv1d
+    from .ops.causal_conv1d_update import causal_conv1d_update
     from .ops.fp8_gemm import fp8_gemm
     from .ops.fp8_quantize import fp8_quantize
+    from .ops.gated_delta_rule import gated_delta_rule
+    from .ops.gated_delta_rule_decode import gated_delta_rule_decode
     from .ops.gemm import gemm
     from .ops.grouped_gemm import grouped_gemm
+    from .ops.layer_norm import layer_norm
+    from .ops.linear_attention import linear_attention
+    from .ops.linear_attention_decode import linear_attention_decode
     from .ops.lolcats import hedgehog, lolcats
     from .ops.lolcats_decode import lolcats_decode
     from .ops.merge_attention import merge_attention
@@ -53,6 +61,10 @@ try:
     from .ops.nvfp4_gemm import nvfp4_gemm
     from .ops.nvfp4_prepare import nvfp4_prepare
     from .ops.nvfp4_quantize import nvfp4_quantize
+    from .ops.rms_norm import rms_norm
+    from .ops.rotary import rotary
+    from .ops.ssd import ssd
+    from .ops.ssd_decode import ssd_decode
     from .reference.based import BasedState
     from .reference.lolcats import LolcatsState
     from .reference.mxfp8_prepare import Mxfp8Operand
@@ -84,6 +96,8 @@ __all__ = [
     "based",
     "based_decode",
     "based_linear_prefill",
+    "causal_conv1d",
+    "causal_conv1d_update",
     "compat",
     "convert",
     "disable_sdpa",
@@ -92,12 +106,17 @@ __all__ = [
     "fp8_gemm",
     "fp8_linear",
     "fp8_quantize",
+    "gated_delta_rule",
+    "gated_delta_rule_decode",
     "gemm",
     "get_cmake_dir",
     "get_include",
     "grouped_gemm",
     "hedgehog",
     "is_supported",
+    "layer_norm",
+    "linear_attention",
+    "linear_attention_decode",
     "lolcats",
     "lolcats_decode",
     "merge_attention",
@@ -111,8 +130,12 @@ __all__ = [
     "nvfp4_prepare",
     "nvfp4_quantize",
     "reference",
+    "rms_norm",
+    "rotary",
     "sdpa",
     "sdpa_report",
+    "ssd",
+    "ssd_decode",
 ]
 
 

@@ -91,7 +91,73 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
         }
         for op in ("lolcats", "lolcats_backward")
     },
+    **{
+        op: {
+            f"bf16 ({batch}, {heads}, {length}, 64), N 128": {
+                "batch": batch,
+                "heads": heads,
+                "length": length,
+                "key_dim": 128,
+                "value_dim": 64,
+            }
+            for batch, heads, length in ((1, 128, 8192), (16, 80, 4096))
+        }
+        for op in ("ssd", "ssd_backward")
+    },
+    "ssd_decode": {
+        f"bf16 ({batch}, 128, 1, 64), N 128": {"batch": batch, "heads": 128} for batch in (1, 64)
+    },
+    **{
+        op: {
+            f"bf16 {rows} x {width}{text}": {"rows": rows, "width": width, **fields}
+            for rows, width, text, fields in (
+                (4096, 4096, "", {}),
+                (4096, 4096, ", layer norm", {"layer": True}),
+                (4096, 32768, "", {}),
+                (4096, 4095, "", {"aligned": False}),
+            )
+        }
+        for op in ("rms_norm", "rms_norm_backward")
+    },
+    "rotary": {
+        "bf16 (4, 32, 4096, 128)": {
+            "batch": 4,
+            "heads": 32,
+            "length": 4096,
+            "dim": 128,
+            "rotated": 128,
+        }
+    },
     "lolcats_decode": {"bf16 (64, 32, 1, 128)": {"batch": 64, "heads": 32, "kv_heads": 8}},
+    **{
+        op: {
+            f"bf16 ({batch}, {channels}, {length}), {layout}": {
+                "batch": batch,
+                "channels": channels,
+                "length": length,
+                "layout": layout,
+            }
+            for batch, channels, length in ((1, 8192, 8192), (16, 2560, 2048))
+            for layout in ("channels", "tokens", "any")
+        }
+        for op in ("causal_conv1d", "causal_conv1d_backward")
+    },
+    "causal_conv1d_update": {"bf16 (256, 8192)": {"batch": 256, "channels": 8192}},
+    **{
+        op: {
+            f"bf16 ({sequences}, {heads}, {length}, 128)": {
+                "sequences": sequences,
+                "heads": heads // 2,
+                "value_heads": heads,
+                "length": length,
+            }
+            for sequences, heads, length in ((1, 32, 8192), (4, 64, 8192))
+        }
+        for op in ("gated_delta_rule", "gated_delta_rule_backward")
+    },
+    "gated_delta_rule_decode": {
+        "bf16 (64, 32, 1, 128)": {"batch": 64, "heads": 16, "value_heads": 32}
+    },
     "based_decode": {
         f"bf16 ({batch}, 32, 1, 64)": {"batch": batch, "heads": 32, "value_dim": 64}
         for batch in (1, 64)

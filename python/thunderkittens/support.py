@@ -19,7 +19,9 @@ KERNELS = {
         name: name
         for name in (
             *("append_kv", "attention", "attention_paged", "based", "based_decode", "fp8_gemm"),
-            *("fp8_quantize", "gemm", "grouped_gemm", "lolcats", "lolcats_decode"),
+            *("causal_conv1d", "causal_conv1d_update"),
+            *("fp8_quantize", "gated_delta_rule", "gated_delta_rule_decode", "gemm"),
+            *("grouped_gemm", "lolcats", "lolcats_decode"),
             *(
                 "merge_attention",
                 "mxfp8_dequantize",
@@ -28,6 +30,8 @@ KERNELS = {
                 "mxfp8_quantize",
             ),
             *("nvfp4_dequantize", "nvfp4_gemm", "nvfp4_prepare", "nvfp4_quantize"),
+            *("ssd", "ssd_decode"),
+            *("rms_norm", "rotary"),
         )
     },
     "attention_decode": "attention_paged",
@@ -36,6 +40,9 @@ KERNELS = {
     "based_linear_prefill": "based",
     "fp8_linear": "fp8_gemm",
     "hedgehog": "lolcats",
+    "linear_attention": "ssd",
+    "linear_attention_decode": "ssd_decode",
+    "layer_norm": "rms_norm",
 }
 
 

@@ -88,6 +88,13 @@ def _based(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
             yield "based", f"scan_denominator{suffix}"
 
 
+def _gated_delta_rule(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    yield "gated_delta_rule", name
+    if choice["segments"] > 1:
+        yield "gated_delta_rule", f"segments_{choice['dtype']}_k{choice['key_dim']}"
+        yield "gated_delta_rule", "scan"
+
+
 def _based_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
     keys = _wanted(call, "k", "v", "state")
     if keys:
@@ -102,6 +109,13 @@ def _based_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launc
         yield "based_backward", f"reduce_partials_{dtype}{suffix}"
     if choice["segments"] > 1 and keys:
         yield "based", f"segment_states_{dtype}{'_weighted' * denominator}{suffix}"
+
+
+def _conv_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    yield "causal_conv1d_backward", name
+    bias = call.get("bias") is not None and call.get("needs_bias")
+    if call.get("needs_weight") or bias:
+        yield "causal_conv1d_backward", f"sums_{choice['dtype']}{_portable(name)}"
 
 
 def _lolcats(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
@@ -140,6 +154,25 @@ def _lolcats_decode(name: str, choice: Mapping, call: Mapping) -> Iterator[Launc
     yield "lolcats_decode", f"lengths_{choice['dtype']}{suffix}"
     if call.get("sliding"):
         yield "lolcats_decode", name.replace("decode", "slide")
+
+
+def _recurrent_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    op, dtype = "ssd_backward", choice["dtype"]
+    for kernel in (name, name.replace("chunks", "states"), "gates", "finish"):
+        yield op, kernel
+    if choice["segments"] > 1:
+        yield op, "scan"
+    if choice["splits"] > 1:
+        yield op, f"sum_keys_{dtype}"
+    if call.get("z") is not None:
+        yield op, f"gate_{dtype}"
+
+
+def _gated_delta_rule_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    kinds = f"{choice['dtype']}_k{choice['key_dim']}"
+    sums = any(call.get(x) is not None and _wanted(call, x) for x in ("A_log", "dt_bias"))
+    names = [name, f"prepare_{kinds}", f"states_{kinds}"] + ["gate_sums"] * sums
+    yield from (("gated_delta_rule_backward", x) for x in names)
 
 
 def _fp8_quantize(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
@@ -199,20 +232,42 @@ def _fp8_gemm(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
         yield "fp8_quantize", f"transpose{_portable(name)}"
 
 
+def _norm(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    yield "rms_norm", name
+
+
+def _norm_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    yield "rms_norm_backward", name
+    last = call.get("needs_last") and choice["layer"]
+    if call.get("weight") is not None and (call.get("needs_weight") or last):
+        yield "rms_norm_backward", f"reduce{_portable(name)}"
+
+
 BESIDE: dict[str, Callable[[str, Mapping, Mapping], Iterator[Launch]]] = {
     "attention": _attention,
     "attention_backward": _attention_backward,
     "attention_paged": _attention_paged,
     "based": _based,
     "based_backward": _based_backward,
+    "causal_conv1d_backward": _conv_backward,
     "fp8_gemm": _fp8_gemm,
+    "gated_delta_rule": _gated_delta_rule,
+    "gated_delta_rule_backward": _gated_delta_rule_backward,
     "gemm": _gemm,
+    "layer_norm": _norm,
+    "layer_norm_backward": _norm_backward,
     "fp8_quantize": _fp8_quantize,
+    "linear_attention_backward": _recurrent_backward,
     "lolcats": _lolcats,
     "lolcats_backward": _lolcats_backward,
+    "linear_attention": lambda name, choice, call: iter([("ssd", name)]),
+    "linear_attention_decode": lambda name, choice, call: iter([("ssd_decode", name)]),
     "lolcats_decode": _lolcats_decode,
     "mxfp8_gemm": _mxfp8_gemm,
     "nvfp4_quantize": _nvfp4_quantize,
+    "ssd_backward": _recurrent_backward,
+    "rms_norm": _norm,
+    "rms_norm_backward": _norm_backward,
 }
 
 # Ops whose kernel needs no choice.

@@ -3,132 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import thunderkittens as tk
+from .sample import (
+    CAST,
+    DIFFERENTIABLE,
+    MUTATING,
+    Sample,
+    state_of,
+    with_state,
+)
 
-from .layouts import heads, matrix
-
-DIFFERENTIABLE = ("operand", "sink", "weight", "factor")
-# What autocast converts.
-CAST = ("operand", "weight", "token")
-# Ops that change a state, which calls of their samples copy first and return after the output.
-MUTATING = ("based_decode", "lolcats_decode", "append_kv")
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A call of a public function.
-
-    `shapes` and `layouts` describe the tensors; dimensions named in `dynamic`, as (tensor,
-    dimension), may change together. `kinds` are "operand" (the default), and of other tensors
-    "sink", "slopes" (float32; the latter have no gradient), "weight" and "factor" (operands, and
-    positive float32, without a batch), "token" (an operand without a gradient), "cache" and
-    "lengths" (of a state), "edges" (cumulative lengths whose last sequence grows), "ends" (of
-    groups, the last of which grows; their layout is the sum), "source" (of a quantiser: no
-    gradient, no autocast), "codes" (bytes), and the dtype of what a quantiser has made or of a
-    state. `op_calls` counts the ops that a call is made of. `public` is the function where it has
-    not the op's name.
-    """
-
-    op: str
-    shapes: tuple[tuple[int, ...], ...]
-    layouts: tuple[str, ...]
-    options: dict[str, Any] = field(default_factory=dict)
-    keywords: tuple[str, ...] = ()
-    dynamic: tuple[tuple[int, int], ...] = ()
-    dtype: torch.dtype = torch.bfloat16
-    kinds: tuple[str, ...] = ()
-    op_calls: int = 1
-    public: str = ""
-
-    def kind(self, index: int) -> str:
-        return self.kinds[index] if self.kinds else "operand"
-
-    @property
-    def mappable(self) -> list[bool]:
-        """Which tensors `torch.func.vmap` may map."""
-        plain_scale = 1 if self.op == "mxfp8_prepare" else -1
-        places = range(len(self.shapes))
-        fixed = ("edges", "ends", "weight", "factor")
-        return [self.kind(i) not in fixed and i != plain_scale for i in places]
-
-    def tensors(
-        self, device: str, longer: int = 0, dtype: torch.dtype | None = None
-    ) -> list[Tensor]:
-        """Random normal operands; the dynamic dimensions are `longer` than in `shapes`."""
-        place = heads if self.op in ("attention", "based", "lolcats") else matrix
-        result = []
-        for index, (shape, layout) in enumerate(zip(self.shapes, self.layouts, strict=True)):
-            sizes = [n + longer * ((index, i) in self.dynamic) for i, n in enumerate(shape)]
-            kind = self.kind(index)
-            if kind == "edges":
-                tokens = self.shapes[layout == "k"][0]
-                edges = [0, tokens // 3, tokens // 3, tokens + longer]
-                result.append(torch.tensor(edges, dtype=torch.int32, device=device))
-                continue
-            if kind == "ends":
-                total = int(layout)
-                ends = [total // 3, total // 3, total + longer]
-                result.append(torch.tensor(ends, dtype=torch.int32, device=device))
-                continue
-            if kind == "lengths":
-                lengths = 127 + 33 * torch.arange(shape[0], device=device, dtype=torch.int32)
-                result.append(lengths)
-                continue
-            values = torch.randn(sizes, device=device)
-            if kind == "codes":
-                result.append(torch.randint(100, 150, sizes, device=device).to(torch.uint8))
-                continue
-            if kind.startswith("float"):
-                result.append(values.abs().to(getattr(torch, kind)))
-                continue
-            if kind == "source":
-                result.append(place(values.to(self.dtype), layout))
-                continue
-            if kind in ("slopes", "factor"):
-                result.append(values.abs() / 8 + (kind == "factor"))
-            elif kind == "sink":
-                result.append(values)
-            else:
-                values = values.to(dtype or self.dtype)
-                result.append(place(values, layout) if len(shape) > 1 else values)
-        return result
-
-    @property
-    def function(self) -> Callable[..., tuple[Tensor, ...]]:
-        """The call as a function of the tensors alone; it always returns a tuple."""
-        return self._bind(getattr(tk, self.public or self.op))
-
-    @property
-    def reference(self) -> Callable[..., tuple[Tensor, ...]]:
-        return self._bind(getattr(tk.reference, self.op))
-
-    def _bind(self, function: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
-        positional = len(self.shapes) - len(self.keywords)
-
-        def call(*tensors: Tensor) -> tuple[Tensor, ...]:
-            named = dict(zip(self.keywords, tensors[positional:], strict=True))
-            if self.op in MUTATING:
-                first = 3 if self.op == "based_decode" else 7
-                state = tuple(x.clone() for x in tensors[first:])
-                return function(*tensors[:first], state, **self.options), *state
-            result = function(*tensors[:positional], **named, **self.options)
-            if self.op == "lolcats" and isinstance(result, tuple):
-                # There is no gradient through a state.
-                rest = (x if isinstance(x, tuple) else (x,) for x in result[1:])
-                return result[0], *(y.detach() for x in rest for y in x)
-            if not isinstance(result, tuple):
-                return (result,)
-            return tuple(y for x in result for y in (x if isinstance(x, tuple) else (x,)))
-
-        return call
-
+__all__ = ["CAST", "DIFFERENTIABLE", "MUTATING", "Sample", "state_of", "with_state"]
 
 SAMPLES = {
     "gemm": Sample("gemm", ((33, 72), (72, 40)), ("packed", "packed_t"), dynamic=((0, 0),)),
@@ -284,6 +174,157 @@ SAMPLES = {
         {"normalize": True},
         dtype=torch.float16,
         kinds=("token",) * 3 + ("float32",) * 2,
+    ),
+    "ssd": Sample(
+        "ssd",
+        ((2, 4, 70, 64), (2, 4, 70), (4,), (2, 2, 70, 64), (2, 2, 70, 64)),
+        ("bshd", "packed", "packed", "sliced", "packed"),
+        {"dt_softplus": True},
+        dynamic=((0, 2), (1, 2), (3, 2), (4, 2)),
+        kinds=("operand", "float32", "rates", "operand", "operand"),
+    ),
+    "ssd_state": Sample(
+        "ssd",
+        ((1, 2, 37, 40), (1, 2, 37), (2,), (1, 1, 37, 72), (1, 1, 37, 72), (2,), (1, 2, 37, 40)),
+        ("packed", "packed", "packed", "packed", "bshd", "packed", "packed"),
+        {"return_state": True},
+        keywords=("D", "z"),
+        dynamic=((0, 2), (1, 2), (3, 2), (4, 2), (6, 2)),
+        dtype=torch.float16,
+        kinds=("operand", "float32", "rates", "operand", "operand", "float32", "operand"),
+    ),
+    "ssd_decode": Sample(
+        "ssd_decode",
+        ((2, 4, 2, 64), (2, 4, 2), (4,), (2, 2, 2, 64), (2, 2, 2, 64), (2, 4, 64, 64)),
+        ("packed",) * 6,
+        kinds=("token", "float32", "rates", "token", "token", "float32"),
+    ),
+    "linear_attention": Sample(
+        "linear_attention",
+        ((2, 2, 70, 64), (2, 2, 70, 64), (2, 4, 70, 40)),
+        ("bshd", "packed", "sliced"),
+        {"scale": 0.5},
+        dynamic=((0, 2), (1, 2), (2, 2)),
+    ),
+    "linear_attention_state": Sample(
+        "linear_attention",
+        ((1, 2, 37, 72), (1, 2, 37, 72), (1, 2, 37, 40), (2,), (1, 2, 37)),
+        ("packed",) * 5,
+        {"return_state": True, "state_v_first": True},
+        keywords=("decay", "g"),
+        dynamic=((0, 2), (1, 2), (2, 2), (4, 2)),
+        dtype=torch.float16,
+        kinds=("operand", "operand", "operand", "rates", "rates"),
+    ),
+    "linear_attention_decode": Sample(
+        "linear_attention_decode",
+        ((2, 2, 1, 64), (2, 2, 1, 64), (2, 4, 1, 40), (2, 4, 64, 40)),
+        ("packed",) * 4,
+        dtype=torch.float16,
+        kinds=("token",) * 3 + ("float32",),
+    ),
+    "causal_conv1d": Sample(
+        "causal_conv1d",
+        ((2, 16, 40), (16, 4), (16,)),
+        ("packed_t", "packed", "packed"),
+        {"activation": "silu"},
+        keywords=("bias",),
+        dynamic=((0, 2),),
+        kinds=("operand", "factor", "factor"),
+    ),
+    "causal_conv1d_states": Sample(
+        "causal_conv1d",
+        ((1, 12, 37), (12, 3), (3, 12, 2), (4,)),
+        ("packed", "packed", "packed", "q"),
+        {"return_state": True},
+        keywords=("initial_state", "cu_seqlens"),
+        dynamic=((0, 2),),
+        dtype=torch.float16,
+        kinds=("operand", "factor", "operand", "edges"),
+    ),
+    "causal_conv1d_update": Sample(
+        "causal_conv1d_update",
+        ((3, 16), (3, 16, 5), (16, 4)),
+        ("packed", "packed_t", "packed"),
+        {"activation": "silu"},
+        kinds=("token", "cache", "float32"),
+    ),
+    "rms_norm": Sample(
+        "rms_norm",
+        ((2, 9, 72), (72,)),
+        ("sliced", "packed"),
+        {"eps": 1e-5, "weight_offset": 1.0},
+        dynamic=((0, 1),),
+        kinds=("plain", "gain"),
+    ),
+    "rms_norm_residual": Sample(
+        "rms_norm",
+        ((5, 64), (64,), (5, 64), (1,)),
+        ("packed", "packed", "sliced", "packed"),
+        {"dropout_p": 0.25},
+        keywords=("residual", "seed"),
+        dynamic=((0, 0), (2, 0)),
+        dtype=torch.float16,
+        kinds=("plain", "gain", "plain", "seed"),
+    ),
+    "rms_norm_gated": Sample(
+        "rms_norm",
+        ((2, 3, 64), (64,), (2, 3, 64)),
+        ("packed", "packed", "sliced"),
+        {"group_size": 16},
+        keywords=("gate",),
+        dynamic=((0, 1), (2, 1)),
+        kinds=("plain", "gain", "plain"),
+    ),
+    "layer_norm": Sample(
+        "layer_norm",
+        ((4, 40), (40,), (40,)),
+        ("packed_t", "packed", "packed"),
+        dynamic=((0, 0),),
+        kinds=("plain", "gain", "gain"),
+    ),
+    "layer_norm_residual": Sample(
+        "layer_norm",
+        ((2, 7, 33), (33,), (33,), (2, 7, 33)),
+        ("packed", "packed", "packed", "packed"),
+        keywords=("residual",),
+        dynamic=((0, 1), (3, 1)),
+        dtype=torch.float16,
+        kinds=("plain", "gain", "gain", "plain"),
+    ),
+    "rotary": Sample(
+        "rotary",
+        ((2, 4, 9, 32), (512, 8), (512, 8)),
+        ("bshd", "packed", "packed"),
+        {"interleaved": True, "heads": 3},
+        dynamic=((0, 2),),
+        kinds=("plain", "float32", "float32"),
+    ),
+    "gated_delta_rule": Sample(
+        "gated_delta_rule",
+        ((2, 1, 70, 64), (2, 1, 70, 64), (2, 2, 70, 64), (2, 2, 70), (2, 2, 70)),
+        ("bshd", "packed", "sliced", "packed", "packed"),
+        {"qk_l2norm": True, "beta_sigmoid": True},
+        dynamic=((0, 2), (1, 2), (2, 2), (3, 2), (4, 2)),
+        kinds=("operand",) * 3 + ("gate",) * 2,
+    ),
+    "gated_delta_rule_packed": Sample(
+        "gated_delta_rule",
+        ((1, 2, 80, 64), (1, 2, 80, 64), (1, 2, 80, 40), (1, 2, 80), (1, 2, 80), (4,)),
+        ("packed", "bshd", "packed", "packed", "packed", "edges"),
+        {"qk_l2norm": True, "beta_sigmoid": True, "return_state": True},
+        keywords=("cu_seqlens",),
+        dynamic=((0, 2), (1, 2), (2, 2), (3, 2), (4, 2)),
+        dtype=torch.float16,
+        kinds=("operand",) * 3 + ("gate",) * 2 + ("edges",),
+    ),
+    "gated_delta_rule_decode": Sample(
+        "gated_delta_rule_decode",
+        ((2, 1, 2, 64), (2, 1, 2, 64), (2, 2, 2, 72), (2, 2, 2), (2, 2, 2), (2, 2, 64, 72)),
+        ("packed",) * 6,
+        {"qk_l2norm": True, "beta_sigmoid": True},
+        dtype=torch.float16,
+        kinds=("token",) * 3 + ("float32",) * 3,
     ),
     "lolcats": Sample(
         "lolcats",
@@ -510,6 +551,7 @@ one_per_op = pytest.mark.parametrize(
         SAMPLES["attention_varlen_sink"],
         SAMPLES["based"],
         SAMPLES["lolcats"],
+        SAMPLES["gated_delta_rule"],
     ],
-    ids=["gemm", "attention", "attention_varlen", "based", "lolcats"],
+    ids=["gemm", "attention", "attention_varlen", "based", "lolcats", "gated_delta_rule"],
 )

@@ -284,6 +284,32 @@ def based_decode(draw: Draw, n: dict[str, int]) -> Arguments:
     return {**{name: x.detach() for name, x in call.items()}, "state": state}
 
 
+def gated_delta_rule(*, state: bool = False, packed: bool = False, **options: Any) -> Build:
+    def build(draw: Draw, n: dict[str, int]) -> Arguments:
+        count = n["B"]
+        head = (1 if packed else count, n["H"], n["N"])
+        result = {x: draw.operand(*head, n["D"]) for x in "qk"}
+        result["v"] = draw.operand(*head, n["V"])
+        result["g"] = -draw.scale(*head).requires_grad_()
+        result["beta"] = draw.operand(*head, dtype=FP32)
+        if packed:
+            ends = [n["N"] * i // max(count, 1) for i in range(count + 1)]
+            result["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32, device=draw.device)
+        if state:
+            state_shape = (count, n["H"], n["D"], n["V"])
+            result["initial_state"] = draw.operand(*state_shape, dtype=FP32)
+        return {**result, **options, "qk_l2norm": True, "beta_sigmoid": True}
+
+    return build
+
+
+def gated_delta_rule_decode(draw: Draw, n: dict[str, int]) -> Arguments:
+    call = gated_delta_rule(state=True)(draw, {**n, "N": 2})
+    state = call.pop("initial_state").detach().clone()
+    plain = {name: x.detach() if isinstance(x, Tensor) else x for name, x in call.items()}
+    return {**plain, "state": state}
+
+
 def lolcats(state: bool, hedgehog: bool = False, **options: Any) -> Build:
     maps, factors = (("qmap", "kmap"), ("alphas", "betas")) if hedgehog else (
         ("q_map", "k_map"), ("alpha", "beta"))  # fmt: skip
@@ -324,6 +350,8 @@ MULTIPLE = {
     "G unless H": "k has 0 heads, q has 4; q's heads must be a multiple of k's",
 }
 COLUMNS = {"V": "v has 0 columns; they must be a multiple of 8 from 8 to 256"}
+DELTA = {**TOKENS, "D": 16, "V": 16}
+KEYS_AND_COLUMNS = {**COLUMNS, "D": "q has 0 columns; they must be a multiple of 8 from 8 to 128"}
 LOLCATS = {"B": 2, "H": 4, "G": 2, "N": 5, "D": 64, "F": 32}
 LOLCATS_DECODE = {name: n for name, n in LOLCATS.items() if name != "N"}
 POSITIVE = {
@@ -446,6 +474,25 @@ CALLS = {
         "based", {**TOKENS, "V": 16}, based(False), COLUMNS, "based_linear_prefill"
     ),
     "based_decode": Call("based_decode", {"B": 2, "H": 2, "V": 16}, based_decode, COLUMNS),
+    "gated_delta_rule": Call("gated_delta_rule", DELTA, gated_delta_rule(), KEYS_AND_COLUMNS),
+    "gated_delta_rule_state": Call(
+        "gated_delta_rule",
+        DELTA,
+        gated_delta_rule(state=True, return_state=True),
+        KEYS_AND_COLUMNS,
+    ),
+    "gated_delta_rule_packed": Call(
+        "gated_delta_rule",
+        DELTA,
+        gated_delta_rule(state=True, packed=True, return_state=True),
+        {**KEYS_AND_COLUMNS, "B": "cu_seqlens has shape"},
+    ),
+    "gated_delta_rule_decode": Call(
+        "gated_delta_rule_decode",
+        {"B": 2, "H": 2, "D": 16, "V": 16},
+        gated_delta_rule_decode,
+        KEYS_AND_COLUMNS,
+    ),
     "lolcats": Call("lolcats", LOLCATS, lolcats(False), POSITIVE),
     "lolcats_state": Call("lolcats", LOLCATS, lolcats(True, return_state=True), POSITIVE),
     "hedgehog": Call("lolcats", LOLCATS, lolcats(False, True), POSITIVE, "hedgehog"),

@@ -168,6 +168,59 @@ def based_decode(work: Work) -> Sizes:
     return {"step": (batch, heads, work.model.head_dim)}
 
 
+def ssd(work: Work) -> Sizes:
+    """The model's heads with SSD of Mamba-2's usual state in place of attention, in one group."""
+    batch, heads, _ = _lines(work)
+    return {"forward": (batch, heads, 1, work.length, work.model.head_dim, 128)}
+
+
+def ssd_decode(work: Work) -> Sizes:
+    batch, heads, _ = _lines(work)
+    return {"step": (batch, heads, 1, 1, work.model.head_dim, 128)}
+
+
+def linear_attention(work: Work) -> Sizes:
+    """The model's heads with linear attention in place of softmax."""
+    batch, heads, _ = _lines(work)
+    dim = work.model.head_dim
+    return {"forward": (batch, heads, work.length, dim, dim)}
+
+
+def linear_attention_decode(work: Work) -> Sizes:
+    batch, heads, _ = _lines(work)
+    dim = work.model.head_dim
+    return {"step": (batch, heads, 1, dim, dim)}
+
+
+def _convolved(work: Work) -> int:
+    """Channels of q, k and v in one, as layers of linear attention convolve them."""
+    model = work.model
+    return (model.heads + 2 * model.kv_heads) * model.head_dim
+
+
+def causal_conv1d(work: Work) -> Sizes:
+    """Of q, k and v, where the layer's attention is linear."""
+    return {"forward": (work.sequences, _convolved(work), work.length, "channels")}
+
+
+def causal_conv1d_update(work: Work) -> Sizes:
+    return {"step": (work.sequences, _convolved(work))}
+
+
+def gated_delta_rule(work: Work) -> Sizes:
+    """The model's heads with the gated delta rule in place of attention, grouped values where its
+    keys are."""
+    batch, heads, groups = _lines(work)
+    dim = work.model.head_dim
+    return {"forward": (batch, groups, heads, work.length, dim, dim, "mamba")}
+
+
+def gated_delta_rule_decode(work: Work) -> Sizes:
+    batch, heads, groups = _lines(work)
+    dim = work.model.head_dim
+    return {"step": (batch, groups, heads, 1, dim, dim, 4)}
+
+
 def attention_paged(work: Work) -> Sizes:
     """A step behind the tokens, and behind a cache of fp8."""
     model, lengths = work.model, (work.length,) * work.sequences
@@ -276,6 +329,30 @@ def matrices(work: Work) -> Sizes:
         "x": (work.tokens, model.hidden),
         "activations": (rows, model.intermediate),
         **kept(work),
+    }
+
+
+# Norms and positions.
+
+
+def rows(work: Work) -> Sizes:
+    """The norm before a layer, and that of the heads of queries and keys."""
+    model = work.model
+    heads = model.heads + model.kv_heads
+    return {
+        "hidden": (work.tokens, model.hidden),
+        "heads": (work.tokens * heads, model.head_dim),
+    }
+
+
+def rotary(work: Work) -> Sizes:
+    """Queries and keys, of all tokens and of a step."""
+    model = work.model
+    heads = model.heads + model.kv_heads
+    sizes = model.head_dim, model.head_dim
+    return {
+        "forward": (work.sequences, heads, work.length, *sizes),
+        "step": (work.sequences, heads, 1, *sizes),
     }
 
 

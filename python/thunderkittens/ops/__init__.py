@@ -14,10 +14,17 @@ from .attention_schedule import attention_schedule
 from .attention_varlen import attention_varlen
 from .based import based, based_linear_prefill
 from .based_decode import based_decode
+from .causal_conv1d import causal_conv1d
+from .causal_conv1d_update import causal_conv1d_update
 from .fp8_gemm import fp8_gemm
 from .fp8_quantize import fp8_quantize
+from .gated_delta_rule import gated_delta_rule
+from .gated_delta_rule_decode import gated_delta_rule_decode
 from .gemm import gemm
 from .grouped_gemm import grouped_gemm
+from .layer_norm import layer_norm
+from .linear_attention import linear_attention
+from .linear_attention_decode import linear_attention_decode
 from .lolcats import hedgehog, lolcats
 from .lolcats_decode import lolcats_decode
 from .merge_attention import merge_attention
@@ -29,6 +36,10 @@ from .nvfp4_dequantize import nvfp4_dequantize
 from .nvfp4_gemm import nvfp4_gemm
 from .nvfp4_prepare import nvfp4_prepare
 from .nvfp4_quantize import nvfp4_quantize
+from .rms_norm import rms_norm
+from .rotary import rotary
+from .ssd import ssd
+from .ssd_decode import ssd_decode
 
 __all__ = [
     "Fp8Linear",
@@ -41,12 +52,19 @@ __all__ = [
     "based",
     "based_decode",
     "based_linear_prefill",
+    "causal_conv1d",
+    "causal_conv1d_update",
     "fp8_gemm",
     "fp8_linear",
     "fp8_quantize",
+    "gated_delta_rule",
+    "gated_delta_rule_decode",
     "gemm",
     "grouped_gemm",
     "hedgehog",
+    "layer_norm",
+    "linear_attention",
+    "linear_attention_decode",
     "lolcats",
     "lolcats_decode",
     "merge_attention",
@@ -58,4 +76,8 @@ __all__ = [
     "nvfp4_gemm",
     "nvfp4_prepare",
     "nvfp4_quantize",
+    "rms_norm",
+    "rotary",
+    "ssd",
+    "ssd_decode",
 ]

@@ -12,10 +12,25 @@ from .attention_schedule import attention_schedule
 from .attention_varlen import attention_varlen, attention_varlen_backward
 from .based import BasedState, based, based_backward, based_features
 from .based_decode import based_decode
+from .causal_conv1d import causal_conv1d, causal_conv1d_backward
+from .causal_conv1d_update import causal_conv1d_update
 from .fp8_gemm import fp8_gemm
 from .fp8_quantize import fp8_quantize
+from .gated_delta_rule import (
+    DeltaRuleOperands,
+    delta_rule_chunks,
+    delta_rule_gate,
+    delta_rule_operands,
+    delta_rule_tokens,
+    gated_delta_rule,
+    gated_delta_rule_chunked,
+)
+from .gated_delta_rule_decode import gated_delta_rule_decode
 from .gemm import gemm
 from .grouped_gemm import grouped_gemm
+from .layer_norm import layer_norm
+from .linear_attention import linear_attention
+from .linear_attention_decode import linear_attention_decode
 from .lolcats import (
     LolcatsState,
     cached_positions,
@@ -35,9 +50,14 @@ from .nvfp4_dequantize import nvfp4_dequantize
 from .nvfp4_gemm import nvfp4_gemm
 from .nvfp4_prepare import Nvfp4Weight, nvfp4_prepare
 from .nvfp4_quantize import nvfp4_quantize
+from .rms_norm import rms_norm
+from .rotary import rotary
+from .ssd import ssd
+from .ssd_decode import ssd_decode
 
 __all__ = [
     "BasedState",
+    "DeltaRuleOperands",
     "LolcatsState",
     "Mxfp8Operand",
     "Nvfp4Weight",
@@ -53,13 +73,26 @@ __all__ = [
     "based_decode",
     "based_features",
     "cached_positions",
+    "causal_conv1d",
+    "causal_conv1d_backward",
+    "causal_conv1d_update",
+    "delta_rule_chunks",
+    "delta_rule_gate",
+    "delta_rule_operands",
+    "delta_rule_tokens",
     "empty_state",
     "folded_tokens",
     "fp8_gemm",
     "fp8_linear",
     "fp8_quantize",
+    "gated_delta_rule",
+    "gated_delta_rule_chunked",
+    "gated_delta_rule_decode",
     "gemm",
     "grouped_gemm",
+    "layer_norm",
+    "linear_attention",
+    "linear_attention_decode",
     "lolcats",
     "lolcats_decode",
     "lolcats_features",
@@ -73,4 +106,8 @@ __all__ = [
     "nvfp4_gemm",
     "nvfp4_prepare",
     "nvfp4_quantize",
+    "rms_norm",
+    "rotary",
+    "ssd",
+    "ssd_decode",
 ]

@@ -1,0 +1,17 @@
+// The op causal_conv1d_update for CUDA.
+#include "csrc/common/tensor.h"
+#include "csrc/convolution/causal_conv1d_update_body.h"
+
+namespace thunderkittens::convolution {
+
+Tensor causal_conv1d_update(const Tensor& x, Tensor state, const Tensor& weight,
+                            std::optional<Tensor> bias, int64_t activation,
+                            std::optional<Tensor> slots) {
+    return causal_conv1d_update_body<Tensor>(gpu, x, state, weight, bias, activation, slots);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(thunderkittens, CUDA, m) {
+    m.impl("causal_conv1d_update", TORCH_BOX(&causal_conv1d_update));
+}
+
+}  // namespace thunderkittens::convolution

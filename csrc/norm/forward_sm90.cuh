@@ -1,0 +1,262 @@
+// RMSNorm and LayerNorm: the row is read once, with what is added to it or gates it, and held in
+// registers, from which statistics and results are made; statistics are in fp32. Rows that
+// registers do not hold, and those that are not aligned, are read again for each step, from L1 or
+// L2.
+//
+// A lane has four units of a row, up to sixteen where the block has one long row: 64 bytes or more
+// on their way, beside as many of the residual. Rows are those of memory bandwidth:
+// what is computed is hidden as long as many loads are in flight.
+#pragma once
+
+#include "csrc/norm/units.cuh"
+
+namespace thunderkittens::norm {
+namespace sm90 {
+
+template <Config C>
+struct Forward {
+    static constexpr Config CONFIG = C;
+    using T = element_of<C.dtype>;
+    using S = element_of<C.sum_dtype>;                // of the sum
+    using V = std::conditional_t<C.gated, float, S>;  // of what is normalised
+    static constexpr int COUNT = UNITS * (C.path != Path::wide ? 1 : sizeof(V) == 2 ? 4 : 2);
+    // Units that are loaded together.
+    static constexpr int BATCH = C.path == Path::wide ? 2 : UNITS;
+    static constexpr int THREADS = C.path == Path::wide ? WIDE_THREADS : MAX_LANES;
+    // Registers for two blocks of the largest, where a row of 16 bits leaves so many; of 8.0 some
+    // would be spilled.
+    static constexpr int BLOCKS = C.path != Path::wide && sizeof(V) == 2 && !C.portable ? 2 : 1;
+};
+
+// x, with what is added to it: as it is returned, rounded.
+template <Config C>
+__device__ __forceinline__ auto with_residual(const Params& p,
+                                              const Unit<typename Forward<C>::T>& x,
+                                              const Unit<typename Forward<C>::S>& residual,
+                                              uint2 seed, uint32_t row, int64_t column) {
+    float v[UNIT];
+#pragma unroll
+    for (int i = 0; i < UNIT; ++i) v[i] = x.value(i);
+    if (p.dropped > 0) {
+        const Dropout dropout(seed, unit_number(p, row, column));
+#pragma unroll
+        for (int i = 0; i < UNIT; ++i) v[i] *= dropout.factor(p, i);
+    }
+#pragma unroll
+    for (int i = 0; i < UNIT; ++i) v[i] += residual.value(i);
+    return rounded<typename Forward<C>::S>(v);
+}
+template <class V, class T>
+__device__ __forceinline__ Unit<V> gated(const Params& p, const Unit<T>& x, const Unit<T>& z) {
+    float v[UNIT];
+#pragma unroll
+    for (int i = 0; i < UNIT; ++i) {
+        v[i] = x.value(i);
+        if (p.gate_first) v[i] *= silu<T>(z.value(i));
+    }
+    return rounded<V>(v);
+}
+template <class V, class T>
+__device__ __forceinline__ Unit<V> converted(const Unit<T>& x) {
+    if constexpr (std::is_same_v<V, T>) {
+        return x;
+    } else {
+        float v[UNIT];
+#pragma unroll
+        for (int i = 0; i < UNIT; ++i) v[i] = x.value(i);
+        return rounded<V>(v);
+    }
+}
+
+// Results of a unit.
+template <Config C, bool ALIGNED, class V, class T>
+__device__ __forceinline__ Unit<T> result_of(const Params& p, const Unit<V>& values,
+                                             const Unit<T>& gate, uint32_t group, int64_t column,
+                                             int count, float mean, float factor) {
+    float w[UNIT], y[UNIT];
+    load_factors<ALIGNED, T>(w, p, group, column, count);
+#pragma unroll
+    for (int i = 0; i < UNIT; ++i) y[i] = (values.value(i) - mean) * factor * w[i];
+    if constexpr (C.gated) {
+        if (!p.gate_first) {
+#pragma unroll
+            for (int i = 0; i < UNIT; ++i) y[i] *= silu<T>(gate.value(i));
+        }
+    } else {
+        if (p.bias != nullptr) {
+            load_weights<ALIGNED, T>(w, p.bias, p.wide_weight, column, count);
+#pragma unroll
+            for (int i = 0; i < UNIT; ++i) y[i] += w[i];
+        }
+    }
+    return rounded<T>(y);
+}
+__device__ __forceinline__ float factor_of(const Params& p, float squares) {
+    return 1.0f / sqrtf(squares / static_cast<float>(p.width) + p.eps);
+}
+
+// A row in registers.
+template <Config C>
+__device__ __forceinline__ void normalise(const Params& p) {
+    using F = Forward<C>;
+    using T = typename F::T;
+    using S = typename F::S;
+    using V = typename F::V;
+    const Team team(C.path == Path::wide ? WIDE_THREADS : p.lanes);
+    const bool there = team.number < p.rows.count;
+    const Place place(p, there ? team.number : 0);
+    const auto column = [&](int u) { return (u * team.lanes + team.lane) * UNIT; };
+    const int width = there ? static_cast<int>(p.width) : 0;
+    const auto count = [&](int u) { return width - column(u); };  // not positive: there is none
+
+    Unit<V> values[F::COUNT];
+    Unit<T> gates[C.gated ? F::COUNT : 1];
+    const uint2 seed = seed_of(p);
+#pragma unroll
+    for (int first = 0; first < F::COUNT; first += F::BATCH) {
+        Unit<T> x[F::BATCH];
+#pragma unroll
+        for (int u = 0; u < F::BATCH; ++u) {
+            x[u] = load_unit<true>(place.in<T>(p.x) + column(first + u), count(first + u));
+        }
+        if constexpr (C.gated) {
+#pragma unroll
+            for (int u = 0; u < F::BATCH; ++u) {
+                gates[u] = load_unit<true>(place.in<T>(p.gate) + column(u), count(u));
+            }
+#pragma unroll
+            for (int u = 0; u < F::BATCH; ++u) values[u] = gated<V>(p, x[u], gates[u]);
+        } else if (p.residual.data != nullptr) {
+            Unit<S> residual[F::BATCH];
+#pragma unroll
+            for (int u = 0; u < F::BATCH; ++u) {
+                residual[u] =
+                    load_unit<true>(place.in<S>(p.residual) + column(first + u), count(first + u));
+            }
+#pragma unroll
+            for (int u = 0; u < F::BATCH; ++u) {
+                values[first + u] =
+                    with_residual<C>(p, x[u], residual[u], seed, place.row, column(first + u));
+                store_unit<true>(place.in<S>(p.sum, p.width) + column(first + u), values[first + u],
+                                 count(first + u));
+            }
+        } else {
+#pragma unroll
+            for (int u = 0; u < F::BATCH; ++u) values[first + u] = converted<V>(x[u]);
+        }
+    }
+
+    float mean = 0;
+    if (p.layer) {
+        float sum = 0;
+#pragma unroll
+        for (int u = 0; u < F::COUNT; ++u) {
+#pragma unroll
+            for (int i = 0; i < UNIT; ++i) sum += values[u].value(i);
+        }
+        mean = team_sums<0>(Sums<1>{{sum}}, team.lanes).value[0] / static_cast<float>(p.width);
+    }
+    float squares = 0;
+#pragma unroll
+    for (int u = 0; u < F::COUNT; ++u) {
+        if (count(u) <= 0) continue;
+#pragma unroll
+        for (int i = 0; i < UNIT; ++i) {
+            const float centred = values[u].value(i) - mean;
+            squares = fmaf(centred, centred, squares);
+        }
+    }
+    const float factor = factor_of(p, team_sums<1>(Sums<1>{{squares}}, team.lanes).value[0]);
+#pragma unroll
+    for (int u = 0; u < F::COUNT; ++u) {
+        const auto y = result_of<C, true>(p, values[u], gates[C.gated ? u : 0], place.group,
+                                          column(u), count(u), mean, factor);
+        store_unit<true>(place.in<T>(p.out, p.width) + column(u), y, count(u));
+    }
+}
+
+// A row from memory, unit by unit, as often as it is needed.
+template <Config C, bool ALIGNED>
+__device__ __forceinline__ void normalise_from_memory(const Params& p) {
+    using F = Forward<C>;
+    using T = typename F::T;
+    using S = typename F::S;
+    using V = typename F::V;
+    const Team team(p.lanes);
+    const bool there = team.number < p.rows.count;
+    const Place place(p, there ? team.number : 0);
+    const int64_t width = there ? p.width : 0, pitch = int64_t{team.lanes} * UNIT;
+    const auto each = [&](auto&& take) {
+#pragma unroll 1
+        for (int64_t column = int64_t{team.lane} * UNIT; column < width; column += pitch) {
+            const int count = elements_at(width, column);
+            const auto x = load_unit<ALIGNED>(place.in<T>(p.x) + column, count);
+            if constexpr (C.gated) {
+                const auto z = load_unit<ALIGNED>(place.in<T>(p.gate) + column, count);
+                take(gated<V>(p, x, z), z, column, count);
+            } else if (p.residual.data != nullptr) {
+                const auto residual = load_unit<ALIGNED>(place.in<S>(p.residual) + column, count);
+                take(with_residual<C>(p, x, residual, seed_of(p), place.row, column), x, column,
+                     count);
+            } else {
+                take(converted<V>(x), x, column, count);
+            }
+        }
+    };
+    float mean = 0;
+    if (p.layer) {
+        float sum = 0;
+        each([&](const Unit<V>& values, const Unit<T>&, int64_t, int) {
+#pragma unroll
+            for (int i = 0; i < UNIT; ++i) sum += values.value(i);
+        });
+        mean = team_sums<0>(Sums<1>{{sum}}, team.lanes).value[0] / static_cast<float>(p.width);
+    }
+    float squares = 0;
+    each([&](const Unit<V>& values, const Unit<T>&, int64_t, int count) {
+#pragma unroll
+        for (int i = 0; i < UNIT; ++i) {
+            const float centred = values.value(i) - mean;
+            if (ALIGNED || i < count) squares = fmaf(centred, centred, squares);
+        }
+    });
+    const float factor = factor_of(p, team_sums<1>(Sums<1>{{squares}}, team.lanes).value[0]);
+    each([&](const Unit<V>& values, const Unit<T>& gate, int64_t column, int count) {
+        if constexpr (!C.gated) {
+            if (p.residual.data != nullptr)
+                store_unit<ALIGNED>(place.in<S>(p.sum, p.width) + column, values, count);
+        }
+        const auto y =
+            result_of<C, ALIGNED>(p, values, gate, place.group, column, count, mean, factor);
+        store_unit<ALIGNED>(place.in<T>(p.out, p.width) + column, y, count);
+    });
+}
+
+// (A template over a type, which nvcc wants of kernels.)
+template <class F>
+__global__ __launch_bounds__(F::THREADS,
+                             F::BLOCKS) void norm_forward_kernel(const __grid_constant__ Params p) {
+    constexpr Config C = F::CONFIG;
+    arch::wait_for_dependencies();
+    arch::launch_dependents();
+    if constexpr (C.path != Path::memory) {
+        normalise<C>(p);
+    } else if (p.aligned) {
+        normalise_from_memory<C, true>(p);
+    } else {
+        normalise_from_memory<C, false>(p);
+    }
+}
+
+}  // namespace sm90
+
+template <Config C>
+void launch(const Params& params, Stream stream) {
+    const int64_t blocks = ceil_div(params.rows.count, teams_of(params.lanes));
+    kittens::launch(
+        {.dependent = !C.portable, .blocks_per_sm = sm90::Forward<C>::BLOCKS},
+        sm90::norm_forward_kernel<sm90::Forward<C>>, dim3(static_cast<unsigned>(blocks)),
+        dim3(static_cast<unsigned>(threads_of(params.lanes))), dim3(1), 0, stream, params);
+}
+
+}  // namespace thunderkittens::norm

@@ -1,0 +1,27 @@
+// The bodies of layer_norm and of its gradient, on any back end. Host C++ without torch.
+#pragma once
+
+#include <vector>
+
+#include "csrc/norm/bodies.h"
+
+namespace thunderkittens::norm {
+
+template <class Tensor>
+Normalised<Tensor> layer_norm_body(const Backend<Tensor>& on, const Tensor& x,
+                                   Options<Tensor> options) {
+    options.layer = true;
+    return forward_body(on, "tk.layer_norm", x, options);
+}
+
+template <class Tensor>
+Gradients<Tensor> layer_norm_backward_body(const Backend<Tensor>& on, const Tensor& grad_out,
+                                           const std::optional<Tensor>& grad_sum, const Tensor& x,
+                                           Options<Tensor> options,
+                                           const std::vector<bool>& needs) {
+    options.layer = true;
+    return backward_body(on, "thunderkittens::layer_norm_backward", grad_out, grad_sum, x, options,
+                         needs);
+}
+
+}  // namespace thunderkittens::norm

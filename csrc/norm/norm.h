@@ -1,0 +1,191 @@
+// Normalisation of rows: what a call is (Problem), what is compiled (Config), what a kernel is
+// given (Params), and the functions that choose. Host C++ only.
+//
+// A row is what shares statistics: the last dimension, or a group of its neighbours. A unit is
+// eight neighbours of a row, which a thread reads at once, 16 bytes of 16-bit elements. A team is
+// the threads that share a row, and a thread of it a lane.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "csrc/common/device.h"
+#include "csrc/common/dtype.h"
+#include "csrc/common/fields.h"
+#include "csrc/common/math.h"
+
+namespace thunderkittens::norm {
+
+constexpr int UNIT = 8;             // elements
+constexpr int UNITS = 4;            // of a lane
+constexpr int SPAN = UNIT * UNITS;  // elements of a lane
+constexpr int WARP = 32;            // lanes
+constexpr int BLOCK = 128;          // threads of a block of teams no larger than a warp
+constexpr int MAX_LANES = 512;      // of a team that holds its row in registers
+constexpr int WIDE_THREADS = 512;   // of a block that holds one long row in registers
+constexpr int REDUCE_COLUMNS = 8;   // of a block that adds partial gradients
+constexpr int REDUCE_THREADS = 256;
+
+struct Problem {
+    int64_t rows = 0, width = 0;
+    int64_t groups = 1;  // rows of neighbours have different weights
+    DType dtype = DType::bf16;
+    DType sum_dtype = DType::bf16;  // of the residual, else of x
+    bool layer = false, gated = false;
+    bool aligned = true;  // rows of whole units that begin at multiples of 16 bytes
+};
+
+// How a row is kept between its statistics and the result: in the registers of a team of up to 512
+// lanes; in those of a block of 512 threads; not at all, so that it is read several times, from L1
+// and L2. Only the last takes rows that are not aligned, and any width.
+enum class Path : int { registers, wide, memory };
+constexpr const char* strategy_name(Path path) {
+    constexpr const char* names[] = {"registers", "wide", "memory"};
+    return static_cast<int>(path) < 3 ? names[static_cast<int>(path)] : nullptr;
+}
+
+// Of a kernel. `layer` is that of gradients alone: what normalises takes both in one.
+struct Config {
+    DType dtype = DType::bf16;
+    DType sum_dtype = DType::bf16;
+    bool layer = false, gated = false;
+    Path path = Path::registers;
+    bool portable = false;
+    bool operator==(const Config&) const = default;
+};
+
+TK_FIELDS(Problem, rows, width, groups, dtype, sum_dtype, layer, gated, aligned)
+TK_FIELDS(Config, dtype, sum_dtype, layer, gated, path, portable)
+
+// What is compiled, by number.
+struct Types {
+    DType dtype, sum_dtype;
+    bool gated;
+};
+constexpr Types TYPES[] = {{DType::bf16, DType::bf16, false}, {DType::bf16, DType::fp32, false},
+                           {DType::fp16, DType::fp16, false}, {DType::fp16, DType::fp32, false},
+                           {DType::fp32, DType::fp32, false}, {DType::bf16, DType::bf16, true},
+                           {DType::fp16, DType::fp16, true},  {DType::fp32, DType::fp32, true}};
+constexpr std::size_t COMBINATIONS = std::size(TYPES), UNGATED = 5;
+constexpr std::size_t FORWARDS = 2 * COMBINATIONS + UNGATED, FORWARD_CONFIGS = 2 * FORWARDS;
+constexpr Config forward_at(std::size_t i) {
+    const std::size_t kind = i % FORWARDS;
+    const Types& t = TYPES[kind % COMBINATIONS];
+    return {.dtype = t.dtype,
+            .sum_dtype = t.sum_dtype,
+            .gated = t.gated,
+            .path = kind < COMBINATIONS       ? Path::registers
+                    : kind < 2 * COMBINATIONS ? Path::memory
+                                              : Path::wide,
+            .portable = i >= FORWARDS};
+}
+// Gates are those of rms_norm: the first five types have a layer norm.
+constexpr std::size_t GRADIENTS = COMBINATIONS + UNGATED, BACKWARD_CONFIGS = 4 * GRADIENTS;
+constexpr Config backward_at(std::size_t i) {
+    const std::size_t kind = i % GRADIENTS, variant = i / GRADIENTS;
+    const Types& t = TYPES[kind % COMBINATIONS];
+    return {.dtype = t.dtype,
+            .sum_dtype = t.sum_dtype,
+            .layer = kind >= COMBINATIONS,
+            .gated = t.gated,
+            .path = variant % 2 == 0 ? Path::registers : Path::memory,
+            .portable = variant >= 2};
+}
+
+// A tensor by rows: its strides in elements along the dimensions of Rows, the innermost first.
+struct Operand {
+    const void* data = nullptr;
+    int64_t stride[3] = {};
+};
+struct Rows {
+    int64_t count = 0;
+    int dims = 1;
+    int64_t size[2] = {1, 1};  // of the first two
+};
+
+struct Params {
+    Rows rows;
+    int64_t width = 0, groups = 1;
+    int64_t row_units = 0;      // units of a row
+    Operand x, residual, gate;  // x of a gradient is what was normalised
+    const void* weight = nullptr;
+    const void* bias = nullptr;
+    const void* seed = nullptr;  // of the dropout
+    void* out = nullptr;         // contiguous, and so is the sum
+    void* sum = nullptr;
+    float eps = 0, offset = 0;
+    float scale = 1;       // of what is not dropped
+    uint32_t dropped = 0;  // the numbers of 16 bits below this
+    bool layer = false, gate_first = false;
+    bool wide_weight = false;  // fp32
+    bool aligned = false;      // see Problem
+    int lanes = 0;             // of a team
+};
+
+struct BackwardParams {
+    Params forward;
+    Operand grad_out, grad_sum;
+    void* grad_x = nullptr;         // of the dtype of grad_out
+    void* grad_residual = nullptr;  // of that of the sum
+    void* grad_gate = nullptr;
+    float* partials = nullptr;       // of the weight: (count, pitch)
+    float* partials_bias = nullptr;  // the same
+    void* grad_weight = nullptr;
+    void* grad_bias = nullptr;
+    DType weight_dtype = DType::fp32;
+    int64_t count = 0, pitch = 0;
+    int64_t steps = 0;  // rows that a team takes
+    int blocks = 0;
+};
+
+// How many lanes a team has: as many as the row fills, within a warp a power of two.
+constexpr int lanes_of(int64_t width) {
+    const int64_t lanes = ceil_div(width, SPAN);
+    if (lanes > WARP) return static_cast<int>(std::min<int64_t>(round_up(lanes, WARP), 1 << 20));
+    int power = 1;
+    while (power < lanes) power *= 2;
+    return power;
+}
+constexpr int lanes_of(const Config& config, int64_t width) {
+    return config.path == Path::wide ? WIDE_THREADS : std::min(lanes_of(width), MAX_LANES);
+}
+constexpr int threads_of(int lanes) { return lanes <= WARP ? BLOCK : lanes; }
+// Teams of a block.
+constexpr int teams_of(int lanes) { return lanes <= WARP ? BLOCK / lanes : 1; }
+
+// The longest rows that are held in registers.
+constexpr int64_t most_in_block(const Config& config) {
+    return int64_t{WIDE_THREADS} * SPAN * (config.sum_dtype == DType::fp32 ? 2 : 4);
+}
+// The most lanes whose registers hold a row and its share of the weight's gradient.
+constexpr int most_lanes_of_gradient(const Config& config) {
+    return config.layer || config.gated || config.sum_dtype == DType::fp32 ? MAX_LANES / 2
+                                                                           : MAX_LANES;
+}
+
+// Threads of an SM whose registers hold a gradient.
+constexpr int resident_threads(const Config& config) {
+    if (config.path == Path::memory) return 1024;
+    return most_lanes_of_gradient(config) == MAX_LANES ? 512 : 256;
+}
+
+std::string unsupported(const Problem& problem, const DeviceProperties& device);
+Config choose(const Problem& problem, const DeviceProperties& device);
+std::string kernel_name(const Config& config);
+std::vector<KernelInfo> kernels();
+
+std::string unsupported_backward(const Problem& problem, const DeviceProperties& device);
+Config choose_backward(const Problem& problem, const DeviceProperties& device);
+std::vector<KernelInfo> backward_kernels();
+
+template <Config config>
+void launch(const Params& params, Stream stream);
+template <Config config>
+void launch_backward(const BackwardParams& params, Stream stream);
+template <bool portable>
+void launch_reduce(const BackwardParams& params, Stream stream);
+
+}  // namespace thunderkittens::norm

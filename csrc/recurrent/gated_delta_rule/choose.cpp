@@ -1,0 +1,129 @@
+// Which kernel runs a problem of the gated delta rule. Pure functions.
+#include <algorithm>
+#include <limits>
+
+#include "csrc/common/check.h"
+#include "csrc/common/math.h"
+#include "csrc/common/registry.h"
+#include "csrc/recurrent/gated_delta_rule/gated_delta_rule.h"
+
+namespace thunderkittens::recurrent {
+
+std::string unsupported(const DeltaRuleProblem& p, const DeviceProperties& device) {
+    if (std::string reason = no_native_code_for(device); !reason.empty()) return reason;
+    if (p.dtype != DType::bf16 && p.dtype != DType::fp16)
+        return concat("operands must be bf16 or fp16, got ", name_of(p.dtype));
+    if (p.key_dim < 8 || p.key_dim > DELTA_MAX_KEY_DIM || p.key_dim % 8 != 0) {
+        return concat("the key dimension must be a multiple of 8 from 8 to ", DELTA_MAX_KEY_DIM,
+                      ", got ", p.key_dim);
+    }
+    if (p.value_dim < 8 || p.value_dim > DELTA_MAX_VALUE_DIM || p.value_dim % 8 != 0) {
+        return concat("the value dimension must be a multiple of 8 from 8 to ", DELTA_MAX_VALUE_DIM,
+                      ", got ", p.value_dim);
+    }
+    if (p.heads < 0 || p.value_heads < 0 ||
+        (p.heads == 0 ? p.value_heads != 0 : p.value_heads % p.heads != 0)) {
+        return concat("the value heads must be a multiple of the heads, got ", p.value_heads,
+                      " and ", p.heads);
+    }
+    constexpr int64_t limit = int64_t{1} << 30;
+    if (std::min(p.sequences, p.length) < 0 || std::max(p.sequences, p.length) > limit) {
+        return concat("sizes must be in [0, ", limit, "], got ", p.sequences, " sequences, length ",
+                      p.length);
+    }
+    const double slices = double(ceil_div(p.value_dim, DELTA_VALUES));
+    if (double(p.sequences) * double(p.value_heads) * slices * DELTA_MAX_SEGMENTS > 2e9) {
+        return concat(p.sequences, " sequences times ", p.value_heads, " value heads are too many");
+    }
+    const int bytes = std::max(delta_shared_bytes(128, 1), delta_shared_bytes(128, 2));
+    if (bytes > device.shared_bytes_per_block) {
+        return concat("the kernels need ", bytes,
+                      " bytes of shared memory per block, this GPU has ",
+                      device.shared_bytes_per_block);
+    }
+    return "";
+}
+
+// Cycles, of an H200, as expected from the products and the chain of dependent ones: of a chunk of
+// two consumers, which fill each other's waits, of one alone, which is done sooner, and of one that
+// makes the summary of a segment; of the launches of summaries and their scan, and of the scan per
+// segment.
+DeltaRuleConfig choose(const DeltaRuleProblem& p, const DeviceProperties& device) {
+    constexpr double cycles_of_two = 3000, cycles_of_one = 1700, cycles_of_summary = 1300;
+    constexpr double launches = 8000, scan_of_segment = 3000;
+    const int64_t sms = std::max(1, device.sm_count), heads = p.sequences * p.value_heads;
+    const int64_t tokens =
+        p.packed ? ceil_div(p.length, std::max<int64_t>(p.sequences, 1)) : p.length;
+    const int64_t chunks = std::max<int64_t>(ceil_div(tokens, DELTA_CHUNK), 1);
+    DeltaRuleConfig best{.dtype = p.dtype, .key_dim = p.key_dim <= 64 ? 64 : 128};
+    double least = std::numeric_limits<double>::infinity();
+    const int64_t most = std::clamp<int64_t>(chunks / 4, 1, DELTA_MAX_SEGMENTS);
+    for (const int consumers : {2, 1}) {
+        const int64_t columns = consumers * DELTA_VALUES;
+        if (consumers == 2 && p.value_dim <= DELTA_VALUES) continue;
+        for (int segments = 1; segments <= most; ++segments) {
+            const double length = double(ceil_div(chunks, segments));
+            const auto rounds = [&](int64_t blocks) { return double(ceil_div(blocks, sms)); };
+            const double cycles = consumers == 2 ? cycles_of_two : cycles_of_one;
+            double cost =
+                rounds(heads * segments * ceil_div(p.value_dim, columns)) * length * cycles;
+            if (segments > 1) {
+                const int64_t slices =
+                    ceil_div(p.value_dim, DELTA_VALUES) + ceil_div(p.key_dim, DELTA_VALUES);
+                cost += rounds(heads * (segments - 1) * slices) * length * cycles_of_summary +
+                        launches + double(segments - 1) * scan_of_segment;
+            }
+            if (cost >= least) continue;
+            least = cost;
+            best.consumers = consumers;
+            best.preparers = 3 - consumers;
+            best.segments = segments;
+        }
+    }
+    return best;
+}
+
+std::string kernel_name(const DeltaRuleConfig& c) {
+    return concat("forward_", name_of(c.dtype), "_k", c.key_dim, "_", c.consumers * DELTA_VALUES,
+                  "_columns");
+}
+
+std::vector<KernelInfo> gated_delta_rule_kernels() {
+    std::vector<KernelInfo> list;
+    const auto add = [&](const DeltaRuleConfig& c, bool summary, const std::string& name) {
+        KernelInfo info;
+        info.name = name;
+        info.config = concat(summary ? "what a segment makes of a state: " : "", "chunks of ",
+                             DELTA_CHUNK, " tokens, K up to ", c.key_dim, ", ", c.consumers, " x ",
+                             DELTA_VALUES, " columns of values, ", c.preparers, " preparing");
+        info.source = concat("gated_delta_rule_", name_of(c.dtype));
+        info.symbol = concat("23gated_delta_rule_kernelI*11DeltaKernelIL<enum>", int(c.dtype),
+                             "ELi", c.key_dim, "ELi", c.consumers, "ELb", int(summary), "EE");
+        info.threads = (c.consumers + c.preparers) * 128;
+        info.shared_bytes = shared_bytes_of(c);
+        list.push_back(info);
+    };
+    for (const DType dtype : {DType::bf16, DType::fp16}) {
+        for (const int key_dim : {64, 128}) {
+            for (const int consumers : {1, 2}) {
+                const DeltaRuleConfig config{dtype, key_dim, consumers, 3 - consumers};
+                add(config, false, kernel_name(config));
+            }
+            add({dtype, key_dim, 1, 2}, true, concat("segments_", name_of(dtype), "_k", key_dim));
+        }
+    }
+    KernelInfo scan;
+    scan.name = "scan";
+    scan.config = concat("the states between segments, ", DELTA_SCAN_COLUMNS, " columns a block");
+    scan.source = "gated_delta_rule_scan";
+    scan.symbol = concat("delta_scan_kernelILi", DELTA_SCAN_COLUMNS, 'E');
+    scan.threads = int(DELTA_MAX_KEY_DIM);
+    scan.shared_bytes = int(DELTA_MAX_KEY_DIM) * DELTA_SCAN_COLUMNS * 4 + 1024;
+    list.push_back(scan);
+    return list;
+}
+
+static const bool registered =
+    register_op("gated_delta_rule", "recurrent", &gated_delta_rule_kernels, &unsupported, &choose);
+
+}  // namespace thunderkittens::recurrent

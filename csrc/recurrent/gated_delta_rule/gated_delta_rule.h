@@ -1,0 +1,126 @@
+// The gated delta rule: what its calls are (problems), what is chosen for them, and the plain
+// structs that the ops, the choice and the kernels share. Host C++ only.
+//
+// For each token of a value head, with the state S (K x V):
+//   S <- exp(g) S,  u = beta (v - S^T k),  S <- S + k u^T,  o = scale S^T q
+// In chunks of 64 tokens, with c the inclusive sums of g in the chunk, G_ij = exp(c_i - c_j) for
+// j <= i and else 0, and S the state before the chunk:
+//   T = (I + stril(diag(beta) K K^T) o G)^-1          P = scale (Q K^T) o G
+//   U = T diag(beta) (V - exp(c) K S)                 O = scale exp(c) Q S + P U
+//   S' = exp(c_last) S + (exp(c_last - c) K)^T U
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "csrc/common/device.h"
+#include "csrc/common/dtype.h"
+#include "csrc/common/fields.h"
+
+namespace thunderkittens {
+struct KernelInfo;  // registry.h
+}
+
+namespace thunderkittens::recurrent {
+
+constexpr int DELTA_CHUNK = 64;        // tokens that a block works on at a time
+constexpr int DELTA_VALUES = 64;       // columns of values of a warpgroup
+constexpr int DELTA_SCAN_COLUMNS = 8;  // of the states, of a block that adds up segments
+constexpr int DELTA_MAX_SEGMENTS = 64;
+constexpr float DELTA_L2_EPS = 1e-6f;
+constexpr int64_t DELTA_MAX_KEY_DIM = 128, DELTA_MAX_VALUE_DIM = 256, DELTA_MAX_TOKENS = 8;
+
+struct DeltaRuleProblem {
+    DType dtype = DType::bf16;
+    int64_t sequences = 0;  // the batch, or the packed sequences
+    int64_t heads = 0, value_heads = 0;
+    int64_t length = 0;  // of each sequence of a batch, of all packed ones together
+    int64_t key_dim = 128, value_dim = 128;
+    bool packed = false;
+};
+
+// What a kernel is compiled for.
+struct DeltaRuleConfig {
+    DType dtype = DType::bf16;
+    int key_dim = 128;  // columns of a tile: 64 or 128
+    // Warpgroups with 64 columns of values each, and those that prepare the chunks for them.
+    int consumers = 2, preparers = 1;
+    // Parts of each sequence, which run side by side.
+    int segments = 1;
+};
+TK_FIELDS(DeltaRuleProblem, dtype, sequences, heads, value_heads, length, key_dim, value_dim,
+          packed)
+TK_FIELDS(DeltaRuleConfig, dtype, key_dim, consumers, preparers, segments)
+
+// (batch, heads, length, columns); strides in elements, the last dimension has stride 1.
+struct DeltaRows {
+    const void* data = nullptr;
+    int64_t batch_stride = 0, head_stride = 0, row_stride = 0;
+};
+// (batch, value heads, length), fp32 or of the dtype of the call; any strides.
+struct DeltaNumbers {
+    const void* data = nullptr;
+    bool is_fp32 = true;
+    int64_t batch_stride = 0, head_stride = 0, row_stride = 0;
+};
+// (sequences, value heads, K, V), fp32 or bf16; any strides. Null: zeros, or not wanted.
+struct DeltaStates {
+    void* data = nullptr;
+    bool is_fp32 = true;
+    int64_t sequence_stride = 0, head_stride = 0, key_stride = 0, value_stride = 0;
+};
+
+// How the gates and the scale are made of the arguments; A_log and dt_bias may be null.
+struct DeltaRuleGate {
+    const float *A_log = nullptr, *dt_bias = nullptr;  // (value heads,)
+    bool beta_sigmoid = false, allow_neg_eigval = false;
+};
+
+struct DeltaRuleParams {
+    DeltaRuleProblem problem;
+    DeltaRows q, k, v, out;
+    DeltaNumbers g, beta;
+    DeltaRuleGate gate;
+    DeltaStates initial, final;
+    const int32_t* cu_seqlens = nullptr;  // (sequences + 1,), where packed
+    float scale = 1.0f;
+    bool l2_norm = false;
+    int segments = 1;
+    float* workspace = nullptr;  // of delta_workspace() floats
+};
+
+// Of each segment but the last: what it makes of a state S is M S + L, L in (K, V), then M, column
+// by column. The states that it leaves take the place of L.
+constexpr int64_t delta_segments_kept(const DeltaRuleProblem& p, int segments) {
+    return p.sequences * p.value_heads * (segments - 1);
+}
+constexpr int64_t delta_workspace(const DeltaRuleProblem& p, int segments) {
+    return delta_segments_kept(p, segments) * p.key_dim * (p.value_dim + p.key_dim);
+}
+
+std::string unsupported(const DeltaRuleProblem& problem, const DeviceProperties& device);
+DeltaRuleConfig choose(const DeltaRuleProblem& problem, const DeviceProperties& device);
+std::string kernel_name(const DeltaRuleConfig& config);
+std::vector<KernelInfo> gated_delta_rule_kernels();
+// Dynamic shared memory of a block: four stages of keys and queries, two of values for each
+// consumer, two of what is prepared, and the matrix that a preparer inverts.
+constexpr int delta_shared_bytes(int key_dim, int consumers) {
+    const int preparers = consumers == 1 ? 2 : 1;
+    const int tile = 2 * DELTA_CHUNK * DELTA_CHUNK;
+    return 4 * 2 * 2 * DELTA_CHUNK * key_dim + consumers * 2 * tile + 2 * (2 * tile + 1024) +
+           preparers * (4 * DELTA_CHUNK * 68 + 2048) + 2048;
+}
+inline int shared_bytes_of(const DeltaRuleConfig& config) {
+    return delta_shared_bytes(config.key_dim, config.consumers);
+}
+
+template <DType dtype, int key_dim, int consumers>
+void launch_gated_delta_rule(const DeltaRuleParams& params, Stream stream);
+// What segments make of a state; then the states between them.
+template <DType dtype, int key_dim>
+void launch_delta_segments(const DeltaRuleParams& params, Stream stream);
+template <int columns>
+void launch_delta_scan(const DeltaRuleParams& params, Stream stream);
+
+}  // namespace thunderkittens::recurrent

@@ -1,0 +1,101 @@
+// The body of the op gated_delta_rule, on any back end: it checks what memory safety needs,
+// allocates, chooses and launches. Host C++ without torch.
+#pragma once
+
+#include "csrc/recurrent/gated_delta_rule/operands.h"
+
+namespace thunderkittens::recurrent {
+
+template <DType dtype>
+void run_gated_delta_rule(const DeltaRuleConfig& c, const DeltaRuleParams& params, Stream stream) {
+    const auto launch = c.key_dim == 64
+                            ? (c.consumers == 1 ? &launch_gated_delta_rule<dtype, 64, 1>
+                                                : &launch_gated_delta_rule<dtype, 64, 2>)
+                            : (c.consumers == 1 ? &launch_gated_delta_rule<dtype, 128, 1>
+                                                : &launch_gated_delta_rule<dtype, 128, 2>);
+    if (params.segments > 1) {
+        const auto summarise = c.key_dim == 64 ? &launch_delta_segments<dtype, 64>
+                                               : &launch_delta_segments<dtype, 128>;
+        summarise(params, stream);
+        launch_delta_scan<DELTA_SCAN_COLUMNS>(params, stream);
+    }
+    launch(params, stream);
+}
+
+template <class Tensor>
+struct DeltaRuleResults {
+    Tensor out, state;
+};
+
+template <class Tensor>
+DeltaRuleResults<Tensor> gated_delta_rule_body(const Backend<Tensor>& on,
+                                               const DeltaRuleTensors<Tensor>& given,
+                                               const DeltaRuleOptions& options, bool return_state) {
+    constexpr const char* OP = "tk.gated_delta_rule";
+    DeltaRuleParams params;
+    DeltaRuleProblem& p = params.problem;
+    p = checked_delta_problem(OP, given);
+    if (given.initial) {
+        check_delta_state(OP, "initial_state", *given.initial, p, p.sequences, options.v_first,
+                          given.q);
+    }
+    const auto guard = on.guard(given.q);
+    const DeviceProperties& device = on.device(given.q);
+    check_supported(OP, unsupported(p, device));
+    const auto shape = delta_state_shape(p, return_state ? p.sequences : 0, options.v_first);
+    const bool wide = !given.initial || is_fp32(*given.initial);
+    DeltaRuleResults<Tensor> r{.out = empty({given.q.size(0), p.value_heads, p.length, p.value_dim},
+                                            given.q.scalar_type(), given.q),
+                               .state = empty(shape, wide ? DType::fp32 : DType::bf16, given.q)};
+    if (r.out.numel() == 0) {
+        if (return_state && r.state.numel() > 0) {
+            if (given.initial)
+                copy_(r.state, *given.initial);
+            else
+                zero_(r.state);
+        }
+        return r;
+    }
+    const Tensor q = delta_rows_for_kernel(given.q, p.packed),
+                 k = delta_rows_for_kernel(given.k, p.packed),
+                 v = delta_rows_for_kernel(given.v, p.packed);
+    const std::optional<Tensor> A_log = packed(given.A_log), dt_bias = packed(given.dt_bias),
+                                edges = packed(given.cu_seqlens);
+    params.q = delta_rows(q);
+    params.k = delta_rows(k);
+    params.v = delta_rows(v);
+    params.out = delta_rows(r.out);
+    params.g = delta_numbers(given.g);
+    params.beta = delta_numbers(given.beta);
+    params.gate = {data_as<float>(A_log), data_as<float>(dt_bias), options.beta_sigmoid,
+                   options.allow_neg_eigval};
+    if (given.initial) params.initial = delta_states(*given.initial, options.v_first);
+    if (return_state) params.final = delta_states(r.state, options.v_first);
+    params.cu_seqlens = data_as<int32_t>(edges);
+    params.scale = static_cast<float>(options.scale);
+    params.l2_norm = options.l2_norm;
+    const DeltaRuleConfig config = on.chosen("gated_delta_rule", choose(p, device));
+    const Tensor workspace = empty({delta_workspace(p, config.segments)}, DType::fp32, q);
+    params.segments = config.segments;
+    if (config.segments > 1) params.workspace = data_as<float>(workspace);
+    auto launch = on.launch("gated_delta_rule", config, q);
+    launch.may_read("q", q);
+    launch.may_read("k", k);
+    launch.may_read("v", v);
+    launch.may_read("g", given.g);
+    launch.may_read("beta", given.beta);
+    launch.may_read("initial_state", given.initial);
+    launch.may_read("A_log", A_log);
+    launch.may_read("dt_bias", dt_bias);
+    launch.may_read("cu_seqlens", edges);
+    launch.may_write("out", r.out);
+    launch.may_write("state", r.state);
+    launch.may_write("workspace", workspace);
+    if (p.dtype == DType::bf16)
+        run_gated_delta_rule<DType::bf16>(config, params, launch.stream);
+    else
+        run_gated_delta_rule<DType::fp16>(config, params, launch.stream);
+    return r;
+}
+
+}  // namespace thunderkittens::recurrent

@@ -1,0 +1,127 @@
+// Gradients of the gates in the gated delta rule's gradient, by warps that have no products.
+#pragma once
+
+#include "csrc/recurrent/gated_delta_rule_backward/backward_work_sm90.cuh"
+
+namespace thunderkittens::recurrent::delta_gradient {
+
+// By a warp: its part of <S, dS>. The tiles come from L2, where the copies of them have been or
+// will be; eight loads a lane are on their way together.
+template <class G>
+__device__ __forceinline__ float multiply_states(const DeltaGradientsGlobals<G>& g, int at,
+                                                 int warp) {
+    using T = typename G::T;
+    constexpr int words = G::slices * DELTA_VALUES * G::key_dim / 8, together = 4;
+    constexpr int lanes = DELTA_SUM_WARPS * WARP_THREADS;
+    const auto* x = reinterpret_cast<const uint4*>(g.states.raw_ptr) + int64_t(at) * words;
+    const auto* y = reinterpret_cast<const uint4*>(g.grad_states.raw_ptr) + int64_t(at) * words;
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int i = warp * WARP_THREADS + laneid(); i < words; i += together * lanes) {
+        uint4 a[together], b[together];
+#pragma unroll
+        for (int n = 0; n < together; ++n) {
+            const bool exists = i + n * lanes < words;
+            a[n] = arch::load_global_readonly_if(exists, x + i + n * lanes);
+            b[n] = arch::load_global_readonly_if(exists, y + i + n * lanes);
+        }
+#pragma unroll
+        for (int n = 0; n < together; ++n) {
+            add_product<T>(sum, a[n].x, b[n].x);
+            add_product<T>(sum, a[n].y, b[n].y);
+            add_product<T>(sum, a[n].z, b[n].z);
+            add_product<T>(sum, a[n].w, b[n].w);
+        }
+    }
+    return warp_sum(sum);
+}
+
+// The gradients of a chunk's gates, by one warp; a lane has two neighbouring tokens.
+template <class G>
+__device__ __forceinline__ void finish_gates(const DeltaGradientsGlobals<G>& g,
+                                             DeltaGradientsShared<G>& shared,
+                                             const DeltaChunk& chunk, int value_head, int buffer) {
+    const int lane = laneid(), at = chunk_at(g, chunk, value_head);
+    const auto pair_of = [&](DeltaRowSum which) {
+        return arch::load_shared<float2>(shared.rows[buffer][which].address_of(2 * lane));
+    };
+    const float2 queries = pair_of(QUERY_ROWS), keys = pair_of(KEY_ROWS),
+                 states = pair_of(STATE_ROWS), betas = pair_of(BETA_ROWS);
+    const float2 e = {queries.x + keys.x, queries.y + keys.y};
+    float behind = e.x + e.y, before = states.x + states.y;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const float x = arch::shuffle(behind, lane + distance & 31),
+                    y = arch::shuffle(before, lane - distance & 31);
+        if (lane + distance < 32) behind += x;
+        if (lane >= distance) before += y;
+    }
+    float inner = shared.products[buffer].get(0);
+    for (int w = 1; w < DELTA_SUM_WARPS; ++w) inner += shared.products[buffer].get(w);
+    const float* vectors = g.vectors.raw_ptr + int64_t(at) * (DELTA_VECTORS * DELTA_CHUNK);
+    inner *= arch::load_global_readonly(vectors + EXP_C * DELTA_CHUNK + DELTA_CHUNK - 1);
+    const float of_first = behind + (before - states.x - states.y) + inner;
+    const float dg[2] = {of_first, of_first - e.x + states.x};
+    const float dbeta[2] = {betas.x, betas.y};
+    const float factor = g.gate.factor(value_head), bias = g.gate.bias(value_head);
+    float sum_A = 0.0f, sum_bias = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int row = chunk.row() + 2 * lane + i;
+        if (row >= chunk.length) continue;
+        const float x = g.g.load(chunk, value_head, row), b = g.beta.load(chunk, value_head, row);
+        const float slope = dg[i] * g.gate.decay_slope(x, factor, bias);
+        g.dg.store(chunk, value_head, row, slope);
+        g.dbeta.store(chunk, value_head, row, dbeta[i] * g.gate.beta_slope(b));
+        sum_A = fmaf(dg[i], g.gate.decay(x, factor, bias), sum_A);
+        sum_bias += slope;
+    }
+    if (g.gates == nullptr) return;
+    sum_A = warp_sum(sum_A);
+    sum_bias = warp_sum(sum_bias);
+    if (lane == 0) arch::store_global(reinterpret_cast<float2*>(g.gates) + at, {sum_A, sum_bias});
+}
+
+// By DELTA_SUM_WARPS warps.
+template <class G>
+__device__ __forceinline__ void sum_gates(const DeltaGradientsGlobals<G>& g,
+                                          DeltaGradientsShared<G>& shared, int warp) {
+    int n = 0;
+    for_each_chunk(
+        g,
+        [&](const DeltaChunk& chunk, int head) {
+#pragma unroll 1
+            for (int r = 0; r < g.ratio; ++r, ++n) {
+                const int buffer = n % 2, value_head = head * g.ratio + r;
+                const float sum = multiply_states(g, chunk_at(g, chunk, value_head), warp);
+                wait(shared.rows_empty[buffer], n / 2 % 2 ^ 1);
+                if (laneid() == 0) {
+                    shared.products[buffer].set(warp, sum);
+                    arrive(shared.rows_full[buffer]);
+                }
+                arch::sync_warp();
+                if (warp != 0) continue;
+                wait(shared.rows_full[buffer], n / 2 % 2);
+                finish_gates(g, shared, chunk, value_head, buffer);
+                arch::sync_warp();
+                if (laneid() == 0) arrive(shared.rows_empty[buffer]);
+            }
+        },
+        [&](const DeltaChunk& chunk, int head) {
+            for (int r = 0; r < g.ratio && warp == 0; ++r) {
+                const int value_head = head * g.ratio + r;
+                if (g.gates != nullptr && laneid() == 0) {
+                    arch::store_global(
+                        reinterpret_cast<float2*>(g.gates) + chunk_at(g, chunk, value_head),
+                        float2{0.0f, 0.0f});
+                }
+                if (!chunk.exists) continue;
+                for (int i = laneid(); i < DELTA_CHUNK && i < chunk.tokens(); i += WARP_THREADS) {
+                    g.dg.store(chunk, value_head, chunk.row() + i, 0.0f);
+                    g.dbeta.store(chunk, value_head, chunk.row() + i, 0.0f);
+                }
+            }
+        });
+}
+
+}  // namespace thunderkittens::recurrent::delta_gradient

@@ -1,0 +1,86 @@
+// Which kernels run the gradient of the gated delta rule. Pure functions.
+#include <algorithm>
+
+#include "csrc/common/check.h"
+#include "csrc/common/math.h"
+#include "csrc/common/registry.h"
+#include "csrc/recurrent/gated_delta_rule_backward/backward.h"
+
+namespace thunderkittens::recurrent {
+
+std::string unsupported_delta_backward(const DeltaRuleProblem& p, const DeviceProperties& device) {
+    if (std::string reason = unsupported(p, device); !reason.empty()) return reason;
+    // Rows of the workspace's tiles are 32-bit coordinates.
+    const double chunks = double(delta_batch(p)) * double(p.value_heads) * double(delta_slots(p));
+    if (chunks * 256 > 2e9) {
+        return concat(
+            "the gradient keeps ", int64_t(chunks),
+            " states, of every chunk of 64 tokens of every value head; they are too many");
+    }
+    const int bytes = std::max(
+        {delta_states_bytes(128), delta_gradients_bytes(128, 2), delta_gradients_bytes(128, 4)});
+    if (bytes > device.shared_bytes_per_block) {
+        return concat("the kernels need ", bytes,
+                      " bytes of shared memory per block, this GPU has ",
+                      device.shared_bytes_per_block);
+    }
+    return "";
+}
+
+DeltaBackwardConfig choose_delta_backward(const DeltaRuleProblem& p, const DeviceProperties&) {
+    const int64_t slices = ceil_div(p.value_dim, DELTA_VALUES);
+    return {p.dtype, p.key_dim <= 64 ? 64 : 128, int(slices == 3 ? 4 : slices)};
+}
+
+std::string kernel_name(const DeltaBackwardConfig& c) {
+    return concat("gradients_", name_of(c.dtype), "_k", c.key_dim, "_v", c.slices * DELTA_VALUES);
+}
+
+std::vector<KernelInfo> delta_backward_kernels() {
+    std::vector<KernelInfo> list;
+    for (const DType dtype : {DType::bf16, DType::fp16}) {
+        for (const int key_dim : {64, 128}) {
+            const auto enter = [&](std::string name, std::string text, const char* source,
+                                   const char* kernel, int threads, int bytes) {
+                KernelInfo info;
+                info.name = std::move(name);
+                info.config = std::move(text);
+                info.source = concat("delta_backward_", source, '_', name_of(dtype));
+                info.symbol =
+                    concat(kernel, "DeltaTilesIL<enum>", int(dtype), "ELi", key_dim, "EE");
+                info.threads = threads;
+                info.shared_bytes = bytes;
+                list.push_back(info);
+                return &list.back();
+            };
+            enter(concat("prepare_", name_of(dtype), "_k", key_dim),
+                  concat("products within chunks and H, K up to ", key_dim), "states",
+                  "delta_prepare_kernelI*", 128, delta_prepare_bytes(key_dim));
+            enter(concat("states_", name_of(dtype), "_k", key_dim),
+                  concat("states in both directions, 64 columns of values, K up to ", key_dim),
+                  "states", "delta_states_kernelI*", 192, delta_states_bytes(key_dim));
+            for (const int slices : {1, 2, 4}) {
+                const DeltaBackwardConfig config{dtype, key_dim, slices};
+                KernelInfo* info = enter(
+                    kernel_name(config),
+                    concat("gradients of a chunk, K up to ", key_dim, ", V up to ", 64 * slices),
+                    "gradients", "delta_gradients_kernelI*", 384,
+                    delta_gradients_bytes(key_dim, slices));
+                info->symbol += concat("Li", slices, 'E');
+            }
+        }
+    }
+    list.push_back({.name = "gate_sums",
+                    .config = "sums of the chunks for A_log and dt_bias",
+                    .source = "delta_backward_gate_sums",
+                    .symbol = "delta_gate_sums_kernelILi128E",
+                    .threads = 128,
+                    .shared_bytes = 2048});
+    return list;
+}
+
+static const bool registered = register_op<DeltaRuleProblem, DeltaBackwardConfig>(
+    "gated_delta_rule_backward", "recurrent", &delta_backward_kernels, &unsupported_delta_backward,
+    &choose_delta_backward);
+
+}  // namespace thunderkittens::recurrent

@@ -1,0 +1,6 @@
+// The kernels of the gradient that are not templates, which one file of the build has.
+#pragma once
+
+#include "csrc/recurrent/gradient/finish_sm90.cuh"
+#include "csrc/recurrent/gradient/gates_sm90.cuh"
+#include "csrc/recurrent/gradient/scan_sm90.cuh"

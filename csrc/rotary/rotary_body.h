@@ -1,0 +1,194 @@
+// The body of rotary, on any back end: checks, allocation, launch. Host C++ without torch.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <utility>
+
+#include "csrc/common/backend.h"
+#include "csrc/gemm/common/listed.h"
+#include "csrc/rotary/rotary.h"
+
+namespace thunderkittens::rotary {
+
+constexpr const char* OP = "tk.rotary";
+
+// A call beside its x.
+template <class Tensor>
+struct Options {
+    const Tensor &cos, &sin;
+    std::optional<Tensor> positions, offsets, cu_seqlens;
+    bool interleaved = false, inverse = false;
+    int64_t heads = -1;  // that are rotated; -1: all
+};
+
+// So many integers of 32 or 64 bits.
+template <class Tensor>
+Integers integers(const char* name, const Tensor& tensor, const Tensor& x, int64_t count) {
+    check_same_device(OP, name, tensor, "x", x);
+    if (Backend<Tensor>::is_int64(tensor, count)) return {tensor.data_ptr(), true};
+    check_dtype(OP, name, tensor, {DType::int32});
+    TK_CHECK(tensor.numel() == count, OP, ": ", name, " has shape ", shape_text(tensor), " for x ",
+             shape_text(x));
+    return {tensor.data_ptr(), false};
+}
+
+// Elements of a row are adjacent, else a copy.
+template <class Tensor>
+Tensor with_adjacent_rows(const Tensor& x) {
+    const int64_t last = x.dim() - 1;
+    return x.size(last) <= 1 || x.stride(last) == 1 ? x : packed(x);
+}
+
+template <class Tensor>
+void check_table(const char* name, const Tensor& table, const Tensor& x, Params& p) {
+    check_same_device(OP, name, table, "x", x);
+    check_dims(OP, name, table, {2, 3});
+    if (table.dim() == 3) {
+        TK_CHECK(table.size(0) == p.batch && table.size(1) == p.length, OP, ": ", name,
+                 " has shape ", shape_text(table), " for x ", shape_text(x),
+                 "; with 3 dimensions it must have a row for each token");
+    }
+    TK_CHECK(2 * table.size(-1) <= p.dim, OP, ": ", name, " has shape ", shape_text(table),
+             "; twice its columns must be at most the ", p.dim, " elements of a head");
+}
+
+// Whether each element surely has memory of its own: in the order of the strides, dimensions begin
+// behind those before them.
+template <class Tensor>
+bool surely_apart(const Tensor& x) {
+    std::array<std::pair<int64_t, int64_t>, 4> dims{};  // stride and size
+    for (int64_t i = 0; i < x.dim(); ++i) {
+        if (x.size(i) == 0) return true;
+        if (x.size(i) > 1) dims[static_cast<std::size_t>(i)] = {x.stride(i), x.size(i)};
+    }
+    std::sort(dims.begin(), dims.end());
+    int64_t extent = 1;
+    for (const auto& [stride, size] : dims) {
+        if (size <= 1) continue;
+        if (stride < extent) return false;
+        extent += (size - 1) * stride;
+    }
+    return true;
+}
+
+// Writes to `result`, which is x itself in place.
+template <class Tensor>
+void rotary_body(const Backend<Tensor>& on, const Tensor& input, Tensor* result,
+                 const Options<Tensor>& o) {
+    check_cuda(OP, "x", input);
+    check_dims(OP, "x", input, {3, 4});
+    const DType dtype = check_dtype(OP, "x", input, {DType::bf16, DType::fp16, DType::fp32});
+    const bool is_packed = input.dim() == 3, in_place = result == nullptr;
+    Params p;
+    p.batch = is_packed ? 1 : input.size(0);
+    p.length = input.size(is_packed ? 0 : 2);
+    const int64_t heads = input.size(1);
+    TK_CHECK(o.heads >= -1 && o.heads <= heads, OP, ": heads is ", o.heads, "; x has ", heads);
+    Problem problem{.batch = p.batch,
+                    .heads = heads,
+                    .length = p.length,
+                    .dim = input.size(-1),
+                    .dtype = dtype,
+                    .in_place = in_place};
+    check_supported(OP, unsupported(problem, on.device(input)));
+    p.heads = static_cast<int>(heads), p.dim = static_cast<int>(problem.dim);
+    p.rotated_heads = static_cast<int>(o.heads < 0 ? heads : o.heads);
+    check_table("cos", o.cos, input, p);
+    check_table("sin", o.sin, input, p);
+    p.wide_table = check_dtype(OP, "cos", o.cos, {dtype, DType::fp32}) == DType::fp32;
+    check_same_dtype(OP, "sin", o.sin, "cos", o.cos);
+    TK_CHECK(shape_text(o.sin) == shape_text(o.cos), OP, ": sin has shape ", shape_text(o.sin),
+             ", cos has ", shape_text(o.cos));
+    p.table_of_tokens = o.cos.dim() == 3;
+    const bool any_position = o.positions || o.offsets || o.cu_seqlens;
+    TK_CHECK(!p.table_of_tokens || !any_position, OP,
+             ": cos with a row for each token takes no positions, offsets or cu_seqlens");
+    TK_CHECK(!o.cu_seqlens || is_packed, OP, ": cu_seqlens needs x (tokens, heads, dim), got ",
+             shape_text(input));
+    const auto guard = on.guard(input);
+    const Tensor x = in_place ? input : with_adjacent_rows(input);
+    TK_CHECK(x.size(-1) <= 1 || x.stride(x.dim() - 1) == 1, OP,
+             ": in place, the elements of a head must be adjacent");
+    TK_CHECK(!in_place || surely_apart(x), OP,
+             ": in place, each element must have memory of its own; x has strides ",
+             tuple_text(x.strides()));
+    if (!in_place) *result = empty_as(x);
+    const Tensor& out = in_place ? x : *result;
+
+    const std::optional<Tensor> positions = packed(o.positions), offsets = packed(o.offsets),
+                                edges = packed(o.cu_seqlens);
+    p.sequences = p.batch;
+    if (edges) {
+        check_same_device(OP, "cu_seqlens", *edges, "x", input);
+        check_dtype(OP, "cu_seqlens", *edges, {DType::int32});
+        TK_CHECK(edges->dim() == 1 && edges->numel() >= 1, OP, ": cu_seqlens has shape ",
+                 shape_text(*edges), "; it must be (sequences + 1,)");
+        p.cu_seqlens = data_as<const int>(edges);
+        p.sequences = edges->numel() - 1;
+    }
+    if (positions) {
+        const bool of_batch = !is_packed && positions->dim() == 2;
+        p.positions = integers("positions", *positions, input, (of_batch ? p.batch : 1) * p.length);
+        p.positions_stride = of_batch ? p.length : 0;
+    }
+    if (offsets) p.offsets = integers("offsets", *offsets, input, p.sequences);
+    if (out.numel() == 0) return;
+
+    const Tensor cos = with_adjacent_rows(o.cos);
+    const bool same_strides =
+        cos.stride(-2) == o.sin.stride(-2) && cos.stride(0) == o.sin.stride(0);
+    const bool together = same_strides && (o.sin.size(-1) <= 1 || o.sin.stride(-1) == 1);
+    const Tensor cosines = together ? cos : packed(o.cos), sines = together ? o.sin : packed(o.sin);
+    p.half = static_cast<int>(cosines.size(-1));
+    p.cos = cosines.data_ptr(), p.sin = sines.data_ptr();
+    p.table_rows = cosines.size(-2);
+    p.table_stride = cosines.stride(-2);
+    p.table_batch_stride = p.table_of_tokens ? cosines.stride(0) : 0;
+    p.interleaved = o.interleaved, p.inverse = o.inverse, p.in_place = in_place;
+    p.x = x.data_ptr(), p.out = out.data_ptr();
+    const auto strides = [&](const Tensor& t, int64_t(&to)[3]) {
+        to[0] = is_packed ? 0 : t.stride(0), to[1] = t.stride(1);
+        to[2] = t.stride(is_packed ? 0 : 2);
+    };
+    strides(x, p.x_stride);
+    strides(out, p.out_stride);
+    const int64_t bytes = size_in_bytes(dtype), table_bytes = p.wide_table ? 4 : bytes;
+    const auto whole = [](int64_t count) { return count % 16 == 0; };
+    p.aligned = p.half % PAIRS == 0 && (p.dim - 2 * p.half) % PAIRS == 0;
+    for (const void* pointer : {p.x, static_cast<const void*>(p.out), p.cos, p.sin}) {
+        p.aligned &= whole(static_cast<int64_t>(reinterpret_cast<uintptr_t>(pointer)));
+    }
+    const int64_t sizes[3] = {p.batch, heads, p.length};
+    for (int i = 0; i < 3; ++i) {
+        if (sizes[i] <= 1) continue;
+        p.aligned &= whole(p.x_stride[i] * bytes) && whole(p.out_stride[i] * bytes);
+    }
+    p.aligned &= p.table_rows <= 1 || whole(p.table_stride * table_bytes);
+    p.aligned &= p.batch <= 1 || whole(p.table_batch_stride * table_bytes);
+    p.rotating = static_cast<int>(ceil_div(p.half, PAIRS));
+    p.slots = p.rotating + (in_place ? 0 : static_cast<int>(ceil_div(p.dim - 2 * p.half, PAIRS)));
+    p.chunks = static_cast<int>(ceil_div(in_place ? p.rotated_heads : p.heads, HEADS));
+    problem.rotated = 2 * p.half;
+    const int64_t threads = int64_t{p.slots} * p.length * p.chunks * p.batch;
+    if (threads == 0) return;
+    TK_CHECK(ceil_div(threads, THREADS) <= std::numeric_limits<int32_t>::max(), OP, ": x ",
+             shape_text(input), " is too large");
+    const Config config = on.chosen("rotary", choose(problem, on.device(input)));
+    auto launch = on.launch("rotary", config, input);
+    if (!in_place) launch.may_read("x", x);
+    launch.may_read("cos", cosines);
+    launch.may_read("sin", sines);
+    launch.may_read("positions", positions);
+    launch.may_read("offsets", offsets);
+    launch.may_read("cu_seqlens", edges);
+    launch.may_write("out", out);
+    const bool found = gemm::launch_listed<config_at, CONFIGS>(config, [&]<Config c>() {
+        if constexpr (!c.portable || BUILDS_PORTABLE) rotary::launch<c>(p, launch.stream);
+        return true;
+    });
+    TK_CHECK(found, OP, ": no kernel ", kernel_name(config));
+}
+
+}  // namespace thunderkittens::rotary
