@@ -448,6 +448,15 @@ def test_opcheck(device):
     torch.library.opcheck(op, arguments, {"offs": offs}, test_utils=OPCHECKS)
 
 
+@pytest.mark.parametrize("k", [511, 639])
+def test_odd_k_at_the_end_of_a_stage(device, k):
+    """The byte behind the last element completes a stage of the ring: it does not count."""
+    a, b = (torch.ones(n, k, device=device).to(E4M3) for n in (20, 24))
+    one = torch.ones((), device=device)
+    out = tk.fp8_gemm(a, b.t(), one, one, out_dtype=FP32)
+    assert torch.equal(out, torch.full_like(out, k))
+
+
 def test_reruns_are_bit_equal(device):
     """Also where blocks divide k, in whatever order they arrive, that of the emulator's policies
     and seeds included."""

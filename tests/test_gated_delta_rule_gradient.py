@@ -222,29 +222,32 @@ def test_nothing(device, shape):
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "error"),
+    ("name", "change"),
     [
-        ("grad_out", lambda x: x[:, :, 1:], "grad_out has shape"),
-        ("grad_out", lambda x: x[..., :32], "grad_out has shape"),
-        ("grad_state", lambda x: x[:, :, :32], "grad_state has shape"),
-        ("grad_state", lambda x: x[0], "grad_state has shape"),
-        ("k", lambda x: x[..., :32], "k has shape"),
-        ("g", lambda x: x[..., 1:], "g has shape"),
-        ("beta", lambda x: x[:, :1], "beta has shape"),
-        ("initial_state", lambda x: x[:, :, :32], "initial_state has shape"),
-        ("A_log", lambda x: x[:1], "A_log has shape"),
+        ("grad_out", lambda x: x[:, :, 1:]),
+        ("grad_out", lambda x: x[..., :32]),
+        ("grad_state", lambda x: x[:, :, :32]),
+        ("grad_state", lambda x: x[0]),
+        ("k", lambda x: x[..., :32]),
+        ("g", lambda x: x[..., 1:]),
+        ("beta", lambda x: x[:, :1]),
+        ("initial_state", lambda x: x[:, :, :32]),
+        ("A_log", lambda x: x[:1]),
     ],
 )
-def test_wrong_shapes(device, name, change, error):
+def test_wrong_shapes(device, name, change):
+    """The op itself is called: on a GPU its errors are PyTorch's, of the C++."""
     x = operands(20, heads=2, dims=(64, 64), raw=True, device=device)
-    with pytest.raises(ValueError, match=error):
+    error = RuntimeError if device == "cuda" else ValueError
+    with pytest.raises(error, match=f"{name} (has|must have) shape"):
         gradients({**x, name: change(x[name])})
 
 
 @pytest.mark.parametrize("name", ["A_log", "initial_state", "g"])
 def test_wrong_dtypes(device, name):
     x = operands(20, dims=(64, 64), raw=True, device=device)
-    with pytest.raises(TypeError, match=f"{name} is torch.float64"):
+    error = RuntimeError if device == "cuda" else TypeError
+    with pytest.raises(error, match=f"{name} (is|must be .* got) torch.float64"):
         gradients({**x, name: x[name].double()})
 
 

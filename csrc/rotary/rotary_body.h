@@ -23,15 +23,17 @@ struct Options {
     int64_t heads = -1;  // that are rotated; -1: all
 };
 
-// So many integers of 32 or 64 bits.
+// So many integers of 32 or 64 bits, in one dimension or as rows, if so many.
 template <class Tensor>
-Integers integers(const char* name, const Tensor& tensor, const Tensor& x, int64_t count) {
+Integers integers(const char* name, const Tensor& tensor, const Tensor& x, int64_t count,
+                  int64_t rows = 0) {
     check_same_device(OP, name, tensor, "x", x);
-    if (Backend<Tensor>::is_int64(tensor, count)) return {tensor.data_ptr(), true};
-    check_dtype(OP, name, tensor, {DType::int32});
-    TK_CHECK(tensor.numel() == count, OP, ": ", name, " has shape ", shape_text(tensor), " for x ",
-             shape_text(x));
-    return {tensor.data_ptr(), false};
+    const bool is_wide = Backend<Tensor>::is_int64(tensor, count);
+    if (!is_wide) check_dtype(OP, name, tensor, {DType::int32});
+    const bool fits = tensor.dim() == 1 || (tensor.dim() == 2 && tensor.size(0) == rows);
+    TK_CHECK(fits && (is_wide || tensor.numel() == count), OP, ": ", name, " has shape ",
+             shape_text(tensor), " for x ", shape_text(x));
+    return {tensor.data_ptr(), is_wide};
 }
 
 // Elements of a row are adjacent, else a copy.
@@ -46,7 +48,7 @@ void check_table(const char* name, const Tensor& table, const Tensor& x, Params&
     check_same_device(OP, name, table, "x", x);
     check_dims(OP, name, table, {2, 3});
     if (table.dim() == 3) {
-        TK_CHECK(table.size(0) == p.batch && table.size(1) == p.length, OP, ": ", name,
+        TK_CHECK(x.dim() == 4 && table.size(0) == p.batch && table.size(1) == p.length, OP, ": ", name,
                  " has shape ", shape_text(table), " for x ", shape_text(x),
                  "; with 3 dimensions it must have a row for each token");
     }
@@ -130,7 +132,8 @@ void rotary_body(const Backend<Tensor>& on, const Tensor& input, Tensor* result,
     }
     if (positions) {
         const bool of_batch = !is_packed && positions->dim() == 2;
-        p.positions = integers("positions", *positions, input, (of_batch ? p.batch : 1) * p.length);
+        p.positions = integers("positions", *positions, input, (of_batch ? p.batch : 1) * p.length,
+                               of_batch ? p.batch : 0);
         p.positions_stride = of_batch ? p.length : 0;
     }
     if (offsets) p.offsets = integers("offsets", *offsets, input, p.sequences);

@@ -328,7 +328,8 @@ struct Multistage {
         fill();
         enter_stage();
         load_all(f[0], 0);
-        const int whole = has_whole_columns() ? max(k_left, 0) / BLOCK_K : 0;
+        // The stage of an element that is not whole is none of them.
+        const int whole = has_whole_columns() ? max(k_left - g.a.k_short, 0) / BLOCK_K : 0;
 #pragma unroll 1
         for (int i = 0; i < whole; ++i) {
             multiply_and_copy(d, f);

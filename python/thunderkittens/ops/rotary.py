@@ -72,8 +72,9 @@ def rotary(
         in_place: x itself is changed and returned. It must not need a gradient.
 
     Returns:
-        out, of x's shape and dtype, with the strides of `torch.empty_like(x)`. Where a position has
-        no row in the tables, pairs are NaN.
+        out, of x's shape and dtype, with the strides of `torch.empty_like(x)`, or contiguous where
+        the elements of a head of x are not adjacent. Where a position has no row in the tables,
+        pairs are NaN.
 
     Raises:
         TypeError: a tensor is no dense tensor, has an unsupported dtype or is on another device.
@@ -220,9 +221,15 @@ def _filled(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*args, *_DEFAULTS[len(args) - 3 :])
 
 
+def _empty(x: Tensor) -> Tensor:
+    """What the result is written to."""
+    adjacent = x.shape[-1] <= 1 or x.stride(-1) == 1
+    return torch.empty_like(x if adjacent else x.contiguous())
+
+
 def _fake(*args: Any) -> Tensor:
     _check(_filled(args))
-    return torch.empty_like(args[0])
+    return _empty(args[0])
 
 
 def _fake_in_place(*args: Any) -> None:
@@ -241,7 +248,7 @@ def _run(args: tuple[Any, ...], in_place: bool) -> Tensor | None:
     (_check_in_place if in_place else _check)(args)
     x, cos, sin, positions, offsets, cu_seqlens, interleaved, inverse, heads = args
     if x.numel() == 0:
-        return None if in_place else torch.empty_like(x)
+        return None if in_place else _empty(x)
     if emulation.active():
         found = emulation.run(
             "rotary",
@@ -258,7 +265,7 @@ def _run(args: tuple[Any, ...], in_place: bool) -> Tensor | None:
             heads=heads,
             in_place=in_place,
         )
-        return None if in_place else torch.empty_like(x).copy_(found["out"])
+        return None if in_place else _empty(x).copy_(found["out"])
     with torch.no_grad():
         out = reference_rotary(
             x,
@@ -274,7 +281,7 @@ def _run(args: tuple[Any, ...], in_place: bool) -> Tensor | None:
         if in_place:
             x.copy_(out)
             return None
-        return torch.empty_like(x).copy_(out)
+        return _empty(x).copy_(out)
 
 
 def _cpu(*args: Any) -> Tensor | None:
