@@ -160,6 +160,9 @@ def _recurrent_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[L
     op, dtype = "ssd_backward", choice["dtype"]
     for kernel in (name, name.replace("chunks", "states"), "gates", "finish"):
         yield op, kernel
+    of_heads = {"A": 2, "D": 5, "dt_bias": 7, "decay": 3}
+    if any(call.get(x) is not None and _wanted(call, str(i)) for x, i in of_heads.items()):
+        yield op, "shares"
     if choice["segments"] > 1:
         yield op, "scan"
     if choice["splits"] > 1:

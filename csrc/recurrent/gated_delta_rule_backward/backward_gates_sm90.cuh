@@ -5,8 +5,39 @@
 
 namespace thunderkittens::recurrent::delta_gradient {
 
-// By a warp: its part of <S, dS>. The tiles come from L2, where the copies of them have been or
-// will be; eight loads a lane are on their way together.
+// The product of eight pairs of elements.
+template <class T>
+__device__ __forceinline__ void add_product(float& sum, const uint4& x, const uint4& y) {
+    add_product<T>(sum, x.x, y.x);
+    add_product<T>(sum, x.y, y.y);
+    add_product<T>(sum, x.z, y.z);
+    add_product<T>(sum, x.w, y.w);
+}
+
+// By a warp: its part of <S, dS>, from the rings' tiles, whose elements lie alike.
+template <class G>
+__device__ __forceinline__ float multiply_tiles(DeltaGradientsShared<G>& shared, int n, int warp) {
+    constexpr int bytes = DELTA_VALUES * G::key_dim * 2, step = 16 * DELTA_SUM_WARPS * WARP_THREADS;
+    float sum = 0.0f;
+    for (int s = 0; s < G::slices; ++s) {
+        const int slot = n * G::slices + s, i = slot % G::ring;
+        wait(shared.grad_states_full[i], slot / G::ring % 2);
+        wait(shared.states_full[i], slot / G::ring % 2);
+        const uint32_t x = shared.states.tiles[i].address(),
+                       y = shared.grad_states.tiles[i].address();
+#pragma unroll 2
+        for (int at = 16 * (warp * WARP_THREADS + laneid()); at < bytes; at += step) {
+            add_product<typename G::T>(sum, arch::load_shared<uint4>(x + uint32_t(at)),
+                                       arch::load_shared<uint4>(y + uint32_t(at)));
+        }
+        signal_by_warp(shared.states_empty[i]);
+        if (laneid() == 0) arrive(shared.grad_states_empty[i]);
+    }
+    return warp_sum(sum);
+}
+
+// The same from L2, where the copies of the tiles have been or will be; eight loads a lane are on
+// their way together.
 template <class G>
 __device__ __forceinline__ float multiply_states(const DeltaGradientsGlobals<G>& g, int at,
                                                  int warp) {
@@ -27,21 +58,40 @@ __device__ __forceinline__ float multiply_states(const DeltaGradientsGlobals<G>&
         }
 #pragma unroll
         for (int n = 0; n < together; ++n) {
-            add_product<T>(sum, a[n].x, b[n].x);
-            add_product<T>(sum, a[n].y, b[n].y);
-            add_product<T>(sum, a[n].z, b[n].z);
-            add_product<T>(sum, a[n].w, b[n].w);
+            add_product<T>(sum, a[n], b[n]);
         }
     }
     return warp_sum(sum);
 }
 
+// What the gradients of a lane's two tokens need of memory, on its way while the sums are made.
+template <class G>
+struct GateInputs {
+    float g[2], beta[2], factor, bias, last;  // of the chunk, exp(c_last)
+
+    __device__ __forceinline__ GateInputs(const DeltaGradientsGlobals<G>& from,
+                                          const DeltaChunk& chunk, int value_head) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int row = ::min(chunk.row() + 2 * laneid() + i, chunk.length - 1);
+            g[i] = from.g.load(chunk, value_head, row);
+            beta[i] = from.beta.load(chunk, value_head, row);
+        }
+        const float* vectors = from.vectors.raw_ptr + int64_t(chunk_at(from, chunk, value_head)) *
+                                                          (DELTA_VECTORS * DELTA_CHUNK);
+        last = arch::load_global_readonly(vectors + EXP_C * DELTA_CHUNK + DELTA_CHUNK - 1);
+        factor = from.gate.factor(value_head), bias = from.gate.bias(value_head);
+    }
+};
+
 // The gradients of a chunk's gates, by one warp; a lane has two neighbouring tokens.
 template <class G>
 __device__ __forceinline__ void finish_gates(const DeltaGradientsGlobals<G>& g,
                                              DeltaGradientsShared<G>& shared,
-                                             const DeltaChunk& chunk, int value_head, int buffer) {
-    const int lane = laneid(), at = chunk_at(g, chunk, value_head);
+                                             const GateInputs<G>& inputs, const DeltaChunk& chunk,
+                                             int value_head, int buffer) {
+    auto lane = uint32_t(laneid());
+    arch::pin_register(lane);  // else its neighbours are registers all the while
     const auto pair_of = [&](DeltaRowSum which) {
         return arch::load_shared<float2>(shared.rows[buffer][which].address_of(2 * lane));
     };
@@ -58,18 +108,17 @@ __device__ __forceinline__ void finish_gates(const DeltaGradientsGlobals<G>& g,
     }
     float inner = shared.products[buffer].get(0);
     for (int w = 1; w < DELTA_SUM_WARPS; ++w) inner += shared.products[buffer].get(w);
-    const float* vectors = g.vectors.raw_ptr + int64_t(at) * (DELTA_VECTORS * DELTA_CHUNK);
-    inner *= arch::load_global_readonly(vectors + EXP_C * DELTA_CHUNK + DELTA_CHUNK - 1);
+    inner *= inputs.last;
     const float of_first = behind + (before - states.x - states.y) + inner;
     const float dg[2] = {of_first, of_first - e.x + states.x};
     const float dbeta[2] = {betas.x, betas.y};
-    const float factor = g.gate.factor(value_head), bias = g.gate.bias(value_head);
+    const float factor = inputs.factor, bias = inputs.bias;
     float sum_A = 0.0f, sum_bias = 0.0f;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int row = chunk.row() + 2 * lane + i;
         if (row >= chunk.length) continue;
-        const float x = g.g.load(chunk, value_head, row), b = g.beta.load(chunk, value_head, row);
+        const float x = inputs.g[i], b = inputs.beta[i];
         const float slope = dg[i] * g.gate.decay_slope(x, factor, bias);
         g.dg.store(chunk, value_head, row, slope);
         g.dbeta.store(chunk, value_head, row, dbeta[i] * g.gate.beta_slope(b));
@@ -79,7 +128,10 @@ __device__ __forceinline__ void finish_gates(const DeltaGradientsGlobals<G>& g,
     if (g.gates == nullptr) return;
     sum_A = warp_sum(sum_A);
     sum_bias = warp_sum(sum_bias);
-    if (lane == 0) arch::store_global(reinterpret_cast<float2*>(g.gates) + at, {sum_A, sum_bias});
+    if (lane == 0) {
+        arch::store_global(reinterpret_cast<float2*>(g.gates) + chunk_at(g, chunk, value_head),
+                           {sum_A, sum_bias});
+    }
 }
 
 // By DELTA_SUM_WARPS warps.
@@ -93,7 +145,12 @@ __device__ __forceinline__ void sum_gates(const DeltaGradientsGlobals<G>& g,
 #pragma unroll 1
             for (int r = 0; r < g.ratio; ++r, ++n) {
                 const int buffer = n % 2, value_head = head * g.ratio + r;
-                const float sum = multiply_states(g, chunk_at(g, chunk, value_head), warp);
+                const GateInputs<G> inputs(g, chunk, value_head);
+                float sum;
+                if constexpr (G::rings_hold_all)
+                    sum = multiply_tiles(shared, n, warp);
+                else
+                    sum = multiply_states(g, chunk_at(g, chunk, value_head), warp);
                 wait(shared.rows_empty[buffer], n / 2 % 2 ^ 1);
                 if (laneid() == 0) {
                     shared.products[buffer].set(warp, sum);
@@ -102,7 +159,7 @@ __device__ __forceinline__ void sum_gates(const DeltaGradientsGlobals<G>& g,
                 arch::sync_warp();
                 if (warp != 0) continue;
                 wait(shared.rows_full[buffer], n / 2 % 2);
-                finish_gates(g, shared, chunk, value_head, buffer);
+                finish_gates(g, shared, inputs, chunk, value_head, buffer);
                 arch::sync_warp();
                 if (laneid() == 0) arrive(shared.rows_empty[buffer]);
             }

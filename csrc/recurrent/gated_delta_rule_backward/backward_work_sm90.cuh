@@ -16,6 +16,8 @@ struct DeltaGradientsKernel {
     static constexpr int key_dim = K::key_dim, slices = _slices;
     static constexpr int stages = slices <= 2 ? 2 : 1;  // of a value head's values
     static constexpr int ring = 2;                      // of slices of states, and of gradients
+    // Whether the rings hold a head's states and all of their gradients at once.
+    static constexpr bool rings_hold_all = slices <= ring;
     using token_tile = typename K::token_tile;
     using square_tile = typename K::square_tile;
     using sum_tile = rt_fl<16, key_dim>;
@@ -77,9 +79,10 @@ struct DeltaGradientsShared {
         }
         for (int s = 0; s < G::ring; ++s) {
             init_semaphore(states_full[s], 1);
-            init_semaphore(states_empty[s], 2);
+            constexpr uint32_t sums = G::rings_hold_all ? DELTA_SUM_WARPS : 0;
+            init_semaphore(states_empty[s], 2 + sums);
             init_semaphore(grad_states_full[s], 1);
-            init_semaphore(grad_states_empty[s], 1);
+            init_semaphore(grad_states_empty[s], 1 + sums);
         }
         init_semaphore(scores_full, 1);
         init_semaphore(scores_empty, 1);

@@ -149,7 +149,9 @@ std::vector<KernelInfo> gradient_kernels() {
     add("scan", "states before the segments", "recurrent_gradient_tokens", "gradient_scan_kernel",
         128, 0);
     add("finish", "gradients of what decays and weights are made of", "recurrent_gradient_tokens",
-        "gradient_finish_kernel", 512, 0);
+        "gradient_finish_kernel", 128, 0);
+    add("shares", "sums over the shares of a head's tokens", "recurrent_gradient_tokens",
+        "gradient_shares_kernel", 128, 0);
     return list;
 }
 

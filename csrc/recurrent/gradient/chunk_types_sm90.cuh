@@ -47,6 +47,7 @@ struct ChunkShared {
     } sums[stages];
     sv<float, 4> state_products;  // of the second half, by turns
     sv<float, 8> units;           // of the states before and after, by stage
+    sv<float, 4> skips;           // of the head, by stage; 0 where columns have their own
     semaphore keys_full[key_stages], keys_empty[key_stages];
     semaphore full[stages], empty[stages], sums_full[stages];
 
@@ -116,11 +117,13 @@ __device__ __forceinline__ void load_chunks(const ChunkGlobals<K>& g, ChunkShare
             float2 units = {1.0f, 1.0f};
             if constexpr (K::in_units)
                 units = arch::load_global(reinterpret_cast<const float2*>(g.units) + state);
+            const float skip = g.skip.column_stride == 0 ? load_head(g.skip, head, 0, 0.0f) : 0.0f;
             wait(shared.empty[at.stage], at.phase ^ 1);
             auto& step = shared.steps[at.stage];
             semaphore& full = shared.full[at.stage];
             if constexpr (K::in_units)
                 arch::store_shared(shared.units.address_of(2 * at.stage), units);
+            shared.skips.set(at.stage, skip);
             tma::expect(full, step.before, step.after, step.v, step.grad_out,
                         shared.gates[at.stage]);
             load_rows(step.v, g.v, tile.at, head, slice * VALUES, full);

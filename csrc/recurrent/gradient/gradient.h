@@ -11,6 +11,8 @@
 //                    gradient of the state behind it, (64 values, keys) in the operands' dtype
 //   units            what those two have been divided by, a power of two: in fp16 alone
 //   tokens           of each head and token: gradients of the log decay and of w
+//   shares           of each share of the slots and each head the sums of the gradients of A and
+//                    dt_bias, and of the skip's columns
 #pragma once
 
 #include <type_traits>
@@ -43,6 +45,12 @@ constexpr int64_t slots_of(const RecurrentProblem& p) {
     return p.sequences > 0 ? p.length / CHUNK + p.sequences
                            : p.batch * ((p.length + CHUNK - 1) / CHUNK);
 }
+// So many slots are summed by a block, and the shares then by another.
+constexpr int64_t SLOTS_OF_SHARE = 16;
+constexpr int64_t shares_of(const RecurrentProblem& p) {
+    return (slots_of(p) + SLOTS_OF_SHARE - 1) / SLOTS_OF_SHARE;
+}
+constexpr int64_t share_width(const RecurrentProblem& p) { return 2 + slices_of(p) * VALUES; }
 constexpr int64_t heads_per_group(const RecurrentProblem& p) { return p.heads / p.groups; }
 
 // What a slot holds; no sequence: -1.
@@ -57,6 +65,7 @@ struct GradientWorkspace {
     float* units = nullptr;                    // (slots, heads, slices, 2); null: bf16
     float* tokens = nullptr;                   // (slots, heads, 2, 64)
     float* skip = nullptr;                     // (slots, heads, slices * 64); null: not wanted
+    float* shares = nullptr;                   // (shares, heads, 2 + slices * 64)
     float* partial = nullptr;  // (2, splits, slots, groups, 64, key_dim); null: one split
     // Of both directions; null: one segment.
     float* segment_states = nullptr;  // (2, states, heads, slices, segments, 64, key_dim)
@@ -85,6 +94,7 @@ struct GradientWorkspace {
         take(units, slots * p.heads * slices * 2, 4, p.dtype == DType::fp16);
         take(tokens, slots * p.heads * 2 * CHUNK, 4);
         take(skip, slots * p.heads * slices * VALUES, 4, params.grad_skip.data != nullptr);
+        take(shares, shares_of(p) * p.heads * share_width(p), 4);
         take(partial, 2 * params.splits * slots * p.groups * state, 4, params.splits > 1);
         take(segment_states, 2 * runs * state, 4, params.segments > 1);
         take(segment_decays, 2 * runs, 4, params.segments > 1);

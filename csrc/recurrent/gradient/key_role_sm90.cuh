@@ -61,10 +61,10 @@ struct KeyRole {
     // dV leaves through a tile of its own.
     __device__ __forceinline__ void store_values(ChunkShared<K>& shared, typename K::values& du,
                                                  typename K::value_tile& grad_out, float2 w,
-                                                 const ChunkTile& tile, int head, int slice) {
+                                                 float skip, const ChunkTile& tile, int head,
+                                                 int slice) {
         scale_rows(du, w);
         if (g.skip.data != nullptr) {
-            const float whole = g.skip.column_stride == 0 ? load_head(g.skip, head, 0, 0.0f) : 0.0f;
 #pragma unroll
             for (int j = 0; j < VALUES / 16; ++j) {
                 rt<T, 16, 16> part;
@@ -72,7 +72,7 @@ struct KeyRole {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const int column = 16 * j + 8 * (i / 2) + 2 * (laneid() % 4);
-                    float2 d = {whole, whole};
+                    float2 d = {skip, skip};
                     if (g.skip.column_stride != 0) {
                         const int at = slice * VALUES + column;
                         d = {at < g.value_dim ? load_head(g.skip, head, at, 0.0f) : 0.0f,
@@ -153,7 +153,8 @@ struct KeyRole {
                 write_rows(sums.behind, {w.x * behind.x, w.y * behind.y});
                 write_rows(sums.weight, weight);
                 signal_by_warp(shared.sums_full[at.stage]);
-                store_values(shared, du, step.grad_out, w, tile, head, slice);
+                store_values(shared, du, step.grad_out, w, shared.skips.get(at.stage), tile, head,
+                             slice);
                 signal_by_warp(shared.empty[at.stage]);
                 at.advance();
             });
