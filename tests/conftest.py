@@ -109,6 +109,7 @@ PORTABLE_SUITES = (
     "test_fp8_quantize",
     "test_grouped_gemm",
     "test_layer_norm",
+    "test_linear_attention",
     "test_merge_attention",
     "test_mxfp8_dequantize",
     "test_mxfp8_gemm",
@@ -121,8 +122,10 @@ PORTABLE_SUITES = (
     "test_nvfp4_groups",
     "test_nvfp4_prepare",
     "test_nvfp4_quantize",
+    "test_recurrent_gradient",
     "test_rms_norm",
     "test_rotary",
+    "test_ssd",
 )
 EMULATION_POLICIES = ("on_wait", "late_mma")
 

@@ -10,7 +10,7 @@ import torch
 
 import thunderkittens as tk
 from helpers.layouts import HEAD_LAYOUTS, heads, spread
-from helpers.recurrent import normal, ssd_call
+from helpers.recurrent import GROUPS_AND_SHAPES, normal, ssd_call
 from helpers.recurrent_gradient import (
     assert_linear_gradients,
     assert_ssd_gradients,
@@ -75,8 +75,7 @@ def test_linear_attention(device, dtype, dims):
         check_linear(*linear_call((1, 1, length), dims, dtype=dtype, device=device))
 
 
-@pytest.mark.parametrize("dims", [(8, 8), (72, 40), (256, 120)])
-@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize(("groups", "dims"), GROUPS_AND_SHAPES)
 def test_groups_and_shapes(device, groups, dims):
     check_ssd(*ssd_call((2, 4, 70), dims, groups=groups, device=device))
     check_linear(*linear_call((2, 4, 70), dims, heads_of_q=groups, device=device))

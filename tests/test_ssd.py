@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import thunderkittens as tk
 from helpers.layouts import HEAD_LAYOUTS, heads, spread, unaligned
-from helpers.recurrent import assert_ssd, normal, ssd_call, wide
+from helpers.recurrent import GROUPS_AND_SHAPES, assert_ssd, normal, ssd_call, wide
 
 BF16, FP16 = torch.bfloat16, torch.float16
 LENGTHS = [1, 15, 16, 17, 63, 64, 65, 127, 129, 211, 2049]
@@ -29,8 +29,7 @@ def test_values(device, dtype, dims):
         assert_ssd(tk.ssd(*operands, **options, return_state=True), operands, options)
 
 
-@pytest.mark.parametrize("dims", [(8, 8), (72, 40), (256, 120)])
-@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize(("groups", "dims"), GROUPS_AND_SHAPES)
 def test_groups_and_shapes(device, groups, dims):
     operands, options = ssd_call((2, 8, 140), dims, groups=groups, device=device)
     assert_ssd(tk.ssd(*operands, **options, return_state=True), operands, options)

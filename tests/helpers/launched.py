@@ -158,17 +158,16 @@ def _lolcats_decode(name: str, choice: Mapping, call: Mapping) -> Iterator[Launc
 
 def _recurrent_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
     op, dtype = "ssd_backward", choice["dtype"]
-    for kernel in (name, name.replace("chunks", "states"), "gates", "finish"):
-        yield op, kernel
+    yield op, name
+    yield op, name.replace("chunks", "states")
     of_heads = {"A": 2, "D": 5, "dt_bias": 7, "decay": 3}
-    if any(call.get(x) is not None and _wanted(call, str(i)) for x, i in of_heads.items()):
-        yield op, "shares"
-    if choice["segments"] > 1:
-        yield op, "scan"
+    shares = any(call.get(x) is not None and _wanted(call, str(i)) for x, i in of_heads.items())
+    beside = ["gates", "finish"] + ["shares"] * shares + ["scan"] * (choice["segments"] > 1)
     if choice["splits"] > 1:
-        yield op, f"sum_keys_{dtype}"
+        beside.append(f"sum_keys_{dtype}")
     if call.get("z") is not None:
-        yield op, f"gate_{dtype}"
+        beside.append(f"gate_{dtype}")
+    yield from ((op, kernel + _portable(name)) for kernel in beside)
 
 
 def _gated_delta_rule_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:

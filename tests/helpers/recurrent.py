@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -14,6 +15,13 @@ from thunderkittens.reference.ssd import step_sizes
 from .numerics import assert_accurate
 
 CHUNK = 64
+
+#: Heads of keys, columns of values and of keys; at the lowest intensity each of them once.
+GROUPS_AND_SHAPES = [
+    pytest.param(groups, dims, marks=pytest.mark.intensity(1 if i == j else 2))
+    for i, groups in enumerate((1, 2, 4))
+    for j, dims in enumerate(((8, 8), (72, 40), (256, 120)))
+]
 
 
 def normal(shape: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:

@@ -10,6 +10,12 @@ using Launch = void (*)(const RecurrentParams&, int, float*, bool, Stream);
 
 template <DType dtype>
 Launch launch_of(const RecurrentConfig& c) {
+    if constexpr (BUILDS_PORTABLE) {
+        if (c.portable) {
+            return c.keys == 64 ? &launch_portable_recurrent<dtype, 64>
+                                : &launch_portable_recurrent<dtype, 128>;
+        }
+    }
     if (c.keys == 64) {
         return c.warpgroups == 1 ? &launch_recurrent<RecurrentConfig{dtype, 64, 1}>
                                  : &launch_recurrent<RecurrentConfig{dtype, 64, 3}>;

@@ -108,9 +108,10 @@ struct RecurrentConfig {
     DType dtype = DType::bf16;
     int keys = 128;  // columns of q and k, padded: 64 or 128
     int warpgroups = 1;
-    int segments = 1;  // of each sequence
+    int segments = 1;       // of each sequence
+    bool portable = false;  // for every GPU from compute capability 8.0 on: one warpgroup alone
 };
-TK_FIELDS(RecurrentConfig, dtype, keys, warpgroups, segments)
+TK_FIELDS(RecurrentConfig, dtype, keys, warpgroups, segments, portable)
 
 constexpr int MAX_SEGMENTS = 16;
 
@@ -146,6 +147,12 @@ constexpr int shared_bytes_of(int keys, int warpgroups) {
            2048;
 }
 
+// Of the portable kernels: a chunk of q, k, values and weights, and gates of two.
+constexpr int portable_blocks_per_sm(int keys) { return keys == 64 ? 3 : 2; }
+constexpr int portable_shared_bytes_of(int keys) {
+    return 2 * CHUNK * (2 * keys + VALUES + CHUNK) + 2 * 2 * 4 * CHUNK;
+}
+
 std::string unsupported(const RecurrentProblem& problem, const DeviceProperties& device);
 RecurrentConfig choose(const RecurrentProblem& problem, const DeviceProperties& device);
 std::string kernel_name(const RecurrentConfig& config);
@@ -156,5 +163,8 @@ std::vector<KernelInfo> recurrent_kernels();
 template <RecurrentConfig config>
 void launch_recurrent(const RecurrentParams& params, int segments, float* workspace,
                       bool states_only, Stream stream);
+template <DType dtype, int keys>
+void launch_portable_recurrent(const RecurrentParams& params, int segments, float* workspace,
+                               bool states_only, Stream stream);
 
 }  // namespace thunderkittens::recurrent

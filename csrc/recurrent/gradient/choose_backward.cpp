@@ -11,44 +11,68 @@
 namespace thunderkittens::recurrent {
 namespace {
 
-constexpr int64_t MAX_SEGMENTS = 256, STATE_BLOCKS = 3;
+constexpr int64_t MAX_SEGMENTS = 256;
 // Of the pass that sums segments, in relation to the other, which also writes states.
 constexpr double SUM = 0.6;
 
 // Cycles, of an H200, as expected from products, exponentials and bytes; not measured.
 struct Costs {
-    double chunk;       // of a pass over the states, with three blocks on a multiprocessor
+    int64_t blocks;     // of a pass over the states, on a multiprocessor
+    double chunk;       // with so many
     double alone;       // of one block in relation to that
     double launches;    // of the pass that sums segments, and of the scan
     double segment;     // in the scan
     double step, tile;  // of the chunks' gradient: 64 columns of a head, and all but these
     double word;        // 16 bytes of a partial sum, written and read
 };
-constexpr Costs WIDE{.chunk = 2000,
+constexpr Costs WIDE{.blocks = 3,
+                     .chunk = 2000,
                      .alone = 0.5,
                      .launches = 9000,
                      .segment = 60,
                      .step = 2600,
                      .tile = 3500,
                      .word = 0.015};
-constexpr Costs NARROW{.chunk = 1300,
+constexpr Costs NARROW{.blocks = 3,
+                       .chunk = 1300,
                        .alone = 0.5,
                        .launches = 9000,
                        .segment = 60,
                        .step = 1900,
                        .tile = 2500,
                        .word = 0.015};
+constexpr Costs PORTABLE_WIDE{.blocks = portable_blocks_per_sm(128),
+                              .chunk = 2600,
+                              .alone = 0.6,
+                              .launches = 12000,
+                              .segment = 60,
+                              .step = 4500,
+                              .tile = 5000,
+                              .word = 0.015};
+constexpr Costs PORTABLE_NARROW{.blocks = portable_blocks_per_sm(64),
+                                .chunk = 2600,
+                                .alone = 0.45,
+                                .launches = 12000,
+                                .segment = 60,
+                                .step = 2600,
+                                .tile = 3500,
+                                .word = 0.015};
+
+const Costs& costs_of(int key_dim, bool portable) {
+    if (portable) return key_dim == 128 ? PORTABLE_WIDE : PORTABLE_NARROW;
+    return key_dim == 128 ? WIDE : NARROW;
+}
 
 int choose_segments(int64_t runs, int64_t chunks, const Costs& costs, int64_t sms) {
     int best = 1;
     double least = std::numeric_limits<double>::infinity();
     for (int64_t segments = 1; segments <= std::min(chunks, MAX_SEGMENTS); ++segments) {
         const int64_t blocks = 2 * runs * segments, length = ceil_div(chunks, segments);
-        // The last blocks may leave multiprocessors with one or two, which are faster then.
-        const int64_t wave = STATE_BLOCKS * sms, rest = ceil_div(blocks % wave, sms);
-        const double last =
-            rest == 0 ? 0.0
-                      : costs.alone + (1.0 - costs.alone) * double(rest - 1) / (STATE_BLOCKS - 1);
+        // The last blocks may leave multiprocessors with fewer, which are faster then.
+        const int64_t wave = costs.blocks * sms, rest = ceil_div(blocks % wave, sms);
+        const double last = rest == 0 ? 0.0
+                                      : costs.alone + (1.0 - costs.alone) * double(rest - 1) /
+                                                          double(costs.blocks - 1);
         double cost = (double(blocks / wave) + last) * double(length) * costs.chunk;
         if (segments > 1)
             cost = (1.0 + SUM) * cost + costs.launches + double(segments) * costs.segment;
@@ -80,7 +104,8 @@ std::string unsupported_backward(const RecurrentProblem& p, const DeviceProperti
         return concat("a gradient of ", p.batch, " batches of ", p.length, " tokens with ", p.heads,
                       " heads has too many chunks");
     }
-    const int bytes = gradient_chunk_bytes(128);
+    const int bytes =
+        runs_native(device) ? gradient_chunk_bytes(128) : PORTABLE_GRADIENT_CHUNK_BYTES;
     if (bytes > device.shared_bytes_per_block) {
         return concat("the kernels need ", bytes,
                       " bytes of shared memory per block, this GPU has ",
@@ -91,7 +116,8 @@ std::string unsupported_backward(const RecurrentProblem& p, const DeviceProperti
 
 GradientChoice choose_backward(const RecurrentProblem& p, const DeviceProperties& device) {
     const int key_dim = int(padded_keys(p));
-    const Costs& costs = key_dim == 128 ? WIDE : NARROW;
+    const bool portable = !runs_native(device);
+    const Costs& costs = costs_of(key_dim, portable);
     const int64_t sms = std::max(1, device.sm_count);
     const int64_t states = std::max<int64_t>(states_of(p), 1);
     const int64_t runs = states * p.heads * slices_of(p);
@@ -99,59 +125,70 @@ GradientChoice choose_backward(const RecurrentProblem& p, const DeviceProperties
     const int64_t length = p.sequences > 0 ? ceil_div(p.length, states) : p.length;
     return {p.dtype, key_dim, choose_segments(runs, ceil_div(length, CHUNK), costs, sms),
             choose_splits(slots_of(p) * p.groups, heads_per_group(p), slices_of(p), key_dim, costs,
-                          sms)};
+                          sms),
+            portable};
 }
 
 std::string kernel_name(const GradientChoice& c) {
-    return concat("chunks_", name_of(c.dtype), "_keys", c.key_dim);
+    return concat("chunks_", name_of(c.dtype), "_keys", c.key_dim, c.portable ? "_portable" : "");
 }
 
 std::vector<KernelInfo> gradient_kernels() {
     std::vector<KernelInfo> list;
-    const auto add = [&](const std::string& name, const std::string& text,
-                         const std::string& source, const std::string& symbol, int threads,
-                         int bytes) {
-        KernelInfo info;
-        info.name = name;
-        info.config = text;
-        info.source = source;
-        info.symbol = symbol;
-        info.threads = threads;
-        info.shared_bytes = bytes;
-        list.push_back(info);
-    };
-    for (const DType dtype : {DType::bf16, DType::fp16}) {
-        const std::string type = dtype == DType::bf16 ? "13__nv_bfloat16" : "6__half";
-        const std::string name = name_of(dtype);
-        for (const int keys : {64, 128}) {
-            const std::string types =
-                concat("INS0_13GradientTypesILNS_5DTypeE", int(dtype), "ELi", keys);
-            add(concat("chunks_", name, "_keys", keys),
-                concat("chunks of ", CHUNK, " tokens, ", keys,
-                       " keys; a warpgroup each: queries, keys, loads and decays"),
-                concat("recurrent_gradient_chunks_", keys, "_", name),
-                concat("gradient_chunk_kernel", types), 384, gradient_chunk_bytes(keys));
-            add(concat("states_", name, "_keys", keys),
-                concat("states before, and gradients of those behind, every ", CHUNK, " tokens; ",
-                       keys, " keys"),
-                concat("recurrent_gradient_states_", name), concat("gradient_states_kernel", types),
-                128, GRADIENT_STATES_BYTES);
+    for (const bool portable : {false, true}) {
+        const auto add = [&](const std::string& name, const std::string& text,
+                             const std::string& source, const std::string& symbol, int threads,
+                             int bytes) {
+            KernelInfo info;
+            info.name = concat(name, portable ? "_portable" : "");
+            info.config = text;
+            info.source = concat("recurrent_gradient_", source, portable ? "_sm80" : "");
+            info.symbol = symbol;
+            info.arch = portable ? PORTABLE : NATIVE;
+            info.threads = threads;
+            info.shared_bytes = bytes;
+            list.push_back(info);
+        };
+        const std::string flag = concat("Lb", int(portable), 'E');
+        for (const DType dtype : {DType::bf16, DType::fp16}) {
+            const std::string type = dtype == DType::bf16 ? "13__nv_bfloat16" : "6__half";
+            const std::string name = name_of(dtype);
+            const auto of_type = [&](const char* kind) {
+                return portable ? std::string("tokens") : concat(kind, "_", name);
+            };
+            for (const int keys : {64, 128}) {
+                const std::string types =
+                    concat("_kernelINS0_13GradientTypesILNS_5DTypeE", int(dtype), "ELi", keys);
+                const std::string chunks =
+                    portable ? concat("chunks_", name) : concat("chunks_", keys, "_", name);
+                add(concat("chunks_", name, "_keys", keys),
+                    concat("chunks of ", CHUNK, " tokens, ", keys, " keys; ",
+                           portable ? "4 warps each: queries, keys"
+                                    : "a warpgroup each: queries, keys, loads and decays"),
+                    chunks, concat("gradient_", portable ? "portable_" : "", "chunk", types),
+                    portable ? 256 : 384,
+                    portable ? PORTABLE_GRADIENT_CHUNK_BYTES : gradient_chunk_bytes(keys));
+                add(concat("states_", name, "_keys", keys),
+                    concat("states before, and gradients of those behind, every ", CHUNK,
+                           " tokens; ", keys, " keys"),
+                    portable ? chunks : concat("states_", name),
+                    concat("gradient_", portable ? "portable_" : "", "states", types), 128,
+                    portable ? portable_gradient_states_bytes(keys) : GRADIENT_STATES_BYTES);
+            }
+            add(concat("sum_keys_", name), "sums over the splits of a group's heads",
+                of_type("sum_keys"), concat("gradient_sum_keys_kernelI", type, flag), 256, 0);
+            add(concat("gate_", name), "gradient of the gate behind the output", of_type("gate"),
+                concat("gradient_gate_kernelI", type, flag), 256, 0);
         }
-        add(concat("sum_keys_", name), "sums over the splits of a group's heads",
-            concat("recurrent_gradient_sum_keys_", name), concat("gradient_sum_keys_kernelI", type),
-            256, 0);
-        add(concat("gate_", name), "gradient of the gate behind the output",
-            concat("recurrent_gradient_gate_", name), concat("gradient_gate_kernelI", type), 256,
-            0);
+        add("gates", "log decays and weights of the tokens", "tokens",
+            concat("gradient_gates_kernelI", flag), 256, 0);
+        add("scan", "states before the segments", "tokens", concat("gradient_scan_kernelI", flag),
+            128, 0);
+        add("finish", "gradients of what decays and weights are made of", "tokens",
+            concat("gradient_finish_kernelI", flag), 128, 0);
+        add("shares", "sums over the shares of a head's tokens", "tokens",
+            concat("gradient_shares_kernelI", flag), 128, 0);
     }
-    add("gates", "log decays and weights of the tokens", "recurrent_gradient_tokens",
-        "gradient_gates_kernel", 256, 0);
-    add("scan", "states before the segments", "recurrent_gradient_tokens", "gradient_scan_kernel",
-        128, 0);
-    add("finish", "gradients of what decays and weights are made of", "recurrent_gradient_tokens",
-        "gradient_finish_kernel", 128, 0);
-    add("shares", "sums over the shares of a head's tokens", "recurrent_gradient_tokens",
-        "gradient_shares_kernel", 128, 0);
     return list;
 }
 

@@ -9,11 +9,11 @@
 
 namespace thunderkittens::recurrent {
 
-// The lane's part of <S, dS>, of one half of the tiles, whose elements lie alike.
-template <class T, class Tile>
-__device__ __forceinline__ float state_product(const Tile& before, const Tile& after, int half) {
-    constexpr int words = Tile::num_elements * int(sizeof(T)) / 16 / 2;
-    const uint32_t first = uint32_t(16 * (half * words + laneid()));
+// The lane's part of <S, dS>, of one of so many parts of the tiles, whose elements lie alike.
+template <class T, int parts = 2, class Tile>
+__device__ __forceinline__ float state_product(const Tile& before, const Tile& after, int part) {
+    constexpr int words = Tile::num_elements * int(sizeof(T)) / 16 / parts;
+    const uint32_t first = uint32_t(16 * (part * words + laneid()));
     float sum[2] = {0.0f, 0.0f};
 #pragma unroll 2
     for (int i = 0; i < words; i += WARP_THREADS) {
@@ -32,6 +32,25 @@ __device__ __forceinline__ float state_product(const Tile& before, const Tile& a
         add(a.w, b.w);
     }
     return sum[0] + sum[1];
+}
+
+// The gradients of the log decays of a lane's two tokens, from sums of rows less those of columns,
+// and of what is from the state behind.
+__device__ __forceinline__ float2 decay_gradients(float2 pairs, float2 behind, float last,
+                                                  float states) {
+    // Sums over the lanes behind, and over those before, this one included.
+    float after = pairs.x + pairs.y, until = behind.x + behind.y;
+    const float own = after, own_behind = until;
+#pragma unroll
+    for (int d = 1; d < WARP_THREADS; d *= 2) {
+        const float a = arch::shuffle(after, ::min(laneid() + d, WARP_THREADS - 1));
+        const float u = arch::shuffle(until, ::max(laneid() - d, 0));
+        if (laneid() + d < WARP_THREADS) after += a;
+        if (laneid() >= d) until += u;
+    }
+    const float constant = arch::exp2_approx(last) * states;
+    const float upper = until - own_behind + constant;
+    return {after + upper, after - own + pairs.y + (upper + behind.x)};
 }
 
 // By two warps, `half` 0 and 1.
@@ -77,19 +96,7 @@ __device__ __forceinline__ void make_token_gradients(const ChunkGlobals<K>& g,
             } else {
                 arch::named_barrier_sync(DECAY_BARRIER, 2 * WARP_THREADS);
                 states += shared.state_products.get(turn);
-                // Sums over the lanes behind, and over those before, this one included.
-                float after = pairs.x + pairs.y, until = behind.x + behind.y;
-                const float own = after, own_behind = until;
-#pragma unroll
-                for (int d = 1; d < WARP_THREADS; d *= 2) {
-                    const float a = arch::shuffle(after, ::min(laneid() + d, WARP_THREADS - 1));
-                    const float u = arch::shuffle(until, ::max(laneid() - d, 0));
-                    if (laneid() + d < WARP_THREADS) after += a;
-                    if (laneid() >= d) until += u;
-                }
-                const float constant = arch::exp2_approx(last) * states;
-                const float upper = until - own_behind + constant;
-                const float2 decay = {after + upper, after - own + pairs.y + (upper + behind.x)};
+                const float2 decay = decay_gradients(pairs, behind, last, states);
                 float* to =
                     g.tokens + (int64_t(tile.slot) * g.heads + head) * 2 * CHUNK + 2 * laneid();
                 arch::store_global(reinterpret_cast<float2*>(to), decay);

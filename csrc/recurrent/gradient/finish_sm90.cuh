@@ -37,6 +37,7 @@ __device__ __forceinline__ float2 sum_of_warps(float2 x, sv<float, 2 * FINISH_WA
     return sum;
 }
 
+template <bool portable>
 __global__ __launch_bounds__(FINISH_WARPS* WARP_THREADS) void gradient_finish_kernel(
     const __grid_constant__ FinishGlobals g) {
     auto& sums = arch::static_shared<sv<float, 2 * FINISH_WARPS>>();
@@ -106,6 +107,7 @@ __global__ __launch_bounds__(FINISH_WARPS* WARP_THREADS) void gradient_finish_ke
 }
 
 // The sums of the shares, in their order. A block has a head, and a thread a column.
+template <bool portable>
 __global__ __launch_bounds__(FINISH_WARPS* WARP_THREADS) void gradient_shares_kernel(
     const __grid_constant__ FinishGlobals g) {
     auto& sums = arch::static_shared<sv<float, 2 * FINISH_WARPS>>();
@@ -138,6 +140,7 @@ __global__ __launch_bounds__(FINISH_WARPS* WARP_THREADS) void gradient_shares_ke
     if (first_thread()) store(g.grad_skip, 0, total);
 }
 
+template <bool portable>
 void launch_gradient_finish(const GradientParams& params, const GradientWorkspace& w,
                             Stream stream) {
     const RecurrentProblem& p = params.forward.problem;
@@ -158,12 +161,12 @@ void launch_gradient_finish(const GradientParams& params, const GradientWorkspac
                                 .value_dim = int(p.value_dim),
                                 .share_count = int(shares)};
     constexpr dim3 threads(FINISH_WARPS * WARP_THREADS);
-    kittens::launch({.dependent = true}, gradient_finish_kernel, dim3(unsigned(p.heads), shares),
-                    threads, dim3(1), 0, stream, globals);
+    kittens::launch({.dependent = !portable}, gradient_finish_kernel<portable>,
+                    dim3(unsigned(p.heads), shares), threads, dim3(1), 0, stream, globals);
     for (const HeadOperand& x : {params.grad_head, params.grad_bias, params.grad_skip}) {
         if (x.data == nullptr) continue;
-        kittens::launch({.dependent = true}, gradient_shares_kernel, dim3(unsigned(p.heads)),
-                        threads, dim3(1), 0, stream, globals);
+        kittens::launch({.dependent = !portable}, gradient_shares_kernel<portable>,
+                        dim3(unsigned(p.heads)), threads, dim3(1), 0, stream, globals);
         return;
     }
 }

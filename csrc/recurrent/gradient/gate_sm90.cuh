@@ -14,7 +14,7 @@ struct GateGlobals {
     int64_t count;             // of all rows
 };
 
-template <class T>
+template <class T, bool portable>
 __global__ __launch_bounds__(GATE_THREADS) void gradient_gate_kernel(
     const __grid_constant__ GateGlobals g) {
     arch::launch_dependents();
@@ -52,7 +52,7 @@ __global__ __launch_bounds__(GATE_THREADS) void gradient_gate_kernel(
     arch::store_global(reinterpret_cast<uint4*>(at(g.grad_z)), result);
 }
 
-template <DType dtype>
+template <DType dtype, bool portable>
 void launch_gradient_gate(const RecurrentProblem& p, const GateGradient& call, Stream stream) {
     const int words = int(p.value_dim / 8);
     const GateGlobals globals{.grad_out = call.grad_out,
@@ -64,7 +64,7 @@ void launch_gradient_gate(const RecurrentProblem& p, const GateGradient& call, S
                               .length = int(p.length),
                               .words = words,
                               .count = p.batch * p.heads * p.length * words};
-    kittens::launch({.dependent = true}, gradient_gate_kernel<type_of<dtype>>,
+    kittens::launch({.dependent = !portable}, gradient_gate_kernel<type_of<dtype>, portable>,
                     dim3(unsigned(ceil_div(globals.count, GATE_THREADS))), dim3(GATE_THREADS),
                     dim3(1), 0, stream, globals);
 }

@@ -17,6 +17,7 @@ struct GatesGlobals {
     int heads, head_blocks;
 };
 
+template <bool portable>
 __global__ __launch_bounds__(GATES_WARPS* WARP_THREADS) void gradient_gates_kernel(
     const __grid_constant__ GatesGlobals g) {
     arch::launch_dependents();
@@ -53,6 +54,7 @@ __global__ __launch_bounds__(GATES_WARPS* WARP_THREADS) void gradient_gates_kern
     arch::store_global(reinterpret_cast<float2*>(to + CHUNK), float2{weight[0], weight[1]});
 }
 
+template <bool portable>
 void launch_gradient_gates(const GradientParams& params, const GradientWorkspace& w,
                            Stream stream) {
     const RecurrentProblem& p = params.forward.problem;
@@ -63,7 +65,7 @@ void launch_gradient_gates(const GradientParams& params, const GradientWorkspace
                                .gates = w.gates,
                                .heads = int(p.heads),
                                .head_blocks = head_blocks};
-    kittens::launch(gradient_gates_kernel, dim3(unsigned(slots_of(p) * head_blocks)),
+    kittens::launch(gradient_gates_kernel<portable>, dim3(unsigned(slots_of(p) * head_blocks)),
                     dim3(GATES_WARPS * WARP_THREADS), dim3(1), 0, stream, globals);
 }
 

@@ -26,8 +26,9 @@ struct GradientChoice {
     int key_dim = 128;  // 64 or 128, what keys are padded to
     int segments = 1;   // of each sequence, in the passes that make the states
     int splits = 1;     // of the heads of a group, whose gradients of q and k are summed later
+    bool portable = false;
 };
-TK_FIELDS(GradientChoice, dtype, key_dim, segments, splits)
+TK_FIELDS(GradientChoice, dtype, key_dim, segments, splits, portable)
 
 struct GradientParams {
     RecurrentParams forward;  // out is not read; initial: the forward's
@@ -38,6 +39,7 @@ struct GradientParams {
     TokenOperand grad_token;                      // of dt, or of g
     HeadOperand grad_head, grad_bias, grad_skip;  // of A or decay, of dt_bias, of D
     int key_dim = 128, segments = 1, splits = 1;
+    bool portable = false;
 };
 
 // Slots of a call, the tokens of their chunks included that are not there.
@@ -105,23 +107,37 @@ struct GradientWorkspace {
 // Dynamic shared memory of a block.
 constexpr int GRADIENT_STATES_BYTES = 68 * 1024;
 constexpr int gradient_chunk_bytes(int key_dim) { return (key_dim == 128 ? 180 : 144) * 1024; }
+// Of the portable kernels.
+constexpr int portable_gradient_states_bytes(int key_dim) {
+    return 2 * (2 * CHUNK * (key_dim + VALUES) + 2 * 4 * CHUNK);
+}
+constexpr int PORTABLE_GRADIENT_CHUNK_BYTES = 94 * 1024;
 
 std::string unsupported_backward(const RecurrentProblem& problem, const DeviceProperties& device);
 GradientChoice choose_backward(const RecurrentProblem& problem, const DeviceProperties& device);
 std::string kernel_name(const GradientChoice& choice);
 std::vector<KernelInfo> gradient_kernels();
 
+template <bool portable>
 void launch_gradient_gates(const GradientParams& params, const GradientWorkspace& w, Stream stream);
 template <DType dtype, int key_dim>
 void launch_gradient_states(const GradientParams& params, const GradientWorkspace& w, bool sums,
                             Stream stream);
+template <bool portable>
 void launch_gradient_scan(const GradientParams& params, const GradientWorkspace& w, Stream stream);
 template <DType dtype, int key_dim>
 void launch_gradient_chunks(const GradientParams& params, const GradientWorkspace& w, int sms,
                             Stream stream);
-template <DType dtype>
+template <DType dtype, int key_dim>
+void launch_portable_gradient_states(const GradientParams& params, const GradientWorkspace& w,
+                                     bool sums, Stream stream);
+template <DType dtype, int key_dim>
+void launch_portable_gradient_chunks(const GradientParams& params, const GradientWorkspace& w,
+                                     Stream stream);
+template <DType dtype, bool portable>
 void launch_gradient_sum_keys(const GradientParams& params, const GradientWorkspace& w,
                               Stream stream);
+template <bool portable>
 void launch_gradient_finish(const GradientParams& params, const GradientWorkspace& w,
                             Stream stream);
 
@@ -129,7 +145,7 @@ void launch_gradient_finish(const GradientParams& params, const GradientWorkspac
 struct GateGradient {
     Operand grad_out, out, z, grad_before, grad_z;
 };
-template <DType dtype>
+template <DType dtype, bool portable>
 void launch_gradient_gate(const RecurrentProblem& problem, const GateGradient& call, Stream stream);
 
 }  // namespace thunderkittens::recurrent

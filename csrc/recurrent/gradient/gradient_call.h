@@ -55,10 +55,7 @@ Ungated<Tensor> gradient_of_gate(const Backend<Tensor>& on, const char* op, Recu
     launch.may_read("z", z);
     launch.may_write("grad_before", r.grad_before);
     launch.may_write("grad_z", r.grad_z);
-    if (params.problem.dtype == DType::bf16)
-        launch_gradient_gate<DType::bf16>(params.problem, call, launch.stream);
-    else
-        launch_gradient_gate<DType::fp16>(params.problem, call, launch.stream);
+    run_gate_gradient(params.problem, call, !runs_native(on.device(z)), launch.stream);
     return r;
 }
 
@@ -174,6 +171,7 @@ GradientResults<Tensor> run_recurrent_gradient(const Backend<Tensor>& on, const 
     params.key_dim = choice.key_dim;
     params.segments = choice.segments;
     params.splits = choice.splits;
+    params.portable = choice.portable;
     GradientWorkspace workspace;
     const Tensor memory = empty({(workspace.place(params, nullptr) + 3) / 4}, DType::fp32, given.v);
     workspace.place(params, memory.data_ptr());

@@ -15,6 +15,7 @@ struct GradientScanGlobals {
     int heads, slices, segments, runs, key_dim, value_dim, padded_keys, blocks;
 };
 
+template <bool portable>
 __global__ __launch_bounds__(GRADIENT_SCAN_THREADS) void gradient_scan_kernel(
     const __grid_constant__ GradientScanGlobals g) {
     arch::launch_dependents();
@@ -49,6 +50,7 @@ __global__ __launch_bounds__(GRADIENT_SCAN_THREADS) void gradient_scan_kernel(
     }
 }
 
+template <bool portable>
 void launch_gradient_scan(const GradientParams& params, const GradientWorkspace& w, Stream stream) {
     const RecurrentProblem& p = params.forward.problem;
     const int64_t runs = states_of(p) * p.heads * slices_of(p);
@@ -65,8 +67,9 @@ void launch_gradient_scan(const GradientParams& params, const GradientWorkspace&
                                       .value_dim = int(p.value_dim),
                                       .padded_keys = params.key_dim,
                                       .blocks = blocks};
-    kittens::launch({.dependent = true}, gradient_scan_kernel, dim3(unsigned(2 * runs * blocks)),
-                    dim3(GRADIENT_SCAN_THREADS), dim3(1), 0, stream, globals);
+    kittens::launch({.dependent = !portable}, gradient_scan_kernel<portable>,
+                    dim3(unsigned(2 * runs * blocks)), dim3(GRADIENT_SCAN_THREADS), dim3(1), 0,
+                    stream, globals);
 }
 
 }  // namespace thunderkittens::recurrent

@@ -16,7 +16,7 @@ struct SumKeysGlobals {
 };
 
 // A thread has eight neighbouring elements of a row.
-template <class T>
+template <class T, bool portable>
 __global__ __launch_bounds__(SUM_THREADS) void gradient_sum_keys_kernel(
     const __grid_constant__ SumKeysGlobals g) {
     arch::launch_dependents();
@@ -58,7 +58,7 @@ __global__ __launch_bounds__(SUM_THREADS) void gradient_sum_keys_kernel(
     arch::store_global(reinterpret_cast<uint4*>(data), packed_words);
 }
 
-template <DType dtype>
+template <DType dtype, bool portable>
 void launch_gradient_sum_keys(const GradientParams& params, const GradientWorkspace& w,
                               Stream stream) {
     const RecurrentProblem& p = params.forward.problem;
@@ -74,7 +74,7 @@ void launch_gradient_sum_keys(const GradientParams& params, const GradientWorksp
                                  .packed = p.sequences > 0};
     const int64_t blocks =
         slots_of(p) * p.groups * 2 * (CHUNK * params.key_dim / (8 * SUM_THREADS));
-    kittens::launch({.dependent = true}, gradient_sum_keys_kernel<type_of<dtype>>,
+    kittens::launch({.dependent = !portable}, gradient_sum_keys_kernel<type_of<dtype>, portable>,
                     dim3(unsigned(blocks)), dim3(SUM_THREADS), dim3(1), 0, stream, globals);
 }
 

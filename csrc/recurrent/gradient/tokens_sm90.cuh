@@ -1,4 +1,4 @@
-// The kernels of the gradient that are not templates, which one file of the build has.
+// The kernels of the gradient that do not depend on a type, which one file of the build has.
 #pragma once
 
 #include "csrc/recurrent/gradient/finish_sm90.cuh"

@@ -13,24 +13,30 @@ namespace {
 
 // What a kernel is compiled for.
 struct Shape {
+    bool portable;
     int keys, warpgroups;
     // Cycles of a block for a chunk where the multiprocessor is full, as expected from products,
     // loads and instructions (docs/experiments/ssd.md), and of a block alone in relation to that.
     double chunk, alone;
 };
 constexpr Shape SHAPES[] = {
-    {64, 1, 1300, 0.65},
-    {64, 3, 2300, 1.0},
-    {128, 1, 3400, 0.65},
-    {128, 2, 3000, 1.0},
+    {false, 64, 1, 1300, 0.65}, {false, 64, 3, 2300, 1.0}, {false, 128, 1, 3400, 0.65},
+    {false, 128, 2, 3000, 1.0}, {true, 64, 1, 3700, 0.5},  {true, 128, 1, 4400, 0.65},
 };
 // Of the pass that makes the segments' states, in relation to the other; cycles of its launch, and
 // of a segment whose state a block adds to its own.
 constexpr double SUM = 0.45, LAUNCH = 6000, SEGMENT = 1500;
 
+// Less than registers allow where shared memory does not hold as many.
+int resident_blocks(const Shape& shape, const DeviceProperties& device) {
+    if (!shape.portable) return blocks_per_sm(shape.warpgroups);
+    return std::min(portable_blocks_per_sm(shape.keys),
+                    device.shared_bytes_per_block / portable_shared_bytes_of(shape.keys));
+}
+
 double cost_of(const RecurrentProblem& p, const RecurrentConfig& c, const Shape& shape,
                const DeviceProperties& device) {
-    const int64_t sms = std::max(1, device.sm_count), resident = blocks_per_sm(c.warpgroups);
+    const int64_t sms = std::max(1, device.sm_count), resident = resident_blocks(shape, device);
     const int64_t length = p.sequences > 0 ? ceil_div(p.length, p.sequences) : p.length;
     const auto chunks = double(ceil_div(ceil_div(length, CHUNK), c.segments));
     const auto pass = [&](int64_t blocks, double chunk) {
@@ -49,7 +55,7 @@ double cost_of(const RecurrentProblem& p, const RecurrentConfig& c, const Shape&
 }  // namespace
 
 std::string unsupported(const RecurrentProblem& p, const DeviceProperties& device) {
-    if (std::string reason = no_native_code_for(device); !reason.empty()) return reason;
+    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
     if (p.dtype != DType::bf16 && p.dtype != DType::fp16) {
         return concat("operands must be bf16 or fp16, got ", name_of(p.dtype));
     }
@@ -75,7 +81,9 @@ std::string unsupported(const RecurrentProblem& p, const DeviceProperties& devic
         double(std::numeric_limits<int32_t>::max())) {
         return concat(states_of(p), " sequences times ", p.heads, " heads are too many");
     }
-    const int bytes = std::max(shared_bytes_of(64, 3), shared_bytes_of(128, 2));
+    const int bytes = runs_native(device)
+                          ? std::max(shared_bytes_of(64, 3), shared_bytes_of(128, 2))
+                          : portable_shared_bytes_of(128);
     if (bytes > device.shared_bytes_per_block) {
         return concat("the kernels need ", bytes,
                       " bytes of shared memory per block, this GPU has ",
@@ -88,12 +96,13 @@ RecurrentConfig choose(const RecurrentProblem& p, const DeviceProperties& device
     const int keys = int(padded_keys(p));
     const int64_t length = p.sequences > 0 ? ceil_div(p.length, p.sequences) : p.length;
     const int64_t most = std::clamp<int64_t>(ceil_div(length, CHUNK), 1, MAX_SEGMENTS);
-    RecurrentConfig best{p.dtype, keys, 1, 1};
+    const bool portable = !runs_native(device);
+    RecurrentConfig best{p.dtype, keys, 1, 1, portable};
     double least = std::numeric_limits<double>::infinity();
     for (const Shape& shape : SHAPES) {
-        if (shape.keys != keys) continue;
+        if (shape.keys != keys || shape.portable != portable) continue;
         for (int segments = 1; segments <= most; ++segments) {
-            const RecurrentConfig c{p.dtype, keys, shape.warpgroups, segments};
+            const RecurrentConfig c{p.dtype, keys, shape.warpgroups, segments, portable};
             const double cost = cost_of(p, c, shape, device);
             if (cost < least) best = c, least = cost;
         }
@@ -102,24 +111,34 @@ RecurrentConfig choose(const RecurrentProblem& p, const DeviceProperties& device
 }
 
 std::string kernel_name(const RecurrentConfig& c) {
-    return concat("forward_", name_of(c.dtype), "_keys", c.keys, "_", c.warpgroups, "warpgroups");
+    return concat("forward_", name_of(c.dtype), "_keys", c.keys,
+                  c.portable ? "_portable" : concat("_", c.warpgroups, "warpgroups"));
 }
 
 std::vector<KernelInfo> recurrent_kernels() {
     std::vector<KernelInfo> list;
     for (const DType dtype : {DType::bf16, DType::fp16}) {
         for (const Shape& shape : SHAPES) {
+            const bool portable = shape.portable;
             KernelInfo info;
-            info.name = kernel_name({dtype, shape.keys, shape.warpgroups, 1});
-            info.config = concat("chunks of ", CHUNK, " tokens, ", shape.keys, " keys; ",
-                                 shape.warpgroups, " warpgroups with ", VALUES,
-                                 " columns of the values each, one of producers");
-            info.source = concat("recurrent_forward_", shape.keys, "_", name_of(dtype));
-            info.symbol = concat("recurrent_kernelINS0_14RecurrentTypesI",
-                                 dtype == DType::bf16 ? "13__nv_bfloat16" : "6__half", "Li",
-                                 shape.keys, "ELi", shape.warpgroups, "E");
-            info.threads = (shape.warpgroups + 1) * 128;
-            info.shared_bytes = shared_bytes_of(shape.keys, shape.warpgroups);
+            info.name = kernel_name({dtype, shape.keys, shape.warpgroups, 1, portable});
+            info.config = portable ? concat("chunks of ", CHUNK, " tokens, ", shape.keys,
+                                            " keys; 4 warps, ", VALUES, " columns of the values")
+                                   : concat("chunks of ", CHUNK, " tokens, ", shape.keys, " keys; ",
+                                            shape.warpgroups, " warpgroups with ", VALUES,
+                                            " columns of the values each, one of producers");
+            info.source = portable ? concat("recurrent_forward_", name_of(dtype), "_sm80")
+                                   : concat("recurrent_forward_", shape.keys, "_", name_of(dtype));
+            const char* const type = dtype == DType::bf16 ? "13__nv_bfloat16" : "6__half";
+            info.symbol = portable
+                              ? concat("recurrent_portable_forward_kernelINS1_13PortableTypesI",
+                                       type, "Li", shape.keys, "E")
+                              : concat("recurrent_kernelINS0_14RecurrentTypesI", type, "Li",
+                                       shape.keys, "ELi", shape.warpgroups, "E");
+            info.arch = portable ? PORTABLE : NATIVE;
+            info.threads = portable ? 128 : (shape.warpgroups + 1) * 128;
+            info.shared_bytes = portable ? portable_shared_bytes_of(shape.keys)
+                                         : shared_bytes_of(shape.keys, shape.warpgroups);
             list.push_back(info);
         }
     }

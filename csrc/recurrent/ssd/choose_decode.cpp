@@ -60,7 +60,8 @@ std::vector<KernelInfo> decode_kernels() {
                 for (const auto& [keys_first, columns] :
                      {std::pair{false, 64}, {false, 128}, {true, 64}}) {
                     KernelInfo info;
-                    info.name = kernel_name({dtype, wide, keys_first, columns, portable});
+                    info.name =
+                        kernel_name(DecodeConfig{dtype, wide, keys_first, columns, portable});
                     info.config =
                         concat("a few tokens: 64 columns of the values of a head, ", DECODE_THREADS,
                                " threads, states of ", wide ? "fp32" : name_of(dtype));
