@@ -107,6 +107,7 @@ PORTABLE_SUITES = (
     "test_compat_kvcache",
     "test_fp8_gemm",
     "test_fp8_quantize",
+    "test_gated_delta_rule_gradient",
     "test_grouped_gemm",
     "test_layer_norm",
     "test_linear_attention",

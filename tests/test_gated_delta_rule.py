@@ -276,12 +276,18 @@ EMULATED = [
 ]
 
 
+def config_of(consumers, segments, portable):
+    preparers = 0 if portable else 3 - consumers
+    return {"consumers": consumers, "preparers": preparers, "segments": segments}
+
+
 @pytest.mark.emulator
+@pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(
     ("shape", "consumers", "segments", "gate", "keys", "most", "edges", "policy"), EMULATED
 )
-def test_emulated(dtype, shape, consumers, segments, gate, keys, most, edges, policy):
+def test_emulated(dtype, shape, consumers, segments, gate, keys, most, edges, policy, portable):
     tensors = operands(shape, dtype, gate=gate, keys=keys, most=most)
     options = {"state_v_first": gate == "mamba"}
     count = shape[0]
@@ -294,20 +300,21 @@ def test_emulated(dtype, shape, consumers, segments, gate, keys, most, edges, po
             v_first=options["state_v_first"],
             dtype=BF16 if gate == "strong" else torch.float32,
         )
-    config = {"consumers": consumers, "preparers": 3 - consumers, "segments": segments}
-    with tk.emulate(policy, seed=5, config=config) as run:
+    with tk.emulate(
+        policy, seed=5, portable=portable, config=config_of(consumers, segments, portable)
+    ) as run:
         results = tk.gated_delta_rule(*tensors, return_state=True, **options)
     name = "bf16" if dtype == BF16 else "fp16"
     key_dim = 64 if shape[4] <= 64 else 128
-    assert [x["kernel"] for x in run.kernels] == [
-        f"forward_{name}_k{key_dim}_{64 * consumers}_columns"
-    ]
+    kind = "portable" if portable else f"{64 * consumers}_columns"
+    assert [x["kernel"] for x in run.kernels] == [f"forward_{name}_k{key_dim}_{kind}"]
     assert_delta_rule(results, *tensors, **options)
 
 
 @pytest.mark.emulator
+@pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("consumers", [1, 2])
-def test_emulated_gates(consumers):
+def test_emulated_gates(consumers, portable):
     """What is made in the kernel, of operands that lie anyhow."""
     q, k, v, _, _ = operands((1, 2, 4, 140, 64, 128))
     q, k = heads(3 * q, "bshd"), heads(5 * k, "sliced")
@@ -315,17 +322,16 @@ def test_emulated_gates(consumers):
     A_log, dt_bias = torch.randn(2, 4)
     options = {"qk_l2norm": True, "A_log": A_log, "dt_bias": dt_bias, "beta_sigmoid": True,
                "allow_neg_eigval": True, "scale": 0.5}  # fmt: skip
-    with tk.emulate(
-        "random", config={"consumers": consumers, "preparers": 3 - consumers, "segments": consumers}
-    ):
+    with tk.emulate("random", portable=portable, config=config_of(consumers, consumers, portable)):
         results = tk.gated_delta_rule(q, k, v, a, b, return_state=True, **options)
     assert_delta_rule(results, q, k, v, a, b, **options)
 
 
 @pytest.mark.emulator
-def test_emulated_integers_and_neighbours():
+@pytest.mark.parametrize("portable", [False, True])
+def test_emulated_integers_and_neighbours(portable):
     q, k, v, g, beta = counting("cpu")
-    with tk.emulate("random"):
+    with tk.emulate("random", portable=portable):
         out, state = tk.gated_delta_rule(q, k, v, g, beta, scale=1.0, return_state=True)
         assert torch.equal(out, v)
         assert not state[0, 0, 8:].any()

@@ -89,8 +89,13 @@ def _based(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
 
 
 def _gated_delta_rule(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
+    portable = choice["portable"]
     yield "gated_delta_rule", name
-    if choice["segments"] > 1:
+    if portable:
+        yield "gated_delta_rule", name.replace("forward", "prepare")
+        if choice["segments"] > 1:
+            yield "gated_delta_rule", "scan_portable"
+    elif choice["segments"] > 1:
         yield "gated_delta_rule", f"segments_{choice['dtype']}_k{choice['key_dim']}"
         yield "gated_delta_rule", "scan"
 
@@ -173,6 +178,12 @@ def _recurrent_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[L
 def _gated_delta_rule_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
     kinds = f"{choice['dtype']}_k{choice['key_dim']}"
     sums = any(call.get(x) is not None and _wanted(call, x) for x in ("A_log", "dt_bias"))
+    if choice["portable"]:
+        for kernel in ("prepare", "forward"):
+            yield "gated_delta_rule", f"{kernel}_{kinds}_portable"
+        names = [name, f"states_{kinds}_portable"] + ["gate_sums_portable"] * sums
+        yield from (("gated_delta_rule_backward", x) for x in names)
+        return
     names = [name, f"prepare_{kinds}", f"states_{kinds}"] + ["gate_sums"] * sums
     yield from (("gated_delta_rule_backward", x) for x in names)
 

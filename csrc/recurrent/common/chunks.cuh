@@ -63,21 +63,34 @@ struct TokenLayout {
     }
 };
 
-// An element of a tensor whose dtype is known at run time: fp32, or that of the operands.
+// An element of a tensor whose dtype is known at run time: fp32, or that of the operands; as it lies
+// in memory, since a conversion behind the load would wait for it.
+__device__ __forceinline__ uint32_t element_bits(const void* data, DType dtype, int64_t at) {
+    if (dtype == DType::fp32) return arch::load_global(static_cast<const uint32_t*>(data) + at);
+    return arch::load_global(static_cast<const uint16_t*>(data) + at);
+}
+template <class T>
+__device__ __forceinline__ float element_of_bits(DType dtype, uint32_t bits) {
+    if (dtype == DType::fp32) return arch::bit_cast<float>(bits);
+    return float(arch::bit_cast<T>(uint16_t(bits)));
+}
 template <class T>
 __device__ __forceinline__ float element(const void* data, DType dtype, int64_t at) {
-    if (dtype == DType::fp32) return arch::load_global(static_cast<const float*>(data) + at);
-    return float(arch::load_global(static_cast<const T*>(data) + at));
+    return element_of_bits<T>(dtype, element_bits(data, dtype, at));
 }
 template <class T>
 __device__ __forceinline__ float element(const HeadOperand& x, int head, int column, float none) {
     if (x.data == nullptr) return none;
     return element<T>(x.data, x.dtype, head * x.head_stride + column * x.column_stride);
 }
+__device__ __forceinline__ uint32_t element_bits(const TokenOperand& x, int b, int head,
+                                                 int64_t row) {
+    return element_bits(x.data, x.dtype,
+                        b * x.batch_stride + head * x.head_stride + row * x.row_stride);
+}
 template <class T>
 __device__ __forceinline__ float element(const TokenOperand& x, int b, int head, int64_t row) {
-    return element<T>(x.data, x.dtype,
-                      b * x.batch_stride + head * x.head_stride + row * x.row_stride);
+    return element_of_bits<T>(x.dtype, element_bits(x, b, head, row));
 }
 
 __device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }

@@ -71,22 +71,24 @@ struct GateReader {
     __device__ __forceinline__ GateReader(const GateOperands& g, const Sequence& s, int _head)
         : operands(g), sequence(s), head(_head), own(head_gates<T>(g, _head)) {}
 
-    __device__ __forceinline__ float2 read(int chunk) const {
+    // As they lie in memory.
+    __device__ __forceinline__ uint2 read(int chunk) const {
         const TokenOperand& given = operands.dt.data != nullptr ? operands.dt : operands.g;
-        float2 raw = {0.0f, 0.0f};
+        uint2 raw = {0, 0};
         if (given.data == nullptr) return raw;
         const int row = chunk * CHUNK + 2 * laneid();
         const int64_t first = sequence.begin + row;
-        if (row < sequence.length) raw.x = element<T>(given, sequence.b, head, first);
-        if (row + 1 < sequence.length) raw.y = element<T>(given, sequence.b, head, first + 1);
+        if (row < sequence.length) raw.x = element_bits(given, sequence.b, head, first);
+        if (row + 1 < sequence.length) raw.y = element_bits(given, sequence.b, head, first + 1);
         return raw;
     }
     // Tokens behind the end decay nothing and weigh nothing.
-    __device__ __forceinline__ void store(PortableGates& to, int chunk, float2 raw) const {
+    __device__ __forceinline__ void store(PortableGates& to, int chunk, uint2 raw) const {
         const int lane = laneid(), left = sequence.length - chunk * CHUNK - 2 * lane;
         TokenGate first, second;
-        if (left > 0) first = token_gate(operands, own, raw.x);
-        if (left > 1) second = token_gate(operands, own, raw.y);
+        const DType dtype = (operands.dt.data != nullptr ? operands.dt : operands.g).dtype;
+        if (left > 0) first = token_gate(operands, own, element_of_bits<T>(dtype, raw.x));
+        if (left > 1) second = token_gate(operands, own, element_of_bits<T>(dtype, raw.y));
         float sum = first.decay + second.decay;
 #pragma unroll
         for (int distance = 1; distance < WARP_THREADS; distance *= 2) {
@@ -337,7 +339,7 @@ struct PortableBlock {
         const GateReader<T> reader(g.gates, work.sequence, slice.head);
         float log_decay = 0.0f;
         if (work.chunks() > 0) load_keys(work.begin);
-        float2 raw = reader.read(work.begin);
+        uint2 raw = reader.read(work.begin);
 #pragma unroll 1
         for (int chunk = work.begin; chunk < work.end; ++chunk) {
             const PortableGates& gates = shared.gates[0];
@@ -363,7 +365,7 @@ struct PortableBlock {
             return column < g.value_dim ? element<T>(g.skip, slice.head, column, 0.0f) : 0.0f;
         };
         const float2 skip = {skip_of(value), skip_of(value + 8)};
-        float2 raw = reader.read(work.begin);
+        uint2 raw = reader.read(work.begin);
         if (makes_gates && work.chunks() > 0) {
             reader.store(shared.gates[work.begin % 2], work.begin, raw);
             raw = reader.read(work.begin + 1);

@@ -108,24 +108,25 @@ __device__ __forceinline__ void produce_gates(const RecurrentGlobals<K>& g,
     const int head = Slice(g.tiles, work, index).head;
     const HeadGates own = head_gates<T>(g.gates, head);
     const TokenOperand& given = g.gates.dt.data != nullptr ? g.gates.dt : g.gates.g;
-    const auto read = [&](int chunk) -> float2 {
-        float2 raw = {0.0f, 0.0f};
+    const auto read = [&](int chunk) -> uint2 {
+        uint2 raw = {0, 0};
         if (given.data == nullptr) return raw;
         const int row = chunk * CHUNK + 2 * laneid();
         const int64_t first = sequence.begin + row;
-        if (row < sequence.length) raw.x = element<T>(given, sequence.b, head, first);
-        if (row + 1 < sequence.length) raw.y = element<T>(given, sequence.b, head, first + 1);
+        if (row < sequence.length) raw.x = element_bits(given, sequence.b, head, first);
+        if (row + 1 < sequence.length) raw.y = element_bits(given, sequence.b, head, first + 1);
         return raw;
     };
     pipeline_state<K::stages> at;
-    float2 raw = work.chunks() > 0 ? read(work.begin) : float2{0.0f, 0.0f};
+    uint2 raw = work.chunks() > 0 ? read(work.begin) : uint2{0, 0};
 #pragma unroll 1
     for (int chunk = work.begin; chunk < work.end; ++chunk) {
         // Tokens behind the end decay nothing and weigh nothing.
         const int left = sequence.length - chunk * CHUNK - 2 * laneid();
         TokenGate first, second;
-        if (left > 0) first = token_gate(g.gates, own, raw.x);
-        if (left > 1) second = token_gate(g.gates, own, raw.y);
+        const auto value = [&](uint32_t bits) { return element_of_bits<T>(given.dtype, bits); };
+        if (left > 0) first = token_gate(g.gates, own, value(raw.x));
+        if (left > 1) second = token_gate(g.gates, own, value(raw.y));
         if (chunk + 1 < work.end) raw = read(chunk + 1);
         wait(shared.empty[at.stage], at.phase ^ 1);
         store_gates(shared.gates[at.stage][index], first, second);

@@ -10,7 +10,7 @@
 namespace thunderkittens::recurrent {
 
 std::string unsupported(const DeltaRuleProblem& p, const DeviceProperties& device) {
-    if (std::string reason = no_native_code_for(device); !reason.empty()) return reason;
+    if (std::string reason = no_code_for(device); !reason.empty()) return reason;
     if (p.dtype != DType::bf16 && p.dtype != DType::fp16)
         return concat("operands must be bf16 or fp16, got ", name_of(p.dtype));
     if (p.key_dim < 8 || p.key_dim > DELTA_MAX_KEY_DIM || p.key_dim % 8 != 0) {
@@ -35,7 +35,9 @@ std::string unsupported(const DeltaRuleProblem& p, const DeviceProperties& devic
     if (double(p.sequences) * double(p.value_heads) * slices * DELTA_MAX_SEGMENTS > 2e9) {
         return concat(p.sequences, " sequences times ", p.value_heads, " value heads are too many");
     }
-    const int bytes = std::max(delta_shared_bytes(128, 1), delta_shared_bytes(128, 2));
+    const int bytes = runs_native(device)
+                          ? std::max(delta_shared_bytes(128, 1), delta_shared_bytes(128, 2))
+                          : portable_delta_chain_bytes(128);
     if (bytes > device.shared_bytes_per_block) {
         return concat("the kernels need ", bytes,
                       " bytes of shared memory per block, this GPU has ",
@@ -47,15 +49,19 @@ std::string unsupported(const DeltaRuleProblem& p, const DeviceProperties& devic
 // Cycles, of an H200, as expected from the products and the chain of dependent ones: of a chunk of
 // two consumers, which fill each other's waits, of one alone, which is done sooner, and of one that
 // makes the summary of a segment; of the launches of summaries and their scan, and of the scan per
-// segment.
+// segment. Of portable kernels, whose chunks are prepared before, as expected on an A100.
 DeltaRuleConfig choose(const DeltaRuleProblem& p, const DeviceProperties& device) {
-    constexpr double cycles_of_two = 3000, cycles_of_one = 1700, cycles_of_summary = 1300;
-    constexpr double launches = 8000, scan_of_segment = 3000;
+    const bool portable = !runs_native(device);
+    const double cycles_of_two = portable ? 5500 : 3000, cycles_of_one = portable ? 3300 : 1700,
+                 cycles_of_summary = portable ? 2200 : 1300;
+    const double launches = portable ? 12000 : 8000;
+    constexpr double scan_of_segment = 3000;
     const int64_t sms = std::max(1, device.sm_count), heads = p.sequences * p.value_heads;
     const int64_t tokens =
         p.packed ? ceil_div(p.length, std::max<int64_t>(p.sequences, 1)) : p.length;
     const int64_t chunks = std::max<int64_t>(ceil_div(tokens, DELTA_CHUNK), 1);
-    DeltaRuleConfig best{.dtype = p.dtype, .key_dim = p.key_dim <= 64 ? 64 : 128};
+    DeltaRuleConfig best{
+        .dtype = p.dtype, .key_dim = p.key_dim <= 64 ? 64 : 128, .portable = portable};
     double least = std::numeric_limits<double>::infinity();
     const int64_t most = std::clamp<int64_t>(chunks / 4, 1, DELTA_MAX_SEGMENTS);
     for (const int consumers : {2, 1}) {
@@ -76,7 +82,7 @@ DeltaRuleConfig choose(const DeltaRuleProblem& p, const DeviceProperties& device
             if (cost >= least) continue;
             least = cost;
             best.consumers = consumers;
-            best.preparers = 3 - consumers;
+            best.preparers = portable ? 0 : 3 - consumers;
             best.segments = segments;
         }
     }
@@ -84,6 +90,7 @@ DeltaRuleConfig choose(const DeltaRuleProblem& p, const DeviceProperties& device
 }
 
 std::string kernel_name(const DeltaRuleConfig& c) {
+    if (c.portable) return concat("forward_", name_of(c.dtype), "_k", c.key_dim, "_portable");
     return concat("forward_", name_of(c.dtype), "_k", c.key_dim, "_", c.consumers * DELTA_VALUES,
                   "_columns");
 }
@@ -112,14 +119,38 @@ std::vector<KernelInfo> gated_delta_rule_kernels() {
             add({dtype, key_dim, 1, 2}, true, concat("segments_", name_of(dtype), "_k", key_dim));
         }
     }
-    KernelInfo scan;
-    scan.name = "scan";
-    scan.config = concat("the states between segments, ", DELTA_SCAN_COLUMNS, " columns a block");
-    scan.source = "gated_delta_rule_scan";
-    scan.symbol = concat("delta_scan_kernelILi", DELTA_SCAN_COLUMNS, 'E');
-    scan.threads = int(DELTA_MAX_KEY_DIM);
-    scan.shared_bytes = int(DELTA_MAX_KEY_DIM) * DELTA_SCAN_COLUMNS * 4 + 1024;
-    list.push_back(scan);
+    for (const DType dtype : {DType::bf16, DType::fp16}) {
+        for (const int key_dim : {64, 128}) {
+            const auto enter = [&](const char* kernel, const char* text, int threads, int bytes) {
+                KernelInfo info;
+                info.name = concat(kernel, "_", name_of(dtype), "_k", key_dim, "_portable");
+                info.config = concat(text, ", K up to ", key_dim);
+                info.source = concat("gated_delta_rule_", name_of(dtype), "_sm80");
+                info.symbol = concat("delta_portable_", kernel, "_kernelI*DeltaTilesIL<enum>",
+                                     int(dtype), "ELi", key_dim, "EE");
+                info.arch = PORTABLE;
+                info.threads = threads;
+                info.shared_bytes = bytes;
+                list.push_back(info);
+            };
+            enter("prepare", "a chunk before there is a state: H, P and decays", 128,
+                  portable_delta_prepare_bytes(key_dim));
+            enter("forward", "walk over the chunks, 64 columns of values for each 4 of 8 warps",
+                  256, portable_delta_chain_bytes(key_dim));
+        }
+    }
+    for (const bool portable : {false, true}) {
+        KernelInfo scan;
+        scan.name = portable ? "scan_portable" : "scan";
+        scan.config =
+            concat("the states between segments, ", DELTA_SCAN_COLUMNS, " columns a block");
+        scan.source = portable ? "gated_delta_rule_scan_sm80" : "gated_delta_rule_scan";
+        scan.symbol = concat("delta_scan_kernelILi", DELTA_SCAN_COLUMNS, "ELb", int(portable), 'E');
+        scan.arch = portable ? PORTABLE : NATIVE;
+        scan.threads = int(DELTA_MAX_KEY_DIM);
+        scan.shared_bytes = int(DELTA_MAX_KEY_DIM) * DELTA_SCAN_COLUMNS * 4 + 1024;
+        list.push_back(scan);
+    }
     return list;
 }
 

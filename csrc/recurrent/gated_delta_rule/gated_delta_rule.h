@@ -48,10 +48,11 @@ struct DeltaRuleConfig {
     int consumers = 2, preparers = 1;
     // Parts of each sequence, which run side by side.
     int segments = 1;
+    bool portable = false;  // one kernel prepares all chunks, before that of the consumers
 };
 TK_FIELDS(DeltaRuleProblem, dtype, sequences, heads, value_heads, length, key_dim, value_dim,
           packed)
-TK_FIELDS(DeltaRuleConfig, dtype, key_dim, consumers, preparers, segments)
+TK_FIELDS(DeltaRuleConfig, dtype, key_dim, consumers, preparers, segments, portable)
 
 // (batch, heads, length, columns); strides in elements, the last dimension has stride 1.
 struct DeltaRows {
@@ -77,6 +78,16 @@ struct DeltaRuleGate {
     bool beta_sigmoid = false, allow_neg_eigval = false;
 };
 
+// What is made of chunks before there is a state, by portable kernels (prepare_sm80.cuh).
+struct DeltaPrepared {
+    void *solved = nullptr, *scores = nullptr;  // H, P: (64, 64) a chunk and value head
+    float* vectors = nullptr;                   // (DELTA_VECTORS, 64) a chunk and value head
+    bool for_gradient = false;
+    // For a gradient with norms: normalised q and k, and the factors; else null.
+    void *q = nullptr, *k = nullptr;
+    float* norms = nullptr;
+};
+
 struct DeltaRuleParams {
     DeltaRuleProblem problem;
     DeltaRows q, k, v, out;
@@ -88,6 +99,8 @@ struct DeltaRuleParams {
     bool l2_norm = false;
     int segments = 1;
     float* workspace = nullptr;  // of delta_workspace() floats
+    int consumers = 2;           // of a portable kernel's block
+    DeltaPrepared prepared;
 };
 
 // Of each segment but the last: what it makes of a state S is M S + L, L in (K, V), then M, column
@@ -97,6 +110,41 @@ constexpr int64_t delta_segments_kept(const DeltaRuleProblem& p, int segments) {
 }
 constexpr int64_t delta_workspace(const DeltaRuleProblem& p, int segments) {
     return delta_segments_kept(p, segments) * p.key_dim * (p.value_dim + p.key_dim);
+}
+
+// ---- chunks that kernels keep something of: those of the gradient, and portable ones ----
+
+constexpr int DELTA_VECTORS = 4;  // per token: exp(c), exp(c_last - c), beta, c log2(e)
+constexpr int DELTA_SQUARE = DELTA_CHUNK * DELTA_CHUNK;
+
+// Chunks of packed sequences have slots of their own without a sum over the sequences: those of
+// sequence s begin at slot begin / 64 + s. What is behind the last one counts as a sequence.
+constexpr int64_t delta_slots(const DeltaRuleProblem& p) {
+    return p.packed ? p.length / DELTA_CHUNK + p.sequences + 1
+                    : (p.length + DELTA_CHUNK - 1) / DELTA_CHUNK;
+}
+constexpr int64_t delta_batch(const DeltaRuleProblem& p) { return p.packed ? 1 : p.sequences; }
+constexpr int64_t delta_chunks(const DeltaRuleProblem& p) {
+    return delta_batch(p) * p.value_heads * delta_slots(p);
+}
+// Floats of a portable forward behind delta_workspace(): vectors, H and P.
+constexpr int64_t delta_prepared(const DeltaRuleProblem& p) {
+    return delta_chunks(p) * (DELTA_VECTORS * DELTA_CHUNK + DELTA_SQUARE);
+}
+
+inline DeltaPrepared delta_prepared_at(float* workspace, const DeltaRuleProblem& p) {
+    uint16_t* const squares =
+        reinterpret_cast<uint16_t*>(workspace + delta_chunks(p) * DELTA_VECTORS * DELTA_CHUNK);
+    return {.solved = squares,
+            .scores = squares + delta_chunks(p) * DELTA_SQUARE,
+            .vectors = workspace};
+}
+
+// Queries or keys, or those that are normalised.
+inline DeltaRows delta_normal_rows(const DeltaRuleProblem& p, const DeltaRows& given,
+                                   const void* normal) {
+    if (normal == nullptr) return given;
+    return {normal, p.heads * p.length * p.key_dim, p.length * p.key_dim, p.key_dim};
 }
 
 std::string unsupported(const DeltaRuleProblem& problem, const DeviceProperties& device);
@@ -111,8 +159,21 @@ constexpr int delta_shared_bytes(int key_dim, int consumers) {
     return 4 * 2 * 2 * DELTA_CHUNK * key_dim + consumers * 2 * tile + 2 * (2 * tile + 1024) +
            preparers * (4 * DELTA_CHUNK * 68 + 2048) + 2048;
 }
+// Of the portable kernels: keys and queries, later N and H; and two stages of keys, H and vectors,
+// one of queries, P and values. 99 KB at most, which every GPU has.
+constexpr int portable_delta_prepare_bytes(int key_dim) {
+    constexpr int solve = 4 * DELTA_CHUNK * 68 + 2 * DELTA_SQUARE;
+    const int rows = 2 * 2 * DELTA_CHUNK * key_dim;
+    return (rows > solve ? rows : solve) + 2048;
+}
+constexpr int portable_delta_chain_bytes(int key_dim) {
+    return 3 * 2 * DELTA_CHUNK * key_dim + 5 * 2 * DELTA_SQUARE +
+           2 * 4 * DELTA_VECTORS * DELTA_CHUNK;
+}
+static_assert(portable_delta_chain_bytes(128) <= 99 * 1024);
 inline int shared_bytes_of(const DeltaRuleConfig& config) {
-    return delta_shared_bytes(config.key_dim, config.consumers);
+    return config.portable ? portable_delta_chain_bytes(config.key_dim)
+                           : delta_shared_bytes(config.key_dim, config.consumers);
 }
 
 template <DType dtype, int key_dim, int consumers>
@@ -120,7 +181,20 @@ void launch_gated_delta_rule(const DeltaRuleParams& params, Stream stream);
 // What segments make of a state; then the states between them.
 template <DType dtype, int key_dim>
 void launch_delta_segments(const DeltaRuleParams& params, Stream stream);
-template <int columns>
+template <int columns, bool portable>
 void launch_delta_scan(const DeltaRuleParams& params, Stream stream);
+
+// What a gradient keeps of each chunk: the states before it and U', in tiles of 64 columns.
+struct DeltaKept {
+    void *states = nullptr, *values = nullptr;
+    int slices = 0;
+};
+// What the walk over the chunks is for: outputs, summaries of segments, or what a gradient keeps.
+enum class DeltaWalk { outputs, summaries, kept };
+template <DType dtype, int key_dim>
+void launch_portable_delta_prepare(const DeltaRuleParams& params, Stream stream);
+template <DType dtype, int key_dim>
+void launch_portable_gated_delta_rule(const DeltaRuleParams& params, DeltaWalk walk,
+                                      const DeltaKept& kept, Stream stream);
 
 }  // namespace thunderkittens::recurrent

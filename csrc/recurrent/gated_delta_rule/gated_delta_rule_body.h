@@ -6,8 +6,25 @@
 
 namespace thunderkittens::recurrent {
 
+template <DType dtype, int key_dim>
+void run_portable_gated_delta_rule(const DeltaRuleParams& params, Stream stream) {
+    launch_portable_delta_prepare<dtype, key_dim>(params, stream);
+    if (params.segments > 1) {
+        launch_portable_gated_delta_rule<dtype, key_dim>(params, DeltaWalk::summaries, {}, stream);
+        launch_delta_scan<DELTA_SCAN_COLUMNS, true>(params, stream);
+    }
+    launch_portable_gated_delta_rule<dtype, key_dim>(params, DeltaWalk::outputs, {}, stream);
+}
+
 template <DType dtype>
 void run_gated_delta_rule(const DeltaRuleConfig& c, const DeltaRuleParams& params, Stream stream) {
+    if constexpr (BUILDS_PORTABLE) {
+        if (c.portable) {
+            (c.key_dim == 64 ? &run_portable_gated_delta_rule<dtype, 64>
+                             : &run_portable_gated_delta_rule<dtype, 128>)(params, stream);
+            return;
+        }
+    }
     const auto launch = c.key_dim == 64
                             ? (c.consumers == 1 ? &launch_gated_delta_rule<dtype, 64, 1>
                                                 : &launch_gated_delta_rule<dtype, 64, 2>)
@@ -17,7 +34,7 @@ void run_gated_delta_rule(const DeltaRuleConfig& c, const DeltaRuleParams& param
         const auto summarise = c.key_dim == 64 ? &launch_delta_segments<dtype, 64>
                                                : &launch_delta_segments<dtype, 128>;
         summarise(params, stream);
-        launch_delta_scan<DELTA_SCAN_COLUMNS>(params, stream);
+        launch_delta_scan<DELTA_SCAN_COLUMNS, false>(params, stream);
     }
     launch(params, stream);
 }
@@ -75,9 +92,15 @@ DeltaRuleResults<Tensor> gated_delta_rule_body(const Backend<Tensor>& on,
     params.scale = static_cast<float>(options.scale);
     params.l2_norm = options.l2_norm;
     const DeltaRuleConfig config = on.chosen("gated_delta_rule", choose(p, device));
-    const Tensor workspace = empty({delta_workspace(p, config.segments)}, DType::fp32, q);
+    const int64_t of_segments = delta_workspace(p, config.segments);
+    const Tensor workspace =
+        empty({of_segments + (config.portable ? delta_prepared(p) : 0)}, DType::fp32, q);
     params.segments = config.segments;
     if (config.segments > 1) params.workspace = data_as<float>(workspace);
+    if (config.portable) {
+        params.consumers = config.consumers;
+        params.prepared = delta_prepared_at(data_as<float>(workspace) + of_segments, p);
+    }
     auto launch = on.launch("gated_delta_rule", config, q);
     launch.may_read("q", q);
     launch.may_read("k", k);

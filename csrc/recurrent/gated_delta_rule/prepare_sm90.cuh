@@ -27,9 +27,9 @@ __device__ __forceinline__ void load_keys(const DeltaGlobals<K>& g, DeltaShared<
     work.sequence.load_more(stage.q, g.q, work.head, chunk * CHUNK, 0, loaded);
 }
 
-// A lane's two tokens of a chunk: what decay and beta are made of.
+// A lane's two tokens of a chunk: what decay and beta are made of, as it lies in memory.
 struct GateValues {
-    float g[2], beta[2];
+    uint32_t g[2], beta[2];
 };
 
 template <class K>
@@ -64,8 +64,7 @@ class Preparer {
             auto& tokens = all.scratch[id].tokens[i / K::preparers % 2];
             if (makes_gates) {
                 store_gates(tokens, values, i, gate_factor, gate_bias);
-                if (i + K::preparers < work.sequence.chunks())
-                    values = gate_values(i + K::preparers);
+                values = gate_values(i + K::preparers);  // nothing behind the last chunk
             }
             wait(all.loaded[i % K::stages], i / K::stages % 2);
             rt_fl<16, CHUNK> keys, queries;
@@ -112,8 +111,8 @@ class Preparer {
             const int row = chunk * CHUNK + 2 * laneid() + e;
             if (row >= work.sequence.length) continue;
             const int place = work.sequence.begin + work.sequence.first + row;
-            values.g[e] = g.g.at(work.sequence.index, work.value_head, place);
-            values.beta[e] = g.beta.at(work.sequence.index, work.value_head, place);
+            values.g[e] = g.g.bits_at(work.sequence.index, work.value_head, place);
+            values.beta[e] = g.beta.bits_at(work.sequence.index, work.value_head, place);
         }
         return values;
     }
@@ -125,8 +124,8 @@ class Preparer {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             const bool exists = chunk * CHUNK + 2 * laneid() + e < work.sequence.length;
-            decay[e] = exists ? g.gate.decay(values.g[e], factor, bias) : 0.0f;
-            beta[e] = exists ? g.gate.beta(values.beta[e]) : 0.0f;
+            decay[e] = exists ? g.gate.decay(g.g.value(values.g[e]), factor, bias) : 0.0f;
+            beta[e] = exists ? g.gate.beta(g.beta.value(values.beta[e])) : 0.0f;
         }
         float sum = decay[0] + decay[1];
 #pragma unroll

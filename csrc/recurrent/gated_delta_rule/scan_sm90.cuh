@@ -1,7 +1,7 @@
 // The states between the segments of a sequence: S <- M S + L for one segment after the other, in
 // fp32. A block has a few columns of the states of a head, a thread a row: of M, whose columns are
 // adjacent in memory, it reads its elements a batch at a time, and of S the columns' elements from
-// shared memory.
+// shared memory. The portable kernel is the same.
 #pragma once
 
 #include "csrc/recurrent/gated_delta_rule/types_sm90.cuh"
@@ -16,7 +16,7 @@ struct ScanGlobals {
     int value_heads, key_dim, value_dim, slices, segments;
 };
 
-template <int columns>
+template <int columns, bool portable>
 __global__ __launch_bounds__(SCAN_THREADS) void delta_scan_kernel(
     const __grid_constant__ ScanGlobals g) {
     static_assert(columns % 4 == 0);
@@ -90,7 +90,7 @@ __global__ __launch_bounds__(SCAN_THREADS) void delta_scan_kernel(
 
 namespace thunderkittens::recurrent {
 
-template <int columns>
+template <int columns, bool portable>
 void launch_delta_scan(const DeltaRuleParams& params, Stream stream) {
     const DeltaRuleProblem& p = params.problem;
     const int64_t states = delta_segments_kept(p, params.segments) * p.key_dim * p.value_dim;
@@ -104,7 +104,7 @@ void launch_delta_scan(const DeltaRuleParams& params, Stream stream) {
                                      .slices = int(slices),
                                      .segments = params.segments};
     constexpr int bytes = delta::SCAN_THREADS * columns * int(sizeof(float)) + 1024;
-    kittens::launch(delta::delta_scan_kernel<columns>,
+    kittens::launch(delta::delta_scan_kernel<columns, portable>,
                     dim3(unsigned(p.sequences * p.value_heads * slices)), dim3(delta::SCAN_THREADS),
                     dim3(1), bytes, stream, globals);
 }

@@ -110,10 +110,18 @@ struct NumberView {
           batch_stride(packed ? 0 : x.batch_stride),
           head_stride(x.head_stride),
           row_stride(x.row_stride) {}
-    __device__ __forceinline__ float at(int b, int head, int row) const {
+    // As it lies in memory: a conversion behind the load would wait for it.
+    __device__ __forceinline__ uint32_t bits_at(int b, int head, int row) const {
         const int64_t place = b * batch_stride + head * head_stride + row * row_stride;
-        if (is_fp32) return arch::load_global_readonly(static_cast<const float*>(data) + place);
-        return convert<float>(arch::load_global_readonly(static_cast<const T*>(data) + place));
+        if (is_fp32) return arch::load_global_readonly(static_cast<const uint32_t*>(data) + place);
+        return arch::load_global_readonly(static_cast<const uint16_t*>(data) + place);
+    }
+    __device__ __forceinline__ float value(uint32_t bits) const {
+        if (is_fp32) return arch::bit_cast<float>(bits);
+        return convert<float>(arch::bit_cast<T>(uint16_t(bits)));
+    }
+    __device__ __forceinline__ float at(int b, int head, int row) const {
+        return value(bits_at(b, head, row));
     }
 };
 

@@ -23,9 +23,10 @@ namespace thunderkittens::recurrent {
 struct DeltaBackwardConfig {
     DType dtype = DType::bf16;
     int key_dim = 128;  // columns of a tile: 64 or 128
-    int slices = 2;     // of 64 columns of the values: 1, 2 or 4
+    int slices = 2;     // of 64 columns of the values: 1, 2 or 4; of portable kernels also 3
+    bool portable = false;
 };
-TK_FIELDS(DeltaBackwardConfig, dtype, key_dim, slices)
+TK_FIELDS(DeltaBackwardConfig, dtype, key_dim, slices, portable)
 
 struct DeltaBackwardParams {
     DeltaRuleParams forward;  // its final is the gradient of the final state; `out` is not read
@@ -37,16 +38,6 @@ struct DeltaBackwardParams {
     int sm_count = 1;
     uint8_t* workspace = nullptr;  // of delta_backward_workspace() bytes
 };
-
-constexpr int DELTA_VECTORS = 4;  // per token: exp(c), exp(c_last - c), beta, c log2(e)
-
-// Chunks of packed sequences have slots of their own without a sum over the sequences: those of
-// sequence s begin at slot begin / 64 + s. What is behind the last one counts as a sequence.
-constexpr int64_t delta_slots(const DeltaRuleProblem& p) {
-    return p.packed ? p.length / DELTA_CHUNK + p.sequences + 1
-                    : (p.length + DELTA_CHUNK - 1) / DELTA_CHUNK;
-}
-constexpr int64_t delta_batch(const DeltaRuleProblem& p) { return p.packed ? 1 : p.sequences; }
 
 // Bytes from the workspace's beginning, each a multiple of 256.
 struct DeltaBackwardWorkspace {
@@ -65,7 +56,7 @@ struct DeltaBackwardWorkspace {
             bytes += (count + 255) / 256 * 256;
             return at;
         };
-        const int64_t chunks = delta_batch(p) * p.value_heads * delta_slots(p);
+        const int64_t chunks = delta_chunks(p);
         const int64_t tokens = l2_norm ? delta_batch(p) * p.heads * p.length : 0;
         states = take(chunks * c.slices * DELTA_VALUES * c.key_dim * 2);
         grad_states = take(chunks * c.slices * DELTA_VALUES * c.key_dim * 2);
@@ -91,6 +82,12 @@ constexpr int delta_gradients_bytes(int key_dim, int slices) {
     return 6 * 128 * key_dim + stages * (slices * 24 + 1) * 1024 + 16 * 1024 + 5 * 1024;
 }
 
+// Of the portable kernel of the chunks; 99 KB at most, which every GPU has.
+constexpr int portable_delta_gradients_bytes(int key_dim) {
+    return 4 * 2 * DELTA_CHUNK * key_dim + 3 * 2 * DELTA_SQUARE + 4 * 1024;
+}
+static_assert(portable_delta_gradients_bytes(128) <= 99 * 1024);
+
 std::string unsupported_delta_backward(const DeltaRuleProblem& problem,
                                        const DeviceProperties& device);
 DeltaBackwardConfig choose_delta_backward(const DeltaRuleProblem& problem,
@@ -104,7 +101,12 @@ template <DType dtype, int key_dim>
 void launch_delta_states(const DeltaBackwardParams& params, Stream stream);
 template <DType dtype, int key_dim, int slices>
 void launch_delta_gradients(const DeltaBackwardParams& params, Stream stream);
-template <int threads>
+template <int threads, bool portable>
 void launch_delta_gate_sums(const DeltaBackwardParams& params, Stream stream);
+// Behind the portable kernels of the forward, which keep the states.
+template <DType dtype, int key_dim>
+void launch_portable_delta_states(const DeltaBackwardParams& params, Stream stream);
+template <DType dtype, int key_dim>
+void launch_portable_delta_gradients(const DeltaBackwardParams& params, Stream stream);
 
 }  // namespace thunderkittens::recurrent

@@ -1,5 +1,6 @@
 // The last kernel of the gated delta rule's gradient, where A_log or dt_bias wants one: a block
-// sums what the chunks of a value head have left, in a fixed order.
+// sums what the chunks of a value head have left, in a fixed order. The portable kernel is the
+// same.
 #pragma once
 
 #include "csrc/recurrent/gated_delta_rule_backward/backward_rows_sm90.cuh"
@@ -13,7 +14,7 @@ struct DeltaGateSums {
     int batch, slots;
 };
 
-template <int threads>
+template <int threads, bool portable>
 __global__ __launch_bounds__(threads) void delta_gate_sums_kernel(
     const __grid_constant__ DeltaGateSums g) {
     constexpr int warps = threads / WARP_THREADS;
@@ -44,7 +45,7 @@ __global__ __launch_bounds__(threads) void delta_gate_sums_kernel(
 
 }  // namespace delta_gradient
 
-template <int threads>
+template <int threads, bool portable>
 void launch_delta_gate_sums(const DeltaBackwardParams& params, Stream stream) {
     using namespace delta_gradient;
     const DeltaRuleProblem& p = params.forward.problem;
@@ -52,7 +53,7 @@ void launch_delta_gate_sums(const DeltaBackwardParams& params, Stream stream) {
     const DeltaGateSums globals{reinterpret_cast<const float2*>(params.workspace + w.gates),
                                 params.grad_A_log, params.grad_dt_bias, int(delta_batch(p)),
                                 int(delta_slots(p))};
-    kittens::launch({.dependent = true}, delta_gate_sums_kernel<threads>,
+    kittens::launch({.dependent = !portable}, delta_gate_sums_kernel<threads, portable>,
                     dim3(unsigned(p.value_heads)), dim3(threads), dim3(1), 2048, stream, globals);
 }
 

@@ -64,36 +64,40 @@ __device__ __forceinline__ float multiply_states(const DeltaGradientsGlobals<G>&
     return warp_sum(sum);
 }
 
-// What the gradients of a lane's two tokens need of memory, on its way while the sums are made.
-template <class G>
+// What the gradients of a lane's two tokens need of memory, on its way while the sums are made. What
+// follows a load at once would wait for it, conversions too.
+template <class Globals>
 struct GateInputs {
-    float g[2], beta[2], factor, bias, last;  // of the chunk, exp(c_last)
+    uint32_t g[2], beta[2];   // as they lie in memory
+    float A_log, bias, last;  // of the chunk, exp(c_last)
 
-    __device__ __forceinline__ GateInputs(const DeltaGradientsGlobals<G>& from,
-                                          const DeltaChunk& chunk, int value_head) {
+    // `at` is the chunk's place in the workspace.
+    template <class Place>
+    __device__ __forceinline__ GateInputs(const Globals& from, const float* all_vectors,
+                                          const DeltaChunk& chunk, int value_head, Place at) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int row = ::min(chunk.row() + 2 * laneid() + i, chunk.length - 1);
-            g[i] = from.g.load(chunk, value_head, row);
-            beta[i] = from.beta.load(chunk, value_head, row);
+            g[i] = from.g.load_bits(chunk, value_head, row);
+            beta[i] = from.beta.load_bits(chunk, value_head, row);
         }
-        const float* vectors = from.vectors.raw_ptr + int64_t(chunk_at(from, chunk, value_head)) *
-                                                          (DELTA_VECTORS * DELTA_CHUNK);
+        const float* vectors = all_vectors + int64_t(at) * (DELTA_VECTORS * DELTA_CHUNK);
         last = arch::load_global_readonly(vectors + EXP_C * DELTA_CHUNK + DELTA_CHUNK - 1);
-        factor = from.gate.factor(value_head), bias = from.gate.bias(value_head);
+        A_log = from.gate.rate(value_head), bias = from.gate.bias(value_head);
     }
 };
 
-// The gradients of a chunk's gates, by one warp; a lane has two neighbouring tokens.
-template <class G>
-__device__ __forceinline__ void finish_gates(const DeltaGradientsGlobals<G>& g,
-                                             DeltaGradientsShared<G>& shared,
-                                             const GateInputs<G>& inputs, const DeltaChunk& chunk,
-                                             int value_head, int buffer) {
+// The gradients of a chunk's gates, by one warp; a lane has two neighbouring tokens. The
+// parts of <S, dS> are summed; `at` is the chunk's place in the workspace.
+template <int parts, class Globals, class Rows, class Products, class Place>
+__device__ __forceinline__ void finish_gates(const Globals& g, const Rows& rows,
+                                             const Products& products,
+                                             const GateInputs<Globals>& inputs,
+                                             const DeltaChunk& chunk, int value_head, Place at) {
     auto lane = uint32_t(laneid());
     arch::pin_register(lane);  // else its neighbours are registers all the while
     const auto pair_of = [&](DeltaRowSum which) {
-        return arch::load_shared<float2>(shared.rows[buffer][which].address_of(2 * lane));
+        return arch::load_shared<float2>(rows[which].address_of(2 * lane));
     };
     const float2 queries = pair_of(QUERY_ROWS), keys = pair_of(KEY_ROWS),
                  states = pair_of(STATE_ROWS), betas = pair_of(BETA_ROWS);
@@ -101,24 +105,24 @@ __device__ __forceinline__ void finish_gates(const DeltaGradientsGlobals<G>& g,
     float behind = e.x + e.y, before = states.x + states.y;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
-        const float x = arch::shuffle(behind, lane + distance & 31),
-                    y = arch::shuffle(before, lane - distance & 31);
+        const float x = arch::shuffle(behind, (lane + distance) & 31),
+                    y = arch::shuffle(before, (lane - distance) & 31);
         if (lane + distance < 32) behind += x;
         if (lane >= distance) before += y;
     }
-    float inner = shared.products[buffer].get(0);
-    for (int w = 1; w < DELTA_SUM_WARPS; ++w) inner += shared.products[buffer].get(w);
+    float inner = products.get(0);
+    for (int w = 1; w < parts; ++w) inner += products.get(w);
     inner *= inputs.last;
     const float of_first = behind + (before - states.x - states.y) + inner;
     const float dg[2] = {of_first, of_first - e.x + states.x};
     const float dbeta[2] = {betas.x, betas.y};
-    const float factor = inputs.factor, bias = inputs.bias;
+    const float factor = g.gate.factor_of(inputs.A_log), bias = inputs.bias;
     float sum_A = 0.0f, sum_bias = 0.0f;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int row = chunk.row() + 2 * lane + i;
         if (row >= chunk.length) continue;
-        const float x = inputs.g[i], b = inputs.beta[i];
+        const float x = g.g.value(inputs.g[i]), b = g.beta.value(inputs.beta[i]);
         const float slope = dg[i] * g.gate.decay_slope(x, factor, bias);
         g.dg.store(chunk, value_head, row, slope);
         g.dbeta.store(chunk, value_head, row, dbeta[i] * g.gate.beta_slope(b));
@@ -129,8 +133,20 @@ __device__ __forceinline__ void finish_gates(const DeltaGradientsGlobals<G>& g,
     sum_A = warp_sum(sum_A);
     sum_bias = warp_sum(sum_bias);
     if (lane == 0) {
-        arch::store_global(reinterpret_cast<float2*>(g.gates) + chunk_at(g, chunk, value_head),
-                           {sum_A, sum_bias});
+        arch::store_global(reinterpret_cast<float2*>(g.gates) + at, {sum_A, sum_bias});
+    }
+}
+
+// Zeros for tokens that no sequence has, by one warp; at() is the chunk's place in the workspace.
+template <class Globals, class Place>
+__device__ __forceinline__ void clear_gates(const Globals& g, const DeltaChunk& chunk,
+                                            int value_head, Place at) {
+    if (g.gates != nullptr && laneid() == 0)
+        arch::store_global(reinterpret_cast<float2*>(g.gates) + at(), float2{0.0f, 0.0f});
+    if (!chunk.exists) return;
+    for (int i = laneid(); i < DELTA_CHUNK && i < chunk.tokens(); i += WARP_THREADS) {
+        g.dg.store(chunk, value_head, chunk.row() + i, 0.0f);
+        g.dbeta.store(chunk, value_head, chunk.row() + i, 0.0f);
     }
 }
 
@@ -145,7 +161,8 @@ __device__ __forceinline__ void sum_gates(const DeltaGradientsGlobals<G>& g,
 #pragma unroll 1
             for (int r = 0; r < g.ratio; ++r, ++n) {
                 const int buffer = n % 2, value_head = head * g.ratio + r;
-                const GateInputs<G> inputs(g, chunk, value_head);
+                const GateInputs inputs(g, g.vectors.raw_ptr, chunk, value_head,
+                                        chunk_at(g, chunk, value_head));
                 float sum;
                 if constexpr (G::rings_hold_all)
                     sum = multiply_tiles(shared, n, warp);
@@ -159,7 +176,9 @@ __device__ __forceinline__ void sum_gates(const DeltaGradientsGlobals<G>& g,
                 arch::sync_warp();
                 if (warp != 0) continue;
                 wait(shared.rows_full[buffer], n / 2 % 2);
-                finish_gates(g, shared, inputs, chunk, value_head, buffer);
+                finish_gates<DELTA_SUM_WARPS>(g, shared.rows[buffer], shared.products[buffer],
+                                              inputs, chunk, value_head,
+                                              chunk_at(g, chunk, value_head));
                 arch::sync_warp();
                 if (laneid() == 0) arrive(shared.rows_empty[buffer]);
             }
@@ -167,16 +186,7 @@ __device__ __forceinline__ void sum_gates(const DeltaGradientsGlobals<G>& g,
         [&](const DeltaChunk& chunk, int head) {
             for (int r = 0; r < g.ratio && warp == 0; ++r) {
                 const int value_head = head * g.ratio + r;
-                if (g.gates != nullptr && laneid() == 0) {
-                    arch::store_global(
-                        reinterpret_cast<float2*>(g.gates) + chunk_at(g, chunk, value_head),
-                        float2{0.0f, 0.0f});
-                }
-                if (!chunk.exists) continue;
-                for (int i = laneid(); i < DELTA_CHUNK && i < chunk.tokens(); i += WARP_THREADS) {
-                    g.dg.store(chunk, value_head, chunk.row() + i, 0.0f);
-                    g.dbeta.store(chunk, value_head, chunk.row() + i, 0.0f);
-                }
+                clear_gates(g, chunk, value_head, [&] { return chunk_at(g, chunk, value_head); });
             }
         });
 }

@@ -9,13 +9,11 @@
 //            and cancel where keys repeat; the rows do not.
 #pragma once
 
+#include "csrc/recurrent/gated_delta_rule/within_chunks.cuh"
 #include "csrc/recurrent/gated_delta_rule_backward/backward_types_sm90.cuh"
 
 namespace thunderkittens::recurrent {
 namespace delta_gradient {
-
-// Rows of N: a multiple of 16 bytes, beside whole banks.
-constexpr int DELTA_PITCH = 68;
 
 template <class K>
 struct DeltaPrepareGlobals {
@@ -42,86 +40,23 @@ struct DeltaPrepareShared {
     semaphore full;
 };
 
-// Divides a row by sqrt(sum x^2 + eps), in shared memory and in the workspace; two lanes a row.
-template <class K>
-__device__ __forceinline__ void normalize_rows(const DeltaPrepareGlobals<K>& g,
-                                               typename K::token_tile& tile, typename K::T* normal,
-                                               float* norms, const DeltaChunk& chunk, int head) {
-    using T = typename K::T;
-    constexpr int half = K::key_dim / 2;
-    const int row = threadIdx.x / 2, first = threadIdx.x % 2 * half;
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < half; i += 8) {
-        const uint4 word = arch::load_shared<uint4>(tile.address_of(row, first + i));
-        const uint32_t parts[4] = {word.x, word.y, word.z, word.w};
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            const float2 x = unpack_pair<T>(arch::bit_cast<packed_type<T>>(parts[n]));
-            sum = fmaf(x.x, x.x, fmaf(x.y, x.y, sum));
-        }
-    }
-    const float factor = arch::reciprocal_sqrt(sum + arch::shuffle_xor(sum, 1) + DELTA_L2_EPS);
-    const bool exists = row < chunk.tokens();
-    const int64_t token =
-        (int64_t(chunk.b) * g.heads + head) * g.sequences.length + chunk.begin + chunk.row() + row;
-    if (exists && first == 0) arch::store_global(norms + token, factor);
-#pragma unroll
-    for (int i = 0; i < half; i += 8) {
-        const uint32_t at = tile.address_of(row, first + i);
-        const uint4 word = arch::load_shared<uint4>(at);
-        uint32_t parts[4] = {word.x, word.y, word.z, word.w};
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            const float2 x = unpack_pair<T>(arch::bit_cast<packed_type<T>>(parts[n]));
-            parts[n] = arch::bit_cast<uint32_t>(pack_pair<T>(x.x * factor, x.y * factor));
-        }
-        const uint4 result = {parts[0], parts[1], parts[2], parts[3]};
-        arch::store_shared(at, result);
-        if (exists && first + i < g.key_dim) {
-            arch::store_global(reinterpret_cast<uint4*>(normal + token * g.key_dim + first + i),
-                               result);
-        }
-    }
-}
-
 // The vectors of a chunk, by one warp; a lane has two neighbouring tokens.
 template <class K>
 __device__ __forceinline__ void make_vectors(const DeltaPrepareGlobals<K>& g,
                                              DeltaPrepareShared<K>& shared, const DeltaChunk& chunk,
                                              int value_head, float* vectors) {
     const int lane = laneid();
-    const float factor = g.gate.factor(value_head), bias = g.gate.bias(value_head);
-    float decay[2], beta[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const int row = chunk.row() + 2 * lane + i;
-        decay[i] = beta[i] = 0.0f;
-        if (row < chunk.length) {
-            const float x = g.gate.decay(g.g.load(chunk, value_head, row), factor, bias);
-            // Below, the decay is 0 in fp32 anyway; an infinite one would leave no differences.
-            decay[i] = fmaxf(x * DELTA_LOG2_E, -130.0f);
-            beta[i] = g.gate.beta(g.beta.load(chunk, value_head, row));
-        }
-    }
-    float sum = decay[0] + decay[1];
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const float before = arch::shuffle(sum, lane - distance & 31);
-        if (lane >= distance) sum += before;
-    }
-    const float last = arch::shuffle(sum, 31);
-    const float2 c = {sum - decay[1], sum};
+    const auto [c, beta, last] = sum_gates_of(g, chunk, value_head);
     const auto store = [&](DeltaVector which, float2 pair) {
         arch::store_global(reinterpret_cast<float2*>(vectors + which * DELTA_CHUNK + 2 * lane),
                            pair);
     };
     store(EXP_C, {arch::exp2_approx(c.x), arch::exp2_approx(c.y)});
     store(EXP_REST, {arch::exp2_approx(last - c.x), arch::exp2_approx(last - c.y)});
-    store(BETA, {beta[0], beta[1]});
+    store(BETA, beta);
     store(LOG2_C, c);
     arch::store_shared(shared.c.address_of(2 * lane), c);
-    arch::store_shared(shared.beta.address_of(2 * lane), float2{beta[0], beta[1]});
+    arch::store_shared(shared.beta.address_of(2 * lane), beta);
 }
 
 // P and N of a value head, from the accumulators of Q K^T and K K^T.
@@ -151,47 +86,6 @@ __device__ __forceinline__ void decay_products(DeltaPrepareShared<K>& shared,
     warpgroup::store(shared.scores, scores);
 }
 
-// Row i of H is -(N_i + sum over m < i of N_im beta_m H_m). Lanes l and l + 16 have the same
-// column, and every other four terms of its sums.
-template <class K>
-__device__ __forceinline__ void solve_columns(DeltaPrepareShared<K>& shared) {
-    using T = typename K::T;
-    const int warp = arch::warp_uniform(warpgroup::warpid()), lane = laneid();
-    const int column = 16 * warp + lane % 16, share = lane / 16;
-    float weighted[32];  // beta_m H_m of this lane's terms
-#pragma unroll
-    for (int i = 0; i < 32; ++i) weighted[i] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 64; ++i) {
-        float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-        for (int block = 0; block <= i / 16; ++block) {
-            // Rows above the warp's columns are zero.
-            if (block < warp) continue;
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                const int m = 16 * block + 8 * n;
-                if (m >= i) continue;
-                const auto terms =
-                    arch::load_shared<float4>(shared.n.address_of(i * DELTA_PITCH + m + 4 * share));
-                const int at = m / 2;
-                sums[0] = fmaf(terms.x, weighted[at], sums[0]);
-                sums[1] = fmaf(terms.y, weighted[at + 1], sums[1]);
-                sums[2] = fmaf(terms.z, weighted[at + 2], sums[2]);
-                sums[3] = fmaf(terms.w, weighted[at + 3], sums[3]);
-            }
-        }
-        float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-        sum += arch::shuffle_xor(sum, 16);
-        const float h = -(shared.n.get(i * DELTA_PITCH + column) + sum);
-        const bool own = i / 4 % 2 == share;
-        if (own) {
-            weighted[i / 8 * 4 + i % 4] = shared.beta.get(i) * h;
-            shared.solved.set(i, column, convert<T>(h));
-        }
-    }
-}
-
 template <class K>
 __global__ __launch_bounds__(WARPGROUP_THREADS) void delta_prepare_kernel(
     const __grid_constant__ DeltaPrepareGlobals<K> g) {
@@ -211,8 +105,8 @@ __global__ __launch_bounds__(WARPGROUP_THREADS) void delta_prepare_kernel(
     arch::sync_block();
     wait(shared.full, 0);
     if (g.normal_q != nullptr) {
-        normalize_rows(g, shared.q, g.normal_q, g.norms, chunk, head);
-        normalize_rows(g, shared.k, g.normal_k, g.norms + g.tokens, chunk, head);
+        normalize_rows<K>(g, shared.q, g.normal_q, g.norms, chunk, head);
+        normalize_rows<K>(g, shared.k, g.normal_k, g.norms + g.tokens, chunk, head);
         arch::fence_async_shared();
         arch::sync_block();
     }
@@ -233,7 +127,7 @@ __global__ __launch_bounds__(WARPGROUP_THREADS) void delta_prepare_kernel(
         arch::sync_block();
         decay_products(shared, qk, kk, g.scale);
         arch::sync_block();
-        solve_columns(shared);
+        solve_columns<K>(shared, [](float h, int, int) { return h; });
         arch::sync_block();
         if (first_thread()) {
             tma::store_async(g.scores, shared.scores, {int(at), 0});

@@ -136,7 +136,7 @@ __device__ __forceinline__ void store_pairs(T* upper, T* lower, bool has_upper, 
 
 // dV = beta Y, already operands.
 template <class G, int slices>
-__device__ __forceinline__ void store_values(const GradientRows<typename G::T>& to,
+__device__ __forceinline__ void store_values(const TokenRows<typename G::T>& to,
                                              const typename G::operand (&operands)[slices],
                                              const DeltaChunk& chunk, int value_head) {
     if (to.data == nullptr) return;
@@ -155,10 +155,10 @@ __device__ __forceinline__ void store_values(const GradientRows<typename G::T>& 
 
 // A gradient of normalised rows y with y . dy = dot becomes that of the rows, and goes to memory.
 template <class G, class Globals, any_shared_tile Tile>
-__device__ __forceinline__ void finish_rows(const GradientRows<typename G::T>& to,
-                                            const float* norms, const Globals& g,
-                                            const typename G::sum_tile& sums, float2 dot,
-                                            Tile& tokens, const DeltaChunk& chunk, int head) {
+__device__ __forceinline__ void finish_rows(const TokenRows<typename G::T>& to, const float* norms,
+                                            const Globals& g, const typename G::sum_tile& sums,
+                                            float2 dot, Tile& tokens, const DeltaChunk& chunk,
+                                            int head) {
     using T = typename G::T;
     if (to.data == nullptr) return;
     const int row = lane_row();
@@ -192,7 +192,7 @@ __device__ __forceinline__ void finish_rows(const GradientRows<typename G::T>& t
 
 // Zeros for tokens that no sequence has, by a warpgroup.
 template <class G>
-__device__ __forceinline__ void clear_rows(const GradientRows<typename G::T>& to,
+__device__ __forceinline__ void clear_rows(const TokenRows<typename G::T>& to,
                                            const DeltaChunk& chunk, int head) {
     if (to.data == nullptr || !chunk.exists) return;
     const int words = to.columns / 8, count = ::min(DELTA_CHUNK, chunk.tokens()) * words;

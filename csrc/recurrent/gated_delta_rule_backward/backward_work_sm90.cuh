@@ -37,7 +37,7 @@ struct DeltaGradientsGlobals {
     tile_rows<typename K::token_tile> states, grad_states;
     tile_rows<typename K::square_tile> values, grad_values;
     vector_rows<typename K::vectors> vectors;
-    GradientRows<T> dq, dk, dv;
+    TokenRows<T> dq, dk, dv;
     TokenNumbers<T> g, beta, dg, dbeta;
     DeltaGate gate;
     DeltaSequences sequences;

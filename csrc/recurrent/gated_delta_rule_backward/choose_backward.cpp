@@ -17,8 +17,11 @@ std::string unsupported_delta_backward(const DeltaRuleProblem& p, const DevicePr
             "the gradient keeps ", int64_t(chunks),
             " states, of every chunk of 64 tokens of every value head; they are too many");
     }
-    const int bytes = std::max(
-        {delta_states_bytes(128), delta_gradients_bytes(128, 2), delta_gradients_bytes(128, 4)});
+    const int bytes =
+        runs_native(device)
+            ? std::max({delta_states_bytes(128), delta_gradients_bytes(128, 2),
+                        delta_gradients_bytes(128, 4)})
+            : std::max(portable_delta_chain_bytes(128), portable_delta_gradients_bytes(128));
     if (bytes > device.shared_bytes_per_block) {
         return concat("the kernels need ", bytes,
                       " bytes of shared memory per block, this GPU has ",
@@ -27,12 +30,16 @@ std::string unsupported_delta_backward(const DeltaRuleProblem& p, const DevicePr
     return "";
 }
 
-DeltaBackwardConfig choose_delta_backward(const DeltaRuleProblem& p, const DeviceProperties&) {
+DeltaBackwardConfig choose_delta_backward(const DeltaRuleProblem& p,
+                                          const DeviceProperties& device) {
     const int64_t slices = ceil_div(p.value_dim, DELTA_VALUES);
-    return {p.dtype, p.key_dim <= 64 ? 64 : 128, int(slices == 3 ? 4 : slices)};
+    const bool portable = !runs_native(device);
+    return {p.dtype, p.key_dim <= 64 ? 64 : 128, int(slices == 3 && !portable ? 4 : slices),
+            portable};
 }
 
 std::string kernel_name(const DeltaBackwardConfig& c) {
+    if (c.portable) return concat("gradients_", name_of(c.dtype), "_k", c.key_dim, "_portable");
     return concat("gradients_", name_of(c.dtype), "_k", c.key_dim, "_v", c.slices * DELTA_VALUES);
 }
 
@@ -70,12 +77,35 @@ std::vector<KernelInfo> delta_backward_kernels() {
             }
         }
     }
-    list.push_back({.name = "gate_sums",
-                    .config = "sums of the chunks for A_log and dt_bias",
-                    .source = "delta_backward_gate_sums",
-                    .symbol = "delta_gate_sums_kernelILi128E",
-                    .threads = 128,
-                    .shared_bytes = 2048});
+    for (const DType dtype : {DType::bf16, DType::fp16}) {
+        for (const int key_dim : {64, 128}) {
+            const auto enter = [&](const char* kernel, const char* text, int bytes) {
+                KernelInfo info;
+                info.name = concat(kernel, "_", name_of(dtype), "_k", key_dim, "_portable");
+                info.config = concat(text, ", K up to ", key_dim);
+                info.source = concat("delta_backward_", kernel, '_', name_of(dtype), "_sm80");
+                info.symbol = concat("delta_portable_", kernel, "_kernelI*DeltaTilesIL<enum>",
+                                     int(dtype), "ELi", key_dim, "EE");
+                info.arch = PORTABLE;
+                info.threads = 256;
+                info.shared_bytes = bytes;
+                list.push_back(info);
+            };
+            enter("states", "gradients of states, 64 columns of values for each 4 of 8 warps",
+                  portable_delta_chain_bytes(key_dim));
+            enter("gradients", "gradients of a chunk, 4 warps for dQ and 4 for dK and dV",
+                  portable_delta_gradients_bytes(key_dim));
+        }
+    }
+    for (const bool portable : {false, true}) {
+        list.push_back({.name = portable ? "gate_sums_portable" : "gate_sums",
+                        .config = "sums of the chunks for A_log and dt_bias",
+                        .source = concat("delta_backward_gate_sums", portable ? "_sm80" : ""),
+                        .symbol = concat("delta_gate_sums_kernelILi128ELb", int(portable), 'E'),
+                        .arch = portable ? PORTABLE : NATIVE,
+                        .threads = 128,
+                        .shared_bytes = 2048});
+    }
     return list;
 }
 

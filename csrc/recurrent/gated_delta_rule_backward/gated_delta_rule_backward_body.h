@@ -10,7 +10,37 @@
 namespace thunderkittens::recurrent {
 
 template <DType dtype, int key_dim>
+void run_portable_delta_backward(DeltaBackwardParams params, Stream stream) {
+    DeltaRuleParams& call = params.forward;
+    const DeltaBackwardWorkspace w(call.problem, params.config, call.l2_norm);
+    const auto at = [&](int64_t offset) { return params.workspace + offset; };
+    call.consumers = params.config.slices == 1 ? 1 : 2;
+    call.prepared = {.solved = at(w.solved),
+                     .scores = at(w.scores),
+                     .vectors = reinterpret_cast<float*>(at(w.vectors)),
+                     .for_gradient = true};
+    if (call.l2_norm) {
+        call.prepared.q = at(w.q);
+        call.prepared.k = at(w.k);
+        call.prepared.norms = reinterpret_cast<float*>(at(w.norms));
+    }
+    launch_portable_delta_prepare<dtype, key_dim>(call, stream);
+    launch_portable_gated_delta_rule<dtype, key_dim>(
+        call, DeltaWalk::kept, {at(w.states), at(w.values), params.config.slices}, stream);
+    launch_portable_delta_states<dtype, key_dim>(params, stream);
+    launch_portable_delta_gradients<dtype, key_dim>(params, stream);
+    if (params.grad_A_log != nullptr || params.grad_dt_bias != nullptr)
+        launch_delta_gate_sums<128, true>(params, stream);
+}
+
+template <DType dtype, int key_dim>
 void run_delta_backward(const DeltaBackwardParams& params, Stream stream) {
+    if constexpr (BUILDS_PORTABLE) {
+        if (params.config.portable) {
+            run_portable_delta_backward<dtype, key_dim>(params, stream);
+            return;
+        }
+    }
     launch_delta_prepare<dtype, key_dim>(params, stream);
     launch_delta_states<dtype, key_dim>(params, stream);
     const int slices = params.config.slices;
@@ -18,7 +48,7 @@ void run_delta_backward(const DeltaBackwardParams& params, Stream stream) {
      : slices == 2 ? &launch_delta_gradients<dtype, key_dim, 2>
                    : &launch_delta_gradients<dtype, key_dim, 4>)(params, stream);
     if (params.grad_A_log != nullptr || params.grad_dt_bias != nullptr)
-        launch_delta_gate_sums<128>(params, stream);
+        launch_delta_gate_sums<128, false>(params, stream);
 }
 
 // In the order of the results, and of `needs`.
