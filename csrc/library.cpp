@@ -303,6 +303,18 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
         "seed, float eps=1e-5, float dropout_p=0.0, bool[4] needs=[True, True, True, True]) -> "
         "(Tensor grad_x, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)");
 
+    // The norms with results in fp8 or NVFP4. output: 0 fp8 with the scale that is given, 1 by
+    // rows, 2 by 128 neighbours, 3 NVFP4 with the global scale that is given, the scales of its
+    // blocks in the 128x4 layout (swizzle) or plain. Without a residual the sum is empty.
+    m.def(
+        "rms_norm_quantize(Tensor x, Tensor? weight=None, Tensor? residual=None, Tensor? "
+        "scale=None, int output=1, bool swizzle=True, float eps=1e-6, float weight_offset=0.0) -> "
+        "(Tensor data, Tensor data_scale, Tensor sum)");
+    m.def(
+        "layer_norm_quantize(Tensor x, Tensor? weight=None, Tensor? bias=None, Tensor? "
+        "residual=None, Tensor? scale=None, int output=1, bool swizzle=True, float eps=1e-5) -> "
+        "(Tensor data, Tensor data_scale, Tensor sum)");
+
     // x (B, H, T, D) or, packed, (T, H, D); cos and sin (positions, R / 2) or (B, T, R / 2), of x's
     // dtype or fp32; positions int32 or int64 (T,) or (B, T), offsets (B,), cu_seqlens int32;
     // heads: those that are rotated, -1 is all.

@@ -76,6 +76,7 @@ EMULATED_SUITES = (
     "test_gemm_short_k",
     "test_grouped_gemm",
     "test_layer_norm",
+    "test_layer_norm_quantize",
     "test_merge_attention",
     "test_mxfp8_dequantize",
     "test_mxfp8_gemm",
@@ -90,6 +91,7 @@ EMULATED_SUITES = (
     "test_nvfp4_quantize",
     "test_recurrent_gradient",
     "test_rms_norm",
+    "test_rms_norm_quantize",
     "test_rotary",
     "test_zero_sizes",
 )
@@ -110,7 +112,11 @@ PORTABLE_SUITES = (
     "test_gated_delta_rule_gradient",
     "test_grouped_gemm",
     "test_layer_norm",
+<<<<<<< HEAD
     "test_linear_attention",
+=======
+    "test_layer_norm_quantize",
+>>>>>>> 1d043bac492b54c13626b4b6cd57eb7901772a11
     "test_merge_attention",
     "test_mxfp8_dequantize",
     "test_mxfp8_gemm",
@@ -125,6 +131,7 @@ PORTABLE_SUITES = (
     "test_nvfp4_quantize",
     "test_recurrent_gradient",
     "test_rms_norm",
+    "test_rms_norm_quantize",
     "test_rotary",
     "test_ssd",
 )

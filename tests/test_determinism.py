@@ -6,6 +6,7 @@ other orders, which a GPU may or may not take.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -257,6 +258,25 @@ def rms_norm() -> Any:
             yield (lambda call=call: call(40)), (lambda call=call: call(1))
 
 
+def rms_norm_quantize() -> Any:
+    """Also of layer norms; of rows in registers, and of those that are read again."""
+    scale = torch.tensor(0.01)
+    for width, norm, output in itertools.product(
+        (40, 1034, 4096),
+        (tk.rms_norm_quantize, tk.layer_norm_quantize),
+        ("fp8_row", "fp8_1x128", "fp8_tensor", "nvfp4"),
+    ):
+        x, options = rows(20, width), {"output": output, "swizzle": False}
+        if output in ("fp8_tensor", "nvfp4"):
+            options["scale"] = scale
+
+        def call(n: int, norm: Any = norm, x: Any = x, options: Any = options) -> Any:
+            data, scales = norm(x[:n], **options)
+            return [data[:1], scales[:1] if scales.dim() > 0 else scales]
+
+        yield (lambda call=call: call(20)), (lambda call=call: call(1))
+
+
 def rotary() -> Any:
     x, cos, sin = rows(3, 4, 9, 32), torch.randn(16, 8), torch.randn(16, 8)
     yield (lambda: tk.rotary(x, cos, sin)[:1]), (lambda: tk.rotary(x[:1], cos, sin))
@@ -279,6 +299,7 @@ INVARIANT: dict[str, Callable[[], Any]] = {
         nvfp4_dequantize,
         nvfp4_quantize,
         rms_norm,
+        rms_norm_quantize,
         rotary,
         ssd_decode,
     )

@@ -14,7 +14,7 @@ import conftest
 import test_mxfp8_quantize
 import test_nvfp4_quantize
 import thunderkittens as tk
-from helpers import launched
+from helpers import launched, norm_quantize
 from helpers.norms import assert_gradients, assert_norm
 from test_attention_kernels import BACKWARD, DTYPES, fields, kernels
 from test_gemm_kernels import by_name, named
@@ -151,6 +151,23 @@ def test_every_gradient_of_a_norm(name):
     with tk.emulate("random", seed=1, portable=portable) as run:
         assert_gradients(op, tuple(tensors), list(tensors.values()))
     assert run.kernels[1]["kernel"] == name[0]
+
+
+@pytest.mark.parametrize(
+    "name", named("rms_norm_quantize", r"(registers|memory)(_portable)?"), ids=by_name
+)
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+def test_every_quantizing_norm(name, norm):
+    x = torch.randn(9, 1032 if name[1] == "registers" else 1034).to(torch.float16)
+    factors = torch.randn(1 + (norm == "layer_norm"), x.shape[1])
+    with tk.emulate("random", seed=1, portable=name[2] is not None) as run:
+        for output in norm_quantize.OUTPUTS:
+            options = norm_quantize.scale_for(output, "cpu") | {"output": output, "residual": x}
+            actual = getattr(tk, f"{norm}_quantize")(x, *factors, **options)
+            assert run.kernels[-1]["kernel"] == name[0]
+            norm_quantize.assert_same(
+                actual, norm_quantize.in_two_steps(norm, x, *factors, **options)
+            )
 
 
 @pytest.mark.parametrize("name", named("mxfp8_gemm", r"(e4m3|e5m2)_swap_ab_(\d+)"), ids=by_name)

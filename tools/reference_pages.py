@@ -37,6 +37,8 @@ NUMERICS = {
     "nvfp4": "mxfp8-and-nvfp4",
     "rms_norm": "norms-and-rotary-embedding",
     "layer_norm": "norms-and-rotary-embedding",
+    "rms_norm_quantize": "norms-and-rotary-embedding",
+    "layer_norm_quantize": "norms-and-rotary-embedding",
     "rotary": "norms-and-rotary-embedding",
 }
 

@@ -186,7 +186,7 @@ __device__ __forceinline__ void gradients(const BackwardParams& p) {
     using T = typename G::T;
     const Params& f = p.forward;
     const RowGradient<C, true> of{p};
-    const Team team(f.lanes);
+    const Team team(f);
     const Reducer reducer(f.lanes);
     const auto column = [&](int u) { return (u * team.lanes + team.lane) * UNIT; };
 
@@ -282,7 +282,7 @@ __device__ __forceinline__ void gradients_from_memory(const BackwardParams& p) {
     using T = typename G::T;
     const Params& f = p.forward;
     const RowGradient<C, ALIGNED> of{p};
-    const Team team(f.lanes);
+    const Team team(f);
     const Reducer reducer(f.lanes);
     const int64_t pitch = int64_t{team.lanes} * UNIT;
 #pragma unroll 1

@@ -132,6 +132,7 @@ Normalised<Tensor> forward_body(const Backend<Tensor>& on, const char* op, const
     const Config config = on.chosen("rms_norm", choose(problem, device));
     params.aligned = problem.aligned;
     params.lanes = lanes_of(config, params.width);
+    params.teams = teams_of(params.lanes);
     auto launch = on.launch("rms_norm", config, x);
     for (const auto& [tensor, place] : rows.all()) launch.may_read("x, residual or gate", tensor);
     launch.may_read("weight", weight);
@@ -222,6 +223,7 @@ Gradients<Tensor> backward_body(const Backend<Tensor>& on, const char* op, const
     problem.aligned = forward.aligned = rows.aligned && aligned16(forward.weight);
     const Config config = on.chosen("rms_norm_backward", choose_backward(problem, device));
     forward.lanes = lanes_of(config, forward.width);
+    forward.teams = teams_of(forward.lanes);
     params.grad_x = of_x ? result.x.data_ptr() : nullptr;
     params.grad_residual = of_residual ? result.residual.data_ptr() : nullptr;
     params.grad_gate = of_gate ? result.last.data_ptr() : nullptr;

@@ -73,26 +73,24 @@ template <Config C, bool ALIGNED, class V, class T>
 __device__ __forceinline__ Unit<T> result_of(const Params& p, const Unit<V>& values,
                                              const Unit<T>& gate, uint32_t group, int64_t column,
                                              int count, float mean, float factor) {
-    float w[UNIT], y[UNIT];
-    load_factors<ALIGNED, T>(w, p, group, column, count);
+    float y[UNIT];
 #pragma unroll
-    for (int i = 0; i < UNIT; ++i) y[i] = (values.value(i) - mean) * factor * w[i];
+    for (int i = 0; i < UNIT; ++i) y[i] = values.value(i);
+    if (p.layer) {
+#pragma unroll
+        for (int i = 0; i < UNIT; ++i) y[i] -= mean;
+    }
+    multiply(y, factor);
+    if (p.weight != nullptr) weigh<ALIGNED, T>(y, p, p.wide_weight, group, column, count);
     if constexpr (C.gated) {
         if (!p.gate_first) {
 #pragma unroll
             for (int i = 0; i < UNIT; ++i) y[i] *= silu<T>(gate.value(i));
         }
     } else {
-        if (p.bias != nullptr) {
-            load_weights<ALIGNED, T>(w, p.bias, p.wide_weight, column, count);
-#pragma unroll
-            for (int i = 0; i < UNIT; ++i) y[i] += w[i];
-        }
+        if (p.bias != nullptr) shift<ALIGNED, T>(y, p, p.wide_weight, column, count);
     }
     return rounded<T>(y);
-}
-__device__ __forceinline__ float factor_of(const Params& p, float squares) {
-    return 1.0f / sqrtf(squares / static_cast<float>(p.width) + p.eps);
 }
 
 // A row in registers.
@@ -102,7 +100,7 @@ __device__ __forceinline__ void normalise(const Params& p) {
     using T = typename F::T;
     using S = typename F::S;
     using V = typename F::V;
-    const Team team(C.path == Path::wide ? WIDE_THREADS : p.lanes);
+    const Team team(C.path == Path::wide ? WIDE_THREADS : p.lanes, p.teams);
     const bool there = team.number < p.rows.count;
     const Place place(p, there ? team.number : 0);
     const auto column = [&](int u) { return (u * team.lanes + team.lane) * UNIT; };
@@ -182,7 +180,7 @@ __device__ __forceinline__ void normalise_from_memory(const Params& p) {
     using T = typename F::T;
     using S = typename F::S;
     using V = typename F::V;
-    const Team team(p.lanes);
+    const Team team(p);
     const bool there = team.number < p.rows.count;
     const Place place(p, there ? team.number : 0);
     const int64_t width = there ? p.width : 0, pitch = int64_t{team.lanes} * UNIT;

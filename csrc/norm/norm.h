@@ -123,6 +123,7 @@ struct Params {
     bool wide_weight = false;  // fp32
     bool aligned = false;      // see Problem
     int lanes = 0;             // of a team
+    int teams = 1;             // of a block
 };
 
 struct BackwardParams {

@@ -48,8 +48,9 @@ struct TeamShared {
 };
 template <int NUMBER, int COUNT>
 __device__ __forceinline__ Sums<COUNT> team_sums(Sums<COUNT> x, int lanes) {
-#pragma unroll 1
-    for (int distance = min(lanes, WARP) / 2; distance > 0; distance /= 2) {
+#pragma unroll
+    for (int distance = WARP / 2; distance > 0; distance /= 2) {
+        if (distance >= lanes) continue;
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) x.value[i] += arch::shuffle_xor(x.value[i], distance);
     }
@@ -122,18 +123,48 @@ __device__ __forceinline__ void load_weights(float (&w)[UNIT], const void* from,
         for (int i = 0; i < UNIT; ++i) w[i] = unit.value(i);
     }
 }
-// Those that the normalised row is multiplied by.
+// Those that the normalised row is multiplied by; of a row without weights, ones.
+template <bool ALIGNED, class T>
+__device__ __forceinline__ void load_given_factors(float (&w)[UNIT], const Params& p, bool wide,
+                                                   uint32_t group, int64_t column, int count) {
+    load_weights<ALIGNED, T>(w, p.weight, wide, group * p.width + column, count);
+    if (p.offset == 0) return;
+#pragma unroll
+    for (int i = 0; i < UNIT; ++i) w[i] += p.offset;
+}
 template <bool ALIGNED, class T>
 __device__ __forceinline__ void load_factors(float (&w)[UNIT], const Params& p, uint32_t group,
                                              int64_t column, int count) {
-    if (p.weight == nullptr) {
-#pragma unroll
-        for (int i = 0; i < UNIT; ++i) w[i] = 1.0f;
-        return;
+    if (p.weight != nullptr) {
+        return load_given_factors<ALIGNED, T>(w, p, p.wide_weight, group, column, count);
     }
-    load_weights<ALIGNED, T>(w, p.weight, p.wide_weight, group * p.width + column, count);
 #pragma unroll
-    for (int i = 0; i < UNIT; ++i) w[i] += p.offset;
+    for (int i = 0; i < UNIT; ++i) w[i] = 1.0f;
+}
+// A unit, of which the mean has been taken: normalised by a factor, multiplied by its weights, and
+// shifted. Each is rounded, for the same bits in every kernel.
+__device__ __forceinline__ void multiply(float (&y)[UNIT], float factor) {
+#pragma unroll
+    for (int i = 0; i < UNIT; ++i) y[i] = arch::multiply_rounded(y[i], factor);
+}
+template <bool ALIGNED, class T>
+__device__ __forceinline__ void weigh(float (&y)[UNIT], const Params& p, bool wide, uint32_t group,
+                                      int64_t column, int count) {
+    float w[UNIT];
+    load_given_factors<ALIGNED, T>(w, p, wide, group, column, count);
+#pragma unroll
+    for (int i = 0; i < UNIT; ++i) y[i] = arch::multiply_rounded(y[i], w[i]);
+}
+template <bool ALIGNED, class T>
+__device__ __forceinline__ void shift(float (&y)[UNIT], const Params& p, bool wide, int64_t column,
+                                      int count) {
+    float b[UNIT];
+    load_weights<ALIGNED, T>(b, p.bias, wide, column, count);
+#pragma unroll
+    for (int i = 0; i < UNIT; ++i) y[i] += b[i];
+}
+__device__ __forceinline__ float factor_of(const Params& p, float squares) {
+    return 1.0f / sqrtf(squares / static_cast<float>(p.width) + p.eps);
 }
 
 // sigmoid(z), which is exact to fp32 for fp32 alone.
@@ -167,14 +198,17 @@ struct Team {
     int lanes, lane;
     int64_t number;
 
-    __device__ __forceinline__ explicit Team(int _lanes) : lanes(_lanes) {
+    // Divisions by powers of two.
+    __device__ __forceinline__ Team(int _lanes, int teams) : lanes(_lanes) {
         const int thread = static_cast<int>(threadIdx.x);
         if (lanes > WARP) {
             lane = thread, number = blockIdx.x;
         } else {
-            lane = thread % lanes, number = int64_t{blockIdx.x} * (BLOCK / lanes) + thread / lanes;
+            lane = thread & (lanes - 1);
+            number = int64_t{blockIdx.x} * teams + thread * teams / BLOCK;
         }
     }
+    __device__ __forceinline__ explicit Team(const Params& p) : Team(p.lanes, p.teams) {}
 };
 
 __device__ __forceinline__ uint2 seed_of(const Params& p) {

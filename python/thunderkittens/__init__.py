@@ -4,16 +4,16 @@
 decay), `ssd` (Mamba-2), `gated_delta_rule`, `causal_conv1d`, `rms_norm`, `layer_norm`, `rotary`,
 `gemm`, `grouped_gemm` and `fp8_linear` are differentiable; ops in `_decode` and `_update` go on by
 a token or a few. `fp8_gemm`, `mxfp8_gemm` and `nvfp4_gemm` multiply operands of 8 and 4 bits, the
-latter two as they are or as `mxfp8_prepare` and `nvfp4_prepare` have prepared them;
-`fp8_quantize`, `mxfp8_quantize`, `nvfp4_quantize` and the inverses of the latter two convert to
-scaled formats and back. `nn` holds modules for models; `sdpa` has existing ones run `attention`, by
-what they call already, PyTorch's `scaled_dot_product_attention`, `convert` puts their linear layers
-on these products, and `compat` has the functions of flash-attn. All ops work under torch.compile,
-and take CPU tensors too, where they run the reference formula, or, inside `with emulate():`, the
-GPU's kernels on an emulator. `reference` holds every op in plain PyTorch. `get_include()` is the
-folder of the tile library's headers, for kernels of one's own, and `get_cmake_dir()` that of its
-CMake package. On the command line: `python -m thunderkittens` with `info`, `demo`, `bench` or
-`cmake-dir`.
+latter two as they are or as `mxfp8_prepare` and `nvfp4_prepare` have prepared them; `fp8_quantize`,
+`mxfp8_quantize`, `nvfp4_quantize` and the inverses of the latter two convert to scaled formats and
+back, and `rms_norm_quantize` and `layer_norm_quantize` normalise into them. `nn` holds modules for
+models; `sdpa` has existing ones run `attention`, by what they call already, PyTorch's
+`scaled_dot_product_attention`, `convert` puts their linear layers on these products, and `compat`
+has the functions of flash-attn. All ops work under torch.compile, and take CPU tensors too, where
+they run the reference formula, or, inside `with emulate():`, the GPU's kernels on an emulator.
+`reference` holds every op in plain PyTorch. `get_include()` is the folder of the tile library's
+headers, for kernels of one's own, and `get_cmake_dir()` that of its CMake package. On the command
+line: `python -m thunderkittens` with `info`, `demo`, `bench` or `cmake-dir`.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ try:
     from .ops.gemm import gemm
     from .ops.grouped_gemm import grouped_gemm
     from .ops.layer_norm import layer_norm
+    from .ops.layer_norm_quantize import layer_norm_quantize
     from .ops.linear_attention import linear_attention
     from .ops.linear_attention_decode import linear_attention_decode
     from .ops.lolcats import hedgehog, lolcats
@@ -62,6 +63,7 @@ try:
     from .ops.nvfp4_prepare import nvfp4_prepare
     from .ops.nvfp4_quantize import nvfp4_quantize
     from .ops.rms_norm import rms_norm
+    from .ops.rms_norm_quantize import rms_norm_quantize
     from .ops.rotary import rotary
     from .ops.ssd import ssd
     from .ops.ssd_decode import ssd_decode
@@ -115,6 +117,7 @@ __all__ = [
     "hedgehog",
     "is_supported",
     "layer_norm",
+    "layer_norm_quantize",
     "linear_attention",
     "linear_attention_decode",
     "lolcats",
@@ -131,6 +134,7 @@ __all__ = [
     "nvfp4_quantize",
     "reference",
     "rms_norm",
+    "rms_norm_quantize",
     "rotary",
     "sdpa",
     "sdpa_report",

@@ -119,6 +119,14 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
         }
         for op in ("rms_norm", "rms_norm_backward")
     },
+    "rms_norm_quantize": {
+        f"bf16 4096 x {width} to {text}": {"rows": 4096, "width": width, "output": output}
+        for width, output, text in (
+            (4096, 1, "fp8, by rows"),
+            (4096, 3, "NVFP4"),
+            (128, 2, "fp8, by 128 neighbours"),
+        )
+    },
     "rotary": {
         "bf16 (4, 32, 4096, 128)": {
             "batch": 4,

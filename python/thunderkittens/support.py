@@ -31,7 +31,7 @@ KERNELS = {
             ),
             *("nvfp4_dequantize", "nvfp4_gemm", "nvfp4_prepare", "nvfp4_quantize"),
             *("ssd", "ssd_decode"),
-            *("rms_norm", "rotary"),
+            *("rms_norm", "rms_norm_quantize", "rotary"),
         )
     },
     "attention_decode": "attention_paged",
@@ -43,6 +43,7 @@ KERNELS = {
     "linear_attention": "ssd",
     "linear_attention_decode": "ssd_decode",
     "layer_norm": "rms_norm",
+    "layer_norm_quantize": "rms_norm_quantize",
 }
 
 

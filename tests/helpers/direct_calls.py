@@ -9,6 +9,7 @@ import thunderkittens as tk
 from .samples import MUTATING, leaves
 
 E4M3 = torch.float8_e4m3fn
+OUTPUTS = ("fp8_tensor", "fp8_row", "fp8_1x128", "nvfp4")
 SWIZZLE = tk.reference._block_scaled.swizzle_scales
 # Arguments of the op from the options of the public function.
 QUANTISERS = {
@@ -44,7 +45,19 @@ QUANTISERS = {
         *(x, global_scale, "block" in options, global_scale is None),
     ),
     "nvfp4_dequantize": lambda options, *tensors: (*tensors, options["dtype"], False),
+    "rms_norm_quantize": lambda options, x, weight, residual=None, scale=None: (
+        *(x, weight, residual, one_number(scale), OUTPUTS.index(options["output"])),
+        *(options.get("swizzle", True), 1e-6, options.get("weight_offset", 0.0)),
+    ),
+    "layer_norm_quantize": lambda options, x, weight, bias, residual=None, scale=None: (
+        *(x, weight, bias, residual, one_number(scale)),
+        *(OUTPUTS.index(options.get("output", "fp8_row")), options.get("swizzle", True), 1e-5),
+    ),
 }
+
+
+def one_number(scale):
+    return None if scale is None else scale.reshape(())
 
 
 def recurrent_calls(sample, device):

@@ -280,6 +280,7 @@ BESIDE: dict[str, Callable[[str, Mapping, Mapping], Iterator[Launch]]] = {
     "nvfp4_quantize": _nvfp4_quantize,
     "ssd_backward": _recurrent_backward,
     "rms_norm": _norm,
+    "layer_norm_quantize": lambda name, choice, call: iter([("rms_norm_quantize", name)]),
     "rms_norm_backward": _norm_backward,
 }
 

@@ -23,6 +23,7 @@ from .gated_delta_rule_decode import gated_delta_rule_decode
 from .gemm import gemm
 from .grouped_gemm import grouped_gemm
 from .layer_norm import layer_norm
+from .layer_norm_quantize import layer_norm_quantize
 from .linear_attention import linear_attention
 from .linear_attention_decode import linear_attention_decode
 from .lolcats import hedgehog, lolcats
@@ -37,6 +38,7 @@ from .nvfp4_gemm import nvfp4_gemm
 from .nvfp4_prepare import nvfp4_prepare
 from .nvfp4_quantize import nvfp4_quantize
 from .rms_norm import rms_norm
+from .rms_norm_quantize import rms_norm_quantize
 from .rotary import rotary
 from .ssd import ssd
 from .ssd_decode import ssd_decode
@@ -63,6 +65,7 @@ __all__ = [
     "grouped_gemm",
     "hedgehog",
     "layer_norm",
+    "layer_norm_quantize",
     "linear_attention",
     "linear_attention_decode",
     "lolcats",
@@ -77,6 +80,7 @@ __all__ = [
     "nvfp4_prepare",
     "nvfp4_quantize",
     "rms_norm",
+    "rms_norm_quantize",
     "rotary",
     "ssd",
     "ssd_decode",

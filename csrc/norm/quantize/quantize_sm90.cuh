@@ -1,0 +1,560 @@
+// RMSNorm and LayerNorm whose results are codes: the row is normalised as in forward_sm90.cuh, in
+// the same order of operations, and quantised as by fp8_quantize and nvfp4_quantize, without being
+// rounded or written in between.
+//
+// A lane holds its four units in fp32, as what was read, then as what is normalised: 32 registers.
+// What is read and written, 3 bytes an element of bf16 by rows, leaves an SM some 20 instructions
+// for each; scales are therefore found by few lanes for all: 128 neighbours by half a warp, which
+// divides once for four units.
+#pragma once
+
+#include "csrc/gemm/quantize/fp8_quantize_units_sm90.cuh"
+#include "csrc/gemm/quantize/nvfp4_values_sm90.cuh"
+#include "csrc/norm/quantize/quantize.h"
+#include "csrc/norm/units.cuh"
+
+namespace thunderkittens::norm {
+namespace sm90 {
+
+// Calls take.operator()<T>() for the type of the elements.
+template <class Take>
+__device__ __forceinline__ void with_type(DType dtype, Take&& take) {
+    if (dtype == DType::bf16) {
+        take.template operator()<kittens::bf16>();
+    } else if (dtype == DType::fp16) {
+        take.template operator()<kittens::half>();
+    } else {
+        take.template operator()<float>();
+    }
+}
+
+template <class T>
+__device__ __forceinline__ void values_of(float (&values)[UNIT], const Unit<T>& unit) {
+#pragma unroll
+    for (int i = 0; i < UNIT; ++i) values[i] = unit.value(i);
+}
+// x plus the residual, rounded as it is returned.
+template <class T, class S>
+__device__ __forceinline__ Unit<S> sum_of(const Unit<T>& x, const Unit<S>& residual) {
+    float sums[UNIT];
+#pragma unroll
+    for (int i = 0; i < UNIT; ++i) sums[i] = x.value(i) + residual.value(i);
+    return rounded<S>(sums);
+}
+
+// Magnitudes are compared as the integers that their bits are: NaN is larger than infinity. As
+// signed ones the largest is that of the numbers above zero, as unsigned ones the largest that of
+// those below, which saves to mask each.
+struct Magnitude {
+    int32_t above = 0;
+    uint32_t below = 0;
+
+    __device__ __forceinline__ void add(const float (&y)[UNIT]) {
+#pragma unroll
+        for (int i = 0; i < UNIT; ++i) {
+            above = max(above, bit_cast<int32_t>(y[i]));
+            below = max(below, bit_cast<uint32_t>(y[i]));
+        }
+    }
+    __device__ __forceinline__ uint32_t bits() const {
+        return max(static_cast<uint32_t>(above), below & 0x7fffffffu);
+    }
+};
+__device__ __forceinline__ uint32_t magnitude(const float (&y)[UNIT]) {
+    Magnitude most;
+    most.add(y);
+    return most.bits();
+}
+template <int LANES>
+__device__ __forceinline__ uint32_t largest_of_lanes(uint32_t x) {
+#pragma unroll
+    for (int i = LANES / 2; i > 0; i /= 2) x = max(x, arch::shuffle_xor(x, i));
+    return x;
+}
+// The largest of a team's, of all of its lanes.
+struct LargestShared {
+    uint32_t warps[WARP];
+};
+__device__ __forceinline__ uint32_t largest_of_team(uint32_t x, int lanes) {
+#pragma unroll
+    for (int i = WARP / 2; i > 0; i /= 2) {
+        if (i < lanes) x = max(x, arch::shuffle_xor(x, i));
+    }
+    if (lanes <= WARP) return x;
+    const uint32_t shared = arch::shared_address(&arch::static_shared<LargestShared>());
+    const int lane = kittens::laneid();
+    if (lane == 0) arch::store_shared(shared + 4 * kittens::warpid(), x);
+    arch::sync_block();
+    if (lane < lanes / WARP) x = arch::load_shared<uint32_t>(shared + 4 * lane);
+    return largest_of_lanes<WARP>(x);
+}
+
+// The scale of fp8 elements of this largest magnitude, and their factor, as fp8_quantize has them:
+// rounded quotients, amax / 448 and 448 / amax. What is divided by or into is brought to [4, 8)
+// first: nothing overflows, and no slow path of a division, for which ptxas would keep a dozen
+// registers, is needed.
+struct Scale {
+    float scale, factor;
+
+    __device__ __forceinline__ explicit Scale(uint32_t largest) {
+        constexpr uint32_t INFINITY_BITS = 0x7f800000u, LEAST = 17u << 23, FOUR = 129;
+        const uint32_t bits = max(largest, LEAST), exponent = bits >> 23;
+        const float m = bit_cast<float>((bits & 0x007fffffu) | FOUR << 23);
+        const float up = bit_cast<float>((exponent - FOUR + 127) << 23);
+        const float down = bit_cast<float>((127 + FOUR - exponent) << 23);
+        float r = arch::reciprocal_approx(m);
+        r = fmaf(fmaf(-m, r, 1.0f), r, r);
+        float q = 448.0f * r;
+        q = fmaf(fmaf(-m, q, 448.0f), r, q);
+        factor = fmaf(fmaf(-m, q, 448.0f), r, q) * down;
+        constexpr float INVERSE = 1.0f / 448.0f;
+        q = m * INVERSE;
+        scale = fmaf(fmaf(-448.0f, q, m), INVERSE, q) * up;
+        if (largest >= INFINITY_BITS) {
+            scale = bit_cast<float>(largest);
+            factor = largest == INFINITY_BITS ? 0.0f : scale;
+        }
+    }
+};
+
+// Where a row's codes are written, and the scales of its blocks of 16.
+struct RowOut {
+    uint8_t* codes;
+    uint8_t* scales = nullptr;
+    bool swizzled;
+    int64_t pitch;
+
+    __device__ __forceinline__ RowOut(const QuantizeParams& q, int64_t row)
+        : codes(static_cast<uint8_t*>(q.norm.out)), swizzled(q.swizzled), pitch(q.scale_pitch) {
+        using namespace block_scaled::sm90;
+        if (q.output != Output::nvfp4) {
+            codes += row * q.norm.width;
+            return;
+        }
+        codes += row * (q.norm.width / 2);
+        scales = static_cast<uint8_t*>(q.scale);
+        if (swizzled) {
+            // An atom of 512 bytes has the scales of 64 columns of 128 rows.
+            scales += row / GROUP * (pitch / 4) * ATOM;
+            scales += place_in_atom(static_cast<int>(row % GROUP), 0);
+        } else {
+            scales += row * pitch;
+        }
+    }
+    // Results, or a part of them where rows have no whole units.
+    template <bool ALIGNED, class Word>
+    __device__ __forceinline__ void store(int64_t at, const Word& word, int bytes) const {
+        if constexpr (ALIGNED) {
+            if (bytes > 0) arch::store_global(reinterpret_cast<Word*>(codes + at), word);
+        } else {
+            block_scaled::sm90::store_bytes(codes + at, word, false, bytes);
+        }
+    }
+    // The scales of four blocks, from this column on.
+    __device__ __forceinline__ void store_scales(int64_t column, uint32_t word) const {
+        using namespace block_scaled::sm90;
+        if (swizzled) {
+            constexpr int BYTES = ATOM / (4 * NV_BLOCK);  // of an atom, for each column
+            arch::store_global(reinterpret_cast<uint32_t*>(scales + column * BYTES), word);
+        } else {
+            const int64_t block = column / NV_BLOCK;
+            store_bytes(scales + block, word, pitch % 4 == 0, pitch - block);
+        }
+    }
+};
+template <bool ALIGNED>
+__device__ __forceinline__ void store_fp8(const RowOut& out, const float (&y)[UNIT], float factor,
+                                          int64_t column, int count) {
+    using kittens::fp8e4m3;
+    const uint2 codes{gemm::sm80::fp8_codes<fp8e4m3>(
+                          make_float4(y[0] * factor, y[1] * factor, y[2] * factor, y[3] * factor)),
+                      gemm::sm80::fp8_codes<fp8e4m3>(
+                          make_float4(y[4] * factor, y[5] * factor, y[6] * factor, y[7] * factor))};
+    out.store<ALIGNED>(column, codes, count);
+}
+__device__ __forceinline__ void store_scale(const QuantizeParams& q, int64_t at, float scale) {
+    arch::store_global(static_cast<float*>(q.scale) + at, scale);
+}
+
+// The factors of NVFP4's blocks, for each of the 128 scales that one may have: block_scaled has the
+// same for larger blocks of threads.
+__device__ __forceinline__ uint32_t table_of_factors() {
+    const auto& factors = arch::static_shared<block_scaled::sm90::FactorsShared>().factor;
+    return arch::shared_address(&factors[0]);
+}
+__device__ __forceinline__ void make_factors(float inverse) {
+    using namespace block_scaled::sm90;
+    for (uint32_t code = threadIdx.x; code < 128; code += blockDim.x) {
+        const float factor = min(1 / (e4m3_value(code) * inverse), LARGEST_FLOAT);
+        arch::store_shared(table_of_factors() + 4 * code, factor);
+    }
+    arch::sync_block();
+}
+__device__ __forceinline__ float factor_of_block(uint32_t scale) {
+    return arch::load_shared<float>(table_of_factors() + 4 * scale);
+}
+// What a scale that is given makes of elements: their factor in fp8; in NVFP4, whose blocks have
+// factors, a table in shared memory, a sixth of the factor of all.
+__device__ __forceinline__ float given_factor(const QuantizeParams& q) {
+    if (q.given == nullptr) return 1;
+    const float given = arch::load_global(q.given);
+    if (q.output == Output::tensor) {
+        if (blockIdx.x == 0 && threadIdx.x == 0) store_scale(q, 0, given);
+        return 1.0f / given;
+    }
+    const auto encode = block_scaled::sm90::encode_of_scale(given);
+    make_factors(encode.inverse);
+    return encode.factor * (1.0f / 6.0f);
+}
+// Codes of a unit, of which a block has two, in neighbouring lanes. Eight lanes have the blocks
+// whose scales are a word.
+template <bool ALIGNED>
+__device__ __forceinline__ void store_nvfp4(const RowOut& out, float sixth, const float (&y)[UNIT],
+                                            int64_t column, int count) {
+    using namespace block_scaled::sm90;
+    const uint32_t most = largest_of_lanes<2>(count > 0 ? magnitude(y) : 0);
+    const uint32_t scale = block_scale(bit_cast<float>(most), sixth);
+    Chunk<float> chunk;
+#pragma unroll
+    for (int i = 0; i < UNIT; ++i) chunk.words[i] = bit_cast<uint32_t>(y[i]);
+    uint32_t codes = nearest_codes<true>(chunk, factor_of_block(scale));
+    if (scale == 0x7f) codes = 0x77777777u;
+    out.store<ALIGNED>(column / 2, codes, count / 2);
+    uint32_t scales = scale << 8 * (kittens::laneid() / 2 % 4);
+    scales |= arch::shuffle_xor(scales, 2);
+    scales |= arch::shuffle_xor(scales, 4);
+    if (kittens::laneid() % 8 == 0 && count > 0) out.store_scales(column, scales);
+}
+// The scales of a row that is not there, but that the layout has room for.
+__device__ __forceinline__ void clear_scales(const QuantizeParams& q, const Team& team) {
+    if (team.number >= q.padded_rows) return;
+    const RowOut out(q, team.number);
+    for (int64_t block = 4 * team.lane; block < q.scale_pitch; block += 4 * team.lanes) {
+        out.store_scales(block * block_scaled::sm90::NV_BLOCK, 0);
+    }
+}
+
+// A row in registers: aligned, and with scales of blocks, of half a warp or more.
+struct Held {
+    const QuantizeParams& q;
+    const Params& p;
+    const Place place;
+    const int first;  // column; past all rows where there is none
+    float v[UNITS][UNIT];
+
+    __device__ __forceinline__ Held(const QuantizeParams& _q, const Team& team, bool there)
+        : q(_q),
+          p(_q.norm),
+          place(p, there ? team.number : 0),
+          first(there ? team.lane * UNIT : 1 << 30) {}
+
+    __device__ __forceinline__ int column(int u) const { return u * p.lanes * UNIT + first; }
+    // Not positive: there is no unit.
+    __device__ __forceinline__ int count(int u) const {
+        return static_cast<int>(p.width) - column(u);
+    }
+
+    template <class S, class T>
+    __device__ __forceinline__ void add_residual(const Unit<T> (&x)[UNITS]) {
+        // Those of fp32 one or two at a time, for the sake of registers.
+        constexpr int BATCH = sizeof(T) == 4 ? 1 : sizeof(S) == 4 ? 2 : UNITS;
+#pragma unroll
+        for (int begin = 0; begin < UNITS; begin += BATCH) {
+            Unit<S> residual[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const int u = begin + i;
+                residual[i] = load_unit<true>(place.in<S>(p.residual) + column(u), count(u));
+            }
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const int u = begin + i;
+                const auto sum = sum_of(x[u], residual[i]);
+                store_unit<true>(place.in<S>(p.sum, p.width) + column(u), sum, count(u));
+                values_of(v[u], sum);
+            }
+        }
+    }
+    __device__ __forceinline__ void load() {
+        with_type(q.dtype, [&]<class T>() {
+            Unit<T> x[UNITS];
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) {
+                x[u] = load_unit<true>(place.in<T>(p.x) + column(u), count(u));
+            }
+            if (p.residual.data == nullptr) {
+#pragma unroll
+                for (int u = 0; u < UNITS; ++u) values_of(v[u], x[u]);
+            } else if (q.sum_dtype == q.dtype) {
+                add_residual<T>(x);
+            } else if constexpr (sizeof(T) == 2) {
+                add_residual<float>(x);
+            }
+        });
+    }
+    __device__ __forceinline__ void normalise() {
+        if (p.layer) {
+            float sum = 0;
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) {
+#pragma unroll
+                for (int i = 0; i < UNIT; ++i) sum += v[u][i];
+            }
+            const float total = team_sums<0>(Sums<1>{{sum}}, p.lanes).value[0];
+            const float mean = total / static_cast<float>(p.width);
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) {
+                if (count(u) <= 0) continue;
+#pragma unroll
+                for (int i = 0; i < UNIT; ++i) v[u][i] -= mean;
+            }
+        }
+        float squares = 0;
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+#pragma unroll
+            for (int i = 0; i < UNIT; ++i) squares = fmaf(v[u][i], v[u][i], squares);
+        }
+        const float factor = factor_of(p, team_sums<1>(Sums<1>{{squares}}, p.lanes).value[0]);
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) multiply(v[u], factor);
+        if (p.weight == nullptr) return;
+        with_type(q.weight_dtype, [&]<class W>() {
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) {
+                arch::sync_warp();  // a unit at a time, for the sake of registers
+                weigh<true, W>(v[u], p, false, 0, column(u), count(u));
+            }
+            if (p.bias == nullptr) return;
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) {
+                arch::sync_warp();
+                shift<true, W>(v[u], p, false, column(u), count(u));
+            }
+        });
+    }
+    __device__ __forceinline__ void store(float given) const {
+        if (q.output == Output::nvfp4) {
+            const RowOut out(q, place.row);
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) {
+                store_nvfp4<true>(out, given, v[u], static_cast<uint32_t>(column(u)), count(u));
+            }
+            return;
+        }
+        float factors[UNITS];
+        const auto all = [&](float factor) {
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) factors[u] = factor;
+        };
+        if (q.output == Output::tensor) {
+            all(given);
+        } else if (q.output == Output::row) {
+            Magnitude most;
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) most.add(v[u]);
+            const Scale scale(largest_of_team(most.bits(), p.lanes));
+            if (first == 0) store_scale(q, place.row, scale.scale);
+            all(scale.factor);
+        } else {
+            uint32_t most[fp8_quantize::sm90::UNITS] = {};
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) most[u] = magnitude(v[u]);
+            const fp8_quantize::sm90::GroupMaximum groups(most);
+            const Scale scale(groups.bits);
+            const int own = groups.own, group = column(own) / GROUP;
+            if (kittens::laneid() % 2 == 0 && own < UNITS && group * GROUP < p.width) {
+                store_scale(q, group * q.scale_pitch + place.row, scale.scale);
+            }
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) {
+                factors[u] = arch::shuffle(
+                    scale.factor, (kittens::laneid() & LANES_OF_GROUP) | groups.lane_of(u));
+            }
+        }
+        const RowOut out(q, place.row);
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+            store_fp8<true>(out, v[u], factors[u], static_cast<uint32_t>(column(u)), count(u));
+        }
+    }
+};
+static_assert(UNITS == 4 && UNITS <= fp8_quantize::sm90::UNITS);
+
+// A row from memory, unit by unit, as often as it is needed. The statistics are those of a team, as
+// in forward_sm90.cuh; what follows is done by warps, one row after the other, so that elements
+// that share a scale lie side by side.
+template <bool ALIGNED>
+struct Read {
+    const QuantizeParams& q;
+    const Params& p;
+    const Place& place;
+
+    __device__ __forceinline__ void values(float (&v)[UNIT], int64_t column, int count,
+                                           bool stores_sum = false) const {
+        with_type(q.dtype, [&]<class T>() {
+            const auto x = load_unit<ALIGNED>(place.in<T>(p.x) + column, count);
+            if (p.residual.data == nullptr) return values_of(v, x);
+            const auto add = [&]<class S>() {
+                const auto residual = load_unit<ALIGNED>(place.in<S>(p.residual) + column, count);
+                const auto sum = sum_of(x, residual);
+                values_of(v, sum);
+                if (stores_sum)
+                    store_unit<ALIGNED>(place.in<S>(p.sum, p.width) + column, sum, count);
+            };
+            if (q.sum_dtype == q.dtype) {
+                add.template operator()<T>();
+            } else if constexpr (sizeof(T) == 2) {
+                add.template operator()<float>();
+            }
+        });
+    }
+    // Zeros past the end of the row.
+    __device__ __forceinline__ void normalised(float (&y)[UNIT], int64_t column, int count,
+                                               float mean, float factor) const {
+        values(y, column, count);
+#pragma unroll
+        for (int i = 0; i < UNIT; ++i) y[i] -= mean;
+        multiply(y, factor);
+        if (p.weight != nullptr) {
+            with_type(q.weight_dtype, [&]<class W>() {
+                weigh<ALIGNED, W>(y, p, false, 0, column, count);
+                if (p.bias != nullptr) shift<ALIGNED, W>(y, p, false, column, count);
+            });
+        }
+#pragma unroll
+        for (int i = 0; i < UNIT; ++i) {
+            if (i >= count) y[i] = 0;
+        }
+    }
+};
+
+template <bool ALIGNED>
+__device__ __forceinline__ void quantize_row(const QuantizeParams& q, float given, int lane,
+                                             int lanes, int64_t number, float mean, float factor) {
+    const Params& p = q.norm;
+    const bool there = number < p.rows.count;
+    const Place place(p, there ? number : 0);
+    const Read<ALIGNED> read{q, p, place};
+    const RowOut out(q, place.row);
+    const int64_t width = there ? p.width : 0;
+    const auto each = [&](auto&& take) {
+#pragma unroll 1
+        for (int64_t begin = 0; begin < width; begin += int64_t{lanes} * UNIT) {
+            const int64_t column = begin + lane * UNIT;
+            const int count = elements_at(width, column);
+            float y[UNIT];
+            read.normalised(y, column, count, mean, factor);
+            take(y, column, count);
+        }
+    };
+    float of_all = given;
+    if (q.output == Output::row) {
+        uint32_t most = 0;
+        each([&](const float(&y)[UNIT], int64_t, int) { most = max(most, magnitude(y)); });
+        const Scale scale(largest_of_team(most, lanes));
+        if (lane == 0 && there) store_scale(q, place.row, scale.scale);
+        of_all = scale.factor;
+    }
+    each([&](const float(&y)[UNIT], int64_t column, int count) {
+        if (q.output == Output::nvfp4) {
+            return store_nvfp4<ALIGNED>(out, given, y, column, count);
+        }
+        float f = of_all;
+        if (q.output == Output::row_block) {
+            const Scale scale(largest_of_lanes<LANES_OF_GROUP>(magnitude(y)));
+            if (column % GROUP == 0 && count > 0) {
+                store_scale(q, column / GROUP * q.scale_pitch + place.row, scale.scale);
+            }
+            f = scale.factor;
+        }
+        store_fp8<ALIGNED>(out, y, f, column, count);
+    });
+}
+
+template <bool ALIGNED>
+__device__ __forceinline__ void quantize_from_memory(const QuantizeParams& q, float given,
+                                                     const Team& team, bool there) {
+    const Params& p = q.norm;
+    const Place place(p, there ? team.number : 0);
+    const Read<ALIGNED> read{q, p, place};
+    const int64_t width = there ? p.width : 0, pitch = int64_t{team.lanes} * UNIT;
+    float mean = 0, v[UNIT];
+    if (p.layer) {
+        float sum = 0;
+#pragma unroll 1
+        for (int64_t column = int64_t{team.lane} * UNIT; column < width; column += pitch) {
+            read.values(v, column, elements_at(width, column));
+#pragma unroll
+            for (int i = 0; i < UNIT; ++i) sum += v[i];
+        }
+        mean = team_sums<0>(Sums<1>{{sum}}, team.lanes).value[0] / static_cast<float>(p.width);
+    }
+    float squares = 0;
+#pragma unroll 1
+    for (int64_t column = int64_t{team.lane} * UNIT; column < width; column += pitch) {
+        const int count = elements_at(width, column);
+        read.values(v, column, count, true);
+#pragma unroll
+        for (int i = 0; i < UNIT; ++i) {
+            const float centred = v[i] - mean;
+            if (ALIGNED || i < count) squares = fmaf(centred, centred, squares);
+        }
+    }
+    const float factor = factor_of(p, team_sums<1>(Sums<1>{{squares}}, team.lanes).value[0]);
+    const int teams = team.lanes < WARP ? WARP / team.lanes : 1;
+    const bool block = team.lanes > WARP;
+    const int64_t first = team.number - (block ? 0 : kittens::laneid() / team.lanes);
+#pragma unroll 1
+    for (int i = 0; i < teams; ++i) {
+        const int owner = i * min(team.lanes, WARP);
+        quantize_row<ALIGNED>(q, given, block ? team.lane : kittens::laneid(),
+                              block ? team.lanes : WARP, first + i, arch::shuffle(mean, owner),
+                              arch::shuffle(factor, owner));
+    }
+}
+
+template <QuantizeConfig C>
+struct Quantizer {
+    static constexpr QuantizeConfig CONFIG = C;
+    // Registers for two blocks of the largest; where codes are made by operations on bits, for one.
+    static constexpr int BLOCKS = C.path == Path::registers && !C.portable ? 2 : 1;
+};
+
+template <class Q>
+__global__ __launch_bounds__(MAX_LANES, Q::BLOCKS) void norm_quantize_kernel(
+    const __grid_constant__ QuantizeParams q) {
+    arch::wait_for_dependencies();
+    arch::launch_dependents();
+    const Team team(q.norm);
+    const bool there = team.number < q.norm.rows.count;
+    if (!there) clear_scales(q, team);
+    if constexpr (Q::CONFIG.path == Path::registers) {
+        Held row(q, team, there);
+        row.load();
+        const float given = given_factor(q);
+        row.normalise();
+        row.store(given);
+    } else {
+        const float given = given_factor(q);
+        if (q.norm.aligned) {
+            quantize_from_memory<true>(q, given, team, there);
+        } else {
+            quantize_from_memory<false>(q, given, team, there);
+        }
+    }
+}
+
+}  // namespace sm90
+
+template <QuantizeConfig C>
+void launch_quantize(const QuantizeParams& params, Stream stream) {
+    const Params& p = params.norm;
+    const int64_t rows = std::max(p.rows.count, params.padded_rows);
+    kittens::launch({.dependent = !C.portable, .blocks_per_sm = sm90::Quantizer<C>::BLOCKS},
+                    sm90::norm_quantize_kernel<sm90::Quantizer<C>>,
+                    dim3(static_cast<unsigned>(ceil_div(rows, teams_of(p.lanes)))),
+                    dim3(static_cast<unsigned>(threads_of(p.lanes))), dim3(1), 0, stream, params);
+}
+
+}  // namespace thunderkittens::norm
