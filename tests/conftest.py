@@ -112,11 +112,8 @@ PORTABLE_SUITES = (
     "test_gated_delta_rule_gradient",
     "test_grouped_gemm",
     "test_layer_norm",
-<<<<<<< HEAD
-    "test_linear_attention",
-=======
     "test_layer_norm_quantize",
->>>>>>> 1d043bac492b54c13626b4b6cd57eb7901772a11
+    "test_linear_attention",
     "test_merge_attention",
     "test_mxfp8_dequantize",
     "test_mxfp8_gemm",

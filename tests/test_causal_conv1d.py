@@ -24,7 +24,11 @@ from helpers.convolution import (
 from helpers.cover import cover, over
 from helpers.guard import assert_guards_intact
 from helpers.numerics import assert_accurate
-from thunderkittens import emulation
+from thunderkittens import _C, emulation
+
+H200 = _C.DeviceProperties(
+    sm_count=132, shared_bytes_per_block=232448, l2_bytes=50 << 20, major=9, minor=0
+)
 
 # Begins on either side of vectors, by one and by two tokens; empty and short sequences.
 PACKED = [[5, 0, 1, 2, 11], [64, 3, 70], [1] * 9, [0, 0, 30, 0], [6, 17, 6, 19]]
@@ -92,21 +96,44 @@ def test_every_kernel_is_exact(width, layout, dtype, portable):
     assert run.kernels[0]["kernel"] == f"forward_{name}_{LAYOUTS[layout]}_{width}{end}"
 
 
+@pytest.mark.parametrize("steps", [1, 2, 5])
 @pytest.mark.parametrize(
     ("layout", "lanes"),
-    [("channels", n) for n in (1, 2, 8, 32, 128, 256)] + [("tokens", n) for n in (1, 2, 8, 32)],
+    [
+        *((layout, n) for layout in ("channels", "unaligned") for n in (1, 2, 8, 32, 128, 256)),
+        *(("tokens", n) for n in (1, 2, 8, 32)),
+    ],
 )
 @pytest.mark.emulator
-def test_lanes(layout, lanes):
-    """However a block's threads are laid over channels and tokens."""
+def test_how_blocks_cut_the_work(layout, lanes, steps):
+    """However threads are laid over channels and tokens, and whatever a thread goes along."""
     x = place(torch.randint(-3, 4, (1, 272, 144)).bfloat16(), layout)
     weight = torch.randint(-3, 4, (272, 4)).bfloat16()
-    with tk.emulate(config={"lanes": lanes}) as run:
-        out, state = tk.causal_conv1d(x, weight, return_state=True)
-    assert run.kernels[0]["lanes"] == lanes
-    expected = tk.reference.causal_conv1d(x, weight, return_state=True)
-    assert torch.equal(out, expected[0])
-    assert torch.equal(state, expected[1])
+    given = {"initial_state": torch.randint(-3, 4, (4, 272, 3)).bfloat16(),
+             "cu_seqlens": edges([3, 60, 0, 80], "cpu")}  # fmt: skip
+    for options in ({}, given):
+        with tk.emulate("late_mma", config={"lanes": lanes, "steps": steps}) as run:
+            out, state = tk.causal_conv1d(x, weight, **options, return_state=True)
+        assert (run.kernels[0]["lanes"], run.kernels[0]["steps"]) == (lanes, steps)
+        expected = tk.reference.causal_conv1d(x, weight, **options, return_state=True)
+        assert torch.equal(out, expected[0])
+        assert torch.equal(state, expected[1])
+
+
+@pytest.mark.parametrize("layout", ["channels", "tokens", "any"])
+@pytest.mark.parametrize("op", ["causal_conv1d", "causal_conv1d_backward"])
+def test_runs_are_as_long_as_the_device_is_full(op, layout):
+    """Short ones where there is little to do; lanes of a warp unless a dimension is short."""
+    steps = []
+    for batch, length in ((1, 256), (1, 8192), (64, 8192)):
+        problem = {"batch": batch, "channels": 8192, "length": length, "layout": layout}
+        found = _C.choose(op, problem, H200)
+        assert found["lanes"] == 32
+        steps.append(found["steps"])
+    assert steps == sorted(steps)
+    assert steps[0] < steps[2]
+    few = _C.choose(op, {"channels": 16, "length": 16, "layout": layout}, H200)
+    assert few["lanes"] < 32
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))

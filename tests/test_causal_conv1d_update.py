@@ -8,8 +8,12 @@ import torch
 import thunderkittens as tk
 from helpers.convolution import BF16, FP16, FP32, normal
 from helpers.cover import cover, over
-from helpers.layouts import embed
+from helpers.layouts import embed, unaligned
+from thunderkittens import _C
 
+H200 = _C.DeviceProperties(
+    sm_count=132, shared_bytes_per_block=232448, l2_bytes=50 << 20, major=9, minor=0
+)
 FLAGS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
@@ -94,6 +98,60 @@ def test_every_kernel_is_exact(tokens, width, dtype, portable):
     assert torch.equal(state, other)
     name = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
     assert run.kernels[0]["kernel"] == f"update_{name}_{width}{'_portable' * portable}"
+
+
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("layout", ["tokens", "channels"])
+@pytest.mark.emulator
+def test_vectors_of_channels(layout, width, dtype, portable):
+    """A warp goes along sequences, some of which have no state; columns that are not full."""
+    batch, channels = 7, 536
+    x = torch.randint(-3, 4, (batch, channels)).to(dtype)
+    weight = torch.randint(-3, 4, (channels, width)).to(dtype)
+    bias = torch.randint(-3, 4, (channels,)).float()
+    before = torch.randint(-3, 4, (batch + 2, channels, width - 1)).to(dtype)
+    slots = torch.tensor([8, -1, 0, 9, 3, 4, 7], dtype=torch.int32)
+    for rows in (1, 2, 5, 32):
+        state, other = strided(before, "channels" if layout == "channels" else ""), before.clone()
+        with tk.emulate("late_mma", portable=portable, config={"rows": rows}) as run:
+            out = tk.causal_conv1d_update(x, state, weight, bias, slots=slots)
+        expected = tk.reference.causal_conv1d_update(x, other, weight, bias, slots=slots)
+        assert torch.equal(out, expected)
+        assert torch.equal(state, other)
+        # Of two taps a state is one input, whose channels are adjacent either way.
+        assert run.kernels[0]["layout"] == ("tokens" if width == 2 else layout)
+        assert run.kernels[0]["rows"] == rows
+
+
+@pytest.mark.parametrize("off", ["x", "state", "longer", "channels", "tokens"])
+@pytest.mark.emulator
+def test_vectors_that_do_not_fit(off):
+    """They are taken element by element."""
+    channels = 12 if off == "channels" else 16
+    x, weight = normal((3, channels), BF16, "cpu"), normal((channels, 4), BF16, "cpu")
+    if off == "tokens":
+        x = normal((3, channels, 2), BF16, "cpu")
+    state = normal((3, channels, 4 if off == "longer" else 3), BF16, "cpu")
+    other = state.clone()
+    x = unaligned(x) if off == "x" else x
+    state = unaligned(state) if off == "state" else state
+    with tk.emulate() as run:
+        out = tk.causal_conv1d_update(x, state, weight)
+    assert run.kernels[0]["layout"] == "any"
+    torch.testing.assert_close(out, tk.reference.causal_conv1d_update(x, other, weight))
+    assert torch.equal(state, other)
+
+
+def test_rows_of_a_warp():
+    """More than one as soon as there are more than the device takes at once."""
+    problem = {"channels": 8192, "layout": "tokens"}
+    rows = [_C.choose("causal_conv1d_update", {**problem, "batch": n}, H200)["rows"]
+            for n in (1, 16, 1024, 1 << 16)]  # fmt: skip
+    assert rows[0] == 1
+    assert rows == sorted(rows)
+    assert rows[3] > rows[1]
 
 
 @pytest.mark.parametrize("tokens", [1, 4])

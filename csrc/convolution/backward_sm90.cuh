@@ -7,85 +7,17 @@
 // By channels, a thread has 8 bytes of neighbouring channels (or one channel) of a run of tokens.
 // It goes along it in batches of four tokens, of which two are on their way while it computes,
 // keeps the last inputs and dz, and finishes dx of a token with the dz of width - 1 tokens later;
-// behind its run it makes those once more. By tokens, a thread has vectors of 16 bytes of tokens of
-// one channel, two of them loaded at once, and makes the dz of the width - 1 tokens behind each of
-// them as well.
+// behind its run it makes those once more. By tokens: gradient_tokens.cuh.
 //
 // Sums of weights and bias stay in registers, then are added up in a fixed order: over the threads
 // of a block, and by a second kernel over the blocks. Tokens of no sequence have dz = 0. The
 // portable kernels do the same.
 #pragma once
 
-#include "csrc/convolution/forward_sm90.cuh"
+#include "csrc/convolution/gradient_tokens.cuh"
 
 namespace thunderkittens::convolution {
 namespace sm90 {
-
-// dz of a token, from what precedes the activation and the gradient of out: without a branch, of
-// which there would be one for each element.
-template <class T>
-__device__ __forceinline__ float before_activation(bool silu, float z, float gradient) {
-    const float slope = silu_slope<T>(z);
-    return silu ? gradient * slope : gradient;
-}
-
-// dz of any token, from memory.
-template <class T, int WIDTH>
-__device__ __forceinline__ float dz_of(const Params& f, const Sequence& s, int64_t batch,
-                                       int64_t channel, int64_t token) {
-    if (token < s.begin || token >= s.end) return 0.0f;
-    Taps<T, 1, WIDTH> taps;
-    taps.load(f.weight, f.bias, channel);
-    const int64_t from = batch * f.x.batch_stride + channel * f.x.channel_stride;
-    float z = taps.bias[0];
-#pragma unroll
-    for (int w = 0; w < WIDTH; ++w) {
-        const int64_t at = token - (WIDTH - 1) + w;
-        z = fmaf(taps.tap(0, w), input_element<T, WIDTH>(f, s, from, channel, at), z);
-    }
-    const int64_t at = batch * f.out.batch_stride + channel * f.out.channel_stride;
-    return before_activation<T>(f.silu, z,
-                                load_element<T>(f.out.data, at + token * f.out.token_stride));
-}
-// The gradient of an input of a sequence or its initial state, from memory, with what the gradient
-// of the final state adds.
-template <class T, int WIDTH>
-__device__ __forceinline__ float input_gradient(const Params& f, const Sequence& s, int64_t batch,
-                                                int64_t channel, int64_t token) {
-    const int64_t to_end = s.end - token;
-    float sum = to_end < WIDTH ? state_element<T>(f.final, s, channel, WIDTH - 1 - to_end) : 0.0f;
-#pragma unroll 1
-    for (int w = WIDTH - 1; w >= 0; --w) {
-        float tap[1];
-        load_coefficients<T>(f.weight, channel * WIDTH + w, tap);
-        sum = fmaf(tap[0], dz_of<T, WIDTH>(f, s, batch, channel, token + (WIDTH - 1) - w), sum);
-    }
-    return sum;
-}
-// What states have to do with: the gradient of the initial state, and dx of those of the tokens
-// [begin, end) that are in the final state.
-template <class T, int WIDTH>
-__device__ __forceinline__ void state_gradients(const BackwardParams& p, const Sequence& s,
-                                                int64_t batch, int64_t channel, int64_t begin,
-                                                int64_t end) {
-    constexpr int BEFORE = WIDTH - 1;
-    const Params& f = p.forward;
-    if (p.dinitial.data != nullptr && begin == s.begin) {
-        const int64_t to = s.index * p.dinitial.batch_stride + channel * p.dinitial.channel_stride;
-#pragma unroll 1
-        for (int i = 0; i < BEFORE; ++i) {
-            store_element<T>(p.dinitial.data, to + i * p.dinitial.token_stride,
-                             input_gradient<T, WIDTH>(f, s, batch, channel, begin - BEFORE + i));
-        }
-    }
-    if (p.dx.data == nullptr || f.final.data == nullptr || end + BEFORE <= s.end) return;
-    const int64_t to = batch * p.dx.batch_stride + channel * p.dx.channel_stride;
-#pragma unroll 1
-    for (int64_t token = max(begin, s.end - BEFORE); token < end; ++token) {
-        store_element<T>(p.dx.data, to + token * p.dx.token_stride,
-                         input_gradient<T, WIDTH>(f, s, batch, channel, token));
-    }
-}
 
 // Sums of a block: of rows of threads, each with COUNT sums of each of `lanes` columns.
 template <int COUNT>
@@ -119,48 +51,43 @@ struct Batches {
                          STAGE = BATCH_TOKENS * ROW;
     const T *x, *gradients;  // of the batch that is loaded next
     const int64_t x_stride, gradient_stride;
-    const int there;  // tokens
-    int first = 0;    // of the batch that is loaded next
-    uint32_t from, to;
+    int left;       // tokens that are not loaded yet
+    uint32_t from;  // of the batch that is read
 
     __device__ __forceinline__ Batches(const T* x_, int64_t x_stride_, const T* gradients_,
-                                       int64_t gradient_stride_, int there_)
+                                       int64_t gradient_stride_, int there)
         : x(x_),
           gradients(gradients_),
           x_stride(x_stride_),
           gradient_stride(gradient_stride_),
-          there(there_) {
-        from = to = base();
+          left(there),
+          from(base()) {
         if constexpr (IN_RING) {
 #pragma unroll
-            for (int i = 0; i < STAGES - 1; ++i) load();
+            for (int i = 0; i < STAGES - 1; ++i) load(from + i * STAGE);
         }
     }
     static __device__ __forceinline__ uint32_t base() {
         return arch::shared_address(kittens::shared_memory()) +
                static_cast<uint32_t>(threadIdx.x) * BYTES;
     }
-    static __device__ __forceinline__ void advance(uint32_t& at) {
-        at = at == base() + (STAGES - 1) * STAGE ? base() : at + STAGE;
-    }
-    __device__ __forceinline__ void load() {
+    __device__ __forceinline__ void load(uint32_t to) {
 #pragma unroll
         for (int i = 0; i < BATCH_TOKENS; ++i) {
-            const bool exists = first + i < there;
+            const bool exists = i < left;
             arch::cp_async<BYTES>(to + i * ROW, x, exists);
             arch::cp_async<BYTES>(to + i * ROW + ROW / 2, gradients, exists);
             x += x_stride;
             gradients += gradient_stride;
         }
         arch::cp_async_commit();
-        first += BATCH_TOKENS;
-        advance(to);
+        left -= BATCH_TOKENS;
     }
     // Waits for a batch, and lets the one follow that is as many behind it as there are stages.
     __device__ __forceinline__ void next() {
         if constexpr (IN_RING) {
             arch::cp_async_wait<STAGES - 2>();
-            load();
+            load(from == base() ? from + (STAGES - 1) * STAGE : from - STAGE);
         }
     }
     __device__ __forceinline__ void read(int i, Vector& input, Vector& gradient) {
@@ -170,7 +97,7 @@ struct Batches {
         } else {
             input.clear();
             gradient.clear();
-            if (first + i < there) {
+            if (i < left) {
                 input.load(x);
                 gradient.load(gradients);
             }
@@ -180,9 +107,9 @@ struct Batches {
     }
     __device__ __forceinline__ void release() {
         if constexpr (IN_RING) {
-            advance(from);
+            from = from == base() + (STAGES - 1) * STAGE ? base() : from + STAGE;
         } else {
-            first += BATCH_TOKENS;
+            left -= BATCH_TOKENS;
         }
     }
     // Nothing is on its way any more.
@@ -212,69 +139,71 @@ struct Run {
                (batch * x.batch_stride + channel * x.channel_stride + token * x.token_stride);
     }
 
-    __device__ __forceinline__ void no_sequence(int64_t begin, int64_t end) const {
-        if (p.dx.data == nullptr) return;
-        Vector zero;
-        zero.clear();
-#pragma unroll 1
-        for (int64_t t = begin; t < end; ++t) zero.store(at(p.dx, t));
-    }
     // Tokens [begin, begin + count), which are all that the thread has of a sequence.
     __device__ __forceinline__ void go(const Sequence& s, int64_t begin, int count) {
         const Params& f = p.forward;
         // Tokens that there are, from the begin of the run on; those of the sequence.
         const int there = static_cast<int>(min(s.end - begin, int64_t{count + BEFORE}));
-        Vector inputs[BEFORE + BATCH_TOKENS];
-        float dz[BEFORE][V];
+        float in[WIDTH][V], dz[BEFORE][V];  // of a token behind those before it
+        Vector before[BEFORE];
 #pragma unroll
         for (int i = 0; i < BEFORE; ++i) {
             const int64_t from_begin = begin - s.begin - BEFORE + i;
             if (from_begin >= 0)
-                inputs[i].load(at(f.x, begin - BEFORE + i));
+                before[i].load(at(f.x, begin - BEFORE + i));
             else
-                inputs[i] = state_vector<T, V>(f.initial, s, channel, from_begin + BEFORE);
-#pragma unroll
-            for (int v = 0; v < V; ++v) dz[i][v] = 0.0f;
+                before[i] = state_vector<T, V>(f.initial, s, channel, from_begin + BEFORE);
         }
         T* dx = at(p.dx, begin - BEFORE);
         Batches<T, V> batches(at(f.x, begin), f.x.token_stride, at(f.out, begin),
                               f.out.token_stride, there);
+#pragma unroll
+        for (int i = 0; i < BEFORE; ++i) {
+#pragma unroll
+            for (int v = 0; v < V; ++v) {
+                in[i][v] = before[i].value(v);
+                dz[i][v] = 0.0f;
+            }
+        }
 #pragma unroll 1
         for (int first = 0; first < count + BEFORE; first += BATCH_TOKENS) {
             batches.next();
-            Vector gradient[BATCH_TOKENS];
 #pragma unroll
             for (int i = 0; i < BATCH_TOKENS; ++i) {
-                batches.read(i, inputs[BEFORE + i], gradient[i]);
-            }
-            batches.release();
-#pragma unroll
-            for (int i = 0; i < BATCH_TOKENS; ++i) {
+                Vector input, gradient;
+                batches.read(i, input, gradient);
                 const bool mine = first + i < count;
-                float values[V];
+                float now[V], z[V], values[V];
 #pragma unroll
                 for (int v = 0; v < V; ++v) {
-                    float in[WIDTH];
+                    in[BEFORE][v] = input.value(v);
+                    now[v] = gradient.value(v);
+                    z[v] = taps.bias[v];
 #pragma unroll
-                    for (int w = 0; w < WIDTH; ++w) in[w] = inputs[i + w].value(v);
-                    float z = taps.bias[v];
+                    for (int w = 0; w < WIDTH; ++w) z[v] = fmaf(taps.tap(v, w), in[w][v], z[v]);
+                }
+                if (f.silu) {
 #pragma unroll
-                    for (int w = 0; w < WIDTH; ++w) z = fmaf(taps.tap(v, w), in[w], z);
-                    const float now = before_activation<T>(f.silu, z, gradient[i].value(v));
+                    for (int v = 0; v < V; ++v) now[v] = through_silu<T>(z[v], now[v]);
+                }
+#pragma unroll
+                for (int v = 0; v < V; ++v) {
                     // Behind the run it is another thread's.
-                    const float added = mine ? now : 0.0f;
+                    const float added = mine ? now[v] : 0.0f;
                     float* const sum = sums + v * (WIDTH + 1);
 #pragma unroll
-                    for (int w = 0; w < WIDTH; ++w) sum[w] = fmaf(added, in[w], sum[w]);
+                    for (int w = 0; w < WIDTH; ++w) sum[w] = fmaf(added, in[w][v], sum[w]);
                     sum[WIDTH] += added;
-                    values[v] = taps.tap(v, 0) * now;
+                    values[v] = taps.tap(v, 0) * now[v];
 #pragma unroll
                     for (int w = 1; w < WIDTH; ++w) {
                         values[v] = fmaf(taps.tap(v, w), dz[BEFORE - w][v], values[v]);
                     }
 #pragma unroll
                     for (int w = 0; w + 1 < BEFORE; ++w) dz[w][v] = dz[w + 1][v];
-                    dz[BEFORE - 1][v] = now;
+                    dz[BEFORE - 1][v] = now[v];
+#pragma unroll
+                    for (int w = 0; w < BEFORE; ++w) in[w][v] = in[w + 1][v];
                 }
                 // Of the token that is finished, from the begin of the run on.
                 const int token = first + i - BEFORE;
@@ -283,8 +212,7 @@ struct Run {
                 }
                 dx += p.dx.token_stride;
             }
-#pragma unroll
-            for (int i = 0; i < BEFORE; ++i) inputs[i] = inputs[BATCH_TOKENS + i];
+            batches.release();
         }
         batches.finish();
 #pragma unroll 1
@@ -300,7 +228,7 @@ __device__ __forceinline__ void gradient_channels(const BackwardParams& p) {
     const Place place(f.grid);
     const int64_t channels_before = place.channel_block * f.grid.lanes * V;
     const int64_t channel = channels_before + place.lane * V;
-    const int64_t tokens = p.steps * BATCH_TOKENS - (WIDTH - 1);
+    const int64_t tokens = f.steps * BATCH_TOKENS - (WIDTH - 1);
     const int64_t first = (place.token_block * f.grid.groups + place.group) * tokens;
     const int64_t last = min(first + tokens, f.length);
     const bool there = channel < f.channels;
@@ -312,8 +240,8 @@ __device__ __forceinline__ void gradient_channels(const BackwardParams& p) {
             const int64_t end = min(s.end, last);
             if (s.exists())
                 run.go(s, token, static_cast<int>(end - token));
-            else
-                run.no_sequence(token, end);
+            else if (p.dx.data != nullptr)
+                clear_run<T, V>(p.dx, place.batch, channel, token, end);
             token = end;
         }
     }
@@ -323,146 +251,11 @@ __device__ __forceinline__ void gradient_channels(const BackwardParams& p) {
                (f.channels - channels_before) * (WIDTH + 1));
 }
 
-template <class T, int WIDTH>
-__device__ __forceinline__ void gradient_tokens(const BackwardParams& p) {
-    constexpr int BEFORE = WIDTH - 1, V = 16 / sizeof(T), NEAR = 4, ALL = V + BEFORE;
-    const Params& f = p.forward;
-    const Place place(f.grid);
-    const int64_t own = place.channel_block * f.grid.groups + place.group;
-    const bool there = own < f.channels;
-    const int64_t channel = there ? own : 0;
-    const int64_t step = f.grid.lanes * V;
-    Taps<T, 1, WIDTH> taps;
-    taps.load(f.weight, f.bias, channel);
-    const auto row = [&](const Operand& x) {
-        return static_cast<const T*>(x.data) +
-               (place.batch * x.batch_stride + channel * x.channel_stride);
-    };
-    const T* const x = row(f.x);
-    const T* const gradients = row(f.out);
-    float sums[WIDTH + 1];
-#pragma unroll
-    for (int i = 0; i <= WIDTH; ++i) sums[i] = 0.0f;
-    Sequence s{-1, 0, 0};
-#pragma unroll 1
-    for (int batch = 0; there && batch < p.steps; ++batch) {
-        const int64_t first = ((place.token_block * p.steps + batch) * BATCH_VECTORS) * step +
-                              place.lane * int64_t{V};
-        Neighbours<T, V> inputs[BATCH_VECTORS], outputs[BATCH_VECTORS];
-        Neighbours<T, NEAR> before[BATCH_VECTORS], behind[BATCH_VECTORS], later[BATCH_VECTORS];
-#pragma unroll
-        for (int j = 0; j < BATCH_VECTORS; ++j) {
-            const int64_t at = first + j * step;
-            inputs[j].clear();
-            outputs[j].clear();
-            before[j].clear();
-            behind[j].clear();
-            later[j].clear();
-            if (at >= f.length) continue;
-            inputs[j].load(x + at);
-            outputs[j].load(gradients + at);
-            if (at > 0) before[j].load(x + at - NEAR);
-            if (at + V < f.length) {
-                behind[j].load(x + at + V);
-                later[j].load(gradients + at + V);
-            }
-        }
-#pragma unroll
-        for (int j = 0; j < BATCH_VECTORS; ++j) {
-            const int64_t at = first + j * step;
-            if (at >= f.length) break;
-            float in[BEFORE + ALL], dz[ALL], results[V];
-#pragma unroll
-            for (int i = 0; i < BEFORE; ++i) {
-                in[i] = before[j].value(NEAR - BEFORE + i);
-                in[BEFORE + V + i] = behind[j].value(i);
-            }
-#pragma unroll
-            for (int i = 0; i < V; ++i) {
-                in[BEFORE + i] = inputs[j].value(i);
-                results[i] = 0.0f;
-            }
-            for (int64_t token = at; token < at + V; token = s.end) {
-                if (token >= s.end) s = sequence_of(f, place.batch, token);
-                if (!s.exists()) continue;
-                if (s.begin > at - BEFORE) {
-                    float state[BEFORE];
-#pragma unroll
-                    for (int k = 0; k < BEFORE; ++k) {
-                        state[k] = state_element<T>(f.initial, s, channel, k);
-                    }
-                    const int to_begin = static_cast<int>(s.begin - (at - BEFORE));
-#pragma unroll
-                    for (int i = 0; i < BEFORE + V; ++i) {
-                        if (i >= to_begin) continue;
-                        in[i] = 0.0f;
-#pragma unroll
-                        for (int k = 0; k < BEFORE; ++k) {
-                            if (to_begin - i == BEFORE - k) in[i] = state[k];
-                        }
-                    }
-                }
-                const int begin = static_cast<int>(token - at);
-                const int end = static_cast<int>(min(s.end - at, int64_t{ALL}));
-                const auto add = [&]<bool whole>() {
-#pragma unroll
-                    for (int i = 0; i < ALL; ++i) {
-                        float z = taps.bias[0];
-#pragma unroll
-                        for (int w = 0; w < WIDTH; ++w) z = fmaf(taps.tap(0, w), in[i + w], z);
-                        const float gradient = i < V ? outputs[j].value(i) : later[j].value(i - V);
-                        dz[i] = before_activation<T>(f.silu, z, gradient);
-                        if (!whole && (i < begin || i >= end)) dz[i] = 0.0f;
-                    }
-#pragma unroll
-                    for (int i = 0; i < V; ++i) {
-                        if (!whole && (i < begin || i >= end)) continue;
-                        sums[WIDTH] += dz[i];
-                        float dx = 0.0f;
-#pragma unroll
-                        for (int w = 0; w < WIDTH; ++w) {
-                            sums[w] = fmaf(dz[i], in[i + w], sums[w]);
-                            dx = fmaf(taps.tap(0, w), dz[i + BEFORE - w], dx);
-                        }
-                        results[i] = dx;
-                    }
-                };
-                // Nearly all vectors are of one sequence: without a test per token.
-                if (begin == 0 && end == ALL)
-                    add.template operator()<true>();
-                else
-                    add.template operator()<false>();
-            }
-            if (p.dx.data != nullptr) {
-                rounded<T, V>(results).store(const_cast<T*>(row(p.dx)) + at);
-            }
-            if (p.dinitial.data == nullptr && f.final.data == nullptr) continue;
-#pragma unroll 1
-            for (int64_t token = at; token < at + V; token = s.end) {
-                s = sequence_of(f, place.batch, token);
-                if (!s.exists()) continue;
-                state_gradients<T, WIDTH>(p, s, place.batch, channel, token, min(s.end, at + V));
-            }
-        }
-    }
-    if (p.sums == nullptr) return;
-    for (int distance = 1; distance < f.grid.lanes; distance *= 2) {
-#pragma unroll
-        for (int i = 0; i <= WIDTH; ++i) sums[i] += arch::shuffle_xor(sums[i], distance);
-    }
-    if (place.lane != 0 || !there) return;
-    const int64_t line = place.batch * f.grid.token_blocks + place.token_block;
-#pragma unroll
-    for (int i = 0; i <= WIDTH; ++i) {
-        arch::store_global(p.sums + (line * f.channels + channel) * (WIDTH + 1) + i, sums[i]);
-    }
-}
-
 template <int DTYPE, Layout LAYOUT>
 constexpr int BACKWARD_CHANNELS = backward_channels(DType(DTYPE), LAYOUT);
 
 template <int DTYPE, Layout LAYOUT, int WIDTH, bool PORTABLE>
-__global__ __launch_bounds__(THREADS, 2) void causal_conv1d_gradient_kernel(
+__global__ __launch_bounds__(THREADS, backward_blocks(LAYOUT)) void causal_conv1d_gradient_kernel(
     const __grid_constant__ BackwardParams p) {
     using T = element_of<DTYPE>;
     const Params& f = p.forward;

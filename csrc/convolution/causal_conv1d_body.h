@@ -106,6 +106,7 @@ std::tuple<Tensor, Tensor> causal_conv1d_body(const Backend<Tensor>& on, const T
     params.out = operand_of(out);
     if (final.numel() > 0) params.final = operand_of(final);
     params.grid = forward_grid(problem, choice);
+    params.steps = choice.steps;
     auto launcher = on.launch("causal_conv1d", choice, x);
     call.may_read(launcher);
     launcher.may_write("out", out);
@@ -164,7 +165,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> causal_conv1d_backward_body(
     f.out = operand_of(grad_out);
     if (grad_state) f.final = operand_of(*grad_state);
     f.grid = backward_grid(problem, choice);
-    params.steps = choice.steps;
+    f.steps = choice.steps;
     if (dx.numel() > 0) params.dx = operand_of(dx);
     if (dstate.numel() > 0) params.dinitial = operand_of(dstate);
     std::optional<Tensor> partial;

@@ -7,6 +7,25 @@
 
 namespace thunderkittens::convolution {
 
+// How a step accesses states by vectors of 16 bytes, which are of one token and no longer than it
+// needs; `any` where it does not.
+template <class Tensor>
+Layout step_layout(const Tensor& x, const Tensor& out, const Tensor& state, int width) {
+    const int64_t elements = 16 / static_cast<int64_t>(x.element_size());
+    const int64_t channels = x.size(1), before = width - 1;
+    const auto aligned = [&](const Tensor& y) {
+        return reinterpret_cast<uintptr_t>(y.data_ptr()) % 16 == 0 &&
+               (y.size(0) <= 1 || y.stride(0) % elements == 0);
+    };
+    if (x.dim() == 3 && x.size(2) != 1) return Layout::any;
+    if (state.size(2) != before || channels % elements != 0) return Layout::any;
+    if (!aligned(x) || !aligned(out) || !aligned(state)) return Layout::any;
+    if (x.stride(1) != 1 || out.stride(1) != 1) return Layout::any;
+    if (state.stride(1) == before && (before == 1 || state.stride(2) == 1)) return Layout::tokens;
+    const bool rows = before == 1 || state.stride(2) % elements == 0;
+    return state.stride(1) == 1 && rows ? Layout::channels : Layout::any;
+}
+
 template <class Tensor>
 Tensor causal_conv1d_update_body(const Backend<Tensor>& on, const Tensor& x, Tensor& state,
                                  const Tensor& weight, const std::optional<Tensor>& bias,
@@ -48,6 +67,7 @@ Tensor causal_conv1d_update_body(const Backend<Tensor>& on, const Tensor& x, Ten
     check_supported(OP, unsupported(problem, device));
     const Tensor out = empty_as(x);
     if (out.numel() == 0) return out;
+    problem.layout = step_layout(x, out, state, problem.width);
     const UpdateChoice choice = on.chosen("causal_conv1d_update", choose_update(problem, device));
     // Of one token, x and out have no stride along the tokens.
     const auto operand = [](const Tensor& tensor) {
@@ -65,6 +85,8 @@ Tensor causal_conv1d_update_body(const Backend<Tensor>& on, const Tensor& x, Ten
                               .length = problem.length,
                               .state_length = state.size(2),
                               .state_count = state.size(0),
+                              .layout = choice.layout,
+                              .rows = choice.rows,
                               .silu = activation != 0};
     auto launcher = on.launch("causal_conv1d_update", choice, x);
     launcher.may_read("x", x);

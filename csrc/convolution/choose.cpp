@@ -2,6 +2,7 @@
 // device.
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <initializer_list>
 #include <limits>
 #include <string_view>
@@ -16,7 +17,6 @@ namespace {
 
 constexpr DType DTYPES[] = {DType::bf16, DType::fp16, DType::fp32};
 constexpr Layout LAYOUTS[] = {Layout::channels, Layout::tokens, Layout::any};
-constexpr int BLOCKS_PER_SM = 2;
 
 std::string unsupported_kind(DType dtype, int width, const DeviceProperties& device) {
     if (std::string reason = no_code_for(device); !reason.empty()) return reason;
@@ -36,29 +36,55 @@ std::string unsupported_size(int64_t batch, int64_t channels, int64_t tokens) {
     return concat("x has some ", blocks * 1024, " elements; at most 1e12 are supported");
 }
 
-// How many neighbouring threads lie along the adjacent dimension: so many that the fewest blocks
-// suffice, and of those the first.
-template <class Choice>
-int fewest_blocks(const ConvProblem& p, Choice choice, std::initializer_list<int> lanes,
-                  Grid (*grid_of)(const ConvProblem&, const Choice&)) {
-    int best = *lanes.begin();
-    int64_t fewest = std::numeric_limits<int64_t>::max();
-    for (const int n : lanes) {
-        choice.lanes = n;
-        const Grid grid = grid_of(p, choice);
-        const int64_t blocks = grid.channel_blocks * grid.token_blocks;
-        if (blocks < fewest) best = n, fewest = blocks;
+// How many neighbouring threads lie along a dimension of so many vectors: a warp, or fewer where
+// that saves an eighth of them; 8 at least, which access a line, unless there are fewer vectors.
+int lanes_of(int64_t vectors) {
+    int best = 32;
+    for (const int lanes : {16, 8}) {
+        if (round_up(vectors, lanes) * 8 < round_up(vectors, best) * 7) best = lanes;
+    }
+    while (best / 2 >= vectors && best > 1) best /= 2;
+    return best;
+}
+
+// What a kernel's time is made of, in steps of a thread while all of the device is busy.
+struct Cost {
+    int blocks_per_sm;
+    int most_steps;
+    double around;  // what a thread does before its first step and behind its last
+    double alone;   // a step while hardly any other block runs
+};
+// Of so many blocks for each that runs at once. The last ones cost less, as they run alone.
+double time_of(double waves, int steps, const Cost& cost) {
+    constexpr double UNEQUAL = 0.1;  // of a block's time, by which equal ones differ
+    const double whole = std::floor(waves), rest = waves - whole;
+    const double last = rest > 0 ? cost.alone + (1 - cost.alone) * rest : 0;
+    return (whole + last) * (steps + cost.around) + UNEQUAL * steps;
+}
+double waves_of(double blocks, const Cost& cost, const DeviceProperties& device) {
+    return blocks / (double(cost.blocks_per_sm) * std::max(1, device.sm_count));
+}
+// The steps of a thread for which a call takes least: few of them cost what is around them, many
+// let multiprocessors wait for the last blocks.
+template <class Waves>
+int best_steps(const Cost& cost, Waves waves) {
+    int best = 1;
+    for (int steps = 2; steps <= cost.most_steps; ++steps) {
+        if (time_of(waves(steps), steps, cost) < time_of(waves(best), best, cost)) best = steps;
     }
     return best;
 }
-// Lanes of a sum over tokens are those of a warp at most.
 template <class Choice>
-int lanes_of(const ConvProblem& p, const Choice& choice,
-             Grid (*grid_of)(const ConvProblem&, const Choice&)) {
-    if (p.layout == Layout::tokens) {
-        return fewest_blocks(p, choice, {32, 16, 8, 4, 2, 1}, grid_of);
-    }
-    return fewest_blocks(p, choice, {32, 16, 8, 64, 128, 256, 4, 2, 1}, grid_of);
+Choice with_best_steps(const ConvProblem& p, Choice choice, const Cost& cost,
+                       const DeviceProperties& device,
+                       Grid (*grid_of)(const ConvProblem&, const Choice&)) {
+    choice.steps = best_steps(cost, [&](int steps) {
+        choice.steps = steps;
+        const Grid grid = grid_of(p, choice);
+        return waves_of(double(p.batch * grid.channel_blocks) * double(grid.token_blocks), cost,
+                        device);
+    });
+    return choice;
 }
 
 // A block's `along` and `across` elements of the dimensions.
@@ -108,7 +134,7 @@ std::vector<KernelInfo> conv_kernels() {
             for (int width = MIN_WIDTH; width <= MAX_WIDTH; ++width) {
                 list.push_back(
                     kernel(kernel_name(ConvChoice{dtype, layout, width, portable}),
-                           "eight tokens or vectors of tokens a thread, 256 threads",
+                           "a run of tokens a thread, 256 threads",
                            concat("causal_conv1d_", name_of(dtype)),
                            symbol_of_kernel("causal_conv1d_kernel", dtype, layout, width, portable),
                            portable));
@@ -144,10 +170,12 @@ std::vector<KernelInfo> update_kernels() {
     for_each_kind([&](DType dtype, bool portable) {
         for (int width = MIN_WIDTH; width <= MAX_WIDTH; ++width) {
             list.push_back(kernel(kernel_name(UpdateChoice{dtype, width, portable}),
-                                  "four channels a thread, 256 threads", "causal_conv1d_update",
+                                  "16 bytes of channels a lane, 256 threads",
+                                  "causal_conv1d_update",
                                   concat(mangled("causal_conv1d_update_kernel"), "ILi", int(dtype),
                                          "ELi", width, "ELb", int(portable), 'E'),
                                   portable));
+            list.back().shared_bytes = update_shared_bytes(width);
         }
     });
     return list;
@@ -169,8 +197,8 @@ std::string unsupported(const UpdateProblem& p, const DeviceProperties& device) 
 }
 
 Grid forward_grid(const ConvProblem& p, const ConvChoice& c) {
-    return grid_of_blocks(p, c.lanes, forward_channels(p.dtype, p.layout),
-                          forward_tokens(p.dtype, p.layout));
+    return grid_of_blocks(p, c.lanes, forward_channels(p.layout),
+                          forward_tokens(p.dtype, p.layout, c.steps));
 }
 Grid backward_grid(const ConvProblem& p, const ConvBackwardChoice& c) {
     return grid_of_blocks(p, c.lanes, backward_channels(p.dtype, p.layout),
@@ -178,35 +206,33 @@ Grid backward_grid(const ConvProblem& p, const ConvBackwardChoice& c) {
 }
 
 ConvChoice choose(const ConvProblem& p, const DeviceProperties& device) {
-    ConvChoice choice{p.dtype, p.layout, p.width, !runs_native(device)};
-    choice.lanes = lanes_of(p, choice, &forward_grid);
-    return choice;
+    const bool tokens = p.layout == Layout::tokens;
+    const int64_t vectors = tokens ? ceil_div(p.length, vector_elements(p.dtype))
+                                   : ceil_div(p.channels, forward_channels(p.layout));
+    const ConvChoice start{p.dtype, p.layout, p.width, !runs_native(device), lanes_of(vectors)};
+    const Cost cost{forward_blocks(p.dtype, p.layout), MAX_STEPS, tokens ? 2.0 : 0.9, 0.3};
+    return with_best_steps(p, start, cost, device, &forward_grid);
 }
 
-// As many steps of a thread as make the blocks end together, and no more work than has to be done
-// twice: a run costs what it does before its first token and behind its last.
 ConvBackwardChoice choose_backward(const ConvBackwardProblem& p, const DeviceProperties& device) {
-    constexpr int MOST_STEPS = 16;
-    constexpr double AROUND = 8;  // a run, in tokens
-    ConvBackwardChoice best{p.dtype, p.layout, p.width, !runs_native(device)};
-    double least = std::numeric_limits<double>::max();
-    const int64_t at_once = int64_t{BLOCKS_PER_SM} * std::max(1, device.sm_count);
-    for (int steps = 1; steps <= MOST_STEPS; ++steps) {
-        ConvBackwardChoice choice = best;
-        choice.steps = steps;
-        choice.lanes = lanes_of(p, choice, &backward_grid);
-        const Grid grid = backward_grid(p, choice);
-        const int64_t blocks = p.batch * grid.channel_blocks * grid.token_blocks;
-        const int tokens = backward_tokens(p.dtype, p.layout, p.width, steps);
-        const double cost = double(std::max<int64_t>(1, ceil_div(blocks, at_once))) *
-                            (tokens + 2 * (p.width - 1) + AROUND);
-        if (cost < least) best = choice, least = cost;
-    }
-    return best;
+    const bool tokens = p.layout == Layout::tokens;
+    const int64_t vectors = tokens ? ceil_div(p.length, vector_elements(p.dtype))
+                                   : ceil_div(p.channels, backward_channels(p.dtype, p.layout));
+    const ConvBackwardChoice start{p.dtype, p.layout, p.width, !runs_native(device),
+                                   lanes_of(vectors)};
+    const Cost cost{backward_blocks(p.layout), MAX_STEPS, tokens ? 2.0 : 3.0, 0.5};
+    return with_best_steps(p, start, cost, device, &backward_grid);
 }
 
 UpdateChoice choose_update(const UpdateProblem& p, const DeviceProperties& device) {
-    return {p.dtype, p.width, !runs_native(device)};
+    UpdateChoice choice{p.dtype, p.width, !runs_native(device), p.layout};
+    if (p.layout == Layout::any) return choice;
+    const Cost cost{UPDATE_BLOCKS, MAX_ROWS, 2.0, 0.3};
+    const int64_t columns = ceil_div(p.channels, 32 * vector_elements(p.dtype));
+    choice.rows = best_steps(cost, [&](int rows) {
+        return waves_of(double(columns * ceil_div(p.batch, rows)) / (THREADS / 32), cost, device);
+    });
+    return choice;
 }
 
 std::string kernel_name(const ConvChoice& c) {

@@ -50,6 +50,7 @@ struct UpdateProblem {
     int64_t batch = 0, channels = 0, length = 1;
     int width = 4;
     DType dtype = DType::bf16;
+    Layout layout = Layout::any;  // of states, of one token; of channels alike, of x and out
 };
 
 // A kernel, and how a block of it cuts its work: `lanes` neighbouring threads lie along the
@@ -60,6 +61,7 @@ struct ConvChoice {
     int width = 4;
     bool portable = false;  // the kernel for every GPU from compute capability 8.0 on
     int lanes = 32;
+    int steps = 1;  // of a thread, see forward_tokens()
 };
 struct ConvBackwardChoice {
     DType dtype = DType::bf16;
@@ -69,39 +71,50 @@ struct ConvBackwardChoice {
     int lanes = 32;
     int steps = 1;  // of a thread, see backward_tokens()
 };
+// Of one token, by vectors: how states are adjacent, and how many sequences a warp goes along.
 struct UpdateChoice {
     DType dtype = DType::bf16;
     int width = 4;
     bool portable = false;
+    Layout layout = Layout::any;
+    int rows = 1;
 };
 
 TK_FIELDS(ConvProblem, batch, channels, length, sequences, width, dtype, layout, return_state)
-TK_FIELDS(UpdateProblem, batch, channels, length, width, dtype)
-TK_FIELDS(ConvChoice, dtype, layout, width, portable, lanes)
+TK_FIELDS(UpdateProblem, batch, channels, length, width, dtype, layout)
+TK_FIELDS(ConvChoice, dtype, layout, width, portable, lanes, steps)
 TK_FIELDS(ConvBackwardChoice, dtype, layout, width, portable, lanes, steps)
-TK_FIELDS(UpdateChoice, dtype, width, portable)
+TK_FIELDS(UpdateChoice, dtype, width, portable, layout, rows)
 
-// What a thread works on. Forward: a vector of 16 bytes of channels (or one) of each of so many
-// tokens, or so many vectors of tokens.
-constexpr int TILE_TOKENS = 8, TILE_VECTORS = 8;
+// What a thread works on, `steps` times. Forward: four neighbouring channels (or one) of as many
+// tokens as it has on their way, 64 bytes of them or 16 tokens; or a vector of 16 bytes of tokens,
+// of which FORWARD_VECTORS are on their way.
+constexpr int FORWARD_VECTORS = 4, MAX_STEPS = 64;
 constexpr int vector_elements(DType dtype) { return 16 / size_in_bytes(dtype); }
-constexpr int forward_channels(DType dtype, Layout layout) {
-    return layout == Layout::channels ? vector_elements(dtype) : 1;
+constexpr int rows_ahead(int bytes) { return bytes < 8 ? 16 : 64 / bytes; }
+constexpr int forward_channels(Layout layout) { return layout == Layout::channels ? 4 : 1; }
+constexpr int forward_tokens(DType dtype, Layout layout, int steps) {
+    if (layout == Layout::tokens) return steps * vector_elements(dtype);
+    return steps * rows_ahead(forward_channels(layout) * size_in_bytes(dtype));
 }
-constexpr int forward_tokens(DType dtype, Layout layout) {
-    return layout == Layout::tokens ? TILE_VECTORS * vector_elements(dtype) : TILE_TOKENS;
+// Blocks that a multiprocessor takes at once.
+constexpr int forward_blocks(DType dtype, Layout layout) {
+    if (layout != Layout::channels) return 4;
+    return dtype == DType::fp32 ? 2 : 3;
 }
 // Backward: 8 bytes of channels (or one) of tokens in batches of four, of which the last gives
-// width - 1 fewer than it takes; or vectors of tokens, a few at a time.
-constexpr int BATCH_TOKENS = 4, BATCH_VECTORS = 2;
+// width - 1 fewer than it takes; or a vector of tokens, of which BACKWARD_VECTORS are on their way.
+constexpr int BATCH_TOKENS = 4, BACKWARD_VECTORS = 3;
 constexpr int STAGES = 3;  // batches of tokens on their way, where cp.async can bring them
 constexpr int backward_channels(DType dtype, Layout layout) {
     return layout == Layout::channels ? 8 / size_in_bytes(dtype) : 1;
 }
 constexpr int backward_tokens(DType dtype, Layout layout, int width, int steps) {
-    return layout == Layout::tokens ? steps * BATCH_VECTORS * vector_elements(dtype)
+    return layout == Layout::tokens ? steps * vector_elements(dtype)
                                     : steps * BATCH_TOKENS - (width - 1);
 }
+
+constexpr int backward_blocks(Layout layout) { return layout == Layout::tokens ? 2 : 2; }
 
 // Dynamic shared memory: a ring of batches of x and the gradient of out, of each thread its own,
 // and after them the sums of the threads.
@@ -113,6 +126,12 @@ constexpr int gradient_shared_bytes(DType dtype, Layout layout, int width) {
     const int sums = 4 * THREADS * channels * (width + 1);
     return ring > sums ? ring : sums;
 }
+
+// A step: sequences on their way to a warp, in a ring of its own in shared memory, with 16 bytes of
+// each of width - 1 inputs and the token of a lane; the most sequences of a warp; blocks that a
+// multiprocessor takes at once.
+constexpr int UPDATE_STAGES = 3, MAX_ROWS = 32, UPDATE_BLOCKS = 2;
+constexpr int update_shared_bytes(int width) { return UPDATE_STAGES * THREADS * 16 * width; }
 
 // The tiles of a call: blocks of so many channels and tokens, of each sequence of the batch. All of
 // them are counted in 31 bits.
@@ -146,6 +165,7 @@ struct Params {
     Sequences sequences;
     int64_t batch = 1, channels = 0, length = 0;
     Grid grid;
+    int steps = 1;
     bool silu = false;
 };
 // x and the initial state are those of the forward, `out` is the gradient of out.
@@ -155,7 +175,6 @@ struct BackwardParams {
     float* sums = nullptr;    // (blocks of tokens, channels, width + 1), of weights and bias
     void* dweight = nullptr;  // contiguous; null where it is not wanted
     void* dbias = nullptr;
-    int steps = 1;
 };
 // Several tokens of each of a batch of sequences, of which state[slots[b]] is the state.
 struct UpdateParams {
@@ -163,6 +182,8 @@ struct UpdateParams {
     Coefficients weight, bias;
     const int32_t* slots = nullptr;  // or nullptr: in order
     int64_t batch = 0, channels = 0, length = 1, state_length = 0, state_count = 0;
+    Layout layout = Layout::any;
+    int rows = 1;
     bool silu = false;
 };
 

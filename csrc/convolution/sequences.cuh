@@ -75,6 +75,17 @@ __device__ __forceinline__ Neighbours<T, V> state_vector(const Operand& state, c
     return rounded<T, V>(values);
 }
 
+// Zeros of V channels of the tokens [begin, end), which are of no sequence.
+template <class T, int V>
+__device__ __forceinline__ void clear_run(const Operand& x, int64_t batch, int64_t channel,
+                                          int64_t begin, int64_t end) {
+    T* const to = static_cast<T*>(x.data) + (batch * x.batch_stride + channel * x.channel_stride);
+    Neighbours<T, V> zero;
+    zero.clear();
+#pragma unroll 1
+    for (int64_t t = begin; t < end; ++t) zero.store(to + t * x.token_stride);
+}
+
 // The final state of one channel of a sequence: its last inputs, with those of the initial state
 // before them where it is short.
 template <class T, int WIDTH>

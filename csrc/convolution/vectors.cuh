@@ -130,6 +130,37 @@ struct Taps {
     __device__ __forceinline__ float tap(int v, int w) const { return taps[v * WIDTH + w]; }
 };
 
+// The lane of the warp that is so far beside one of a row of lanes, around its end.
+__device__ __forceinline__ int lane_beside(int lane, int lanes, int distance) {
+    const int in_warp = static_cast<int>(threadIdx.x) % 32;
+    return in_warp - lane + ((lane + distance) & (lanes - 1));
+}
+// Of vectors of 16 bytes in the lanes of a row, which then go on by the row: the one before each,
+// as far as it has the WIDTH - 1 elements before it. The first lane's is the last one's of before.
+template <class T, int WIDTH>
+struct Preceding {
+    using Vector = Neighbours<T, 16 / sizeof(T)>;
+    static constexpr int HALO = ((WIDTH - 1) * sizeof(T) + 3) / 4, FROM = 4 - HALO;
+    const int source;
+    const bool is_last;
+    Vector carried;  // the last lane's of the vectors before
+
+    __device__ __forceinline__ Preceding(int lane, int lanes)
+        : source(lane_beside(lane, lanes, -1)), is_last(lane == lanes - 1) {
+        carried.clear();
+    }
+    __device__ __forceinline__ Vector before(const Vector& now) {
+        Vector result;
+#pragma unroll
+        for (int i = FROM; i < 4; ++i) {
+            const uint32_t given = is_last ? carried.words[i] : now.words[i];
+            result.words[i] = arch::shuffle(given, source);
+            carried.words[i] = now.words[i];
+        }
+        return result;
+    }
+};
+
 // 1 / (1 + exp(-x)), as exactly as results of this type need it.
 template <class T>
 __device__ __forceinline__ float sigmoid(float x) {
@@ -144,11 +175,11 @@ template <class T>
 __device__ __forceinline__ float silu(float x) {
     return x * sigmoid<T>(x);
 }
-// What SiLU multiplies the gradient of its result by.
+// The gradient of SiLU's argument, from that of its result.
 template <class T>
-__device__ __forceinline__ float silu_slope(float x) {
-    const float s = sigmoid<T>(x);
-    return fmaf(x * s, 1.0f - s, s);
+__device__ __forceinline__ float through_silu(float x, float gradient) {
+    const float s = sigmoid<T>(x), scaled = gradient * s;
+    return fmaf(scaled, fmaf(-s, x, x), scaled);
 }
 
 }  // namespace thunderkittens::convolution
