@@ -177,7 +177,7 @@ ROOMS = {
     "linear_attention": {"common": set(), "based": {"common"}, "lolcats": {"common", "based"}},
     "recurrent": {
         "common": set(),
-        "gated_delta_rule": set(),
+        "gated_delta_rule": {"common"},
         "gated_delta_rule_backward": {"gated_delta_rule"},
         "ssd": {"common"},
         "linear_attention": {"common", "ssd"},

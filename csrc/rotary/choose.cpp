@@ -29,15 +29,15 @@ std::vector<KernelInfo> kernels() {
     std::vector<KernelInfo> list;
     for (std::size_t i = 0; i < CONFIGS; ++i) {
         const Config c = config_at(i);
-        list.push_back(
-            {.name = kernel_name(c),
-             .config = concat(THREADS, " threads, ", PAIRS, " pairs of ", HEADS, " heads each"),
-             .source = c.portable ? "rotary_sm80" : "rotary",
-             .symbol = symbol_of("rotary_kernel", "Config", c),
-             .arch = c.portable ? PORTABLE : NATIVE,
-             .threads = THREADS,
-             .shared_bytes = 0,
-             .fields = detail::fields_of(c)});
+        list.push_back({.name = kernel_name(c),
+                        .config = concat(THREADS, " threads, ", PAIRS, " pairs of ",
+                                         heads_of_thread(c.dtype), " heads each"),
+                        .source = c.portable ? "rotary_sm80" : "rotary",
+                        .symbol = symbol_of("rotary_kernel", "Config", c),
+                        .arch = c.portable ? PORTABLE : NATIVE,
+                        .threads = THREADS,
+                        .shared_bytes = 0,
+                        .fields = detail::fields_of(c)});
     }
     return list;
 }

@@ -10,12 +10,15 @@
 #include "csrc/common/dtype.h"
 #include "csrc/common/fields.h"
 #include "csrc/common/math.h"
+#include "csrc/gemm/common/raster.h"
 
 namespace thunderkittens::rotary {
 
-constexpr int THREADS = 256;
-constexpr int HEADS = 4;  // of a thread, which share cosines and sines
+constexpr int THREADS = 128;
+constexpr int BLOCKS_PER_SM = 7;
 constexpr int PAIRS = 8;  // of a head
+// Heads of a thread, which share cosines and sines: 128 bytes of x.
+constexpr int heads_of_thread(DType dtype) { return dtype == DType::fp32 ? 2 : 4; }
 
 struct Problem {
     int64_t batch = 1, heads = 1, length = 0;
@@ -63,9 +66,16 @@ struct Params {
     const int* cu_seqlens = nullptr;
     int64_t sequences = 0;
     bool interleaved = false, inverse = false, in_place = false;
-    bool aligned = false;         // whole units that begin at multiples of 16 bytes
-    int slots = 0, rotating = 0;  // units of a head that a thread takes, pairs first
-    int chunks = 0;               // of heads
+    bool aligned = false;  // whole units that begin at multiples of 16 bytes
+    int rotating = 0;      // slots with pairs
+    // How threads are counted: slots of a head, neighbouring tokens, chunks of heads, groups of
+    // such tokens, sequences. The divisors are right where the threads are below 2^31.
+    bool narrow = false;
+    gemm::Divisor slots, tokens, chunks, groups;
+    int64_t group_count = 0;
+    int64_t threads() const {
+        return int64_t{slots.value} * tokens.value * chunks.value * group_count * batch;
+    }
 };
 
 std::string unsupported(const Problem& problem, const DeviceProperties& device);

@@ -75,6 +75,26 @@ bool surely_apart(const Tensor& x) {
     return true;
 }
 
+// What each thread takes. Tokens are next to each other where a head's are in memory: then some of
+// them first, so that warps have whole lines and blocks the same rows of the tables for many heads.
+inline void set_threads(Params& p, int heads_of_thread) {
+    constexpr int64_t NEIGHBOURS = 64;
+    p.rotating = static_cast<int>(ceil_div(p.half, PAIRS));
+    const int64_t others = p.in_place ? 0 : ceil_div(p.dim - 2 * p.half, PAIRS);
+    const int64_t slots = p.rotating + ceil_div(others, 2);
+    const int64_t chunks = ceil_div(p.in_place ? p.rotated_heads : p.heads, heads_of_thread);
+    if (slots == 0 || chunks == 0) return;
+    int64_t tokens = 1;
+    if (p.x_stride[1] > p.x_stride[2])
+        tokens = std::clamp<int64_t>(NEIGHBOURS / slots, 1, std::max<int64_t>(p.length, 1));
+    p.group_count = ceil_div(p.length, tokens);
+    p.slots = gemm::Divisor(static_cast<uint32_t>(slots));
+    p.tokens = gemm::Divisor(static_cast<uint32_t>(tokens));
+    p.chunks = gemm::Divisor(static_cast<uint32_t>(chunks));
+    p.narrow = p.threads() < int64_t{1} << 31;
+    if (p.narrow) p.groups = gemm::Divisor(static_cast<uint32_t>(p.group_count));
+}
+
 // Writes to `result`, which is x itself in place.
 template <class Tensor>
 void rotary_body(const Backend<Tensor>& on, const Tensor& input, Tensor* result,
@@ -170,11 +190,9 @@ void rotary_body(const Backend<Tensor>& on, const Tensor& input, Tensor* result,
     }
     p.aligned &= p.table_rows <= 1 || whole(p.table_stride * table_bytes);
     p.aligned &= p.batch <= 1 || whole(p.table_batch_stride * table_bytes);
-    p.rotating = static_cast<int>(ceil_div(p.half, PAIRS));
-    p.slots = p.rotating + (in_place ? 0 : static_cast<int>(ceil_div(p.dim - 2 * p.half, PAIRS)));
-    p.chunks = static_cast<int>(ceil_div(in_place ? p.rotated_heads : p.heads, HEADS));
+    set_threads(p, heads_of_thread(dtype));
     problem.rotated = 2 * p.half;
-    const int64_t threads = int64_t{p.slots} * p.length * p.chunks * p.batch;
+    const int64_t threads = p.threads();
     if (threads == 0) return;
     TK_CHECK(ceil_div(threads, THREADS) <= std::numeric_limits<int32_t>::max(), OP, ": x ",
              shape_text(input), " is too large");

@@ -7,7 +7,7 @@
 
 namespace thunderkittens::recurrent {
 
-constexpr int MAX_DECODE_TOKENS = 8, DECODE_THREADS = 256, DECODE_BLOCKS_PER_SM = 3;
+constexpr int MAX_DECODE_TOKENS = 8;
 
 struct DecodeProblem {
     DType dtype = DType::bf16, state_dtype = DType::fp32;
@@ -67,8 +67,12 @@ inline bool decodes_in_place(const View& state, int element_bytes) {
 constexpr int64_t decode_blocks(const DecodeProblem& p) {
     return p.batch * p.heads * ceil_div(p.value_dim, VALUES);
 }
+// Of a block whose part of a state has so many keys.
+constexpr int decode_threads(int keys) { return 2 * keys; }
 // Dynamic shared memory of a block.
-constexpr int DECODE_BYTES = 30 * 1024;
+constexpr int decode_bytes(bool keys_first, int keys) {
+    return 14 * 1024 + (keys_first ? keys / 16 : 1) * 2048;
+}
 
 std::string unsupported(const DecodeProblem& problem, const DeviceProperties& device);
 DecodeConfig choose_decode(const DecodeProblem& problem, const DeviceProperties& device);

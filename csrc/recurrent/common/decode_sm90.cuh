@@ -1,17 +1,20 @@
 // A few tokens of linear attention with a decay per head and token, in one pass over the states: of
 // each token S = e^g S + w v k^T, then o = scale S q, in fp32.
 //
-// The state is all that takes time. A block has 64 columns of the values of one head, all of whose
-// state it has on its way from memory at once, 16 bytes a lane and load; operands and gates come
-// meanwhile, into shared memory. Tokens change the state in registers, so that it is read and
-// written once per call. A row of the state in memory is along
+// The state is all that takes time. A block has 64 columns of the values of one head, and two
+// threads for each of up to 64 or 128 keys. Everything that it reads is on its way before it waits
+// for any of it: its part of the state, 16 bytes a lane and load, operands and gates, which go into
+// shared memory, and what the output is made of. Tokens change the state in registers, so that it
+// is read and written once per call. A row of the state in memory is along
 //   the keys     rows are values: a row's output is a sum over the lanes that have it
 //   the values   rows are keys: the output is a sum over the rows, of lanes and then of warps
-// The portable kernel does the same.
+// The rows of a thread are neighbours. The portable kernel does the same.
 #pragma once
 
+#include "csrc/gemm/common/raster.h"
 #include "csrc/recurrent/common/chunks.cuh"
 #include "csrc/recurrent/common/decode.h"
+#include "csrc/recurrent/common/state_words.cuh"
 
 namespace thunderkittens::recurrent {
 
@@ -23,248 +26,318 @@ struct DecodeGlobals {
     float scale;
     const int* indices;
     void* out;
-    int heads, heads_per_group, tokens, key_dim, value_dim, slices;
+    int tokens, key_dim, value_dim;
+    gemm::Divisor slices, heads, heads_per_group;
 };
 
+// `parts` of the output, one of each warp where rows are keys.
+template <int parts>
 struct DecodeShared {
     sv<float, MAX_DECODE_TOKENS * MAX_KEY_DIM> query, key;
-    sv<float, MAX_DECODE_TOKENS * VALUES> value;
+    sv<float, MAX_DECODE_TOKENS * VALUES> value, z;
+    sv<float, VALUES> skip;
     sv<float, MAX_DECODE_TOKENS> weight, decay;
-    // Of the output, of each warp where rows are keys.
-    sv<float, DECODE_THREADS / WARP_THREADS * MAX_DECODE_TOKENS * VALUES> out;
+    sv<float, parts * MAX_DECODE_TOKENS * VALUES> out;
 };
 
 template <class T>
-__device__ __forceinline__ float element(const DecodeOperand& x, int b, int head, int row,
-                                         int column) {
+__device__ __forceinline__ T element_in_memory(const DecodeOperand& x, int b, int head, int row,
+                                               int column) {
     const T* from = static_cast<const T*>(x.data) + (b * x.batch_stride + head * x.head_stride +
                                                      row * x.row_stride + column * x.column_stride);
-    return float(arch::load_global(from));
+    return arch::load_global_readonly(from);
 }
 
-// 16 bytes of a state.
-template <class S>
-struct StateWord {
-    static constexpr int elements = 16 / int(sizeof(S));
-    float x[elements];
-
-    __device__ __forceinline__ void load(const S* from) {
-        if constexpr (std::is_same_v<S, float>) {
-            const float4 word = arch::load_global(reinterpret_cast<const float4*>(from));
-            x[0] = word.x, x[1] = word.y, x[2] = word.z, x[3] = word.w;
-        } else {
-            const uint4 word = arch::load_global(reinterpret_cast<const uint4*>(from));
-            const auto* pairs = reinterpret_cast<const packed_type<S>*>(&word);
-#pragma unroll
-            for (int i = 0; i < elements / 2; ++i) {
-                const float2 pair = unpack_pair<S>(pairs[i]);
-                x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
-            }
-        }
-    }
-    __device__ __forceinline__ void store(S* to) const {
-        if constexpr (std::is_same_v<S, float>) {
-            arch::store_global(reinterpret_cast<float4*>(to), float4{x[0], x[1], x[2], x[3]});
-        } else {
-            uint4 word;
-            auto* words = reinterpret_cast<uint32_t*>(&word);
-#pragma unroll
-            for (int i = 0; i < elements / 2; ++i)
-                words[i] = arch::bit_cast<uint32_t>(pack_pair<S>(x[2 * i], x[2 * i + 1]));
-            arch::store_global(reinterpret_cast<uint4*>(to), word);
-        }
-    }
-};
-
-template <class S, bool _keys_first, int _columns>
+// A block with so many keys, of which it may have fewer.
+template <class S, bool _keys_first, int _keys>
 struct DecodeTypes {
     using state_type = S;
     static constexpr bool keys_first = _keys_first;
-    static constexpr int columns = _columns;
+    static constexpr int keys = _keys, threads = decode_threads(keys);
+    static constexpr int columns = keys_first ? VALUES : keys;  // of a row of the state in memory
     static constexpr int elements = StateWord<S>::elements, lanes = columns / elements;
-    static constexpr int rows = keys_first ? MAX_KEY_DIM : VALUES;
-    static constexpr int rows_at_once = DECODE_THREADS / lanes, passes = rows / rows_at_once;
-    static_assert(rows % rows_at_once == 0 && lanes <= WARP_THREADS);
+    static constexpr int rows = keys_first ? keys : VALUES;
+    static constexpr int rows_of_thread = rows * lanes / threads;
+    static constexpr int warps = threads / WARP_THREADS, parts = keys_first ? warps : 1;
+    // Numbers of a state that a thread has: 32.
+    static_assert(rows_of_thread * elements == 32 && lanes <= WARP_THREADS);
+    using Shared = DecodeShared<parts>;
+    static_assert(sizeof(Shared) + 1024 <= decode_bytes(keys_first, keys));
 };
-
-// Neighbouring numbers of a vector in shared memory.
-template <int count, class Vector>
-__device__ __forceinline__ void load_row(float (&to)[count], const Vector& from, int first) {
-#pragma unroll
-    for (int i = 0; i < count; i += 4) {
-        const auto x = arch::load_shared<float4>(from.address_of(first + i));
-        to[i] = x.x, to[i + 1] = x.y, to[i + 2] = x.z, to[i + 3] = x.w;
-    }
-}
+// 64 registers a thread; in the portable kernel 80.
+template <int keys, bool portable>
+constexpr int DECODE_BLOCKS = (portable ? 768 : 1024) / decode_threads(keys);
 
 struct DecodeWork {
-    int b, head, first_value;
+    int b, head, group, first_value;
 
     __device__ __forceinline__ DecodeWork(const DecodeGlobals& g) {
-        int index = static_cast<int>(blockIdx.x);
-        first_value = index % g.slices * VALUES;
-        index /= g.slices;
-        head = index % g.heads;
-        b = index / g.heads;
+        const uint32_t batch_head = g.slices.divide(blockIdx.x);
+        first_value = int(blockIdx.x - batch_head * g.slices.value) * VALUES;
+        b = int(g.heads.divide(batch_head));
+        head = int(batch_head - uint32_t(b) * g.heads.value);
+        group = int(g.heads_per_group.divide(uint32_t(head)));
+    }
+    template <class T>
+    __device__ __forceinline__ T* out(const DecodeGlobals& g) const {
+        return static_cast<T*>(g.out) +
+               int64_t(b * int(g.heads.value) + head) * g.tokens * g.value_dim;
     }
 };
 
-template <class T>
-__device__ __forceinline__ void load_tokens(const DecodeGlobals& g, DecodeShared& shared,
-                                            const DecodeWork& work) {
-    const int thread = static_cast<int>(threadIdx.x), group = work.head / g.heads_per_group;
-    for (int i = thread; i < g.tokens * MAX_KEY_DIM; i += DECODE_THREADS) {
-        const int token = i / MAX_KEY_DIM, column = i % MAX_KEY_DIM;
-        const bool exists = column < g.key_dim;
-        shared.query.set(i, exists ? element<T>(g.q, work.b, group, token, column) : 0.0f);
-        shared.key.set(i, exists ? element<T>(g.k, work.b, group, token, column) : 0.0f);
+// What a thread loads of the operands, as it is in memory. Of one round, two tokens' keys and
+// queries, and four or two tokens' values. What there is not is read as the last of its kind.
+template <class T, class K>
+struct DecodeOperands {
+    static constexpr int early_tokens = 4;  // on their way with everything else
+    static constexpr int tokens_of_keys = K::threads / K::keys,
+                         tokens_of_values = K::threads / VALUES;
+    static constexpr int key_rounds = early_tokens / tokens_of_keys,
+                         value_rounds = early_tokens / tokens_of_values;
+    T k[key_rounds], q[key_rounds], v[value_rounds], z[value_rounds] = {};
+
+    static __device__ __forceinline__ int key_token(int round) {
+        return int(threadIdx.x) / K::keys + round * tokens_of_keys;
     }
-    for (int i = thread; i < g.tokens * VALUES; i += DECODE_THREADS) {
-        const int column = work.first_value + i % VALUES;
-        const bool exists = column < g.value_dim;
-        shared.value.set(i, exists ? element<T>(g.v, work.b, work.head, i / VALUES, column) : 0.0f);
+    static __device__ __forceinline__ int key_column() { return int(threadIdx.x) % K::keys; }
+    static __device__ __forceinline__ int value_token(int round) {
+        return int(threadIdx.x) / VALUES + round * tokens_of_values;
     }
-    if (thread < g.tokens) {
-        const TokenOperand& given = g.gates.dt.data != nullptr ? g.gates.dt : g.gates.g;
-        const float raw =
-            given.data != nullptr ? element<T>(given, work.b, work.head, thread) : 0.0f;
-        const TokenGate gate = token_gate(g.gates, head_gates<T>(g.gates, work.head), raw);
-        shared.weight.set(thread, gate.weight);
-        shared.decay.set(thread, arch::exp2_approx(gate.decay));
+    static __device__ __forceinline__ int value_column() { return int(threadIdx.x) % VALUES; }
+
+    static __device__ __forceinline__ T of_keys(const DecodeGlobals& g, const DecodeOperand& x,
+                                                const DecodeWork& work, int round) {
+        return element_in_memory<T>(x, work.b, work.group, ::min(key_token(round), g.tokens - 1),
+                                    ::min(key_column(), g.key_dim - 1));
     }
+    static __device__ __forceinline__ T of_values(const DecodeGlobals& g, const DecodeOperand& x,
+                                                  const DecodeWork& work, int round) {
+        return element_in_memory<T>(x, work.b, work.head, ::min(value_token(round), g.tokens - 1),
+                                    ::min(work.first_value + value_column(), g.value_dim - 1));
+    }
+    __device__ __forceinline__ void load(const DecodeGlobals& g, const DecodeWork& work) {
+#pragma unroll
+        for (int round = 0; round < key_rounds; ++round) {
+            if (round > 0 && round * tokens_of_keys >= g.tokens) continue;
+            k[round] = of_keys(g, g.k, work, round);
+            q[round] = of_keys(g, g.q, work, round);
+        }
+#pragma unroll
+        for (int round = 0; round < value_rounds; ++round) {
+            if (round > 0 && round * tokens_of_values >= g.tokens) continue;
+            v[round] = of_values(g, g.v, work, round);
+            if (g.z.data != nullptr) z[round] = of_values(g, g.z, work, round);
+        }
+    }
+    __device__ __forceinline__ void keep(const DecodeGlobals& g, const DecodeWork& work,
+                                         typename K::Shared& shared) const {
+#pragma unroll 1
+        for (int round = key_rounds; round * tokens_of_keys < g.tokens; ++round)
+            set_keys(g, shared, round, of_keys(g, g.k, work, round), of_keys(g, g.q, work, round));
+#pragma unroll
+        for (int round = 0; round < key_rounds; ++round)
+            set_keys(g, shared, round, k[round], q[round]);
+#pragma unroll 1
+        for (int round = value_rounds; round * tokens_of_values < g.tokens; ++round) {
+            T gate = v[0];
+            if (g.z.data != nullptr) gate = of_values(g, g.z, work, round);
+            set_values(g, work, shared, round, of_values(g, g.v, work, round), gate);
+        }
+#pragma unroll
+        for (int round = 0; round < value_rounds; ++round)
+            set_values(g, work, shared, round, v[round], z[round]);
+    }
+
+  private:
+    // Columns that there are not are zeros.
+    static __device__ __forceinline__ void set_keys(const DecodeGlobals& g,
+                                                    typename K::Shared& shared, int round, T k,
+                                                    T q) {
+        if (key_token(round) >= g.tokens) return;
+        const int to = key_token(round) * K::keys + key_column();
+        const bool exists = key_column() < g.key_dim;
+        shared.key.set(to, exists ? float(k) : 0.0f);
+        shared.query.set(to, exists ? float(q) : 0.0f);
+    }
+    static __device__ __forceinline__ void set_values(const DecodeGlobals& g,
+                                                      const DecodeWork& work,
+                                                      typename K::Shared& shared, int round, T v,
+                                                      T z) {
+        if (value_token(round) >= g.tokens) return;
+        const int to = value_token(round) * VALUES + value_column();
+        const bool exists = work.first_value + value_column() < g.value_dim;
+        shared.value.set(to, exists ? float(v) : 0.0f);
+        if (g.z.data != nullptr) shared.z.set(to, float(z));
+    }
+};
+
+// By the threads that have a token each.
+template <class T, class Shared>
+__device__ __forceinline__ void prepare_gates(const DecodeGlobals& g, const DecodeWork& work,
+                                              Shared& shared) {
+    const int token = static_cast<int>(threadIdx.x);
+    if (token >= g.tokens) return;
+    const HeadGates head = head_gates<T>(g.gates, work.head);
+    const TokenOperand& given = g.gates.dt.data != nullptr ? g.gates.dt : g.gates.g;
+    const float raw = given.data != nullptr ? element<T>(given, work.b, work.head, token) : 0.0f;
+    const TokenGate gate = token_gate(g.gates, head, raw);
+    shared.weight.set(token, gate.weight);
+    shared.decay.set(token, arch::exp2_approx(gate.decay));
 }
 
-// (scale o + skip v) silu(z), of the sums of `parts` warps.
-template <class T>
-__device__ __forceinline__ void store_tokens(const DecodeGlobals& g, DecodeShared& shared,
-                                             const DecodeWork& work, int parts) {
-    T* out =
-        static_cast<T*>(g.out) + int64_t(work.b * g.heads + work.head) * g.tokens * g.value_dim;
-    for (int i = static_cast<int>(threadIdx.x); i < g.tokens * VALUES; i += DECODE_THREADS) {
-        const int token = i / VALUES, column = work.first_value + i % VALUES;
+// (scale o + skip v) silu(z), of the sums of the parts.
+template <class T, class K>
+__device__ __forceinline__ void store_tokens(const DecodeGlobals& g, typename K::Shared& shared,
+                                             const DecodeWork& work) {
+    for (int i = static_cast<int>(threadIdx.x); i < g.tokens * VALUES; i += K::threads) {
+        const int column = work.first_value + i % VALUES;
         if (column >= g.value_dim) continue;
         float sum = 0.0f;
-        for (int part = 0; part < parts; ++part)
+#pragma unroll
+        for (int part = 0; part < K::parts; ++part)
             sum += shared.out.get(part * MAX_DECODE_TOKENS * VALUES + i);
         sum *= g.scale;
         if (g.skip.data != nullptr)
-            sum = fmaf(element<T>(g.skip, work.head, column, 0.0f), shared.value.get(i), sum);
-        if (g.z.data != nullptr) sum *= silu(element<T>(g.z, work.b, work.head, token, column));
-        arch::store_global(out + int64_t(token) * g.value_dim + column, T(sum));
+            sum = fmaf(shared.skip.get(i % VALUES), shared.value.get(i), sum);
+        if (g.z.data != nullptr) sum *= silu(shared.z.get(i));
+        arch::store_global(work.out<T>(g) + int64_t(i / VALUES) * g.value_dim + column, T(sum));
+    }
+}
+
+template <class T, class K>
+__device__ __forceinline__ void clear_outputs(const DecodeGlobals& g, const DecodeWork& work) {
+    for (int i = static_cast<int>(threadIdx.x); i < g.tokens * VALUES; i += K::threads) {
+        const int column = work.first_value + i % VALUES;
+        if (column < g.value_dim)
+            arch::store_global(work.out<T>(g) + int64_t(i / VALUES) * g.value_dim + column,
+                               T(0.0f));
+    }
+}
+
+template <class K>
+using DecodeNumbers = float[K::rows_of_thread][K::elements];
+
+// One token, of the rows from `row` on and the columns from `column` on: the state changes, and the
+// block's, or the warp's, part of the output is left in shared memory.
+template <class K>
+__device__ __forceinline__ void decode_token(typename K::Shared& shared, int token,
+                                             DecodeNumbers<K>& state, int row, int column) {
+    constexpr int E = K::elements, rows = K::rows_of_thread;
+    const float decay = shared.decay.get(token), weight = shared.weight.get(token);
+    if constexpr (K::keys_first) {
+        float values[E], sums[E] = {}, keys[rows], queries[rows];
+        load_row(values, shared.value, token * VALUES + column);
+        load_row(keys, shared.key, token * K::keys + row);
+        load_row(queries, shared.query, token * K::keys + row);
+#pragma unroll
+        for (int i = 0; i < E; ++i) values[i] *= weight;
+#pragma unroll
+        for (int r = 0; r < rows; ++r) {
+#pragma unroll
+            for (int i = 0; i < E; ++i) {
+                state[r][i] = fmaf(keys[r], values[i], decay * state[r][i]);
+                sums[i] = fmaf(queries[r], state[r][i], sums[i]);
+            }
+        }
+        // Two sums are left to each of the lanes with the same columns.
+        scatter_sums<WARP_THREADS / 2, K::lanes>(sums);
+        static_assert(E * K::lanes == 2 * WARP_THREADS);
+        const int first = (warpid() * MAX_DECODE_TOKENS + token) * VALUES + column;
+        arch::store_shared(shared.out.address_of(first + laneid() / K::lanes * 2),
+                           float2{sums[0], sums[1]});
+    } else {
+        float keys[E], queries[E], values[rows], sums[rows] = {};
+        load_row(keys, shared.key, token * K::keys + column);
+        load_row(queries, shared.query, token * K::keys + column);
+        load_row(values, shared.value, token * VALUES + row);
+#pragma unroll
+        for (int r = 0; r < rows; ++r) {
+            const float value = weight * values[r];
+#pragma unroll
+            for (int i = 0; i < E; ++i) {
+                state[r][i] = fmaf(keys[i], value, decay * state[r][i]);
+                sums[r] = fmaf(queries[i], state[r][i], sums[r]);
+            }
+        }
+        scatter_sums<K::lanes / 2, 1>(sums);
+        constexpr int lanes_of_sum = K::lanes / rows;
+        if (laneid() % lanes_of_sum == 0)
+            shared.out.set(token * VALUES + row + laneid() % K::lanes / lanes_of_sum, sums[0]);
     }
 }
 
 template <class T, class K>
 __device__ __forceinline__ void decode_tokens(const DecodeGlobals& g) {
     using S = typename K::state_type;
-    constexpr int E = K::elements;
+    using Word = StateWord<S>;
     shared_allocator<> allocator(shared_memory());
-    auto& shared = allocator.template allocate<DecodeShared>();
+    auto& shared = allocator.template allocate<typename K::Shared>();
     const DecodeWork work(g);
     const int thread = static_cast<int>(threadIdx.x);
-    const int slot = g.indices == nullptr ? work.b : arch::load_global(g.indices + work.b);
+    const int slot = g.indices == nullptr ? work.b : arch::load_global_readonly(g.indices + work.b);
     if (slot < 0 || slot >= g.state.slots) {
-        T* out =
-            static_cast<T*>(g.out) + int64_t(work.b * g.heads + work.head) * g.tokens * g.value_dim;
-        for (int i = thread; i < g.tokens * VALUES; i += DECODE_THREADS) {
-            const int column = work.first_value + i % VALUES;
-            if (column < g.value_dim)
-                arch::store_global(out + int64_t(i / VALUES) * g.value_dim + column, T(0.0f));
-        }
+        clear_outputs<T, K>(g, work);
         return;
     }
-    // Rows and columns of the state in memory, of the block's part.
-    const int row_count = K::keys_first ? g.key_dim : ::min(g.value_dim - work.first_value, VALUES);
-    const int column_count =
-        K::keys_first ? ::min(g.value_dim - work.first_value, VALUES) : g.key_dim;
-    const int first_row = thread / K::lanes, column = E * (thread % K::lanes);
-    S* state = static_cast<S*>(g.state.data) + slot * g.state.slot_stride +
-               work.head * g.state.head_stride +
-               (K::keys_first ? int64_t(work.first_value) : work.first_value * g.state.row_stride) +
-               column;
-    StateWord<S> words[K::passes] = {};
+    // Rows and columns of the state in memory, of the block's part. All are multiples of eight: a
+    // thread's rows exist, or none of them does.
+    const int values = ::min(g.value_dim - work.first_value, VALUES);
+    const int row = thread / K::lanes * K::rows_of_thread, column = thread % K::lanes * K::elements;
+    const bool exists =
+        row < (K::keys_first ? g.key_dim : values) && column < (K::keys_first ? values : g.key_dim);
+    S* const data = static_cast<S*>(g.state.data) + slot * g.state.slot_stride +
+                    work.head * g.state.head_stride +
+                    ((K::keys_first ? row : work.first_value + row) * g.state.row_stride +
+                     (K::keys_first ? work.first_value + column : column));
+    uint4 words[K::rows_of_thread] = {};
+    if (exists) {
 #pragma unroll
-    for (int pass = 0; pass < K::passes; ++pass) {
-        const int row = first_row + pass * K::rows_at_once;
-        if (row < row_count && column < column_count)
-            words[pass].load(state + row * g.state.row_stride);
+        for (int r = 0; r < K::rows_of_thread; ++r)
+            words[r] = Word::load(data + r * g.state.row_stride);
     }
-    load_tokens<T>(g, shared, work);
+    DecodeOperands<T, K> operands;
+    operands.load(g, work);
+    // (A number of each column, of as many threads as there are.)
+    const float skip = element<T>(g.skip, work.head,
+                                  ::min(work.first_value + thread % VALUES, g.value_dim - 1), 0.0f);
+    prepare_gates<T>(g, work, shared);
+    if (thread < VALUES) shared.skip.set(thread, skip);
+    operands.keep(g, work, shared);
     arch::sync_block();
 
+    DecodeNumbers<K> state;
+#pragma unroll
+    for (int r = 0; r < K::rows_of_thread; ++r) Word::unpack(state[r], words[r]);
+    const int64_t row_stride = computed_again(g.state.row_stride);
 #pragma unroll 1
-    for (int token = 0; token < g.tokens; ++token) {
-        const float decay = shared.decay.get(token), weight = shared.weight.get(token);
-        if constexpr (K::keys_first) {
-            float values[E], sums[E] = {};
-            load_row(values, shared.value, token * VALUES + column);
+    for (int token = 0; token < g.tokens; ++token)
+        decode_token<K>(shared, token, state, row, column);
+    if (exists) {
 #pragma unroll
-            for (int i = 0; i < E; ++i) values[i] *= weight;
-#pragma unroll
-            for (int pass = 0; pass < K::passes; ++pass) {
-                const int row = token * MAX_KEY_DIM + first_row + pass * K::rows_at_once;
-                const float key = shared.key.get(row), query = shared.query.get(row);
-#pragma unroll
-                for (int i = 0; i < E; ++i) {
-                    float& x = words[pass].x[i];
-                    x = fmaf(decay, x, key * values[i]);
-                    sums[i] = fmaf(query, x, sums[i]);
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < E; ++i) {
-#pragma unroll
-                for (int distance = K::lanes; distance < WARP_THREADS; distance *= 2)
-                    sums[i] += arch::shuffle_xor(sums[i], distance);
-            }
-            if (laneid() < K::lanes) {
-                const int first = (warpid() * MAX_DECODE_TOKENS + token) * VALUES + column;
-#pragma unroll
-                for (int i = 0; i < E; ++i) shared.out.set(first + i, sums[i]);
-            }
-        } else {
-            float keys[E], queries[E];
-            load_row(keys, shared.key, token * MAX_KEY_DIM + column);
-            load_row(queries, shared.query, token * MAX_KEY_DIM + column);
-#pragma unroll
-            for (int pass = 0; pass < K::passes; ++pass) {
-                const int row = token * VALUES + first_row + pass * K::rows_at_once;
-                const float value = weight * shared.value.get(row);
-                float sum = 0.0f;
-#pragma unroll
-                for (int i = 0; i < E; ++i) {
-                    float& x = words[pass].x[i];
-                    x = fmaf(decay, x, value * keys[i]);
-                    sum = fmaf(queries[i], x, sum);
-                }
-#pragma unroll
-                for (int distance = K::lanes / 2; distance > 0; distance /= 2)
-                    sum += arch::shuffle_xor(sum, distance);
-                if (laneid() % K::lanes == 0) shared.out.set(row, sum);
-            }
-        }
-    }
-#pragma unroll
-    for (int pass = 0; pass < K::passes; ++pass) {
-        const int row = first_row + pass * K::rows_at_once;
-        if (row < row_count && column < column_count)
-            words[pass].store(state + row * g.state.row_stride);
+        for (int r = 0; r < K::rows_of_thread; ++r) Word::store(data + r * row_stride, state[r]);
     }
     arch::sync_block();
-    store_tokens<T>(g, shared, work, K::keys_first ? DECODE_THREADS / WARP_THREADS : 1);
+    store_tokens<T, K>(g, shared, work);
 }
 
-template <class T, class K, bool portable>
-__global__ __launch_bounds__(DECODE_THREADS, DECODE_BLOCKS_PER_SM) void recurrent_decode_kernel(
+// Where keys come first, blocks of few keys have half of the threads.
+template <class T, class S, bool keys_first, int keys, bool portable>
+__global__
+__launch_bounds__(decode_threads(keys), DECODE_BLOCKS<keys, portable>) void recurrent_decode_kernel(
     const __grid_constant__ DecodeGlobals g) {
-    decode_tokens<T, K>(g);
+    arch::wait_for_dependencies();
+    arch::launch_dependents();
+    if (keys_first && g.key_dim <= 64)
+        decode_tokens<T, DecodeTypes<S, keys_first, 64>>(g);
+    else
+        decode_tokens<T, DecodeTypes<S, keys_first, keys>>(g);
 }
 
 template <DType dtype, bool wide_state, bool keys_first, int columns, bool portable>
 void launch_decode(const DecodeParams& params, Stream stream) {
     using T = type_of<dtype>;
-    using K = DecodeTypes<std::conditional_t<wide_state, float, T>, keys_first, columns>;
-    static_assert(sizeof(DecodeShared) + 1024 <= DECODE_BYTES);
+    using S = std::conditional_t<wide_state, float, T>;
+    constexpr int keys = keys_first ? MAX_KEY_DIM : columns;
     const DecodeProblem& p = params.problem;
     const DecodeGlobals globals{.q = params.q,
                                 .k = params.k,
@@ -276,15 +349,17 @@ void launch_decode(const DecodeParams& params, Stream stream) {
                                 .scale = params.scale,
                                 .indices = params.indices,
                                 .out = params.out,
-                                .heads = int(p.heads),
-                                .heads_per_group = int(p.heads / p.groups),
                                 .tokens = int(p.tokens),
                                 .key_dim = int(p.key_dim),
                                 .value_dim = int(p.value_dim),
-                                .slices = int(ceil_div(p.value_dim, VALUES))};
-    kittens::launch({.blocks_per_sm = DECODE_BLOCKS_PER_SM},
-                    recurrent_decode_kernel<T, K, portable>, dim3(unsigned(decode_blocks(p))),
-                    dim3(DECODE_THREADS), dim3(1), DECODE_BYTES, stream, globals);
+                                .slices = gemm::Divisor(uint32_t(ceil_div(p.value_dim, VALUES))),
+                                .heads = gemm::Divisor(uint32_t(p.heads)),
+                                .heads_per_group = gemm::Divisor(uint32_t(p.heads / p.groups))};
+    const int of_block = keys_first && p.key_dim <= 64 ? 64 : keys;
+    kittens::launch({.dependent = !portable, .blocks_per_sm = DECODE_BLOCKS<keys, portable>},
+                    recurrent_decode_kernel<T, S, keys_first, keys, portable>,
+                    dim3(unsigned(decode_blocks(p))), dim3(unsigned(decode_threads(of_block))),
+                    dim3(1), size_t(decode_bytes(keys_first, of_block)), stream, globals);
 }
 template <DType dtype, bool wide_state, bool keys_first, int columns>
 void launch_recurrent_decode(const DecodeParams& params, Stream stream) {

@@ -7,8 +7,11 @@ namespace thunderkittens::recurrent {
 namespace delta::sm80 {
 
 template <class T, bool wide_state, bool keys_inner>
-__global__ __launch_bounds__(DELTA_DECODE_THREADS) void delta_portable_decode_kernel(
-    const __grid_constant__ DecodeGlobals<T> g) {
+__global__ __launch_bounds__(
+    DELTA_DECODE_THREADS,
+    DECODE_BLOCKS<wide_state, true>) void delta_portable_decode_kernel(const __grid_constant__
+                                                                           DecodeGlobals<T>
+                                                                               g) {
     decode_tokens<T, wide_state, keys_inner>(g);
 }
 
@@ -17,7 +20,7 @@ __global__ __launch_bounds__(DELTA_DECODE_THREADS) void delta_portable_decode_ke
 template <DType dtype, bool wide_state, bool keys_inner>
 void launch_portable_gated_delta_rule_decode(const DeltaRuleDecodeParams& params, Stream stream) {
     using T = delta::type_of<dtype>;
-    delta::launch_decode<T, wide_state, keys_inner>(
+    delta::launch_decode<T, wide_state, keys_inner, true>(
         delta::sm80::delta_portable_decode_kernel<T, wide_state, keys_inner>, params, stream);
 }
 

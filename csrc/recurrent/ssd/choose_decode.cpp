@@ -62,18 +62,19 @@ std::vector<KernelInfo> decode_kernels() {
                     KernelInfo info;
                     info.name =
                         kernel_name(DecodeConfig{dtype, wide, keys_first, columns, portable});
-                    info.config =
-                        concat("a few tokens: 64 columns of the values of a head, ", DECODE_THREADS,
-                               " threads, states of ", wide ? "fp32" : name_of(dtype));
+                    const int keys = keys_first ? 128 : columns;
+                    info.config = concat("a few tokens: 64 columns of the values of a head, ",
+                                         decode_threads(keys), " threads, states of ",
+                                         wide ? "fp32" : name_of(dtype));
                     info.source =
                         concat("recurrent_decode_", name_of(dtype), portable ? "_sm80" : "");
                     // The operands' type, named again, is a substitution.
-                    info.symbol = concat("recurrent_decode_kernelI", symbol, "NS0_11DecodeTypesI",
-                                         wide ? "f" : "S2_", "Lb", int(keys_first), "ELi", columns,
-                                         "EEELb", int(portable), "E");
+                    info.symbol =
+                        concat("recurrent_decode_kernelI", symbol, wide ? "f" : "S2_", "Lb",
+                               int(keys_first), "ELi", keys, "ELb", int(portable), "E");
                     info.arch = portable ? PORTABLE : NATIVE;
-                    info.threads = DECODE_THREADS;
-                    info.shared_bytes = DECODE_BYTES;
+                    info.threads = decode_threads(keys);
+                    info.shared_bytes = decode_bytes(keys_first, keys);
                     list.push_back(info);
                 }
             }
