@@ -22,6 +22,7 @@ template <Config C>
 struct Gradient {
     using T = element_of<C.dtype>;
     using S = element_of<C.sum_dtype>;
+    static constexpr int UNITS_OF_LANE = units_of(C);
     Unit<S> x;
     Unit<T> dy;
     Unit<T> z;
@@ -184,6 +185,7 @@ template <Config C>
 __device__ __forceinline__ void gradients(const BackwardParams& p) {
     using G = Gradient<C>;
     using T = typename G::T;
+    constexpr int UNITS_OF_LANE = G::UNITS_OF_LANE;
     const Params& f = p.forward;
     const RowGradient<C, true> of{p};
     const Team team(f);
@@ -199,17 +201,17 @@ __device__ __forceinline__ void gradients(const BackwardParams& p) {
         const bool there = step < p.steps && row_at(p, step, reducer) < f.rows.count;
         return there ? max(static_cast<int>(f.width) - column(u), 0) : 0;
     };
-    const auto load = [&](G(&units)[UNITS], int64_t step) {
+    const auto load = [&](G(&units)[UNITS_OF_LANE], int64_t step) {
         const Place place = place_at(step);
 #pragma unroll
-        for (int u = 0; u < UNITS; ++u) {
+        for (int u = 0; u < UNITS_OF_LANE; ++u) {
             units[u].template load<true>(p, place, column(u), count_at(step, u));
         }
     };
     // Where few threads have room, the next row is on its way meanwhile.
     constexpr bool AHEAD = C.layer && sizeof(typename G::S) == 2;
-    float weight[UNITS][UNIT] = {}, bias[C.layer ? UNITS : 1][UNIT] = {};
-    G units[UNITS], next[UNITS];
+    float weight[UNITS_OF_LANE][UNIT] = {}, bias[C.layer ? UNITS_OF_LANE : 1][UNIT] = {};
+    G units[UNITS_OF_LANE], next[UNITS_OF_LANE];
     if (AHEAD) load(next, 0);
 #pragma unroll 1
     for (int64_t step = 0; step < p.steps; ++step) {
@@ -217,7 +219,7 @@ __device__ __forceinline__ void gradients(const BackwardParams& p) {
         const auto count = [&](int u) { return count_at(step, u); };
         if constexpr (AHEAD) {
 #pragma unroll
-            for (int u = 0; u < UNITS; ++u) units[u] = next[u];
+            for (int u = 0; u < UNITS_OF_LANE; ++u) units[u] = next[u];
             load(next, step + 1);
         } else {
             load(units, step);
@@ -226,7 +228,7 @@ __device__ __forceinline__ void gradients(const BackwardParams& p) {
         Sums<2> sums{};
         float w[UNIT];
 #pragma unroll
-        for (int u = 0; u < UNITS; ++u) {
+        for (int u = 0; u < UNITS_OF_LANE; ++u) {
             load_factors<true, T>(w, f, place.group, column(u), count(u));
             of.add_first(sums, units[u], w);
         }
@@ -234,7 +236,7 @@ __device__ __forceinline__ void gradients(const BackwardParams& p) {
         if constexpr (C.layer) {
             sums = {};
 #pragma unroll
-            for (int u = 0; u < UNITS; ++u) {
+            for (int u = 0; u < UNITS_OF_LANE; ++u) {
                 load_factors<true, T>(w, f, place.group, column(u), count(u));
                 of.add_second(sums, units[u], w, statistics.mean, count(u));
             }
@@ -243,7 +245,7 @@ __device__ __forceinline__ void gradients(const BackwardParams& p) {
             arch::sync_block();  // before the sums of the next row
         }
 #pragma unroll
-        for (int u = 0; u < UNITS; ++u) {
+        for (int u = 0; u < UNITS_OF_LANE; ++u) {
             load_factors<true, T>(w, f, place.group, column(u), count(u));
             const auto grad_sum = of.load_grad_sum(place, column(u), count(u));
             of.finish(units[u], grad_sum, w, statistics, place, column(u), count(u), weight[u],
@@ -254,7 +256,7 @@ __device__ __forceinline__ void gradients(const BackwardParams& p) {
 #pragma unroll 1
     for (int distance = team.lanes; distance < WARP; distance *= 2) {
 #pragma unroll
-        for (int u = 0; u < UNITS; ++u) {
+        for (int u = 0; u < UNITS_OF_LANE; ++u) {
 #pragma unroll
             for (int i = 0; i < UNIT; ++i) {
                 weight[u][i] += arch::shuffle_xor(weight[u][i], distance);
@@ -264,7 +266,7 @@ __device__ __forceinline__ void gradients(const BackwardParams& p) {
     }
     if (reducer.team != 0) return;
 #pragma unroll
-    for (int u = 0; u < UNITS; ++u) {
+    for (int u = 0; u < UNITS_OF_LANE; ++u) {
         const int64_t at = reducer.partial * p.pitch + column(u);
         if (column(u) >= f.width) continue;
         store_partial(p.partials + at, weight[u]);

@@ -54,7 +54,7 @@ Config choose(const Problem& p, const DeviceProperties& device) {
 Config choose_backward(const Problem& p, const DeviceProperties& device) {
     Config config = config_of(p, device);
     config.layer = p.layer;
-    if (p.aligned && lanes_of(p.width) <= most_lanes_of_gradient(config)) {
+    if (p.aligned && lanes_of(p.width, units_of(config)) <= most_lanes_of_gradient(config)) {
         config.path = Path::registers;
     }
     return config;

@@ -143,15 +143,20 @@ struct BackwardParams {
 };
 
 // How many lanes a team has: as many as the row fills, within a warp a power of two.
-constexpr int lanes_of(int64_t width) {
-    const int64_t lanes = ceil_div(width, SPAN);
+constexpr int lanes_of(int64_t width, int units = UNITS) {
+    const int64_t lanes = ceil_div(width, UNIT * units);
     if (lanes > WARP) return static_cast<int>(std::min<int64_t>(round_up(lanes, WARP), 1 << 20));
     int power = 1;
     while (power < lanes) power *= 2;
     return power;
 }
+// Units of a lane that holds its row in registers. The gradient of LayerNorm has two sums for each
+// element, and half as many elements a lane leave room for twice the lanes.
+constexpr int units_of(const Config& config) { return config.layer ? UNITS / 2 : UNITS; }
 constexpr int lanes_of(const Config& config, int64_t width) {
-    return config.path == Path::wide ? WIDE_THREADS : std::min(lanes_of(width), MAX_LANES);
+    if (config.path == Path::wide) return WIDE_THREADS;
+    const int units = config.path == Path::registers ? units_of(config) : UNITS;
+    return std::min(lanes_of(width, units), MAX_LANES);
 }
 constexpr int threads_of(int lanes) { return lanes <= WARP ? BLOCK : lanes; }
 // Teams of a block.
@@ -163,8 +168,8 @@ constexpr int64_t most_in_block(const Config& config) {
 }
 // The most lanes whose registers hold a row and its share of the weight's gradient.
 constexpr int most_lanes_of_gradient(const Config& config) {
-    return config.layer || config.gated || config.sum_dtype == DType::fp32 ? MAX_LANES / 2
-                                                                           : MAX_LANES;
+    if (config.layer) return MAX_LANES;
+    return config.gated || config.sum_dtype == DType::fp32 ? MAX_LANES / 2 : MAX_LANES;
 }
 
 // Threads of an SM whose registers hold a gradient.
