@@ -236,26 +236,25 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
     // has no sequences.
     m.def("ssd(" SSD_OPERANDS ", " SSD_OPTIONS
           ", bool return_state=False) -> (Tensor out, Tensor final_state)");
-    m.def("ssd_forward(" SSD_OPERANDS ", " SSD_OPTIONS
-          ", bool return_state=False) -> (Tensor out, Tensor final_state)");
+    m.def("ssd_forward(" SSD_OPERANDS ", " SSD_OPTIONS ") -> Tensor");
     m.def("ssd_backward(Tensor grad_out, Tensor? grad_final_state, " SSD_OPERANDS ", " SSD_OPTIONS
           ", bool[9] needs=[True, True, True, True, True, True, True, True, True]) -> "
           "(Tensor grad_x, Tensor grad_dt, Tensor grad_A, Tensor grad_B, Tensor grad_C, Tensor "
           "grad_D, Tensor grad_z, Tensor grad_dt_bias, Tensor grad_initial_state)");
     // A few tokens per sequence; states (slots, H, P, N), of which state_indices int32 (B,) names
-    // one for each sequence, or none by -1; they are brought up to date in place.
+    // one for each sequence, or none by -1; they are brought up to date in place. apart: refuse a
+    // state that may share memory with an operand or itself, by its addresses alone.
     m.def("ssd_decode(" SSD_OPERANDS
           ", Tensor(a!) state, Tensor? D=None, Tensor? z=None, Tensor? dt_bias=None, Tensor? "
-          "state_indices=None, bool dt_softplus=False, float dt_min=0.0, float? dt_max=None) -> "
-          "Tensor");
+          "state_indices=None, bool dt_softplus=False, float dt_min=0.0, float? dt_max=None, bool "
+          "apart=False) -> Tensor");
 
     // q and k (B, Hk, T, K), v (B, H, T, V), decay (H,) and g (B, H, T), log decays; states fp32
     // (B, H, K, V), with state_v_first (B, H, V, K), of packed sequences as for ssd; scale None is
     // K^-0.5.
     m.def("linear_attention(Tensor q, Tensor k, Tensor v, " DECAY_OPTIONS
           ", bool return_state=False) -> (Tensor out, Tensor final_state)");
-    m.def("linear_attention_forward(Tensor q, Tensor k, Tensor v, " DECAY_OPTIONS
-          ", bool return_state=False) -> (Tensor out, Tensor final_state)");
+    m.def("linear_attention_forward(Tensor q, Tensor k, Tensor v, " DECAY_OPTIONS ") -> Tensor");
     m.def(
         "linear_attention_backward(Tensor grad_out, Tensor? grad_final_state, Tensor q, Tensor k, "
         "Tensor v, " DECAY_OPTIONS
@@ -265,7 +264,7 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
     m.def(
         "linear_attention_decode(Tensor q, Tensor k, Tensor v, Tensor(a!) state, Tensor? "
         "decay=None, Tensor? g=None, Tensor? state_indices=None, float? scale=None, bool "
-        "state_v_first=False) -> Tensor");
+        "state_v_first=False, bool apart=False) -> Tensor");
 
     // x (B, C, T), or packed sequences (1, C, T) with cumulative lengths int32 (N + 1,); weight (C,
     // W), W from 2 to 4, and bias (C,) of the dtype of x or fp32; activation: 0 none, 4 silu; state
@@ -273,8 +272,7 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
     // batch size 0.
     m.def("causal_conv1d(" CONV_OPERANDS
           ", bool return_state=False) -> (Tensor out, Tensor state)");
-    m.def("causal_conv1d_forward(" CONV_OPERANDS
-          ", bool return_state=False) -> (Tensor out, Tensor state)");
+    m.def("causal_conv1d_forward(" CONV_OPERANDS ") -> Tensor");
     m.def("causal_conv1d_backward(Tensor grad_out, Tensor? grad_state, " CONV_OPERANDS
           ", bool[4] needs=[True, True, True, True]) -> (Tensor grad_x, Tensor grad_weight, Tensor "
           "grad_bias, Tensor grad_state)");
@@ -282,13 +280,17 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
     // in place; slots int32 (B,), negative ones are left out.
     m.def(
         "causal_conv1d_update(Tensor x, Tensor(a!) state, Tensor weight, Tensor? bias=None, int "
-        "activation=0, Tensor? slots=None) -> Tensor");
+        "activation=0, Tensor? slots=None, bool apart=False) -> Tensor");
 
     // x (..., D), weight and bias (D,), of x's dtype or fp32; residual and gate of x's shape, seed
     // int64, of a dropout of x. Statistics are those of group_size neighbours, or of all where it
     // is 0. The sum of x and the residual has the residual's dtype; without one it is empty.
     m.def("rms_norm(" RMS_NORM);
     m.def("rms_norm_forward(" RMS_NORM);
+    // Without a residual, and without what goes with one.
+    m.def(
+        "rms_norm_forward.single(Tensor x, Tensor? weight=None, Tensor? gate=None, float eps=1e-6, "
+        "float weight_offset=0.0, bool gate_first=False, int group_size=0) -> Tensor");
     // x is what was normalised, the sum where there was a residual; needs: of x, residual, weight,
     // gate. Where the residual's gradient is that of x, it is empty.
     m.def(
@@ -298,6 +300,9 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
         "grad_weight, Tensor grad_gate)");
     m.def("layer_norm(" LAYER_NORM);
     m.def("layer_norm_forward(" LAYER_NORM);
+    m.def(
+        "layer_norm_forward.single(Tensor x, Tensor? weight=None, Tensor? bias=None, float "
+        "eps=1e-5) -> Tensor");
     m.def(
         "layer_norm_backward(Tensor grad_out, Tensor? grad_sum, Tensor x, Tensor? weight, Tensor? "
         "seed, float eps=1e-5, float dropout_p=0.0, bool[4] needs=[True, True, True, True]) -> "
@@ -328,8 +333,7 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
     // size 0, and so has a gradient that is not.
     m.def("gated_delta_rule(" DELTA_RULE_OPERANDS ", " DELTA_RULE_OPTIONS
           ", bool return_state=False) -> (Tensor out, Tensor state)");
-    m.def("gated_delta_rule_forward(" DELTA_RULE_OPERANDS ", " DELTA_RULE_OPTIONS
-          ", bool return_state=False) -> (Tensor out, Tensor state)");
+    m.def("gated_delta_rule_forward(" DELTA_RULE_OPERANDS ", " DELTA_RULE_OPTIONS ") -> Tensor");
     // needs: of q, k, v, g, beta, initial_state, A_log and dt_bias.
     m.def("gated_delta_rule_backward(Tensor grad_out, Tensor? grad_state, " DELTA_RULE_OPERANDS
           ", " DELTA_RULE_OPTIONS
@@ -341,5 +345,5 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
     m.def(
         "gated_delta_rule_decode(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) "
         "state, Tensor? state_indices=None, Tensor? A_log=None, Tensor? "
-        "dt_bias=None, " DELTA_RULE_OPTIONS ") -> Tensor");
+        "dt_bias=None, " DELTA_RULE_OPTIONS ", bool apart=False) -> Tensor");
 }

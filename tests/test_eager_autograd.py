@@ -338,8 +338,8 @@ def test_a_tensor_that_outlived_its_transform(device):
 
 
 OPS_WITH_NODES = (
-    *("attention", "attention_varlen", "based", "causal_conv1d", "gemm", "grouped_gemm"),
-    *("layer_norm", "linear_attention", "lolcats", "rms_norm", "rotary", "ssd"),
+    *("attention", "attention_varlen", "based", "causal_conv1d", "gated_delta_rule", "gemm"),
+    *("grouped_gemm", "layer_norm", "linear_attention", "lolcats", "rms_norm", "rotary", "ssd"),
 )
 
 

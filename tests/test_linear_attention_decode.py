@@ -104,6 +104,20 @@ def test_refusals(device):
         tk.linear_attention_decode(q, k, v, state, **{**options, "decay": state[0, 0, 0, :2]})
 
 
+def test_operands_between_the_rows_of_a_state(device):
+    """Their addresses meet, but no element is shared."""
+    (q, k, v), options, state = step_call((2, 2, 1), (64, 40), device=device)
+    memory = torch.zeros(*state.shape[:3], 44, device=device)
+    among, gate = memory[..., :40], memory[:, :, :1, 42]
+    among.copy_(state)
+    gate.fill_(-0.25)
+    out = tk.linear_attention_decode(q, k, v, among, **{**options, "g": gate})
+    expected = tk.linear_attention_decode(q, k, v, state, **{**options, "g": gate.clone()})
+    assert torch.equal(out, expected)
+    assert torch.equal(among, state)
+    assert torch.equal(gate, torch.full_like(gate, -0.25))
+
+
 Q, V = torch.zeros(2, 2, 1, 8, dtype=BF16), torch.zeros(2, 4, 1, 16, dtype=BF16)
 STATE, INDICES = torch.zeros(2, 4, 8, 16), torch.zeros(2, dtype=torch.int32)
 ARGS = (Q, Q, V, STATE)

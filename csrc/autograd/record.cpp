@@ -229,7 +229,7 @@ void add(torch::Library& library, const std::string& name, Formula formula) {
 
 void add_all(torch::Library& library) {
     for (const std::string op : {"attention", "attention_varlen", "based", "causal_conv1d",
-                                 "lolcats", "ssd", "linear_attention"}) {
+                                 "gated_delta_rule", "lolcats", "ssd", "linear_attention"}) {
         add(library, op, by_backward_op(op));
         library.impl((op + "_backward").c_str(),
                      torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Refuser>(op)));

@@ -2,6 +2,7 @@
 // launch. Host C++ without torch.
 #pragma once
 
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -81,12 +82,16 @@ struct ConvCall {
 };
 
 template <class Tensor>
-std::tuple<Tensor, Tensor> causal_conv1d_body(const Backend<Tensor>& on, const Tensor& x,
-                                              const Tensor& weight,
-                                              const std::optional<Tensor>& bias, int64_t activation,
-                                              const std::optional<Tensor>& state,
-                                              const std::optional<Tensor>& cu_seqlens,
-                                              bool return_state) {
+struct ConvResults {
+    Tensor out;
+    std::optional<Tensor> state;  // where it is asked for
+};
+
+template <class Tensor>
+ConvResults<Tensor> causal_conv1d_body(const Backend<Tensor>& on, const Tensor& x,
+                                       const Tensor& weight, const std::optional<Tensor>& bias,
+                                       int64_t activation, const std::optional<Tensor>& state,
+                                       const std::optional<Tensor>& cu_seqlens, bool return_state) {
     constexpr const char* OP = "tk.causal_conv1d";
     const ConvCall<Tensor> call(OP, x, weight, bias, activation, state, cu_seqlens);
     ConvProblem problem = call.problem;
@@ -95,16 +100,19 @@ std::tuple<Tensor, Tensor> causal_conv1d_body(const Backend<Tensor>& on, const T
     const DeviceProperties& device = on.device(x);
     check_supported(OP, unsupported(problem, device));
     const Tensor out = empty_as(x);
-    const Tensor final =
-        empty({return_state ? problem.sequences : 0, problem.channels, int64_t{problem.width - 1}},
-              x.scalar_type(), x);
-    if (out.numel() == 0 && final.numel() == 0) return {out, final};
+    std::optional<Tensor> final;
+    if (return_state) {
+        final = empty({problem.sequences, problem.channels, int64_t{problem.width - 1}},
+                      x.scalar_type(), x);
+    }
+    const bool with_state = final && final->numel() > 0;
+    if (out.numel() == 0 && !with_state) return {out, final};
     problem.layout = layout_of(x, out);
     const ConvChoice choice = on.chosen("causal_conv1d", choose(problem, device));
     problem.layout = choice.layout;
     Params params = call.params(activation != 0);
     params.out = operand_of(out);
-    if (final.numel() > 0) params.final = operand_of(final);
+    if (with_state) params.final = operand_of(*final);
     params.grid = forward_grid(problem, choice);
     params.steps = choice.steps;
     auto launcher = on.launch("causal_conv1d", choice, x);

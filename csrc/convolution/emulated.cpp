@@ -1,4 +1,7 @@
 // The ops of convolutions on the emulator. Optional arrays are absent.
+#include <map>
+#include <string>
+
 #include "csrc/common/emulated.h"
 #include "csrc/convolution/causal_conv1d_body.h"
 #include "csrc/convolution/causal_conv1d_update_body.h"
@@ -10,11 +13,13 @@ using emulated::Array;
 
 emulated::Result run_conv(const emulated::Call& call) {
     const Backend<Array> on(call);
-    const auto [out, state] =
+    const auto r =
         causal_conv1d_body<Array>(on, call.array("x"), call.array("weight"), call.if_given("bias"),
                                   call.scalar("activation", int64_t{0}), call.if_given("state"),
                                   call.if_given("cu_seqlens"), call.scalar("return_state", false));
-    return on.result({{"out", out}, {"state", state}});
+    std::map<std::string, Array> results{{"out", r.out}};
+    if (r.state) results.emplace("state", *r.state);
+    return on.result(std::move(results));
 }
 
 emulated::Result run_gradient(const emulated::Call& call) {

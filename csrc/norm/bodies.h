@@ -3,7 +3,9 @@
 #pragma once
 
 #include <cmath>
+#include <optional>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "csrc/common/backend.h"
@@ -96,8 +98,15 @@ std::span<const int64_t> sizes_of(const Tensor& x) {
 
 template <class Tensor>
 struct Normalised {
-    Tensor out, sum;
+    Tensor out;
+    std::optional<Tensor> sum;  // of x and the residual, where there is one
 };
+// What an op returns that always has a sum: without a residual it is empty.
+template <class Tensor>
+std::tuple<Tensor, Tensor> with_sum(Normalised<Tensor> r) {
+    if (!r.sum) r.sum = empty({0}, r.out.scalar_type(), r.out);
+    return {std::move(r.out), std::move(*r.sum)};
+}
 
 template <class Tensor>
 Normalised<Tensor> forward_body(const Backend<Tensor>& on, const char* op, const Tensor& x,
@@ -115,9 +124,8 @@ Normalised<Tensor> forward_body(const Backend<Tensor>& on, const char* op, const
     const auto guard = on.guard(x);
     const DeviceProperties& device = on.device(x);
     const auto sizes = sizes_of(x);
-    Normalised<Tensor> result{
-        empty(sizes, x.scalar_type(), x),
-        o.residual ? empty(sizes, o.residual->scalar_type(), x) : empty({0}, x.scalar_type(), x)};
+    Normalised<Tensor> result{empty(sizes, x.scalar_type(), x), {}};
+    if (o.residual) result.sum = empty(sizes, o.residual->scalar_type(), x);
     const RowOperands<Tensor> rows(
         x, params.groups, {{&o.residual, &params.residual}, {&o.gate, &params.gate}}, &params.x);
     const std::optional<Tensor> weight = packed(o.weight), bias = packed(o.bias);
@@ -127,7 +135,7 @@ Normalised<Tensor> forward_body(const Backend<Tensor>& on, const char* op, const
     params.rows = rows.rows;
     params.weight = data_as<const void>(weight), params.bias = data_as<const void>(bias);
     params.out = result.out.data_ptr();
-    params.sum = o.residual ? result.sum.data_ptr() : nullptr;
+    params.sum = result.sum ? result.sum->data_ptr() : nullptr;
     problem.aligned = rows.aligned && aligned16(params.weight) && aligned16(params.bias);
     const Config config = on.chosen("rms_norm", choose(problem, device));
     params.aligned = problem.aligned;
@@ -139,7 +147,7 @@ Normalised<Tensor> forward_body(const Backend<Tensor>& on, const char* op, const
     launch.may_read("bias", bias);
     launch.may_read("seed", o.seed);
     launch.may_write("out", result.out);
-    if (o.residual) launch.may_write("sum", result.sum);
+    launch.may_write("sum", result.sum);
     const bool found = gemm::launch_listed<forward_at, FORWARD_CONFIGS>(config, [&]<Config c>() {
         if constexpr (!c.portable || BUILDS_PORTABLE) norm::launch<c>(params, launch.stream);
         return true;

@@ -1,4 +1,7 @@
 // The ops of the family on the emulator. Optional arrays are absent.
+#include <map>
+#include <string>
+
 #include "csrc/common/emulated.h"
 #include "csrc/norm/layer_norm_body.h"
 #include "csrc/norm/rms_norm_body.h"
@@ -22,7 +25,9 @@ Options<Array> options_of(const emulated::Call& call) {
 }
 
 emulated::Result results(const Backend<Array>& on, const Normalised<Array>& r) {
-    return on.result({{"out", r.out}, {"sum", r.sum}});
+    std::map<std::string, Array> results{{"out", r.out}};
+    if (r.sum) results.emplace("sum", *r.sum);
+    return on.result(std::move(results));
 }
 emulated::Result results(const Backend<Array>& on, const Gradients<Array>& r) {
     return on.result(

@@ -12,14 +12,17 @@ using Given = std::optional<Tensor>;
 std::tuple<Tensor, Tensor> layer_norm(const Tensor& x, const Given& weight, const Given& bias,
                                       const Given& residual, const Given& seed, double eps,
                                       double dropout_p) {
-    auto result = layer_norm_body<Tensor>(gpu, x,
-                                          {.weight = weight,
-                                           .bias = bias,
-                                           .residual = residual,
-                                           .seed = seed,
-                                           .eps = eps,
-                                           .dropout = dropout_p});
-    return {std::move(result.out), std::move(result.sum)};
+    return with_sum(layer_norm_body<Tensor>(gpu, x,
+                                            {.weight = weight,
+                                             .bias = bias,
+                                             .residual = residual,
+                                             .seed = seed,
+                                             .eps = eps,
+                                             .dropout = dropout_p}));
+}
+
+Tensor layer_norm_single(const Tensor& x, const Given& weight, const Given& bias, double eps) {
+    return layer_norm_body<Tensor>(gpu, x, {.weight = weight, .bias = bias, .eps = eps}).out;
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
@@ -38,5 +41,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
 STABLE_TORCH_LIBRARY_IMPL(thunderkittens, CUDA, m) {
     m.impl("layer_norm", TORCH_BOX(&thunderkittens::norm::layer_norm));
     m.impl("layer_norm_forward", TORCH_BOX(&thunderkittens::norm::layer_norm));
+    m.impl("layer_norm_forward.single", TORCH_BOX(&thunderkittens::norm::layer_norm_single));
     m.impl("layer_norm_backward", TORCH_BOX(&thunderkittens::norm::layer_norm_backward));
 }

@@ -2,10 +2,9 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <limits>
-#include <utility>
 
+#include "csrc/common/apart.h"
 #include "csrc/common/backend.h"
 #include "csrc/gemm/common/listed.h"
 #include "csrc/rotary/rotary.h"
@@ -48,31 +47,12 @@ void check_table(const char* name, const Tensor& table, const Tensor& x, Params&
     check_same_device(OP, name, table, "x", x);
     check_dims(OP, name, table, {2, 3});
     if (table.dim() == 3) {
-        TK_CHECK(x.dim() == 4 && table.size(0) == p.batch && table.size(1) == p.length, OP, ": ", name,
-                 " has shape ", shape_text(table), " for x ", shape_text(x),
+        TK_CHECK(x.dim() == 4 && table.size(0) == p.batch && table.size(1) == p.length, OP, ": ",
+                 name, " has shape ", shape_text(table), " for x ", shape_text(x),
                  "; with 3 dimensions it must have a row for each token");
     }
     TK_CHECK(2 * table.size(-1) <= p.dim, OP, ": ", name, " has shape ", shape_text(table),
              "; twice its columns must be at most the ", p.dim, " elements of a head");
-}
-
-// Whether each element surely has memory of its own: in the order of the strides, dimensions begin
-// behind those before them.
-template <class Tensor>
-bool surely_apart(const Tensor& x) {
-    std::array<std::pair<int64_t, int64_t>, 4> dims{};  // stride and size
-    for (int64_t i = 0; i < x.dim(); ++i) {
-        if (x.size(i) == 0) return true;
-        if (x.size(i) > 1) dims[static_cast<std::size_t>(i)] = {x.stride(i), x.size(i)};
-    }
-    std::sort(dims.begin(), dims.end());
-    int64_t extent = 1;
-    for (const auto& [stride, size] : dims) {
-        if (size <= 1) continue;
-        if (stride < extent) return false;
-        extent += (size - 1) * stride;
-    }
-    return true;
 }
 
 // What each thread takes. Tokens are next to each other where a head's are in memory: then some of
@@ -121,9 +101,12 @@ void rotary_body(const Backend<Tensor>& on, const Tensor& input, Tensor* result,
     check_table("sin", o.sin, input, p);
     p.wide_table = check_dtype(OP, "cos", o.cos, {dtype, DType::fp32}) == DType::fp32;
     check_same_dtype(OP, "sin", o.sin, "cos", o.cos);
-    TK_CHECK(shape_text(o.sin) == shape_text(o.cos), OP, ": sin has shape ", shape_text(o.sin),
-             ", cos has ", shape_text(o.cos));
+    const auto &rows = o.cos.sizes(), &others = o.sin.sizes();
+    TK_CHECK(std::equal(rows.begin(), rows.end(), others.begin(), others.end()), OP,
+             ": sin has shape ", shape_text(o.sin), ", cos has ", shape_text(o.cos));
     p.table_of_tokens = o.cos.dim() == 3;
+    TK_CHECK(!p.table_of_tokens || !is_packed, OP, ": cos has shape ", shape_text(o.cos),
+             "; it must be (positions, R / 2)");
     const bool any_position = o.positions || o.offsets || o.cu_seqlens;
     TK_CHECK(!p.table_of_tokens || !any_position, OP,
              ": cos with a row for each token takes no positions, offsets or cu_seqlens");
@@ -156,7 +139,10 @@ void rotary_body(const Backend<Tensor>& on, const Tensor& input, Tensor* result,
                                of_batch ? p.batch : 0);
         p.positions_stride = of_batch ? p.length : 0;
     }
-    if (offsets) p.offsets = integers("offsets", *offsets, input, p.sequences);
+    if (offsets) {
+        check_dims(OP, "offsets", *offsets, {1});
+        p.offsets = integers("offsets", *offsets, input, p.sequences);
+    }
     if (out.numel() == 0) return;
 
     const Tensor cos = with_adjacent_rows(o.cos);

@@ -76,9 +76,9 @@ def recurrent_calls(sample, device):
     options = (sample.options.get("dt_softplus", False), 0.0, None)
     if sample.op != "ssd":
         options = (sample.options.get("scale"), sample.options.get("state_v_first", False))
-    yield forward, (*arguments(tensors), *options, True)
+    yield forward, (*arguments(tensors), *options)
     yield op, (*arguments(leaves(sample, device)), *options, True)
-    out, state = forward(*arguments(tensors), *options, True)
+    out, state = op(*arguments(tensors), *options, True)
     needs = [True] * (9 if sample.op == "ssd" else 6)
     yield backward, (torch.randn_like(out), state, *arguments(tensors), *options, needs)
     needs[0] = needs[2] = False
@@ -142,7 +142,7 @@ def direct_calls(sample, device):
         count = 2 + ("bias" in sample.keywords)
         state, edges = (*tensors[count:], None, None)[:2]
         options = (*(None,) * (3 - count), 4, state, edges)
-        yield ops.causal_conv1d_forward, (*tensors[:count], *options, True)
+        yield ops.causal_conv1d_forward, (*tensors[:count], *options)
         yield ops.causal_conv1d, (*leaves(sample, device)[:count], *options, True)
         out, last = ops.causal_conv1d(*tensors[:count], *options, True)
         for needs, grad_state in (([True] * 4, last), ([False, True, False, False], None)):
@@ -164,7 +164,7 @@ def direct_calls(sample, device):
         state = torch.randn(count, 2, 64, tensors[2].shape[3], device=device)
         heads = (torch.zeros(2, device=device), torch.ones(2, device=device))
         rest = (*heads, edges, 0.5, True, True, True, False)
-        yield ops.gated_delta_rule_forward, (*tensors[:5], state, *rest, True)
+        yield ops.gated_delta_rule_forward, (*tensors[:5], state, *rest)
         yield ops.gated_delta_rule, (*leaves(sample, device)[:5], state, *rest, True)
         out, after = ops.gated_delta_rule(*tensors[:5], state, *rest, True)
         head = (torch.randn_like(out), after, *tensors[:5], state)
@@ -234,9 +234,14 @@ def norm_calls(sample, device):
         return tensors[0], *(named.get(name) for name in names)
 
     plain = arguments(sample.tensors(device))
-    yield getattr(ops, sample.op + "_forward"), (*plain, *numbers)
+    yield getattr(ops, sample.op + "_forward").default, (*plain, *numbers)
     yield getattr(ops, sample.op), (*arguments(leaves(sample, device)), *numbers)
     given = dict(zip(names, plain[1:], strict=True))
+    if sample.op == "layer_norm":
+        yield ops.layer_norm_forward.single, (*plain[:3], numbers[0])
+    else:
+        alone = (plain[0], given["weight"], given["gate"], *numbers[:2], *numbers[3:])
+        yield ops.rms_norm_forward.single, alone
     grad = torch.randn_like(plain[0])
     grad_sum = None if given["residual"] is None else torch.randn_like(given["residual"])
     rest = [given[name] for name in names if name not in ("residual", "bias")]

@@ -2,8 +2,13 @@
 // choice and launches. Host C++ without torch.
 #pragma once
 
+#include <map>
+#include <optional>
+#include <string>
+#include <tuple>
 #include <utility>
 
+#include "csrc/common/remembered.h"
 #include "csrc/recurrent/common/dispatch.h"
 #include "csrc/recurrent/common/operands.h"
 
@@ -11,8 +16,23 @@ namespace thunderkittens::recurrent {
 
 template <class Tensor>
 struct RecurrentResults {
-    Tensor out, final_state;
+    Tensor out;
+    std::optional<Tensor> final_state;  // where it is asked for
 };
+// What an op returns that always has a state: where it is not asked for, one of no sequences.
+template <class Tensor>
+std::tuple<Tensor, Tensor> with_state(RecurrentResults<Tensor> r, int64_t rows, int64_t columns) {
+    if (!r.final_state)
+        r.final_state = empty({0, r.out.size(1), rows, columns}, DType::fp32, r.out);
+    return {std::move(r.out), std::move(*r.final_state)};
+}
+// By their names, for the emulator.
+template <class Tensor>
+std::map<std::string, Tensor> results_of(const RecurrentResults<Tensor>& r) {
+    std::map<std::string, Tensor> results{{"out", r.out}};
+    if (r.final_state) results.emplace("final_state", *r.final_state);
+    return results;
+}
 
 // `params` has the gates and the scale; `numbers` are the tensors that these are made of. States
 // are (K, V) with keys_first.
@@ -34,17 +54,19 @@ RecurrentResults<Tensor> run_recurrent(const Backend<Tensor>& on, const char* op
     }
     const auto guard = on.guard(given.v);
     const DeviceProperties& device = on.device(given.v);
-    check_supported(op, unsupported(p, device));
+    check_supported(op, remembered(p, device, [](const auto& problem, const auto& of) {
+                        return unsupported(problem, of);
+                    }));
     RecurrentResults<Tensor> r{
-        empty({p.batch, p.heads, p.length, p.value_dim}, given.v.scalar_type(), given.v),
-        empty({return_state ? states : 0, p.heads, rows, columns}, DType::fp32, given.v)};
+        empty({p.batch, p.heads, p.length, p.value_dim}, given.v.scalar_type(), given.v), {}};
+    if (return_state) r.final_state = empty({states, p.heads, rows, columns}, DType::fp32, given.v);
     if (r.out.numel() == 0 || states == 0) {
         if (r.out.numel() > 0) zero_(r.out);
-        if (return_state && r.final_state.numel() > 0) {
+        if (return_state && r.final_state->numel() > 0) {
             if (given.initial)
-                copy_(r.final_state, *given.initial);
+                copy_(*r.final_state, *given.initial);
             else
-                zero_(r.final_state);
+                zero_(*r.final_state);
         }
         return r;
     }
@@ -52,8 +74,12 @@ RecurrentResults<Tensor> run_recurrent(const Backend<Tensor>& on, const char* op
                  v = for_tensor_map(given.v);
     std::optional<Tensor> z;
     if (given.z) z = for_tensor_map(*given.z);
-    const RecurrentConfig choice = on.chosen("ssd", choose(p, device));
-    const Tensor workspace = empty({workspace_floats(p, choice)}, DType::fp32, v);
+    const RecurrentConfig choice = on.chosen(
+        "ssd", remembered(p, device,
+                          [](const auto& problem, const auto& of) { return choose(problem, of); }));
+    std::optional<Tensor> workspace;
+    if (const int64_t floats = workspace_floats(p, choice); floats > 0)
+        workspace = empty({floats}, DType::fp32, v);
     params.q = operand(q);
     params.k = operand(k);
     params.v = operand(v);
@@ -61,7 +87,7 @@ RecurrentResults<Tensor> run_recurrent(const Backend<Tensor>& on, const char* op
     params.out = operand(r.out);
     if (packed) params.cu_seqlens = data_as<int>(*given.cu_seqlens);
     if (given.initial) params.initial = state_operand(*given.initial, keys_first);
-    if (return_state) params.final = state_operand(r.final_state, keys_first);
+    if (return_state) params.final = state_operand(*r.final_state, keys_first);
     auto launch = on.launch("ssd", choice, v);
     launch.may_read(given.q_name, q);
     launch.may_read(given.k_name, k);

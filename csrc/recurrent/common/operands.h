@@ -3,9 +3,12 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <cmath>
+#include <initializer_list>
 #include <limits>
 #include <optional>
-#include <vector>
+#include <span>
 
 #include "csrc/common/backend.h"
 #include "csrc/recurrent/common/recurrent.h"
@@ -14,16 +17,21 @@ namespace thunderkittens::recurrent {
 
 template <class Tensor>
 void check_shape(const char* op, const char* name, const Tensor& x,
-                 const std::vector<int64_t>& shape) {
+                 std::span<const int64_t> shape) {
     const auto& sizes = x.sizes();
     TK_CHECK(std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end()), op, ": ", name,
              " must have shape ", tuple_text(shape), ", got ", shape_text(x));
+}
+template <class Tensor>
+void check_shape(const char* op, const char* name, const Tensor& x,
+                 std::initializer_list<int64_t> shape) {
+    check_shape(op, name, x, std::span(shape.begin(), shape.size()));
 }
 
 // A tensor of fp32 or of the operands' dtype.
 template <class Tensor>
 DType check_numbers(const char* op, const char* name, const Tensor& x,
-                    const std::vector<int64_t>& shape, const Tensor& first, DType dtype) {
+                    std::span<const int64_t> shape, const Tensor& first, DType dtype) {
     check_same_device(op, name, x, "the first operand", first);
     check_shape(op, name, x, shape);
     return check_dtype(op, name, x, {DType::fp32, dtype});
@@ -38,7 +46,7 @@ Operand operand(const Tensor& x) {
 // (B, H, T), of which any strides are read.
 template <class Tensor>
 TokenOperand token_operand(const char* op, const char* name, const std::optional<Tensor>& x,
-                           const std::vector<int64_t>& shape, const Tensor& first, DType dtype) {
+                           const std::array<int64_t, 3>& shape, const Tensor& first, DType dtype) {
     if (!x) return {};
     const DType given = check_numbers(op, name, *x, shape, first, dtype);
     return {x->data_ptr(), given, x->stride(0), x->stride(1), x->stride(2)};
@@ -50,8 +58,9 @@ HeadOperand head_operand(const char* op, const char* name, const std::optional<T
                          int64_t heads, int64_t columns, const Tensor& first, DType dtype) {
     if (!x) return {};
     const bool wide = columns > 0 && x->dim() == 2;
-    const auto shape = wide ? std::vector<int64_t>{heads, columns} : std::vector<int64_t>{heads};
-    const DType given = check_numbers(op, name, *x, shape, first, dtype);
+    const std::array<int64_t, 2> shape{heads, columns};
+    const DType given =
+        check_numbers(op, name, *x, std::span(shape).first(wide ? 2 : 1), first, dtype);
     return {x->data_ptr(), given, x->stride(0), wide ? x->stride(1) : 0};
 }
 
@@ -117,16 +126,24 @@ RecurrentProblem checked_problem(const char* op, const RecurrentTensors<Tensor>&
     return p;
 }
 
+// The factor of the scores.
+inline float scale_of(std::optional<double> scale, int64_t key_dim) {
+    return static_cast<float>(scale ? *scale : 1.0 / std::sqrt(double(key_dim)));
+}
+
 struct StepOptions {
     bool softplus;
     double least, most;
 };
+inline StepOptions step_options(bool softplus, double least, std::optional<double> most) {
+    return {softplus, least, most.value_or(std::numeric_limits<double>::infinity())};
+}
 
 // What dt, A and dt_bias make; (batch, heads, length) is dt's shape.
 template <class Tensor>
 GateOperands step_gates(const char* op, const std::optional<Tensor>& dt,
                         const std::optional<Tensor>& A, const std::optional<Tensor>& dt_bias,
-                        const StepOptions& options, const std::vector<int64_t>& shape,
+                        const StepOptions& options, const std::array<int64_t, 3>& shape,
                         const Tensor& x, DType dtype) {
     TK_CHECK(options.least >= 0 && options.least <= options.most, op,
              ": the limits of dt must be 0 <= low <= high, got ", options.least, " and ",

@@ -42,6 +42,8 @@ struct RecurrentProblem {
     // Packed sequences, whose lengths only the GPU knows; the batch is then 1. 0: none are packed.
     int64_t sequences = 0;
     bool gate = false;  // silu(z)
+
+    bool operator==(const RecurrentProblem&) const = default;
 };
 TK_FIELDS(RecurrentProblem, dtype, batch, heads, groups, length, key_dim, value_dim, sequences,
           gate)

@@ -1,4 +1,7 @@
 // The ops of the gated delta rule on the emulator. Optional arrays are absent.
+#include <map>
+#include <string>
+
 #include "csrc/common/emulated.h"
 #include "csrc/recurrent/gated_delta_rule/gated_delta_rule_body.h"
 #include "csrc/recurrent/gated_delta_rule/gated_delta_rule_decode_body.h"
@@ -23,7 +26,9 @@ emulated::Result run_gated_delta_rule_op(const emulated::Call& call) {
     const auto r =
         gated_delta_rule_body<Array>(on, {q, k, v, g, beta, initial, A_log, dt_bias, edges},
                                      options_of(call), call.scalar("return_state", false));
-    return on.result({{"out", r.out}, {"state", r.state}});
+    std::map<std::string, Array> results{{"out", r.out}};
+    if (r.state) results.emplace("state", *r.state);
+    return on.result(std::move(results));
 }
 
 // It changes the state in place.

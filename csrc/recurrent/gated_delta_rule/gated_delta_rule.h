@@ -38,6 +38,8 @@ struct DeltaRuleProblem {
     int64_t length = 0;  // of each sequence of a batch, of all packed ones together
     int64_t key_dim = 128, value_dim = 128;
     bool packed = false;
+
+    bool operator==(const DeltaRuleProblem&) const = default;
 };
 
 // What a kernel is compiled for.

@@ -2,6 +2,9 @@
 // allocates, chooses and launches. Host C++ without torch.
 #pragma once
 
+#include <optional>
+
+#include "csrc/common/remembered.h"
 #include "csrc/recurrent/gated_delta_rule/operands.h"
 
 namespace thunderkittens::recurrent {
@@ -39,9 +42,18 @@ void run_gated_delta_rule(const DeltaRuleConfig& c, const DeltaRuleParams& param
     launch(params, stream);
 }
 
+// States of the dtype of the initial ones.
+template <class Tensor>
+Tensor empty_delta_states(const DeltaRuleTensors<Tensor>& given, const DeltaRuleProblem& p,
+                          int64_t count, bool v_first) {
+    const bool wide = !given.initial || is_fp32(*given.initial);
+    return empty(delta_state_shape(p, count, v_first), wide ? DType::fp32 : DType::bf16, given.q);
+}
+
 template <class Tensor>
 struct DeltaRuleResults {
-    Tensor out, state;
+    Tensor out;
+    std::optional<Tensor> state;  // where it is asked for
 };
 
 template <class Tensor>
@@ -52,24 +64,26 @@ DeltaRuleResults<Tensor> gated_delta_rule_body(const Backend<Tensor>& on,
     DeltaRuleParams params;
     DeltaRuleProblem& p = params.problem;
     p = checked_delta_problem(OP, given);
+    check_delta_options(OP, options);
     if (given.initial) {
         check_delta_state(OP, "initial_state", *given.initial, p, p.sequences, options.v_first,
                           given.q);
     }
     const auto guard = on.guard(given.q);
     const DeviceProperties& device = on.device(given.q);
-    check_supported(OP, unsupported(p, device));
-    const auto shape = delta_state_shape(p, return_state ? p.sequences : 0, options.v_first);
-    const bool wide = !given.initial || is_fp32(*given.initial);
+    check_supported(OP, remembered(p, device, [](const auto& problem, const auto& of) {
+                        return unsupported(problem, of);
+                    }));
     DeltaRuleResults<Tensor> r{.out = empty({given.q.size(0), p.value_heads, p.length, p.value_dim},
                                             given.q.scalar_type(), given.q),
-                               .state = empty(shape, wide ? DType::fp32 : DType::bf16, given.q)};
+                               .state = {}};
+    if (return_state) r.state = empty_delta_states(given, p, p.sequences, options.v_first);
     if (r.out.numel() == 0) {
-        if (return_state && r.state.numel() > 0) {
+        if (return_state && r.state->numel() > 0) {
             if (given.initial)
-                copy_(r.state, *given.initial);
+                copy_(*r.state, *given.initial);
             else
-                zero_(r.state);
+                zero_(*r.state);
         }
         return r;
     }
@@ -87,14 +101,18 @@ DeltaRuleResults<Tensor> gated_delta_rule_body(const Backend<Tensor>& on,
     params.gate = {data_as<float>(A_log), data_as<float>(dt_bias), options.beta_sigmoid,
                    options.allow_neg_eigval};
     if (given.initial) params.initial = delta_states(*given.initial, options.v_first);
-    if (return_state) params.final = delta_states(r.state, options.v_first);
+    if (return_state) params.final = delta_states(*r.state, options.v_first);
     params.cu_seqlens = data_as<int32_t>(edges);
     params.scale = static_cast<float>(options.scale);
     params.l2_norm = options.l2_norm;
-    const DeltaRuleConfig config = on.chosen("gated_delta_rule", choose(p, device));
+    const DeltaRuleConfig config = on.chosen(
+        "gated_delta_rule", remembered(p, device, [](const auto& problem, const auto& of) {
+            return choose(problem, of);
+        }));
     const int64_t of_segments = delta_workspace(p, config.segments);
-    const Tensor workspace =
-        empty({of_segments + (config.portable ? delta_prepared(p) : 0)}, DType::fp32, q);
+    const int64_t needed = of_segments + (config.portable ? delta_prepared(p) : 0);
+    std::optional<Tensor> workspace;
+    if (needed > 0) workspace = empty({needed}, DType::fp32, q);
     params.segments = config.segments;
     if (config.segments > 1) params.workspace = data_as<float>(workspace);
     if (config.portable) {

@@ -51,6 +51,7 @@ Tensor gated_delta_rule_decode_body(const Backend<Tensor>& on,
                                     const DeltaRuleOptions& options) {
     constexpr const char* OP = "tk.gated_delta_rule_decode";
     const DeltaRuleProblem call = checked_delta_problem(OP, given);
+    check_delta_options(OP, options);
     DeltaRuleDecodeParams params;
     DeltaRuleDecodeProblem& p = params.problem;
     check_dims(OP, "state", state, {4});

@@ -3,9 +3,11 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <initializer_list>
 #include <optional>
-#include <vector>
+#include <span>
 
 #include "csrc/common/backend.h"
 #include "csrc/recurrent/gated_delta_rule/gated_delta_rule.h"
@@ -23,6 +25,13 @@ struct DeltaRuleOptions {
     bool l2_norm = false, beta_sigmoid = false, allow_neg_eigval = false, v_first = false;
 };
 
+inline void check_delta_options(const char* op, const DeltaRuleOptions& options) {
+    TK_CHECK(
+        options.beta_sigmoid || !options.allow_neg_eigval, op,
+        ": allow_neg_eigval doubles the sigmoid of beta and needs beta_sigmoid; a beta that is "
+        "given as it is may be up to 2");
+}
+
 template <class Tensor>
 double delta_scale(std::optional<double> scale, const Tensor& q) {
     if (scale) return *scale;
@@ -31,13 +40,19 @@ double delta_scale(std::optional<double> scale, const Tensor& q) {
 
 template <class Tensor>
 void check_delta_tensor(const char* op, const char* name, const Tensor& x,
-                        const std::vector<int64_t>& shape, std::initializer_list<DType> dtypes,
+                        std::span<const int64_t> shape, std::initializer_list<DType> dtypes,
                         const Tensor& q) {
     check_same_device(op, name, x, "q", q);
     const auto& sizes = x.sizes();
     TK_CHECK(std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end()), op, ": ", name,
              " must have shape ", tuple_text(shape), ", got ", shape_text(x));
     check_dtype(op, name, x, dtypes);
+}
+template <class Tensor>
+void check_delta_tensor(const char* op, const char* name, const Tensor& x,
+                        std::initializer_list<int64_t> shape, std::initializer_list<DType> dtypes,
+                        const Tensor& q) {
+    check_delta_tensor(op, name, x, std::span(shape.begin(), shape.size()), dtypes, q);
 }
 
 // What is said of the operands of tokens, and of what the gate is made of.
@@ -64,6 +79,8 @@ DeltaRuleProblem checked_delta_problem(const char* op, const DeltaRuleTensors<Te
         if (*of_heads)
             check_delta_tensor(op, name, **of_heads, {p.value_heads}, {DType::fp32}, x.q);
     }
+    TK_CHECK(!x.dt_bias || x.A_log, op,
+             ": dt_bias is given without A_log; the gate needs both or A_log");
     p.packed = x.cu_seqlens.has_value();
     p.sequences = batch;
     if (p.packed) {
@@ -78,8 +95,8 @@ DeltaRuleProblem checked_delta_problem(const char* op, const DeltaRuleTensors<Te
     return p;
 }
 
-inline std::vector<int64_t> delta_state_shape(const DeltaRuleProblem& p, int64_t count,
-                                              bool v_first) {
+inline std::array<int64_t, 4> delta_state_shape(const DeltaRuleProblem& p, int64_t count,
+                                                bool v_first) {
     if (v_first) return {count, p.value_heads, p.value_dim, p.key_dim};
     return {count, p.value_heads, p.key_dim, p.value_dim};
 }

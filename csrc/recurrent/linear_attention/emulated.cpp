@@ -17,7 +17,7 @@ emulated::Result run_linear_attention(const emulated::Call& call) {
     const auto r = linear_attention_body<Array>(
         on, {q, k, v, decay, g, initial_state, cu_seqlens}, call.scalar("scale", 1.0),
         call.scalar("state_v_first", false), call.scalar("return_state", false));
-    return on.result({{"out", r.out}, {"final_state", r.final_state}});
+    return on.result(results_of(r));
 }
 
 // It changes the state in place.

@@ -14,7 +14,7 @@ struct LinearAttentionTensors {
 template <class Tensor>
 RecurrentResults<Tensor> linear_attention_body(const Backend<Tensor>& on,
                                                const LinearAttentionTensors<Tensor>& given,
-                                               double scale, bool state_v_first,
+                                               std::optional<double> scale, bool state_v_first,
                                                bool return_state) {
     constexpr const char* OP = "tk.linear_attention";
     const std::optional<Tensor> no_gate;
@@ -26,7 +26,7 @@ RecurrentResults<Tensor> linear_attention_body(const Backend<Tensor>& on,
     params.gates.g =
         token_operand(OP, "g", given.g, {p.batch, p.heads, p.length}, given.v, p.dtype);
     params.gates.decay = head_operand(OP, "decay", given.decay, p.heads, 0, given.v, p.dtype);
-    params.scale = static_cast<float>(scale);
+    params.scale = scale_of(scale, p.key_dim);
     return run_recurrent<Tensor>(on, OP, params, tensors, {{"decay", given.decay}, {"g", given.g}},
                                  !state_v_first, return_state);
 }

@@ -14,7 +14,8 @@ struct LinearAttentionDecodeTensors {
 template <class Tensor>
 Tensor linear_attention_decode_body(const Backend<Tensor>& on,
                                     const LinearAttentionDecodeTensors<Tensor>& given,
-                                    Tensor& state, double scale, bool state_v_first) {
+                                    Tensor& state, std::optional<double> scale,
+                                    bool state_v_first) {
     constexpr const char* OP = "tk.linear_attention_decode";
     const std::optional<Tensor> none;
     const RecurrentTensors<Tensor> tensors{"q",     "k",  "v",  given.q, given.k,
@@ -25,7 +26,7 @@ Tensor linear_attention_decode_body(const Backend<Tensor>& on,
     params.gates.g =
         token_operand(OP, "g", given.g, {p.batch, p.heads, p.length}, given.v, p.dtype);
     params.gates.decay = head_operand(OP, "decay", given.decay, p.heads, 0, given.v, p.dtype);
-    params.scale = static_cast<float>(scale);
+    params.scale = scale_of(scale, p.key_dim);
     return run_recurrent_decode<Tensor>(on, OP, params, tensors, state, given.state_indices, p,
                                         {{"decay", given.decay}, {"g", given.g}});
 }

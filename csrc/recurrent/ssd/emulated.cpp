@@ -10,7 +10,7 @@ namespace {
 
 using emulated::Array;
 
-StepOptions step_options(const emulated::Call& call) {
+StepOptions options_of(const emulated::Call& call) {
     return {call.scalar("dt_softplus", false), call.scalar("dt_min", 0.0),
             call.scalar("dt_max", std::numeric_limits<double>::infinity())};
 }
@@ -23,8 +23,8 @@ emulated::Result run_ssd(const emulated::Call& call) {
     const Array x = call.array("x"), dt = call.array("dt"), A = call.array("A"),
                 B = call.array("B"), C = call.array("C");
     const auto r = ssd_body<Array>(on, {x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens},
-                                   step_options(call), call.scalar("return_state", false));
-    return on.result({{"out", r.out}, {"final_state", r.final_state}});
+                                   options_of(call), call.scalar("return_state", false));
+    return on.result(results_of(r));
 }
 
 // It changes the state in place.
@@ -36,7 +36,7 @@ emulated::Result run_ssd_decode(const emulated::Call& call) {
                 B = call.array("B"), C = call.array("C");
     Array state = call.array("state");
     const Array out = ssd_decode_body<Array>(on, {x, dt, A, B, C, D, z, dt_bias, state_indices},
-                                             state, step_options(call));
+                                             state, options_of(call));
     return on.result({{"out", out}});
 }
 

@@ -120,13 +120,18 @@ def require_gate(op: str, q: Tensor, v: Tensor, A_log: Any, dt_bias: Any) -> Non
         raise ValueError(f"tk.{op}: dt_bias is given without A_log; the gate needs both or A_log")
 
 
+def require_scale(op: str, scale: Any) -> None:
+    """Raises unless outputs may be multiplied by scale."""
+    if not isinstance(scale, int | float | torch.SymFloat):
+        raise TypeError(f"tk.{op}: scale must be a number, got {type(scale).__name__}")
+    if not math.isfinite(scale):
+        raise ValueError(f"tk.{op}: scale is {scale}; it must be finite")
+
+
 def require_options(op: str, scale: Any, beta_sigmoid: bool, allow_neg_eigval: bool) -> None:
     """Raises unless the options fit each other."""
     if scale is not None:
-        if not isinstance(scale, int | float | torch.SymFloat):
-            raise TypeError(f"tk.{op}: scale must be a number, got {type(scale).__name__}")
-        if not math.isfinite(scale):
-            raise ValueError(f"tk.{op}: scale is {scale}; it must be finite")
+        require_scale(op, scale)
     if allow_neg_eigval and not beta_sigmoid:
         raise ValueError(
             f"tk.{op}: allow_neg_eigval doubles the sigmoid of beta and needs beta_sigmoid; a beta "

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ._memory import require_apart
-from ._registration import forward_mode_active, refuse_forward_mode, transform_active
 
 MAX_KEY_DIM = 128
 MAX_VALUE_DIM = 256
@@ -164,22 +163,8 @@ def require_decode(
         )
 
 
-def refuse_transforms(
-    op: str, differentiable: str, names: tuple[str, ...], tensors: tuple[Any, ...]
-) -> None:
-    """Raises what ops that change a state in place, the first tensor, refuse."""
-    given = [(name, x) for name, x in zip(names, tensors, strict=True) if isinstance(x, Tensor)]
-    if forward_mode_active():
-        refuse_forward_mode(op, *(x for _, x in given))
-    if transform_active():
-        raise RuntimeError(
-            f"tk.{op} changes the state in place and cannot be called under the transforms of "
-            f"torch.func; tk.{differentiable} can"
-        )
-    if torch.is_grad_enabled() and any(x.requires_grad for _, x in given):
-        raise RuntimeError(
-            f"tk.{op} has no gradient, and an operand requires one: call it under "
-            f"torch.no_grad(), or tk.{differentiable}"
-        )
-    if not torch.compiler.is_compiling():
-        require_apart(op, [name for name, _ in given], [x for _, x in given], written=1)
+def require_state_apart(op: str, names: tuple[str, ...], tensors: tuple[Any, ...]) -> None:
+    """Raises ValueError where the state, the first tensor, shares memory with another one, or with
+    itself."""
+    given = [(name, x) for name, x in zip(names, tensors, strict=True) if x is not None]
+    require_apart(op, [name for name, _ in given], [x for _, x in given], written=1)

@@ -176,6 +176,33 @@ def refuse_forward_mode(op: str, *operands: Tensor | None) -> None:
             )
 
 
+def refuse_in_place(op: str, tensors: Sequence[Any], instead: str) -> None:
+    """Raises what an op that changes an operand in place, and has no gradient, refuses; `instead`
+    names what computes the same with one."""
+    if forward_mode_active():
+        refuse_forward_mode(op, *(x for x in tensors if isinstance(x, Tensor)))
+    if transform_active():
+        name = instead.partition(" ")[0]
+        raise RuntimeError(
+            f"tk.{op} changes the state in place and cannot be called under the transforms of "
+            f"torch.func; {name} can"
+        )
+    if wants_gradient(tensors):
+        raise RuntimeError(
+            f"tk.{op} has no gradient, and an operand requires one: call it under "
+            f"torch.no_grad(), or {instead}"
+        )
+
+
+def wants_gradient(operands: Sequence[Any]) -> bool:
+    """Whether a call has to be recorded: gradients are enabled, and an operand requires one."""
+    if torch.is_grad_enabled():
+        for x in operands:
+            if isinstance(x, Tensor) and x.requires_grad:
+                return True
+    return False
+
+
 def call_checked(
     op: Callable[..., Any], args: tuple[Any, ...], check: Callable[[tuple[Any, ...]], Any]
 ) -> Any:
@@ -195,6 +222,35 @@ def call_checked(
         problem = error
     check(args)
     raise problem
+
+
+def call_in_place(
+    op: Callable[..., Any],
+    args: tuple[Any, ...],
+    check: Callable[[tuple[Any, ...]], Any],
+    require_apart: Callable[[tuple[Any, ...]], None],
+) -> Any:
+    """As `call_checked`, of an op that changes an operand in place.
+
+    Its last argument, `apart`, makes it refuse memory that may be shared, which it tells by
+    addresses alone, in C++. `require_apart` raises where memory is shared, which takes as long as
+    the call; where it does not, the op is called without that argument. Compiled code is not
+    checked.
+    """
+    if torch.compiler.is_compiling():
+        check(args)
+        return op(*args)
+    try:
+        return op(*args, True)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, ValueError) as error:
+        problem = error
+    check(args)
+    require_apart(args)
+    if "may share memory" not in str(problem):
+        raise problem
+    return op(*args)
 
 
 def require_operands(op: str, names: Sequence[str], *operands: Any) -> None:

@@ -27,6 +27,7 @@ from ._registration import (
     refuse_forward_mode,
     register,
     transform_active,
+    wants_gradient,
 )
 
 MIN_WIDTH, MAX_WIDTH = 2, 4
@@ -121,22 +122,14 @@ def causal_conv1d(
     code = ACTIVATIONS.get(activation, -1) if activation is None or activation == "silu" else -1
     if code < 0:
         refuse_activation(_NAME, activation)
-    args = (x, weight, bias, code, initial_state, cu_seqlens, bool(return_state))
+    args = (x, weight, bias, code, initial_state, cu_seqlens)
     if forward_mode_active():
         refuse_forward_mode(_NAME, *(t for t in args[:5] if isinstance(t, Tensor)))
-    wanted = torch.is_grad_enabled() and (
-        _requires_grad(x)
-        or _requires_grad(weight)
-        or _requires_grad(bias)
-        or _requires_grad(initial_state)
-    )
-    op = _recorded if wanted or transform_active() else _forward
-    out, state = call_checked(op, args, _check)
-    return (out, state) if return_state else out
-
-
-def _requires_grad(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad
+    if return_state or wants_gradient(args) or transform_active():
+        out, state = call_checked(_recorded, (*args, bool(return_state)), _check)
+        return (out, state) if return_state else out
+    result: Tensor = call_checked(_forward, args, _check)
+    return result
 
 
 def refuse_activation(op: str, activation: Any) -> None:
@@ -297,7 +290,7 @@ def _cpu(x: Tensor, weight: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     if emulation.active() and any(y.numel() > 0 for y in results):
         arrays = {"x": x, "weight": weight, "bias": bias, "state": state, "cu_seqlens": cu_seqlens}
         found = emulation.run(_NAME, arrays, activation=activation, return_state=return_state)
-        values = found["out"], found["state"]
+        values = found["out"], found.get("state", results[1])
     else:
         values = reference_conv(
             x,
@@ -312,6 +305,14 @@ def _cpu(x: Tensor, weight: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
         if result.numel() > 0:
             result.copy_(value)
     return results
+
+
+def _fake_forward(*args: Any) -> Tensor:
+    return _fake(*args)[0]
+
+
+def _cpu_forward(*args: Any) -> Tensor:
+    return _cpu(*args)[0]
 
 
 _BACKWARD_DEFAULTS: tuple[Any, ...] = (None, 0, None, None, (True, True, True, True))
@@ -423,8 +424,22 @@ def _backward(
 _any_gradient = gradient_call(_NAME, _gradient, one_by_one)
 _recorded = differentiable(_NAME, _differentiable, _save_context, _backward, one_by_one)
 
-for _name, _op in (("causal_conv1d_forward", _forward), ("causal_conv1d", _differentiable)):
-    register(_name, fake=_fake, cpu=_cpu, flops=_flops, vmap=one_by_one(_op), autocast=1)
+register(
+    "causal_conv1d_forward",
+    fake=_fake_forward,
+    cpu=_cpu_forward,
+    flops=_flops,
+    vmap=one_by_one(_forward),
+    autocast=1,
+)
+register(
+    "causal_conv1d",
+    fake=_fake,
+    cpu=_cpu,
+    flops=_flops,
+    vmap=one_by_one(_differentiable),
+    autocast=1,
+)
 register(
     "causal_conv1d_backward",
     fake=_fake_backward,

@@ -14,11 +14,9 @@ from ._memory import require_apart
 from ._registration import (
     autocast_active,
     autocast_operands,
-    call_checked,
-    forward_mode_active,
-    refuse_forward_mode,
+    call_in_place,
+    refuse_in_place,
     register,
-    transform_active,
 )
 from .causal_conv1d import (
     ACTIVATIONS,
@@ -82,25 +80,13 @@ def causal_conv1d_update(
     if code < 0:
         refuse_activation(_NAME, activation)
     args = (x, state, weight, bias, code, slots)
-    tensors = [t for t in args if isinstance(t, Tensor)]
-    if forward_mode_active():
-        refuse_forward_mode(_NAME, *tensors)
-    if transform_active():
-        raise RuntimeError(
-            f"tk.{_NAME} changes the state in place and cannot be called under the transforms of "
-            "torch.func; tk.causal_conv1d can"
-        )
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        raise RuntimeError(
-            f"tk.{_NAME} has no gradient, and an operand requires one: call it under "
-            "torch.no_grad(), or tk.causal_conv1d"
-        )
-    if not torch.compiler.is_compiling() and isinstance(x, Tensor) and isinstance(state, Tensor):
-        require_dense(_NAME, "x", x)
-        require_dense(_NAME, "state", state)
-        require_apart(_NAME, ("state", "x"), (state, x), written=1)
-    result: Tensor = call_checked(_op, args, _check)
+    refuse_in_place(_NAME, args[:4], "tk.causal_conv1d")
+    result: Tensor = call_in_place(_op, args, _check, _require_apart)
     return result
+
+
+def _require_apart(args: tuple[Any, ...]) -> None:
+    require_apart(_NAME, ("state", "x"), (args[1], args[0]), written=1)
 
 
 def causal_conv1d_update_shape(
@@ -140,17 +126,19 @@ def _check(args: tuple[Any, ...]) -> None:
 
 
 # The dispatcher drops trailing arguments that have their default value.
-_DEFAULTS: tuple[Any, ...] = (None, 0, None)
+_DEFAULTS: tuple[Any, ...] = (None, 0, None, False)
 
 
 def _fake(x: Tensor, state: Tensor, weight: Tensor, *args: Any) -> Tensor:
-    causal_conv1d_update_shape(x, state, weight, *args)
+    causal_conv1d_update_shape(x, state, weight, *args[:3])
     return torch.empty_like(x)
 
 
 def _cpu(x: Tensor, state: Tensor, weight: Tensor, *args: Any) -> Tensor:
     out = _fake(x, state, weight, *args)
-    bias, activation, slots = (*args, *_DEFAULTS[len(args) :])
+    bias, activation, slots, apart = (*args, *_DEFAULTS[len(args) :])
+    if apart:
+        _require_apart((x, state))
     if emulation.active() and x.numel() > 0:
         arrays = {"x": x, "state": state, "weight": weight, "bias": bias, "slots": slots}
         return out.copy_(emulation.run(_NAME, arrays, activation=activation)["out"])

@@ -23,16 +23,20 @@ from ._gated_delta_rule import (
     gated_delta_rule_shape,
     options_of,
     require_edges_in_order,
+    require_scale,
     state_shape,
     vmap_rule,
 )
 from ._registration import (
     autocast_active,
     autocast_operands,
+    call_checked,
     forward_mode_active,
+    one_by_one,
     refuse_forward_mode,
     register,
     transform_active,
+    wants_gradient,
 )
 
 _forward = torch.ops.thunderkittens.gated_delta_rule_forward.default
@@ -151,20 +155,26 @@ def gated_delta_rule(
     """
     if autocast_active():
         q, k, v = autocast_operands(q, k, v)
+    if scale is not None:
+        require_scale("gated_delta_rule", scale)
+        scale = float(scale)
     tensors = (q, k, v, g, beta, initial_state, A_log, dt_bias)
-    gated_delta_rule_shape(
-        *tensors, cu_seqlens, scale, bool(beta_sigmoid), bool(allow_neg_eigval), bool(state_v_first)
-    )
     args = (
-        *tensors, cu_seqlens, None if scale is None else float(scale), bool(qk_l2norm),
-        bool(beta_sigmoid), bool(allow_neg_eigval), bool(state_v_first), bool(return_state),
+        *tensors, cu_seqlens, scale, bool(qk_l2norm), bool(beta_sigmoid), bool(allow_neg_eigval),
+        bool(state_v_first),
     )  # fmt: skip
     if forward_mode_active():
+        _check(args)
         refuse_forward_mode("gated_delta_rule", *tensors)
-    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    call = _recorded if wanted or transform_active() else _forward
-    out, state = call(*args)
-    return (out, state) if return_state else out
+    if return_state or wants_gradient(tensors) or transform_active():
+        out, state = call_checked(_recorded, (*args, bool(return_state)), _check)
+        return (out, state) if return_state else out
+    result: Tensor = call_checked(_forward, args, _check)
+    return result
+
+
+def _check(args: tuple[Any, ...]) -> None:
+    gated_delta_rule_shape(*args[:10], *args[11:14])
 
 
 # What the ops do beside the CUDA implementation.
@@ -185,6 +195,10 @@ def _empty(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
 
 def _fake(*args: Any) -> tuple[Tensor, Tensor]:
     return _empty(args)
+
+
+def _fake_forward(*args: Any) -> Tensor:
+    return _empty(args)[0]
 
 
 def _cpu(*args: Any) -> tuple[Tensor, ...]:
@@ -223,6 +237,10 @@ def _cpu(*args: Any) -> tuple[Tensor, ...]:
     return results
 
 
+def _cpu_forward(*args: Any) -> Tensor:
+    return _cpu(*args)[0]
+
+
 def _flops(q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any) -> int:
     """Products of chunks of 64 tokens, a multiplication and an addition each: those of the keys and
     queries per head, those with values and the state per value head."""
@@ -257,5 +275,19 @@ def _backward(
 
 _recorded = differentiable("gated_delta_rule", _differentiable, _save_context, _backward, vmap_rule)
 
-for _name, _op in (("gated_delta_rule_forward", _forward), ("gated_delta_rule", _differentiable)):
-    register(_name, fake=_fake, cpu=_cpu, flops=_flops, vmap=vmap_rule(_op), autocast=3)
+register(
+    "gated_delta_rule_forward",
+    fake=_fake_forward,
+    cpu=_cpu_forward,
+    flops=_flops,
+    vmap=one_by_one(_forward),
+    autocast=3,
+)
+register(
+    "gated_delta_rule",
+    fake=_fake,
+    cpu=_cpu,
+    flops=_flops,
+    vmap=vmap_rule(_differentiable),
+    autocast=3,
+)

@@ -17,6 +17,7 @@ from ._gated_delta_rule import (
     options_of,
     require_gate,
     require_options,
+    require_scale,
     require_state,
     state_shape,
 )
@@ -24,10 +25,9 @@ from ._memory import require_apart
 from ._registration import (
     autocast_active,
     autocast_operands,
-    forward_mode_active,
-    refuse_forward_mode,
+    call_in_place,
+    refuse_in_place,
     register,
-    transform_active,
 )
 
 _op = torch.ops.thunderkittens.gated_delta_rule_decode.default
@@ -98,31 +98,24 @@ def gated_delta_rule_decode(
     """
     if autocast_active():
         q, k, v = autocast_operands(q, k, v)
-    gated_delta_rule_decode_shape(
-        q, k, v, g, beta, state, state_indices, A_log, dt_bias, scale, bool(beta_sigmoid),
-        bool(allow_neg_eigval), bool(state_v_first),
+    if scale is not None:
+        require_scale(_NAME, scale)
+        scale = float(scale)
+    args = (
+        q, k, v, g, beta, state, state_indices, A_log, dt_bias, scale, bool(qk_l2norm),
+        bool(beta_sigmoid), bool(allow_neg_eigval), bool(state_v_first),
     )  # fmt: skip
-    tensors = (q, k, v, g, beta, state, A_log, dt_bias)
-    if forward_mode_active():
-        refuse_forward_mode(_NAME, *tensors)
-    if transform_active():
-        raise RuntimeError(
-            f"tk.{_NAME} changes the state in place and cannot be called under the transforms of "
-            "torch.func; tk.gated_delta_rule can"
-        )
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        raise RuntimeError(
-            f"tk.{_NAME} has no gradient, and an operand requires one: call it under "
-            "torch.no_grad(), or tk.gated_delta_rule on the tokens"
-        )
-    if not torch.compiler.is_compiling():
-        require_apart(_NAME, _NAMES, (state, q, k, v, g, beta), written=1)
-    result: Tensor = _op(
-        q, k, v, g, beta, state, state_indices, A_log, dt_bias,
-        None if scale is None else float(scale), bool(qk_l2norm), bool(beta_sigmoid),
-        bool(allow_neg_eigval), bool(state_v_first),
-    )  # fmt: skip
+    refuse_in_place(_NAME, args[:9], "tk.gated_delta_rule on the tokens")
+    result: Tensor = call_in_place(_op, args, _check, _require_apart)
     return result
+
+
+def _check(args: tuple[Any, ...]) -> None:
+    gated_delta_rule_decode_shape(*args[:10], *args[11:14])
+
+
+def _require_apart(args: tuple[Any, ...]) -> None:
+    require_apart(_NAME, _NAMES, (args[5], *args[:5]), written=1)
 
 
 def gated_delta_rule_decode_shape(
@@ -171,24 +164,25 @@ def gated_delta_rule_decode_shape(
     return shape
 
 
-_DEFAULTS: tuple[Any, ...] = (None,) * 3 + (None, False, False, False, False)
+_DEFAULTS: tuple[Any, ...] = (None,) * 3 + (None, False, False, False, False) + (False,)
 
 
 def _fake(*args: Any) -> Tensor:
     q, k, v, g, beta, state, *rest = (*args, *_DEFAULTS[len(args) - 6 :])
-    indices, A_log, dt_bias, scale, _, sigmoid, double, v_first = rest
-    out: Tensor = q.new_empty(
-        gated_delta_rule_decode_shape(
-            q, k, v, g, beta, state, indices, A_log, dt_bias, scale, sigmoid, double, v_first
-        )
+    indices, A_log, dt_bias, scale, _, sigmoid, double, v_first, _ = rest
+    shape = gated_delta_rule_decode_shape(
+        q, k, v, g, beta, state, indices, A_log, dt_bias, scale, sigmoid, double, v_first
     )
+    out: Tensor = q.new_empty(shape)
     return out
 
 
 def _cpu(*args: Any) -> Tensor:
     out: Tensor = _fake(*args)
     q, k, v, g, beta, state, *rest = (*args, *_DEFAULTS[len(args) - 6 :])
-    indices, A_log, dt_bias, *options = rest
+    indices, A_log, dt_bias, *options, apart = rest
+    if apart:
+        _require_apart(args)
     if indices is not None:
         _require_slots(indices.tolist(), state.shape[0])
     if emulation.active() and out.numel() > 0:

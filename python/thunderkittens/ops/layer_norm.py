@@ -23,9 +23,11 @@ from ._registration import (
     refuse_forward_mode,
     register,
     transform_active,
+    wants_gradient,
 )
 
 _forward = torch.ops.thunderkittens.layer_norm_forward.default
+_single = torch.ops.thunderkittens.layer_norm_forward.single
 _differentiable = torch.ops.thunderkittens.layer_norm.default
 _gradient = torch.ops.thunderkittens.layer_norm_backward.default
 
@@ -102,10 +104,11 @@ def layer_norm(
     if forward_mode_active():
         _check(args)
         refuse_forward_mode("layer_norm", x, weight, bias, residual)
-    wanted = transform_active()
-    if not wanted and torch.is_grad_enabled():
-        for tensor in (x, weight, bias, residual):
-            wanted = wanted or (isinstance(tensor, Tensor) and tensor.requires_grad)
+    wanted = transform_active() or wants_gradient(args[:4])
+    no_dropout = type(dropout_p) is float and dropout_p == 0.0
+    if residual is None and seed is None and no_dropout and not wanted:
+        result: Tensor = call_checked(_single, (x, weight, bias, eps), _check_single)
+        return result
     out, total = call_checked(_recorded if wanted else _forward, args, _check)
     return out if residual is None else (out, total)
 
@@ -113,6 +116,10 @@ def layer_norm(
 def _check(args: tuple[Any, ...]) -> None:
     x, weight, bias, residual, seed, eps, dropout_p = args
     shared.check_norm("layer_norm", x, weight, bias, residual, None, seed, eps, dropout_p)
+
+
+def _check_single(args: tuple[Any, ...]) -> None:
+    _check(_without_residual(args))
 
 
 # What the ops do beside the CUDA implementation.
@@ -152,6 +159,23 @@ def _cpu(*args: Any) -> tuple[Tensor, Tensor]:
     for to, value in zip((out, total), result if residual is not None else (result,), strict=False):
         to.copy_(value)
     return out, total
+
+
+_SINGLE_DEFAULTS: tuple[Any, ...] = (None, None, 1e-5)
+
+
+def _without_residual(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of `layer_norm_forward` for those of its overload without a residual."""
+    x, weight, bias, eps = (*args, *_SINGLE_DEFAULTS[len(args) - 1 :])
+    return (x, weight, bias, None, None, eps, 0.0)
+
+
+def _fake_single(*args: Any) -> Tensor:
+    return _fake(*_without_residual(args))[0]
+
+
+def _cpu_single(*args: Any) -> Tensor:
+    return _cpu(*_without_residual(args))[0]
 
 
 _BACKWARD_DEFAULTS: tuple[Any, ...] = (1e-5, 0.0, (True,) * 4)
@@ -246,6 +270,13 @@ _recorded = differentiable("layer_norm", _differentiable, _save_context, _backwa
 
 for _name, _op in (("layer_norm_forward", _forward), ("layer_norm", _differentiable)):
     register(_name, fake=_fake, cpu=_cpu, flops=_flops, vmap=one_by_one(_op))
+register(
+    "layer_norm_forward.single",
+    fake=_fake_single,
+    cpu=_cpu_single,
+    flops=_flops,
+    vmap=one_by_one(_single),
+)
 register(
     "layer_norm_backward",
     fake=_fake_backward,

@@ -32,12 +32,14 @@ from ._recurrent import (
 from ._registration import (
     autocast_active,
     autocast_operands,
+    call_checked,
     forward_mode_active,
     one_by_one,
     refuse_forward_mode,
     register,
     require_operands,
     transform_active,
+    wants_gradient,
 )
 
 _forward = torch.ops.thunderkittens.linear_attention_forward.default
@@ -138,17 +140,19 @@ def linear_attention(
         q, k, v = autocast_operands(q, k, v)
     require_flag("linear_attention", "return_state", return_state)
     require_flag("linear_attention", "state_v_first", state_v_first)
-    linear_attention_shape(q, k, v, decay, g, initial_state, cu_seqlens, scale, state_v_first)
-    args = (
-        q, k, v, decay, g, initial_state, cu_seqlens, None if scale is None else float(scale),
-        state_v_first, return_state,
-    )  # fmt: skip
-    tensors = [x for x in args[:6] if isinstance(x, Tensor)]
+    if scale is not None:
+        require_scale("linear_attention", scale)
+        scale = float(scale)
+    tensors = (q, k, v, decay, g, initial_state)
+    args = (*tensors, cu_seqlens, scale, state_v_first)
     if forward_mode_active():
+        _check(args)
         refuse_forward_mode("linear_attention", *tensors)
-    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    out, state = (_recorded if wanted or transform_active() else _forward)(*args)
-    return (out, state) if return_state else out
+    if return_state or wants_gradient(tensors) or transform_active():
+        out, state = call_checked(_recorded, (*args, return_state), _check)
+        return (out, state) if return_state else out
+    result: Tensor = call_checked(_forward, args, _check)
+    return result
 
 
 def linear_attention_shape(
@@ -195,6 +199,10 @@ def linear_attention_shape(
     return shape
 
 
+def _check(args: tuple[Any, ...]) -> None:
+    linear_attention_shape(*args[:9])
+
+
 # What the ops do beside the CUDA implementation.
 
 # The dispatcher drops trailing arguments that have their default value.
@@ -214,6 +222,10 @@ def _empty(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
 
 def _fake(*args: Any) -> tuple[Tensor, Tensor]:
     return _empty(_filled(args))
+
+
+def _fake_forward(*args: Any) -> Tensor:
+    return _fake(*args)[0]
 
 
 def _cpu(*args: Any) -> tuple[Tensor, Tensor]:
@@ -250,6 +262,10 @@ def _cpu(*args: Any) -> tuple[Tensor, Tensor]:
     return results
 
 
+def _cpu_forward(*args: Any) -> Tensor:
+    return _cpu(*args)[0]
+
+
 def _flops(q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any) -> int:
     """Products within chunks of 64 tokens, and with the state and into it, as a multiplication and
     an addition each."""
@@ -260,5 +276,19 @@ def _flops(q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any) 
 
 _recorded = differentiable("linear_attention", _differentiable, save_context, backward, one_by_one)
 
-for _name, _op in (("linear_attention_forward", _forward), ("linear_attention", _differentiable)):
-    register(_name, fake=_fake, cpu=_cpu, flops=_flops, vmap=one_by_one(_op), autocast=3)
+register(
+    "linear_attention_forward",
+    fake=_fake_forward,
+    cpu=_cpu_forward,
+    flops=_flops,
+    vmap=one_by_one(_forward),
+    autocast=3,
+)
+register(
+    "linear_attention",
+    fake=_fake,
+    cpu=_cpu,
+    flops=_flops,
+    vmap=one_by_one(_differentiable),
+    autocast=3,
+)

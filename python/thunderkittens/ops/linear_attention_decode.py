@@ -13,8 +13,14 @@ from .. import emulation
 from ..reference.linear_attention_decode import (
     linear_attention_decode as reference_linear_attention_decode,
 )
-from ._recurrent import refuse_transforms, require_decode, require_flag
-from ._registration import autocast_active, autocast_operands, register
+from ._recurrent import require_decode, require_flag, require_scale, require_state_apart
+from ._registration import (
+    autocast_active,
+    autocast_operands,
+    call_in_place,
+    refuse_in_place,
+    register,
+)
 from .linear_attention import linear_attention_shape
 
 _op = torch.ops.thunderkittens.linear_attention_decode.default
@@ -70,14 +76,22 @@ def linear_attention_decode(
     if autocast_active():
         q, k, v = autocast_operands(q, k, v)
     require_flag("linear_attention_decode", "state_v_first", state_v_first)
-    scale = None if scale is None else float(scale)
+    if scale is not None:
+        require_scale("linear_attention_decode", scale)
+        scale = float(scale)
     args = (q, k, v, state, decay, g, state_indices, scale, state_v_first)
-    linear_attention_decode_shape(*args)
-    names = ("the state", "q", "k", "v", "decay", "g", "state_indices")
-    tensors = (state, q, k, v, decay, g, state_indices)
-    refuse_transforms("linear_attention_decode", "linear_attention", names, tensors)
-    result: Tensor = _op(*args)
+    refuse_in_place("linear_attention_decode", args[:6], "tk.linear_attention")
+    result: Tensor = call_in_place(_op, args, _check, _require_apart)
     return result
+
+
+def _check(args: tuple[Any, ...]) -> None:
+    linear_attention_decode_shape(*args[:9])
+
+
+def _require_apart(args: tuple[Any, ...]) -> None:
+    names = ("the state", "q", "k", "v", "decay", "g", "state_indices")
+    require_state_apart("linear_attention_decode", names, (args[3], *args[:3], *args[4:7]))
 
 
 def linear_attention_decode_shape(
@@ -102,7 +116,7 @@ def linear_attention_decode_shape(
 # What the op does beside the CUDA implementation.
 
 # The dispatcher drops trailing arguments that have their default value.
-_DEFAULTS: tuple[Any, ...] = (None, None, None, None, False)
+_DEFAULTS: tuple[Any, ...] = (None, None, None, None, False, False)
 
 
 def _filled(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -111,15 +125,17 @@ def _filled(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _fake(*args: Any) -> Tensor:
     args = _filled(args)
-    linear_attention_decode_shape(*args)
+    _check(args)
     result: Tensor = args[2].new_empty(args[2].shape)
     return result
 
 
 def _cpu(*args: Any) -> Tensor:
     args = _filled(args)
-    linear_attention_decode_shape(*args)
-    q, k, v, state, decay, g, state_indices, scale, state_v_first = args
+    _check(args)
+    q, k, v, state, decay, g, state_indices, scale, state_v_first, apart = args
+    if apart:
+        _require_apart(args)
     if emulation.active() and v.numel() > 0:
         arrays = {
             "q": q,

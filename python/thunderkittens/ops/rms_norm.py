@@ -23,9 +23,11 @@ from ._registration import (
     refuse_forward_mode,
     register,
     transform_active,
+    wants_gradient,
 )
 
 _forward = torch.ops.thunderkittens.rms_norm_forward.default
+_single = torch.ops.thunderkittens.rms_norm_forward.single
 _differentiable = torch.ops.thunderkittens.rms_norm.default
 _gradient = torch.ops.thunderkittens.rms_norm_backward.default
 
@@ -115,10 +117,12 @@ def rms_norm(
     if forward_mode_active():
         _check(args)
         refuse_forward_mode("rms_norm", x, weight, residual, gate)
-    wanted = transform_active()
-    if not wanted and torch.is_grad_enabled():
-        for tensor in (x, weight, residual, gate):
-            wanted = wanted or (isinstance(tensor, Tensor) and tensor.requires_grad)
+    wanted = transform_active() or wants_gradient(args[:4])
+    no_dropout = type(dropout_p) is float and dropout_p == 0.0
+    if residual is None and seed is None and no_dropout and not wanted:
+        alone = (x, weight, gate, eps, weight_offset, gate_first, size)
+        result: Tensor = call_checked(_single, alone, _check_single)
+        return result
     out, total = call_checked(_recorded if wanted else _forward, args, _check)
     return out if residual is None else (out, total)
 
@@ -129,6 +133,10 @@ def _check(args: tuple[Any, ...]) -> None:
         "rms_norm", x, weight, None, residual, gate, seed, eps, dropout_p, weight_offset,
         gate_first, group_size,
     )  # fmt: skip
+
+
+def _check_single(args: tuple[Any, ...]) -> None:
+    _check(_without_residual(args))
 
 
 # What the ops do beside the CUDA implementation.
@@ -169,6 +177,23 @@ def _cpu(*args: Any) -> tuple[Tensor, Tensor]:
     for to, value in zip((out, total), result if residual is not None else (result,), strict=False):
         to.copy_(value)
     return out, total
+
+
+_SINGLE_DEFAULTS: tuple[Any, ...] = (None, None, 1e-6, 0.0, False, 0)
+
+
+def _without_residual(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of `rms_norm_forward` for those of its overload without a residual."""
+    x, weight, gate, *numbers = (*args, *_SINGLE_DEFAULTS[len(args) - 1 :])
+    return (x, weight, None, gate, None, *numbers[:2], 0.0, *numbers[2:])
+
+
+def _fake_single(*args: Any) -> Tensor:
+    return _fake(*_without_residual(args))[0]
+
+
+def _cpu_single(*args: Any) -> Tensor:
+    return _cpu(*_without_residual(args))[0]
 
 
 _BACKWARD_DEFAULTS: tuple[Any, ...] = (1e-6, 0.0, 0.0, False, 0, (True,) * 4)
@@ -263,6 +288,13 @@ _recorded = differentiable("rms_norm", _differentiable, _save_context, _backward
 
 for _name, _op in (("rms_norm_forward", _forward), ("rms_norm", _differentiable)):
     register(_name, fake=_fake, cpu=_cpu, flops=_flops, vmap=one_by_one(_op))
+register(
+    "rms_norm_forward.single",
+    fake=_fake_single,
+    cpu=_cpu_single,
+    flops=_flops,
+    vmap=one_by_one(_single),
+)
 register(
     "rms_norm_backward",
     fake=_fake_backward,

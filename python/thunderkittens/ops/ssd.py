@@ -29,12 +29,14 @@ from ._recurrent import (
 from ._registration import (
     autocast_active,
     autocast_operands,
+    call_checked,
     forward_mode_active,
     one_by_one,
     refuse_forward_mode,
     register,
     require_operands,
     transform_active,
+    wants_gradient,
 )
 from ._ssd_autograd import backward, save_context
 
@@ -146,26 +148,28 @@ def ssd(
     low, high = limits("ssd", dt_limit)
     require_flag("ssd", "dt_softplus", dt_softplus)
     require_flag("ssd", "return_state", return_state)
-    ssd_shape(x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens)
-    args = (
-        x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens, dt_softplus, low, high,
-        return_state,
-    )  # fmt: skip
-    tensors = [y for y in args[:9] if isinstance(y, Tensor)]
+    tensors = (x, dt, A, B, C, D, z, dt_bias, initial_state)
+    args = (*tensors, cu_seqlens, dt_softplus, low, high)
     if forward_mode_active():
+        _check(args)
         refuse_forward_mode("ssd", *tensors)
-    wanted = torch.is_grad_enabled() and any(y.requires_grad for y in tensors)
-    out, state = (_recorded if wanted or transform_active() else _forward)(*args)
-    return (out, state) if return_state else out
+    if return_state or wants_gradient(tensors) or transform_active():
+        out, state = call_checked(_recorded, (*args, return_state), _check)
+        return (out, state) if return_state else out
+    result: Tensor = call_checked(_forward, args, _check)
+    return result
 
 
 def limits(op: str, dt_limit: Any) -> tuple[float, float | None]:
     """Bounds of the step size, as the schemas have them; raises what `ssd` documents."""
-    if not isinstance(dt_limit, tuple | list) or len(dt_limit) != 2:
+    # To look at types is faster than isinstance().
+    pair = type(dt_limit) is tuple or isinstance(dt_limit, tuple | list)
+    if not pair or len(dt_limit) != 2:
         raise TypeError(f"tk.{op}: dt_limit must be two numbers, got {dt_limit!r}")
     low, high = dt_limit
-    require_number(op, "dt_limit[0]", low)
-    require_number(op, "dt_limit[1]", high)
+    if type(low) is not float or type(high) is not float:
+        require_number(op, "dt_limit[0]", low)
+        require_number(op, "dt_limit[1]", high)
     if not (0 <= low <= high and low < math.inf):
         raise ValueError(f"tk.{op}: dt_limit is {(low, high)}; it must be 0 <= low <= high")
     return float(low), None if high == math.inf else float(high)
@@ -222,6 +226,10 @@ def ssd_shape(
     return states, groups, keys
 
 
+def _check(args: tuple[Any, ...]) -> None:
+    ssd_shape(*args[:10])
+
+
 # What the ops do beside the CUDA implementation.
 
 # The dispatcher drops trailing arguments that have their default value.
@@ -241,6 +249,10 @@ def _empty(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
 
 def _fake(*args: Any) -> tuple[Tensor, Tensor]:
     return _empty(_filled(args))
+
+
+def _fake_forward(*args: Any) -> Tensor:
+    return _fake(*args)[0]
 
 
 def _cpu(*args: Any) -> tuple[Tensor, Tensor]:
@@ -282,6 +294,10 @@ def _cpu(*args: Any) -> tuple[Tensor, Tensor]:
     return results
 
 
+def _cpu_forward(*args: Any) -> Tensor:
+    return _cpu(*args)[0]
+
+
 def _flops(
     x_shape: Any, dt_shape: Any, A_shape: Any, B_shape: Any, *args: Any, **kwargs: Any
 ) -> int:
@@ -294,5 +310,11 @@ def _flops(
 
 _recorded = differentiable("ssd", _differentiable, save_context, backward, one_by_one)
 
-for _name, _op in (("ssd_forward", _forward), ("ssd", _differentiable)):
-    register(_name, fake=_fake, cpu=_cpu, flops=_flops, vmap=one_by_one(_op))
+register(
+    "ssd_forward",
+    fake=_fake_forward,
+    cpu=_cpu_forward,
+    flops=_flops,
+    vmap=one_by_one(_forward),
+)
+register("ssd", fake=_fake, cpu=_cpu, flops=_flops, vmap=one_by_one(_differentiable))

@@ -10,8 +10,14 @@ from torch import Tensor
 
 from .. import emulation
 from ..reference.ssd_decode import ssd_decode as reference_ssd_decode
-from ._recurrent import refuse_transforms, require_decode, require_flag
-from ._registration import autocast_active, autocast_operands, register
+from ._recurrent import require_decode, require_flag, require_state_apart
+from ._registration import (
+    autocast_active,
+    autocast_operands,
+    call_in_place,
+    refuse_in_place,
+    register,
+)
 from .ssd import limits, ssd_shape
 
 _op = torch.ops.thunderkittens.ssd_decode.default
@@ -76,11 +82,18 @@ def ssd_decode(
     low, high = limits("ssd_decode", dt_limit)
     require_flag("ssd_decode", "dt_softplus", dt_softplus)
     args = (x, dt, A, B, C, state, D, z, dt_bias, state_indices, dt_softplus, low, high)
-    ssd_decode_shape(*args[:10])
-    names = ("the state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "state_indices")
-    refuse_transforms("ssd_decode", "ssd", names, (state, *args[:5], *args[6:10]))
-    result: Tensor = _op(*args)
+    refuse_in_place("ssd_decode", args[:9], "tk.ssd")
+    result: Tensor = call_in_place(_op, args, _check, _require_apart)
     return result
+
+
+def _check(args: tuple[Any, ...]) -> None:
+    ssd_decode_shape(*args[:10])
+
+
+def _require_apart(args: tuple[Any, ...]) -> None:
+    names = ("the state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "state_indices")
+    require_state_apart("ssd_decode", names, (args[5], *args[:5], *args[6:10]))
 
 
 def ssd_decode_shape(
@@ -104,7 +117,7 @@ def ssd_decode_shape(
 # What the op does beside the CUDA implementation.
 
 # The dispatcher drops trailing arguments that have their default value.
-_DEFAULTS: tuple[Any, ...] = (None, None, None, None, False, 0.0, None)
+_DEFAULTS: tuple[Any, ...] = (None, None, None, None, False, 0.0, None, False)
 
 
 def _filled(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -121,7 +134,9 @@ def _fake(*args: Any) -> Tensor:
 def _cpu(*args: Any) -> Tensor:
     args = _filled(args)
     ssd_decode_shape(*args[:10])
-    x, dt, A, B, C, state, D, z, dt_bias, state_indices, softplus, low, high = args
+    x, dt, A, B, C, state, D, z, dt_bias, state_indices, softplus, low, high, apart = args
+    if apart:
+        _require_apart(args)
     top = math.inf if high is None else high
     if emulation.active() and x.numel() > 0:
         arrays = {
