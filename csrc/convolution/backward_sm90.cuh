@@ -165,14 +165,15 @@ struct Run {
                 dz[i][v] = 0.0f;
             }
         }
-#pragma unroll 1
-        for (int first = 0; first < count + BEFORE; first += BATCH_TOKENS) {
+        // The tokens of a batch that begins `first` tokens behind the begin, all of which are mine
+        // where it is whole: behind the run they are another thread's.
+        const auto go_along = [&]<bool whole>(int first) {
             batches.next();
 #pragma unroll
             for (int i = 0; i < BATCH_TOKENS; ++i) {
                 Vector input, gradient;
                 batches.read(i, input, gradient);
-                const bool mine = first + i < count;
+                const bool mine = whole || first + i < count;
                 float now[V], z[V], values[V];
 #pragma unroll
                 for (int v = 0; v < V; ++v) {
@@ -188,7 +189,6 @@ struct Run {
                 }
 #pragma unroll
                 for (int v = 0; v < V; ++v) {
-                    // Behind the run it is another thread's.
                     const float added = mine ? now[v] : 0.0f;
                     float* const sum = sums + v * (WIDTH + 1);
 #pragma unroll
@@ -207,18 +207,23 @@ struct Run {
                 }
                 // Of the token that is finished, from the begin of the run on.
                 const int token = first + i - BEFORE;
-                if (token >= 0 && token < count && p.dx.data != nullptr) {
+                if (token >= 0 && (whole || token < count) && p.dx.data != nullptr) {
                     rounded<T, V>(values).store(dx);
                 }
                 dx += p.dx.token_stride;
             }
             batches.release();
+        };
+        int first = 0;
+#pragma unroll 1
+        for (; first + BATCH_TOKENS <= count; first += BATCH_TOKENS) {
+            go_along.template operator()<true>(first);
+        }
+#pragma unroll 1
+        for (; first < count + BEFORE; first += BATCH_TOKENS) {
+            go_along.template operator()<false>(first);
         }
         batches.finish();
-#pragma unroll 1
-        for (int v = 0; v < V; ++v) {
-            state_gradients<T, WIDTH>(p, s, batch, channel + v, begin, begin + count);
-        }
     }
 };
 
@@ -242,6 +247,19 @@ __device__ __forceinline__ void gradient_channels(const BackwardParams& p) {
                 run.go(s, token, static_cast<int>(end - token));
             else if (p.dx.data != nullptr)
                 clear_run<T, V>(p.dx, place.batch, channel, token, end);
+            token = end;
+        }
+    }
+    // In a loop of its own, so that the other one keeps no more than it needs.
+    if (there && (p.dinitial.data != nullptr || f.final.data != nullptr)) {
+#pragma unroll 1
+        for (int64_t token = first; token < last;) {
+            const Sequence s = sequence_of(f, place.batch, token);
+            const int64_t end = min(s.end, last);
+#pragma unroll 1
+            for (int v = 0; v < V && s.exists(); ++v) {
+                state_gradients<T, WIDTH>(p, s, place.batch, channel + v, token, end);
+            }
             token = end;
         }
     }
