@@ -31,7 +31,7 @@ MAMBA = {
     "mamba_n_heads": 6,
     "mamba_d_head": 16,
     "mamba_d_state": 24,
-    "mamba_n_groups": 2,
+    "mamba_n_groups": 1,  # as published; versions of transformers differ in a norm over more
     "mamba_d_conv": 4,
     "mamba_expand": 2,
     "mamba_chunk_size": 64,
@@ -63,14 +63,14 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], type[nn.Module], dict[str, Any
         "BambaMixer",
         {**MAMBA, "mamba_proj_bias": True, "rms_norm_eps": 1e-4},
         layers.Mamba2Mixer,
-        {**MIXER, "groups": 2, "bias": True, "eps": 1e-4},
+        {**MIXER, "bias": True, "eps": 1e-4},
     ),
     "GraniteMoeHybrid": (
         "granitemoehybrid",
         "GraniteMoeHybridMambaLayer",
         {**MAMBA, "num_hidden_layers": 1, "layer_types": ["mamba"], "rms_norm_eps": 1e-5},
         layers.Mamba2Mixer,
-        {**MIXER, "groups": 2},
+        MIXER,
     ),
     "NemotronH": (
         "nemotron_h",
