@@ -73,7 +73,7 @@ std::vector<KernelInfo> delta_backward_kernels() {
                     concat("gradients of a chunk, K up to ", key_dim, ", V up to ", 64 * slices),
                     "gradients", "delta_gradients_kernelI*", 384,
                     delta_gradients_bytes(key_dim, slices));
-                info->symbol += concat("Li", slices, 'E');
+                info->symbol += concat("ELi", slices, 'E');
             }
         }
     }
