@@ -127,7 +127,12 @@ def test_vmap_twice(device, sample):
         x if dim is None else torch.stack(variants(x)).unflatten(0, (2, 2))
         for x, dim in zip(sample.tensors(device), dims, strict=True)
     ]
-    twice = torch.func.vmap(torch.func.vmap(sample.function, in_dims=dims), in_dims=dims)(*outer)
+    function = torch.func.vmap(torch.func.vmap(sample.function, in_dims=dims), in_dims=dims)
+    if sample.op.endswith("norm_quantize") and sample.options.get("output") == "nvfp4":
+        with pytest.raises(RuntimeError, match="vmap within another one is not supported"):
+            function(*outer)
+        return
+    twice = function(*outer)
     once = torch.func.vmap(sample.function, in_dims=dims)(
         *(x if dim is None else x.flatten(0, 1) for x, dim in zip(outer, dims, strict=True))
     )

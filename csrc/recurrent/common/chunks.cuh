@@ -63,8 +63,8 @@ struct TokenLayout {
     }
 };
 
-// An element of a tensor whose dtype is known at run time: fp32, or that of the operands; as it lies
-// in memory, since a conversion behind the load would wait for it.
+// An element of a tensor whose dtype is known at run time: fp32, or that of the operands. It is as
+// it lies in memory, since a conversion behind the load would wait for it.
 __device__ __forceinline__ uint32_t element_bits(const void* data, DType dtype, int64_t at) {
     if (dtype == DType::fp32) return arch::load_global(static_cast<const uint32_t*>(data) + at);
     return arch::load_global(static_cast<const uint16_t*>(data) + at);

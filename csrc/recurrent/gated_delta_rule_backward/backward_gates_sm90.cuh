@@ -64,8 +64,8 @@ __device__ __forceinline__ float multiply_states(const DeltaGradientsGlobals<G>&
     return warp_sum(sum);
 }
 
-// What the gradients of a lane's two tokens need of memory, on its way while the sums are made. What
-// follows a load at once would wait for it, conversions too.
+// What the gradients of a lane's two tokens need of memory, on its way while the sums are made.
+// What follows a load at once would wait for it, conversions too.
 template <class Globals>
 struct GateInputs {
     uint32_t g[2], beta[2];   // as they lie in memory

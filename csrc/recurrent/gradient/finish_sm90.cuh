@@ -1,6 +1,7 @@
 // The last of the gradient's kernels: the gradients of what gates are made of, from those of the
 // tokens' log decays and weights, and that of the skip. A block has a share of the slots of a head,
-// and its warps go over them in order; then a kernel sums the shares. All sums are in a fixed order.
+// and its warps go over them in order; then a kernel sums the shares. All sums are in a fixed
+// order.
 #pragma once
 
 #include "csrc/recurrent/gradient/types_sm90.cuh"
@@ -44,7 +45,8 @@ __global__ __launch_bounds__(FINISH_WARPS* WARP_THREADS) void gradient_finish_ke
     auto& columns = arch::static_shared<sv<float, FINISH_WARPS * VALUES>>();
     arch::launch_dependents();
     arch::wait_for_dependencies();
-    const int head = int(blockIdx.x), first = int(blockIdx.y) * int(SLOTS_OF_SHARE);
+    const int head = int(blockIdx.x) % g.heads, share = int(blockIdx.x) / g.heads;
+    const int first = share * int(SLOTS_OF_SHARE);
     const int end = ::min(first + int(SLOTS_OF_SHARE), g.slots);
     const bool ssd = g.operands.dt.data != nullptr, packed = g.sequences.cu_seqlens != nullptr;
     const float rate = load_head(g.operands.A, head, 0, 0.0f);
@@ -82,7 +84,7 @@ __global__ __launch_bounds__(FINISH_WARPS* WARP_THREADS) void gradient_finish_ke
         }
     }
     const float2 of_head = sum_of_warps({sum_head, sum_bias}, sums);
-    float* const to = g.share(int(blockIdx.y), head);
+    float* const to = g.share(share, head);
     if (first_thread()) arch::store_global(reinterpret_cast<float2*>(to), of_head);
     if (g.grad_skip.data == nullptr) return;
     for (int slice = 0; slice < g.slices; ++slice) {
@@ -162,7 +164,7 @@ void launch_gradient_finish(const GradientParams& params, const GradientWorkspac
                                 .share_count = int(shares)};
     constexpr dim3 threads(FINISH_WARPS * WARP_THREADS);
     kittens::launch({.dependent = !portable}, gradient_finish_kernel<portable>,
-                    dim3(unsigned(p.heads), shares), threads, dim3(1), 0, stream, globals);
+                    dim3(unsigned(p.heads) * shares), threads, dim3(1), 0, stream, globals);
     for (const HeadOperand& x : {params.grad_head, params.grad_bias, params.grad_skip}) {
         if (x.data == nullptr) continue;
         kittens::launch({.dependent = !portable}, gradient_shares_kernel<portable>,

@@ -166,15 +166,22 @@ def register_quantize(op: str, fake: Callable[..., Any], cpu: Callable[..., Any]
     function = getattr(torch.ops.thunderkittens, op).default
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-        dtypes = []
+        packed = []
 
-        def as_bytes(*args: Any) -> tuple[Tensor, ...]:
-            # Which can be stacked, as elements of fp4 cannot.
+        def stackable(*args: Any) -> tuple[Tensor, ...]:
+            # Elements of fp4 cannot be stacked; bytes can.
             data, *rest = function(*args)
-            dtypes.append(data.dtype)
+            packed.append(data.dtype == _FP4)
+            if not packed[0]:
+                return data, *rest
+            if torch._C._functorch.is_batchedtensor(data):
+                raise RuntimeError(
+                    f"tk.{op}: torch.func.vmap within another one is not supported with output "
+                    "'nvfp4', whose elements cannot be stacked"
+                )
             return data.view(torch.uint8), *rest
 
-        (data, *rest), dims = one_by_one(as_bytes)(info, in_dims, *args)
-        return (data.view(dtypes[0]), *rest), dims
+        (data, *rest), dims = one_by_one(stackable)(info, in_dims, *args)
+        return (data.view(_FP4) if packed[0] else data, *rest), dims
 
     register(op, fake=fake, cpu=cpu, flops=flops, vmap=rule, differentiable=False)
