@@ -1,8 +1,9 @@
-"""What `rms_norm` and `layer_norm` share: checks, and the gradient of a residual."""
+"""What `rms_norm` and `layer_norm` share: checks, the gradient of a residual, registration."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from .. import emulation
 from ..reference._norm import dropout_factors
+from ._gradient_call import one_by_one, refuse_double_backward
+from ._registration import register
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -209,3 +212,28 @@ def residual_gradients(
     if dropout_p > 0 and seed is not None:
         of_x = total * dropout_factors(total.shape, dropout_p, seed).to(total.dtype)
     return of_x.to(dtype), total.to(sum_dtype)
+
+
+Functions = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+def register_norm(op: str, whole: Functions, single: Functions, backward: Functions) -> None:
+    """Registers a norm's ops, each with what it does on tensors without data and on CPU tensors.
+
+    Args:
+        op: the norm's name.
+        whole: of the op and its twin without autograd, which have the sum as a result, too.
+        single: of the twin's overload without it.
+        backward: of the op's gradient.
+    """
+    parts = (
+        (f"{op}_forward", whole),
+        (op, whole),
+        (f"{op}_forward.single", single),
+        (f"{op}_backward", backward),
+    )
+    for name, (fake, cpu) in parts:
+        packet, _, overload = name.partition(".")
+        function = getattr(getattr(torch.ops.thunderkittens, packet), overload or "default")
+        register(name, fake=fake, cpu=cpu, vmap=one_by_one(function))
+    torch.library.register_autograd(f"thunderkittens::{op}_backward", refuse_double_backward(op))

@@ -156,11 +156,6 @@ def on_cpu(
     return data, scale, total.reshape(expected[2].shape)
 
 
-def flops(*args: Any, **kwargs: Any) -> int:
-    """None: PyTorch's formulas count products of matrices alone."""
-    return 0
-
-
 def register_quantize(op: str, fake: Callable[..., Any], cpu: Callable[..., Any]) -> None:
     """The Python side of the op."""
     function = getattr(torch.ops.thunderkittens, op).default
@@ -184,4 +179,4 @@ def register_quantize(op: str, fake: Callable[..., Any], cpu: Callable[..., Any]
         (data, *rest), dims = one_by_one(stackable)(info, in_dims, *args)
         return (data.view(_FP4) if packed[0] else data, *rest), dims
 
-    register(op, fake=fake, cpu=cpu, flops=flops, vmap=rule, differentiable=False)
+    register(op, fake=fake, cpu=cpu, vmap=rule, differentiable=False)

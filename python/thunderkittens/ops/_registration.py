@@ -26,12 +26,17 @@ autocast_active = torch._C._is_any_autocast_enabled
 transform_active = torch._C._are_functorch_transforms_active
 
 
+def no_products(*args: Any, **kwargs: Any) -> int:
+    """None: PyTorch's formulas count products of matrices alone."""
+    return 0
+
+
 def register(
     name: str,
     *,
     fake: Callable[..., Any],
     cpu: Callable[..., Any],
-    flops: Callable[..., int],
+    flops: Callable[..., int] = no_products,
     cuda: Callable[..., Any] | None = None,
     vmap: Callable[..., Any] | None = None,
     autocast: int = 0,

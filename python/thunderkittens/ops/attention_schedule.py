@@ -140,16 +140,10 @@ def _cpu(*args: Any) -> Tensor:
     return result
 
 
-def _flops(*args: Any, **kwargs: Any) -> int:
-    """None of floating-point numbers."""
-    return 0
-
-
 register(
     _NAME,
     fake=_fake,
     cpu=_cpu,
-    flops=_flops,
     vmap=one_by_one(_op),
     differentiable=False,
 )

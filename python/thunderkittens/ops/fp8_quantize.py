@@ -210,16 +210,10 @@ def _cpu(
     return tuple(found)  # type: ignore[return-value]
 
 
-def _flops(*args: Any, **kwargs: Any) -> int:
-    """None: PyTorch's formulas count products alone."""
-    return 0
-
-
 register(
     "fp8_quantize",
     fake=_fake,
     cpu=_cpu,
-    flops=_flops,
     vmap=one_by_one(_op),
     differentiable=False,
 )

@@ -16,12 +16,11 @@ from ..reference._norm import norm_gradients
 from ..reference.layer_norm import layer_norm as reference_layer_norm
 from . import _norm as shared
 from ._eager_autograd import differentiable
-from ._gradient_call import gradient_call, one_by_one, refuse_double_backward
+from ._gradient_call import gradient_call, one_by_one
 from ._registration import (
     call_checked,
     forward_mode_active,
     refuse_forward_mode,
-    register,
     transform_active,
     wants_gradient,
 )
@@ -228,11 +227,6 @@ def _cpu_backward(*args: Any) -> tuple[Tensor, ...]:
     return results
 
 
-def _flops(*args: Any, **kwargs: Any) -> int:
-    """None: PyTorch's formulas count products of matrices alone."""
-    return 0
-
-
 def _save_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, _, residual, seed, *ctx.numbers = _filled(inputs)
     # What was normalised; x itself need not live on where it was added to a residual.
@@ -268,22 +262,9 @@ def _backward(
 _any_gradient = gradient_call("layer_norm", _gradient, one_by_one)
 _recorded = differentiable("layer_norm", _differentiable, _save_context, _backward, one_by_one)
 
-for _name, _op in (("layer_norm_forward", _forward), ("layer_norm", _differentiable)):
-    register(_name, fake=_fake, cpu=_cpu, flops=_flops, vmap=one_by_one(_op))
-register(
-    "layer_norm_forward.single",
-    fake=_fake_single,
-    cpu=_cpu_single,
-    flops=_flops,
-    vmap=one_by_one(_single),
-)
-register(
-    "layer_norm_backward",
-    fake=_fake_backward,
-    cpu=_cpu_backward,
-    flops=_flops,
-    vmap=one_by_one(_gradient),
-)
-torch.library.register_autograd(
-    "thunderkittens::layer_norm_backward", refuse_double_backward("layer_norm")
+shared.register_norm(
+    "layer_norm",
+    whole=(_fake, _cpu),
+    single=(_fake_single, _cpu_single),
+    backward=(_fake_backward, _cpu_backward),
 )

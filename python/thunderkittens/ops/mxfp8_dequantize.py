@@ -104,11 +104,4 @@ def _vmap_rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor,
     return out.unflatten(0, sizes), 0
 
 
-def _flops(*args: Any, **kwargs: Any) -> int:
-    """No products of matrices."""
-    return 0
-
-
-register(
-    "mxfp8_dequantize", fake=_fake, cpu=_cpu, flops=_flops, vmap=_vmap_rule, differentiable=False
-)
+register("mxfp8_dequantize", fake=_fake, cpu=_cpu, vmap=_vmap_rule, differentiable=False)

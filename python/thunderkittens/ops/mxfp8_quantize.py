@@ -157,11 +157,4 @@ def _vmap_rule(info: Any, in_dims: tuple[Any, ...], x: Tensor, *options: Any) ->
     return results, out_dims
 
 
-def _flops(*args: Any, **kwargs: Any) -> int:
-    """No products."""
-    return 0
-
-
-register(
-    "mxfp8_quantize", fake=_fake, cpu=_cpu, flops=_flops, vmap=_vmap_rule, differentiable=False
-)
+register("mxfp8_quantize", fake=_fake, cpu=_cpu, vmap=_vmap_rule, differentiable=False)

@@ -182,17 +182,11 @@ def _restore_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tens
     return out.unflatten(0, sizes), 0
 
 
-def _flops(*args: Any, **kwargs: Any) -> int:
-    """No products of matrices."""
-    return 0
-
-
-register("nvfp4_prepare", fake=_fake, cpu=_cpu, flops=_flops, vmap=_vmap)
+register("nvfp4_prepare", fake=_fake, cpu=_cpu, vmap=_vmap)
 register(
     "nvfp4_dequantize.prepared",
     fake=_restore_fake,
     cpu=_restore_cpu,
-    flops=_flops,
     vmap=_restore_vmap,
     differentiable=False,
 )

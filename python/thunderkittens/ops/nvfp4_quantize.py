@@ -165,11 +165,4 @@ def _vmap_rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, An
     return tuple(r.unflatten(0, sizes) for r in results), (0, 0, 0)
 
 
-def _flops(*args: Any, **kwargs: Any) -> int:
-    """No products of matrices."""
-    return 0
-
-
-register(
-    "nvfp4_quantize", fake=_fake, cpu=_cpu, flops=_flops, vmap=_vmap_rule, differentiable=False
-)
+register("nvfp4_quantize", fake=_fake, cpu=_cpu, vmap=_vmap_rule, differentiable=False)

@@ -292,11 +292,6 @@ def _cpu_in_place(*args: Any) -> None:
     _run(args, True)
 
 
-def _flops(*args: Any, **kwargs: Any) -> int:
-    """None: PyTorch's formulas count products of matrices alone."""
-    return 0
-
-
 def _save_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, *tables, ctx.interleaved, ctx.inverse, ctx.heads = _filled(inputs)
     ctx.save_for_backward(*tables)
@@ -313,5 +308,5 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _recorded = differentiable("rotary", _differentiable, _save_context, _backward, one_by_one)
 
 for _name, _op in (("rotary_forward", _forward), ("rotary", _differentiable)):
-    register(_name, fake=_fake, cpu=_cpu, flops=_flops, vmap=one_by_one(_op))
-register("rotary_forward.in_place", fake=_fake_in_place, cpu=_cpu_in_place, flops=_flops)
+    register(_name, fake=_fake, cpu=_cpu, vmap=one_by_one(_op))
+register("rotary_forward.in_place", fake=_fake_in_place, cpu=_cpu_in_place)
