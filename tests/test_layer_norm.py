@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -174,12 +176,15 @@ def test_gradients_of_wide_rows(device, width, dtype):
     assert_gradients("layer_norm", tuple(named), list(named.values()))
 
 
-@pytest.mark.parametrize("path", ["registers", "memory"])
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_every_path(device, path, dtype):
+def paths(device, intensity):
+    """Where a path can be forced, which is on the emulator."""
+    return list(product(["registers", "memory"], [BF16, FP32])) if emulated(device) else []
+
+
+@over(paths)
+def test_every_path(device, case):
     """Kernels for rows that are not aligned also take those that are."""
-    if not emulated(device):
-        pytest.skip("the emulator chooses")
+    path, dtype = case
     named = {"x": normal((9, 128), dtype, device), **parameters("both", 128, FP32, device)}
     with tk.emulate(config={"path": path}, portable=tk.emulation.portable()):
         assert_norm("layer_norm", *named.values())

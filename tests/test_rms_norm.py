@@ -3,6 +3,8 @@ calls."""
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -178,12 +180,15 @@ def test_gradients_of_wide_rows(device, width, form):
     assert_gradients("rms_norm", tuple(named), list(named.values()))
 
 
-@pytest.mark.parametrize("path", ["registers", "memory"])
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_every_path(device, path, dtype):
+def paths(device, intensity):
+    """Where a path can be forced, which is on the emulator."""
+    return list(product(["registers", "memory"], [BF16, FP32])) if emulated(device) else []
+
+
+@over(paths)
+def test_every_path(device, case):
     """Kernels for rows that are not aligned also take those that are."""
-    if not emulated(device):
-        pytest.skip("the emulator chooses")
+    path, dtype = case
     x, weight = normal((9, 128), dtype, device), normal((128,), FP32, device)
     with tk.emulate(config={"path": path}, portable=tk.emulation.portable()):
         assert_norm("rms_norm", x, weight)
