@@ -8,7 +8,7 @@ import torch
 
 import thunderkittens as tk
 from helpers.attention import emulated
-from helpers.cover import cover, over
+from helpers.cover import cover, over, over_forced
 from helpers.guard import assert_guards_intact
 from helpers.layouts import embed, unaligned
 from helpers.norm_quantize import (
@@ -87,12 +87,10 @@ def test_odd_rows(device, output, width):
     assert_both(x, weight, weight, residual=normal((9, width), FP32, device), **options)
 
 
-@pytest.mark.parametrize("path", ["registers", "memory"])
-@pytest.mark.parametrize("output", OUTPUTS)
-def test_every_path(device, path, output):
+@over_forced(["registers", "memory"], OUTPUTS)
+def test_every_path(device, case):
     """Past the end of a row there is no mean that would have a magnitude."""
-    if not emulated(device):
-        pytest.skip("the emulator chooses")
+    path, output = case
     options = scale_for(output, device) | {"output": output}
     x = normal((5, 1080), FP16, device, mean=50.0)
     expected = in_two_steps("layer_norm", x, **options)

@@ -3,14 +3,12 @@ calls."""
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 import torch
 
 import thunderkittens as tk
 from helpers.attention import emulated
-from helpers.cover import cover, over
+from helpers.cover import cover, over, over_forced
 from helpers.guard import assert_guards_intact
 from helpers.layouts import embed, spread, unaligned
 from helpers.norms import BF16, DTYPES, FP16, FP32, assert_gradients, assert_norm, normal
@@ -180,12 +178,7 @@ def test_gradients_of_wide_rows(device, width, form):
     assert_gradients("rms_norm", tuple(named), list(named.values()))
 
 
-def paths(device, intensity):
-    """Where a path can be forced, which is on the emulator."""
-    return list(product(["registers", "memory"], [BF16, FP32])) if emulated(device) else []
-
-
-@over(paths)
+@over_forced(["registers", "memory"], [BF16, FP32])
 def test_every_path(device, case):
     """Kernels for rows that are not aligned also take those that are."""
     path, dtype = case

@@ -8,7 +8,7 @@ import torch
 
 import thunderkittens as tk
 from helpers.attention import emulated
-from helpers.cover import cover, over
+from helpers.cover import cover, over, over_forced
 from helpers.guard import assert_guards_intact
 from helpers.layouts import embed, spread, unaligned
 from helpers.norm_quantize import (
@@ -120,13 +120,10 @@ def test_more_dimensions(device, output):
     assert_both(x[0, 0, 0, 0, 0], None, swizzle=False, **options)
 
 
-@pytest.mark.parametrize("path", ["registers", "memory"])
-@pytest.mark.parametrize("output", OUTPUTS)
-@pytest.mark.parametrize("width", [264, 512, 1344])
-def test_every_path(device, path, output, width):
+@over_forced(["registers", "memory"], OUTPUTS, [264, 512, 1344])
+def test_every_path(device, case):
     """Kernels for rows that are not aligned also take those that are."""
-    if not emulated(device):
-        pytest.skip("the emulator chooses")
+    path, output, width = case
     options = scale_for(output, device) | {"output": output}
     x, weight = normal((5, width), FP16, device), normal((width,), FP32, device)
     expected = in_two_steps("rms_norm", x, weight, **options)

@@ -9,11 +9,23 @@ from typing import Any
 
 import pytest
 
+from .attention import emulated
+
 
 def over(function: Callable[[str, int], Sequence[Any]]) -> pytest.MarkDecorator:
     """Runs a test, which takes `device` and `case`, over the cases that function(device, intensity)
     lists."""
     return pytest.mark.cases.with_args(function)
+
+
+def over_forced(*values: Sequence[Any]) -> pytest.MarkDecorator:
+    """The same over all combinations of the values, on the emulator alone: nowhere else can a test
+    force a configuration."""
+
+    def cases(device: str, intensity: int) -> list[tuple[Any, ...]]:
+        return list(itertools.product(*values)) if emulated(device) else []
+
+    return over(cases)
 
 
 def cover(options: Mapping[str, Sequence[Any]], intensity: int) -> list[dict[str, Any]]:
