@@ -87,7 +87,7 @@ def test_candidates_of_attention():
 
 def test_text_of_forced_fields():
     fields = {"kernel": "x", "dtype": "bf16", "fused": False, "swap_ab": True, "block_m": 64}
-    assert forced.text_of(fields) == "swap_ab=1 block_m=64"
+    assert forced.text_of(fields) == "fused=0 swap_ab=1 block_m=64"
     assert forced.text_of({"strategy": "split_k", "splits": 3}) == "strategy=split_k splits=3"
     calls = []
 
@@ -97,7 +97,7 @@ def test_text_of_forced_fields():
 
     variant = forced.forcing(lambda a: a + 1, "gemm", fields, force)
     assert variant.prepare(a=1)() == 2
-    assert calls == [(b"gemm", b"swap_ab=1 block_m=64"), (b"", b"")]
+    assert calls == [(b"gemm", b"fused=0 swap_ab=1 block_m=64"), (b"", b"")]
     with pytest.raises(ValueError, match="cannot be forced"), forced.forced(force, "gemm", "bad"):
         pass
 
@@ -181,17 +181,27 @@ def test_those_near_the_best_are_timed_again():
 
 @pytest.mark.skipif(not tk.emulation._module, reason="this build has no emulator")
 @pytest.mark.parametrize(
-    ("m", "n", "k", "layout"), [(128, 256, 576, "NT"), (130, 72, 512, "NN"), (20, 64, 1024, "NT")]
+    ("m", "n", "k", "layout", "activation"),
+    [
+        (128, 256, 576, "NT", None),
+        (130, 72, 512, "NN", None),
+        (20, 64, 1024, "NT", None),
+        (70, 136, 200, "NT", "relu"),
+    ],
 )
-def test_every_candidate_computes_the_product(m, n, k, layout):
-    """On the emulator, of a device with few SMs, so that all ways of dividing k are among them."""
+def test_every_candidate_computes_the_product(m, n, k, layout, activation):
+    """On the emulator, of a device with few SMs, so that all ways of dividing k are among them; and
+    with an epilogue, which some compute in kernels of their own."""
     compiled = module()
     properties = {**info.EXAMPLE_GPU, "sm_count": 8}
-    problem = {"m": m, "n": n, "k": k, "b_n_major": layout == "NN"}
+    fused = activation is not None
+    problem = {"m": m, "n": n, "k": k, "b_n_major": layout == "NN", "fused": fused}
     found = compiled.candidates("gemm", problem, compiled.DeviceProperties(**properties))
     case = gemm.make_case(m, n, k, layout, torch.bfloat16)
     inputs = case.make_inputs(CPU, torch.Generator().manual_seed(0))
     exact = inputs["a"].float() @ inputs["b"].float()
+    if activation:
+        inputs["activation"], exact = activation, exact.relu()
     for fields in found:
         forced_fields = {key: x for key, x in fields.items() if key not in forced.GIVEN}
         with tk.emulate(sm_count=8, config=forced_fields, check_order=False):

@@ -23,7 +23,7 @@ FEW_ROWS = {1: (64, 8199, 1031), 2: (16, 2112, 7177), 3: (61, 2056, 2047)}
 def swap_ab(fused: bool, m: int, **problem: object) -> dict[str, object]:
     """The fields of swap-AB's kernel for so many rows, to force it where another one is chosen."""
     names = ("strategy", "block_m", "block_n", "block_k", "stages", "consumers", "swap_ab")
-    names += ("cluster_tile", "share_m", "share_n", "per_sm")
+    names += ("cluster_tile", "share_m", "share_n", "per_sm", "fused")
     problem |= {"m": m, "n": 4096, "k": 4096, "fused": fused}
     found = [c for c in _C.candidates("gemm", problem, H200) if c["swap_ab"]]
     best = min(found, key=lambda c: (c["block_m"], c["splits"]))

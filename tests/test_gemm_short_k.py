@@ -187,7 +187,7 @@ def choose(m: int, n: int, k: int, **fields: object) -> dict[str, object]:
 
 
 def test_choice():
-    """It is chosen where an operand would have to be copied for a short k."""
+    """It is chosen for a short k, where an operand would have to be copied and elsewhere."""
     for fields in ({"a_needs_copy": True}, {"b_needs_copy": True}):
         assert choose(500, 700, 40, **fields)["kernel"].endswith("_short_k")
         assert not choose(500, 700, 4000, **fields)["kernel"].endswith("_short_k")
@@ -252,3 +252,16 @@ def test_every_layout_address_and_pitch_on_the_gpu(block_n, device):
             with forced.forced(force, "gemm", text):
                 tk.gemm(left, right, out=outs[0])
             assert torch.equal(memory, untouched), (m, n, k, a_m_major, b_n_major)
+
+
+@pytest.mark.parametrize("pitch", [136, 2**25])
+def test_rows_too_far_apart(pitch):
+    """The kernel counts bytes in 31 bits: operands that reach further are another kernel's."""
+    values = integers(64, 128, dtype=torch.bfloat16)
+    a = torch.empty(63 * pitch + 128, dtype=torch.bfloat16).as_strided((64, 128), (pitch, 1))
+    a.copy_(values)
+    b = integers(128, 40, dtype=torch.bfloat16)
+    with tk.emulate() as run:
+        out = tk.gemm(a, b, activation="relu")
+    assert (run.kernels[0]["strategy"] == "short_k") == (pitch == 136)
+    assert torch.equal(out, (values.float() @ b.float()).relu().to(out.dtype))

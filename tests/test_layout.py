@@ -159,6 +159,7 @@ ROOMS = {
         "quantize": {"common"},
         "dense": {"common"},
         "portable": {"common", "dense"},
+        "backward": {"common", "dense", "portable"},
         "unaligned": {"common", "dense"},
         "grouped": {"common", "dense", "portable"},
         "fp8": {"common", "quantize", "dense", "portable"},

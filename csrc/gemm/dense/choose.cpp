@@ -118,13 +118,14 @@ Choice cluster_tile_choice(const ClusterTile& tile, const Problem& p) {
     Schedule& schedule = choice.schedule;
     schedule.splits = tile.splits, schedule.per_sm = tile.per_sm;
     schedule.share_m = tile.share_m, schedule.share_n = tile.share_n;
-    schedule.blocks = static_cast<int>(
-        std::min<int64_t>(blocks_of(tiling_of(choice), p), std::numeric_limits<int>::max()));
+    schedule.blocks =
+        static_cast<int>(std::min<int64_t>(tile.blocks(p), std::numeric_limits<int>::max()));
     return choice;
 }
 
 // A short k is one that the kernel reads in few steps.
 constexpr int64_t MOST_SHORT_K = 512;
+constexpr TileShape SHORT_K_SHAPES[] = {tile_shape(64, 64), tile_shape(64, 128)};
 Choice short_k_choice(const TileShape& shape, const Problem& p) {
     Choice choice{.kernel = Kernel::short_k,
                   .config = make_config(shape, p.dtype, p.a_m_major, p.b_n_major)};
@@ -157,18 +158,14 @@ Choice choose_fixed_width(const Problem& p, const DeviceProperties& device) {
     if (is_skinny(p) || is_skinny_with_long_k(p, sm_count)) return choose_swap_ab(p, device);
     Config best;
     double least = std::numeric_limits<double>::infinity();
-    const auto consider = [&](const TileShape& shape, int cluster_m = 1) {
-        Config config = make_config(shape, p.dtype, p.a_m_major, p.b_n_major, p.fused);
-        config.cluster_m = cluster_m;
+    const auto consider = [&](const TileShape& shape) {
+        const Config config = make_config(shape, p.dtype, p.a_m_major, p.b_n_major);
         const double needed = fixed_width_cycles(config, p, sm_count);
         if (needed < least) best = config, least = needed;
     };
-    for (const TileShape& shape : TILE_SHAPES) {
-        if (!p.fused || shape.block_n >= 128) consider(shape);
-    }
-    for (std::size_t i = 0; shares_lines(p) && i < CLUSTER_SHAPES; ++i) consider(TILE_SHAPES[i], 2);
+    for (const TileShape& shape : TILE_SHAPES) consider(shape);
     // With a short k, reading and writing count for more than full waves.
-    if (!p.fused && !p.a_m_major && p.k >= 1536) {
+    if (!p.a_m_major && p.k >= 1536) {
         if (p.b_n_major) {
             consider(NN_SHAPE);
         } else {
@@ -203,26 +200,17 @@ Choice split_k_choice(const TileShape& shape, int splits, int blocks, const Prob
 // Balanced tiling with run-time widths where it pays, else the best fixed width; and the cycles.
 std::pair<Choice, double> choose_unsplit(const Problem& p, const DeviceProperties& device) {
     const Choice choice = choose_fixed_width(p, device);
-    if (choice.kernel == Kernel::swap_ab) {
-        return {choice, tiling_cycles(tiling_of(choice), p, device.sm_count) + FIT.swap_ab};
-    }
     const int sm_count = std::max(1, device.sm_count);
     const double fixed = fixed_width_cycles(choice.config, p, sm_count);
-    std::pair<Choice, double> best{choice, fixed};
-    if (!is_rounded(p, shares_lines(p) ? 512 : 1536)) return best;
-    for (const int cluster_m : {1, 2}) {
-        if (cluster_m > 1 && !shares_lines(p)) continue;
-        Config config = balanced_config(p.dtype, p.b_n_major);
-        config.cluster_m = cluster_m;
-        const BalancedTiles tiles = balance_tiles(config, p, sm_count);
-        if (tiles.cycles > 0.985 * fixed || tiles.cycles >= best.second) continue;
-        best = {balanced_choice(config, tiles, p, device), tiles.cycles};
-    }
-    return best;
+    if (choice.kernel == Kernel::swap_ab || !is_rounded(p)) return {choice, fixed};
+    const Config config = balanced_config(p.dtype, p.b_n_major);
+    const BalancedTiles tiles = balance_tiles(config, p, sm_count);
+    if (tiles.cycles > 0.985 * fixed) return {choice, fixed};
+    return {balanced_choice(config, tiles, p, device), tiles.cycles};
 }
 
-Choice cheapest(const Problem& p, const DeviceProperties& device) {
-    if (!runs_native(device)) return choose_portable(p, device);
+// Where all rows begin at lines.
+Choice cheapest_in_lines(const Problem& p, const DeviceProperties& device) {
     const int sm_count = std::max(1, device.sm_count);
     const auto [unsplit, whole] = choose_unsplit(p, device);
     SplitKTiles tiles;
@@ -232,50 +220,21 @@ Choice cheapest(const Problem& p, const DeviceProperties& device) {
             stream_k_tiles(p, sm_count, 0.97 * std::min(whole, split_k.cycles));
         tiles = stream_k.shape != nullptr ? stream_k : split_k;
     }
-    const bool tuned = !shares_lines(p);
-    const ClusterTile cluster =
-        tuned && !p.fused ? best_cluster_in_lines(p, sm_count) : best_cluster_tile(p, sm_count);
-    if ((p.a_needs_copy || p.b_needs_copy) && p.k <= MOST_SHORT_K && fits_short_k(p)) {
-        const ShortKTiles short_k = short_k_tiles(p, sm_count);
-        const double others = std::min({whole, tiles.cycles, cluster.cycles}) + copy_cycles(p);
-        if (short_k.cycles < others) return short_k_choice(*short_k.shape, p);
-    }
-    if (tuned && unsplit.kernel == Kernel::swap_ab) {
+    const ClusterTile cluster = best_cluster_in_lines(p, sm_count);
+    if (unsplit.kernel == Kernel::swap_ab) {
         // So few tiles that a cluster for each reads as fast as swap-AB, and ends sooner.
         const int64_t few = ceil_div(p.m, 64) * ceil_div(p.n, 64) * MAX_CLUSTER_BLOCKS;
         const bool small = cluster.splits > 1 && few <= sm_count && p.k >= 512;
         return small ? cluster_tile_choice(cluster, p) : unsplit;
     }
-    // By which another kernel has to be cheaper. A fused epilogue costs cluster tiles more, from
-    // shared memory, than the others, in registers.
-    const double margin = tuned ? 0.97 : 1;
+    // By which another kernel has to be cheaper.
+    constexpr double margin = 0.97;
     if (cluster.cycles < margin * std::min(whole, tiles.cycles)) {
         return cluster_tile_choice(cluster, p);
     }
     if (tiles.shape == nullptr || tiles.cycles > margin * whole) return unsplit;
     return split_k_choice(*tiles.shape, tiles.splits, tiles.blocks, p, device);
 }
-
-}  // namespace
-
-// A model calls the same products again and again, and a comparison of all kernels takes longer
-// than a launch: each thread keeps the choices of its latest problems.
-Choice choose(const Problem& p, const DeviceProperties& device) {
-    struct Known {
-        Problem problem{.m = -1};
-        DeviceProperties device;
-        Choice choice;
-    };
-    constexpr uint64_t entries = 64, mixer = 0x9e3779b97f4a7c15;
-    thread_local Known known[entries];
-    const auto sizes = static_cast<uint64_t>(p.m * 31 + p.n * 1009 + p.k * 65537 + p.batch * 7 +
-                                             p.a_m_major * 3 + p.b_n_major * 5 + int(p.dtype));
-    Known& entry = known[sizes * mixer >> 58];
-    if (!(entry.problem == p && entry.device == device)) entry = {p, device, cheapest(p, device)};
-    return entry.choice;
-}
-
-namespace {
 
 // Every split-K and stream-K schedule of a problem.
 template <typename Add>
@@ -298,14 +257,9 @@ void add_split_k(const Problem& p, const DeviceProperties& device, Add&& add) {
     }
 }
 
-}  // namespace
-
-std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device) {
-    if (!runs_native(device)) return portable_candidates(p, device);
-    std::vector<Choice> list{choose(p, device)};
-    const auto add = [&](const Choice& choice) {
-        if (std::find(list.begin(), list.end(), choice) == list.end()) list.push_back(choice);
-    };
+// Visits every compiled kernel that computes the problem, with each way to divide it.
+template <typename Add>
+void for_each_candidate(const Problem& p, const DeviceProperties& device, Add&& add) {
     const auto add_tiles = [&](const TileShape& shape, int cluster_m = 1) {
         Config config = make_config(shape, p.dtype, p.a_m_major, p.b_n_major, p.fused);
         config.cluster_m = cluster_m;
@@ -324,12 +278,12 @@ std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device)
     for (const TileShape& shape : SHORT_K_SHAPES) {
         if (fits_short_k(p) && p.k <= MOST_SHORT_K) add(short_k_choice(shape, p));
     }
-    if (p.a_m_major) return list;
+    if (p.a_m_major) return;
     if (!p.fused && p.b_n_major) add_tiles(NN_SHAPE);
     if (!p.fused && !p.b_n_major) {
         for (const TileShape& shape : NT_SHAPES) add_tiles(shape);
     }
-    if (p.batch > 1) return list;
+    if (p.batch > 1) return;
     for (const SwapAbShape& shape : SWAP_AB_SHAPES) {
         const bool holds = p.m <= shape.block_m || (shape.block_m == 64 && p.m <= 256);
         if (shape.fused != p.fused || !holds) continue;
@@ -340,7 +294,7 @@ std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device)
         }
     }
     // What their kernels compute, see allows().
-    if (p.fused || p.n % 8 != 0 || p.out_dtype != p.dtype) return list;
+    if (p.fused || p.n % 8 != 0 || p.out_dtype != p.dtype) return;
     for (const int cluster_m : {1, 2}) {
         Config balanced = balanced_config(p.dtype, p.b_n_major);
         balanced.cluster_m = cluster_m;
@@ -351,6 +305,52 @@ std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device)
         }
     }
     add_split_k(p, device, add);
+}
+
+Choice cheapest(const Problem& p, const DeviceProperties& device, bool counts_short_k = true) {
+    if (!runs_native(device)) return choose_portable(p, device);
+    if (in_lines(p)) return cheapest_in_lines(p, device);
+    const Config usual =
+        make_config(tile_shape(128, 128), p.dtype, p.a_m_major, p.b_n_major, p.fused);
+    Choice best = tiled_choice(usual, p, device);
+    double least = std::numeric_limits<double>::infinity();
+    for_each_candidate(p, device, [&](const Choice& choice) {
+        if (choice.kernel == Kernel::short_k && !counts_short_k) return;
+        const double cycles = fitted_cycles(choice, p, std::max(1, device.sm_count));
+        if (cycles < least) best = choice, least = cycles;
+    });
+    return best;
+}
+
+}  // namespace
+
+// A model calls the same products again and again, and a comparison of all kernels takes longer
+// than a launch: each thread keeps the choices of its latest problems.
+Choice choose(const Problem& p, const DeviceProperties& device) {
+    struct Known {
+        Problem problem{.m = -1};
+        DeviceProperties device;
+        Choice choice;
+    };
+    constexpr uint64_t entries = 64, mixer = 0x9e3779b97f4a7c15;
+    thread_local Known known[entries];
+    const auto sizes = static_cast<uint64_t>(p.m * 31 + p.n * 1009 + p.k * 65537 + p.batch * 7 +
+                                             p.a_m_major * 3 + p.b_n_major * 5 + int(p.dtype));
+    Known& entry = known[sizes * mixer >> 58];
+    if (!(entry.problem == p && entry.device == device)) entry = {p, device, cheapest(p, device)};
+    return entry.choice;
+}
+
+Choice choose_without_short_k(const Problem& p, const DeviceProperties& device) {
+    return cheapest(p, device, false);
+}
+
+std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device) {
+    if (!runs_native(device)) return portable_candidates(p, device);
+    std::vector<Choice> list{choose(p, device)};
+    for_each_candidate(p, device, [&](const Choice& choice) {
+        if (std::find(list.begin(), list.end(), choice) == list.end()) list.push_back(choice);
+    });
     return list;
 }
 

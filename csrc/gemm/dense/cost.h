@@ -1,5 +1,6 @@
-// What choose.cpp compares: the clock cycles that the kernels of the dense GEMM need for a problem,
-// fitted to an H200. Pure functions of the problem and the device; host C++ only.
+// The clock cycles that the kernels of the dense GEMM need for a problem whose rows all begin at
+// lines, fitted to an H200, which choose.cpp compares; and the balanced tiles and the splits of any
+// problem. Pure functions of the problem and the device; host C++ only.
 #pragma once
 
 #include <algorithm>
@@ -9,130 +10,25 @@
 #include "csrc/common/math.h"
 #include "csrc/gemm/common/balanced_tiles.h"
 #include "csrc/gemm/dense/balanced_order.h"
+#include "csrc/gemm/dense/fitted_cost.h"
 #include "csrc/gemm/dense/single_wave.h"
 #include "csrc/gemm/dense/split_k.h"
 
 namespace thunderkittens::gemm {
 
-// Tiles count by cluster, those of its blocks together.
-inline int clusters_of(const Config& c, int sm_count) {
-    return std::max(1, sm_count / c.cluster_m);
-}
-inline int64_t height_of(const Config& c) { return int64_t{c.block_m} * c.cluster_m; }
-
-// The constants of the model: cycles of an H200's SM, unless they say otherwise. They are fitted to
-// 400 drawn products and to listed ones, each with some sixty kernels and clusters
-// (docs/experiments/gemm.md).
-struct Fit {
-    // A step of 64 of k: its products at the tensor cores' full rate, times what tiles of a size
-    // lose; a line of 128 bytes that the SM asks of the L2 cache, and one that it receives.
-    double large = 0.78, medium = 0.94, middle = 0.99, small = 1.04, smallest = 1.57;
-    double asked = 1.47, received = 0.45, least_step = 19;
-    double off_line = 1.13;  // lines that a row takes more where none begins at one
-    double blend = 0.21;     // of the shorter of products and loads, which disturb each other
-    // A kernel before its first product and after its last; the same of a cluster; its steps.
-    double start = 2200, cluster_start = 730, lockstep = 1.126;
-    // The store of an element of a tile; and what the tiles behind the first cost besides.
-    double store_element = 0.096, next_tile = 295, next_block = 2190, next_element = 0.125;
-    // Split-K over a cluster.
-    double split = 2075, split_element = 0.096;
-    // Bytes of memory per cycle, of the GPU, and of the shorter of that and the steps.
-    double memory = 2500, blend_memory = 0.46;
-    // SMs that clusters of so many blocks leave without work, of 132.
-    double lost_by_3 = 9.2, lost_by_4 = 11.4, lost_by_6 = 36, lost_by_8 = 11.5;
-    // What kernels take more than that.
-    double swap_ab = 180, single_wave = -3400, persistent = 1000, balanced = -830, split_k = -6050;
-    double wide_lines = 2.17;  // as `asked`, for balanced tiling and split-K
-};
-constexpr Fit FIT;
-
-// TMA asks the L2 cache for lines of 128 bytes, of which a row of a box that does not begin at one
-// takes two. So many lines are a row, in the mean, of an operand whose rows begin at multiples of
-// `alignment` bytes.
-inline double lines_of(int64_t alignment) {
-    return 1 + FIT.off_line * (1 - double(std::min<int64_t>(alignment, 128)) / 128);
+// Whether all rows of the operands begin at lines of 128 bytes, and sums are only rounded. There
+// the choice is that of the models of this file, which were tuned to the weights of language models
+// and to squares; elsewhere that of fitted_cost.h.
+inline bool in_lines(const Problem& p) {
+    return !p.fused && p.a_alignment >= 128 && p.b_alignment >= 128 && !p.a_needs_copy &&
+           !p.b_needs_copy;
 }
 
-// How a kernel divides a problem: tiles, blocks that share loads or the k of a tile, blocks that an
-// SM holds.
-struct Tiling {
-    int block_m, block_n;
-    int share_m = 1, share_n = 1, splits = 1;
-    int per_sm = 1;
-    bool persistent = true;
-};
-
-inline double product_share(int size) {
-    return size >= 128 * 256   ? FIT.large
-           : size >= 128 * 192 ? 0.5 * (FIT.large + FIT.medium)
-           : size >= 128 * 128 ? FIT.medium
-           : size >= 128 * 96  ? FIT.middle
-           : size >= 64 * 128  ? FIT.small
-                               : FIT.smallest;
-}
-
-// The cycles of a step of k on an SM that has `blocks` blocks at a time.
-inline double step_cycles(const Tiling& t, const Problem& p, double blocks) {
-    const double a = lines_of(p.a_alignment) * double(std::min<int64_t>(t.block_m, p.m)),
-                 b = lines_of(p.b_alignment) * double(std::min<int64_t>(t.block_n, p.n));
-    const double products = t.block_m * t.block_n / 32 * product_share(t.block_m * t.block_n);
-    const double loads =
-        std::max(FIT.asked * (a / t.share_n + b / t.share_m), FIT.received * (a + b));
-    const double sum = std::max(products, loads) + FIT.blend * std::min(products, loads);
-    return std::max(blocks * sum, FIT.least_step);
-}
-
-// Blocks of a grid, of whole clusters.
-inline int64_t blocks_of(const Tiling& t, const Problem& p) {
-    return p.batch * round_up(ceil_div(p.m, t.block_m), t.share_m) *
-           round_up(ceil_div(p.n, t.block_n), t.share_n) * t.splits;
-}
-
-// The cycles in which the operands are read and the result is written.
-inline double memory_cycles(const Problem& p) {
-    const double operands = double(p.m + p.n) * double(p.k), result = double(p.m) * double(p.n);
-    return 2 * double(p.batch) * (operands + result) / FIT.memory;
-}
-
-// The cycles that the GPU needs. `share`: those of balanced tiling, of those of whole tiles.
-inline double tiling_cycles(const Tiling& t, const Problem& p, int sm_count, double share = 1) {
-    const int cluster = t.share_m * t.share_n * t.splits;
-    const double lost = cluster == 8   ? FIT.lost_by_8
-                        : cluster >= 5 ? FIT.lost_by_6
-                        : cluster == 4 ? FIT.lost_by_4
-                        : cluster == 3 ? FIT.lost_by_3
-                                       : 0;
-    const auto sms = static_cast<int64_t>(std::max(1.0, sm_count * (1 - lost / 132)));
-    const int64_t of_sm = ceil_div(blocks_of(t, p), sms);
-    const int64_t rounds = of_sm / t.per_sm, rest = of_sm % t.per_sm;
-    const int64_t k_blocks = std::max<int64_t>(1, ceil_div(p.k, BLOCK_K));
-    const auto steps = static_cast<double>(ceil_div(k_blocks, t.splits));
-    const double size = t.block_m * t.block_n;
-    double work = double(rounds) * step_cycles(t, p, t.per_sm);
-    if (rest > 0) work += step_cycles(t, p, double(rest));
-    work *= steps * share * (cluster > 1 ? FIT.lockstep : 1);
-    const double memory = memory_cycles(p);
-    const double more = double(ceil_div(of_sm, t.per_sm) - 1);
-    const double each = t.persistent ? FIT.next_tile : FIT.next_block + FIT.next_element * size;
-    return std::max(work, memory) + FIT.blend_memory * std::min(work, memory) + FIT.start +
-           FIT.store_element * size + more * each + (t.persistent ? FIT.persistent : 0) +
-           (cluster > 1 ? FIT.cluster_start : 0) +
-           (t.splits > 1 ? FIT.split + FIT.split_element * size : 0);
-}
-
-// Whether blocks may gain by sharing lines, and the fitted model holds. Where all rows begin at
-// lines a cluster costs more by its lockstep than it saves. There, and for fused epilogues, the
-// choice is that of a model of waves, which was tuned to the weights of language models and to
-// squares.
-inline bool shares_lines(const Problem& p) {
-    return !p.fused &&
-           (p.a_alignment < 128 || p.b_alignment < 128 || p.a_needs_copy || p.b_needs_copy);
-}
-constexpr double LINE_IN_LINES = 1.73;
-
-// Balanced tiling's narrow and wide tiles, split-K and stream-K: a step's requests to the L2 cache.
+// A step's requests to the L2 cache, of balanced tiling's narrow and wide tiles, split-K and
+// stream-K.
 inline double line_cycles(const Problem& p, double rows, double columns, int cluster_m) {
-    return (shares_lines(p) ? FIT.wide_lines : LINE_IN_LINES) *
+    constexpr double in_lines_cycles = 1.73, off_lines_cycles = 3.4;
+    return (in_lines(p) ? in_lines_cycles : off_lines_cycles) *
            (rows * lines_of(p.a_alignment) + columns * lines_of(p.b_alignment) / cluster_m);
 }
 constexpr double LOCKSTEP = 1.02, CLUSTER_STARTUP = 1500;
@@ -168,21 +64,9 @@ inline Widths two_widths(const Config& config, const Problem& p, int sm_count) {
     return widths;
 }
 
-inline Tiling tiling_of(const Choice& choice) {
-    const Config& c = choice.config;
-    const Schedule& schedule = choice.schedule;
-    return {.block_m = c.block_m,
-            .block_n = c.block_n,
-            .share_m = c.cluster_tile ? schedule.share_m : c.cluster_m,
-            .share_n = schedule.share_n,
-            .splits = schedule.splits,
-            .per_sm = schedule.per_sm,
-            .persistent = !c.cluster_tile && !c.swap_ab};
-}
-
-// Where all rows begin at lines, and for fused epilogues: waves of tiles of one per SM,
-// block_m * block_n / 32 cycles for the products of 64 steps of k, times what smaller tiles lose.
-inline double cycles_in_lines(const Config& config, const Problem& p, int sm_count) {
+// The persistent and the single-wave kernels: waves of tiles of one per SM, block_m * block_n / 32
+// cycles for the products of 64 steps of k, times what smaller tiles lose.
+inline double fixed_width_cycles(const Config& config, const Problem& p, int sm_count) {
     const int size = config.block_m * config.block_n;
     const double per_product = size >= 128 * 256   ? 1.0
                                : size >= 128 * 224 ? 1.03
@@ -192,22 +76,11 @@ inline double cycles_in_lines(const Config& config, const Problem& p, int sm_cou
                                                    : 2.16;
     const int64_t tiles = p.batch * ceil_div(p.m, config.block_m) * ceil_div(p.n, config.block_n);
     const auto steps = static_cast<double>(std::max<int64_t>(1, ceil_div(p.k, BLOCK_K)));
-    const double lines = LINE_IN_LINES * (config.block_m * (p.a_alignment < 128 ? 2 : 1) +
-                                          config.block_n * (p.b_alignment < 128 ? 2 : 1));
+    const double lines = line_cycles(p, config.block_m, config.block_n, 1);
     const double tile = steps * std::max(size / 32 * per_product, lines);
     return double(ceil_div(tiles, sm_count)) *
                (tile * two_widths(config, p, sm_count).share + 600) +
            2500 + 0.12 * size;
-}
-
-// The cycles of the persistent and the single-wave kernels.
-inline double fixed_width_cycles(const Config& config, const Problem& p, int sm_count) {
-    if (!shares_lines(p)) return cycles_in_lines(config, p, sm_count);
-    const Tiling tiling = tiling_of({.config = config});
-    const bool single_wave = has_single_wave(config) && blocks_of(tiling, p) <= sm_count &&
-                             p.out_dtype == p.dtype && p.n % 8 == 0 && p.k > 3 * BLOCK_K;
-    return tiling_cycles(tiling, p, sm_count, two_widths(config, p, sm_count).share) +
-           (single_wave ? FIT.single_wave : 0);
 }
 
 // The cycles that reading the operands from memory takes.
@@ -221,8 +94,9 @@ struct ClusterTile {
     int share_m = 1, share_n = 1, splits = 1, per_sm = 1;
     double cycles = std::numeric_limits<double>::infinity();
 
-    Tiling tiling() const {
-        return {shape->block_m, shape->block_n, share_m, share_n, splits, per_sm, false};
+    int64_t blocks(const Problem& p) const {
+        return p.batch * round_up(ceil_div(p.m, shape->block_m), share_m) *
+               round_up(ceil_div(p.n, shape->block_n), share_n) * splits;
     }
 };
 template <class Visit>
@@ -242,7 +116,7 @@ void for_each_cluster_tile(const Problem& p, int sm_count, Visit visit) {
                 for (int share_n = 1; share_m * share_n * splits <= most && share_n < 2 * columns;
                      share_n *= 2) {
                     ClusterTile tile{&shape, share_m, share_n, splits};
-                    const bool waits = blocks_of(tile.tiling(), p) > sm_count;
+                    const bool waits = tile.blocks(p) > sm_count;
                     if (!waits || pairs == 1) visit(tile);
                     tile.per_sm = 2;
                     if (waits && pairs > 1) visit(tile);
@@ -251,15 +125,7 @@ void for_each_cluster_tile(const Problem& p, int sm_count, Visit visit) {
         }
     }
 }
-inline ClusterTile best_cluster_tile(const Problem& p, int sm_count) {
-    ClusterTile best;
-    for_each_cluster_tile(p, sm_count, [&](ClusterTile& tile) {
-        tile.cycles = tiling_cycles(tile.tiling(), p, sm_count);
-        if (tile.cycles < best.cycles) best = tile;
-    });
-    return best;
-}
-// The same where all rows begin at lines: split-K alone, for few tiles of 64 x 64.
+// Where all rows begin at lines: split-K alone, for few tiles of 64 x 64.
 inline ClusterTile best_cluster_in_lines(const Problem& p, int sm_count) {
     ClusterTile best;
     const TileShape& shape = CLUSTER_TILE_SHAPES[0];
@@ -322,9 +188,7 @@ inline double balanced_cycles(const Config& config, const Problem& p, int64_t co
     const double tiles = std::ceil(double(rows * columns + extra_rows) / clusters);
     const double work =
         steps * config.block_m / 32 * balanced_load(config, p, rows, columns, extra_rows, clusters);
-    const bool in_lines = !shares_lines(p);
-    return (in_lines ? work : std::max(work, memory_cycles(p)) + FIT.balanced) + tiles * 900 +
-           2500 + 0.12 * config.block_m * config.block_n +
+    return work + tiles * 900 + 2500 + 0.12 * config.block_m * config.block_n +
            (config.cluster_m > 1 ? CLUSTER_STARTUP : 0);
 }
 
@@ -383,8 +247,7 @@ inline double split_k_cycles(const TileShape& shape, int64_t splits, const Probl
     const double step = std::max(size / 32 * 1.04, line_cycles(p, shape.block_m, shape.block_n, 1));
     const double products = double(ceil_div(steps, splits)) * step;
     const auto taken = static_cast<double>(ceil_div(units, splits) * (splits - 1));
-    return std::max(products, operand_cycles(p)) + 7500 + 0.55 * size + 160 * taken +
-           (shares_lines(p) ? FIT.split_k : 0);
+    return std::max(products, operand_cycles(p)) + 7500 + 0.55 * size + 160 * taken;
 }
 inline SplitKTiles split_k_tiles(const Problem& p, int sm_count) {
     SplitKTiles best;
@@ -424,7 +287,7 @@ inline double stream_k_cycles(const TileShape& shape, int splits, const Problem&
     const double own_steps = double(steps - helped_steps) * step;
     const int partials = (group.partials() + group.shared_tiles - 1) / group.shared_tiles;
     return std::max(group.whole_tiles * whole + own_steps, operand_cycles(p)) + 4500 +
-           (0.16 + 0.2 * partials) * size + (shares_lines(p) ? FIT.split_k : 0);
+           (0.16 + 0.2 * partials) * size;
 }
 // The best, if it needs fewer cycles than `limit`.
 inline SplitKTiles stream_k_tiles(const Problem& p, int sm_count, double limit) {
@@ -446,42 +309,4 @@ inline SplitKTiles stream_k_tiles(const Problem& p, int sm_count, double limit) 
     return best;
 }
 
-// The kernel for a short k: a latency of memory for each of its steps, which another block of the
-// SM hides in part, then reading the operands from the L2 cache and writing the output.
-// Fitted to an H200.
-struct ShortKTiles {
-    const TileShape* shape = nullptr;
-    double cycles = std::numeric_limits<double>::infinity();
-};
-constexpr TileShape SHORT_K_SHAPES[] = {tile_shape(64, 64), tile_shape(64, 128)};
-constexpr int SHORT_K_BLOCKS = 2;  // of an SM
-inline double short_k_cycles(const TileShape& shape, const Problem& p, int sm_count) {
-    constexpr double startup = 2330, fixed = 1630, step = 1580, read_bytes = 40, written_bytes = 17;
-    const double tiles = double(p.batch) * double(ceil_div(p.m, shape.block_m)) *
-                         double(ceil_div(p.n, shape.block_n));
-    const double of_sm = std::ceil(tiles / sm_count);
-    const int block_k = short_k_block_k(make_config(shape, p.dtype, p.a_m_major, p.b_n_major));
-    const auto more_steps = static_cast<double>(ceil_div(p.k, block_k) - 1);
-    const double read = 2 * double(shape.block_m + shape.block_n) * double(p.k) / read_bytes;
-    const double written =
-        double(shape.block_m * shape.block_n * size_in_bytes(p.out_dtype)) / written_bytes;
-    return startup + more_steps * step * std::ceil(of_sm / SHORT_K_BLOCKS) +
-           of_sm * (fixed + read + written);
-}
-inline ShortKTiles short_k_tiles(const Problem& p, int sm_count) {
-    ShortKTiles best;
-    for (const TileShape& shape : SHORT_K_SHAPES) {
-        const double cycles = short_k_cycles(shape, p, sm_count);
-        if (cycles < best.cycles) best = {&shape, cycles};
-    }
-    return best;
-}
-
-// Copies of the operands that TMA cannot read: a launch, reading and writing.
-inline double copy_cycles(const Problem& p) {
-    constexpr double startup = 5000;
-    if (!p.a_needs_copy && !p.b_needs_copy) return 0;
-    const double rows = double(p.a_needs_copy ? p.m : 0) + double(p.b_needs_copy ? p.n : 0);
-    return startup + double(p.batch) * rows * double(p.k) * 4 / 1765;
-}
 }  // namespace thunderkittens::gemm

@@ -16,6 +16,9 @@ constexpr Kernel preferred_kernel(const Config& c) {
                                       : kernel_of(c);
 }
 
+// The choice among the kernels that read operands of any size.
+Choice choose_without_short_k(const Problem& problem, const DeviceProperties& device);
+
 // Whether the kernel that was chosen computes a call.
 inline bool allows(const Choice& choice, const Params& p) {
     switch (choice.kernel) {

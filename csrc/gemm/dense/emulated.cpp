@@ -1,7 +1,5 @@
-// gemm and gemm_backward on the emulator. To gemm, `residual` and `out` may be given; with `keep`,
-// z comes back as `aux`.
+// gemm on the emulator. `residual` and `out` may be given; with `keep`, z comes back as `aux`.
 #include "csrc/common/emulated.h"
-#include "csrc/gemm/dense/gemm_backward_body.h"
 #include "csrc/gemm/dense/gemm_body.h"
 
 namespace thunderkittens::gemm {
@@ -36,21 +34,3 @@ const bool registered = emulated::register_run("gemm", &run);
 
 }  // namespace
 }  // namespace thunderkittens::gemm
-
-namespace thunderkittens::gemm_backward {
-namespace {
-
-using emulated::Array;
-
-emulated::Result run(const emulated::Call& call) {
-    const Backend<Array> on(call);
-    return on.result({{"out", gemm_backward_body(
-                                  on, call.array("grad"), call.array("z"),
-                                  static_cast<int64_t>(call.scalar("activation", Activation::silu)),
-                                  static_cast<int64_t>(call.scalar("gate", Gate::blocked)))}});
-}
-
-const bool registered = emulated::register_run("gemm_backward", &run);
-
-}  // namespace
-}  // namespace thunderkittens::gemm_backward

@@ -156,11 +156,9 @@ Outputs<Tensor> gemm_body(const Backend<Tensor>& on, const Tensor& a, const Tens
     if (bias) row = s.n > 1 && bias->stride(0) != 1 ? packed(*bias) : *bias;
     TK_CHECK(s.out_n == 1 || result.out.stride(-1) == 1, OP,
              ": out must have adjacent elements in its last dimension");
-    // What the kernel for a short k cannot count is copied as for the others.
     const View out = as_4d(result.out);
-    if (!fits_short_k(left) || !fits_short_k(right) || out.stride[2] > SHORT_K_OUT_STRIDE) {
-        left = readable(left), right = readable(right);
-    }
+    const bool counts =
+        fits_short_k(left) && fits_short_k(right) && out.stride[2] <= SHORT_K_OUT_STRIDE;
     const Problem problem{.m = s.m,
                           .n = s.n,
                           .k = nothing ? 8 : s.k,
@@ -178,7 +176,9 @@ Outputs<Tensor> gemm_body(const Backend<Tensor>& on, const Tensor& a, const Tens
                           .b_needs_copy = right.needs_copy};
     const DeviceProperties& device = on.device(a);
     check_supported(OP, unsupported(problem, device));
-    const Choice chosen = on.chosen("gemm", choose(problem, device));
+    // The kernel for a short k cannot count all strides.
+    const Choice found = counts ? choose(problem, device) : choose_without_short_k(problem, device);
+    const Choice chosen = on.chosen("gemm", found);
     if (chosen.kernel != Kernel::short_k) left = readable(left), right = readable(right);
     align(on, left, a, right, b);
     const auto residual = readable_residual(options.residual, chosen.kernel);

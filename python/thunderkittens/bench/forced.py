@@ -15,7 +15,7 @@ from .. import _build, _load, info
 from .cases import Case, Implementation, Prepared, bind
 
 # Of a choice, but given by the problem.
-GIVEN = ("kernel", "dtype", "a_m_major", "b_n_major", "fused", "a_dtype", "b_dtype")
+GIVEN = ("kernel", "dtype", "a_m_major", "b_n_major", "a_dtype", "b_dtype")
 Fields = dict[str, Any]
 
 

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "csrc/common/backend.h"
+#include "csrc/gemm/backward/gemm_backward.h"
 #include "csrc/gemm/common/listed.h"
-#include "csrc/gemm/dense/gemm_backward.h"
 
 namespace thunderkittens::gemm_backward {
 

@@ -1,6 +1,6 @@
 // thunderkittens::gemm_backward on CUDA.
 #include "csrc/common/tensor.h"
-#include "csrc/gemm/dense/gemm_backward_body.h"
+#include "csrc/gemm/backward/gemm_backward_body.h"
 
 STABLE_TORCH_LIBRARY_IMPL(thunderkittens, CUDA, m) {
     using namespace thunderkittens;

@@ -3,9 +3,9 @@
 // fp32; results are rounded once. The portable kernel does the same.
 #pragma once
 
+#include "csrc/gemm/backward/gemm_backward.h"
 #include "csrc/gemm/common/activation_sm90.cuh"
 #include "csrc/gemm/common/chunk_sm90.cuh"
-#include "csrc/gemm/dense/gemm_backward.h"
 
 namespace thunderkittens::gemm_backward {
 namespace sm90 {

@@ -1,7 +1,7 @@
 // Which kernel computes the gradient through a gate: pure functions of the problem and the device.
 #include "csrc/common/check.h"
 #include "csrc/common/registry.h"
-#include "csrc/gemm/dense/gemm_backward.h"
+#include "csrc/gemm/backward/gemm_backward.h"
 
 #include <limits>
 

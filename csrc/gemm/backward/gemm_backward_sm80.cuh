@@ -1,7 +1,7 @@
 // The gradient through a gate, for every GPU from compute capability 8.0 on.
 #pragma once
 
-#include "csrc/gemm/dense/gemm_backward_sm90.cuh"
+#include "csrc/gemm/backward/gemm_backward_sm90.cuh"
 
 namespace thunderkittens::gemm_backward {
 namespace sm80 {
