@@ -82,7 +82,7 @@ DeltaRuleConfig choose(const DeltaRuleProblem& p, const DeviceProperties& device
             if (cost >= least) continue;
             least = cost;
             best.consumers = consumers;
-            best.preparers = portable ? 0 : 3 - consumers;
+            best.preparers = portable ? 0 : delta_preparers(consumers);
             best.segments = segments;
         }
     }
@@ -113,10 +113,11 @@ std::vector<KernelInfo> gated_delta_rule_kernels() {
     for (const DType dtype : {DType::bf16, DType::fp16}) {
         for (const int key_dim : {64, 128}) {
             for (const int consumers : {1, 2}) {
-                const DeltaRuleConfig config{dtype, key_dim, consumers, 3 - consumers};
+                const DeltaRuleConfig config{dtype, key_dim, consumers, delta_preparers(consumers)};
                 add(config, false, kernel_name(config));
             }
-            add({dtype, key_dim, 1, 2}, true, concat("segments_", name_of(dtype), "_k", key_dim));
+            add({dtype, key_dim, 1, delta_preparers(1)}, true,
+                concat("segments_", name_of(dtype), "_k", key_dim));
         }
     }
     for (const DType dtype : {DType::bf16, DType::fp16}) {
@@ -147,8 +148,8 @@ std::vector<KernelInfo> gated_delta_rule_kernels() {
         scan.source = portable ? "gated_delta_rule_scan_sm80" : "gated_delta_rule_scan";
         scan.symbol = concat("delta_scan_kernelILi", DELTA_SCAN_COLUMNS, "ELb", int(portable), 'E');
         scan.arch = portable ? PORTABLE : NATIVE;
-        scan.threads = int(DELTA_MAX_KEY_DIM);
-        scan.shared_bytes = int(DELTA_MAX_KEY_DIM) * DELTA_SCAN_COLUMNS * 4 + 1024;
+        scan.threads = DELTA_SCAN_THREADS;
+        scan.shared_bytes = delta_scan_bytes(DELTA_SCAN_COLUMNS);
         list.push_back(scan);
     }
     return list;

@@ -396,7 +396,6 @@ __global__ __launch_bounds__(K::threads, 1) void gated_delta_rule_kernel(
     const __grid_constant__ DeltaGlobals<K> g) {
     shared_allocator<> allocator(shared_memory());
     auto& shared = allocator.template allocate<DeltaShared<K>>();
-    const DeltaWork<K> work(g);
     if (threadIdx.x == 0) {
         g.q.prefetch_map();
         g.k.prefetch_map();
@@ -409,12 +408,14 @@ __global__ __launch_bounds__(K::threads, 1) void gated_delta_rule_kernel(
     const int role = arch::warp_uniform(warpgroup::groupid());
     if (role < K::preparers) {
         warpgroup::decrease_registers<K::preparer_registers>();
+        const DeltaWork<K> work(g);
         if (threadIdx.x == 0) {
             for (int i = 0; i < 2 && i < work.sequence.chunks(); ++i) load_keys(g, shared, work, i);
         }
         Preparer<K>(g, shared, work, role).run();
     } else {
         warpgroup::increase_registers<K::consumer_registers>();
+        const DeltaWork<K> work(g);
         Consumer<K>(g, shared, work, role - K::preparers).run();
     }
 }
@@ -453,7 +454,7 @@ void launch_delta_kernel(const DeltaRuleParams& params, Stream stream) {
         .out_rows = static_cast<T*>(const_cast<void*>(params.out.data)),
         .sequences = int(p.sequences),
         .length = int(p.length),
-        .heads = int(p.heads),
+        .ratio = int(p.value_heads / p.heads),
         .value_heads = int(p.value_heads),
         .key_dim = int(p.key_dim),
         .value_dim = int(p.value_dim),

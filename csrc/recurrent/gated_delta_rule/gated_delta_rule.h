@@ -27,6 +27,7 @@ namespace thunderkittens::recurrent {
 constexpr int DELTA_CHUNK = 64;        // tokens that a block works on at a time
 constexpr int DELTA_VALUES = 64;       // columns of values of a warpgroup
 constexpr int DELTA_SCAN_COLUMNS = 8;  // of the states, of a block that adds up segments
+constexpr int DELTA_SCAN_THREADS = 512;
 constexpr int DELTA_MAX_SEGMENTS = 64;
 constexpr float DELTA_L2_EPS = 1e-6f;
 constexpr int64_t DELTA_MAX_KEY_DIM = 128, DELTA_MAX_VALUE_DIM = 256, DELTA_MAX_TOKENS = 8;
@@ -153,13 +154,19 @@ std::string unsupported(const DeltaRuleProblem& problem, const DeviceProperties&
 DeltaRuleConfig choose(const DeltaRuleProblem& problem, const DeviceProperties& device);
 std::string kernel_name(const DeltaRuleConfig& config);
 std::vector<KernelInfo> gated_delta_rule_kernels();
+// Warpgroups of a block that prepare chunks, in turn.
+constexpr int delta_preparers(int consumers) { return consumers == 1 ? 2 : 1; }
 // Dynamic shared memory of a block: four stages of keys and queries, two of values for each
-// consumer, two of what is prepared, and the matrix that a preparer inverts.
+// consumer, two of what is prepared, and what the preparers have for themselves.
 constexpr int delta_shared_bytes(int key_dim, int consumers) {
-    const int preparers = consumers == 1 ? 2 : 1;
-    const int tile = 2 * DELTA_CHUNK * DELTA_CHUNK;
+    constexpr int tile = 2 * DELTA_CHUNK * DELTA_CHUNK;
     return 4 * 2 * 2 * DELTA_CHUNK * key_dim + consumers * 2 * tile + 2 * (2 * tile + 1024) +
-           preparers * (4 * DELTA_CHUNK * 68 + 2048) + 2048;
+           delta_preparers(consumers) * 13440 + 2048;
+}
+// Of the scan of segments: the columns of a state, and their sums over shares of the keys.
+constexpr int delta_scan_bytes(int columns) {
+    constexpr int rows = int(DELTA_MAX_KEY_DIM);
+    return 4 * columns * (rows + DELTA_SCAN_THREADS) + 1024;
 }
 // Of the portable kernels: keys and queries, later N and H; and two stages of keys, H and vectors,
 // one of queries, P and values. 99 KB at most, which every GPU has.

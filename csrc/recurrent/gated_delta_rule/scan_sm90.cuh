@@ -1,14 +1,16 @@
 // The states between the segments of a sequence: S <- M S + L for one segment after the other, in
-// fp32. A block has a few columns of the states of a head, a thread a row: of M, whose columns are
-// adjacent in memory, it reads its elements a batch at a time, and of S the columns' elements from
-// shared memory. The portable kernel is the same.
+// fp32. A block has a few columns of the states of a head. For the product a thread has a row of M
+// and a share of the keys: these elements of M, whose columns are adjacent in memory, are on their
+// way while the segment before is computed, and S is in shared memory. The sums of the shares and
+// L then are what a thread has two elements of. The portable kernel is the same.
 #pragma once
 
 #include "csrc/recurrent/gated_delta_rule/types_sm90.cuh"
 
 namespace thunderkittens::recurrent::delta {
 
-constexpr int SCAN_THREADS = int(DELTA_MAX_KEY_DIM), SCAN_BATCH = 32;
+constexpr int SCAN_ROWS = int(DELTA_MAX_KEY_DIM), SCAN_SHARES = DELTA_SCAN_THREADS / SCAN_ROWS,
+              SCAN_KEYS = SCAN_ROWS / SCAN_SHARES;
 
 struct ScanGlobals {
     DeltaStates initial;
@@ -16,73 +18,88 @@ struct ScanGlobals {
     int value_heads, key_dim, value_dim, slices, segments;
 };
 
+template <int columns>
+struct ScanShared {
+    sv<float, SCAN_ROWS * columns> state;
+    sv<float, SCAN_SHARES * SCAN_ROWS * columns> parts;
+};
+
 template <int columns, bool portable>
-__global__ __launch_bounds__(SCAN_THREADS) void delta_scan_kernel(
+__global__ __launch_bounds__(DELTA_SCAN_THREADS) void delta_scan_kernel(
     const __grid_constant__ ScanGlobals g) {
-    static_assert(columns % 4 == 0);
+    static_assert(columns % 4 == 0 && SCAN_ROWS * columns == 2 * DELTA_SCAN_THREADS);
     shared_allocator<> allocator(shared_memory());
-    auto& shared = allocator.template allocate<sv<float, SCAN_THREADS * columns>>();
-    const int row = int(threadIdx.x), head = int(blockIdx.x) / g.slices;
+    auto& shared = allocator.template allocate<ScanShared<columns>>();
+    const int thread = int(threadIdx.x), head = int(blockIdx.x) / g.slices;
     const int first = int(blockIdx.x) % g.slices * columns;
-    const bool exists = row < g.key_dim;
+    const int row = thread % SCAN_ROWS, share = thread / SCAN_ROWS;
+
+    // Of M, clamped addresses, so that all loads are on their way together.
+    float m[SCAN_KEYS];
+    const auto load_transition = [&](int segment) {
+        const int64_t kept = (int64_t(head) * (g.segments - 1) + segment) * g.key_dim;
+        const float* const from = g.transitions + (kept * g.key_dim + ::min(row, g.key_dim - 1));
+#pragma unroll
+        for (int i = 0; i < SCAN_KEYS; ++i) {
+            const int key = share * SCAN_KEYS + i;
+            const float x = arch::load_global(from + ::min(key, g.key_dim - 1) * g.key_dim);
+            m[i] = row < g.key_dim && key < g.key_dim ? x : 0.0f;
+        }
+    };
+    // Of the states, the thread's two elements.
+    const int own_row = 2 * thread / columns, own_column = first + 2 * thread % columns;
+    const bool exists = own_row < g.key_dim;
+    const auto place = [&](int segment) {
+        const int64_t kept = (int64_t(head) * (g.segments - 1) + segment) * g.key_dim;
+        return reinterpret_cast<float2*>(g.states + (kept + own_row) * g.value_dim + own_column);
+    };
+    float2 state = {}, added = {};
     const StateView initial(g.initial, head / g.value_heads, head % g.value_heads);
-    float state[columns] = {};
     if (exists && initial.data != nullptr) {
         initial.with_type([&](auto* data) {
-#pragma unroll
-            for (int c = 0; c < columns; ++c) {
-                state[c] = convert<float>(arch::load_global(
-                    data + (row * initial.key_stride + (first + c) * initial.value_stride)));
-            }
+            const auto* from =
+                data + (own_row * initial.key_stride + own_column * initial.value_stride);
+            state.x = convert<float>(arch::load_global(from));
+            state.y = convert<float>(arch::load_global(from + initial.value_stride));
         });
     }
+    load_transition(0);
+    if (exists) added = arch::load_global(place(0));
 #pragma unroll 1
     for (int segment = 0; segment < g.segments - 1; ++segment) {
-        const int64_t kept = (int64_t(head) * (g.segments - 1) + segment) * g.key_dim;
-        float* const added = g.states + ((kept + row) * g.value_dim + first);
-        const float* const transition = g.transitions + (kept * g.key_dim + row);
-#pragma unroll
-        for (int c = 0; c < columns; c += 4) {
-            arch::store_shared(shared.address_of(row * columns + c),
-                               float4{state[c], state[c + 1], state[c + 2], state[c + 3]});
-        }
-#pragma unroll
-        for (int c = 0; c < columns; c += 4) {
-            float4 four = {};
-            if (exists) four = arch::load_global(reinterpret_cast<const float4*>(added + c));
-            state[c] = four.x, state[c + 1] = four.y;
-            state[c + 2] = four.z, state[c + 3] = four.w;
-        }
+        arch::store_shared(shared.state.address_of(2 * thread), state);
         arch::sync_block();
-#pragma unroll 1
-        for (int from = 0; from < g.key_dim; from += SCAN_BATCH) {
-            float m[SCAN_BATCH];
+        float sums[columns] = {};
 #pragma unroll
-            for (int i = 0; i < SCAN_BATCH; ++i) {
-                const bool there = exists && from + i < g.key_dim;
-                m[i] = there ? arch::load_global(transition + int64_t(from + i) * g.key_dim) : 0.0f;
-            }
-#pragma unroll
-            for (int i = 0; i < SCAN_BATCH; ++i) {
-#pragma unroll
-                for (int c = 0; c < columns; c += 4) {
-                    const auto x =
-                        arch::load_shared<float4>(shared.address_of((from + i) * columns + c));
-                    state[c] = fmaf(m[i], x.x, state[c]);
-                    state[c + 1] = fmaf(m[i], x.y, state[c + 1]);
-                    state[c + 2] = fmaf(m[i], x.z, state[c + 2]);
-                    state[c + 3] = fmaf(m[i], x.w, state[c + 3]);
-                }
-            }
-        }
-        if (exists) {
+        for (int i = 0; i < SCAN_KEYS; ++i) {
 #pragma unroll
             for (int c = 0; c < columns; c += 4) {
-                arch::store_global(reinterpret_cast<float4*>(added + c),
-                                   float4{state[c], state[c + 1], state[c + 2], state[c + 3]});
+                const auto x = arch::load_shared<float4>(
+                    shared.state.address_of((share * SCAN_KEYS + i) * columns + c));
+                sums[c] = fmaf(m[i], x.x, sums[c]);
+                sums[c + 1] = fmaf(m[i], x.y, sums[c + 1]);
+                sums[c + 2] = fmaf(m[i], x.z, sums[c + 2]);
+                sums[c + 3] = fmaf(m[i], x.w, sums[c + 3]);
             }
         }
+        const bool more = segment + 2 < g.segments;
+        if (more) load_transition(segment + 1);
+#pragma unroll
+        for (int c = 0; c < columns; c += 4) {
+            arch::store_shared(shared.parts.address_of(thread * columns + c),
+                               float4{sums[c], sums[c + 1], sums[c + 2], sums[c + 3]});
+        }
         arch::sync_block();
+        state = added;
+#pragma unroll
+        for (int s = 0; s < SCAN_SHARES; ++s) {
+            const auto part = arch::load_shared<float2>(
+                shared.parts.address_of(s * SCAN_ROWS * columns + 2 * thread));
+            state = {state.x + part.x, state.y + part.y};
+        }
+        if (!exists) continue;
+        arch::store_global(place(segment), state);
+        if (more) added = arch::load_global(place(segment + 1));
     }
 }
 
@@ -103,9 +120,10 @@ void launch_delta_scan(const DeltaRuleParams& params, Stream stream) {
                                      .value_dim = int(p.value_dim),
                                      .slices = int(slices),
                                      .segments = params.segments};
-    constexpr int bytes = delta::SCAN_THREADS * columns * int(sizeof(float)) + 1024;
+    constexpr int bytes = delta_scan_bytes(columns);
+    static_assert(sizeof(delta::ScanShared<columns>) + 1024 <= bytes);
     kittens::launch(delta::delta_scan_kernel<columns, portable>,
-                    dim3(unsigned(p.sequences * p.value_heads * slices)), dim3(delta::SCAN_THREADS),
+                    dim3(unsigned(p.sequences * p.value_heads * slices)), dim3(DELTA_SCAN_THREADS),
                     dim3(1), bytes, stream, globals);
 }
 

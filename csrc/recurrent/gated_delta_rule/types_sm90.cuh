@@ -219,6 +219,13 @@ __device__ __forceinline__ Object& rematerialized(Object& object) {
     return *(&object + zero);
 }
 
+// The same for what depends on the lane.
+__device__ __forceinline__ int recomputed_lane() {
+    uint32_t lane = uint32_t(laneid());
+    arch::pin_register(lane);
+    return int(lane);
+}
+
 // By each warp of a warpgroup, for what the warps have read or written on their own.
 __device__ __forceinline__ void signal_by_warp(semaphore& s) {
     arch::sync_warp();
@@ -232,7 +239,7 @@ struct DeltaKernel {
     // Of what a segment makes of a state, without outputs.
     static constexpr bool summary = _summary;
     // One prepares as fast as two consume; one consumer that waits for nobody needs two.
-    static constexpr int preparers = consumers == 1 ? 2 : 1;
+    static constexpr int preparers = delta_preparers(consumers);
     static constexpr int warpgroups = consumers + preparers;
     static constexpr int threads = warpgroups * WARPGROUP_THREADS;
     // Of 504 together, 168 for each of three warpgroups.
@@ -257,7 +264,7 @@ struct DeltaGlobals {
     DeltaStates initial, final;
     const int32_t* cu_seqlens;
     T* out_rows;  // packed, for what lies behind the last sequence
-    int sequences, length, heads, value_heads, key_dim, value_dim, segments, slices, value_slices;
+    int sequences, length, ratio, value_heads, key_dim, value_dim, segments, slices, value_slices;
     float *states, *transitions;  // of segments, see delta_workspace()
     float scale;
     bool l2_norm;
@@ -279,7 +286,7 @@ struct DeltaWork {
           n(int(blockIdx.x) / g.slices / g.value_heads % g.sequences),
           segment(int(blockIdx.x) / g.slices / g.value_heads / g.sequences),
           sequence(g.cu_seqlens, n, g.length, segment, g.segments) {
-        head = value_head / (g.value_heads / g.heads);
+        head = value_head / g.ratio;
         transition = K::summary && slice >= g.value_slices;
         first_column = (slice - (transition ? g.value_slices : 0)) * K::consumers * VALUES;
     }
@@ -300,12 +307,16 @@ struct Prepared {
 
 // What a warpgroup that prepares has for itself.
 struct PrepareScratch {
-    static constexpr int pitch = 68;
     // Of the tokens of a chunk; those of the chunk before are still read.
     struct Tokens {
         sv<float, CHUNK> sums, beta, key_norm, query_norm;
     };
-    sv<float, CHUNK * pitch> matrix;
+    // Floats from a column to the next one and from a block to the next one: what lanes write at a
+    // time, and what they read of two blocks, is in different banks.
+    static constexpr int pitch = 20, block = 16 * pitch + 4;
+    // Diagonal blocks of 16 x 16, later their inverses, and those below (inverse_sm90.cuh).
+    sv<float, 4 * block> diagonal;
+    sv<float, 6 * 256> below;
     Tokens tokens[2];
 };
 
