@@ -17,7 +17,7 @@ from helpers.recurrent_gradient import (
     gradients,
     outside_of,
 )
-from thunderkittens import _C
+from thunderkittens import _C, emulation
 from thunderkittens.reference._recurrent_backward import linear_attention_backward, ssd_backward
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -294,6 +294,38 @@ def test_emulated_segments_and_splits(dtype, keys, segments, splits):
     assert run.kernels[-1]["kernel"].startswith("chunks_")
     operands = [x.detach() for x in operands]
     assert_ssd_gradients(dict(enumerate(found)), operands, options, outside)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("needed", [False, True])
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("op", ["ssd", "linear_attention"])
+def test_emulated_results_are_those_of_the_fake(monkeypatch, op, given, needed):
+    """Also of operands that are absent, and of those that want no gradient: what PyTorch's opcheck
+    compares on a GPU. On a CPU results are copied into what the fake makes."""
+    if op == "ssd":
+        operands, options = ssd_call((1, 2, 5), (64, 64))
+        names, rest = ("x", "dt", "A", "B", "C"), (None, False, 0.0, None)
+        optional = ("D", "z", "dt_bias", "initial_state")
+    else:
+        operands, options = linear_call((1, 2, 5), (64, 64))
+        names, rest = ("q", "k", "v"), (None, None, False)
+        optional = ("decay", "g", "initial_state")
+    arguments = (*operands, *(options[x] if given else None for x in optional))
+    grad_out = torch.zeros_like(operands[names.index("x" if op == "ssd" else "v")])
+    found, run = {}, emulation.run
+
+    def recorded(*args, **kwargs):
+        found.update(run(*args, **kwargs))
+        return found
+
+    monkeypatch.setattr(emulation, "run", recorded)
+    backward = getattr(torch.ops.thunderkittens, f"{op}_backward")
+    with tk.emulate():
+        expected = backward(grad_out, None, *arguments, *rest, [needed] * len(arguments))
+    for name, of_fake in zip((*names, *optional), expected, strict=True):
+        of_kernel = found[f"grad_{name}"]
+        assert (of_kernel.dtype, of_kernel.shape) == (of_fake.dtype, of_fake.shape), name
 
 
 @pytest.mark.emulator

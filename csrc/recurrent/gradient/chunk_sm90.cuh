@@ -1,15 +1,15 @@
 // The gradient of chunks of 64 tokens, on Hopper, from the states before them and the gradients of
 // the states behind them. A persistent block goes over tiles of a chunk and the heads of a group,
 // and sums the gradients of q and k over these heads in registers, in their order. Its warpgroups:
-// one for what has queries as rows (query_role_sm90.cuh), one for what has keys as rows
-// (key_role_sm90.cuh), and one whose warps load, sum the gradients of the decays, and that of the
-// skip (decay_role_sm90.cuh). q k^T is made once for all heads of a tile, by each role in its own
-// orientation.
+// one for what meets the states, which has these sums (state_role_sm90.cuh), one for pairs of
+// tokens and the gradient of v (pair_role_sm90.cuh), and one whose warps load, sum the gradients of
+// the decays, and that of the skip (decay_role_sm90.cuh). q k^T is made once for all heads of a
+// tile.
 #pragma once
 
 #include "csrc/recurrent/gradient/decay_role_sm90.cuh"
-#include "csrc/recurrent/gradient/key_role_sm90.cuh"
-#include "csrc/recurrent/gradient/query_role_sm90.cuh"
+#include "csrc/recurrent/gradient/pair_role_sm90.cuh"
+#include "csrc/recurrent/gradient/state_role_sm90.cuh"
 
 namespace thunderkittens::recurrent {
 
@@ -33,12 +33,12 @@ __global__ __launch_bounds__(GRADIENT_CHUNK_THREADS, 1) void gradient_chunk_kern
         } else {
             make_token_gradients(g, shared, warp - 1);
         }
-    } else if (role == QUERY_ROLE) {
-        warpgroup::increase_registers<QUERY_REGISTERS>();
-        QueryRole<K>{g, shared}.run();
+    } else if (role == STATE_ROLE) {
+        warpgroup::increase_registers<STATE_REGISTERS>();
+        StateRole<K>{g, shared}.run();
     } else {
-        warpgroup::increase_registers<KEY_REGISTERS>();
-        KeyRole<K>{g, shared}.run();
+        warpgroup::increase_registers<PAIR_REGISTERS>();
+        PairRole<K>{g, shared}.run();
     }
 }
 

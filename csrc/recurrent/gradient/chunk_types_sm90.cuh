@@ -8,11 +8,11 @@
 namespace thunderkittens::recurrent {
 
 constexpr int GRADIENT_CHUNK_THREADS = 3 * WARPGROUP_THREADS;
-constexpr int LOADER_ROLE = 0, QUERY_ROLE = 1;  // 2: keys
+constexpr int LOADER_ROLE = 0, STATE_ROLE = 1;  // 2: pairs
 // Of 504 together: three times what a thread begins with.
-constexpr int LOADER_REGISTERS = 40, QUERY_REGISTERS = 224, KEY_REGISTERS = 240;
+constexpr int LOADER_REGISTERS = 40, STATE_REGISTERS = 240, PAIR_REGISTERS = 224;
 // Named barriers.
-constexpr int QUERY_BARRIER = 1, KEY_BARRIER = 2, ROLES_BARRIER = 3, DECAY_BARRIER = 4;
+constexpr int STATE_BARRIER = 1, PAIR_BARRIER = 2, DECAY_BARRIER = 3;
 
 template <class K>
 struct ChunkGlobals {
@@ -38,29 +38,34 @@ struct ChunkShared {
         typename K::state_tile before, after;
         typename K::value_tile v, grad_out;
     } steps[stages];
-    typename K::value_tile dv;
+    typename K::value_tile dv[2];
+    st<typename K::T, CHUNK, CHUNK> pairs;  // of a tile the sum of W^T over its heads
     TokenVector gates[stages];
-    // Of the tokens: sums over a row of what their decay takes part in, over a column, of what is
-    // from the state behind; the gradient of their weight.
+    // Of the tokens, what their decay takes part in: as a query of the keys of each warp, and of
+    // the state before; as a key, of the queries, and of the state behind. And the gradient of
+    // their weight.
     struct Sums {
-        sv<float, CHUNK> row, column, behind, weight;
+        sv<float, CHUNK * WARPGROUP_WARPS> queries;
+        sv<float, CHUNK> state, keys, behind, weight;
     } sums[stages];
     sv<float, 4> state_products;  // of the second half, by turns
     sv<float, 8> units;           // of the states before and after, by stage
     sv<float, 4> skips;           // of the head, by stage; 0 where columns have their own
     semaphore keys_full[key_stages], keys_empty[key_stages];
-    semaphore full[stages], empty[stages], sums_full[stages];
+    semaphore full[stages], empty[stages], sums_full[stages], pairs_full, pairs_empty;
 
     __device__ __forceinline__ void init() {
         for (int s = 0; s < key_stages; ++s) {
             init_semaphore(keys_full[s], 1);
-            init_semaphore(keys_empty[s], 2);
+            init_semaphore(keys_empty[s], 1);
         }
         for (int s = 0; s < stages; ++s) {
             init_semaphore(full[s], 1);
             init_semaphore(empty[s], 2 * WARPGROUP_WARPS + 3);
             init_semaphore(sums_full[s], 2 * WARPGROUP_WARPS);
         }
+        init_semaphore(pairs_full, 1);
+        init_semaphore(pairs_empty, 1);
         arch::mbarrier_init_fence();
     }
 };
@@ -170,54 +175,39 @@ __device__ __forceinline__ float2 row_products(const Operand& a, const Accumulat
     }
     return sum;
 }
-// Adds the product of rows of an operand, times their factors, and a half of a state's values: as a
-// product of its own, so that one of each step's two groups of products has it. Else ptxas moves
-// the sum away for the group that has not, and back.
-template <class K, int half>
-__device__ __forceinline__ void add_from_state(typename K::state& sum,
-                                               rt<typename K::T, 16, VALUES / 2>& weighted,
-                                               const typename K::operand& rows, float2 factor,
-                                               typename K::state_tile& state) {
-    using T = typename K::T;
-#pragma unroll
-    for (int j = 0; j < VALUES / 32; ++j) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float f = i % 2 ? factor.y : factor.x;
-            const float2 x = unpack_pair<T>(rows.tiles[0][half * (VALUES / 32) + j].data[i]);
-            weighted.tiles[0][j].data[i] = pack_pair<T>(f * x.x, f * x.y);
-        }
-    }
-    warpgroup::mma_AB(sum, weighted, state.template subtile<VALUES / 2, K::key_dim>({half, 0}));
-}
-
-// The gradient of q or k, an accumulator: through the tile that all have read, or to the partials.
-// By all threads of both roles at once.
+// The gradients of q and k, accumulators: through the tiles that all have read, or to the partials.
+// By all threads of a role.
 template <class K>
-__device__ __forceinline__ void store_key_gradient(
-    const ChunkGlobals<K>& g, const Rows<typename K::key_tile>& to, typename K::key_tile& through,
-    typename K::state& gradient, const ChunkTile& tile, int which, int barrier, semaphore& empty) {
+__device__ __forceinline__ void store_key_gradients(const ChunkGlobals<K>& g,
+                                                    typename ChunkShared<K>::Keys& through,
+                                                    typename K::state& dq, typename K::state& dk,
+                                                    const ChunkTile& tile) {
     if (g.partial != nullptr) {
-        const int64_t part =
-            ((int64_t(which) * g.splits + tile.split) * g.slots + tile.slot) * g.groups +
-            tile.group;
-        float* data = g.partial + part * (CHUNK * K::key_dim);
-        for_each_pair(gradient, [&](const float2& pair, int row, int column) {
-            arch::store_global(reinterpret_cast<float2*>(data + (row * K::key_dim + column)), pair);
-        });
-        warpgroup::sync(barrier);
-    } else {
-        arch::named_barrier_sync(ROLES_BARRIER, 2 * WARPGROUP_THREADS);
-        warpgroup::store(through, gradient);
-        arch::fence_async_shared();
-        warpgroup::sync(barrier);
-        if (warpgroup::laneid() == 0) {
-            // Read again: kept, it would take a register all the while.
-            store_rows(to, through, load_slot(g.table, tile.slot), tile.group, 0);
-            tma::store_async_read_wait();
-        }
+        const auto store = [&](typename K::state& gradient, int which) {
+            const int64_t part =
+                ((int64_t(which) * g.splits + tile.split) * g.slots + tile.slot) * g.groups +
+                tile.group;
+            float* data = g.partial + part * (CHUNK * K::key_dim);
+            for_each_pair(gradient, [&](const float2& pair, int row, int column) {
+                arch::store_global(reinterpret_cast<float2*>(data + (row * K::key_dim + column)),
+                                   pair);
+            });
+        };
+        store(dq, 0);
+        store(dk, 1);
+        return;
     }
-    signal(empty);
+    warpgroup::store(through.q, dq);
+    warpgroup::store(through.k, dk);
+    arch::fence_async_shared();
+    warpgroup::sync(STATE_BARRIER);
+    if (warpgroup::laneid() == 0) {
+        // Read again: kept, it would take registers all the while.
+        const SlotTokens at = load_slot(g.table, tile.slot);
+        store_rows(g.dq, through.q, at, tile.group, 0);
+        store_rows(g.dk, through.k, at, tile.group, 0);
+        tma::store_async_read_wait();
+    }
 }
 
 }  // namespace thunderkittens::recurrent

@@ -79,9 +79,16 @@ __device__ __forceinline__ void make_token_gradients(const ChunkGlobals<K>& g,
                 const auto pair = [](const sv<float, CHUNK>& x) {
                     return arch::load_shared<float2>(x.address_of(2 * laneid()));
                 };
-                const float2 row = pair(sums.row), column = pair(sums.column);
+                const float2 keys = pair(sums.keys);
                 const float2 b = pair(sums.behind), w = pair(sums.weight);
-                pairs = {pairs.x + (row.x - column.x), pairs.y + (row.y - column.y)};
+                float2 row = pair(sums.state);
+#pragma unroll
+                for (int warp = 0; warp < WARPGROUP_WARPS; ++warp) {
+                    const auto x = arch::load_shared<float2>(
+                        sums.queries.address_of(CHUNK * warp + 2 * laneid()));
+                    row = {row.x + x.x, row.y + x.y};
+                }
+                pairs = {pairs.x + (row.x - keys.x), pairs.y + (row.y - keys.y)};
                 behind = {behind.x + b.x, behind.y + b.y};
                 weight = {weight.x + w.x, weight.y + w.y};
             }

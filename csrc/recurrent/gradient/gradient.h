@@ -106,7 +106,7 @@ struct GradientWorkspace {
 
 // Dynamic shared memory of a block.
 constexpr int GRADIENT_STATES_BYTES = 68 * 1024;
-constexpr int gradient_chunk_bytes(int key_dim) { return (key_dim == 128 ? 180 : 144) * 1024; }
+constexpr int gradient_chunk_bytes(int key_dim) { return (key_dim == 128 ? 196 : 164) * 1024; }
 // Of the portable kernels.
 constexpr int portable_gradient_states_bytes(int key_dim) {
     return 2 * (2 * CHUNK * (key_dim + VALUES) + 2 * 4 * CHUNK);

@@ -88,21 +88,24 @@ GradientResults<Tensor> run_recurrent_gradient(const Backend<Tensor>& on, const 
     const DeviceProperties& device = on.device(given.v);
     check_supported(op, unsupported_backward(p, device));
 
+    // As the fake of the op says: nothing of an operand that is not there has the values' dtype.
+    const auto nothing_of = [&] { return empty({0}, given.v.scalar_type(), given.v); };
     const auto gradient_of = [&](const std::optional<Tensor>& x) {
-        return x ? empty(x->sizes(), x->scalar_type(), *x) : empty({0}, DType::fp32, given.v);
+        return x ? empty(x->sizes(), x->scalar_type(), *x) : nothing_of();
     };
     const auto like = [](const Tensor& x) { return empty(x.sizes(), x.scalar_type(), x); };
     GradientResults<Tensor> r{
         .q = like(given.q),
         .k = like(given.k),
         .v = like(given.v),
-        .z = empty({0}, given.v.scalar_type(), given.v),
+        .z = nothing_of(),
         .token = gradient_of(gates.token.tensor),
         .head = gradient_of(gates.head.tensor),
         .bias = gradient_of(gates.bias.tensor),
         .skip = gradient_of(gates.skip.tensor),
-        .initial = empty(needs.initial && given.initial ? state_shape : std::vector<int64_t>{0},
-                         DType::fp32, given.v)};
+        .initial = !given.initial ? nothing_of()
+                                  : empty(needs.initial ? state_shape : std::vector<int64_t>{0},
+                                          DType::fp32, given.v)};
     const auto results = [&] {
         const auto drop = [](Tensor& x, bool need) {
             if (!need) x = empty({0}, x.scalar_type(), x);

@@ -1,5 +1,11 @@
-// The role of the keys and values in the portable gradient of chunks: they are rows. As
-// key_role_sm90.cuh, but the product v_j dS, which dK has, gives v_j . k_j dS as well.
+// The role of the keys and values in the portable gradient of chunks: they are rows. Of each head,
+// with W as in query_role_sm80.cuh, P_ij = scale q_i . k_j e^(c_i - c_j) for j <= i, and dU the
+// gradient of w_j v_j,
+//   dU  = P^T dO + e^(c_64 - c_j) k_j dS       dV_j = w_j dU_j + skip dO_j      dw_j = v_j . dU_j
+//   dK += scale W^T Q + w_j e^(c_64 - c_j) v_j dS
+// and the parts of the decays' gradient that a key's column has: the sum over i > j of
+// scale W_ij q_i . k_j, and w_j e^(c_64 - c_j) v_j . k_j dS. The product v_j dS, which dK has,
+// gives v_j . k_j dS as well.
 #pragma once
 
 #include "csrc/recurrent/gradient/chunk_types_sm80.cuh"

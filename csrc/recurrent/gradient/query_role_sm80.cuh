@@ -1,6 +1,10 @@
-// The role of the queries in the portable gradient of chunks: queries are rows. As
-// query_role_sm90.cuh, but the product dO_i S, which dQ has, gives q_i S dO_i as well: it meets q_i
-// in registers, where a second product with the state would take the tensor cores as long.
+// The role of the queries in the portable gradient of chunks: queries are rows. Of each head, with
+// W_ij = (dO_i . v_j) w_j e^(c_i - c_j) for j <= i,
+//   dQ += scale (W K + e^(c_i) dO_i S)
+// and the part of the decays' gradient that a query's row has: the sum over j < i of
+// scale W_ij q_i . k_j, and scale e^(c_i) q_i S dO_i. W is summed over the heads of the group
+// before it meets K. The product dO_i S, which dQ has, gives q_i S dO_i as well: it meets q_i in
+// registers, where a second product with the state would take the tensor cores as long.
 #pragma once
 
 #include "csrc/recurrent/gradient/chunk_types_sm80.cuh"
