@@ -368,9 +368,9 @@ __global__ __launch_bounds__(Kernel::threads, Kernel::blocks_per_sm) void forwar
         if constexpr (Kernel::moves_registers)
             warpgroup::decrease_registers<Kernel::producer_registers>();
         if (g.pages.piece > 0) {
-            produce<true>(g, shared);
+            produce_pages(g, shared);
         } else if (warpgroup::elect_leader()) {
-            produce<false>(g, shared);
+            produce(g, shared);
         }
     } else {
         if constexpr (Kernel::moves_registers)
