@@ -86,6 +86,32 @@ def test_packed_sequences(device, edges):
         assert not found[name][:, :, edges[-1] :].any(), name
 
 
+SEGMENTS = [
+    # length, segments, of the operands, policy
+    (330, 2, {"ratio": 2, "raw": True, "qk_l2norm": True}, "random"),
+    (460, 3, {"dims": (64, 64), "state_v_first": True}, "late_mma"),
+    (320, 5, {"dims": (96, 136), "state": False, "dtype": FP16}, "eager"),
+    (500, 4, {"batch": 2, "heads": 2, "dims": (40, 192), "decay": 1e-3}, "on_wait"),
+    (330, 7, {"keys": "correlated", "beta": 1.0}, "random"),
+    (400, 3, {"edges": [0, 0, 3, 70, 390], "ratio": 2, "dims": (128, 64)}, "random"),
+    (260, 4, {"edges": [0, 1, 64, 256], "dims": (64, 128), "raw": True}, "late_mma"),
+]
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(("length", "segments", "options", "policy"), SEGMENTS)
+def test_segments(length, segments, options, policy):
+    """Of sequences that are cut, some of which are shorter than the segments are many."""
+    with tk.emulate(policy, seed=7, config={"segments": segments}) as run:
+        assert_gradients(operands(length, **options))
+    assert len(run.kernels) == 1
+
+
+def test_long_sequence_of_one_head(device):
+    """On a GPU it is cut into segments."""
+    assert_gradients(operands(4096 if device == "cuda" else 100, dims=(128, 64), device=device))
+
+
 def test_packed_sequences_are_each_alone(device):
     """Bits of a sequence do not depend on what is beside it."""
     edges = [0, 70, 134]

@@ -184,6 +184,8 @@ def _gated_delta_rule_backward(name: str, choice: Mapping, call: Mapping) -> Ite
         names = [name, f"states_{kinds}_portable"] + ["gate_sums_portable"] * sums
         yield from (("gated_delta_rule_backward", x) for x in names)
         return
+    if choice["segments"] > 2:
+        yield "gated_delta_rule", "scan"
     names = [name, f"prepare_{kinds}", f"states_{kinds}"] + ["gate_sums"] * sums
     yield from (("gated_delta_rule_backward", x) for x in names)
 

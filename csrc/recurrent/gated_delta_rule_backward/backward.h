@@ -24,9 +24,10 @@ struct DeltaBackwardConfig {
     DType dtype = DType::bf16;
     int key_dim = 128;  // columns of a tile: 64 or 128
     int slices = 2;     // of 64 columns of the values: 1, 2 or 4; of portable kernels also 3
+    int segments = 1;   // of each sequence, whose states are made side by side; portable: 1
     bool portable = false;
 };
-TK_FIELDS(DeltaBackwardConfig, dtype, key_dim, slices, portable)
+TK_FIELDS(DeltaBackwardConfig, dtype, key_dim, slices, segments, portable)
 
 struct DeltaBackwardParams {
     DeltaRuleParams forward;  // its final is the gradient of the final state; `out` is not read
@@ -39,6 +40,11 @@ struct DeltaBackwardParams {
     uint8_t* workspace = nullptr;  // of delta_backward_workspace() bytes
 };
 
+// Of both directions, `of_each` of every value head; none without segments.
+constexpr int64_t delta_kept_states(const DeltaRuleProblem& p, int segments, int64_t of_each) {
+    return segments > 1 ? 2 * p.sequences * p.value_heads * of_each : 0;
+}
+
 // Bytes from the workspace's beginning, each a multiple of 256.
 struct DeltaBackwardWorkspace {
     int64_t states, grad_states;  // before and behind a chunk, as (values, keys)
@@ -47,6 +53,10 @@ struct DeltaBackwardWorkspace {
     int64_t vectors;              // (DELTA_VECTORS, 64) floats a chunk
     int64_t gates;                // a chunk's sums for A_log and dt_bias
     int64_t q, k, norms;          // normalised, and the factors; with l2_norm
+    // With segments, per direction, sequence and value head, in fp32, segments counted in the
+    // direction: behind the first one, (K, V); then what the next ones but the last make of a
+    // state S, M S + L: all L, whose places the states behind them take, and all M by columns.
+    int64_t first_states, segment_states;
     int64_t bytes = 0;
 
     constexpr DeltaBackwardWorkspace(const DeltaRuleProblem& p, const DeltaBackwardConfig& c,
@@ -69,11 +79,24 @@ struct DeltaBackwardWorkspace {
         q = take(tokens * p.key_dim * 2);
         k = take(tokens * p.key_dim * 2);
         norms = take(2 * tokens * 4);
+        first_states = take(delta_kept_states(p, c.segments, 1) * p.key_dim * p.value_dim * 4);
+        segment_states = take(delta_kept_states(p, c.segments, c.segments - 2) * p.key_dim *
+                              (p.value_dim + p.key_dim) * 4);
     }
 };
 
+// Blocks of a value head of a sequence that make states: of the transitions of segments, and of a
+// launch, with these where it makes summaries.
+constexpr int delta_transition_blocks(int64_t key_dim, int segments) {
+    return segments > 2 ? int((key_dim + 63) / 64) * (segments - 2) : 0;
+}
+constexpr int delta_states_blocks(int slices, int64_t key_dim, int segments, bool summaries) {
+    return 2 * slices * (segments > 1 ? segments - 1 : 1) +
+           (summaries ? delta_transition_blocks(key_dim, segments) : 0);
+}
+
 // Dynamic shared memory of a block.
-constexpr int delta_prepare_bytes(int key_dim) { return 2 * 128 * key_dim + (16 + 18 + 2) * 1024; }
+constexpr int delta_prepare_bytes(int key_dim) { return 2 * 128 * key_dim + (17 + 4) * 1024; }
 constexpr int delta_states_bytes(int key_dim) {
     return 3 * (2 * 128 * key_dim + 25 * 1024) + 2 * (128 * key_dim + 8 * 1024) + 2048;
 }
@@ -97,8 +120,9 @@ std::vector<KernelInfo> delta_backward_kernels();
 
 template <DType dtype, int key_dim>
 void launch_delta_prepare(const DeltaBackwardParams& params, Stream stream);
+// With segments, `summaries` first, then a scan where there are more than two; then without.
 template <DType dtype, int key_dim>
-void launch_delta_states(const DeltaBackwardParams& params, Stream stream);
+void launch_delta_states(const DeltaBackwardParams& params, bool summaries, Stream stream);
 template <DType dtype, int key_dim, int slices>
 void launch_delta_gradients(const DeltaBackwardParams& params, Stream stream);
 template <int threads, bool portable>

@@ -2,8 +2,9 @@
 // the chunks know nothing of each other. A block takes one chunk of one head of the keys after
 // another and walks over the value heads of each, so that dQ and dK are summed in registers in a
 // fixed order; the values' columns come in slices of 64. Per value head (the formulas: backward.h)
-//   query warpgroup  dO U^T; dQ += scale exp(c) dO S^T; dPG to shared memory; dQ += dPG K
-//   key warpgroup    dV = beta Y; dV U^T; dK += exp(c_last - c) U dS^T, of which z; W;
+//   query warpgroup  dO U^T; dQ += scale exp(c) dO S^T; dV = beta Y to memory and Y . U' meanwhile;
+//                    dPG to shared memory; dQ += dPG K
+//   key warpgroup    dV U^T; dK += exp(c_last - c) U dS^T, of which z; W;
 //                    dK += W K - exp(c) dV S^T; dK += W^T K + dPG^T Q
 //   producer         one warp loads by TMA (backward_work_sm90.cuh); three sum <S, dS>, and the
 //                    first makes dg and dbeta of all sums of the rows (backward_gates_sm90.cuh)
@@ -59,11 +60,13 @@ struct DeltaQueryRole {
                 float2 total = {0.0f, 0.0f};
 #pragma unroll 1
                 for (int r = 0; r < g.ratio; ++r, ++n) {
-                    add_head(dq, n, r == 0 ? item : -1);
+                    const float2 of_beta =
+                        add_head(dq, chunk, head * g.ratio + r, n, r == 0 ? item : -1);
                     const float2 now = dot_rows<G>(shared.q, dq);
                     wait(shared.rows_empty[n % 2], n / 2 % 2 ^ 1);
                     store_row_sums(shared.rows[n % 2][QUERY_ROWS],
                                    {now.x - total.x, now.y - total.y});
+                    store_row_sums(shared.rows[n % 2][BETA_ROWS], of_beta);
                     warpgroup::sync(barrier);
                     signal(shared.rows_full[n % 2]);
                     total = now;
@@ -73,11 +76,16 @@ struct DeltaQueryRole {
                 signal(shared.tokens_empty);
                 ++item;
             },
-            [&](const DeltaChunk& chunk, int head) { clear_rows<G>(g.dq, chunk, head); });
+            [&](const DeltaChunk& chunk, int head) {
+                clear_rows<G>(g.dq, chunk, head);
+                for (int r = 0; r < g.ratio; ++r) clear_rows<G>(g.dv, chunk, head * g.ratio + r);
+            });
     }
 
-    // `item` counts the queries and keys to wait for; negative where they are here.
-    __device__ __forceinline__ void add_head(typename G::sum_tile& dq, int n, int item) {
+    // Returns the sums of Y U' over rows. `item` counts the queries and keys to wait for; negative
+    // where they are here.
+    __device__ __forceinline__ float2 add_head(typename G::sum_tile& dq, const DeltaChunk& chunk,
+                                               int value_head, int n, int item) {
         auto& values = shared.values[n % G::stages];
         const auto& vectors = values.vectors;
         wait(shared.values_full[n % G::stages], n / G::stages % 2);
@@ -90,6 +98,10 @@ struct DeltaQueryRole {
                 warpgroup::mma_AB(products, values.grad_out[s], values.values[s]);
         }
         const int row = lane_row();
+        // While states are on their way.
+        const float2 beta = {vector_at(vectors, BETA, row), vector_at(vectors, BETA, row + 8)};
+        const float2 of_beta =
+            finish_values<G>(g.dv, values.values, values.grad_values, beta, chunk, value_head);
         const float2 factor = {g.scale * vector_at(vectors, EXP_C, row),
                                g.scale * vector_at(vectors, EXP_C, row + 8)};
         typename G::operand outputs[G::slices];
@@ -116,6 +128,7 @@ struct DeltaQueryRole {
         warpgroup::sync(barrier);
         signal(shared.values_empty[n % G::stages]);
         release_states<G>(shared.states_empty, n);
+        return of_beta;
     }
 };
 
@@ -135,22 +148,17 @@ struct DeltaKeyRole {
                 zero(dk);
                 float2 total = {0.0f, 0.0f};
 #pragma unroll 1
-                for (int r = 0; r < g.ratio; ++r, ++n)
-                    add_head(dk, total, chunk, head * g.ratio + r, n, r == 0 ? item : -1);
+                for (int r = 0; r < g.ratio; ++r, ++n) add_head(dk, total, n, r == 0 ? item : -1);
                 finish_rows<G>(g.dk, g.norms == nullptr ? nullptr : g.norms + g.tokens, g, dk,
                                total, shared.k, chunk, head);
                 warpgroup::sync(barrier);
                 signal(shared.tokens_empty);
                 ++item;
             },
-            [&](const DeltaChunk& chunk, int head) {
-                clear_rows<G>(g.dk, chunk, head);
-                for (int r = 0; r < g.ratio; ++r) clear_rows<G>(g.dv, chunk, head * g.ratio + r);
-            });
+            [&](const DeltaChunk& chunk, int head) { clear_rows<G>(g.dk, chunk, head); });
     }
 
-    __device__ __forceinline__ void add_head(typename G::sum_tile& dk, float2& total,
-                                             const DeltaChunk& chunk, int value_head, int n,
+    __device__ __forceinline__ void add_head(typename G::sum_tile& dk, float2& total, int n,
                                              int item) {
         auto& values = shared.values[n % G::stages];
         const auto& vectors = values.vectors;
@@ -174,9 +182,7 @@ struct DeltaKeyRole {
             else
                 warpgroup::mma_AB(products, operands[s], values.values[s]);
         }
-        const float2 of_beta = dot_values<G>(values.values, values.grad_values);
         warpgroup::mma_async_wait<0>(products);
-        store_values<G>(g.dv, operands, chunk, value_head);
 
         // dK += exp(c_last - c) U dS^T
         const float2 rest = {beta.x * vector_at(vectors, EXP_REST, row),
@@ -226,7 +232,6 @@ struct DeltaKeyRole {
         store_row_sums(rows[STATE_ROWS], {with_states.x - total.x, with_states.y - total.y});
         store_row_sums(rows[KEY_ROWS], {2.0f * with_erased.x - with_states.x - now.x,
                                         2.0f * with_erased.y - with_states.y - now.y});
-        store_row_sums(rows[BETA_ROWS], of_beta);
         total = now;
         warpgroup::sync(barrier);
         signal(shared.rows_full[n % 2]);

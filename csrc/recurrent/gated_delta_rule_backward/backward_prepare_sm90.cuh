@@ -2,14 +2,13 @@
 // block of one warpgroup has a chunk of one head of the keys. It brings Q and K by TMA, normalises
 // them with l2_norm, and multiplies them once, K K^T and Q K^T. For each value head of that head it
 // then makes
-//   vectors  exp(c), exp(c_last - c), beta and c, by a warp
+//   vectors  exp(c), exp(c_last - c), beta and c, by a warp; those of four heads at a time
 //   P        scale (Q K^T) o G
-//   H        -(I + N diag(beta))^-1 N with N = stril(K K^T) o G, row by row in fp32: a warp has 16
-//            columns, of which two lanes share the sums. Powers of N, which would be products, grow
-//            and cancel where keys repeat; the rows do not.
+//   H        -(I + N diag(beta))^-1 N with N = stril(K K^T) o G (backward_solve_sm90.cuh)
+// P and H lie where Q and K have been. So four blocks share a multiprocessor.
 #pragma once
 
-#include "csrc/recurrent/gated_delta_rule/within_chunks.cuh"
+#include "csrc/recurrent/gated_delta_rule_backward/backward_solve_sm90.cuh"
 #include "csrc/recurrent/gated_delta_rule_backward/backward_types_sm90.cuh"
 
 namespace thunderkittens::recurrent {
@@ -22,21 +21,31 @@ struct DeltaPrepareGlobals {
     TokenNumbers<T> g, beta;
     DeltaGate gate;
     DeltaSequences sequences;
+    DeltaTokens<typename K::token_tile> normal_q, normal_k;  // in the workspace, with l2_norm
     tile_rows<typename K::square_tile> solved, scores;
     float* vectors;
-    T *normal_q, *normal_k;  // (batch, heads, length, key_dim); null without l2_norm
-    float* norms;            // of q, then of k, (batch, heads, length)
-    int heads, ratio, key_dim;
+    float* norms;  // of q, then of k, (batch, heads, length); null without l2_norm
+    int heads, ratio;
     int64_t tokens;  // batch * heads * length
     float scale;
 };
 
+constexpr int DELTA_PREPARE_BLOCKS = 4;  // of a multiprocessor
+
 template <class K>
 struct DeltaPrepareShared {
-    typename K::token_tile q, k;
-    typename K::square_tile solved, scores;
+    union {
+        struct {
+            typename K::token_tile q, k;
+        };
+        struct {  // of a value head, once the products are made
+            typename K::square_tile solved, scores;
+        };
+    };
     sv<float, 64 * DELTA_PITCH> n;
-    sv<float, DELTA_CHUNK> c, beta;
+    struct {
+        sv<float, DELTA_CHUNK> c, beta;
+    } gates[WARPGROUP_WARPS];
     semaphore full;
 };
 
@@ -55,39 +64,83 @@ __device__ __forceinline__ void make_vectors(const DeltaPrepareGlobals<K>& g,
     store(EXP_REST, {arch::exp2_approx(last - c.x), arch::exp2_approx(last - c.y)});
     store(BETA, beta);
     store(LOG2_C, c);
-    arch::store_shared(shared.c.address_of(2 * lane), c);
-    arch::store_shared(shared.beta.address_of(2 * lane), beta);
+    auto& gates = shared.gates[warpgroup::warpid()];
+    arch::store_shared(gates.c.address_of(2 * lane), c);
+    arch::store_shared(gates.beta.address_of(2 * lane), beta);
 }
 
-// P and N of a value head, from the accumulators of Q K^T and K K^T.
+// Divides a row by sqrt(sum x^2 + eps); two lanes a row, every other 16 bytes each.
+template <class K>
+__device__ __forceinline__ void normalize_tile(const DeltaPrepareGlobals<K>& g,
+                                               typename K::token_tile& tile, float* norms,
+                                               const DeltaChunk& chunk, int head) {
+    using T = typename K::T;
+    constexpr int words = K::key_dim / 16;
+    const int row = int(threadIdx.x) / 2, share = int(threadIdx.x) % 2;
+    const auto place = [&](int i) { return tile.address_of(row, 16 * i + 8 * share); };
+    uint4 mine[words];
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < words; ++i) {
+        mine[i] = arch::load_shared<uint4>(place(i));
+        for (const uint32_t word : {mine[i].x, mine[i].y, mine[i].z, mine[i].w}) {
+            const float2 x = unpack_pair<T>(arch::bit_cast<packed_type<T>>(word));
+            sum = fmaf(x.x, x.x, fmaf(x.y, x.y, sum));
+        }
+    }
+    const float factor = arch::reciprocal_sqrt(sum + arch::shuffle_xor(sum, 1) + DELTA_L2_EPS);
+#pragma unroll
+    for (int i = 0; i < words; ++i) {
+        const auto scaled = [&](uint32_t word) {
+            const float2 x = unpack_pair<T>(arch::bit_cast<packed_type<T>>(word));
+            return arch::bit_cast<uint32_t>(pack_pair<T>(x.x * factor, x.y * factor));
+        };
+        arch::store_shared(place(i), uint4{scaled(mine[i].x), scaled(mine[i].y), scaled(mine[i].z),
+                                           scaled(mine[i].w)});
+    }
+    if (share == 0 && row < chunk.tokens()) {
+        arch::store_global(norms + (int64_t(chunk.b) * g.heads + head) * g.sequences.length +
+                               chunk.begin + chunk.row() + row,
+                           factor);
+    }
+}
+
+// P of a value head as an operand, and N to shared memory, from the accumulators of Q K^T and
+// K K^T.
 template <class K>
 __device__ __forceinline__ void decay_products(DeltaPrepareShared<K>& shared,
+                                               const sv<float, DELTA_CHUNK>& sums,
+                                               rt<typename K::T, 16, 64>& scores,
                                                const rt_fl<16, 64>& qk, const rt_fl<16, 64>& kk,
                                                float scale) {
+    const int warp = arch::warp_uniform(warpgroup::warpid());
     const int row = lane_row(), first = 2 * (laneid() % 4);
-    const float2 own = {shared.c.get(row), shared.c.get(row + 8)};
-    rt<typename K::T, 16, 64> scores;
+    const float2 own = {sums.get(row), sums.get(row + 8)};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
+            auto& score = scores.tiles[0][j].data[i];
+            if (j > warp) {
+                score = pack_pair<typename K::T>(0.0f, 0.0f);
+                continue;
+            }
             const int column = 16 * j + 8 * (i / 2) + first, r = row + 8 * (i % 2);
-            const float2 c = arch::load_shared<float2>(shared.c.address_of(column));
+            const float2 c = arch::load_shared<float2>(sums.address_of(column));
             const float mine = i % 2 ? own.y : own.x;
             const float2 p = qk.tiles[0][j].data[i], n = kk.tiles[0][j].data[i];
             const float x = column <= r ? arch::exp2_approx(mine - c.x) : 0.0f;
             const float y = column + 1 <= r ? arch::exp2_approx(mine - c.y) : 0.0f;
-            scores.tiles[0][j].data[i] = pack_pair<typename K::T>(scale * p.x * x, scale * p.y * y);
-            arch::store_shared(
-                shared.n.address_of(r * DELTA_PITCH + column),
-                float2{column < r ? n.x * x : 0.0f, column + 1 < r ? n.y * y : 0.0f});
+            score = pack_pair<typename K::T>(scale * p.x * x, scale * p.y * y);
+            const uint32_t to = shared.n.address_of(0) + DeltaSolver::offset(r, column);
+            arch::store_shared(to, column < r ? n.x * x : 0.0f);
+            arch::store_shared(to + DeltaSolver::offset(0, 1), column + 1 < r ? n.y * y : 0.0f);
         }
     }
-    warpgroup::store(shared.scores, scores);
 }
 
 template <class K>
-__global__ __launch_bounds__(WARPGROUP_THREADS) void delta_prepare_kernel(
+__global__ __launch_bounds__(WARPGROUP_THREADS, DELTA_PREPARE_BLOCKS) void delta_prepare_kernel(
     const __grid_constant__ DeltaPrepareGlobals<K> g) {
     shared_allocator<> allocator(shared_memory());
     auto& shared = allocator.template allocate<DeltaPrepareShared<K>>();
@@ -102,13 +155,28 @@ __global__ __launch_bounds__(WARPGROUP_THREADS) void delta_prepare_kernel(
         g.q.load(shared.q, chunk, head, chunk.row(), 0, shared.full);
         g.k.load(shared.k, chunk, head, chunk.row(), 0, shared.full);
     }
+    const int warp = arch::warp_uniform(warpgroup::warpid());
+    const auto place_of = [&](int r) {
+        return (int64_t(chunk.b) * g.heads * g.ratio + head * g.ratio + r) * g.sequences.slots +
+               chunk.slot;
+    };
+    const auto make_gates = [&](int r) {
+        if (r + warp >= g.ratio) return;
+        make_vectors(g, shared, chunk, head * g.ratio + r + warp,
+                     g.vectors + place_of(r + warp) * (DELTA_VECTORS * DELTA_CHUNK));
+    };
+    make_gates(0);
     arch::sync_block();
     wait(shared.full, 0);
-    if (g.normal_q != nullptr) {
-        normalize_rows<K>(g, shared.q, g.normal_q, g.norms, chunk, head);
-        normalize_rows<K>(g, shared.k, g.normal_k, g.norms + g.tokens, chunk, head);
+    if (g.norms != nullptr) {
+        normalize_tile<K>(g, shared.q, g.norms, chunk, head);
+        normalize_tile<K>(g, shared.k, g.norms + g.tokens, chunk, head);
         arch::fence_async_shared();
         arch::sync_block();
+        if (first_thread()) {
+            g.normal_q.store(shared.q, chunk, head, chunk.row(), 0);
+            g.normal_k.store(shared.k, chunk, head, chunk.row(), 0);
+        }
     }
     rt_fl<16, 64> qk, kk;
     warpgroup::mm_ABt(kk, shared.k, shared.k);
@@ -117,21 +185,29 @@ __global__ __launch_bounds__(WARPGROUP_THREADS) void delta_prepare_kernel(
     warpgroup::mma_async_wait<0>(qk);
 #pragma unroll 1
     for (int r = 0; r < g.ratio; ++r) {
-        const int value_head = head * g.ratio + r;
-        const int64_t at =
-            (int64_t(chunk.b) * g.heads * g.ratio + value_head) * g.sequences.slots + chunk.slot;
-        if (warpid() == 0)
-            make_vectors(g, shared, chunk, value_head,
-                         g.vectors + at * (DELTA_VECTORS * DELTA_CHUNK));
+        if (r > 0 && r % WARPGROUP_WARPS == 0) {
+            make_gates(r);
+            arch::sync_block();
+        }
+        const auto& gates = shared.gates[r % WARPGROUP_WARPS];
+        rt<typename K::T, 16, 64> scores;
+        decay_products(shared, gates.c, scores, qk, kk, g.scale);
+        arch::sync_warp();
+        DeltaSolver solver(shared.n.address_of(0), gates.beta);
+        solver.solve_diagonal();
+        // What has left from the place of P and H has been read.
         if (first_thread()) tma::store_async_read_wait();
         arch::sync_block();
-        decay_products(shared, qk, kk, g.scale);
+        warpgroup::store(shared.scores, scores);
+        solver.merge_16();
         arch::sync_block();
-        solve_columns<K>(shared, [](float h, int, int) { return h; });
+        solver.merge_32();
+        solver.store(shared.solved);
+        arch::fence_async_shared();
         arch::sync_block();
         if (first_thread()) {
-            tma::store_async(g.scores, shared.scores, {int(at), 0});
-            tma::store_async(g.solved, shared.solved, {int(at), 0});
+            tma::store_async(g.scores, shared.scores, {int(place_of(r)), 0});
+            tma::store_async(g.solved, shared.solved, {int(place_of(r)), 0});
         }
     }
     if (first_thread()) tma::store_async_wait();
@@ -143,16 +219,12 @@ template <DType dtype, int key_dim>
 void launch_delta_prepare(const DeltaBackwardParams& params, Stream stream) {
     using namespace delta_gradient;
     using K = DeltaTiles<dtype, key_dim>;
-    using T = typename K::T;
     constexpr int bytes = delta_prepare_bytes(key_dim);
     static_assert(sizeof(DeltaPrepareShared<K>) + 1024 <= bytes);
     const DeltaRuleParams& call = params.forward;
     const DeltaRuleProblem& p = call.problem;
     const DeltaBackwardWorkspace w(p, params.config, call.l2_norm);
     const int64_t chunks = delta_chunks(p);
-    const auto normal = [&](int64_t offset) {
-        return call.l2_norm ? reinterpret_cast<T*>(params.workspace + offset) : nullptr;
-    };
     const DeltaPrepareGlobals<K> globals{
         .q = {call.q, p, p.heads, p.key_dim},
         .k = {call.k, p, p.heads, p.key_dim},
@@ -160,15 +232,14 @@ void launch_delta_prepare(const DeltaBackwardParams& params, Stream stream) {
         .beta = call.beta,
         .gate = call.gate,
         .sequences = call,
+        .normal_q = {delta_operand(params, call.q, w.q), p, p.heads, p.key_dim},
+        .normal_k = {delta_operand(params, call.k, w.k), p, p.heads, p.key_dim},
         .solved = tile_rows_of<typename K::square_tile>(params, w.solved, chunks),
         .scores = tile_rows_of<typename K::square_tile>(params, w.scores, chunks),
         .vectors = reinterpret_cast<float*>(params.workspace + w.vectors),
-        .normal_q = normal(w.q),
-        .normal_k = normal(w.k),
-        .norms = reinterpret_cast<float*>(params.workspace + w.norms),
+        .norms = call.l2_norm ? reinterpret_cast<float*>(params.workspace + w.norms) : nullptr,
         .heads = int(p.heads),
         .ratio = int(p.value_heads / p.heads),
-        .key_dim = int(p.key_dim),
         .tokens = delta_batch(p) * p.heads * p.length,
         .scale = call.scale};
     kittens::launch(delta_prepare_kernel<K>,

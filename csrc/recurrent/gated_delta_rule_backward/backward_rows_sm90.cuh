@@ -61,23 +61,6 @@ __device__ __forceinline__ float2 dot_rows(Tile& tokens, const typename G::sum_t
     return {quad_sum(sum.x), quad_sum(sum.y)};
 }
 
-// Of two sets of transposed tiles.
-template <class G, class Set>
-__device__ __forceinline__ float2 dot_values(Set& x, Set& y) {
-    float2 sum = {0.0f, 0.0f};
-#pragma unroll
-    for (int s = 0; s < G::slices; ++s) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            rt_base<typename G::T, row_l> a, b;
-            load_transposed(a, x[s], 16 * j, 16 * warpgroup::warpid());
-            load_transposed(b, y[s], 16 * j, 16 * warpgroup::warpid());
-            add_products(sum, a, b);
-        }
-    }
-    return {quad_sum(sum.x), quad_sum(sum.y)};
-}
-
 // By all lanes of a quad, which have the same sums.
 template <class Vector>
 __device__ __forceinline__ void store_row_sums(Vector& to, float2 sums) {
@@ -134,23 +117,36 @@ __device__ __forceinline__ void store_pairs(T* upper, T* lower, bool has_upper, 
     }
 }
 
-// dV = beta Y, already operands.
-template <class G, int slices>
-__device__ __forceinline__ void store_values(const TokenRows<typename G::T>& to,
-                                             const typename G::operand (&operands)[slices],
-                                             const DeltaChunk& chunk, int value_head) {
-    if (to.data == nullptr) return;
+// dV = beta Y on its way to memory, a slice at a time; returns the sums of Y U' over rows. Both
+// tiles are transposed.
+template <class G, class Set>
+__device__ __forceinline__ float2 finish_values(const TokenRows<typename G::T>& to, Set& values,
+                                                Set& grad_values, float2 beta,
+                                                const DeltaChunk& chunk, int value_head) {
+    using T = typename G::T;
     const int row = lane_row();
-    auto* upper = to.at(chunk, value_head, chunk.row() + row);
+    T* const upper = to.at(chunk, value_head, chunk.row() + row);
+    float2 sum = {0.0f, 0.0f};
 #pragma unroll
-    for (int s = 0; s < slices; ++s) {
+    for (int s = 0; s < G::slices; ++s) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            store_pairs<typename G::T>(upper, upper + 8 * to.row_stride, row < chunk.tokens(),
-                                       row + 8 < chunk.tokens(), 64 * s + 16 * j, to.columns,
-                                       operands[s].tiles[0][j].data);
+            rt_base<T, row_l> y, u;
+            load_transposed(y, grad_values[s], 16 * j, 16 * warpgroup::warpid());
+            load_transposed(u, values[s], 16 * j, 16 * warpgroup::warpid());
+            add_products(sum, y, u);
+            if (to.data == nullptr) continue;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float2 pair = unpack_pair<T>(y.data[i]);
+                const float b = i % 2 ? beta.y : beta.x;
+                y.data[i] = pack_pair<T>(pair.x * b, pair.y * b);
+            }
+            store_pairs<T>(upper, upper + 8 * to.row_stride, row < chunk.tokens(),
+                           row + 8 < chunk.tokens(), 64 * s + 16 * j, to.columns, y.data);
         }
     }
+    return {quad_sum(sum.x), quad_sum(sum.y)};
 }
 
 // A gradient of normalised rows y with y . dy = dot becomes that of the rows, and goes to memory.

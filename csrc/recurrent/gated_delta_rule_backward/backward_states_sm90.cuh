@@ -4,6 +4,13 @@
 // the gradients dS of the states behind each and Y (the formulas: backward.h). A warpgroup
 // computes, a warp loads, and another one stores.
 //
+// Where heads are few, sequences are cut into segments. What a segment makes of a state is
+// M S + L, and M^T dS + L' backwards, exactly. A launch before makes L and L' of all segments but
+// the last of their direction, and M of those in between, as states that begin as the identity,
+// without values. The first segment of a direction needs no M: it begins with the state that is
+// given, and its tiles are final. The scan of the forward (scan_sm90.cuh) makes the states between;
+// then the other segments run side by side.
+//
 // A state is kept transposed, values as rows, in fp32 accumulators. So it is the operand of K S
 // from registers, and so are the products that follow from it: the three of a chunk that depend on
 // each other need no shared memory and no barrier in between, and the warps of the warpgroup meet
@@ -30,8 +37,36 @@ struct DeltaStatesGlobals {
     tile_rows<typename K::square_tile> values, grad_values;
     DeltaStates initial, grad_final, grad_initial;
     DeltaSequences sequences;
-    int value_heads, ratio, slices, key_dim, value_dim;
+    float *first_states, *segment_states, *transitions;
+    int count, value_heads, ratio, slices, key_dim, value_dim, segments, blocks_of_head;
+    bool summaries;
     float scale;
+};
+
+// What a block does: a slice of the values of a segment, which is the `step`th of its direction, or
+// of the columns of its transition.
+template <class K>
+struct DeltaStatesWork {
+    int sequence, value_head, slice, step;
+    bool backwards = false, transition = false;
+
+    __device__ __forceinline__ explicit DeltaStatesWork(const DeltaStatesGlobals<K>& g) {
+        const int both = 2 * g.slices * (g.segments > 1 ? g.segments - 1 : 1);
+        int index = int(blockIdx.x) % g.blocks_of_head;
+        const int head = int(blockIdx.x) / g.blocks_of_head;
+        value_head = head % g.value_heads;
+        sequence = head / g.value_heads;
+        if (index < both) {
+            backwards = index % 2 == 1;
+            slice = index / 2 % g.slices;
+            step = index / 2 / g.slices + (g.segments > 1 && !g.summaries ? 1 : 0);
+        } else {
+            index -= both;
+            transition = true;
+            slice = index % ((g.key_dim + 63) / 64);
+            step = 1 + index / ((g.key_dim + 63) / 64);
+        }
+    }
 };
 
 template <class K>
@@ -86,18 +121,37 @@ struct DeltaRecurrence {
 
     const DeltaStatesGlobals<K>& g;
     DeltaStatesShared<K>& shared;
+    const DeltaStatesWork<K> work;
     DeltaSequence sequence;
-    int index, head, value_head, slice;  // of the sequence, of the keys
-    bool backwards;
+    int head, first, length;  // of the keys; the segment's chunks
+    // Whether states, their gradients, U' and Y are kept: else only what is left in the end.
+    bool keeps;
 
-    __device__ __forceinline__ int count() const { return sequence.chunks(); }
-    __device__ __forceinline__ int chunk_of(int n) const { return backwards ? count() - 1 - n : n; }
+    __device__ __forceinline__ DeltaRecurrence(const DeltaStatesGlobals<K>& _g,
+                                               DeltaStatesShared<K>& _shared)
+        : g(_g),
+          shared(_shared),
+          work(_g),
+          sequence(_g.sequences.sequence(work.sequence)),
+          head(work.value_head / _g.ratio) {
+        const int segment = work.backwards ? g.segments - 1 - work.step : work.step;
+        const int chunks = sequence.chunks(), part = (chunks + g.segments - 1) / g.segments;
+        first = ::min(segment * part, chunks);
+        length = ::min(part, chunks - first);
+        keeps = !g.summaries || (work.step == 0 && !work.transition);
+    }
+
+    __device__ __forceinline__ int chunk_of(int n) const {
+        return first + (work.backwards ? length - 1 - n : n);
+    }
     // Of the workspace's tiles: of a chunk, and of a chunk and slice.
     __device__ __forceinline__ int chunk_at(int n) const {
-        return (sequence.b * g.value_heads + value_head) * g.sequences.slots + sequence.first_slot +
-               chunk_of(n);
+        return (sequence.b * g.value_heads + work.value_head) * g.sequences.slots +
+               sequence.first_slot + chunk_of(n);
     }
-    __device__ __forceinline__ int tile_at(int n) const { return chunk_at(n) * g.slices + slice; }
+    __device__ __forceinline__ int tile_at(int n) const {
+        return chunk_at(n) * g.slices + work.slice;
+    }
 
     // By one thread.
     __device__ __forceinline__ void load(int n) {
@@ -105,7 +159,9 @@ struct DeltaRecurrence {
         semaphore& full = shared.full[n % DELTA_STATES_STAGES];
         const int row = chunk_of(n) * DELTA_CHUNK, at = chunk_at(n);
         wait(shared.empty[n % DELTA_STATES_STAGES], n / DELTA_STATES_STAGES % 2 ^ 1);
-        if (backwards) {
+        if (work.transition) {
+            tma::expect(full, to.k, to.solved, to.vectors);
+        } else if (work.backwards) {
             tma::expect(full, to.q, to.k, to.values, to.solved, to.scores, to.vectors);
             g.q.load(to.q, sequence, head, row, 0, full);
             tma::load_async(to.scores, g.scores, {at, 0}, full);
@@ -113,43 +169,49 @@ struct DeltaRecurrence {
             tma::expect(full, to.k, to.values, to.solved, to.vectors);
         }
         g.k.load(to.k, sequence, head, row, 0, full);
-        (backwards ? g.grad_out : g.v)
-            .load(to.values, sequence, value_head, row, slice * DELTA_VALUES, full);
+        if (!work.transition) {
+            (work.backwards ? g.grad_out : g.v)
+                .load(to.values, sequence, work.value_head, row, work.slice * DELTA_VALUES, full);
+        }
         tma::load_async(to.solved, g.solved, {at, 0}, full);
         tma::load_async(to.vectors, g.vectors, {at, 0}, full);
     }
 
+    // The slice's columns of the values, or of the transition.
+    __device__ __forceinline__ int columns() const {
+        return (work.transition ? g.key_dim : g.value_dim) - work.slice * DELTA_VALUES;
+    }
+    // Of the slice's first element.
+    __device__ __forceinline__ int64_t place_of(const DeltaStates& x) const {
+        return work.sequence * x.sequence_stride + work.value_head * x.head_stride +
+               work.slice * DELTA_VALUES * x.value_stride;
+    }
     // Without branches, so that all loads are on their way together.
     template <class From>
     __device__ __forceinline__ void load_elements(state_tile& state,
                                                   const DeltaStates& from) const {
-        const auto* first = static_cast<const From*>(from.data) + place_of(from);
-        const int rows = g.value_dim - slice * DELTA_VALUES;
+        const auto* data = static_cast<const From*>(from.data) + place_of(from);
+        const int rows = columns();
         for_each_of_state(state, [&](float& x, int row, int column) {
             const bool exists = row < rows && column < g.key_dim;
             const float value =
-                convert<float>(arch::load_global(first + ::min(row, rows - 1) * from.value_stride +
+                convert<float>(arch::load_global(data + ::min(row, rows - 1) * from.value_stride +
                                                  ::min(column, g.key_dim - 1) * from.key_stride));
             x = exists ? value : 0.0f;
         });
     }
     template <class To>
     __device__ __forceinline__ void store_elements(state_tile& state, const DeltaStates& to) const {
-        auto* first = static_cast<To*>(to.data) + place_of(to);
-        const int rows = g.value_dim - slice * DELTA_VALUES;
+        auto* data = static_cast<To*>(to.data) + place_of(to);
+        const int rows = columns();
         for_each_of_state(state, [&](float& x, int row, int column) {
             if (row >= rows || column >= g.key_dim) return;
-            arch::store_global(first + row * to.value_stride + column * to.key_stride,
+            arch::store_global(data + row * to.value_stride + column * to.key_stride,
                                convert<To>(x));
         });
     }
-    // Of the slice's first element.
-    __device__ __forceinline__ int64_t place_of(const DeltaStates& x) const {
-        return index * x.sequence_stride + value_head * x.head_stride +
-               slice * DELTA_VALUES * x.value_stride;
-    }
     __device__ __forceinline__ void load_state(state_tile& state, const DeltaStates& from) const {
-        if (from.data == nullptr || slice * DELTA_VALUES >= g.value_dim)
+        if (from.data == nullptr || columns() <= 0)
             zero(state);
         else if (from.is_fp32)
             load_elements<float>(state, from);
@@ -164,6 +226,35 @@ struct DeltaRecurrence {
             store_elements<bf16>(state, to);
     }
 
+    // In the workspace, of the block's head: the state behind a step of a direction.
+    __device__ __forceinline__ int64_t head_of(bool backward) const {
+        return ((backward ? g.count : 0) + work.sequence) * g.value_heads + work.value_head;
+    }
+    __device__ __forceinline__ DeltaStates state_behind(int step) const {
+        const int64_t at = head_of(work.backwards);
+        float* const data = step == 0 ? g.first_states + at * g.key_dim * g.value_dim
+                                      : g.segment_states + (at * (g.segments - 2) + step - 1) *
+                                                               g.key_dim * g.value_dim;
+        return {data, true, 0, 0, g.value_dim, 1};
+    }
+    // M of a direction, in which the block's segment is the `step`th.
+    __device__ __forceinline__ DeltaStates transition_of(bool backward, int step) const {
+        float* const data = g.transitions + (head_of(backward) * (g.segments - 2) + step - 1) *
+                                                g.key_dim * g.key_dim;
+        return backward ? DeltaStates{data, true, 0, 0, g.key_dim, 1}
+                        : DeltaStates{data, true, 0, 0, 1, g.key_dim};
+    }
+    // Where the block's state comes from, and where it is left in the end.
+    __device__ __forceinline__ DeltaStates begins_with() const {
+        if (g.summaries && (work.transition || work.step > 0)) return {};
+        if (work.step > 0) return state_behind(work.step - 1);
+        return work.backwards ? g.grad_final : g.initial;
+    }
+    __device__ __forceinline__ DeltaStates ends_as() const {
+        if (g.summaries) return state_behind(work.step);
+        return work.backwards && work.step == g.segments - 1 ? g.grad_initial : DeltaStates{};
+    }
+
     // The state as an operand, which also goes to its tile.
     __device__ __forceinline__ void publish(rt<T, 16, key_dim>& to, const state_tile& state,
                                             int n) {
@@ -171,14 +262,16 @@ struct DeltaRecurrence {
         wait(shared.stored[n % 2], n / 2 % 2 ^ 1);
         warpgroup::store(shared.state[n % 2], to);
     }
-    // By one thread: the tiles of a step leave.
+    // By one thread: the tiles of a step leave, where they are kept.
     __device__ __forceinline__ void store(int n) {
         wait(shared.written[n % 2], n / 2 % 2);
-        tma::store_async(backwards ? g.grad_states : g.states, shared.state[n % 2],
-                         {tile_at(n), 0});
-        tma::store_async(backwards ? g.grad_values : g.values, shared.result[n % 2],
-                         {tile_at(n), 0});
-        tma::store_async_read_wait();
+        if (keeps) {
+            tma::store_async(work.backwards ? g.grad_states : g.states, shared.state[n % 2],
+                             {tile_at(n), 0});
+            tma::store_async(work.backwards ? g.grad_values : g.values, shared.result[n % 2],
+                             {tile_at(n), 0});
+            tma::store_async_read_wait();
+        }
         arrive(shared.stored[n % 2]);
     }
     // U' or Y, with which the tiles of a step are written.
@@ -193,12 +286,13 @@ struct DeltaRecurrence {
         return {x.x * y.x, x.y * y.y};
     }
 
-    // R = V - exp(c) K S in x, which is K S.
+    // R = V - exp(c) K S in x, which is K S; without values for a transition.
     __device__ __forceinline__ void subtract_from_values(square& x, Stage& stage) const {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            rt_base<T, row_l> v;
-            load_transposed(v, stage.values, 16 * j, 16 * warpgroup::warpid());
+            rt_base<T, row_l> v{};
+            if (!work.transition)
+                load_transposed(v, stage.values, 16 * j, 16 * warpgroup::warpid());
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int column = 16 * j + 8 * (i / 2) + 2 * (laneid() % 4);
@@ -212,9 +306,14 @@ struct DeltaRecurrence {
 
     __device__ __forceinline__ void forwards() {
         state_tile state;
-        load_state(state, g.initial);
+        load_state(state, begins_with());
+        if (work.transition) {
+            for_each_of_state(state, [&](float& x, int row, int column) {
+                x = work.slice * DELTA_VALUES + row == column ? 1.0f : 0.0f;
+            });
+        }
 #pragma unroll 1
-        for (int n = 0; n < count(); ++n) {
+        for (int n = 0; n < length; ++n) {
             Stage& stage = shared.stages[n % DELTA_STATES_STAGES];
             rt<T, 16, key_dim> before;
             publish(before, state, n);
@@ -237,17 +336,25 @@ struct DeltaRecurrence {
             warpgroup::mma_async_wait<0>(state);
             signal_by_warp(shared.empty[n % DELTA_STATES_STAGES]);
         }
+        if (work.transition) {
+            store_state(state, transition_of(false, work.step));
+            store_state(state, transition_of(true, g.segments - 1 - work.step));
+        } else {
+            store_state(state, ends_as());
+        }
     }
 
     __device__ __forceinline__ void backwards_over_chunks() {
         state_tile state;
-        load_state(state, g.grad_final);
+        load_state(state, begins_with());
 #pragma unroll 1
-        for (int n = 0; n < count(); ++n) {
+        for (int n = 0; n < length; ++n) {
             Stage& stage = shared.stages[n % DELTA_STATES_STAGES];
             rt<T, 16, key_dim> behind;
             publish(behind, state, n);
             wait(shared.full[n % DELTA_STATES_STAGES], n / DELTA_STATES_STAGES % 2);
+            // Behind the first product ptxas would have the warps wait for it.
+            scale_all(state, vector_at(stage.vectors, EXP_C, DELTA_CHUNK - 1));
             square through, y;
             operand outputs, weighted;
             warpgroup::mm_ABt(through, behind, stage.k);
@@ -261,7 +368,6 @@ struct DeltaRecurrence {
                 const float2 e = vector_pair(stage.vectors, EXP_C, column);
                 return float2{g.scale * e.x, g.scale * e.y};
             });
-            scale_all(state, vector_at(stage.vectors, EXP_C, DELTA_CHUNK - 1));
             warpgroup::mma_AB(state, outputs, stage.q);
             warpgroup::mma_async_wait<1>(through);
             warpgroup::mma_async_wait<1>(y);
@@ -290,24 +396,21 @@ struct DeltaRecurrence {
             warpgroup::mma_async_wait<0>(state);
             signal_by_warp(shared.empty[n % DELTA_STATES_STAGES]);
         }
-        store_state(state, g.grad_initial);
+        store_state(state, ends_as());
     }
 
     __device__ __forceinline__ void run() {
         const int warp = arch::warp_uniform(warpid());
         if (warp < WARPGROUP_WARPS) {
-            if (backwards)
+            if (work.backwards)
                 backwards_over_chunks();
             else
                 forwards();
+        } else if (laneid() == 0 && warp == WARPGROUP_WARPS) {
+            for (int n = 0; n < length; ++n) load(n);
         } else if (laneid() == 0) {
-            for (int n = 0; n < count(); ++n) {
-                if (warp == WARPGROUP_WARPS)
-                    load(n);
-                else
-                    store(n);
-            }
-            if (warp > WARPGROUP_WARPS) tma::store_async_wait();
+            for (int n = 0; n < length; ++n) store(n);
+            tma::store_async_wait();
         }
     }
 };
@@ -320,21 +423,13 @@ __global__ __launch_bounds__(DELTA_STATES_THREADS, 1) void delta_states_kernel(
     if (first_thread()) shared.init();
     arch::wait_for_dependencies();
     arch::sync_block();
-    int index = int(blockIdx.x);
-    const bool backwards = index % 2 == 1;
-    index /= 2;
-    const int slice = index % g.slices;
-    index /= g.slices;
-    const int value_head = index % g.value_heads, s = index / g.value_heads;
-    DeltaRecurrence<K>{
-        g, shared, g.sequences.sequence(s), s, value_head / g.ratio, value_head, slice, backwards}
-        .run();
+    DeltaRecurrence<K>(g, shared).run();
 }
 
 }  // namespace delta_gradient
 
 template <DType dtype, int key_dim>
-void launch_delta_states(const DeltaBackwardParams& params, Stream stream) {
+void launch_delta_states(const DeltaBackwardParams& params, bool summaries, Stream stream) {
     using namespace delta_gradient;
     using K = DeltaTiles<dtype, key_dim>;
     constexpr int bytes = delta_states_bytes(key_dim);
@@ -343,6 +438,10 @@ void launch_delta_states(const DeltaBackwardParams& params, Stream stream) {
     const DeltaRuleProblem& p = call.problem;
     const DeltaBackwardWorkspace w(p, params.config, call.l2_norm);
     const int64_t chunks = delta_chunks(p), tiles = chunks * params.config.slices;
+    const int segments = params.config.segments;
+    const int blocks_of_head =
+        delta_states_blocks(params.config.slices, p.key_dim, segments, summaries);
+    float* const kept = reinterpret_cast<float*>(params.workspace + w.segment_states);
     using square = typename K::square_tile;
     using token = typename K::token_tile;
     const DeltaStatesGlobals<K> globals{
@@ -361,13 +460,21 @@ void launch_delta_states(const DeltaBackwardParams& params, Stream stream) {
         .grad_final = call.final,
         .grad_initial = params.grad_initial,
         .sequences = call,
+        .first_states = reinterpret_cast<float*>(params.workspace + w.first_states),
+        .segment_states = kept,
+        .transitions =
+            kept + delta_kept_states(p, segments, segments - 2) * p.key_dim * p.value_dim,
+        .count = int(p.sequences),
         .value_heads = int(p.value_heads),
         .ratio = int(p.value_heads / p.heads),
         .slices = params.config.slices,
         .key_dim = int(p.key_dim),
         .value_dim = int(p.value_dim),
+        .segments = segments,
+        .blocks_of_head = blocks_of_head,
+        .summaries = summaries,
         .scale = call.scale};
-    const int64_t blocks = 2 * p.sequences * p.value_heads * params.config.slices;
+    const int64_t blocks = p.sequences * p.value_heads * blocks_of_head;
     kittens::launch({.dependent = true}, delta_states_kernel<K>, dim3(unsigned(blocks)),
                     dim3(DELTA_STATES_THREADS), dim3(1), bytes, stream, globals);
 }

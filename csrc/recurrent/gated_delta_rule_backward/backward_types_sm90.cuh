@@ -44,6 +44,14 @@ struct DeltaTokens {
             tma::load_async(tile, dense, elements(s.b, head, row, column), full);
         }
     }
+    // By one thread; rows behind the sequence are not stored.
+    __device__ __forceinline__ void store(const Tile& tile, const DeltaSequence& s, int head,
+                                          int row, int column) const {
+        if (packed)
+            tma::store_async(ragged, tile, ragged_coord{head, s.begin, s.length, row, column});
+        else
+            tma::store_async(dense, tile, elements(s.b, head, row, column));
+    }
 };
 
 // ---- the workspace ----

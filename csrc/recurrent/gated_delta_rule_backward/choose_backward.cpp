@@ -30,12 +30,50 @@ std::string unsupported_delta_backward(const DeltaRuleProblem& p, const DevicePr
     return "";
 }
 
+// The passes over the states, in steps of one chunk. A step takes a block some 1.24 us where it
+// waits for its own products alone; more than some 80 blocks that keep states, or 136 that do not,
+// wait for memory.
+static double steps_of(double blocks, double most, int64_t sms) {
+    return std::max(double(ceil_div(int64_t(blocks), sms)), blocks / most);
+}
+static int segments_of(const DeltaRuleProblem& p, const DeltaBackwardConfig& config,
+                       const DeviceProperties& device) {
+    const int64_t sms = std::max(1, device.sm_count), heads = p.sequences * p.value_heads;
+    const int64_t tokens =
+        p.packed ? ceil_div(p.length, std::max<int64_t>(p.sequences, 1)) : p.length;
+    const int64_t chunks = std::max<int64_t>(ceil_div(tokens, DELTA_CHUNK), 1);
+    const double keeping = 0.6 * double(sms), summing = 1.03 * double(sms);
+    // In steps, too: a launch, and the scan per segment.
+    constexpr double launch = 3, scan = 1;
+    const auto blocks = [&](int segments, bool summaries) {
+        return double(heads) * delta_states_blocks(config.slices, p.key_dim, segments, summaries);
+    };
+    int best = 1;
+    double least = double(chunks) * steps_of(blocks(1, false), keeping, sms);
+    // Two are made one after the other.
+    const int64_t most = std::min<int64_t>(chunks / 4, DELTA_MAX_SEGMENTS);
+    for (int segments = 3; segments <= most; ++segments) {
+        const double cost =
+            double(ceil_div(chunks, segments)) * (steps_of(blocks(segments, true), summing, sms) +
+                                                  steps_of(blocks(segments, false), keeping, sms)) +
+            2 * launch + scan * (segments - 2);
+        if (cost >= least) continue;
+        least = cost;
+        best = segments;
+    }
+    return best;
+}
+
 DeltaBackwardConfig choose_delta_backward(const DeltaRuleProblem& p,
                                           const DeviceProperties& device) {
     const int64_t slices = ceil_div(p.value_dim, DELTA_VALUES);
     const bool portable = !runs_native(device);
-    return {p.dtype, p.key_dim <= 64 ? 64 : 128, int(slices == 3 && !portable ? 4 : slices),
-            portable};
+    DeltaBackwardConfig config{.dtype = p.dtype,
+                               .key_dim = p.key_dim <= 64 ? 64 : 128,
+                               .slices = int(slices == 3 && !portable ? 4 : slices),
+                               .portable = portable};
+    if (!portable) config.segments = segments_of(p, config, device);
+    return config;
 }
 
 std::string kernel_name(const DeltaBackwardConfig& c) {

@@ -33,6 +33,21 @@ void run_portable_delta_backward(DeltaBackwardParams params, Stream stream) {
         launch_delta_gate_sums<128, true>(params, stream);
 }
 
+// Both directions are sequences of their own, whose first state is that behind the first segment.
+inline void scan_delta_segments(const DeltaBackwardParams& params, Stream stream) {
+    const DeltaRuleProblem& p = params.forward.problem;
+    const DeltaBackwardWorkspace w(p, params.config, params.forward.l2_norm);
+    const int64_t state = p.key_dim * p.value_dim;
+    DeltaRuleParams scan;
+    scan.problem = p;
+    scan.problem.sequences = 2 * p.sequences;
+    scan.initial = {
+        params.workspace + w.first_states, true, p.value_heads * state, state, p.value_dim, 1};
+    scan.segments = params.config.segments - 1;
+    scan.workspace = reinterpret_cast<float*>(params.workspace + w.segment_states);
+    launch_delta_scan<DELTA_SCAN_COLUMNS, false>(scan, stream);
+}
+
 template <DType dtype, int key_dim>
 void run_delta_backward(const DeltaBackwardParams& params, Stream stream) {
     if constexpr (BUILDS_PORTABLE) {
@@ -42,7 +57,11 @@ void run_delta_backward(const DeltaBackwardParams& params, Stream stream) {
         }
     }
     launch_delta_prepare<dtype, key_dim>(params, stream);
-    launch_delta_states<dtype, key_dim>(params, stream);
+    if (params.config.segments > 1) {
+        launch_delta_states<dtype, key_dim>(params, true, stream);
+        if (params.config.segments > 2) scan_delta_segments(params, stream);
+    }
+    launch_delta_states<dtype, key_dim>(params, false, stream);
     const int slices = params.config.slices;
     (slices == 1   ? &launch_delta_gradients<dtype, key_dim, 1>
      : slices == 2 ? &launch_delta_gradients<dtype, key_dim, 2>
