@@ -33,6 +33,7 @@ from helpers.hf_models import (  # noqa: E402
     assert_as_good,
     batch,
     load,
+    named_cache,
     results,
 )
 
@@ -166,7 +167,8 @@ def test_several_tokens_behind_a_cache(device, saved, calls):
             with torch.no_grad():
                 for begin, end in ((0, 7), (7, 10), (10, 12)):
                     seen = None if given is None else given[:, :end]
-                    out = model(tokens[:, begin:end], attention_mask=seen, past_key_values=cache)
+                    named = named_cache(model.forward, cache)
+                    out = model(tokens[:, begin:end], attention_mask=seen, **named)
                     parts.append(out.logits)
             logits.append(torch.cat(parts, 1)[mask.bool() if given is not None else ...])
         torch.testing.assert_close(*logits, atol=2e-4, rtol=2e-4)
@@ -199,10 +201,8 @@ def test_compiled(device, saved, calls, monkeypatch):
     # The formula reads the lengths, the op does not.
     monkeypatch.setattr(integration, "attention_varlen", tk.attention_varlen)
     create = transformers.masking_utils.create_sliding_window_causal_mask
-    # Versions of transformers name it differently.
-    names = inspect.signature(create).parameters
-    no_cache = dict.fromkeys({"cache", "past_key_values"} & set(names))
-    if "cache_position" in names:
+    no_cache = named_cache(create, None)
+    if "cache_position" in inspect.signature(create).parameters:
         no_cache["cache_position"] = torch.arange(LENGTH, device=device)
 
     def layer(q, k, v, mask):

@@ -39,6 +39,14 @@ def allowed(monkeypatch):
     monkeypatch.setattr(kind, "_compatible_flash_implementations", [NAME])
 
 
+@pytest.fixture(autouse=True)
+def memory(monkeypatch):
+    """Up to release 5.17, transformers finds none on a CPU."""
+    handler = getattr(batching.cache, "PagedAttentionMemoryHandler", None)
+    if hasattr(handler, "get_available_memory") and not torch.cuda.is_available():
+        monkeypatch.setattr(handler, "get_available_memory", lambda *_: 1 << 30)
+
+
 @pytest.fixture
 def counts(monkeypatch):
     """How often functions were called; formulas take the ops' place."""
@@ -65,12 +73,11 @@ def generated(model, **options):
         max_new_tokens=STEPS, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
     names = {field.name for field in fields(transformers.ContinuousBatchingConfig)}
-    old = "page_size" not in names
-    if old and model.device.type == "cpu":
-        pytest.skip("this release of transformers finds no memory on a CPU")
-    page_size = "block_size" if old else "page_size"
-    sizes = {"num_blocks": 16, page_size: 16, "max_batch_tokens": 64}
-    config = transformers.ContinuousBatchingConfig(**sizes, **options)
+    page_size = "page_size" if "page_size" in names else "block_size"  # up to release 5.17
+    options |= {"num_blocks": 16, page_size: 16, "max_batch_tokens": 64}
+    if model.device.type == "cpu":
+        options |= {"use_cuda_graph": False, "use_async_batching": False}
+    config = transformers.ContinuousBatchingConfig(**options)
     results = model.generate_batch(
         inputs=PROMPTS,
         generation_config=generation,
@@ -96,7 +103,8 @@ def test_gathered_keys(name, taken, tmp_path, counts, monkeypatch):
     """Packed sequences, with windows and sinks, by the op and by PyTorch."""
     monkeypatch.setattr(integration, "_takes", lambda *operands: taken)
     path = hf_models.save(tmp_path, name)
-    made = generated(load(path, "cpu", NAME))
+    # Beside a GPU there would be block tables, also for a model on the CPU.
+    made = generated(load(path, "cpu", NAME), max_blocks_per_request=0)
     assert [x.generated_tokens for x in made] == [expected(path, prompt) for prompt in PROMPTS]
     used, other = ("attention_varlen", "attention_forward")[:: 1 if taken else -1]
     assert counts[used] > 0
@@ -116,6 +124,86 @@ def test_block_tables(tmp_path, counts, monkeypatch):
     assert counts["attention_paged"] == layers * counts["attention_schedule"]
     assert counts["attention_schedule"] == STEPS - 1
     assert counts["attention_varlen"] == layers
+
+
+class CacheUpTo518:
+    """Of layer 3, which is the first of the second group. Pages are of 8 tokens."""
+
+    block_size, layer_index_to_group_indices = 8, {3: (1, 0)}
+    key_cache, value_cache = torch.arange(2.0 * 2 * 48 * 2 * 16).reshape(2, 2, 48, 2, 16)
+
+    def update(self, key, value, layer, read_index, write_index):
+        assert (layer, read_index, write_index) == (3, "read", "write")
+        return tuple(x[0].transpose(0, 1) + 1 for x in (key, value))
+
+
+class CacheOf518(CacheUpTo518):
+    def get_cache_for_block_table(self, layer):
+        assert layer == 3
+        return 1, *(x[0].reshape(6, 8, 2, 16) for x in (self.key_cache, self.value_cache))
+
+
+class CacheUpTo523:
+    def update(self, key, value, layer, told):
+        assert layer == 3
+        told["cu_seq_lens_k"], told["max_length_k"] = "edges", 7
+        return key + 1, value + 1
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+def test_caches_of_older_releases(kind):
+    """They are updated by the layer, for which what is told to all layers becomes its own."""
+    layer = SimpleNamespace(layer_idx=3, sliding_window=5 if kind[0] == "s" else None)
+    key, value = torch.randn(2, 1, 2, 4, 16)
+    lengths = {"full_attention": (torch.tensor([0, 9]), 9)}
+    lengths["sliding_attention"] = torch.tensor([0, 5]), 5
+    edges, longest = lengths[kind]
+    by_kind = [{name: x[i] for name, x in lengths.items()} for i in range(2)]
+    tables = torch.arange(8, dtype=torch.int32).reshape(2, 2, 2)
+    for cache in (CacheUpTo518(), CacheOf518()):
+        for each in (by_kind, (edges, longest)):
+            told = {"cu_seq_lens_k": each[0], "max_seqlen_q": 2, "max_seqlen_k": each[1]}
+            told |= {"read_index": "read", "write_index": "write", "block_table": None}
+            found = _paged.update(cache, layer, key, value, told)
+            assert torch.equal(torch.stack(found), torch.stack([key, value]) + 1)
+            assert told["cu_seq_lens_k"] is edges
+            assert (told["max_length_q"], told["max_length_k"]) == (2, longest)
+            told |= {"cu_seq_lens_k": each[0], "max_seqlen_k": each[1], "block_table": tables}
+            assert _paged.update(cache, layer, key, value, told) == (key, value)
+            assert torch.equal(told["block_table"], tables[1])
+            for name, x in (("k_cache", cache.key_cache), ("v_cache", cache.value_cache)):
+                assert told[name].data_ptr() == x.data_ptr()
+                assert told[name].shape == (6, 8, 2, 16)
+    told = {"cu_seq_lens_k": by_kind[0], "max_length_k": by_kind[1], "max_length_q": 2}
+    found = _paged.update(CacheUpTo523(), layer, key, value, told)
+    assert torch.equal(torch.stack(found), torch.stack([key, value]) + 1)
+    assert told == {"cu_seq_lens_k": "edges", "max_length_k": 7, "max_length_q": 2}
+
+
+def test_calls_that_are_not_known():
+    """They are refused: keys may be elsewhere. Without lengths, calls are those of any model."""
+    layer = SimpleNamespace(layer_idx=0, is_causal=True)
+    q, k, v = torch.randn(3, 1, 2, 4, 16)
+    edges = torch.tensor([0, 3, 4], dtype=torch.int32)
+    call, batched = integration.paged_attention_forward, integration._batched_attention_forward
+    plain = integration.attention_forward(layer, q, k, v, None)[0]
+    assert torch.equal(call(layer, q, k, v, None)[0], plain)
+    given = {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges}
+    packed = call(layer, q, k, v, None, **given)[0]
+    assert torch.equal(packed, batched(layer, q, k, v, None, **given)[0])
+    assert torch.equal(packed[:, :3], plain[:, :3])
+    assert not torch.equal(packed, plain)
+    wrong = [
+        ({"cu_seq_lens_k": {"full_attention": edges}}, "cu_seq_lens_k is a dict"),
+        ({"cu_seq_lens_q": None}, "cu_seq_lens_q is a NoneType"),
+        ({"block_table": edges[None, None]}, "block_table has 3 dimensions, expected 2"),
+        ({"block_table": edges[None]}, "expected 2, with k_cache and v_cache"),
+    ]
+    for change, message in wrong:
+        with pytest.raises(TypeError, match=message):
+            call(layer, q, k, v, None, **given | change)
+    with pytest.raises(ValueError, match="is for continuous batching alone"):
+        batched(layer, q, k, v, None)
 
 
 @pytest.mark.emulator
@@ -181,7 +269,7 @@ def test_other_implementations(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["Llama", "GptOss"])
+@pytest.mark.parametrize("name", ["Llama", "GptOss", "Gemma2"])
 def test_on_a_gpu(name, tmp_path):
     """With block tables where transformers makes them, in CUDA graphs."""
     integration.register()

@@ -24,7 +24,16 @@ from transformers.masking_utils import create_masks_for_generate  # noqa: E402
 
 import thunderkittens.integrations.transformers as integration  # noqa: E402
 from helpers import hf_models  # noqa: E402
-from helpers.hf_models import BF16, FP32, LENGTH, SIZES, assert_as_good, batch, load  # noqa: E402
+from helpers.hf_models import (  # noqa: E402
+    BF16,
+    FP32,
+    LENGTH,
+    SIZES,
+    assert_as_good,
+    batch,
+    load,
+    named_cache,
+)
 from helpers.numerics import assert_accurate  # noqa: E402
 
 STEPS = 4
@@ -37,6 +46,12 @@ CALLS = []  # windows of calls of the kernel, or of what is traced in its place
 def called(window):
     CALLS.append(window)
     return 0
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled():
+    """What other tests have compiled of a model's forward counts against the compiler's limit."""
+    torch._dynamo.reset()
 
 
 @pytest.fixture
@@ -87,6 +102,7 @@ def greedy(model, tokens, mask, step, inside=False, between=list):
     cache = transformers.StaticCache(config=model.config, max_cache_len=LENGTH + STEPS)
     position = (mask.cumsum(1) - 1).clamp(min=0)
     forward, made = model.forward, []
+    to_model, to_masks = (named_cache(f, cache) for f in (forward, create_masks_for_generate))
     with torch.no_grad():
         for _ in range(STEPS):
             given = mask
@@ -95,10 +111,10 @@ def greedy(model, tokens, mask, step, inside=False, between=list):
                     config=model.config,
                     inputs_embeds=torch.empty(*tokens.shape, 0, dtype=model.dtype),
                     attention_mask=mask,
-                    cache=cache,
                     position_ids=position,
+                    **to_masks,
                 )
-            out = forward(tokens, attention_mask=given, position_ids=position, cache=cache)
+            out = forward(tokens, attention_mask=given, position_ids=position, **to_model)
             tokens = out.logits[:, -1:].argmax(-1)
             made.append(tokens)
             mask = torch.cat([mask, torch.ones_like(tokens)], 1)
@@ -135,6 +151,19 @@ def test_compiled_steps(name, inside, tmp_path, kinds):
     windows = {-1, hf_models.WINDOW - 1} if name in ("Gemma2", "GptOss") else {kinds[0]}
     assert set(kinds) == windows
     assert len(kinds) >= model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_compiled_steps_of_the_formula(inside, tmp_path):
+    """In float32, a softcap and windows are left to it: it is traced without a guard on the values
+    of a tensor."""
+    integration.register()
+    tokens, mask = batch("left", "cpu")
+    path = hf_models.save(tmp_path, "Gemma2")
+    model, eager = (load(path, "cpu", name) for name in ("thunderkittens", "eager"))
+    step = torch.compile(model.forward, fullgraph=True, backend="eager")
+    made = greedy(model, tokens, mask, step, inside)
+    assert torch.equal(made, greedy(eager, tokens, mask, eager.forward))
 
 
 def test_windows_in_a_graph(kinds):
@@ -227,10 +256,10 @@ def test_gradients_behind_a_cache(tmp_path, kinds):
     gradients = []
     for implementation in ("thunderkittens", "eager"):
         model = load(path, "cpu", implementation)
-        cache = transformers.DynamicCache(config=model.config)
+        cache = named_cache(model.forward, transformers.DynamicCache(config=model.config))
         with torch.no_grad():
-            model(tokens[:, :-1], attention_mask=mask[:, :-1], cache=cache)
-        logits = model(tokens[:, -1:], attention_mask=mask, cache=cache).logits
+            model(tokens[:, :-1], attention_mask=mask[:, :-1], **cache)
+        logits = model(tokens[:, -1:], attention_mask=mask, **cache).logits
         logits.log_softmax(-1)[..., 7].sum().backward()
         gradients.append([p.grad for p in model.parameters()])
     assert not kinds
@@ -271,13 +300,14 @@ def test_the_kernel_on_the_emulator(tmp_path):
     for implementation, dtype in (("thunderkittens", BF16), ("eager", BF16), ("eager", FP32)):
         model = load(tmp_path, "cpu", implementation, dtype)
         cache = transformers.StaticCache(config=model.config, max_cache_len=200)
+        cache = named_cache(model.forward, cache)
         with torch.no_grad():
-            model(tokens[:, :-1], attention_mask=mask[:, :-1], cache=cache)
+            model(tokens[:, :-1], attention_mask=mask[:, :-1], **cache)
             if implementation == "eager":
-                out = model(tokens[:, -1:], attention_mask=mask, cache=cache)
+                out = model(tokens[:, -1:], attention_mask=mask, **cache)
             else:
                 with tk.emulate() as run:
-                    out = model(tokens[:, -1:], attention_mask=mask, cache=cache)
+                    out = model(tokens[:, -1:], attention_mask=mask, **cache)
                 ran = [x["kernel"] for x in run.kernels]
         logits.append([out.logits])
     assert ran == ["decode_bf16_d64"] * 2

@@ -3,6 +3,8 @@ good as those of a model's own attention."""
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 import transformers
 
@@ -71,6 +73,13 @@ def batch(padding, device):
         row[:before] = 0
         row[LENGTH - after :] = 0
     return (tokens * mask).to(device), mask.to(device)
+
+
+def named_cache(function, cache):
+    """A cache as the keyword that a model's forward, or a function for masks, has for it. Releases
+    of transformers name it differently, and a forward ignores a keyword that it does not know."""
+    (name,) = {"cache", "past_key_values"} & set(inspect.signature(function).parameters)
+    return {name: cache}
 
 
 def results(model, tokens, mask, keep):

@@ -7,6 +7,9 @@ a step. Of other batches, as with prompts, transformers itself has written the n
 gathered all keys of the batch by its read indices, before a model calls its attention; pages and
 table are not told then. So `tk.attention_varlen` attends to that copy.
 
+Releases before 5.24 leave to a model's attention what is said of transformers above: to write the
+new keys, to gather, and to pick what belongs to the layer. `update` does that, by their cache.
+
 transformers decides by the name of an implementation what it prepares: one with "flash" in it gets
 lengths in place of masks of the full size, and block tables if there is also a 2 or a 3. It then
 looks the functions of flash-attn up, by the name; they are those of `tk.compat`.
@@ -52,6 +55,64 @@ def provide(name: str) -> None:
 
     imports._tk_provides = True  # type: ignore[attr-defined]
     module._lazy_imports = imports  # type: ignore[attr-defined]
+
+
+def update(
+    cache: Any, module: Any, key: Tensor, value: Tensor, told: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """The keys and values that a layer attends to, as models from transformers 5.24 on have them
+    before they call their attention: gathered, or, with a block table, those of the new tokens.
+
+    Args:
+        cache: transformers' `PagedAttentionCache`.
+        module: the layer.
+        key: (1, Hkv, T, D), the new ones.
+        value: likewise.
+        told: what transformers tells all layers; in place, it becomes what it tells this one.
+    """
+    layer = module.layer_idx
+    found: Any
+    if "max_seqlen_k" not in told:  # from 5.19 on
+        found = cache.update(key, value, layer, told)
+        return found  # type: ignore[no-any-return]
+    # Of layers of two kinds, lengths are told by kind.
+    kind = "sliding_attention" if getattr(module, "sliding_window", None) else "full_attention"
+    lengths, longest = told["cu_seq_lens_k"], told["max_seqlen_k"]
+    if isinstance(lengths, dict):
+        lengths, longest = lengths[kind], longest[kind]
+    told |= {"cu_seq_lens_k": lengths, "max_length_k": longest}
+    told["max_length_q"] = told["max_seqlen_q"]
+    table = told.get("block_table")
+    if table is None:
+        found = cache.update(key, value, layer, told["read_index"], told["write_index"])
+        key, value = (x.transpose(0, 1).unsqueeze(0) for x in found)
+        return key, value
+    if hasattr(cache, "get_cache_for_block_table"):  # 5.18
+        group, k_cache, v_cache = cache.get_cache_for_block_table(layer)
+    else:
+        group, place = cache.layer_index_to_group_indices[layer]
+        k_cache, v_cache = (
+            x[place].unflatten(0, (-1, cache.block_size))
+            for x in (cache.key_cache, cache.value_cache)
+        )
+    told |= {"block_table": table[group], "k_cache": k_cache, "v_cache": v_cache}
+    return key, value
+
+
+def require(edges_q: Any, edges_k: Any, k_cache: Any, v_cache: Any, table: Any) -> None:
+    """Raises TypeError where lengths or pages are not told as `paged_attention_forward` says: a
+    release that tells them in another way is refused, as its keys may be elsewhere."""
+    for name, x in (("cu_seq_lens_q", edges_q), ("cu_seq_lens_k", edges_k)):
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"thunderkittens: {name} is a {type(x).__name__}, expected a torch.Tensor; this "
+                "release of transformers tells lengths in a way that is not known here"
+            )
+    if table is not None and (table.dim() != 2 or k_cache is None or v_cache is None):
+        raise TypeError(
+            f"thunderkittens: block_table has {table.dim()} dimensions, expected 2, with k_cache "
+            "and v_cache; this release of transformers tells pages in a way that is not known here"
+        )
 
 
 def packed_mask(

@@ -71,11 +71,14 @@ def register(name: str = NAME, *, padding: str = "contiguous") -> None:
     function = attention_mask if padding == "contiguous" else partial(attention_mask, holes=True)
     masks.AttentionMaskInterface.register(name, function)
     if hasattr(transformers, "ContinuousBatchingConfig"):
-        # Some releases, 5.17 for one, put "paged|" before the name.
-        for paged in (name + _paged.SUFFIX, f"paged|{name}{_paged.SUFFIX}"):
-            _paged.provide(paged)
-            transformers.AttentionInterface.register(paged, paged_attention_forward)
-            masks.AttentionMaskInterface.register(paged, function)
+        paged = name + _paged.SUFFIX
+        transformers.AttentionInterface.register(paged, paged_attention_forward)
+        masks.AttentionMaskInterface.register(paged, function)
+        # Up to release 5.18, "paged|" is put before the name under continuous batching. Without a
+        # function for masks, models make none then.
+        transformers.AttentionInterface.register(f"paged|{paged}", _batched_attention_forward)
+        for known in (paged, f"paged|{paged}"):
+            _paged.provide(known)
 
 
 def attention_mask(
@@ -315,13 +318,14 @@ def paged_attention_forward(
     block_table: Tensor | None = None,
     k_cache: Tensor | None = None,
     v_cache: Tensor | None = None,
+    cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention of a layer under continuous batching, as transformers calls it.
 
     With a block table, `tk.attention_paged` writes the new keys into the pages and attends to them
     in place. Without, transformers has gathered the keys of the batch, and `tk.attention_varlen`
-    attends to that copy: the pages are not told. Calls of neither kind are `attention_forward`'s.
+    attends to that copy: the pages are not told. Calls without lengths are `attention_forward`'s.
 
     Args:
         module: the layer.
@@ -332,32 +336,59 @@ def paged_attention_forward(
         dropout: as for `attention_forward`.
         cu_seq_lens_q: (B + 1,), int32: cumulative numbers of new tokens.
         cu_seq_lens_k: (B + 1,), int32: cumulative numbers of keys, those of new tokens among them.
-        max_length_q: at least the new tokens of any sequence.
-        max_length_k: at least the keys of any.
+        max_length_q: at least the new tokens of any sequence; None: T.
+        max_length_k: at least the keys of any; None: N.
         block_table: (B, pages), int32, where each sequence has one new token.
         k_cache: (pages, page size, Hkv, D), with a block table.
         v_cache: likewise.
+        cache: transformers' cache, in the releases that leave it to this function. There, `key` and
+            `value` are those of the new tokens, and what belongs to the layers is not yet the
+            layer's own: see `_paged.update`.
         kwargs: those of `attention_forward`.
 
     Returns:
         (1, T, Hq, Dv), and None for the weights.
+
+    Raises:
+        TypeError: lengths or pages are told in a way that this function does not know.
     """
-    if not isinstance(cu_seq_lens_k, Tensor) or cu_seq_lens_q is None:
+    if cu_seq_lens_q is None and cu_seq_lens_k is None:
         out = attention_forward(module, query, key, value, attention_mask, dropout, **kwargs)
         return out
+    if cache is not None:
+        told = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_q": max_length_q, **kwargs}
+        told |= {"max_length_k": max_length_k, "block_table": block_table}
+        key, value = _paged.update(cache, module, key, value, told)
+        given = query, key, value, attention_mask, dropout, cu_seq_lens_q
+        return paged_attention_forward(module, *given, **told)
+    edges: tuple[Any, Any] = (cu_seq_lens_q, cu_seq_lens_k)
+    pages: tuple[Any, Any, Any] = (k_cache, v_cache, block_table)
+    _paged.require(*edges, *pages)
     window = kwargs.get("sliding_window")
     left = window - 1 if window else -1
     scores = (kwargs.get(name) for name in ("softcap", "scaling", "s_aux"))
     options = _options(query, (left, -1), *scores)
-    if block_table is not None and k_cache is not None and v_cache is not None:
-        pages = k_cache, v_cache, block_table, cu_seq_lens_k
-        return _paged.decode(module, query, key, value, *pages, options), None
-    edges, lengths = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q or 0, max_length_k or 0)
+    if block_table is not None:
+        return _paged.decode(module, query, key, value, *pages, edges[1], options), None
+    lengths = (
+        query.shape[2] if max_length_q is None else max_length_q,
+        key.shape[2] if max_length_k is None else max_length_k,
+    )
     if not dropout and _takes(query, key, value):
         causal = {"causal": True, **options}
         return _paged.attend(query, key, value, *edges, lengths, causal), None
     mask = _paged.packed_mask(*edges, query.shape[2], key.shape[2], True, left)
     return attention_forward(module, query, key, value, mask, dropout, **kwargs)
+
+
+def _batched_attention_forward(*operands: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """`paged_attention_forward`, for continuous batching alone: there are no masks."""
+    if kwargs.get("cu_seq_lens_q") is None:
+        raise ValueError(
+            "thunderkittens: this attn_implementation is for continuous batching alone, and the "
+            "call tells no lengths; give the name without what stands before '|'"
+        )
+    return paged_attention_forward(*operands, **kwargs)
 
 
 def _options(
