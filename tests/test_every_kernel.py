@@ -118,13 +118,15 @@ def test_every_kernel_that_quantises_to_nvfp4(name):
     assert run.kernels[0]["kernel"] == name[0]
 
 
-NORM = r"(bf16|fp16|fp32)(_sum_fp32)?(_layer)?(_gated)?_(registers|wide|memory)(_portable)?"
+NORM = (
+    r"(bf16|fp16|fp32)(_sum_fp32)?(_layer)?(_gated)?_(registers|wide|memory)(_\dunits)?(_portable)?"
+)
 
 
 def norm_call(name):
     """Operands and options of a call that a kernel of the norms runs."""
-    dtype, kind, layer, gated, path, portable = (name[i] for i in range(1, 7))
-    width = 16416 if path == "wide" else 129 if path == "memory" else 128
+    dtype, kind, layer, gated, path, units, portable = (name[i] for i in range(1, 8))
+    width = {"wide": 16416, "memory": 129, "_2units": 4104, "_4units": 8200}.get(units or path, 128)
     x = torch.randn(3, width).to(KINDS[dtype])
     tensors = {"x": x, "weight": torch.randn(width)}
     if layer:

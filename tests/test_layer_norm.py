@@ -153,7 +153,9 @@ def test_gradients(device, case):
     assert_gradients("layer_norm", tuple(named), list(named.values()), **options)
 
 
-@pytest.mark.parametrize(("rows", "width"), [(500, 32), (60, 160), (90, 21)])
+@pytest.mark.parametrize(
+    ("rows", "width"), [(500, 32), (60, 160), (45, 1032), (11, 4104), (5, 8200), (90, 21)]
+)
 def test_gradients_of_many_rows(device, rows, width):
     """More than the teams of an emulated GPU of one SM, which take several each."""
     named = {"x": normal((rows, width), BF16, device), **parameters("both", width, FP32, device)}

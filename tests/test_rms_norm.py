@@ -153,7 +153,11 @@ def test_gradients(device, case):
 
 
 @pytest.mark.parametrize(
-    ("rows", "width", "group"), [(700, 32, None), (300, 24, 8), (90, 21, 3), (40, 384, 128)]
+    ("rows", "width", "group"),
+    [
+        *((700, 32, None), (300, 24, 8), (90, 21, 3), (40, 384, 128)),
+        *((45, 1032, None), (11, 4104, None), (5, 8200, None), (23, 8272, 4136)),
+    ],
 )
 def test_gradients_of_many_rows(device, rows, width, group):
     """More than the teams of an emulated GPU of one SM, which take several each."""

@@ -12,7 +12,7 @@
 // dz = dy n w silu'(z). Where x is gated first, v = x silu(z): dx = dv silu(z), dz = dv x silu'(z).
 #pragma once
 
-#include "csrc/norm/units.cuh"
+#include "csrc/norm/backward_streamed.cuh"
 
 namespace thunderkittens::norm {
 namespace sm90 {
@@ -153,33 +153,6 @@ struct RowGradient {
         return load_unit<ALIGNED>(place.in<S>(p.grad_sum) + column, count);
     }
 };
-
-// Eight partial sums of a row of them, whose pitch is a multiple of a unit.
-__device__ __forceinline__ void store_partial(float* at, const float (&sums)[UNIT]) {
-    store_unit<true>(at, rounded<float>(sums), UNIT);
-}
-
-// A row of partial sums is that of a block, or of the teams of a warp.
-struct Reducer {
-    int teams, team;  // that share it
-    int64_t partial;
-
-    __device__ __forceinline__ explicit Reducer(int lanes) {
-        const bool whole_block = lanes > WARP;
-        teams = whole_block ? 1 : WARP / lanes;
-        team = whole_block ? 0 : kittens::laneid() / lanes;
-        partial = blockIdx.x;
-        if (!whole_block) partial = partial * (BLOCK / WARP) + kittens::warpid();
-    }
-};
-
-// Row `step` of a team: those of a warp are neighbours. Where rows have weights of their own, the
-// teams of a warp, and of its next steps, keep to the same: the rows of partial sums are then
-// those of one group each.
-__device__ __forceinline__ int64_t row_at(const BackwardParams& p, int64_t step, const Reducer& r) {
-    if (p.forward.groups > 1) return (step * r.teams + r.team) * p.count + r.partial;
-    return (step * p.count + r.partial) * r.teams + r.team;
-}
 
 template <Config C>
 __device__ __forceinline__ void gradients(const BackwardParams& p) {
@@ -353,13 +326,21 @@ template <Config C>
 struct Backward {
     static constexpr Config CONFIG = C;
     static constexpr int THREADS = C.path == Path::memory ? MAX_LANES : most_lanes_of_gradient(C);
+    // As many registers as let the threads reside; the exact sigmoid does not do with those.
+    static constexpr int BLOCKS = C.path == Path::memory && !(C.gated && C.dtype == DType::fp32)
+                                      ? resident_threads(C) / MAX_LANES
+                                      : 0;
 };
 
 template <class B>
-__global__ __launch_bounds__(B::THREADS) void norm_backward_kernel(
+__global__ __launch_bounds__(B::THREADS, B::BLOCKS) void norm_backward_kernel(
     const __grid_constant__ BackwardParams p) {
     constexpr Config C = B::CONFIG;
-    if constexpr (C.path == Path::registers) {
+    arch::wait_for_dependencies();
+    arch::launch_dependents();
+    if constexpr (C.units > 0) {
+        stream_gradients<C>(p);
+    } else if constexpr (C.path == Path::registers) {
         gradients<C>(p);
     } else if (p.forward.aligned) {
         gradients_from_memory<C, true>(p);
@@ -377,6 +358,8 @@ template <bool PORTABLE>
 __global__ __launch_bounds__(REDUCE_THREADS) void norm_reduce_kernel(
     const __grid_constant__ BackwardParams p) {
     constexpr int QUADS = REDUCE_COLUMNS / 4, SLICES = REDUCE_THREADS / QUADS;
+    arch::wait_for_dependencies();
+    arch::launch_dependents();
     const int64_t groups = p.forward.groups, across = groups * p.pitch;
     const int64_t blocks = across / REDUCE_COLUMNS;
     const bool second = int64_t{blockIdx.x} >= blocks;
@@ -426,16 +409,18 @@ __global__ __launch_bounds__(REDUCE_THREADS) void norm_reduce_kernel(
 
 template <Config C>
 void launch_backward(const BackwardParams& params, Stream stream) {
-    kittens::launch(
-        sm90::norm_backward_kernel<sm90::Backward<C>>, dim3(static_cast<unsigned>(params.blocks)),
-        dim3(static_cast<unsigned>(threads_of(params.forward.lanes))), dim3(1), 0, stream, params);
+    const int threads = threads_of(params.forward.lanes);
+    kittens::launch({.dependent = !C.portable}, sm90::norm_backward_kernel<sm90::Backward<C>>,
+                    dim3(static_cast<unsigned>(params.blocks)),
+                    dim3(static_cast<unsigned>(threads)), dim3(1), streamed_bytes(C, threads),
+                    stream, params);
 }
 
 template <bool portable>
 void launch_reduce(const BackwardParams& params, Stream stream) {
     const int64_t blocks = params.forward.groups * params.pitch / REDUCE_COLUMNS;
     const int64_t results = params.partials_bias != nullptr ? 2 : 1;
-    kittens::launch(sm90::norm_reduce_kernel<portable>,
+    kittens::launch({.dependent = !portable}, sm90::norm_reduce_kernel<portable>,
                     dim3(static_cast<unsigned>(results * blocks)), dim3(REDUCE_THREADS), dim3(1), 0,
                     stream, params);
 }

@@ -169,7 +169,8 @@ inline void plan_gradient(BackwardParams& p, int resident, int sms) {
     p.blocks = static_cast<int>(blocks);
     p.count = blocks * partials;
     p.pitch = round_up(f.width, UNIT);
-    p.steps = ceil_div(f.rows.count, blocks * teams_of(f.lanes));
+    p.between = static_cast<uint32_t>(blocks * teams_of(f.lanes));
+    p.steps = ceil_div(f.rows.count, int64_t{p.between});
 }
 
 template <class Tensor>
@@ -229,7 +230,8 @@ Gradients<Tensor> backward_body(const Backend<Tensor>& on, const char* op, const
     forward.rows = rows.rows;
     forward.weight = data_as<const void>(weight);
     problem.aligned = forward.aligned = rows.aligned && aligned16(forward.weight);
-    const Config config = on.chosen("rms_norm_backward", choose_backward(problem, device));
+    Config config = on.chosen("rms_norm_backward", choose_backward(problem, device));
+    if (config.path == Path::memory) config.units = 0;  // where the path alone was forced
     forward.lanes = lanes_of(config, forward.width);
     forward.teams = teams_of(forward.lanes);
     params.grad_x = of_x ? result.x.data_ptr() : nullptr;

@@ -54,8 +54,20 @@ Config choose(const Problem& p, const DeviceProperties& device) {
 Config choose_backward(const Problem& p, const DeviceProperties& device) {
     Config config = config_of(p, device);
     config.layer = p.layer;
-    if (p.aligned && lanes_of(p.width, units_of(config)) <= most_lanes_of_gradient(config)) {
-        config.path = Path::registers;
+    if (!p.aligned) return config;
+    if (config.portable || config.gated) {
+        if (lanes_of(p.width, units_of(config)) <= most_lanes_of_gradient(config)) {
+            config.path = Path::registers;
+        }
+        return config;
+    }
+    // The fewest units a lane that let a team stream its rows.
+    for (int units = 1; units <= (p.sum_dtype == DType::fp32 ? 2 : 4); units *= 2) {
+        if (lanes_of(p.width, units) > MAX_LANES) continue;
+        Config streamed = config;
+        streamed.path = Path::registers, streamed.units = units;
+        const int bytes = streamed_bytes(streamed, threads_of(lanes_of(streamed, p.width)));
+        return bytes <= device.shared_bytes_per_block ? streamed : config;
     }
     return config;
 }
@@ -63,7 +75,7 @@ Config choose_backward(const Problem& p, const DeviceProperties& device) {
 std::string kernel_name(const Config& c) {
     return concat(name_of(c.dtype), c.sum_dtype != c.dtype ? "_sum_fp32" : "",
                   c.layer ? "_layer" : "", c.gated ? "_gated" : "", "_", strategy_name(c.path),
-                  c.portable ? "_portable" : "");
+                  c.units > 0 ? concat("_", c.units, "units") : "", c.portable ? "_portable" : "");
 }
 
 namespace {
@@ -79,7 +91,7 @@ KernelInfo info_of(const char* kernel, const char* source, const Config& c, int 
         .symbol = symbol_of(kernel, "Config", c),
         .arch = c.portable ? PORTABLE : NATIVE,
         .threads = threads,
-        .shared_bytes = 0,
+        .shared_bytes = streamed_bytes(c, threads),
         .fields = detail::fields_of(c),
     };
 }

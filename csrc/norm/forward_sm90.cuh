@@ -93,9 +93,58 @@ __device__ __forceinline__ Unit<T> result_of(const Params& p, const Unit<V>& val
     return rounded<T>(y);
 }
 
-// A row in registers.
-template <Config C>
-__device__ __forceinline__ void normalise(const Params& p) {
+// Pairs stay as they are in registers, where the compiler would keep the floats that were made of
+// them.
+template <class V, int COUNT>
+__device__ __forceinline__ void keep_packed(Unit<V> (&values)[COUNT]) {
+    if constexpr (Unit<V>::PAIRS) {
+#pragma unroll
+        for (int u = 0; u < COUNT; ++u) {
+#pragma unroll
+            for (int i = 0; i < Unit<V>::WORDS; ++i) arch::pin_register(values[u].words[i]);
+        }
+    }
+}
+// The same with weights and biases that are there.
+template <Config C, bool LAYER, class V, class T>
+__device__ __forceinline__ Unit<T> direct_result_of(const Params& p, const Unit<V>& values,
+                                                    const Unit<T>& gate, const Unit<T>& weight,
+                                                    const Unit<T>& bias, float mean, float factor) {
+    float y[UNIT], w[UNIT];
+#pragma unroll
+    for (int i = 0; i < UNIT; ++i) {
+        y[i] = values.value(i);
+        if constexpr (LAYER) y[i] -= mean;
+        w[i] = weight.value(i);
+    }
+    multiply(y, factor);
+    if (p.offset != 0) {
+#pragma unroll
+        for (int i = 0; i < UNIT; ++i) w[i] += p.offset;
+    }
+#pragma unroll
+    for (int i = 0; i < UNIT; ++i) y[i] = arch::multiply_rounded(y[i], w[i]);
+    if constexpr (C.gated) {
+        if (!p.gate_first) {
+#pragma unroll
+            for (int i = 0; i < UNIT; ++i) y[i] *= silu<T>(gate.value(i));
+        }
+    } else if (p.bias != nullptr) {
+#pragma unroll
+        for (int i = 0; i < UNIT; ++i) y[i] += bias.value(i);
+    }
+    return rounded<T>(y);
+}
+
+// Whether weights are of the dtype of x, 16 bits: they are then on their way during the sums.
+template <class T>
+__device__ __forceinline__ bool has_factors(const Params& p) {
+    return sizeof(T) == 2 && p.weight != nullptr && !p.wide_weight;
+}
+
+// A row in registers. LAYER: the mean is taken.
+template <Config C, bool LAYER>
+__device__ __forceinline__ void normalise_as(const Params& p) {
     using F = Forward<C>;
     using T = typename F::T;
     using S = typename F::S;
@@ -103,40 +152,43 @@ __device__ __forceinline__ void normalise(const Params& p) {
     const Team team(C.path == Path::wide ? WIDE_THREADS : p.lanes, p.teams);
     const bool there = team.number < p.rows.count;
     const Place place(p, there ? team.number : 0);
-    const auto column = [&](int u) { return (u * team.lanes + team.lane) * UNIT; };
-    const int width = there ? static_cast<int>(p.width) : 0;
-    const auto count = [&](int u) { return width - column(u); };  // not positive: there is none
+    const int first_column = team.lane * UNIT, apart = team.lanes * UNIT;
+    const int width = (there ? static_cast<int>(p.width) : 0) - first_column;
+    const auto count = [&](int u) { return width - u * apart; };  // not positive: there is none
+    // One address of a lane, from which its units have the same distances in every operand.
+    const auto at = [&]<class E>(E* row, int u) { return row + int64_t{u} * apart; };
 
     Unit<V> values[F::COUNT];
     Unit<T> gates[C.gated ? F::COUNT : 1];
-    const uint2 seed = seed_of(p);
+    const T* const x_row = place.in<T>(p.x) + first_column;
 #pragma unroll
     for (int first = 0; first < F::COUNT; first += F::BATCH) {
         Unit<T> x[F::BATCH];
 #pragma unroll
         for (int u = 0; u < F::BATCH; ++u) {
-            x[u] = load_unit<true>(place.in<T>(p.x) + column(first + u), count(first + u));
+            x[u] = load_unit<true>(at(x_row, first + u), count(first + u));
         }
         if constexpr (C.gated) {
+            const T* const gate_row = place.in<T>(p.gate) + first_column;
 #pragma unroll
             for (int u = 0; u < F::BATCH; ++u) {
-                gates[u] = load_unit<true>(place.in<T>(p.gate) + column(u), count(u));
+                gates[u] = load_unit<true>(at(gate_row, u), count(u));
             }
 #pragma unroll
             for (int u = 0; u < F::BATCH; ++u) values[u] = gated<V>(p, x[u], gates[u]);
         } else if (p.residual.data != nullptr) {
+            const S* const residual_row = place.in<S>(p.residual) + first_column;
+            S* const sum_row = place.in<S>(p.sum, p.width) + first_column;
             Unit<S> residual[F::BATCH];
 #pragma unroll
             for (int u = 0; u < F::BATCH; ++u) {
-                residual[u] =
-                    load_unit<true>(place.in<S>(p.residual) + column(first + u), count(first + u));
+                residual[u] = load_unit<true>(at(residual_row, first + u), count(first + u));
             }
 #pragma unroll
             for (int u = 0; u < F::BATCH; ++u) {
-                values[first + u] =
-                    with_residual<C>(p, x[u], residual[u], seed, place.row, column(first + u));
-                store_unit<true>(place.in<S>(p.sum, p.width) + column(first + u), values[first + u],
-                                 count(first + u));
+                values[first + u] = with_residual<C>(p, x[u], residual[u], seed_of(p), place.row,
+                                                     first_column + (first + u) * apart);
+                store_unit<true>(at(sum_row, first + u), values[first + u], count(first + u));
             }
         } else {
 #pragma unroll
@@ -145,7 +197,7 @@ __device__ __forceinline__ void normalise(const Params& p) {
     }
 
     float mean = 0;
-    if (p.layer) {
+    if constexpr (LAYER) {
         float sum = 0;
 #pragma unroll
         for (int u = 0; u < F::COUNT; ++u) {
@@ -154,23 +206,66 @@ __device__ __forceinline__ void normalise(const Params& p) {
         }
         mean = team_sums<0>(Sums<1>{{sum}}, team.lanes).value[0] / static_cast<float>(p.width);
     }
+    if constexpr (LAYER) keep_packed(values);
     float squares = 0;
 #pragma unroll
     for (int u = 0; u < F::COUNT; ++u) {
-        if (count(u) <= 0) continue;
+        const float centre = LAYER && count(u) > 0 ? mean : 0.0f;
 #pragma unroll
         for (int i = 0; i < UNIT; ++i) {
-            const float centred = values[u].value(i) - mean;
-            squares = fmaf(centred, centred, squares);
+            float v = values[u].value(i);
+            if constexpr (LAYER) v -= centre;
+            squares = fmaf(v, v, squares);
         }
     }
+    // Weights of as many units as are loaded together, and the bias of one.
+    Unit<T> weights[UNITS], bias{};
+    const auto load_weight = [&](int u) {
+        const int64_t from = place.group * p.width + first_column;
+        return load_unit<true>(at(static_cast<const T*>(p.weight) + from, u), count(u));
+    };
+    const auto load_weights = [&](int first) {
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) weights[u] = load_weight(first + u);
+    };
+    const auto load_bias = [&](int u) {
+        if (C.gated || p.bias == nullptr || u >= F::COUNT) return;
+        bias = load_unit<true>(at(static_cast<const T*>(p.bias) + first_column, u), count(u));
+    };
+    const bool direct = has_factors<T>(p);
+    if (direct) load_weights(0), load_bias(0);
     const float factor = factor_of(p, team_sums<1>(Sums<1>{{squares}}, team.lanes).value[0]);
+    keep_packed(values);
+    T* const out_row = place.in<T>(p.out, p.width) + first_column;
+    if (direct) {
+#pragma unroll
+        for (int first = 0; first < F::COUNT; first += UNITS) {
+            if (first > 0) load_weights(first);
+#pragma unroll
+            for (int i = 0; i < UNITS; ++i) {
+                const int u = first + i;
+                const Unit<T> now = bias;
+                load_bias(u + 1);
+                const auto y = direct_result_of<C, LAYER>(p, values[u], gates[C.gated ? u : 0],
+                                                          weights[i], now, mean, factor);
+                store_unit<true>(at(out_row, u), y, count(u));
+            }
+        }
+        return;
+    }
 #pragma unroll
     for (int u = 0; u < F::COUNT; ++u) {
         const auto y = result_of<C, true>(p, values[u], gates[C.gated ? u : 0], place.group,
-                                          column(u), count(u), mean, factor);
-        store_unit<true>(place.in<T>(p.out, p.width) + column(u), y, count(u));
+                                          first_column + u * apart, count(u), mean, factor);
+        store_unit<true>(at(out_row, u), y, count(u));
     }
+}
+template <Config C>
+__device__ __forceinline__ void normalise(const Params& p) {
+    if (p.layer)
+        normalise_as<C, true>(p);
+    else
+        normalise_as<C, false>(p);
 }
 
 // A row from memory, unit by unit, as often as it is needed.

@@ -28,6 +28,8 @@ constexpr int MAX_LANES = 512;      // of a team that holds its row in registers
 constexpr int WIDE_THREADS = 512;   // of a block that holds one long row in registers
 constexpr int REDUCE_COLUMNS = 8;   // of a block that adds partial gradients
 constexpr int REDUCE_THREADS = 256;
+constexpr int STREAM_STAGES = 2;     // batches of rows that are on their way
+constexpr int STREAM_THREADS = 512;  // of an SM whose rows stream
 
 struct Problem {
     int64_t rows = 0, width = 0;
@@ -53,12 +55,13 @@ struct Config {
     DType sum_dtype = DType::bf16;
     bool layer = false, gated = false;
     Path path = Path::registers;
+    int units = 0;  // of a lane, in a gradient whose rows stream through shared memory
     bool portable = false;
     bool operator==(const Config&) const = default;
 };
 
 TK_FIELDS(Problem, rows, width, groups, dtype, sum_dtype, layer, gated, aligned)
-TK_FIELDS(Config, dtype, sum_dtype, layer, gated, path, portable)
+TK_FIELDS(Config, dtype, sum_dtype, layer, gated, path, units, portable)
 
 // What is compiled, by number.
 struct Types {
@@ -82,17 +85,34 @@ constexpr Config forward_at(std::size_t i) {
                                               : Path::wide,
             .portable = i >= FORWARDS};
 }
-// Gates are those of rms_norm: the first five types have a layer norm.
-constexpr std::size_t GRADIENTS = COMBINATIONS + UNGATED, BACKWARD_CONFIGS = 4 * GRADIENTS;
-constexpr Config backward_at(std::size_t i) {
-    const std::size_t kind = i % GRADIENTS, variant = i / GRADIENTS;
-    const Types& t = TYPES[kind % COMBINATIONS];
+// Gates are those of rms_norm: the first five types have a layer norm. Rows stream where they have
+// no gate, four units a lane only of 16 bits. Registers hold the rest, and portable kernels' rows.
+constexpr std::size_t GRADIENTS = COMBINATIONS + UNGATED, STREAMED = 24;
+constexpr std::size_t GATED = COMBINATIONS - UNGATED;
+constexpr std::size_t BACKWARD_CONFIGS = 3 * GRADIENTS + GATED + STREAMED;
+constexpr Config gradient_of(const Types& t, bool layer, Path path, int units, bool portable) {
     return {.dtype = t.dtype,
             .sum_dtype = t.sum_dtype,
-            .layer = kind >= COMBINATIONS,
+            .layer = layer,
             .gated = t.gated,
-            .path = variant % 2 == 0 ? Path::registers : Path::memory,
-            .portable = variant >= 2};
+            .path = path,
+            .units = units,
+            .portable = portable};
+}
+constexpr Config backward_at(std::size_t i) {
+    if (i < 3 * GRADIENTS) {
+        const std::size_t kind = i % GRADIENTS, variant = i / GRADIENTS;
+        return gradient_of(TYPES[kind % COMBINATIONS], kind >= COMBINATIONS,
+                           variant == 2 ? Path::registers : Path::memory, 0, variant > 0);
+    }
+    i -= 3 * GRADIENTS;
+    if (i < GATED) return gradient_of(TYPES[UNGATED + i], false, Path::registers, 0, false);
+    i -= GATED;
+    const bool layer = i % 2 == 1;
+    i /= 2;
+    const int units = i < UNGATED ? 1 : i < 2 * UNGATED ? 2 : 4;
+    const Types& t = TYPES[units == 4 ? 2 * (i - 2 * UNGATED) : i % UNGATED];
+    return gradient_of(t, layer, Path::registers, units, false);
 }
 
 // A tensor by rows: its strides in elements along the dimensions of Rows, the innermost first.
@@ -138,7 +158,8 @@ struct BackwardParams {
     void* grad_bias = nullptr;
     DType weight_dtype = DType::fp32;
     int64_t count = 0, pitch = 0;
-    int64_t steps = 0;  // rows that a team takes
+    int64_t steps = 0;     // rows that a team takes
+    uint32_t between = 0;  // rows between two of them
     int blocks = 0;
 };
 
@@ -152,7 +173,24 @@ constexpr int lanes_of(int64_t width, int units = UNITS) {
 }
 // Units of a lane that holds its row in registers. The gradient of LayerNorm has two sums for each
 // element, and half as many elements a lane leave room for twice the lanes.
-constexpr int units_of(const Config& config) { return config.layer ? UNITS / 2 : UNITS; }
+constexpr int units_of(const Config& config) {
+    if (config.units > 0) return config.units;
+    return config.layer ? UNITS / 2 : UNITS;
+}
+// Rows of a batch of a gradient whose rows stream: of units of a lane, 64 bytes of what is
+// normalised. Then the bytes of shared memory that its threads take, with their weights.
+constexpr int streamed_rows(const Config& config) {
+    return std::max(1, (config.sum_dtype == DType::fp32 ? 2 : 4) / std::max(config.units, 1));
+}
+constexpr int streamed_bytes(const Config& config, int threads) {
+    const int element =
+        (config.sum_dtype == DType::fp32 ? 4 : 2) + (config.dtype == DType::fp32 ? 4 : 2);
+    const int rows = streamed_rows(config);
+    const int bytes = threads * UNIT * config.units * (STREAM_STAGES * rows * element + 4);
+    // A launch raises the limit of what is more than 48 KB, and the sums of a batch come on top.
+    constexpr int LIMIT = 48 * 1024, SUMS = 1024;
+    return bytes > LIMIT - SUMS && bytes <= LIMIT ? LIMIT + 16 : bytes;
+}
 constexpr int lanes_of(const Config& config, int64_t width) {
     if (config.path == Path::wide) return WIDE_THREADS;
     const int units = config.path == Path::registers ? units_of(config) : UNITS;
@@ -168,13 +206,14 @@ constexpr int64_t most_in_block(const Config& config) {
 }
 // The most lanes whose registers hold a row and its share of the weight's gradient.
 constexpr int most_lanes_of_gradient(const Config& config) {
-    if (config.layer) return MAX_LANES;
+    if (config.layer || config.units > 0) return MAX_LANES;
     return config.gated || config.sum_dtype == DType::fp32 ? MAX_LANES / 2 : MAX_LANES;
 }
 
 // Threads of an SM whose registers hold a gradient.
 constexpr int resident_threads(const Config& config) {
     if (config.path == Path::memory) return 1024;
+    if (config.units > 0) return STREAM_THREADS;
     return most_lanes_of_gradient(config) == MAX_LANES ? 512 : 256;
 }
 

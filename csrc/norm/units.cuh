@@ -12,9 +12,10 @@ namespace sm90 {
 // spares registers, and divisions of 64 bits.
 struct Place {
     uint32_t row, index[3], group;
+    bool single;  // dimension of rows
 
     __device__ __forceinline__ Place(const Params& p, int64_t _row)
-        : row(static_cast<uint32_t>(_row)), index{row, 0, 0}, group(0) {
+        : row(static_cast<uint32_t>(_row)), index{row, 0, 0}, group(0), single(p.rows.dims == 1) {
         if (p.rows.dims > 1) {
             const auto size = static_cast<uint32_t>(p.rows.size[0]);
             index[0] = row % size, index[1] = row / size;
@@ -27,8 +28,8 @@ struct Place {
     }
     template <class T>
     __device__ __forceinline__ const T* in(const Operand& x) const {
-        return static_cast<const T*>(x.data) +
-               (index[0] * x.stride[0] + index[1] * x.stride[1] + index[2] * x.stride[2]);
+        const T* const at = static_cast<const T*>(x.data) + index[0] * x.stride[0];
+        return single ? at : at + (index[1] * x.stride[1] + index[2] * x.stride[2]);
     }
     template <class T>
     __device__ __forceinline__ T* in(void* out, int64_t width) const {
@@ -48,13 +49,20 @@ struct TeamShared {
 };
 template <int NUMBER, int COUNT>
 __device__ __forceinline__ Sums<COUNT> team_sums(Sums<COUNT> x, int lanes) {
-#pragma unroll
-    for (int distance = WARP / 2; distance > 0; distance /= 2) {
-        if (distance >= lanes) continue;
+    const auto add_lanes = [&](int distance) {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) x.value[i] += arch::shuffle_xor(x.value[i], distance);
+    };
+    if (lanes < WARP) {
+#pragma unroll
+        for (int distance = WARP / 4; distance > 0; distance /= 2) {
+            if (distance < lanes) add_lanes(distance);
+        }
+        return x;
     }
-    if (lanes <= WARP) return x;
+#pragma unroll
+    for (int distance = WARP / 2; distance > 0; distance /= 2) add_lanes(distance);
+    if (lanes == WARP) return x;
     auto& shared = arch::static_shared<TeamShared<COUNT>, NUMBER>();
     const int warps = lanes / WARP, lane = kittens::laneid();
     if (lane == 0) {
@@ -65,18 +73,23 @@ __device__ __forceinline__ Sums<COUNT> team_sums(Sums<COUNT> x, int lanes) {
         }
     }
     arch::sync_block();
+    // Of a few warps' sums the first lanes' order is that of all 32, with fewer zeros.
+    const auto add_warps = [&]<int AMONG>() {
+        const int warp = lane % AMONG;
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-        float sum = 0;
-        if (lane < warps) {
-            sum = arch::load_shared<float>(arch::shared_address(&shared.warps[i][lane]));
+        for (int i = 0; i < COUNT; ++i) {
+            x.value[i] = 0;
+            if (warp < warps) {
+                x.value[i] = arch::load_shared<float>(arch::shared_address(&shared.warps[i][warp]));
+            }
         }
 #pragma unroll
-        for (int distance = WARP / 2; distance > 0; distance /= 2) {
-            sum += arch::shuffle_xor(sum, distance);
-        }
-        x.value[i] = sum;
-    }
+        for (int distance = AMONG / 2; distance > 0; distance /= 2) add_lanes(distance);
+    };
+    if (warps <= 4)
+        add_warps.template operator()<4>();
+    else
+        add_warps.template operator()<MAX_LANES / WARP>();
     return x;
 }
 
