@@ -34,7 +34,6 @@ struct PairRole {
                                                      Sums& sums, Factor factor) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            arch::sync_warp();  // else numbers of all columns are loaded before
             const int column = 8 * half + 2 * (laneid() % 4);
             const auto e_of = factor(column);
             float2 queries = {0.0f, 0.0f};
