@@ -164,9 +164,9 @@ std::vector<KernelInfo> gradient_kernels() {
                 add(concat("chunks_", name, "_keys", keys),
                     concat("chunks of ", CHUNK, " tokens, ", keys, " keys; ",
                            portable ? "4 warps each: queries, keys"
-                                    : "a warpgroup each: states, pairs, loads and decays"),
+                                    : "a warpgroup each: states, pairs, values, loads and decays"),
                     chunks, concat("gradient_", portable ? "portable_" : "", "chunk", types),
-                    portable ? 256 : 384,
+                    portable ? 256 : 512,
                     portable ? PORTABLE_GRADIENT_CHUNK_BYTES : gradient_chunk_bytes(keys));
                 add(concat("states_", name, "_keys", keys),
                     concat("states before, and gradients of those behind, every ", CHUNK,
