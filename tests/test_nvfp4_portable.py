@@ -26,8 +26,9 @@ def tile_of(tokens: int, columns: int) -> dict[str, object]:
     return {"strategy": "portable", "tokens": tokens, "row_groups": columns // 64}
 
 
-def few_rows(strips: int, stages: int) -> dict[str, object]:
-    return {"strategy": "portable_few_rows", "strips": strips, "stages": stages}
+def few_rows(strips: int, stages: int, warps: int = 8, tokens: int = 16) -> dict[str, object]:
+    fields = {"strips": strips, "stages": stages, "k_groups": warps, "tokens": tokens}
+    return {"strategy": "portable_few_rows"} | fields
 
 
 @pytest.mark.parametrize(
@@ -63,18 +64,26 @@ def test_the_ring_goes_round(tile, dtype, policy):
 
 
 @every_dtype_and_policy
-@pytest.mark.parametrize("strips", [1, 2, 3, 4])
-def test_few_rows(strips, dtype, policy):
-    """Rings that go round, warps without a piece of k, the last tile with fewer strips, strips of
-    two rows of pieces in a tile, several tiles of rows of a."""
-    for m, n, k, stages in ((11, 470, 1616, 2), (16, 72, 208, 3), (1, 9, 16, 6), (37, 330, 592, 4)):
+@pytest.mark.parametrize(("strips", "tokens"), [(1, 8), (2, 16), (3, 8), (4, 16), (7, 8), (7, 16)])
+def test_few_rows(strips, tokens, dtype, policy):
+    """Rings of every depth that go round, 8 and 16 warps, warps without a piece of k, the last tile
+    with fewer strips, strips of three rows of pieces in a tile, several tiles of rows of a."""
+    for m, n, k, stages, warps in (
+        (11, 470, 1616, 2, 8),
+        (16, 72, 208, 3, 8),
+        (1, 9, 16, 6, 8),
+        (37, 330, 592, 4, 8),
+        (5, 120, 4112, 3, 16),
+        (2, 40, 2896, 5, 8),
+    ):
         weight = prepared(n, k)
         a = (torch.randn(m, k) / k**0.5).to(dtype)
-        config = few_rows(strips, stages)
+        fit = 232448 // (warps * (tokens * 128 + strips * 576))
+        config = few_rows(strips, min(stages, fit), warps, tokens)
         with tk.emulate(policy, seed=k, portable=True, config=config) as run:
             out = tk.nvfp4_gemm(a, weight, out_dtype=FP32)
         check(out, a, weight)
-        assert run.kernels[0]["kernel"].endswith("_few_rows_portable")
+        assert run.kernels[0]["kernel"].endswith(f"_{tokens}_few_rows_portable")
 
 
 @pytest.mark.parametrize(
@@ -117,10 +126,11 @@ def test_the_choice(gpu):
         few = choice(gpu, m, n, k)
         assert few["strategy"] == "portable_few_rows"
         assert few["stages"] >= 2
-        bytes_ = 1024 + 8 * few["stages"] * (2048 + 576 * few["strips"])
-        assert bytes_ <= shared_bytes
+        assert few["tokens"] == (8 if m <= 8 else 16)
+        of_warp = few["stages"] * (few["tokens"] * 128 + 576 * few["strips"])
+        assert few["k_groups"] * of_warp <= shared_bytes
         tiles = -(-n // (16 * few["strips"]))
-        assert tiles >= min(sm_count, -(-n // 64))
+        assert tiles >= min(sm_count, -(-n // 112))
     assert choice(gpu, 128, 4096, 4096, groups=8, grouped=True)["tokens"] == 16
     many = choice(gpu, 8192, 8192, 4096)
     assert (many["strategy"], many["tokens"], many["row_groups"]) == ("portable", 128, 2)

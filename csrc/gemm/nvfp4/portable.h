@@ -67,16 +67,13 @@ constexpr int weight_shared_bytes(const gemm::PortableConfig& c) {
     return std::max(c.stages * weight_stage_bytes(c), (sums + 1023) / 1024 * 1024);
 }
 
-// Up to 16 rows: nvfp4/few_rows_sm80.cuh. A block has `strips` strips of 16 columns, and each of
-// its warps a part of k.
-constexpr int FEW_ROWS = 16, FEW_ROWS_WARPS = 8, FEW_ROWS_STRIPS = 4, FEW_ROWS_STAGES = 6;
-constexpr int FEW_ROWS_PER_SM = 2;                // blocks
-constexpr int few_rows_stage_bytes(int strips) {  // of a warp
-    return FEW_ROWS * PIECE * 2 + strips * STRIP_BYTES;
-}
-// Semaphores, and the rings of the warps, whose memory the sums then go through.
-constexpr int few_rows_shared_bytes(int strips, int stages) {
-    return 1024 + FEW_ROWS_WARPS * stages * few_rows_stage_bytes(strips);
+// Up to 16 rows: nvfp4/few_rows_sm80.cuh, for 8 and 16 of them. A block has `strips` strips of 16
+// rows of the weight, and each of its warps, 8 or 16, a part of k.
+constexpr int FEW_ROWS = 16, FEW_ROWS_STRIPS = 7, FEW_ROWS_STAGES = 6;
+constexpr int FEW_ROWS_WARPS = 8, FEW_ROWS_MOST_WARPS = 16;  // of a block
+// The rings of the warps, whose memory the sums then go through.
+constexpr int few_rows_shared_bytes(const Config& c, int strips) {
+    return c.k_groups * c.stages * (c.tokens * PIECE * 2 + strips * STRIP_BYTES);
 }
 
 constexpr bool is_portable(Kernel kernel) {
