@@ -68,7 +68,6 @@ void launch_gradient_chunks(const GradientParams& params, const GradientWorkspac
         .before = state_layout_of<K>(w.before, p),
         .after = state_layout_of<K>(w.after, p),
         .table = w.table,
-        .batch_chunks = p.sequences > 0 ? 0 : int((p.length + CHUNK - 1) / CHUNK),
         .skip = call.skip,
         .units = w.units,
         .tokens = w.tokens,
@@ -81,7 +80,6 @@ void launch_gradient_chunks(const GradientParams& params, const GradientWorkspac
         .splits = params.splits,
         .value_dim = int(p.value_dim),
         .tiles = int(tiles),
-        .length = int(p.length),
         .scale = call.scale};
     kittens::launch({.dependent = true}, gradient_chunk_kernel<K>,
                     dim3(unsigned(tiles < sms ? tiles : sms)), dim3(GRADIENT_CHUNK_THREADS),

@@ -22,18 +22,11 @@ struct ChunkGlobals {
     TokenNumbers gates;
     typename K::state_layout before, after;
     const SlotTokens* table;
-    int batch_chunks;  // of a sequence of a batch; packed sequences: 0
     HeadOperand skip;
     const float* units;
     float *tokens, *skip_partials, *partial;
-    int slots, heads, groups, slices, splits, value_dim, tiles, length;
+    int slots, heads, groups, slices, splits, value_dim, tiles;
     float scale;
-
-    // Of a batch without memory, whose latency each tile would begin with.
-    __device__ __forceinline__ SlotTokens slot_tokens(int slot) const {
-        if (batch_chunks == 0) return load_slot(table, slot);
-        return {slot / batch_chunks, 0, length, slot % batch_chunks};
-    }
 };
 
 template <class K>
@@ -97,7 +90,7 @@ struct ChunkTile {
         split = index % g.splits;
         group = index / g.splits % g.groups;
         slot = index / g.splits / g.groups;
-        at = g.slot_tokens(slot);
+        at = load_slot(g.table, slot);
         const int heads = g.heads / g.groups;
         first_head = group * heads + split * heads / g.splits;
         end_head = group * heads + (split + 1) * heads / g.splits;
@@ -219,7 +212,7 @@ __device__ __forceinline__ void store_key_gradients(const ChunkGlobals<K>& g,
     warpgroup::sync(STATE_BARRIER);
     if (warpgroup::laneid() == 0) {
         // Read again: kept, it would take registers all the while.
-        const SlotTokens at = g.slot_tokens(tile.slot);
+        const SlotTokens at = load_slot(g.table, tile.slot);
         store_rows(g.dq, through.q, at, tile.group, 0);
         store_rows(g.dk, through.k, at, tile.group, 0);
         tma::store_async_read_wait();
