@@ -1,10 +1,10 @@
 // The gradient of chunks of 64 tokens, on Hopper, from the states before them and the gradients of
 // the states behind them. A persistent block goes over tiles of a chunk and the heads of a group,
 // and sums the gradients of q and k over these heads in registers, in their order. Its warpgroups:
-// one for what meets the states, which has these sums (state_role_sm90.cuh), one for pairs of tokens
-// (pair_role_sm90.cuh), one for the gradient of v (value_role_sm90.cuh), and one whose warps load, sum
-// the gradients of the decays, and that of the skip (decay_role_sm90.cuh). q k^T is made once for all
-// heads of a tile.
+// one for what meets the states, which has these sums (state_role_sm90.cuh), one for pairs of
+// tokens (pair_role_sm90.cuh), one for the gradient of v (value_role_sm90.cuh), and one whose warps
+// load, sum the gradients of the decays, and that of the skip (decay_role_sm90.cuh). q k^T is made
+// once for all heads of a tile.
 #pragma once
 
 #include "csrc/recurrent/gradient/decay_role_sm90.cuh"

@@ -1,8 +1,8 @@
 // The role of pairs of tokens in the chunks' gradient: keys are rows, queries columns. Of each
 // head, with c_j the cumulative decays, for j <= i
 //   W_ij = (dO_i . v_j) w_j e^(c_i - c_j)        P_ij = scale q_i . k_j e^(c_i - c_j)
-// It sums W^T over the heads, for the role of the states (state_role_sm90.cuh), and hands P^T to the
-// role of the values (value_role_sm90.cuh). The decays' gradient has from it, with
+// It sums W^T over the heads, for the role of the states (state_role_sm90.cuh), and hands P^T to
+// the role of the values (value_role_sm90.cuh). The decays' gradient has from it, with
 // X_ij = scale W_ij q_i . k_j, the sums over j < i and over i > j.
 #pragma once
 
