@@ -209,7 +209,7 @@ std::pair<Choice, double> choose_unsplit(const Problem& p, const DevicePropertie
     return {balanced_choice(config, tiles, p, device), tiles.cycles};
 }
 
-// Where all rows begin at lines.
+// Where all rows begin at lines, and sums are only rounded, or m is skinny.
 Choice cheapest_in_lines(const Problem& p, const DeviceProperties& device) {
     const int sm_count = std::max(1, device.sm_count);
     const auto [unsplit, whole] = choose_unsplit(p, device);
@@ -224,7 +224,8 @@ Choice cheapest_in_lines(const Problem& p, const DeviceProperties& device) {
     if (unsplit.kernel == Kernel::swap_ab) {
         // So few tiles that a cluster for each reads as fast as swap-AB, and ends sooner.
         const int64_t few = ceil_div(p.m, 64) * ceil_div(p.n, 64) * MAX_CLUSTER_BLOCKS;
-        const bool small = cluster.splits > 1 && few <= sm_count && p.k >= 512;
+        const bool small =
+            cluster.splits > 1 && few <= sm_count && p.k >= 512 && p.gate == Gate::none;
         return small ? cluster_tile_choice(cluster, p) : unsplit;
     }
     // By which another kernel has to be cheaper.
@@ -309,7 +310,8 @@ void for_each_candidate(const Problem& p, const DeviceProperties& device, Add&& 
 
 Choice cheapest(const Problem& p, const DeviceProperties& device, bool counts_short_k = true) {
     if (!runs_native(device)) return choose_portable(p, device);
-    if (in_lines(p)) return cheapest_in_lines(p, device);
+    const bool is_tuned = in_lines(p) || (begins_at_lines(p) && is_skinny(p));
+    if (is_tuned) return cheapest_in_lines(p, device);
     const Config usual =
         make_config(tile_shape(128, 128), p.dtype, p.a_m_major, p.b_n_major, p.fused);
     Choice best = tiled_choice(usual, p, device);

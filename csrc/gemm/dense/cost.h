@@ -16,13 +16,14 @@
 
 namespace thunderkittens::gemm {
 
-// Whether all rows of the operands begin at lines of 128 bytes, and sums are only rounded. There
-// the choice is that of the models of this file, which were tuned to the weights of language models
-// and to squares; elsewhere that of fitted_cost.h.
-inline bool in_lines(const Problem& p) {
-    return !p.fused && p.a_alignment >= 128 && p.b_alignment >= 128 && !p.a_needs_copy &&
-           !p.b_needs_copy;
+// Whether all rows of the operands begin at lines of 128 bytes.
+inline bool begins_at_lines(const Problem& p) {
+    return p.a_alignment >= 128 && p.b_alignment >= 128 && !p.a_needs_copy && !p.b_needs_copy;
 }
+// Whether sums are only rounded, too. There the choice is that of the models of this file, which
+// were tuned to the weights of language models and to squares; elsewhere that of fitted_cost.h, but
+// for skinny m.
+inline bool in_lines(const Problem& p) { return !p.fused && begins_at_lines(p); }
 
 // A step's requests to the L2 cache, of balanced tiling's narrow and wide tiles, split-K and
 // stream-K.
