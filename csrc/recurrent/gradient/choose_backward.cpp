@@ -25,17 +25,17 @@ struct Costs {
     double step, tile;  // of the chunks' gradient: 64 columns of a head, and all but these
     double word;        // 16 bytes of a partial sum, written and read
 };
-constexpr Costs WIDE{.blocks = gradient_states_blocks_per_sm(128),
-                     .chunk = 3000,
-                     .alone = 0.45,
+constexpr Costs WIDE{.blocks = 3,
+                     .chunk = 2000,
+                     .alone = 0.5,
                      .launches = 9000,
                      .segment = 60,
                      .step = 2600,
                      .tile = 3500,
                      .word = 0.015};
-constexpr Costs NARROW{.blocks = gradient_states_blocks_per_sm(64),
-                       .chunk = 5000,
-                       .alone = 0.3,
+constexpr Costs NARROW{.blocks = 3,
+                       .chunk = 1300,
+                       .alone = 0.5,
                        .launches = 9000,
                        .segment = 60,
                        .step = 1900,
@@ -164,16 +164,16 @@ std::vector<KernelInfo> gradient_kernels() {
                 add(concat("chunks_", name, "_keys", keys),
                     concat("chunks of ", CHUNK, " tokens, ", keys, " keys; ",
                            portable ? "4 warps each: queries, keys"
-                                    : "a warpgroup each: states, pairs, values, loads and decays"),
+                                    : "a warpgroup each: states, pairs, loads and decays"),
                     chunks, concat("gradient_", portable ? "portable_" : "", "chunk", types),
-                    portable ? 256 : 512,
+                    portable ? 256 : 384,
                     portable ? PORTABLE_GRADIENT_CHUNK_BYTES : gradient_chunk_bytes(keys));
                 add(concat("states_", name, "_keys", keys),
                     concat("states before, and gradients of those behind, every ", CHUNK,
                            " tokens; ", keys, " keys"),
                     portable ? chunks : concat("states_", name),
                     concat("gradient_", portable ? "portable_" : "", "states", types), 128,
-                    portable ? portable_gradient_states_bytes(keys) : gradient_states_bytes(keys));
+                    portable ? portable_gradient_states_bytes(keys) : GRADIENT_STATES_BYTES);
             }
             add(concat("sum_keys_", name), "sums over the splits of a group's heads",
                 of_type("sum_keys"), concat("gradient_sum_keys_kernelI", type, flag), 256, 0);

@@ -2,15 +2,14 @@
 // the states behind them. A persistent block goes over tiles of a chunk and the heads of a group,
 // and sums the gradients of q and k over these heads in registers, in their order. Its warpgroups:
 // one for what meets the states, which has these sums (state_role_sm90.cuh), one for pairs of
-// tokens (pair_role_sm90.cuh), one for the gradient of v (value_role_sm90.cuh), and one whose warps
-// load, sum the gradients of the decays, and that of the skip (decay_role_sm90.cuh). q k^T is made
-// once for all heads of a tile.
+// tokens and the gradient of v (pair_role_sm90.cuh), and one whose warps load, sum the gradients of
+// the decays, and that of the skip (decay_role_sm90.cuh). q k^T is made once for all heads of a
+// tile.
 #pragma once
 
 #include "csrc/recurrent/gradient/decay_role_sm90.cuh"
 #include "csrc/recurrent/gradient/pair_role_sm90.cuh"
 #include "csrc/recurrent/gradient/state_role_sm90.cuh"
-#include "csrc/recurrent/gradient/value_role_sm90.cuh"
 
 namespace thunderkittens::recurrent {
 
@@ -37,12 +36,9 @@ __global__ __launch_bounds__(GRADIENT_CHUNK_THREADS, 1) void gradient_chunk_kern
     } else if (role == STATE_ROLE) {
         warpgroup::increase_registers<STATE_REGISTERS>();
         StateRole<K>{g, shared}.run();
-    } else if (role == PAIR_ROLE) {
+    } else {
         warpgroup::increase_registers<PAIR_REGISTERS>();
         PairRole<K>{g, shared}.run();
-    } else {
-        warpgroup::decrease_registers<VALUE_REGISTERS>();
-        ValueRole<K>{g, shared}.run();
     }
 }
 

@@ -7,13 +7,12 @@
 
 namespace thunderkittens::recurrent {
 
-constexpr int GRADIENT_CHUNK_THREADS = 4 * WARPGROUP_THREADS;
-constexpr int LOADER_ROLE = 0, STATE_ROLE = 1, PAIR_ROLE = 2;  // 3: values
-// Of 512 together: four times what a thread begins with.
-constexpr int LOADER_REGISTERS = 40, STATE_REGISTERS = 216, PAIR_REGISTERS = 152,
-              VALUE_REGISTERS = 104;
+constexpr int GRADIENT_CHUNK_THREADS = 3 * WARPGROUP_THREADS;
+constexpr int LOADER_ROLE = 0, STATE_ROLE = 1;  // 2: pairs
+// Of 504 together: three times what a thread begins with.
+constexpr int LOADER_REGISTERS = 40, STATE_REGISTERS = 240, PAIR_REGISTERS = 224;
 // Named barriers.
-constexpr int STATE_BARRIER = 1, VALUE_BARRIER = 2, DECAY_BARRIER = 3;
+constexpr int STATE_BARRIER = 1, PAIR_BARRIER = 2, DECAY_BARRIER = 3;
 
 template <class K>
 struct ChunkGlobals {
@@ -40,8 +39,7 @@ struct ChunkShared {
         typename K::value_tile v, grad_out;
     } steps[stages];
     typename K::value_tile dv[2];
-    // P^T of a step, by turns, and of a tile the sum of W^T over its heads.
-    st<typename K::T, CHUNK, CHUNK> weights[2], pairs;
+    st<typename K::T, CHUNK, CHUNK> pairs;  // of a tile the sum of W^T over its heads
     TokenVector gates[stages];
     // Of the tokens, what their decay takes part in: as a query of the keys of each warp, and of
     // the state before; as a key, of the queries, and of the state behind. And the gradient of
@@ -53,27 +51,20 @@ struct ChunkShared {
     sv<float, 4> state_products;  // of the second half, by turns
     sv<float, 8> units;           // of the states before and after, by stage
     sv<float, 4> skips;           // of the head, by stage; 0 where columns have their own
-    // Read: by the role of the values. The others' reads are behind other signals.
-    semaphore keys_full[key_stages], keys_read[key_stages], keys_empty[key_stages];
-    semaphore full[stages], empty[stages], sums_full[stages];
-    semaphore weights_full[2], weights_empty[2], pairs_full, pairs_empty;
+    semaphore keys_full[key_stages], keys_empty[key_stages];
+    semaphore full[stages], empty[stages], sums_full[stages], pairs_full, pairs_empty;
 
     __device__ __forceinline__ void init() {
         for (int s = 0; s < key_stages; ++s) {
             init_semaphore(keys_full[s], 1);
-            init_semaphore(keys_read[s], WARPGROUP_WARPS);
             init_semaphore(keys_empty[s], 1);
         }
         for (int s = 0; s < stages; ++s) {
             init_semaphore(full[s], 1);
-            init_semaphore(empty[s], 3 * WARPGROUP_WARPS + 3);
-            init_semaphore(sums_full[s], 3 * WARPGROUP_WARPS);
+            init_semaphore(empty[s], 2 * WARPGROUP_WARPS + 3);
+            init_semaphore(sums_full[s], 2 * WARPGROUP_WARPS);
         }
-        for (int s = 0; s < 2; ++s) {
-            init_semaphore(weights_full[s], WARPGROUP_WARPS);
-            init_semaphore(weights_empty[s], WARPGROUP_WARPS);
-        }
-        init_semaphore(pairs_full, WARPGROUP_WARPS);
+        init_semaphore(pairs_full, 1);
         init_semaphore(pairs_empty, 1);
         arch::mbarrier_init_fence();
     }

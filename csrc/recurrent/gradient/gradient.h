@@ -105,9 +105,8 @@ struct GradientWorkspace {
 };
 
 // Dynamic shared memory of a block.
-constexpr int gradient_states_bytes(int key_dim) { return (key_dim == 128 ? 92 : 44) * 1024; }
-constexpr int gradient_states_blocks_per_sm(int key_dim) { return key_dim == 128 ? 2 : 4; }
-constexpr int gradient_chunk_bytes(int key_dim) { return (key_dim == 128 ? 212 : 180) * 1024; }
+constexpr int GRADIENT_STATES_BYTES = 68 * 1024;
+constexpr int gradient_chunk_bytes(int key_dim) { return (key_dim == 128 ? 196 : 164) * 1024; }
 // Of the portable kernels.
 constexpr int portable_gradient_states_bytes(int key_dim) {
     return 2 * (2 * CHUNK * (key_dim + VALUES) + 2 * 4 * CHUNK);

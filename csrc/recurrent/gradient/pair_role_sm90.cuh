@@ -1,9 +1,11 @@
 // The role of pairs of tokens in the chunks' gradient: keys are rows, queries columns. Of each
-// head, with c_j the cumulative decays, for j <= i
+// head, with c_j the cumulative decays, dS the gradient of the state behind, and for j <= i
 //   W_ij = (dO_i . v_j) w_j e^(c_i - c_j)        P_ij = scale q_i . k_j e^(c_i - c_j)
-// It sums W^T over the heads, for the role of the states (state_role_sm90.cuh), and hands P^T to
-// the role of the values (value_role_sm90.cuh). The decays' gradient has from it, with
-// X_ij = scale W_ij q_i . k_j, the sums over j < i and over i > j.
+// it makes the gradient dU of w_j v_j, and what is from that,
+//   dU = P^T dO + e^(c_64 - c_j) k_j dS       dV_j = w_j dU_j + skip dO_j       dw_j = v_j . dU_j
+// the sum of W^T over the heads, which the other role multiplies by q and k
+// (state_role_sm90.cuh), and parts of the decays' gradient: with X_ij = scale W_ij q_i . k_j the
+// sums over j < i and over i > j, and w_j e^(c_64 - c_j) v_j . k_j dS.
 #pragma once
 
 #include "csrc/recurrent/gradient/chunk_types_sm90.cuh"
@@ -32,6 +34,7 @@ struct PairRole {
                                                      Sums& sums, Factor factor) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
+            arch::sync_warp();  // else numbers of all columns are loaded before
             const int column = 8 * half + 2 * (laneid() % 4);
             const auto e_of = factor(column);
             float2 queries = {0.0f, 0.0f};
@@ -136,11 +139,53 @@ struct PairRole {
                         select(upper, quarter[1], quarter[0]), 4);
     }
 
+    template <class Skip>
+    static __device__ __forceinline__ void add_skip(typename K::values& dv,
+                                                    typename K::value_tile& grad_out, Skip skip) {
+#pragma unroll
+        for (int j = 0; j < VALUES / 16; ++j) {
+            rt<T, 16, 16> part;
+            warpgroup::load(part, grad_out.template subtile<CHUNK, 16>({0, j}));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float2 d = skip(16 * j + 8 * (i / 2) + 2 * (laneid() % 4));
+                const float2 x = unpack_pair<T>(part.tiles[0][0].data[i]);
+                float2& to = dv.tiles[0][j].data[i];
+                to = {fmaf(d.x, x.x, to.x), fmaf(d.y, x.y, to.y)};
+            }
+        }
+    }
+    // dV leaves through two tiles by turns. Behind the barrier all stores but the one to come have
+    // read theirs.
+    __device__ __forceinline__ void store_values(ChunkShared<K>& shared, typename K::values& du,
+                                                 typename K::value_tile& grad_out, float2 w,
+                                                 float skip, const ChunkTile& tile, int head,
+                                                 int slice, int turn) {
+        scale_rows(du, w);
+        if (g.skip.data != nullptr) {
+            if (g.skip.column_stride == 0) {
+                add_skip(du, grad_out, [&](int) { return float2{skip, skip}; });
+            } else {
+                add_skip(du, grad_out, [&](int column) {
+                    const int at = slice * VALUES + column;
+                    return float2{
+                        at < g.value_dim ? load_head(g.skip, head, at, 0.0f) : 0.0f,
+                        at + 1 < g.value_dim ? load_head(g.skip, head, at + 1, 0.0f) : 0.0f};
+                });
+            }
+        }
+        warpgroup::store(shared.dv[turn], du);
+        arch::fence_async_shared();
+        if (warpgroup::laneid() == 0) tma::store_async_read_wait();
+        warpgroup::sync(PAIR_BARRIER);
+        if (warpgroup::laneid() == 0)
+            store_rows(g.dv, shared.dv[turn], tile.at, head, slice * VALUES);
+    }
+
     __device__ __forceinline__ void run() {
         pipeline_state<ChunkShared<K>::key_stages> key_at;
         pipeline_state<ChunkShared<K>::stages> at;
-        pipeline_state<2> weights_at;
-        int phase = 0;
+        int phase = 0, turn = 0;
         for_each_tile(g, [&](const ChunkTile& tile) {
             auto& keys = all.keys[key_at.stage];
             typename K::square scores, sum;
@@ -150,39 +195,53 @@ struct PairRole {
             zero(sum);
             warpgroup::mma_async_wait<0>(scores);
             scale_tile(scores, g.scale);
-            for_each_step(g, tile, [&](int, int) {
+            for_each_step(g, tile, [&](int head, int slice) {
                 auto& shared = rematerialized(all);
                 auto& step = shared.steps[at.stage];
-                typename K::operand weights;
+                auto& gates = shared.gates[at.stage];
+                typename K::operand v, weights;
                 typename K::square products;
+                typename K::values du;
                 wait(shared.full[at.stage], at.phase);
-                discard(products);
+                discard(products, du);
                 warpgroup::mm_ABt(products, step.v, step.grad_out);
-                warpgroup::mma_async_wait<0>(products);
-                const Sums pairs =
-                    add_weights(sum, weights, products, scores, shared.gates[at.stage]);
-                wait(shared.weights_empty[weights_at.stage], weights_at.phase ^ 1);
-                warpgroup::store(shared.weights[weights_at.stage], weights);
-                arch::fence_async_shared();
-                signal_by_warp(shared.weights_full[weights_at.stage]);
-                weights_at.advance();
+                warpgroup::mm_ABt(du, shared.keys[key_at.stage].k, step.after);
+                warpgroup::mma_async_wait<1>(products);
+                const Sums pairs = add_weights(sum, weights, products, scores, gates);
+                warpgroup::load(v, step.v);
+                const float2 c = row_pair(gates), w = row_pair(gates, CHUNK);
+                const float last = gates.get(CHUNK - 1), unit = unit_of(shared, at.stage, true);
+                warpgroup::mma_async_wait<0>(du);
+                scale_rows(du, {unit * arch::exp2_approx(last - c.x),
+                                unit * arch::exp2_approx(last - c.y)});
+                const float2 behind = quad_sums(row_products<T>(v, du));
+                warpgroup::mma_AB(du, weights, step.grad_out);
                 auto& sums = shared.sums[at.stage];
                 arch::store_shared(
                     sums.queries.address_of(CHUNK * warpgroup::warpid() + 2 * laneid()),
                     sum_queries(pairs));
                 write_rows(sums.keys, quad_sums(pairs.keys));
+                write_rows(sums.behind, {w.x * behind.x, w.y * behind.y});
+                warpgroup::mma_async_wait<0>(du);
+                write_rows(sums.weight, quad_sums(row_products<T>(v, du)));
                 signal_by_warp(shared.sums_full[at.stage]);
+                store_values(shared, du, step.grad_out, w, shared.skips.get(at.stage), tile, head,
+                             slice, turn);
+                turn ^= 1;
                 signal_by_warp(shared.empty[at.stage]);
                 at.advance();
             });
+            // The other role adds it to the gradients of q and k, and gives the keys back.
             scale_tile(sum, g.scale);
             wait(all.pairs_empty, phase ^ 1);
             warpgroup::store(all.pairs, sum);
             arch::fence_async_shared();
-            signal_by_warp(all.pairs_full);
+            warpgroup::sync(PAIR_BARRIER);
+            signal(all.pairs_full);
             phase ^= 1;
             key_at.advance();
         });
+        if (warpgroup::laneid() == 0) tma::store_async_wait();
     }
 };
 

@@ -17,28 +17,18 @@ struct StateRole {
     const ChunkGlobals<K>& g;
     ChunkShared<K>& all;
 
-    using half_operand = rt<T, 16, VALUES / 2>;
-
-    // Adds the product of rows, times their factors, and half of a state's values. By halves, the
-    // operands of all products that are in flight together have registers.
-    template <int half>
-    static __device__ __forceinline__ void add_from_state(typename K::state& sum,
-                                                          half_operand& weighted,
-                                                          typename K::value_tile& rows,
-                                                          float2 factor,
-                                                          typename K::state_tile& state) {
-        warpgroup::load(weighted, rows.template subtile<CHUNK, VALUES / 2>({0, half}));
+    // Multiplies an operand's rows by their factors.
+    static __device__ __forceinline__ void weigh(typename K::operand& rows, float2 factor) {
 #pragma unroll
-        for (int j = 0; j < VALUES / 32; ++j) {
+        for (int j = 0; j < VALUES / 16; ++j) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float f = i % 2 ? factor.y : factor.x;
-                auto& pair = weighted.tiles[0][j].data[i];
+                auto& pair = rows.tiles[0][j].data[i];
                 const float2 x = unpack_pair<T>(pair);
                 pair = pack_pair<T>(f * x.x, f * x.y);
             }
         }
-        warpgroup::mma_AB(sum, weighted, state.template subtile<VALUES / 2, K::key_dim>({half, 0}));
     }
 
     __device__ __forceinline__ void run() {
@@ -56,8 +46,7 @@ struct StateRole {
                 auto& step = shared.steps[at.stage];
                 auto& gates = shared.gates[at.stage];
                 typename K::values from_state;
-                typename K::operand grad_out;
-                half_operand weighted[4];
+                typename K::operand queries, values, grad_out;
                 wait(shared.full[at.stage], at.phase);
                 discard(from_state);
                 warpgroup::mm_ABt(from_state, shared.keys[key_at.stage].q, step.before);
@@ -66,15 +55,16 @@ struct StateRole {
                 const float scale = g.scale * unit_of(shared, at.stage, false);
                 const float unit = unit_of(shared, at.stage, true);
                 const float2 e = {scale * arch::exp2_approx(c.x), scale * arch::exp2_approx(c.y)};
-                const float2 rest = {w.x * unit * arch::exp2_approx(last - c.x),
-                                     w.y * unit * arch::exp2_approx(last - c.y)};
-                add_from_state<0>(dq, weighted[0], step.grad_out, e, step.before);
-                add_from_state<0>(dk, weighted[1], step.v, rest, step.after);
-                warpgroup::load(grad_out, step.grad_out);
+                warpgroup::load(queries, step.grad_out);
+                weigh(queries, e);
+                warpgroup::mma_AB(dq, queries, step.before);
+                warpgroup::load(values, step.v);
+                weigh(values, {w.x * unit * arch::exp2_approx(last - c.x),
+                               w.y * unit * arch::exp2_approx(last - c.y)});
+                warpgroup::mma_AB(dk, values, step.after);
+                warpgroup::load(grad_out, step.grad_out);  // again: it would take registers
                 warpgroup::mma_async_wait<2>(from_state);
                 const float2 rows = quad_sums(row_products<T>(grad_out, from_state));
-                add_from_state<1>(dq, weighted[2], step.grad_out, e, step.before);
-                add_from_state<1>(dk, weighted[3], step.v, rest, step.after);
                 write_rows(shared.sums[at.stage].state, {e.x * rows.x, e.y * rows.y});
                 signal_by_warp(shared.sums_full[at.stage]);
                 warpgroup::mma_async_wait<0>(dq);
@@ -90,7 +80,6 @@ struct StateRole {
             phase ^= 1;
             warpgroup::sync(STATE_BARRIER);
             signal(all.pairs_empty);
-            wait(all.keys_read[key_at.stage], key_at.phase);
             store_key_gradients(g, keys, dq, dk, tile);
             signal(all.keys_empty[key_at.stage]);
             key_at.advance();

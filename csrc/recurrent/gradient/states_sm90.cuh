@@ -12,6 +12,8 @@
 
 namespace thunderkittens::recurrent {
 
+constexpr int GRADIENT_STATES_STAGES = 2;
+
 template <class K>
 struct StatesGlobals {
     Rows<typename K::key_tile> q, k;
@@ -31,11 +33,11 @@ struct StatesShared {
     struct Stage {
         typename K::key_tile keys;
         typename K::value_tile values;
-    } stages[K::states_stages];
+    } stages[GRADIENT_STATES_STAGES];
     typename K::state_tile out;
-    TokenVector gates[K::states_stages];
+    TokenVector gates[GRADIENT_STATES_STAGES];
     sv<float, 2 * WARPGROUP_WARPS> scratch;
-    semaphore full[K::states_stages];
+    semaphore full[GRADIENT_STATES_STAGES];
 };
 
 // What a block works on.
@@ -168,7 +170,7 @@ __device__ __forceinline__ void store_divided(const any_shared_tile auto& to, co
 }
 
 template <class K>
-__global__ __launch_bounds__(WARPGROUP_THREADS, K::states_blocks) void gradient_states_kernel(
+__global__ __launch_bounds__(WARPGROUP_THREADS, 3) void gradient_states_kernel(
     const __grid_constant__ StatesGlobals<K> g) {
     shared_allocator<> allocator(shared_memory());
     auto& shared = allocator.template allocate<StatesShared<K>>();
@@ -181,7 +183,7 @@ __global__ __launch_bounds__(WARPGROUP_THREADS, K::states_blocks) void gradient_
     const StatesWork work(g, int(blockIdx.x));
     const int count = work.end - work.begin;
     const auto load_chunk = [&](int i) {
-        const int chunk = work.chunk(i), stage = i % K::states_stages;
+        const int chunk = work.chunk(i), stage = i % GRADIENT_STATES_STAGES;
         SlotTokens at = work.tokens;
         at.chunk = chunk;
         auto& to = shared.stages[stage];
@@ -196,7 +198,7 @@ __global__ __launch_bounds__(WARPGROUP_THREADS, K::states_blocks) void gradient_
     };
     arch::sync_block();
     if (first_thread()) {
-        for (int i = 0; i < K::states_stages && i < count; ++i) load_chunk(i);
+        for (int i = 0; i < GRADIENT_STATES_STAGES && i < count; ++i) load_chunk(i);
     }
     typename K::state state;
     const int64_t part = work.part(g.runs, g.segments);
@@ -214,7 +216,7 @@ __global__ __launch_bounds__(WARPGROUP_THREADS, K::states_blocks) void gradient_
     float decay = 0.0f;
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-        const int stage = i % K::states_stages;
+        const int stage = i % GRADIENT_STATES_STAGES;
         auto& from = shared.stages[stage];
         if (!g.sums) {
             float unit = 1.0f;
@@ -234,7 +236,7 @@ __global__ __launch_bounds__(WARPGROUP_THREADS, K::states_blocks) void gradient_
                 tma::store_async(work.backwards ? g.after : g.before, shared.out, {at, 0, 0});
             }
         }
-        wait(shared.full[stage], i / K::states_stages % 2);
+        wait(shared.full[stage], i / GRADIENT_STATES_STAGES % 2);
         const float last = shared.gates[stage].get(CHUNK - 1);
         typename K::operand values;
         load_weighted<K>(values, from.values, shared.gates[stage], work.backwards, last, g.scale);
@@ -244,7 +246,8 @@ __global__ __launch_bounds__(WARPGROUP_THREADS, K::states_blocks) void gradient_
         warpgroup::mma_async_wait<0>(state);
         if (first_thread()) tma::store_async_read_wait();
         warpgroup::sync(1);  // the stage and the tile of the copy are free
-        if (first_thread() && i + K::states_stages < count) load_chunk(i + K::states_stages);
+        if (first_thread() && i + GRADIENT_STATES_STAGES < count)
+            load_chunk(i + GRADIENT_STATES_STAGES);
     }
     if (g.sums) {
         float* to = g.segment_states + part * (VALUES * K::key_dim);
@@ -271,7 +274,7 @@ template <DType dtype, int key_dim>
 void launch_gradient_states(const GradientParams& params, const GradientWorkspace& w, bool sums,
                             Stream stream) {
     using K = GradientTypes<dtype, key_dim>;
-    static_assert(sizeof(StatesShared<K>) + 1024 <= gradient_states_bytes(key_dim));
+    static_assert(sizeof(StatesShared<K>) + 1024 <= GRADIENT_STATES_BYTES);
     const RecurrentParams& call = params.forward;
     const RecurrentProblem& p = call.problem;
     const int64_t runs = states_of(p) * p.heads * slices_of(p);
@@ -299,10 +302,9 @@ void launch_gradient_states(const GradientParams& params, const GradientWorkspac
         .runs = int(runs),
         .scale = call.scale,
         .sums = sums};
-    kittens::launch({.dependent = true, .blocks_per_sm = K::states_blocks},
-                    gradient_states_kernel<K>, dim3(unsigned(2 * runs * params.segments)),
-                    dim3(WARPGROUP_THREADS), dim3(1), gradient_states_bytes(key_dim), stream,
-                    globals);
+    kittens::launch({.dependent = true, .blocks_per_sm = 3}, gradient_states_kernel<K>,
+                    dim3(unsigned(2 * runs * params.segments)), dim3(WARPGROUP_THREADS), dim3(1),
+                    GRADIENT_STATES_BYTES, stream, globals);
 }
 
 }  // namespace thunderkittens::recurrent

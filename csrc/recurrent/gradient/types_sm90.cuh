@@ -28,10 +28,6 @@ struct GradientTypes {
     static constexpr DType dtype = _dtype;
     static constexpr int key_dim = _key_dim;
     using T = type_of<_dtype>;
-    // Of the passes over the states. What a block takes for a chunk is the latency of memory over
-    // the stages less one: with two stages an SM has to have four blocks.
-    static constexpr int states_stages = _key_dim == 128 ? 3 : 2;
-    static constexpr int states_blocks = gradient_states_blocks_per_sm(_key_dim);
     static constexpr bool in_units = std::is_same_v<T, half>;  // the states in memory
     using key_tile = st<T, CHUNK, key_dim>;                    // of q, k: tokens are rows
     using value_tile = st<T, CHUNK, VALUES>;    // of v and the gradient of the output
