@@ -20,19 +20,8 @@ namespace thunderkittens::recurrent::delta {
 
 class TriangularInverse {
   public:
-    // A lane's elements of a block, as accumulators are: two times eight columns.
-    struct Block {
-        float half[2][4] = {};
-
-        // Pairs in the order of a tile's.
-        __device__ __forceinline__ float2 pair(int i) const {
-            return {half[i / 2][2 * (i % 2)], half[i / 2][2 * (i % 2) + 1]};
-        }
-        __device__ __forceinline__ void set_pair(int i, float2 x) {
-            half[i / 2][2 * (i % 2)] = x.x;
-            half[i / 2][2 * (i % 2) + 1] = x.y;
-        }
-    };
+    // A block's elements as a lane has them in an accumulator: two times eight columns.
+    using Sums = float[2][4];
 
     __device__ __forceinline__ explicit TriangularInverse(const PrepareScratch& scratch)
         : diagonal(scratch.diagonal.address()),
@@ -46,7 +35,7 @@ class TriangularInverse {
                uint32_t(4 * (b * PrepareScratch::block + column * PrepareScratch::pitch + row));
     }
     // Block (row, column) of L, row > column.
-    __device__ __forceinline__ void store_below(int row, int column, const Block& x) const {
+    __device__ __forceinline__ void store_below(int row, int column, const Sums& x) const {
         store(of_below(row, column), x);
     }
 
@@ -81,27 +70,29 @@ class TriangularInverse {
         arch::sync_warp();
     }
     // Warps 0 and 1: block (1, 0) or (3, 2) of the inverse, in the place of L's.
-    __device__ __forceinline__ void merge_16() const {
+    __device__ __forceinline__ void merge_16(Sums& x) const {
         const int column = 2 * warp, row = column + 1;
-        Block w, x;
-        multiply(w, Parts(of_diagonal(row), true), Parts(beside(), true));
+        const uint32_t block = warp == 0 ? of_below(1, 0) : of_below(3, 2);
+        Sums w = {};
+        multiply(w, Parts(of_diagonal(row), true), Parts(block, true));
         multiply(x, Parts(w), Parts(of_diagonal(column), false));
         negate(x);
         arch::sync_warp();
-        store(beside(), x);
+        store(block, x);
     }
     // Blocks (2, 0), (2, 1), (3, 0) and (3, 1), one a warp.
-    __device__ __forceinline__ Block merge_32() const {
+    __device__ __forceinline__ void merge_32(Sums& x) const {
         const int row = 2 + warp / 2;
-        Block w[2], x;
+        Sums w[2] = {};
         if (warp % 2 == 0) {
             if (row == 3) {
-                const Parts left(of_below(3, 2), false);
-                multiply(w, left, left, Parts(of_below(2, 0), true), Parts(of_below(2, 1), true));
+                const Parts beside(of_below(3, 2), false);
+                multiply(w, beside, beside, Parts(of_below(2, 0), true),
+                         Parts(of_below(2, 1), true));
             }
             const Parts own(of_diagonal(row), true);
             multiply(w, own, own, Parts(of_below(row, 0), true), Parts(of_below(row, 1), true));
-            Block sums[2];
+            Sums sums[2] = {};
             multiply(sums, Parts(w[0]), Parts(w[1]), Parts(of_diagonal(0), false),
                      Parts(of_below(1, 0), true));
             add(x, sums);
@@ -112,13 +103,18 @@ class TriangularInverse {
             multiply(x, Parts(w[0]), Parts(of_diagonal(1), false));
         }
         negate(x);
-        return x;
     }
-    // What the inverse of this warp's diagonal block and merge_16() are.
-    __device__ __forceinline__ Block diagonal_block() const {
-        return sum_of(Parts(of_diagonal(warp), true));
+    // This warp's diagonal block.
+    __device__ __forceinline__ void load_diagonal(Sums& x) const {
+        const Parts parts(of_diagonal(warp), true);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float2 a = unpack_pair<bf16>(arch::bit_cast<packed_type<bf16>>(parts.high[i])),
+                         b = unpack_pair<bf16>(arch::bit_cast<packed_type<bf16>>(parts.low[i]));
+            x[i / 2][2 * (i % 2)] = a.x + b.x;
+            x[i / 2][2 * (i % 2) + 1] = a.y + b.y;
+        }
     }
-    __device__ __forceinline__ Block block_beside() const { return sum_of(Parts(beside(), false)); }
 
   private:
     static constexpr uint32_t part_bytes = 512;
@@ -139,9 +135,12 @@ class TriangularInverse {
             load(high, own, transposed);
             load(low, own + part_bytes, transposed);
         }
-        __device__ __forceinline__ explicit Parts(const Block& x) {
+        __device__ __forceinline__ explicit Parts(const Sums& x) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) split(high[i], low[i], x.pair(i).x, x.pair(i).y);
+            for (int i = 0; i < 4; ++i) {
+                const int first = 2 * (i % 2);
+                split(high[i], low[i], x[i / 2][first], x[i / 2][first + 1]);
+            }
         }
         static __device__ __forceinline__ void load(uint32_t (&to)[4], uint32_t own,
                                                     bool transposed) {
@@ -163,38 +162,24 @@ class TriangularInverse {
         return below + 2 * part_bytes * uint32_t(row * (row - 1) / 2 + column) +
                16 * uint32_t(lane);
     }
-    __device__ __forceinline__ uint32_t beside() const {
-        return warp == 0 ? of_below(1, 0) : of_below(3, 2);
-    }
-    __device__ __forceinline__ static Block sum_of(const Parts& parts) {
-        Block x;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 a = unpack_pair<bf16>(arch::bit_cast<packed_type<bf16>>(parts.high[i])),
-                         b = unpack_pair<bf16>(arch::bit_cast<packed_type<bf16>>(parts.low[i]));
-            x.set_pair(i, {a.x + b.x, a.y + b.y});
-        }
-        return x;
-    }
-    __device__ __forceinline__ static void store(uint32_t to, const Block& x) {
+    __device__ __forceinline__ static void store(uint32_t to, const Sums& x) {
         const Parts parts(x);
         arch::store_matrix_x4(to, parts.high[0], parts.high[1], parts.high[2], parts.high[3]);
         arch::store_matrix_x4(to + part_bytes, parts.low[0], parts.low[1], parts.low[2],
                               parts.low[3]);
     }
-    __device__ __forceinline__ static void negate(Block& x) {
+    __device__ __forceinline__ static void negate(Sums& x) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) x.half[half][i] = -x.half[half][i];
+            for (int i = 0; i < 4; ++i) x[half][i] = -x[half][i];
         }
     }
-    __device__ __forceinline__ static void add(Block& x, const Block (&sums)[2]) {
+    __device__ __forceinline__ static void add(Sums& x, const Sums (&sums)[2]) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                x.half[half][i] = sums[0].half[half][i] + sums[1].half[half][i];
+            for (int i = 0; i < 4; ++i) x[half][i] = sums[0][half][i] + sums[1][half][i];
         }
     }
     // Half of the columns of a product: sum += a b, with one part of a and one of b.
@@ -204,32 +189,32 @@ class TriangularInverse {
         arch::mma_sync<bf16, bf16>::fma(sum, a, of_half, sum);
     }
     // sum += a b
-    __device__ __forceinline__ static void multiply(Block& sum, const Parts& a, const Parts& b) {
+    __device__ __forceinline__ static void multiply(Sums& sum, const Parts& a, const Parts& b) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) multiply(sum.half[half], a.low, b.high, half);
+        for (int half = 0; half < 2; ++half) multiply(sum[half], a.low, b.high, half);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) multiply(sum.half[half], a.high, b.low, half);
+        for (int half = 0; half < 2; ++half) multiply(sum[half], a.high, b.low, half);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) multiply(sum.half[half], a.high, b.high, half);
+        for (int half = 0; half < 2; ++half) multiply(sum[half], a.high, b.high, half);
     }
     // The same of two products that do not depend on each other.
-    __device__ __forceinline__ static void multiply(Block (&sums)[2], const Parts& a0,
+    __device__ __forceinline__ static void multiply(Sums (&sums)[2], const Parts& a0,
                                                     const Parts& a1, const Parts& b0,
                                                     const Parts& b1) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            multiply(sums[0].half[half], a0.low, b0.high, half);
-            multiply(sums[1].half[half], a1.low, b1.high, half);
+            multiply(sums[0][half], a0.low, b0.high, half);
+            multiply(sums[1][half], a1.low, b1.high, half);
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            multiply(sums[0].half[half], a0.high, b0.low, half);
-            multiply(sums[1].half[half], a1.high, b1.low, half);
+            multiply(sums[0][half], a0.high, b0.low, half);
+            multiply(sums[1][half], a1.high, b1.low, half);
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            multiply(sums[0].half[half], a0.high, b0.high, half);
-            multiply(sums[1].half[half], a1.high, b1.high, half);
+            multiply(sums[0][half], a0.high, b0.high, half);
+            multiply(sums[1][half], a1.high, b1.high, half);
         }
     }
 

@@ -1,10 +1,10 @@
 // The part of a chunk that no state goes into, by a warpgroup: from the keys, queries and gates of
 // 64 tokens it makes T diag(beta) and P as operands, and the factors of the tokens.
 //
-// K K^T and Q K^T are accumulators of wgmma, and run beside what does not need them. Decays
-// exp(c_i - c_j) are at most one; left of the diagonal blocks they are products of two such, by way
-// of the block's first row. exp(c_i) and exp(-c_j) alone could overflow. Norms of q and k are
-// factors too, which diagonals of products have: no tile is written anew.
+// K K^T and Q K^T are accumulators of wgmma. Decays exp(c_i - c_j) are at most one; left of the
+// diagonal blocks they are products of two such, by way of the block's first row. exp(c_i) and
+// exp(-c_j) alone could overflow. Norms of q and k are factors too, which diagonals of products
+// have: no tile is written anew.
 #pragma once
 
 #include "csrc/recurrent/gated_delta_rule/inverse_sm90.cuh"
@@ -55,78 +55,60 @@ class Preparer {
                 tokens.query_norm.set(warpgroup::laneid(), 1.0f);
             }
         }
-        rt_fl<16, CHUNK> keys, queries;
-        const auto multiply_keys = [&](int chunk) {
-            auto& all = rematerialized(shared);
-            auto& k = all.stages[chunk % K::stages].k;
-            wait(all.loaded[chunk % K::stages], chunk / K::stages % 2);
-            discard(keys);
-            warpgroup::mm_ABt(keys, k, k);
-        };
-        if constexpr (ahead) {
-            multiply_keys(id);
-            warpgroup::mma_async_wait<0>(keys);
-        }
 #pragma unroll 1
         for (int i = id; i < chunks; i += K::preparers) {
             auto& all = rematerialized(shared);
+            auto& stage = all.stages[i % K::stages];
             const int round = i / K::preparers;
             auto& tokens = all.scratch[id].tokens[round % 2];
-            if constexpr (!ahead) {
-                multiply_keys(i);
-                warpgroup::mma_async_wait<0>(keys);
+            wait(all.loaded[i % K::stages], i / K::stages % 2);
+            rt_fl<16, CHUNK> keys, queries;
+            warpgroup::mm_ABt(keys, stage.k, stage.k);
+            if constexpr (!K::summary) {
+                warpgroup::mm_ABt(queries, stage.q, stage.k);
+                if (g.l2_norm) store_query_norms(tokens.query_norm, stage.q);
             }
-            GateValues values{};  // of the warpgroup's next chunk; nothing behind the last one
-            if (warp == gate_warp) values = gate_values(i + K::preparers);
+            warpgroup::mma_async_wait<0>(keys);
+            if constexpr (!K::summary) warpgroup::mma_async_wait<0>(queries);
             if (g.l2_norm) store_key_norms(tokens.key_norm, keys);
             sync();
-            if constexpr (!K::summary) {
-                auto& stage = all.stages[i % K::stages];
-                // Before that product: in the tensor cores' order these would wait for it.
-                if (g.l2_norm) store_query_norms(tokens.query_norm, stage.q);
-                discard(queries);
-                warpgroup::mm_ABt(queries, stage.q, stage.k);
-            }
-            weigh_diagonal(inverse(), tokens, keys);
+            const RowFactors factors(*this, tokens);
+            rt<T, 16, CHUNK> weights;
+            weigh_diagonal(inverse(), tokens, factors, weights, keys, queries);
             sync();
-            weigh_below(inverse(), tokens, keys);
+            weigh_below(inverse(), tokens, factors, weights, keys, queries);
+            GateValues values{};  // of the warpgroup's next chunk; nothing behind the last one
+            if (warp == gate_warp) values = gate_values(i + K::preparers);
             if (warp < 2) inverse().invert_diagonal();
             sync();
-            if (warp < 2) inverse().merge_16();
-            rt<T, 16, CHUNK> weights;
-            if constexpr (!K::summary) {
-                warpgroup::mma_async_wait<0>(queries);
-                weigh_queries(tokens, weights, queries);
-            }
-            if constexpr (ahead) multiply_keys(::min(i + 1, chunks - 1));
+            TriangularInverse::Sums beside = {}, block = {};
+            if (warp < 2) inverse().merge_16(beside);
             if (warp == gate_warp && i + K::preparers < chunks) {
                 store_gates(all.scratch[id].tokens[(round + 1) % 2], values, i + K::preparers);
             }
+            auto& to = rematerialized(shared).prepared[i % K::slots];
             if (warp == load_warp) {
                 if (i >= K::slots) wait(all.empty[i % K::slots], (i / K::slots - 1) % 2);
                 // The consumers have also read the keys of the chunk whose place this is.
                 if (laneid() == 0 && i + 2 < chunks) load_keys(g, all, work, i + 2);
             }
             sync();
-            auto& to = rematerialized(shared).prepared[i % K::slots];
+            inverse().merge_32(block);
+
+            store_block(to.t, tokens.beta, block, 2 + warp / 2, warp % 2);
+            if (warp < 2) store_block(to.t, tokens.beta, beside, 2 * warp + 1, 2 * warp);
+            TriangularInverse::Sums diagonal;
+            inverse().load_diagonal(diagonal);
+            store_block(to.t, tokens.beta, diagonal, warp, warp);
             if constexpr (!K::summary) store_weights(to.p, weights);
-            store_block(to.t, tokens.beta, inverse().diagonal_block(), warp, warp);
-            if (warp < 2) {
-                store_block(to.t, tokens.beta, inverse().block_beside(), 2 * warp + 1, 2 * warp);
-            }
-            store_block(to.t, tokens.beta, inverse().merge_32(), 2 + warp / 2, warp % 2);
             store_factors(to, tokens);
             arch::fence_async_shared();
             signal_by_warp(all.full[i % K::slots]);
-            if constexpr (ahead) warpgroup::mma_async_wait<0>(keys);
         }
     }
 
   private:
     static constexpr int gate_warp = 2, load_warp = 3;
-    // K K^T of the next chunk is computed beside the inverse. Of two preparers, each has the chunk
-    // after the next one, whose keys then are still on their way.
-    static constexpr bool ahead = K::preparers == 1;
 
     __device__ __forceinline__ void sync() const { warpgroup::sync(PREPARE_BARRIER + id); }
 
@@ -172,7 +154,7 @@ class Preparer {
                                                       const typename K::key_tile& tile) const {
         const int first = 16 * warpgroup::warpid();
         const operand_walker<operand_a, true, typename K::key_tile> rows(tile, first, 0);
-        float sums[2][2][4] = {};  // of every other step, of which none waits for the one before
+        float sums[2][4] = {};
 #pragma unroll
         for (int step = 0; step < K::key_dim / 16; ++step) {
             operand_a<T> a;
@@ -180,18 +162,16 @@ class Preparer {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const uint32_t b[2] = {a.words[half], a.words[half + 2]};
-                float(&sum)[4] = sums[step % 2][half];
-                arch::mma_sync<T, T>::fma(sum, a.words, b, sum);
+                arch::mma_sync<T, T>::fma(sums[half], a.words, b, sums[half]);
             }
         }
         const int lane = recomputed_lane(), row = lane / 4;
         if (lane % 4 != row / 2) return;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float(&even)[4] = sums[0][half], (&odd)[4] = sums[1][half];
-            const float sum = row % 2 == 0 ? even[2 * half] + odd[2 * half]
-                                           : even[2 * half + 1] + odd[2 * half + 1];
-            to.set(first + 8 * half + row, arch::reciprocal_sqrt(sum + DELTA_L2_EPS));
+            const float sum = sums[half][2 * half], next = sums[half][2 * half + 1];
+            to.set(first + 8 * half + row,
+                   arch::reciprocal_sqrt((row % 2 == 0 ? sum : next) + DELTA_L2_EPS));
         }
     }
     // The same of keys: their sums are the diagonal of K K^T.
@@ -210,135 +190,106 @@ class Preparer {
             }
         }
     }
-    // Of a lane's two rows: what scores are multiplied by, and the sums of their log decays, those
-    // of the warp's first row too.
+    // Of a lane's two rows: what scores of keys and of queries are multiplied by, and the sums of
+    // their log decays, those of the warp's first row too.
     struct RowFactors {
-        float own[2], sum[2], first;
+        float key[2], query[2], sum[2], first;
 
-        template <class F>
-        __device__ __forceinline__ RowFactors(const PrepareScratch::Tokens& tokens, int lane,
-                                              F factor) {
-            const int row = 16 * warpgroup::warpid();
+        __device__ __forceinline__ RowFactors(const Preparer& of,
+                                              const PrepareScratch::Tokens& tokens) {
+            const int row = 16 * warpgroup::warpid(), lane = recomputed_lane();
             first = tokens.sums.get(row);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const int token = row + lane / 4 + 8 * r;
-                sum[r] = tokens.sums.get(token);
-                own[r] = factor(token);
+                const int own = row + lane / 4 + 8 * r;
+                sum[r] = tokens.sums.get(own);
+                key[r] = tokens.key_norm.get(own) * tokens.beta.get(own);
+                query[r] = K::summary ? 0.0f : tokens.query_norm.get(own) * of.g.scale;
             }
         }
     };
-    static __device__ __forceinline__ RowFactors key_rows(const PrepareScratch::Tokens& tokens,
-                                                          int lane) {
-        return RowFactors(tokens, lane, [&](int token) {
-            return tokens.key_norm.get(token) * tokens.beta.get(token);
-        });
-    }
-    // Calls f(element, row, column, weight) for the lane's elements of a block of 16 x 16 on the
-    // diagonal, in pairs; weights above the diagonal are zeros.
-    template <class F>
-    static __device__ __forceinline__ void weigh_block_on_diagonal(
-        const PrepareScratch::Tokens& tokens, const RowFactors& factors, int lane, int j, F f) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int r = i % 2, column = 8 * (i / 2) + 2 * (lane % 4);
-            const auto sum = arch::load_shared<float2>(tokens.sums.address_of(16 * j + column));
-            const auto norm =
-                arch::load_shared<float2>(tokens.key_norm.address_of(16 * j + column));
-            const int row = lane / 4 + 8 * r, distance = row - column;
-            const float x =
-                distance >= 0 ? arch::exp2_approx(factors.sum[r] - sum.x) * norm.x : 0.0f;
-            const float y =
-                distance >= 1 ? arch::exp2_approx(factors.sum[r] - sum.y) * norm.y : 0.0f;
-            f(i, row, column, float2{x * factors.own[r], y * factors.own[r]});
-        }
-    }
-    // The same of a block left of it. Decays are products of two that are at most one: from a
-    // column to the warp's first row, and from there on, which `factors` have.
-    template <class F>
-    static __device__ __forceinline__ void weigh_block_below(const PrepareScratch::Tokens& tokens,
-                                                             const RowFactors& factors, int lane,
-                                                             int j, F f) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int column = 16 * j + 8 * half + 2 * (lane % 4);
-            const auto sum = arch::load_shared<float2>(tokens.sums.address_of(column));
-            const auto norm = arch::load_shared<float2>(tokens.key_norm.address_of(column));
-            const float x = arch::exp2_approx(factors.first - sum.x) * norm.x,
-                        y = arch::exp2_approx(factors.first - sum.y) * norm.y;
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
-                f(2 * half + r, float2{x * factors.own[r], y * factors.own[r]});
-        }
-    }
-    static __device__ __forceinline__ void decay_to_first(RowFactors& factors) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-            factors.own[r] *= arch::exp2_approx(factors.sum[r] - factors.first);
-    }
-    // Blocks of L to the inverse: that on the diagonal, then those left of it.
-    static __device__ __forceinline__ void weigh_diagonal(const TriangularInverse& inverse,
-                                                          const PrepareScratch::Tokens& tokens,
-                                                          const rt_fl<16, CHUNK>& keys) {
-        const int warp = warpgroup::warpid(), lane = recomputed_lane();
-        const RowFactors factors = key_rows(tokens, lane);
+    // The block of 16 x 16 on the diagonal: of L to the inverse, of P into `weights`.
+    __device__ __forceinline__ void weigh_diagonal(const TriangularInverse& inverse,
+                                                   const PrepareScratch::Tokens& tokens,
+                                                   const RowFactors& factors,
+                                                   rt<T, 16, CHUNK>& weights,
+                                                   const rt_fl<16, CHUNK>& keys,
+                                                   const rt_fl<16, CHUNK>& queries) const {
+        const int warp = warpgroup::warpid(), lane = recomputed_lane(), row = lane / 4;
 #pragma unroll
         for (int j = 0; j < CHUNK / 16; ++j) {
             if (j != warp) continue;
-            weigh_block_on_diagonal(
-                tokens, factors, lane, j, [&](int i, int row, int column, float2 weight) {
-                    const float2 key = keys.tiles[0][j].data[i];
-                    arch::store_shared(inverse.place(j, row, column), key.x * weight.x);
-                    arch::store_shared(inverse.place(j, row, column + 1), key.y * weight.y);
-                });
-        }
-    }
-    static __device__ __forceinline__ void weigh_below(const TriangularInverse& inverse,
-                                                       const PrepareScratch::Tokens& tokens,
-                                                       const rt_fl<16, CHUNK>& keys) {
-        const int warp = warpgroup::warpid(), lane = recomputed_lane();
-        RowFactors factors = key_rows(tokens, lane);
-        decay_to_first(factors);
 #pragma unroll
-        for (int j = 0; j < CHUNK / 16 - 1; ++j) {
-            if (j >= warp) continue;
-            TriangularInverse::Block block;
-            weigh_block_below(tokens, factors, lane, j, [&](int i, float2 weight) {
+            for (int i = 0; i < 4; ++i) {
+                const int r = i % 2, column = 8 * (i / 2) + 2 * (lane % 4);
+                const auto sum = arch::load_shared<float2>(tokens.sums.address_of(16 * j + column));
+                const auto norm =
+                    arch::load_shared<float2>(tokens.key_norm.address_of(16 * j + column));
+                const int distance = row + 8 * r - column;
+                const float decay[2] = {
+                    distance >= 0 ? arch::exp2_approx(factors.sum[r] - sum.x) * norm.x : 0.0f,
+                    distance >= 1 ? arch::exp2_approx(factors.sum[r] - sum.y) * norm.y : 0.0f};
                 const float2 key = keys.tiles[0][j].data[i];
-                block.set_pair(i, {key.x * weight.x, key.y * weight.y});
-            });
-            inverse.store_below(warp, j, block);
+                arch::store_shared(inverse.place(j, row + 8 * r, column),
+                                   key.x * factors.key[r] * decay[0]);
+                arch::store_shared(inverse.place(j, row + 8 * r, column + 1),
+                                   key.y * factors.key[r] * decay[1]);
+                if constexpr (!K::summary) {
+                    const float2 query = queries.tiles[0][j].data[i];
+                    weights.tiles[0][j].data[i] =
+                        pack_pair<T>(query.x * factors.query[r] * decay[0],
+                                     query.y * factors.query[r] * decay[1]);
+                }
+            }
         }
     }
-    // The warp's rows of P.
-    __device__ __forceinline__ void weigh_queries(const PrepareScratch::Tokens& tokens,
-                                                  rt<T, 16, CHUNK>& weights,
-                                                  const rt_fl<16, CHUNK>& queries) const {
+    // The blocks left of it. Their decays are products of two that are at most one: from a column
+    // to the warp's first row, and from there on.
+    __device__ __forceinline__ void weigh_below(const TriangularInverse& inverse,
+                                                const PrepareScratch::Tokens& tokens,
+                                                const RowFactors& factors,
+                                                rt<T, 16, CHUNK>& weights,
+                                                const rt_fl<16, CHUNK>& keys,
+                                                const rt_fl<16, CHUNK>& queries) const {
         const int warp = warpgroup::warpid(), lane = recomputed_lane();
-        RowFactors factors(tokens, lane,
-                           [&](int token) { return tokens.query_norm.get(token) * g.scale; });
+        float key_factor[2], query_factor[2];
 #pragma unroll
-        for (int j = 0; j < CHUNK / 16; ++j) {
-            if (j != warp) continue;
-            weigh_block_on_diagonal(tokens, factors, lane, j, [&](int i, int, int, float2 weight) {
-                const float2 x = queries.tiles[0][j].data[i];
-                weights.tiles[0][j].data[i] = pack_pair<T>(x.x * weight.x, x.y * weight.y);
-            });
+        for (int r = 0; r < 2; ++r) {
+            const float decay = arch::exp2_approx(factors.sum[r] - factors.first);
+            key_factor[r] = factors.key[r] * decay;
+            query_factor[r] = factors.query[r] * decay;
         }
-        decay_to_first(factors);
 #pragma unroll
         for (int j = 0; j < CHUNK / 16 - 1; ++j) {
             if (j >= warp) continue;
-            weigh_block_below(tokens, factors, lane, j, [&](int i, float2 weight) {
-                const float2 x = queries.tiles[0][j].data[i];
-                weights.tiles[0][j].data[i] = pack_pair<T>(x.x * weight.x, x.y * weight.y);
-            });
+            TriangularInverse::Sums block;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int column = 16 * j + 8 * half + 2 * (lane % 4);
+                const auto sum = arch::load_shared<float2>(tokens.sums.address_of(column));
+                const auto norm = arch::load_shared<float2>(tokens.key_norm.address_of(column));
+                const float decay[2] = {arch::exp2_approx(factors.first - sum.x) * norm.x,
+                                        arch::exp2_approx(factors.first - sum.y) * norm.y};
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const float2 key = keys.tiles[0][j].data[2 * half + r];
+                    block[half][2 * r] = key.x * key_factor[r] * decay[0];
+                    block[half][2 * r + 1] = key.y * key_factor[r] * decay[1];
+                    if constexpr (!K::summary) {
+                        const float2 query = queries.tiles[0][j].data[2 * half + r];
+                        weights.tiles[0][j].data[2 * half + r] =
+                            pack_pair<T>(query.x * query_factor[r] * decay[0],
+                                         query.y * query_factor[r] * decay[1]);
+                    }
+                }
+            }
+            inverse.store_below(warp, j, block);
         }
     }
     // A block of T with the columns' beta.
     __device__ __forceinline__ static void store_block(typename K::square_tile& to,
                                                        const sv<float, CHUNK>& beta,
-                                                       const TriangularInverse::Block& x, int row,
+                                                       const TriangularInverse::Sums& x, int row,
                                                        int column) {
         uint32_t words[4];
 #pragma unroll
@@ -347,9 +298,8 @@ class Preparer {
                 beta.address_of(16 * column + 8 * half + 2 * (recomputed_lane() % 4)));
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const float2 pair = x.pair(2 * half + r);
-                words[2 * half + r] =
-                    arch::bit_cast<uint32_t>(pack_pair<T>(pair.x * factor.x, pair.y * factor.y));
+                words[2 * half + r] = arch::bit_cast<uint32_t>(
+                    pack_pair<T>(x[half][2 * r] * factor.x, x[half][2 * r + 1] * factor.y));
             }
         }
         store_words(to, row, column, words);
