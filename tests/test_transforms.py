@@ -87,10 +87,18 @@ def assert_gradients(sample, actual, expected, otherwise):
 @pytest.mark.parametrize("pattern", MAPPED)
 @every_mappable_sample
 def test_vmap(device, sample, pattern):
+    """An activation has shorter formulas in some kernels, and which one runs depends on how the
+    operands lie: such results differ by a rounding of the largest."""
     dims = dims_of(sample, pattern)
     tensors = mapped(sample, device, dims)
     results = torch.func.vmap(sample.function, in_dims=dims)(*tensors)
-    assert_all_close(results, looped(sample.function, tensors, dims))
+    expected = looped(sample.function, tensors, dims)
+    if sample.options.get("activation") is None:
+        assert_all_close(results, expected)
+        return
+    for x, y in zip(results, expected, strict=True):
+        bound = torch.finfo(y.dtype).eps * y.double().abs().max()
+        assert float((x.double() - y.double()).abs().max()) <= bound
 
 
 @pytest.mark.parametrize(
