@@ -284,7 +284,7 @@ def test_gemm_works_on_whole_products(problem, blocks):
         ((64, 2112, 7168, False), 3),
         ((64, 2112, 512, False), 2),  # too short a K for three
         ((64, 2176, 7168, False), 2),
-        ((64, 4096, 7168, False), 1),
+        ((48, 4096, 7168, False), 1),
         ((16, 4096, 7168, True), 3),
         ((16, 8192, 16384, True), 2),
         ((16, 8192, 8192, True), 1),
@@ -299,6 +299,26 @@ def test_gemm_of_few_rows_divides_k(problem, splits, b_n_major):
     tiles = -(-sizes["n"] // choice["block_n"])
     assert choice["blocks"] <= min(132, splits * tiles)
     assert choice["blocks"] % splits == 0
+
+
+@pytest.mark.skipif("gemm" not in _C.ops(), reason="this build leaves gemm out")
+@pytest.mark.parametrize(
+    ("m", "n", "strategy", "shared"),
+    [
+        (64, 8192, "single_wave_64x64", (1, 1)),
+        (64, 8448, "single_wave_64x64", (1, 1)),  # as many tiles as SMs
+        (64, 8512, "swap_ab", (1, 1)),
+        (64, 8200, "swap_ab", (1, 1)),  # a tile that is not whole
+        (63, 8192, "swap_ab", (1, 1)),
+        (128, 7168, "cluster_tile", (2, 2)),
+        (128, 8192, "cluster_tile", (2, 1)),  # clusters of four leave 120 SMs
+        (200, 8192, "persistent", (1, 1)),
+    ],
+)
+def test_gemm_of_few_rows_in_one_wave(m, n, strategy, shared):
+    choice = _C.choose("gemm", {"m": m, "n": n, "k": 8192}, H200)
+    assert choice["strategy"] == strategy
+    assert (choice["share_m"], choice["share_n"]) == shared
 
 
 @pytest.mark.skipif("mxfp8_gemm" not in _C.ops(), reason="this build leaves gemm out")

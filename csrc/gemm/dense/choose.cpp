@@ -209,6 +209,27 @@ std::pair<Choice, double> choose_unsplit(const Problem& p, const DevicePropertie
     return {balanced_choice(config, tiles, p, device), tiles.cycles};
 }
 
+// Whether 64 rows are one wave of whole tiles of 64 x 64, with a long k: that wave reads b as fast
+// as swap-AB's blocks do, if these do not divide k, and stores sooner.
+bool fills_single_wave(const Problem& p, int sm_count) {
+    return !p.fused && p.m == 64 && p.n % 64 == 0 && p.n / 64 <= sm_count && p.k >= 2048 &&
+           p.out_dtype == p.dtype;
+}
+
+// Two rows of tiles of 64 x 128 in one wave, with a long k: the blocks of both rows share the tiles
+// of b by multicast, and two beside each other those of a, where clusters of four leave as many SMs
+// as there are tiles.
+ClusterTile two_rows(const Choice& unsplit, const Problem& p, int sm_count) {
+    const TileShape& shape = CLUSTER_TILE_SHAPES[1];
+    const int64_t tiles = 2 * ceil_div(p.n, shape.block_n);
+    const bool is_pair = unsplit.kernel == Kernel::one_consumer &&
+                         unsplit.config.block_n == shape.block_n && p.batch == 1 && p.m > 64 &&
+                         p.m <= 128 && p.k >= 2048 && tiles <= sm_count;
+    if (!is_pair) return {};
+    const bool four = round_up(tiles, 4) <= sm_count - std::lround(FIT.lost_by_4);
+    return {.shape = &shape, .share_m = 2, .share_n = four ? 2 : 1};
+}
+
 // Where all rows begin at lines, and sums are only rounded, or m is skinny.
 Choice cheapest_in_lines(const Problem& p, const DeviceProperties& device) {
     const int sm_count = std::max(1, device.sm_count);
@@ -226,7 +247,14 @@ Choice cheapest_in_lines(const Problem& p, const DeviceProperties& device) {
         const int64_t few = ceil_div(p.m, 64) * ceil_div(p.n, 64) * MAX_CLUSTER_BLOCKS;
         const bool small =
             cluster.splits > 1 && few <= sm_count && p.k >= 512 && p.gate == Gate::none;
-        return small ? cluster_tile_choice(cluster, p) : unsplit;
+        if (small) return cluster_tile_choice(cluster, p);
+        const bool single = unsplit.schedule.splits == 1 && fills_single_wave(p, sm_count);
+        if (!single) return unsplit;
+        return tiled_choice(make_config(tile_shape(64, 64), p.dtype, false, p.b_n_major), p,
+                            device);
+    }
+    if (const ClusterTile pair = two_rows(unsplit, p, sm_count); pair.shape != nullptr) {
+        return cluster_tile_choice(pair, p);
     }
     // By which another kernel has to be cheaper.
     constexpr double margin = 0.97;
