@@ -51,8 +51,10 @@ def layouts_of(tile: tuple[int, ...]) -> list[bool]:
 
 
 def tile_config(tile: tuple[int, ...]) -> dict[str, int]:
-    """The numbers of a tile under the names of the configuration's fields, without a cluster."""
-    return dict(zip(TILE, tile, strict=True), cluster_m=1)
+    """The numbers of a tile under the names of the configuration's fields, without what other
+    kernels have."""
+    others = {"cluster_m": 1, "balanced": False, "cluster_tile": False, "swap_ab": False}
+    return dict(zip(TILE, tile, strict=True)) | others
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -31,6 +31,12 @@ struct Place {
         const T* const at = static_cast<const T*>(x.data) + index[0] * x.stride[0];
         return single ? at : at + (index[1] * x.stride[1] + index[2] * x.stride[2]);
     }
+    // The same without asking whether there are more dimensions, which takes a register.
+    template <class T>
+    __device__ __forceinline__ const T* in_any(const Operand& x) const {
+        return static_cast<const T*>(x.data) +
+               (index[0] * x.stride[0] + index[1] * x.stride[1] + index[2] * x.stride[2]);
+    }
     template <class T>
     __device__ __forceinline__ T* in(void* out, int64_t width) const {
         return static_cast<T*>(out) + row * width;

@@ -159,13 +159,15 @@ Choice choose_fixed_width(const Problem& p, const DeviceProperties& device) {
     Config best;
     double least = std::numeric_limits<double>::infinity();
     const auto consider = [&](const TileShape& shape) {
-        const Config config = make_config(shape, p.dtype, p.a_m_major, p.b_n_major);
+        const Config config = make_config(shape, p.dtype, p.a_m_major, p.b_n_major, p.fused);
         const double needed = fixed_width_cycles(config, p, sm_count);
         if (needed < least) best = config, least = needed;
     };
-    for (const TileShape& shape : TILE_SHAPES) consider(shape);
+    for (const TileShape& shape : TILE_SHAPES) {
+        if (!p.fused || shape.block_n >= 128) consider(shape);
+    }
     // With a short k, reading and writing count for more than full waves.
-    if (!p.a_m_major && p.k >= 1536) {
+    if (!p.fused && !p.a_m_major && p.k >= 1536) {
         if (p.b_n_major) {
             consider(NN_SHAPE);
         } else {

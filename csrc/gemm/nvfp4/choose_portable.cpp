@@ -172,7 +172,7 @@ std::vector<KernelInfo> portable_kernels() {
             const Choice choice{.kernel = Kernel::portable_few_rows,
                                 .config = {.tokens = tokens,
                                            .row_groups = 0,
-                                           .k_groups = FEW_ROWS_MOST_WARPS,
+                                           .k_groups = FEW_ROWS_WARPS,
                                            .stages = 2,
                                            .dtype = dtype}};
             list.push_back(

@@ -264,7 +264,7 @@ struct Held {
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) {
                 const int u = begin + i;
-                residual[i] = load_unit<true>(place.in<S>(p.residual) + column(u), count(u));
+                residual[i] = load_unit<true>(place.in_any<S>(p.residual) + column(u), count(u));
             }
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) {
@@ -280,7 +280,7 @@ struct Held {
             Unit<T> x[UNITS];
 #pragma unroll
             for (int u = 0; u < UNITS; ++u) {
-                x[u] = load_unit<true>(place.in<T>(p.x) + column(u), count(u));
+                x[u] = load_unit<true>(place.in_any<T>(p.x) + column(u), count(u));
             }
             if (p.residual.data == nullptr) {
 #pragma unroll
@@ -393,10 +393,11 @@ struct Read {
     __device__ __forceinline__ void values(float (&v)[UNIT], int64_t column, int count,
                                            bool stores_sum = false) const {
         with_type(q.dtype, [&]<class T>() {
-            const auto x = load_unit<ALIGNED>(place.in<T>(p.x) + column, count);
+            const auto x = load_unit<ALIGNED>(place.in_any<T>(p.x) + column, count);
             if (p.residual.data == nullptr) return values_of(v, x);
             const auto add = [&]<class S>() {
-                const auto residual = load_unit<ALIGNED>(place.in<S>(p.residual) + column, count);
+                const auto residual =
+                    load_unit<ALIGNED>(place.in_any<S>(p.residual) + column, count);
                 const auto sum = sum_of(x, residual);
                 values_of(v, sum);
                 if (stores_sum)
