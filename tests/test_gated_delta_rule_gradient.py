@@ -51,7 +51,7 @@ def test_padded_dimensions(device, dims):
     assert_gradients(operands(66, dims=dims, device=device))
 
 
-@pytest.mark.parametrize("ratio", [1, 2, 4])
+@pytest.mark.parametrize("ratio", [1, 2, 4, 6])
 def test_value_heads(device, ratio):
     """dQ and dK are sums over the value heads of a head."""
     assert_gradients(operands(130, batch=2, heads=2, ratio=ratio, dims=(64, 128), device=device))
