@@ -29,7 +29,7 @@ inline bool in_lines(const Problem& p) { return !p.fused && begins_at_lines(p); 
 // stream-K.
 inline double line_cycles(const Problem& p, double rows, double columns, int cluster_m) {
     constexpr double in_lines_cycles = 1.73, off_lines_cycles = 3.4;
-    return (in_lines(p) ? in_lines_cycles : off_lines_cycles) *
+    return (begins_at_lines(p) ? in_lines_cycles : off_lines_cycles) *
            (rows * lines_of(p.a_alignment) + columns * lines_of(p.b_alignment) / cluster_m);
 }
 constexpr double LOCKSTEP = 1.02, CLUSTER_STARTUP = 1500;
