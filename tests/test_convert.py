@@ -147,11 +147,13 @@ def test_training(device, linear, bias, tokens):
     assert torch.equal(model(tokens), fresh(tokens))
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("changed", ["gate_proj", "up_proj"])
-def test_no_gradient_after_a_change_in_place(device, changed):
+def test_no_gradient_after_a_change_in_place(device, changed, frozen):
     """As of torch.nn.Linear: both weights are one operand, and either may have changed."""
     for convert in (False, True):
         mlp = Swiglu(64, 96, False).to(device, BF16)
+        mlp.requires_grad_(not frozen)
         if convert:
             tk.convert(mlp, "gemm")
         out = mlp(torch.randn(4, 64, device=device, dtype=BF16, requires_grad=True))

@@ -163,6 +163,21 @@ class _Joined(torch.autograd.Function):
         return grads[0][: ctx.rows], grads[0][ctx.rows :], None
 
 
+class _Unchanged(torch.autograd.Function):
+    """x. Autograd refuses its gradient after a change in place of `kept`, a weight that learns
+    nothing and is read through another tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: Tensor) -> Tensor:
+        ctx.save_for_backward(kept)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.saved_tensors  # noqa: B018, the access compares the versions
+        return grads[0], None
+
+
 def _behind(first: Tensor, second: Tensor) -> Tensor:
     rows, columns = first.shape
     return first.detach().as_strided((rows + second.shape[0], columns), (columns, 1))
@@ -196,22 +211,22 @@ def lay_behind(first: Tensor, second: Tensor, fresh: bool = False) -> bool:
     return True
 
 
-def _joined(first: Tensor, second: Tensor, x: Tensor, kept: bool) -> Tensor | None:
-    """The two weights as one: in place, or, where a gradient is worth a copy, copied. `kept` says
-    whether the product keeps it for its gradient."""
+def _joined(first: Tensor, second: Tensor, x: Tensor, kept: bool) -> tuple[Tensor | None, Tensor]:
+    """The two weights as one, and x: in place, or, where a gradient is worth a copy, copied. `kept`
+    says whether the product keeps the weight for its gradient."""
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (first, second, x))
     traced = torch.compiler.is_compiling() or transform_active()
     if not traced and memory.has_addresses(first) and adjacent(first, second):
-        learns = torch.is_grad_enabled() and (first.requires_grad or second.requires_grad)
-        if not learns:
-            return _behind(first, second)
-        result: Tensor = _Joined.apply(first, second, kept)  # type: ignore[no-untyped-call]
-        return result
-    return torch.cat([first, second]) if wanted and first.dtype is second.dtype else None
+        if wanted and (first.requires_grad or second.requires_grad):
+            return _Joined.apply(first, second, kept), x  # type: ignore[no-untyped-call]
+        if wanted and kept:
+            x = _Unchanged.apply(x, second)  # type: ignore[no-untyped-call]
+        return _behind(first, second), x
+    return (torch.cat([first, second]) if wanted and first.dtype is second.dtype else None), x
 
 
 def _swiglu_gemm(gate: Any, up: Any, x: Tensor) -> Tensor:
-    weight = _joined(gate.weight, up.weight, x, kept=True)
+    weight, x = _joined(gate.weight, up.weight, x, kept=True)
     if weight is None:
         opened: Tensor = gemm(x, gate.weight.t(), bias=gate.bias, activation="silu")
         return opened.mul(gemm(x, up.weight.t(), bias=up.bias))
@@ -220,7 +235,7 @@ def _swiglu_gemm(gate: Any, up: Any, x: Tensor) -> Tensor:
 
 
 def _swiglu_fp8(gate: Fp8Linear, up: Fp8Linear, x: Tensor) -> Tensor:
-    weight = _joined(gate.weight, up.weight, x, kept=False)
+    weight, x = _joined(gate.weight, up.weight, x, kept=False)
     if weight is None:
         product: Tensor = F.silu(gate(x)) * up(x)
         return product
