@@ -160,8 +160,8 @@ __device__ __forceinline__ void for_each_tile(const typename Traits::Globals& g,
     }
 }
 
-// The prologue, where a stage is released by the consumers of `readers` blocks; the tensor maps come
-// in meanwhile.
+// The prologue, where a stage is released by the consumers of `readers` blocks; the tensor maps
+// come in meanwhile.
 template <class Traits, class Prefetch>
 __device__ __forceinline__ void make_semaphores(typename Traits::Shared& shared, bool produces,
                                                 int splits, int readers, Prefetch&& prefetch) {
