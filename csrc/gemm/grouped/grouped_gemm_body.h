@@ -2,6 +2,7 @@
 // choice, launch. Host C++ without torch.
 #pragma once
 
+#include "csrc/common/accesses.h"
 #include "csrc/gemm/common/operands.h"
 #include "csrc/gemm/grouped/dispatch.h"
 
@@ -96,9 +97,7 @@ Tensor grouped_gemm_body(const Backend<Tensor>& on, const Tensor& a, const Tenso
                         .raster_group = choice.raster_group,
                         .two_widths = choice.two_widths};
     auto launch = on.launch("grouped_gemm", choice, a);
-    launch.may_read("a", left.tensor);
-    launch.may_read("b", right.tensor);
-    launch.may_read("offs", offs);
+    reads(launch, "a", left.tensor, "b", right.tensor, "offs", offs);
     launch.may_write("out", out);
     TK_CHECK(launch_choice(choice, params, launch.stream), OP, ": no kernel ", kernel_name(choice));
     return out;

@@ -76,38 +76,20 @@ template <gemm::PortableConfig C>
 void launch_portable(const Params& params, Stream stream) {
     using Traits = sm80::Traits<C>;
     const gemm::Params& p = params.product;
-    constexpr int row_step = C.threads() / 8;
     const bool rows = params.grouped == Grouped::rows;
-    typename Traits::Globals globals{};
-    globals.a = gemm::sm80::make_source(p.a, p.a_stride, p.a_batch_stride, !C.a_m_major, row_step,
-                                        C.block_m, 0);
-    globals.b = gemm::sm80::make_source(p.b, p.b_stride, p.b_batch_stride, !C.b_n_major, row_step,
-                                        C.warp_n(), 0);
-    globals.m = static_cast<uint32_t>(p.m);
-    globals.n = globals.out_n = static_cast<uint32_t>(p.n);
-    globals.k = static_cast<uint32_t>(p.k);
-    globals.a_whole = p.m % 8 == 0, globals.b_whole = p.n % 8 == 0;
-    const int64_t four = 4 * size_in_bytes(p.out_dtype);
-    globals.out_aligned = reinterpret_cast<uintptr_t>(p.out) % static_cast<uintptr_t>(four) == 0 &&
-                          p.out_stride % 4 == 0 && p.out_batch_stride % 4 == 0;
-    globals.only_rounds = p.epilogue.activation == gemm::Activation::none;
-    globals.out_dtype = p.out_dtype;
-    globals.out = p.out;
-    globals.out_stride = p.out_stride;
-    globals.out_batch_stride = p.out_batch_stride;
-    globals.epilogue = p.epilogue;
-    globals.grouped = params.grouped;
+    gemm::TileOrder order{};
+    if constexpr (Traits::divides_k) {
+        order = gemm::make_order({.block_m = C.block_m, .block_n = C.block_n, .raster_group = 8},
+                                 p.m, p.n, p.batch);
+    }
+    typename Traits::Globals globals{gemm::sm80::make_globals<C>(p, order), params.grouped, {}};
     const auto tiles = [](int64_t size, int block) {
         return static_cast<uint32_t>((size + block - 1) / block);
     };
     globals.groups = {params.offs, rows ? globals.m : globals.n, static_cast<uint32_t>(p.batch),
                       rows ? tiles(p.n, C.block_n) : tiles(p.m, C.block_m)};
-    unsigned blocks = gemm::sm80::blocks_of(globals.groups, C.block_m);
-    if constexpr (Traits::divides_k) {
-        globals.order = gemm::make_order(
-            {.block_m = C.block_m, .block_n = C.block_n, .raster_group = 8}, p.m, p.n, p.batch);
-        blocks = globals.order.total;
-    }
+    const unsigned blocks =
+        Traits::divides_k ? globals.order.total : gemm::sm80::blocks_of(globals.groups, C.block_m);
     kittens::launch(kittens::LaunchOptions{.blocks_per_sm = Traits::blocks_per_sm},
                     sm80::grouped_portable_kernel<Traits>, dim3(blocks), dim3(C.threads()), dim3(1),
                     sizeof(typename Traits::Shared), stream, globals);

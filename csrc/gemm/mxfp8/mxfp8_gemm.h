@@ -187,30 +187,19 @@ struct PrepareChoice {
     bool portable = false;
 };
 
-struct DequantParams {
-    const void* a = nullptr;       // bf16 (m, k rounded up to CHUNK_K), in the order of position_of
-    const void* weight = nullptr;  // (groups, n, k); strides are multiples of 16
-    const void* scales = nullptr;  // in the 128x4 layout
+// A call of the swap-AB kernels. Strides are multiples of 16; scales lie in the 128x4 layout.
+struct SwapAbParams {
+    // (m, k); of the kernel that dequantizes bf16 (m, k rounded up to CHUNK_K), in the order of
+    // position_of.
+    const void* a = nullptr;
+    const void* weight = nullptr;  // (groups, n, k)
+    const void *scales_a = nullptr, *scales_weight = nullptr;
     const float* scale = nullptr;  // (groups,) ones
     const void* bias = nullptr;
     const int32_t* offs = nullptr;  // (groups,) ends of the groups' rows
     void* out = nullptr;
     int64_t m = 0, n = 0, k = 0, groups = 1;
-    int64_t weight_stride = 0, group_stride = 0;
-    DType out_dtype = DType::bf16;
-    int activation = 0;
-    nvfp4_gemm::Schedule schedule;
-};
-
-struct NativeParams {
-    const void* a = nullptr;  // (m, k) and (n, k); strides are multiples of 16
-    const void* weight = nullptr;
-    const void* scales_a = nullptr;  // in the 128x4 layout
-    const void* scales_weight = nullptr;
-    const void* bias = nullptr;
-    void* out = nullptr;
-    int64_t m = 0, n = 0, k = 0;
-    int64_t a_stride = 0, weight_stride = 0;
+    int64_t a_stride = 0, weight_stride = 0, group_stride = 0;
     DType out_dtype = DType::bf16;
     int activation = 0;
     nvfp4_gemm::Schedule schedule;
@@ -301,9 +290,9 @@ std::string kernel_name(const PrepareChoice& choice);
 void follow_forced(Choice& choice, const Choice& before, bool kernel_is_forced);
 
 template <NativeShape shape>
-void launch_native(const NativeParams& params, Stream stream);
+void launch_native(const SwapAbParams& params, Stream stream);
 template <DequantConfig config>
-void launch_dequant(const DequantParams& params, Stream stream);
+void launch_dequant(const SwapAbParams& params, Stream stream);
 
 // Blocks of the dequantizing pass: where it may have nothing to do, as many as are there at a time.
 inline int dequantize_blocks(const DequantizePassParams& p, const DeviceProperties& device) {

@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "csrc/common/accesses.h"
 #include "csrc/gemm/common/checks.h"
 #include "csrc/gemm/common/listed.h"
 #include "csrc/gemm/dense/dispatch.h"
@@ -76,6 +77,23 @@ struct Product {
                 .schedule = choice.exact.schedule};
     }
 
+    // What the swap-AB kernels are given beside a.
+    SwapAbParams swap_ab_params() const {
+        return {.weight = b.matrix.data,
+                .scales_weight = b.scale.data_ptr(),
+                .bias = data_as<void>(bias),
+                .offs = data_as<const int32_t>(offs),
+                .out = out.data_ptr(),
+                .m = problem.m,
+                .n = problem.n,
+                .k = problem.k,
+                .groups = problem.groups,
+                .weight_stride = b.matrix.row_stride,
+                .group_stride = b.matrix.batch_stride,
+                .out_dtype = problem.out_dtype,
+                .activation = activation,
+                .schedule = choice.swap_ab_schedule};
+    }
     void multiply_swap_ab_dequant() const {
         const Tensor wide = empty({problem.m, round_up(problem.k, CHUNK_K)}, DType::bf16, out);
         const Tensor ones = empty({b.matrix.batch}, DType::fp32, out);
@@ -86,26 +104,12 @@ struct Product {
         {
             auto launch = on.launch("mxfp8_gemm dequantize", stream);
             a.read_by(launch);
-            launch.may_write("a", wide);
-            launch.may_write("ones", ones);
+            writes(launch, "a", wide, "ones", ones);
             run_pass(dequantize, device, stream);
         }
-        const DequantParams params{.a = wide.data_ptr(),
-                                   .weight = b.matrix.data,
-                                   .scales = b.scale.data_ptr(),
-                                   .scale = dequantize.ones,
-                                   .bias = data_as<void>(bias),
-                                   .offs = data_as<const int32_t>(offs),
-                                   .out = out.data_ptr(),
-                                   .m = problem.m,
-                                   .n = problem.n,
-                                   .k = problem.k,
-                                   .groups = problem.groups,
-                                   .weight_stride = b.matrix.row_stride,
-                                   .group_stride = b.matrix.batch_stride,
-                                   .out_dtype = problem.out_dtype,
-                                   .activation = activation,
-                                   .schedule = choice.swap_ab_schedule};
+        SwapAbParams params = swap_ab_params();
+        params.a = wide.data_ptr();
+        params.scale = dequantize.ones;
         auto launch = on.launch("mxfp8_gemm", choice, stream);
         launch.may_read("a", wide);
         launch.may_read_early("b", b.data);
@@ -120,20 +124,10 @@ struct Product {
     }
 
     void multiply_swap_ab_native() const {
-        const NativeParams params{.a = a.matrix.data,
-                                  .weight = b.matrix.data,
-                                  .scales_a = a.scale.data_ptr(),
-                                  .scales_weight = b.scale.data_ptr(),
-                                  .bias = data_as<void>(bias),
-                                  .out = out.data_ptr(),
-                                  .m = problem.m,
-                                  .n = problem.n,
-                                  .k = problem.k,
-                                  .a_stride = a.matrix.row_stride,
-                                  .weight_stride = b.matrix.row_stride,
-                                  .out_dtype = problem.out_dtype,
-                                  .activation = activation,
-                                  .schedule = choice.swap_ab_schedule};
+        SwapAbParams params = swap_ab_params();
+        params.a = a.matrix.data;
+        params.scales_a = a.scale.data_ptr();
+        params.a_stride = a.matrix.row_stride;
         auto launch = on.launch("mxfp8_gemm", choice, stream);
         a.read_by(launch);
         b.read_by(launch);
@@ -164,9 +158,7 @@ struct Product {
         auto launch = on.launch("mxfp8_gemm", choice, stream);
         a.read_by(launch);
         b.read_by(launch);
-        launch.may_write("a", left);
-        launch.may_write("b", right);
-        launch.may_write("counters", counters);
+        writes(launch, "a", left, "b", right, "counters", counters);
         multiplied_by(launch);
         TK_CHECK(config == wide || config == narrow, OP, ": no kernel ", kernel_name(choice));
         if (config == wide)
@@ -187,8 +179,7 @@ struct Product {
         auto launch = on.launch("mxfp8_gemm", choice, stream);
         a.read_by(launch);
         b.read_by(launch);
-        launch.may_write("a", wide_a);
-        launch.may_write("b", wide_b);
+        writes(launch, "a", wide_a, "b", wide_b);
         mask_read_by(launch);
         run_pass(params, device, stream);
     }
@@ -201,9 +192,7 @@ struct Product {
         params.product.batch = problem.groups;
         params.product.b_batch_stride = problem.n * pitch();
         auto launch = on.launch_part("mxfp8_gemm", choice.groups, stream);
-        launch.may_read("a", wide_a);
-        launch.may_read("b", wide_b);
-        launch.may_read("offs", offs);
+        reads(launch, "a", wide_a, "b", wide_b, "offs", offs);
         multiplied_by(launch);
         TK_CHECK(grouped_gemm::launch_choice(choice.groups, params, stream), OP, ": no kernel ",
                  grouped_gemm::kernel_name(choice.groups));
@@ -216,8 +205,7 @@ struct Product {
             mask = {data_as<const uint64_t>(left->mask), data_as<const uint64_t>(right->mask)};
         const auto mask_read_by = [&](auto& launch) {
             if (left == nullptr) return;
-            launch.may_read("marks_a", left->mask);
-            launch.may_read("marks_b", right->mask);
+            reads(launch, "marks_a", left->mask, "marks_b", right->mask);
         };
         Tensor wide_a = rows(a), wide_b = rows(b);
         if (problem.k == 0) {
@@ -230,8 +218,7 @@ struct Product {
         params.mask = mask;
         const gemm::Choice exact = gemm::runnable(choice.exact, params);
         auto launch = on.launch_part("mxfp8_gemm", exact, stream);
-        launch.may_read("a", wide_a);
-        launch.may_read("b", wide_b);
+        reads(launch, "a", wide_a, "b", wide_b);
         mask_read_by(launch);
         multiplied_by(launch);
         TK_CHECK(gemm::launch_choice(exact, params, {}, stream), OP, ": no kernel ",
@@ -257,8 +244,7 @@ struct Product {
         const fp8_gemm::Choice product = fp8_gemm::runnable(choice.product, params);
         auto launch = on.launch_part("mxfp8_gemm", product, stream);
         for (const Prepared<Tensor>* operand : {&left, &right}) {
-            launch.may_read("codes", operand->codes);
-            launch.may_read("factor", operand->factor);
+            reads(launch, "codes", operand->codes, "factor", operand->factor);
         }
         multiplied_by(launch);
         TK_CHECK(fp8_gemm::launch_choice(product, params, stream), OP, ": no kernel ",

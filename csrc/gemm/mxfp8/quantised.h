@@ -4,6 +4,7 @@
 
 #include <tuple>
 
+#include "csrc/common/accesses.h"
 #include "csrc/common/backend.h"
 #include "csrc/gemm/mxfp8/mxfp8_gemm.h"
 #include "csrc/gemm/quantize/block_scaled_checks.h"
@@ -34,8 +35,7 @@ struct Quantised {
     }
     template <class Launch>
     void read_by(Launch& launch) const {
-        launch.may_read("data", data);
-        launch.may_read("scale", scale);
+        reads(launch, "data", data, "scale", scale);
     }
 };
 
@@ -59,9 +59,7 @@ struct Prepared {
 template <class Tensor, class Launch>
 Rescale rescale(const Quantised<Tensor>& o, const Prepared<Tensor>& to, Launch& launch) {
     o.read_by(launch);
-    launch.may_write("codes", to.codes);
-    launch.may_write("factor", to.factor);
-    launch.may_write("marks", to.mask);
+    writes(launch, "codes", to.codes, "factor", to.factor, "marks", to.mask);
     return {.data = o.matrix,
             .scale = o.scale.data_ptr(),
             .swizzle = o.swizzle,

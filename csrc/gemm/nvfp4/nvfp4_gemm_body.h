@@ -2,6 +2,7 @@
 // torch.
 #pragma once
 
+#include "csrc/common/accesses.h"
 #include "csrc/gemm/common/checks.h"
 #include "csrc/gemm/common/listed.h"
 #include "csrc/gemm/common/workspace.h"
@@ -87,8 +88,7 @@ void multiply_fused_dequant(const Params& params, const Choice& choice, const Te
     const Tensor counters =
         zeroed(empty({gemm::dequant_order(config, fused_dequant).counters()}, DType::int32, like));
     fused_dequant.counters = data_as<int>(counters);
-    launch.may_write("dequantized", workspace);
-    launch.may_write("counters", counters);
+    writes(launch, "dequantized", workspace, "counters", counters);
     gemm::launch_fused_dequant<config>(fused_dequant, launch.stream);
 }
 
@@ -153,13 +153,8 @@ Tensor nvfp4_gemm_body(const Backend<Tensor>& on, const Tensor& a, const Tensor&
                         .epoch = workspace ? on.drawn(gemm::new_epoch()) : 0,
                         .schedule = choice.schedule};
     auto launch = on.launch("nvfp4_gemm", choice, a);
-    launch.may_read("a", rows);
-    launch.may_read("b", weight);
-    launch.may_read("global_scale", scale);
-    launch.may_read("bias", row);
-    launch.may_read("offs", ends);
-    launch.may_write("out", out);
-    launch.may_write("workspace", workspace);
+    reads(launch, "a", rows, "b", weight, "global_scale", scale, "bias", row, "offs", ends);
+    writes(launch, "out", out, "workspace", workspace);
     if (is_portable(choice.kernel)) {
         TK_CHECK(launch_portable(choice, params, launch.stream), OP, ": no kernel ",
                  kernel_name(choice));

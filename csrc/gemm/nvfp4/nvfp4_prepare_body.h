@@ -2,6 +2,7 @@
 // C++ without torch.
 #pragma once
 
+#include "csrc/common/accesses.h"
 #include "csrc/gemm/common/checks.h"
 #include "csrc/gemm/nvfp4/nvfp4_gemm.h"
 #include "csrc/gemm/quantize/block_scaled_checks.h"
@@ -35,8 +36,7 @@ Tensor nvfp4_prepare_body(const Backend<Tensor>& on, const Tensor& data, const T
                              : packed(Types::view_as(Types::BYTE, data));
     const Tensor scales = packed(block_scale);
     auto launch = on.launch("nvfp4_prepare", data);
-    launch.may_read("data", codes);
-    launch.may_read("block_scale", scales);
+    reads(launch, "data", codes, "block_scale", scales);
     launch.may_write("out", out);
     run_on<Nvfp4Pass::prepare>(on.device(data),
                                {.codes = codes.data_ptr(),
@@ -78,8 +78,7 @@ Tensor nvfp4_restore_body(const Backend<Tensor>& on, const Tensor& data, const T
     const Tensor prepared = aligned_and_contiguous(data);
     const Tensor scale = packed(global_scale);
     auto launch = on.launch("nvfp4_dequantize restore", data);
-    launch.may_read("data", prepared);
-    launch.may_read("global_scale", scale);
+    reads(launch, "data", prepared, "global_scale", scale);
     launch.may_write("out", out);
     run_on<Nvfp4Pass::restore>(on.device(data),
                                {.prepared = prepared.data_ptr(),

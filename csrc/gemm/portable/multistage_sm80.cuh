@@ -17,6 +17,7 @@
 // where one of them is nearly a stage behind.
 #pragma once
 
+#include "csrc/gemm/common/launch_sm90.cuh"
 #include "csrc/gemm/portable/copies_sm80.cuh"
 #include "csrc/gemm/portable/epilogue_sm80.cuh"
 
@@ -215,27 +216,30 @@ struct Multistage {
 #pragma unroll
         for (int i = 0; i < width; ++i) load_b(f, i, k);
     }
+    // What is loaded beside the products of column `j` of base tiles: one of b, its share of a.
+    __device__ __forceinline__ void load_beside(Fragments& f, int j, int k) const {
+        constexpr int a_loads = (height + width - 1) / width;
+        load_b(f, j, k);
+#pragma unroll
+        for (int i = j * a_loads; i < (j + 1) * a_loads; ++i) {
+            if (i < height) load_a(f, i, k);
+        }
+    }
     // The products of 16 of k, and between them the loads of the fragments `k` of the stage at
     // `read`, and what else there is to do between two columns of base tiles.
     template <bool loads, class Between>
     __device__ __forceinline__ void multiply(Sums& d, const Fragments& current, Fragments& next,
                                              int k, Between between) {
         if constexpr (requires { typename Traits::Codes; }) {
-            return multiply_codes<loads>(d, current, next, k, between);
-        }
-        constexpr int a_loads = (height + width - 1) / width;  // beside one of b
+            multiply_codes<loads>(d, current, next, k, between);
+        } else {
 #pragma unroll
-        for (int j = 0; j < width; ++j) {
-            if constexpr (loads) {
-                load_b(next, j, k);
+            for (int j = 0; j < width; ++j) {
+                if constexpr (loads) load_beside(next, j, k);
+                between(j);
 #pragma unroll
-                for (int i = j * a_loads; i < (j + 1) * a_loads; ++i) {
-                    if (i < height) load_a(next, i, k);
-                }
+                for (int i = 0; i < height; ++i) mma_operands(d[i][j], current.a[i], current.b[j]);
             }
-            between(j);
-#pragma unroll
-            for (int i = 0; i < height; ++i) mma_operands(d[i][j], current.a[i], current.b[j]);
         }
     }
 
@@ -245,7 +249,6 @@ struct Multistage {
     __device__ __forceinline__ void multiply_codes(Sums& d, const Fragments& current,
                                                    Fragments& next, int k, Between between) {
         using Codes = typename Traits::Codes;
-        constexpr int a_loads = (height + width - 1) / width;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             operand_a<T> a[height];
@@ -256,13 +259,7 @@ struct Multistage {
 #pragma unroll
             for (int j = 0; j < width; ++j) {
                 if (half == 0) {
-                    if constexpr (loads) {
-                        load_b(next, j, k);
-#pragma unroll
-                        for (int i = j * a_loads; i < (j + 1) * a_loads; ++i) {
-                            if (i < height) load_a(next, i, k);
-                        }
-                    }
+                    if constexpr (loads) load_beside(next, j, k);
                     between(j);
                 }
                 operand_b<T> b;
@@ -389,35 +386,26 @@ __global__ __launch_bounds__(Traits::threads, Traits::blocks_per_sm) void portab
                          {tile.batch, tile.m * C.block_m, tile.n * columns, g.m, g.out_n, 0, g.k});
 }
 
-}  // namespace sm80
-
+// The parameters of a product, whose tiles blocks take in an order.
 template <PortableConfig C>
-void launch_portable(const Params& p, Stream stream) {
-    using Traits = sm80::Traits<C>;
+typename Traits<C>::Globals make_globals(const Params& p, const TileOrder& order) {
     const Epilogue& e = p.epilogue;
     const bool gated = e.gate != Gate::none;
     const int64_t out_n = gated ? p.n / 2 : p.n;
     const int64_t to_values = e.gate == Gate::blocked ? out_n : 0;
     constexpr int row_step = C.threads() / 8;
-    const TileWalk walk{.block_m = C.block_m,
-                        .block_n = gated ? C.block_n / 2 : C.block_n,
-                        .raster_group = p.schedule.raster_group,
-                        .raster_along_m = p.schedule.raster_along_m};
     const auto aligned = [&](const void* data, int64_t stride, int64_t batch_stride) {
-        const int64_t four = 4 * size_in_bytes(p.out_dtype);
-        return reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(four) == 0 &&
-               stride % 4 == 0 && batch_stride % 4 == 0;
+        return is_vec4_aligned(data, stride, p.out_dtype) && batch_stride % 4 == 0;
     };
-    typename Traits::Globals globals{
-        .a = sm80::make_source(p.a, p.a_stride, p.a_batch_stride, !C.a_m_major, row_step, C.block_m,
-                               0),
-        .b = sm80::make_source(p.b, p.b_stride, p.b_batch_stride, !C.b_n_major, row_step,
-                               C.warp_n(), to_values),
+    return {
+        .a = make_source(p.a, p.a_stride, p.a_batch_stride, !C.a_m_major, row_step, C.block_m, 0),
+        .b = make_source(p.b, p.b_stride, p.b_batch_stride, !C.b_n_major, row_step, C.warp_n(),
+                         to_values),
         .m = static_cast<uint32_t>(p.m),
         .n = static_cast<uint32_t>(p.n),
         .k = static_cast<uint32_t>(p.k),
         .out_n = static_cast<uint32_t>(out_n),
-        .order = make_order(walk, p.m, out_n, p.batch),
+        .order = order,
         .a_whole = p.m % 8 == 0,
         .b_whole = p.n % 8 == 0,
         .out_aligned = aligned(p.out, p.out_stride, p.out_batch_stride),
@@ -430,6 +418,20 @@ void launch_portable(const Params& p, Stream stream) {
         .out_stride = p.out_stride,
         .out_batch_stride = p.out_batch_stride,
         .epilogue = e};
+}
+
+}  // namespace sm80
+
+template <PortableConfig C>
+void launch_portable(const Params& p, Stream stream) {
+    using Traits = sm80::Traits<C>;
+    const bool gated = p.epilogue.gate != Gate::none;
+    const TileWalk walk{.block_m = C.block_m,
+                        .block_n = gated ? C.block_n / 2 : C.block_n,
+                        .raster_group = p.schedule.raster_group,
+                        .raster_along_m = p.schedule.raster_along_m};
+    const auto globals =
+        sm80::make_globals<C>(p, make_order(walk, p.m, gated ? p.n / 2 : p.n, p.batch));
     kittens::launch(kittens::LaunchOptions{.blocks_per_sm = Traits::blocks_per_sm},
                     sm80::portable_kernel<Traits>, dim3(globals.order.total), dim3(C.threads()),
                     dim3(1), sizeof(typename Traits::Shared), stream, globals);

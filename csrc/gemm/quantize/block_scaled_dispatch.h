@@ -2,47 +2,30 @@
 // the emulator share it.
 #pragma once
 
-#include "csrc/common/check.h"
 #include "csrc/common/view.h"
-#include "csrc/gemm/common/listed.h"
+#include "csrc/gemm/common/run_listed.h"
 #include "csrc/gemm/quantize/block_scaled.h"
 
 namespace thunderkittens::block_scaled {
 
 inline void launch(const Mxfp8Quantize& wanted, const Mxfp8Params& params, Stream stream) {
-    const bool found =
-        gemm::launch_listed<mxfp8_quantize_at, MXFP8_QUANTIZE>(wanted, [&]<Mxfp8Quantize c>() {
-            if constexpr (!c.portable || BUILDS_PORTABLE) quantize<c>(params, stream);
-            return true;
-        });
-    TK_CHECK(found, "tk.mxfp8_quantize: no kernel ", kernel_name(wanted));
+    gemm::run_listed<mxfp8_quantize_at, MXFP8_QUANTIZE>(
+        "tk.mxfp8_quantize", wanted, [&]<Mxfp8Quantize c>() { quantize<c>(params, stream); });
 }
 inline void launch(const Mxfp8Dequantize& wanted, const DequantizeParams& params, Stream stream) {
-    const bool found = gemm::launch_listed<mxfp8_dequantize_at, MXFP8_DEQUANTIZE>(
-        wanted, [&]<Mxfp8Dequantize c>() {
-            if constexpr (!c.portable || BUILDS_PORTABLE) dequantize<c>(params, stream);
-            return true;
-        });
-    TK_CHECK(found, "tk.mxfp8_dequantize: no kernel ", kernel_name(wanted));
+    gemm::run_listed<mxfp8_dequantize_at, MXFP8_DEQUANTIZE>(
+        "tk.mxfp8_dequantize", wanted, [&]<Mxfp8Dequantize c>() { dequantize<c>(params, stream); });
 }
 inline void launch(const Nvfp4Quantize& wanted, const Nvfp4Params& params, Stream stream) {
     const auto run = [&]<Nvfp4Quantize c>() {
-        if constexpr (!c.portable || BUILDS_PORTABLE) {
-            if (params.given_scale == nullptr) find_maxima<c.dtype, c.portable>(params, stream);
-            quantize<c>(params, stream);
-        }
-        return true;
+        if (params.given_scale == nullptr) find_maxima<c.dtype, c.portable>(params, stream);
+        quantize<c>(params, stream);
     };
-    const bool found = gemm::launch_listed<nvfp4_quantize_at, NVFP4_QUANTIZE>(wanted, run);
-    TK_CHECK(found, "tk.nvfp4_quantize: no kernel ", kernel_name(wanted));
+    gemm::run_listed<nvfp4_quantize_at, NVFP4_QUANTIZE>("tk.nvfp4_quantize", wanted, run);
 }
 inline void launch(const Nvfp4Dequantize& wanted, const DequantizeParams& params, Stream stream) {
-    const bool found = gemm::launch_listed<nvfp4_dequantize_at, NVFP4_DEQUANTIZE>(
-        wanted, [&]<Nvfp4Dequantize c>() {
-            if constexpr (!c.portable || BUILDS_PORTABLE) dequantize<c>(params, stream);
-            return true;
-        });
-    TK_CHECK(found, "tk.nvfp4_dequantize: no kernel ", kernel_name(wanted));
+    gemm::run_listed<nvfp4_dequantize_at, NVFP4_DEQUANTIZE>(
+        "tk.nvfp4_dequantize", wanted, [&]<Nvfp4Dequantize c>() { dequantize<c>(params, stream); });
 }
 
 // Whether rows are of adjacent elements.

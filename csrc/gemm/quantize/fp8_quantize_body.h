@@ -2,8 +2,9 @@
 // torch.
 #pragma once
 
+#include "csrc/common/accesses.h"
 #include "csrc/common/backend.h"
-#include "csrc/gemm/common/listed.h"
+#include "csrc/gemm/common/run_listed.h"
 #include "csrc/gemm/quantize/fp8_quantize.h"
 
 namespace thunderkittens::fp8_quantize {
@@ -99,20 +100,11 @@ Quantised<Tensor> fp8_quantize_body(const Backend<Tensor>& on, const Tensor& inp
     run_passes(problem, params, on.sms_of_pass(input), !runs_native(on.device(input)),
                [&](const Config& config, const Params& pass) {
                    auto launch = on.launch("fp8_quantize", config, stream);
-                   launch.may_read("x", x);
-                   launch.may_read("scale", given);
-                   launch.may_write("amax", amax);
-                   launch.may_write("out", result.out);
-                   launch.may_write("scales", result.scale);
-                   launch.may_write("out_t", result.out_t);
-                   launch.may_write("scales_t", result.scale_t);
-                   const bool found =
-                       gemm::launch_listed<config_at, CONFIGS>(config, [&]<Config c>() {
-                           if constexpr (!c.portable || BUILDS_PORTABLE)
-                               fp8_quantize::launch<c>(pass, stream);
-                           return true;
-                       });
-                   TK_CHECK(found, OP, ": no kernel ", kernel_name(config));
+                   reads(launch, "x", x, "scale", given);
+                   writes(launch, "amax", amax, "out", result.out, "scales", result.scale, "out_t",
+                          result.out_t, "scales_t", result.scale_t);
+                   gemm::run_listed<config_at, CONFIGS>(
+                       OP, config, [&]<Config c>() { fp8_quantize::launch<c>(pass, stream); });
                });
     return result;
 }

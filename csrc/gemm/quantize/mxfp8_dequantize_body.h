@@ -2,6 +2,7 @@
 // torch.
 #pragma once
 
+#include "csrc/common/accesses.h"
 #include "csrc/gemm/quantize/block_scaled_checks.h"
 #include "csrc/gemm/quantize/block_scaled_dispatch.h"
 
@@ -38,8 +39,7 @@ Tensor mxfp8_dequantize_body(const Backend<Tensor>& on, const Tensor& data, cons
     const Mxfp8Dequantize config =
         on.chosen("mxfp8_dequantize", choose_mxfp8_dequantize(problem, device));
     auto scope = on.launch("mxfp8_dequantize", config, data);
-    scope.may_read("data", codes);
-    scope.may_read("scale", scales);
+    reads(scope, "data", codes, "scale", scales);
     scope.may_write("out", out);
     launch(config, params, scope.stream);
     return out;

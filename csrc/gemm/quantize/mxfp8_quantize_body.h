@@ -5,6 +5,7 @@
 #include <tuple>
 #include <utility>
 
+#include "csrc/common/accesses.h"
 #include "csrc/common/backend.h"
 #include "csrc/gemm/quantize/block_scaled_dispatch.h"
 
@@ -77,10 +78,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> mxfp8_quantize_body(
         on.chosen("mxfp8_quantize", choose_mxfp8_quantize(problem, device));
     auto scope = on.launch("mxfp8_quantize", config, x);
     scope.may_read("x", source);
-    scope.may_write("data", data);
-    scope.may_write("scale", scale);
-    scope.may_write("data_t", data_t);
-    scope.may_write("scale_t", scale_t);
+    writes(scope, "data", data, "scale", scale, "data_t", data_t, "scale_t", scale_t);
     launch(config, params, scope.stream);
     return {data, scale, data_t, scale_t};
 }

@@ -2,6 +2,7 @@
 // torch.
 #pragma once
 
+#include "csrc/common/accesses.h"
 #include "csrc/gemm/common/checks.h"
 #include "csrc/gemm/quantize/block_scaled_checks.h"
 #include "csrc/gemm/quantize/block_scaled_dispatch.h"
@@ -41,9 +42,7 @@ Tensor nvfp4_dequantize_body(const Backend<Tensor>& on, const Tensor& data,
     const Nvfp4Dequantize config =
         on.chosen("nvfp4_dequantize", choose_nvfp4_dequantize(problem, device));
     auto scope = on.launch("nvfp4_dequantize", config, data);
-    scope.may_read("data", codes);
-    scope.may_read("block_scale", scales);
-    scope.may_read("global_scale", globals);
+    reads(scope, "data", codes, "block_scale", scales, "global_scale", globals);
     scope.may_write("out", out);
     launch(config, params, scope.stream);
     return out;

@@ -4,6 +4,7 @@
 
 #include <tuple>
 
+#include "csrc/common/accesses.h"
 #include "csrc/gemm/common/checks.h"
 #include "csrc/gemm/quantize/block_scaled_dispatch.h"
 
@@ -74,13 +75,8 @@ std::tuple<Tensor, Tensor, Tensor> nvfp4_quantize_body(const Backend<Tensor>& on
     const Nvfp4Quantize config =
         on.chosen("nvfp4_quantize", choose_nvfp4_quantize(problem, device));
     auto scope = on.launch("nvfp4_quantize", config, x);
-    scope.may_read("x", source);
-    scope.may_read("global_scale", given);
-    scope.may_read("seed", seed);
-    scope.may_write("maxima", maxima);
-    scope.may_write("data", data);
-    scope.may_write("block_scale", scale);
-    scope.may_write("scale", global);
+    reads(scope, "x", source, "global_scale", given, "seed", seed);
+    writes(scope, "maxima", maxima, "data", data, "block_scale", scale, "scale", global);
     launch(config, params, scope.stream);
     return {data, scale, global};
 }

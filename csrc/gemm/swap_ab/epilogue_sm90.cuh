@@ -212,17 +212,13 @@ struct StreamKPartials {
     static constexpr int VEC4S = C.tokens / 8;  // of a thread's sums, 16 bytes each
     static constexpr int THREADS = Traits::consumers * WARPGROUP_THREADS;
 
-    static __device__ __forceinline__ float4* place(const typename Traits::Globals& g,
-                                                    uint32_t block) {
-        return g.partials + (int64_t(block) * VEC4S * THREADS + threadIdx.x);
-    }
     static __device__ __forceinline__ uint64_t* flag(const typename Traits::Globals& g,
                                                      uint32_t block) {
         return g.flags + (block * (THREADS / 32) + threadIdx.x / 32);
     }
     static __device__ __forceinline__ void send(const typename Traits::Globals& g,
                                                 const rt_fl<16, C.tokens>& d) {
-        float4* to = place(g, blockIdx.x);
+        float4* to = partials_of<Traits>(g, blockIdx.x);
 #pragma unroll
         for (int i = 0; i < VEC4S; ++i) {
             arch::store_global(to + i * THREADS, gemm::sm90::vec4_of(d, i));
@@ -248,7 +244,7 @@ struct StreamKPartials {
                 arch::store_global(there, uint64_t{0});
             }
             arch::sync_warp();
-            const float4* partials = place(g, block);
+            const float4* partials = partials_of<Traits>(g, block);
 #pragma unroll
             for (int i = 0; i < VEC4S; ++i) {
                 gemm::sm90::add_vec4(d, i, arch::load_global(partials + i * THREADS));

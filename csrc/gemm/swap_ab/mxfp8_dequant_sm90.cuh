@@ -247,17 +247,9 @@ __global__ __launch_bounds__(Traits::threads,
     if (g.splits > 1) cluster::arrive();
     if (!produces) arch::wait_for_dependencies();  // produce_dequant does by itself
     arch::launch_dependents();
-    if (produces) {
-        if constexpr (Traits::moves_registers)
-            warpgroup::decrease_registers<Traits::producer_registers>();
-        if (warpgroup::warpid() == 0 && arch::elect_one()) produce_dequant<Traits>(g, shared);
-        arch::sync_warp();
-        if (g.splits > 1) cluster::wait();
-    } else {
-        if constexpr (Traits::moves_registers)
-            warpgroup::increase_registers<Traits::consumer_registers>();
-        consume_dequant<Traits>(g, shared);
-    }
+    swap_ab::run_roles<Traits>(
+        g, produces, [&] { produce_dequant<Traits>(g, shared); },
+        [&] { consume_dequant<Traits>(g, shared); });
     // The cluster must not end early: other blocks of it read this block's shared memory and arrive
     // at its semaphores.
     if (g.splits > 1) cluster::sync();
@@ -266,25 +258,15 @@ __global__ __launch_bounds__(Traits::threads,
 }  // namespace sm90
 
 template <DequantConfig F>
-void launch_dequant(const DequantParams& p, Stream stream) {
+void launch_dequant(const SwapAbParams& p, Stream stream) {
     using Traits = sm90::DequantTraits<F>;
     using Globals = typename Traits::Globals;
-    const Globals globals{
+    Globals globals{
         .a = gemm::matrix_of<decltype(Globals::a)>(p.a, p.m, round_up(p.k, CHUNK_K),
                                                    round_up(p.k, CHUNK_K)),
         .weight = gemm::matrix_of<decltype(Globals::weight)>(p.weight, p.n, p.k, p.weight_stride,
                                                              p.groups, p.group_stride),
-        .scales = static_cast<const uint8_t*>(p.scales),
-        .scale = p.scale,
-        .bias = p.bias,
-        .offs = p.offs,
-        .out = p.out,
-        .out_dtype = p.out_dtype,
-        .activation = static_cast<gemm::Activation>(p.activation),
-        .vec4_aligned = gemm::is_vec4_aligned(p.out, p.n, p.out_dtype),
-        .m = static_cast<uint32_t>(p.m),
-        .n = static_cast<uint32_t>(p.n),
-        .groups = static_cast<uint32_t>(p.groups),
+        .scales = static_cast<const uint8_t*>(p.scales_weight),
         .row_tiles = static_cast<uint32_t>(ceil_div(p.n, Traits::block_rows)),
         .clusters = static_cast<uint32_t>(p.schedule.blocks / p.schedule.splits),
         .k_blocks = static_cast<int>(ceil_div(p.k, BLOCK)),
@@ -292,6 +274,7 @@ void launch_dequant(const DequantParams& p, Stream stream) {
         .k_steps = static_cast<int>(ceil_div(p.k, CHUNK_K * Traits::k_groups)),
         .splits = p.schedule.splits,
     };
+    nvfp4_gemm::set_results(globals, p);
     gemm::launch_dependent<Traits>(sm90::mxfp8_dequant_kernel<Traits>, dim3(p.schedule.blocks),
                                    dim3(p.schedule.splits), stream, globals);
 }

@@ -248,7 +248,7 @@ __global__ __launch_bounds__(Traits::threads,
 }  // namespace sm90
 
 template <NativeShape S>
-void launch_native(const NativeParams& p, Stream stream) {
+void launch_native(const SwapAbParams& p, Stream stream) {
     using Traits = sm90::NativeTraits<S>;
     using Globals = typename Traits::Globals;
     const int64_t bytes = size_in_bytes(p.out_dtype);

@@ -476,20 +476,10 @@ void launch_gemv(const Params& p, const GemvPlan& plan, Stream stream) {
         .box = {WORDS, uint32_t(strips_box), count, 1},
         .swizzle_bytes = 0,
     };
-    const typename Traits::Globals globals{
+    typename Traits::Globals globals{
         .rows_map = kittens::host::encode_tensor_map(rows),
         .strips_map = kittens::host::encode_tensor_map(strips),
         .weight = static_cast<const uint8_t*>(p.weight),
-        .scale = p.scale,
-        .bias = p.bias,
-        .offs = p.offs,
-        .out = p.out,
-        .out_dtype = p.out_dtype,
-        .activation = static_cast<gemm::Activation>(p.activation),
-        .vec4_aligned = gemm::is_vec4_aligned(p.out, p.n, p.out_dtype),
-        .m = static_cast<uint32_t>(p.m),
-        .n = static_cast<uint32_t>(p.n),
-        .groups = static_cast<uint32_t>(p.groups),
         .row_pieces = static_cast<uint32_t>(pieces(p.n)),
         .row_tiles = static_cast<uint32_t>(ceil_div(p.n, STRIP_ROWS * p.schedule.strips)),
         .blocks = static_cast<uint32_t>(p.schedule.blocks),
@@ -501,6 +491,7 @@ void launch_gemv(const Params& p, const GemvPlan& plan, Stream stream) {
         .strips_box = strips_box,
         .plan = plan,
     };
+    set_results(globals, p);
     kittens::launch(kittens::LaunchOptions{.dependent = true}, sm90::nvfp4_gemv_kernel<Traits>,
                     dim3(p.schedule.blocks), dim3(Traits::threads), dim3(1), GEMV_SHARED_BYTES,
                     stream, globals);

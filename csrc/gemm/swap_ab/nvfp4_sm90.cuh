@@ -171,17 +171,8 @@ __global__ __launch_bounds__(Traits::threads,
     if (Traits::slices > 1 && g.multicast > 1) cluster::sync();
     arch::wait_for_dependencies();
     arch::launch_dependents();
-    if (produces) {
-        if constexpr (Traits::moves_registers)
-            warpgroup::decrease_registers<Traits::producer_registers>();
-        if (warpgroup::warpid() == 0 && arch::elect_one()) produce<Traits>(g, shared);
-        arch::sync_warp();
-        if (g.splits > 1) cluster::wait();
-    } else {
-        if constexpr (Traits::moves_registers)
-            warpgroup::increase_registers<Traits::consumer_registers>();
-        consume<Traits>(g, shared);
-    }
+    swap_ab::run_roles<Traits>(
+        g, produces, [&] { produce<Traits>(g, shared); }, [&] { consume<Traits>(g, shared); });
     // The cluster must not end early: other blocks of it read this block's shared memory and arrive
     // at its semaphores.
     if (g.splits * g.multicast > 1) cluster::sync();
@@ -214,19 +205,9 @@ void launch(const Params& p, Stream stream) {
         .box = {WORDS, uint32_t(C.pieces * Traits::lines), uint32_t(C.row_groups), 1},
         .swizzle_bytes = 0,
     };
-    const Globals globals{
+    Globals globals{
         .a = gemm::matrix_of<decltype(Globals::a)>(p.a, p.m, p.k, p.a_stride),
         .weight = kittens::host::encode_tensor_map(weight),
-        .scale = p.scale,
-        .bias = p.bias,
-        .offs = p.offs,
-        .out = p.out,
-        .out_dtype = p.out_dtype,
-        .activation = static_cast<gemm::Activation>(p.activation),
-        .vec4_aligned = gemm::is_vec4_aligned(p.out, p.n, p.out_dtype),
-        .m = static_cast<uint32_t>(p.m),
-        .n = static_cast<uint32_t>(p.n),
-        .groups = static_cast<uint32_t>(p.groups),
         .row_pieces = static_cast<uint32_t>(pieces(p.n)),
         .row_tiles = static_cast<uint32_t>(ceil_div(p.n, block_rows(C) * p.schedule.multicast)),
         .clusters = static_cast<uint32_t>(p.schedule.blocks / in_cluster),
@@ -242,6 +223,7 @@ void launch(const Params& p, Stream stream) {
                                              p.schedule.blocks * partial_bytes(C)),
         .epoch = p.epoch,
     };
+    set_results(globals, p);
     const auto kernel = [] {
         if constexpr (Traits::splits_k)
             return sm90::nvfp4_split_k_kernel<Traits>;

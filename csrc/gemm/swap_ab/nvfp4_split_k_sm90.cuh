@@ -108,10 +108,6 @@ struct SplitKReduce {
         const int rank = blockIdx.x % C.split_k;
         return {g.k_steps * rank / C.split_k, g.k_steps * (rank + 1) / C.split_k};
     }
-    static __device__ __forceinline__ float4* place(const typename Traits::Globals& g,
-                                                    uint32_t block) {
-        return g.partials + (int64_t(block) * VEC4S * THREADS + threadIdx.x);
-    }
     // The flag by which block `from` says that it has stored what block `to` of the tile finishes.
     static __device__ __forceinline__ uint64_t* flag(const typename Traits::Globals& g,
                                                      uint32_t from, uint32_t to) {
@@ -126,7 +122,7 @@ struct SplitKReduce {
         const float scale = scale_of(g, tile.group);
         const float4 bias = TileEpilogue<Traits>::bias_of(g, tile);
         float4 own[OWN];
-        float4* to = place(g, blockIdx.x);
+        float4* to = partials_of<Traits>(g, blockIdx.x);
 #pragma unroll
         for (int i = 0; i < VEC4S; ++i) {
             if (i / OWN == rank)
@@ -147,7 +143,7 @@ struct SplitKReduce {
         }
         arch::named_barrier_sync(SUMS, THREADS);
         float4 more[C.split_k - 1][OWN];
-        const float4* from = place(g, first) + rank * OWN * THREADS;
+        const float4* from = partials_of<Traits>(g, first) + rank * OWN * THREADS;
 #pragma unroll
         for (int i = 0; i < C.split_k - 1; ++i) {
             const uint32_t at = (i + (i >= rank)) * uint32_t(VEC4S * THREADS);

@@ -10,7 +10,7 @@ namespace thunderkittens::nvfp4_gemm {
 namespace sm90 {
 
 // Named barriers.
-constexpr int READY = 1, SUMS = 2;
+constexpr int READY = gemm::sm90::READY, SUMS = 2;
 
 // Stream-K: the steps of k of all tiles, one after the other, are cut into ranges of the same size,
 // one per cluster.
@@ -160,25 +160,27 @@ __device__ __forceinline__ void for_each_tile(const typename Traits::Globals& g,
     }
 }
 
-// The prologue of every thread: one of the producer's initialises the semaphores, where a stage is
-// released by the consumers of `readers` blocks, while the tensor maps come in.
+// The prologue, where a stage is released by the consumers of `readers` blocks; the tensor maps
+// come in meanwhile.
 template <class Traits, class Prefetch>
 __device__ __forceinline__ void make_semaphores(typename Traits::Shared& shared, bool produces,
                                                 int splits, int readers, Prefetch&& prefetch) {
-    if (produces) {
-        if (warpgroup::warpid() == 0 && arch::elect_one()) {
-            prefetch();
-            gemm::sm90::init_stages<Traits::config.stages>(
-                shared, 1, Traits::consumers * WARPGROUP_WARPS * readers);
-            init_semaphore(shared.summed, Traits::consumers * WARPGROUP_WARPS * splits);
-            init_semaphore(shared.read, Traits::consumers * WARPGROUP_WARPS * splits);
-            arch::mbarrier_init_fence();
-        }
-        arch::sync_warp();
-        arch::named_barrier_arrive(READY, Traits::threads);
-    } else {
-        arch::named_barrier_sync(READY, Traits::threads);
-    }
+    swap_ab::initialise<Traits>(produces, [&] {
+        constexpr int WARPS = Traits::consumers * WARPGROUP_WARPS;
+        prefetch();
+        gemm::sm90::init_stages<Traits::config.stages>(shared, 1, WARPS * readers);
+        init_semaphore(shared.summed, WARPS * splits);
+        init_semaphore(shared.read, WARPS * splits);
+        arch::mbarrier_init_fence();
+    });
+}
+
+// Where a block's partial sums lie in the workspace: by block, 16 bytes of a thread's sums, thread.
+template <class Traits>
+__device__ __forceinline__ float4* partials_of(const typename Traits::Globals& g, uint32_t block) {
+    constexpr int VEC4S = Traits::config.tokens / 8;
+    return g.partials +
+           (int64_t(block) * VEC4S * (Traits::consumers * WARPGROUP_THREADS) + threadIdx.x);
 }
 
 // The scale of a group's sums; that of rows without a group is zero.
@@ -209,4 +211,16 @@ __device__ __forceinline__ void store_results(const typename Traits::Globals& g,
 }
 
 }  // namespace sm90
+
+// What the launchers give all kernels in the same way.
+template <class Globals, class CallParams>
+void set_results(Globals& to, const CallParams& p) {
+    to.scale = p.scale, to.bias = p.bias, to.offs = p.offs, to.out = p.out;
+    to.out_dtype = p.out_dtype;
+    to.activation = static_cast<gemm::Activation>(p.activation);
+    to.vec4_aligned = gemm::is_vec4_aligned(p.out, p.n, p.out_dtype);
+    to.m = static_cast<uint32_t>(p.m), to.n = static_cast<uint32_t>(p.n);
+    to.groups = static_cast<uint32_t>(p.groups);
+}
+
 }  // namespace thunderkittens::nvfp4_gemm

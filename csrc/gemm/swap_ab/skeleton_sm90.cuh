@@ -98,6 +98,36 @@ __device__ __forceinline__ void load_stages(const Globals& g, semaphore (&empty)
     });
 }
 
+// The prologue of every thread of a kernel whose last warpgroup loads: one of its threads calls
+// init(), which initialises the semaphores, and the others wait for it.
+template <class Traits, class Init>
+__device__ __forceinline__ void initialise(bool produces, Init init) {
+    if (produces) {
+        if (warpgroup::warpid() == 0 && arch::elect_one()) init();
+        arch::sync_warp();
+        arch::named_barrier_arrive(gemm::sm90::READY, Traits::threads);
+    } else {
+        arch::named_barrier_sync(gemm::sm90::READY, Traits::threads);
+    }
+}
+
+// The roles: one thread of the last warpgroup calls produce(), the other warpgroups consume().
+template <class Traits, class Globals, class Produce, class Consume>
+__device__ __forceinline__ void run_roles(const Globals& g, bool produces, Produce produce,
+                                          Consume consume) {
+    if (produces) {
+        if constexpr (Traits::moves_registers)
+            warpgroup::decrease_registers<Traits::producer_registers>();
+        if (warpgroup::warpid() == 0 && arch::elect_one()) produce();
+        arch::sync_warp();
+        if (g.splits > 1) cluster::wait();
+    } else {
+        if constexpr (Traits::moves_registers)
+            warpgroup::increase_registers<Traits::consumer_registers>();
+        consume();
+    }
+}
+
 // Loads a part of the weight: the other tiles of the same columns, if there are any, find it in the
 // L2 cache.
 template <class Globals, class Shared, class GL>

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "csrc/common/accesses.h"
 #include "csrc/linear_attention/based/dispatch.h"
 #include "csrc/linear_attention/common/operands.h"
 
@@ -73,8 +74,7 @@ struct BasedState {
     }
     template <class Launch>
     void may_read(Launch& launch) const {
-        launch.may_read("state's numerator", numerator);
-        launch.may_read("state's denominator", denominator);
+        reads(launch, "state's numerator", numerator, "state's denominator", denominator);
     }
 };
 
@@ -134,15 +134,10 @@ BasedResults<Tensor> based_body(const Backend<Tensor>& on, const BasedTensors<Te
     params.eps = static_cast<float>(eps);
     params.workspace = data_as<float>(workspace);
     auto launch = on.launch("based", choice, q);
-    launch.may_read("q", q);
-    launch.may_read("k", k);
-    launch.may_read("v", v);
+    reads(launch, "q", q, "k", k, "v", v);
     initial.may_read(launch);
-    launch.may_write("out", r.out);
-    launch.may_write("denominators", r.denominators);
-    launch.may_write("state's numerator", r.numerator);
-    launch.may_write("state's denominator", r.denominator);
-    launch.may_write("workspace", workspace);
+    writes(launch, "out", r.out, "denominators", r.denominators, "state's numerator", r.numerator,
+           "state's denominator", r.denominator, "workspace", workspace);
     run_forward(params, launch.stream);
     return r;
 }
@@ -233,20 +228,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> based_backward_body(
     if (queries) params.dq = operand(dq);
     if (keys) params.dk = operand(dk), params.dv = operand(dv);
     auto launch = on.launch("based", choice, q);
-    launch.may_read("q", q);
-    launch.may_read("k", k);
-    launch.may_read("v", v);
-    launch.may_read("grad_out", grad_out);
-    launch.may_read("out", out);
-    launch.may_read("denominators", denominators);
+    reads(launch, "q", q, "k", k, "v", v, "grad_out", grad_out, "out", out, "denominators",
+          denominators);
     initial.may_read(launch);
     grad_final.may_read(launch);
-    launch.may_write("dq", dq);
-    launch.may_write("dk", dk);
-    launch.may_write("dv", dv);
-    launch.may_write("numerator", grad_initial);
-    launch.may_write("denominator", grad_initial_denominator);
-    launch.may_write("workspace", workspace);
+    writes(launch, "dq", dq, "dk", dk, "dv", dv, "numerator", grad_initial, "denominator",
+           grad_initial_denominator, "workspace", workspace);
     run_backward(params, launch.stream);
     return results();
 }

@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "csrc/common/accesses.h"
 #include "csrc/linear_attention/based/based_decode.h"
 #include "csrc/linear_attention/common/operands.h"
 
@@ -78,12 +79,9 @@ Tensor based_decode_body(const Backend<Tensor>& on, const Tensor& q, const Tenso
     params.out = out.data_ptr();
     params.eps = static_cast<float>(eps);
     auto launch = on.launch("based_decode", choice, q);
-    launch.may_read("q", q);
-    launch.may_read("k", k);
-    launch.may_read("v", v);
-    launch.may_write("state's numerator", numerators);
-    launch.may_write("state's denominator", denominators);
-    launch.may_write("out", out);
+    reads(launch, "q", q, "k", k, "v", v);
+    writes(launch, "state's numerator", numerators, "state's denominator", denominators, "out",
+           out);
     run_decode(params, launch.stream);
     if (!in_place) {
         copy_(numerator, numerators);

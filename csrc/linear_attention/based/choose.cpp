@@ -53,6 +53,14 @@ int choose_segments(int64_t heads, int64_t chunks, const Costs& costs,
     return best;
 }
 
+BasedChoice choose_by(const BasedProblem& p, const DeviceProperties& device, const Costs& native,
+                      const Costs& portable) {
+    const bool is_native = runs_native(device);
+    return {p.dtype, p.denominator, !is_native,
+            choose_segments(p.batch * p.heads * slices_of(p), chunks_of(p),
+                            is_native ? native : portable, device)};
+}
+
 std::string unsupported(const BasedProblem& p, const DeviceProperties& device) {
     if (std::string reason = no_code_for(device); !reason.empty()) return reason;
     const int bytes = runs_native(device) ? BACKWARD_BYTES : PORTABLE_BACKWARD_BYTES;
@@ -61,22 +69,8 @@ std::string unsupported(const BasedProblem& p, const DeviceProperties& device) {
 
 // Cycles, of an H200; of portable kernels as expected from their products and loads.
 BasedChoice choose(const BasedProblem& p, const DeviceProperties& device) {
-    constexpr Costs native{.chunk = 2000,
-                           .sum = 1000,
-                           .launches = 8000,
-                           .segment = 100,
-                           .alone = 0.65,
-                           .blocks_per_sm = 2};
-    constexpr Costs portable{.chunk = 3400,
-                             .sum = 2000,
-                             .launches = 12000,
-                             .segment = 100,
-                             .alone = 0.65,
-                             .blocks_per_sm = 2};
-    const bool is_native = runs_native(device);
-    return {p.dtype, p.denominator, !is_native,
-            choose_segments(p.batch * p.heads * slices_of(p), chunks_of(p),
-                            is_native ? native : portable, device)};
+    return choose_by(p, device, {2000, 1000, 8000, 100, 0.65, 2},
+                     {3400, 2000, 12000, 100, 0.65, 2});
 }
 
 std::string kernel_name(const BasedChoice& c) {

@@ -5,22 +5,8 @@ namespace thunderkittens::linear_attention {
 
 // Cycles, of an H200; both main kernels together. Of portable kernels as expected.
 BasedBackwardChoice choose_backward(const BasedProblem& p, const DeviceProperties& device) {
-    constexpr Costs native{.chunk = 6000,
-                           .sum = 2000,
-                           .launches = 16000,
-                           .segment = 200,
-                           .alone = 0.65,
-                           .blocks_per_sm = 2};
-    constexpr Costs portable{.chunk = 10000,
-                             .sum = 4000,
-                             .launches = 24000,
-                             .segment = 200,
-                             .alone = 0.65,
-                             .blocks_per_sm = 2};
-    const bool is_native = runs_native(device);
-    return {{p.dtype, p.denominator, !is_native,
-             choose_segments(p.batch * p.heads * slices_of(p), chunks_of(p),
-                             is_native ? native : portable, device)}};
+    return {choose_by(p, device, {6000, 2000, 16000, 200, 0.65, 2},
+                      {10000, 4000, 24000, 200, 0.65, 2})};
 }
 
 std::string kernel_name(const BasedBackwardChoice& c) {

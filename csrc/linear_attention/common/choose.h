@@ -21,6 +21,10 @@ struct Costs {
 int choose_segments(int64_t heads, int64_t chunks, const Costs& costs,
                     const DeviceProperties& device);
 
+// The kernels of Based, or of its gradient, by what native and portable ones take.
+BasedChoice choose_by(const BasedProblem& p, const DeviceProperties& device, const Costs& native,
+                      const Costs& portable);
+
 // What all ops refuse whose kernels take so much shared memory; empty, or the reason.
 std::string unsupported_problem(DType dtype, int64_t batch, int64_t heads, int64_t length,
                                 int64_t value_dim, int shared_bytes,

@@ -6,6 +6,7 @@
 #include <tuple>
 #include <vector>
 
+#include "csrc/common/accesses.h"
 #include "csrc/linear_attention/lolcats/backward_dispatch.h"
 #include "csrc/linear_attention/lolcats/operands.h"
 
@@ -90,9 +91,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lolcats_backw
     params.workspace = data_as<float>(workspace);
     auto launch = on.launch("lolcats", choice, in.q);
     in.may_read(launch);
-    launch.may_read("grad_out", grad_out);
-    launch.may_read("out", out);
-    launch.may_read("denominators", denominators);
+    reads(launch, "grad_out", grad_out, "out", out, "denominators", denominators);
     initial.may_read(launch);
     constexpr std::array<const char*, 7> names = {"dq",     "dk",         "dv",       "dq_map",
                                                   "dk_map", "grad_alpha", "grad_beta"};

@@ -4,6 +4,7 @@
 
 #include <array>
 
+#include "csrc/common/accesses.h"
 #include "csrc/linear_attention/lolcats/dispatch.h"
 #include "csrc/linear_attention/lolcats/operands.h"
 
@@ -72,10 +73,8 @@ LolcatsResults<Tensor> lolcats_body(const Backend<Tensor>& on, const LolcatsTens
     in.may_read(launch);
     initial.may_read(launch);
     for (std::size_t i = 0; i < final.size(); ++i) launch.may_write(STATE_PARTS[i], *final[i]);
-    launch.may_write("out", r.out);
-    launch.may_write("maxima", r.maxima);
-    launch.may_write("denominators", r.denominators);
-    launch.may_write("workspace", workspace);
+    writes(launch, "out", r.out, "maxima", r.maxima, "denominators", r.denominators, "workspace",
+           workspace);
     run_lolcats(params, launch.stream);
     return r;
 }

@@ -5,6 +5,7 @@
 #include <array>
 #include <vector>
 
+#include "csrc/common/accesses.h"
 #include "csrc/linear_attention/common/operands.h"
 #include "csrc/linear_attention/lolcats/lolcats.h"
 
@@ -67,13 +68,8 @@ struct LolcatsOperands {
     }
     template <class Launch>
     void may_read(Launch& launch) const {
-        launch.may_read("q", q);
-        launch.may_read("k", k);
-        launch.may_read("v", v);
-        launch.may_read("q_map", q_map);
-        launch.may_read("k_map", k_map);
-        launch.may_read("alpha", alpha);
-        launch.may_read("beta", beta);
+        reads(launch, "q", q, "k", k, "v", v, "q_map", q_map, "k_map", k_map, "alpha", alpha,
+              "beta", beta);
     }
 };
 

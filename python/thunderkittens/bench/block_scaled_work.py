@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .cases import Case, Expected, Inputs, Prepared, random_normal
-from .choices import dtype_name, sizes_of
+from .choices import cases_of, parameters_of
 from .drawn import Draw, matrix
 
 SHAPES: dict[str, list[tuple[int, int]]] = {
@@ -53,25 +53,16 @@ class Matrices:
             flops=0.0,
             bytes=self.moved(dtype.itemsize, variant) * rows * columns,
             groups=(variant,),
-            parameters={
-                "label": f"{rows}x{columns}",
-                "rows": rows,
-                "columns": columns,
-                "variant": variant,
-                "dtype": dtype_name(dtype),
-            },
+            parameters=parameters_of(
+                f"{rows}x{columns}", dtype, rows=rows, columns=columns, variant=variant
+            ),
             oracle=self.oracle,
         )
 
-    def cases(
-        self, shapes: str | list[Any] = "default", *, dtype: torch.dtype = torch.bfloat16
-    ) -> list[Case]:
-        """The cases of a set of shapes. ValueError for a name there is not."""
-        return [
-            self.make(*size, variant, dtype)
-            for variant in self.variants
-            for size in sizes_of(SHAPES, shapes)
-        ]
+    @property
+    def cases(self) -> Callable[..., list[Case]]:
+        """The function `cases` of the suite."""
+        return cases_of(SHAPES, self.make, self.variants)
 
     def drawn(self, draw: Draw) -> Case:
         """A matrix, in the variant that is drawn, if there are several."""
@@ -82,7 +73,6 @@ class Matrices:
         problem: dict[str, Any] = {"rows": rows, "columns": columns, "dtype": draw.code}
         return draw.case(
             case,
-            f"{case.name}, {draw.code}",
             peer_bytes=copied * rows * columns,
             problem=self.problem(rows, columns, draw) if self.problem else problem,
         )

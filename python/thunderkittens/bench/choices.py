@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -55,28 +57,91 @@ def check_part(what: str, chosen: Sequence[str], known: Sequence[str]) -> None:
             raise ValueError(f"{what} {name!r} is unknown; expected a part of {expected}")
 
 
-def add_kinds(
-    parser: argparse.ArgumentParser,
-    known: Sequence[str],
-    default: Sequence[str] | None = None,
-    what: str = "kinds",
-) -> None:
-    """An option --kinds, or what it is called, whose value is names with commas."""
-    parser.add_argument(
-        f"--{what}",
-        default=",".join(default or known),
-        help=f"a comma-separated part of {','.join(known)} "
-        f"(default: {','.join(default) if default else 'all'})",
-    )
+@dataclass(frozen=True)
+class Names:
+    """An option --kinds, or what it is called: a part of the known names, with commas. Names of
+    capital letters may be given in small ones."""
+
+    known: Sequence[str]
+    default: Sequence[str] | None = None
+    name: str = "kinds"
+
+    def add(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            f"--{self.name}",
+            default=",".join(self.default or self.known),
+            help=f"a comma-separated part of {','.join(self.known)} "
+            f"(default: {','.join(self.default) if self.default else 'all'})",
+        )
+
+    def given(self, args: argparse.Namespace) -> tuple[str, ...]:
+        text: str = getattr(args, self.name)
+        return tuple((text.upper() if self.known[0].isupper() else text).split(","))
+
+    def values(self, chosen: Sequence[str] | None) -> Sequence[str]:
+        """The chosen names, of those that there are; None: the usual ones."""
+        check_part(self.name.removesuffix("s"), chosen or (), self.known)
+        return (self.default or self.known) if chosen is None else chosen
 
 
-def kinds_option(args: argparse.Namespace, what: str = "kinds") -> dict[str, Any]:
-    """That option as a keyword of `cases`."""
-    return {what: tuple(getattr(args, what).split(","))}
+@dataclass(frozen=True)
+class Flag:
+    """An option that is on or off."""
+
+    name: str
+    help: str
+
+    def add(self, parser: argparse.ArgumentParser) -> None:
+        option = self.name.replace("_", "-")
+        parser.add_argument(f"--{option}", action="store_true", help=self.help)
+
+    def given(self, args: argparse.Namespace) -> bool:
+        return bool(getattr(args, self.name))
+
+    def values(self, chosen: bool | None) -> tuple[bool]:
+        return (bool(chosen),)
+
+
+def cases_of(
+    sets: Mapping[str, Sequence[Any]],
+    make: Callable[..., Case],
+    *options: Names | Flag | tuple[Any, ...],
+    backward: bool = False,
+) -> Callable[..., list[Case]]:
+    """The function `cases` of a suite: `make(*size, *options, dtype)` of each value of the options,
+    for each size of a set of shapes by its name, or of those given.
+
+    Options that are given are keywords of that function; a tuple is an option that always takes
+    each of its values. With `backward`, `make` is also told whether the set is that of gradients.
+    """
+
+    def cases(
+        shapes: str | list[Any] = "default", *, dtype: torch.dtype = torch.bfloat16, **chosen: Any
+    ) -> list[Case]:
+        """The cases of a set of shapes. ValueError for a name there is not."""
+        values = [
+            option if isinstance(option, tuple) else option.values(chosen.pop(option.name, None))
+            for option in options
+        ]
+        if chosen:
+            raise TypeError(f"cases() has no option {', '.join(chosen)}")
+        told = ("backward" in shapes,) if backward else ()
+        return [
+            make(*size, *value, dtype, *told)
+            for value in itertools.product(*values)
+            for size in sizes_of(sets, shapes)
+        ]
+
+    return cases
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def parameters_of(label: str, dtype: torch.dtype, **given: Any) -> dict[str, Any]:
+    """The parameters of a case: its label in charts, what is given, and the dtype's name."""
+    return {"label": label, **given, "dtype": dtype_name(dtype)}
 
 
 def product_case(
@@ -94,6 +159,10 @@ def product_case(
 ) -> Case:
     """The product of (m, k) and the transpose of (n, k), of a kind; or so many of them."""
     lead = f"{groups} x " if groups else ""
+    parameters = parameters_of(
+        f"{lead}{m} x {n}".replace(" ", "") + f"\nx{k}", dtype, **({"groups": groups} if groups else
+        {}), m=m, n=n, k=k, kind=kind,
+    )  # fmt: skip
     return Case(
         name=f"{kind} {lead}{m} x {n} x {k}",
         make_inputs=make_inputs,
@@ -101,14 +170,6 @@ def product_case(
         bytes=bytes_moved,
         operands=operands,
         groups=(kind,),
-        parameters={
-            "label": f"{lead}{m} x {n}".replace(" ", "") + f"\nx{k}",
-            **({"groups": groups} if groups else {}),
-            "m": m,
-            "n": n,
-            "k": k,
-            "kind": kind,
-            "dtype": dtype_name(dtype),
-        },
+        parameters=parameters,
         oracle=oracle,
     )

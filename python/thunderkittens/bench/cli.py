@@ -57,14 +57,13 @@ def load_suite(op: str) -> Any:
 
 def add_options(parser: argparse.ArgumentParser, suite: Any) -> None:
     """What only this suite has, if anything."""
-    if hasattr(suite, "add_arguments"):
-        suite.add_arguments(parser)
+    for option in getattr(suite, "CHOICES", ()):
+        option.add(parser)
 
 
 def options_of(suite: Any, args: argparse.Namespace) -> dict[str, Any]:
     """The suite's own keywords of `cases`."""
-    given: dict[str, Any] = suite.options(args) if hasattr(suite, "options") else {}
-    return given
+    return {option.name: option.given(args) for option in getattr(suite, "CHOICES", ())}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -94,12 +94,16 @@ class Draw:
         names = (self.kind, *([self.form] if self.form else []), *more)
         return tuple(dict.fromkeys([self.kind, *(f"{self.kind}, {x}" for x in names[1:])]))
 
-    def case(self, case: Case, text: str, *more: str, **parameters: Any) -> Case:
-        """`case` as a drawn one, with further parameters; `problem` holds the fields that the
-        compiled choose() takes."""
+    def problem(self, **fields: Any) -> dict[str, Any]:
+        """The fields of a problem, the dtype among them, as the compiled choose() takes them."""
+        return {"dtype": self.code, **fields}
+
+    def case(self, case: Case, text: str = "", *more: str, **parameters: Any) -> Case:
+        """`case` as a drawn one, with further parameters; `problem` is what `problem` returns, and
+        `text` the name where it is not that of the case and the dtype."""
         return replace(
             case,
-            name=self.name(text),
+            name=self.name(text or f"{case.name}, {self.code}"),
             groups=self.groups(*more),
             parameters={**case.parameters, "class": self.kind, "form": self.form, **parameters},
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .cases import Case, Expected, Inputs, Prepared, random_normal
-from .choices import check_part, dtype_name, sizes_of
+from .choices import Names, cases_of, parameters_of
 from .drawn import Draw, matrix
 from .norm_work import SHAPES
 
@@ -58,47 +58,27 @@ class QuantizingNorm:
             flops=0.0,
             bytes=float(rows * width * moved(kind, residual, dtype.itemsize)),
             groups=(kind,),
-            parameters={
-                "label": f"{rows}x{width}",
-                "rows": rows,
-                "width": width,
-                "kind": kind,
-                "residual": residual,
-                "dtype": dtype_name(dtype),
-            },
+            parameters=parameters_of(
+                f"{rows}x{width}", dtype, rows=rows, width=width, kind=kind, residual=residual
+            ),
             oracle=self.oracle,
         )
 
-    def cases(
-        self,
-        shapes: str | list[Any] = "default",
-        *,
-        dtype: torch.dtype = torch.bfloat16,
-        kinds: Sequence[str] = KINDS,
-    ) -> list[Case]:
-        """The cases of a set of shapes of each kind. ValueError for a name there is not."""
-        check_part("kind", kinds, KINDS)
-        return [
-            self.make(*size, kind, residual, dtype)
-            for kind in kinds
-            for residual in (False, True)
-            for size in sizes_of(SHAPES, shapes)
-        ]
+    @property
+    def cases(self) -> Callable[..., list[Case]]:
+        """The function `cases` of the suite."""
+        return cases_of(SHAPES, self.make, Names(KINDS), (False, True))
 
     def drawn(self, draw: Draw) -> Case:
         """Rows of any number and width."""
         rows, width = matrix(draw, 2 if draw.form == "nvfp4" else 1)
         residual = draw.chance(0.5)
         case = self.make(rows, width, draw.form, residual, draw.dtype)
-        problem = {
-            "rows": rows,
-            "width": width,
-            "dtype": draw.code,
-            "sum_dtype": draw.code,
-            "output": ("fp8_tensor", "fp8_row", "fp8_1x128", "nvfp4").index(draw.form),
-            "aligned": width % 8 == 0,
-        }
-        return draw.case(case, f"{case.name}, {draw.code}", problem=problem, peer_bytes=case.bytes)
+        problem = draw.problem(
+            rows=rows, width=width, sum_dtype=draw.code, output=("fp8_tensor", "fp8_row",
+            "fp8_1x128", "nvfp4").index(draw.form), aligned=width % 8 == 0,
+        )  # fmt: skip
+        return draw.case(case, problem=problem, peer_bytes=case.bytes)
 
     def oracle(self, output: str, scale: Tensor | None = None, **inputs: Any) -> Iterator[Expected]:
         """Scales of the first rows, in float64 and at the op's precision, or codes where the scale

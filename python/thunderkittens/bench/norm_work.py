@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .cases import Case, Expected, Inputs, Prepared, random_normal
-from .choices import check_part, dtype_name, sizes_of
+from .choices import Names, cases_of, parameters_of
 from .drawn import Draw, matrix
 
 SHAPES: dict[str, list[tuple[int, int]]] = {
@@ -53,34 +53,19 @@ class Norm:
             flops=0.0,
             bytes=float(MOVED[kind] * rows * width * dtype.itemsize),
             groups=(kind,),
-            parameters={
-                "label": f"{rows}x{width}",
-                "rows": rows,
-                "width": width,
-                "kind": kind,
-                "dtype": dtype_name(dtype),
-            },
+            parameters=parameters_of(f"{rows}x{width}", dtype, rows=rows, width=width, kind=kind),
             oracle=self.oracle,
         )
 
-    def cases(
-        self,
-        shapes: str | list[Any] = "default",
-        *,
-        dtype: torch.dtype = torch.bfloat16,
-        kinds: Sequence[str] | None = None,
-    ) -> list[Case]:
-        """The cases of a set of shapes of each kind. ValueError for a name there is not."""
-        kinds = self.kinds if kinds is None else kinds
-        check_part("kind", kinds, self.kinds)
-        return [
-            self.make(*size, kind, dtype) for kind in kinds for size in sizes_of(SHAPES, shapes)
-        ]
+    @property
+    def cases(self) -> Callable[..., list[Case]]:
+        """The function `cases` of the suite."""
+        return cases_of(SHAPES, self.make, Names(self.kinds))
 
     def drawn(self, draw: Draw) -> Case:
         """Rows of any number and width."""
         case = self.make(*matrix(draw), draw.form, draw.dtype)
-        return draw.case(case, f"{case.name}, {draw.code}", peer_bytes=case.bytes)
+        return draw.case(case, peer_bytes=case.bytes)
 
     def oracle(self, kind: str, **inputs: Any) -> Iterator[Expected]:
         """The first rows, in float64 and at the op's precision."""

@@ -13,7 +13,6 @@ same training in fp32, each may be off by twice as much as on PyTorch's own ops.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 
 from . import steps
 from .cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
-from .choices import add_kinds, check_part, dtype_name, kinds_option, sizes_of
+from .choices import Names, check_part, dtype_name, sizes_of
 from .steps import compiler
 from .timing import StepTimer
 
@@ -59,12 +58,7 @@ class Size:
 SHAPES = {"default": Size(768, 4, 12, 8, 512), "tiny": Size(32, 2, 2, 2, 24)}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_kinds(parser, MODES, what="modes")
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return kinds_option(args, "modes")
+CHOICES = (Names(MODES, name="modes"),)
 
 
 # The ops of a model.

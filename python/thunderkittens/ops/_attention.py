@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import _load, emulation
+from ._registration import require_device
 
 Causal = bool | Literal["upper_left", "lower_right"]
 
@@ -226,10 +227,7 @@ def _require_vector(op: str, name: str, x: Any, q: Tensor) -> None:
         raise TypeError(f"tk.{op}: {name} must be a torch.Tensor or None, got {type(x).__name__}")
     if x.layout is not torch.strided:
         raise TypeError(f"tk.{op}: {name} must be a dense tensor (torch.strided), got {x.layout}")
-    if x.device != q.device:
-        raise TypeError(
-            f"tk.{op}: {name} is on {x.device}, q is on {q.device}; they must be on one device"
-        )
+    require_device(op, name, x, "q", q)
     if x.dtype is not torch.float32:
         also = f" or {q.dtype}" if name == "sink" else ""
         raise TypeError(f"tk.{op}: {name} is {x.dtype}; it must be torch.float32{also}")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import _load
 from . import _attention as shared
+from ._registration import require_device
 
 BLOCK = 64  # keys of a block of the kernels
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)  # of caches of 8 bits
@@ -61,14 +62,9 @@ def as_bytes(arrays: dict[str, Any]) -> bool:
 
 
 def require_caches(
-    op: str,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    name: str,
-    like: Tensor,
-    k_block_scale: Any = None,
+    op: str, k_cache: Tensor, v_cache: Tensor, name: str, like: Tensor, k_block_scale: Any = None,
     v_block_scale: Any = None,
-) -> None:
+) -> None:  # fmt: skip
     """Raises unless the caches are (pages, page_size, Hkv, D) and (.., Dv), rows of 16 bytes; of
     NVFP4, with scales of blocks, half as many columns."""
     if (k_block_scale is None) != (v_block_scale is None):
@@ -86,11 +82,7 @@ def require_caches(
                 f"tk.{op}: {what} is {x.dtype}; with k_block_scale it must be one of "
                 f"{', '.join(map(str, NVFP4))}"
             )
-        if x.device != like.device:
-            raise TypeError(
-                f"tk.{op}: {what} is on {x.device}, {name} is on {like.device}; they must be on "
-                "one device"
-            )
+        require_device(op, what, x, name, like)
         if x.dim() != 4:
             raise ValueError(
                 f"tk.{op}: {what} has shape {tuple(x.shape)}; it must have 4 dimensions, (pages, "
@@ -124,11 +116,7 @@ def require_block_scale(op: str, which: str, scale: Any, cache: Tensor) -> None:
     if not isinstance(scale, Tensor) or scale.dtype is not torch.float8_e4m3fn:
         what = scale.dtype if isinstance(scale, Tensor) else type(scale).__name__
         raise TypeError(f"tk.{op}: {name} is {what}; it must be torch.float8_e4m3fn")
-    if scale.device != cache.device:
-        raise TypeError(
-            f"tk.{op}: {name} is on {scale.device}, the cache is on {cache.device}; they must be "
-            "on one device"
-        )
+    require_device(op, name, scale, "the cache", cache)
     dim = 2 * cache.shape[3]
     if dim % 32:
         raise ValueError(
@@ -159,11 +147,7 @@ def require_scale(
     if not isinstance(scale, Tensor) or scale.dtype is not torch.float32:
         what = scale.dtype if isinstance(scale, Tensor) else type(scale).__name__
         raise TypeError(f"tk.{op}: {name} is {what}; it must be torch.float32")
-    if scale.device != cache.device:
-        raise TypeError(
-            f"tk.{op}: {name} is on {scale.device}, the cache is on {cache.device}; they must be "
-            "on one device"
-        )
+    require_device(op, name, scale, "the cache", cache)
     if cache.dtype not in CODES and not nvfp4:
         raise ValueError(f"tk.{op}: {name} is for caches of 8 or 4 bits; this one is {cache.dtype}")
     shape, heads = tuple(scale.shape), cache.shape[2]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._registration import of_any_size, require_operands
+from ._registration import of_any_size, require_device, require_operands
 
 MAX_KEY_DIM, MAX_VALUE_DIM = 128, 256
 OPERANDS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias", "cu_seqlens")
@@ -42,20 +42,11 @@ def state_shape(
 
 
 def gated_delta_rule_shape(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None = None,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    scale: float | None = None,
-    beta_sigmoid: bool = False,
-    allow_neg_eigval: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None,
+    A_log: Tensor | None = None, dt_bias: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    scale: float | None = None, beta_sigmoid: bool = False, allow_neg_eigval: bool = False,
     state_v_first: bool = False,
-) -> tuple[int, int, int, int]:
+) -> tuple[int, int, int, int]:  # fmt: skip
     """Shape of the output, (B, HV, T, V); raises what `gated_delta_rule` documents."""
     op = "gated_delta_rule"
     shape = operands_shape(op, q, k, v, g, beta)
@@ -178,10 +169,7 @@ def _require_tensor(op: str, name: str, x: Any, q: Tensor, dtypes: tuple[torch.d
     if x.dtype not in dtypes:
         names = " or ".join(dict.fromkeys(str(d) for d in dtypes))
         raise TypeError(f"tk.{op}: {name} is {x.dtype}; it must be {names}")
-    if x.device != q.device:
-        raise TypeError(
-            f"tk.{op}: {name} is on {x.device}, q is on {q.device}; they must be on one device"
-        )
+    require_device(op, name, x, "q", q)
 
 
 def _require_shape(op: str, name: str, x: Tensor, shape: tuple[int, ...]) -> None:

@@ -19,7 +19,7 @@ from ._gated_delta_rule import (
     vmap_rule,
 )
 from ._gradient_call import gradient_call, refuse_double_backward
-from ._registration import register
+from ._registration import filled, register
 
 _gradient = torch.ops.thunderkittens.gated_delta_rule_backward.default
 # Of initial_state, A_log, dt_bias and cu_seqlens, of the options, and of needs.
@@ -55,10 +55,7 @@ def _fake(*args: Any) -> tuple[Tensor, ...]:
 def _cpu(*args: Any) -> tuple[Tensor, ...]:
     results = _empty(args)
     run = _emulated if emulation.active() and args[0].numel() > 0 else _reference
-    for result, value in zip(results, run(args), strict=True):
-        if result.numel() > 0:
-            result.copy_(value) if value is not None else result.zero_()
-    return results
+    return filled(results, run(args))
 
 
 def _emulated(args: tuple[Any, ...]) -> list[Tensor | None]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import emulation
 from ..reference._recurrent_backward import linear_attention_backward
 from ._gradient_call import gradient_call, refuse_double_backward
-from ._registration import one_by_one, register
+from ._registration import filled, one_by_one, register
 
 _gradient = torch.ops.thunderkittens.linear_attention_backward.default
 #: Of the arguments of `linear_attention`: q, k, v, decay, g, initial_state; behind them are
@@ -104,10 +104,7 @@ def _cpu_backward(*args: Any) -> tuple[Tensor, ...]:
                 state_v_first=state_v_first,
             )
         ]
-    for result, value in zip(results, values, strict=True):
-        if result.numel() > 0:
-            result.copy_(value) if value is not None else result.zero_()
-    return results
+    return filled(results, values)
 
 
 def _flops_backward(*args: Any, **kwargs: Any) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..reference.lolcats import CACHE, WINDOW, LolcatsState
-from ._registration import of_any_size, require_operands
+from ._registration import of_any_size, require_device, require_operands
 
 HEAD_DIMS, FEATURES = (64, 128), (32, 64)
 NAMES = ("q", "k", "v", "q_map", "k_map")
@@ -117,10 +117,7 @@ def _require(
         raise TypeError(f"tk.{op}: {name} must be a dense tensor, got {kind}")
     if x.dtype != dtype:
         raise TypeError(f"tk.{op}: {name} is {x.dtype}; it must be {dtype}")
-    if x.device != q.device:
-        raise TypeError(
-            f"tk.{op}: {name} is on {x.device}, q is on {q.device}; they must be on one device"
-        )
+    require_device(op, name, x, "q", q)
     if tuple(x.shape) != shape:
         raise ValueError(f"tk.{op}: {name} has shape {tuple(x.shape)}; it must be {shape}")
 

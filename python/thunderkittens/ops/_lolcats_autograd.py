@@ -13,7 +13,7 @@ from ..reference.lolcats import lolcats as reference_lolcats
 from ._eager_autograd import differentiable
 from ._gradient_call import gradient_call, one_by_one, refuse_double_backward
 from ._lolcats import NAMES, fold_rule, lolcats_shape, with_defaults
-from ._registration import register
+from ._registration import filled, register
 
 OPERANDS = (*NAMES, "alpha", "beta")
 RESULTS = ("dq", "dk", "dv", "dq_map", "dk_map", "grad_alpha", "grad_beta")
@@ -81,10 +81,7 @@ def _cpu(*args: Any) -> tuple[Tensor, ...]:
                 initial = initial._replace(keys=initial.keys.float(), values=initial.values.float())
             again = reference_lolcats(*leaves, initial_state=initial)
             values = torch.autograd.grad(again, leaves, grad_out.float(), allow_unused=True)
-    for result, value in zip(results, values, strict=True):
-        if result.numel() > 0:
-            result.copy_(value) if value is not None else result.zero_()
-    return results
+    return filled(results, values)
 
 
 def _flops(*args: Any, **kwargs: Any) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ._memory import require_apart
+from ._registration import require_device
 
 MAX_KEY_DIM = 128
 MAX_VALUE_DIM = 256
@@ -41,15 +42,6 @@ def require_like(
         raise ValueError(
             f"tk.{op}: {name} has shape {tuple(x.shape)}; it must be {expected}, as {first} has "
             f"shape {tuple(like.shape)}"
-        )
-
-
-def require_device(op: str, name: str, x: Tensor, first: str, like: Tensor) -> None:
-    """Raises TypeError unless x is where `like` is."""
-    if x.device != like.device:
-        raise TypeError(
-            f"tk.{op}: {name} is on {x.device}, {first} is on {like.device}; they must be on one "
-            "device"
         )
 
 

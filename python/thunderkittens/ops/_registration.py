@@ -7,8 +7,9 @@ because only some ops have it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 _NAMESPACE = "thunderkittens"
+_Results = TypeVar("_Results", bound=tuple[Tensor, ...])
 _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
 
 # Whether autocast is on for any device: then the public functions convert before they check.
@@ -73,6 +75,48 @@ def register(
         _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
         _library.impl(name, _autocast_kernel(op, device_type, autocast), key)
+
+
+def register_both(
+    name: str,
+    *,
+    fake: Callable[..., Any],
+    cpu: Callable[..., Any],
+    flops: Callable[..., int],
+    vmap: Callable[[Any], Callable[..., Any]],
+    autocast: int = 0,
+) -> None:
+    """Adds the Python side to `name` and to `name_forward`, its twin without autograd, which
+    returns the first result alone.
+
+    `vmap` makes the rule of the former from the op. The others are as `register` takes them.
+    """
+
+    def first(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: function(*args)[0]
+
+    ops = getattr(torch.ops, _NAMESPACE)
+    forward, op = (getattr(ops, twin).default for twin in (f"{name}_forward", name))
+    add = functools.partial(register, flops=flops, autocast=autocast)
+    add(f"{name}_forward", fake=first(fake), cpu=first(cpu), vmap=one_by_one(forward))
+    add(name, fake=fake, cpu=cpu, vmap=vmap(op))
+
+
+def filled(results: _Results, values: Iterable[Tensor | None]) -> _Results:
+    """The results of an op on the CPU with their values; None is zero."""
+    for result, value in zip(results, values, strict=True):
+        if result.numel() > 0:
+            result.copy_(value.view(result.shape)) if value is not None else result.zero_()
+    return results
+
+
+def require_device(op: str, name: str, x: Tensor, first: str, like: Tensor) -> None:
+    """Raises TypeError unless x is where `like` is, which is called `first`."""
+    if x.device != like.device:
+        raise TypeError(
+            f"tk.{op}: {name} is on {x.device}, {first} is on {like.device}; they must be on one "
+            "device"
+        )
 
 
 def overload(name: str, overload_name: str) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import emulation
 from ..reference._recurrent_backward import ssd_backward
 from ._gradient_call import gradient_call, refuse_double_backward
-from ._registration import one_by_one, register
+from ._registration import filled, one_by_one, register
 
 _gradient = torch.ops.thunderkittens.ssd_backward.default
 #: Of the arguments of `ssd`: x, dt, A, B, C, D, z, dt_bias, initial_state; behind them are
@@ -90,10 +90,7 @@ def _cpu_backward(*args: Any) -> tuple[Tensor, ...]:
             initial_state=initial_state, cu_seqlens=cu_seqlens, dt_softplus=softplus,
             dt_limit=(low, high),
         )  # fmt: skip
-    for result, value in zip(results, values, strict=True):
-        if result.numel() > 0:
-            result.copy_(value) if value is not None else result.zero_()
-    return results
+    return filled(results, values)
 
 
 def _flops_backward(*args: Any, **kwargs: Any) -> int:

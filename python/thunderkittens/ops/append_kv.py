@@ -12,7 +12,13 @@ from .. import emulation
 from ..reference.append_kv import append_kv as reference_append
 from . import _cache as cache
 from ._memory import require_apart
-from ._registration import call_checked, register, require_operands, transform_active
+from ._registration import (
+    call_checked,
+    register,
+    require_device,
+    require_operands,
+    transform_active,
+)
 
 _NAME = "append_kv"
 MOST_CODES = 256  # of a row of a cache of 8 or 4 bits, which a warp writes
@@ -121,25 +127,12 @@ def append_kv(
 
 
 def require_append(
-    k: Any,
-    v: Any,
-    k_cache: Any,
-    v_cache: Any,
-    page_table: Any = None,
-    seq_lens: Any = None,
-    slot_mapping: Any = None,
-    cache_batch_idx: Any = None,
-    cu_seqlens_k_new: Any = None,
-    rotary_cos: Any = None,
-    rotary_sin: Any = None,
-    rotary_positions: Any = None,
-    rotary_seqlens: Any = None,
-    rotary_interleaved: bool = False,
-    k_scale: Any = None,
-    v_scale: Any = None,
-    k_block_scale: Any = None,
-    v_block_scale: Any = None,
-) -> None:
+    k: Any, v: Any, k_cache: Any, v_cache: Any, page_table: Any = None, seq_lens: Any = None,
+    slot_mapping: Any = None, cache_batch_idx: Any = None, cu_seqlens_k_new: Any = None,
+    rotary_cos: Any = None, rotary_sin: Any = None, rotary_positions: Any = None,
+    rotary_seqlens: Any = None, rotary_interleaved: bool = False, k_scale: Any = None,
+    v_scale: Any = None, k_block_scale: Any = None, v_block_scale: Any = None,
+) -> None:  # fmt: skip
     """Raises what `append_kv` documents."""
     require_operands(_NAME, ("k", "v"), k, v)
     if k.dim() not in (3, 4) or v.dim() != k.dim() or v.shape[:-1] != k.shape[:-1]:
@@ -174,11 +167,7 @@ def require_append(
         if not isinstance(slot_mapping, Tensor) or slot_mapping.dtype is not torch.int64:
             what = getattr(slot_mapping, "dtype", type(slot_mapping).__name__)
             raise TypeError(f"tk.{_NAME}: slot_mapping is {what}; it must be torch.int64")
-        if slot_mapping.device != k.device:
-            raise TypeError(
-                f"tk.{_NAME}: slot_mapping is on {slot_mapping.device}, k is on {k.device}; they "
-                "must be on one device"
-            )
+        require_device(_NAME, "slot_mapping", slot_mapping, "k", k)
         if tuple(slot_mapping.shape) != (tokens,) or not slot_mapping.is_contiguous():
             raise ValueError(
                 f"tk.{_NAME}: slot_mapping has shape {tuple(slot_mapping.shape)}; it must be "

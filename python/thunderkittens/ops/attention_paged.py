@@ -18,6 +18,7 @@ from ._registration import (
     one_by_one,
     refuse_forward_mode,
     register,
+    require_device,
     require_operands,
     transform_active,
 )
@@ -302,11 +303,7 @@ def _checked(args: tuple[Any, ...]) -> tuple[dict[str, Any], tuple[tuple[int, ..
         if not isinstance(mask, Tensor) or mask.dtype is not torch.int32:
             what = getattr(mask, "dtype", type(mask).__name__)
             raise TypeError(f"tk.{_NAME}: mask is {what}; it must be torch.int32")
-        if mask.device != q.device:
-            raise TypeError(
-                f"tk.{_NAME}: mask is on {mask.device}, q is on {q.device}; they must be on one "
-                "device"
-            )
+        require_device(_NAME, "mask", mask, "q", q)
         adjacent = mask.dim() == 2 and (mask.shape[1] <= 1 or mask.stride(1) == 1)
         if not adjacent or mask.shape[0] != tokens:
             raise ValueError(

@@ -31,6 +31,7 @@ from ._registration import (
     forward_mode_active,
     refuse_forward_mode,
     register,
+    require_device,
     require_operands,
     transform_active,
 )
@@ -242,10 +243,7 @@ def _require_edges(name: str, x: Any, q: Tensor) -> None:
         raise TypeError(f"tk.{_NAME}: {name} must be a torch.Tensor, got {type(x).__name__}")
     if x.dtype is not torch.int32:
         raise TypeError(f"tk.{_NAME}: {name} is {x.dtype}; it must be torch.int32")
-    if x.device != q.device:
-        raise TypeError(
-            f"tk.{_NAME}: {name} is on {x.device}, q is on {q.device}; they must be on one device"
-        )
+    require_device(_NAME, name, x, "q", q)
     if x.dim() != 1 or x.shape[0] < 1 or (x.shape[0] > 1 and x.stride(0) != 1):
         raise ValueError(
             f"tk.{_NAME}: {name} has shape {tuple(x.shape)} and strides {x.stride()}; it must be "

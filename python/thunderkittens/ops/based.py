@@ -7,12 +7,13 @@ gradient is wanted, whose gradient is the op `based_backward`.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import emulation
+from .._signatures import as_based
 from ..reference.based import FEATURES, BasedState
 from ..reference.based import based as reference_based
 from ..reference.based import based_backward as reference_based_backward
@@ -21,10 +22,12 @@ from ._gradient_call import gradient_call, refuse_double_backward
 from ._registration import (
     autocast_active,
     autocast_operands,
+    filled,
     forward_mode_active,
     of_any_size,
     refuse_forward_mode,
     register,
+    require_device,
     require_operands,
     transform_active,
 )
@@ -37,32 +40,7 @@ _gradient = torch.ops.thunderkittens.based_backward.default
 State = BasedState | tuple[Tensor, Tensor]
 
 
-@overload
-def based(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    normalize: bool = ...,
-    eps: float = ...,
-    initial_state: State | None = ...,
-    return_state: Literal[False] = ...,
-) -> Tensor: ...
-
-
-@overload
-def based(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    normalize: bool = ...,
-    eps: float = ...,
-    initial_state: State | None = ...,
-    return_state: Literal[True],
-) -> tuple[Tensor, BasedState]: ...
-
-
+@as_based
 def based(
     q: Tensor,
     k: Tensor,
@@ -173,13 +151,9 @@ def _parts(state: State | None) -> tuple[Tensor | None, Tensor | None]:
 
 
 def based_shape(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    numerator: Tensor | None = None,
-    denominator: Tensor | None = None,
-    eps: float = 0.0,
-) -> tuple[int, int, int, int]:
+    q: Tensor, k: Tensor, v: Tensor, numerator: Tensor | None = None,
+    denominator: Tensor | None = None, eps: float = 0.0,
+) -> tuple[int, int, int, int]:  # fmt: skip
     """Shape of the output, (B, H, N, Dv); raises what `based` documents."""
     require_operands("based", ("q", "k", "v"), q, k, v)
     shape_q, shape_k, shape_v = q.shape, k.shape, v.shape
@@ -237,11 +211,7 @@ def require_state(op: str, q: Tensor, numerator: Any, denominator: Any, shape: A
             raise TypeError(f"tk.{op}: the state's {name} must be a dense tensor, got {kind}")
         if x.dtype != torch.float32:
             raise TypeError(f"tk.{op}: the state's {name} is {x.dtype}; it must be torch.float32")
-        if x.device != q.device:
-            raise TypeError(
-                f"tk.{op}: the state's {name} is on {x.device}, q is on {q.device}; they must be "
-                "on one device"
-            )
+        require_device(op, f"the state's {name}", x, "q", q)
         if tuple(x.shape) != tuple(expected):
             raise ValueError(
                 f"tk.{op}: the state's {name} has shape {tuple(x.shape)}; it must be "
@@ -301,10 +271,7 @@ def _cpu(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, ...]:
                 initial = BasedState(denominator.unsqueeze(3), denominator)
             rows = reference_based(q.float(), k.float(), ones, initial_state=initial)[..., 0] + eps
         values = [out, *state, rows]
-    for result, value in zip(results, values, strict=True):
-        if result.numel() > 0:
-            result.copy_(value)
-    return results
+    return filled(results, values)
 
 
 def _cpu_forward(*args: Any) -> tuple[Tensor, ...]:
@@ -369,10 +336,7 @@ def _cpu_backward(*args: Any) -> tuple[Tensor, ...]:
         values = [found.get(n) for n in ("dq", "dk", "dv", "numerator", "denominator")]
     else:
         values = _reference_gradients(args)
-    for result, value in zip(results, values, strict=True):
-        if result.numel() > 0:
-            result.copy_(value) if value is not None else result.zero_()
-    return results
+    return filled(results, values)
 
 
 def _reference_gradients(args: tuple[Any, ...]) -> list[Tensor | None]:

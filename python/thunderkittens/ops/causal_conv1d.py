@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import emulation
+from .._signatures import as_causal_conv1d
 from ..reference.causal_conv1d import causal_conv1d as reference_conv
 from ..reference.causal_conv1d import causal_conv1d_backward as reference_backward
 from ._eager_autograd import differentiable
@@ -23,9 +24,12 @@ from ._registration import (
     autocast_active,
     autocast_operands,
     call_checked,
+    filled,
     forward_mode_active,
     refuse_forward_mode,
     register,
+    register_both,
+    require_device,
     transform_active,
     wants_gradient,
 )
@@ -40,32 +44,7 @@ _differentiable = torch.ops.thunderkittens.causal_conv1d.default
 _gradient = torch.ops.thunderkittens.causal_conv1d_backward.default
 
 
-@overload
-def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = ...,
-    *,
-    activation: str | None = ...,
-    initial_state: Tensor | None = ...,
-    return_state: Literal[False] = ...,
-    cu_seqlens: Tensor | None = ...,
-) -> Tensor: ...
-
-
-@overload
-def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = ...,
-    *,
-    activation: str | None = ...,
-    initial_state: Tensor | None = ...,
-    return_state: Literal[True],
-    cu_seqlens: Tensor | None = ...,
-) -> tuple[Tensor, Tensor]: ...
-
-
+@as_causal_conv1d
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -183,15 +162,7 @@ def require_taps(op: str, x: Any, weight: Any, bias: Any) -> None:
                 f"tk.{op}: {name} is {y.dtype}; it must have the dtype of x, {x.dtype}, or be "
                 "torch.float32"
             )
-        require_device(op, name, y, x)
-
-
-def require_device(op: str, name: str, y: Tensor, x: Tensor) -> None:
-    """Raises TypeError unless y is where x is."""
-    if y.device != x.device:
-        raise TypeError(
-            f"tk.{op}: {name} is on {y.device}, x is on {x.device}; they must be on one device"
-        )
+        require_device(op, name, y, "x", x)
 
 
 def require_int32(op: str, name: str, y: Any, x: Tensor) -> None:
@@ -199,7 +170,7 @@ def require_int32(op: str, name: str, y: Any, x: Tensor) -> None:
     require_dense(op, name, y)
     if y.dtype is not torch.int32:
         raise TypeError(f"tk.{op}: {name} is {y.dtype}; it must be torch.int32")
-    require_device(op, name, y, x)
+    require_device(op, name, y, "x", x)
 
 
 def require_state(op: str, name: str, state: Any, x: Tensor) -> None:
@@ -209,7 +180,7 @@ def require_state(op: str, name: str, state: Any, x: Tensor) -> None:
         raise TypeError(
             f"tk.{op}: {name} is {state.dtype}, x is {x.dtype}; they must have the same dtype"
         )
-    require_device(op, name, state, x)
+    require_device(op, name, state, "x", x)
 
 
 def causal_conv1d_shape(
@@ -301,18 +272,7 @@ def _cpu(x: Tensor, weight: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
             return_state=True,
             cu_seqlens=cu_seqlens,
         )
-    for result, value in zip(results, values, strict=True):
-        if result.numel() > 0:
-            result.copy_(value)
-    return results
-
-
-def _fake_forward(*args: Any) -> Tensor:
-    return _fake(*args)[0]
-
-
-def _cpu_forward(*args: Any) -> Tensor:
-    return _cpu(*args)[0]
+    return filled(results, values)
 
 
 _BACKWARD_DEFAULTS: tuple[Any, ...] = (None, 0, None, None, (True, True, True, True))
@@ -370,10 +330,7 @@ def _cpu_backward(*args: Any) -> tuple[Tensor, ...]:
             initial_state=state,
             cu_seqlens=cu_seqlens,
         )
-    for result, value in zip(results, values, strict=True):
-        if result.numel() > 0:
-            result.copy_(value)
-    return results
+    return filled(results, values)
 
 
 def _flops(x_shape: Any, weight_shape: Any, *args: Any, **kwargs: Any) -> int:
@@ -424,22 +381,7 @@ def _backward(
 _any_gradient = gradient_call(_NAME, _gradient, one_by_one)
 _recorded = differentiable(_NAME, _differentiable, _save_context, _backward, one_by_one)
 
-register(
-    "causal_conv1d_forward",
-    fake=_fake_forward,
-    cpu=_cpu_forward,
-    flops=_flops,
-    vmap=one_by_one(_forward),
-    autocast=1,
-)
-register(
-    "causal_conv1d",
-    fake=_fake,
-    cpu=_cpu,
-    flops=_flops,
-    vmap=one_by_one(_differentiable),
-    autocast=1,
-)
+register_both(_NAME, fake=_fake, cpu=_cpu, flops=_flops, vmap=one_by_one, autocast=1)
 register(
     "causal_conv1d_backward",
     fake=_fake_backward,

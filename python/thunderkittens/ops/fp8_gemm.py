@@ -179,31 +179,19 @@ def _check_op(
 
 
 def _fake(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None = None,
-    activation: int = 0,
-    out_dtype: torch.dtype | None = None,
-    accurate: bool = True,
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None,
+    activation: int = 0, out_dtype: torch.dtype | None = None, accurate: bool = True,
     offs: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     dtype = _check_op(a, b, scale_a, scale_b, bias, activation, out_dtype, offs)
     return a.new_empty((a.shape[0], b.shape[-1]), dtype=dtype)
 
 
 def _cpu(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None = None,
-    activation: int = 0,
-    out_dtype: torch.dtype | None = None,
-    accurate: bool = True,
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None,
+    activation: int = 0, out_dtype: torch.dtype | None = None, accurate: bool = True,
     offs: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     dtype = _check_op(a, b, scale_a, scale_b, bias, activation, out_dtype, offs)
     if emulation.active():
         arrays = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b}

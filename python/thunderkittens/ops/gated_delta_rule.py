@@ -8,12 +8,13 @@ op `gated_delta_rule` when a gradient is wanted, whose gradient is the op
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import emulation
+from .._signatures import as_gated_delta_rule
 from ..reference.gated_delta_rule import gated_delta_rule as reference_gated_delta_rule
 from . import _gated_delta_rule_backward as gradient
 from ._eager_autograd import differentiable
@@ -31,10 +32,10 @@ from ._registration import (
     autocast_active,
     autocast_operands,
     call_checked,
+    filled,
     forward_mode_active,
-    one_by_one,
     refuse_forward_mode,
-    register,
+    register_both,
     transform_active,
     wants_gradient,
 )
@@ -43,48 +44,7 @@ _forward = torch.ops.thunderkittens.gated_delta_rule_forward.default
 _differentiable = torch.ops.thunderkittens.gated_delta_rule.default
 
 
-@overload
-def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    scale: float | None = ...,
-    initial_state: Tensor | None = ...,
-    return_state: Literal[False] = ...,
-    cu_seqlens: Tensor | None = ...,
-    qk_l2norm: bool = ...,
-    beta_sigmoid: bool = ...,
-    allow_neg_eigval: bool = ...,
-    A_log: Tensor | None = ...,
-    dt_bias: Tensor | None = ...,
-    state_v_first: bool = ...,
-) -> Tensor: ...
-
-
-@overload
-def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    scale: float | None = ...,
-    initial_state: Tensor | None = ...,
-    return_state: Literal[True],
-    cu_seqlens: Tensor | None = ...,
-    qk_l2norm: bool = ...,
-    beta_sigmoid: bool = ...,
-    allow_neg_eigval: bool = ...,
-    A_log: Tensor | None = ...,
-    dt_bias: Tensor | None = ...,
-    state_v_first: bool = ...,
-) -> tuple[Tensor, Tensor]: ...
-
-
+@as_gated_delta_rule
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -197,10 +157,6 @@ def _fake(*args: Any) -> tuple[Tensor, Tensor]:
     return _empty(args)
 
 
-def _fake_forward(*args: Any) -> Tensor:
-    return _empty(args)[0]
-
-
 def _cpu(*args: Any) -> tuple[Tensor, ...]:
     results = _empty(args)
     q, k, v, g, beta, *rest = (*args, *DEFAULTS[len(args) - 5 :])
@@ -231,14 +187,7 @@ def _cpu(*args: Any) -> tuple[Tensor, ...]:
                 **options_of(options, q),
             )
         )
-    for result, value in zip(results, values, strict=True):
-        if result.numel() > 0:
-            result.copy_(value)
-    return results
-
-
-def _cpu_forward(*args: Any) -> Tensor:
-    return _cpu(*args)[0]
+    return filled(results, values)
 
 
 def _flops(q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any) -> int:
@@ -275,19 +224,4 @@ def _backward(
 
 _recorded = differentiable("gated_delta_rule", _differentiable, _save_context, _backward, vmap_rule)
 
-register(
-    "gated_delta_rule_forward",
-    fake=_fake_forward,
-    cpu=_cpu_forward,
-    flops=_flops,
-    vmap=one_by_one(_forward),
-    autocast=3,
-)
-register(
-    "gated_delta_rule",
-    fake=_fake,
-    cpu=_cpu,
-    flops=_flops,
-    vmap=vmap_rule(_differentiable),
-    autocast=3,
-)
+register_both("gated_delta_rule", fake=_fake, cpu=_cpu, flops=_flops, vmap=vmap_rule, autocast=3)

@@ -28,6 +28,7 @@ from ._registration import (
     call_in_place,
     refuse_in_place,
     register,
+    require_device,
 )
 
 _op = torch.ops.thunderkittens.gated_delta_rule_decode.default
@@ -119,20 +120,10 @@ def _require_apart(args: tuple[Any, ...]) -> None:
 
 
 def gated_delta_rule_decode_shape(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Any,
-    state_indices: Any = None,
-    A_log: Any = None,
-    dt_bias: Any = None,
-    scale: Any = None,
-    beta_sigmoid: bool = False,
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
-) -> tuple[int, int, int, int]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Any, state_indices: Any = None,
+    A_log: Any = None, dt_bias: Any = None, scale: Any = None, beta_sigmoid: bool = False,
+    allow_neg_eigval: bool = False, state_v_first: bool = False,
+) -> tuple[int, int, int, int]:  # fmt: skip
     """Shape of the output; raises what `gated_delta_rule_decode` documents."""
     shape = operands_shape(_NAME, q, k, v, g, beta)
     batch, length = q.shape[0], q.shape[2]
@@ -148,11 +139,7 @@ def gated_delta_rule_decode_shape(
         if not isinstance(state_indices, Tensor) or state_indices.dtype != torch.int32:
             kind = getattr(state_indices, "dtype", type(state_indices).__name__)
             raise TypeError(f"tk.{_NAME}: state_indices must be an int32 tensor, got {kind}")
-        if state_indices.device != q.device:
-            raise TypeError(
-                f"tk.{_NAME}: state_indices is on {state_indices.device}, q is on {q.device}; they "
-                "must be on one device"
-            )
+        require_device(_NAME, "state_indices", state_indices, "q", q)
         if tuple(state_indices.shape) != (batch,):
             raise ValueError(
                 f"tk.{_NAME}: state_indices has shape {tuple(state_indices.shape)}; it must be "

@@ -19,6 +19,7 @@ from ._eager_autograd import differentiable
 from ._gradient_call import gradient_call, one_by_one
 from ._registration import (
     call_checked,
+    filled,
     forward_mode_active,
     refuse_forward_mode,
     transform_active,
@@ -221,10 +222,7 @@ def _cpu_backward(*args: Any) -> tuple[Tensor, ...]:
             total, grad_sum, grad_out.dtype, x.dtype, dropout_p, seed
         )
         values = [of_x, of_residual, *rest]
-    for result, value in zip(results, values, strict=True):
-        if result.numel() > 0:
-            result.copy_(value.view(result.shape))
-    return results
+    return filled(results, values)
 
 
 def _save_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -9,12 +9,13 @@ op `linear_attention` when a gradient is wanted, whose gradient is the op
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import emulation
+from .._signatures import as_linear_attention
 from ..reference.linear_attention import linear_attention as reference_linear_attention
 from ._eager_autograd import differentiable
 from ._linear_attention_autograd import backward, save_context
@@ -33,10 +34,11 @@ from ._registration import (
     autocast_active,
     autocast_operands,
     call_checked,
+    filled,
     forward_mode_active,
     one_by_one,
     refuse_forward_mode,
-    register,
+    register_both,
     require_operands,
     transform_active,
     wants_gradient,
@@ -46,38 +48,7 @@ _forward = torch.ops.thunderkittens.linear_attention_forward.default
 _differentiable = torch.ops.thunderkittens.linear_attention.default
 
 
-@overload
-def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    decay: Tensor | None = ...,
-    g: Tensor | None = ...,
-    scale: float | None = ...,
-    initial_state: Tensor | None = ...,
-    return_state: Literal[False] = ...,
-    state_v_first: bool = ...,
-    cu_seqlens: Tensor | None = ...,
-) -> Tensor: ...
-
-
-@overload
-def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    decay: Tensor | None = ...,
-    g: Tensor | None = ...,
-    scale: float | None = ...,
-    initial_state: Tensor | None = ...,
-    return_state: Literal[True],
-    state_v_first: bool = ...,
-    cu_seqlens: Tensor | None = ...,
-) -> tuple[Tensor, Tensor]: ...
-
-
+@as_linear_attention
 def linear_attention(
     q: Tensor,
     k: Tensor,
@@ -156,17 +127,10 @@ def linear_attention(
 
 
 def linear_attention_shape(
-    q: Any,
-    k: Any,
-    v: Any,
-    decay: Any = None,
-    g: Any = None,
-    initial_state: Any = None,
-    cu_seqlens: Any = None,
-    scale: Any = None,
-    state_v_first: bool = False,
+    q: Any, k: Any, v: Any, decay: Any = None, g: Any = None, initial_state: Any = None,
+    cu_seqlens: Any = None, scale: Any = None, state_v_first: bool = False,
     op: str = "linear_attention",
-) -> tuple[Any, ...]:
+) -> tuple[Any, ...]:  # fmt: skip
     """Shape of a state; raises what `linear_attention` documents."""
     require_operands(op, ("q", "k", "v"), q, k, v)
     for name, operand, form in (("q", q, "(B, Hk, T, K)"), ("v", v, "(B, H, T, V)")):
@@ -224,10 +188,6 @@ def _fake(*args: Any) -> tuple[Tensor, Tensor]:
     return _empty(_filled(args))
 
 
-def _fake_forward(*args: Any) -> Tensor:
-    return _fake(*args)[0]
-
-
 def _cpu(*args: Any) -> tuple[Tensor, Tensor]:
     args = _filled(args)
     results = _empty(args)
@@ -256,14 +216,7 @@ def _cpu(*args: Any) -> tuple[Tensor, Tensor]:
             q, k, v, decay=decay, g=g, scale=scale, initial_state=initial_state,
             return_state=True, state_v_first=state_v_first, cu_seqlens=cu_seqlens,
         )  # fmt: skip
-    for result, value in zip(results, values, strict=True):
-        if result.numel() > 0:
-            result.copy_(value)
-    return results
-
-
-def _cpu_forward(*args: Any) -> Tensor:
-    return _cpu(*args)[0]
+    return filled(results, values)
 
 
 def _flops(q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any) -> int:
@@ -276,19 +229,4 @@ def _flops(q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any) 
 
 _recorded = differentiable("linear_attention", _differentiable, save_context, backward, one_by_one)
 
-register(
-    "linear_attention_forward",
-    fake=_fake_forward,
-    cpu=_cpu_forward,
-    flops=_flops,
-    vmap=one_by_one(_forward),
-    autocast=3,
-)
-register(
-    "linear_attention",
-    fake=_fake,
-    cpu=_cpu,
-    flops=_flops,
-    vmap=one_by_one(_differentiable),
-    autocast=3,
-)
+register_both("linear_attention", fake=_fake, cpu=_cpu, flops=_flops, vmap=one_by_one, autocast=3)

@@ -95,16 +95,9 @@ def _require_apart(args: tuple[Any, ...]) -> None:
 
 
 def linear_attention_decode_shape(
-    q: Any,
-    k: Any,
-    v: Any,
-    state: Any,
-    decay: Any = None,
-    g: Any = None,
-    state_indices: Any = None,
-    scale: Any = None,
-    state_v_first: bool = False,
-) -> None:
+    q: Any, k: Any, v: Any, state: Any, decay: Any = None, g: Any = None, state_indices: Any = None,
+    scale: Any = None, state_v_first: bool = False,
+) -> None:  # fmt: skip
     """Raises what `linear_attention_decode` documents."""
     op = "linear_attention_decode"
     _, *shape = linear_attention_shape(

@@ -7,12 +7,13 @@ gradient is wanted, whose gradient is the op `lolcats_backward`.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import emulation
+from .._signatures import as_lolcats
 from ..reference.lolcats import PROMPT_ONLY, LolcatsState, Window
 from ..reference.lolcats import lolcats_rows as reference_rows
 from . import _lolcats_autograd
@@ -30,6 +31,7 @@ from ._lolcats_published import published_prompt
 from ._registration import (
     autocast_active,
     autocast_operands,
+    filled,
     forward_mode_active,
     refuse_forward_mode,
     register,
@@ -39,38 +41,7 @@ _forward = torch.ops.thunderkittens.lolcats_forward.default
 _differentiable = torch.ops.thunderkittens.lolcats.default
 
 
-@overload
-def lolcats(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_map: Tensor,
-    k_map: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    *,
-    window: Window = ...,
-    initial_state: State | None = ...,
-    return_state: Literal[False] = ...,
-) -> Tensor: ...
-
-
-@overload
-def lolcats(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_map: Tensor,
-    k_map: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    *,
-    window: Window = ...,
-    initial_state: State | None = ...,
-    return_state: Literal[True],
-) -> tuple[Tensor, LolcatsState]: ...
-
-
+@as_lolcats
 def lolcats(
     q: Tensor,
     k: Tensor,
@@ -242,10 +213,7 @@ def _cpu(*args: Any) -> tuple[Tensor, ...]:
             *operands[:7], initial_state=state, return_state=return_state
         )
         values = [out, *(after or (None,) * 5), *rows]
-    for result, value in zip(results, values, strict=True):
-        if result.numel() > 0:
-            result.copy_(value)
-    return results
+    return filled(results, values)
 
 
 def _cpu_forward(*args: Any) -> tuple[Tensor, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import emulation
 from ..reference.merge_attention import merge_attention as reference_merge
-from ._registration import call_checked, one_by_one, register, require_operands
+from ._registration import call_checked, one_by_one, register, require_device, require_operands
 
 _op = torch.ops.thunderkittens.merge_attention.default
 _MOST = 16
@@ -62,11 +62,7 @@ def merge_shape(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[tuple[int, ..
         if not isinstance(lse, Tensor) or lse.dtype is not torch.float32:
             what = lse.dtype if isinstance(lse, Tensor) else type(lse).__name__
             raise TypeError(f"tk.merge_attention: lses[{i}] is {what}; it must be torch.float32")
-        if lse.device != first.device:
-            raise TypeError(
-                f"tk.merge_attention: lses[{i}] is on {lse.device}, outs[0] is on {first.device}; "
-                "they must be on one device"
-            )
+        require_device("merge_attention", f"lses[{i}]", lse, "outs[0]", first)
         if x.shape != first.shape or tuple(lse.shape) != lse_shape:
             raise ValueError(
                 f"tk.merge_attention: outs[{i}] has shape {tuple(x.shape)} and lses[{i}] has "

@@ -301,29 +301,17 @@ def _check_op(
 
 
 def _fake(
-    a: Tensor,
-    b: Tensor,
-    global_scale: Tensor,
-    n: int,
-    bias: Tensor | None = None,
-    activation: int = 0,
-    out_dtype: torch.dtype | None = None,
-    offs: Tensor | None = None,
-) -> Tensor:
+    a: Tensor, b: Tensor, global_scale: Tensor, n: int, bias: Tensor | None = None,
+    activation: int = 0, out_dtype: torch.dtype | None = None, offs: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     dtype = _check_op(a, b, global_scale, n, bias, activation, out_dtype, offs)
     return a.new_empty((a.shape[0], n), dtype=dtype)
 
 
 def _cpu(
-    a: Tensor,
-    b: Tensor,
-    global_scale: Tensor,
-    n: int,
-    bias: Tensor | None = None,
-    activation: int = 0,
-    out_dtype: torch.dtype | None = None,
-    offs: Tensor | None = None,
-) -> Tensor:
+    a: Tensor, b: Tensor, global_scale: Tensor, n: int, bias: Tensor | None = None,
+    activation: int = 0, out_dtype: torch.dtype | None = None, offs: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     dtype = _check_op(a, b, global_scale, n, bias, activation, out_dtype, offs)
     if emulation.active():
         return emulation.run(

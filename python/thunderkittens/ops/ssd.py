@@ -7,12 +7,13 @@ wanted, whose gradient is the op `ssd_backward`.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import emulation
+from .._signatures import as_ssd
 from ..reference.ssd import ssd as reference_ssd
 from ._eager_autograd import differentiable
 from ._recurrent import (
@@ -30,10 +31,11 @@ from ._registration import (
     autocast_active,
     autocast_operands,
     call_checked,
+    filled,
     forward_mode_active,
     one_by_one,
     refuse_forward_mode,
-    register,
+    register_both,
     require_operands,
     transform_active,
     wants_gradient,
@@ -44,44 +46,7 @@ _forward = torch.ops.thunderkittens.ssd_forward.default
 _differentiable = torch.ops.thunderkittens.ssd.default
 
 
-@overload
-def ssd(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None = ...,
-    z: Tensor | None = ...,
-    dt_bias: Tensor | None = ...,
-    dt_softplus: bool = ...,
-    dt_limit: tuple[float, float] = ...,
-    initial_state: Tensor | None = ...,
-    return_state: Literal[False] = ...,
-    cu_seqlens: Tensor | None = ...,
-) -> Tensor: ...
-
-
-@overload
-def ssd(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None = ...,
-    z: Tensor | None = ...,
-    dt_bias: Tensor | None = ...,
-    dt_softplus: bool = ...,
-    dt_limit: tuple[float, float] = ...,
-    initial_state: Tensor | None = ...,
-    return_state: Literal[True],
-    cu_seqlens: Tensor | None = ...,
-) -> tuple[Tensor, Tensor]: ...
-
-
+@as_ssd
 def ssd(
     x: Tensor,
     dt: Tensor,
@@ -176,18 +141,9 @@ def limits(op: str, dt_limit: Any) -> tuple[float, float | None]:
 
 
 def ssd_shape(
-    x: Any,
-    dt: Any,
-    A: Any,
-    B: Any,
-    C: Any,
-    D: Any = None,
-    z: Any = None,
-    dt_bias: Any = None,
-    initial_state: Any = None,
-    cu_seqlens: Any = None,
-    op: str = "ssd",
-) -> tuple[int, int, int]:
+    x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any = None, z: Any = None, dt_bias: Any = None,
+    initial_state: Any = None, cu_seqlens: Any = None, op: str = "ssd",
+) -> tuple[int, int, int]:  # fmt: skip
     """The number of states, heads of B and N; raises what `ssd` documents."""
     names, operands = ("x", "B", "C", "z"), (x, B, C, z)
     count = 3 if z is None else 4
@@ -251,10 +207,6 @@ def _fake(*args: Any) -> tuple[Tensor, Tensor]:
     return _empty(_filled(args))
 
 
-def _fake_forward(*args: Any) -> Tensor:
-    return _fake(*args)[0]
-
-
 def _cpu(*args: Any) -> tuple[Tensor, Tensor]:
     args = _filled(args)
     results = _empty(args)
@@ -288,14 +240,7 @@ def _cpu(*args: Any) -> tuple[Tensor, Tensor]:
             dt_limit=(low, math.inf if high is None else high), initial_state=initial_state,
             return_state=True, cu_seqlens=cu_seqlens,
         )  # fmt: skip
-    for result, value in zip(results, values, strict=True):
-        if result.numel() > 0:
-            result.copy_(value)
-    return results
-
-
-def _cpu_forward(*args: Any) -> Tensor:
-    return _cpu(*args)[0]
+    return filled(results, values)
 
 
 def _flops(
@@ -310,11 +255,4 @@ def _flops(
 
 _recorded = differentiable("ssd", _differentiable, save_context, backward, one_by_one)
 
-register(
-    "ssd_forward",
-    fake=_fake_forward,
-    cpu=_cpu_forward,
-    flops=_flops,
-    vmap=one_by_one(_forward),
-)
-register("ssd", fake=_fake, cpu=_cpu, flops=_flops, vmap=one_by_one(_differentiable))
+register_both("ssd", fake=_fake, cpu=_cpu, flops=_flops, vmap=one_by_one)

@@ -97,17 +97,9 @@ def _require_apart(args: tuple[Any, ...]) -> None:
 
 
 def ssd_decode_shape(
-    x: Any,
-    dt: Any,
-    A: Any,
-    B: Any,
-    C: Any,
-    state: Any,
-    D: Any = None,
-    z: Any = None,
-    dt_bias: Any = None,
-    state_indices: Any = None,
-) -> None:
+    x: Any, dt: Any, A: Any, B: Any, C: Any, state: Any, D: Any = None, z: Any = None,
+    dt_bias: Any = None, state_indices: Any = None,
+) -> None:  # fmt: skip
     """Raises what `ssd_decode` documents."""
     _, _, keys = ssd_shape(x, dt, A, B, C, D, z, dt_bias, op="ssd_decode")
     shape = (x.shape[1], x.shape[3], keys)

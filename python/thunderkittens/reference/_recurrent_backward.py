@@ -105,19 +105,10 @@ def packed_decayed_attention_backward(
 
 
 def linear_attention_backward(
-    grad_out: Tensor,
-    grad_state: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    decay: Tensor | None = None,
-    g: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    scale: float | None = None,
-    state_v_first: bool = False,
-) -> list[Tensor]:
+    grad_out: Tensor, grad_state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *,
+    decay: Tensor | None = None, g: Tensor | None = None, initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, scale: float | None = None, state_v_first: bool = False,
+) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, decay, g and initial_state of `linear_attention`, also of those that
     are None; grad_state is that of the state that it returns."""
     wide = wide_dtype(q)
@@ -140,22 +131,11 @@ def linear_attention_backward(
 
 
 def ssd_backward(
-    grad_out: Tensor,
-    grad_state: Tensor | None,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-) -> list[Any]:
+    grad_out: Tensor, grad_state: Tensor | None, x: Tensor, dt: Tensor, A: Tensor, B: Tensor,
+    C: Tensor, *, D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
+    initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")),
+) -> list[Any]:  # fmt: skip
     """Gradients of x, dt, A, B, C, D, z, dt_bias and initial_state of `ssd`, None for D and z that
     are; grad_state is that of the state that it returns."""
     wide = wide_dtype(x)

@@ -4,10 +4,12 @@ exponential, by its definition, with the whole matrix of weights in memory."""
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple, overload
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .._signatures import as_based
 
 #: Features of a token with 16 elements: 1, the elements, their squares, their products in pairs.
 FEATURES = 153
@@ -40,32 +42,7 @@ def based_features(x: Tensor) -> Tensor:
     )
 
 
-@overload
-def based(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    normalize: bool = ...,
-    eps: float = ...,
-    initial_state: BasedState | tuple[Tensor, Tensor] | None = ...,
-    return_state: Literal[False] = ...,
-) -> Tensor: ...
-
-
-@overload
-def based(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    normalize: bool = ...,
-    eps: float = ...,
-    initial_state: BasedState | tuple[Tensor, Tensor] | None = ...,
-    return_state: Literal[True],
-) -> tuple[Tensor, BasedState]: ...
-
-
+@as_based
 def based(
     q: Tensor,
     k: Tensor,

@@ -5,38 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-
-@overload
-def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = ...,
-    *,
-    activation: str | None = ...,
-    initial_state: Tensor | None = ...,
-    return_state: Literal[False] = ...,
-    cu_seqlens: Tensor | None = ...,
-) -> Tensor: ...
+from .._signatures import as_causal_conv1d
 
 
-@overload
-def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = ...,
-    *,
-    activation: str | None = ...,
-    initial_state: Tensor | None = ...,
-    return_state: Literal[True],
-    cu_seqlens: Tensor | None = ...,
-) -> tuple[Tensor, Tensor]: ...
-
-
+@as_causal_conv1d
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -98,16 +74,10 @@ def padded_sequences(
 
 
 def causal_conv1d_backward(
-    grad_out: Tensor,
-    grad_state: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: str | None = None,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad_out: Tensor, grad_state: Tensor | None, x: Tensor, weight: Tensor,
+    bias: Tensor | None = None, *, activation: str | None = None,
+    initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradient of `causal_conv1d`, in float32 (in float64 when x is float64), each rounded once
     to the dtype of its argument.
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .._signatures import as_gated_delta_rule
 
 L2_EPS = 1e-6
 
@@ -114,48 +116,7 @@ def delta_rule_chunks(
     return (torch.cat(outs, 2) if outs else torch.zeros_like(x.v)), state
 
 
-@overload
-def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    scale: float | None = ...,
-    initial_state: Tensor | None = ...,
-    return_state: Literal[False] = ...,
-    cu_seqlens: Tensor | None = ...,
-    qk_l2norm: bool = ...,
-    beta_sigmoid: bool = ...,
-    allow_neg_eigval: bool = ...,
-    A_log: Tensor | None = ...,
-    dt_bias: Tensor | None = ...,
-    state_v_first: bool = ...,
-) -> Tensor: ...
-
-
-@overload
-def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    scale: float | None = ...,
-    initial_state: Tensor | None = ...,
-    return_state: Literal[True],
-    cu_seqlens: Tensor | None = ...,
-    qk_l2norm: bool = ...,
-    beta_sigmoid: bool = ...,
-    allow_neg_eigval: bool = ...,
-    A_log: Tensor | None = ...,
-    dt_bias: Tensor | None = ...,
-    state_v_first: bool = ...,
-) -> tuple[Tensor, Tensor]: ...
-
-
+@as_gated_delta_rule
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,

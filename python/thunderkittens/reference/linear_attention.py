@@ -3,45 +3,13 @@ its definition."""
 
 from __future__ import annotations
 
-from typing import Literal, overload
-
 from torch import Tensor
 
+from .._signatures import as_linear_attention
 from ._recurrent import packed_decayed_attention, wide_dtype
 
 
-@overload
-def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    decay: Tensor | None = ...,
-    g: Tensor | None = ...,
-    scale: float | None = ...,
-    initial_state: Tensor | None = ...,
-    return_state: Literal[False] = ...,
-    state_v_first: bool = ...,
-    cu_seqlens: Tensor | None = ...,
-) -> Tensor: ...
-
-
-@overload
-def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    decay: Tensor | None = ...,
-    g: Tensor | None = ...,
-    scale: float | None = ...,
-    initial_state: Tensor | None = ...,
-    return_state: Literal[True],
-    state_v_first: bool = ...,
-    cu_seqlens: Tensor | None = ...,
-) -> tuple[Tensor, Tensor]: ...
-
-
+@as_linear_attention
 def linear_attention(
     q: Tensor,
     k: Tensor,

@@ -5,10 +5,12 @@ weights in memory."""
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple, overload
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from .._signatures import as_lolcats
 
 #: Tokens of a block; a query sees its own block and the one before it by softmax.
 WINDOW = 64
@@ -90,38 +92,7 @@ class LolcatsRows(NamedTuple):
     denominators: Tensor
 
 
-@overload
-def lolcats(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_map: Tensor,
-    k_map: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    *,
-    window: Window = ...,
-    initial_state: LolcatsState | None = ...,
-    return_state: Literal[False] = ...,
-) -> Tensor: ...
-
-
-@overload
-def lolcats(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_map: Tensor,
-    k_map: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    *,
-    window: Window = ...,
-    initial_state: LolcatsState | None = ...,
-    return_state: Literal[True],
-) -> tuple[Tensor, LolcatsState]: ...
-
-
+@as_lolcats
 def lolcats(
     q: Tensor,
     k: Tensor,

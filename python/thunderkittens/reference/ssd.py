@@ -2,53 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .._signatures import as_ssd
 from ._recurrent import in_sequences, packed_decayed_attention, wide_dtype
 
 
-@overload
-def ssd(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None = ...,
-    z: Tensor | None = ...,
-    dt_bias: Tensor | None = ...,
-    dt_softplus: bool = ...,
-    dt_limit: tuple[float, float] = ...,
-    initial_state: Tensor | None = ...,
-    return_state: Literal[False] = ...,
-    cu_seqlens: Tensor | None = ...,
-) -> Tensor: ...
-
-
-@overload
-def ssd(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None = ...,
-    z: Tensor | None = ...,
-    dt_bias: Tensor | None = ...,
-    dt_softplus: bool = ...,
-    dt_limit: tuple[float, float] = ...,
-    initial_state: Tensor | None = ...,
-    return_state: Literal[True],
-    cu_seqlens: Tensor | None = ...,
-) -> tuple[Tensor, Tensor]: ...
-
-
+@as_ssd
 def ssd(
     x: Tensor,
     dt: Tensor,

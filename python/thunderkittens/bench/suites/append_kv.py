@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import models
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
-from ..choices import dtype_name, sizes_of
+from ..choices import cases_of, parameters_of
 from ..drawn import ANY, Draw
 from .attention_paged import BYTES, CACHES, SCALES
 
@@ -91,24 +91,14 @@ def make_case(batch: int, count: int, heads: int, dim: int, cache: str, dtype: t
         flops=0.0,
         bytes=numbers * (dtype.itemsize + size),
         groups=("16 bits" if cache == "same" else cache,),
-        parameters={
-            "label": name,
-            "batch": batch,
-            "count": count,
-            "heads": heads,
-            "head_dim": dim,
-            "cache": cache,
-            "dtype": dtype_name(dtype),
-        },
+        parameters=parameters_of(
+            name, dtype, batch=batch, count=count, heads=heads, head_dim=dim, cache=cache
+        ),
         oracle=oracle,
     )
 
 
-def cases(
-    shapes: str | list[Any] = "default", *, dtype: torch.dtype = torch.bfloat16
-) -> list[Case]:
-    """The cases of a set of shapes. ValueError for a name there is not."""
-    return [make_case(*shape, dtype) for shape in sizes_of(SHAPES, shapes)]
+cases = cases_of(SHAPES, make_case)
 
 
 def drawn(draw: Draw) -> Case:
@@ -117,7 +107,7 @@ def drawn(draw: Draw) -> Case:
     heads, dim = draw.size(1, 16), draw.choice((64, 128, 256))
     cache = draw.choice(("same", *BYTES))
     case = make_case(batch, count, heads, dim, cache, draw.dtype)
-    return draw.case(case, f"{case.name}, {draw.code}", peer_bytes=case.bytes)
+    return draw.case(case, peer_bytes=case.bytes)
 
 
 def ours(

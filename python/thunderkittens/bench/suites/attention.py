@@ -241,18 +241,10 @@ def drawn(draw: Draw) -> Case:
         tokens_first=tokens_first,
         padding=draw.padding(8),
     )
-    problem = {
-        "dtype": draw.code,
-        "batch": batch,
-        "q_heads": heads,
-        "kv_heads": kv_heads,
-        "q_length": rows,
-        "k_length": keys,
-        "head_dim": dim,
-        "value_dim": dim,
-        "causal": int(causal),
-        "window_left": window,
-    }
+    problem = draw.problem(
+        batch=batch, q_heads=heads, kv_heads=kv_heads, q_length=rows, k_length=keys, head_dim=dim,
+        value_dim=dim, causal=int(causal), window_left=window,
+    )  # fmt: skip
     known = {} if backward else {"problem": problem}
     return draw.case(p.case(draw.dtype), f"{text}, {draw.code}", f"D {range_of(dim)}", **known)
 

@@ -23,7 +23,7 @@ from ..cases import (
     Prepared,
     random_normal,
 )
-from ..choices import dtype_name, sizes_of
+from ..choices import parameters_of, sizes_of
 from ..drawn import ANY, Draw, within
 
 
@@ -165,6 +165,10 @@ def make_case(point: Point, dtype: torch.dtype) -> Case:
     text += f", {queries} queries" if queries > 1 else ""
     name = f"{text}, {heads}/{kv_heads} heads of {dim}, pages of {page}"
     kind = "16 bits" if cache == "same" else cache
+    parameters = parameters_of(
+        text, dtype, lengths=list(lengths), queries=queries, heads=heads, kv_heads=kv_heads,
+        head_dim=dim, page_size=page, cache=cache,
+    )  # fmt: skip
     return Case(
         name=f"{name}, {cache}" if cache != "same" else name,
         make_inputs=make_inputs,
@@ -172,17 +176,7 @@ def make_case(point: Point, dtype: torch.dtype) -> Case:
         bytes=2.0 * size * kv_heads * dim * sum(lengths)
         + 2.0 * dtype.itemsize * tokens * heads * dim,
         groups=(kind, f"{kind}, {'one query' if queries == 1 else 'several'}"),
-        parameters={
-            "label": text,
-            "lengths": list(lengths),
-            "queries": queries,
-            "heads": heads,
-            "kv_heads": kv_heads,
-            "head_dim": dim,
-            "page_size": page,
-            "cache": cache,
-            "dtype": dtype_name(dtype),
-        },
+        parameters=parameters,
         oracle=oracle if heads * queries * sum(lengths) <= 1 << 28 else None,
         exponentials=float(heads * queries * sum(lengths)),
     )
@@ -218,7 +212,6 @@ def drawn(draw: Draw) -> Case:
     size = BYTES.get(cache, 2.0)
     return draw.case(
         case,
-        f"{case.name}, {draw.code}",
         peer_bytes=2.0 * size * sum(lengths) * kv_heads * dim,
     )
 

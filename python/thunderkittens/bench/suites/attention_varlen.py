@@ -17,7 +17,7 @@ from .. import models
 from ..attention_work import formula
 from ..cases import Case, Expected, Implementation, Inputs, NotApplicableError, Prepared
 from ..cases import random_normal as draw
-from ..choices import dtype_name, sizes_of
+from ..choices import parameters_of, sizes_of
 from ..drawn import ANY, Draw, within
 from ..host import Differentiable
 
@@ -111,21 +111,17 @@ def make_case(point: Point, dtype: torch.dtype, heads: int = 0, kv_heads: int = 
 
     text += f", {heads} heads on {kv_heads}" if kv_heads < heads else ""
     pairs = float(sum(n * n for n in lengths)) / (2 if causal else 1)
+    parameters = parameters_of(
+        text, dtype, direction=kind, lengths=list(lengths), heads=heads, head_dim=dim,
+        causal=causal,
+    )  # fmt: skip
     return Case(
         name=f"{kind} D={dim} {mask} {text}",
         make_inputs=make_inputs,
         flops=(10.0 if backward else 4.0) * heads * dim * pairs,
         bytes=(4.0 if backward else 2.0) * dtype.itemsize * sum(lengths) * (heads + kv_heads) * dim,
         groups=(f"{kind} D={dim}", f"{kind}, {'equal' if equal else 'mixed'} lengths"),
-        parameters={
-            "label": text,
-            "direction": kind,
-            "lengths": list(lengths),
-            "heads": heads,
-            "head_dim": dim,
-            "causal": causal,
-            "dtype": dtype_name(dtype),
-        },
+        parameters=parameters,
         oracle=oracle,
         exponentials=heads * pairs,
     )

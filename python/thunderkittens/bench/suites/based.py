@@ -6,9 +6,7 @@ place of Based. It is another problem, whose time grows with the square of the l
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +14,7 @@ from torch import Tensor
 
 from .. import models
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
-from ..choices import dtype_name, sizes_of
+from ..choices import Flag, cases_of, parameters_of
 from ..drawn import ANY, Draw, within
 from ..host import Differentiable
 
@@ -40,12 +38,7 @@ DRAWN_PEERS: tuple[str, ...] = ()  # work per time, over the best of the run
 OF_MODEL = models.based
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--normalize", action="store_true", help="with the denominator")
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return {"normalize": args.normalize}
+CHOICES = (Flag("normalize", "with the denominator"),)
 
 
 def formula(q: Tensor, k: Tensor, v: Tensor, normalize: bool) -> Tensor:
@@ -98,33 +91,22 @@ def make_case(
         return {**operands, "normalize": normalize}
 
     tokens = batch * heads * length
+    parameters = parameters_of(
+        f"{batch}x{heads}\nx{length}", dtype, batch=batch, heads=heads, length=length,
+        value_dim=columns, normalize=normalize,
+    )  # fmt: skip
     return Case(
         name=f"{batch} x {heads} x {length} x {columns}{', normalized' if normalize else ''}",
         make_inputs=make_inputs,
         flops=2.0 * tokens * (64 * (16 + columns) + 2 * 153 * columns),
         bytes=dtype.itemsize * tokens * (32.0 + 2 * columns),
         groups=("normalized" if normalize else "numerator",),
-        parameters={
-            "label": f"{batch}x{heads}\nx{length}",
-            "batch": batch,
-            "heads": heads,
-            "length": length,
-            "value_dim": columns,
-            "normalize": normalize,
-            "dtype": dtype_name(dtype),
-        },
+        parameters=parameters,
         oracle=oracle,
     )
 
 
-def cases(
-    shapes: str | list[Any] = "default",
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    normalize: bool = False,
-) -> list[Case]:
-    """The cases of a set of shapes. ValueError for a name there is not."""
-    return [make_case(*shape, normalize, dtype) for shape in sizes_of(SHAPES, shapes)]
+cases = cases_of(SHAPES, make_case, *CHOICES)
 
 
 def drawn(draw: Draw) -> Case:
@@ -136,15 +118,10 @@ def drawn(draw: Draw) -> Case:
     )
     columns, normalize = draw.size(8, 256, 8), draw.chance(0.5)
     case = make_case(batch, heads, length, columns, normalize, draw.dtype)
-    problem = {
-        "dtype": draw.code,
-        "batch": batch,
-        "heads": heads,
-        "length": length,
-        "value_dim": columns,
-        "normalize": normalize,
-    }
-    return draw.case(case, f"{case.name}, {draw.code}", problem=problem)
+    problem = draw.problem(
+        batch=batch, heads=heads, length=length, value_dim=columns, normalize=normalize
+    )
+    return draw.case(case, problem=problem)
 
 
 def prepare_attention(q: Tensor, k: Tensor, v: Tensor, normalize: bool) -> Callable[[], Tensor]:

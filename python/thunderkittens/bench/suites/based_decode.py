@@ -6,7 +6,6 @@ another problem; its time is the yardstick.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from .. import models
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
-from ..choices import dtype_name, sizes_of
+from ..choices import Flag, cases_of, parameters_of
 from ..drawn import ANY, Draw, within
 
 FEATURES = 153
@@ -32,12 +31,7 @@ DRAWN_PEERS = ("copy",)
 OF_MODEL = models.based_decode
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--normalize", action="store_true", help="with the denominator")
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return {"normalize": args.normalize}
+CHOICES = (Flag("normalize", "with the denominator"),)
 
 
 def formula(
@@ -86,32 +80,22 @@ def make_case(batch: int, heads: int, columns: int, normalize: bool, dtype: torc
         }
 
     lines = batch * heads
+    parameters = parameters_of(
+        f"{batch}x{heads}\nx{columns}", dtype, batch=batch, heads=heads, value_dim=columns,
+        normalize=normalize,
+    )  # fmt: skip
     return Case(
         name=f"{batch} x {heads} x {columns}{', normalized' if normalize else ''}",
         make_inputs=make_inputs,
         flops=4.0 * lines * FEATURES * columns,
         bytes=lines * (8.0 * FEATURES * (columns + 1) + dtype.itemsize * (32 + 2 * columns)),
         groups=("normalized" if normalize else "numerator",),
-        parameters={
-            "label": f"{batch}x{heads}\nx{columns}",
-            "batch": batch,
-            "heads": heads,
-            "value_dim": columns,
-            "normalize": normalize,
-            "dtype": dtype_name(dtype),
-        },
+        parameters=parameters,
         oracle=oracle,
     )
 
 
-def cases(
-    shapes: str | list[Any] = "default",
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    normalize: bool = False,
-) -> list[Case]:
-    """The cases of a set of shapes. ValueError for a name there is not."""
-    return [make_case(*shape, normalize, dtype) for shape in sizes_of(SHAPES, shapes)]
+cases = cases_of(SHAPES, make_case, *CHOICES)
 
 
 def drawn(draw: Draw) -> Case:
@@ -123,16 +107,9 @@ def drawn(draw: Draw) -> Case:
     )
     normalize = draw.chance(0.5)
     case = make_case(batch, heads, columns, normalize, draw.dtype)
-    problem = {
-        "dtype": draw.code,
-        "batch": batch,
-        "heads": heads,
-        "value_dim": columns,
-        "normalize": normalize,
-    }
+    problem = draw.problem(batch=batch, heads=heads, value_dim=columns, normalize=normalize)
     return draw.case(
         case,
-        f"{case.name}, {draw.code}",
         problem=problem,
         peer_bytes=8.0 * batch * heads * FEATURES * (columns + 1),
     )

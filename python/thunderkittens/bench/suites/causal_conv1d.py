@@ -6,7 +6,6 @@ its time is the yardstick. causal-conv1d is a peer where it is installed.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from .. import models
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
-from ..choices import dtype_name, sizes_of
+from ..choices import Flag, cases_of, parameters_of
 from ..drawn import ANY, Draw, within
 from ..host import Differentiable
 
@@ -44,12 +43,7 @@ DRAWN_PEERS = ("copy",)
 OF_MODEL = models.causal_conv1d
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backward", action="store_true", help="the gradients")
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return {"backward": args.backward}
+CHOICES = (Flag("backward", "the gradients"),)
 
 
 def formula(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -102,33 +96,22 @@ def make_case(
         }
 
     elements = batch * channels * length
+    parameters = parameters_of(
+        f"{batch}x{channels}\nx{length}", dtype, batch=batch, channels=channels, length=length,
+        layout=layout, backward=backward,
+    )  # fmt: skip
     return Case(
         name=f"{batch} x {channels} x {length}, {layout}{', backward' * backward}",
         make_inputs=make_inputs,
         flops=2.0 * WIDTH * elements * (3 if backward else 1),
         bytes=float(dtype.itemsize * elements * (3 if backward else 2)),
         groups=("backward" if backward else layout,),
-        parameters={
-            "label": f"{batch}x{channels}\nx{length}",
-            "batch": batch,
-            "channels": channels,
-            "length": length,
-            "layout": layout,
-            "backward": backward,
-            "dtype": dtype_name(dtype),
-        },
+        parameters=parameters,
         oracle=oracle,
     )
 
 
-def cases(
-    shapes: str | list[Any] = "default",
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    backward: bool = False,
-) -> list[Case]:
-    """The cases of a set of shapes. ValueError for a name there is not."""
-    return [make_case(*shape, backward, dtype) for shape in sizes_of(SHAPES, shapes)]
+cases = cases_of(SHAPES, make_case, *CHOICES)
 
 
 def drawn(draw: Draw) -> Case:
@@ -141,14 +124,10 @@ def drawn(draw: Draw) -> Case:
     )
     layout, backward = draw.choice(("channels", "tokens")), draw.chance(0.5)
     case = make_case(batch, channels, length, layout, backward, draw.dtype)
-    problem = {
-        "dtype": draw.code,
-        "batch": batch,
-        "channels": channels,
-        "length": length,
-        "layout": layout if step == 8 else "any",
-    }
-    return draw.case(case, f"{case.name}, {draw.code}", problem=problem, peer_bytes=case.bytes)
+    problem = draw.problem(
+        batch=batch, channels=channels, length=length, layout=layout if step == 8 else "any"
+    )
+    return draw.case(case, problem=problem, peer_bytes=case.bytes)
 
 
 def _prepare(function: Callable[..., Tensor]) -> Callable[..., Callable[[], Any]]:

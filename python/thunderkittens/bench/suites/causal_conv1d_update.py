@@ -6,7 +6,6 @@ is another problem, moves as many bytes.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from .. import models
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
-from ..choices import dtype_name, sizes_of
+from ..choices import Flag, cases_of, parameters_of
 from ..drawn import ANY, Draw
 
 WIDTH = 4
@@ -33,12 +32,7 @@ DRAWN_PEERS = ("copy",)
 OF_MODEL = models.causal_conv1d_update
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--channels-last", action="store_true", help="channels of a state adjacent")
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return {"channels_last": args.channels_last}
+CHOICES = (Flag("channels_last", "channels of a state adjacent"),)
 
 
 def formula(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -74,31 +68,21 @@ def make_case(batch: int, channels: int, channels_last: bool, dtype: torch.dtype
             "bias": normal(channels),
         }
 
+    parameters = parameters_of(
+        f"{batch}x{channels}", dtype, batch=batch, channels=channels, channels_last=channels_last,
+    )  # fmt: skip
     return Case(
         name=f"{batch} x {channels}{', channels last' * channels_last}",
         make_inputs=make_inputs,
         flops=2.0 * WIDTH * batch * channels,
         bytes=float(dtype.itemsize * batch * channels * 2 * WIDTH),
         groups=("step",),
-        parameters={
-            "label": f"{batch}x{channels}",
-            "batch": batch,
-            "channels": channels,
-            "channels_last": channels_last,
-            "dtype": dtype_name(dtype),
-        },
+        parameters=parameters,
         oracle=oracle,
     )
 
 
-def cases(
-    shapes: str | list[Any] = "default",
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    channels_last: bool = False,
-) -> list[Case]:
-    """The cases of a set of shapes. ValueError for a name there is not."""
-    return [make_case(*shape, channels_last, dtype) for shape in sizes_of(SHAPES, shapes)]
+cases = cases_of(SHAPES, make_case, *CHOICES)
 
 
 def drawn(draw: Draw) -> Case:
@@ -106,7 +90,7 @@ def drawn(draw: Draw) -> Case:
     batch, channels = draw.size(1, 1024), draw.size(64, 16384)
     case = make_case(batch, channels, draw.chance(0.5), draw.dtype)
     problem = {"dtype": draw.code, "batch": batch, "channels": channels}
-    return draw.case(case, f"{case.name}, {draw.code}", problem=problem, peer_bytes=case.bytes)
+    return draw.case(case, problem=problem, peer_bytes=case.bytes)
 
 
 def _prepare(step: Callable[..., Tensor]) -> Callable[..., Callable[[], Tensor]]:

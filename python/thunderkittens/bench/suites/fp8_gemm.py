@@ -17,7 +17,6 @@ product, and a user of cuBLAS copies them. "copy" copies as many bytes as are to
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,7 +33,7 @@ from ..cases import (
     Prepared,
     random_normal,
 )
-from ..choices import PRODUCTS, add_kinds, check_part, kinds_option, product_case, sizes_of
+from ..choices import PRODUCTS, Names, check_part, product_case, sizes_of
 from ..drawn import Draw, within
 from ..host import Differentiable
 
@@ -68,12 +67,7 @@ DRAWN_PEERS = (
 OF_MODEL = models.quantised_and_experts
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_kinds(parser, KINDS)
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return kinds_option(args)
+CHOICES = (Names(KINDS),)
 
 
 def _quantised(kind: str, x: Tensor, is_weight: bool) -> tuple[Tensor, Tensor]:

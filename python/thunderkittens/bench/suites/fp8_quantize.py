@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from .. import models
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
-from ..choices import add_kinds, check_part, dtype_name, kinds_option, sizes_of
+from ..choices import Names, cases_of, parameters_of
 from ..drawn import Draw, matrix
 
 KINDS = ("tensor", "row", "1x128", "128x128")
@@ -27,12 +26,7 @@ DRAWN_PEERS = ("copy",)
 OF_MODEL = models.matrices
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_kinds(parser, KINDS)
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return kinds_option(args)
+CHOICES = (Names(KINDS),)
 
 
 def make_case(m: int, k: int, kind: str, transposed: bool, dtype: torch.dtype) -> Case:
@@ -55,32 +49,12 @@ def make_case(m: int, k: int, kind: str, transposed: bool, dtype: torch.dtype) -
         flops=0.0,
         bytes=float(m * k * (dtype.itemsize * reads + 1 + transposed)),
         groups=(kind,),
-        parameters={
-            "label": f"{m}x{k}",
-            "m": m,
-            "k": k,
-            "kind": kind,
-            "transposed": transposed,
-            "dtype": dtype_name(dtype),
-        },
+        parameters=parameters_of(f"{m}x{k}", dtype, m=m, k=k, kind=kind, transposed=transposed),
         oracle=oracle,
     )
 
 
-def cases(
-    shapes: str | list[Any] = "default",
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    kinds: Sequence[str] = KINDS,
-) -> list[Case]:
-    """The cases of a set of shapes of each kind. ValueError for a name there is not."""
-    check_part("kind", kinds, KINDS)
-    return [
-        make_case(*size, kind, transposed, dtype)
-        for kind in kinds
-        for transposed in (False, True)
-        for size in sizes_of(SHAPES, shapes)
-    ]
+cases = cases_of(SHAPES, make_case, *CHOICES, (False, True))
 
 
 def drawn(draw: Draw) -> Case:
@@ -88,14 +62,8 @@ def drawn(draw: Draw) -> Case:
     m, k = matrix(draw)
     transposed = draw.chance(0.5)
     case = make_case(m, k, draw.form, transposed, draw.dtype)
-    problem = {
-        "m": m,
-        "k": k,
-        "dtype": draw.code,
-        "granularity": KINDS.index(draw.form),
-        "transposed": transposed,
-    }
-    return draw.case(case, f"{case.name}, {draw.code}", problem=problem)
+    problem = draw.problem(m=m, k=k, granularity=KINDS.index(draw.form), transposed=transposed)
+    return draw.case(case, problem=problem)
 
 
 def _copy(x: Tensor, granularity: str, transposed: bool) -> Callable[[], Any]:

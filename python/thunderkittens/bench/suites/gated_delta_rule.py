@@ -3,7 +3,6 @@ a compiled formula of chunks."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from .. import models
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
-from ..choices import dtype_name, sizes_of
+from ..choices import cases_of, parameters_of
 from ..drawn import ANY, Draw, within
 from ..host import Differentiable
 from .lolcats import forward_or_gradient, gradients
@@ -57,14 +56,6 @@ SAVED = ("default", "backward")
 DRAWN_CLASSES = (ANY,)
 DRAWN_PEERS: tuple[str, ...] = ()  # work per time, over the best of the run
 OF_MODEL = models.gated_delta_rule
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """There are none."""
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return {}
 
 
 def log_decay(gate: str, uniform: Tensor) -> Tensor:
@@ -162,6 +153,10 @@ def make_case(
         return inputs | ({"grad_out": normal(value_heads, length, columns)} if backward else {})
 
     tokens, values = batch * heads * length, batch * value_heads * length
+    parameters = parameters_of(
+        f"{batch}x{heads}/{value_heads}\nx{length}", dtype, batch=batch, heads=heads,
+        value_heads=value_heads, length=length, key_dim=keys, value_dim=columns, gate=gate,
+    )  # fmt: skip
     return Case(
         name=("backward " if backward else "")
         + f"{batch} x {heads}/{value_heads} x {length} x {keys}x{columns}, {gate}",
@@ -177,27 +172,12 @@ def make_case(
         bytes=(1 + backward)
         * (dtype.itemsize * (2.0 * tokens * keys + 2.0 * values * columns) + 8.0 * values),
         groups=("backward" if backward else gate,),
-        parameters={
-            "label": f"{batch}x{heads}/{value_heads}\nx{length}",
-            "batch": batch,
-            "heads": heads,
-            "value_heads": value_heads,
-            "length": length,
-            "key_dim": keys,
-            "value_dim": columns,
-            "gate": gate,
-            "dtype": dtype_name(dtype),
-        },
+        parameters=parameters,
         oracle=oracle,
     )
 
 
-def cases(
-    shapes: str | list[Any] = "default", *, dtype: torch.dtype = torch.bfloat16
-) -> list[Case]:
-    """The cases of a set of shapes. ValueError for a name there is not."""
-    backward = "backward" in shapes
-    return [make_case(*shape, dtype, backward) for shape in sizes_of(SHAPES, shapes)]
+cases = cases_of(SHAPES, make_case, backward=True)
 
 
 def drawn(draw: Draw) -> Case:
@@ -210,16 +190,11 @@ def drawn(draw: Draw) -> Case:
     keys, columns = draw.size(8, 128, 8), draw.size(8, 256, 8)
     gate = GATES[draw.size(1, len(GATES)) - 1]
     case = make_case(batch, heads, heads * ratio, length, keys, columns, gate, draw.dtype)
-    problem = {
-        "dtype": draw.code,
-        "sequences": batch,
-        "heads": heads,
-        "value_heads": heads * ratio,
-        "length": length,
-        "key_dim": keys,
-        "value_dim": columns,
-    }
-    return draw.case(case, f"{case.name}, {draw.code}", problem=problem)
+    problem = draw.problem(
+        sequences=batch, heads=heads, value_heads=heads * ratio, length=length, key_dim=keys,
+        value_dim=columns,
+    )  # fmt: skip
+    return draw.case(case, problem=problem)
 
 
 def prepare_fla(**operands: Tensor) -> Callable[[], Any]:

@@ -6,7 +6,6 @@ which is another problem; its time is the yardstick.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from .. import models
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
-from ..choices import dtype_name, sizes_of
+from ..choices import cases_of, parameters_of
 from ..drawn import ANY, Draw, within
 
 # Batch, heads, value heads, tokens, K, V, bytes of a state's element.
@@ -39,14 +38,6 @@ SHAPES: dict[str, list[tuple[int, int, int, int, int, int, int]]] = {
 DRAWN_CLASSES = (ANY,)
 DRAWN_PEERS = ("copy",)
 OF_MODEL = models.gated_delta_rule_decode
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """There are none."""
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return {}
 
 
 def formula(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
@@ -101,32 +92,23 @@ def make_case(
 
     lines = batch * value_heads
     tokens = 2 * batch * heads * length * keys + 2 * lines * length * columns
+    parameters = parameters_of(
+        f"{batch}x{heads}/{value_heads}\nx{length}", dtype, batch=batch, heads=heads,
+        value_heads=value_heads, length=length, key_dim=keys, value_dim=columns,
+        state_bytes=state_bytes,
+    )  # fmt: skip
     return Case(
         name=f"{batch} x {heads}/{value_heads} x {length} x {keys}x{columns}, {state_bytes} bytes",
         make_inputs=make_inputs,
         flops=7.0 * lines * length * keys * columns,
         bytes=2.0 * state_bytes * lines * keys * columns + dtype.itemsize * tokens,
         groups=("fp32" if state_bytes == 4 else "bf16",),
-        parameters={
-            "label": f"{batch}x{heads}/{value_heads}\nx{length}",
-            "batch": batch,
-            "heads": heads,
-            "value_heads": value_heads,
-            "length": length,
-            "key_dim": keys,
-            "value_dim": columns,
-            "state_bytes": state_bytes,
-            "dtype": dtype_name(dtype),
-        },
+        parameters=parameters,
         oracle=oracle,
     )
 
 
-def cases(
-    shapes: str | list[Any] = "default", *, dtype: torch.dtype = torch.bfloat16
-) -> list[Case]:
-    """The cases of a set of shapes. ValueError for a name there is not."""
-    return [make_case(*shape, dtype) for shape in sizes_of(SHAPES, shapes)]
+cases = cases_of(SHAPES, make_case)
 
 
 def drawn(draw: Draw) -> Case:
@@ -145,19 +127,12 @@ def drawn(draw: Draw) -> Case:
     length, state_bytes = draw.size(1, 8), 4 if draw.chance(0.5) else 2
     value_heads = heads * ratio
     case = make_case(batch, heads, value_heads, length, keys, columns, state_bytes, draw.dtype)
-    problem = {
-        "dtype": draw.code,
-        "batch": batch,
-        "heads": heads,
-        "value_heads": value_heads,
-        "length": length,
-        "key_dim": keys,
-        "value_dim": columns,
-        "wide_state": state_bytes == 4,
-    }
+    problem = draw.problem(
+        batch=batch, heads=heads, value_heads=value_heads, length=length, key_dim=keys,
+        value_dim=columns, wide_state=state_bytes == 4,
+    )  # fmt: skip
     return draw.case(
         case,
-        f"{case.name}, {draw.code}",
         problem=problem,
         peer_bytes=2.0 * state_bytes * batch * value_heads * keys * columns,
     )

@@ -11,7 +11,6 @@ a weight.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from .. import models
 from ..cases import Case, Expected, Implementation, Inputs, random_normal
-from ..choices import FEW_ROWS, WEIGHTS, add_kinds, check_part, dtype_name, sizes_of
+from ..choices import FEW_ROWS, WEIGHTS, Flag, Names, check_part, parameters_of, sizes_of
 from ..drawn import Draw
 from ..host import Differentiable
 
@@ -55,13 +54,10 @@ DRAWN_PEERS = ("cuBLAS", "PyTorch")
 OF_MODEL = models.dense_and_fused
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_kinds(parser, LAYOUTS, ("NN", "NT"), "layouts")
-    parser.add_argument("--large", action="store_true", help="add M = N = K = 16384")
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return {"layouts": tuple(args.layouts.upper().split(",")), "large": args.large}
+CHOICES = (
+    Names(LAYOUTS, ("NN", "NT"), "layouts"),
+    Flag("large", "add M = N = K = 16384"),
+)
 
 
 def plain(
@@ -132,20 +128,16 @@ def make_case(
         name = f"{layout} {batch} x ({m} x {n} x {k})"
     if epilogue:
         name += f", {epilogue}"
+    parameters = parameters_of(
+        epilogue or (str(m) if square else f"{m}x{n}\nx{k}"), dtype, m=m, n=n, k=k, layout=layout,
+    )  # fmt: skip
     return Case(
         name=name,
         make_inputs=make_inputs,
         flops=2.0 * m * n * k * max(batch, 1),
         bytes=dtype.itemsize * float(m * k + k * n + m * n) * max(batch, 1),
         groups=tuple(groups),
-        parameters={
-            "label": epilogue or (str(m) if square else f"{m}x{n}\nx{k}"),
-            "m": m,
-            "n": n,
-            "k": k,
-            "layout": layout,
-            "dtype": dtype_name(dtype),
-        },
+        parameters=parameters,
         oracle=oracle,
         exponentials=float(m * n * max(batch, 1)) * EXPONENTIALS.get(epilogue, 0.0),
     )
@@ -205,22 +197,13 @@ def drawn(draw: Draw) -> Case:
     )
     case = make_case(m, n, k, layout, draw.dtype, batch=batch, epilogue=epilogue, padding=padding)
     text = case.name + "".join(f", {x} + {p}" for x, p in zip("ab", padding, strict=True) if p)
-    problem = {
-        "m": m,
-        "n": n,
-        "k": k,
-        "batch": max(batch, 1),
-        "dtype": draw.code,
-        "out_dtype": draw.code,
-        "a_m_major": layout[0] == "T",
-        "b_n_major": layout[1] == "N",
-        "gate": int(gated),
-        "fused": bool(epilogue),
-        "a_alignment": alignment(pitches[0], padding[0]),
-        "b_alignment": alignment(pitches[1], padding[1]),
-        "a_needs_copy": pitches[0] % 8 != 0,
-        "b_needs_copy": pitches[1] % 8 != 0,
-    }
+    problem = draw.problem(
+        m=m, n=n, k=k, batch=max(batch, 1), out_dtype=draw.code, a_m_major=layout[0] == "T",
+        b_n_major=layout[1] == "N", gate=int(gated), fused=bool(epilogue),
+        a_alignment=alignment(pitches[0], padding[0]),
+        b_alignment=alignment(pitches[1], padding[1]),
+        a_needs_copy=pitches[0] % 8 != 0, b_needs_copy=pitches[1] % 8 != 0,
+    )  # fmt: skip
     return draw.case(case, f"{text}, {draw.code}", layout, problem=problem, pitches=list(pitches))
 
 

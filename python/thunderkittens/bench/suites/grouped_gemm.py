@@ -8,9 +8,7 @@ the forward with tokens as columns (3D x 2D).
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +23,7 @@ from ..cases import (
     Prepared,
     random_normal,
 )
-from ..choices import add_kinds, check_part, dtype_name, kinds_option, sizes_of
+from ..choices import Names, cases_of, parameters_of
 from ..drawn import Draw, within
 from ..host import Differentiable
 
@@ -51,12 +49,7 @@ DRAWN_PEERS = ("PyTorch",)
 OF_MODEL = models.experts
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_kinds(parser, FORMS, what="forms")
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return kinds_option(args, "forms")
+CHOICES = (Names(FORMS, name="forms"),)
 
 
 def group_ends(experts: int, tokens: int, even: bool) -> list[int]:
@@ -107,35 +100,22 @@ def make_case(
         return {"a": a, "b": b, "offs": offs}
 
     spread = "even" if even else "uneven"
+    parameters = parameters_of(
+        f"{experts}x{tokens}\n{n}x{k}", dtype, experts=experts, tokens=tokens, n=n, k=k, even=even,
+        form=form,
+    )  # fmt: skip
     return Case(
         name=f"{form} {experts} experts, {tokens} tokens ({spread}), {n} x {k}",
         make_inputs=make_inputs,
         flops=2.0 * tokens * n * k,
         bytes=dtype.itemsize * float(tokens * k + experts * n * k + tokens * n),
         groups=(form, f"{experts} experts"),
-        parameters={
-            "label": f"{experts}x{tokens}\n{n}x{k}",
-            "experts": experts,
-            "tokens": tokens,
-            "n": n,
-            "k": k,
-            "even": even,
-            "form": form,
-            "dtype": dtype_name(dtype),
-        },
+        parameters=parameters,
         oracle=oracle,
     )
 
 
-def cases(
-    shapes: str | list[Any] = "default",
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    forms: Sequence[str] = FORMS,
-) -> list[Case]:
-    """The cases of a set of shapes in each form. ValueError for a name there is not."""
-    check_part("form", forms, FORMS)
-    return [make_case(*size, form, dtype) for form in forms for size in sizes_of(SHAPES, shapes)]
+cases = cases_of(SHAPES, make_case, *CHOICES)
 
 
 def drawn(draw: Draw) -> Case:

@@ -3,7 +3,6 @@ copy of as many bytes."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from .. import models
 from ..cases import Implementation
-from ..choices import add_kinds, kinds_option
+from ..choices import Names
 from ..norm_quantize_work import COPY, KINDS, QuantizingNorm, in_two_passes
 from ..norm_work import SHAPES
 
@@ -43,12 +42,7 @@ cases, drawn = NORM.cases, NORM.drawn
 __all__ = ["KINDS", "SHAPES", "cases", "drawn"]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_kinds(parser, KINDS)
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return kinds_option(args)
+CHOICES = (Names(KINDS),)
 
 
 def implementations(device: torch.device) -> dict[str, Implementation]:

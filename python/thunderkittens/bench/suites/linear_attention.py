@@ -6,7 +6,6 @@ length. fla reads the same tensors in its own layout.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from .. import models
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
-from ..choices import dtype_name, sizes_of
+from ..choices import Flag, cases_of, parameters_of
 from ..drawn import ANY, Draw, within
 from ..host import Differentiable
 from .ssd import chunked, forward_or_gradient
@@ -49,12 +48,7 @@ DRAWN_PEERS: tuple[str, ...] = ()  # work per time, over the best of the run
 OF_MODEL = models.linear_attention
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gated", action="store_true", help="a decay per token")
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return {"gated": args.gated}
+CHOICES = (Flag("gated", "a decay per token"),)
 
 
 def formula(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, g: Tensor | None) -> Tensor:
@@ -126,6 +120,10 @@ def make_case(
         return {**operands, "decay": decay, "g": g, **grad_out}
 
     tokens = batch * heads * length
+    parameters = parameters_of(
+        f"{batch}x{heads}\nx{length}", dtype, batch=batch, heads=heads, length=length, key_dim=keys,
+        value_dim=columns, gated=gated,
+    )  # fmt: skip
     return Case(
         name="backward " * backward
         + f"{batch} x {heads} x {length} x {keys} x {columns}{', gated' * gated}",
@@ -137,26 +135,12 @@ def make_case(
         if backward
         else dtype.itemsize * tokens * 2.0 * (keys + columns) + 4.0 * tokens * gated,
         groups=("backward" if backward else "gated" if gated else "constant decay",),
-        parameters={
-            "label": f"{batch}x{heads}\nx{length}",
-            "batch": batch,
-            "heads": heads,
-            "length": length,
-            "key_dim": keys,
-            "value_dim": columns,
-            "gated": gated,
-            "dtype": dtype_name(dtype),
-        },
+        parameters=parameters,
         oracle=oracle,
     )
 
 
-def cases(
-    shapes: str | list[Any] = "default", *, dtype: torch.dtype = torch.bfloat16, gated: bool = False
-) -> list[Case]:
-    """The cases of a set of shapes. ValueError for a name there is not."""
-    backward = "backward" in shapes
-    return [make_case(*shape, gated, dtype, backward) for shape in sizes_of(SHAPES, shapes)]
+cases = cases_of(SHAPES, make_case, *CHOICES, backward=True)
 
 
 def drawn(draw: Draw) -> Case:
@@ -168,16 +152,10 @@ def drawn(draw: Draw) -> Case:
     )
     keys, columns = draw.size(8, 128, 8), draw.size(8, 256, 8)
     case = make_case(batch, heads, length, keys, columns, draw.chance(0.5), draw.dtype)
-    problem = {
-        "dtype": draw.code,
-        "batch": batch,
-        "heads": heads,
-        "groups": heads,
-        "length": length,
-        "key_dim": keys,
-        "value_dim": columns,
-    }
-    return draw.case(case, f"{case.name}, {draw.code}", problem=problem)
+    problem = draw.problem(
+        batch=batch, heads=heads, groups=heads, length=length, key_dim=keys, value_dim=columns
+    )
+    return draw.case(case, problem=problem)
 
 
 def prepare_fla(

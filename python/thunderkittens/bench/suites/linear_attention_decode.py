@@ -6,7 +6,6 @@ another problem; its time is the yardstick.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from .. import models
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
-from ..choices import dtype_name, sizes_of
+from ..choices import Flag, cases_of, parameters_of
 from ..drawn import ANY, Draw, within
 
 # Batch, heads, tokens, K, V.
@@ -36,12 +35,7 @@ DRAWN_PEERS = ("copy",)
 OF_MODEL = models.linear_attention_decode
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--v-first", action="store_true", help="states of (V, K), not (K, V)")
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return {"v_first": args.v_first}
+CHOICES = (Flag("v_first", "states of (V, K), not (K, V)"),)
 
 
 def oracle(state: Tensor, **inputs: Any) -> Iterator[Expected]:
@@ -75,32 +69,22 @@ def make_case(
         }
 
     lines = batch * heads
+    parameters = parameters_of(
+        f"{batch}x{heads}\nx{tokens}", dtype, batch=batch, heads=heads, tokens=tokens, key_dim=keys,
+        value_dim=columns, v_first=v_first,
+    )  # fmt: skip
     return Case(
         name=f"{batch} x {heads} x {tokens} x {keys} x {columns}{', V first' * v_first}",
         make_inputs=make_inputs,
         flops=4.0 * lines * tokens * columns * keys,
         bytes=lines * (8.0 * columns * keys + 2.0 * dtype.itemsize * tokens * (keys + columns)),
         groups=("V first" if v_first else "K first",),
-        parameters={
-            "label": f"{batch}x{heads}\nx{tokens}",
-            "batch": batch,
-            "heads": heads,
-            "tokens": tokens,
-            "key_dim": keys,
-            "value_dim": columns,
-            "v_first": v_first,
-            "dtype": dtype_name(dtype),
-        },
+        parameters=parameters,
         oracle=oracle,
     )
 
 
-def cases(
-    shapes: str | list[Any] = "default", *, dtype: torch.dtype = torch.bfloat16,
-    v_first: bool = False,
-) -> list[Case]:  # fmt: skip
-    """The cases of a set of shapes. ValueError for a name there is not."""
-    return [make_case(*shape, v_first, dtype) for shape in sizes_of(SHAPES, shapes)]
+cases = cases_of(SHAPES, make_case, *CHOICES)
 
 
 def drawn(draw: Draw) -> Case:
@@ -112,19 +96,12 @@ def drawn(draw: Draw) -> Case:
     )
     tokens, v_first = draw.choice((1, 1, 4)), draw.chance(0.5)
     case = make_case(batch, heads, tokens, keys, columns, v_first, draw.dtype)
-    problem = {
-        "dtype": draw.code,
-        "state_dtype": "fp32",
-        "batch": batch,
-        "heads": heads,
-        "groups": heads,
-        "tokens": tokens,
-        "key_dim": keys,
-        "value_dim": columns,
-        "keys_first": not v_first,
-    }
+    problem = draw.problem(
+        state_dtype="fp32", batch=batch, heads=heads, groups=heads, tokens=tokens, key_dim=keys,
+        value_dim=columns, keys_first=not v_first,
+    )  # fmt: skip
     moved = 8.0 * batch * heads * columns * keys
-    return draw.case(case, f"{case.name}, {draw.code}", problem=problem, peer_bytes=moved)
+    return draw.case(case, problem=problem, peer_bytes=moved)
 
 
 def prepare_step(state: Tensor, **inputs: Any) -> Callable[[], Tensor]:

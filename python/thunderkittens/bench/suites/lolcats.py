@@ -6,7 +6,6 @@ another problem, whose time grows with the square of the length.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from .. import models
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
-from ..choices import dtype_name, sizes_of
+from ..choices import cases_of, parameters_of
 from ..drawn import ANY, Draw, within
 from ..host import Differentiable
 
@@ -49,14 +48,6 @@ DRAWN_FORMS = ("forward", "backward")
 DRAWN_CLASSES = (ANY,)
 DRAWN_PEERS: tuple[str, ...] = ()  # work per time, over the best of the run
 OF_MODEL = models.lolcats
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    pass
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return {}
 
 
 def chunked(
@@ -175,6 +166,10 @@ def make_case(
         return inputs | ({"grad_out": normal(batch, heads, length, dim)} if backward else {})
 
     tokens, times = batch * heads * length, (2.5 if backward else 1.0)
+    parameters = parameters_of(
+        f"{batch}x{heads}\nx{length}", dtype, batch=batch, heads=heads, kv_heads=kv_heads,
+        length=length, head_dim=dim, features=features,
+    )  # fmt: skip
     return Case(
         name=("backward " if backward else "")
         + f"{batch} x {heads} x {length} x {dim}"
@@ -186,28 +181,14 @@ def make_case(
         * ((6 if backward else 2) * features + times * 4 * (WINDOW + features)),
         bytes=dtype.itemsize * batch * length * dim * (2.0 * heads + 2 * kv_heads) * (1 + backward),
         groups=("backward" if backward else "forward",),
-        parameters={
-            "label": f"{batch}x{heads}\nx{length}",
-            "batch": batch,
-            "heads": heads,
-            "kv_heads": kv_heads,
-            "length": length,
-            "head_dim": dim,
-            "features": features,
-            "dtype": dtype_name(dtype),
-        },
+        parameters=parameters,
         oracle=oracle,
         # Of the window, and of both signs of features of queries and, as often, of keys.
         exponentials=tokens * (1.5 * WINDOW + 4.0 * features),
     )
 
 
-def cases(
-    shapes: str | list[Any] = "default", *, dtype: torch.dtype = torch.bfloat16
-) -> list[Case]:
-    """The cases of a set of shapes. ValueError for a name there is not."""
-    backward = "backward" in shapes
-    return [make_case(*shape, dtype, backward) for shape in sizes_of(SHAPES, shapes)]
+cases = cases_of(SHAPES, make_case, backward=True)
 
 
 def drawn(draw: Draw) -> Case:
@@ -225,15 +206,9 @@ def drawn(draw: Draw) -> Case:
     dim, features = draw.choice((64, 128)), draw.choice((32, 64))
     backward, heads = draw.form == "backward", kv_heads * group
     case = make_case(batch, heads, kv_heads, length, dim, features, draw.dtype, backward)
-    problem = {
-        "dtype": draw.code,
-        "batch": batch,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "length": length,
-        "head_dim": dim,
-        "features": features,
-    }
+    problem = draw.problem(
+        batch=batch, heads=heads, kv_heads=kv_heads, length=length, head_dim=dim, features=features
+    )
     known = {} if backward else {"problem": problem}
     return draw.case(case, f"{case.name}, {features} features, {draw.code}", **known)
 

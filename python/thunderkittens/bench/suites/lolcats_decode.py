@@ -6,7 +6,6 @@ by turns: they differ.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from .. import models
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
-from ..choices import dtype_name, sizes_of
+from ..choices import cases_of, parameters_of
 from ..drawn import ANY, Draw, within
 from .lolcats import small_operands
 
@@ -32,14 +31,6 @@ STATE = ("numerator", "denominator", "keys", "values", "lengths")
 DRAWN_CLASSES = (ANY,)
 DRAWN_PEERS = ("copy",)
 OF_MODEL = models.lolcats_decode
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    pass
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return {}
 
 
 def split(operands: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
@@ -85,6 +76,10 @@ def make_case(
 
     sums = 4.0 * batch * heads * 2 * features * (dim + 1)
     caches = sum(64 + (1024 + 7 * i) % 64 for i in range(batch)) * 2 * dtype.itemsize * dim
+    parameters = parameters_of(
+        f"{batch}x{heads}", dtype, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=dim,
+        features=features,
+    )  # fmt: skip
     return Case(
         name=f"{batch} x {heads} x {dim}"
         + (f", {kv_heads} heads of keys" if kv_heads < heads else ""),
@@ -92,25 +87,13 @@ def make_case(
         flops=2.0 * batch * heads * dim * (3 * features + 2 * 96),
         bytes=sums + kv_heads * caches,
         groups=("decode",),
-        parameters={
-            "label": f"{batch}x{heads}",
-            "batch": batch,
-            "heads": heads,
-            "kv_heads": kv_heads,
-            "head_dim": dim,
-            "features": features,
-            "dtype": dtype_name(dtype),
-        },
+        parameters=parameters,
         oracle=oracle,
         exponentials=batch * heads * (96 + 4.0 * features),
     )
 
 
-def cases(
-    shapes: str | list[Any] = "default", *, dtype: torch.dtype = torch.bfloat16
-) -> list[Case]:
-    """The cases of a set of shapes. ValueError for a name there is not."""
-    return [make_case(*shape, dtype) for shape in sizes_of(SHAPES, shapes)]
+cases = cases_of(SHAPES, make_case)
 
 
 def drawn(draw: Draw) -> Case:
@@ -122,14 +105,9 @@ def drawn(draw: Draw) -> Case:
     )
     dim, features, heads = draw.choice((64, 128)), draw.choice((32, 64)), kv_heads * group
     case = make_case(batch, heads, kv_heads, dim, features, draw.dtype)
-    problem = {
-        "dtype": draw.code,
-        "batch": batch,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": dim,
-        "features": features,
-    }
+    problem = draw.problem(
+        batch=batch, heads=heads, kv_heads=kv_heads, head_dim=dim, features=features
+    )
     return draw.case(case, f"{case.name}, {features} features, {draw.code}", problem=problem)
 
 

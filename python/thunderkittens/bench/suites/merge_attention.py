@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import models
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
-from ..choices import dtype_name, sizes_of
+from ..choices import cases_of, parameters_of
 from ..drawn import ANY, Draw
 
 SHAPES: dict[str, list[tuple[int, int, int, int]]] = {
@@ -53,30 +53,21 @@ def make_case(count: int, tokens: int, heads: int, dim: int, dtype: torch.dtype)
         flops=2.0 * count * rows * dim,
         bytes=float((count + 1) * rows * (dim * dtype.itemsize + 4)),
         groups=("merge",),
-        parameters={
-            "label": f"{count} of {tokens}",
-            "count": count,
-            "tokens": tokens,
-            "heads": heads,
-            "head_dim": dim,
-            "dtype": dtype_name(dtype),
-        },
+        parameters=parameters_of(
+            f"{count} of {tokens}", dtype, count=count, tokens=tokens, heads=heads, head_dim=dim
+        ),
         oracle=oracle,
     )
 
 
-def cases(
-    shapes: str | list[Any] = "default", *, dtype: torch.dtype = torch.bfloat16
-) -> list[Case]:
-    """The cases of a set of shapes. ValueError for a name there is not."""
-    return [make_case(*shape, dtype) for shape in sizes_of(SHAPES, shapes)]
+cases = cases_of(SHAPES, make_case)
 
 
 def drawn(draw: Draw) -> Case:
     """Parts of any number and size."""
     sizes = draw.size(2, 8), draw.size(1, 16384), draw.size(1, 32), draw.choice((64, 128, 256))
     case = make_case(*sizes, draw.dtype)
-    return draw.case(case, f"{case.name}, {draw.code}", peer_bytes=case.bytes)
+    return draw.case(case, peer_bytes=case.bytes)
 
 
 def ours(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,7 @@ both operands prepared (`kept`: the weight alone).
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from .. import models
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
-from ..choices import PRODUCTS, add_kinds, check_part, kinds_option, product_case, sizes_of
+from ..choices import PRODUCTS, Names, cases_of, product_case
 from ..drawn import Draw, product
 
 KINDS = ("exact", "rebased", "kept", "prepared")
@@ -30,12 +29,7 @@ DRAWN_PEERS = ("torch.matmul bf16",)
 OF_MODEL = models.quantised
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_kinds(parser, KINDS)
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return kinds_option(args)
+CHOICES = (Names(KINDS),)
 
 
 def make_case(m: int, n: int, k: int, kind: str, dtype: torch.dtype) -> Case:
@@ -71,15 +65,7 @@ def make_case(m: int, n: int, k: int, kind: str, dtype: torch.dtype) -> Case:
     )
 
 
-def cases(
-    shapes: str | list[Any] = "default",
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    kinds: Sequence[str] = KINDS,
-) -> list[Case]:
-    """The cases of a set of shapes of each kind. ValueError for a name there is not."""
-    check_part("kind", kinds, KINDS)
-    return [make_case(*size, kind, dtype) for kind in kinds for size in sizes_of(SHAPES, shapes)]
+cases = cases_of(SHAPES, make_case, *CHOICES)
 
 
 def drawn(draw: Draw) -> Case:

@@ -7,8 +7,7 @@ conversion and preparation are part of the time.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from .. import models
 from ..cases import Case, Expected, Implementation, Inputs, random_normal
-from ..choices import add_kinds, check_part, kinds_option, product_case, sizes_of
+from ..choices import Names, cases_of, product_case
 from ..drawn import Draw, product
 from ..host import Differentiable
 
@@ -37,12 +36,7 @@ DRAWN_PEERS = ("torch.matmul",)
 OF_MODEL = models.quantised
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_kinds(parser, KINDS, ("weight",))
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return kinds_option(args)
+CHOICES = (Names(KINDS, ("weight",)),)
 
 
 def make_case(m: int, n: int, k: int, kind: str, dtype: torch.dtype) -> Case:
@@ -91,23 +85,15 @@ def make_case(m: int, n: int, k: int, kind: str, dtype: torch.dtype) -> Case:
     )
 
 
-def cases(
-    shapes: str | list[Any] = "default",
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    kinds: Sequence[str] = ("weight",),
-) -> list[Case]:
-    """The cases of a set of shapes of each kind. ValueError for a name there is not."""
-    check_part("kind", kinds, KINDS)
-    return [make_case(*size, kind, dtype) for kind in kinds for size in sizes_of(SHAPES, shapes)]
+cases = cases_of(SHAPES, make_case, *CHOICES)
 
 
 def drawn(draw: Draw) -> Case:
     """A product with a prepared weight, or of two operands of NVFP4."""
     m, n, k = product(draw, 32)
     case = make_case(m, n, k, draw.form, draw.dtype)
-    problem = {"m": m, "n": n, "k": k, "dtype": draw.code, "out_dtype": draw.code}
-    return draw.case(case, f"{case.name}, {draw.code}", problem=problem)
+    problem = draw.problem(m=m, n=n, k=k, out_dtype=draw.code)
+    return draw.case(case, problem=problem)
 
 
 def _ours(a: Tensor, b: Any, dense: Tensor, **rest: Any) -> Tensor:

@@ -3,7 +3,6 @@ Liger's."""
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from .. import models
 from ..cases import Implementation, Prepared
-from ..choices import add_kinds, kinds_option
+from ..choices import Names
 from ..host import Differentiable
 from ..norm_work import SHAPES, Norm, prepare_copy
 
@@ -68,12 +67,7 @@ cases, drawn = NORM.cases, NORM.drawn
 __all__ = ["KINDS", "SHAPES", "cases", "drawn"]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_kinds(parser, KINDS)
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return kinds_option(args)
+CHOICES = (Names(KINDS),)
 
 
 def implementations(device: torch.device) -> dict[str, Implementation]:

@@ -3,7 +3,6 @@ of as many bytes and, where they are installed, FlashInfer's and vLLM's."""
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from .. import models
 from ..cases import Implementation, NotApplicableError
-from ..choices import add_kinds, kinds_option
+from ..choices import Names
 from ..norm_quantize_work import COPY, KINDS, QuantizingNorm, in_two_passes
 from ..norm_work import SHAPES
 
@@ -67,12 +66,7 @@ cases, drawn = NORM.cases, NORM.drawn
 __all__ = ["KINDS", "SHAPES", "cases", "drawn"]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_kinds(parser, KINDS)
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return kinds_option(args)
+CHOICES = (Names(KINDS),)
 
 
 def implementations(device: torch.device) -> dict[str, Implementation]:

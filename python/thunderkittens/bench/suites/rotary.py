@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from .. import models
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
-from ..choices import add_kinds, check_part, dtype_name, kinds_option, sizes_of
+from ..choices import Names, cases_of, parameters_of
 from ..drawn import Draw, within
 from ..host import Differentiable
 
@@ -30,12 +29,7 @@ DRAWN_PEERS = ("copy",)
 OF_MODEL = models.rotary
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_kinds(parser, KINDS)
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return kinds_option(args)
+CHOICES = (Names(KINDS),)
 
 
 def oracle(x: Tensor, cos: Tensor, sin: Tensor, kind: str) -> Iterator[Expected]:
@@ -58,6 +52,10 @@ def make_case(
         return {"x": x.transpose(1, 2), "cos": angle.cos(), "sin": angle.sin(), "kind": kind}
 
     rows = batch * heads * length
+    parameters = parameters_of(
+        f"{batch}x{heads}\nx{length}", dtype, batch=batch, heads=heads, length=length, dim=dim,
+        rotated=rotated, kind=kind,
+    )  # fmt: skip
     return Case(
         name=f"{kind} {batch} x {heads} x {length} x {dim}"
         + (f", {rotated} rotated" if rotated < dim else ""),
@@ -65,29 +63,12 @@ def make_case(
         flops=0.0,
         bytes=2.0 * rows * dim * dtype.itemsize + 4.0 * length * rotated,
         groups=(kind,),
-        parameters={
-            "label": f"{batch}x{heads}\nx{length}",
-            "batch": batch,
-            "heads": heads,
-            "length": length,
-            "dim": dim,
-            "rotated": rotated,
-            "kind": kind,
-            "dtype": dtype_name(dtype),
-        },
+        parameters=parameters,
         oracle=oracle,
     )
 
 
-def cases(
-    shapes: str | list[Any] = "default",
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    kinds: Sequence[str] = KINDS,
-) -> list[Case]:
-    """The cases of a set of shapes of each kind. ValueError for a name there is not."""
-    check_part("kind", kinds, KINDS)
-    return [make_case(*size, kind, dtype) for kind in kinds for size in sizes_of(SHAPES, shapes)]
+cases = cases_of(SHAPES, make_case, *CHOICES)
 
 
 def drawn(draw: Draw) -> Case:
@@ -99,7 +80,7 @@ def drawn(draw: Draw) -> Case:
     )
     dim = draw.size(32, 256, 16 if draw.aligned else 2)
     case = make_case(batch, heads, length, dim, dim, draw.form, draw.dtype)
-    return draw.case(case, f"{case.name}, {draw.code}", peer_bytes=case.bytes)
+    return draw.case(case, peer_bytes=case.bytes)
 
 
 def ours(x: Tensor, cos: Tensor, sin: Tensor, kind: str) -> Tensor:

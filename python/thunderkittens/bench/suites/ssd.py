@@ -6,7 +6,6 @@ whose time grows with the square of the length. mamba_ssm reads the same tensors
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import math
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from .. import models
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
-from ..choices import dtype_name, sizes_of
+from ..choices import Flag, cases_of, parameters_of
 from ..drawn import ANY, Draw, within
 from ..host import Differentiable
 
@@ -51,12 +50,7 @@ DRAWN_PEERS: tuple[str, ...] = ()  # work per time, over the best of the run
 OF_MODEL = models.ssd
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gate", action="store_true", help="with z")
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return {"gate": args.gate}
+CHOICES = (Flag("gate", "with z"),)
 
 
 def chunked(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, g: Tensor) -> Tensor:
@@ -192,6 +186,10 @@ def make_case(
         }
 
     tokens = batch * heads * length
+    parameters = parameters_of(
+        f"{batch}x{heads}\nx{length}", dtype, batch=batch, heads=heads, groups=groups,
+        length=length, value_dim=columns, key_dim=keys, gate=gate,
+    )  # fmt: skip
     return Case(
         name="backward " * backward
         + f"{batch} x {heads} / {groups} x {length} x {columns} x {keys}{', gate' * gate}",
@@ -204,27 +202,12 @@ def make_case(
         + 4.0 * tokens * (1 + backward)
         + dtype.itemsize * batch * groups * length * 2.0 * keys * (1 + backward),
         groups=("backward" if backward else "gate" if gate else "no gate",),
-        parameters={
-            "label": f"{batch}x{heads}\nx{length}",
-            "batch": batch,
-            "heads": heads,
-            "groups": groups,
-            "length": length,
-            "value_dim": columns,
-            "key_dim": keys,
-            "gate": gate,
-            "dtype": dtype_name(dtype),
-        },
+        parameters=parameters,
         oracle=oracle,
     )
 
 
-def cases(
-    shapes: str | list[Any] = "default", *, dtype: torch.dtype = torch.bfloat16, gate: bool = False
-) -> list[Case]:
-    """The cases of a set of shapes. ValueError for a name there is not."""
-    backward = "backward" in shapes
-    return [make_case(*shape, gate, dtype, backward) for shape in sizes_of(SHAPES, shapes)]
+cases = cases_of(SHAPES, make_case, *CHOICES, backward=True)
 
 
 def drawn(draw: Draw) -> Case:
@@ -238,17 +221,11 @@ def drawn(draw: Draw) -> Case:
     columns, keys = draw.size(8, 256, 8), draw.size(8, 128, 8)
     gate = draw.chance(0.25)
     case = make_case(batch, heads, groups, length, columns, keys, gate, draw.dtype)
-    problem = {
-        "dtype": draw.code,
-        "batch": batch,
-        "heads": heads,
-        "groups": groups,
-        "length": length,
-        "key_dim": keys,
-        "value_dim": columns,
-        "gate": gate,
-    }
-    return draw.case(case, f"{case.name}, {draw.code}", problem=problem)
+    problem = draw.problem(
+        batch=batch, heads=heads, groups=groups, length=length, key_dim=keys, value_dim=columns,
+        gate=gate,
+    )  # fmt: skip
+    return draw.case(case, problem=problem)
 
 
 def prepare_attention(x: Tensor, **inputs: Any) -> Callable[[], Any]:

@@ -6,7 +6,6 @@ another problem; its time is the yardstick.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from .. import models
 from ..cases import Case, Expected, Implementation, Inputs, Prepared, random_normal
-from ..choices import dtype_name, sizes_of
+from ..choices import Flag, cases_of, parameters_of
 from ..drawn import ANY, Draw, within
 
 # Batch, heads, groups, tokens, P, N.
@@ -39,12 +38,7 @@ DRAWN_PEERS = ("copy",)
 OF_MODEL = models.ssd_decode
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--narrow", action="store_true", help="states in the operands' dtype")
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return {"narrow": args.narrow}
+CHOICES = (Flag("narrow", "states in the operands' dtype"),)
 
 
 def oracle(state: Tensor, **inputs: Any) -> Iterator[Expected]:
@@ -88,6 +82,10 @@ def make_case(
 
     lines, size = batch * heads, dtype.itemsize
     of_state = size if narrow else 4
+    parameters = parameters_of(
+        f"{batch}x{heads}\nx{tokens}", dtype, batch=batch, heads=heads, groups=groups,
+        tokens=tokens, value_dim=columns, key_dim=keys, narrow=narrow,
+    )  # fmt: skip
     return Case(
         name=f"{batch} x {heads} x {tokens} x {columns} x {keys}{', narrow' * narrow}",
         make_inputs=make_inputs,
@@ -95,27 +93,12 @@ def make_case(
         bytes=lines * (2.0 * of_state * columns * keys + size * tokens * 3 * columns)
         + batch * groups * tokens * 2.0 * size * keys,
         groups=("narrow" if narrow else "fp32",),
-        parameters={
-            "label": f"{batch}x{heads}\nx{tokens}",
-            "batch": batch,
-            "heads": heads,
-            "groups": groups,
-            "tokens": tokens,
-            "value_dim": columns,
-            "key_dim": keys,
-            "narrow": narrow,
-            "dtype": dtype_name(dtype),
-        },
+        parameters=parameters,
         oracle=oracle,
     )
 
 
-def cases(
-    shapes: str | list[Any] = "default", *, dtype: torch.dtype = torch.bfloat16,
-    narrow: bool = False,
-) -> list[Case]:  # fmt: skip
-    """The cases of a set of shapes. ValueError for a name there is not."""
-    return [make_case(*shape, narrow, dtype) for shape in sizes_of(SHAPES, shapes)]
+cases = cases_of(SHAPES, make_case, *CHOICES)
 
 
 def drawn(draw: Draw) -> Case:
@@ -129,18 +112,12 @@ def drawn(draw: Draw) -> Case:
     )  # fmt: skip
     tokens, narrow = draw.choice((1, 1, 4)), draw.chance(0.5)
     case = make_case(batch, heads, groups, tokens, columns, keys, narrow, draw.dtype)
-    problem = {
-        "dtype": draw.code,
-        "state_dtype": draw.code if narrow else "fp32",
-        "batch": batch,
-        "heads": heads,
-        "groups": groups,
-        "tokens": tokens,
-        "key_dim": keys,
-        "value_dim": columns,
-    }
+    problem = draw.problem(
+        state_dtype=draw.code if narrow else "fp32", batch=batch, heads=heads, groups=groups,
+        tokens=tokens, key_dim=keys, value_dim=columns,
+    )  # fmt: skip
     moved = 2.0 * (draw.dtype.itemsize if narrow else 4) * batch * heads * columns * keys
-    return draw.case(case, f"{case.name}, {draw.code}", problem=problem, peer_bytes=moved)
+    return draw.case(case, problem=problem, peer_bytes=moved)
 
 
 def prepare_step(state: Tensor, **inputs: Any) -> Callable[[], Tensor]:
