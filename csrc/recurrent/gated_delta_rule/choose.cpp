@@ -5,7 +5,7 @@
 #include "csrc/common/check.h"
 #include "csrc/common/math.h"
 #include "csrc/common/registry.h"
-#include "csrc/recurrent/gated_delta_rule/gated_delta_rule.h"
+#include "csrc/recurrent/gated_delta_rule/walk.h"
 
 namespace thunderkittens::recurrent {
 
@@ -89,10 +89,14 @@ DeltaRuleConfig choose(const DeltaRuleProblem& p, const DeviceProperties& device
     return best;
 }
 
+static int shared_bytes(const DeltaRuleConfig& c) {
+    return is_walk(c) ? delta_walk_bytes(c.key_dim, c.consumers) : shared_bytes_of(c);
+}
+
 std::string kernel_name(const DeltaRuleConfig& c) {
     if (c.portable) return concat("forward_", name_of(c.dtype), "_k", c.key_dim, "_portable");
-    return concat("forward_", name_of(c.dtype), "_k", c.key_dim, "_", c.consumers * DELTA_VALUES,
-                  "_columns");
+    return concat(is_walk(c) ? "walk_" : "forward_", name_of(c.dtype), "_k", c.key_dim, "_",
+                  c.consumers * DELTA_VALUES, "_columns");
 }
 
 std::vector<KernelInfo> gated_delta_rule_kernels() {
@@ -103,11 +107,12 @@ std::vector<KernelInfo> gated_delta_rule_kernels() {
         info.config = concat(summary ? "what a segment makes of a state: " : "", "chunks of ",
                              DELTA_CHUNK, " tokens, K up to ", c.key_dim, ", ", c.consumers, " x ",
                              DELTA_VALUES, " columns of values, ", c.preparers, " preparing");
-        info.source = concat("gated_delta_rule_", name_of(c.dtype));
+        info.source = concat("gated_delta_rule_", is_walk(c) ? "walk_" : "", name_of(c.dtype));
         info.symbol = concat("23gated_delta_rule_kernelI*11DeltaKernelIL<enum>", int(c.dtype),
-                             "ELi", c.key_dim, "ELi", c.consumers, "ELb", int(summary), "EE");
-        info.threads = (c.consumers + c.preparers) * 128;
-        info.shared_bytes = shared_bytes_of(c);
+                             "ELi", c.key_dim, "ELi", c.consumers, "ELb", int(summary), "ELb",
+                             int(is_walk(c)), "EE");
+        info.threads = (c.consumers + (is_walk(c) ? 1 : c.preparers)) * 128;
+        info.shared_bytes = shared_bytes(c);
         list.push_back(info);
     };
     for (const DType dtype : {DType::bf16, DType::fp16}) {
@@ -118,6 +123,21 @@ std::vector<KernelInfo> gated_delta_rule_kernels() {
             }
             add({dtype, key_dim, 1, delta_preparers(1)}, true,
                 concat("segments_", name_of(dtype), "_k", key_dim));
+            for (const int consumers : {1, 2}) {
+                const DeltaRuleConfig config{dtype, key_dim, consumers, 0};
+                add(config, false, kernel_name(config));
+            }
+            add({dtype, key_dim, DELTA_SUMMARY_CONSUMERS, 0}, true,
+                concat("walk_segments_", name_of(dtype), "_k", key_dim));
+            KernelInfo prepass;
+            prepass.name = concat("prepass_", name_of(dtype), "_k", key_dim);
+            prepass.config = concat("T and P of a chunk, for a walk over them, K up to ", key_dim);
+            prepass.source = concat("gated_delta_rule_prepass_", name_of(dtype));
+            prepass.symbol = concat("delta_prepass_kernelI*11DeltaKernelIL<enum>", int(dtype),
+                                    "ELi", key_dim, "ELi1ELb0ELb1EE");
+            prepass.threads = 128;
+            prepass.shared_bytes = delta_prepass_bytes(key_dim);
+            list.push_back(prepass);
         }
     }
     for (const DType dtype : {DType::bf16, DType::fp16}) {
