@@ -46,16 +46,33 @@ std::string unsupported(const DeltaRuleProblem& p, const DeviceProperties& devic
     return "";
 }
 
-// Cycles, of an H200, as expected from the products and the chain of dependent ones: of a chunk of
-// two consumers, which fill each other's waits, of one alone, which is done sooner, and of one that
-// makes the summary of a segment; of the launches of summaries and their scan, and of the scan per
-// segment. Of portable kernels, whose chunks are prepared before, as expected on an A100.
+// Cycles of a multiprocessor. Of a chunk: of two consumers, which fill each other's waits, of one
+// alone, which is done sooner, and of a block that makes the summary of a segment; what is before,
+// of a chunk and value head; of the launches of summaries and their scan, and of the scan per
+// segment. Fused kernels as measured on an H200, walks and portable kernels as expected, the latter
+// on an A100.
+namespace {
+struct DeltaCosts {
+    double two, one, summary;
+    int64_t summary_columns;
+    double before, launches;
+};
+constexpr DeltaCosts FUSED = {7600, 4250, 2850, DELTA_VALUES, 0, 8000},
+                     WALK = {3000, 1700, 1900, DELTA_SUMMARY_CONSUMERS * DELTA_VALUES, 950, 8000},
+                     PORTABLE_COSTS = {5500, 3300, 2200, DELTA_VALUES, 0, 12000};
+constexpr double SCAN_OF_SEGMENT = 3000, BYTES_PER_CYCLE = 2400;  // of memory, of a whole GPU
+
+// Of both kernels of a walk: all that they read and write.
+double memory_cycles(const DeltaRuleProblem& p, double chunks) {
+    const double keys = double(p.heads) * 2 * 2 * DELTA_CHUNK * double(p.key_dim);
+    const double values = double(p.value_heads) * 2 * 2 * DELTA_CHUNK * double(p.value_dim);
+    const double prepared = double(p.value_heads) * (2 * 2 * DELTA_SQUARE + 1024);
+    return double(p.sequences) * chunks * (2 * keys + values + 2 * prepared) / BYTES_PER_CYCLE;
+}
+}  // namespace
+
 DeltaRuleConfig choose(const DeltaRuleProblem& p, const DeviceProperties& device) {
     const bool portable = !runs_native(device);
-    const double cycles_of_two = portable ? 5500 : 3000, cycles_of_one = portable ? 3300 : 1700,
-                 cycles_of_summary = portable ? 2200 : 1300;
-    const double launches = portable ? 12000 : 8000;
-    constexpr double scan_of_segment = 3000;
     const int64_t sms = std::max(1, device.sm_count), heads = p.sequences * p.value_heads;
     const int64_t tokens =
         p.packed ? ceil_div(p.length, std::max<int64_t>(p.sequences, 1)) : p.length;
@@ -64,26 +81,33 @@ DeltaRuleConfig choose(const DeltaRuleProblem& p, const DeviceProperties& device
         .dtype = p.dtype, .key_dim = p.key_dim <= 64 ? 64 : 128, .portable = portable};
     double least = std::numeric_limits<double>::infinity();
     const int64_t most = std::clamp<int64_t>(chunks / 4, 1, DELTA_MAX_SEGMENTS);
-    for (const int consumers : {2, 1}) {
-        const int64_t columns = consumers * DELTA_VALUES;
-        if (consumers == 2 && p.value_dim <= DELTA_VALUES) continue;
-        for (int segments = 1; segments <= most; ++segments) {
-            const double length = double(ceil_div(chunks, segments));
-            const auto rounds = [&](int64_t blocks) { return double(ceil_div(blocks, sms)); };
-            const double cycles = consumers == 2 ? cycles_of_two : cycles_of_one;
-            double cost =
-                rounds(heads * segments * ceil_div(p.value_dim, columns)) * length * cycles;
-            if (segments > 1) {
-                const int64_t slices =
-                    ceil_div(p.value_dim, DELTA_VALUES) + ceil_div(p.key_dim, DELTA_VALUES);
-                cost += rounds(heads * (segments - 1) * slices) * length * cycles_of_summary +
-                        launches + double(segments - 1) * scan_of_segment;
+    const auto rounds = [&](int64_t blocks) { return double(ceil_div(blocks, sms)); };
+    for (const bool walk : {false, true}) {
+        if (walk && portable) continue;
+        const DeltaCosts& costs = portable ? PORTABLE_COSTS : walk ? WALK : FUSED;
+        for (const int consumers : {2, 1}) {
+            const int64_t columns = consumers * DELTA_VALUES;
+            if (consumers == 2 && p.value_dim <= DELTA_VALUES) continue;
+            for (int segments = 1; segments <= most; ++segments) {
+                const double length = double(ceil_div(chunks, segments));
+                double cost = rounds(heads * segments * ceil_div(p.value_dim, columns)) * length *
+                              (consumers == 2 ? costs.two : costs.one);
+                if (segments > 1) {
+                    const int64_t slices = ceil_div(p.value_dim, costs.summary_columns) +
+                                           ceil_div(p.key_dim, costs.summary_columns);
+                    cost += rounds(heads * (segments - 1) * slices) * length * costs.summary +
+                            costs.launches + double(segments - 1) * SCAN_OF_SEGMENT;
+                }
+                if (walk) {
+                    cost += std::max(double(heads * chunks) / double(sms), 8.0) * costs.before;
+                    cost = std::max(cost, memory_cycles(p, double(chunks)));
+                }
+                if (cost >= least) continue;
+                least = cost;
+                best.consumers = consumers;
+                best.preparers = portable || walk ? 0 : delta_preparers(consumers);
+                best.segments = segments;
             }
-            if (cost >= least) continue;
-            least = cost;
-            best.consumers = consumers;
-            best.preparers = portable ? 0 : delta_preparers(consumers);
-            best.segments = segments;
         }
     }
     return best;
