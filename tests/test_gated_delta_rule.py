@@ -191,7 +191,8 @@ def test_reference_in_chunks():
 
 def test_choice():
     """Two consumers where heads fill the GPU, one where they do not or have no more columns;
-    segments where they do not fill it either."""
+    segments where they do not fill it either. A kernel prepares all chunks before, unless heads
+    that fill the GPU have keys of their own, or there is hardly a chunk."""
 
     def choice(value_heads, **fields):
         problem = {"sequences": 1, "heads": 4, "value_heads": value_heads, "length": 8192}
@@ -203,6 +204,14 @@ def test_choice():
     assert choice(64, length=200) == (1, 1)
     assert choice(8)[1] > 1
     assert choice(4, length=1 << 17)[1] > choice(4)[1]
+
+    def preparers(value_heads, **fields):
+        problem = {"sequences": 1, "heads": 4, "value_heads": value_heads, "length": 8192}
+        return _C.choose("gated_delta_rule", {**problem, **fields}, H200)["preparers"]
+
+    assert preparers(32) == preparers(8) == preparers(264) == 0
+    assert preparers(32, sequences=8, heads=32, length=4096) == 1
+    assert preparers(32, length=64) > 0
 
 
 Q, K = torch.zeros(2, 2, 3, 5, 64, dtype=BF16)

@@ -46,28 +46,29 @@ std::string unsupported(const DeltaRuleProblem& p, const DeviceProperties& devic
     return "";
 }
 
-// Cycles of a multiprocessor. Of a chunk: of two consumers, which fill each other's waits, of one
-// alone, which is done sooner, and of a block that makes the summary of a segment; what is before,
-// of a chunk and value head; of the launches of summaries and their scan, and of the scan per
-// segment. Fused kernels as measured on an H200, walks and portable kernels as expected, the latter
-// on an A100.
+// Cycles of a multiprocessor at 1.75 GHz. Of a chunk: of two consumers, which fill each other's
+// waits, of one alone, which is done sooner, and of a block that makes the summary of a segment; of
+// what is prepared before, of a chunk of a key head and of each of its value heads; of one more
+// launch, and of those of segments; of the scan, for each segment. As measured on an H200; those of
+// portable kernels are expected on an A100.
 namespace {
 struct DeltaCosts {
     double two, one, summary;
     int64_t summary_columns;
-    double before, launches;
+    double keys_before, values_before, launch, segment_launches, scan;
 };
-constexpr DeltaCosts FUSED = {7600, 4250, 2850, DELTA_VALUES, 0, 8000},
-                     WALK = {3000, 1700, 1900, DELTA_SUMMARY_CONSUMERS * DELTA_VALUES, 950, 8000},
-                     PORTABLE_COSTS = {5500, 3300, 2200, DELTA_VALUES, 0, 12000};
-constexpr double SCAN_OF_SEGMENT = 3000, BYTES_PER_CYCLE = 2400;  // of memory, of a whole GPU
+constexpr DeltaCosts FUSED = {7600, 4250, 2850, DELTA_VALUES, 0, 0, 0, 6000, 5000},
+                     WALK = {3050, 1970, 2155, DELTA_SUMMARY_CONSUMERS* DELTA_VALUES, 1900, 1650,
+                             3000, 6000, 5000},
+                     ON_AMPERE = {5500, 3300, 2200, DELTA_VALUES, 0, 0, 0, 12000, 3000};
+constexpr double BYTES_PER_CYCLE = 2300;  // of memory, of a whole GPU
 
-// Of both kernels of a walk: all that they read and write.
-double memory_cycles(const DeltaRuleProblem& p, double chunks) {
+// Of a walk: all that it reads and writes.
+double memory_cycles(const DeltaRuleProblem& p, int64_t chunks) {
     const double keys = double(p.heads) * 2 * 2 * DELTA_CHUNK * double(p.key_dim);
     const double values = double(p.value_heads) * 2 * 2 * DELTA_CHUNK * double(p.value_dim);
     const double prepared = double(p.value_heads) * (2 * 2 * DELTA_SQUARE + 1024);
-    return double(p.sequences) * chunks * (2 * keys + values + 2 * prepared) / BYTES_PER_CYCLE;
+    return double(p.sequences) * double(chunks) * (keys + values + prepared) / BYTES_PER_CYCLE;
 }
 }  // namespace
 
@@ -84,7 +85,7 @@ DeltaRuleConfig choose(const DeltaRuleProblem& p, const DeviceProperties& device
     const auto rounds = [&](int64_t blocks) { return double(ceil_div(blocks, sms)); };
     for (const bool walk : {false, true}) {
         if (walk && portable) continue;
-        const DeltaCosts& costs = portable ? PORTABLE_COSTS : walk ? WALK : FUSED;
+        const DeltaCosts& costs = portable ? ON_AMPERE : walk ? WALK : FUSED;
         for (const int consumers : {2, 1}) {
             const int64_t columns = consumers * DELTA_VALUES;
             if (consumers == 2 && p.value_dim <= DELTA_VALUES) continue;
@@ -92,15 +93,20 @@ DeltaRuleConfig choose(const DeltaRuleProblem& p, const DeviceProperties& device
                 const double length = double(ceil_div(chunks, segments));
                 double cost = rounds(heads * segments * ceil_div(p.value_dim, columns)) * length *
                               (consumers == 2 ? costs.two : costs.one);
+                if (walk) {
+                    const double share = double(chunks) / double(sms);
+                    cost =
+                        std::max(cost, memory_cycles(p, chunks)) + costs.launch +
+                        std::max(double(p.sequences * p.heads) * share, 4.0) * costs.keys_before +
+                        std::max(double(heads) * share, 4.0) * costs.values_before;
+                }
                 if (segments > 1) {
                     const int64_t slices = ceil_div(p.value_dim, costs.summary_columns) +
                                            ceil_div(p.key_dim, costs.summary_columns);
+                    const double scans =
+                        portable ? 1 : rounds(heads * ceil_div(p.value_dim, DELTA_SCAN_COLUMNS));
                     cost += rounds(heads * (segments - 1) * slices) * length * costs.summary +
-                            costs.launches + double(segments - 1) * SCAN_OF_SEGMENT;
-                }
-                if (walk) {
-                    cost += std::max(double(heads * chunks) / double(sms), 8.0) * costs.before;
-                    cost = std::max(cost, memory_cycles(p, double(chunks)));
+                            costs.segment_launches + scans * double(segments - 1) * costs.scan;
                 }
                 if (cost >= least) continue;
                 least = cost;

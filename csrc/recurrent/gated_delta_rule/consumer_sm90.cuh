@@ -126,7 +126,8 @@ class Consumer {
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
             const int column = 16 * j + 8 * (r / 2) + 2 * (laneid() % 4);
-            const auto factor = arch::load_shared<float2>(factors.address_of(OF_KEYS * CHUNK + column));
+            const auto factor =
+                arch::load_shared<float2>(factors.address_of(OF_KEYS * CHUNK + column));
             const float2 v = unpack_pair<T>(rest.tiles[0][j].data[r]);
             const float2 seen = x.tiles[0][j].data[r];
             rest.tiles[0][j].data[r] =

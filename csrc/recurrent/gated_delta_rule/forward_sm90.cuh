@@ -144,7 +144,7 @@ void launch_delta_kernel(const DeltaRuleParams& params, Stream stream) {
 template <DType dtype, int key_dim, int consumers>
 void launch_gated_delta_rule(const DeltaRuleParams& params, Stream stream) {
     launch_delta_kernel<delta::DeltaKernel<dtype, key_dim, consumers, false, false>>(params,
-                                                                                      stream);
+                                                                                     stream);
 }
 template <DType dtype, int key_dim>
 void launch_delta_segments(const DeltaRuleParams& params, Stream stream) {
@@ -156,8 +156,8 @@ void launch_delta_walk(const DeltaRuleParams& params, Stream stream) {
 }
 template <DType dtype, int key_dim>
 void launch_delta_walk_segments(const DeltaRuleParams& params, Stream stream) {
-    launch_delta_kernel<
-        delta::DeltaKernel<dtype, key_dim, DELTA_SUMMARY_CONSUMERS, true, true>>(params, stream);
+    launch_delta_kernel<delta::DeltaKernel<dtype, key_dim, DELTA_SUMMARY_CONSUMERS, true, true>>(
+        params, stream);
 }
 
 }  // namespace thunderkittens::recurrent

@@ -43,7 +43,7 @@ void run_gated_delta_rule(const DeltaRuleConfig& c, const DeltaRuleParams& param
     }
     if (is_walk(c)) {
         (c.key_dim == 64 ? &run_delta_walk<dtype, 64> : &run_delta_walk<dtype, 128>)(c, params,
-                                                                                      stream);
+                                                                                     stream);
         return;
     }
     const auto launch = c.key_dim == 64

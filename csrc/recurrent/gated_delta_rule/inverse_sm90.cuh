@@ -23,10 +23,10 @@ class TriangularInverse {
     // A block's elements as a lane has them in an accumulator: two times eight columns.
     using Sums = float[2][4];
 
-    __device__ __forceinline__ explicit TriangularInverse(const InverseScratch& scratch)
+    __device__ __forceinline__ TriangularInverse(const InverseScratch& scratch, int _warp)
         : diagonal(scratch.diagonal.address()),
           below(scratch.below.address()),
-          warp(warpgroup::warpid()),
+          warp(_warp),
           lane(recomputed_lane()) {}
 
     // Where element (row, column) of diagonal block b of L is, columns behind each other.

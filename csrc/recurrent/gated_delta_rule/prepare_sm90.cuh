@@ -139,13 +139,10 @@ class ChunkSteps {
         }
     };
     // The block of 16 x 16 on the diagonal: of L to the inverse, of P into `weights`.
-    __device__ __forceinline__ void weigh_diagonal(const TriangularInverse& inverse,
-                                                   const TokenGates& tokens,
-                                                   const TokenNorms& norms,
-                                                   const RowFactors& factors,
-                                                   rt<T, 16, CHUNK>& weights,
-                                                   const rt_fl<16, CHUNK>& keys,
-                                                   const rt_fl<16, CHUNK>& queries) const {
+    __device__ __forceinline__ void weigh_diagonal(
+        const TriangularInverse& inverse, const TokenGates& tokens, const TokenNorms& norms,
+        const RowFactors& factors, rt<T, 16, CHUNK>& weights, const rt_fl<16, CHUNK>& keys,
+        const rt_fl<16, CHUNK>& queries) const {
         const int warp = warpgroup::warpid(), lane = recomputed_lane(), row = lane / 4;
 #pragma unroll
         for (int j = 0; j < CHUNK / 16; ++j) {
@@ -154,8 +151,7 @@ class ChunkSteps {
             for (int i = 0; i < 4; ++i) {
                 const int r = i % 2, column = 8 * (i / 2) + 2 * (lane % 4);
                 const auto sum = arch::load_shared<float2>(tokens.sums.address_of(16 * j + column));
-                const auto norm =
-                    arch::load_shared<float2>(norms.key.address_of(16 * j + column));
+                const auto norm = arch::load_shared<float2>(norms.key.address_of(16 * j + column));
                 const int distance = row + 8 * r - column;
                 const float decay[2] = {
                     distance >= 0 ? arch::exp2_approx(factors.sum[r] - sum.x) * norm.x : 0.0f,
@@ -274,7 +270,8 @@ class ChunkSteps {
         const float sum = tokens.sums.get(token), last = tokens.sums.get(CHUNK - 1);
         const float norm = norms.key.get(token), decay = arch::exp2_approx(sum);
         store(OF_KEYS, token, decay * norm);
-        if constexpr (!K::summary) store(OF_QUERIES, token, decay * norms.query.get(token) * g.scale);
+        if constexpr (!K::summary)
+            store(OF_QUERIES, token, decay * norms.query.get(token) * g.scale);
         store(OF_NEW, token, arch::exp2_approx(last - sum) * norm);
         if (token == 0) store(OF_STATE, 0, arch::exp2_approx(last));
     }
@@ -298,7 +295,9 @@ class Preparer : ChunkSteps<K, DeltaGlobals<K>, DeltaWork<K>> {
         const int chunks = work.sequence.chunks(), warp = warpgroup::warpid();
         if (id >= chunks) return;
         PrepareScratch& scratch = shared.scratch[id];
-        const auto inverse = [&] { return TriangularInverse(rematerialized(shared).scratch[id]); };
+        const auto inverse = [&] {
+            return TriangularInverse(rematerialized(shared).scratch[id], warpgroup::warpid());
+        };
         const int head = work.value_head;
         if (warp == gate_warp) store_gates(scratch.gates[0], gate_values(head, id), head, id);
         if (!g.l2_norm && warpgroup::laneid() < CHUNK) {
@@ -337,8 +336,7 @@ class Preparer : ChunkSteps<K, DeltaGlobals<K>, DeltaWork<K>> {
             TriangularInverse::Sums beside = {}, block = {};
             if (warp < 2) inverse().merge_16(beside);
             if (warp == gate_warp && i + K::preparers < chunks) {
-                store_gates(all.scratch[id].gates[(round + 1) % 2], values, head,
-                            i + K::preparers);
+                store_gates(all.scratch[id].gates[(round + 1) % 2], values, head, i + K::preparers);
             }
             auto& to = rematerialized(shared).prepared[i % K::slots];
             if (warp == load_warp) {
@@ -361,16 +359,16 @@ class Preparer : ChunkSteps<K, DeltaGlobals<K>, DeltaWork<K>> {
 
   private:
     using Steps::g;
-    using Steps::work;
     using Steps::gate_values;
-    using Steps::store_gates;
-    using Steps::store_query_norms;
-    using Steps::store_key_norms;
-    using Steps::weigh_diagonal;
-    using Steps::weigh_below;
-    using Steps::store_inverse;
-    using Steps::store_weights;
     using Steps::make_factors;
+    using Steps::store_gates;
+    using Steps::store_inverse;
+    using Steps::store_key_norms;
+    using Steps::store_query_norms;
+    using Steps::store_weights;
+    using Steps::weigh_below;
+    using Steps::weigh_diagonal;
+    using Steps::work;
 
     static constexpr int gate_warp = 2, load_warp = 3;
 

@@ -89,8 +89,8 @@ class Prepass : ChunkSteps<K, PrepassGlobals<K>, PrepassWork> {
     using Steps::g;
     using Steps::gate_values;
     using Steps::make_factors;
+    using Steps::store_block;
     using Steps::store_gates;
-    using Steps::store_inverse;
     using Steps::store_key_norms;
     using Steps::store_query_norms;
     using Steps::store_weights;
@@ -124,12 +124,14 @@ class Prepass : ChunkSteps<K, PrepassGlobals<K>, PrepassWork> {
     __device__ __forceinline__ void make_head(int r, const rt_fl<16, CHUNK>& keys,
                                               const rt_fl<16, CHUNK>& queries) const {
         auto& all = rematerialized(shared);
-        const int warp = arch::warp_uniform(warpgroup::warpid());
+        const int warp = arch::warp_uniform(recomputed_warp());
         const auto& gates = all.gates[r % WARPGROUP_WARPS];
-        const int at = (work.sequence.index * g.heads * g.ratio + head * g.ratio + r) *
-                           g.prepared.slots +
-                       work.sequence.first_slot + chunk;
-        const auto inverse = [&] { return TriangularInverse(rematerialized(shared).scratch); };
+        const int at =
+            (work.sequence.index * g.heads * g.ratio + head * g.ratio + r) * g.prepared.slots +
+            work.sequence.first_slot + chunk;
+        const auto inverse = [&] {
+            return TriangularInverse(rematerialized(shared).scratch, recomputed_warp());
+        };
         const typename Steps::RowFactors factors(g.scale, gates, all.norms);
         rt<T, 16, CHUNK> weights;
         weigh_diagonal(inverse(), gates, all.norms, factors, weights, keys, queries);
@@ -140,15 +142,21 @@ class Prepass : ChunkSteps<K, PrepassGlobals<K>, PrepassWork> {
         store_weights(all.p, weights);
         if (warp < 2) inverse().invert_diagonal();
         arch::sync_block();
-        TriangularInverse::Sums beside = {}, block = {};
-        if (warp < 2) inverse().merge_16(beside);
+        if (warp < 2) {
+            TriangularInverse::Sums block = {};
+            inverse().merge_16(block);
+            store_block(all.t, gates.beta, block, 2 * warp + 1, 2 * warp);
+        }
         float* const to = g.factors + int64_t(at) * K::factors::length;
         make_factors(gates, all.norms, [&](Factor which, int token, float x) {
             arch::store_global(to + which * CHUNK + token, x);
         });
         arch::sync_block();
-        inverse().merge_32(block);
-        store_inverse(all.t, gates.beta, inverse(), beside, block);
+        TriangularInverse::Sums last = {};
+        inverse().merge_32(last);
+        store_block(all.t, gates.beta, last, 2 + warp / 2, warp % 2);
+        inverse().load_diagonal(last);
+        store_block(all.t, gates.beta, last, warp, warp);
         arch::fence_async_shared();
         arch::sync_block();
         if (threadIdx.x != 0) return;

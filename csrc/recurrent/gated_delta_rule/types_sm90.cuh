@@ -230,11 +230,16 @@ __device__ __forceinline__ Object& rematerialized(Object& object) {
     return *(&object + zero);
 }
 
-// The same for what depends on the lane.
+// The same for what depends on the lane, and on the warp of a warpgroup.
 __device__ __forceinline__ int recomputed_lane() {
     uint32_t lane = uint32_t(laneid());
     arch::pin_register(lane);
     return int(lane);
+}
+__device__ __forceinline__ int recomputed_warp() {
+    uint32_t warp = uint32_t(warpgroup::warpid());
+    arch::pin_register(warp);
+    return int(warp);
 }
 
 // By each warp of a warpgroup, for what the warps have read or written on their own.

@@ -13,8 +13,8 @@ inline int64_t delta_prepared_of(const DeltaRuleConfig& c, const DeltaRuleProble
     return c.portable || is_walk(c) ? delta_prepared(p) : 0;
 }
 
-constexpr int DELTA_WALK_VALUES = 3;         // tiles of values of a consumer
-constexpr int DELTA_SUMMARY_CONSUMERS = 2;   // of a block that makes the summary of a segment
+constexpr int DELTA_WALK_VALUES = 3;        // tiles of values of a consumer
+constexpr int DELTA_SUMMARY_CONSUMERS = 2;  // of a block that makes the summary of a segment
 constexpr int delta_walk_stages(int consumers) { return consumers == 1 ? 4 : 3; }
 
 // Dynamic shared memory of a block: stages of keys, queries, T, P and factors; values.
