@@ -191,7 +191,8 @@ def test_reference_in_chunks():
 
 def test_choice():
     """Two consumers where heads fill the GPU, one where they do not or have no more columns;
-    segments where they do not fill it either."""
+    segments where they do not fill it either. A kernel prepares all chunks before, unless heads
+    that fill the GPU have keys of their own, or there is hardly a chunk."""
 
     def choice(value_heads, **fields):
         problem = {"sequences": 1, "heads": 4, "value_heads": value_heads, "length": 8192}
@@ -203,6 +204,14 @@ def test_choice():
     assert choice(64, length=200) == (1, 1)
     assert choice(8)[1] > 1
     assert choice(4, length=1 << 17)[1] > choice(4)[1]
+
+    def preparers(value_heads, **fields):
+        problem = {"sequences": 1, "heads": 4, "value_heads": value_heads, "length": 8192}
+        return _C.choose("gated_delta_rule", {**problem, **fields}, H200)["preparers"]
+
+    assert preparers(32) == preparers(8) == preparers(264) == 0
+    assert preparers(32, sequences=8, heads=32, length=4096) == 1
+    assert preparers(32, length=64) > 0
 
 
 Q, K = torch.zeros(2, 2, 3, 5, 64, dtype=BF16)
@@ -276,18 +285,21 @@ EMULATED = [
 ]
 
 
-def config_of(consumers, segments, portable):
-    preparers = 0 if portable else 3 - consumers
+FAMILIES = ["fused", "walk", "portable"]
+
+
+def config_of(consumers, segments, family):
+    preparers = 3 - consumers if family == "fused" else 0
     return {"consumers": consumers, "preparers": preparers, "segments": segments}
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(
     ("shape", "consumers", "segments", "gate", "keys", "most", "edges", "policy"), EMULATED
 )
-def test_emulated(dtype, shape, consumers, segments, gate, keys, most, edges, policy, portable):
+def test_emulated(dtype, shape, consumers, segments, gate, keys, most, edges, policy, family):
     tensors = operands(shape, dtype, gate=gate, keys=keys, most=most)
     options = {"state_v_first": gate == "mamba"}
     count = shape[0]
@@ -301,20 +313,24 @@ def test_emulated(dtype, shape, consumers, segments, gate, keys, most, edges, po
             dtype=BF16 if gate == "strong" else torch.float32,
         )
     with tk.emulate(
-        policy, seed=5, portable=portable, config=config_of(consumers, segments, portable)
+        policy,
+        seed=5,
+        portable=family == "portable",
+        config=config_of(consumers, segments, family),
     ) as run:
         results = tk.gated_delta_rule(*tensors, return_state=True, **options)
     name = "bf16" if dtype == BF16 else "fp16"
     key_dim = 64 if shape[4] <= 64 else 128
-    kind = "portable" if portable else f"{64 * consumers}_columns"
-    assert [x["kernel"] for x in run.kernels] == [f"forward_{name}_k{key_dim}_{kind}"]
+    first = "walk" if family == "walk" else "forward"
+    kind = "portable" if family == "portable" else f"{64 * consumers}_columns"
+    assert [x["kernel"] for x in run.kernels] == [f"{first}_{name}_k{key_dim}_{kind}"]
     assert_delta_rule(results, *tensors, **options)
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("consumers", [1, 2])
-def test_emulated_gates(consumers, portable):
+def test_emulated_gates(consumers, family):
     """What is made in the kernel, of operands that lie anyhow."""
     q, k, v, _, _ = operands((1, 2, 4, 140, 64, 128))
     q, k = heads(3 * q, "bshd"), heads(5 * k, "sliced")
@@ -322,7 +338,8 @@ def test_emulated_gates(consumers, portable):
     A_log, dt_bias = torch.randn(2, 4)
     options = {"qk_l2norm": True, "A_log": A_log, "dt_bias": dt_bias, "beta_sigmoid": True,
                "allow_neg_eigval": True, "scale": 0.5}  # fmt: skip
-    with tk.emulate("random", portable=portable, config=config_of(consumers, consumers, portable)):
+    config = config_of(consumers, consumers, family)
+    with tk.emulate("random", portable=family == "portable", config=config):
         results = tk.gated_delta_rule(q, k, v, a, b, return_state=True, **options)
     assert_delta_rule(results, q, k, v, a, b, **options)
 

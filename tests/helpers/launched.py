@@ -95,8 +95,12 @@ def _gated_delta_rule(name: str, choice: Mapping, call: Mapping) -> Iterator[Lau
         yield "gated_delta_rule", name.replace("forward", "prepare")
         if choice["segments"] > 1:
             yield "gated_delta_rule", "scan_portable"
-    elif choice["segments"] > 1:
-        yield "gated_delta_rule", f"segments_{choice['dtype']}_k{choice['key_dim']}"
+        return
+    walk, kind = choice["preparers"] == 0, f"{choice['dtype']}_k{choice['key_dim']}"
+    if walk:
+        yield "gated_delta_rule", f"prepass_{kind}"
+    if choice["segments"] > 1:
+        yield "gated_delta_rule", f"{'walk_' * walk}segments_{kind}"
         yield "gated_delta_rule", "scan"
 
 

@@ -5,7 +5,7 @@
 #include "csrc/common/check.h"
 #include "csrc/common/math.h"
 #include "csrc/common/registry.h"
-#include "csrc/recurrent/gated_delta_rule/gated_delta_rule.h"
+#include "csrc/recurrent/gated_delta_rule/walk.h"
 
 namespace thunderkittens::recurrent {
 
@@ -46,16 +46,34 @@ std::string unsupported(const DeltaRuleProblem& p, const DeviceProperties& devic
     return "";
 }
 
-// Cycles, of an H200, as expected from the products and the chain of dependent ones: of a chunk of
-// two consumers, which fill each other's waits, of one alone, which is done sooner, and of one that
-// makes the summary of a segment; of the launches of summaries and their scan, and of the scan per
-// segment. Of portable kernels, whose chunks are prepared before, as expected on an A100.
+// Cycles of a multiprocessor at 1.75 GHz. Of a chunk: of two consumers, which fill each other's
+// waits, of one alone, which is done sooner, and of a block that makes the summary of a segment; of
+// what is prepared before, of a chunk of a key head and of each of its value heads; of one more
+// launch, and of those of segments; of the scan, for each segment. As measured on an H200; those of
+// portable kernels are expected on an A100.
+namespace {
+struct DeltaCosts {
+    double two, one, summary;
+    int64_t summary_columns;
+    double keys_before, values_before, launch, segment_launches, scan;
+};
+constexpr DeltaCosts FUSED = {7600, 4250, 2850, DELTA_VALUES, 0, 0, 0, 6000, 5000},
+                     WALK = {3050, 1970, 2155, DELTA_SUMMARY_CONSUMERS* DELTA_VALUES, 1900, 1650,
+                             3000, 6000, 5000},
+                     ON_AMPERE = {5500, 3300, 2200, DELTA_VALUES, 0, 0, 0, 12000, 3000};
+constexpr double BYTES_PER_CYCLE = 2300;  // of memory, of a whole GPU
+
+// Of a walk: all that it reads and writes.
+double memory_cycles(const DeltaRuleProblem& p, int64_t chunks) {
+    const double keys = double(p.heads) * 2 * 2 * DELTA_CHUNK * double(p.key_dim);
+    const double values = double(p.value_heads) * 2 * 2 * DELTA_CHUNK * double(p.value_dim);
+    const double prepared = double(p.value_heads) * (2 * 2 * DELTA_SQUARE + 1024);
+    return double(p.sequences) * double(chunks) * (keys + values + prepared) / BYTES_PER_CYCLE;
+}
+}  // namespace
+
 DeltaRuleConfig choose(const DeltaRuleProblem& p, const DeviceProperties& device) {
     const bool portable = !runs_native(device);
-    const double cycles_of_two = portable ? 5500 : 3000, cycles_of_one = portable ? 3300 : 1700,
-                 cycles_of_summary = portable ? 2200 : 1300;
-    const double launches = portable ? 12000 : 8000;
-    constexpr double scan_of_segment = 3000;
     const int64_t sms = std::max(1, device.sm_count), heads = p.sequences * p.value_heads;
     const int64_t tokens =
         p.packed ? ceil_div(p.length, std::max<int64_t>(p.sequences, 1)) : p.length;
@@ -64,35 +82,51 @@ DeltaRuleConfig choose(const DeltaRuleProblem& p, const DeviceProperties& device
         .dtype = p.dtype, .key_dim = p.key_dim <= 64 ? 64 : 128, .portable = portable};
     double least = std::numeric_limits<double>::infinity();
     const int64_t most = std::clamp<int64_t>(chunks / 4, 1, DELTA_MAX_SEGMENTS);
-    for (const int consumers : {2, 1}) {
-        const int64_t columns = consumers * DELTA_VALUES;
-        if (consumers == 2 && p.value_dim <= DELTA_VALUES) continue;
-        for (int segments = 1; segments <= most; ++segments) {
-            const double length = double(ceil_div(chunks, segments));
-            const auto rounds = [&](int64_t blocks) { return double(ceil_div(blocks, sms)); };
-            const double cycles = consumers == 2 ? cycles_of_two : cycles_of_one;
-            double cost =
-                rounds(heads * segments * ceil_div(p.value_dim, columns)) * length * cycles;
-            if (segments > 1) {
-                const int64_t slices =
-                    ceil_div(p.value_dim, DELTA_VALUES) + ceil_div(p.key_dim, DELTA_VALUES);
-                cost += rounds(heads * (segments - 1) * slices) * length * cycles_of_summary +
-                        launches + double(segments - 1) * scan_of_segment;
+    const auto rounds = [&](int64_t blocks) { return double(ceil_div(blocks, sms)); };
+    for (const bool walk : {false, true}) {
+        if (walk && portable) continue;
+        const DeltaCosts& costs = portable ? ON_AMPERE : walk ? WALK : FUSED;
+        for (const int consumers : {2, 1}) {
+            const int64_t columns = consumers * DELTA_VALUES;
+            if (consumers == 2 && p.value_dim <= DELTA_VALUES) continue;
+            for (int segments = 1; segments <= most; ++segments) {
+                const double length = double(ceil_div(chunks, segments));
+                double cost = rounds(heads * segments * ceil_div(p.value_dim, columns)) * length *
+                              (consumers == 2 ? costs.two : costs.one);
+                if (walk) {
+                    const double share = double(chunks) / double(sms);
+                    cost =
+                        std::max(cost, memory_cycles(p, chunks)) + costs.launch +
+                        std::max(double(p.sequences * p.heads) * share, 4.0) * costs.keys_before +
+                        std::max(double(heads) * share, 4.0) * costs.values_before;
+                }
+                if (segments > 1) {
+                    const int64_t slices = ceil_div(p.value_dim, costs.summary_columns) +
+                                           ceil_div(p.key_dim, costs.summary_columns);
+                    const double scans =
+                        portable ? 1 : rounds(heads * ceil_div(p.value_dim, DELTA_SCAN_COLUMNS));
+                    cost += rounds(heads * (segments - 1) * slices) * length * costs.summary +
+                            costs.segment_launches + scans * double(segments - 1) * costs.scan;
+                }
+                if (cost >= least) continue;
+                least = cost;
+                best.consumers = consumers;
+                best.preparers = portable || walk ? 0 : delta_preparers(consumers);
+                best.segments = segments;
             }
-            if (cost >= least) continue;
-            least = cost;
-            best.consumers = consumers;
-            best.preparers = portable ? 0 : delta_preparers(consumers);
-            best.segments = segments;
         }
     }
     return best;
 }
 
+static int shared_bytes(const DeltaRuleConfig& c) {
+    return is_walk(c) ? delta_walk_bytes(c.key_dim, c.consumers) : shared_bytes_of(c);
+}
+
 std::string kernel_name(const DeltaRuleConfig& c) {
     if (c.portable) return concat("forward_", name_of(c.dtype), "_k", c.key_dim, "_portable");
-    return concat("forward_", name_of(c.dtype), "_k", c.key_dim, "_", c.consumers * DELTA_VALUES,
-                  "_columns");
+    return concat(is_walk(c) ? "walk_" : "forward_", name_of(c.dtype), "_k", c.key_dim, "_",
+                  c.consumers * DELTA_VALUES, "_columns");
 }
 
 std::vector<KernelInfo> gated_delta_rule_kernels() {
@@ -103,11 +137,12 @@ std::vector<KernelInfo> gated_delta_rule_kernels() {
         info.config = concat(summary ? "what a segment makes of a state: " : "", "chunks of ",
                              DELTA_CHUNK, " tokens, K up to ", c.key_dim, ", ", c.consumers, " x ",
                              DELTA_VALUES, " columns of values, ", c.preparers, " preparing");
-        info.source = concat("gated_delta_rule_", name_of(c.dtype));
+        info.source = concat("gated_delta_rule_", is_walk(c) ? "walk_" : "", name_of(c.dtype));
         info.symbol = concat("23gated_delta_rule_kernelI*11DeltaKernelIL<enum>", int(c.dtype),
-                             "ELi", c.key_dim, "ELi", c.consumers, "ELb", int(summary), "EE");
-        info.threads = (c.consumers + c.preparers) * 128;
-        info.shared_bytes = shared_bytes_of(c);
+                             "ELi", c.key_dim, "ELi", c.consumers, "ELb", int(summary), "ELb",
+                             int(is_walk(c)), "EE");
+        info.threads = (c.consumers + (is_walk(c) ? 1 : c.preparers)) * 128;
+        info.shared_bytes = shared_bytes(c);
         list.push_back(info);
     };
     for (const DType dtype : {DType::bf16, DType::fp16}) {
@@ -118,6 +153,21 @@ std::vector<KernelInfo> gated_delta_rule_kernels() {
             }
             add({dtype, key_dim, 1, delta_preparers(1)}, true,
                 concat("segments_", name_of(dtype), "_k", key_dim));
+            for (const int consumers : {1, 2}) {
+                const DeltaRuleConfig config{dtype, key_dim, consumers, 0};
+                add(config, false, kernel_name(config));
+            }
+            add({dtype, key_dim, DELTA_SUMMARY_CONSUMERS, 0}, true,
+                concat("walk_segments_", name_of(dtype), "_k", key_dim));
+            KernelInfo prepass;
+            prepass.name = concat("prepass_", name_of(dtype), "_k", key_dim);
+            prepass.config = concat("T and P of a chunk, for a walk over them, K up to ", key_dim);
+            prepass.source = concat("gated_delta_rule_prepass_", name_of(dtype));
+            prepass.symbol = concat("delta_prepass_kernelI*11DeltaKernelIL<enum>", int(dtype),
+                                    "ELi", key_dim, "ELi1ELb0ELb1EE");
+            prepass.threads = 128;
+            prepass.shared_bytes = delta_prepass_bytes(key_dim);
+            list.push_back(prepass);
         }
     }
     for (const DType dtype : {DType::bf16, DType::fp16}) {

@@ -6,6 +6,7 @@
 
 #include "csrc/common/remembered.h"
 #include "csrc/recurrent/gated_delta_rule/operands.h"
+#include "csrc/recurrent/gated_delta_rule/walk.h"
 
 namespace thunderkittens::recurrent {
 
@@ -19,6 +20,18 @@ void run_portable_gated_delta_rule(const DeltaRuleParams& params, Stream stream)
     launch_portable_gated_delta_rule<dtype, key_dim>(params, DeltaWalk::outputs, {}, stream);
 }
 
+// All chunks first, then the walk over them.
+template <DType dtype, int key_dim>
+void run_delta_walk(const DeltaRuleConfig& c, const DeltaRuleParams& params, Stream stream) {
+    launch_delta_prepass<dtype, key_dim>(params, stream);
+    if (params.segments > 1) {
+        launch_delta_walk_segments<dtype, key_dim>(params, stream);
+        launch_delta_scan<DELTA_SCAN_COLUMNS, false>(params, stream);
+    }
+    (c.consumers == 1 ? &launch_delta_walk<dtype, key_dim, 1>
+                      : &launch_delta_walk<dtype, key_dim, 2>)(params, stream);
+}
+
 template <DType dtype>
 void run_gated_delta_rule(const DeltaRuleConfig& c, const DeltaRuleParams& params, Stream stream) {
     if constexpr (BUILDS_PORTABLE) {
@@ -27,6 +40,11 @@ void run_gated_delta_rule(const DeltaRuleConfig& c, const DeltaRuleParams& param
                              : &run_portable_gated_delta_rule<dtype, 128>)(params, stream);
             return;
         }
+    }
+    if (is_walk(c)) {
+        (c.key_dim == 64 ? &run_delta_walk<dtype, 64> : &run_delta_walk<dtype, 128>)(c, params,
+                                                                                     stream);
+        return;
     }
     const auto launch = c.key_dim == 64
                             ? (c.consumers == 1 ? &launch_gated_delta_rule<dtype, 64, 1>
@@ -110,13 +128,13 @@ DeltaRuleResults<Tensor> gated_delta_rule_body(const Backend<Tensor>& on,
             return choose(problem, of);
         }));
     const int64_t of_segments = delta_workspace(p, config.segments);
-    const int64_t needed = of_segments + (config.portable ? delta_prepared(p) : 0);
+    const int64_t needed = of_segments + delta_prepared_of(config, p);
     std::optional<Tensor> workspace;
     if (needed > 0) workspace = empty({needed}, DType::fp32, q);
     params.segments = config.segments;
     if (config.segments > 1) params.workspace = data_as<float>(workspace);
-    if (config.portable) {
-        params.consumers = config.consumers;
+    params.consumers = config.consumers;
+    if (needed > of_segments) {
         params.prepared = delta_prepared_at(data_as<float>(workspace) + of_segments, p);
     }
     auto launch = on.launch("gated_delta_rule", config, q);

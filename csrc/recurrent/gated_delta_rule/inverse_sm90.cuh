@@ -23,16 +23,16 @@ class TriangularInverse {
     // A block's elements as a lane has them in an accumulator: two times eight columns.
     using Sums = float[2][4];
 
-    __device__ __forceinline__ explicit TriangularInverse(const PrepareScratch& scratch)
+    __device__ __forceinline__ TriangularInverse(const InverseScratch& scratch, int _warp)
         : diagonal(scratch.diagonal.address()),
           below(scratch.below.address()),
-          warp(warpgroup::warpid()),
+          warp(_warp),
           lane(recomputed_lane()) {}
 
     // Where element (row, column) of diagonal block b of L is, columns behind each other.
     __device__ __forceinline__ uint32_t place(int b, int row, int column) const {
         return diagonal +
-               uint32_t(4 * (b * PrepareScratch::block + column * PrepareScratch::pitch + row));
+               uint32_t(4 * (b * InverseScratch::block + column * InverseScratch::pitch + row));
     }
     // Block (row, column) of L, row > column.
     __device__ __forceinline__ void store_below(int row, int column, const Sums& x) const {
@@ -153,7 +153,7 @@ class TriangularInverse {
 
     // Blocks, and this lane's 16 bytes in one.
     __device__ __forceinline__ uint32_t inverse_of(int b) const {
-        return diagonal + uint32_t(b / 2 * (8 * PrepareScratch::block) + b % 2 * 2 * part_bytes);
+        return diagonal + uint32_t(b / 2 * (8 * InverseScratch::block) + b % 2 * 2 * part_bytes);
     }
     __device__ __forceinline__ uint32_t of_diagonal(int b) const {
         return inverse_of(b) + 16 * uint32_t(lane);

@@ -7,11 +7,10 @@
 // have: no tile is written anew.
 #pragma once
 
+#include "csrc/recurrent/gated_delta_rule/consumer_sm90.cuh"
 #include "csrc/recurrent/gated_delta_rule/inverse_sm90.cuh"
 
 namespace thunderkittens::recurrent::delta {
-
-constexpr int PREPARE_BARRIER = 1, CONSUME_BARRIER = 3;  // and that of the next warpgroup
 
 // One thread: the keys and queries of a chunk.
 template <class K>
@@ -33,103 +32,34 @@ struct GateValues {
     uint32_t g[2], beta[2];
 };
 
-template <class K>
-class Preparer {
+// What is done to a chunk, by a warpgroup, given its sequence in `work`.
+template <class K, class Globals, class Work>
+class ChunkSteps {
   public:
     using T = typename K::T;
 
-    __device__ __forceinline__ Preparer(const DeltaGlobals<K>& _g, DeltaShared<K>& _shared,
-                                        const DeltaWork<K>& _work, int _id)
-        : g(_g), shared(_shared), work(_work), id(_id) {}
+    __device__ __forceinline__ ChunkSteps(const Globals& _g, const Work& _work)
+        : g(_g), work(_work) {}
 
-    // Of the inverse warps 0 and 1 have most: gates and loads are with the other two.
-    __device__ __forceinline__ void run() {
-        const int chunks = work.sequence.chunks(), warp = warpgroup::warpid();
-        if (id >= chunks) return;
-        PrepareScratch& scratch = shared.scratch[id];
-        const auto inverse = [&] { return TriangularInverse(rematerialized(shared).scratch[id]); };
-        if (warp == gate_warp) store_gates(scratch.tokens[0], gate_values(id), id);
-        if (!g.l2_norm && warpgroup::laneid() < CHUNK) {
-            for (auto& tokens : scratch.tokens) {
-                tokens.key_norm.set(warpgroup::laneid(), 1.0f);
-                tokens.query_norm.set(warpgroup::laneid(), 1.0f);
-            }
-        }
-#pragma unroll 1
-        for (int i = id; i < chunks; i += K::preparers) {
-            auto& all = rematerialized(shared);
-            auto& stage = all.stages[i % K::stages];
-            const int round = i / K::preparers;
-            auto& tokens = all.scratch[id].tokens[round % 2];
-            wait(all.loaded[i % K::stages], i / K::stages % 2);
-            rt_fl<16, CHUNK> keys, queries;
-            warpgroup::mm_ABt(keys, stage.k, stage.k);
-            if constexpr (!K::summary) {
-                warpgroup::mm_ABt(queries, stage.q, stage.k);
-                if (g.l2_norm) store_query_norms(tokens.query_norm, stage.q);
-            }
-            warpgroup::mma_async_wait<0>(keys);
-            if constexpr (!K::summary) warpgroup::mma_async_wait<0>(queries);
-            if (g.l2_norm) store_key_norms(tokens.key_norm, keys);
-            sync();
-            const RowFactors factors(*this, tokens);
-            rt<T, 16, CHUNK> weights;
-            weigh_diagonal(inverse(), tokens, factors, weights, keys, queries);
-            sync();
-            weigh_below(inverse(), tokens, factors, weights, keys, queries);
-            GateValues values{};  // of the warpgroup's next chunk; nothing behind the last one
-            if (warp == gate_warp) values = gate_values(i + K::preparers);
-            if (warp < 2) inverse().invert_diagonal();
-            sync();
-            TriangularInverse::Sums beside = {}, block = {};
-            if (warp < 2) inverse().merge_16(beside);
-            if (warp == gate_warp && i + K::preparers < chunks) {
-                store_gates(all.scratch[id].tokens[(round + 1) % 2], values, i + K::preparers);
-            }
-            auto& to = rematerialized(shared).prepared[i % K::slots];
-            if (warp == load_warp) {
-                if (i >= K::slots) wait(all.empty[i % K::slots], (i / K::slots - 1) % 2);
-                // The consumers have also read the keys of the chunk whose place this is.
-                if (laneid() == 0 && i + 2 < chunks) load_keys(g, all, work, i + 2);
-            }
-            sync();
-            inverse().merge_32(block);
-
-            store_block(to.t, tokens.beta, block, 2 + warp / 2, warp % 2);
-            if (warp < 2) store_block(to.t, tokens.beta, beside, 2 * warp + 1, 2 * warp);
-            TriangularInverse::Sums diagonal;
-            inverse().load_diagonal(diagonal);
-            store_block(to.t, tokens.beta, diagonal, warp, warp);
-            if constexpr (!K::summary) store_weights(to.p, weights);
-            store_factors(to, tokens);
-            arch::fence_async_shared();
-            signal_by_warp(all.full[i % K::slots]);
-        }
-    }
-
-  private:
-    static constexpr int gate_warp = 2, load_warp = 3;
-
-    __device__ __forceinline__ void sync() const { warpgroup::sync(PREPARE_BARRIER + id); }
-
+  protected:
     // Tokens behind the sequence neither decay nor write.
-    __device__ __forceinline__ GateValues gate_values(int chunk) const {
+    __device__ __forceinline__ GateValues gate_values(int value_head, int chunk) const {
         GateValues values{};
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             const int row = chunk * CHUNK + 2 * laneid() + e;
             if (row >= work.sequence.length) continue;
             const int place = work.sequence.begin + work.sequence.first + row;
-            values.g[e] = g.g.bits_at(work.sequence.index, work.value_head, place);
-            values.beta[e] = g.beta.bits_at(work.sequence.index, work.value_head, place);
+            values.g[e] = g.g.bits_at(work.sequence.index, value_head, place);
+            values.beta[e] = g.beta.bits_at(work.sequence.index, value_head, place);
         }
         return values;
     }
     // Inclusive sums of the log decays, and beta.
-    __device__ __forceinline__ void store_gates(PrepareScratch::Tokens& tokens,
-                                                const GateValues& values, int chunk) const {
+    __device__ __forceinline__ void store_gates(TokenGates& tokens, const GateValues& values,
+                                                int value_head, int chunk) const {
         const int lane = recomputed_lane();
-        const float factor = g.gate.factor(work.value_head), bias = g.gate.bias(work.value_head);
+        const float factor = g.gate.factor(value_head), bias = g.gate.bias(value_head);
         float decay[2], beta[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
@@ -195,26 +125,24 @@ class Preparer {
     struct RowFactors {
         float key[2], query[2], sum[2], first;
 
-        __device__ __forceinline__ RowFactors(const Preparer& of,
-                                              const PrepareScratch::Tokens& tokens) {
+        __device__ __forceinline__ RowFactors(float scale, const TokenGates& tokens,
+                                              const TokenNorms& norms) {
             const int row = 16 * warpgroup::warpid(), lane = recomputed_lane();
             first = tokens.sums.get(row);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int own = row + lane / 4 + 8 * r;
                 sum[r] = tokens.sums.get(own);
-                key[r] = tokens.key_norm.get(own) * tokens.beta.get(own);
-                query[r] = K::summary ? 0.0f : tokens.query_norm.get(own) * of.g.scale;
+                key[r] = norms.key.get(own) * tokens.beta.get(own);
+                query[r] = K::summary ? 0.0f : norms.query.get(own) * scale;
             }
         }
     };
     // The block of 16 x 16 on the diagonal: of L to the inverse, of P into `weights`.
-    __device__ __forceinline__ void weigh_diagonal(const TriangularInverse& inverse,
-                                                   const PrepareScratch::Tokens& tokens,
-                                                   const RowFactors& factors,
-                                                   rt<T, 16, CHUNK>& weights,
-                                                   const rt_fl<16, CHUNK>& keys,
-                                                   const rt_fl<16, CHUNK>& queries) const {
+    __device__ __forceinline__ void weigh_diagonal(
+        const TriangularInverse& inverse, const TokenGates& tokens, const TokenNorms& norms,
+        const RowFactors& factors, rt<T, 16, CHUNK>& weights, const rt_fl<16, CHUNK>& keys,
+        const rt_fl<16, CHUNK>& queries) const {
         const int warp = warpgroup::warpid(), lane = recomputed_lane(), row = lane / 4;
 #pragma unroll
         for (int j = 0; j < CHUNK / 16; ++j) {
@@ -223,8 +151,7 @@ class Preparer {
             for (int i = 0; i < 4; ++i) {
                 const int r = i % 2, column = 8 * (i / 2) + 2 * (lane % 4);
                 const auto sum = arch::load_shared<float2>(tokens.sums.address_of(16 * j + column));
-                const auto norm =
-                    arch::load_shared<float2>(tokens.key_norm.address_of(16 * j + column));
+                const auto norm = arch::load_shared<float2>(norms.key.address_of(16 * j + column));
                 const int distance = row + 8 * r - column;
                 const float decay[2] = {
                     distance >= 0 ? arch::exp2_approx(factors.sum[r] - sum.x) * norm.x : 0.0f,
@@ -246,7 +173,7 @@ class Preparer {
     // The blocks left of it. Their decays are products of two that are at most one: from a column
     // to the warp's first row, and from there on.
     __device__ __forceinline__ void weigh_below(const TriangularInverse& inverse,
-                                                const PrepareScratch::Tokens& tokens,
+                                                const TokenGates& tokens, const TokenNorms& norms,
                                                 const RowFactors& factors,
                                                 rt<T, 16, CHUNK>& weights,
                                                 const rt_fl<16, CHUNK>& keys,
@@ -267,7 +194,7 @@ class Preparer {
             for (int half = 0; half < 2; ++half) {
                 const int column = 16 * j + 8 * half + 2 * (lane % 4);
                 const auto sum = arch::load_shared<float2>(tokens.sums.address_of(column));
-                const auto norm = arch::load_shared<float2>(tokens.key_norm.address_of(column));
+                const auto norm = arch::load_shared<float2>(norms.key.address_of(column));
                 const float decay[2] = {arch::exp2_approx(factors.first - sum.x) * norm.x,
                                         arch::exp2_approx(factors.first - sum.y) * norm.y};
 #pragma unroll
@@ -304,6 +231,19 @@ class Preparer {
         }
         store_words(to, row, column, words);
     }
+    // All of this warp's: those of the two merges, and on the diagonal.
+    __device__ __forceinline__ static void store_inverse(typename K::square_tile& to,
+                                                         const sv<float, CHUNK>& beta,
+                                                         const TriangularInverse& inverse,
+                                                         const TriangularInverse::Sums& beside,
+                                                         const TriangularInverse::Sums& block) {
+        const int warp = warpgroup::warpid();
+        store_block(to, beta, block, 2 + warp / 2, warp % 2);
+        if (warp < 2) store_block(to, beta, beside, 2 * warp + 1, 2 * warp);
+        TriangularInverse::Sums diagonal;
+        inverse.load_diagonal(diagonal);
+        store_block(to, beta, diagonal, warp, warp);
+    }
     __device__ __forceinline__ static void store_words(typename K::square_tile& to, int row,
                                                        int column, const uint32_t (&words)[4]) {
         const int lane = recomputed_lane();
@@ -321,23 +261,120 @@ class Preparer {
                         reinterpret_cast<const uint32_t(&)[4]>(weights.tiles[0][j].data));
         }
     }
-    __device__ __forceinline__ void store_factors(Prepared<K>& to,
-                                                  const PrepareScratch::Tokens& tokens) const {
+    // Calls store(factor, token, its value).
+    template <class Store>
+    __device__ __forceinline__ void make_factors(const TokenGates& tokens, const TokenNorms& norms,
+                                                 Store store) const {
         const int token = WARP_THREADS * warpgroup::warpid() + recomputed_lane();
         if (token >= CHUNK) return;
         const float sum = tokens.sums.get(token), last = tokens.sums.get(CHUNK - 1);
-        const float norm = tokens.key_norm.get(token), decay = arch::exp2_approx(sum);
-        to.key_factor.set(token, decay * norm);
-        if constexpr (!K::summary) {
-            to.query_factor.set(token, decay * tokens.query_norm.get(token) * g.scale);
-        }
-        to.new_factor.set(token, arch::exp2_approx(last - sum) * norm);
-        if (token == CHUNK - 1) to.decay.set(0, decay);
+        const float norm = norms.key.get(token), decay = arch::exp2_approx(sum);
+        store(OF_KEYS, token, decay * norm);
+        if constexpr (!K::summary)
+            store(OF_QUERIES, token, decay * norms.query.get(token) * g.scale);
+        store(OF_NEW, token, arch::exp2_approx(last - sum) * norm);
+        if (token == 0) store(OF_STATE, 0, arch::exp2_approx(last));
     }
 
-    const DeltaGlobals<K>& g;
+    const Globals& g;
+    const Work& work;
+};
+
+template <class K>
+class Preparer : ChunkSteps<K, DeltaGlobals<K>, DeltaWork<K>> {
+  public:
+    using T = typename K::T;
+    using Steps = ChunkSteps<K, DeltaGlobals<K>, DeltaWork<K>>;
+
+    __device__ __forceinline__ Preparer(const DeltaGlobals<K>& _g, DeltaShared<K>& _shared,
+                                        const DeltaWork<K>& _work, int _id)
+        : Steps(_g, _work), shared(_shared), id(_id) {}
+
+    // Of the inverse warps 0 and 1 have most: gates and loads are with the other two.
+    __device__ __forceinline__ void run() {
+        const int chunks = work.sequence.chunks(), warp = warpgroup::warpid();
+        if (id >= chunks) return;
+        PrepareScratch& scratch = shared.scratch[id];
+        const auto inverse = [&] {
+            return TriangularInverse(rematerialized(shared).scratch[id], warpgroup::warpid());
+        };
+        const int head = work.value_head;
+        if (warp == gate_warp) store_gates(scratch.gates[0], gate_values(head, id), head, id);
+        if (!g.l2_norm && warpgroup::laneid() < CHUNK) {
+            for (auto& norms : scratch.norms) {
+                norms.key.set(warpgroup::laneid(), 1.0f);
+                norms.query.set(warpgroup::laneid(), 1.0f);
+            }
+        }
+#pragma unroll 1
+        for (int i = id; i < chunks; i += K::preparers) {
+            auto& all = rematerialized(shared);
+            auto& stage = all.stages[i % K::stages];
+            const int round = i / K::preparers;
+            auto& tokens = all.scratch[id].gates[round % 2];
+            auto& norms = all.scratch[id].norms[round % 2];
+            wait(all.loaded[i % K::stages], i / K::stages % 2);
+            rt_fl<16, CHUNK> keys, queries;
+            warpgroup::mm_ABt(keys, stage.k, stage.k);
+            if constexpr (!K::summary) {
+                warpgroup::mm_ABt(queries, stage.q, stage.k);
+                if (g.l2_norm) store_query_norms(norms.query, stage.q);
+            }
+            warpgroup::mma_async_wait<0>(keys);
+            if constexpr (!K::summary) warpgroup::mma_async_wait<0>(queries);
+            if (g.l2_norm) store_key_norms(norms.key, keys);
+            sync();
+            const typename Steps::RowFactors factors(g.scale, tokens, norms);
+            rt<T, 16, CHUNK> weights;
+            weigh_diagonal(inverse(), tokens, norms, factors, weights, keys, queries);
+            sync();
+            weigh_below(inverse(), tokens, norms, factors, weights, keys, queries);
+            GateValues values{};  // of the warpgroup's next chunk; nothing behind the last one
+            if (warp == gate_warp) values = gate_values(head, i + K::preparers);
+            if (warp < 2) inverse().invert_diagonal();
+            sync();
+            TriangularInverse::Sums beside = {}, block = {};
+            if (warp < 2) inverse().merge_16(beside);
+            if (warp == gate_warp && i + K::preparers < chunks) {
+                store_gates(all.scratch[id].gates[(round + 1) % 2], values, head, i + K::preparers);
+            }
+            auto& to = rematerialized(shared).prepared[i % K::slots];
+            if (warp == load_warp) {
+                if (i >= K::slots) wait(all.empty[i % K::slots], (i / K::slots - 1) % 2);
+                // The consumers have also read the keys of the chunk whose place this is.
+                if (laneid() == 0 && i + 2 < chunks) load_keys(g, all, work, i + 2);
+            }
+            sync();
+            inverse().merge_32(block);
+
+            store_inverse(to.t, tokens.beta, inverse(), beside, block);
+            if constexpr (!K::summary) store_weights(to.p, weights);
+            make_factors(tokens, norms, [&](Factor which, int token, float x) {
+                to.factors.set(which * CHUNK + token, x);
+            });
+            arch::fence_async_shared();
+            signal_by_warp(all.full[i % K::slots]);
+        }
+    }
+
+  private:
+    using Steps::g;
+    using Steps::gate_values;
+    using Steps::make_factors;
+    using Steps::store_gates;
+    using Steps::store_inverse;
+    using Steps::store_key_norms;
+    using Steps::store_query_norms;
+    using Steps::store_weights;
+    using Steps::weigh_below;
+    using Steps::weigh_diagonal;
+    using Steps::work;
+
+    static constexpr int gate_warp = 2, load_warp = 3;
+
+    __device__ __forceinline__ void sync() const { warpgroup::sync(PREPARE_BARRIER + id); }
+
     DeltaShared<K>& shared;
-    const DeltaWork<K>& work;
     const int id;
 };
 

@@ -4,7 +4,7 @@
 
 #include <new>
 
-#include "csrc/recurrent/gated_delta_rule/gated_delta_rule.h"
+#include "csrc/recurrent/gated_delta_rule/walk.h"
 #include "kittens/kittens.cuh"
 
 namespace thunderkittens::recurrent::delta {
@@ -54,6 +54,7 @@ struct RowLayout {
 // tensors; else `length` rows from `first` on. The sequence ends before row `end`.
 struct DeltaSequence {
     int index, begin, first, length, end;
+    int first_slot;  // of its first chunk, see delta_slots()
 
     __device__ __forceinline__ DeltaSequence(const int32_t* cu_seqlens, int n, int rows,
                                              int segment, int segments)
@@ -63,12 +64,22 @@ struct DeltaSequence {
             length = arch::load_global_readonly(cu_seqlens + n + 1) - begin;
         }
         end = begin + length;
+        first_slot = cu_seqlens != nullptr ? begin / CHUNK + n : 0;
         if (segments == 1) return;
         const int part = (chunks() + segments - 1) / segments;
         const int start = ::min(segment * part, chunks()) * CHUNK;
         length = ::min(::max(length - start, 0), part * CHUNK);
         (cu_seqlens != nullptr ? begin : first) += start;
+        first_slot += start / CHUNK;
     }
+    // A whole one that is known.
+    __device__ __forceinline__ DeltaSequence(int _index, int _begin, int _length, int _first_slot)
+        : index(_index),
+          begin(_begin),
+          first(0),
+          length(_length),
+          end(_begin + _length),
+          first_slot(_first_slot) {}
     __device__ __forceinline__ int chunks() const { return (length + CHUNK - 1) / CHUNK; }
 
     template <class Tile>
@@ -219,11 +230,16 @@ __device__ __forceinline__ Object& rematerialized(Object& object) {
     return *(&object + zero);
 }
 
-// The same for what depends on the lane.
+// The same for what depends on the lane, and on the warp of a warpgroup.
 __device__ __forceinline__ int recomputed_lane() {
     uint32_t lane = uint32_t(laneid());
     arch::pin_register(lane);
     return int(lane);
+}
+__device__ __forceinline__ int recomputed_warp() {
+    uint32_t warp = uint32_t(warpgroup::warpid());
+    arch::pin_register(warp);
+    return int(warp);
 }
 
 // By each warp of a warpgroup, for what the warps have read or written on their own.
@@ -232,26 +248,60 @@ __device__ __forceinline__ void signal_by_warp(semaphore& s) {
     if (laneid() == 0) arrive(s);
 }
 
-template <DType dtype, int _key_dim, int _consumers, bool _summary>
+// What a token's rows are multiplied by: K S and Q S, U; and the decay of the state, in the first
+// element. They lie in memory as DELTA_VECTORS vectors.
+enum Factor { OF_KEYS, OF_NEW, OF_STATE, OF_QUERIES };
+
+template <DType dtype, int _key_dim, int _consumers, bool _summary, bool _walk>
 struct DeltaKernel {
     using T = type_of<dtype>;
     static constexpr int key_dim = _key_dim, consumers = _consumers;
     // Of what a segment makes of a state, without outputs.
     static constexpr bool summary = _summary;
+    // A kernel before has prepared all chunks; one more warpgroup loads them.
+    static constexpr bool walk = _walk;
     // One prepares as fast as two consume; one consumer that waits for nobody needs two.
-    static constexpr int preparers = delta_preparers(consumers);
-    static constexpr int warpgroups = consumers + preparers;
+    static constexpr int preparers = walk ? 0 : delta_preparers(consumers);
+    static constexpr int warpgroups = consumers + (walk ? 1 : preparers);
     static constexpr int threads = warpgroups * WARPGROUP_THREADS;
     // Of 504 together, 168 for each of three warpgroups.
-    static constexpr int consumer_registers = consumers == 1 ? 232 : 192;
+    static constexpr int consumer_registers = walk ? 240 : consumers == 1 ? 232 : 192;
+    static constexpr int producer_registers = 24;
     static constexpr int preparer_registers = consumers == 1 ? 136 : 120;
-    static constexpr bool spacious = consumers == 1 || key_dim == 64;
-    // Slots of what is prepared and of values; the keys and queries are loaded as much earlier.
-    static constexpr int slots = 2, stages = 4;
+    static constexpr bool spacious = walk || consumers == 1 || key_dim == 64;
+    // Of keys and queries; of what is prepared, which comes later unless it is loaded, too; and of
+    // values.
+    static constexpr int stages = walk ? delta_walk_stages(consumers) : 4;
+    static constexpr int slots = walk ? stages : 2;
+    static constexpr int value_slots = walk ? DELTA_WALK_VALUES : 2;
 
     using key_tile = st<T, CHUNK, key_dim>;
     using value_tile = st<T, CHUNK, VALUES>;
     using square_tile = st<T, CHUNK, CHUNK>;
+    using factors = sv<float, DELTA_VECTORS * CHUNK>;
+};
+
+// Where chunks lie that a kernel before has prepared: T and P one behind the other, and factors.
+template <class K>
+struct PreparedChunks {
+    template <class Tile>
+    using Rows = gl<typename Tile::T, 1, 1, -1, Tile::cols, Tile>;
+
+    Rows<typename K::square_tile> t, p;
+    gl<float, 1, 1, -1, K::factors::length, typename K::factors> factors;
+    int slots;
+
+    PreparedChunks(const DeltaRuleParams& params)
+        : t(static_cast<typename K::T*>(params.prepared.solved), nullptr, nullptr,
+            delta_chunks(params.problem) * CHUNK, nullptr),
+          p(static_cast<typename K::T*>(params.prepared.scores), nullptr, nullptr,
+            delta_chunks(params.problem) * CHUNK, nullptr),
+          factors(params.prepared.vectors, nullptr, nullptr, delta_chunks(params.problem), nullptr),
+          slots(int(delta_slots(params.problem))) {}
+};
+struct NoChunks {
+    NoChunks() = default;
+    NoChunks(const DeltaRuleParams&) {}
 };
 
 template <class K>
@@ -268,6 +318,7 @@ struct DeltaGlobals {
     float *states, *transitions;  // of segments, see delta_workspace()
     float scale;
     bool l2_norm;
+    std::conditional_t<K::walk, PreparedChunks<K>, NoChunks> prepared;
 };
 
 // Columns of a block's values, of a segment of a head. Blocks of heads with the same keys are
@@ -294,30 +345,41 @@ struct DeltaWork {
     __device__ __forceinline__ int64_t kept(const DeltaGlobals<K>& g, int of_segment) const {
         return (int64_t(n) * g.value_heads + value_head) * (g.segments - 1) + of_segment;
     }
+    // Of the first chunk among those that are prepared.
+    __device__ __forceinline__ int first_chunk(const DeltaGlobals<K>& g) const {
+        const int batch_head = (g.cu_seqlens != nullptr ? 0 : n) * g.value_heads + value_head;
+        return batch_head * g.prepared.slots + sequence.first_slot;
+    }
 };
 
 // A chunk as the consumers take it.
 template <class K>
 struct Prepared {
     typename K::square_tile t, p;  // T diag(beta), and P with the scale; zeros above the diagonal
-    // Of each token: what K S, Q S and U are multiplied by.
-    sv<float, CHUNK> key_factor, query_factor, new_factor;
-    sv<float, 4> decay;  // of the state, in the first element
+    typename K::factors factors;   // of each token
 };
 
-// What a warpgroup that prepares has for itself.
-struct PrepareScratch {
-    // Of the tokens of a chunk; those of the chunk before are still read.
-    struct Tokens {
-        sv<float, CHUNK> sums, beta, key_norm, query_norm;
-    };
+// Of the tokens of a chunk, what depends on the value head and what does not.
+struct TokenGates {
+    sv<float, CHUNK> sums, beta;
+};
+struct TokenNorms {
+    sv<float, CHUNK> key, query;
+};
+
+// What a warpgroup that inverts a matrix has for itself.
+struct InverseScratch {
     // Floats from a column to the next one and from a block to the next one: what lanes write at a
     // time, and what they read of two blocks, is in different banks.
     static constexpr int pitch = 20, block = 16 * pitch + 4;
     // Diagonal blocks of 16 x 16, later their inverses, and those below (inverse_sm90.cuh).
     sv<float, 4 * block> diagonal;
     sv<float, 6 * 256> below;
-    Tokens tokens[2];
+};
+// And for chunks in turn: those of the chunk before are still read.
+struct PrepareScratch : InverseScratch {
+    TokenGates gates[2];
+    TokenNorms norms[2];
 };
 
 template <class K>
@@ -325,10 +387,10 @@ struct DeltaShared {
     struct Stage {
         typename K::key_tile q, k;
     } stages[K::stages];
-    typename K::value_tile values[K::consumers][K::slots];  // later their outputs
+    typename K::value_tile values[K::consumers][K::value_slots];  // later their outputs
     Prepared<K> prepared[K::slots];
-    PrepareScratch scratch[K::preparers];
-    semaphore loaded[K::stages], values_loaded[K::consumers][K::slots];
+    std::conditional_t<K::walk, NoChunks, PrepareScratch> scratch[K::walk ? 1 : K::preparers];
+    semaphore loaded[K::stages], values_loaded[K::consumers][K::value_slots];
     semaphore full[K::slots], empty[K::slots];
 
     __device__ __forceinline__ void init() {
@@ -336,7 +398,7 @@ struct DeltaShared {
         for (auto& of_consumer : values_loaded) {
             for (auto& s : of_consumer) init_semaphore(s, 1);
         }
-        for (auto& s : full) init_semaphore(s, WARPGROUP_WARPS);
+        for (auto& s : full) init_semaphore(s, K::walk ? 1 : WARPGROUP_WARPS);
         for (auto& s : empty) init_semaphore(s, K::consumers * WARPGROUP_WARPS);
         arch::mbarrier_init_fence();
     }
