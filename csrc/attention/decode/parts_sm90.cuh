@@ -46,14 +46,20 @@ __device__ __forceinline__ void with_format(const Globals<Kernel>& g, F f) {
         f.template operator()<CacheFormat::int8>();
 }
 
-// Whether every warp has 16 rows of a tile to itself, and all of its keys: where there are more.
+// Into how many times 16 rows the warps divide a tile: as many as it has, to the next power of two.
+// Those that have the same rows share the keys of a block.
+template <class Kernel>
+__device__ __forceinline__ int row_groups(const Globals<Kernel>& g) {
+    if (!Kernel::any_rows || g.results.slot_rows <= FEW_ROWS) return 1;
+    return g.results.slot_rows <= 2 * FEW_ROWS ? 2 : CONSUMER_WARPS;
+}
 template <class Kernel>
 __device__ __forceinline__ bool rows_apart(const Globals<Kernel>& g) {
-    return Kernel::portable && g.results.slot_rows > FEW_ROWS;
+    return row_groups(g) > 1;
 }
 
 // The part of a block's keys that a warp has: its own.
-template <class Kernel, bool portable = Kernel::portable>
+template <class Kernel, bool any_rows = Kernel::any_rows>
 struct PartOfBlock {
     // Conversions of NVFP4 are long chains, of which two are better on their way at a time. Of 8
     // rows there are other warps for that.
