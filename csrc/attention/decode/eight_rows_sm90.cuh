@@ -165,14 +165,14 @@ struct EightRowsConsumer : FewRowsConsumer<Kernel> {
 
     // Softcap and ALiBi, then -inf where a row does not see a key.
     __device__ __forceinline__ void modify(Scores& x, const Segments& walked, int block) const {
-        const bool cut = this->is_cut(walked, block);
+        const bool cut = is_cut<Kernel>(shared, walked, block);
         if (g.score_mod.scale_by_cap > 0.0f) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) x[i] = softcap_tanh<T>(x[i] * g.score_mod.scale_by_cap);
         }
         if (!cut && !g.score_mod.has_slopes()) return;
         const int first = block * BLOCK_N + first_key() + laneid() / 4;
-        const Segments segment = this->restored(walked);
+        const Segments segment = restored<Kernel>(shared, walked);
 #pragma unroll
         for (int second = 0; second < 2; ++second) {
             const Row row(g.work, segment.s, segment.item, own_row() + second);
@@ -232,7 +232,7 @@ struct EightRowsConsumer : FewRowsConsumer<Kernel> {
 
     template <CacheFormat format>
     __device__ __forceinline__ void run_segment(Segments& segment) {
-        this->keep(segment);
+        keep_segment<Kernel>(shared, segment);
         if (segment.last > segment.first) {
             typename Base::Query unused;
             this->load_query(segment, unused);
@@ -263,7 +263,7 @@ struct EightRowsConsumer : FewRowsConsumer<Kernel> {
             add_values<format>(o, x);
             release();
         }
-        this->restore(segment);
+        restore_segment<Kernel>(shared, segment);
         const float v_scale = scale_of_head(g.v_scale, segment.at.b, segment.item.kv_head) *
                               (Kernel::nvfp4      ? 1.0f / NV_UNIT
                                : g.v_scale.tokens ? power_of_two(v_exponent)

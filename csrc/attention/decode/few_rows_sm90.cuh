@@ -70,60 +70,6 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
     __device__ __forceinline__ const float* token_scales_of_slot() const {
         return shared.scales[at.stage].of_tokens + first_key();
     }
-    // What is seldom needed of a segment: in shared memory while its keys are walked over.
-    struct Kept {
-        Position at;
-        Lengths s;
-        Item item;
-        int first, last, whole, stale;
-        int none[3];
-    };
-    static_assert(sizeof(Kept) == sizeof(KeptSegment));
-    static constexpr int kept_vectors = sizeof(Kept) / sizeof(int4);
-    __device__ __forceinline__ uint32_t place_of_segment(int vector = 0) const {
-        return arch::shared_address(&shared.segment) + 16 * vector;
-    }
-    // The last one is not needed any more: every warp has left its results.
-    __device__ __forceinline__ void keep(const Segments& x) {
-        if constexpr (Kernel::portable) {
-            const auto kept = arch::bit_cast<KeptSegment>(
-                Kept{x.at, x.s, x.item, x.first, x.last, int(x.whole), int(x.stale), {}});
-            if (warpgroup::laneid() == 0) {
-#pragma unroll
-                for (int i = 0; i < kept_vectors; ++i)
-                    arch::store_shared(place_of_segment(i), kept.vectors[i]);
-            }
-            warpgroup::sync(1);
-        }
-    }
-    __device__ __forceinline__ void restore(Segments& x) const {
-        if constexpr (Kernel::portable) {
-            KeptSegment kept;
-#pragma unroll
-            for (int i = 0; i < kept_vectors; ++i)
-                kept.vectors[i] = arch::load_shared<int4>(place_of_segment(i));
-            const auto from = arch::bit_cast<Kept>(kept);
-            x.at = from.at, x.s = from.s, x.item = from.item;
-            x.first = from.first, x.last = from.last;
-            x.whole = from.whole != 0, x.stale = from.stale != 0;
-        }
-    }
-    __device__ __forceinline__ Segments restored(const Segments& x) const {
-        Segments result = x;
-        restore(result);
-        return result;
-    }
-    // Whether not every row sees all keys of a block.
-    __device__ __forceinline__ bool is_cut(const Segments& segment, int block) const {
-        int begin = segment.item.keys.unmasked_begin, end = segment.item.keys.unmasked_end;
-        if constexpr (Kernel::portable) {
-            constexpr int place = int(offsetof(Kept, item) + offsetof(Item, keys) +
-                                      offsetof(KeyBlocks, unmasked_begin));
-            const uint32_t from = place_of_segment() + place;
-            begin = arch::load_shared<int>(from), end = arch::load_shared<int>(from + 4);
-        }
-        return block >= end || block < begin;
-    }
     template <class Tile>
     __device__ __forceinline__ uint32_t slot_offset() const {
         const uint32_t slot =
@@ -387,7 +333,7 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
     template <CacheFormat format>
     __device__ __forceinline__ void run_segment(Segments& segment) {
         Query query;
-        keep(segment);
+        keep_segment<Kernel>(shared, segment);
         float v_scale = 1.0f;
         if (!Kernel::portable)
             v_scale = scale_of_head(g.v_scale, segment.at.b, segment.item.kv_head);
@@ -423,7 +369,7 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
                 release();
             }
         }
-        restore(segment);
+        restore_segment<Kernel>(shared, segment);
         if constexpr (Kernel::codes) {
             if (Kernel::portable)
                 v_scale = scale_of_head(g.v_scale, segment.at.b, segment.item.kv_head);
@@ -497,8 +443,8 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
         Shift shift;
         if constexpr (!Kernel::portable)
             shift = visible(segment);
-        else if (is_cut(segment, block) || g.score_mod.has_slopes())
-            shift = visible(restored(segment));
+        else if (is_cut<Kernel>(shared, segment, block) || g.score_mod.has_slopes())
+            shift = visible(restored<Kernel>(shared, segment));
         else
             shift = g.score_mod.template apply<T>(x, {0, 0}, {0.0f, 0.0f});
         float2 rescale = {1.0f, 1.0f};
@@ -557,7 +503,7 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
         warpgroup::sync(1);
     }
     __device__ __forceinline__ bool has_none(int warp, int row) const {
-        return (warp & (row_groups(g) - 1)) != row / FEW_ROWS;
+        return rows_apart() && (warp & (row_groups(g) - 1)) != row / FEW_ROWS;
     }
     // Rows, four columns at a time.
     __device__ __forceinline__ void add_up(const Segments& segment, int first) {
