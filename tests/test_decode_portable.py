@@ -48,10 +48,11 @@ def test_rows_of_a_tile(dims, queries, dtype, policy):
 @pytest.mark.parametrize("queries", [3, 8, 9])  # 6 rows, 16, 18
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
 @pytest.mark.parametrize("of_q", [BF16, FP16])
-def test_results_are_those_of_the_kernels_for_hopper(of_q, dtype, queries):
+@pytest.mark.parametrize("dim", [64, 128])
+def test_results_are_those_of_the_kernels_for_hopper(dim, of_q, dtype, queries):
     """Of caches of 8 bits the products are the same, key by key, where one split has them all, and
     integers make sums exact."""
-    made = Case([150, 64], [queries] * 2, (4, 2), (128, 128), dtype=of_q)
+    made = Case([150, 64], [queries] * 2, (4, 2), (dim, dim), dtype=of_q)
     for name in ("k_cache", "v_cache"):
         codes = torch.randint_like(getattr(made, name), -2, 3)
         setattr(made, name, codes.to(torch.int8) if dtype is torch.int8 else codes.to(dtype))
@@ -97,7 +98,8 @@ def test_every_code_becomes_its_value(dtype, dim):
     torch.testing.assert_close(lse.flatten(), finite.float(), rtol=1e-6, atol=1e-9)
 
 
-def test_every_scale_of_a_block_becomes_its_value():
+@pytest.mark.parametrize("of_q", [BF16, FP16])
+def test_every_scale_of_a_block_becomes_its_value(of_q):
     """Of NVFP4, whose scales are e4m3, without a sign."""
     scales = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)
     values = torch.full((127, 1, 1, 16), 0x22, dtype=torch.uint8)  # ones, two to a byte
@@ -105,7 +107,7 @@ def test_every_scale_of_a_block_becomes_its_value():
     block_scales = scales.reshape(127, 1, 1, 1).repeat(1, 1, 1, 4)[..., :2].contiguous()
     padded = torch.zeros(127, 1, 1, 4, dtype=torch.uint8).view(torch.float8_e4m3fn)
     padded[..., :2] = block_scales
-    q = torch.zeros(127, 1, 1, 32, dtype=FP16)
+    q = torch.zeros(127, 1, 1, 32, dtype=of_q)
     with tk.emulate(portable=True) as run:
         out = tk.attention_paged(
             q,
@@ -116,8 +118,9 @@ def test_every_scale_of_a_block_becomes_its_value():
             k_block_scale=padded[..., :2],
             v_block_scale=padded[..., :2],
         )
-    assert [x["kernel"] for x in run.kernels] == ["decode_portable_fp16_d128_nvfp4_8_rows"]
-    assert torch.equal(out[:, 0, 0], scales.to(FP16)[:, None].expand(127, 32))
+    name = "bf16" if of_q is BF16 else "fp16"
+    assert [x["kernel"] for x in run.kernels] == [f"decode_portable_{name}_d128_nvfp4_8_rows"]
+    assert torch.equal(out[:, 0, 0], scales.to(of_q)[:, None].expand(127, 32))
 
 
 # ---- the choice ----

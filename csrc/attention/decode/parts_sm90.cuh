@@ -88,8 +88,8 @@ struct PartOfBlock<Kernel, true> : PartOfBlock<Kernel, false> {
     static __device__ __forceinline__ int base_key() { return 0; }
 };
 
-// What is seldom needed of a segment: of portable kernels, whose registers are few, in shared memory
-// while its keys are walked over.
+// What is seldom needed of a segment: of portable kernels, whose registers are few, in shared
+// memory while its keys are walked over.
 struct Kept {
     Position at;
     Lengths s;
