@@ -366,6 +366,30 @@ def test_portable_kernels_fit_every_gpu():
 
 
 @pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize(("dim", "few", "more"), [(128, 2, 2), (256, 2, 1)])
+def test_portable_tiles_of_more_rows(gpu, dim, few, more):
+    """128 rows where a multiprocessor holds `more` such blocks, if there are enough of them. With
+    head dimension 256 their warps have no more rows each, and `few` of 64 rows are the quicker."""
+    properties = device(gpu, portable_only=True)
+    shared = {k["name"]: k["shared_bytes"] for k in _C.kernels() if k["op"] == "attention"}
+    problem = {"q_heads": 16, "kv_heads": 16, "q_length": 1024, "k_length": 1024}
+    problem |= {"head_dim": dim, "value_dim": dim, "dtype": "bf16"}
+
+    def chosen(batch):
+        return _C.choose("attention", problem | {"batch": batch}, properties)["kernel"]
+
+    def holds(blocks, kernel):
+        return blocks * (shared[kernel] + 1024) <= properties.shared_bytes_per_block
+
+    small = f"portable_bf16_d{dim}_64x64"
+    large = "portable_bf16_d128_128x64" if dim == 128 else "portable_bf16_d256_128x32"
+    gains = holds(more, large) and (dim == 128 or not holds(few, small))
+    for batch in (1, 16):
+        enough = 128 * batch >= more * properties.sm_count
+        assert chosen(batch) == (large if gains and enough else small)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
 def test_portable_gradients_fit_the_gpu(gpu):
     """Larger tiles than there is memory for on every GPU are for those that have it."""
     kernels = {k["name"]: k for k in _C.kernels() if k["op"] == "attention_backward"}

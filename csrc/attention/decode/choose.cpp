@@ -36,8 +36,8 @@ const char* portable_name(bool portable) { return portable ? "portable_" : ""; }
 KernelInfo kernel_info(const Config& c) {
     return {.name = kernel_name({.config = c}),
             .config = concat("head_dim ", c.head_dim, ", value_dim ", c.value_dim, ", ",
-                             c.few_rows && !c.portable ? c.few_rows : TILE_ROWS, " query rows x ",
-                             BLOCK_N, " keys, ", c.slots, " slots, ",
+                             c.few_rows && !has_any_rows(c) ? c.few_rows : TILE_ROWS,
+                             " query rows x ", BLOCK_N, " keys, ", c.slots, " slots, ",
                              c.portable ? "4 consumer warps" : "1 consumer warpgroup", " + ",
                              producer_warps(c), " producer warps"),
             .source = concat("decode_", name_of(c.dtype), suffix(c), c.portable ? "_sm80" : ""),
@@ -101,9 +101,10 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     Choice choice{.prefill =
                       can_prefill(p) && p.tokens >= PREFILL_QUERIES * p.batch && p.batch > 0};
     const int64_t rows = p.q_length * p.group();
-    const int few_rows = !native                       ? FEW_ROWS
-                         : !p.codes || rows > FEW_ROWS ? 0
-                                                       : (rows > 8 ? FEW_ROWS : 8);
+    const bool has_eight = native || std::max(p.head_dim, p.value_dim) <= 128;
+    const int few_rows = p.codes && rows <= 8 && has_eight          ? 8
+                         : !native || (p.codes && rows <= FEW_ROWS) ? FEW_ROWS
+                                                                    : 0;
     const std::span<const Config> configs =
         native ? std::span<const Config>(CONFIGS) : std::span<const Config>(PORTABLE_CONFIGS);
     for (const Config& c : configs) {
@@ -123,7 +124,8 @@ std::string kernel_name(const Choice& choice) {
     const Config& c = choice.config;
     const std::string value = c.value_dim == c.head_dim ? "" : concat("v", c.value_dim);
     return concat("decode_", portable_name(c.portable), name_of(c.dtype), "_d", c.head_dim, value,
-                  suffix(c), c.few_rows && !c.portable ? concat("_", c.few_rows, "_rows") : "");
+                  suffix(c),
+                  c.few_rows && !has_any_rows(c) ? concat("_", c.few_rows, "_rows") : "");
 }
 
 std::vector<KernelInfo> kernels() {

@@ -40,8 +40,8 @@ __device__ __forceinline__ uint32_t pair_of_e4m3(uint32_t word, int half) {
     return arch::bit_cast<uint32_t>(__nv_cvt_fp8x2_to_halfraw2(codes, __NV_E4M3));
 }
 
-// The same of a word, without an instruction for it, which GPUs before 8.9 do not have: as an fp16
-// of 2^-8 the value, where bit 14 is set of what is no number.
+// The same of a word, without an instruction for it, which GPUs before 8.9 do not have: bit 7 of a
+// magnitude is set of what is no number.
 __device__ __forceinline__ uint32_t magnitudes_of_e4m3(uint32_t word) {
     const uint32_t magnitudes = word & 0x7f7f7f7fu;
     return magnitudes | ((magnitudes + 0x01010101u) & 0x80808080u);
@@ -70,18 +70,56 @@ __device__ __forceinline__ void convert_by(const Codes& codes, Halves (&to)[2], 
         to[i / 2].pairs[i % 2 * 2 + 1] = pair(codes.words[i], 1);
     }
 }
-template <bool portable = false>
 __device__ __forceinline__ void convert(CacheFormat format, const Codes& codes, Halves (&to)[2]) {
-    if (format == CacheFormat::e4m3 && portable)
-        convert_by(codes, to, [](uint32_t word, int half) {
-            return pair_of_magnitudes(magnitudes_of_e4m3(word), word, half);
-        });
-    else if (format == CacheFormat::e4m3)
+    if (format == CacheFormat::e4m3)
         convert_by(codes, to, pair_of_e4m3);
     else if (format == CacheFormat::e5m2)
         convert_by(codes, to, pair_of_e5m2);
     else
         convert_by(codes, to, pair_of_int8);
+}
+
+// What portable kernels take: of each word the pair of codes 0 and 2, then that of 1 and 3, which
+// without an instruction takes less. Those of e4m3 are over 2^8, an addition to the exponent that
+// stays outside of products: see unit_of.
+__device__ __forceinline__ uint2 even_and_odd_of_e4m3(uint32_t word) {
+    const uint32_t magnitudes = magnitudes_of_e4m3(word);
+    return {(magnitudes << 7 & 0x7f807f80u) | (word << 8 & 0x80008000u),
+            (magnitudes >> 1 & 0x7f807f80u) | (word & 0x80008000u)};
+}
+__device__ __forceinline__ uint2 even_and_odd_of_int8(uint32_t word) {
+    const uint32_t biased = word ^ 0x80808080u;
+    const __half2 offset = __floats2half2_rn(1152.0f, 1152.0f);
+    const auto pair = [&](uint32_t selector) {
+        const uint32_t bits = arch::permute_bytes(biased, 0x64646464u, selector);
+        return arch::bit_cast<uint32_t>(__hsub2(arch::bit_cast<__half2>(bits), offset));
+    };
+    return {pair(0x4240), pair(0x4341)};
+}
+template <CacheFormat format>
+__device__ __forceinline__ uint2 even_and_odd_codes(uint32_t word) {
+    if constexpr (format == CacheFormat::e4m3)
+        return even_and_odd_of_e4m3(word);
+    else if constexpr (format == CacheFormat::e5m2)
+        return {arch::permute_bytes(word, 0u, 0x2404), word & 0xff00ff00u};
+    else
+        return even_and_odd_of_int8(word);
+}
+template <bool portable>
+__device__ __forceinline__ float unit_of(CacheFormat format) {
+    return portable && format == CacheFormat::e4m3 ? 256.0f : 1.0f;
+}
+// Eight codes in the order in which the kernel's products take them.
+template <bool portable, CacheFormat format>
+__device__ __forceinline__ Halves halves_of(uint32_t first, uint32_t second) {
+    if constexpr (portable) {
+        const uint2 x = even_and_odd_codes<format>(first), y = even_and_odd_codes<format>(second);
+        return {{x.x, x.y, y.x, y.y}};
+    } else {
+        Halves to[2];
+        convert(format, {{first, second, 0u, 0u}}, to);
+        return to[0];
+    }
 }
 
 // The eight codes of a word of NVFP4 as bytes of e5m2, times 2^-14: the three bits of a magnitude

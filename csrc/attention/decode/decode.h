@@ -124,16 +124,31 @@ constexpr Config portable_config(int head_dim, int value_dim, int slots, int blo
             .portable = true,
             .sixteen_bits = sixteen_bits};
 }
+constexpr Config eight_rows(Config config) {
+    config.few_rows = 8;
+    return config;
+}
 constexpr Config PORTABLE_CONFIGS[] = {
-    portable_config(64, 64, 8, 2, true),           portable_config(128, 128, 4, 2, true),
-    portable_config(192, 128, 3, 1, true),         portable_config(256, 256, 2, 1, true),
-    portable_config(64, 64, 14, 2, false),         portable_config(128, 128, 7, 2, false),
-    portable_config(192, 128, 6, 1, false),        portable_config(256, 256, 4, 1, false),
-    portable_config(128, 128, 14, 2, false, true), portable_config(256, 256, 7, 1, false, true),
+    portable_config(64, 64, 8, 2, true),
+    portable_config(128, 128, 4, 2, true),
+    portable_config(192, 128, 3, 1, true),
+    portable_config(256, 256, 2, 1, true),
+    portable_config(64, 64, 14, 2, false),
+    portable_config(128, 128, 7, 2, false),
+    portable_config(192, 128, 6, 1, false),
+    portable_config(256, 256, 4, 1, false),
+    portable_config(128, 128, 14, 2, false, true),
+    portable_config(256, 256, 7, 1, false, true),
+    // Up to 8 rows.
+    eight_rows(portable_config(64, 64, 14, 3, false)),
+    eight_rows(portable_config(128, 128, 6, 3, false)),
+    eight_rows(portable_config(128, 128, 12, 3, false, true)),
 };
 constexpr bool has_codes(const Config& c) {
     return c.staged > 0 || (c.few_rows && !c.sixteen_bits);
 }
+// Whether a kernel of few rows has tiles of more, too.
+constexpr bool has_any_rows(const Config& c) { return c.portable && c.few_rows == FEW_ROWS; }
 
 constexpr Config with_dtype(Config config, DType dtype) {
     config.dtype = dtype;
@@ -149,7 +164,7 @@ struct ConfigName {
     constexpr bool is_of(const Config& c) const {
         return c.head_dim == head_dim && c.nvfp4 == nvfp4 && has_codes(c) == (codes || nvfp4) &&
                c.value_dim == (value_dim ? value_dim : head_dim) &&
-               (c.portable || c.few_rows == few_rows);
+               c.few_rows == (c.portable && few_rows == 0 ? FEW_ROWS : few_rows);
     }
 };
 template <std::size_t n>
@@ -175,7 +190,7 @@ constexpr int slot_bytes(const Config& c) {
 // Columns of the results that pass through shared memory at a time, of kernels of few rows. Of
 // portable ones they do in the place of the queries.
 constexpr int pass_columns(const Config& c) {
-    return !c.portable ? c.value_dim : c.value_dim > 128 ? 128 : 64;
+    return !has_any_rows(c) ? c.value_dim : c.value_dim > 128 ? 128 : 64;
 }
 // Of a row of results there. Those of 8 rows are written by columns, without bank conflicts.
 constexpr int result_columns(const Config& c) {
@@ -183,14 +198,14 @@ constexpr int result_columns(const Config& c) {
 }
 constexpr int shared_bytes(const Config& c) {
     constexpr int semaphores = 512, alignment = 1024;
-    if (c.portable) {
+    if (has_any_rows(c)) {
         const int queries = TILE_ROWS * c.head_dim * 2, results = TILE_ROWS * pass_columns(c) * 4;
         const int scales = !has_codes(c) ? 0
                            : c.nvfp4     ? BLOCK_N * std::max(c.head_dim, c.value_dim) / NV_BLOCK
                                          : BLOCK_N * 4;
-        const int of_rows = 3 * TILE_ROWS * 4;  // three numbers for each
-        const int bytes =
-            c.slots * (slot_bytes(c) + scales + 16) + std::max(queries, results) + of_rows;
+        const int of_rows = 3 * TILE_ROWS * 4, segment = 96;  // three numbers for each
+        const int bytes = c.slots * (slot_bytes(c) + scales + 16) + std::max(queries, results) +
+                          of_rows + segment;
         return (bytes + 127) / 128 * 128;
     }
     if (c.few_rows) {

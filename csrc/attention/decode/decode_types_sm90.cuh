@@ -27,11 +27,12 @@ struct Kernel {
     static constexpr int producer_registers = blocks_per_sm > 2 ? 48 : config.few_rows ? 64 : 80;
     static constexpr int consumer_registers = 2 * launch_registers - producer_registers;
     static constexpr int operand_rows = config.few_rows;  // of mma.sync
+    static constexpr bool any_rows = decode::has_any_rows(config);
     static constexpr int pass_columns = decode::pass_columns(config);
     static constexpr int result_columns = decode::result_columns(config);  // in shared memory
     // Of few rows, in registers.
-    static constexpr bool keeps_query =
-        head_dim <= 192 && operand_rows == FEW_ROWS && !(portable && head_dim == 128);
+    static constexpr bool keeps_query = head_dim <= 192 && operand_rows == FEW_ROWS &&
+                                        !(portable && head_dim == 128 && has_codes(config));
     static constexpr bool codes = has_codes(config), few_rows = config.few_rows > 0;
     static constexpr bool staged = config.staged > 0;  // the producers convert codes
     static constexpr bool nvfp4 = config.nvfp4;
@@ -219,7 +220,7 @@ struct Staging<Kernel, true, true> {
     float q_factors[TILE_ROWS];
 };
 
-template <class Kernel, bool few_rows = Kernel::few_rows, bool portable = Kernel::portable>
+template <class Kernel, bool few_rows = Kernel::few_rows, bool any_rows = Kernel::any_rows>
 struct Shared {
     typename Kernel::q_tile q;
     typename Kernel::slot ring[Kernel::slots];
@@ -245,6 +246,10 @@ template <int rows>
 struct alignas(rows) QueryOperand {
     uint32_t pairs[2][rows / 8];
 };
+// What portable kernels, whose registers are few, seldom need of a segment.
+struct alignas(16) KeptSegment {
+    int4 vectors[6];
+};
 // Of few rows: the queries, and what each of the warps that multiply has of an item's keys.
 template <class Kernel>
 struct Shared<Kernel, true, false> {
@@ -255,11 +260,13 @@ struct Shared<Kernel, true, false> {
     float4 out[CONSUMER_WARPS][Kernel::operand_rows][Kernel::result_columns / 4];
     QueryOperand<Kernel::operand_rows> query[Kernel::head_dim / 16][WARP_THREADS];
     semaphore full[Kernel::slots], empty[Kernel::slots];
+    struct None {};
+    [[no_unique_address]] std::conditional_t<Kernel::portable, KeptSegment, None> segment;
 
     // Of the n-th 16 rows.
     __device__ __forceinline__ auto& query_of(int) { return query; }
 };
-// Portable kernels have one place for both: results come when the queries have gone.
+// Kernels of any number of rows have one place for both: results come when the queries have gone.
 template <class Kernel>
 struct Shared<Kernel, true, true> {
     struct NoScales {};
@@ -272,6 +279,7 @@ struct Shared<Kernel, true, true> {
         float4 out[CONSUMER_WARPS][FEW_ROWS][Kernel::pass_columns / 4];
         QueryOperand<FEW_ROWS> query[CONSUMER_WARPS][Kernel::head_dim / 16][WARP_THREADS];
     };
+    KeptSegment segment;
     semaphore full[Kernel::slots], empty[Kernel::slots];
 
     __device__ Shared() {}

@@ -138,10 +138,8 @@ struct EightRowsConsumer : FewRowsConsumer<Kernel> {
             return four_apart_of(codes.words[part],
                                  part < 2 ? __low2half2(scales) : __high2half2(scales));
         } else {
-            Halves to[2];
-            convert<Kernel::portable>(
-                format, {{codes.words[2 * part], codes.words[2 * part + 1], 0, 0}}, to);
-            return to[0];
+            return halves_of<Kernel::portable, format>(codes.words[2 * part],
+                                                       codes.words[2 * part + 1]);
         }
     }
     static __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4],
@@ -166,15 +164,15 @@ struct EightRowsConsumer : FewRowsConsumer<Kernel> {
     }
 
     // Softcap and ALiBi, then -inf where a row does not see a key.
-    __device__ __forceinline__ void modify(Scores& x, const Segments& segment, int block) const {
-        const bool cut =
-            block >= segment.item.keys.unmasked_end || block < segment.item.keys.unmasked_begin;
+    __device__ __forceinline__ void modify(Scores& x, const Segments& walked, int block) const {
+        const bool cut = is_cut<Kernel>(shared, walked, block);
         if (g.score_mod.scale_by_cap > 0.0f) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) x[i] = softcap_tanh<T>(x[i] * g.score_mod.scale_by_cap);
         }
         if (!cut && !g.score_mod.has_slopes()) return;
         const int first = block * BLOCK_N + first_key() + laneid() / 4;
+        const Segments segment = restored<Kernel>(shared, walked);
 #pragma unroll
         for (int second = 0; second < 2; ++second) {
             const Row row(g.work, segment.s, segment.item, own_row() + second);
@@ -233,7 +231,8 @@ struct EightRowsConsumer : FewRowsConsumer<Kernel> {
     }
 
     template <CacheFormat format>
-    __device__ __forceinline__ void run_segment(const Segments& segment) {
+    __device__ __forceinline__ void run_segment(Segments& segment) {
+        keep_segment<Kernel>(shared, segment);
         if (segment.last > segment.first) {
             typename Base::Query unused;
             this->load_query(segment, unused);
@@ -241,7 +240,8 @@ struct EightRowsConsumer : FewRowsConsumer<Kernel> {
         int v_exponent = -126;
         TransposedSoftmax softmax;
         Output o = {};
-        for (int block = segment.last - 1; block >= segment.first; --block) {
+        const int first_block = segment.first;
+        for (int block = segment.last - 1; block >= first_block; --block) {
             Scores x;
             wait(shared.full[at.stage], at.phase);
             score_keys<format>(x);
@@ -263,10 +263,12 @@ struct EightRowsConsumer : FewRowsConsumer<Kernel> {
             add_values<format>(o, x);
             release();
         }
+        restore_segment<Kernel>(shared, segment);
         const float v_scale = scale_of_head(g.v_scale, segment.at.b, segment.item.kv_head) *
                               (Kernel::nvfp4      ? 1.0f / NV_UNIT
                                : g.v_scale.tokens ? power_of_two(v_exponent)
-                                                  : 1.0f);
+                                                  : 1.0f) *
+                              unit_of<Kernel::portable>(format);
         scale_output(o, {v_scale, v_scale});
         softmax.reduce_sum();
         if (segment.stale) softmax.sum = {NAN, NAN};

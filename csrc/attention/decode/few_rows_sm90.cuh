@@ -74,7 +74,7 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
     __device__ __forceinline__ uint32_t slot_offset() const {
         const uint32_t slot =
             static_cast<uint32_t>(at.stage) * uint32_t(sizeof(typename Kernel::slot));
-        if constexpr (Kernel::portable)
+        if constexpr (Kernel::any_rows)
             return slot + static_cast<uint32_t>(first_key() * row_bytes<Tile>);
         else
             return slot;
@@ -82,7 +82,7 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
     __device__ __forceinline__ bool rows_apart() const { return decode::rows_apart(g); }
     // Which 16 of a tile's rows this warp has, and the first of them.
     __device__ __forceinline__ int own_rows() const {
-        return rows_apart() ? warpgroup::warpid() : 0;
+        return warpgroup::warpid() & (row_groups(g) - 1);
     }
     __device__ __forceinline__ int first_row() const { return FEW_ROWS * own_rows(); }
 
@@ -91,12 +91,11 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
     __device__ __forceinline__ void load_query(const Segments& segment, Query& query) {
         const float scale = scale_of_head(g.k_scale, segment.at.b, segment.item.kv_head) *
                             scale_of_head(g.q_scale, segment.at.b, segment.item.kv_head) *
-                            (Kernel::nvfp4 ? 1.0f / NV_UNIT : 1.0f);
-        if constexpr (Kernel::portable) {
+                            (Kernel::nvfp4 ? 1.0f / NV_UNIT : unit_of<Kernel::portable>(g.format));
+        if constexpr (Kernel::any_rows) {
             warpgroup::sync(1);  // results that were there have gone
 #pragma unroll 1
-            for (int i = 0; i < (rows_apart() ? CONSUMER_WARPS : 1); ++i)
-                load_sixteen(segment, i, scale);
+            for (int i = 0; i < row_groups(g); ++i) load_sixteen(segment, i, scale);
         } else {
             load_sixteen(segment, 0, scale);
         }
@@ -110,7 +109,10 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
                                                  float scale) {
         constexpr int lanes = Kernel::head_dim > 128 ? 32 : Kernel::head_dim / 8;  // of a row
         constexpr int rows = WARPGROUP_THREADS / lanes, passes = (operand_rows + rows - 1) / rows;
-        const int first = warpgroup::laneid() / lanes, lane = laneid() % lanes;
+        uint32_t thread = warpgroup::laneid();
+        // What follows from it is computed anew, and not kept in registers over all segments.
+        if constexpr (Kernel::portable) arch::pin_register(thread);
+        const int first = static_cast<int>(thread / lanes), lane = static_cast<int>(thread % lanes);
         uint4 chunks[passes];  // all on their way together
 #pragma unroll
         for (int i = 0; i < passes; ++i) {
@@ -141,7 +143,9 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
         const int chunk = element % stripe / chunk_elements, thread = chunk / chunks::of_stripe;
         const int index = element / stripe * chunks::of_stripe + chunk % chunks::of_stripe;
         const int first = 2 * (index * parts + element % chunk_elements / 8);
-        const Halves pairs = Kernel::nvfp4 ? four_apart(x) : x;
+        const Halves pairs = Kernel::nvfp4                       ? four_apart(x)
+                             : Kernel::portable && Kernel::codes ? two_apart(x)
+                                                                 : x;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             auto& operand = shared.query_of(sixteen)[first + i / 2][row % 8 * 4 + thread];
@@ -159,6 +163,13 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
             return arch::permute_bytes(x.pairs[i / 2], x.pairs[i / 2 + 2], selector);
         };
         return {{pair(0, 0x5410), pair(1, 0x7632), pair(2, 0x5410), pair(3, 0x7632)}};
+    }
+    // Pairs of elements i and i + 2 of four.
+    static __device__ __forceinline__ Halves two_apart(const Halves& x) {
+        const auto pair = [&](int i, uint32_t selector) {
+            return arch::permute_bytes(x.pairs[i], x.pairs[i + 1], selector);
+        };
+        return {{pair(0, 0x5410), pair(0, 0x7632), pair(2, 0x5410), pair(2, 0x7632)}};
     }
     __device__ __forceinline__ float query_factor(int row) const {
         return arch::load_shared<float>(arch::shared_address(&shared.factors[first_row() + row]));
@@ -193,7 +204,11 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
                     const auto scales = arch::load_shared<uint16_t>(block_scale_of_key(eight, i));
                     convert_four_apart<Kernel::portable>(codes, scales, k);
                 } else if constexpr (Kernel::codes) {
-                    convert<Kernel::portable>(format, codes, k);
+#pragma unroll
+                    for (int j = 0; j < parts; ++j) {
+                        k[j] = halves_of<Kernel::portable, format>(codes.words[2 * j],
+                                                                   codes.words[2 * j + 1]);
+                    }
                 } else {
                     k[0] = arch::bit_cast<Halves>(codes);
                 }
@@ -286,11 +301,12 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
     // odd code.
     template <CacheFormat format>
     static __device__ __forceinline__ Halves even_and_odd(uint32_t low, uint32_t high) {
-        const Codes codes{
-            {arch::permute_bytes(low, 0u, 0x3120), arch::permute_bytes(high, 0u, 0x3120), 0u, 0u}};
-        Halves to[2];
-        convert<Kernel::portable>(format, codes, to);
-        return to[0];
+        if constexpr (Kernel::portable) {
+            return halves_of<true, format>(low, high);
+        } else {
+            return halves_of<false, format>(arch::permute_bytes(low, 0u, 0x3120),
+                                            arch::permute_bytes(high, 0u, 0x3120));
+        }
     }
     // Of the blocks of a thread's four keys.
     struct BlockScalesOfValues {
@@ -315,16 +331,20 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
     };
 
     template <CacheFormat format>
-    __device__ __forceinline__ void run_segment(const Segments& segment) {
+    __device__ __forceinline__ void run_segment(Segments& segment) {
         Query query;
-        const float v_scale = scale_of_head(g.v_scale, segment.at.b, segment.item.kv_head);
+        keep_segment<Kernel>(shared, segment);
+        float v_scale = 1.0f;
+        if (!Kernel::portable)
+            v_scale = scale_of_head(g.v_scale, segment.at.b, segment.item.kv_head);
         if (segment.last > segment.first) load_query(segment, query);
         int v_exponent = -126;
         OnlineSoftmax softmax;
         output o;
         zero_tile(o);
         int turn = 0;
-        for (int block = segment.last - 1; block >= segment.first; --block) {
+        const int first_block = segment.first;
+        for (int block = segment.last - 1; block >= first_block; --block) {
             const bool own = rows_apart() || turn == own_turn();
             turn = turn + 1 == turns ? 0 : turn + 1;
             if (!own) {
@@ -349,10 +369,15 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
                 release();
             }
         }
+        restore_segment<Kernel>(shared, segment);
         if constexpr (Kernel::codes) {
-            const float scale = v_scale * (Kernel::nvfp4      ? 1.0f / NV_UNIT
-                                           : g.v_scale.tokens ? power_of_two(v_exponent)
-                                                              : 1.0f);
+            if (Kernel::portable)
+                v_scale = scale_of_head(g.v_scale, segment.at.b, segment.item.kv_head);
+            const float scale = v_scale *
+                                (Kernel::nvfp4      ? 1.0f / NV_UNIT
+                                 : g.v_scale.tokens ? power_of_two(v_exponent)
+                                                    : 1.0f) *
+                                unit_of<Kernel::portable>(format);
             scale_rows(o, {scale, scale});
         }
         softmax.reduce_sum();
@@ -364,13 +389,15 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
             add_up(segment, first);
         }
     }
-    // One part of a block's keys, or where the warps have rows of their own, all.
+    // One part of a block's keys, or where the warps have rows of their own, half or all.
     template <CacheFormat format>
     __device__ __forceinline__ void walk_parts(const Segments& segment, const Query& query,
                                                int block, output& o, OnlineSoftmax& softmax,
                                                int& v_exponent) {
-        const int first = rows_apart() ? 0 : own_part();
-        const int last = rows_apart() ? block_parts - 1 : first;
+        const int groups = row_groups(g);
+        const int count = groups == 1 ? 1 : block_parts * groups / CONSUMER_WARPS;
+        const int first = groups == 1 ? own_part() : warpgroup::warpid() / groups * count;
+        const int last = first + count - 1;
         int& part = this->part;
         const auto keys_at = at;
         auto values_at = at;
@@ -406,11 +433,20 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
     }
     __device__ __forceinline__ void weigh(scores& x, const Segments& segment, int block, output& o,
                                           OnlineSoftmax& softmax) {
-        const auto row = [&](int lower) {
-            return Row(g.work, segment.s, segment.item, first_row() + laneid() / 4 + 8 * lower);
+        const auto visible = [&](const Segments& here) {
+            const auto row = [&](int lower) {
+                return Row(g.work, here.s, here.item, first_row() + laneid() / 4 + 8 * lower);
+            };
+            return VisibleKeys<Kernel, decltype(row)>{g, here, row}.apply(
+                x, block, block * BLOCK_N + first_key());
         };
-        const Shift shift = VisibleKeys<Kernel, decltype(row)>{g, segment, row}.apply(
-            x, block, block * BLOCK_N + first_key());
+        Shift shift;
+        if constexpr (!Kernel::portable)
+            shift = visible(segment);
+        else if (is_cut<Kernel>(shared, segment, block) || g.score_mod.has_slopes())
+            shift = visible(restored<Kernel>(shared, segment));
+        else
+            shift = g.score_mod.template apply<T>(x, {0, 0}, {0.0f, 0.0f});
         float2 rescale = {1.0f, 1.0f};
         if (softmax.update(x, g.score_mod.unit_log2, shift, rescale)) scale_rows(o, rescale);
     }
@@ -467,7 +503,7 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
         warpgroup::sync(1);
     }
     __device__ __forceinline__ bool has_none(int warp, int row) const {
-        return rows_apart() && warp != row / FEW_ROWS;
+        return rows_apart() && (warp & (row_groups(g) - 1)) != row / FEW_ROWS;
     }
     // Rows, four columns at a time.
     __device__ __forceinline__ void add_up(const Segments& segment, int first) {

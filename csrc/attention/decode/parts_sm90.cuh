@@ -1,6 +1,8 @@
 // Attention of few rows over a cache, what each of its warps and threads has of a block of keys.
 #pragma once
 
+#include <cstddef>
+
 #include "csrc/attention/decode/decode_types_sm90.cuh"
 
 namespace thunderkittens::attention::decode {
@@ -46,14 +48,20 @@ __device__ __forceinline__ void with_format(const Globals<Kernel>& g, F f) {
         f.template operator()<CacheFormat::int8>();
 }
 
-// Whether every warp has 16 rows of a tile to itself, and all of its keys: where there are more.
+// Into how many times 16 rows the warps divide a tile: as many as it has, to the next power of two.
+// Those that have the same rows share the keys of a block.
+template <class Kernel>
+__device__ __forceinline__ int row_groups(const Globals<Kernel>& g) {
+    if (!Kernel::any_rows || g.results.slot_rows <= FEW_ROWS) return 1;
+    return g.results.slot_rows <= 2 * FEW_ROWS ? 2 : CONSUMER_WARPS;
+}
 template <class Kernel>
 __device__ __forceinline__ bool rows_apart(const Globals<Kernel>& g) {
-    return Kernel::portable && g.results.slot_rows > FEW_ROWS;
+    return row_groups(g) > 1;
 }
 
 // The part of a block's keys that a warp has: its own.
-template <class Kernel, bool portable = Kernel::portable>
+template <class Kernel, bool any_rows = Kernel::any_rows>
 struct PartOfBlock {
     // Conversions of NVFP4 are long chains, of which two are better on their way at a time. Of 8
     // rows there are other warps for that.
@@ -79,5 +87,67 @@ struct PartOfBlock<Kernel, true> : PartOfBlock<Kernel, false> {
     }
     static __device__ __forceinline__ int base_key() { return 0; }
 };
+
+// What is seldom needed of a segment: of portable kernels, whose registers are few, in shared
+// memory while its keys are walked over.
+struct Kept {
+    Position at;
+    Lengths s;
+    Item item;
+    int first, last, whole, stale;
+    int none[3];
+};
+static_assert(sizeof(Kept) == sizeof(KeptSegment));
+constexpr int KEPT_VECTORS = sizeof(KeptSegment) / sizeof(int4);
+template <class Kernel>
+__device__ __forceinline__ uint32_t place_of_segment(const Shared<Kernel>& shared, int vector = 0) {
+    return arch::shared_address(&shared.segment) + static_cast<uint32_t>(vector * sizeof(int4));
+}
+// The last one is not needed any more: every warp has left its results.
+template <class Kernel>
+__device__ __forceinline__ void keep_segment(Shared<Kernel>& shared, const Segments& x) {
+    if constexpr (Kernel::portable) {
+        const auto kept = arch::bit_cast<KeptSegment>(
+            Kept{x.at, x.s, x.item, x.first, x.last, int(x.whole), int(x.stale), {}});
+        if (warpgroup::laneid() == 0) {
+#pragma unroll
+            for (int i = 0; i < KEPT_VECTORS; ++i)
+                arch::store_shared(place_of_segment<Kernel>(shared, i), kept.vectors[i]);
+        }
+        warpgroup::sync(1);
+    }
+}
+template <class Kernel>
+__device__ __forceinline__ void restore_segment(const Shared<Kernel>& shared, Segments& x) {
+    if constexpr (Kernel::portable) {
+        KeptSegment kept;
+#pragma unroll
+        for (int i = 0; i < KEPT_VECTORS; ++i)
+            kept.vectors[i] = arch::load_shared<int4>(place_of_segment<Kernel>(shared, i));
+        const auto from = arch::bit_cast<Kept>(kept);
+        x.at = from.at, x.s = from.s, x.item = from.item;
+        x.first = from.first, x.last = from.last;
+        x.whole = from.whole != 0, x.stale = from.stale != 0;
+    }
+}
+template <class Kernel>
+__device__ __forceinline__ Segments restored(const Shared<Kernel>& shared, const Segments& x) {
+    Segments result = x;
+    restore_segment<Kernel>(shared, result);
+    return result;
+}
+// Whether not every row sees all keys of a block.
+template <class Kernel>
+__device__ __forceinline__ bool is_cut(const Shared<Kernel>& shared, const Segments& segment,
+                                       int block) {
+    int begin = segment.item.keys.unmasked_begin, end = segment.item.keys.unmasked_end;
+    if constexpr (Kernel::portable) {
+        constexpr int place =
+            int(offsetof(Kept, item) + offsetof(Item, keys) + offsetof(KeyBlocks, unmasked_begin));
+        const uint32_t from = place_of_segment<Kernel>(shared) + place;
+        begin = arch::load_shared<int>(from), end = arch::load_shared<int>(from + 4);
+    }
+    return block >= end || block < begin;
+}
 
 }  // namespace thunderkittens::attention::decode

@@ -193,18 +193,23 @@ std::vector<Config> fitting_portable(const Problem& p, bool paged = false) {
 Choice portable_choice(const Problem& p, const Config& config, const DeviceProperties& device) {
     return {.config = config, .section_heads = choose_section(p, 64 * config.warpgroups, device)};
 }
-// Of two, the one of more rows is the quicker where two of its blocks share a multiprocessor, and
-// there are blocks for all of these.
+// Of two, the one of more rows is the quicker where as many of its blocks share a multiprocessor as
+// registers allow, and there are blocks for all of these. One whose warps have no more rows gains
+// nothing by them (docs/experiments/portable.md), and is for GPUs that do not hold two of the other.
 Choice choose_portable(const Problem& p, const DeviceProperties& device) {
     const std::vector<Config> fitting = fitting_portable(p);
-    const auto runs_well = [&](const Config& c) {
-        const int64_t blocks = ceil_div(p.q_length, 64 * c.warpgroups) * p.batch * p.q_heads;
-        const int together = portable_blocks_per_sm(c);
-        return together * (forward_memory(c).bytes + 1024) <= device.shared_bytes_per_block &&
-               blocks >= together * device.sm_count;
+    const auto fits = [&](const Config& c) {
+        return portable_blocks_per_sm(c) * (forward_memory(c).bytes + 1024) <=
+               device.shared_bytes_per_block;
     };
-    const bool larger = fitting.size() > 1 && runs_well(fitting.back());
-    return portable_choice(p, larger ? fitting.back() : fitting.front(), device);
+    const auto has_blocks = [&](const Config& c) {
+        const int64_t blocks = ceil_div(p.q_length, 64 * c.warpgroups) * p.batch * p.q_heads;
+        return blocks >= portable_blocks_per_sm(c) * device.sm_count;
+    };
+    const Config &few = fitting.front(), &more = fitting.back();
+    const bool gains = more.warp_rows > few.warp_rows || !fits(few);
+    const bool larger = gains && fits(more) && has_blocks(more);
+    return portable_choice(p, larger ? more : few, device);
 }
 
 }  // namespace
