@@ -208,7 +208,7 @@ __global__ __launch_bounds__(Kernel::threads, Kernel::blocks_per_sm) void decode
     auto& shared = allocator.template allocate<Shared<Kernel>>();
     if (threadIdx.x == 0) {
         for (int i = 0; i < Kernel::slots; ++i) {
-            init_semaphore(shared.full[i], Kernel::producers * WARP_THREADS);
+            init_semaphore(shared.full[i], Kernel::slot_arrivals);
             init_semaphore(shared.empty[i], Kernel::token_scales ? 4 : 1);
         }
         arch::mbarrier_init_fence();

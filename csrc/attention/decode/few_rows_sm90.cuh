@@ -51,9 +51,9 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
     Shared<Kernel>& shared;
     // What this thread reads first of the first slot.
     const uint32_t first_codes =
-        shared.ring[0].k.address_of(base_key() + laneid() / 4, chunks::column(0));
-    const uint32_t first_rows = shared.ring[0].v.address_of(
-        base_key() + laneid() % 16, RowChunks<v_tile>::columns*(laneid() / 16));
+        kept(shared.ring[0].k.address_of(base_key() + laneid() / 4, chunks::column(0)));
+    const uint32_t first_rows = kept(shared.ring[0].v.address_of(
+        base_key() + laneid() % 16, RowChunks<v_tile>::columns*(laneid() / 16)));
     RingPosition<Kernel::slots> at{};
     __device__ __forceinline__ void run(Segments& segments) {
         with_format(g, [&]<CacheFormat format>() {
@@ -62,6 +62,12 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
     }
 
   protected:
+    // In a register, where it would be computed anew for each block: of NVFP4, whose instructions
+    // are what limits.
+    static __device__ __forceinline__ uint32_t kept(uint32_t address) {
+        if constexpr (Kernel::nvfp4) arch::pin_register(address);
+        return address;
+    }
     __device__ __forceinline__ void release() {
         arch::sync_warp();
         if (laneid() == 0) arrive(shared.empty[at.stage]);
