@@ -25,7 +25,8 @@ struct Kernel {
     static constexpr bool reallocates = producers == 4 && blocks_per_sm > 1;
     static constexpr int launch_registers = 65536 / (256 * blocks_per_sm) / 8 * 8;
     static constexpr int producer_registers = blocks_per_sm > 2 ? (config.nvfp4 ? 56 : 48)
-                                              : config.few_rows ? 64 : 80;
+                                              : config.few_rows ? 64
+                                                                : 80;
     static constexpr int consumer_registers = 2 * launch_registers - producer_registers;
     static constexpr int operand_rows = config.few_rows;  // of mma.sync
     static constexpr int pass_columns = decode::pass_columns(config);

@@ -179,7 +179,7 @@ struct EightRowsConsumer : FewRowsConsumer<Kernel> {
         for (int second = 0; second < 2; ++second) {
             const Row row(g.work, segment.s, segment.item, own_row() + second);
             if (g.score_mod.has_slopes()) {
-                const float slope = g.score_mod.slope(segment.at.b, row.exists ? row.head : 0);
+                const float slope = g.score_mod.slope(segment.b(), row.exists ? row.head : 0);
                 for_each_score_of_row(x, second, [&](float& s, int key) {
                     const int distance = row.position + segment.s.diagonal - (first + key);
                     s = fmaf(-slope, fabsf(static_cast<float>(distance)), s);
@@ -263,7 +263,7 @@ struct EightRowsConsumer : FewRowsConsumer<Kernel> {
             add_values<format>(o, x);
             release();
         }
-        const float v_scale = scale_of_head(g.v_scale, segment.at.b, segment.item.kv_head) *
+        const float v_scale = scale_of_head(g.v_scale, segment.b(), segment.item.kv_head) *
                               (Kernel::nvfp4      ? 1.0f / NV_UNIT
                                : g.v_scale.tokens ? power_of_two(v_exponent)
                                                   : 1.0f);

@@ -95,8 +95,8 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
     // Rows come to fp16, unless the cache has 16 bits, through shared memory, where those stay that
     // are too long for the registers.
     __device__ __forceinline__ void load_query(const Segments& segment, Query& query) {
-        const float scale = scale_of_head(g.k_scale, segment.at.b, segment.item.kv_head) *
-                            scale_of_head(g.q_scale, segment.at.b, segment.item.kv_head) *
+        const float scale = scale_of_head(g.k_scale, segment.b(), segment.item.kv_head) *
+                            scale_of_head(g.q_scale, segment.b(), segment.item.kv_head) *
                             (Kernel::nvfp4 ? 1.0f / NV_UNIT : 1.0f);
         if constexpr (Kernel::portable) {
             warpgroup::sync(1);  // results that were there have gone
@@ -323,7 +323,7 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
     template <CacheFormat format>
     __device__ __forceinline__ void run_segment(const Segments& segment) {
         Query query;
-        const float v_scale = scale_of_head(g.v_scale, segment.at.b, segment.item.kv_head);
+        const float v_scale = scale_of_head(g.v_scale, segment.b(), segment.item.kv_head);
         if (segment.last > segment.first) load_query(segment, query);
         int v_exponent = -126;
         OnlineSoftmax softmax;
@@ -529,7 +529,7 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
     __device__ __forceinline__ void store_final(const Segments& segment, const Row& row, int column,
                                                 const float4& x, float lse) const {
         const auto& to = g.results;
-        const int b = segment.at.b, position = segment.s.q_begin + row.position;
+        const int b = segment.b(), position = segment.s.q_begin + row.position;
         const uint2 packed = {arch::bit_cast<uint32_t>(pack_pair<T>(x.x, x.y)),
                               arch::bit_cast<uint32_t>(pack_pair<T>(x.z, x.w))};
         arch::store_global(reinterpret_cast<uint2*>(to.out.at(b, row.head, position, column)),

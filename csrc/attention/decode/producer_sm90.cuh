@@ -22,8 +22,8 @@ struct Producer {
     Shared<Kernel>& shared;
     RingPosition<Kernel::slots> filling{}, arriving{};
     RingPosition<Kernel::lag> staging{}, converting{};
-    int pending = 0;                              // slots whose copies are on their way
-    bool keys_are_next = true;                    // of what becomes operands
+    int pending = 0;            // slots whose copies are on their way
+    bool keys_are_next = true;  // of what becomes operands
     static constexpr int block_warps = Kernel::producers / turns;
     int first = warpgroup::warpid() % block_warps * warp_rows;  // of the rows that this warp copies
 
@@ -70,7 +70,7 @@ struct Producer {
     }
     __device__ __forceinline__ void look_up(const Segments& at, int key, int& page,
                                             int& token) const {
-        page = at.at.b;
+        page = at.b();
         token = key;
         if (g.pages.rows != nullptr) page = arch::load_global_readonly(g.pages.rows + page);
         if (g.pages.table == nullptr) return;
