@@ -258,8 +258,6 @@ def schedule_numbers(problem: dict[str, Any], device: torch.device, sm_count: in
 
 def window(op: str, window_size: Sequence[int]) -> tuple[int, int]:
     """The pair as the ops take it."""
-    if window_size is shared.UNBOUNDED:
-        return shared.UNBOUNDED
     if (
         not isinstance(window_size, tuple | list)
         or len(window_size) != 2

@@ -146,7 +146,9 @@ def attention_paged(
     The formula is `tk.reference.attention_paged`.
     """
     _refuse_gradients(q, k, v, k_cache, v_cache, sink)
-    left, right = cache.window(_NAME, window_size)
+    # Compilers do not trace whether two tuples are one.
+    unbounded = not torch.compiler.is_compiling() and window_size is shared.UNBOUNDED
+    left, right = shared.UNBOUNDED if unbounded else cache.window(_NAME, window_size)
     new_keys, chunk = 0, 0
     if attention_chunk is not None:
         cache.require_size(_NAME, "attention_chunk", attention_chunk, 1)
@@ -182,10 +184,10 @@ def attention_paged(
     elif rotary_cos is not None or rotary_sin is not None or slot_mapping is not None:
         raise ValueError(f"tk.{_NAME}: rotary_cos, rotary_sin and slot_mapping need k and v")
     if (
-        cu_seqlens_q is None
+        unbounded
+        and cu_seqlens_q is None
         and not return_lse
         and causal is True
-        and window_size is shared.UNBOUNDED
         and not chunk
         and softcap == 0.0
         and split_size is None
@@ -199,7 +201,6 @@ def attention_paged(
         and rotary_cos is None
         and isinstance(q, Tensor)
         and q.is_cuda
-        and not torch.compiler.is_compiling()
     ):
         try:
             result: Tensor = _forward(

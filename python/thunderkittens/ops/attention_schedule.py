@@ -71,7 +71,8 @@ def attention_schedule(
     if value_dim is None:
         value_dim = head_dim
     if (
-        type(new_keys) is int
+        not torch.compiler.is_compiling()
+        and type(new_keys) is int
         and new_keys == 0
         and cu_seqlens_k_new is None
         and cache_leftpad is None
