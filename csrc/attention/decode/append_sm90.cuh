@@ -94,8 +94,8 @@ __device__ __forceinline__ void append(const AppendGlobals<T>& g) {
     for (int64_t i = int64_t{blockIdx.x} * APPEND_THREADS + threadIdx.x; i < count;
          i += int64_t{gridDim.x} * APPEND_THREADS) {
         // A division of 64 bits takes as long as a load from L2.
-        const int token = count <= INT32_MAX ? static_cast<int>(i) / row_loads
-                                             : static_cast<int>(i / row_loads);
+        const int token =
+            count <= INT32_MAX ? static_cast<int>(i) / row_loads : static_cast<int>(i / row_loads);
         int load = static_cast<int>(i - int64_t{token} * row_loads);
         const int b = token / g.row_count, row = token - b * g.row_count;
         const bool key = load < g.heads * k_loads;

@@ -81,7 +81,7 @@ struct PagedProducer {
     const int warp;  // of a side
     const int step = warps * g.pages.piece;
     const int first_row = warp * g.pages.piece;  // of this warp, in a tile
-    const int warp_pieces =  // of a tile
+    const int warp_pieces =                      // of a tile
         ::max((Kernel::block_n - first_row + step - 1) / step, 1);
     const int known_tiles = WARP_THREADS / warp_pieces;
     // Of the lane's piece: in which of these tiles it is, counted back, and where in that.
