@@ -177,6 +177,12 @@ STABLE_TORCH_LIBRARY(thunderkittens, m) {
         "rotary_cos=None, Tensor? rotary_sin=None, bool rotary_interleaved=False, Tensor? "
         "rotary_seqlens=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? q_scale=None, "
         "Tensor? k_block_scale=None, Tensor? v_block_scale=None) -> (Tensor out, Tensor lse)");
+    // The same of rectangular queries, causal, by the options that most calls have; out alone.
+    m.def(
+        "attention_paged_forward(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? page_table, "
+        "Tensor seq_lens, Tensor? schedule=None, Tensor? k_scale=None, Tensor? v_scale=None, "
+        "Tensor? k_block_scale=None, Tensor? v_block_scale=None, float? scale=None, SymInt "
+        "new_keys=0) -> Tensor");
     m.def(
         "attention_schedule(Tensor seq_lens, SymInt q_heads, SymInt kv_heads, SymInt head_dim, "
         "SymInt value_dim, " DECODE_SEQUENCES ", bool mask=False, bool codes=False) -> Tensor");

@@ -12,10 +12,11 @@ import torch
 import thunderkittens as tk
 from helpers.attention import emulated
 from helpers.cover import cover, over
-from helpers.paged import CODES, LAYOUTS, Case, normal
+from helpers.paged import CODES, LAYOUTS, Case, normal, to_nvfp4
 
 BF16, FP16 = torch.bfloat16, torch.float16
 FLAGS = ("test_schema", "test_autograd_registration", "test_faketensor")
+SCALES = {"k_scale": 0.5, "v_scale": 2.0}
 LENGTHS = {
     "some": [70, 1, 64, 129],
     "empty": [0, 40, 0],
@@ -371,6 +372,39 @@ def test_opcheck(device):
     made = Case([37, 5], [1, 2], packed=True, device=device)
     args = (*made.arguments, made.options["cu_seqlens_q"], 2)
     torch.library.opcheck(torch.ops.thunderkittens.attention_paged.default, args, test_utils=FLAGS)
+    made = Case([37, 5], [1, 1], device=device)
+    few = torch.ops.thunderkittens.attention_paged_forward.default
+    checks = tuple(x for x in FLAGS if x != "test_autograd_registration")
+    torch.library.opcheck(few, (*made.arguments, None), test_utils=checks)
+
+
+@pytest.mark.parametrize("form", ["same", "codes", "nvfp4"])
+def test_calls_of_few_arguments(device, form):
+    """Most calls go to an op without the options that they do not have: the same bits."""
+    made = Case([37, 5, 130], [2] * 3, (8, 2), (128, 64), device=device)
+    options = {}
+    if form == "codes":
+        made.k_cache, made.v_cache = (x.to(CODES[0]) for x in (made.k_cache, made.v_cache))
+    elif form == "nvfp4":
+        to_nvfp4(made, "NHD")
+        options = dict(made.options)
+    if form != "same":
+        options |= {n: torch.tensor(x, device=device) for n, x in SCALES.items()}
+    lengths = made.seq_lens - 1
+    given = {"max_seqlen_q": 2, "new_keys": 1}
+    schedule = tk.attention_schedule(lengths, 8, 2, 128, 64, **given, codes=form != "same")
+    args = (*made.arguments[:4], lengths)
+    expected, _ = torch.ops.thunderkittens.attention_paged(
+        *args, **given, **options, schedule=schedule, scale=0.3
+    )
+    names = (*SCALES, "k_block_scale", "v_block_scale")
+    few = torch.ops.thunderkittens.attention_paged_forward(
+        *args, schedule, *(options.get(n) for n in names), 0.3, 1
+    )
+    assert torch.equal(few, expected)
+    assert bool(few.isfinite().all())
+    out = tk.attention_paged(*made.arguments, **options)
+    assert torch.equal(out, made.run(**options)[0])
 
 
 def test_compiles(device):

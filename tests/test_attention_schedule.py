@@ -21,16 +21,15 @@ def ints(values, device="cpu"):
 
 
 def positions(schedule, parts):
-    """(sequence, item, block) where each part begins, and the end."""
+    """(line, tile, block) where each part begins, and the end; a line is a head of a sequence."""
     return schedule[HEADER : HEADER + 4 * (parts + 1)].reshape(-1, 4)[:, :3].tolist()
 
 
 def cost_before(position, lengths, heads):
     """Of what lies before a position, by the costs that the kernel counts."""
-    b, item, block = position
-    blocks = [-(-n // BLOCK) + ITEM_COST for n in lengths]
-    inside = item * blocks[b] + block if b < len(lengths) else 0
-    return sum(blocks[:b]) * heads + inside + (ITEM_COST if block > 0 else 0)
+    line, _, block = position
+    blocks = [-(-n // BLOCK) + ITEM_COST for n in lengths] * heads
+    return sum(blocks[:line]) + block + (ITEM_COST if block > 0 else 0)
 
 
 @pytest.mark.emulator
@@ -47,11 +46,12 @@ def test_parts_are_equal(lengths, sms):
     parts = 2 * sms  # two blocks to a multiprocessor
     at = positions(schedule, parts)
     assert at[0][1:] == [0, 0]
-    assert at[-1] == [len(lengths), 0, 0]
+    end = [heads * len(lengths), 0, 0]
+    assert at[-1] == end
     assert at == sorted(at)
     costs = [cost_before(position, lengths, heads) for position in at]
-    total = cost_before([len(lengths), 0, 0], lengths, heads)
-    used = at.index([len(lengths), 0, 0])
+    total = cost_before(end, lengths, heads)
+    used = at.index(end)
     most = min(parts, total)
     if len({-(-n // BLOCK) for n in lengths}) > 1:
         assert used == most
@@ -80,9 +80,29 @@ def test_parts_fit_equal_sequences(batch, heads, used):
     with tk.emulate(sm_count=132):
         schedule = tk.attention_schedule(ints([4096] * batch), heads, heads, 128)
     at = positions(schedule, 264)
-    assert at.index([batch, 0, 0]) == used
+    assert at.index([batch * heads, 0, 0]) == used
     if batch > 1:
         assert sum(block > 0 for _, _, block in at) == max(used - batch * heads, 0)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("lengths", [[4096] * 5, [16, 8000, 500, 0, 64]])
+@pytest.mark.parametrize(("heads", "of_head"), [(1, 66), (8, 8), (33, 2), (35, None)])
+def test_heads_are_cut_alike(lengths, heads, of_head):
+    """Where as many parts for each leave out a sixteenth at most: 35 heads would leave out 31."""
+    with tk.emulate(sm_count=33):
+        schedule = tk.attention_schedule(ints(lengths), heads, heads, 128)
+    at = positions(schedule, 66)
+    used = at.index([heads * len(lengths), 0, 0])
+    if of_head is None:
+        assert used > 35
+        return
+    each = used // heads
+    assert used == each * heads
+    assert of_head - of_head // 16 <= each <= of_head
+    for p in range(used):
+        line, tile, block = at[p % each]
+        assert at[p] == [p // each * len(lengths) + line, tile, block]
 
 
 @pytest.mark.emulator
@@ -93,7 +113,7 @@ def test_no_part_has_sequences_without_queries(split):
         schedule = tk.attention_schedule(
             ints([300, 300]), 8, 2, 64, max_seqlen_q=4, cu_seqlens_q=offsets, split_size=split
         )
-    assert positions(schedule, 10) == [[2, 0, 0]] * 11
+    assert positions(schedule, 10) == [[4, 0, 0]] * 11
 
 
 @pytest.mark.emulator
@@ -106,7 +126,8 @@ def test_the_benchmark_checks_parts(lengths, heads, sms):
     with tk.emulate(sm_count=sms):
         schedule = attention_schedule.ours(**inputs)
         assert check(case, inputs, {"op": (schedule,)})["op"].passed
-        for place, wrong in ((4 * sms, 0), (4 * sms, 300), (0, 1), (8 * sms, 1), (4 * sms + 1, -1)):
+        end = heads[1] * len(lengths)
+        for place, wrong in ((4 * sms, 0), (4 * sms, end), (0, 1), (8 * sms, 1), (4 * sms + 1, -1)):
             changed = schedule.clone()
             changed[HEADER + place] = wrong
             assert not check(case, inputs, {"op": (changed,)})["op"].passed
@@ -119,7 +140,7 @@ def test_a_split_size_cuts_at_its_multiples():
     with tk.emulate(sm_count=5):
         schedule = tk.attention_schedule(ints(lengths), 8, heads, 128, split_size=64 * blocks)
     at = positions(schedule, 10)
-    total = cost_before([len(lengths), 0, 0], lengths, heads)
+    total = cost_before([heads * len(lengths), 0, 0], lengths, heads)
     for p, position in enumerate(at):
         assert position[2] % blocks == 0
         least = total * p / 10 - blocks - (ITEM_COST if position[2] == 0 else 0)

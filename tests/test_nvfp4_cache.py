@@ -49,7 +49,7 @@ def cases(device, intensity):
             "v_scale": ["none", "one", "heads"],
             "q_scale": ["none", "one", "heads"],
             "magnitude": [1.0, 1e-4, 100.0],
-            "size": [1, 16, 100],
+            "size": [1, 16, 64, 100],
             "layout": LAYOUTS,
             "split": [None, 128],
             "option": ["plain", "softcap", "window", "leftpad", "sink"],
@@ -89,10 +89,12 @@ def test_values(device, case):
 @pytest.mark.emulator
 @pytest.mark.parametrize("sms", [1, 3])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_policies(policy, sms):
-    """Rings that wrap, items that several parts share."""
-    for dims, dtype in (((128, 64), FP16), ((64, 64), BF16)):
-        made = Case([1200, 3, 0, 130], [2] * 4, dims=dims, dtype=dtype, seed=sms)
+@pytest.mark.parametrize("size", [7, 16, 128])
+def test_policies(policy, sms, size):
+    """Rings that wrap, of blocks that producers take in turn; items that several parts share."""
+    for dims, dtype, queries in (((128, 64), FP16, 2), ((64, 64), BF16, 4), ((256, 256), BF16, 1)):
+        lengths = [1200, 3, 0, 130]
+        made = Case(lengths, [queries] * 4, dims=dims, dtype=dtype, seed=sms, size=size)
         to_nvfp4(made, "NHD")
         largest = float(made.elements[1].nan_to_num(0).abs().max())
         with tk.emulate(policy, seed=sms, sm_count=sms):

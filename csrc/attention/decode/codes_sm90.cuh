@@ -132,13 +132,12 @@ __device__ __forceinline__ uint2 e5m2_of_e2m1(uint32_t word) {
 // Scales of two blocks, or of one block of two rows.
 template <bool portable = false>
 __device__ __forceinline__ __half2 scale_of_blocks(uint32_t scales) {
-    return __hmul2(arch::bit_cast<__half2>(low_pair_of_e4m3<portable>(scales)),
-                   __floats2half2_rn(128.0f, 128.0f));
+    return arch::bit_cast<__half2>(low_pair_of_e4m3<portable>(scales));
 }
 // 32 codes of NVFP4, with the scales of their two blocks in the lower half of `scales`, become
-// their values times NV_UNIT, so that one product is enough: a scale times 2^7 is in the range of
-// fp16, and so is what comes out, from 2^-17 to 21.
-constexpr float NV_UNIT = 0x1p-7f;
+// their values times NV_UNIT, so that one product is enough. It is exact: codes of 2^-14 are
+// multiples of 2^-15, scales those of 2^-9, and what comes out those of 2^-24, as all fp16 are.
+constexpr float NV_UNIT = 0x1p-14f;
 __device__ __forceinline__ void convert_nvfp4(const Codes& codes, uint32_t scales,
                                               Halves (&to)[4]) {
     const __half2 both = scale_of_blocks(scales);

@@ -119,10 +119,11 @@ __device__ __forceinline__ void combine(const CombineGlobals<T>& g) {
         const int* const from = g.schedule.data + g.schedule.list + 4 * int64_t{index};
         const int4 entry = {arch::load_global(from), arch::load_global(from + 1),
                             arch::load_global(from + 2), arch::load_global(from + 3)};
-        const int2 known = g.schedule.lengths_of(entry.x);
-        const Lengths s = g.work.lengths(entry.x, ::min(known.x, g.work.most_keys),
-                                         ::min(known.y, g.work.q_length));
-        const Row row(g.work, s, g.work.item(s, entry.y), in_slot);
+        const int kv_head = entry.x / g.work.batch, b = entry.x - kv_head * g.work.batch;
+        const int2 known = g.schedule.lengths_of(b);
+        const Lengths s =
+            g.work.lengths(b, ::min(known.x, g.work.most_keys), ::min(known.y, g.work.q_length));
+        const Row row(g.work, s, g.work.item(s, kv_head, entry.y), in_slot);
         const bool exists = i < rows && row.exists;
         const Slots slots{entry.z, entry.w, in_slot};
         CombinedRow mine{};
@@ -152,7 +153,7 @@ __device__ __forceinline__ void combine(const CombineGlobals<T>& g) {
                 mine.o[j] = {mine.o[j].x + x.x, mine.o[j].y + x.y};
             }
         }
-        store_combined(r, mine, base, entry.x, row.head, s.q_begin + row.position);
+        store_combined(r, mine, base, b, row.head, s.q_begin + row.position);
     }
 }
 

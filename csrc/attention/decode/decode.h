@@ -235,12 +235,12 @@ struct Choice {
     bool operator==(const Choice&) const = default;
 };
 
-// A schedule cuts the work of all sequences, in their order, into parts of equal cost. It is an
+// A schedule cuts the work of all heads and sequences into parts of equal cost. It is an
 // array of 32-bit integers, which a kernel writes and others read:
 //   header      HEADER_INTS: what it was made for, as a hash; the number of split items
 //   positions   parts + 1 of 4: where a part begins, see Position
 //   lengths     2 for each sequence: keys and queries
-//   items       4 for each split item: sequence, item in it, first slot, number of slots
+//   items       4 for each split item: its line and tile, see Position, first slot, number of slots
 //   scratch     of the kernel that writes it: 3 integers of 64 bits for each sequence, and 3
 // An item is a tile of rows of one key head of one sequence; it is split if more than one part, or
 // with a split size more than one split, has keys of it. Then each of them leaves a partial result

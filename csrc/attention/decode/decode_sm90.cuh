@@ -51,8 +51,8 @@ struct Consumer {
         warpgroup::sync(1);  // the products that have read the last one are done
         if constexpr (Kernel::codes) {
             static_assert(row_loads <= WARP_THREADS);
-            const float scale = scale_of_head(g.k_scale, segment.at.b, segment.item.kv_head) *
-                                scale_of_head(g.q_scale, segment.at.b, segment.item.kv_head) *
+            const float scale = scale_of_head(g.k_scale, segment.b(), segment.item.kv_head) *
+                                scale_of_head(g.q_scale, segment.b(), segment.item.kv_head) *
                                 (Kernel::nvfp4 ? 1.0f / NV_UNIT : 1.0f);
             // A warp has 16 rows, a lane a column.
             const int column = laneid() * per_load;
@@ -123,7 +123,7 @@ struct Consumer {
             release();
         }
         if constexpr (Kernel::codes) {
-            const float scale = scale_of_head(g.v_scale, segment.at.b, segment.item.kv_head) *
+            const float scale = scale_of_head(g.v_scale, segment.b(), segment.item.kv_head) *
                                 (Kernel::nvfp4      ? 1.0f / NV_UNIT
                                  : g.v_scale.tokens ? power_of_two(v_exponent)
                                                     : 1.0f);
@@ -173,7 +173,7 @@ struct Consumer {
                                                 const Segments& segment, const Row& upper,
                                                 const Row& lower) {
         const auto& to = g.results;
-        const int b = segment.at.b, begin = segment.s.q_begin;
+        const int b = segment.b(), begin = segment.s.q_begin;
         float2 factor = {1.0f, 1.0f};
         if (to.sink != nullptr) {
             const auto logit = [&](const Row& r) {
@@ -208,7 +208,7 @@ __global__ __launch_bounds__(Kernel::threads, Kernel::blocks_per_sm) void decode
     auto& shared = allocator.template allocate<Shared<Kernel>>();
     if (threadIdx.x == 0) {
         for (int i = 0; i < Kernel::slots; ++i) {
-            init_semaphore(shared.full[i], Kernel::producers * WARP_THREADS);
+            init_semaphore(shared.full[i], Kernel::slot_arrivals);
             init_semaphore(shared.empty[i], Kernel::token_scales ? 4 : 1);
         }
         arch::mbarrier_init_fence();

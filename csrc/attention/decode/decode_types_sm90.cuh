@@ -24,7 +24,9 @@ struct Kernel {
     // Which a whole warpgroup of producers gives to the consumers, where registers are few.
     static constexpr bool reallocates = producers == 4 && blocks_per_sm > 1;
     static constexpr int launch_registers = 65536 / (256 * blocks_per_sm) / 8 * 8;
-    static constexpr int producer_registers = blocks_per_sm > 2 ? 48 : config.few_rows ? 64 : 80;
+    static constexpr int producer_registers = blocks_per_sm > 2 ? (config.nvfp4 ? 56 : 48)
+                                              : config.few_rows ? 64
+                                                                : 80;
     static constexpr int consumer_registers = 2 * launch_registers - producer_registers;
     static constexpr int operand_rows = config.few_rows;  // of mma.sync
     static constexpr bool any_rows = decode::has_any_rows(config);
@@ -39,7 +41,14 @@ struct Kernel {
     static constexpr bool token_scales = codes && !nvfp4;  // slots have them
     // Copies of so many slots are on their way at a time; of few rows, of all that are free.
     static constexpr int lag = staged ? config.staged : std::max(slots - 2, 1);
-    static constexpr int producer_rows = BLOCK_N / producers;  // of a block, that a warp copies
+    // Of NVFP4 and few rows, where instructions limit, the producers take turns at blocks: what it
+    // takes to look a page up and to wait for a slot does not depend on how many rows a warp has.
+    // The ring is so long that none comes to a slot a second time before its last but one use is
+    // over: a parity tells no more apart.
+    static constexpr int producer_turns = few_rows && nvfp4 && !portable ? producers : 1;
+    static_assert(slots >= 2 * producer_turns - 1);
+    static constexpr int producer_rows = BLOCK_N * producer_turns / producers;
+    static constexpr int slot_arrivals = WARP_THREADS * producers / producer_turns;
 
     using Operand =  // what a slot has; of few rows, bytes
         std::conditional_t<staged, half, std::conditional_t<codes, fp8e4m3, T>>;

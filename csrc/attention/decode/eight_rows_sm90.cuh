@@ -177,7 +177,7 @@ struct EightRowsConsumer : FewRowsConsumer<Kernel> {
         for (int second = 0; second < 2; ++second) {
             const Row row(g.work, segment.s, segment.item, own_row() + second);
             if (g.score_mod.has_slopes()) {
-                const float slope = g.score_mod.slope(segment.at.b, row.exists ? row.head : 0);
+                const float slope = g.score_mod.slope(segment.b(), row.exists ? row.head : 0);
                 for_each_score_of_row(x, second, [&](float& s, int key) {
                     const int distance = row.position + segment.s.diagonal - (first + key);
                     s = fmaf(-slope, fabsf(static_cast<float>(distance)), s);
@@ -264,7 +264,7 @@ struct EightRowsConsumer : FewRowsConsumer<Kernel> {
             release();
         }
         restore_segment<Kernel>(shared, segment);
-        const float v_scale = scale_of_head(g.v_scale, segment.at.b, segment.item.kv_head) *
+        const float v_scale = scale_of_head(g.v_scale, segment.b(), segment.item.kv_head) *
                               (Kernel::nvfp4      ? 1.0f / NV_UNIT
                                : g.v_scale.tokens ? power_of_two(v_exponent)
                                                   : 1.0f) *
@@ -313,7 +313,7 @@ __global__ __launch_bounds__(Kernel::threads, Kernel::blocks_per_sm) void few_ro
     auto& shared = allocator.template allocate<Shared<Kernel>>();
     if (threadIdx.x == 0) {
         for (int i = 0; i < Kernel::slots; ++i) {
-            init_semaphore(shared.full[i], Kernel::producers * WARP_THREADS);
+            init_semaphore(shared.full[i], Kernel::slot_arrivals);
             init_semaphore(shared.empty[i], decode::rows_apart(g)
                                                 ? CONSUMER_WARPS
                                                 : PartOfBlock<Kernel>::block_parts);

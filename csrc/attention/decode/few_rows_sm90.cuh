@@ -51,9 +51,9 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
     Shared<Kernel>& shared;
     // What this thread reads first of the first slot.
     const uint32_t first_codes =
-        shared.ring[0].k.address_of(base_key() + laneid() / 4, chunks::column(0));
-    const uint32_t first_rows = shared.ring[0].v.address_of(
-        base_key() + laneid() % 16, RowChunks<v_tile>::columns*(laneid() / 16));
+        kept(shared.ring[0].k.address_of(base_key() + laneid() / 4, chunks::column(0)));
+    const uint32_t first_rows = kept(shared.ring[0].v.address_of(
+        base_key() + laneid() % 16, RowChunks<v_tile>::columns*(laneid() / 16)));
     RingPosition<Kernel::slots> at{};
     __device__ __forceinline__ void run(Segments& segments) {
         with_format(g, [&]<CacheFormat format>() {
@@ -62,6 +62,12 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
     }
 
   protected:
+    // In a register, where it would be computed anew for each block: of NVFP4, whose instructions
+    // are what limits.
+    static __device__ __forceinline__ uint32_t kept(uint32_t address) {
+        if constexpr (Kernel::nvfp4) arch::pin_register(address);
+        return address;
+    }
     __device__ __forceinline__ void release() {
         arch::sync_warp();
         if (laneid() == 0) arrive(shared.empty[at.stage]);
@@ -89,8 +95,8 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
     // Rows come to fp16, unless the cache has 16 bits, through shared memory, where those stay that
     // are too long for the registers.
     __device__ __forceinline__ void load_query(const Segments& segment, Query& query) {
-        const float scale = scale_of_head(g.k_scale, segment.at.b, segment.item.kv_head) *
-                            scale_of_head(g.q_scale, segment.at.b, segment.item.kv_head) *
+        const float scale = scale_of_head(g.k_scale, segment.b(), segment.item.kv_head) *
+                            scale_of_head(g.q_scale, segment.b(), segment.item.kv_head) *
                             (Kernel::nvfp4 ? 1.0f / NV_UNIT : unit_of<Kernel::portable>(g.format));
         if constexpr (Kernel::any_rows) {
             warpgroup::sync(1);  // results that were there have gone
@@ -336,7 +342,7 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
         keep_segment<Kernel>(shared, segment);
         float v_scale = 1.0f;
         if (!Kernel::portable)
-            v_scale = scale_of_head(g.v_scale, segment.at.b, segment.item.kv_head);
+            v_scale = scale_of_head(g.v_scale, segment.b(), segment.item.kv_head);
         if (segment.last > segment.first) load_query(segment, query);
         int v_exponent = -126;
         OnlineSoftmax softmax;
@@ -372,7 +378,7 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
         restore_segment<Kernel>(shared, segment);
         if constexpr (Kernel::codes) {
             if (Kernel::portable)
-                v_scale = scale_of_head(g.v_scale, segment.at.b, segment.item.kv_head);
+                v_scale = scale_of_head(g.v_scale, segment.b(), segment.item.kv_head);
             const float scale = v_scale *
                                 (Kernel::nvfp4      ? 1.0f / NV_UNIT
                                  : g.v_scale.tokens ? power_of_two(v_exponent)
@@ -559,7 +565,7 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
     __device__ __forceinline__ void store_final(const Segments& segment, const Row& row, int column,
                                                 const float4& x, float lse) const {
         const auto& to = g.results;
-        const int b = segment.at.b, position = segment.s.q_begin + row.position;
+        const int b = segment.b(), position = segment.s.q_begin + row.position;
         const uint2 packed = {arch::bit_cast<uint32_t>(pack_pair<T>(x.x, x.y)),
                               arch::bit_cast<uint32_t>(pack_pair<T>(x.z, x.w))};
         arch::store_global(reinterpret_cast<uint2*>(to.out.at(b, row.head, position, column)),

@@ -1,8 +1,8 @@
 // The producer of attention over a cache: warps whose threads look pages up and copy rows of
-// keys and values, 16 bytes each, into the ring. Where one page has all the rows of a block that a
-// warp copies, their addresses follow from the first; else a lane has the address of a row. Where
-// the producers convert, codes come to a place of the thread's own first, and go on as fp16; of
-// NVFP4 with the scales of their blocks.
+// keys and values, 16 bytes each, into the ring; or they take turns at blocks. Where one
+// page has all the rows of a block that a warp copies, their addresses follow from the first; else
+// a lane has the addresses of its rows. Where the producers convert, codes come to a place of the
+// thread's own first, and go on as fp16; of NVFP4 with the scales of their blocks.
 #pragma once
 
 #include "csrc/attention/decode/decode_types_sm90.cuh"
@@ -15,21 +15,23 @@ struct Producer {
     static constexpr int per_copy =
         Kernel::nvfp4 && Kernel::staged ? 32 : 16 / int(sizeof(Element));
     static constexpr int warp_rows = Kernel::producer_rows;
-    static_assert(warp_rows <= WARP_THREADS);
+    static constexpr int lane_rows = (warp_rows + WARP_THREADS - 1) / WARP_THREADS;
+    static constexpr int turns = Kernel::producer_turns;
 
     const Globals<Kernel>& g;
     Shared<Kernel>& shared;
     RingPosition<Kernel::slots> filling{}, arriving{};
     RingPosition<Kernel::lag> staging{}, converting{};
-    int pending = 0;                              // slots whose copies are on their way
-    bool keys_are_next = true;                    // of what becomes operands
-    int first = warpgroup::warpid() * warp_rows;  // of the rows that this warp copies
+    int pending = 0;            // slots whose copies are on their way
+    bool keys_are_next = true;  // of what becomes operands
+    static constexpr int block_warps = Kernel::producers / turns;
+    int first = warpgroup::warpid() % block_warps * warp_rows;  // of the rows that this warp copies
 
     __device__ __forceinline__ void run(Segments& segments) {
         if constexpr (!Kernel::staged) {
             if (g.rows_share_page) {
                 return run_segments(segments,
-                                    [&](int block) { return shared_place_of(segments, block); });
+                                    [&](int block) { return shared_page_of(segments, block); });
             }
         }
         run_segments(segments, [&](int block) { return place_of(segments, block); });
@@ -39,13 +41,20 @@ struct Producer {
     // A page is looked up while the block before is loaded.
     template <class PlaceOf>
     __device__ __forceinline__ void run_segments(Segments& segments, PlaceOf place_of_block) {
+        int ahead = warpgroup::warpid() / block_warps;  // blocks of other warps before its next
+        filling.advance(2 * ahead);
         while (segments.next()) {
-            auto next = place_of_block(segments.last - 1);
-            for (int block = segments.last - 1; block >= segments.first; --block) {
-                const auto place = next;
-                if (block > segments.first) next = place_of_block(block - 1);
-                load_block(segments, place);
+            int block = segments.last - 1 - ahead;
+            if (block >= segments.first) {
+                auto next = place_of_block(block);
+                for (; block >= segments.first; block -= turns) {
+                    const auto place = at_block(next, segments, block);
+                    if (block - turns >= segments.first) next = place_of_block(block - turns);
+                    load_block(segments, place);
+                    if constexpr (turns > 1) filling.advance(2 * (turns - 1));
+                }
             }
+            ahead = segments.first - 1 - block;
         }
         if constexpr (Kernel::few_rows) {
             arch::cp_async_commit();
@@ -54,10 +63,14 @@ struct Producer {
             while (pending > 0) arrive_oldest<0>();
         }
     }
-    __device__ __forceinline__ bool has_row() const { return laneid() < warp_rows; }
+    // The n-th of the rows of a lane, which are as far apart as a warp has lanes.
+    static __device__ __forceinline__ int row_of_lane(int n) { return laneid() + n * WARP_THREADS; }
+    static __device__ __forceinline__ bool has_row(int n = 0) {
+        return warp_rows % WARP_THREADS == 0 || row_of_lane(n) < warp_rows;
+    }
     __device__ __forceinline__ void look_up(const Segments& at, int key, int& page,
                                             int& token) const {
-        page = at.at.b;
+        page = at.b();
         token = key;
         if (g.pages.rows != nullptr) page = arch::load_global_readonly(g.pages.rows + page);
         if (g.pages.table == nullptr) return;
@@ -71,39 +84,63 @@ struct Producer {
         int page = 0, token = 0;
         bool exists;
     };
-    __device__ __forceinline__ Place place_of(const Segments& at, int block) const {
-        const int key = block * BLOCK_N + first + laneid();
-        Place place{.exists = has_row() && key >= at.s.k_begin && key < at.s.k_length};
-        if (place.exists) look_up(at, key, place.page, place.token);
-        return place;
+    struct Places {
+        Place rows[lane_rows];
+    };
+    __device__ __forceinline__ Places place_of(const Segments& at, int block) const {
+        Places places;
+#pragma unroll
+        for (int n = 0; n < lane_rows; ++n) {
+            const int key = block * BLOCK_N + first + row_of_lane(n);
+            Place place{.exists = has_row(n) && key >= at.s.k_begin && key < at.s.k_length};
+            if (place.exists) look_up(at, key, place.page, place.token);
+            places.rows[n] = place;
+        }
+        return places;
     }
     // Where the first of the rows of a warp is, which follow each other; of them, [begin, end)
-    // exist.
-    struct SharedPlace {
-        int page = 0, token = 0, begin, end;
+    // exist. Of a block that is still to come the page is enough, since registers are few.
+    struct SharedPage {
+        int page = 0, token = 0;
     };
-    __device__ __forceinline__ SharedPlace shared_place_of(const Segments& at, int block) const {
+    struct SharedPlace : SharedPage {
+        int begin, end;
+    };
+    __device__ __forceinline__ SharedPage shared_page_of(const Segments& at, int block) const {
         const int key = block * BLOCK_N + first;
-        SharedPlace place{.begin = ::min(::max(at.s.k_begin - key, 0), warp_rows),
-                          .end = ::min(::max(at.s.k_length - key, 0), warp_rows)};
-        if (place.begin < place.end) look_up(at, key, place.page, place.token);
-        return place;
+        SharedPage found;
+        if (key < at.s.k_length && key + warp_rows > at.s.k_begin)
+            look_up(at, key, found.page, found.token);
+        return found;
+    }
+    __device__ __forceinline__ SharedPlace at_block(const SharedPage& found, const Segments& at,
+                                                    int block) const {
+        const int key = block * BLOCK_N + first;
+        return {found, ::min(::max(at.s.k_begin - key, 0), warp_rows),
+                ::min(::max(at.s.k_length - key, 0), warp_rows)};
+    }
+    static __device__ __forceinline__ Places at_block(const Places& found, const Segments&, int) {
+        return found;
     }
 
-    // The lane's own row.
-    static __device__ __forceinline__ Place own(const Place& place) { return place; }
-    static __device__ __forceinline__ Place own(const SharedPlace& p) {
-        return {p.page, p.token + laneid(), laneid() >= p.begin && laneid() < p.end};
+    // The n-th of the lane's own rows.
+    static __device__ __forceinline__ Place own(const Places& places, int n) {
+        return places.rows[n];
+    }
+    static __device__ __forceinline__ Place own(const SharedPlace& p, int n) {
+        const int row = row_of_lane(n);
+        return {p.page, p.token + row, row >= p.begin && row < p.end};
     }
 
     template <class AnyPlace>
     __device__ __forceinline__ void load_block(const Segments& at, const AnyPlace& place) {
         const int head = at.item.kv_head;
         if constexpr (Kernel::staged) {
-            stage<typename Kernel::k_tile>(address(g.k, place, head), g.block_scales.k, g.k_scale,
-                                           place, head, g.head_dim);
-            stage<typename Kernel::v_tile>(address(g.v, place, head), g.block_scales.v, g.v_scale,
-                                           place, head, g.results.value_dim);
+            const Place row = own(place, 0);
+            stage<typename Kernel::k_tile>(address(g.k, row, head), g.block_scales.k, g.k_scale,
+                                           row, head, g.head_dim);
+            stage<typename Kernel::v_tile>(address(g.v, row, head), g.block_scales.v, g.v_scale,
+                                           row, head, g.results.value_dim);
         } else {
             load(shared.ring[filling.stage].k, place, head, g.k, g.block_scales.k, g.k_scale,
                  g.head_dim);
@@ -124,10 +161,13 @@ struct Producer {
         }
         wait(shared.empty[filling.stage], filling.phase ^ 1);
         copy_rows(tile, place, head, rows, dim / Kernel::packed);
-        if constexpr (Kernel::nvfp4)
-            load_block_scales(address(block_scales, own(place), head), dim);
-        else if constexpr (Kernel::codes)
-            load_token_scale(address(token_scales, own(place), head));
+#pragma unroll
+        for (int n = 0; n < lane_rows; ++n) {
+            if constexpr (Kernel::nvfp4)
+                load_block_scales(address(block_scales, own(place, n), head), n, dim);
+            else if constexpr (Kernel::codes)
+                load_token_scale(address(token_scales, own(place, n), head), n);
+        }
         if constexpr (Kernel::few_rows) {
             arch::cp_async_mbarrier_arrive(shared.full[filling.stage].address());
         } else {
@@ -160,11 +200,18 @@ struct Producer {
     }
 
     template <class Tile>
-    __device__ __forceinline__ void copy_rows(Tile& tile, const Place& place, int head,
+    __device__ __forceinline__ void copy_rows(Tile& tile, const Places& places, int head,
                                               const CacheRows<Element>& rows, int columns) {
-        const Element* const mine = address(rows, place, head);
+        const Element* mine[lane_rows];
+#pragma unroll
+        for (int n = 0; n < lane_rows; ++n) mine[n] = address(rows, places.rows[n], head);
         for_each_copy<Tile>([&](int, int row, int column) {
-            const Element* const from = arch::shuffle(mine, row);
+            const Element* from = arch::shuffle(mine[0], row % WARP_THREADS);
+#pragma unroll
+            for (int n = 1; n < lane_rows; ++n) {
+                const Element* const other = arch::shuffle(mine[n], row % WARP_THREADS);
+                if (row / WARP_THREADS == n) from = other;
+            }
             arch::cp_async<16>(tile.address_of(first + row, column), from + column,
                                from != nullptr && column < columns);
         });
@@ -201,16 +248,16 @@ struct Producer {
             });
         }
     }
-    // Of the lane's token.
-    __device__ __forceinline__ void load_token_scale(const float* scale) {
-        if (!has_row()) return;
-        auto& to = shared.scales[filling.stage].of_tokens[first + laneid()];
+    // Of the n-th of the lane's tokens.
+    __device__ __forceinline__ void load_token_scale(const float* scale, int n) {
+        if (!has_row(n)) return;
+        auto& to = shared.scales[filling.stage].of_tokens[first + row_of_lane(n)];
         arch::cp_async<4>(arch::shared_address(&to), scale, scale != nullptr);
     }
-    // Of the blocks of the lane's row, which may end within a word.
-    __device__ __forceinline__ void load_block_scales(const Element* scale, int dim) {
-        if (!has_row()) return;
-        auto& row = shared.scales[filling.stage].of_blocks[first + laneid()];
+    // Of the blocks of the n-th of the lane's rows, which may end within a word.
+    __device__ __forceinline__ void load_block_scales(const Element* scale, int n, int dim) {
+        if (!has_row(n)) return;
+        auto& row = shared.scales[filling.stage].of_blocks[first + row_of_lane(n)];
         if (g.whole_block_scales) {
             arch::cp_async<int(sizeof(row))>(arch::shared_address(&row), scale, scale != nullptr);
             return;

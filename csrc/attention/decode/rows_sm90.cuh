@@ -12,8 +12,8 @@ __device__ __forceinline__ uint4 load_query_chunk(const Globals<Kernel>& g, cons
                                                   int row, int column) {
     const Row r(g.work, segment.s, segment.item, row);
     if (!r.exists || column >= g.head_dim) return make_uint4(0, 0, 0, 0);
-    const int begin = g.work.rotary_begin(segment.at.b, segment.s.k_length);
-    return g.rotary.load(g.q.at(segment.at.b, r.head, segment.s.q_begin + r.position, 0), column,
+    const int begin = g.work.rotary_begin(segment.b(), segment.s.k_length);
+    return g.rotary.load(g.q.at(segment.b(), r.head, segment.s.q_begin + r.position, 0), column,
                          begin + (g.rotary_moves ? r.position : 0));
 }
 
@@ -56,7 +56,7 @@ __device__ __forceinline__ uint64_t mask_bits(const Globals<Kernel>& g, const Se
                                               const Row& row, int first) {
     if (!row.exists) return 0;
     const int64_t token = g.q.packed ? segment.s.q_begin + row.position
-                                     : int64_t(segment.at.b) * g.work.q_length + row.position;
+                                     : int64_t(segment.b()) * g.work.q_length + row.position;
     const auto word = [&](int index) -> uint64_t {
         if (index < 0) return ~0u;
         if (index >= g.mask_words) return 0;
@@ -88,7 +88,7 @@ struct VisibleKeys {
         }
         const Row upper = row(0), lower = row(1);
         const Lengths& s = segment.s;
-        const int b = segment.at.b, first_column = first_key + 2 * (laneid() % 4);
+        const int b = segment.b(), first_column = first_key + 2 * (laneid() % 4);
         // A key's distance from the diagonal, for the thread's first column.
         const auto columns = [&](int offset) -> Int2 {
             return {upper.position - first_column + offset, lower.position - first_column + offset};

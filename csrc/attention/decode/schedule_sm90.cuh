@@ -3,8 +3,11 @@
 // whatever lengths there are. The parts depend on nothing but these: reruns are bit-equal.
 //
 // An item costs its key blocks, and ITEM_COST for what it takes to begin and to end one. The items
-// of all sequences lie behind each other, and each part has as much of the whole as any other. With
-// a split size cuts move back to a multiple of it, so that a sequence's splits are its own.
+// of all sequences lie behind each other, head by head, and each part has as much of the whole as
+// any other. Where there are as many parts for each head, within a sixteenth, the same keys of all
+// heads are read at the same time: heads that lie inside of a token may share lines of memory, and
+// the scales of their blocks do. With a split size cuts move back to a multiple of it, so that a
+// sequence's splits are its own.
 #pragma once
 
 #include "csrc/attention/decode/work_sm90.cuh"
@@ -13,7 +16,7 @@ namespace thunderkittens::attention::decode {
 
 constexpr int ITEM_COST = 3;  // in key blocks
 
-// Before an item, or of all.
+// Of one key head, before an item, or of all.
 struct WorkSums {
     int64_t cost, slots, split_items;  // the last two with a split size alone
     int64_t unequal;                   // sequences that cost another number than the first one
@@ -66,18 +69,15 @@ __device__ __forceinline__ WorkSums sums_of_head(const Work& work, const Lengths
     }
     return sums;
 }
-__device__ __forceinline__ WorkSums times(const WorkSums& sums, int64_t heads) {
-    return {sums.cost * heads, sums.slots * heads, sums.split_items * heads, 0};
-}
 
-// Of so many items that cost the same, which are to be cut rarely: up to a sixteenth fewer parts.
-__device__ __forceinline__ int64_t even_parts(int64_t parts, int64_t items) {
+// Of so many items that cost the same, which are to be cut rarely: a few parts less.
+__device__ __forceinline__ int64_t even_parts(int64_t parts, int64_t items, int64_t least) {
     if (items <= 0) return parts;
     if (items < parts) {
         const int64_t even = parts / items * items;
-        return even >= parts - parts / 16 ? even : parts;
+        return even >= least ? even : parts;
     }
-    for (int64_t even = parts; even >= parts - parts / 16; --even) {
+    for (int64_t even = parts; even >= least; --even) {
         if (items % even == 0) return even;
     }
     return parts;
@@ -94,7 +94,7 @@ struct Scheduler {
     }
     __device__ __forceinline__ WorkSums of_sequence(int b) const {
         const Lengths s = lengths(b);
-        return times(sums_of_head(work, s, work.tiles(s.q_length)), work.kv_heads);
+        return sums_of_head(work, s, work.tiles(s.q_length));
     }
 
     // The sums before each sequence go to memory.
@@ -128,20 +128,21 @@ struct Scheduler {
         return arch::load_global(before + 3 * b + what);
     }
 
+    __device__ __forceinline__ Position end() const { return {work.lines(), 0, 0, 0}; }
     // The place with so much of the whole cost before it.
     __device__ __forceinline__ Position place(int64_t cost) const {
+        const int64_t head_cost = load(work.batch, 0);
+        const int kv_head = head_cost == 0 ? 0 : static_cast<int>(cost / head_cost);
+        if (kv_head >= work.kv_heads || work.batch == 0) return end();
+        int64_t rest = cost - kv_head * head_cost;
         int low = 0, high = work.batch;  // the sequence is in [low, high)
         while (high - low > 1) {
             const int middle = (low + high) / 2;
-            (load(middle, 0) <= cost ? low : high) = middle;
+            (load(middle, 0) <= rest ? low : high) = middle;
         }
         const Lengths s = lengths(low);
         const int tiles = work.tiles(s.q_length);
-        const WorkSums head = sums_of_head(work, s, tiles);
-        int64_t rest = cost - load(low, 0);
-        const int kv_head = head.cost == 0 ? 0 : static_cast<int>(rest / head.cost);
-        if (kv_head >= work.kv_heads) return {work.batch, 0, 0, 0};
-        rest -= kv_head * head.cost;
+        rest -= load(low, 0);
         int tile = 0, block = 0;
         for (;; ++tile) {
             const KeyBlocks keys = work.blocks_of(s, tile);
@@ -155,28 +156,32 @@ struct Scheduler {
             if (block <= keys.begin) block = 0;
             break;
         }
-        Position at{low, kv_head * tiles + tile, block, 0};
+        Position at{kv_head * work.batch + low, tile, block, 0};
         if (work.split_blocks > 0) {
             const WorkSums in_head = sums_of_head(work, s, tile);
             const KeyBlocks keys = work.blocks_of(s, tile);
-            at.slot = static_cast<int>(load(low, 1) + kv_head * head.slots + in_head.slots);
+            at.slot =
+                static_cast<int>(kv_head * load(work.batch, 1) + load(low, 1) + in_head.slots);
             if (block > 0) at.slot += block / work.split_blocks - keys.begin / work.split_blocks;
         }
         return at;
     }
 
     __device__ __forceinline__ void cut() const {
-        const int64_t total = load(work.batch, 0);
+        const int64_t heads = work.kv_heads, total = heads * load(work.batch, 0);
         // A part has a block at least: so no two cuts are in the same place of an item.
         int64_t parts = ::min(static_cast<int64_t>(work.parts), total);
-        const bool equal = work.batch > 0 && shared.sums[SCHEDULE_THREADS - 1].unequal == 0;
-        if (work.split_blocks == 0 && equal) {
-            parts = even_parts(
-                parts, int64_t{work.batch} * work.kv_heads * work.tiles(work.queries_of(0)));
+        if (work.split_blocks == 0) {
+            const bool equal = work.batch > 0 && shared.sums[SCHEDULE_THREADS - 1].unequal == 0;
+            const int64_t items = equal ? int64_t{work.batch} * work.tiles(work.queries_of(0)) : 0;
+            const int64_t of_head = parts / heads, least = parts - parts / 16;
+            if (of_head * heads >= least)
+                parts = heads * even_parts(of_head, items, (least + heads - 1) / heads);
+            else
+                parts = even_parts(parts, items * heads, least);
         }
         for (int p = static_cast<int>(threadIdx.x); p <= work.parts; p += SCHEDULE_THREADS) {
-            shared.positions[p] =
-                p < parts ? place(total * p / parts) : Position{work.batch, 0, 0, 0};
+            shared.positions[p] = p < parts ? place(total * p / parts) : end();
         }
         arch::sync_block();
     }
@@ -215,7 +220,7 @@ struct Scheduler {
                shared.positions[end].same_item(shared.positions[p]))
             ++end;
         const Position& at = shared.positions[p];
-        if (index < g.items) list(index, {at.b, at.item, p - 1 + index, end - p + 1});
+        if (index < g.items) list(index, {at.line, at.tile, p - 1 + index, end - p + 1});
     }
     __device__ __forceinline__ void list(int64_t index, const int4& entry) const {
         int* const to = g.schedule.data + g.schedule.list + 4 * index;
@@ -237,17 +242,22 @@ struct Scheduler {
         for (int b = static_cast<int>(threadIdx.x); b < work.batch; b += SCHEDULE_THREADS) {
             const Lengths s = lengths(b);
             const int tiles = work.tiles(s.q_length);
-            int64_t index = load(b, 2), slot = load(b, 1);
-            for (int item = 0; item < work.kv_heads * tiles; ++item) {
-                const int splits = work.splits(work.blocks_of(s, item % tiles));
-                if (splits == 1) continue;
-                if (index < g.items) list(index, {b, item, static_cast<int>(slot), splits});
-                ++index;
-                slot += splits;
+            for (int head = 0; head < work.kv_heads; ++head) {
+                int64_t index = head * load(work.batch, 2) + load(b, 2);
+                int64_t slot = head * load(work.batch, 1) + load(b, 1);
+                for (int tile = 0; tile < tiles; ++tile) {
+                    const int splits = work.splits(work.blocks_of(s, tile));
+                    if (splits == 1) continue;
+                    if (index < g.items) {
+                        list(index, {head * work.batch + b, tile, static_cast<int>(slot), splits});
+                    }
+                    ++index;
+                    slot += splits;
+                }
             }
         }
         if (threadIdx.x == 0) {
-            const auto count = static_cast<int>(load(work.batch, 2));
+            const auto count = static_cast<int>(work.kv_heads * load(work.batch, 2));
             arch::store_global(g.schedule.data + 1, ::min(count, g.items));
         }
     }

@@ -9,18 +9,19 @@ namespace thunderkittens::attention::decode {
 
 using namespace kittens;
 
-// A place in the work: a key block of an item of a sequence. `slot` counts the partial results
-// before it. An item begins at block 0, whatever its first key.
+// A place in the work: a key block of an item, which is a tile of rows of a line; a line is a key
+// head of a sequence. Lines of a head lie behind each other, then those of the next. `slot` counts
+// the partial results before it. An item begins at block 0, whatever its first key.
 struct Position {
-    int b, item, block, slot;
+    int line, tile, block, slot;
 
     __device__ __forceinline__ bool is_before(const Position& other) const {
-        if (b != other.b) return b < other.b;
-        if (item != other.item) return item < other.item;
+        if (line != other.line) return line < other.line;
+        if (tile != other.tile) return tile < other.tile;
         return block < other.block;
     }
     __device__ __forceinline__ bool same_item(const Position& other) const {
-        return b == other.b && item == other.item;
+        return line == other.line && tile == other.tile;
     }
 };
 
@@ -132,9 +133,9 @@ struct Work {
         return rotary_begins == nullptr ? keys - added(b)
                                         : arch::load_global_readonly(rotary_begins + b);
     }
-    __device__ __forceinline__ Item item(const Lengths& s, int index) const {
-        const int count = tiles(s.q_length), tile = index % count;
-        return {index / count, tile * TILE_ROWS, blocks_of(s, tile)};
+    __device__ __forceinline__ int lines() const { return kv_heads * batch; }
+    __device__ __forceinline__ Item item(const Lengths& s, int kv_head, int tile) const {
+        return {kv_head, tile * TILE_ROWS, blocks_of(s, tile)};
     }
     // Of an item; 1 unless a split size cuts it.
     __device__ __forceinline__ int splits(const KeyBlocks& keys) const {
@@ -189,26 +190,32 @@ struct Segments {
     __device__ __forceinline__ Segments(const Work& _work, const Schedule& _schedule, int _part)
         : work(_work), schedule(_schedule), part(_part), at(_schedule.part(_part)) {}
 
+    // The sequence of the current segment.
+    __device__ __forceinline__ int b() const { return at.line - item.kv_head * work.batch; }
+
     // Goes to the next segment, or returns false.
     __device__ __forceinline__ bool next() {
         const Position end = schedule.part(part + 1);  // again, as registers are few
         if (begun) {
             at.slot += whole ? 0 : 1;
             const bool item_ends = last >= item.keys.end;
-            at.item += item_ends ? 1 : 0;
+            at.tile += item_ends ? 1 : 0;
             at.block = item_ends ? 0 : last;
         }
         begun = true;
-        for (;; at = {at.b + 1, 0, 0, at.slot}) {
-            if (at.b >= work.batch || !at.is_before(end)) return false;
-            const int2 known = schedule.lengths_of(at.b);
+        int kv_head = 0;
+        for (;; at = {at.line + 1, 0, 0, at.slot}) {
+            if (at.line >= work.lines() || !at.is_before(end)) return false;
+            kv_head = at.line / work.batch;
+            const int b = at.line - kv_head * work.batch;
+            const int2 known = schedule.lengths_of(b);
             const int keys = ::min(::max(known.x, 0), work.most_keys);
             const int queries = ::min(::max(known.y, 0), work.q_length);
-            s = work.lengths(at.b, keys, queries);
-            stale = keys != work.keys_of(at.b) || queries != work.queries_of(at.b);
-            if (at.item < work.kv_heads * work.tiles(queries)) break;
+            s = work.lengths(b, keys, queries);
+            stale = keys != work.keys_of(b) || queries != work.queries_of(b);
+            if (at.tile < work.tiles(queries)) break;
         }
-        item = work.item(s, at.item);
+        item = work.item(s, kv_head, at.tile);
         first = ::max(at.block, item.keys.begin);
         last = item.keys.end;
         if (at.same_item(end)) last = ::min(last, end.block);

@@ -99,31 +99,50 @@ def append_kv(
             caches that overlap an operand or themselves.
         RuntimeError: a transform of `torch.func` is active.
     """
-    args = (
-        *(k, v, k_cache, v_cache, page_table, seq_lens, slot_mapping, cache_batch_idx),
-        *(
-            cu_seqlens_k_new,
-            rotary_cos,
-            rotary_sin,
-            rotary_positions,
-            rotary_seqlens,
-            bool(rotary_interleaved),
-        ),
-        *(k_scale, v_scale, k_block_scale, v_block_scale),
-    )
     if transform_active():
         raise RuntimeError(
             "tk.append_kv changes the caches in place and cannot be called under the transforms of "
             "torch.func"
         )
-    written = {"k_cache": k_cache, "v_cache": v_cache}
-    if k_block_scale is not None and v_block_scale is not None:
-        written |= {"k_block_scale": k_block_scale, "v_block_scale": v_block_scale}
-    operands = {**written, "k": k, "v": v}
-    there = all(isinstance(x, Tensor) for x in operands.values())
-    if there and not torch.compiler.is_compiling():
-        require_apart(_NAME, tuple(operands), tuple(operands.values()), written=len(written))
-    call_checked(_op, args, lambda args: require_append(*args))
+    if not torch.compiler.is_compiling():
+        if k_block_scale is None or v_block_scale is None:
+            names, operands, written = _OPERANDS, (k_cache, v_cache, k, v), 2
+        else:
+            names, written = _NVFP4_OPERANDS, 4
+            operands = (k_cache, v_cache, k_block_scale, v_block_scale, k, v)
+        for x in operands:
+            if not isinstance(x, Tensor):
+                break
+        else:
+            require_apart(_NAME, names, operands, written)
+    args: tuple[Any, ...] = (k, v, k_cache, v_cache, page_table, seq_lens)
+    if (  # an argument that is left out costs the host less than its default
+        slot_mapping is not None
+        or cache_batch_idx is not None
+        or cu_seqlens_k_new is not None
+        or rotary_cos is not None
+        or rotary_sin is not None
+        or rotary_positions is not None
+        or rotary_seqlens is not None
+        or k_scale is not None
+        or v_scale is not None
+        or k_block_scale is not None
+        or v_block_scale is not None
+    ):
+        args += (
+            *(slot_mapping, cache_batch_idx, cu_seqlens_k_new, rotary_cos, rotary_sin),
+            *(rotary_positions, rotary_seqlens, bool(rotary_interleaved), k_scale, v_scale),
+            *(k_block_scale, v_block_scale),
+        )
+    call_checked(_op, args, _require)
+
+
+_OPERANDS = ("k_cache", "v_cache", "k", "v")
+_NVFP4_OPERANDS = ("k_cache", "v_cache", "k_block_scale", "v_block_scale", "k", "v")
+
+
+def _require(args: tuple[Any, ...]) -> None:
+    require_append(*args)
 
 
 def require_append(

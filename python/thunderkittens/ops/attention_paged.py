@@ -21,11 +21,14 @@ from ._registration import (
     require_device,
     require_operands,
     transform_active,
+    wants_gradient,
 )
 from .append_kv import append_kv
 
 _NAME = "attention_paged"
 _op = torch.ops.thunderkittens.attention_paged.default
+# Of the options that most calls have; each argument of an op costs the host time.
+_forward = torch.ops.thunderkittens.attention_paged_forward.default
 
 
 def attention_paged(
@@ -144,7 +147,9 @@ def attention_paged(
     The formula is `tk.reference.attention_paged`.
     """
     _refuse_gradients(q, k, v, k_cache, v_cache, sink)
-    left, right = cache.window(_NAME, window_size)
+    # Compilers do not trace whether two tuples are one.
+    unbounded = not torch.compiler.is_compiling() and window_size is shared.UNBOUNDED
+    left, right = shared.UNBOUNDED if unbounded else cache.window(_NAME, window_size)
     new_keys, chunk = 0, 0
     if attention_chunk is not None:
         cache.require_size(_NAME, "attention_chunk", attention_chunk, 1)
@@ -179,6 +184,35 @@ def attention_paged(
         )
     elif rotary_cos is not None or rotary_sin is not None or slot_mapping is not None:
         raise ValueError(f"tk.{_NAME}: rotary_cos, rotary_sin and slot_mapping need k and v")
+    if (
+        unbounded
+        and cu_seqlens_q is None
+        and not return_lse
+        and causal is True
+        and not chunk
+        and softcap == 0.0
+        and split_size is None
+        and (cu_seqlens_k_new is None or k is None or new_keys)
+        and cache_batch_idx is None
+        and cache_leftpad is None
+        and alibi_slopes is None
+        and sink is None
+        and mask is None
+        and q_scale is None
+        and rotary_cos is None
+        and isinstance(q, Tensor)
+        and q.is_cuda
+    ):
+        try:
+            result: Tensor = _forward(
+                *(q, k_cache, v_cache, page_table, seq_lens, schedule, k_scale, v_scale),
+                *(k_block_scale, v_block_scale, scale, new_keys),
+            )
+            return result
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError, ValueError):
+            pass  # the call below says why
     if cu_seqlens_q is None:
         max_seqlen_q = q.shape[1] if isinstance(q, Tensor) and q.dim() == 4 else 0
     elif max_seqlen_q is None:
@@ -223,12 +257,11 @@ def attention_decode(
 
 
 def _refuse_gradients(*tensors: Tensor | None) -> None:
-    given = [x for x in tensors if isinstance(x, Tensor)]
     if forward_mode_active():
-        refuse_forward_mode(_NAME, *given)
+        refuse_forward_mode(_NAME, *(x for x in tensors if isinstance(x, Tensor)))
     if transform_active():
         raise RuntimeError(f"tk.{_NAME}: cannot be called under the transforms of torch.func")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+    if wants_gradient(tensors):
         raise RuntimeError(
             f"tk.{_NAME} has no gradient, and an operand requires one: call it under "
             "torch.no_grad(), or tk.attention on the keys themselves"
@@ -361,4 +394,36 @@ register(
     flops=_flops,
     vmap=one_by_one(_op),
     differentiable=False,
+)
+
+
+def _general(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor | None,
+    seq_lens: Tensor,
+    schedule: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    k_block_scale: Tensor | None = None,
+    v_block_scale: Tensor | None = None,
+    scale: float | None = None,
+    new_keys: int = 0,
+) -> tuple[Any, ...]:
+    """Arguments of attention_paged_forward as those of the op with all options."""
+    queries = q.shape[1] if q.dim() == 4 else 0
+    return (
+        *(q, k_cache, v_cache, page_table, seq_lens, None, queries, None, new_keys, None),
+        *(True, -1, -1, 0, 0, None, scale, 0.0, None, None, None, schedule, None, None, False),
+        *(None, k_scale, v_scale, None, k_block_scale, v_block_scale),
+    )
+
+
+register(
+    "attention_paged_forward",
+    fake=lambda *args: _fake(*_general(*args))[0],
+    cpu=lambda *args: _cpu(*_general(*args))[0],
+    flops=_flops,
+    vmap=one_by_one(_forward),
 )

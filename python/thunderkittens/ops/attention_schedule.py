@@ -29,7 +29,7 @@ def attention_schedule(
     new_keys: int = 0,
     cache_leftpad: Tensor | None = None,
     causal: bool = True,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = shared.UNBOUNDED,
     attention_chunk: int | None = None,
     split_size: int | None = None,
     mask: bool = False,
@@ -68,9 +68,28 @@ def attention_schedule(
         TypeError: tensors of other dtypes or devices, numbers that are no integers.
         ValueError: shapes or numbers that do not fit, or that no kernel supports.
     """
+    if value_dim is None:
+        value_dim = head_dim
+    if (
+        not torch.compiler.is_compiling()
+        and type(new_keys) is int
+        and new_keys == 0
+        and cu_seqlens_k_new is None
+        and cache_leftpad is None
+        and causal is True
+        and window_size is shared.UNBOUNDED
+        and attention_chunk is None
+        and split_size is None
+        and not mask
+        and not codes
+    ):
+        # What is left out costs the host no time.
+        short = (seq_lens, q_heads, kv_heads, head_dim, value_dim, cu_seqlens_q, max_seqlen_q)
+        schedule: Tensor = call_checked(_op, short, _check)
+        return schedule
     left, right = cache.window(_NAME, window_size)
     args = (
-        *(seq_lens, q_heads, kv_heads, head_dim, head_dim if value_dim is None else value_dim),
+        *(seq_lens, q_heads, kv_heads, head_dim, value_dim),
         *(cu_seqlens_q, max_seqlen_q, cu_seqlens_k_new, new_keys, cache_leftpad, bool(causal)),
         *(
             left,

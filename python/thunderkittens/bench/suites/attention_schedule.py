@@ -58,17 +58,18 @@ def oracle(seq_lens: Tensor, sizes: tuple[int, int, int]) -> Iterator[Expected]:
         header = torch.zeros(HEADER, dtype=torch.float64, device=seq_lens.device)
         yield Expected(0, slice(HEADER), header, header)
         return
-    items = kv_heads * -(-heads // kv_heads // ROWS)  # of a sequence
-    cost = ((seq_lens.cpu().long() + BLOCK - 1) // BLOCK + ITEM_COST).repeat_interleave(items)
+    tiles = -(-heads // kv_heads // ROWS)  # of a key head of a sequence
+    blocks = (seq_lens.cpu().long() + BLOCK - 1) // BLOCK
+    cost = (blocks + ITEM_COST).repeat_interleave(tiles).repeat(kv_heads)
     begin = torch.cat((cost.new_zeros(1), cost.cumsum(0)))
     total = int(begin[-1])
 
     def largest(schedule: Tensor) -> Tensor:
         """NaN unless the parts are all of the work, in its order."""
         positions = schedule[HEADER : HEADER + POSITION * (parts + 1)].cpu().long()
-        b, item, block, _ = positions.view(-1, POSITION).unbind(1)
-        index = b * items + item
-        exist = (item >= 0) & (item < items) & (index >= 0) & (index <= len(cost)) & (block >= 0)
+        line, tile, block, _ = positions.view(-1, POSITION).unbind(1)
+        index = line * tiles + tile
+        exist = (tile >= 0) & (tile < tiles) & (index >= 0) & (index <= len(cost)) & (block >= 0)
         if not bool(exist.all()):
             return torch.full((1,), torch.nan, dtype=torch.float64)
         before = begin[index] + torch.where(block > 0, block + ITEM_COST, 0)
