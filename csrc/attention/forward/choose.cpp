@@ -47,7 +47,7 @@ bool prefers_short_blocks(const Problem& p, const Config& few, const Config& thr
     const auto items = [&](const Config& c) {
         return ceil_div(p.q_length, 64 * c.warpgroups) * p.batch * p.q_heads;
     };
-    if (few.head_dim == 64) {
+    if (few.head_dim <= 64) {
         const bool narrow = p.window_left >= 0 && p.window_left < 512;
         return narrow || p.q_length <= (banded ? 1024 : 256) || items(three) < 2 * sm_count;
     }
@@ -98,7 +98,9 @@ struct Costs {
     double start, block, step, shared_step;
 };
 constexpr Costs COSTS[] = {
-    {true, 64, 64, 3.15, 1.69, 0.52, 0.353},   {true, 128, 64, 3.81, 2.58, 0.62, 0.15},
+    {true, 32, 64, 3.15, 1.69, 0.45, 0.3},     {false, 32, 64, 0.74, 3.17, 0.33, 0.23},
+    {false, 32, 192, 3.42, 1.94, 1.05, 1.05},  {true, 64, 64, 3.15, 1.69, 0.52, 0.353},
+    {true, 128, 64, 3.81, 2.58, 0.62, 0.15},
     {true, 256, 64, 4.21, 2.87, 1.04, 1.04},   {false, 64, 64, 0.74, 3.17, 0.37, 0.266},
     {false, 64, 192, 3.42, 1.94, 1.27, 1.27},  {false, 96, 192, 2.23, 2.23, 1.21, 1.21},
     {false, 128, 128, 2.51, 1.91, 1.37, 1.37}, {false, 128, 192, 2.93, 1.86, 0.93, 0.93},
@@ -303,7 +305,7 @@ std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device)
     }
     const Config smallest = choose_split_kv_config(p);
     for (const Config& config : SPLIT_KV_CONFIGS) {
-        if (config.head_dim != smallest.head_dim) continue;
+        if (config.head_dim != smallest.head_dim && (smallest.head_dim != 32 || config.head_dim != 64)) continue;
         for (const int splits : {1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128}) {
             if (splits > ceil_div(p.k_length, config.block_n)) break;
             // Of longer queries the partial results should stay in the cache.
@@ -317,7 +319,7 @@ std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device)
         if (c.head_dim < p.head_dim || c.value_dim < p.value_dim) continue;
         const bool other =
             first && (c.head_dim != first->head_dim || c.value_dim != first->value_dim);
-        if (other) break;
+        if (other && c.head_dim > 64) break;
         const bool has_its_own = softcap_only(p) && has_softcap_only(c);
         if (c.softcap_only ? !softcap_only(p) : has_its_own || c.score_mod != has_score_mod(p))
             continue;
@@ -378,13 +380,14 @@ KernelInfo portable_info(const Config& config) {
     return info;
 }
 
-// The kernel that combines the results of those that split the keys, in the same source.
-KernelInfo combining_info(DType dtype) {
+// The kernels that combine the results of those that split the keys, in the same source.
+KernelInfo combining_info(DType dtype, bool few) {
     KernelInfo info;
-    info.name = concat("combine_", name_of(dtype));
-    info.config = "weighs and adds up the results of the ranges of keys";
+    info.name = concat(few ? "combine_few_" : "combine_", name_of(dtype));
+    info.config = concat("weighs and adds up the results of ", few ? "few" : "the",
+                         " ranges of keys, ", few ? "a warp" : "four warps", " for a row");
     info.source = concat("split_kv_", name_of(dtype));
-    info.symbol = "14combine_kernelI";
+    info.symbol = few ? "18combine_few_kernelI" : "14combine_kernelI";
     info.threads = 128;
     return info;
 }
@@ -399,7 +402,7 @@ std::vector<KernelInfo> kernels() {
             list.push_back(kernel_info(with_dtype(c, dtype), true));
         for (const Config& c : PORTABLE_CONFIGS)
             list.push_back(portable_info(with_dtype(c, dtype)));
-        list.push_back(combining_info(dtype));
+        for (const bool few : {false, true}) list.push_back(combining_info(dtype, few));
     }
     return list;
 }
