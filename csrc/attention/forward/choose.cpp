@@ -3,6 +3,7 @@
 #include "csrc/attention/forward/forward.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdlib>
 #include <utility>
@@ -88,10 +89,34 @@ int64_t tiles_of_groups(const Problem& p) {
     return ceil_div(p.q_length * group, 64) * p.kv_heads * p.batch;
 }
 
+// Key blocks that a tile of rows visits: the mean, and the most. Of many tiles a sample.
+struct KeyBlockCounts {
+    double mean = 0;
+    int64_t most = 0;
+};
+// Tiles of so many rows, `group` of which share a position.
+KeyBlockCounts key_blocks_of(const Problem& p, int64_t tiles, int rows, int64_t group,
+                             int block_n) {
+    constexpr int64_t SAMPLE = 16;
+    const Band seen = band(p.causal, p.window_left, p.window_right, p.q_length, p.k_length);
+    const int64_t taken = std::clamp<int64_t>(tiles, 1, SAMPLE);
+    KeyBlockCounts counts;
+    for (int64_t i = 0; i < taken; ++i) {
+        const int64_t tile = i * tiles / taken;
+        const int64_t first = tile * rows / group;
+        const int64_t last = std::min(((tile + 1) * rows - 1) / group, p.q_length - 1);
+        const int64_t begin = std::max<int64_t>(0, first + seen.low);
+        const int64_t end = std::min(p.k_length, last + seen.high + 1);
+        const int64_t count = end > begin ? ceil_div(end, block_n) - begin / block_n : 0;
+        counts.mean += double(count) / double(taken);
+        counts.most = std::max(counts.most, count);
+    }
+    return counts;
+}
+
 // What a call takes, in microseconds of an H200: to begin and to end, a block, a step of a block
 // over a key block where it has the multiprocessor for itself, and where it shares it with one more
-// of its kind for each of these. Fitted to 656 timings of 150 drawn calls
-// (docs/experiments/attention.md).
+// of its kind for each of these. Fitted to timings of drawn calls (docs/experiments/attention.md).
 struct Costs {
     bool splits;
     int head_dim, block_m;
@@ -100,14 +125,15 @@ struct Costs {
 constexpr Costs COSTS[] = {
     {true, 32, 64, 3.15, 1.69, 0.45, 0.3},     {false, 32, 64, 0.74, 3.17, 0.33, 0.23},
     {false, 32, 192, 3.42, 1.94, 1.05, 1.05},  {true, 64, 64, 3.15, 1.69, 0.52, 0.353},
-    {true, 128, 64, 3.81, 2.58, 0.62, 0.15},
+    {true, 96, 64, 3.15, 1.69, 0.55, 0.2}, {true, 192, 64, 4, 2.8, 0.9, 0.9}, {true, 128, 64, 3.81, 2.58, 0.62, 0.15},
     {true, 256, 64, 4.21, 2.87, 1.04, 1.04},   {false, 64, 64, 0.74, 3.17, 0.37, 0.266},
     {false, 64, 192, 3.42, 1.94, 1.27, 1.27},  {false, 96, 192, 2.23, 2.23, 1.21, 1.21},
     {false, 128, 128, 2.51, 1.91, 1.37, 1.37}, {false, 128, 192, 2.93, 1.86, 0.93, 0.93},
     {false, 192, 128, 1.28, 4.78, 1.26, 1.26}, {false, 256, 128, 3.29, 2.87, 1.05, 1.05},
 };
-constexpr double BYTES_PER_MICROSECOND = 4.1e6;  // of keys and values, by all multiprocessors
-constexpr double COMBINATION = 0.47, COMBINATION_SPLIT = 0.049, COMBINATION_BYTE = 1.2e-6;
+constexpr double BYTES_PER_MICROSECOND = 4.37e6;  // of keys and values, by all multiprocessors
+constexpr double COMBINATION = 1.0, COMBINATION_SPLIT = 0.02, COMBINATION_BYTE = 0.5e-6;
+constexpr double COMBINATION_BY_BLOCKS = 1.0;  // of many ranges: four warps for a row
 
 double microseconds(const Problem& p, const Choice& choice, int sm_count) {
     const Config& c = choice.config;
@@ -116,62 +142,47 @@ double microseconds(const Problem& p, const Choice& choice, int sm_count) {
     const Costs& costs = *std::ranges::find_if(COSTS, [&](const Costs& x) {
         return x.splits == split && x.head_dim == c.head_dim && x.block_m == block_m;
     });
+    const int64_t group = split ? p.q_heads / std::max<int64_t>(p.kv_heads, 1) : 1;
+    const int64_t tiles = ceil_div(p.q_length * group, block_m);
+    const int64_t heads = p.batch * (split ? p.kv_heads : p.q_heads);
+    const int64_t splits = std::max(choice.splits, 1);
+    const KeyBlockCounts counts = key_blocks_of(p, tiles, block_m, group, c.block_n);
+    const double most = double(ceil_div(counts.most, splits));
+    const double mean = counts.mean < double(counts.most) ? counts.mean / double(splits) : most;
+    const auto time_of = [&](double key_blocks, int64_t on_one) {
+        return costs.block + key_blocks * std::max(costs.step, double(on_one) * costs.shared_step);
+    };
+    const int64_t per_sm = split ? split_kv_blocks_per_sm(c) : blocks_per_sm(c);
+    const int64_t blocks = tiles * heads * splits;
+    const int64_t full = blocks / (sm_count * per_sm);
+    const int64_t rest = ceil_div(blocks % (sm_count * per_sm), sm_count);
+    double work = double(full) * time_of(mean, per_sm) + (rest > 0 ? time_of(mean, rest) : 0);
+    work = std::max(work, time_of(most, full > 0 ? per_sm : rest));
     const int64_t keys =
         p.window_left < 0 ? p.k_length
                           : std::min(p.k_length, p.window_left + p.q_length + int64_t{c.block_n});
-    double key_blocks = double(std::max<int64_t>(1, ceil_div(keys, c.block_n)));
-    int64_t blocks = ceil_div(p.q_length, block_m) * p.batch * p.q_heads;
-    if (split) {
-        blocks = tiles_of_groups(p) * choice.splits;
-        key_blocks = std::ceil(key_blocks / choice.splits);
-    } else if (p.causal != static_cast<int>(Causal::none) && p.q_length > 64) {
-        key_blocks = key_blocks * (1 - 0.5 * double(p.q_length) / double(p.k_length)) + 0.5;
-    }
-    const int64_t per_sm = split ? split_kv_blocks_per_sm(c) : blocks_per_sm(c);
-    const auto time_of = [&](int64_t on_one) {
-        return costs.block + key_blocks * std::max(costs.step, double(on_one) * costs.shared_step);
-    };
-    const int64_t full = blocks / (sm_count * per_sm), rest = blocks % (sm_count * per_sm);
-    const double work = (full > 0 ? double(full) * time_of(per_sm) : 0) +
-                        (rest > 0 ? time_of(ceil_div(rest, sm_count)) : 0);
     const double memory = double(p.batch * p.kv_heads * keys * (p.head_dim + p.value_dim)) * 2 /
                           BYTES_PER_MICROSECOND;
     double time = costs.start + std::max(work, memory) + 0.15 * std::min(work, memory);
     if (split && combines(p, choice.splits)) {
         const double bytes = double(p.batch * p.q_heads * p.q_length * p.value_dim) * 8;
         time += COMBINATION + choice.splits * (COMBINATION_SPLIT + COMBINATION_BYTE * bytes);
+        if (choice.splits > MAX_SPLITS_OF_WARP) time += COMBINATION_BY_BLOCKS;
     }
     return time;
 }
 
-// The ranges of waves of blocks, one of them on a multiprocessor: the least steps of a block, with
-// its start and the combination.
-int splits_of_waves(const Problem& p, int block_n, int sm_count) {
-    const int64_t keys =
-        p.window_left < 0 ? p.k_length : std::min(p.k_length, p.window_left + p.q_length + block_n);
-    const int64_t blocks = std::max<int64_t>(ceil_div(keys, block_n), 1);
-    int best = 1;
-    double least = 1e30;
-    for (int s = 1; s <= std::min<int64_t>(blocks, MAX_SPLITS); ++s) {
-        const auto waves = double(ceil_div(tiles_of_groups(p) * s, sm_count));
-        const double steps = waves * (double(ceil_div(blocks, s)) + 3) + (s > 1 ? 3 + 0.03 * s : 0);
-        if (steps < least) best = s, least = steps;
-    }
-    return best;
-}
-
-// Whether keys are split, and into how many ranges. Where memory limits the model hardly tells
-// numbers of ranges apart, and those of waves stay unless others are 4 % cheaper.
-void consider_split_kv(const Problem& p, int sm_count, Choice& choice) {
+// Whether keys are split, and into how many ranges. Of longer queries the partial results should
+// stay in the cache.
+void consider_split_kv(const Problem& p, const DeviceProperties& device, Choice& choice) {
     const Config config = choose_split_kv_config(p);
+    const int sm_count = std::max(1, device.sm_count);
     const int64_t key_blocks = std::max<int64_t>(ceil_div(p.k_length, config.block_n), 1);
+    const int64_t partial = p.batch * p.q_heads * p.q_length * p.value_dim * 4;
     double least = microseconds(p, choice, sm_count);
-    const Choice waves{.config = config, .splits = splits_of_waves(p, config.block_n, sm_count)};
-    const double of_waves = microseconds(p, waves, sm_count);
-    if (p.q_length <= SHORT_QUERY && 0.96 * of_waves <= least)
-        choice = waves, least = 0.96 * of_waves;
     for (int splits = 1; splits <= std::min<int64_t>(key_blocks, MAX_SPLITS);
          splits += std::max(1, splits / 4)) {
+        if (splits > 1 && p.q_length > SHORT_QUERY && splits * partial > device.l2_bytes / 2) break;
         const Choice candidate{.config = config, .splits = splits};
         const double time = microseconds(p, candidate, sm_count);
         if (time < least) choice = candidate, least = time;
@@ -283,12 +294,8 @@ Choice choose_paged(const Problem& p, const DeviceProperties& device) {
 Choice choose(const Problem& p, const DeviceProperties& device) {
     if (!runs_native(device)) return choose_portable(p, device);
     Choice choice = choose_whole(p, device);
-    // Longer queries only where there are fewer blocks than multiprocessors. Of packed sequences
-    // the lengths are bounds, which do not tell how many blocks have rows.
-    const int64_t blocks =
-        ceil_div(p.q_length, 64 * choice.config.warpgroups) * p.batch * p.q_heads;
-    if (p.q_length <= SHORT_QUERY || (!p.varlen && blocks < device.sm_count))
-        consider_split_kv(p, std::max(1, device.sm_count), choice);
+    // Of packed sequences the lengths are bounds, which do not tell how many blocks have rows.
+    if (p.q_length <= SHORT_QUERY || !p.varlen) consider_split_kv(p, device, choice);
     choice.config.dtype = p.dtype;
     return choice;
 }
@@ -303,9 +310,13 @@ std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device)
         for (const Config& c : fitting_portable(p)) add(portable_choice(p, c, device));
         return list;
     }
-    const Config smallest = choose_split_kv_config(p);
+    // Kernels of the smallest dimensions that hold the problem's, and those of a power of two.
+    constexpr int SMALL = 64;
+    const int smallest = choose_split_kv_config(p).head_dim;
+    const int most = std::max(int(std::bit_ceil(unsigned(smallest))), SMALL);
     for (const Config& config : SPLIT_KV_CONFIGS) {
-        if (config.head_dim != smallest.head_dim && (smallest.head_dim != 32 || config.head_dim != 64)) continue;
+        if (config.head_dim < p.head_dim || config.value_dim < p.value_dim) continue;
+        if (config.head_dim > most) break;
         for (const int splits : {1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128}) {
             if (splits > ceil_div(p.k_length, config.block_n)) break;
             // Of longer queries the partial results should stay in the cache.
@@ -314,12 +325,12 @@ std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device)
             add({.config = config, .splits = splits});
         }
     }
-    const Config* first = nullptr;  // others are of the same dimensions
+    const Config* first = nullptr;
     for (const Config& c : CONFIGS) {
         if (c.head_dim < p.head_dim || c.value_dim < p.value_dim) continue;
         const bool other =
             first && (c.head_dim != first->head_dim || c.value_dim != first->value_dim);
-        if (other && c.head_dim > 64) break;
+        if (other && c.head_dim > SMALL) break;
         const bool has_its_own = softcap_only(p) && has_softcap_only(c);
         if (c.softcap_only ? !softcap_only(p) : has_its_own || c.score_mod != has_score_mod(p))
             continue;

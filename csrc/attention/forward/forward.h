@@ -87,12 +87,11 @@ constexpr Config PORTABLE_CONFIGS[] = {
 // Split-KV, for short queries: 64 rows, the keys split among blocks, of which several share a
 // multiprocessor where registers allow it.
 constexpr Config SPLIT_KV_CONFIGS[] = {
-    {32, 32, 1, 64, 4, true},
-    {64, 64, 1, 64, 4, true},
-    {128, 128, 1, 64, 2, true},
-    {256, 256, 1, 64, 3, true},
+    {32, 32, 1, 64, 4, true},   {64, 64, 1, 64, 4, true},   {96, 96, 1, 64, 2, true},
+    {128, 128, 1, 64, 2, true}, {192, 192, 1, 64, 3, true}, {256, 256, 1, 64, 3, true},
 };
-constexpr int MAX_SPLITS = 128;  // of the keys
+constexpr int MAX_SPLITS = 128;         // of the keys
+constexpr int MAX_SPLITS_OF_WARP = 16;  // whose results a warp combines for a row
 constexpr Config with_dtype(Config config, DType dtype) {
     config.dtype = dtype;
     return config;

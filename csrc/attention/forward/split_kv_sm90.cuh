@@ -148,31 +148,32 @@ struct SplitKvConsumer {
         if (warpgroup::laneid() == 0) arrive(s);
     }
 
-    // Several loads are on their way at a time.
+    // Several loads are on their way at a time. Threads beyond whole rows have none.
     __device__ __forceinline__ void load_query() {
         constexpr int per_load = 16 / int(sizeof(T));
         constexpr int row_loads = Kernel::head_dim / per_load;
-        constexpr int rows_apart = WARPGROUP_THREADS / row_loads, loads = 64 / rows_apart;
-        constexpr int together = loads < 8 ? loads : 8;
+        constexpr int rows_apart = WARPGROUP_THREADS / row_loads;
+        constexpr int loads = (64 + rows_apart - 1) / rows_apart, together = loads < 8 ? loads : 8;
         const int first = warpgroup::laneid() / row_loads;
         const int column = warpgroup::laneid() % row_loads * per_load;
+        const auto is_there = [&](int row) { return first < rows_apart && row < 64; };
 #pragma unroll
         for (int begin = 0; begin < loads; begin += together) {
             uint4 values[together];
 #pragma unroll
             for (int i = 0; i < together; ++i) {
-                const Row row = row_of(first + (begin + i) * rows_apart);
+                const int in_tile = first + (begin + i) * rows_apart;
+                const Row row = row_of(in_tile);
                 values[i] = make_uint4(0, 0, 0, 0);
-                if (row.exists && column < g.head_dim) {
-                    const T* from =
-                        g.q.at(work.b, row.head, work.s.q_begin + row.position, column);
+                if (is_there(in_tile) && row.exists && column < g.head_dim) {
+                    const T* from = g.q.at(work.b, row.head, work.s.q_begin + row.position, column);
                     values[i] = arch::load_global(reinterpret_cast<const uint4*>(from));
                 }
             }
 #pragma unroll
             for (int i = 0; i < together; ++i) {
                 const int row = first + (begin + i) * rows_apart;
-                arch::store_shared(shared.q.address_of(row, column), values[i]);
+                if (is_there(row)) arch::store_shared(shared.q.address_of(row, column), values[i]);
             }
         }
         arch::fence_async_shared();
@@ -320,7 +321,6 @@ struct CombineGlobals {
     SequenceTable sequences;
 };
 constexpr int COMBINE_WARPS = 4, COMBINE_THREADS = COMBINE_WARPS * WARP_THREADS;
-constexpr int MAX_SPLITS_OF_WARP = 16;
 static_assert(MAX_SPLITS <= COMBINE_THREADS && MAX_SPLITS_OF_WARP <= WARP_THREADS);
 struct CombineShared {
     float weights[COMBINE_THREADS];
