@@ -61,17 +61,22 @@ bool prefers_short_blocks(const Problem& p, const Config& few, const Config& thr
     return cost(few, 1.0) <= cost(three, 0.94);
 }
 
-// Among the kernels of the smallest dimensions that hold the problem's.
-Config choose_config(const Problem& p, int sm_count) {
+// The kernels of the smallest dimensions that hold the problem's.
+std::vector<Config> fitting_whole(const Problem& p) {
     std::vector<Config> fitting;
     for (const Config& c : CONFIGS) {
         if (c.head_dim < p.head_dim || c.value_dim < p.value_dim) continue;
         if (!fitting.empty() &&
             (c.head_dim != fitting[0].head_dim || c.value_dim != fitting[0].value_dim))
             break;
-        if (c.softcap_only && softcap_only(p)) return c;
+        if (c.softcap_only && softcap_only(p)) return {c};
         if (!c.softcap_only && c.score_mod == has_score_mod(p)) fitting.push_back(c);
     }
+    return fitting;
+}
+
+Config choose_config(const Problem& p, int sm_count) {
+    const std::vector<Config> fitting = fitting_whole(p);
     if (fitting.size() == 1) return fitting[0];
     return fitting[prefers_short_blocks(p, fitting[0], fitting[1], sm_count) ? 0 : 1];
 }
@@ -81,12 +86,6 @@ Config choose_split_kv_config(const Problem& p) {
         if (c.head_dim >= p.head_dim && c.value_dim >= p.value_dim) return c;
     }
     return {};
-}
-
-// Tiles of 64 rows, in which the heads that share keys lie side by side.
-int64_t tiles_of_groups(const Problem& p) {
-    const int64_t group = p.q_heads / std::max<int64_t>(p.kv_heads, 1);
-    return ceil_div(p.q_length * group, 64) * p.kv_heads * p.batch;
 }
 
 // Key blocks that a tile of rows visits: the mean, and the most. Of many tiles a sample.
@@ -123,19 +122,22 @@ struct Costs {
     double start, block, step, shared_step;
 };
 constexpr Costs COSTS[] = {
-    {true, 32, 64, 3.15, 1.69, 0.45, 0.3},     {false, 32, 64, 0.74, 3.17, 0.33, 0.23},
-    {false, 32, 192, 3.42, 1.94, 1.05, 1.05},  {true, 64, 64, 3.15, 1.69, 0.52, 0.353},
-    {true, 96, 64, 3.15, 1.69, 0.55, 0.2}, {true, 192, 64, 4, 2.8, 0.9, 0.9}, {true, 128, 64, 3.81, 2.58, 0.62, 0.15},
-    {true, 256, 64, 4.21, 2.87, 1.04, 1.04},   {false, 64, 64, 0.74, 3.17, 0.37, 0.266},
-    {false, 64, 192, 3.42, 1.94, 1.27, 1.27},  {false, 96, 192, 2.23, 2.23, 1.21, 1.21},
-    {false, 128, 128, 2.51, 1.91, 1.37, 1.37}, {false, 128, 192, 2.93, 1.86, 0.93, 0.93},
-    {false, 192, 128, 1.28, 4.78, 1.26, 1.26}, {false, 256, 128, 3.29, 2.87, 1.05, 1.05},
+    {true, 32, 64, 1.99, 2.22, 0.468, 0.221},    {true, 64, 64, 0.63, 3.71, 0.542, 0.302},
+    {true, 96, 64, 1.22, 3.31, 0.556, 0.300},    {true, 128, 64, 0.13, 4.11, 0.716, 0.300},
+    {true, 192, 64, 2.66, 2.92, 0.723, 0.723},   {true, 256, 64, 5.34, 1.88, 0.843, 0.843},
+    {false, 32, 64, 2.66, 1.58, 0.346, 0.255},   {false, 32, 192, 2.65, 2.16, 1.060, 1.060},
+    {false, 64, 64, 1.03, 1.89, 0.418, 0.304},   {false, 64, 192, 2.23, 2.06, 1.370, 1.370},
+    {false, 96, 192, 2.18, 2.25, 1.176, 1.176},  {false, 128, 128, 2.66, 2.00, 1.288, 1.288},
+    {false, 128, 192, 2.81, 1.80, 0.923, 0.923}, {false, 192, 128, 1.29, 4.25, 1.455, 1.455},
+    {false, 256, 128, 1.62, 3.68, 1.141, 1.141},
 };
-constexpr double BYTES_PER_MICROSECOND = 4.37e6;  // of keys and values, by all multiprocessors
-constexpr double COMBINATION = 1.0, COMBINATION_SPLIT = 0.02, COMBINATION_BYTE = 0.5e-6;
-constexpr double COMBINATION_BY_BLOCKS = 1.0;  // of many ranges: four warps for a row
+constexpr double BYTES_PER_MICROSECOND = 3.07e6;  // of keys and values, by all multiprocessors
+constexpr double COMBINATION = 0.79, COMBINATION_SPLIT = 0.047, COMBINATION_BYTE = 0.36e-6;
 
-double microseconds(const Problem& p, const Choice& choice, int sm_count) {
+struct Microseconds {
+    double work, memory, total;  // of the blocks alone, of memory alone, and all in all
+};
+Microseconds microseconds(const Problem& p, const Choice& choice, int sm_count) {
     const Config& c = choice.config;
     const bool split = choice.splits > 0;
     const int block_m = 64 * c.warpgroups;
@@ -155,7 +157,9 @@ double microseconds(const Problem& p, const Choice& choice, int sm_count) {
     const int64_t per_sm = split ? split_kv_blocks_per_sm(c) : blocks_per_sm(c);
     const int64_t blocks = tiles * heads * splits;
     const int64_t full = blocks / (sm_count * per_sm);
-    const int64_t rest = ceil_div(blocks % (sm_count * per_sm), sm_count);
+    int64_t rest = ceil_div(blocks % (sm_count * per_sm), sm_count);
+    // Blocks that start under the end of others are not dealt evenly: some multiprocessors fill up.
+    if (split && rest > 1) rest = per_sm;
     double work = double(full) * time_of(mean, per_sm) + (rest > 0 ? time_of(mean, rest) : 0);
     work = std::max(work, time_of(most, full > 0 ? per_sm : rest));
     const int64_t keys =
@@ -167,24 +171,37 @@ double microseconds(const Problem& p, const Choice& choice, int sm_count) {
     if (split && combines(p, choice.splits)) {
         const double bytes = double(p.batch * p.q_heads * p.q_length * p.value_dim) * 8;
         time += COMBINATION + choice.splits * (COMBINATION_SPLIT + COMBINATION_BYTE * bytes);
-        if (choice.splits > MAX_SPLITS_OF_WARP) time += COMBINATION_BY_BLOCKS;
     }
-    return time;
+    return {work, memory, time};
+}
+
+// The ranges of one wave of blocks, one of them on a multiprocessor.
+int splits_of_a_wave(const Problem& p, int64_t key_blocks, int sm_count) {
+    const int64_t group = p.q_heads / std::max<int64_t>(p.kv_heads, 1);
+    const int64_t blocks = ceil_div(p.q_length * group, 64) * p.kv_heads * p.batch;
+    const int64_t most = std::min<int64_t>(key_blocks, MAX_SPLITS);
+    return static_cast<int>(std::clamp<int64_t>(sm_count / std::max<int64_t>(blocks, 1), 1, most));
 }
 
 // Whether keys are split, and into how many ranges. Of longer queries the partial results should
-// stay in the cache.
+// stay in the cache. Of few queries, where memory limits, the model hardly tells numbers of ranges
+// apart, and those of a wave stay unless others are 4 % cheaper.
 void consider_split_kv(const Problem& p, const DeviceProperties& device, Choice& choice) {
     const Config config = choose_split_kv_config(p);
     const int sm_count = std::max(1, device.sm_count);
     const int64_t key_blocks = std::max<int64_t>(ceil_div(p.k_length, config.block_n), 1);
     const int64_t partial = p.batch * p.q_heads * p.q_length * p.value_dim * 4;
-    double least = microseconds(p, choice, sm_count);
+    const bool few_queries = p.q_length <= SHORT_QUERY;
+    double least = microseconds(p, choice, sm_count).total;
+    const Choice wave{.config = config, .splits = splits_of_a_wave(p, key_blocks, sm_count)};
+    const Microseconds of_wave = microseconds(p, wave, sm_count);
+    if (few_queries && of_wave.memory > of_wave.work && 0.96 * of_wave.total <= least)
+        choice = wave, least = 0.96 * of_wave.total;
     for (int splits = 1; splits <= std::min<int64_t>(key_blocks, MAX_SPLITS);
          splits += std::max(1, splits / 4)) {
-        if (splits > 1 && p.q_length > SHORT_QUERY && splits * partial > device.l2_bytes / 2) break;
+        if (splits > 1 && !few_queries && splits * partial > device.l2_bytes / 2) break;
         const Choice candidate{.config = config, .splits = splits};
-        const double time = microseconds(p, candidate, sm_count);
+        const double time = microseconds(p, candidate, sm_count).total;
         if (time < least) choice = candidate, least = time;
     }
 }
@@ -295,6 +312,16 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
     if (!runs_native(device)) return choose_portable(p, device);
     Choice choice = choose_whole(p, device);
     // Of packed sequences the lengths are bounds, which do not tell how many blocks have rows.
+    if (!p.varlen && !has_score_mod(p)) {
+        // What the rules say stays unless the model has another tile 10 % cheaper.
+        const int sm_count = std::max(1, device.sm_count);
+        const double limit = 0.9 * microseconds(p, choice, sm_count).total;
+        for (const Config& c : fitting_whole(p)) {
+            const Choice other{.config = with_dtype(c, p.dtype),
+                               .section_heads = choose_section(p, 64 * c.warpgroups, device)};
+            if (microseconds(p, other, sm_count).total < limit) choice = other;
+        }
+    }
     if (p.q_length <= SHORT_QUERY || !p.varlen) consider_split_kv(p, device, choice);
     choice.config.dtype = p.dtype;
     return choice;
@@ -320,7 +347,8 @@ std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device)
         for (const int splits : {1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128}) {
             if (splits > ceil_div(p.k_length, config.block_n)) break;
             // Of longer queries the partial results should stay in the cache.
-            if (p.q_length > SHORT_QUERY && (tiles_of_groups(p) * splits > 8 * device.sm_count))
+            if (p.q_length > SHORT_QUERY &&
+                splits * p.batch * p.q_heads * p.q_length * p.value_dim * 4 > device.l2_bytes / 2)
                 break;
             add({.config = config, .splits = splits});
         }

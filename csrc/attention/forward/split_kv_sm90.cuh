@@ -430,8 +430,7 @@ __global__ __launch_bounds__(COMBINE_THREADS) void combine_few_kernel(
     const float lse = exists ? arch::load_global(r.partial_lse + lane * r.rows + row) : -INFINITY;
     float top = fmaxf(lse, of.sink);
 #pragma unroll
-    for (int d = MAX_SPLITS_OF_WARP / 2; d > 0; d /= 2)
-        top = fmaxf(top, arch::shuffle_xor(top, d));
+    for (int d = MAX_SPLITS_OF_WARP / 2; d > 0; d /= 2) top = fmaxf(top, arch::shuffle_xor(top, d));
     top = arch::shuffle(top, 0);
     const float base = top == -INFINITY ? 0.0f : top;
     const float weight = arch::exp2_approx((lse - base) * LOG2_E);
@@ -507,7 +506,8 @@ void launch_split_kv(const ForwardParams& params, Stream stream) {
     }
     if (combine) {
         const bool few = params.splits <= MAX_SPLITS_OF_WARP;
-        const int64_t rows = few ? (results.rows + COMBINE_WARPS - 1) / COMBINE_WARPS : results.rows;
+        const int64_t rows =
+            few ? (results.rows + COMBINE_WARPS - 1) / COMBINE_WARPS : results.rows;
         kittens::launch({.dependent = true}, few ? combine_few_kernel<T> : combine_kernel<T>,
                         dim3(unsigned(rows)), dim3(COMBINE_THREADS), dim3(1), 0, stream,
                         CombineGlobals<T>{results, {p, s}});
